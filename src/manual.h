@@ -1,5 +1,6 @@
-/* tieredkv.h - the key/value cache of a transformer in three tiers: recent tokens exact, older ones compressed,
- * attention computed directly on the compressed bytes. One header, libc and libm only. MIT licence, see LICENSE.
+/* tieredkv.h - the key/value cache of a transformer in three tiers. Recent tokens are exact and older ones are
+ * compressed. Attention is computed directly on the compressed bytes. The library is one header and needs only libc
+ * and libm. MIT licence, see LICENSE.
  *
  * Generated from src/ by tools/amalgamate.py: edit there.
  *
@@ -7,15 +8,17 @@
  *                                      #include "tieredkv.h"
  *   and in the others just:            #include "tieredkv.h"
  *   Build:                             cc -O2 program.c tieredkv.c -lm
- *                                      (tieredkv.c: the two lines above. No -m flags: kernels are chosen at run time)
+ *                                      (tieredkv.c: the two lines above. No -m flags: kernels are chosen at run
+ *                                      time)
  *
  * WHAT IT IS
- *   A place for K and V of every layer, and the attention over them. Tokens arrive exact; when 64 of them are
- *   old enough they are coded together, in 4 bits at first, in 3 or 2 later. Queries read all tiers through one
- *   softmax, multiplying the packed codes; nothing is ever decoded into memory.
+ *   The library stores K and V of every layer and computes the attention over them. Tokens are stored exactly at
+ *   first. When 64 of them are old enough, they are coded together: in 4 bits at first, in 3 or 2 bits later.
+ *   Queries read all tiers through one softmax. In A, R, KIVI, SQUAT and Q8 formats they multiply the packed codes.
+ *   The other coded formats are decoded a little at a time, on the stack; the cache never stores decoded values.
  * WHAT IT IS NOT
- *   No model, tokenizer, sampling or RoPE (keys arrive rotated; KVQUANT formats undo it). No threads of its own,
- *   no files, no network.
+ *   The library contains no model, no tokenizer and no sampling. It does not apply RoPE: keys must arrive rotated
+ *   (KVQUANT formats undo the rotation inside). It starts no threads, opens no files and uses no network.
  *
  * EXAMPLE
  *   tkv_config cfg = {0};                                      // zero means default, everywhere
@@ -28,34 +31,41 @@
  *       tkv_attend(kv, 0, layer, q, n, out);                   // [n][32][128], causal over everything so far
  *   tkv_destroy(kv);
  *
- * OPTIONS (define before the include; none changes a declaration or a struct)
+ * OPTIONS (define them before the include; none changes a declaration or a struct)
  *   macro                    where              effect
  *   TIEREDKV_IMPLEMENTATION  one file           emits the function bodies
- *   TKV_STATIC               any, implies it    everything static: a private copy in this file
- *   TKV_PREFIX name_         every include      public functions get this prefix: two copies in one program
- *   TKV_API decl             every include      what stands before public functions (dllexport, visibility)
+ *   TKV_STATIC               any, implies it    makes everything static: a private copy in this file
+ *   TKV_PREFIX name_         every include      prefixes public functions: two copies in one program
+ *   TKV_API decl             every include      stands before public functions (dllexport, visibility)
  *   TKV_NO_MALLOC            implementation     no malloc and free: cfg.allocator or tkv_init_in_place only
- *   TKV_NO_SIMD              implementation     the scalar kernels only
- *   TKV_NO_AVX512            implementation     leaves those kernels out
- *   TKV_NO_REPORTS           implementation     no texts: configs as text, state as JSON, Prometheus
+ *   TKV_NO_SIMD              implementation     leaves out all kernels but the scalar ones
+ *   TKV_NO_AVX512            implementation     leaves out the AVX-512 kernels
+ *   TKV_NO_REPORTS           implementation     leaves out configs as text, state as JSON and Prometheus
  *
  * CONCEPTS
  *   cache      all state for one model: n_layers layers, up to max_seqs sequences
- *   sequence   one conversation or beam; its tokens have positions 0, 1, 2, ... Each sequence has blocks of its own: no
- *              call shares blocks yet
+ *   sequence   one conversation or beam; its tokens have positions 0, 1, 2, ... Each sequence has blocks of its
+ *              own: no call shares blocks yet
  *   head group the n_heads / n_kv_heads query heads that share a KV head
- *   block      64 consecutive tokens of one layer of one sequence, all KV heads: what is coded, moved, counted
+ *   block      64 consecutive tokens of one layer of one sequence, all KV heads: the unit of coding and of memory
  *   record     the bytes of a block for one KV head: K codes, K metadata, V codes, V metadata
  *   format     how a block stores K or V (tkv_format); K and V are chosen separately
  *   tier       HOT: exact - the sinks (first sink_tokens) and the tail (at least hot_tokens newest)
- *              WARM: the warm_tokens before the tail, 4 bits;  ARCHIVE: everything older, 3 or 2
+ *              WARM: the warm_tokens before the tail, 4 bits;  ARCHIVE: everything older, 3 or 2 bits
  *   plan       formats and lengths of the tiers, per layer if wanted
  *
  *   position   0 ...... 3 | 4 ................................... | ................. | ............ now
  *   tier       sinks: HOT | ARCHIVE                               | WARM              | tail: HOT
  *
- *   An append first moves what is due (a block whose newest token is hot_tokens old goes to warm, hot_tokens +
- *   warm_tokens old to the archive), then stores: a chunk is exact while its own queries run.
+ *   An append first moves the blocks that are due, then stores the new tokens. A block is due for WARM when its
+ *   newest token is hot_tokens old, and for ARCHIVE at hot_tokens + warm_tokens. A chunk is therefore exact while
+ *   its own queries run. With a budget, blocks move when bytes are needed instead (tkv_budget).
+ *
+ *   offloaded  a block that lies in the caller's store, a file say; attention fetches it from there (cfg.spill)
+ *   discarded  a block whose bytes were given up; the caller's model must recompute it before attention needs it
+ *              (cfg.remat)
+ *   evicted    a token that a policy or the caller removed for good (cfg.evict, tkv_drop)
+ *   expired    a token that every sliding window has passed, and that was then removed
  *
  * BYTES (drawn in full at the parts that define them: core/tile.h, formats/exact.h, formats/kivi.h)
  *   exact      [token][channel] little-endian, channels padded to 16
@@ -63,32 +73,36 @@
  *              A and R: scales of one byte, channels in an order that the cache learned (formats/a.h, formats/r.h)
  *              INT, FP, SUBSPACE: [token][channel] codes, then scales (formats/token.h, formats/subspace.h)
  *              KVQUANT: [token][channel] codes, then slots for outliers (formats/kvquant.h)
- *   tkv_encode gives these bytes for one head's block; they are the same on every machine and instruction set
- *   (default floating-point flags), and decode to the same floats under any flags.
+ *   tkv_encode gives these bytes for one head's block. They are the same on every machine and instruction set, with
+ *   the compiler's default floating-point flags. They decode to the same floats under any flags.
  *
  * NUMERICS
  *   decoded value     scale * code + zero with one rounding: bit-identical everywhere
- *   attention         against double precision on the decoded values: 1e-5 for F32, 2e-3 for F16 and BF16. In coded
- *                     tiers the ratio to the format's own error is at most a tenth in the root mean square over calls,
- *                     and at most a quarter in one call (cfg.precise: 2e-3 as well). This holds for values up to the
- *                     range of FP16 and logits with a standard deviation up to 4. One-hot softmaxes are outside:
- *                     a near tie may fall the other way. So are values that a grid holds exactly, such as +-6e4 alone:
- *                     the own error is 0 there, and arithmetic errs by 1e-2 of the output
- *   threads           bit-identical with any number of threads, and without
- *   not promised      the same bits of attention on different instruction sets
+ *   attention         The reference is double precision on the decoded values. The error is at most 1e-5 for F32,
+ *                     and 2e-3 for F16 and BF16. In coded tiers it is compared with the format's own error. The
+ *                     ratio is at most a tenth in the root mean square over calls, and a quarter in one call.
+ *                     With cfg.precise the error is at most 2e-3 in coded tiers as well.
+ *                     These bounds hold for values up to the range of FP16 and for logits with a standard deviation
+ *                     up to 4. They do not hold for one-hot softmaxes, where a near tie may fall the other way. Nor
+ *                     do they hold for values that a grid holds exactly, such as +-6e4 alone. The format's own
+ *                     error is 0 there, and arithmetic errs by 1e-2 of the output
+ *   threads           results are bit-identical with any number of threads, and without threads
+ *   not guaranteed    the same bits of attention on different instruction sets
  *
  * MEMORY
- *   Everything comes from cfg.allocator in pages and a few growing tables, counted to the byte (tkv_memory).
- *   tkv_attend never allocates. An append fetches all it needs before it changes anything; when that fails it
- *   has not happened. tkv_init_in_place does the same inside a piece of yours and never allocates.
- *   What a budget has no room for can go outside RAM, to a file say, and stays part of attention (cfg.spill), or
- *   is dropped where it waits, and computed again by your model when its turn comes (cfg.remat).
+ *   All memory comes from cfg.allocator, as pages and a few growing tables. It is counted to the byte (tkv_memory).
+ *   tkv_attend never allocates. An append gets all memory that it needs before it stores a token; if that fails, no
+ *   token is stored. tkv_init_in_place works inside one buffer of yours and never allocates.
+ *   When a budget is full (cfg.budget_bytes), old blocks are first coded in fewer bits. After that they can be
+ *   offloaded: they leave RAM and stay part of attention (cfg.spill). Blocks of idle sequences can be discarded:
+ *   your model recomputes them before the sequence goes on (cfg.remat). Last, tokens can be evicted (cfg.evict).
  *
- * ERRORS   Every function that can fail returns a tkv_status and then has changed nothing; tkv_last_error
- *          gives the sentence for the last mutating call. Where there is no cache yet, tkv_create_ex and
- *          tkv_create_from_text (configs as text) write the sentence to a buffer of yours.
- * THREADS  One writer per cache. Readers (tkv_attend, tkv_read and everything that takes a const tkv_cache) may
- *          run side by side between writes. Different caches are independent.
+ * ERRORS   Every function that can fail returns a tkv_status. After an error the cache is as it was, unless the
+ *          comment of the function names an exception. tkv_last_error gives the sentence for the last mutating
+ *          call. Where there is no cache yet, tkv_create_ex and tkv_create_from_text write the sentence to a buffer
+ *          of yours. The latter reads a config as text.
+ * THREADS  A cache allows one writer at a time. Readers may run side by side between writes: tkv_attend, tkv_read
+ *          and everything that takes a const tkv_cache. Different caches are independent.
  * SIMD     x86: AVX2+FMA+F16C, or AVX-512 F/BW/VL/DQ/VNNI, found by cpuid at tkv_create; cfg.isa forces one.
  *          AArch64: NEON, with dot products where the compiler may use them (-march=armv8.2-a+dotprod and later).
  *          WebAssembly: with -msimd128. Elsewhere: scalar C.

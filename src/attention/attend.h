@@ -1,21 +1,26 @@
 /*
- * attention/attend.h - attention over all tiers: one online softmax, nothing decoded into memory.
- * Online softmax: Milakov and Gimelshein (arXiv 1805.02867); split over keys and merge by log-sum-exp:
- * Flash-Decoding, FlashAttention-2 (arXiv 2307.08691, section 3). May call cache and below; reads only.
+ * attention/attend.h - attention over all tiers: one online softmax over the coded blocks, without decoded copies.
  *
- *     for each sequence of the batch, KV head, tile of up to 8 query rows          (a unit)
- *         for each chunk of blocks (at most 16, by the number of blocks alone)     (a part)
- *             for each block: scores -> mask -> (m, l, o) of the part
- *         the parts merge in order into the unit's (m, l, o) -> out
+ *     for each sequence of the batch, KV head, tile of up to 8 query rows             (a work tile)
+ *         for each range of blocks (at most 16, chosen by the number of blocks only)  (a split)
+ *             for each block: scores -> mask -> (m, l, o) of the split
+ *         merge the splits in order into the work tile's (m, l, o) -> out
  *
- * The rows of a tile are neighbouring queries times the query heads of the group, so that one read of a
- * record serves them all. Threads take parts, or whole units when there are many; the merge is the same
- * in both cases, so are the bits (and the functions are not inlined, lest a compiler fuses multiplications and
- * additions here and not there). Where every sequence brings many queries, units are tiles of 32 rows, if the
- * instruction set has kernels for them (>>many), and no thread gets less than one.
+ * The rows of a work tile are consecutive queries times the query heads of the KV head. So one read of a record
+ * serves all rows. Threads take splits, or whole work tiles if these are enough tasks. The merge is the same in
+ * both cases, and so are the bits of the result. For the same reason some functions are not inlined: else a
+ * compiler could fuse multiply and add in one place only.
  *
- * Scores are relative to a reference key (what recent keys share): see kernels/scalar.h. `origin` = scale q.ref
- * brings the absolute logit back where it matters: softcap, learned sinks, log-sum-exp.
+ * If every sequence has 16 or more query rows (prefill), work tiles have up to 32 rows, 16 beyond 128 channels. The
+ * instruction set must have prefill kernels (>>prefill). These work tiles are not split. Calls with few work tiles
+ * and many blocks take splits instead, with tiles of 8 rows (tkv_attend_ex).
+ *
+ * Scores are relative to a reference key, which recent keys have in common: see kernels/scalar.h. `origin` =
+ * scale q.ref is added where the absolute logit matters: softcap, sink logits, log-sum-exp.
+ *
+ * Online softmax: Milakov and Gimelshein (arXiv 1805.02867). Split over keys and merge by log-sum-exp:
+ * Flash-Decoding, FlashAttention-2 (arXiv 2307.08691, section 3). Attention does not change K and V. It only adds
+ * to statistics, attention scores and error sums.
  */
 #ifndef TKVI_ATTENTION_ATTEND_H
 #define TKVI_ATTENTION_ATTEND_H
@@ -25,30 +30,29 @@
 #include "reclaim/scores.h"
 #include "reclaim/discard.h"
 
-/* >>the call, checked and with defaults filled in */
+/* >>the call: parameters checked, defaults filled in */
 typedef struct tkvi_call {
     tkv_cache *kv;
     const tkv_attend_params *p;
-    const tkvi_plan *plan; /* of the layer asked for: its window; the blocks are those of plan->stored */
+    const tkvi_plan *plan; /* plan of the requested layer; the blocks belong to layer plan->stored */
     const tkv_rows *rows;
     tkv_rows one;
     int n_rows, window;
     int heads_per_kv;
-    const tkvi_prefill *many; /* NULL: tiles of TKVI_ROWS rows */
-    int tile;                 /* rows of a unit */
-    int tell;                 /* of them, so many are gathered together */
+    const tkvi_prefill *many; /* prefill kernels; NULL: work tiles of at most TKVI_ROWS rows */
+    int tile;                 /* rows of a work tile */
+    int tell;                 /* rows that are scored together (tkvi_gather_scores) */
     float scale;
     ptrdiff_t q_row, q_head, out_row, out_head, mask_stride, bits_stride, mass_stride;
-    int collect_stats; /* statistics of this layer are wanted (learn/statistics.h) */
-    int metric;        /* its queries are (learn/squat_queries.h) */
-    int meter;         /* the quality meter watches a head of it (cache/meter.h) */
-    tkvi_fetch_buffer *
-        room; /* for what comes from outside (reclaim/offload.h), each task its own; NULL where nothing does */
-    int *failed;                   /* of all tasks: bits of tkvi_failure */
-    const tkvi_token_scores *mass; /* what is gathered of what queries look at; NULL: nothing */
+    int collect_stats;             /* 1: the layer collects statistics (learn/statistics.h) */
+    int metric;                    /* 1: the layer collects statistics of queries (learn/squat_queries.h) */
+    int meter;                     /* 1: a head probe watches the layer (cache/meter.h) */
+    tkvi_fetch_buffer *room;       /* the task's buffer for offloaded records; NULL: no block is offloaded */
+    int *failed;                   /* bits of tkvi_failure, shared by all tasks */
+    const tkvi_token_scores *mass; /* how attention scores are collected; NULL: they are not */
 } tkvi_call;
 
-/* What went wrong with blocks that are outside: tasks go on without them, and the call fails. */
+/* Errors with offloaded blocks. Tasks then skip their remaining work, and the call fails. */
 typedef enum tkvi_failure { TKVI_FAILED_IO = 1, TKVI_FAILED_DATA = 2 } tkvi_failure;
 
 static int tkvi_failed(const tkvi_call *c) {
@@ -89,12 +93,12 @@ static tkv_status tkvi_call_init(tkvi_call *c, tkv_cache *kv, const tkv_attend_p
     c->metric = kv->tables.plan[c->plan->stored].squat && kv->query_stats[c->plan->stored].tokens >= 0;
     for (i = 0; kv->meter && i < kv->meter->n; i++)
         c->meter |= kv->meter->head_probe[i].layer == c->plan->stored;
-#if defined(__GNUC__) || defined(__clang__) /* without atomics nobody may write here */
+#if defined(__GNUC__) || defined(__clang__) /* attention scores need atomics */
     if (kv->pool.token_meta && kv->mass.mode) c->mass = &kv->mass;
 #endif
     c->heads_per_kv = cfg->n_heads / cfg->n_kv_heads;
     c->tell = TKVI_ROWS;
-    if (c->mass && c->mass->heads && c->heads_per_kv < TKVI_ROWS) /* all heads of a query */
+    if (c->mass && c->mass->heads && c->heads_per_kv < TKVI_ROWS) /* keeps all heads of a query in one tile */
         c->tell -= TKVI_ROWS % c->heads_per_kv;
     c->tile = c->tell;
     c->window = p->window == TKV_NONE ? 0 : p->window ? p->window : c->plan->window;
@@ -106,7 +110,7 @@ static tkv_status tkvi_call_init(tkvi_call *c, tkv_cache *kv, const tkv_attend_p
         list = tkvi_list_of(kv, c->rows[i].seq, c->plan->stored);
         len = list->len;
         if (!p->non_causal && c->rows[i].n > len) return TKV_ERR_RANGE;
-        /* what the first query sees must not be gone: a window wider than the layer's, or a query too old */
+        /* The first query's keys can have expired: the window is wider than the layer's, or the query too old. */
         oldest = c->window ? (int64_t)len - c->rows[i].n + 1 - c->window : 0;
         if (list->dropped && c->rows[i].n && oldest < list->dropped) return TKV_ERR_RANGE;
         if (kv->pool.n_discarded && c->rows[i].n && tkvi_misses(kv, c->rows[i].seq, c->plan->stored, oldest))
@@ -133,32 +137,33 @@ static tkv_status tkvi_call_init(tkvi_call *c, tkv_cache *kv, const tkv_attend_p
     return p->mass && c->mass_stride < longest ? TKV_ERR_ARG : TKV_OK;
 }
 
-/* >>unit: a tile of query rows of one KV head of one sequence */
+/* >>work tile: query rows of one KV head of one sequence */
 typedef struct tkvi_work_tile {
     const tkvi_call *call;
     const tkvi_list *list;
     const uint32_t *ids;
-    int seq_row;         /* number of the sequence's first query row in q and out */
-    int item;            /* entry of the batch */
-    int n_queries, head; /* of the sequence; KV head */
-    int first, rows;     /* of the n_queries * heads_per_kv rows: query first / heads_per_kv, ... */
-    int k_pad, v_pad;
-    int chunk, n_chunks;   /* blocks per part, parts */
-    int low, high;         /* positions that any row sees: low .. high-1 */
-    int all_low, all_high; /* those that all rows see */
-    int changes;           /* scores are more than products: softcap, ALiBi, masks */
+    int seq_row;           /* row of the sequence's first query in q and out */
+    int item;              /* entry of the batch */
+    int n_queries, head;   /* queries of the sequence; KV head */
+    int first, rows;       /* range of the n_queries * heads_per_kv rows (tkvi_query_of) */
+    int k_pad, v_pad;      /* head dimensions, rounded up to 16 */
+    int chunk, n_chunks;   /* blocks per split; number of splits */
+    int low, high;         /* positions that some row sees: low .. high-1 */
+    int all_low, all_high; /* positions that all rows see: all_low .. all_high-1 */
+    int changes;           /* 1: softcap, ALiBi or masks change the scores */
 } tkvi_work_tile;
 
-/* Row r of a unit. */
+/* Row r of a work tile: its query, and its query head. */
 static int tkvi_query_of(const tkvi_work_tile *u, int r) { return (u->first + r) / u->call->heads_per_kv; }
 
 static int tkvi_head_of(const tkvi_work_tile *u, int r) {
     return u->head * u->call->heads_per_kv + (u->first + r) % u->call->heads_per_kv;
 }
 
-/* Position of query i, and the keys it sees by causality and window: low .. high-1. */
+/* Position of a query. */
 static int tkvi_position(const tkvi_work_tile *u, int query) { return u->list->len - u->n_queries + query; }
 
+/* Positions of the keys that a query sees by causality and window: low .. high-1. */
 static void tkvi_visible(const tkvi_work_tile *u, int query, int *low, int *high) {
     int at = tkvi_position(u, query), window = u->call->window;
     *high = u->call->p->non_causal ? u->list->len : at + 1;
@@ -199,24 +204,24 @@ static void tkvi_work_tile_init(tkvi_work_tile *u, const tkvi_call *c, int item,
     }
 }
 
-/* Query rows of a unit, scaled, padded; the reference key and each row's origin. */
+/* Query rows of a work tile, scaled and padded with zeros; the reference key; each row's origin. */
 typedef struct tkvi_queries {
     float q[TKVI_ROWS * TKV_MAX_HEAD_DIM];
     float ref[TKV_MAX_HEAD_DIM];
     float origin[TKVI_ROWS];
-    const uint8_t
-        *order; /* the order of channels in `sorted`: [rows + 1][k_pad], the reference last; NULL: none */
-    float sorted[(TKVI_ROWS + 1) * TKV_MAX_HEAD_DIM];
+    const uint8_t *order; /* order of channels in `sorted`; NULL: `sorted` is not filled in */
+    float sorted[(TKVI_ROWS + 1) * TKV_MAX_HEAD_DIM]; /* [rows + 1][k_pad] queries, then the reference key */
 } tkvi_queries;
 
-/* What one chunk of keys adds up to, or several of them together. */
+/* Partial results of attention over one split, or over several merged splits. p = exp(score - m). */
 typedef struct tkvi_sums {
-    float *m, *l;         /* [TKVI_ROWS] */
-    float *far_attention; /* [TKVI_ROWS] sum of p^2 of far keys, at the same maximum */
-    float *any;           /* [2] not 0: that half of o has been added to */
-    float *o;             /* [2][TKVI_ROWS][v_pad]: plain values, and those of rotated formats */
+    float *m, *l;         /* [TKVI_ROWS] largest score; sum of p */
+    float *far_attention; /* [TKVI_ROWS] sum of p^2 over far keys */
+    float *any;           /* [2] not 0: that half of o is in use; else its contents are undefined */
+    float *o;             /* [2][TKVI_ROWS][v_pad] sum of p v: of plain formats, of rotated formats */
 } tkvi_sums;
 
+/* Halves of o that the cache's formats need: 1, or 2 with a rotated format. */
 static int tkvi_spaces(const tkvi_work_tile *u) { return 1 + u->call->kv->tables.any_rotated; }
 
 static tkvi_sums tkvi_sums_in(float *memory, int v_pad) {
@@ -229,15 +234,17 @@ static tkvi_sums tkvi_sums_in(float *memory, int v_pad) {
     return s;
 }
 
+/* Layout of the work tile's KV head in block i. *bytes: its record in RAM, or NULL if the block is offloaded. */
 static const tkvi_record *tkvi_record_of(const tkvi_work_tile *u, int i, const uint8_t **bytes) {
     const tkvi_pool *pool = &u->call->kv->pool;
     const tkvi_block *b = &pool->block[u->ids[i]];
     const tkvi_record *r = &u->call->kv->tables.coding[b->coding].record[u->head];
-    *bytes = tkvi_is_offloaded(b) ? NULL : tkvi_block_bytes(pool, b) + r->at; /* outside: tkvi_bytes_of */
+    *bytes = tkvi_is_offloaded(b) ? NULL : tkvi_block_bytes(pool, b) + r->at;
     return r;
 }
 
-/* A side of a record that is outside. While it is looked for, the store may look for the next one. */
+/* Fetches a side of an offloaded record. Before K, it asks the store to prefetch the record of the next block.
+ * Returns NULL on failure, and the call then fails. */
 static TKVI_NOINLINE const uint8_t *tkvi_fetch_side(const tkvi_work_tile *u, int i, tkv_side side) {
     const tkv_cache *kv = u->call->kv;
     const uint8_t *bytes;
@@ -252,7 +259,8 @@ static TKVI_NOINLINE const uint8_t *tkvi_fetch_side(const tkvi_work_tile *u, int
     return NULL;
 }
 
-/* A side of a record, wherever it is: valid until the next one is asked for. NULL: that failed, and so has the call. */
+/* A side of the record of block i, in RAM or fetched. The next fetch overwrites a fetched side. Returns NULL if the
+ * fetch failed, and the call then fails. */
 static const uint8_t *tkvi_bytes_of(const tkvi_work_tile *u, int i, tkv_side side) {
     const uint8_t *bytes;
     const tkvi_record *r = tkvi_record_of(u, i, &bytes);
@@ -260,15 +268,15 @@ static const uint8_t *tkvi_bytes_of(const tkvi_work_tile *u, int i, tkv_side sid
     return side == TKV_K ? bytes : bytes + r->v_at;
 }
 
-/* What the keys have in common, channel by channel: the middle one of three exact keys where they lie close
- * together, else 0. A bias of 600 on all keys is found, one huge key is not mistaken for it. */
+/* The reference key: per channel the median of three recent keys if they lie close together, else 0. It finds a
+ * bias of 600 on all keys. It does not mistake one huge key for a bias. */
 static void tkvi_reference_key(const tkvi_work_tile *u, float *ref) {
     float key[3][TKV_MAX_HEAD_DIM];
     int last = u->list->n - 1, from, i, c;
     memset(ref, 0, TKV_MAX_HEAD_DIM * sizeof *ref);
     if (last < 0) return;
     from = last > 0 && tkvi_tier_at(u->list, last - 1) == TKV_HOT ? last - 1 : last;
-    for (i = 0; i < 3; i++) { /* the newest, and the ends of the block before it (or of its own) */
+    for (i = 0; i < 3; i++) { /* first and last key of block `from`, then the newest key */
         int block = i < 2 ? from : last, n = tkvi_block_tokens(u->call->kv, u->list, u->ids, block);
         const uint8_t *bytes;
         const tkvi_record *rec = tkvi_record_of(u, block, &bytes);
@@ -287,7 +295,8 @@ static void tkvi_reference_key(const tkvi_work_tile *u, float *ref) {
     }
 }
 
-/* Queries and reference in the order in which a side has its channels: the same for all its blocks, mostly. */
+/* Puts the channels of the queries and the reference key into the order of a K side. Most blocks have the same
+ * order, so the last one is kept. */
 static void tkvi_sort_queries(const tkvi_work_tile *u, tkvi_queries *q, const uint8_t *order) {
     int r, i;
     if (q->order == order) return;
@@ -298,10 +307,10 @@ static void tkvi_sort_queries(const tkvi_work_tile *u, tkvi_queries *q, const ui
     }
 }
 
-/* The origin of a row whose query is not finite. Such a row sees no key. Told by tkvi_is_finite alone. */
+/* NaN: the origin of a row whose query is not finite. Such a row sees no key. Test for it with tkvi_is_finite. */
 static float tkvi_no_origin(void) { return tkvi_from_bits(0x7fc00000u); }
 
-/* Row r of a unit, scaled, padded; returns its origin. */
+/* Loads row r of a work tile: [k_pad], scaled, padded with zeros. Returns its origin, scale q.ref. */
 static float tkvi_load_query(const tkvi_work_tile *u, int r, const float *ref, float *row) {
     const tkvi_call *c = u->call;
     const ptrdiff_t at = (u->seq_row + tkvi_query_of(u, r)) * c->q_row + tkvi_head_of(u, r) * c->q_head;
@@ -320,7 +329,7 @@ static float tkvi_load_query(const tkvi_work_tile *u, int r, const float *ref, f
         for (k = 0; k < 16; k++) sum[k] += (double)x[k] * (double)ref[i + k];
     }
     for (k = 0; k < 16; k++) most |= exponent[k];
-    if (most >> 31) { /* an exponent of all ones: a NaN or an infinity */
+    if (most >> 31) { /* some exponent is all ones: NaN or infinity */
         memset(row, 0, (size_t)u->k_pad * sizeof *row);
         return tkvi_no_origin();
     }
@@ -335,8 +344,8 @@ static void tkvi_load_queries(const tkvi_work_tile *u, tkvi_queries *q) {
     for (r = 0; r < u->rows; r++) q->origin[r] = tkvi_load_query(u, r, q->ref, q->q + r * u->k_pad);
 }
 
-/* >>scores of one block, with everything that changes or hides them */
-/* Positions of the tokens of block i; slots without one are in the future for ever. */
+/* >>scores of one block, after softcap, ALiBi, masks and visibility */
+/* at[64]: positions of the tokens of block i. Slots without a live token get TKVI_FOREVER, which no query sees. */
 static void tkvi_places(const tkvi_work_tile *u, int i, int *at) {
     const tkv_cache *kv = u->call->kv;
     const int n = tkvi_block_tokens(kv, u->list, u->ids, i);
@@ -345,21 +354,21 @@ static void tkvi_places(const tkvi_work_tile *u, int i, int *at) {
     for (t = 0; t < TKVI_BLOCK; t++) at[t] = there >> t & 1 ? tkvi_at(kv, u->ids[i], t) : TKVI_FOREVER;
 }
 
-/* Does block i have tokens that some rows do not see, or places without one? */
+/* Must scores of block i be hidden? Some rows may not see all its tokens, or some slots have no live token. */
 static int tkvi_is_ragged(const tkvi_work_tile *u, int i, int start, int end) {
     const tkv_cache *kv = u->call->kv;
     return start < u->all_low || end > u->all_high || kv->pool.block[u->ids[i]].gone ||
            tkvi_block_tokens(kv, u->list, u->ids, i) < TKVI_BLOCK;
 }
 
-/* What an additive mask says of a key: TKVI_HIDDEN, or what to add. Bits tell a NaN: under -ffast-math no comparison
- * does. */
+/* The value that an additive mask adds to a score, or TKVI_HIDDEN. NaN is tested by its bits, as comparisons with
+ * NaN fail under -ffast-math. */
 static float tkvi_mask_bias(float m) {
     if (tkvi_is_nan(m) || m <= TKVI_HIDDEN) return TKVI_HIDDEN;
     return m < -TKVI_HIDDEN ? m : -TKVI_HIDDEN;
 }
 
-/* The score of the key at position j, which row r sees, after softcap, ALiBi and masks. */
+/* The score s of row r for the key at position j, after softcap, ALiBi and masks. The row must see the key. */
 static float tkvi_changed(const tkvi_work_tile *u, int r, float origin, int j, float s) {
     const tkv_attend_params *p = u->call->p;
     const int query = tkvi_query_of(u, r), row = u->seq_row + query, bit = j - u->list->len + p->mask_bits_n;
@@ -375,6 +384,7 @@ static float tkvi_changed(const tkvi_work_tile *u, int r, float origin, int j, f
     return s;
 }
 
+/* Applies softcap, ALiBi, masks and visibility to the 64 scores of row r. at: positions of the slots. */
 static void tkvi_modify(const tkvi_work_tile *u, int r, float origin, const int *at, float *s) {
     int low, high, t;
     tkvi_visible(u, tkvi_query_of(u, r), &low, &high);
@@ -384,21 +394,21 @@ static void tkvi_modify(const tkvi_work_tile *u, int r, float origin, const int 
     for (t = 0; t < TKVI_BLOCK; t++) s[t] = at[t] >= low && at[t] < high ? s[t] : TKVI_HIDDEN;
 }
 
-/* Where the record of the block after i begins, for prefetching; NULL after the last. */
+/* The record of block i + 1, for the CPU's prefetch. NULL after the last block, and if it is offloaded. */
 static const uint8_t *tkvi_next_record(const tkvi_work_tile *u, int i) {
     const uint8_t *bytes = NULL;
     if (i + 1 < u->list->n) (void)tkvi_record_of(u, i + 1, &bytes);
     return bytes;
 }
 
-/* Where what rows may see of block i ends. Of one that nobody has they see nothing, or tkvi_call_init would have
- * refused: its tokens were evicted, are anchors, or lie behind the window. */
+/* End (exclusive) of the positions that rows may see in block i. It is 0 for a discarded block. tkvi_call_init made
+ * sure that no row needs it: its tokens were evicted, are anchors, or left the window. */
 static int tkvi_seen_to(const tkvi_work_tile *u, int i) {
     const tkv_cache *kv = u->call->kv;
     return tkvi_is_discarded(&kv->pool.block[u->ids[i]]) ? 0 : tkvi_block_reach(kv, u->list, u->ids, i);
 }
 
-/* Scores of block i for all rows of the unit; 0 if no row sees any of it. */
+/* scores: [rows][64] of block i. Returns 0 if no row sees any token of it, or a fetch failed. */
 static int tkvi_block_scores(const tkvi_work_tile *u, tkvi_queries *q, int i, float *scores) {
     const tkv_cache *kv = u->call->kv;
     int start = tkvi_block_start(kv, u->ids, i), end = tkvi_seen_to(u, i), r;
@@ -421,20 +431,20 @@ static int tkvi_block_scores(const tkvi_work_tile *u, tkvi_queries *q, int i, fl
     return 1;
 }
 
-/* >>part: the online softmax over one chunk of blocks */
+/* >>split: the online softmax over one range of blocks */
 static void tkvi_shrink(float *x, int n, float by) { /* n is a multiple of 16: vectors also at -O2 */
     int i, k;
     for (i = 0; i < n; i += 16)
         for (k = 0; k < 16; k++) x[i + k] *= by;
 }
 
-/* Does row r's query count for the statistics? One in eight does. */
+/* Is row r's query sampled for statistics? One position in eight is. */
 static int tkvi_is_sampled(const tkvi_work_tile *u, int r) {
     return u->call->collect_stats && tkvi_position(u, tkvi_query_of(u, r)) % 8 == 7;
 }
 
-/* What block i adds to far_attention of the rows that listen: sums of p^2, where it is no sink and far enough
- * back. */
+/* Adds the sums of p^2 of block i to far_attention of the sampled rows. The sink block does not count, nor a block
+ * that ends less than TKVI_FAR before the query. */
 static TKVI_NOINLINE void tkvi_add_far(const tkvi_work_tile *u, int i, const float *p, float *far_attention) {
     int end = tkvi_block_end(u->call->kv, u->list, u->ids, i), r, t, k;
     if (i < u->list->sinks) return;
@@ -447,13 +457,14 @@ static TKVI_NOINLINE void tkvi_add_far(const tkvi_work_tile *u, int i, const flo
     }
 }
 
-/* Most parts add to one half of o only. */
+/* Clears a half of o before its first use. Most splits use one half only. */
 static void tkvi_begin_space(const tkvi_work_tile *u, const tkvi_sums *sums, int space) {
     if (sums->any[space] > 0.0f) return;
     sums->any[space] = 1.0f;
     memset(sums->o + space * TKVI_ROWS * u->v_pad, 0, (size_t)(u->rows * u->v_pad) * sizeof(float));
 }
 
+/* Attention of all rows over the blocks of split `chunk`, into `sums`. With chunk = n_chunks the sums are empty. */
 static TKVI_NOINLINE void tkvi_attend_split(const tkvi_work_tile *u, tkvi_queries *q, int chunk,
                                             const tkvi_sums *sums) {
     const tkv_cache *kv = u->call->kv;
@@ -495,7 +506,7 @@ static TKVI_NOINLINE void tkvi_attend_split(const tkvi_work_tile *u, tkvi_querie
     }
 }
 
-/* Row r of the sums grows by that of another set of keys. */
+/* Adds row r of `from` to row r of `to`. The two must be sums over different keys. */
 static void tkvi_merge_row(const tkvi_work_tile *u, int r, const tkvi_sums *to, const tkvi_sums *from) {
     float a, b;
     int i, k, space, first = !(to->l[r] > 0.0f);
@@ -520,6 +531,7 @@ static void tkvi_merge_row(const tkvi_work_tile *u, int r, const tkvi_sums *to, 
     }
 }
 
+/* Adds all rows of `from` to `to`. */
 static TKVI_NOINLINE void tkvi_merge(const tkvi_work_tile *u, const tkvi_sums *to, const tkvi_sums *from) {
     int r, space;
     for (space = 0; space < 2; space++)
@@ -527,7 +539,7 @@ static TKVI_NOINLINE void tkvi_merge(const tkvi_work_tile *u, const tkvi_sums *t
     for (r = 0; r < u->rows; r++) tkvi_merge_row(u, r, to, from);
 }
 
-/* Rows whose query or logits are not finite see no key: they have no sum. */
+/* Clears the sums of rows whose query or logits are not finite: such rows see no key. */
 static void tkvi_empty_nonfinite(const tkvi_work_tile *u, const float *origins, const tkvi_sums *s) {
     int r;
     for (r = 0; r < u->rows; r++)
@@ -537,7 +549,7 @@ static void tkvi_empty_nonfinite(const tkvi_work_tile *u, const float *origins, 
         }
 }
 
-/* What attention over these rows says of the layer, in whole numbers: their order is of no importance. */
+/* Adds the sampled rows to the layer's statistics. Integer sums do not depend on the order of threads. */
 #if defined(__GNUC__) || defined(__clang__)
 static TKVI_NOINLINE void tkvi_collect_stats(const tkvi_work_tile *u, const tkvi_queries *q,
                                              const tkvi_sums *s) {
@@ -549,7 +561,7 @@ static TKVI_NOINLINE void tkvi_collect_stats(const tkvi_work_tile *u, const tkvi
     for (r = 0; r < u->rows; r++) {
         if (!tkvi_is_sampled(u, r)) continue;
         for (c = 0; c < dim; c++) {
-            float x = q->q[r * u->k_pad + c]; /* of queries, NaN are not refused; squares stay finite */
+            float x = q->q[r * u->k_pad + c]; /* queries can have NaN; the clamp keeps squares finite */
             x = tkvi_is_finite(x) ? tkvi_clampf(x, -1e6f, 1e6f) : 0.0f;
             asked[c] += tkvi_counted(x * x * 16777216.0f, 1e12f);
         }
@@ -559,6 +571,7 @@ static TKVI_NOINLINE void tkvi_collect_stats(const tkvi_work_tile *u, const tkvi
     tkvi_unlock(&kv->learning);
 }
 
+/* Adds q q^T of every TKVI_METRIC_EVERY-th position to the layer's statistics of queries. */
 static TKVI_NOINLINE void tkvi_collect_query_stats(const tkvi_work_tile *u, const tkvi_queries *q) {
     tkv_cache *kv = u->call->kv;
     int layer = u->call->plan->stored, r;
@@ -568,7 +581,7 @@ static TKVI_NOINLINE void tkvi_collect_query_stats(const tkvi_work_tile *u, cons
             tkvi_metric_add(kv, layer, u->head, q->q + r * u->k_pad);
     tkvi_unlock(&kv->learning);
 }
-#else /* without atomics nobody may write here: tables come from the keys alone */
+#else /* statistics need atomics; without them tables come from the keys alone */
 static void tkvi_collect_query_stats(const tkvi_work_tile *u, const tkvi_queries *q) {
     (void)u;
     (void)q;
@@ -581,16 +594,16 @@ static void tkvi_collect_stats(const tkvi_work_tile *u, const tkvi_queries *q, c
 }
 #endif
 
-/* >>quality: the same attention once more, with exact copies in place of coded blocks (cache/meter.h) */
+/* >>comparison with exact: attention a second time, with exact copies in place of coded blocks (cache/meter.h) */
 typedef struct tkvi_comparison { /* of a row */
     int sampled;
-    uint64_t keys, kept; /* coded keys in its reach; those with a copy */
-    double l, shift;   /* sums over keys, relative to the maximum so far: p; p times (exact - cached score) */
-    float m, cached_m; /* that maximum; the largest cached score */
-    float choice;      /* the exact score of the key that has the largest cached one */
+    uint64_t keys, kept; /* coded keys that the row sees; those of them with a copy */
+    double l, shift;     /* sums over keys, p = exp(exact - m): of p; of p (exact - cached score) */
+    float m, cached_m;   /* largest exact score; largest cached score */
+    float choice;        /* the exact score of the key with the largest cached score */
 } tkvi_comparison;
 
-/* Which rows are sampled, and what of their keys was coded and has a copy. Returns how many keys have one. */
+/* Marks the sampled rows, and counts their coded keys and those with a copy. Returns the latter, over all rows. */
 static uint64_t tkvi_comparison_begin(const tkvi_work_tile *u, const tkvi_head_probe *g,
                                       tkvi_comparison *rows) {
     const tkv_cache *kv = u->call->kv;
@@ -621,7 +634,8 @@ static uint64_t tkvi_comparison_begin(const tkvi_work_tile *u, const tkvi_head_p
     return kept;
 }
 
-/* One block's scores, s with its copy and c without, join a row; w gets the weights. 0 if none is seen. */
+/* Adds one block to a row's comparison. s, c: [64] exact and cached scores. w: [64] gets the weights of the exact
+ * scores. Returns 0 if the row sees no key of the block. */
 static int tkvi_comparison_add(const tkvi_work_tile *u, int r, tkvi_comparison *row, const float *s,
                                const float *c, float *w, float *o) {
     const tkvi_kernels *kernels = u->call->kv->kernels;
@@ -646,11 +660,12 @@ static int tkvi_comparison_add(const tkvi_work_tile *u, int r, tkvi_comparison *
         row->choice = s[t % TKVI_BLOCK];
     }
     row->l += (double)kernels->exp64(s, row->m, w);
-    for (t = 0; t < TKVI_BLOCK; t++) shift += (double)(w[t] * (s[t] - c[t])); /* hidden keys: 0 times 0 */
+    for (t = 0; t < TKVI_BLOCK; t++) shift += (double)(w[t] * (s[t] - c[t])); /* a hidden key adds 0 */
     row->shift += shift;
     return 1;
 }
 
+/* Attention of the sampled rows over all blocks, with copies where there are some. o: as tkvi_sums.o. */
 static TKVI_NOINLINE void tkvi_comparison_blocks(const tkvi_work_tile *u, tkvi_queries *q,
                                                  const tkvi_head_probe *g, tkvi_comparison *rows, float *o) {
     const tkv_cache *kv = u->call->kv;
@@ -665,7 +680,7 @@ static TKVI_NOINLINE void tkvi_comparison_blocks(const tkvi_work_tile *u, tkvi_q
         int any = 0, at[TKVI_BLOCK];
         const uint8_t *bytes, *copy = tkvi_head_probe_copy(kv->meter, g, start, &from);
         const tkvi_record *rec;
-        if (kv->pool.block[u->ids[i]].packed) copy = NULL; /* of other tokens */
+        if (kv->pool.block[u->ids[i]].packed) copy = NULL; /* it has other tokens */
         rec = copy ? exact : tkvi_record_of(u, i, &bytes);
         if (!tkvi_block_scores(u, q, i, cached)) continue;
         if (copy) {
@@ -689,7 +704,7 @@ static TKVI_NOINLINE void tkvi_comparison_blocks(const tkvi_work_tile *u, tkvi_q
     }
 }
 
-/* Output of a row, rotated values turned back, before learned sinks and the division. */
+/* row: [v_head_dim] sum of p v of row r, with rotated values rotated back. Without sink logit and division by l. */
 static void tkvi_whole_row(const tkvi_work_tile *u, int r, const float *o, int rotated, float *row) {
     int dim = u->call->kv->tables.cfg.v_head_dim, i;
     memset(row, 0, TKV_MAX_HEAD_DIM * sizeof *row);
@@ -700,7 +715,8 @@ static void tkvi_whole_row(const tkvi_work_tile *u, int r, const float *o, int r
     for (i = 0; i < dim; i++) row[i] += o[r * u->v_pad + i];
 }
 
-/* What the row's comparison says. s: the cache's own sums, o: those with the copies. */
+/* Adds a row's comparison to error_sums: agreement of the top key, KL(exact || cached), |out - exact|^2 /
+ * |exact|^2. s: sums over the cached blocks. o: as s->o, with the copies. */
 static void tkvi_comparison_end(const tkvi_work_tile *u, const tkvi_queries *q, int r,
                                 const tkvi_comparison *row, const tkvi_sums *s, const float *o,
                                 tkvi_error_sums *error_sums) {
@@ -731,7 +747,7 @@ static void tkvi_comparison_end(const tkvi_work_tile *u, const tkvi_queries *q, 
     if (divergence > error_sums->worst) error_sums->worst = divergence;
 }
 
-/* Adds the sampled rows of a unit to its gauge. `s` stays as it is; `work` is overwritten. */
+/* Adds the sampled rows of a work tile to its head probe. Does not change `s`. Overwrites `work`. */
 static TKVI_NOINLINE void tkvi_measure(const tkvi_work_tile *u, tkvi_queries *q, const tkvi_sums *s,
                                        const tkvi_sums *work) {
     tkvi_meter *m = u->call->kv->meter;
@@ -745,12 +761,12 @@ static TKVI_NOINLINE void tkvi_measure(const tkvi_work_tile *u, tkvi_queries *q,
     kept = tkvi_comparison_begin(u, g, rows);
     if (kept) tkvi_comparison_blocks(u, q, g, rows, work->o);
     for (r = 0; r < u->rows; r++) {
-        if (!rows[r].sampled || !(s->l[r] > 0.0f)) continue; /* it sees no key */
+        if (!rows[r].sampled || !(s->l[r] > 0.0f)) continue; /* the row sees no key */
         error_sums.samples++;
         error_sums.keys += rows[r].keys;
         error_sums.kept += rows[r].kept;
         if (rows[r].kept && rows[r].l > 0.0) tkvi_comparison_end(u, q, r, &rows[r], s, work->o, &error_sums);
-        else error_sums.agreed++; /* nothing that could differ */
+        else error_sums.agreed++; /* no copy, no difference */
     }
     if (!error_sums.samples) return;
     tkvi_lock(&m->lock);
@@ -758,7 +774,8 @@ static TKVI_NOINLINE void tkvi_measure(const tkvi_work_tile *u, tkvi_queries *q,
     tkvi_unlock(&m->lock);
 }
 
-/* The unit's rows go out; learned sinks join the sum. rotated: the second half of o is to be turned back first. */
+/* Writes out and lse of a work tile's rows, after it adds the sink logits to the sums. rotated: 1 if the second
+ * half of o is in use. It is then rotated back first. */
 static TKVI_NOINLINE void tkvi_finish(const tkvi_work_tile *u, const float *origins, const tkvi_sums *s,
                                       int rotated) {
     const tkvi_call *c = u->call;
@@ -802,8 +819,8 @@ static TKVI_NOINLINE void tkvi_finish(const tkvi_work_tile *u, const float *orig
     }
 }
 
-/* >>gathering: what sampled rows looked at, by a second pass over the keys when sums are known (reclaim/scores.h) */
-/* The first row from r on that tells, u->rows if none does. Turns of layers and heads spread the work over tokens. */
+/* >>attention scores of tokens: a second pass over the keys for sampled rows, with known sums (reclaim/scores.h) */
+/* The first sampled row from r on, or u->rows. Layers and heads sample different positions to spread the work. */
 static int tkvi_next_sampled(const tkvi_work_tile *u, int r) {
     const tkvi_token_scores *m = u->call->mass;
     const int64_t unit = (int64_t)u->call->p->layer * u->call->kv->tables.cfg.n_kv_heads + u->head;
@@ -815,7 +832,7 @@ static int tkvi_next_sampled(const tkvi_work_tile *u, int r) {
     return r;
 }
 
-/* How many keys a query can see. */
+/* Number of live keys that a query sees by causality and window. */
 static int tkvi_keys_seen(const tkvi_work_tile *u, int query) {
     const tkv_cache *kv = u->call->kv;
     int low, high, i, t, n = 0;
@@ -835,7 +852,7 @@ static int tkvi_keys_seen(const tkvi_work_tile *u, int query) {
     return n;
 }
 
-/* The weights of row r; none where its sum is no number or it sees no key. Returns whether there are any. */
+/* p: [64] softmax weights of row r. Returns 0, with zeros in p, if lse is not finite or the row sees no key. */
 static int tkvi_weights_of(const tkvi_work_tile *u, const float *scores, float lse, int r, float *p) {
     if (tkvi_is_finite(lse) && !TKVI_IS_HIDDEN(lse)) {
         (void)u->call->kv->kernels->exp64(scores + r * TKVI_BLOCK, lse, p);
@@ -845,7 +862,8 @@ static int tkvi_weights_of(const tkvi_work_tile *u, const float *scores, float l
     return 0;
 }
 
-/* All rows of this unit tell of blocks first .. last-1. lse: of each row, as scores are. */
+/* Adds the attention weights of all rows to token_meta of blocks first .. last-1. lse: [rows] log-sum-exp, relative
+ * to the reference key. Overwrites q. */
 static void tkvi_score_blocks(const tkvi_work_tile *u, const float *lse, int first, int last,
                               tkvi_queries *q) {
     TKVI_ALIGNED float scores[TKVI_ROWS * TKVI_BLOCK], p[TKVI_BLOCK], said[TKVI_BLOCK], more[TKVI_BLOCK];
@@ -878,7 +896,8 @@ static void tkvi_score_blocks(const tkvi_work_tile *u, const float *lse, int fir
     }
 }
 
-/* The rows of a unit that tell do. s: finished sums; q: overwritten. */
+/* Re-scores the sampled rows over blocks first .. last-1 and adds their attention weights to token_meta. s: final
+ * sums. Overwrites q. */
 static TKVI_NOINLINE void tkvi_gather_scores(const tkvi_work_tile *u, const tkvi_sums *s, int first, int last,
                                              tkvi_queries *q) {
     int r, end;
@@ -893,12 +912,12 @@ static TKVI_NOINLINE void tkvi_gather_scores(const tkvi_work_tile *u, const tkvi
     }
 }
 
-/* >>work: units, serial or in parallel, whole or in parts */
+/* >>work: work tiles, serial or parallel, whole or in splits */
 typedef struct tkvi_work {
     const tkvi_call *call;
-    int n_units, n_chunks;
-    float *parts; /* [unit][chunk] sums */
-    tkv_task task;
+    int n_units, n_chunks; /* work tiles; most splits of one */
+    float *parts;          /* [n_units][n_chunks] sums of splits; NULL: work tiles are not split */
+    tkv_task task;         /* the task inside tkvi_run_fetching */
 } tkvi_work;
 
 static int tkvi_count_work_tiles(const tkvi_call *c) {
@@ -907,11 +926,12 @@ static int tkvi_count_work_tiles(const tkvi_call *c) {
     return n;
 }
 
+/* Fills in the work tile with this number. */
 static void tkvi_find_work_tile(const tkvi_call *c, int number, tkvi_work_tile *u) {
     int i, row = 0, heads = c->kv->tables.cfg.n_kv_heads;
     for (i = 0;; i++) {
         int tiles = tkvi_tiles_of(c, c->rows[i].n);
-        if (number < tiles * heads) { /* tile after tile of a head, whose records then stay in a cache */
+        if (number < tiles * heads) { /* all tiles of a head in a row: its records stay in the CPU cache */
             tkvi_work_tile_init(u, c, i, row, number / tiles, number % tiles);
             return;
         }
@@ -925,6 +945,7 @@ static tkvi_sums tkvi_split_at(const tkvi_work *w, const tkvi_work_tile *u, int 
                         u->v_pad);
 }
 
+/* Task: one split of one work tile. */
 static void tkvi_run_split(void *ctx, int index) {
     const tkvi_work *w = (const tkvi_work *)ctx;
     int chunk = index % w->n_chunks;
@@ -938,11 +959,12 @@ static void tkvi_run_split(void *ctx, int index) {
     tkvi_attend_split(&u, &q, chunk, &sums);
 }
 
-/* All parts of a unit, merged in order: those that tkvi_run_split left, or made here one by one. */
+/* Merges all splits of a work tile in order into `sums`. Takes the results of tkvi_run_split, or computes each
+ * split into `here`. */
 static void tkvi_add_up(const tkvi_work *w, int index, const tkvi_work_tile *u, tkvi_queries *q,
                         const tkvi_sums *sums, const tkvi_sums *here) {
     int chunk;
-    tkvi_attend_split(u, q, w->parts ? u->n_chunks : 0, sums); /* behind the last: nothing but empty sums */
+    tkvi_attend_split(u, q, w->parts ? u->n_chunks : 0, sums); /* n_chunks: empty sums */
     for (chunk = w->parts ? 0 : 1; chunk < u->n_chunks; chunk++) {
         tkvi_sums part = *here;
         if (w->parts) part = tkvi_split_at(w, u, index, chunk);
@@ -952,6 +974,7 @@ static void tkvi_add_up(const tkvi_work *w, int index, const tkvi_work_tile *u, 
     tkvi_begin_space(u, sums, 0);
 }
 
+/* Task: a whole work tile, or, after tkvi_run_split, the merge of its splits. */
 static void tkvi_run_work_tile(void *ctx, int index) {
     const tkvi_work *w = (const tkvi_work *)ctx;
     TKVI_ALIGNED float all[TKVI_SUMS_FLOATS(TKV_MAX_HEAD_DIM)], here[TKVI_SUMS_FLOATS(TKV_MAX_HEAD_DIM)];
@@ -971,13 +994,14 @@ static void tkvi_run_work_tile(void *ctx, int index) {
     tkvi_finish(&u, q.origin, &sums, sums.any[1] > 0.0f);
     if (!w->parts) {
         tkvi_gather_scores(&u, &sums, 0, u.list->n, &q);
-    } else if (tkvi_next_sampled(&u, 0) < u.rows) { /* for tkvi_run_gather */
+    } else if (tkvi_next_sampled(&u, 0) < u.rows) { /* tkvi_run_gather needs m and l */
         part = tkvi_split_at(w, &u, index, 0);
         memcpy(part.m, sums.m, (size_t)u.rows * sizeof(float));
         memcpy(part.l, sums.l, (size_t)u.rows * sizeof(float));
     }
 }
 
+/* Task: attention scores of one split of one work tile, after tkvi_run_work_tile. */
 static void tkvi_run_gather(void *ctx, int index) {
     const tkvi_work *w = (const tkvi_work *)ctx;
     const int unit = index / w->n_chunks, chunk = index % w->n_chunks;
@@ -990,7 +1014,7 @@ static void tkvi_run_gather(void *ctx, int index) {
     tkvi_gather_scores(&u, &sums, chunk * u.chunk, tkvi_min(u.list->n, (chunk + 1) * u.chunk), &q);
 }
 
-/* Does any unit tell? Serves only to wake no threads in vain. */
+/* Does any work tile have a sampled row? If not, no thread needs to wake up. */
 static int tkvi_any_sampled(const tkvi_work *w) {
     int i, any = 0;
     for (i = 0; i < w->n_units && w->call->mass && !any; i++) {
@@ -1001,14 +1025,14 @@ static int tkvi_any_sampled(const tkvi_work *w) {
     return any;
 }
 
-/* >>many: units of up to 32 rows, rows in lanes, where a sequence has many queries (kernels/prefill.h) */
-typedef struct tkvi_prefill_sums { /* as tkvi_sums: [lanes], [v_pad][lanes] */
+/* >>prefill: work tiles of up to 32 rows, one row per vector lane (kernels/prefill.h) */
+typedef struct tkvi_prefill_sums { /* as tkvi_sums. m, l, far_attention, origin: [lanes]; o: [v_pad][lanes] */
     TKVI_ALIGNED float o[TKVI_PREFILL_FLOATS];
     TKVI_ALIGNED float m[TKVI_PREFILL], l[TKVI_PREFILL], far_attention[TKVI_PREFILL], origin[TKVI_PREFILL];
     int lanes;
 } tkvi_prefill_sums;
 
-/* Queries of a unit, [channel][lanes], lanes without a row 0. */
+/* q: [channel][lanes] query rows of a work tile, 0 in lanes without a row. */
 static TKVI_NOINLINE void tkvi_load_lanes(const tkvi_work_tile *u, const float *ref, int lanes, float *q,
                                           float *origin) {
     TKVI_ALIGNED float rows[16 * TKV_MAX_HEAD_DIM];
@@ -1021,7 +1045,7 @@ static TKVI_NOINLINE void tkvi_load_lanes(const tkvi_work_tile *u, const float *
     }
 }
 
-/* Which tokens of block i lanes see; 0 if all lanes see all. */
+/* The tokens of block i that each lane sees: low .. high-1. Returns 0 if all lanes see all tokens. */
 static int tkvi_see_lanes(const tkvi_work_tile *u, int i, int start, int end, int32_t *low, int32_t *high) {
     const int packed = u->call->kv->pool.block[u->ids[i]].packed;
     int r;
@@ -1031,12 +1055,13 @@ static int tkvi_see_lanes(const tkvi_work_tile *u, int i, int start, int end, in
     for (r = 0; r < u->rows; r++) {
         int from, to;
         tkvi_visible(u, tkvi_query_of(u, r), &from, &to);
-        low[r] = packed ? 0 : from - start; /* scores of a packed block say themselves what is hidden */
+        low[r] = packed ? 0 : from - start; /* tkvi_modify_lanes hid scores of packed blocks */
         high[r] = packed ? packed : tkvi_min(to, end) - start;
     }
     return 1;
 }
 
+/* tkvi_modify for scores [64][lanes] of block i. */
 static TKVI_NOINLINE void tkvi_modify_lanes(const tkvi_work_tile *u, const float *origin, int i, int lanes,
                                             float *scores) {
     int at[TKVI_BLOCK], r, t;
@@ -1049,7 +1074,8 @@ static TKVI_NOINLINE void tkvi_modify_lanes(const tkvi_work_tile *u, const float
     }
 }
 
-/* Whose p of a block count for far_attention, as tkvi_add_far says; 0 if nobody's do. */
+/* sampled_lanes: 1 for lanes that add block i to far_attention, by the rule of tkvi_add_far. Returns 0 if all
+ * are 0. */
 static int tkvi_sample_lanes(const tkvi_work_tile *u, int i, int end, float *sampled_lanes) {
     int r, any = 0;
     if (!u->call->collect_stats || i < u->list->sinks) return 0;
@@ -1062,7 +1088,7 @@ static int tkvi_sample_lanes(const tkvi_work_tile *u, int i, int end, float *sam
     return any;
 }
 
-/* The online softmax over all blocks. */
+/* The online softmax over all blocks. Blocks with rotated V come first, so that one rotation back is enough. */
 static TKVI_NOINLINE void tkvi_prefill_blocks(const tkvi_work_tile *u, tkvi_prefill_sums *sums) {
     TKVI_ALIGNED float scores[TKVI_BLOCK * TKVI_PREFILL], shrink[TKVI_PREFILL], sampled_lanes[TKVI_PREFILL];
     TKVI_ALIGNED int32_t low[TKVI_PREFILL], high[TKVI_PREFILL];
@@ -1087,8 +1113,8 @@ static TKVI_NOINLINE void tkvi_prefill_blocks(const tkvi_work_tile *u, tkvi_pref
     w.l = sums->l;
     w.shrink = shrink;
     w.high = high;
-    w.far_attention =
-        u->call->collect_stats ? sums->far_attention : NULL; /* shrinks with the others, whoever is heard */
+    /* A new maximum scales far_attention of all lanes, not only of sampled ones. */
+    w.far_attention = u->call->collect_stats ? sums->far_attention : NULL;
     for (rotated = kv->tables.any_rotated; rotated >= 0; rotated--) {
         for (i = 0; i < u->list->n; i++) {
             int start = tkvi_block_start(kv, u->ids, i), end = tkvi_seen_to(u, i);
@@ -1113,6 +1139,7 @@ static TKVI_NOINLINE void tkvi_prefill_blocks(const tkvi_work_tile *u, tkvi_pref
     }
 }
 
+/* Collects statistics of up to 8 rows. */
 static TKVI_NOINLINE void tkvi_prefill_listen(const tkvi_work_tile *u, const tkvi_sums *sums) {
     TKVI_ALIGNED tkvi_queries q;
     tkvi_load_queries(u, &q);
@@ -1120,12 +1147,13 @@ static TKVI_NOINLINE void tkvi_prefill_listen(const tkvi_work_tile *u, const tkv
     if (u->call->metric) tkvi_collect_query_stats(u, &q);
 }
 
+/* Adds attention scores of up to 8 rows. */
 static TKVI_NOINLINE void tkvi_prefill_gather(const tkvi_work_tile *u, const tkvi_sums *sums) {
     TKVI_ALIGNED tkvi_queries q;
     tkvi_gather_scores(u, sums, 0, u->list->n, &q);
 }
 
-/* Eight rows of a unit, or as many as are gathered together. */
+/* The rows from `first` on as a work tile of call->tell rows at most: 8, or fewer to keep all heads of a query. */
 static tkvi_work_tile tkvi_prefill_eight(const tkvi_work_tile *u, int first) {
     tkvi_work_tile eight = *u;
     eight.first += first;
@@ -1133,7 +1161,7 @@ static tkvi_work_tile tkvi_prefill_eight(const tkvi_work_tile *u, int first) {
     return eight;
 }
 
-/* Whoever wants to know of them is told, then they go out. */
+/* Finishes up to 8 rows: statistics, out and lse, attention scores. */
 static TKVI_NOINLINE void tkvi_prefill_finish(const tkvi_work_tile *u, tkvi_prefill_sums *from, int first) {
     const tkvi_work_tile eight = tkvi_prefill_eight(u, first);
     tkvi_sums sums;
@@ -1147,6 +1175,7 @@ static TKVI_NOINLINE void tkvi_prefill_finish(const tkvi_work_tile *u, tkvi_pref
     if (u->call->mass) tkvi_prefill_gather(&eight, &sums);
 }
 
+/* Transposes o from [v_pad][lanes] to [lanes][v_pad]. */
 static TKVI_NOINLINE void tkvi_prefill_in_rows(const tkvi_work_tile *u, tkvi_prefill_sums *sums) {
     TKVI_ALIGNED float o[TKVI_PREFILL_FLOATS];
     int i, r;
@@ -1167,7 +1196,8 @@ static TKVI_NOINLINE void tkvi_prefill_unit(const tkvi_work_tile *u) {
     for (first = 0; first < u->rows; first += u->call->tell) tkvi_prefill_finish(u, &sums, first);
 }
 
-/* The quality meter compares kernels/scalar.h's scores with its own: rows that it samples are done again. */
+/* Measures up to 8 rows. Prefill kernels round in another way than the kernels of kernels/scalar.h, which the
+ * comparison uses. So the sampled rows are computed again with those. */
 static TKVI_NOINLINE void tkvi_prefill_measure(const tkvi_work *w, const tkvi_work_tile *u) {
     TKVI_ALIGNED float all[TKVI_SUMS_FLOATS(TKV_MAX_HEAD_DIM)], here[TKVI_SUMS_FLOATS(TKV_MAX_HEAD_DIM)];
     TKVI_ALIGNED tkvi_queries q;
@@ -1183,6 +1213,7 @@ static TKVI_NOINLINE void tkvi_prefill_measure(const tkvi_work *w, const tkvi_wo
     tkvi_measure(u, &q, &sums, &part);
 }
 
+/* Task: one work tile with prefill kernels. */
 static void tkvi_run_prefill(void *ctx, int index) {
     const tkvi_work *w = (const tkvi_work *)ctx;
     tkvi_work_tile u;
@@ -1195,8 +1226,8 @@ static void tkvi_run_prefill(void *ctx, int index) {
     }
 }
 
-/* Many queries everywhere, and blocks that the kernels know? Then units are larger. Not where the mass is wanted, whose
- * scores must be the same ones again. */
+/* Prefill kernels for the call, or NULL. Each sequence needs 16 query rows or more, in formats that the kernels
+ * read. Not for p->mass: its second pass must compute the same scores again. */
 static const tkvi_prefill *tkvi_prefill_for(const tkvi_call *c) {
     const tkv_cache *kv = c->kv;
     int i, b;
@@ -1214,7 +1245,8 @@ static const tkvi_prefill *tkvi_prefill_for(const tkvi_call *c) {
     return tkvi_prefill_of(kv->kernels->isa);
 }
 
-/* One caller at a time uses kv->parts. Where there are no atomics nobody does: units are the only cut then. */
+/* Takes kv->parts for this call. Returns 0, for work tiles without splits, if another call has it or without
+ * atomics. */
 static int tkvi_take_parts(tkv_cache *kv) {
     if (!kv->parts) return 0;
 #if defined(__GNUC__) || defined(__clang__)
@@ -1232,9 +1264,11 @@ static void tkvi_leave_parts(tkv_cache *kv) {
 #endif
 }
 
-/* >>mass: a second pass over the keys, when the sums are known. One task per chunk of key positions. */
-#define TKVI_TOKEN_SCORE_CHUNK 16 /* blocks */
+/* >>p->mass: a second pass over the keys, with known log-sum-exp. One task per range of blocks, so no two tasks
+ * write to one position. */
+#define TKVI_TOKEN_SCORE_CHUNK 16 /* blocks per task */
 
+/* Task: adds the softmax weights of all rows to p->mass, for one range of blocks. */
 static void tkvi_run_mass(void *ctx, int index) {
     const tkvi_work *w = (const tkvi_work *)ctx;
     const tkvi_call *c = w->call;
@@ -1257,7 +1291,7 @@ static void tkvi_run_mass(void *ctx, int index) {
                 int row = u.seq_row + tkvi_query_of(&u, r);
                 float lse = c->p->lse[(ptrdiff_t)row * c->kv->tables.cfg.n_heads + tkvi_head_of(&u, r)];
                 const float *s = scores + r * TKVI_BLOCK;
-                if (!tkvi_is_finite(lse)) continue; /* it sees no key */
+                if (!tkvi_is_finite(lse)) continue; /* the row sees no key */
                 if (c->p->softcap <= 0.0f) lse -= q.origin[r];
                 for (t = 0; t < TKVI_BLOCK; t++)
                     if (!TKVI_IS_HIDDEN(s[t])) mass[at[t]] += expf(tkvi_clampf(s[t] - lse, -87.0f, 0.0f));
@@ -1266,6 +1300,7 @@ static void tkvi_run_mass(void *ctx, int index) {
     }
 }
 
+/* Runs task 0 .. n-1, with the config's parallel_for if there is one. */
 static void tkvi_for(const tkv_cache *kv, int n, tkv_task task, void *ctx) {
     int i;
     if (kv->tables.cfg.parallel_for && n > 1)
@@ -1274,7 +1309,7 @@ static void tkvi_for(const tkv_cache *kv, int n, tkv_task task, void *ctx) {
         for (i = 0; i < n; i++) task(ctx, i);
 }
 
-/* A task with room of its own for what it fetches. */
+/* Runs w->task with a fetch buffer of its own. */
 static TKVI_NOINLINE void tkvi_run_fetching(void *ctx, int index) {
     tkvi_fetch_buffer room;
     tkvi_work w = *(const tkvi_work *)ctx;
@@ -1285,6 +1320,7 @@ static TKVI_NOINLINE void tkvi_run_fetching(void *ctx, int index) {
     if (!tkvi_failed(&c)) w.task(&w, index);
 }
 
+/* Runs task 0 .. n-1, in parallel if `together`. Tasks get fetch buffers if some block is offloaded. */
 static void tkvi_run(tkvi_work *w, int n, int together, tkv_task task) {
     const tkv_cache *kv = w->call->kv;
     tkv_task run = kv->pool.n_offloaded ? tkvi_run_fetching : task;
@@ -1314,7 +1350,7 @@ TKV_API tkv_status tkv_attend_ex(tkv_cache *kv, const tkv_attend_params *p) {
     }
     if (w.n_units == 0) return TKV_OK;
     w.n_chunks = tkvi_min(TKVI_MAX_CHUNKS, (longest + TKVI_MIN_CHUNK - 1) / TKVI_MIN_CHUNK);
-    few = w.n_chunks > 1 && w.n_units <= TKVI_FEW_UNITS && /* the same for any number of threads */
+    few = w.n_chunks > 1 && w.n_units <= TKVI_FEW_UNITS && /* not by thread count: same bits */
           w.n_units * w.n_chunks <= TKVI_MAX_SPLITS;
     if (few && kv->tables.cfg.parallel_for && tkvi_take_parts(kv)) {
         w.parts = kv->parts;

@@ -1,14 +1,16 @@
 /*
- * attention/reference.h - the slow definition of attention, for tests: decode each key and value, work in double,
- * pass after pass (maximum, sum, and the mass if asked). Shares with attention/attend.h the check of the call and
- * nothing of the arithmetic. May call attend and below.
+ * attention/reference.h - attention by its definition, slow, for tests.
+ *
+ * It decodes each key and value and computes in double. Pass 0 finds the maximum, pass 1 the sums, pass 2 p->mass
+ * if requested. It shares with attention/attend.h the check of the call, and no arithmetic.
  */
 #ifndef TKVI_ATTENTION_REFERENCE_H
 #define TKVI_ATTENTION_REFERENCE_H
 
 #include "attention/attend.h"
 
-/* Logit of one key for query `query` of batch entry `item`, or 0 in *seen. */
+/* Logit of the key at position j for query `query` of batch entry `item`. len: length of the sequence. *seen: 0 if
+ * the query does not see the key. */
 static double tkvi_ref_logit(const tkvi_call *c, int item, int row, int query, int head, const float *key,
                              int j, int len, int *seen) {
     const tkv_attend_params *p = c->p;
@@ -42,7 +44,7 @@ static int tkvi_ref_is_finite(const tkvi_call *c, int row, int head) {
     return finite;
 }
 
-/* One head of one row. Pass 0 finds the maximum, pass 1 sums, pass 2 is for the mass. */
+/* Attention of one query head of one row. */
 static tkv_status tkvi_ref_row(const tkvi_call *c, int item, int row, int query, int head) {
     const tkv_cache *kv = c->kv;
     const tkv_config *cfg = &kv->tables.cfg;
@@ -50,7 +52,7 @@ static tkv_status tkvi_ref_row(const tkvi_call *c, int item, int row, int query,
     const uint32_t *ids = tkvi_ids(kv, c->rows[item].seq, c->plan->stored);
     double top = 0.0, sum = 0.0, out[TKV_MAX_HEAD_DIM];
     tkvi_fetch_buffer room[2];
-    const int finite = tkvi_ref_is_finite(c, row, head); /* else the row sees no key */
+    const int finite = tkvi_ref_is_finite(c, row, head); /* 0: the row sees no key */
     int pass, i, j, t, any = 0;
     ptrdiff_t at = row * c->out_row + head * c->out_head;
     memset(out, 0, sizeof out);
@@ -69,7 +71,7 @@ static tkv_status tkvi_ref_row(const tkvi_call *c, int item, int row, int query,
             const int n = tkvi_block_tokens(kv, list, ids, i);
             const uint64_t there = tkvi_live_mask(b, n);
             tkv_status st;
-            if (tkvi_is_discarded(b)) continue; /* nobody sees it: tkvi_call_init */
+            if (tkvi_is_discarded(b)) continue; /* no row sees it: tkvi_call_init */
             st = tkvi_side_bytes(kv, ids[i], head / c->heads_per_kv, TKV_K, &room[0], &k);
             if (!st && pass == 1)
                 st = tkvi_side_bytes(kv, ids[i], head / c->heads_per_kv, TKV_V, &room[1], &v);

@@ -1,10 +1,14 @@
 /*
- * cache/cache.h - the cache itself: what it consists of, how it is made from an allocator or inside the caller's
- * memory, how it ends. May call pool, meter and below.
+ * cache/cache.h - the struct of a cache, its creation and its destruction.
  *
- * Memory of a cache: one fixed piece (this struct, tables, sequences, scratch), the block table, the page
- * table, one array of block lists per sequence, and pages. Only the last four grow. In place the same calls
- * are served from the caller's memory, at their largest sizes, before the first token.
+ * A cache takes its memory from an allocator, or all of it from one buffer of the caller (in place). Its pieces:
+ *
+ *     fixed         this struct, tables, sequences, scratch
+ *     can grow      the block table; the page table; one array of block lists per sequence; pages
+ *     on demand     versions of learned tables, statistics, work space of eviction
+ *
+ * In place, an arena in the caller's buffer serves the same requests. It serves them at their largest sizes before
+ * the first token.
  */
 #ifndef TKVI_CACHE_CACHE_H
 #define TKVI_CACHE_CACHE_H
@@ -13,54 +17,56 @@
 #include "cache/pool.h"
 #include "cache/meter.h"
 
-/* Blocks of one layer of one sequence, oldest first: [sinks][archive][warm][hot]. Block i holds the tokens
- * from its start to the next one's. */
+/* Blocks of one layer of one sequence, oldest first: [sinks][archive][warm][hot]. Block i holds the tokens from its
+ * start up to the start of block i + 1. */
 typedef struct tkvi_list {
     int n;                    /* blocks */
-    int sinks, archive, warm; /* how many of them are of each tier; the rest is hot */
+    int sinks, archive, warm; /* blocks of each tier; all other blocks are hot */
     int len;                  /* tokens ever appended */
-    int dropped;              /* of them, the first ones are gone (windows) */
-    int chunk_was;            /* chunk, should the append fail */
-    int chunk;                /* len before the last append: what came then stays exact until the next */
-    int tight,
-        tightest; /* blocks behind the sinks that are as tight as the level wants warm, archive (reclaim/budget.h) */
-    int out; /* blocks behind the sinks that are outside, before the first that is not (reclaim/offload.h) */
+    int dropped;              /* tokens before this position have expired (they left the window) */
+    int chunk_was;            /* previous value of `chunk`, restored when the append fails */
+    int chunk;                /* len before the last append; its tokens stay exact until the next append */
+    /* The first `tight` blocks after the sinks are as small as the level requires. The first `tightest` are as
+     * small as its archive (reclaim/budget.h). */
+    int tight, tightest;
+    int out;      /* offloaded blocks after the sinks, up to the first that is in RAM (reclaim/offload.h) */
     int step_len; /* len when the open step began */
-    int left;     /* blocks, on paper: as far as a call that needs room may go (reclaim/budget.h) */
+    int left;     /* dry run only: blocks that this list would keep after reclaim (reclaim/budget.h) */
 } tkvi_list;
 
 typedef struct tkvi_seq {
     uint32_t *block; /* [n_layers][cap] block numbers */
     uint32_t cap;
     int in_step;
-    int reserved_len; /* 0, or the length up to which memory is promised */
-    uint64_t used;    /* kv->clock when it was appended to, reserved or given to last */
+    int reserved_len; /* memory is reserved up to this length; 0: none */
+    uint64_t used;    /* kv->clock at the last append, reservation or recomputation */
 } tkvi_seq;
 
-/* Parallel attention keeps partial results here; the first caller gets it, others run serially (same bits). */
-#define TKVI_MAX_CHUNKS 16                                           /* of a key range, per KV head */
-#define TKVI_MIN_CHUNK 8                                             /* blocks */
-#define TKVI_FEW_UNITS 32                                            /* more are enough tasks by themselves */
-#define TKVI_MAX_SPLITS 128                                          /* chunks in flight */
-#define TKVI_SUMS_FLOATS(v_pad) (TKVI_ROWS * (2 * (v_pad) + 3) + 16) /* of a chunk: attention/attend.h */
+/* Limits of splits in parallel attention (attention/attend.h). The first caller gets the buffer of partial results.
+ * Other callers run whole work tiles, with the same bits. */
+#define TKVI_MAX_CHUNKS 16                                           /* most splits of a work tile */
+#define TKVI_MIN_CHUNK 8                                             /* fewest blocks of a split */
+#define TKVI_FEW_UNITS 32                                            /* with more work tiles, no splits */
+#define TKVI_MAX_SPLITS 128                                          /* most splits of a call */
+#define TKVI_SUMS_FLOATS(v_pad) (TKVI_ROWS * (2 * (v_pad) + 3) + 16) /* partial results of one split */
 
-/* Tables of formats that learn: the first one when a layer has seen so many tokens, a better one when it has seen many;
- * keys this far back count as far. */
+/* A layer's first table is made from TKVI_LEARN tokens, a better one from TKVI_LEARN_WELL (learn/statistics.h). A
+ * key is far when its block ends TKVI_FAR or more tokens before the query. */
 #define TKVI_LEARN 512
 #define TKVI_LEARN_WELL 2048
 #define TKVI_FAR 128
-#define TKVI_IN_PLACE_VERSIONS 2 /* of tables: those of one life without tkv_calibration_refresh */
+#define TKVI_IN_PLACE_VERSIONS 2 /* table versions; more only come with tkv_calibration_refresh */
 
-/* How far a layer whose encoder wants to know the queries has listened (learn/squat_queries.h). */
+/* Progress of the query statistics of a layer whose encoder needs them (learn/squat_queries.h). */
 typedef struct tkvi_query_stats {
-    int tokens; /* appended since it listens; -1: it does not */
-    int used;   /* that many when the factors were made last; 0: never */
+    int tokens; /* tokens appended since collection began; -1: nothing is collected */
+    int used;   /* `tokens` when the factors were last computed; 0: never */
 } tkvi_query_stats;
 
-/* What a call asks room for, beside slots (tkv_cache.need). */
+/* Memory that a call requests in addition to slots (tkv_cache.need). */
 typedef struct tkvi_memory_request {
-    const tkv_rows *rows; /* tokens for lists */
-    int n_rows, layer;    /* the lists' layer; -1: all, each up to rows[0].n tokens beyond the shortest */
+    const tkv_rows *rows; /* sequences and the tokens that their lists must take */
+    int n_rows, layer;    /* layer of the lists; -1: all, each up to rows[0].n tokens beyond the shortest */
     int64_t blocks;       /* entries of the block table, beyond those of slots */
 } tkvi_memory_request;
 
@@ -74,47 +80,44 @@ struct tkv_cache {
     tkvi_list *list;    /* [max_seqs][n_layers] */
     int64_t *promised;  /* [max_seqs][n_classes] slots reserved by each sequence */
     int64_t *peak_live; /* [2][n_classes] work space of tkvi_peak */
-    float *recode;      /* [64][head_dim], [64][v_head_dim] decoded values on their way to another tier */
+    float *recode;      /* [64][head_dim], [64][v_head_dim] decoded values, work space of recoding */
     float *parts;       /* partial results of parallel attention, or NULL */
-    int parts_taken;
-    /* what attention learns (learn/statistics.h); NULL where no format asks for it */
-    int *seen;              /* [n_layers] tokens appended since it listens; -1: it does not */
+    int parts_taken;    /* 1: a call uses `parts` */
+    /* Statistics of attention (learn/statistics.h); NULL where no format needs them. */
+    int *seen;              /* [n_layers] tokens appended since collection began; -1: nothing is collected */
     int64_t *asked;         /* [n_layers][n_kv_heads][head_dim] sums of squared queries */
     int64_t *far_attention; /* [n_layers][n_kv_heads] sums of p^2 over far keys */
-    int learning;           /* somebody is adding */
-    /* the same for SQUAT formats (learn/squat_queries.h) */
+    int learning;           /* lock of all statistics and of attention scores */
+    /* Query statistics of SQUAT formats (learn/squat_queries.h). */
     tkvi_query_stats *query_stats; /* [n_layers] */
     int64_t *metric;               /* [n_layers][n_kv_heads][packed] sums of q q^T */
-    uint16_t
-        *feedback;     /* [n_layers][n_kv_heads][tkvi_feedback_count] factors, fp16; 0 until they are known */
-    float *solve;      /* [packed] work space */
-    tkvi_meter *meter; /* NULL: none (cache/meter.h) */
-    /* the budget (reclaim/budget.h) */
+    uint16_t *feedback; /* [n_layers][n_kv_heads][tkvi_feedback_count] factors, fp16; 0 until known */
+    float *solve;       /* [packed] work space; packed = head_dim (head_dim + 1) / 2 */
+    tkvi_meter *meter;  /* NULL: none (cache/meter.h) */
+    /* The budget (reclaim/budget.h). */
     tkv_policy policy;
-    float outside;          /* pressure that the caller feeds */
-    size_t bytes_per_block; /* bytes of a hot block in every layer: they come at the same token */
-    int moved;              /* tkv_set_hot_tokens was called: blocks may be older than their tier's */
-    int64_t recode_backlog; /* bytes that are still to be won for those that came */
-    size_t relax_at;        /* bytes in use from which on it may be worth while to look for a looser level */
-    uint64_t demoted, recoded[TKV_MAX_LEVELS], refused;
-    uint64_t spilled, unstored,
-        promoted;     /* blocks that went outside, that the store refused, that came back */
-    int store_failed; /* in the call that goes on: there would have been room */
-    int64_t
-        *need; /* [4][n_classes] work space: slots that a call asks for, slots after it; and tkvi_add_going */
+    float outside;          /* memory pressure from the caller (tkv_observe), 0 .. 1 */
+    size_t bytes_per_block; /* of one hot block in every layer; layers open them at the same token */
+    int moved;              /* 1: tkv_set_hot_tokens was called; blocks may be older than their tier allows */
+    int64_t recode_backlog; /* bytes that recoding must still free to pay for appended tokens */
+    size_t relax_at;        /* a less compressed level is considered only while fewer bytes are in use */
+    uint64_t demoted, recoded[TKV_MAX_LEVELS], refused; /* counts of tkv_budget_info */
+    uint64_t spilled, unstored, promoted; /* blocks offloaded, refused by the store, brought back */
+    int store_failed; /* 1: the store failed in this call; an error then names the store as the cause */
+    int64_t *need;    /* [4][n_classes] work space: slots requested, slots forecast, two of tkvi_add_going */
     tkvi_memory_request order; /* valid during the call */
-    int reclaim_stages; /* how far it must go for that: bits of tkvi_reclaim_stages (reclaim/budget.h) */
-    int share;          /* eighths of what could go by TKVI_FLOOR that may stay */
-    /* what is recomputed (reclaim/discard.h) */
-    uint64_t clock; /* of calls that need room: what is used now is not dropped for it */
+    int reclaim_stages; /* stages that the call needs: bits of tkvi_reclaim_stages (reclaim/budget.h) */
+    int share;          /* eighths of the tokens above the floor that stay, with TKVI_FLOOR */
+    /* Discarding and recomputation (reclaim/discard.h). */
+    uint64_t clock; /* counts calls that need memory; sequences in use now are not discarded for them */
     uint64_t blocks_discarded, recomputed; /* blocks */
-    tkvi_token_scores mass;                /* what the config gathers of attention (reclaim/scores.h) */
-    /* what is dropped (reclaim/evict_tokens.h) */
-    uint8_t *choice; /* room to choose among the tokens of the longest list; NULL: none are ever dropped */
-    uint32_t choice_cap; /* of blocks */
+    tkvi_token_scores mass;                /* how the config scores attention (reclaim/scores.h) */
+    /* Eviction (reclaim/evict_tokens.h). */
+    uint8_t *choice;     /* work space for choosing among the tokens of the longest list; NULL: no eviction */
+    uint32_t choice_cap; /* blocks that `choice` has space for */
     uint64_t evicted, merged;
     size_t fixed_bytes, table_bytes, scratch_bytes, shadow_bytes; /* of the fixed piece */
-    char error[160];
+    char error[160];                                              /* message of the last failed call */
 };
 
 static tkvi_list *tkvi_list_of(const tkv_cache *kv, int seq, int layer) {
@@ -136,7 +139,7 @@ static int64_t *tkvi_metric_of(const tkv_cache *kv, int layer, int head) {
     return kv->metric + ((size_t)layer * (size_t)cfg->n_kv_heads + (size_t)head) * (dim * (dim + 1) / 2);
 }
 
-/* NULL where nobody wants it. */
+/* NULL where no format is a SQUAT format. */
 static uint16_t *tkvi_feedback_of(const tkv_cache *kv, int layer, int head) {
     const tkv_config *cfg = &kv->tables.cfg;
     size_t at = (size_t)layer * (size_t)cfg->n_kv_heads + (size_t)head;
@@ -153,29 +156,29 @@ static int tkvi_block_start(const tkv_cache *kv, const uint32_t *ids, int i) {
     return kv->pool.block[ids[i]].start;
 }
 
-/* End position of block i: where the next one starts, or the length. */
+/* End position of block i (exclusive): the start of the next block, or the length of the list. */
 static int tkvi_block_end(const tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int i) {
     return i + 1 < list->n ? tkvi_block_start(kv, ids, i + 1) : list->len;
 }
 
-/* Tokens in block i, those that were dropped since included. */
+/* Token slots in use in block i, evicted tokens included. */
 static int tkvi_block_tokens(const tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int i) {
     const tkvi_block *b = &kv->pool.block[ids[i]];
     return b->packed ? b->packed : tkvi_block_end(kv, list, ids, i) - b->start;
 }
 
-/* Bits of those that are there. */
+/* Bit per slot: 1 where the slot has a token that was not evicted. slots: 1 .. 64. */
 static uint64_t tkvi_live_mask(const tkvi_block *b, int slots) {
     return ~b->gone & ~(uint64_t)0 >> (TKVI_BLOCK - slots);
 }
 
-/* Does this block take anchors? That of the sinks does: no other has less room than 64. Its positions may be far from
- * each other, so that two entries of `where` are one of them. */
+/* Can this block hold anchors? Only the sink block can: it alone has a capacity below 64. Its positions can be far
+ * apart, so each takes two entries of `where` (32 bits). */
 static int tkvi_is_wide(const tkv_cache *kv, const tkvi_block *b) {
     return kv->tables.cfg.n_anchors > 0 && kv->tables.coding[b->coding].tokens < TKVI_BLOCK;
 }
 
-/* Position of one of its tokens. */
+/* Position of the token in a slot of block `id`. */
 static int tkvi_at(const tkv_cache *kv, uint32_t id, int slot) {
     const tkvi_block *b = &kv->pool.block[id];
     int32_t at;
@@ -192,22 +195,23 @@ static void tkvi_set_at(tkv_cache *kv, uint32_t id, int slot, int position) {
     else kv->pool.token_meta[id].where[slot] = (uint16_t)(position - b->start);
 }
 
-/* It has changed its tier: promotion waits a while (step/promotion.h). */
+/* Records that block `id` changed its tier when the list had `len` tokens. Promotion then waits for the cool-down
+ * (step/promotion.h). */
 static void tkvi_note_move(tkv_cache *kv, uint32_t id, int len) {
     if (kv->pool.token_meta) kv->pool.token_meta[id].moved = len + 1;
 }
 
-/* End of the positions that block i may have tokens of. */
+/* End (exclusive) of the positions that tokens of block i can have. Anchors can lie up to the end of the list. */
 static int tkvi_block_reach(const tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int i) {
     const tkvi_block *b = &kv->pool.block[ids[i]];
     return b->packed && tkvi_is_wide(kv, b) ? list->len : tkvi_block_end(kv, list, ids, i);
 }
 
-/* Formats that undo RoPE count on tokens that follow one another: none can move to another place. */
+/* 1: tokens cannot move to other slots. Formats that undo RoPE need consecutive positions (KVQUANT). */
 static int tkvi_binds(const tkv_cache *kv) { return kv->tables.rope != NULL; }
 
-/* The notes of a block's tokens of these bits go to places at, at + 1, ... of block `to`, which begins at `start`;
- * returns the place behind them. */
+/* Copies token_meta of the tokens with a bit in `there` from block `from` to slots at, at + 1, ... of block `to`.
+ * `start` is the first position of `to`. Returns the next free slot. The two may be one block. */
 static int tkvi_move_token_meta(tkv_cache *kv, uint32_t to, int at, uint32_t from, uint64_t there,
                                 int start) {
     tkvi_token_meta *a = &kv->pool.token_meta[to], *b = &kv->pool.token_meta[from];
@@ -216,7 +220,7 @@ static int tkvi_move_token_meta(tkv_cache *kv, uint32_t to, int at, uint32_t fro
     if (at == 0) a->pinned = a->temporary_pins = a->anchored = 0;
     for (t = 0; t < TKVI_BLOCK; t++) {
         if (!(there >> t & 1)) continue;
-        a->where[at] = (uint16_t)(tkvi_at(kv, from, t) - start); /* at <= t where both are one block */
+        a->where[at] = (uint16_t)(tkvi_at(kv, from, t) - start); /* at <= t if from == to */
         a->mass[at] = b->mass[t];
         a->pinned |= (pinned >> t & 1) << at;
         a->temporary_pins |= (temporary_pins >> t & 1) << at;
@@ -227,12 +231,12 @@ static int tkvi_move_token_meta(tkv_cache *kv, uint32_t to, int at, uint32_t fro
     return at;
 }
 
-/* Is this the format that blocks of the layer's hot tier have? */
+/* Is `coding` the format of the layer's hot tier? */
 static int tkvi_is_hot_coding(const tkv_cache *kv, int layer, int coding) {
     return kv->tables.coding[coding].key == kv->tables.plan[layer].now.key[TKV_HOT];
 }
 
-/* Tokens that left every window stay this long, so that a cut of the hot tail finds them. */
+/* Tokens that left every window are kept for this many more tokens. A truncation of the hot tail needs them. */
 static int tkvi_drop_margin(const tkvi_plan *p) {
     return p->now.hot == TKVI_FOREVER ? TKVI_BLOCK : p->now.hot;
 }
@@ -243,8 +247,9 @@ static tkv_tier tkvi_tier_at(const tkvi_list *list, int i) {
     return i < list->sinks + list->archive + list->warm ? TKV_WARM : TKV_HOT;
 }
 
-/* The newest blocks whose values are known well, exact or warm, no sinks: the newest of each sequence, then
- * the second newest of each, ... Calls visit for each; returns how many. */
+/* Calls `visit` for up to 16 hot or warm blocks of a head, whose values are the most accurate. Order: the newest
+ * block of each sequence, then the second newest of each, ... Skips sinks and offloaded blocks. Returns the
+ * number of calls. */
 #define TKVI_LEARN_BLOCKS 16
 
 typedef void (*tkvi_visit)(void *ctx, const tkvi_record *r, const uint8_t *bytes, int start, int n);
@@ -271,7 +276,7 @@ static int tkvi_each_block(const tkv_cache *kv, int layer, int head, tkvi_visit 
     return found;
 }
 
-/* >>errors of mutating calls: status and sentence */
+/* >>errors of calls that change the cache: a status and a sentence (tkv_cache.error) */
 static tkv_status tkvi_ok(tkv_cache *kv) {
     kv->error[0] = 0;
     return TKV_OK;
@@ -335,7 +340,7 @@ static void tkvi_emit_offloaded(tkv_cache *kv, int seq, int layer, int i) {
     kv->tables.cfg.on_event(kv->tables.cfg.event_user, &e);
 }
 
-/* >>statistics: a piece that is there while a layer listens */
+/* >>memory of statistics: allocated while some layer collects them */
 static size_t tkvi_q_sq_sum_bytes(const tkv_config *cfg) {
     return tkvi_align_up((size_t)cfg->n_layers * (size_t)cfg->n_kv_heads * (size_t)cfg->head_dim *
                          sizeof(int64_t));
@@ -346,7 +351,7 @@ static size_t tkvi_stats_bytes(const tkv_config *cfg) {
            tkvi_align_up((size_t)cfg->n_layers * (size_t)cfg->n_kv_heads * sizeof(int64_t));
 }
 
-/* 0: no memory, nothing has changed. */
+/* Allocates the statistics if a format needs them. Returns 0 without memory, and has then changed nothing. */
 static int tkvi_get_stats(tkv_cache *kv, tkvi_heap *heap) {
     size_t bytes = tkvi_stats_bytes(&kv->tables.cfg);
     if (!kv->tables.any_shared || kv->asked) return 1;
@@ -365,7 +370,7 @@ static void tkvi_put_stats(tkv_cache *kv) {
 
 /* >>sizes of the fixed piece */
 typedef struct tkvi_sizes {
-    /* each rounded up to 64 */
+    /* bytes, each rounded up to 64 */
     size_t cache, tables, seqs, lists, counts, seen, query_stats, metric, feedback, meter;
     size_t solve, recode, parts, shadow;
     size_t total;
@@ -406,12 +411,12 @@ static int tkvi_fixed_sizes(const tkvi_derived_config *h, tkvi_sizes *s) {
            tkvi_add(s->total, s->recode, &s->total) && tkvi_add(s->total, s->parts, &s->total);
 }
 
-/* What tkv_memory counts as tables. */
+/* Bytes that tkv_memory reports as tables. */
 static size_t tkvi_table_bytes(const tkvi_sizes *s) {
     return s->tables + s->seen + s->query_stats + s->metric + s->feedback + s->meter;
 }
 
-/* A smaller budget makes no sense: what is there before the first token, tables, and pages for the first tokens. */
+/* The smallest budget: the fixed piece, statistics, one version of the tables, and pages for the first tokens. */
 static size_t tkvi_least_budget(const tkvi_derived_config *h, const tkvi_sizes *s) {
     const size_t pages = (size_t)h->spare + 2;
     size_t n = 0, all = s->total;
@@ -421,12 +426,12 @@ static size_t tkvi_least_budget(const tkvi_derived_config *h, const tkvi_sizes *
     return all;
 }
 
-/* Free pages that a cache with a budget keeps: its layers' next blocks will ask for them. */
+/* Free pages that a cache with a budget keeps. The next block of every layer will need them. */
 static int64_t tkvi_free_pages_to_keep(const tkv_cache *kv) {
     return (int64_t)(kv->bytes_per_block / kv->tables.page_bytes) + 1;
 }
 
-/* Builds an empty cache in one fixed piece from the heap. */
+/* Builds an empty cache in one fixed piece of memory from the heap. */
 static tkv_status tkvi_build(tkvi_derived_config *h, const tkvi_heap *from, tkv_cache **out) {
     tkvi_heap heap = *from;
     tkvi_sizes s;
@@ -458,7 +463,7 @@ static tkv_status tkvi_build(tkvi_derived_config *h, const tkvi_heap *from, tkv_
     at += s.counts;
     if (s.seen) {
         kv->seen = (int *)(void *)at;
-        for (c = 0; c < h->cfg.n_layers; c++) /* those that need no table do not listen */
+        for (c = 0; c < h->cfg.n_layers; c++) /* layers that need no table collect nothing */
             if (!tkvi_plan_learns(&kv->tables.plan[c])) kv->seen[c] = -1;
     }
     at += s.seen;
@@ -490,7 +495,7 @@ static tkv_status tkvi_build(tkvi_derived_config *h, const tkvi_heap *from, tkv_
     for (c = 0; c < h->n_classes; c++) kv->pool.room[c] = TKVI_NIL;
     tkvi_token_score_init(&kv->mass, &kv->tables.cfg);
     (void)tkv_policy_init(&kv->policy, &h->cfg.policy, NULL);
-    kv->policy.cfg = h->cfg.policy; /* defaults are in it by now: 0 is a level there */
+    kv->policy.cfg = h->cfg.policy; /* its defaults are filled in, so 0 means level 0 */
     kv->relax_at = (size_t)-1;
     kv->pool.spare = h->spare;
     for (c = 0; c < h->cfg.n_layers; c++)
@@ -502,7 +507,7 @@ static tkv_status tkvi_build(tkvi_derived_config *h, const tkvi_heap *from, tkv_
 }
 
 /* >>tables */
-/* Memory for this version, of all layers. 0: there is none, and nothing has changed. */
+/* Allocates this version of the tables of all layers. Returns 0 without memory. */
 static int tkvi_version_ready(tkv_cache *kv, int version) {
     tkvi_tables *t = &kv->tables;
     uint8_t *mem;
@@ -515,7 +520,7 @@ static int tkvi_version_ready(tkv_cache *kv, int version) {
     return 1;
 }
 
-/* Bytes of the versions that are there, and of the statistics. */
+/* Bytes held by table versions and statistics. */
 static size_t tkvi_learning_held(const tkv_cache *kv) {
     size_t n = kv->asked ? tkvi_stats_bytes(&kv->tables.cfg) : 0;
     int v;
@@ -523,13 +528,13 @@ static size_t tkvi_learning_held(const tkv_cache *kv) {
     return n;
 }
 
-/* >>the choice among the tokens of a list (reclaim/evict_tokens.h): bytes for each block */
+/* >>work space of eviction (reclaim/evict_tokens.h): bytes for each block of the longest list */
 #define TKVI_CHOICE (TKVI_BLOCK * (sizeof(int) + 2 * sizeof(float) + 1) + 2 * sizeof(uint64_t))
 
 static size_t tkvi_choice_entry(const tkv_config *cfg) { return cfg->evict.kind ? TKVI_CHOICE : 0; }
 
-/* >>life */
-/* The config's allocator, or malloc. */
+/* >>creation and destruction */
+/* Sets up the heap with the config's allocator, or with malloc and free. */
 static tkv_status tkvi_heap_of(const tkv_config *cfg, tkvi_heap *heap, char *reason, size_t size) {
     memset(heap, 0, sizeof *heap);
     heap->from = cfg->allocator;
@@ -543,7 +548,7 @@ static tkv_status tkvi_heap_of(const tkv_config *cfg, tkvi_heap *heap, char *rea
     return tkvi_bad(reason, size, "allocator", 0, "it must be set, as TKV_NO_MALLOC leaves malloc out");
 }
 
-/* The sentence about an error of tkvi_build. */
+/* Writes the reason for an error of tkvi_build. */
 static tkv_status tkvi_append_unbuilt(tkv_status st, const tkvi_derived_config *h, char *reason,
                                       size_t size) {
     tkvi_text t = tkvi_text_begin(reason, reason ? size : 0);
@@ -587,7 +592,7 @@ TKV_API tkv_status tkv_create_ex(const tkv_config *cfg, tkv_cache **out, char *r
     heap.limit = shape.cfg.budget_bytes;
     st = tkvi_build(&shape, &heap, &kv);
     if (!st && shape.cfg.budget_bytes && kv->tables.version_bytes &&
-        !tkvi_version_ready(kv, 0)) { /* it must not fail later */
+        !tkvi_version_ready(kv, 0)) { /* reserved now: it must not fail later */
         tkv_destroy(kv);
         st = TKV_ERR_NOMEM;
     }
@@ -620,11 +625,11 @@ TKV_API void tkv_destroy(tkv_cache *kv) {
         tkvi_put(&kv->heap, kv->tables.version[s].bytes, kv->tables.version_bytes);
     tkvi_put_stats(kv);
     tkvi_put(&kv->heap, kv->choice, kv->choice_cap * TKVI_CHOICE);
-    heap = kv->heap; /* the cache stands in the last piece */
+    heap = kv->heap; /* kv lies in the last piece that is freed */
     if (!kv->pool.keep_all) tkvi_put(&heap, kv, kv->fixed_bytes);
 }
 
-/* >>room for the choice; what is in it is of no use any more */
+/* >>growth of the eviction work space to `cap` blocks. Its contents are lost. Returns 0 without memory. */
 static int tkvi_grow_choice(tkv_cache *kv, uint32_t cap) {
     size_t bytes;
     uint8_t *bigger;
@@ -638,7 +643,7 @@ static int tkvi_grow_choice(tkv_cache *kv, uint32_t cap) {
     return 1;
 }
 
-/* >>block lists of a sequence: room for `want` blocks per layer */
+/* >>growth of a sequence's block lists to `want` blocks per layer. Returns 0 without memory. */
 static int tkvi_grow_lists(tkv_cache *kv, int seq, int want) {
     tkvi_seq *s = &kv->seq[seq];
     uint32_t cap = tkvi_cap_for(want), *bigger;
@@ -658,16 +663,16 @@ static int tkvi_grow_lists(tkv_cache *kv, int seq, int want) {
     return 1;
 }
 
-/* >>in place: everything at its largest, at once */
-/* Most blocks of each tier that one layer of one sequence can hold at max_tokens, sinks apart, if none was
- * flushed short. */
+/* >>in place: all memory at its largest size, at creation */
+/* most[tier]: the most blocks that one layer of one sequence can have at max_tokens, without sinks. Partial blocks
+ * that a flush closes are not counted. */
 static void tkvi_most_blocks(const tkv_config *cfg, const tkvi_plan *p, int64_t *most) {
     int64_t tokens = cfg->max_tokens - p->sink, all, tier;
     if (tokens < 0) tokens = 0;
     all = (tokens + TKVI_BLOCK - 1) / TKVI_BLOCK;
     most[TKV_HOT] = ((int64_t)p->now.hot + TKVI_BLOCK - 1 + cfg->max_append + TKVI_BLOCK - 1) / TKVI_BLOCK;
     most[TKV_WARM] = ((int64_t)p->now.warm + TKVI_BLOCK - 1) / TKVI_BLOCK;
-    most[TKV_ARCHIVE] = (tokens - p->now.warm) / TKVI_BLOCK; /* hot tokens can be flushed */
+    most[TKV_ARCHIVE] = (tokens - p->now.warm) / TKVI_BLOCK; /* a flush can move all hot tokens here */
     if (p->keep && most[TKV_ARCHIVE] > ((int64_t)p->keep + tkvi_drop_margin(p)) / TKVI_BLOCK + 2)
         most[TKV_ARCHIVE] = ((int64_t)p->keep + tkvi_drop_margin(p)) / TKVI_BLOCK + 2;
     for (tier = 0; tier < TKV_TIER_COUNT; tier++) {
@@ -679,10 +684,10 @@ static void tkvi_most_blocks(const tkv_config *cfg, const tkvi_plan *p, int64_t 
 typedef struct tkvi_most {
     uint32_t page_cap, block_cap, list_cap;
     int64_t pages;
-    size_t bytes; /* of everything, each piece at a multiple of 64 */
+    size_t bytes; /* total, each piece at a multiple of 64 */
 } tkvi_most;
 
-/* Under a budget: as many pages as it leaves room for. */
+/* Sizes under a budget: tables at their largest, and as many pages as the rest of the budget allows. */
 static tkv_status tkvi_most_within(const tkvi_derived_config *h, const tkvi_sizes *fixed, tkvi_most *m) {
     const size_t budget = h->cfg.budget_bytes, layers = (size_t)h->cfg.n_layers;
     const int64_t list = (int64_t)h->cfg.max_tokens / TKVI_BLOCK + 4;
@@ -700,7 +705,7 @@ static tkv_status tkvi_most_within(const tkvi_derived_config *h, const tkvi_size
         return TKV_ERR_CONFIG;
     m->pages = (int64_t)(budget / h->page_bytes);
     if (m->pages > 0x3fffffff) m->pages = 0x3fffffff;
-    for (; m->pages > h->spare; m->pages--) { /* tables of blocks and pages take their part */
+    for (; m->pages > h->spare; m->pages--) { /* the block and page tables need bytes, too */
         size_t pages = (size_t)m->pages * h->page_bytes, n;
         uint64_t fit = h->cfg.spill.store || h->cfg.remat ? blocks : 64u * (uint64_t)m->pages;
         m->block_cap = tkvi_cap_for((int64_t)(fit < blocks ? fit : blocks) + h->n_classes);
@@ -734,7 +739,7 @@ static tkv_status tkvi_most_of(tkvi_derived_config *h, tkvi_most *m) {
         if (p.sink) live[h->class_of[p.sink_coding]]++;
         for (tier = 0; tier < TKV_TIER_COUNT; tier++) {
             live[h->class_of[p.now.key[tier]]] += most[tier];
-            /* blocks that wait for a table: of all sequences together */
+            /* blocks that wait for a table, in all sequences together */
             if (tier != TKV_ARCHIVE && tkvi_plan_learns(&p))
                 wait[h->class_of[p.now.key[tier]]] += TKVI_LEARN / TKVI_BLOCK;
         }
@@ -742,7 +747,7 @@ static tkv_status tkvi_most_of(tkvi_derived_config *h, tkvi_most *m) {
     for (c = 0; c < h->n_classes; c++) {
         live[c] = live[c] * h->cfg.max_seqs + wait[c];
         blocks += live[c];
-        m->pages += tkvi_pages_for(&h->size_class[c], live[c] + 1); /* one more while a block is recoded */
+        m->pages += tkvi_pages_for(&h->size_class[c], live[c] + 1); /* + 1: recoding needs a second slot */
     }
     if (blocks > 0x3fffffff || m->pages > 0x3fffffff) return TKV_ERR_CONFIG;
     m->page_cap = tkvi_cap_for(m->pages);
@@ -801,7 +806,7 @@ TKV_API tkv_status tkv_init_in_place(const tkv_config *cfg, void *mem, size_t by
     kv->arena = arena;
     kv->heap.from.user = &kv->arena;
     kv->pool.keep_all = 1;
-    /* None of these can fail: tkvi_most_of added up the same pieces. */
+    /* No call here can fail: tkvi_most_of added up the same pieces. */
     for (i = 0; i < TKVI_IN_PLACE_VERSIONS && kv->tables.version_bytes; i++)
         if (!tkvi_version_ready(kv, i)) return TKV_ERR_CAPACITY;
     if (!tkvi_grow_blocks(&kv->pool, m.block_cap)) return TKV_ERR_CAPACITY;
@@ -811,7 +816,7 @@ TKV_API tkv_status tkv_init_in_place(const tkv_config *cfg, void *mem, size_t by
     while ((int64_t)kv->pool.n_pages < m.pages)
         if (!tkvi_add_page(&kv->pool)) return TKV_ERR_CAPACITY;
     kv->arena.closed = 1;
-    if (h.cfg.budget_bytes) kv->tables.cfg.budget_bytes = kv->heap.held; /* what pages could be made of it */
+    if (h.cfg.budget_bytes) kv->tables.cfg.budget_bytes = kv->heap.held; /* bytes really held: whole pages */
     *out = kv;
     return TKV_OK;
 }

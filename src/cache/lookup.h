@@ -1,6 +1,6 @@
 /*
- * cache/lookup.h - which sequences and layers a cache has, and how long they are. Every public function that takes a
- * sequence or a layer asks here first.
+ * cache/lookup.h - checks the numbers of sequences and layers, and returns their lengths. Every public function
+ * that takes a sequence or a layer calls these checks first.
  */
 #ifndef TKVI_CACHE_LOOKUP_H
 #define TKVI_CACHE_LOOKUP_H
@@ -15,7 +15,7 @@ static tkv_status tkvi_seq_bad(tkv_cache *kv, int seq) {
     return kv ? tkvi_fail(kv, TKV_ERR_ARG, "there is no sequence", seq, "") : TKV_ERR_ARG;
 }
 
-/* The layer whose blocks `layer` of seq reads; -1 if there is no such sequence or layer, or it has no cache. */
+/* The layer whose blocks `layer` reads. Returns -1 for a bad sequence or layer, and for a layer without a cache. */
 static int tkvi_stored_layer(const tkv_cache *kv, int seq, int layer) {
     if (!tkvi_seq_ok(kv, seq) || layer < 0 || layer >= kv->tables.cfg.n_layers) return -1;
     return kv->tables.plan[layer].stored;

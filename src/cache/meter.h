@@ -1,48 +1,49 @@
 /*
- * cache/meter.h - the quality meter: exact copies of blocks of some heads, and what a comparison with them came to.
+ * cache/meter.h - the quality meter: exact copies of blocks of some heads, and the error sums from comparisons.
  *
- * A gauge watches one KV head of one layer. When a block of it leaves the hot tier, its record is copied as
- * it stood; attention/attend.h now and then computes the same attention once more with the copies in place of the
- * blocks that were coded from them. Only coded blocks are copied: the others are exact in the cache. They are
- * never cut, so cuts and aborts mean nothing here. All memory is there from the start: nothing can fail later.
+ * A head probe watches one KV head of one layer. When a block leaves the hot tier, the probe copies the exact
+ * record. For sampled queries, attention/attend.h computes attention a second time. It then reads the copies in
+ * place of the coded blocks. Hot blocks need no copy: they are exact in the cache. Coded blocks are never
+ * truncated, so truncation and tkv_abort do not change the copies. All memory is allocated at creation, so nothing
+ * can fail later.
  *
- * When the copies are full, every other one goes, and from then on every second block is copied, every
- * fourth, ...: those that are left lie evenly over the sequence. May call plan and below.
+ * When a probe is full, it deletes every second copy. From then on it copies every second block, then every fourth,
+ * and so on. So the copies lie evenly over the sequence.
  */
 #ifndef TKVI_CACHE_METER_H
 #define TKVI_CACHE_METER_H
 
 #include "cache/plan.h"
 
-#define TKVI_METER_ONE 4294967296.0 /* sums are in whole numbers: threads may add in any order */
-#define TKVI_METER_MOST 16.0f       /* no single comparison counts for more */
+#define TKVI_METER_ONE 4294967296.0 /* 1 in fixed point; integer sums do not depend on thread order */
+#define TKVI_METER_MOST 16.0f       /* limit of the error of one comparison */
 
 typedef struct tkvi_error_sums {
-    uint64_t samples, agreed;
-    uint64_t keys, kept;        /* coded keys that samples saw; of them, those with a copy */
-    uint64_t error, divergence; /* sums, TKVI_METER_ONE being 1 */
+    uint64_t samples, agreed;   /* comparisons; those with the same key at the top */
+    uint64_t keys, kept;        /* coded keys that samples saw; those of them with a copy */
+    uint64_t error, divergence; /* sums of |out - exact|^2 / |exact|^2 and of KL, in 1 / TKVI_METER_ONE */
     uint64_t worst;             /* largest divergence */
 } tkvi_error_sums;
 
 typedef struct tkvi_head_probe {
     int layer, head;
-    int phase;      /* positions p with (p + phase) % every == 0 are measured */
-    int n, stride;  /* copies; of every stride-th block */
-    int *start;     /* [slots] first position of each copied block, rising */
-    int *slot;      /* [slots] where its bytes are; behind the first n: the free ones */
+    int phase;      /* positions p with (p + phase) % every == 0 are sampled */
+    int n, stride;  /* number of copies; every stride-th block is copied */
+    int *start;     /* [slots] first position of each copied block, ascending */
+    int *slot;      /* [slots] index into `bytes`: n slots in use, then the free ones */
     uint8_t *bytes; /* [slots][record_bytes] */
     tkvi_error_sums sum;
 } tkvi_head_probe;
 
 typedef struct tkvi_meter {
-    int lock; /* of the sums */
-    int seq;  /* whose blocks are copied; -1: of the next one that begins */
-    int n, slots, every;
-    size_t record_bytes;
+    int lock;                    /* guards the sums */
+    int seq;                     /* the watched sequence; -1: none, the next one that begins is taken */
+    int n, slots, every;         /* probes; copies per probe; sampling period in positions */
+    size_t record_bytes;         /* of one copy */
     tkvi_head_probe *head_probe; /* [n] */
 } tkvi_meter;
 
-/* >>how many, how large */
+/* >>counts and sizes */
 static int tkvi_meter_heads(const tkvi_derived_config *h) {
     return tkvi_min(h->cfg.quality_heads, h->n_stored * h->cfg.n_kv_heads);
 }
@@ -51,7 +52,7 @@ static int tkvi_meter_slots(const tkvi_derived_config *h) {
     return (tkvi_min(h->cfg.quality_tokens, h->cfg.max_tokens) + TKVI_BLOCK - 1) / TKVI_BLOCK;
 }
 
-/* Bytes of the meter but for the copies, and those of the copies. 0 on overflow. */
+/* *tables: bytes of the meter without the copies. *copies: bytes of the copies. Returns 0 on overflow. */
 static int tkvi_meter_sizes(const tkvi_derived_config *h, size_t *tables, size_t *copies) {
     size_t n = (size_t)tkvi_meter_heads(h), slots = (size_t)tkvi_meter_slots(h);
     *tables = *copies = 0;
@@ -61,8 +62,9 @@ static int tkvi_meter_sizes(const tkvi_derived_config *h, size_t *tables, size_t
     return tkvi_mul(n * slots, h->hot_record, copies);
 }
 
-/* A comparison takes the time of up to four units of attention (one KV head of one layer, one query). It
- * stands in one task: rare enough for 16 threads, which finish the others in a sixteenth of the time. */
+/* The sampling period in positions. A comparison costs up to 4 times the attention of one KV head of one layer, for
+ * one query. The period keeps all comparisons at or below 4 / 800 = 0.5 % of attention. One task runs a comparison:
+ * with 16 threads its share of the time is up to 16 times that, hence the long period. */
 static int tkvi_meter_every(const tkvi_derived_config *h) {
     int64_t units = (int64_t)h->n_stored * h->cfg.n_kv_heads;
     int every = 32;
@@ -71,7 +73,8 @@ static int tkvi_meter_every(const tkvi_derived_config *h) {
     return every;
 }
 
-/* Layers with blocks of their own get gauges evenly, from the middle of equal parts; heads take turns. */
+/* Spreads the probes evenly over the layers with blocks of their own, and over KV heads and positions. Few probes
+ * get the middles of equal ranges of layers. */
 static void tkvi_meter_place(tkvi_meter *m, const tkvi_tables *t, int n_stored) {
     int i, layer;
     for (i = 0; i < m->n; i++) {
@@ -83,7 +86,7 @@ static void tkvi_meter_place(tkvi_meter *m, const tkvi_tables *t, int n_stored) 
     }
 }
 
-/* Forgets the copies. The meter watches the next sequence that begins. */
+/* Deletes all copies. The meter then watches the next sequence that begins. */
 static void tkvi_meter_clear(tkvi_meter *m) {
     int i, k;
     m->seq = -1;
@@ -94,7 +97,7 @@ static void tkvi_meter_clear(tkvi_meter *m) {
     }
 }
 
-/* In cleared memory; the copies need not be. NULL if the config asks for none. */
+/* Builds the meter. `tables` must be zero-filled, `copies` need not be. Returns NULL if the config has no meter. */
 static tkvi_meter *tkvi_meter_build(const tkvi_derived_config *h, const tkvi_tables *t, uint8_t *tables,
                                     uint8_t *copies) {
     tkvi_meter *m = (tkvi_meter *)(void *)tables;
@@ -117,7 +120,7 @@ static tkvi_meter *tkvi_meter_build(const tkvi_derived_config *h, const tkvi_tab
     return m;
 }
 
-/* The gauge of a head, or NULL. */
+/* The probe of a KV head, or NULL. */
 static tkvi_head_probe *tkvi_head_probe_of(const tkvi_meter *m, int layer, int head) {
     int i;
     for (i = 0; m && i < m->n; i++)
@@ -126,6 +129,7 @@ static tkvi_head_probe *tkvi_head_probe_of(const tkvi_meter *m, int layer, int h
 }
 
 /* >>copies */
+/* Deletes copy i. */
 static void tkvi_head_probe_drop(tkvi_head_probe *g, int i) {
     int slot = g->slot[i];
     g->n--;
@@ -134,10 +138,11 @@ static void tkvi_head_probe_drop(tkvi_head_probe *g, int i) {
     g->slot[g->n] = slot;
 }
 
-/* The block that begins at `start` is about to be coded. Tokens before `dropped` are gone. */
+/* Copies the exact record of the block that begins at `start`, just before it is coded. First deletes the copies of
+ * blocks that begin before `dropped`, the first position that has not expired. */
 static void tkvi_head_probe_keep(const tkvi_meter *m, tkvi_head_probe *g, int start, int dropped,
                                  const uint8_t *record, size_t bytes) {
-    int number = start / TKVI_BLOCK, i; /* rises from block to block, but for some that were flushed short */
+    int number = start / TKVI_BLOCK, i; /* rises from block to block, except after a flushed partial block */
     while (g->n && g->start[0] < dropped) tkvi_head_probe_drop(g, 0);
     if (g->n && g->start[g->n - 1] / TKVI_BLOCK >= number) return;
     if (number % g->stride) return;
@@ -151,7 +156,8 @@ static void tkvi_head_probe_keep(const tkvi_meter *m, tkvi_head_probe *g, int st
     g->start[g->n++] = start;
 }
 
-/* The copy of the block that begins at `start`, or NULL. *from walks along as starts rise. */
+/* The copy of the block that begins at `start`, or NULL. Calls must come with rising starts: *from, 0 at first, is
+ * the place in the list of copies. */
 static const uint8_t *tkvi_head_probe_copy(const tkvi_meter *m, const tkvi_head_probe *g, int start,
                                            int *from) {
     while (*from < g->n && g->start[*from] < start) ++*from;
@@ -160,6 +166,7 @@ static const uint8_t *tkvi_head_probe_copy(const tkvi_meter *m, const tkvi_head_
 }
 
 /* >>sums */
+/* x in fixed point, limited to 0 .. TKVI_METER_MOST. NaN and infinities count as the limit. */
 static uint64_t tkvi_meter_fixed(double x) {
     float f = (float)x;
     if (!tkvi_is_finite(f) || f > TKVI_METER_MOST) f = TKVI_METER_MOST;

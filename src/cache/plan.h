@@ -1,7 +1,12 @@
 /*
- * cache/plan.h - from a config to plans: which format and how many tokens each tier of each layer has, how big a
- * block is in each format pair, and in which page and slot sizes blocks are kept. Also: what is wrong with
- * a config, in a sentence. May call kernels (for the ISA) and below.
+ * cache/plan.h - derives all tables of a cache from its config, and checks the config.
+ *
+ *     tkv_config -> tkvi_validate -> tkvi_derived_config -> tkvi_tables_build -> tkvi_tables
+ *                   (or a sentence    (needs no memory)                          (in the cache's fixed piece)
+ *                    on the error)
+ *
+ * The tables have the format and the number of tokens of each tier, for each layer and each level of the ladder.
+ * They also have the bytes of a block in each pair of formats, and the sizes of pages and slots.
  */
 #ifndef TKVI_CACHE_PLAN_H
 #define TKVI_CACHE_PLAN_H
@@ -9,66 +14,68 @@
 #include "kernels/dispatch.h"
 #include "rules/evict.h"
 
-/* A piece of what is stored outside (reclaim/offload.h): a record or a side of one, F16 of 256 channels at most, and a
- * checksum. */
+/* An offloaded piece (reclaim/offload.h): a record, or one side of it, and a checksum. The largest piece is F16 of
+ * 256 channels. */
 #define TKVI_OFFLOAD_SIDE (2u * TKVI_BLOCK * TKV_MAX_HEAD_DIM)
 #define TKVI_OFFLOAD_CHECKSUM 8u
 #define TKVI_OFFLOAD_ROOM (TKVI_OFFLOAD_SIDE + 64u)
 
-#define TKVI_FOREVER 0x3fffffff /* a length that no sequence reaches; also the most tokens of a sequence */
+#define TKVI_FOREVER 0x3fffffff /* a length without end; also the largest length of a sequence */
 
-/* One KV head of a block: K side, V side, where it begins. */
+/* Layout of one KV head in a block: K side, then V side. */
 typedef struct tkvi_record {
     tkvi_side k, v;
-    size_t at, v_at; /* byte offset of the record in the block, of its V side in the record */
+    size_t at, v_at; /* byte offsets: of the record in the block, of the V side in the record */
 } tkvi_record;
 
-typedef struct tkvi_bytes { /* of a block, all heads */
+typedef struct tkvi_bytes { /* bytes of a block, all heads */
     size_t codes, metadata, total;
 } tkvi_bytes;
 
-/* A block's bytes in one pair of formats: the same for every block that names it. Where heads share a layer's bytes,
- * each layer has codings of its own, one for each version of its table; all of them have one size. */
+/* Layout of a block in one pair of formats. Blocks refer to it by number (tkvi_block.coding). If the layer has a
+ * table, it has codings of its own, one for each version of the table. All versions have the same size. */
 typedef struct tkvi_coding {
     tkv_pair pair;
-    int key;             /* of the shape: the pair and the room */
-    int tokens;          /* room: 64, or the sinks */
-    int size_class;      /* into classes */
+    int key;             /* index into tkvi_derived_config.key */
+    int tokens;          /* capacity: 64, or that of the sink block */
+    int size_class;      /* index into size_class */
     tkvi_bytes bytes;    /* all heads */
     tkvi_record *record; /* [n_kv_heads]; heads may differ */
 } tkvi_coding;
 
-/* Blocks of one size share pages that are cut into slots of that size. */
+/* A size class: pages cut into slots for blocks of one size. */
 typedef struct tkvi_class {
     size_t slot_bytes;
     int slots; /* per page, at most 64 */
 } tkvi_class;
 
-/* What one level of the ladder says of a layer. */
+/* The tiers of a layer at one level of the ladder. */
 typedef struct tkvi_tier_spec {
-    int hot, warm; /* tokens */
-    int key[TKV_TIER_COUNT];
-    int coding[TKV_TIER_COUNT]; /* of version 0, where heads share (tkvi_coding_of) */
-    int shared[TKV_TIER_COUNT]; /* 1: needs a table */
+    int hot, warm;              /* tokens */
+    int key[TKV_TIER_COUNT];    /* index into tkvi_derived_config.key */
+    int coding[TKV_TIER_COUNT]; /* number of the coding; with a table, that of version 0 (tkvi_coding_of) */
+    int shared[TKV_TIER_COUNT]; /* 1: blocks need a table of the layer */
 } tkvi_tier_spec;
 
 typedef struct tkvi_plan {
-    int stored; /* layer whose K and V this one reads: its own number, or an earlier one; -1: no cache */
-    int sink, window; /* tokens; window 0: none */
-    int keep;         /* widest window of all layers that read this one's blocks; 0: none */
-    int sink_coding;
-    tkvi_tier_spec now; /* of the level that the cache is at */
-    int allocates,
-        kvquant; /* 1: a level's table has bytes that heads share (core/allocate.h); levels (learn/kvquant_tables.h) */
-    int squat; /* 1: a tier's encoder wants to know the queries (learn/squat_queries.h) */
+    int stored;         /* layer whose K and V this layer reads: itself or an earlier one; -1: no cache */
+    int sink, window;   /* tokens; window 0: none */
+    int keep;           /* widest window of all layers that read this layer's blocks; 0: no window */
+    int sink_coding;    /* number of the coding of the sink block */
+    tkvi_tier_spec now; /* tiers at the current level */
+    /* 1 if a tier of some level has such a format. allocates: heads share the layer's bytes (core/allocate.h).
+     * kvquant: quantization levels are learned (learn/kvquant_tables.h). squat: the encoder needs statistics of
+     * queries (learn/squat_queries.h). */
+    int allocates, kvquant;
+    int squat;
 } tkvi_plan;
 
-/* Do blocks of this layer need a table, at any level? */
+/* Do blocks of this layer need a table at some level? */
 static int tkvi_plan_learns(const tkvi_plan *p) { return p->allocates || p->kvquant; }
 
-#define TKVI_VERSIONS 4 /* of a layer's table that blocks can be coded with */
+#define TKVI_VERSIONS 4 /* versions of a layer's table that blocks can be coded with */
 
-/* What can be said of a config without any memory: pairs in use, sizes of blocks, classes, the page. */
+/* Everything derived from a config without memory: format pairs, block sizes, size classes, page size. */
 #define TKVI_MAX_LAYERS 4096
 #define TKVI_MAX_CODINGS 128
 
@@ -82,64 +89,64 @@ typedef struct tkvi_derived_config {
     int n_keys, n_classes;
     int n_codings; /* one for each key, then those of single layers */
     int any_shared, any_rotated, any_squat, any_kvquant;
-    int any_kvquant_keys; /* KVQUANT formats hold keys */
+    int any_kvquant_keys; /* 1: a KVQUANT format holds keys */
     int n_stored;         /* layers with blocks of their own */
-    int n_levels;         /* of the ladder */
-    int spare;            /* pages that recoding needs under a budget; 0: there is none */
+    int n_levels;         /* levels of the ladder */
+    int spare;            /* pages that recoding needs under a budget; 0: no budget */
     tkv_level ladder[TKV_MAX_LEVELS];
-    size_t hot_record; /* bytes of one head of a block of the hot tier, the widest layer's */
-    tkvi_key key[TKVI_MAX_CODINGS];
-    tkvi_bytes bytes[TKVI_MAX_CODINGS];
-    int class_of[TKVI_MAX_CODINGS];
-    tkvi_class size_class[TKVI_MAX_CODINGS];
+    size_t hot_record;                       /* bytes of one KV head of a hot block, in the widest layer */
+    tkvi_key key[TKVI_MAX_CODINGS];          /* [n_keys] */
+    tkvi_bytes bytes[TKVI_MAX_CODINGS];      /* [n_keys] */
+    int class_of[TKVI_MAX_CODINGS];          /* [n_keys] size class */
+    tkvi_class size_class[TKVI_MAX_CODINGS]; /* [n_classes] */
     size_t page_bytes;
 } tkvi_derived_config;
 
-/* One version of the layers' tables: a piece of memory that is there when a layer has come to need it. */
+/* One version of the tables of all layers: one piece of memory, allocated when the first layer needs it. */
 typedef struct tkvi_version {
-    uint8_t *bytes;      /* NULL: not yet */
-    tkvi_record *record; /* of all codings of this version [...][n_kv_heads] */
-    /* where heads share: */
-    tkvi_head *head;               /* [n_layers][n_kv_heads], with their arrays: */
+    uint8_t *bytes;      /* NULL: not allocated */
+    tkvi_record *record; /* [codings of this version][n_kv_heads] */
+    /* Formats whose heads share bytes: */
+    tkvi_head *head;               /* [n_layers][n_kv_heads]; their arrays are the next three */
     uint8_t *importance, *channel; /* [n_layers][n_kv_heads][k_pad] */
-    float *mean;                   /* the same */
-    /* where KVQUANT formats are: */
+    float *mean;                   /* [n_layers][n_kv_heads][k_pad] */
+    /* KVQUANT formats: */
     tkvi_kvquant *kvquant; /* [n_layers] */
     float *kvquant_range;  /* [n_layers][n_kv_heads] radius [head_dim], middle [head_dim] */
 } tkvi_version;
 
 /* Everything derived from a config, in the cache's fixed piece. */
 typedef struct tkvi_tables {
-    tkv_config cfg; /* with defaults filled in; `layers` is not kept */
+    tkv_config cfg; /* with defaults filled in; the pointers layers, ladder and rope.frequencies are NULL */
     int n_keys, n_codings, n_classes;
     int any_shared, any_kvquant;
     size_t page_bytes;
     tkvi_plan *plan;      /* [n_layers] */
     tkvi_tier_spec *rule; /* [n_layers][n_levels] */
-    int n_levels, level;  /* of the ladder, and where the cache is */
-    int spare;            /* pages that recoding needs under a budget */
+    int n_levels, level;  /* levels of the ladder; the current one */
+    int spare;            /* pages that recoding needs under a budget; 0: no budget at creation */
     tkvi_coding *coding;  /* [n_codings] */
     tkvi_class *size_class;
     tkvi_version version[TKVI_VERSIONS];
-    size_t version_bytes; /* of each; 0: no layer needs tables */
-    int *split;           /* [n_kv_heads] work space; NULL where no heads share */
-    int8_t *current;      /* [n_layers] version that is coded with now; -1: none yet */
-    tkvi_rope *rope;      /* NULL where no KVQUANT format is */
-    int any_rotated;      /* a V format of these is rotated */
+    size_t version_bytes; /* bytes of one version; 0: no layer needs tables */
+    int *split;           /* [n_kv_heads] work space; NULL: no heads share bytes */
+    int8_t *current;      /* [n_layers] version that new blocks are coded with; -1: no table yet */
+    tkvi_rope *rope;      /* NULL: no KVQUANT format */
+    int any_rotated;      /* 1: some V format is rotated */
 } tkvi_tables;
 
-/* The coding that blocks of this layer's tier get now. */
+/* Number of the coding that new blocks of a layer's tier get. */
 static int tkvi_coding_of(const tkvi_tables *t, int layer, tkv_tier tier) {
     const tkvi_tier_spec *r = &t->plan[layer].now;
     return r->coding[tier] + (r->shared[tier] && t->current[layer] > 0 ? t->current[layer] : 0);
 }
 
-/* What the levels say of a layer, n_levels of them. */
+/* The tiers of a layer at each level: an array of n_levels. */
 static tkvi_tier_spec *tkvi_rules_of(const tkvi_tables *t, int layer) {
     return t->rule + (size_t)layer * (size_t)t->n_levels;
 }
 
-/* All layers go by this level of the ladder. */
+/* Makes `level` the current level of all layers. */
 static void tkvi_take_level(tkvi_tables *t, int level) {
     int i;
     t->level = level;
@@ -148,6 +155,7 @@ static void tkvi_take_level(tkvi_tables *t, int level) {
 }
 
 /* >>validate */
+/* Writes "field is value; want" to `reason`, and returns TKV_ERR_CONFIG. */
 static tkv_status tkvi_bad(char *reason, size_t size, const char *field, int64_t value, const char *want) {
     tkvi_text t = tkvi_text_begin(reason, reason ? size : 0);
     tkvi_append_text(&t, field);
@@ -158,7 +166,7 @@ static tkv_status tkvi_bad(char *reason, size_t size, const char *field, int64_t
     return TKV_ERR_CONFIG;
 }
 
-/* The same for a field of layers[i] (i >= 0). */
+/* The same for a field of layers[layer], or of the config if layer is -1. */
 static tkv_status tkvi_bad_in(char *reason, size_t size, int layer, const char *field, int64_t value,
                               const char *want) {
     char name[64];
@@ -172,7 +180,7 @@ static tkv_status tkvi_bad_in(char *reason, size_t size, int layer, const char *
     return tkvi_bad(reason, size, name, value, want);
 }
 
-/* Fields that a layer can override, checked for the cache (layer -1) and for each layer. */
+/* Checks the fields that a layer can override: of the config (layer -1), or of one layer. */
 static tkv_status tkvi_validate_tiers(const tkv_layer_config *c, int layer, char *reason, size_t size) {
     static const char *const pair_name[TKV_TIER_COUNT][2] = {
         {"hot.k", "hot.v"}, {"warm.k", "warm.v"}, {"archive.k", "archive.v"}};
@@ -209,6 +217,7 @@ static tkv_status tkvi_validate_tiers(const tkv_layer_config *c, int layer, char
     return TKV_OK;
 }
 
+/* The config's values of the fields that a layer can override. */
 static tkv_layer_config tkvi_cache_wide(const tkv_config *cfg) {
     tkv_layer_config c;
     memset(&c, 0, sizeof c);
@@ -253,6 +262,7 @@ TKV_API tkv_config tkv_config_default(void) {
 TKV_API size_t tkv_config_size(void) { return sizeof(tkv_config); }
 
 /* >>resolve */
+/* A length in tokens: the layer's, else the config's, else the default. TKV_NONE is 0, TKV_ALL is TKVI_FOREVER. */
 static int tkvi_length(int of_layer, int of_cache, int standard) {
     int n = of_layer ? of_layer : of_cache ? of_cache : standard;
     return n == TKV_NONE ? 0 : n == TKV_ALL ? TKVI_FOREVER : n;
@@ -265,8 +275,8 @@ static tkv_pair tkvi_pair(tkv_pair of_layer, tkv_pair of_cache, tkv_format k, tk
     return p;
 }
 
-/* One layer's lengths and pairs at a level of the ladder; `pair` gets hot, warm, archive. What the layer says of itself
- * holds at every level. */
+/* Lengths and format pairs of one layer at a level of the ladder. `pair` gets hot, warm, archive. A value that the
+ * layer itself sets holds at every level. */
 static tkvi_plan tkvi_resolve(const tkv_config *cfg, const tkv_level *level, int layer, tkv_pair *pair) {
     tkv_layer_config wide = tkvi_cache_wide(cfg), none;
     const tkv_layer_config *c = cfg->layers ? &cfg->layers[layer] : &none;
@@ -299,12 +309,12 @@ static void tkvi_fill_defaults(tkv_config *cfg) {
     if (!cfg->max_tokens) cfg->max_tokens = TKVI_FOREVER;
     if (!cfg->quality_tokens) cfg->quality_tokens = 2048;
 #if !defined(__GNUC__) && !defined(__clang__)
-    cfg->quality_heads = 0; /* without atomics nobody may add (cache/meter.h) */
+    cfg->quality_heads = 0; /* the meter needs atomics (cache/meter.h) */
 #endif
 }
 
-/* >>ladder. Without one of the caller's: under a budget exact at first, then as tight as must be; without a budget the
- * plan of the config alone. */
+/* >>ladder: the default one. Under a budget, level 0 is exact, and further levels compress more. Without a budget,
+ * the only level is the plan of the config. */
 static const tkv_level tkvi_ladder_exact = {
     TKV_ALL, 0, {TKV_FORMAT_DEFAULT, TKV_FORMAT_DEFAULT}, {TKV_FORMAT_DEFAULT, TKV_FORMAT_DEFAULT}};
 static const tkv_level tkvi_ladder_steps[] = {
@@ -313,7 +323,7 @@ static const tkv_level tkvi_ladder_steps[] = {
     {0,
      0,
      {TKV_FORMAT_DEFAULT, TKV_FORMAT_DEFAULT},
-     {TKV_FORMAT_DEFAULT, TKV_FORMAT_DEFAULT}}, /* the config's */
+     {TKV_FORMAT_DEFAULT, TKV_FORMAT_DEFAULT}}, /* the config's plan */
     {0, 0, {TKV_A40, TKV_R40}, {TKV_A25, TKV_R20}},
     {0, 0, {TKV_A40, TKV_R40}, {TKV_A20, TKV_R15}},
 };
@@ -323,7 +333,8 @@ static int tkvi_levels_of(const tkv_config *cfg) {
     return cfg->ladder ? cfg->n_levels : cfg->budget_bytes ? 1 + steps : 1;
 }
 
-/* The policy for as many levels as there are: the last threshold serves the rest. */
+/* Fills in the config of the pressure controller for the number of levels. Missing thresholds repeat the last one.
+ * Returns NULL, or a sentence on the error. */
 static const char *tkvi_policy_for(const tkv_config *cfg, tkv_policy_config *full) {
     tkv_policy_config p = cfg->policy;
     int steps = tkvi_levels_of(cfg) - 1, i, any = 0, n;
@@ -335,13 +346,14 @@ static const char *tkvi_policy_for(const tkv_config *cfg, tkv_policy_config *ful
             return "thresholds must be above 0 and at most 1, or TKV_ZERO, without gaps";
     for (i = n; i < steps && n > 0; i++) p.threshold[i] = p.threshold[n - 1];
     for (i = tkvi_max(steps, 1); i < TKV_MAX_LEVELS - 1; i++) p.threshold[i] = 0.0f;
-    if (steps == 0) { /* one level: nothing to decide */
+    if (steps == 0) { /* one level: the controller has no choice */
         if (p.max_level > 0 || p.min_level != 0) return "there is one level only, 0";
         p.max_level = TKV_NONE;
     }
     return tkvi_policy_fill(&p, full);
 }
 
+/* Fills in h->ladder and h->n_levels. */
 static void tkvi_ladder_of(const tkv_config *cfg, tkvi_derived_config *h) {
     int i, steps = (int)(sizeof tkvi_ladder_steps / sizeof *tkvi_ladder_steps);
     h->n_levels = tkvi_levels_of(cfg);
@@ -352,7 +364,7 @@ static void tkvi_ladder_of(const tkv_config *cfg, tkvi_derived_config *h) {
     for (i = 0; i < steps; i++) h->ladder[i + 1] = tkvi_ladder_steps[i];
 }
 
-/* Number of the coding for a pair and a room, added if new; -1 when there are too many. */
+/* Index of the key for a pair and a capacity in tokens. A new key is added. Returns -1 when there are too many. */
 static int tkvi_find_key(tkvi_derived_config *h, tkv_pair pair, int tokens) {
     int i;
     for (i = 0; i < h->n_keys; i++)
@@ -363,7 +375,7 @@ static int tkvi_find_key(tkvi_derived_config *h, tkv_pair pair, int tokens) {
     return h->n_keys++;
 }
 
-/* `k` and `v`: what the layer's table says, or NULL. */
+/* Layout of one KV head. k, v: its shares from the layer's table, or NULL for equal shares. */
 static void tkvi_record_init(tkvi_record *r, const tkv_config *cfg, tkvi_key key, const tkvi_share *k,
                              const tkvi_share *v) {
     tkvi_options o;
@@ -385,7 +397,8 @@ static int tkvi_pair_allocates(tkv_pair p) { return tkvi_formats[p.k].shared || 
 
 static int tkvi_pair_kvquant(tkv_pair p) { return tkvi_is_kvquant(p.k) || tkvi_is_kvquant(p.v); }
 
-/* Bytes of all heads of a block. Shared ones: the layer's budget, whoever gets it. 0 if it is too much. */
+/* Bytes of a block, all heads. Where heads share bytes, their sum is fixed, however it is split. Returns 0 if a
+ * block is too large. */
 static int tkvi_key_bytes(const tkv_config *cfg, tkvi_key key, tkvi_bytes *b) {
     tkvi_record r;
     int64_t heads = cfg->n_kv_heads, k, v, meta, total;
@@ -405,7 +418,7 @@ static int tkvi_key_bytes(const tkv_config *cfg, tkvi_key key, tkvi_bytes *b) {
         v = tkvi_budget_v(heads, tkvi_formats[key.pair.v].bits, r.v.pad);
         total += v;
     }
-    if (total > (int64_t)(((size_t)-1 >> 1) / 5u)) return 0; /* a page is up to four of the largest blocks */
+    if (total > (int64_t)(((size_t)-1 >> 1) / 5u)) return 0; /* a page can hold four of the largest blocks */
     b->codes = (size_t)(k + v);
     b->metadata = (size_t)meta;
     b->total = (size_t)total;
@@ -417,7 +430,8 @@ static int tkvi_slots_of(const tkvi_class *c, size_t page) {
     return slots > 64 ? 64 : (int)slots;
 }
 
-/* Bytes without a block when each class has so many of them: the rests of full pages, and a page half empty. */
+/* Bytes of pages that hold no block, for a page size and a number of blocks per class. Counts the unused ends of
+ * pages, half a page for each class in use, and the spare pages. */
 static uint64_t tkvi_page_cost(const tkvi_class *classes, const int64_t *blocks, int n, int spare,
                                size_t page) {
     uint64_t cost = (uint64_t)spare * page;
@@ -430,7 +444,8 @@ static uint64_t tkvi_page_cost(const tkvi_class *classes, const int64_t *blocks,
     return cost;
 }
 
-/* The page size: of all multiples of a slot, from the largest slot to four of them, the one that costs least. */
+/* The page size with the smallest cost. Candidates are the multiples of each slot size, from the largest slot to
+ * four times that. */
 static size_t tkvi_page_size(const tkvi_class *classes, const int64_t *blocks, int n, int spare) {
     size_t largest = 0, page, best = 0;
     uint64_t best_cost = 0;
@@ -448,13 +463,14 @@ static size_t tkvi_page_size(const tkvi_class *classes, const int64_t *blocks, i
     return best;
 }
 
-/* Adds the blocks, by key, that a layer has of one sequence of usual length at a level: pages are cut for it. */
+/* Adds to blocks[key] the blocks of one layer at a level, for one sequence of 4096 tokens (or max_tokens, if
+ * smaller). The page size is chosen for these numbers. */
 static void tkvi_usual_blocks(const tkvi_derived_config *h, const tkvi_plan *p, const tkvi_tier_spec *r,
                               int64_t *blocks) {
     int64_t left = (tkvi_min(h->cfg.max_tokens, 4096) - p->sink + TKVI_BLOCK - 1) / TKVI_BLOCK, n;
     int64_t most[TKV_TIER_COUNT];
     int tier;
-    most[TKV_HOT] = r->hot / TKVI_BLOCK + 1; /* the partial block too */
+    most[TKV_HOT] = r->hot / TKVI_BLOCK + 1; /* + 1: the partial block */
     most[TKV_WARM] = (r->warm + TKVI_BLOCK - 1) / TKVI_BLOCK;
     most[TKV_ARCHIVE] = TKVI_FOREVER;
     if (p->sink) blocks[p->sink_coding]++;
@@ -465,14 +481,14 @@ static void tkvi_usual_blocks(const tkvi_derived_config *h, const tkvi_plan *p, 
     }
 }
 
-/* Can a block ever come to this tier? If not, nobody has to learn for its format. Flushing empties a hot tier, unless
- * that takes everything. */
+/* Can blocks ever reach this tier? If not, its format needs no table. A flush can empty the hot tier, unless that
+ * tier holds all tokens. */
 static int tkvi_reached(const tkv_config *cfg, const tkvi_tier_spec *r, int tier) {
     if (tier != TKV_HOT && r->hot == TKVI_FOREVER) return 0;
     return tier != TKV_ARCHIVE || r->warm < cfg->max_tokens;
 }
 
-/* What a level says of a layer; its codings become keys of the shape. 0: there are too many. */
+/* Fills in the tiers of a layer at a level. Adds their format pairs to h->key. Returns 0 if there are too many. */
 static int tkvi_tier_spec_of(tkvi_derived_config *h, int layer, int level, tkvi_plan *p, tkvi_tier_spec *r) {
     tkv_pair pair[TKV_TIER_COUNT];
     int tier, fits = 1;
@@ -491,13 +507,13 @@ static int tkvi_tier_spec_of(tkvi_derived_config *h, int layer, int level, tkvi_
     return fits;
 }
 
-/* The plan of one layer, and what each level says of it; `now` is that of the first level of the policy. */
+/* Fills in the plan of one layer and its tiers at each level. p->now is that of policy.min_level. */
 static tkv_status tkvi_plan_of(tkvi_derived_config *h, int layer, tkvi_plan *p, tkvi_tier_spec *rule) {
     tkv_pair unused[TKV_TIER_COUNT], pair[TKV_TIER_COUNT];
     int level, other, fits = 1;
     *p = tkvi_resolve(&h->cfg, &h->ladder[0], layer, pair);
     if (p->stored != layer)
-        return TKV_OK; /* reads another layer's blocks, or none; only its window is its own */
+        return TKV_OK; /* the layer reads another layer's blocks, or none: only its window matters */
     p->keep = p->window;
     for (other = layer + 1; h->cfg.layers && p->keep && other < h->cfg.n_layers; other++)
         if (h->cfg.layers[other].share_kv == layer + 1) {
@@ -515,7 +531,7 @@ static tkv_status tkvi_plan_of(tkvi_derived_config *h, int layer, tkvi_plan *p, 
     return fits ? TKV_OK : TKV_ERR_CONFIG;
 }
 
-/* Where heads share, the layer gets codings of its own, one for each key, `next` being the first that is free. */
+/* Gives a layer with tables its own codings: TKVI_VERSIONS for each key. *next is the first free number. */
 static void tkvi_own_codings(tkvi_tier_spec *rule, int n_levels, int *next) {
     int at, before;
     for (at = 0; at < n_levels * TKV_TIER_COUNT; at++) {
@@ -535,7 +551,8 @@ static void tkvi_own_codings(tkvi_tier_spec *rule, int n_levels, int *next) {
     }
 }
 
-/* Recoding at a level opens a page at most for each size of block that comes out of it, before one gets empty. */
+/* Pages that recoding needs at most. At a level, it opens one page for each size class that it writes, before
+ * another page becomes free. */
 static int tkvi_recode_pages_of(tkvi_derived_config *h) {
     tkvi_tier_spec rule[TKV_MAX_LEVELS];
     uint8_t opens[TKV_MAX_LEVELS][TKVI_MAX_CODINGS] = {{0}};
@@ -555,7 +572,7 @@ static int tkvi_recode_pages_of(tkvi_derived_config *h) {
     return most;
 }
 
-/* The config must be valid. */
+/* Fills in `h`. The fields of the config must be valid. */
 static tkv_status tkvi_derive_config(const tkv_config *cfg, tkvi_derived_config *h) {
     int64_t of_key[TKVI_MAX_CODINGS] = {0}, of_class[TKVI_MAX_CODINGS] = {0};
     int i, c, level, hot[TKVI_MAX_CODINGS] = {0};
@@ -578,7 +595,7 @@ static tkv_status tkvi_derive_config(const tkv_config *cfg, tkvi_derived_config 
     if (h->n_codings > 0xffff) return TKV_ERR_CONFIG;
     if ((h->any_shared || h->any_kvquant) &&
         (uint64_t)h->cfg.n_layers * (uint64_t)h->cfg.n_kv_heads > ((size_t)-1 >> 16))
-        return TKV_ERR_CONFIG; /* a table has at most some 8 KB of each head */
+        return TKV_ERR_CONFIG; /* a table has about 8 KB for each head at most */
     for (i = 0; i < h->n_keys; i++) {
         if (!tkvi_key_bytes(&h->cfg, h->key[i], &h->bytes[i])) return TKV_ERR_CONFIG;
         for (c = 0; c < h->n_classes; c++)
@@ -590,7 +607,7 @@ static tkv_status tkvi_derive_config(const tkv_config *cfg, tkvi_derived_config 
         if (hot[i] && h->bytes[i].total / (size_t)h->cfg.n_kv_heads > h->hot_record)
             h->hot_record = h->bytes[i].total / (size_t)h->cfg.n_kv_heads;
     }
-    for (c = 0; c < h->n_classes; c++) /* the mean of all levels */
+    for (c = 0; c < h->n_classes; c++) /* blocks, mean of all levels */
         of_class[c] = (of_class[c] + h->n_levels - 1) / h->n_levels;
     h->spare = h->cfg.budget_bytes ? tkvi_recode_pages_of(h) : 0;
     h->page_bytes = tkvi_page_size(h->size_class, of_class, h->n_classes, h->spare);
@@ -599,7 +616,7 @@ static tkv_status tkvi_derive_config(const tkv_config *cfg, tkvi_derived_config 
     return TKV_OK;
 }
 
-/* Of a number in a sentence, the part before the point. */
+/* The integer part of a number, for a sentence. -1 if the number is not finite. */
 static int tkvi_whole(float x) { return tkvi_is_finite(x) ? (int)tkvi_clampf(floorf(x), -1e9f, 1e9f) : -1; }
 
 static tkv_status tkvi_validate_ladder(const tkv_config *cfg, char *reason, size_t size) {
@@ -626,7 +643,7 @@ static tkv_status tkvi_validate_ladder(const tkv_config *cfg, char *reason, size
     return TKV_OK;
 }
 
-/* Anchors live with the sinks, and by themselves leave no window. */
+/* The reason why cfg->n_anchors is wrong, or NULL. Anchors lie in the sink block, and they never expire. */
 static const char *tkvi_anchor_fault(const tkv_config *cfg) {
     tkv_pair unused[TKV_TIER_COUNT];
     tkv_level none;
@@ -642,7 +659,7 @@ static const char *tkvi_anchor_fault(const tkv_config *cfg) {
     return NULL;
 }
 
-/* What must be right before a config is used for anything. */
+/* Checks the fields that show whether the struct itself is usable. */
 static tkv_status tkvi_validate_host(const tkv_config *cfg, char *reason, size_t size) {
     if (cfg->start_canary || cfg->end_canary)
         return tkvi_bad(
@@ -654,7 +671,7 @@ static tkv_status tkvi_validate_host(const tkv_config *cfg, char *reason, size_t
     return TKV_OK;
 }
 
-/* Every field; the shape is that of the valid config. */
+/* Checks every field, and fills in the derived config of a valid config. */
 static tkv_status tkvi_validate(const tkv_config *cfg, tkvi_derived_config *shape, char *reason,
                                 size_t size) {
     const char *wrong, *field;
@@ -754,7 +771,7 @@ static tkv_status tkvi_validate(const tkv_config *cfg, tkvi_derived_config *shap
         return tkvi_bad(reason, size, "rope.dim", 0,
                         "KVQUANT codes keys as before RoPE: set rope to the model's, or kvquant to "
                         "TKV_KVQUANT_POST_ROPE for keys as they come");
-    if (!st && cfg->spill.store) { /* attention has a piece of it on its stack */
+    if (!st && cfg->spill.store) { /* attention has a fetch buffer of this size on its stack */
         int i;
         for (i = 0; i < shape->n_keys; i++) {
             tkvi_record r;
@@ -773,7 +790,7 @@ TKV_API tkv_status tkv_config_validate(const tkv_config *cfg, char *reason, size
     return tkvi_validate(cfg, &shape, reason, size);
 }
 
-/* >>tables: pieces of one stretch of memory, each at a multiple of 64 bytes */
+/* >>tables: arrays in one piece of memory, each at a multiple of 64 bytes */
 typedef struct tkvi_table_sizes {
     size_t plan, rule, coding, size_class, record, split, current, rope;
 } tkvi_table_sizes;
@@ -796,7 +813,7 @@ static size_t tkvi_tables_bytes(const tkvi_derived_config *h) {
     return tkvi_table_sizes_of(h, &s);
 }
 
-/* The same of a version: `own` codings are of single layers. */
+/* The same for one version of the learned tables. own: codings of single layers in one version. */
 typedef struct tkvi_version_sizes {
     size_t record, head, channel, mean, kvquant, range;
 } tkvi_version_sizes;
@@ -820,7 +837,7 @@ static size_t tkvi_version_bytes(const tkvi_derived_config *h) {
                                  h->any_kvquant, &s);
 }
 
-/* A version moves into a cleared piece of version_bytes. */
+/* Places the arrays of a version in `mem`, version_bytes of zeros. */
 static void tkvi_version_build(tkvi_tables *t, int version, uint8_t *mem) {
     tkvi_version *v = &t->version[version];
     tkvi_version_sizes s;
@@ -849,7 +866,7 @@ static void tkvi_version_build(tkvi_tables *t, int version, uint8_t *mem) {
     v->kvquant_range = (float *)(void *)(mem + s.kvquant);
 }
 
-/* The heads of one version of a layer's table. */
+/* [n_kv_heads]: the heads in one version of a layer's table. */
 static tkvi_head *tkvi_heads_of(const tkvi_tables *t, int layer, int version) {
     return t->version[version].head + (size_t)layer * (size_t)t->cfg.n_kv_heads;
 }
@@ -862,7 +879,7 @@ static void tkvi_coding_init(tkvi_coding *c, const tkvi_derived_config *h, int k
     c->bytes = h->bytes[key];
 }
 
-/* Records of a coding, by what the heads' table says (NULL: equal shares). */
+/* Fills in the records of a coding from a layer's table. heads: [n_kv_heads], or NULL for equal shares. */
 static void tkvi_coding_share(const tkvi_tables *t, tkvi_coding *c, const tkvi_head *heads) {
     const tkvi_format *k = &tkvi_formats[c->pair.k], *v = &tkvi_formats[c->pair.v];
     const tkv_config *cfg = &t->cfg;
@@ -907,18 +924,18 @@ static tkvi_kvquant *tkvi_kvquant_of(const tkvi_tables *t, int layer, int versio
     return t->version[version].kvquant + layer;
 }
 
-/* Of a head: the radius of each channel, then its middle. */
+/* The ranges of a head's channels: radius [head_dim], middle [head_dim]. */
 static float *tkvi_kvquant_range_of(const tkvi_tables *t, int layer, int version, int head) {
     size_t set = (size_t)layer * (size_t)t->cfg.n_kv_heads + (size_t)head;
     return t->version[version].kvquant_range + set * 2u * (size_t)t->cfg.head_dim;
 }
 
-/* NULL: keys are coded as they come. */
+/* The RoPE that KVQUANT undoes before it codes keys. NULL: keys are coded as given. */
 static const tkvi_rope *tkvi_kvquant_rope(const tkvi_tables *t) {
     return t->rope->pairs && !(t->cfg.kvquant & TKV_KVQUANT_POST_ROPE) ? t->rope : NULL;
 }
 
-/* KVQUANT sides of a coding get a version of the layer's table. */
+/* Connects the KVQUANT sides of a coding to a version of the layer's table. */
 static void tkvi_coding_kvquant(const tkvi_tables *t, tkvi_coding *c, int layer, int version) {
     int head;
     for (head = 0; head < t->cfg.n_kv_heads; head++) {
@@ -930,6 +947,7 @@ static void tkvi_coding_kvquant(const tkvi_tables *t, tkvi_coding *c, int layer,
     }
 }
 
+/* Builds the tables in `mem`, tkvi_tables_bytes of zeros. */
 static void tkvi_tables_build(tkvi_tables *t, tkvi_derived_config *h, uint8_t *mem) {
     tkvi_table_sizes s;
     tkvi_record *record;
@@ -965,7 +983,7 @@ static void tkvi_tables_build(tkvi_tables *t, tkvi_derived_config *h, uint8_t *m
     for (i = 0; i < h->cfg.n_layers; i++) {
         tkvi_plan *p = &t->plan[i];
         tkvi_tier_spec *rule = tkvi_rules_of(t, i);
-        (void)tkvi_plan_of(h, i, p, rule); /* all keys are known by now */
+        (void)tkvi_plan_of(h, i, p, rule); /* h has all keys, so none is added */
         if (p->stored != i) continue;
         tkvi_own_codings(rule, h->n_levels, &next);
         for (n = 0; n < h->n_levels * TKV_TIER_COUNT; n++)
@@ -975,7 +993,7 @@ static void tkvi_tables_build(tkvi_tables *t, tkvi_derived_config *h, uint8_t *m
     }
     tkvi_take_level(t, h->cfg.policy.min_level);
     for (i = 0; i < h->n_keys; i++)
-        tkvi_coding_share(t, &t->coding[i], NULL); /* the others wait for tables */
+        tkvi_coding_share(t, &t->coding[i], NULL); /* the others wait for a table */
     t->cfg.layers = NULL;
     t->cfg.ladder = NULL;
     t->cfg.rope.frequencies = NULL;

@@ -1,14 +1,18 @@
 /*
- * cache/pool.h - where blocks live: pages cut into slots, and the block table on top.
+ * cache/pool.h - the memory of blocks: pages cut into slots, and the block table on top.
  *
- * All pages have one size; a page in use serves one size class (slots of one block size). Free slots of a
- * class never add up to a whole page: when they would, the sparsest page is emptied into the others (only
- * the writer moves blocks, readers are not running then) and is free for any class or goes back to the
- * allocator. So the pages in use are exactly sum over classes of ceil(blocks / slots), whatever the history:
- * blocks of different sizes cannot fragment the memory, an arena's neither, and what an operation will
- * need can be computed before it changes anything (tkvi_peak_*).
+ *     block number -> block table entry: page, slot -> page: [slot 0][slot 1] ... all of one size class
  *
- * Blocks are reference-counted and known by number; their bytes may move. May call plan and below.
+ * All pages have one size. A page in use serves one size class: its slots fit blocks of one size. The free slots of
+ * a class never add up to a whole page. When they would, tkvi_compact moves the blocks of the sparsest page into
+ * the other pages. That page is then free for any class, or goes back to the allocator. Only the writer moves
+ * blocks, while no reader runs.
+ *
+ * So the pages in use are exactly the sum over classes of ceil(blocks / slots), whatever the history. Blocks of
+ * different sizes cannot fragment the memory, nor an arena. And the pages that an operation will need can be
+ * computed before it changes anything (tkvi_peak).
+ *
+ * Blocks are reference-counted and have a number. Their bytes may move.
  */
 #ifndef TKVI_CACHE_POOL_H
 #define TKVI_CACHE_POOL_H
@@ -16,71 +20,74 @@
 #include "cache/plan.h"
 
 #define TKVI_NIL 0xffffffffu
-#define TKVI_OUTSIDE 0x80000000u /* a bit of a block's page; no pool has so many */
+#define TKVI_OUTSIDE 0x80000000u /* bit of tkvi_block.page: offloaded. Page numbers stay below it */
 
 typedef struct tkvi_page {
     uint8_t *bytes;
-    uint64_t taken;         /* bit per slot */
-    uint32_t owner[64];     /* block in each slot */
-    uint32_t before, after; /* in the list of its class's pages with room, or (after only) of free pages */
+    uint64_t taken;         /* bit per slot: 1 in use */
+    uint32_t owner[64];     /* block number in each slot */
+    uint32_t before, after; /* neighbours in the partial-page list; of a free page, only `after` */
     int size_class;         /* -1: free */
-    int used;
+    int used;               /* slots in use */
 } tkvi_page;
 
 typedef struct tkvi_block {
-    uint32_t refs; /* lists that hold it; 0: this entry is free */
-    uint32_t page; /* or the next free entry; TKVI_NIL: nobody has it (reclaim/discard.h); */
-    uint16_t slot,
-        coding;    /* TKVI_OUTSIDE: page and slot have the mark of what was stored (reclaim/offload.h) */
-    int start;     /* it covers positions from here to the next block's start */
-    uint64_t gone; /* bit per token in it, oldest first: it was dropped */
-    int16_t
-        packed; /* 0: its tokens are at start, start + 1, ...; else it has so many, at start + notes' where[i] */
-    uint16_t
-        previous_coding; /* 0, or 1 + the coding between the hot format and this one (step/recompute.h) */
-    uint16_t copy;      /* 0, or 1 + the coding of an exact copy outside */
-    uint16_t copy_mark; /* of the last one of this number, in whatever life */
+    uint32_t refs; /* lists that hold the block; 0: this entry is free */
+    /* Page number; of a free entry, the next free entry; TKVI_NIL: discarded (reclaim/discard.h). With
+     * TKVI_OUTSIDE, page and slot hold the mark of the offloaded bytes (reclaim/offload.h). */
+    uint32_t page;
+    uint16_t slot, coding; /* coding: number of the block's layout in tkvi_tables.coding */
+    int start;             /* the block covers positions from here to the start of the next block */
+    uint64_t gone; /* bit per slot, oldest first: evicted, truncated, or now an anchor with the sinks */
+    /* 0: slot i has position start + i. Else the number of slots in use, whose positions are in token_meta
+     * (tkvi_at). */
+    int16_t packed;
+    uint16_t previous_coding; /* 0, or 1 + the coding before this one, if not hot (step/recompute.h) */
+    uint16_t copy;            /* 0, or 1 + the coding of an exact copy in the store */
+    uint16_t copy_mark;       /* mark of the last copy made for this block number; it outlives the block */
 } tkvi_block;
 
-/* What is kept of a block's tokens where some may be dropped, or their importance counts. */
+/* Data of a block's tokens, for eviction, importance and anchors (tkvi_keeps_token_meta). */
 typedef struct tkvi_token_meta {
-    uint16_t where[64];      /* positions, of a packed block (tkvi_at) */
-    uint32_t mass[64];       /* attention that they got, or norms of their keys (reclaim/scores.h) */
-    uint64_t pinned;         /* bits: they stay */
-    uint64_t temporary_pins; /* bits: they stay while the list is shorter than `until` */
-    uint64_t anchored;       /* bits, also in `gone`: exact in the sinks' block, their place here is kept */
-    uint64_t chosen; /* bits: they go when it is sure that all may that shall (reclaim/evict_tokens.h) */
-    int until;
-    int step;  /* when mass was last added to */
-    int moved; /* 0, or 1 + the list's length when the block last changed its tier */
+    uint16_t where[64];      /* positions of a packed block, relative to its start (tkvi_at) */
+    uint32_t mass[64];       /* attention scores, or norms of keys (reclaim/scores.h) */
+    uint64_t pinned;         /* bits: these tokens are never evicted */
+    uint64_t temporary_pins; /* bits: these tokens stay while the list is shorter than `until` */
+    uint64_t anchored;       /* bits, also in `gone`: exact in the sink block; the slot here stays reserved */
+    uint64_t chosen;         /* bits: victims of a pending eviction (reclaim/evict_tokens.h) */
+    int until;               /* end of the temporary pins, a length of the list */
+    int step;                /* length of the list when `mass` was last updated */
+    int moved;               /* 0, or 1 + the length of the list when the block last changed its tier */
 } tkvi_token_meta;
 
 typedef struct tkvi_pool {
     tkvi_heap *heap;
     const tkvi_tables *tables;
-    int keep_all;            /* in place: pages are never given back */
+    int keep_all;            /* 1 in place: pages never go back to the allocator */
     int spare;               /* free pages that only recoding may use */
-    int64_t kept_free_pages; /* free pages that are not given back: they would be asked for again soon */
-    int64_t allowed; /* pages that an operation may come to in place, with the spare ones; 0: all there are */
+    int64_t kept_free_pages; /* free pages that do not go back to the allocator, as they are needed soon */
+    int64_t allowed;         /* in place: most pages, spare ones included (tkv_set_budget); 0: no limit */
     tkvi_page *page;
-    uint32_t n_pages, page_cap; /* entries in use are 0 .. n_pages-1, each with bytes */
-    uint32_t free_page, n_free_pages;
+    uint32_t n_pages, page_cap;       /* entries in use are 0 .. n_pages-1, each with bytes */
+    uint32_t free_page, n_free_pages; /* first of the list of free pages; its length */
     tkvi_block *block;
-    tkvi_token_meta *token_meta;              /* of each block, behind them; NULL: nobody asks for any */
-    uint32_t n_blocks, block_cap, free_block; /* n_blocks: live ones */
-    uint32_t n_offloaded;                     /* of them, those whose bytes are not in RAM ... */
-    uint32_t n_discarded;                     /* ... and of these, those that nobody has */
-    uint64_t marks;                           /* what was stored last (reclaim/offload.h): 47 bits */
-    uint32_t *room;                           /* per class: first page with room */
-    int64_t *live;                            /* per class: blocks */
-    int64_t *promised;                        /* per class: slots that tkv_reserve holds, all sequences */
+    tkvi_token_meta *token_meta;              /* per block, behind the block table; NULL: not needed */
+    uint32_t n_blocks, block_cap, free_block; /* live blocks; entries; first free entry */
+    uint32_t n_offloaded;                     /* live blocks without bytes in RAM, discarded ones included */
+    uint32_t n_discarded;                     /* live blocks that must be recomputed */
+    uint64_t marks;                           /* last mark given out, 47 bits (reclaim/offload.h) */
+    uint32_t *room;                           /* per class: first page of the partial-page list */
+    int64_t *live;                            /* per class: slots in use */
+    int64_t *promised;                        /* per class: slots reserved by tkv_reserve, all sequences */
 } tkvi_pool;
 
-/* >>pages needed for given numbers of blocks */
+/* >>pages */
+/* Pages that this many blocks of a class need. */
 static int64_t tkvi_pages_for(const tkvi_class *c, int64_t blocks) {
     return (blocks + c->slots - 1) / c->slots;
 }
 
+/* Puts page i into the partial-page list of its class. */
 static void tkvi_link_room(tkvi_pool *pool, uint32_t i) {
     tkvi_page *p = &pool->page[i];
     uint32_t *head = &pool->room[p->size_class];
@@ -106,8 +113,8 @@ static void tkvi_free_page(tkvi_pool *pool, uint32_t i) {
     pool->n_free_pages++;
 }
 
-/* >>growth. Each gets the memory first and changes the pool only when it has it. */
-/* Entries of a table that must hold `want`: a quarter more each time, so that it is never far from full. */
+/* >>growth. Each function allocates first and changes the pool only when it has the memory. 0: no memory. */
+/* Entries of a table that must hold `want`. The steps are a quarter, so that the table is never far from full. */
 static uint32_t tkvi_cap_for(int64_t want) {
     uint32_t cap = 16;
     while ((int64_t)cap < want) cap += cap / 4;
@@ -118,7 +125,7 @@ static int tkvi_keeps_token_meta(const tkv_config *cfg) {
     return cfg->evict.kind != TKV_EVICT_NONE || cfg->importance_every > 0 || cfg->n_anchors > 0;
 }
 
-/* Bytes of an entry of the block table, its notes included. */
+/* Bytes of an entry of the block table, its token_meta included. */
 static size_t tkvi_block_entry(const tkv_config *cfg) {
     return sizeof(tkvi_block) + (tkvi_keeps_token_meta(cfg) ? sizeof(tkvi_token_meta) : 0);
 }
@@ -179,7 +186,7 @@ static int tkvi_add_page(tkvi_pool *pool) {
     return 1;
 }
 
-/* Pages that reservations will need beside those in use. */
+/* Pages that reservations will need in addition to the pages in use. */
 static int64_t tkvi_promised_pages(const tkvi_pool *pool) {
     int64_t pages = 0;
     int c;
@@ -190,8 +197,8 @@ static int64_t tkvi_promised_pages(const tkvi_pool *pool) {
     return pages;
 }
 
-/* Free pages beyond what reservations need, and beyond the cushion, go back. The last entry of the page table moves
- * into the hole. */
+/* Gives free pages back to the allocator. Keeps the spare pages, `kept_free_pages`, and the pages of reservations.
+ * The last entry of the page table moves into the hole. */
 static void tkvi_trim_to(tkvi_pool *pool, int64_t kept_free_pages) {
     const int64_t keep = pool->spare + kept_free_pages + tkvi_promised_pages(pool);
     if (pool->keep_all) return;
@@ -204,7 +211,7 @@ static void tkvi_trim_to(tkvi_pool *pool, int64_t kept_free_pages) {
         tkvi_put(pool->heap, p->bytes, pool->tables->page_bytes);
         if (i == last) continue;
         *p = pool->page[last];
-        if (p->size_class < 0) { /* free: find who points to it */
+        if (p->size_class < 0) { /* a free page: find the link to it */
             uint32_t *link = &pool->free_page;
             while (*link != last) link = &pool->page[*link].after;
             *link = i;
@@ -233,7 +240,7 @@ static uint8_t *tkvi_block_bytes(const tkvi_pool *pool, const tkvi_block *b) {
     return tkvi_slot_bytes(pool, b->page, b->slot);
 }
 
-/* A slot of a class for block `owner`. There must be one: tkvi_peak_ready said so. */
+/* Takes a slot of a class for block `owner`. There must be one (tkvi_peak_ready). */
 static void tkvi_take_slot(tkvi_pool *pool, int size_class, uint32_t owner, uint32_t *page, int *slot) {
     int slots = pool->tables->size_class[size_class].slots, s = 0;
     uint32_t i = pool->room[size_class];
@@ -268,7 +275,8 @@ static void tkvi_clear_slot(tkvi_pool *pool, uint32_t page, int slot) {
     }
 }
 
-/* Empties the sparsest page of a class into the others, if they have room for it. */
+/* Moves the blocks of a class's sparsest page into its other pages, if they have enough free slots. Frees that
+ * page. */
 static void tkvi_compact(tkvi_pool *pool, int size_class) {
     const tkvi_class *c = &pool->tables->size_class[size_class];
     uint32_t i, sparse = pool->room[size_class];
@@ -279,7 +287,7 @@ static void tkvi_compact(tkvi_pool *pool, int size_class) {
         if (pool->page[i].used < pool->page[sparse].used) sparse = i;
     }
     if (holes < c->slots) return;
-    tkvi_unlink_room(pool, sparse); /* take no slots here */
+    tkvi_unlink_room(pool, sparse); /* so tkvi_take_slot takes none here */
     p = &pool->page[sparse];
     for (s = 0; s < c->slots; s++) {
         tkvi_block *b;
@@ -291,7 +299,7 @@ static void tkvi_compact(tkvi_pool *pool, int size_class) {
         memcpy(tkvi_slot_bytes(pool, to, to_slot), tkvi_slot_bytes(pool, sparse, s), c->slot_bytes);
         b->page = to;
         b->slot = (uint16_t)to_slot;
-        pool->live[size_class]--; /* moved, not added */
+        pool->live[size_class]--; /* tkvi_take_slot counted the moved block again */
     }
     p->taken = 0;
     p->used = 0;
@@ -302,7 +310,7 @@ static void tkvi_give_slot(tkvi_pool *pool, uint32_t page, int slot) {
     int size_class = pool->page[page].size_class;
     const tkvi_class *c = &pool->tables->size_class[size_class];
     tkvi_clear_slot(pool, page, slot);
-    /* Holes can have reached a page's worth only now; if the page itself emptied, there are none. */
+    /* Only now can the free slots fill a whole page. If this page itself became free, no free slot is left. */
     if (pool->live[size_class] % c->slots == 0) tkvi_compact(pool, size_class);
 }
 
@@ -327,7 +335,7 @@ static uint32_t tkvi_new_block(tkvi_pool *pool, int coding, int start) {
     return id;
 }
 
-/* Moves a block that has one holder to another coding: `write` fills the new bytes from the old ones. */
+/* Moves a block with one holder to a slot of another coding. `write` fills the new bytes from the old ones. */
 typedef void (*tkvi_rewrite)(void *ctx, const uint8_t *from, uint8_t *to);
 
 static void tkvi_recode_block(tkvi_pool *pool, uint32_t id, int coding, tkvi_rewrite write, void *ctx) {
@@ -342,15 +350,15 @@ static void tkvi_recode_block(tkvi_pool *pool, uint32_t id, int coding, tkvi_rew
     tkvi_give_slot(pool, old_page, old_slot);
 }
 
-/* >>outside: what the caller's store has of a block, under key 2 * number + this */
+/* >>offloaded blocks. The store has a block under key 2 * number, and its exact copy under 2 * number + 1. */
 typedef enum tkvi_stored_as { TKVI_ITSELF = 0, TKVI_COPY = 1 } tkvi_stored_as;
 
 static int tkvi_is_offloaded(const tkvi_block *b) { return (b->page & TKVI_OUTSIDE) != 0; }
 
-/* Not even outside: a model must compute it again. */
+/* Discarded: the store has no bytes of it either, and the caller's model must recompute them. */
 static int tkvi_is_discarded(const tkvi_block *b) { return b->page == TKVI_NIL; }
 
-/* The mark of what was stored of it. */
+/* The mark of the stored block or copy; part of its checksum's seed (reclaim/offload.h). */
 static uint64_t tkvi_mark_of(const tkvi_block *b, tkvi_stored_as what) {
     return what == TKVI_COPY ? b->copy_mark : (uint64_t)(b->page & ~TKVI_OUTSIDE) << 16 | b->slot;
 }
@@ -362,13 +370,13 @@ static void tkvi_erase_key(const tkvi_pool *pool, uint32_t id, tkvi_stored_as wh
     if (s->drop) s->drop(s->user, tkvi_store_key(id, what));
 }
 
-/* Its tokens are no longer where the exact copy has them, or it dies. */
+/* Erases the exact copy in the store. Needed when tokens of the block move to other slots, or the block dies. */
 static void tkvi_forget_copy(tkvi_pool *pool, uint32_t id) {
     if (pool->block[id].copy) tkvi_erase_key(pool, id, TKVI_COPY);
     pool->block[id].copy = 0;
 }
 
-/* It is in RAM again, or dies. */
+/* Erases an offloaded block in the store and updates the counts. Needed when it is in RAM again, or dies. */
 static void tkvi_forget_offloaded(tkvi_pool *pool, uint32_t id) {
     if (tkvi_is_discarded(&pool->block[id])) pool->n_discarded--;
     else tkvi_erase_key(pool, id, TKVI_ITSELF);
@@ -386,12 +394,12 @@ static void tkvi_release_block(tkvi_pool *pool, uint32_t id) {
     pool->n_blocks--;
 }
 
-/* >>peak: what a series of takes and gives will need at most, before any of it happens */
+/* >>peak: a dry run of a series of takes and gives. It yields the most pages and blocks that the series needs. */
 typedef struct tkvi_peak {
     const tkvi_tables *tables;
-    int64_t *live;                   /* [n_classes] slots in use or promised, as the series goes on */
-    int64_t most_pages, most_blocks; /* at any moment; a block being recoded counts twice */
-    int64_t outside;                 /* blocks without a slot */
+    int64_t *live;                   /* [n_classes] slots in use or reserved at this point of the series */
+    int64_t most_pages, most_blocks; /* maxima so far; a block counts twice while it is recoded */
+    int64_t outside;                 /* offloaded and discarded blocks: they have no slot */
 } tkvi_peak;
 
 static void tkvi_peak_note(tkvi_peak *k) {
@@ -412,8 +420,8 @@ static void tkvi_peak_take(tkvi_peak *k, int coding) {
 
 static void tkvi_peak_give(tkvi_peak *k, int coding) { k->live[k->tables->coding[coding].size_class]--; }
 
-/* Gets everything that the peak needs, and keeps the spare pages. On failure nothing that a caller can see has
- * changed. */
+/* Allocates the pages and block entries of the peak, in addition to the spare pages. Returns 0 without memory or
+ * page allowance. Then nothing that a caller can see has changed. */
 static int tkvi_peak_ready(tkvi_pool *pool, const tkvi_peak *k) {
     if (k->most_blocks > (int64_t)0x7fffffff) return 0;
     if (pool->allowed && k->most_pages + pool->spare > pool->allowed) return 0;

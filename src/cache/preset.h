@@ -1,6 +1,8 @@
 /*
- * cache/preset.h - plans by name: a table, those of other designs with their numbers; and the tier of an age. What
- * the first seven cost and give is in bench/QUALITY.md. May call plan.
+ * cache/preset.h - a table of named presets, and the tier of a token's age.
+ *
+ * Presets of other designs keep the numbers of those designs. bench/QUALITY.md has the bytes and the quality of the
+ * first seven.
  */
 #ifndef TKVI_CACHE_PRESET_H
 #define TKVI_CACHE_PRESET_H
@@ -9,7 +11,7 @@
 
 typedef struct tkvi_preset {
     const char *name;
-    int below; /* rows of one name: the first one whose number is above cfg.max_tokens; 0: any */
+    int below; /* of rows with one name, the first with max_tokens < below is taken; 0: any max_tokens */
     int hot_tokens, warm_tokens;
     tkv_pair warm, archive;
 } tkvi_preset;
@@ -25,7 +27,7 @@ static const tkvi_preset tkvi_presets[] = {
     {"by-context", 2048, 0, 0, {TKV_KIVI4, TKV_KIVI4}, {TKV_KIVI2, TKV_KIVI2}},
     {"by-context", 8192, 0, 0, {TKV_KIVI4, TKV_KIVI4}, {TKV_SQUAT2, TKV_KIVI2}},
     {"by-context", 0, 0, 0, {TKV_KIVI4, TKV_KIVI4}, {TKV_KVQUANT3, TKV_KVQUANT3}},
-    /* RuvLLM's: ADR-004, then the profiles of its code */
+    /* from RuvLLM: ADR-004, then the profiles in its code */
     {"adr", 2048, 64, 448, {TKV_KIVI4, TKV_KIVI4}, {TKV_KIVI2, TKV_KIVI2}},
     {"adr", 8192, 64, 448, {TKV_KIVI4, TKV_KIVI4}, {TKV_SQUAT2, TKV_KIVI2}},
     {"adr", 0, 64, 448, {TKV_KIVI4, TKV_KIVI4}, {TKV_KVQUANT3, TKV_KVQUANT3}},
@@ -34,7 +36,7 @@ static const tkvi_preset tkvi_presets[] = {
     {"large_context", 0, 128, 896, {TKV_KIVI4, TKV_KIVI4}, {TKV_SQUAT2, TKV_KIVI2}},
     {"extreme_context", 0, 256, 1792, {TKV_KIVI4, TKV_KIVI4}, {TKV_KVQUANT3, TKV_KVQUANT3}},
     {"memory_optimized", 0, 32, 224, {TKV_KIVI4, TKV_KIVI4}, {TKV_KIVI2, TKV_KIVI2}},
-    /* akv-cache's: three tiers, then two (everything behind the tail is archive here) */
+    /* from akv-cache: three tiers, then two (without a warm tier, all tokens after the hot ones are archive) */
     {"akv", 0, 1024, 2048, {TKV_KIVI4, TKV_KIVI4}, {TKV_KIVI2, TKV_KIVI2}},
     {"akv_quality", 0, 2048, 2048, {TKV_KIVI4, TKV_KIVI4}, {TKV_KIVI2, TKV_KIVI2}},
     {"aggressive", 0, 512, 4096, {TKV_KIVI2, TKV_KIVI2}, {TKV_KIVI2, TKV_KIVI2}},
@@ -62,7 +64,7 @@ TKV_API tkv_status tkv_config_preset(tkv_config *cfg, const char *name) {
         int below = tkvi_presets[i].below;
         if (strcmp(name, tkvi_presets[i].name) != 0) continue;
         if (below && (cfg->max_tokens == 0 || cfg->max_tokens >= below)) continue;
-        cfg->sink_tokens = 0; /* 4, and below 0 is 64, 448 */
+        cfg->sink_tokens = 0; /* 0 is the default: 4 sinks; below, 64 hot and 448 warm */
         cfg->hot_tokens = tkvi_presets[i].hot_tokens;
         cfg->warm_tokens = tkvi_presets[i].warm_tokens;
         cfg->hot.k = cfg->hot.v = TKV_FORMAT_DEFAULT;

@@ -1,15 +1,14 @@
 /*
- * learn/calibration.h - the tables of learn/statistics.h from outside: save, load, freeze, refresh. What is saved is
- * what was learned of the model, not which bits follow from it: a calibration made with one plan serves any other.
+ * learn/calibration.h - saves, loads, fits, freezes and refreshes the tables of learn/statistics.h. A calibration
+ * holds the statistics of the model, not the bits that follow from them. So a calibration made with one plan serves
+ * any other plan.
  *
- *   "TKVC" | version 1 | n_layers | n_kv_heads | head_dim | v_head_dim          u32 each, little-endian, as all numbers
- *   layer:  u32 what there is: 1 for A and R formats, 2 for KVQUANT, 3 for both, 0 for nothing
+ *   "TKVC" | version 1 | n_layers | n_kv_heads | head_dim | v_head_dim    u32 each; all numbers are little-endian
+ *   layer:  u32 parts: 1 for A and R formats, 2 for KVQUANT, 3 for both, 0 for none
  *           1: for each head  i16 reach | i16 weight of K | i8 top of K | i8 top of V
  *              u8 channel at each position [head_dim] | u8 its importance | fp16 its mean
  *           2: drawn in learn/kvquant_tables.h
  *   u64 FNV-1a of all bytes before
- *
- * May call learn and below.
  */
 #ifndef TKVI_LEARN_CALIBRATION_H
 #define TKVI_LEARN_CALIBRATION_H
@@ -39,7 +38,7 @@ TKV_API int tkv_calibrated_layers(const tkv_cache *kv) {
     return n;
 }
 
-/* What the layer's table has, or would have: as in the bytes. */
+/* Returns the parts that the layer's table has or will have, as bits 1 and 2 of the format above. */
 static int tkvi_table_parts(const tkv_cache *kv, int layer) {
     const tkvi_plan *p = &kv->tables.plan[layer];
     return tkvi_layer_learns(kv, layer) ? p->allocates | p->kvquant << 1 : 0;
@@ -102,7 +101,8 @@ TKV_API tkv_status tkv_calibration_save(const tkv_cache *kv, void *dst, size_t s
 /* >>loading */
 static int tkvi_signed16(uint16_t x) { return x < 32768 ? x : x - 65536; }
 
-/* One head's bytes: every channel once, importance falling and not 0, numbers in range. */
+/* Returns whether one head's bytes are valid: a permutation of the channels, importance positive and not rising,
+ * numbers in range. */
 static int tkvi_head_valid(const tkv_config *cfg, const uint8_t *at) {
     const uint8_t *order = at + 6, *importance = order + cfg->head_dim, *mean = importance + cfg->head_dim;
     uint8_t seen[TKV_MAX_HEAD_DIM];
@@ -122,7 +122,7 @@ static int tkvi_head_valid(const tkv_config *cfg, const uint8_t *at) {
     return 1;
 }
 
-/* Are these bytes a calibration for this cache? Returns the reason if not. */
+/* Returns NULL if the bytes are a valid calibration for this cache, else the reason. */
 static const char *tkvi_calibration_wrong(const tkv_cache *kv, const uint8_t *src, size_t size) {
     const tkv_config *cfg = &kv->tables.cfg;
     const uint8_t *at, *end;
@@ -163,6 +163,7 @@ static const char *tkvi_calibration_wrong(const tkv_cache *kv, const uint8_t *sr
     return at == end ? NULL : "the calibration is longer than it should be";
 }
 
+/* Copies one valid head into a version; positions from head_dim to the padding become unused. */
 static void tkvi_head_load(tkv_cache *kv, int layer, int version, int head, const uint8_t *at) {
     const tkv_config *cfg = &kv->tables.cfg;
     size_t pad = (size_t)tkvi_round_up(cfg->head_dim, 16);
@@ -182,7 +183,7 @@ static void tkvi_head_load(tkv_cache *kv, int layer, int version, int head, cons
     }
 }
 
-/* No sequence may be in a step: an abort would not take the tables back. */
+/* Fails if a sequence is in a step, because an abort would not restore the tables. */
 static tkv_status tkvi_between_steps(tkv_cache *kv) {
     int seq;
     for (seq = 0; seq < kv->tables.cfg.max_seqs; seq++)
@@ -192,7 +193,7 @@ static tkv_status tkvi_between_steps(tkv_cache *kv) {
     return TKV_OK;
 }
 
-/* A version for a new table of this layer. */
+/* Finds and allocates a version for a new table of the layer. */
 static tkv_status tkvi_version_for(tkv_cache *kv, int layer, int *version) {
     *version = tkvi_free_version(kv, layer);
     if (*version < 0)
@@ -212,11 +213,11 @@ TKV_API tkv_status tkv_calibration_load(tkv_cache *kv, const void *src, size_t s
     if (st) return st;
     wrong = tkvi_calibration_wrong(kv, (const uint8_t *)src, size);
     if (wrong) return tkvi_fail(kv, TKV_ERR_DATA, wrong, 0, NULL);
-    for (pass = 0; pass < 2; pass++) { /* memory first */
+    for (pass = 0; pass < 2; pass++) { /* pass 0 allocates, so that a failure changes no table */
         at = (const uint8_t *)src + TKVI_CALIBRATION_HEAD;
         for (layer = 0; layer < kv->tables.cfg.n_layers; layer++) {
             int has = (int)tkvi_load32(at), need = tkvi_table_parts(kv, layer), use;
-            use = need && (has & need) == need; /* of both things or none */
+            use = need && (has & need) == need; /* all parts that the layer needs, or none */
             at += 4;
             if (use && (st = tkvi_version_for(kv, layer, &version)) != TKV_OK) return st;
             for (head = 0; pass && use && (need & 1) && head < kv->tables.cfg.n_kv_heads; head++)

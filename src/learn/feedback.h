@@ -1,27 +1,30 @@
 /*
- * learn/feedback.h - the quality controller: from a stream of scores (1: no loss) to advice on hot tokens and
- * precision. It owns no memory and knows no cache.
+ * learn/feedback.h - the quality controller. It turns a stream of quality scores (1: no loss) into advice on the
+ * number of hot tokens and the level of precision. It allocates nothing and uses no cache.
  *
- *     scores  ................ | change |cool-down| 1 .......... 16 ............ 100   newest
- *     count                                        no advice yet | if it is clear | always, the last 100
+ *     scores  ................ | change |cool-down| 1 .......... 16 .............. 100   newest
+ *     advice                                       none yet      | if significant | always, from the last 100
  *
- * The rule of the design this comes from (hot x 1.2 or x 0.9, a step of the level, on the mean of 100) with what it
- * takes not to swing: scores of an old plan do not speak for the new one; chance is told from change by the standard
- * error; and a step that would be taken back is not taken, since the last step the other way has shown what it costs.
+ * The rule of the original design multiplies hot tokens by 1.2 or 0.9 and moves the level by one, on the mean of
+ * 100 scores. Three additions keep the plan from swinging:
+ *   - Scores of an old plan do not count for the new one.
+ *   - With fewer than 100 scores, the mean must be two standard errors beyond a limit.
+ *   - A cheaper plan is not advised if it would lose what the last finer plan gained.
  *
- * Sums are of whole numbers, so that they do not depend on flags. One lock guards a controller's numbers; without
- * atomics (neither gcc nor clang) a controller belongs to one thread. May call plan and below.
+ * Sums are sums of integers, so they do not depend on compiler flags. A lock guards the state of a controller.
+ * Without atomics (neither gcc nor clang) only one thread may use a controller.
  */
 #ifndef TKVI_LEARN_FEEDBACK_H
 #define TKVI_LEARN_FEEDBACK_H
 
 #include "cache/plan.h"
 
-#define TKVI_SCORE_ONE 16777216.0 /* 2^24: every float from .5 to 1 is whole */
-#define TKVI_SCORES_FEW 16        /* fewer say nothing */
-#define TKVI_SCORES_MANY 100      /* what advice and reports look back at */
+#define TKVI_SCORE_ONE 16777216.0 /* 2^24: scores from .5 to 1 become integers exactly */
+#define TKVI_SCORES_FEW 16        /* fewest scores that give advice */
+#define TKVI_SCORES_MANY 100      /* newest scores that advice and reports use */
 
 /* >>scores */
+/* Returns whether x is finite as a float. */
 static int tkvi_real(double x) { return tkvi_is_finite((float)x); }
 
 static float tkvi_score_cut(double x) { return x < 0.0 ? 0.0f : x > 1.0 ? 1.0f : (float)x; }
@@ -36,10 +39,12 @@ TKV_API float tkv_score_from_accuracy(double base, double accuracy) {
     return tkvi_score_cut(accuracy / base);
 }
 
-/* Output_error is the share of the power of attention's output that is error. A perplexity rises with that power, not
- * with its root: over formats from 4 to 1.25 bits, whose errors differ 80 times, the model's KL divergence at the
- * same positions was .9 to 1.8 times it (SmolLM2-135M, 400 tokens); with 15M weights 2.9 to 3.4, with 3M .2 to .4
- * times. Errors of weights alone (kl, top1) would leave out those of V. Blocks without a copy count as others. */
+/* output_error is the share of error in the power of attention's output. Perplexity rises with this power, not with
+ * its root. Measured: the model's KL divergence / output_error at the same positions, for formats from 4 to 1.25
+ * bits. Their errors differ by a factor of 80. The ratio was .9 to 1.8 for SmolLM2-135M (400 tokens). It was 2.9 to
+ * 3.4 for a model of 15M weights, and .2 to .4 for one of 3M. Errors of attention weights alone (kl, top1) leave
+ * out the errors of V. Blocks without an exact copy are assumed to have the error of the others: hence the division
+ * by coverage. */
 TKV_API float tkv_score_from_quality(const tkv_quality_info *q, double weight) {
     if (!q || q->samples == 0 || !tkvi_real(q->coverage) || !tkvi_real(q->output_error)) return -1.0f;
     if (q->coverage < .05 || q->output_error < 0.0 || !tkvi_real(weight) || weight < 0.0) return -1.0f;
@@ -68,7 +73,7 @@ static const char *tkvi_feedback_fill(const tkv_feedback_config *from, tkv_feedb
     return NULL;
 }
 
-/* Nothing is known of the plan; its scores begin after `wait` more. */
+/* Forgets the scores of the plan. Scores of the new plan count after `wait` more scores. */
 static void tkvi_feedback_restart(tkv_feedback *f, int wait) {
     f->since = f->scores + (uint64_t)wait;
     f->sum = f->squares = 0;
@@ -102,6 +107,7 @@ TKV_API void tkv_feedback_reset(tkv_feedback *f) {
     tkvi_unlock(&f->lock);
 }
 
+/* Appends score x (units of 2^-24) to the ring and updates the sums of the newest 100. */
 static void tkvi_feedback_add(tkv_feedback *f, uint64_t x) {
     const uint64_t at = f->scores++;
     f->history[at % TKV_FEEDBACK_HISTORY] = (uint32_t)x;
@@ -132,7 +138,7 @@ typedef struct tkvi_scores {
     uint64_t sum, squares;
 } tkvi_scores;
 
-/* Where in the ring the newest n begin. */
+/* Returns the ring index of the oldest of the newest n scores. */
 static int tkvi_scores_from(const tkv_feedback *f, int n) {
     return (int)((f->scores - (uint64_t)n) % TKV_FEEDBACK_HISTORY);
 }
@@ -156,14 +162,15 @@ static double tkvi_scores_mean(const tkvi_scores *s) {
     return s->n ? (double)s->sum / TKVI_SCORE_ONE / s->n : 0.0;
 }
 
-/* Of a sample: over n - 1. */
+/* Returns the sample variance (divisor n - 1). */
 static double tkvi_scores_variance(const tkvi_scores *s) {
     const double sum = (double)s->sum;
     const double square = s->n > 1 ? ((double)s->squares - sum * sum / s->n) / (s->n - 1) : 0.0;
     return square > 0.0 ? square / TKVI_SCORE_ONE / TKVI_SCORE_ONE : 0.0;
 }
 
-/* On which side of the limit the mean is, -1 or 1; 0: within so many standard errors, it may be chance. */
+/* Returns on which side of the limit the mean is: -1 or 1, or 0 if it is within `errors` standard errors of the
+ * limit. */
 static int tkvi_scores_side(const tkvi_scores *s, double limit, double errors) {
     const double off = tkvi_scores_mean(s) - limit;
     if (off * off * s->n <= errors * errors * tkvi_scores_variance(s)) return 0;
@@ -190,16 +197,18 @@ static const char *const tkvi_advice_reasons[] = {
     "the mean score is well above the target, but would fall below it as it did before",
 };
 
-/* A plan beyond a limit stays there: it is not moved the other way. */
+/* More hot tokens, x 1.2 rounded up. A plan that is already above max_hot stays as it is. */
 static int tkvi_hot_more(const tkv_feedback_config *cfg, int hot) {
     const int64_t more = ((int64_t)hot * 6 + 4) / 5;
     return more >= cfg->max_hot ? tkvi_max(hot, cfg->max_hot) : tkvi_max((int)more, cfg->min_hot);
 }
 
+/* Fewer hot tokens, x 0.9 rounded down. A plan that is already below min_hot stays as it is. */
 static int tkvi_hot_less(const tkv_feedback_config *cfg, int hot) {
     return tkvi_min(hot, tkvi_max(cfg->min_hot, (int)((int64_t)hot * 9 / 10)));
 }
 
+/* Fills in *a for the plan a->hot_tokens, a->level and returns a TKVI_ADVICE value. The caller holds the lock. */
 static int tkvi_advise(tkv_feedback *f, tkv_advice *a) {
     const tkv_feedback_config *cfg = &f->cfg;
     const double target = (double)cfg->target, slack = (1.0 - target) / 2.0;
@@ -299,7 +308,7 @@ TKV_API tkv_status tkv_feedback_read(tkv_feedback *f, int last, tkv_feedback_inf
     if (n > 0) {
         const double target = (double)f->cfg.target, slack = (1.0 - target) / 2.0;
         const double mean = tkvi_scores_mean(&s), variance = tkvi_scores_variance(&s);
-        /* sums of i - its mean, squared and times the score: those of whole numbers, exact */
+        /* least squares over i = 0 .. n - 1: width = sum (i - mean i)^2, along = sum (i - mean i) * score */
         const double width = (double)n * ((double)n * n - 1.0) / 12.0;
         const double along = ((double)weighted - (double)s.sum * (n - 1) / 2.0) / TKVI_SCORE_ONE;
         const double slope = n > 1 ? along / width : 0.0;

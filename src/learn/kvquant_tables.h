@@ -1,17 +1,18 @@
 /*
- * learn/kvquant_tables.h - what KVQUANT formats know of a layer: the range of each channel of K, before RoPE, and
- * levels for K and for V, of every width. KVQuant (arXiv 2401.18079, sections 3.1 to 3.6). Learned with the tables of
- * learn/statistics.h, from the blocks that are still exact or warm, or from samples of the caller's.
+ * learn/kvquant_tables.h - learns the tables of KVQUANT formats for a layer (KVQuant, arXiv 2401.18079, sections
+ * 3.1 to 3.6). A table has the range of each channel of K, before RoPE, and levels of 2, 3 and 4 bits for K and for
+ * V. It is learned together with the tables of learn/statistics.h from hot and warm blocks, or from the caller's
+ * samples.
  *
- *   1. Ranges of K: of n tokens the n / 200 highest and lowest values of a channel are outliers, the next
- *      ones the ends of the range (with TKV_KVQUANT_DENSE nothing is). Of V each token has its own, as when
- *      it is coded.
- *   2. What is within a range goes to -1 .. 1 and into a histogram, one for K and one for V of all heads. It
- *      weighs radius^2 (equation 7: the error that counts is that of the value), times what the samples say
- *      of it.
- *   3. Levels from the histogram: core/codebook.h.
+ *   1. Ranges of K: the n / 200 highest and the n / 200 lowest of n values of a channel are outliers. The next
+ *      value at each side is the end of the range. TKV_KVQUANT_DENSE has no outliers. V has a range per token,
+ *      as in the encoder.
+ *   2. Values within a range are scaled to -1 .. 1 and counted in a histogram, one for K and one for V over all
+ *      heads. A value's weight is radius^2 (equation 7: the error of the unscaled value counts), times the
+ *      weight that the samples give it.
+ *   3. core/codebook.h makes the levels from the histogram.
  *
- * Several passes over the tokens, so that nothing is kept of them. May call cache and below.
+ * The code passes over the tokens several times instead of storing them.
  */
 #ifndef TKVI_LEARN_KVQUANT_TABLES_H
 #define TKVI_LEARN_KVQUANT_TABLES_H
@@ -19,14 +20,15 @@
 #include "core/checksum.h"
 #include "cache/cache.h"
 
-/* Where tokens come from: a layer's blocks, or samples. */
+/* Source of tokens: the blocks of a layer, or samples. */
 typedef struct tkvi_tokens_of {
     tkv_cache *kv;
-    const tkv_samples *samples; /* NULL: the blocks */
+    const tkv_samples *samples; /* NULL: the blocks of the layer */
     int layer;
 } tkvi_tokens_of;
 
-/* Called for each token of a head: its key before RoPE, or its value; weights of its channels, or NULL. */
+/* Called for each token of a head. x: its key before RoPE, or its value, [dim]. weight: of its channels [dim], or
+ * NULL. */
 typedef void (*tkvi_token_visit)(void *ctx, const float *x, const float *weight);
 
 typedef struct tkvi_token_walk {
@@ -51,6 +53,7 @@ static void tkvi_walk_block(void *ctx, const tkvi_record *r, const uint8_t *byte
     }
 }
 
+/* Calls visit for each token of a head. */
 static void tkvi_walk(const tkvi_tokens_of *from, tkv_side side, int head, tkvi_token_visit visit,
                       void *ctx) {
     const tkv_samples *s = from->samples;
@@ -81,14 +84,17 @@ static void tkvi_count_tokens(void *ctx, const float *x, const float *weight) {
 }
 
 /* >>ranges of K */
-#define TKVI_TAIL_ROOM 2048 /* values of each end of the channels that a pass looks at */
+#define TKVI_TAIL_ROOM 2048 /* values per end that one pass holds, all its channels together */
 
+/* The outermost values of some channels. */
 typedef struct tkvi_tails {
-    int first, channels;                             /* that this pass looks at */
-    int keep, n;                                     /* values per end, of those seen so far */
+    int first, channels;                             /* channels of this pass */
+    int keep, n;                                     /* values to hold per end and channel; held so far */
     float low[TKVI_TAIL_ROOM], high[TKVI_TAIL_ROOM]; /* [channels][keep], the outermost first */
 } tkvi_tails;
 
+/* Inserts x into a sorted tail that holds `had` of at most `keep` values. sign: 1 for high ends, -1 for low
+ * ends. */
 static void tkvi_tail_insert(float *tail, int had, int keep, float x, float sign) {
     int i = had;
     if (had == keep && !(sign * x > sign * tail[keep - 1])) return;
@@ -107,8 +113,8 @@ static void tkvi_tails_add(void *ctx, const float *x, const float *weight) {
     s->n = tkvi_min(s->n + 1, s->keep);
 }
 
-/* Radius and middle of the channels of a head. The radius is an fp16 value: its products with levels are
- * exact. */
+/* Learns radius and middle of each channel of a head from n tokens. radius: [2 * head_dim], the middles follow the
+ * radii. A radius is an fp16 value, so its products with levels are exact. */
 static void tkvi_kvquant_learn_ranges(const tkvi_tokens_of *from, int head, int n, float *radius) {
     const tkv_config *cfg = &from->kv->tables.cfg;
     float *middle = radius + cfg->head_dim;
@@ -131,12 +137,13 @@ static void tkvi_kvquant_learn_ranges(const tkvi_tokens_of *from, int head, int 
 /* >>levels */
 typedef struct tkvi_kvquant_count {
     int dim, slots;
-    const float *radius, *middle; /* of K; NULL: of V */
-    float by; /* of weights, that they become whole numbers; 0: their largest is looked for */
-    float most;
+    const float *radius, *middle; /* of a head's K; not used for V */
+    float by;                     /* factor from weights to integers; 0: this pass finds the largest weight */
+    float most;                   /* the largest weight */
     int64_t count[TKVI_BOOK_BINS];
 } tkvi_kvquant_count;
 
+/* Counts one value that is within its range. */
 static void tkvi_count_value(tkvi_kvquant_count *s, float x, float radius, float middle, float weight) {
     float y = tkvi_kvquant_place(x, radius, middle), w = tkvi_f32(tkvi_f32(radius * radius) * weight);
     if (!(radius > 0.0f) || y < -1.0f || y > 1.0f) return;
@@ -144,7 +151,7 @@ static void tkvi_count_value(tkvi_kvquant_count *s, float x, float radius, float
     else s->most = w > s->most ? w : s->most;
 }
 
-/* 1e20 times the largest square is still a float. */
+/* Returns the weight of channel c, at most 1e20: its product with the largest radius^2 is still finite. */
 static float tkvi_weight_of(const float *weight, int c) {
     return weight ? tkvi_clampf(weight[c], 0.0f, 1e20f) : 1.0f;
 }
@@ -156,6 +163,7 @@ static void tkvi_count_key(void *ctx, const float *x, const float *weight) {
         tkvi_count_value(s, x[c], s->radius[c], s->middle[c], tkvi_weight_of(weight, c));
 }
 
+/* Counts a token of V, without its outliers. */
 static void tkvi_count_token(void *ctx, const float *x, const float *weight) {
     tkvi_kvquant_count *s = (tkvi_kvquant_count *)ctx;
     tkvi_kvquant_token k;
@@ -167,6 +175,7 @@ static void tkvi_count_token(void *ctx, const float *x, const float *weight) {
     }
 }
 
+/* Learns the levels of one side. The first pass finds the largest weight, the second fills the histogram. */
 static void tkvi_kvquant_learn_books(const tkvi_tokens_of *from, tkv_side side, int version,
                                      tkvi_book *book) {
     const tkvi_tables *t = &from->kv->tables;
@@ -184,7 +193,7 @@ static void tkvi_kvquant_learn_books(const tkvi_tokens_of *from, tkv_side side, 
             }
             tkvi_walk(from, side, head, side == TKV_K ? tkvi_count_key : tkvi_count_token, &s);
         }
-        /* 2^20 for the largest: 2^18 tokens of 2^24 channels make a sum below 2^63 */
+        /* The largest weight becomes 2^20: a sum over 2^18 tokens of 2^24 channels stays below 2^63. */
         if (pass == 0) s.by = s.most > 0.0f ? tkvi_f32(1048576.0f / s.most) : 1.0f;
         if (!tkvi_is_finite(s.by)) s.by = 3e38f;
     }
@@ -206,7 +215,7 @@ static void tkvi_kvquant_learn_from(const tkvi_tokens_of *from, int version) {
     tkvi_kvquant_learn_books(from, TKV_V, version, table->book[TKV_V]);
 }
 
-/* From what the layer holds: at least a token. */
+/* Learns a version's table from the blocks of the layer, which hold at least one token. */
 static void tkvi_kvquant_learn(tkv_cache *kv, int layer, int version) {
     tkvi_tokens_of from;
     from.kv = kv;
@@ -215,11 +224,11 @@ static void tkvi_kvquant_learn(tkv_cache *kv, int layer, int version) {
     tkvi_kvquant_learn_from(&from, version);
 }
 
-/* >>saved
- *   u64 mode: the rotation, and options that change what is learned
- *   of K, then of V, for 2, 3 and 4 bits: fp16 level [2^bits] | fp16 normed [2^bits]
- *   of each head: fp16 radius [head_dim] | f32 middle [head_dim] */
-#define TKVI_KVQUANT_BOOKS (2 * 2 * 28 * 2) /* bytes */
+/* >>saved bytes
+ *   u64 mode: hash of RoPE and of the options that change what is learned
+ *   K, then V, for 2, 3 and 4 bits each: fp16 level [2^bits] | fp16 normed [2^bits]
+ *   each head: fp16 radius [head_dim] | f32 middle [head_dim] */
+#define TKVI_KVQUANT_BOOKS (2 * 2 * 28 * 2) /* bytes: sides, level and normed, 4 + 8 + 16, fp16 */
 
 static size_t tkvi_kvquant_bytes(const tkv_config *cfg) {
     return 8u + TKVI_KVQUANT_BOOKS + 6u * (size_t)cfg->n_kv_heads * (size_t)cfg->head_dim;
@@ -279,8 +288,8 @@ static void tkvi_kvquant_load(const tkvi_tables *t, int layer, int version, cons
     }
 }
 
-/* Levels rise within -1 .. 1, normed ones within -8 .. 8; ranges are finite, and no larger than learned ones.
- * */
+/* Returns whether saved bytes are valid: levels do not fall and lie within -1 .. 1, normed ones within -8 .. 8.
+ * Radii are finite and not negative. Middles lie within +-2^17, a bound that learned middles keep. */
 static int tkvi_kvquant_valid(const tkv_config *cfg, const uint8_t *at) {
     int i, set, n;
     at += 8;

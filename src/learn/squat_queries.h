@@ -1,20 +1,22 @@
 /*
- * learn/squat_queries.h - what the queries of each head group look like, for formats that turn their errors away from
- * them (SQUAT4, SQUAT2): sums of q q^T, from time to time the factors that follow from them (formats/squat.h).
+ * learn/squat_queries.h - query statistics for SQUAT4 and SQUAT2, formats whose errors avoid the directions of the
+ * queries. It sums q q^T over the queries of each head group and derives from it the factors of formats/squat.h.
  *
- * Attention adds whole numbers, of the queries at every fourth position, until the layer has seen TKVI_LEARN
- * tokens (the lock and the count of threads: learn/statistics.h). The factors are made anew when the layer has 64
- * tokens, and whenever it has twice as many. Blocks that come earlier are coded as KIVI's; nothing waits, as
- * decoding needs none of this. The paper takes the queries of the prompt, once. May call cache and below.
+ * Attention adds the queries at every fourth position, until the layer has seen TKVI_LEARN tokens. The sums are
+ * integers under the lock of learn/statistics.h, so they do not depend on threads. Factors are computed when the
+ * layer has seen 64 tokens, and again each time the number has doubled, the last time at TKVI_LEARN.
+ *
+ * Blocks coded before the first factors use the encoder of KIVI. No block waits, because decoding does not need the
+ * factors. The paper (SQuat, arXiv 2503.24358) uses the queries of the prompt, once.
  */
 #ifndef TKVI_LEARN_SQUAT_QUERIES_H
 #define TKVI_LEARN_SQUAT_QUERIES_H
 
 #include "learn/statistics.h"
 
-#define TKVI_METRIC_EVERY 4
+#define TKVI_METRIC_EVERY 4 /* positions from one sampled query to the next */
 
-/* Adds one query, scaled as attention has it. The caller has the lock. */
+/* Adds q q^T of one query [head_dim] that attention has scaled already. The caller holds kv->learning. */
 static void tkvi_metric_add(tkv_cache *kv, int layer, int head, const float *q) {
     int64_t *sum = tkvi_metric_of(kv, layer, head);
     int x[TKV_MAX_HEAD_DIM], dim = kv->tables.cfg.head_dim, i, j;
@@ -23,6 +25,8 @@ static void tkvi_metric_add(tkv_cache *kv, int layer, int head, const float *q) 
         for (i = 0; i <= j; i++) *sum++ += (int64_t)x[i] * x[j];
 }
 
+/* Computes one head's factors from its sums: P = I + eta C / (tr C / dim). Sums of 0 leave the factors as they
+ * are. */
 static void tkvi_metric_use(tkv_cache *kv, int layer, int head) {
     const int64_t *sum = tkvi_metric_of(kv, layer, head);
     int dim = kv->tables.cfg.head_dim, i, j;
@@ -39,7 +43,7 @@ static void tkvi_metric_use(tkv_cache *kv, int layer, int head) {
     tkvi_feedback_store(p, dim, kv->tables.cfg.squat_block, tkvi_feedback_of(kv, layer, head));
 }
 
-/* Called between steps. Needs no memory. */
+/* Computes the factors of a layer when it is time. Runs between steps and allocates nothing. */
 static void tkvi_metric_learn(tkv_cache *kv, int layer) {
     tkvi_query_stats *query_stats = kv->query_stats ? &kv->query_stats[layer] : NULL;
     int head;
@@ -50,14 +54,14 @@ static void tkvi_metric_learn(tkv_cache *kv, int layer) {
     if (query_stats->tokens >= TKVI_LEARN) query_stats->tokens = -1;
 }
 
-/* n more tokens. */
+/* Counts n more tokens of the layer while it collects. */
 static void tkvi_metric_count(tkv_cache *kv, int layer, int n) {
     if (kv->query_stats && kv->query_stats[layer].tokens >= 0)
         kv->query_stats[layer].tokens =
-            tkvi_min(TKVI_FOREVER, kv->query_stats[layer].tokens + n); /* an abort takes its part back */
+            tkvi_min(TKVI_FOREVER, kv->query_stats[layer].tokens + n); /* tkv_abort subtracts its part */
 }
 
-/* Listens again, from nothing; the factors stay until there are others. */
+/* Starts collecting again from zero. The old factors stay in use until new ones are computed. */
 static void tkvi_metric_restart(tkv_cache *kv, int layer) {
     size_t heads = (size_t)kv->tables.cfg.n_kv_heads, dim = (size_t)kv->tables.cfg.head_dim;
     if (!kv->query_stats) return;

@@ -1,28 +1,30 @@
 /*
- * learn/statistics.h - the tables of formats whose heads share a layer's bytes: statistics, from them a table, its
- * versions.
+ * learn/statistics.h - learns the tables of formats whose heads share a layer's bytes. It collects statistics,
+ * makes a table from them and manages the table's versions. core/allocate.h turns a table into bits.
  *
- * What counts is how a channel of K is asked (E[q^2], by attention/attend.h) times how it varies within a block, and
- * how strongly a head reads far tokens: the sum of p^2 over keys more than TKVI_FAR back (by attention/attend.h too;
- * of one query in eight) times the mean |v|^2. Attention adds whole numbers, so the order in which threads do changes
- * nothing; keys and values are read from the blocks that are still exact. When a layer has seen TKVI_LEARN tokens,
- * all sequences together, its next append makes the table; blocks that were due before wait in the next better tier.
- * At TKVI_LEARN_WELL tokens there is a better one for the blocks that come then; blocks keep the version that they
- * were coded with. Afterwards nothing is collected any more, unless tkv_calibration_refresh asks. bench/QUALITY.md
- * compares these tables with loaded ones.
+ *   weight of a channel of K = sum of q^2 of its queries * its variance within blocks
+ *   reach of a head          = sum of p^2 over keys more than TKVI_FAR tokens back * sum of |v|^2
  *
- * May call cache and below.
+ * attention/attend.h collects q^2 and p^2 for one query in eight. It adds integers, so results do not depend on the
+ * order of threads. Keys and values are read from the newest hot and warm blocks (tkvi_each_block).
+ *
+ * When a layer has seen TKVI_LEARN tokens, all sequences together, its next append makes the table. Without a
+ * budget, blocks that are due earlier wait in the next better tier. At TKVI_LEARN_WELL tokens the layer gets a
+ * second, better version for later blocks. A block keeps the version that it was coded with. After the second
+ * version collection stops, until tkv_calibration_refresh restarts it. bench/QUALITY.md compares these tables with
+ * loaded ones.
  */
 #ifndef TKVI_LEARN_STATISTICS_H
 #define TKVI_LEARN_STATISTICS_H
 
 #include "learn/kvquant_tables.h"
 
-#define TKVI_LEARN_FEW 128 /* a table of fewer tokens (a flush, a freeze) is nearer to the uniform one */
+#define TKVI_LEARN_FEW 128 /* tables of fewer tokens (flush, freeze) move towards the uniform one */
 
 /* >>logarithms of statistics, in 1/8 octaves */
 #define TKVI_LOG8_NONE (-1200)
 
+/* Returns 8 log2(x), rounded, by comparing bits; TKVI_LOG8_NONE for 0, negative numbers and NaN. */
 static int tkvi_log8(float x) {
     static const uint32_t border[8] = {371395, 1164243, 2028850, 2971711, 3999908, 5121164, 6343903, 7677309};
     uint32_t bits = tkvi_bits(x);
@@ -32,22 +34,22 @@ static int tkvi_log8(float x) {
     return 8 * ((int)(bits >> 23) - 127) + step;
 }
 
-/* >>what a block says of one head */
+/* >>statistics of one head, from its blocks */
 typedef struct tkvi_channel_sums {
-    int64_t sum, within; /* of values; of squares about the mean of the block. In units of a power of two */
+    int64_t sum, within; /* of values; of squared distances from the block's mean. Unit: 2^down, its square */
 } tkvi_channel_sums;
 
 typedef struct tkvi_gather {
     tkv_cache *kv;
     tkvi_channel_sums channel[TKV_MAX_HEAD_DIM];
-    float k_most, v_most; /* largest |k|; largest |v| of a vector, squared */
-    float v_sum;          /* of all |v|, squared */
-    float range; /* largest range of a channel in a block, distance of its middle from the mean included */
-    int down;    /* values are divided by 2^down to be summed in integers */
+    float k_most, v_most; /* largest |k| of an element; largest |v|^2 of a token */
+    float v_sum;          /* sum of |v|^2 over the tokens */
+    float range;          /* largest distance of a key element from the mean of its channel */
+    int down;             /* values are divided by 2^down before they are summed as integers */
     int64_t tokens;
 } tkvi_gather;
 
-/* First pass: sizes. */
+/* First pass: tokens, k_most, v_most and v_sum. */
 static void tkvi_gather_size(void *ctx, const tkvi_record *r, const uint8_t *bytes, int start, int n) {
     tkvi_gather *g = (tkvi_gather *)ctx;
     const tkv_config *cfg = &g->kv->tables.cfg;
@@ -71,11 +73,12 @@ static void tkvi_gather_size(void *ctx, const tkvi_record *r, const uint8_t *byt
     g->tokens += n;
 }
 
+/* Returns 2^e, with e clamped to the normal floats. */
 static float tkvi_power_of_two(int e) {
     return tkvi_from_bits((uint32_t)(127 + tkvi_max(-126, tkvi_min(127, e))) << 23);
 }
 
-/* Second pass: sums, exact in integers: 2^20 * 64 tokens, squared. */
+/* Second pass: sums in int64. Scaled values are below 2^21, so the square of a sum over 64 tokens is below 2^54. */
 static void tkvi_gather_sums(void *ctx, const tkvi_record *r, const uint8_t *bytes, int start, int n) {
     tkvi_gather *g = (tkvi_gather *)ctx;
     const tkv_config *cfg = &g->kv->tables.cfg;
@@ -95,7 +98,7 @@ static void tkvi_gather_sums(void *ctx, const tkvi_record *r, const uint8_t *byt
     }
 }
 
-/* Third pass, with the mean known (in k_pad floats behind the blocks): ranges. */
+/* Third pass: range. The mean of a channel is known from the sums of the second pass. */
 static void tkvi_gather_range(void *ctx, const tkvi_record *r, const uint8_t *bytes, int start, int n) {
     tkvi_gather *g = (tkvi_gather *)ctx;
     const tkv_config *cfg = &g->kv->tables.cfg;
@@ -117,7 +120,7 @@ static void tkvi_gather_range(void *ctx, const tkvi_record *r, const uint8_t *by
 }
 
 /* >>tables */
-/* One head of a version, from what was gathered. */
+/* Fills in one head of a version. Heads are not comparable until tkvi_learn_heads has set their reach. */
 static void tkvi_learn_head(tkv_cache *kv, int layer, int head, int version) {
     const tkv_config *cfg = &kv->tables.cfg;
     int pad = tkvi_round_up(cfg->head_dim, 16), c, p, most = TKVI_LOG8_NONE * 2, rank[TKV_MAX_HEAD_DIM];
@@ -140,10 +143,9 @@ static void tkvi_learn_head(tkv_cache *kv, int layer, int head, int version) {
         rank[c] = tkvi_log8((float)g.channel[c].within) + (any ? tkvi_log8((float)asked[c]) : 0);
         most = tkvi_max(most, rank[c]);
     }
-    for (c = 0; c < cfg->head_dim && g.tokens < TKVI_LEARN_FEW; c++) /* few tokens know little of channels */
+    for (c = 0; c < cfg->head_dim && g.tokens < TKVI_LEARN_FEW; c++) /* few tokens: nearer to equal */
         rank[c] = most + (rank[c] - most) * (int)g.tokens / TKVI_LEARN_FEW;
-    for (p = 0; p < pad;
-         p++) { /* channels in falling order, the first of equals first; then what is no channel */
+    for (p = 0; p < pad; p++) { /* falling order, the lower index of equals first; then padding */
         int best = -1;
         for (c = 0; c < cfg->head_dim && p < cfg->head_dim; c++)
             if (rank[c] > -1000000 && (best < 0 || rank[c] > rank[best])) best = c;
@@ -158,12 +160,12 @@ static void tkvi_learn_head(tkv_cache *kv, int layer, int head, int version) {
         if (p < cfg->head_dim) rank[best] = -2000000;
     }
     h->reach = tkvi_log8((float)*tkvi_far_attention_of(kv, layer, head)) + tkvi_log8(g.v_sum);
-    h->k_weight = most + 16 * g.down; /* heads are compared: not in units of their own */
+    h->k_weight = most + 16 * g.down; /* undoes the head's unit, so that heads compare */
     h->k_top = tkvi_log_top(2.0f * g.range);
     h->v_top = tkvi_log_top(2.0f * sqrtf(g.v_most / (float)cfg->v_head_dim));
 }
 
-/* All heads of a version. */
+/* Fills in all heads of a version and makes reach relative to the largest of the layer. */
 static void tkvi_learn_heads(tkv_cache *kv, int layer, int version) {
     tkvi_head *heads = tkvi_heads_of(&kv->tables, layer, version);
     int head, n = kv->tables.cfg.n_kv_heads, high = -(1 << 20);
@@ -171,15 +173,16 @@ static void tkvi_learn_heads(tkv_cache *kv, int layer, int version) {
         tkvi_learn_head(kv, layer, head, version);
         high = tkvi_max(high, heads[head].reach);
     }
-    /* Nobody was heard to read far: all alike. Who alone did not gets the least. Half of what was seen: 512 tokens see
-     * too little to be trusted in full (bench/LOG.md). */
+    /* No head attended to far tokens: equal shares. A head that did not, while others did, gets the minimum, -6
+     * octaves. Differences are halved, because 512 tokens are too few to trust them in full (bench/LOG.md). */
     for (head = 0; head < n; head++) {
         heads[head].reach = high <= TKVI_LOG8_NONE / 2 ? 0 : tkvi_max((heads[head].reach - high) / 2, -8 * 6);
         heads[head].k_weight = tkvi_max(heads[head].k_weight, TKVI_LOG8_NONE) + heads[head].reach;
     }
 }
 
-/* A version of the layer's table that no block was coded with, or -1. */
+/* Returns a version of the layer's table that is neither current nor used by a block, or -1. The first table is
+ * version 0. In place only versions that have their memory already count. */
 static int tkvi_free_version(const tkv_cache *kv, int layer) {
     int used[TKVI_VERSIONS] = {0}, seq, i, v;
     if (kv->tables.current[layer] < 0) return 0;
@@ -197,13 +200,13 @@ static int tkvi_free_version(const tkv_cache *kv, int layer) {
     return v < TKVI_VERSIONS ? v : -1;
 }
 
-/* The heads of this version are known: blocks are coded with it from now on. */
+/* Makes a filled version current: derives its block layouts, and later blocks are coded with it. */
 static void tkvi_table_use(tkv_cache *kv, int layer, int version) {
     const tkvi_plan *p = &kv->tables.plan[layer];
     const tkvi_head *heads = p->allocates ? tkvi_heads_of(&kv->tables, layer, version) : NULL;
     const tkvi_tier_spec *rule = tkvi_rules_of(&kv->tables, layer);
     int i, done = -1;
-    for (i = 0; i < kv->tables.n_levels * TKV_TIER_COUNT; i++) { /* codings of a layer come in rising order */
+    for (i = 0; i < kv->tables.n_levels * TKV_TIER_COUNT; i++) { /* layouts of a layer have rising numbers */
         const tkvi_tier_spec *r = &rule[i / TKV_TIER_COUNT];
         const int tier = i % TKV_TIER_COUNT;
         tkvi_coding *c = &kv->tables.coding[r->coding[tier] + version];
@@ -215,7 +218,8 @@ static void tkvi_table_use(tkv_cache *kv, int layer, int version) {
     kv->tables.current[layer] = (int8_t)version;
 }
 
-/* The layer listens no more, or from nothing (again); with the last one goes the memory, but in place. */
+/* Stops collecting for the layer; again 1: restarts it from zero. When the last layer stops, the memory of the
+ * statistics is freed, except in place. */
 static void tkvi_learned(tkv_cache *kv, int layer, int again) {
     size_t n = (size_t)kv->tables.cfg.n_kv_heads;
     int any = kv->pool.keep_all, i;
@@ -227,7 +231,8 @@ static void tkvi_learned(tkv_cache *kv, int layer, int again) {
     memset(tkvi_far_attention_of(kv, layer, 0), 0, n * sizeof(int64_t));
 }
 
-/* Tokens that K and V can be read from (tkvi_each_block). What was seen may be gone: sequences end. */
+/* Returns the number of tokens whose K and V tkvi_each_block can read, without its limit of blocks. It may be
+ * smaller than kv->seen, because sequences end. */
 static int64_t tkvi_held(const tkv_cache *kv, int layer) {
     int64_t n = 0;
     int seq;
@@ -241,8 +246,9 @@ static int64_t tkvi_held(const tkv_cache *kv, int layer) {
     return n;
 }
 
-/* Is it time for a table of this layer? Forced: for the first one, of whatever there is. Under a budget no block waits
- * for it, so that layers take turns: making all tables at one token is a stall. */
+/* Returns whether the layer should get a table now. forced: makes the first one from any tokens. Under a budget
+ * blocks do not wait for tables, so layers take turns: making all tables at the same token would stall an
+ * append. */
 static int tkvi_learn_due(const tkv_cache *kv, int layer, int forced) {
     int first = kv->tables.current[layer] < 0, turn = kv->tables.cfg.budget_bytes ? layer % TKVI_BLOCK : 0;
     forced = forced && first;
@@ -250,28 +256,30 @@ static int tkvi_learn_due(const tkv_cache *kv, int layer, int forced) {
     return tkvi_held(kv, layer) >= (forced ? 1 : TKVI_BLOCK);
 }
 
-/* If it is time for a table, takes memory for it and counts it as made: what follows then asks for the memory of blocks
- * that wait no more. tkvi_learn_end makes it, or takes that back. A second table is only better than the first:
- * without memory it waits. 0: no memory for the first one, nothing has changed. Not in an open step: an abort would
- * not take a table back. */
+/* If a table is due, allocates its version and sets it as current, without making it. So the caller's memory
+ * request includes the blocks that stop waiting. tkvi_learn_end makes the table or restores the previous version
+ * (*had). Returns 0 if there is no memory for the first table; then nothing has changed. A second table without
+ * memory is tried again later, because the first one still works. Must not run in an open step: an abort would not
+ * restore the table. */
 static int tkvi_learn_begin(tkv_cache *kv, int layer, int forced, int8_t *had) {
     int version;
     *had = kv->tables.current[layer];
     if (!tkvi_learn_due(kv, layer, forced)) return 1;
     version = tkvi_free_version(kv, layer);
-    if (version < 0) { /* to look for it takes a walk over all blocks: again when there is another */
+    if (version < 0) { /* the search walks over all blocks: tries again 64 tokens later */
         kv->seen[layer] = TKVI_LEARN_WELL - TKVI_BLOCK;
         return 1;
     }
     if (!tkvi_version_ready(kv, version)) {
         if (*had >= 0 && kv->heap.limit)
-            kv->seen[layer] = TKVI_LEARN_WELL - TKVI_BLOCK; /* again in a while */
+            kv->seen[layer] = TKVI_LEARN_WELL - TKVI_BLOCK; /* tries again 64 tokens later */
         return *had >= 0;
     }
     kv->tables.current[layer] = (int8_t)version;
     return 1;
 }
 
+/* Ends tkvi_learn_begin. made 1: fills in the new version and uses it; made 0: restores version `had`. */
 static void tkvi_learn_end(tkv_cache *kv, int layer, int8_t had, int made) {
     int version = kv->tables.current[layer];
     kv->tables.current[layer] = had;
@@ -284,13 +292,13 @@ static void tkvi_learn_end(tkv_cache *kv, int layer, int8_t had, int made) {
                     had < 0 ? "a layer has its first table" : "a layer has a better table");
 }
 
-/* What those say who could not get the memory. */
+/* Sets the error of a table without memory and returns it. */
 static tkv_status tkvi_no_table(tkv_cache *kv) {
     if (kv->heap.at_limit) return tkvi_fail(kv, TKV_ERR_BUDGET, "the budget has no room for tables", 0, NULL);
     return tkvi_fail(kv, TKV_ERR_NOMEM, "the allocator gave no memory for tables", 0, NULL);
 }
 
-/* Must blocks of this layer wait before they go to that tier? */
+/* Returns whether blocks of the layer must wait for a table before they move to the tier. */
 static int tkvi_waits(const tkv_cache *kv, int layer, tkv_tier tier) {
     return kv->tables.plan[layer].now.shared[tier] && kv->tables.current[layer] < 0;
 }

@@ -1,17 +1,18 @@
 /*
- * learn/thresholds.h - the threshold store: plans that were found good, by model, layer and context length, in an
- * array of the caller's; as a text, and back.
+ * learn/thresholds.h - the threshold store. It keeps plans that were found good, by model, layer and context
+ * length, in the caller's array. It prints them as text and reads the text back.
  *
  *     tieredkv-thresholds 1
  *     all 4096 64 448 128 a30 r30 0.981200 SmolLM2-135M
  *     sum 91a2c35b08d1f7e6
  *
- * An entry: layer (or all), context, hot, warm (or none, all), samples, the archive's formats for K and V (or
- * default), score, model; one blank between two, the name of the model runs to the end of the line. Entries rise by
- * model (bytes), layer, context: no two are alike, and equal stores give equal texts. The sum is FNV-1a, 64 bits, of
- * all bytes before its line. A text is read only if it is what would have been printed.
+ * An entry is a line of fields with one blank between two: layer (or all), context, hot tokens, warm tokens (or
+ * none, all), samples, archive formats of K and V (or default), score, model. The model's name runs to the end of
+ * the line.
  *
- * May call plan (for formats) and below.
+ * Entries rise by model (bytes), layer and context, and no two have the same key. So equal stores give equal texts.
+ * The sum is FNV-1a, 64 bits, of all bytes before its line. The reader accepts a text only if the printer would
+ * have printed the same bytes.
  */
 #ifndef TKVI_LEARN_THRESHOLDS_H
 #define TKVI_LEARN_THRESHOLDS_H
@@ -23,14 +24,15 @@
 
 #define TKVI_THRESHOLDS_TITLE "tieredkv-thresholds "
 #define TKVI_THRESHOLDS_VERSION "1"
-#define TKVI_THRESHOLD_LINE 192 /* more than the longest line: 63 of the name, 55 of numbers, two formats */
+#define TKVI_THRESHOLD_LINE 192 /* longer than any line: name 63, numbers 55, two formats */
 
-/* >>what an entry may hold. Numbers in the order of a line: from `low` to `high`, or one of two words. */
+/* >>valid entries */
+/* Rule of a number: from `low` to `high`, or the word none or all. The table has the order of a line. */
 typedef struct tkvi_threshold_number {
     const char *name;
-    size_t at;
+    size_t at; /* offset in tkv_threshold */
     int low, high;
-    int none, all; /* 1: so may it be */
+    int none, all; /* 1: TKV_NONE, TKV_ALL are valid */
 } tkvi_threshold_number;
 
 #define TKVI_THRESHOLD_AT(field) offsetof(tkv_threshold, field)
@@ -57,7 +59,8 @@ static int tkvi_store_format_valid(tkv_format f, tkv_side side) {
     return f == TKV_FORMAT_DEFAULT || (tkvi_format_known(f) && tkvi_format_stores(&tkvi_formats[f], side));
 }
 
-/* Any bytes from blank on, UTF-8 included: 1 to 63 of them, a 0 behind, no blank at either end. */
+/* Returns whether a model's name is valid: 1 to 63 bytes and a final 0, no control characters, no blank at either
+ * end. UTF-8 is allowed. */
 static int tkvi_model_valid(const char *name) {
     int n;
     for (n = 0; n < TKV_MODEL_NAME && name[n]; n++)
@@ -65,7 +68,7 @@ static int tkvi_model_valid(const char *name) {
     return n > 0 && n < TKV_MODEL_NAME && name[0] != ' ' && name[n - 1] != ' ';
 }
 
-/* What is wrong with an entry, or NULL. */
+/* Returns the name of an invalid field, or NULL. */
 static const char *tkvi_threshold_wrong(const tkv_threshold *e) {
     int i;
     for (i = 0; i < TKVI_THRESHOLD_NUMBERS; i++)
@@ -77,12 +80,13 @@ static const char *tkvi_threshold_wrong(const tkv_threshold *e) {
     return tkvi_model_valid(e->model) ? NULL : "model";
 }
 
-/* Scores are whole millionths: a text holds them exactly. */
+/* Scores are stored in millionths, so a text holds them exactly. */
 static int tkvi_millionths(float score) { return (int)((double)score * 1e6 + .5); }
 
 static float tkvi_of_millionths(int n) { return (float)(n / 1e6); }
 
 /* >>the array */
+/* Compares by model, layer, context. Returns below 0, 0 or above 0. */
 static int tkvi_threshold_order(const tkv_threshold *a, const tkv_threshold *b) {
     const int names = strcmp(a->model, b->model);
     if (names) return names;
@@ -91,7 +95,7 @@ static int tkvi_threshold_order(const tkv_threshold *a, const tkv_threshold *b) 
                                       : 0;
 }
 
-/* Is the array as these functions leave it? It is the caller's, so nothing is taken for granted. */
+/* Returns whether the array is valid and sorted. The caller owns it, so every function checks it. */
 static int tkvi_thresholds_sound(const tkv_thresholds *t) {
     int i;
     if (!t || t->n < 0 || t->n > t->room || (t->room > 0 && !t->entry)) return 0;
@@ -102,7 +106,7 @@ static int tkvi_thresholds_sound(const tkv_thresholds *t) {
     return 1;
 }
 
-/* Where the entry stands or would stand; *found: it stands there. */
+/* Returns the index where the entry is, or where it would be inserted. *found: 1 if it is there. */
 static int tkvi_threshold_place(const tkv_thresholds *t, const tkv_threshold *e, int *found) {
     int i = 0, order = 1;
     while (i < t->n && (order = tkvi_threshold_order(&t->entry[i], e)) < 0) i++;
@@ -110,7 +114,7 @@ static int tkvi_threshold_place(const tkv_thresholds *t, const tkv_threshold *e,
     return i;
 }
 
-/* In a sound array with room. */
+/* Inserts or replaces an entry. The array is valid and has a free slot. */
 static void tkvi_threshold_put(tkv_thresholds *t, const tkv_threshold *e) {
     int found, i = tkvi_threshold_place(t, e, &found);
     tkv_threshold *to = &t->entry[i];
@@ -125,7 +129,7 @@ TKV_API tkv_status tkv_thresholds_put(tkv_thresholds *t, const tkv_threshold *e)
     tkv_threshold copy;
     int found;
     if (!tkvi_thresholds_sound(t) || !e || tkvi_threshold_wrong(e)) return TKV_ERR_ARG;
-    copy = *e; /* it may stand in the array itself */
+    copy = *e; /* e may point into the array */
     tkvi_threshold_place(t, &copy, &found);
     if (!found && t->n == t->room) return TKV_ERR_CAPACITY;
     tkvi_threshold_put(t, &copy);
@@ -137,13 +141,14 @@ static int tkvi_context_distance(const tkv_threshold *e, int context) {
     return e->context > context ? e->context - context : context - e->context;
 }
 
-/* Below 0: a is the better one for this layer and context. Of two entries that are there, never 0. */
+/* Compares two entries of a model; below 0: a is better for this layer and context. Two entries of a store are
+ * never equal. */
 static int tkvi_threshold_rank(const tkv_threshold *a, const tkv_threshold *b, int layer, int context) {
     int i, key[5][2];
     const tkv_threshold *e[2];
     e[0] = a;
     e[1] = b;
-    for (i = 0; i < 2; i++) { /* the smaller key is the better */
+    for (i = 0; i < 2; i++) { /* the smaller key is better */
         key[0][i] = e[i]->layer != layer;
         key[1][i] = tkvi_context_distance(e[i], context);
         key[2][i] = -tkvi_millionths(e[i]->score);
@@ -181,7 +186,7 @@ TKV_API tkv_status tkv_thresholds_find(const tkv_thresholds *t, const char *mode
 
 TKV_API tkv_status tkv_thresholds_transfer(tkv_thresholds *t, const char *from, const char *to,
                                            float discount) {
-    char model[2][TKV_MODEL_NAME]; /* copies: a name may stand in the array itself */
+    char model[2][TKV_MODEL_NAME]; /* copies: from and to may point into the array */
     tkv_threshold e;
     int i, pass, found, any = 0, fresh = 0;
     if (tkvi_bits(discount) == 0) discount = .9f;
@@ -191,7 +196,7 @@ TKV_API tkv_status tkv_thresholds_transfer(tkv_thresholds *t, const char *from, 
     memset(model, 0, sizeof model);
     memcpy(model[0], from, strlen(from));
     memcpy(model[1], to, strlen(to));
-    for (pass = 0; pass < 2; pass++) { /* counts, then copies */
+    for (pass = 0; pass < 2; pass++) { /* pass 0 counts, pass 1 copies */
         for (i = 0; i < t->n; i++) {
             if (strcmp(t->entry[i].model, model[0]) != 0) continue;
             any = 1;
@@ -202,7 +207,7 @@ TKV_API tkv_status tkv_thresholds_transfer(tkv_thresholds *t, const char *from, 
             e.score *= discount;
             e.samples = 0;
             if (pass == 0) fresh++;
-            else tkvi_threshold_put(t, &e); /* may move this one up: it is met again, and its copy found */
+            else tkvi_threshold_put(t, &e); /* may shift entry i: it is met again, and found */
         }
         if (!any) return TKV_ERR_RANGE;
         if (pass == 0 && fresh > t->room - t->n) return TKV_ERR_CAPACITY;
@@ -294,7 +299,7 @@ TKV_API tkv_status tkv_thresholds_save(const tkv_thresholds *t, tkv_write_bytes 
     return p.failed ? TKV_ERR_CAPACITY : TKV_OK;
 }
 
-/* A piece of memory to print to; without one it only counts. */
+/* A buffer to print into. at NULL: only counts. */
 typedef struct tkvi_sheet {
     char *at;
     size_t used;
@@ -320,13 +325,14 @@ TKV_API tkv_status tkv_thresholds_print(const tkv_thresholds *t, char *dst, size
     return tkv_thresholds_save(t, tkvi_sheet_write, &p);
 }
 
-/* >>reading. A field that is not as it would be printed gives 0. */
+/* >>reading. Functions return 0 for a field that differs from its printed form. */
 typedef struct tkvi_scan {
     const char *at, *end;
     int line;
 } tkvi_scan;
 
-/* The bytes up to the next blank, cut off; up to the end of the line for the last field. */
+/* Copies the bytes up to `stop` to out[room] and skips `stop`. stop: a blank, or a newline for the last field.
+ * Returns 0 for an empty field, a wrong end or a full buffer. */
 static int tkvi_scan_field(tkvi_scan *s, char stop, char *out, size_t room) {
     size_t n = 0;
     while (s->at < s->end && *s->at != stop && *s->at != '\n' && *s->at && n + 1 < room) out[n++] = *s->at++;
@@ -334,7 +340,7 @@ static int tkvi_scan_field(tkvi_scan *s, char stop, char *out, size_t room) {
     return n > 0 && s->at < s->end && *s->at++ == stop;
 }
 
-/* Digits, at most `high`, no zero before them; or -1. */
+/* Returns the number of a string of digits, or -1: above `high`, a leading zero, or any other character. */
 static int tkvi_scan_digits(const char *s, int high) {
     int64_t n = 0;
     int i;
@@ -371,7 +377,7 @@ static int tkvi_scan_score(tkvi_scan *s, float *score) {
     return n <= 1000000;
 }
 
-/* One line as an entry. Returns what is wrong with it, or NULL. */
+/* Reads one line as an entry. Returns the name of a wrong field, or NULL. */
 static const char *tkvi_scan_threshold(tkvi_scan *s, tkv_threshold *e) {
     int i, x;
     memset(e, 0, sizeof *e);
@@ -391,6 +397,7 @@ static int tkvi_starts_with(const tkvi_scan *s, const char *with) {
     return (size_t)(s->end - s->at) >= n && memcmp(s->at, with, n) == 0;
 }
 
+/* Writes the reason with the line's number. Returns TKV_ERR_DATA. */
 static tkv_status tkvi_scan_bad(const tkvi_scan *s, const char *what, const char *why, tkvi_text *reason) {
     tkvi_append_text(reason, "line ");
     tkvi_append_int(reason, s->line);
@@ -400,7 +407,7 @@ static tkv_status tkvi_scan_bad(const tkvi_scan *s, const char *what, const char
     return TKV_ERR_DATA;
 }
 
-/* Reads a text, into `to` unless that is NULL; *n counts its entries. */
+/* Checks a text and counts its entries in *n. `to` NULL: only that; else it also stores the entries. */
 static tkv_status tkvi_thresholds_scan(const char *src, size_t size, tkv_threshold *to, int *n,
                                        tkvi_text *reason) {
     static const char title[] = TKVI_THRESHOLDS_TITLE TKVI_THRESHOLDS_VERSION "\n";
@@ -453,7 +460,7 @@ TKV_API tkv_status tkv_thresholds_parse(tkv_thresholds *t, const char *src, size
         tkvi_append_int(&why, t->room);
         return TKV_ERR_CAPACITY;
     }
-    (void)tkvi_thresholds_scan(src, size, t->entry, &t->n, &why); /* the second time nothing can be wrong */
+    (void)tkvi_thresholds_scan(src, size, t->entry, &t->n, &why); /* checked above: it cannot fail */
     return TKV_OK;
 }
 
@@ -467,7 +474,7 @@ TKV_API tkv_status tkv_thresholds_load(tkv_thresholds *t, tkv_read_bytes read, v
     }
     for (;;) {
         char more;
-        const int full = used == size; /* is there another byte? */
+        const int full = used == size; /* asks for one more byte */
         const ptrdiff_t got = full ? read(user, &more, 1) : read(user, work + used, size - used);
         if (got == 0) break;
         if (got < 0 || (size_t)got > (full ? 1u : size - used)) {

@@ -1,6 +1,7 @@
 /*
- * reclaim/adapt.h - quality feedback for a cache: advice (learn/feedback.h) becomes lengths and levels
- * (reclaim/budget.h). May call both.
+ * reclaim/adapt.h - applies quality feedback to a cache (tkv_adapt).
+ *
+ *     quality scores -> advice (learn/feedback.h) -> hot_tokens and the level of the cache (reclaim/budget.h)
  */
 #ifndef TKVI_RECLAIM_ADAPT_H
 #define TKVI_RECLAIM_ADAPT_H
@@ -8,7 +9,8 @@
 #include "learn/feedback.h"
 #include "reclaim/budget.h"
 
-/* hot_tokens of the present level, or of the nearest one that has any; 0: everything is exact at all. */
+/* hot_tokens of the current level: that of its first layer that does not keep all tokens exact. If the level has no
+ * such layer, the nearest level counts, the looser one first. Returns 0 if all levels keep all tokens exact. */
 static int tkvi_hot_tokens(const tkv_cache *kv) {
     const int n = kv->tables.n_levels;
     int away, side, layer;
@@ -23,7 +25,8 @@ static int tkvi_hot_tokens(const tkv_cache *kv) {
     return 0;
 }
 
-/* The level after a step. Under a budget memory decides: the cache is at the loosest level that holds what there is. */
+/* The level after a step of -1, 0 or 1, within cfg.policy. Under a budget it does not change: there memory pressure
+ * decides the level. */
 static int tkvi_follow(const tkv_cache *kv, int step) {
     const tkv_policy_config *p = &kv->policy.cfg;
     const int level = kv->tables.level + step;
@@ -41,7 +44,7 @@ TKV_API tkv_status tkv_adapt(tkv_cache *kv, tkv_feedback *f, tkv_advice *out) {
     if (hot && a.hot_tokens != hot && !(kv->pool.keep_all && !tkvi_has_budget(kv)))
         st = tkv_set_hot_tokens(kv, a.hot_tokens);
     if (!st) tkvi_go_to_level(kv, tkvi_follow(kv, a.step));
-    a.step = kv->tables.level - (a.level - a.step); /* as it was done */
+    a.step = kv->tables.level - (a.level - a.step); /* the step that was taken */
     a.level = kv->tables.level;
     a.hot_tokens = tkvi_hot_tokens(kv);
     if (!st && out) *out = a;

@@ -1,10 +1,14 @@
 /*
- * reclaim/age.h - how a block comes to a tighter format: what is due by age, and the recoding itself, for real or on
- * paper (tkvi_peak). May call cache and below.
+ * reclaim/age.h - demotes blocks: recodes them into the formats of colder tiers. It also finds the blocks that are
+ * due by age. Both work for real or as a dry run (tkvi_peak), which only counts slots.
  *
- * Ageing looks at lengths alone: at the start of an append (or of a step) a block whose last token is hot_tokens old
- * moves to warm, one that is hot_tokens + warm_tokens old to the archive, always whole blocks, and never the tokens
- * of the chunk that is about to be attended to.
+ *     blocks of a list     [sinks] [archive ...............] [warm ..........] [hot ...........]
+ *     age in tokens         exact   >= hot_tokens +           >= hot_tokens     below hot_tokens
+ *                                      warm_tokens
+ *
+ * The age of a block is the number of tokens after it. Ageing runs at the start of an append or of a step, before
+ * new tokens are stored, and in tkv_flush. So the tokens of a chunk are still exact when the chunk is attended to.
+ * Ageing recodes whole blocks; only a flush may include the unfinished one.
  */
 #ifndef TKVI_RECLAIM_AGE_H
 #define TKVI_RECLAIM_AGE_H
@@ -12,20 +16,23 @@
 #include "learn/squat_queries.h"
 #include "reclaim/anchors.h"
 
+/* Tier by age of a block that ends before position `end`, in a list of `len` tokens. hot: age at which it leaves
+ * hot. */
 static tkv_tier tkvi_tier_due(const tkvi_tier_spec *r, int hot, int end, int len) {
     int64_t age = (int64_t)len - end;
     if (age < hot) return TKV_HOT;
     return age < (int64_t)hot + r->warm ? TKV_WARM : TKV_ARCHIVE;
 }
 
-/* Under a budget blocks get tighter when bytes are needed (reclaim/budget.h), else when they are old. */
+/* With a budget blocks are recoded when bytes are needed (reclaim/budget.h), without one when they are old. */
 static int tkvi_has_budget(const tkv_cache *kv) { return kv->tables.cfg.budget_bytes != 0; }
 
-/* The age at which a layer's blocks leave the hot tier by themselves. */
+/* The age in tokens at which ageing takes a layer's blocks from the hot tier. With a budget: never. */
 static int tkvi_hot_age(const tkv_cache *kv, int layer) {
     return tkvi_has_budget(kv) ? TKVI_FOREVER : kv->tables.plan[layer].now.hot;
 }
 
+/* 1 if blocks of coding `to` have fewer bytes than blocks of coding `from`. */
 static int tkvi_tighter(const tkv_cache *kv, int from, int to) {
     return kv->tables.coding[to].bytes.total < kv->tables.coding[from].bytes.total;
 }
@@ -33,11 +40,12 @@ static int tkvi_tighter(const tkv_cache *kv, int from, int to) {
 typedef struct tkvi_recoding {
     tkv_cache *kv;
     const tkvi_coding *from, *to;
-    int layer, start;
-    uint64_t there; /* of its tokens: the others are left out */
+    int layer, start; /* start: first position of the block */
+    uint64_t there;   /* live_mask: tokens that are recoded; the others are left out */
 } tkvi_recoding;
 
-/* Keys or values of the tokens of these bits, one behind the other; returns how many. */
+/* Decodes keys or values of the tokens in the mask `there` into consecutive rows of `out`. stride: floats per row.
+ * Returns the number of rows. */
 static int tkvi_values_of(const tkvi_side *side, const tkvi_simd_ops *help, const uint8_t *bytes,
                           uint64_t there, float *out, size_t stride) {
     int t = 0, n = 0;
@@ -51,7 +59,8 @@ static int tkvi_values_of(const tkvi_side *side, const tkvi_simd_ops *help, cons
     return n;
 }
 
-/* What is decoded in kv->recode, as the record of a head of a block that begins at `start`. */
+/* Encodes the n tokens decoded in kv->recode (rows of K, then rows of V) as record r of one head, at dst. start:
+ * first position of the block. */
 static void tkvi_encode_record(const tkv_cache *kv, int layer, int head, const tkvi_record *r, int start,
                                int n, uint8_t *dst) {
     const tkv_config *cfg = &kv->tables.cfg;
@@ -63,6 +72,7 @@ static void tkvi_encode_record(const tkv_cache *kv, int layer, int head, const t
     tkvi_encode_side(&r->v, kv->kernels->helpers, v, (size_t)cfg->v_head_dim, n, dst + r->v_at);
 }
 
+/* Recodes all heads of a block from slot src to slot dst (a tkvi_rewrite). ctx: a tkvi_recoding. */
 static void tkvi_recode(void *ctx, const uint8_t *src, uint8_t *dst) {
     const tkvi_recoding *r = (const tkvi_recoding *)ctx;
     const tkv_config *cfg = &r->kv->tables.cfg;
@@ -78,7 +88,7 @@ static void tkvi_recode(void *ctx, const uint8_t *src, uint8_t *dst) {
     }
 }
 
-/* The meter copies what is exact for the last time (cache/meter.h). */
+/* Gives the quality meter its copy of an exact block that is about to be recoded (cache/meter.h). */
 static void tkvi_keep_exact(tkv_cache *kv, int seq, int layer, const tkvi_block *b) {
     const tkvi_coding *c = &kv->tables.coding[b->coding];
     int i;
@@ -92,7 +102,8 @@ static void tkvi_keep_exact(tkv_cache *kv, int seq, int layer, const tkvi_block 
     }
 }
 
-/* Block i of a list goes to another tier's coding, or only on paper. */
+/* Recodes block i of a list to `coding`. If tokens were evicted, the others move together where the format allows
+ * it. dry_run not NULL: only counts the slots that this takes and gives. */
 static void tkvi_demote(tkv_cache *kv, int seq, int layer, int i, int coding, tkvi_peak *dry_run) {
     tkvi_list *list = tkvi_list_of(kv, seq, layer);
     uint32_t *ids = tkvi_ids(kv, seq, layer), id = ids[i];
@@ -100,9 +111,9 @@ static void tkvi_demote(tkv_cache *kv, int seq, int layer, int i, int coding, tk
     int packs;
     uint16_t previous_coding;
     tkvi_recoding r;
-    if (tkvi_is_offloaded(b)) return; /* it is as far away as it can be */
-    if (kv->tables.coding[b->coding].key == kv->tables.coding[coding].key) return; /* any version of it */
-    /* also where a budget has ended: a level's blocks do not get looser */
+    if (tkvi_is_offloaded(b)) return; /* offloaded blocks keep their format */
+    if (kv->tables.coding[b->coding].key == kv->tables.coding[coding].key) return; /* same format */
+    /* A cache created with a budget never demotes to more bytes, even after the budget is removed. */
     if (kv->tables.spare && !tkvi_tighter(kv, b->coding, coding)) return;
     if (dry_run) {
         tkvi_peak_take(dry_run, coding);
@@ -121,12 +132,12 @@ static void tkvi_demote(tkv_cache *kv, int seq, int layer, int i, int coding, tk
     r.there = tkvi_kept(kv, list, ids, i);
     packs = (b->gone & ~r.there) && r.there && !tkvi_binds(kv);
     if (packs) {
-        tkvi_forget_copy(&kv->pool, id); /* its tokens have other places */
+        tkvi_forget_copy(&kv->pool, id); /* tokens change slots, so the exact copy does not match */
     } else {
-        r.there |= b->gone; /* they keep their places */
+        r.there |= b->gone; /* no token changes its slot */
         tkvi_keep_copy(kv, layer, id);
     }
-    if (b->refs > 1) { /* the other holders keep theirs */
+    if (b->refs > 1) { /* the other holders keep the old block */
         ids[i] = tkvi_new_block(&kv->pool, coding, b->start);
         b = &kv->pool.block[id];
         tkvi_recode(&r, tkvi_block_bytes(&kv->pool, b), tkvi_block_bytes(&kv->pool, &kv->pool.block[ids[i]]));
@@ -146,7 +157,7 @@ static void tkvi_demote(tkv_cache *kv, int seq, int layer, int i, int coding, tk
     }
 }
 
-/* >>paper: starts with what there is and what was promised */
+/* >>dry run. It starts with the slots in use and the reserved ones. */
 static tkvi_peak tkvi_begin_dry_run(tkv_cache *kv) {
     tkvi_peak k;
     int c;
@@ -159,8 +170,10 @@ static tkvi_peak tkvi_begin_dry_run(tkv_cache *kv) {
     return k;
 }
 
-/* What is due in one layer when it has `len` tokens: drop behind windows, warm to archive, tail to warm or
- * archive. `hot` is the plan's, or 0 to flush; `partial` takes the unfinished block too. */
+/* Does what is due by age in one layer of a sequence. Blocks that left every window expire (after the margin of
+ * tkvi_drop_margin). Warm blocks go to the archive, hot blocks to warm or archive. hot: age at which blocks leave
+ * the hot tier: that of the plan, 0 to flush, or TKVI_FOREVER to do the windows only. partial: 1 recodes the
+ * unfinished block, too. dry_run not NULL: only counts. */
 static void tkvi_age(tkv_cache *kv, int seq, int layer, int hot, int partial, tkvi_peak *dry_run) {
     const tkvi_plan *p = &kv->tables.plan[layer];
     tkvi_list *list = tkvi_list_of(kv, seq, layer), now = *list;
@@ -173,9 +186,9 @@ static void tkvi_age(tkv_cache *kv, int seq, int layer, int hot, int partial, tk
         if (!dry_run) tkvi_release_block(&kv->pool, ids[gone]);
         gone++;
     }
-    if (gone) { /* on paper the list is a copy, and its block numbers stay where they are */
+    if (gone) { /* In a dry run `now` is a copy of the list, and the block numbers stay in place. */
         int left = gone, tier, *of_tier[3];
-        now.tight = tkvi_max(0, now.tight - (gone - now.sinks)); /* the sinks go first, if there are any */
+        now.tight = tkvi_max(0, now.tight - (gone - now.sinks)); /* sinks expire first */
         now.tightest = tkvi_max(0, now.tightest - (gone - now.sinks));
         now.out = tkvi_max(0, now.out - (gone - now.sinks));
         of_tier[0] = &now.sinks;
@@ -202,7 +215,7 @@ static void tkvi_age(tkv_cache *kv, int seq, int layer, int hot, int partial, tk
         while (tkvi_waits(kv, layer, due)) due = due == TKV_ARCHIVE ? TKV_WARM : TKV_HOT;
         if (due == TKV_HOT || (!whole && !partial)) break;
         if (is_warm && due == TKV_WARM) {
-            i = now.sinks + now.archive + now.warm - 1; /* the younger warm ones stay as well */
+            i = now.sinks + now.archive + now.warm - 1; /* the younger warm blocks stay as well */
             continue;
         }
         tkvi_demote(kv, seq, layer, i + (dry_run ? gone : 0), tkvi_coding_of(&kv->tables, layer, due),

@@ -1,13 +1,13 @@
 /*
- * reclaim/anchors.h - the tokens of a layer that got most attention stay exact: they join the sinks' block when their
- * own is compressed. Selection by attention: H2O (arXiv 2306.14048); to demote what matters least rather than what is
- * oldest: akv-cache. May call mass, spill and below.
+ * reclaim/anchors.h - anchors: the tokens of a layer with the highest attention scores stay exact. When the block
+ * of such a token is recoded, the token is copied to the sinks' block. H2O (arXiv 2306.14048) selects tokens by
+ * attention. The idea to demote the least important tokens rather than the oldest is from akv-cache.
  *
- *     sinks' block  [s s s s | a b . .]      room for n_anchors, each with a position of its own
- *     coded         [. . A . . .][. B . .]   A, B: their bits are `gone` and `anchored`, attention reads a and b
+ *     sinks' block  [s s s s | a b . .]      n_anchors slots after the sinks, each with a position of its own
+ *     recoded       [. . A . . .][. B . .]   A, B: marked in `gone` and `anchored`, attention reads a and b
  *
- * A newcomer that matters more takes the place of the anchor that matters least; that one's coded place is read
- * again.
+ * A token with a higher score replaces the anchor with the lowest one. Attention then reads the replaced token from
+ * its recoded slot again.
  */
 #ifndef TKVI_RECLAIM_ANCHORS_H
 #define TKVI_RECLAIM_ANCHORS_H
@@ -15,17 +15,17 @@
 #include "reclaim/scores.h"
 #include "reclaim/offload.h"
 
-/* Tokens whose places in block i are not free: those that are there, and those that are anchored. */
+/* Mask of the used slots of block i: live tokens and anchored tokens. */
 static uint64_t tkvi_kept(const tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int i) {
     return tkvi_live_mask(&kv->pool.block[ids[i]], tkvi_block_tokens(kv, list, ids, i)) |
            (kv->pool.token_meta ? kv->pool.token_meta[ids[i]].anchored : 0);
 }
 
-/* The block that covers a position; -1: none does. */
+/* Index of the block that covers a position. -1: the position is past the end or has expired. */
 static int tkvi_block_at(const tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int position) {
     int low = 0, high = list->n;
     if (position >= list->len) return -1;
-    while (low < high) { /* the first that begins behind it */
+    while (low < high) { /* finds the first block that starts after it */
         const int mid = low + (high - low) / 2;
         if (tkvi_block_start(kv, ids, mid) > position) high = mid;
         else low = mid + 1;
@@ -33,7 +33,8 @@ static int tkvi_block_at(const tkv_cache *kv, const tkvi_list *list, const uint3
     return low - 1;
 }
 
-/* The place of a position in block i; -1: it has none. In a packed block, of those that are there or anchored. */
+/* Slot of a position in block i; -1: none. In a packed block only live and anchored tokens are found. In other
+ * blocks an evicted token still has its slot. */
 static int tkvi_place_in(const tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int i,
                          int position) {
     const int n = tkvi_block_tokens(kv, list, ids, i);
@@ -45,7 +46,8 @@ static int tkvi_place_in(const tkv_cache *kv, const tkvi_list *list, const uint3
     return t < n ? t : -1;
 }
 
-/* Where a token is: the block, and the place in it. -1: it is gone. */
+/* Finds a live token. Returns the index of its block and sets *slot. An anchored token is found in the sinks'
+ * block, which has index 0. -1: the position has no live token. */
 static int tkvi_find(const tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int position,
                      int *slot) {
     int i = tkvi_block_at(kv, list, ids, position);
@@ -58,7 +60,8 @@ static int tkvi_find(const tkv_cache *kv, const tkvi_list *list, const uint32_t 
     return *slot >= 0 && !(kv->pool.block[ids[i]].gone >> *slot & 1) ? i : -1;
 }
 
-/* Block i lists its positions, so that those behind it may go. */
+/* Makes block i a packed block, which lists its positions. Then its number of tokens does not depend on the start
+ * of the next block, and that one may be freed. */
 static void tkvi_list_positions(tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int i) {
     tkvi_block *b = &kv->pool.block[ids[i]];
     const int n = tkvi_block_tokens(kv, list, ids, i);
@@ -67,7 +70,8 @@ static void tkvi_list_positions(tkv_cache *kv, const tkvi_list *list, const uint
     b->packed = (int16_t)n;
 }
 
-/* The token at this position is read from its coded place again. */
+/* Undoes the anchor in this slot of the sinks' block: attention reads its token from the recoded block again. The
+ * token takes its attention score back with it. The caller reuses the slot. */
 static void tkvi_anchor_leaves(tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int slot) {
     const int position = tkvi_at(kv, ids[0], slot), i = tkvi_block_at(kv, list, ids, position);
     const int t = i > 0 ? tkvi_place_in(kv, list, ids, i, position) : -1;
@@ -81,7 +85,8 @@ static void tkvi_anchor_leaves(tkv_cache *kv, const tkvi_list *list, const uint3
     token_meta->mass[t] = kv->pool.token_meta[ids[0]].mass[slot];
 }
 
-/* The token at place t of block i, which is exact, joins the sinks at a place. */
+/* Makes the token in slot t of block i an anchor: copies it to `slot` of the sinks' block. Block i must still be
+ * exact. Its slot t is marked as anchored, and attention does not read it. */
 static void tkvi_anchor_joins(tkv_cache *kv, const uint32_t *ids, int i, int t, int slot) {
     const tkv_config *cfg = &kv->tables.cfg;
     const tkvi_simd_ops *help = kv->kernels->helpers;
@@ -105,7 +110,8 @@ static void tkvi_anchor_joins(tkv_cache *kv, const uint32_t *ids, int i, int t, 
     kv->pool.token_meta[ids[i]].anchored |= (uint64_t)1 << t;
 }
 
-/* The place for an anchor: one that is free, or that of the one that matters least. a: what they all got. */
+/* Slot for a new anchor, from first to last - 1: a free slot, or that of the anchor with the lowest score. a:
+ * attention scores of the slots of the sinks' block. */
 static int tkvi_anchor_place(const tkvi_block *sinks, int first, int last, const float *a) {
     int t, least = first;
     for (t = first; t < last; t++) {
@@ -115,7 +121,8 @@ static int tkvi_anchor_place(const tkvi_block *sinks, int first, int last, const
     return least;
 }
 
-/* Block i is exact for the last time. */
+/* Called before block i is recoded. If the block is still exact, its live tokens take free anchor slots and replace
+ * anchors with lower scores. */
 static void tkvi_choose_anchors(tkv_cache *kv, int seq, int layer, int i) {
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const uint32_t *ids = tkvi_ids(kv, seq, layer);

@@ -1,28 +1,30 @@
 /*
- * reclaim/budget.h - a bound on everything that the cache holds: when bytes are needed, blocks get tighter, oldest
- * first.
+ * reclaim/budget.h - keeps everything that a cache holds within its budget. When bytes are needed, blocks are
+ * recoded into smaller formats, oldest first.
  *
- *     append -> does it fit, if everything old were at one of the levels, or with the resorts below, on paper?
- *               no: TKV_ERR_BUDGET, nothing has changed                                 (tkvi_fits_somewhere)
- *            -> above what the level allows: a block or as many as the new bytes require     (tkvi_keep_pace)
- *            -> still no room: as many as it takes, and the next level when this one is done; then, where the
- *               config has a place for them, the oldest blocks go outside, then what a model can compute
- *               again goes (discard.h), then tokens (evict_tokens.h)                         (tkvi_make_room)
+ *     append -> forecast: would it fit with all old blocks recoded at some level, or after the stages below?
+ *               no: TKV_ERR_BUDGET, nothing has changed                              (tkvi_fits_somewhere)
+ *            -> more in use than the level allows: recode what the new bytes require      (tkvi_keep_pace)
+ *            -> still too little memory, stage by stage until it suffices:                (tkvi_make_room)
+ *               1. recode all that this level recodes, then go to the next level
+ *               2. offload the oldest blocks, if the config has a store (offload.h)
+ *               3. discard blocks that the caller's model can recompute (discard.h)
+ *               4. evict tokens (evict_tokens.h)
  *
- * How many blocks eviction gives back depends on who goes. What it gives back for sure is a look at each list
- * (tkvi_may_go). Where that is not enough, it is played through: the policy chooses for each list all that may go,
- * and what is left is pressed into as few blocks as there can be (tkvi_dry_run_floor), after everything else or before
- * it; then the same is done.
+ * How many blocks eviction frees depends on which tokens the policy chooses. A look at each list gives a lower
+ * bound (tkvi_may_go). If the bound is too low, a dry run plays the eviction through (tkvi_dry_run_floor). In it
+ * the policy chooses for each list all tokens that may be evicted. The others are merged into as few blocks as
+ * possible. The eviction comes after the other stages or before them. The real eviction then does the same.
  *
- * Before an operation it is known on paper (tkvi_peak) what slots it takes; pages in use are exactly what the numbers
- * of blocks of each size ask for (cache/pool.h), so whether it fits is arithmetic. Recoding needs a page for each
- * size of block that comes out of it: these spare pages are held from the first append on and used by nothing else. A
- * list remembers how many of its blocks are as tight as the level wants (tkvi_list.tight), so the next one is found
- * by a look at each list.
+ * Before an operation a dry run (tkvi_peak) counts the slots that it takes. The pages in use follow exactly from
+ * the number of blocks of each size (cache/pool.h). So it is arithmetic whether an operation fits. Recoding needs a
+ * free page for each block size that it writes. These pages (pool.spare) are held from the first append on, and
+ * nothing else uses them. A list remembers how many of its blocks are recoded as the level demands
+ * (tkvi_list.tight). So one look at each list finds the next block.
  *
- * A level is left for a tighter one when the average pressure asks for it and nothing is left to do at this one, or
- * when there is no room otherwise; for a looser one when the pressure fell and all that is held would fit there.
- * Blocks never get looser by that. May call age and below.
+ * The cache goes to a tighter level if the average pressure asks for it and this level has nothing left to recode.
+ * It also goes there if memory cannot be found otherwise. It goes to a looser level if the pressure fell and
+ * everything held would fit there. Its blocks keep their formats then.
  */
 #ifndef TKVI_RECLAIM_BUDGET_H
 #define TKVI_RECLAIM_BUDGET_H
@@ -32,35 +34,36 @@
 #include "reclaim/evict_tokens.h"
 
 /* >>bytes */
-/* All that is held, but free pages that nobody keeps. */
+/* Bytes held, without the free pages beyond those for recoding (pool.spare). */
 static size_t tkvi_in_use(const tkv_cache *kv) {
     const size_t spare = (size_t)kv->pool.spare, n_free = kv->pool.n_free_pages;
     return kv->heap.held - (n_free > spare ? n_free - spare : 0) * kv->tables.page_bytes;
 }
 
-/* All but pages. */
+/* Bytes held, without pages. */
 static size_t tkvi_rest(const tkv_cache *kv) {
     return kv->heap.held - (size_t)kv->pool.n_pages * kv->tables.page_bytes;
 }
 
-/* Memory that an array may take when it grows; the old one is given back, but not before. */
+/* Bytes of the larger array if `cap` entries cannot hold `want`, else 0. They come on top of the old array, which
+ * is freed only afterwards. */
 static size_t tkvi_growth(uint32_t cap, int64_t want, size_t item) {
     return want > (int64_t)cap ? (size_t)tkvi_cap_for(want) * item : 0;
 }
 
-/* >>what a call asks for */
-/* Does the tail have a block that takes another token? */
+/* >>the memory request of a call */
+/* Number of tokens that the last block of a list still takes. */
 static int tkvi_tail_room(const tkv_cache *kv, const tkvi_plan *p, const tkvi_list *list,
                           const uint32_t *ids) {
     int last = list->n - 1, room;
     if (last < 0) return 0;
-    if (last >= list->sinks && tkvi_tier_at(list, last) != TKV_HOT) return 0; /* flushed short */
-    if (kv->pool.block[ids[last]].packed) return 0; /* what was behind it is cut off */
+    if (last >= list->sinks && tkvi_tier_at(list, last) != TKV_HOT) return 0; /* flushed before it was full */
+    if (kv->pool.block[ids[last]].packed) return 0; /* the blocks after it were cut off */
     room = last < list->sinks ? p->sink : TKVI_BLOCK;
     return tkvi_max(0, room - (list->len - tkvi_block_start(kv, ids, last)));
 }
 
-/* Blocks that n more tokens open, and the sink block among them. */
+/* Number of blocks that n more tokens open. *sink: 1 if the sinks' block is one of them. */
 static int tkvi_new_blocks(const tkv_cache *kv, const tkvi_plan *p, const tkvi_list *list,
                            const uint32_t *ids, int n, int *sink) {
     int rest = n - tkvi_tail_room(kv, p, list, ids);
@@ -69,7 +72,7 @@ static int tkvi_new_blocks(const tkv_cache *kv, const tkvi_plan *p, const tkvi_l
     return *sink + (rest > 0 ? (rest + TKVI_BLOCK - 1) / TKVI_BLOCK : 0);
 }
 
-/* Blocks that a list may need room for: those it has, the new ones, and a spare. */
+/* Entries that a list needs for n more tokens: its blocks, the new ones, and one more. */
 static int tkvi_list_want(const tkv_cache *kv, int seq, int layer, int n) {
     int sink;
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
@@ -77,7 +80,8 @@ static int tkvi_list_want(const tkv_cache *kv, int seq, int layer, int n) {
            1;
 }
 
-/* The longest list that a row of an order may come to; as it is, or on paper without what has left it there. */
+/* Entries of the longest list that a row of a memory request needs. layer < 0: of all layers. on_dry_run: 1 leaves
+ * out the blocks that the forecast frees (tkvi_list.left). */
 static int tkvi_row_want(const tkv_cache *kv, const tkv_rows *row, int layer, int on_dry_run) {
     const int to = layer < 0 ? tkv_seq_len(kv, row->seq) + row->n : 0;
     int l, want = 0;
@@ -91,7 +95,8 @@ static int tkvi_row_want(const tkv_cache *kv, const tkv_rows *row, int layer, in
     return want;
 }
 
-/* Bytes of the index that this takes; old arrays are given back, but not before. */
+/* Bytes that the index takes in addition if it has `blocks` blocks and serves the memory request. Old arrays are
+ * freed only after the new ones exist. */
 static size_t tkvi_index_growth(const tkv_cache *kv, int64_t blocks, int on_dry_run) {
     const tkvi_memory_request *o = &kv->order;
     size_t bytes = tkvi_growth(kv->pool.block_cap, blocks + o->blocks, tkvi_block_entry(&kv->tables.cfg));
@@ -105,12 +110,14 @@ static size_t tkvi_index_growth(const tkv_cache *kv, int64_t blocks, int on_dry_
     return bytes + tkvi_growth(kv->choice_cap, most, tkvi_choice_entry(&kv->tables.cfg));
 }
 
+/* Clears the memory request. */
 static void tkvi_ask_nothing(tkv_cache *kv) {
     memset(kv->need, 0, (size_t)kv->tables.n_classes * sizeof *kv->need);
     memset(&kv->order, 0, sizeof kv->order);
 }
 
-/* What an operation asks for, from its paper (what it gives back does not count), and tokens for lists. */
+/* Sets the memory request of an operation: slots from its dry run, tokens for lists from its rows. Slots that the
+ * operation gives back do not count. layer: as in tkvi_memory_request. */
 static void tkvi_ask_for(tkv_cache *kv, const tkvi_peak *dry_run, const tkv_rows *rows, int n_rows,
                          int layer) {
     int64_t blocks = kv->pool.n_offloaded;
@@ -126,15 +133,15 @@ static void tkvi_ask_for(tkv_cache *kv, const tkvi_peak *dry_run, const tkv_rows
     kv->order.blocks = dry_run->most_blocks - blocks;
 }
 
-/* >>what there would be */
+/* >>forecast */
 typedef struct tkvi_forecast {
-    int64_t *slots;  /* of each class */
-    int64_t outside; /* blocks */
-    int on_dry_run;  /* lists are as long as `left` says */
-    int64_t more;    /* pages beyond that, as it is not known which slots they are */
+    int64_t *slots;  /* [n_classes] slots in use, reserved or requested */
+    int64_t outside; /* blocks without a slot: offloaded or discarded */
+    int on_dry_run;  /* 1: lists have tkvi_list.left blocks */
+    int64_t more;    /* pages to add, because the classes of the freed slots are unknown */
 } tkvi_forecast;
 
-/* As it is, and what is asked for. */
+/* Forecast of the present state with the memory request, without any reclaim. */
 static tkvi_forecast tkvi_now(tkv_cache *kv) {
     tkvi_forecast o;
     int c;
@@ -147,7 +154,8 @@ static tkvi_forecast tkvi_now(tkv_cache *kv) {
     return o;
 }
 
-/* Bytes held then, room for recoding and growth of the index included. *index, if not NULL: the latter. */
+/* Bytes held in a forecast, with the pages for recoding and the growth of the index. *index, if not NULL, gets that
+ * growth. Returns (size_t)-1 on overflow. */
 static size_t tkvi_bytes_with(const tkv_cache *kv, const tkvi_forecast *o, size_t *index) {
     int64_t pages = kv->pool.spare + o->more, blocks = o->outside;
     size_t bytes, more;
@@ -171,24 +179,26 @@ static size_t tkvi_bytes_now(tkv_cache *kv) {
     return tkvi_bytes_with(kv, &now, NULL);
 }
 
-/* >>what is stored more loosely than a level wants it */
+/* >>stale blocks: blocks that the level's rule recodes into fewer bytes */
 typedef struct tkvi_stale {
-    int seq, layer, i, coding;
+    int seq, layer, i, coding; /* coding: the smaller one */
     tkv_tier due;
 } tkvi_stale;
 
-/* What it is coded in. */
+/* The present coding of a stale block. */
 static const tkvi_coding *tkvi_coding_at(const tkv_cache *kv, const tkvi_stale *s) {
     return &kv->tables.coding[kv->pool.block[tkvi_ids(kv, s->seq, s->layer)[s->i]].coding];
 }
 
+/* 1 if any sequence has an open step. */
 static int tkvi_any_step(const tkv_cache *kv) {
     int seq, any = 0;
     for (seq = 0; seq < kv->tables.cfg.max_seqs; seq++) any |= kv->seq[seq].in_step;
     return any;
 }
 
-/* Where a block of a list should be by rule r: TKV_HOT if it must stay. tables: those missing can be made. */
+/* The tier that rule r demands for a block of a list; TKV_HOT: it must stay as it is. start, end: its positions.
+ * last: 1 for the last block. tables: 1 if missing tables can be learned now; else blocks wait for them. */
 static tkv_tier tkvi_due_from(const tkv_cache *kv, int seq, int layer, int start, int end, int last,
                               const tkvi_tier_spec *r, int tables) {
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
@@ -199,6 +209,7 @@ static tkv_tier tkvi_due_from(const tkv_cache *kv, int seq, int layer, int start
     return due;
 }
 
+/* The same for block i of a list. */
 static tkv_tier tkvi_due(const tkv_cache *kv, int seq, int layer, int i, const tkvi_tier_spec *r,
                          int tables) {
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
@@ -207,7 +218,8 @@ static tkv_tier tkvi_due(const tkv_cache *kv, int seq, int layer, int i, const t
                          i + 1 == list->n, r, tables);
 }
 
-/* Block i, the first that is not yet seen to, is in its place: the tiers of a list are stretches of it. */
+/* Counts block i as recoded for the tier `due`. It is the first one of its list that was not. Each tier of a list
+ * is a range of consecutive blocks, so only counts change. */
 static void tkvi_in_place(tkvi_list *list, int i, tkv_tier due) {
     if (i >= list->sinks + list->archive + list->warm) list->warm++;
     if (due == TKV_ARCHIVE && i >= list->sinks + list->archive) {
@@ -218,7 +230,8 @@ static void tkvi_in_place(tkvi_list *list, int i, tkv_tier due) {
     list->tight = tkvi_max(list->tight, i + 1 - list->sinks);
 }
 
-/* The oldest block of a list that the level wants tighter, first for the archive, then for warm. 0: there is none. */
+/* Finds the oldest stale block of a list, first for the archive, then for warm. 0: there is none. Blocks on the way
+ * that are not stale count as recoded from now on. */
 static int tkvi_stale_in(tkv_cache *kv, int seq, int layer, int tables, tkvi_stale *s) {
     tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
@@ -245,7 +258,8 @@ static int tkvi_stale_in(tkv_cache *kv, int seq, int layer, int tables, tkvi_sta
     }
 }
 
-/* Where a block may go: anywhere, where no memory is asked for, where no page is opened either. */
+/* Which slots a recoded block may take: any; those that need no new memory; those in pages of its class that are
+ * open already. */
 typedef enum tkvi_where { TKVI_ANYWHERE, TKVI_IN_FREE_PAGES, TKVI_IN_OPEN_PAGES } tkvi_where;
 
 static int tkvi_has_slot(const tkv_cache *kv, int coding, tkvi_where where) {
@@ -253,7 +267,8 @@ static int tkvi_has_slot(const tkv_cache *kv, int coding, tkvi_where where) {
     return where == TKVI_IN_FREE_PAGES && (int64_t)kv->pool.n_free_pages > tkvi_promised_pages(&kv->pool);
 }
 
-/* The oldest of all lists that has such a slot. early: tables that are missing may be made of what there is. */
+/* Finds the oldest stale block of all lists that has a slot of the kind `where`. 0: there is none. early: 1
+ * includes blocks that wait for a table, as one can be learned from the present blocks. */
 static int tkvi_next_stale(tkv_cache *kv, tkvi_where where, int early, tkvi_stale *oldest) {
     int seq, layer, found = 0, most = -1, tables = early && !tkvi_any_step(kv);
     for (seq = 0; seq < kv->tables.cfg.max_seqs; seq++)
@@ -271,6 +286,7 @@ static int tkvi_next_stale(tkv_cache *kv, tkvi_where where, int early, tkvi_stal
     return found;
 }
 
+/* Number of stale blocks at the present level: those in RAM with one holder. */
 static uint64_t tkvi_pending(const tkv_cache *kv) {
     uint64_t n = 0;
     int seq, layer, i, tables = !tkvi_any_step(kv);
@@ -289,7 +305,7 @@ static uint64_t tkvi_pending(const tkv_cache *kv) {
     return n;
 }
 
-/* An operation does not fit, at the last level either. */
+/* Error for an operation that does not fit at the last level either. bytes: the fewest that it would take. */
 static tkv_status tkvi_over_budget(tkv_cache *kv, size_t bytes) {
     tkv_status st = tkvi_fail(kv, TKV_ERR_BUDGET, "the tightest level would need", (int64_t)bytes,
                               " bytes, more than the budget; reset a sequence or raise it");
@@ -302,7 +318,7 @@ static tkv_status tkvi_over_budget(tkv_cache *kv, size_t bytes) {
 }
 
 /* >>levels */
-/* The oldest block of all lists that may go outside does. 0: there is none, or the store failed. */
+/* Offloads the oldest block of all lists that may be offloaded. 0: there is none, or the store failed. */
 static int tkvi_offload_oldest(tkv_cache *kv) {
     int seq, layer, most = -1, of_seq = 0, of_layer = 0;
     if (!tkvi_can_store(kv)) return 0;
@@ -320,7 +336,8 @@ static int tkvi_offload_oldest(tkv_cache *kv) {
     return most >= 0 && tkvi_offload_next(kv, of_seq, of_layer);
 }
 
-/* Another plan without a budget: what was reserved was counted by the old one. */
+/* Ends all reservations. Called when the plan changes without a budget, or when a budget begins or ends: their
+ * slots were counted for the old plan. */
 static void tkvi_end_promises(tkv_cache *kv) {
     const size_t n = (size_t)kv->tables.n_classes;
     int seq;
@@ -330,7 +347,8 @@ static void tkvi_end_promises(tkv_cache *kv) {
     tkvi_trim(&kv->pool);
 }
 
-/* The layers' plans become those of a level, or are read again: all blocks are to be looked at by them. */
+/* Applies the plans of a level to all layers, also if the plans of the present level changed. All blocks then count
+ * as not yet recoded. */
 static void tkvi_take_plans(tkv_cache *kv, int level) {
     size_t i, lists = (size_t)kv->tables.cfg.max_seqs * (size_t)kv->tables.cfg.n_layers;
     tkvi_take_level(&kv->tables, level);
@@ -338,6 +356,7 @@ static void tkvi_take_plans(tkv_cache *kv, int level) {
     for (i = 0; i < lists; i++) kv->list[i].tight = kv->list[i].tightest = 0;
 }
 
+/* Changes the level and emits the event. */
 static void tkvi_go_to_level(tkv_cache *kv, int level) {
     const int from = kv->tables.level;
     if (level == from) return;
@@ -349,16 +368,18 @@ static void tkvi_go_to_level(tkv_cache *kv, int level) {
                                  : "memory is free again: new tokens are looser");
 }
 
-/* >>how far it must go. Bits: blocks get looser, as a level has them; or all of them tighter, and, what is more: */
+/* >>reclaim stages: bits. A forecast at a level recodes all stale blocks. TKVI_LOOSEN replaces that. The other bits
+ * add stages. tkvi_make_room follows the bits that the forecast needed (kv->reclaim_stages). */
 typedef enum tkvi_reclaim_stages {
-    TKVI_LOOSEN = 1,
-    TKVI_OUT = 2,       /* those that may go outside or be recomputed are gone */
-    TKVI_EVICT = 4,     /* so are those that eviction gives back, and whose tokens are not outside */
-    TKVI_EVICT_ALL = 8, /* be they outside or not */
-    TKVI_FLOOR = 16, /* each list is evicted to its floor at once and pressed, so that it is known who goes */
-    TKVI_FIRST = 32  /* before anything else happens */
+    TKVI_LOOSEN = 1,    /* blocks that are smaller than the level's format get that format */
+    TKVI_OUT = 2,       /* all blocks that may be offloaded or discarded are */
+    TKVI_EVICT = 4,     /* eviction frees blocks; it spares offloaded tokens */
+    TKVI_EVICT_ALL = 8, /* eviction does not spare offloaded tokens */
+    TKVI_FLOOR = 16,    /* evicts each list to its floor at once and merges it, so the victims are known */
+    TKVI_FIRST = 32     /* eviction comes before all other stages */
 } tkvi_reclaim_stages;
 
+/* The tokens of a sequence that eviction spares in a forecast at a level with these reclaim stages. */
 static tkvi_spared tkvi_spared_by(const tkv_cache *kv, int seq, const tkvi_tier_spec *rule, int level,
                                   int reclaim_stages) {
     tkvi_spared s;
@@ -370,21 +391,23 @@ static tkvi_spared tkvi_spared_by(const tkv_cache *kv, int seq, const tkvi_tier_
     return s;
 }
 
-/* Is it known who goes, whatever becomes of the blocks until then? */
+/* 1 if the policy chooses the same victims whether or not blocks are recoded or offloaded before. Only then a dry
+ * run can choose them. */
 static int tkvi_has_floor(const tkv_cache *kv) {
     const tkv_evict_kind kind = kv->tables.cfg.evict.kind;
     return kind && kind != TKV_EVICT_USER && !(tkv_evict_needs(kind) & TKV_EVICT_NEEDS_KEYS) &&
            (!(tkv_evict_needs(kind) & TKV_EVICT_NEEDS_NORMS) || tkvi_keeps_norms(kv));
 }
 
-/* Tokens of a list that stay by TKVI_FLOOR. */
+/* The floor of a list: the number of tokens that TKVI_FLOOR leaves. They are those that stay in any case, and
+ * kv->share eighths of the others. */
 static int tkvi_floor_of(const tkv_cache *kv, int seq, int layer, const tkvi_spared *spared) {
     const int stay = tkvi_stay_of(kv, seq, layer, spared);
     const int64_t more = tkvi_max(0, tkvi_count(kv, seq, layer) - stay);
     return stay + (int)(more * kv->share / 8);
 }
 
-/* One list goes to its floor. 0: it may not. */
+/* Evicts one list to its floor and merges its blocks. 0: the list is empty, or its sequence has an open step. */
 static int tkvi_go_to_floor(tkv_cache *kv, int seq, int layer, int outside_too) {
     tkvi_spared s;
     memset(&s, 0, sizeof s);
@@ -394,16 +417,17 @@ static int tkvi_go_to_floor(tkv_cache *kv, int seq, int layer, int outside_too) 
     return 1;
 }
 
-/* A block on paper. */
+/* A block in a dry run. */
 typedef struct tkvi_planned_block {
     uint64_t anchored;
     int start, tokens, coding;
     tkv_tier tier;
-    int stays; /* others hold it, too */
-    int away;  /* it has no slot */
+    int stays; /* 1: it has several holders, so it cannot be freed, merged or recoded */
+    int away;  /* 1: it has no slot (offloaded or discarded) */
 } tkvi_planned_block;
 
-/* What is in block b joins block a, as far as tkvi_may_join lets it to press. 1: nothing remains of it. */
+/* Moves tokens of block b to block a, as tkvi_may_join allows with press. end: the end position of b. 1: b is empty
+ * then. */
 static int tkvi_dry_run_join(const tkv_cache *kv, tkvi_planned_block *a, tkvi_planned_block *b, int end) {
     const tkvi_coding *coding = kv->tables.coding;
     const int room = TKVI_BLOCK - a->tokens;
@@ -416,8 +440,9 @@ static int tkvi_dry_run_join(const tkv_cache *kv, tkvi_planned_block *a, tkvi_pl
     return b->tokens == 0;
 }
 
-/* The blocks of a list at its floor, pressed: into `out`; returns how many. r: all of them were tightened to that, and
- * are away as `spared` says, before. NULL: they are as they are. */
+/* Plans the blocks of a list after eviction to its floor and merging. Returns their number and sets *out to them. r
+ * not NULL: all blocks are recoded by this rule before, and offloaded or discarded according to `spared`. NULL:
+ * they are as they are now. */
 static int tkvi_dry_run_floor(tkv_cache *kv, int seq, int layer, const tkvi_spared *spared,
                               const tkvi_tier_spec *r, tkvi_planned_block **out) {
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
@@ -427,7 +452,7 @@ static int tkvi_dry_run_floor(tkv_cache *kv, int seq, int layer, const tkvi_spar
     tkvi_choice c;
     int i, t, at = 0, n = 0;
     tkvi_choose_or_oldest(kv, seq, layer, tkvi_floor_of(kv, seq, layer, spared), spared, &c);
-    *out = dry_run = (tkvi_planned_block *)(void *)c.score; /* these have told all they can */
+    *out = dry_run = (tkvi_planned_block *)(void *)c.score; /* reuses memory of the scores */
     for (i = 0; i < list->n; i++) {
         const tkvi_block *b = &kv->pool.block[ids[i]];
         const uint64_t there = tkvi_choosable(kv, list, ids, layer, i);
@@ -451,7 +476,7 @@ static int tkvi_dry_run_floor(tkv_cache *kv, int seq, int layer, const tkvi_spar
         if (i + 1 < list->n && i > list->sinks && n > 0 &&
             tkvi_dry_run_join(kv, mine - 1, mine, tkvi_block_end(kv, list, ids, i)))
             continue;
-        if (mine->tokens < tkvi_bits_in(left)) { /* a part has joined: it begins at what remains */
+        if (mine->tokens < tkvi_bits_in(left)) { /* some tokens moved: it starts at the next one */
             left &= ~tkvi_first_bits(left, tkvi_bits_in(left) - mine->tokens);
             for (t = 0; !(left >> t & 1);) t++;
             mine->start = tkvi_at(kv, ids[i], t);
@@ -461,14 +486,14 @@ static int tkvi_dry_run_floor(tkv_cache *kv, int seq, int layer, const tkvi_spar
     return n;
 }
 
-/* Sinks among these blocks: 0 or 1. */
+/* Number of sinks' blocks in a plan of tkvi_dry_run_floor: 0 or 1. */
 static int tkvi_dry_run_sinks(const tkv_cache *kv, int seq, int layer, const tkvi_planned_block *dry_run,
                               int n) {
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
     return n && list->sinks && dry_run->start == tkvi_block_start(kv, tkvi_ids(kv, seq, layer), 0);
 }
 
-/* tkvi_discardable_to, when all layers are at their floor. */
+/* tkvi_discardable_to for the case that all layers are at their floor. */
 static int tkvi_dry_run_vacant(tkv_cache *kv, int seq, int level, const tkvi_spared *spared) {
     int layer, i, n, to = TKVI_FOREVER;
     if (!kv->tables.cfg.remat || !tkvi_is_idle(kv, seq)) return 0;
@@ -485,7 +510,7 @@ static int tkvi_dry_run_vacant(tkv_cache *kv, int seq, int level, const tkvi_spa
     return to;
 }
 
-/* Adds to an outlook what becomes of a list at its floor. */
+/* Replaces a list in a forecast by its blocks at the floor. */
 static void tkvi_add_floor(tkv_cache *kv, int seq, int layer, int level, int reclaim_stages,
                            tkvi_forecast *o) {
     tkvi_list *list = tkvi_list_of(kv, seq, layer);
@@ -509,7 +534,7 @@ static void tkvi_add_floor(tkv_cache *kv, int seq, int layer, int level, int rec
         tkvi_planned_block *b = &dry_run[i];
         const int end = i + 1 < list->left ? b[1].start : list->len;
         if (b->stays) continue;
-        if (first && reclaim_stages & TKVI_OUT && i >= sinks && !b->away) { /* now the rest follows */
+        if (first && reclaim_stages & TKVI_OUT && i >= sinks && !b->away) { /* now the other stages */
             const tkv_tier due =
                 tkvi_due_from(kv, seq, layer, b->start, end, i + 1 == list->left, r, !tkvi_any_step(kv));
             if (due != TKV_HOT && tkvi_tighter(kv, b->coding, r->coding[due])) b->coding = r->coding[due];
@@ -521,14 +546,14 @@ static void tkvi_add_floor(tkv_cache *kv, int seq, int layer, int level, int rec
     }
 }
 
-/* What eviction takes from a list for sure, by batches, after all else. */
+/* Lower bounds of what eviction in batches takes from a list, after all other stages. */
 typedef struct tkvi_going {
-    int oldest;  /* so many tokens in RAM, those first that came first */
-    int here;    /* or so many blocks in RAM, no one knows which */
-    int outside; /* blocks outside: in each there may be one token left */
+    int oldest;  /* tokens in RAM, if the policy evicts the oldest first */
+    int here;    /* for other policies: blocks in RAM; which ones is unknown */
+    int outside; /* blocks without a slot; each of the others may keep one token */
 } tkvi_going;
 
-/* The tier and the coding of block i when all is as tight as rule r wants it. */
+/* The tier and the coding of block i after all stale blocks are recoded by rule r. */
 static tkv_tier tkvi_tightened(const tkv_cache *kv, int seq, int layer, int i, const tkvi_tier_spec *r,
                                int *coding) {
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
@@ -538,9 +563,13 @@ static tkv_tier tkvi_tightened(const tkv_cache *kv, int seq, int layer, int i, c
     return due != TKV_HOT ? due : tkvi_tier_at(list, i);
 }
 
-/* Of blocks that may be merged two that did not fit into one are more than half full, but for the last of each stretch
- * of a tier and format, and of the list; where tokens cannot move, blocks are not merged at all. Which of them are
- * left is known where the oldest go first, and no anchors are made before. */
+/* Computes these bounds for a list. They are 0 in an open step, or if a block has several holders.
+ *
+ * Two neighbours that may be merged but do not fit into one block hold more than 64 tokens together. So `stay`
+ * tokens leave at most 2 * stay / 64 blocks, and one more at the end of each stretch. A stretch is a range of one
+ * tier and format; the end of the list and the span of 65536 positions end one, too. If tokens cannot move
+ * (tkvi_binds), blocks are never merged. If the policy evicts the oldest tokens first, the freed blocks are known,
+ * unless recoding makes anchors before. */
 static tkvi_going tkvi_may_go(const tkv_cache *kv, int seq, int layer, const tkvi_tier_spec *r,
                               const tkvi_spared *spared) {
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
@@ -576,8 +605,9 @@ static tkvi_going tkvi_may_go(const tkv_cache *kv, int seq, int layer, const tkv
     return go;
 }
 
-/* So many blocks of a list go, of `has` of each class, and no one knows which: the smallest, which is the least. They
- * may be others, and then there are other pages that are not full. */
+/* Frees n blocks of a list in a forecast. has: the blocks of the list in each class. Which n blocks will be freed
+ * is unknown. Assume the smallest (a lower bound). If others are freed, other pages are not full: the classes that
+ * count for that are marked (`mixed`). */
 static void tkvi_add_going(tkv_cache *kv, int n, int64_t *has, tkvi_forecast *o) {
     int64_t *mixed = kv->need + 3 * kv->tables.n_classes;
     while (n > 0) {
@@ -594,7 +624,7 @@ static void tkvi_add_going(tkv_cache *kv, int n, int64_t *has, tkvi_forecast *o)
     }
 }
 
-/* Adds to an outlook what becomes of a list: of all blocks that are looser than this level wants them, and so on. */
+/* Replaces the blocks of a list in a forecast by those after recoding at a level and after the reclaim stages. */
 static void tkvi_add_list_at(tkv_cache *kv, int seq, int layer, int level, int reclaim_stages,
                              tkvi_forecast *o) {
     const tkvi_tables *t = &kv->tables;
@@ -640,7 +670,7 @@ static void tkvi_add_list_at(tkv_cache *kv, int seq, int layer, int level, int r
     tkvi_add_going(kv, go.here, has, o);
 }
 
-/* What there would be. */
+/* Forecast at a level after these reclaim stages, with the memory request. */
 static tkvi_forecast tkvi_at_level(tkv_cache *kv, int level, int reclaim_stages) {
     tkvi_forecast o = tkvi_now(kv);
     int64_t *mixed = kv->need + 3 * kv->tables.n_classes;
@@ -657,7 +687,8 @@ static tkvi_forecast tkvi_at_level(tkv_cache *kv, int level, int reclaim_stages)
     return o;
 }
 
-/* Would what is asked for fit, going so far at the last level? */
+/* 1 if the memory request fits into the budget at the last level after these reclaim stages. share: as in
+ * tkvi_floor_of. *bytes: lowered to the bytes held then. Sets kv->reclaim_stages and kv->share. */
 static int tkvi_stages_fit(tkv_cache *kv, int reclaim_stages, int share, size_t budget, size_t *bytes) {
     tkvi_forecast o;
     size_t then;
@@ -669,13 +700,14 @@ static int tkvi_stages_fit(tkv_cache *kv, int reclaim_stages, int share, size_t 
     return then <= budget;
 }
 
-/* By which of these ways to the floor it fits, with such a share. */
+/* 1 if the memory request fits with TKVI_FLOOR and this share. Tries three ways: eviction last; first and alone;
+ * first, then the other stages. Each is tried with offloaded tokens spared, then with none spared. */
 static int tkvi_floor_fits(tkv_cache *kv, int share, size_t budget, size_t *bytes) {
     static const int ways[] = {TKVI_OUT, TKVI_FIRST, TKVI_OUT | TKVI_FIRST};
     const int n = (int)(sizeof ways / sizeof *ways);
     int i, fits = 0;
     for (i = 0; i < 2 * n && !fits; i++) {
-        /* anchors that are made before it happens are not known */
+        /* recoding before the eviction makes anchors, which are not known yet */
         if (kv->tables.cfg.n_anchors && !(ways[i % n] & TKVI_FIRST)) continue;
         fits = tkvi_stages_fit(kv, TKVI_EVICT | TKVI_FLOOR | ways[i % n] | (i < n ? 0 : TKVI_EVICT_ALL),
                                share, budget, bytes);
@@ -683,9 +715,10 @@ static int tkvi_floor_fits(tkv_cache *kv, int share, size_t budget, size_t *byte
     return fits;
 }
 
-/* Would it fit, as it is or at a level that the policy allows? More kinds of blocks have more pages that are not full,
- * so that it need not be the last; there the other resorts follow, in their order. kv->resort is how far it must go;
- * *bytes: the least that it takes. */
+/* 1 if the memory request fits into the budget: as things are, at a level that cfg.policy allows, or at the last
+ * level after more reclaim stages, in their order. It tries every level, because the last one need not take the
+ * fewest bytes: more block sizes leave more pages that are not full. Sets kv->reclaim_stages. *bytes: the fewest
+ * bytes found. */
 static int tkvi_still_fits(tkv_cache *kv, size_t budget, size_t *bytes) {
     const tkv_config *cfg = &kv->tables.cfg;
     int level, share;
@@ -706,16 +739,17 @@ static int tkvi_still_fits(tkv_cache *kv, size_t budget, size_t *bytes) {
     return share > 0 || tkvi_floor_fits(kv, 0, budget, bytes);
 }
 
+/* tkvi_still_fits at the start of a call: a store that failed in an earlier call may be tried again. */
 static int tkvi_fits_somewhere(tkv_cache *kv, size_t budget, size_t *bytes) {
     kv->store_failed = 0;
     return tkvi_still_fits(kv, budget, bytes);
 }
 
 /* >>work */
-/* The oldest block that there is a slot for gets as tight as the level wants it. Returns the bytes won; 0: nothing
- * is to be done at this level. `within`, if not 0: not where the first block of its size would open a page for which
- * there is no room beside what is needed. Others would close pages in turn, but there may be no others. early: as in
- * tkvi_next_stale. */
+/* Recodes the oldest stale block that has a slot. Returns the bytes freed; 0: no block can be recoded at this
+ * level. within, if not 0: a limit in bytes. A block that would open a page for which the limit leaves no memory is
+ * passed over for one that opens none. Later blocks would free pages in turn, but there may be no later blocks.
+ * early: as in tkvi_next_stale. */
 static size_t tkvi_tighten_one(tkv_cache *kv, size_t within, int early) {
     tkvi_stale s;
     size_t had;
@@ -730,7 +764,7 @@ static size_t tkvi_tighten_one(tkv_cache *kv, size_t within, int early) {
     }
     had = tkvi_coding_at(kv, &s)->bytes.total;
     if (kv->tables.plan[s.layer].now.shared[s.due] && kv->tables.current[s.layer] < 0) {
-        int8_t before; /* a table of what there is: it must get tighter now */
+        int8_t before; /* learns a table from the present blocks: this one cannot wait */
         if (!tkvi_learn_begin(kv, s.layer, 1, &before) || kv->tables.current[s.layer] < 0) return 0;
         tkvi_learn_end(kv, s.layer, before, 1);
         s.coding = tkvi_coding_of(&kv->tables, s.layer, s.due);
@@ -743,8 +777,9 @@ static size_t tkvi_tighten_one(tkv_cache *kv, size_t within, int early) {
     return had - kv->tables.coding[s.coding].bytes.total;
 }
 
-/* What a level allows before the next one begins: its threshold of the budget, and room for the blocks that all layers
- * of a sequence open at the same token. At level 0 nothing is to be done. */
+/* Bytes in use above which a level recodes blocks: its threshold of the budget. It is lower if the budget must
+ * leave memory for the blocks that all layers of a sequence open at the same token. Level 0 recodes nothing:
+ * (size_t)-1. */
 static size_t tkvi_soft_limit(const tkv_cache *kv, int level) {
     const size_t budget = kv->tables.cfg.budget_bytes,
                  bytes_per_block = kv->bytes_per_block + kv->bytes_per_block / 4;
@@ -756,23 +791,23 @@ static size_t tkvi_soft_limit(const tkv_cache *kv, int level) {
     return budget > bytes_per_block && budget - bytes_per_block < soft ? budget - bytes_per_block : soft;
 }
 
-/* Is more held than a share (tenths) of what the level allows, so that blocks must get tighter? */
+/* 1 if more bytes are in use than tenths / 10 of the soft limit of the level. */
 static int tkvi_is_pressed(const tkv_cache *kv, int tenths) {
     const size_t soft = tkvi_soft_limit(kv, kv->tables.level);
     return kv->tables.level > 0 && tkvi_in_use(kv) > (tenths < 10 ? soft / 10 * (size_t)tenths : soft);
 }
 
-/* The oldest block that the level wants tighter, if it is time for it: bytes press, or this is cfg.policy.min_level,
- * at which nothing stays looser however much memory is free. Only pressure makes a table of few tokens: else blocks
- * wait for theirs. Returns the bytes won. */
+/* Recodes the oldest stale block if it is time: memory is short (pressed), or the level is cfg.policy.min_level and
+ * not 0. At that level stale blocks are recoded even if memory is free. Only pressure learns a table from few
+ * tokens; else blocks wait for their table. Returns the bytes freed. */
 static size_t tkvi_tighten_due(tkv_cache *kv, int pressed) {
     const int level = kv->tables.level;
     if (!pressed && (level == 0 || level != kv->policy.cfg.min_level)) return 0;
     return tkvi_tighten_one(kv, kv->tables.cfg.budget_bytes, pressed);
 }
 
-/* Would all that is held fit at the level before, with the threshold less the hysteresis to spare, and far enough from
- * where the next blocks would bring this level back? */
+/* 1 if everything held would fit at the next looser level, below its threshold less the hysteresis. Three more
+ * blocks of each layer must fit as well. Else the next blocks could soon bring this level back. */
 static int tkvi_may_relax(tkv_cache *kv) {
     const int level = kv->tables.level;
     const tkv_policy_config *p = &kv->policy.cfg;
@@ -785,11 +820,11 @@ static int tkvi_may_relax(tkv_cache *kv) {
     if (bytes < budget * (double)tkvi_relax_below(p, level - 1) &&
         bytes + 3.0 * (double)kv->bytes_per_block < budget)
         return 1;
-    kv->relax_at = tkvi_in_use(kv) - tkvi_in_use(kv) / 16; /* to find out takes a walk over all blocks */
+    kv->relax_at = tkvi_in_use(kv) - tkvi_in_use(kv) / 16; /* the check walks over all blocks */
     return 0;
 }
 
-/* Does a layer still have to learn a table that some level wants? */
+/* 1 if a layer has not yet learned a table that some level uses. */
 static int tkvi_needs_tables(const tkv_cache *kv) {
     int i, lacks = 0;
     for (i = 0; i < kv->tables.cfg.n_layers; i++)
@@ -798,7 +833,8 @@ static int tkvi_needs_tables(const tkv_cache *kv) {
     return lacks;
 }
 
-/* In a step no table is made. Where bytes get short, those that are missing are made before it begins. */
+/* Called before a step opens. No table is learned in an open step, so missing ones are learned now if memory is
+ * short. */
 static void tkvi_learn_early(tkv_cache *kv) {
     int i;
     if (!tkvi_has_budget(kv) || !tkvi_needs_tables(kv) || tkvi_any_step(kv)) return;
@@ -813,8 +849,9 @@ static void tkvi_learn_early(tkv_cache *kv) {
     }
 }
 
-/* With each append: the average moves, the level may; and while more is held than the level allows, blocks get
- * tighter, as many as the new bytes require and half of that, so that the work is spread over the tokens. */
+/* Called with each append. Updates the average pressure and perhaps the level. If memory is short, or at
+ * cfg.policy.min_level, blocks are recoded until they have freed 1.5 times the new bytes. So the work is spread
+ * over the tokens. */
 static void tkvi_keep_pace(tkv_cache *kv, size_t new_bytes) {
     const tkv_policy_config *p = &kv->policy.cfg;
     const float own = (float)((double)tkvi_in_use(kv) / (double)kv->tables.cfg.budget_bytes);
@@ -837,13 +874,13 @@ static void tkvi_keep_pace(tkv_cache *kv, size_t new_bytes) {
                                                     (level > 0 && outside > tkvi_threshold(p, level - 1)));
         kv->recode_backlog -= (int64_t)won;
         if (won) continue;
-        kv->recode_backlog =
-            -(int64_t)(kv->bytes_per_block /
-                       64); /* to look for it takes a walk over all lists: not with each append */
+        /* The search walks over all lists, so it waits until some new bytes have come. */
+        kv->recode_backlog = -(int64_t)(kv->bytes_per_block / 64);
     }
 }
 
-/* Tokens go: a batch, or those of the next list, *list, to its floor. 0: none can. */
+/* Evicts a batch of tokens, or with TKVI_FLOOR the next list (number *list) to its floor. 0: there is nothing left
+ * to evict. */
 static int tkvi_evict_next(tkv_cache *kv, int *list) {
     const int n = kv->tables.cfg.n_layers, all = (kv->reclaim_stages & TKVI_EVICT_ALL) != 0;
     int went = 0;
@@ -854,13 +891,15 @@ static int tkvi_evict_next(tkv_cache *kv, int *list) {
     return went;
 }
 
-/* Before the first token goes: a store that failed is counted on no more. */
+/* Called before the first token is evicted. If the store failed, 1 only if the memory request still fits without
+ * it. */
 static int tkvi_may_evict(tkv_cache *kv, size_t budget) {
     size_t bytes;
     return !kv->store_failed || tkvi_still_fits(kv, budget, &bytes);
 }
 
-/* Room for what is asked for; tkvi_fits_somewhere must have said yes. */
+/* Frees memory until the memory request fits. tkvi_fits_somewhere must have returned 1. 0: the store failed, and
+ * without it the request does not fit. */
 static int tkvi_make_room(tkv_cache *kv, size_t budget) {
     int list = 0, evicts = 0;
     for (;;) {
@@ -868,7 +907,7 @@ static int tkvi_make_room(tkv_cache *kv, size_t budget) {
         size_t index;
         if (tkvi_bytes_with(kv, &now, &index) <= budget) {
             if (kv->heap.held > budget || index > budget - kv->heap.held)
-                tkvi_trim_to(&kv->pool, 0); /* the index needs what pages have left */
+                tkvi_trim_to(&kv->pool, 0); /* gives memory of free pages to the index */
             return 1;
         }
         if (kv->reclaim_stages & TKVI_FIRST && (evicts || (evicts = tkvi_may_evict(kv, budget))) &&
@@ -915,7 +954,7 @@ TKV_API tkv_status tkv_set_budget(tkv_cache *kv, size_t bytes) {
     if (kv->pool.keep_all && bytes == 0)
         return tkvi_fail(kv, TKV_ERR_ARG, "in place the budget is the memory that was given", 0, NULL);
     if (kv->pool.keep_all && bytes > kv->heap.held) bytes = kv->heap.held;
-    if (bytes == 0 && !had) return tkvi_ok(kv); /* what was reserved since it ended stays */
+    if (bytes == 0 && !had) return tkvi_ok(kv); /* no budget before and none now: reservations stay */
     if (bytes == 0) {
         kv->tables.cfg.budget_bytes = kv->heap.limit = 0;
         tkvi_end_promises(kv);
@@ -926,7 +965,7 @@ TKV_API tkv_status tkv_set_budget(tkv_cache *kv, size_t bytes) {
     }
     tkvi_ask_nothing(kv);
     kv->clock++;
-    if (kv->pool.spare == 0) { /* there was none for a while: recoding needs its pages */
+    if (kv->pool.spare == 0) { /* the budget had ended: recoding needs its pages again */
         tkvi_peak dry_run = tkvi_begin_dry_run(kv);
         kv->pool.spare = kv->tables.spare;
         if (!tkvi_peak_ready(&kv->pool, &dry_run)) {
@@ -945,9 +984,9 @@ TKV_API tkv_status tkv_set_budget(tkv_cache *kv, size_t bytes) {
         if (!had) kv->pool.spare = 0;
         return tkvi_over_budget(kv, takes);
     }
-    if (!had) tkvi_end_promises(kv); /* they were for ages */
+    if (!had) tkvi_end_promises(kv); /* their slots were counted for recoding by age */
     tkvi_trim(&kv->pool);
-    if (kv->pool.keep_all) /* the rest of what is held does not change */
+    if (kv->pool.keep_all) /* in place, only pages are counted: the other bytes held do not change */
         kv->pool.allowed = (int64_t)((bytes - tkvi_rest(kv)) / kv->tables.page_bytes);
     else kv->heap.limit = bytes;
     kv->pool.kept_free_pages = tkvi_free_pages_to_keep(kv);

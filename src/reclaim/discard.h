@@ -1,26 +1,26 @@
 /*
- * reclaim/discard.h - blocks that nobody has: their bytes are given back, as the caller's model can compute them
- * again. They stay in their lists, with format, positions and notes, like blocks outside RAM (reclaim/offload.h) that
- * cannot be fetched.
+ * reclaim/discard.h - discards blocks: frees their bytes, as the caller's model can recompute them. Discarded
+ * blocks stay in their lists, with format, positions and token_meta. They are like offloaded blocks
+ * (reclaim/offload.h) that cannot be read back.
  *
- *     tokens    sinks | 0 ... 63 | 64 .. 127 | 128 . 191 | ........ | the last two, and what is younger than hot
- *     goes      never   1st        2nd         3rd ...                never
+ *     tokens     sinks | 0 ... 63 | 64 .. 127 | 128 . 191 | ........ | last two blocks, newest hot_tokens
+ *     discarded  never   1st        2nd         3rd ...                never
  *
- * What goes goes in all layers at once, front to back: a token cannot be computed without its prefix, nor a layer
- * without those below. How it comes back: step/recompute.h. May call spill and below.
+ * Blocks are discarded front to back, in all layers at once. The reason: a token cannot be computed without its
+ * prefix, nor a layer without the layers below it. Recomputing them: step/recompute.h.
  */
 #ifndef TKVI_RECLAIM_DISCARD_H
 #define TKVI_RECLAIM_DISCARD_H
 
 #include "reclaim/offload.h"
 
-/* Is block i missing? Not where all of its tokens were evicted, or are anchors. */
+/* 1 if block i is discarded and has live tokens. If all its tokens are evicted or anchored, nothing is missing. */
 static int tkvi_missing(const tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int i) {
     const tkvi_block *b = &kv->pool.block[ids[i]];
     return tkvi_is_discarded(b) && tkvi_live_mask(b, tkvi_block_tokens(kv, list, ids, i));
 }
 
-/* Has a layer blocks with positions from .. to - 1 that nobody has? */
+/* 1 if a discarded block of a layer covers any of the positions from .. to - 1. */
 static int tkvi_next_discarded(const tkv_cache *kv, int seq, int layer, int64_t from, int64_t to) {
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
@@ -31,8 +31,8 @@ static int tkvi_next_discarded(const tkv_cache *kv, int seq, int layer, int64_t 
     return lacks;
 }
 
-/* Would queries that see positions from `oldest` on miss any? From the last two blocks attention takes what keys
- * have in common, seen or not. */
+/* 1 if queries that see the positions from `oldest` on need a discarded block. The last two blocks always count,
+ * because attention takes its reference key from them. */
 static int tkvi_misses(const tkv_cache *kv, int seq, int layer, int64_t oldest) {
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
     int start;
@@ -41,7 +41,8 @@ static int tkvi_misses(const tkv_cache *kv, int seq, int layer, int64_t oldest) 
     return tkvi_next_discarded(kv, seq, layer, oldest < start ? oldest : start, list->len);
 }
 
-/* Blocks behind the sinks that end here or before may go in all layers, as this level has them. */
+/* The position up to which the blocks behind the sinks may be discarded in all layers. level: its rules decide
+ * which blocks are old enough. 0 in an open step; TKVI_FOREVER for an empty sequence. */
 static int tkvi_discardable_to(const tkv_cache *kv, int seq, int level) {
     int layer, i, to = TKVI_FOREVER;
     if (kv->seq[seq].in_step) return 0;
@@ -56,7 +57,8 @@ static int tkvi_discardable_to(const tkv_cache *kv, int seq, int level) {
     return to;
 }
 
-/* The first positions behind the sinks that are in RAM: of one block, the layer's that begins first. 0: none are. */
+/* Positions *start .. *end - 1 of the first block behind the sinks that is in RAM. Layers can differ: the block
+ * with the lowest start counts. Returns 0 if no layer has such a block. */
 static int tkvi_first_here(const tkv_cache *kv, int seq, int *start, int *end) {
     int layer, i, found = 0;
     for (layer = 0; layer < kv->tables.cfg.n_layers; layer++) {
@@ -71,9 +73,9 @@ static int tkvi_first_here(const tkv_cache *kv, int seq, int *start, int *end) {
     return found;
 }
 
-/* Blocks behind the sinks that end at `to` or before go, in all layers; those outside RAM stay there: they take none,
- * and to fetch is cheaper than to compute. Returns the bytes of what went, or, without `really`, would go; *last:
- * where the last of it ended, if that is further. */
+/* Discards the blocks behind the sinks that end at or before `to`, in all layers. Offloaded blocks stay offloaded:
+ * they take no slots, and reading them is cheaper than recomputing them. really: 0 only counts. Returns the bytes
+ * freed. *last: raised to the end of the last block that is discarded. */
 static size_t tkvi_discard_to(tkv_cache *kv, int seq, int to, int really, int *last) {
     size_t freed = 0;
     int layer, i;
@@ -98,13 +100,14 @@ static size_t tkvi_discard_to(tkv_cache *kv, int seq, int to, int really, int *l
     return freed;
 }
 
-/* Nobody uses it now. */
+/* 1 if the sequence has no open step and the call in progress does not use it. */
 static int tkvi_is_idle(const tkv_cache *kv, int seq) {
     return !kv->seq[seq].in_step && kv->seq[seq].used != kv->clock;
 }
 
-/* The first block that may go, of the sequence that nobody has used for longest, does, or, where it may not in all
- * layers, what else may. 0: there is none. */
+/* Takes the idle sequence that was used longest ago and has blocks to discard. Discards its first block in RAM, in
+ * all layers. If not all layers may discard up to its end, only the blocks before their common limit are discarded.
+ * 0: there is nothing to discard. */
 static int tkvi_discard_idle(tkv_cache *kv) {
     int seq, start = 0, end = 0, from = -1, to = 0, last = 0;
     for (seq = 0; kv->tables.cfg.remat && seq < kv->tables.cfg.max_seqs; seq++) {

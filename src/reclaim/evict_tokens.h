@@ -1,22 +1,23 @@
 /*
- * reclaim/evict_tokens.h - tokens leave a cache. What is known of a layer's tokens is gathered, a policy chooses
- * (rules/evict.h), and blocks give up what they can: a mask says who is gone, and neighbours whose rest fits into one
- * block become one.
+ * reclaim/evict_tokens.h - eviction: removes tokens from a cache. A view gathers the facts about a layer's tokens,
+ * and a policy chooses the victims (rules/evict.h). A mask in each block then marks the evicted tokens. Neighbours
+ * whose remaining tokens fit into one block are merged.
  *
- *     blocks     [a b c d] [e f g h] [i j k l]        the policy drops b c e f g j
+ *     blocks     [a b c d] [e f g h] [i j k l]        the policy evicts b c e f g j
  *     gone        . x x .   x x x .   . x . .
- *     merged     [a d h -]           [i . k l]        a block that was coded is decoded and coded again
+ *     merged     [a d h -]           [i . k l]        both blocks are decoded and encoded as one
  *
- * Positions stay what they were: a packed block lists them (tkvi_token_meta.where). An empty block goes,
- * and the one before it covers its positions. The block at the end stays as it is, so do those that others hold too.
- * All of this needs no memory beyond the room for the choice, which lists bring with them. May call age and below.
+ * Tokens keep their positions: a packed block lists them (tkvi_token_meta.where). An empty block is freed, and the
+ * block before it then covers its positions. The last block is neither freed nor merged, nor are blocks with
+ * several holders. Eviction needs no memory except kv->choice, which grows with the lists.
  */
 #ifndef TKVI_RECLAIM_EVICT_TOKENS_H
 #define TKVI_RECLAIM_EVICT_TOKENS_H
 
 #include "reclaim/age.h"
 
-/* >>what there is */
+/* >>counts and masks */
+/* Number of bits that are set. */
 static int tkvi_bits_in(uint64_t x) {
     int n = 0;
     for (; x; x &= x - 1) n++;
@@ -27,7 +28,7 @@ static uint64_t tkvi_live_mask_in(const tkv_cache *kv, const tkvi_list *list, co
     return tkvi_live_mask(&kv->pool.block[ids[i]], tkvi_block_tokens(kv, list, ids, i));
 }
 
-/* Tokens of a list that are not gone. */
+/* Number of live tokens of a list. */
 static int tkvi_count(const tkv_cache *kv, int seq, int layer) {
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
@@ -38,25 +39,26 @@ static int tkvi_count(const tkv_cache *kv, int seq, int layer) {
     return n;
 }
 
-/* Where a walk over tokens from a position on begins: anchors may have any. */
+/* Index of the block at which a walk over the tokens from a position on begins. With anchors it is 0: the sinks'
+ * block may hold any position. */
 static int tkvi_first_at(const tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int position) {
     return kv->tables.cfg.n_anchors ? 0 : tkvi_max(0, tkvi_block_at(kv, list, ids, position));
 }
 
-/* Tokens of a block that are pinned, by now. */
+/* Mask of the pinned tokens of a block, without temporary pins that have ended. */
 static uint64_t tkvi_pinned_in(const tkv_cache *kv, const tkvi_list *list, uint32_t id) {
     const tkvi_token_meta *token_meta = &kv->pool.token_meta[id];
     return token_meta->pinned | (token_meta->until > list->len ? token_meta->temporary_pins : 0);
 }
 
-/* Tokens that a policy may choose from: anchors are not among them. */
+/* Mask of the live tokens of block i from which a policy may choose, without anchors. */
 static uint64_t tkvi_choosable(const tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int layer,
                                int i) {
     const uint64_t there = tkvi_live_mask_in(kv, list, ids, i);
     return i < list->sinks ? there & ~(uint64_t)0 >> (TKVI_BLOCK - kv->tables.plan[layer].sink) : there;
 }
 
-/* Tokens of positions start .. start + n - 1 that are not gone. */
+/* Number of live tokens at the positions start .. start + n - 1. */
 static int tkvi_count_in(const tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int start, int n) {
     int i, t, found = 0;
     for (i = tkvi_first_at(kv, list, ids, start); i < list->n; i++) {
@@ -71,8 +73,8 @@ static int tkvi_count_in(const tkv_cache *kv, const tkvi_list *list, const uint3
     return found;
 }
 
-/* >>blocks that give up places */
-/* The meter has no copy of this block any more. */
+/* >>freeing and merging blocks */
+/* Removes the quality meter's copies of the block that begins at `start`. */
 static void tkvi_forget_copies(tkv_cache *kv, int seq, int layer, int start) {
     int i, a;
     if (!kv->meter || kv->meter->seq != seq) return;
@@ -83,7 +85,7 @@ static void tkvi_forget_copies(tkv_cache *kv, int seq, int layer, int start) {
     }
 }
 
-/* Block i leaves its list. */
+/* Removes block i from its list and releases it. The counts of the list follow. */
 static void tkvi_unlist(tkv_cache *kv, int seq, int layer, int i) {
     tkvi_list *list = tkvi_list_of(kv, seq, layer);
     uint32_t *ids = tkvi_ids(kv, seq, layer);
@@ -100,7 +102,8 @@ static void tkvi_unlist(tkv_cache *kv, int seq, int layer, int i) {
     memmove(ids + i, ids + i + 1, (size_t)(list->n - i) * sizeof *ids);
 }
 
-/* Gives back block i, of which nothing is left. 0: it has to stay, as the one before it is held by others. */
+/* Frees block i, which has no tokens left. 0: it must stay, because the block before it has other holders. That
+ * block would have to list its positions. */
 static int tkvi_free_block(tkv_cache *kv, int seq, int layer, int i) {
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
@@ -110,8 +113,10 @@ static int tkvi_free_block(tkv_cache *kv, int seq, int layer, int i) {
     return 1;
 }
 
-/* So many tokens of the next block may join those of block i: all of them; or, where nothing is lost by it or bytes
- * are very short (press), as many as there is room for. Both are of one tier, and not the last. */
+/* Number of tokens of block i + 1 that may move to block i; 0: none. If all of them fit, all may. If not, as many
+ * as fit may, provided that bytes are very short (press) or that this loses nothing. It loses nothing if the blocks
+ * are exact, have no copy in the store, and a quarter of block i is free. Both blocks need the same tier and
+ * format. The last block takes no part. Positions in a packed block span at most 65536 (16 bits). */
 static int tkvi_may_join(const tkv_cache *kv, int layer, const tkvi_list *list, const uint32_t *ids, int i,
                          int press) {
     const tkvi_block *a = &kv->pool.block[ids[i]], *b = &kv->pool.block[ids[i + 1]];
@@ -130,14 +135,14 @@ static int tkvi_may_join(const tkv_cache *kv, int layer, const tkvi_list *list, 
     return room >= TKVI_BLOCK / 4 ? room : 0;
 }
 
-/* The first n of these bits. */
+/* The lowest n of the set bits. */
 static uint64_t tkvi_first_bits(uint64_t bits, int n) {
     uint64_t rest = bits;
     while (n-- > 0) rest &= rest - 1;
     return bits & ~rest;
 }
 
-/* Block i begins at its first token that is there. */
+/* Moves the start of block i to its first token that is not evicted. */
 static void tkvi_begin_later(tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int i) {
     tkvi_block *b = &kv->pool.block[ids[i]];
     tkvi_token_meta *token_meta = &kv->pool.token_meta[ids[i]];
@@ -150,7 +155,8 @@ static void tkvi_begin_later(tkv_cache *kv, const tkvi_list *list, const uint32_
     b->start += by;
 }
 
-/* Block i takes in the first `count` of what is left of the next one. */
+/* Moves the first `count` tokens that block i + 1 still holds to block i. If block i + 1 is empty then, it is
+ * freed. */
 static void tkvi_join_blocks(tkv_cache *kv, int seq, int layer, int i, int count) {
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
@@ -189,7 +195,7 @@ static void tkvi_join_blocks(tkv_cache *kv, int seq, int layer, int i, int count
     tkvi_begin_later(kv, list, ids, i + 1);
 }
 
-/* After tokens have gone: what is empty goes, neighbours join. */
+/* After an eviction: frees empty blocks and merges neighbours. press: as in tkvi_may_join. */
 static void tkvi_compact_blocks(tkv_cache *kv, int seq, int layer, int press) {
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
@@ -203,13 +209,14 @@ static void tkvi_compact_blocks(tkv_cache *kv, int seq, int layer, int press) {
             tkvi_join_blocks(kv, seq, layer, i, n);
 }
 
-/* >>the choice. Arrays over the tokens that are there, oldest first. */
+/* >>the choice of victims. Arrays over the tokens of a list that a policy may choose, oldest first, in
+ * kv->choice. */
 typedef struct tkvi_choice {
-    uint64_t *pinned, *victims;
+    uint64_t *pinned, *victims; /* bit masks over the tokens */
     int *position;
-    float *value, *score;
+    float *value, *score; /* value: what the policy needs to see; score: its result, low ones are evicted */
     signed char *priority;
-    int n;
+    int n; /* tokens */
 } tkvi_choice;
 
 static tkvi_choice tkvi_choice_of(const tkv_cache *kv) {
@@ -225,7 +232,8 @@ static tkvi_choice tkvi_choice_of(const tkv_cache *kv) {
     return c;
 }
 
-/* Keys of the tokens of a block; zeros if it is outside and cannot be had: then nothing is known of them. */
+/* Decodes the keys of the tokens in the mask `there` of a block, for one head. Keys of an offloaded block that
+ * cannot be read are zeros: nothing is known of them. */
 static void tkvi_keys_of(const tkv_cache *kv, uint32_t id, int head, uint64_t there, float *out) {
     const size_t dim = (size_t)kv->tables.cfg.head_dim;
     const tkvi_record *r = &kv->tables.coding[kv->pool.block[id].coding].record[head];
@@ -237,7 +245,7 @@ static void tkvi_keys_of(const tkv_cache *kv, uint32_t id, int head, uint64_t th
     else (void)tkvi_values_of(&r->k, kv->kernels->helpers, bytes, there, out, dim);
 }
 
-/* Norms of keys, mean of the KV heads: the tokens of block i, into out. */
+/* Norms of the keys of the tokens in the mask `there` of a block, each the mean of the KV heads. */
 static void tkvi_block_norms(const tkv_cache *kv, uint32_t id, uint64_t there, float *out) {
     const int heads = kv->tables.cfg.n_kv_heads, dim = kv->tables.cfg.head_dim;
     int h, t, n = tkvi_bits_in(there);
@@ -248,7 +256,7 @@ static void tkvi_block_norms(const tkv_cache *kv, uint32_t id, uint64_t there, f
     }
 }
 
-/* KeyDiff of a layer's keys where they lie, as tkvi_score_differing does. */
+/* KeyDiff scores of a layer's n keys, decoded block by block. The formula is that of tkvi_score_differing. */
 static void tkvi_differing(const tkv_cache *kv, int seq, int layer, float *out, int n) {
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
@@ -274,15 +282,14 @@ static void tkvi_differing(const tkv_cache *kv, int seq, int layer, float *out, 
     }
 }
 
-/* What stays although a policy would let it go, where tokens are dropped to win bytes. */
+/* Tokens that an eviction to free bytes spares, although the policy would evict them. */
 typedef struct tkvi_spared {
-    int outside; /* tokens outside RAM: they take none but of the index */
-    /* on paper: as if all blocks were outside that may go there by this rule (NULL: none), and those up to `vacant` */
-    const tkvi_tier_spec *rule;
-    int vacant;
+    int outside; /* 1: spares offloaded and discarded tokens, as they take bytes only in the index */
+    const tkvi_tier_spec *rule; /* dry run: blocks that it may offload count as offloaded; NULL: none */
+    int vacant; /* dry run with a rule: blocks that end at or before this count as discarded */
 } tkvi_spared;
 
-/* Is block i outside, or would be? */
+/* 1 if block i is offloaded or discarded, or counts as such in a dry run. */
 static int tkvi_is_elsewhere(const tkv_cache *kv, int seq, int layer, int i, const tkvi_spared *s) {
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
@@ -292,7 +299,8 @@ static int tkvi_is_elsewhere(const tkv_cache *kv, int seq, int layer, int i, con
            (tkvi_can_store(kv) && tkvi_can_offload(kv, seq, layer, i, s->rule));
 }
 
-/* The tokens of a layer as policies see them. pinned, priority, scores: by position, or NULL. */
+/* Builds the view of a layer's tokens for a policy. p: its pinned, priority and scores are indexed by position, or
+ * NULL. needs: bits of tkv_evict_need. */
 static tkv_evict_view tkvi_build_view(tkv_cache *kv, int seq, int layer, const tkv_evict_params *p, int needs,
                                       const tkvi_spared *spared, tkvi_choice *c) {
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
@@ -308,7 +316,7 @@ static tkv_evict_view tkvi_build_view(tkv_cache *kv, int seq, int layer, const t
         const int first = c->n,
                   stays = spared && spared->outside && tkvi_is_elsewhere(kv, seq, layer, i, spared);
         float mass[TKVI_BLOCK];
-        kv->pool.token_meta[ids[i]].temporary_pins &= pinned; /* what has ended has, also where blocks join */
+        kv->pool.token_meta[ids[i]].temporary_pins &= pinned; /* else a merge could revive ended pins */
         tkvi_decay_to_now(kv, ids[i], list->len, newest, mass);
         if (needs & TKV_EVICT_NEEDS_NORMS && !tkvi_keeps_norms(kv))
             tkvi_block_norms(kv, ids[i], there, c->value + c->n);
@@ -337,7 +345,8 @@ static tkv_evict_view tkvi_build_view(tkv_cache *kv, int seq, int layer, const t
     return v;
 }
 
-/* So many tokens of a layer may stay, of `keep` on average: some policies' layers have budgets of their own. */
+/* Number of tokens that a layer may keep, if layers keep `keep` on average. Some policies give each layer a budget
+ * of its own. */
 static int tkvi_keep_of(const tkv_cache *kv, int seq, int layer, const tkv_evict_config *cfg, int keep) {
     int budget[TKVI_MAX_LAYERS], i, n = 0, mine = 0;
     tkv_evict_budget b;
@@ -355,7 +364,7 @@ static int tkvi_keep_of(const tkv_cache *kv, int seq, int layer, const tkv_evict
     return tkv_evict_budgets(&b, budget) ? keep : budget[mine];
 }
 
-/* The tokens at these places of a view shall go. */
+/* Marks the victims of a choice in the victim masks of their blocks (`chosen`). */
 static void tkvi_note_victims(tkv_cache *kv, int seq, int layer, const tkvi_choice *c) {
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
@@ -369,7 +378,7 @@ static void tkvi_note_victims(tkv_cache *kv, int seq, int layer, const tkvi_choi
     }
 }
 
-/* They go. Nothing can fail. */
+/* Evicts the tokens in the victim masks, then compacts the blocks and emits the event. Cannot fail. */
 static void tkvi_apply_eviction(tkv_cache *kv, int seq, int layer, int press) {
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
@@ -387,7 +396,8 @@ static void tkvi_apply_eviction(tkv_cache *kv, int seq, int layer, int press) {
     if (gone) tkvi_emit_evicted(kv, seq, layer, position, gone);
 }
 
-/* Who goes so that at most `keep` tokens of a layer stay. */
+/* Chooses victims so that at most `keep` tokens of a layer stay; pinned and spared tokens can make it more. p: as
+ * in tkv_evict, or NULL. Fails if a score is not a finite number. */
 static tkv_status tkvi_choose(tkv_cache *kv, int seq, int layer, const tkv_evict_config *cfg,
                               const tkv_evict_params *p, int keep, const tkvi_spared *spared,
                               tkvi_choice *c) {
@@ -403,7 +413,8 @@ static tkv_status tkvi_choose(tkv_cache *kv, int seq, int layer, const tkv_evict
     return tkv_evict_select(cfg, &v, c->score, keep, c->victims, NULL);
 }
 
-/* The same by cfg.evict; if its scores are no numbers (a user's may not be), the oldest go. */
+/* tkvi_choose by cfg.evict. If that fails (scores of a user may be NaN), it chooses the oldest tokens. Cannot
+ * fail. */
 static void tkvi_choose_or_oldest(tkv_cache *kv, int seq, int layer, int keep, const tkvi_spared *spared,
                                   tkvi_choice *c) {
     tkv_evict_config oldest = kv->tables.cfg.evict;
@@ -412,6 +423,7 @@ static void tkvi_choose_or_oldest(tkv_cache *kv, int seq, int layer, int keep, c
     (void)tkvi_choose(kv, seq, layer, &oldest, NULL, keep, spared, c);
 }
 
+/* Evicts by cfg.evict, or the oldest tokens, until at most `keep` stay. press: as in tkvi_may_join. */
 static void tkvi_evict_or_oldest(tkv_cache *kv, int seq, int layer, int keep, const tkvi_spared *spared,
                                  int press) {
     tkvi_choice c;
@@ -420,7 +432,8 @@ static void tkvi_evict_or_oldest(tkv_cache *kv, int seq, int layer, int keep, co
     tkvi_apply_eviction(kv, seq, layer, press);
 }
 
-/* Before n more tokens come: does the layer have more than it may keep? */
+/* Called before n more tokens. If the layer would exceed its share of cfg.evict_tokens, it evicts the excess, at
+ * least a batch (tkv_evict_due). */
 static void tkvi_evict_due_in(tkv_cache *kv, int seq, int layer, int n) {
     const tkv_config *cfg = &kv->tables.cfg;
     tkv_evict_config full;
@@ -430,18 +443,18 @@ static void tkvi_evict_due_in(tkv_cache *kv, int seq, int layer, int n) {
     keep = tkvi_keep_of(kv, seq, layer, &cfg->evict, cfg->evict_tokens);
     due = tkv_evict_due(&cfg->evict, count, n, keep);
     (void)tkvi_evict_fill(&cfg->evict, &full);
-    least =
-        tkvi_min(full.sink_tokens + 1, keep / 2); /* sinks are for good, however many tokens come at once */
+    least = tkvi_min(full.sink_tokens + 1, keep / 2); /* the sinks stay, even if many tokens come at once */
     if (due > 0) tkvi_evict_or_oldest(kv, seq, layer, tkvi_max(count - due, least), NULL, 0);
 }
 
-/* >>under a budget that no level holds: the next resort */
-/* Tokens of a block that are pinned and there: pins of those that are gone hold nothing. */
+/* >>eviction as a reclaim stage, when no level fits the budget */
+/* Mask of the pinned tokens of block i that are live. Pins of evicted tokens do not count. */
 static uint64_t tkvi_held_in(const tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int i) {
     return tkvi_pinned_in(kv, list, ids[i]) & tkvi_live_mask_in(kv, list, ids, i);
 }
 
-/* Tokens of a list that stay in any case; as many anchors as there may be, for blocks that get tighter make some. */
+/* Number of tokens of a list that stay in any case, an upper bound. It counts all n_anchors, because blocks that
+ * are recoded make anchors. */
 static int tkvi_stay_of(const tkv_cache *kv, int seq, int layer, const tkvi_spared *spared) {
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
@@ -450,7 +463,7 @@ static int tkvi_stay_of(const tkv_cache *kv, int seq, int layer, const tkvi_spar
     int i;
     (void)tkvi_evict_fill(&kv->tables.cfg.evict, &cfg);
     n = (int64_t)cfg.sink_tokens + 2 * (int64_t)cfg.recent_tokens +
-        TKVI_BLOCK; /* half of them: rules/evict.h */
+        TKVI_BLOCK; /* twice: rules/evict.h protects recent tokens in half of `keep` */
     n += kv->tables.cfg.n_anchors;
     for (i = 0; i < list->n; i++)
         n += tkvi_bits_in(spared->outside && tkvi_is_elsewhere(kv, seq, layer, i, spared)
@@ -459,7 +472,8 @@ static int tkvi_stay_of(const tkv_cache *kv, int seq, int layer, const tkvi_spar
     return (int)(n < TKVI_FOREVER ? n : TKVI_FOREVER);
 }
 
-/* A batch of tokens goes from the list that has most to give. 0: none has. */
+/* Evicts a batch of tokens from the list that can spare the most. outside_too: 1 evicts offloaded tokens as well.
+ * 0: no list can spare any. */
 static int tkvi_evict_some(tkv_cache *kv, int outside_too) {
     const tkv_config *cfg = &kv->tables.cfg;
     int seq, layer, most = 0, of_seq = 0, of_layer = 0, count = 0;

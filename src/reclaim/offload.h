@@ -1,18 +1,21 @@
 /*
- * reclaim/offload.h - blocks outside RAM: how they go to the caller's store and how single records come back.
+ * reclaim/offload.h - offloads blocks: writes them from RAM to the caller's store (cfg.spill) and reads single
+ * records back. Which blocks are offloaded, and when: reclaim/budget.h, step/promote.h.
  *
- * A block goes out as it is coded, in pieces, one for each KV head's record (two where K and V are too large for
- * one), so that attention fetches what it multiplies with and nothing else. Behind each piece stands the XXH64 of its
- * bytes. The seed is the XXH64 of the key, the head, the start and the coding of the block, and a mark. So bytes that
- * are damaged, misplaced or of an earlier block of that number are found out: a change passes with a chance of 2^-64.
- * This protects against accidents, not against someone who writes to the store on purpose. Marks of blocks are 47
- * bits and never come again; those of copies count the copies of a block's number, so one comes again when a store
- * has lost the 65,535 between without a word.
+ * A block is stored in its format, in pieces. Each KV head's record is one piece, or two (K, V) where it is larger
+ * than TKVI_OFFLOAD_SIDE bytes. So attention reads only the bytes that it multiplies with.
  *
- *     key 2 * number: the block itself, while it has no slot;  2 * number + 1: its exact copy (cfg.spill.keep_exact)
- *     head h: at record[h].at + 16 h: K, [checksum 8,] V, checksum 8, little-endian
+ *     key 2 * number: the offloaded block;  key 2 * number + 1: its exact copy (cfg.spill.keep_exact)
+ *     head h, at offset record[h].at + 16 h: K, [checksum 8,] V, checksum 8, little-endian
  *
- * Which blocks go and when: reclaim/budget.h, step/promote.h. May call cache and below.
+ * The checksum of a piece is the XXH64 of its bytes. Its seed is the XXH64 of the key, the head and side, the start
+ * and coding of the block, and a mark. It finds damaged bytes, misplaced bytes, and bytes of an earlier block under
+ * the same key. Wrong bytes pass with a probability of 2^-64. This protects against accidents, not against
+ * deliberate changes of the store.
+ *
+ * The mark of a block is a counter of 47 bits and never repeats. The mark of a copy counts the copies under one
+ * block number, in 16 bits. After 65,536 copies it repeats. Old bytes then pass if the store silently lost the
+ * 65,535 copies in between.
  */
 #ifndef TKVI_RECLAIM_OFFLOAD_H
 #define TKVI_RECLAIM_OFFLOAD_H
@@ -23,21 +26,23 @@
 /* >>pieces */
 typedef struct tkvi_piece {
     uint32_t key;
-    size_t at, bytes; /* in what is stored, without the checksum */
-    size_t from;      /* in the block */
-    uint64_t seed;
+    size_t at, bytes; /* offset under the key; size without the checksum */
+    size_t from;      /* offset in the block */
+    uint64_t seed;    /* of the checksum */
 } tkvi_piece;
 
-/* Where a piece that was fetched stands, and which one it is: K and V are asked for one after the other. */
+/* A fetch buffer holds the piece that was read last. Callers ask for K, then for V: a record of one piece is read
+ * only once. */
 typedef struct tkvi_fetch_buffer {
     TKVI_ALIGNED uint8_t bytes[TKVI_OFFLOAD_ROOM];
-    uint32_t key; /* TKVI_NIL: none */
+    uint32_t key; /* of the block; TKVI_NIL: the buffer is empty */
     int head, part;
 } tkvi_fetch_buffer;
 
-/* Pieces of a record: 1 or 2. */
+/* Number of pieces of a record: 1 or 2. */
 static int tkvi_pieces(const tkvi_record *r) { return 1 + (r->k.bytes + r->v.bytes > TKVI_OFFLOAD_SIDE); }
 
+/* Describes a piece of a block. part: 0 is K, or K and V in one piece; 1 is V. */
 static tkvi_piece tkvi_piece_of(const tkv_cache *kv, uint32_t id, tkvi_stored_as what, int coding,
                                 uint64_t mark, int head, int part) {
     const tkvi_record *r = &kv->tables.coding[coding].record[head];
@@ -57,8 +62,8 @@ static tkvi_piece tkvi_piece_of(const tkv_cache *kv, uint32_t id, tkvi_stored_as
     return p;
 }
 
-/* >>out */
-/* What is in RAM of a block goes to the store. 0: that failed, and the store has nothing of it. */
+/* >>writing */
+/* Writes a block that is in RAM to the store. 0: the store failed, and the key was erased. */
 static TKVI_NOINLINE int tkvi_store_block(tkv_cache *kv, uint32_t id, tkvi_stored_as what, uint64_t mark) {
     TKVI_ALIGNED uint8_t room[TKVI_OFFLOAD_ROOM];
     const tkv_spill_config *s = &kv->tables.cfg.spill;
@@ -78,8 +83,8 @@ static TKVI_NOINLINE int tkvi_store_block(tkv_cache *kv, uint32_t id, tkvi_store
     return 1;
 }
 
-/* A block that leaves the hot tier for the first time: its exact bytes are kept, if somebody wants them. Where
- * the store fails there is no copy, and that is all. */
+/* Called before a block is recoded. With cfg.spill.keep_exact it writes a copy of the exact bytes to the store, if
+ * the block has none. If the store fails, there is no copy, but the call goes on. */
 static void tkvi_keep_copy(tkv_cache *kv, int layer, uint32_t id) {
     tkvi_block *b = &kv->pool.block[id];
     if (!kv->tables.cfg.spill.keep_exact || !kv->tables.cfg.spill.store || b->copy || b->refs > 1) return;
@@ -88,19 +93,21 @@ static void tkvi_keep_copy(tkv_cache *kv, int layer, uint32_t id) {
     if (tkvi_store_block(kv, id, TKVI_COPY, b->copy_mark)) b->copy = (uint16_t)(b->coding + 1);
 }
 
-/* Is there a place outside, as far as is known? */
+/* 1 if there is a store, and it has not failed in this call. */
 static int tkvi_can_store(const tkv_cache *kv) { return kv->tables.cfg.spill.store && !kv->store_failed; }
 
-/* Is what ends here as old as what leaves the hot tier by rule r, and not of the last append? */
+/* 1 if blocks that end before position `end` may be offloaded by age. At least the hot tokens of rule r must follow
+ * them, and the last append must not have added to them. If r keeps all tokens hot, cfg.hot_tokens counts as it was
+ * given. Its special values (0, TKV_NONE, TKV_ALL) set no age. */
 static int tkvi_is_old(const tkv_cache *kv, int seq, int layer, int end, const tkvi_tier_spec *r) {
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
     int hot = r->hot != TKVI_FOREVER ? r->hot : kv->tables.cfg.hot_tokens;
-    if (hot == TKVI_FOREVER) hot = TKVI_BLOCK; /* all is hot: then what is not the newest */
+    if (hot == TKVI_FOREVER) hot = TKVI_BLOCK; /* given as 2^30 - 1: the newest 64 stay */
     return end <= list->chunk && (kv->seq[seq].in_step ? list->step_len : list->len) - end >= hot;
 }
 
-/* May block i of a list go out by rule r? Of one holder, and old; no sinks, and not the last two, from which attention
- * takes what keys have in common. */
+/* 1 if block i of a list may be offloaded by rule r: it is old and has one holder. Sinks and the last two blocks
+ * stay. From the last two blocks attention takes its reference key. */
 static int tkvi_can_offload(const tkv_cache *kv, int seq, int layer, int i, const tkvi_tier_spec *r) {
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
@@ -108,7 +115,7 @@ static int tkvi_can_offload(const tkv_cache *kv, int seq, int layer, int i, cons
     return tkvi_is_old(kv, seq, layer, tkvi_block_end(kv, list, ids, i), r);
 }
 
-/* The oldest block of a list that may go out next; -1: there is none. */
+/* Index of the block of a list to offload next, the oldest that may be; -1: none. Also moves list->out on. */
 static int tkvi_next_out(tkv_cache *kv, int seq, int layer) {
     tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
@@ -120,7 +127,7 @@ static int tkvi_next_out(tkv_cache *kv, int seq, int layer) {
     return i < list->n && tkvi_can_offload(kv, seq, layer, i, &kv->tables.plan[layer].now) ? i : -1;
 }
 
-/* It goes. 0: there is none, or the store failed and it stays. */
+/* Offloads the block that tkvi_next_out finds. 0: there is none, or the store failed and the block stays in RAM. */
 static int tkvi_offload_next(tkv_cache *kv, int seq, int layer) {
     const int i = tkvi_next_out(kv, seq, layer);
     uint32_t id, page;
@@ -145,8 +152,10 @@ static int tkvi_offload_next(tkv_cache *kv, int seq, int layer) {
     return 1;
 }
 
-/* >>back */
-/* A side of a head's record of a block that is outside, in `room`. */
+/* >>reading */
+/* Reads one side of a head's record of an offloaded block, or of its exact copy, into `room`. *bytes points to it
+ * until the next call with this buffer. Errors: TKV_ERR_NO_SOURCE (discarded), TKV_ERR_IO (the store failed),
+ * TKV_ERR_DATA (wrong checksum). */
 static TKVI_NOINLINE tkv_status tkvi_fetch(const tkv_cache *kv, uint32_t id, tkvi_stored_as what, int head,
                                            tkv_side side, tkvi_fetch_buffer *room, const uint8_t **bytes) {
     const tkv_spill_config *s = &kv->tables.cfg.spill;
@@ -167,7 +176,8 @@ static TKVI_NOINLINE tkv_status tkvi_fetch(const tkv_cache *kv, uint32_t id, tkv
     return TKV_OK;
 }
 
-/* One side of a head's record, where it is or, from outside, in `room`: valid until another is asked for. */
+/* One side of a head's record: in its slot, or read into `room` if the block is offloaded. *bytes is valid until
+ * the next call with this buffer. Errors: those of tkvi_fetch. */
 static tkv_status tkvi_side_bytes(const tkv_cache *kv, uint32_t id, int head, tkv_side side,
                                   tkvi_fetch_buffer *room, const uint8_t **bytes) {
     const tkvi_block *b = &kv->pool.block[id];
@@ -177,7 +187,7 @@ static tkv_status tkvi_side_bytes(const tkv_cache *kv, uint32_t id, int head, tk
     return TKV_OK;
 }
 
-/* A record of it will be asked for soon. */
+/* Prefetch: announces to the store that a head's record of this offloaded block will be read soon. */
 static void tkvi_fetch_ahead(const tkv_cache *kv, uint32_t id, int head) {
     const tkv_spill_config *s = &kv->tables.cfg.spill;
     const tkvi_block *b = &kv->pool.block[id];

@@ -1,26 +1,28 @@
 /*
- * reclaim/scores.h - how much attention each token got: attention/attend.h gathers it while it runs, the blocks'
- * notes keep it (cache/pool.h).
+ * reclaim/scores.h - attention scores: how much attention each token got. attention/attend.h collects them while it
+ * runs. The token_meta of each block stores them (cache/pool.h).
  *
- * What is gathered is a row of a table (rules/score_modes.h). All calls between two appends are one step; its stamp
- * is the list's length. Who comes first to a block in a step decays its numbers, or begins anew.
+ * A row of a table defines how scores are formed (rules/score_modes.h). All calls between two appends are one step.
+ * The stamp of a step is the length of the list. The first call that reaches a block in a step decays the scores of
+ * that block, or resets them.
  *
- * As with the sums of learn/statistics.h, readers of the cache write here, and so under kv->learning. Without atomics
- * (neither gcc nor clang) attention gathers nothing; what a caller adds counts all the same. May call cache and
- * below.
+ * Readers of the cache write here, as with the sums of learn/statistics.h. So they take the lock kv->learning.
+ * Without atomics (neither gcc nor clang) attention collects nothing. Scores that the caller adds count all the
+ * same.
  */
 #ifndef TKVI_RECLAIM_SCORES_H
 #define TKVI_RECLAIM_SCORES_H
 
 #include "cache/cache.h"
 
-/* Nothing is gathered, and the policy wants norms: then `mass` of a token has the bits of its key's, a float. So they
- * are not decoded for each batch, and are those of the keys that came. */
+/* 1 if `mass` in token_meta holds key norms (the bits of a float) in place of attention scores. This is so if the
+ * policy is KNORM and attention scores are not collected. Keys then need not be decoded for each eviction, and the
+ * norms are those of the appended keys. */
 static int tkvi_keeps_norms(const tkv_cache *kv) {
     return kv->tables.cfg.evict.kind == TKV_EVICT_KNORM && !kv->mass.mode;
 }
 
-/* Is what a policy needs of attention what this cache gathers? */
+/* 1 if this cache collects the attention scores that a policy needs, or if the policy needs none. */
 static int tkvi_gathers_for(const tkv_cache *kv, tkv_evict_kind kind) {
     const int attention =
         TKV_EVICT_NEEDS_MASS | TKV_EVICT_NEEDS_OBSERVED | TKV_EVICT_NEEDS_LAST | TKV_EVICT_NEEDS_LOWS;
@@ -28,13 +30,14 @@ static int tkvi_gathers_for(const tkv_cache *kv, tkv_evict_kind kind) {
     return !need || (kv->mass.mode && kv->mass.mode->need == need);
 }
 
-/* >>notes. len: of the list */
+/* >>token_meta. len: tokens of the list */
+/* Multiplies the scores of a block by `by`, if that is below 1. */
 static void tkvi_token_score_fade(uint32_t *mass, double by) {
     int t;
     for (t = 0; t < TKVI_BLOCK && by < 1.0; t++) mass[t] = (uint32_t)tkvi_f64((double)mass[t] * by);
 }
 
-/* A block's numbers, brought to a step. */
+/* Decays the scores of a block to a step. Modes in which each step begins from zero reset them instead. */
 static void tkvi_decay_to_step(const tkvi_token_scores *m, tkvi_token_meta *n, int step) {
     if (n->step == step || !m->mode) return;
     tkvi_token_score_fade(n->mass,
@@ -42,7 +45,8 @@ static void tkvi_decay_to_step(const tkvi_token_scores *m, tkvi_token_meta *n, i
     n->step = step;
 }
 
-/* said: of the block's 64 tokens, 0 where they are gone; one: 1 of it as a whole number. */
+/* Joins new scores to those of a block. said: the new scores of its 64 tokens, 0 for evicted ones. one: the integer
+ * that stands for a score of 1. */
 static void tkvi_token_score_add(tkv_cache *kv, uint32_t id, int len, const float *said, float one) {
     const tkvi_token_scores *m = &kv->mass;
     tkvi_token_meta *n = &kv->pool.token_meta[id];
@@ -56,14 +60,14 @@ static void tkvi_token_score_add(tkv_cache *kv, uint32_t id, int len, const floa
     tkvi_unlock(&kv->learning);
 }
 
-/* The numbers of two blocks that become one are those of one step. */
+/* Decays the scores of two blocks to the same step, the later one. Scores can then move from one to the other. */
 static void tkvi_align_steps(tkv_cache *kv, uint32_t a, uint32_t b) {
     tkvi_token_meta *n = kv->pool.token_meta;
     tkvi_decay_to_step(&kv->mass, &n[a], tkvi_max(n[a].step, n[b].step));
     tkvi_decay_to_step(&kv->mass, &n[b], n[a].step);
 }
 
-/* The step of the newest queries that told, where older ones do not count. */
+/* The step of the newest sampled queries, in modes where older ones do not count; in other modes 0. */
 static int tkvi_token_score_newest(tkv_cache *kv, const tkvi_list *list, const uint32_t *ids) {
     int i, step = 0;
     if (!kv->mass.mode || !kv->mass.mode->fresh) return 0;
@@ -74,8 +78,8 @@ static int tkvi_token_score_newest(tkv_cache *kv, const tkvi_list *list, const u
     return step;
 }
 
-/* A block's numbers as of now: what a policy needs of its 64 slots, or the A of rules/importance.h. newest: of the
- * list. */
+/* Writes the scores of the 64 slots of a block, decayed to now, to `a`. They are what a policy needs, or the A of
+ * rules/importance.h. newest: result of tkvi_token_score_newest for the list. */
 static void tkvi_decay_to_now(tkv_cache *kv, uint32_t id, int len, int newest, float *a) {
     const tkvi_token_scores *m = &kv->mass;
     tkvi_token_meta n;
@@ -93,7 +97,8 @@ static void tkvi_decay_to_now(tkv_cache *kv, uint32_t id, int len, int newest, f
     for (t = 0; t < TKVI_BLOCK; t++) a[t] = (float)((double)n.mass[t] * by);
 }
 
-/* Importance of up to 64 tokens at these positions, from what was gathered of them. */
+/* Importance of n tokens, at most 64, at these positions. a: in, their attention scores of now; out, their
+ * importance. */
 static void tkvi_weigh_importance(const tkv_cache *kv, const int *position, float *a, int n, int len) {
     tkv_importance token[TKVI_BLOCK];
     int t;
@@ -104,7 +109,7 @@ static void tkvi_weigh_importance(const tkv_cache *kv, const int *position, floa
     (void)tkv_importance_read(&kv->mass.importance, token, position, n, len - 1, a);
 }
 
-/* The list was cut to its length: no step lies ahead. (Tokens that come now begin with nothing: tkvi_store.) */
+/* After a list was cut: no step of its blocks lies beyond its length. New tokens begin with 0 (tkvi_store). */
 static void tkvi_token_score_cut(tkv_cache *kv, const tkvi_list *list, const uint32_t *ids) {
     const tkvi_token_score_mode *mode = kv->mass.mode;
     int i;

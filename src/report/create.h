@@ -1,6 +1,9 @@
 /*
- * report/create.h - a cache from a text: parsed, checked and created in one call. What is wrong with the text is said
- * with its line, also where single values are right and the config they make is not. May call text, cache and below.
+ * report/create.h - tkv_create_from_text parses a config text, checks it and creates a cache, in one call.
+ *
+ * If a line of the text is wrong, the error sentence begins with its number. This works also if every value is
+ * valid by itself and only the whole config is not.
+ *
  */
 #ifndef TKVI_REPORT_CREATE_H
 #define TKVI_REPORT_CREATE_H
@@ -10,7 +13,8 @@
 #include "cache/cache.h"
 #include "report/text.h"
 
-/* Layers that the text wants room for: n_layers, 0 if it names none of them. A bad text is found by the parser. */
+/* Layers for which the text needs a list: n_layers, or 0 if no key of the text begins with layers[. Errors in the
+ * text are left to tkv_config_parse. */
 static TKVI_NOINLINE int tkvi_text_layers(const tkv_config *host, const char *text, size_t size) {
     tkvi_parser r;
     tkv_config full = *host;
@@ -19,7 +23,7 @@ static TKVI_NOINLINE int tkvi_text_layers(const tkv_config *host, const char *te
     return r.highest[TKVI_OF_LAYERS] ? tkvi_max(0, full.n_layers) : 0;
 }
 
-/* The line of the field that a sentence begins with; 0: the text does not have it. */
+/* The line of the text that sets the field whose name the sentence begins with; 0: no line sets it. */
 static TKVI_NOINLINE int tkvi_text_line(const char *text, size_t size, const char *sentence) {
     tkvi_parser r;
     tkv_config any;
@@ -30,7 +34,7 @@ static TKVI_NOINLINE int tkvi_text_line(const char *text, size_t size, const cha
     r.key.at = sentence;
     while (sentence[r.key.n] && sentence[r.key.n] != ' ') r.key.n++;
     row = tkvi_find_row(&r, &group, &index, &last);
-    if (!row && r.key.n > 2 && r.key.at[r.key.n - 2] == '.') { /* one side of a pair */
+    if (!row && r.key.n > 2 && r.key.at[r.key.n - 2] == '.') { /* .k or .v of a pair */
         r.key.n -= 2;
         row = tkvi_find_row(&r, &group, &index, &last);
     }
@@ -41,6 +45,7 @@ static TKVI_NOINLINE int tkvi_text_line(const char *text, size_t size, const cha
     return 0;
 }
 
+/* Writes to `reason` the sentence, after the line that it is about if there is one. Returns st. */
 static tkv_status tkvi_append_line_of(tkv_status st, const char *text, size_t size, const char *sentence,
                                       char *reason, size_t reason_size) {
     tkvi_text t = tkvi_text_begin(reason, reason ? reason_size : 0);
@@ -75,7 +80,7 @@ TKV_API tkv_status tkv_create_from_text(const char *text, size_t size, const tkv
     room.frequencies = frequencies;
     room.n_frequencies = TKV_MAX_HEAD_DIM / 2;
     room.n_layers = tkvi_text_layers(&cfg, text, size);
-    if (room.n_layers > TKVI_MAX_LAYERS) { /* the sentence that it gets without a list */
+    if (room.n_layers > TKVI_MAX_LAYERS) { /* too many: the sentence of tkv_config_validate */
         cfg.n_layers = room.n_layers;
         st = tkv_config_validate(&cfg, sentence, sizeof sentence);
         return tkvi_append_line_of(st, text, size, sentence, reason, reason_size);

@@ -1,10 +1,10 @@
 /*
- * report/decimal.h - floats as decimal text and back, exactly: without strtod and printf, so that neither a locale
- * nor a compiler's flags have a say. May call base.
+ * report/decimal.h - converts floats to decimal text and back, exactly. It does not use strtod and printf, because
+ * their results depend on the locale and on compiler flags.
  *
- * A number m * 10^e and a float c * 2^x are compared as whole numbers of up to 384 bits. Everything follows from
- * that: the float of a text is found by halving (its neighbours' midpoints are floats with one bit more), the text of
- * a float is the shortest one that leads back to it.
+ * A number m * 10^e and a float c * 2^x are compared as whole numbers of up to 384 bits. Both directions use only
+ * this comparison. Reading finds the nearest float by bisection; the midpoint of two neighbouring floats is a float
+ * with one bit more. Writing finds the shortest text that reads back as the same float.
  */
 #ifndef TKVI_REPORT_DECIMAL_H
 #define TKVI_REPORT_DECIMAL_H
@@ -14,12 +14,12 @@
 #include "core/base.h"
 
 #define TKVI_DECIMAL_LEAST                                                                                   \
-    (-64)                    /* exponents: below, 19 digits are less than half of the smallest float ... */
-#define TKVI_DECIMAL_MOST 39 /* ... and above, one digit is more than the largest */
-#define TKVI_FLOAT_TEXT 24   /* room for any float, the final zero included */
+    (-64) /* exponents: below this one, 19 digits are less than half of the smallest float */
+#define TKVI_DECIMAL_MOST 39 /* above it, one digit is more than the largest float */
+#define TKVI_FLOAT_TEXT 24   /* bytes that hold any float, final zero included */
 
 typedef struct tkvi_wide {
-    uint32_t word[12]; /* lowest first */
+    uint32_t word[12]; /* lowest word first */
 } tkvi_wide;
 
 static tkvi_wide tkvi_wide_of(uint64_t x) {
@@ -40,7 +40,7 @@ static void tkvi_wide_times(tkvi_wide *a, uint32_t by) {
     }
 }
 
-/* Times 5^fives * 2^twos, where these are positive. */
+/* Multiplies by 5^fives * 2^twos; an exponent below 0 counts as 0. */
 static void tkvi_wide_scale(tkvi_wide *a, int fives, int twos) {
     for (; fives >= 13; fives -= 13) tkvi_wide_times(a, 1220703125u);
     for (; fives > 0; fives--) tkvi_wide_times(a, 5u);
@@ -48,7 +48,8 @@ static void tkvi_wide_scale(tkvi_wide *a, int fives, int twos) {
     if (twos > 0) tkvi_wide_times(a, 1u << twos);
 }
 
-/* The sign of m * 10^e - c * 2^x; e within its limits, c * 2^x a float or a midpoint: 344 bits at most. */
+/* Returns the sign of m * 10^e - c * 2^x. e is from TKVI_DECIMAL_LEAST to TKVI_DECIMAL_MOST. c * 2^x is a
+ * float or the midpoint of two. So both sides have at most 344 bits. */
 static int tkvi_decimal_compare(uint64_t m, int e, uint32_t c, int x) {
     tkvi_wide a = tkvi_wide_of(m), b = tkvi_wide_of(c);
     int i;
@@ -59,14 +60,14 @@ static int tkvi_decimal_compare(uint64_t m, int e, uint32_t c, int x) {
     return 0;
 }
 
-/* A positive float is c * 2^x. */
+/* Splits a positive float into c * 2^x. */
 static void tkvi_float_parts(uint32_t bits, uint32_t *c, int *x) {
     uint32_t exponent = bits >> 23;
     *c = (bits & 0x7fffffu) | (exponent ? 0x800000u : 0u);
     *x = (exponent ? (int)exponent : 1) - 150;
 }
 
-/* Does m * 10^e round to the float of these bits, or to a larger one? Ties go to the even one. */
+/* Does m * 10^e round to the float with these bits, or to a larger one? Ties go to even. */
 static int tkvi_decimal_reaches(uint64_t m, int e, uint32_t bits) {
     uint32_t c;
     int x, order;
@@ -77,8 +78,8 @@ static int tkvi_decimal_reaches(uint64_t m, int e, uint32_t bits) {
 }
 
 /* >>reading */
-/* The float nearest to a decimal number: sign, digits, point, exponent. Digits beyond the 19th count as zeros. 0 if
- * it is no number, too large, or longer than anybody writes. */
+/* Reads the float nearest to a decimal number: sign, digits, point, exponent. Digits after the 19th count as zeros.
+ * Returns 0 if the text is no number, has more than 64 characters, or is too large for a float. */
 static int tkvi_float_read(const char *s, size_t n, float *out) {
     uint64_t m = 0;
     uint32_t low = 0, high = 0x7f800000u;
@@ -113,7 +114,7 @@ static int tkvi_float_read(const char *s, size_t n, float *out) {
     if (i < n) return 0;
     if (m == 0 || e < TKVI_DECIMAL_LEAST) high = 1; /* zero */
     else if (e > TKVI_DECIMAL_MOST || tkvi_decimal_reaches(m, e, high)) return 0;
-    while (high - low > 1) { /* it reaches low, and not high */
+    while (high - low > 1) { /* invariant: the number reaches low and does not reach high */
         uint32_t middle = low + (high - low) / 2;
         if (tkvi_decimal_reaches(m, e, middle)) low = middle;
         else high = middle;
@@ -123,16 +124,17 @@ static int tkvi_float_read(const char *s, size_t n, float *out) {
 }
 
 /* >>writing */
-/* The fewest digits m with m * 10^e nearer to this float than to any other; bits of a positive one. */
+/* Finds the number m * 10^e with the fewest digits that reads back as this float, and returns m. bits: of a
+ * positive float. */
 static uint64_t tkvi_float_shortest(uint32_t bits, int *e) {
     uint64_t m, low = 100000000u, high = 1000000000u, power = high;
     uint32_t c;
     int x, first, n, i, up;
     tkvi_float_parts(bits, &c, &x);
     first = bits >> 23 ? ((int)(bits >> 23) - 127) * 77 / 256 - 2
-                       : -46; /* not above the first digit's exponent */
+                       : -46; /* a lower bound of the first digit's exponent */
     while (tkvi_decimal_compare(1, first + 1, c, x) <= 0) first++;
-    while (high - low > 1) { /* the first nine digits, cut off */
+    while (high - low > 1) { /* the first nine digits, truncated */
         m = low + (high - low) / 2;
         if (tkvi_decimal_compare(m, first - 8, c, x) <= 0) low = m;
         else high = m;
@@ -140,16 +142,16 @@ static uint64_t tkvi_float_shortest(uint32_t bits, int *e) {
     for (n = 1; n <= 9; n++) {
         power /= 10u;
         *e = first - n + 1;
-        up = tkvi_decimal_compare(2u * (low / power) + 1u, *e, c, x + 1) < 0; /* the next one is nearer */
+        up = tkvi_decimal_compare(2u * (low / power) + 1u, *e, c, x + 1) < 0; /* rounding up is nearer */
         for (i = 0; i < 2; i++) {
             m = low / power + (uint64_t)(up ^ i);
             if (tkvi_decimal_reaches(m, *e, bits) && !tkvi_decimal_reaches(m, *e, bits + 1)) return m;
         }
     }
-    return m; /* not reached: nine digits tell any two floats apart */
+    return m; /* not reached: nine digits identify any float */
 }
 
-/* Text of a finite float, into TKVI_FLOAT_TEXT bytes: 0.05, 1000, 1.5e-7. Also a number of JSON. */
+/* Writes a finite float as text, such as 0.05, 1000, 1.5e-7, to TKVI_FLOAT_TEXT bytes. The text is valid JSON. */
 static void tkvi_float_write(float x, char *out) {
     uint32_t bits = tkvi_bits(x);
     char digits[12];
@@ -164,7 +166,7 @@ static void tkvi_float_write(float x, char *out) {
         tkvi_append_int(&d, (int64_t)m);
     }
     while (digits[n]) n++;
-    at = n + e; /* of the point: 0.digits * 10^at */
+    at = n + e; /* the point's place: the value is 0.digits * 10^at */
     if (at < -3 || at > 9) {
         char head[2] = {digits[0], 0};
         tkvi_append_text(&t, head);

@@ -1,6 +1,6 @@
 /*
- * report/end.h - the last part: internal macros that would leak into the program that includes the implementation
- * are undefined here. Functions and types stay, all static, all tkvi_.
+ * report/end.h - the last part: undefines internal macros that would otherwise reach the program that includes the
+ * implementation. Functions and types stay: they are static and begin with tkvi_.
  */
 #ifndef TKVI_REPORT_END_H
 #define TKVI_REPORT_END_H

@@ -1,6 +1,7 @@
 /*
- * report/info.h - what the cache says of itself: bytes, tokens per tier, an estimate before anything exists, and
- * a walk over all invariants. May call everything above; changes nothing.
+ * report/info.h - reports on a cache: tokens per tier, quality, bytes held (tkv_memory). tkv_estimate computes the
+ * bytes from a config alone, tkv_max_context the longest context that fits a budget. tkv_check tests all
+ * invariants. Only tkv_quality_reset changes the cache.
  */
 #ifndef TKVI_REPORT_INFO_H
 #define TKVI_REPORT_INFO_H
@@ -72,7 +73,7 @@ TKV_API tkv_status tkv_tier_pair(const tkv_cache *kv, int layer, tkv_tier tier, 
 }
 
 /* >>quality */
-/* Sums of all gauges, or of those of one layer. */
+/* Sums of all head probes, or of those of one layer. layer -1: all. */
 static void tkvi_quality_sum(const tkv_cache *kv, int layer, tkv_quality_info *out) {
     tkvi_meter *m = kv->meter;
     tkvi_error_sums sum;
@@ -123,7 +124,7 @@ TKV_API tkv_status tkv_quality_reset(tkv_cache *kv) {
 }
 
 /* >>bytes */
-/* One block's bytes; codes and metadata are what the formats use of them, the rest is padding. */
+/* Adds the bytes and tokens of one block. Codes and metadata are what the formats use; the rest is padding. */
 static void tkvi_add_block(tkv_memory_info *m, tkv_tier tier, const tkvi_bytes *bytes, size_t tokens,
                            int spilled) {
     tkv_tier_bytes *at = spilled ? &m->spilled : &m->tier[tier];
@@ -133,7 +134,7 @@ static void tkvi_add_block(tkv_memory_info *m, tkv_tier tier, const tkvi_bytes *
     at->metadata += bytes->metadata;
 }
 
-/* Slack is what remains of pages; fp16_bytes and ratio follow from the tokens. */
+/* Computes slack, the page bytes that no block uses, and from the tokens fp16_bytes, ratio and ratio_f32. */
 static void tkvi_sum_up(tkv_memory_info *m, const tkv_config *cfg, size_t page_bytes) {
     int tier;
     size_t used = 0, tokens = 0;
@@ -147,7 +148,8 @@ static void tkvi_sum_up(tkv_memory_info *m, const tkv_config *cfg, size_t page_b
     m->ratio_f32 = 2.0 * m->ratio;
 }
 
-/* A block counts once, where its first holder has it (a mark would be a write; holders are few). */
+/* Is this list the first that holds the block? A shared block counts once, with its first holder. Searching is
+ * cheap because holders are few; marking blocks instead would be a write by a reader. */
 static int tkvi_first_holder(const tkv_cache *kv, int seq, int layer, uint32_t id) {
     int s, i;
     if (kv->pool.block[id].refs == 1) return 1;
@@ -160,7 +162,7 @@ static int tkvi_first_holder(const tkv_cache *kv, int seq, int layer, uint32_t i
     return 1;
 }
 
-/* Adds the blocks of one layer of one sequence. `once`: a shared block counts with its first holder only. */
+/* Adds the blocks of one layer of one sequence. once 1: a shared block counts with its first holder only. */
 static void tkvi_add_list(const tkv_cache *kv, int seq, int layer, int once, tkv_memory_info *out) {
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
@@ -212,22 +214,23 @@ TKV_API tkv_status tkv_memory_of(const tkv_cache *kv, int seq, int layer, tkv_me
 }
 
 /* >>estimate: the same sums over the plan instead of over blocks */
-typedef struct tkvi_layer_sum { /* one layer of one sequence after n tokens that came one by one */
-    int64_t blocks[TKV_TIER_COUNT], tokens[TKV_TIER_COUNT]; /* the sinks' block and tokens are apart */
+typedef struct tkvi_layer_sum { /* one layer of one sequence after n tokens, appended one by one */
+    int64_t blocks[TKV_TIER_COUNT], tokens[TKV_TIER_COUNT]; /* without the sinks */
     int sink_tokens;
 } tkvi_layer_sum;
 
-/* Whole blocks that end at or before `end`, of `whole` that follow the sinks. */
+/* The number of blocks behind the sinks, of `whole` full ones, that end at or before position `end`. */
 static int64_t tkvi_ended(int64_t whole, int64_t end) {
     int64_t n = end < 0 ? 0 : end / TKVI_BLOCK;
     return n < whole ? n : whole;
 }
 
-/* `waiting`: there is no table yet. */
+/* The blocks and tokens of a layer after n tokens. waiting 1: formats that need a table wait, as there is none
+ * yet. */
 static tkvi_layer_sum tkvi_layer_after(const tkvi_plan *p, int n, int waiting) {
     tkvi_layer_sum s;
     int64_t tokens = tkvi_max(0, n - p->sink), whole = tokens / TKVI_BLOCK, rest = tokens % TKVI_BLOCK;
-    int64_t due = (int64_t)n - 1 - p->sink; /* the length that the last append's ageing saw, sinks apart */
+    int64_t due = (int64_t)n - 1 - p->sink; /* length at the last ageing, without the sinks */
     int64_t gone, archived, coded, margin = (int64_t)p->keep + tkvi_drop_margin(p);
     int tier;
     memset(&s, 0, sizeof s);
@@ -248,18 +251,19 @@ static tkvi_layer_sum tkvi_layer_after(const tkvi_plan *p, int n, int waiting) {
     return s;
 }
 
-/* Blocks of one list that are not in RAM, at most: as reclaim/offload.h and reclaim/discard.h let them go. */
+/* Upper bound of the blocks of one list that are not in RAM, within what reclaim/offload.h and discard.h allow. */
 typedef struct tkvi_away {
     int64_t blocks;
-    int missing; /* nobody has them, and their tokens are in no tier */
+    int missing; /* 1: they are discarded, and their tokens count in no tier; 0: offloaded */
 } tkvi_away;
 
-/* The oldest of a list go, what is of the hot tail and the last two blocks not. */
+/* Moves the oldest blocks of a list out of RAM, in `s` and `m`. Blocks of the hot tail and the last two blocks
+ * stay. */
 static void tkvi_send_away(tkv_memory_info *m, const tkvi_derived_config *h, const tkvi_plan *p, int n_tokens,
                            int64_t n_seqs, const tkvi_away *away, tkvi_layer_sum *s) {
     static const tkv_tier order[TKV_TIER_COUNT] = {TKV_ARCHIVE, TKV_WARM, TKV_HOT};
     const int64_t here = s->blocks[TKV_ARCHIVE] + s->blocks[TKV_WARM] + s->blocks[TKV_HOT];
-    /* as it is when the last of them begins, which needs most room */
+    /* when the last block has just begun, which needs most memory */
     const int64_t blocks = (tkvi_max(0, n_tokens - p->sink) + TKVI_BLOCK - 1) / TKVI_BLOCK;
     int64_t hot = p->now.hot != TKVI_FOREVER ? p->now.hot : h->cfg.hot_tokens, go, i;
     if (hot == TKVI_FOREVER) hot = TKVI_BLOCK;
@@ -289,7 +293,8 @@ static void tkvi_add_blocks(tkv_memory_info *m, const tkvi_derived_config *h, in
     live[h->class_of[key]] += blocks;
 }
 
-/* Blocks of one layer, in `n_seqs` sequences that have come so far; returns those of one. */
+/* Adds the blocks of one layer in n_seqs sequences of n_tokens each. Returns the number of blocks of one
+ * sequence, blocks that are not in RAM included. */
 static int64_t tkvi_add_layer(tkv_memory_info *m, const tkvi_derived_config *h, const tkvi_plan *p,
                               int n_tokens, int64_t n_seqs, int waiting, const tkvi_away *away,
                               int64_t *live) {
@@ -304,7 +309,7 @@ static int64_t tkvi_add_layer(tkv_memory_info *m, const tkvi_derived_config *h, 
     return here;
 }
 
-/* Entries that an array had before it grew to have room for so many. */
+/* The capacity that an array had before it last grew, if it now holds `want` entries; 0: it has never grown. */
 static size_t tkvi_cap_before(int64_t want) {
     const uint32_t cap = tkvi_cap_for(want);
     uint32_t had = 16;
@@ -312,12 +317,12 @@ static size_t tkvi_cap_before(int64_t want) {
     return had < cap ? had : 0;
 }
 
-/* How far a cache has gone beyond its levels. */
+/* Blocks that leave RAM where the last level of the ladder is not enough. */
 typedef struct tkvi_stretch {
-    int64_t outside, missing; /* blocks of each list; of each list but one sequence's */
+    int64_t outside, missing; /* offloaded blocks per list; discarded ones per list, except in one sequence */
 } tkvi_stretch;
 
-/* The bytes with every layer's plan as this level has it. */
+/* Estimates the bytes of n_seqs sequences of n_tokens each at one level. stretch: the blocks not in RAM. */
 static tkv_status tkvi_estimate_at(tkvi_derived_config *h, int level, const tkvi_stretch *stretch,
                                    int n_tokens, int n_seqs, tkv_memory_info *out) {
     tkvi_tier_spec rule[TKV_MAX_LEVELS];
@@ -343,7 +348,7 @@ static tkv_status tkvi_estimate_at(tkvi_derived_config *h, int level, const tkvi
         p.now = rule[level];
         if (p.stored != i) continue;
         if (tkvi_plan_learns(
-                &p)) { /* sequences that end before there is a table; under a budget it is made early */
+                &p)) { /* waiting: sequences stored before there is a table; under a budget it is made early */
             waiting = h->cfg.budget_bytes ? 0 : tkvi_min(n_seqs, TKVI_LEARN / n_tokens);
             if ((int64_t)(n_tokens - p.sink) * n_seqs > TKVI_BLOCK) learned = (int64_t)n_tokens * n_seqs;
         }
@@ -374,8 +379,7 @@ static tkv_status tkvi_estimate_at(tkvi_derived_config *h, int level, const tkvi
     }
     m.total = m.index + m.tables + m.scratch + m.shadow + page_bytes;
     m.peak = m.total;
-    if (h->cfg.budget_bytes &&
-        all) /* a table that grows is there twice for a moment: what it had before, too */
+    if (h->cfg.budget_bytes && all) /* a growing array exists twice for a moment: count its old size too */
         m.peak += tkvi_cap_before(all) * tkvi_block_entry(&h->cfg) +
                   tkvi_cap_before(pages) * sizeof(tkvi_page) +
                   tkvi_cap_before(most + 1) * (list + tkvi_choice_entry(&h->cfg));
@@ -384,7 +388,8 @@ static tkv_status tkvi_estimate_at(tkvi_derived_config *h, int level, const tkvi
     return TKV_OK;
 }
 
-/* Does the budget hold that at a level, or beyond the last one? *m: the first that does, the loosest. */
+/* Does this many tokens fit the budget at some level, or beyond the last one? *m: the estimate of the first way
+ * that fits. Order: the levels, then offloading, then discarding. */
 static tkv_status tkvi_estimate_within(tkvi_derived_config *h, int n_tokens, int n_seqs, tkv_memory_info *m) {
     const size_t budget = h->cfg.budget_bytes;
     const int64_t most = (int64_t)n_tokens / TKVI_BLOCK + 1;
@@ -398,7 +403,7 @@ static tkv_status tkvi_estimate_within(tkvi_derived_config *h, int n_tokens, int
         if (st || !budget || m->peak <= budget) return st;
         if (level == h->cfg.policy.max_level) break;
     }
-    if (h->cfg.spill.store) { /* as few as it takes */
+    if (h->cfg.spill.store) { /* the fewest offloaded blocks that fit, by bisection */
         for (high = most; low < high;) {
             stretch.outside = low + (high - low) / 2;
             st = tkvi_estimate_at(h, level, &stretch, n_tokens, n_seqs, m);
@@ -415,8 +420,9 @@ static tkv_status tkvi_estimate_within(tkvi_derived_config *h, int n_tokens, int
     return !st && m->peak > budget ? TKV_ERR_BUDGET : st;
 }
 
-/* So few tokens of a list remain at least that eviction for bytes leaves them, with room for blocks that are not full;
- * outside, where blocks are not merged, each may be all that is left of one. n_tokens: there is no eviction. */
+/* Eviction for bytes can reduce a list to this number of tokens, which allows for blocks that are not full.
+ * Offloaded blocks are not merged: with a store, each token that stays may be the only one of its block. Returns
+ * n_tokens if nothing is evicted for bytes. */
 static int tkvi_evicts_to(const tkvi_derived_config *h, int n_tokens) {
     tkv_evict_config cfg;
     int64_t n;
@@ -439,7 +445,7 @@ TKV_API tkv_status tkv_estimate(const tkv_config *cfg, int n_tokens, int n_seqs,
     st = tkvi_estimate_within(&h, keep, n_seqs, &m);
     if (st == TKV_ERR_BUDGET && (least = tkvi_evicts_to(&h, keep)) < keep &&
         (st = tkvi_estimate_within(&h, least, n_seqs, &m)) == TKV_OK) {
-        while (least < keep) { /* the most that it holds */
+        while (least < keep) { /* the most tokens that fit, by bisection */
             const int n = least + (keep - least + 1) / 2;
             if (tkvi_estimate_within(&h, n, n_seqs, &m) == TKV_OK) least = n;
             else keep = n - 1;
@@ -454,17 +460,17 @@ TKV_API tkv_status tkv_max_context(const tkv_config *cfg, int n_seqs, int *n_tok
     tkvi_derived_config h;
     tkv_memory_info m;
     tkv_status st = tkvi_validate(cfg, &h, NULL, 0);
-    int low = 0, high, step, least; /* all up to low fit, high + 1 does not */
+    int low = 0, high, step, least; /* invariant: lengths up to low fit, high + 1 does not */
     if (st) return st;
     if (!n_tokens || !h.cfg.budget_bytes || n_seqs < 1 || n_seqs > h.cfg.max_seqs) return TKV_ERR_ARG;
     high = h.cfg.max_tokens;
     least = h.cfg.evict.kind && h.cfg.evict_tokens ? tkvi_min(high, h.cfg.evict_tokens) : high;
     least = tkvi_evicts_to(&h, least);
-    if (least < high && tkvi_estimate_within(&h, least, n_seqs, &m) == TKV_OK) { /* what is too much goes */
+    if (least < high && tkvi_estimate_within(&h, least, n_seqs, &m) == TKV_OK) { /* eviction keeps it so */
         *n_tokens = high;
         return TKV_OK;
     }
-    /* Where a window closes fewer bytes are held than before: the first blocks one by one, then by halves. */
+    /* When blocks first expire, bytes fall, so fitting is not monotonic: try the first 512 blocks one by one. */
     for (step = TKVI_BLOCK; low < high && low < 512 * TKVI_BLOCK; low += step) {
         step = tkvi_min(TKVI_BLOCK, high - low);
         if (tkvi_estimate_within(&h, low + step, n_seqs, &m) == TKV_OK) continue;
@@ -496,7 +502,7 @@ static tkv_status tkvi_broken(const tkvi_checker *k, const char *what, int64_t w
     return TKV_ERR_BROKEN;
 }
 
-/* Numbers first: nothing below follows one that leads outside of its table. */
+/* Checks block numbers. Runs first, so that later checks never index beyond a table. */
 static tkv_status tkvi_check_ids(const tkvi_checker *k, int seq, int layer) {
     const tkv_cache *kv = k->kv;
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
@@ -511,7 +517,8 @@ static tkv_status tkvi_check_ids(const tkvi_checker *k, int seq, int layer) {
     return TKV_OK;
 }
 
-/* Can a block of this tier have that format? With a ladder tiers keep what other levels made of them. */
+/* Can a block of this tier have this format? In the hot tier: only a hot format of some level. In the others: the
+ * tier's own format, or, with several levels, a store, or for a discarded block, any format of the ladder. */
 static int tkvi_of_tier(const tkv_cache *kv, int layer, int absent, tkv_tier tier, int key) {
     const tkvi_tier_spec *rule = tkvi_rules_of(&kv->tables, layer);
     int i, t, one = kv->tables.n_levels == 1 && !kv->tables.cfg.spill.store && !absent;
@@ -589,7 +596,7 @@ static tkv_status tkvi_check_list(const tkvi_checker *k, int seq, int layer) {
     return TKV_OK;
 }
 
-/* One page against its blocks. */
+/* Checks a page against the blocks that its slots name. */
 static tkv_status tkvi_check_page(const tkvi_checker *k, uint32_t i) {
     const tkvi_pool *pool = &k->kv->pool;
     const tkvi_page *p = &pool->page[i];
@@ -613,7 +620,7 @@ static tkv_status tkvi_check_page(const tkvi_checker *k, uint32_t i) {
     return TKV_OK;
 }
 
-/* A chain of pages from `first`, all of one class; how many there are, or -1. */
+/* The number of pages in the chain from `first`; -1 if it is broken or has a page of another class. */
 static int64_t tkvi_chain(const tkvi_pool *pool, uint32_t first, int size_class, int64_t *used) {
     uint32_t i;
     int64_t n = 0;
@@ -674,7 +681,7 @@ static tkv_status tkvi_check_pool(const tkvi_checker *k) {
     return TKV_OK;
 }
 
-/* Scatters block numbers, so that sums over two sets of them agree only if the sets do. */
+/* Hashes a block number (splitmix64). Sums of hashes over two sets agree only if the sets do, up to chance. */
 static uint64_t tkvi_scatter(uint32_t id) {
     uint64_t x = ((uint64_t)id + 1) * 0x9e3779b97f4a7c15u;
     x = (x ^ x >> 30) * 0xbf58476d1ce4e5b9u;
@@ -682,7 +689,7 @@ static uint64_t tkvi_scatter(uint32_t id) {
     return x ^ x >> 31;
 }
 
-/* The meter's copies: of coded blocks that exist (or left a window), in order, each in a place of its own. */
+/* Checks the meter's copies: of coded or expired blocks, in order, each in a slot of its own. */
 static tkv_status tkvi_check_meter(const tkvi_checker *k) {
     const tkvi_meter *m = k->kv->meter;
     uint64_t places;

@@ -1,9 +1,11 @@
 /*
- * report/state.h - what the cache is and holds, for programs: JSON and Prometheus' text format. A table has a row for
- * each figure, which both print. May call report, text and below; changes nothing.
+ * report/state.h - reports the state of a cache to programs, as JSON (tkv_state_json) and in the text format of
+ * Prometheus (tkv_format_prometheus). A table has one row for each figure; both writers print that table. Nothing
+ * here changes the cache.
  *
- * A new figure: a field of tkvi_figures, filled in by tkvi_figures_of, and a row. Rows of a section, and of a metric,
- * stand together; a metric whose name ends in _total is a counter, any other a gauge.
+ * To add a figure, add a field to tkvi_figures, fill it in tkvi_figures_of, and add a row. Rows of one section
+ * stand together, and so do rows of one metric. A metric whose name ends in _total is a counter, any other is a
+ * gauge.
  */
 #ifndef TKVI_REPORT_STATE_H
 #define TKVI_REPORT_STATE_H
@@ -18,16 +20,16 @@ enum { TKVI_MEMORY, TKVI_TOKENS, TKVI_SEQUENCES, TKVI_BUDGET, TKVI_KEEPING, TKVI
 static const char *const tkvi_section_names[TKVI_SECTIONS] = {"memory", "tokens",  "sequences",
                                                               "budget", "keeping", "quality"};
 
-/* All that is told, taken once: readers may add to the meter while it is printed. */
+/* All figures, copied once before printing, because readers may add to the meter meanwhile. */
 typedef struct tkvi_figures {
     const tkv_cache *kv;
     const char *labels;
-    int has[TKVI_SECTIONS]; /* 0: there is no such thing in this cache */
+    int has[TKVI_SECTIONS]; /* 0: this cache does not have the section */
     tkv_memory_info memory;
     tkv_quality_info quality;
     tkv_budget_info budget;
-    uint64_t sequences, most_sequences, longest; /* that exist; cfg.max_seqs; tokens of one */
-    uint64_t missing;                            /* tokens that a model must compute again */
+    uint64_t sequences, most_sequences, longest; /* not empty; cfg.max_seqs; tokens of the longest */
+    uint64_t missing;                            /* tokens that a model must recompute */
 } tkvi_figures;
 
 static void tkvi_figure_size(tkvi_out *o, const void *at) {
@@ -65,8 +67,8 @@ typedef struct tkvi_figure {
     const char *name; /* in JSON */
     void (*print)(tkvi_out *o, const void *at);
     size_t offset;
-    const char *metric, *labels; /* of Prometheus; NULL: not there, no labels of its own */
-    const char *help;            /* the first row of a metric has it */
+    const char *metric, *labels; /* of Prometheus; NULL: no metric; no labels */
+    const char *help;            /* on the first row of a metric only */
 } tkvi_figure;
 
 #define TKVI_FIGURE(section, name, print, field, metric, labels, help)                                       \
@@ -165,7 +167,7 @@ static const tkvi_figure tkvi_figure_rows[] = {
 
 #define TKVI_FIGURES ((int)(sizeof tkvi_figure_rows / sizeof *tkvi_figure_rows))
 
-/* Tokens that some layer of the sequence holds or held; 0: it does not exist. */
+/* The length of the sequence's longest layer; 0: the sequence is empty. */
 static int tkvi_seq_most(const tkv_cache *kv, int seq) {
     int layer, most = 0;
     for (layer = 0; layer < kv->tables.cfg.n_layers; layer++)
@@ -173,7 +175,7 @@ static int tkvi_seq_most(const tkv_cache *kv, int seq) {
     return most;
 }
 
-/* Tokens of blocks that nobody has; a block that sequences share counts once. */
+/* Live tokens of discarded blocks. A shared block counts once. */
 static uint64_t tkvi_missing_tokens(const tkv_cache *kv) {
     uint64_t n = 0;
     int seq, layer, i;
@@ -221,7 +223,7 @@ static void tkvi_print_comma(tkvi_out *o, int i) {
     if (i > 0) tkvi_print(o, ", ");
 }
 
-/* One value of each layer that has a cache of its own, null of the others. */
+/* Prints one value for each layer with K and V of its own, and null for the others. */
 typedef void (*tkvi_layer_writer)(tkvi_out *o, const tkv_cache *kv, int seq, int layer, int which);
 
 static void tkvi_print_layers(tkvi_out *o, const tkv_cache *kv, const char *name, tkvi_layer_writer write,
@@ -247,7 +249,7 @@ static void tkvi_print_layer_pair(tkvi_out *o, const tkv_cache *kv, int seq, int
     tkvi_print_pair(o, p);
 }
 
-/* Tokens of a tier, or, with TKV_TIER_COUNT, those that are gone. */
+/* Prints the layer's tokens in a tier; tier TKV_TIER_COUNT: its expired tokens. */
 static void tkvi_print_layer_tokens(tkvi_out *o, const tkv_cache *kv, int seq, int layer, int tier) {
     tkv_tier_info info;
     memset(&info, 0, sizeof info);
@@ -323,7 +325,7 @@ static int tkvi_label_char(char c, int first) {
     return (c >= 'a' && c <= 'z') || (c >= 'A' && c <= 'Z') || c == '_' || (!first && c >= '0' && c <= '9');
 }
 
-/* A name of the caller's that a line can have: not ours, not Prometheus' own. */
+/* May the caller use this label name? Not if the library uses it or Prometheus reserves it (two leading _). */
 static int tkvi_label_free(tkvi_span name) {
     static const char *const taken[] = {"part", "tier", "version", "isa"};
     size_t i;
@@ -332,7 +334,7 @@ static int tkvi_label_free(tkvi_span name) {
     return name.n > 0 && !(name.n > 1 && name.at[0] == '_' && name.at[1] == '_');
 }
 
-/* `a=x,b=y` as `a="x",b="y"`; 0: they are no labels. */
+/* Prints `a=x,b=y` as `a="x",b="y"`. A backslash escapes the next character. Returns 0 if these are no labels. */
 static int tkvi_print_labels(tkvi_out *o, const char *labels) {
     const char *s, *t;
     for (s = labels; s && *s;) {
@@ -341,7 +343,7 @@ static int tkvi_print_labels(tkvi_out *o, const char *labels) {
         for (; tkvi_label_char(*s, s == name.at);) s++;
         name.n = (size_t)(s - name.at);
         if (*s++ != '=' || !tkvi_label_free(name)) return 0;
-        for (t = labels; t < name.at; t++) /* not a second time */
+        for (t = labels; t < name.at; t++) /* each name only once */
             if ((t == labels || t[-1] == ',') && memcmp(t, name.at, name.n + 1) == 0) return 0;
         if (name.at != labels) tkvi_print(o, ",");
         tkvi_print_bytes(o, name.at, name.n);
@@ -370,7 +372,7 @@ static void tkvi_print_head(tkvi_out *o, const char *metric, const char *help) {
     tkvi_print(o, counter ? " counter\n" : " gauge\n");
 }
 
-/* The name of a line, and its labels. */
+/* Prints the metric's name, its labels and the caller's labels. */
 static void tkvi_print_metric(tkvi_out *o, const tkvi_figures *f, const char *metric, const char *labels) {
     const int own = labels != NULL, more = f->labels && *f->labels;
     tkvi_print(o, metric);

@@ -1,6 +1,7 @@
 /*
- * report/text.h - configs as text, in and out: lines of `key = value`, or one flat object of JSON. The keys are the
- * fields. A table has a row for each field, a kind says how a value is read and written; a new field is a new row.
+ * report/text.h - reads and writes configs as text: lines of `key = value`, or one flat JSON object. The keys are
+ * the names of the fields. A table has one row for each field; the row's kind gives the functions that read and
+ * write it. To add a field, add a row.
  *
  *     # comment                          {
  *     preset = balanced                    "preset": "balanced",
@@ -9,8 +10,8 @@
  *     layers[0-5].window = 1024            "layers[0-5].window": 1024
  *                                        }
  *
- * A text is read three times: checked without a trace, then the preset, then all other values. May call preset,
- * policy and below.
+ * A text is read three times. The first pass checks it and changes nothing of the caller's. The second pass
+ * applies the preset (or profile), the third all other values.
  */
 #ifndef TKVI_REPORT_TEXT_H
 #define TKVI_REPORT_TEXT_H
@@ -21,13 +22,13 @@
 #include "cache/preset.h"
 #include "report/decimal.h"
 
-/* >>out: text that is counted before it is written, so that a buffer that is too small stays as it is */
+/* >>out: a text is counted first and written second, so a buffer that is too small stays untouched */
 typedef struct tkvi_out {
-    char *at; /* NULL: only counts */
+    char *at; /* NULL: only count */
     size_t room, used;
-    int json;       /* 1: JSON, 2: the same on one line */
-    int more;       /* a value of this object came before */
-    tkv_status bad; /* what has no text */
+    int json;       /* 0: lines; 1: JSON; 2: JSON on one line */
+    int more;       /* 1: the object already has a value */
+    tkv_status bad; /* error: a value has no text */
 } tkvi_out;
 
 static void tkvi_print_bytes(tkvi_out *o, const char *s, size_t n) {
@@ -60,14 +61,14 @@ static void tkvi_print_float(tkvi_out *o, float x) {
     tkvi_print(o, text);
 }
 
-/* The quotes of a string in JSON. */
+/* In JSON, prints a quote. */
 static void tkvi_print_quote(tkvi_out *o) {
     if (o->json) tkvi_print(o, "\"");
 }
 
 typedef void (*tkvi_writer)(tkvi_out *o, const void *what);
 
-/* The whole of it or nothing; *needed is how much there is, the final zero included. */
+/* Writes the whole text to buf, or nothing if it does not fit. *needed: its bytes, final zero included. */
 static tkv_status tkvi_write_text(tkvi_writer write, const void *what, char *buf, size_t size,
                                   size_t *needed) {
     tkvi_out o;
@@ -98,47 +99,47 @@ typedef struct tkvi_word {
     int value;
 } tkvi_word;
 
-struct tkvi_row; /* (the three know each other) */
+struct tkvi_row; /* the three types refer to each other */
 struct tkvi_parser;
 
 typedef struct tkvi_kind {
-    const char *want; /* what is right, for a person */
-    /* `at` is the field; NULL: only check. 0: this is none. */
+    const char *want; /* describes a valid value, for error sentences */
+    /* Reads s into the field at `at`; NULL: only checks. Returns 0 if s is no such value. */
     int (*read)(struct tkvi_parser *r, const struct tkvi_row *row, tkvi_span s, void *at);
-    /* NULL: only read, and before all others */
+    /* Writes the field. NULL: a key that is only read, before all other keys */
     void (*write)(const struct tkvi_row *row, const void *at, tkvi_out *o);
 } tkvi_kind;
 
 typedef struct tkvi_row {
     const char *name;
-    int kind; /* into tkvi_kinds */
+    int kind; /* index into tkvi_kinds */
     size_t offset, size;
-    const tkvi_word *words; /* names of values, up to one without; NULL: none */
+    const tkvi_word *words; /* names of values, ended by a NULL name; NULL: none */
 } tkvi_row;
 
 typedef struct tkvi_fields { /* rows of one struct */
-    const char *name;        /* NULL: key `field`; otherwise `name.field`, or ... */
-    int most;                /* ... if not 0: `name[i].field` and `name[i-j].field`, i and j below it */
-    size_t offset, stride;   /* in the whole, where it is a part of that; of these */
+    const char *name;        /* NULL: keys are `field`; else `name.field` */
+    int most;                /* not 0: keys are `name[i].field` and `name[i-j].field`, i and j below it */
+    size_t offset, stride;   /* of the struct in its config; of list entries */
     const tkvi_row *row;
     int n_rows;
 } tkvi_fields;
 
 #define TKVI_MAX_FIELDS 8
-#define TKVI_SEEN_BYTES 8192 /* a bit for each field: 15 of 4,096 layers, and 500 more */
+#define TKVI_SEEN_BYTES 8192 /* a bit per field: 15 fields of 4,096 layers, and 4,096 others */
 
 typedef struct tkvi_parser {
     const tkvi_fields *fields;
     int n_fields;
-    void *base[TKVI_MAX_FIELDS]; /* the structs; a list may be NULL while only checked */
+    void *base[TKVI_MAX_FIELDS]; /* the structs; not used for lists while checking */
     const tkv_config_room *room;
-    /* where it is */
+    /* the place in the text */
     const char *text, *at, *end;
     int line, json, begun;
     tkvi_span key, value;
     int key_line;
-    /* what it saw */
-    int highest[TKVI_MAX_FIELDS], highest_line[TKVI_MAX_FIELDS]; /* index of a list, from 1; 0: none */
+    /* what the text has named so far */
+    int highest[TKVI_MAX_FIELDS], highest_line[TKVI_MAX_FIELDS]; /* largest list index, plus 1; 0: none */
     int frequencies, frequencies_line;
     uint8_t seen[TKVI_SEEN_BYTES];
     tkvi_text reason;
@@ -174,7 +175,7 @@ static tkvi_span tkvi_trimmed(const char *from, const char *to) {
     return s;
 }
 
-/* Takes the part before the separator, or all there is, off the front. */
+/* Removes the part before the separator from the front of s, and returns it trimmed. No separator: all of s. */
 static tkvi_span tkvi_front(tkvi_span *s, char separator) {
     const char *from = s->at, *end = s->at + s->n, *at = from;
     while (at < end && *at != separator) at++;
@@ -183,14 +184,14 @@ static tkvi_span tkvi_front(tkvi_span *s, char separator) {
     return tkvi_trimmed(from, at);
 }
 
-/* As a string, cut to the room. */
+/* Copies the span to `out` as a string, truncated to `room` bytes, final zero included. */
 static void tkvi_copied(tkvi_span s, char *out, size_t room) {
     size_t n = s.n < room ? s.n : room - 1;
     memcpy(out, s.at, n);
     out[n] = 0;
 }
 
-/* For a person: without the rest of something long, and without what would ruin a terminal. */
+/* Appends a span to an error sentence: at most 40 characters, control characters and non-ASCII as '?'. */
 static void tkvi_append_span(tkvi_text *t, tkvi_span s) {
     char name[41];
     size_t i;
@@ -202,7 +203,7 @@ static void tkvi_append_span(tkvi_text *t, tkvi_span s) {
 }
 
 /* >>kinds */
-/* Digits only; at most 2^63 - 1. */
+/* Reads an unsigned number: digits only, at most 2^63 - 1. Returns 0 if it is none. */
 static int tkvi_digits(tkvi_span s, uint64_t *out) {
     const uint64_t most = (uint64_t)-1 >> 1;
     uint64_t n = 0;
@@ -216,7 +217,7 @@ static int tkvi_digits(tkvi_span s, uint64_t *out) {
     return s.n > 0;
 }
 
-/* Enums can be as small as a byte. */
+/* Reads an int field, or an enum field; a compiler may store an enum in one byte. */
 static int tkvi_field_int(const tkvi_row *row, const void *at) {
     int x;
     if (row->size < sizeof x) return *(const uint8_t *)at;
@@ -258,7 +259,8 @@ static void tkvi_write_int(const tkvi_row *row, const void *at, tkvi_out *o) {
     if (strcmp(w->name, "true") != 0) tkvi_print_quote(o);
 }
 
-/* 4096, 512K, 1.5G, 64MiB: letters are powers of 1024. */
+/* Reads bytes such as 4096, 512K, 1.5G, 64MiB. K, M, G, T are powers of 1024. At most four digits after the
+ * point. */
 static int tkvi_read_size(tkvi_parser *r, const tkvi_row *row, tkvi_span s, void *at) {
     static const char letters[] = "KMGT";
     uint64_t whole = 0, part = 0, unit = 1;
@@ -268,7 +270,7 @@ static int tkvi_read_size(tkvi_parser *r, const tkvi_row *row, tkvi_span s, void
     (void)row;
     if (s.n > 2 && memcmp(s.at + s.n - 2, "iB", 2) == 0) {
         s.n -= 2;
-        unit = 0; /* there must be a letter now */
+        unit = 0; /* a letter must come before iB */
     }
     for (i = 0; s.n > 0 && i < 4; i++)
         if (s.at[s.n - 1] == letters[i]) {
@@ -280,7 +282,7 @@ static int tkvi_read_size(tkvi_parser *r, const tkvi_row *row, tkvi_span s, void
     s = tkvi_front(&fraction, '.');
     if (unit == 0 || !tkvi_digits(s, &whole) || whole > ((uint64_t)-1 >> 1) / unit) return 0;
     whole *= unit;
-    for (i = 0; i < fraction.n; i++) { /* rounded down to a byte */
+    for (i = 0; i < fraction.n; i++) { /* the result is rounded down to a byte */
         const unsigned digit = (unsigned)(fraction.at[i] - '0');
         if (digit > 9 || i > 3 || unit == 1) return 0;
         part = 10u * part + digit;
@@ -300,7 +302,7 @@ static void tkvi_write_size(const tkvi_row *row, const void *at, tkvi_out *o) {
     tkvi_print_count(o, bytes);
 }
 
-/* A number, or zero: TKV_ZERO. In a list of JSON the name has quotes. */
+/* Reads a number, or the word zero, which is TKV_ZERO. In a JSON list the word has quotes. */
 static int tkvi_read_number(tkvi_span s, float *x) {
     if (!tkvi_span_is(s, "zero") && !tkvi_span_is(s, "\"zero\"")) return tkvi_float_read(s.at, s.n, x);
     *x = TKV_ZERO;
@@ -333,7 +335,7 @@ static void tkvi_write_float(const tkvi_row *row, const void *at, tkvi_out *o) {
     tkvi_write_number(x, o);
 }
 
-/* Up to `most` numbers and commas, to `at` if that is not NULL; how many, 0 if these are none. */
+/* Reads up to `most` numbers with commas between them to `at` (NULL: only checks). Returns how many; 0: no list. */
 static int tkvi_read_list(tkvi_span s, int most, float *at) {
     int n;
     for (n = 0; n < most; n++) {
@@ -341,7 +343,7 @@ static int tkvi_read_list(tkvi_span s, int most, float *at) {
         tkvi_span one = tkvi_front(&s, ',');
         if (!tkvi_read_number(one, &x)) return 0;
         if (at) at[n] = x;
-        if (s.n == 0) return s.at[-1] == ',' ? 0 : n + 1; /* a comma at the end wants one more */
+        if (s.n == 0) return s.at[-1] == ',' ? 0 : n + 1; /* no comma at the end */
     }
     return 0;
 }
@@ -356,7 +358,7 @@ static void tkvi_write_list(const float *x, int n, tkvi_out *o) {
     if (o->json) tkvi_print(o, "]");
 }
 
-/* An array of floats that ends with zeros. */
+/* An array of floats; trailing zeros need not be written. */
 static int tkvi_read_floats(tkvi_parser *r, const tkvi_row *row, tkvi_span s, void *at) {
     const int most = (int)(row->size / sizeof(float));
     (void)r;
@@ -381,7 +383,7 @@ static int tkvi_read_format(tkvi_span s, tkv_format *out) {
     return *out != TKV_FORMAT_DEFAULT || strcmp(name, "default") == 0;
 }
 
-/* a30/r20, or one name for both sides. */
+/* Reads formats of K and V: a30/r20, or one name for both sides. */
 static int tkvi_read_pair(tkvi_parser *r, const tkvi_row *row, tkvi_span s, void *at) {
     tkv_pair p;
     const size_t n = s.n;
@@ -418,7 +420,7 @@ static void tkvi_write_pair(const tkvi_row *row, const void *at, tkvi_out *o) {
     tkvi_print_pair(o, p);
 }
 
-/* clip+norm, none. */
+/* Reads names of bits joined by +, such as clip+norm, or none. */
 static int tkvi_read_flags(tkvi_parser *r, const tkvi_row *row, tkvi_span s, void *at) {
     int x = 0;
     (void)r;
@@ -454,7 +456,7 @@ static int tkvi_name_char(char c) {
            c == '-' || c == '.';
 }
 
-/* An array of characters, its final zero included. */
+/* Reads a name into an array of characters that has room for the final zero. */
 static int tkvi_read_name(tkvi_parser *r, const tkvi_row *row, tkvi_span s, void *at) {
     size_t i;
     (void)r;
@@ -478,14 +480,14 @@ static void tkvi_write_name(const tkvi_row *row, const void *at, tkvi_out *o) {
     tkvi_print_quote(o);
 }
 
-/* tkv_rope.frequencies, in memory of the caller's. */
+/* Reads rope.frequencies into the caller's memory (tkv_config_room). */
 static int tkvi_read_frequencies(tkvi_parser *r, const tkvi_row *row, tkvi_span s, void *at) {
     const int most = r->room && r->room->frequencies ? r->room->n_frequencies : 0;
     (void)row;
     r->frequencies = tkvi_read_list(s, TKV_MAX_HEAD_DIM / 2, NULL);
     r->frequencies_line = r->key_line;
     if (!r->frequencies) return 0;
-    if (!at || r->frequencies > most) return 1; /* which is said at the end of the check */
+    if (!at || r->frequencies > most) return 1; /* tkvi_check_frequencies reports it */
     tkvi_read_list(s, most, r->room->frequencies);
     {
         const float *x = r->room->frequencies;
@@ -685,7 +687,7 @@ static const tkvi_row tkvi_importance_fields[] = {
 
 #define TKVI_ROWS_OF(rows) rows, (int)(sizeof(rows) / sizeof *(rows))
 
-/* tkvi_parser has a bit for each field. */
+/* tkvi_parser.seen has a bit for each field: check at compile time that it is large enough. */
 enum { TKVI_LAYER_FIELDS = TKVI_MAX_LAYERS * (int)(sizeof tkvi_layer_rows / sizeof *tkvi_layer_rows) };
 typedef char tkvi_seen_is_enough[TKVI_LAYER_FIELDS + 512 <= 8 * TKVI_SEEN_BYTES ? 1 : -1];
 
@@ -712,7 +714,7 @@ static const tkvi_fields tkvi_config_fields[TKVI_CONFIG_FIELDS] = {
     {"layers", TKVI_MAX_LAYERS, 0, sizeof(tkv_layer_config), TKVI_ROWS_OF(tkvi_layer_rows)},
 };
 
-/* The lists of a config: a pointer and a count, and where the caller has memory for them. */
+/* The lists of a config: offsets of pointer and count in tkv_config, and in the caller's tkv_config_room. */
 typedef struct tkvi_array {
     int group;
     const char *count_name;
@@ -733,7 +735,7 @@ static const tkvi_array tkvi_arrays[] = {TKVI_ARRAY(TKVI_OF_LAYERS, layers, n_la
 
 static const tkvi_fields tkvi_policy_fields = {NULL, 0, 0, 0, TKVI_ROWS_OF(tkvi_policy_rows)};
 
-/* >>errors: a line, then what is wrong, then what would be right */
+/* >>errors: the line, the error, and what a valid text would have */
 static tkvi_text *tkvi_append_line(tkvi_parser *r, int line) {
     tkvi_append_text(&r->reason, "line ");
     tkvi_append_int(&r->reason, line);
@@ -746,7 +748,7 @@ static int tkvi_unreadable(tkvi_parser *r, const char *what) {
     return -1;
 }
 
-/* How many letters two short names differ by. */
+/* The edit distance of two names; b has at most 63 characters. */
 static int tkvi_distance(const char *a, const char *b) {
     int row[64], i, k, n = (int)strlen(b);
     for (k = 0; k <= n; k++) row[k] = k;
@@ -762,13 +764,13 @@ static int tkvi_distance(const char *a, const char *b) {
     return row[n];
 }
 
-/* A key that does not exist, and the nearest one that does. */
+/* Appends the error for an unknown key, with the nearest known key. */
 static void tkvi_append_unknown(tkvi_parser *r) {
     tkvi_text *t = tkvi_append_line(r, r->key_line);
     char key[48], name[64];
     size_t i, n = 0;
     int g, row, inside = 0, best = 4, best_g = -1, best_row = 0;
-    for (i = 0; i < r->key.n && n + 1 < sizeof key; i++) { /* layers[3].window is layers.window here */
+    for (i = 0; i < r->key.n && n + 1 < sizeof key; i++) { /* compares layers[3].window as layers.window */
         inside += r->key.at[i] == '[';
         if (!inside) key[n++] = r->key.at[i];
         inside -= r->key.at[i] == ']';
@@ -817,8 +819,8 @@ static void tkvi_append_bad_value(tkvi_parser *r, const tkvi_row *row) {
     }
 }
 
-/* >>scanning: one key and its value after the other */
-/* Blanks, ends of lines, comments. */
+/* >>scanning: finds the next key and its value */
+/* Skips blanks, ends of lines and comments. */
 static void tkvi_skip(tkvi_parser *r) {
     int comment = 0;
     for (; r->at < r->end && (comment || *r->at == '#' || tkvi_blank(*r->at)); r->at++) {
@@ -829,7 +831,8 @@ static void tkvi_skip(tkvi_parser *r) {
 
 static int tkvi_is_next(const tkvi_parser *r, char c) { return r->at < r->end && *r->at == c; }
 
-/* What stands between the present character and the closing one, neither included. */
+/* Reads up to the closing character; the present character is the opening one. *out excludes both. Returns 1, or -1
+ * after an error. */
 static int tkvi_enclosed(tkvi_parser *r, char close, tkvi_span *out) {
     const char *from = ++r->at;
     for (; r->at < r->end && *r->at != close; r->at++) {
@@ -848,7 +851,7 @@ static int tkvi_one_of(char c, const char *set) {
     return *set != 0;
 }
 
-/* A value: "in quotes", [a list], or what stands there up to one of the characters that end it. */
+/* Reads a value: "in quotes", [a list], or plain text up to one of the characters in `ends`. */
 static int tkvi_scan_value(tkvi_parser *r, const char *ends) {
     const char *from;
     while (r->at < r->end && *r->at != '\n' && tkvi_blank(*r->at)) r->at++;
@@ -861,7 +864,7 @@ static int tkvi_scan_value(tkvi_parser *r, const char *ends) {
     return 1;
 }
 
-/* A line `key = value`: 1, the end: 0, something else: -1, and the reason is said. */
+/* Reads a line `key = value`. Returns 1, or -1 after an error, with the reason written. */
 static int tkvi_next_line(tkvi_parser *r) {
     const char *from = r->at;
     while (r->at < r->end && !tkvi_one_of(*r->at, "=\n#")) r->at++;
@@ -875,7 +878,7 @@ static int tkvi_next_line(tkvi_parser *r) {
     return 1;
 }
 
-/* The same of a pair in an object. */
+/* Reads the next pair of a JSON object. Returns 1, 0 at the end, or -1 after an error. */
 static int tkvi_next_pair(tkvi_parser *r) {
     const int first = !r->begun;
     if (first) r->at++; /* the brace */
@@ -901,6 +904,7 @@ static int tkvi_next_pair(tkvi_parser *r) {
     return tkvi_scan_value(r, ",}#\n");
 }
 
+/* Reads the next key and value. Returns 1, 0 at the end, or -1 after an error. */
 static int tkvi_next(tkvi_parser *r) {
     if (!r->json || r->begun) tkvi_skip(r);
     r->key_line = r->line;
@@ -912,12 +916,13 @@ static void tkvi_rewind(tkvi_parser *r) {
     r->at = r->text;
     r->line = 1;
     r->begun = 0;
-    if (r->end - r->at >= 3 && memcmp(r->at, "\xef\xbb\xbf", 3) == 0) r->at += 3; /* some editors' */
+    if (r->end - r->at >= 3 && memcmp(r->at, "\xef\xbb\xbf", 3) == 0) r->at += 3; /* a byte order mark */
     tkvi_skip(r);
     r->json = tkvi_is_next(r, '{');
 }
 
 /* >>reading */
+/* Removes `name` from the front of s. Returns 0 if s does not begin with it. */
 static int tkvi_take(tkvi_span *s, const char *name) {
     const size_t n = strlen(name);
     if (s->n < n || memcmp(s->at, name, n) != 0) return 0;
@@ -926,7 +931,7 @@ static int tkvi_take(tkvi_span *s, const char *name) {
     return 1;
 }
 
-/* Digits off the front, below `most`; -1: none. */
+/* Removes a number from the front of s and returns it; -1: there is none below `most`. */
 static int tkvi_take_index(tkvi_span *s, int most) {
     tkvi_span number = *s;
     uint64_t n;
@@ -937,7 +942,7 @@ static int tkvi_take_index(tkvi_span *s, int most) {
     return (int)n;
 }
 
-/* Which row of which group this key is, and of which structs of a list: `from` to `to`. */
+/* Finds the row of the present key, its group and, in a list, the entries `from` to `to`. NULL: unknown key. */
 static const tkvi_row *tkvi_find_row(const tkvi_parser *r, int *group, int *from, int *to) {
     int i;
     for (*group = 0; *group < r->n_fields; ++*group) {
@@ -958,7 +963,7 @@ static const tkvi_row *tkvi_find_row(const tkvi_parser *r, int *group, int *from
     return NULL;
 }
 
-/* Marks a field as given; 0 if it was. */
+/* Marks a field as given. Returns 0 if it was marked already. */
 static int tkvi_first_time(tkvi_parser *r, int group, int index, const tkvi_row *row) {
     size_t bit = (size_t)index * (size_t)r->fields[group].n_rows + (size_t)(row - r->fields[group].row);
     int g;
@@ -968,10 +973,10 @@ static int tkvi_first_time(tkvi_parser *r, int group, int index, const tkvi_row 
     return 1;
 }
 
-enum { TKVI_CHECK, TKVI_BEGIN, TKVI_TAKE }; /* the three times that a text is read */
+enum { TKVI_CHECK, TKVI_BEGIN, TKVI_TAKE }; /* the three passes over a text */
 
-/* Each value to its place. While it is checked there is none yet in the caller's memory, and a preset waits for what it
- * asks. */
+/* Reads all values of one pass into their fields. The check pass does not write to lists or frequencies, whose
+ * memory is the caller's, and does not apply presets. */
 static tkv_status tkvi_parse_all(tkvi_parser *r, int pass) {
     int found, g, i, from, to;
     tkvi_rewind(r);
@@ -1006,7 +1011,7 @@ static tkv_status tkvi_parse_all(tkvi_parser *r, int pass) {
     return found < 0 ? TKV_ERR_CONFIG : TKV_OK;
 }
 
-/* Into the parts of `whole`. */
+/* Prepares to read `text` into the parts of the struct `whole`. */
 static void tkvi_parse_begin(tkvi_parser *r, const tkvi_fields *fields, int n, void *whole, const char *text,
                              size_t size, char *reason, size_t reason_size) {
     int g;
@@ -1019,7 +1024,7 @@ static void tkvi_parse_begin(tkvi_parser *r, const tkvi_fields *fields, int n, v
     r->reason = tkvi_text_begin(reason, reason ? reason_size : 0);
 }
 
-/* There is so much room, and not enough. */
+/* Appends the error for a number that is too small or too large, with the right one. */
 static tkv_status tkvi_no_room(tkvi_parser *r, int line, const char *what, int room, int want,
                                const char *why) {
     tkvi_text *t = tkvi_append_line(r, line);
@@ -1031,7 +1036,7 @@ static tkv_status tkvi_no_room(tkvi_parser *r, int line, const char *what, int r
     return TKV_ERR_CONFIG;
 }
 
-/* The line of a key that is there. */
+/* The line of a key that the text has. */
 static int tkvi_line_of(tkvi_parser *r, const char *key) {
     tkvi_rewind(r);
     while (tkvi_next(r) > 0 && !tkvi_span_is(r->key, key)) continue;
@@ -1044,15 +1049,15 @@ static int tkvi_member_int(const void *base, size_t offset) {
     return x;
 }
 
-/* Pointers to objects of any type look alike on every machine of this century. */
+/* Reads a pointer field. It assumes that pointers to all object types have one representation. */
 static void *tkvi_member_pointer(const void *base, size_t offset) {
     void *x;
     memcpy(&x, (const char *)base + offset, sizeof x);
     return x;
 }
 
-/* The list that the text gives takes its place in the caller's memory, which must be enough. A list that stays (`was`
- * is the config before) must not become longer. */
+/* Checks a list of the config (was: the config before). If the text names entries, the caller's memory must hold
+ * the whole list. If it does not, the list of the program stays, and the text must not make it longer. */
 static tkv_status tkvi_check_array(tkvi_parser *r, const tkvi_array *a, const tkv_config *cfg,
                                    const tkv_config *was) {
     const int highest = r->highest[a->group], line = r->highest_line[a->group];
@@ -1075,7 +1080,7 @@ static tkv_status tkvi_check_array(tkvi_parser *r, const tkvi_array *a, const tk
     return TKV_OK;
 }
 
-/* The same of rope.frequencies, of which there is one for two of rope.dim. */
+/* The same check for rope.frequencies, which has rope.dim / 2 entries. */
 static tkv_status tkvi_check_frequencies(tkvi_parser *r, const tkv_config *cfg, const tkv_config *was) {
     const int n = r->frequencies, line = r->frequencies_line;
     const int room = r->room && r->room->frequencies ? r->room->n_frequencies : 0;
@@ -1152,7 +1157,7 @@ static void tkvi_print_key(tkvi_out *o, const tkvi_fields *g, int index, const c
     tkvi_print(o, o->json ? "\": " : " = ");
 }
 
-/* The fields of one struct that are not zero. */
+/* Writes the fields of one struct that are not zero. */
 static void tkvi_write_fields(tkvi_out *o, const tkvi_fields *g, int index, const void *base) {
     int i;
     size_t k;

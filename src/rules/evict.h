@@ -1,20 +1,22 @@
 /*
- * rules/evict.h - which tokens of a layer to drop. Policies are rows of a table: a name, what they must see, what
- * they protect, and a function that scores all tokens; the lowest scores go, in one selection. No memory of its own,
- * no cache.
+ * rules/evict.h - selects the tokens of a layer to evict. An eviction policy is a row of a table: its name, the
+ * inputs it needs, the tokens it protects and a function that scores all tokens. One selection then evicts the
+ * lowest scores. The code allocates nothing and uses no cache.
  *
- *     slots      0 1 2 3 4 5 6 7 8 9      keep 5, 2 sinks, 2 recent
- *     may go         x x x x x x          neither protected, pinned nor gone already
- *     score      . . 4 1 3 9 2 5 . .      5 of these 6 are too many: the lowest 5 go, of equal ones the older
- *     victims    0 0 1 1 1 0 1 1 0 0
+ *     slots       0 1 2 3 4 5 6 7 8 9      keep 5, 2 sinks, 2 recent tokens
+ *     evictable       x x x x x x          live, not protected, not pinned
+ *     score       . . 4 1 3 9 2 5 . .      10 - 5 = 5 too many: the lowest 5, the older of equals
+ *     victims     0 0 1 1 1 0 1 1 0 0
  *
  * To add a policy:
  *   1. write evict_NAME.h: paper, section and formula at its top, a tkvi_evict_score (a loop over v->n), its row;
  *   2. name it in tkv_evict_kind (api.h), and at the same place in tkvi_evict_rows below and in tkvi_words_evict
  *      (report/text.h); include the file here and list it in tieredkv.h.
- * Nothing else has to know it: cache, config and tests go through the table. What it needs of attention the row says,
- * and reclaim/scores.h gathers. All see a layer's heads as one, so that a token goes from all of them (the papers
- * select per head): what comes from heads is sums or means over them. May call the policies' files.
+ * No other code changes: cache, config and tests use the table. The row names the attention statistics that the
+ * policy needs, and reclaim/scores.h collects them.
+ *
+ * A policy sees the heads of a layer as one: its inputs are sums or means over heads. So a token is evicted from
+ * all heads of the layer, while the papers select per head.
  */
 #ifndef TKVI_RULES_EVICT_H
 #define TKVI_RULES_EVICT_H
@@ -61,13 +63,13 @@ TKV_API int tkv_evict_needs(tkv_evict_kind kind) {
     return row ? row->needs : 0;
 }
 
-/* A length of the config's: its own, none, or the default. -2: it is no length. */
+/* Resolves a length of the config: TKV_NONE is 0, 0 is the default, -2 is returned for an invalid length. */
 static int tkvi_evict_length(int given, int otherwise) {
     if (given == TKV_NONE) return 0;
     return given == 0 ? otherwise : given < 0 ? -2 : given;
 }
 
-/* The config with its defaults, or NULL. */
+/* Copies *from to *cfg and fills in defaults. Returns the policy's row, or NULL if the config is invalid. */
 static const tkvi_evict_row *tkvi_evict_fill(const tkv_evict_config *from, tkv_evict_config *cfg) {
     const tkvi_evict_row *row = from ? tkvi_evict_row_of(from->kind) : NULL;
     if (!row) return NULL;
@@ -124,7 +126,9 @@ TKV_API tkv_status tkv_evict_score(const tkv_evict_config *cfg, const tkv_evict_
 }
 
 /* >>selection */
-/* Sinks and recent tokens within the budget: the newest first of all, then the sinks, then the other recent ones. */
+/* Fits the protected tokens into `keep`: first the newest token, then sinks, then the other recent tokens. With a
+ * default length (asked 0), recent tokens get at most half of the rest behind the sinks, as in H2O. asked: the
+ * caller's recent_tokens. sinks: live tokens at sink positions. */
 static void tkvi_evict_protect(const tkv_evict_config *cfg, int asked, int sinks, int keep,
                                tkv_evict_result *r) {
     int recent = cfg->recent_tokens;
@@ -152,7 +156,7 @@ TKV_API tkv_status tkv_evict_select(const tkv_evict_config *cfg, const tkv_evict
     if (full.kind == TKV_EVICT_NONE && alive > keep) return TKV_ERR_BUDGET;
     memset(&r, 0, sizeof r);
     tkvi_evict_protect(&full, cfg->recent_tokens, sinks, keep, &r);
-    for (i = 0; i < tkvi_words(n); i++) victims[i] = 0; /* at first: what may not go */
+    for (i = 0; i < tkvi_words(n); i++) victims[i] = 0; /* first a mask of tokens to keep */
     for (i = 0, older = 0; i < n; i++) {
         const int there = tkvi_is_alive(view, i), pinned = view->pinned && tkvi_has(view->pinned, i);
         if (!there || pinned || older < r.sinks || older >= alive - r.recent) tkvi_mark(victims, i);
@@ -166,7 +170,7 @@ TKV_API tkv_status tkv_evict_select(const tkv_evict_config *cfg, const tkv_evict
     ranks.priority = view->priority;
     ranks.without = victims;
     if (go > 0) limit = tkvi_select(&ranks, go, &equal);
-    for (i = 0; i < n; i++) { /* a word is written when all of it has been read */
+    for (i = 0; i < n; i++) { /* overwrites a word after its last read */
         if (go > 0 && tkvi_takes_part(&ranks, i)) {
             const uint64_t rank = tkvi_rank(&ranks, i);
             if (rank < limit || (rank == limit && equal-- > 0)) word |= (uint64_t)1 << (i & 63);
@@ -196,7 +200,7 @@ TKV_API int tkv_evict_due(const tkv_evict_config *cfg, int n, int incoming, int 
     return due < n ? (int)due : n;
 }
 
-/* >>what to do with the bits */
+/* >>using the victim mask */
 TKV_API int tkv_evict_list(const uint64_t *mask, int n, int *out) {
     int i, found = 0;
     if (n > 0 && (!mask || !out)) return 0;
@@ -217,9 +221,11 @@ TKV_API int tkv_evict_compact(const uint64_t *victims, int n, void *array, size_
     return kept;
 }
 
-/* >>budgets of layers: lines (rules/evict_policy.h) in the order of tkv_evict_shape, what they leave over shared out */
+/* >>budgets of layers: one line (rules/evict_policy.h) for each tkv_evict_shape. Every layer gets the whole part of
+ * its share; tokens that are left go to the largest remainders. */
 static int64_t tkvi_line_at(const tkvi_line *line, int l) { return line->first - l * line->fall; }
 
+/* The share of layer l is proportional to n_layers - l. */
 static tkvi_line tkvi_line_linear(const tkv_evict_budget *b) {
     tkvi_line line;
     line.base = 0;
@@ -229,9 +235,10 @@ static tkvi_line tkvi_line_linear(const tkv_evict_budget *b) {
     return line;
 }
 
+/* In the order of tkv_evict_shape. */
 static const tkvi_evict_line tkvi_evict_lines[] = {tkvi_line_uniform, tkvi_line_pyramid, tkvi_line_linear};
 
-/* Layers whose remainder is at least r. */
+/* Returns the number of layers whose remainder is at least r. */
 static int tkvi_line_count(const tkvi_line *line, int n_layers, int64_t r) {
     int l, count = 0;
     for (l = 0; l < n_layers; l++) count += tkvi_line_at(line, l) % line->whole >= r;
@@ -257,23 +264,25 @@ TKV_API tkv_status tkv_evict_budgets(const tkv_evict_budget *b, int *out) {
     left = full.total;
     for (l = 0; l < full.n_layers; l++) {
         const int64_t whole = line.base + tkvi_line_at(&line, l) / line.whole;
-        if (whole >= 1 << 30) return TKV_ERR_ARG; /* of the linear shape's first layers */
+        if (whole >= 1 << 30) return TKV_ERR_ARG; /* only first layers of the linear shape */
         left -= whole;
     }
     for (l = 0; l < full.n_layers; l++) out[l] = (int)(line.base + tkvi_line_at(&line, l) / line.whole);
-    high = line.whole; /* the least remainder that at most `left` layers reach: by bisection */
+    high = line.whole; /* bisects for the smallest remainder that at most `left` layers reach */
     while (low < high) {
         const int64_t mid = low + (high - low) / 2;
         if (tkvi_line_count(&line, full.n_layers, mid) <= left) high = mid;
         else low = mid + 1;
     }
-    more = (int)left - tkvi_line_count(&line, full.n_layers, low); /* of those just below, the first */
+    /* Layers with a remainder of at least low get one more token. So do the first `more` layers with low - 1. */
+    more = (int)left - tkvi_line_count(&line, full.n_layers, low);
     for (l = 0; l < full.n_layers; l++) {
         const int64_t r = tkvi_line_at(&line, l) % line.whole;
         if (r >= low || (r == low - 1 && more-- > 0)) out[l]++;
     }
+    /* LINEAR gives every layer a token: the last of the largest budgets gives one to each layer with 0. */
     for (l = full.n_layers - 1, last = 0; full.shape == TKV_EVICT_LINEAR && l > 0 && out[l] == 0; l--) {
-        while (last + 1 < l && out[last + 1] == out[0]) last++; /* the last of the largest gives one */
+        while (last + 1 < l && out[last + 1] == out[0]) last++;
         while (last > 0 && out[last] < out[0]) last--;
         out[last]--;
         out[l]++;

@@ -1,6 +1,7 @@
 /*
- * rules/evict_given.h - scores of the caller's: "scores" are there for all tokens, such as those of
- * tkv_importance_read or KVzip (arXiv 2505.23416); "user" asks cfg.scorer for one after the other.
+ * rules/evict_given.h - two policies with scores from the caller. "scores" takes an array for all tokens, such as
+ * the result of tkv_importance_read or of KVzip (arXiv 2505.23416). "user" calls cfg.scorer once for each live
+ * token.
  */
 #ifndef TKVI_RULES_EVICT_GIVEN_H
 #define TKVI_RULES_EVICT_GIVEN_H

@@ -1,9 +1,10 @@
 /*
- * rules/evict_h2o.h - heavy hitters (H2O, arXiv 2306.14048, section 4): what got least attention since it came goes.
+ * rules/evict_h2o.h - heavy hitters (H2O, arXiv 2306.14048, section 4). Evicts the tokens with the lowest
+ * accumulated attention score. p_h(j, i) is the attention weight that query j of head h gives to token i.
  *
- *     score of token i = sum over queries j from i on, and heads h, of p_h(j, i)
+ *     score of token i = sum over queries j >= i and heads h of p_h(j, i)
  *
- * The recent ones are protected: they had no time to get any.
+ * Recent tokens are protected, because only few queries have seen them.
  */
 #ifndef TKVI_RULES_EVICT_H2O_H
 #define TKVI_RULES_EVICT_H2O_H

@@ -1,7 +1,8 @@
 /*
- * rules/evict_keydiff.h - KeyDiff (arXiv 2504.15364, section 3): keys that are like all the others go.
+ * rules/evict_keydiff.h - KeyDiff (arXiv 2504.15364, section 3). Evicts the tokens whose keys point where most keys
+ * point.
  *
- *     anchor of a KV head = sum over tokens j of k(j) / |k(j)|
+ *     anchor of a KV head = sum over live tokens j of k(j) / |k(j)|
  *     score of token i    = - mean over KV heads of cos(k(i), anchor)
  */
 #ifndef TKVI_RULES_EVICT_KEYDIFF_H
@@ -29,7 +30,8 @@ static double tkvi_anchor_length(const double *x, int dim) {
     return sqrt(sum);
 }
 
-/* The cosine; length: the anchor's. What is not finite stays so. */
+/* Returns the cosine of k and the anchor, 0 for a zero vector. length: |anchor|. A norm that is not finite is
+ * returned as it is, so that tkv_evict_score reports TKV_ERR_NONFINITE. */
 static float tkvi_likeness(const float *k, const double *anchor, double length, int dim) {
     const double norm = tkvi_key_norm(k, dim) * length;
     if (!tkvi_is_finite((float)norm)) return (float)norm;

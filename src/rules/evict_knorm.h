@@ -1,6 +1,6 @@
 /*
- * rules/evict_knorm.h - "A Simple and Effective L2 Norm-Based Strategy" (arXiv 2406.11430): keys of a small norm get
- * much attention, so the longest go.
+ * rules/evict_knorm.h - "A Simple and Effective L2 Norm-Based Strategy" (arXiv 2406.11430). Keys of a small norm
+ * get much attention, so the policy evicts the tokens with the longest keys.
  *
  *     score of token i = - mean over KV heads h of |k_h(i)|
  */

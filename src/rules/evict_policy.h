@@ -1,18 +1,21 @@
 /*
- * rules/evict_policy.h - what an eviction policy is: a row, with a function that scores all tokens of a layer; and
- * what it sees of them. How to add one stands in rules/evict.h. May call importance and below.
+ * rules/evict_policy.h - the interface of an eviction policy: a table row with a function that scores all tokens of
+ * a layer, and helpers that read its view of the tokens. rules/evict.h explains how to add a policy.
  */
 #ifndef TKVI_RULES_EVICT_POLICY_H
 #define TKVI_RULES_EVICT_POLICY_H
 
 #include "rules/importance.h"
 
-/* out[i] for all that are alive; high ones stay. recent: the last so many are what a policy observes. */
+/* Writes out[i] for each live slot i; high scores stay. recent: length of the observation window, in slots at the
+ * end (SnapKV). Entries of other slots are ignored. */
 typedef void (*tkvi_evict_score)(const tkv_evict_config *cfg, const tkv_evict_view *v, int recent,
                                  float *out);
 
-/* Budgets of layers. Every shape is a straight line: layer l gets base + (first - l * fall) / whole tokens, in whole
- * numbers (rules/evict.h). */
+/* Budgets of layers. Every shape is a straight line over the layers, kept in integers so that it is exact:
+ *
+ *     budget of layer l = base + (first - l * fall) / whole      tokens; rules/evict.h rounds
+ */
 typedef struct tkvi_line {
     int64_t base, first, fall, whole;
 } tkvi_line;
@@ -28,20 +31,20 @@ static tkvi_line tkvi_line_uniform(const tkv_evict_budget *b) {
 
 typedef struct tkvi_evict_row {
     const char *name;
-    int needs;             /* bits of tkv_evict_need */
-    int sinks, recent;     /* what it protects if cfg does not say */
-    int in_order;          /* 1: the oldest go first, so that block after block is emptied */
-    tkv_evict_shape shape; /* of its layers' budgets */
+    int needs;             /* inputs: bits of tkv_evict_need */
+    int sinks, recent;     /* protected tokens, where cfg has 0 */
+    int in_order;          /* 1: evicts the oldest first, so blocks become empty one by one */
+    tkv_evict_shape shape; /* of the budgets of layers */
     tkvi_evict_score score;
 } tkvi_evict_row;
 
-/* >>what it sees */
-/* A token has its place here: in range, and not gone before. */
+/* >>the view */
+/* Returns whether slot i holds a live token. */
 static int tkvi_is_alive(const tkv_evict_view *v, int i) { return !v->alive || tkvi_has(v->alive, i); }
 
 static int tkvi_position_of(const tkv_evict_view *v, int i) { return v->position ? v->position[i] : i; }
 
-/* Scores that are there already. */
+/* Copies ready scores of live slots, times sign. */
 static void tkvi_score_copy(const tkv_evict_view *v, const float *from, float sign, float *out) {
     int i;
     for (i = 0; i < v->n; i++)
@@ -60,7 +63,7 @@ static const float *tkvi_key_of(const float *keys, int i, int n_kv_heads, int h,
     return keys + ((size_t)i * (size_t)n_kv_heads + (size_t)h) * (size_t)head_dim;
 }
 
-/* Dimensions that a product of sizes can have. */
+/* Returns whether keys [n][n_kv_heads][head_dim] are present and their size in bytes fits size_t. */
 static int tkvi_keys_are_sound(const float *keys, int n, int n_kv_heads, int head_dim) {
     size_t size;
     if (n < 0 || n_kv_heads < 1 || head_dim < 1 || head_dim > TKV_MAX_HEAD_DIM) return 0;

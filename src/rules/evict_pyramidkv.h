@@ -1,11 +1,13 @@
 /*
- * rules/evict_pyramidkv.h - PyramidKV (arXiv 2406.02069, section 4): scores are SnapKV's; layers have budgets that
- * fall from the first to the last, as its authors' code has it but with fractions. With a = (C - w) * L tokens to
- * share and d = max - min in units of 1 / unit:
+ * rules/evict_pyramidkv.h - PyramidKV (arXiv 2406.02069, section 4). Scores are those of SnapKV. Budgets fall from
+ * the first layer to the last one, as in the authors' code, but fractions of tokens are kept.
  *
+ *     L layers, C = total / L, window w, n tokens; max, min and d = max - min in units of 1 / unit
+ *     min = (C - w) / beta    max = 2 (C - w) - min    if max > n - w: max = n - w, min = 2 (C - w) - max
  *     budget of layer l = w + (max * (L - 1) - l * d) / (unit * (L - 1))
  *
- * The authors fall back to SnapKV's even budgets where n < 2 (C - w), kvpress unless n >= max >= min >= w.
+ * Budgets are even, as in SnapKV, unless max >= min >= w. The authors' code makes them even where n < 2 (C - w),
+ * and kvpress unless n >= max >= min >= w.
  */
 #ifndef TKVI_RULES_EVICT_PYRAMIDKV_H
 #define TKVI_RULES_EVICT_PYRAMIDKV_H

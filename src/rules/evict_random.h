@@ -1,7 +1,10 @@
 /*
- * rules/evict_random.h - by lot: a baseline. The same token has the same lot, whoever else is there.
+ * rules/evict_random.h - random eviction, as a baseline. The score depends on seed and position alone, so a token
+ * keeps its score while other tokens come and go.
  *
- *     score of a token = splitmix64(seed + (position + 1) * golden ratio) / 2^64
+ *     score of a token = splitmix64(seed + (position + 1) * 0x9e3779b97f4a7c15) / 2^64, cut to 24 bits
+ *
+ * The constant is 2^64 / golden ratio.
  */
 #ifndef TKVI_RULES_EVICT_RANDOM_H
 #define TKVI_RULES_EVICT_RANDOM_H

@@ -1,15 +1,16 @@
 /*
- * rules/evict_scissorhands.h - persistence of importance (ScissorHands, arXiv 2305.17118, section 4): tokens are
- * counted, in a history window, each time that they get less than an even share; when the budget is full those with
- * the highest counts go, many at once, but for the recent ones.
+ * rules/evict_scissorhands.h - persistence of importance (ScissorHands, arXiv 2305.17118, section 4). Within a
+ * history window, a token's count rises each time its attention weight is below an even share. When the budget is
+ * full, a batch of tokens with the highest counts is evicted. Recent tokens are protected.
  *
- *     score of token i = - how many heads of queries j gave p_h(j, i) < 1 / (keys that j sees)
+ *     score of token i = - number of pairs (query j, head h) with p_h(j, i) < 1 / (number of keys that j sees)
  */
 #ifndef TKVI_RULES_EVICT_SCISSORHANDS_H
 #define TKVI_RULES_EVICT_SCISSORHANDS_H
 
 #include "rules/evict_policy.h"
 
+/* Negates the counts. The caller's counts may be negated already. */
 static void tkvi_score_lows(const tkv_evict_config *cfg, const tkv_evict_view *v, int recent, float *out) {
     int i;
     (void)cfg;

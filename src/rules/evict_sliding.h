@@ -1,10 +1,11 @@
 /*
- * rules/evict_sliding.h - StreamingLLM (arXiv 2309.17453, section 3.2): the first tokens stay, as sinks, and the
- * newest:
+ * rules/evict_sliding.h - StreamingLLM (arXiv 2309.17453, section 3.2). The first tokens stay as attention sinks,
+ * and so do the newest ones.
  *
  *     score of a token = its position
  *
- * "fifo" is the same without sinks. "none" drops nothing; it has a row for its protected tokens.
+ * "fifo" has the same score and protects neither sinks nor recent tokens. "none" evicts nothing; its row only holds
+ * the default lengths of protected tokens.
  */
 #ifndef TKVI_RULES_EVICT_SLIDING_H
 #define TKVI_RULES_EVICT_SLIDING_H

@@ -1,10 +1,11 @@
 /*
- * rules/evict_snapkv.h - SnapKV (arXiv 2404.14469, section 4): attention that the last queries of the prompt, the
- * observation window, give to what is before it, averaged over neighbours; the window itself stays.
+ * rules/evict_snapkv.h - SnapKV (arXiv 2404.14469, section 4). The last queries of the prompt form the observation
+ * window. A token before the window scores the attention from these queries, averaged over its neighbours. The
+ * window itself stays.
  *
  *     score of token i = sum over d = -pool/2 .. pool/2 of observed(i + d) / pool
  *
- * Beyond the ends there are zeros, as the authors' code has it.
+ * Neighbours beyond the first token or inside the window count as 0, as in the authors' code. So do evicted tokens.
  */
 #ifndef TKVI_RULES_EVICT_SNAPKV_H
 #define TKVI_RULES_EVICT_SNAPKV_H
@@ -24,7 +25,7 @@ static void tkvi_score_pooled(const tkv_evict_config *cfg, const tkv_evict_view 
         most = out[i] > most ? out[i] : most;
     }
     for (; i < v->n; i++)
-        out[i] = most; /* where the budget is smaller than the window, the oldest of it go last */
+        out[i] = most; /* a budget smaller than the window evicts from the window last, oldest first */
 }
 
 static const tkvi_evict_row tkvi_evict_snapkv = {"snapkv",          TKV_EVICT_NEEDS_OBSERVED, 4, 32, 0,

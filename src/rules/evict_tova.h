@@ -1,6 +1,6 @@
 /*
- * rules/evict_tova.h - "Token Omission Via Attention" (TOVA, arXiv 2401.06104): what the newest query looks at least
- * goes.
+ * rules/evict_tova.h - "Token Omission Via Attention" (TOVA, arXiv 2401.06104). Evicts the tokens with the lowest
+ * attention weight of the newest query.
  *
  *     score of token i = mean over the layer's heads h of p_h(newest, i)
  */

@@ -1,10 +1,11 @@
 /*
- * rules/importance.h - how much each token matters, from the attention it got and its age; and which tokens deserve a
- * dearer tier. Strategies are rows of a table, in the manner of akv-cache. No memory of its own, no cache. May call
- * policy and select.
+ * rules/importance.h - computes the importance of each token from its attention scores and its age, and selects
+ * tokens for promotion to a more precise tier. A strategy is a row of a table, as in akv-cache. The code allocates
+ * nothing and uses no cache.
  *
- *     mass      .2 . . . .1 . . .        a token's A is multiplied only when something comes to it:
- *     A         .2       .2 * decay^4 + .1
+ *     step               0  1 2 3 4  5 6 7
+ *     attention score    .2 . . . .1 . . .     of one token; A is updated only when a score arrives:
+ *     A                  .2       .2 * decay^4 + .1
  */
 #ifndef TKVI_RULES_IMPORTANCE_H
 #define TKVI_RULES_IMPORTANCE_H
@@ -12,7 +13,7 @@
 #include "rules/pressure.h"
 #include "rules/select.h"
 
-/* >>what a step's mass does to A, which has been decayed */
+/* >>strategies: how a step's attention score changes A. a is decayed already; low: the bound of "persistence" */
 static double tkvi_gather_sum(double a, double mass, double low) {
     (void)low;
     return a + mass;
@@ -46,7 +47,8 @@ TKV_API const char *tkv_importance_name(tkv_importance_strategy strategy) {
     return s ? s->name : NULL;
 }
 
-/* The config with its defaults, or NULL. */
+/* Copies *from (NULL: zeros) to *cfg and fills in defaults. Returns the strategy, or NULL if the config is
+ * invalid. */
 static const tkvi_strategy *tkvi_importance_fill(const tkv_importance_config *from,
                                                  tkv_importance_config *cfg) {
     const tkvi_strategy *s;
@@ -65,12 +67,13 @@ static const tkvi_strategy *tkvi_importance_fill(const tkv_importance_config *fr
                : NULL;
 }
 
-/* x^n by squaring: products alone, which round alike everywhere; nothing for the usual n of 1. 0 <= x <= 1. */
+/* Returns x^n for 0 <= x <= 1, by squaring. It only multiplies, so it rounds alike on every machine; pow() need
+ * not. The usual n of 1 costs two products. */
 static double tkvi_power(double x, int n) {
     double y = 1.0;
     for (; n > 0; n >>= 1, x = tkvi_f64(x * x)) {
         if (n & 1) y = tkvi_f64(y * x);
-        if (y < 1e-200) return 0.0; /* before numbers become subnormal, which some flags flush */
+        if (y < 1e-200) return 0.0; /* some compiler flags flush subnormal numbers */
         if (x < 1e-200 && n > 1) return 0.0;
     }
     return y;
@@ -146,7 +149,7 @@ TKV_API tkv_status tkv_importance_aggregate(tkv_importance_heads how, const floa
     return TKV_OK;
 }
 
-/* Quest (arXiv 2406.10774): each channel's product is largest at one of its two ends. */
+/* Upper bound of q.k by Quest (arXiv 2406.10774). The product of a channel is largest at one end of its range. */
 TKV_API float tkv_importance_bound(const float *q, const float *low, const float *high, int head_dim) {
     double sum = 0.0;
     int c;
@@ -155,14 +158,14 @@ TKV_API float tkv_importance_bound(const float *q, const float *low, const float
     return (float)sum;
 }
 
-/* >>the best */
-/* Before: i is better than j, or as good and older. */
+/* >>the k best */
+/* Returns whether i ranks before j: a better score, or an equal one and a lower index. */
 static int tkvi_before(const tkvi_ranks *r, int i, int j) {
     const uint64_t a = tkvi_rank(r, i), b = tkvi_rank(r, j);
     return a < b || (a == b && i < j);
 }
 
-/* A heap with the worst at the top: out[at] sinks to its place. */
+/* Restores the heap out[n], worst slot at the top, by sinking out[at]. */
 static void tkvi_sink(const tkvi_ranks *r, int *out, int n, int at) {
     for (;;) {
         int child = 2 * at + 1, keep;
@@ -212,16 +215,18 @@ TKV_API tkv_status tkv_importance_top(const float *score, const uint64_t *withou
     return TKV_OK;
 }
 
-/* >>promotion: candidates are offered one by one, the best that may come stay in a short list, the worst falls off its
- * end */
+/* >>promotion: candidates are offered one by one. A short sorted list keeps the best; its worst entry is removed
+ * when a better one arrives. */
 typedef struct tkvi_promoting {
     float threshold;
     int now, cooldown, room, found;
-    int out[TKV_IMPORTANCE_PER_STEP]; /* in order: the best first, of equal ones what was offered first */
+    int out[TKV_IMPORTANCE_PER_STEP]; /* [found] best first; of equals the one offered first */
     float score[TKV_IMPORTANCE_PER_STEP];
-    int waiting, no_source; /* above the threshold, but not now; but nothing better is kept */
+    int waiting, no_source; /* above the threshold: must wait; has no more precise source */
 } tkvi_promoting;
 
+/* Starts the list of step `now`. room: promotions that this step still allows. Returns 0 if the config is
+ * invalid. */
 static int tkvi_promoting_begin(tkvi_promoting *b, const tkv_importance_promotion *p, int now) {
     const int per_step = p->cfg.per_step ? p->cfg.per_step : 8;
     memset(b, 0, sizeof *b);
@@ -233,7 +238,7 @@ static int tkvi_promoting_begin(tkvi_promoting *b, const tkv_importance_promotio
            b->cooldown >= 0;
 }
 
-/* moved: its last step, or TKV_NONE. */
+/* Offers candidate i. source: whether it has a more precise source. moved: step of its last move, or TKV_NONE. */
 static void tkvi_promoting_offer(tkvi_promoting *b, int i, float score, int source, int moved) {
     int j;
     if (score < b->threshold) return;
@@ -256,7 +261,7 @@ static void tkvi_promoting_offer(tkvi_promoting *b, int i, float score, int sour
     b->score[j] = score;
 }
 
-/* The first `done` of the list came. */
+/* Counts the step: the first `done` entries of the list were promoted, the others wait. */
 static void tkvi_promoting_end(const tkvi_promoting *b, tkv_importance_promotion *p, int done) {
     if (b->now > p->step) p->used = 0;
     p->step = b->now;

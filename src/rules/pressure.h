@@ -1,13 +1,13 @@
 /*
- * rules/pressure.h - the pressure controller: from a stream of pressures (bytes held over bytes allowed) to a level
- * of an ordered ladder, 0 the loosest. It owns no memory and knows no cache.
+ * rules/pressure.h - the pressure controller. It turns a stream of pressures (bytes held / bytes allowed) into a
+ * level of an ordered ladder; level 0 is the loosest. It allocates nothing and uses no cache.
  *
- *     pressure     .5 .7 .9 1. 1. .9 .6 .3        each observation moves the average by alpha
+ *     pressure     .5 .7 .9 1. 1. .9 .6 .3        average += alpha * (pressure - average)
  *     average   -> tighten while it is at or above the next threshold
- *               -> relax one level while it is below the present threshold less the hysteresis
+ *               -> relax one level while it is below the present threshold - hysteresis
  *
- * One lock guards a controller's numbers, so that counters always fit the level; without atomics (neither gcc nor
- * clang) a controller belongs to one thread. May call base.
+ * A lock guards the state of a controller, so a reader always gets counters that match the level. Without atomics
+ * (neither gcc nor clang) only one thread may use a controller.
  */
 #ifndef TKVI_RULES_PRESSURE_H
 #define TKVI_RULES_PRESSURE_H
@@ -35,17 +35,17 @@ TKV_API tkv_status tkv_policy_profile(tkv_policy_config *cfg, const char *name) 
     return TKV_ERR_ARG;
 }
 
-/* Levels above 0 that the thresholds give. */
+/* Returns the number of thresholds, which is the highest level. */
 static int tkvi_policy_levels(const tkv_policy_config *cfg) {
     int n = 0;
     while (n < TKV_MAX_LEVELS - 1 && tkvi_bits(cfg->threshold[n]) != 0) n++;
     return n;
 }
 
-/* In [low, high]; by bits, so that a NaN is not, under -ffast-math either. */
+/* Returns whether x is in [low, high]. A NaN is not, even with -ffast-math: the finite test reads bits. */
 static int tkvi_within(float x, float low, float high) { return tkvi_is_finite(x) && x >= low && x <= high; }
 
-/* The config with its defaults filled in, or what is wrong with it. */
+/* Copies *from to *cfg and fills in defaults. Returns NULL, or the reason why the config is invalid. */
 static const char *tkvi_policy_fill(const tkv_policy_config *from, tkv_policy_config *cfg) {
     int i, n, any = 0;
     *cfg = *from;
@@ -76,14 +76,15 @@ static const char *tkvi_policy_fill(const tkv_policy_config *from, tkv_policy_co
     return NULL;
 }
 
-/* The pressure at which level i + 1 begins. */
+/* Returns the pressure at which level i + 1 begins. */
 static float tkvi_threshold(const tkv_policy_config *cfg, int i) { return tkvi_number(cfg->threshold[i]); }
 
-/* The pressure below which a cache at level i + 1 relaxes. */
+/* Returns the pressure below which level i + 1 relaxes to level i. */
 static float tkvi_relax_below(const tkv_policy_config *cfg, int i) {
     return tkvi_threshold(cfg, i) - tkvi_number(cfg->hysteresis);
 }
 
+/* Returns the level that follows `level` at this average: any number of levels up, or one down. */
 static int tkvi_policy_target(const tkv_policy_config *cfg, float average, int level) {
     int n = tkvi_policy_levels(cfg), had = level;
     while (level < n && average >= tkvi_threshold(cfg, level)) level++;
@@ -117,7 +118,7 @@ TKV_API tkv_status tkv_policy_init(tkv_policy *p, const tkv_policy_config *cfg, 
     return TKV_OK;
 }
 
-/* The averages take one more pressure, a number; the level stays. */
+/* Updates average, trend, peak and forecast with one finite pressure. The level stays. */
 static void tkvi_policy_take(tkv_policy *p, float pressure) {
     tkv_policy_info *now = &p->now;
     const float x = pressure < 0.0f ? 0.0f : pressure > 1.0f ? 1.0f : pressure, a = p->cfg.alpha;
@@ -130,13 +131,15 @@ static void tkvi_policy_take(tkv_policy *p, float pressure) {
     now->samples++;
 }
 
+/* Sets the level and counts the levels moved. */
 static void tkvi_policy_move(tkv_policy_info *now, int level) {
     if (level > now->level) now->tightened += (uint64_t)(level - now->level);
     else now->relaxed += (uint64_t)(now->level - level);
     now->level = level;
 }
 
-/* For a cache, which decides itself when it follows: where the policy would go, and that it went there. */
+/* Takes one pressure and returns the level that follows `level`, without moving. A cache calls tkvi_policy_move
+ * when it has moved. */
 static int tkvi_policy_sample(tkv_policy *p, float pressure, int level) {
     tkvi_policy_take(p, pressure);
     return tkvi_policy_target(&p->cfg, p->now.average, level);

@@ -1,21 +1,24 @@
 /*
- * rules/remat.h - what may be dropped because the caller's model can compute it again: the price in FLOPs, the
- * decision to keep, drop or code each block, and how much comes back in a step. No memory of its own, no cache, no
- * model. May call evict.
+ * rules/remat.h - decides which blocks to discard because the caller's model can recompute them. It prices a block
+ * in FLOPs, decides whether to keep, discard or quantize it, and limits the recomputation of a step. The code
+ * allocates nothing and uses neither a cache nor a model.
  *
  *     tokens    sinks | 0 ... 63 | 64 .. 127 | 128 . 191 | ........ | newest
- *     price            cheapest, least likely asked for  ->  dearest
- *     drop      never   1st        2nd         3rd ...     at least min_materialized tokens stay
+ *     price            cheapest, least likely used       ->  most expensive
+ *     discard   never   1st        2nd         3rd ...     at least min_materialized tokens stay
  *
- * A block is computed from its prefix, in all layers up to the one that is wanted; so what is dropped is a run of
- * whole blocks behind the sinks, and comes back in that order. (RuvLLM's ADR-004 has the idea; its price grew with
- * the layer alone, its age was the position, and it asked for single tokens.)
+ * Recomputing a block needs its whole prefix, and all layers up to the highest one that holds it. So discarded
+ * blocks form one run of whole blocks behind the sinks, and the run is recomputed from its front.
+ *
+ * The idea is from RuvLLM's ADR-004. There the price grew with the layer alone, the age was the position, and
+ * single tokens were recomputed.
  */
 #ifndef TKVI_RULES_REMAT_H
 #define TKVI_RULES_REMAT_H
 
 #include "rules/evict.h"
 
+/* Copies *from to *cfg and fills in defaults. Returns NULL, or the reason why the config is invalid. */
 static const char *tkvi_remat_fill(const tkv_remat_config *from, tkv_remat_config *cfg) {
     *cfg = *from;
     if (cfg->n_layers < 1 || cfg->n_layers > 4096) return "n_layers must be from 1 to 4096";
@@ -54,8 +57,8 @@ TKV_API tkv_status tkv_remat_init(tkv_remat *r, const tkv_remat_config *cfg, con
     return TKV_OK;
 }
 
-/* >>the price. A token at position p multiplies with all weights and looks at about p keys: 2 FLOPs a product, of q
- * and k and again of p and v. */
+/* >>the price. A token at position p takes 2 FLOPs for each weight of a layer. It sees about p keys, and each takes
+ * 2 * n_heads * head_dim FLOPs for q.k and as many for the weighted sum of values. */
 TKV_API double tkv_remat_flops(const tkv_remat *r, int start, int end, int layers) {
     double attention;
     if (!r || start < 0 || end < start || layers < 0 || layers > r->cfg.n_layers) return -1.0;
@@ -64,13 +67,14 @@ TKV_API double tkv_remat_flops(const tkv_remat *r, int start, int end, int layer
            (2.0 * r->cfg.layer_params + attention);
 }
 
-/* The same, times the chance that it is asked for: less for old blocks; below 0, and so below any price, where nothing
- * looks at it. */
+/* Returns the FLOPs times the probability that block b is used: use / (1 + age / age_tokens). use below 0 means
+ * never used: the result is negative, so below any price. */
 static double tkvi_remat_expected(const tkv_remat *r, const tkv_remat_block *b, int now) {
     const double age = (double)now - (b->end - 1), use = (double)tkvi_or(b->use, 1.0f);
     return tkv_remat_flops(r, b->start, b->end, b->layers) * use / (1.0 + age / (double)r->cfg.age_tokens);
 }
 
+/* Returns whether the n blocks follow one another without gaps and their fields are in range. */
 static int tkvi_remat_is_sound(const tkv_remat *r, const tkv_remat_block *blocks, int n) {
     int i;
     if (!r || n < 0 || (n > 0 && !blocks)) return 0;
@@ -83,22 +87,25 @@ static int tkvi_remat_is_sound(const tkv_remat *r, const tkv_remat_block *blocks
 }
 
 /* >>the decision */
+/* Returns the bytes that quantizing block b frees. */
 static size_t tkvi_remat_saved(const tkv_remat_block *b) {
     return !b->dropped && b->quantized_bytes < b->bytes ? b->bytes - b->quantized_bytes : 0;
 }
 
+/* Returns whether one step can recompute block b alone. */
 static int tkvi_remat_fits_step(const tkv_remat *r, const tkv_remat_block *b) {
     return r->cfg.step_flops <= 0.0 || tkv_remat_flops(r, b->start, b->end, b->layers) <= r->cfg.step_flops;
 }
 
 typedef struct tkvi_remat_run {
     size_t freed;
-    int64_t held; /* tokens not dropped */
-    int at;       /* the block that would go next */
-    int refused;  /* 1: for what one step may cost */
+    int64_t held; /* tokens not discarded */
+    int at;       /* next block to discard */
+    int refused;  /* 1: stopped at a block above step_flops */
 } tkvi_remat_run;
 
-/* Drops blocks from run->at on until enough is free; cheap: only those that cost less a byte than coding does. */
+/* Discards blocks from run->at on until `need` bytes are free. It stops at the first block that must stay. cheap:
+ * also at the first block whose recomputation costs more FLOPs a byte than quantizing does. */
 static void tkvi_remat_drop(const tkv_remat *r, const tkv_remat_block *blocks, int n, int now, size_t need,
                             int cheap, tkv_remat_action *action, tkvi_remat_run *run) {
     for (; run->at < n && run->freed < need; run->at++) {
@@ -132,13 +139,13 @@ TKV_API tkv_status tkv_remat_decide(tkv_remat *r, const tkv_remat_block *blocks,
     for (i = 0; i < n; i++) action[i] = TKV_REMAT_KEEP;
     if (pressure >= tkvi_number(r->cfg.threshold)) {
         tkvi_remat_drop(r, blocks, n, now, need, 1, action, &run);
-        for (i = run.at; i < n && run.freed < need; i++) { /* at is behind the sinks: they stay as they are */
+        for (i = run.at; i < n && run.freed < need; i++) { /* run.at is behind the sinks: they are kept */
             const size_t saved = tkvi_remat_saved(blocks + i);
             if (saved > 0) action[i] = TKV_REMAT_QUANTIZE;
             run.freed += saved;
         }
         tkvi_remat_drop(r, blocks, n, now, need, 0, action, &run);
-        for (i = n; i-- > 0;) { /* what dropping made superfluous, newest first */
+        for (i = n; i-- > 0;) { /* undoes quantizing that is not needed any more, newest first */
             const size_t saved = tkvi_remat_saved(blocks + i);
             if (action[i] != TKV_REMAT_QUANTIZE || run.freed < need || run.freed - need < saved) continue;
             action[i] = TKV_REMAT_KEEP;
@@ -157,7 +164,7 @@ TKV_API tkv_status tkv_remat_decide(tkv_remat *r, const tkv_remat_block *blocks,
     return TKV_OK;
 }
 
-/* >>coming back */
+/* >>recomputing */
 TKV_API tkv_status tkv_remat_restore(tkv_remat *r, const tkv_remat_block *blocks, int n, int step, int *first,
                                      int *count) {
     int i, found = 0, at = 0;

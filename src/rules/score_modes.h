@@ -1,7 +1,12 @@
 /*
- * rules/score_modes.h - what a config gathers of attention: a row of a table. A policy of cfg.evict says what it
- * needs (rules/evict.h), else the strategy of cfg.importance counts. Numbers are whole, and sums end at the largest
- * one: it is no matter who comes first, so threads change nothing. May call evict and below.
+ * rules/score_modes.h - how a cache accumulates attention scores per token. A mode is a row of a table, and a
+ * config has at most one. The eviction policy of cfg.evict selects the mode by the input that it needs
+ * (rules/evict.h). A policy without such an input leaves the choice to the strategy of cfg.importance. The strategy
+ * then counts only if cfg.importance_every, cfg.n_anchors, or the policy "scores" or "user" asks for it.
+ *
+ *     weights p of a sampled query --say--> 64 floats of a block --rounded--> uint32 --join--> token_meta
+ *
+ * Scores in token_meta are saturating integers, so results do not depend on the order of threads.
  */
 #ifndef TKVI_RULES_SCORE_MODES_H
 #define TKVI_RULES_SCORE_MODES_H
@@ -9,12 +14,15 @@
 #include "kernels/scalar.h"
 #include "rules/evict.h"
 
-#define TKVI_TOKEN_SCORE_ONE 1048576.0f /* a weight of 1 as a whole number */
-#define TKVI_TOKEN_SCORE_LOW 256.0f     /* the same of a low one: decay leaves parts of it */
-#define TKVI_TOKEN_SCORE_MOST 2047.0f   /* of what comes at once: counted it is an int */
-#define TKVI_TOKEN_SCORE_EVERY 32
+#define TKVI_TOKEN_SCORE_ONE 1048576.0f /* 2^20: a weight of 1 as an integer */
+#define TKVI_TOKEN_SCORE_LOW 256.0f     /* a count of 1 as an integer: decay leaves fractions of it */
+#define TKVI_TOKEN_SCORE_MOST 2047.0f   /* largest score of one call: 2047 * 2^20 fits an int */
+#define TKVI_TOKEN_SCORE_EVERY 32       /* default of cfg.importance_every */
 
-/* >>what the weights p of a row, from scores s, say of a block's 64 tokens. 16 at a time: vectors also at -O2 */
+/* >>adding the weights of a query to the scores of a block */
+/* s: logits [64], only to find hidden tokens. p: attention weights [64] of one query row. low: a weight below it
+ * counts as low. said: [64], accumulates. Loops take 16 values at a time, so that compilers vectorize them also at
+ * -O2. */
 typedef void (*tkvi_weigher)(const float *s, const float *p, float low, float *said);
 
 static void tkvi_weight_sum(const float *s, const float *p, float low, float *said) {
@@ -49,12 +57,15 @@ static void tkvi_weight_lows(const float *s, const float *p, float low, float *s
     }
 }
 
-/* >>whole numbers: rounded; 0 for what is no weight, NaN (by bits: right under -ffast-math) */
+/* >>integers */
+/* Returns x * one, rounded. A NaN, a negative number and 2^31 or more give 0. The test reads bits, so that it also
+ * works with -ffast-math. */
 static uint32_t tkvi_token_score_counted(float x, float one) {
     const uint32_t bits = tkvi_bits(x * one + 0.5f);
     return (uint32_t)(int32_t)tkvi_from_bits(bits < 0x4f000000u ? bits : 0u); /* below 2^31 */
 }
 
+/* Adds `more` to the scores of 64 tokens; a sum stops at 2^32 - 1. */
 static void tkvi_join_sums(uint32_t *mass, const uint32_t *more) {
     int t, k;
     for (t = 0; t < TKVI_BLOCK; t += 16) {
@@ -64,6 +75,7 @@ static void tkvi_join_sums(uint32_t *mass, const uint32_t *more) {
     }
 }
 
+/* Keeps the larger of both scores for each of 64 tokens. */
 static void tkvi_join_largest(uint32_t *mass, const uint32_t *more) {
     int t, k;
     for (t = 0; t < TKVI_BLOCK; t += 16) {
@@ -75,14 +87,14 @@ static void tkvi_join_largest(uint32_t *mass, const uint32_t *more) {
 
 /* >>the table */
 typedef struct tkvi_token_score_mode {
-    int need;  /* of a policy: a bit of tkv_evict_need; 0: of none */
-    int fresh; /* a step begins from nothing, and all of the newest queries tell, instead of one in so many */
-    float sign;  /* of what is gathered, where high numbers are to be good */
-    float one;   /* 1 as a whole number */
-    float least; /* the same of all queries together, at least: 0 where sampling does not scale it */
-    tkv_importance_heads heads; /* what it comes to when each query head tells by itself: sum or max */
-    tkvi_weigher say;
-    void (*join)(uint32_t *mass, const uint32_t *more);
+    int need;   /* the bit of tkv_evict_need that selects this mode; 0: no policy needs it */
+    int fresh;  /* 1: each step starts at 0 and samples all newest queries; 0: samples one query in `every` */
+    float sign; /* -1 where a high score is bad */
+    float one;  /* a weight or count of 1 as an integer */
+    float least; /* lower limit of tkvi_token_scores.unit; 0: sampling does not scale the scores */
+    tkv_importance_heads heads; /* how `join` combines query heads that are scored one by one: sum or max */
+    tkvi_weigher say;           /* query row -> scores of a block */
+    void (*join)(uint32_t *mass, const uint32_t *more); /* scores of a block -> token_meta */
 } tkvi_token_score_mode;
 
 enum {
@@ -106,23 +118,24 @@ static const tkvi_token_score_mode tkvi_token_score_modes[TKVI_TOKEN_SCORE_MODES
      tkvi_join_sums},
 };
 
-/* In the order of tkv_importance_strategy; TKVI_TOKEN_SCORE_MODES: nothing. */
+/* In the order of tkv_importance_strategy. TKVI_TOKEN_SCORE_MODES: the strategy uses no attention. */
 static const int tkvi_token_score_of_strategy[TKV_IMPORTANCE_STRATEGIES] = {
     TKVI_TOKEN_SCORE_SUM, TKVI_TOKEN_SCORE_SUM, TKVI_TOKEN_SCORE_LARGEST, TKVI_TOKEN_SCORE_MODES,
     TKVI_TOKEN_SCORE_LOWS};
 
-/* What a config asks for. */
+/* The mode of a config, with its numbers. */
 typedef struct tkvi_token_scores {
-    const tkvi_token_score_mode *mode; /* NULL: nothing is gathered */
-    int every;                         /* one query in so many tells, or */
-    int newest;                        /* the newest so many do */
-    tkvi_weigher heads; /* NULL: query heads tell one by one; else their weights come together first */
-    float one;          /* 1 of what a query head tells, as a whole number */
-    float unit; /* 1 of what it all comes to, as if every query told: one sampled query stands for `every` */
-    tkv_importance_config importance; /* with defaults; decay is that of what is gathered */
+    const tkvi_token_score_mode *mode; /* NULL: no scores are collected */
+    int every;                         /* samples one query in `every`, or, where mode->fresh is 1, */
+    int newest;                        /* the newest `newest` queries */
+    tkvi_weigher heads;                /* NULL: query heads are scored one by one; else combines them first */
+    float one;                         /* a weight of 1 from one query head, as an integer */
+    float unit;                        /* an accumulated score of 1 as an integer, sampling scaled out */
+    tkv_importance_config importance;  /* with defaults; decay is the one that the scores use */
 } tkvi_token_scores;
 
-/* n: query heads of a KV head. Each tells an n-th part of what a mean is counted in. */
+/* Sets heads, one and unit. n: query heads of a KV head. For a mean each query head adds an n-th part. One sampled
+ * query stands for `every` queries, so unit is one / every; it must not fall below mode->least. */
 static void tkvi_token_score_heads(tkvi_token_scores *m, int n) {
     const tkv_importance_heads how = m->importance.heads;
     const int largest = how == TKV_IMPORTANCE_MAX;
@@ -131,23 +144,24 @@ static void tkvi_token_score_heads(tkvi_token_scores *m, int n) {
     float most = m->mode->least > 0.0f ? m->mode->one / m->mode->least : stands_for;
     m->one = (float)tkvi_max(1, (int)m->mode->one / mean);
     if (stands_for > most)
-        m->one = tkvi_f32(m->one * tkvi_f32(stands_for / most)); /* else `unit` were too coarse */
+        m->one = tkvi_f32(m->one * tkvi_f32(stands_for / most)); /* keeps `unit` at mode->least */
     m->unit = tkvi_f32(m->one * (float)mean) / stands_for;
     if (n > 1 && largest != (m->mode->heads == TKV_IMPORTANCE_MAX))
         m->heads = largest ? tkvi_weight_largest : tkvi_weight_sum;
 }
 
+/* Derives *m from the config. m->mode stays NULL if the config uses no attention scores. */
 static void tkvi_token_score_init(tkvi_token_scores *m, const tkv_config *cfg) {
     const tkv_evict_kind kind = cfg->evict.kind;
     tkv_evict_config evict;
     int i;
     memset(m, 0, sizeof *m);
     if (!tkvi_importance_fill(&cfg->importance, &m->importance) || !tkvi_evict_fill(&cfg->evict, &evict))
-        return; /* no cache has such a config */
+        return; /* cannot happen: a cache has a valid config */
     m->every = cfg->importance_every ? cfg->importance_every : TKVI_TOKEN_SCORE_EVERY;
     for (i = 0; i < TKVI_TOKEN_SCORE_MODES; i++)
         if (tkv_evict_needs(kind) & tkvi_token_score_modes[i].need) m->mode = &tkvi_token_score_modes[i];
-    if (m->mode) { /* policies know no decay but the caller's */
+    if (m->mode) { /* a policy has no default decay */
         m->importance.decay = tkvi_or(cfg->importance.decay, 1.0f);
         m->newest = m->mode->need == TKV_EVICT_NEEDS_LAST ? 1 : evict.recent_tokens;
     } else if (cfg->importance_every > 0 || cfg->n_anchors > 0 || kind == TKV_EVICT_SCORES ||

@@ -1,7 +1,9 @@
 /*
- * rules/select.h - the k lowest of n scores, in O(n) and without memory of its own: a radix selection over the bits
- * of the floats, which are ordered as whole numbers are. What is equal is told apart by the index, so the answer is
- * the same everywhere. Also bit masks over slots. May call base.
+ * rules/select.h - selects the k lowest of n scores in O(n) and allocates nothing. It also has bit masks over
+ * slots.
+ *
+ * The selection is a radix selection: each float becomes an integer of the same order, and each pass finds 8 bits
+ * of the k-th lowest one. Of equal scores the lower index comes first, so every machine selects the same slots.
  */
 #ifndef TKVI_RULES_SELECT_H
 #define TKVI_RULES_SELECT_H
@@ -19,12 +21,13 @@ static int tkvi_words(int n) { return (int)(((int64_t)n + 63) / 64); }
 typedef struct tkvi_ranks {
     int n;
     const float *score;          /* finite */
-    const signed char *priority; /* NULL, or it counts before the score */
-    const uint64_t *without;     /* NULL, or bits of slots that do not take part */
-    uint32_t turn;               /* all bits: the highest scores come first, the lowest index still does */
+    const signed char *priority; /* NULL, or the major sort key: the score decides within a priority */
+    const uint64_t *without;     /* NULL, or a mask of slots to leave out */
+    uint32_t turn;               /* 0; all bits set: ranks the highest scores first */
 } tkvi_ranks;
 
-/* Bits of a float in the order of floats, both zeros alike: the sign turned, and all else where it was set. */
+/* Returns slot i's rank, an integer in the order of priority, then score. A positive float gets its sign bit
+ * flipped, a negative one all bits. Both zeros have the same rank. */
 static uint64_t tkvi_rank(const tkvi_ranks *r, int i) {
     const uint32_t bits = tkvi_bits(r->score[i]), u = bits == 0x80000000u ? 0u : bits;
     const uint32_t order = u ^ ((0u - (u >> 31)) | 0x80000000u);
@@ -33,7 +36,8 @@ static uint64_t tkvi_rank(const tkvi_ranks *r, int i) {
 
 static int tkvi_takes_part(const tkvi_ranks *r, int i) { return !r->without || !tkvi_has(r->without, i); }
 
-/* The k-th lowest rank, k from 1 to as many as take part. *equal: how many of that very rank are among the k. */
+/* Returns the k-th lowest rank. k is from 1 to the number of slots that take part. *equal: how many of the k lowest
+ * slots have exactly this rank. */
 static uint64_t tkvi_select(const tkvi_ranks *r, int k, int *equal) {
     uint64_t found = 0, known = 0;
     int i, shift;

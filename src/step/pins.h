@@ -1,12 +1,14 @@
 /*
- * step/pins.h - what a caller says of tokens: drop so many, drop these, let those stay; and which are there. May call
- * sequence, drop and below.
+ * step/pins.h - eviction on request. tkv_evict lets a policy choose the tokens; tkv_drop evicts the tokens that the
+ * caller names. tkv_pin and tkv_pin_until protect tokens from eviction. tkv_alive reports the tokens that a layer
+ * still holds.
  */
 #ifndef TKVI_STEP_PINS_H
 #define TKVI_STEP_PINS_H
 
 #include "step/sequence.h"
 
+/* Can tokens of this sequence and layer (TKV_NONE: all layers) be evicted now? Sets the error if not. */
 static tkv_status tkvi_evictable(tkv_cache *kv, int seq, int layer) {
     if (!tkvi_seq_ok(kv, seq)) return tkvi_seq_bad(kv, seq);
     if (layer != TKV_NONE && !tkvi_has_own_layer(kv, seq, layer)) return tkvi_no_own_layer(kv, layer);
@@ -37,7 +39,7 @@ TKV_API tkv_status tkv_evict(tkv_cache *kv, const tkv_evict_params *p) {
         return tkvi_fail(kv, TKV_ERR_CONFIG,
                          "cfg.evict and cfg.importance gather something else than this policy goes by", 0,
                          NULL);
-    for (pass = 0; pass < 2; pass++) /* what can fail fails before anything goes; scores are taken once */
+    for (pass = 0; pass < 2; pass++) /* pass 0 chooses and can fail; pass 1 evicts and cannot fail */
         for (layer = tkvi_max(p->layer, 0); layer <= (p->layer < 0 ? kv->tables.cfg.n_layers - 1 : p->layer);
              layer++) {
             if (kv->tables.plan[layer].stored != layer || tkvi_list_of(kv, p->seq, layer)->n == 0) continue;
@@ -75,7 +77,8 @@ TKV_API tkv_status tkv_drop(tkv_cache *kv, int seq, int layer, const uint64_t *v
     return tkvi_ok(kv);
 }
 
-/* until: a length; TKVI_FOREVER: for good; 0: no longer. */
+/* Pins the tokens at positions start .. start+n-1 in all layers. until: they stay pinned while the layer is shorter
+ * than this many tokens; TKVI_FOREVER: without end; 0: removes their pins. */
 static tkv_status tkvi_pin(tkv_cache *kv, int seq, int start, int n, int until) {
     tkv_status st = tkvi_evictable(kv, seq, TKV_NONE);
     int layer, i, t;
@@ -93,7 +96,7 @@ static tkv_status tkvi_pin(tkv_cache *kv, int seq, int start, int n, int until) 
                 if (at >= start && at < start + n) these |= (uint64_t)1 << t;
             }
             if (!these) continue;
-            token_meta->temporary_pins &= tkvi_pinned_in(kv, list, ids[i]); /* what has ended has */
+            token_meta->temporary_pins &= tkvi_pinned_in(kv, list, ids[i]); /* removes pins that have ended */
             if (until == TKVI_FOREVER) token_meta->pinned |= these;
             else if (until) {
                 token_meta->until = tkvi_max(token_meta->temporary_pins ? token_meta->until : 0, until);

@@ -1,7 +1,8 @@
 /*
- * step/promote.h - blocks go outside by hand, and come back: as they were, or exact where a copy was kept
- * (reclaim/offload.h). What was coded and has no copy stays as it is: to decode it restores nothing. May call
- * sequence and below.
+ * step/promote.h - offloads blocks on request (tkv_spill) and brings single blocks back into RAM (tkv_promote).
+ *
+ * An offloaded block comes back in the format that it had. If an exact copy was kept (reclaim/offload.h), the block
+ * comes back exact. A coded block in RAM without a copy stays as it is: decoding it would restore nothing.
  */
 #ifndef TKVI_STEP_PROMOTE_H
 #define TKVI_STEP_PROMOTE_H
@@ -41,7 +42,8 @@ TKV_API tkv_status tkv_spill(tkv_cache *kv, int seq, int layer, int n_blocks, in
     return tkvi_ok(kv);
 }
 
-/* Room for one more block of this coding, nothing else being touched for it. */
+/* Gets memory for one more block of this coding. It recodes, offloads and evicts nothing for that: a full budget
+ * gives TKV_ERR_BUDGET. */
 static tkv_status tkvi_promote_ready(tkv_cache *kv, int coding) {
     tkvi_peak dry_run = tkvi_begin_dry_run(kv);
     tkvi_peak_take(&dry_run, coding);
@@ -57,7 +59,7 @@ static tkv_status tkvi_promote_ready(tkv_cache *kv, int coding) {
                      "no memory for a block in a better format", 0, NULL);
 }
 
-/* All pieces of what is outside, into a slot of its coding. */
+/* Fetches all pieces of an offloaded block, or of its exact copy, into `to`, a slot of coding `coding`. */
 static TKVI_NOINLINE tkv_status tkvi_fetch_block(const tkv_cache *kv, uint32_t id, tkvi_stored_as what,
                                                  int coding, uint8_t *to) {
     const tkvi_coding *c = &kv->tables.coding[coding];
@@ -75,14 +77,15 @@ static TKVI_NOINLINE tkv_status tkvi_fetch_block(const tkv_cache *kv, uint32_t i
     return TKV_OK;
 }
 
-/* Where better bytes of a block are: TKVI_COPY, TKVI_ITSELF; -1: nowhere, or others hold it too. */
+/* Which stored bytes would improve the block: TKVI_COPY (its exact copy) or TKVI_ITSELF (the offloaded block).
+ * -1: none, or other lists hold the block too. */
 static int tkvi_better_of(const tkvi_block *b) {
     if (b->refs > 1) return -1;
     if (b->copy && (b->copy - 1 != b->coding || tkvi_is_discarded(b))) return TKVI_COPY;
     return tkvi_is_offloaded(b) && !tkvi_is_discarded(b) ? TKVI_ITSELF : -1;
 }
 
-/* Block i, which has this position, comes back. */
+/* Brings block i back into RAM or to its exact format. position: one of its positions, for error messages. */
 static tkv_status tkvi_promote_block(tkv_cache *kv, int seq, int layer, int i, int position) {
     tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const uint32_t id = tkvi_ids(kv, seq, layer)[i];
@@ -116,7 +119,7 @@ static tkv_status tkvi_promote_block(tkv_cache *kv, int seq, int layer, int i, i
     b->coding = (uint16_t)coding;
     if (what == TKVI_COPY) b->previous_coding = 0;
     if (!(old_page & TKVI_OUTSIDE)) tkvi_give_slot(&kv->pool, old_page, old_slot);
-    list->out = tkvi_max(0, tkvi_min(list->out, i - list->sinks)); /* it may go again */
+    list->out = tkvi_max(0, tkvi_min(list->out, i - list->sinks)); /* it may be offloaded again */
     list->tight = tkvi_max(0, tkvi_min(list->tight, i - list->sinks));
     list->tightest = tkvi_max(0, tkvi_min(list->tightest, i - list->sinks));
     tkvi_note_move(kv, id, list->len);

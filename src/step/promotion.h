@@ -1,9 +1,9 @@
 /*
- * step/promotion.h - importance and promotion in one call: which blocks of a layer deserve to come back, and bringing
- * them (threshold, limit and cool-down: rules/importance.h). May call ranking, recompute and below.
+ * step/promotion.h - importance and promotion in one call: finds the blocks of a layer that matter enough to come
+ * back, and brings them back. Threshold, limit per step and cool-down: rules/importance.h.
  *
- *     block     exact   coded + copy   outside   coded   nobody has it
- *     source      -     the copy       itself    none    the caller's model
+ *     block     exact   coded + copy   offloaded   coded   discarded
+ *     source      -     the copy       itself      none    the caller's model, or a copy
  */
 #ifndef TKVI_STEP_PROMOTION_H
 #define TKVI_STEP_PROMOTION_H
@@ -11,7 +11,7 @@
 #include "step/recompute.h"
 #include "step/ranking.h"
 
-/* A block matters as much as the token of it that matters most. 0: all have gone. */
+/* *score is the importance of the block's most important token. Returns 0 if the block has no live tokens. */
 static int tkvi_block_matters(const tkvi_ranking *r, int i, float *score) {
     float x[TKVI_BLOCK];
     int position[TKVI_BLOCK], t, n = tkvi_ranking_block(r, i, position, x);
@@ -19,7 +19,7 @@ static int tkvi_block_matters(const tkvi_ranking *r, int i, float *score) {
     return n > 0;
 }
 
-/* Blocks behind the sinks that are not exact in RAM. */
+/* Offers the blocks behind the sinks that are not exact in RAM as candidates for promotion. */
 static void tkvi_offer_blocks(const tkvi_ranking *r, int layer, const tkv_promotion *p,
                               tkvi_promoting *best) {
     int i;
@@ -29,13 +29,14 @@ static void tkvi_offer_blocks(const tkvi_ranking *r, int layer, const tkv_promot
         float score = 0.0f;
         if (!tkvi_is_offloaded(b) && tkvi_is_hot_coding(r->kv, layer, b->coding)) continue;
         if (!tkvi_block_matters(r, i, &score)) continue;
+        /* After a cut, `moved` can lie behind the end of the list. */
         tkvi_promoting_offer(best, (int)r->ids[i], score,
                              tkvi_better_of(b) >= 0 || (p->compute && tkvi_is_discarded(b)),
-                             moved ? tkvi_min(moved - 1, best->now) : TKV_NONE); /* cuts turn time back */
+                             moved ? tkvi_min(moved - 1, best->now) : TKV_NONE);
     }
 }
 
-/* The place of a block; -1: it is not there any more. */
+/* The index of a block in its list; -1: the list does not hold it any more. */
 static int tkvi_place_of_block(const tkvi_ranking *r, uint32_t id) {
     int i;
     for (i = 0; i < r->list->n; i++)
@@ -43,7 +44,8 @@ static int tkvi_place_of_block(const tkvi_ranking *r, uint32_t id) {
     return -1;
 }
 
-/* The blocks of the list come, as far as they can; *done counts them. Room for what is computed may cost others. */
+/* Promotes the candidates in order until one fails; *done counts the promoted blocks. Discarded blocks come back by
+ * one tkv_recompute. Under a budget, making room for them may recode, offload, discard or evict other blocks. */
 static tkv_status tkvi_decay(const tkvi_ranking *r, int seq, int layer, const tkv_promotion *p,
                              const tkvi_promoting *best, int *done) {
     tkv_cache *kv = r->kv;
@@ -79,7 +81,7 @@ TKV_API tkv_status tkv_promote_by_importance(tkv_cache *kv, int seq, int layer, 
                          NULL);
     if (tkvi_ranking_init(&r, kv, seq, layer) || !kv->mass.mode)
         return tkvi_fail(kv, TKV_ERR_CONFIG, "nothing is gathered: set cfg.importance_every", 0, NULL);
-    if (r.list->len < p->by.step) p->by.step = p->by.used = 0; /* it was cut */
+    if (r.list->len < p->by.step) p->by.step = p->by.used = 0; /* the list was cut: start the count anew */
     if (!tkvi_promoting_begin(&best, &p->by, r.list->len))
         return tkvi_fail(kv, TKV_ERR_CONFIG, "threshold, per_step or cooldown is out of range, per_step is",
                          p->by.cfg.per_step, "");

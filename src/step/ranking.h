@@ -1,13 +1,14 @@
 /*
- * step/ranking.h - importance of the tokens of a cache: what attention gathered (reclaim/scores.h), weighed as
- * rules/importance.h does; mass from elsewhere; the most important tokens. May call sequence and below.
+ * step/ranking.h - importance of the tokens of a cache. rules/importance.h computes it from the attention scores
+ * that attention collected (reclaim/scores.h). A caller can read it, add attention scores of its own, and ask for
+ * the k most important tokens.
  */
 #ifndef TKVI_STEP_RANKING_H
 #define TKVI_STEP_RANKING_H
 
 #include "step/sequence.h"
 
-/* One layer of one sequence. */
+/* One layer of one sequence. newest: tkvi_token_score_newest of its list. */
 typedef struct tkvi_ranking {
     tkv_cache *kv;
     const tkvi_list *list;
@@ -15,19 +16,20 @@ typedef struct tkvi_ranking {
     int newest;
 } tkvi_ranking;
 
+/* TKV_ERR_ARG: there is no such layer. TKV_ERR_CONFIG: the strategy needs attention scores, but none are kept. */
 static tkv_status tkvi_ranking_init(tkvi_ranking *r, tkv_cache *kv, int seq, int layer) {
     layer = tkvi_stored_layer(kv, seq, layer);
     if (layer < 0) return TKV_ERR_ARG;
     r->kv = kv;
     r->list = tkvi_list_of(kv, seq, layer);
     r->ids = tkvi_ids(kv, seq, layer);
-    /* age alone needs nothing gathered */
+    /* recency depends on age alone and needs no scores */
     if (!kv->mass.mode && kv->mass.importance.strategy != TKV_IMPORTANCE_RECENCY) return TKV_ERR_CONFIG;
     r->newest = tkvi_token_score_newest(kv, r->list, r->ids);
     return TKV_OK;
 }
 
-/* Positions and importance of the tokens of block i that are there; returns how many. */
+/* Positions and importance of the live tokens of block i; returns their number (at most 64). */
 static int tkvi_ranking_block(const tkvi_ranking *r, int i, int *position, float *out) {
     const int slots = tkvi_block_tokens(r->kv, r->list, r->ids, i);
     const uint64_t there = tkvi_live_mask(&r->kv->pool.block[r->ids[i]], slots);
@@ -112,7 +114,7 @@ TKV_API tkv_status tkv_importance_add_to(tkv_cache *kv, int seq, int layer, int 
     return tkvi_ok(kv);
 }
 
-/* a is worse than b: less important, or as important and younger. */
+/* Is a worse than b: less important, or equally important and younger? */
 static int tkvi_worse(const tkv_ranked *a, const tkv_ranked *b) {
     return a->importance < b->importance || (!(b->importance < a->importance) && a->position > b->position);
 }
@@ -128,7 +130,7 @@ TKV_API tkv_status tkv_top_tokens(tkv_cache *kv, int seq, int layer, int k, int 
     (void)tkvi_evict_fill(&kv->tables.cfg.evict, &evict);
     low = protect ? evict.sink_tokens : 0;
     high = protect ? r.list->len - evict.recent_tokens : r.list->len;
-    for (i = r.list->n; i-- > 0;) { /* newest first: where age counts, few are put before others */
+    for (i = r.list->n; i-- > 0;) { /* newest first: with recency, few then move up past earlier ones */
         float x[TKVI_BLOCK];
         int position[TKVI_BLOCK], n = tkvi_ranking_block(&r, i, position, x);
         for (t = n; t-- > 0;) {
@@ -138,7 +140,7 @@ TKV_API tkv_status tkv_top_tokens(tkv_cache *kv, int seq, int layer, int k, int 
             token.importance = x[t];
             if (position[t] < low || position[t] >= high) continue;
             if (found == k && (k == 0 || tkvi_worse(&token, &out[k - 1]))) continue;
-            while (from < to) { /* behind the last that is better */
+            while (from < to) { /* binary search for the first worse entry */
                 const int mid = from + (to - from) / 2;
                 if (tkvi_worse(&token, &out[mid])) from = mid + 1;
                 else to = mid;

@@ -1,11 +1,11 @@
 /*
- * step/recompute.h - blocks that nobody has (reclaim/discard.h): they are dropped by hand or by tkv_remat_decide, and
- * come back from the caller's model. May call promote, remat and below.
+ * step/recompute.h - discards blocks (reclaim/discard.h) by hand or as tkv_remat_decide decides, and takes their
+ * keys and values back when the caller's model has recomputed them.
  *
- * Keys and values that come back go the way that those of an append go: into a block of the hot format, then from
- * coding to coding as the block did. A block remembers its last two codings, so bytes are the same as before where it
- * had no more: under any plan without a budget. Blocks that a budget had made tighter in three steps or more come
- * back by the last two, which is no worse.
+ * Recomputed keys and values are stored as an append stores them: first in the hot format, then recoded as the
+ * block was before. A block remembers its last two codings after the hot one. If it had no others, its bytes are
+ * the same as before, unless tokens of it were evicted or the SQUAT factors have changed since. A block that a
+ * budget recoded three times or more comes back through its last two codings only: fewer roundings, so no worse.
  */
 #ifndef TKVI_STEP_RECOMPUTE_H
 #define TKVI_STEP_RECOMPUTE_H
@@ -13,9 +13,9 @@
 #include "rules/remat.h"
 #include "step/promote.h"
 
-/* >>what there is */
-/* Where pieces can be cut: the first position above `at` that no block of any layer (absent: none that nobody has)
- * crosses. */
+/* >>discarded positions */
+/* The first position above `at` where a run of positions can be cut: no block of any layer crosses it. absent 1:
+ * only discarded blocks count. */
 static int tkvi_piece_end(const tkv_cache *kv, int seq, int at, int absent) {
     int layer, i, end = at + 1, had = at;
     while (had < end) {
@@ -31,7 +31,7 @@ static int tkvi_piece_end(const tkv_cache *kv, int seq, int at, int absent) {
     return end;
 }
 
-/* The first position from `from` on that some layer lacks, -1: there is none. */
+/* The lowest position, `from` or above, at which a discarded block of any layer starts; -1: there is none. */
 static int tkvi_first_discarded(const tkv_cache *kv, int seq, int from) {
     int layer, i, first = -1;
     for (layer = 0; kv->pool.n_discarded && layer < kv->tables.cfg.n_layers; layer++) {
@@ -59,7 +59,8 @@ TKV_API tkv_status tkv_remat_missing(const tkv_cache *kv, int seq, int *start, i
     return TKV_OK;
 }
 
-/* One piece for tkv_remat_decide and tkv_remat_restore. level: quantized_bytes as there. */
+/* Positions start .. end-1, all layers together, as tkv_remat_decide and tkv_remat_restore take them.
+ * quantized_bytes: the bytes that they would have at this level of the ladder. */
 static tkv_remat_block tkvi_remat_piece(const tkv_cache *kv, int seq, int start, int end, int level) {
     const int tables = !tkvi_any_step(kv);
     tkv_remat_block piece;
@@ -88,6 +89,7 @@ static tkv_remat_block tkvi_remat_piece(const tkv_cache *kv, int seq, int start,
     return piece;
 }
 
+/* The level that tkv_remat_free would recode to. */
 static int tkvi_next_level(const tkv_cache *kv) {
     return tkvi_has_budget(kv) ? tkvi_min(kv->tables.level + 1, kv->policy.cfg.max_level) : kv->tables.level;
 }
@@ -108,7 +110,8 @@ TKV_API tkv_status tkv_remat_blocks(const tkv_cache *kv, int seq, tkv_remat_bloc
     return TKV_OK;
 }
 
-/* >>going */
+/* >>discarding */
+/* Can blocks of this sequence be discarded or given back now? Sets the error if not. */
 static tkv_status tkvi_remat_seq(tkv_cache *kv, int seq) {
     if (!tkvi_seq_ok(kv, seq)) return tkvi_seq_bad(kv, seq);
     if (kv->seq[seq].in_step)
@@ -161,8 +164,8 @@ TKV_API tkv_status tkv_remat_free(tkv_cache *kv, int seq, tkv_remat *r, float pr
     return tkvi_ok(kv);
 }
 
-/* >>coming back */
-/* The codings that what is given to block i goes through, hot first; returns how many. */
+/* >>giving recomputed tokens back */
+/* The codings that recomputed tokens of block i pass through, hot first, in `way`; returns how many. */
 static int tkvi_way_back(const tkv_cache *kv, int seq, int layer, int i, int *way) {
     const tkvi_tables *t = &kv->tables;
     const tkvi_tier_spec *r = &t->plan[layer].now;
@@ -173,7 +176,7 @@ static int tkvi_way_back(const tkv_cache *kv, int seq, int layer, int i, int *wa
     if (b->previous_coding) way[n++] = b->previous_coding - 1;
     if (!tkvi_is_hot_coding(kv, layer, b->coding)) way[n++] = b->coding;
     if (tier == TKV_ARCHIVE && r->warm == TKVI_FOREVER) tier = TKV_WARM; /* this level has no archive */
-    /* Under a budget, or where one has ended, it is as it was; else it may have aged while it was away. */
+    /* In a cache created with a budget the block keeps its coding. Without one it may have aged meanwhile. */
     if (t->spare || tier == TKV_HOT || t->coding[b->coding].key == r->key[tier] ||
         tkvi_waits(kv, layer, tier))
         return n;
@@ -184,7 +187,8 @@ static int tkvi_way_back(const tkv_cache *kv, int seq, int layer, int i, int *wa
     return n;
 }
 
-/* Block i, which nobody has, gets its tokens of k and v, whose first row is of position `start`. */
+/* Stores the tokens of the discarded block i and recodes them. Row 0 of k and v belongs to position `start`. Cannot
+ * fail: tkvi_peak_ready has made room. */
 static void tkvi_give_block(tkv_cache *kv, int seq, int layer, int i, const tkvi_source *k,
                             const tkvi_source *v, int start) {
     tkvi_list *list = tkvi_list_of(kv, seq, layer);
@@ -216,7 +220,7 @@ static void tkvi_give_block(tkv_cache *kv, int seq, int layer, int i, const tkvi
     r.kv = kv;
     r.layer = layer;
     r.start = b->start;
-    r.there = ~(uint64_t)0 >> (TKVI_BLOCK - n); /* those that are gone keep their places */
+    r.there = ~(uint64_t)0 >> (TKVI_BLOCK - n); /* evicted tokens keep their slots */
     for (s = 1; s < steps; s++) {
         r.from = &kv->tables.coding[way[s - 1]];
         r.to = &kv->tables.coding[way[s]];
@@ -229,8 +233,8 @@ static void tkvi_give_block(tkv_cache *kv, int seq, int layer, int i, const tkvi
     kv->recomputed++;
 }
 
-/* The blocks first .. last-1 of a layer that nobody has, on paper: each in its last coding, and one of them on its way
- * there. */
+/* Dry run of giving back the discarded blocks first .. last-1 of a layer. Each block takes a slot of its last
+ * coding. Blocks are recoded one after the other, so the other codings are counted once, for the longest way. */
 static tkvi_peak tkvi_dry_run_give(tkv_cache *kv, int seq, int layer, int first, int last) {
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
     tkvi_peak dry_run = tkvi_begin_dry_run(kv);
@@ -276,7 +280,7 @@ TKV_API tkv_status tkv_remat_give(tkv_cache *kv, int seq, int layer, int start, 
         if (first < 0) first = i;
         last = i + 1;
     }
-    if (first < 0) return tkvi_ok(kv); /* this layer has them */
+    if (first < 0) return tkvi_ok(kv); /* this layer has discarded none of them */
     memset(&from_k, 0, sizeof from_k);
     from_k.data = k;
     from_k.dim = kv->tables.cfg.head_dim;
@@ -335,7 +339,7 @@ TKV_API tkv_status tkv_recompute(tkv_cache *kv, int seq, tkv_remat *r, int step,
             at = end;
         }
         if (at == start) break;
-        kv->error[0] = 0; /* what stands there then is of this call */
+        kv->error[0] = 0; /* so that a sentence there afterwards comes from compute */
         st = compute(user, kv, seq, 0, layers, start, at - start);
         if (!st && tkvi_first_discarded(kv, seq, 0) >= 0 && tkvi_first_discarded(kv, seq, 0) < at)
             st = TKV_ERR_STATE;

@@ -1,10 +1,13 @@
 /*
- * step/sequence.h - tokens come, grow old, are cut, are gone: append, steps, reserve, truncate, reset, flush.
- * May call budget and below.
+ * step/sequence.h - the calls that change a sequence: append, flush, begin, commit, abort, reserve, truncate and
+ * reset; and tkv_read.
  *
- * Every change is first played through on paper (tkvi_peak: which slots would be taken and given back, in
- * order), then memory for its peak is fetched, then it is done; after the fetch nothing can fail. So a
- * failed call leaves the cache as it was.
+ * A change runs in three stages:
+ *     dry run    counts the slots that it takes and gives back, in order, and notes the peak (tkvi_peak)
+ *     memory     gets the memory of that peak from the allocator, or fails
+ *     change     cannot fail
+ * So a call that fails stores and cuts no token. Under a budget it makes room between dry run and memory
+ * (reclaim/budget.h). What it recoded or evicted for that, and the blocks that expired, stay so if it then fails.
  */
 #ifndef TKVI_STEP_SEQUENCE_H
 #define TKVI_STEP_SEQUENCE_H
@@ -13,44 +16,47 @@
 #include "reclaim/budget.h"
 #include "reclaim/scores.h"
 
-/* Slots of a class that tkv_reserve holds for a sequence. */
+/* The number of slots of a size class that tkv_reserve holds for a sequence. */
 static int64_t *tkvi_promised(tkv_cache *kv, int seq, int size_class) {
     return &kv->promised[(size_t)seq * (size_t)kv->tables.n_classes + (size_t)size_class];
 }
 
+/* Dry run of storing n tokens in one layer. */
 static void tkvi_dry_run_append(tkv_cache *kv, int seq, int layer, int n, tkvi_peak *dry_run) {
     const tkvi_plan *p = &kv->tables.plan[layer];
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
     int sink, i, blocks = tkvi_new_blocks(kv, p, list, ids, n, &sink);
     if (tkvi_tail_room(kv, p, list, ids) && kv->pool.block[ids[list->n - 1]].refs > 1)
-        tkvi_peak_take(dry_run, kv->pool.block[ids[list->n - 1]].coding); /* copied before it is written to */
+        tkvi_peak_take(dry_run, kv->pool.block[ids[list->n - 1]].coding); /* a shared block is copied first */
     for (i = 0; i < blocks; i++) tkvi_peak_take(dry_run, i < sink ? p->sink_coding : p->now.coding[TKV_HOT]);
 }
 
 /* >>reservations */
-/* Blocks of each tier that a list may still grow by, if all coded ones are whole (none was flushed short). */
+/* How many blocks of each tier a list may still gain: TKVI_FOREVER, without bound, under a budget or if tkv_flush
+ * coded a block that was not full. */
 static void tkvi_headroom(const tkv_cache *kv, const tkvi_plan *p, const tkvi_list *list, const uint32_t *ids,
                           int64_t *room) {
     int i, whole = 1;
     tkvi_most_blocks(&kv->tables.cfg, p, room);
-    if (tkvi_plan_learns(p)) { /* some may have had to wait for a table */
+    if (tkvi_plan_learns(p)) { /* blocks may have waited for a table */
         room[TKV_HOT] += TKVI_LEARN / TKVI_BLOCK;
         room[TKV_WARM] += TKVI_LEARN / TKVI_BLOCK;
     }
     for (i = list->sinks; i < list->n; i++) {
         tkv_tier tier = tkvi_tier_at(list, i);
-        room[tier] -= kv->pool.block[ids[i]].refs == 1; /* the slots of shared ones do not come back */
+        room[tier] -= kv->pool.block[ids[i]].refs == 1; /* slots of shared blocks are not given back */
         if (tier != TKV_HOT)
             whole &= tkvi_block_end(kv, list, ids, i) - tkvi_block_start(kv, ids, i) == TKVI_BLOCK;
     }
     for (i = 0; i < TKV_TIER_COUNT && (!whole || tkvi_has_budget(kv)); i++) room[i] = TKVI_FOREVER;
 }
 
-/* Adds to live[class], `sign` times, what one layer of seq may still take on its way to the reserved length:
- * each new block, and each block that comes of age, without counting on what is freed meanwhile, so that any
- * chunking fits; but no more of a tier than it ever has. A layer that takes and gives on its way needs less
- * by what it took and at most more by what it gave: live + need never grows. Returns 0 if it is there. */
+/* Adds to live[class], `sign` times, the slots that one layer of seq may still take until it has the reserved
+ * length. It counts each new block and each block that ages, but no more blocks of a tier than the layer can ever
+ * have. It does not count on slots that are freed meanwhile, so appends of any size fit. A block taken lowers the
+ * need by one, a block given back raises it by one at most: live + need never grows. Returns 0 if nothing is
+ * needed any more. */
 static int tkvi_add_need(tkv_cache *kv, int seq, int layer, int sign, int64_t *live) {
     const tkvi_plan *p = &kv->tables.plan[layer];
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
@@ -64,7 +70,7 @@ static int tkvi_add_need(tkv_cache *kv, int seq, int layer, int sign, int64_t *l
     blocks = tkvi_new_blocks(kv, p, list, ids, tkvi_max(0, len - list->len), &sink);
     need[TKV_HOT] = blocks - sink;
     if (tkvi_tail_room(kv, p, list, ids) && kv->pool.block[ids[list->n - 1]].refs > 1) need[TKV_HOT]++;
-    /* Where blocks will end at that length: the same whether they are full by now, or cut again later. */
+    /* `at`: where the blocks end at that length. It does not depend on whether they are full now or cut later. */
     at = tkvi_min(len, list->len + tkvi_tail_room(kv, p, list, ids));
     for (i = list->sinks + list->archive; i < list->n + blocks - sink; i++) {
         tkv_tier due;
@@ -84,7 +90,7 @@ static int tkvi_add_need(tkv_cache *kv, int seq, int layer, int sign, int64_t *l
     return 1;
 }
 
-/* Promises seq the slots that bring all its layers to length `len`; 0 takes the promise back. */
+/* Reserves for seq the slots that bring all its layers to length `len`. 0 gives the reservation up. */
 static void tkvi_promise(tkv_cache *kv, int seq, int len) {
     int layer, c, waiting = 0;
     int64_t *mine = tkvi_promised(kv, seq, 0);
@@ -99,9 +105,9 @@ static void tkvi_promise(tkv_cache *kv, int seq, int len) {
     if (!waiting) kv->seq[seq].reserved_len = 0;
 }
 
-/* An append of n tokens on paper, ageing first. What the layer was promised pays for it; while the promised
- * length is not passed, the rest of the promise stays, and promise and slots together do not grow. A step that
- * passes it keeps the promise as well: it may be aborted. */
+/* Dry run of an append of n tokens to one layer, ageing included. The slots that are reserved for the layer pay for
+ * it: below the reserved length, slots in use and reserved slots together do not grow. An open step that passes the
+ * length keeps the reservation as well, because it may be aborted. */
 static void tkvi_dry_run_row(tkv_cache *kv, int seq, int layer, int n, tkvi_peak *dry_run) {
     const tkvi_seq *s = &kv->seq[seq];
     int64_t *before = dry_run->live + kv->tables.n_classes;
@@ -117,19 +123,20 @@ static void tkvi_dry_run_row(tkv_cache *kv, int seq, int layer, int n, tkvi_peak
     tkvi_peak_note(dry_run);
 }
 
-/* Pages in use, and those that reservations will need. */
+/* Pages in use, and the pages that reservations will need. */
 static int64_t tkvi_pages_taken(const tkvi_pool *pool) {
     return (int64_t)pool->n_pages - (int64_t)pool->n_free_pages + tkvi_promised_pages(pool);
 }
 
-/* After any change of a sequence: what is still promised to it, and what can go back to the allocator. */
+/* Call after any change of a sequence. Lowers its reservation to the slots that it still needs, and gives free
+ * pages back to the allocator. */
 static void tkvi_release_unused(tkv_cache *kv, int seq) {
     if (kv->seq[seq].reserved_len) tkvi_promise(kv, seq, kv->seq[seq].reserved_len);
     tkvi_trim(&kv->pool);
 }
 
 /* >>storing tokens */
-typedef struct tkvi_source { /* one of k, v of an append */
+typedef struct tkvi_source { /* K or V of an append, or of tkv_remat_give */
     const void *data;
     tkv_type type;
     ptrdiff_t token_stride, head_stride; /* in elements */
@@ -145,7 +152,8 @@ static void tkvi_load_row(const tkvi_source *s, int token, int head, float *row)
         for (c = 0; c < s->dim; c++) row[c] = tkvi_element(s->data, s->type, at + c);
 }
 
-/* 16 at a time, which compilers make vectors of: one more in the exponent of what is not finite, and it overflows. */
+/* Adding 1 to the exponent of a NaN or an infinity sets the sign bit; of other values it does not. Works on 16
+ * values at a time, because compilers vectorise that. */
 static int tkvi_all_finite(const float *x, int n) {
     uint32_t bits[16], some[16] = {0}, any = 0;
     int i, k;
@@ -184,7 +192,8 @@ static void tkvi_store_row(const tkvi_side *side, const tkvi_simd_ops *help, con
     side->format->side[side->which].put(side, help, row, at, dst);
 }
 
-/* The last block if it has room, its own copy if others hold it too, or a new one. */
+/* The block that takes the next token: the last one if it has a free slot, else a new one. A last block that other
+ * lists hold too is copied first, and this list then holds the copy. */
 static uint32_t tkvi_open_block(tkv_cache *kv, int seq, int layer) {
     const tkvi_plan *p = &kv->tables.plan[layer];
     tkvi_list *list = tkvi_list_of(kv, seq, layer);
@@ -213,7 +222,7 @@ static uint32_t tkvi_open_block(tkv_cache *kv, int seq, int layer) {
     }
 }
 
-/* Of a token's keys, mean of the KV heads. */
+/* The norm of a token's key, averaged over the KV heads. */
 static float tkvi_norm_of(const tkvi_source *k, int token, int heads, int saturate) {
     float row[TKV_MAX_HEAD_DIM];
     double sum = 0.0;
@@ -226,6 +235,7 @@ static float tkvi_norm_of(const tkvi_source *k, int token, int heads, int satura
     return (float)(sum / heads);
 }
 
+/* Stores n tokens, from row `first` of k and v on, at the end of the list. Cannot fail. */
 static void tkvi_store(tkv_cache *kv, int seq, int layer, const tkvi_source *k, const tkvi_source *v,
                        int first, int n) {
     tkvi_list *list = tkvi_list_of(kv, seq, layer);
@@ -237,7 +247,7 @@ static void tkvi_store(tkv_cache *kv, int seq, int layer, const tkvi_source *k, 
         const tkvi_coding *c = &kv->tables.coding[b->coding];
         uint8_t *bytes = tkvi_block_bytes(&kv->pool, b);
         const int at = list->len - b->start;
-        if (kv->pool.token_meta) { /* a place of a token that was cut off */
+        if (kv->pool.token_meta) { /* the slot may be one of a token that was cut off */
             b->gone &= ~((uint64_t)1 << at);
             kv->pool.token_meta[id].pinned &= ~((uint64_t)1 << at);
             kv->pool.token_meta[id].temporary_pins &= ~((uint64_t)1 << at);
@@ -257,7 +267,7 @@ static void tkvi_store(tkv_cache *kv, int seq, int layer, const tkvi_source *k, 
 }
 
 /* >>append */
-/* The meter has nobody, and this sequence begins: it is watched from now on. */
+/* If the meter is idle and the sequence is empty, start metering it. */
 static void tkvi_watch(tkv_cache *kv, int seq) {
     int layer, len = 0;
     if (!kv->meter || kv->meter->seq >= 0) return;
@@ -265,7 +275,8 @@ static void tkvi_watch(tkv_cache *kv, int seq) {
     if (len == 0) kv->meter->seq = seq;
 }
 
-/* The tokens belong elsewhere: who begins anew without a reset would attend to the old text. */
+/* Writes the error for an append at the wrong position. The check exists because a program that begins a new text
+ * without tkv_reset would attend to the old one. */
 static tkv_status tkvi_wrong_position(tkv_cache *kv, int seq, int layer, int position) {
     const int len = tkvi_list_of(kv, seq, layer)->len;
     tkvi_text t = tkvi_text_begin(kv->error, sizeof kv->error);
@@ -284,6 +295,7 @@ static tkv_status tkvi_wrong_position(tkv_cache *kv, int seq, int layer, int pos
     return TKV_ERR_RANGE;
 }
 
+/* Checks the sequences and numbers of tokens of an append; *total is the sum of the numbers. */
 static tkv_status tkvi_check_rows(tkv_cache *kv, int layer, const tkv_rows *rows, int n_rows,
                                   const int *positions, int *total) {
     const tkv_config *cfg = &kv->tables.cfg;
@@ -315,7 +327,7 @@ static tkv_status tkvi_check_rows(tkv_cache *kv, int layer, const tkv_rows *rows
     return TKV_OK;
 }
 
-/* An append on paper. */
+/* Dry run of an append. */
 static tkvi_peak tkvi_dry_run_rows(tkv_cache *kv, int layer, const tkv_rows *rows, int n_rows) {
     tkvi_peak dry_run = tkvi_begin_dry_run(kv);
     int i;
@@ -324,7 +336,7 @@ static tkvi_peak tkvi_dry_run_rows(tkv_cache *kv, int layer, const tkv_rows *row
     return dry_run;
 }
 
-/* What came with the last append may get tighter from now on; or, if this one fails, may not. */
+/* Under a budget: from now on the tokens of the last append may be recoded. failed 1: takes that back. */
 static void tkvi_free_chunks(tkv_cache *kv, int layer, const tkv_rows *rows, int n_rows, int failed) {
     int i;
     for (i = 0; i < n_rows; i++) {
@@ -382,7 +394,7 @@ TKV_API tkv_status tkv_append_ex(tkv_cache *kv, const tkv_append_params *p) {
     had = kv->tables.current[p->layer];
     if (!open && !tkvi_learn_begin(kv, p->layer, 0, &had)) goto no_table;
     if (tkvi_has_budget(kv))
-        for (i = 0; i < n_rows; i++) /* what has left every window makes room */
+        for (i = 0; i < n_rows; i++) /* expired blocks make room */
             if (rows[i].n && !kv->seq[rows[i].seq].in_step)
                 tkvi_age(kv, rows[i].seq, p->layer, TKVI_FOREVER, 0, NULL);
     dry_run = tkvi_dry_run_rows(kv, p->layer, rows, n_rows);
@@ -396,14 +408,14 @@ TKV_API tkv_status tkv_append_ex(tkv_cache *kv, const tkv_append_params *p) {
         int fits;
         tkvi_ask_for(kv, &dry_run, rows, n_rows, p->layer);
         fits = tkvi_fits_somewhere(kv, budget, &takes);
-        tkvi_learn_end(kv, p->layer, had, fits); /* blocks may go by it at once */
+        tkvi_learn_end(kv, p->layer, had, fits); /* the blocks recoded below may use the table */
         if (fits && !(kv->reclaim_stages & TKVI_FIRST)) tkvi_keep_pace(kv, (size_t)total * token);
         if (!fits || !tkvi_make_room(kv, budget)) {
             tkvi_free_chunks(kv, p->layer, rows, n_rows, 1);
             return tkvi_over_budget(kv, takes);
         }
         had = kv->tables
-                  .current[p->layer]; /* or was made just now: blocks have it already, so it stays as it is */
+                  .current[p->layer]; /* tkvi_make_room may have made a table, and blocks use it: keep it */
         dry_run = tkvi_dry_run_rows(kv, p->layer, rows, n_rows);
     }
     for (i = 0; i < n_rows; i++)
@@ -419,17 +431,17 @@ TKV_API tkv_status tkv_append_ex(tkv_cache *kv, const tkv_append_params *p) {
         if (!kv->seq[rows[i].seq].in_step) {
             tkvi_age(kv, rows[i].seq, p->layer, tkvi_hot_age(kv, p->layer), 0, NULL);
             tkvi_evict_due_in(kv, rows[i].seq, p->layer,
-                              rows[i].n); /* not before: then other blocks would be due than on paper */
+                              rows[i].n); /* after ageing, so that the blocks of the dry run age */
         }
         tkvi_store(kv, rows[i].seq, p->layer, &k, &v, first, rows[i].n);
         first += rows[i].n;
     }
     if (kv->seen && kv->seen[p->layer] >= 0)
         kv->seen[p->layer] =
-            tkvi_min(TKVI_FOREVER, kv->seen[p->layer] + total); /* an abort takes its part back */
+            tkvi_min(TKVI_FOREVER, kv->seen[p->layer] + total); /* tkv_abort subtracts its part */
     tkvi_metric_count(kv, p->layer, total);
     for (i = 0; i < n_rows; i++)
-        tkvi_release_unused(kv, rows[i].seq); /* not before: the batch shares its pages */
+        tkvi_release_unused(kv, rows[i].seq); /* after all rows: they share the pages */
     return tkvi_ok(kv);
 no_memory:
     tkvi_learn_end(kv, p->layer, had, 0);
@@ -462,7 +474,7 @@ TKV_API tkv_status tkv_append_at(tkv_cache *kv, int seq, int layer, int position
     return tkvi_append(kv, seq, layer, &position, k, v, n);
 }
 
-/* >>all layers of a sequence age at once, or nothing happens */
+/* >>ageing: all layers of a sequence, or none */
 static int tkvi_ages(const tkv_cache *kv, int seq, int layer) {
     return kv->tables.plan[layer].stored == layer && tkvi_list_of(kv, seq, layer)->n > 0;
 }
@@ -486,7 +498,7 @@ static tkv_status tkvi_age_all(tkv_cache *kv, int seq, int flush, int partial) {
                          partial, pass ? NULL : &dry_run);
         if (pass) continue;
         ready = (tkvi_has_budget(kv) && !flush) ||
-                tkvi_peak_ready(&kv->pool, &dry_run); /* nothing but windows is due then */
+                tkvi_peak_ready(&kv->pool, &dry_run); /* blocks only expire then: no memory needed */
         for (layer = 0; layer < n; layer++) {
             tkvi_learn_end(kv, layer, had[layer], ready);
             if (ready && tkvi_ages(kv, seq, layer)) tkvi_metric_learn(kv, layer);
@@ -513,7 +525,7 @@ TKV_API tkv_status tkv_flush(tkv_cache *kv, int seq, tkv_flush_mode mode) {
     if (kv->seq[seq].in_step)
         return tkvi_fail(kv, TKV_ERR_STATE, "a step is open; commit or abort it first", 0, NULL);
     st = tkvi_age_all(kv, seq, mode != TKV_FLUSH_DUE, mode == TKV_FLUSH_ALL);
-    if (st == TKV_OK && mode != TKV_FLUSH_DUE) { /* it took other slots than were promised */
+    if (st == TKV_OK && mode != TKV_FLUSH_DUE) { /* it took other slots than those reserved */
         tkvi_promise(kv, seq, 0);
         tkvi_trim(&kv->pool);
     }
@@ -556,7 +568,8 @@ TKV_API tkv_status tkv_commit(tkv_cache *kv, int seq) {
     return tkvi_ok(kv);
 }
 
-/* Of a packed block some positions are cut off; one without any says so by a bit. */
+/* Cuts the positions from len on out of a packed block. Its last entries go; other entries that are cut stay and
+ * are marked in the evicted mask. One entry always stays, because packed 0 means a block that is not packed. */
 static void tkvi_cut_packed(tkv_cache *kv, uint32_t id, int len) {
     tkvi_block *b = &kv->pool.block[id];
     int t;
@@ -568,7 +581,7 @@ static void tkvi_cut_packed(tkv_cache *kv, uint32_t id, int len) {
     }
 }
 
-/* Keeps the first `len` tokens of a layer; the cut is in the tail or the sinks. */
+/* Keeps the first `len` tokens of a layer. The cut must be in the hot tail or in the sinks. */
 static void tkvi_cut(tkv_cache *kv, int seq, int layer, int len) {
     tkvi_list *list = tkvi_list_of(kv, seq, layer);
     uint32_t *ids = tkvi_ids(kv, seq, layer);
@@ -582,7 +595,7 @@ static void tkvi_cut(tkv_cache *kv, int seq, int layer, int len) {
     list->chunk = tkvi_min(list->chunk, len);
     tkvi_token_score_cut(kv, list, ids);
     if (list->n > 0) tkvi_cut_packed(kv, ids[list->n - 1], len);
-    if (list->n > 1 && list->sinks) tkvi_cut_packed(kv, ids[0], len); /* anchors of blocks that are gone */
+    if (list->n > 1 && list->sinks) tkvi_cut_packed(kv, ids[0], len); /* anchors of the blocks cut off */
 }
 
 TKV_API tkv_status tkv_abort(tkv_cache *kv, int seq) {
@@ -623,7 +636,7 @@ TKV_API tkv_status tkv_reserve(tkv_cache *kv, int seq, int n) {
     if (tkvi_has_budget(kv)) {
         const size_t budget = kv->tables.cfg.budget_bytes;
         size_t takes;
-        tkvi_promise(kv, seq, had); /* until there is room: recoding takes pages that nobody is promised */
+        tkvi_promise(kv, seq, had); /* until there is room: recoding needs pages that are not reserved */
         tkvi_ask_for(kv, &dry_run, &row, 1, -1);
         if (!tkvi_fits_somewhere(kv, budget, &takes) || !tkvi_make_room(kv, budget)) {
             tkvi_trim(&kv->pool);
@@ -633,12 +646,12 @@ TKV_API tkv_status tkv_reserve(tkv_cache *kv, int seq, int n) {
         dry_run = tkvi_begin_dry_run(kv);
     }
     for (layer = 0; layer < kv->tables.cfg.n_layers && ready;
-         layer++) /* the first table can be due; others wait */
+         layer++) /* the first table may become due; later ones can wait */
         if (kv->seen && kv->seen[layer] >= 0 && kv->tables.current[layer] < 0)
             ready = tkvi_version_ready(kv, 0);
     want = tkvi_row_want(kv, &row, -1, 0);
     if (ready && tkvi_grow_lists(kv, seq, want) && tkvi_peak_ready(&kv->pool, &dry_run)) return tkvi_ok(kv);
-    tkvi_promise(kv, seq, had); /* as it was */
+    tkvi_promise(kv, seq, had); /* the reservation from before */
     tkvi_trim(&kv->pool);
     return tkvi_fail(kv, kv->pool.keep_all ? TKV_ERR_CAPACITY : TKV_ERR_NOMEM, "no memory to reserve", n,
                      " tokens");
@@ -670,8 +683,7 @@ TKV_API tkv_status tkv_truncate(tkv_cache *kv, int seq, int n_tokens) {
     for (layer = 0; layer < kv->tables.cfg.n_layers; layer++)
         if (tkvi_list_of(kv, seq, layer)->len > n_tokens) tkvi_cut(kv, seq, layer, n_tokens);
     tkvi_release_unused(kv, seq);
-    if (tkvi_pages_taken(&kv->pool) >
-        taken) /* where tokens were evicted, blocks that are left have no room */
+    if (tkvi_pages_taken(&kv->pool) > taken) /* after evictions, tokens may need more blocks */
         tkvi_promise(kv, seq, 0);
     return tkvi_ok(kv);
 }
@@ -717,7 +729,7 @@ TKV_API tkv_status tkv_read(tkv_cache *kv, int seq, int layer, int start, int n,
     if (start < list->dropped || start > list->len || n > list->len - start) return TKV_ERR_RANGE;
     if (kv->pool.token_meta && tkvi_count_in(kv, list, ids, start, n) < n) return TKV_ERR_RANGE;
     for (i = start; i < start + n && tkvi_next_discarded(kv, seq, layer, i, start + n);
-         i++) { /* but for anchors */
+         i++) { /* anchors can be read: they are in the sinks' block */
         const int at = tkvi_find(kv, list, ids, i, &slot);
         if (at >= 0 && tkvi_is_discarded(&kv->pool.block[ids[at]])) return TKV_ERR_NO_SOURCE;
     }
@@ -727,8 +739,8 @@ TKV_API tkv_status tkv_read(tkv_cache *kv, int seq, int layer, int start, int n,
         i = tkvi_find(kv, list, ids, from, &slot);
         if (i < 0) return TKV_ERR_RANGE;
         c = &kv->tables.coding[kv->pool.block[ids[i]].coding];
-        to = tkvi_min(start + n, tkvi_block_end(kv, list, ids, i)); /* the others follow: none is gone */
-        if (cfg->n_anchors) to = from + 1;                          /* or is an anchor */
+        to = tkvi_min(start + n, tkvi_block_end(kv, list, ids, i)); /* no token in between is evicted */
+        if (cfg->n_anchors) to = from + 1;                          /* unless one is an anchor */
         for (h = 0; h < cfg->n_kv_heads; h++) {
             const tkvi_record *r = &c->record[h];
             size_t dk = (size_t)cfg->head_dim, dv = (size_t)cfg->v_head_dim, heads = (size_t)cfg->n_kv_heads;
