@@ -1,7 +1,8 @@
 /* tieredkv.h: generated from src/ by tools/amalgamate.py. Edit there, not here. */
 /* ======== manual.h ======== */
-/* tieredkv.h - the key/value cache of a transformer in three tiers: recent tokens exact, older ones compressed,
- * attention computed directly on the compressed bytes. One header, libc and libm only. MIT licence, see LICENSE.
+/* tieredkv.h - the key/value cache of a transformer in three tiers. Recent tokens are exact and older ones are
+ * compressed. Attention is computed directly on the compressed bytes. The library is one header and needs only libc
+ * and libm. MIT licence, see LICENSE.
  *
  * Generated from src/ by tools/amalgamate.py: edit there.
  *
@@ -9,15 +10,17 @@
  *                                      #include "tieredkv.h"
  *   and in the others just:            #include "tieredkv.h"
  *   Build:                             cc -O2 program.c tieredkv.c -lm
- *                                      (tieredkv.c: the two lines above. No -m flags: kernels are chosen at run time)
+ *                                      (tieredkv.c: the two lines above. No -m flags: kernels are chosen at run
+ *                                      time)
  *
  * WHAT IT IS
- *   A place for K and V of every layer, and the attention over them. Tokens arrive exact; when 64 of them are
- *   old enough they are coded together, in 4 bits at first, in 3 or 2 later. Queries read all tiers through one
- *   softmax, multiplying the packed codes; nothing is ever decoded into memory.
+ *   The library stores K and V of every layer and computes the attention over them. Tokens are stored exactly at
+ *   first. When 64 of them are old enough, they are coded together: in 4 bits at first, in 3 or 2 bits later.
+ *   Queries read all tiers through one softmax. In A, R, KIVI, SQUAT and Q8 formats they multiply the packed codes.
+ *   The other coded formats are decoded a little at a time, on the stack; the cache never stores decoded values.
  * WHAT IT IS NOT
- *   No model, tokenizer, sampling or RoPE (keys arrive rotated; KVQUANT formats undo it). No threads of its own,
- *   no files, no network.
+ *   The library contains no model, no tokenizer and no sampling. It does not apply RoPE: keys must arrive rotated
+ *   (KVQUANT formats undo the rotation inside). It starts no threads, opens no files and uses no network.
  *
  * EXAMPLE
  *   tkv_config cfg = {0};                                      // zero means default, everywhere
@@ -30,34 +33,41 @@
  *       tkv_attend(kv, 0, layer, q, n, out);                   // [n][32][128], causal over everything so far
  *   tkv_destroy(kv);
  *
- * OPTIONS (define before the include; none changes a declaration or a struct)
+ * OPTIONS (define them before the include; none changes a declaration or a struct)
  *   macro                    where              effect
  *   TIEREDKV_IMPLEMENTATION  one file           emits the function bodies
- *   TKV_STATIC               any, implies it    everything static: a private copy in this file
- *   TKV_PREFIX name_         every include      public functions get this prefix: two copies in one program
- *   TKV_API decl             every include      what stands before public functions (dllexport, visibility)
+ *   TKV_STATIC               any, implies it    makes everything static: a private copy in this file
+ *   TKV_PREFIX name_         every include      prefixes public functions: two copies in one program
+ *   TKV_API decl             every include      stands before public functions (dllexport, visibility)
  *   TKV_NO_MALLOC            implementation     no malloc and free: cfg.allocator or tkv_init_in_place only
- *   TKV_NO_SIMD              implementation     the scalar kernels only
- *   TKV_NO_AVX512            implementation     leaves those kernels out
- *   TKV_NO_REPORTS           implementation     no texts: configs as text, state as JSON, Prometheus
+ *   TKV_NO_SIMD              implementation     leaves out all kernels but the scalar ones
+ *   TKV_NO_AVX512            implementation     leaves out the AVX-512 kernels
+ *   TKV_NO_REPORTS           implementation     leaves out configs as text, state as JSON and Prometheus
  *
  * CONCEPTS
  *   cache      all state for one model: n_layers layers, up to max_seqs sequences
- *   sequence   one conversation or beam; its tokens have positions 0, 1, 2, ... Each sequence has blocks of its own: no
- *              call shares blocks yet
+ *   sequence   one conversation or beam; its tokens have positions 0, 1, 2, ... Each sequence has blocks of its
+ *              own: no call shares blocks yet
  *   head group the n_heads / n_kv_heads query heads that share a KV head
- *   block      64 consecutive tokens of one layer of one sequence, all KV heads: what is coded, moved, counted
+ *   block      64 consecutive tokens of one layer of one sequence, all KV heads: the unit of coding and of memory
  *   record     the bytes of a block for one KV head: K codes, K metadata, V codes, V metadata
  *   format     how a block stores K or V (tkv_format); K and V are chosen separately
  *   tier       HOT: exact - the sinks (first sink_tokens) and the tail (at least hot_tokens newest)
- *              WARM: the warm_tokens before the tail, 4 bits;  ARCHIVE: everything older, 3 or 2
+ *              WARM: the warm_tokens before the tail, 4 bits;  ARCHIVE: everything older, 3 or 2 bits
  *   plan       formats and lengths of the tiers, per layer if wanted
  *
  *   position   0 ...... 3 | 4 ................................... | ................. | ............ now
  *   tier       sinks: HOT | ARCHIVE                               | WARM              | tail: HOT
  *
- *   An append first moves what is due (a block whose newest token is hot_tokens old goes to warm, hot_tokens +
- *   warm_tokens old to the archive), then stores: a chunk is exact while its own queries run.
+ *   An append first moves the blocks that are due, then stores the new tokens. A block is due for WARM when its
+ *   newest token is hot_tokens old, and for ARCHIVE at hot_tokens + warm_tokens. A chunk is therefore exact while
+ *   its own queries run. With a budget, blocks move when bytes are needed instead (tkv_budget).
+ *
+ *   offloaded  a block that lies in the caller's store, a file say; attention fetches it from there (cfg.spill)
+ *   discarded  a block whose bytes were given up; the caller's model must recompute it before attention needs it
+ *              (cfg.remat)
+ *   evicted    a token that a policy or the caller removed for good (cfg.evict, tkv_drop)
+ *   expired    a token that every sliding window has passed, and that was then removed
  *
  * BYTES (drawn in full at the parts that define them: core/tile.h, formats/exact.h, formats/kivi.h)
  *   exact      [token][channel] little-endian, channels padded to 16
@@ -65,32 +75,36 @@
  *              A and R: scales of one byte, channels in an order that the cache learned (formats/a.h, formats/r.h)
  *              INT, FP, SUBSPACE: [token][channel] codes, then scales (formats/token.h, formats/subspace.h)
  *              KVQUANT: [token][channel] codes, then slots for outliers (formats/kvquant.h)
- *   tkv_encode gives these bytes for one head's block; they are the same on every machine and instruction set
- *   (default floating-point flags), and decode to the same floats under any flags.
+ *   tkv_encode gives these bytes for one head's block. They are the same on every machine and instruction set, with
+ *   the compiler's default floating-point flags. They decode to the same floats under any flags.
  *
  * NUMERICS
  *   decoded value     scale * code + zero with one rounding: bit-identical everywhere
- *   attention         against double precision on the decoded values: 1e-5 for F32, 2e-3 for F16 and BF16. In coded
- *                     tiers the ratio to the format's own error is at most a tenth in the root mean square over calls,
- *                     and at most a quarter in one call (cfg.precise: 2e-3 as well). This holds for values up to the
- *                     range of FP16 and logits with a standard deviation up to 4. One-hot softmaxes are outside:
- *                     a near tie may fall the other way. So are values that a grid holds exactly, such as +-6e4 alone:
- *                     the own error is 0 there, and arithmetic errs by 1e-2 of the output
- *   threads           bit-identical with any number of threads, and without
- *   not promised      the same bits of attention on different instruction sets
+ *   attention         The reference is double precision on the decoded values. The error is at most 1e-5 for F32,
+ *                     and 2e-3 for F16 and BF16. In coded tiers it is compared with the format's own error. The
+ *                     ratio is at most a tenth in the root mean square over calls, and a quarter in one call.
+ *                     With cfg.precise the error is at most 2e-3 in coded tiers as well.
+ *                     These bounds hold for values up to the range of FP16 and for logits with a standard deviation
+ *                     up to 4. They do not hold for one-hot softmaxes, where a near tie may fall the other way. Nor
+ *                     do they hold for values that a grid holds exactly, such as +-6e4 alone. The format's own
+ *                     error is 0 there, and arithmetic errs by 1e-2 of the output
+ *   threads           results are bit-identical with any number of threads, and without threads
+ *   not guaranteed    the same bits of attention on different instruction sets
  *
  * MEMORY
- *   Everything comes from cfg.allocator in pages and a few growing tables, counted to the byte (tkv_memory).
- *   tkv_attend never allocates. An append fetches all it needs before it changes anything; when that fails it
- *   has not happened. tkv_init_in_place does the same inside a piece of yours and never allocates.
- *   What a budget has no room for can go outside RAM, to a file say, and stays part of attention (cfg.spill), or
- *   is dropped where it waits, and computed again by your model when its turn comes (cfg.remat).
+ *   All memory comes from cfg.allocator, as pages and a few growing tables. It is counted to the byte (tkv_memory).
+ *   tkv_attend never allocates. An append gets all memory that it needs before it stores a token; if that fails, no
+ *   token is stored. tkv_init_in_place works inside one buffer of yours and never allocates.
+ *   When a budget is full (cfg.budget_bytes), old blocks are first coded in fewer bits. After that they can be
+ *   offloaded: they leave RAM and stay part of attention (cfg.spill). Blocks of idle sequences can be discarded:
+ *   your model recomputes them before the sequence goes on (cfg.remat). Last, tokens can be evicted (cfg.evict).
  *
- * ERRORS   Every function that can fail returns a tkv_status and then has changed nothing; tkv_last_error
- *          gives the sentence for the last mutating call. Where there is no cache yet, tkv_create_ex and
- *          tkv_create_from_text (configs as text) write the sentence to a buffer of yours.
- * THREADS  One writer per cache. Readers (tkv_attend, tkv_read and everything that takes a const tkv_cache) may
- *          run side by side between writes. Different caches are independent.
+ * ERRORS   Every function that can fail returns a tkv_status. After an error the cache is as it was, unless the
+ *          comment of the function names an exception. tkv_last_error gives the sentence for the last mutating
+ *          call. Where there is no cache yet, tkv_create_ex and tkv_create_from_text write the sentence to a buffer
+ *          of yours. The latter reads a config as text.
+ * THREADS  A cache allows one writer at a time. Readers may run side by side between writes: tkv_attend, tkv_read
+ *          and everything that takes a const tkv_cache. Different caches are independent.
  * SIMD     x86: AVX2+FMA+F16C, or AVX-512 F/BW/VL/DQ/VNNI, found by cpuid at tkv_create; cfg.isa forces one.
  *          AArch64: NEON, with dot products where the compiler may use them (-march=armv8.2-a+dotprod and later).
  *          WebAssembly: with -msimd128. Elsewhere: scalar C.
@@ -100,7 +114,7 @@
 /*
  * api.h - everything a caller sees: version, options, types, functions.
  *
- * Declarations only. May call nothing. The parts behind it implement what is promised here; where a
+ * This file holds declarations only and may call nothing. The other files implement the promises made here. Where a
  * promise and the code differ, the code is wrong.
  */
 #ifndef TIEREDKV_H
@@ -116,10 +130,10 @@
 #define TKV_VERSION_STRING "0.1.0"
 #define TKV_VERSION (TKV_VERSION_MAJOR * 10000 + TKV_VERSION_MINOR * 100 + TKV_VERSION_PATCH)
 
-/* >>options (the table with the meaning of each is in the manual at the top) */
+/* >>options. The manual at the top has a table of all options and their effects. */
 #ifdef TKV_STATIC
 #ifndef TIEREDKV_IMPLEMENTATION
-#define TIEREDKV_IMPLEMENTATION /* static declarations without bodies would only warn */
+#define TIEREDKV_IMPLEMENTATION /* compilers warn about static declarations without bodies */
 #endif
 #if defined(__GNUC__) || defined(__clang__)
 #define TKV_API static __attribute__((unused))
@@ -131,7 +145,8 @@
 #define TKV_API extern
 #endif
 
-/* >>prefix: two copies of the library in one program. #define TKV_PREFIX mygame_ before every include. */
+/* >>prefix. A prefix lets two copies of the library live in one program: #define TKV_PREFIX mygame_ before every
+ * include. */
 #ifdef TKV_PREFIX
 #define TKV_PASTE2_(a, b) a##b
 #define TKV_PASTE_(a, b) TKV_PASTE2_(a, b)
@@ -275,19 +290,21 @@ extern "C" {
 #endif
 
 /* >>constants */
-#define TKV_BLOCK_TOKENS 64 /* tokens in a block: what is encoded and demoted together */
+#define TKV_BLOCK_TOKENS 64 /* tokens in a block: the cache encodes and demotes them together */
 #define TKV_MAX_HEAD_DIM 256
-#define TKV_QUALITY_HEADS 64 /* most of cfg.quality_heads */
-#define TKV_NONE (-1)        /* in a length: this tier is off */
-#define TKV_ALL (-2)         /* in a length: this tier takes everything, the later ones stay empty */
-/* 0 in a float field whose 0 is the default, where the field's comment names it. No other use: it is a tiny negative
- * number, and is told by its bits. A text says `zero`. */
+#define TKV_QUALITY_HEADS 64 /* largest value of cfg.quality_heads */
+#define TKV_NONE (-1)        /* as a length: this tier is off */
+#define TKV_ALL (-2)         /* as a length: this tier takes all tokens, and later tiers stay empty */
+/* TKV_ZERO means the number 0 in a float field whose 0 means "default". Only fields whose comment names TKV_ZERO
+ * accept it. It is a tiny negative number, recognised by its bits. A config text writes it as `zero`. */
 #define TKV_ZERO (-1e-30f)
 
-/* >>status: every function that can fail returns one. Negative is an error, and an error changes nothing, but for
- * one case under a budget with cfg.evict or cfg.spill: when an allocator or a store fails after tokens went or were
- * compressed to make room, that stays (see there). */
-/* (An allocation that failed may leave the index, or memory for the tables of formats, larger than before.) */
+/* >>status. Every function that can fail returns a status. A negative status is an error. A call that fails leaves
+ * the cache as it was, with these exceptions:
+ *   under a budget          tokens that were evicted, or blocks that were compressed or offloaded, to make room
+ *                           stay so if an allocator or a store fails afterwards (see tkv_budget)
+ *   under a budget          a refused append may remove expired tokens, which have left every window
+ *   allocation that failed  the index, or memory for the tables of formats, may be larger than before */
 #define TKV_STATUS_LIST(X)                                                                                   \
     X(TKV_OK, 0, "ok")                                                                                       \
     X(TKV_ERR_ARG, -1, "bad argument: a pointer is missing or a number is out of range")                     \
@@ -310,18 +327,18 @@ extern "C" {
 typedef enum tkv_status { TKV_STATUS_LIST(TKV_STATUS_ENUM_) TKV_STATUS_LAST_ = -15 } tkv_status;
 #undef TKV_STATUS_ENUM_
 
-/* >>formats: how a block stores K or V. Sizes of each: tkv_format_bits. */
+/* >>formats. A format defines how a block stores K or V. tkv_format_bits gives the size of each format. */
 typedef enum tkv_format {
-    TKV_FORMAT_DEFAULT = 0, /* hot F16, warm A40 and R40, archive A30 and R30 */
+    TKV_FORMAT_DEFAULT = 0, /* hot: F16; warm: A40 for K, R40 for V; archive: A30 for K, R30 for V */
     TKV_F32,
     TKV_F16,
     TKV_BF16,
-    TKV_Q8,    /* 8 bits, min/max, fp16 scale and zero; groups as in KIVI */
-    TKV_KIVI4, /* 4, 3, 2 bits: K per channel along tokens, V per token along channels */
-    TKV_KIVI3, /*   (KIVI, arXiv 2402.02750, section 3) */
+    TKV_Q8,    /* 8 bits; an fp16 scale and zero per group, from minimum and maximum; groups as in KIVI */
+    TKV_KIVI4, /* 4, 3, 2 bits; a group of K is a run of tokens of one channel, */
+    TKV_KIVI3, /*   a group of V a run of channels of one token (KIVI, arXiv 2402.02750, section 3) */
     TKV_KIVI2,
-    TKV_A40, /* K only: allocated bits per channel. Bits a value on average over a layer, metadata included: */
-    TKV_A35, /*   4, 3.5, 3, 2.75, 2.5, 2.25, 2, 1.75, 1.5 (formats/a.h) */
+    TKV_A40, /* K only: each channel gets its own number of bits. Average bits per value of a layer, metadata */
+    TKV_A35, /*   included: 4, 3.5, 3, 2.75, 2.5, 2.25, 2, 1.75, 1.5 (formats/a.h) */
     TKV_A30,
     TKV_A275,
     TKV_A25,
@@ -329,22 +346,22 @@ typedef enum tkv_format {
     TKV_A20,
     TKV_A175,
     TKV_A15,
-    TKV_R40, /* V only: rotated values, 4, 3, 2, 1.5, 1 bits on average over a layer, and */
-    /*   8 bits a token (formats/r.h) */
+    TKV_R40, /* V only: rotated values. Average bits per value of a layer: 4, 3, 2, 1.5, 1, */
+    /*   plus 8 bits per token (formats/r.h) */
     TKV_R30,
     TKV_R20,
     TKV_R15,
     TKV_R10,
-    TKV_INT8, /* each token by itself: whole numbers, an fp16 scale per group of its channels (formats/int.h) */
+    TKV_INT8, /* codes each token alone: whole numbers, one fp16 scale per group of channels (formats/int.h) */
     TKV_INT4,
-    TKV_FP8_E4M3, /* the same: OCP floats, one fp16 scale per token (formats/float.h) */
+    TKV_FP8_E4M3, /* codes each token alone: OCP floats, one fp16 scale per token (formats/float.h) */
     TKV_FP8_E5M2,
     TKV_FP4,    /* E2M1 with the two scales of NVFP4: E4M3 per 16 channels, fp16 per token */
-    TKV_SQUAT4, /* K only: KIVI4 and KIVI2 with errors turned away from the queries (SQuat, arXiv 2503.24358) */
-    TKV_SQUAT2,
-    TKV_SUBSPACE4, /* each token in parts of a rotated basis, with minimum and maximum (formats/subspace.h) */
-    TKV_SUBSPACE2,
-    TKV_KVQUANT4, /* levels by k-means, outliers apart, keys as before RoPE (KVQuant, arXiv 2401.18079) */
+    TKV_SQUAT4, /* K only: the bytes of KIVI4 and KIVI2; the encoder keeps errors nearly orthogonal to the */
+    TKV_SQUAT2, /*   queries (SQuat, arXiv 2503.24358) */
+    TKV_SUBSPACE4, /* codes each token alone, in a rotated basis; each part of it has a minimum and a maximum */
+    TKV_SUBSPACE2, /*   (formats/subspace.h) */
+    TKV_KVQUANT4, /* levels from k-means, outliers stored apart, keys as before RoPE (KVQuant, arXiv 2401.18079) */
     TKV_KVQUANT3,
     TKV_KVQUANT2,
     TKV_FORMAT_COUNT
@@ -356,26 +373,27 @@ typedef enum tkv_type {
     TKV_TYPE_F32 = 0,
     TKV_TYPE_F16 = 1,
     TKV_TYPE_BF16 = 2
-} tkv_type; /* of the caller's arrays */
+} tkv_type; /* element type of the caller's arrays */
 typedef enum tkv_nonfinite {
-    TKV_NONFINITE_REFUSE = 0, /* TKV_ERR_NONFINITE, nothing is appended */
+    TKV_NONFINITE_REFUSE = 0, /* the append returns TKV_ERR_NONFINITE and stores nothing */
     TKV_NONFINITE_SATURATE    /* NaN becomes 0, infinities become +-65504 */
 } tkv_nonfinite;
-/* Bits of cfg.fit: what the encoder of Q8, KIVI and SQUAT formats does about scale and zero; 0: minimum and maximum.
- * All leave bytes, decoding and speed as they are, and cost time when a block is coded. For 3 bits and less. */
+/* Bits of cfg.fit: how the encoder of Q8, KIVI and SQUAT formats chooses scale and zero. 0: from minimum and
+ * maximum. The bits change neither the number of bytes nor the decoding, nor its speed. Encoding a block takes
+ * longer. They help at 3 bits and less. */
 typedef enum tkv_fit {
-    TKV_FIT_CLIP = 1,    /* the best of 12 ranges of each group, by squared error; wants exact sinks */
+    TKV_FIT_CLIP = 1,    /* takes the range of least squared error out of 12 per group; sinks must be exact */
     TKV_FIT_NORM = 2,    /* decoded groups have the variance of the values: mixes best with exact tokens */
-    TKV_FIT_UNBIASED = 4 /* decoded groups are unbiased, cov(x^, x) = var(x); not with NORM */
+    TKV_FIT_UNBIASED = 4 /* decoded groups are unbiased, cov(x^, x) = var(x); excludes TKV_FIT_NORM */
 } tkv_fit;
-/* Bits of cfg.rotate: INT8, INT4, FP8 and FP4 code this side behind a randomised Hadamard rotation. */
+/* Bits of cfg.rotate: before coding this side, INT8, INT4, FP8 and FP4 apply a randomised Hadamard rotation. */
 typedef enum tkv_rotate { TKV_ROTATE_K = 1, TKV_ROTATE_V = 2 } tkv_rotate;
 /* Bits of cfg.kvquant: how KVQUANT formats differ from the paper's "nuq, 1 %" (formats/kvquant.h). */
 typedef enum tkv_kvquant {
-    TKV_KVQUANT_POST_ROPE = 1, /* keys are coded as they come; required where there is no cfg.rope */
+    TKV_KVQUANT_POST_ROPE = 1, /* codes keys after RoPE, as appended; required without cfg.rope */
     TKV_KVQUANT_UNIFORM = 2,   /* levels are evenly spaced */
-    TKV_KVQUANT_NORM = 4, /* decoded values have the variance of the values (Q-Norm): for 3 bits and less */
-    TKV_KVQUANT_DENSE = 8 /* no slots for outliers */
+    TKV_KVQUANT_NORM = 4,      /* decoded values keep the variance (Q-Norm); helps at 3 bits and less */
+    TKV_KVQUANT_DENSE = 8      /* stores no outliers */
 } tkv_kvquant;
 typedef enum tkv_isa {
     TKV_ISA_AUTO = 0,
@@ -387,80 +405,83 @@ typedef enum tkv_isa {
     TKV_ISA_COUNT
 } tkv_isa;
 typedef enum tkv_flush_mode {
-    TKV_FLUSH_DUE = 0, /* what the next append would demote anyway */
-    TKV_FLUSH_FULL, /* every full block of the hot tail, whatever its age (not under hot_tokens = TKV_ALL) */
-    TKV_FLUSH_ALL   /* the partial block too: it is coded short and takes a whole block's bytes */
+    TKV_FLUSH_DUE = 0, /* demotes the blocks that the next append would demote anyway */
+    TKV_FLUSH_FULL,    /* demotes every full block of the hot tail; none where hot_tokens is TKV_ALL */
+    TKV_FLUSH_ALL      /* demotes the partial block too, which then takes a whole block's bytes */
 } tkv_flush_mode;
 
 typedef struct tkv_cache tkv_cache; /* opaque */
 
-/* >>allocator: both functions or none (then malloc and free). alloc returns memory aligned to `align`
- * (a power of two, at most 64) or NULL; release gets back size and align, so an arena needs no headers. */
+/* >>allocator. Set both functions, or neither: then the cache uses malloc and free. alloc returns NULL, or memory
+ * aligned to `align`, a power of two of at most 64. release gets the same size and align as alloc did, so an arena
+ * needs no headers. */
 typedef struct tkv_allocator {
     void *user;
     void *(*alloc)(void *user, size_t size, size_t align);
     void (*release)(void *user, void *ptr, size_t size, size_t align);
 } tkv_allocator;
 
-/* >>threads: the library starts none. A caller who has workers gives a function that calls task(ctx, i)
- * once for each i in 0 .. n_tasks-1, in any order, on any threads, and returns when all are done.
- * Results are bit-identical with and without it and for any number of threads. */
+/* >>threads. The library starts no threads. A caller with worker threads may pass a tkv_parallel_for. It calls
+ * task(ctx, i) once for each i in 0 .. n_tasks-1, in any order, on any threads. It returns when all calls are done.
+ * Results are bit-identical with and without it, for any number of threads. */
 typedef void (*tkv_task)(void *ctx, int index);
 typedef void (*tkv_parallel_for)(void *user, int n_tasks, tkv_task task, void *ctx);
 
-/* >>config: zero means default, everywhere. Fill it with zeros first: `tkv_config cfg = {0};` in C,
- * `tkv_config cfg = tkv_config_default();` in C or C++. */
+/* >>config. Zero means "default" in every field. Fill a config with zeros before setting fields:
+ * `tkv_config cfg = {0};` in C, `tkv_config cfg = tkv_config_default();` in C or C++. */
 typedef struct tkv_pair {
     tkv_format k, v;
 } tkv_pair;
 
-/* How the model rotates its keys, for formats that undo it (KVQUANT): channels j and j + dim/2 of the first
- * `dim`, or 2j and 2j + 1, turn by scale * base^(-2j / dim) radians a token, j = 0 .. dim/2 - 1, from
- * position 0 on. Keys that turned otherwise stay as right as they were; they are only coded less well. */
+/* The model's RoPE, for formats that undo it (KVQUANT). Of the first `dim` channels, each pair rotates by
+ * scale * base^(-2j / dim) radians per token, j = 0 .. dim/2 - 1, starting at position 0. If the model rotates
+ * differently, decoded keys stay correct, but compression loses more. */
 typedef struct tkv_rope {
-    int dim;         /* channels that turn: even, at most head_dim; 0: none */
-    int interleaved; /* 0: channels j and j + dim/2 (Hugging Face); 1: 2j and 2j + 1 (GGUF files of Llama) */
+    int dim;         /* rotated channels: even, at most head_dim; 0: none */
+    int interleaved; /* 0: channels j and j + dim/2 are a pair (Hugging Face); 1: 2j and 2j + 1 (GGUF of Llama) */
     float base;      /* 2 to 1e9; 0: 10000 */
-    float scale;     /* of positions, up to 4; 0: 1. Linear scaling by 4 is 0.25 */
-    /* NULL, or dim/2 of them, 0 to 1, in the place of the powers of base; not kept */
+    float scale;     /* factor on positions, at most 4; 0: 1. Linear scaling by 4 is 0.25 */
+    /* NULL, or dim/2 numbers from 0 to 1 that replace the powers of base; read during the call, not kept */
     const float *frequencies;
 } tkv_rope;
 
-typedef struct tkv_layer_config { /* one layer's exceptions; zero takes the cache's value */
+typedef struct tkv_layer_config { /* settings of one layer; zero takes the cache's value */
     tkv_pair hot, warm, archive;
     int sink_tokens, hot_tokens, warm_tokens;
-    int window;   /* sliding window: a query sees this many newest keys, its own included. TKV_NONE: none */
-    int share_kv; /* 1 + index of an earlier layer whose K and V this one attends to; it is never appended to */
-    int no_cache; /* 1: this layer has no K and V at all (a state-space layer, say) */
+    int window;   /* a query sees this many newest keys, its own included; TKV_NONE: no sliding window */
+    int share_kv; /* 1 + index of an earlier layer: this layer reads its K and V and accepts no appends */
+    int no_cache; /* 1: this layer has no K and V (a state-space layer, for example) */
 } tkv_layer_config;
 
-/* >>ladder: how tight the tiers are, from loose to tight; entry 0 is where a cache begins. Lengths and formats
- * of 0 are the cache's own; hot_tokens = TKV_ALL keeps everything exact. What a layer says of itself holds at
- * every level. */
+/* >>ladder. A ladder lists plans, called levels, from loose to tight. A tighter plan takes fewer bytes. A cache
+ * begins at level cfg.policy.min_level, by default 0. A length or format of 0 takes the cache's value.
+ * hot_tokens = TKV_ALL keeps all tokens exact. Settings of a layer (tkv_layer_config) hold at every level. */
 #define TKV_MAX_LEVELS 8
 typedef struct tkv_level {
     int hot_tokens, warm_tokens;
     tkv_pair warm, archive;
 } tkv_level;
 
-/* When to go to another level, see tkv_policy_init and tkv_budget. */
+/* The pressure controller's settings: when it changes the level. See tkv_policy_init and tkv_budget. */
 typedef struct tkv_policy_config {
-    /* level i + 1 from threshold[i] on; rising, to 1. All 0: .80, .95. TKV_ZERO: at any pressure */
+    /* level i + 1 begins at pressure threshold[i]; rising, at most 1. All 0: .80, .95. TKV_ZERO: at any pressure */
     float threshold[TKV_MAX_LEVELS - 1];
-    float
-        hysteresis; /* relaxes below a threshold less this; 0: .05; TKV_ZERO: as soon as below the threshold */
-    float alpha;    /* of the moving average, the first sample seeds it; 0: .20 */
-    int min_level;  /* where it begins and never goes below, however much memory is free: see tkv_budget */
-    int max_level;  /* 0: the last one; TKV_NONE: level 0 for ever */
+    /* relaxes one level below (threshold - hysteresis); 0: .05; TKV_ZERO: as soon as below the threshold */
+    float hysteresis;
+    float alpha;   /* a sample's weight in the moving average, to 1; 0: .20; the first sample starts it */
+    int min_level; /* first level; the cache never goes below it, even if memory is free: see tkv_budget */
+    int max_level; /* highest level; 0: the last one; TKV_NONE: always level 0 */
 } tkv_policy_config;
 
-/* >>keeping: how tokens are weighed, and which policy drops them; see tkv_importance_add, tkv_evict. */
+/* >>keeping. These types say how the cache rates tokens and which policy evicts them; see tkv_importance_add and
+ * tkv_evict. A score is the attention that a token received in one step. A is the value that a strategy gathers
+ * from a token's scores. */
 typedef enum tkv_importance_strategy {
-    TKV_IMPORTANCE_HYBRID = 0,   /* "hybrid": sums; decay .95, attention .7, recency .3 (akv-cache) */
-    TKV_IMPORTANCE_ACCUMULATION, /* "accumulation": sums, nothing decays: as H2O counts */
-    TKV_IMPORTANCE_HEAVY_HITTER, /* "heavy_hitter": the largest mass of any step */
+    TKV_IMPORTANCE_HYBRID = 0,   /* "hybrid": A sums scores; decay .95, weights .7 and .3 (akv-cache) */
+    TKV_IMPORTANCE_ACCUMULATION, /* "accumulation": A sums scores without decay, as H2O does */
+    TKV_IMPORTANCE_HEAVY_HITTER, /* "heavy_hitter": A is the largest score of any step */
     TKV_IMPORTANCE_RECENCY,      /* "recency": age alone */
-    TKV_IMPORTANCE_PERSISTENCE, /* "persistence": less 1 for each step with a mass below `low` (ScissorHands) */
+    TKV_IMPORTANCE_PERSISTENCE,  /* "persistence": A loses 1 per score below `low` (Scissorhands) */
     TKV_IMPORTANCE_STRATEGIES
 } tkv_importance_strategy;
 typedef enum tkv_importance_heads {
@@ -468,148 +489,159 @@ typedef enum tkv_importance_heads {
     TKV_IMPORTANCE_MAX,
     TKV_IMPORTANCE_SUM
 } tkv_importance_heads;
-typedef struct tkv_importance_config { /* zero means the strategy's own */
+typedef struct tkv_importance_config { /* zero takes the strategy's value */
     tkv_importance_strategy strategy;
-    float decay;     /* per step, above 0 and at most 1 */
-    float attention; /* weight of A, to 1e6; TKV_ZERO: A does not count */
-    float recency;   /* weight of the age, to 1e6; TKV_ZERO: age does not count */
-    float tau;       /* steps, 1 to 2^30; 0: 64 */
-    float low;       /* what "persistence" counts as little; 0: an even share, 1 / n */
-    /* of what a cache gathers: how the query heads of a KV head count, see tkv_importance_of */
+    float decay;     /* factor on A per step, above 0 and at most 1 */
+    float attention; /* weight of A, at most 1e6; TKV_ZERO: ignores A */
+    float recency;   /* weight of the age, at most 1e6; TKV_ZERO: ignores the age */
+    float tau;       /* time constant of the age, in steps, 1 to 2^30; 0: 64 */
+    float low;       /* "persistence": the score below which A loses 1; 0: an even share, 1 / n of n tokens */
+    /* how scores of the query heads of one KV head are joined, for attention that the cache gathers itself;
+     * see tkv_importance_of */
     tkv_importance_heads heads;
 } tkv_importance_config;
+/* Eviction policies: which tokens go first. Numbers in parentheses are arXiv papers. */
 typedef enum tkv_evict_kind {
-    TKV_EVICT_NONE = 0,  /* "none": TKV_ERR_BUDGET where something would have to go */
-    TKV_EVICT_SLIDING,   /* "sliding": the oldest but the sinks (StreamingLLM, arXiv 2309.17453) */
-    TKV_EVICT_H2O,       /* "h2o": least attention since it came (2306.14048) */
-    TKV_EVICT_SNAPKV,    /* "snapkv": least pooled attention of the prompt's last queries (2404.14469) */
-    TKV_EVICT_PYRAMIDKV, /* "pyramidkv": the same, within budgets of tkv_evict_budgets (2406.02069) */
-    TKV_EVICT_TOVA,      /* "tova": least weight from the last query (2401.06104) */
-    /* "knorm": longest keys (2406.11430). Norms are kept from when the keys came, but where cfg.importance_every or
-     * cfg.n_anchors has the place: then keys are decoded for each batch */
+    TKV_EVICT_NONE = 0,  /* "none": evicts no token; selecting victims fails with TKV_ERR_BUDGET */
+    TKV_EVICT_SLIDING,   /* "sliding": the oldest token that is not a sink (StreamingLLM, 2309.17453) */
+    TKV_EVICT_H2O,       /* "h2o": least accumulated attention score (2306.14048) */
+    TKV_EVICT_SNAPKV,    /* "snapkv": least pooled score from the prompt's last queries (2404.14469) */
+    TKV_EVICT_PYRAMIDKV, /* "pyramidkv": as "snapkv", with tkv_evict_budgets of layers (2406.02069) */
+    TKV_EVICT_TOVA,      /* "tova": least attention score from the last query (2401.06104) */
+    /* "knorm": key with the largest norm (2406.11430). The cache computes norms when keys are appended and keeps
+     * them. With cfg.importance_every or cfg.n_anchors it decodes the keys for each batch instead. */
     TKV_EVICT_KNORM,
-    /* "keydiff": keys most like the mean of all keys' directions (2504.15364). Each batch decodes all keys twice, as
-     * the mean moves: with 65,536 tokens of one KV head of 128, batches of 64 and TKV_NO_SIMD 1.3 ms an append, where
-     * "knorm" takes .1 */
+    /* "keydiff": key most similar to the mean direction of all keys (2504.15364). Each batch decodes all keys
+     * twice, because the mean changes. An append takes 1.3 ms, with "knorm" .1 ms. This was measured with 65,536
+     * tokens, one KV head of 128 channels, batches of 64 and TKV_NO_SIMD. */
     TKV_EVICT_KEYDIFF,
-    TKV_EVICT_SCISSORHANDS, /* "scissorhands": most often below an even share (2305.17118) */
-    TKV_EVICT_FIFO,         /* "fifo": the oldest, sinks or not */
+    TKV_EVICT_SCISSORHANDS, /* "scissorhands": score most often below an even share (2305.17118) */
+    TKV_EVICT_FIFO,         /* "fifo": the oldest token, even a sink */
     TKV_EVICT_RANDOM,       /* "random": by a hash of seed and position */
-    TKV_EVICT_SCORES,       /* "scores": the caller's, such as tkv_importance_read's or KVzip's */
+    TKV_EVICT_SCORES,       /* "scores": by the caller's scores (tkv_importance_read, KVzip) */
     TKV_EVICT_USER,         /* "user": by cfg.scorer */
     TKV_EVICT_KINDS
 } tkv_evict_kind;
 struct tkv_evict_view;
 typedef struct tkv_evict_config { /* zero means default */
     tkv_evict_kind kind;
-    /* Protected: tokens at positions below sink_tokens, and the newest recent_tokens. TKV_NONE: none; 0: the policy's,
-     * which is 4 and 32, but "fifo" and "random" 0 and 0, "sliding" 4 and 1, "pyramidkv" 4 and 8 (and recent ones at
-     * most half of what the sinks leave of `keep`: H2O's own share). In a small budget the newest token comes first,
-     * then sinks, then the other recent ones. */
+    /* Tokens that stay: positions below sink_tokens, and the newest recent_tokens. TKV_NONE: none. 0: 4 and 32;
+     * "sliding" 4 and 1; "pyramidkv" 4 and 8; "fifo" and "random" 0 and 0. The default of recent_tokens takes at
+     * most half of the budget that the sinks leave (H2O's share). A small budget protects the newest token first,
+     * then the sinks, then the other recent tokens. */
     int sink_tokens, recent_tokens;
-    int pool; /* "snapkv", "pyramidkv": tokens averaged, odd, at most 63; 0: 5 (SnapKV has 5 or 7) */
-    int seed; /* of "random" */
-    /* "user": the score of slot i, high ones stay */
+    int pool; /* "snapkv", "pyramidkv": tokens per average, odd, at most 63; 0: 5 (SnapKV has 5 or 7) */
+    int seed; /* "random": seed of the hash */
+    /* "user": returns the score of slot i; tokens with high scores stay */
     float (*scorer)(void *user, const struct tkv_evict_view *view, int i);
     void *user;
-    /* when, see tkv_evict_due */
-    float trigger; /* share of the budget that may fill up, above 0 and at most 1; 0: 1 (akv-cache: .9) */
-    int batch;     /* how many go at once; 0: 64, an eighth of the budget at most */
+    /* when to evict, and how many tokens; see tkv_evict_due */
+    float trigger; /* evicts above this share of the budget, above 0 and at most 1; 0: 1 (akv-cache: .9) */
+    int batch;     /* tokens evicted at once; 0: 64, or an eighth of the budget if that is less */
 } tkv_evict_config;
 
-/* >>events, for logs and counters. Called from the call that causes them, which is not over then: it must not call the
- * cache but for reports. */
+/* >>events. The cache reports events for logs and counters to cfg.on_event. The callback runs inside the call that
+ * causes the event. It may call reports of the cache, and no other function of it. */
 typedef enum tkv_event_kind {
-    TKV_EVENT_LEVEL = 0, /* the cache went from level `from` to level `to` */
-    TKV_EVENT_BUDGET, /* an append, reservation or smaller budget was refused; `bytes` were asked for in all */
-    TKV_EVENT_TABLE,  /* a layer has a (new) table of A, R or KVQUANT formats */
-    TKV_EVENT_EVICT,  /* the tokens at these positions of a layer were dropped */
-    TKV_EVENT_SPILL,  /* a block of a layer went outside RAM, positions `from` to `to` - 1, `bytes` of RAM */
+    TKV_EVENT_LEVEL = 0, /* the cache changed from level `from` to level `to`; `bytes` are in use */
+    TKV_EVENT_BUDGET,    /* an append, reservation or smaller budget was refused; it needed `bytes` in all */
+    TKV_EVENT_TABLE,     /* a layer has its first or a better table of A, R or KVQUANT formats */
+    TKV_EVENT_EVICT,     /* the tokens at `positions` of a layer were evicted */
+    TKV_EVENT_SPILL,     /* a layer's block of positions `from` to `to` - 1 and `bytes` was offloaded */
     TKV_EVENT_COUNT
 } tkv_event_kind;
 typedef struct tkv_event {
     tkv_event_kind kind;
-    int seq, layer, from, to; /* what does not apply is -1 */
-    size_t bytes;             /* of LEVEL: in use */
-    const int *positions;     /* of EVICT: n of them, rising, valid during the call */
+    int seq, layer, from, to; /* -1 where a field does not apply */
+    size_t bytes;             /* see tkv_event_kind; 0 where it does not apply */
+    const int *positions;     /* EVICT: n positions, rising, valid during the call; else NULL */
     int n;
-    const char *text; /* a sentence, valid during the call */
+    const char *text; /* one sentence, valid during the call */
 } tkv_event;
 typedef void (*tkv_on_event)(void *user, const tkv_event *event);
 
-/* >>spill: a place outside RAM for old blocks, such as a file (examples/spill_file.h, to be copied); see
- * tkv_spill. What is stored under a key comes in parts that do not overlap, in rising order, within tkv_spill_bytes;
- * what is fetched is one of these parts, what lies between them never. All return 0 if they did all they were asked
- * to. They are called from the call that needs them and must not call the cache. fetch and ahead may be called from
- * several threads at once, as tkv_attend may be and by cfg.parallel_for; store and drop are not, nor while one of
- * these runs. Each part carries an XXH64, which is checked when it comes back. It finds accidents (lost, damaged,
- * exchanged parts). It does not stop someone who writes to the store on purpose. */
-typedef struct tkv_spill_config { /* store and fetch, or none of these */
+/* >>spill. A store outside RAM for old blocks, such as a file (copy examples/spill_file.h); see tkv_spill.
+ *
+ * Layout: the cache writes each key as parts in rising order, without overlap, within tkv_spill_bytes. It reads
+ * back one whole part at a time, and never the bytes between parts.
+ *
+ * Calls: the functions run inside the call of the cache that needs them and must not call the cache. Several
+ * threads may be in fetch and ahead at once, from tkv_attend or from cfg.parallel_for. The cache calls store and
+ * drop from one thread at a time, while neither fetch nor ahead runs. store and fetch return 0 if they moved all
+ * bytes, else another number.
+ *
+ * Integrity: the cache adds an XXH64 to each part and checks it after reading. It finds lost, damaged and exchanged
+ * parts. It does not protect against deliberate changes of the store. */
+typedef struct tkv_spill_config { /* set store and fetch, or neither */
+    /* writes `size` bytes of `key` at `offset` */
     int (*store)(void *user, uint32_t key, size_t offset, const void *bytes, size_t size);
+    /* reads `size` bytes of `key` at `offset` */
     int (*fetch)(void *user, uint32_t key, size_t offset, void *bytes, size_t size);
-    /* NULL, or told what will be fetched soon: so many bytes from there on, in parts */
+    /* NULL, or a prefetch hint: the cache will soon read `size` bytes from `offset` on, part by part */
     void (*ahead)(void *user, uint32_t key, size_t offset, size_t size);
-    /* NULL, or told once that a key is not needed any more, also after a store that failed; it may come again */
+    /* NULL, or erases a key that is no longer needed, also after a write that failed. Called once per use of the
+     * key; the cache may use the key again later */
     void (*drop)(void *user, uint32_t key);
     void *user;
-    int keep_exact; /* 1: the exact bytes of each block are stored when it is first compressed, for tkv_promote */
+    int keep_exact; /* 1: writes the exact bytes of each block when it is first compressed, for tkv_promote */
 } tkv_spill_config;
 
 typedef struct tkv_config {
-    uint32_t start_canary; /* leave 0: catches a config that was never zeroed */
+    uint32_t start_canary; /* leave 0: detects a config that was not filled with zeros */
     /* the model */
     int n_layers;   /* required, 1 .. 4096 */
-    int n_heads;    /* query heads; required, a multiple of n_kv_heads */
-    int n_kv_heads; /* 0: n_heads (plain multi-head attention) */
-    int head_dim;   /* of K and q; required, 1 .. 256. Stored padded to a multiple of 16 */
-    int v_head_dim; /* of V and out; 0: head_dim */
-    float scale;    /* of q.k; 0: 1/sqrt(head_dim) */
+    int n_heads;    /* query heads, 1 .. 65536; required, a multiple of n_kv_heads */
+    int n_kv_heads; /* heads of K and V; 0: n_heads (plain multi-head attention) */
+    int head_dim;   /* channels of K and q; required, 1 .. 256. The cache pads it to a multiple of 16 */
+    int v_head_dim; /* channels of V and out, 1 .. 256; 0: head_dim */
+    float scale;    /* factor on q.k, positive; 0: 1/sqrt(head_dim) */
     /* capacity */
-    int max_seqs;   /* 0: 1. Sequences are numbered 0 .. max_seqs-1 */
-    int max_tokens; /* per sequence; 0: grows on demand (tkv_init_in_place needs a number) */
-    int max_append; /* most tokens of one append; 0: 512 */
+    int max_seqs;   /* sequences, numbered 0 .. max_seqs-1; at most 2^20; 0: 1 */
+    int max_tokens; /* per sequence, 1 to 2^30 - 1; 0: grows on demand (tkv_init_in_place needs a number) */
+    int max_append; /* largest number of tokens in one append, at most 2^20; 0: 512 */
     /* the plan: [sinks][archive ...][warm][hot tail], oldest to newest */
-    int sink_tokens;     /* first tokens, exact for ever; 0: 4 */
-    int hot_tokens;      /* at least this many newest tokens stay exact; 0: 64 */
-    int warm_tokens;     /* the next older ones; 0: 448 */
+    int sink_tokens;     /* first tokens, always exact; at most 64; 0: 4; TKV_NONE: no sinks */
+    int hot_tokens;      /* at least this many newest tokens stay exact; 0: 64; or TKV_NONE, TKV_ALL */
+    int warm_tokens;     /* length of the warm tier, behind the hot tail; 0: 448; or TKV_NONE, TKV_ALL */
     int group_size;      /* values that share a scale in Q8 and KIVI formats: 64 or 32; 0: 64 */
-    int allocation_unit; /* channels that get bits together in A formats: 4, or 16 for a GPU; 0: 4 */
+    int allocation_unit; /* channels that get equal bits in A formats: 4, or 16 for a GPU; 0: 4 */
     int fit;             /* bits of tkv_fit, for Q8, KIVI and SQUAT formats */
-    int rotate;          /* bits of tkv_rotate, for INT8, INT4, FP8, FP4 */
-    int center_k; /* 1: in the same formats, the mean of each channel of K and block is kept apart (fp16) */
-    int squat_block; /* channels that SQUAT formats code together: 16, or 64 as its authors; 0: 16 */
-    int subspaces;   /* parts of a token in SUBSPACE formats: 1 to 16; 0: 4 */
-    int kvquant;     /* bits of tkv_kvquant, for KVQUANT formats */
-    tkv_rope rope;   /* of the keys, for the same */
-    int window;      /* sliding window of all layers; 0: none */
+    int rotate;          /* bits of tkv_rotate, for INT8, INT4, FP8 and FP4 */
+    int center_k;        /* 1: INT8, INT4, FP8, FP4 store K's channel means apart, in fp16 per block */
+    int squat_block;     /* channels that SQUAT formats code together: 16, or 64 as the authors; 0: 16 */
+    int subspaces;       /* parts of a token in SUBSPACE formats: 1 to 16; 0: 4 */
+    int kvquant;         /* bits of tkv_kvquant, for KVQUANT formats */
+    tkv_rope rope;       /* the model's RoPE, for KVQUANT formats */
+    int window;          /* sliding window of all layers, in tokens; 0: none */
     tkv_pair hot, warm, archive;
-    const tkv_layer_config *layers; /* NULL, or n_layers exceptions; read by tkv_create, not kept */
+    const tkv_layer_config *layers; /* NULL, or settings of n_layers layers; read by tkv_create, not kept */
     /* the budget, see tkv_budget */
-    size_t budget_bytes;     /* of everything that the cache holds, at any moment; 0: none */
-    const tkv_level *ladder; /* n_levels of them, at most TKV_MAX_LEVELS, not kept; NULL: see tkv_budget */
-    int n_levels;
+    size_t budget_bytes;     /* limit of all memory that the cache holds, at any moment; 0: no budget */
+    const tkv_level *ladder; /* n_levels levels; read by tkv_create, not kept; NULL: see tkv_budget */
+    int n_levels;            /* 1 to TKV_MAX_LEVELS with a ladder, else 0 */
     tkv_policy_config policy;
-    tkv_on_event on_event; /* NULL: nobody wants to know */
+    tkv_on_event on_event; /* NULL: reports no events */
     void *event_user;
-    /* what to keep, see tkv_evict and tkv_importance_of */
-    tkv_evict_config evict; /* kind 0: no token is ever dropped */
-    int evict_tokens; /* so many tokens of a layer stay at most; 0: as many as the budget has room for */
+    /* which tokens to keep, see tkv_evict and tkv_importance_of */
+    tkv_evict_config evict; /* kind 0: the cache evicts no tokens */
+    int evict_tokens;       /* tokens that a layer keeps ("pyramidkv": on average); 0: the budget decides */
     tkv_importance_config importance;
-    /* so many tokens of each layer that got most attention stay exact, beside the sinks (28 at most, both together 32;
-     * not with windows, and there must be sinks). A token joins when its block is compressed, and leaves for one
-     * that matters more; its coded place stays */
+    /* Anchors are the n_anchors tokens of a layer with the highest attention scores. They stay exact beside the
+     * sinks. At most 28, and at most 32 with the sinks. Every layer needs sinks and must have no window. A token
+     * may become an anchor when its block is compressed. A more important token may replace it. Attention then
+     * reads its coded value again. */
     int n_anchors;
-    int importance_every;   /* one query in so many tells what it looked at; 0: as the policy needs it */
-    tkv_spill_config spill; /* where old blocks go when the budget is full; zero: nowhere */
-    int remat; /* 1: blocks of sequences that are not used may be dropped then, see tkv_remat_drop */
+    int importance_every;   /* one query in this many is sampled; 0: one in 32, if the policy needs it */
+    tkv_spill_config spill; /* store for blocks that are offloaded when the budget is full; zero: no store */
+    int remat;              /* 1: a full budget may discard blocks of idle sequences; see tkv_remat_drop */
     /* behaviour */
     tkv_nonfinite nonfinite;
-    int precise; /* 1: two planes of q and of p in every format, 2e-3 of the output at most from arithmetic */
-    tkv_isa isa; /* TKV_ISA_AUTO: the best one here. Another: that one or TKV_ERR_ISA */
+    int precise; /* 1: hi and lo limbs of q and p in every format; arithmetic errs by at most 2e-3 of the output */
+    tkv_isa isa; /* TKV_ISA_AUTO: the best instruction set here; another: that one, or TKV_ERR_ISA */
     /* the quality meter, see tkv_quality */
-    int quality_heads;  /* heads that it watches, at most 64; 0: there is no meter. 4 are a good start */
-    int quality_tokens; /* coded tokens of each that it keeps exact, from 128; 0: 2048 */
-    int quality_every;  /* it measures at every such position; 0: 32 or more, for 0.5 % of the time at most */
+    int quality_heads;  /* KV heads that it watches, at most 64; 0: no meter. 4 is a good start */
+    int quality_tokens; /* coded tokens per watched head that it also keeps exact, at least 128; 0: 2048 */
+    int quality_every;  /* positions per measurement; 0: 32 or more, for at most 0.5 % of attention's work */
     /* the host */
     tkv_allocator allocator;
     tkv_parallel_for parallel_for;
@@ -617,51 +649,73 @@ typedef struct tkv_config {
     uint32_t end_canary; /* leave 0 */
 } tkv_config;
 
-TKV_API tkv_config tkv_config_default(void); /* all zeros, for C++ and for people who like a name */
-/* sizeof(tkv_config) of the implementation that is linked. A binding compares it with the size of its own struct. */
+/* Returns a config of zeros, which are the defaults. */
+TKV_API tkv_config tkv_config_default(void);
+/* Returns sizeof(tkv_config) of the linked implementation. A binding compares it with its own struct's size. */
 TKV_API size_t tkv_config_size(void);
 
-/* Sets lengths and formats of the tiers to a plan that has a name; the other fields stay. Bits of an old value,
- * metadata included: "quality" 4.06, "balanced" 3.06 (what a config of zeros gets), "compact" 2.31, "extreme"
- * 1.81, and the designs that this one is compared with, "kivi" and "squat" 2.5, "kvquant-3" 3.5 (give it
- * cfg.rope), "by-context": of these three the first below 2,048 max_tokens (set before), the second below
- * 8,192, else the third. bench/QUALITY.md has what they do to a model. Plans with KVQUANT keys ("kvquant-3",
- * "by-context", "adr", "extreme_context") need cfg.rope, or TKV_KVQUANT_POST_ROPE in cfg.kvquant: tkv_config_validate
- * refuses them without. TKV_ERR_ARG: there is no such name, nothing changed. tkv_preset_name(0), (1), ... are the
- * names, then NULL. */
+/* Sets lengths and formats of the tiers to a named plan. Other fields stay. Bits per value of archived tokens,
+ * metadata included (effect on models: bench/QUALITY.md):
+ *   "quality" 4.06; "balanced" 3.06, the default; "compact" 2.31; "extreme" 1.81
+ *   "kivi" 2.5; "squat" 2.5; "kvquant-3" 3.5: other designs, for comparison
+ *   "by-context": "kivi" below 2,048 max_tokens, "squat" below 8,192, else "kvquant-3". Set max_tokens first.
+ * KVQUANT keys ("kvquant-3", "by-context", "adr", "extreme_context") need cfg.rope, or TKV_KVQUANT_POST_ROPE in
+ * cfg.kvquant; else tkv_config_validate fails.
+ * Errors: TKV_ERR_ARG (unknown name or NULL), nothing changed. */
 TKV_API tkv_status tkv_config_preset(tkv_config *cfg, const char *name);
+/* Returns the name of plan i = 0, 1, ..., and NULL after the last. */
 TKV_API const char *tkv_preset_name(int i);
 
-/* Checks every field. On an error, `reason` (may be NULL) gets one sentence that names the field, the
- * value and what would be right, cut to `size` bytes. */
+/* Checks every field of a config. On an error `reason` gets one sentence, cut to `size` bytes. It names the field,
+ * its value and the values that are allowed. `reason` may be NULL.
+ * Errors:
+ *   TKV_ERR_CONFIG   a field is wrong
+ *   TKV_ERR_ARG      cfg is NULL */
 TKV_API tkv_status tkv_config_validate(const tkv_config *cfg, char *reason, size_t size);
 
-/* >>life. Creates an empty cache; memory for tokens comes as they come, a page at a time. *out is
- * untouched on error. Cost: one allocation per growing part, no per-token work. */
+/* >>life. Creates an empty cache. The cache fetches memory for tokens later, page by page, as they are appended. On
+ * an error *out does not change. Errors: as tkv_create_ex. Cost: one allocation per growing part, no work per
+ * token. */
 TKV_API tkv_status tkv_create(const tkv_config *cfg, tkv_cache **out);
-/* The same. `reason` (may be NULL) gets a sentence about every error, cut to `size` bytes, and "" after a success.
- * Errors: TKV_ERR_CONFIG (the sentence of tkv_config_validate), TKV_ERR_ISA, TKV_ERR_BUDGET (no room for an empty
- * cache), TKV_ERR_NOMEM, TKV_ERR_ARG (a pointer is missing). From a text: tkv_create_from_text. */
+/* Creates an empty cache, as tkv_create. `reason` gets one sentence about an error, cut to `size` bytes, or ""
+ * after success. `reason` may be NULL. tkv_create_from_text reads the config from a text.
+ * Errors:
+ *   TKV_ERR_CONFIG   tkv_config_validate rejects the config, or its tables exceed this machine's address space
+ *   TKV_ERR_ISA      cfg.isa is not available
+ *   TKV_ERR_BUDGET   cfg.budget_bytes has no room for an empty cache and its first tokens
+ *   TKV_ERR_NOMEM    the allocator returned NULL
+ *   TKV_ERR_ARG      a pointer is missing */
 TKV_API tkv_status tkv_create_ex(const tkv_config *cfg, tkv_cache **out, char *reason, size_t size);
-TKV_API void tkv_destroy(tkv_cache *kv); /* NULL is fine. Gives everything back to the allocator. */
+/* Frees the cache and gives all memory back to the allocator. kv may be NULL. */
+TKV_API void tkv_destroy(tkv_cache *kv);
 
-/* The same cache inside the caller's memory: nothing is ever allocated. cfg.max_tokens must be set;
- * cfg.allocator is not used. `mem` may have any alignment, stays the caller's and must outlive the cache;
- * tkv_destroy then has nothing to do. tkv_required_bytes is enough for every sequence at
- * max_tokens (not for blocks that TKV_FLUSH_ALL made short: TKV_ERR_CAPACITY then). TKV_ERR_CONFIG without
- * max_tokens, or if it is more than this machine can address; TKV_ERR_BUDGET if cfg.budget_bytes has no
- * room for the index of max_tokens and for pages. */
+/* tkv_required_bytes gives the bytes that tkv_init_in_place needs for every sequence at max_tokens. Blocks that
+ * TKV_FLUSH_ALL left short are not included: appends may then return TKV_ERR_CAPACITY.
+ * tkv_init_in_place creates a cache inside the caller's memory and allocates nothing. It ignores cfg.allocator.
+ * `mem` may have any alignment. It must outlive the cache; tkv_destroy does not free it.
+ * Errors of both:
+ *   TKV_ERR_CONFIG     cfg is invalid, max_tokens is 0, or the size exceeds this machine's address space
+ *   TKV_ERR_BUDGET     cfg.budget_bytes has no room for the index of max_tokens and for pages
+ *   TKV_ERR_ARG        a pointer is missing
+ * Errors of tkv_init_in_place:
+ *   TKV_ERR_CAPACITY   `bytes` is less than tkv_required_bytes
+ *   TKV_ERR_ISA        cfg.isa is not available */
 TKV_API tkv_status tkv_required_bytes(const tkv_config *cfg, size_t *bytes);
 TKV_API tkv_status tkv_init_in_place(const tkv_config *cfg, void *mem, size_t bytes, tkv_cache **out);
 
-/* >>append. n new tokens of one layer, after those it has. k is [n][n_kv_heads][head_dim], v is
- * [n][n_kv_heads][v_head_dim], float, keys after RoPE. First older blocks that are due move down a tier
- * (so a new chunk stays exact until the next append), then the tokens are stored in the hot format.
- * Values beyond +-65504 saturate there in F16. Errors: TKV_ERR_CAPACITY (n > max_append, or max_tokens),
- * TKV_ERR_BUDGET (see tkv_budget), TKV_ERR_NOMEM, TKV_ERR_NONFINITE. Cost: O(n) plus one encoding per 64 tokens. */
+/* >>append. Appends n tokens to one layer. k is float [n][n_kv_heads][head_dim], after RoPE. v is float
+ * [n][n_kv_heads][v_head_dim]. It first demotes older blocks that are due. The new tokens get the hot format and
+ * stay exact until the next append. F16 saturates at +-65504.
+ * Errors:
+ *   TKV_ERR_CAPACITY    n exceeds max_append, max_tokens, or the memory in place
+ *   TKV_ERR_BUDGET      the budget is full (see tkv_budget)
+ *   TKV_ERR_NOMEM       the allocator returned NULL
+ *   TKV_ERR_NONFINITE   NaN or infinity (see cfg.nonfinite)
+ *   TKV_ERR_ARG         bad argument
+ * Cost: O(n), plus one encoding per 64 tokens. */
 TKV_API tkv_status tkv_append(tkv_cache *kv, int seq, int layer, const float *k, const float *v, int n);
-/* The same, if the first of these tokens belongs at `position`; else TKV_ERR_RANGE, nothing changed (see
- * tkv_append_params). For code that counts positions itself, for RoPE say. */
+/* Appends as tkv_append, and checks that the first new token belongs at `position`. Use it where the caller counts
+ * positions itself, for RoPE for example. Errors: as tkv_append_ex. */
 TKV_API tkv_status tkv_append_at(tkv_cache *kv, int seq, int layer, int position, const float *k,
                                  const float *v, int n);
 
@@ -670,640 +724,801 @@ typedef struct tkv_rows {
     int seq, n;
 } tkv_rows;
 
-/* Strides count elements; 0 means packed. Rows of a batch follow each other in k and v. */
+/* Strides count elements; 0 means packed. In k and v the tokens of all entries follow one another. */
 typedef struct tkv_append_params {
     int layer;
     int seq, n;            /* one sequence ... */
     const tkv_rows *batch; /* ... or several (then seq and n are ignored), each at most once */
-    int n_batch;
+    int n_batch;           /* entries, at most max_seqs */
     const void *k, *v;
     tkv_type k_type, v_type;
-    ptrdiff_t k_token_stride, k_head_stride, v_token_stride, v_head_stride;
-    /* NULL, or the position of the first new token of seq, or of each entry of the batch. An append that would put one
-     * elsewhere is refused: attention sees all earlier tokens, so a text that begins anew needs tkv_reset first. */
+    ptrdiff_t k_token_stride, k_head_stride, v_token_stride, v_head_stride; /* may be negative */
+    /* NULL, or the position of the first new token: one for seq, or one per entry of the batch. It must be the
+     * length of the layer (tkv_layer_len). Attention sees all earlier tokens: call tkv_reset before a new text. */
     const int *positions;
 } tkv_append_params;
-/* All of the batch, or none of it. Errors as tkv_append, and TKV_ERR_ARG for a sequence that is in it twice, a layer
- * without K and V of its own, a missing pointer; TKV_ERR_RANGE for a position (also of an entry without tokens) that
- * is not the length of the layer (tkv_layer_len): tkv_last_error names both numbers. Strides may be negative. Cost as
- * tkv_append, and O(n_batch^2) to look for doubles. */
+/* Appends tokens of one or several sequences to one layer, all of them or none.
+ * Errors: as tkv_append, and
+ *   TKV_ERR_RANGE   a position is not the length of the layer, even if n is 0; tkv_last_error names both numbers
+ *   TKV_ERR_ARG     a sequence is in the batch twice, a pointer is missing, or the layer has no K and V of its own
+ * Cost: as tkv_append, plus O(n_batch^2) to find duplicates. */
 TKV_API tkv_status tkv_append_ex(tkv_cache *kv, const tkv_append_params *p);
 
-/* >>step. A step over all layers as one unit. tkv_begin first does what is due (as an append would), then opens
- * the step; appends inside it demote nothing and add at most max_append tokens per layer; tkv_commit checks
- * that every layer got the same number of tokens (TKV_ERR_STATE otherwise, the step stays open); tkv_abort
- * takes the step's tokens away again, leaving the cache as after tkv_begin (what attention told of the layers'
- * queries stays with the statistics). Out of order: TKV_ERR_STATE. tkv_begin can fail with TKV_ERR_NOMEM, or
- * TKV_ERR_BUDGET; it costs the encoding that is due, the others O(layers). */
+/* >>step. A step appends tokens to all layers of a sequence as one unit.
+ *   tkv_begin    demotes blocks that are due, as an append would, then opens the step. Appends inside the step
+ *                demote nothing. They add at most max_append tokens per layer in total.
+ *   tkv_commit   closes the step if every layer got the same number of tokens; otherwise the step stays open
+ *   tkv_abort    removes the step's tokens. The cache is as after tkv_begin, but keeps statistics of queries.
+ * Errors:
+ *   TKV_ERR_STATE      begin: a step is open; commit, abort: no step is open
+ *   TKV_ERR_STATE      commit: the layers got different numbers of tokens
+ *   TKV_ERR_NOMEM      begin: the allocator returned NULL
+ *   TKV_ERR_BUDGET     begin: the budget has no room for the tables of formats
+ *   TKV_ERR_CAPACITY   begin: memory in place is full
+ *   TKV_ERR_ARG        no such sequence
+ * Cost: begin: the encoding that is due; commit, abort: O(layers). */
 TKV_API tkv_status tkv_begin(tkv_cache *kv, int seq);
 TKV_API tkv_status tkv_commit(tkv_cache *kv, int seq);
 TKV_API tkv_status tkv_abort(tkv_cache *kv, int seq);
-/* Memory for n more tokens in every layer, demotion included, now: the appends that bring each layer of
- * seq to its length + n cannot fail for memory. Held until then, or until tkv_reset, or tkv_flush of
- * what is not due, or a cut of tokens if others were evicted. n up to max_append. */
+/* Reserves memory for n more tokens, 1 to max_append, in every layer. Appends up to a length of tkv_seq_len + n
+ * then cannot fail for memory, demotion included. The reservation ends when all layers reach that length. These
+ * calls end it earlier: tkv_reset; tkv_flush FULL or ALL; tkv_truncate after evictions; without a budget also
+ * tkv_set_level and tkv_set_hot_tokens.
+ * Errors, nothing reserved:
+ *   TKV_ERR_CAPACITY   the length exceeds max_tokens, or memory in place is full
+ *   TKV_ERR_BUDGET     the budget is full
+ *   TKV_ERR_NOMEM      the allocator returned NULL
+ *   TKV_ERR_ARG        bad seq or n */
 TKV_API tkv_status tkv_reserve(tkv_cache *kv, int seq, int n);
 
-/* >>attend. Attention of the last n tokens of the sequence (append them first), causal among themselves,
- * over all tiers. q is [n][n_heads][head_dim], out is [n][n_heads][v_head_dim], float. Query head h reads
- * KV head h / (n_heads / n_kv_heads). Only reads the cache: any number of threads may call this side by
- * side between writes. Never allocates; uses at most 128 KiB of stack. */
+/* >>attend. Computes causal attention of the last n tokens of a sequence over all tiers. Append these tokens first.
+ * q is float [n][n_heads][head_dim], out is float [n][n_heads][v_head_dim]. Query head h reads KV head
+ * h / (n_heads / n_kv_heads). It only reads the cache: any number of threads may call it while no thread writes.
+ * Errors: as tkv_attend_ex.
+ * Cost: as tkv_attend_ex; no allocation; at most 128 KiB of stack (with cfg.spill 36 KiB more). */
 TKV_API tkv_status tkv_attend(tkv_cache *kv, int seq, int layer, const float *q, int n, float *out);
 
-/* Logit of query i (row), key j (position), head h, in this order:
- *   s = scale * q.k;  if softcap: s = softcap * tanh(s / softcap);  s += alibi[h] * (j - pos(i));  s += mask[i][j]
- * A row that sees no key gives zeros, and -inf as its log-sum-exp. A row whose query or logits
- * are not finite sees no key. NaN and infinities are told by their bits, under -ffast-math as well. */
+/* The logit of query i (row), key j (position) and head h results from these steps, in this order:
+ *   s = scale * q.k
+ *   s = softcap * tanh(s / softcap)   with a softcap
+ *   s = s + alibi[h] * (j - pos(i))   with ALiBi
+ *   s = s + mask[i][j]                with a mask
+ * A row that sees no key gets zeros, and -inf as its log-sum-exp. A row whose query or logits are not finite sees
+ * no key. The library recognises NaN and infinities by their bits, so -ffast-math does not matter. */
 typedef struct tkv_attend_params {
     int layer;
     int seq, n;            /* one sequence ... */
-    const tkv_rows *batch; /* ... or several (then seq and n are ignored) */
-    int n_batch;
-    const void *q; /* rows of the batch follow each other */
+    const tkv_rows *batch; /* ... or several (then seq and n are ignored); a sequence may be in it twice */
+    int n_batch;           /* entries, at most max_seqs */
+    const void *q;         /* rows: the queries of all entries, one after the other */
     tkv_type q_type;
-    ptrdiff_t q_row_stride, q_head_stride; /* in elements; 0: packed */
+    ptrdiff_t q_row_stride, q_head_stride; /* in elements, may be negative; 0: packed */
     void *out;
     tkv_type out_type;
-    ptrdiff_t out_row_stride, out_head_stride;
-    float scale;        /* 0: the cache's */
-    int non_causal;     /* 1: every query sees every key (cross-attention, encoders) */
-    int window;         /* 0: the layer's; TKV_NONE: none; else the newest this many keys */
-    float softcap;      /* 0: none */
-    const float *alibi; /* NULL, or one slope per query head, finite */
-    /* NULL, or one learned logit per query head that joins the softmax without a value; none where it is not finite */
+    ptrdiff_t out_row_stride, out_head_stride; /* in elements, may be negative; 0: packed */
+    float scale;                               /* factor on q.k; 0: the cache's */
+    int non_causal;                            /* 1: every query sees every key (cross-attention, encoders) */
+    int window;         /* a query sees this many newest keys; 0: the layer's window; TKV_NONE: no window */
+    float softcap;      /* 0: no soft cap */
+    const float *alibi; /* NULL, or one finite slope per query head */
+    /* NULL, or one learned logit per query head. It joins the softmax without a value. A head whose logit is not
+     * finite has none. */
     const float *sinks;
-    /* NULL, or added to the logits: mask[row * mask_stride + j] for key position j. <= -1e30 or NaN hides the
-     * key, more than 1e30 counts as 1e30. Stride 0: the length of the longest sequence. */
+    /* NULL, or numbers added to the logits: mask[row * mask_stride + j] for key position j. NaN, and any number at
+     * or below -1e30, hide the key. Numbers above 1e30 count as 1e30. Stride 0: the longest sequence's length. */
     const float *mask;
     ptrdiff_t mask_stride;
-    /* NULL, or bits for a draft tree: the row sees the sequence's j-th of its last mask_bits_n tokens if bit
-     * j % 64 of mask_bits[row * mask_bits_stride + j / 64] is set. Older ones are seen. mask_bits_n is at most
-     * max_tokens. Stride 0: the words that mask_bits_n needs. */
+    /* NULL, or bits for a draft tree. They cover the last mask_bits_n tokens of the sequence, at most max_tokens.
+     * Bit j % 64 of mask_bits[row * mask_bits_stride + j / 64] stands for the j-th token of them. The row sees the
+     * token if the bit is set. It sees all older tokens. Stride 0: the words that mask_bits_n needs. */
     const uint64_t *mask_bits;
     ptrdiff_t mask_bits_stride;
     int mask_bits_n;
-    /* NULL, or out: log-sum-exp [row][n_heads], learned sinks included. */
+    /* NULL, or output: log-sum-exp [row][n_heads], learned sinks included */
     float *lse;
-    /* NULL, or out (needs lse): attention each key position got, summed over rows and heads, one array of
-     * mass_stride (at least the longest length, which is also its 0) per entry of the batch. Costs a second
-     * pass over the keys. */
+    /* NULL, or output (needs lse): the attention score of each key position, summed over rows and heads. Each entry
+     * of the batch has an array of mass_stride floats. mass_stride is at least the longest length; 0: that length.
+     * This costs a second pass over the keys. */
     float *mass;
     ptrdiff_t mass_stride;
 } tkv_attend_params;
-/* Rows are the queries of all entries, one after the other; a batch has at most max_seqs entries, a sequence
- * may be in it twice. Strides may be negative. Errors, out untouched: TKV_ERR_ARG (a pointer is missing, a
- * number out of range); TKV_ERR_RANGE (more queries than tokens, or keys that a query would see are gone: its
- * window is wider than the layer's, or it is too old); out undefined, where blocks are outside RAM: TKV_ERR_IO,
- * TKV_ERR_DATA (see tkv_spill); out untouched, TKV_ERR_NO_SOURCE: a query would see tokens that must be recomputed
- * (see tkv_remat_drop). Cost: O(rows * n_heads * keys seen), the bytes of each
- * block once per 8 rows of a KV head. Online softmax split over keys: arXiv 2307.08691, section 3; scales
- * folded into queries and weights, integer products on the codes: kernels/scalar.h. */
+/* Computes attention of one or several sequences in one layer.
+ * Errors (TKV_ERR_IO and TKV_ERR_DATA leave out undefined, the others leave it unchanged):
+ *   TKV_ERR_ARG         a pointer is missing or a number is out of range
+ *   TKV_ERR_RANGE       more queries than tokens; or an old query or a wide window reaches expired tokens
+ *   TKV_ERR_NO_SOURCE   a query sees discarded tokens (tkv_remat_drop)
+ *   TKV_ERR_IO          reading an offloaded block failed (tkv_spill)
+ *   TKV_ERR_DATA        an offloaded block is damaged
+ * Cost: O(rows * n_heads * keys seen); a block's bytes about once per 8 rows of a KV head, less often in a prefill.
+ * Source: arXiv 2307.08691, section 3 (online softmax, split over keys); kernels/scalar.h (scales folded into
+ * queries and weights, integer products). */
 TKV_API tkv_status tkv_attend_ex(tkv_cache *kv, const tkv_attend_params *p);
 
-/* The slow definition of the same: decodes every key and value, again for each row, and works in double. For
- * tests. Same errors. */
+/* Computes the same as tkv_attend_ex in double, for tests. This slow function defines the result: it decodes every
+ * key and value, again for each row. Errors: as tkv_attend_ex. */
 TKV_API tkv_status tkv_attend_reference(tkv_cache *kv, const tkv_attend_params *p);
 
-/* Joins attention over two disjoint sets of keys: out and lse become those of the union. n_rows rows of
- * dim values, lse one per row, all required; an lse that is not finite marks a row without keys. Learned
- * sinks must be in at most one of the two. Nothing is written if n_rows or dim is below 1. Cost: O(n_rows * dim).
- * (arXiv 2307.08691, section 3.) */
+/* Joins attention over two disjoint sets of keys: out and lse become those of the union. out and out2 are
+ * [n_rows][dim], lse and lse2 are [n_rows]; none may be NULL. An lse that is not finite marks a row without keys.
+ * Learned sinks may be part of one set only. If n_rows or dim is below 1, nothing is written. Cost:
+ * O(n_rows * dim). Source: arXiv 2307.08691, section 3. */
 TKV_API void tkv_merge_lse(float *out, float *lse, const float *out2, const float *lse2, int n_rows, int dim);
 
-/* >>read. Decoded K and V of tokens start .. start+n-1 in any tier, as [n][n_kv_heads][head_dim] and
- * [n][n_kv_heads][v_head_dim]; k or v may be NULL. Only reads. TKV_ERR_RANGE if a token is not held,
- * TKV_ERR_NO_SOURCE if one must be recomputed, TKV_ERR_ARG for a layer without a cache; k and v untouched then.
- * O(blocks + values). */
+/* >>read. Decodes K and V of tokens start .. start+n-1 from any tier. k is [n][n_kv_heads][head_dim], v is
+ * [n][n_kv_heads][v_head_dim]; either may be NULL. It only reads the cache.
+ * Errors (TKV_ERR_IO and TKV_ERR_DATA leave k and v undefined, the others leave them unchanged):
+ *   TKV_ERR_RANGE       a token is evicted, expired or not yet appended
+ *   TKV_ERR_NO_SOURCE   a token is discarded: recompute it
+ *   TKV_ERR_ARG         bad sequence or number, or a layer without a cache
+ *   TKV_ERR_IO          reading an offloaded block failed (tkv_spill)
+ *   TKV_ERR_DATA        an offloaded block is damaged
+ * Cost: O(blocks + values). */
 TKV_API tkv_status tkv_read(tkv_cache *kv, int seq, int layer, int start, int n, float *k, float *v);
 
-/* >>sequences. A sequence exists from its first append until its reset. Each has blocks of its own: no call shares
- * blocks between sequences yet. */
-TKV_API int tkv_seq_len(const tkv_cache *kv, int seq); /* tokens that every layer holds; 0 for a bad seq */
-TKV_API int tkv_layer_len(const tkv_cache *kv, int seq, int layer); /* tokens appended to this layer */
-/* Empty again, an open step and a reservation too. O(blocks). */
+/* >>sequences. A sequence exists from its first append until its reset. Each sequence has its own blocks: no call
+ * shares blocks between sequences yet. Lengths count evicted, expired and discarded tokens too. */
+/* Returns the length of a sequence in tokens, that of its shortest layer; 0 for a bad seq. */
+TKV_API int tkv_seq_len(const tkv_cache *kv, int seq);
+/* Returns the length of one layer of a sequence in tokens; 0 for a bad seq or a layer without a cache. */
+TKV_API int tkv_layer_len(const tkv_cache *kv, int seq, int layer);
+/* Empties a sequence. Ends its open step and its reservation. TKV_ERR_ARG: no such sequence. Cost: O(blocks). */
 TKV_API tkv_status tkv_reset(tkv_cache *kv, int seq);
-/* Keeps the first n_tokens of every layer (a layer that has fewer keeps what it has). Only exact tokens can
- * be cut: TKV_ERR_INEXACT says how many must stay. While tokens only came, at
- * least hot_tokens of them can be cut (a cut or a flush before takes its part of that). */
+/* Keeps the first n_tokens of every layer; shorter layers do not change. It can remove only exact tokens in RAM.
+ * After appends alone, it can remove at least hot_tokens. Earlier cuts and flushes reduce that number.
+ * Errors, nothing changed:
+ *   TKV_ERR_INEXACT   older tokens are compressed, offloaded or expired; tkv_last_error names the least n_tokens
+ *   TKV_ERR_STATE     a step is open
+ *   TKV_ERR_ARG       no such sequence, or n_tokens is negative */
 TKV_API tkv_status tkv_truncate(tkv_cache *kv, int seq, int n_tokens);
-/* Demotes now what would wait (see tkv_flush_mode), for an idle moment or a sequence that is finished; with
- * FULL and ALL the warm tier then begins at the newest token. A and R formats without a table get one of what
- * there is, which serves until 2,048 tokens have come. Errors, nothing changed: TKV_ERR_BUDGET (a budget is so full
- * that there is no page to recode into: nothing makes room for it), TKV_ERR_NOMEM, or TKV_ERR_CAPACITY in place;
- * TKV_ERR_STATE in an open step. Cost: one encoding per block. */
+/* Demotes blocks now (see tkv_flush_mode), for an idle moment or a finished sequence. After FULL and ALL the warm
+ * tier begins at the newest token. A and R formats without a table get one from the tokens in the cache. It serves
+ * until the layer has seen 2,048 tokens.
+ * Errors, nothing changed:
+ *   TKV_ERR_BUDGET     the budget has no free page to recode into; the call frees none
+ *   TKV_ERR_NOMEM      the allocator returned NULL
+ *   TKV_ERR_CAPACITY   memory in place is full
+ *   TKV_ERR_STATE      a step is open
+ *   TKV_ERR_ARG        bad sequence or mode
+ * Cost: one encoding per block. */
 TKV_API tkv_status tkv_flush(tkv_cache *kv, int seq, tkv_flush_mode mode);
 
-/* >>calibration. A and R formats give bits to the channels and heads that attention looks at. What they need to
- * know they learn while the cache runs: when a layer has seen 512 tokens, all sequences together, its next
- * append makes a table; blocks that were due before stay in the next better tier until then. At 2,048 tokens
- * there is a better one for the blocks that follow, and nothing is collected afterwards. A caller need not do
- * anything, but call tkv_calibration_refresh if the first tokens were no real ones: ranges of more than four
- * times what was seen are cut off, and means of keys beyond +-65504. One who knows the model can save what one
- * cache learned and load it into others: they compress from the first block on. What SQUAT formats know of the
- * queries is not saved: it takes them 64 tokens, and they code as KIVI's until then. Learning from attention
- * needs atomics (gcc, clang); elsewhere tables come from the keys alone. KVQUANT formats learn ranges and levels
- * in the same way and time. Tables do not depend on the number of threads. None of these may be called in an
- * open step (TKV_ERR_STATE). Cost: O(layers * heads * head_dim^2), and 16 blocks decoded per layer where a table
- * is made, three times for KVQUANT. */
-TKV_API int tkv_calibrated_layers(const tkv_cache *kv); /* layers that have a table */
-/* Writes what was learned, the same bytes on every machine; *bytes is how many it takes. dst NULL: only that. Layers
- * without a table are left out. TKV_ERR_ARG: dst is too small, nothing written. */
+/* >>calibration. The A and R formats give more bits to the channels and heads that attention reads most. The cache
+ * learns the necessary statistics while it runs:
+ *   512 tokens seen     by a layer, over all sequences: its next append makes a table. Blocks that were due earlier
+ *                       stay in the next better tier until then.
+ *   2,048 tokens seen   the layer makes a better table for later blocks, and stops collecting statistics.
+ *
+ * The caller need not do anything. If the first tokens were not typical, call tkv_calibration_refresh. A table cuts
+ * off ranges above four times the range seen. It also cuts off means of keys beyond +-65504. A cache can save
+ * its tables for other caches of the same model. Those caches then compress from their first block on.
+ *
+ * KVQUANT formats learn their ranges and levels at the same two points. SQUAT formats learn from the queries of 64
+ * tokens, and code as KIVI until then. This state of SQUAT is not saved. Learning from attention needs atomics
+ * (gcc, clang). Without atomics, the tables depend on the keys alone. Tables do not depend on the thread count.
+ *
+ * Load, freeze, refresh and fit return TKV_ERR_STATE in an open step. Cost of a table: O(layers * heads *
+ * head_dim^2), plus decoding 16 blocks per layer. KVQUANT decodes these blocks three times. */
+TKV_API int tkv_calibrated_layers(const tkv_cache *kv); /* number of layers that have a table */
+/* Saves the tables. The bytes are the same on every machine. Layers without a table are left out.
+ *   dst     [size] bytes; NULL only counts
+ *   bytes   receives the number of bytes needed
+ * Errors: TKV_ERR_ARG   dst is too small; nothing is written */
 TKV_API tkv_status tkv_calibration_save(const tkv_cache *kv, void *dst, size_t size, size_t *bytes);
-/* Uses it from the next block on; blocks that are there keep the table they were coded with, of which four can
- * exist (in place: two): TKV_ERR_CAPACITY if blocks use all, TKV_ERR_BUDGET, TKV_ERR_NOMEM. TKV_ERR_DATA: damaged,
- * or of another model (layers, KV heads, head dimensions); any bytes are safe to try. The plan may differ from that
- * of the cache that saved; a layer that needs what was not saved (A and R formats one thing, KVQUANT another)
- * goes on learning. TKV_ERR_DATA also if a layer has KVQUANT formats with another cfg.rope or other bits of
- * cfg.kvquant than NORM. */
+/* Loads saved tables. They serve the blocks coded from now on; stored blocks keep their table. Any bytes are safe
+ * to try. The formats may differ from those of the cache that saved. A layer whose statistics were not saved
+ * continues to learn (A and R formats share one kind, KVQUANT has another).
+ * Errors:
+ *   TKV_ERR_DATA       damaged, or another model (layers, KV heads, head dimensions); for KVQUANT formats also
+ *                      another cfg.rope, or bits of cfg.kvquant other than NORM differ
+ *   TKV_ERR_CAPACITY   stored blocks use all versions of a table (four; in place two)
+ *   TKV_ERR_BUDGET, TKV_ERR_NOMEM, TKV_ERR_STATE */
 TKV_API tkv_status tkv_calibration_load(tkv_cache *kv, const void *src, size_t size);
-/* Makes the missing tables now, of the tokens that are not yet in the archive, and stops learning. TKV_ERR_STATE: a
- * layer without a table has none but sinks. TKV_ERR_BUDGET, TKV_ERR_NOMEM. */
+/* Makes the missing tables now, from the tokens that are not yet in the archive, and stops learning.
+ * Errors:
+ *   TKV_ERR_STATE   a layer without a table holds no such token besides sinks, or a step is open
+ *   TKV_ERR_BUDGET, TKV_ERR_NOMEM */
 TKV_API tkv_status tkv_calibration_freeze(tkv_cache *kv);
-/* Learns anew from the next 2,048 tokens, for a sequence that has changed its subject; then as after a load.
- * TKV_ERR_BUDGET, TKV_ERR_NOMEM. */
+/* Learns again from the next 2,048 tokens, for example after a change of subject. The new tables serve later
+ * blocks, as after a load. Errors: TKV_ERR_BUDGET, TKV_ERR_NOMEM, TKV_ERR_STATE. */
 TKV_API tkv_status tkv_calibration_refresh(tkv_cache *kv);
 
-/* Keys and values of one layer to learn a table of KVQUANT formats from, as a forward pass gives them. */
+/* Samples for tkv_calibration_fit: keys and values of one layer, as a forward pass computes them. */
 typedef struct tkv_samples {
-    int layer, n;   /* n tokens, at most 2^18 */
-    int start;      /* position of the first; 2^30 - 1 at most, as that of the last */
-    int length;     /* of a sequence: after so many tokens positions begin at `start` again; 0: n */
-    const float *k; /* [n][n_kv_heads][head_dim], after RoPE */
-    const float *v; /* [n][n_kv_heads][v_head_dim] */
-    /* NULL, or what an error of each value costs, such as its squared gradient (Fisher information), of the
-     * same shapes; of K: of the value that is coded, before RoPE if it is. Not negative. */
+    int layer, n;   /* layer, and number of tokens: 1 to 2^18 */
+    int start;      /* position of the first token; the last position is at most 2^30 - 1 */
+    int length;     /* tokens per sequence: positions return to `start` after each; 0: n */
+    const float *k; /* keys [n][n_kv_heads][head_dim], after RoPE */
+    const float *v; /* values [n][n_kv_heads][v_head_dim] */
+    /* NULL, or the cost of an error of each value, in the shapes of k and v; not negative. Squared gradients
+     * (Fisher information) are usual. If keys are coded before RoPE, k_weight refers to keys before RoPE. */
     const float *k_weight, *v_weight;
 } tkv_samples;
-/* Makes the layer's table from samples: KVQuant's calibration (arXiv 2401.18079, sections 3.1 to 3.6).
- * Weights of k-means are squared ranges (equation 7) times those given. Leave the first tokens of a sequence
- * out, as the sinks are. Then as after a load; tkv_calibration_save keeps it. Errors, nothing changed:
- * TKV_ERR_ARG (no such layer, a layer without KVQUANT formats, or with A or R as well; a pointer is missing,
- * a number out of range), TKV_ERR_NONFINITE (or a weight is negative), TKV_ERR_STATE in an open step,
- * TKV_ERR_CAPACITY, TKV_ERR_BUDGET and TKV_ERR_NOMEM as tkv_calibration_load. Cost: 3 passes over the samples, and
- * one more for each 4096 / head_dim hundreds of tokens. */
+/* Makes the layer's KVQUANT table from samples. It then serves as a loaded table; tkv_calibration_save saves it.
+ * Leave out the first tokens of each sequence, because sinks stay exact. The weights of k-means are squared ranges
+ * (equation 7) times the given weights.
+ * Errors, nothing changed:
+ *   TKV_ERR_ARG         no such layer; it has no KVQUANT formats, or also A or R; a missing pointer; a bad number
+ *   TKV_ERR_NONFINITE   a value is not finite, or a weight is negative
+ *   TKV_ERR_STATE       a step is open
+ *   TKV_ERR_CAPACITY, TKV_ERR_BUDGET, TKV_ERR_NOMEM   as in tkv_calibration_load
+ * Cost: 3 passes over the samples, and one more for each 4096 / head_dim hundreds of tokens.
+ * Source: KVQuant, arXiv 2401.18079, sections 3.1 to 3.6. */
 TKV_API tkv_status tkv_calibration_fit(tkv_cache *kv, const tkv_samples *s);
 
 /* >>reports. */
-typedef struct tkv_tier_info {
+typedef struct tkv_tier_info { /* of one layer; the sum of tokens, dropped, evicted and missing is its length */
     int tokens
-        [TKV_TIER_COUNT]; /* per tier; sinks are HOT. Their sum, dropped, evicted and missing are the length */
-    int blocks[TKV_TIER_COUNT];
-    int dropped; /* left every window, gone */
-    int spilled; /* blocks outside RAM; they count in their tier as well */
-    int evicted; /* dropped by cfg.evict, tkv_evict, tkv_drop */
-    int missing; /* to be recomputed (tkv_remat_missing); in no tier */
+        [TKV_TIER_COUNT]; /* tokens per tier; sinks count as HOT */
+    int blocks[TKV_TIER_COUNT]; /* blocks per tier */
+    int dropped; /* expired tokens: they left every window */
+    int spilled; /* offloaded blocks; they count in their tier as well */
+    int evicted; /* tokens evicted by cfg.evict, tkv_evict or tkv_drop */
+    int missing; /* discarded tokens, to be recomputed (tkv_remat_missing); they are in no tier */
 } tkv_tier_info;
-/* Both O(blocks); TKV_ERR_ARG for a layer without a cache, TKV_ERR_RANGE for a token that is not held,
- * TKV_ERR_NO_SOURCE for one to be recomputed. */
+/* The tokens and blocks of a layer by tier, and the tier of one token. Cost: O(blocks).
+ * Errors:
+ *   TKV_ERR_ARG         the layer has no cache of its own
+ *   TKV_ERR_RANGE       the token is not held
+ *   TKV_ERR_NO_SOURCE   the token was discarded */
 TKV_API tkv_status tkv_tier_counts(const tkv_cache *kv, int seq, int layer, tkv_tier_info *out);
 TKV_API tkv_status tkv_tier_of(const tkv_cache *kv, int seq, int layer, int token, tkv_tier *out);
-/* The formats that blocks of a tier get, defaults included. */
+/* The formats of a tier's blocks at the present level, with defaults filled in. Errors: TKV_ERR_ARG. */
 TKV_API tkv_status tkv_tier_pair(const tkv_cache *kv, int layer, tkv_tier tier, tkv_pair *out);
 
 typedef struct tkv_tier_bytes {
-    size_t tokens;   /* summed over layers */
-    size_t codes;    /* bytes that hold values (of the tokens present and of the room left in their blocks) */
-    size_t metadata; /* scales and zeros */
+    size_t tokens;   /* tokens, summed over layers */
+    size_t codes;    /* bytes for coded values, including the free slots of a block */
+    size_t metadata; /* bytes for scales and zeros */
 } tkv_tier_bytes;
-typedef struct tkv_memory_info {
-    size_t total;                        /* what the allocator handed out and has not got back; the sum of: */
+typedef struct tkv_memory_info {         /* bytes, if a field has no other unit */
+    size_t total;                        /* memory held from the allocator: the sum of the indented fields */
     tkv_tier_bytes tier[TKV_TIER_COUNT]; /*   codes and metadata of each tier */
-    size_t tables;          /*   plans per layer, what they learned and learn from, the meter's sums */
-    size_t index;           /*   block table, block lists, the cache itself */
+    size_t tables;          /*   plans per layer, learned tables, statistics, sums of the quality meter */
+    size_t index;           /*   block table, block lists, the cache object */
     size_t scratch;         /*   work space of encoding and of parallel attention */
-    size_t shadow;          /*   exact copies of the quality meter, used or not */
-    size_t slack;           /*   free room in pages, padding */
-    tkv_tier_bytes spilled; /* outside RAM: tokens (of those of the tiers), their codes and metadata */
+    size_t shadow;          /*   memory for the exact copies of the quality meter, used or not */
+    size_t slack;           /*   free space in pages, padding */
+    tkv_tier_bytes spilled; /* offloaded tokens (the tiers count them too), their codes and metadata */
     size_t peak;            /* highest total so far */
-    size_t fp16_bytes;      /* K and V of the same tokens, plain FP16, unpadded, without any overhead */
+    size_t fp16_bytes;      /* K and V of the same tokens as plain FP16, without padding or overhead */
     double ratio;           /* fp16_bytes / total */
-    double ratio_f32;       /* the same against plain F32 */
+    double ratio_f32;       /* bytes of plain F32 / total */
 } tkv_memory_info;
-TKV_API tkv_status tkv_memory(const tkv_cache *kv, tkv_memory_info *out); /* exact to the byte. O(blocks) */
-/* The same for the blocks of one layer of one sequence: tiers, padding (slack), their sum; tables, index and scratch
- * belong to nobody. TKV_ERR_ARG for a layer without a cache. */
+/* Reports the memory of the cache, exact to the byte. Cost: O(blocks). */
+TKV_API tkv_status tkv_memory(const tkv_cache *kv, tkv_memory_info *out);
+/* Reports the blocks of one layer of one sequence: tiers, padding (slack) and their sum. Tables, index and scratch
+ * are 0 here, because sequences share them. Errors: TKV_ERR_ARG (the layer has no cache of its own). */
 TKV_API tkv_status tkv_memory_of(const tkv_cache *kv, int seq, int layer, tkv_memory_info *out);
-/* What tkv_memory would say of n_seqs sequences of n_tokens each, appended token by token; allocates nothing.
- * Exact where one sequence comes after the other, but that the real `index` can be up to twice as large, having grown
- * for a moment; peak is total (a prompt in large chunks has a higher one: a chunk is exact until the next). With
- * cfg.evict_tokens: of as many tokens. Under a budget, the first of these that fits: a level; the last one with as
- * few blocks outside (cfg.spill) as it takes; all but one sequence dropped as far as may be (cfg.remat); as many
- * tokens as the budget has room for, one behind the other (cfg.evict: those that stay lie in more blocks, and the
- * cache may hold more of the rest, up to the budget). TKV_ERR_BUDGET: none does. TKV_ERR_CONFIG if it is more than
- * this machine can address. */
+/* Forecasts tkv_memory for n_seqs sequences of n_tokens each, appended token by token. Allocates nothing.
+ * If sequences are appended one after the other, the forecast is exact, with two exceptions. The real `index` can
+ * be twice as large, because arrays keep the size to which they grew. `peak` equals total. Prompts in large chunks
+ * have a higher peak, because a chunk is exact until the next append. With cfg.evict_tokens, the forecast limits
+ * n_tokens to it.
+ *
+ * Under a budget, the forecast takes the first case that fits:
+ *   1. a level of the ladder;
+ *   2. the last level with the fewest offloaded blocks (cfg.spill);
+ *   3. all sequences except one discarded as far as allowed (cfg.remat);
+ *   4. the most tokens that the budget holds in contiguous blocks (cfg.evict). In the real cache, live tokens lie
+ *      in more blocks, and other memory may be larger, up to the budget.
+ * Errors:
+ *   TKV_ERR_BUDGET   no case fits
+ *   TKV_ERR_CONFIG   cfg is wrong, or this machine cannot address that much memory
+ *   TKV_ERR_ARG      a number is out of range */
 TKV_API tkv_status tkv_estimate(const tkv_config *cfg, int n_tokens, int n_seqs, tkv_memory_info *out);
 
-/* >>quality meter. What compression costs, measured while the cache runs: attention of some queries is
- * computed a second time, with exact copies of coded blocks in their place, and compared with what tkv_attend
- * gave. It watches cfg.quality_heads KV heads, spread over the layers, of one sequence: the first that
- * begins, and when that is reset, the next that begins. Exact is what the hot tier held. Windows, masks,
- * ALiBi, soft caps, learned sinks and batches are as in the call; layers that share K and V count for the one
- * that has them.
+/* >>quality meter. The meter measures the loss by compression while the cache runs. For sampled queries, tkv_attend
+ * computes attention a second time, with exact copies in place of the coded blocks. It then compares both results.
+ * "Exact" means the values that the hot tier held. Windows, masks, ALiBi, soft caps, learned sinks and batches are
+ * those of the call.
  *
- * When a sequence has more coded tokens than cfg.quality_tokens, copies are of every second block, then of
- * every fourth, and so on; other blocks stand as they are on both sides. `coverage` is the share that had a
- * copy. All figures are of the covered blocks alone, so they are too low by it. Where errors of blocks are
- * independent they add up: output_error and kl divided by coverage, and 1 - (1 - top1) / coverage, estimate
- * the whole; the part of an error that all blocks have in common still comes out too low.
+ * The meter watches cfg.quality_heads KV heads, spread over the layers. Layers that share K and V count as the
+ * layer that stores them. The meter watches one sequence: the first to begin. After its reset, the meter watches
+ * the next sequence to begin.
  *
- * tkv_attend returns the same bits with and without a meter. Figures do not depend on threads. Every call
- * counts, also one that is repeated. Memory is fetched by tkv_create: per head quality_tokens * (head_dim +
- * v_head_dim) values in the hot format (tkv_memory_info.shadow). It needs atomics (gcc, clang); elsewhere
- * there is no meter and samples stay 0. */
+ * When the sequence has more coded tokens than cfg.quality_tokens, only every second block has a copy, then every
+ * fourth, and so on. Other blocks are the same on both sides. `coverage` is the share of keys with a copy. The
+ * figures include the errors of covered blocks only, so they are too low. If the errors of blocks are independent,
+ * estimate the whole by output_error / coverage, kl / coverage and 1 - (1 - top1) / coverage. An error common to
+ * all blocks is still estimated too low.
+ *
+ * tkv_attend returns the same bits with and without a meter. Figures do not depend on threads. Every call counts,
+ * even a repeated one. tkv_create allocates the memory: per head, quality_tokens * (head_dim + v_head_dim) values in
+ * the hot format (tkv_memory_info.shadow). The meter needs atomics (gcc, clang). Without them, samples stay 0. */
 typedef struct tkv_quality_info {
-    uint64_t samples;    /* comparisons: one query of one query head each */
-    double coverage;     /* 0 .. 1, of the coded keys that samples saw; 1 if they saw none */
-    double output_error; /* mean of |out - exact|^2 / |exact|^2 */
-    double kl;           /* mean KL divergence of attention weights, exact to cached, nats */
-    double kl_max;       /* largest of them. One sample counts for 16 at most, here and above */
-    double top1;         /* share of samples whose strongest key is the exact one's (learned sinks apart) */
-    int heads, every;    /* watched; positions from one measurement of a head to its next */
+    uint64_t samples;    /* number of comparisons: one query of one query head each */
+    double coverage;     /* share with a copy of the coded keys that samples saw, 0 to 1; 1 if they saw none */
+    double output_error; /* mean of |out - exact|^2 / |exact|^2; one sample counts as 16 at most */
+    double kl;           /* mean KL divergence of attention weights, exact to cached, in nats; same limit */
+    double kl_max;       /* largest KL divergence of a sample, in nats; at most 16 */
+    double top1;         /* share of samples with the same strongest key on both sides; learned sinks excluded */
+    int heads, every;    /* KV heads watched; positions from one measurement of a head to its next */
     int seq;             /* the sequence watched; TKV_NONE before one has begun */
 } tkv_quality_info;
-/* Of all samples since creation or tkv_quality_reset. Without samples the figures are 0, without a meter all
- * is (seq: TKV_NONE). TKV_ERR_ARG: a pointer is missing. O(heads). */
+/* Reports all samples since creation or tkv_quality_reset. Without samples, the measured values are 0. Without a
+ * meter, all fields are 0 and seq is TKV_NONE. Errors: TKV_ERR_ARG (a pointer is missing). Cost: O(heads). */
 TKV_API tkv_status tkv_quality(const tkv_cache *kv, tkv_quality_info *out);
-/* The same of one layer; no samples if none of its heads is watched. TKV_ERR_ARG for a layer without a
- * cache. */
+/* Reports the samples of one layer. If the meter watches none of its heads, there are no samples.
+ * Errors: TKV_ERR_ARG (the layer has no cache of its own). */
 TKV_API tkv_status tkv_quality_of(const tkv_cache *kv, int layer, tkv_quality_info *out);
-/* Sums begin anew; copies stay. Counts as a write. */
+/* Sets all sums to 0. The exact copies stay. Counts as a write. */
 TKV_API tkv_status tkv_quality_reset(tkv_cache *kv);
 
-/* >>pressure. A controller turns a stream of pressures (bytes held over bytes allowed, say) into a level of an ordered
- * ladder, 0 the loosest: tight while the average is high, looser one level at a time when it has fallen. It knows
- * no cache and owns no memory; a struct of the caller's holds it. Zero means default, as everywhere. */
+/* >>pressure. A pressure controller turns pressures into a level of an ordered ladder. A pressure is usually bytes
+ * held / bytes allowed. Level 0 is the loosest. While the average pressure is at or above the next threshold, the
+ * level rises. When the average falls below the present threshold less the hysteresis, the level falls by one. The
+ * controller is independent of any cache and owns no memory: the caller's struct holds it. Zero means default. */
 typedef struct tkv_policy_info {
-    int level;
-    float average, last, peak;   /* of the pressures, 0 .. 1 */
+    int level;                   /* present level, 0 the loosest */
+    float average, last, peak;   /* moving average, newest and highest pressure, 0 to 1 */
     float trend;                 /* moving average of the change from one sample to the next */
-    float left;                  /* samples until pressure 1 at that trend; -1: it does not rise */
-    uint64_t samples, refused;   /* refused: NaN or infinite, otherwise without effect */
-    uint64_t tightened, relaxed; /* levels up, levels down */
+    float left;                  /* samples until pressure 1 at that trend; -1: the trend does not rise */
+    uint64_t samples, refused;   /* pressures accepted; pressures ignored because they were NaN or infinite */
+    uint64_t tightened, relaxed; /* levels moved up (tighter); levels moved down (looser) */
 } tkv_policy_info;
 
-typedef struct tkv_policy { /* of tkv_policy_init; read it through tkv_policy_read */
+typedef struct tkv_policy { /* private: initialise with tkv_policy_init, read with tkv_policy_read */
     int lock;
     tkv_policy_config cfg;
     tkv_policy_info now;
 } tkv_policy;
 
-/* "default" (.80, .95, hysteresis .05, alpha .20), "fp16_only" (the same, never above level 0), "aggressive" (.50,
- * .80, .05, .30, from level 1). TKV_ERR_ARG: there is no such profile, nothing changed. */
+/* Fills *cfg with a profile:
+ *   "default"      thresholds .80 and .95, hysteresis .05, alpha .20
+ *   "fp16_only"    the same, but never above level 0
+ *   "aggressive"   thresholds .50 and .80, hysteresis .05, alpha .30, starts at level 1
+ * Errors, nothing changed: TKV_ERR_ARG (no such profile). */
 TKV_API tkv_status tkv_policy_profile(tkv_policy_config *cfg, const char *name);
-/* cfg NULL: all defaults. TKV_ERR_CONFIG, and *reason (may be NULL) says why: p is untouched. */
+/* Starts a controller at cfg.min_level. cfg NULL: all defaults. *reason (may be NULL) receives the cause of an
+ * error. Errors, p unchanged: TKV_ERR_CONFIG, TKV_ERR_ARG (p is missing). */
 TKV_API tkv_status tkv_policy_init(tkv_policy *p, const tkv_policy_config *cfg, const char **reason);
-/* One more pressure, cut to 0 .. 1; returns the level. From any thread (gcc, clang). Some ten ns. */
+/* Adds one pressure, limited to 0 to 1, and returns the level. Any thread may call it (gcc, clang).
+ * Cost: tens of ns. */
 TKV_API int tkv_policy_observe(tkv_policy *p, float pressure);
-TKV_API tkv_status tkv_policy_read(tkv_policy *p, tkv_policy_info *out); /* from any thread */
-TKV_API void tkv_policy_reset(tkv_policy *p);                            /* as after tkv_policy_init */
-/* The rule alone: where a controller at `level` goes with that average. 0 for a bad config; a NaN moves nothing. */
+/* Reports the controller's state. Any thread may call it (gcc, clang). Errors: TKV_ERR_ARG. */
+TKV_API tkv_status tkv_policy_read(tkv_policy *p, tkv_policy_info *out);
+TKV_API void tkv_policy_reset(tkv_policy *p); /* restores the state after tkv_policy_init */
+/* Applies the rule alone: returns the level after `level` at this average. Returns 0 for a bad config. A NaN or an
+ * infinity moves nothing. */
 TKV_API int tkv_policy_target(const tkv_policy_config *cfg, float average, int level);
 
-/* >>budget. With cfg.budget_bytes a cache is exact until memory says otherwise. Everything that it holds counts: pages,
- * tables, index, scratch, and two pages or so that recoding needs; the allocator is never asked for more, and in
- * place the budget is how large the memory must be (tkv_required_bytes gives it back). As bytes come near the budget,
- * the cache goes down the ladder, a level at a time, and recodes what is stored, oldest blocks first, a few per
- * append, as many as the new bytes require. Levels, if cfg.ladder does not say otherwise:
+/* >>budget. With cfg.budget_bytes a cache stays exact while memory is free. The budget counts all memory of the
+ * cache: pages, tables, index, scratch, and about two pages reserved for recoding. The cache never asks the
+ * allocator for more. In place, the budget is the size that the memory must have (tkv_required_bytes returns it).
+ *
+ * As the memory fills, the cache goes down the ladder, one level at a time. It recodes stored blocks, oldest
+ * first. Each append recodes a few blocks, as its new bytes require. The default levels (see cfg.ladder) are:
  *     0  everything exact                                3  the plan of the config (warm, then archive)
  *     1  8 bits behind hot_tokens                        4  archive A25 + R20
  *     2  4 bits behind hot_tokens                        5  archive A20 + R15
- * The average pressure (cfg.policy) decides when the next level begins: by default the first at 80 %, the others at
- * 95 % of the budget, each only when everything old is at the present one; whatever the average, the next level
- * begins when an append would not fit. When the last level is not enough the append gets TKV_ERR_BUDGET, and nothing
- * has changed; only where an allocator or a store fails half-way, what made room until then stays.
- * cfg.policy.max_level is how far it may go ("fp16_only": never beyond level 0). cfg.policy.min_level is where it
- * begins: at that level blocks are recoded as they come of age, whether memory is free or not. After a cut or a reset
- * the cache relaxes a level when all that it holds would fit at the looser one; blocks stay as they are, new ones are
- * looser. The tokens of a sequence's last append are not recoded. In an open step blocks from before it may be, and
- * an abort does not undo that; what has left every window may be dropped by a refused append, too. cfg.parallel_for
- * has work space that counts, so that levels may come earlier with it. A cfg.ladder without a budget: the static plan
- * of a level, cfg.policy.min_level at first; see tkv_set_level. */
+ * The average pressure (cfg.policy) starts the next level: by default the first at 80 %, the others at 95 % of
+ * the budget. All old blocks must be at the present level first. If an append does not fit, the next level begins
+ * at any average. If the last level is not enough, the append returns TKV_ERR_BUDGET and changes nothing, with two
+ * exceptions. If an allocator or a store fails half-way, the blocks already reclaimed stay so. And a refused append
+ * may free expired tokens. In an open step, blocks from before the step may be recoded, and an abort does not undo
+ * it.
+ *
+ * cfg.policy.max_level is the last level allowed ("fp16_only": level 0). cfg.policy.min_level is the first. At
+ * min_level, blocks are recoded when due by age, even while memory is free. After a cut or a reset, the cache goes
+ * back one level if everything it holds would fit there. Stored blocks then stay as they are; new blocks follow
+ * the looser level. The tokens of a sequence's last append are never recoded. The work space of
+ * cfg.parallel_for counts, so levels may come earlier with it. Without a budget, cfg.ladder gives a static plan:
+ * cfg.policy.min_level at first; see tkv_set_level. */
 typedef struct tkv_budget_info {
-    size_t budget, used, peak; /* bytes; used: without free pages, but with the room for recoding */
-    int level, n_levels;
-    tkv_policy_info policy;           /* average, trend, forecast in appends; levels up and down */
-    uint64_t recoded[TKV_MAX_LEVELS]; /* blocks that came to the format of a level because of bytes */
-    uint64_t demoted;                 /* blocks recoded in all, those that were due by age included */
-    uint64_t refused;                 /* calls that got TKV_ERR_BUDGET */
-    uint64_t spilled, promoted;       /* blocks that went outside RAM, that tkv_promote brought back */
-    uint64_t unstored;                /* blocks and exact copies that cfg.spill.store failed for */
-    uint64_t evicted; /* tokens of layers that were dropped (cfg.evict, tkv_evict, tkv_drop) */
+    size_t budget, used, peak; /* bytes; `used` excludes free pages, but includes the reserve for recoding */
+    int level, n_levels;       /* present level; levels of the ladder */
+    tkv_policy_info policy;    /* state of the pressure controller; one sample per append */
+    uint64_t recoded[TKV_MAX_LEVELS]; /* blocks recoded to the formats of each level to free bytes */
+    uint64_t demoted;                 /* blocks recoded for any reason, age included */
+    uint64_t refused;                 /* calls that returned TKV_ERR_BUDGET */
+    uint64_t spilled, promoted;       /* blocks offloaded; blocks that tkv_promote brought back */
+    uint64_t unstored;                /* blocks and exact copies that cfg.spill.store failed to write */
+    uint64_t evicted; /* tokens evicted, counted per layer (cfg.evict, tkv_evict, tkv_drop) */
     uint64_t dropped,
-        recomputed;   /* blocks that a model must compute again, that tkv_remat_give brought back */
-    uint64_t pending; /* blocks that the present level would still recode. O(blocks) */
+        recomputed;   /* blocks discarded; blocks that tkv_remat_give brought back */
+    uint64_t pending; /* blocks that the present level would still recode; 0 without a budget */
 } tkv_budget_info;
+/* Reports the budget and what was done to keep it. Errors: TKV_ERR_ARG. Cost: O(blocks), for `pending`. */
 TKV_API tkv_status tkv_budget(const tkv_cache *kv, tkv_budget_info *out);
-/* Another budget from now on; a lower one tightens at once. 0: none, the static plan of the present level; not for
- * a cache in place, whose budget is at most the memory it has. TKV_ERR_BUDGET: what is there does not fit, nothing
- * changed. TKV_ERR_ARG: the cache was created without a budget. */
+/* Sets another budget. A lower budget recodes blocks at once.
+ *   bytes   0: no budget; the plan of the present level becomes static. In place: not 0, and limited to the memory
+ *           given
+ * Errors, nothing changed:
+ *   TKV_ERR_BUDGET   the stored blocks do not fit
+ *   TKV_ERR_ARG      the cache was created without a budget, or bytes is 0 in place
+ *   TKV_ERR_NOMEM */
 TKV_API tkv_status tkv_set_budget(tkv_cache *kv, size_t bytes);
-/* To a level of the ladder, within cfg.policy; with a budget the policy goes on from there. Tighter: stored
- * blocks follow as bytes are needed. TKV_ERR_ARG: there is no such level, or in place without a budget. */
+/* Moves to a level of the ladder. Under a budget, the pressure controller continues from there. If the level is
+ * tighter, stored blocks follow as bytes are needed.
+ * Errors: TKV_ERR_ARG   the level is not within cfg.policy, or the cache is in place without a budget */
 TKV_API tkv_status tkv_set_level(tkv_cache *kv, int level);
-/* Another hot_tokens for all levels and layers that do not keep everything exact. TKV_ERR_ARG: not 1 to
- * 2^30 - 2, or in place without a budget. Without a budget reservations end, as with tkv_set_level. */
+/* Sets hot_tokens of all levels and layers, except those that keep everything exact. Without a budget, this ends
+ * reservations, as tkv_set_level does.
+ * Errors: TKV_ERR_ARG   hot_tokens is not 1 to 2^30 - 2, or the cache is in place without a budget */
 TKV_API tkv_status tkv_set_hot_tokens(tkv_cache *kv, int hot_tokens);
-/* Does up to max_work blocks of what appends would have to do soon, for idle moments: recoding until a tenth of what
- * the level allows is free again, and at cfg.policy.min_level all that has come of age. *done (may be NULL) gets the
- * number of blocks. O(sequences * layers) a block. */
+/* Does the work of future appends in an idle moment. It recodes until a tenth of the level's bytes is free. At
+ * cfg.policy.min_level it also recodes all blocks that are due by age. Without a budget it does nothing.
+ *   max_work   most blocks to recode
+ *   done       (may be NULL) receives the number of blocks recoded
+ * Errors: TKV_ERR_ARG. Cost: O(sequences * layers) per block. */
 TKV_API tkv_status tkv_maintain(tkv_cache *kv, int max_work, int *done);
-/* A pressure of the caller's, 0 to 1, such as that of the whole process: counts until the next one where it is
- * above the cache's own. From any thread, at any time (gcc, clang). TKV_ERR_ARG: not a number. */
+/* Gives the cache a pressure from elsewhere, such as that of the whole process, limited to 0 to 1. Until the next
+ * call, the cache uses the larger of this and its own. Any thread may call it at any time (gcc, clang).
+ * Errors: TKV_ERR_ARG (NaN or infinite). */
 TKV_API tkv_status tkv_observe(tkv_cache *kv, float pressure);
-/* Most tokens that n_seqs sequences can have each, token by token, within cfg.budget_bytes at the last level and with
- * what the config has beyond it: cfg.max_tokens where cfg.evict makes room for ever (that is, where what eviction
- * leaves in any case fits); with cfg.spill as far as the index goes; with cfg.remat each in turn, while the others
- * wait. What fits can be a tenth more (with cfg.spill twice as much: the index grows in steps), never less.
- * Allocates nothing. TKV_ERR_ARG without a budget. */
+/* Forecasts the most tokens that each of n_seqs sequences can have within cfg.budget_bytes, appended token by
+ * token. Assumes the last level, and the reclaim stages of the config:
+ *   cfg.evict   cfg.max_tokens, if the tokens that eviction always keeps fit
+ *   cfg.spill   as many tokens as the index can hold
+ *   cfg.remat   one sequence at a time, while the others are discarded
+ * The real cache never holds fewer. It can hold a tenth more, or twice as many with cfg.spill, because the index
+ * grows in steps. Allocates nothing. Errors: TKV_ERR_ARG (no budget, or a bad number), TKV_ERR_CONFIG. */
 TKV_API tkv_status tkv_max_context(const tkv_config *cfg, int n_seqs, int *n_tokens);
 
-/* >>spill and promotion. With cfg.spill.store a full budget is not the end: when the last level that is allowed
- * leaves nothing to tighten, the oldest blocks go to the store, as many as it takes, and only their entries in
- * the index stay in RAM (40 bytes or so a block and layer, 432 more with cfg.evict or cfg.importance_every, and
- * with cfg.evict some 850 for each block of the longest list). They keep format and place: attention and
- * tkv_read fetch what they need of them, a head at a time, and give the same bits as if they were in RAM. The
- * sinks, the last two blocks of a layer, and what is younger than hot_tokens stay (with a ladder that never
- * leaves level 0, exact blocks go). A store that fails leaves the block where it is; an append that needed the
- * room drops tokens if there is cfg.evict and that does it, else it gets TKV_ERR_BUDGET and none have gone (but
- * where only dropping first, then storing what is left, had made room: seldom, with budgets for a few blocks).
- * What is outside is dropped for bytes only where its entries in the index have to make room. Where a fetch fails,
- * tkv_attend, tkv_attend_ex, tkv_attend_reference and tkv_read return TKV_ERR_IO, where bytes are not those that
- * were stored TKV_ERR_DATA: what they were to write is undefined then, the cache is as it was (statistics of
- * queries may have seen some), and they may be called again. tkv_truncate cannot cut what is outside. Tables of
- * formats are learned from what is in RAM. tkv_attend takes 36 KiB of stack more. */
-/* Most bytes of one key, for a store that gives each key the same room. TKV_ERR_CONFIG. */
+/* >>spill and promotion. With cfg.spill.store, a full budget can offload blocks. When the last level allowed leaves
+ * nothing to recode, the oldest blocks go to the store, as many as necessary. Their index entries stay in RAM:
+ *   about 40 bytes   per block and layer
+ *   432 bytes        more per block and layer with cfg.evict or cfg.importance_every
+ *   about 850 bytes  per block of the longest list with cfg.evict
+ *
+ * Offloaded blocks keep their format and their position. Attention and tkv_read fetch the parts they need, one head
+ * at a time. Results have the same bits as with all blocks in RAM. The sinks, the last two blocks of a layer, and
+ * tokens younger than hot_tokens stay in RAM. With a ladder that never leaves level 0, exact blocks are offloaded.
+ * tkv_truncate cannot cut offloaded tokens. Tables of formats are learned from blocks in RAM. tkv_attend needs
+ * 36 KiB more stack.
+ *
+ * If the store fails, the block stays in RAM. The append that needed its bytes evicts tokens, if cfg.evict allows
+ * it and that is enough. Otherwise the append returns TKV_ERR_BUDGET, and no token is evicted. One rare exception
+ * exists with budgets of a few blocks. If tokens had to be evicted before blocks were offloaded, they stay evicted.
+ * Offloaded tokens are evicted for bytes only if the bytes of their index entries are needed.
+ *
+ * tkv_attend, tkv_attend_ex, tkv_attend_reference and tkv_read return these errors for offloaded blocks. The output
+ * is then undefined, and the cache is unchanged. Query statistics may include some of the queries. A retry is
+ * allowed.
+ *   TKV_ERR_IO     a fetch failed
+ *   TKV_ERR_DATA   the bytes differ from those stored */
+/* The most bytes stored under one key, for a store with slots of one size. Errors: TKV_ERR_CONFIG. */
 TKV_API tkv_status tkv_spill_bytes(const tkv_config *cfg, size_t *bytes);
-/* By hand, with or without a budget: up to n_blocks blocks go, oldest first, of a layer or (TKV_ALL) of each layer, if
- * they may; *done (may be NULL) gets how many did, also with TKV_ERR_IO (the store failed). TKV_ERR_ARG: no such
- * sequence or layer of its own, no cfg.spill. */
+/* Offloads the oldest blocks that may be offloaded, with or without a budget.
+ *   layer      a layer, or TKV_ALL for every layer
+ *   n_blocks   most blocks per layer
+ *   done       (may be NULL) receives the number of blocks offloaded, after an error too
+ * Errors:
+ *   TKV_ERR_IO    the store failed
+ *   TKV_ERR_ARG   no such sequence, the layer has no cache of its own, no cfg.spill, or n_blocks is negative */
 TKV_API tkv_status tkv_spill(tkv_cache *kv, int seq, int layer, int n_blocks, int *done);
-/* Brings the block that has this position into RAM: its exact bytes where cfg.spill.keep_exact kept them, else, if
- * it is outside, as it is. It counts in the budget, and nothing else is touched for it. Under a budget it is the
- * first to be compressed again; without one it stays. Errors, nothing changed: TKV_ERR_NO_SOURCE (it is in RAM and
- * nothing better is kept: decoding restores nothing), TKV_ERR_BUDGET, TKV_ERR_NOMEM, TKV_ERR_CAPACITY in place,
- * TKV_ERR_IO, TKV_ERR_DATA, TKV_ERR_RANGE, TKV_ERR_ARG. Those that matter: tkv_promote_by_importance. */
+/* Brings the block with this position into RAM. If cfg.spill.keep_exact stored an exact copy, the block becomes
+ * exact. Otherwise an offloaded block returns in its present format. The block counts in the budget, and nothing is
+ * reclaimed for it. Under a budget, it is the first block to be compressed again. Without a budget it stays.
+ * Errors, nothing changed:
+ *   TKV_ERR_NO_SOURCE   the block is in RAM and has no better copy; decoding cannot restore values
+ *   TKV_ERR_RANGE       the token is not held
+ *   TKV_ERR_BUDGET, TKV_ERR_NOMEM, TKV_ERR_CAPACITY (in place), TKV_ERR_IO, TKV_ERR_DATA, TKV_ERR_ARG
+ * See tkv_promote_by_importance for the blocks that matter most. */
 TKV_API tkv_status tkv_promote(tkv_cache *kv, int seq, int layer, int position);
 
-/* >>quality feedback. A controller turns scores of quality, 0 to 1 with 1 for no loss, into advice: more hot tokens
- * and a step to higher precision while the mean is below the target, the opposite while it is well above. It knows no
- * cache and owns no memory; a struct of the caller's holds it. Levels are those of a ladder as in tkv_policy: 0 has
- * the highest precision.
+/* >>quality feedback. A feedback controller turns quality scores into advice. A score is 0 to 1, and 1 means no
+ * loss. If the mean score is below the target, it advises more hot tokens and one level of higher precision. If the
+ * mean is well above the target, it advises the opposite. Level 0 has the highest precision, as in tkv_policy.
+ * The controller is independent of any cache and owns no memory: the caller's struct holds it.
  *
  *   score  0 ............................ target ........ (1 + target) / 2 .......... 1
  *   advice   hot x 1.2, level - 1        |      nothing       |   hot x 0.9, level + 1
  *
- * The mean is that of the last 100 scores at most, 16 at least, none of them from before the plan last changed or
- * from the cool-down after it. With fewer than 100 it must be on its side of a limit by two standard errors (as
- * of independent scores); to fall back, it is enough that the last 16 are by three. What a step to higher
- * precision gained is remembered for 1,000 scores: no step back that would lose it again. So at a constant
- * quality there is one try of a cheaper plan in 1,000 scores at most. */
+ * The mean is taken over the last 16 to 100 scores. Scores from before the last change of plan do not count. Scores
+ * of the cool-down after a change do not count either. With fewer than 100 scores, the mean must be beyond a limit
+ * by two standard errors (of independent scores). For higher precision, it is enough if the mean of the last 16
+ * scores is below the target by three. The controller remembers the gain of a step to higher precision for 1,000
+ * scores. Until then it advises no step back that would lose this gain. At constant quality it therefore tries a
+ * cheaper plan at most once in 1,000 scores. */
 #define TKV_FEEDBACK_HISTORY 1000
 typedef struct tkv_feedback_config {
-    /* Of the mean score, .01 to .9999; 0: .97, as much as a perplexity 3 % higher. Known otherwise: it is
-     * tkv_score_from_ppl(base, base + allowed). */
+    /* Target of the mean score, .01 to .9999; 0: .97, which allows a perplexity 3 % higher. For another allowance,
+     * set tkv_score_from_ppl(base, base + allowed). */
     float target;
-    int cooldown;  /* scores after a change of plan that count for no advice; 0: 8; TKV_NONE: none */
-    int min_hot;   /* it never advises fewer hot tokens ... 0: 32 */
-    int max_hot;   /* ... or more; 0: 1024 */
-    int min_level; /* ... or a higher precision ... */
-    int max_level; /* ... or a lower one; 0: 3, the last of the usual ladder; TKV_NONE: level 0 for ever */
+    int cooldown;  /* scores ignored after a change of plan, at most 1000; 0: 8; TKV_NONE: none */
+    int min_hot;   /* fewest hot tokens advised; 0: 32 */
+    int max_hot;   /* most hot tokens advised; 0: 1024 */
+    int min_level; /* lowest level advised (highest precision) */
+    int max_level; /* highest level advised; 0: 3, the plan of the config in the default ladder; TKV_NONE: 0 */
 } tkv_feedback_config;
 
 typedef enum tkv_advice_kind { TKV_ADVICE_KEEP = 0, TKV_ADVICE_FINER, TKV_ADVICE_CHEAPER } tkv_advice_kind;
 
 typedef struct tkv_advice {
     tkv_advice_kind kind;
-    int hot_tokens, level; /* the plan to have now: what was given where nothing is to change */
-    int step;              /* of the level: -1 to higher precision, +1 to lower, 0 */
-    float mean;            /* what it rests on: the mean of so many scores */
-    int samples;
-    const char *reason; /* a sentence, never NULL */
+    int hot_tokens, level; /* the advised plan; the given plan if nothing should change */
+    int step;              /* change of the level: -1 higher precision, +1 lower precision, 0 none */
+    float mean;            /* mean score behind the advice */
+    int samples;           /* number of scores in that mean */
+    const char *reason;    /* a sentence, never NULL */
 } tkv_advice;
 
 typedef struct tkv_feedback_info {
-    int n; /* scores that the next lines are about, the newest; with none, all are 0 */
+    int n; /* number of newest scores that average to is_stable describe; if 0, these fields are 0 */
     float average, least, most;
-    float deviation;  /* standard, of a sample; 0 with fewer than 2 */
-    float trend;      /* change from a score to the next: the slope of the straight line through them */
-    int meets_target; /* 1: the average is at the target or above */
+    float deviation;  /* standard deviation of the sample; 0 with fewer than 2 scores */
+    float trend;      /* mean change from one score to the next: the slope of the fitted line */
+    int meets_target; /* 1: the average is at or above the target */
     int is_improving; /* 1: at least 16 scores, and the trend is above 0 by two standard errors */
-    int is_stable;    /* 1: at least 16; deviation and the line's rise or fall at most (1 - target) / 2 */
-    uint64_t scores, refused; /* all; refused: NaN, infinite, not in 0 .. 1, otherwise without effect */
-    uint64_t finer, cheaper;  /* advice given */
+    int is_stable;    /* 1: at least 16 scores; deviation and change along the line <= (1 - target) / 2 */
+    uint64_t scores, refused; /* scores accepted; scores refused as NaN, infinite or not in 0 to 1 */
+    uint64_t finer, cheaper;  /* times that higher or lower precision was advised */
 } tkv_feedback_info;
 
-typedef struct tkv_feedback { /* of tkv_feedback_init; read it through tkv_feedback_read */
+typedef struct tkv_feedback { /* private: initialise with tkv_feedback_init, read with tkv_feedback_read */
     int lock;
     tkv_feedback_config cfg;
-    int hot, level, moved;     /* the plan that the scores are about; moved: it may have changed since */
-    float low, gain;           /* the mean that made us fall back, and what that gained; -1: not known */
-    uint64_t since, gained_at; /* numbers of scores */
-    uint64_t sum, squares;     /* of the newest since then, 100 at most */
+    int hot, level, moved;     /* the plan of the scores; moved: the plan may have changed since */
+    float low, gain;           /* mean before the last step to higher precision, and its gain; -1: unknown */
+    uint64_t since, gained_at; /* indices of scores */
+    uint64_t sum, squares;     /* sums over the newest scores from `since` on, at most 100 */
     uint64_t scores, refused, finer, cheaper;
-    uint32_t history[TKV_FEEDBACK_HISTORY]; /* a ring, in units of 2^-24 */
+    uint32_t history[TKV_FEEDBACK_HISTORY]; /* ring of scores, in units of 2^-24 */
 } tkv_feedback;
 
-/* Scores, cut to 0 .. 1; -1 where there is none to be had (a number is not finite or out of range).
- * Perplexity: 1 - (ppl - base) / base, base being that of the exact cache on the same text; both at least 1.
- * Accuracy: of a task, accuracy / base, base above 0.
- * Quality: of the cache's own meter, 1 - weight * output_error / coverage; weight is by how much a perplexity rises
- * for that error, which is a matter of the model: about 1 for SmolLM2-135M, which is also its 0, a third and
- * three for two smaller ones. -1 also without samples or with a coverage below .05. Call tkv_quality_reset
- * between two, so that each score is of new samples; heads differ much, so watch many. */
+/* These functions compute a score, limited to 0 to 1. They return -1 if a number is not finite or out of range.
+ *   from_ppl        1 - (ppl - base) / base. base: perplexity of the exact cache on the same text; both at least 1
+ *   from_accuracy   accuracy / base. base: accuracy with the exact cache, above 0
+ *   from_quality    1 - weight * output_error / coverage, from the quality meter. -1 also without samples, or with
+ *                   coverage below .05
+ * `weight` is the rise of perplexity per output_error, a property of the model. It is about 1 for SmolLM2-135M, and
+ * about 1/3 and 3 for two smaller models. 0 means 1. Call tkv_quality_reset between two scores, so that each uses
+ * new samples. Heads differ much, so watch many of them. */
 TKV_API float tkv_score_from_ppl(double base, double ppl);
 TKV_API float tkv_score_from_accuracy(double base, double accuracy);
 TKV_API float tkv_score_from_quality(const tkv_quality_info *q, double weight);
 
-/* cfg NULL: all defaults. TKV_ERR_CONFIG, and *reason (may be NULL) says why: f is untouched. */
+/* Starts a controller. cfg NULL: all defaults. *reason (may be NULL) receives the cause of an error.
+ * Errors, f unchanged: TKV_ERR_CONFIG, TKV_ERR_ARG (f is missing). */
 TKV_API tkv_status tkv_feedback_init(tkv_feedback *f, const tkv_feedback_config *cfg, const char **reason);
-/* One more score, from any thread (gcc, clang). TKV_ERR_ARG: refused and counted. Some ns. */
+/* Adds one score, 0 to 1. Any thread may call it (gcc, clang).
+ * Errors: TKV_ERR_ARG (the score is refused and counted). Cost: a few ns. */
 TKV_API tkv_status tkv_feedback_observe(tkv_feedback *f, float score);
-/* What to do about a plan of so many hot tokens at that level. An advice to change counts as taken: the next needs new
- * scores. So does a plan that is another than at the last call (the pressure moved it, say), unless that
- * advised it. TKV_ERR_ARG: a pointer is missing, hot_tokens is not in 0 .. 2^30 - 1, level not in 0 ..
- * TKV_MAX_LEVELS - 1; nothing changed. About 100 ns; from any thread, though only one should follow. */
+/* Advises on a plan of hot_tokens at `level`. The controller assumes that the caller follows the advice. After
+ * advice to change, the next advice needs new scores. It also needs new scores if the plan changed otherwise since
+ * the last call, for example by pressure. Any thread may call it (gcc, clang). Only one thread should follow it.
+ * Errors, nothing changed:
+ *   TKV_ERR_ARG   a missing pointer; hot_tokens not in 0 to 2^30 - 1; level not in 0 to TKV_MAX_LEVELS - 1
+ * Cost: about 100 ns. */
 TKV_API tkv_status tkv_feedback_advise(tkv_feedback *f, int hot_tokens, int level, tkv_advice *out);
-/* About the newest `last` scores, 0: 100; at most 1,000, or all there are. Some microseconds. */
+/* Reports the newest scores. Any thread may call it (gcc, clang).
+ *   last   number of scores, 0 to 1,000; 0: 100. If fewer scores exist, all of them count.
+ * Errors: TKV_ERR_ARG. Cost: a few microseconds. */
 TKV_API tkv_status tkv_feedback_read(tkv_feedback *f, int last, tkv_feedback_info *out);
-TKV_API void tkv_feedback_reset(tkv_feedback *f); /* as after tkv_feedback_init */
-/* The advice for a cache's plan, carried out: hot_tokens (tkv_set_hot_tokens) and a level of cfg.ladder within
- * cfg.policy, for the tokens that come from now on; *out (may be NULL) says what was done. Under a budget memory
- * decides on the level, and only hot_tokens move. Counts as a write. */
+TKV_API void tkv_feedback_reset(tkv_feedback *f); /* restores the state after tkv_feedback_init */
+/* Asks for advice on the cache's plan and carries it out. It sets hot_tokens (tkv_set_hot_tokens) and a level of
+ * cfg.ladder within cfg.policy, for later tokens. Under a budget, memory decides the level, so only hot_tokens
+ * change. *out (may be NULL) receives the change made. Counts as a write. Errors: TKV_ERR_ARG. */
 TKV_API tkv_status tkv_adapt(tkv_cache *kv, tkv_feedback *f, tkv_advice *out);
 
-/* >>threshold store. Plans that were found good for a model: by name, layer and context length. It is an array of the
- * caller's, kept in order; a program saves it wherever it wants, as a text that is checked when it comes back.
- * No function allocates. */
+/* >>threshold store. The store keeps good plans for models, by model name, layer and context length. It is a sorted
+ * array of the caller's. A program can save it as a text with a checksum. No function allocates. */
 #define TKV_MODEL_NAME 64
 typedef struct tkv_threshold {
-    char model[TKV_MODEL_NAME];  /* 1 to 63 bytes and a 0; no control characters, no blank at either end */
-    int layer;                   /* or TKV_ALL: found for all layers together */
-    int context;                 /* tokens, 1 to 2^30 - 1 */
-    int hot_tokens, warm_tokens; /* as in tkv_config: 0, TKV_NONE and TKV_ALL included */
-    tkv_pair archive;
-    float score; /* 0 to 1, 1: no loss; kept in millionths */
-    int samples; /* scores that it is the mean of; 0: guessed */
+    char model[TKV_MODEL_NAME];  /* 1 to 63 bytes and a final zero; no control characters, no blank at an end */
+    int layer;                   /* layer, 0 to 4095, or TKV_ALL: the plan serves all layers together */
+    int context;                 /* context length in tokens, 1 to 2^30 - 1 */
+    int hot_tokens, warm_tokens; /* as in tkv_config, with 0, TKV_NONE and TKV_ALL */
+    tkv_pair archive;            /* formats of the archive tier */
+    float score; /* mean quality score, 0 to 1; 1: no loss; rounded to millionths */
+    int samples; /* number of scores in that mean; 0: the score is a guess */
 } tkv_threshold;
 
-typedef struct tkv_thresholds { /* tkv_thresholds t = {memory, 0, room}; */
-    tkv_threshold *entry;       /* [room], the first n in use, in order of model, layer, context */
-    int n, room;
+typedef struct tkv_thresholds { /* begin with: tkv_thresholds t = {memory, 0, room}; */
+    tkv_threshold *entry;       /* [room] entries, sorted by model, layer, context */
+    int n, room;                /* entries in use; entries that fit */
 } tkv_thresholds;
 
-/* Adds an entry, or replaces that of the same model, layer and context. TKV_ERR_ARG: a field is out of range;
- * TKV_ERR_CAPACITY: no room. O(n). */
+/* Adds an entry, or replaces the entry of the same model, layer and context.
+ * Errors, nothing changed:
+ *   TKV_ERR_ARG        a field is out of range
+ *   TKV_ERR_CAPACITY   the array is full
+ * Cost: O(n). */
 TKV_API tkv_status tkv_thresholds_put(tkv_thresholds *t, const tkv_threshold *e);
-/* The entries for a model, the best first, `most` (10 are usual) at most; returns how many, 0 where there is none
- * or an argument is bad. Entries of the layer come before those for TKV_ALL, another layer's never; then the
- * nearest by context length |difference|, the better score, more samples, the longer context. O(n * most). */
+/* Finds the best entries of a model for this layer and context length. An entry must belong to the layer or to
+ * TKV_ALL. Order: the layer before TKV_ALL; then least difference of context, higher score, more samples,
+ * longer context.
+ *   out    [most] receives the entries, best first; `most` is usually 10
+ * Returns the number of entries; 0 also for a bad argument. Cost: O(n * most). */
 #define TKV_THRESHOLD_CANDIDATES 10
 TKV_API int tkv_thresholds_candidates(const tkv_thresholds *t, const char *model, int layer, int context,
                                       tkv_threshold *out, int most);
-/* The first of these. TKV_ERR_RANGE: nothing is stored for this model and layer, out untouched. */
+/* Finds the first entry of tkv_thresholds_candidates. Errors, out unchanged:
+ *   TKV_ERR_RANGE   no entry for this model and layer, or layer or context is out of range
+ *   TKV_ERR_ARG     a pointer is missing */
 TKV_API tkv_status tkv_thresholds_find(const tkv_thresholds *t, const char *model, int layer, int context,
                                        tkv_threshold *out);
-/* For a model that has no entries of its own but is like one that has (a fine-tuned copy, say): its entries once
- * more under another name, scores times `discount` (0: .9), samples 0. Entries that are there already stay. Whether
- * two models are alike the caller must know: an equal shape does not show it, so nothing is ever found under another
- * name. TKV_ERR_RANGE: nothing to copy; TKV_ERR_CAPACITY, TKV_ERR_ARG; nothing changed then. */
+/* Copies a model's entries to a similar model, such as a fine-tuned copy. Existing entries of `to` stay. The caller
+ * must know that both models are similar, because equal shapes do not prove it. Other functions match exact names
+ * only.
+ *   discount   factor for the scores, above 0 to 1; 0: .9. The copies have samples 0.
+ * Errors, nothing changed:
+ *   TKV_ERR_RANGE      nothing to copy
+ *   TKV_ERR_CAPACITY   the array is full
+ *   TKV_ERR_ARG        a bad name, equal names, or a bad discount */
 TKV_API tkv_status tkv_thresholds_transfer(tkv_thresholds *t, const char *from, const char *to,
                                            float discount);
 
-/* A line with the version, one for each entry, one with a checksum; equal stores give equal texts. *bytes (may be
- * NULL) is how many it takes, no final 0 included. dst NULL: only that. TKV_ERR_ARG: dst is too small; nothing
- * written. */
+/* Writes the store as a text: a version line, a line per entry, a checksum line. Equal stores give equal texts.
+ *   dst     [size] bytes; NULL only counts
+ *   bytes   (may be NULL) receives the number of bytes, without a final zero
+ * Errors: TKV_ERR_ARG   dst is too small; nothing is written */
 TKV_API tkv_status tkv_thresholds_print(const tkv_thresholds *t, char *dst, size_t size, size_t *bytes);
-/* Takes the entries of such a text in the place of those there are. TKV_ERR_DATA: damaged, or of another version, any
- * bytes are safe to try; TKV_ERR_CAPACITY: no room; `reason` (may be NULL) gets the line and what is wrong
- * with it, and nothing changes. */
+/* Replaces all entries by those of a text. Any bytes are safe to try. `reason` (may be NULL) receives the line and
+ * its error.
+ * Errors, nothing changed:
+ *   TKV_ERR_DATA       damaged, or another version
+ *   TKV_ERR_CAPACITY   more entries than the array holds */
 TKV_API tkv_status tkv_thresholds_parse(tkv_thresholds *t, const char *src, size_t size, char *reason,
                                         size_t reason_size);
-/* The same text through functions of the caller's. `write` takes all of it and returns 0, or another number to stop;
- * `read` returns how many bytes it gave, 0 at the end, a negative number to stop. */
+/* Functions of the caller for the same text. `write` takes all the bytes and returns 0; another number stops.
+ * `read` returns the number of bytes read; 0 means the end, and a negative number stops. */
 typedef int (*tkv_write_bytes)(void *user, const char *bytes, size_t size);
 typedef ptrdiff_t (*tkv_read_bytes)(void *user, char *bytes, size_t size);
-/* A line at a time. TKV_ERR_CAPACITY: `write` stopped. */
+/* Writes the text of tkv_thresholds_print, line by line.
+ * Errors: TKV_ERR_CAPACITY (`write` stopped), TKV_ERR_ARG. */
 TKV_API tkv_status tkv_thresholds_save(const tkv_thresholds *t, tkv_write_bytes write, void *user);
-/* `work` takes the whole text: TKV_ERR_CAPACITY if it is longer than `size`. TKV_ERR_DATA also
- * if `read` stopped; the rest as tkv_thresholds_parse. */
+/* Reads a text and replaces all entries, as tkv_thresholds_parse.
+ *   work   [size] bytes for the whole text
+ * Errors, nothing changed:
+ *   TKV_ERR_CAPACITY   the text is longer than `size`, or has more entries than the array holds
+ *   TKV_ERR_DATA       `read` stopped, or the text is damaged or of another version */
 TKV_API tkv_status tkv_thresholds_load(tkv_thresholds *t, tkv_read_bytes read, void *user, char *work,
                                        size_t size, char *reason, size_t reason_size);
 
-/* >>what to keep. Rules for importance, eviction and recomputation, as pure functions and small structs of the
- * caller's: arrays over the tokens of one layer (or of a sequence) in, a decision out. They know no cache and
- * allocate nothing. Everything is decided alike on every machine but for the rounding of scores; of equal tokens the
- * older one goes first. An array has an entry for each of n slots, oldest first; bits of a mask are bit i % 64 of
- * word i / 64, so a block's 64 tokens are a word. n is 0 to 2^30 - 1.
+/* >>what to keep. These are rules for importance, eviction and recomputation: pure functions and small structs of
+ * the caller. They take arrays over the tokens of a layer (or a sequence) and return a decision. They are
+ * independent of any cache and allocate nothing. Decisions are the same on every machine, except for the rounding
+ * of scores. Of equal tokens, the older is evicted first.
  *
- * Importance of a token at step `now`, from the attention it got and from its age:
+ * An array has one entry per slot, oldest first, for n slots (0 to 2^30 - 1). Slot i has bit i % 64 of word i / 64
+ * in a mask, so one word covers a block of 64 tokens.
+ *
+ * The importance of a token at step `now` follows from its attention score A and its age:
  *     attention * A(now) + recency * e^(-(now - position) / tau)
- * A takes in a step's mass: it is decayed by decay^(now - step of the last time), then the mass is added (or A is
- * the larger of both). So a token that nobody touches costs nothing, and the order of calls within a step is
- * no matter. The recency is that of the moment, not summed up over steps: it counts the same however often
- * tokens are touched. */
-typedef struct tkv_importance { /* of one token; zeroed: it never got any attention */
-    float attention;            /* A as of `step` */
-    int step;
+ * When a step adds its attention score, A is first multiplied by decay^(now - last step). Then the score is added
+ * (for heavy_hitter, A becomes the larger of both). A token without new attention costs nothing. The order of calls
+ * within a step does not matter. Recency is computed at the moment of reading. It does not depend on how
+ * often a token got attention. */
+typedef struct tkv_importance { /* of one token; all zero: it never got attention */
+    float attention;            /* A, the accumulated attention score as of `step` */
+    int step;                   /* last step that added to it */
 } tkv_importance;
-/* NULL: there is no such strategy. */
+/* Returns the name of a strategy; NULL if it does not exist. */
 TKV_API const char *tkv_importance_name(tkv_importance_strategy strategy);
-/* One step's mass of n tokens (tkv_attend_params.mass, or a score of the caller's), finite and not negative.
- * TKV_ERR_ARG: a pointer is missing, `now` is below 0 or before a token's last step; TKV_ERR_NONFINITE: a mass is no
- * such number; TKV_ERR_CONFIG. O(n). */
+/* Adds one step's attention scores to n tokens.
+ *   mass   [n] scores, finite and not negative: tkv_attend_params.mass, or scores of the caller
+ *   now    the step, 0 or more
+ * Errors, nothing changed:
+ *   TKV_ERR_ARG         a missing pointer; `now` is negative or before a token's last step
+ *   TKV_ERR_NONFINITE   a score is negative or not finite
+ *   TKV_ERR_CONFIG      cfg has a field out of range
+ * Cost: O(n). */
 TKV_API tkv_status tkv_importance_add(const tkv_importance_config *cfg, tkv_importance *tokens,
                                       const float *mass, int n, int now);
-/* Importance as of step `now`, which is the newest token's position. position NULL: 0 .. n-1. Errors as above. */
+/* Computes the importance of n tokens at step `now`.
+ *   position   [n] positions; NULL: 0 to n - 1
+ *   now        position of the newest token
+ *   out        [n] receives the importance
+ * Errors: as tkv_importance_add; TKV_ERR_ARG also for a position above `now`. */
 TKV_API tkv_status tkv_importance_read(const tkv_importance_config *cfg, const tkv_importance *tokens,
                                        const int *position, int n, int now, float *out);
-/* Weights of several query heads as one: rows [n_heads][stride] to out[n]. stride 0: n; out may not lie in them. */
+/* Combines the weights of several query heads: mean, largest or sum.
+ *   weights   [n_heads][stride]; stride 0: n
+ *   out       [n], must not overlap weights
+ * Errors: TKV_ERR_ARG. */
 TKV_API tkv_status tkv_importance_aggregate(tkv_importance_heads how, const float *weights, ptrdiff_t stride,
                                             int n_heads, int n, float *out);
-/* For tokens without known weights: the most that q.k can be for keys between low and high, channel by channel, such as
- * those of a block (Quest, arXiv 2406.10774). All have head_dim values. */
+/* Returns an upper bound of q.k for all keys between `low` and `high` in each channel, such as the keys of a block.
+ * Use it for tokens without known weights. All arrays are [head_dim]. Source: Quest, arXiv 2406.10774. */
 TKV_API float tkv_importance_bound(const float *q, const float *low, const float *high, int head_dim);
-/* The k highest scores, best first, of equal ones the older first; *count is k, or as many as there are. without: NULL,
- * or bits of slots that do not take part (and are not read): what is gone, or what is kept anyway where these are to
- * be anchors. TKV_ERR_NONFINITE, TKV_ERR_ARG: nothing written. O(n + k log k). */
+/* Finds the k highest scores, best first. Of equal scores the older comes first.
+ *   without   NULL, or a mask of slots to skip unread: evicted tokens, or in a search for anchors, tokens that stay
+ *   out       [k] receives slots
+ *   count     receives the number found: k, or fewer if fewer slots take part
+ * Errors, nothing written: TKV_ERR_NONFINITE, TKV_ERR_ARG. Cost: O(n + k log k). */
 TKV_API tkv_status tkv_importance_top(const float *score, const uint64_t *without, int n, int k, int *out,
                                       int *count);
 
-/* The same within a cache, which gathers the attention itself while tkv_attend runs, if cfg.importance_every or
- * cfg.evict asks for it; 432 bytes for it per block of 64 tokens of a layer count with the index. What is gathered:
+/* A cache collects attention scores itself while tkv_attend runs, if cfg.importance_every or cfg.evict needs them.
+ * They take 432 bytes per block and layer, counted with the index. The eviction policy selects the scores:
  *     h2o; strategies hybrid, accumulation     weights, summed over queries and KV heads
- *     strategy heavy_hitter                    the largest weight that any KV head of any query gave
- *     scissorhands; strategy persistence       how often it was less than importance.low (0: 1 / keys in reach)
+ *     strategy heavy_hitter                    the largest weight given by any KV head of any query
+ *     scissorhands; strategy persistence       times the weight was below importance.low (0: 1 / visible keys)
  *     tova                                     weights of the newest query alone, summed over KV heads
- *     snapkv, pyramidkv                        those of the newest evict.recent_tokens queries
- * The policy decides; one that needs none of these, and "scores", "user", "none", leave it to the strategy;
- * "recency" gathers nothing. The weight that a KV head gave is what importance.heads makes of those of its
- * n_heads / n_kv_heads query heads: their mean, the largest, or the sum. Mean and sum differ by that constant factor
- * alone: policies choose the same tokens by both, but recency and thresholds stand against another number. Of lows,
- * the mean or sum of the heads' counts, or (max) whether all heads gave less. max, and mean and sum for heavy_hitter,
- * put the heads of a query together first, where there are more than 8 as many as run together.
+ *     snapkv, pyramidkv                        weights of the newest evict.recent_tokens queries
+ * With any other policy, the strategy of cfg.importance decides. "recency" collects nothing.
  *
- * Queries are sampled, but for tova, snapkv and pyramidkv: each KV head of a layer tells of those at one in
- * cfg.importance_every positions (0: one in 32, but none where the policy needs nothing), heads and layers in turns.
- * One sampled query stands for importance_every queries: sums and counts are estimates of the whole, at any rate.
- * What happens between two appends is a step; for each token that came since sums are decayed by importance.decay (0:
- * the strategy's, but 1 where the policy decides): after a chunk of 64 by its 64th power; those of newest queries
- * begin anew with each step. Sums end at 4,095, counts at 16,777,215, each times importance_every. The output of
- * tkv_attend does not depend on this, sums do not depend on threads. Costs a second pass over the keys for what is
- * sampled (bench/LOG.md), and needs the atomics of gcc or clang: elsewhere only tkv_importance_add_to brings
- * something.
+ * importance.heads combines the weights of the n_heads / n_kv_heads query heads of a KV head: mean, largest or sum.
+ * Mean and sum differ by a constant factor, so policies choose the same tokens by both. Against recency and
+ * thresholds, the factor does matter. For scissorhands and persistence, mean and sum combine the heads' counts.
+ * There, max counts a query if all heads gave less. Max always, and heavy_hitter also with mean or sum, combine
+ * the heads of one query first. With more than 8 query heads, they combine those that run together.
  *
- * Importance of tokens at positions start .. start + n - 1, by cfg.importance, as of the newest token; 0 where a
- * token is gone. gone: NULL, or (n + 63) / 64 words for bits of these, as tkv_importance_top's `without`. May run
- * beside tkv_attend. TKV_ERR_CONFIG: nothing is gathered ("recency" is known all the same); TKV_ERR_RANGE: beyond
- * the layer's length; TKV_ERR_ARG; out and gone untouched then. O(blocks + n). */
+ * Queries are sampled, except for tova, snapkv and pyramidkv. Each KV head samples one of cfg.importance_every
+ * positions, and heads and layers take turns. 0 means one in 32, or none if the policy needs no scores. A sampled
+ * query counts as importance_every queries, so sums and counts estimate the whole at any sampling rate.
+ *
+ * All calls between two appends form one step. Sums are multiplied by importance.decay for each token appended
+ * since, so after a chunk of 64 by its 64th power. Decay 0 means the strategy's, or 1 if the policy decides. Sums
+ * of newest queries start again with each step. Sums are limited to 4,095 and counts to 16,777,215, both times
+ * importance_every.
+ *
+ * Collecting does not change the output of tkv_attend. The sums do not depend on threads. Sampled queries cost
+ * a second pass over their keys (bench/LOG.md). Collecting needs atomics (gcc, clang). Without atomics, only
+ * tkv_importance_add_to adds scores. */
+
+/* Computes the importance of tokens start to start + n - 1 by cfg.importance, at the newest token. May run while
+ * tkv_attend runs.
+ *   out    [n] receives the importance; 0 for tokens that are not in the cache
+ *   gone   NULL, or (n + 63) / 64 words that receive a mask of those tokens, for `without` of tkv_importance_top
+ * Errors, out and gone unchanged:
+ *   TKV_ERR_CONFIG   no scores are collected (strategy "recency" needs none)
+ *   TKV_ERR_RANGE    start + n is beyond the layer's length
+ *   TKV_ERR_ARG
+ * Cost: O(blocks + n). */
 TKV_API tkv_status tkv_importance_of(tkv_cache *kv, int seq, int layer, int start, int n, float *out,
                                      uint64_t *gone);
-/* Mass from elsewhere (scores of the caller's, weights of an encoder) of tokens start .. start + n - 1, as if attention
- * had given it now; at most 2,047 a token and call. What is gone is passed over. This changes the cache: no
- * attention beside it. Errors as above, and TKV_ERR_NONFINITE: negative or no number. O(blocks + n). */
+/* Adds attention scores of the caller to tokens start to start + n - 1, as if attention had just given them. Tokens
+ * not in the cache are skipped. No attention may run at the same time.
+ *   mass   [n] scores, finite and not negative; each is limited to 2,047
+ * Errors: as tkv_importance_of, and also
+ *   TKV_ERR_NONFINITE   a score is negative or not finite
+ *   TKV_ERR_CONFIG      also with strategy "recency", if no scores are collected
+ * Cost: O(blocks + n). */
 TKV_API tkv_status tkv_importance_add_to(tkv_cache *kv, int seq, int layer, int start, int n,
                                          const float *mass);
 typedef struct tkv_ranked {
     int position;
     float importance;
 } tkv_ranked;
-/* The k most important tokens of a layer, best first, of equal ones the older first; *count is k, or as many as there
- * are. protect: 1 leaves out what eviction protects, positions below evict.sink_tokens and the newest
- * evict.recent_tokens (4 and 32 if the config says nothing). Errors as tkv_importance_of. O(length * log k), and up
- * to k entries move for each that comes in: where k is thousands, tkv_importance_of and tkv_importance_top are
- * faster. */
+/* Finds the k most important tokens of a layer, best first. Of equal tokens the older comes first.
+ *   protect   1: skip the tokens that eviction protects: positions below evict.sink_tokens and the newest
+ *             evict.recent_tokens (default 4 and 32)
+ *   out       [k] receives the tokens
+ *   count     receives k, or fewer if fewer tokens exist
+ * Errors: as tkv_importance_of.
+ * Cost: O(length * log k), plus moving up to k entries per insertion. For k in the thousands, tkv_importance_of
+ * with tkv_importance_top is faster. */
 TKV_API tkv_status tkv_top_tokens(tkv_cache *kv, int seq, int layer, int k, int protect, tkv_ranked *out,
                                   int *count);
 
-/* Promotion: which tokens (or blocks) deserve a dearer tier. Only those that have a better source, a kept or a
- * spilled copy or recomputation: decoding coded bytes restores nothing. */
+/* Promotion selects tokens (or blocks) for a more precise tier. Only those with a better source can be promoted: an
+ * exact copy, an offloaded block, or recomputation. Decoding cannot restore lost precision. */
 #define TKV_IMPORTANCE_PER_STEP 64
 typedef struct tkv_importance_promotion_config { /* zero means default */
-    float threshold;                             /* least importance; 0: .05; TKV_ZERO: any */
-    int per_step;                                /* at most 64; 0: 8 */
-    int cooldown;                                /* steps from a move to the next; 0: 4; TKV_NONE: none */
+    float threshold;                             /* least importance to promote; 0: .05; TKV_ZERO: 0 */
+    int per_step;                                /* most promotions per step, at most 64; 0: 8 */
+    int cooldown;                                /* least steps between two moves; 0: 4; TKV_NONE: none */
 } tkv_importance_promotion_config;
-typedef struct tkv_importance_promotion { /* zeroed, then cfg */
+typedef struct tkv_importance_promotion { /* fill with zeros, then set cfg */
     tkv_importance_promotion_config cfg;
-    int step, used;                        /* promoted at this step */
-    uint64_t promoted, no_source, waiting; /* since the beginning; no_source: calls where some had none */
+    int step, used;                        /* step of the last call; promotions at that step */
+    uint64_t promoted, no_source, waiting; /* totals; no_source: calls that found some without a source */
 } tkv_importance_promotion;
-/* Up to per_step a step, in `out` (room for TKV_IMPORTANCE_PER_STEP), the most important first, and *count. `source`:
- * bits of those that have a better source; NULL: none has. moved[i]: the step at which i last changed its tier,
- * TKV_NONE: never; it becomes `now` for those that are promoted, and the caller sets it where it demotes.
- * Errors, nothing changed: TKV_ERR_ARG (`now` before the last call's as well), TKV_ERR_NONFINITE, TKV_ERR_CONFIG.
- * O(n), and some more for each promotion. */
+/* Selects up to per_step slots for promotion at step `now`, the most important first.
+ *   score    [n] importance
+ *   source   mask of slots with a better source; NULL: no slot has one
+ *   moved    [n] last step at which a slot changed its tier, or TKV_NONE. A promotion sets it to `now`. The caller
+ *            sets it after a demotion.
+ *   out      [TKV_IMPORTANCE_PER_STEP] receives the slots, *count their number
+ * Errors, nothing changed: TKV_ERR_ARG (also `now` before the last call's), TKV_ERR_NONFINITE, TKV_ERR_CONFIG.
+ * Cost: O(n), and O(per_step) for each promotion. */
 TKV_API tkv_status tkv_importance_promote(tkv_importance_promotion *p, const float *score,
                                           const uint64_t *source, int *moved, int n, int now, int *out,
                                           int *count);
 
-/* >>eviction: which tokens to drop so that at most `keep` stay. A policy gives every token a score; the lowest go,
- * all that must go at once. Selection is per layer: what comes from heads is aggregated before. Definitions stand in
- * rules/evict.h. */
-TKV_API const char *tkv_evict_name(tkv_evict_kind kind); /* NULL: there is none */
+/* >>eviction. These functions choose the tokens to evict, so that at most `keep` stay. A policy gives every token a
+ * score. The tokens with the lowest scores are evicted, all at once. Selection is per layer, so scores of heads
+ * are combined first. The policies are defined in rules/evict.h. */
+TKV_API const char *tkv_evict_name(tkv_evict_kind kind); /* name of a policy; NULL: no such policy */
+/* Finds a policy by its name. Errors: TKV_ERR_ARG. */
 TKV_API tkv_status tkv_evict_from_name(const char *name, tkv_evict_kind *kind);
 
-/* What is known of the tokens of a layer. Beside n a policy needs what tkv_evict_needs says, the rest may be NULL. */
+/* The inputs that a policy needs from tkv_evict_view, as bits. n is always needed. Other inputs may be NULL. */
 typedef enum tkv_evict_need {
-    TKV_EVICT_NEEDS_MASS = 1, /* bits */
+    TKV_EVICT_NEEDS_MASS = 1, /* each bit is the view's array of that name */
     TKV_EVICT_NEEDS_OBSERVED = 2,
     TKV_EVICT_NEEDS_LAST = 4,
     TKV_EVICT_NEEDS_NORMS = 8,
@@ -1311,362 +1526,443 @@ typedef enum tkv_evict_need {
     TKV_EVICT_NEEDS_LOWS = 32,
     TKV_EVICT_NEEDS_SCORES = 64
 } tkv_evict_need;
-TKV_API int tkv_evict_needs(tkv_evict_kind kind); /* bits; 0: nothing, or no such policy */
+TKV_API int tkv_evict_needs(tkv_evict_kind kind); /* the inputs as bits; 0: none, or no such policy */
 typedef struct tkv_evict_view {
-    int n;
-    const uint64_t *alive;  /* NULL: all slots hold a token; else those of these bits: others are not read */
-    const int *position;    /* rising, not negative; NULL: 0 .. n-1 */
-    const uint64_t *pinned; /* NULL, or bits of tokens that stay whatever the budget says */
-    /* NULL, or: all of a lower priority go before one of a higher. 0 is usual, -128 for what has expired */
+    int n;                  /* number of slots */
+    const uint64_t *alive;  /* mask of live tokens; other slots are not read. NULL: all slots are live */
+    const int *position;    /* positions, rising and not negative; NULL: 0 to n - 1 */
+    const uint64_t *pinned; /* NULL, or mask of tokens that stay in any case */
+    /* NULL, or priorities: all tokens of a lower priority are evicted before one of a higher. 0 is usual, and -128
+     * suits expired tokens. */
     const signed char *priority;
-    const float *mass;     /* attention since the token came, summed over queries and heads */
-    const float *observed; /* the same from the prompt's last cfg.recent_tokens queries alone */
-    const float *last;     /* weights of the last query, mean of the heads */
-    const float *norms;    /* of keys, mean of the KV heads: tkv_evict_key_norms */
+    const float *mass;     /* attention score since the token came, summed over queries and heads */
+    const float *observed; /* attention score from the prompt's last cfg.recent_tokens queries alone */
+    const float *last;     /* attention weights of the last query, mean over heads */
+    const float *norms;    /* norms of keys, mean over KV heads: tkv_evict_key_norms */
     const float *keys;     /* [n][n_kv_heads][head_dim] */
     int n_kv_heads, head_dim;
-    /* How often below an even share: "persistence", negated or not. A history window begins where the caller
-     * zeroes its tokens, after each batch, say */
+    /* How often a weight was below an even share: A of "persistence", negated or not. The caller sets tokens to 0
+     * to begin a history window, for example after each batch. */
     const float *lows;
-    const float *scores; /* of the caller's; high ones stay */
+    const float *scores; /* scores of the caller; tokens with high scores stay */
 } tkv_evict_view;
 
-/* Scores of all slots (of those that are not alive, 0): high ones stay. TKV_ERR_CONFIG: cfg; TKV_ERR_ARG: the policy
- * needs what view has not, n or positions are wrong. TKV_ERR_NONFINITE: a token's score is no finite number; `score`
- * is not of use then. O(n), "keydiff" and tkv_evict_key_norms O(n * n_kv_heads * head_dim). */
+/* Scores all slots by the policy of cfg. High scores stay. Slots without a live token get 0.
+ *   score   [view->n] receives the scores
+ * Errors:
+ *   TKV_ERR_CONFIG      cfg has a field out of range
+ *   TKV_ERR_ARG         view lacks an input of the policy, or n or positions are wrong
+ *   TKV_ERR_NONFINITE   a token's score is not finite; `score` is then unusable
+ * Cost: O(n). "keydiff" and tkv_evict_key_norms cost O(n * n_kv_heads * head_dim). */
 TKV_API tkv_status tkv_evict_score(const tkv_evict_config *cfg, const tkv_evict_view *view, float *score);
 typedef struct tkv_evict_result {
-    int evicted, kept;
-    int over;          /* kept - keep where pins do not let the budget hold; else 0 */
-    int sinks, recent; /* protection as it was: yielded to the budget */
+    int evicted, kept; /* live tokens to evict; live tokens left */
+    int over;          /* kept - keep, if pinned tokens exceed the budget; else 0 */
+    int sinks, recent; /* sinks and recent tokens protected, after a small budget reduced them */
 } tkv_evict_result;
-/* Bits of the tokens to drop, n / 64 words rounded up, and (may be NULL) what that makes: of the tokens alive at most
- * `keep`, or all that are protected and pinned. `victims` lies apart from the view's masks. Errors, nothing written:
- * TKV_ERR_BUDGET ("none"), TKV_ERR_NONFINITE, TKV_ERR_ARG, TKV_ERR_CONFIG. O(n), 1 KiB of stack. */
+/* Chooses the live tokens to evict, so that at most `keep` stay. Pinned tokens stay in any case.
+ *   victims   receives a mask of (n + 63) / 64 words; must not overlap the masks of `view`
+ *   out       (may be NULL) receives the counts
+ * Errors, nothing written:
+ *   TKV_ERR_BUDGET      the policy is "none", and more than `keep` tokens are live
+ *   TKV_ERR_NONFINITE   a live token's score is not finite
+ *   TKV_ERR_ARG, TKV_ERR_CONFIG
+ * Cost: O(n), 1 KiB of stack. */
 TKV_API tkv_status tkv_evict_select(const tkv_evict_config *cfg, const tkv_evict_view *view,
                                     const float *score, int keep, uint64_t *victims, tkv_evict_result *out);
-/* How many must go before `incoming` tokens come to n where `budget` are allowed: 0, or a batch, or more if need
- * be. */
+/* Returns the number of tokens to evict before `incoming` tokens join n tokens under a budget of `budget` tokens.
+ * It is 0, a batch (cfg.batch), or more if the budget requires it; never more than n. 0 for a bad argument. */
 TKV_API int tkv_evict_due(const tkv_evict_config *cfg, int n, int incoming, int budget);
-/* Slots of the bits, rising; returns how many. `out` has room for all of them. */
+/* Lists the slots of a mask in rising order, and returns their number. `out` must hold all of them. */
 TKV_API int tkv_evict_list(const uint64_t *mask, int n, int *out);
-/* Moves what stays to the front of an array [n] of elements of `size` bytes, in order; returns how many. For positions
- * (so they stay what they were), importance, or anything else that is kept by slot. */
+/* Moves the elements that stay to the front of an array, in order, and returns their number. Use it for positions,
+ * importance and other arrays by slot.
+ *   array   [n] elements of `size` bytes */
 TKV_API int tkv_evict_compact(const uint64_t *victims, int n, void *array, size_t size);
-/* out[i]: mean over KV heads of |k|. keys [n][n_kv_heads][head_dim]. */
+/* Computes key norms: out[i] is the mean of |k| over KV heads. keys is [n][n_kv_heads][head_dim].
+ * Errors: TKV_ERR_ARG. */
 TKV_API tkv_status tkv_evict_key_norms(const float *keys, int n, int n_kv_heads, int head_dim, float *out);
 
-/* Budgets of layers: how the tokens of `total` (all layers together) are shared. Their sum is `total` exactly; parts
- * of tokens go to the largest remainders, of equal ones to the lower layer. */
+/* Token budgets of layers. `total` tokens are shared among all layers, and the shares sum to `total` exactly.
+ * Fractions of tokens go to the largest remainders; of equal remainders, to the lower layer. */
 typedef enum tkv_evict_shape {
-    TKV_EVICT_UNIFORM = 0,
-    /* PyramidKV: layer l gets w + max - l * (max - min) / (n_layers - 1), where C = total / n_layers,
-     * min = (C - w) / beta, max = 2 (C - w) - min; if max > n - w: max = n - w, min = 2 (C - w) - max.
-     * Uniform unless max >= min >= w */
+    TKV_EVICT_UNIFORM = 0, /* equal shares */
+    /* PyramidKV: layer l gets w + max - l * (max - min) / (n_layers - 1). Here C = total / n_layers,
+     * min = (C - w) / beta and max = 2 (C - w) - min. If max > n - w: max = n - w, min = 2 (C - w) - max.
+     * Uniform unless max >= min >= w. */
     TKV_EVICT_PYRAMID,
-    TKV_EVICT_LINEAR /* layer l of L gets a share of L - l; at least 1 */
+    TKV_EVICT_LINEAR /* layer l of L gets a share proportional to L - l, and at least 1 */
 } tkv_evict_shape;
 typedef struct tkv_evict_budget {
     tkv_evict_shape shape;
     int n_layers;  /* 1 to 4096 */
-    int64_t total; /* 0 to n_layers * (2^30 - 1); LINEAR: from n_layers */
-    int n_tokens;  /* n: length of the sequence, for PYRAMID */
-    int window;    /* w: tokens that every layer keeps; 0: 8, the authors'; TKV_NONE: none */
-    int beta;      /* 1 to 100; 0: 20 */
+    int64_t total; /* tokens of all layers, 0 to n_layers * (2^30 - 1); LINEAR: at least n_layers */
+    int n_tokens;  /* n: length of the sequence, for PYRAMID, 0 to 2^30 - 1 */
+    int window;    /* w: tokens that every layer keeps; 0: 8, as in the paper; TKV_NONE: none */
+    int beta;      /* steepness of PYRAMID, 1 to 100; 0: 20 */
 } tkv_evict_budget;
-/* out[n_layers]. TKV_ERR_ARG: a number is out of range. O(n_layers). */
+/* Computes the token budget of each layer.
+ *   out   [n_layers] receives the budgets
+ * Errors: TKV_ERR_ARG (a number is out of range). Cost: O(n_layers).
+ * Source of PYRAMID: PyramidKV, arXiv 2406.02069. */
 TKV_API tkv_status tkv_evict_budgets(const tkv_evict_budget *b, int *out);
 
-/* >>eviction in a cache, for those with cfg.evict. With cfg.evict_tokens, an append (or tkv_begin) first drops what a
- * layer has too much, a batch at a time, so that it never holds more after it (but what is protected, pinned, or
- * comes with that append). Under a budget, tokens are dropped when the last level has not enough room: tiers come
- * first, dropping last, a batch at a time. Each layer keeps what is pinned, and as many more as its sinks, twice its
- * recent tokens (of which these are one half, as in rules/evict.h) and 64; down to that, an append gets
- * TKV_ERR_BUDGET only if all resorts together do not make room for it ("keydiff", "user", "knorm" with
- * cfg.importance_every, and any with cfg.n_anchors may be refused some blocks before: who goes depends on what is
- * compressed until then; with anchors tokens go before tiers where batches are not enough). TKV_ERR_NOMEM may come
- * when tokens have gone: index and pages grow into the bytes that they left. TKV_EVICT_SCORES goes by
- * tkv_importance_of. Policies see a layer's heads as one.
+/* >>eviction in a cache. It needs cfg.evict. With cfg.evict_tokens, an append (or tkv_begin) first evicts the
+ * surplus of each layer, a batch at a time. Afterwards a layer holds at most cfg.evict_tokens. Protected tokens,
+ * pinned tokens and the tokens of that append can exceed this.
  *
- * What is left keeps its positions: masks and windows go by them, and keys stay rotated as they came, so that
- * distances are those of the text. Keys are not turned to the places that they have in the cache, as StreamingLLM
- * does for texts longer than a model knows: coded ones would have to be decoded, turned and coded again with each
- * batch, and queries placed anew by the caller. For such texts scale the RoPE of the model. Bytes come back when a
- * block of 64 is empty or when neighbours fit into one: coded blocks are decoded and coded again for that, which
- * costs a little more of their quality (KVQUANT's keys before RoPE cannot move: only blocks that are empty go). What
- * is gone is gone: truncating does not bring it back, tkv_read says TKV_ERR_RANGE. 432 bytes for 64 tokens of a
- * layer know of it. */
+ * Under a budget, eviction is the last reclaim stage, after the last level of the ladder. It also works a batch at
+ * a time. Each layer keeps its pinned tokens, its sinks, twice its recent tokens, and 64 more. Recent tokens are
+ * one half of a budget, as in rules/evict.h, hence "twice". Down to this size, an append gets TKV_ERR_BUDGET only if
+ * all reclaim stages together free too little.
+ *
+ * Some policies may be refused a few blocks earlier: "keydiff", "user", "knorm" with cfg.importance_every, and any
+ * policy with cfg.n_anchors. Their choice depends on the blocks compressed before. With anchors, if batches are not
+ * enough, tokens are evicted before tiers are recoded. TKV_ERR_NOMEM can occur after tokens were evicted, because
+ * index and pages grow into the freed bytes. TKV_EVICT_SCORES uses tkv_importance_of. Policies treat all heads of a
+ * layer as one.
+ *
+ * The remaining tokens keep their positions, for masks and windows too. Keys keep their rotation, so distances are
+ * those of the text. StreamingLLM instead rotates keys to their places in the cache, for texts beyond the model's
+ * length. Here that would mean recoding all keys with each batch, and new query positions from the caller. For such
+ * texts, scale the RoPE of the model instead.
+ *
+ * Bytes are freed when a block of 64 tokens is empty, or when neighbours fit into one block. Coded neighbours are
+ * decoded and coded again, with a small loss. KVQUANT keys before RoPE cannot move, so only empty blocks are freed.
+ * Evicted tokens never come back: tkv_truncate does not restore them, and tkv_read returns TKV_ERR_RANGE. The
+ * bookkeeping takes 432 bytes per block and layer. */
 typedef struct tkv_evict_params { /* zero means default */
-    int seq;
-    int layer; /* TKV_NONE: all of them */
+    int seq;   /* the sequence */
+    int layer; /* TKV_NONE: all layers */
     const tkv_evict_config
-        *evict; /* NULL: cfg.evict; another must go by what the cache gathers, or by scores */
-    int keep;   /* tokens of a layer that stay, on average for "pyramidkv"; 0: cfg.evict_tokens */
-    /* NULL, or by position, as many as the longest of these layers is long (tkv_layer_len): */
-    const uint64_t *pinned;
-    const signed char *priority;
-    const float *scores; /* in the place of what the cache knows; high ones stay */
+        *evict; /* NULL: cfg.evict. Another policy must use the scores the cache collects, or `scores` */
+    int keep;   /* tokens that stay per layer, on average for "pyramidkv"; 0: cfg.evict_tokens */
+    /* These arrays are NULL, or indexed by position, as long as the longest of the layers (tkv_layer_len): */
+    const uint64_t *pinned;      /* mask of tokens that stay */
+    const signed char *priority; /* as in tkv_evict_view */
+    const float *scores; /* replace the scores that the cache collected; high scores stay */
 } tkv_evict_params;
-/* Now: at the end of a prompt, say (SnapKV). TKV_ERR_STATE: a step is open, or there is no cfg.evict;
- * TKV_ERR_CONFIG: `evict` has a field out of range, or goes by attention that cfg.evict and cfg.importance do not
- * gather; TKV_ERR_NONFINITE: a score is no number; TKV_ERR_BUDGET: kind "none", and some would have to go;
- * TKV_ERR_ARG. An error changes nothing. O(tokens), "knorm" and "keydiff" as said there, and coding of blocks that
- * join. */
+/* Evicts tokens now, for example at the end of a prompt (SnapKV).
+ * Errors, nothing changed:
+ *   TKV_ERR_STATE       a step is open, or cfg.evict is not set
+ *   TKV_ERR_CONFIG      p->evict has a field out of range, or needs scores that the cache does not collect
+ *   TKV_ERR_NONFINITE   a score is not finite
+ *   TKV_ERR_BUDGET      the policy is "none", and tokens would have to be evicted
+ *   TKV_ERR_ARG
+ * Cost: O(tokens), and coding of merged blocks. See tkv_evict_kind for "knorm" and "keydiff". */
 TKV_API tkv_status tkv_evict(tkv_cache *kv, const tkv_evict_params *p);
-/* Drops the tokens of these bits (by position, n of them) but for pinned ones. layer TKV_NONE: of all layers.
- * TKV_ERR_STATE as above, TKV_ERR_ARG. */
+/* Evicts the tokens of a mask, except pinned tokens.
+ *   layer     a layer; TKV_NONE: all layers
+ *   victims   mask by position, for positions 0 to n - 1
+ * Errors: TKV_ERR_STATE (a step is open, or cfg.evict is not set), TKV_ERR_ARG. */
 TKV_API tkv_status tkv_drop(tkv_cache *kv, int seq, int layer, const uint64_t *victims, int n);
-/* Tokens start .. start+n-1 that are there stay whatever the budget says, in all layers; pinned 0: no longer.
- * TKV_ERR_STATE as above, TKV_ERR_ARG. */
+/* Pins the live tokens start to start + n - 1 in all layers, so that eviction keeps them. pinned 0 ends it.
+ * Errors: TKV_ERR_STATE (a step is open, or cfg.evict is not set), TKV_ERR_ARG. */
 TKV_API tkv_status tkv_pin(tkv_cache *kv, int seq, int start, int n, int pinned);
-/* The same for a while: until the layer is `length` tokens long (for 500 more tokens that is tkv_layer_len + 500).
- * Of such pins those in one block of 64 tokens last as long as the longest, also when blocks join later. TKV_ERR_ARG:
- * length is not 1 to 2^30 - 2. */
+/* Pins tokens until a layer has `length` tokens. For the next 500 tokens, pass tkv_layer_len + 500. Temporary
+ * pins in one block of 64 tokens all last as long as the longest, also after blocks are merged.
+ * Errors: as tkv_pin; TKV_ERR_ARG also if length is not 1 to 2^30 - 2. */
 TKV_API tkv_status tkv_pin_until(tkv_cache *kv, int seq, int start, int n, int length);
-/* Bits of those of tokens start .. start+n-1 that are there. */
+/* Reports which of the tokens start to start + n - 1 are live.
+ *   mask   receives (n + 63) / 64 words
+ * Errors: TKV_ERR_ARG, TKV_ERR_RANGE. */
 TKV_API tkv_status tkv_alive(const tkv_cache *kv, int seq, int layer, int start, int n, uint64_t *mask);
 
-/* >>rematerialization: what may be dropped because it can be computed again. Keys and values of tokens a to b - 1 in
- * the first `layers` layers, everything before them being there, cost
- *     (b - a) * layers * (2 * layer_params + 4 * n_heads * head_dim * (a + b) / 2)   FLOPs:
- * a token cannot be computed without its prefix, nor a layer without those below. So whole blocks go, front to
- * back, and come back in the same order. */
+/* >>rematerialization. Rules for discarding blocks that the caller's model can recompute. If all earlier tokens are
+ * held, keys and values of tokens a to b - 1 in the first `layers` layers cost this many FLOPs:
+ *     (b - a) * layers * (2 * layer_params + 4 * n_heads * head_dim * (a + b) / 2)
+ * A token cannot be computed without its prefix, nor a layer without the layers below. So whole blocks are
+ * discarded front to back, and recomputed in the same order. */
 typedef struct tkv_remat_config {
-    /* the model; required */
+    /* the model; required: n_layers 1 to 4096, n_heads 1 to 65536, head_dim 1 to 256 */
     int n_layers, n_heads, head_dim;
-    double layer_params; /* weights of a layer that a token is multiplied with */
+    double layer_params; /* weights of a layer that a token is multiplied with, 1 to 1e15 */
     /* the rule; zero means default */
-    float threshold;       /* pressure from which on anything is done; 0: .9; TKV_ZERO: always */
-    int min_materialized;  /* tokens that stay; 0: 512; TKV_NONE: none */
-    int sink_tokens;       /* never dropped; 0: 4; TKV_NONE: none */
-    float age_tokens;      /* at this age a token is half as likely to be asked for; 0: 4096 */
-    double quantize_price; /* FLOPs that freeing a byte by coding costs, its loss included; 0: 8, the work */
-    double step_flops;     /* recomputation of one step, at most; 0: no limit */
+    float threshold;       /* least pressure for any action; 0: .9; TKV_ZERO: always act */
+    int min_materialized;  /* least tokens that stay; 0: 512; TKV_NONE: none */
+    int sink_tokens;       /* first tokens that are never discarded; 0: 4; TKV_NONE: none */
+    float age_tokens;      /* age at which a token is half as likely to be used, 1 to 1e9; 0: 4096 */
+    double quantize_price; /* FLOPs per byte freed by quantizing, with a price for its loss; 0: 8, the work alone */
+    double step_flops;     /* most FLOPs of recomputation per step; 0: no limit */
 } tkv_remat_config;
 typedef enum tkv_remat_action { TKV_REMAT_KEEP = 0, TKV_REMAT_EVICT, TKV_REMAT_QUANTIZE } tkv_remat_action;
 typedef struct tkv_remat_block {
     int start, end;         /* tokens start to end - 1; blocks follow one another without gaps */
-    int layers;             /* 1 + the highest layer that this is of; 0: all */
-    int dropped;            /* 1: it is gone already */
-    size_t bytes;           /* held now */
-    size_t quantized_bytes; /* in the next tighter format; as many or more: there is none */
-    float use; /* share of steps that look at it, up to 1; 0: not known, as 1; below 0: it never is */
+    int layers;             /* 1 + the highest layer to recompute; 0: all layers */
+    int dropped;            /* 1: already discarded */
+    size_t bytes;           /* bytes held now */
+    size_t quantized_bytes; /* bytes in the next tighter format; `bytes` or more: no such format */
+    float use; /* share of steps that use the block, at most 1; 0: unknown, counts as 1; negative: never used */
 } tkv_remat_block;
-typedef struct tkv_remat_info {
-    uint64_t kept, evicted, quantized; /* decisions, blocks */
-    uint64_t over_budget;              /* blocks that could not go: one alone costs more than step_flops */
-    uint64_t freed;                    /* bytes, by both */
-    uint64_t restored, waited; /* blocks: recomputed, had to wait for another step (or another call) */
-    double flops;              /* of recomputation */
+typedef struct tkv_remat_info {        /* totals */
+    uint64_t kept, evicted, quantized; /* blocks that a decision kept, discarded, quantized */
+    uint64_t over_budget;              /* decisions that stopped at a block above step_flops */
+    uint64_t freed;                    /* bytes freed by discarding and quantizing */
+    uint64_t restored, waited; /* blocks recomputed; blocks that had to wait for a later step or call */
+    double flops;              /* FLOPs of recomputation */
 } tkv_remat_info;
-typedef struct tkv_remat { /* of tkv_remat_init; read info as you like */
+typedef struct tkv_remat { /* initialise with tkv_remat_init; info may be read at any time */
     tkv_remat_config cfg;
-    int step;
-    double spent; /* at this step */
+    int step;     /* last step of tkv_remat_restore */
+    double spent; /* FLOPs at this step */
     tkv_remat_info info;
 } tkv_remat;
-/* TKV_ERR_CONFIG, and *reason (may be NULL) says why: r is untouched. */
+/* Starts a controller. *reason (may be NULL) receives the cause of an error.
+ * Errors, r unchanged: TKV_ERR_CONFIG, TKV_ERR_ARG (r or cfg is missing). */
 TKV_API tkv_status tkv_remat_init(tkv_remat *r, const tkv_remat_config *cfg, const char **reason);
-/* The formula; layers 0: all. -1: a number is out of range. */
+/* Returns the FLOPs of the formula above. layers 0: all. -1: a number is out of range. */
 TKV_API double tkv_remat_flops(const tkv_remat *r, int start, int end, int layers);
-/* What to do with blocks (n, oldest first, all that there are) so that `need` bytes become free, now being the position
- * of the newest token; *freed (may be NULL) is what that gives, less than need where there is no more to get. Below
- * the threshold nothing is done. A block goes where that costs fewer FLOPs a byte than coding does, with the chance
- * that it is asked for counted in, use / (1 + age / age_tokens); then blocks are coded, oldest first; if that is not
- * enough more go. Blocks go front to back behind the sinks, never fewer than min_materialized tokens stay, and no
- * block that costs more than step_flops goes. TKV_ERR_ARG (blocks are not in order), nothing changed. O(n). */
+/* Decides which blocks to discard and which to quantize, so that `need` bytes become free. Below the threshold it
+ * keeps all blocks. Otherwise:
+ *   1. It discards blocks, front to back behind the sinks, while that costs fewer FLOPs per byte than quantizing.
+ *      The cost is multiplied by the probability of use: use / (1 + age / age_tokens).
+ *   2. It quantizes blocks, oldest first.
+ *   3. It discards more blocks.
+ * At least min_materialized tokens stay. A block that costs more than step_flops is never discarded.
+ *   blocks   [n] all blocks, oldest first
+ *   now      position of the newest token
+ *   action   [n] receives the decisions
+ *   freed    (may be NULL) receives the bytes; less than `need` if no more can be freed
+ * Errors, nothing changed: TKV_ERR_ARG (blocks are out of order, or a bad number). Cost: O(n). */
 TKV_API tkv_status tkv_remat_decide(tkv_remat *r, const tkv_remat_block *blocks, int n, int now,
                                     float pressure, size_t need, tkv_remat_action *action, size_t *freed);
-/* How many of the dropped blocks, front to back, may be recomputed at this step (a number that does not fall); what
- * they cost counts as spent. TKV_ERR_ARG: as above, or `step` is before the last one. */
+/* Computes which discarded blocks may be recomputed at this step: blocks *first to *first + *count - 1. Their FLOPs
+ * count as spent.
+ *   step   a number that never falls; a new step has the full step_flops again
+ * Errors: TKV_ERR_ARG (as tkv_remat_decide, or `step` is below the last one). */
 TKV_API tkv_status tkv_remat_restore(tkv_remat *r, const tkv_remat_block *blocks, int n, int step, int *first,
                                      int *count);
 
-/* >>rematerialization in a cache. Blocks behind the sinks can be dropped: their bytes are free, their place in the
- * index stays (40 bytes or so a block and layer), and nobody has them until the caller's model computes them again.
- * They go front to back, in all layers at once. The last two blocks of a layer and what is younger than hot_tokens
- * stay; what is outside RAM (cfg.spill) stays there. While a query would see dropped
- * tokens, tkv_attend and tkv_read return TKV_ERR_NO_SOURCE and compute nothing; what lies behind the window does not
- * matter, but for a layer's last two blocks. Appending goes on, tokens can be evicted, tkv_truncate cannot cut them,
- * tkv_reset forgets them, and tkv_promote brings back those that cfg.spill.keep_exact has a copy of.
+/* >>rematerialization in a cache. Blocks behind the sinks can be discarded. Their bytes are freed, and about 40
+ * bytes per block and layer stay in the index. Discarded keys and values return only if the caller's model
+ * recomputes them. Blocks are discarded front to back, in all layers at once. The last two blocks of a layer,
+ * tokens younger than hot_tokens and offloaded blocks are not discarded.
  *
- * With cfg.remat under a budget this is the resort when no level has room, after cfg.spill and before cfg.evict:
- * blocks of sequences other than the one that needs room, none in a step, the one used longest ago first (its last
- * append, reservation or tkv_remat_give; attention does not count). So conversations that wait give way to the one
- * that runs; before one goes on, it is recomputed (tkv_recompute). Those that run side by side must be appended to as
- * one batch, or each in a step of its own. */
-/* By hand, with or without a budget or cfg.remat: the first blocks that are there, as many as n_tokens positions hold
- * whole; *dropped (may be NULL) gets how many positions went, 0 where none may. TKV_ERR_ARG, TKV_ERR_STATE in an open
- * step. O(blocks). */
+ * If a query would see discarded tokens, tkv_attend and tkv_read compute nothing and return TKV_ERR_NO_SOURCE.
+ * Tokens behind the window do not matter, except in a layer's last two blocks. Appends continue, and tokens can
+ * still be evicted. tkv_truncate cannot cut discarded tokens. tkv_reset forgets them. tkv_promote restores those
+ * with an exact copy (cfg.spill.keep_exact).
+ *
+ * With cfg.remat under a budget, discarding is the reclaim stage after cfg.spill and before cfg.evict. It takes
+ * blocks of other sequences than the one that needs memory, and none with an open step. The sequence used longest
+ * ago comes first. Appends, reservations and tkv_remat_give count as use, but attention does not. So waiting
+ * conversations give their memory to the running one. Before a conversation continues, call tkv_recompute. Append
+ * to conversations that run side by side as one batch, or each in a step of its own. */
+/* Discards the first blocks in RAM behind the sinks, with or without a budget or cfg.remat.
+ *   n_tokens   most positions; only whole blocks are discarded
+ *   dropped    (may be NULL) receives the number of positions discarded; 0 if no block may be discarded
+ * Errors: TKV_ERR_STATE (a step is open), TKV_ERR_ARG. Cost: O(blocks). */
 TKV_API tkv_status tkv_remat_drop(tkv_cache *kv, int seq, int n_tokens, int *dropped);
-/* The first run of positions that are to be recomputed, in any layer; *n 0: none are. TKV_ERR_ARG. O(blocks^2). */
+/* Finds the first run of discarded positions, in any layer: *start to *start + *n - 1. *n 0: there is no such run.
+ * Errors: TKV_ERR_ARG. Cost: O(blocks^2). */
 TKV_API tkv_status tkv_remat_missing(const tkv_cache *kv, int seq, int *start, int *n);
-/* K and V of tokens start .. start+n-1 of a layer, in the shapes of tkv_append and as they were appended. Of these the
- * layer takes what it lacks, which must be whole blocks, the first of those that it lacks; any run that begins where
- * tkv_remat_missing says and ends a multiple of TKV_BLOCK_TOKENS later (or at its end) is right, while no token was
- * evicted. They go the way that their block had gone, by its last two formats: bytes are those from before, but where
- * a budget had made a block tighter more often, evicted tokens were closed up, or what SQUAT knows of queries
- * changed. They count in the budget, and room is made for them as for an append. Errors, nothing changed (but what
- * making room tightened): TKV_ERR_STATE (there are missing ones before these, or a step is open), TKV_ERR_RANGE (a
- * part of a block, more than there is), TKV_ERR_NONFINITE, TKV_ERR_BUDGET, TKV_ERR_NOMEM, TKV_ERR_CAPACITY in place,
- * TKV_ERR_ARG. Cost: an append of n tokens, and one or two codings of each block. */
+/* Gives recomputed K and V of tokens start to start + n - 1 to a layer. The layer takes its discarded tokens among
+ * them. These must be whole blocks, beginning with the first discarded one. If no token was evicted, this run is
+ * correct: from the start of tkv_remat_missing, a multiple of TKV_BLOCK_TOKENS long or up to the end of the run.
+ *   k, v   as they were first appended, in the shapes of tkv_append
+ *
+ * The blocks return to their format through their last two formats, so the bytes are those of before. Exceptions: a
+ * budget recoded the block more often, evicted tokens were compacted, or the statistics of SQUAT changed. The
+ * bytes count in the budget, and other blocks are reclaimed for them, as for an append.
+ * Errors, nothing changed except reclaimed blocks:
+ *   TKV_ERR_STATE       earlier tokens are still discarded, or a step is open
+ *   TKV_ERR_RANGE       a part of a block, or beyond the layer's length
+ *   TKV_ERR_NONFINITE, TKV_ERR_BUDGET, TKV_ERR_NOMEM, TKV_ERR_CAPACITY (in place), TKV_ERR_ARG
+ * Cost: an append of n tokens, and one or two codings of each block. */
 TKV_API tkv_status tkv_remat_give(tkv_cache *kv, int seq, int layer, int start, const float *k,
                                   const float *v, int n);
-/* Gives (tkv_remat_give) tokens start .. start+n-1 of layers first_layer .. first_layer+n_layers-1; those that share
- * K and V with another or have none are left out. Everything before `start` in seq is there. Any other status than
- * TKV_OK ends tkv_recompute. It may use other caches, and of this one reports, tkv_read and tkv_attend. */
+/* Function of the caller: recomputes tokens start to start + n - 1 of n_layers layers from first_layer on, and
+ * passes them to tkv_remat_give. It skips layers without K and V of their own. All tokens of seq before `start`
+ * are held. A status other than TKV_OK ends tkv_recompute. The function may use other caches. Of this cache it
+ * may use reports, tkv_read and tkv_attend. */
 typedef tkv_status (*tkv_compute)(void *user, tkv_cache *kv, int seq, int first_layer, int n_layers,
                                   int start, int n);
-/* Brings back what is missing, front to back, one call of compute for each run, as many blocks as tkv_remat_restore
- * says that r has FLOPs for in this step (a number that does not fall). *missing (may be NULL): positions that are
- * still to come. r->info counts. TKV_ERR_STATE: compute did not give all, or a step is open; TKV_ERR_ARG; what
- * compute returned. What was given before an error stays. */
+/* Recomputes the discarded tokens of a sequence, front to back, with one call of `compute` per run. It recomputes
+ * as many blocks as r has FLOPs for in this step (tkv_remat_restore). r->info counts them.
+ *   step      a number that never falls
+ *   missing   (may be NULL) receives the number of positions still discarded
+ * Errors; tokens given before an error stay:
+ *   TKV_ERR_STATE   compute did not give all the tokens, or a step is open
+ *   TKV_ERR_ARG     a missing pointer, `step` is below the last one, or r has fewer layers than the cache
+ *   other           the status of compute */
 TKV_API tkv_status tkv_recompute(tkv_cache *kv, int seq, tkv_remat *r, int step, tkv_compute compute,
                                  void *user, int *missing);
-/* A sequence as tkv_remat_decide wants it, sinks first: bytes in RAM, all layers together; quantized_bytes as the next
- * level of the ladder has them (under a budget, else the same); dropped where any layer lacks a token; use 0. *n is
- * how many there are, of which out gets the first `capacity`. TKV_ERR_ARG. O(blocks) a block. */
+/* Describes a sequence for tkv_remat_decide, sinks first, all layers together. `bytes` counts RAM. quantized_bytes
+ * is the size at the next level of the ladder (without a budget: `bytes`). `dropped` is 1 if any layer discarded a
+ * token. `use` is 0.
+ *   out   [capacity] receives the first blocks
+ *   n     receives the number of all blocks
+ * Errors: TKV_ERR_ARG. Cost: O(blocks) per block. */
 TKV_API tkv_status tkv_remat_blocks(const tkv_cache *kv, int seq, tkv_remat_block *out, int capacity, int *n);
-/* Asks tkv_remat_decide how `need` bytes become free, and does it: what is to be evicted is dropped, as far as it may;
- * if anything is to be coded, the cache goes one level down its ladder (with the whole cache: a level is that of all
- * sequences) and tightens as many blocks, the oldest first, at most until `need` is reached. *freed (may be NULL) is
- * what that gave. blocks and actions are room for `capacity` blocks, as many as tkv_remat_blocks says. TKV_ERR_ARG
- * (too little room, or a number is none), TKV_ERR_STATE in an open step. */
+/* Asks tkv_remat_decide how to free `need` bytes, and carries it out. It discards blocks as far as allowed. If
+ * blocks are to be quantized, the whole cache goes one level down its ladder, because all sequences share the
+ * level. It then recodes at most that number of blocks, oldest first, until `need` bytes are free.
+ *   blocks, actions   work space for [capacity] blocks; see tkv_remat_blocks for the number
+ *   freed             (may be NULL) receives the bytes freed
+ * Errors: TKV_ERR_ARG (work space too small, or a bad number), TKV_ERR_STATE (a step is open). */
 TKV_API tkv_status tkv_remat_free(tkv_cache *kv, int seq, tkv_remat *r, float pressure, size_t need,
                                   tkv_remat_block *blocks, tkv_remat_action *actions, int capacity,
                                   size_t *freed);
 
-/* >>promotion by importance, at every step or now and then: the blocks of a layer that matter most come back from the
- * best source that there is, as with tkv_promote; a block matters as much as the token of it that matters most
- * (tkv_importance_of). Those that nobody has come back by compute, which is asked for all that is missing, front to
- * back, as much as remat has FLOPs for (tkv_recompute; its steps are lengths of the layer here). */
-typedef struct tkv_promotion { /* zeroed, then what is asked for; layers may share one, and then the limit */
-    tkv_importance_promotion by; /* by.cfg: threshold, limit, cool-down: .05, 8, 4 if they are 0 */
-    tkv_remat *remat;            /* NULL, as compute: what nobody has has no source */
+/* >>promotion by importance. A call, at every step or less often, restores the most important blocks of a layer
+ * from their best source, as tkv_promote does. The importance of a block is that of its most important token
+ * (tkv_importance_of). Discarded blocks are restored by `compute`, if it is given. It recomputes all discarded
+ * tokens front to back, within the FLOPs of remat (tkv_recompute). Its step is the length of the layer. */
+typedef struct tkv_promotion { /* fill with zeros, then set; layers that share one also share its limit per step */
+    tkv_importance_promotion by; /* by.cfg: threshold, limit per step, cool-down; 0: .05, 8, 4 */
+    tkv_remat *remat;            /* set both remat and compute, or neither: discarded blocks then have no source */
     tkv_compute compute;
     void *user;
-    /* of the last call, blocks that matter: */
-    int promoted;
-    int waiting;   /* for the limit, the cool-down, FLOPs, or because of an error */
-    int no_source; /* nothing better is kept */
+    /* results of the last call, in blocks above the threshold: */
+    int promoted;  /* restored */
+    int waiting;   /* not restored because of the limit, the cool-down, FLOPs or an error */
+    int no_source; /* without a better source */
 } tkv_promotion;
-/* A step is what happens at one length of the layer. A block has moved when it came back and when it was coded or
- * went outside, by hand or because of age or bytes. Age counts in hybrid's importance: with tau 64 what is younger
- * than 115 tokens is above the threshold by that alone, "accumulation" counts attention only. TKV_ERR_NO_SOURCE:
- * blocks matter, and of none of them anything better is kept; those that are exact do not count. TKV_ERR_CONFIG:
- * nothing is gathered (cfg.importance_every), or by.cfg; TKV_ERR_ARG; errors of tkv_promote and tkv_recompute: what
- * came before stays, and p says how much. In a full cache TKV_ERR_BUDGET is usual: nothing makes room for it.
- * O(tokens of the layer), and a fetch of each block that comes. */
+/* Promotes the most important blocks of a layer. All calls at one length of the layer are one step. The cool-down
+ * counts from a block's last move: its promotion, coding or offloading, for any reason. The importance of "hybrid"
+ * includes age: with tau 64, tokens younger than 115 are above the default threshold by age alone. "accumulation"
+ * counts attention only.
+ * Errors; earlier promotions stay, and p counts them:
+ *   TKV_ERR_NO_SOURCE   blocks above the threshold exist, but none has a better source (exact blocks do not count)
+ *   TKV_ERR_CONFIG      no scores are collected (cfg.importance_every), or by.cfg is wrong
+ *   TKV_ERR_BUDGET      usual in a full cache: nothing is reclaimed for a promotion, except to recompute
+ *   TKV_ERR_ARG, and errors of tkv_promote and tkv_recompute
+ * Cost: O(tokens of the layer), and a fetch per promoted block. */
 TKV_API tkv_status tkv_promote_by_importance(tkv_cache *kv, int seq, int layer, tkv_promotion *p);
 
-/* Walks every invariant: each block in one list, no slot used twice, positions without gaps,
- * tiers in order and by age, bytes adding up. O(blocks). `reason` as in tkv_config_validate. */
+/* Checks all invariants. Each block is in one list, and no slot is used twice. Positions have no gaps. Tiers are in
+ * order and follow age. Byte counts agree. `reason` and `size` as in tkv_config_validate.
+ * Errors: TKV_ERR_BROKEN, TKV_ERR_ARG. Cost: O(blocks). */
 TKV_API tkv_status tkv_check(const tkv_cache *kv, char *reason, size_t size);
 
-TKV_API const char *tkv_status_text(tkv_status s);
-/* The sentence of the last call that changes the cache, "" after a success; attend, read, reports leave none. */
+TKV_API const char *tkv_status_text(tkv_status s); /* a sentence about a status */
+/* Returns the error sentence of the last call that changes the cache; "" after a success. Attend, read and reports
+ * set no sentence. */
 TKV_API const char *tkv_last_error(const tkv_cache *kv);
-TKV_API int tkv_version(void);                     /* TKV_VERSION of the implementation that is linked */
-TKV_API const char *tkv_format_name(tkv_format f); /* "kivi4"; NULL if there is none */
+TKV_API int tkv_version(void);                     /* TKV_VERSION of the linked implementation */
+TKV_API const char *tkv_format_name(tkv_format f); /* such as "kivi4"; NULL if there is no such format */
 TKV_API tkv_format tkv_format_from_name(const char *name); /* TKV_FORMAT_DEFAULT if unknown */
-TKV_API int tkv_isa_available(tkv_isa isa);
-TKV_API const char *tkv_isa_name(tkv_isa isa);
-TKV_API tkv_isa tkv_isa_of(const tkv_cache *kv); /* the one it runs on */
+TKV_API int tkv_isa_available(tkv_isa isa);      /* 1: this machine and build can run it */
+TKV_API const char *tkv_isa_name(tkv_isa isa);   /* such as "avx2" */
+TKV_API tkv_isa tkv_isa_of(const tkv_cache *kv); /* the instruction set that the cache runs on */
 
-/* >>codec. The formats without a cache: one head's block of up to 64 tokens, as bytes that do not depend on
- * the machine. x is [n_tokens][head_dim] with `stride` floats between tokens (0: head_dim). Fill it with zeros first.
- * SQUAT formats know of no queries here and code as KIVI's. KVQUANT formats know no table: K has the ranges
- * of the block in its bytes, 32 bits per channel more than in a cache, and levels are those of a normal
- * distribution. */
-typedef struct tkv_codec {
+/* >>codec. The codec applies the formats without a cache. It codes up to 64 tokens of one head as a block of bytes.
+ * The bytes do not depend on the machine. SQUAT formats code as KIVI here, because no queries exist. KVQUANT
+ * formats have no learned table here. So coded K contains the ranges of its block, 32 bits per channel more than in
+ * a cache. The levels are those of a normal distribution. */
+typedef struct tkv_codec { /* fill with zeros first */
     tkv_format format;
     tkv_side side;
-    int head_dim;
-    int group_size;                       /* 64 or 32; 0: 64. Ignored by exact formats */
+    int head_dim;                         /* 1 to 256 */
+    int group_size;                       /* 64 or 32; 0: 64. Exact formats ignore it */
     int fit, rotate, center_k, subspaces; /* as in tkv_config */
-    int kvquant;                          /* the same */
-    tkv_rope rope; /* the same; tkv_encode and tkv_decode read it, and its frequencies */
-    int position;  /* of the first token, for rope; tkv_decode finds it in the bytes */
+    int kvquant;                          /* as in tkv_config */
+    tkv_rope rope; /* as in tkv_config; tkv_encode and tkv_decode also read its frequencies */
+    int position;  /* position of the first token, for rope; tkv_decode reads it from the bytes */
 } tkv_codec;
 TKV_API size_t
-tkv_encoded_size(const tkv_codec *c); /* bytes, metadata included; 0 if the codec is not valid */
+tkv_encoded_size(const tkv_codec *c); /* bytes of a block, metadata included; 0 if the codec is not valid */
 TKV_API double tkv_format_bits(
-    const tkv_codec *c); /* stored bits per value of a full block, everything included */
-/* Scalar code, the definition of the formats. dst and src need tkv_encoded_size bytes, any alignment.
- * TKV_ERR_ARG (a stride below head_dim or a short buffer included) or TKV_ERR_NONFINITE, nothing written then.
- * Any bytes decode to something: foreign ones are safe, not meaningful. Cost: O(64 * head_dim). */
+    const tkv_codec *c); /* bits per value of a full block, metadata included; 0 if not valid */
+/* Encode or decode a block. This scalar code defines the formats. Any bytes are safe to decode, but only encoded
+ * bytes give meaningful values.
+ *   x          [n_tokens][head_dim], with `stride` floats from a token to the next; stride 0: head_dim
+ *   n_tokens   1 to 64
+ *   dst, src   `size` bytes, at least tkv_encoded_size, of any alignment
+ * Errors, nothing written:
+ *   TKV_ERR_ARG         a bad codec or number, a stride below head_dim, or a short buffer
+ *   TKV_ERR_NONFINITE   tkv_encode: a value is not finite
+ * Cost: O(64 * head_dim). */
 TKV_API tkv_status tkv_encode(const tkv_codec *c, const float *x, ptrdiff_t stride, int n_tokens, void *dst,
                               size_t size);
 TKV_API tkv_status tkv_decode(const tkv_codec *c, const void *src, size_t size, int n_tokens, float *x,
                               ptrdiff_t stride);
 
-/* >>ages and presets. The tier that a token of this age is due for, by the lengths of cfg (NULL: the defaults): hot
- * below hot_tokens, warm for warm_tokens more, then archive. The newest token has age 0. A pure function: blocks move
- * whole and before an append, so a token of a cache can be some 64 ages late (tkv_tier_of), and sinks stay. */
+/* >>ages and presets. Returns the tier for an age by the lengths of cfg (NULL: defaults). It is hot below
+ * hot_tokens, warm for warm_tokens more, then archive. The newest token has age 0. This is a pure function. In a
+ * cache, whole blocks move, before an append. So a token can change its tier about 64 ages later (tkv_tier_of), and
+ * sinks stay hot. */
 TKV_API tkv_tier tkv_tier_for_age(const tkv_config *cfg, int age);
-/* More plans for tkv_config_preset, of other designs, by their names. Hot and warm tokens and bits are theirs, keys
- * coded as KIVI's and SQuat's papers have them; all other fields of theirs are not ours to set or not mapped:
- *   adr               64 + 448, KIVI4, then as "by-context", cfg.rope included (RuvLLM's ADR-004; its quality target:
- *                     not mapped)
+/* More presets for tkv_config_preset, named as in other designs. Hot tokens, warm tokens and bits are those of the
+ * designs. Keys are coded as in the papers of KIVI and SQuat. No other field of the designs is mapped.
+ * Each row gives hot + warm tokens, the warm format, the archive formats, and remarks:
+ *   adr               64 + 448, KIVI4, then as "by-context", cfg.rope included (RuvLLM's ADR-004; its quality
+ *                     target is not mapped)
  *   small             32 + 224, KIVI4, KIVI2
  *   long_context      64 + 960, KIVI4, KIVI2
- *   large_context     128 + 896, KIVI4, SQUAT2 and KIVI2 (its four subspaces and rematerialization: not mapped)
- *   extreme_context   256 + 1792, KIVI4, KVQUANT3 (give it cfg.rope; rematerialization: not mapped)
- *   memory_optimized  32 + 224, KIVI4, KIVI2 (lengths stay as they are in both)
- *   akv               1024 + 2048, KIVI4, KIVI2 (akv-cache; its importance, promotion and host memory: not mapped)
- *   akv_quality       2048 + 2048, KIVI4, KIVI2 ("quality" is a plan of this library)
- *   aggressive        512 + 4096, KIVI2, KIVI2 (of pressure, there is tkv_policy_profile)
- *   k4v4 k3v3 k2v2    256, 128, 64 exact, then 4, 3, 2 bits (akv's AKVCache: quality, balanced, compact; its
- *                     Hadamard rotation and protected layers: not mapped)
- *   k4v3 k4v2         128 exact, then keys in 4 bits, values in 3, 2 (the same) */
+ *   large_context     128 + 896, KIVI4, SQUAT2 and KIVI2 (its four subspaces and rematerialization are not mapped)
+ *   extreme_context   256 + 1792, KIVI4, KVQUANT3 (set cfg.rope; rematerialization is not mapped)
+ *   memory_optimized  32 + 224, KIVI4, KIVI2 (the lengths are fixed, as in the original)
+ *   akv               1024 + 2048, KIVI4, KIVI2 (akv-cache; importance, promotion and host memory are not mapped)
+ *   akv_quality       2048 + 2048, KIVI4, KIVI2 (named so because "quality" is a preset of this library)
+ *   aggressive        512 + 4096, KIVI2, KIVI2 (tkv_policy_profile has a pressure profile of this name)
+ *   k4v4 k3v3 k2v2    256, 128, 64 exact, then 4, 3, 2 bits (akv's AKVCache: quality, balanced, compact; Hadamard
+ *                     rotation and protected layers are not mapped)
+ *   k4v3 k4v2         128 exact, then keys in 4 bits and values in 3 or 2 bits (also AKVCache) */
 
-/* >>texts. A config as lines `key = value` with comments from # on, or as one flat object of JSON (a text that begins
- * with a brace). Keys are the names of the fields: n_layers, rope.dim, layers[3].window (of layers 0 to 5:
- * layers[0-5].window). Lengths can be none and all, switches false and true, formats a30/r20 or, for both sides, one
- * name; bits are names with + between them, as fit = clip+norm. `preset` is a name for tkv_config_preset: it counts
- * as if it stood before all keys but max_tokens. The text may be any bytes. TKV_NO_REPORTS leaves all of these out.
- * */
-/* Memory of the caller's for what a config points to; it must live as long as that is used. */
+/* >>texts. A config as text has one of two forms: lines `key = value`, or one flat JSON object. A text that begins
+ * with a brace is JSON. In lines, # begins a comment. Keys are names of fields. The text may be any bytes.
+ *   key       n_layers, rope.dim, layers[3].window; for layers 0 to 5: layers[0-5].window
+ *   length    a number, none or all
+ *   switch    false or true
+ *   formats   a30/r20 for K and V, or one name for both
+ *   bits      names joined by +, such as fit = clip+norm
+ *   preset    a name for tkv_config_preset; applied before all keys except max_tokens
+ * The macro TKV_NO_REPORTS removes all functions of this section. */
+/* Memory of the caller for the arrays of a parsed config. It must live as long as the config uses them. */
 typedef struct tkv_config_room {
     tkv_layer_config *layers;
-    int n_layers; /* room of layers: as many as the config has */
+    int n_layers; /* entries of layers: at least those of the config */
     tkv_level *ladder;
-    int n_levels; /* the same */
+    int n_levels; /* entries of ladder: at least the levels of the config */
     float *frequencies;
-    int n_frequencies; /* of rope.frequencies: rope.dim / 2 */
+    int n_frequencies; /* entries of frequencies, for rope.frequencies: at least rope.dim / 2 */
 } tkv_config_room;
-/* Fields that the text names; the others stay (begin with zeros). room (NULL: none) is used where the text has layers
- * or levels, which then are all that cfg has, or rope.frequencies. TKV_ERR_CONFIG: an unknown key, a bad value, a key
- * twice, no room; `reason` (may be NULL) gets the line and what would be right, cfg and the memory of room stay as
- * they were. Whether the whole is right, tkv_config_validate says. 10 KB of stack. Cost: O(size), three times. */
+/* Reads a config from a text and sets the fields named there. Other fields stay, so begin with zeros. Use
+ * tkv_config_validate to check the whole config.
+ *   room     (may be NULL) memory for layers, levels or rope.frequencies of the text; they replace those of cfg
+ *   reason   (may be NULL) receives the line and what would be correct
+ * Errors, cfg and room unchanged:
+ *   TKV_ERR_CONFIG   an unknown key, a bad value, a key twice, or room is too small
+ *   TKV_ERR_ARG      a pointer is missing
+ * Cost: O(size), three times; 10 KB of stack. */
 TKV_API tkv_status tkv_config_parse(tkv_config *cfg, const tkv_config_room *room, const char *text,
                                     size_t size, char *reason, size_t reason_size);
-/* The fields that are not 0, as lines or (json 1) as JSON, with a final zero: tkv_config_parse makes the same config of
- * it. Allocator, parallel_for and canaries are no text. *needed (may be NULL) is the room for all of it; buf NULL
- * asks for that alone. TKV_ERR_ARG: too little room, nothing written. TKV_ERR_CONFIG: a field has no text (NaN, no
- * such format). */
+/* Writes the fields that are not 0, with a final zero. tkv_config_parse restores the same config. Allocator,
+ * parallel_for and canaries have no text.
+ *   json     0: lines; 1: JSON
+ *   buf      [size] bytes; NULL only counts
+ *   needed   (may be NULL) receives the bytes needed, final zero included
+ * Errors:
+ *   TKV_ERR_ARG      buf is too small; nothing is written
+ *   TKV_ERR_CONFIG   a field has no text (NaN, or no such format) */
 TKV_API tkv_status tkv_config_print(const tkv_config *cfg, int json, char *buf, size_t size, size_t *needed);
-/* The same of a policy: threshold (a list), hysteresis, alpha, min_level, max_level, and `profile` (tkv_policy_profile)
- * in the place of `preset`. */
+/* Read and write a tkv_policy_config, as tkv_config_parse and tkv_config_print. Keys: threshold (a list),
+ * hysteresis, alpha, min_level, max_level, and `profile` (tkv_policy_profile) instead of `preset`. */
 TKV_API tkv_status tkv_policy_parse(tkv_policy_config *cfg, const char *text, size_t size, char *reason,
                                     size_t reason_size);
 TKV_API tkv_status tkv_policy_print(const tkv_policy_config *cfg, int json, char *buf, size_t size,
                                     size_t *needed);
-/* Creates a cache from a text (see tkv_config_parse). host: NULL, or a config whose fields hold where the text says
- * nothing, such as allocator, parallel_for, spill and on_event. Layers, ladder and frequencies need no room of the
- * caller's: the allocator gives it for the time of the call. Errors as tkv_create_ex; *out stays as it was, and
- * `reason` (may be NULL) gets a sentence, which begins with the line that is wrong. Cost: O(size), five times, and
- * tkv_create. */
+/* Creates a cache from a text (see tkv_config_parse). The caller needs no tkv_config_room: the memory for layers
+ * comes from the allocator for the time of the call.
+ *   host     NULL, or a config for fields not in the text, such as allocator, parallel_for, spill and on_event
+ *   reason   (may be NULL) receives a sentence that begins with the wrong line
+ * Errors, *out unchanged: as tkv_create_ex and tkv_config_parse.
+ * Cost: O(size), five times, and tkv_create. */
 TKV_API tkv_status tkv_create_from_text(const char *text, size_t size, const tkv_config *host,
                                         tkv_cache **out, char *reason, size_t reason_size);
-/* What the cache is and holds, as one object of JSON: version, config (with defaults, as tkv_config_parse reads it),
- * formats of each layer's tiers, lengths and tokens per tier of each sequence that exists (arrays over layers; null:
- * a layer without a cache of its own), then figures: memory, tokens, sequences, quality (null without a meter). buf,
- * size and needed as in tkv_config_print. O(blocks), twice. */
+/* Writes a report of the cache as one JSON object. `buf`, `size` and `needed` as in tkv_config_print. It contains:
+ *   version, isa, and the config with defaults, readable by tkv_config_parse
+ *   formats of each layer's tiers
+ *   for each existing sequence: lengths and tokens per tier, as arrays over layers (null: no cache of its own)
+ *   figures: memory, tokens, sequences, quality (null without a meter)
+ * Errors: TKV_ERR_ARG. Cost: O(blocks), twice. */
 TKV_API tkv_status tkv_state_json(const tkv_cache *kv, char *buf, size_t size, size_t *needed);
-/* The same figures in Prometheus' text format, version 0.0.4. labels (NULL: none) go to every line: name=value,
- * name=value; values are UTF-8, escaped here, a comma or backslash in one stands after a backslash. TKV_ERR_ARG: bad
- * labels (part, tier, version and isa are taken). */
+/* Writes the same figures in Prometheus text format, version 0.0.4. `buf`, `size` and `needed` as in
+ * tkv_config_print.
+ *   labels   NULL, or labels for every line: name=value, name=value. Values are UTF-8; the function escapes them.
+ *            Write a backslash before a comma or backslash in a value.
+ * Errors: TKV_ERR_ARG   bad labels (part, tier, version and isa are reserved), or buf is too small */
 TKV_API tkv_status tkv_format_prometheus(const tkv_cache *kv, const char *labels, char *buf, size_t size,
                                          size_t *needed);
 
@@ -1795,8 +2091,8 @@ static TKVI_NOINLINE void tkvi_multiplied(float *dst, const float *x, const floa
     for (i = 0; i < n; i++) dst[i] = tkvi_f32(x[i] * y[i]);
 }
 
-/* >>float fields of configs: 0 is the default, TKV_ZERO is 0. By bits, whatever the flags. A field keeps TKV_ZERO when
- * its config is filled, so that a filled config can be filled again. */
+/* >>float fields of configs: 0 is the default, TKV_ZERO is 0. By bits, whatever the flags. A field keeps TKV_ZERO
+ * when its config is filled, so that a filled config can be filled again. */
 static int tkvi_is_named_zero(float x) { return tkvi_bits(x) == tkvi_bits(TKV_ZERO); }
 
 static float tkvi_or(float x, float other) { return (tkvi_bits(x) & 0x7fffffffu) == 0 ? other : x; }
@@ -2038,8 +2334,8 @@ static void tkvi_unlock(int *lock) {
 #endif /* TKVI_CORE_BASE_H */
 /* ======== core/checksum.h ======== */
 /*
- * core/checksum.h - checksums of bytes that leave the library and come back: XXH64 for blocks in a store, FNV-1a for
- * calibrations and threshold texts of version 1. May call base.
+ * core/checksum.h - checksums of bytes that leave the library and come back: XXH64 for blocks in a store, FNV-1a
+ * for calibrations and threshold texts of version 1. May call base.
  *
  * Both protect against accidents: failing media, truncated files, mixed-up blocks. Neither protects against an
  * attacker who can write to the store, because anyone can compute them.
@@ -2163,7 +2459,8 @@ TKVI_FN int tkvi_log_code(float s, int top) {
     return code < 1 ? 1 : code > 255 ? 255 : code;
 }
 
-/* A top that has room for a largest scale `most`, with two octaves to spare. Tokens that are all zero say nothing. */
+/* A top that has room for a largest scale `most`, with two octaves to spare. Tokens that are all zero say nothing.
+ * */
 static int tkvi_log_top(float most) {
     int top = most > 0.0f ? (int)(tkvi_bits(most) >> 23) - 127 + 3 : TKVI_LOG_TOP_ALIKE;
     return top < -TKVI_LOG_TOP ? -TKVI_LOG_TOP : top > TKVI_LOG_TOP ? TKVI_LOG_TOP : top;
@@ -2508,8 +2805,8 @@ TKVI_FN void tkvi_store8(uint8_t *p, uint64_t x) { memcpy(TKVI_EIGHT(p), &x, 8);
 
 #define TKVI_EACH_BYTE(b) ((uint64_t)(b)*0x0101010101010101u)
 
-/* Bits `shift` and up of the codes, `bits` of them, as vectors of 64 bytes with 8 / bits planes each; bytes `from` to
- * `end` of each vector, multiples of 8, as in all that follows. */
+/* Bits `shift` and up of the codes, `bits` of them, as vectors of 64 bytes with 8 / bits planes each; bytes `from`
+ * to `end` of each vector, multiples of 8, as in all that follows. */
 TKVI_FN void tkvi_pack_planes(uint8_t *dst, const uint8_t *code, int bits, int shift, int from, int end) {
     int per = 8 / bits, v, k, j;
     uint64_t mask = TKVI_EACH_BYTE((1 << bits) - 1);
@@ -2689,7 +2986,8 @@ TKVI_FN int tkvi_cut_code(int u, int cut, int by, int top) {
     return tkvi_min((twice + 1) / 2, top);
 }
 
-/* n^2 times the covariance of a and b, from their sums and that of their products (the variance, if they are one). */
+/* n^2 times the covariance of a and b, from their sums and that of their products (the variance, if they are one).
+ * */
 TKVI_FN float tkvi_covariance(int64_t n, int64_t sum_a, int64_t sum_b, int64_t products) {
     return tkvi_f32((float)(n * products - sum_a * sum_b));
 }
@@ -2966,8 +3264,8 @@ static void tkvi_book_make(int64_t *count, int bits, int uniform, tkvi_book *boo
  * core/allocate.h - who gets the bits: heads of a layer share its bytes, channels of a head share the head's.
  *
  * Greedy reverse water-filling: the next bit goes where it saves most, until the budget is spent. What a bit saves
- * is weight * (D(b) - D(b + 1)), D the error of a unit Gaussian at b bits; here everything is the logarithm of that,
- * in integers of 1/32 octave, so that the same table comes out on every machine. Gains fall along a channel's
+ * is weight * (D(b) - D(b + 1)), D the error of a unit Gaussian at b bits; here everything is the logarithm of
+ * that, in integers of 1/32 octave, so that the same table comes out on every machine. Gains fall along a channel's
  * bits and along the sorted channels, so "all steps that save more than a level" is what greedy would take: the
  * level is found by halving, whatever the number of heads.
  *
@@ -3143,12 +3441,12 @@ static int64_t tkvi_budget_v(int64_t heads, int quarters, int pad) {
  *   1. write its scalar code in a file format_NAME.h: the functions of tkvi_codec (below) for each side
  *      it can store, with the bytes drawn at the top;
  *   2. add its name to tkv_format in api.h and one line to the table in formats/table.h.
- * Nothing else has to know it: sizes, demotion, reading, attention and the tests go through the table. A format whose
- * codes are tiles (core/tile.h) runs on the integer kernels of every instruction set as it is, whatever its widths,
- * channel order and level table; only `meta` is its own. One that is stored as TKVI_AS_DECODED needs layout, encode
- * and decode and nothing more: attention decodes 16 tokens at a time; on x86 those with rows of codes and a table of
- * levels can be read by vectors, if kernels/decode_x86.h knows where they are. If each token has a grid and a scale,
- * formats/token.h has all three.
+ * Nothing else has to know it: sizes, demotion, reading, attention and the tests go through the table. A format
+ * whose codes are tiles (core/tile.h) runs on the integer kernels of every instruction set as it is, whatever its
+ * widths, channel order and level table; only `meta` is its own. One that is stored as TKVI_AS_DECODED needs
+ * layout, encode and decode and nothing more: attention decodes 16 tokens at a time; on x86 those with rows of
+ * codes and a table of levels can be read by vectors, if kernels/decode_x86.h knows where they are. If each token
+ * has a grid and a scale, formats/token.h has all three.
  *
  * A side in memory: codes (a multiple of 64 bytes), then metadata, padded to 64 bytes. A record is the K
  * side, then the V side, of one head. May call tile and base.
@@ -3992,9 +4290,9 @@ static void tkvi_subspace_decode(const tkvi_side *s, const tkvi_simd_ops *help, 
  *
  * Encoding a column: the residuals x - mean are cut to 12 bits between their smallest and largest, from then on
  * all sums are integers and the same on every machine. Several ranges are tried; the codes that correlate best with
- * the values win. The scale is then set so that decoded values are unbiased, cov(x^, x) = var(x), or, where a channel
- * has one bit, so that the variances agree; a scale of least squares or of the range would tilt the softmax between
- * this tier and the exact ones (bench/LOG.md). The offset puts the mean where it was.
+ * the values win. The scale is then set so that decoded values are unbiased, cov(x^, x) = var(x), or, where a
+ * channel has one bit, so that the variances agree; a scale of least squares or of the range would tilt the softmax
+ * between this tier and the exact ones (bench/LOG.md). The offset puts the mean where it was.
  *
  * Step by step, floats unless it says double, each operation rounded; n tokens, top = 2^bits - 1:
  *   1. x - mean, cut to +-1e30; low and high are its ends; step = (high - low) / 4096, 0 if not above 1e-36;
@@ -4193,8 +4491,8 @@ static void tkvi_finalize_scales_scalar(tkvi_columns *c, int top) {
     }
 }
 
-/* Recoding a column whose mean is so far from the static one that only a larger scale lets the offset reach it: that
- * scale's byte and the first offset, codes, the offset that they have. */
+/* Recoding a column whose mean is so far from the static one that only a larger scale lets the offset reach it:
+ * that scale's byte and the first offset, codes, the offset that they have. */
 TKVI_FN int tkvi_a_far(const tkvi_column *c, int log, int top, int *offset) {
     double mean = tkvi_a_mean(c), size = mean < 0.0 ? -mean : mean, unit = (double)tkvi_a_unit[c->width];
     log = tkvi_max(log, tkvi_log_code(tkvi_f32((float)tkvi_f64(size * unit / 120.0)), top));
@@ -4319,8 +4617,8 @@ static void tkvi_a_meta(const tkvi_side *s, const uint8_t *src, const tkvi_simd_
  *
  * Max (IRE Trans. IT 6, 1960) for the steps; the eight points are the Lloyd-Max quantizer of a Gaussian pair
  * (mean square error .201 of the variance; the two-bit grid has .119). The scale is that of an unbiased norm:
- * |y|^2 / <y, grid point>, one logarithmic byte (core/log_scale.h), 0 for a token of zeros. Attention sums up rotated
- * values and turns the sum back, once per head.
+ * |y|^2 / <y, grid point>, one logarithmic byte (core/log_scale.h), 0 for a token of zeros. Attention sums up
+ * rotated values and turns the sum back, once per head.
  *
  * The heads of a layer share its bits (core/allocate.h): the number in the name is the average. All after the
  * rotation is in integers (12 bits of a token's largest value).
@@ -5388,9 +5686,9 @@ TKVI_EXACT_KERNEL_(bf16)
 
 /* >>tiles */
 /* What a rounded weight's error meets: the variance of codes in units of the format's own error, by width. First of
- * grids that cut off what is rare (A; R, whose values are normal), then of ranges from smallest to largest: there one
- * large key in a block has all its codes at the ends, and exactly; 4 bits, of V alone, between that (340) and normal
- * values (125). Pairs of R15 are like a code of 1.5 bits. */
+ * grids that cut off what is rare (A; R, whose values are normal), then of ranges from smallest to largest: there
+ * one large key in a block has all its codes at the ends, and exactly; 4 bits, of V alone, between that (340) and
+ * normal values (125). Pairs of R15 are like a code of 1.5 bits. */
 static const float tkvi_spread[2][TKVI_WIDE] = {{0.0f, 3.0f, 9.0f, 30.0f, 90.0f},
                                                 {0.0f, 3.0f, 14.0f, 74.0f, 250.0f}};
 
@@ -5419,8 +5717,8 @@ static float tkvi_coarse_v(const tkvi_side *s, int width) {
 }
 
 /* Would one plane, of weights up to `top`, add more than a tenth of the format's own error in the root mean square?
- * Rounding errs by step^2 spread / 12 a weight, step = most / top, the format by w^2. The rule bounds an expectation:
- * one row can err twice as much. */
+ * Rounding errs by step^2 spread / 12 a weight, step = most / top, the format by w^2. The rule bounds an
+ * expectation: one row can err twice as much. */
 #define TKVI_MAY_ERR(top) (0.09f * (float)(top) * (float)(top))
 #define TKVI_NEEDS_TWO(coarse, most, squares, top)                                                           \
     ((coarse) * (most) * (most) > TKVI_MAY_ERR(top) * (squares))
@@ -5758,7 +6056,8 @@ typedef struct tkvi_folding {
 } tkvi_folding;
 
 /* What sums of one plane's products say: of row r  step * (sum w code - base) + rest.  base is half of
- * sum w centre2; rest has the other half of an odd one, and in the first plane  sum x (zero - ref + centre scale). */
+ * sum w centre2; rest has the other half of an odd one, and in the first plane  sum x (zero - ref + centre scale).
+ * */
 typedef struct tkvi_fold {
     float step[TKVI_ROWS], rest[TKVI_ROWS];
     int32_t base[TKVI_ROWS];
@@ -5940,10 +6239,10 @@ static void tkvi_tiles_v(const tkvi_steps *v, const tkvi_side *s, const uint8_t 
 #endif /* TKVI_KERNELS_X86_H */
 /* ======== kernels/decode_x86.h ======== */
 /*
- * kernels/decode_x86.h - TKVI_AS_DECODED formats for attention on x86: codes become levels in registers, between the
- * load and the products. This file has what is the same with any vectors: where codes, levels and scales of a
- * side are, and what is done to the query instead of to each token. kernels/avx2.h and kernels/avx512.h have
- * the products. Calls kernels/x86.h.
+ * kernels/decode_x86.h - TKVI_AS_DECODED formats for attention on x86: codes become levels in registers, between
+ * the load and the products. This file has what is the same with any vectors: where codes, levels and scales of a
+ * side are, and what is done to the query instead of to each token. kernels/avx2.h and kernels/avx512.h have the
+ * products. Calls kernels/x86.h.
  *
  *     x[c] = level[code[c]] * by + plus     by, plus: of each channel (keys of KVQUANT), or of each token and
  *                                           2^shift channels (the rest)
@@ -6214,8 +6513,8 @@ static TKVI_TARGET_AVX2 void tkvi_outliers_v(const tkvi_reading *r, const float 
 /* ======== kernels/transpose_x86.h ======== */
 /*
  * kernels/transpose_x86.h - the rotation of core/rotate.h by vectors, in registers and with the scalar code's bits.
- * Encoders turn (kernels/avx2.h, kernels/avx512.h), decoding turns back (kernels/values_x86.h). A lane is a channel;
- * 16 channels and more. Calls kernels/x86.h.
+ * Encoders turn (kernels/avx2.h, kernels/avx512.h), decoding turns back (kernels/values_x86.h). A lane is a
+ * channel; 16 channels and more. Calls kernels/x86.h.
  */
 #ifndef TKVI_KERNELS_TRANSPOSE_X86_H
 #define TKVI_KERNELS_TRANSPOSE_X86_H
@@ -6223,7 +6522,8 @@ static TKVI_TARGET_AVX2 void tkvi_outliers_v(const tkvi_reading *r, const float 
 
 #ifdef TKVI_X86
 
-/* Intrinsics of sums are plain sums to gcc: -ffast-math takes those of several stages apart. Not what this names. */
+/* Intrinsics of sums are plain sums to gcc: -ffast-math takes those of several stages apart. Not what this names.
+ * */
 #if defined(__GNUC__) || defined(__clang__)
 #define TKVI_AS_IT_IS(x) __asm__("" : "+v"(x))
 #else
@@ -6945,8 +7245,8 @@ static void tkvi_tile_values_avx512(const tkvi_side *s, const tkvi_simd_ops *hel
 #endif /* TKVI_KERNELS_VALUES_X86_H */
 /* ======== kernels/groups_x86.h ======== */
 /*
- * kernels/groups_x86.h - the groups of KIVI (formats/kivi.h) by AVX2: codes, scales and zeros with the scalar code's
- * bytes. K: a lane is a channel. V: four tokens together, whose codes share 32 bits of a tile. Calls
+ * kernels/groups_x86.h - the groups of KIVI (formats/kivi.h) by AVX2: codes, scales and zeros with the scalar
+ * code's bytes. K: a lane is a channel. V: four tokens together, whose codes share 32 bits of a tile. Calls
  * kernels/values_x86.h.
  */
 #ifndef TKVI_KERNELS_GROUPS_X86_H
@@ -8249,9 +8549,9 @@ TKVI_FLAT_AVX2 void tkvi_answer_avx2(const tkvi_products *d, const tkvi_fold *f,
 
 /* The products of one step: codes c (of 4 channels or tokens) by weights u, codes e (of the next 4) by
  * weights v; c[0] and e[0] add to accumulator a, c[1] and e[1] to b. Two pairs fit 16 bits: 4 * 127 * 63, and with
- * the weights of V, which are the unsigned operand, 4 * 255 * 15. With a table, levels are the signed operand and the
- * size of a weight the unsigned one, 2 * 127 * 127: each pair of products goes to 32 bits by itself. `unit` is 1, or
- * 16 for the high nibbles of 8-bit codes. */
+ * the weights of V, which are the unsigned operand, 4 * 255 * 15. With a table, levels are the signed operand and
+ * the size of a weight the unsigned one, 2 * 127 * 127: each pair of products goes to 32 bits by itself. `unit` is
+ * 1, or 16 for the high nibbles of 8-bit codes. */
 TKVI_FLAT_AVX2 __m256i tkvi_two_avx2(const int v_side, __m256i c, __m256i u, __m256i e, __m256i v,
                                      __m256i unit) {
     const __m256i x = v_side ? _mm256_maddubs_epi16(u, c) : _mm256_maddubs_epi16(c, u);
@@ -8353,8 +8653,8 @@ TKVI_DOT_K4_(4, TKVI_COMMON4_)
 #undef TKVI_COMMON4_
 #undef TKVI_PAIRS4_
 
-/* V: lanes are channels 0 .. 7 and 8 .. 15 of one slab, which starts `skip` tiles on and whose answers go to out[at];
- * `upper`: of the second channels of pairs. */
+/* V: lanes are channels 0 .. 7 and 8 .. 15 of one slab, which starts `skip` tiles on and whose answers go to
+ * out[at]; `upper`: of the second channels of pairs. */
 TKVI_FLAT_AVX2 void tkvi_dot_vs_avx2(tkvi_products *d, int skip, int upper, int at, const int width,
                                      const int8_t *levels, const int nw) {
     const int n = d->n, has_half = tkvi_has_half[width], bytes = tkvi_wide_bytes[width];
@@ -8469,7 +8769,8 @@ static const tkvi_kernels tkvi_kernels_avx2 = {
 #endif /* TKVI_KERNELS_AVX2_H */
 /* ======== kernels/avx512.h ======== */
 /*
- * kernels/avx512.h - the kernels of kernels/scalar.h for AVX-512 F, BW, DQ, VL and VNNI (Ice Lake, Zen 4 and later).
+ * kernels/avx512.h - the kernels of kernels/scalar.h for AVX-512 F, BW, DQ, VL and VNNI (Ice Lake, Zen 4 and
+ * later).
  *
  * Two shapes do the work.
  *   Integers: two vectors of codes x up to 8 weight rows = 16 accumulators in registers. vpdpbusd multiplies
@@ -9045,8 +9346,8 @@ TKVI_FLAT_AVX512 void tkvi_apart_of_avx512(const tkvi_reading *r, tkvi_apart_avx
     a->level = _mm512_load_ps(r->level);
 }
 
-/* 16 levels; those of a vector that is not whole end in rubbish. Which of the kinds of whole bytes it is, is asked each
- * time: the branch goes the same way all the time. */
+/* 16 levels; those of a vector that is not whole end in rubbish. Which of the kinds of whole bytes it is, is asked
+ * each time: the branch goes the same way all the time. */
 TKVI_FLAT_AVX512 __m512 tkvi_level_avx512(tkvi_code_kind kind, const uint8_t *p, const tkvi_apart_avx512 *a,
                                           const int k) {
     const __m128i bytes = _mm_loadu_si128((const __m128i *)(const void *)p);
@@ -9682,8 +9983,8 @@ TKVI_FLAT_AVX512 void tkvi_dot_slabs_avx512(tkvi_products *d, int slab, const in
 #undef TKVI_MAC_
 #undef TKVI_SAVE_
 
-/* What is seldom met (1, 5, 6 bits; one table): four rows, however many there are, and nothing constant, as each kind
- * takes a compiler its time. */
+/* What is seldom met (1, 5, 6 bits; one table): four rows, however many there are, and nothing constant, as each
+ * kind takes a compiler its time. */
 static TKVI_TARGET_AVX512 void tkvi_dot_seldom_avx512(tkvi_products *d) {
     int i;
     for (i = 0; i < d->slabs; i += 2)
@@ -9800,8 +10101,8 @@ static const tkvi_kernels tkvi_kernels_avx512 = {
 #endif /* TKVI_KERNELS_AVX512_H */
 /* ======== kernels/neon.h ======== */
 /*
- * kernels/neon.h - the pieces of kernels/vectors_128.h for NEON on AArch64, little-endian. Products of bytes are one
- * instruction (sdot) where the compiler is told of it: -march=armv8.2-a+dotprod, -mcpu=native, Apple's default.
+ * kernels/neon.h - the pieces of kernels/vectors_128.h for NEON on AArch64, little-endian. Products of bytes are
+ * one instruction (sdot) where the compiler is told of it: -march=armv8.2-a+dotprod, -mcpu=native, Apple's default.
  *
  * Weights are bytes, a row of them for each plane. Four neighbours of four rows are one vector, `quad`; sdot
  * picks the row by its lane.
@@ -10899,9 +11200,9 @@ TKV_API const char *tkv_isa_name(tkv_isa isa) {
  * kernels/prefill.h - attention of many query rows at once, as a prompt brings them: what it asks of an instruction
  * set.
  *
- * kernels/scalar.h reads a record for 8 rows, lanes being tokens or channels, and then folds scales into rows, rounds
- * and sums them across vectors. Here lanes are query rows, 16 to a vector: nothing is summed across a vector, and
- * codes are unpacked to bytes once for all lanes, then broadcast, four neighbours at a time:
+ * kernels/scalar.h reads a record for 8 rows, lanes being tokens or channels, and then folds scales into rows,
+ * rounds and sums them across vectors. Here lanes are query rows, 16 to a vector: nothing is summed across a
+ * vector, and codes are unpacked to bytes once for all lanes, then broadcast, four neighbours at a time:
  *
  *     scores[token][lanes]  = sum over tiles   of  weights[tile][lanes] . code[tile][token]
  *     out[channel][lanes]  += sum over quads   of  p[quad of tokens][lanes] . code[quad][channel]
@@ -10994,9 +11295,9 @@ TKVI_FLAT_AVX512 void tkvi_prefill_out_avx512(__m512i sum, const float *by, cons
     _mm512_storeu_ps(out, _mm512_fmadd_ps(_mm512_cvtepi32_ps(sum), _mm512_loadu_ps(by), from));
 }
 
-/* Accumulator j of row vector a or b: a named variable each, in a function with one loop. Compilers then keep them in
- * registers; gcc 12 has two copies of each, as it converts them to lanes of 32 bits in the loop, if it can see that
- * they will be such. */
+/* Accumulator j of row vector a or b: a named variable each, in a function with one loop. Compilers then keep them
+ * in registers; gcc 12 has two copies of each, as it converts them to lanes of 32 bits in the loop, if it can see
+ * that they will be such. */
 #define TKVI_HIDE_(j) __asm__("" : "+v"(a##j), "+v"(b##j));
 #define TKVI_FROM_(j) __m512i a##j = _mm512_setzero_si512(), b##j = a##j;
 #define TKVI_MAC_(j)                                                                                         \
@@ -11196,7 +11497,8 @@ static void tkvi_prefill_values_avx512(const tkvi_prefill_fold *f, int lanes, in
     }
 }
 
-/* Codes lie around `middle` / 2: takes that off, for the sums of weights, or of weights times middle, in each plane. */
+/* Codes lie around `middle` / 2: takes that off, for the sums of weights, or of weights times middle, in each
+ * plane. */
 TKVI_FLAT_AVX512 __m512 tkvi_prefill_less_avx512(__m512 rest, const tkvi_prefill_fold *f, int v,
                                                  const __m512i *sum, float half) {
     int plane;
@@ -11217,8 +11519,8 @@ typedef struct tkvi_prefill_keys {
 } tkvi_prefill_keys;
 
 /* K's weights are made in integers of 16 bits, two to a multiplication of floats: q folded with the scales of an
- * earlier block, times scale over that scale (1 is 16384). Rows 4 l, 4 l + 1 of 16 stand in quarter l of the first of
- * two vectors, 4 l + 2 and 4 l + 3 in the second, four channels each: packed to bytes they are in order. */
+ * earlier block, times scale over that scale (1 is 16384). Rows 4 l, 4 l + 1 of 16 stand in quarter l of the first
+ * of two vectors, 4 l + 2 and 4 l + 3 in the second, four channels each: packed to bytes they are in order. */
 enum { TKVI_PREFILL_ONE = 16384, TKVI_PREFILL_LEAST = TKVI_PREFILL_ONE / 16 };
 
 /* Scales of this block over those of the other one; 0 if that one was too different. */
@@ -11653,7 +11955,8 @@ static TKVI_TARGET_AVX512 void tkvi_prefill_tiles_v_avx512(const tkvi_side *s, c
 
 /* >>all */
 #define TKVI_LOG2E 1.44269502f
-/* exp(s - m), m being multiplied by log2 e already; 0 below -87. As tkvi_exp_avx512, with less for the multipliers. */
+/* exp(s - m), m being multiplied by log2 e already; 0 below -87. As tkvi_exp_avx512, with less for the multipliers.
+ * */
 TKVI_FLAT_AVX512 __m512 tkvi_prefill_exp_avx512(__m512 s, __m512 m) {
     const __m512 x = _mm512_fmsub_ps(s, _mm512_set1_ps(TKVI_LOG2E), m);
     const __m512 n = _mm512_cvtepi32_ps(_mm512_cvtps_epi32(x)); /* vrndscaleps: the same */
@@ -11835,15 +12138,15 @@ static const tkvi_prefill *tkvi_prefill_of(tkv_isa isa) {
 #endif /* TKVI_KERNELS_PREFILL_AVX512_H */
 /* ======== rules/pressure.h ======== */
 /*
- * rules/pressure.h - the pressure controller: from a stream of pressures (bytes held over bytes allowed) to a level
- * of an ordered ladder, 0 the loosest. It owns no memory and knows no cache.
+ * rules/pressure.h - the pressure controller. It turns a stream of pressures (bytes held / bytes allowed) into a
+ * level of an ordered ladder; level 0 is the loosest. It allocates nothing and uses no cache.
  *
- *     pressure     .5 .7 .9 1. 1. .9 .6 .3        each observation moves the average by alpha
+ *     pressure     .5 .7 .9 1. 1. .9 .6 .3        average += alpha * (pressure - average)
  *     average   -> tighten while it is at or above the next threshold
- *               -> relax one level while it is below the present threshold less the hysteresis
+ *               -> relax one level while it is below the present threshold - hysteresis
  *
- * One lock guards a controller's numbers, so that counters always fit the level; without atomics (neither gcc nor
- * clang) a controller belongs to one thread. May call base.
+ * A lock guards the state of a controller, so a reader always gets counters that match the level. Without atomics
+ * (neither gcc nor clang) only one thread may use a controller.
  */
 #ifndef TKVI_RULES_PRESSURE_H
 #define TKVI_RULES_PRESSURE_H
@@ -11870,17 +12173,17 @@ TKV_API tkv_status tkv_policy_profile(tkv_policy_config *cfg, const char *name) 
     return TKV_ERR_ARG;
 }
 
-/* Levels above 0 that the thresholds give. */
+/* Returns the number of thresholds, which is the highest level. */
 static int tkvi_policy_levels(const tkv_policy_config *cfg) {
     int n = 0;
     while (n < TKV_MAX_LEVELS - 1 && tkvi_bits(cfg->threshold[n]) != 0) n++;
     return n;
 }
 
-/* In [low, high]; by bits, so that a NaN is not, under -ffast-math either. */
+/* Returns whether x is in [low, high]. A NaN is not, even with -ffast-math: the finite test reads bits. */
 static int tkvi_within(float x, float low, float high) { return tkvi_is_finite(x) && x >= low && x <= high; }
 
-/* The config with its defaults filled in, or what is wrong with it. */
+/* Copies *from to *cfg and fills in defaults. Returns NULL, or the reason why the config is invalid. */
 static const char *tkvi_policy_fill(const tkv_policy_config *from, tkv_policy_config *cfg) {
     int i, n, any = 0;
     *cfg = *from;
@@ -11911,14 +12214,15 @@ static const char *tkvi_policy_fill(const tkv_policy_config *from, tkv_policy_co
     return NULL;
 }
 
-/* The pressure at which level i + 1 begins. */
+/* Returns the pressure at which level i + 1 begins. */
 static float tkvi_threshold(const tkv_policy_config *cfg, int i) { return tkvi_number(cfg->threshold[i]); }
 
-/* The pressure below which a cache at level i + 1 relaxes. */
+/* Returns the pressure below which level i + 1 relaxes to level i. */
 static float tkvi_relax_below(const tkv_policy_config *cfg, int i) {
     return tkvi_threshold(cfg, i) - tkvi_number(cfg->hysteresis);
 }
 
+/* Returns the level that follows `level` at this average: any number of levels up, or one down. */
 static int tkvi_policy_target(const tkv_policy_config *cfg, float average, int level) {
     int n = tkvi_policy_levels(cfg), had = level;
     while (level < n && average >= tkvi_threshold(cfg, level)) level++;
@@ -11952,7 +12256,7 @@ TKV_API tkv_status tkv_policy_init(tkv_policy *p, const tkv_policy_config *cfg, 
     return TKV_OK;
 }
 
-/* The averages take one more pressure, a number; the level stays. */
+/* Updates average, trend, peak and forecast with one finite pressure. The level stays. */
 static void tkvi_policy_take(tkv_policy *p, float pressure) {
     tkv_policy_info *now = &p->now;
     const float x = pressure < 0.0f ? 0.0f : pressure > 1.0f ? 1.0f : pressure, a = p->cfg.alpha;
@@ -11965,13 +12269,15 @@ static void tkvi_policy_take(tkv_policy *p, float pressure) {
     now->samples++;
 }
 
+/* Sets the level and counts the levels moved. */
 static void tkvi_policy_move(tkv_policy_info *now, int level) {
     if (level > now->level) now->tightened += (uint64_t)(level - now->level);
     else now->relaxed += (uint64_t)(now->level - level);
     now->level = level;
 }
 
-/* For a cache, which decides itself when it follows: where the policy would go, and that it went there. */
+/* Takes one pressure and returns the level that follows `level`, without moving. A cache calls tkvi_policy_move
+ * when it has moved. */
 static int tkvi_policy_sample(tkv_policy *p, float pressure, int level) {
     tkvi_policy_take(p, pressure);
     return tkvi_policy_target(&p->cfg, p->now.average, level);
@@ -12014,9 +12320,11 @@ TKV_API void tkv_policy_reset(tkv_policy *p) {
 #endif /* TKVI_RULES_PRESSURE_H */
 /* ======== rules/select.h ======== */
 /*
- * rules/select.h - the k lowest of n scores, in O(n) and without memory of its own: a radix selection over the bits
- * of the floats, which are ordered as whole numbers are. What is equal is told apart by the index, so the answer is
- * the same everywhere. Also bit masks over slots. May call base.
+ * rules/select.h - selects the k lowest of n scores in O(n) and allocates nothing. It also has bit masks over
+ * slots.
+ *
+ * The selection is a radix selection: each float becomes an integer of the same order, and each pass finds 8 bits
+ * of the k-th lowest one. Of equal scores the lower index comes first, so every machine selects the same slots.
  */
 #ifndef TKVI_RULES_SELECT_H
 #define TKVI_RULES_SELECT_H
@@ -12033,12 +12341,13 @@ static int tkvi_words(int n) { return (int)(((int64_t)n + 63) / 64); }
 typedef struct tkvi_ranks {
     int n;
     const float *score;          /* finite */
-    const signed char *priority; /* NULL, or it counts before the score */
-    const uint64_t *without;     /* NULL, or bits of slots that do not take part */
-    uint32_t turn;               /* all bits: the highest scores come first, the lowest index still does */
+    const signed char *priority; /* NULL, or the major sort key: the score decides within a priority */
+    const uint64_t *without;     /* NULL, or a mask of slots to leave out */
+    uint32_t turn;               /* 0; all bits set: ranks the highest scores first */
 } tkvi_ranks;
 
-/* Bits of a float in the order of floats, both zeros alike: the sign turned, and all else where it was set. */
+/* Returns slot i's rank, an integer in the order of priority, then score. A positive float gets its sign bit
+ * flipped, a negative one all bits. Both zeros have the same rank. */
 static uint64_t tkvi_rank(const tkvi_ranks *r, int i) {
     const uint32_t bits = tkvi_bits(r->score[i]), u = bits == 0x80000000u ? 0u : bits;
     const uint32_t order = u ^ ((0u - (u >> 31)) | 0x80000000u);
@@ -12047,7 +12356,8 @@ static uint64_t tkvi_rank(const tkvi_ranks *r, int i) {
 
 static int tkvi_takes_part(const tkvi_ranks *r, int i) { return !r->without || !tkvi_has(r->without, i); }
 
-/* The k-th lowest rank, k from 1 to as many as take part. *equal: how many of that very rank are among the k. */
+/* Returns the k-th lowest rank. k is from 1 to the number of slots that take part. *equal: how many of the k lowest
+ * slots have exactly this rank. */
 static uint64_t tkvi_select(const tkvi_ranks *r, int k, int *equal) {
     uint64_t found = 0, known = 0;
     int i, shift;
@@ -12071,18 +12381,19 @@ static uint64_t tkvi_select(const tkvi_ranks *r, int k, int *equal) {
 #endif /* TKVI_RULES_SELECT_H */
 /* ======== rules/importance.h ======== */
 /*
- * rules/importance.h - how much each token matters, from the attention it got and its age; and which tokens deserve a
- * dearer tier. Strategies are rows of a table, in the manner of akv-cache. No memory of its own, no cache. May call
- * policy and select.
+ * rules/importance.h - computes the importance of each token from its attention scores and its age, and selects
+ * tokens for promotion to a more precise tier. A strategy is a row of a table, as in akv-cache. The code allocates
+ * nothing and uses no cache.
  *
- *     mass      .2 . . . .1 . . .        a token's A is multiplied only when something comes to it:
- *     A         .2       .2 * decay^4 + .1
+ *     step               0  1 2 3 4  5 6 7
+ *     attention score    .2 . . . .1 . . .     of one token; A is updated only when a score arrives:
+ *     A                  .2       .2 * decay^4 + .1
  */
 #ifndef TKVI_RULES_IMPORTANCE_H
 #define TKVI_RULES_IMPORTANCE_H
 
 
-/* >>what a step's mass does to A, which has been decayed */
+/* >>strategies: how a step's attention score changes A. a is decayed already; low: the bound of "persistence" */
 static double tkvi_gather_sum(double a, double mass, double low) {
     (void)low;
     return a + mass;
@@ -12116,7 +12427,8 @@ TKV_API const char *tkv_importance_name(tkv_importance_strategy strategy) {
     return s ? s->name : NULL;
 }
 
-/* The config with its defaults, or NULL. */
+/* Copies *from (NULL: zeros) to *cfg and fills in defaults. Returns the strategy, or NULL if the config is
+ * invalid. */
 static const tkvi_strategy *tkvi_importance_fill(const tkv_importance_config *from,
                                                  tkv_importance_config *cfg) {
     const tkvi_strategy *s;
@@ -12135,12 +12447,13 @@ static const tkvi_strategy *tkvi_importance_fill(const tkv_importance_config *fr
                : NULL;
 }
 
-/* x^n by squaring: products alone, which round alike everywhere; nothing for the usual n of 1. 0 <= x <= 1. */
+/* Returns x^n for 0 <= x <= 1, by squaring. It only multiplies, so it rounds alike on every machine; pow() need
+ * not. The usual n of 1 costs two products. */
 static double tkvi_power(double x, int n) {
     double y = 1.0;
     for (; n > 0; n >>= 1, x = tkvi_f64(x * x)) {
         if (n & 1) y = tkvi_f64(y * x);
-        if (y < 1e-200) return 0.0; /* before numbers become subnormal, which some flags flush */
+        if (y < 1e-200) return 0.0; /* some compiler flags flush subnormal numbers */
         if (x < 1e-200 && n > 1) return 0.0;
     }
     return y;
@@ -12216,7 +12529,7 @@ TKV_API tkv_status tkv_importance_aggregate(tkv_importance_heads how, const floa
     return TKV_OK;
 }
 
-/* Quest (arXiv 2406.10774): each channel's product is largest at one of its two ends. */
+/* Upper bound of q.k by Quest (arXiv 2406.10774). The product of a channel is largest at one end of its range. */
 TKV_API float tkv_importance_bound(const float *q, const float *low, const float *high, int head_dim) {
     double sum = 0.0;
     int c;
@@ -12225,14 +12538,14 @@ TKV_API float tkv_importance_bound(const float *q, const float *low, const float
     return (float)sum;
 }
 
-/* >>the best */
-/* Before: i is better than j, or as good and older. */
+/* >>the k best */
+/* Returns whether i ranks before j: a better score, or an equal one and a lower index. */
 static int tkvi_before(const tkvi_ranks *r, int i, int j) {
     const uint64_t a = tkvi_rank(r, i), b = tkvi_rank(r, j);
     return a < b || (a == b && i < j);
 }
 
-/* A heap with the worst at the top: out[at] sinks to its place. */
+/* Restores the heap out[n], worst slot at the top, by sinking out[at]. */
 static void tkvi_sink(const tkvi_ranks *r, int *out, int n, int at) {
     for (;;) {
         int child = 2 * at + 1, keep;
@@ -12282,16 +12595,18 @@ TKV_API tkv_status tkv_importance_top(const float *score, const uint64_t *withou
     return TKV_OK;
 }
 
-/* >>promotion: candidates are offered one by one, the best that may come stay in a short list, the worst falls off its
- * end */
+/* >>promotion: candidates are offered one by one. A short sorted list keeps the best; its worst entry is removed
+ * when a better one arrives. */
 typedef struct tkvi_promoting {
     float threshold;
     int now, cooldown, room, found;
-    int out[TKV_IMPORTANCE_PER_STEP]; /* in order: the best first, of equal ones what was offered first */
+    int out[TKV_IMPORTANCE_PER_STEP]; /* [found] best first; of equals the one offered first */
     float score[TKV_IMPORTANCE_PER_STEP];
-    int waiting, no_source; /* above the threshold, but not now; but nothing better is kept */
+    int waiting, no_source; /* above the threshold: must wait; has no more precise source */
 } tkvi_promoting;
 
+/* Starts the list of step `now`. room: promotions that this step still allows. Returns 0 if the config is
+ * invalid. */
 static int tkvi_promoting_begin(tkvi_promoting *b, const tkv_importance_promotion *p, int now) {
     const int per_step = p->cfg.per_step ? p->cfg.per_step : 8;
     memset(b, 0, sizeof *b);
@@ -12303,7 +12618,7 @@ static int tkvi_promoting_begin(tkvi_promoting *b, const tkv_importance_promotio
            b->cooldown >= 0;
 }
 
-/* moved: its last step, or TKV_NONE. */
+/* Offers candidate i. source: whether it has a more precise source. moved: step of its last move, or TKV_NONE. */
 static void tkvi_promoting_offer(tkvi_promoting *b, int i, float score, int source, int moved) {
     int j;
     if (score < b->threshold) return;
@@ -12326,7 +12641,7 @@ static void tkvi_promoting_offer(tkvi_promoting *b, int i, float score, int sour
     b->score[j] = score;
 }
 
-/* The first `done` of the list came. */
+/* Counts the step: the first `done` entries of the list were promoted, the others wait. */
 static void tkvi_promoting_end(const tkvi_promoting *b, tkv_importance_promotion *p, int done) {
     if (b->now > p->step) p->used = 0;
     p->step = b->now;
@@ -12362,19 +12677,22 @@ TKV_API tkv_status tkv_importance_promote(tkv_importance_promotion *p, const flo
 #endif /* TKVI_RULES_IMPORTANCE_H */
 /* ======== rules/evict_policy.h ======== */
 /*
- * rules/evict_policy.h - what an eviction policy is: a row, with a function that scores all tokens of a layer; and
- * what it sees of them. How to add one stands in rules/evict.h. May call importance and below.
+ * rules/evict_policy.h - the interface of an eviction policy: a table row with a function that scores all tokens of
+ * a layer, and helpers that read its view of the tokens. rules/evict.h explains how to add a policy.
  */
 #ifndef TKVI_RULES_EVICT_POLICY_H
 #define TKVI_RULES_EVICT_POLICY_H
 
 
-/* out[i] for all that are alive; high ones stay. recent: the last so many are what a policy observes. */
+/* Writes out[i] for each live slot i; high scores stay. recent: length of the observation window, in slots at the
+ * end (SnapKV). Entries of other slots are ignored. */
 typedef void (*tkvi_evict_score)(const tkv_evict_config *cfg, const tkv_evict_view *v, int recent,
                                  float *out);
 
-/* Budgets of layers. Every shape is a straight line: layer l gets base + (first - l * fall) / whole tokens, in whole
- * numbers (rules/evict.h). */
+/* Budgets of layers. Every shape is a straight line over the layers, kept in integers so that it is exact:
+ *
+ *     budget of layer l = base + (first - l * fall) / whole      tokens; rules/evict.h rounds
+ */
 typedef struct tkvi_line {
     int64_t base, first, fall, whole;
 } tkvi_line;
@@ -12390,24 +12708,24 @@ static tkvi_line tkvi_line_uniform(const tkv_evict_budget *b) {
 
 typedef struct tkvi_evict_row {
     const char *name;
-    int needs;             /* bits of tkv_evict_need */
-    int sinks, recent;     /* what it protects if cfg does not say */
-    int in_order;          /* 1: the oldest go first, so that block after block is emptied */
-    tkv_evict_shape shape; /* of its layers' budgets */
+    int needs;             /* inputs: bits of tkv_evict_need */
+    int sinks, recent;     /* protected tokens, where cfg has 0 */
+    int in_order;          /* 1: evicts the oldest first, so blocks become empty one by one */
+    tkv_evict_shape shape; /* of the budgets of layers */
     tkvi_evict_score score;
 } tkvi_evict_row;
 
-/* >>what it sees */
-/* A token has its place here: in range, and not gone before. */
-static int tkvi_is_alive(const tkv_evict_view *v, int i) { return !v->alive || tkvi_has(v->alive, i); }
+/* >>the view */
+/* Returns whether slot i holds a live token. */
+static int tkvi_is_live(const tkv_evict_view *v, int i) { return !v->alive || tkvi_has(v->alive, i); }
 
 static int tkvi_position_of(const tkv_evict_view *v, int i) { return v->position ? v->position[i] : i; }
 
-/* Scores that are there already. */
+/* Copies ready scores of live slots, times sign. */
 static void tkvi_score_copy(const tkv_evict_view *v, const float *from, float sign, float *out) {
     int i;
     for (i = 0; i < v->n; i++)
-        if (tkvi_is_alive(v, i)) out[i] = sign * from[i];
+        if (tkvi_is_live(v, i)) out[i] = sign * from[i];
 }
 
 /* >>keys */
@@ -12422,7 +12740,7 @@ static const float *tkvi_key_of(const float *keys, int i, int n_kv_heads, int h,
     return keys + ((size_t)i * (size_t)n_kv_heads + (size_t)h) * (size_t)head_dim;
 }
 
-/* Dimensions that a product of sizes can have. */
+/* Returns whether keys [n][n_kv_heads][head_dim] are present and their size in bytes fits size_t. */
 static int tkvi_keys_are_sound(const float *keys, int n, int n_kv_heads, int head_dim) {
     size_t size;
     if (n < 0 || n_kv_heads < 1 || head_dim < 1 || head_dim > TKV_MAX_HEAD_DIM) return 0;
@@ -12435,12 +12753,13 @@ static int tkvi_keys_are_sound(const float *keys, int n, int n_kv_heads, int hea
 #endif /* TKVI_RULES_EVICT_POLICY_H */
 /* ======== rules/evict_sliding.h ======== */
 /*
- * rules/evict_sliding.h - StreamingLLM (arXiv 2309.17453, section 3.2): the first tokens stay, as sinks, and the
- * newest:
+ * rules/evict_sliding.h - StreamingLLM (arXiv 2309.17453, section 3.2). The first tokens stay as attention sinks,
+ * and so do the newest ones.
  *
  *     score of a token = its position
  *
- * "fifo" is the same without sinks. "none" drops nothing; it has a row for its protected tokens.
+ * "fifo" has the same score and protects neither sinks nor recent tokens. "none" evicts nothing; its row only holds
+ * the default lengths of protected tokens.
  */
 #ifndef TKVI_RULES_EVICT_SLIDING_H
 #define TKVI_RULES_EVICT_SLIDING_H
@@ -12460,30 +12779,32 @@ static const tkvi_evict_row tkvi_evict_fifo = {"fifo", 0, 0, 0, 1, TKV_EVICT_UNI
 #endif /* TKVI_RULES_EVICT_SLIDING_H */
 /* ======== rules/evict_h2o.h ======== */
 /*
- * rules/evict_h2o.h - heavy hitters (H2O, arXiv 2306.14048, section 4): what got least attention since it came goes.
+ * rules/evict_h2o.h - heavy hitters (H2O, arXiv 2306.14048, section 4). Evicts the tokens with the lowest
+ * accumulated attention score. p_h(j, i) is the attention weight that query j of head h gives to token i.
  *
- *     score of token i = sum over queries j from i on, and heads h, of p_h(j, i)
+ *     score of token i = sum over queries j >= i and heads h of p_h(j, i)
  *
- * The recent ones are protected: they had no time to get any.
+ * Recent tokens are protected, because only few queries have seen them.
  */
 #ifndef TKVI_RULES_EVICT_H2O_H
 #define TKVI_RULES_EVICT_H2O_H
 
 
-static void tkvi_score_mass(const tkv_evict_config *cfg, const tkv_evict_view *v, int recent, float *out) {
+static void tkvi_score_attention(const tkv_evict_config *cfg, const tkv_evict_view *v, int recent,
+                                 float *out) {
     (void)cfg;
     (void)recent;
     tkvi_score_copy(v, v->mass, 1.0f, out);
 }
 
 static const tkvi_evict_row tkvi_evict_h2o = {
-    "h2o", TKV_EVICT_NEEDS_MASS, 4, 32, 0, TKV_EVICT_UNIFORM, tkvi_score_mass};
+    "h2o", TKV_EVICT_NEEDS_MASS, 4, 32, 0, TKV_EVICT_UNIFORM, tkvi_score_attention};
 
 #endif /* TKVI_RULES_EVICT_H2O_H */
 /* ======== rules/evict_tova.h ======== */
 /*
- * rules/evict_tova.h - "Token Omission Via Attention" (TOVA, arXiv 2401.06104): what the newest query looks at least
- * goes.
+ * rules/evict_tova.h - "Token Omission Via Attention" (TOVA, arXiv 2401.06104). Evicts the tokens with the lowest
+ * attention weight of the newest query.
  *
  *     score of token i = mean over the layer's heads h of p_h(newest, i)
  */
@@ -12503,8 +12824,8 @@ static const tkvi_evict_row tkvi_evict_tova = {
 #endif /* TKVI_RULES_EVICT_TOVA_H */
 /* ======== rules/evict_knorm.h ======== */
 /*
- * rules/evict_knorm.h - "A Simple and Effective L2 Norm-Based Strategy" (arXiv 2406.11430): keys of a small norm get
- * much attention, so the longest go.
+ * rules/evict_knorm.h - "A Simple and Effective L2 Norm-Based Strategy" (arXiv 2406.11430). Keys of a small norm
+ * get much attention, so the policy evicts the tokens with the longest keys.
  *
  *     score of token i = - mean over KV heads h of |k_h(i)|
  */
@@ -12536,9 +12857,10 @@ TKV_API tkv_status tkv_evict_key_norms(const float *keys, int n, int n_kv_heads,
 #endif /* TKVI_RULES_EVICT_KNORM_H */
 /* ======== rules/evict_keydiff.h ======== */
 /*
- * rules/evict_keydiff.h - KeyDiff (arXiv 2504.15364, section 3): keys that are like all the others go.
+ * rules/evict_keydiff.h - KeyDiff (arXiv 2504.15364, section 3). Evicts the tokens whose keys point where most keys
+ * point.
  *
- *     anchor of a KV head = sum over tokens j of k(j) / |k(j)|
+ *     anchor of a KV head = sum over live tokens j of k(j) / |k(j)|
  *     score of token i    = - mean over KV heads of cos(k(i), anchor)
  */
 #ifndef TKVI_RULES_EVICT_KEYDIFF_H
@@ -12565,15 +12887,15 @@ static double tkvi_anchor_length(const double *x, int dim) {
     return sqrt(sum);
 }
 
-/* The cosine; length: the anchor's. What is not finite stays so. */
-static float tkvi_likeness(const float *k, const double *anchor, double length, int dim) {
+/* Returns the cosine of k and the anchor, 0 for a zero vector. length: |anchor|. A norm that is not finite is
+ * returned as it is, so that tkv_evict_score reports TKV_ERR_NONFINITE. */
+static float tkvi_key_cosine(const float *k, const double *anchor, double length, int dim) {
     const double norm = tkvi_key_norm(k, dim) * length;
     if (!tkvi_is_finite((float)norm)) return (float)norm;
     return norm > 0.0 ? (float)(tkvi_key_dot(k, anchor, dim) / norm) : 0.0f;
 }
 
-static void tkvi_score_differing(const tkv_evict_config *cfg, const tkv_evict_view *v, int recent,
-                                 float *out) {
+static void tkvi_score_keydiff(const tkv_evict_config *cfg, const tkv_evict_view *v, int recent, float *out) {
     double anchor[TKV_MAX_HEAD_DIM], length;
     const int dim = v->head_dim;
     int h, i;
@@ -12583,39 +12905,41 @@ static void tkvi_score_differing(const tkv_evict_config *cfg, const tkv_evict_vi
     for (h = 0; h < v->n_kv_heads; h++) {
         memset(anchor, 0, sizeof anchor);
         for (i = 0; i < v->n; i++)
-            if (tkvi_is_alive(v, i))
+            if (tkvi_is_live(v, i))
                 tkvi_add_direction(tkvi_key_of(v->keys, i, v->n_kv_heads, h, dim), dim, anchor);
         length = tkvi_anchor_length(anchor, dim);
         for (i = 0; i < v->n; i++)
-            if (tkvi_is_alive(v, i))
-                out[i] -= tkvi_likeness(tkvi_key_of(v->keys, i, v->n_kv_heads, h, dim), anchor, length, dim) /
-                          (float)v->n_kv_heads;
+            if (tkvi_is_live(v, i))
+                out[i] -=
+                    tkvi_key_cosine(tkvi_key_of(v->keys, i, v->n_kv_heads, h, dim), anchor, length, dim) /
+                    (float)v->n_kv_heads;
     }
 }
 
 static const tkvi_evict_row tkvi_evict_keydiff = {"keydiff",         TKV_EVICT_NEEDS_KEYS, 4, 32, 0,
-                                                  TKV_EVICT_UNIFORM, tkvi_score_differing};
+                                                  TKV_EVICT_UNIFORM, tkvi_score_keydiff};
 
 #endif /* TKVI_RULES_EVICT_KEYDIFF_H */
 /* ======== rules/evict_scissorhands.h ======== */
 /*
- * rules/evict_scissorhands.h - persistence of importance (ScissorHands, arXiv 2305.17118, section 4): tokens are
- * counted, in a history window, each time that they get less than an even share; when the budget is full those with
- * the highest counts go, many at once, but for the recent ones.
+ * rules/evict_scissorhands.h - persistence of importance (ScissorHands, arXiv 2305.17118, section 4). Within a
+ * history window, a token's count rises each time its attention weight is below an even share. When the budget is
+ * full, a batch of tokens with the highest counts is evicted. Recent tokens are protected.
  *
- *     score of token i = - how many heads of queries j gave p_h(j, i) < 1 / (keys that j sees)
+ *     score of token i = - number of pairs (query j, head h) with p_h(j, i) < 1 / (number of keys that j sees)
  */
 #ifndef TKVI_RULES_EVICT_SCISSORHANDS_H
 #define TKVI_RULES_EVICT_SCISSORHANDS_H
 
 
+/* Negates the counts. The caller's counts may be negated already. */
 static void tkvi_score_lows(const tkv_evict_config *cfg, const tkv_evict_view *v, int recent, float *out) {
     int i;
     (void)cfg;
     (void)recent;
     tkvi_score_copy(v, v->lows, 1.0f, out);
     for (i = 0; i < v->n; i++)
-        if (tkvi_is_alive(v, i) && out[i] > 0.0f) out[i] = -out[i];
+        if (tkvi_is_live(v, i) && out[i] > 0.0f) out[i] = -out[i];
 }
 
 static const tkvi_evict_row tkvi_evict_scissorhands = {"scissorhands",    TKV_EVICT_NEEDS_LOWS, 4, 32, 0,
@@ -12624,12 +12948,13 @@ static const tkvi_evict_row tkvi_evict_scissorhands = {"scissorhands",    TKV_EV
 #endif /* TKVI_RULES_EVICT_SCISSORHANDS_H */
 /* ======== rules/evict_snapkv.h ======== */
 /*
- * rules/evict_snapkv.h - SnapKV (arXiv 2404.14469, section 4): attention that the last queries of the prompt, the
- * observation window, give to what is before it, averaged over neighbours; the window itself stays.
+ * rules/evict_snapkv.h - SnapKV (arXiv 2404.14469, section 4). The last queries of the prompt form the observation
+ * window. A token before the window scores the attention from these queries, averaged over its neighbours. The
+ * window itself stays.
  *
  *     score of token i = sum over d = -pool/2 .. pool/2 of observed(i + d) / pool
  *
- * Beyond the ends there are zeros, as the authors' code has it.
+ * Neighbours beyond the first token or inside the window count as 0, as in the authors' code. So do evicted tokens.
  */
 #ifndef TKVI_RULES_EVICT_SNAPKV_H
 #define TKVI_RULES_EVICT_SNAPKV_H
@@ -12643,12 +12968,12 @@ static void tkvi_score_pooled(const tkv_evict_config *cfg, const tkv_evict_view 
         const int end = tkvi_min(before, i + half + 1);
         double sum = 0.0;
         for (j = tkvi_max(0, i - half); j < end; j++)
-            if (tkvi_is_alive(v, j)) sum += (double)v->observed[j];
+            if (tkvi_is_live(v, j)) sum += (double)v->observed[j];
         out[i] = (float)(sum / cfg->pool);
         most = out[i] > most ? out[i] : most;
     }
     for (; i < v->n; i++)
-        out[i] = most; /* where the budget is smaller than the window, the oldest of it go last */
+        out[i] = most; /* a budget smaller than the window evicts from the window last, oldest first */
 }
 
 static const tkvi_evict_row tkvi_evict_snapkv = {"snapkv",          TKV_EVICT_NEEDS_OBSERVED, 4, 32, 0,
@@ -12657,13 +12982,15 @@ static const tkvi_evict_row tkvi_evict_snapkv = {"snapkv",          TKV_EVICT_NE
 #endif /* TKVI_RULES_EVICT_SNAPKV_H */
 /* ======== rules/evict_pyramidkv.h ======== */
 /*
- * rules/evict_pyramidkv.h - PyramidKV (arXiv 2406.02069, section 4): scores are SnapKV's; layers have budgets that
- * fall from the first to the last, as its authors' code has it but with fractions. With a = (C - w) * L tokens to
- * share and d = max - min in units of 1 / unit:
+ * rules/evict_pyramidkv.h - PyramidKV (arXiv 2406.02069, section 4). Scores are those of SnapKV. Budgets fall from
+ * the first layer to the last one, as in the authors' code, but fractions of tokens are kept.
  *
+ *     L layers, C = total / L, window w, n tokens; max, min and d = max - min in units of 1 / unit
+ *     min = (C - w) / beta    max = 2 (C - w) - min    if max > n - w: max = n - w, min = 2 (C - w) - max
  *     budget of layer l = w + (max * (L - 1) - l * d) / (unit * (L - 1))
  *
- * The authors fall back to SnapKV's even budgets where n < 2 (C - w), kvpress unless n >= max >= min >= w.
+ * Budgets are even, as in SnapKV, unless max >= min >= w. The authors' code makes them even where n < 2 (C - w),
+ * and kvpress unless n >= max >= min >= w.
  */
 #ifndef TKVI_RULES_EVICT_PYRAMIDKV_H
 #define TKVI_RULES_EVICT_PYRAMIDKV_H
@@ -12694,15 +13021,18 @@ static const tkvi_evict_row tkvi_evict_pyramidkv = {"pyramidkv",       TKV_EVICT
 #endif /* TKVI_RULES_EVICT_PYRAMIDKV_H */
 /* ======== rules/evict_random.h ======== */
 /*
- * rules/evict_random.h - by lot: a baseline. The same token has the same lot, whoever else is there.
+ * rules/evict_random.h - random eviction, as a baseline. The score depends on seed and position alone, so a token
+ * keeps its score while other tokens come and go.
  *
- *     score of a token = splitmix64(seed + (position + 1) * golden ratio) / 2^64
+ *     score of a token = splitmix64(seed + (position + 1) * 0x9e3779b97f4a7c15) / 2^64, cut to 24 bits
+ *
+ * The constant is 2^64 / golden ratio.
  */
 #ifndef TKVI_RULES_EVICT_RANDOM_H
 #define TKVI_RULES_EVICT_RANDOM_H
 
 
-static void tkvi_score_lot(const tkv_evict_config *cfg, const tkv_evict_view *v, int recent, float *out) {
+static void tkvi_score_random(const tkv_evict_config *cfg, const tkv_evict_view *v, int recent, float *out) {
     int i;
     (void)recent;
     for (i = 0; i < v->n; i++) {
@@ -12714,13 +13044,14 @@ static void tkvi_score_lot(const tkv_evict_config *cfg, const tkv_evict_view *v,
     }
 }
 
-static const tkvi_evict_row tkvi_evict_random = {"random", 0, 0, 0, 0, TKV_EVICT_UNIFORM, tkvi_score_lot};
+static const tkvi_evict_row tkvi_evict_random = {"random", 0, 0, 0, 0, TKV_EVICT_UNIFORM, tkvi_score_random};
 
 #endif /* TKVI_RULES_EVICT_RANDOM_H */
 /* ======== rules/evict_given.h ======== */
 /*
- * rules/evict_given.h - scores of the caller's: "scores" are there for all tokens, such as those of
- * tkv_importance_read or KVzip (arXiv 2505.23416); "user" asks cfg.scorer for one after the other.
+ * rules/evict_given.h - two policies with scores from the caller. "scores" takes an array for all tokens, such as
+ * the result of tkv_importance_read or of KVzip (arXiv 2505.23416). "user" calls cfg.scorer once for each live
+ * token.
  */
 #ifndef TKVI_RULES_EVICT_GIVEN_H
 #define TKVI_RULES_EVICT_GIVEN_H
@@ -12736,7 +13067,7 @@ static void tkvi_score_user(const tkv_evict_config *cfg, const tkv_evict_view *v
     int i;
     (void)recent;
     for (i = 0; i < v->n; i++)
-        if (tkvi_is_alive(v, i)) out[i] = cfg->scorer(cfg->user, v, i);
+        if (tkvi_is_live(v, i)) out[i] = cfg->scorer(cfg->user, v, i);
 }
 
 static const tkvi_evict_row tkvi_evict_scores = {"scores",          TKV_EVICT_NEEDS_SCORES, 4, 32, 0,
@@ -12746,22 +13077,24 @@ static const tkvi_evict_row tkvi_evict_user = {"user", 0, 4, 32, 0, TKV_EVICT_UN
 #endif /* TKVI_RULES_EVICT_GIVEN_H */
 /* ======== rules/evict.h ======== */
 /*
- * rules/evict.h - which tokens of a layer to drop. Policies are rows of a table: a name, what they must see, what
- * they protect, and a function that scores all tokens; the lowest scores go, in one selection. No memory of its own,
- * no cache.
+ * rules/evict.h - selects the tokens of a layer to evict. An eviction policy is a row of a table: its name, the
+ * inputs it needs, the tokens it protects and a function that scores all tokens. One selection then evicts the
+ * lowest scores. The code allocates nothing and uses no cache.
  *
- *     slots      0 1 2 3 4 5 6 7 8 9      keep 5, 2 sinks, 2 recent
- *     may go         x x x x x x          neither protected, pinned nor gone already
- *     score      . . 4 1 3 9 2 5 . .      5 of these 6 are too many: the lowest 5 go, of equal ones the older
- *     victims    0 0 1 1 1 0 1 1 0 0
+ *     slots       0 1 2 3 4 5 6 7 8 9      keep 5, 2 sinks, 2 recent tokens
+ *     evictable       x x x x x x          live, not protected, not pinned
+ *     score       . . 4 1 3 9 2 5 . .      10 - 5 = 5 too many: the lowest 5, the older of equals
+ *     victims     0 0 1 1 1 0 1 1 0 0
  *
  * To add a policy:
  *   1. write evict_NAME.h: paper, section and formula at its top, a tkvi_evict_score (a loop over v->n), its row;
  *   2. name it in tkv_evict_kind (api.h), and at the same place in tkvi_evict_rows below and in tkvi_words_evict
  *      (report/text.h); include the file here and list it in tieredkv.h.
- * Nothing else has to know it: cache, config and tests go through the table. What it needs of attention the row says,
- * and reclaim/scores.h gathers. All see a layer's heads as one, so that a token goes from all of them (the papers
- * select per head): what comes from heads is sums or means over them. May call the policies' files.
+ * No other code changes: cache, config and tests use the table. The row names the attention statistics that the
+ * policy needs, and reclaim/scores.h collects them.
+ *
+ * A policy sees the heads of a layer as one: its inputs are sums or means over heads. So a token is evicted from
+ * all heads of the layer, while the papers select per head.
  */
 #ifndef TKVI_RULES_EVICT_H
 #define TKVI_RULES_EVICT_H
@@ -12798,13 +13131,13 @@ TKV_API int tkv_evict_needs(tkv_evict_kind kind) {
     return row ? row->needs : 0;
 }
 
-/* A length of the config's: its own, none, or the default. -2: it is no length. */
+/* Resolves a length of the config: TKV_NONE is 0, 0 is the default, -2 is returned for an invalid length. */
 static int tkvi_evict_length(int given, int otherwise) {
     if (given == TKV_NONE) return 0;
     return given == 0 ? otherwise : given < 0 ? -2 : given;
 }
 
-/* The config with its defaults, or NULL. */
+/* Copies *from to *cfg and fills in defaults. Returns the policy's row, or NULL if the config is invalid. */
 static const tkvi_evict_row *tkvi_evict_fill(const tkv_evict_config *from, tkv_evict_config *cfg) {
     const tkvi_evict_row *row = from ? tkvi_evict_row_of(from->kind) : NULL;
     if (!row) return NULL;
@@ -12823,7 +13156,7 @@ static int tkvi_view_is_sound(const tkv_evict_view *v) {
     int i, last = -1;
     if (!v || v->n < 0 || v->n >= 1 << 30) return 0;
     for (i = 0; v->position && i < v->n; i++) {
-        if (!tkvi_is_alive(v, i)) continue;
+        if (!tkvi_is_live(v, i)) continue;
         if (v->position[i] <= last) return 0;
         last = v->position[i];
     }
@@ -12854,14 +13187,16 @@ TKV_API tkv_status tkv_evict_score(const tkv_evict_config *cfg, const tkv_evict_
         return TKV_ERR_ARG;
     row->score(&full, view, full.recent_tokens, score);
     for (i = 0; i < view->n; i++) {
-        if (!tkvi_is_alive(view, i)) score[i] = 0.0f;
+        if (!tkvi_is_live(view, i)) score[i] = 0.0f;
         if (!tkvi_is_finite(score[i])) return TKV_ERR_NONFINITE;
     }
     return TKV_OK;
 }
 
 /* >>selection */
-/* Sinks and recent tokens within the budget: the newest first of all, then the sinks, then the other recent ones. */
+/* Fits the protected tokens into `keep`: first the newest token, then sinks, then the other recent tokens. With a
+ * default length (asked 0), recent tokens get at most half of the rest behind the sinks, as in H2O. asked: the
+ * caller's recent_tokens. sinks: live tokens at sink positions. */
 static void tkvi_evict_protect(const tkv_evict_config *cfg, int asked, int sinks, int keep,
                                tkv_evict_result *r) {
     int recent = cfg->recent_tokens;
@@ -12881,7 +13216,7 @@ TKV_API tkv_status tkv_evict_select(const tkv_evict_config *cfg, const tkv_evict
     if (keep < 0 || !tkvi_view_is_sound(view) || (view->n > 0 && (!score || !victims))) return TKV_ERR_ARG;
     n = view->n;
     for (i = 0; i < n; i++)
-        if (tkvi_is_alive(view, i)) {
+        if (tkvi_is_live(view, i)) {
             if (!tkvi_is_finite(score[i])) return TKV_ERR_NONFINITE;
             alive++;
             sinks += tkvi_position_of(view, i) < full.sink_tokens;
@@ -12889,9 +13224,9 @@ TKV_API tkv_status tkv_evict_select(const tkv_evict_config *cfg, const tkv_evict
     if (full.kind == TKV_EVICT_NONE && alive > keep) return TKV_ERR_BUDGET;
     memset(&r, 0, sizeof r);
     tkvi_evict_protect(&full, cfg->recent_tokens, sinks, keep, &r);
-    for (i = 0; i < tkvi_words(n); i++) victims[i] = 0; /* at first: what may not go */
+    for (i = 0; i < tkvi_words(n); i++) victims[i] = 0; /* first a mask of tokens to keep */
     for (i = 0, older = 0; i < n; i++) {
-        const int there = tkvi_is_alive(view, i), pinned = view->pinned && tkvi_has(view->pinned, i);
+        const int there = tkvi_is_live(view, i), pinned = view->pinned && tkvi_has(view->pinned, i);
         if (!there || pinned || older < r.sinks || older >= alive - r.recent) tkvi_mark(victims, i);
         else may_go++;
         older += there;
@@ -12903,7 +13238,7 @@ TKV_API tkv_status tkv_evict_select(const tkv_evict_config *cfg, const tkv_evict
     ranks.priority = view->priority;
     ranks.without = victims;
     if (go > 0) limit = tkvi_select(&ranks, go, &equal);
-    for (i = 0; i < n; i++) { /* a word is written when all of it has been read */
+    for (i = 0; i < n; i++) { /* overwrites a word after its last read */
         if (go > 0 && tkvi_takes_part(&ranks, i)) {
             const uint64_t rank = tkvi_rank(&ranks, i);
             if (rank < limit || (rank == limit && equal-- > 0)) word |= (uint64_t)1 << (i & 63);
@@ -12933,7 +13268,7 @@ TKV_API int tkv_evict_due(const tkv_evict_config *cfg, int n, int incoming, int 
     return due < n ? (int)due : n;
 }
 
-/* >>what to do with the bits */
+/* >>using the victim mask */
 TKV_API int tkv_evict_list(const uint64_t *mask, int n, int *out) {
     int i, found = 0;
     if (n > 0 && (!mask || !out)) return 0;
@@ -12954,9 +13289,11 @@ TKV_API int tkv_evict_compact(const uint64_t *victims, int n, void *array, size_
     return kept;
 }
 
-/* >>budgets of layers: lines (rules/evict_policy.h) in the order of tkv_evict_shape, what they leave over shared out */
+/* >>budgets of layers: one line (rules/evict_policy.h) for each tkv_evict_shape. Every layer gets the whole part of
+ * its share; tokens that are left go to the largest remainders. */
 static int64_t tkvi_line_at(const tkvi_line *line, int l) { return line->first - l * line->fall; }
 
+/* The share of layer l is proportional to n_layers - l. */
 static tkvi_line tkvi_line_linear(const tkv_evict_budget *b) {
     tkvi_line line;
     line.base = 0;
@@ -12966,9 +13303,10 @@ static tkvi_line tkvi_line_linear(const tkv_evict_budget *b) {
     return line;
 }
 
+/* In the order of tkv_evict_shape. */
 static const tkvi_evict_line tkvi_evict_lines[] = {tkvi_line_uniform, tkvi_line_pyramid, tkvi_line_linear};
 
-/* Layers whose remainder is at least r. */
+/* Returns the number of layers whose remainder is at least r. */
 static int tkvi_line_count(const tkvi_line *line, int n_layers, int64_t r) {
     int l, count = 0;
     for (l = 0; l < n_layers; l++) count += tkvi_line_at(line, l) % line->whole >= r;
@@ -12994,23 +13332,25 @@ TKV_API tkv_status tkv_evict_budgets(const tkv_evict_budget *b, int *out) {
     left = full.total;
     for (l = 0; l < full.n_layers; l++) {
         const int64_t whole = line.base + tkvi_line_at(&line, l) / line.whole;
-        if (whole >= 1 << 30) return TKV_ERR_ARG; /* of the linear shape's first layers */
+        if (whole >= 1 << 30) return TKV_ERR_ARG; /* only first layers of the linear shape */
         left -= whole;
     }
     for (l = 0; l < full.n_layers; l++) out[l] = (int)(line.base + tkvi_line_at(&line, l) / line.whole);
-    high = line.whole; /* the least remainder that at most `left` layers reach: by bisection */
+    high = line.whole; /* bisects for the smallest remainder that at most `left` layers reach */
     while (low < high) {
         const int64_t mid = low + (high - low) / 2;
         if (tkvi_line_count(&line, full.n_layers, mid) <= left) high = mid;
         else low = mid + 1;
     }
-    more = (int)left - tkvi_line_count(&line, full.n_layers, low); /* of those just below, the first */
+    /* Layers with a remainder of at least low get one more token. So do the first `more` layers with low - 1. */
+    more = (int)left - tkvi_line_count(&line, full.n_layers, low);
     for (l = 0; l < full.n_layers; l++) {
         const int64_t r = tkvi_line_at(&line, l) % line.whole;
         if (r >= low || (r == low - 1 && more-- > 0)) out[l]++;
     }
+    /* LINEAR gives every layer a token: the last of the largest budgets gives one to each layer with 0. */
     for (l = full.n_layers - 1, last = 0; full.shape == TKV_EVICT_LINEAR && l > 0 && out[l] == 0; l--) {
-        while (last + 1 < l && out[last + 1] == out[0]) last++; /* the last of the largest gives one */
+        while (last + 1 < l && out[last + 1] == out[0]) last++;
         while (last > 0 && out[last] < out[0]) last--;
         out[last]--;
         out[l]++;
@@ -13021,21 +13361,29 @@ TKV_API tkv_status tkv_evict_budgets(const tkv_evict_budget *b, int *out) {
 #endif /* TKVI_RULES_EVICT_H */
 /* ======== rules/score_modes.h ======== */
 /*
- * rules/score_modes.h - what a config gathers of attention: a row of a table. A policy of cfg.evict says what it
- * needs (rules/evict.h), else the strategy of cfg.importance counts. Numbers are whole, and sums end at the largest
- * one: it is no matter who comes first, so threads change nothing. May call evict and below.
+ * rules/score_modes.h - how a cache accumulates attention scores per token. A mode is a row of a table, and a
+ * config has at most one. The eviction policy of cfg.evict selects the mode by the input that it needs
+ * (rules/evict.h). A policy without such an input leaves the choice to the strategy of cfg.importance. The strategy
+ * then counts only if cfg.importance_every, cfg.n_anchors, or the policy "scores" or "user" asks for it.
+ *
+ *     weights p of a sampled query --say--> 64 floats of a block --rounded--> uint32 --join--> token_meta
+ *
+ * Scores in token_meta are saturating integers, so results do not depend on the order of threads.
  */
 #ifndef TKVI_RULES_SCORE_MODES_H
 #define TKVI_RULES_SCORE_MODES_H
 
 
-#define TKVI_TOKEN_SCORE_ONE 1048576.0f /* a weight of 1 as a whole number */
-#define TKVI_TOKEN_SCORE_LOW 256.0f     /* the same of a low one: decay leaves parts of it */
-#define TKVI_TOKEN_SCORE_MOST 2047.0f   /* of what comes at once: counted it is an int */
-#define TKVI_TOKEN_SCORE_EVERY 32
+#define TKVI_TOKEN_SCORE_ONE 1048576.0f /* 2^20: a weight of 1 as an integer */
+#define TKVI_TOKEN_SCORE_LOW 256.0f     /* a count of 1 as an integer: decay leaves fractions of it */
+#define TKVI_TOKEN_SCORE_MOST 2047.0f   /* largest score of one call: 2047 * 2^20 fits an int */
+#define TKVI_TOKEN_SCORE_EVERY 32       /* default of cfg.importance_every */
 
-/* >>what the weights p of a row, from scores s, say of a block's 64 tokens. 16 at a time: vectors also at -O2 */
-typedef void (*tkvi_weigher)(const float *s, const float *p, float low, float *said);
+/* >>adding the weights of a query to the scores of a block */
+/* s: logits [64], only to find hidden tokens. p: attention weights [64] of one query row. low: a weight below it
+ * counts as low. said: [64], accumulates. Loops take 16 values at a time, so that compilers vectorize them also at
+ * -O2. */
+typedef void (*tkvi_sample_fn)(const float *s, const float *p, float low, float *said);
 
 static void tkvi_weight_sum(const float *s, const float *p, float low, float *said) {
     int t, k;
@@ -13069,12 +13417,15 @@ static void tkvi_weight_lows(const float *s, const float *p, float low, float *s
     }
 }
 
-/* >>whole numbers: rounded; 0 for what is no weight, NaN (by bits: right under -ffast-math) */
+/* >>integers */
+/* Returns x * one, rounded. A NaN, a negative number and 2^31 or more give 0. The test reads bits, so that it also
+ * works with -ffast-math. */
 static uint32_t tkvi_token_score_counted(float x, float one) {
     const uint32_t bits = tkvi_bits(x * one + 0.5f);
     return (uint32_t)(int32_t)tkvi_from_bits(bits < 0x4f000000u ? bits : 0u); /* below 2^31 */
 }
 
+/* Adds `more` to the scores of 64 tokens; a sum stops at 2^32 - 1. */
 static void tkvi_join_sums(uint32_t *mass, const uint32_t *more) {
     int t, k;
     for (t = 0; t < TKVI_BLOCK; t += 16) {
@@ -13084,6 +13435,7 @@ static void tkvi_join_sums(uint32_t *mass, const uint32_t *more) {
     }
 }
 
+/* Keeps the larger of both scores for each of 64 tokens. */
 static void tkvi_join_largest(uint32_t *mass, const uint32_t *more) {
     int t, k;
     for (t = 0; t < TKVI_BLOCK; t += 16) {
@@ -13095,14 +13447,14 @@ static void tkvi_join_largest(uint32_t *mass, const uint32_t *more) {
 
 /* >>the table */
 typedef struct tkvi_token_score_mode {
-    int need;  /* of a policy: a bit of tkv_evict_need; 0: of none */
-    int fresh; /* a step begins from nothing, and all of the newest queries tell, instead of one in so many */
-    float sign;  /* of what is gathered, where high numbers are to be good */
-    float one;   /* 1 as a whole number */
-    float least; /* the same of all queries together, at least: 0 where sampling does not scale it */
-    tkv_importance_heads heads; /* what it comes to when each query head tells by itself: sum or max */
-    tkvi_weigher say;
-    void (*join)(uint32_t *mass, const uint32_t *more);
+    int need;   /* the bit of tkv_evict_need that selects this mode; 0: no policy needs it */
+    int fresh;  /* 1: each step starts at 0 and samples all newest queries; 0: samples one query in `every` */
+    float sign; /* -1 where a high score is bad */
+    float one;  /* a weight or count of 1 as an integer */
+    float least; /* lower limit of tkvi_token_scores.unit; 0: sampling does not scale the scores */
+    tkv_importance_heads heads; /* how `join` combines query heads that are scored one by one: sum or max */
+    tkvi_sample_fn say;         /* query row -> scores of a block */
+    void (*join)(uint32_t *mass, const uint32_t *more); /* scores of a block -> token_meta */
 } tkvi_token_score_mode;
 
 enum {
@@ -13126,23 +13478,24 @@ static const tkvi_token_score_mode tkvi_token_score_modes[TKVI_TOKEN_SCORE_MODES
      tkvi_join_sums},
 };
 
-/* In the order of tkv_importance_strategy; TKVI_TOKEN_SCORE_MODES: nothing. */
+/* In the order of tkv_importance_strategy. TKVI_TOKEN_SCORE_MODES: the strategy uses no attention. */
 static const int tkvi_token_score_of_strategy[TKV_IMPORTANCE_STRATEGIES] = {
     TKVI_TOKEN_SCORE_SUM, TKVI_TOKEN_SCORE_SUM, TKVI_TOKEN_SCORE_LARGEST, TKVI_TOKEN_SCORE_MODES,
     TKVI_TOKEN_SCORE_LOWS};
 
-/* What a config asks for. */
+/* The mode of a config, with its numbers. */
 typedef struct tkvi_token_scores {
-    const tkvi_token_score_mode *mode; /* NULL: nothing is gathered */
-    int every;                         /* one query in so many tells, or */
-    int newest;                        /* the newest so many do */
-    tkvi_weigher heads; /* NULL: query heads tell one by one; else their weights come together first */
-    float one;          /* 1 of what a query head tells, as a whole number */
-    float unit; /* 1 of what it all comes to, as if every query told: one sampled query stands for `every` */
-    tkv_importance_config importance; /* with defaults; decay is that of what is gathered */
+    const tkvi_token_score_mode *mode; /* NULL: no scores are collected */
+    int every;                         /* samples one query in `every`, or, where mode->fresh is 1, */
+    int newest;                        /* the newest `newest` queries */
+    tkvi_sample_fn heads;              /* NULL: query heads are scored one by one; else combines them first */
+    float one;                         /* a weight of 1 from one query head, as an integer */
+    float unit;                        /* an accumulated score of 1 as an integer, sampling scaled out */
+    tkv_importance_config importance;  /* with defaults; decay is the one that the scores use */
 } tkvi_token_scores;
 
-/* n: query heads of a KV head. Each tells an n-th part of what a mean is counted in. */
+/* Sets heads, one and unit. n: query heads of a KV head. For a mean each query head adds an n-th part. One sampled
+ * query stands for `every` queries, so unit is one / every; it must not fall below mode->least. */
 static void tkvi_token_score_heads(tkvi_token_scores *m, int n) {
     const tkv_importance_heads how = m->importance.heads;
     const int largest = how == TKV_IMPORTANCE_MAX;
@@ -13151,23 +13504,24 @@ static void tkvi_token_score_heads(tkvi_token_scores *m, int n) {
     float most = m->mode->least > 0.0f ? m->mode->one / m->mode->least : stands_for;
     m->one = (float)tkvi_max(1, (int)m->mode->one / mean);
     if (stands_for > most)
-        m->one = tkvi_f32(m->one * tkvi_f32(stands_for / most)); /* else `unit` were too coarse */
+        m->one = tkvi_f32(m->one * tkvi_f32(stands_for / most)); /* keeps `unit` at mode->least */
     m->unit = tkvi_f32(m->one * (float)mean) / stands_for;
     if (n > 1 && largest != (m->mode->heads == TKV_IMPORTANCE_MAX))
         m->heads = largest ? tkvi_weight_largest : tkvi_weight_sum;
 }
 
+/* Derives *m from the config. m->mode stays NULL if the config uses no attention scores. */
 static void tkvi_token_score_init(tkvi_token_scores *m, const tkv_config *cfg) {
     const tkv_evict_kind kind = cfg->evict.kind;
     tkv_evict_config evict;
     int i;
     memset(m, 0, sizeof *m);
     if (!tkvi_importance_fill(&cfg->importance, &m->importance) || !tkvi_evict_fill(&cfg->evict, &evict))
-        return; /* no cache has such a config */
+        return; /* cannot happen: a cache has a valid config */
     m->every = cfg->importance_every ? cfg->importance_every : TKVI_TOKEN_SCORE_EVERY;
     for (i = 0; i < TKVI_TOKEN_SCORE_MODES; i++)
         if (tkv_evict_needs(kind) & tkvi_token_score_modes[i].need) m->mode = &tkvi_token_score_modes[i];
-    if (m->mode) { /* policies know no decay but the caller's */
+    if (m->mode) { /* a policy has no default decay */
         m->importance.decay = tkvi_or(cfg->importance.decay, 1.0f);
         m->newest = m->mode->need == TKV_EVICT_NEEDS_LAST ? 1 : evict.recent_tokens;
     } else if (cfg->importance_every > 0 || cfg->n_anchors > 0 || kind == TKV_EVICT_SCORES ||
@@ -13181,22 +13535,25 @@ static void tkvi_token_score_init(tkvi_token_scores *m, const tkv_config *cfg) {
 #endif /* TKVI_RULES_SCORE_MODES_H */
 /* ======== rules/remat.h ======== */
 /*
- * rules/remat.h - what may be dropped because the caller's model can compute it again: the price in FLOPs, the
- * decision to keep, drop or code each block, and how much comes back in a step. No memory of its own, no cache, no
- * model. May call evict.
+ * rules/remat.h - decides which blocks to discard because the caller's model can recompute them. It prices a block
+ * in FLOPs, decides whether to keep, discard or quantize it, and limits the recomputation of a step. The code
+ * allocates nothing and uses neither a cache nor a model.
  *
  *     tokens    sinks | 0 ... 63 | 64 .. 127 | 128 . 191 | ........ | newest
- *     price            cheapest, least likely asked for  ->  dearest
- *     drop      never   1st        2nd         3rd ...     at least min_materialized tokens stay
+ *     price            cheapest, least likely used       ->  most expensive
+ *     discard   never   1st        2nd         3rd ...     at least min_materialized tokens stay
  *
- * A block is computed from its prefix, in all layers up to the one that is wanted; so what is dropped is a run of
- * whole blocks behind the sinks, and comes back in that order. (RuvLLM's ADR-004 has the idea; its price grew with
- * the layer alone, its age was the position, and it asked for single tokens.)
+ * Recomputing a block needs its whole prefix, and all layers up to the highest one that holds it. So discarded
+ * blocks form one run of whole blocks behind the sinks, and the run is recomputed from its front.
+ *
+ * The idea is from RuvLLM's ADR-004. There the price grew with the layer alone, the age was the position, and
+ * single tokens were recomputed.
  */
 #ifndef TKVI_RULES_REMAT_H
 #define TKVI_RULES_REMAT_H
 
 
+/* Copies *from to *cfg and fills in defaults. Returns NULL, or the reason why the config is invalid. */
 static const char *tkvi_remat_fill(const tkv_remat_config *from, tkv_remat_config *cfg) {
     *cfg = *from;
     if (cfg->n_layers < 1 || cfg->n_layers > 4096) return "n_layers must be from 1 to 4096";
@@ -13235,8 +13592,8 @@ TKV_API tkv_status tkv_remat_init(tkv_remat *r, const tkv_remat_config *cfg, con
     return TKV_OK;
 }
 
-/* >>the price. A token at position p multiplies with all weights and looks at about p keys: 2 FLOPs a product, of q
- * and k and again of p and v. */
+/* >>the price. A token at position p takes 2 FLOPs for each weight of a layer. It sees about p keys, and each takes
+ * 2 * n_heads * head_dim FLOPs for q.k and as many for the weighted sum of values. */
 TKV_API double tkv_remat_flops(const tkv_remat *r, int start, int end, int layers) {
     double attention;
     if (!r || start < 0 || end < start || layers < 0 || layers > r->cfg.n_layers) return -1.0;
@@ -13245,13 +13602,14 @@ TKV_API double tkv_remat_flops(const tkv_remat *r, int start, int end, int layer
            (2.0 * r->cfg.layer_params + attention);
 }
 
-/* The same, times the chance that it is asked for: less for old blocks; below 0, and so below any price, where nothing
- * looks at it. */
+/* Returns the FLOPs times the probability that block b is used: use / (1 + age / age_tokens). use below 0 means
+ * never used: the result is negative, so below any price. */
 static double tkvi_remat_expected(const tkv_remat *r, const tkv_remat_block *b, int now) {
     const double age = (double)now - (b->end - 1), use = (double)tkvi_or(b->use, 1.0f);
     return tkv_remat_flops(r, b->start, b->end, b->layers) * use / (1.0 + age / (double)r->cfg.age_tokens);
 }
 
+/* Returns whether the n blocks follow one another without gaps and their fields are in range. */
 static int tkvi_remat_is_sound(const tkv_remat *r, const tkv_remat_block *blocks, int n) {
     int i;
     if (!r || n < 0 || (n > 0 && !blocks)) return 0;
@@ -13264,24 +13622,27 @@ static int tkvi_remat_is_sound(const tkv_remat *r, const tkv_remat_block *blocks
 }
 
 /* >>the decision */
+/* Returns the bytes that quantizing block b frees. */
 static size_t tkvi_remat_saved(const tkv_remat_block *b) {
     return !b->dropped && b->quantized_bytes < b->bytes ? b->bytes - b->quantized_bytes : 0;
 }
 
+/* Returns whether one step can recompute block b alone. */
 static int tkvi_remat_fits_step(const tkv_remat *r, const tkv_remat_block *b) {
     return r->cfg.step_flops <= 0.0 || tkv_remat_flops(r, b->start, b->end, b->layers) <= r->cfg.step_flops;
 }
 
-typedef struct tkvi_remat_run {
+typedef struct tkvi_remat_progress {
     size_t freed;
-    int64_t held; /* tokens not dropped */
-    int at;       /* the block that would go next */
-    int refused;  /* 1: for what one step may cost */
-} tkvi_remat_run;
+    int64_t held; /* tokens not discarded */
+    int at;       /* next block to discard */
+    int refused;  /* 1: stopped at a block above step_flops */
+} tkvi_remat_progress;
 
-/* Drops blocks from run->at on until enough is free; cheap: only those that cost less a byte than coding does. */
-static void tkvi_remat_drop(const tkv_remat *r, const tkv_remat_block *blocks, int n, int now, size_t need,
-                            int cheap, tkv_remat_action *action, tkvi_remat_run *run) {
+/* Discards blocks from run->at on until `need` bytes are free. It stops at the first block that must stay. cheap:
+ * also at the first block whose recomputation costs more FLOPs a byte than quantizing does. */
+static void tkvi_remat_discard(const tkv_remat *r, const tkv_remat_block *blocks, int n, int now, size_t need,
+                               int cheap, tkv_remat_action *action, tkvi_remat_progress *run) {
     for (; run->at < n && run->freed < need; run->at++) {
         const tkv_remat_block *b = blocks + run->at;
         if (b->dropped || b->start < r->cfg.sink_tokens) continue;
@@ -13299,7 +13660,7 @@ static void tkvi_remat_drop(const tkv_remat *r, const tkv_remat_block *blocks, i
 
 TKV_API tkv_status tkv_remat_decide(tkv_remat *r, const tkv_remat_block *blocks, int n, int now,
                                     float pressure, size_t need, tkv_remat_action *action, size_t *freed) {
-    tkvi_remat_run run;
+    tkvi_remat_progress run;
     size_t total = 0;
     int i;
     if (!tkvi_remat_is_sound(r, blocks, n) || !tkvi_is_finite(pressure) || (n > 0 && !action))
@@ -13312,14 +13673,14 @@ TKV_API tkv_status tkv_remat_decide(tkv_remat *r, const tkv_remat_block *blocks,
     }
     for (i = 0; i < n; i++) action[i] = TKV_REMAT_KEEP;
     if (pressure >= tkvi_number(r->cfg.threshold)) {
-        tkvi_remat_drop(r, blocks, n, now, need, 1, action, &run);
-        for (i = run.at; i < n && run.freed < need; i++) { /* at is behind the sinks: they stay as they are */
+        tkvi_remat_discard(r, blocks, n, now, need, 1, action, &run);
+        for (i = run.at; i < n && run.freed < need; i++) { /* run.at is behind the sinks: they are kept */
             const size_t saved = tkvi_remat_saved(blocks + i);
             if (saved > 0) action[i] = TKV_REMAT_QUANTIZE;
             run.freed += saved;
         }
-        tkvi_remat_drop(r, blocks, n, now, need, 0, action, &run);
-        for (i = n; i-- > 0;) { /* what dropping made superfluous, newest first */
+        tkvi_remat_discard(r, blocks, n, now, need, 0, action, &run);
+        for (i = n; i-- > 0;) { /* undoes quantizing that is not needed any more, newest first */
             const size_t saved = tkvi_remat_saved(blocks + i);
             if (action[i] != TKV_REMAT_QUANTIZE || run.freed < need || run.freed - need < saved) continue;
             action[i] = TKV_REMAT_KEEP;
@@ -13338,7 +13699,7 @@ TKV_API tkv_status tkv_remat_decide(tkv_remat *r, const tkv_remat_block *blocks,
     return TKV_OK;
 }
 
-/* >>coming back */
+/* >>recomputing */
 TKV_API tkv_status tkv_remat_restore(tkv_remat *r, const tkv_remat_block *blocks, int n, int step, int *first,
                                      int *count) {
     int i, found = 0, at = 0;
@@ -13362,74 +13723,81 @@ TKV_API tkv_status tkv_remat_restore(tkv_remat *r, const tkv_remat_block *blocks
 #endif /* TKVI_RULES_REMAT_H */
 /* ======== cache/plan.h ======== */
 /*
- * cache/plan.h - from a config to plans: which format and how many tokens each tier of each layer has, how big a
- * block is in each format pair, and in which page and slot sizes blocks are kept. Also: what is wrong with
- * a config, in a sentence. May call kernels (for the ISA) and below.
+ * cache/plan.h - derives all tables of a cache from its config, and checks the config.
+ *
+ *     tkv_config -> tkvi_validate -> tkvi_derived_config -> tkvi_tables_build -> tkvi_tables
+ *                   (or a sentence    (needs no memory)                          (in the cache's fixed piece)
+ *                    on the error)
+ *
+ * The tables have the format and the number of tokens of each tier, for each layer and each level of the ladder.
+ * They also have the bytes of a block in each pair of formats, and the sizes of pages and slots.
  */
 #ifndef TKVI_CACHE_PLAN_H
 #define TKVI_CACHE_PLAN_H
 
 
-/* A piece of what is stored outside (reclaim/offload.h): a record or a side of one, F16 of 256 channels at most, and a
- * checksum. */
+/* An offloaded piece (reclaim/offload.h): a record, or one side of it, and a checksum. The largest piece is F16 of
+ * 256 channels. */
 #define TKVI_OFFLOAD_SIDE (2u * TKVI_BLOCK * TKV_MAX_HEAD_DIM)
 #define TKVI_OFFLOAD_CHECKSUM 8u
 #define TKVI_OFFLOAD_ROOM (TKVI_OFFLOAD_SIDE + 64u)
 
-#define TKVI_FOREVER 0x3fffffff /* a length that no sequence reaches; also the most tokens of a sequence */
+#define TKVI_FOREVER 0x3fffffff /* a length without end; also the largest length of a sequence */
 
-/* One KV head of a block: K side, V side, where it begins. */
+/* Layout of one KV head in a block: K side, then V side. */
 typedef struct tkvi_record {
     tkvi_side k, v;
-    size_t at, v_at; /* byte offset of the record in the block, of its V side in the record */
+    size_t at, v_at; /* byte offsets: of the record in the block, of the V side in the record */
 } tkvi_record;
 
-typedef struct tkvi_bytes { /* of a block, all heads */
+typedef struct tkvi_bytes { /* bytes of a block, all heads */
     size_t codes, metadata, total;
 } tkvi_bytes;
 
-/* A block's bytes in one pair of formats: the same for every block that names it. Where heads share a layer's bytes,
- * each layer has codings of its own, one for each version of its table; all of them have one size. */
+/* Layout of a block in one pair of formats. Blocks refer to it by number (tkvi_block.coding). If the layer has a
+ * table, it has codings of its own, one for each version of the table. All versions have the same size. */
 typedef struct tkvi_coding {
     tkv_pair pair;
-    int key;             /* of the shape: the pair and the room */
-    int tokens;          /* room: 64, or the sinks */
-    int size_class;      /* into classes */
+    int key;             /* index into tkvi_derived_config.key */
+    int tokens;          /* capacity: 64, or that of the sink block */
+    int size_class;      /* index into size_class */
     tkvi_bytes bytes;    /* all heads */
     tkvi_record *record; /* [n_kv_heads]; heads may differ */
 } tkvi_coding;
 
-/* Blocks of one size share pages that are cut into slots of that size. */
+/* A size class: pages cut into slots for blocks of one size. */
 typedef struct tkvi_class {
     size_t slot_bytes;
     int slots; /* per page, at most 64 */
 } tkvi_class;
 
-/* What one level of the ladder says of a layer. */
+/* The tiers of a layer at one level of the ladder. */
 typedef struct tkvi_tier_spec {
-    int hot, warm; /* tokens */
-    int key[TKV_TIER_COUNT];
-    int coding[TKV_TIER_COUNT]; /* of version 0, where heads share (tkvi_coding_of) */
-    int shared[TKV_TIER_COUNT]; /* 1: needs a table */
+    int hot, warm;              /* tokens */
+    int key[TKV_TIER_COUNT];    /* index into tkvi_derived_config.key */
+    int coding[TKV_TIER_COUNT]; /* number of the coding; with a table, that of version 0 (tkvi_coding_of) */
+    int shared[TKV_TIER_COUNT]; /* 1: blocks need a table of the layer */
 } tkvi_tier_spec;
 
 typedef struct tkvi_plan {
-    int stored; /* layer whose K and V this one reads: its own number, or an earlier one; -1: no cache */
-    int sink, window; /* tokens; window 0: none */
-    int keep;         /* widest window of all layers that read this one's blocks; 0: none */
-    int sink_coding;
-    tkvi_tier_spec now; /* of the level that the cache is at */
-    int allocates,
-        kvquant; /* 1: a level's table has bytes that heads share (core/allocate.h); levels (learn/kvquant_tables.h) */
-    int squat; /* 1: a tier's encoder wants to know the queries (learn/squat_queries.h) */
+    int stored;         /* layer whose K and V this layer reads: itself or an earlier one; -1: no cache */
+    int sink, window;   /* tokens; window 0: none */
+    int keep;           /* widest window of all layers that read this layer's blocks; 0: no window */
+    int sink_coding;    /* number of the coding of the sink block */
+    tkvi_tier_spec now; /* tiers at the current level */
+    /* 1 if a tier of some level has such a format. allocates: heads share the layer's bytes (core/allocate.h).
+     * kvquant: quantization levels are learned (learn/kvquant_tables.h). squat: the encoder needs statistics of
+     * queries (learn/squat_queries.h). */
+    int allocates, kvquant;
+    int squat;
 } tkvi_plan;
 
-/* Do blocks of this layer need a table, at any level? */
+/* Do blocks of this layer need a table at some level? */
 static int tkvi_plan_learns(const tkvi_plan *p) { return p->allocates || p->kvquant; }
 
-#define TKVI_VERSIONS 4 /* of a layer's table that blocks can be coded with */
+#define TKVI_VERSIONS 4 /* versions of a layer's table that blocks can be coded with */
 
-/* What can be said of a config without any memory: pairs in use, sizes of blocks, classes, the page. */
+/* Everything derived from a config without memory: format pairs, block sizes, size classes, page size. */
 #define TKVI_MAX_LAYERS 4096
 #define TKVI_MAX_CODINGS 128
 
@@ -13443,64 +13811,64 @@ typedef struct tkvi_derived_config {
     int n_keys, n_classes;
     int n_codings; /* one for each key, then those of single layers */
     int any_shared, any_rotated, any_squat, any_kvquant;
-    int any_kvquant_keys; /* KVQUANT formats hold keys */
+    int any_kvquant_keys; /* 1: a KVQUANT format holds keys */
     int n_stored;         /* layers with blocks of their own */
-    int n_levels;         /* of the ladder */
-    int spare;            /* pages that recoding needs under a budget; 0: there is none */
+    int n_levels;         /* levels of the ladder */
+    int spare;            /* pages that recoding needs under a budget; 0: no budget */
     tkv_level ladder[TKV_MAX_LEVELS];
-    size_t hot_record; /* bytes of one head of a block of the hot tier, the widest layer's */
-    tkvi_key key[TKVI_MAX_CODINGS];
-    tkvi_bytes bytes[TKVI_MAX_CODINGS];
-    int class_of[TKVI_MAX_CODINGS];
-    tkvi_class size_class[TKVI_MAX_CODINGS];
+    size_t hot_record;                       /* bytes of one KV head of a hot block, in the widest layer */
+    tkvi_key key[TKVI_MAX_CODINGS];          /* [n_keys] */
+    tkvi_bytes bytes[TKVI_MAX_CODINGS];      /* [n_keys] */
+    int class_of[TKVI_MAX_CODINGS];          /* [n_keys] size class */
+    tkvi_class size_class[TKVI_MAX_CODINGS]; /* [n_classes] */
     size_t page_bytes;
 } tkvi_derived_config;
 
-/* One version of the layers' tables: a piece of memory that is there when a layer has come to need it. */
+/* One version of the tables of all layers: one piece of memory, allocated when the first layer needs it. */
 typedef struct tkvi_version {
-    uint8_t *bytes;      /* NULL: not yet */
-    tkvi_record *record; /* of all codings of this version [...][n_kv_heads] */
-    /* where heads share: */
-    tkvi_head *head;               /* [n_layers][n_kv_heads], with their arrays: */
+    uint8_t *bytes;      /* NULL: not allocated */
+    tkvi_record *record; /* [codings of this version][n_kv_heads] */
+    /* Formats whose heads share bytes: */
+    tkvi_head *head;               /* [n_layers][n_kv_heads]; their arrays are the next three */
     uint8_t *importance, *channel; /* [n_layers][n_kv_heads][k_pad] */
-    float *mean;                   /* the same */
-    /* where KVQUANT formats are: */
+    float *mean;                   /* [n_layers][n_kv_heads][k_pad] */
+    /* KVQUANT formats: */
     tkvi_kvquant *kvquant; /* [n_layers] */
     float *kvquant_range;  /* [n_layers][n_kv_heads] radius [head_dim], middle [head_dim] */
 } tkvi_version;
 
 /* Everything derived from a config, in the cache's fixed piece. */
 typedef struct tkvi_tables {
-    tkv_config cfg; /* with defaults filled in; `layers` is not kept */
+    tkv_config cfg; /* with defaults filled in; the pointers layers, ladder and rope.frequencies are NULL */
     int n_keys, n_codings, n_classes;
     int any_shared, any_kvquant;
     size_t page_bytes;
     tkvi_plan *plan;      /* [n_layers] */
     tkvi_tier_spec *rule; /* [n_layers][n_levels] */
-    int n_levels, level;  /* of the ladder, and where the cache is */
-    int spare;            /* pages that recoding needs under a budget */
+    int n_levels, level;  /* levels of the ladder; the current one */
+    int spare;            /* pages that recoding needs under a budget; 0: no budget at creation */
     tkvi_coding *coding;  /* [n_codings] */
     tkvi_class *size_class;
     tkvi_version version[TKVI_VERSIONS];
-    size_t version_bytes; /* of each; 0: no layer needs tables */
-    int *split;           /* [n_kv_heads] work space; NULL where no heads share */
-    int8_t *current;      /* [n_layers] version that is coded with now; -1: none yet */
-    tkvi_rope *rope;      /* NULL where no KVQUANT format is */
-    int any_rotated;      /* a V format of these is rotated */
+    size_t version_bytes; /* bytes of one version; 0: no layer needs tables */
+    int *split;           /* [n_kv_heads] work space; NULL: no heads share bytes */
+    int8_t *current;      /* [n_layers] version that new blocks are coded with; -1: no table yet */
+    tkvi_rope *rope;      /* NULL: no KVQUANT format */
+    int any_rotated;      /* 1: some V format is rotated */
 } tkvi_tables;
 
-/* The coding that blocks of this layer's tier get now. */
+/* Number of the coding that new blocks of a layer's tier get. */
 static int tkvi_coding_of(const tkvi_tables *t, int layer, tkv_tier tier) {
     const tkvi_tier_spec *r = &t->plan[layer].now;
     return r->coding[tier] + (r->shared[tier] && t->current[layer] > 0 ? t->current[layer] : 0);
 }
 
-/* What the levels say of a layer, n_levels of them. */
+/* The tiers of a layer at each level: an array of n_levels. */
 static tkvi_tier_spec *tkvi_rules_of(const tkvi_tables *t, int layer) {
     return t->rule + (size_t)layer * (size_t)t->n_levels;
 }
 
-/* All layers go by this level of the ladder. */
+/* Makes `level` the current level of all layers. */
 static void tkvi_take_level(tkvi_tables *t, int level) {
     int i;
     t->level = level;
@@ -13509,6 +13877,7 @@ static void tkvi_take_level(tkvi_tables *t, int level) {
 }
 
 /* >>validate */
+/* Writes "field is value; want" to `reason`, and returns TKV_ERR_CONFIG. */
 static tkv_status tkvi_bad(char *reason, size_t size, const char *field, int64_t value, const char *want) {
     tkvi_text t = tkvi_text_begin(reason, reason ? size : 0);
     tkvi_append_text(&t, field);
@@ -13519,7 +13888,7 @@ static tkv_status tkvi_bad(char *reason, size_t size, const char *field, int64_t
     return TKV_ERR_CONFIG;
 }
 
-/* The same for a field of layers[i] (i >= 0). */
+/* The same for a field of layers[layer], or of the config if layer is -1. */
 static tkv_status tkvi_bad_in(char *reason, size_t size, int layer, const char *field, int64_t value,
                               const char *want) {
     char name[64];
@@ -13533,7 +13902,7 @@ static tkv_status tkvi_bad_in(char *reason, size_t size, int layer, const char *
     return tkvi_bad(reason, size, name, value, want);
 }
 
-/* Fields that a layer can override, checked for the cache (layer -1) and for each layer. */
+/* Checks the fields that a layer can override: of the config (layer -1), or of one layer. */
 static tkv_status tkvi_validate_tiers(const tkv_layer_config *c, int layer, char *reason, size_t size) {
     static const char *const pair_name[TKV_TIER_COUNT][2] = {
         {"hot.k", "hot.v"}, {"warm.k", "warm.v"}, {"archive.k", "archive.v"}};
@@ -13570,6 +13939,7 @@ static tkv_status tkvi_validate_tiers(const tkv_layer_config *c, int layer, char
     return TKV_OK;
 }
 
+/* The config's values of the fields that a layer can override. */
 static tkv_layer_config tkvi_cache_wide(const tkv_config *cfg) {
     tkv_layer_config c;
     memset(&c, 0, sizeof c);
@@ -13614,6 +13984,7 @@ TKV_API tkv_config tkv_config_default(void) {
 TKV_API size_t tkv_config_size(void) { return sizeof(tkv_config); }
 
 /* >>resolve */
+/* A length in tokens: the layer's, else the config's, else the default. TKV_NONE is 0, TKV_ALL is TKVI_FOREVER. */
 static int tkvi_length(int of_layer, int of_cache, int standard) {
     int n = of_layer ? of_layer : of_cache ? of_cache : standard;
     return n == TKV_NONE ? 0 : n == TKV_ALL ? TKVI_FOREVER : n;
@@ -13626,8 +13997,8 @@ static tkv_pair tkvi_pair(tkv_pair of_layer, tkv_pair of_cache, tkv_format k, tk
     return p;
 }
 
-/* One layer's lengths and pairs at a level of the ladder; `pair` gets hot, warm, archive. What the layer says of itself
- * holds at every level. */
+/* Lengths and format pairs of one layer at a level of the ladder. `pair` gets hot, warm, archive. A value that the
+ * layer itself sets holds at every level. */
 static tkvi_plan tkvi_resolve(const tkv_config *cfg, const tkv_level *level, int layer, tkv_pair *pair) {
     tkv_layer_config wide = tkvi_cache_wide(cfg), none;
     const tkv_layer_config *c = cfg->layers ? &cfg->layers[layer] : &none;
@@ -13660,12 +14031,12 @@ static void tkvi_fill_defaults(tkv_config *cfg) {
     if (!cfg->max_tokens) cfg->max_tokens = TKVI_FOREVER;
     if (!cfg->quality_tokens) cfg->quality_tokens = 2048;
 #if !defined(__GNUC__) && !defined(__clang__)
-    cfg->quality_heads = 0; /* without atomics nobody may add (cache/meter.h) */
+    cfg->quality_heads = 0; /* the meter needs atomics (cache/meter.h) */
 #endif
 }
 
-/* >>ladder. Without one of the caller's: under a budget exact at first, then as tight as must be; without a budget the
- * plan of the config alone. */
+/* >>ladder: the default one. Under a budget, level 0 is exact, and further levels compress more. Without a budget,
+ * the only level is the plan of the config. */
 static const tkv_level tkvi_ladder_exact = {
     TKV_ALL, 0, {TKV_FORMAT_DEFAULT, TKV_FORMAT_DEFAULT}, {TKV_FORMAT_DEFAULT, TKV_FORMAT_DEFAULT}};
 static const tkv_level tkvi_ladder_steps[] = {
@@ -13674,7 +14045,7 @@ static const tkv_level tkvi_ladder_steps[] = {
     {0,
      0,
      {TKV_FORMAT_DEFAULT, TKV_FORMAT_DEFAULT},
-     {TKV_FORMAT_DEFAULT, TKV_FORMAT_DEFAULT}}, /* the config's */
+     {TKV_FORMAT_DEFAULT, TKV_FORMAT_DEFAULT}}, /* the config's plan */
     {0, 0, {TKV_A40, TKV_R40}, {TKV_A25, TKV_R20}},
     {0, 0, {TKV_A40, TKV_R40}, {TKV_A20, TKV_R15}},
 };
@@ -13684,7 +14055,8 @@ static int tkvi_levels_of(const tkv_config *cfg) {
     return cfg->ladder ? cfg->n_levels : cfg->budget_bytes ? 1 + steps : 1;
 }
 
-/* The policy for as many levels as there are: the last threshold serves the rest. */
+/* Fills in the config of the pressure controller for the number of levels. Missing thresholds repeat the last one.
+ * Returns NULL, or a sentence on the error. */
 static const char *tkvi_policy_for(const tkv_config *cfg, tkv_policy_config *full) {
     tkv_policy_config p = cfg->policy;
     int steps = tkvi_levels_of(cfg) - 1, i, any = 0, n;
@@ -13696,13 +14068,14 @@ static const char *tkvi_policy_for(const tkv_config *cfg, tkv_policy_config *ful
             return "thresholds must be above 0 and at most 1, or TKV_ZERO, without gaps";
     for (i = n; i < steps && n > 0; i++) p.threshold[i] = p.threshold[n - 1];
     for (i = tkvi_max(steps, 1); i < TKV_MAX_LEVELS - 1; i++) p.threshold[i] = 0.0f;
-    if (steps == 0) { /* one level: nothing to decide */
+    if (steps == 0) { /* one level: the controller has no choice */
         if (p.max_level > 0 || p.min_level != 0) return "there is one level only, 0";
         p.max_level = TKV_NONE;
     }
     return tkvi_policy_fill(&p, full);
 }
 
+/* Fills in h->ladder and h->n_levels. */
 static void tkvi_ladder_of(const tkv_config *cfg, tkvi_derived_config *h) {
     int i, steps = (int)(sizeof tkvi_ladder_steps / sizeof *tkvi_ladder_steps);
     h->n_levels = tkvi_levels_of(cfg);
@@ -13713,7 +14086,7 @@ static void tkvi_ladder_of(const tkv_config *cfg, tkvi_derived_config *h) {
     for (i = 0; i < steps; i++) h->ladder[i + 1] = tkvi_ladder_steps[i];
 }
 
-/* Number of the coding for a pair and a room, added if new; -1 when there are too many. */
+/* Index of the key for a pair and a capacity in tokens. A new key is added. Returns -1 when there are too many. */
 static int tkvi_find_key(tkvi_derived_config *h, tkv_pair pair, int tokens) {
     int i;
     for (i = 0; i < h->n_keys; i++)
@@ -13724,7 +14097,7 @@ static int tkvi_find_key(tkvi_derived_config *h, tkv_pair pair, int tokens) {
     return h->n_keys++;
 }
 
-/* `k` and `v`: what the layer's table says, or NULL. */
+/* Layout of one KV head. k, v: its shares from the layer's table, or NULL for equal shares. */
 static void tkvi_record_init(tkvi_record *r, const tkv_config *cfg, tkvi_key key, const tkvi_share *k,
                              const tkvi_share *v) {
     tkvi_options o;
@@ -13746,7 +14119,8 @@ static int tkvi_pair_allocates(tkv_pair p) { return tkvi_formats[p.k].shared || 
 
 static int tkvi_pair_kvquant(tkv_pair p) { return tkvi_is_kvquant(p.k) || tkvi_is_kvquant(p.v); }
 
-/* Bytes of all heads of a block. Shared ones: the layer's budget, whoever gets it. 0 if it is too much. */
+/* Bytes of a block, all heads. Where heads share bytes, their sum is fixed, however it is split. Returns 0 if a
+ * block is too large. */
 static int tkvi_key_bytes(const tkv_config *cfg, tkvi_key key, tkvi_bytes *b) {
     tkvi_record r;
     int64_t heads = cfg->n_kv_heads, k, v, meta, total;
@@ -13766,7 +14140,7 @@ static int tkvi_key_bytes(const tkv_config *cfg, tkvi_key key, tkvi_bytes *b) {
         v = tkvi_budget_v(heads, tkvi_formats[key.pair.v].bits, r.v.pad);
         total += v;
     }
-    if (total > (int64_t)(((size_t)-1 >> 1) / 5u)) return 0; /* a page is up to four of the largest blocks */
+    if (total > (int64_t)(((size_t)-1 >> 1) / 5u)) return 0; /* a page can hold four of the largest blocks */
     b->codes = (size_t)(k + v);
     b->metadata = (size_t)meta;
     b->total = (size_t)total;
@@ -13778,7 +14152,8 @@ static int tkvi_slots_of(const tkvi_class *c, size_t page) {
     return slots > 64 ? 64 : (int)slots;
 }
 
-/* Bytes without a block when each class has so many of them: the rests of full pages, and a page half empty. */
+/* Bytes of pages that hold no block, for a page size and a number of blocks per class. Counts the unused ends of
+ * pages, half a page for each class in use, and the spare pages. */
 static uint64_t tkvi_page_cost(const tkvi_class *classes, const int64_t *blocks, int n, int spare,
                                size_t page) {
     uint64_t cost = (uint64_t)spare * page;
@@ -13791,7 +14166,8 @@ static uint64_t tkvi_page_cost(const tkvi_class *classes, const int64_t *blocks,
     return cost;
 }
 
-/* The page size: of all multiples of a slot, from the largest slot to four of them, the one that costs least. */
+/* The page size with the smallest cost. Candidates are the multiples of each slot size, from the largest slot to
+ * four times that. */
 static size_t tkvi_page_size(const tkvi_class *classes, const int64_t *blocks, int n, int spare) {
     size_t largest = 0, page, best = 0;
     uint64_t best_cost = 0;
@@ -13809,13 +14185,14 @@ static size_t tkvi_page_size(const tkvi_class *classes, const int64_t *blocks, i
     return best;
 }
 
-/* Adds the blocks, by key, that a layer has of one sequence of usual length at a level: pages are cut for it. */
+/* Adds to blocks[key] the blocks of one layer at a level, for one sequence of 4096 tokens (or max_tokens, if
+ * smaller). The page size is chosen for these numbers. */
 static void tkvi_usual_blocks(const tkvi_derived_config *h, const tkvi_plan *p, const tkvi_tier_spec *r,
                               int64_t *blocks) {
     int64_t left = (tkvi_min(h->cfg.max_tokens, 4096) - p->sink + TKVI_BLOCK - 1) / TKVI_BLOCK, n;
     int64_t most[TKV_TIER_COUNT];
     int tier;
-    most[TKV_HOT] = r->hot / TKVI_BLOCK + 1; /* the partial block too */
+    most[TKV_HOT] = r->hot / TKVI_BLOCK + 1; /* + 1: the partial block */
     most[TKV_WARM] = (r->warm + TKVI_BLOCK - 1) / TKVI_BLOCK;
     most[TKV_ARCHIVE] = TKVI_FOREVER;
     if (p->sink) blocks[p->sink_coding]++;
@@ -13826,14 +14203,14 @@ static void tkvi_usual_blocks(const tkvi_derived_config *h, const tkvi_plan *p, 
     }
 }
 
-/* Can a block ever come to this tier? If not, nobody has to learn for its format. Flushing empties a hot tier, unless
- * that takes everything. */
+/* Can blocks ever reach this tier? If not, its format needs no table. A flush can empty the hot tier, unless that
+ * tier holds all tokens. */
 static int tkvi_reached(const tkv_config *cfg, const tkvi_tier_spec *r, int tier) {
     if (tier != TKV_HOT && r->hot == TKVI_FOREVER) return 0;
     return tier != TKV_ARCHIVE || r->warm < cfg->max_tokens;
 }
 
-/* What a level says of a layer; its codings become keys of the shape. 0: there are too many. */
+/* Fills in the tiers of a layer at a level. Adds their format pairs to h->key. Returns 0 if there are too many. */
 static int tkvi_tier_spec_of(tkvi_derived_config *h, int layer, int level, tkvi_plan *p, tkvi_tier_spec *r) {
     tkv_pair pair[TKV_TIER_COUNT];
     int tier, fits = 1;
@@ -13852,13 +14229,13 @@ static int tkvi_tier_spec_of(tkvi_derived_config *h, int layer, int level, tkvi_
     return fits;
 }
 
-/* The plan of one layer, and what each level says of it; `now` is that of the first level of the policy. */
+/* Fills in the plan of one layer and its tiers at each level. p->now is that of policy.min_level. */
 static tkv_status tkvi_plan_of(tkvi_derived_config *h, int layer, tkvi_plan *p, tkvi_tier_spec *rule) {
     tkv_pair unused[TKV_TIER_COUNT], pair[TKV_TIER_COUNT];
     int level, other, fits = 1;
     *p = tkvi_resolve(&h->cfg, &h->ladder[0], layer, pair);
     if (p->stored != layer)
-        return TKV_OK; /* reads another layer's blocks, or none; only its window is its own */
+        return TKV_OK; /* the layer reads another layer's blocks, or none: only its window matters */
     p->keep = p->window;
     for (other = layer + 1; h->cfg.layers && p->keep && other < h->cfg.n_layers; other++)
         if (h->cfg.layers[other].share_kv == layer + 1) {
@@ -13876,7 +14253,7 @@ static tkv_status tkvi_plan_of(tkvi_derived_config *h, int layer, tkvi_plan *p, 
     return fits ? TKV_OK : TKV_ERR_CONFIG;
 }
 
-/* Where heads share, the layer gets codings of its own, one for each key, `next` being the first that is free. */
+/* Gives a layer with tables its own codings: TKVI_VERSIONS for each key. *next is the first free number. */
 static void tkvi_own_codings(tkvi_tier_spec *rule, int n_levels, int *next) {
     int at, before;
     for (at = 0; at < n_levels * TKV_TIER_COUNT; at++) {
@@ -13896,7 +14273,8 @@ static void tkvi_own_codings(tkvi_tier_spec *rule, int n_levels, int *next) {
     }
 }
 
-/* Recoding at a level opens a page at most for each size of block that comes out of it, before one gets empty. */
+/* Pages that recoding needs at most. At a level, it opens one page for each size class that it writes, before
+ * another page becomes free. */
 static int tkvi_recode_pages_of(tkvi_derived_config *h) {
     tkvi_tier_spec rule[TKV_MAX_LEVELS];
     uint8_t opens[TKV_MAX_LEVELS][TKVI_MAX_CODINGS] = {{0}};
@@ -13916,7 +14294,7 @@ static int tkvi_recode_pages_of(tkvi_derived_config *h) {
     return most;
 }
 
-/* The config must be valid. */
+/* Fills in `h`. The fields of the config must be valid. */
 static tkv_status tkvi_derive_config(const tkv_config *cfg, tkvi_derived_config *h) {
     int64_t of_key[TKVI_MAX_CODINGS] = {0}, of_class[TKVI_MAX_CODINGS] = {0};
     int i, c, level, hot[TKVI_MAX_CODINGS] = {0};
@@ -13939,7 +14317,7 @@ static tkv_status tkvi_derive_config(const tkv_config *cfg, tkvi_derived_config 
     if (h->n_codings > 0xffff) return TKV_ERR_CONFIG;
     if ((h->any_shared || h->any_kvquant) &&
         (uint64_t)h->cfg.n_layers * (uint64_t)h->cfg.n_kv_heads > ((size_t)-1 >> 16))
-        return TKV_ERR_CONFIG; /* a table has at most some 8 KB of each head */
+        return TKV_ERR_CONFIG; /* a table has about 8 KB for each head at most */
     for (i = 0; i < h->n_keys; i++) {
         if (!tkvi_key_bytes(&h->cfg, h->key[i], &h->bytes[i])) return TKV_ERR_CONFIG;
         for (c = 0; c < h->n_classes; c++)
@@ -13951,7 +14329,7 @@ static tkv_status tkvi_derive_config(const tkv_config *cfg, tkvi_derived_config 
         if (hot[i] && h->bytes[i].total / (size_t)h->cfg.n_kv_heads > h->hot_record)
             h->hot_record = h->bytes[i].total / (size_t)h->cfg.n_kv_heads;
     }
-    for (c = 0; c < h->n_classes; c++) /* the mean of all levels */
+    for (c = 0; c < h->n_classes; c++) /* blocks, mean of all levels */
         of_class[c] = (of_class[c] + h->n_levels - 1) / h->n_levels;
     h->spare = h->cfg.budget_bytes ? tkvi_recode_pages_of(h) : 0;
     h->page_bytes = tkvi_page_size(h->size_class, of_class, h->n_classes, h->spare);
@@ -13960,7 +14338,7 @@ static tkv_status tkvi_derive_config(const tkv_config *cfg, tkvi_derived_config 
     return TKV_OK;
 }
 
-/* Of a number in a sentence, the part before the point. */
+/* The integer part of a number, for a sentence. -1 if the number is not finite. */
 static int tkvi_whole(float x) { return tkvi_is_finite(x) ? (int)tkvi_clampf(floorf(x), -1e9f, 1e9f) : -1; }
 
 static tkv_status tkvi_validate_ladder(const tkv_config *cfg, char *reason, size_t size) {
@@ -13987,7 +14365,7 @@ static tkv_status tkvi_validate_ladder(const tkv_config *cfg, char *reason, size
     return TKV_OK;
 }
 
-/* Anchors live with the sinks, and by themselves leave no window. */
+/* The reason why cfg->n_anchors is wrong, or NULL. Anchors lie in the sink block, and they never expire. */
 static const char *tkvi_anchor_fault(const tkv_config *cfg) {
     tkv_pair unused[TKV_TIER_COUNT];
     tkv_level none;
@@ -14003,7 +14381,7 @@ static const char *tkvi_anchor_fault(const tkv_config *cfg) {
     return NULL;
 }
 
-/* What must be right before a config is used for anything. */
+/* Checks the fields that show whether the struct itself is usable. */
 static tkv_status tkvi_validate_host(const tkv_config *cfg, char *reason, size_t size) {
     if (cfg->start_canary || cfg->end_canary)
         return tkvi_bad(
@@ -14015,7 +14393,7 @@ static tkv_status tkvi_validate_host(const tkv_config *cfg, char *reason, size_t
     return TKV_OK;
 }
 
-/* Every field; the shape is that of the valid config. */
+/* Checks every field, and fills in the derived config of a valid config. */
 static tkv_status tkvi_validate(const tkv_config *cfg, tkvi_derived_config *shape, char *reason,
                                 size_t size) {
     const char *wrong, *field;
@@ -14115,7 +14493,7 @@ static tkv_status tkvi_validate(const tkv_config *cfg, tkvi_derived_config *shap
         return tkvi_bad(reason, size, "rope.dim", 0,
                         "KVQUANT codes keys as before RoPE: set rope to the model's, or kvquant to "
                         "TKV_KVQUANT_POST_ROPE for keys as they come");
-    if (!st && cfg->spill.store) { /* attention has a piece of it on its stack */
+    if (!st && cfg->spill.store) { /* attention has a fetch buffer of this size on its stack */
         int i;
         for (i = 0; i < shape->n_keys; i++) {
             tkvi_record r;
@@ -14134,7 +14512,7 @@ TKV_API tkv_status tkv_config_validate(const tkv_config *cfg, char *reason, size
     return tkvi_validate(cfg, &shape, reason, size);
 }
 
-/* >>tables: pieces of one stretch of memory, each at a multiple of 64 bytes */
+/* >>tables: arrays in one piece of memory, each at a multiple of 64 bytes */
 typedef struct tkvi_table_sizes {
     size_t plan, rule, coding, size_class, record, split, current, rope;
 } tkvi_table_sizes;
@@ -14157,7 +14535,7 @@ static size_t tkvi_tables_bytes(const tkvi_derived_config *h) {
     return tkvi_table_sizes_of(h, &s);
 }
 
-/* The same of a version: `own` codings are of single layers. */
+/* The same for one version of the learned tables. own: codings of single layers in one version. */
 typedef struct tkvi_version_sizes {
     size_t record, head, channel, mean, kvquant, range;
 } tkvi_version_sizes;
@@ -14181,7 +14559,7 @@ static size_t tkvi_version_bytes(const tkvi_derived_config *h) {
                                  h->any_kvquant, &s);
 }
 
-/* A version moves into a cleared piece of version_bytes. */
+/* Places the arrays of a version in `mem`, version_bytes of zeros. */
 static void tkvi_version_build(tkvi_tables *t, int version, uint8_t *mem) {
     tkvi_version *v = &t->version[version];
     tkvi_version_sizes s;
@@ -14210,7 +14588,7 @@ static void tkvi_version_build(tkvi_tables *t, int version, uint8_t *mem) {
     v->kvquant_range = (float *)(void *)(mem + s.kvquant);
 }
 
-/* The heads of one version of a layer's table. */
+/* [n_kv_heads]: the heads in one version of a layer's table. */
 static tkvi_head *tkvi_heads_of(const tkvi_tables *t, int layer, int version) {
     return t->version[version].head + (size_t)layer * (size_t)t->cfg.n_kv_heads;
 }
@@ -14223,7 +14601,7 @@ static void tkvi_coding_init(tkvi_coding *c, const tkvi_derived_config *h, int k
     c->bytes = h->bytes[key];
 }
 
-/* Records of a coding, by what the heads' table says (NULL: equal shares). */
+/* Fills in the records of a coding from a layer's table. heads: [n_kv_heads], or NULL for equal shares. */
 static void tkvi_coding_share(const tkvi_tables *t, tkvi_coding *c, const tkvi_head *heads) {
     const tkvi_format *k = &tkvi_formats[c->pair.k], *v = &tkvi_formats[c->pair.v];
     const tkv_config *cfg = &t->cfg;
@@ -14268,18 +14646,18 @@ static tkvi_kvquant *tkvi_kvquant_of(const tkvi_tables *t, int layer, int versio
     return t->version[version].kvquant + layer;
 }
 
-/* Of a head: the radius of each channel, then its middle. */
+/* The ranges of a head's channels: radius [head_dim], middle [head_dim]. */
 static float *tkvi_kvquant_range_of(const tkvi_tables *t, int layer, int version, int head) {
     size_t set = (size_t)layer * (size_t)t->cfg.n_kv_heads + (size_t)head;
     return t->version[version].kvquant_range + set * 2u * (size_t)t->cfg.head_dim;
 }
 
-/* NULL: keys are coded as they come. */
+/* The RoPE that KVQUANT undoes before it codes keys. NULL: keys are coded as given. */
 static const tkvi_rope *tkvi_kvquant_rope(const tkvi_tables *t) {
     return t->rope->pairs && !(t->cfg.kvquant & TKV_KVQUANT_POST_ROPE) ? t->rope : NULL;
 }
 
-/* KVQUANT sides of a coding get a version of the layer's table. */
+/* Connects the KVQUANT sides of a coding to a version of the layer's table. */
 static void tkvi_coding_kvquant(const tkvi_tables *t, tkvi_coding *c, int layer, int version) {
     int head;
     for (head = 0; head < t->cfg.n_kv_heads; head++) {
@@ -14291,6 +14669,7 @@ static void tkvi_coding_kvquant(const tkvi_tables *t, tkvi_coding *c, int layer,
     }
 }
 
+/* Builds the tables in `mem`, tkvi_tables_bytes of zeros. */
 static void tkvi_tables_build(tkvi_tables *t, tkvi_derived_config *h, uint8_t *mem) {
     tkvi_table_sizes s;
     tkvi_record *record;
@@ -14326,7 +14705,7 @@ static void tkvi_tables_build(tkvi_tables *t, tkvi_derived_config *h, uint8_t *m
     for (i = 0; i < h->cfg.n_layers; i++) {
         tkvi_plan *p = &t->plan[i];
         tkvi_tier_spec *rule = tkvi_rules_of(t, i);
-        (void)tkvi_plan_of(h, i, p, rule); /* all keys are known by now */
+        (void)tkvi_plan_of(h, i, p, rule); /* h has all keys, so none is added */
         if (p->stored != i) continue;
         tkvi_own_codings(rule, h->n_levels, &next);
         for (n = 0; n < h->n_levels * TKV_TIER_COUNT; n++)
@@ -14336,7 +14715,7 @@ static void tkvi_tables_build(tkvi_tables *t, tkvi_derived_config *h, uint8_t *m
     }
     tkvi_take_level(t, h->cfg.policy.min_level);
     for (i = 0; i < h->n_keys; i++)
-        tkvi_coding_share(t, &t->coding[i], NULL); /* the others wait for tables */
+        tkvi_coding_share(t, &t->coding[i], NULL); /* the others wait for a table */
     t->cfg.layers = NULL;
     t->cfg.ladder = NULL;
     t->cfg.rope.frequencies = NULL;
@@ -14345,8 +14724,10 @@ static void tkvi_tables_build(tkvi_tables *t, tkvi_derived_config *h, uint8_t *m
 #endif /* TKVI_CACHE_PLAN_H */
 /* ======== cache/preset.h ======== */
 /*
- * cache/preset.h - plans by name: a table, those of other designs with their numbers; and the tier of an age. What
- * the first seven cost and give is in bench/QUALITY.md. May call plan.
+ * cache/preset.h - a table of named presets, and the tier of a token's age.
+ *
+ * Presets of other designs keep the numbers of those designs. bench/QUALITY.md has the bytes and the quality of the
+ * first seven.
  */
 #ifndef TKVI_CACHE_PRESET_H
 #define TKVI_CACHE_PRESET_H
@@ -14354,7 +14735,7 @@ static void tkvi_tables_build(tkvi_tables *t, tkvi_derived_config *h, uint8_t *m
 
 typedef struct tkvi_preset {
     const char *name;
-    int below; /* rows of one name: the first one whose number is above cfg.max_tokens; 0: any */
+    int below; /* of rows with one name, the first with max_tokens < below is taken; 0: any max_tokens */
     int hot_tokens, warm_tokens;
     tkv_pair warm, archive;
 } tkvi_preset;
@@ -14370,7 +14751,7 @@ static const tkvi_preset tkvi_presets[] = {
     {"by-context", 2048, 0, 0, {TKV_KIVI4, TKV_KIVI4}, {TKV_KIVI2, TKV_KIVI2}},
     {"by-context", 8192, 0, 0, {TKV_KIVI4, TKV_KIVI4}, {TKV_SQUAT2, TKV_KIVI2}},
     {"by-context", 0, 0, 0, {TKV_KIVI4, TKV_KIVI4}, {TKV_KVQUANT3, TKV_KVQUANT3}},
-    /* RuvLLM's: ADR-004, then the profiles of its code */
+    /* from RuvLLM: ADR-004, then the profiles in its code */
     {"adr", 2048, 64, 448, {TKV_KIVI4, TKV_KIVI4}, {TKV_KIVI2, TKV_KIVI2}},
     {"adr", 8192, 64, 448, {TKV_KIVI4, TKV_KIVI4}, {TKV_SQUAT2, TKV_KIVI2}},
     {"adr", 0, 64, 448, {TKV_KIVI4, TKV_KIVI4}, {TKV_KVQUANT3, TKV_KVQUANT3}},
@@ -14379,7 +14760,7 @@ static const tkvi_preset tkvi_presets[] = {
     {"large_context", 0, 128, 896, {TKV_KIVI4, TKV_KIVI4}, {TKV_SQUAT2, TKV_KIVI2}},
     {"extreme_context", 0, 256, 1792, {TKV_KIVI4, TKV_KIVI4}, {TKV_KVQUANT3, TKV_KVQUANT3}},
     {"memory_optimized", 0, 32, 224, {TKV_KIVI4, TKV_KIVI4}, {TKV_KIVI2, TKV_KIVI2}},
-    /* akv-cache's: three tiers, then two (everything behind the tail is archive here) */
+    /* from akv-cache: three tiers, then two (without a warm tier, all tokens after the hot ones are archive) */
     {"akv", 0, 1024, 2048, {TKV_KIVI4, TKV_KIVI4}, {TKV_KIVI2, TKV_KIVI2}},
     {"akv_quality", 0, 2048, 2048, {TKV_KIVI4, TKV_KIVI4}, {TKV_KIVI2, TKV_KIVI2}},
     {"aggressive", 0, 512, 4096, {TKV_KIVI2, TKV_KIVI2}, {TKV_KIVI2, TKV_KIVI2}},
@@ -14407,7 +14788,7 @@ TKV_API tkv_status tkv_config_preset(tkv_config *cfg, const char *name) {
         int below = tkvi_presets[i].below;
         if (strcmp(name, tkvi_presets[i].name) != 0) continue;
         if (below && (cfg->max_tokens == 0 || cfg->max_tokens >= below)) continue;
-        cfg->sink_tokens = 0; /* 4, and below 0 is 64, 448 */
+        cfg->sink_tokens = 0; /* 0 is the default: 4 sinks; below, 64 hot and 448 warm */
         cfg->hot_tokens = tkvi_presets[i].hot_tokens;
         cfg->warm_tokens = tkvi_presets[i].warm_tokens;
         cfg->hot.k = cfg->hot.v = TKV_FORMAT_DEFAULT;
@@ -14428,88 +14809,95 @@ TKV_API tkv_tier tkv_tier_for_age(const tkv_config *cfg, int age) {
 #endif /* TKVI_CACHE_PRESET_H */
 /* ======== cache/pool.h ======== */
 /*
- * cache/pool.h - where blocks live: pages cut into slots, and the block table on top.
+ * cache/pool.h - the memory of blocks: pages cut into slots, and the block table on top.
  *
- * All pages have one size; a page in use serves one size class (slots of one block size). Free slots of a
- * class never add up to a whole page: when they would, the sparsest page is emptied into the others (only
- * the writer moves blocks, readers are not running then) and is free for any class or goes back to the
- * allocator. So the pages in use are exactly sum over classes of ceil(blocks / slots), whatever the history:
- * blocks of different sizes cannot fragment the memory, an arena's neither, and what an operation will
- * need can be computed before it changes anything (tkvi_peak_*).
+ *     block number -> block table entry: page, slot -> page: [slot 0][slot 1] ... all of one size class
  *
- * Blocks are reference-counted and known by number; their bytes may move. May call plan and below.
+ * All pages have one size. A page in use serves one size class: its slots fit blocks of one size. The free slots of
+ * a class never add up to a whole page. When they would, tkvi_compact moves the blocks of the sparsest page into
+ * the other pages. That page is then free for any class, or goes back to the allocator. Only the writer moves
+ * blocks, while no reader runs.
+ *
+ * So the pages in use are exactly the sum over classes of ceil(blocks / slots), whatever the history. Blocks of
+ * different sizes cannot fragment the memory, nor an arena. And the pages that an operation will need can be
+ * computed before it changes anything (tkvi_peak).
+ *
+ * Blocks are reference-counted and have a number. Their bytes may move.
  */
 #ifndef TKVI_CACHE_POOL_H
 #define TKVI_CACHE_POOL_H
 
 
 #define TKVI_NIL 0xffffffffu
-#define TKVI_OUTSIDE 0x80000000u /* a bit of a block's page; no pool has so many */
+#define TKVI_OFFLOADED 0x80000000u /* bit of tkvi_block.page: offloaded. Page numbers stay below it */
 
 typedef struct tkvi_page {
     uint8_t *bytes;
-    uint64_t taken;         /* bit per slot */
-    uint32_t owner[64];     /* block in each slot */
-    uint32_t before, after; /* in the list of its class's pages with room, or (after only) of free pages */
+    uint64_t taken;         /* bit per slot: 1 in use */
+    uint32_t owner[64];     /* block number in each slot */
+    uint32_t before, after; /* neighbours in the partial-page list; of a free page, only `after` */
     int size_class;         /* -1: free */
-    int used;
+    int used;               /* slots in use */
 } tkvi_page;
 
 typedef struct tkvi_block {
-    uint32_t refs; /* lists that hold it; 0: this entry is free */
-    uint32_t page; /* or the next free entry; TKVI_NIL: nobody has it (reclaim/discard.h); */
-    uint16_t slot,
-        coding;    /* TKVI_OUTSIDE: page and slot have the mark of what was stored (reclaim/offload.h) */
-    int start;     /* it covers positions from here to the next block's start */
-    uint64_t gone; /* bit per token in it, oldest first: it was dropped */
-    int16_t
-        packed; /* 0: its tokens are at start, start + 1, ...; else it has so many, at start + notes' where[i] */
-    uint16_t
-        previous_coding; /* 0, or 1 + the coding between the hot format and this one (step/recompute.h) */
-    uint16_t copy;      /* 0, or 1 + the coding of an exact copy outside */
-    uint16_t copy_mark; /* of the last one of this number, in whatever life */
+    uint32_t refs; /* lists that hold the block; 0: this entry is free */
+    /* Page number; of a free entry, the next free entry; TKVI_NIL: discarded (reclaim/discard.h). With
+     * TKVI_OFFLOADED, page and slot hold the mark of the offloaded bytes (reclaim/offload.h). */
+    uint32_t page;
+    uint16_t slot, coding; /* coding: number of the block's layout in tkvi_tables.coding */
+    int start;             /* the block covers positions from here to the start of the next block */
+    uint64_t gone; /* bit per slot, oldest first: evicted, truncated, or now an anchor with the sinks */
+    /* 0: slot i has position start + i. Else the number of slots in use, whose positions are in token_meta
+     * (tkvi_slot_position). */
+    int16_t packed;
+    uint16_t previous_coding; /* 0, or 1 + the coding before this one, if not hot (step/recompute.h) */
+    uint16_t copy;            /* 0, or 1 + the coding of an exact copy in the store */
+    uint16_t copy_mark;       /* mark of the last copy made for this block number; it outlives the block */
 } tkvi_block;
 
-/* What is kept of a block's tokens where some may be dropped, or their importance counts. */
+/* Data of a block's tokens, for eviction, importance and anchors (tkvi_keeps_token_meta). */
 typedef struct tkvi_token_meta {
-    uint16_t where[64];      /* positions, of a packed block (tkvi_at) */
-    uint32_t mass[64];       /* attention that they got, or norms of their keys (reclaim/scores.h) */
-    uint64_t pinned;         /* bits: they stay */
-    uint64_t temporary_pins; /* bits: they stay while the list is shorter than `until` */
-    uint64_t anchored;       /* bits, also in `gone`: exact in the sinks' block, their place here is kept */
-    uint64_t chosen; /* bits: they go when it is sure that all may that shall (reclaim/evict_tokens.h) */
-    int until;
-    int step;  /* when mass was last added to */
-    int moved; /* 0, or 1 + the list's length when the block last changed its tier */
+    uint16_t where[64];      /* positions of a packed block, relative to its start (tkvi_slot_position) */
+    uint32_t mass[64];       /* attention scores, or norms of keys (reclaim/scores.h) */
+    uint64_t pinned;         /* bits: these tokens are never evicted */
+    uint64_t temporary_pins; /* bits: these tokens stay while the list is shorter than `until` */
+    uint64_t anchored;       /* bits, also in `gone`: exact in the sink block; the slot here stays reserved */
+    uint64_t chosen;         /* bits: victims of a pending eviction (reclaim/evict_tokens.h) */
+    int until;               /* end of the temporary pins, a length of the list */
+    int step;                /* length of the list when `mass` was last updated */
+    int moved;               /* 0, or 1 + the length of the list when the block last changed its tier */
 } tkvi_token_meta;
 
 typedef struct tkvi_pool {
     tkvi_heap *heap;
     const tkvi_tables *tables;
-    int keep_all;            /* in place: pages are never given back */
+    int keep_all;            /* 1 in place: pages never go back to the allocator */
     int spare;               /* free pages that only recoding may use */
-    int64_t kept_free_pages; /* free pages that are not given back: they would be asked for again soon */
-    int64_t allowed; /* pages that an operation may come to in place, with the spare ones; 0: all there are */
+    int64_t kept_free_pages; /* free pages that do not go back to the allocator, as they are needed soon */
+    int64_t allowed;         /* in place: most pages, spare ones included (tkv_set_budget); 0: no limit */
     tkvi_page *page;
-    uint32_t n_pages, page_cap; /* entries in use are 0 .. n_pages-1, each with bytes */
-    uint32_t free_page, n_free_pages;
+    uint32_t n_pages, page_cap;       /* entries in use are 0 .. n_pages-1, each with bytes */
+    uint32_t free_page, n_free_pages; /* first of the list of free pages; its length */
     tkvi_block *block;
-    tkvi_token_meta *token_meta;              /* of each block, behind them; NULL: nobody asks for any */
-    uint32_t n_blocks, block_cap, free_block; /* n_blocks: live ones */
-    uint32_t n_offloaded;                     /* of them, those whose bytes are not in RAM ... */
-    uint32_t n_discarded;                     /* ... and of these, those that nobody has */
-    uint64_t marks;                           /* what was stored last (reclaim/offload.h): 47 bits */
-    uint32_t *room;                           /* per class: first page with room */
-    int64_t *live;                            /* per class: blocks */
-    int64_t *promised;                        /* per class: slots that tkv_reserve holds, all sequences */
+    tkvi_token_meta *token_meta;              /* per block, behind the block table; NULL: not needed */
+    uint32_t n_blocks, block_cap, free_block; /* live blocks; entries; first free entry */
+    uint32_t n_offloaded;                     /* live blocks without bytes in RAM, discarded ones included */
+    uint32_t n_discarded;                     /* live blocks that must be recomputed */
+    uint64_t marks;                           /* last mark given out, 47 bits (reclaim/offload.h) */
+    uint32_t *room;                           /* per class: first page of the partial-page list */
+    int64_t *live;                            /* per class: slots in use */
+    int64_t *promised;                        /* per class: slots reserved by tkv_reserve, all sequences */
 } tkvi_pool;
 
-/* >>pages needed for given numbers of blocks */
+/* >>pages */
+/* Pages that this many blocks of a class need. */
 static int64_t tkvi_pages_for(const tkvi_class *c, int64_t blocks) {
     return (blocks + c->slots - 1) / c->slots;
 }
 
-static void tkvi_link_room(tkvi_pool *pool, uint32_t i) {
+/* Puts page i into the partial-page list of its class. */
+static void tkvi_link_partial_page(tkvi_pool *pool, uint32_t i) {
     tkvi_page *p = &pool->page[i];
     uint32_t *head = &pool->room[p->size_class];
     p->before = TKVI_NIL;
@@ -14518,7 +14906,7 @@ static void tkvi_link_room(tkvi_pool *pool, uint32_t i) {
     *head = i;
 }
 
-static void tkvi_unlink_room(tkvi_pool *pool, uint32_t i) {
+static void tkvi_unlink_partial_page(tkvi_pool *pool, uint32_t i) {
     tkvi_page *p = &pool->page[i];
     if (p->before != TKVI_NIL) pool->page[p->before].after = p->after;
     else pool->room[p->size_class] = p->after;
@@ -14534,8 +14922,8 @@ static void tkvi_free_page(tkvi_pool *pool, uint32_t i) {
     pool->n_free_pages++;
 }
 
-/* >>growth. Each gets the memory first and changes the pool only when it has it. */
-/* Entries of a table that must hold `want`: a quarter more each time, so that it is never far from full. */
+/* >>growth. Each function allocates first and changes the pool only when it has the memory. 0: no memory. */
+/* Entries of a table that must hold `want`. The steps are a quarter, so that the table is never far from full. */
 static uint32_t tkvi_cap_for(int64_t want) {
     uint32_t cap = 16;
     while ((int64_t)cap < want) cap += cap / 4;
@@ -14546,7 +14934,7 @@ static int tkvi_keeps_token_meta(const tkv_config *cfg) {
     return cfg->evict.kind != TKV_EVICT_NONE || cfg->importance_every > 0 || cfg->n_anchors > 0;
 }
 
-/* Bytes of an entry of the block table, its notes included. */
+/* Bytes of an entry of the block table, its token_meta included. */
 static size_t tkvi_block_entry(const tkv_config *cfg) {
     return sizeof(tkvi_block) + (tkvi_keeps_token_meta(cfg) ? sizeof(tkvi_token_meta) : 0);
 }
@@ -14607,8 +14995,8 @@ static int tkvi_add_page(tkvi_pool *pool) {
     return 1;
 }
 
-/* Pages that reservations will need beside those in use. */
-static int64_t tkvi_promised_pages(const tkvi_pool *pool) {
+/* Pages that reservations will need in addition to the pages in use. */
+static int64_t tkvi_reserved_pages(const tkvi_pool *pool) {
     int64_t pages = 0;
     int c;
     for (c = 0; c < pool->tables->n_classes; c++) {
@@ -14618,10 +15006,10 @@ static int64_t tkvi_promised_pages(const tkvi_pool *pool) {
     return pages;
 }
 
-/* Free pages beyond what reservations need, and beyond the cushion, go back. The last entry of the page table moves
- * into the hole. */
+/* Gives free pages back to the allocator. Keeps the spare pages, `kept_free_pages`, and the pages of reservations.
+ * The last entry of the page table moves into the hole. */
 static void tkvi_trim_to(tkvi_pool *pool, int64_t kept_free_pages) {
-    const int64_t keep = pool->spare + kept_free_pages + tkvi_promised_pages(pool);
+    const int64_t keep = pool->spare + kept_free_pages + tkvi_reserved_pages(pool);
     if (pool->keep_all) return;
     while ((int64_t)pool->n_free_pages > keep) {
         uint32_t i = pool->free_page, last = pool->n_pages - 1;
@@ -14632,7 +15020,7 @@ static void tkvi_trim_to(tkvi_pool *pool, int64_t kept_free_pages) {
         tkvi_put(pool->heap, p->bytes, pool->tables->page_bytes);
         if (i == last) continue;
         *p = pool->page[last];
-        if (p->size_class < 0) { /* free: find who points to it */
+        if (p->size_class < 0) { /* a free page: find the link to it */
             uint32_t *link = &pool->free_page;
             while (*link != last) link = &pool->page[*link].after;
             *link = i;
@@ -14661,7 +15049,7 @@ static uint8_t *tkvi_block_bytes(const tkvi_pool *pool, const tkvi_block *b) {
     return tkvi_slot_bytes(pool, b->page, b->slot);
 }
 
-/* A slot of a class for block `owner`. There must be one: tkvi_peak_ready said so. */
+/* Takes a slot of a class for block `owner`. There must be one (tkvi_peak_ready). */
 static void tkvi_take_slot(tkvi_pool *pool, int size_class, uint32_t owner, uint32_t *page, int *slot) {
     int slots = pool->tables->size_class[size_class].slots, s = 0;
     uint32_t i = pool->room[size_class];
@@ -14671,13 +15059,13 @@ static void tkvi_take_slot(tkvi_pool *pool, int size_class, uint32_t owner, uint
         pool->free_page = pool->page[i].after;
         pool->n_free_pages--;
         pool->page[i].size_class = size_class;
-        tkvi_link_room(pool, i);
+        tkvi_link_partial_page(pool, i);
     }
     p = &pool->page[i];
     while (p->taken >> s & 1) s++;
     p->taken |= (uint64_t)1 << s;
     p->owner[s] = owner;
-    if (++p->used == slots) tkvi_unlink_room(pool, i);
+    if (++p->used == slots) tkvi_unlink_partial_page(pool, i);
     pool->live[size_class]++;
     *page = i;
     *slot = s;
@@ -14686,17 +15074,18 @@ static void tkvi_take_slot(tkvi_pool *pool, int size_class, uint32_t owner, uint
 static void tkvi_clear_slot(tkvi_pool *pool, uint32_t page, int slot) {
     tkvi_page *p = &pool->page[page];
     int size_class = p->size_class;
-    if (p->used == pool->tables->size_class[size_class].slots) tkvi_link_room(pool, page);
+    if (p->used == pool->tables->size_class[size_class].slots) tkvi_link_partial_page(pool, page);
     p->taken &= ~((uint64_t)1 << slot);
     p->used--;
     pool->live[size_class]--;
     if (p->used == 0) {
-        tkvi_unlink_room(pool, page);
+        tkvi_unlink_partial_page(pool, page);
         tkvi_free_page(pool, page);
     }
 }
 
-/* Empties the sparsest page of a class into the others, if they have room for it. */
+/* Moves the blocks of a class's sparsest page into its other pages, if they have enough free slots. Frees that
+ * page. */
 static void tkvi_compact(tkvi_pool *pool, int size_class) {
     const tkvi_class *c = &pool->tables->size_class[size_class];
     uint32_t i, sparse = pool->room[size_class];
@@ -14707,7 +15096,7 @@ static void tkvi_compact(tkvi_pool *pool, int size_class) {
         if (pool->page[i].used < pool->page[sparse].used) sparse = i;
     }
     if (holes < c->slots) return;
-    tkvi_unlink_room(pool, sparse); /* take no slots here */
+    tkvi_unlink_partial_page(pool, sparse); /* so tkvi_take_slot takes none here */
     p = &pool->page[sparse];
     for (s = 0; s < c->slots; s++) {
         tkvi_block *b;
@@ -14719,7 +15108,7 @@ static void tkvi_compact(tkvi_pool *pool, int size_class) {
         memcpy(tkvi_slot_bytes(pool, to, to_slot), tkvi_slot_bytes(pool, sparse, s), c->slot_bytes);
         b->page = to;
         b->slot = (uint16_t)to_slot;
-        pool->live[size_class]--; /* moved, not added */
+        pool->live[size_class]--; /* tkvi_take_slot counted the moved block again */
     }
     p->taken = 0;
     p->used = 0;
@@ -14730,7 +15119,7 @@ static void tkvi_give_slot(tkvi_pool *pool, uint32_t page, int slot) {
     int size_class = pool->page[page].size_class;
     const tkvi_class *c = &pool->tables->size_class[size_class];
     tkvi_clear_slot(pool, page, slot);
-    /* Holes can have reached a page's worth only now; if the page itself emptied, there are none. */
+    /* Only now can the free slots fill a whole page. If this page itself became free, no free slot is left. */
     if (pool->live[size_class] % c->slots == 0) tkvi_compact(pool, size_class);
 }
 
@@ -14755,7 +15144,7 @@ static uint32_t tkvi_new_block(tkvi_pool *pool, int coding, int start) {
     return id;
 }
 
-/* Moves a block that has one holder to another coding: `write` fills the new bytes from the old ones. */
+/* Moves a block with one holder to a slot of another coding. `write` fills the new bytes from the old ones. */
 typedef void (*tkvi_rewrite)(void *ctx, const uint8_t *from, uint8_t *to);
 
 static void tkvi_recode_block(tkvi_pool *pool, uint32_t id, int coding, tkvi_rewrite write, void *ctx) {
@@ -14770,17 +15159,17 @@ static void tkvi_recode_block(tkvi_pool *pool, uint32_t id, int coding, tkvi_rew
     tkvi_give_slot(pool, old_page, old_slot);
 }
 
-/* >>outside: what the caller's store has of a block, under key 2 * number + this */
+/* >>offloaded blocks. The store has a block under key 2 * number, and its exact copy under 2 * number + 1. */
 typedef enum tkvi_stored_as { TKVI_ITSELF = 0, TKVI_COPY = 1 } tkvi_stored_as;
 
-static int tkvi_is_offloaded(const tkvi_block *b) { return (b->page & TKVI_OUTSIDE) != 0; }
+static int tkvi_is_offloaded(const tkvi_block *b) { return (b->page & TKVI_OFFLOADED) != 0; }
 
-/* Not even outside: a model must compute it again. */
+/* Discarded: the store has no bytes of it either, and the caller's model must recompute them. */
 static int tkvi_is_discarded(const tkvi_block *b) { return b->page == TKVI_NIL; }
 
-/* The mark of what was stored of it. */
+/* The mark of the stored block or copy; part of its checksum's seed (reclaim/offload.h). */
 static uint64_t tkvi_mark_of(const tkvi_block *b, tkvi_stored_as what) {
-    return what == TKVI_COPY ? b->copy_mark : (uint64_t)(b->page & ~TKVI_OUTSIDE) << 16 | b->slot;
+    return what == TKVI_COPY ? b->copy_mark : (uint64_t)(b->page & ~TKVI_OFFLOADED) << 16 | b->slot;
 }
 
 static uint32_t tkvi_store_key(uint32_t id, tkvi_stored_as what) { return 2 * id + (uint32_t)what; }
@@ -14790,13 +15179,13 @@ static void tkvi_erase_key(const tkvi_pool *pool, uint32_t id, tkvi_stored_as wh
     if (s->drop) s->drop(s->user, tkvi_store_key(id, what));
 }
 
-/* Its tokens are no longer where the exact copy has them, or it dies. */
+/* Erases the exact copy in the store. Needed when tokens of the block move to other slots, or the block dies. */
 static void tkvi_forget_copy(tkvi_pool *pool, uint32_t id) {
     if (pool->block[id].copy) tkvi_erase_key(pool, id, TKVI_COPY);
     pool->block[id].copy = 0;
 }
 
-/* It is in RAM again, or dies. */
+/* Erases an offloaded block in the store and updates the counts. Needed when it is in RAM again, or dies. */
 static void tkvi_forget_offloaded(tkvi_pool *pool, uint32_t id) {
     if (tkvi_is_discarded(&pool->block[id])) pool->n_discarded--;
     else tkvi_erase_key(pool, id, TKVI_ITSELF);
@@ -14814,12 +15203,12 @@ static void tkvi_release_block(tkvi_pool *pool, uint32_t id) {
     pool->n_blocks--;
 }
 
-/* >>peak: what a series of takes and gives will need at most, before any of it happens */
+/* >>peak: a dry run of a series of takes and gives. It yields the most pages and blocks that the series needs. */
 typedef struct tkvi_peak {
     const tkvi_tables *tables;
-    int64_t *live;                   /* [n_classes] slots in use or promised, as the series goes on */
-    int64_t most_pages, most_blocks; /* at any moment; a block being recoded counts twice */
-    int64_t outside;                 /* blocks without a slot */
+    int64_t *live;                   /* [n_classes] slots in use or reserved at this point of the series */
+    int64_t most_pages, most_blocks; /* maxima so far; a block counts twice while it is recoded */
+    int64_t outside;                 /* offloaded and discarded blocks: they have no slot */
 } tkvi_peak;
 
 static void tkvi_peak_note(tkvi_peak *k) {
@@ -14840,8 +15229,8 @@ static void tkvi_peak_take(tkvi_peak *k, int coding) {
 
 static void tkvi_peak_give(tkvi_peak *k, int coding) { k->live[k->tables->coding[coding].size_class]--; }
 
-/* Gets everything that the peak needs, and keeps the spare pages. On failure nothing that a caller can see has
- * changed. */
+/* Allocates the pages and block entries of the peak, in addition to the spare pages. Returns 0 without memory or
+ * page allowance. Then nothing that a caller can see has changed. */
 static int tkvi_peak_ready(tkvi_pool *pool, const tkvi_peak *k) {
     if (k->most_blocks > (int64_t)0x7fffffff) return 0;
     if (pool->allowed && k->most_pages + pool->spare > pool->allowed) return 0;
@@ -14857,49 +15246,50 @@ static int tkvi_peak_ready(tkvi_pool *pool, const tkvi_peak *k) {
 #endif /* TKVI_CACHE_POOL_H */
 /* ======== cache/meter.h ======== */
 /*
- * cache/meter.h - the quality meter: exact copies of blocks of some heads, and what a comparison with them came to.
+ * cache/meter.h - the quality meter: exact copies of blocks of some heads, and the error sums from comparisons.
  *
- * A gauge watches one KV head of one layer. When a block of it leaves the hot tier, its record is copied as
- * it stood; attention/attend.h now and then computes the same attention once more with the copies in place of the
- * blocks that were coded from them. Only coded blocks are copied: the others are exact in the cache. They are
- * never cut, so cuts and aborts mean nothing here. All memory is there from the start: nothing can fail later.
+ * A head probe watches one KV head of one layer. When a block leaves the hot tier, the probe copies the exact
+ * record. For sampled queries, attention/attend.h computes attention a second time. It then reads the copies in
+ * place of the coded blocks. Hot blocks need no copy: they are exact in the cache. Coded blocks are never
+ * truncated, so truncation and tkv_abort do not change the copies. All memory is allocated at creation, so nothing
+ * can fail later.
  *
- * When the copies are full, every other one goes, and from then on every second block is copied, every
- * fourth, ...: those that are left lie evenly over the sequence. May call plan and below.
+ * When a probe is full, it deletes every second copy. From then on it copies every second block, then every fourth,
+ * and so on. So the copies lie evenly over the sequence.
  */
 #ifndef TKVI_CACHE_METER_H
 #define TKVI_CACHE_METER_H
 
 
-#define TKVI_METER_ONE 4294967296.0 /* sums are in whole numbers: threads may add in any order */
-#define TKVI_METER_MOST 16.0f       /* no single comparison counts for more */
+#define TKVI_METER_ONE 4294967296.0 /* 1 in fixed point; integer sums do not depend on thread order */
+#define TKVI_METER_MOST 16.0f       /* limit of the error of one comparison */
 
 typedef struct tkvi_error_sums {
-    uint64_t samples, agreed;
-    uint64_t keys, kept;        /* coded keys that samples saw; of them, those with a copy */
-    uint64_t error, divergence; /* sums, TKVI_METER_ONE being 1 */
+    uint64_t samples, agreed;   /* comparisons; those with the same key at the top */
+    uint64_t keys, kept;        /* coded keys that samples saw; those of them with a copy */
+    uint64_t error, divergence; /* sums of |out - exact|^2 / |exact|^2 and of KL, in 1 / TKVI_METER_ONE */
     uint64_t worst;             /* largest divergence */
 } tkvi_error_sums;
 
 typedef struct tkvi_head_probe {
     int layer, head;
-    int phase;      /* positions p with (p + phase) % every == 0 are measured */
-    int n, stride;  /* copies; of every stride-th block */
-    int *start;     /* [slots] first position of each copied block, rising */
-    int *slot;      /* [slots] where its bytes are; behind the first n: the free ones */
+    int phase;      /* positions p with (p + phase) % every == 0 are sampled */
+    int n, stride;  /* number of copies; every stride-th block is copied */
+    int *start;     /* [slots] first position of each copied block, ascending */
+    int *slot;      /* [slots] index into `bytes`: n slots in use, then the free ones */
     uint8_t *bytes; /* [slots][record_bytes] */
     tkvi_error_sums sum;
 } tkvi_head_probe;
 
 typedef struct tkvi_meter {
-    int lock; /* of the sums */
-    int seq;  /* whose blocks are copied; -1: of the next one that begins */
-    int n, slots, every;
-    size_t record_bytes;
+    int lock;                    /* guards the sums */
+    int seq;                     /* the watched sequence; -1: none, the next one that begins is taken */
+    int n, slots, every;         /* probes; copies per probe; sampling period in positions */
+    size_t record_bytes;         /* of one copy */
     tkvi_head_probe *head_probe; /* [n] */
 } tkvi_meter;
 
-/* >>how many, how large */
+/* >>counts and sizes */
 static int tkvi_meter_heads(const tkvi_derived_config *h) {
     return tkvi_min(h->cfg.quality_heads, h->n_stored * h->cfg.n_kv_heads);
 }
@@ -14908,7 +15298,7 @@ static int tkvi_meter_slots(const tkvi_derived_config *h) {
     return (tkvi_min(h->cfg.quality_tokens, h->cfg.max_tokens) + TKVI_BLOCK - 1) / TKVI_BLOCK;
 }
 
-/* Bytes of the meter but for the copies, and those of the copies. 0 on overflow. */
+/* *tables: bytes of the meter without the copies. *copies: bytes of the copies. Returns 0 on overflow. */
 static int tkvi_meter_sizes(const tkvi_derived_config *h, size_t *tables, size_t *copies) {
     size_t n = (size_t)tkvi_meter_heads(h), slots = (size_t)tkvi_meter_slots(h);
     *tables = *copies = 0;
@@ -14918,8 +15308,9 @@ static int tkvi_meter_sizes(const tkvi_derived_config *h, size_t *tables, size_t
     return tkvi_mul(n * slots, h->hot_record, copies);
 }
 
-/* A comparison takes the time of up to four units of attention (one KV head of one layer, one query). It
- * stands in one task: rare enough for 16 threads, which finish the others in a sixteenth of the time. */
+/* The sampling period in positions. A comparison costs up to 4 times the attention of one KV head of one layer, for
+ * one query. The period keeps all comparisons at or below 4 / 800 = 0.5 % of attention. One task runs a comparison:
+ * with 16 threads its share of the time is up to 16 times that, hence the long period. */
 static int tkvi_meter_every(const tkvi_derived_config *h) {
     int64_t units = (int64_t)h->n_stored * h->cfg.n_kv_heads;
     int every = 32;
@@ -14928,7 +15319,8 @@ static int tkvi_meter_every(const tkvi_derived_config *h) {
     return every;
 }
 
-/* Layers with blocks of their own get gauges evenly, from the middle of equal parts; heads take turns. */
+/* Spreads the probes evenly over the layers with blocks of their own, and over KV heads and positions. Few probes
+ * get the middles of equal ranges of layers. */
 static void tkvi_meter_place(tkvi_meter *m, const tkvi_tables *t, int n_stored) {
     int i, layer;
     for (i = 0; i < m->n; i++) {
@@ -14940,7 +15332,7 @@ static void tkvi_meter_place(tkvi_meter *m, const tkvi_tables *t, int n_stored) 
     }
 }
 
-/* Forgets the copies. The meter watches the next sequence that begins. */
+/* Deletes all copies. The meter then watches the next sequence that begins. */
 static void tkvi_meter_clear(tkvi_meter *m) {
     int i, k;
     m->seq = -1;
@@ -14951,7 +15343,7 @@ static void tkvi_meter_clear(tkvi_meter *m) {
     }
 }
 
-/* In cleared memory; the copies need not be. NULL if the config asks for none. */
+/* Builds the meter. `tables` must be zero-filled, `copies` need not be. Returns NULL if the config has no meter. */
 static tkvi_meter *tkvi_meter_build(const tkvi_derived_config *h, const tkvi_tables *t, uint8_t *tables,
                                     uint8_t *copies) {
     tkvi_meter *m = (tkvi_meter *)(void *)tables;
@@ -14974,7 +15366,7 @@ static tkvi_meter *tkvi_meter_build(const tkvi_derived_config *h, const tkvi_tab
     return m;
 }
 
-/* The gauge of a head, or NULL. */
+/* The probe of a KV head, or NULL. */
 static tkvi_head_probe *tkvi_head_probe_of(const tkvi_meter *m, int layer, int head) {
     int i;
     for (i = 0; m && i < m->n; i++)
@@ -14983,6 +15375,7 @@ static tkvi_head_probe *tkvi_head_probe_of(const tkvi_meter *m, int layer, int h
 }
 
 /* >>copies */
+/* Deletes copy i. */
 static void tkvi_head_probe_drop(tkvi_head_probe *g, int i) {
     int slot = g->slot[i];
     g->n--;
@@ -14991,10 +15384,11 @@ static void tkvi_head_probe_drop(tkvi_head_probe *g, int i) {
     g->slot[g->n] = slot;
 }
 
-/* The block that begins at `start` is about to be coded. Tokens before `dropped` are gone. */
+/* Copies the exact record of the block that begins at `start`, just before it is coded. First deletes the copies of
+ * blocks that begin before `dropped`, the first position that has not expired. */
 static void tkvi_head_probe_keep(const tkvi_meter *m, tkvi_head_probe *g, int start, int dropped,
                                  const uint8_t *record, size_t bytes) {
-    int number = start / TKVI_BLOCK, i; /* rises from block to block, but for some that were flushed short */
+    int number = start / TKVI_BLOCK, i; /* rises from block to block, except after a flushed partial block */
     while (g->n && g->start[0] < dropped) tkvi_head_probe_drop(g, 0);
     if (g->n && g->start[g->n - 1] / TKVI_BLOCK >= number) return;
     if (number % g->stride) return;
@@ -15008,7 +15402,8 @@ static void tkvi_head_probe_keep(const tkvi_meter *m, tkvi_head_probe *g, int st
     g->start[g->n++] = start;
 }
 
-/* The copy of the block that begins at `start`, or NULL. *from walks along as starts rise. */
+/* The copy of the block that begins at `start`, or NULL. Calls must come with rising starts: *from, 0 at first, is
+ * the place in the list of copies. */
 static const uint8_t *tkvi_head_probe_copy(const tkvi_meter *m, const tkvi_head_probe *g, int start,
                                            int *from) {
     while (*from < g->n && g->start[*from] < start) ++*from;
@@ -15017,6 +15412,7 @@ static const uint8_t *tkvi_head_probe_copy(const tkvi_meter *m, const tkvi_head_
 }
 
 /* >>sums */
+/* x in fixed point, limited to 0 .. TKVI_METER_MOST. NaN and infinities count as the limit. */
 static uint64_t tkvi_meter_fixed(double x) {
     float f = (float)x;
     if (!tkvi_is_finite(f) || f > TKVI_METER_MOST) f = TKVI_METER_MOST;
@@ -15036,65 +15432,71 @@ static void tkvi_error_sums_add(tkvi_error_sums *sum, const tkvi_error_sums *mor
 #endif /* TKVI_CACHE_METER_H */
 /* ======== cache/cache.h ======== */
 /*
- * cache/cache.h - the cache itself: what it consists of, how it is made from an allocator or inside the caller's
- * memory, how it ends. May call pool, meter and below.
+ * cache/cache.h - the struct of a cache, its creation and its destruction.
  *
- * Memory of a cache: one fixed piece (this struct, tables, sequences, scratch), the block table, the page
- * table, one array of block lists per sequence, and pages. Only the last four grow. In place the same calls
- * are served from the caller's memory, at their largest sizes, before the first token.
+ * A cache takes its memory from an allocator, or all of it from one buffer of the caller (in place). Its pieces:
+ *
+ *     fixed         this struct, tables, sequences, scratch
+ *     can grow      the block table; the page table; one array of block lists per sequence; pages
+ *     on demand     versions of learned tables, statistics, work space of eviction
+ *
+ * In place, an arena in the caller's buffer serves the same requests. It serves them at their largest sizes before
+ * the first token.
  */
 #ifndef TKVI_CACHE_CACHE_H
 #define TKVI_CACHE_CACHE_H
 
 
-/* Blocks of one layer of one sequence, oldest first: [sinks][archive][warm][hot]. Block i holds the tokens
- * from its start to the next one's. */
+/* Blocks of one layer of one sequence, oldest first: [sinks][archive][warm][hot]. Block i holds the tokens from its
+ * start up to the start of block i + 1. */
 typedef struct tkvi_list {
     int n;                    /* blocks */
-    int sinks, archive, warm; /* how many of them are of each tier; the rest is hot */
+    int sinks, archive, warm; /* blocks of each tier; all other blocks are hot */
     int len;                  /* tokens ever appended */
-    int dropped;              /* of them, the first ones are gone (windows) */
-    int chunk_was;            /* chunk, should the append fail */
-    int chunk;                /* len before the last append: what came then stays exact until the next */
-    int tight,
-        tightest; /* blocks behind the sinks that are as tight as the level wants warm, archive (reclaim/budget.h) */
-    int out; /* blocks behind the sinks that are outside, before the first that is not (reclaim/offload.h) */
+    int dropped;              /* tokens before this position have expired (they left the window) */
+    int chunk_was;            /* previous value of `chunk`, restored when the append fails */
+    int chunk;                /* len before the last append; its tokens stay exact until the next append */
+    /* The first `tight` blocks after the sinks are as small as the level requires. The first `tightest` are as
+     * small as its archive (reclaim/budget.h). */
+    int tight, tightest;
+    int out;      /* offloaded blocks after the sinks, up to the first that is in RAM (reclaim/offload.h) */
     int step_len; /* len when the open step began */
-    int left;     /* blocks, on paper: as far as a call that needs room may go (reclaim/budget.h) */
+    int left;     /* dry run only: blocks that this list would keep after reclaim (reclaim/budget.h) */
 } tkvi_list;
 
 typedef struct tkvi_seq {
     uint32_t *block; /* [n_layers][cap] block numbers */
     uint32_t cap;
     int in_step;
-    int reserved_len; /* 0, or the length up to which memory is promised */
-    uint64_t used;    /* kv->clock when it was appended to, reserved or given to last */
+    int reserved_len; /* memory is reserved up to this length; 0: none */
+    uint64_t used;    /* kv->clock at the last append, reservation or recomputation */
 } tkvi_seq;
 
-/* Parallel attention keeps partial results here; the first caller gets it, others run serially (same bits). */
-#define TKVI_MAX_CHUNKS 16                                           /* of a key range, per KV head */
-#define TKVI_MIN_CHUNK 8                                             /* blocks */
-#define TKVI_FEW_UNITS 32                                            /* more are enough tasks by themselves */
-#define TKVI_MAX_SPLITS 128                                          /* chunks in flight */
-#define TKVI_SUMS_FLOATS(v_pad) (TKVI_ROWS * (2 * (v_pad) + 3) + 16) /* of a chunk: attention/attend.h */
+/* Limits of splits in parallel attention (attention/attend.h). The first caller gets the buffer of partial results.
+ * Other callers run whole work tiles, with the same bits. */
+#define TKVI_MAX_TILE_SPLITS 16                                      /* most splits of a work tile */
+#define TKVI_MIN_SPLIT_BLOCKS 8                                      /* fewest blocks of a split */
+#define TKVI_FEW_WORK_TILES 32                                       /* with more work tiles, no splits */
+#define TKVI_MAX_SPLITS 128                                          /* most splits of a call */
+#define TKVI_SUMS_FLOATS(v_pad) (TKVI_ROWS * (2 * (v_pad) + 3) + 16) /* partial results of one split */
 
-/* Tables of formats that learn: the first one when a layer has seen so many tokens, a better one when it has seen many;
- * keys this far back count as far. */
-#define TKVI_LEARN 512
-#define TKVI_LEARN_WELL 2048
+/* A layer's first table is made from TKVI_FIRST_TABLE_TOKENS tokens, a better one from TKVI_SECOND_TABLE_TOKENS
+ * (learn/statistics.h). A key is far when its block ends TKVI_FAR or more tokens before the query. */
+#define TKVI_FIRST_TABLE_TOKENS 512
+#define TKVI_SECOND_TABLE_TOKENS 2048
 #define TKVI_FAR 128
-#define TKVI_IN_PLACE_VERSIONS 2 /* of tables: those of one life without tkv_calibration_refresh */
+#define TKVI_IN_PLACE_VERSIONS 2 /* table versions; more only come with tkv_calibration_refresh */
 
-/* How far a layer whose encoder wants to know the queries has listened (learn/squat_queries.h). */
+/* Progress of the query statistics of a layer whose encoder needs them (learn/squat_queries.h). */
 typedef struct tkvi_query_stats {
-    int tokens; /* appended since it listens; -1: it does not */
-    int used;   /* that many when the factors were made last; 0: never */
+    int tokens; /* tokens appended since collection began; -1: nothing is collected */
+    int used;   /* `tokens` when the factors were last computed; 0: never */
 } tkvi_query_stats;
 
-/* What a call asks room for, beside slots (tkv_cache.need). */
+/* Memory that a call requests in addition to slots (tkv_cache.need). */
 typedef struct tkvi_memory_request {
-    const tkv_rows *rows; /* tokens for lists */
-    int n_rows, layer;    /* the lists' layer; -1: all, each up to rows[0].n tokens beyond the shortest */
+    const tkv_rows *rows; /* sequences and the tokens that their lists must take */
+    int n_rows, layer;    /* layer of the lists; -1: all, each up to rows[0].n tokens beyond the shortest */
     int64_t blocks;       /* entries of the block table, beyond those of slots */
 } tkvi_memory_request;
 
@@ -15108,47 +15510,45 @@ struct tkv_cache {
     tkvi_list *list;    /* [max_seqs][n_layers] */
     int64_t *promised;  /* [max_seqs][n_classes] slots reserved by each sequence */
     int64_t *peak_live; /* [2][n_classes] work space of tkvi_peak */
-    float *recode;      /* [64][head_dim], [64][v_head_dim] decoded values on their way to another tier */
+    float *recode;      /* [64][head_dim], [64][v_head_dim] decoded values, work space of recoding */
     float *parts;       /* partial results of parallel attention, or NULL */
-    int parts_taken;
-    /* what attention learns (learn/statistics.h); NULL where no format asks for it */
-    int *seen;              /* [n_layers] tokens appended since it listens; -1: it does not */
+    int parts_taken;    /* 1: a call uses `parts` */
+    /* Statistics of attention (learn/statistics.h); NULL where no format needs them. */
+    int *seen;              /* [n_layers] tokens appended since collection began; -1: nothing is collected */
     int64_t *asked;         /* [n_layers][n_kv_heads][head_dim] sums of squared queries */
     int64_t *far_attention; /* [n_layers][n_kv_heads] sums of p^2 over far keys */
-    int learning;           /* somebody is adding */
-    /* the same for SQUAT formats (learn/squat_queries.h) */
+    int learning;           /* lock of all statistics and of attention scores */
+    /* Query statistics of SQUAT formats (learn/squat_queries.h). */
     tkvi_query_stats *query_stats; /* [n_layers] */
     int64_t *metric;               /* [n_layers][n_kv_heads][packed] sums of q q^T */
-    uint16_t
-        *feedback;     /* [n_layers][n_kv_heads][tkvi_feedback_count] factors, fp16; 0 until they are known */
-    float *solve;      /* [packed] work space */
-    tkvi_meter *meter; /* NULL: none (cache/meter.h) */
-    /* the budget (reclaim/budget.h) */
+    uint16_t *feedback; /* [n_layers][n_kv_heads][tkvi_feedback_count] factors, fp16; 0 until known */
+    float *solve;       /* [packed] work space; packed = head_dim (head_dim + 1) / 2 */
+    tkvi_meter *meter;  /* NULL: none (cache/meter.h) */
+    /* The budget (reclaim/budget.h). */
     tkv_policy policy;
-    float outside;          /* pressure that the caller feeds */
-    size_t bytes_per_block; /* bytes of a hot block in every layer: they come at the same token */
-    int moved;              /* tkv_set_hot_tokens was called: blocks may be older than their tier's */
-    int64_t recode_backlog; /* bytes that are still to be won for those that came */
-    size_t relax_at;        /* bytes in use from which on it may be worth while to look for a looser level */
-    uint64_t demoted, recoded[TKV_MAX_LEVELS], refused;
-    uint64_t spilled, unstored,
-        promoted;     /* blocks that went outside, that the store refused, that came back */
-    int store_failed; /* in the call that goes on: there would have been room */
-    int64_t
-        *need; /* [4][n_classes] work space: slots that a call asks for, slots after it; and tkvi_add_going */
+    float outside;          /* memory pressure from the caller (tkv_observe), 0 .. 1 */
+    size_t bytes_per_block; /* of one hot block in every layer; layers open them at the same token */
+    int moved;              /* 1: tkv_set_hot_tokens was called; blocks may be older than their tier allows */
+    int64_t recode_backlog; /* bytes that recoding must still free to pay for appended tokens */
+    size_t relax_at;        /* a less compressed level is considered only while fewer bytes are in use */
+    uint64_t demoted, recoded[TKV_MAX_LEVELS], refused; /* counts of tkv_budget_info */
+    uint64_t spilled, unstored, promoted; /* blocks offloaded, refused by the store, brought back */
+    int store_failed; /* 1: the store failed in this call; an error then names the store as the cause */
+    int64_t *
+        need; /* [4][n_classes] work space: slots requested, slots forecast, two of tkvi_subtract_smallest_blocks */
     tkvi_memory_request order; /* valid during the call */
-    int reclaim_stages; /* how far it must go for that: bits of tkvi_reclaim_stages (reclaim/budget.h) */
-    int share;          /* eighths of what could go by TKVI_FLOOR that may stay */
-    /* what is recomputed (reclaim/discard.h) */
-    uint64_t clock; /* of calls that need room: what is used now is not dropped for it */
+    int reclaim_stages; /* stages that the call needs: bits of tkvi_reclaim_stages (reclaim/budget.h) */
+    int share;          /* eighths of the tokens above the floor that stay, with TKVI_FLOOR */
+    /* Discarding and recomputation (reclaim/discard.h). */
+    uint64_t clock; /* counts calls that need memory; sequences in use now are not discarded for them */
     uint64_t blocks_discarded, recomputed; /* blocks */
-    tkvi_token_scores mass;                /* what the config gathers of attention (reclaim/scores.h) */
-    /* what is dropped (reclaim/evict_tokens.h) */
-    uint8_t *choice; /* room to choose among the tokens of the longest list; NULL: none are ever dropped */
-    uint32_t choice_cap; /* of blocks */
+    tkvi_token_scores mass;                /* how the config scores attention (reclaim/scores.h) */
+    /* Eviction (reclaim/evict_tokens.h). */
+    uint8_t *choice;     /* work space for choosing among the tokens of the longest list; NULL: no eviction */
+    uint32_t choice_cap; /* blocks that `choice` has space for */
     uint64_t evicted, merged;
     size_t fixed_bytes, table_bytes, scratch_bytes, shadow_bytes; /* of the fixed piece */
-    char error[160];
+    char error[160];                                              /* message of the last failed call */
 };
 
 static tkvi_list *tkvi_list_of(const tkv_cache *kv, int seq, int layer) {
@@ -15164,13 +15564,13 @@ static int64_t *tkvi_far_attention_of(const tkv_cache *kv, int layer, int head) 
     return kv->far_attention + (size_t)layer * (size_t)kv->tables.cfg.n_kv_heads + (size_t)head;
 }
 
-static int64_t *tkvi_metric_of(const tkv_cache *kv, int layer, int head) {
+static int64_t *tkvi_query_stats_of(const tkv_cache *kv, int layer, int head) {
     const tkv_config *cfg = &kv->tables.cfg;
     size_t dim = (size_t)cfg->head_dim;
     return kv->metric + ((size_t)layer * (size_t)cfg->n_kv_heads + (size_t)head) * (dim * (dim + 1) / 2);
 }
 
-/* NULL where nobody wants it. */
+/* NULL where no format is a SQUAT format. */
 static uint16_t *tkvi_feedback_of(const tkv_cache *kv, int layer, int head) {
     const tkv_config *cfg = &kv->tables.cfg;
     size_t at = (size_t)layer * (size_t)cfg->n_kv_heads + (size_t)head;
@@ -15187,61 +15587,63 @@ static int tkvi_block_start(const tkv_cache *kv, const uint32_t *ids, int i) {
     return kv->pool.block[ids[i]].start;
 }
 
-/* End position of block i: where the next one starts, or the length. */
+/* End position of block i (exclusive): the start of the next block, or the length of the list. */
 static int tkvi_block_end(const tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int i) {
     return i + 1 < list->n ? tkvi_block_start(kv, ids, i + 1) : list->len;
 }
 
-/* Tokens in block i, those that were dropped since included. */
+/* Token slots in use in block i, evicted tokens included. */
 static int tkvi_block_tokens(const tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int i) {
     const tkvi_block *b = &kv->pool.block[ids[i]];
     return b->packed ? b->packed : tkvi_block_end(kv, list, ids, i) - b->start;
 }
 
-/* Bits of those that are there. */
+/* Bit per slot: 1 where the slot has a token that was not evicted. slots: 1 .. 64. */
 static uint64_t tkvi_live_mask(const tkvi_block *b, int slots) {
     return ~b->gone & ~(uint64_t)0 >> (TKVI_BLOCK - slots);
 }
 
-/* Does this block take anchors? That of the sinks does: no other has less room than 64. Its positions may be far from
- * each other, so that two entries of `where` are one of them. */
-static int tkvi_is_wide(const tkv_cache *kv, const tkvi_block *b) {
+/* Can this block hold anchors? Only the sink block can: it alone has a capacity below 64. Its positions can be far
+ * apart, so each takes two entries of `where` (32 bits). */
+static int tkvi_has_long_positions(const tkv_cache *kv, const tkvi_block *b) {
     return kv->tables.cfg.n_anchors > 0 && kv->tables.coding[b->coding].tokens < TKVI_BLOCK;
 }
 
-/* Position of one of its tokens. */
-static int tkvi_at(const tkv_cache *kv, uint32_t id, int slot) {
+/* Position of the token in a slot of block `id`. */
+static int tkvi_slot_position(const tkv_cache *kv, uint32_t id, int slot) {
     const tkvi_block *b = &kv->pool.block[id];
     int32_t at;
     if (!b->packed) return b->start + slot;
-    if (!tkvi_is_wide(kv, b)) return b->start + kv->pool.token_meta[id].where[slot];
+    if (!tkvi_has_long_positions(kv, b)) return b->start + kv->pool.token_meta[id].where[slot];
     memcpy(&at, (const uint8_t *)kv->pool.token_meta[id].where + 4 * slot, sizeof at);
     return at;
 }
 
-static void tkvi_set_at(tkv_cache *kv, uint32_t id, int slot, int position) {
+static void tkvi_set_slot_position(tkv_cache *kv, uint32_t id, int slot, int position) {
     const tkvi_block *b = &kv->pool.block[id];
     const int32_t at = position;
-    if (tkvi_is_wide(kv, b)) memcpy((uint8_t *)kv->pool.token_meta[id].where + 4 * slot, &at, sizeof at);
+    if (tkvi_has_long_positions(kv, b))
+        memcpy((uint8_t *)kv->pool.token_meta[id].where + 4 * slot, &at, sizeof at);
     else kv->pool.token_meta[id].where[slot] = (uint16_t)(position - b->start);
 }
 
-/* It has changed its tier: promotion waits a while (step/promotion.h). */
+/* Records that block `id` changed its tier when the list had `len` tokens. Promotion then waits for the cool-down
+ * (step/promotion.h). */
 static void tkvi_note_move(tkv_cache *kv, uint32_t id, int len) {
     if (kv->pool.token_meta) kv->pool.token_meta[id].moved = len + 1;
 }
 
-/* End of the positions that block i may have tokens of. */
+/* End (exclusive) of the positions that tokens of block i can have. Anchors can lie up to the end of the list. */
 static int tkvi_block_reach(const tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int i) {
     const tkvi_block *b = &kv->pool.block[ids[i]];
-    return b->packed && tkvi_is_wide(kv, b) ? list->len : tkvi_block_end(kv, list, ids, i);
+    return b->packed && tkvi_has_long_positions(kv, b) ? list->len : tkvi_block_end(kv, list, ids, i);
 }
 
-/* Formats that undo RoPE count on tokens that follow one another: none can move to another place. */
-static int tkvi_binds(const tkv_cache *kv) { return kv->tables.rope != NULL; }
+/* 1: tokens cannot move to other slots. Formats that undo RoPE need consecutive positions (KVQUANT). */
+static int tkvi_has_fixed_slots(const tkv_cache *kv) { return kv->tables.rope != NULL; }
 
-/* The notes of a block's tokens of these bits go to places at, at + 1, ... of block `to`, which begins at `start`;
- * returns the place behind them. */
+/* Copies token_meta of the tokens with a bit in `there` from block `from` to slots at, at + 1, ... of block `to`.
+ * `start` is the first position of `to`. Returns the next free slot. The two may be one block. */
 static int tkvi_move_token_meta(tkv_cache *kv, uint32_t to, int at, uint32_t from, uint64_t there,
                                 int start) {
     tkvi_token_meta *a = &kv->pool.token_meta[to], *b = &kv->pool.token_meta[from];
@@ -15250,7 +15652,7 @@ static int tkvi_move_token_meta(tkv_cache *kv, uint32_t to, int at, uint32_t fro
     if (at == 0) a->pinned = a->temporary_pins = a->anchored = 0;
     for (t = 0; t < TKVI_BLOCK; t++) {
         if (!(there >> t & 1)) continue;
-        a->where[at] = (uint16_t)(tkvi_at(kv, from, t) - start); /* at <= t where both are one block */
+        a->where[at] = (uint16_t)(tkvi_slot_position(kv, from, t) - start); /* at <= t if from == to */
         a->mass[at] = b->mass[t];
         a->pinned |= (pinned >> t & 1) << at;
         a->temporary_pins |= (temporary_pins >> t & 1) << at;
@@ -15261,13 +15663,13 @@ static int tkvi_move_token_meta(tkv_cache *kv, uint32_t to, int at, uint32_t fro
     return at;
 }
 
-/* Is this the format that blocks of the layer's hot tier have? */
+/* Is `coding` the format of the layer's hot tier? */
 static int tkvi_is_hot_coding(const tkv_cache *kv, int layer, int coding) {
     return kv->tables.coding[coding].key == kv->tables.plan[layer].now.key[TKV_HOT];
 }
 
-/* Tokens that left every window stay this long, so that a cut of the hot tail finds them. */
-static int tkvi_drop_margin(const tkvi_plan *p) {
+/* Tokens that left every window are kept for this many more tokens. A truncation of the hot tail needs them. */
+static int tkvi_expiry_margin(const tkvi_plan *p) {
     return p->now.hot == TKVI_FOREVER ? TKVI_BLOCK : p->now.hot;
 }
 
@@ -15277,8 +15679,9 @@ static tkv_tier tkvi_tier_at(const tkvi_list *list, int i) {
     return i < list->sinks + list->archive + list->warm ? TKV_WARM : TKV_HOT;
 }
 
-/* The newest blocks whose values are known well, exact or warm, no sinks: the newest of each sequence, then
- * the second newest of each, ... Calls visit for each; returns how many. */
+/* Calls `visit` for up to 16 hot or warm blocks of a head, whose values are the most accurate. Order: the newest
+ * block of each sequence, then the second newest of each, ... Skips sinks and offloaded blocks. Returns the
+ * number of calls. */
 #define TKVI_LEARN_BLOCKS 16
 
 typedef void (*tkvi_visit)(void *ctx, const tkvi_record *r, const uint8_t *bytes, int start, int n);
@@ -15305,7 +15708,7 @@ static int tkvi_each_block(const tkv_cache *kv, int layer, int head, tkvi_visit 
     return found;
 }
 
-/* >>errors of mutating calls: status and sentence */
+/* >>errors of calls that change the cache: a status and a sentence (tkv_cache.error) */
 static tkv_status tkvi_ok(tkv_cache *kv) {
     kv->error[0] = 0;
     return TKV_OK;
@@ -15369,7 +15772,7 @@ static void tkvi_emit_offloaded(tkv_cache *kv, int seq, int layer, int i) {
     kv->tables.cfg.on_event(kv->tables.cfg.event_user, &e);
 }
 
-/* >>statistics: a piece that is there while a layer listens */
+/* >>memory of statistics: allocated while some layer collects them */
 static size_t tkvi_q_sq_sum_bytes(const tkv_config *cfg) {
     return tkvi_align_up((size_t)cfg->n_layers * (size_t)cfg->n_kv_heads * (size_t)cfg->head_dim *
                          sizeof(int64_t));
@@ -15380,7 +15783,7 @@ static size_t tkvi_stats_bytes(const tkv_config *cfg) {
            tkvi_align_up((size_t)cfg->n_layers * (size_t)cfg->n_kv_heads * sizeof(int64_t));
 }
 
-/* 0: no memory, nothing has changed. */
+/* Allocates the statistics if a format needs them. Returns 0 without memory, and has then changed nothing. */
 static int tkvi_get_stats(tkv_cache *kv, tkvi_heap *heap) {
     size_t bytes = tkvi_stats_bytes(&kv->tables.cfg);
     if (!kv->tables.any_shared || kv->asked) return 1;
@@ -15399,7 +15802,7 @@ static void tkvi_put_stats(tkv_cache *kv) {
 
 /* >>sizes of the fixed piece */
 typedef struct tkvi_sizes {
-    /* each rounded up to 64 */
+    /* bytes, each rounded up to 64 */
     size_t cache, tables, seqs, lists, counts, seen, query_stats, metric, feedback, meter;
     size_t solve, recode, parts, shadow;
     size_t total;
@@ -15440,12 +15843,12 @@ static int tkvi_fixed_sizes(const tkvi_derived_config *h, tkvi_sizes *s) {
            tkvi_add(s->total, s->recode, &s->total) && tkvi_add(s->total, s->parts, &s->total);
 }
 
-/* What tkv_memory counts as tables. */
+/* Bytes that tkv_memory reports as tables. */
 static size_t tkvi_table_bytes(const tkvi_sizes *s) {
     return s->tables + s->seen + s->query_stats + s->metric + s->feedback + s->meter;
 }
 
-/* A smaller budget makes no sense: what is there before the first token, tables, and pages for the first tokens. */
+/* The smallest budget: the fixed piece, statistics, one version of the tables, and pages for the first tokens. */
 static size_t tkvi_least_budget(const tkvi_derived_config *h, const tkvi_sizes *s) {
     const size_t pages = (size_t)h->spare + 2;
     size_t n = 0, all = s->total;
@@ -15455,12 +15858,12 @@ static size_t tkvi_least_budget(const tkvi_derived_config *h, const tkvi_sizes *
     return all;
 }
 
-/* Free pages that a cache with a budget keeps: its layers' next blocks will ask for them. */
+/* Free pages that a cache with a budget keeps. The next block of every layer will need them. */
 static int64_t tkvi_free_pages_to_keep(const tkv_cache *kv) {
     return (int64_t)(kv->bytes_per_block / kv->tables.page_bytes) + 1;
 }
 
-/* Builds an empty cache in one fixed piece from the heap. */
+/* Builds an empty cache in one fixed piece of memory from the heap. */
 static tkv_status tkvi_build(tkvi_derived_config *h, const tkvi_heap *from, tkv_cache **out) {
     tkvi_heap heap = *from;
     tkvi_sizes s;
@@ -15492,7 +15895,7 @@ static tkv_status tkvi_build(tkvi_derived_config *h, const tkvi_heap *from, tkv_
     at += s.counts;
     if (s.seen) {
         kv->seen = (int *)(void *)at;
-        for (c = 0; c < h->cfg.n_layers; c++) /* those that need no table do not listen */
+        for (c = 0; c < h->cfg.n_layers; c++) /* layers that need no table collect nothing */
             if (!tkvi_plan_learns(&kv->tables.plan[c])) kv->seen[c] = -1;
     }
     at += s.seen;
@@ -15524,7 +15927,7 @@ static tkv_status tkvi_build(tkvi_derived_config *h, const tkvi_heap *from, tkv_
     for (c = 0; c < h->n_classes; c++) kv->pool.room[c] = TKVI_NIL;
     tkvi_token_score_init(&kv->mass, &kv->tables.cfg);
     (void)tkv_policy_init(&kv->policy, &h->cfg.policy, NULL);
-    kv->policy.cfg = h->cfg.policy; /* defaults are in it by now: 0 is a level there */
+    kv->policy.cfg = h->cfg.policy; /* its defaults are filled in, so 0 means level 0 */
     kv->relax_at = (size_t)-1;
     kv->pool.spare = h->spare;
     for (c = 0; c < h->cfg.n_layers; c++)
@@ -15536,7 +15939,7 @@ static tkv_status tkvi_build(tkvi_derived_config *h, const tkvi_heap *from, tkv_
 }
 
 /* >>tables */
-/* Memory for this version, of all layers. 0: there is none, and nothing has changed. */
+/* Allocates this version of the tables of all layers. Returns 0 without memory. */
 static int tkvi_version_ready(tkv_cache *kv, int version) {
     tkvi_tables *t = &kv->tables;
     uint8_t *mem;
@@ -15549,7 +15952,7 @@ static int tkvi_version_ready(tkv_cache *kv, int version) {
     return 1;
 }
 
-/* Bytes of the versions that are there, and of the statistics. */
+/* Bytes held by table versions and statistics. */
 static size_t tkvi_learning_held(const tkv_cache *kv) {
     size_t n = kv->asked ? tkvi_stats_bytes(&kv->tables.cfg) : 0;
     int v;
@@ -15557,13 +15960,13 @@ static size_t tkvi_learning_held(const tkv_cache *kv) {
     return n;
 }
 
-/* >>the choice among the tokens of a list (reclaim/evict_tokens.h): bytes for each block */
+/* >>work space of eviction (reclaim/evict_tokens.h): bytes for each block of the longest list */
 #define TKVI_CHOICE (TKVI_BLOCK * (sizeof(int) + 2 * sizeof(float) + 1) + 2 * sizeof(uint64_t))
 
 static size_t tkvi_choice_entry(const tkv_config *cfg) { return cfg->evict.kind ? TKVI_CHOICE : 0; }
 
-/* >>life */
-/* The config's allocator, or malloc. */
+/* >>creation and destruction */
+/* Sets up the heap with the config's allocator, or with malloc and free. */
 static tkv_status tkvi_heap_of(const tkv_config *cfg, tkvi_heap *heap, char *reason, size_t size) {
     memset(heap, 0, sizeof *heap);
     heap->from = cfg->allocator;
@@ -15577,7 +15980,7 @@ static tkv_status tkvi_heap_of(const tkv_config *cfg, tkvi_heap *heap, char *rea
     return tkvi_bad(reason, size, "allocator", 0, "it must be set, as TKV_NO_MALLOC leaves malloc out");
 }
 
-/* The sentence about an error of tkvi_build. */
+/* Writes the reason for an error of tkvi_build. */
 static tkv_status tkvi_append_unbuilt(tkv_status st, const tkvi_derived_config *h, char *reason,
                                       size_t size) {
     tkvi_text t = tkvi_text_begin(reason, reason ? size : 0);
@@ -15621,7 +16024,7 @@ TKV_API tkv_status tkv_create_ex(const tkv_config *cfg, tkv_cache **out, char *r
     heap.limit = shape.cfg.budget_bytes;
     st = tkvi_build(&shape, &heap, &kv);
     if (!st && shape.cfg.budget_bytes && kv->tables.version_bytes &&
-        !tkvi_version_ready(kv, 0)) { /* it must not fail later */
+        !tkvi_version_ready(kv, 0)) { /* reserved now: it must not fail later */
         tkv_destroy(kv);
         st = TKV_ERR_NOMEM;
     }
@@ -15654,11 +16057,11 @@ TKV_API void tkv_destroy(tkv_cache *kv) {
         tkvi_put(&kv->heap, kv->tables.version[s].bytes, kv->tables.version_bytes);
     tkvi_put_stats(kv);
     tkvi_put(&kv->heap, kv->choice, kv->choice_cap * TKVI_CHOICE);
-    heap = kv->heap; /* the cache stands in the last piece */
+    heap = kv->heap; /* kv lies in the last piece that is freed */
     if (!kv->pool.keep_all) tkvi_put(&heap, kv, kv->fixed_bytes);
 }
 
-/* >>room for the choice; what is in it is of no use any more */
+/* >>growth of the eviction work space to `cap` blocks. Its contents are lost. Returns 0 without memory. */
 static int tkvi_grow_choice(tkv_cache *kv, uint32_t cap) {
     size_t bytes;
     uint8_t *bigger;
@@ -15672,7 +16075,7 @@ static int tkvi_grow_choice(tkv_cache *kv, uint32_t cap) {
     return 1;
 }
 
-/* >>block lists of a sequence: room for `want` blocks per layer */
+/* >>growth of a sequence's block lists to `want` blocks per layer. Returns 0 without memory. */
 static int tkvi_grow_lists(tkv_cache *kv, int seq, int want) {
     tkvi_seq *s = &kv->seq[seq];
     uint32_t cap = tkvi_cap_for(want), *bigger;
@@ -15692,18 +16095,18 @@ static int tkvi_grow_lists(tkv_cache *kv, int seq, int want) {
     return 1;
 }
 
-/* >>in place: everything at its largest, at once */
-/* Most blocks of each tier that one layer of one sequence can hold at max_tokens, sinks apart, if none was
- * flushed short. */
+/* >>in place: all memory at its largest size, at creation */
+/* most[tier]: the most blocks that one layer of one sequence can have at max_tokens, without sinks. Partial blocks
+ * that a flush closes are not counted. */
 static void tkvi_most_blocks(const tkv_config *cfg, const tkvi_plan *p, int64_t *most) {
     int64_t tokens = cfg->max_tokens - p->sink, all, tier;
     if (tokens < 0) tokens = 0;
     all = (tokens + TKVI_BLOCK - 1) / TKVI_BLOCK;
     most[TKV_HOT] = ((int64_t)p->now.hot + TKVI_BLOCK - 1 + cfg->max_append + TKVI_BLOCK - 1) / TKVI_BLOCK;
     most[TKV_WARM] = ((int64_t)p->now.warm + TKVI_BLOCK - 1) / TKVI_BLOCK;
-    most[TKV_ARCHIVE] = (tokens - p->now.warm) / TKVI_BLOCK; /* hot tokens can be flushed */
-    if (p->keep && most[TKV_ARCHIVE] > ((int64_t)p->keep + tkvi_drop_margin(p)) / TKVI_BLOCK + 2)
-        most[TKV_ARCHIVE] = ((int64_t)p->keep + tkvi_drop_margin(p)) / TKVI_BLOCK + 2;
+    most[TKV_ARCHIVE] = (tokens - p->now.warm) / TKVI_BLOCK; /* a flush can move all hot tokens here */
+    if (p->keep && most[TKV_ARCHIVE] > ((int64_t)p->keep + tkvi_expiry_margin(p)) / TKVI_BLOCK + 2)
+        most[TKV_ARCHIVE] = ((int64_t)p->keep + tkvi_expiry_margin(p)) / TKVI_BLOCK + 2;
     for (tier = 0; tier < TKV_TIER_COUNT; tier++) {
         if (most[tier] < 0 || (p->now.hot == TKVI_FOREVER && tier != TKV_HOT)) most[tier] = 0;
         if (most[tier] > all) most[tier] = all;
@@ -15713,10 +16116,10 @@ static void tkvi_most_blocks(const tkv_config *cfg, const tkvi_plan *p, int64_t 
 typedef struct tkvi_most {
     uint32_t page_cap, block_cap, list_cap;
     int64_t pages;
-    size_t bytes; /* of everything, each piece at a multiple of 64 */
+    size_t bytes; /* total, each piece at a multiple of 64 */
 } tkvi_most;
 
-/* Under a budget: as many pages as it leaves room for. */
+/* Sizes under a budget: tables at their largest, and as many pages as the rest of the budget allows. */
 static tkv_status tkvi_most_within(const tkvi_derived_config *h, const tkvi_sizes *fixed, tkvi_most *m) {
     const size_t budget = h->cfg.budget_bytes, layers = (size_t)h->cfg.n_layers;
     const int64_t list = (int64_t)h->cfg.max_tokens / TKVI_BLOCK + 4;
@@ -15734,7 +16137,7 @@ static tkv_status tkvi_most_within(const tkvi_derived_config *h, const tkvi_size
         return TKV_ERR_CONFIG;
     m->pages = (int64_t)(budget / h->page_bytes);
     if (m->pages > 0x3fffffff) m->pages = 0x3fffffff;
-    for (; m->pages > h->spare; m->pages--) { /* tables of blocks and pages take their part */
+    for (; m->pages > h->spare; m->pages--) { /* the block and page tables need bytes, too */
         size_t pages = (size_t)m->pages * h->page_bytes, n;
         uint64_t fit = h->cfg.spill.store || h->cfg.remat ? blocks : 64u * (uint64_t)m->pages;
         m->block_cap = tkvi_cap_for((int64_t)(fit < blocks ? fit : blocks) + h->n_classes);
@@ -15768,15 +16171,15 @@ static tkv_status tkvi_most_of(tkvi_derived_config *h, tkvi_most *m) {
         if (p.sink) live[h->class_of[p.sink_coding]]++;
         for (tier = 0; tier < TKV_TIER_COUNT; tier++) {
             live[h->class_of[p.now.key[tier]]] += most[tier];
-            /* blocks that wait for a table: of all sequences together */
+            /* blocks that wait for a table, in all sequences together */
             if (tier != TKV_ARCHIVE && tkvi_plan_learns(&p))
-                wait[h->class_of[p.now.key[tier]]] += TKVI_LEARN / TKVI_BLOCK;
+                wait[h->class_of[p.now.key[tier]]] += TKVI_FIRST_TABLE_TOKENS / TKVI_BLOCK;
         }
     }
     for (c = 0; c < h->n_classes; c++) {
         live[c] = live[c] * h->cfg.max_seqs + wait[c];
         blocks += live[c];
-        m->pages += tkvi_pages_for(&h->size_class[c], live[c] + 1); /* one more while a block is recoded */
+        m->pages += tkvi_pages_for(&h->size_class[c], live[c] + 1); /* + 1: recoding needs a second slot */
     }
     if (blocks > 0x3fffffff || m->pages > 0x3fffffff) return TKV_ERR_CONFIG;
     m->page_cap = tkvi_cap_for(m->pages);
@@ -15835,7 +16238,7 @@ TKV_API tkv_status tkv_init_in_place(const tkv_config *cfg, void *mem, size_t by
     kv->arena = arena;
     kv->heap.from.user = &kv->arena;
     kv->pool.keep_all = 1;
-    /* None of these can fail: tkvi_most_of added up the same pieces. */
+    /* No call here can fail: tkvi_most_of added up the same pieces. */
     for (i = 0; i < TKVI_IN_PLACE_VERSIONS && kv->tables.version_bytes; i++)
         if (!tkvi_version_ready(kv, i)) return TKV_ERR_CAPACITY;
     if (!tkvi_grow_blocks(&kv->pool, m.block_cap)) return TKV_ERR_CAPACITY;
@@ -15845,7 +16248,7 @@ TKV_API tkv_status tkv_init_in_place(const tkv_config *cfg, void *mem, size_t by
     while ((int64_t)kv->pool.n_pages < m.pages)
         if (!tkvi_add_page(&kv->pool)) return TKV_ERR_CAPACITY;
     kv->arena.closed = 1;
-    if (h.cfg.budget_bytes) kv->tables.cfg.budget_bytes = kv->heap.held; /* what pages could be made of it */
+    if (h.cfg.budget_bytes) kv->tables.cfg.budget_bytes = kv->heap.held; /* bytes really held: whole pages */
     *out = kv;
     return TKV_OK;
 }
@@ -15853,24 +16256,24 @@ TKV_API tkv_status tkv_init_in_place(const tkv_config *cfg, void *mem, size_t by
 #endif /* TKVI_CACHE_CACHE_H */
 /* ======== cache/lookup.h ======== */
 /*
- * cache/lookup.h - which sequences and layers a cache has, and how long they are. Every public function that takes a
- * sequence or a layer asks here first.
+ * cache/lookup.h - checks the numbers of sequences and layers, and returns their lengths. Every public function
+ * that takes a sequence or a layer calls these checks first.
  */
 #ifndef TKVI_CACHE_LOOKUP_H
 #define TKVI_CACHE_LOOKUP_H
 
 
-static int tkvi_seq_ok(const tkv_cache *kv, int seq) {
+static int tkvi_has_seq(const tkv_cache *kv, int seq) {
     return kv && seq >= 0 && seq < kv->tables.cfg.max_seqs;
 }
 
-static tkv_status tkvi_seq_bad(tkv_cache *kv, int seq) {
+static tkv_status tkvi_refuse_seq(tkv_cache *kv, int seq) {
     return kv ? tkvi_fail(kv, TKV_ERR_ARG, "there is no sequence", seq, "") : TKV_ERR_ARG;
 }
 
-/* The layer whose blocks `layer` of seq reads; -1 if there is no such sequence or layer, or it has no cache. */
+/* The layer whose blocks `layer` reads. Returns -1 for a bad sequence or layer, and for a layer without a cache. */
 static int tkvi_stored_layer(const tkv_cache *kv, int seq, int layer) {
-    if (!tkvi_seq_ok(kv, seq) || layer < 0 || layer >= kv->tables.cfg.n_layers) return -1;
+    if (!tkvi_has_seq(kv, seq) || layer < 0 || layer >= kv->tables.cfg.n_layers) return -1;
     return kv->tables.plan[layer].stored;
 }
 
@@ -15879,7 +16282,7 @@ static int tkvi_has_own_layer(const tkv_cache *kv, int seq, int layer) {
     return layer >= 0 && tkvi_stored_layer(kv, seq, layer) == layer;
 }
 
-static tkv_status tkvi_no_own_layer(tkv_cache *kv, int layer) {
+static tkv_status tkvi_refuse_layer(tkv_cache *kv, int layer) {
     return tkvi_fail(kv, TKV_ERR_ARG, "there is no layer", layer, " with K and V of its own");
 }
 
@@ -15890,7 +16293,7 @@ TKV_API int tkv_layer_len(const tkv_cache *kv, int seq, int layer) {
 
 TKV_API int tkv_seq_len(const tkv_cache *kv, int seq) {
     int layer, len = -1;
-    if (!tkvi_seq_ok(kv, seq)) return 0;
+    if (!tkvi_has_seq(kv, seq)) return 0;
     for (layer = 0; layer < kv->tables.cfg.n_layers; layer++)
         if (kv->tables.plan[layer].stored == layer) {
             int n = tkvi_list_of(kv, seq, layer)->len;
@@ -15902,28 +16305,31 @@ TKV_API int tkv_seq_len(const tkv_cache *kv, int seq) {
 #endif /* TKVI_CACHE_LOOKUP_H */
 /* ======== learn/feedback.h ======== */
 /*
- * learn/feedback.h - the quality controller: from a stream of scores (1: no loss) to advice on hot tokens and
- * precision. It owns no memory and knows no cache.
+ * learn/feedback.h - the quality controller. It turns a stream of quality scores (1: no loss) into advice on the
+ * number of hot tokens and the level of precision. It allocates nothing and uses no cache.
  *
- *     scores  ................ | change |cool-down| 1 .......... 16 ............ 100   newest
- *     count                                        no advice yet | if it is clear | always, the last 100
+ *     scores  ................ | change |cool-down| 1 .......... 16 .............. 100   newest
+ *     advice                                       none yet      | if significant | always, from the last 100
  *
- * The rule of the design this comes from (hot x 1.2 or x 0.9, a step of the level, on the mean of 100) with what it
- * takes not to swing: scores of an old plan do not speak for the new one; chance is told from change by the standard
- * error; and a step that would be taken back is not taken, since the last step the other way has shown what it costs.
+ * The rule of the original design multiplies hot tokens by 1.2 or 0.9 and moves the level by one, on the mean of
+ * 100 scores. Three additions keep the plan from swinging:
+ *   - Scores of an old plan do not count for the new one.
+ *   - With fewer than 100 scores, the mean must be two standard errors beyond a limit.
+ *   - A cheaper plan is not advised if it would lose what the last finer plan gained.
  *
- * Sums are of whole numbers, so that they do not depend on flags. One lock guards a controller's numbers; without
- * atomics (neither gcc nor clang) a controller belongs to one thread. May call plan and below.
+ * Sums are sums of integers, so they do not depend on compiler flags. A lock guards the state of a controller.
+ * Without atomics (neither gcc nor clang) only one thread may use a controller.
  */
 #ifndef TKVI_LEARN_FEEDBACK_H
 #define TKVI_LEARN_FEEDBACK_H
 
 
-#define TKVI_SCORE_ONE 16777216.0 /* 2^24: every float from .5 to 1 is whole */
-#define TKVI_SCORES_FEW 16        /* fewer say nothing */
-#define TKVI_SCORES_MANY 100      /* what advice and reports look back at */
+#define TKVI_SCORE_ONE 16777216.0 /* 2^24: scores from .5 to 1 become integers exactly */
+#define TKVI_SCORES_FEW 16        /* fewest scores that give advice */
+#define TKVI_SCORES_MANY 100      /* newest scores that advice and reports use */
 
 /* >>scores */
+/* Returns whether x is finite as a float. */
 static int tkvi_real(double x) { return tkvi_is_finite((float)x); }
 
 static float tkvi_score_cut(double x) { return x < 0.0 ? 0.0f : x > 1.0 ? 1.0f : (float)x; }
@@ -15938,10 +16344,12 @@ TKV_API float tkv_score_from_accuracy(double base, double accuracy) {
     return tkvi_score_cut(accuracy / base);
 }
 
-/* Output_error is the share of the power of attention's output that is error. A perplexity rises with that power, not
- * with its root: over formats from 4 to 1.25 bits, whose errors differ 80 times, the model's KL divergence at the
- * same positions was .9 to 1.8 times it (SmolLM2-135M, 400 tokens); with 15M weights 2.9 to 3.4, with 3M .2 to .4
- * times. Errors of weights alone (kl, top1) would leave out those of V. Blocks without a copy count as others. */
+/* output_error is the share of error in the power of attention's output. Perplexity rises with this power, not with
+ * its root. Measured: the model's KL divergence / output_error at the same positions, for formats from 4 to 1.25
+ * bits. Their errors differ by a factor of 80. The ratio was .9 to 1.8 for SmolLM2-135M (400 tokens). It was 2.9 to
+ * 3.4 for a model of 15M weights, and .2 to .4 for one of 3M. Errors of attention weights alone (kl, top1) leave
+ * out the errors of V. Blocks without an exact copy are assumed to have the error of the others: hence the division
+ * by coverage. */
 TKV_API float tkv_score_from_quality(const tkv_quality_info *q, double weight) {
     if (!q || q->samples == 0 || !tkvi_real(q->coverage) || !tkvi_real(q->output_error)) return -1.0f;
     if (q->coverage < .05 || q->output_error < 0.0 || !tkvi_real(weight) || weight < 0.0) return -1.0f;
@@ -15970,7 +16378,7 @@ static const char *tkvi_feedback_fill(const tkv_feedback_config *from, tkv_feedb
     return NULL;
 }
 
-/* Nothing is known of the plan; its scores begin after `wait` more. */
+/* Forgets the scores of the plan. Scores of the new plan count after `wait` more scores. */
 static void tkvi_feedback_restart(tkv_feedback *f, int wait) {
     f->since = f->scores + (uint64_t)wait;
     f->sum = f->squares = 0;
@@ -16004,6 +16412,7 @@ TKV_API void tkv_feedback_reset(tkv_feedback *f) {
     tkvi_unlock(&f->lock);
 }
 
+/* Appends score x (units of 2^-24) to the ring and updates the sums of the newest 100. */
 static void tkvi_feedback_add(tkv_feedback *f, uint64_t x) {
     const uint64_t at = f->scores++;
     f->history[at % TKV_FEEDBACK_HISTORY] = (uint32_t)x;
@@ -16034,7 +16443,7 @@ typedef struct tkvi_scores {
     uint64_t sum, squares;
 } tkvi_scores;
 
-/* Where in the ring the newest n begin. */
+/* Returns the ring index of the oldest of the newest n scores. */
 static int tkvi_scores_from(const tkv_feedback *f, int n) {
     return (int)((f->scores - (uint64_t)n) % TKV_FEEDBACK_HISTORY);
 }
@@ -16058,14 +16467,15 @@ static double tkvi_scores_mean(const tkvi_scores *s) {
     return s->n ? (double)s->sum / TKVI_SCORE_ONE / s->n : 0.0;
 }
 
-/* Of a sample: over n - 1. */
+/* Returns the sample variance (divisor n - 1). */
 static double tkvi_scores_variance(const tkvi_scores *s) {
     const double sum = (double)s->sum;
     const double square = s->n > 1 ? ((double)s->squares - sum * sum / s->n) / (s->n - 1) : 0.0;
     return square > 0.0 ? square / TKVI_SCORE_ONE / TKVI_SCORE_ONE : 0.0;
 }
 
-/* On which side of the limit the mean is, -1 or 1; 0: within so many standard errors, it may be chance. */
+/* Returns on which side of the limit the mean is: -1 or 1, or 0 if it is within `errors` standard errors of the
+ * limit. */
 static int tkvi_scores_side(const tkvi_scores *s, double limit, double errors) {
     const double off = tkvi_scores_mean(s) - limit;
     if (off * off * s->n <= errors * errors * tkvi_scores_variance(s)) return 0;
@@ -16092,16 +16502,18 @@ static const char *const tkvi_advice_reasons[] = {
     "the mean score is well above the target, but would fall below it as it did before",
 };
 
-/* A plan beyond a limit stays there: it is not moved the other way. */
+/* More hot tokens, x 1.2 rounded up. A plan that is already above max_hot stays as it is. */
 static int tkvi_hot_more(const tkv_feedback_config *cfg, int hot) {
     const int64_t more = ((int64_t)hot * 6 + 4) / 5;
     return more >= cfg->max_hot ? tkvi_max(hot, cfg->max_hot) : tkvi_max((int)more, cfg->min_hot);
 }
 
+/* Fewer hot tokens, x 0.9 rounded down. A plan that is already below min_hot stays as it is. */
 static int tkvi_hot_less(const tkv_feedback_config *cfg, int hot) {
     return tkvi_min(hot, tkvi_max(cfg->min_hot, (int)((int64_t)hot * 9 / 10)));
 }
 
+/* Fills in *a for the plan a->hot_tokens, a->level and returns a TKVI_ADVICE value. The caller holds the lock. */
 static int tkvi_advise(tkv_feedback *f, tkv_advice *a) {
     const tkv_feedback_config *cfg = &f->cfg;
     const double target = (double)cfg->target, slack = (1.0 - target) / 2.0;
@@ -16201,7 +16613,7 @@ TKV_API tkv_status tkv_feedback_read(tkv_feedback *f, int last, tkv_feedback_inf
     if (n > 0) {
         const double target = (double)f->cfg.target, slack = (1.0 - target) / 2.0;
         const double mean = tkvi_scores_mean(&s), variance = tkvi_scores_variance(&s);
-        /* sums of i - its mean, squared and times the score: those of whole numbers, exact */
+        /* least squares over i = 0 .. n - 1: width = sum (i - mean i)^2, along = sum (i - mean i) * score */
         const double width = (double)n * ((double)n * n - 1.0) / 12.0;
         const double along = ((double)weighted - (double)s.sum * (n - 1) / 2.0) / TKVI_SCORE_ONE;
         const double slope = n > 1 ? along / width : 0.0;
@@ -16224,19 +16636,20 @@ TKV_API tkv_status tkv_feedback_read(tkv_feedback *f, int last, tkv_feedback_inf
 #endif /* TKVI_LEARN_FEEDBACK_H */
 /* ======== learn/thresholds.h ======== */
 /*
- * learn/thresholds.h - the threshold store: plans that were found good, by model, layer and context length, in an
- * array of the caller's; as a text, and back.
+ * learn/thresholds.h - the threshold store. It keeps plans that were found good, by model, layer and context
+ * length, in the caller's array. It prints them as text and reads the text back.
  *
  *     tieredkv-thresholds 1
  *     all 4096 64 448 128 a30 r30 0.981200 SmolLM2-135M
  *     sum 91a2c35b08d1f7e6
  *
- * An entry: layer (or all), context, hot, warm (or none, all), samples, the archive's formats for K and V (or
- * default), score, model; one blank between two, the name of the model runs to the end of the line. Entries rise by
- * model (bytes), layer, context: no two are alike, and equal stores give equal texts. The sum is FNV-1a, 64 bits, of
- * all bytes before its line. A text is read only if it is what would have been printed.
+ * An entry is a line of fields with one blank between two: layer (or all), context, hot tokens, warm tokens (or
+ * none, all), samples, archive formats of K and V (or default), score, model. The model's name runs to the end of
+ * the line.
  *
- * May call plan (for formats) and below.
+ * Entries rise by model (bytes), layer and context, and no two have the same key. So equal stores give equal texts.
+ * The sum is FNV-1a, 64 bits, of all bytes before its line. The reader accepts a text only if the printer would
+ * have printed the same bytes.
  */
 #ifndef TKVI_LEARN_THRESHOLDS_H
 #define TKVI_LEARN_THRESHOLDS_H
@@ -16246,14 +16659,15 @@ TKV_API tkv_status tkv_feedback_read(tkv_feedback *f, int last, tkv_feedback_inf
 
 #define TKVI_THRESHOLDS_TITLE "tieredkv-thresholds "
 #define TKVI_THRESHOLDS_VERSION "1"
-#define TKVI_THRESHOLD_LINE 192 /* more than the longest line: 63 of the name, 55 of numbers, two formats */
+#define TKVI_THRESHOLD_LINE 192 /* longer than any line: name 63, numbers 55, two formats */
 
-/* >>what an entry may hold. Numbers in the order of a line: from `low` to `high`, or one of two words. */
+/* >>valid entries */
+/* Rule of a number: from `low` to `high`, or the word none or all. The table has the order of a line. */
 typedef struct tkvi_threshold_number {
     const char *name;
-    size_t at;
+    size_t at; /* offset in tkv_threshold */
     int low, high;
-    int none, all; /* 1: so may it be */
+    int none, all; /* 1: TKV_NONE, TKV_ALL are valid */
 } tkvi_threshold_number;
 
 #define TKVI_THRESHOLD_AT(field) offsetof(tkv_threshold, field)
@@ -16280,7 +16694,8 @@ static int tkvi_store_format_valid(tkv_format f, tkv_side side) {
     return f == TKV_FORMAT_DEFAULT || (tkvi_format_known(f) && tkvi_format_stores(&tkvi_formats[f], side));
 }
 
-/* Any bytes from blank on, UTF-8 included: 1 to 63 of them, a 0 behind, no blank at either end. */
+/* Returns whether a model's name is valid: 1 to 63 bytes and a final 0, no control characters, no blank at either
+ * end. UTF-8 is allowed. */
 static int tkvi_model_valid(const char *name) {
     int n;
     for (n = 0; n < TKV_MODEL_NAME && name[n]; n++)
@@ -16288,7 +16703,7 @@ static int tkvi_model_valid(const char *name) {
     return n > 0 && n < TKV_MODEL_NAME && name[0] != ' ' && name[n - 1] != ' ';
 }
 
-/* What is wrong with an entry, or NULL. */
+/* Returns the name of an invalid field, or NULL. */
 static const char *tkvi_threshold_wrong(const tkv_threshold *e) {
     int i;
     for (i = 0; i < TKVI_THRESHOLD_NUMBERS; i++)
@@ -16300,12 +16715,13 @@ static const char *tkvi_threshold_wrong(const tkv_threshold *e) {
     return tkvi_model_valid(e->model) ? NULL : "model";
 }
 
-/* Scores are whole millionths: a text holds them exactly. */
+/* Scores are stored in millionths, so a text holds them exactly. */
 static int tkvi_millionths(float score) { return (int)((double)score * 1e6 + .5); }
 
 static float tkvi_of_millionths(int n) { return (float)(n / 1e6); }
 
 /* >>the array */
+/* Compares by model, layer, context. Returns below 0, 0 or above 0. */
 static int tkvi_threshold_order(const tkv_threshold *a, const tkv_threshold *b) {
     const int names = strcmp(a->model, b->model);
     if (names) return names;
@@ -16314,7 +16730,7 @@ static int tkvi_threshold_order(const tkv_threshold *a, const tkv_threshold *b) 
                                       : 0;
 }
 
-/* Is the array as these functions leave it? It is the caller's, so nothing is taken for granted. */
+/* Returns whether the array is valid and sorted. The caller owns it, so every function checks it. */
 static int tkvi_thresholds_sound(const tkv_thresholds *t) {
     int i;
     if (!t || t->n < 0 || t->n > t->room || (t->room > 0 && !t->entry)) return 0;
@@ -16325,7 +16741,7 @@ static int tkvi_thresholds_sound(const tkv_thresholds *t) {
     return 1;
 }
 
-/* Where the entry stands or would stand; *found: it stands there. */
+/* Returns the index where the entry is, or where it would be inserted. *found: 1 if it is there. */
 static int tkvi_threshold_place(const tkv_thresholds *t, const tkv_threshold *e, int *found) {
     int i = 0, order = 1;
     while (i < t->n && (order = tkvi_threshold_order(&t->entry[i], e)) < 0) i++;
@@ -16333,7 +16749,7 @@ static int tkvi_threshold_place(const tkv_thresholds *t, const tkv_threshold *e,
     return i;
 }
 
-/* In a sound array with room. */
+/* Inserts or replaces an entry. The array is valid and has a free slot. */
 static void tkvi_threshold_put(tkv_thresholds *t, const tkv_threshold *e) {
     int found, i = tkvi_threshold_place(t, e, &found);
     tkv_threshold *to = &t->entry[i];
@@ -16348,7 +16764,7 @@ TKV_API tkv_status tkv_thresholds_put(tkv_thresholds *t, const tkv_threshold *e)
     tkv_threshold copy;
     int found;
     if (!tkvi_thresholds_sound(t) || !e || tkvi_threshold_wrong(e)) return TKV_ERR_ARG;
-    copy = *e; /* it may stand in the array itself */
+    copy = *e; /* e may point into the array */
     tkvi_threshold_place(t, &copy, &found);
     if (!found && t->n == t->room) return TKV_ERR_CAPACITY;
     tkvi_threshold_put(t, &copy);
@@ -16360,13 +16776,14 @@ static int tkvi_context_distance(const tkv_threshold *e, int context) {
     return e->context > context ? e->context - context : context - e->context;
 }
 
-/* Below 0: a is the better one for this layer and context. Of two entries that are there, never 0. */
+/* Compares two entries of a model; below 0: a is better for this layer and context. Two entries of a store are
+ * never equal. */
 static int tkvi_threshold_rank(const tkv_threshold *a, const tkv_threshold *b, int layer, int context) {
     int i, key[5][2];
     const tkv_threshold *e[2];
     e[0] = a;
     e[1] = b;
-    for (i = 0; i < 2; i++) { /* the smaller key is the better */
+    for (i = 0; i < 2; i++) { /* the smaller key is better */
         key[0][i] = e[i]->layer != layer;
         key[1][i] = tkvi_context_distance(e[i], context);
         key[2][i] = -tkvi_millionths(e[i]->score);
@@ -16404,7 +16821,7 @@ TKV_API tkv_status tkv_thresholds_find(const tkv_thresholds *t, const char *mode
 
 TKV_API tkv_status tkv_thresholds_transfer(tkv_thresholds *t, const char *from, const char *to,
                                            float discount) {
-    char model[2][TKV_MODEL_NAME]; /* copies: a name may stand in the array itself */
+    char model[2][TKV_MODEL_NAME]; /* copies: from and to may point into the array */
     tkv_threshold e;
     int i, pass, found, any = 0, fresh = 0;
     if (tkvi_bits(discount) == 0) discount = .9f;
@@ -16414,7 +16831,7 @@ TKV_API tkv_status tkv_thresholds_transfer(tkv_thresholds *t, const char *from, 
     memset(model, 0, sizeof model);
     memcpy(model[0], from, strlen(from));
     memcpy(model[1], to, strlen(to));
-    for (pass = 0; pass < 2; pass++) { /* counts, then copies */
+    for (pass = 0; pass < 2; pass++) { /* pass 0 counts, pass 1 copies */
         for (i = 0; i < t->n; i++) {
             if (strcmp(t->entry[i].model, model[0]) != 0) continue;
             any = 1;
@@ -16425,7 +16842,7 @@ TKV_API tkv_status tkv_thresholds_transfer(tkv_thresholds *t, const char *from, 
             e.score *= discount;
             e.samples = 0;
             if (pass == 0) fresh++;
-            else tkvi_threshold_put(t, &e); /* may move this one up: it is met again, and its copy found */
+            else tkvi_threshold_put(t, &e); /* may shift entry i: it is met again, and found */
         }
         if (!any) return TKV_ERR_RANGE;
         if (pass == 0 && fresh > t->room - t->n) return TKV_ERR_CAPACITY;
@@ -16517,7 +16934,7 @@ TKV_API tkv_status tkv_thresholds_save(const tkv_thresholds *t, tkv_write_bytes 
     return p.failed ? TKV_ERR_CAPACITY : TKV_OK;
 }
 
-/* A piece of memory to print to; without one it only counts. */
+/* A buffer to print into. at NULL: only counts. */
 typedef struct tkvi_sheet {
     char *at;
     size_t used;
@@ -16543,13 +16960,14 @@ TKV_API tkv_status tkv_thresholds_print(const tkv_thresholds *t, char *dst, size
     return tkv_thresholds_save(t, tkvi_sheet_write, &p);
 }
 
-/* >>reading. A field that is not as it would be printed gives 0. */
+/* >>reading. Functions return 0 for a field that differs from its printed form. */
 typedef struct tkvi_scan {
     const char *at, *end;
     int line;
 } tkvi_scan;
 
-/* The bytes up to the next blank, cut off; up to the end of the line for the last field. */
+/* Copies the bytes up to `stop` to out[room] and skips `stop`. stop: a blank, or a newline for the last field.
+ * Returns 0 for an empty field, a wrong end or a full buffer. */
 static int tkvi_scan_field(tkvi_scan *s, char stop, char *out, size_t room) {
     size_t n = 0;
     while (s->at < s->end && *s->at != stop && *s->at != '\n' && *s->at && n + 1 < room) out[n++] = *s->at++;
@@ -16557,7 +16975,7 @@ static int tkvi_scan_field(tkvi_scan *s, char stop, char *out, size_t room) {
     return n > 0 && s->at < s->end && *s->at++ == stop;
 }
 
-/* Digits, at most `high`, no zero before them; or -1. */
+/* Returns the number of a string of digits, or -1: above `high`, a leading zero, or any other character. */
 static int tkvi_scan_digits(const char *s, int high) {
     int64_t n = 0;
     int i;
@@ -16594,7 +17012,7 @@ static int tkvi_scan_score(tkvi_scan *s, float *score) {
     return n <= 1000000;
 }
 
-/* One line as an entry. Returns what is wrong with it, or NULL. */
+/* Reads one line as an entry. Returns the name of a wrong field, or NULL. */
 static const char *tkvi_scan_threshold(tkvi_scan *s, tkv_threshold *e) {
     int i, x;
     memset(e, 0, sizeof *e);
@@ -16614,6 +17032,7 @@ static int tkvi_starts_with(const tkvi_scan *s, const char *with) {
     return (size_t)(s->end - s->at) >= n && memcmp(s->at, with, n) == 0;
 }
 
+/* Writes the reason with the line's number. Returns TKV_ERR_DATA. */
 static tkv_status tkvi_scan_bad(const tkvi_scan *s, const char *what, const char *why, tkvi_text *reason) {
     tkvi_append_text(reason, "line ");
     tkvi_append_int(reason, s->line);
@@ -16623,7 +17042,7 @@ static tkv_status tkvi_scan_bad(const tkvi_scan *s, const char *what, const char
     return TKV_ERR_DATA;
 }
 
-/* Reads a text, into `to` unless that is NULL; *n counts its entries. */
+/* Checks a text and counts its entries in *n. `to` NULL: only that; else it also stores the entries. */
 static tkv_status tkvi_thresholds_scan(const char *src, size_t size, tkv_threshold *to, int *n,
                                        tkvi_text *reason) {
     static const char title[] = TKVI_THRESHOLDS_TITLE TKVI_THRESHOLDS_VERSION "\n";
@@ -16676,7 +17095,7 @@ TKV_API tkv_status tkv_thresholds_parse(tkv_thresholds *t, const char *src, size
         tkvi_append_int(&why, t->room);
         return TKV_ERR_CAPACITY;
     }
-    (void)tkvi_thresholds_scan(src, size, t->entry, &t->n, &why); /* the second time nothing can be wrong */
+    (void)tkvi_thresholds_scan(src, size, t->entry, &t->n, &why); /* checked above: it cannot fail */
     return TKV_OK;
 }
 
@@ -16690,7 +17109,7 @@ TKV_API tkv_status tkv_thresholds_load(tkv_thresholds *t, tkv_read_bytes read, v
     }
     for (;;) {
         char more;
-        const int full = used == size; /* is there another byte? */
+        const int full = used == size; /* asks for one more byte */
         const ptrdiff_t got = full ? read(user, &more, 1) : read(user, work + used, size - used);
         if (got == 0) break;
         if (got < 0 || (size_t)got > (full ? 1u : size - used)) {
@@ -16709,32 +17128,34 @@ TKV_API tkv_status tkv_thresholds_load(tkv_thresholds *t, tkv_read_bytes read, v
 #endif /* TKVI_LEARN_THRESHOLDS_H */
 /* ======== learn/kvquant_tables.h ======== */
 /*
- * learn/kvquant_tables.h - what KVQUANT formats know of a layer: the range of each channel of K, before RoPE, and
- * levels for K and for V, of every width. KVQuant (arXiv 2401.18079, sections 3.1 to 3.6). Learned with the tables of
- * learn/statistics.h, from the blocks that are still exact or warm, or from samples of the caller's.
+ * learn/kvquant_tables.h - learns the tables of KVQUANT formats for a layer (KVQuant, arXiv 2401.18079, sections
+ * 3.1 to 3.6). A table has the range of each channel of K, before RoPE, and levels of 2, 3 and 4 bits for K and for
+ * V. It is learned together with the tables of learn/statistics.h from hot and warm blocks, or from the caller's
+ * samples.
  *
- *   1. Ranges of K: of n tokens the n / 200 highest and lowest values of a channel are outliers, the next
- *      ones the ends of the range (with TKV_KVQUANT_DENSE nothing is). Of V each token has its own, as when
- *      it is coded.
- *   2. What is within a range goes to -1 .. 1 and into a histogram, one for K and one for V of all heads. It
- *      weighs radius^2 (equation 7: the error that counts is that of the value), times what the samples say
- *      of it.
- *   3. Levels from the histogram: core/codebook.h.
+ *   1. Ranges of K: the n / 200 highest and the n / 200 lowest of n values of a channel are outliers. The next
+ *      value at each side is the end of the range. TKV_KVQUANT_DENSE has no outliers. V has a range per token,
+ *      as in the encoder.
+ *   2. Values within a range are scaled to -1 .. 1 and counted in a histogram, one for K and one for V over all
+ *      heads. A value's weight is radius^2 (equation 7: the error of the unscaled value counts), times the
+ *      weight that the samples give it.
+ *   3. core/codebook.h makes the levels from the histogram.
  *
- * Several passes over the tokens, so that nothing is kept of them. May call cache and below.
+ * The code passes over the tokens several times instead of storing them.
  */
 #ifndef TKVI_LEARN_KVQUANT_TABLES_H
 #define TKVI_LEARN_KVQUANT_TABLES_H
 
 
-/* Where tokens come from: a layer's blocks, or samples. */
+/* Source of tokens: the blocks of a layer, or samples. */
 typedef struct tkvi_tokens_of {
     tkv_cache *kv;
-    const tkv_samples *samples; /* NULL: the blocks */
+    const tkv_samples *samples; /* NULL: the blocks of the layer */
     int layer;
 } tkvi_tokens_of;
 
-/* Called for each token of a head: its key before RoPE, or its value; weights of its channels, or NULL. */
+/* Called for each token of a head. x: its key before RoPE, or its value, [dim]. weight: of its channels [dim], or
+ * NULL. */
 typedef void (*tkvi_token_visit)(void *ctx, const float *x, const float *weight);
 
 typedef struct tkvi_token_walk {
@@ -16759,6 +17180,7 @@ static void tkvi_walk_block(void *ctx, const tkvi_record *r, const uint8_t *byte
     }
 }
 
+/* Calls visit for each token of a head. */
 static void tkvi_walk(const tkvi_tokens_of *from, tkv_side side, int head, tkvi_token_visit visit,
                       void *ctx) {
     const tkv_samples *s = from->samples;
@@ -16789,14 +17211,17 @@ static void tkvi_count_tokens(void *ctx, const float *x, const float *weight) {
 }
 
 /* >>ranges of K */
-#define TKVI_TAIL_ROOM 2048 /* values of each end of the channels that a pass looks at */
+#define TKVI_TAIL_ROOM 2048 /* values per end that one pass holds, all its channels together */
 
+/* The outermost values of some channels. */
 typedef struct tkvi_tails {
-    int first, channels;                             /* that this pass looks at */
-    int keep, n;                                     /* values per end, of those seen so far */
+    int first, channels;                             /* channels of this pass */
+    int keep, n;                                     /* values to hold per end and channel; held so far */
     float low[TKVI_TAIL_ROOM], high[TKVI_TAIL_ROOM]; /* [channels][keep], the outermost first */
 } tkvi_tails;
 
+/* Inserts x into a sorted tail that holds `had` of at most `keep` values. sign: 1 for high ends, -1 for low
+ * ends. */
 static void tkvi_tail_insert(float *tail, int had, int keep, float x, float sign) {
     int i = had;
     if (had == keep && !(sign * x > sign * tail[keep - 1])) return;
@@ -16815,8 +17240,8 @@ static void tkvi_tails_add(void *ctx, const float *x, const float *weight) {
     s->n = tkvi_min(s->n + 1, s->keep);
 }
 
-/* Radius and middle of the channels of a head. The radius is an fp16 value: its products with levels are
- * exact. */
+/* Learns radius and middle of each channel of a head from n tokens. radius: [2 * head_dim], the middles follow the
+ * radii. A radius is an fp16 value, so its products with levels are exact. */
 static void tkvi_kvquant_learn_ranges(const tkvi_tokens_of *from, int head, int n, float *radius) {
     const tkv_config *cfg = &from->kv->tables.cfg;
     float *middle = radius + cfg->head_dim;
@@ -16839,12 +17264,13 @@ static void tkvi_kvquant_learn_ranges(const tkvi_tokens_of *from, int head, int 
 /* >>levels */
 typedef struct tkvi_kvquant_count {
     int dim, slots;
-    const float *radius, *middle; /* of K; NULL: of V */
-    float by; /* of weights, that they become whole numbers; 0: their largest is looked for */
-    float most;
+    const float *radius, *middle; /* of a head's K; not used for V */
+    float by;                     /* factor from weights to integers; 0: this pass finds the largest weight */
+    float most;                   /* the largest weight */
     int64_t count[TKVI_BOOK_BINS];
 } tkvi_kvquant_count;
 
+/* Counts one value that is within its range. */
 static void tkvi_count_value(tkvi_kvquant_count *s, float x, float radius, float middle, float weight) {
     float y = tkvi_kvquant_place(x, radius, middle), w = tkvi_f32(tkvi_f32(radius * radius) * weight);
     if (!(radius > 0.0f) || y < -1.0f || y > 1.0f) return;
@@ -16852,7 +17278,7 @@ static void tkvi_count_value(tkvi_kvquant_count *s, float x, float radius, float
     else s->most = w > s->most ? w : s->most;
 }
 
-/* 1e20 times the largest square is still a float. */
+/* Returns the weight of channel c, at most 1e20: its product with the largest radius^2 is still finite. */
 static float tkvi_weight_of(const float *weight, int c) {
     return weight ? tkvi_clampf(weight[c], 0.0f, 1e20f) : 1.0f;
 }
@@ -16864,6 +17290,7 @@ static void tkvi_count_key(void *ctx, const float *x, const float *weight) {
         tkvi_count_value(s, x[c], s->radius[c], s->middle[c], tkvi_weight_of(weight, c));
 }
 
+/* Counts a token of V, without its outliers. */
 static void tkvi_count_token(void *ctx, const float *x, const float *weight) {
     tkvi_kvquant_count *s = (tkvi_kvquant_count *)ctx;
     tkvi_kvquant_token k;
@@ -16875,6 +17302,7 @@ static void tkvi_count_token(void *ctx, const float *x, const float *weight) {
     }
 }
 
+/* Learns the levels of one side. The first pass finds the largest weight, the second fills the histogram. */
 static void tkvi_kvquant_learn_books(const tkvi_tokens_of *from, tkv_side side, int version,
                                      tkvi_book *book) {
     const tkvi_tables *t = &from->kv->tables;
@@ -16892,7 +17320,7 @@ static void tkvi_kvquant_learn_books(const tkvi_tokens_of *from, tkv_side side, 
             }
             tkvi_walk(from, side, head, side == TKV_K ? tkvi_count_key : tkvi_count_token, &s);
         }
-        /* 2^20 for the largest: 2^18 tokens of 2^24 channels make a sum below 2^63 */
+        /* The largest weight becomes 2^20: a sum over 2^18 tokens of 2^24 channels stays below 2^63. */
         if (pass == 0) s.by = s.most > 0.0f ? tkvi_f32(1048576.0f / s.most) : 1.0f;
         if (!tkvi_is_finite(s.by)) s.by = 3e38f;
     }
@@ -16914,7 +17342,7 @@ static void tkvi_kvquant_learn_from(const tkvi_tokens_of *from, int version) {
     tkvi_kvquant_learn_books(from, TKV_V, version, table->book[TKV_V]);
 }
 
-/* From what the layer holds: at least a token. */
+/* Learns a version's table from the blocks of the layer, which hold at least one token. */
 static void tkvi_kvquant_learn(tkv_cache *kv, int layer, int version) {
     tkvi_tokens_of from;
     from.kv = kv;
@@ -16923,11 +17351,11 @@ static void tkvi_kvquant_learn(tkv_cache *kv, int layer, int version) {
     tkvi_kvquant_learn_from(&from, version);
 }
 
-/* >>saved
- *   u64 mode: the rotation, and options that change what is learned
- *   of K, then of V, for 2, 3 and 4 bits: fp16 level [2^bits] | fp16 normed [2^bits]
- *   of each head: fp16 radius [head_dim] | f32 middle [head_dim] */
-#define TKVI_KVQUANT_BOOKS (2 * 2 * 28 * 2) /* bytes */
+/* >>saved bytes
+ *   u64 mode: hash of RoPE and of the options that change what is learned
+ *   K, then V, for 2, 3 and 4 bits each: fp16 level [2^bits] | fp16 normed [2^bits]
+ *   each head: fp16 radius [head_dim] | f32 middle [head_dim] */
+#define TKVI_KVQUANT_BOOKS (2 * 2 * 28 * 2) /* bytes: sides, level and normed, 4 + 8 + 16, fp16 */
 
 static size_t tkvi_kvquant_bytes(const tkv_config *cfg) {
     return 8u + TKVI_KVQUANT_BOOKS + 6u * (size_t)cfg->n_kv_heads * (size_t)cfg->head_dim;
@@ -16987,8 +17415,8 @@ static void tkvi_kvquant_load(const tkvi_tables *t, int layer, int version, cons
     }
 }
 
-/* Levels rise within -1 .. 1, normed ones within -8 .. 8; ranges are finite, and no larger than learned ones.
- * */
+/* Returns whether saved bytes are valid: levels do not fall and lie within -1 .. 1, normed ones within -8 .. 8.
+ * Radii are finite and not negative. Middles lie within +-2^17, a bound that learned middles keep. */
 static int tkvi_kvquant_valid(const tkv_config *cfg, const uint8_t *at) {
     int i, set, n;
     at += 8;
@@ -17014,29 +17442,31 @@ static int tkvi_kvquant_valid(const tkv_config *cfg, const uint8_t *at) {
 #endif /* TKVI_LEARN_KVQUANT_TABLES_H */
 /* ======== learn/statistics.h ======== */
 /*
- * learn/statistics.h - the tables of formats whose heads share a layer's bytes: statistics, from them a table, its
- * versions.
+ * learn/statistics.h - learns the tables of formats whose heads share a layer's bytes. It collects statistics,
+ * makes a table from them and manages the table's versions. core/allocate.h turns a table into bits.
  *
- * What counts is how a channel of K is asked (E[q^2], by attention/attend.h) times how it varies within a block, and
- * how strongly a head reads far tokens: the sum of p^2 over keys more than TKVI_FAR back (by attention/attend.h too;
- * of one query in eight) times the mean |v|^2. Attention adds whole numbers, so the order in which threads do changes
- * nothing; keys and values are read from the blocks that are still exact. When a layer has seen TKVI_LEARN tokens,
- * all sequences together, its next append makes the table; blocks that were due before wait in the next better tier.
- * At TKVI_LEARN_WELL tokens there is a better one for the blocks that come then; blocks keep the version that they
- * were coded with. Afterwards nothing is collected any more, unless tkv_calibration_refresh asks. bench/QUALITY.md
- * compares these tables with loaded ones.
+ *   weight of a channel of K = sum of q^2 of its queries * its variance within blocks
+ *   reach of a head          = sum of p^2 over keys more than TKVI_FAR tokens back * sum of |v|^2
  *
- * May call cache and below.
+ * attention/attend.h collects q^2 and p^2 for one query in eight. It adds integers, so results do not depend on the
+ * order of threads. Keys and values are read from the newest hot and warm blocks (tkvi_each_block).
+ *
+ * When a layer has seen TKVI_FIRST_TABLE_TOKENS tokens, all sequences together, its next append makes the table.
+ * Without a budget, blocks that are due earlier wait in the next better tier. At TKVI_SECOND_TABLE_TOKENS tokens
+ * the layer gets a second, better version for later blocks. A block keeps the version that it was coded with. After
+ * the second version collection stops, until tkv_calibration_refresh restarts it. bench/QUALITY.md compares these
+ * tables with loaded ones.
  */
 #ifndef TKVI_LEARN_STATISTICS_H
 #define TKVI_LEARN_STATISTICS_H
 
 
-#define TKVI_LEARN_FEW 128 /* a table of fewer tokens (a flush, a freeze) is nearer to the uniform one */
+#define TKVI_LEARN_FEW 128 /* tables of fewer tokens (flush, freeze) move towards the uniform one */
 
 /* >>logarithms of statistics, in 1/8 octaves */
 #define TKVI_LOG8_NONE (-1200)
 
+/* Returns 8 log2(x), rounded, by comparing bits; TKVI_LOG8_NONE for 0, negative numbers and NaN. */
 static int tkvi_log8(float x) {
     static const uint32_t border[8] = {371395, 1164243, 2028850, 2971711, 3999908, 5121164, 6343903, 7677309};
     uint32_t bits = tkvi_bits(x);
@@ -17046,22 +17476,22 @@ static int tkvi_log8(float x) {
     return 8 * ((int)(bits >> 23) - 127) + step;
 }
 
-/* >>what a block says of one head */
+/* >>statistics of one head, from its blocks */
 typedef struct tkvi_channel_sums {
-    int64_t sum, within; /* of values; of squares about the mean of the block. In units of a power of two */
+    int64_t sum, within; /* of values; of squared distances from the block's mean. Unit: 2^down, its square */
 } tkvi_channel_sums;
 
 typedef struct tkvi_gather {
     tkv_cache *kv;
     tkvi_channel_sums channel[TKV_MAX_HEAD_DIM];
-    float k_most, v_most; /* largest |k|; largest |v| of a vector, squared */
-    float v_sum;          /* of all |v|, squared */
-    float range; /* largest range of a channel in a block, distance of its middle from the mean included */
-    int down;    /* values are divided by 2^down to be summed in integers */
+    float k_most, v_most; /* largest |k| of an element; largest |v|^2 of a token */
+    float v_sum;          /* sum of |v|^2 over the tokens */
+    float range;          /* largest distance of a key element from the mean of its channel */
+    int down;             /* values are divided by 2^down before they are summed as integers */
     int64_t tokens;
 } tkvi_gather;
 
-/* First pass: sizes. */
+/* First pass: tokens, k_most, v_most and v_sum. */
 static void tkvi_gather_size(void *ctx, const tkvi_record *r, const uint8_t *bytes, int start, int n) {
     tkvi_gather *g = (tkvi_gather *)ctx;
     const tkv_config *cfg = &g->kv->tables.cfg;
@@ -17085,11 +17515,12 @@ static void tkvi_gather_size(void *ctx, const tkvi_record *r, const uint8_t *byt
     g->tokens += n;
 }
 
+/* Returns 2^e, with e clamped to the normal floats. */
 static float tkvi_power_of_two(int e) {
     return tkvi_from_bits((uint32_t)(127 + tkvi_max(-126, tkvi_min(127, e))) << 23);
 }
 
-/* Second pass: sums, exact in integers: 2^20 * 64 tokens, squared. */
+/* Second pass: sums in int64. Scaled values are below 2^21, so the square of a sum over 64 tokens is below 2^54. */
 static void tkvi_gather_sums(void *ctx, const tkvi_record *r, const uint8_t *bytes, int start, int n) {
     tkvi_gather *g = (tkvi_gather *)ctx;
     const tkv_config *cfg = &g->kv->tables.cfg;
@@ -17109,7 +17540,7 @@ static void tkvi_gather_sums(void *ctx, const tkvi_record *r, const uint8_t *byt
     }
 }
 
-/* Third pass, with the mean known (in k_pad floats behind the blocks): ranges. */
+/* Third pass: range. The mean of a channel is known from the sums of the second pass. */
 static void tkvi_gather_range(void *ctx, const tkvi_record *r, const uint8_t *bytes, int start, int n) {
     tkvi_gather *g = (tkvi_gather *)ctx;
     const tkv_config *cfg = &g->kv->tables.cfg;
@@ -17131,7 +17562,7 @@ static void tkvi_gather_range(void *ctx, const tkvi_record *r, const uint8_t *by
 }
 
 /* >>tables */
-/* One head of a version, from what was gathered. */
+/* Fills in one head of a version. Heads are not comparable until tkvi_learn_heads has set their reach. */
 static void tkvi_learn_head(tkv_cache *kv, int layer, int head, int version) {
     const tkv_config *cfg = &kv->tables.cfg;
     int pad = tkvi_round_up(cfg->head_dim, 16), c, p, most = TKVI_LOG8_NONE * 2, rank[TKV_MAX_HEAD_DIM];
@@ -17154,10 +17585,9 @@ static void tkvi_learn_head(tkv_cache *kv, int layer, int head, int version) {
         rank[c] = tkvi_log8((float)g.channel[c].within) + (any ? tkvi_log8((float)asked[c]) : 0);
         most = tkvi_max(most, rank[c]);
     }
-    for (c = 0; c < cfg->head_dim && g.tokens < TKVI_LEARN_FEW; c++) /* few tokens know little of channels */
+    for (c = 0; c < cfg->head_dim && g.tokens < TKVI_LEARN_FEW; c++) /* few tokens: nearer to equal */
         rank[c] = most + (rank[c] - most) * (int)g.tokens / TKVI_LEARN_FEW;
-    for (p = 0; p < pad;
-         p++) { /* channels in falling order, the first of equals first; then what is no channel */
+    for (p = 0; p < pad; p++) { /* falling order, the lower index of equals first; then padding */
         int best = -1;
         for (c = 0; c < cfg->head_dim && p < cfg->head_dim; c++)
             if (rank[c] > -1000000 && (best < 0 || rank[c] > rank[best])) best = c;
@@ -17172,12 +17602,12 @@ static void tkvi_learn_head(tkv_cache *kv, int layer, int head, int version) {
         if (p < cfg->head_dim) rank[best] = -2000000;
     }
     h->reach = tkvi_log8((float)*tkvi_far_attention_of(kv, layer, head)) + tkvi_log8(g.v_sum);
-    h->k_weight = most + 16 * g.down; /* heads are compared: not in units of their own */
+    h->k_weight = most + 16 * g.down; /* undoes the head's unit, so that heads compare */
     h->k_top = tkvi_log_top(2.0f * g.range);
     h->v_top = tkvi_log_top(2.0f * sqrtf(g.v_most / (float)cfg->v_head_dim));
 }
 
-/* All heads of a version. */
+/* Fills in all heads of a version and makes reach relative to the largest of the layer. */
 static void tkvi_learn_heads(tkv_cache *kv, int layer, int version) {
     tkvi_head *heads = tkvi_heads_of(&kv->tables, layer, version);
     int head, n = kv->tables.cfg.n_kv_heads, high = -(1 << 20);
@@ -17185,15 +17615,16 @@ static void tkvi_learn_heads(tkv_cache *kv, int layer, int version) {
         tkvi_learn_head(kv, layer, head, version);
         high = tkvi_max(high, heads[head].reach);
     }
-    /* Nobody was heard to read far: all alike. Who alone did not gets the least. Half of what was seen: 512 tokens see
-     * too little to be trusted in full (bench/LOG.md). */
+    /* No head attended to far tokens: equal shares. A head that did not, while others did, gets the minimum, -6
+     * octaves. Differences are halved, because 512 tokens are too few to trust them in full (bench/LOG.md). */
     for (head = 0; head < n; head++) {
         heads[head].reach = high <= TKVI_LOG8_NONE / 2 ? 0 : tkvi_max((heads[head].reach - high) / 2, -8 * 6);
         heads[head].k_weight = tkvi_max(heads[head].k_weight, TKVI_LOG8_NONE) + heads[head].reach;
     }
 }
 
-/* A version of the layer's table that no block was coded with, or -1. */
+/* Returns a version of the layer's table that is neither current nor used by a block, or -1. The first table is
+ * version 0. In place only versions that have their memory already count. */
 static int tkvi_free_version(const tkv_cache *kv, int layer) {
     int used[TKVI_VERSIONS] = {0}, seq, i, v;
     if (kv->tables.current[layer] < 0) return 0;
@@ -17211,13 +17642,13 @@ static int tkvi_free_version(const tkv_cache *kv, int layer) {
     return v < TKVI_VERSIONS ? v : -1;
 }
 
-/* The heads of this version are known: blocks are coded with it from now on. */
+/* Makes a filled version current: derives its block layouts, and later blocks are coded with it. */
 static void tkvi_table_use(tkv_cache *kv, int layer, int version) {
     const tkvi_plan *p = &kv->tables.plan[layer];
     const tkvi_head *heads = p->allocates ? tkvi_heads_of(&kv->tables, layer, version) : NULL;
     const tkvi_tier_spec *rule = tkvi_rules_of(&kv->tables, layer);
     int i, done = -1;
-    for (i = 0; i < kv->tables.n_levels * TKV_TIER_COUNT; i++) { /* codings of a layer come in rising order */
+    for (i = 0; i < kv->tables.n_levels * TKV_TIER_COUNT; i++) { /* layouts of a layer have rising numbers */
         const tkvi_tier_spec *r = &rule[i / TKV_TIER_COUNT];
         const int tier = i % TKV_TIER_COUNT;
         tkvi_coding *c = &kv->tables.coding[r->coding[tier] + version];
@@ -17229,7 +17660,8 @@ static void tkvi_table_use(tkv_cache *kv, int layer, int version) {
     kv->tables.current[layer] = (int8_t)version;
 }
 
-/* The layer listens no more, or from nothing (again); with the last one goes the memory, but in place. */
+/* Stops collecting for the layer; again 1: restarts it from zero. When the last layer stops, the memory of the
+ * statistics is freed, except in place. */
 static void tkvi_learned(tkv_cache *kv, int layer, int again) {
     size_t n = (size_t)kv->tables.cfg.n_kv_heads;
     int any = kv->pool.keep_all, i;
@@ -17241,8 +17673,9 @@ static void tkvi_learned(tkv_cache *kv, int layer, int again) {
     memset(tkvi_far_attention_of(kv, layer, 0), 0, n * sizeof(int64_t));
 }
 
-/* Tokens that K and V can be read from (tkvi_each_block). What was seen may be gone: sequences end. */
-static int64_t tkvi_held(const tkv_cache *kv, int layer) {
+/* Returns the number of tokens whose K and V tkvi_each_block can read, without its limit of blocks. It may be
+ * smaller than kv->seen, because sequences end. */
+static int64_t tkvi_n_readable_tokens(const tkv_cache *kv, int layer) {
     int64_t n = 0;
     int seq;
     for (seq = 0; seq < kv->tables.cfg.max_seqs; seq++) {
@@ -17255,38 +17688,43 @@ static int64_t tkvi_held(const tkv_cache *kv, int layer) {
     return n;
 }
 
-/* Is it time for a table of this layer? Forced: for the first one, of whatever there is. Under a budget no block waits
- * for it, so that layers take turns: making all tables at one token is a stall. */
+/* Returns whether the layer should get a table now. forced: makes the first one from any tokens. Under a budget
+ * blocks do not wait for tables, so layers take turns: making all tables at the same token would stall an
+ * append. */
 static int tkvi_learn_due(const tkv_cache *kv, int layer, int forced) {
     int first = kv->tables.current[layer] < 0, turn = kv->tables.cfg.budget_bytes ? layer % TKVI_BLOCK : 0;
     forced = forced && first;
-    if (!kv->seen || kv->seen[layer] < (forced ? 0 : (first ? TKVI_LEARN : TKVI_LEARN_WELL) + turn)) return 0;
-    return tkvi_held(kv, layer) >= (forced ? 1 : TKVI_BLOCK);
+    if (!kv->seen ||
+        kv->seen[layer] < (forced ? 0 : (first ? TKVI_FIRST_TABLE_TOKENS : TKVI_SECOND_TABLE_TOKENS) + turn))
+        return 0;
+    return tkvi_n_readable_tokens(kv, layer) >= (forced ? 1 : TKVI_BLOCK);
 }
 
-/* If it is time for a table, takes memory for it and counts it as made: what follows then asks for the memory of blocks
- * that wait no more. tkvi_learn_end makes it, or takes that back. A second table is only better than the first:
- * without memory it waits. 0: no memory for the first one, nothing has changed. Not in an open step: an abort would
- * not take a table back. */
-static int tkvi_learn_begin(tkv_cache *kv, int layer, int forced, int8_t *had) {
+/* If a table is due, allocates its version and sets it as current, without making it. So the caller's memory
+ * request includes the blocks that stop waiting. tkvi_end_table makes the table or restores the previous version
+ * (*had). Returns 0 if there is no memory for the first table; then nothing has changed. A second table without
+ * memory is tried again later, because the first one still works. Must not run in an open step: an abort would not
+ * restore the table. */
+static int tkvi_begin_table(tkv_cache *kv, int layer, int forced, int8_t *had) {
     int version;
     *had = kv->tables.current[layer];
     if (!tkvi_learn_due(kv, layer, forced)) return 1;
     version = tkvi_free_version(kv, layer);
-    if (version < 0) { /* to look for it takes a walk over all blocks: again when there is another */
-        kv->seen[layer] = TKVI_LEARN_WELL - TKVI_BLOCK;
+    if (version < 0) { /* the search walks over all blocks: tries again 64 tokens later */
+        kv->seen[layer] = TKVI_SECOND_TABLE_TOKENS - TKVI_BLOCK;
         return 1;
     }
     if (!tkvi_version_ready(kv, version)) {
         if (*had >= 0 && kv->heap.limit)
-            kv->seen[layer] = TKVI_LEARN_WELL - TKVI_BLOCK; /* again in a while */
+            kv->seen[layer] = TKVI_SECOND_TABLE_TOKENS - TKVI_BLOCK; /* tries again 64 tokens later */
         return *had >= 0;
     }
     kv->tables.current[layer] = (int8_t)version;
     return 1;
 }
 
-static void tkvi_learn_end(tkv_cache *kv, int layer, int8_t had, int made) {
+/* Ends tkvi_begin_table. made 1: fills in the new version and uses it; made 0: restores version `had`. */
+static void tkvi_end_table(tkv_cache *kv, int layer, int8_t had, int made) {
     int version = kv->tables.current[layer];
     kv->tables.current[layer] = had;
     if (version == had || !made) return;
@@ -17298,45 +17736,50 @@ static void tkvi_learn_end(tkv_cache *kv, int layer, int8_t had, int made) {
                     had < 0 ? "a layer has its first table" : "a layer has a better table");
 }
 
-/* What those say who could not get the memory. */
+/* Sets the error of a table without memory and returns it. */
 static tkv_status tkvi_no_table(tkv_cache *kv) {
     if (kv->heap.at_limit) return tkvi_fail(kv, TKV_ERR_BUDGET, "the budget has no room for tables", 0, NULL);
     return tkvi_fail(kv, TKV_ERR_NOMEM, "the allocator gave no memory for tables", 0, NULL);
 }
 
-/* Must blocks of this layer wait before they go to that tier? */
-static int tkvi_waits(const tkv_cache *kv, int layer, tkv_tier tier) {
+/* Returns whether blocks of the layer must wait for a table before they move to the tier. */
+static int tkvi_must_wait_for_table(const tkv_cache *kv, int layer, tkv_tier tier) {
     return kv->tables.plan[layer].now.shared[tier] && kv->tables.current[layer] < 0;
 }
 
 #endif /* TKVI_LEARN_STATISTICS_H */
 /* ======== learn/squat_queries.h ======== */
 /*
- * learn/squat_queries.h - what the queries of each head group look like, for formats that turn their errors away from
- * them (SQUAT4, SQUAT2): sums of q q^T, from time to time the factors that follow from them (formats/squat.h).
+ * learn/squat_queries.h - query statistics for SQUAT4 and SQUAT2, formats whose errors avoid the directions of the
+ * queries. It sums q q^T over the queries of each head group and derives from it the factors of formats/squat.h.
  *
- * Attention adds whole numbers, of the queries at every fourth position, until the layer has seen TKVI_LEARN
- * tokens (the lock and the count of threads: learn/statistics.h). The factors are made anew when the layer has 64
- * tokens, and whenever it has twice as many. Blocks that come earlier are coded as KIVI's; nothing waits, as
- * decoding needs none of this. The paper takes the queries of the prompt, once. May call cache and below.
+ * Attention adds the queries at every fourth position, until the layer has seen TKVI_FIRST_TABLE_TOKENS tokens. The
+ * sums are integers under the lock of learn/statistics.h, so they do not depend on threads. Factors are computed
+ * when the layer has seen 64 tokens, and again each time the number has doubled, the last time at
+ * TKVI_FIRST_TABLE_TOKENS.
+ *
+ * Blocks coded before the first factors use the encoder of KIVI. No block waits, because decoding does not need the
+ * factors. The paper (SQuat, arXiv 2503.24358) uses the queries of the prompt, once.
  */
 #ifndef TKVI_LEARN_SQUAT_QUERIES_H
 #define TKVI_LEARN_SQUAT_QUERIES_H
 
 
-#define TKVI_METRIC_EVERY 4
+#define TKVI_QUERY_STATS_EVERY 4 /* positions from one sampled query to the next */
 
-/* Adds one query, scaled as attention has it. The caller has the lock. */
-static void tkvi_metric_add(tkv_cache *kv, int layer, int head, const float *q) {
-    int64_t *sum = tkvi_metric_of(kv, layer, head);
+/* Adds q q^T of one query [head_dim] that attention has scaled already. The caller holds kv->learning. */
+static void tkvi_query_stats_add(tkv_cache *kv, int layer, int head, const float *q) {
+    int64_t *sum = tkvi_query_stats_of(kv, layer, head);
     int x[TKV_MAX_HEAD_DIM], dim = kv->tables.cfg.head_dim, i, j;
     for (i = 0; i < dim; i++) x[i] = (int)tkvi_counted(q[i] * 4096.0f, 1e6f);
     for (j = 0; j < dim; j++)
         for (i = 0; i <= j; i++) *sum++ += (int64_t)x[i] * x[j];
 }
 
-static void tkvi_metric_use(tkv_cache *kv, int layer, int head) {
-    const int64_t *sum = tkvi_metric_of(kv, layer, head);
+/* Computes one head's factors from its sums: P = I + eta C / (tr C / dim). Sums of 0 leave the factors as they
+ * are. */
+static void tkvi_query_stats_use(tkv_cache *kv, int layer, int head) {
+    const int64_t *sum = tkvi_query_stats_of(kv, layer, head);
     int dim = kv->tables.cfg.head_dim, i, j;
     double trace = 0.0;
     float *p = kv->solve;
@@ -17351,46 +17794,46 @@ static void tkvi_metric_use(tkv_cache *kv, int layer, int head) {
     tkvi_feedback_store(p, dim, kv->tables.cfg.squat_block, tkvi_feedback_of(kv, layer, head));
 }
 
-/* Called between steps. Needs no memory. */
-static void tkvi_metric_learn(tkv_cache *kv, int layer) {
+/* Computes the factors of a layer when it is time. Runs between steps and allocates nothing. */
+static void tkvi_query_stats_learn(tkv_cache *kv, int layer) {
     tkvi_query_stats *query_stats = kv->query_stats ? &kv->query_stats[layer] : NULL;
     int head;
     if (!query_stats || !kv->tables.plan[layer].squat) return;
-    if (query_stats->tokens < tkvi_min(TKVI_LEARN, tkvi_max(TKVI_BLOCK, 2 * query_stats->used))) return;
-    for (head = 0; head < kv->tables.cfg.n_kv_heads; head++) tkvi_metric_use(kv, layer, head);
-    query_stats->used = tkvi_min(TKVI_LEARN, query_stats->tokens);
-    if (query_stats->tokens >= TKVI_LEARN) query_stats->tokens = -1;
+    if (query_stats->tokens < tkvi_min(TKVI_FIRST_TABLE_TOKENS, tkvi_max(TKVI_BLOCK, 2 * query_stats->used)))
+        return;
+    for (head = 0; head < kv->tables.cfg.n_kv_heads; head++) tkvi_query_stats_use(kv, layer, head);
+    query_stats->used = tkvi_min(TKVI_FIRST_TABLE_TOKENS, query_stats->tokens);
+    if (query_stats->tokens >= TKVI_FIRST_TABLE_TOKENS) query_stats->tokens = -1;
 }
 
-/* n more tokens. */
-static void tkvi_metric_count(tkv_cache *kv, int layer, int n) {
+/* Counts n more tokens of the layer while it collects. */
+static void tkvi_query_stats_count(tkv_cache *kv, int layer, int n) {
     if (kv->query_stats && kv->query_stats[layer].tokens >= 0)
         kv->query_stats[layer].tokens =
-            tkvi_min(TKVI_FOREVER, kv->query_stats[layer].tokens + n); /* an abort takes its part back */
+            tkvi_min(TKVI_FOREVER, kv->query_stats[layer].tokens + n); /* tkv_abort subtracts its part */
 }
 
-/* Listens again, from nothing; the factors stay until there are others. */
-static void tkvi_metric_restart(tkv_cache *kv, int layer) {
+/* Starts collecting again from zero. The old factors stay in use until new ones are computed. */
+static void tkvi_query_stats_restart(tkv_cache *kv, int layer) {
     size_t heads = (size_t)kv->tables.cfg.n_kv_heads, dim = (size_t)kv->tables.cfg.head_dim;
     if (!kv->query_stats) return;
     kv->query_stats[layer].tokens = kv->query_stats[layer].used = 0;
-    memset(tkvi_metric_of(kv, layer, 0), 0, heads * (dim * (dim + 1) / 2) * sizeof(int64_t));
+    memset(tkvi_query_stats_of(kv, layer, 0), 0, heads * (dim * (dim + 1) / 2) * sizeof(int64_t));
 }
 
 #endif /* TKVI_LEARN_SQUAT_QUERIES_H */
 /* ======== learn/calibration.h ======== */
 /*
- * learn/calibration.h - the tables of learn/statistics.h from outside: save, load, freeze, refresh. What is saved is
- * what was learned of the model, not which bits follow from it: a calibration made with one plan serves any other.
+ * learn/calibration.h - saves, loads, fits, freezes and refreshes the tables of learn/statistics.h. A calibration
+ * holds the statistics of the model, not the bits that follow from them. So a calibration made with one plan serves
+ * any other plan.
  *
- *   "TKVC" | version 1 | n_layers | n_kv_heads | head_dim | v_head_dim          u32 each, little-endian, as all numbers
- *   layer:  u32 what there is: 1 for A and R formats, 2 for KVQUANT, 3 for both, 0 for nothing
+ *   "TKVC" | version 1 | n_layers | n_kv_heads | head_dim | v_head_dim    u32 each; all numbers are little-endian
+ *   layer:  u32 parts: 1 for A and R formats, 2 for KVQUANT, 3 for both, 0 for none
  *           1: for each head  i16 reach | i16 weight of K | i8 top of K | i8 top of V
  *              u8 channel at each position [head_dim] | u8 its importance | fp16 its mean
  *           2: drawn in learn/kvquant_tables.h
  *   u64 FNV-1a of all bytes before
- *
- * May call learn and below.
  */
 #ifndef TKVI_LEARN_CALIBRATION_H
 #define TKVI_LEARN_CALIBRATION_H
@@ -17417,7 +17860,7 @@ TKV_API int tkv_calibrated_layers(const tkv_cache *kv) {
     return n;
 }
 
-/* What the layer's table has, or would have: as in the bytes. */
+/* Returns the parts that the layer's table has or will have, as bits 1 and 2 of the format above. */
 static int tkvi_table_parts(const tkv_cache *kv, int layer) {
     const tkvi_plan *p = &kv->tables.plan[layer];
     return tkvi_layer_learns(kv, layer) ? p->allocates | p->kvquant << 1 : 0;
@@ -17480,7 +17923,8 @@ TKV_API tkv_status tkv_calibration_save(const tkv_cache *kv, void *dst, size_t s
 /* >>loading */
 static int tkvi_signed16(uint16_t x) { return x < 32768 ? x : x - 65536; }
 
-/* One head's bytes: every channel once, importance falling and not 0, numbers in range. */
+/* Returns whether one head's bytes are valid: a permutation of the channels, importance positive and not rising,
+ * numbers in range. */
 static int tkvi_head_valid(const tkv_config *cfg, const uint8_t *at) {
     const uint8_t *order = at + 6, *importance = order + cfg->head_dim, *mean = importance + cfg->head_dim;
     uint8_t seen[TKV_MAX_HEAD_DIM];
@@ -17500,7 +17944,7 @@ static int tkvi_head_valid(const tkv_config *cfg, const uint8_t *at) {
     return 1;
 }
 
-/* Are these bytes a calibration for this cache? Returns the reason if not. */
+/* Returns NULL if the bytes are a valid calibration for this cache, else the reason. */
 static const char *tkvi_calibration_wrong(const tkv_cache *kv, const uint8_t *src, size_t size) {
     const tkv_config *cfg = &kv->tables.cfg;
     const uint8_t *at, *end;
@@ -17541,6 +17985,7 @@ static const char *tkvi_calibration_wrong(const tkv_cache *kv, const uint8_t *sr
     return at == end ? NULL : "the calibration is longer than it should be";
 }
 
+/* Copies one valid head into a version; positions from head_dim to the padding become unused. */
 static void tkvi_head_load(tkv_cache *kv, int layer, int version, int head, const uint8_t *at) {
     const tkv_config *cfg = &kv->tables.cfg;
     size_t pad = (size_t)tkvi_round_up(cfg->head_dim, 16);
@@ -17560,7 +18005,7 @@ static void tkvi_head_load(tkv_cache *kv, int layer, int version, int head, cons
     }
 }
 
-/* No sequence may be in a step: an abort would not take the tables back. */
+/* Fails if a sequence is in a step, because an abort would not restore the tables. */
 static tkv_status tkvi_between_steps(tkv_cache *kv) {
     int seq;
     for (seq = 0; seq < kv->tables.cfg.max_seqs; seq++)
@@ -17570,7 +18015,7 @@ static tkv_status tkvi_between_steps(tkv_cache *kv) {
     return TKV_OK;
 }
 
-/* A version for a new table of this layer. */
+/* Finds and allocates a version for a new table of the layer. */
 static tkv_status tkvi_version_for(tkv_cache *kv, int layer, int *version) {
     *version = tkvi_free_version(kv, layer);
     if (*version < 0)
@@ -17590,11 +18035,11 @@ TKV_API tkv_status tkv_calibration_load(tkv_cache *kv, const void *src, size_t s
     if (st) return st;
     wrong = tkvi_calibration_wrong(kv, (const uint8_t *)src, size);
     if (wrong) return tkvi_fail(kv, TKV_ERR_DATA, wrong, 0, NULL);
-    for (pass = 0; pass < 2; pass++) { /* memory first */
+    for (pass = 0; pass < 2; pass++) { /* pass 0 allocates, so that a failure changes no table */
         at = (const uint8_t *)src + TKVI_CALIBRATION_HEAD;
         for (layer = 0; layer < kv->tables.cfg.n_layers; layer++) {
             int has = (int)tkvi_load32(at), need = tkvi_table_parts(kv, layer), use;
-            use = need && (has & need) == need; /* of both things or none */
+            use = need && (has & need) == need; /* all parts that the layer needs, or none */
             at += 4;
             if (use && (st = tkvi_version_for(kv, layer, &version)) != TKV_OK) return st;
             for (head = 0; pass && use && (need & 1) && head < kv->tables.cfg.n_kv_heads; head++)
@@ -17667,15 +18112,15 @@ TKV_API tkv_status tkv_calibration_freeze(tkv_cache *kv) {
     for (layer = 0; layer < kv->tables.cfg.n_layers; layer++)
         if (tkvi_layer_learns(kv, layer) && !tkvi_has_table(kv, layer)) {
             none = 1;
-            if (tkvi_held(kv, layer) < 1)
+            if (tkvi_n_readable_tokens(kv, layer) < 1)
                 return tkvi_fail(kv, TKV_ERR_STATE, "there is nothing to learn from yet in layer", layer, "");
         }
     if (none && !tkvi_version_ready(kv, 0)) return tkvi_no_table(kv);
     for (layer = 0; layer < kv->tables.cfg.n_layers; layer++) {
         int8_t had;
         if (!tkvi_layer_learns(kv, layer)) continue;
-        if (!tkvi_has_table(kv, layer) && tkvi_learn_begin(kv, layer, 1, &had))
-            tkvi_learn_end(kv, layer, had, 1);
+        if (!tkvi_has_table(kv, layer) && tkvi_begin_table(kv, layer, 1, &had))
+            tkvi_end_table(kv, layer, had, 1);
         tkvi_learned(kv, layer, 0);
     }
     return tkvi_ok(kv);
@@ -17689,7 +18134,7 @@ TKV_API tkv_status tkv_calibration_refresh(tkv_cache *kv) {
     if (!st && !tkvi_get_stats(kv, &kv->heap)) st = tkvi_no_table(kv);
     for (layer = 0; !st && layer < kv->tables.cfg.n_layers; layer++) {
         if (tkvi_layer_learns(kv, layer) && tkvi_has_table(kv, layer)) tkvi_learned(kv, layer, 1);
-        tkvi_metric_restart(kv, layer);
+        tkvi_query_stats_restart(kv, layer);
     }
     return st ? st : tkvi_ok(kv);
 }
@@ -17697,27 +18142,29 @@ TKV_API tkv_status tkv_calibration_refresh(tkv_cache *kv) {
 #endif /* TKVI_LEARN_CALIBRATION_H */
 /* ======== reclaim/scores.h ======== */
 /*
- * reclaim/scores.h - how much attention each token got: attention/attend.h gathers it while it runs, the blocks'
- * notes keep it (cache/pool.h).
+ * reclaim/scores.h - attention scores: how much attention each token got. attention/attend.h collects them while it
+ * runs. The token_meta of each block stores them (cache/pool.h).
  *
- * What is gathered is a row of a table (rules/score_modes.h). All calls between two appends are one step; its stamp
- * is the list's length. Who comes first to a block in a step decays its numbers, or begins anew.
+ * A row of a table defines how scores are formed (rules/score_modes.h). All calls between two appends are one step.
+ * The stamp of a step is the length of the list. The first call that reaches a block in a step decays the scores of
+ * that block, or resets them.
  *
- * As with the sums of learn/statistics.h, readers of the cache write here, and so under kv->learning. Without atomics
- * (neither gcc nor clang) attention gathers nothing; what a caller adds counts all the same. May call cache and
- * below.
+ * Readers of the cache write here, as with the sums of learn/statistics.h. So they take the lock kv->learning.
+ * Without atomics (neither gcc nor clang) attention collects nothing. Scores that the caller adds count all the
+ * same.
  */
 #ifndef TKVI_RECLAIM_SCORES_H
 #define TKVI_RECLAIM_SCORES_H
 
 
-/* Nothing is gathered, and the policy wants norms: then `mass` of a token has the bits of its key's, a float. So they
- * are not decoded for each batch, and are those of the keys that came. */
+/* 1 if `mass` in token_meta holds key norms (the bits of a float) in place of attention scores. This is so if the
+ * policy is KNORM and attention scores are not collected. Keys then need not be decoded for each eviction, and the
+ * norms are those of the appended keys. */
 static int tkvi_keeps_norms(const tkv_cache *kv) {
     return kv->tables.cfg.evict.kind == TKV_EVICT_KNORM && !kv->mass.mode;
 }
 
-/* Is what a policy needs of attention what this cache gathers? */
+/* 1 if this cache collects the attention scores that a policy needs, or if the policy needs none. */
 static int tkvi_gathers_for(const tkv_cache *kv, tkv_evict_kind kind) {
     const int attention =
         TKV_EVICT_NEEDS_MASS | TKV_EVICT_NEEDS_OBSERVED | TKV_EVICT_NEEDS_LAST | TKV_EVICT_NEEDS_LOWS;
@@ -17725,13 +18172,14 @@ static int tkvi_gathers_for(const tkv_cache *kv, tkv_evict_kind kind) {
     return !need || (kv->mass.mode && kv->mass.mode->need == need);
 }
 
-/* >>notes. len: of the list */
+/* >>token_meta. len: tokens of the list */
+/* Multiplies the scores of a block by `by`, if that is below 1. */
 static void tkvi_token_score_fade(uint32_t *mass, double by) {
     int t;
     for (t = 0; t < TKVI_BLOCK && by < 1.0; t++) mass[t] = (uint32_t)tkvi_f64((double)mass[t] * by);
 }
 
-/* A block's numbers, brought to a step. */
+/* Decays the scores of a block to a step. Modes in which each step begins from zero reset them instead. */
 static void tkvi_decay_to_step(const tkvi_token_scores *m, tkvi_token_meta *n, int step) {
     if (n->step == step || !m->mode) return;
     tkvi_token_score_fade(n->mass,
@@ -17739,7 +18187,8 @@ static void tkvi_decay_to_step(const tkvi_token_scores *m, tkvi_token_meta *n, i
     n->step = step;
 }
 
-/* said: of the block's 64 tokens, 0 where they are gone; one: 1 of it as a whole number. */
+/* Joins new scores to those of a block. said: the new scores of its 64 tokens, 0 for evicted ones. one: the integer
+ * that stands for a score of 1. */
 static void tkvi_token_score_add(tkv_cache *kv, uint32_t id, int len, const float *said, float one) {
     const tkvi_token_scores *m = &kv->mass;
     tkvi_token_meta *n = &kv->pool.token_meta[id];
@@ -17753,14 +18202,14 @@ static void tkvi_token_score_add(tkv_cache *kv, uint32_t id, int len, const floa
     tkvi_unlock(&kv->learning);
 }
 
-/* The numbers of two blocks that become one are those of one step. */
+/* Decays the scores of two blocks to the same step, the later one. Scores can then move from one to the other. */
 static void tkvi_align_steps(tkv_cache *kv, uint32_t a, uint32_t b) {
     tkvi_token_meta *n = kv->pool.token_meta;
     tkvi_decay_to_step(&kv->mass, &n[a], tkvi_max(n[a].step, n[b].step));
     tkvi_decay_to_step(&kv->mass, &n[b], n[a].step);
 }
 
-/* The step of the newest queries that told, where older ones do not count. */
+/* The step of the newest sampled queries, in modes where older ones do not count; in other modes 0. */
 static int tkvi_token_score_newest(tkv_cache *kv, const tkvi_list *list, const uint32_t *ids) {
     int i, step = 0;
     if (!kv->mass.mode || !kv->mass.mode->fresh) return 0;
@@ -17771,8 +18220,8 @@ static int tkvi_token_score_newest(tkv_cache *kv, const tkvi_list *list, const u
     return step;
 }
 
-/* A block's numbers as of now: what a policy needs of its 64 slots, or the A of rules/importance.h. newest: of the
- * list. */
+/* Writes the scores of the 64 slots of a block, decayed to now, to `a`. They are what a policy needs, or the A of
+ * rules/importance.h. newest: result of tkvi_token_score_newest for the list. */
 static void tkvi_decay_to_now(tkv_cache *kv, uint32_t id, int len, int newest, float *a) {
     const tkvi_token_scores *m = &kv->mass;
     tkvi_token_meta n;
@@ -17790,8 +18239,9 @@ static void tkvi_decay_to_now(tkv_cache *kv, uint32_t id, int len, int newest, f
     for (t = 0; t < TKVI_BLOCK; t++) a[t] = (float)((double)n.mass[t] * by);
 }
 
-/* Importance of up to 64 tokens at these positions, from what was gathered of them. */
-static void tkvi_weigh_importance(const tkv_cache *kv, const int *position, float *a, int n, int len) {
+/* Importance of n tokens, at most 64, at these positions. a: in, their attention scores of now; out, their
+ * importance. */
+static void tkvi_importance_of_block(const tkv_cache *kv, const int *position, float *a, int n, int len) {
     tkv_importance token[TKVI_BLOCK];
     int t;
     for (t = 0; t < n; t++) {
@@ -17801,7 +18251,7 @@ static void tkvi_weigh_importance(const tkv_cache *kv, const int *position, floa
     (void)tkv_importance_read(&kv->mass.importance, token, position, n, len - 1, a);
 }
 
-/* The list was cut to its length: no step lies ahead. (Tokens that come now begin with nothing: tkvi_store.) */
+/* After a list was cut: no step of its blocks lies beyond its length. New tokens begin with 0 (tkvi_store). */
 static void tkvi_token_score_cut(tkv_cache *kv, const tkvi_list *list, const uint32_t *ids) {
     const tkvi_token_score_mode *mode = kv->mass.mode;
     int i;
@@ -17815,20 +18265,23 @@ static void tkvi_token_score_cut(tkv_cache *kv, const tkvi_list *list, const uin
 #endif /* TKVI_RECLAIM_SCORES_H */
 /* ======== reclaim/offload.h ======== */
 /*
- * reclaim/offload.h - blocks outside RAM: how they go to the caller's store and how single records come back.
+ * reclaim/offload.h - offloads blocks: writes them from RAM to the caller's store (cfg.spill) and reads single
+ * records back. Which blocks are offloaded, and when: reclaim/budget.h, step/promote.h.
  *
- * A block goes out as it is coded, in pieces, one for each KV head's record (two where K and V are too large for
- * one), so that attention fetches what it multiplies with and nothing else. Behind each piece stands the XXH64 of its
- * bytes. The seed is the XXH64 of the key, the head, the start and the coding of the block, and a mark. So bytes that
- * are damaged, misplaced or of an earlier block of that number are found out: a change passes with a chance of 2^-64.
- * This protects against accidents, not against someone who writes to the store on purpose. Marks of blocks are 47
- * bits and never come again; those of copies count the copies of a block's number, so one comes again when a store
- * has lost the 65,535 between without a word.
+ * A block is stored in its format, in pieces. Each KV head's record is one piece, or two (K, V) where it is larger
+ * than TKVI_OFFLOAD_SIDE bytes. So attention reads only the bytes that it multiplies with.
  *
- *     key 2 * number: the block itself, while it has no slot;  2 * number + 1: its exact copy (cfg.spill.keep_exact)
- *     head h: at record[h].at + 16 h: K, [checksum 8,] V, checksum 8, little-endian
+ *     key 2 * number: the offloaded block;  key 2 * number + 1: its exact copy (cfg.spill.keep_exact)
+ *     head h, at offset record[h].at + 16 h: K, [checksum 8,] V, checksum 8, little-endian
  *
- * Which blocks go and when: reclaim/budget.h, step/promote.h. May call cache and below.
+ * The checksum of a piece is the XXH64 of its bytes. Its seed is the XXH64 of the key, the head and side, the start
+ * and coding of the block, and a mark. It finds damaged bytes, misplaced bytes, and bytes of an earlier block under
+ * the same key. Wrong bytes pass with a probability of 2^-64. This protects against accidents, not against
+ * deliberate changes of the store.
+ *
+ * The mark of a block is a counter of 47 bits and never repeats. The mark of a copy counts the copies under one
+ * block number, in 16 bits. After 65,536 copies it repeats. Old bytes then pass if the store silently lost the
+ * 65,535 copies in between.
  */
 #ifndef TKVI_RECLAIM_OFFLOAD_H
 #define TKVI_RECLAIM_OFFLOAD_H
@@ -17837,21 +18290,23 @@ static void tkvi_token_score_cut(tkv_cache *kv, const tkvi_list *list, const uin
 /* >>pieces */
 typedef struct tkvi_piece {
     uint32_t key;
-    size_t at, bytes; /* in what is stored, without the checksum */
-    size_t from;      /* in the block */
-    uint64_t seed;
+    size_t at, bytes; /* offset under the key; size without the checksum */
+    size_t from;      /* offset in the block */
+    uint64_t seed;    /* of the checksum */
 } tkvi_piece;
 
-/* Where a piece that was fetched stands, and which one it is: K and V are asked for one after the other. */
+/* A fetch buffer holds the piece that was read last. Callers ask for K, then for V: a record of one piece is read
+ * only once. */
 typedef struct tkvi_fetch_buffer {
     TKVI_ALIGNED uint8_t bytes[TKVI_OFFLOAD_ROOM];
-    uint32_t key; /* TKVI_NIL: none */
+    uint32_t key; /* of the block; TKVI_NIL: the buffer is empty */
     int head, part;
 } tkvi_fetch_buffer;
 
-/* Pieces of a record: 1 or 2. */
+/* Number of pieces of a record: 1 or 2. */
 static int tkvi_pieces(const tkvi_record *r) { return 1 + (r->k.bytes + r->v.bytes > TKVI_OFFLOAD_SIDE); }
 
+/* Describes a piece of a block. part: 0 is K, or K and V in one piece; 1 is V. */
 static tkvi_piece tkvi_piece_of(const tkv_cache *kv, uint32_t id, tkvi_stored_as what, int coding,
                                 uint64_t mark, int head, int part) {
     const tkvi_record *r = &kv->tables.coding[coding].record[head];
@@ -17871,8 +18326,8 @@ static tkvi_piece tkvi_piece_of(const tkv_cache *kv, uint32_t id, tkvi_stored_as
     return p;
 }
 
-/* >>out */
-/* What is in RAM of a block goes to the store. 0: that failed, and the store has nothing of it. */
+/* >>writing */
+/* Writes a block that is in RAM to the store. 0: the store failed, and the key was erased. */
 static TKVI_NOINLINE int tkvi_store_block(tkv_cache *kv, uint32_t id, tkvi_stored_as what, uint64_t mark) {
     TKVI_ALIGNED uint8_t room[TKVI_OFFLOAD_ROOM];
     const tkv_spill_config *s = &kv->tables.cfg.spill;
@@ -17892,9 +18347,9 @@ static TKVI_NOINLINE int tkvi_store_block(tkv_cache *kv, uint32_t id, tkvi_store
     return 1;
 }
 
-/* A block that leaves the hot tier for the first time: its exact bytes are kept, if somebody wants them. Where
- * the store fails there is no copy, and that is all. */
-static void tkvi_keep_copy(tkv_cache *kv, int layer, uint32_t id) {
+/* Called before a block is recoded. With cfg.spill.keep_exact it writes a copy of the exact bytes to the store, if
+ * the block has none. If the store fails, there is no copy, but the call goes on. */
+static void tkvi_store_exact_copy(tkv_cache *kv, int layer, uint32_t id) {
     tkvi_block *b = &kv->pool.block[id];
     if (!kv->tables.cfg.spill.keep_exact || !kv->tables.cfg.spill.store || b->copy || b->refs > 1) return;
     if (!tkvi_is_hot_coding(kv, layer, b->coding)) return;
@@ -17902,19 +18357,21 @@ static void tkvi_keep_copy(tkv_cache *kv, int layer, uint32_t id) {
     if (tkvi_store_block(kv, id, TKVI_COPY, b->copy_mark)) b->copy = (uint16_t)(b->coding + 1);
 }
 
-/* Is there a place outside, as far as is known? */
+/* 1 if there is a store, and it has not failed in this call. */
 static int tkvi_can_store(const tkv_cache *kv) { return kv->tables.cfg.spill.store && !kv->store_failed; }
 
-/* Is what ends here as old as what leaves the hot tier by rule r, and not of the last append? */
+/* 1 if blocks that end before position `end` may be offloaded by age. At least the hot tokens of rule r must follow
+ * them, and the last append must not have added to them. If r keeps all tokens hot, cfg.hot_tokens counts as it was
+ * given. Its special values (0, TKV_NONE, TKV_ALL) set no age. */
 static int tkvi_is_old(const tkv_cache *kv, int seq, int layer, int end, const tkvi_tier_spec *r) {
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
     int hot = r->hot != TKVI_FOREVER ? r->hot : kv->tables.cfg.hot_tokens;
-    if (hot == TKVI_FOREVER) hot = TKVI_BLOCK; /* all is hot: then what is not the newest */
+    if (hot == TKVI_FOREVER) hot = TKVI_BLOCK; /* given as 2^30 - 1: the newest 64 stay */
     return end <= list->chunk && (kv->seq[seq].in_step ? list->step_len : list->len) - end >= hot;
 }
 
-/* May block i of a list go out by rule r? Of one holder, and old; no sinks, and not the last two, from which attention
- * takes what keys have in common. */
+/* 1 if block i of a list may be offloaded by rule r: it is old and has one holder. Sinks and the last two blocks
+ * stay. From the last two blocks attention takes its reference key. */
 static int tkvi_can_offload(const tkv_cache *kv, int seq, int layer, int i, const tkvi_tier_spec *r) {
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
@@ -17922,8 +18379,8 @@ static int tkvi_can_offload(const tkv_cache *kv, int seq, int layer, int i, cons
     return tkvi_is_old(kv, seq, layer, tkvi_block_end(kv, list, ids, i), r);
 }
 
-/* The oldest block of a list that may go out next; -1: there is none. */
-static int tkvi_next_out(tkv_cache *kv, int seq, int layer) {
+/* Index of the block of a list to offload next, the oldest that may be; -1: none. Also moves list->out on. */
+static int tkvi_next_to_offload(tkv_cache *kv, int seq, int layer) {
     tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
     int i = list->sinks + list->out;
@@ -17934,9 +18391,10 @@ static int tkvi_next_out(tkv_cache *kv, int seq, int layer) {
     return i < list->n && tkvi_can_offload(kv, seq, layer, i, &kv->tables.plan[layer].now) ? i : -1;
 }
 
-/* It goes. 0: there is none, or the store failed and it stays. */
+/* Offloads the block that tkvi_next_to_offload finds. 0: there is none, or the store failed and the block stays in
+ * RAM. */
 static int tkvi_offload_next(tkv_cache *kv, int seq, int layer) {
-    const int i = tkvi_next_out(kv, seq, layer);
+    const int i = tkvi_next_to_offload(kv, seq, layer);
     uint32_t id, page;
     tkvi_block *b;
     int slot;
@@ -17949,7 +18407,7 @@ static int tkvi_offload_next(tkv_cache *kv, int seq, int layer) {
     }
     page = b->page;
     slot = b->slot;
-    b->page = TKVI_OUTSIDE | (uint32_t)(kv->pool.marks >> 16);
+    b->page = TKVI_OFFLOADED | (uint32_t)(kv->pool.marks >> 16);
     b->slot = (uint16_t)(kv->pool.marks & 0xffffu);
     kv->pool.n_offloaded++;
     kv->spilled++;
@@ -17959,10 +18417,13 @@ static int tkvi_offload_next(tkv_cache *kv, int seq, int layer) {
     return 1;
 }
 
-/* >>back */
-/* A side of a head's record of a block that is outside, in `room`. */
-static TKVI_NOINLINE tkv_status tkvi_fetch(const tkv_cache *kv, uint32_t id, tkvi_stored_as what, int head,
-                                           tkv_side side, tkvi_fetch_buffer *room, const uint8_t **bytes) {
+/* >>reading */
+/* Reads one side of a head's record of an offloaded block, or of its exact copy, into `room`. *bytes points to it
+ * until the next call with this buffer. Errors: TKV_ERR_NO_SOURCE (discarded), TKV_ERR_IO (the store failed),
+ * TKV_ERR_DATA (wrong checksum). */
+static TKVI_NOINLINE tkv_status tkvi_read_piece(const tkv_cache *kv, uint32_t id, tkvi_stored_as what,
+                                                int head, tkv_side side, tkvi_fetch_buffer *room,
+                                                const uint8_t **bytes) {
     const tkv_spill_config *s = &kv->tables.cfg.spill;
     const tkvi_block *b = &kv->pool.block[id];
     const int coding = what == TKVI_COPY ? b->copy - 1 : b->coding;
@@ -17981,18 +18442,19 @@ static TKVI_NOINLINE tkv_status tkvi_fetch(const tkv_cache *kv, uint32_t id, tkv
     return TKV_OK;
 }
 
-/* One side of a head's record, where it is or, from outside, in `room`: valid until another is asked for. */
+/* One side of a head's record: in its slot, or read into `room` if the block is offloaded. *bytes is valid until
+ * the next call with this buffer. Errors: those of tkvi_read_piece. */
 static tkv_status tkvi_side_bytes(const tkv_cache *kv, uint32_t id, int head, tkv_side side,
                                   tkvi_fetch_buffer *room, const uint8_t **bytes) {
     const tkvi_block *b = &kv->pool.block[id];
     const tkvi_record *r = &kv->tables.coding[b->coding].record[head];
-    if (tkvi_is_offloaded(b)) return tkvi_fetch(kv, id, TKVI_ITSELF, head, side, room, bytes);
+    if (tkvi_is_offloaded(b)) return tkvi_read_piece(kv, id, TKVI_ITSELF, head, side, room, bytes);
     *bytes = tkvi_block_bytes(&kv->pool, b) + r->at + (side == TKV_K ? 0 : r->v_at);
     return TKV_OK;
 }
 
-/* A record of it will be asked for soon. */
-static void tkvi_fetch_ahead(const tkv_cache *kv, uint32_t id, int head) {
+/* Prefetch: announces to the store that a head's record of this offloaded block will be read soon. */
+static void tkvi_prefetch_record(const tkv_cache *kv, uint32_t id, int head) {
     const tkv_spill_config *s = &kv->tables.cfg.spill;
     const tkvi_block *b = &kv->pool.block[id];
     if (s->ahead) {
@@ -18005,48 +18467,49 @@ static void tkvi_fetch_ahead(const tkv_cache *kv, uint32_t id, int head) {
 #endif /* TKVI_RECLAIM_OFFLOAD_H */
 /* ======== reclaim/discard.h ======== */
 /*
- * reclaim/discard.h - blocks that nobody has: their bytes are given back, as the caller's model can compute them
- * again. They stay in their lists, with format, positions and notes, like blocks outside RAM (reclaim/offload.h) that
- * cannot be fetched.
+ * reclaim/discard.h - discards blocks: frees their bytes, as the caller's model can recompute them. Discarded
+ * blocks stay in their lists, with format, positions and token_meta. They are like offloaded blocks
+ * (reclaim/offload.h) that cannot be read back.
  *
- *     tokens    sinks | 0 ... 63 | 64 .. 127 | 128 . 191 | ........ | the last two, and what is younger than hot
- *     goes      never   1st        2nd         3rd ...                never
+ *     tokens     sinks | 0 ... 63 | 64 .. 127 | 128 . 191 | ........ | last two blocks, newest hot_tokens
+ *     discarded  never   1st        2nd         3rd ...                never
  *
- * What goes goes in all layers at once, front to back: a token cannot be computed without its prefix, nor a layer
- * without those below. How it comes back: step/recompute.h. May call spill and below.
+ * Blocks are discarded front to back, in all layers at once. The reason: a token cannot be computed without its
+ * prefix, nor a layer without the layers below it. Recomputing them: step/recompute.h.
  */
 #ifndef TKVI_RECLAIM_DISCARD_H
 #define TKVI_RECLAIM_DISCARD_H
 
 
-/* Is block i missing? Not where all of its tokens were evicted, or are anchors. */
-static int tkvi_missing(const tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int i) {
+/* 1 if block i is discarded and has live tokens. If all its tokens are evicted or anchored, nothing is missing. */
+static int tkvi_needs_recompute(const tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int i) {
     const tkvi_block *b = &kv->pool.block[ids[i]];
     return tkvi_is_discarded(b) && tkvi_live_mask(b, tkvi_block_tokens(kv, list, ids, i));
 }
 
-/* Has a layer blocks with positions from .. to - 1 that nobody has? */
-static int tkvi_next_discarded(const tkv_cache *kv, int seq, int layer, int64_t from, int64_t to) {
+/* 1 if a discarded block of a layer covers any of the positions from .. to - 1. */
+static int tkvi_has_discarded(const tkv_cache *kv, int seq, int layer, int64_t from, int64_t to) {
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
     int i, lacks = 0;
     for (i = 0; kv->pool.n_discarded && i < list->n && !lacks; i++)
-        lacks = tkvi_missing(kv, list, ids, i) && tkvi_block_start(kv, ids, i) < to &&
+        lacks = tkvi_needs_recompute(kv, list, ids, i) && tkvi_block_start(kv, ids, i) < to &&
                 tkvi_block_end(kv, list, ids, i) > from;
     return lacks;
 }
 
-/* Would queries that see positions from `oldest` on miss any? From the last two blocks attention takes what keys
- * have in common, seen or not. */
-static int tkvi_misses(const tkv_cache *kv, int seq, int layer, int64_t oldest) {
+/* 1 if queries that see the positions from `oldest` on need a discarded block. The last two blocks always count,
+ * because attention takes its reference key from them. */
+static int tkvi_sees_discarded(const tkv_cache *kv, int seq, int layer, int64_t oldest) {
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
     int start;
     if (!kv->pool.n_discarded || list->n == 0) return 0;
     start = tkvi_block_start(kv, tkvi_ids(kv, seq, layer), tkvi_max(0, list->n - 2));
-    return tkvi_next_discarded(kv, seq, layer, oldest < start ? oldest : start, list->len);
+    return tkvi_has_discarded(kv, seq, layer, oldest < start ? oldest : start, list->len);
 }
 
-/* Blocks behind the sinks that end here or before may go in all layers, as this level has them. */
+/* The position up to which the blocks behind the sinks may be discarded in all layers. level: its rules decide
+ * which blocks are old enough. 0 in an open step; TKVI_FOREVER for an empty sequence. */
 static int tkvi_discardable_to(const tkv_cache *kv, int seq, int level) {
     int layer, i, to = TKVI_FOREVER;
     if (kv->seq[seq].in_step) return 0;
@@ -18061,8 +18524,9 @@ static int tkvi_discardable_to(const tkv_cache *kv, int seq, int level) {
     return to;
 }
 
-/* The first positions behind the sinks that are in RAM: of one block, the layer's that begins first. 0: none are. */
-static int tkvi_first_here(const tkv_cache *kv, int seq, int *start, int *end) {
+/* Positions *start .. *end - 1 of the first block behind the sinks that is in RAM. Layers can differ: the block
+ * with the lowest start counts. Returns 0 if no layer has such a block. */
+static int tkvi_first_in_ram(const tkv_cache *kv, int seq, int *start, int *end) {
     int layer, i, found = 0;
     for (layer = 0; layer < kv->tables.cfg.n_layers; layer++) {
         const tkvi_list *list = tkvi_list_of(kv, seq, layer);
@@ -18076,9 +18540,9 @@ static int tkvi_first_here(const tkv_cache *kv, int seq, int *start, int *end) {
     return found;
 }
 
-/* Blocks behind the sinks that end at `to` or before go, in all layers; those outside RAM stay there: they take none,
- * and to fetch is cheaper than to compute. Returns the bytes of what went, or, without `really`, would go; *last:
- * where the last of it ended, if that is further. */
+/* Discards the blocks behind the sinks that end at or before `to`, in all layers. Offloaded blocks stay offloaded:
+ * they take no slots, and reading them is cheaper than recomputing them. really: 0 only counts. Returns the bytes
+ * freed. *last: raised to the end of the last block that is discarded. */
 static size_t tkvi_discard_to(tkv_cache *kv, int seq, int to, int really, int *last) {
     size_t freed = 0;
     int layer, i;
@@ -18103,18 +18567,19 @@ static size_t tkvi_discard_to(tkv_cache *kv, int seq, int to, int really, int *l
     return freed;
 }
 
-/* Nobody uses it now. */
+/* 1 if the sequence has no open step and the call in progress does not use it. */
 static int tkvi_is_idle(const tkv_cache *kv, int seq) {
     return !kv->seq[seq].in_step && kv->seq[seq].used != kv->clock;
 }
 
-/* The first block that may go, of the sequence that nobody has used for longest, does, or, where it may not in all
- * layers, what else may. 0: there is none. */
+/* Takes the idle sequence that was used longest ago and has blocks to discard. Discards its first block in RAM, in
+ * all layers. If not all layers may discard up to its end, only the blocks before their common limit are discarded.
+ * 0: there is nothing to discard. */
 static int tkvi_discard_idle(tkv_cache *kv) {
     int seq, start = 0, end = 0, from = -1, to = 0, last = 0;
     for (seq = 0; kv->tables.cfg.remat && seq < kv->tables.cfg.max_seqs; seq++) {
         if (!tkvi_is_idle(kv, seq) || (from >= 0 && kv->seq[seq].used >= kv->seq[from].used)) continue;
-        if (!tkvi_first_here(kv, seq, &start, &end)) continue;
+        if (!tkvi_first_in_ram(kv, seq, &start, &end)) continue;
         end = tkvi_min(end, tkvi_discardable_to(kv, seq, kv->tables.level));
         if (!tkvi_discard_to(kv, seq, end, 0, &last)) continue;
         from = seq;
@@ -18126,31 +18591,31 @@ static int tkvi_discard_idle(tkv_cache *kv) {
 #endif /* TKVI_RECLAIM_DISCARD_H */
 /* ======== reclaim/anchors.h ======== */
 /*
- * reclaim/anchors.h - the tokens of a layer that got most attention stay exact: they join the sinks' block when their
- * own is compressed. Selection by attention: H2O (arXiv 2306.14048); to demote what matters least rather than what is
- * oldest: akv-cache. May call mass, spill and below.
+ * reclaim/anchors.h - anchors: the tokens of a layer with the highest attention scores stay exact. When the block
+ * of such a token is recoded, the token is copied to the sinks' block. H2O (arXiv 2306.14048) selects tokens by
+ * attention. The idea to demote the least important tokens rather than the oldest is from akv-cache.
  *
- *     sinks' block  [s s s s | a b . .]      room for n_anchors, each with a position of its own
- *     coded         [. . A . . .][. B . .]   A, B: their bits are `gone` and `anchored`, attention reads a and b
+ *     sinks' block  [s s s s | a b . .]      n_anchors slots after the sinks, each with a position of its own
+ *     recoded       [. . A . . .][. B . .]   A, B: marked in `gone` and `anchored`, attention reads a and b
  *
- * A newcomer that matters more takes the place of the anchor that matters least; that one's coded place is read
- * again.
+ * A token with a higher score replaces the anchor with the lowest one. Attention then reads the replaced token from
+ * its recoded slot again.
  */
 #ifndef TKVI_RECLAIM_ANCHORS_H
 #define TKVI_RECLAIM_ANCHORS_H
 
 
-/* Tokens whose places in block i are not free: those that are there, and those that are anchored. */
-static uint64_t tkvi_kept(const tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int i) {
+/* Mask of the used slots of block i: live tokens and anchored tokens. */
+static uint64_t tkvi_used_mask(const tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int i) {
     return tkvi_live_mask(&kv->pool.block[ids[i]], tkvi_block_tokens(kv, list, ids, i)) |
            (kv->pool.token_meta ? kv->pool.token_meta[ids[i]].anchored : 0);
 }
 
-/* The block that covers a position; -1: none does. */
+/* Index of the block that covers a position. -1: the position is past the end or has expired. */
 static int tkvi_block_at(const tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int position) {
     int low = 0, high = list->n;
     if (position >= list->len) return -1;
-    while (low < high) { /* the first that begins behind it */
+    while (low < high) { /* finds the first block that starts after it */
         const int mid = low + (high - low) / 2;
         if (tkvi_block_start(kv, ids, mid) > position) high = mid;
         else low = mid + 1;
@@ -18158,21 +18623,23 @@ static int tkvi_block_at(const tkv_cache *kv, const tkvi_list *list, const uint3
     return low - 1;
 }
 
-/* The place of a position in block i; -1: it has none. In a packed block, of those that are there or anchored. */
+/* Slot of a position in block i; -1: none. In a packed block only live and anchored tokens are found. In other
+ * blocks an evicted token still has its slot. */
 static int tkvi_place_in(const tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int i,
                          int position) {
     const int n = tkvi_block_tokens(kv, list, ids, i);
-    const uint64_t kept = tkvi_kept(kv, list, ids, i);
+    const uint64_t kept = tkvi_used_mask(kv, list, ids, i);
     int t = 0;
     if (!kv->pool.block[ids[i]].packed) t = position - tkvi_block_start(kv, ids, i);
     else
-        while (t < n && !(kept >> t & 1 && tkvi_at(kv, ids[i], t) == position)) t++;
+        while (t < n && !(kept >> t & 1 && tkvi_slot_position(kv, ids[i], t) == position)) t++;
     return t < n ? t : -1;
 }
 
-/* Where a token is: the block, and the place in it. -1: it is gone. */
-static int tkvi_find(const tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int position,
-                     int *slot) {
+/* Finds a live token. Returns the index of its block and sets *slot. An anchored token is found in the sinks'
+ * block, which has index 0. -1: the position has no live token. */
+static int tkvi_find_token(const tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int position,
+                           int *slot) {
     int i = tkvi_block_at(kv, list, ids, position);
     if (i < 0) return -1;
     *slot = tkvi_place_in(kv, list, ids, i, position);
@@ -18183,18 +18650,20 @@ static int tkvi_find(const tkv_cache *kv, const tkvi_list *list, const uint32_t 
     return *slot >= 0 && !(kv->pool.block[ids[i]].gone >> *slot & 1) ? i : -1;
 }
 
-/* Block i lists its positions, so that those behind it may go. */
+/* Makes block i a packed block, which lists its positions. Then its number of tokens does not depend on the start
+ * of the next block, and that one may be freed. */
 static void tkvi_list_positions(tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int i) {
     tkvi_block *b = &kv->pool.block[ids[i]];
     const int n = tkvi_block_tokens(kv, list, ids, i);
     int t;
-    for (t = 0; t < n && !b->packed; t++) tkvi_set_at(kv, ids[i], t, b->start + t);
+    for (t = 0; t < n && !b->packed; t++) tkvi_set_slot_position(kv, ids[i], t, b->start + t);
     b->packed = (int16_t)n;
 }
 
-/* The token at this position is read from its coded place again. */
-static void tkvi_anchor_leaves(tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int slot) {
-    const int position = tkvi_at(kv, ids[0], slot), i = tkvi_block_at(kv, list, ids, position);
+/* Undoes the anchor in this slot of the sinks' block: attention reads its token from the recoded block again. The
+ * token takes its attention score back with it. The caller reuses the slot. */
+static void tkvi_remove_anchor(tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int slot) {
+    const int position = tkvi_slot_position(kv, ids[0], slot), i = tkvi_block_at(kv, list, ids, position);
     const int t = i > 0 ? tkvi_place_in(kv, list, ids, i, position) : -1;
     tkvi_token_meta *token_meta;
     if (t < 0) return;
@@ -18206,8 +18675,9 @@ static void tkvi_anchor_leaves(tkv_cache *kv, const tkvi_list *list, const uint3
     token_meta->mass[t] = kv->pool.token_meta[ids[0]].mass[slot];
 }
 
-/* The token at place t of block i, which is exact, joins the sinks at a place. */
-static void tkvi_anchor_joins(tkv_cache *kv, const uint32_t *ids, int i, int t, int slot) {
+/* Makes the token in slot t of block i an anchor: copies it to `slot` of the sinks' block. Block i must still be
+ * exact. Its slot t is marked as anchored, and attention does not read it. */
+static void tkvi_add_anchor(tkv_cache *kv, const uint32_t *ids, int i, int t, int slot) {
     const tkv_config *cfg = &kv->tables.cfg;
     const tkvi_simd_ops *help = kv->kernels->helpers;
     tkvi_block *to = &kv->pool.block[ids[0]], *from = &kv->pool.block[ids[i]];
@@ -18223,14 +18693,15 @@ static void tkvi_anchor_joins(tkv_cache *kv, const uint32_t *ids, int i, int t, 
         tkvi_values(&s->v, help, src + s->at + s->v_at, t, 1, row, 0);
         r->v.format->side[r->v.which].put(&r->v, help, row, slot, dst + r->at + r->v_at);
     }
-    tkvi_set_at(kv, ids[0], slot, tkvi_at(kv, ids[i], t));
+    tkvi_set_slot_position(kv, ids[0], slot, tkvi_slot_position(kv, ids[i], t));
     to->gone &= ~((uint64_t)1 << slot);
     kv->pool.token_meta[ids[0]].mass[slot] = kv->pool.token_meta[ids[i]].mass[t];
     from->gone |= (uint64_t)1 << t;
     kv->pool.token_meta[ids[i]].anchored |= (uint64_t)1 << t;
 }
 
-/* The place for an anchor: one that is free, or that of the one that matters least. a: what they all got. */
+/* Slot for a new anchor, from first to last - 1: a free slot, or that of the anchor with the lowest score. a:
+ * attention scores of the slots of the sinks' block. */
 static int tkvi_anchor_place(const tkvi_block *sinks, int first, int last, const float *a) {
     int t, least = first;
     for (t = first; t < last; t++) {
@@ -18240,7 +18711,8 @@ static int tkvi_anchor_place(const tkvi_block *sinks, int first, int last, const
     return least;
 }
 
-/* Block i is exact for the last time. */
+/* Called before block i is recoded. If the block is still exact, its live tokens take free anchor slots and replace
+ * anchors with lower scores. */
 static void tkvi_choose_anchors(tkv_cache *kv, int seq, int layer, int i) {
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
@@ -18264,53 +18736,61 @@ static void tkvi_choose_anchors(tkv_cache *kv, int seq, int layer, int i) {
         slot = tkvi_anchor_place(sinks, first, last, a);
         if (slot < sinks->packed && !(sinks->gone >> slot & 1)) {
             if (mine[t] <= a[slot]) continue;
-            tkvi_anchor_leaves(kv, list, ids, slot);
+            tkvi_remove_anchor(kv, list, ids, slot);
         }
         sinks->packed = (int16_t)tkvi_max(sinks->packed, slot + 1);
-        tkvi_anchor_joins(kv, ids, i, t, slot);
+        tkvi_add_anchor(kv, ids, i, t, slot);
     }
 }
 
 #endif /* TKVI_RECLAIM_ANCHORS_H */
 /* ======== reclaim/age.h ======== */
 /*
- * reclaim/age.h - how a block comes to a tighter format: what is due by age, and the recoding itself, for real or on
- * paper (tkvi_peak). May call cache and below.
+ * reclaim/age.h - demotes blocks: recodes them into the formats of colder tiers. It also finds the blocks that are
+ * due by age. Both work for real or as a dry run (tkvi_peak), which only counts slots.
  *
- * Ageing looks at lengths alone: at the start of an append (or of a step) a block whose last token is hot_tokens old
- * moves to warm, one that is hot_tokens + warm_tokens old to the archive, always whole blocks, and never the tokens
- * of the chunk that is about to be attended to.
+ *     blocks of a list     [sinks] [archive ...............] [warm ..........] [hot ...........]
+ *     age in tokens         exact   >= hot_tokens +           >= hot_tokens     below hot_tokens
+ *                                      warm_tokens
+ *
+ * The age of a block is the number of tokens after it. Ageing runs at the start of an append or of a step, before
+ * new tokens are stored, and in tkv_flush. So the tokens of a chunk are still exact when the chunk is attended to.
+ * Ageing recodes whole blocks; only a flush may include the unfinished one.
  */
 #ifndef TKVI_RECLAIM_AGE_H
 #define TKVI_RECLAIM_AGE_H
 
 
+/* Tier by age of a block that ends before position `end`, in a list of `len` tokens. hot: age at which it leaves
+ * hot. */
 static tkv_tier tkvi_tier_due(const tkvi_tier_spec *r, int hot, int end, int len) {
     int64_t age = (int64_t)len - end;
     if (age < hot) return TKV_HOT;
     return age < (int64_t)hot + r->warm ? TKV_WARM : TKV_ARCHIVE;
 }
 
-/* Under a budget blocks get tighter when bytes are needed (reclaim/budget.h), else when they are old. */
+/* With a budget blocks are recoded when bytes are needed (reclaim/budget.h), without one when they are old. */
 static int tkvi_has_budget(const tkv_cache *kv) { return kv->tables.cfg.budget_bytes != 0; }
 
-/* The age at which a layer's blocks leave the hot tier by themselves. */
+/* The age in tokens at which ageing takes a layer's blocks from the hot tier. With a budget: never. */
 static int tkvi_hot_age(const tkv_cache *kv, int layer) {
     return tkvi_has_budget(kv) ? TKVI_FOREVER : kv->tables.plan[layer].now.hot;
 }
 
-static int tkvi_tighter(const tkv_cache *kv, int from, int to) {
+/* 1 if blocks of coding `to` have fewer bytes than blocks of coding `from`. */
+static int tkvi_is_smaller(const tkv_cache *kv, int from, int to) {
     return kv->tables.coding[to].bytes.total < kv->tables.coding[from].bytes.total;
 }
 
 typedef struct tkvi_recoding {
     tkv_cache *kv;
     const tkvi_coding *from, *to;
-    int layer, start;
-    uint64_t there; /* of its tokens: the others are left out */
+    int layer, start; /* start: first position of the block */
+    uint64_t there;   /* live_mask: tokens that are recoded; the others are left out */
 } tkvi_recoding;
 
-/* Keys or values of the tokens of these bits, one behind the other; returns how many. */
+/* Decodes keys or values of the tokens in the mask `there` into consecutive rows of `out`. stride: floats per row.
+ * Returns the number of rows. */
 static int tkvi_values_of(const tkvi_side *side, const tkvi_simd_ops *help, const uint8_t *bytes,
                           uint64_t there, float *out, size_t stride) {
     int t = 0, n = 0;
@@ -18324,7 +18804,8 @@ static int tkvi_values_of(const tkvi_side *side, const tkvi_simd_ops *help, cons
     return n;
 }
 
-/* What is decoded in kv->recode, as the record of a head of a block that begins at `start`. */
+/* Encodes the n tokens decoded in kv->recode (rows of K, then rows of V) as record r of one head, at dst. start:
+ * first position of the block. */
 static void tkvi_encode_record(const tkv_cache *kv, int layer, int head, const tkvi_record *r, int start,
                                int n, uint8_t *dst) {
     const tkv_config *cfg = &kv->tables.cfg;
@@ -18336,6 +18817,7 @@ static void tkvi_encode_record(const tkv_cache *kv, int layer, int head, const t
     tkvi_encode_side(&r->v, kv->kernels->helpers, v, (size_t)cfg->v_head_dim, n, dst + r->v_at);
 }
 
+/* Recodes all heads of a block from slot src to slot dst (a tkvi_rewrite). ctx: a tkvi_recoding. */
 static void tkvi_recode(void *ctx, const uint8_t *src, uint8_t *dst) {
     const tkvi_recoding *r = (const tkvi_recoding *)ctx;
     const tkv_config *cfg = &r->kv->tables.cfg;
@@ -18351,8 +18833,8 @@ static void tkvi_recode(void *ctx, const uint8_t *src, uint8_t *dst) {
     }
 }
 
-/* The meter copies what is exact for the last time (cache/meter.h). */
-static void tkvi_keep_exact(tkv_cache *kv, int seq, int layer, const tkvi_block *b) {
+/* Gives the quality meter its copy of an exact block that is about to be recoded (cache/meter.h). */
+static void tkvi_copy_for_meter(tkv_cache *kv, int seq, int layer, const tkvi_block *b) {
     const tkvi_coding *c = &kv->tables.coding[b->coding];
     int i;
     if (!kv->meter || kv->meter->seq != seq || !tkvi_is_hot_coding(kv, layer, b->coding)) return;
@@ -18365,7 +18847,8 @@ static void tkvi_keep_exact(tkv_cache *kv, int seq, int layer, const tkvi_block 
     }
 }
 
-/* Block i of a list goes to another tier's coding, or only on paper. */
+/* Recodes block i of a list to `coding`. If tokens were evicted, the others move together where the format allows
+ * it. dry_run not NULL: only counts the slots that this takes and gives. */
 static void tkvi_demote(tkv_cache *kv, int seq, int layer, int i, int coding, tkvi_peak *dry_run) {
     tkvi_list *list = tkvi_list_of(kv, seq, layer);
     uint32_t *ids = tkvi_ids(kv, seq, layer), id = ids[i];
@@ -18373,16 +18856,16 @@ static void tkvi_demote(tkv_cache *kv, int seq, int layer, int i, int coding, tk
     int packs;
     uint16_t previous_coding;
     tkvi_recoding r;
-    if (tkvi_is_offloaded(b)) return; /* it is as far away as it can be */
-    if (kv->tables.coding[b->coding].key == kv->tables.coding[coding].key) return; /* any version of it */
-    /* also where a budget has ended: a level's blocks do not get looser */
-    if (kv->tables.spare && !tkvi_tighter(kv, b->coding, coding)) return;
+    if (tkvi_is_offloaded(b)) return; /* offloaded blocks keep their format */
+    if (kv->tables.coding[b->coding].key == kv->tables.coding[coding].key) return; /* same format */
+    /* A cache created with a budget never demotes to more bytes, even after the budget is removed. */
+    if (kv->tables.spare && !tkvi_is_smaller(kv, b->coding, coding)) return;
     if (dry_run) {
         tkvi_peak_take(dry_run, coding);
         if (b->refs == 1) tkvi_peak_give(dry_run, b->coding);
         return;
     }
-    tkvi_keep_exact(kv, seq, layer, b);
+    tkvi_copy_for_meter(kv, seq, layer, b);
     kv->demoted++;
     previous_coding = tkvi_is_hot_coding(kv, layer, b->coding) ? 0 : (uint16_t)(b->coding + 1);
     r.kv = kv;
@@ -18391,15 +18874,15 @@ static void tkvi_demote(tkv_cache *kv, int seq, int layer, int i, int coding, tk
     r.layer = layer;
     r.start = b->start;
     tkvi_choose_anchors(kv, seq, layer, i);
-    r.there = tkvi_kept(kv, list, ids, i);
-    packs = (b->gone & ~r.there) && r.there && !tkvi_binds(kv);
+    r.there = tkvi_used_mask(kv, list, ids, i);
+    packs = (b->gone & ~r.there) && r.there && !tkvi_has_fixed_slots(kv);
     if (packs) {
-        tkvi_forget_copy(&kv->pool, id); /* its tokens have other places */
+        tkvi_forget_copy(&kv->pool, id); /* tokens change slots, so the exact copy does not match */
     } else {
-        r.there |= b->gone; /* they keep their places */
-        tkvi_keep_copy(kv, layer, id);
+        r.there |= b->gone; /* no token changes its slot */
+        tkvi_store_exact_copy(kv, layer, id);
     }
-    if (b->refs > 1) { /* the other holders keep theirs */
+    if (b->refs > 1) { /* the other holders keep the old block */
         ids[i] = tkvi_new_block(&kv->pool, coding, b->start);
         b = &kv->pool.block[id];
         tkvi_recode(&r, tkvi_block_bytes(&kv->pool, b), tkvi_block_bytes(&kv->pool, &kv->pool.block[ids[i]]));
@@ -18419,7 +18902,7 @@ static void tkvi_demote(tkv_cache *kv, int seq, int layer, int i, int coding, tk
     }
 }
 
-/* >>paper: starts with what there is and what was promised */
+/* >>dry run. It starts with the slots in use and the reserved ones. */
 static tkvi_peak tkvi_begin_dry_run(tkv_cache *kv) {
     tkvi_peak k;
     int c;
@@ -18432,23 +18915,25 @@ static tkvi_peak tkvi_begin_dry_run(tkv_cache *kv) {
     return k;
 }
 
-/* What is due in one layer when it has `len` tokens: drop behind windows, warm to archive, tail to warm or
- * archive. `hot` is the plan's, or 0 to flush; `partial` takes the unfinished block too. */
+/* Does what is due by age in one layer of a sequence. Blocks that left every window expire (after the margin of
+ * tkvi_expiry_margin). Warm blocks go to the archive, hot blocks to warm or archive. hot: age at which blocks leave
+ * the hot tier: that of the plan, 0 to flush, or TKVI_FOREVER to do the windows only. partial: 1 recodes the
+ * unfinished block, too. dry_run not NULL: only counts. */
 static void tkvi_age(tkv_cache *kv, int seq, int layer, int hot, int partial, tkvi_peak *dry_run) {
     const tkvi_plan *p = &kv->tables.plan[layer];
     tkvi_list *list = tkvi_list_of(kv, seq, layer), now = *list;
     uint32_t *ids = tkvi_ids(kv, seq, layer);
     int i, gone = 0, len = now.len;
     while (p->keep && gone + 1 < now.n &&
-           (int64_t)tkvi_block_end(kv, &now, ids, gone) + p->keep + tkvi_drop_margin(p) <= len) {
+           (int64_t)tkvi_block_end(kv, &now, ids, gone) + p->keep + tkvi_expiry_margin(p) <= len) {
         const tkvi_block *b = &kv->pool.block[ids[gone]];
         if (dry_run && b->refs == 1 && !tkvi_is_offloaded(b)) tkvi_peak_give(dry_run, b->coding);
         if (!dry_run) tkvi_release_block(&kv->pool, ids[gone]);
         gone++;
     }
-    if (gone) { /* on paper the list is a copy, and its block numbers stay where they are */
+    if (gone) { /* In a dry run `now` is a copy of the list, and the block numbers stay in place. */
         int left = gone, tier, *of_tier[3];
-        now.tight = tkvi_max(0, now.tight - (gone - now.sinks)); /* the sinks go first, if there are any */
+        now.tight = tkvi_max(0, now.tight - (gone - now.sinks)); /* sinks expire first */
         now.tightest = tkvi_max(0, now.tightest - (gone - now.sinks));
         now.out = tkvi_max(0, now.out - (gone - now.sinks));
         of_tier[0] = &now.sinks;
@@ -18472,10 +18957,10 @@ static void tkvi_age(tkv_cache *kv, int seq, int layer, int hot, int partial, tk
         int is_warm = i < now.sinks + now.archive + now.warm, end = tkvi_block_end(kv, &now, ids, i);
         int whole = i + 1 < now.n || end - tkvi_block_start(kv, ids, i) == TKVI_BLOCK;
         tkv_tier due = tkvi_tier_due(&p->now, hot, end, len);
-        while (tkvi_waits(kv, layer, due)) due = due == TKV_ARCHIVE ? TKV_WARM : TKV_HOT;
+        while (tkvi_must_wait_for_table(kv, layer, due)) due = due == TKV_ARCHIVE ? TKV_WARM : TKV_HOT;
         if (due == TKV_HOT || (!whole && !partial)) break;
         if (is_warm && due == TKV_WARM) {
-            i = now.sinks + now.archive + now.warm - 1; /* the younger warm ones stay as well */
+            i = now.sinks + now.archive + now.warm - 1; /* the younger warm blocks stay as well */
             continue;
         }
         tkvi_demote(kv, seq, layer, i + (dry_run ? gone : 0), tkvi_coding_of(&kv->tables, layer, due),
@@ -18490,23 +18975,24 @@ static void tkvi_age(tkv_cache *kv, int seq, int layer, int hot, int partial, tk
 #endif /* TKVI_RECLAIM_AGE_H */
 /* ======== reclaim/evict_tokens.h ======== */
 /*
- * reclaim/evict_tokens.h - tokens leave a cache. What is known of a layer's tokens is gathered, a policy chooses
- * (rules/evict.h), and blocks give up what they can: a mask says who is gone, and neighbours whose rest fits into one
- * block become one.
+ * reclaim/evict_tokens.h - eviction: removes tokens from a cache. A view gathers the facts about a layer's tokens,
+ * and a policy chooses the victims (rules/evict.h). A mask in each block then marks the evicted tokens. Neighbours
+ * whose remaining tokens fit into one block are merged.
  *
- *     blocks     [a b c d] [e f g h] [i j k l]        the policy drops b c e f g j
+ *     blocks     [a b c d] [e f g h] [i j k l]        the policy evicts b c e f g j
  *     gone        . x x .   x x x .   . x . .
- *     merged     [a d h -]           [i . k l]        a block that was coded is decoded and coded again
+ *     merged     [a d h -]           [i . k l]        both blocks are decoded and encoded as one
  *
- * Positions stay what they were: a packed block lists them (tkvi_token_meta.where). An empty block goes,
- * and the one before it covers its positions. The block at the end stays as it is, so do those that others hold too.
- * All of this needs no memory beyond the room for the choice, which lists bring with them. May call age and below.
+ * Tokens keep their positions: a packed block lists them (tkvi_token_meta.where). An empty block is freed, and the
+ * block before it then covers its positions. The last block is neither freed nor merged, nor are blocks with
+ * several holders. Eviction needs no memory except kv->choice, which grows with the lists.
  */
 #ifndef TKVI_RECLAIM_EVICT_TOKENS_H
 #define TKVI_RECLAIM_EVICT_TOKENS_H
 
 
-/* >>what there is */
+/* >>counts and masks */
+/* Number of bits that are set. */
 static int tkvi_bits_in(uint64_t x) {
     int n = 0;
     for (; x; x &= x - 1) n++;
@@ -18517,7 +19003,7 @@ static uint64_t tkvi_live_mask_in(const tkv_cache *kv, const tkvi_list *list, co
     return tkvi_live_mask(&kv->pool.block[ids[i]], tkvi_block_tokens(kv, list, ids, i));
 }
 
-/* Tokens of a list that are not gone. */
+/* Number of live tokens of a list. */
 static int tkvi_count(const tkv_cache *kv, int seq, int layer) {
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
@@ -18528,25 +19014,26 @@ static int tkvi_count(const tkv_cache *kv, int seq, int layer) {
     return n;
 }
 
-/* Where a walk over tokens from a position on begins: anchors may have any. */
+/* Index of the block at which a walk over the tokens from a position on begins. With anchors it is 0: the sinks'
+ * block may hold any position. */
 static int tkvi_first_at(const tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int position) {
     return kv->tables.cfg.n_anchors ? 0 : tkvi_max(0, tkvi_block_at(kv, list, ids, position));
 }
 
-/* Tokens of a block that are pinned, by now. */
+/* Mask of the pinned tokens of a block, without temporary pins that have ended. */
 static uint64_t tkvi_pinned_in(const tkv_cache *kv, const tkvi_list *list, uint32_t id) {
     const tkvi_token_meta *token_meta = &kv->pool.token_meta[id];
     return token_meta->pinned | (token_meta->until > list->len ? token_meta->temporary_pins : 0);
 }
 
-/* Tokens that a policy may choose from: anchors are not among them. */
-static uint64_t tkvi_choosable(const tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int layer,
-                               int i) {
+/* Mask of the live tokens of block i from which a policy may choose, without anchors. */
+static uint64_t tkvi_choosable_mask(const tkv_cache *kv, const tkvi_list *list, const uint32_t *ids,
+                                    int layer, int i) {
     const uint64_t there = tkvi_live_mask_in(kv, list, ids, i);
     return i < list->sinks ? there & ~(uint64_t)0 >> (TKVI_BLOCK - kv->tables.plan[layer].sink) : there;
 }
 
-/* Tokens of positions start .. start + n - 1 that are not gone. */
+/* Number of live tokens at the positions start .. start + n - 1. */
 static int tkvi_count_in(const tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int start, int n) {
     int i, t, found = 0;
     for (i = tkvi_first_at(kv, list, ids, start); i < list->n; i++) {
@@ -18554,15 +19041,15 @@ static int tkvi_count_in(const tkv_cache *kv, const tkvi_list *list, const uint3
         if (tkvi_block_start(kv, ids, i) >= start + n) break;
         for (t = 0; t < TKVI_BLOCK; t++)
             if (there >> t & 1) {
-                const int at = tkvi_at(kv, ids[i], t);
+                const int at = tkvi_slot_position(kv, ids[i], t);
                 found += at >= start && at < start + n;
             }
     }
     return found;
 }
 
-/* >>blocks that give up places */
-/* The meter has no copy of this block any more. */
+/* >>freeing and merging blocks */
+/* Removes the quality meter's copies of the block that begins at `start`. */
 static void tkvi_forget_copies(tkv_cache *kv, int seq, int layer, int start) {
     int i, a;
     if (!kv->meter || kv->meter->seq != seq) return;
@@ -18573,7 +19060,7 @@ static void tkvi_forget_copies(tkv_cache *kv, int seq, int layer, int start) {
     }
 }
 
-/* Block i leaves its list. */
+/* Removes block i from its list and releases it. The counts of the list follow. */
 static void tkvi_unlist(tkv_cache *kv, int seq, int layer, int i) {
     tkvi_list *list = tkvi_list_of(kv, seq, layer);
     uint32_t *ids = tkvi_ids(kv, seq, layer);
@@ -18590,7 +19077,8 @@ static void tkvi_unlist(tkv_cache *kv, int seq, int layer, int i) {
     memmove(ids + i, ids + i + 1, (size_t)(list->n - i) * sizeof *ids);
 }
 
-/* Gives back block i, of which nothing is left. 0: it has to stay, as the one before it is held by others. */
+/* Frees block i, which has no tokens left. 0: it must stay, because the block before it has other holders. That
+ * block would have to list its positions. */
 static int tkvi_free_block(tkv_cache *kv, int seq, int layer, int i) {
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
@@ -18600,19 +19088,22 @@ static int tkvi_free_block(tkv_cache *kv, int seq, int layer, int i) {
     return 1;
 }
 
-/* So many tokens of the next block may join those of block i: all of them; or, where nothing is lost by it or bytes
- * are very short (press), as many as there is room for. Both are of one tier, and not the last. */
+/* Number of tokens of block i + 1 that may move to block i; 0: none. If all of them fit, all may. If not, as many
+ * as fit may, provided that bytes are very short (press) or that this loses nothing. It loses nothing if the blocks
+ * are exact, have no copy in the store, and a quarter of block i is free. Both blocks need the same tier and
+ * format. The last block takes no part. Positions in a packed block span at most 65536 (16 bits). */
 static int tkvi_may_join(const tkv_cache *kv, int layer, const tkvi_list *list, const uint32_t *ids, int i,
                          int press) {
     const tkvi_block *a = &kv->pool.block[ids[i]], *b = &kv->pool.block[ids[i + 1]];
     const int key = kv->tables.coding[a->coding].key;
     int room, n;
     if (i < list->sinks || i + 2 >= list->n || tkvi_tier_at(list, i) != tkvi_tier_at(list, i + 1)) return 0;
-    if (a->refs > 1 || b->refs > 1 || key != kv->tables.coding[b->coding].key || tkvi_binds(kv)) return 0;
+    if (a->refs > 1 || b->refs > 1 || key != kv->tables.coding[b->coding].key || tkvi_has_fixed_slots(kv))
+        return 0;
     if (tkvi_is_offloaded(a) || tkvi_is_offloaded(b)) return 0;
     if (tkvi_block_end(kv, list, ids, i + 1) - a->start > 65536) return 0;
-    room = TKVI_BLOCK - tkvi_bits_in(tkvi_kept(kv, list, ids, i));
-    n = tkvi_bits_in(tkvi_kept(kv, list, ids, i + 1));
+    room = TKVI_BLOCK - tkvi_bits_in(tkvi_used_mask(kv, list, ids, i));
+    n = tkvi_bits_in(tkvi_used_mask(kv, list, ids, i + 1));
     if (n <= room) return n;
     if (kv->pool.token_meta[ids[i]].anchored | kv->pool.token_meta[ids[i + 1]].anchored) return 0;
     if (press) return room;
@@ -18620,14 +19111,14 @@ static int tkvi_may_join(const tkv_cache *kv, int layer, const tkvi_list *list, 
     return room >= TKVI_BLOCK / 4 ? room : 0;
 }
 
-/* The first n of these bits. */
+/* The lowest n of the set bits. */
 static uint64_t tkvi_first_bits(uint64_t bits, int n) {
     uint64_t rest = bits;
     while (n-- > 0) rest &= rest - 1;
     return bits & ~rest;
 }
 
-/* Block i begins at its first token that is there. */
+/* Moves the start of block i to its first token that is not evicted. */
 static void tkvi_begin_later(tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int i) {
     tkvi_block *b = &kv->pool.block[ids[i]];
     tkvi_token_meta *token_meta = &kv->pool.token_meta[ids[i]];
@@ -18640,14 +19131,15 @@ static void tkvi_begin_later(tkv_cache *kv, const tkvi_list *list, const uint32_
     b->start += by;
 }
 
-/* Block i takes in the first `count` of what is left of the next one. */
+/* Moves the first `count` tokens that block i + 1 still holds to block i. If block i + 1 is empty then, it is
+ * freed. */
 static void tkvi_join_blocks(tkv_cache *kv, int seq, int layer, int i, int count) {
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
     const tkv_config *cfg = &kv->tables.cfg;
     const tkvi_simd_ops *help = kv->kernels->helpers;
     tkvi_block *a = &kv->pool.block[ids[i]], *b = &kv->pool.block[ids[i + 1]];
-    const uint64_t here = tkvi_kept(kv, list, ids, i), left = tkvi_kept(kv, list, ids, i + 1);
+    const uint64_t here = tkvi_used_mask(kv, list, ids, i), left = tkvi_used_mask(kv, list, ids, i + 1);
     const uint64_t there = tkvi_first_bits(left, count);
     const size_t dk = (size_t)cfg->head_dim, dv = (size_t)cfg->v_head_dim;
     float *k = kv->recode, *v = k + tkvi_round_up(cfg->head_dim, 16) * TKVI_BLOCK;
@@ -18679,13 +19171,13 @@ static void tkvi_join_blocks(tkv_cache *kv, int seq, int layer, int i, int count
     tkvi_begin_later(kv, list, ids, i + 1);
 }
 
-/* After tokens have gone: what is empty goes, neighbours join. */
+/* After an eviction: frees empty blocks and merges neighbours. press: as in tkvi_may_join. */
 static void tkvi_compact_blocks(tkv_cache *kv, int seq, int layer, int press) {
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
     int i, n;
     for (i = 0; i + 1 < list->n; i++)
-        if (kv->pool.block[ids[i]].refs == 1 && !tkvi_kept(kv, list, ids, i) &&
+        if (kv->pool.block[ids[i]].refs == 1 && !tkvi_used_mask(kv, list, ids, i) &&
             tkvi_free_block(kv, seq, layer, i))
             i--;
     for (i = list->sinks; i + 1 < list->n; i++)
@@ -18693,13 +19185,14 @@ static void tkvi_compact_blocks(tkv_cache *kv, int seq, int layer, int press) {
             tkvi_join_blocks(kv, seq, layer, i, n);
 }
 
-/* >>the choice. Arrays over the tokens that are there, oldest first. */
+/* >>the choice of victims. Arrays over the tokens of a list that a policy may choose, oldest first, in
+ * kv->choice. */
 typedef struct tkvi_choice {
-    uint64_t *pinned, *victims;
+    uint64_t *pinned, *victims; /* bit masks over the tokens */
     int *position;
-    float *value, *score;
+    float *value, *score; /* value: what the policy needs to see; score: its result, low ones are evicted */
     signed char *priority;
-    int n;
+    int n; /* tokens */
 } tkvi_choice;
 
 static tkvi_choice tkvi_choice_of(const tkv_cache *kv) {
@@ -18715,7 +19208,8 @@ static tkvi_choice tkvi_choice_of(const tkv_cache *kv) {
     return c;
 }
 
-/* Keys of the tokens of a block; zeros if it is outside and cannot be had: then nothing is known of them. */
+/* Decodes the keys of the tokens in the mask `there` of a block, for one head. Keys of an offloaded block that
+ * cannot be read are zeros: nothing is known of them. */
 static void tkvi_keys_of(const tkv_cache *kv, uint32_t id, int head, uint64_t there, float *out) {
     const size_t dim = (size_t)kv->tables.cfg.head_dim;
     const tkvi_record *r = &kv->tables.coding[kv->pool.block[id].coding].record[head];
@@ -18727,7 +19221,7 @@ static void tkvi_keys_of(const tkv_cache *kv, uint32_t id, int head, uint64_t th
     else (void)tkvi_values_of(&r->k, kv->kernels->helpers, bytes, there, out, dim);
 }
 
-/* Norms of keys, mean of the KV heads: the tokens of block i, into out. */
+/* Norms of the keys of the tokens in the mask `there` of a block, each the mean of the KV heads. */
 static void tkvi_block_norms(const tkv_cache *kv, uint32_t id, uint64_t there, float *out) {
     const int heads = kv->tables.cfg.n_kv_heads, dim = kv->tables.cfg.head_dim;
     int h, t, n = tkvi_bits_in(there);
@@ -18738,7 +19232,7 @@ static void tkvi_block_norms(const tkv_cache *kv, uint32_t id, uint64_t there, f
     }
 }
 
-/* KeyDiff of a layer's keys where they lie, as tkvi_score_differing does. */
+/* KeyDiff scores of a layer's n keys, decoded block by block. The formula is that of tkvi_score_keydiff. */
 static void tkvi_differing(const tkv_cache *kv, int seq, int layer, float *out, int n) {
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
@@ -18750,13 +19244,13 @@ static void tkvi_differing(const tkv_cache *kv, int seq, int layer, float *out, 
         memset(anchor, 0, sizeof anchor);
         for (pass = 0; pass < 2; pass++) {
             for (i = 0, at = 0; i < list->n; i++, at += count) {
-                const uint64_t there = tkvi_choosable(kv, list, ids, layer, i);
+                const uint64_t there = tkvi_choosable_mask(kv, list, ids, layer, i);
                 count = tkvi_bits_in(there);
                 tkvi_keys_of(kv, ids[i], h, there, kv->recode);
                 for (t = 0; t < count; t++)
                     if (pass)
                         out[at + t] -=
-                            tkvi_likeness(kv->recode + t * dim, anchor, length, dim) / (float)heads;
+                            tkvi_key_cosine(kv->recode + t * dim, anchor, length, dim) / (float)heads;
                     else tkvi_add_direction(kv->recode + t * dim, dim, anchor);
             }
             length = tkvi_anchor_length(anchor, dim);
@@ -18764,16 +19258,15 @@ static void tkvi_differing(const tkv_cache *kv, int seq, int layer, float *out, 
     }
 }
 
-/* What stays although a policy would let it go, where tokens are dropped to win bytes. */
+/* Tokens that an eviction to free bytes spares, although the policy would evict them. */
 typedef struct tkvi_spared {
-    int outside; /* tokens outside RAM: they take none but of the index */
-    /* on paper: as if all blocks were outside that may go there by this rule (NULL: none), and those up to `vacant` */
-    const tkvi_tier_spec *rule;
-    int vacant;
+    int outside; /* 1: spares offloaded and discarded tokens, as they take bytes only in the index */
+    const tkvi_tier_spec *rule; /* dry run: blocks that it may offload count as offloaded; NULL: none */
+    int vacant; /* dry run with a rule: blocks that end at or before this count as discarded */
 } tkvi_spared;
 
-/* Is block i outside, or would be? */
-static int tkvi_is_elsewhere(const tkv_cache *kv, int seq, int layer, int i, const tkvi_spared *s) {
+/* 1 if block i is offloaded or discarded, or counts as such in a dry run. */
+static int tkvi_has_no_slot(const tkv_cache *kv, int seq, int layer, int i, const tkvi_spared *s) {
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
     if (tkvi_is_offloaded(&kv->pool.block[ids[i]])) return 1;
@@ -18782,7 +19275,8 @@ static int tkvi_is_elsewhere(const tkv_cache *kv, int seq, int layer, int i, con
            (tkvi_can_store(kv) && tkvi_can_offload(kv, seq, layer, i, s->rule));
 }
 
-/* The tokens of a layer as policies see them. pinned, priority, scores: by position, or NULL. */
+/* Builds the view of a layer's tokens for a policy. p: its pinned, priority and scores are indexed by position, or
+ * NULL. needs: bits of tkv_evict_need. */
 static tkv_evict_view tkvi_build_view(tkv_cache *kv, int seq, int layer, const tkv_evict_params *p, int needs,
                                       const tkvi_spared *spared, tkvi_choice *c) {
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
@@ -18794,18 +19288,18 @@ static tkv_evict_view tkvi_build_view(tkv_cache *kv, int seq, int layer, const t
     for (i = 0; i < list->n; i++) {
         const tkvi_block *b = &kv->pool.block[ids[i]];
         const uint64_t pinned = tkvi_pinned_in(kv, list, ids[i]);
-        const uint64_t there = tkvi_choosable(kv, list, ids, layer, i);
+        const uint64_t there = tkvi_choosable_mask(kv, list, ids, layer, i);
         const int first = c->n,
-                  stays = spared && spared->outside && tkvi_is_elsewhere(kv, seq, layer, i, spared);
+                  stays = spared && spared->outside && tkvi_has_no_slot(kv, seq, layer, i, spared);
         float mass[TKVI_BLOCK];
-        kv->pool.token_meta[ids[i]].temporary_pins &= pinned; /* what has ended has, also where blocks join */
+        kv->pool.token_meta[ids[i]].temporary_pins &= pinned; /* else a merge could revive ended pins */
         tkvi_decay_to_now(kv, ids[i], list->len, newest, mass);
         if (needs & TKV_EVICT_NEEDS_NORMS && !tkvi_keeps_norms(kv))
             tkvi_block_norms(kv, ids[i], there, c->value + c->n);
         for (t = 0; t < TKVI_BLOCK; t++) {
             int at;
             if (!(there >> t & 1)) continue;
-            at = tkvi_at(kv, ids[i], t);
+            at = tkvi_slot_position(kv, ids[i], t);
             c->position[c->n] = at;
             if (needs & TKV_EVICT_NEEDS_NORMS && tkvi_keeps_norms(kv))
                 c->value[c->n] = tkvi_from_bits(kv->pool.token_meta[ids[i]].mass[t]);
@@ -18816,7 +19310,7 @@ static tkv_evict_view tkvi_build_view(tkv_cache *kv, int seq, int layer, const t
             c->n++;
         }
         if (needs & TKV_EVICT_NEEDS_SCORES && !(p && p->scores)) /* importance as tkv_importance_of has it */
-            tkvi_weigh_importance(kv, c->position + first, c->value + first, c->n - first, list->len);
+            tkvi_importance_of_block(kv, c->position + first, c->value + first, c->n - first, list->len);
     }
     memset(&v, 0, sizeof v);
     v.n = c->n;
@@ -18827,8 +19321,9 @@ static tkv_evict_view tkvi_build_view(tkv_cache *kv, int seq, int layer, const t
     return v;
 }
 
-/* So many tokens of a layer may stay, of `keep` on average: some policies' layers have budgets of their own. */
-static int tkvi_keep_of(const tkv_cache *kv, int seq, int layer, const tkv_evict_config *cfg, int keep) {
+/* Number of tokens that a layer may keep, if layers keep `keep` on average. Some policies give each layer a budget
+ * of its own. */
+static int tkvi_layer_keep(const tkv_cache *kv, int seq, int layer, const tkv_evict_config *cfg, int keep) {
     int budget[TKVI_MAX_LAYERS], i, n = 0, mine = 0;
     tkv_evict_budget b;
     if (tkvi_evict_row_of(cfg->kind)->shape == TKV_EVICT_UNIFORM) return keep;
@@ -18845,13 +19340,13 @@ static int tkvi_keep_of(const tkv_cache *kv, int seq, int layer, const tkv_evict
     return tkv_evict_budgets(&b, budget) ? keep : budget[mine];
 }
 
-/* The tokens at these places of a view shall go. */
+/* Marks the victims of a choice in the victim masks of their blocks (`chosen`). */
 static void tkvi_note_victims(tkv_cache *kv, int seq, int layer, const tkvi_choice *c) {
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
     int i, t, at = 0;
     for (i = 0; i < list->n; i++) {
-        const uint64_t there = tkvi_choosable(kv, list, ids, layer, i);
+        const uint64_t there = tkvi_choosable_mask(kv, list, ids, layer, i);
         uint64_t *chosen = &kv->pool.token_meta[ids[i]].chosen;
         *chosen = 0;
         for (t = 0; t < TKVI_BLOCK; t++)
@@ -18859,7 +19354,7 @@ static void tkvi_note_victims(tkv_cache *kv, int seq, int layer, const tkvi_choi
     }
 }
 
-/* They go. Nothing can fail. */
+/* Evicts the tokens in the victim masks, then compacts the blocks and emits the event. Cannot fail. */
 static void tkvi_apply_eviction(tkv_cache *kv, int seq, int layer, int press) {
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
@@ -18868,7 +19363,7 @@ static void tkvi_apply_eviction(tkv_cache *kv, int seq, int layer, int press) {
     for (i = 0; i < list->n; i++) {
         uint64_t *chosen = &kv->pool.token_meta[ids[i]].chosen;
         for (t = 0; t < TKVI_BLOCK; t++)
-            if (*chosen >> t & 1) position[gone++] = tkvi_at(kv, ids[i], t);
+            if (*chosen >> t & 1) position[gone++] = tkvi_slot_position(kv, ids[i], t);
         kv->pool.block[ids[i]].gone |= *chosen;
         *chosen = 0;
     }
@@ -18877,7 +19372,8 @@ static void tkvi_apply_eviction(tkv_cache *kv, int seq, int layer, int press) {
     if (gone) tkvi_emit_evicted(kv, seq, layer, position, gone);
 }
 
-/* Who goes so that at most `keep` tokens of a layer stay. */
+/* Chooses victims so that at most `keep` tokens of a layer stay; pinned and spared tokens can make it more. p: as
+ * in tkv_evict, or NULL. Fails if a score is not a finite number. */
 static tkv_status tkvi_choose(tkv_cache *kv, int seq, int layer, const tkv_evict_config *cfg,
                               const tkv_evict_params *p, int keep, const tkvi_spared *spared,
                               tkvi_choice *c) {
@@ -18893,7 +19389,8 @@ static tkv_status tkvi_choose(tkv_cache *kv, int seq, int layer, const tkv_evict
     return tkv_evict_select(cfg, &v, c->score, keep, c->victims, NULL);
 }
 
-/* The same by cfg.evict; if its scores are no numbers (a user's may not be), the oldest go. */
+/* tkvi_choose by cfg.evict. If that fails (scores of a user may be NaN), it chooses the oldest tokens. Cannot
+ * fail. */
 static void tkvi_choose_or_oldest(tkv_cache *kv, int seq, int layer, int keep, const tkvi_spared *spared,
                                   tkvi_choice *c) {
     tkv_evict_config oldest = kv->tables.cfg.evict;
@@ -18902,6 +19399,7 @@ static void tkvi_choose_or_oldest(tkv_cache *kv, int seq, int layer, int keep, c
     (void)tkvi_choose(kv, seq, layer, &oldest, NULL, keep, spared, c);
 }
 
+/* Evicts by cfg.evict, or the oldest tokens, until at most `keep` stay. press: as in tkvi_may_join. */
 static void tkvi_evict_or_oldest(tkv_cache *kv, int seq, int layer, int keep, const tkvi_spared *spared,
                                  int press) {
     tkvi_choice c;
@@ -18910,29 +19408,30 @@ static void tkvi_evict_or_oldest(tkv_cache *kv, int seq, int layer, int keep, co
     tkvi_apply_eviction(kv, seq, layer, press);
 }
 
-/* Before n more tokens come: does the layer have more than it may keep? */
+/* Called before n more tokens. If the layer would exceed its share of cfg.evict_tokens, it evicts the excess, at
+ * least a batch (tkv_evict_due). */
 static void tkvi_evict_due_in(tkv_cache *kv, int seq, int layer, int n) {
     const tkv_config *cfg = &kv->tables.cfg;
     tkv_evict_config full;
     int count, due, keep, least;
     if (!cfg->evict.kind || !cfg->evict_tokens || kv->tables.plan[layer].stored != layer) return;
     count = tkvi_count(kv, seq, layer);
-    keep = tkvi_keep_of(kv, seq, layer, &cfg->evict, cfg->evict_tokens);
+    keep = tkvi_layer_keep(kv, seq, layer, &cfg->evict, cfg->evict_tokens);
     due = tkv_evict_due(&cfg->evict, count, n, keep);
     (void)tkvi_evict_fill(&cfg->evict, &full);
-    least =
-        tkvi_min(full.sink_tokens + 1, keep / 2); /* sinks are for good, however many tokens come at once */
+    least = tkvi_min(full.sink_tokens + 1, keep / 2); /* the sinks stay, even if many tokens come at once */
     if (due > 0) tkvi_evict_or_oldest(kv, seq, layer, tkvi_max(count - due, least), NULL, 0);
 }
 
-/* >>under a budget that no level holds: the next resort */
-/* Tokens of a block that are pinned and there: pins of those that are gone hold nothing. */
+/* >>eviction as a reclaim stage, when no level fits the budget */
+/* Mask of the pinned tokens of block i that are live. Pins of evicted tokens do not count. */
 static uint64_t tkvi_held_in(const tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int i) {
     return tkvi_pinned_in(kv, list, ids[i]) & tkvi_live_mask_in(kv, list, ids, i);
 }
 
-/* Tokens of a list that stay in any case; as many anchors as there may be, for blocks that get tighter make some. */
-static int tkvi_stay_of(const tkv_cache *kv, int seq, int layer, const tkvi_spared *spared) {
+/* Number of tokens of a list that stay in any case, an upper bound. It counts all n_anchors, because blocks that
+ * are recoded make anchors. */
+static int tkvi_n_staying(const tkv_cache *kv, int seq, int layer, const tkvi_spared *spared) {
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
     tkv_evict_config cfg;
@@ -18940,17 +19439,18 @@ static int tkvi_stay_of(const tkv_cache *kv, int seq, int layer, const tkvi_spar
     int i;
     (void)tkvi_evict_fill(&kv->tables.cfg.evict, &cfg);
     n = (int64_t)cfg.sink_tokens + 2 * (int64_t)cfg.recent_tokens +
-        TKVI_BLOCK; /* half of them: rules/evict.h */
+        TKVI_BLOCK; /* twice: rules/evict.h protects recent tokens in half of `keep` */
     n += kv->tables.cfg.n_anchors;
     for (i = 0; i < list->n; i++)
-        n += tkvi_bits_in(spared->outside && tkvi_is_elsewhere(kv, seq, layer, i, spared)
+        n += tkvi_bits_in(spared->outside && tkvi_has_no_slot(kv, seq, layer, i, spared)
                               ? tkvi_live_mask_in(kv, list, ids, i)
                               : tkvi_held_in(kv, list, ids, i));
     return (int)(n < TKVI_FOREVER ? n : TKVI_FOREVER);
 }
 
-/* A batch of tokens goes from the list that has most to give. 0: none has. */
-static int tkvi_evict_some(tkv_cache *kv, int outside_too) {
+/* Evicts a batch of tokens from the list that can spare the most. outside_too: 1 evicts offloaded tokens as well.
+ * 0: no list can spare any. */
+static int tkvi_evict_batch(tkv_cache *kv, int outside_too) {
     const tkv_config *cfg = &kv->tables.cfg;
     int seq, layer, most = 0, of_seq = 0, of_layer = 0, count = 0;
     tkvi_spared spared;
@@ -18959,7 +19459,7 @@ static int tkvi_evict_some(tkv_cache *kv, int outside_too) {
     for (seq = 0; seq < cfg->max_seqs && cfg->evict.kind; seq++)
         for (layer = 0; layer < cfg->n_layers && !kv->seq[seq].in_step; layer++) {
             const int n = tkvi_list_of(kv, seq, layer)->n ? tkvi_count(kv, seq, layer) : 0;
-            const int spare = n ? n - tkvi_stay_of(kv, seq, layer, &spared) : 0;
+            const int spare = n ? n - tkvi_n_staying(kv, seq, layer, &spared) : 0;
             if (spare <= most) continue;
             most = spare;
             of_seq = seq;
@@ -18975,83 +19475,87 @@ static int tkvi_evict_some(tkv_cache *kv, int outside_too) {
 #endif /* TKVI_RECLAIM_EVICT_TOKENS_H */
 /* ======== reclaim/budget.h ======== */
 /*
- * reclaim/budget.h - a bound on everything that the cache holds: when bytes are needed, blocks get tighter, oldest
- * first.
+ * reclaim/budget.h - keeps everything that a cache holds within its budget. When bytes are needed, blocks are
+ * recoded into smaller formats, oldest first.
  *
- *     append -> does it fit, if everything old were at one of the levels, or with the resorts below, on paper?
- *               no: TKV_ERR_BUDGET, nothing has changed                                 (tkvi_fits_somewhere)
- *            -> above what the level allows: a block or as many as the new bytes require     (tkvi_keep_pace)
- *            -> still no room: as many as it takes, and the next level when this one is done; then, where the
- *               config has a place for them, the oldest blocks go outside, then what a model can compute
- *               again goes (discard.h), then tokens (evict_tokens.h)                         (tkvi_make_room)
+ *     append -> forecast: would it fit with all old blocks recoded at some level, or after the stages below?
+ *               no: TKV_ERR_BUDGET, nothing has changed                              (tkvi_fits_somewhere)
+ *            -> more in use than the level allows: recode what the new bytes require      (tkvi_keep_pace)
+ *            -> still too little memory, stage by stage until it suffices:                (tkvi_make_room)
+ *               1. recode all that this level recodes, then go to the next level
+ *               2. offload the oldest blocks, if the config has a store (offload.h)
+ *               3. discard blocks that the caller's model can recompute (discard.h)
+ *               4. evict tokens (evict_tokens.h)
  *
- * How many blocks eviction gives back depends on who goes. What it gives back for sure is a look at each list
- * (tkvi_may_go). Where that is not enough, it is played through: the policy chooses for each list all that may go,
- * and what is left is pressed into as few blocks as there can be (tkvi_dry_run_floor), after everything else or before
- * it; then the same is done.
+ * How many blocks eviction frees depends on which tokens the policy chooses. A look at each list gives a lower
+ * bound (tkvi_bound_eviction). If the bound is too low, a dry run plays the eviction through (tkvi_dry_run_floor).
+ * In it the policy chooses for each list all tokens that may be evicted. The others are merged into as few blocks
+ * as possible. The eviction comes after the other stages or before them. The real eviction then does the same.
  *
- * Before an operation it is known on paper (tkvi_peak) what slots it takes; pages in use are exactly what the numbers
- * of blocks of each size ask for (cache/pool.h), so whether it fits is arithmetic. Recoding needs a page for each
- * size of block that comes out of it: these spare pages are held from the first append on and used by nothing else. A
- * list remembers how many of its blocks are as tight as the level wants (tkvi_list.tight), so the next one is found
- * by a look at each list.
+ * Before an operation a dry run (tkvi_peak) counts the slots that it takes. The pages in use follow exactly from
+ * the number of blocks of each size (cache/pool.h). So it is arithmetic whether an operation fits. Recoding needs a
+ * free page for each block size that it writes. These pages (pool.spare) are held from the first append on, and
+ * nothing else uses them. A list remembers how many of its blocks are recoded as the level demands
+ * (tkvi_list.tight). So one look at each list finds the next block.
  *
- * A level is left for a tighter one when the average pressure asks for it and nothing is left to do at this one, or
- * when there is no room otherwise; for a looser one when the pressure fell and all that is held would fit there.
- * Blocks never get looser by that. May call age and below.
+ * The cache goes to a tighter level if the average pressure asks for it and this level has nothing left to recode.
+ * It also goes there if memory cannot be found otherwise. It goes to a looser level if the pressure fell and
+ * everything held would fit there. Its blocks keep their formats then.
  */
 #ifndef TKVI_RECLAIM_BUDGET_H
 #define TKVI_RECLAIM_BUDGET_H
 
 
 /* >>bytes */
-/* All that is held, but free pages that nobody keeps. */
+/* Bytes held, without the free pages beyond those for recoding (pool.spare). */
 static size_t tkvi_in_use(const tkv_cache *kv) {
     const size_t spare = (size_t)kv->pool.spare, n_free = kv->pool.n_free_pages;
     return kv->heap.held - (n_free > spare ? n_free - spare : 0) * kv->tables.page_bytes;
 }
 
-/* All but pages. */
-static size_t tkvi_rest(const tkv_cache *kv) {
+/* Bytes held, without pages. */
+static size_t tkvi_bytes_without_pages(const tkv_cache *kv) {
     return kv->heap.held - (size_t)kv->pool.n_pages * kv->tables.page_bytes;
 }
 
-/* Memory that an array may take when it grows; the old one is given back, but not before. */
+/* Bytes of the larger array if `cap` entries cannot hold `want`, else 0. They come on top of the old array, which
+ * is freed only afterwards. */
 static size_t tkvi_growth(uint32_t cap, int64_t want, size_t item) {
     return want > (int64_t)cap ? (size_t)tkvi_cap_for(want) * item : 0;
 }
 
-/* >>what a call asks for */
-/* Does the tail have a block that takes another token? */
-static int tkvi_tail_room(const tkv_cache *kv, const tkvi_plan *p, const tkvi_list *list,
-                          const uint32_t *ids) {
+/* >>the memory request of a call */
+/* Number of tokens that the last block of a list still takes. */
+static int tkvi_tail_free_slots(const tkv_cache *kv, const tkvi_plan *p, const tkvi_list *list,
+                                const uint32_t *ids) {
     int last = list->n - 1, room;
     if (last < 0) return 0;
-    if (last >= list->sinks && tkvi_tier_at(list, last) != TKV_HOT) return 0; /* flushed short */
-    if (kv->pool.block[ids[last]].packed) return 0; /* what was behind it is cut off */
+    if (last >= list->sinks && tkvi_tier_at(list, last) != TKV_HOT) return 0; /* flushed before it was full */
+    if (kv->pool.block[ids[last]].packed) return 0; /* the blocks after it were cut off */
     room = last < list->sinks ? p->sink : TKVI_BLOCK;
     return tkvi_max(0, room - (list->len - tkvi_block_start(kv, ids, last)));
 }
 
-/* Blocks that n more tokens open, and the sink block among them. */
+/* Number of blocks that n more tokens open. *sink: 1 if the sinks' block is one of them. */
 static int tkvi_new_blocks(const tkv_cache *kv, const tkvi_plan *p, const tkvi_list *list,
                            const uint32_t *ids, int n, int *sink) {
-    int rest = n - tkvi_tail_room(kv, p, list, ids);
+    int rest = n - tkvi_tail_free_slots(kv, p, list, ids);
     *sink = rest > 0 && list->len == 0 && p->sink > 0;
     if (*sink) rest -= p->sink;
     return *sink + (rest > 0 ? (rest + TKVI_BLOCK - 1) / TKVI_BLOCK : 0);
 }
 
-/* Blocks that a list may need room for: those it has, the new ones, and a spare. */
-static int tkvi_list_want(const tkv_cache *kv, int seq, int layer, int n) {
+/* Entries that a list needs for n more tokens: its blocks, the new ones, and one more. */
+static int tkvi_list_entries(const tkv_cache *kv, int seq, int layer, int n) {
     int sink;
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
     return list->n + tkvi_new_blocks(kv, &kv->tables.plan[layer], list, tkvi_ids(kv, seq, layer), n, &sink) +
            1;
 }
 
-/* The longest list that a row of an order may come to; as it is, or on paper without what has left it there. */
-static int tkvi_row_want(const tkv_cache *kv, const tkv_rows *row, int layer, int on_dry_run) {
+/* Entries of the longest list that a row of a memory request needs. layer < 0: of all layers. on_dry_run: 1 leaves
+ * out the blocks that the forecast frees (tkvi_list.left). */
+static int tkvi_row_entries(const tkv_cache *kv, const tkv_rows *row, int layer, int on_dry_run) {
     const int to = layer < 0 ? tkv_seq_len(kv, row->seq) + row->n : 0;
     int l, want = 0;
     if (row->n == 0) return 0;
@@ -19059,18 +19563,19 @@ static int tkvi_row_want(const tkv_cache *kv, const tkv_rows *row, int layer, in
         const tkvi_list *list = tkvi_list_of(kv, row->seq, l);
         const int more = layer < 0 ? to - list->len : row->n, gone = on_dry_run ? list->n - list->left : 0;
         if (kv->tables.plan[l].stored == l && more > 0)
-            want = tkvi_max(want, tkvi_list_want(kv, row->seq, l, more) - gone);
+            want = tkvi_max(want, tkvi_list_entries(kv, row->seq, l, more) - gone);
     }
     return want;
 }
 
-/* Bytes of the index that this takes; old arrays are given back, but not before. */
+/* Bytes that the index takes in addition if it has `blocks` blocks and serves the memory request. Old arrays are
+ * freed only after the new ones exist. */
 static size_t tkvi_index_growth(const tkv_cache *kv, int64_t blocks, int on_dry_run) {
     const tkvi_memory_request *o = &kv->order;
     size_t bytes = tkvi_growth(kv->pool.block_cap, blocks + o->blocks, tkvi_block_entry(&kv->tables.cfg));
     int i, most = 0;
     for (i = 0; i < o->n_rows; i++) {
-        const int want = tkvi_row_want(kv, &o->rows[i], o->layer, on_dry_run);
+        const int want = tkvi_row_entries(kv, &o->rows[i], o->layer, on_dry_run);
         bytes += tkvi_growth(kv->seq[o->rows[i].seq].cap, want, sizeof(uint32_t)) *
                  (size_t)kv->tables.cfg.n_layers;
         most = tkvi_max(most, want);
@@ -19078,14 +19583,16 @@ static size_t tkvi_index_growth(const tkv_cache *kv, int64_t blocks, int on_dry_
     return bytes + tkvi_growth(kv->choice_cap, most, tkvi_choice_entry(&kv->tables.cfg));
 }
 
-static void tkvi_ask_nothing(tkv_cache *kv) {
+/* Clears the memory request. */
+static void tkvi_clear_request(tkv_cache *kv) {
     memset(kv->need, 0, (size_t)kv->tables.n_classes * sizeof *kv->need);
     memset(&kv->order, 0, sizeof kv->order);
 }
 
-/* What an operation asks for, from its paper (what it gives back does not count), and tokens for lists. */
-static void tkvi_ask_for(tkv_cache *kv, const tkvi_peak *dry_run, const tkv_rows *rows, int n_rows,
-                         int layer) {
+/* Sets the memory request of an operation: slots from its dry run, tokens for lists from its rows. Slots that the
+ * operation gives back do not count. layer: as in tkvi_memory_request. */
+static void tkvi_set_request(tkv_cache *kv, const tkvi_peak *dry_run, const tkv_rows *rows, int n_rows,
+                             int layer) {
     int64_t blocks = kv->pool.n_offloaded;
     int c;
     for (c = 0; c < kv->tables.n_classes; c++) {
@@ -19099,15 +19606,15 @@ static void tkvi_ask_for(tkv_cache *kv, const tkvi_peak *dry_run, const tkv_rows
     kv->order.blocks = dry_run->most_blocks - blocks;
 }
 
-/* >>what there would be */
+/* >>forecast */
 typedef struct tkvi_forecast {
-    int64_t *slots;  /* of each class */
-    int64_t outside; /* blocks */
-    int on_dry_run;  /* lists are as long as `left` says */
-    int64_t more;    /* pages beyond that, as it is not known which slots they are */
+    int64_t *slots;  /* [n_classes] slots in use, reserved or requested */
+    int64_t outside; /* blocks without a slot: offloaded or discarded */
+    int on_dry_run;  /* 1: lists have tkvi_list.left blocks */
+    int64_t more;    /* pages to add, because the classes of the freed slots are unknown */
 } tkvi_forecast;
 
-/* As it is, and what is asked for. */
+/* Forecast of the present state with the memory request, without any reclaim. */
 static tkvi_forecast tkvi_now(tkv_cache *kv) {
     tkvi_forecast o;
     int c;
@@ -19120,7 +19627,8 @@ static tkvi_forecast tkvi_now(tkv_cache *kv) {
     return o;
 }
 
-/* Bytes held then, room for recoding and growth of the index included. *index, if not NULL: the latter. */
+/* Bytes held in a forecast, with the pages for recoding and the growth of the index. *index, if not NULL, gets that
+ * growth. Returns (size_t)-1 on overflow. */
 static size_t tkvi_bytes_with(const tkv_cache *kv, const tkvi_forecast *o, size_t *index) {
     int64_t pages = kv->pool.spare + o->more, blocks = o->outside;
     size_t bytes, more;
@@ -19134,7 +19642,7 @@ static size_t tkvi_bytes_with(const tkv_cache *kv, const tkvi_forecast *o, size_
     if (!tkvi_add(more, tkvi_growth(kv->pool.page_cap, pages, sizeof(tkvi_page)), &more)) return (size_t)-1;
     if (index) *index = more;
     if ((uint64_t)pages > (size_t)-1 || !tkvi_mul((size_t)pages, kv->tables.page_bytes, &bytes) ||
-        !tkvi_add(bytes, tkvi_rest(kv), &bytes) || !tkvi_add(bytes, more, &bytes))
+        !tkvi_add(bytes, tkvi_bytes_without_pages(kv), &bytes) || !tkvi_add(bytes, more, &bytes))
         return (size_t)-1;
     return bytes;
 }
@@ -19144,24 +19652,26 @@ static size_t tkvi_bytes_now(tkv_cache *kv) {
     return tkvi_bytes_with(kv, &now, NULL);
 }
 
-/* >>what is stored more loosely than a level wants it */
+/* >>stale blocks: blocks that the level's rule recodes into fewer bytes */
 typedef struct tkvi_stale {
-    int seq, layer, i, coding;
+    int seq, layer, i, coding; /* coding: the smaller one */
     tkv_tier due;
 } tkvi_stale;
 
-/* What it is coded in. */
+/* The present coding of a stale block. */
 static const tkvi_coding *tkvi_coding_at(const tkv_cache *kv, const tkvi_stale *s) {
     return &kv->tables.coding[kv->pool.block[tkvi_ids(kv, s->seq, s->layer)[s->i]].coding];
 }
 
+/* 1 if any sequence has an open step. */
 static int tkvi_any_step(const tkv_cache *kv) {
     int seq, any = 0;
     for (seq = 0; seq < kv->tables.cfg.max_seqs; seq++) any |= kv->seq[seq].in_step;
     return any;
 }
 
-/* Where a block of a list should be by rule r: TKV_HOT if it must stay. tables: those missing can be made. */
+/* The tier that rule r demands for a block of a list; TKV_HOT: it must stay as it is. start, end: its positions.
+ * last: 1 for the last block. tables: 1 if missing tables can be learned now; else blocks wait for them. */
 static tkv_tier tkvi_due_from(const tkv_cache *kv, int seq, int layer, int start, int end, int last,
                               const tkvi_tier_spec *r, int tables) {
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
@@ -19172,6 +19682,7 @@ static tkv_tier tkvi_due_from(const tkv_cache *kv, int seq, int layer, int start
     return due;
 }
 
+/* The same for block i of a list. */
 static tkv_tier tkvi_due(const tkv_cache *kv, int seq, int layer, int i, const tkvi_tier_spec *r,
                          int tables) {
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
@@ -19180,8 +19691,9 @@ static tkv_tier tkvi_due(const tkv_cache *kv, int seq, int layer, int i, const t
                          i + 1 == list->n, r, tables);
 }
 
-/* Block i, the first that is not yet seen to, is in its place: the tiers of a list are stretches of it. */
-static void tkvi_in_place(tkvi_list *list, int i, tkv_tier due) {
+/* Counts block i as recoded for the tier `due`. It is the first one of its list that was not. Each tier of a list
+ * is a range of consecutive blocks, so only counts change. */
+static void tkvi_count_recoded(tkvi_list *list, int i, tkv_tier due) {
     if (i >= list->sinks + list->archive + list->warm) list->warm++;
     if (due == TKV_ARCHIVE && i >= list->sinks + list->archive) {
         list->warm--;
@@ -19191,7 +19703,8 @@ static void tkvi_in_place(tkvi_list *list, int i, tkv_tier due) {
     list->tight = tkvi_max(list->tight, i + 1 - list->sinks);
 }
 
-/* The oldest block of a list that the level wants tighter, first for the archive, then for warm. 0: there is none. */
+/* Finds the oldest stale block of a list, first for the archive, then for warm. 0: there is none. Blocks on the way
+ * that are not stale count as recoded from now on. */
 static int tkvi_stale_in(tkv_cache *kv, int seq, int layer, int tables, tkvi_stale *s) {
     tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
@@ -19207,26 +19720,28 @@ static int tkvi_stale_in(tkv_cache *kv, int seq, int layer, int tables, tkvi_sta
         if (due == TKV_HOT) return 0;
         b = &kv->pool.block[ids[i]];
         s->coding = tkvi_coding_of(&kv->tables, layer, due);
-        if (b->refs == 1 && !tkvi_is_offloaded(b) && tkvi_tighter(kv, b->coding, s->coding)) {
+        if (b->refs == 1 && !tkvi_is_offloaded(b) && tkvi_is_smaller(kv, b->coding, s->coding)) {
             s->seq = seq;
             s->layer = layer;
             s->i = i;
             s->due = due;
             return 1;
         }
-        tkvi_in_place(list, i, due);
+        tkvi_count_recoded(list, i, due);
     }
 }
 
-/* Where a block may go: anywhere, where no memory is asked for, where no page is opened either. */
+/* Which slots a recoded block may take: any; those that need no new memory; those in pages of its class that are
+ * open already. */
 typedef enum tkvi_where { TKVI_ANYWHERE, TKVI_IN_FREE_PAGES, TKVI_IN_OPEN_PAGES } tkvi_where;
 
 static int tkvi_has_slot(const tkv_cache *kv, int coding, tkvi_where where) {
     if (where == TKVI_ANYWHERE || kv->pool.room[kv->tables.coding[coding].size_class] != TKVI_NIL) return 1;
-    return where == TKVI_IN_FREE_PAGES && (int64_t)kv->pool.n_free_pages > tkvi_promised_pages(&kv->pool);
+    return where == TKVI_IN_FREE_PAGES && (int64_t)kv->pool.n_free_pages > tkvi_reserved_pages(&kv->pool);
 }
 
-/* The oldest of all lists that has such a slot. early: tables that are missing may be made of what there is. */
+/* Finds the oldest stale block of all lists that has a slot of the kind `where`. 0: there is none. early: 1
+ * includes blocks that wait for a table, as one can be learned from the present blocks. */
 static int tkvi_next_stale(tkv_cache *kv, tkvi_where where, int early, tkvi_stale *oldest) {
     int seq, layer, found = 0, most = -1, tables = early && !tkvi_any_step(kv);
     for (seq = 0; seq < kv->tables.cfg.max_seqs; seq++)
@@ -19244,6 +19759,7 @@ static int tkvi_next_stale(tkv_cache *kv, tkvi_where where, int early, tkvi_stal
     return found;
 }
 
+/* Number of stale blocks at the present level: those in RAM with one holder. */
 static uint64_t tkvi_pending(const tkv_cache *kv) {
     uint64_t n = 0;
     int seq, layer, i, tables = !tkvi_any_step(kv);
@@ -19256,13 +19772,13 @@ static uint64_t tkvi_pending(const tkv_cache *kv) {
                 const tkvi_block *b = &kv->pool.block[ids[i]];
                 if (due == TKV_HOT) break;
                 n += b->refs == 1 && !tkvi_is_offloaded(b) &&
-                     tkvi_tighter(kv, b->coding, tkvi_coding_of(&kv->tables, layer, due));
+                     tkvi_is_smaller(kv, b->coding, tkvi_coding_of(&kv->tables, layer, due));
             }
         }
     return n;
 }
 
-/* An operation does not fit, at the last level either. */
+/* Error for an operation that does not fit at the last level either. bytes: the fewest that it would take. */
 static tkv_status tkvi_over_budget(tkv_cache *kv, size_t bytes) {
     tkv_status st = tkvi_fail(kv, TKV_ERR_BUDGET, "the tightest level would need", (int64_t)bytes,
                               " bytes, more than the budget; reset a sequence or raise it");
@@ -19275,13 +19791,13 @@ static tkv_status tkvi_over_budget(tkv_cache *kv, size_t bytes) {
 }
 
 /* >>levels */
-/* The oldest block of all lists that may go outside does. 0: there is none, or the store failed. */
+/* Offloads the oldest block of all lists that may be offloaded. 0: there is none, or the store failed. */
 static int tkvi_offload_oldest(tkv_cache *kv) {
     int seq, layer, most = -1, of_seq = 0, of_layer = 0;
     if (!tkvi_can_store(kv)) return 0;
     for (seq = 0; seq < kv->tables.cfg.max_seqs; seq++)
         for (layer = 0; layer < kv->tables.cfg.n_layers; layer++) {
-            const int i = tkvi_next_out(kv, seq, layer);
+            const int i = tkvi_next_to_offload(kv, seq, layer);
             int age;
             if (i < 0) continue;
             age = tkvi_list_of(kv, seq, layer)->len - tkvi_block_start(kv, tkvi_ids(kv, seq, layer), i);
@@ -19293,8 +19809,9 @@ static int tkvi_offload_oldest(tkv_cache *kv) {
     return most >= 0 && tkvi_offload_next(kv, of_seq, of_layer);
 }
 
-/* Another plan without a budget: what was reserved was counted by the old one. */
-static void tkvi_end_promises(tkv_cache *kv) {
+/* Ends all reservations. Called when the plan changes without a budget, or when a budget begins or ends: their
+ * slots were counted for the old plan. */
+static void tkvi_end_reservations(tkv_cache *kv) {
     const size_t n = (size_t)kv->tables.n_classes;
     int seq;
     memset(kv->promised, 0, (size_t)kv->tables.cfg.max_seqs * n * sizeof *kv->promised);
@@ -19303,14 +19820,16 @@ static void tkvi_end_promises(tkv_cache *kv) {
     tkvi_trim(&kv->pool);
 }
 
-/* The layers' plans become those of a level, or are read again: all blocks are to be looked at by them. */
+/* Applies the plans of a level to all layers, also if the plans of the present level changed. All blocks then count
+ * as not yet recoded. */
 static void tkvi_take_plans(tkv_cache *kv, int level) {
     size_t i, lists = (size_t)kv->tables.cfg.max_seqs * (size_t)kv->tables.cfg.n_layers;
     tkvi_take_level(&kv->tables, level);
-    if (!tkvi_has_budget(kv)) tkvi_end_promises(kv);
+    if (!tkvi_has_budget(kv)) tkvi_end_reservations(kv);
     for (i = 0; i < lists; i++) kv->list[i].tight = kv->list[i].tightest = 0;
 }
 
+/* Changes the level and emits the event. */
 static void tkvi_go_to_level(tkv_cache *kv, int level) {
     const int from = kv->tables.level;
     if (level == from) return;
@@ -19322,16 +19841,18 @@ static void tkvi_go_to_level(tkv_cache *kv, int level) {
                                  : "memory is free again: new tokens are looser");
 }
 
-/* >>how far it must go. Bits: blocks get looser, as a level has them; or all of them tighter, and, what is more: */
+/* >>reclaim stages: bits. A forecast at a level recodes all stale blocks. TKVI_LOOSEN replaces that. The other bits
+ * add stages. tkvi_make_room follows the bits that the forecast needed (kv->reclaim_stages). */
 typedef enum tkvi_reclaim_stages {
-    TKVI_LOOSEN = 1,
-    TKVI_OUT = 2,       /* those that may go outside or be recomputed are gone */
-    TKVI_EVICT = 4,     /* so are those that eviction gives back, and whose tokens are not outside */
-    TKVI_EVICT_ALL = 8, /* be they outside or not */
-    TKVI_FLOOR = 16, /* each list is evicted to its floor at once and pressed, so that it is known who goes */
-    TKVI_FIRST = 32  /* before anything else happens */
+    TKVI_LOOSEN = 1,    /* blocks that are smaller than the level's format get that format */
+    TKVI_OUT = 2,       /* all blocks that may be offloaded or discarded are */
+    TKVI_EVICT = 4,     /* eviction frees blocks; it spares offloaded tokens */
+    TKVI_EVICT_ALL = 8, /* eviction does not spare offloaded tokens */
+    TKVI_FLOOR = 16,    /* evicts each list to its floor at once and merges it, so the victims are known */
+    TKVI_FIRST = 32     /* eviction comes before all other stages */
 } tkvi_reclaim_stages;
 
+/* The tokens of a sequence that eviction spares in a forecast at a level with these reclaim stages. */
 static tkvi_spared tkvi_spared_by(const tkv_cache *kv, int seq, const tkvi_tier_spec *rule, int level,
                                   int reclaim_stages) {
     tkvi_spared s;
@@ -19343,21 +19864,23 @@ static tkvi_spared tkvi_spared_by(const tkv_cache *kv, int seq, const tkvi_tier_
     return s;
 }
 
-/* Is it known who goes, whatever becomes of the blocks until then? */
+/* 1 if the policy chooses the same victims whether or not blocks are recoded or offloaded before. Only then a dry
+ * run can choose them. */
 static int tkvi_has_floor(const tkv_cache *kv) {
     const tkv_evict_kind kind = kv->tables.cfg.evict.kind;
     return kind && kind != TKV_EVICT_USER && !(tkv_evict_needs(kind) & TKV_EVICT_NEEDS_KEYS) &&
            (!(tkv_evict_needs(kind) & TKV_EVICT_NEEDS_NORMS) || tkvi_keeps_norms(kv));
 }
 
-/* Tokens of a list that stay by TKVI_FLOOR. */
+/* The floor of a list: the number of tokens that TKVI_FLOOR leaves. They are those that stay in any case, and
+ * kv->share eighths of the others. */
 static int tkvi_floor_of(const tkv_cache *kv, int seq, int layer, const tkvi_spared *spared) {
-    const int stay = tkvi_stay_of(kv, seq, layer, spared);
+    const int stay = tkvi_n_staying(kv, seq, layer, spared);
     const int64_t more = tkvi_max(0, tkvi_count(kv, seq, layer) - stay);
     return stay + (int)(more * kv->share / 8);
 }
 
-/* One list goes to its floor. 0: it may not. */
+/* Evicts one list to its floor and merges its blocks. 0: the list is empty, or its sequence has an open step. */
 static int tkvi_go_to_floor(tkv_cache *kv, int seq, int layer, int outside_too) {
     tkvi_spared s;
     memset(&s, 0, sizeof s);
@@ -19367,20 +19890,22 @@ static int tkvi_go_to_floor(tkv_cache *kv, int seq, int layer, int outside_too) 
     return 1;
 }
 
-/* A block on paper. */
+/* A block in a dry run. */
 typedef struct tkvi_planned_block {
     uint64_t anchored;
     int start, tokens, coding;
     tkv_tier tier;
-    int stays; /* others hold it, too */
-    int away;  /* it has no slot */
+    int stays; /* 1: it has several holders, so it cannot be freed, merged or recoded */
+    int away;  /* 1: it has no slot (offloaded or discarded) */
 } tkvi_planned_block;
 
-/* What is in block b joins block a, as far as tkvi_may_join lets it to press. 1: nothing remains of it. */
+/* Moves tokens of block b to block a, as tkvi_may_join allows with press. end: the end position of b. 1: b is empty
+ * then. */
 static int tkvi_dry_run_join(const tkv_cache *kv, tkvi_planned_block *a, tkvi_planned_block *b, int end) {
     const tkvi_coding *coding = kv->tables.coding;
     const int room = TKVI_BLOCK - a->tokens;
-    if (a->stays || b->stays || a->away || b->away || a->tier != b->tier || tkvi_binds(kv)) return 0;
+    if (a->stays || b->stays || a->away || b->away || a->tier != b->tier || tkvi_has_fixed_slots(kv))
+        return 0;
     if (coding[a->coding].key != coding[b->coding].key || end - a->start > 65536) return 0;
     if (b->tokens > room && a->anchored | b->anchored) return 0;
     a->anchored |= b->anchored;
@@ -19389,8 +19914,9 @@ static int tkvi_dry_run_join(const tkv_cache *kv, tkvi_planned_block *a, tkvi_pl
     return b->tokens == 0;
 }
 
-/* The blocks of a list at its floor, pressed: into `out`; returns how many. r: all of them were tightened to that, and
- * are away as `spared` says, before. NULL: they are as they are. */
+/* Plans the blocks of a list after eviction to its floor and merging. Returns their number and sets *out to them. r
+ * not NULL: all blocks are recoded by this rule before, and offloaded or discarded according to `spared`. NULL:
+ * they are as they are now. */
 static int tkvi_dry_run_floor(tkv_cache *kv, int seq, int layer, const tkvi_spared *spared,
                               const tkvi_tier_spec *r, tkvi_planned_block **out) {
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
@@ -19400,11 +19926,11 @@ static int tkvi_dry_run_floor(tkv_cache *kv, int seq, int layer, const tkvi_spar
     tkvi_choice c;
     int i, t, at = 0, n = 0;
     tkvi_choose_or_oldest(kv, seq, layer, tkvi_floor_of(kv, seq, layer, spared), spared, &c);
-    *out = dry_run = (tkvi_planned_block *)(void *)c.score; /* these have told all they can */
+    *out = dry_run = (tkvi_planned_block *)(void *)c.score; /* reuses memory of the scores */
     for (i = 0; i < list->n; i++) {
         const tkvi_block *b = &kv->pool.block[ids[i]];
-        const uint64_t there = tkvi_choosable(kv, list, ids, layer, i);
-        uint64_t left = tkvi_kept(kv, list, ids, i);
+        const uint64_t there = tkvi_choosable_mask(kv, list, ids, layer, i);
+        uint64_t left = tkvi_used_mask(kv, list, ids, i);
         tkvi_planned_block *mine = &dry_run[n];
         for (t = 0; t < TKVI_BLOCK; t++)
             if (there >> t & 1 && tkvi_has(c.victims, at++)) left &= ~((uint64_t)1 << t);
@@ -19414,35 +19940,36 @@ static int tkvi_dry_run_floor(tkv_cache *kv, int seq, int layer, const tkvi_spar
         mine->coding = b->coding;
         mine->tier = tkvi_tier_at(list, i);
         mine->stays = b->refs > 1;
-        mine->away = !mine->stays && tkvi_is_elsewhere(kv, seq, layer, i, spared);
+        mine->away = !mine->stays && tkvi_has_no_slot(kv, seq, layer, i, spared);
         if (r && i >= list->sinks && !mine->stays && !mine->away) {
             const tkv_tier due = tkvi_due(kv, seq, layer, i, r, tables);
             if (due != TKV_HOT) mine->tier = due;
-            if (due != TKV_HOT && tkvi_tighter(kv, b->coding, r->coding[due])) mine->coding = r->coding[due];
+            if (due != TKV_HOT && tkvi_is_smaller(kv, b->coding, r->coding[due]))
+                mine->coding = r->coding[due];
         }
         if (i + 1 < list->n && mine->tokens == 0 && !mine->stays && !(n > 0 && mine[-1].stays)) continue;
         if (i + 1 < list->n && i > list->sinks && n > 0 &&
             tkvi_dry_run_join(kv, mine - 1, mine, tkvi_block_end(kv, list, ids, i)))
             continue;
-        if (mine->tokens < tkvi_bits_in(left)) { /* a part has joined: it begins at what remains */
+        if (mine->tokens < tkvi_bits_in(left)) { /* some tokens moved: it starts at the next one */
             left &= ~tkvi_first_bits(left, tkvi_bits_in(left) - mine->tokens);
             for (t = 0; !(left >> t & 1);) t++;
-            mine->start = tkvi_at(kv, ids[i], t);
+            mine->start = tkvi_slot_position(kv, ids[i], t);
         }
         n++;
     }
     return n;
 }
 
-/* Sinks among these blocks: 0 or 1. */
+/* Number of sinks' blocks in a plan of tkvi_dry_run_floor: 0 or 1. */
 static int tkvi_dry_run_sinks(const tkv_cache *kv, int seq, int layer, const tkvi_planned_block *dry_run,
                               int n) {
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
     return n && list->sinks && dry_run->start == tkvi_block_start(kv, tkvi_ids(kv, seq, layer), 0);
 }
 
-/* tkvi_discardable_to, when all layers are at their floor. */
-static int tkvi_dry_run_vacant(tkv_cache *kv, int seq, int level, const tkvi_spared *spared) {
+/* tkvi_discardable_to for the case that all layers are at their floor. */
+static int tkvi_dry_run_discardable_to(tkv_cache *kv, int seq, int level, const tkvi_spared *spared) {
     int layer, i, n, to = TKVI_FOREVER;
     if (!kv->tables.cfg.remat || !tkvi_is_idle(kv, seq)) return 0;
     for (layer = 0; layer < kv->tables.cfg.n_layers; layer++) {
@@ -19458,7 +19985,7 @@ static int tkvi_dry_run_vacant(tkv_cache *kv, int seq, int level, const tkvi_spa
     return to;
 }
 
-/* Adds to an outlook what becomes of a list at its floor. */
+/* Replaces a list in a forecast by its blocks at the floor. */
 static void tkvi_add_floor(tkv_cache *kv, int seq, int layer, int level, int reclaim_stages,
                            tkvi_forecast *o) {
     tkvi_list *list = tkvi_list_of(kv, seq, layer);
@@ -19467,7 +19994,8 @@ static void tkvi_add_floor(tkv_cache *kv, int seq, int layer, int level, int rec
     const int first = reclaim_stages & TKVI_FIRST;
     const tkvi_spared spared =
         tkvi_spared_by(kv, seq, r, level, first ? reclaim_stages & ~TKVI_OUT : reclaim_stages);
-    const int vacant = first && reclaim_stages & TKVI_OUT ? tkvi_dry_run_vacant(kv, seq, level, &spared) : 0;
+    const int vacant =
+        first && reclaim_stages & TKVI_OUT ? tkvi_dry_run_discardable_to(kv, seq, level, &spared) : 0;
     tkvi_planned_block *dry_run;
     int i, sinks;
     list->left = tkvi_dry_run_floor(kv, seq, layer, &spared, first ? NULL : r, &dry_run);
@@ -19482,10 +20010,10 @@ static void tkvi_add_floor(tkv_cache *kv, int seq, int layer, int level, int rec
         tkvi_planned_block *b = &dry_run[i];
         const int end = i + 1 < list->left ? b[1].start : list->len;
         if (b->stays) continue;
-        if (first && reclaim_stages & TKVI_OUT && i >= sinks && !b->away) { /* now the rest follows */
+        if (first && reclaim_stages & TKVI_OUT && i >= sinks && !b->away) { /* now the other stages */
             const tkv_tier due =
                 tkvi_due_from(kv, seq, layer, b->start, end, i + 1 == list->left, r, !tkvi_any_step(kv));
-            if (due != TKV_HOT && tkvi_tighter(kv, b->coding, r->coding[due])) b->coding = r->coding[due];
+            if (due != TKV_HOT && tkvi_is_smaller(kv, b->coding, r->coding[due])) b->coding = r->coding[due];
             b->away = end <= vacant ||
                       (tkvi_can_store(kv) && i + 2 < list->left && tkvi_is_old(kv, seq, layer, end, r));
         }
@@ -19494,54 +20022,58 @@ static void tkvi_add_floor(tkv_cache *kv, int seq, int layer, int level, int rec
     }
 }
 
-/* What eviction takes from a list for sure, by batches, after all else. */
-typedef struct tkvi_going {
-    int oldest;  /* so many tokens in RAM, those first that came first */
-    int here;    /* or so many blocks in RAM, no one knows which */
-    int outside; /* blocks outside: in each there may be one token left */
-} tkvi_going;
+/* Lower bounds of what eviction in batches takes from a list, after all other stages. */
+typedef struct tkvi_evict_bound {
+    int oldest;  /* tokens in RAM, if the policy evicts the oldest first */
+    int here;    /* for other policies: blocks in RAM; which ones is unknown */
+    int outside; /* blocks without a slot; each of the others may keep one token */
+} tkvi_evict_bound;
 
-/* The tier and the coding of block i when all is as tight as rule r wants it. */
-static tkv_tier tkvi_tightened(const tkv_cache *kv, int seq, int layer, int i, const tkvi_tier_spec *r,
-                               int *coding) {
+/* The tier and the coding of block i after all stale blocks are recoded by rule r. */
+static tkv_tier tkvi_tier_after_recoding(const tkv_cache *kv, int seq, int layer, int i,
+                                         const tkvi_tier_spec *r, int *coding) {
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const tkvi_block *b = &kv->pool.block[tkvi_ids(kv, seq, layer)[i]];
     const tkv_tier due = tkvi_due(kv, seq, layer, i, r, !tkvi_any_step(kv));
-    *coding = due != TKV_HOT && tkvi_tighter(kv, b->coding, r->coding[due]) ? r->coding[due] : b->coding;
+    *coding = due != TKV_HOT && tkvi_is_smaller(kv, b->coding, r->coding[due]) ? r->coding[due] : b->coding;
     return due != TKV_HOT ? due : tkvi_tier_at(list, i);
 }
 
-/* Of blocks that may be merged two that did not fit into one are more than half full, but for the last of each stretch
- * of a tier and format, and of the list; where tokens cannot move, blocks are not merged at all. Which of them are
- * left is known where the oldest go first, and no anchors are made before. */
-static tkvi_going tkvi_may_go(const tkv_cache *kv, int seq, int layer, const tkvi_tier_spec *r,
-                              const tkvi_spared *spared) {
+/* Computes these bounds for a list. They are 0 in an open step, or if a block has several holders.
+ *
+ * Two neighbours that may be merged but do not fit into one block hold more than 64 tokens together. So `stay`
+ * tokens leave at most 2 * stay / 64 blocks, and one more at the end of each stretch. A stretch is a range of one
+ * tier and format; the end of the list and the span of 65536 positions end one, too. If tokens cannot move
+ * (tkvi_has_fixed_slots), blocks are never merged. If the policy evicts the oldest tokens first, the freed blocks
+ * are known, unless recoding makes anchors before. */
+static tkvi_evict_bound tkvi_bound_eviction(const tkv_cache *kv, int seq, int layer, const tkvi_tier_spec *r,
+                                            const tkvi_spared *spared) {
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
     const int in_order = tkvi_evict_row_of(kv->tables.cfg.evict.kind)->in_order && !kv->tables.cfg.n_anchors;
     int i, stay, stretches = 1 + list->len / 32768, shared = 0, key = -1, out = 0, tokens_out = 0, tokens = 0;
-    tkvi_going go = {0, 0, 0};
+    tkvi_evict_bound go = {0, 0, 0};
     tkv_tier was = TKV_HOT;
     if (kv->seq[seq].in_step || list->n == 0) return go;
-    stay = tkvi_stay_of(kv, seq, layer, spared);
+    stay = tkvi_n_staying(kv, seq, layer, spared);
     for (i = 0; i < list->n; i++) {
         const int there = tkvi_bits_in(tkvi_live_mask_in(kv, list, ids, i));
         shared |= kv->pool.block[ids[i]].refs > 1;
         if (i < list->sinks) continue;
-        if (tkvi_is_elsewhere(kv, seq, layer, i, spared)) {
+        if (tkvi_has_no_slot(kv, seq, layer, i, spared)) {
             out++;
             tokens_out += there;
             key = -1;
         } else {
             int coding;
-            const tkv_tier tier = tkvi_tightened(kv, seq, layer, i, r, &coding);
+            const tkv_tier tier = tkvi_tier_after_recoding(kv, seq, layer, i, r, &coding);
             stretches += kv->tables.coding[coding].key != key || tier != was;
             key = kv->tables.coding[coding].key;
             was = tier;
             tokens += there;
         }
     }
-    if (shared || (tkvi_binds(kv) && !in_order)) return go;
+    if (shared || (tkvi_has_fixed_slots(kv) && !in_order)) return go;
     if (!spared->outside) go.outside = tkvi_max(0, out - stay);
     else stay -= tokens_out;
     if (in_order) go.oldest = tkvi_max(0, tokens - stay);
@@ -19549,9 +20081,10 @@ static tkvi_going tkvi_may_go(const tkv_cache *kv, int seq, int layer, const tkv
     return go;
 }
 
-/* So many blocks of a list go, of `has` of each class, and no one knows which: the smallest, which is the least. They
- * may be others, and then there are other pages that are not full. */
-static void tkvi_add_going(tkv_cache *kv, int n, int64_t *has, tkvi_forecast *o) {
+/* Frees n blocks of a list in a forecast. has: the blocks of the list in each class. Which n blocks will be freed
+ * is unknown. Assume the smallest (a lower bound). If others are freed, other pages are not full: the classes that
+ * count for that are marked (`mixed`). */
+static void tkvi_subtract_smallest_blocks(tkv_cache *kv, int n, int64_t *has, tkvi_forecast *o) {
     int64_t *mixed = kv->need + 3 * kv->tables.n_classes;
     while (n > 0) {
         int c, least = -1;
@@ -19567,7 +20100,7 @@ static void tkvi_add_going(tkv_cache *kv, int n, int64_t *has, tkvi_forecast *o)
     }
 }
 
-/* Adds to an outlook what becomes of a list: of all blocks that are looser than this level wants them, and so on. */
+/* Replaces the blocks of a list in a forecast by those after recoding at a level and after the reclaim stages. */
 static void tkvi_add_list_at(tkv_cache *kv, int seq, int layer, int level, int reclaim_stages,
                              tkvi_forecast *o) {
     const tkvi_tables *t = &kv->tables;
@@ -19576,18 +20109,18 @@ static void tkvi_add_list_at(tkv_cache *kv, int seq, int layer, int level, int r
     const tkvi_tier_spec *r = &tkvi_rules_of(t, layer)[level];
     const tkvi_spared spared = tkvi_spared_by(kv, seq, r, level, reclaim_stages);
     int64_t *has = kv->need + 2 * t->n_classes;
-    tkvi_going go = {0, 0, 0};
+    tkvi_evict_bound go = {0, 0, 0};
     tkv_evict_config full;
     int i;
     memset(has, 0, (size_t)t->n_classes * sizeof *has);
     (void)tkvi_evict_fill(&t->cfg.evict, &full);
-    if (reclaim_stages & TKVI_EVICT) go = tkvi_may_go(kv, seq, layer, r, &spared);
+    if (reclaim_stages & TKVI_EVICT) go = tkvi_bound_eviction(kv, seq, layer, r, &spared);
     list->left = list->n - go.here;
     for (i = list->sinks; i < list->n; i++) {
         const tkvi_block *b = &kv->pool.block[ids[i]];
         int gone = 0, coding;
         if (b->refs > 1) continue;
-        if (tkvi_is_elsewhere(kv, seq, layer, i, &spared)) {
+        if (tkvi_has_no_slot(kv, seq, layer, i, &spared)) {
             gone = go.outside-- > 0;
             if (!tkvi_is_offloaded(b)) o->slots[t->coding[b->coding].size_class]--;
             o->outside += !gone - tkvi_is_offloaded(b);
@@ -19601,19 +20134,19 @@ static void tkvi_add_list_at(tkv_cache *kv, int seq, int layer, int level, int r
         }
         if (reclaim_stages & TKVI_LOOSEN) {
             coding = r->coding[tkvi_due(kv, seq, layer, i, r, !tkvi_any_step(kv))];
-            if (!tkvi_tighter(kv, coding, b->coding)) coding = b->coding;
+            if (!tkvi_is_smaller(kv, coding, b->coding)) coding = b->coding;
         } else {
-            (void)tkvi_tightened(kv, seq, layer, i, r, &coding);
+            (void)tkvi_tier_after_recoding(kv, seq, layer, i, r, &coding);
         }
         o->slots[t->coding[b->coding].size_class]--;
         o->slots[t->coding[coding].size_class] += !gone;
         has[t->coding[coding].size_class]++;
         list->left -= gone;
     }
-    tkvi_add_going(kv, go.here, has, o);
+    tkvi_subtract_smallest_blocks(kv, go.here, has, o);
 }
 
-/* What there would be. */
+/* Forecast at a level after these reclaim stages, with the memory request. */
 static tkvi_forecast tkvi_at_level(tkv_cache *kv, int level, int reclaim_stages) {
     tkvi_forecast o = tkvi_now(kv);
     int64_t *mixed = kv->need + 3 * kv->tables.n_classes;
@@ -19630,7 +20163,8 @@ static tkvi_forecast tkvi_at_level(tkv_cache *kv, int level, int reclaim_stages)
     return o;
 }
 
-/* Would what is asked for fit, going so far at the last level? */
+/* 1 if the memory request fits into the budget at the last level after these reclaim stages. share: as in
+ * tkvi_floor_of. *bytes: lowered to the bytes held then. Sets kv->reclaim_stages and kv->share. */
 static int tkvi_stages_fit(tkv_cache *kv, int reclaim_stages, int share, size_t budget, size_t *bytes) {
     tkvi_forecast o;
     size_t then;
@@ -19642,13 +20176,14 @@ static int tkvi_stages_fit(tkv_cache *kv, int reclaim_stages, int share, size_t 
     return then <= budget;
 }
 
-/* By which of these ways to the floor it fits, with such a share. */
+/* 1 if the memory request fits with TKVI_FLOOR and this share. Tries three ways: eviction last; first and alone;
+ * first, then the other stages. Each is tried with offloaded tokens spared, then with none spared. */
 static int tkvi_floor_fits(tkv_cache *kv, int share, size_t budget, size_t *bytes) {
     static const int ways[] = {TKVI_OUT, TKVI_FIRST, TKVI_OUT | TKVI_FIRST};
     const int n = (int)(sizeof ways / sizeof *ways);
     int i, fits = 0;
     for (i = 0; i < 2 * n && !fits; i++) {
-        /* anchors that are made before it happens are not known */
+        /* recoding before the eviction makes anchors, which are not known yet */
         if (kv->tables.cfg.n_anchors && !(ways[i % n] & TKVI_FIRST)) continue;
         fits = tkvi_stages_fit(kv, TKVI_EVICT | TKVI_FLOOR | ways[i % n] | (i < n ? 0 : TKVI_EVICT_ALL),
                                share, budget, bytes);
@@ -19656,9 +20191,10 @@ static int tkvi_floor_fits(tkv_cache *kv, int share, size_t budget, size_t *byte
     return fits;
 }
 
-/* Would it fit, as it is or at a level that the policy allows? More kinds of blocks have more pages that are not full,
- * so that it need not be the last; there the other resorts follow, in their order. kv->resort is how far it must go;
- * *bytes: the least that it takes. */
+/* 1 if the memory request fits into the budget: as things are, at a level that cfg.policy allows, or at the last
+ * level after more reclaim stages, in their order. It tries every level, because the last one need not take the
+ * fewest bytes: more block sizes leave more pages that are not full. Sets kv->reclaim_stages. *bytes: the fewest
+ * bytes found. */
 static int tkvi_still_fits(tkv_cache *kv, size_t budget, size_t *bytes) {
     const tkv_config *cfg = &kv->tables.cfg;
     int level, share;
@@ -19679,17 +20215,18 @@ static int tkvi_still_fits(tkv_cache *kv, size_t budget, size_t *bytes) {
     return share > 0 || tkvi_floor_fits(kv, 0, budget, bytes);
 }
 
+/* tkvi_still_fits at the start of a call: a store that failed in an earlier call may be tried again. */
 static int tkvi_fits_somewhere(tkv_cache *kv, size_t budget, size_t *bytes) {
     kv->store_failed = 0;
     return tkvi_still_fits(kv, budget, bytes);
 }
 
 /* >>work */
-/* The oldest block that there is a slot for gets as tight as the level wants it. Returns the bytes won; 0: nothing
- * is to be done at this level. `within`, if not 0: not where the first block of its size would open a page for which
- * there is no room beside what is needed. Others would close pages in turn, but there may be no others. early: as in
- * tkvi_next_stale. */
-static size_t tkvi_tighten_one(tkv_cache *kv, size_t within, int early) {
+/* Recodes the oldest stale block that has a slot. Returns the bytes freed; 0: no block can be recoded at this
+ * level. within, if not 0: a limit in bytes. A block that would open a page for which the limit leaves no memory is
+ * passed over for one that opens none. Later blocks would free pages in turn, but there may be no later blocks.
+ * early: as in tkvi_next_stale. */
+static size_t tkvi_recode_oldest(tkv_cache *kv, size_t within, int early) {
     tkvi_stale s;
     size_t had;
     const int spare = kv->pool.spare;
@@ -19703,21 +20240,22 @@ static size_t tkvi_tighten_one(tkv_cache *kv, size_t within, int early) {
     }
     had = tkvi_coding_at(kv, &s)->bytes.total;
     if (kv->tables.plan[s.layer].now.shared[s.due] && kv->tables.current[s.layer] < 0) {
-        int8_t before; /* a table of what there is: it must get tighter now */
-        if (!tkvi_learn_begin(kv, s.layer, 1, &before) || kv->tables.current[s.layer] < 0) return 0;
-        tkvi_learn_end(kv, s.layer, before, 1);
+        int8_t before; /* learns a table from the present blocks: this one cannot wait */
+        if (!tkvi_begin_table(kv, s.layer, 1, &before) || kv->tables.current[s.layer] < 0) return 0;
+        tkvi_end_table(kv, s.layer, before, 1);
         s.coding = tkvi_coding_of(&kv->tables, s.layer, s.due);
     }
     kv->pool.spare = 0;
     tkvi_demote(kv, s.seq, s.layer, s.i, s.coding, NULL);
     kv->pool.spare = spare;
-    tkvi_in_place(tkvi_list_of(kv, s.seq, s.layer), s.i, s.due);
+    tkvi_count_recoded(tkvi_list_of(kv, s.seq, s.layer), s.i, s.due);
     kv->recoded[kv->tables.level]++;
     return had - kv->tables.coding[s.coding].bytes.total;
 }
 
-/* What a level allows before the next one begins: its threshold of the budget, and room for the blocks that all layers
- * of a sequence open at the same token. At level 0 nothing is to be done. */
+/* Bytes in use above which a level recodes blocks: its threshold of the budget. It is lower if the budget must
+ * leave memory for the blocks that all layers of a sequence open at the same token. Level 0 recodes nothing:
+ * (size_t)-1. */
 static size_t tkvi_soft_limit(const tkv_cache *kv, int level) {
     const size_t budget = kv->tables.cfg.budget_bytes,
                  bytes_per_block = kv->bytes_per_block + kv->bytes_per_block / 4;
@@ -19729,23 +20267,23 @@ static size_t tkvi_soft_limit(const tkv_cache *kv, int level) {
     return budget > bytes_per_block && budget - bytes_per_block < soft ? budget - bytes_per_block : soft;
 }
 
-/* Is more held than a share (tenths) of what the level allows, so that blocks must get tighter? */
+/* 1 if more bytes are in use than tenths / 10 of the soft limit of the level. */
 static int tkvi_is_pressed(const tkv_cache *kv, int tenths) {
     const size_t soft = tkvi_soft_limit(kv, kv->tables.level);
     return kv->tables.level > 0 && tkvi_in_use(kv) > (tenths < 10 ? soft / 10 * (size_t)tenths : soft);
 }
 
-/* The oldest block that the level wants tighter, if it is time for it: bytes press, or this is cfg.policy.min_level,
- * at which nothing stays looser however much memory is free. Only pressure makes a table of few tokens: else blocks
- * wait for theirs. Returns the bytes won. */
-static size_t tkvi_tighten_due(tkv_cache *kv, int pressed) {
+/* Recodes the oldest stale block if it is time: memory is short (pressed), or the level is cfg.policy.min_level and
+ * not 0. At that level stale blocks are recoded even if memory is free. Only pressure learns a table from few
+ * tokens; else blocks wait for their table. Returns the bytes freed. */
+static size_t tkvi_recode_if_due(tkv_cache *kv, int pressed) {
     const int level = kv->tables.level;
     if (!pressed && (level == 0 || level != kv->policy.cfg.min_level)) return 0;
-    return tkvi_tighten_one(kv, kv->tables.cfg.budget_bytes, pressed);
+    return tkvi_recode_oldest(kv, kv->tables.cfg.budget_bytes, pressed);
 }
 
-/* Would all that is held fit at the level before, with the threshold less the hysteresis to spare, and far enough from
- * where the next blocks would bring this level back? */
+/* 1 if everything held would fit at the next looser level, below its threshold less the hysteresis. Three more
+ * blocks of each layer must fit as well. Else the next blocks could soon bring this level back. */
 static int tkvi_may_relax(tkv_cache *kv) {
     const int level = kv->tables.level;
     const tkv_policy_config *p = &kv->policy.cfg;
@@ -19758,11 +20296,11 @@ static int tkvi_may_relax(tkv_cache *kv) {
     if (bytes < budget * (double)tkvi_relax_below(p, level - 1) &&
         bytes + 3.0 * (double)kv->bytes_per_block < budget)
         return 1;
-    kv->relax_at = tkvi_in_use(kv) - tkvi_in_use(kv) / 16; /* to find out takes a walk over all blocks */
+    kv->relax_at = tkvi_in_use(kv) - tkvi_in_use(kv) / 16; /* the check walks over all blocks */
     return 0;
 }
 
-/* Does a layer still have to learn a table that some level wants? */
+/* 1 if a layer has not yet learned a table that some level uses. */
 static int tkvi_needs_tables(const tkv_cache *kv) {
     int i, lacks = 0;
     for (i = 0; i < kv->tables.cfg.n_layers; i++)
@@ -19771,7 +20309,8 @@ static int tkvi_needs_tables(const tkv_cache *kv) {
     return lacks;
 }
 
-/* In a step no table is made. Where bytes get short, those that are missing are made before it begins. */
+/* Called before a step opens. No table is learned in an open step, so missing ones are learned now if memory is
+ * short. */
 static void tkvi_learn_early(tkv_cache *kv) {
     int i;
     if (!tkvi_has_budget(kv) || !tkvi_needs_tables(kv) || tkvi_any_step(kv)) return;
@@ -19782,12 +20321,13 @@ static void tkvi_learn_early(tkv_cache *kv) {
         const tkvi_plan *p = &kv->tables.plan[i];
         int8_t had;
         if (p->stored != i || !tkvi_plan_learns(p) || kv->tables.current[i] >= 0) continue;
-        if (tkvi_learn_begin(kv, i, 1, &had)) tkvi_learn_end(kv, i, had, 1);
+        if (tkvi_begin_table(kv, i, 1, &had)) tkvi_end_table(kv, i, had, 1);
     }
 }
 
-/* With each append: the average moves, the level may; and while more is held than the level allows, blocks get
- * tighter, as many as the new bytes require and half of that, so that the work is spread over the tokens. */
+/* Called with each append. Updates the average pressure and perhaps the level. If memory is short, or at
+ * cfg.policy.min_level, blocks are recoded until they have freed 1.5 times the new bytes. So the work is spread
+ * over the tokens. */
 static void tkvi_keep_pace(tkv_cache *kv, size_t new_bytes) {
     const tkv_policy_config *p = &kv->policy.cfg;
     const float own = (float)((double)tkvi_in_use(kv) / (double)kv->tables.cfg.budget_bytes);
@@ -19806,34 +20346,37 @@ static void tkvi_keep_pace(tkv_cache *kv, size_t new_bytes) {
         !tkvi_next_stale(kv, TKVI_ANYWHERE, 1, &s))
         tkvi_go_to_level(kv, ++level);
     while (kv->recode_backlog > 0) {
-        const size_t won = tkvi_tighten_due(kv, tkvi_is_pressed(kv, 10) ||
-                                                    (level > 0 && outside > tkvi_threshold(p, level - 1)));
+        const size_t won = tkvi_recode_if_due(kv, tkvi_is_pressed(kv, 10) ||
+                                                      (level > 0 && outside > tkvi_threshold(p, level - 1)));
         kv->recode_backlog -= (int64_t)won;
         if (won) continue;
-        kv->recode_backlog =
-            -(int64_t)(kv->bytes_per_block /
-                       64); /* to look for it takes a walk over all lists: not with each append */
+        /* The search walks over all lists, so it waits until some new bytes have come. */
+        kv->recode_backlog = -(int64_t)(kv->bytes_per_block / 64);
     }
 }
 
-/* Tokens go: a batch, or those of the next list, *list, to its floor. 0: none can. */
+/* Evicts a batch of tokens, or with TKVI_FLOOR the next list (number *list) to its floor. 0: there is nothing left
+ * to evict. */
 static int tkvi_evict_next(tkv_cache *kv, int *list) {
     const int n = kv->tables.cfg.n_layers, all = (kv->reclaim_stages & TKVI_EVICT_ALL) != 0;
     int went = 0;
     if (!kv->tables.cfg.evict.kind) return 0;
-    if (!(kv->reclaim_stages & TKVI_FLOOR)) return tkvi_evict_some(kv, 0) || (all && tkvi_evict_some(kv, 1));
+    if (!(kv->reclaim_stages & TKVI_FLOOR))
+        return tkvi_evict_batch(kv, 0) || (all && tkvi_evict_batch(kv, 1));
     for (; !went && *list < kv->tables.cfg.max_seqs * n; (*list)++)
         went = tkvi_go_to_floor(kv, *list / n, *list % n, all);
     return went;
 }
 
-/* Before the first token goes: a store that failed is counted on no more. */
+/* Called before the first token is evicted. If the store failed, 1 only if the memory request still fits without
+ * it. */
 static int tkvi_may_evict(tkv_cache *kv, size_t budget) {
     size_t bytes;
     return !kv->store_failed || tkvi_still_fits(kv, budget, &bytes);
 }
 
-/* Room for what is asked for; tkvi_fits_somewhere must have said yes. */
+/* Frees memory until the memory request fits. tkvi_fits_somewhere must have returned 1. 0: the store failed, and
+ * without it the request does not fit. */
 static int tkvi_make_room(tkv_cache *kv, size_t budget) {
     int list = 0, evicts = 0;
     for (;;) {
@@ -19841,13 +20384,13 @@ static int tkvi_make_room(tkv_cache *kv, size_t budget) {
         size_t index;
         if (tkvi_bytes_with(kv, &now, &index) <= budget) {
             if (kv->heap.held > budget || index > budget - kv->heap.held)
-                tkvi_trim_to(&kv->pool, 0); /* the index needs what pages have left */
+                tkvi_trim_to(&kv->pool, 0); /* gives memory of free pages to the index */
             return 1;
         }
         if (kv->reclaim_stages & TKVI_FIRST && (evicts || (evicts = tkvi_may_evict(kv, budget))) &&
             tkvi_evict_next(kv, &list))
             continue;
-        if (tkvi_tighten_one(kv, 0, 1)) continue;
+        if (tkvi_recode_oldest(kv, 0, 1)) continue;
         if (kv->tables.level < kv->policy.cfg.max_level) tkvi_go_to_level(kv, kv->tables.level + 1);
         else if (tkvi_offload_oldest(kv) || tkvi_discard_idle(kv)) continue;
         else if (!evicts && !(evicts = tkvi_may_evict(kv, budget))) return 0;
@@ -19888,18 +20431,18 @@ TKV_API tkv_status tkv_set_budget(tkv_cache *kv, size_t bytes) {
     if (kv->pool.keep_all && bytes == 0)
         return tkvi_fail(kv, TKV_ERR_ARG, "in place the budget is the memory that was given", 0, NULL);
     if (kv->pool.keep_all && bytes > kv->heap.held) bytes = kv->heap.held;
-    if (bytes == 0 && !had) return tkvi_ok(kv); /* what was reserved since it ended stays */
+    if (bytes == 0 && !had) return tkvi_ok(kv); /* no budget before and none now: reservations stay */
     if (bytes == 0) {
         kv->tables.cfg.budget_bytes = kv->heap.limit = 0;
-        tkvi_end_promises(kv);
+        tkvi_end_reservations(kv);
         kv->pool.spare = 0;
         kv->pool.kept_free_pages = 0;
         tkvi_trim(&kv->pool);
         return tkvi_ok(kv);
     }
-    tkvi_ask_nothing(kv);
+    tkvi_clear_request(kv);
     kv->clock++;
-    if (kv->pool.spare == 0) { /* there was none for a while: recoding needs its pages */
+    if (kv->pool.spare == 0) { /* the budget had ended: recoding needs its pages again */
         tkvi_peak dry_run = tkvi_begin_dry_run(kv);
         kv->pool.spare = kv->tables.spare;
         if (!tkvi_peak_ready(&kv->pool, &dry_run)) {
@@ -19918,10 +20461,10 @@ TKV_API tkv_status tkv_set_budget(tkv_cache *kv, size_t bytes) {
         if (!had) kv->pool.spare = 0;
         return tkvi_over_budget(kv, takes);
     }
-    if (!had) tkvi_end_promises(kv); /* they were for ages */
+    if (!had) tkvi_end_reservations(kv); /* their slots were counted for recoding by age */
     tkvi_trim(&kv->pool);
-    if (kv->pool.keep_all) /* the rest of what is held does not change */
-        kv->pool.allowed = (int64_t)((bytes - tkvi_rest(kv)) / kv->tables.page_bytes);
+    if (kv->pool.keep_all) /* in place, only pages are counted: the other bytes held do not change */
+        kv->pool.allowed = (int64_t)((bytes - tkvi_bytes_without_pages(kv)) / kv->tables.page_bytes);
     else kv->heap.limit = bytes;
     kv->pool.kept_free_pages = tkvi_free_pages_to_keep(kv);
     kv->relax_at = (size_t)-1;
@@ -19957,8 +20500,8 @@ TKV_API tkv_status tkv_maintain(tkv_cache *kv, int max_work, int *done) {
     int n = 0;
     if (!kv) return TKV_ERR_ARG;
     if (max_work < 0) return tkvi_fail(kv, TKV_ERR_ARG, "max_work is", max_work, "; it must not be negative");
-    tkvi_ask_nothing(kv);
-    while (tkvi_has_budget(kv) && n < max_work && tkvi_tighten_due(kv, tkvi_is_pressed(kv, 9))) n++;
+    tkvi_clear_request(kv);
+    while (tkvi_has_budget(kv) && n < max_work && tkvi_recode_if_due(kv, tkvi_is_pressed(kv, 9))) n++;
     tkvi_trim(&kv->pool);
     if (done) *done = n;
     return tkvi_ok(kv);
@@ -19975,14 +20518,16 @@ TKV_API tkv_status tkv_observe(tkv_cache *kv, float pressure) {
 #endif /* TKVI_RECLAIM_BUDGET_H */
 /* ======== reclaim/adapt.h ======== */
 /*
- * reclaim/adapt.h - quality feedback for a cache: advice (learn/feedback.h) becomes lengths and levels
- * (reclaim/budget.h). May call both.
+ * reclaim/adapt.h - applies quality feedback to a cache (tkv_adapt).
+ *
+ *     quality scores -> advice (learn/feedback.h) -> hot_tokens and the level of the cache (reclaim/budget.h)
  */
 #ifndef TKVI_RECLAIM_ADAPT_H
 #define TKVI_RECLAIM_ADAPT_H
 
 
-/* hot_tokens of the present level, or of the nearest one that has any; 0: everything is exact at all. */
+/* hot_tokens of the current level: that of its first layer that does not keep all tokens exact. If the level has no
+ * such layer, the nearest level counts, the looser one first. Returns 0 if all levels keep all tokens exact. */
 static int tkvi_hot_tokens(const tkv_cache *kv) {
     const int n = kv->tables.n_levels;
     int away, side, layer;
@@ -19997,8 +20542,9 @@ static int tkvi_hot_tokens(const tkv_cache *kv) {
     return 0;
 }
 
-/* The level after a step. Under a budget memory decides: the cache is at the loosest level that holds what there is. */
-static int tkvi_follow(const tkv_cache *kv, int step) {
+/* The level after a step of -1, 0 or 1, within cfg.policy. Under a budget it does not change: there memory pressure
+ * decides the level. */
+static int tkvi_level_after_step(const tkv_cache *kv, int step) {
     const tkv_policy_config *p = &kv->policy.cfg;
     const int level = kv->tables.level + step;
     return tkvi_has_budget(kv) || level < p->min_level || level > p->max_level ? kv->tables.level : level;
@@ -20014,8 +20560,8 @@ TKV_API tkv_status tkv_adapt(tkv_cache *kv, tkv_feedback *f, tkv_advice *out) {
     if (st) return tkvi_fail(kv, st, "the feedback is missing", 0, NULL);
     if (hot && a.hot_tokens != hot && !(kv->pool.keep_all && !tkvi_has_budget(kv)))
         st = tkv_set_hot_tokens(kv, a.hot_tokens);
-    if (!st) tkvi_go_to_level(kv, tkvi_follow(kv, a.step));
-    a.step = kv->tables.level - (a.level - a.step); /* as it was done */
+    if (!st) tkvi_go_to_level(kv, tkvi_level_after_step(kv, a.step));
+    a.step = kv->tables.level - (a.level - a.step); /* the step that was taken */
     a.level = kv->tables.level;
     a.hot_tokens = tkvi_hot_tokens(kv);
     if (!st && out) *out = a;
@@ -20025,52 +20571,56 @@ TKV_API tkv_status tkv_adapt(tkv_cache *kv, tkv_feedback *f, tkv_advice *out) {
 #endif /* TKVI_RECLAIM_ADAPT_H */
 /* ======== attention/attend.h ======== */
 /*
- * attention/attend.h - attention over all tiers: one online softmax, nothing decoded into memory.
- * Online softmax: Milakov and Gimelshein (arXiv 1805.02867); split over keys and merge by log-sum-exp:
- * Flash-Decoding, FlashAttention-2 (arXiv 2307.08691, section 3). May call cache and below; reads only.
+ * attention/attend.h - attention over all tiers: one online softmax over the coded blocks, without decoded copies.
  *
- *     for each sequence of the batch, KV head, tile of up to 8 query rows          (a unit)
- *         for each chunk of blocks (at most 16, by the number of blocks alone)     (a part)
- *             for each block: scores -> mask -> (m, l, o) of the part
- *         the parts merge in order into the unit's (m, l, o) -> out
+ *     for each sequence of the batch, KV head, tile of up to 8 query rows             (a work tile)
+ *         for each range of blocks (at most 16, chosen by the number of blocks only)  (a split)
+ *             for each block: scores -> mask -> (m, l, o) of the split
+ *         merge the splits in order into the work tile's (m, l, o) -> out
  *
- * The rows of a tile are neighbouring queries times the query heads of the group, so that one read of a
- * record serves them all. Threads take parts, or whole units when there are many; the merge is the same
- * in both cases, so are the bits (and the functions are not inlined, lest a compiler fuses multiplications and
- * additions here and not there). Where every sequence brings many queries, units are tiles of 32 rows, if the
- * instruction set has kernels for them (>>many), and no thread gets less than one.
+ * The rows of a work tile are consecutive queries times the query heads of the KV head. So one read of a record
+ * serves all rows. Threads take splits, or whole work tiles if these are enough tasks. The merge is the same in
+ * both cases, and so are the bits of the result. For the same reason some functions are not inlined: else a
+ * compiler could fuse multiply and add in one place only.
  *
- * Scores are relative to a reference key (what recent keys share): see kernels/scalar.h. `origin` = scale q.ref
- * brings the absolute logit back where it matters: softcap, learned sinks, log-sum-exp.
+ * If every sequence has 16 or more query rows (prefill), work tiles have up to 32 rows, 16 beyond 128 channels. The
+ * instruction set must have prefill kernels (>>prefill). These work tiles are not split. Calls with few work tiles
+ * and many blocks take splits instead, with tiles of 8 rows (tkv_attend_ex).
+ *
+ * Scores are relative to a reference key, which recent keys have in common: see kernels/scalar.h. `origin` =
+ * scale q.ref is added where the absolute logit matters: softcap, sink logits, log-sum-exp.
+ *
+ * Online softmax: Milakov and Gimelshein (arXiv 1805.02867). Split over keys and merge by log-sum-exp:
+ * Flash-Decoding, FlashAttention-2 (arXiv 2307.08691, section 3). Attention does not change K and V. It only adds
+ * to statistics, attention scores and error sums.
  */
 #ifndef TKVI_ATTENTION_ATTEND_H
 #define TKVI_ATTENTION_ATTEND_H
 
 
-/* >>the call, checked and with defaults filled in */
+/* >>the call: parameters checked, defaults filled in */
 typedef struct tkvi_call {
     tkv_cache *kv;
     const tkv_attend_params *p;
-    const tkvi_plan *plan; /* of the layer asked for: its window; the blocks are those of plan->stored */
+    const tkvi_plan *plan; /* plan of the requested layer; the blocks belong to layer plan->stored */
     const tkv_rows *rows;
     tkv_rows one;
     int n_rows, window;
     int heads_per_kv;
-    const tkvi_prefill *many; /* NULL: tiles of TKVI_ROWS rows */
-    int tile;                 /* rows of a unit */
-    int tell;                 /* of them, so many are gathered together */
+    const tkvi_prefill *many; /* prefill kernels; NULL: work tiles of at most TKVI_ROWS rows */
+    int tile;                 /* rows of a work tile */
+    int tell;                 /* rows that are scored together (tkvi_gather_scores) */
     float scale;
     ptrdiff_t q_row, q_head, out_row, out_head, mask_stride, bits_stride, mass_stride;
-    int collect_stats; /* statistics of this layer are wanted (learn/statistics.h) */
-    int metric;        /* its queries are (learn/squat_queries.h) */
-    int meter;         /* the quality meter watches a head of it (cache/meter.h) */
-    tkvi_fetch_buffer *
-        room; /* for what comes from outside (reclaim/offload.h), each task its own; NULL where nothing does */
-    int *failed;                   /* of all tasks: bits of tkvi_failure */
-    const tkvi_token_scores *mass; /* what is gathered of what queries look at; NULL: nothing */
+    int collect_stats;             /* 1: the layer collects statistics (learn/statistics.h) */
+    int metric;                    /* 1: the layer collects statistics of queries (learn/squat_queries.h) */
+    int meter;                     /* 1: a head probe watches the layer (cache/meter.h) */
+    tkvi_fetch_buffer *room;       /* the task's buffer for offloaded records; NULL: no block is offloaded */
+    int *failed;                   /* bits of tkvi_failure, shared by all tasks */
+    const tkvi_token_scores *mass; /* how attention scores are collected; NULL: they are not */
 } tkvi_call;
 
-/* What went wrong with blocks that are outside: tasks go on without them, and the call fails. */
+/* Errors with offloaded blocks. Tasks then skip their remaining work, and the call fails. */
 typedef enum tkvi_failure { TKVI_FAILED_IO = 1, TKVI_FAILED_DATA = 2 } tkvi_failure;
 
 static int tkvi_failed(const tkvi_call *c) {
@@ -20111,12 +20661,12 @@ static tkv_status tkvi_call_init(tkvi_call *c, tkv_cache *kv, const tkv_attend_p
     c->metric = kv->tables.plan[c->plan->stored].squat && kv->query_stats[c->plan->stored].tokens >= 0;
     for (i = 0; kv->meter && i < kv->meter->n; i++)
         c->meter |= kv->meter->head_probe[i].layer == c->plan->stored;
-#if defined(__GNUC__) || defined(__clang__) /* without atomics nobody may write here */
+#if defined(__GNUC__) || defined(__clang__) /* attention scores need atomics */
     if (kv->pool.token_meta && kv->mass.mode) c->mass = &kv->mass;
 #endif
     c->heads_per_kv = cfg->n_heads / cfg->n_kv_heads;
     c->tell = TKVI_ROWS;
-    if (c->mass && c->mass->heads && c->heads_per_kv < TKVI_ROWS) /* all heads of a query */
+    if (c->mass && c->mass->heads && c->heads_per_kv < TKVI_ROWS) /* keeps all heads of a query in one tile */
         c->tell -= TKVI_ROWS % c->heads_per_kv;
     c->tile = c->tell;
     c->window = p->window == TKV_NONE ? 0 : p->window ? p->window : c->plan->window;
@@ -20128,10 +20678,11 @@ static tkv_status tkvi_call_init(tkvi_call *c, tkv_cache *kv, const tkv_attend_p
         list = tkvi_list_of(kv, c->rows[i].seq, c->plan->stored);
         len = list->len;
         if (!p->non_causal && c->rows[i].n > len) return TKV_ERR_RANGE;
-        /* what the first query sees must not be gone: a window wider than the layer's, or a query too old */
+        /* The first query's keys can have expired: the window is wider than the layer's, or the query too old. */
         oldest = c->window ? (int64_t)len - c->rows[i].n + 1 - c->window : 0;
         if (list->dropped && c->rows[i].n && oldest < list->dropped) return TKV_ERR_RANGE;
-        if (kv->pool.n_discarded && c->rows[i].n && tkvi_misses(kv, c->rows[i].seq, c->plan->stored, oldest))
+        if (kv->pool.n_discarded && c->rows[i].n &&
+            tkvi_sees_discarded(kv, c->rows[i].seq, c->plan->stored, oldest))
             return TKV_ERR_NO_SOURCE;
         rows += (int64_t)c->rows[i].n * cfg->n_heads;
         longest = tkvi_max(longest, len);
@@ -20155,32 +20706,33 @@ static tkv_status tkvi_call_init(tkvi_call *c, tkv_cache *kv, const tkv_attend_p
     return p->mass && c->mass_stride < longest ? TKV_ERR_ARG : TKV_OK;
 }
 
-/* >>unit: a tile of query rows of one KV head of one sequence */
+/* >>work tile: query rows of one KV head of one sequence */
 typedef struct tkvi_work_tile {
     const tkvi_call *call;
     const tkvi_list *list;
     const uint32_t *ids;
-    int seq_row;         /* number of the sequence's first query row in q and out */
-    int item;            /* entry of the batch */
-    int n_queries, head; /* of the sequence; KV head */
-    int first, rows;     /* of the n_queries * heads_per_kv rows: query first / heads_per_kv, ... */
-    int k_pad, v_pad;
-    int chunk, n_chunks;   /* blocks per part, parts */
-    int low, high;         /* positions that any row sees: low .. high-1 */
-    int all_low, all_high; /* those that all rows see */
-    int changes;           /* scores are more than products: softcap, ALiBi, masks */
+    int seq_row;           /* row of the sequence's first query in q and out */
+    int item;              /* entry of the batch */
+    int n_queries, head;   /* queries of the sequence; KV head */
+    int first, rows;       /* range of the n_queries * heads_per_kv rows (tkvi_query_of) */
+    int k_pad, v_pad;      /* head dimensions, rounded up to 16 */
+    int chunk, n_chunks;   /* blocks per split; number of splits */
+    int low, high;         /* positions that some row sees: low .. high-1 */
+    int all_low, all_high; /* positions that all rows see: all_low .. all_high-1 */
+    int changes;           /* 1: softcap, ALiBi or masks change the scores */
 } tkvi_work_tile;
 
-/* Row r of a unit. */
+/* Row r of a work tile: its query, and its query head. */
 static int tkvi_query_of(const tkvi_work_tile *u, int r) { return (u->first + r) / u->call->heads_per_kv; }
 
 static int tkvi_head_of(const tkvi_work_tile *u, int r) {
     return u->head * u->call->heads_per_kv + (u->first + r) % u->call->heads_per_kv;
 }
 
-/* Position of query i, and the keys it sees by causality and window: low .. high-1. */
+/* Position of a query. */
 static int tkvi_position(const tkvi_work_tile *u, int query) { return u->list->len - u->n_queries + query; }
 
+/* Positions of the keys that a query sees by causality and window: low .. high-1. */
 static void tkvi_visible(const tkvi_work_tile *u, int query, int *low, int *high) {
     int at = tkvi_position(u, query), window = u->call->window;
     *high = u->call->p->non_causal ? u->list->len : at + 1;
@@ -20206,7 +20758,8 @@ static void tkvi_work_tile_init(tkvi_work_tile *u, const tkvi_call *c, int item,
     u->rows = tkvi_min(c->tile, u->n_queries * c->heads_per_kv - u->first);
     u->k_pad = tkvi_round_up(cfg->head_dim, 16);
     u->v_pad = tkvi_round_up(cfg->v_head_dim, 16);
-    u->chunk = tkvi_max(TKVI_MIN_CHUNK, (u->list->n + TKVI_MAX_CHUNKS - 1) / TKVI_MAX_CHUNKS);
+    u->chunk =
+        tkvi_max(TKVI_MIN_SPLIT_BLOCKS, (u->list->n + TKVI_MAX_TILE_SPLITS - 1) / TKVI_MAX_TILE_SPLITS);
     u->n_chunks = (u->list->n + u->chunk - 1) / u->chunk;
     u->low = u->all_high = u->list->len;
     u->high = u->all_low = 0;
@@ -20221,24 +20774,24 @@ static void tkvi_work_tile_init(tkvi_work_tile *u, const tkvi_call *c, int item,
     }
 }
 
-/* Query rows of a unit, scaled, padded; the reference key and each row's origin. */
+/* Query rows of a work tile, scaled and padded with zeros; the reference key; each row's origin. */
 typedef struct tkvi_queries {
     float q[TKVI_ROWS * TKV_MAX_HEAD_DIM];
     float ref[TKV_MAX_HEAD_DIM];
     float origin[TKVI_ROWS];
-    const uint8_t
-        *order; /* the order of channels in `sorted`: [rows + 1][k_pad], the reference last; NULL: none */
-    float sorted[(TKVI_ROWS + 1) * TKV_MAX_HEAD_DIM];
+    const uint8_t *order; /* order of channels in `sorted`; NULL: `sorted` is not filled in */
+    float sorted[(TKVI_ROWS + 1) * TKV_MAX_HEAD_DIM]; /* [rows + 1][k_pad] queries, then the reference key */
 } tkvi_queries;
 
-/* What one chunk of keys adds up to, or several of them together. */
+/* Partial results of attention over one split, or over several merged splits. p = exp(score - m). */
 typedef struct tkvi_sums {
-    float *m, *l;         /* [TKVI_ROWS] */
-    float *far_attention; /* [TKVI_ROWS] sum of p^2 of far keys, at the same maximum */
-    float *any;           /* [2] not 0: that half of o has been added to */
-    float *o;             /* [2][TKVI_ROWS][v_pad]: plain values, and those of rotated formats */
+    float *m, *l;         /* [TKVI_ROWS] largest score; sum of p */
+    float *far_attention; /* [TKVI_ROWS] sum of p^2 over far keys */
+    float *any;           /* [2] not 0: that half of o is in use; else its contents are undefined */
+    float *o;             /* [2][TKVI_ROWS][v_pad] sum of p v: of plain formats, of rotated formats */
 } tkvi_sums;
 
+/* Halves of o that the cache's formats need: 1, or 2 with a rotated format. */
 static int tkvi_spaces(const tkvi_work_tile *u) { return 1 + u->call->kv->tables.any_rotated; }
 
 static tkvi_sums tkvi_sums_in(float *memory, int v_pad) {
@@ -20251,15 +20804,17 @@ static tkvi_sums tkvi_sums_in(float *memory, int v_pad) {
     return s;
 }
 
+/* Layout of the work tile's KV head in block i. *bytes: its record in RAM, or NULL if the block is offloaded. */
 static const tkvi_record *tkvi_record_of(const tkvi_work_tile *u, int i, const uint8_t **bytes) {
     const tkvi_pool *pool = &u->call->kv->pool;
     const tkvi_block *b = &pool->block[u->ids[i]];
     const tkvi_record *r = &u->call->kv->tables.coding[b->coding].record[u->head];
-    *bytes = tkvi_is_offloaded(b) ? NULL : tkvi_block_bytes(pool, b) + r->at; /* outside: tkvi_bytes_of */
+    *bytes = tkvi_is_offloaded(b) ? NULL : tkvi_block_bytes(pool, b) + r->at;
     return r;
 }
 
-/* A side of a record that is outside. While it is looked for, the store may look for the next one. */
+/* Fetches a side of an offloaded record. Before K, it asks the store to prefetch the record of the next block.
+ * Returns NULL on failure, and the call then fails. */
 static TKVI_NOINLINE const uint8_t *tkvi_fetch_side(const tkvi_work_tile *u, int i, tkv_side side) {
     const tkv_cache *kv = u->call->kv;
     const uint8_t *bytes;
@@ -20267,14 +20822,15 @@ static TKVI_NOINLINE const uint8_t *tkvi_fetch_side(const tkvi_work_tile *u, int
     if (tkvi_failed(u->call)) return NULL;
     if (side == TKV_K && i + 1 < u->list->n && tkvi_is_offloaded(&kv->pool.block[u->ids[i + 1]]) &&
         !tkvi_is_discarded(&kv->pool.block[u->ids[i + 1]]) && tkvi_block_start(kv, u->ids, i + 1) < u->high)
-        tkvi_fetch_ahead(kv, u->ids[i + 1], u->head);
-    st = tkvi_fetch(kv, u->ids[i], TKVI_ITSELF, u->head, side, u->call->room, &bytes);
+        tkvi_prefetch_record(kv, u->ids[i + 1], u->head);
+    st = tkvi_read_piece(kv, u->ids[i], TKVI_ITSELF, u->head, side, u->call->room, &bytes);
     if (!st) return bytes;
     tkvi_fail_call(u->call, st);
     return NULL;
 }
 
-/* A side of a record, wherever it is: valid until the next one is asked for. NULL: that failed, and so has the call. */
+/* A side of the record of block i, in RAM or fetched. The next fetch overwrites a fetched side. Returns NULL if the
+ * fetch failed, and the call then fails. */
 static const uint8_t *tkvi_bytes_of(const tkvi_work_tile *u, int i, tkv_side side) {
     const uint8_t *bytes;
     const tkvi_record *r = tkvi_record_of(u, i, &bytes);
@@ -20282,15 +20838,15 @@ static const uint8_t *tkvi_bytes_of(const tkvi_work_tile *u, int i, tkv_side sid
     return side == TKV_K ? bytes : bytes + r->v_at;
 }
 
-/* What the keys have in common, channel by channel: the middle one of three exact keys where they lie close
- * together, else 0. A bias of 600 on all keys is found, one huge key is not mistaken for it. */
+/* The reference key: per channel the median of three recent keys if they lie close together, else 0. It finds a
+ * bias of 600 on all keys. It does not mistake one huge key for a bias. */
 static void tkvi_reference_key(const tkvi_work_tile *u, float *ref) {
     float key[3][TKV_MAX_HEAD_DIM];
     int last = u->list->n - 1, from, i, c;
     memset(ref, 0, TKV_MAX_HEAD_DIM * sizeof *ref);
     if (last < 0) return;
     from = last > 0 && tkvi_tier_at(u->list, last - 1) == TKV_HOT ? last - 1 : last;
-    for (i = 0; i < 3; i++) { /* the newest, and the ends of the block before it (or of its own) */
+    for (i = 0; i < 3; i++) { /* first and last key of block `from`, then the newest key */
         int block = i < 2 ? from : last, n = tkvi_block_tokens(u->call->kv, u->list, u->ids, block);
         const uint8_t *bytes;
         const tkvi_record *rec = tkvi_record_of(u, block, &bytes);
@@ -20309,7 +20865,8 @@ static void tkvi_reference_key(const tkvi_work_tile *u, float *ref) {
     }
 }
 
-/* Queries and reference in the order in which a side has its channels: the same for all its blocks, mostly. */
+/* Puts the channels of the queries and the reference key into the order of a K side. Most blocks have the same
+ * order, so the last one is kept. */
 static void tkvi_sort_queries(const tkvi_work_tile *u, tkvi_queries *q, const uint8_t *order) {
     int r, i;
     if (q->order == order) return;
@@ -20320,10 +20877,10 @@ static void tkvi_sort_queries(const tkvi_work_tile *u, tkvi_queries *q, const ui
     }
 }
 
-/* The origin of a row whose query is not finite. Such a row sees no key. Told by tkvi_is_finite alone. */
+/* NaN: the origin of a row whose query is not finite. Such a row sees no key. Test for it with tkvi_is_finite. */
 static float tkvi_no_origin(void) { return tkvi_from_bits(0x7fc00000u); }
 
-/* Row r of a unit, scaled, padded; returns its origin. */
+/* Loads row r of a work tile: [k_pad], scaled, padded with zeros. Returns its origin, scale q.ref. */
 static float tkvi_load_query(const tkvi_work_tile *u, int r, const float *ref, float *row) {
     const tkvi_call *c = u->call;
     const ptrdiff_t at = (u->seq_row + tkvi_query_of(u, r)) * c->q_row + tkvi_head_of(u, r) * c->q_head;
@@ -20342,7 +20899,7 @@ static float tkvi_load_query(const tkvi_work_tile *u, int r, const float *ref, f
         for (k = 0; k < 16; k++) sum[k] += (double)x[k] * (double)ref[i + k];
     }
     for (k = 0; k < 16; k++) most |= exponent[k];
-    if (most >> 31) { /* an exponent of all ones: a NaN or an infinity */
+    if (most >> 31) { /* some exponent is all ones: NaN or infinity */
         memset(row, 0, (size_t)u->k_pad * sizeof *row);
         return tkvi_no_origin();
     }
@@ -20357,32 +20914,33 @@ static void tkvi_load_queries(const tkvi_work_tile *u, tkvi_queries *q) {
     for (r = 0; r < u->rows; r++) q->origin[r] = tkvi_load_query(u, r, q->ref, q->q + r * u->k_pad);
 }
 
-/* >>scores of one block, with everything that changes or hides them */
-/* Positions of the tokens of block i; slots without one are in the future for ever. */
-static void tkvi_places(const tkvi_work_tile *u, int i, int *at) {
+/* >>scores of one block, after softcap, ALiBi, masks and visibility */
+/* at[64]: positions of the tokens of block i. Slots without a live token get TKVI_FOREVER, which no query sees. */
+static void tkvi_slot_positions(const tkvi_work_tile *u, int i, int *at) {
     const tkv_cache *kv = u->call->kv;
     const int n = tkvi_block_tokens(kv, u->list, u->ids, i);
     const uint64_t there = tkvi_live_mask(&kv->pool.block[u->ids[i]], n);
     int t;
-    for (t = 0; t < TKVI_BLOCK; t++) at[t] = there >> t & 1 ? tkvi_at(kv, u->ids[i], t) : TKVI_FOREVER;
+    for (t = 0; t < TKVI_BLOCK; t++)
+        at[t] = there >> t & 1 ? tkvi_slot_position(kv, u->ids[i], t) : TKVI_FOREVER;
 }
 
-/* Does block i have tokens that some rows do not see, or places without one? */
-static int tkvi_is_ragged(const tkvi_work_tile *u, int i, int start, int end) {
+/* Must scores of block i be hidden? Some rows may not see all its tokens, or some slots have no live token. */
+static int tkvi_has_hidden(const tkvi_work_tile *u, int i, int start, int end) {
     const tkv_cache *kv = u->call->kv;
     return start < u->all_low || end > u->all_high || kv->pool.block[u->ids[i]].gone ||
            tkvi_block_tokens(kv, u->list, u->ids, i) < TKVI_BLOCK;
 }
 
-/* What an additive mask says of a key: TKVI_HIDDEN, or what to add. Bits tell a NaN: under -ffast-math no comparison
- * does. */
+/* The value that an additive mask adds to a score, or TKVI_HIDDEN. NaN is tested by its bits, as comparisons with
+ * NaN fail under -ffast-math. */
 static float tkvi_mask_bias(float m) {
     if (tkvi_is_nan(m) || m <= TKVI_HIDDEN) return TKVI_HIDDEN;
     return m < -TKVI_HIDDEN ? m : -TKVI_HIDDEN;
 }
 
-/* The score of the key at position j, which row r sees, after softcap, ALiBi and masks. */
-static float tkvi_changed(const tkvi_work_tile *u, int r, float origin, int j, float s) {
+/* The score s of row r for the key at position j, after softcap, ALiBi and masks. The row must see the key. */
+static float tkvi_adjust_score(const tkvi_work_tile *u, int r, float origin, int j, float s) {
     const tkv_attend_params *p = u->call->p;
     const int query = tkvi_query_of(u, r), row = u->seq_row + query, bit = j - u->list->len + p->mask_bits_n;
     if (p->softcap > 0.0f) s = p->softcap * tanhf((s + origin) / p->softcap);
@@ -20397,33 +20955,34 @@ static float tkvi_changed(const tkvi_work_tile *u, int r, float origin, int j, f
     return s;
 }
 
-static void tkvi_modify(const tkvi_work_tile *u, int r, float origin, const int *at, float *s) {
+/* Applies softcap, ALiBi, masks and visibility to the 64 scores of row r. at: positions of the slots. */
+static void tkvi_adjust_scores(const tkvi_work_tile *u, int r, float origin, const int *at, float *s) {
     int low, high, t;
     tkvi_visible(u, tkvi_query_of(u, r), &low, &high);
     if (!tkvi_is_finite(origin)) high = low;
     for (t = 0; t < TKVI_BLOCK && u->changes; t++)
-        if (at[t] >= low && at[t] < high) s[t] = tkvi_changed(u, r, origin, at[t], s[t]);
+        if (at[t] >= low && at[t] < high) s[t] = tkvi_adjust_score(u, r, origin, at[t], s[t]);
     for (t = 0; t < TKVI_BLOCK; t++) s[t] = at[t] >= low && at[t] < high ? s[t] : TKVI_HIDDEN;
 }
 
-/* Where the record of the block after i begins, for prefetching; NULL after the last. */
+/* The record of block i + 1, for the CPU's prefetch. NULL after the last block, and if it is offloaded. */
 static const uint8_t *tkvi_next_record(const tkvi_work_tile *u, int i) {
     const uint8_t *bytes = NULL;
     if (i + 1 < u->list->n) (void)tkvi_record_of(u, i + 1, &bytes);
     return bytes;
 }
 
-/* Where what rows may see of block i ends. Of one that nobody has they see nothing, or tkvi_call_init would have
- * refused: its tokens were evicted, are anchors, or lie behind the window. */
-static int tkvi_seen_to(const tkvi_work_tile *u, int i) {
+/* End (exclusive) of the positions that rows may see in block i. It is 0 for a discarded block. tkvi_call_init made
+ * sure that no row needs it: its tokens were evicted, are anchors, or left the window. */
+static int tkvi_visible_end(const tkvi_work_tile *u, int i) {
     const tkv_cache *kv = u->call->kv;
     return tkvi_is_discarded(&kv->pool.block[u->ids[i]]) ? 0 : tkvi_block_reach(kv, u->list, u->ids, i);
 }
 
-/* Scores of block i for all rows of the unit; 0 if no row sees any of it. */
+/* scores: [rows][64] of block i. Returns 0 if no row sees any token of it, or a fetch failed. */
 static int tkvi_block_scores(const tkvi_work_tile *u, tkvi_queries *q, int i, float *scores) {
     const tkv_cache *kv = u->call->kv;
-    int start = tkvi_block_start(kv, u->ids, i), end = tkvi_seen_to(u, i), r;
+    int start = tkvi_block_start(kv, u->ids, i), end = tkvi_visible_end(u, i), r;
     const uint8_t *bytes;
     const tkvi_record *rec;
     if (end <= u->low || start >= u->high) return 0;
@@ -20435,28 +20994,28 @@ static int tkvi_block_scores(const tkvi_work_tile *u, tkvi_queries *q, int i, fl
         &rec->k, bytes, tkvi_next_record(u, i), rec->k.order ? q->sorted : q->q,
         rec->k.order ? q->sorted + u->rows * u->k_pad : q->ref, u->rows,
         tkvi_block_tokens(kv, u->list, u->ids, i), tkvi_planes(&rec->k, kv->tables.cfg.precise), scores);
-    if (u->changes || tkvi_is_ragged(u, i, start, end)) {
+    if (u->changes || tkvi_has_hidden(u, i, start, end)) {
         int at[TKVI_BLOCK];
-        tkvi_places(u, i, at);
-        for (r = 0; r < u->rows; r++) tkvi_modify(u, r, q->origin[r], at, scores + r * TKVI_BLOCK);
+        tkvi_slot_positions(u, i, at);
+        for (r = 0; r < u->rows; r++) tkvi_adjust_scores(u, r, q->origin[r], at, scores + r * TKVI_BLOCK);
     }
     return 1;
 }
 
-/* >>part: the online softmax over one chunk of blocks */
+/* >>split: the online softmax over one range of blocks */
 static void tkvi_shrink(float *x, int n, float by) { /* n is a multiple of 16: vectors also at -O2 */
     int i, k;
     for (i = 0; i < n; i += 16)
         for (k = 0; k < 16; k++) x[i + k] *= by;
 }
 
-/* Does row r's query count for the statistics? One in eight does. */
+/* Is row r's query sampled for statistics? One position in eight is. */
 static int tkvi_is_sampled(const tkvi_work_tile *u, int r) {
     return u->call->collect_stats && tkvi_position(u, tkvi_query_of(u, r)) % 8 == 7;
 }
 
-/* What block i adds to far_attention of the rows that listen: sums of p^2, where it is no sink and far enough
- * back. */
+/* Adds the sums of p^2 of block i to far_attention of the sampled rows. The sink block does not count, nor a block
+ * that ends less than TKVI_FAR before the query. */
 static TKVI_NOINLINE void tkvi_add_far(const tkvi_work_tile *u, int i, const float *p, float *far_attention) {
     int end = tkvi_block_end(u->call->kv, u->list, u->ids, i), r, t, k;
     if (i < u->list->sinks) return;
@@ -20469,13 +21028,14 @@ static TKVI_NOINLINE void tkvi_add_far(const tkvi_work_tile *u, int i, const flo
     }
 }
 
-/* Most parts add to one half of o only. */
+/* Clears a half of o before its first use. Most splits use one half only. */
 static void tkvi_begin_space(const tkvi_work_tile *u, const tkvi_sums *sums, int space) {
     if (sums->any[space] > 0.0f) return;
     sums->any[space] = 1.0f;
     memset(sums->o + space * TKVI_ROWS * u->v_pad, 0, (size_t)(u->rows * u->v_pad) * sizeof(float));
 }
 
+/* Attention of all rows over the blocks of split `chunk`, into `sums`. With chunk = n_chunks the sums are empty. */
 static TKVI_NOINLINE void tkvi_attend_split(const tkvi_work_tile *u, tkvi_queries *q, int chunk,
                                             const tkvi_sums *sums) {
     const tkv_cache *kv = u->call->kv;
@@ -20517,7 +21077,7 @@ static TKVI_NOINLINE void tkvi_attend_split(const tkvi_work_tile *u, tkvi_querie
     }
 }
 
-/* Row r of the sums grows by that of another set of keys. */
+/* Adds row r of `from` to row r of `to`. The two must be sums over different keys. */
 static void tkvi_merge_row(const tkvi_work_tile *u, int r, const tkvi_sums *to, const tkvi_sums *from) {
     float a, b;
     int i, k, space, first = !(to->l[r] > 0.0f);
@@ -20542,6 +21102,7 @@ static void tkvi_merge_row(const tkvi_work_tile *u, int r, const tkvi_sums *to, 
     }
 }
 
+/* Adds all rows of `from` to `to`. */
 static TKVI_NOINLINE void tkvi_merge(const tkvi_work_tile *u, const tkvi_sums *to, const tkvi_sums *from) {
     int r, space;
     for (space = 0; space < 2; space++)
@@ -20549,7 +21110,7 @@ static TKVI_NOINLINE void tkvi_merge(const tkvi_work_tile *u, const tkvi_sums *t
     for (r = 0; r < u->rows; r++) tkvi_merge_row(u, r, to, from);
 }
 
-/* Rows whose query or logits are not finite see no key: they have no sum. */
+/* Clears the sums of rows whose query or logits are not finite: such rows see no key. */
 static void tkvi_empty_nonfinite(const tkvi_work_tile *u, const float *origins, const tkvi_sums *s) {
     int r;
     for (r = 0; r < u->rows; r++)
@@ -20559,7 +21120,7 @@ static void tkvi_empty_nonfinite(const tkvi_work_tile *u, const float *origins, 
         }
 }
 
-/* What attention over these rows says of the layer, in whole numbers: their order is of no importance. */
+/* Adds the sampled rows to the layer's statistics. Integer sums do not depend on the order of threads. */
 #if defined(__GNUC__) || defined(__clang__)
 static TKVI_NOINLINE void tkvi_collect_stats(const tkvi_work_tile *u, const tkvi_queries *q,
                                              const tkvi_sums *s) {
@@ -20571,7 +21132,7 @@ static TKVI_NOINLINE void tkvi_collect_stats(const tkvi_work_tile *u, const tkvi
     for (r = 0; r < u->rows; r++) {
         if (!tkvi_is_sampled(u, r)) continue;
         for (c = 0; c < dim; c++) {
-            float x = q->q[r * u->k_pad + c]; /* of queries, NaN are not refused; squares stay finite */
+            float x = q->q[r * u->k_pad + c]; /* queries can have NaN; the clamp keeps squares finite */
             x = tkvi_is_finite(x) ? tkvi_clampf(x, -1e6f, 1e6f) : 0.0f;
             asked[c] += tkvi_counted(x * x * 16777216.0f, 1e12f);
         }
@@ -20581,16 +21142,17 @@ static TKVI_NOINLINE void tkvi_collect_stats(const tkvi_work_tile *u, const tkvi
     tkvi_unlock(&kv->learning);
 }
 
+/* Adds q q^T of every TKVI_QUERY_STATS_EVERY-th position to the layer's statistics of queries. */
 static TKVI_NOINLINE void tkvi_collect_query_stats(const tkvi_work_tile *u, const tkvi_queries *q) {
     tkv_cache *kv = u->call->kv;
     int layer = u->call->plan->stored, r;
     tkvi_lock(&kv->learning);
     for (r = 0; r < u->rows; r++)
-        if (tkvi_position(u, tkvi_query_of(u, r)) % TKVI_METRIC_EVERY == 0)
-            tkvi_metric_add(kv, layer, u->head, q->q + r * u->k_pad);
+        if (tkvi_position(u, tkvi_query_of(u, r)) % TKVI_QUERY_STATS_EVERY == 0)
+            tkvi_query_stats_add(kv, layer, u->head, q->q + r * u->k_pad);
     tkvi_unlock(&kv->learning);
 }
-#else /* without atomics nobody may write here: tables come from the keys alone */
+#else /* statistics need atomics; without them tables come from the keys alone */
 static void tkvi_collect_query_stats(const tkvi_work_tile *u, const tkvi_queries *q) {
     (void)u;
     (void)q;
@@ -20603,16 +21165,16 @@ static void tkvi_collect_stats(const tkvi_work_tile *u, const tkvi_queries *q, c
 }
 #endif
 
-/* >>quality: the same attention once more, with exact copies in place of coded blocks (cache/meter.h) */
+/* >>comparison with exact: attention a second time, with exact copies in place of coded blocks (cache/meter.h) */
 typedef struct tkvi_comparison { /* of a row */
     int sampled;
-    uint64_t keys, kept; /* coded keys in its reach; those with a copy */
-    double l, shift;   /* sums over keys, relative to the maximum so far: p; p times (exact - cached score) */
-    float m, cached_m; /* that maximum; the largest cached score */
-    float choice;      /* the exact score of the key that has the largest cached one */
+    uint64_t keys, kept; /* coded keys that the row sees; those of them with a copy */
+    double l, shift;     /* sums over keys, p = exp(exact - m): of p; of p (exact - cached score) */
+    float m, cached_m;   /* largest exact score; largest cached score */
+    float choice;        /* the exact score of the key with the largest cached score */
 } tkvi_comparison;
 
-/* Which rows are sampled, and what of their keys was coded and has a copy. Returns how many keys have one. */
+/* Marks the sampled rows, and counts their coded keys and those with a copy. Returns the latter, over all rows. */
 static uint64_t tkvi_comparison_begin(const tkvi_work_tile *u, const tkvi_head_probe *g,
                                       tkvi_comparison *rows) {
     const tkv_cache *kv = u->call->kv;
@@ -20643,7 +21205,8 @@ static uint64_t tkvi_comparison_begin(const tkvi_work_tile *u, const tkvi_head_p
     return kept;
 }
 
-/* One block's scores, s with its copy and c without, join a row; w gets the weights. 0 if none is seen. */
+/* Adds one block to a row's comparison. s, c: [64] exact and cached scores. w: [64] gets the weights of the exact
+ * scores. Returns 0 if the row sees no key of the block. */
 static int tkvi_comparison_add(const tkvi_work_tile *u, int r, tkvi_comparison *row, const float *s,
                                const float *c, float *w, float *o) {
     const tkvi_kernels *kernels = u->call->kv->kernels;
@@ -20668,11 +21231,12 @@ static int tkvi_comparison_add(const tkvi_work_tile *u, int r, tkvi_comparison *
         row->choice = s[t % TKVI_BLOCK];
     }
     row->l += (double)kernels->exp64(s, row->m, w);
-    for (t = 0; t < TKVI_BLOCK; t++) shift += (double)(w[t] * (s[t] - c[t])); /* hidden keys: 0 times 0 */
+    for (t = 0; t < TKVI_BLOCK; t++) shift += (double)(w[t] * (s[t] - c[t])); /* a hidden key adds 0 */
     row->shift += shift;
     return 1;
 }
 
+/* Attention of the sampled rows over all blocks, with copies where there are some. o: as tkvi_sums.o. */
 static TKVI_NOINLINE void tkvi_comparison_blocks(const tkvi_work_tile *u, tkvi_queries *q,
                                                  const tkvi_head_probe *g, tkvi_comparison *rows, float *o) {
     const tkv_cache *kv = u->call->kv;
@@ -20687,14 +21251,14 @@ static TKVI_NOINLINE void tkvi_comparison_blocks(const tkvi_work_tile *u, tkvi_q
         int any = 0, at[TKVI_BLOCK];
         const uint8_t *bytes, *copy = tkvi_head_probe_copy(kv->meter, g, start, &from);
         const tkvi_record *rec;
-        if (kv->pool.block[u->ids[i]].packed) copy = NULL; /* of other tokens */
+        if (kv->pool.block[u->ids[i]].packed) copy = NULL; /* it has other tokens */
         rec = copy ? exact : tkvi_record_of(u, i, &bytes);
         if (!tkvi_block_scores(u, q, i, cached)) continue;
         if (copy) {
             bytes = copy;
             kv->kernels->k[rec->k.format->stored](&rec->k, bytes, NULL, q->q, q->ref, u->rows, n, 1, scores);
-            tkvi_places(u, i, at);
-            for (r = 0; r < u->rows; r++) tkvi_modify(u, r, q->origin[r], at, scores + r * TKVI_BLOCK);
+            tkvi_slot_positions(u, i, at);
+            for (r = 0; r < u->rows; r++) tkvi_adjust_scores(u, r, q->origin[r], at, scores + r * TKVI_BLOCK);
         } else {
             memcpy(scores, cached, sizeof scores);
         }
@@ -20711,8 +21275,8 @@ static TKVI_NOINLINE void tkvi_comparison_blocks(const tkvi_work_tile *u, tkvi_q
     }
 }
 
-/* Output of a row, rotated values turned back, before learned sinks and the division. */
-static void tkvi_whole_row(const tkvi_work_tile *u, int r, const float *o, int rotated, float *row) {
+/* row: [v_head_dim] sum of p v of row r, with rotated values rotated back. Without sink logit and division by l. */
+static void tkvi_output_row(const tkvi_work_tile *u, int r, const float *o, int rotated, float *row) {
     int dim = u->call->kv->tables.cfg.v_head_dim, i;
     memset(row, 0, TKV_MAX_HEAD_DIM * sizeof *row);
     if (rotated) {
@@ -20722,7 +21286,8 @@ static void tkvi_whole_row(const tkvi_work_tile *u, int r, const float *o, int r
     for (i = 0; i < dim; i++) row[i] += o[r * u->v_pad + i];
 }
 
-/* What the row's comparison says. s: the cache's own sums, o: those with the copies. */
+/* Adds a row's comparison to error_sums: agreement of the top key, KL(exact || cached), |out - exact|^2 /
+ * |exact|^2. s: sums over the cached blocks. o: as s->o, with the copies. */
 static void tkvi_comparison_end(const tkvi_work_tile *u, const tkvi_queries *q, int r,
                                 const tkvi_comparison *row, const tkvi_sums *s, const float *o,
                                 tkvi_error_sums *error_sums) {
@@ -20739,8 +21304,8 @@ static void tkvi_comparison_end(const tkvi_work_tile *u, const tkvi_queries *q, 
     }
     a = exp((double)row->m - lse);
     b = exp((double)s->m[r] - cached);
-    tkvi_whole_row(u, r, o, tkvi_spaces(u) > 1, x);
-    tkvi_whole_row(u, r, s->o, s->any[1] > 0.0f, y);
+    tkvi_output_row(u, r, o, tkvi_spaces(u) > 1, x);
+    tkvi_output_row(u, r, s->o, s->any[1] > 0.0f, y);
     for (i = 0; i < u->call->kv->tables.cfg.v_head_dim; i++) {
         double e = (double)x[i] * a - (double)y[i] * b;
         d += e * e;
@@ -20753,9 +21318,9 @@ static void tkvi_comparison_end(const tkvi_work_tile *u, const tkvi_queries *q, 
     if (divergence > error_sums->worst) error_sums->worst = divergence;
 }
 
-/* Adds the sampled rows of a unit to its gauge. `s` stays as it is; `work` is overwritten. */
-static TKVI_NOINLINE void tkvi_measure(const tkvi_work_tile *u, tkvi_queries *q, const tkvi_sums *s,
-                                       const tkvi_sums *work) {
+/* Adds the sampled rows of a work tile to its head probe. Does not change `s`. Overwrites `work`. */
+static TKVI_NOINLINE void tkvi_update_error_sums(const tkvi_work_tile *u, tkvi_queries *q, const tkvi_sums *s,
+                                                 const tkvi_sums *work) {
     tkvi_meter *m = u->call->kv->meter;
     tkvi_head_probe *g = tkvi_head_probe_of(m, u->call->plan->stored, u->head);
     tkvi_comparison rows[TKVI_ROWS];
@@ -20767,12 +21332,12 @@ static TKVI_NOINLINE void tkvi_measure(const tkvi_work_tile *u, tkvi_queries *q,
     kept = tkvi_comparison_begin(u, g, rows);
     if (kept) tkvi_comparison_blocks(u, q, g, rows, work->o);
     for (r = 0; r < u->rows; r++) {
-        if (!rows[r].sampled || !(s->l[r] > 0.0f)) continue; /* it sees no key */
+        if (!rows[r].sampled || !(s->l[r] > 0.0f)) continue; /* the row sees no key */
         error_sums.samples++;
         error_sums.keys += rows[r].keys;
         error_sums.kept += rows[r].kept;
         if (rows[r].kept && rows[r].l > 0.0) tkvi_comparison_end(u, q, r, &rows[r], s, work->o, &error_sums);
-        else error_sums.agreed++; /* nothing that could differ */
+        else error_sums.agreed++; /* no copy, no difference */
     }
     if (!error_sums.samples) return;
     tkvi_lock(&m->lock);
@@ -20780,7 +21345,8 @@ static TKVI_NOINLINE void tkvi_measure(const tkvi_work_tile *u, tkvi_queries *q,
     tkvi_unlock(&m->lock);
 }
 
-/* The unit's rows go out; learned sinks join the sum. rotated: the second half of o is to be turned back first. */
+/* Writes out and lse of a work tile's rows, after it adds the sink logits to the sums. rotated: 1 if the second
+ * half of o is in use. It is then rotated back first. */
 static TKVI_NOINLINE void tkvi_finish(const tkvi_work_tile *u, const float *origins, const tkvi_sums *s,
                                       int rotated) {
     const tkvi_call *c = u->call;
@@ -20824,8 +21390,8 @@ static TKVI_NOINLINE void tkvi_finish(const tkvi_work_tile *u, const float *orig
     }
 }
 
-/* >>gathering: what sampled rows looked at, by a second pass over the keys when sums are known (reclaim/scores.h) */
-/* The first row from r on that tells, u->rows if none does. Turns of layers and heads spread the work over tokens. */
+/* >>attention scores of tokens: a second pass over the keys for sampled rows, with known sums (reclaim/scores.h) */
+/* The first sampled row from r on, or u->rows. Layers and heads sample different positions to spread the work. */
 static int tkvi_next_sampled(const tkvi_work_tile *u, int r) {
     const tkvi_token_scores *m = u->call->mass;
     const int64_t unit = (int64_t)u->call->p->layer * u->call->kv->tables.cfg.n_kv_heads + u->head;
@@ -20837,7 +21403,7 @@ static int tkvi_next_sampled(const tkvi_work_tile *u, int r) {
     return r;
 }
 
-/* How many keys a query can see. */
+/* Number of live keys that a query sees by causality and window. */
 static int tkvi_keys_seen(const tkvi_work_tile *u, int query) {
     const tkv_cache *kv = u->call->kv;
     int low, high, i, t, n = 0;
@@ -20850,14 +21416,14 @@ static int tkvi_keys_seen(const tkvi_work_tile *u, int query) {
             continue;
         }
         for (t = 0; t < slots; t++) {
-            const int at = tkvi_at(kv, u->ids[i], t);
+            const int at = tkvi_slot_position(kv, u->ids[i], t);
             n += at >= low && at < high && (tkvi_live_mask(b, slots) >> t & 1);
         }
     }
     return n;
 }
 
-/* The weights of row r; none where its sum is no number or it sees no key. Returns whether there are any. */
+/* p: [64] softmax weights of row r. Returns 0, with zeros in p, if lse is not finite or the row sees no key. */
 static int tkvi_weights_of(const tkvi_work_tile *u, const float *scores, float lse, int r, float *p) {
     if (tkvi_is_finite(lse) && !TKVI_IS_HIDDEN(lse)) {
         (void)u->call->kv->kernels->exp64(scores + r * TKVI_BLOCK, lse, p);
@@ -20867,7 +21433,8 @@ static int tkvi_weights_of(const tkvi_work_tile *u, const float *scores, float l
     return 0;
 }
 
-/* All rows of this unit tell of blocks first .. last-1. lse: of each row, as scores are. */
+/* Adds the attention weights of all rows to token_meta of blocks first .. last-1. lse: [rows] log-sum-exp, relative
+ * to the reference key. Overwrites q. */
 static void tkvi_score_blocks(const tkvi_work_tile *u, const float *lse, int first, int last,
                               tkvi_queries *q) {
     TKVI_ALIGNED float scores[TKVI_ROWS * TKVI_BLOCK], p[TKVI_BLOCK], said[TKVI_BLOCK], more[TKVI_BLOCK];
@@ -20900,7 +21467,8 @@ static void tkvi_score_blocks(const tkvi_work_tile *u, const float *lse, int fir
     }
 }
 
-/* The rows of a unit that tell do. s: finished sums; q: overwritten. */
+/* Re-scores the sampled rows over blocks first .. last-1 and adds their attention weights to token_meta. s: final
+ * sums. Overwrites q. */
 static TKVI_NOINLINE void tkvi_gather_scores(const tkvi_work_tile *u, const tkvi_sums *s, int first, int last,
                                              tkvi_queries *q) {
     int r, end;
@@ -20915,12 +21483,12 @@ static TKVI_NOINLINE void tkvi_gather_scores(const tkvi_work_tile *u, const tkvi
     }
 }
 
-/* >>work: units, serial or in parallel, whole or in parts */
+/* >>work: work tiles, serial or parallel, whole or in splits */
 typedef struct tkvi_work {
     const tkvi_call *call;
-    int n_units, n_chunks;
-    float *parts; /* [unit][chunk] sums */
-    tkv_task task;
+    int n_units, n_chunks; /* work tiles; most splits of one */
+    float *parts;          /* [n_units][n_chunks] sums of splits; NULL: work tiles are not split */
+    tkv_task task;         /* the task inside tkvi_run_fetching */
 } tkvi_work;
 
 static int tkvi_count_work_tiles(const tkvi_call *c) {
@@ -20929,11 +21497,12 @@ static int tkvi_count_work_tiles(const tkvi_call *c) {
     return n;
 }
 
+/* Fills in the work tile with this number. */
 static void tkvi_find_work_tile(const tkvi_call *c, int number, tkvi_work_tile *u) {
     int i, row = 0, heads = c->kv->tables.cfg.n_kv_heads;
     for (i = 0;; i++) {
         int tiles = tkvi_tiles_of(c, c->rows[i].n);
-        if (number < tiles * heads) { /* tile after tile of a head, whose records then stay in a cache */
+        if (number < tiles * heads) { /* all tiles of a head in a row: its records stay in the CPU cache */
             tkvi_work_tile_init(u, c, i, row, number / tiles, number % tiles);
             return;
         }
@@ -20947,6 +21516,7 @@ static tkvi_sums tkvi_split_at(const tkvi_work *w, const tkvi_work_tile *u, int 
                         u->v_pad);
 }
 
+/* Task: one split of one work tile. */
 static void tkvi_run_split(void *ctx, int index) {
     const tkvi_work *w = (const tkvi_work *)ctx;
     int chunk = index % w->n_chunks;
@@ -20960,11 +21530,12 @@ static void tkvi_run_split(void *ctx, int index) {
     tkvi_attend_split(&u, &q, chunk, &sums);
 }
 
-/* All parts of a unit, merged in order: those that tkvi_run_split left, or made here one by one. */
-static void tkvi_add_up(const tkvi_work *w, int index, const tkvi_work_tile *u, tkvi_queries *q,
-                        const tkvi_sums *sums, const tkvi_sums *here) {
+/* Merges all splits of a work tile in order into `sums`. Takes the results of tkvi_run_split, or computes each
+ * split into `here`. */
+static void tkvi_merge_splits(const tkvi_work *w, int index, const tkvi_work_tile *u, tkvi_queries *q,
+                              const tkvi_sums *sums, const tkvi_sums *here) {
     int chunk;
-    tkvi_attend_split(u, q, w->parts ? u->n_chunks : 0, sums); /* behind the last: nothing but empty sums */
+    tkvi_attend_split(u, q, w->parts ? u->n_chunks : 0, sums); /* n_chunks: empty sums */
     for (chunk = w->parts ? 0 : 1; chunk < u->n_chunks; chunk++) {
         tkvi_sums part = *here;
         if (w->parts) part = tkvi_split_at(w, u, index, chunk);
@@ -20974,6 +21545,7 @@ static void tkvi_add_up(const tkvi_work *w, int index, const tkvi_work_tile *u, 
     tkvi_begin_space(u, sums, 0);
 }
 
+/* Task: a whole work tile, or, after tkvi_run_split, the merge of its splits. */
 static void tkvi_run_work_tile(void *ctx, int index) {
     const tkvi_work *w = (const tkvi_work *)ctx;
     TKVI_ALIGNED float all[TKVI_SUMS_FLOATS(TKV_MAX_HEAD_DIM)], here[TKVI_SUMS_FLOATS(TKV_MAX_HEAD_DIM)];
@@ -20984,22 +21556,23 @@ static void tkvi_run_work_tile(void *ctx, int index) {
     tkvi_load_queries(&u, &q);
     sums = tkvi_sums_in(all, u.v_pad);
     part = tkvi_sums_in(here, u.v_pad);
-    tkvi_add_up(w, index, &u, &q, &sums, &part);
+    tkvi_merge_splits(w, index, &u, &q, &sums, &part);
     if (tkvi_failed(w->call)) return;
     tkvi_empty_nonfinite(&u, q.origin, &sums);
     if (w->call->collect_stats) tkvi_collect_stats(&u, &q, &sums);
     if (w->call->metric) tkvi_collect_query_stats(&u, &q);
-    if (w->call->meter) tkvi_measure(&u, &q, &sums, &part);
+    if (w->call->meter) tkvi_update_error_sums(&u, &q, &sums, &part);
     tkvi_finish(&u, q.origin, &sums, sums.any[1] > 0.0f);
     if (!w->parts) {
         tkvi_gather_scores(&u, &sums, 0, u.list->n, &q);
-    } else if (tkvi_next_sampled(&u, 0) < u.rows) { /* for tkvi_run_gather */
+    } else if (tkvi_next_sampled(&u, 0) < u.rows) { /* tkvi_run_gather needs m and l */
         part = tkvi_split_at(w, &u, index, 0);
         memcpy(part.m, sums.m, (size_t)u.rows * sizeof(float));
         memcpy(part.l, sums.l, (size_t)u.rows * sizeof(float));
     }
 }
 
+/* Task: attention scores of one split of one work tile, after tkvi_run_work_tile. */
 static void tkvi_run_gather(void *ctx, int index) {
     const tkvi_work *w = (const tkvi_work *)ctx;
     const int unit = index / w->n_chunks, chunk = index % w->n_chunks;
@@ -21012,7 +21585,7 @@ static void tkvi_run_gather(void *ctx, int index) {
     tkvi_gather_scores(&u, &sums, chunk * u.chunk, tkvi_min(u.list->n, (chunk + 1) * u.chunk), &q);
 }
 
-/* Does any unit tell? Serves only to wake no threads in vain. */
+/* Does any work tile have a sampled row? If not, no thread needs to wake up. */
 static int tkvi_any_sampled(const tkvi_work *w) {
     int i, any = 0;
     for (i = 0; i < w->n_units && w->call->mass && !any; i++) {
@@ -21023,14 +21596,14 @@ static int tkvi_any_sampled(const tkvi_work *w) {
     return any;
 }
 
-/* >>many: units of up to 32 rows, rows in lanes, where a sequence has many queries (kernels/prefill.h) */
-typedef struct tkvi_prefill_sums { /* as tkvi_sums: [lanes], [v_pad][lanes] */
+/* >>prefill: work tiles of up to 32 rows, one row per vector lane (kernels/prefill.h) */
+typedef struct tkvi_prefill_sums { /* as tkvi_sums. m, l, far_attention, origin: [lanes]; o: [v_pad][lanes] */
     TKVI_ALIGNED float o[TKVI_PREFILL_FLOATS];
     TKVI_ALIGNED float m[TKVI_PREFILL], l[TKVI_PREFILL], far_attention[TKVI_PREFILL], origin[TKVI_PREFILL];
     int lanes;
 } tkvi_prefill_sums;
 
-/* Queries of a unit, [channel][lanes], lanes without a row 0. */
+/* q: [channel][lanes] query rows of a work tile, 0 in lanes without a row. */
 static TKVI_NOINLINE void tkvi_load_lanes(const tkvi_work_tile *u, const float *ref, int lanes, float *q,
                                           float *origin) {
     TKVI_ALIGNED float rows[16 * TKV_MAX_HEAD_DIM];
@@ -21043,35 +21616,38 @@ static TKVI_NOINLINE void tkvi_load_lanes(const tkvi_work_tile *u, const float *
     }
 }
 
-/* Which tokens of block i lanes see; 0 if all lanes see all. */
-static int tkvi_see_lanes(const tkvi_work_tile *u, int i, int start, int end, int32_t *low, int32_t *high) {
+/* The tokens of block i that each lane sees: low .. high-1. Returns 0 if all lanes see all tokens. */
+static int tkvi_visible_lanes(const tkvi_work_tile *u, int i, int start, int end, int32_t *low,
+                              int32_t *high) {
     const int packed = u->call->kv->pool.block[u->ids[i]].packed;
     int r;
-    if (!u->changes && !tkvi_is_ragged(u, i, start, end)) return 0;
+    if (!u->changes && !tkvi_has_hidden(u, i, start, end)) return 0;
     memset(low, 0, TKVI_PREFILL * sizeof *low);
     memset(high, 0, TKVI_PREFILL * sizeof *high);
     for (r = 0; r < u->rows; r++) {
         int from, to;
         tkvi_visible(u, tkvi_query_of(u, r), &from, &to);
-        low[r] = packed ? 0 : from - start; /* scores of a packed block say themselves what is hidden */
+        low[r] = packed ? 0 : from - start; /* tkvi_adjust_score_lanes hid scores of packed blocks */
         high[r] = packed ? packed : tkvi_min(to, end) - start;
     }
     return 1;
 }
 
-static TKVI_NOINLINE void tkvi_modify_lanes(const tkvi_work_tile *u, const float *origin, int i, int lanes,
-                                            float *scores) {
+/* tkvi_adjust_scores for scores [64][lanes] of block i. */
+static TKVI_NOINLINE void tkvi_adjust_score_lanes(const tkvi_work_tile *u, const float *origin, int i,
+                                                  int lanes, float *scores) {
     int at[TKVI_BLOCK], r, t;
-    tkvi_places(u, i, at);
+    tkvi_slot_positions(u, i, at);
     for (r = 0; r < u->rows; r++) {
         float s[TKVI_BLOCK];
         for (t = 0; t < TKVI_BLOCK; t++) s[t] = scores[t * lanes + r];
-        tkvi_modify(u, r, origin[r], at, s);
+        tkvi_adjust_scores(u, r, origin[r], at, s);
         for (t = 0; t < TKVI_BLOCK; t++) scores[t * lanes + r] = s[t];
     }
 }
 
-/* Whose p of a block count for far_attention, as tkvi_add_far says; 0 if nobody's do. */
+/* sampled_lanes: 1 for lanes that add block i to far_attention, by the rule of tkvi_add_far. Returns 0 if all
+ * are 0. */
 static int tkvi_sample_lanes(const tkvi_work_tile *u, int i, int end, float *sampled_lanes) {
     int r, any = 0;
     if (!u->call->collect_stats || i < u->list->sinks) return 0;
@@ -21084,7 +21660,7 @@ static int tkvi_sample_lanes(const tkvi_work_tile *u, int i, int end, float *sam
     return any;
 }
 
-/* The online softmax over all blocks. */
+/* The online softmax over all blocks. Blocks with rotated V come first, so that one rotation back is enough. */
 static TKVI_NOINLINE void tkvi_prefill_blocks(const tkvi_work_tile *u, tkvi_prefill_sums *sums) {
     TKVI_ALIGNED float scores[TKVI_BLOCK * TKVI_PREFILL], shrink[TKVI_PREFILL], sampled_lanes[TKVI_PREFILL];
     TKVI_ALIGNED int32_t low[TKVI_PREFILL], high[TKVI_PREFILL];
@@ -21109,11 +21685,11 @@ static TKVI_NOINLINE void tkvi_prefill_blocks(const tkvi_work_tile *u, tkvi_pref
     w.l = sums->l;
     w.shrink = shrink;
     w.high = high;
-    w.far_attention =
-        u->call->collect_stats ? sums->far_attention : NULL; /* shrinks with the others, whoever is heard */
+    /* A new maximum scales far_attention of all lanes, not only of sampled ones. */
+    w.far_attention = u->call->collect_stats ? sums->far_attention : NULL;
     for (rotated = kv->tables.any_rotated; rotated >= 0; rotated--) {
         for (i = 0; i < u->list->n; i++) {
-            int start = tkvi_block_start(kv, u->ids, i), end = tkvi_seen_to(u, i);
+            int start = tkvi_block_start(kv, u->ids, i), end = tkvi_visible_end(u, i);
             const uint8_t *bytes, *next = tkvi_next_record(u, i);
             const tkvi_record *rec = tkvi_record_of(u, i, &bytes);
             const tkvi_block *b = &kv->pool.block[u->ids[i]];
@@ -21122,8 +21698,9 @@ static TKVI_NOINLINE void tkvi_prefill_blocks(const tkvi_work_tile *u, tkvi_pref
             if (!bytes) bytes = tkvi_bytes_of(u, i, TKV_K);
             if (!bytes) return;
             many->k(&rec->k, bytes, next, &q, n, tkvi_planes(&rec->k, kv->tables.cfg.precise), scores);
-            if (u->changes || b->gone || b->packed) tkvi_modify_lanes(u, sums->origin, i, lanes, scores);
-            w.low = tkvi_see_lanes(u, i, start, end, low, high) ? low : NULL;
+            if (u->changes || b->gone || b->packed)
+                tkvi_adjust_score_lanes(u, sums->origin, i, lanes, scores);
+            w.low = tkvi_visible_lanes(u, i, start, end, low, high) ? low : NULL;
             w.sampled_lanes = tkvi_sample_lanes(u, i, end, sampled_lanes) ? sampled_lanes : NULL;
             if (many->softmax_step(&w)) many->shrink(sums->o, u->v_pad, lanes, shrink);
             bytes = tkvi_bytes_of(u, i, TKV_V);
@@ -21135,19 +21712,21 @@ static TKVI_NOINLINE void tkvi_prefill_blocks(const tkvi_work_tile *u, tkvi_pref
     }
 }
 
-static TKVI_NOINLINE void tkvi_prefill_listen(const tkvi_work_tile *u, const tkvi_sums *sums) {
+/* Collects statistics of up to 8 rows. */
+static TKVI_NOINLINE void tkvi_prefill_collect_stats(const tkvi_work_tile *u, const tkvi_sums *sums) {
     TKVI_ALIGNED tkvi_queries q;
     tkvi_load_queries(u, &q);
     if (u->call->collect_stats) tkvi_collect_stats(u, &q, sums);
     if (u->call->metric) tkvi_collect_query_stats(u, &q);
 }
 
+/* Adds attention scores of up to 8 rows. */
 static TKVI_NOINLINE void tkvi_prefill_gather(const tkvi_work_tile *u, const tkvi_sums *sums) {
     TKVI_ALIGNED tkvi_queries q;
     tkvi_gather_scores(u, sums, 0, u->list->n, &q);
 }
 
-/* Eight rows of a unit, or as many as are gathered together. */
+/* The rows from `first` on as a work tile of call->tell rows at most: 8, or fewer to keep all heads of a query. */
 static tkvi_work_tile tkvi_prefill_eight(const tkvi_work_tile *u, int first) {
     tkvi_work_tile eight = *u;
     eight.first += first;
@@ -21155,7 +21734,7 @@ static tkvi_work_tile tkvi_prefill_eight(const tkvi_work_tile *u, int first) {
     return eight;
 }
 
-/* Whoever wants to know of them is told, then they go out. */
+/* Finishes up to 8 rows: statistics, out and lse, attention scores. */
 static TKVI_NOINLINE void tkvi_prefill_finish(const tkvi_work_tile *u, tkvi_prefill_sums *from, int first) {
     const tkvi_work_tile eight = tkvi_prefill_eight(u, first);
     tkvi_sums sums;
@@ -21164,11 +21743,12 @@ static TKVI_NOINLINE void tkvi_prefill_finish(const tkvi_work_tile *u, tkvi_pref
     sums.l = from->l + first;
     sums.far_attention = from->far_attention + first;
     tkvi_empty_nonfinite(&eight, from->origin + first, &sums);
-    if (u->call->collect_stats || u->call->metric) tkvi_prefill_listen(&eight, &sums);
+    if (u->call->collect_stats || u->call->metric) tkvi_prefill_collect_stats(&eight, &sums);
     tkvi_finish(&eight, from->origin + first, &sums, 0);
     if (u->call->mass) tkvi_prefill_gather(&eight, &sums);
 }
 
+/* Transposes o from [v_pad][lanes] to [lanes][v_pad]. */
 static TKVI_NOINLINE void tkvi_prefill_in_rows(const tkvi_work_tile *u, tkvi_prefill_sums *sums) {
     TKVI_ALIGNED float o[TKVI_PREFILL_FLOATS];
     int i, r;
@@ -21179,7 +21759,7 @@ static TKVI_NOINLINE void tkvi_prefill_in_rows(const tkvi_work_tile *u, tkvi_pre
                                 u->v_pad);
 }
 
-static TKVI_NOINLINE void tkvi_prefill_unit(const tkvi_work_tile *u) {
+static TKVI_NOINLINE void tkvi_prefill_work_tile(const tkvi_work_tile *u) {
     tkvi_prefill_sums sums;
     int first;
     sums.lanes = u->rows > 16 ? TKVI_PREFILL : 16;
@@ -21189,7 +21769,8 @@ static TKVI_NOINLINE void tkvi_prefill_unit(const tkvi_work_tile *u) {
     for (first = 0; first < u->rows; first += u->call->tell) tkvi_prefill_finish(u, &sums, first);
 }
 
-/* The quality meter compares kernels/scalar.h's scores with its own: rows that it samples are done again. */
+/* Measures up to 8 rows. Prefill kernels round in another way than the kernels of kernels/scalar.h, which the
+ * comparison uses. So the sampled rows are computed again with those. */
 static TKVI_NOINLINE void tkvi_prefill_measure(const tkvi_work *w, const tkvi_work_tile *u) {
     TKVI_ALIGNED float all[TKVI_SUMS_FLOATS(TKV_MAX_HEAD_DIM)], here[TKVI_SUMS_FLOATS(TKV_MAX_HEAD_DIM)];
     TKVI_ALIGNED tkvi_queries q;
@@ -21201,24 +21782,25 @@ static TKVI_NOINLINE void tkvi_prefill_measure(const tkvi_work *w, const tkvi_wo
         samples |= (tkvi_position(u, tkvi_query_of(u, r)) + g->phase) % m->every == 0;
     if (!samples) return;
     tkvi_load_queries(u, &q);
-    tkvi_add_up(w, 0, u, &q, &sums, &part);
-    tkvi_measure(u, &q, &sums, &part);
+    tkvi_merge_splits(w, 0, u, &q, &sums, &part);
+    tkvi_update_error_sums(u, &q, &sums, &part);
 }
 
+/* Task: one work tile with prefill kernels. */
 static void tkvi_run_prefill(void *ctx, int index) {
     const tkvi_work *w = (const tkvi_work *)ctx;
     tkvi_work_tile u;
     int first;
     tkvi_find_work_tile(w->call, index, &u);
-    tkvi_prefill_unit(&u);
+    tkvi_prefill_work_tile(&u);
     for (first = 0; first < u.rows && w->call->meter && !tkvi_failed(w->call); first += w->call->tell) {
         const tkvi_work_tile eight = tkvi_prefill_eight(&u, first);
         tkvi_prefill_measure(w, &eight);
     }
 }
 
-/* Many queries everywhere, and blocks that the kernels know? Then units are larger. Not where the mass is wanted, whose
- * scores must be the same ones again. */
+/* Prefill kernels for the call, or NULL. Each sequence needs 16 query rows or more, in formats that the kernels
+ * read. Not for p->mass: its second pass must compute the same scores again. */
 static const tkvi_prefill *tkvi_prefill_for(const tkvi_call *c) {
     const tkv_cache *kv = c->kv;
     int i, b;
@@ -21236,8 +21818,9 @@ static const tkvi_prefill *tkvi_prefill_for(const tkvi_call *c) {
     return tkvi_prefill_of(kv->kernels->isa);
 }
 
-/* One caller at a time uses kv->parts. Where there are no atomics nobody does: units are the only cut then. */
-static int tkvi_take_parts(tkv_cache *kv) {
+/* Takes kv->parts for this call. Returns 0, for work tiles without splits, if another call has it or without
+ * atomics. */
+static int tkvi_take_split_sums(tkv_cache *kv) {
     if (!kv->parts) return 0;
 #if defined(__GNUC__) || defined(__clang__)
     return __atomic_exchange_n(&kv->parts_taken, 1, __ATOMIC_ACQUIRE) == 0;
@@ -21246,7 +21829,7 @@ static int tkvi_take_parts(tkv_cache *kv) {
 #endif
 }
 
-static void tkvi_leave_parts(tkv_cache *kv) {
+static void tkvi_release_split_sums(tkv_cache *kv) {
 #if defined(__GNUC__) || defined(__clang__)
     __atomic_store_n(&kv->parts_taken, 0, __ATOMIC_RELEASE);
 #else
@@ -21254,10 +21837,12 @@ static void tkvi_leave_parts(tkv_cache *kv) {
 #endif
 }
 
-/* >>mass: a second pass over the keys, when the sums are known. One task per chunk of key positions. */
-#define TKVI_TOKEN_SCORE_CHUNK 16 /* blocks */
+/* >>p->mass: a second pass over the keys, with known log-sum-exp. One task per range of blocks, so no two tasks
+ * write to one position. */
+#define TKVI_TOKEN_SCORE_CHUNK 16 /* blocks per task */
 
-static void tkvi_run_mass(void *ctx, int index) {
+/* Task: adds the softmax weights of all rows to p->mass, for one range of blocks. */
+static void tkvi_run_score_output(void *ctx, int index) {
     const tkvi_work *w = (const tkvi_work *)ctx;
     const tkvi_call *c = w->call;
     float scores[TKVI_ROWS * TKVI_BLOCK];
@@ -21274,12 +21859,12 @@ static void tkvi_run_mass(void *ctx, int index) {
             float *mass = c->p->mass + u.item * c->mass_stride;
             int at[TKVI_BLOCK];
             if (!tkvi_block_scores(&u, &q, i, scores)) continue;
-            tkvi_places(&u, i, at);
+            tkvi_slot_positions(&u, i, at);
             for (r = 0; r < u.rows; r++) {
                 int row = u.seq_row + tkvi_query_of(&u, r);
                 float lse = c->p->lse[(ptrdiff_t)row * c->kv->tables.cfg.n_heads + tkvi_head_of(&u, r)];
                 const float *s = scores + r * TKVI_BLOCK;
-                if (!tkvi_is_finite(lse)) continue; /* it sees no key */
+                if (!tkvi_is_finite(lse)) continue; /* the row sees no key */
                 if (c->p->softcap <= 0.0f) lse -= q.origin[r];
                 for (t = 0; t < TKVI_BLOCK; t++)
                     if (!TKVI_IS_HIDDEN(s[t])) mass[at[t]] += expf(tkvi_clampf(s[t] - lse, -87.0f, 0.0f));
@@ -21288,6 +21873,7 @@ static void tkvi_run_mass(void *ctx, int index) {
     }
 }
 
+/* Runs task 0 .. n-1, with the config's parallel_for if there is one. */
 static void tkvi_for(const tkv_cache *kv, int n, tkv_task task, void *ctx) {
     int i;
     if (kv->tables.cfg.parallel_for && n > 1)
@@ -21296,7 +21882,7 @@ static void tkvi_for(const tkv_cache *kv, int n, tkv_task task, void *ctx) {
         for (i = 0; i < n; i++) task(ctx, i);
 }
 
-/* A task with room of its own for what it fetches. */
+/* Runs w->task with a fetch buffer of its own. */
 static TKVI_NOINLINE void tkvi_run_fetching(void *ctx, int index) {
     tkvi_fetch_buffer room;
     tkvi_work w = *(const tkvi_work *)ctx;
@@ -21307,6 +21893,7 @@ static TKVI_NOINLINE void tkvi_run_fetching(void *ctx, int index) {
     if (!tkvi_failed(&c)) w.task(&w, index);
 }
 
+/* Runs task 0 .. n-1, in parallel if `together`. Tasks get fetch buffers if some block is offloaded. */
 static void tkvi_run(tkvi_work *w, int n, int together, tkv_task task) {
     const tkv_cache *kv = w->call->kv;
     tkv_task run = kv->pool.n_offloaded ? tkvi_run_fetching : task;
@@ -21335,15 +21922,16 @@ TKV_API tkv_status tkv_attend_ex(tkv_cache *kv, const tkv_attend_params *p) {
         if (p->mass) memset(p->mass + i * c.mass_stride, 0, (size_t)list->len * sizeof(float));
     }
     if (w.n_units == 0) return TKV_OK;
-    w.n_chunks = tkvi_min(TKVI_MAX_CHUNKS, (longest + TKVI_MIN_CHUNK - 1) / TKVI_MIN_CHUNK);
-    few = w.n_chunks > 1 && w.n_units <= TKVI_FEW_UNITS && /* the same for any number of threads */
+    w.n_chunks =
+        tkvi_min(TKVI_MAX_TILE_SPLITS, (longest + TKVI_MIN_SPLIT_BLOCKS - 1) / TKVI_MIN_SPLIT_BLOCKS);
+    few = w.n_chunks > 1 && w.n_units <= TKVI_FEW_WORK_TILES && /* not by thread count: same bits */
           w.n_units * w.n_chunks <= TKVI_MAX_SPLITS;
-    if (few && kv->tables.cfg.parallel_for && tkvi_take_parts(kv)) {
+    if (few && kv->tables.cfg.parallel_for && tkvi_take_split_sums(kv)) {
         w.parts = kv->parts;
         tkvi_run(&w, w.n_units * w.n_chunks, 1, tkvi_run_split);
         tkvi_run(&w, w.n_units, 0, tkvi_run_work_tile);
         if (!failed && tkvi_any_sampled(&w)) tkvi_run(&w, w.n_units * w.n_chunks, 1, tkvi_run_gather);
-        tkvi_leave_parts(kv);
+        tkvi_release_split_sums(kv);
     } else if (few || !(c.many = tkvi_prefill_for(&c))) {
         tkvi_run(&w, w.n_units, 1, tkvi_run_work_tile);
     } else {
@@ -21353,7 +21941,8 @@ TKV_API tkv_status tkv_attend_ex(tkv_cache *kv, const tkv_attend_params *p) {
         c.tile = c.tell;
     }
     if (p->mass && !failed)
-        tkvi_run(&w, (longest + TKVI_TOKEN_SCORE_CHUNK - 1) / TKVI_TOKEN_SCORE_CHUNK, 1, tkvi_run_mass);
+        tkvi_run(&w, (longest + TKVI_TOKEN_SCORE_CHUNK - 1) / TKVI_TOKEN_SCORE_CHUNK, 1,
+                 tkvi_run_score_output);
     if (failed) return failed & TKVI_FAILED_IO ? TKV_ERR_IO : TKV_ERR_DATA;
     return TKV_OK;
 }
@@ -21394,15 +21983,17 @@ TKV_API void tkv_merge_lse(float *out, float *lse, const float *out2, const floa
 #endif /* TKVI_ATTENTION_ATTEND_H */
 /* ======== attention/reference.h ======== */
 /*
- * attention/reference.h - the slow definition of attention, for tests: decode each key and value, work in double,
- * pass after pass (maximum, sum, and the mass if asked). Shares with attention/attend.h the check of the call and
- * nothing of the arithmetic. May call attend and below.
+ * attention/reference.h - attention by its definition, slow, for tests.
+ *
+ * It decodes each key and value and computes in double. Pass 0 finds the maximum, pass 1 the sums, pass 2 p->mass
+ * if requested. It shares with attention/attend.h the check of the call, and no arithmetic.
  */
 #ifndef TKVI_ATTENTION_REFERENCE_H
 #define TKVI_ATTENTION_REFERENCE_H
 
 
-/* Logit of one key for query `query` of batch entry `item`, or 0 in *seen. */
+/* Logit of the key at position j for query `query` of batch entry `item`. len: length of the sequence. *seen: 0 if
+ * the query does not see the key. */
 static double tkvi_ref_logit(const tkvi_call *c, int item, int row, int query, int head, const float *key,
                              int j, int len, int *seen) {
     const tkv_attend_params *p = c->p;
@@ -21436,7 +22027,7 @@ static int tkvi_ref_is_finite(const tkvi_call *c, int row, int head) {
     return finite;
 }
 
-/* One head of one row. Pass 0 finds the maximum, pass 1 sums, pass 2 is for the mass. */
+/* Attention of one query head of one row. */
 static tkv_status tkvi_ref_row(const tkvi_call *c, int item, int row, int query, int head) {
     const tkv_cache *kv = c->kv;
     const tkv_config *cfg = &kv->tables.cfg;
@@ -21444,7 +22035,7 @@ static tkv_status tkvi_ref_row(const tkvi_call *c, int item, int row, int query,
     const uint32_t *ids = tkvi_ids(kv, c->rows[item].seq, c->plan->stored);
     double top = 0.0, sum = 0.0, out[TKV_MAX_HEAD_DIM];
     tkvi_fetch_buffer room[2];
-    const int finite = tkvi_ref_is_finite(c, row, head); /* else the row sees no key */
+    const int finite = tkvi_ref_is_finite(c, row, head); /* 0: the row sees no key */
     int pass, i, j, t, any = 0;
     ptrdiff_t at = row * c->out_row + head * c->out_head;
     memset(out, 0, sizeof out);
@@ -21463,7 +22054,7 @@ static tkv_status tkvi_ref_row(const tkvi_call *c, int item, int row, int query,
             const int n = tkvi_block_tokens(kv, list, ids, i);
             const uint64_t there = tkvi_live_mask(b, n);
             tkv_status st;
-            if (tkvi_is_discarded(b)) continue; /* nobody sees it: tkvi_call_init */
+            if (tkvi_is_discarded(b)) continue; /* no row sees it: tkvi_call_init */
             st = tkvi_side_bytes(kv, ids[i], head / c->heads_per_kv, TKV_K, &room[0], &k);
             if (!st && pass == 1)
                 st = tkvi_side_bytes(kv, ids[i], head / c->heads_per_kv, TKV_V, &room[1], &v);
@@ -21473,7 +22064,7 @@ static tkv_status tkvi_ref_row(const tkvi_call *c, int item, int row, int query,
                 int seen, ch;
                 double s, w;
                 if (!(there >> t & 1) || !finite) continue;
-                j = tkvi_at(kv, ids[i], t);
+                j = tkvi_slot_position(kv, ids[i], t);
                 tkvi_decode_side(&rec->k, k, t, 1, x, 0);
                 s = tkvi_ref_logit(c, item, row, query, head, x, j, list->len, &seen);
                 if (!seen) continue;
@@ -21521,55 +22112,61 @@ TKV_API tkv_status tkv_attend_reference(tkv_cache *kv, const tkv_attend_params *
 #endif /* TKVI_ATTENTION_REFERENCE_H */
 /* ======== step/sequence.h ======== */
 /*
- * step/sequence.h - tokens come, grow old, are cut, are gone: append, steps, reserve, truncate, reset, flush.
- * May call budget and below.
+ * step/sequence.h - the calls that change a sequence: append, flush, begin, commit, abort, reserve, truncate and
+ * reset; and tkv_read.
  *
- * Every change is first played through on paper (tkvi_peak: which slots would be taken and given back, in
- * order), then memory for its peak is fetched, then it is done; after the fetch nothing can fail. So a
- * failed call leaves the cache as it was.
+ * A change runs in three stages:
+ *     dry run    counts the slots that it takes and gives back, in order, and notes the peak (tkvi_peak)
+ *     memory     gets the memory of that peak from the allocator, or fails
+ *     change     cannot fail
+ * So a call that fails stores and cuts no token. Under a budget it makes room between dry run and memory
+ * (reclaim/budget.h). What it recoded or evicted for that, and the blocks that expired, stay so if it then fails.
  */
 #ifndef TKVI_STEP_SEQUENCE_H
 #define TKVI_STEP_SEQUENCE_H
 
 
-/* Slots of a class that tkv_reserve holds for a sequence. */
-static int64_t *tkvi_promised(tkv_cache *kv, int seq, int size_class) {
+/* The number of slots of a size class that tkv_reserve holds for a sequence. */
+static int64_t *tkvi_reserved_slots(tkv_cache *kv, int seq, int size_class) {
     return &kv->promised[(size_t)seq * (size_t)kv->tables.n_classes + (size_t)size_class];
 }
 
+/* Dry run of storing n tokens in one layer. */
 static void tkvi_dry_run_append(tkv_cache *kv, int seq, int layer, int n, tkvi_peak *dry_run) {
     const tkvi_plan *p = &kv->tables.plan[layer];
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
     int sink, i, blocks = tkvi_new_blocks(kv, p, list, ids, n, &sink);
-    if (tkvi_tail_room(kv, p, list, ids) && kv->pool.block[ids[list->n - 1]].refs > 1)
-        tkvi_peak_take(dry_run, kv->pool.block[ids[list->n - 1]].coding); /* copied before it is written to */
+    if (tkvi_tail_free_slots(kv, p, list, ids) && kv->pool.block[ids[list->n - 1]].refs > 1)
+        tkvi_peak_take(dry_run, kv->pool.block[ids[list->n - 1]].coding); /* a shared block is copied first */
     for (i = 0; i < blocks; i++) tkvi_peak_take(dry_run, i < sink ? p->sink_coding : p->now.coding[TKV_HOT]);
 }
 
 /* >>reservations */
-/* Blocks of each tier that a list may still grow by, if all coded ones are whole (none was flushed short). */
-static void tkvi_headroom(const tkv_cache *kv, const tkvi_plan *p, const tkvi_list *list, const uint32_t *ids,
-                          int64_t *room) {
+/* How many blocks of each tier a list may still gain: TKVI_FOREVER, without bound, under a budget or if tkv_flush
+ * coded a block that was not full. */
+static void tkvi_max_new_blocks(const tkv_cache *kv, const tkvi_plan *p, const tkvi_list *list,
+                                const uint32_t *ids, int64_t *room) {
     int i, whole = 1;
     tkvi_most_blocks(&kv->tables.cfg, p, room);
-    if (tkvi_plan_learns(p)) { /* some may have had to wait for a table */
-        room[TKV_HOT] += TKVI_LEARN / TKVI_BLOCK;
-        room[TKV_WARM] += TKVI_LEARN / TKVI_BLOCK;
+    if (tkvi_plan_learns(p)) { /* blocks may have waited for a table */
+        room[TKV_HOT] += TKVI_FIRST_TABLE_TOKENS / TKVI_BLOCK;
+        room[TKV_WARM] += TKVI_FIRST_TABLE_TOKENS / TKVI_BLOCK;
     }
     for (i = list->sinks; i < list->n; i++) {
         tkv_tier tier = tkvi_tier_at(list, i);
-        room[tier] -= kv->pool.block[ids[i]].refs == 1; /* the slots of shared ones do not come back */
+        room[tier] -= kv->pool.block[ids[i]].refs == 1; /* slots of shared blocks are not given back */
         if (tier != TKV_HOT)
             whole &= tkvi_block_end(kv, list, ids, i) - tkvi_block_start(kv, ids, i) == TKVI_BLOCK;
     }
     for (i = 0; i < TKV_TIER_COUNT && (!whole || tkvi_has_budget(kv)); i++) room[i] = TKVI_FOREVER;
 }
 
-/* Adds to live[class], `sign` times, what one layer of seq may still take on its way to the reserved length:
- * each new block, and each block that comes of age, without counting on what is freed meanwhile, so that any
- * chunking fits; but no more of a tier than it ever has. A layer that takes and gives on its way needs less
- * by what it took and at most more by what it gave: live + need never grows. Returns 0 if it is there. */
+/* Adds to live[class], `sign` times, the slots that one layer of seq may still take until it has the reserved
+ * length. It counts each new block and each block that ages, but no more blocks of a tier than the layer can ever
+ * have. It does not count on slots that are freed meanwhile, so appends of any size fit. A block taken lowers the
+ * need by one, a block given back raises it by one at most: live + need never grows. Returns 0 if nothing is
+ * needed any more. */
 static int tkvi_add_need(tkv_cache *kv, int seq, int layer, int sign, int64_t *live) {
     const tkvi_plan *p = &kv->tables.plan[layer];
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
@@ -21582,9 +22179,9 @@ static int tkvi_add_need(tkv_cache *kv, int seq, int layer, int sign, int64_t *l
     memset(need, 0, sizeof need);
     blocks = tkvi_new_blocks(kv, p, list, ids, tkvi_max(0, len - list->len), &sink);
     need[TKV_HOT] = blocks - sink;
-    if (tkvi_tail_room(kv, p, list, ids) && kv->pool.block[ids[list->n - 1]].refs > 1) need[TKV_HOT]++;
-    /* Where blocks will end at that length: the same whether they are full by now, or cut again later. */
-    at = tkvi_min(len, list->len + tkvi_tail_room(kv, p, list, ids));
+    if (tkvi_tail_free_slots(kv, p, list, ids) && kv->pool.block[ids[list->n - 1]].refs > 1) need[TKV_HOT]++;
+    /* `at`: where the blocks end at that length. It does not depend on whether they are full now or cut later. */
+    at = tkvi_min(len, list->len + tkvi_tail_free_slots(kv, p, list, ids));
     for (i = list->sinks + list->archive; i < list->n + blocks - sink; i++) {
         tkv_tier due;
         if (i == list->n && sink) at = tkvi_min(len, at + p->sink);
@@ -21594,7 +22191,7 @@ static int tkvi_add_need(tkv_cache *kv, int seq, int layer, int sign, int64_t *l
         need[TKV_WARM] += due != TKV_HOT && (i >= list->n || tkvi_tier_at(list, i) == TKV_HOT);
         need[TKV_ARCHIVE] += due == TKV_ARCHIVE;
     }
-    tkvi_headroom(kv, p, list, ids, room);
+    tkvi_max_new_blocks(kv, p, list, ids, room);
     if (sink) live[coding[p->sink_coding].size_class] += sign;
     for (tier = 0; tier < TKV_TIER_COUNT; tier++) {
         if (need[tier] > room[tier]) need[tier] = room[tier];
@@ -21603,10 +22200,10 @@ static int tkvi_add_need(tkv_cache *kv, int seq, int layer, int sign, int64_t *l
     return 1;
 }
 
-/* Promises seq the slots that bring all its layers to length `len`; 0 takes the promise back. */
-static void tkvi_promise(tkv_cache *kv, int seq, int len) {
+/* Reserves for seq the slots that bring all its layers to length `len`. 0 gives the reservation up. */
+static void tkvi_reserve_slots(tkv_cache *kv, int seq, int len) {
     int layer, c, waiting = 0;
-    int64_t *mine = tkvi_promised(kv, seq, 0);
+    int64_t *mine = tkvi_reserved_slots(kv, seq, 0);
     for (c = 0; c < kv->tables.n_classes; c++) {
         kv->pool.promised[c] -= mine[c];
         mine[c] = 0;
@@ -21618,9 +22215,9 @@ static void tkvi_promise(tkv_cache *kv, int seq, int len) {
     if (!waiting) kv->seq[seq].reserved_len = 0;
 }
 
-/* An append of n tokens on paper, ageing first. What the layer was promised pays for it; while the promised
- * length is not passed, the rest of the promise stays, and promise and slots together do not grow. A step that
- * passes it keeps the promise as well: it may be aborted. */
+/* Dry run of an append of n tokens to one layer, ageing included. The slots that are reserved for the layer pay for
+ * it: below the reserved length, slots in use and reserved slots together do not grow. An open step that passes the
+ * length keeps the reservation as well, because it may be aborted. */
 static void tkvi_dry_run_row(tkv_cache *kv, int seq, int layer, int n, tkvi_peak *dry_run) {
     const tkvi_seq *s = &kv->seq[seq];
     int64_t *before = dry_run->live + kv->tables.n_classes;
@@ -21636,19 +22233,20 @@ static void tkvi_dry_run_row(tkv_cache *kv, int seq, int layer, int n, tkvi_peak
     tkvi_peak_note(dry_run);
 }
 
-/* Pages in use, and those that reservations will need. */
+/* Pages in use, and the pages that reservations will need. */
 static int64_t tkvi_pages_taken(const tkvi_pool *pool) {
-    return (int64_t)pool->n_pages - (int64_t)pool->n_free_pages + tkvi_promised_pages(pool);
+    return (int64_t)pool->n_pages - (int64_t)pool->n_free_pages + tkvi_reserved_pages(pool);
 }
 
-/* After any change of a sequence: what is still promised to it, and what can go back to the allocator. */
+/* Call after any change of a sequence. Lowers its reservation to the slots that it still needs, and gives free
+ * pages back to the allocator. */
 static void tkvi_release_unused(tkv_cache *kv, int seq) {
-    if (kv->seq[seq].reserved_len) tkvi_promise(kv, seq, kv->seq[seq].reserved_len);
+    if (kv->seq[seq].reserved_len) tkvi_reserve_slots(kv, seq, kv->seq[seq].reserved_len);
     tkvi_trim(&kv->pool);
 }
 
 /* >>storing tokens */
-typedef struct tkvi_source { /* one of k, v of an append */
+typedef struct tkvi_source { /* K or V of an append, or of tkv_remat_give */
     const void *data;
     tkv_type type;
     ptrdiff_t token_stride, head_stride; /* in elements */
@@ -21664,7 +22262,8 @@ static void tkvi_load_row(const tkvi_source *s, int token, int head, float *row)
         for (c = 0; c < s->dim; c++) row[c] = tkvi_element(s->data, s->type, at + c);
 }
 
-/* 16 at a time, which compilers make vectors of: one more in the exponent of what is not finite, and it overflows. */
+/* Adding 1 to the exponent of a NaN or an infinity sets the sign bit; of other values it does not. Works on 16
+ * values at a time, because compilers vectorise that. */
 static int tkvi_all_finite(const float *x, int n) {
     uint32_t bits[16], some[16] = {0}, any = 0;
     int i, k;
@@ -21703,12 +22302,13 @@ static void tkvi_store_row(const tkvi_side *side, const tkvi_simd_ops *help, con
     side->format->side[side->which].put(side, help, row, at, dst);
 }
 
-/* The last block if it has room, its own copy if others hold it too, or a new one. */
+/* The block that takes the next token: the last one if it has a free slot, else a new one. A last block that other
+ * lists hold too is copied first, and this list then holds the copy. */
 static uint32_t tkvi_open_block(tkv_cache *kv, int seq, int layer) {
     const tkvi_plan *p = &kv->tables.plan[layer];
     tkvi_list *list = tkvi_list_of(kv, seq, layer);
     uint32_t *ids = tkvi_ids(kv, seq, layer), id;
-    if (tkvi_tail_room(kv, p, list, ids)) {
+    if (tkvi_tail_free_slots(kv, p, list, ids)) {
         id = ids[list->n - 1];
         if (kv->pool.block[id].refs > 1) {
             uint32_t mine = tkvi_new_block(&kv->pool, kv->pool.block[id].coding, kv->pool.block[id].start);
@@ -21732,7 +22332,7 @@ static uint32_t tkvi_open_block(tkv_cache *kv, int seq, int layer) {
     }
 }
 
-/* Of a token's keys, mean of the KV heads. */
+/* The norm of a token's key, averaged over the KV heads. */
 static float tkvi_norm_of(const tkvi_source *k, int token, int heads, int saturate) {
     float row[TKV_MAX_HEAD_DIM];
     double sum = 0.0;
@@ -21745,6 +22345,7 @@ static float tkvi_norm_of(const tkvi_source *k, int token, int heads, int satura
     return (float)(sum / heads);
 }
 
+/* Stores n tokens, from row `first` of k and v on, at the end of the list. Cannot fail. */
 static void tkvi_store(tkv_cache *kv, int seq, int layer, const tkvi_source *k, const tkvi_source *v,
                        int first, int n) {
     tkvi_list *list = tkvi_list_of(kv, seq, layer);
@@ -21756,7 +22357,7 @@ static void tkvi_store(tkv_cache *kv, int seq, int layer, const tkvi_source *k, 
         const tkvi_coding *c = &kv->tables.coding[b->coding];
         uint8_t *bytes = tkvi_block_bytes(&kv->pool, b);
         const int at = list->len - b->start;
-        if (kv->pool.token_meta) { /* a place of a token that was cut off */
+        if (kv->pool.token_meta) { /* the slot may be one of a token that was cut off */
             b->gone &= ~((uint64_t)1 << at);
             kv->pool.token_meta[id].pinned &= ~((uint64_t)1 << at);
             kv->pool.token_meta[id].temporary_pins &= ~((uint64_t)1 << at);
@@ -21776,15 +22377,16 @@ static void tkvi_store(tkv_cache *kv, int seq, int layer, const tkvi_source *k, 
 }
 
 /* >>append */
-/* The meter has nobody, and this sequence begins: it is watched from now on. */
-static void tkvi_watch(tkv_cache *kv, int seq) {
+/* If the meter is idle and the sequence is empty, start metering it. */
+static void tkvi_start_metering(tkv_cache *kv, int seq) {
     int layer, len = 0;
     if (!kv->meter || kv->meter->seq >= 0) return;
     for (layer = 0; layer < kv->tables.cfg.n_layers; layer++) len |= tkvi_list_of(kv, seq, layer)->len;
     if (len == 0) kv->meter->seq = seq;
 }
 
-/* The tokens belong elsewhere: who begins anew without a reset would attend to the old text. */
+/* Writes the error for an append at the wrong position. The check exists because a program that begins a new text
+ * without tkv_reset would attend to the old one. */
 static tkv_status tkvi_wrong_position(tkv_cache *kv, int seq, int layer, int position) {
     const int len = tkvi_list_of(kv, seq, layer)->len;
     tkvi_text t = tkvi_text_begin(kv->error, sizeof kv->error);
@@ -21803,6 +22405,7 @@ static tkv_status tkvi_wrong_position(tkv_cache *kv, int seq, int layer, int pos
     return TKV_ERR_RANGE;
 }
 
+/* Checks the sequences and numbers of tokens of an append; *total is the sum of the numbers. */
 static tkv_status tkvi_check_rows(tkv_cache *kv, int layer, const tkv_rows *rows, int n_rows,
                                   const int *positions, int *total) {
     const tkv_config *cfg = &kv->tables.cfg;
@@ -21811,7 +22414,7 @@ static tkv_status tkvi_check_rows(tkv_cache *kv, int layer, const tkv_rows *rows
     for (i = 0; i < n_rows; i++) {
         const tkvi_list *list;
         int room;
-        if (!tkvi_seq_ok(kv, rows[i].seq))
+        if (!tkvi_has_seq(kv, rows[i].seq))
             return tkvi_fail(kv, TKV_ERR_ARG, "there is no sequence", rows[i].seq, "");
         if (rows[i].n < 0) return tkvi_fail(kv, TKV_ERR_ARG, "n is", rows[i].n, "; it must not be negative");
         for (j = 0; j < i; j++)
@@ -21834,7 +22437,7 @@ static tkv_status tkvi_check_rows(tkv_cache *kv, int layer, const tkv_rows *rows
     return TKV_OK;
 }
 
-/* An append on paper. */
+/* Dry run of an append. */
 static tkvi_peak tkvi_dry_run_rows(tkv_cache *kv, int layer, const tkv_rows *rows, int n_rows) {
     tkvi_peak dry_run = tkvi_begin_dry_run(kv);
     int i;
@@ -21843,8 +22446,9 @@ static tkvi_peak tkvi_dry_run_rows(tkv_cache *kv, int layer, const tkv_rows *row
     return dry_run;
 }
 
-/* What came with the last append may get tighter from now on; or, if this one fails, may not. */
-static void tkvi_free_chunks(tkv_cache *kv, int layer, const tkv_rows *rows, int n_rows, int failed) {
+/* Under a budget: from now on the tokens of the last append may be recoded. failed 1: takes that back. */
+static void tkvi_unprotect_last_append(tkv_cache *kv, int layer, const tkv_rows *rows, int n_rows,
+                                       int failed) {
     int i;
     for (i = 0; i < n_rows; i++) {
         tkvi_list *list = tkvi_list_of(kv, rows[i].seq, layer);
@@ -21899,13 +22503,13 @@ TKV_API tkv_status tkv_append_ex(tkv_cache *kv, const tkv_append_params *p) {
                          " (cfg.nonfinite can saturate them)");
     for (i = 0, open = 0; i < n_rows; i++) open |= kv->seq[rows[i].seq].in_step;
     had = kv->tables.current[p->layer];
-    if (!open && !tkvi_learn_begin(kv, p->layer, 0, &had)) goto no_table;
+    if (!open && !tkvi_begin_table(kv, p->layer, 0, &had)) goto no_table;
     if (tkvi_has_budget(kv))
-        for (i = 0; i < n_rows; i++) /* what has left every window makes room */
+        for (i = 0; i < n_rows; i++) /* expired blocks make room */
             if (rows[i].n && !kv->seq[rows[i].seq].in_step)
                 tkvi_age(kv, rows[i].seq, p->layer, TKVI_FOREVER, 0, NULL);
     dry_run = tkvi_dry_run_rows(kv, p->layer, rows, n_rows);
-    tkvi_free_chunks(kv, p->layer, rows, n_rows, 0);
+    tkvi_unprotect_last_append(kv, p->layer, rows, n_rows, 0);
     for (i = 0, kv->clock++; i < n_rows; i++) kv->seq[rows[i].seq].used = kv->clock;
     if (tkvi_has_budget(kv)) {
         const size_t budget = cfg->budget_bytes,
@@ -21913,46 +22517,46 @@ TKV_API tkv_status tkv_append_ex(tkv_cache *kv, const tkv_append_params *p) {
                              TKVI_BLOCK;
         size_t takes;
         int fits;
-        tkvi_ask_for(kv, &dry_run, rows, n_rows, p->layer);
+        tkvi_set_request(kv, &dry_run, rows, n_rows, p->layer);
         fits = tkvi_fits_somewhere(kv, budget, &takes);
-        tkvi_learn_end(kv, p->layer, had, fits); /* blocks may go by it at once */
+        tkvi_end_table(kv, p->layer, had, fits); /* the blocks recoded below may use the table */
         if (fits && !(kv->reclaim_stages & TKVI_FIRST)) tkvi_keep_pace(kv, (size_t)total * token);
         if (!fits || !tkvi_make_room(kv, budget)) {
-            tkvi_free_chunks(kv, p->layer, rows, n_rows, 1);
+            tkvi_unprotect_last_append(kv, p->layer, rows, n_rows, 1);
             return tkvi_over_budget(kv, takes);
         }
         had = kv->tables
-                  .current[p->layer]; /* or was made just now: blocks have it already, so it stays as it is */
+                  .current[p->layer]; /* tkvi_make_room may have made a table, and blocks use it: keep it */
         dry_run = tkvi_dry_run_rows(kv, p->layer, rows, n_rows);
     }
     for (i = 0; i < n_rows; i++)
         if (rows[i].n &&
-            !tkvi_grow_lists(kv, rows[i].seq, tkvi_list_want(kv, rows[i].seq, p->layer, rows[i].n)))
+            !tkvi_grow_lists(kv, rows[i].seq, tkvi_list_entries(kv, rows[i].seq, p->layer, rows[i].n)))
             goto no_memory;
     if (!tkvi_peak_ready(&kv->pool, &dry_run)) goto no_memory;
-    tkvi_learn_end(kv, p->layer, had, 1);
-    if (!open) tkvi_metric_learn(kv, p->layer);
+    tkvi_end_table(kv, p->layer, had, 1);
+    if (!open) tkvi_query_stats_learn(kv, p->layer);
     for (i = 0; i < n_rows; i++) {
         if (rows[i].n == 0) continue;
-        tkvi_watch(kv, rows[i].seq);
+        tkvi_start_metering(kv, rows[i].seq);
         if (!kv->seq[rows[i].seq].in_step) {
             tkvi_age(kv, rows[i].seq, p->layer, tkvi_hot_age(kv, p->layer), 0, NULL);
             tkvi_evict_due_in(kv, rows[i].seq, p->layer,
-                              rows[i].n); /* not before: then other blocks would be due than on paper */
+                              rows[i].n); /* after ageing, so that the blocks of the dry run age */
         }
         tkvi_store(kv, rows[i].seq, p->layer, &k, &v, first, rows[i].n);
         first += rows[i].n;
     }
     if (kv->seen && kv->seen[p->layer] >= 0)
         kv->seen[p->layer] =
-            tkvi_min(TKVI_FOREVER, kv->seen[p->layer] + total); /* an abort takes its part back */
-    tkvi_metric_count(kv, p->layer, total);
+            tkvi_min(TKVI_FOREVER, kv->seen[p->layer] + total); /* tkv_abort subtracts its part */
+    tkvi_query_stats_count(kv, p->layer, total);
     for (i = 0; i < n_rows; i++)
-        tkvi_release_unused(kv, rows[i].seq); /* not before: the batch shares its pages */
+        tkvi_release_unused(kv, rows[i].seq); /* after all rows: they share the pages */
     return tkvi_ok(kv);
 no_memory:
-    tkvi_learn_end(kv, p->layer, had, 0);
-    tkvi_free_chunks(kv, p->layer, rows, n_rows, 1);
+    tkvi_end_table(kv, p->layer, had, 0);
+    tkvi_unprotect_last_append(kv, p->layer, rows, n_rows, 1);
 no_table:
     if (kv->pool.keep_all)
         return tkvi_fail(kv, TKV_ERR_CAPACITY, "the memory given to tkv_init_in_place is full", 0, NULL);
@@ -21981,8 +22585,8 @@ TKV_API tkv_status tkv_append_at(tkv_cache *kv, int seq, int layer, int position
     return tkvi_append(kv, seq, layer, &position, k, v, n);
 }
 
-/* >>all layers of a sequence age at once, or nothing happens */
-static int tkvi_ages(const tkv_cache *kv, int seq, int layer) {
+/* >>ageing: all layers of a sequence, or none */
+static int tkvi_has_blocks_to_age(const tkv_cache *kv, int seq, int layer) {
     return kv->tables.plan[layer].stored == layer && tkvi_list_of(kv, seq, layer)->n > 0;
 }
 
@@ -21992,7 +22596,8 @@ static tkv_status tkvi_age_all(tkv_cache *kv, int seq, int flush, int partial) {
     int layer, pass, n = kv->tables.cfg.n_layers, ready = 1;
     for (layer = 0; layer < n; layer++) {
         had[layer] = kv->tables.current[layer];
-        if (ready && tkvi_ages(kv, seq, layer)) ready = tkvi_learn_begin(kv, layer, flush, &had[layer]);
+        if (ready && tkvi_has_blocks_to_age(kv, seq, layer))
+            ready = tkvi_begin_table(kv, layer, flush, &had[layer]);
     }
     dry_run = tkvi_begin_dry_run(kv);
     for (layer = 0; layer < n; layer++) tkvi_add_need(kv, seq, layer, -1, dry_run.live);
@@ -22005,13 +22610,13 @@ static tkv_status tkvi_age_all(tkv_cache *kv, int seq, int flush, int partial) {
                          partial, pass ? NULL : &dry_run);
         if (pass) continue;
         ready = (tkvi_has_budget(kv) && !flush) ||
-                tkvi_peak_ready(&kv->pool, &dry_run); /* nothing but windows is due then */
+                tkvi_peak_ready(&kv->pool, &dry_run); /* blocks only expire then: no memory needed */
         for (layer = 0; layer < n; layer++) {
-            tkvi_learn_end(kv, layer, had[layer], ready);
-            if (ready && tkvi_ages(kv, seq, layer)) tkvi_metric_learn(kv, layer);
+            tkvi_end_table(kv, layer, had[layer], ready);
+            if (ready && tkvi_has_blocks_to_age(kv, seq, layer)) tkvi_query_stats_learn(kv, layer);
         }
     }
-    for (layer = 0; layer < n && !pass; layer++) tkvi_learn_end(kv, layer, had[layer], 0);
+    for (layer = 0; layer < n && !pass; layer++) tkvi_end_table(kv, layer, had[layer], 0);
     if (!ready) {
         const int budget = kv->pool.keep_all ? tkvi_has_budget(kv) : kv->heap.at_limit;
         return tkvi_fail(kv,
@@ -22026,14 +22631,14 @@ static tkv_status tkvi_age_all(tkv_cache *kv, int seq, int flush, int partial) {
 
 TKV_API tkv_status tkv_flush(tkv_cache *kv, int seq, tkv_flush_mode mode) {
     tkv_status st;
-    if (!tkvi_seq_ok(kv, seq)) return tkvi_seq_bad(kv, seq);
+    if (!tkvi_has_seq(kv, seq)) return tkvi_refuse_seq(kv, seq);
     if ((unsigned)mode > TKV_FLUSH_ALL)
         return tkvi_fail(kv, TKV_ERR_ARG, "mode must be a tkv_flush_mode", 0, NULL);
     if (kv->seq[seq].in_step)
         return tkvi_fail(kv, TKV_ERR_STATE, "a step is open; commit or abort it first", 0, NULL);
     st = tkvi_age_all(kv, seq, mode != TKV_FLUSH_DUE, mode == TKV_FLUSH_ALL);
-    if (st == TKV_OK && mode != TKV_FLUSH_DUE) { /* it took other slots than were promised */
-        tkvi_promise(kv, seq, 0);
+    if (st == TKV_OK && mode != TKV_FLUSH_DUE) { /* it took other slots than those reserved */
+        tkvi_reserve_slots(kv, seq, 0);
         tkvi_trim(&kv->pool);
     }
     return st;
@@ -22043,7 +22648,7 @@ TKV_API tkv_status tkv_flush(tkv_cache *kv, int seq, tkv_flush_mode mode) {
 TKV_API tkv_status tkv_begin(tkv_cache *kv, int seq) {
     tkv_status st;
     int layer;
-    if (!tkvi_seq_ok(kv, seq)) return tkvi_seq_bad(kv, seq);
+    if (!tkvi_has_seq(kv, seq)) return tkvi_refuse_seq(kv, seq);
     if (kv->seq[seq].in_step)
         return tkvi_fail(kv, TKV_ERR_STATE, "a step is open already; commit or abort it first", 0, NULL);
     tkvi_learn_early(kv);
@@ -22060,7 +22665,7 @@ TKV_API tkv_status tkv_begin(tkv_cache *kv, int seq) {
 
 TKV_API tkv_status tkv_commit(tkv_cache *kv, int seq) {
     int layer, n = -1;
-    if (!tkvi_seq_ok(kv, seq)) return tkvi_seq_bad(kv, seq);
+    if (!tkvi_has_seq(kv, seq)) return tkvi_refuse_seq(kv, seq);
     if (!kv->seq[seq].in_step) return tkvi_fail(kv, TKV_ERR_STATE, "no step is open", 0, NULL);
     for (layer = 0; layer < kv->tables.cfg.n_layers; layer++) {
         const tkvi_list *list = tkvi_list_of(kv, seq, layer);
@@ -22075,20 +22680,21 @@ TKV_API tkv_status tkv_commit(tkv_cache *kv, int seq) {
     return tkvi_ok(kv);
 }
 
-/* Of a packed block some positions are cut off; one without any says so by a bit. */
+/* Cuts the positions from len on out of a packed block. Its last entries go; other entries that are cut stay and
+ * are marked in the evicted mask. One entry always stays, because packed 0 means a block that is not packed. */
 static void tkvi_cut_packed(tkv_cache *kv, uint32_t id, int len) {
     tkvi_block *b = &kv->pool.block[id];
     int t;
-    while (b->packed > 1 && tkvi_at(kv, id, b->packed - 1) >= len) b->packed--;
+    while (b->packed > 1 && tkvi_slot_position(kv, id, b->packed - 1) >= len) b->packed--;
     for (t = 0; t < b->packed; t++) {
-        if (tkvi_at(kv, id, t) < len) continue;
-        tkvi_set_at(kv, id, t, b->start);
+        if (tkvi_slot_position(kv, id, t) < len) continue;
+        tkvi_set_slot_position(kv, id, t, b->start);
         b->gone |= (uint64_t)1 << t;
     }
 }
 
-/* Keeps the first `len` tokens of a layer; the cut is in the tail or the sinks. */
-static void tkvi_cut(tkv_cache *kv, int seq, int layer, int len) {
+/* Keeps the first `len` tokens of a layer. The cut must be in the hot tail or in the sinks. */
+static void tkvi_truncate_list(tkv_cache *kv, int seq, int layer, int len) {
     tkvi_list *list = tkvi_list_of(kv, seq, layer);
     uint32_t *ids = tkvi_ids(kv, seq, layer);
     while (list->n > 0 && tkvi_block_start(kv, ids, list->n - 1) >= len) {
@@ -22101,12 +22707,12 @@ static void tkvi_cut(tkv_cache *kv, int seq, int layer, int len) {
     list->chunk = tkvi_min(list->chunk, len);
     tkvi_token_score_cut(kv, list, ids);
     if (list->n > 0) tkvi_cut_packed(kv, ids[list->n - 1], len);
-    if (list->n > 1 && list->sinks) tkvi_cut_packed(kv, ids[0], len); /* anchors of blocks that are gone */
+    if (list->n > 1 && list->sinks) tkvi_cut_packed(kv, ids[0], len); /* anchors of the blocks cut off */
 }
 
 TKV_API tkv_status tkv_abort(tkv_cache *kv, int seq) {
     int layer;
-    if (!tkvi_seq_ok(kv, seq)) return tkvi_seq_bad(kv, seq);
+    if (!tkvi_has_seq(kv, seq)) return tkvi_refuse_seq(kv, seq);
     if (!kv->seq[seq].in_step) return tkvi_fail(kv, TKV_ERR_STATE, "no step is open", 0, NULL);
     kv->seq[seq].in_step = 0;
     for (layer = 0; layer < kv->tables.cfg.n_layers; layer++) {
@@ -22116,7 +22722,7 @@ TKV_API tkv_status tkv_abort(tkv_cache *kv, int seq) {
         if (kv->seen && kv->seen[layer] > 0) kv->seen[layer] = tkvi_max(0, kv->seen[layer] - n);
         if (kv->query_stats && kv->query_stats[layer].tokens > 0)
             kv->query_stats[layer].tokens = tkvi_max(0, kv->query_stats[layer].tokens - n);
-        tkvi_cut(kv, seq, layer, list->step_len);
+        tkvi_truncate_list(kv, seq, layer, list->step_len);
     }
     tkvi_release_unused(kv, seq);
     return tkvi_ok(kv);
@@ -22126,7 +22732,7 @@ TKV_API tkv_status tkv_reserve(tkv_cache *kv, int seq, int n) {
     tkvi_peak dry_run;
     tkv_rows row;
     int len, layer, had, want, ready = 1;
-    if (!tkvi_seq_ok(kv, seq)) return tkvi_seq_bad(kv, seq);
+    if (!tkvi_has_seq(kv, seq)) return tkvi_refuse_seq(kv, seq);
     if (n < 1 || n > kv->tables.cfg.max_append)
         return tkvi_fail(kv, TKV_ERR_ARG, "n is", n, "; it must be 1 to max_append");
     len = tkv_seq_len(kv, seq);
@@ -22137,27 +22743,28 @@ TKV_API tkv_status tkv_reserve(tkv_cache *kv, int seq, int n) {
     row.n = n;
     had = kv->seq[seq].reserved_len;
     kv->seq[seq].used = ++kv->clock;
-    tkvi_promise(kv, seq, tkvi_max(had, len + n));
+    tkvi_reserve_slots(kv, seq, tkvi_max(had, len + n));
     dry_run = tkvi_begin_dry_run(kv);
     if (tkvi_has_budget(kv)) {
         const size_t budget = kv->tables.cfg.budget_bytes;
         size_t takes;
-        tkvi_promise(kv, seq, had); /* until there is room: recoding takes pages that nobody is promised */
-        tkvi_ask_for(kv, &dry_run, &row, 1, -1);
+        tkvi_reserve_slots(kv, seq,
+                           had); /* until there is room: recoding needs pages that are not reserved */
+        tkvi_set_request(kv, &dry_run, &row, 1, -1);
         if (!tkvi_fits_somewhere(kv, budget, &takes) || !tkvi_make_room(kv, budget)) {
             tkvi_trim(&kv->pool);
             return tkvi_over_budget(kv, takes);
         }
-        tkvi_promise(kv, seq, tkvi_max(had, len + n));
+        tkvi_reserve_slots(kv, seq, tkvi_max(had, len + n));
         dry_run = tkvi_begin_dry_run(kv);
     }
     for (layer = 0; layer < kv->tables.cfg.n_layers && ready;
-         layer++) /* the first table can be due; others wait */
+         layer++) /* the first table may become due; later ones can wait */
         if (kv->seen && kv->seen[layer] >= 0 && kv->tables.current[layer] < 0)
             ready = tkvi_version_ready(kv, 0);
-    want = tkvi_row_want(kv, &row, -1, 0);
+    want = tkvi_row_entries(kv, &row, -1, 0);
     if (ready && tkvi_grow_lists(kv, seq, want) && tkvi_peak_ready(&kv->pool, &dry_run)) return tkvi_ok(kv);
-    tkvi_promise(kv, seq, had); /* as it was */
+    tkvi_reserve_slots(kv, seq, had); /* the reservation from before */
     tkvi_trim(&kv->pool);
     return tkvi_fail(kv, kv->pool.keep_all ? TKV_ERR_CAPACITY : TKV_ERR_NOMEM, "no memory to reserve", n,
                      " tokens");
@@ -22167,7 +22774,7 @@ TKV_API tkv_status tkv_reserve(tkv_cache *kv, int seq, int n) {
 TKV_API tkv_status tkv_truncate(tkv_cache *kv, int seq, int n_tokens) {
     int layer, i;
     int64_t taken;
-    if (!tkvi_seq_ok(kv, seq)) return tkvi_seq_bad(kv, seq);
+    if (!tkvi_has_seq(kv, seq)) return tkvi_refuse_seq(kv, seq);
     if (n_tokens < 0) return tkvi_fail(kv, TKV_ERR_ARG, "n_tokens is", n_tokens, "; it must not be negative");
     if (kv->seq[seq].in_step)
         return tkvi_fail(kv, TKV_ERR_STATE, "a step is open; commit or abort it first", 0, NULL);
@@ -22187,18 +22794,17 @@ TKV_API tkv_status tkv_truncate(tkv_cache *kv, int seq, int n_tokens) {
     }
     taken = tkvi_pages_taken(&kv->pool);
     for (layer = 0; layer < kv->tables.cfg.n_layers; layer++)
-        if (tkvi_list_of(kv, seq, layer)->len > n_tokens) tkvi_cut(kv, seq, layer, n_tokens);
+        if (tkvi_list_of(kv, seq, layer)->len > n_tokens) tkvi_truncate_list(kv, seq, layer, n_tokens);
     tkvi_release_unused(kv, seq);
-    if (tkvi_pages_taken(&kv->pool) >
-        taken) /* where tokens were evicted, blocks that are left have no room */
-        tkvi_promise(kv, seq, 0);
+    if (tkvi_pages_taken(&kv->pool) > taken) /* after evictions, tokens may need more blocks */
+        tkvi_reserve_slots(kv, seq, 0);
     return tkvi_ok(kv);
 }
 
 TKV_API tkv_status tkv_reset(tkv_cache *kv, int seq) {
     tkvi_seq *s;
     int layer;
-    if (!tkvi_seq_ok(kv, seq)) return tkvi_seq_bad(kv, seq);
+    if (!tkvi_has_seq(kv, seq)) return tkvi_refuse_seq(kv, seq);
     s = &kv->seq[seq];
     for (layer = 0; layer < kv->tables.cfg.n_layers; layer++) {
         tkvi_list *list = tkvi_list_of(kv, seq, layer);
@@ -22208,7 +22814,7 @@ TKV_API tkv_status tkv_reset(tkv_cache *kv, int seq) {
     }
     s->in_step = 0;
     if (kv->meter && kv->meter->seq == seq) tkvi_meter_clear(kv->meter);
-    tkvi_promise(kv, seq, 0);
+    tkvi_reserve_slots(kv, seq, 0);
     if (!kv->pool.keep_all) {
         tkvi_put(&kv->heap, s->block, (size_t)s->cap * (size_t)kv->tables.cfg.n_layers * sizeof(uint32_t));
         s->block = NULL;
@@ -22235,19 +22841,19 @@ TKV_API tkv_status tkv_read(tkv_cache *kv, int seq, int layer, int start, int n,
     ids = tkvi_ids(kv, seq, layer);
     if (start < list->dropped || start > list->len || n > list->len - start) return TKV_ERR_RANGE;
     if (kv->pool.token_meta && tkvi_count_in(kv, list, ids, start, n) < n) return TKV_ERR_RANGE;
-    for (i = start; i < start + n && tkvi_next_discarded(kv, seq, layer, i, start + n);
-         i++) { /* but for anchors */
-        const int at = tkvi_find(kv, list, ids, i, &slot);
+    for (i = start; i < start + n && tkvi_has_discarded(kv, seq, layer, i, start + n);
+         i++) { /* anchors can be read: they are in the sinks' block */
+        const int at = tkvi_find_token(kv, list, ids, i, &slot);
         if (at >= 0 && tkvi_is_discarded(&kv->pool.block[ids[at]])) return TKV_ERR_NO_SOURCE;
     }
     for (from = start; from < start + n; from = to) {
         const size_t row = (size_t)(from - start) * (size_t)cfg->n_kv_heads;
         const tkvi_coding *c;
-        i = tkvi_find(kv, list, ids, from, &slot);
+        i = tkvi_find_token(kv, list, ids, from, &slot);
         if (i < 0) return TKV_ERR_RANGE;
         c = &kv->tables.coding[kv->pool.block[ids[i]].coding];
-        to = tkvi_min(start + n, tkvi_block_end(kv, list, ids, i)); /* the others follow: none is gone */
-        if (cfg->n_anchors) to = from + 1;                          /* or is an anchor */
+        to = tkvi_min(start + n, tkvi_block_end(kv, list, ids, i)); /* no token in between is evicted */
+        if (cfg->n_anchors) to = from + 1;                          /* unless one is an anchor */
         for (h = 0; h < cfg->n_kv_heads; h++) {
             const tkvi_record *r = &c->record[h];
             size_t dk = (size_t)cfg->head_dim, dv = (size_t)cfg->v_head_dim, heads = (size_t)cfg->n_kv_heads;
@@ -22267,16 +22873,18 @@ TKV_API tkv_status tkv_read(tkv_cache *kv, int seq, int layer, int start, int n,
 #endif /* TKVI_STEP_SEQUENCE_H */
 /* ======== step/pins.h ======== */
 /*
- * step/pins.h - what a caller says of tokens: drop so many, drop these, let those stay; and which are there. May call
- * sequence, drop and below.
+ * step/pins.h - eviction on request. tkv_evict lets a policy choose the tokens; tkv_drop evicts the tokens that the
+ * caller names. tkv_pin and tkv_pin_until protect tokens from eviction. tkv_alive reports the tokens that a layer
+ * still holds.
  */
 #ifndef TKVI_STEP_PINS_H
 #define TKVI_STEP_PINS_H
 
 
+/* Can tokens of this sequence and layer (TKV_NONE: all layers) be evicted now? Sets the error if not. */
 static tkv_status tkvi_evictable(tkv_cache *kv, int seq, int layer) {
-    if (!tkvi_seq_ok(kv, seq)) return tkvi_seq_bad(kv, seq);
-    if (layer != TKV_NONE && !tkvi_has_own_layer(kv, seq, layer)) return tkvi_no_own_layer(kv, layer);
+    if (!tkvi_has_seq(kv, seq)) return tkvi_refuse_seq(kv, seq);
+    if (layer != TKV_NONE && !tkvi_has_own_layer(kv, seq, layer)) return tkvi_refuse_layer(kv, layer);
     if (!kv->pool.tables->cfg.evict.kind)
         return tkvi_fail(kv, TKV_ERR_STATE, "the cache was created without cfg.evict", 0, NULL);
     if (kv->seq[seq].in_step)
@@ -22304,7 +22912,7 @@ TKV_API tkv_status tkv_evict(tkv_cache *kv, const tkv_evict_params *p) {
         return tkvi_fail(kv, TKV_ERR_CONFIG,
                          "cfg.evict and cfg.importance gather something else than this policy goes by", 0,
                          NULL);
-    for (pass = 0; pass < 2; pass++) /* what can fail fails before anything goes; scores are taken once */
+    for (pass = 0; pass < 2; pass++) /* pass 0 chooses and can fail; pass 1 evicts and cannot fail */
         for (layer = tkvi_max(p->layer, 0); layer <= (p->layer < 0 ? kv->tables.cfg.n_layers - 1 : p->layer);
              layer++) {
             if (kv->tables.plan[layer].stored != layer || tkvi_list_of(kv, p->seq, layer)->n == 0) continue;
@@ -22312,7 +22920,7 @@ TKV_API tkv_status tkv_evict(tkv_cache *kv, const tkv_evict_params *p) {
                 tkvi_apply_eviction(kv, p->seq, layer, 0);
                 continue;
             }
-            st = tkvi_choose(kv, p->seq, layer, cfg, p, tkvi_keep_of(kv, p->seq, layer, &full, keep), NULL,
+            st = tkvi_choose(kv, p->seq, layer, cfg, p, tkvi_layer_keep(kv, p->seq, layer, &full, keep), NULL,
                              &c);
             if (!st) tkvi_note_victims(kv, p->seq, layer, &c);
             if (st) return tkvi_fail(kv, st, "no scores that can be compared in layer", layer, "");
@@ -22342,7 +22950,8 @@ TKV_API tkv_status tkv_drop(tkv_cache *kv, int seq, int layer, const uint64_t *v
     return tkvi_ok(kv);
 }
 
-/* until: a length; TKVI_FOREVER: for good; 0: no longer. */
+/* Pins the tokens at positions start .. start+n-1 in all layers. until: they stay pinned while the layer is shorter
+ * than this many tokens; TKVI_FOREVER: without end; 0: removes their pins. */
 static tkv_status tkvi_pin(tkv_cache *kv, int seq, int start, int n, int until) {
     tkv_status st = tkvi_evictable(kv, seq, TKV_NONE);
     int layer, i, t;
@@ -22356,11 +22965,11 @@ static tkv_status tkvi_pin(tkv_cache *kv, int seq, int start, int n, int until) 
             tkvi_token_meta *token_meta = &kv->pool.token_meta[ids[i]];
             uint64_t these = 0;
             for (t = 0; t < tkvi_block_tokens(kv, list, ids, i); t++) {
-                const int at = tkvi_at(kv, ids[i], t);
+                const int at = tkvi_slot_position(kv, ids[i], t);
                 if (at >= start && at < start + n) these |= (uint64_t)1 << t;
             }
             if (!these) continue;
-            token_meta->temporary_pins &= tkvi_pinned_in(kv, list, ids[i]); /* what has ended has */
+            token_meta->temporary_pins &= tkvi_pinned_in(kv, list, ids[i]); /* removes pins that have ended */
             if (until == TKVI_FOREVER) token_meta->pinned |= these;
             else if (until) {
                 token_meta->until = tkvi_max(token_meta->temporary_pins ? token_meta->until : 0, until);
@@ -22398,7 +23007,7 @@ TKV_API tkv_status tkv_alive(const tkv_cache *kv, int seq, int layer, int start,
     for (i = tkvi_first_at(kv, list, ids, start); i < list->n; i++) {
         const uint64_t there = tkvi_live_mask_in(kv, list, ids, i);
         for (t = 0; t < TKVI_BLOCK; t++) {
-            const int at = there >> t & 1 ? tkvi_at(kv, ids[i], t) - start : -1;
+            const int at = there >> t & 1 ? tkvi_slot_position(kv, ids[i], t) - start : -1;
             if (at >= 0 && at < n) tkvi_mark(mask, at);
         }
     }
@@ -22408,9 +23017,10 @@ TKV_API tkv_status tkv_alive(const tkv_cache *kv, int seq, int layer, int start,
 #endif /* TKVI_STEP_PINS_H */
 /* ======== step/promote.h ======== */
 /*
- * step/promote.h - blocks go outside by hand, and come back: as they were, or exact where a copy was kept
- * (reclaim/offload.h). What was coded and has no copy stays as it is: to decode it restores nothing. May call
- * sequence and below.
+ * step/promote.h - offloads blocks on request (tkv_spill) and brings single blocks back into RAM (tkv_promote).
+ *
+ * An offloaded block comes back in the format that it had. If an exact copy was kept (reclaim/offload.h), the block
+ * comes back exact. A coded block in RAM without a copy stays as it is: decoding it would restore nothing.
  */
 #ifndef TKVI_STEP_PROMOTE_H
 #define TKVI_STEP_PROMOTE_H
@@ -22431,11 +23041,11 @@ TKV_API tkv_status tkv_spill_bytes(const tkv_config *cfg, size_t *bytes) {
 TKV_API tkv_status tkv_spill(tkv_cache *kv, int seq, int layer, int n_blocks, int *done) {
     int l, i, n = 0;
     if (done) *done = 0;
-    if (!tkvi_seq_ok(kv, seq)) return tkvi_seq_bad(kv, seq);
+    if (!tkvi_has_seq(kv, seq)) return tkvi_refuse_seq(kv, seq);
     if (!kv->tables.cfg.spill.store)
         return tkvi_fail(kv, TKV_ERR_ARG, "there is no cfg.spill to store blocks with", 0, NULL);
     if (n_blocks < 0) return tkvi_fail(kv, TKV_ERR_ARG, "n_blocks is", n_blocks, "; it must not be negative");
-    if (layer != TKV_ALL && !tkvi_has_own_layer(kv, seq, layer)) return tkvi_no_own_layer(kv, layer);
+    if (layer != TKV_ALL && !tkvi_has_own_layer(kv, seq, layer)) return tkvi_refuse_layer(kv, layer);
     kv->store_failed = 0;
     for (l = 0; l < kv->tables.cfg.n_layers; l++) {
         if (layer != TKV_ALL && l != layer) continue;
@@ -22449,12 +23059,13 @@ TKV_API tkv_status tkv_spill(tkv_cache *kv, int seq, int layer, int n_blocks, in
     return tkvi_ok(kv);
 }
 
-/* Room for one more block of this coding, nothing else being touched for it. */
+/* Gets memory for one more block of this coding. It recodes, offloads and evicts nothing for that: a full budget
+ * gives TKV_ERR_BUDGET. */
 static tkv_status tkvi_promote_ready(tkv_cache *kv, int coding) {
     tkvi_peak dry_run = tkvi_begin_dry_run(kv);
     tkvi_peak_take(&dry_run, coding);
     if (tkvi_has_budget(kv)) {
-        tkvi_ask_for(kv, &dry_run, NULL, 0, -1);
+        tkvi_set_request(kv, &dry_run, NULL, 0, -1);
         if (tkvi_bytes_now(kv) > kv->tables.cfg.budget_bytes)
             return tkvi_fail(kv, TKV_ERR_BUDGET, "the budget has no room for a block in a better format", 0,
                              NULL);
@@ -22465,7 +23076,7 @@ static tkv_status tkvi_promote_ready(tkv_cache *kv, int coding) {
                      "no memory for a block in a better format", 0, NULL);
 }
 
-/* All pieces of what is outside, into a slot of its coding. */
+/* Fetches all pieces of an offloaded block, or of its exact copy, into `to`, a slot of coding `coding`. */
 static TKVI_NOINLINE tkv_status tkvi_fetch_block(const tkv_cache *kv, uint32_t id, tkvi_stored_as what,
                                                  int coding, uint8_t *to) {
     const tkvi_coding *c = &kv->tables.coding[coding];
@@ -22476,26 +23087,27 @@ static TKVI_NOINLINE tkv_status tkvi_fetch_block(const tkv_cache *kv, uint32_t i
     for (i = 0; i < 2 * kv->tables.cfg.n_kv_heads; i++) {
         const tkvi_record *r = &c->record[i / 2];
         const uint8_t *bytes;
-        const tkv_status st = tkvi_fetch(kv, id, what, i / 2, (tkv_side)(i % 2), &room, &bytes);
+        const tkv_status st = tkvi_read_piece(kv, id, what, i / 2, (tkv_side)(i % 2), &room, &bytes);
         if (st) return st;
         memcpy(to + r->at + (i % 2 ? r->v_at : 0), bytes, i % 2 ? r->v.bytes : r->k.bytes);
     }
     return TKV_OK;
 }
 
-/* Where better bytes of a block are: TKVI_COPY, TKVI_ITSELF; -1: nowhere, or others hold it too. */
-static int tkvi_better_of(const tkvi_block *b) {
+/* Which stored bytes would improve the block: TKVI_COPY (its exact copy) or TKVI_ITSELF (the offloaded block).
+ * -1: none, or other lists hold the block too. */
+static int tkvi_better_source(const tkvi_block *b) {
     if (b->refs > 1) return -1;
     if (b->copy && (b->copy - 1 != b->coding || tkvi_is_discarded(b))) return TKVI_COPY;
     return tkvi_is_offloaded(b) && !tkvi_is_discarded(b) ? TKVI_ITSELF : -1;
 }
 
-/* Block i, which has this position, comes back. */
+/* Brings block i back into RAM or to its exact format. position: one of its positions, for error messages. */
 static tkv_status tkvi_promote_block(tkv_cache *kv, int seq, int layer, int i, int position) {
     tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const uint32_t id = tkvi_ids(kv, seq, layer)[i];
     tkvi_block *b = &kv->pool.block[id];
-    const int what = tkvi_better_of(b);
+    const int what = tkvi_better_source(b);
     tkv_status st;
     uint32_t page, old_page;
     int coding, slot, old_slot;
@@ -22523,8 +23135,8 @@ static tkv_status tkvi_promote_block(tkv_cache *kv, int seq, int layer, int i, i
     b->slot = (uint16_t)slot;
     b->coding = (uint16_t)coding;
     if (what == TKVI_COPY) b->previous_coding = 0;
-    if (!(old_page & TKVI_OUTSIDE)) tkvi_give_slot(&kv->pool, old_page, old_slot);
-    list->out = tkvi_max(0, tkvi_min(list->out, i - list->sinks)); /* it may go again */
+    if (!(old_page & TKVI_OFFLOADED)) tkvi_give_slot(&kv->pool, old_page, old_slot);
+    list->out = tkvi_max(0, tkvi_min(list->out, i - list->sinks)); /* it may be offloaded again */
     list->tight = tkvi_max(0, tkvi_min(list->tight, i - list->sinks));
     list->tightest = tkvi_max(0, tkvi_min(list->tightest, i - list->sinks));
     tkvi_note_move(kv, id, list->len);
@@ -22536,14 +23148,14 @@ static tkv_status tkvi_promote_block(tkv_cache *kv, int seq, int layer, int i, i
 TKV_API tkv_status tkv_promote(tkv_cache *kv, int seq, int layer, int position) {
     const tkvi_list *list;
     int i, place;
-    if (!tkvi_seq_ok(kv, seq)) return tkvi_seq_bad(kv, seq);
-    if (!tkvi_has_own_layer(kv, seq, layer)) return tkvi_no_own_layer(kv, layer);
+    if (!tkvi_has_seq(kv, seq)) return tkvi_refuse_seq(kv, seq);
+    if (!tkvi_has_own_layer(kv, seq, layer)) return tkvi_refuse_layer(kv, layer);
     list = tkvi_list_of(kv, seq, layer);
     if (position < list->dropped || position >= list->len)
         return tkvi_fail(kv, TKV_ERR_RANGE, "there is no token at position", position, "");
     i = tkvi_block_at(kv, list, tkvi_ids(kv, seq, layer), position);
     place = i < 0 ? -1 : tkvi_place_in(kv, list, tkvi_ids(kv, seq, layer), i, position);
-    if (place < 0 || !(tkvi_kept(kv, list, tkvi_ids(kv, seq, layer), i) >> place & 1))
+    if (place < 0 || !(tkvi_used_mask(kv, list, tkvi_ids(kv, seq, layer), i) >> place & 1))
         return tkvi_fail(kv, TKV_ERR_RANGE, "it was dropped, the token at position", position, "");
     return tkvi_promote_block(kv, seq, layer, i, position);
 }
@@ -22551,21 +23163,21 @@ TKV_API tkv_status tkv_promote(tkv_cache *kv, int seq, int layer, int position) 
 #endif /* TKVI_STEP_PROMOTE_H */
 /* ======== step/recompute.h ======== */
 /*
- * step/recompute.h - blocks that nobody has (reclaim/discard.h): they are dropped by hand or by tkv_remat_decide, and
- * come back from the caller's model. May call promote, remat and below.
+ * step/recompute.h - discards blocks (reclaim/discard.h) by hand or as tkv_remat_decide decides, and takes their
+ * keys and values back when the caller's model has recomputed them.
  *
- * Keys and values that come back go the way that those of an append go: into a block of the hot format, then from
- * coding to coding as the block did. A block remembers its last two codings, so bytes are the same as before where it
- * had no more: under any plan without a budget. Blocks that a budget had made tighter in three steps or more come
- * back by the last two, which is no worse.
+ * Recomputed keys and values are stored as an append stores them: first in the hot format, then recoded as the
+ * block was before. A block remembers its last two codings after the hot one. If it had no others, its bytes are
+ * the same as before, unless tokens of it were evicted or the SQUAT factors have changed since. A block that a
+ * budget recoded three times or more comes back through its last two codings only: fewer roundings, so no worse.
  */
 #ifndef TKVI_STEP_RECOMPUTE_H
 #define TKVI_STEP_RECOMPUTE_H
 
 
-/* >>what there is */
-/* Where pieces can be cut: the first position above `at` that no block of any layer (absent: none that nobody has)
- * crosses. */
+/* >>discarded positions */
+/* The first position above `at` where a run of positions can be cut: no block of any layer crosses it. absent 1:
+ * only discarded blocks count. */
 static int tkvi_piece_end(const tkv_cache *kv, int seq, int at, int absent) {
     int layer, i, end = at + 1, had = at;
     while (had < end) {
@@ -22574,14 +23186,14 @@ static int tkvi_piece_end(const tkv_cache *kv, int seq, int at, int absent) {
             const tkvi_list *list = tkvi_list_of(kv, seq, layer);
             const uint32_t *ids = tkvi_ids(kv, seq, layer);
             i = list->n ? tkvi_block_at(kv, list, ids, tkvi_min(end - 1, list->len - 1)) : -1;
-            if (i < 0 || (absent && !tkvi_missing(kv, list, ids, i))) continue;
+            if (i < 0 || (absent && !tkvi_needs_recompute(kv, list, ids, i))) continue;
             end = tkvi_max(end, tkvi_block_end(kv, list, ids, i));
         }
     }
     return end;
 }
 
-/* The first position from `from` on that some layer lacks, -1: there is none. */
+/* The lowest position, `from` or above, at which a discarded block of any layer starts; -1: there is none. */
 static int tkvi_first_discarded(const tkv_cache *kv, int seq, int from) {
     int layer, i, first = -1;
     for (layer = 0; kv->pool.n_discarded && layer < kv->tables.cfg.n_layers; layer++) {
@@ -22589,7 +23201,7 @@ static int tkvi_first_discarded(const tkv_cache *kv, int seq, int from) {
         const uint32_t *ids = tkvi_ids(kv, seq, layer);
         for (i = 0; i < list->n; i++) {
             const int start = tkvi_block_start(kv, ids, i);
-            if (start < from || !tkvi_missing(kv, list, ids, i)) continue;
+            if (start < from || !tkvi_needs_recompute(kv, list, ids, i)) continue;
             if (first < 0 || start < first) first = start;
             break;
         }
@@ -22599,7 +23211,7 @@ static int tkvi_first_discarded(const tkv_cache *kv, int seq, int from) {
 
 TKV_API tkv_status tkv_remat_missing(const tkv_cache *kv, int seq, int *start, int *n) {
     int at;
-    if (!tkvi_seq_ok(kv, seq) || !start || !n) return TKV_ERR_ARG;
+    if (!tkvi_has_seq(kv, seq) || !start || !n) return TKV_ERR_ARG;
     *start = *n = 0;
     at = tkvi_first_discarded(kv, seq, 0);
     if (at < 0) return TKV_OK;
@@ -22609,7 +23221,8 @@ TKV_API tkv_status tkv_remat_missing(const tkv_cache *kv, int seq, int *start, i
     return TKV_OK;
 }
 
-/* One piece for tkv_remat_decide and tkv_remat_restore. level: quantized_bytes as there. */
+/* Positions start .. end-1, all layers together, as tkv_remat_decide and tkv_remat_restore take them.
+ * quantized_bytes: the bytes that they would have at this level of the ladder. */
 static tkv_remat_block tkvi_remat_piece(const tkv_cache *kv, int seq, int start, int end, int level) {
     const int tables = !tkvi_any_step(kv);
     tkv_remat_block piece;
@@ -22638,6 +23251,7 @@ static tkv_remat_block tkvi_remat_piece(const tkv_cache *kv, int seq, int start,
     return piece;
 }
 
+/* The level that tkv_remat_free would recode to. */
 static int tkvi_next_level(const tkv_cache *kv) {
     return tkvi_has_budget(kv) ? tkvi_min(kv->tables.level + 1, kv->policy.cfg.max_level) : kv->tables.level;
 }
@@ -22645,7 +23259,7 @@ static int tkvi_next_level(const tkv_cache *kv) {
 TKV_API tkv_status tkv_remat_blocks(const tkv_cache *kv, int seq, tkv_remat_block *out, int capacity,
                                     int *n) {
     int at = TKVI_FOREVER, layer, len, end, count = 0;
-    if (!tkvi_seq_ok(kv, seq) || !n || capacity < 0 || (capacity > 0 && !out)) return TKV_ERR_ARG;
+    if (!tkvi_has_seq(kv, seq) || !n || capacity < 0 || (capacity > 0 && !out)) return TKV_ERR_ARG;
     len = tkv_seq_len(kv, seq);
     for (layer = 0; layer < kv->tables.cfg.n_layers; layer++)
         if (tkvi_list_of(kv, seq, layer)->n)
@@ -22658,9 +23272,10 @@ TKV_API tkv_status tkv_remat_blocks(const tkv_cache *kv, int seq, tkv_remat_bloc
     return TKV_OK;
 }
 
-/* >>going */
+/* >>discarding */
+/* Can blocks of this sequence be discarded or given back now? Sets the error if not. */
 static tkv_status tkvi_remat_seq(tkv_cache *kv, int seq) {
-    if (!tkvi_seq_ok(kv, seq)) return tkvi_seq_bad(kv, seq);
+    if (!tkvi_has_seq(kv, seq)) return tkvi_refuse_seq(kv, seq);
     if (kv->seq[seq].in_step)
         return tkvi_fail(kv, TKV_ERR_STATE, "a step is open; commit or abort it first", 0, NULL);
     return TKV_OK;
@@ -22672,7 +23287,7 @@ TKV_API tkv_status tkv_remat_drop(tkv_cache *kv, int seq, int n_tokens, int *dro
     if (dropped) *dropped = 0;
     if (st) return st;
     if (n_tokens < 0) return tkvi_fail(kv, TKV_ERR_ARG, "n_tokens is", n_tokens, "; it must not be negative");
-    if (!tkvi_first_here(kv, seq, &first, &end)) return tkvi_ok(kv);
+    if (!tkvi_first_in_ram(kv, seq, &first, &end)) return tkvi_ok(kv);
     last = tkvi_min(tkvi_discardable_to(kv, seq, kv->tables.level),
                     n_tokens < TKVI_FOREVER - first ? first + n_tokens : TKVI_FOREVER);
     if (end <= last && tkvi_discard_to(kv, seq, last, 1, &end) > 0 && dropped) *dropped = end - first;
@@ -22701,19 +23316,19 @@ TKV_API tkv_status tkv_remat_free(tkv_cache *kv, int seq, tkv_remat *r, float pr
     to = tkvi_min(to, tkvi_discardable_to(kv, seq, kv->tables.level));
     won = tkvi_discard_to(kv, seq, to, 1, &last);
     if (tighten) {
-        tkvi_ask_nothing(kv);
+        tkvi_clear_request(kv);
         tkvi_go_to_level(kv, tkvi_next_level(kv));
         for (i = 0; i < tighten * kv->tables.cfg.n_layers && won < need; i++)
-            won += tkvi_tighten_one(kv, kv->tables.cfg.budget_bytes, 1);
+            won += tkvi_recode_oldest(kv, kv->tables.cfg.budget_bytes, 1);
     }
     if (freed) *freed = won;
     tkvi_release_unused(kv, seq);
     return tkvi_ok(kv);
 }
 
-/* >>coming back */
-/* The codings that what is given to block i goes through, hot first; returns how many. */
-static int tkvi_way_back(const tkv_cache *kv, int seq, int layer, int i, int *way) {
+/* >>giving recomputed tokens back */
+/* The codings that recomputed tokens of block i pass through, hot first, in `way`; returns how many. */
+static int tkvi_restore_codings(const tkv_cache *kv, int seq, int layer, int i, int *way) {
     const tkvi_tables *t = &kv->tables;
     const tkvi_tier_spec *r = &t->plan[layer].now;
     const tkvi_block *b = &kv->pool.block[tkvi_ids(kv, seq, layer)[i]];
@@ -22723,20 +23338,21 @@ static int tkvi_way_back(const tkv_cache *kv, int seq, int layer, int i, int *wa
     if (b->previous_coding) way[n++] = b->previous_coding - 1;
     if (!tkvi_is_hot_coding(kv, layer, b->coding)) way[n++] = b->coding;
     if (tier == TKV_ARCHIVE && r->warm == TKVI_FOREVER) tier = TKV_WARM; /* this level has no archive */
-    /* Under a budget, or where one has ended, it is as it was; else it may have aged while it was away. */
+    /* In a cache created with a budget the block keeps its coding. Without one it may have aged meanwhile. */
     if (t->spare || tier == TKV_HOT || t->coding[b->coding].key == r->key[tier] ||
-        tkvi_waits(kv, layer, tier))
+        tkvi_must_wait_for_table(kv, layer, tier))
         return n;
     if (n == 1 && tier == TKV_ARCHIVE && r->key[TKV_WARM] != r->key[TKV_HOT] &&
-        !tkvi_waits(kv, layer, TKV_WARM))
+        !tkvi_must_wait_for_table(kv, layer, TKV_WARM))
         way[n++] = tkvi_coding_of(t, layer, TKV_WARM);
     if (t->coding[way[n - 1]].key != r->key[tier]) way[n++] = tkvi_coding_of(t, layer, tier);
     return n;
 }
 
-/* Block i, which nobody has, gets its tokens of k and v, whose first row is of position `start`. */
-static void tkvi_give_block(tkv_cache *kv, int seq, int layer, int i, const tkvi_source *k,
-                            const tkvi_source *v, int start) {
+/* Stores the tokens of the discarded block i and recodes them. Row 0 of k and v belongs to position `start`. Cannot
+ * fail: tkvi_peak_ready has made room. */
+static void tkvi_restore_block(tkv_cache *kv, int seq, int layer, int i, const tkvi_source *k,
+                               const tkvi_source *v, int start) {
     tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const uint32_t id = tkvi_ids(kv, seq, layer)[i];
     const int n = tkvi_block_tokens(kv, list, tkvi_ids(kv, seq, layer), i);
@@ -22746,7 +23362,7 @@ static void tkvi_give_block(tkv_cache *kv, int seq, int layer, int i, const tkvi
     tkvi_recoding r;
     uint32_t page;
     uint8_t *bytes;
-    int way[TKV_TIER_COUNT + 1], steps = tkvi_way_back(kv, seq, layer, i, way), s, h, t;
+    int way[TKV_TIER_COUNT + 1], steps = tkvi_restore_codings(kv, seq, layer, i, way), s, h, t;
     c = &kv->tables.coding[way[0]];
     tkvi_take_slot(&kv->pool, c->size_class, id, &page, &s);
     tkvi_forget_offloaded(&kv->pool, id);
@@ -22758,7 +23374,7 @@ static void tkvi_give_block(tkv_cache *kv, int seq, int layer, int i, const tkvi
     for (t = 0; t < n; t++)
         for (h = 0; h < kv->tables.cfg.n_kv_heads; h++) {
             const tkvi_record *rec = &c->record[h];
-            const int row = tkvi_at(kv, id, t) - start;
+            const int row = tkvi_slot_position(kv, id, t) - start;
             tkvi_store_row(&rec->k, kv->kernels->helpers, k, row, h, t, saturate, bytes + rec->at);
             tkvi_store_row(&rec->v, kv->kernels->helpers, v, row, h, t, saturate,
                            bytes + rec->at + rec->v_at);
@@ -22766,7 +23382,7 @@ static void tkvi_give_block(tkv_cache *kv, int seq, int layer, int i, const tkvi
     r.kv = kv;
     r.layer = layer;
     r.start = b->start;
-    r.there = ~(uint64_t)0 >> (TKVI_BLOCK - n); /* those that are gone keep their places */
+    r.there = ~(uint64_t)0 >> (TKVI_BLOCK - n); /* evicted tokens keep their slots */
     for (s = 1; s < steps; s++) {
         r.from = &kv->tables.coding[way[s - 1]];
         r.to = &kv->tables.coding[way[s]];
@@ -22779,8 +23395,8 @@ static void tkvi_give_block(tkv_cache *kv, int seq, int layer, int i, const tkvi
     kv->recomputed++;
 }
 
-/* The blocks first .. last-1 of a layer that nobody has, on paper: each in its last coding, and one of them on its way
- * there. */
+/* Dry run of giving back the discarded blocks first .. last-1 of a layer. Each block takes a slot of its last
+ * coding. Blocks are recoded one after the other, so the other codings are counted once, for the longest way. */
 static tkvi_peak tkvi_dry_run_give(tkv_cache *kv, int seq, int layer, int first, int last) {
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
     tkvi_peak dry_run = tkvi_begin_dry_run(kv);
@@ -22788,7 +23404,7 @@ static tkvi_peak tkvi_dry_run_give(tkv_cache *kv, int seq, int layer, int first,
     for (i = first; i < last; i++) {
         int steps;
         if (!tkvi_is_discarded(&kv->pool.block[ids[i]])) continue;
-        steps = tkvi_way_back(kv, seq, layer, i, way);
+        steps = tkvi_restore_codings(kv, seq, layer, i, way);
         dry_run.outside--;
         tkvi_peak_take(&dry_run, way[steps - 1]);
         if (steps > most) memcpy(longest, way, sizeof way), most = steps;
@@ -22806,7 +23422,7 @@ TKV_API tkv_status tkv_remat_give(tkv_cache *kv, int seq, int layer, int start, 
     tkvi_peak dry_run;
     int i, first = -1, last = 0;
     if (st) return st;
-    if (!tkvi_has_own_layer(kv, seq, layer)) return tkvi_no_own_layer(kv, layer);
+    if (!tkvi_has_own_layer(kv, seq, layer)) return tkvi_refuse_layer(kv, layer);
     if (n < 0 || start < 0 || (n > 0 && (!k || !v)))
         return tkvi_fail(kv, TKV_ERR_ARG, "k or v is missing, or start or n is negative: n is", n, "");
     list = tkvi_list_of(kv, seq, layer);
@@ -22826,7 +23442,7 @@ TKV_API tkv_status tkv_remat_give(tkv_cache *kv, int seq, int layer, int start, 
         if (first < 0) first = i;
         last = i + 1;
     }
-    if (first < 0) return tkvi_ok(kv); /* this layer has them */
+    if (first < 0) return tkvi_ok(kv); /* this layer has discarded none of them */
     memset(&from_k, 0, sizeof from_k);
     from_k.data = k;
     from_k.dim = kv->tables.cfg.head_dim;
@@ -22847,7 +23463,7 @@ TKV_API tkv_status tkv_remat_give(tkv_cache *kv, int seq, int layer, int start, 
     if (tkvi_has_budget(kv)) {
         const size_t budget = kv->tables.cfg.budget_bytes;
         size_t takes;
-        tkvi_ask_for(kv, &dry_run, NULL, 0, layer);
+        tkvi_set_request(kv, &dry_run, NULL, 0, layer);
         if (!tkvi_fits_somewhere(kv, budget, &takes) || !tkvi_make_room(kv, budget))
             return tkvi_over_budget(kv, takes);
         dry_run = tkvi_dry_run_give(kv, seq, layer, first, last);
@@ -22857,7 +23473,7 @@ TKV_API tkv_status tkv_remat_give(tkv_cache *kv, int seq, int layer, int start, 
                          "no memory for what comes back, tokens", n, "");
     for (i = first; i < last; i++)
         if (tkvi_is_discarded(&kv->pool.block[ids[i]]))
-            tkvi_give_block(kv, seq, layer, i, &from_k, &from_v, start);
+            tkvi_restore_block(kv, seq, layer, i, &from_k, &from_v, start);
     tkvi_release_unused(kv, seq);
     return tkvi_ok(kv);
 }
@@ -22885,7 +23501,7 @@ TKV_API tkv_status tkv_recompute(tkv_cache *kv, int seq, tkv_remat *r, int step,
             at = end;
         }
         if (at == start) break;
-        kv->error[0] = 0; /* what stands there then is of this call */
+        kv->error[0] = 0; /* so that a sentence there afterwards comes from compute */
         st = compute(user, kv, seq, 0, layers, start, at - start);
         if (!st && tkvi_first_discarded(kv, seq, 0) >= 0 && tkvi_first_discarded(kv, seq, 0) < at)
             st = TKV_ERR_STATE;
@@ -22904,14 +23520,15 @@ TKV_API tkv_status tkv_recompute(tkv_cache *kv, int seq, tkv_remat *r, int step,
 #endif /* TKVI_STEP_RECOMPUTE_H */
 /* ======== step/ranking.h ======== */
 /*
- * step/ranking.h - importance of the tokens of a cache: what attention gathered (reclaim/scores.h), weighed as
- * rules/importance.h does; mass from elsewhere; the most important tokens. May call sequence and below.
+ * step/ranking.h - importance of the tokens of a cache. rules/importance.h computes it from the attention scores
+ * that attention collected (reclaim/scores.h). A caller can read it, add attention scores of its own, and ask for
+ * the k most important tokens.
  */
 #ifndef TKVI_STEP_RANKING_H
 #define TKVI_STEP_RANKING_H
 
 
-/* One layer of one sequence. */
+/* One layer of one sequence. newest: tkvi_token_score_newest of its list. */
 typedef struct tkvi_ranking {
     tkv_cache *kv;
     const tkvi_list *list;
@@ -22919,19 +23536,20 @@ typedef struct tkvi_ranking {
     int newest;
 } tkvi_ranking;
 
+/* TKV_ERR_ARG: there is no such layer. TKV_ERR_CONFIG: the strategy needs attention scores, but none are kept. */
 static tkv_status tkvi_ranking_init(tkvi_ranking *r, tkv_cache *kv, int seq, int layer) {
     layer = tkvi_stored_layer(kv, seq, layer);
     if (layer < 0) return TKV_ERR_ARG;
     r->kv = kv;
     r->list = tkvi_list_of(kv, seq, layer);
     r->ids = tkvi_ids(kv, seq, layer);
-    /* age alone needs nothing gathered */
+    /* recency depends on age alone and needs no scores */
     if (!kv->mass.mode && kv->mass.importance.strategy != TKV_IMPORTANCE_RECENCY) return TKV_ERR_CONFIG;
     r->newest = tkvi_token_score_newest(kv, r->list, r->ids);
     return TKV_OK;
 }
 
-/* Positions and importance of the tokens of block i that are there; returns how many. */
+/* Positions and importance of the live tokens of block i; returns their number (at most 64). */
 static int tkvi_ranking_block(const tkvi_ranking *r, int i, int *position, float *out) {
     const int slots = tkvi_block_tokens(r->kv, r->list, r->ids, i);
     const uint64_t there = tkvi_live_mask(&r->kv->pool.block[r->ids[i]], slots);
@@ -22940,10 +23558,10 @@ static int tkvi_ranking_block(const tkvi_ranking *r, int i, int *position, float
     tkvi_decay_to_now(r->kv, r->ids[i], r->list->len, r->newest, a);
     for (t = 0; t < slots; t++) {
         if (!(there >> t & 1)) continue;
-        position[n] = tkvi_at(r->kv, r->ids[i], t);
+        position[n] = tkvi_slot_position(r->kv, r->ids[i], t);
         out[n++] = a[t];
     }
-    tkvi_weigh_importance(r->kv, position, out, n, r->list->len);
+    tkvi_importance_of_block(r->kv, position, out, n, r->list->len);
     return n;
 }
 
@@ -23006,7 +23624,7 @@ TKV_API tkv_status tkv_importance_add_to(tkv_cache *kv, int seq, int layer, int 
         float s[TKVI_BLOCK], p[TKVI_BLOCK], said[TKVI_BLOCK];
         memset(said, 0, sizeof said);
         for (t = 0; t < TKVI_BLOCK; t++) {
-            const int at = t < slots && (there >> t & 1) ? tkvi_at(kv, r.ids[i], t) - start : -1;
+            const int at = t < slots && (there >> t & 1) ? tkvi_slot_position(kv, r.ids[i], t) - start : -1;
             s[t] = at >= 0 && at < n ? 0.0f : TKVI_HIDDEN;
             p[t] = at >= 0 && at < n ? tkvi_clampf(mass[at], 0.0f, TKVI_TOKEN_SCORE_MOST) : 0.0f;
         }
@@ -23016,7 +23634,7 @@ TKV_API tkv_status tkv_importance_add_to(tkv_cache *kv, int seq, int layer, int 
     return tkvi_ok(kv);
 }
 
-/* a is worse than b: less important, or as important and younger. */
+/* Is a worse than b: less important, or equally important and younger? */
 static int tkvi_worse(const tkv_ranked *a, const tkv_ranked *b) {
     return a->importance < b->importance || (!(b->importance < a->importance) && a->position > b->position);
 }
@@ -23032,7 +23650,7 @@ TKV_API tkv_status tkv_top_tokens(tkv_cache *kv, int seq, int layer, int k, int 
     (void)tkvi_evict_fill(&kv->tables.cfg.evict, &evict);
     low = protect ? evict.sink_tokens : 0;
     high = protect ? r.list->len - evict.recent_tokens : r.list->len;
-    for (i = r.list->n; i-- > 0;) { /* newest first: where age counts, few are put before others */
+    for (i = r.list->n; i-- > 0;) { /* newest first: with recency, few then move up past earlier ones */
         float x[TKVI_BLOCK];
         int position[TKVI_BLOCK], n = tkvi_ranking_block(&r, i, position, x);
         for (t = n; t-- > 0;) {
@@ -23042,7 +23660,7 @@ TKV_API tkv_status tkv_top_tokens(tkv_cache *kv, int seq, int layer, int k, int 
             token.importance = x[t];
             if (position[t] < low || position[t] >= high) continue;
             if (found == k && (k == 0 || tkvi_worse(&token, &out[k - 1]))) continue;
-            while (from < to) { /* behind the last that is better */
+            while (from < to) { /* binary search for the first worse entry */
                 const int mid = from + (to - from) / 2;
                 if (tkvi_worse(&token, &out[mid])) from = mid + 1;
                 else to = mid;
@@ -23059,17 +23677,17 @@ TKV_API tkv_status tkv_top_tokens(tkv_cache *kv, int seq, int layer, int k, int 
 #endif /* TKVI_STEP_RANKING_H */
 /* ======== step/promotion.h ======== */
 /*
- * step/promotion.h - importance and promotion in one call: which blocks of a layer deserve to come back, and bringing
- * them (threshold, limit and cool-down: rules/importance.h). May call ranking, recompute and below.
+ * step/promotion.h - importance and promotion in one call: finds the blocks of a layer that matter enough to come
+ * back, and brings them back. Threshold, limit per step and cool-down: rules/importance.h.
  *
- *     block     exact   coded + copy   outside   coded   nobody has it
- *     source      -     the copy       itself    none    the caller's model
+ *     block     exact   coded + copy   offloaded   coded   discarded
+ *     source      -     the copy       itself      none    the caller's model, or a copy
  */
 #ifndef TKVI_STEP_PROMOTION_H
 #define TKVI_STEP_PROMOTION_H
 
 
-/* A block matters as much as the token of it that matters most. 0: all have gone. */
+/* *score is the importance of the block's most important token. Returns 0 if the block has no live tokens. */
 static int tkvi_block_matters(const tkvi_ranking *r, int i, float *score) {
     float x[TKVI_BLOCK];
     int position[TKVI_BLOCK], t, n = tkvi_ranking_block(r, i, position, x);
@@ -23077,7 +23695,7 @@ static int tkvi_block_matters(const tkvi_ranking *r, int i, float *score) {
     return n > 0;
 }
 
-/* Blocks behind the sinks that are not exact in RAM. */
+/* Offers the blocks behind the sinks that are not exact in RAM as candidates for promotion. */
 static void tkvi_offer_blocks(const tkvi_ranking *r, int layer, const tkv_promotion *p,
                               tkvi_promoting *best) {
     int i;
@@ -23087,13 +23705,14 @@ static void tkvi_offer_blocks(const tkvi_ranking *r, int layer, const tkv_promot
         float score = 0.0f;
         if (!tkvi_is_offloaded(b) && tkvi_is_hot_coding(r->kv, layer, b->coding)) continue;
         if (!tkvi_block_matters(r, i, &score)) continue;
+        /* After a cut, `moved` can lie behind the end of the list. */
         tkvi_promoting_offer(best, (int)r->ids[i], score,
-                             tkvi_better_of(b) >= 0 || (p->compute && tkvi_is_discarded(b)),
-                             moved ? tkvi_min(moved - 1, best->now) : TKV_NONE); /* cuts turn time back */
+                             tkvi_better_source(b) >= 0 || (p->compute && tkvi_is_discarded(b)),
+                             moved ? tkvi_min(moved - 1, best->now) : TKV_NONE);
     }
 }
 
-/* The place of a block; -1: it is not there any more. */
+/* The index of a block in its list; -1: the list does not hold it any more. */
 static int tkvi_place_of_block(const tkvi_ranking *r, uint32_t id) {
     int i;
     for (i = 0; i < r->list->n; i++)
@@ -23101,16 +23720,17 @@ static int tkvi_place_of_block(const tkvi_ranking *r, uint32_t id) {
     return -1;
 }
 
-/* The blocks of the list come, as far as they can; *done counts them. Room for what is computed may cost others. */
-static tkv_status tkvi_decay(const tkvi_ranking *r, int seq, int layer, const tkv_promotion *p,
-                             const tkvi_promoting *best, int *done) {
+/* Promotes the candidates in order until one fails; *done counts the promoted blocks. Discarded blocks come back by
+ * one tkv_recompute. Under a budget, making room for them may recode, offload, discard or evict other blocks. */
+static tkv_status tkvi_promote_candidates(const tkvi_ranking *r, int seq, int layer, const tkv_promotion *p,
+                                          const tkvi_promoting *best, int *done) {
     tkv_cache *kv = r->kv;
     tkv_status st = TKV_OK;
     int j, i, asked = 0;
     for (j = 0; j < best->found && !st; j++) {
         const uint32_t id = (uint32_t)best->out[j];
         if ((i = tkvi_place_of_block(r, id)) < 0) continue;
-        if (tkvi_better_of(&kv->pool.block[id]) >= 0) {
+        if (tkvi_better_source(&kv->pool.block[id]) >= 0) {
             st = tkvi_promote_block(kv, seq, layer, i, tkvi_block_start(kv, r->ids, i));
             *done += !st;
             continue;
@@ -23130,20 +23750,20 @@ TKV_API tkv_status tkv_promote_by_importance(tkv_cache *kv, int seq, int layer, 
     tkvi_promoting best;
     tkv_status st;
     int done = 0;
-    if (!tkvi_seq_ok(kv, seq)) return tkvi_seq_bad(kv, seq);
-    if (!tkvi_has_own_layer(kv, seq, layer)) return tkvi_no_own_layer(kv, layer);
+    if (!tkvi_has_seq(kv, seq)) return tkvi_refuse_seq(kv, seq);
+    if (!tkvi_has_own_layer(kv, seq, layer)) return tkvi_refuse_layer(kv, layer);
     if (!p || p->by.used < 0 || !p->compute != !p->remat)
         return tkvi_fail(kv, TKV_ERR_ARG, "p is missing, or it has compute without remat or the reverse", 0,
                          NULL);
     if (tkvi_ranking_init(&r, kv, seq, layer) || !kv->mass.mode)
         return tkvi_fail(kv, TKV_ERR_CONFIG, "nothing is gathered: set cfg.importance_every", 0, NULL);
-    if (r.list->len < p->by.step) p->by.step = p->by.used = 0; /* it was cut */
+    if (r.list->len < p->by.step) p->by.step = p->by.used = 0; /* the list was cut: start the count anew */
     if (!tkvi_promoting_begin(&best, &p->by, r.list->len))
         return tkvi_fail(kv, TKV_ERR_CONFIG, "threshold, per_step or cooldown is out of range, per_step is",
                          p->by.cfg.per_step, "");
     p->promoted = p->waiting = p->no_source = 0;
     if (kv->pool.token_meta) tkvi_offer_blocks(&r, layer, p, &best);
-    st = tkvi_decay(&r, seq, layer, p, &best, &done);
+    st = tkvi_promote_candidates(&r, seq, layer, p, &best, &done);
     tkvi_promoting_end(&best, &p->by, done);
     p->promoted = done;
     p->waiting = best.waiting + best.found - done;
@@ -23158,8 +23778,9 @@ TKV_API tkv_status tkv_promote_by_importance(tkv_cache *kv, int seq, int layer, 
 #endif /* TKVI_STEP_PROMOTION_H */
 /* ======== report/info.h ======== */
 /*
- * report/info.h - what the cache says of itself: bytes, tokens per tier, an estimate before anything exists, and
- * a walk over all invariants. May call everything above; changes nothing.
+ * report/info.h - reports on a cache: tokens per tier, quality, bytes held (tkv_memory). tkv_estimate computes the
+ * bytes from a config alone, tkv_max_context the longest context that fits a budget. tkv_check tests all
+ * invariants. Only tkv_quality_reset changes the cache.
  */
 #ifndef TKVI_REPORT_INFO_H
 #define TKVI_REPORT_INFO_H
@@ -23213,7 +23834,7 @@ TKV_API tkv_status tkv_tier_of(const tkv_cache *kv, int seq, int layer, int toke
     list = tkvi_list_of(kv, seq, layer);
     ids = tkvi_ids(kv, seq, layer);
     if (token < list->dropped || token >= list->len) return TKV_ERR_RANGE;
-    i = tkvi_find(kv, list, ids, token, &slot);
+    i = tkvi_find_token(kv, list, ids, token, &slot);
     if (i < 0) return TKV_ERR_RANGE;
     if (tkvi_is_discarded(&kv->pool.block[ids[i]])) return TKV_ERR_NO_SOURCE;
     *out = tkvi_tier_at(list, i);
@@ -23228,7 +23849,7 @@ TKV_API tkv_status tkv_tier_pair(const tkv_cache *kv, int layer, tkv_tier tier, 
 }
 
 /* >>quality */
-/* Sums of all gauges, or of those of one layer. */
+/* Sums of all head probes, or of those of one layer. layer -1: all. */
 static void tkvi_quality_sum(const tkv_cache *kv, int layer, tkv_quality_info *out) {
     tkvi_meter *m = kv->meter;
     tkvi_error_sums sum;
@@ -23279,7 +23900,7 @@ TKV_API tkv_status tkv_quality_reset(tkv_cache *kv) {
 }
 
 /* >>bytes */
-/* One block's bytes; codes and metadata are what the formats use of them, the rest is padding. */
+/* Adds the bytes and tokens of one block. Codes and metadata are what the formats use; the rest is padding. */
 static void tkvi_add_block(tkv_memory_info *m, tkv_tier tier, const tkvi_bytes *bytes, size_t tokens,
                            int spilled) {
     tkv_tier_bytes *at = spilled ? &m->spilled : &m->tier[tier];
@@ -23289,7 +23910,7 @@ static void tkvi_add_block(tkv_memory_info *m, tkv_tier tier, const tkvi_bytes *
     at->metadata += bytes->metadata;
 }
 
-/* Slack is what remains of pages; fp16_bytes and ratio follow from the tokens. */
+/* Computes slack, the page bytes that no block uses, and from the tokens fp16_bytes, ratio and ratio_f32. */
 static void tkvi_sum_up(tkv_memory_info *m, const tkv_config *cfg, size_t page_bytes) {
     int tier;
     size_t used = 0, tokens = 0;
@@ -23303,7 +23924,8 @@ static void tkvi_sum_up(tkv_memory_info *m, const tkv_config *cfg, size_t page_b
     m->ratio_f32 = 2.0 * m->ratio;
 }
 
-/* A block counts once, where its first holder has it (a mark would be a write; holders are few). */
+/* Is this list the first that holds the block? A shared block counts once, with its first holder. Searching is
+ * cheap because holders are few; marking blocks instead would be a write by a reader. */
 static int tkvi_first_holder(const tkv_cache *kv, int seq, int layer, uint32_t id) {
     int s, i;
     if (kv->pool.block[id].refs == 1) return 1;
@@ -23316,7 +23938,7 @@ static int tkvi_first_holder(const tkv_cache *kv, int seq, int layer, uint32_t i
     return 1;
 }
 
-/* Adds the blocks of one layer of one sequence. `once`: a shared block counts with its first holder only. */
+/* Adds the blocks of one layer of one sequence. once 1: a shared block counts with its first holder only. */
 static void tkvi_add_list(const tkv_cache *kv, int seq, int layer, int once, tkv_memory_info *out) {
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
@@ -23368,23 +23990,24 @@ TKV_API tkv_status tkv_memory_of(const tkv_cache *kv, int seq, int layer, tkv_me
 }
 
 /* >>estimate: the same sums over the plan instead of over blocks */
-typedef struct tkvi_layer_sum { /* one layer of one sequence after n tokens that came one by one */
-    int64_t blocks[TKV_TIER_COUNT], tokens[TKV_TIER_COUNT]; /* the sinks' block and tokens are apart */
+typedef struct tkvi_layer_sum { /* one layer of one sequence after n tokens, appended one by one */
+    int64_t blocks[TKV_TIER_COUNT], tokens[TKV_TIER_COUNT]; /* without the sinks */
     int sink_tokens;
 } tkvi_layer_sum;
 
-/* Whole blocks that end at or before `end`, of `whole` that follow the sinks. */
+/* The number of blocks behind the sinks, of `whole` full ones, that end at or before position `end`. */
 static int64_t tkvi_ended(int64_t whole, int64_t end) {
     int64_t n = end < 0 ? 0 : end / TKVI_BLOCK;
     return n < whole ? n : whole;
 }
 
-/* `waiting`: there is no table yet. */
+/* The blocks and tokens of a layer after n tokens. waiting 1: formats that need a table wait, as there is none
+ * yet. */
 static tkvi_layer_sum tkvi_layer_after(const tkvi_plan *p, int n, int waiting) {
     tkvi_layer_sum s;
     int64_t tokens = tkvi_max(0, n - p->sink), whole = tokens / TKVI_BLOCK, rest = tokens % TKVI_BLOCK;
-    int64_t due = (int64_t)n - 1 - p->sink; /* the length that the last append's ageing saw, sinks apart */
-    int64_t gone, archived, coded, margin = (int64_t)p->keep + tkvi_drop_margin(p);
+    int64_t due = (int64_t)n - 1 - p->sink; /* length at the last ageing, without the sinks */
+    int64_t gone, archived, coded, margin = (int64_t)p->keep + tkvi_expiry_margin(p);
     int tier;
     memset(&s, 0, sizeof s);
     gone = p->keep ? tkvi_ended(whole, due - margin) : 0;
@@ -23404,18 +24027,20 @@ static tkvi_layer_sum tkvi_layer_after(const tkvi_plan *p, int n, int waiting) {
     return s;
 }
 
-/* Blocks of one list that are not in RAM, at most: as reclaim/offload.h and reclaim/discard.h let them go. */
-typedef struct tkvi_away {
+/* Upper bound of the blocks of one list that are not in RAM, within what reclaim/offload.h and discard.h allow. */
+typedef struct tkvi_not_in_ram {
     int64_t blocks;
-    int missing; /* nobody has them, and their tokens are in no tier */
-} tkvi_away;
+    int missing; /* 1: they are discarded, and their tokens count in no tier; 0: offloaded */
+} tkvi_not_in_ram;
 
-/* The oldest of a list go, what is of the hot tail and the last two blocks not. */
-static void tkvi_send_away(tkv_memory_info *m, const tkvi_derived_config *h, const tkvi_plan *p, int n_tokens,
-                           int64_t n_seqs, const tkvi_away *away, tkvi_layer_sum *s) {
+/* Moves the oldest blocks of a list out of RAM, in `s` and `m`. Blocks of the hot tail and the last two blocks
+ * stay. */
+static void tkvi_move_out_of_ram(tkv_memory_info *m, const tkvi_derived_config *h, const tkvi_plan *p,
+                                 int n_tokens, int64_t n_seqs, const tkvi_not_in_ram *away,
+                                 tkvi_layer_sum *s) {
     static const tkv_tier order[TKV_TIER_COUNT] = {TKV_ARCHIVE, TKV_WARM, TKV_HOT};
     const int64_t here = s->blocks[TKV_ARCHIVE] + s->blocks[TKV_WARM] + s->blocks[TKV_HOT];
-    /* as it is when the last of them begins, which needs most room */
+    /* when the last block has just begun, which needs most memory */
     const int64_t blocks = (tkvi_max(0, n_tokens - p->sink) + TKVI_BLOCK - 1) / TKVI_BLOCK;
     int64_t hot = p->now.hot != TKVI_FOREVER ? p->now.hot : h->cfg.hot_tokens, go, i;
     if (hot == TKVI_FOREVER) hot = TKVI_BLOCK;
@@ -23445,14 +24070,15 @@ static void tkvi_add_blocks(tkv_memory_info *m, const tkvi_derived_config *h, in
     live[h->class_of[key]] += blocks;
 }
 
-/* Blocks of one layer, in `n_seqs` sequences that have come so far; returns those of one. */
+/* Adds the blocks of one layer in n_seqs sequences of n_tokens each. Returns the number of blocks of one
+ * sequence, blocks that are not in RAM included. */
 static int64_t tkvi_add_layer(tkv_memory_info *m, const tkvi_derived_config *h, const tkvi_plan *p,
-                              int n_tokens, int64_t n_seqs, int waiting, const tkvi_away *away,
+                              int n_tokens, int64_t n_seqs, int waiting, const tkvi_not_in_ram *away,
                               int64_t *live) {
     tkvi_layer_sum s = tkvi_layer_after(p, n_tokens, waiting);
     int64_t here = (s.sink_tokens > 0) + s.blocks[TKV_HOT] + s.blocks[TKV_WARM] + s.blocks[TKV_ARCHIVE];
     int tier;
-    if (away->blocks) tkvi_send_away(m, h, p, n_tokens, n_seqs, away, &s);
+    if (away->blocks) tkvi_move_out_of_ram(m, h, p, n_tokens, n_seqs, away, &s);
     if (s.sink_tokens) tkvi_add_blocks(m, h, p->sink_coding, TKV_HOT, n_seqs, s.sink_tokens * n_seqs, live);
     for (tier = 0; tier < TKV_TIER_COUNT; tier++)
         tkvi_add_blocks(m, h, p->now.key[tier], (tkv_tier)tier, s.blocks[tier] * n_seqs,
@@ -23460,7 +24086,7 @@ static int64_t tkvi_add_layer(tkv_memory_info *m, const tkvi_derived_config *h, 
     return here;
 }
 
-/* Entries that an array had before it grew to have room for so many. */
+/* The capacity that an array had before it last grew, if it now holds `want` entries; 0: it has never grown. */
 static size_t tkvi_cap_before(int64_t want) {
     const uint32_t cap = tkvi_cap_for(want);
     uint32_t had = 16;
@@ -23468,12 +24094,12 @@ static size_t tkvi_cap_before(int64_t want) {
     return had < cap ? had : 0;
 }
 
-/* How far a cache has gone beyond its levels. */
+/* Blocks that leave RAM where the last level of the ladder is not enough. */
 typedef struct tkvi_stretch {
-    int64_t outside, missing; /* blocks of each list; of each list but one sequence's */
+    int64_t outside, missing; /* offloaded blocks per list; discarded ones per list, except in one sequence */
 } tkvi_stretch;
 
-/* The bytes with every layer's plan as this level has it. */
+/* Estimates the bytes of n_seqs sequences of n_tokens each at one level. stretch: the blocks not in RAM. */
 static tkv_status tkvi_estimate_at(tkvi_derived_config *h, int level, const tkvi_stretch *stretch,
                                    int n_tokens, int n_seqs, tkv_memory_info *out) {
     tkvi_tier_spec rule[TKV_MAX_LEVELS];
@@ -23481,7 +24107,7 @@ static tkv_status tkvi_estimate_at(tkvi_derived_config *h, int level, const tkvi
     int64_t live[TKVI_MAX_CODINGS], all = 0, pages = 0, most = 0, learned = 0;
     tkv_memory_info m;
     size_t page_bytes;
-    tkvi_away outside, missing;
+    tkvi_not_in_ram outside, missing;
     int i, c;
     const int idle = stretch->missing && n_seqs > 1 ? n_seqs - 1 : 0;
     const size_t list = sizeof(uint32_t) * (size_t)h->cfg.n_layers * (size_t)n_seqs;
@@ -23499,8 +24125,8 @@ static tkv_status tkvi_estimate_at(tkvi_derived_config *h, int level, const tkvi
         p.now = rule[level];
         if (p.stored != i) continue;
         if (tkvi_plan_learns(
-                &p)) { /* sequences that end before there is a table; under a budget it is made early */
-            waiting = h->cfg.budget_bytes ? 0 : tkvi_min(n_seqs, TKVI_LEARN / n_tokens);
+                &p)) { /* waiting: sequences stored before there is a table; under a budget it is made early */
+            waiting = h->cfg.budget_bytes ? 0 : tkvi_min(n_seqs, TKVI_FIRST_TABLE_TOKENS / n_tokens);
             if ((int64_t)(n_tokens - p.sink) * n_seqs > TKVI_BLOCK) learned = (int64_t)n_tokens * n_seqs;
         }
         here = tkvi_add_layer(&m, h, &p, n_tokens, n_seqs - waiting - idle, 0, &outside, live);
@@ -23521,17 +24147,16 @@ static tkv_status tkvi_estimate_at(tkvi_derived_config *h, int level, const tkvi
     m.scratch = fixed.solve + fixed.recode + fixed.parts;
     m.shadow = fixed.shadow;
     m.index = fixed.total - m.tables - m.scratch - m.shadow;
-    if (h->any_shared && learned <= TKVI_LEARN_WELL) m.tables += tkvi_stats_bytes(&h->cfg);
-    if (learned > TKVI_LEARN || h->cfg.budget_bytes) m.tables += tkvi_version_bytes(h);
-    if (learned > TKVI_LEARN_WELL) m.tables += tkvi_version_bytes(h);
+    if (h->any_shared && learned <= TKVI_SECOND_TABLE_TOKENS) m.tables += tkvi_stats_bytes(&h->cfg);
+    if (learned > TKVI_FIRST_TABLE_TOKENS || h->cfg.budget_bytes) m.tables += tkvi_version_bytes(h);
+    if (learned > TKVI_SECOND_TABLE_TOKENS) m.tables += tkvi_version_bytes(h);
     if (all) {
         m.index += tkvi_cap_for(all) * tkvi_block_entry(&h->cfg) + tkvi_cap_for(pages) * sizeof(tkvi_page);
         m.index += (size_t)tkvi_cap_for(most + 1) * (list + tkvi_choice_entry(&h->cfg));
     }
     m.total = m.index + m.tables + m.scratch + m.shadow + page_bytes;
     m.peak = m.total;
-    if (h->cfg.budget_bytes &&
-        all) /* a table that grows is there twice for a moment: what it had before, too */
+    if (h->cfg.budget_bytes && all) /* a growing array exists twice for a moment: count its old size too */
         m.peak += tkvi_cap_before(all) * tkvi_block_entry(&h->cfg) +
                   tkvi_cap_before(pages) * sizeof(tkvi_page) +
                   tkvi_cap_before(most + 1) * (list + tkvi_choice_entry(&h->cfg));
@@ -23540,7 +24165,8 @@ static tkv_status tkvi_estimate_at(tkvi_derived_config *h, int level, const tkvi
     return TKV_OK;
 }
 
-/* Does the budget hold that at a level, or beyond the last one? *m: the first that does, the loosest. */
+/* Does this many tokens fit the budget at some level, or beyond the last one? *m: the estimate of the first way
+ * that fits. Order: the levels, then offloading, then discarding. */
 static tkv_status tkvi_estimate_within(tkvi_derived_config *h, int n_tokens, int n_seqs, tkv_memory_info *m) {
     const size_t budget = h->cfg.budget_bytes;
     const int64_t most = (int64_t)n_tokens / TKVI_BLOCK + 1;
@@ -23554,7 +24180,7 @@ static tkv_status tkvi_estimate_within(tkvi_derived_config *h, int n_tokens, int
         if (st || !budget || m->peak <= budget) return st;
         if (level == h->cfg.policy.max_level) break;
     }
-    if (h->cfg.spill.store) { /* as few as it takes */
+    if (h->cfg.spill.store) { /* the fewest offloaded blocks that fit, by bisection */
         for (high = most; low < high;) {
             stretch.outside = low + (high - low) / 2;
             st = tkvi_estimate_at(h, level, &stretch, n_tokens, n_seqs, m);
@@ -23571,9 +24197,10 @@ static tkv_status tkvi_estimate_within(tkvi_derived_config *h, int n_tokens, int
     return !st && m->peak > budget ? TKV_ERR_BUDGET : st;
 }
 
-/* So few tokens of a list remain at least that eviction for bytes leaves them, with room for blocks that are not full;
- * outside, where blocks are not merged, each may be all that is left of one. n_tokens: there is no eviction. */
-static int tkvi_evicts_to(const tkvi_derived_config *h, int n_tokens) {
+/* Eviction for bytes can reduce a list to this number of tokens, which allows for blocks that are not full.
+ * Offloaded blocks are not merged: with a store, each token that stays may be the only one of its block. Returns
+ * n_tokens if nothing is evicted for bytes. */
+static int tkvi_eviction_floor(const tkvi_derived_config *h, int n_tokens) {
     tkv_evict_config cfg;
     int64_t n;
     if (!h->cfg.evict.kind || !h->cfg.budget_bytes) return n_tokens;
@@ -23593,9 +24220,9 @@ TKV_API tkv_status tkv_estimate(const tkv_config *cfg, int n_tokens, int n_seqs,
         return TKV_ERR_ARG;
     keep = h.cfg.evict.kind && h.cfg.evict_tokens ? tkvi_min(n_tokens, h.cfg.evict_tokens) : n_tokens;
     st = tkvi_estimate_within(&h, keep, n_seqs, &m);
-    if (st == TKV_ERR_BUDGET && (least = tkvi_evicts_to(&h, keep)) < keep &&
+    if (st == TKV_ERR_BUDGET && (least = tkvi_eviction_floor(&h, keep)) < keep &&
         (st = tkvi_estimate_within(&h, least, n_seqs, &m)) == TKV_OK) {
-        while (least < keep) { /* the most that it holds */
+        while (least < keep) { /* the most tokens that fit, by bisection */
             const int n = least + (keep - least + 1) / 2;
             if (tkvi_estimate_within(&h, n, n_seqs, &m) == TKV_OK) least = n;
             else keep = n - 1;
@@ -23610,17 +24237,17 @@ TKV_API tkv_status tkv_max_context(const tkv_config *cfg, int n_seqs, int *n_tok
     tkvi_derived_config h;
     tkv_memory_info m;
     tkv_status st = tkvi_validate(cfg, &h, NULL, 0);
-    int low = 0, high, step, least; /* all up to low fit, high + 1 does not */
+    int low = 0, high, step, least; /* invariant: lengths up to low fit, high + 1 does not */
     if (st) return st;
     if (!n_tokens || !h.cfg.budget_bytes || n_seqs < 1 || n_seqs > h.cfg.max_seqs) return TKV_ERR_ARG;
     high = h.cfg.max_tokens;
     least = h.cfg.evict.kind && h.cfg.evict_tokens ? tkvi_min(high, h.cfg.evict_tokens) : high;
-    least = tkvi_evicts_to(&h, least);
-    if (least < high && tkvi_estimate_within(&h, least, n_seqs, &m) == TKV_OK) { /* what is too much goes */
+    least = tkvi_eviction_floor(&h, least);
+    if (least < high && tkvi_estimate_within(&h, least, n_seqs, &m) == TKV_OK) { /* eviction keeps it so */
         *n_tokens = high;
         return TKV_OK;
     }
-    /* Where a window closes fewer bytes are held than before: the first blocks one by one, then by halves. */
+    /* When blocks first expire, bytes fall, so fitting is not monotonic: try the first 512 blocks one by one. */
     for (step = TKVI_BLOCK; low < high && low < 512 * TKVI_BLOCK; low += step) {
         step = tkvi_min(TKVI_BLOCK, high - low);
         if (tkvi_estimate_within(&h, low + step, n_seqs, &m) == TKV_OK) continue;
@@ -23643,7 +24270,7 @@ typedef struct tkvi_checker {
     size_t size;
 } tkvi_checker;
 
-static tkv_status tkvi_broken(const tkvi_checker *k, const char *what, int64_t where) {
+static tkv_status tkvi_report_broken(const tkvi_checker *k, const char *what, int64_t where) {
     tkvi_text t = tkvi_text_begin(k->reason, k->reason ? k->size : 0);
     tkvi_append_text(&t, what);
     tkvi_append_text(&t, " (");
@@ -23652,23 +24279,24 @@ static tkv_status tkvi_broken(const tkvi_checker *k, const char *what, int64_t w
     return TKV_ERR_BROKEN;
 }
 
-/* Numbers first: nothing below follows one that leads outside of its table. */
+/* Checks block numbers. Runs first, so that later checks never index beyond a table. */
 static tkv_status tkvi_check_ids(const tkvi_checker *k, int seq, int layer) {
     const tkv_cache *kv = k->kv;
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
     int i;
     if (list->n < 0 || (uint32_t)list->n > kv->seq[seq].cap)
-        return tkvi_broken(k, "a list is longer than its room", layer);
+        return tkvi_report_broken(k, "a list is longer than its room", layer);
     for (i = 0; i < list->n; i++)
         if (ids[i] >= kv->pool.block_cap || kv->pool.block[ids[i]].refs == 0 ||
             kv->pool.block[ids[i]].coding >= kv->tables.n_codings)
-            return tkvi_broken(k, "a list names a block that does not exist", (int64_t)ids[i]);
+            return tkvi_report_broken(k, "a list names a block that does not exist", (int64_t)ids[i]);
     return TKV_OK;
 }
 
-/* Can a block of this tier have that format? With a ladder tiers keep what other levels made of them. */
-static int tkvi_of_tier(const tkv_cache *kv, int layer, int absent, tkv_tier tier, int key) {
+/* Can a block of this tier have this format? In the hot tier: only a hot format of some level. In the others: the
+ * tier's own format, or, with several levels, a store, or for a discarded block, any format of the ladder. */
+static int tkvi_is_format_of_tier(const tkv_cache *kv, int layer, int absent, tkv_tier tier, int key) {
     const tkvi_tier_spec *rule = tkvi_rules_of(&kv->tables, layer);
     int i, t, one = kv->tables.n_levels == 1 && !kv->tables.cfg.spill.store && !absent;
     for (i = 0; i < kv->tables.n_levels; i++)
@@ -23684,92 +24312,94 @@ static tkv_status tkvi_check_list(const tkvi_checker *k, int seq, int layer) {
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
     int i, t, slot, last;
     if (p->stored != layer)
-        return list->n || list->len ? tkvi_broken(k, "a layer without its own cache holds blocks", layer)
-                                    : TKV_OK;
+        return list->n || list->len
+                   ? tkvi_report_broken(k, "a layer without its own cache holds blocks", layer)
+                   : TKV_OK;
     if (list->sinks < 0 || list->sinks > 1 || list->archive < 0 || list->warm < 0 ||
         (int64_t)list->sinks + list->archive + list->warm > list->n)
-        return tkvi_broken(k, "tier counts do not fit the list of layer", layer);
+        return tkvi_report_broken(k, "tier counts do not fit the list of layer", layer);
     if (list->tightest < 0 || list->tightest > list->tight || list->tightest > list->archive ||
         list->tight > list->archive + list->warm)
-        return tkvi_broken(k, "blocks of the hot tail count as tight in layer", layer);
+        return tkvi_report_broken(k, "blocks of the hot tail count as tight in layer", layer);
     if (list->out < 0 || list->out > list->n - list->sinks)
-        return tkvi_broken(k, "more blocks are counted as outside than there are, layer", layer);
+        return tkvi_report_broken(k, "more blocks are counted as outside than there are, layer", layer);
     for (i = 0; i < list->out; i++)
         if (!tkvi_is_offloaded(&kv->pool.block[ids[list->sinks + i]]))
-            return tkvi_broken(k, "a block is counted as outside and is not, layer", layer);
+            return tkvi_report_broken(k, "a block is counted as outside and is not, layer", layer);
     if (list->chunk < 0 || list->chunk > list->len)
-        return tkvi_broken(k, "the last append began behind the end of layer", layer);
+        return tkvi_report_broken(k, "the last append began behind the end of layer", layer);
     if (list->dropped < 0 || list->dropped > list->len || list->len > kv->tables.cfg.max_tokens)
-        return tkvi_broken(k, "a length is out of range in layer", layer);
+        return tkvi_report_broken(k, "a length is out of range in layer", layer);
     if (kv->pool.token_meta ? list->n && list->len == list->dropped
                             : (list->n == 0) != (list->len == list->dropped))
-        return tkvi_broken(k, "tokens without blocks, or blocks without, in layer", layer);
+        return tkvi_report_broken(k, "tokens without blocks, or blocks without, in layer", layer);
     if (list->n && (kv->pool.token_meta ? tkvi_block_start(kv, ids, 0) < list->dropped
                                         : tkvi_block_start(kv, ids, 0) != list->dropped))
-        return tkvi_broken(k, "the first block does not follow what was dropped, layer", layer);
+        return tkvi_report_broken(k, "the first block does not follow what was dropped, layer", layer);
     for (i = 0; i < list->n; i++) {
         const tkvi_block *b = &kv->pool.block[ids[i]];
         int64_t end = tkvi_block_end(kv, list, ids, i), age = list->len - end, most;
         tkv_tier tier = tkvi_tier_at(list, i);
         if (end <= b->start || tkvi_block_tokens(kv, list, ids, i) > kv->tables.coding[b->coding].tokens)
-            return tkvi_broken(k, "a block has no tokens or more than its room", (int64_t)ids[i]);
+            return tkvi_report_broken(k, "a block has no tokens or more than its room", (int64_t)ids[i]);
         if ((b->gone || b->packed) && (!kv->pool.token_meta || b->packed < 0))
-            return tkvi_broken(k, "tokens are gone where none can be dropped", (int64_t)ids[i]);
-        for (t = 0, last = -1; t < b->packed && !tkvi_is_wide(kv, b); t++) {
-            if (!(tkvi_kept(kv, list, ids, i) >> t & 1)) continue;
-            if (tkvi_at(kv, ids[i], t) >= end || tkvi_at(kv, ids[i], t) <= last)
-                return tkvi_broken(k, "tokens of a packed block are out of order", (int64_t)ids[i]);
-            last = tkvi_at(kv, ids[i], t);
+            return tkvi_report_broken(k, "tokens are gone where none can be dropped", (int64_t)ids[i]);
+        for (t = 0, last = -1; t < b->packed && !tkvi_has_long_positions(kv, b); t++) {
+            if (!(tkvi_used_mask(kv, list, ids, i) >> t & 1)) continue;
+            if (tkvi_slot_position(kv, ids[i], t) >= end || tkvi_slot_position(kv, ids[i], t) <= last)
+                return tkvi_report_broken(k, "tokens of a packed block are out of order", (int64_t)ids[i]);
+            last = tkvi_slot_position(kv, ids[i], t);
         }
         if (kv->pool.token_meta && (kv->pool.token_meta[ids[i]].anchored & ~b->gone))
-            return tkvi_broken(k, "a token is an anchor and in its block", (int64_t)ids[i]);
+            return tkvi_report_broken(k, "a token is an anchor and in its block", (int64_t)ids[i]);
         for (t = 0; t < TKVI_BLOCK && kv->pool.token_meta; t++)
             if (kv->pool.token_meta[ids[i]].anchored >> t & 1 &&
-                tkvi_find(kv, list, ids, tkvi_at(kv, ids[i], t), &slot) != 0)
-                return tkvi_broken(k, "an anchor is not among the sinks, block", (int64_t)ids[i]);
-        if (i < list->sinks
-                ? kv->tables.coding[b->coding].key != p->sink_coding
-                : !tkvi_of_tier(kv, layer, tkvi_is_discarded(b), tier, kv->tables.coding[b->coding].key))
-            return tkvi_broken(k, "a block is not in its tier's format", (int64_t)ids[i]);
+                tkvi_find_token(kv, list, ids, tkvi_slot_position(kv, ids[i], t), &slot) != 0)
+                return tkvi_report_broken(k, "an anchor is not among the sinks, block", (int64_t)ids[i]);
+        if (i < list->sinks ? kv->tables.coding[b->coding].key != p->sink_coding
+                            : !tkvi_is_format_of_tier(kv, layer, tkvi_is_discarded(b), tier,
+                                                      kv->tables.coding[b->coding].key))
+            return tkvi_report_broken(k, "a block is not in its tier's format", (int64_t)ids[i]);
         most = (int64_t)p->now.hot + kv->tables.cfg.max_append + (tier == TKV_WARM ? p->now.warm : 0);
-        if (tkvi_plan_learns(p)) most += TKVI_LEARN;
+        if (tkvi_plan_learns(p)) most += TKVI_FIRST_TABLE_TOKENS;
         if (tkvi_is_offloaded(b) &&
             (i < list->sinks || !(kv->tables.cfg.spill.store || tkvi_is_discarded(b))))
-            return tkvi_broken(k, "a block is outside that must not be", (int64_t)ids[i]);
+            return tkvi_report_broken(k, "a block is outside that must not be", (int64_t)ids[i]);
         if (b->copy && b->copy > kv->tables.n_codings)
-            return tkvi_broken(k, "a copy is in no known format", (int64_t)ids[i]);
+            return tkvi_report_broken(k, "a copy is in no known format", (int64_t)ids[i]);
         if (i >= list->sinks && tier != TKV_ARCHIVE && age >= most && kv->tables.n_levels == 1 &&
             !tkvi_has_budget(kv) && !kv->moved)
-            return tkvi_broken(k, "a block is in its tier for too long", (int64_t)ids[i]);
+            return tkvi_report_broken(k, "a block is in its tier for too long", (int64_t)ids[i]);
     }
     return TKV_OK;
 }
 
-/* One page against its blocks. */
+/* Checks a page against the blocks that its slots name. */
 static tkv_status tkvi_check_page(const tkvi_checker *k, uint32_t i) {
     const tkvi_pool *pool = &k->kv->pool;
     const tkvi_page *p = &pool->page[i];
     int s, used = 0;
     if (p->size_class < -1 || p->size_class >= pool->tables->n_classes)
-        return tkvi_broken(k, "a page of no known class", i);
+        return tkvi_report_broken(k, "a page of no known class", i);
     for (s = 0; s < 64 && p->size_class >= 0; s++) {
         const tkvi_block *b;
         if (!(p->taken >> s & 1)) continue;
         used++;
         if (s >= pool->tables->size_class[p->size_class].slots)
-            return tkvi_broken(k, "a slot beyond its page", i);
-        if (p->owner[s] >= pool->block_cap) return tkvi_broken(k, "a slot of a block that does not exist", i);
+            return tkvi_report_broken(k, "a slot beyond its page", i);
+        if (p->owner[s] >= pool->block_cap)
+            return tkvi_report_broken(k, "a slot of a block that does not exist", i);
         b = &pool->block[p->owner[s]];
         if (b->refs == 0 || b->page != i || b->slot != s || b->coding >= pool->tables->n_codings ||
             pool->tables->coding[b->coding].size_class != p->size_class)
-            return tkvi_broken(k, "a slot and its block disagree", i);
+            return tkvi_report_broken(k, "a slot and its block disagree", i);
     }
     if (p->size_class >= 0 && (used != p->used || used == 0))
-        return tkvi_broken(k, "a page's slots are miscounted", i);
+        return tkvi_report_broken(k, "a page's slots are miscounted", i);
     return TKV_OK;
 }
 
-/* A chain of pages from `first`, all of one class; how many there are, or -1. */
+/* The number of pages in the chain from `first`; -1 if it is broken or has a page of another class. */
 static int64_t tkvi_chain(const tkvi_pool *pool, uint32_t first, int size_class, int64_t *used) {
     uint32_t i;
     int64_t n = 0;
@@ -23793,7 +24423,7 @@ static tkv_status tkvi_check_pool(const tkvi_checker *k) {
     }
     if (st) return st;
     if (tkvi_chain(pool, pool->free_page, -1, &used) != n_free || n_free != pool->n_free_pages)
-        return tkvi_broken(k, "free pages are miscounted", n_free);
+        return tkvi_report_broken(k, "free pages are miscounted", n_free);
     for (c = 0; c < pool->tables->n_classes; c++) {
         const tkvi_class *size_class = &pool->tables->size_class[c];
         int64_t pages = 0, full = 0, in_class = 0, promised = 0;
@@ -23803,34 +24433,35 @@ static tkv_status tkvi_check_pool(const tkvi_checker *k) {
             full += pool->page[i].used == size_class->slots;
             in_class += pool->page[i].used;
         }
-        if (in_class != pool->live[c]) return tkvi_broken(k, "blocks are miscounted, class", c);
+        if (in_class != pool->live[c]) return tkvi_report_broken(k, "blocks are miscounted, class", c);
         if (pages != tkvi_pages_for(size_class, in_class))
-            return tkvi_broken(k, "more pages than blocks need, class", c);
+            return tkvi_report_broken(k, "more pages than blocks need, class", c);
         chained = tkvi_chain(pool, pool->room[c], c, &used);
         if (chained != pages - full || used != in_class - full * size_class->slots)
-            return tkvi_broken(k, "a page with room is not in its list, class", c);
+            return tkvi_report_broken(k, "a page with room is not in its list, class", c);
         for (seq = 0; seq < k->kv->tables.cfg.max_seqs; seq++)
             promised += k->kv->promised[(size_t)seq * (size_t)pool->tables->n_classes + (size_t)c];
-        if (promised != pool->promised[c]) return tkvi_broken(k, "reservations are miscounted, class", c);
+        if (promised != pool->promised[c])
+            return tkvi_report_broken(k, "reservations are miscounted, class", c);
         live += in_class;
     }
     for (i = 0, n = 0; i < pool->block_cap; i++)
         n += pool->block[i].refs && tkvi_is_offloaded(&pool->block[i]);
-    if (n != (int64_t)pool->n_offloaded) return tkvi_broken(k, "blocks outside are miscounted", n);
+    if (n != (int64_t)pool->n_offloaded) return tkvi_report_broken(k, "blocks outside are miscounted", n);
     for (i = 0, used = 0; i < pool->block_cap; i++)
         used += pool->block[i].refs && tkvi_is_discarded(&pool->block[i]);
     if (used != (int64_t)pool->n_discarded)
-        return tkvi_broken(k, "blocks that nobody has are miscounted", used);
+        return tkvi_report_broken(k, "blocks that nobody has are miscounted", used);
     live += n;
-    if (live != (int64_t)pool->n_blocks) return tkvi_broken(k, "blocks and slots disagree", live);
+    if (live != (int64_t)pool->n_blocks) return tkvi_report_broken(k, "blocks and slots disagree", live);
     for (i = pool->free_block, n = 0; i != TKVI_NIL; i = pool->block[i].page, n++)
         if (n >= pool->block_cap || i >= pool->block_cap || pool->block[i].refs)
-            return tkvi_broken(k, "the list of free blocks is broken", (int64_t)i);
-    if (n + live != (int64_t)pool->block_cap) return tkvi_broken(k, "free blocks are miscounted", n);
+            return tkvi_report_broken(k, "the list of free blocks is broken", (int64_t)i);
+    if (n + live != (int64_t)pool->block_cap) return tkvi_report_broken(k, "free blocks are miscounted", n);
     return TKV_OK;
 }
 
-/* Scatters block numbers, so that sums over two sets of them agree only if the sets do. */
+/* Hashes a block number (splitmix64). Sums of hashes over two sets agree only if the sets do, up to chance. */
 static uint64_t tkvi_scatter(uint32_t id) {
     uint64_t x = ((uint64_t)id + 1) * 0x9e3779b97f4a7c15u;
     x = (x ^ x >> 30) * 0xbf58476d1ce4e5b9u;
@@ -23838,36 +24469,37 @@ static uint64_t tkvi_scatter(uint32_t id) {
     return x ^ x >> 31;
 }
 
-/* The meter's copies: of coded blocks that exist (or left a window), in order, each in a place of its own. */
+/* Checks the meter's copies: of coded or expired blocks, in order, each in a slot of its own. */
 static tkv_status tkvi_check_meter(const tkvi_checker *k) {
     const tkvi_meter *m = k->kv->meter;
     uint64_t places;
     int i, a;
     if (!m) return TKV_OK;
     if (m->seq < -1 || m->seq >= k->kv->tables.cfg.max_seqs)
-        return tkvi_broken(k, "the meter watches a sequence that does not exist", m->seq);
+        return tkvi_report_broken(k, "the meter watches a sequence that does not exist", m->seq);
     for (i = 0; i < m->n; i++) {
         const tkvi_head_probe *g = &m->head_probe[i];
         const tkvi_list *list = m->seq < 0 ? NULL : tkvi_list_of(k->kv, m->seq, g->layer);
         int block = 0;
         if (g->n < 0 || g->n > m->slots || (g->n && !list) || g->stride < 1)
-            return tkvi_broken(k, "the meter has copies of nothing, gauge", i);
+            return tkvi_report_broken(k, "the meter has copies of nothing, gauge", i);
         for (a = 0, places = 0; a < m->slots; a++) {
             if (g->slot[a] < 0 || g->slot[a] >= m->slots)
-                return tkvi_broken(k, "a copy of the meter has no place, gauge", i);
+                return tkvi_report_broken(k, "a copy of the meter has no place, gauge", i);
             places += tkvi_scatter((uint32_t)g->slot[a]) - tkvi_scatter((uint32_t)a);
         }
-        if (places) return tkvi_broken(k, "two copies of the meter in one place, gauge", i);
+        if (places) return tkvi_report_broken(k, "two copies of the meter in one place, gauge", i);
         for (a = 0; a < g->n; a++) {
             const uint32_t *ids = tkvi_ids(k->kv, m->seq, g->layer);
-            if (a && g->start[a] <= g->start[a - 1]) return tkvi_broken(k, "copies out of order, gauge", i);
+            if (a && g->start[a] <= g->start[a - 1])
+                return tkvi_report_broken(k, "copies out of order, gauge", i);
             if (g->start[a] < list->dropped) continue;
             while (block < list->n && tkvi_block_start(k->kv, ids, block) < g->start[a]) block++;
             if (block == list->n || tkvi_block_start(k->kv, ids, block) != g->start[a] ||
                 (k->kv->tables.coding[k->kv->pool.block[ids[block]].coding].key ==
                      k->kv->tables.plan[g->layer].now.key[TKV_HOT] &&
                  !k->kv->pool.block[ids[block]].copy))
-                return tkvi_broken(k, "the meter has a copy of a block that is not coded, gauge", i);
+                return tkvi_report_broken(k, "the meter has a copy of a block that is not coded, gauge", i);
         }
     }
     return TKV_OK;
@@ -23898,34 +24530,35 @@ TKV_API tkv_status tkv_check(const tkv_cache *kv, char *reason, size_t size) {
     if (st) return st;
     for (id = 0; id < kv->pool.block_cap; id++) refs += kv->pool.block[id].refs * tkvi_scatter(id);
     if (kv->tables.level < 0 || kv->tables.level >= kv->tables.n_levels)
-        return tkvi_broken(&k, "there is no level", kv->tables.level);
+        return tkvi_report_broken(&k, "there is no level", kv->tables.level);
     if (tkvi_has_budget(kv) &&
         (kv->pool.keep_all ? tkvi_in_use(kv) : kv->heap.held) > kv->tables.cfg.budget_bytes)
-        return tkvi_broken(&k, "more is held than the budget", (int64_t)kv->heap.held);
-    if (refs != entries) return tkvi_broken(&k, "blocks count other holders than the lists have", 0);
+        return tkvi_report_broken(&k, "more is held than the budget", (int64_t)kv->heap.held);
+    if (refs != entries) return tkvi_report_broken(&k, "blocks count other holders than the lists have", 0);
     held = kv->fixed_bytes + tkvi_learning_held(kv) + kv->pool.n_pages * kv->tables.page_bytes +
            kv->choice_cap * tkvi_choice_entry(&kv->tables.cfg) + kv->pool.page_cap * sizeof(tkvi_page) +
            kv->pool.block_cap * tkvi_block_entry(&kv->tables.cfg);
     for (seq = 0; seq < kv->tables.cfg.max_seqs; seq++)
         held += (size_t)kv->seq[seq].cap * (size_t)kv->tables.cfg.n_layers * sizeof(uint32_t);
-    if (held != kv->heap.held) return tkvi_broken(&k, "bytes held do not add up", (int64_t)kv->heap.held);
+    if (held != kv->heap.held)
+        return tkvi_report_broken(&k, "bytes held do not add up", (int64_t)kv->heap.held);
     st = tkv_memory(kv, &m);
     sum = m.tables + m.index + m.scratch + m.shadow + m.slack;
     for (tier = 0; tier < TKV_TIER_COUNT; tier++) sum += m.tier[tier].codes + m.tier[tier].metadata;
     if (st || sum != m.total)
-        return tkvi_broken(&k, "the parts of tkv_memory do not make its total", (int64_t)sum);
+        return tkvi_report_broken(&k, "the parts of tkv_memory do not make its total", (int64_t)sum);
     return TKV_OK;
 }
 
 #endif /* TKVI_REPORT_INFO_H */
 /* ======== report/decimal.h ======== */
 /*
- * report/decimal.h - floats as decimal text and back, exactly: without strtod and printf, so that neither a locale
- * nor a compiler's flags have a say. May call base.
+ * report/decimal.h - converts floats to decimal text and back, exactly. It does not use strtod and printf, because
+ * their results depend on the locale and on compiler flags.
  *
- * A number m * 10^e and a float c * 2^x are compared as whole numbers of up to 384 bits. Everything follows from
- * that: the float of a text is found by halving (its neighbours' midpoints are floats with one bit more), the text of
- * a float is the shortest one that leads back to it.
+ * A number m * 10^e and a float c * 2^x are compared as whole numbers of up to 384 bits. Both directions use only
+ * this comparison. Reading finds the nearest float by bisection; the midpoint of two neighbouring floats is a float
+ * with one bit more. Writing finds the shortest text that reads back as the same float.
  */
 #ifndef TKVI_REPORT_DECIMAL_H
 #define TKVI_REPORT_DECIMAL_H
@@ -23934,12 +24567,12 @@ TKV_API tkv_status tkv_check(const tkv_cache *kv, char *reason, size_t size) {
 
 
 #define TKVI_DECIMAL_LEAST                                                                                   \
-    (-64)                    /* exponents: below, 19 digits are less than half of the smallest float ... */
-#define TKVI_DECIMAL_MOST 39 /* ... and above, one digit is more than the largest */
-#define TKVI_FLOAT_TEXT 24   /* room for any float, the final zero included */
+    (-64) /* exponents: below this one, 19 digits are less than half of the smallest float */
+#define TKVI_DECIMAL_MOST 39 /* above it, one digit is more than the largest float */
+#define TKVI_FLOAT_TEXT 24   /* bytes that hold any float, final zero included */
 
 typedef struct tkvi_wide {
-    uint32_t word[12]; /* lowest first */
+    uint32_t word[12]; /* lowest word first */
 } tkvi_wide;
 
 static tkvi_wide tkvi_wide_of(uint64_t x) {
@@ -23960,7 +24593,7 @@ static void tkvi_wide_times(tkvi_wide *a, uint32_t by) {
     }
 }
 
-/* Times 5^fives * 2^twos, where these are positive. */
+/* Multiplies by 5^fives * 2^twos; an exponent below 0 counts as 0. */
 static void tkvi_wide_scale(tkvi_wide *a, int fives, int twos) {
     for (; fives >= 13; fives -= 13) tkvi_wide_times(a, 1220703125u);
     for (; fives > 0; fives--) tkvi_wide_times(a, 5u);
@@ -23968,7 +24601,8 @@ static void tkvi_wide_scale(tkvi_wide *a, int fives, int twos) {
     if (twos > 0) tkvi_wide_times(a, 1u << twos);
 }
 
-/* The sign of m * 10^e - c * 2^x; e within its limits, c * 2^x a float or a midpoint: 344 bits at most. */
+/* Returns the sign of m * 10^e - c * 2^x. e is from TKVI_DECIMAL_LEAST to TKVI_DECIMAL_MOST. c * 2^x is a
+ * float or the midpoint of two. So both sides have at most 344 bits. */
 static int tkvi_decimal_compare(uint64_t m, int e, uint32_t c, int x) {
     tkvi_wide a = tkvi_wide_of(m), b = tkvi_wide_of(c);
     int i;
@@ -23979,14 +24613,14 @@ static int tkvi_decimal_compare(uint64_t m, int e, uint32_t c, int x) {
     return 0;
 }
 
-/* A positive float is c * 2^x. */
+/* Splits a positive float into c * 2^x. */
 static void tkvi_float_parts(uint32_t bits, uint32_t *c, int *x) {
     uint32_t exponent = bits >> 23;
     *c = (bits & 0x7fffffu) | (exponent ? 0x800000u : 0u);
     *x = (exponent ? (int)exponent : 1) - 150;
 }
 
-/* Does m * 10^e round to the float of these bits, or to a larger one? Ties go to the even one. */
+/* Does m * 10^e round to the float with these bits, or to a larger one? Ties go to even. */
 static int tkvi_decimal_reaches(uint64_t m, int e, uint32_t bits) {
     uint32_t c;
     int x, order;
@@ -23997,8 +24631,8 @@ static int tkvi_decimal_reaches(uint64_t m, int e, uint32_t bits) {
 }
 
 /* >>reading */
-/* The float nearest to a decimal number: sign, digits, point, exponent. Digits beyond the 19th count as zeros. 0 if
- * it is no number, too large, or longer than anybody writes. */
+/* Reads the float nearest to a decimal number: sign, digits, point, exponent. Digits after the 19th count as zeros.
+ * Returns 0 if the text is no number, has more than 64 characters, or is too large for a float. */
 static int tkvi_float_read(const char *s, size_t n, float *out) {
     uint64_t m = 0;
     uint32_t low = 0, high = 0x7f800000u;
@@ -24033,7 +24667,7 @@ static int tkvi_float_read(const char *s, size_t n, float *out) {
     if (i < n) return 0;
     if (m == 0 || e < TKVI_DECIMAL_LEAST) high = 1; /* zero */
     else if (e > TKVI_DECIMAL_MOST || tkvi_decimal_reaches(m, e, high)) return 0;
-    while (high - low > 1) { /* it reaches low, and not high */
+    while (high - low > 1) { /* invariant: the number reaches low and does not reach high */
         uint32_t middle = low + (high - low) / 2;
         if (tkvi_decimal_reaches(m, e, middle)) low = middle;
         else high = middle;
@@ -24043,16 +24677,17 @@ static int tkvi_float_read(const char *s, size_t n, float *out) {
 }
 
 /* >>writing */
-/* The fewest digits m with m * 10^e nearer to this float than to any other; bits of a positive one. */
+/* Finds the number m * 10^e with the fewest digits that reads back as this float, and returns m. bits: of a
+ * positive float. */
 static uint64_t tkvi_float_shortest(uint32_t bits, int *e) {
     uint64_t m, low = 100000000u, high = 1000000000u, power = high;
     uint32_t c;
     int x, first, n, i, up;
     tkvi_float_parts(bits, &c, &x);
     first = bits >> 23 ? ((int)(bits >> 23) - 127) * 77 / 256 - 2
-                       : -46; /* not above the first digit's exponent */
+                       : -46; /* a lower bound of the first digit's exponent */
     while (tkvi_decimal_compare(1, first + 1, c, x) <= 0) first++;
-    while (high - low > 1) { /* the first nine digits, cut off */
+    while (high - low > 1) { /* the first nine digits, truncated */
         m = low + (high - low) / 2;
         if (tkvi_decimal_compare(m, first - 8, c, x) <= 0) low = m;
         else high = m;
@@ -24060,16 +24695,16 @@ static uint64_t tkvi_float_shortest(uint32_t bits, int *e) {
     for (n = 1; n <= 9; n++) {
         power /= 10u;
         *e = first - n + 1;
-        up = tkvi_decimal_compare(2u * (low / power) + 1u, *e, c, x + 1) < 0; /* the next one is nearer */
+        up = tkvi_decimal_compare(2u * (low / power) + 1u, *e, c, x + 1) < 0; /* rounding up is nearer */
         for (i = 0; i < 2; i++) {
             m = low / power + (uint64_t)(up ^ i);
             if (tkvi_decimal_reaches(m, *e, bits) && !tkvi_decimal_reaches(m, *e, bits + 1)) return m;
         }
     }
-    return m; /* not reached: nine digits tell any two floats apart */
+    return m; /* not reached: nine digits identify any float */
 }
 
-/* Text of a finite float, into TKVI_FLOAT_TEXT bytes: 0.05, 1000, 1.5e-7. Also a number of JSON. */
+/* Writes a finite float as text, such as 0.05, 1000, 1.5e-7, to TKVI_FLOAT_TEXT bytes. The text is valid JSON. */
 static void tkvi_float_write(float x, char *out) {
     uint32_t bits = tkvi_bits(x);
     char digits[12];
@@ -24084,7 +24719,7 @@ static void tkvi_float_write(float x, char *out) {
         tkvi_append_int(&d, (int64_t)m);
     }
     while (digits[n]) n++;
-    at = n + e; /* of the point: 0.digits * 10^at */
+    at = n + e; /* the point's place: the value is 0.digits * 10^at */
     if (at < -3 || at > 9) {
         char head[2] = {digits[0], 0};
         tkvi_append_text(&t, head);
@@ -24107,8 +24742,9 @@ static void tkvi_float_write(float x, char *out) {
 #endif /* TKVI_REPORT_DECIMAL_H */
 /* ======== report/text.h ======== */
 /*
- * report/text.h - configs as text, in and out: lines of `key = value`, or one flat object of JSON. The keys are the
- * fields. A table has a row for each field, a kind says how a value is read and written; a new field is a new row.
+ * report/text.h - reads and writes configs as text: lines of `key = value`, or one flat JSON object. The keys are
+ * the names of the fields. A table has one row for each field; the row's kind gives the functions that read and
+ * write it. To add a field, add a row.
  *
  *     # comment                          {
  *     preset = balanced                    "preset": "balanced",
@@ -24117,8 +24753,8 @@ static void tkvi_float_write(float x, char *out) {
  *     layers[0-5].window = 1024            "layers[0-5].window": 1024
  *                                        }
  *
- * A text is read three times: checked without a trace, then the preset, then all other values. May call preset,
- * policy and below.
+ * A text is read three times. The first pass checks it and changes nothing of the caller's. The second pass
+ * applies the preset (or profile), the third all other values.
  */
 #ifndef TKVI_REPORT_TEXT_H
 #define TKVI_REPORT_TEXT_H
@@ -24126,13 +24762,13 @@ static void tkvi_float_write(float x, char *out) {
 #ifndef TKV_NO_REPORTS
 
 
-/* >>out: text that is counted before it is written, so that a buffer that is too small stays as it is */
+/* >>out: a text is counted first and written second, so a buffer that is too small stays untouched */
 typedef struct tkvi_out {
-    char *at; /* NULL: only counts */
+    char *at; /* NULL: only count */
     size_t room, used;
-    int json;       /* 1: JSON, 2: the same on one line */
-    int more;       /* a value of this object came before */
-    tkv_status bad; /* what has no text */
+    int json;       /* 0: lines; 1: JSON; 2: JSON on one line */
+    int more;       /* 1: the object already has a value */
+    tkv_status bad; /* error: a value has no text */
 } tkvi_out;
 
 static void tkvi_print_bytes(tkvi_out *o, const char *s, size_t n) {
@@ -24165,14 +24801,14 @@ static void tkvi_print_float(tkvi_out *o, float x) {
     tkvi_print(o, text);
 }
 
-/* The quotes of a string in JSON. */
+/* In JSON, prints a quote. */
 static void tkvi_print_quote(tkvi_out *o) {
     if (o->json) tkvi_print(o, "\"");
 }
 
 typedef void (*tkvi_writer)(tkvi_out *o, const void *what);
 
-/* The whole of it or nothing; *needed is how much there is, the final zero included. */
+/* Writes the whole text to buf, or nothing if it does not fit. *needed: its bytes, final zero included. */
 static tkv_status tkvi_write_text(tkvi_writer write, const void *what, char *buf, size_t size,
                                   size_t *needed) {
     tkvi_out o;
@@ -24203,47 +24839,47 @@ typedef struct tkvi_word {
     int value;
 } tkvi_word;
 
-struct tkvi_row; /* (the three know each other) */
+struct tkvi_row; /* the three types refer to each other */
 struct tkvi_parser;
 
 typedef struct tkvi_kind {
-    const char *want; /* what is right, for a person */
-    /* `at` is the field; NULL: only check. 0: this is none. */
+    const char *want; /* describes a valid value, for error sentences */
+    /* Reads s into the field at `at`; NULL: only checks. Returns 0 if s is no such value. */
     int (*read)(struct tkvi_parser *r, const struct tkvi_row *row, tkvi_span s, void *at);
-    /* NULL: only read, and before all others */
+    /* Writes the field. NULL: a key that is only read, before all other keys */
     void (*write)(const struct tkvi_row *row, const void *at, tkvi_out *o);
 } tkvi_kind;
 
 typedef struct tkvi_row {
     const char *name;
-    int kind; /* into tkvi_kinds */
+    int kind; /* index into tkvi_kinds */
     size_t offset, size;
-    const tkvi_word *words; /* names of values, up to one without; NULL: none */
+    const tkvi_word *words; /* names of values, ended by a NULL name; NULL: none */
 } tkvi_row;
 
 typedef struct tkvi_fields { /* rows of one struct */
-    const char *name;        /* NULL: key `field`; otherwise `name.field`, or ... */
-    int most;                /* ... if not 0: `name[i].field` and `name[i-j].field`, i and j below it */
-    size_t offset, stride;   /* in the whole, where it is a part of that; of these */
+    const char *name;        /* NULL: keys are `field`; else `name.field` */
+    int most;                /* not 0: keys are `name[i].field` and `name[i-j].field`, i and j below it */
+    size_t offset, stride;   /* of the struct in its config; of list entries */
     const tkvi_row *row;
     int n_rows;
 } tkvi_fields;
 
 #define TKVI_MAX_FIELDS 8
-#define TKVI_SEEN_BYTES 8192 /* a bit for each field: 15 of 4,096 layers, and 500 more */
+#define TKVI_SEEN_BYTES 8192 /* a bit per field: 15 fields of 4,096 layers, and 4,096 others */
 
 typedef struct tkvi_parser {
     const tkvi_fields *fields;
     int n_fields;
-    void *base[TKVI_MAX_FIELDS]; /* the structs; a list may be NULL while only checked */
+    void *base[TKVI_MAX_FIELDS]; /* the structs; not used for lists while checking */
     const tkv_config_room *room;
-    /* where it is */
+    /* the place in the text */
     const char *text, *at, *end;
     int line, json, begun;
     tkvi_span key, value;
     int key_line;
-    /* what it saw */
-    int highest[TKVI_MAX_FIELDS], highest_line[TKVI_MAX_FIELDS]; /* index of a list, from 1; 0: none */
+    /* what the text has named so far */
+    int highest[TKVI_MAX_FIELDS], highest_line[TKVI_MAX_FIELDS]; /* largest list index, plus 1; 0: none */
     int frequencies, frequencies_line;
     uint8_t seen[TKVI_SEEN_BYTES];
     tkvi_text reason;
@@ -24279,8 +24915,8 @@ static tkvi_span tkvi_trimmed(const char *from, const char *to) {
     return s;
 }
 
-/* Takes the part before the separator, or all there is, off the front. */
-static tkvi_span tkvi_front(tkvi_span *s, char separator) {
+/* Removes the part before the separator from the front of s, and returns it trimmed. No separator: all of s. */
+static tkvi_span tkvi_split_front(tkvi_span *s, char separator) {
     const char *from = s->at, *end = s->at + s->n, *at = from;
     while (at < end && *at != separator) at++;
     s->at = at < end ? at + 1 : end;
@@ -24288,14 +24924,14 @@ static tkvi_span tkvi_front(tkvi_span *s, char separator) {
     return tkvi_trimmed(from, at);
 }
 
-/* As a string, cut to the room. */
+/* Copies the span to `out` as a string, truncated to `room` bytes, final zero included. */
 static void tkvi_copied(tkvi_span s, char *out, size_t room) {
     size_t n = s.n < room ? s.n : room - 1;
     memcpy(out, s.at, n);
     out[n] = 0;
 }
 
-/* For a person: without the rest of something long, and without what would ruin a terminal. */
+/* Appends a span to an error sentence: at most 40 characters, control characters and non-ASCII as '?'. */
 static void tkvi_append_span(tkvi_text *t, tkvi_span s) {
     char name[41];
     size_t i;
@@ -24307,7 +24943,7 @@ static void tkvi_append_span(tkvi_text *t, tkvi_span s) {
 }
 
 /* >>kinds */
-/* Digits only; at most 2^63 - 1. */
+/* Reads an unsigned number: digits only, at most 2^63 - 1. Returns 0 if it is none. */
 static int tkvi_digits(tkvi_span s, uint64_t *out) {
     const uint64_t most = (uint64_t)-1 >> 1;
     uint64_t n = 0;
@@ -24321,7 +24957,7 @@ static int tkvi_digits(tkvi_span s, uint64_t *out) {
     return s.n > 0;
 }
 
-/* Enums can be as small as a byte. */
+/* Reads an int field, or an enum field; a compiler may store an enum in one byte. */
 static int tkvi_field_int(const tkvi_row *row, const void *at) {
     int x;
     if (row->size < sizeof x) return *(const uint8_t *)at;
@@ -24363,7 +24999,8 @@ static void tkvi_write_int(const tkvi_row *row, const void *at, tkvi_out *o) {
     if (strcmp(w->name, "true") != 0) tkvi_print_quote(o);
 }
 
-/* 4096, 512K, 1.5G, 64MiB: letters are powers of 1024. */
+/* Reads bytes such as 4096, 512K, 1.5G, 64MiB. K, M, G, T are powers of 1024. At most four digits after the
+ * point. */
 static int tkvi_read_size(tkvi_parser *r, const tkvi_row *row, tkvi_span s, void *at) {
     static const char letters[] = "KMGT";
     uint64_t whole = 0, part = 0, unit = 1;
@@ -24373,7 +25010,7 @@ static int tkvi_read_size(tkvi_parser *r, const tkvi_row *row, tkvi_span s, void
     (void)row;
     if (s.n > 2 && memcmp(s.at + s.n - 2, "iB", 2) == 0) {
         s.n -= 2;
-        unit = 0; /* there must be a letter now */
+        unit = 0; /* a letter must come before iB */
     }
     for (i = 0; s.n > 0 && i < 4; i++)
         if (s.at[s.n - 1] == letters[i]) {
@@ -24382,10 +25019,10 @@ static int tkvi_read_size(tkvi_parser *r, const tkvi_row *row, tkvi_span s, void
             break;
         }
     fraction = s;
-    s = tkvi_front(&fraction, '.');
+    s = tkvi_split_front(&fraction, '.');
     if (unit == 0 || !tkvi_digits(s, &whole) || whole > ((uint64_t)-1 >> 1) / unit) return 0;
     whole *= unit;
-    for (i = 0; i < fraction.n; i++) { /* rounded down to a byte */
+    for (i = 0; i < fraction.n; i++) { /* the result is rounded down to a byte */
         const unsigned digit = (unsigned)(fraction.at[i] - '0');
         if (digit > 9 || i > 3 || unit == 1) return 0;
         part = 10u * part + digit;
@@ -24405,7 +25042,7 @@ static void tkvi_write_size(const tkvi_row *row, const void *at, tkvi_out *o) {
     tkvi_print_count(o, bytes);
 }
 
-/* A number, or zero: TKV_ZERO. In a list of JSON the name has quotes. */
+/* Reads a number, or the word zero, which is TKV_ZERO. In a JSON list the word has quotes. */
 static int tkvi_read_number(tkvi_span s, float *x) {
     if (!tkvi_span_is(s, "zero") && !tkvi_span_is(s, "\"zero\"")) return tkvi_float_read(s.at, s.n, x);
     *x = TKV_ZERO;
@@ -24438,15 +25075,15 @@ static void tkvi_write_float(const tkvi_row *row, const void *at, tkvi_out *o) {
     tkvi_write_number(x, o);
 }
 
-/* Up to `most` numbers and commas, to `at` if that is not NULL; how many, 0 if these are none. */
+/* Reads up to `most` numbers with commas between them to `at` (NULL: only checks). Returns how many; 0: no list. */
 static int tkvi_read_list(tkvi_span s, int most, float *at) {
     int n;
     for (n = 0; n < most; n++) {
         float x;
-        tkvi_span one = tkvi_front(&s, ',');
+        tkvi_span one = tkvi_split_front(&s, ',');
         if (!tkvi_read_number(one, &x)) return 0;
         if (at) at[n] = x;
-        if (s.n == 0) return s.at[-1] == ',' ? 0 : n + 1; /* a comma at the end wants one more */
+        if (s.n == 0) return s.at[-1] == ',' ? 0 : n + 1; /* no comma at the end */
     }
     return 0;
 }
@@ -24461,7 +25098,7 @@ static void tkvi_write_list(const float *x, int n, tkvi_out *o) {
     if (o->json) tkvi_print(o, "]");
 }
 
-/* An array of floats that ends with zeros. */
+/* An array of floats; trailing zeros need not be written. */
 static int tkvi_read_floats(tkvi_parser *r, const tkvi_row *row, tkvi_span s, void *at) {
     const int most = (int)(row->size / sizeof(float));
     (void)r;
@@ -24486,11 +25123,11 @@ static int tkvi_read_format(tkvi_span s, tkv_format *out) {
     return *out != TKV_FORMAT_DEFAULT || strcmp(name, "default") == 0;
 }
 
-/* a30/r20, or one name for both sides. */
+/* Reads formats of K and V: a30/r20, or one name for both sides. */
 static int tkvi_read_pair(tkvi_parser *r, const tkvi_row *row, tkvi_span s, void *at) {
     tkv_pair p;
     const size_t n = s.n;
-    const tkvi_span k = tkvi_front(&s, '/');
+    const tkvi_span k = tkvi_split_front(&s, '/');
     (void)r;
     (void)row;
     if (!tkvi_read_format(k, &p.k)) return 0;
@@ -24523,13 +25160,13 @@ static void tkvi_write_pair(const tkvi_row *row, const void *at, tkvi_out *o) {
     tkvi_print_pair(o, p);
 }
 
-/* clip+norm, none. */
+/* Reads names of bits joined by +, such as clip+norm, or none. */
 static int tkvi_read_flags(tkvi_parser *r, const tkvi_row *row, tkvi_span s, void *at) {
     int x = 0;
     (void)r;
     if (s.n == 0 || s.at[s.n - 1] == '+') return 0;
     while (s.n && !tkvi_span_is(s, "none")) {
-        const tkvi_span one = tkvi_front(&s, '+');
+        const tkvi_span one = tkvi_split_front(&s, '+');
         const tkvi_word *w;
         for (w = row->words; w->name && !tkvi_span_is(one, w->name); w++) continue;
         if (!w->name || (x & w->value)) return 0;
@@ -24559,7 +25196,7 @@ static int tkvi_name_char(char c) {
            c == '-' || c == '.';
 }
 
-/* An array of characters, its final zero included. */
+/* Reads a name into an array of characters that has room for the final zero. */
 static int tkvi_read_name(tkvi_parser *r, const tkvi_row *row, tkvi_span s, void *at) {
     size_t i;
     (void)r;
@@ -24583,14 +25220,14 @@ static void tkvi_write_name(const tkvi_row *row, const void *at, tkvi_out *o) {
     tkvi_print_quote(o);
 }
 
-/* tkv_rope.frequencies, in memory of the caller's. */
+/* Reads rope.frequencies into the caller's memory (tkv_config_room). */
 static int tkvi_read_frequencies(tkvi_parser *r, const tkvi_row *row, tkvi_span s, void *at) {
     const int most = r->room && r->room->frequencies ? r->room->n_frequencies : 0;
     (void)row;
     r->frequencies = tkvi_read_list(s, TKV_MAX_HEAD_DIM / 2, NULL);
     r->frequencies_line = r->key_line;
     if (!r->frequencies) return 0;
-    if (!at || r->frequencies > most) return 1; /* which is said at the end of the check */
+    if (!at || r->frequencies > most) return 1; /* tkvi_check_frequencies reports it */
     tkvi_read_list(s, most, r->room->frequencies);
     {
         const float *x = r->room->frequencies;
@@ -24790,7 +25427,7 @@ static const tkvi_row tkvi_importance_fields[] = {
 
 #define TKVI_ROWS_OF(rows) rows, (int)(sizeof(rows) / sizeof *(rows))
 
-/* tkvi_parser has a bit for each field. */
+/* tkvi_parser.seen has a bit for each field: check at compile time that it is large enough. */
 enum { TKVI_LAYER_FIELDS = TKVI_MAX_LAYERS * (int)(sizeof tkvi_layer_rows / sizeof *tkvi_layer_rows) };
 typedef char tkvi_seen_is_enough[TKVI_LAYER_FIELDS + 512 <= 8 * TKVI_SEEN_BYTES ? 1 : -1];
 
@@ -24817,7 +25454,7 @@ static const tkvi_fields tkvi_config_fields[TKVI_CONFIG_FIELDS] = {
     {"layers", TKVI_MAX_LAYERS, 0, sizeof(tkv_layer_config), TKVI_ROWS_OF(tkvi_layer_rows)},
 };
 
-/* The lists of a config: a pointer and a count, and where the caller has memory for them. */
+/* The lists of a config: offsets of pointer and count in tkv_config, and in the caller's tkv_config_room. */
 typedef struct tkvi_array {
     int group;
     const char *count_name;
@@ -24838,7 +25475,7 @@ static const tkvi_array tkvi_arrays[] = {TKVI_ARRAY(TKVI_OF_LAYERS, layers, n_la
 
 static const tkvi_fields tkvi_policy_fields = {NULL, 0, 0, 0, TKVI_ROWS_OF(tkvi_policy_rows)};
 
-/* >>errors: a line, then what is wrong, then what would be right */
+/* >>errors: the line, the error, and what a valid text would have */
 static tkvi_text *tkvi_append_line(tkvi_parser *r, int line) {
     tkvi_append_text(&r->reason, "line ");
     tkvi_append_int(&r->reason, line);
@@ -24851,7 +25488,7 @@ static int tkvi_unreadable(tkvi_parser *r, const char *what) {
     return -1;
 }
 
-/* How many letters two short names differ by. */
+/* The edit distance of two names; b has at most 63 characters. */
 static int tkvi_distance(const char *a, const char *b) {
     int row[64], i, k, n = (int)strlen(b);
     for (k = 0; k <= n; k++) row[k] = k;
@@ -24867,13 +25504,13 @@ static int tkvi_distance(const char *a, const char *b) {
     return row[n];
 }
 
-/* A key that does not exist, and the nearest one that does. */
+/* Appends the error for an unknown key, with the nearest known key. */
 static void tkvi_append_unknown(tkvi_parser *r) {
     tkvi_text *t = tkvi_append_line(r, r->key_line);
     char key[48], name[64];
     size_t i, n = 0;
     int g, row, inside = 0, best = 4, best_g = -1, best_row = 0;
-    for (i = 0; i < r->key.n && n + 1 < sizeof key; i++) { /* layers[3].window is layers.window here */
+    for (i = 0; i < r->key.n && n + 1 < sizeof key; i++) { /* compares layers[3].window as layers.window */
         inside += r->key.at[i] == '[';
         if (!inside) key[n++] = r->key.at[i];
         inside -= r->key.at[i] == ']';
@@ -24922,8 +25559,8 @@ static void tkvi_append_bad_value(tkvi_parser *r, const tkvi_row *row) {
     }
 }
 
-/* >>scanning: one key and its value after the other */
-/* Blanks, ends of lines, comments. */
+/* >>scanning: finds the next key and its value */
+/* Skips blanks, ends of lines and comments. */
 static void tkvi_skip(tkvi_parser *r) {
     int comment = 0;
     for (; r->at < r->end && (comment || *r->at == '#' || tkvi_blank(*r->at)); r->at++) {
@@ -24934,7 +25571,8 @@ static void tkvi_skip(tkvi_parser *r) {
 
 static int tkvi_is_next(const tkvi_parser *r, char c) { return r->at < r->end && *r->at == c; }
 
-/* What stands between the present character and the closing one, neither included. */
+/* Reads up to the closing character; the present character is the opening one. *out excludes both. Returns 1, or -1
+ * after an error. */
 static int tkvi_enclosed(tkvi_parser *r, char close, tkvi_span *out) {
     const char *from = ++r->at;
     for (; r->at < r->end && *r->at != close; r->at++) {
@@ -24953,7 +25591,7 @@ static int tkvi_one_of(char c, const char *set) {
     return *set != 0;
 }
 
-/* A value: "in quotes", [a list], or what stands there up to one of the characters that end it. */
+/* Reads a value: "in quotes", [a list], or plain text up to one of the characters in `ends`. */
 static int tkvi_scan_value(tkvi_parser *r, const char *ends) {
     const char *from;
     while (r->at < r->end && *r->at != '\n' && tkvi_blank(*r->at)) r->at++;
@@ -24966,7 +25604,7 @@ static int tkvi_scan_value(tkvi_parser *r, const char *ends) {
     return 1;
 }
 
-/* A line `key = value`: 1, the end: 0, something else: -1, and the reason is said. */
+/* Reads a line `key = value`. Returns 1, or -1 after an error, with the reason written. */
 static int tkvi_next_line(tkvi_parser *r) {
     const char *from = r->at;
     while (r->at < r->end && !tkvi_one_of(*r->at, "=\n#")) r->at++;
@@ -24980,7 +25618,7 @@ static int tkvi_next_line(tkvi_parser *r) {
     return 1;
 }
 
-/* The same of a pair in an object. */
+/* Reads the next pair of a JSON object. Returns 1, 0 at the end, or -1 after an error. */
 static int tkvi_next_pair(tkvi_parser *r) {
     const int first = !r->begun;
     if (first) r->at++; /* the brace */
@@ -25006,6 +25644,7 @@ static int tkvi_next_pair(tkvi_parser *r) {
     return tkvi_scan_value(r, ",}#\n");
 }
 
+/* Reads the next key and value. Returns 1, 0 at the end, or -1 after an error. */
 static int tkvi_next(tkvi_parser *r) {
     if (!r->json || r->begun) tkvi_skip(r);
     r->key_line = r->line;
@@ -25017,12 +25656,13 @@ static void tkvi_rewind(tkvi_parser *r) {
     r->at = r->text;
     r->line = 1;
     r->begun = 0;
-    if (r->end - r->at >= 3 && memcmp(r->at, "\xef\xbb\xbf", 3) == 0) r->at += 3; /* some editors' */
+    if (r->end - r->at >= 3 && memcmp(r->at, "\xef\xbb\xbf", 3) == 0) r->at += 3; /* a byte order mark */
     tkvi_skip(r);
     r->json = tkvi_is_next(r, '{');
 }
 
 /* >>reading */
+/* Removes `name` from the front of s. Returns 0 if s does not begin with it. */
 static int tkvi_take(tkvi_span *s, const char *name) {
     const size_t n = strlen(name);
     if (s->n < n || memcmp(s->at, name, n) != 0) return 0;
@@ -25031,7 +25671,7 @@ static int tkvi_take(tkvi_span *s, const char *name) {
     return 1;
 }
 
-/* Digits off the front, below `most`; -1: none. */
+/* Removes a number from the front of s and returns it; -1: there is none below `most`. */
 static int tkvi_take_index(tkvi_span *s, int most) {
     tkvi_span number = *s;
     uint64_t n;
@@ -25042,7 +25682,7 @@ static int tkvi_take_index(tkvi_span *s, int most) {
     return (int)n;
 }
 
-/* Which row of which group this key is, and of which structs of a list: `from` to `to`. */
+/* Finds the row of the present key, its group and, in a list, the entries `from` to `to`. NULL: unknown key. */
 static const tkvi_row *tkvi_find_row(const tkvi_parser *r, int *group, int *from, int *to) {
     int i;
     for (*group = 0; *group < r->n_fields; ++*group) {
@@ -25063,8 +25703,8 @@ static const tkvi_row *tkvi_find_row(const tkvi_parser *r, int *group, int *from
     return NULL;
 }
 
-/* Marks a field as given; 0 if it was. */
-static int tkvi_first_time(tkvi_parser *r, int group, int index, const tkvi_row *row) {
+/* Marks a field as given. Returns 0 if it was marked already. */
+static int tkvi_mark_seen(tkvi_parser *r, int group, int index, const tkvi_row *row) {
     size_t bit = (size_t)index * (size_t)r->fields[group].n_rows + (size_t)(row - r->fields[group].row);
     int g;
     for (g = 0; g < group; g++) bit += (size_t)tkvi_max(1, r->fields[g].most) * (size_t)r->fields[g].n_rows;
@@ -25073,10 +25713,10 @@ static int tkvi_first_time(tkvi_parser *r, int group, int index, const tkvi_row 
     return 1;
 }
 
-enum { TKVI_CHECK, TKVI_BEGIN, TKVI_TAKE }; /* the three times that a text is read */
+enum { TKVI_CHECK, TKVI_BEGIN, TKVI_TAKE }; /* the three passes over a text */
 
-/* Each value to its place. While it is checked there is none yet in the caller's memory, and a preset waits for what it
- * asks. */
+/* Reads all values of one pass into their fields. The check pass does not write to lists or frequencies, whose
+ * memory is the caller's, and does not apply presets. */
 static tkv_status tkvi_parse_all(tkvi_parser *r, int pass) {
     int found, g, i, from, to;
     tkvi_rewind(r);
@@ -25097,7 +25737,7 @@ static tkv_status tkvi_parse_all(tkvi_parser *r, int pass) {
             const int listed = r->fields[g].most || row->kind == TKVI_FREQUENCIES;
             const int later = pass == TKVI_CHECK && (begins || listed);
             char *at = later ? NULL : (char *)r->base[g] + (size_t)i * r->fields[g].stride + row->offset;
-            if (pass == TKVI_CHECK && !tkvi_first_time(r, g, i, row)) {
+            if (pass == TKVI_CHECK && !tkvi_mark_seen(r, g, i, row)) {
                 tkvi_append_span(tkvi_append_line(r, r->key_line), r->key);
                 tkvi_append_text(&r->reason, " is there for the second time; it must be there once");
                 return TKV_ERR_CONFIG;
@@ -25111,7 +25751,7 @@ static tkv_status tkvi_parse_all(tkvi_parser *r, int pass) {
     return found < 0 ? TKV_ERR_CONFIG : TKV_OK;
 }
 
-/* Into the parts of `whole`. */
+/* Prepares to read `text` into the parts of the struct `whole`. */
 static void tkvi_parse_begin(tkvi_parser *r, const tkvi_fields *fields, int n, void *whole, const char *text,
                              size_t size, char *reason, size_t reason_size) {
     int g;
@@ -25124,9 +25764,9 @@ static void tkvi_parse_begin(tkvi_parser *r, const tkvi_fields *fields, int n, v
     r->reason = tkvi_text_begin(reason, reason ? reason_size : 0);
 }
 
-/* There is so much room, and not enough. */
-static tkv_status tkvi_no_room(tkvi_parser *r, int line, const char *what, int room, int want,
-                               const char *why) {
+/* Appends the error for a number that is too small or too large, with the right one. */
+static tkv_status tkvi_report_wrong_count(tkvi_parser *r, int line, const char *what, int room, int want,
+                                          const char *why) {
     tkvi_text *t = tkvi_append_line(r, line);
     tkvi_append_text(t, what);
     tkvi_append_int(t, room);
@@ -25136,7 +25776,7 @@ static tkv_status tkvi_no_room(tkvi_parser *r, int line, const char *what, int r
     return TKV_ERR_CONFIG;
 }
 
-/* The line of a key that is there. */
+/* The line of a key that the text has. */
 static int tkvi_line_of(tkvi_parser *r, const char *key) {
     tkvi_rewind(r);
     while (tkvi_next(r) > 0 && !tkvi_span_is(r->key, key)) continue;
@@ -25149,15 +25789,15 @@ static int tkvi_member_int(const void *base, size_t offset) {
     return x;
 }
 
-/* Pointers to objects of any type look alike on every machine of this century. */
+/* Reads a pointer field. It assumes that pointers to all object types have one representation. */
 static void *tkvi_member_pointer(const void *base, size_t offset) {
     void *x;
     memcpy(&x, (const char *)base + offset, sizeof x);
     return x;
 }
 
-/* The list that the text gives takes its place in the caller's memory, which must be enough. A list that stays (`was`
- * is the config before) must not become longer. */
+/* Checks a list of the config (was: the config before). If the text names entries, the caller's memory must hold
+ * the whole list. If it does not, the list of the program stays, and the text must not make it longer. */
 static tkv_status tkvi_check_array(tkvi_parser *r, const tkvi_array *a, const tkv_config *cfg,
                                    const tkv_config *was) {
     const int highest = r->highest[a->group], line = r->highest_line[a->group];
@@ -25168,31 +25808,33 @@ static tkv_status tkvi_check_array(tkvi_parser *r, const tkvi_array *a, const tk
     if (r->room && tkvi_member_pointer(r->room, a->room_at)) room = tkvi_member_int(r->room, a->room_count);
     tkvi_append_text(&t, a->count_name);
     tkvi_append_text(&t, " is ");
-    if (highest > n) return tkvi_no_room(r, line, what, n, highest, " or more, by the highest one named");
+    if (highest > n)
+        return tkvi_report_wrong_count(r, line, what, n, highest, " or more, by the highest one named");
     if (!highest && tkvi_member_pointer(was, a->at) && n > had)
-        return tkvi_no_room(r, tkvi_line_of(r, a->count_name), what, n, had,
-                            " or less, as the program has them");
+        return tkvi_report_wrong_count(r, tkvi_line_of(r, a->count_name), what, n, had,
+                                       " or less, as the program has them");
     t = tkvi_text_begin(what, sizeof what);
     tkvi_append_text(&t, "the program's room for ");
     tkvi_append_text(&t, r->fields[a->group].name);
     tkvi_append_text(&t, " is ");
-    if (highest && n > room) return tkvi_no_room(r, line, what, room, n, " or more (tkv_config_room)");
+    if (highest && n > room)
+        return tkvi_report_wrong_count(r, line, what, room, n, " or more (tkv_config_room)");
     return TKV_OK;
 }
 
-/* The same of rope.frequencies, of which there is one for two of rope.dim. */
+/* The same check for rope.frequencies, which has rope.dim / 2 entries. */
 static tkv_status tkvi_check_frequencies(tkvi_parser *r, const tkv_config *cfg, const tkv_config *was) {
     const int n = r->frequencies, line = r->frequencies_line;
     const int room = r->room && r->room->frequencies ? r->room->n_frequencies : 0;
     if (n && n * 2 != cfg->rope.dim)
-        return tkvi_no_room(r, line, "rope.dim is ", cfg->rope.dim, 2 * n,
-                            ", two for each of rope.frequencies");
+        return tkvi_report_wrong_count(r, line, "rope.dim is ", cfg->rope.dim, 2 * n,
+                                       ", two for each of rope.frequencies");
     if (n > room)
-        return tkvi_no_room(r, line, "the program's room for rope.frequencies is ", room, n,
-                            " or more (tkv_config_room)");
+        return tkvi_report_wrong_count(r, line, "the program's room for rope.frequencies is ", room, n,
+                                       " or more (tkv_config_room)");
     if (!n && was->rope.frequencies && cfg->rope.dim > was->rope.dim)
-        return tkvi_no_room(r, tkvi_line_of(r, "rope.dim"), "rope.dim is ", cfg->rope.dim, was->rope.dim,
-                            " or less, as the program has frequencies");
+        return tkvi_report_wrong_count(r, tkvi_line_of(r, "rope.dim"), "rope.dim is ", cfg->rope.dim,
+                                       was->rope.dim, " or less, as the program has frequencies");
     return TKV_OK;
 }
 
@@ -25257,7 +25899,7 @@ static void tkvi_print_key(tkvi_out *o, const tkvi_fields *g, int index, const c
     tkvi_print(o, o->json ? "\": " : " = ");
 }
 
-/* The fields of one struct that are not zero. */
+/* Writes the fields of one struct that are not zero. */
 static void tkvi_write_fields(tkvi_out *o, const tkvi_fields *g, int index, const void *base) {
     int i;
     size_t k;
@@ -25325,8 +25967,11 @@ TKV_API tkv_status tkv_policy_print(const tkv_policy_config *cfg, int json, char
 #endif /* TKVI_REPORT_TEXT_H */
 /* ======== report/create.h ======== */
 /*
- * report/create.h - a cache from a text: parsed, checked and created in one call. What is wrong with the text is said
- * with its line, also where single values are right and the config they make is not. May call text, cache and below.
+ * report/create.h - tkv_create_from_text parses a config text, checks it and creates a cache, in one call.
+ *
+ * If a line of the text is wrong, the error sentence begins with its number. This works also if every value is
+ * valid by itself and only the whole config is not.
+ *
  */
 #ifndef TKVI_REPORT_CREATE_H
 #define TKVI_REPORT_CREATE_H
@@ -25334,7 +25979,8 @@ TKV_API tkv_status tkv_policy_print(const tkv_policy_config *cfg, int json, char
 #ifndef TKV_NO_REPORTS
 
 
-/* Layers that the text wants room for: n_layers, 0 if it names none of them. A bad text is found by the parser. */
+/* Layers for which the text needs a list: n_layers, or 0 if no key of the text begins with layers[. Errors in the
+ * text are left to tkv_config_parse. */
 static TKVI_NOINLINE int tkvi_text_layers(const tkv_config *host, const char *text, size_t size) {
     tkvi_parser r;
     tkv_config full = *host;
@@ -25343,7 +25989,7 @@ static TKVI_NOINLINE int tkvi_text_layers(const tkv_config *host, const char *te
     return r.highest[TKVI_OF_LAYERS] ? tkvi_max(0, full.n_layers) : 0;
 }
 
-/* The line of the field that a sentence begins with; 0: the text does not have it. */
+/* The line of the text that sets the field whose name the sentence begins with; 0: no line sets it. */
 static TKVI_NOINLINE int tkvi_text_line(const char *text, size_t size, const char *sentence) {
     tkvi_parser r;
     tkv_config any;
@@ -25354,7 +26000,7 @@ static TKVI_NOINLINE int tkvi_text_line(const char *text, size_t size, const cha
     r.key.at = sentence;
     while (sentence[r.key.n] && sentence[r.key.n] != ' ') r.key.n++;
     row = tkvi_find_row(&r, &group, &index, &last);
-    if (!row && r.key.n > 2 && r.key.at[r.key.n - 2] == '.') { /* one side of a pair */
+    if (!row && r.key.n > 2 && r.key.at[r.key.n - 2] == '.') { /* .k or .v of a pair */
         r.key.n -= 2;
         row = tkvi_find_row(&r, &group, &index, &last);
     }
@@ -25365,6 +26011,7 @@ static TKVI_NOINLINE int tkvi_text_line(const char *text, size_t size, const cha
     return 0;
 }
 
+/* Writes to `reason` the sentence, after the line that it is about if there is one. Returns st. */
 static tkv_status tkvi_append_line_of(tkv_status st, const char *text, size_t size, const char *sentence,
                                       char *reason, size_t reason_size) {
     tkvi_text t = tkvi_text_begin(reason, reason ? reason_size : 0);
@@ -25399,7 +26046,7 @@ TKV_API tkv_status tkv_create_from_text(const char *text, size_t size, const tkv
     room.frequencies = frequencies;
     room.n_frequencies = TKV_MAX_HEAD_DIM / 2;
     room.n_layers = tkvi_text_layers(&cfg, text, size);
-    if (room.n_layers > TKVI_MAX_LAYERS) { /* the sentence that it gets without a list */
+    if (room.n_layers > TKVI_MAX_LAYERS) { /* too many: the sentence of tkv_config_validate */
         cfg.n_layers = room.n_layers;
         st = tkv_config_validate(&cfg, sentence, sizeof sentence);
         return tkvi_append_line_of(st, text, size, sentence, reason, reason_size);
@@ -25423,11 +26070,13 @@ TKV_API tkv_status tkv_create_from_text(const char *text, size_t size, const tkv
 #endif /* TKVI_REPORT_CREATE_H */
 /* ======== report/state.h ======== */
 /*
- * report/state.h - what the cache is and holds, for programs: JSON and Prometheus' text format. A table has a row for
- * each figure, which both print. May call report, text and below; changes nothing.
+ * report/state.h - reports the state of a cache to programs, as JSON (tkv_state_json) and in the text format of
+ * Prometheus (tkv_format_prometheus). A table has one row for each figure; both writers print that table. Nothing
+ * here changes the cache.
  *
- * A new figure: a field of tkvi_figures, filled in by tkvi_figures_of, and a row. Rows of a section, and of a metric,
- * stand together; a metric whose name ends in _total is a counter, any other a gauge.
+ * To add a figure, add a field to tkvi_figures, fill it in tkvi_figures_of, and add a row. Rows of one section
+ * stand together, and so do rows of one metric. A metric whose name ends in _total is a counter, any other is a
+ * gauge.
  */
 #ifndef TKVI_REPORT_STATE_H
 #define TKVI_REPORT_STATE_H
@@ -25440,16 +26089,16 @@ enum { TKVI_MEMORY, TKVI_TOKENS, TKVI_SEQUENCES, TKVI_BUDGET, TKVI_KEEPING, TKVI
 static const char *const tkvi_section_names[TKVI_SECTIONS] = {"memory", "tokens",  "sequences",
                                                               "budget", "keeping", "quality"};
 
-/* All that is told, taken once: readers may add to the meter while it is printed. */
+/* All figures, copied once before printing, because readers may add to the meter meanwhile. */
 typedef struct tkvi_figures {
     const tkv_cache *kv;
     const char *labels;
-    int has[TKVI_SECTIONS]; /* 0: there is no such thing in this cache */
+    int has[TKVI_SECTIONS]; /* 0: this cache does not have the section */
     tkv_memory_info memory;
     tkv_quality_info quality;
     tkv_budget_info budget;
-    uint64_t sequences, most_sequences, longest; /* that exist; cfg.max_seqs; tokens of one */
-    uint64_t missing;                            /* tokens that a model must compute again */
+    uint64_t sequences, most_sequences, longest; /* not empty; cfg.max_seqs; tokens of the longest */
+    uint64_t missing;                            /* tokens that a model must recompute */
 } tkvi_figures;
 
 static void tkvi_figure_size(tkvi_out *o, const void *at) {
@@ -25487,8 +26136,8 @@ typedef struct tkvi_figure {
     const char *name; /* in JSON */
     void (*print)(tkvi_out *o, const void *at);
     size_t offset;
-    const char *metric, *labels; /* of Prometheus; NULL: not there, no labels of its own */
-    const char *help;            /* the first row of a metric has it */
+    const char *metric, *labels; /* of Prometheus; NULL: no metric; no labels */
+    const char *help;            /* on the first row of a metric only */
 } tkvi_figure;
 
 #define TKVI_FIGURE(section, name, print, field, metric, labels, help)                                       \
@@ -25587,16 +26236,16 @@ static const tkvi_figure tkvi_figure_rows[] = {
 
 #define TKVI_FIGURES ((int)(sizeof tkvi_figure_rows / sizeof *tkvi_figure_rows))
 
-/* Tokens that some layer of the sequence holds or held; 0: it does not exist. */
-static int tkvi_seq_most(const tkv_cache *kv, int seq) {
+/* The length of the sequence's longest layer; 0: the sequence is empty. */
+static int tkvi_seq_max_len(const tkv_cache *kv, int seq) {
     int layer, most = 0;
     for (layer = 0; layer < kv->tables.cfg.n_layers; layer++)
         most = tkvi_max(most, tkv_layer_len(kv, seq, layer));
     return most;
 }
 
-/* Tokens of blocks that nobody has; a block that sequences share counts once. */
-static uint64_t tkvi_missing_tokens(const tkv_cache *kv) {
+/* Live tokens of discarded blocks. A shared block counts once. */
+static uint64_t tkvi_n_discarded_tokens(const tkv_cache *kv) {
     uint64_t n = 0;
     int seq, layer, i;
     for (seq = 0; kv->pool.n_discarded && seq < kv->tables.cfg.max_seqs; seq++)
@@ -25624,10 +26273,10 @@ static tkv_status tkvi_figures_of(const tkv_cache *kv, tkvi_figures *f) {
     f->has[TKVI_KEEPING] = kv->tables.cfg.evict.kind || kv->tables.cfg.spill.store || kv->tables.cfg.remat ||
                            kv->blocks_discarded;
     f->has[TKVI_QUALITY] = f->quality.heads > 0;
-    f->missing = tkvi_missing_tokens(kv);
+    f->missing = tkvi_n_discarded_tokens(kv);
     f->most_sequences = (uint64_t)kv->tables.cfg.max_seqs;
     for (seq = 0; seq < kv->tables.cfg.max_seqs; seq++) {
-        const uint64_t tokens = (uint64_t)tkvi_seq_most(kv, seq);
+        const uint64_t tokens = (uint64_t)tkvi_seq_max_len(kv, seq);
         f->sequences += tokens > 0;
         f->longest = tokens > f->longest ? tokens : f->longest;
     }
@@ -25643,7 +26292,7 @@ static void tkvi_print_comma(tkvi_out *o, int i) {
     if (i > 0) tkvi_print(o, ", ");
 }
 
-/* One value of each layer that has a cache of its own, null of the others. */
+/* Prints one value for each layer with K and V of its own, and null for the others. */
 typedef void (*tkvi_layer_writer)(tkvi_out *o, const tkv_cache *kv, int seq, int layer, int which);
 
 static void tkvi_print_layers(tkvi_out *o, const tkv_cache *kv, const char *name, tkvi_layer_writer write,
@@ -25669,7 +26318,7 @@ static void tkvi_print_layer_pair(tkvi_out *o, const tkv_cache *kv, int seq, int
     tkvi_print_pair(o, p);
 }
 
-/* Tokens of a tier, or, with TKV_TIER_COUNT, those that are gone. */
+/* Prints the layer's tokens in a tier; tier TKV_TIER_COUNT: its expired tokens. */
 static void tkvi_print_layer_tokens(tkvi_out *o, const tkv_cache *kv, int seq, int layer, int tier) {
     tkv_tier_info info;
     memset(&info, 0, sizeof info);
@@ -25686,7 +26335,7 @@ static void tkvi_print_sequences(tkvi_out *o, const tkv_cache *kv) {
     int seq, tier, any = 0;
     tkvi_print(o, ",\n  \"lengths\": [");
     for (seq = 0; seq < kv->tables.cfg.max_seqs; seq++) {
-        if (!tkvi_seq_most(kv, seq)) continue;
+        if (!tkvi_seq_max_len(kv, seq)) continue;
         tkvi_print(o, any++ ? ",\n    {\"seq\": " : "\n    {\"seq\": ");
         tkvi_print_int(o, seq);
         tkvi_print(o, ", \"tokens\": ");
@@ -25745,7 +26394,7 @@ static int tkvi_label_char(char c, int first) {
     return (c >= 'a' && c <= 'z') || (c >= 'A' && c <= 'Z') || c == '_' || (!first && c >= '0' && c <= '9');
 }
 
-/* A name of the caller's that a line can have: not ours, not Prometheus' own. */
+/* May the caller use this label name? Not if the library uses it or Prometheus reserves it (two leading _). */
 static int tkvi_label_free(tkvi_span name) {
     static const char *const taken[] = {"part", "tier", "version", "isa"};
     size_t i;
@@ -25754,7 +26403,7 @@ static int tkvi_label_free(tkvi_span name) {
     return name.n > 0 && !(name.n > 1 && name.at[0] == '_' && name.at[1] == '_');
 }
 
-/* `a=x,b=y` as `a="x",b="y"`; 0: they are no labels. */
+/* Prints `a=x,b=y` as `a="x",b="y"`. A backslash escapes the next character. Returns 0 if these are no labels. */
 static int tkvi_print_labels(tkvi_out *o, const char *labels) {
     const char *s, *t;
     for (s = labels; s && *s;) {
@@ -25763,7 +26412,7 @@ static int tkvi_print_labels(tkvi_out *o, const char *labels) {
         for (; tkvi_label_char(*s, s == name.at);) s++;
         name.n = (size_t)(s - name.at);
         if (*s++ != '=' || !tkvi_label_free(name)) return 0;
-        for (t = labels; t < name.at; t++) /* not a second time */
+        for (t = labels; t < name.at; t++) /* each name only once */
             if ((t == labels || t[-1] == ',') && memcmp(t, name.at, name.n + 1) == 0) return 0;
         if (name.at != labels) tkvi_print(o, ",");
         tkvi_print_bytes(o, name.at, name.n);
@@ -25792,7 +26441,7 @@ static void tkvi_print_head(tkvi_out *o, const char *metric, const char *help) {
     tkvi_print(o, counter ? " counter\n" : " gauge\n");
 }
 
-/* The name of a line, and its labels. */
+/* Prints the metric's name, its labels and the caller's labels. */
 static void tkvi_print_metric(tkvi_out *o, const tkvi_figures *f, const char *metric, const char *labels) {
     const int own = labels != NULL, more = f->labels && *f->labels;
     tkvi_print(o, metric);
@@ -25837,8 +26486,8 @@ TKV_API tkv_status tkv_format_prometheus(const tkv_cache *kv, const char *labels
 #endif /* TKVI_REPORT_STATE_H */
 /* ======== report/end.h ======== */
 /*
- * report/end.h - the last part: internal macros that would leak into the program that includes the implementation
- * are undefined here. Functions and types stay, all static, all tkvi_.
+ * report/end.h - the last part: undefines internal macros that would otherwise reach the program that includes the
+ * implementation. Functions and types stay: they are static and begin with tkvi_.
  */
 #ifndef TKVI_REPORT_END_H
 #define TKVI_REPORT_END_H

@@ -781,7 +781,7 @@ TKV_API tkv_status tkv_flush(tkv_cache *kv, int seq, tkv_flush_mode mode);
  *
  * KVQUANT formats learn their ranges and levels at the same two points. SQUAT formats learn from the queries of 64
  * tokens, and code as KIVI until then. This state of SQUAT is not saved. Learning from attention needs atomics
- * (gcc, clang). Without atomics, the tables depend on the keys alone. Tables do not depend on the number of threads.
+ * (gcc, clang). Without atomics, the tables depend on the keys alone. Tables do not depend on the thread count.
  *
  * Load, freeze, refresh and fit return TKV_ERR_STATE in an open step. Cost of a table: O(layers * heads *
  * head_dim^2), plus decoding 16 blocks per layer. KVQUANT decodes these blocks three times. */
@@ -802,7 +802,7 @@ TKV_API tkv_status tkv_calibration_save(const tkv_cache *kv, void *dst, size_t s
 TKV_API tkv_status tkv_calibration_load(tkv_cache *kv, const void *src, size_t size);
 /* Makes the missing tables now, from the tokens that are not yet in the archive, and stops learning.
  * Errors:
- *   TKV_ERR_STATE   a layer without a table holds only sinks, or a step is open
+ *   TKV_ERR_STATE   a layer without a table holds no such token besides sinks, or a step is open
  *   TKV_ERR_BUDGET, TKV_ERR_NOMEM */
 TKV_API tkv_status tkv_calibration_freeze(tkv_cache *kv);
 /* Learns again from the next 2,048 tokens, for example after a change of subject. The new tables serve later
@@ -833,7 +833,8 @@ typedef struct tkv_samples {
 TKV_API tkv_status tkv_calibration_fit(tkv_cache *kv, const tkv_samples *s);
 
 /* >>reports. */
-typedef struct tkv_tier_info { /* of one layer; the sum of tokens, dropped, evicted and missing is its length */
+/* Counts of one layer. Its length is the sum of tokens, dropped, evicted and missing. */
+typedef struct tkv_tier_info {
     int tokens
         [TKV_TIER_COUNT]; /* tokens per tier; sinks count as HOT */
     int blocks[TKV_TIER_COUNT]; /* blocks per tier */
@@ -900,7 +901,8 @@ TKV_API tkv_status tkv_estimate(const tkv_config *cfg, int n_tokens, int n_seqs,
  * those of the call.
  *
  * The meter watches cfg.quality_heads KV heads, spread over the layers. Layers that share K and V count as the
- * layer that stores them. The meter watches one sequence: the first to begin, and after its reset the next to begin.
+ * layer that stores them. The meter watches one sequence: the first to begin. After its reset, the meter watches
+ * the next sequence to begin.
  *
  * When the sequence has more coded tokens than cfg.quality_tokens, only every second block has a copy, then every
  * fourth, and so on. Other blocks are the same on both sides. `coverage` is the share of keys with a copy. The
@@ -909,8 +911,8 @@ TKV_API tkv_status tkv_estimate(const tkv_config *cfg, int n_tokens, int n_seqs,
  * all blocks is still estimated too low.
  *
  * tkv_attend returns the same bits with and without a meter. Figures do not depend on threads. Every call counts,
- * even a repeated one. tkv_create allocates the memory: per head, quality_tokens * (head_dim + v_head_dim) values in the
- * hot format (tkv_memory_info.shadow). The meter needs atomics (gcc, clang). Without them, samples stay 0. */
+ * even a repeated one. tkv_create allocates the memory: per head, quality_tokens * (head_dim + v_head_dim) values
+ * in the hot format (tkv_memory_info.shadow). The meter needs atomics (gcc, clang). Without them, samples stay 0. */
 typedef struct tkv_quality_info {
     uint64_t samples;    /* number of comparisons: one query of one query head each */
     double coverage;     /* share with a copy of the coded keys that samples saw, 0 to 1; 1 if they saw none */
@@ -1053,8 +1055,8 @@ TKV_API tkv_status tkv_max_context(const tkv_config *cfg, int n_seqs, int *n_tok
  * tkv_truncate cannot cut offloaded tokens. Tables of formats are learned from blocks in RAM. tkv_attend needs
  * 36 KiB more stack.
  *
- * If the store fails, the block stays in RAM. The append that needed its bytes evicts tokens, if cfg.evict allows it
- * and that is enough. Otherwise the append returns TKV_ERR_BUDGET, and no token is evicted. One rare exception
+ * If the store fails, the block stays in RAM. The append that needed its bytes evicts tokens, if cfg.evict allows
+ * it and that is enough. Otherwise the append returns TKV_ERR_BUDGET, and no token is evicted. One rare exception
  * exists with budgets of a few blocks. If tokens had to be evicted before blocks were offloaded, they stay evicted.
  * Offloaded tokens are evicted for bytes only if the bytes of their index entries are needed.
  *
@@ -1163,7 +1165,7 @@ TKV_API tkv_status tkv_feedback_init(tkv_feedback *f, const tkv_feedback_config 
 TKV_API tkv_status tkv_feedback_observe(tkv_feedback *f, float score);
 /* Advises on a plan of hot_tokens at `level`. The controller assumes that the caller follows the advice. After
  * advice to change, the next advice needs new scores. It also needs new scores if the plan changed otherwise since
- * the last call, for example by pressure. Any thread may call it (gcc, clang), but only one should follow the advice.
+ * the last call, for example by pressure. Any thread may call it (gcc, clang). Only one thread should follow it.
  * Errors, nothing changed:
  *   TKV_ERR_ARG   a missing pointer; hot_tokens not in 0 to 2^30 - 1; level not in 0 to TKV_MAX_LEVELS - 1
  * Cost: about 100 ns. */
@@ -1182,7 +1184,7 @@ TKV_API tkv_status tkv_adapt(tkv_cache *kv, tkv_feedback *f, tkv_advice *out);
  * array of the caller's. A program can save it as a text with a checksum. No function allocates. */
 #define TKV_MODEL_NAME 64
 typedef struct tkv_threshold {
-    char model[TKV_MODEL_NAME];  /* 1 to 63 bytes and a final zero; no control characters, no blank at an end */
+    char model[TKV_MODEL_NAME];  /* 1 to 63 bytes, final zero; no control characters, no blank at an end */
     int layer;                   /* layer, 0 to 4095, or TKV_ALL: the plan serves all layers together */
     int context;                 /* context length in tokens, 1 to 2^30 - 1 */
     int hot_tokens, warm_tokens; /* as in tkv_config, with 0, TKV_NONE and TKV_ALL */
@@ -1255,18 +1257,18 @@ TKV_API tkv_status tkv_thresholds_load(tkv_thresholds *t, tkv_read_bytes read, v
 
 /* >>what to keep. These are rules for importance, eviction and recomputation: pure functions and small structs of
  * the caller. They take arrays over the tokens of a layer (or a sequence) and return a decision. They are
- * independent of any cache and allocate nothing. Decisions are the same on every machine, except for the rounding of
- * scores. Of equal tokens, the older is evicted first.
+ * independent of any cache and allocate nothing. Decisions are the same on every machine, except for the rounding
+ * of scores. Of equal tokens, the older is evicted first.
  *
  * An array has one entry per slot, oldest first, for n slots (0 to 2^30 - 1). Slot i has bit i % 64 of word i / 64
  * in a mask, so one word covers a block of 64 tokens.
  *
  * The importance of a token at step `now` follows from its attention score A and its age:
  *     attention * A(now) + recency * e^(-(now - position) / tau)
- * When a step adds its attention score, A is first multiplied by decay^(now - last step). Then the score is added
- * (for heavy_hitter, A becomes the larger of both). A token without new attention costs nothing. The order of calls
- * within a step does not matter. Recency is computed at the moment of reading. It does not depend on how
- * often a token got attention. */
+ * When a step adds its attention score, A is first multiplied by decay^(now - last step). Then the score is added.
+ * For heavy_hitter, A becomes the larger of both. For persistence, A loses 1 if the score is below `low`. A token
+ * without new attention needs no update. The order of calls within a step does not matter. Recency is computed at
+ * the moment of reading. It does not depend on how often a token got attention. */
 typedef struct tkv_importance { /* of one token; all zero: it never got attention */
     float attention;            /* A, the accumulated attention score as of `step` */
     int step;                   /* last step that added to it */
@@ -1307,8 +1309,8 @@ TKV_API float tkv_importance_bound(const float *q, const float *low, const float
 TKV_API tkv_status tkv_importance_top(const float *score, const uint64_t *without, int n, int k, int *out,
                                       int *count);
 
-/* A cache collects attention scores itself while tkv_attend runs, if cfg.importance_every or cfg.evict needs them. They
- * take 432 bytes per block and layer, counted with the index. The eviction policy decides what is collected:
+/* A cache collects attention scores itself while tkv_attend runs, if cfg.importance_every or cfg.evict needs them.
+ * They take 432 bytes per block and layer, counted with the index. The eviction policy selects the scores:
  *     h2o; strategies hybrid, accumulation     weights, summed over queries and KV heads
  *     strategy heavy_hitter                    the largest weight given by any KV head of any query
  *     scissorhands; strategy persistence       times the weight was below importance.low (0: 1 / visible keys)
@@ -1318,17 +1320,18 @@ TKV_API tkv_status tkv_importance_top(const float *score, const uint64_t *withou
  *
  * importance.heads combines the weights of the n_heads / n_kv_heads query heads of a KV head: mean, largest or sum.
  * Mean and sum differ by a constant factor, so policies choose the same tokens by both. Against recency and
- * thresholds, the factor does matter. For scissorhands and persistence, mean and sum combine the heads' counts. There,
- * max counts a query if all heads gave less. Max, and heavy_hitter in general, combine the heads of one query first.
- * With more than 8 query heads, they combine those that run together.
+ * thresholds, the factor does matter. For scissorhands and persistence, mean and sum combine the heads' counts.
+ * There, max counts a query if all heads gave less. Max always, and heavy_hitter also with mean or sum, combine
+ * the heads of one query first. With more than 8 query heads, they combine those that run together.
  *
  * Queries are sampled, except for tova, snapkv and pyramidkv. Each KV head samples one of cfg.importance_every
- * positions, and heads and layers take turns. 0 means one in 32, or none if the policy needs no scores. A sampled query
- * counts as importance_every queries, so sums and counts are estimates at any rate.
+ * positions, and heads and layers take turns. 0 means one in 32, or none if the policy needs no scores. A sampled
+ * query counts as importance_every queries, so sums and counts estimate the whole at any sampling rate.
  *
- * All calls between two appends form one step. Sums are multiplied by importance.decay for each token appended since,
- * so after a chunk of 64 by its 64th power. Decay 0 means the strategy's, or 1 if the policy decides. Sums of newest
- * queries start again with each step. Sums are limited to 4,095 and counts to 16,777,215, both times importance_every.
+ * All calls between two appends form one step. Sums are multiplied by importance.decay for each token appended
+ * since, so after a chunk of 64 by its 64th power. Decay 0 means the strategy's, or 1 if the policy decides. Sums
+ * of newest queries start again with each step. Sums are limited to 4,095 and counts to 16,777,215, both times
+ * importance_every.
  *
  * Collecting does not change the output of tkv_attend. The sums do not depend on threads. Sampled queries cost
  * a second pass over their keys (bench/LOG.md). Collecting needs atomics (gcc, clang). Without atomics, only
@@ -1337,7 +1340,7 @@ TKV_API tkv_status tkv_importance_top(const float *score, const uint64_t *withou
 /* Computes the importance of tokens start to start + n - 1 by cfg.importance, at the newest token. May run while
  * tkv_attend runs.
  *   out    [n] receives the importance; 0 for tokens that are not in the cache
- *   gone   NULL, or (n + 63) / 64 words that receive a mask of these tokens, as `without` of tkv_importance_top
+ *   gone   NULL, or (n + 63) / 64 words that receive a mask of those tokens, for `without` of tkv_importance_top
  * Errors, out and gone unchanged:
  *   TKV_ERR_CONFIG   no scores are collected (strategy "recency" needs none)
  *   TKV_ERR_RANGE    start + n is beyond the layer's length
@@ -1364,8 +1367,8 @@ typedef struct tkv_ranked {
  *   out       [k] receives the tokens
  *   count     receives k, or fewer if fewer tokens exist
  * Errors: as tkv_importance_of.
- * Cost: O(length * log k), plus moving up to k entries per insertion. For k in the thousands, tkv_importance_of with
- * tkv_importance_top is faster. */
+ * Cost: O(length * log k), plus moving up to k entries per insertion. For k in the thousands, tkv_importance_of
+ * with tkv_importance_top is faster. */
 TKV_API tkv_status tkv_top_tokens(tkv_cache *kv, int seq, int layer, int k, int protect, tkv_ranked *out,
                                   int *count);
 
@@ -1385,8 +1388,8 @@ typedef struct tkv_importance_promotion { /* fill with zeros, then set cfg */
 /* Selects up to per_step slots for promotion at step `now`, the most important first.
  *   score    [n] importance
  *   source   mask of slots with a better source; NULL: no slot has one
- *   moved    [n] last step at which a slot changed its tier, or TKV_NONE. A promotion sets it to `now`. The caller sets
- *            it after a demotion.
+ *   moved    [n] last step at which a slot changed its tier, or TKV_NONE. A promotion sets it to `now`. The caller
+ *            sets it after a demotion.
  *   out      [TKV_IMPORTANCE_PER_STEP] receives the slots, *count their number
  * Errors, nothing changed: TKV_ERR_ARG (also `now` before the last call's), TKV_ERR_NONFINITE, TKV_ERR_CONFIG.
  * Cost: O(n), and O(per_step) for each promotion. */
@@ -1426,8 +1429,8 @@ typedef struct tkv_evict_view {
     const float *norms;    /* norms of keys, mean over KV heads: tkv_evict_key_norms */
     const float *keys;     /* [n][n_kv_heads][head_dim] */
     int n_kv_heads, head_dim;
-    /* How often a weight was below an even share: A of "persistence", negated or not. The caller sets tokens to 0 to
-     * begin a history window, for example after each batch. */
+    /* How often a weight was below an even share: A of "persistence", negated or not. The caller sets tokens to 0
+     * to begin a history window, for example after each batch. */
     const float *lows;
     const float *scores; /* scores of the caller; tokens with high scores stay */
 } tkv_evict_view;
@@ -1455,8 +1458,8 @@ typedef struct tkv_evict_result {
  * Cost: O(n), 1 KiB of stack. */
 TKV_API tkv_status tkv_evict_select(const tkv_evict_config *cfg, const tkv_evict_view *view,
                                     const float *score, int keep, uint64_t *victims, tkv_evict_result *out);
-/* Returns the number of tokens to evict before `incoming` tokens join n tokens under a budget of `budget` tokens. It is
- * 0, a batch (cfg.batch), or more if the budget requires it; never more than n. 0 for a bad argument. */
+/* Returns the number of tokens to evict before `incoming` tokens join n tokens under a budget of `budget` tokens.
+ * It is 0, a batch (cfg.batch), or more if the budget requires it; never more than n. 0 for a bad argument. */
 TKV_API int tkv_evict_due(const tkv_evict_config *cfg, int n, int incoming, int budget);
 /* Lists the slots of a mask in rising order, and returns their number. `out` must hold all of them. */
 TKV_API int tkv_evict_list(const uint64_t *mask, int n, int *out);
@@ -1464,11 +1467,12 @@ TKV_API int tkv_evict_list(const uint64_t *mask, int n, int *out);
  * importance and other arrays by slot.
  *   array   [n] elements of `size` bytes */
 TKV_API int tkv_evict_compact(const uint64_t *victims, int n, void *array, size_t size);
-/* Computes key norms: out[i] is the mean of |k| over KV heads. keys is [n][n_kv_heads][head_dim]. Errors: TKV_ERR_ARG. */
+/* Computes key norms: out[i] is the mean of |k| over KV heads. keys is [n][n_kv_heads][head_dim].
+ * Errors: TKV_ERR_ARG. */
 TKV_API tkv_status tkv_evict_key_norms(const float *keys, int n, int n_kv_heads, int head_dim, float *out);
 
-/* Token budgets of layers. `total` tokens are shared among all layers, and the shares sum to `total` exactly. Fractions
- * of tokens go to the largest remainders; of equal remainders, to the lower layer. */
+/* Token budgets of layers. `total` tokens are shared among all layers, and the shares sum to `total` exactly.
+ * Fractions of tokens go to the largest remainders; of equal remainders, to the lower layer. */
 typedef enum tkv_evict_shape {
     TKV_EVICT_UNIFORM = 0, /* equal shares */
     /* PyramidKV: layer l gets w + max - l * (max - min) / (n_layers - 1). Here C = total / n_layers,
@@ -1491,27 +1495,29 @@ typedef struct tkv_evict_budget {
  * Source of PYRAMID: PyramidKV, arXiv 2406.02069. */
 TKV_API tkv_status tkv_evict_budgets(const tkv_evict_budget *b, int *out);
 
-/* >>eviction in a cache. It needs cfg.evict. With cfg.evict_tokens, an append (or tkv_begin) first evicts the surplus
- * of each layer, a batch at a time. Afterwards a layer holds at most cfg.evict_tokens. Protected tokens, pinned tokens
- * and the tokens of that append can exceed this.
+/* >>eviction in a cache. It needs cfg.evict. With cfg.evict_tokens, an append (or tkv_begin) first evicts the
+ * surplus of each layer, a batch at a time. Afterwards a layer holds at most cfg.evict_tokens. Protected tokens,
+ * pinned tokens and the tokens of that append can exceed this.
  *
- * Under a budget, eviction is the last reclaim stage, after the last level of the ladder. It also works a batch at a
- * time. Each layer keeps its pinned tokens, its sinks, twice its recent tokens, and 64 more. Recent tokens
- * are half of that share, as in rules/evict.h. Down to this size, an append gets TKV_ERR_BUDGET only if all reclaim
- * stages together free too little. "keydiff", "user", "knorm" with cfg.importance_every, and any policy with
- * cfg.n_anchors may be refused a few blocks earlier, because their choice depends on the blocks compressed before. With
- * anchors, if batches are not enough, tokens are evicted before tiers are recoded. TKV_ERR_NOMEM can occur after
- * tokens were evicted, because index and pages grow into the freed bytes. TKV_EVICT_SCORES uses tkv_importance_of.
- * Policies treat all heads of a layer as one.
+ * Under a budget, eviction is the last reclaim stage, after the last level of the ladder. It also works a batch at
+ * a time. Each layer keeps its pinned tokens, its sinks, twice its recent tokens, and 64 more. Recent tokens are
+ * one half of a budget, as in rules/evict.h, hence "twice". Down to this size, an append gets TKV_ERR_BUDGET only
+ * if all reclaim stages together free too little.
  *
- * The remaining tokens keep their positions, for masks and windows too. Keys keep their rotation, so
- * distances are those of the text. StreamingLLM instead rotates keys to their places in the cache, for texts beyond
- * the model's length. Here that would mean recoding all keys with each batch, and new query positions. For such texts,
- * scale the RoPE of the model instead.
+ * Some policies may be refused a few blocks earlier: "keydiff", "user", "knorm" with cfg.importance_every, and any
+ * policy with cfg.n_anchors. Their choice depends on the blocks compressed before. With anchors, if batches are not
+ * enough, tokens are evicted before tiers are recoded. TKV_ERR_NOMEM can occur after tokens were evicted, because
+ * index and pages grow into the freed bytes. TKV_EVICT_SCORES uses tkv_importance_of. Policies treat all heads of a
+ * layer as one.
  *
- * Bytes are free when a block of 64 tokens is empty, or when neighbours fit into one block. Coded neighbours are
- * decoded and coded again, with a small loss. KVQUANT keys before RoPE cannot move, so only empty blocks are
- * freed. Evicted tokens never come back: tkv_truncate does not restore them, and tkv_read returns TKV_ERR_RANGE. The
+ * The remaining tokens keep their positions, for masks and windows too. Keys keep their rotation, so distances are
+ * those of the text. StreamingLLM instead rotates keys to their places in the cache, for texts beyond the model's
+ * length. Here that would mean recoding all keys with each batch, and new query positions from the caller. For such
+ * texts, scale the RoPE of the model instead.
+ *
+ * Bytes are freed when a block of 64 tokens is empty, or when neighbours fit into one block. Coded neighbours are
+ * decoded and coded again, with a small loss. KVQUANT keys before RoPE cannot move, so only empty blocks are freed.
+ * Evicted tokens never come back: tkv_truncate does not restore them, and tkv_read returns TKV_ERR_RANGE. The
  * bookkeeping takes 432 bytes per block and layer. */
 typedef struct tkv_evict_params { /* zero means default */
     int seq;   /* the sequence */
@@ -1527,7 +1533,7 @@ typedef struct tkv_evict_params { /* zero means default */
 /* Evicts tokens now, for example at the end of a prompt (SnapKV).
  * Errors, nothing changed:
  *   TKV_ERR_STATE       a step is open, or cfg.evict is not set
- *   TKV_ERR_CONFIG      p->evict has a field out of range, or needs attention scores that the cache does not collect
+ *   TKV_ERR_CONFIG      p->evict has a field out of range, or needs scores that the cache does not collect
  *   TKV_ERR_NONFINITE   a score is not finite
  *   TKV_ERR_BUDGET      the policy is "none", and tokens would have to be evicted
  *   TKV_ERR_ARG
@@ -1545,7 +1551,7 @@ TKV_API tkv_status tkv_pin(tkv_cache *kv, int seq, int start, int n, int pinned)
  * pins in one block of 64 tokens all last as long as the longest, also after blocks are merged.
  * Errors: as tkv_pin; TKV_ERR_ARG also if length is not 1 to 2^30 - 2. */
 TKV_API tkv_status tkv_pin_until(tkv_cache *kv, int seq, int start, int n, int length);
-/* Tells which of the tokens start to start + n - 1 are live.
+/* Reports which of the tokens start to start + n - 1 are live.
  *   mask   receives (n + 63) / 64 words
  * Errors: TKV_ERR_ARG, TKV_ERR_RANGE. */
 TKV_API tkv_status tkv_alive(const tkv_cache *kv, int seq, int layer, int start, int n, uint64_t *mask);
@@ -1553,8 +1559,8 @@ TKV_API tkv_status tkv_alive(const tkv_cache *kv, int seq, int layer, int start,
 /* >>rematerialization. Rules for discarding blocks that the caller's model can recompute. If all earlier tokens are
  * held, keys and values of tokens a to b - 1 in the first `layers` layers cost this many FLOPs:
  *     (b - a) * layers * (2 * layer_params + 4 * n_heads * head_dim * (a + b) / 2)
- * A token cannot be computed without its prefix, nor a layer without the layers below. So whole blocks are discarded
- * front to back, and recomputed in the same order. */
+ * A token cannot be computed without its prefix, nor a layer without the layers below. So whole blocks are
+ * discarded front to back, and recomputed in the same order. */
 typedef struct tkv_remat_config {
     /* the model; required: n_layers 1 to 4096, n_heads 1 to 65536, head_dim 1 to 256 */
     int n_layers, n_heads, head_dim;
@@ -1564,7 +1570,7 @@ typedef struct tkv_remat_config {
     int min_materialized;  /* least tokens that stay; 0: 512; TKV_NONE: none */
     int sink_tokens;       /* first tokens that are never discarded; 0: 4; TKV_NONE: none */
     float age_tokens;      /* age at which a token is half as likely to be used, 1 to 1e9; 0: 4096 */
-    double quantize_price; /* FLOPs per byte freed by quantizing, a price for its loss included; 0: 8, the work alone */
+    double quantize_price; /* FLOPs per byte freed by quantizing, with a price for its loss; 0: 8, the work alone */
     double step_flops;     /* most FLOPs of recomputation per step; 0: no limit */
 } tkv_remat_config;
 typedef enum tkv_remat_action { TKV_REMAT_KEEP = 0, TKV_REMAT_EVICT, TKV_REMAT_QUANTIZE } tkv_remat_action;
@@ -1594,10 +1600,10 @@ typedef struct tkv_remat { /* initialise with tkv_remat_init; info may be read a
 TKV_API tkv_status tkv_remat_init(tkv_remat *r, const tkv_remat_config *cfg, const char **reason);
 /* Returns the FLOPs of the formula above. layers 0: all. -1: a number is out of range. */
 TKV_API double tkv_remat_flops(const tkv_remat *r, int start, int end, int layers);
-/* Decides which blocks to discard and which to quantize, so that `need` bytes become free. Below the threshold it keeps
- * all blocks. Otherwise:
- *   1. It discards blocks, front to back behind the sinks, while that costs fewer FLOPs per byte than quantizing. The
- *      cost is multiplied by the probability of use: use / (1 + age / age_tokens).
+/* Decides which blocks to discard and which to quantize, so that `need` bytes become free. Below the threshold it
+ * keeps all blocks. Otherwise:
+ *   1. It discards blocks, front to back behind the sinks, while that costs fewer FLOPs per byte than quantizing.
+ *      The cost is multiplied by the probability of use: use / (1 + age / age_tokens).
  *   2. It quantizes blocks, oldest first.
  *   3. It discards more blocks.
  * At least min_materialized tokens stay. A block that costs more than step_flops is never discarded.
@@ -1615,21 +1621,21 @@ TKV_API tkv_status tkv_remat_decide(tkv_remat *r, const tkv_remat_block *blocks,
 TKV_API tkv_status tkv_remat_restore(tkv_remat *r, const tkv_remat_block *blocks, int n, int step, int *first,
                                      int *count);
 
-/* >>rematerialization in a cache. Blocks behind the sinks can be discarded. Their bytes are freed, and about 40 bytes
- * per block and layer stay in the index. Discarded keys and values return only if the caller's model recomputes
- * them. Blocks are discarded front to back, in all layers at once. The last two blocks of a layer, tokens younger than
- * hot_tokens and offloaded blocks are not discarded.
+/* >>rematerialization in a cache. Blocks behind the sinks can be discarded. Their bytes are freed, and about 40
+ * bytes per block and layer stay in the index. Discarded keys and values return only if the caller's model
+ * recomputes them. Blocks are discarded front to back, in all layers at once. The last two blocks of a layer,
+ * tokens younger than hot_tokens and offloaded blocks are not discarded.
  *
- * If a query would see discarded tokens, tkv_attend and tkv_read compute nothing and return TKV_ERR_NO_SOURCE. Tokens
- * behind the window do not matter, except in a layer's last two blocks. Appends continue, and tokens can still be
- * evicted. tkv_truncate cannot cut discarded tokens. tkv_reset forgets them. tkv_promote restores those with
- * an exact copy (cfg.spill.keep_exact).
+ * If a query would see discarded tokens, tkv_attend and tkv_read compute nothing and return TKV_ERR_NO_SOURCE.
+ * Tokens behind the window do not matter, except in a layer's last two blocks. Appends continue, and tokens can
+ * still be evicted. tkv_truncate cannot cut discarded tokens. tkv_reset forgets them. tkv_promote restores those
+ * with an exact copy (cfg.spill.keep_exact).
  *
- * With cfg.remat, discarding is the reclaim stage after cfg.spill and before cfg.evict. It takes blocks of other
- * sequences than the one in need, and none with an open step. The sequence used longest ago comes
- * first. Appends, reservations and tkv_remat_give count as use, but attention does not. So waiting conversations make
- * room for the running one. Before a conversation continues, call tkv_recompute. Append to conversations that
- * run side by side as one batch, or each in a step of its own. */
+ * With cfg.remat under a budget, discarding is the reclaim stage after cfg.spill and before cfg.evict. It takes
+ * blocks of other sequences than the one that needs memory, and none with an open step. The sequence used longest
+ * ago comes first. Appends, reservations and tkv_remat_give count as use, but attention does not. So waiting
+ * conversations give their memory to the running one. Before a conversation continues, call tkv_recompute. Append
+ * to conversations that run side by side as one batch, or each in a step of its own. */
 /* Discards the first blocks in RAM behind the sinks, with or without a budget or cfg.remat.
  *   n_tokens   most positions; only whole blocks are discarded
  *   dropped    (may be NULL) receives the number of positions discarded; 0 if no block may be discarded
@@ -1653,14 +1659,14 @@ TKV_API tkv_status tkv_remat_missing(const tkv_cache *kv, int seq, int *start, i
  * Cost: an append of n tokens, and one or two codings of each block. */
 TKV_API tkv_status tkv_remat_give(tkv_cache *kv, int seq, int layer, int start, const float *k,
                                   const float *v, int n);
-/* Function of the caller: recomputes tokens start to start + n - 1 of layers first_layer to first_layer + n_layers - 1,
- * and passes them to tkv_remat_give. It skips layers without K and V of their own. All tokens of seq before `start`
+/* Function of the caller: recomputes tokens start to start + n - 1 of n_layers layers from first_layer on, and
+ * passes them to tkv_remat_give. It skips layers without K and V of their own. All tokens of seq before `start`
  * are held. A status other than TKV_OK ends tkv_recompute. The function may use other caches. Of this cache it
  * may use reports, tkv_read and tkv_attend. */
 typedef tkv_status (*tkv_compute)(void *user, tkv_cache *kv, int seq, int first_layer, int n_layers,
                                   int start, int n);
-/* Recomputes the discarded tokens of a sequence, front to back, with one call of `compute` per run. It recomputes as
- * many blocks as r has FLOPs for in this step (tkv_remat_restore). r->info counts them.
+/* Recomputes the discarded tokens of a sequence, front to back, with one call of `compute` per run. It recomputes
+ * as many blocks as r has FLOPs for in this step (tkv_remat_restore). r->info counts them.
  *   step      a number that never falls
  *   missing   (may be NULL) receives the number of positions still discarded
  * Errors; tokens given before an error stay:
@@ -1669,16 +1675,16 @@ typedef tkv_status (*tkv_compute)(void *user, tkv_cache *kv, int seq, int first_
  *   other           the status of compute */
 TKV_API tkv_status tkv_recompute(tkv_cache *kv, int seq, tkv_remat *r, int step, tkv_compute compute,
                                  void *user, int *missing);
-/* Describes a sequence for tkv_remat_decide, sinks first, all layers together. `bytes` counts RAM. quantized_bytes is
- * the size at the next level of the ladder (without a budget: `bytes`). `dropped` is 1 if any layer discarded
- * a token. `use` is 0.
+/* Describes a sequence for tkv_remat_decide, sinks first, all layers together. `bytes` counts RAM. quantized_bytes
+ * is the size at the next level of the ladder (without a budget: `bytes`). `dropped` is 1 if any layer discarded a
+ * token. `use` is 0.
  *   out   [capacity] receives the first blocks
  *   n     receives the number of all blocks
  * Errors: TKV_ERR_ARG. Cost: O(blocks) per block. */
 TKV_API tkv_status tkv_remat_blocks(const tkv_cache *kv, int seq, tkv_remat_block *out, int capacity, int *n);
-/* Asks tkv_remat_decide how to free `need` bytes, and carries it out. It discards blocks as far as allowed. If blocks
- * are to be quantized, the whole cache goes one level down its ladder. It then recodes as many blocks,
- * oldest first, until `need` bytes are free.
+/* Asks tkv_remat_decide how to free `need` bytes, and carries it out. It discards blocks as far as allowed. If
+ * blocks are to be quantized, the whole cache goes one level down its ladder, because all sequences share the
+ * level. It then recodes at most that number of blocks, oldest first, until `need` bytes are free.
  *   blocks, actions   work space for [capacity] blocks; see tkv_remat_blocks for the number
  *   freed             (may be NULL) receives the bytes freed
  * Errors: TKV_ERR_ARG (work space too small, or a bad number), TKV_ERR_STATE (a step is open). */
@@ -1686,8 +1692,8 @@ TKV_API tkv_status tkv_remat_free(tkv_cache *kv, int seq, tkv_remat *r, float pr
                                   tkv_remat_block *blocks, tkv_remat_action *actions, int capacity,
                                   size_t *freed);
 
-/* >>promotion by importance. A call, at every step or less often, restores the most important blocks of a layer from
- * their best source, as tkv_promote does. The importance of a block is that of its most important token
+/* >>promotion by importance. A call, at every step or less often, restores the most important blocks of a layer
+ * from their best source, as tkv_promote does. The importance of a block is that of its most important token
  * (tkv_importance_of). Discarded blocks are restored by `compute`, if it is given. It recomputes all discarded
  * tokens front to back, within the FLOPs of remat (tkv_recompute). Its step is the length of the layer. */
 typedef struct tkv_promotion { /* fill with zeros, then set; layers that share one also share its limit per step */
@@ -1712,8 +1718,8 @@ typedef struct tkv_promotion { /* fill with zeros, then set; layers that share o
  * Cost: O(tokens of the layer), and a fetch per promoted block. */
 TKV_API tkv_status tkv_promote_by_importance(tkv_cache *kv, int seq, int layer, tkv_promotion *p);
 
-/* Checks all invariants: each block is in one list, no slot is used twice, positions have no gaps, tiers are in order
- * and follow age, and byte counts agree. `reason` and `size` as in tkv_config_validate.
+/* Checks all invariants. Each block is in one list, and no slot is used twice. Positions have no gaps. Tiers are in
+ * order and follow age. Byte counts agree. `reason` and `size` as in tkv_config_validate.
  * Errors: TKV_ERR_BROKEN, TKV_ERR_ARG. Cost: O(blocks). */
 TKV_API tkv_status tkv_check(const tkv_cache *kv, char *reason, size_t size);
 
@@ -1729,8 +1735,8 @@ TKV_API const char *tkv_isa_name(tkv_isa isa);   /* such as "avx2" */
 TKV_API tkv_isa tkv_isa_of(const tkv_cache *kv); /* the instruction set that the cache runs on */
 
 /* >>codec. The codec applies the formats without a cache. It codes up to 64 tokens of one head as a block of bytes.
- * The bytes do not depend on the machine. SQUAT formats code as KIVI here, because no queries exist. KVQUANT formats
- * have no learned table here. So coded K contains the ranges of its block, 32 bits per channel more than in
+ * The bytes do not depend on the machine. SQUAT formats code as KIVI here, because no queries exist. KVQUANT
+ * formats have no learned table here. So coded K contains the ranges of its block, 32 bits per channel more than in
  * a cache. The levels are those of a normal distribution. */
 typedef struct tkv_codec { /* fill with zeros first */
     tkv_format format;
@@ -1746,8 +1752,8 @@ TKV_API size_t
 tkv_encoded_size(const tkv_codec *c); /* bytes of a block, metadata included; 0 if the codec is not valid */
 TKV_API double tkv_format_bits(
     const tkv_codec *c); /* bits per value of a full block, metadata included; 0 if not valid */
-/* Encode or decode a block. This scalar code defines the formats. Any bytes are safe to decode, but only encoded bytes
- * give meaningful values.
+/* Encode or decode a block. This scalar code defines the formats. Any bytes are safe to decode, but only encoded
+ * bytes give meaningful values.
  *   x          [n_tokens][head_dim], with `stride` floats from a token to the next; stride 0: head_dim
  *   n_tokens   1 to 64
  *   dst, src   `size` bytes, at least tkv_encoded_size, of any alignment
@@ -1760,16 +1766,16 @@ TKV_API tkv_status tkv_encode(const tkv_codec *c, const float *x, ptrdiff_t stri
 TKV_API tkv_status tkv_decode(const tkv_codec *c, const void *src, size_t size, int n_tokens, float *x,
                               ptrdiff_t stride);
 
-/* >>ages and presets. Returns the tier for an age by the lengths of cfg (NULL: defaults). It is hot below hot_tokens,
- * warm for warm_tokens more, then archive. The newest token has age 0. This is a pure function. In a cache,
- * whole blocks move, before an append. So a token can change its tier about 64 ages later (tkv_tier_of), and
+/* >>ages and presets. Returns the tier for an age by the lengths of cfg (NULL: defaults). It is hot below
+ * hot_tokens, warm for warm_tokens more, then archive. The newest token has age 0. This is a pure function. In a
+ * cache, whole blocks move, before an append. So a token can change its tier about 64 ages later (tkv_tier_of), and
  * sinks stay hot. */
 TKV_API tkv_tier tkv_tier_for_age(const tkv_config *cfg, int age);
 /* More presets for tkv_config_preset, named as in other designs. Hot tokens, warm tokens and bits are those of the
  * designs. Keys are coded as in the papers of KIVI and SQuat. No other field of the designs is mapped.
  * Each row gives hot + warm tokens, the warm format, the archive formats, and remarks:
- *   adr               64 + 448, KIVI4, then as "by-context", cfg.rope included (RuvLLM's ADR-004; its quality target
- *                     is not mapped)
+ *   adr               64 + 448, KIVI4, then as "by-context", cfg.rope included (RuvLLM's ADR-004; its quality
+ *                     target is not mapped)
  *   small             32 + 224, KIVI4, KIVI2
  *   long_context      64 + 960, KIVI4, KIVI2
  *   large_context     128 + 896, KIVI4, SQUAT2 and KIVI2 (its four subspaces and rematerialization are not mapped)
@@ -1782,8 +1788,8 @@ TKV_API tkv_tier tkv_tier_for_age(const tkv_config *cfg, int age);
  *                     rotation and protected layers are not mapped)
  *   k4v3 k4v2         128 exact, then keys in 4 bits and values in 3 or 2 bits (also AKVCache) */
 
-/* >>texts. A config as text has one of two forms: lines `key = value`, or one flat JSON object. A text that begins with
- * a brace is JSON. In lines, # begins a comment. Keys are names of fields. The text may be any bytes.
+/* >>texts. A config as text has one of two forms: lines `key = value`, or one flat JSON object. A text that begins
+ * with a brace is JSON. In lines, # begins a comment. Keys are names of fields. The text may be any bytes.
  *   key       n_layers, rope.dim, layers[3].window; for layers 0 to 5: layers[0-5].window
  *   length    a number, none or all
  *   switch    false or true
@@ -1819,14 +1825,14 @@ TKV_API tkv_status tkv_config_parse(tkv_config *cfg, const tkv_config_room *room
  *   TKV_ERR_ARG      buf is too small; nothing is written
  *   TKV_ERR_CONFIG   a field has no text (NaN, or no such format) */
 TKV_API tkv_status tkv_config_print(const tkv_config *cfg, int json, char *buf, size_t size, size_t *needed);
-/* Read and write a tkv_policy_config, as tkv_config_parse and tkv_config_print. Keys: threshold (a list), hysteresis,
- * alpha, min_level, max_level, and `profile` (tkv_policy_profile) instead of `preset`. */
+/* Read and write a tkv_policy_config, as tkv_config_parse and tkv_config_print. Keys: threshold (a list),
+ * hysteresis, alpha, min_level, max_level, and `profile` (tkv_policy_profile) instead of `preset`. */
 TKV_API tkv_status tkv_policy_parse(tkv_policy_config *cfg, const char *text, size_t size, char *reason,
                                     size_t reason_size);
 TKV_API tkv_status tkv_policy_print(const tkv_policy_config *cfg, int json, char *buf, size_t size,
                                     size_t *needed);
-/* Creates a cache from a text (see tkv_config_parse). The caller needs no tkv_config_room: the memory for layers comes
- * from the allocator for the time of the call.
+/* Creates a cache from a text (see tkv_config_parse). The caller needs no tkv_config_room: the memory for layers
+ * comes from the allocator for the time of the call.
  *   host     NULL, or a config for fields not in the text, such as allocator, parallel_for, spill and on_event
  *   reason   (may be NULL) receives a sentence that begins with the wrong line
  * Errors, *out unchanged: as tkv_create_ex and tkv_config_parse.
@@ -1840,8 +1846,9 @@ TKV_API tkv_status tkv_create_from_text(const char *text, size_t size, const tkv
  *   figures: memory, tokens, sequences, quality (null without a meter)
  * Errors: TKV_ERR_ARG. Cost: O(blocks), twice. */
 TKV_API tkv_status tkv_state_json(const tkv_cache *kv, char *buf, size_t size, size_t *needed);
-/* Writes the same figures in Prometheus text format, version 0.0.4. `buf`, `size` and `needed` as in tkv_config_print.
- *   labels   NULL, or labels for every line: name=value, name=value. Values are UTF-8 and are escaped by the function.
+/* Writes the same figures in Prometheus text format, version 0.0.4. `buf`, `size` and `needed` as in
+ * tkv_config_print.
+ *   labels   NULL, or labels for every line: name=value, name=value. Values are UTF-8; the function escapes them.
  *            Write a backslash before a comma or backslash in a value.
  * Errors: TKV_ERR_ARG   bad labels (part, tier, version and isa are reserved), or buf is too small */
 TKV_API tkv_status tkv_format_prometheus(const tkv_cache *kv, const char *labels, char *buf, size_t size,

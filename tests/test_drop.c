@@ -477,9 +477,9 @@ TEST(pins_of_what_is_gone_hold_nothing) {
     CHECK_EQ(grow(&t, 0, 250), TKV_OK);
     drop_some(&t, 0, 1, 50);
     memset(&spared, 0, sizeof spared);
-    before = tkvi_stay_of(t.kv, 0, 1, &spared);
+    before = tkvi_n_staying(t.kv, 0, 1, &spared);
     CHECK_EQ(tkv_pin(t.kv, 0, 0, 500, 1), TKV_OK);
-    CHECK_EQ(tkvi_stay_of(t.kv, 0, 1, &spared), before + count_of(t.kv, 0, 1));
+    CHECK_EQ(tkvi_n_staying(t.kv, 0, 1, &spared), before + count_of(t.kv, 0, 1));
     end_of(&t);
 }
 

@@ -1330,7 +1330,7 @@ TEST(squat_learns) {
     for (h = 0; h < 2; h++) {
         double trace = 0;
         for (i = 0; i < 24; i++) trace += (double)sum[h][tkvi_packed(i, i)];
-        CHECK_MEM(sum[h], tkvi_metric_of(kv, 1, h), sizeof sum[h]);
+        CHECK_MEM(sum[h], tkvi_query_stats_of(kv, 1, h), sizeof sum[h]);
         for (i = 0; i < 24 * 25 / 2; i++) packed[i] = (float)((double)sum[h][i] * 24 * 5 / trace);
         for (i = 0; i < 24; i++) packed[tkvi_packed(i, i)] += 1.0f;
         tkvi_feedback_from(packed, 24, 16);
@@ -1344,7 +1344,7 @@ TEST(squat_learns) {
     CHECK_MSG(tkv_check(kv, reason, sizeof reason) == TKV_OK, "%s", reason);
     CHECK_EQ(tkv_calibration_refresh(kv), TKV_OK);
     CHECK_EQ(kv->query_stats[1].tokens, 0);
-    for (i = 0; i < 24 * 25 / 2; i++) CHECK_EQ(tkvi_metric_of(kv, 1, 1)[i], 0);
+    for (i = 0; i < 24 * 25 / 2; i++) CHECK_EQ(tkvi_query_stats_of(kv, 1, 1)[i], 0);
     tkv_destroy(kv);
 }
 

@@ -12,7 +12,14 @@
 
 #include <math.h>
 
-enum { LEARN = TKVI_LEARN, WELL = TKVI_LEARN_WELL, HEADS = 4, KV_HEADS = 2, DK = 32, DV = 48 };
+enum {
+    LEARN = TKVI_FIRST_TABLE_TOKENS,
+    WELL = TKVI_SECOND_TABLE_TOKENS,
+    HEADS = 4,
+    KV_HEADS = 2,
+    DK = 32,
+    DV = 48
+};
 enum {
     K_ROW = KV_HEADS * DK,
     V_ROW = KV_HEADS * DV,

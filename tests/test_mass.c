@@ -74,7 +74,7 @@ static void gathered(tkv_cache *kv, int layer, float *a) {
     for (i = 0; i < list->n; i++) {
         float x[TKVI_BLOCK];
         tkvi_decay_to_now(kv, ids[i], list->len, newest, x);
-        for (t = 0; t < tkvi_block_tokens(kv, list, ids, i); t++) a[tkvi_at(kv, ids[i], t)] = x[t];
+        for (t = 0; t < tkvi_block_tokens(kv, list, ids, i); t++) a[tkvi_slot_position(kv, ids[i], t)] = x[t];
     }
 }
 

@@ -966,7 +966,7 @@ static void estimate_is_true(const tkv_cache *kv, const tkv_config *cfg, int n, 
     }
     /* The estimate knows no history: a table is there twice while it grows, a block while it is recoded,
      * and a tail was longer by a block before its oldest one moved, or by those that waited for a table. */
-    if (tkvi_plan_learns(&kv->tables.plan[0])) blocks += cfg->n_layers * TKVI_LEARN / BLOCK;
+    if (tkvi_plan_learns(&kv->tables.plan[0])) blocks += cfg->n_layers * TKVI_FIRST_TABLE_TOKENS / BLOCK;
     CHECK(m.peak >= e.total);
     CHECK_LE(m.peak, e.peak + m.index + 2 * kv->tables.page_bytes + (size_t)blocks * hot_block_bytes(kv));
 }

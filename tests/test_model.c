@@ -2,7 +2,7 @@
  * test_model.c - real models on real text: tokens, losses, greedy text against plain arrays, chunks against
  * single tokens, and what the tiers do to the distribution of the next token.
  *
- * cc -O2 tests/test_model.c tests/compile/impl.c -o test_model -lm && ./test_model [filter | --list]
+ * cc -O2 tests/test_model.c examples/tieredkv.c -o test_model -lm && ./test_model [filter | --list]
  *
  * Models and texts are those of tkv_test_data(). SmolLM2 is the file that TKV_SMOLLM2 names, or the one that
  * `make model` puts into build/models. What is absent is skipped.

@@ -2,7 +2,7 @@
  * test_quality.c - what bench/quality is made of: the rivals' codecs on known values and their attention, plans
  * in words, tables from a text.
  *
- * cc -O2 tests/test_quality.c tests/compile/impl.c -o test_quality -lm && ./test_quality [filter | --list]
+ * cc -O2 tests/test_quality.c examples/tieredkv.c -o test_quality -lm && ./test_quality [filter | --list]
  */
 #include "../tieredkv.h"
 

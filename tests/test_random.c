@@ -142,7 +142,8 @@ static void learn(int layer, int forced) {
 
 static void heard(int layer, int n) {
     mlayer *p = &plan[layer];
-    if (p->learns && p->seen >= 0) p->seen = p->seen + n < TKVI_LEARN_WELL ? p->seen + n : TKVI_LEARN_WELL;
+    if (p->learns && p->seen >= 0)
+        p->seen = p->seen + n < TKVI_SECOND_TABLE_TOKENS ? p->seen + n : TKVI_SECOND_TABLE_TOKENS;
 }
 
 /* What is due at this length; `hot` is 0 in a flush, `partial` takes an unfinished block too. */

@@ -113,7 +113,8 @@ static tkv_status tkvi_call_init(tkvi_call *c, tkv_cache *kv, const tkv_attend_p
         /* The first query's keys can have expired: the window is wider than the layer's, or the query too old. */
         oldest = c->window ? (int64_t)len - c->rows[i].n + 1 - c->window : 0;
         if (list->dropped && c->rows[i].n && oldest < list->dropped) return TKV_ERR_RANGE;
-        if (kv->pool.n_discarded && c->rows[i].n && tkvi_misses(kv, c->rows[i].seq, c->plan->stored, oldest))
+        if (kv->pool.n_discarded && c->rows[i].n &&
+            tkvi_sees_discarded(kv, c->rows[i].seq, c->plan->stored, oldest))
             return TKV_ERR_NO_SOURCE;
         rows += (int64_t)c->rows[i].n * cfg->n_heads;
         longest = tkvi_max(longest, len);
@@ -189,7 +190,8 @@ static void tkvi_work_tile_init(tkvi_work_tile *u, const tkvi_call *c, int item,
     u->rows = tkvi_min(c->tile, u->n_queries * c->heads_per_kv - u->first);
     u->k_pad = tkvi_round_up(cfg->head_dim, 16);
     u->v_pad = tkvi_round_up(cfg->v_head_dim, 16);
-    u->chunk = tkvi_max(TKVI_MIN_CHUNK, (u->list->n + TKVI_MAX_CHUNKS - 1) / TKVI_MAX_CHUNKS);
+    u->chunk =
+        tkvi_max(TKVI_MIN_SPLIT_BLOCKS, (u->list->n + TKVI_MAX_TILE_SPLITS - 1) / TKVI_MAX_TILE_SPLITS);
     u->n_chunks = (u->list->n + u->chunk - 1) / u->chunk;
     u->low = u->all_high = u->list->len;
     u->high = u->all_low = 0;
@@ -252,8 +254,8 @@ static TKVI_NOINLINE const uint8_t *tkvi_fetch_side(const tkvi_work_tile *u, int
     if (tkvi_failed(u->call)) return NULL;
     if (side == TKV_K && i + 1 < u->list->n && tkvi_is_offloaded(&kv->pool.block[u->ids[i + 1]]) &&
         !tkvi_is_discarded(&kv->pool.block[u->ids[i + 1]]) && tkvi_block_start(kv, u->ids, i + 1) < u->high)
-        tkvi_fetch_ahead(kv, u->ids[i + 1], u->head);
-    st = tkvi_fetch(kv, u->ids[i], TKVI_ITSELF, u->head, side, u->call->room, &bytes);
+        tkvi_prefetch_record(kv, u->ids[i + 1], u->head);
+    st = tkvi_read_piece(kv, u->ids[i], TKVI_ITSELF, u->head, side, u->call->room, &bytes);
     if (!st) return bytes;
     tkvi_fail_call(u->call, st);
     return NULL;
@@ -346,16 +348,17 @@ static void tkvi_load_queries(const tkvi_work_tile *u, tkvi_queries *q) {
 
 /* >>scores of one block, after softcap, ALiBi, masks and visibility */
 /* at[64]: positions of the tokens of block i. Slots without a live token get TKVI_FOREVER, which no query sees. */
-static void tkvi_places(const tkvi_work_tile *u, int i, int *at) {
+static void tkvi_slot_positions(const tkvi_work_tile *u, int i, int *at) {
     const tkv_cache *kv = u->call->kv;
     const int n = tkvi_block_tokens(kv, u->list, u->ids, i);
     const uint64_t there = tkvi_live_mask(&kv->pool.block[u->ids[i]], n);
     int t;
-    for (t = 0; t < TKVI_BLOCK; t++) at[t] = there >> t & 1 ? tkvi_at(kv, u->ids[i], t) : TKVI_FOREVER;
+    for (t = 0; t < TKVI_BLOCK; t++)
+        at[t] = there >> t & 1 ? tkvi_slot_position(kv, u->ids[i], t) : TKVI_FOREVER;
 }
 
 /* Must scores of block i be hidden? Some rows may not see all its tokens, or some slots have no live token. */
-static int tkvi_is_ragged(const tkvi_work_tile *u, int i, int start, int end) {
+static int tkvi_has_hidden(const tkvi_work_tile *u, int i, int start, int end) {
     const tkv_cache *kv = u->call->kv;
     return start < u->all_low || end > u->all_high || kv->pool.block[u->ids[i]].gone ||
            tkvi_block_tokens(kv, u->list, u->ids, i) < TKVI_BLOCK;
@@ -369,7 +372,7 @@ static float tkvi_mask_bias(float m) {
 }
 
 /* The score s of row r for the key at position j, after softcap, ALiBi and masks. The row must see the key. */
-static float tkvi_changed(const tkvi_work_tile *u, int r, float origin, int j, float s) {
+static float tkvi_adjust_score(const tkvi_work_tile *u, int r, float origin, int j, float s) {
     const tkv_attend_params *p = u->call->p;
     const int query = tkvi_query_of(u, r), row = u->seq_row + query, bit = j - u->list->len + p->mask_bits_n;
     if (p->softcap > 0.0f) s = p->softcap * tanhf((s + origin) / p->softcap);
@@ -385,12 +388,12 @@ static float tkvi_changed(const tkvi_work_tile *u, int r, float origin, int j, f
 }
 
 /* Applies softcap, ALiBi, masks and visibility to the 64 scores of row r. at: positions of the slots. */
-static void tkvi_modify(const tkvi_work_tile *u, int r, float origin, const int *at, float *s) {
+static void tkvi_adjust_scores(const tkvi_work_tile *u, int r, float origin, const int *at, float *s) {
     int low, high, t;
     tkvi_visible(u, tkvi_query_of(u, r), &low, &high);
     if (!tkvi_is_finite(origin)) high = low;
     for (t = 0; t < TKVI_BLOCK && u->changes; t++)
-        if (at[t] >= low && at[t] < high) s[t] = tkvi_changed(u, r, origin, at[t], s[t]);
+        if (at[t] >= low && at[t] < high) s[t] = tkvi_adjust_score(u, r, origin, at[t], s[t]);
     for (t = 0; t < TKVI_BLOCK; t++) s[t] = at[t] >= low && at[t] < high ? s[t] : TKVI_HIDDEN;
 }
 
@@ -403,7 +406,7 @@ static const uint8_t *tkvi_next_record(const tkvi_work_tile *u, int i) {
 
 /* End (exclusive) of the positions that rows may see in block i. It is 0 for a discarded block. tkvi_call_init made
  * sure that no row needs it: its tokens were evicted, are anchors, or left the window. */
-static int tkvi_seen_to(const tkvi_work_tile *u, int i) {
+static int tkvi_visible_end(const tkvi_work_tile *u, int i) {
     const tkv_cache *kv = u->call->kv;
     return tkvi_is_discarded(&kv->pool.block[u->ids[i]]) ? 0 : tkvi_block_reach(kv, u->list, u->ids, i);
 }
@@ -411,7 +414,7 @@ static int tkvi_seen_to(const tkvi_work_tile *u, int i) {
 /* scores: [rows][64] of block i. Returns 0 if no row sees any token of it, or a fetch failed. */
 static int tkvi_block_scores(const tkvi_work_tile *u, tkvi_queries *q, int i, float *scores) {
     const tkv_cache *kv = u->call->kv;
-    int start = tkvi_block_start(kv, u->ids, i), end = tkvi_seen_to(u, i), r;
+    int start = tkvi_block_start(kv, u->ids, i), end = tkvi_visible_end(u, i), r;
     const uint8_t *bytes;
     const tkvi_record *rec;
     if (end <= u->low || start >= u->high) return 0;
@@ -423,10 +426,10 @@ static int tkvi_block_scores(const tkvi_work_tile *u, tkvi_queries *q, int i, fl
         &rec->k, bytes, tkvi_next_record(u, i), rec->k.order ? q->sorted : q->q,
         rec->k.order ? q->sorted + u->rows * u->k_pad : q->ref, u->rows,
         tkvi_block_tokens(kv, u->list, u->ids, i), tkvi_planes(&rec->k, kv->tables.cfg.precise), scores);
-    if (u->changes || tkvi_is_ragged(u, i, start, end)) {
+    if (u->changes || tkvi_has_hidden(u, i, start, end)) {
         int at[TKVI_BLOCK];
-        tkvi_places(u, i, at);
-        for (r = 0; r < u->rows; r++) tkvi_modify(u, r, q->origin[r], at, scores + r * TKVI_BLOCK);
+        tkvi_slot_positions(u, i, at);
+        for (r = 0; r < u->rows; r++) tkvi_adjust_scores(u, r, q->origin[r], at, scores + r * TKVI_BLOCK);
     }
     return 1;
 }
@@ -571,14 +574,14 @@ static TKVI_NOINLINE void tkvi_collect_stats(const tkvi_work_tile *u, const tkvi
     tkvi_unlock(&kv->learning);
 }
 
-/* Adds q q^T of every TKVI_METRIC_EVERY-th position to the layer's statistics of queries. */
+/* Adds q q^T of every TKVI_QUERY_STATS_EVERY-th position to the layer's statistics of queries. */
 static TKVI_NOINLINE void tkvi_collect_query_stats(const tkvi_work_tile *u, const tkvi_queries *q) {
     tkv_cache *kv = u->call->kv;
     int layer = u->call->plan->stored, r;
     tkvi_lock(&kv->learning);
     for (r = 0; r < u->rows; r++)
-        if (tkvi_position(u, tkvi_query_of(u, r)) % TKVI_METRIC_EVERY == 0)
-            tkvi_metric_add(kv, layer, u->head, q->q + r * u->k_pad);
+        if (tkvi_position(u, tkvi_query_of(u, r)) % TKVI_QUERY_STATS_EVERY == 0)
+            tkvi_query_stats_add(kv, layer, u->head, q->q + r * u->k_pad);
     tkvi_unlock(&kv->learning);
 }
 #else /* statistics need atomics; without them tables come from the keys alone */
@@ -686,8 +689,8 @@ static TKVI_NOINLINE void tkvi_comparison_blocks(const tkvi_work_tile *u, tkvi_q
         if (copy) {
             bytes = copy;
             kv->kernels->k[rec->k.format->stored](&rec->k, bytes, NULL, q->q, q->ref, u->rows, n, 1, scores);
-            tkvi_places(u, i, at);
-            for (r = 0; r < u->rows; r++) tkvi_modify(u, r, q->origin[r], at, scores + r * TKVI_BLOCK);
+            tkvi_slot_positions(u, i, at);
+            for (r = 0; r < u->rows; r++) tkvi_adjust_scores(u, r, q->origin[r], at, scores + r * TKVI_BLOCK);
         } else {
             memcpy(scores, cached, sizeof scores);
         }
@@ -705,7 +708,7 @@ static TKVI_NOINLINE void tkvi_comparison_blocks(const tkvi_work_tile *u, tkvi_q
 }
 
 /* row: [v_head_dim] sum of p v of row r, with rotated values rotated back. Without sink logit and division by l. */
-static void tkvi_whole_row(const tkvi_work_tile *u, int r, const float *o, int rotated, float *row) {
+static void tkvi_output_row(const tkvi_work_tile *u, int r, const float *o, int rotated, float *row) {
     int dim = u->call->kv->tables.cfg.v_head_dim, i;
     memset(row, 0, TKV_MAX_HEAD_DIM * sizeof *row);
     if (rotated) {
@@ -733,8 +736,8 @@ static void tkvi_comparison_end(const tkvi_work_tile *u, const tkvi_queries *q, 
     }
     a = exp((double)row->m - lse);
     b = exp((double)s->m[r] - cached);
-    tkvi_whole_row(u, r, o, tkvi_spaces(u) > 1, x);
-    tkvi_whole_row(u, r, s->o, s->any[1] > 0.0f, y);
+    tkvi_output_row(u, r, o, tkvi_spaces(u) > 1, x);
+    tkvi_output_row(u, r, s->o, s->any[1] > 0.0f, y);
     for (i = 0; i < u->call->kv->tables.cfg.v_head_dim; i++) {
         double e = (double)x[i] * a - (double)y[i] * b;
         d += e * e;
@@ -748,8 +751,8 @@ static void tkvi_comparison_end(const tkvi_work_tile *u, const tkvi_queries *q, 
 }
 
 /* Adds the sampled rows of a work tile to its head probe. Does not change `s`. Overwrites `work`. */
-static TKVI_NOINLINE void tkvi_measure(const tkvi_work_tile *u, tkvi_queries *q, const tkvi_sums *s,
-                                       const tkvi_sums *work) {
+static TKVI_NOINLINE void tkvi_update_error_sums(const tkvi_work_tile *u, tkvi_queries *q, const tkvi_sums *s,
+                                                 const tkvi_sums *work) {
     tkvi_meter *m = u->call->kv->meter;
     tkvi_head_probe *g = tkvi_head_probe_of(m, u->call->plan->stored, u->head);
     tkvi_comparison rows[TKVI_ROWS];
@@ -845,7 +848,7 @@ static int tkvi_keys_seen(const tkvi_work_tile *u, int query) {
             continue;
         }
         for (t = 0; t < slots; t++) {
-            const int at = tkvi_at(kv, u->ids[i], t);
+            const int at = tkvi_slot_position(kv, u->ids[i], t);
             n += at >= low && at < high && (tkvi_live_mask(b, slots) >> t & 1);
         }
     }
@@ -961,8 +964,8 @@ static void tkvi_run_split(void *ctx, int index) {
 
 /* Merges all splits of a work tile in order into `sums`. Takes the results of tkvi_run_split, or computes each
  * split into `here`. */
-static void tkvi_add_up(const tkvi_work *w, int index, const tkvi_work_tile *u, tkvi_queries *q,
-                        const tkvi_sums *sums, const tkvi_sums *here) {
+static void tkvi_merge_splits(const tkvi_work *w, int index, const tkvi_work_tile *u, tkvi_queries *q,
+                              const tkvi_sums *sums, const tkvi_sums *here) {
     int chunk;
     tkvi_attend_split(u, q, w->parts ? u->n_chunks : 0, sums); /* n_chunks: empty sums */
     for (chunk = w->parts ? 0 : 1; chunk < u->n_chunks; chunk++) {
@@ -985,12 +988,12 @@ static void tkvi_run_work_tile(void *ctx, int index) {
     tkvi_load_queries(&u, &q);
     sums = tkvi_sums_in(all, u.v_pad);
     part = tkvi_sums_in(here, u.v_pad);
-    tkvi_add_up(w, index, &u, &q, &sums, &part);
+    tkvi_merge_splits(w, index, &u, &q, &sums, &part);
     if (tkvi_failed(w->call)) return;
     tkvi_empty_nonfinite(&u, q.origin, &sums);
     if (w->call->collect_stats) tkvi_collect_stats(&u, &q, &sums);
     if (w->call->metric) tkvi_collect_query_stats(&u, &q);
-    if (w->call->meter) tkvi_measure(&u, &q, &sums, &part);
+    if (w->call->meter) tkvi_update_error_sums(&u, &q, &sums, &part);
     tkvi_finish(&u, q.origin, &sums, sums.any[1] > 0.0f);
     if (!w->parts) {
         tkvi_gather_scores(&u, &sums, 0, u.list->n, &q);
@@ -1046,30 +1049,31 @@ static TKVI_NOINLINE void tkvi_load_lanes(const tkvi_work_tile *u, const float *
 }
 
 /* The tokens of block i that each lane sees: low .. high-1. Returns 0 if all lanes see all tokens. */
-static int tkvi_see_lanes(const tkvi_work_tile *u, int i, int start, int end, int32_t *low, int32_t *high) {
+static int tkvi_visible_lanes(const tkvi_work_tile *u, int i, int start, int end, int32_t *low,
+                              int32_t *high) {
     const int packed = u->call->kv->pool.block[u->ids[i]].packed;
     int r;
-    if (!u->changes && !tkvi_is_ragged(u, i, start, end)) return 0;
+    if (!u->changes && !tkvi_has_hidden(u, i, start, end)) return 0;
     memset(low, 0, TKVI_PREFILL * sizeof *low);
     memset(high, 0, TKVI_PREFILL * sizeof *high);
     for (r = 0; r < u->rows; r++) {
         int from, to;
         tkvi_visible(u, tkvi_query_of(u, r), &from, &to);
-        low[r] = packed ? 0 : from - start; /* tkvi_modify_lanes hid scores of packed blocks */
+        low[r] = packed ? 0 : from - start; /* tkvi_adjust_score_lanes hid scores of packed blocks */
         high[r] = packed ? packed : tkvi_min(to, end) - start;
     }
     return 1;
 }
 
-/* tkvi_modify for scores [64][lanes] of block i. */
-static TKVI_NOINLINE void tkvi_modify_lanes(const tkvi_work_tile *u, const float *origin, int i, int lanes,
-                                            float *scores) {
+/* tkvi_adjust_scores for scores [64][lanes] of block i. */
+static TKVI_NOINLINE void tkvi_adjust_score_lanes(const tkvi_work_tile *u, const float *origin, int i,
+                                                  int lanes, float *scores) {
     int at[TKVI_BLOCK], r, t;
-    tkvi_places(u, i, at);
+    tkvi_slot_positions(u, i, at);
     for (r = 0; r < u->rows; r++) {
         float s[TKVI_BLOCK];
         for (t = 0; t < TKVI_BLOCK; t++) s[t] = scores[t * lanes + r];
-        tkvi_modify(u, r, origin[r], at, s);
+        tkvi_adjust_scores(u, r, origin[r], at, s);
         for (t = 0; t < TKVI_BLOCK; t++) scores[t * lanes + r] = s[t];
     }
 }
@@ -1117,7 +1121,7 @@ static TKVI_NOINLINE void tkvi_prefill_blocks(const tkvi_work_tile *u, tkvi_pref
     w.far_attention = u->call->collect_stats ? sums->far_attention : NULL;
     for (rotated = kv->tables.any_rotated; rotated >= 0; rotated--) {
         for (i = 0; i < u->list->n; i++) {
-            int start = tkvi_block_start(kv, u->ids, i), end = tkvi_seen_to(u, i);
+            int start = tkvi_block_start(kv, u->ids, i), end = tkvi_visible_end(u, i);
             const uint8_t *bytes, *next = tkvi_next_record(u, i);
             const tkvi_record *rec = tkvi_record_of(u, i, &bytes);
             const tkvi_block *b = &kv->pool.block[u->ids[i]];
@@ -1126,8 +1130,9 @@ static TKVI_NOINLINE void tkvi_prefill_blocks(const tkvi_work_tile *u, tkvi_pref
             if (!bytes) bytes = tkvi_bytes_of(u, i, TKV_K);
             if (!bytes) return;
             many->k(&rec->k, bytes, next, &q, n, tkvi_planes(&rec->k, kv->tables.cfg.precise), scores);
-            if (u->changes || b->gone || b->packed) tkvi_modify_lanes(u, sums->origin, i, lanes, scores);
-            w.low = tkvi_see_lanes(u, i, start, end, low, high) ? low : NULL;
+            if (u->changes || b->gone || b->packed)
+                tkvi_adjust_score_lanes(u, sums->origin, i, lanes, scores);
+            w.low = tkvi_visible_lanes(u, i, start, end, low, high) ? low : NULL;
             w.sampled_lanes = tkvi_sample_lanes(u, i, end, sampled_lanes) ? sampled_lanes : NULL;
             if (many->softmax_step(&w)) many->shrink(sums->o, u->v_pad, lanes, shrink);
             bytes = tkvi_bytes_of(u, i, TKV_V);
@@ -1140,7 +1145,7 @@ static TKVI_NOINLINE void tkvi_prefill_blocks(const tkvi_work_tile *u, tkvi_pref
 }
 
 /* Collects statistics of up to 8 rows. */
-static TKVI_NOINLINE void tkvi_prefill_listen(const tkvi_work_tile *u, const tkvi_sums *sums) {
+static TKVI_NOINLINE void tkvi_prefill_collect_stats(const tkvi_work_tile *u, const tkvi_sums *sums) {
     TKVI_ALIGNED tkvi_queries q;
     tkvi_load_queries(u, &q);
     if (u->call->collect_stats) tkvi_collect_stats(u, &q, sums);
@@ -1170,7 +1175,7 @@ static TKVI_NOINLINE void tkvi_prefill_finish(const tkvi_work_tile *u, tkvi_pref
     sums.l = from->l + first;
     sums.far_attention = from->far_attention + first;
     tkvi_empty_nonfinite(&eight, from->origin + first, &sums);
-    if (u->call->collect_stats || u->call->metric) tkvi_prefill_listen(&eight, &sums);
+    if (u->call->collect_stats || u->call->metric) tkvi_prefill_collect_stats(&eight, &sums);
     tkvi_finish(&eight, from->origin + first, &sums, 0);
     if (u->call->mass) tkvi_prefill_gather(&eight, &sums);
 }
@@ -1186,7 +1191,7 @@ static TKVI_NOINLINE void tkvi_prefill_in_rows(const tkvi_work_tile *u, tkvi_pre
                                 u->v_pad);
 }
 
-static TKVI_NOINLINE void tkvi_prefill_unit(const tkvi_work_tile *u) {
+static TKVI_NOINLINE void tkvi_prefill_work_tile(const tkvi_work_tile *u) {
     tkvi_prefill_sums sums;
     int first;
     sums.lanes = u->rows > 16 ? TKVI_PREFILL : 16;
@@ -1209,8 +1214,8 @@ static TKVI_NOINLINE void tkvi_prefill_measure(const tkvi_work *w, const tkvi_wo
         samples |= (tkvi_position(u, tkvi_query_of(u, r)) + g->phase) % m->every == 0;
     if (!samples) return;
     tkvi_load_queries(u, &q);
-    tkvi_add_up(w, 0, u, &q, &sums, &part);
-    tkvi_measure(u, &q, &sums, &part);
+    tkvi_merge_splits(w, 0, u, &q, &sums, &part);
+    tkvi_update_error_sums(u, &q, &sums, &part);
 }
 
 /* Task: one work tile with prefill kernels. */
@@ -1219,7 +1224,7 @@ static void tkvi_run_prefill(void *ctx, int index) {
     tkvi_work_tile u;
     int first;
     tkvi_find_work_tile(w->call, index, &u);
-    tkvi_prefill_unit(&u);
+    tkvi_prefill_work_tile(&u);
     for (first = 0; first < u.rows && w->call->meter && !tkvi_failed(w->call); first += w->call->tell) {
         const tkvi_work_tile eight = tkvi_prefill_eight(&u, first);
         tkvi_prefill_measure(w, &eight);
@@ -1247,7 +1252,7 @@ static const tkvi_prefill *tkvi_prefill_for(const tkvi_call *c) {
 
 /* Takes kv->parts for this call. Returns 0, for work tiles without splits, if another call has it or without
  * atomics. */
-static int tkvi_take_parts(tkv_cache *kv) {
+static int tkvi_take_split_sums(tkv_cache *kv) {
     if (!kv->parts) return 0;
 #if defined(__GNUC__) || defined(__clang__)
     return __atomic_exchange_n(&kv->parts_taken, 1, __ATOMIC_ACQUIRE) == 0;
@@ -1256,7 +1261,7 @@ static int tkvi_take_parts(tkv_cache *kv) {
 #endif
 }
 
-static void tkvi_leave_parts(tkv_cache *kv) {
+static void tkvi_release_split_sums(tkv_cache *kv) {
 #if defined(__GNUC__) || defined(__clang__)
     __atomic_store_n(&kv->parts_taken, 0, __ATOMIC_RELEASE);
 #else
@@ -1269,7 +1274,7 @@ static void tkvi_leave_parts(tkv_cache *kv) {
 #define TKVI_TOKEN_SCORE_CHUNK 16 /* blocks per task */
 
 /* Task: adds the softmax weights of all rows to p->mass, for one range of blocks. */
-static void tkvi_run_mass(void *ctx, int index) {
+static void tkvi_run_score_output(void *ctx, int index) {
     const tkvi_work *w = (const tkvi_work *)ctx;
     const tkvi_call *c = w->call;
     float scores[TKVI_ROWS * TKVI_BLOCK];
@@ -1286,7 +1291,7 @@ static void tkvi_run_mass(void *ctx, int index) {
             float *mass = c->p->mass + u.item * c->mass_stride;
             int at[TKVI_BLOCK];
             if (!tkvi_block_scores(&u, &q, i, scores)) continue;
-            tkvi_places(&u, i, at);
+            tkvi_slot_positions(&u, i, at);
             for (r = 0; r < u.rows; r++) {
                 int row = u.seq_row + tkvi_query_of(&u, r);
                 float lse = c->p->lse[(ptrdiff_t)row * c->kv->tables.cfg.n_heads + tkvi_head_of(&u, r)];
@@ -1349,15 +1354,16 @@ TKV_API tkv_status tkv_attend_ex(tkv_cache *kv, const tkv_attend_params *p) {
         if (p->mass) memset(p->mass + i * c.mass_stride, 0, (size_t)list->len * sizeof(float));
     }
     if (w.n_units == 0) return TKV_OK;
-    w.n_chunks = tkvi_min(TKVI_MAX_CHUNKS, (longest + TKVI_MIN_CHUNK - 1) / TKVI_MIN_CHUNK);
-    few = w.n_chunks > 1 && w.n_units <= TKVI_FEW_UNITS && /* not by thread count: same bits */
+    w.n_chunks =
+        tkvi_min(TKVI_MAX_TILE_SPLITS, (longest + TKVI_MIN_SPLIT_BLOCKS - 1) / TKVI_MIN_SPLIT_BLOCKS);
+    few = w.n_chunks > 1 && w.n_units <= TKVI_FEW_WORK_TILES && /* not by thread count: same bits */
           w.n_units * w.n_chunks <= TKVI_MAX_SPLITS;
-    if (few && kv->tables.cfg.parallel_for && tkvi_take_parts(kv)) {
+    if (few && kv->tables.cfg.parallel_for && tkvi_take_split_sums(kv)) {
         w.parts = kv->parts;
         tkvi_run(&w, w.n_units * w.n_chunks, 1, tkvi_run_split);
         tkvi_run(&w, w.n_units, 0, tkvi_run_work_tile);
         if (!failed && tkvi_any_sampled(&w)) tkvi_run(&w, w.n_units * w.n_chunks, 1, tkvi_run_gather);
-        tkvi_leave_parts(kv);
+        tkvi_release_split_sums(kv);
     } else if (few || !(c.many = tkvi_prefill_for(&c))) {
         tkvi_run(&w, w.n_units, 1, tkvi_run_work_tile);
     } else {
@@ -1367,7 +1373,8 @@ TKV_API tkv_status tkv_attend_ex(tkv_cache *kv, const tkv_attend_params *p) {
         c.tile = c.tell;
     }
     if (p->mass && !failed)
-        tkvi_run(&w, (longest + TKVI_TOKEN_SCORE_CHUNK - 1) / TKVI_TOKEN_SCORE_CHUNK, 1, tkvi_run_mass);
+        tkvi_run(&w, (longest + TKVI_TOKEN_SCORE_CHUNK - 1) / TKVI_TOKEN_SCORE_CHUNK, 1,
+                 tkvi_run_score_output);
     if (failed) return failed & TKVI_FAILED_IO ? TKV_ERR_IO : TKV_ERR_DATA;
     return TKV_OK;
 }

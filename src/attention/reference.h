@@ -81,7 +81,7 @@ static tkv_status tkvi_ref_row(const tkvi_call *c, int item, int row, int query,
                 int seen, ch;
                 double s, w;
                 if (!(there >> t & 1) || !finite) continue;
-                j = tkvi_at(kv, ids[i], t);
+                j = tkvi_slot_position(kv, ids[i], t);
                 tkvi_decode_side(&rec->k, k, t, 1, x, 0);
                 s = tkvi_ref_logit(c, item, row, query, head, x, j, list->len, &seen);
                 if (!seen) continue;

@@ -44,16 +44,16 @@ typedef struct tkvi_seq {
 
 /* Limits of splits in parallel attention (attention/attend.h). The first caller gets the buffer of partial results.
  * Other callers run whole work tiles, with the same bits. */
-#define TKVI_MAX_CHUNKS 16                                           /* most splits of a work tile */
-#define TKVI_MIN_CHUNK 8                                             /* fewest blocks of a split */
-#define TKVI_FEW_UNITS 32                                            /* with more work tiles, no splits */
+#define TKVI_MAX_TILE_SPLITS 16                                      /* most splits of a work tile */
+#define TKVI_MIN_SPLIT_BLOCKS 8                                      /* fewest blocks of a split */
+#define TKVI_FEW_WORK_TILES 32                                       /* with more work tiles, no splits */
 #define TKVI_MAX_SPLITS 128                                          /* most splits of a call */
 #define TKVI_SUMS_FLOATS(v_pad) (TKVI_ROWS * (2 * (v_pad) + 3) + 16) /* partial results of one split */
 
-/* A layer's first table is made from TKVI_LEARN tokens, a better one from TKVI_LEARN_WELL (learn/statistics.h). A
- * key is far when its block ends TKVI_FAR or more tokens before the query. */
-#define TKVI_LEARN 512
-#define TKVI_LEARN_WELL 2048
+/* A layer's first table is made from TKVI_FIRST_TABLE_TOKENS tokens, a better one from TKVI_SECOND_TABLE_TOKENS
+ * (learn/statistics.h). A key is far when its block ends TKVI_FAR or more tokens before the query. */
+#define TKVI_FIRST_TABLE_TOKENS 512
+#define TKVI_SECOND_TABLE_TOKENS 2048
 #define TKVI_FAR 128
 #define TKVI_IN_PLACE_VERSIONS 2 /* table versions; more only come with tkv_calibration_refresh */
 
@@ -104,7 +104,8 @@ struct tkv_cache {
     uint64_t demoted, recoded[TKV_MAX_LEVELS], refused; /* counts of tkv_budget_info */
     uint64_t spilled, unstored, promoted; /* blocks offloaded, refused by the store, brought back */
     int store_failed; /* 1: the store failed in this call; an error then names the store as the cause */
-    int64_t *need;    /* [4][n_classes] work space: slots requested, slots forecast, two of tkvi_add_going */
+    int64_t *
+        need; /* [4][n_classes] work space: slots requested, slots forecast, two of tkvi_subtract_smallest_blocks */
     tkvi_memory_request order; /* valid during the call */
     int reclaim_stages; /* stages that the call needs: bits of tkvi_reclaim_stages (reclaim/budget.h) */
     int share;          /* eighths of the tokens above the floor that stay, with TKVI_FLOOR */
@@ -133,7 +134,7 @@ static int64_t *tkvi_far_attention_of(const tkv_cache *kv, int layer, int head) 
     return kv->far_attention + (size_t)layer * (size_t)kv->tables.cfg.n_kv_heads + (size_t)head;
 }
 
-static int64_t *tkvi_metric_of(const tkv_cache *kv, int layer, int head) {
+static int64_t *tkvi_query_stats_of(const tkv_cache *kv, int layer, int head) {
     const tkv_config *cfg = &kv->tables.cfg;
     size_t dim = (size_t)cfg->head_dim;
     return kv->metric + ((size_t)layer * (size_t)cfg->n_kv_heads + (size_t)head) * (dim * (dim + 1) / 2);
@@ -174,24 +175,25 @@ static uint64_t tkvi_live_mask(const tkvi_block *b, int slots) {
 
 /* Can this block hold anchors? Only the sink block can: it alone has a capacity below 64. Its positions can be far
  * apart, so each takes two entries of `where` (32 bits). */
-static int tkvi_is_wide(const tkv_cache *kv, const tkvi_block *b) {
+static int tkvi_has_long_positions(const tkv_cache *kv, const tkvi_block *b) {
     return kv->tables.cfg.n_anchors > 0 && kv->tables.coding[b->coding].tokens < TKVI_BLOCK;
 }
 
 /* Position of the token in a slot of block `id`. */
-static int tkvi_at(const tkv_cache *kv, uint32_t id, int slot) {
+static int tkvi_slot_position(const tkv_cache *kv, uint32_t id, int slot) {
     const tkvi_block *b = &kv->pool.block[id];
     int32_t at;
     if (!b->packed) return b->start + slot;
-    if (!tkvi_is_wide(kv, b)) return b->start + kv->pool.token_meta[id].where[slot];
+    if (!tkvi_has_long_positions(kv, b)) return b->start + kv->pool.token_meta[id].where[slot];
     memcpy(&at, (const uint8_t *)kv->pool.token_meta[id].where + 4 * slot, sizeof at);
     return at;
 }
 
-static void tkvi_set_at(tkv_cache *kv, uint32_t id, int slot, int position) {
+static void tkvi_set_slot_position(tkv_cache *kv, uint32_t id, int slot, int position) {
     const tkvi_block *b = &kv->pool.block[id];
     const int32_t at = position;
-    if (tkvi_is_wide(kv, b)) memcpy((uint8_t *)kv->pool.token_meta[id].where + 4 * slot, &at, sizeof at);
+    if (tkvi_has_long_positions(kv, b))
+        memcpy((uint8_t *)kv->pool.token_meta[id].where + 4 * slot, &at, sizeof at);
     else kv->pool.token_meta[id].where[slot] = (uint16_t)(position - b->start);
 }
 
@@ -204,11 +206,11 @@ static void tkvi_note_move(tkv_cache *kv, uint32_t id, int len) {
 /* End (exclusive) of the positions that tokens of block i can have. Anchors can lie up to the end of the list. */
 static int tkvi_block_reach(const tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int i) {
     const tkvi_block *b = &kv->pool.block[ids[i]];
-    return b->packed && tkvi_is_wide(kv, b) ? list->len : tkvi_block_end(kv, list, ids, i);
+    return b->packed && tkvi_has_long_positions(kv, b) ? list->len : tkvi_block_end(kv, list, ids, i);
 }
 
 /* 1: tokens cannot move to other slots. Formats that undo RoPE need consecutive positions (KVQUANT). */
-static int tkvi_binds(const tkv_cache *kv) { return kv->tables.rope != NULL; }
+static int tkvi_has_fixed_slots(const tkv_cache *kv) { return kv->tables.rope != NULL; }
 
 /* Copies token_meta of the tokens with a bit in `there` from block `from` to slots at, at + 1, ... of block `to`.
  * `start` is the first position of `to`. Returns the next free slot. The two may be one block. */
@@ -220,7 +222,7 @@ static int tkvi_move_token_meta(tkv_cache *kv, uint32_t to, int at, uint32_t fro
     if (at == 0) a->pinned = a->temporary_pins = a->anchored = 0;
     for (t = 0; t < TKVI_BLOCK; t++) {
         if (!(there >> t & 1)) continue;
-        a->where[at] = (uint16_t)(tkvi_at(kv, from, t) - start); /* at <= t if from == to */
+        a->where[at] = (uint16_t)(tkvi_slot_position(kv, from, t) - start); /* at <= t if from == to */
         a->mass[at] = b->mass[t];
         a->pinned |= (pinned >> t & 1) << at;
         a->temporary_pins |= (temporary_pins >> t & 1) << at;
@@ -237,7 +239,7 @@ static int tkvi_is_hot_coding(const tkv_cache *kv, int layer, int coding) {
 }
 
 /* Tokens that left every window are kept for this many more tokens. A truncation of the hot tail needs them. */
-static int tkvi_drop_margin(const tkvi_plan *p) {
+static int tkvi_expiry_margin(const tkvi_plan *p) {
     return p->now.hot == TKVI_FOREVER ? TKVI_BLOCK : p->now.hot;
 }
 
@@ -673,8 +675,8 @@ static void tkvi_most_blocks(const tkv_config *cfg, const tkvi_plan *p, int64_t 
     most[TKV_HOT] = ((int64_t)p->now.hot + TKVI_BLOCK - 1 + cfg->max_append + TKVI_BLOCK - 1) / TKVI_BLOCK;
     most[TKV_WARM] = ((int64_t)p->now.warm + TKVI_BLOCK - 1) / TKVI_BLOCK;
     most[TKV_ARCHIVE] = (tokens - p->now.warm) / TKVI_BLOCK; /* a flush can move all hot tokens here */
-    if (p->keep && most[TKV_ARCHIVE] > ((int64_t)p->keep + tkvi_drop_margin(p)) / TKVI_BLOCK + 2)
-        most[TKV_ARCHIVE] = ((int64_t)p->keep + tkvi_drop_margin(p)) / TKVI_BLOCK + 2;
+    if (p->keep && most[TKV_ARCHIVE] > ((int64_t)p->keep + tkvi_expiry_margin(p)) / TKVI_BLOCK + 2)
+        most[TKV_ARCHIVE] = ((int64_t)p->keep + tkvi_expiry_margin(p)) / TKVI_BLOCK + 2;
     for (tier = 0; tier < TKV_TIER_COUNT; tier++) {
         if (most[tier] < 0 || (p->now.hot == TKVI_FOREVER && tier != TKV_HOT)) most[tier] = 0;
         if (most[tier] > all) most[tier] = all;
@@ -741,7 +743,7 @@ static tkv_status tkvi_most_of(tkvi_derived_config *h, tkvi_most *m) {
             live[h->class_of[p.now.key[tier]]] += most[tier];
             /* blocks that wait for a table, in all sequences together */
             if (tier != TKV_ARCHIVE && tkvi_plan_learns(&p))
-                wait[h->class_of[p.now.key[tier]]] += TKVI_LEARN / TKVI_BLOCK;
+                wait[h->class_of[p.now.key[tier]]] += TKVI_FIRST_TABLE_TOKENS / TKVI_BLOCK;
         }
     }
     for (c = 0; c < h->n_classes; c++) {

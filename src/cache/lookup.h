@@ -7,17 +7,17 @@
 
 #include "cache/cache.h"
 
-static int tkvi_seq_ok(const tkv_cache *kv, int seq) {
+static int tkvi_has_seq(const tkv_cache *kv, int seq) {
     return kv && seq >= 0 && seq < kv->tables.cfg.max_seqs;
 }
 
-static tkv_status tkvi_seq_bad(tkv_cache *kv, int seq) {
+static tkv_status tkvi_refuse_seq(tkv_cache *kv, int seq) {
     return kv ? tkvi_fail(kv, TKV_ERR_ARG, "there is no sequence", seq, "") : TKV_ERR_ARG;
 }
 
 /* The layer whose blocks `layer` reads. Returns -1 for a bad sequence or layer, and for a layer without a cache. */
 static int tkvi_stored_layer(const tkv_cache *kv, int seq, int layer) {
-    if (!tkvi_seq_ok(kv, seq) || layer < 0 || layer >= kv->tables.cfg.n_layers) return -1;
+    if (!tkvi_has_seq(kv, seq) || layer < 0 || layer >= kv->tables.cfg.n_layers) return -1;
     return kv->tables.plan[layer].stored;
 }
 
@@ -26,7 +26,7 @@ static int tkvi_has_own_layer(const tkv_cache *kv, int seq, int layer) {
     return layer >= 0 && tkvi_stored_layer(kv, seq, layer) == layer;
 }
 
-static tkv_status tkvi_no_own_layer(tkv_cache *kv, int layer) {
+static tkv_status tkvi_refuse_layer(tkv_cache *kv, int layer) {
     return tkvi_fail(kv, TKV_ERR_ARG, "there is no layer", layer, " with K and V of its own");
 }
 
@@ -37,7 +37,7 @@ TKV_API int tkv_layer_len(const tkv_cache *kv, int seq, int layer) {
 
 TKV_API int tkv_seq_len(const tkv_cache *kv, int seq) {
     int layer, len = -1;
-    if (!tkvi_seq_ok(kv, seq)) return 0;
+    if (!tkvi_has_seq(kv, seq)) return 0;
     for (layer = 0; layer < kv->tables.cfg.n_layers; layer++)
         if (kv->tables.plan[layer].stored == layer) {
             int n = tkvi_list_of(kv, seq, layer)->len;

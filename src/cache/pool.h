@@ -20,7 +20,7 @@
 #include "cache/plan.h"
 
 #define TKVI_NIL 0xffffffffu
-#define TKVI_OUTSIDE 0x80000000u /* bit of tkvi_block.page: offloaded. Page numbers stay below it */
+#define TKVI_OFFLOADED 0x80000000u /* bit of tkvi_block.page: offloaded. Page numbers stay below it */
 
 typedef struct tkvi_page {
     uint8_t *bytes;
@@ -34,13 +34,13 @@ typedef struct tkvi_page {
 typedef struct tkvi_block {
     uint32_t refs; /* lists that hold the block; 0: this entry is free */
     /* Page number; of a free entry, the next free entry; TKVI_NIL: discarded (reclaim/discard.h). With
-     * TKVI_OUTSIDE, page and slot hold the mark of the offloaded bytes (reclaim/offload.h). */
+     * TKVI_OFFLOADED, page and slot hold the mark of the offloaded bytes (reclaim/offload.h). */
     uint32_t page;
     uint16_t slot, coding; /* coding: number of the block's layout in tkvi_tables.coding */
     int start;             /* the block covers positions from here to the start of the next block */
     uint64_t gone; /* bit per slot, oldest first: evicted, truncated, or now an anchor with the sinks */
     /* 0: slot i has position start + i. Else the number of slots in use, whose positions are in token_meta
-     * (tkvi_at). */
+     * (tkvi_slot_position). */
     int16_t packed;
     uint16_t previous_coding; /* 0, or 1 + the coding before this one, if not hot (step/recompute.h) */
     uint16_t copy;            /* 0, or 1 + the coding of an exact copy in the store */
@@ -49,7 +49,7 @@ typedef struct tkvi_block {
 
 /* Data of a block's tokens, for eviction, importance and anchors (tkvi_keeps_token_meta). */
 typedef struct tkvi_token_meta {
-    uint16_t where[64];      /* positions of a packed block, relative to its start (tkvi_at) */
+    uint16_t where[64];      /* positions of a packed block, relative to its start (tkvi_slot_position) */
     uint32_t mass[64];       /* attention scores, or norms of keys (reclaim/scores.h) */
     uint64_t pinned;         /* bits: these tokens are never evicted */
     uint64_t temporary_pins; /* bits: these tokens stay while the list is shorter than `until` */
@@ -88,7 +88,7 @@ static int64_t tkvi_pages_for(const tkvi_class *c, int64_t blocks) {
 }
 
 /* Puts page i into the partial-page list of its class. */
-static void tkvi_link_room(tkvi_pool *pool, uint32_t i) {
+static void tkvi_link_partial_page(tkvi_pool *pool, uint32_t i) {
     tkvi_page *p = &pool->page[i];
     uint32_t *head = &pool->room[p->size_class];
     p->before = TKVI_NIL;
@@ -97,7 +97,7 @@ static void tkvi_link_room(tkvi_pool *pool, uint32_t i) {
     *head = i;
 }
 
-static void tkvi_unlink_room(tkvi_pool *pool, uint32_t i) {
+static void tkvi_unlink_partial_page(tkvi_pool *pool, uint32_t i) {
     tkvi_page *p = &pool->page[i];
     if (p->before != TKVI_NIL) pool->page[p->before].after = p->after;
     else pool->room[p->size_class] = p->after;
@@ -187,7 +187,7 @@ static int tkvi_add_page(tkvi_pool *pool) {
 }
 
 /* Pages that reservations will need in addition to the pages in use. */
-static int64_t tkvi_promised_pages(const tkvi_pool *pool) {
+static int64_t tkvi_reserved_pages(const tkvi_pool *pool) {
     int64_t pages = 0;
     int c;
     for (c = 0; c < pool->tables->n_classes; c++) {
@@ -200,7 +200,7 @@ static int64_t tkvi_promised_pages(const tkvi_pool *pool) {
 /* Gives free pages back to the allocator. Keeps the spare pages, `kept_free_pages`, and the pages of reservations.
  * The last entry of the page table moves into the hole. */
 static void tkvi_trim_to(tkvi_pool *pool, int64_t kept_free_pages) {
-    const int64_t keep = pool->spare + kept_free_pages + tkvi_promised_pages(pool);
+    const int64_t keep = pool->spare + kept_free_pages + tkvi_reserved_pages(pool);
     if (pool->keep_all) return;
     while ((int64_t)pool->n_free_pages > keep) {
         uint32_t i = pool->free_page, last = pool->n_pages - 1;
@@ -250,13 +250,13 @@ static void tkvi_take_slot(tkvi_pool *pool, int size_class, uint32_t owner, uint
         pool->free_page = pool->page[i].after;
         pool->n_free_pages--;
         pool->page[i].size_class = size_class;
-        tkvi_link_room(pool, i);
+        tkvi_link_partial_page(pool, i);
     }
     p = &pool->page[i];
     while (p->taken >> s & 1) s++;
     p->taken |= (uint64_t)1 << s;
     p->owner[s] = owner;
-    if (++p->used == slots) tkvi_unlink_room(pool, i);
+    if (++p->used == slots) tkvi_unlink_partial_page(pool, i);
     pool->live[size_class]++;
     *page = i;
     *slot = s;
@@ -265,12 +265,12 @@ static void tkvi_take_slot(tkvi_pool *pool, int size_class, uint32_t owner, uint
 static void tkvi_clear_slot(tkvi_pool *pool, uint32_t page, int slot) {
     tkvi_page *p = &pool->page[page];
     int size_class = p->size_class;
-    if (p->used == pool->tables->size_class[size_class].slots) tkvi_link_room(pool, page);
+    if (p->used == pool->tables->size_class[size_class].slots) tkvi_link_partial_page(pool, page);
     p->taken &= ~((uint64_t)1 << slot);
     p->used--;
     pool->live[size_class]--;
     if (p->used == 0) {
-        tkvi_unlink_room(pool, page);
+        tkvi_unlink_partial_page(pool, page);
         tkvi_free_page(pool, page);
     }
 }
@@ -287,7 +287,7 @@ static void tkvi_compact(tkvi_pool *pool, int size_class) {
         if (pool->page[i].used < pool->page[sparse].used) sparse = i;
     }
     if (holes < c->slots) return;
-    tkvi_unlink_room(pool, sparse); /* so tkvi_take_slot takes none here */
+    tkvi_unlink_partial_page(pool, sparse); /* so tkvi_take_slot takes none here */
     p = &pool->page[sparse];
     for (s = 0; s < c->slots; s++) {
         tkvi_block *b;
@@ -353,14 +353,14 @@ static void tkvi_recode_block(tkvi_pool *pool, uint32_t id, int coding, tkvi_rew
 /* >>offloaded blocks. The store has a block under key 2 * number, and its exact copy under 2 * number + 1. */
 typedef enum tkvi_stored_as { TKVI_ITSELF = 0, TKVI_COPY = 1 } tkvi_stored_as;
 
-static int tkvi_is_offloaded(const tkvi_block *b) { return (b->page & TKVI_OUTSIDE) != 0; }
+static int tkvi_is_offloaded(const tkvi_block *b) { return (b->page & TKVI_OFFLOADED) != 0; }
 
 /* Discarded: the store has no bytes of it either, and the caller's model must recompute them. */
 static int tkvi_is_discarded(const tkvi_block *b) { return b->page == TKVI_NIL; }
 
 /* The mark of the stored block or copy; part of its checksum's seed (reclaim/offload.h). */
 static uint64_t tkvi_mark_of(const tkvi_block *b, tkvi_stored_as what) {
-    return what == TKVI_COPY ? b->copy_mark : (uint64_t)(b->page & ~TKVI_OUTSIDE) << 16 | b->slot;
+    return what == TKVI_COPY ? b->copy_mark : (uint64_t)(b->page & ~TKVI_OFFLOADED) << 16 | b->slot;
 }
 
 static uint32_t tkvi_store_key(uint32_t id, tkvi_stored_as what) { return 2 * id + (uint32_t)what; }

@@ -2,8 +2,8 @@
  * core/allocate.h - who gets the bits: heads of a layer share its bytes, channels of a head share the head's.
  *
  * Greedy reverse water-filling: the next bit goes where it saves most, until the budget is spent. What a bit saves
- * is weight * (D(b) - D(b + 1)), D the error of a unit Gaussian at b bits; here everything is the logarithm of that,
- * in integers of 1/32 octave, so that the same table comes out on every machine. Gains fall along a channel's
+ * is weight * (D(b) - D(b + 1)), D the error of a unit Gaussian at b bits; here everything is the logarithm of
+ * that, in integers of 1/32 octave, so that the same table comes out on every machine. Gains fall along a channel's
  * bits and along the sorted channels, so "all steps that save more than a level" is what greedy would take: the
  * level is found by halving, whatever the number of heads.
  *

@@ -91,8 +91,8 @@ static TKVI_NOINLINE void tkvi_multiplied(float *dst, const float *x, const floa
     for (i = 0; i < n; i++) dst[i] = tkvi_f32(x[i] * y[i]);
 }
 
-/* >>float fields of configs: 0 is the default, TKV_ZERO is 0. By bits, whatever the flags. A field keeps TKV_ZERO when
- * its config is filled, so that a filled config can be filled again. */
+/* >>float fields of configs: 0 is the default, TKV_ZERO is 0. By bits, whatever the flags. A field keeps TKV_ZERO
+ * when its config is filled, so that a filled config can be filled again. */
 static int tkvi_is_named_zero(float x) { return tkvi_bits(x) == tkvi_bits(TKV_ZERO); }
 
 static float tkvi_or(float x, float other) { return (tkvi_bits(x) & 0x7fffffffu) == 0 ? other : x; }

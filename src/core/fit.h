@@ -39,7 +39,8 @@ TKVI_FN int tkvi_cut_code(int u, int cut, int by, int top) {
     return tkvi_min((twice + 1) / 2, top);
 }
 
-/* n^2 times the covariance of a and b, from their sums and that of their products (the variance, if they are one). */
+/* n^2 times the covariance of a and b, from their sums and that of their products (the variance, if they are one).
+ * */
 TKVI_FN float tkvi_covariance(int64_t n, int64_t sum_a, int64_t sum_b, int64_t products) {
     return tkvi_f32((float)(n * products - sum_a * sum_b));
 }

@@ -5,12 +5,12 @@
  *   1. write its scalar code in a file format_NAME.h: the functions of tkvi_codec (below) for each side
  *      it can store, with the bytes drawn at the top;
  *   2. add its name to tkv_format in api.h and one line to the table in formats/table.h.
- * Nothing else has to know it: sizes, demotion, reading, attention and the tests go through the table. A format whose
- * codes are tiles (core/tile.h) runs on the integer kernels of every instruction set as it is, whatever its widths,
- * channel order and level table; only `meta` is its own. One that is stored as TKVI_AS_DECODED needs layout, encode
- * and decode and nothing more: attention decodes 16 tokens at a time; on x86 those with rows of codes and a table of
- * levels can be read by vectors, if kernels/decode_x86.h knows where they are. If each token has a grid and a scale,
- * formats/token.h has all three.
+ * Nothing else has to know it: sizes, demotion, reading, attention and the tests go through the table. A format
+ * whose codes are tiles (core/tile.h) runs on the integer kernels of every instruction set as it is, whatever its
+ * widths, channel order and level table; only `meta` is its own. One that is stored as TKVI_AS_DECODED needs
+ * layout, encode and decode and nothing more: attention decodes 16 tokens at a time; on x86 those with rows of
+ * codes and a table of levels can be read by vectors, if kernels/decode_x86.h knows where they are. If each token
+ * has a grid and a scale, formats/token.h has all three.
  *
  * A side in memory: codes (a multiple of 64 bytes), then metadata, padded to 64 bytes. A record is the K
  * side, then the V side, of one head. May call tile and base.

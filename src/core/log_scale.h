@@ -45,7 +45,8 @@ TKVI_FN int tkvi_log_code(float s, int top) {
     return code < 1 ? 1 : code > 255 ? 255 : code;
 }
 
-/* A top that has room for a largest scale `most`, with two octaves to spare. Tokens that are all zero say nothing. */
+/* A top that has room for a largest scale `most`, with two octaves to spare. Tokens that are all zero say nothing.
+ * */
 static int tkvi_log_top(float most) {
     int top = most > 0.0f ? (int)(tkvi_bits(most) >> 23) - 127 + 3 : TKVI_LOG_TOP_ALIKE;
     return top < -TKVI_LOG_TOP ? -TKVI_LOG_TOP : top > TKVI_LOG_TOP ? TKVI_LOG_TOP : top;

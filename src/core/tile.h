@@ -85,8 +85,8 @@ TKVI_FN void tkvi_store8(uint8_t *p, uint64_t x) { memcpy(TKVI_EIGHT(p), &x, 8);
 
 #define TKVI_EACH_BYTE(b) ((uint64_t)(b)*0x0101010101010101u)
 
-/* Bits `shift` and up of the codes, `bits` of them, as vectors of 64 bytes with 8 / bits planes each; bytes `from` to
- * `end` of each vector, multiples of 8, as in all that follows. */
+/* Bits `shift` and up of the codes, `bits` of them, as vectors of 64 bytes with 8 / bits planes each; bytes `from`
+ * to `end` of each vector, multiples of 8, as in all that follows. */
 TKVI_FN void tkvi_pack_planes(uint8_t *dst, const uint8_t *code, int bits, int shift, int from, int end) {
     int per = 8 / bits, v, k, j;
     uint64_t mask = TKVI_EACH_BYTE((1 << bits) - 1);

@@ -14,9 +14,9 @@
  *
  * Encoding a column: the residuals x - mean are cut to 12 bits between their smallest and largest, from then on
  * all sums are integers and the same on every machine. Several ranges are tried; the codes that correlate best with
- * the values win. The scale is then set so that decoded values are unbiased, cov(x^, x) = var(x), or, where a channel
- * has one bit, so that the variances agree; a scale of least squares or of the range would tilt the softmax between
- * this tier and the exact ones (bench/LOG.md). The offset puts the mean where it was.
+ * the values win. The scale is then set so that decoded values are unbiased, cov(x^, x) = var(x), or, where a
+ * channel has one bit, so that the variances agree; a scale of least squares or of the range would tilt the softmax
+ * between this tier and the exact ones (bench/LOG.md). The offset puts the mean where it was.
  *
  * Step by step, floats unless it says double, each operation rounded; n tokens, top = 2^bits - 1:
  *   1. x - mean, cut to +-1e30; low and high are its ends; step = (high - low) / 4096, 0 if not above 1e-36;
@@ -218,8 +218,8 @@ static void tkvi_finalize_scales_scalar(tkvi_columns *c, int top) {
     }
 }
 
-/* Recoding a column whose mean is so far from the static one that only a larger scale lets the offset reach it: that
- * scale's byte and the first offset, codes, the offset that they have. */
+/* Recoding a column whose mean is so far from the static one that only a larger scale lets the offset reach it:
+ * that scale's byte and the first offset, codes, the offset that they have. */
 TKVI_FN int tkvi_a_far(const tkvi_column *c, int log, int top, int *offset) {
     double mean = tkvi_a_mean(c), size = mean < 0.0 ? -mean : mean, unit = (double)tkvi_a_unit[c->width];
     log = tkvi_max(log, tkvi_log_code(tkvi_f32((float)tkvi_f64(size * unit / 120.0)), top));

@@ -7,8 +7,8 @@
  *
  * Max (IRE Trans. IT 6, 1960) for the steps; the eight points are the Lloyd-Max quantizer of a Gaussian pair
  * (mean square error .201 of the variance; the two-bit grid has .119). The scale is that of an unbiased norm:
- * |y|^2 / <y, grid point>, one logarithmic byte (core/log_scale.h), 0 for a token of zeros. Attention sums up rotated
- * values and turns the sum back, once per head.
+ * |y|^2 / <y, grid point>, one logarithmic byte (core/log_scale.h), 0 for a token of zeros. Attention sums up
+ * rotated values and turns the sum back, once per head.
  *
  * The heads of a layer share its bits (core/allocate.h): the number in the name is the average. All after the
  * rotation is in integers (12 bits of a token's largest value).

@@ -1148,9 +1148,9 @@ TKVI_FLAT_AVX2 void tkvi_answer_avx2(const tkvi_products *d, const tkvi_fold *f,
 
 /* The products of one step: codes c (of 4 channels or tokens) by weights u, codes e (of the next 4) by
  * weights v; c[0] and e[0] add to accumulator a, c[1] and e[1] to b. Two pairs fit 16 bits: 4 * 127 * 63, and with
- * the weights of V, which are the unsigned operand, 4 * 255 * 15. With a table, levels are the signed operand and the
- * size of a weight the unsigned one, 2 * 127 * 127: each pair of products goes to 32 bits by itself. `unit` is 1, or
- * 16 for the high nibbles of 8-bit codes. */
+ * the weights of V, which are the unsigned operand, 4 * 255 * 15. With a table, levels are the signed operand and
+ * the size of a weight the unsigned one, 2 * 127 * 127: each pair of products goes to 32 bits by itself. `unit` is
+ * 1, or 16 for the high nibbles of 8-bit codes. */
 TKVI_FLAT_AVX2 __m256i tkvi_two_avx2(const int v_side, __m256i c, __m256i u, __m256i e, __m256i v,
                                      __m256i unit) {
     const __m256i x = v_side ? _mm256_maddubs_epi16(u, c) : _mm256_maddubs_epi16(c, u);
@@ -1252,8 +1252,8 @@ TKVI_DOT_K4_(4, TKVI_COMMON4_)
 #undef TKVI_COMMON4_
 #undef TKVI_PAIRS4_
 
-/* V: lanes are channels 0 .. 7 and 8 .. 15 of one slab, which starts `skip` tiles on and whose answers go to out[at];
- * `upper`: of the second channels of pairs. */
+/* V: lanes are channels 0 .. 7 and 8 .. 15 of one slab, which starts `skip` tiles on and whose answers go to
+ * out[at]; `upper`: of the second channels of pairs. */
 TKVI_FLAT_AVX2 void tkvi_dot_vs_avx2(tkvi_products *d, int skip, int upper, int at, const int width,
                                      const int8_t *levels, const int nw) {
     const int n = d->n, has_half = tkvi_has_half[width], bytes = tkvi_wide_bytes[width];

@@ -1,5 +1,6 @@
 /*
- * kernels/avx512.h - the kernels of kernels/scalar.h for AVX-512 F, BW, DQ, VL and VNNI (Ice Lake, Zen 4 and later).
+ * kernels/avx512.h - the kernels of kernels/scalar.h for AVX-512 F, BW, DQ, VL and VNNI (Ice Lake, Zen 4 and
+ * later).
  *
  * Two shapes do the work.
  *   Integers: two vectors of codes x up to 8 weight rows = 16 accumulators in registers. vpdpbusd multiplies
@@ -576,8 +577,8 @@ TKVI_FLAT_AVX512 void tkvi_apart_of_avx512(const tkvi_reading *r, tkvi_apart_avx
     a->level = _mm512_load_ps(r->level);
 }
 
-/* 16 levels; those of a vector that is not whole end in rubbish. Which of the kinds of whole bytes it is, is asked each
- * time: the branch goes the same way all the time. */
+/* 16 levels; those of a vector that is not whole end in rubbish. Which of the kinds of whole bytes it is, is asked
+ * each time: the branch goes the same way all the time. */
 TKVI_FLAT_AVX512 __m512 tkvi_level_avx512(tkvi_code_kind kind, const uint8_t *p, const tkvi_apart_avx512 *a,
                                           const int k) {
     const __m128i bytes = _mm_loadu_si128((const __m128i *)(const void *)p);
@@ -1213,8 +1214,8 @@ TKVI_FLAT_AVX512 void tkvi_dot_slabs_avx512(tkvi_products *d, int slab, const in
 #undef TKVI_MAC_
 #undef TKVI_SAVE_
 
-/* What is seldom met (1, 5, 6 bits; one table): four rows, however many there are, and nothing constant, as each kind
- * takes a compiler its time. */
+/* What is seldom met (1, 5, 6 bits; one table): four rows, however many there are, and nothing constant, as each
+ * kind takes a compiler its time. */
 static TKVI_TARGET_AVX512 void tkvi_dot_seldom_avx512(tkvi_products *d) {
     int i;
     for (i = 0; i < d->slabs; i += 2)

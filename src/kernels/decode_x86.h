@@ -1,8 +1,8 @@
 /*
- * kernels/decode_x86.h - TKVI_AS_DECODED formats for attention on x86: codes become levels in registers, between the
- * load and the products. This file has what is the same with any vectors: where codes, levels and scales of a
- * side are, and what is done to the query instead of to each token. kernels/avx2.h and kernels/avx512.h have
- * the products. Calls kernels/x86.h.
+ * kernels/decode_x86.h - TKVI_AS_DECODED formats for attention on x86: codes become levels in registers, between
+ * the load and the products. This file has what is the same with any vectors: where codes, levels and scales of a
+ * side are, and what is done to the query instead of to each token. kernels/avx2.h and kernels/avx512.h have the
+ * products. Calls kernels/x86.h.
  *
  *     x[c] = level[code[c]] * by + plus     by, plus: of each channel (keys of KVQUANT), or of each token and
  *                                           2^shift channels (the rest)

@@ -1,6 +1,6 @@
 /*
- * kernels/groups_x86.h - the groups of KIVI (formats/kivi.h) by AVX2: codes, scales and zeros with the scalar code's
- * bytes. K: a lane is a channel. V: four tokens together, whose codes share 32 bits of a tile. Calls
+ * kernels/groups_x86.h - the groups of KIVI (formats/kivi.h) by AVX2: codes, scales and zeros with the scalar
+ * code's bytes. K: a lane is a channel. V: four tokens together, whose codes share 32 bits of a tile. Calls
  * kernels/values_x86.h.
  */
 #ifndef TKVI_KERNELS_GROUPS_X86_H

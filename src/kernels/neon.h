@@ -1,6 +1,6 @@
 /*
- * kernels/neon.h - the pieces of kernels/vectors_128.h for NEON on AArch64, little-endian. Products of bytes are one
- * instruction (sdot) where the compiler is told of it: -march=armv8.2-a+dotprod, -mcpu=native, Apple's default.
+ * kernels/neon.h - the pieces of kernels/vectors_128.h for NEON on AArch64, little-endian. Products of bytes are
+ * one instruction (sdot) where the compiler is told of it: -march=armv8.2-a+dotprod, -mcpu=native, Apple's default.
  *
  * Weights are bytes, a row of them for each plane. Four neighbours of four rows are one vector, `quad`; sdot
  * picks the row by its lane.

@@ -2,9 +2,9 @@
  * kernels/prefill.h - attention of many query rows at once, as a prompt brings them: what it asks of an instruction
  * set.
  *
- * kernels/scalar.h reads a record for 8 rows, lanes being tokens or channels, and then folds scales into rows, rounds
- * and sums them across vectors. Here lanes are query rows, 16 to a vector: nothing is summed across a vector, and
- * codes are unpacked to bytes once for all lanes, then broadcast, four neighbours at a time:
+ * kernels/scalar.h reads a record for 8 rows, lanes being tokens or channels, and then folds scales into rows,
+ * rounds and sums them across vectors. Here lanes are query rows, 16 to a vector: nothing is summed across a
+ * vector, and codes are unpacked to bytes once for all lanes, then broadcast, four neighbours at a time:
  *
  *     scores[token][lanes]  = sum over tiles   of  weights[tile][lanes] . code[tile][token]
  *     out[channel][lanes]  += sum over quads   of  p[quad of tokens][lanes] . code[quad][channel]

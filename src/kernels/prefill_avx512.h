@@ -27,9 +27,9 @@ TKVI_FLAT_AVX512 void tkvi_prefill_out_avx512(__m512i sum, const float *by, cons
     _mm512_storeu_ps(out, _mm512_fmadd_ps(_mm512_cvtepi32_ps(sum), _mm512_loadu_ps(by), from));
 }
 
-/* Accumulator j of row vector a or b: a named variable each, in a function with one loop. Compilers then keep them in
- * registers; gcc 12 has two copies of each, as it converts them to lanes of 32 bits in the loop, if it can see that
- * they will be such. */
+/* Accumulator j of row vector a or b: a named variable each, in a function with one loop. Compilers then keep them
+ * in registers; gcc 12 has two copies of each, as it converts them to lanes of 32 bits in the loop, if it can see
+ * that they will be such. */
 #define TKVI_HIDE_(j) __asm__("" : "+v"(a##j), "+v"(b##j));
 #define TKVI_FROM_(j) __m512i a##j = _mm512_setzero_si512(), b##j = a##j;
 #define TKVI_MAC_(j)                                                                                         \
@@ -229,7 +229,8 @@ static void tkvi_prefill_values_avx512(const tkvi_prefill_fold *f, int lanes, in
     }
 }
 
-/* Codes lie around `middle` / 2: takes that off, for the sums of weights, or of weights times middle, in each plane. */
+/* Codes lie around `middle` / 2: takes that off, for the sums of weights, or of weights times middle, in each
+ * plane. */
 TKVI_FLAT_AVX512 __m512 tkvi_prefill_less_avx512(__m512 rest, const tkvi_prefill_fold *f, int v,
                                                  const __m512i *sum, float half) {
     int plane;
@@ -250,8 +251,8 @@ typedef struct tkvi_prefill_keys {
 } tkvi_prefill_keys;
 
 /* K's weights are made in integers of 16 bits, two to a multiplication of floats: q folded with the scales of an
- * earlier block, times scale over that scale (1 is 16384). Rows 4 l, 4 l + 1 of 16 stand in quarter l of the first of
- * two vectors, 4 l + 2 and 4 l + 3 in the second, four channels each: packed to bytes they are in order. */
+ * earlier block, times scale over that scale (1 is 16384). Rows 4 l, 4 l + 1 of 16 stand in quarter l of the first
+ * of two vectors, 4 l + 2 and 4 l + 3 in the second, four channels each: packed to bytes they are in order. */
 enum { TKVI_PREFILL_ONE = 16384, TKVI_PREFILL_LEAST = TKVI_PREFILL_ONE / 16 };
 
 /* Scales of this block over those of the other one; 0 if that one was too different. */
@@ -686,7 +687,8 @@ static TKVI_TARGET_AVX512 void tkvi_prefill_tiles_v_avx512(const tkvi_side *s, c
 
 /* >>all */
 #define TKVI_LOG2E 1.44269502f
-/* exp(s - m), m being multiplied by log2 e already; 0 below -87. As tkvi_exp_avx512, with less for the multipliers. */
+/* exp(s - m), m being multiplied by log2 e already; 0 below -87. As tkvi_exp_avx512, with less for the multipliers.
+ * */
 TKVI_FLAT_AVX512 __m512 tkvi_prefill_exp_avx512(__m512 s, __m512 m) {
     const __m512 x = _mm512_fmsub_ps(s, _mm512_set1_ps(TKVI_LOG2E), m);
     const __m512 n = _mm512_cvtepi32_ps(_mm512_cvtps_epi32(x)); /* vrndscaleps: the same */

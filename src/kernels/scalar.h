@@ -133,9 +133,9 @@ TKVI_EXACT_KERNEL_(bf16)
 
 /* >>tiles */
 /* What a rounded weight's error meets: the variance of codes in units of the format's own error, by width. First of
- * grids that cut off what is rare (A; R, whose values are normal), then of ranges from smallest to largest: there one
- * large key in a block has all its codes at the ends, and exactly; 4 bits, of V alone, between that (340) and normal
- * values (125). Pairs of R15 are like a code of 1.5 bits. */
+ * grids that cut off what is rare (A; R, whose values are normal), then of ranges from smallest to largest: there
+ * one large key in a block has all its codes at the ends, and exactly; 4 bits, of V alone, between that (340) and
+ * normal values (125). Pairs of R15 are like a code of 1.5 bits. */
 static const float tkvi_spread[2][TKVI_WIDE] = {{0.0f, 3.0f, 9.0f, 30.0f, 90.0f},
                                                 {0.0f, 3.0f, 14.0f, 74.0f, 250.0f}};
 
@@ -164,8 +164,8 @@ static float tkvi_coarse_v(const tkvi_side *s, int width) {
 }
 
 /* Would one plane, of weights up to `top`, add more than a tenth of the format's own error in the root mean square?
- * Rounding errs by step^2 spread / 12 a weight, step = most / top, the format by w^2. The rule bounds an expectation:
- * one row can err twice as much. */
+ * Rounding errs by step^2 spread / 12 a weight, step = most / top, the format by w^2. The rule bounds an
+ * expectation: one row can err twice as much. */
 #define TKVI_MAY_ERR(top) (0.09f * (float)(top) * (float)(top))
 #define TKVI_NEEDS_TWO(coarse, most, squares, top)                                                           \
     ((coarse) * (most) * (most) > TKVI_MAY_ERR(top) * (squares))

@@ -1,7 +1,7 @@
 /*
  * kernels/transpose_x86.h - the rotation of core/rotate.h by vectors, in registers and with the scalar code's bits.
- * Encoders turn (kernels/avx2.h, kernels/avx512.h), decoding turns back (kernels/values_x86.h). A lane is a channel;
- * 16 channels and more. Calls kernels/x86.h.
+ * Encoders turn (kernels/avx2.h, kernels/avx512.h), decoding turns back (kernels/values_x86.h). A lane is a
+ * channel; 16 channels and more. Calls kernels/x86.h.
  */
 #ifndef TKVI_KERNELS_TRANSPOSE_X86_H
 #define TKVI_KERNELS_TRANSPOSE_X86_H
@@ -10,7 +10,8 @@
 
 #ifdef TKVI_X86
 
-/* Intrinsics of sums are plain sums to gcc: -ffast-math takes those of several stages apart. Not what this names. */
+/* Intrinsics of sums are plain sums to gcc: -ffast-math takes those of several stages apart. Not what this names.
+ * */
 #if defined(__GNUC__) || defined(__clang__)
 #define TKVI_AS_IT_IS(x) __asm__("" : "+v"(x))
 #else

@@ -129,7 +129,8 @@ typedef struct tkvi_folding {
 } tkvi_folding;
 
 /* What sums of one plane's products say: of row r  step * (sum w code - base) + rest.  base is half of
- * sum w centre2; rest has the other half of an odd one, and in the first plane  sum x (zero - ref + centre scale). */
+ * sum w centre2; rest has the other half of an odd one, and in the first plane  sum x (zero - ref + centre scale).
+ * */
 typedef struct tkvi_fold {
     float step[TKVI_ROWS], rest[TKVI_ROWS];
     int32_t base[TKVI_ROWS];

@@ -290,15 +290,15 @@ TKV_API tkv_status tkv_calibration_freeze(tkv_cache *kv) {
     for (layer = 0; layer < kv->tables.cfg.n_layers; layer++)
         if (tkvi_layer_learns(kv, layer) && !tkvi_has_table(kv, layer)) {
             none = 1;
-            if (tkvi_held(kv, layer) < 1)
+            if (tkvi_n_readable_tokens(kv, layer) < 1)
                 return tkvi_fail(kv, TKV_ERR_STATE, "there is nothing to learn from yet in layer", layer, "");
         }
     if (none && !tkvi_version_ready(kv, 0)) return tkvi_no_table(kv);
     for (layer = 0; layer < kv->tables.cfg.n_layers; layer++) {
         int8_t had;
         if (!tkvi_layer_learns(kv, layer)) continue;
-        if (!tkvi_has_table(kv, layer) && tkvi_learn_begin(kv, layer, 1, &had))
-            tkvi_learn_end(kv, layer, had, 1);
+        if (!tkvi_has_table(kv, layer) && tkvi_begin_table(kv, layer, 1, &had))
+            tkvi_end_table(kv, layer, had, 1);
         tkvi_learned(kv, layer, 0);
     }
     return tkvi_ok(kv);
@@ -312,7 +312,7 @@ TKV_API tkv_status tkv_calibration_refresh(tkv_cache *kv) {
     if (!st && !tkvi_get_stats(kv, &kv->heap)) st = tkvi_no_table(kv);
     for (layer = 0; !st && layer < kv->tables.cfg.n_layers; layer++) {
         if (tkvi_layer_learns(kv, layer) && tkvi_has_table(kv, layer)) tkvi_learned(kv, layer, 1);
-        tkvi_metric_restart(kv, layer);
+        tkvi_query_stats_restart(kv, layer);
     }
     return st ? st : tkvi_ok(kv);
 }

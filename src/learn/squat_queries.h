@@ -2,9 +2,10 @@
  * learn/squat_queries.h - query statistics for SQUAT4 and SQUAT2, formats whose errors avoid the directions of the
  * queries. It sums q q^T over the queries of each head group and derives from it the factors of formats/squat.h.
  *
- * Attention adds the queries at every fourth position, until the layer has seen TKVI_LEARN tokens. The sums are
- * integers under the lock of learn/statistics.h, so they do not depend on threads. Factors are computed when the
- * layer has seen 64 tokens, and again each time the number has doubled, the last time at TKVI_LEARN.
+ * Attention adds the queries at every fourth position, until the layer has seen TKVI_FIRST_TABLE_TOKENS tokens. The
+ * sums are integers under the lock of learn/statistics.h, so they do not depend on threads. Factors are computed
+ * when the layer has seen 64 tokens, and again each time the number has doubled, the last time at
+ * TKVI_FIRST_TABLE_TOKENS.
  *
  * Blocks coded before the first factors use the encoder of KIVI. No block waits, because decoding does not need the
  * factors. The paper (SQuat, arXiv 2503.24358) uses the queries of the prompt, once.
@@ -14,11 +15,11 @@
 
 #include "learn/statistics.h"
 
-#define TKVI_METRIC_EVERY 4 /* positions from one sampled query to the next */
+#define TKVI_QUERY_STATS_EVERY 4 /* positions from one sampled query to the next */
 
 /* Adds q q^T of one query [head_dim] that attention has scaled already. The caller holds kv->learning. */
-static void tkvi_metric_add(tkv_cache *kv, int layer, int head, const float *q) {
-    int64_t *sum = tkvi_metric_of(kv, layer, head);
+static void tkvi_query_stats_add(tkv_cache *kv, int layer, int head, const float *q) {
+    int64_t *sum = tkvi_query_stats_of(kv, layer, head);
     int x[TKV_MAX_HEAD_DIM], dim = kv->tables.cfg.head_dim, i, j;
     for (i = 0; i < dim; i++) x[i] = (int)tkvi_counted(q[i] * 4096.0f, 1e6f);
     for (j = 0; j < dim; j++)
@@ -27,8 +28,8 @@ static void tkvi_metric_add(tkv_cache *kv, int layer, int head, const float *q) 
 
 /* Computes one head's factors from its sums: P = I + eta C / (tr C / dim). Sums of 0 leave the factors as they
  * are. */
-static void tkvi_metric_use(tkv_cache *kv, int layer, int head) {
-    const int64_t *sum = tkvi_metric_of(kv, layer, head);
+static void tkvi_query_stats_use(tkv_cache *kv, int layer, int head) {
+    const int64_t *sum = tkvi_query_stats_of(kv, layer, head);
     int dim = kv->tables.cfg.head_dim, i, j;
     double trace = 0.0;
     float *p = kv->solve;
@@ -44,29 +45,30 @@ static void tkvi_metric_use(tkv_cache *kv, int layer, int head) {
 }
 
 /* Computes the factors of a layer when it is time. Runs between steps and allocates nothing. */
-static void tkvi_metric_learn(tkv_cache *kv, int layer) {
+static void tkvi_query_stats_learn(tkv_cache *kv, int layer) {
     tkvi_query_stats *query_stats = kv->query_stats ? &kv->query_stats[layer] : NULL;
     int head;
     if (!query_stats || !kv->tables.plan[layer].squat) return;
-    if (query_stats->tokens < tkvi_min(TKVI_LEARN, tkvi_max(TKVI_BLOCK, 2 * query_stats->used))) return;
-    for (head = 0; head < kv->tables.cfg.n_kv_heads; head++) tkvi_metric_use(kv, layer, head);
-    query_stats->used = tkvi_min(TKVI_LEARN, query_stats->tokens);
-    if (query_stats->tokens >= TKVI_LEARN) query_stats->tokens = -1;
+    if (query_stats->tokens < tkvi_min(TKVI_FIRST_TABLE_TOKENS, tkvi_max(TKVI_BLOCK, 2 * query_stats->used)))
+        return;
+    for (head = 0; head < kv->tables.cfg.n_kv_heads; head++) tkvi_query_stats_use(kv, layer, head);
+    query_stats->used = tkvi_min(TKVI_FIRST_TABLE_TOKENS, query_stats->tokens);
+    if (query_stats->tokens >= TKVI_FIRST_TABLE_TOKENS) query_stats->tokens = -1;
 }
 
 /* Counts n more tokens of the layer while it collects. */
-static void tkvi_metric_count(tkv_cache *kv, int layer, int n) {
+static void tkvi_query_stats_count(tkv_cache *kv, int layer, int n) {
     if (kv->query_stats && kv->query_stats[layer].tokens >= 0)
         kv->query_stats[layer].tokens =
             tkvi_min(TKVI_FOREVER, kv->query_stats[layer].tokens + n); /* tkv_abort subtracts its part */
 }
 
 /* Starts collecting again from zero. The old factors stay in use until new ones are computed. */
-static void tkvi_metric_restart(tkv_cache *kv, int layer) {
+static void tkvi_query_stats_restart(tkv_cache *kv, int layer) {
     size_t heads = (size_t)kv->tables.cfg.n_kv_heads, dim = (size_t)kv->tables.cfg.head_dim;
     if (!kv->query_stats) return;
     kv->query_stats[layer].tokens = kv->query_stats[layer].used = 0;
-    memset(tkvi_metric_of(kv, layer, 0), 0, heads * (dim * (dim + 1) / 2) * sizeof(int64_t));
+    memset(tkvi_query_stats_of(kv, layer, 0), 0, heads * (dim * (dim + 1) / 2) * sizeof(int64_t));
 }
 
 #endif /* TKVI_LEARN_SQUAT_QUERIES_H */

@@ -8,11 +8,11 @@
  * attention/attend.h collects q^2 and p^2 for one query in eight. It adds integers, so results do not depend on the
  * order of threads. Keys and values are read from the newest hot and warm blocks (tkvi_each_block).
  *
- * When a layer has seen TKVI_LEARN tokens, all sequences together, its next append makes the table. Without a
- * budget, blocks that are due earlier wait in the next better tier. At TKVI_LEARN_WELL tokens the layer gets a
- * second, better version for later blocks. A block keeps the version that it was coded with. After the second
- * version collection stops, until tkv_calibration_refresh restarts it. bench/QUALITY.md compares these tables with
- * loaded ones.
+ * When a layer has seen TKVI_FIRST_TABLE_TOKENS tokens, all sequences together, its next append makes the table.
+ * Without a budget, blocks that are due earlier wait in the next better tier. At TKVI_SECOND_TABLE_TOKENS tokens
+ * the layer gets a second, better version for later blocks. A block keeps the version that it was coded with. After
+ * the second version collection stops, until tkv_calibration_refresh restarts it. bench/QUALITY.md compares these
+ * tables with loaded ones.
  */
 #ifndef TKVI_LEARN_STATISTICS_H
 #define TKVI_LEARN_STATISTICS_H
@@ -233,7 +233,7 @@ static void tkvi_learned(tkv_cache *kv, int layer, int again) {
 
 /* Returns the number of tokens whose K and V tkvi_each_block can read, without its limit of blocks. It may be
  * smaller than kv->seen, because sequences end. */
-static int64_t tkvi_held(const tkv_cache *kv, int layer) {
+static int64_t tkvi_n_readable_tokens(const tkv_cache *kv, int layer) {
     int64_t n = 0;
     int seq;
     for (seq = 0; seq < kv->tables.cfg.max_seqs; seq++) {
@@ -252,35 +252,37 @@ static int64_t tkvi_held(const tkv_cache *kv, int layer) {
 static int tkvi_learn_due(const tkv_cache *kv, int layer, int forced) {
     int first = kv->tables.current[layer] < 0, turn = kv->tables.cfg.budget_bytes ? layer % TKVI_BLOCK : 0;
     forced = forced && first;
-    if (!kv->seen || kv->seen[layer] < (forced ? 0 : (first ? TKVI_LEARN : TKVI_LEARN_WELL) + turn)) return 0;
-    return tkvi_held(kv, layer) >= (forced ? 1 : TKVI_BLOCK);
+    if (!kv->seen ||
+        kv->seen[layer] < (forced ? 0 : (first ? TKVI_FIRST_TABLE_TOKENS : TKVI_SECOND_TABLE_TOKENS) + turn))
+        return 0;
+    return tkvi_n_readable_tokens(kv, layer) >= (forced ? 1 : TKVI_BLOCK);
 }
 
 /* If a table is due, allocates its version and sets it as current, without making it. So the caller's memory
- * request includes the blocks that stop waiting. tkvi_learn_end makes the table or restores the previous version
+ * request includes the blocks that stop waiting. tkvi_end_table makes the table or restores the previous version
  * (*had). Returns 0 if there is no memory for the first table; then nothing has changed. A second table without
  * memory is tried again later, because the first one still works. Must not run in an open step: an abort would not
  * restore the table. */
-static int tkvi_learn_begin(tkv_cache *kv, int layer, int forced, int8_t *had) {
+static int tkvi_begin_table(tkv_cache *kv, int layer, int forced, int8_t *had) {
     int version;
     *had = kv->tables.current[layer];
     if (!tkvi_learn_due(kv, layer, forced)) return 1;
     version = tkvi_free_version(kv, layer);
     if (version < 0) { /* the search walks over all blocks: tries again 64 tokens later */
-        kv->seen[layer] = TKVI_LEARN_WELL - TKVI_BLOCK;
+        kv->seen[layer] = TKVI_SECOND_TABLE_TOKENS - TKVI_BLOCK;
         return 1;
     }
     if (!tkvi_version_ready(kv, version)) {
         if (*had >= 0 && kv->heap.limit)
-            kv->seen[layer] = TKVI_LEARN_WELL - TKVI_BLOCK; /* tries again 64 tokens later */
+            kv->seen[layer] = TKVI_SECOND_TABLE_TOKENS - TKVI_BLOCK; /* tries again 64 tokens later */
         return *had >= 0;
     }
     kv->tables.current[layer] = (int8_t)version;
     return 1;
 }
 
-/* Ends tkvi_learn_begin. made 1: fills in the new version and uses it; made 0: restores version `had`. */
-static void tkvi_learn_end(tkv_cache *kv, int layer, int8_t had, int made) {
+/* Ends tkvi_begin_table. made 1: fills in the new version and uses it; made 0: restores version `had`. */
+static void tkvi_end_table(tkv_cache *kv, int layer, int8_t had, int made) {
     int version = kv->tables.current[layer];
     kv->tables.current[layer] = had;
     if (version == had || !made) return;
@@ -299,7 +301,7 @@ static tkv_status tkvi_no_table(tkv_cache *kv) {
 }
 
 /* Returns whether blocks of the layer must wait for a table before they move to the tier. */
-static int tkvi_waits(const tkv_cache *kv, int layer, tkv_tier tier) {
+static int tkvi_must_wait_for_table(const tkv_cache *kv, int layer, tkv_tier tier) {
     return kv->tables.plan[layer].now.shared[tier] && kv->tables.current[layer] < 0;
 }
 

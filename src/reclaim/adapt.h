@@ -27,7 +27,7 @@ static int tkvi_hot_tokens(const tkv_cache *kv) {
 
 /* The level after a step of -1, 0 or 1, within cfg.policy. Under a budget it does not change: there memory pressure
  * decides the level. */
-static int tkvi_follow(const tkv_cache *kv, int step) {
+static int tkvi_level_after_step(const tkv_cache *kv, int step) {
     const tkv_policy_config *p = &kv->policy.cfg;
     const int level = kv->tables.level + step;
     return tkvi_has_budget(kv) || level < p->min_level || level > p->max_level ? kv->tables.level : level;
@@ -43,7 +43,7 @@ TKV_API tkv_status tkv_adapt(tkv_cache *kv, tkv_feedback *f, tkv_advice *out) {
     if (st) return tkvi_fail(kv, st, "the feedback is missing", 0, NULL);
     if (hot && a.hot_tokens != hot && !(kv->pool.keep_all && !tkvi_has_budget(kv)))
         st = tkv_set_hot_tokens(kv, a.hot_tokens);
-    if (!st) tkvi_go_to_level(kv, tkvi_follow(kv, a.step));
+    if (!st) tkvi_go_to_level(kv, tkvi_level_after_step(kv, a.step));
     a.step = kv->tables.level - (a.level - a.step); /* the step that was taken */
     a.level = kv->tables.level;
     a.hot_tokens = tkvi_hot_tokens(kv);

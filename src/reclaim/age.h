@@ -33,7 +33,7 @@ static int tkvi_hot_age(const tkv_cache *kv, int layer) {
 }
 
 /* 1 if blocks of coding `to` have fewer bytes than blocks of coding `from`. */
-static int tkvi_tighter(const tkv_cache *kv, int from, int to) {
+static int tkvi_is_smaller(const tkv_cache *kv, int from, int to) {
     return kv->tables.coding[to].bytes.total < kv->tables.coding[from].bytes.total;
 }
 
@@ -89,7 +89,7 @@ static void tkvi_recode(void *ctx, const uint8_t *src, uint8_t *dst) {
 }
 
 /* Gives the quality meter its copy of an exact block that is about to be recoded (cache/meter.h). */
-static void tkvi_keep_exact(tkv_cache *kv, int seq, int layer, const tkvi_block *b) {
+static void tkvi_copy_for_meter(tkv_cache *kv, int seq, int layer, const tkvi_block *b) {
     const tkvi_coding *c = &kv->tables.coding[b->coding];
     int i;
     if (!kv->meter || kv->meter->seq != seq || !tkvi_is_hot_coding(kv, layer, b->coding)) return;
@@ -114,13 +114,13 @@ static void tkvi_demote(tkv_cache *kv, int seq, int layer, int i, int coding, tk
     if (tkvi_is_offloaded(b)) return; /* offloaded blocks keep their format */
     if (kv->tables.coding[b->coding].key == kv->tables.coding[coding].key) return; /* same format */
     /* A cache created with a budget never demotes to more bytes, even after the budget is removed. */
-    if (kv->tables.spare && !tkvi_tighter(kv, b->coding, coding)) return;
+    if (kv->tables.spare && !tkvi_is_smaller(kv, b->coding, coding)) return;
     if (dry_run) {
         tkvi_peak_take(dry_run, coding);
         if (b->refs == 1) tkvi_peak_give(dry_run, b->coding);
         return;
     }
-    tkvi_keep_exact(kv, seq, layer, b);
+    tkvi_copy_for_meter(kv, seq, layer, b);
     kv->demoted++;
     previous_coding = tkvi_is_hot_coding(kv, layer, b->coding) ? 0 : (uint16_t)(b->coding + 1);
     r.kv = kv;
@@ -129,13 +129,13 @@ static void tkvi_demote(tkv_cache *kv, int seq, int layer, int i, int coding, tk
     r.layer = layer;
     r.start = b->start;
     tkvi_choose_anchors(kv, seq, layer, i);
-    r.there = tkvi_kept(kv, list, ids, i);
-    packs = (b->gone & ~r.there) && r.there && !tkvi_binds(kv);
+    r.there = tkvi_used_mask(kv, list, ids, i);
+    packs = (b->gone & ~r.there) && r.there && !tkvi_has_fixed_slots(kv);
     if (packs) {
         tkvi_forget_copy(&kv->pool, id); /* tokens change slots, so the exact copy does not match */
     } else {
         r.there |= b->gone; /* no token changes its slot */
-        tkvi_keep_copy(kv, layer, id);
+        tkvi_store_exact_copy(kv, layer, id);
     }
     if (b->refs > 1) { /* the other holders keep the old block */
         ids[i] = tkvi_new_block(&kv->pool, coding, b->start);
@@ -171,7 +171,7 @@ static tkvi_peak tkvi_begin_dry_run(tkv_cache *kv) {
 }
 
 /* Does what is due by age in one layer of a sequence. Blocks that left every window expire (after the margin of
- * tkvi_drop_margin). Warm blocks go to the archive, hot blocks to warm or archive. hot: age at which blocks leave
+ * tkvi_expiry_margin). Warm blocks go to the archive, hot blocks to warm or archive. hot: age at which blocks leave
  * the hot tier: that of the plan, 0 to flush, or TKVI_FOREVER to do the windows only. partial: 1 recodes the
  * unfinished block, too. dry_run not NULL: only counts. */
 static void tkvi_age(tkv_cache *kv, int seq, int layer, int hot, int partial, tkvi_peak *dry_run) {
@@ -180,7 +180,7 @@ static void tkvi_age(tkv_cache *kv, int seq, int layer, int hot, int partial, tk
     uint32_t *ids = tkvi_ids(kv, seq, layer);
     int i, gone = 0, len = now.len;
     while (p->keep && gone + 1 < now.n &&
-           (int64_t)tkvi_block_end(kv, &now, ids, gone) + p->keep + tkvi_drop_margin(p) <= len) {
+           (int64_t)tkvi_block_end(kv, &now, ids, gone) + p->keep + tkvi_expiry_margin(p) <= len) {
         const tkvi_block *b = &kv->pool.block[ids[gone]];
         if (dry_run && b->refs == 1 && !tkvi_is_offloaded(b)) tkvi_peak_give(dry_run, b->coding);
         if (!dry_run) tkvi_release_block(&kv->pool, ids[gone]);
@@ -212,7 +212,7 @@ static void tkvi_age(tkv_cache *kv, int seq, int layer, int hot, int partial, tk
         int is_warm = i < now.sinks + now.archive + now.warm, end = tkvi_block_end(kv, &now, ids, i);
         int whole = i + 1 < now.n || end - tkvi_block_start(kv, ids, i) == TKVI_BLOCK;
         tkv_tier due = tkvi_tier_due(&p->now, hot, end, len);
-        while (tkvi_waits(kv, layer, due)) due = due == TKV_ARCHIVE ? TKV_WARM : TKV_HOT;
+        while (tkvi_must_wait_for_table(kv, layer, due)) due = due == TKV_ARCHIVE ? TKV_WARM : TKV_HOT;
         if (due == TKV_HOT || (!whole && !partial)) break;
         if (is_warm && due == TKV_WARM) {
             i = now.sinks + now.archive + now.warm - 1; /* the younger warm blocks stay as well */

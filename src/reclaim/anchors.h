@@ -16,7 +16,7 @@
 #include "reclaim/offload.h"
 
 /* Mask of the used slots of block i: live tokens and anchored tokens. */
-static uint64_t tkvi_kept(const tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int i) {
+static uint64_t tkvi_used_mask(const tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int i) {
     return tkvi_live_mask(&kv->pool.block[ids[i]], tkvi_block_tokens(kv, list, ids, i)) |
            (kv->pool.token_meta ? kv->pool.token_meta[ids[i]].anchored : 0);
 }
@@ -38,18 +38,18 @@ static int tkvi_block_at(const tkv_cache *kv, const tkvi_list *list, const uint3
 static int tkvi_place_in(const tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int i,
                          int position) {
     const int n = tkvi_block_tokens(kv, list, ids, i);
-    const uint64_t kept = tkvi_kept(kv, list, ids, i);
+    const uint64_t kept = tkvi_used_mask(kv, list, ids, i);
     int t = 0;
     if (!kv->pool.block[ids[i]].packed) t = position - tkvi_block_start(kv, ids, i);
     else
-        while (t < n && !(kept >> t & 1 && tkvi_at(kv, ids[i], t) == position)) t++;
+        while (t < n && !(kept >> t & 1 && tkvi_slot_position(kv, ids[i], t) == position)) t++;
     return t < n ? t : -1;
 }
 
 /* Finds a live token. Returns the index of its block and sets *slot. An anchored token is found in the sinks'
  * block, which has index 0. -1: the position has no live token. */
-static int tkvi_find(const tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int position,
-                     int *slot) {
+static int tkvi_find_token(const tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int position,
+                           int *slot) {
     int i = tkvi_block_at(kv, list, ids, position);
     if (i < 0) return -1;
     *slot = tkvi_place_in(kv, list, ids, i, position);
@@ -66,14 +66,14 @@ static void tkvi_list_positions(tkv_cache *kv, const tkvi_list *list, const uint
     tkvi_block *b = &kv->pool.block[ids[i]];
     const int n = tkvi_block_tokens(kv, list, ids, i);
     int t;
-    for (t = 0; t < n && !b->packed; t++) tkvi_set_at(kv, ids[i], t, b->start + t);
+    for (t = 0; t < n && !b->packed; t++) tkvi_set_slot_position(kv, ids[i], t, b->start + t);
     b->packed = (int16_t)n;
 }
 
 /* Undoes the anchor in this slot of the sinks' block: attention reads its token from the recoded block again. The
  * token takes its attention score back with it. The caller reuses the slot. */
-static void tkvi_anchor_leaves(tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int slot) {
-    const int position = tkvi_at(kv, ids[0], slot), i = tkvi_block_at(kv, list, ids, position);
+static void tkvi_remove_anchor(tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int slot) {
+    const int position = tkvi_slot_position(kv, ids[0], slot), i = tkvi_block_at(kv, list, ids, position);
     const int t = i > 0 ? tkvi_place_in(kv, list, ids, i, position) : -1;
     tkvi_token_meta *token_meta;
     if (t < 0) return;
@@ -87,7 +87,7 @@ static void tkvi_anchor_leaves(tkv_cache *kv, const tkvi_list *list, const uint3
 
 /* Makes the token in slot t of block i an anchor: copies it to `slot` of the sinks' block. Block i must still be
  * exact. Its slot t is marked as anchored, and attention does not read it. */
-static void tkvi_anchor_joins(tkv_cache *kv, const uint32_t *ids, int i, int t, int slot) {
+static void tkvi_add_anchor(tkv_cache *kv, const uint32_t *ids, int i, int t, int slot) {
     const tkv_config *cfg = &kv->tables.cfg;
     const tkvi_simd_ops *help = kv->kernels->helpers;
     tkvi_block *to = &kv->pool.block[ids[0]], *from = &kv->pool.block[ids[i]];
@@ -103,7 +103,7 @@ static void tkvi_anchor_joins(tkv_cache *kv, const uint32_t *ids, int i, int t, 
         tkvi_values(&s->v, help, src + s->at + s->v_at, t, 1, row, 0);
         r->v.format->side[r->v.which].put(&r->v, help, row, slot, dst + r->at + r->v_at);
     }
-    tkvi_set_at(kv, ids[0], slot, tkvi_at(kv, ids[i], t));
+    tkvi_set_slot_position(kv, ids[0], slot, tkvi_slot_position(kv, ids[i], t));
     to->gone &= ~((uint64_t)1 << slot);
     kv->pool.token_meta[ids[0]].mass[slot] = kv->pool.token_meta[ids[i]].mass[t];
     from->gone |= (uint64_t)1 << t;
@@ -146,10 +146,10 @@ static void tkvi_choose_anchors(tkv_cache *kv, int seq, int layer, int i) {
         slot = tkvi_anchor_place(sinks, first, last, a);
         if (slot < sinks->packed && !(sinks->gone >> slot & 1)) {
             if (mine[t] <= a[slot]) continue;
-            tkvi_anchor_leaves(kv, list, ids, slot);
+            tkvi_remove_anchor(kv, list, ids, slot);
         }
         sinks->packed = (int16_t)tkvi_max(sinks->packed, slot + 1);
-        tkvi_anchor_joins(kv, ids, i, t, slot);
+        tkvi_add_anchor(kv, ids, i, t, slot);
     }
 }
 

@@ -12,9 +12,9 @@
  *               4. evict tokens (evict_tokens.h)
  *
  * How many blocks eviction frees depends on which tokens the policy chooses. A look at each list gives a lower
- * bound (tkvi_may_go). If the bound is too low, a dry run plays the eviction through (tkvi_dry_run_floor). In it
- * the policy chooses for each list all tokens that may be evicted. The others are merged into as few blocks as
- * possible. The eviction comes after the other stages or before them. The real eviction then does the same.
+ * bound (tkvi_bound_eviction). If the bound is too low, a dry run plays the eviction through (tkvi_dry_run_floor).
+ * In it the policy chooses for each list all tokens that may be evicted. The others are merged into as few blocks
+ * as possible. The eviction comes after the other stages or before them. The real eviction then does the same.
  *
  * Before an operation a dry run (tkvi_peak) counts the slots that it takes. The pages in use follow exactly from
  * the number of blocks of each size (cache/pool.h). So it is arithmetic whether an operation fits. Recoding needs a
@@ -41,7 +41,7 @@ static size_t tkvi_in_use(const tkv_cache *kv) {
 }
 
 /* Bytes held, without pages. */
-static size_t tkvi_rest(const tkv_cache *kv) {
+static size_t tkvi_bytes_without_pages(const tkv_cache *kv) {
     return kv->heap.held - (size_t)kv->pool.n_pages * kv->tables.page_bytes;
 }
 
@@ -53,8 +53,8 @@ static size_t tkvi_growth(uint32_t cap, int64_t want, size_t item) {
 
 /* >>the memory request of a call */
 /* Number of tokens that the last block of a list still takes. */
-static int tkvi_tail_room(const tkv_cache *kv, const tkvi_plan *p, const tkvi_list *list,
-                          const uint32_t *ids) {
+static int tkvi_tail_free_slots(const tkv_cache *kv, const tkvi_plan *p, const tkvi_list *list,
+                                const uint32_t *ids) {
     int last = list->n - 1, room;
     if (last < 0) return 0;
     if (last >= list->sinks && tkvi_tier_at(list, last) != TKV_HOT) return 0; /* flushed before it was full */
@@ -66,14 +66,14 @@ static int tkvi_tail_room(const tkv_cache *kv, const tkvi_plan *p, const tkvi_li
 /* Number of blocks that n more tokens open. *sink: 1 if the sinks' block is one of them. */
 static int tkvi_new_blocks(const tkv_cache *kv, const tkvi_plan *p, const tkvi_list *list,
                            const uint32_t *ids, int n, int *sink) {
-    int rest = n - tkvi_tail_room(kv, p, list, ids);
+    int rest = n - tkvi_tail_free_slots(kv, p, list, ids);
     *sink = rest > 0 && list->len == 0 && p->sink > 0;
     if (*sink) rest -= p->sink;
     return *sink + (rest > 0 ? (rest + TKVI_BLOCK - 1) / TKVI_BLOCK : 0);
 }
 
 /* Entries that a list needs for n more tokens: its blocks, the new ones, and one more. */
-static int tkvi_list_want(const tkv_cache *kv, int seq, int layer, int n) {
+static int tkvi_list_entries(const tkv_cache *kv, int seq, int layer, int n) {
     int sink;
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
     return list->n + tkvi_new_blocks(kv, &kv->tables.plan[layer], list, tkvi_ids(kv, seq, layer), n, &sink) +
@@ -82,7 +82,7 @@ static int tkvi_list_want(const tkv_cache *kv, int seq, int layer, int n) {
 
 /* Entries of the longest list that a row of a memory request needs. layer < 0: of all layers. on_dry_run: 1 leaves
  * out the blocks that the forecast frees (tkvi_list.left). */
-static int tkvi_row_want(const tkv_cache *kv, const tkv_rows *row, int layer, int on_dry_run) {
+static int tkvi_row_entries(const tkv_cache *kv, const tkv_rows *row, int layer, int on_dry_run) {
     const int to = layer < 0 ? tkv_seq_len(kv, row->seq) + row->n : 0;
     int l, want = 0;
     if (row->n == 0) return 0;
@@ -90,7 +90,7 @@ static int tkvi_row_want(const tkv_cache *kv, const tkv_rows *row, int layer, in
         const tkvi_list *list = tkvi_list_of(kv, row->seq, l);
         const int more = layer < 0 ? to - list->len : row->n, gone = on_dry_run ? list->n - list->left : 0;
         if (kv->tables.plan[l].stored == l && more > 0)
-            want = tkvi_max(want, tkvi_list_want(kv, row->seq, l, more) - gone);
+            want = tkvi_max(want, tkvi_list_entries(kv, row->seq, l, more) - gone);
     }
     return want;
 }
@@ -102,7 +102,7 @@ static size_t tkvi_index_growth(const tkv_cache *kv, int64_t blocks, int on_dry_
     size_t bytes = tkvi_growth(kv->pool.block_cap, blocks + o->blocks, tkvi_block_entry(&kv->tables.cfg));
     int i, most = 0;
     for (i = 0; i < o->n_rows; i++) {
-        const int want = tkvi_row_want(kv, &o->rows[i], o->layer, on_dry_run);
+        const int want = tkvi_row_entries(kv, &o->rows[i], o->layer, on_dry_run);
         bytes += tkvi_growth(kv->seq[o->rows[i].seq].cap, want, sizeof(uint32_t)) *
                  (size_t)kv->tables.cfg.n_layers;
         most = tkvi_max(most, want);
@@ -111,15 +111,15 @@ static size_t tkvi_index_growth(const tkv_cache *kv, int64_t blocks, int on_dry_
 }
 
 /* Clears the memory request. */
-static void tkvi_ask_nothing(tkv_cache *kv) {
+static void tkvi_clear_request(tkv_cache *kv) {
     memset(kv->need, 0, (size_t)kv->tables.n_classes * sizeof *kv->need);
     memset(&kv->order, 0, sizeof kv->order);
 }
 
 /* Sets the memory request of an operation: slots from its dry run, tokens for lists from its rows. Slots that the
  * operation gives back do not count. layer: as in tkvi_memory_request. */
-static void tkvi_ask_for(tkv_cache *kv, const tkvi_peak *dry_run, const tkv_rows *rows, int n_rows,
-                         int layer) {
+static void tkvi_set_request(tkv_cache *kv, const tkvi_peak *dry_run, const tkv_rows *rows, int n_rows,
+                             int layer) {
     int64_t blocks = kv->pool.n_offloaded;
     int c;
     for (c = 0; c < kv->tables.n_classes; c++) {
@@ -169,7 +169,7 @@ static size_t tkvi_bytes_with(const tkv_cache *kv, const tkvi_forecast *o, size_
     if (!tkvi_add(more, tkvi_growth(kv->pool.page_cap, pages, sizeof(tkvi_page)), &more)) return (size_t)-1;
     if (index) *index = more;
     if ((uint64_t)pages > (size_t)-1 || !tkvi_mul((size_t)pages, kv->tables.page_bytes, &bytes) ||
-        !tkvi_add(bytes, tkvi_rest(kv), &bytes) || !tkvi_add(bytes, more, &bytes))
+        !tkvi_add(bytes, tkvi_bytes_without_pages(kv), &bytes) || !tkvi_add(bytes, more, &bytes))
         return (size_t)-1;
     return bytes;
 }
@@ -220,7 +220,7 @@ static tkv_tier tkvi_due(const tkv_cache *kv, int seq, int layer, int i, const t
 
 /* Counts block i as recoded for the tier `due`. It is the first one of its list that was not. Each tier of a list
  * is a range of consecutive blocks, so only counts change. */
-static void tkvi_in_place(tkvi_list *list, int i, tkv_tier due) {
+static void tkvi_count_recoded(tkvi_list *list, int i, tkv_tier due) {
     if (i >= list->sinks + list->archive + list->warm) list->warm++;
     if (due == TKV_ARCHIVE && i >= list->sinks + list->archive) {
         list->warm--;
@@ -247,14 +247,14 @@ static int tkvi_stale_in(tkv_cache *kv, int seq, int layer, int tables, tkvi_sta
         if (due == TKV_HOT) return 0;
         b = &kv->pool.block[ids[i]];
         s->coding = tkvi_coding_of(&kv->tables, layer, due);
-        if (b->refs == 1 && !tkvi_is_offloaded(b) && tkvi_tighter(kv, b->coding, s->coding)) {
+        if (b->refs == 1 && !tkvi_is_offloaded(b) && tkvi_is_smaller(kv, b->coding, s->coding)) {
             s->seq = seq;
             s->layer = layer;
             s->i = i;
             s->due = due;
             return 1;
         }
-        tkvi_in_place(list, i, due);
+        tkvi_count_recoded(list, i, due);
     }
 }
 
@@ -264,7 +264,7 @@ typedef enum tkvi_where { TKVI_ANYWHERE, TKVI_IN_FREE_PAGES, TKVI_IN_OPEN_PAGES 
 
 static int tkvi_has_slot(const tkv_cache *kv, int coding, tkvi_where where) {
     if (where == TKVI_ANYWHERE || kv->pool.room[kv->tables.coding[coding].size_class] != TKVI_NIL) return 1;
-    return where == TKVI_IN_FREE_PAGES && (int64_t)kv->pool.n_free_pages > tkvi_promised_pages(&kv->pool);
+    return where == TKVI_IN_FREE_PAGES && (int64_t)kv->pool.n_free_pages > tkvi_reserved_pages(&kv->pool);
 }
 
 /* Finds the oldest stale block of all lists that has a slot of the kind `where`. 0: there is none. early: 1
@@ -299,7 +299,7 @@ static uint64_t tkvi_pending(const tkv_cache *kv) {
                 const tkvi_block *b = &kv->pool.block[ids[i]];
                 if (due == TKV_HOT) break;
                 n += b->refs == 1 && !tkvi_is_offloaded(b) &&
-                     tkvi_tighter(kv, b->coding, tkvi_coding_of(&kv->tables, layer, due));
+                     tkvi_is_smaller(kv, b->coding, tkvi_coding_of(&kv->tables, layer, due));
             }
         }
     return n;
@@ -324,7 +324,7 @@ static int tkvi_offload_oldest(tkv_cache *kv) {
     if (!tkvi_can_store(kv)) return 0;
     for (seq = 0; seq < kv->tables.cfg.max_seqs; seq++)
         for (layer = 0; layer < kv->tables.cfg.n_layers; layer++) {
-            const int i = tkvi_next_out(kv, seq, layer);
+            const int i = tkvi_next_to_offload(kv, seq, layer);
             int age;
             if (i < 0) continue;
             age = tkvi_list_of(kv, seq, layer)->len - tkvi_block_start(kv, tkvi_ids(kv, seq, layer), i);
@@ -338,7 +338,7 @@ static int tkvi_offload_oldest(tkv_cache *kv) {
 
 /* Ends all reservations. Called when the plan changes without a budget, or when a budget begins or ends: their
  * slots were counted for the old plan. */
-static void tkvi_end_promises(tkv_cache *kv) {
+static void tkvi_end_reservations(tkv_cache *kv) {
     const size_t n = (size_t)kv->tables.n_classes;
     int seq;
     memset(kv->promised, 0, (size_t)kv->tables.cfg.max_seqs * n * sizeof *kv->promised);
@@ -352,7 +352,7 @@ static void tkvi_end_promises(tkv_cache *kv) {
 static void tkvi_take_plans(tkv_cache *kv, int level) {
     size_t i, lists = (size_t)kv->tables.cfg.max_seqs * (size_t)kv->tables.cfg.n_layers;
     tkvi_take_level(&kv->tables, level);
-    if (!tkvi_has_budget(kv)) tkvi_end_promises(kv);
+    if (!tkvi_has_budget(kv)) tkvi_end_reservations(kv);
     for (i = 0; i < lists; i++) kv->list[i].tight = kv->list[i].tightest = 0;
 }
 
@@ -402,7 +402,7 @@ static int tkvi_has_floor(const tkv_cache *kv) {
 /* The floor of a list: the number of tokens that TKVI_FLOOR leaves. They are those that stay in any case, and
  * kv->share eighths of the others. */
 static int tkvi_floor_of(const tkv_cache *kv, int seq, int layer, const tkvi_spared *spared) {
-    const int stay = tkvi_stay_of(kv, seq, layer, spared);
+    const int stay = tkvi_n_staying(kv, seq, layer, spared);
     const int64_t more = tkvi_max(0, tkvi_count(kv, seq, layer) - stay);
     return stay + (int)(more * kv->share / 8);
 }
@@ -431,7 +431,8 @@ typedef struct tkvi_planned_block {
 static int tkvi_dry_run_join(const tkv_cache *kv, tkvi_planned_block *a, tkvi_planned_block *b, int end) {
     const tkvi_coding *coding = kv->tables.coding;
     const int room = TKVI_BLOCK - a->tokens;
-    if (a->stays || b->stays || a->away || b->away || a->tier != b->tier || tkvi_binds(kv)) return 0;
+    if (a->stays || b->stays || a->away || b->away || a->tier != b->tier || tkvi_has_fixed_slots(kv))
+        return 0;
     if (coding[a->coding].key != coding[b->coding].key || end - a->start > 65536) return 0;
     if (b->tokens > room && a->anchored | b->anchored) return 0;
     a->anchored |= b->anchored;
@@ -455,8 +456,8 @@ static int tkvi_dry_run_floor(tkv_cache *kv, int seq, int layer, const tkvi_spar
     *out = dry_run = (tkvi_planned_block *)(void *)c.score; /* reuses memory of the scores */
     for (i = 0; i < list->n; i++) {
         const tkvi_block *b = &kv->pool.block[ids[i]];
-        const uint64_t there = tkvi_choosable(kv, list, ids, layer, i);
-        uint64_t left = tkvi_kept(kv, list, ids, i);
+        const uint64_t there = tkvi_choosable_mask(kv, list, ids, layer, i);
+        uint64_t left = tkvi_used_mask(kv, list, ids, i);
         tkvi_planned_block *mine = &dry_run[n];
         for (t = 0; t < TKVI_BLOCK; t++)
             if (there >> t & 1 && tkvi_has(c.victims, at++)) left &= ~((uint64_t)1 << t);
@@ -466,11 +467,12 @@ static int tkvi_dry_run_floor(tkv_cache *kv, int seq, int layer, const tkvi_spar
         mine->coding = b->coding;
         mine->tier = tkvi_tier_at(list, i);
         mine->stays = b->refs > 1;
-        mine->away = !mine->stays && tkvi_is_elsewhere(kv, seq, layer, i, spared);
+        mine->away = !mine->stays && tkvi_has_no_slot(kv, seq, layer, i, spared);
         if (r && i >= list->sinks && !mine->stays && !mine->away) {
             const tkv_tier due = tkvi_due(kv, seq, layer, i, r, tables);
             if (due != TKV_HOT) mine->tier = due;
-            if (due != TKV_HOT && tkvi_tighter(kv, b->coding, r->coding[due])) mine->coding = r->coding[due];
+            if (due != TKV_HOT && tkvi_is_smaller(kv, b->coding, r->coding[due]))
+                mine->coding = r->coding[due];
         }
         if (i + 1 < list->n && mine->tokens == 0 && !mine->stays && !(n > 0 && mine[-1].stays)) continue;
         if (i + 1 < list->n && i > list->sinks && n > 0 &&
@@ -479,7 +481,7 @@ static int tkvi_dry_run_floor(tkv_cache *kv, int seq, int layer, const tkvi_spar
         if (mine->tokens < tkvi_bits_in(left)) { /* some tokens moved: it starts at the next one */
             left &= ~tkvi_first_bits(left, tkvi_bits_in(left) - mine->tokens);
             for (t = 0; !(left >> t & 1);) t++;
-            mine->start = tkvi_at(kv, ids[i], t);
+            mine->start = tkvi_slot_position(kv, ids[i], t);
         }
         n++;
     }
@@ -494,7 +496,7 @@ static int tkvi_dry_run_sinks(const tkv_cache *kv, int seq, int layer, const tkv
 }
 
 /* tkvi_discardable_to for the case that all layers are at their floor. */
-static int tkvi_dry_run_vacant(tkv_cache *kv, int seq, int level, const tkvi_spared *spared) {
+static int tkvi_dry_run_discardable_to(tkv_cache *kv, int seq, int level, const tkvi_spared *spared) {
     int layer, i, n, to = TKVI_FOREVER;
     if (!kv->tables.cfg.remat || !tkvi_is_idle(kv, seq)) return 0;
     for (layer = 0; layer < kv->tables.cfg.n_layers; layer++) {
@@ -519,7 +521,8 @@ static void tkvi_add_floor(tkv_cache *kv, int seq, int layer, int level, int rec
     const int first = reclaim_stages & TKVI_FIRST;
     const tkvi_spared spared =
         tkvi_spared_by(kv, seq, r, level, first ? reclaim_stages & ~TKVI_OUT : reclaim_stages);
-    const int vacant = first && reclaim_stages & TKVI_OUT ? tkvi_dry_run_vacant(kv, seq, level, &spared) : 0;
+    const int vacant =
+        first && reclaim_stages & TKVI_OUT ? tkvi_dry_run_discardable_to(kv, seq, level, &spared) : 0;
     tkvi_planned_block *dry_run;
     int i, sinks;
     list->left = tkvi_dry_run_floor(kv, seq, layer, &spared, first ? NULL : r, &dry_run);
@@ -537,7 +540,7 @@ static void tkvi_add_floor(tkv_cache *kv, int seq, int layer, int level, int rec
         if (first && reclaim_stages & TKVI_OUT && i >= sinks && !b->away) { /* now the other stages */
             const tkv_tier due =
                 tkvi_due_from(kv, seq, layer, b->start, end, i + 1 == list->left, r, !tkvi_any_step(kv));
-            if (due != TKV_HOT && tkvi_tighter(kv, b->coding, r->coding[due])) b->coding = r->coding[due];
+            if (due != TKV_HOT && tkvi_is_smaller(kv, b->coding, r->coding[due])) b->coding = r->coding[due];
             b->away = end <= vacant ||
                       (tkvi_can_store(kv) && i + 2 < list->left && tkvi_is_old(kv, seq, layer, end, r));
         }
@@ -547,19 +550,19 @@ static void tkvi_add_floor(tkv_cache *kv, int seq, int layer, int level, int rec
 }
 
 /* Lower bounds of what eviction in batches takes from a list, after all other stages. */
-typedef struct tkvi_going {
+typedef struct tkvi_evict_bound {
     int oldest;  /* tokens in RAM, if the policy evicts the oldest first */
     int here;    /* for other policies: blocks in RAM; which ones is unknown */
     int outside; /* blocks without a slot; each of the others may keep one token */
-} tkvi_going;
+} tkvi_evict_bound;
 
 /* The tier and the coding of block i after all stale blocks are recoded by rule r. */
-static tkv_tier tkvi_tightened(const tkv_cache *kv, int seq, int layer, int i, const tkvi_tier_spec *r,
-                               int *coding) {
+static tkv_tier tkvi_tier_after_recoding(const tkv_cache *kv, int seq, int layer, int i,
+                                         const tkvi_tier_spec *r, int *coding) {
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const tkvi_block *b = &kv->pool.block[tkvi_ids(kv, seq, layer)[i]];
     const tkv_tier due = tkvi_due(kv, seq, layer, i, r, !tkvi_any_step(kv));
-    *coding = due != TKV_HOT && tkvi_tighter(kv, b->coding, r->coding[due]) ? r->coding[due] : b->coding;
+    *coding = due != TKV_HOT && tkvi_is_smaller(kv, b->coding, r->coding[due]) ? r->coding[due] : b->coding;
     return due != TKV_HOT ? due : tkvi_tier_at(list, i);
 }
 
@@ -568,36 +571,36 @@ static tkv_tier tkvi_tightened(const tkv_cache *kv, int seq, int layer, int i, c
  * Two neighbours that may be merged but do not fit into one block hold more than 64 tokens together. So `stay`
  * tokens leave at most 2 * stay / 64 blocks, and one more at the end of each stretch. A stretch is a range of one
  * tier and format; the end of the list and the span of 65536 positions end one, too. If tokens cannot move
- * (tkvi_binds), blocks are never merged. If the policy evicts the oldest tokens first, the freed blocks are known,
- * unless recoding makes anchors before. */
-static tkvi_going tkvi_may_go(const tkv_cache *kv, int seq, int layer, const tkvi_tier_spec *r,
-                              const tkvi_spared *spared) {
+ * (tkvi_has_fixed_slots), blocks are never merged. If the policy evicts the oldest tokens first, the freed blocks
+ * are known, unless recoding makes anchors before. */
+static tkvi_evict_bound tkvi_bound_eviction(const tkv_cache *kv, int seq, int layer, const tkvi_tier_spec *r,
+                                            const tkvi_spared *spared) {
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
     const int in_order = tkvi_evict_row_of(kv->tables.cfg.evict.kind)->in_order && !kv->tables.cfg.n_anchors;
     int i, stay, stretches = 1 + list->len / 32768, shared = 0, key = -1, out = 0, tokens_out = 0, tokens = 0;
-    tkvi_going go = {0, 0, 0};
+    tkvi_evict_bound go = {0, 0, 0};
     tkv_tier was = TKV_HOT;
     if (kv->seq[seq].in_step || list->n == 0) return go;
-    stay = tkvi_stay_of(kv, seq, layer, spared);
+    stay = tkvi_n_staying(kv, seq, layer, spared);
     for (i = 0; i < list->n; i++) {
         const int there = tkvi_bits_in(tkvi_live_mask_in(kv, list, ids, i));
         shared |= kv->pool.block[ids[i]].refs > 1;
         if (i < list->sinks) continue;
-        if (tkvi_is_elsewhere(kv, seq, layer, i, spared)) {
+        if (tkvi_has_no_slot(kv, seq, layer, i, spared)) {
             out++;
             tokens_out += there;
             key = -1;
         } else {
             int coding;
-            const tkv_tier tier = tkvi_tightened(kv, seq, layer, i, r, &coding);
+            const tkv_tier tier = tkvi_tier_after_recoding(kv, seq, layer, i, r, &coding);
             stretches += kv->tables.coding[coding].key != key || tier != was;
             key = kv->tables.coding[coding].key;
             was = tier;
             tokens += there;
         }
     }
-    if (shared || (tkvi_binds(kv) && !in_order)) return go;
+    if (shared || (tkvi_has_fixed_slots(kv) && !in_order)) return go;
     if (!spared->outside) go.outside = tkvi_max(0, out - stay);
     else stay -= tokens_out;
     if (in_order) go.oldest = tkvi_max(0, tokens - stay);
@@ -608,7 +611,7 @@ static tkvi_going tkvi_may_go(const tkv_cache *kv, int seq, int layer, const tkv
 /* Frees n blocks of a list in a forecast. has: the blocks of the list in each class. Which n blocks will be freed
  * is unknown. Assume the smallest (a lower bound). If others are freed, other pages are not full: the classes that
  * count for that are marked (`mixed`). */
-static void tkvi_add_going(tkv_cache *kv, int n, int64_t *has, tkvi_forecast *o) {
+static void tkvi_subtract_smallest_blocks(tkv_cache *kv, int n, int64_t *has, tkvi_forecast *o) {
     int64_t *mixed = kv->need + 3 * kv->tables.n_classes;
     while (n > 0) {
         int c, least = -1;
@@ -633,18 +636,18 @@ static void tkvi_add_list_at(tkv_cache *kv, int seq, int layer, int level, int r
     const tkvi_tier_spec *r = &tkvi_rules_of(t, layer)[level];
     const tkvi_spared spared = tkvi_spared_by(kv, seq, r, level, reclaim_stages);
     int64_t *has = kv->need + 2 * t->n_classes;
-    tkvi_going go = {0, 0, 0};
+    tkvi_evict_bound go = {0, 0, 0};
     tkv_evict_config full;
     int i;
     memset(has, 0, (size_t)t->n_classes * sizeof *has);
     (void)tkvi_evict_fill(&t->cfg.evict, &full);
-    if (reclaim_stages & TKVI_EVICT) go = tkvi_may_go(kv, seq, layer, r, &spared);
+    if (reclaim_stages & TKVI_EVICT) go = tkvi_bound_eviction(kv, seq, layer, r, &spared);
     list->left = list->n - go.here;
     for (i = list->sinks; i < list->n; i++) {
         const tkvi_block *b = &kv->pool.block[ids[i]];
         int gone = 0, coding;
         if (b->refs > 1) continue;
-        if (tkvi_is_elsewhere(kv, seq, layer, i, &spared)) {
+        if (tkvi_has_no_slot(kv, seq, layer, i, &spared)) {
             gone = go.outside-- > 0;
             if (!tkvi_is_offloaded(b)) o->slots[t->coding[b->coding].size_class]--;
             o->outside += !gone - tkvi_is_offloaded(b);
@@ -658,16 +661,16 @@ static void tkvi_add_list_at(tkv_cache *kv, int seq, int layer, int level, int r
         }
         if (reclaim_stages & TKVI_LOOSEN) {
             coding = r->coding[tkvi_due(kv, seq, layer, i, r, !tkvi_any_step(kv))];
-            if (!tkvi_tighter(kv, coding, b->coding)) coding = b->coding;
+            if (!tkvi_is_smaller(kv, coding, b->coding)) coding = b->coding;
         } else {
-            (void)tkvi_tightened(kv, seq, layer, i, r, &coding);
+            (void)tkvi_tier_after_recoding(kv, seq, layer, i, r, &coding);
         }
         o->slots[t->coding[b->coding].size_class]--;
         o->slots[t->coding[coding].size_class] += !gone;
         has[t->coding[coding].size_class]++;
         list->left -= gone;
     }
-    tkvi_add_going(kv, go.here, has, o);
+    tkvi_subtract_smallest_blocks(kv, go.here, has, o);
 }
 
 /* Forecast at a level after these reclaim stages, with the memory request. */
@@ -750,7 +753,7 @@ static int tkvi_fits_somewhere(tkv_cache *kv, size_t budget, size_t *bytes) {
  * level. within, if not 0: a limit in bytes. A block that would open a page for which the limit leaves no memory is
  * passed over for one that opens none. Later blocks would free pages in turn, but there may be no later blocks.
  * early: as in tkvi_next_stale. */
-static size_t tkvi_tighten_one(tkv_cache *kv, size_t within, int early) {
+static size_t tkvi_recode_oldest(tkv_cache *kv, size_t within, int early) {
     tkvi_stale s;
     size_t had;
     const int spare = kv->pool.spare;
@@ -765,14 +768,14 @@ static size_t tkvi_tighten_one(tkv_cache *kv, size_t within, int early) {
     had = tkvi_coding_at(kv, &s)->bytes.total;
     if (kv->tables.plan[s.layer].now.shared[s.due] && kv->tables.current[s.layer] < 0) {
         int8_t before; /* learns a table from the present blocks: this one cannot wait */
-        if (!tkvi_learn_begin(kv, s.layer, 1, &before) || kv->tables.current[s.layer] < 0) return 0;
-        tkvi_learn_end(kv, s.layer, before, 1);
+        if (!tkvi_begin_table(kv, s.layer, 1, &before) || kv->tables.current[s.layer] < 0) return 0;
+        tkvi_end_table(kv, s.layer, before, 1);
         s.coding = tkvi_coding_of(&kv->tables, s.layer, s.due);
     }
     kv->pool.spare = 0;
     tkvi_demote(kv, s.seq, s.layer, s.i, s.coding, NULL);
     kv->pool.spare = spare;
-    tkvi_in_place(tkvi_list_of(kv, s.seq, s.layer), s.i, s.due);
+    tkvi_count_recoded(tkvi_list_of(kv, s.seq, s.layer), s.i, s.due);
     kv->recoded[kv->tables.level]++;
     return had - kv->tables.coding[s.coding].bytes.total;
 }
@@ -800,10 +803,10 @@ static int tkvi_is_pressed(const tkv_cache *kv, int tenths) {
 /* Recodes the oldest stale block if it is time: memory is short (pressed), or the level is cfg.policy.min_level and
  * not 0. At that level stale blocks are recoded even if memory is free. Only pressure learns a table from few
  * tokens; else blocks wait for their table. Returns the bytes freed. */
-static size_t tkvi_tighten_due(tkv_cache *kv, int pressed) {
+static size_t tkvi_recode_if_due(tkv_cache *kv, int pressed) {
     const int level = kv->tables.level;
     if (!pressed && (level == 0 || level != kv->policy.cfg.min_level)) return 0;
-    return tkvi_tighten_one(kv, kv->tables.cfg.budget_bytes, pressed);
+    return tkvi_recode_oldest(kv, kv->tables.cfg.budget_bytes, pressed);
 }
 
 /* 1 if everything held would fit at the next looser level, below its threshold less the hysteresis. Three more
@@ -845,7 +848,7 @@ static void tkvi_learn_early(tkv_cache *kv) {
         const tkvi_plan *p = &kv->tables.plan[i];
         int8_t had;
         if (p->stored != i || !tkvi_plan_learns(p) || kv->tables.current[i] >= 0) continue;
-        if (tkvi_learn_begin(kv, i, 1, &had)) tkvi_learn_end(kv, i, had, 1);
+        if (tkvi_begin_table(kv, i, 1, &had)) tkvi_end_table(kv, i, had, 1);
     }
 }
 
@@ -870,8 +873,8 @@ static void tkvi_keep_pace(tkv_cache *kv, size_t new_bytes) {
         !tkvi_next_stale(kv, TKVI_ANYWHERE, 1, &s))
         tkvi_go_to_level(kv, ++level);
     while (kv->recode_backlog > 0) {
-        const size_t won = tkvi_tighten_due(kv, tkvi_is_pressed(kv, 10) ||
-                                                    (level > 0 && outside > tkvi_threshold(p, level - 1)));
+        const size_t won = tkvi_recode_if_due(kv, tkvi_is_pressed(kv, 10) ||
+                                                      (level > 0 && outside > tkvi_threshold(p, level - 1)));
         kv->recode_backlog -= (int64_t)won;
         if (won) continue;
         /* The search walks over all lists, so it waits until some new bytes have come. */
@@ -885,7 +888,8 @@ static int tkvi_evict_next(tkv_cache *kv, int *list) {
     const int n = kv->tables.cfg.n_layers, all = (kv->reclaim_stages & TKVI_EVICT_ALL) != 0;
     int went = 0;
     if (!kv->tables.cfg.evict.kind) return 0;
-    if (!(kv->reclaim_stages & TKVI_FLOOR)) return tkvi_evict_some(kv, 0) || (all && tkvi_evict_some(kv, 1));
+    if (!(kv->reclaim_stages & TKVI_FLOOR))
+        return tkvi_evict_batch(kv, 0) || (all && tkvi_evict_batch(kv, 1));
     for (; !went && *list < kv->tables.cfg.max_seqs * n; (*list)++)
         went = tkvi_go_to_floor(kv, *list / n, *list % n, all);
     return went;
@@ -913,7 +917,7 @@ static int tkvi_make_room(tkv_cache *kv, size_t budget) {
         if (kv->reclaim_stages & TKVI_FIRST && (evicts || (evicts = tkvi_may_evict(kv, budget))) &&
             tkvi_evict_next(kv, &list))
             continue;
-        if (tkvi_tighten_one(kv, 0, 1)) continue;
+        if (tkvi_recode_oldest(kv, 0, 1)) continue;
         if (kv->tables.level < kv->policy.cfg.max_level) tkvi_go_to_level(kv, kv->tables.level + 1);
         else if (tkvi_offload_oldest(kv) || tkvi_discard_idle(kv)) continue;
         else if (!evicts && !(evicts = tkvi_may_evict(kv, budget))) return 0;
@@ -957,13 +961,13 @@ TKV_API tkv_status tkv_set_budget(tkv_cache *kv, size_t bytes) {
     if (bytes == 0 && !had) return tkvi_ok(kv); /* no budget before and none now: reservations stay */
     if (bytes == 0) {
         kv->tables.cfg.budget_bytes = kv->heap.limit = 0;
-        tkvi_end_promises(kv);
+        tkvi_end_reservations(kv);
         kv->pool.spare = 0;
         kv->pool.kept_free_pages = 0;
         tkvi_trim(&kv->pool);
         return tkvi_ok(kv);
     }
-    tkvi_ask_nothing(kv);
+    tkvi_clear_request(kv);
     kv->clock++;
     if (kv->pool.spare == 0) { /* the budget had ended: recoding needs its pages again */
         tkvi_peak dry_run = tkvi_begin_dry_run(kv);
@@ -984,10 +988,10 @@ TKV_API tkv_status tkv_set_budget(tkv_cache *kv, size_t bytes) {
         if (!had) kv->pool.spare = 0;
         return tkvi_over_budget(kv, takes);
     }
-    if (!had) tkvi_end_promises(kv); /* their slots were counted for recoding by age */
+    if (!had) tkvi_end_reservations(kv); /* their slots were counted for recoding by age */
     tkvi_trim(&kv->pool);
     if (kv->pool.keep_all) /* in place, only pages are counted: the other bytes held do not change */
-        kv->pool.allowed = (int64_t)((bytes - tkvi_rest(kv)) / kv->tables.page_bytes);
+        kv->pool.allowed = (int64_t)((bytes - tkvi_bytes_without_pages(kv)) / kv->tables.page_bytes);
     else kv->heap.limit = bytes;
     kv->pool.kept_free_pages = tkvi_free_pages_to_keep(kv);
     kv->relax_at = (size_t)-1;
@@ -1023,8 +1027,8 @@ TKV_API tkv_status tkv_maintain(tkv_cache *kv, int max_work, int *done) {
     int n = 0;
     if (!kv) return TKV_ERR_ARG;
     if (max_work < 0) return tkvi_fail(kv, TKV_ERR_ARG, "max_work is", max_work, "; it must not be negative");
-    tkvi_ask_nothing(kv);
-    while (tkvi_has_budget(kv) && n < max_work && tkvi_tighten_due(kv, tkvi_is_pressed(kv, 9))) n++;
+    tkvi_clear_request(kv);
+    while (tkvi_has_budget(kv) && n < max_work && tkvi_recode_if_due(kv, tkvi_is_pressed(kv, 9))) n++;
     tkvi_trim(&kv->pool);
     if (done) *done = n;
     return tkvi_ok(kv);

@@ -15,30 +15,30 @@
 #include "reclaim/offload.h"
 
 /* 1 if block i is discarded and has live tokens. If all its tokens are evicted or anchored, nothing is missing. */
-static int tkvi_missing(const tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int i) {
+static int tkvi_needs_recompute(const tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int i) {
     const tkvi_block *b = &kv->pool.block[ids[i]];
     return tkvi_is_discarded(b) && tkvi_live_mask(b, tkvi_block_tokens(kv, list, ids, i));
 }
 
 /* 1 if a discarded block of a layer covers any of the positions from .. to - 1. */
-static int tkvi_next_discarded(const tkv_cache *kv, int seq, int layer, int64_t from, int64_t to) {
+static int tkvi_has_discarded(const tkv_cache *kv, int seq, int layer, int64_t from, int64_t to) {
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
     int i, lacks = 0;
     for (i = 0; kv->pool.n_discarded && i < list->n && !lacks; i++)
-        lacks = tkvi_missing(kv, list, ids, i) && tkvi_block_start(kv, ids, i) < to &&
+        lacks = tkvi_needs_recompute(kv, list, ids, i) && tkvi_block_start(kv, ids, i) < to &&
                 tkvi_block_end(kv, list, ids, i) > from;
     return lacks;
 }
 
 /* 1 if queries that see the positions from `oldest` on need a discarded block. The last two blocks always count,
  * because attention takes its reference key from them. */
-static int tkvi_misses(const tkv_cache *kv, int seq, int layer, int64_t oldest) {
+static int tkvi_sees_discarded(const tkv_cache *kv, int seq, int layer, int64_t oldest) {
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
     int start;
     if (!kv->pool.n_discarded || list->n == 0) return 0;
     start = tkvi_block_start(kv, tkvi_ids(kv, seq, layer), tkvi_max(0, list->n - 2));
-    return tkvi_next_discarded(kv, seq, layer, oldest < start ? oldest : start, list->len);
+    return tkvi_has_discarded(kv, seq, layer, oldest < start ? oldest : start, list->len);
 }
 
 /* The position up to which the blocks behind the sinks may be discarded in all layers. level: its rules decide
@@ -59,7 +59,7 @@ static int tkvi_discardable_to(const tkv_cache *kv, int seq, int level) {
 
 /* Positions *start .. *end - 1 of the first block behind the sinks that is in RAM. Layers can differ: the block
  * with the lowest start counts. Returns 0 if no layer has such a block. */
-static int tkvi_first_here(const tkv_cache *kv, int seq, int *start, int *end) {
+static int tkvi_first_in_ram(const tkv_cache *kv, int seq, int *start, int *end) {
     int layer, i, found = 0;
     for (layer = 0; layer < kv->tables.cfg.n_layers; layer++) {
         const tkvi_list *list = tkvi_list_of(kv, seq, layer);
@@ -112,7 +112,7 @@ static int tkvi_discard_idle(tkv_cache *kv) {
     int seq, start = 0, end = 0, from = -1, to = 0, last = 0;
     for (seq = 0; kv->tables.cfg.remat && seq < kv->tables.cfg.max_seqs; seq++) {
         if (!tkvi_is_idle(kv, seq) || (from >= 0 && kv->seq[seq].used >= kv->seq[from].used)) continue;
-        if (!tkvi_first_here(kv, seq, &start, &end)) continue;
+        if (!tkvi_first_in_ram(kv, seq, &start, &end)) continue;
         end = tkvi_min(end, tkvi_discardable_to(kv, seq, kv->tables.level));
         if (!tkvi_discard_to(kv, seq, end, 0, &last)) continue;
         from = seq;

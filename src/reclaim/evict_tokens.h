@@ -52,8 +52,8 @@ static uint64_t tkvi_pinned_in(const tkv_cache *kv, const tkvi_list *list, uint3
 }
 
 /* Mask of the live tokens of block i from which a policy may choose, without anchors. */
-static uint64_t tkvi_choosable(const tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int layer,
-                               int i) {
+static uint64_t tkvi_choosable_mask(const tkv_cache *kv, const tkvi_list *list, const uint32_t *ids,
+                                    int layer, int i) {
     const uint64_t there = tkvi_live_mask_in(kv, list, ids, i);
     return i < list->sinks ? there & ~(uint64_t)0 >> (TKVI_BLOCK - kv->tables.plan[layer].sink) : there;
 }
@@ -66,7 +66,7 @@ static int tkvi_count_in(const tkv_cache *kv, const tkvi_list *list, const uint3
         if (tkvi_block_start(kv, ids, i) >= start + n) break;
         for (t = 0; t < TKVI_BLOCK; t++)
             if (there >> t & 1) {
-                const int at = tkvi_at(kv, ids[i], t);
+                const int at = tkvi_slot_position(kv, ids[i], t);
                 found += at >= start && at < start + n;
             }
     }
@@ -123,11 +123,12 @@ static int tkvi_may_join(const tkv_cache *kv, int layer, const tkvi_list *list, 
     const int key = kv->tables.coding[a->coding].key;
     int room, n;
     if (i < list->sinks || i + 2 >= list->n || tkvi_tier_at(list, i) != tkvi_tier_at(list, i + 1)) return 0;
-    if (a->refs > 1 || b->refs > 1 || key != kv->tables.coding[b->coding].key || tkvi_binds(kv)) return 0;
+    if (a->refs > 1 || b->refs > 1 || key != kv->tables.coding[b->coding].key || tkvi_has_fixed_slots(kv))
+        return 0;
     if (tkvi_is_offloaded(a) || tkvi_is_offloaded(b)) return 0;
     if (tkvi_block_end(kv, list, ids, i + 1) - a->start > 65536) return 0;
-    room = TKVI_BLOCK - tkvi_bits_in(tkvi_kept(kv, list, ids, i));
-    n = tkvi_bits_in(tkvi_kept(kv, list, ids, i + 1));
+    room = TKVI_BLOCK - tkvi_bits_in(tkvi_used_mask(kv, list, ids, i));
+    n = tkvi_bits_in(tkvi_used_mask(kv, list, ids, i + 1));
     if (n <= room) return n;
     if (kv->pool.token_meta[ids[i]].anchored | kv->pool.token_meta[ids[i + 1]].anchored) return 0;
     if (press) return room;
@@ -163,7 +164,7 @@ static void tkvi_join_blocks(tkv_cache *kv, int seq, int layer, int i, int count
     const tkv_config *cfg = &kv->tables.cfg;
     const tkvi_simd_ops *help = kv->kernels->helpers;
     tkvi_block *a = &kv->pool.block[ids[i]], *b = &kv->pool.block[ids[i + 1]];
-    const uint64_t here = tkvi_kept(kv, list, ids, i), left = tkvi_kept(kv, list, ids, i + 1);
+    const uint64_t here = tkvi_used_mask(kv, list, ids, i), left = tkvi_used_mask(kv, list, ids, i + 1);
     const uint64_t there = tkvi_first_bits(left, count);
     const size_t dk = (size_t)cfg->head_dim, dv = (size_t)cfg->v_head_dim;
     float *k = kv->recode, *v = k + tkvi_round_up(cfg->head_dim, 16) * TKVI_BLOCK;
@@ -201,7 +202,7 @@ static void tkvi_compact_blocks(tkv_cache *kv, int seq, int layer, int press) {
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
     int i, n;
     for (i = 0; i + 1 < list->n; i++)
-        if (kv->pool.block[ids[i]].refs == 1 && !tkvi_kept(kv, list, ids, i) &&
+        if (kv->pool.block[ids[i]].refs == 1 && !tkvi_used_mask(kv, list, ids, i) &&
             tkvi_free_block(kv, seq, layer, i))
             i--;
     for (i = list->sinks; i + 1 < list->n; i++)
@@ -256,7 +257,7 @@ static void tkvi_block_norms(const tkv_cache *kv, uint32_t id, uint64_t there, f
     }
 }
 
-/* KeyDiff scores of a layer's n keys, decoded block by block. The formula is that of tkvi_score_differing. */
+/* KeyDiff scores of a layer's n keys, decoded block by block. The formula is that of tkvi_score_keydiff. */
 static void tkvi_differing(const tkv_cache *kv, int seq, int layer, float *out, int n) {
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
@@ -268,13 +269,13 @@ static void tkvi_differing(const tkv_cache *kv, int seq, int layer, float *out, 
         memset(anchor, 0, sizeof anchor);
         for (pass = 0; pass < 2; pass++) {
             for (i = 0, at = 0; i < list->n; i++, at += count) {
-                const uint64_t there = tkvi_choosable(kv, list, ids, layer, i);
+                const uint64_t there = tkvi_choosable_mask(kv, list, ids, layer, i);
                 count = tkvi_bits_in(there);
                 tkvi_keys_of(kv, ids[i], h, there, kv->recode);
                 for (t = 0; t < count; t++)
                     if (pass)
                         out[at + t] -=
-                            tkvi_likeness(kv->recode + t * dim, anchor, length, dim) / (float)heads;
+                            tkvi_key_cosine(kv->recode + t * dim, anchor, length, dim) / (float)heads;
                     else tkvi_add_direction(kv->recode + t * dim, dim, anchor);
             }
             length = tkvi_anchor_length(anchor, dim);
@@ -290,7 +291,7 @@ typedef struct tkvi_spared {
 } tkvi_spared;
 
 /* 1 if block i is offloaded or discarded, or counts as such in a dry run. */
-static int tkvi_is_elsewhere(const tkv_cache *kv, int seq, int layer, int i, const tkvi_spared *s) {
+static int tkvi_has_no_slot(const tkv_cache *kv, int seq, int layer, int i, const tkvi_spared *s) {
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
     if (tkvi_is_offloaded(&kv->pool.block[ids[i]])) return 1;
@@ -312,9 +313,9 @@ static tkv_evict_view tkvi_build_view(tkv_cache *kv, int seq, int layer, const t
     for (i = 0; i < list->n; i++) {
         const tkvi_block *b = &kv->pool.block[ids[i]];
         const uint64_t pinned = tkvi_pinned_in(kv, list, ids[i]);
-        const uint64_t there = tkvi_choosable(kv, list, ids, layer, i);
+        const uint64_t there = tkvi_choosable_mask(kv, list, ids, layer, i);
         const int first = c->n,
-                  stays = spared && spared->outside && tkvi_is_elsewhere(kv, seq, layer, i, spared);
+                  stays = spared && spared->outside && tkvi_has_no_slot(kv, seq, layer, i, spared);
         float mass[TKVI_BLOCK];
         kv->pool.token_meta[ids[i]].temporary_pins &= pinned; /* else a merge could revive ended pins */
         tkvi_decay_to_now(kv, ids[i], list->len, newest, mass);
@@ -323,7 +324,7 @@ static tkv_evict_view tkvi_build_view(tkv_cache *kv, int seq, int layer, const t
         for (t = 0; t < TKVI_BLOCK; t++) {
             int at;
             if (!(there >> t & 1)) continue;
-            at = tkvi_at(kv, ids[i], t);
+            at = tkvi_slot_position(kv, ids[i], t);
             c->position[c->n] = at;
             if (needs & TKV_EVICT_NEEDS_NORMS && tkvi_keeps_norms(kv))
                 c->value[c->n] = tkvi_from_bits(kv->pool.token_meta[ids[i]].mass[t]);
@@ -334,7 +335,7 @@ static tkv_evict_view tkvi_build_view(tkv_cache *kv, int seq, int layer, const t
             c->n++;
         }
         if (needs & TKV_EVICT_NEEDS_SCORES && !(p && p->scores)) /* importance as tkv_importance_of has it */
-            tkvi_weigh_importance(kv, c->position + first, c->value + first, c->n - first, list->len);
+            tkvi_importance_of_block(kv, c->position + first, c->value + first, c->n - first, list->len);
     }
     memset(&v, 0, sizeof v);
     v.n = c->n;
@@ -347,7 +348,7 @@ static tkv_evict_view tkvi_build_view(tkv_cache *kv, int seq, int layer, const t
 
 /* Number of tokens that a layer may keep, if layers keep `keep` on average. Some policies give each layer a budget
  * of its own. */
-static int tkvi_keep_of(const tkv_cache *kv, int seq, int layer, const tkv_evict_config *cfg, int keep) {
+static int tkvi_layer_keep(const tkv_cache *kv, int seq, int layer, const tkv_evict_config *cfg, int keep) {
     int budget[TKVI_MAX_LAYERS], i, n = 0, mine = 0;
     tkv_evict_budget b;
     if (tkvi_evict_row_of(cfg->kind)->shape == TKV_EVICT_UNIFORM) return keep;
@@ -370,7 +371,7 @@ static void tkvi_note_victims(tkv_cache *kv, int seq, int layer, const tkvi_choi
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
     int i, t, at = 0;
     for (i = 0; i < list->n; i++) {
-        const uint64_t there = tkvi_choosable(kv, list, ids, layer, i);
+        const uint64_t there = tkvi_choosable_mask(kv, list, ids, layer, i);
         uint64_t *chosen = &kv->pool.token_meta[ids[i]].chosen;
         *chosen = 0;
         for (t = 0; t < TKVI_BLOCK; t++)
@@ -387,7 +388,7 @@ static void tkvi_apply_eviction(tkv_cache *kv, int seq, int layer, int press) {
     for (i = 0; i < list->n; i++) {
         uint64_t *chosen = &kv->pool.token_meta[ids[i]].chosen;
         for (t = 0; t < TKVI_BLOCK; t++)
-            if (*chosen >> t & 1) position[gone++] = tkvi_at(kv, ids[i], t);
+            if (*chosen >> t & 1) position[gone++] = tkvi_slot_position(kv, ids[i], t);
         kv->pool.block[ids[i]].gone |= *chosen;
         *chosen = 0;
     }
@@ -440,7 +441,7 @@ static void tkvi_evict_due_in(tkv_cache *kv, int seq, int layer, int n) {
     int count, due, keep, least;
     if (!cfg->evict.kind || !cfg->evict_tokens || kv->tables.plan[layer].stored != layer) return;
     count = tkvi_count(kv, seq, layer);
-    keep = tkvi_keep_of(kv, seq, layer, &cfg->evict, cfg->evict_tokens);
+    keep = tkvi_layer_keep(kv, seq, layer, &cfg->evict, cfg->evict_tokens);
     due = tkv_evict_due(&cfg->evict, count, n, keep);
     (void)tkvi_evict_fill(&cfg->evict, &full);
     least = tkvi_min(full.sink_tokens + 1, keep / 2); /* the sinks stay, even if many tokens come at once */
@@ -455,7 +456,7 @@ static uint64_t tkvi_held_in(const tkv_cache *kv, const tkvi_list *list, const u
 
 /* Number of tokens of a list that stay in any case, an upper bound. It counts all n_anchors, because blocks that
  * are recoded make anchors. */
-static int tkvi_stay_of(const tkv_cache *kv, int seq, int layer, const tkvi_spared *spared) {
+static int tkvi_n_staying(const tkv_cache *kv, int seq, int layer, const tkvi_spared *spared) {
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
     tkv_evict_config cfg;
@@ -466,7 +467,7 @@ static int tkvi_stay_of(const tkv_cache *kv, int seq, int layer, const tkvi_spar
         TKVI_BLOCK; /* twice: rules/evict.h protects recent tokens in half of `keep` */
     n += kv->tables.cfg.n_anchors;
     for (i = 0; i < list->n; i++)
-        n += tkvi_bits_in(spared->outside && tkvi_is_elsewhere(kv, seq, layer, i, spared)
+        n += tkvi_bits_in(spared->outside && tkvi_has_no_slot(kv, seq, layer, i, spared)
                               ? tkvi_live_mask_in(kv, list, ids, i)
                               : tkvi_held_in(kv, list, ids, i));
     return (int)(n < TKVI_FOREVER ? n : TKVI_FOREVER);
@@ -474,7 +475,7 @@ static int tkvi_stay_of(const tkv_cache *kv, int seq, int layer, const tkvi_spar
 
 /* Evicts a batch of tokens from the list that can spare the most. outside_too: 1 evicts offloaded tokens as well.
  * 0: no list can spare any. */
-static int tkvi_evict_some(tkv_cache *kv, int outside_too) {
+static int tkvi_evict_batch(tkv_cache *kv, int outside_too) {
     const tkv_config *cfg = &kv->tables.cfg;
     int seq, layer, most = 0, of_seq = 0, of_layer = 0, count = 0;
     tkvi_spared spared;
@@ -483,7 +484,7 @@ static int tkvi_evict_some(tkv_cache *kv, int outside_too) {
     for (seq = 0; seq < cfg->max_seqs && cfg->evict.kind; seq++)
         for (layer = 0; layer < cfg->n_layers && !kv->seq[seq].in_step; layer++) {
             const int n = tkvi_list_of(kv, seq, layer)->n ? tkvi_count(kv, seq, layer) : 0;
-            const int spare = n ? n - tkvi_stay_of(kv, seq, layer, &spared) : 0;
+            const int spare = n ? n - tkvi_n_staying(kv, seq, layer, &spared) : 0;
             if (spare <= most) continue;
             most = spare;
             of_seq = seq;

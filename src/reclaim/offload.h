@@ -85,7 +85,7 @@ static TKVI_NOINLINE int tkvi_store_block(tkv_cache *kv, uint32_t id, tkvi_store
 
 /* Called before a block is recoded. With cfg.spill.keep_exact it writes a copy of the exact bytes to the store, if
  * the block has none. If the store fails, there is no copy, but the call goes on. */
-static void tkvi_keep_copy(tkv_cache *kv, int layer, uint32_t id) {
+static void tkvi_store_exact_copy(tkv_cache *kv, int layer, uint32_t id) {
     tkvi_block *b = &kv->pool.block[id];
     if (!kv->tables.cfg.spill.keep_exact || !kv->tables.cfg.spill.store || b->copy || b->refs > 1) return;
     if (!tkvi_is_hot_coding(kv, layer, b->coding)) return;
@@ -116,7 +116,7 @@ static int tkvi_can_offload(const tkv_cache *kv, int seq, int layer, int i, cons
 }
 
 /* Index of the block of a list to offload next, the oldest that may be; -1: none. Also moves list->out on. */
-static int tkvi_next_out(tkv_cache *kv, int seq, int layer) {
+static int tkvi_next_to_offload(tkv_cache *kv, int seq, int layer) {
     tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
     int i = list->sinks + list->out;
@@ -127,9 +127,10 @@ static int tkvi_next_out(tkv_cache *kv, int seq, int layer) {
     return i < list->n && tkvi_can_offload(kv, seq, layer, i, &kv->tables.plan[layer].now) ? i : -1;
 }
 
-/* Offloads the block that tkvi_next_out finds. 0: there is none, or the store failed and the block stays in RAM. */
+/* Offloads the block that tkvi_next_to_offload finds. 0: there is none, or the store failed and the block stays in
+ * RAM. */
 static int tkvi_offload_next(tkv_cache *kv, int seq, int layer) {
-    const int i = tkvi_next_out(kv, seq, layer);
+    const int i = tkvi_next_to_offload(kv, seq, layer);
     uint32_t id, page;
     tkvi_block *b;
     int slot;
@@ -142,7 +143,7 @@ static int tkvi_offload_next(tkv_cache *kv, int seq, int layer) {
     }
     page = b->page;
     slot = b->slot;
-    b->page = TKVI_OUTSIDE | (uint32_t)(kv->pool.marks >> 16);
+    b->page = TKVI_OFFLOADED | (uint32_t)(kv->pool.marks >> 16);
     b->slot = (uint16_t)(kv->pool.marks & 0xffffu);
     kv->pool.n_offloaded++;
     kv->spilled++;
@@ -156,8 +157,9 @@ static int tkvi_offload_next(tkv_cache *kv, int seq, int layer) {
 /* Reads one side of a head's record of an offloaded block, or of its exact copy, into `room`. *bytes points to it
  * until the next call with this buffer. Errors: TKV_ERR_NO_SOURCE (discarded), TKV_ERR_IO (the store failed),
  * TKV_ERR_DATA (wrong checksum). */
-static TKVI_NOINLINE tkv_status tkvi_fetch(const tkv_cache *kv, uint32_t id, tkvi_stored_as what, int head,
-                                           tkv_side side, tkvi_fetch_buffer *room, const uint8_t **bytes) {
+static TKVI_NOINLINE tkv_status tkvi_read_piece(const tkv_cache *kv, uint32_t id, tkvi_stored_as what,
+                                                int head, tkv_side side, tkvi_fetch_buffer *room,
+                                                const uint8_t **bytes) {
     const tkv_spill_config *s = &kv->tables.cfg.spill;
     const tkvi_block *b = &kv->pool.block[id];
     const int coding = what == TKVI_COPY ? b->copy - 1 : b->coding;
@@ -177,18 +179,18 @@ static TKVI_NOINLINE tkv_status tkvi_fetch(const tkv_cache *kv, uint32_t id, tkv
 }
 
 /* One side of a head's record: in its slot, or read into `room` if the block is offloaded. *bytes is valid until
- * the next call with this buffer. Errors: those of tkvi_fetch. */
+ * the next call with this buffer. Errors: those of tkvi_read_piece. */
 static tkv_status tkvi_side_bytes(const tkv_cache *kv, uint32_t id, int head, tkv_side side,
                                   tkvi_fetch_buffer *room, const uint8_t **bytes) {
     const tkvi_block *b = &kv->pool.block[id];
     const tkvi_record *r = &kv->tables.coding[b->coding].record[head];
-    if (tkvi_is_offloaded(b)) return tkvi_fetch(kv, id, TKVI_ITSELF, head, side, room, bytes);
+    if (tkvi_is_offloaded(b)) return tkvi_read_piece(kv, id, TKVI_ITSELF, head, side, room, bytes);
     *bytes = tkvi_block_bytes(&kv->pool, b) + r->at + (side == TKV_K ? 0 : r->v_at);
     return TKV_OK;
 }
 
 /* Prefetch: announces to the store that a head's record of this offloaded block will be read soon. */
-static void tkvi_fetch_ahead(const tkv_cache *kv, uint32_t id, int head) {
+static void tkvi_prefetch_record(const tkv_cache *kv, uint32_t id, int head) {
     const tkv_spill_config *s = &kv->tables.cfg.spill;
     const tkvi_block *b = &kv->pool.block[id];
     if (s->ahead) {

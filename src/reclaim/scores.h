@@ -99,7 +99,7 @@ static void tkvi_decay_to_now(tkv_cache *kv, uint32_t id, int len, int newest, f
 
 /* Importance of n tokens, at most 64, at these positions. a: in, their attention scores of now; out, their
  * importance. */
-static void tkvi_weigh_importance(const tkv_cache *kv, const int *position, float *a, int n, int len) {
+static void tkvi_importance_of_block(const tkv_cache *kv, const int *position, float *a, int n, int len) {
     tkv_importance token[TKVI_BLOCK];
     int t;
     for (t = 0; t < n; t++) {

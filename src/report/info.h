@@ -58,7 +58,7 @@ TKV_API tkv_status tkv_tier_of(const tkv_cache *kv, int seq, int layer, int toke
     list = tkvi_list_of(kv, seq, layer);
     ids = tkvi_ids(kv, seq, layer);
     if (token < list->dropped || token >= list->len) return TKV_ERR_RANGE;
-    i = tkvi_find(kv, list, ids, token, &slot);
+    i = tkvi_find_token(kv, list, ids, token, &slot);
     if (i < 0) return TKV_ERR_RANGE;
     if (tkvi_is_discarded(&kv->pool.block[ids[i]])) return TKV_ERR_NO_SOURCE;
     *out = tkvi_tier_at(list, i);
@@ -231,7 +231,7 @@ static tkvi_layer_sum tkvi_layer_after(const tkvi_plan *p, int n, int waiting) {
     tkvi_layer_sum s;
     int64_t tokens = tkvi_max(0, n - p->sink), whole = tokens / TKVI_BLOCK, rest = tokens % TKVI_BLOCK;
     int64_t due = (int64_t)n - 1 - p->sink; /* length at the last ageing, without the sinks */
-    int64_t gone, archived, coded, margin = (int64_t)p->keep + tkvi_drop_margin(p);
+    int64_t gone, archived, coded, margin = (int64_t)p->keep + tkvi_expiry_margin(p);
     int tier;
     memset(&s, 0, sizeof s);
     gone = p->keep ? tkvi_ended(whole, due - margin) : 0;
@@ -252,15 +252,16 @@ static tkvi_layer_sum tkvi_layer_after(const tkvi_plan *p, int n, int waiting) {
 }
 
 /* Upper bound of the blocks of one list that are not in RAM, within what reclaim/offload.h and discard.h allow. */
-typedef struct tkvi_away {
+typedef struct tkvi_not_in_ram {
     int64_t blocks;
     int missing; /* 1: they are discarded, and their tokens count in no tier; 0: offloaded */
-} tkvi_away;
+} tkvi_not_in_ram;
 
 /* Moves the oldest blocks of a list out of RAM, in `s` and `m`. Blocks of the hot tail and the last two blocks
  * stay. */
-static void tkvi_send_away(tkv_memory_info *m, const tkvi_derived_config *h, const tkvi_plan *p, int n_tokens,
-                           int64_t n_seqs, const tkvi_away *away, tkvi_layer_sum *s) {
+static void tkvi_move_out_of_ram(tkv_memory_info *m, const tkvi_derived_config *h, const tkvi_plan *p,
+                                 int n_tokens, int64_t n_seqs, const tkvi_not_in_ram *away,
+                                 tkvi_layer_sum *s) {
     static const tkv_tier order[TKV_TIER_COUNT] = {TKV_ARCHIVE, TKV_WARM, TKV_HOT};
     const int64_t here = s->blocks[TKV_ARCHIVE] + s->blocks[TKV_WARM] + s->blocks[TKV_HOT];
     /* when the last block has just begun, which needs most memory */
@@ -296,12 +297,12 @@ static void tkvi_add_blocks(tkv_memory_info *m, const tkvi_derived_config *h, in
 /* Adds the blocks of one layer in n_seqs sequences of n_tokens each. Returns the number of blocks of one
  * sequence, blocks that are not in RAM included. */
 static int64_t tkvi_add_layer(tkv_memory_info *m, const tkvi_derived_config *h, const tkvi_plan *p,
-                              int n_tokens, int64_t n_seqs, int waiting, const tkvi_away *away,
+                              int n_tokens, int64_t n_seqs, int waiting, const tkvi_not_in_ram *away,
                               int64_t *live) {
     tkvi_layer_sum s = tkvi_layer_after(p, n_tokens, waiting);
     int64_t here = (s.sink_tokens > 0) + s.blocks[TKV_HOT] + s.blocks[TKV_WARM] + s.blocks[TKV_ARCHIVE];
     int tier;
-    if (away->blocks) tkvi_send_away(m, h, p, n_tokens, n_seqs, away, &s);
+    if (away->blocks) tkvi_move_out_of_ram(m, h, p, n_tokens, n_seqs, away, &s);
     if (s.sink_tokens) tkvi_add_blocks(m, h, p->sink_coding, TKV_HOT, n_seqs, s.sink_tokens * n_seqs, live);
     for (tier = 0; tier < TKV_TIER_COUNT; tier++)
         tkvi_add_blocks(m, h, p->now.key[tier], (tkv_tier)tier, s.blocks[tier] * n_seqs,
@@ -330,7 +331,7 @@ static tkv_status tkvi_estimate_at(tkvi_derived_config *h, int level, const tkvi
     int64_t live[TKVI_MAX_CODINGS], all = 0, pages = 0, most = 0, learned = 0;
     tkv_memory_info m;
     size_t page_bytes;
-    tkvi_away outside, missing;
+    tkvi_not_in_ram outside, missing;
     int i, c;
     const int idle = stretch->missing && n_seqs > 1 ? n_seqs - 1 : 0;
     const size_t list = sizeof(uint32_t) * (size_t)h->cfg.n_layers * (size_t)n_seqs;
@@ -349,7 +350,7 @@ static tkv_status tkvi_estimate_at(tkvi_derived_config *h, int level, const tkvi
         if (p.stored != i) continue;
         if (tkvi_plan_learns(
                 &p)) { /* waiting: sequences stored before there is a table; under a budget it is made early */
-            waiting = h->cfg.budget_bytes ? 0 : tkvi_min(n_seqs, TKVI_LEARN / n_tokens);
+            waiting = h->cfg.budget_bytes ? 0 : tkvi_min(n_seqs, TKVI_FIRST_TABLE_TOKENS / n_tokens);
             if ((int64_t)(n_tokens - p.sink) * n_seqs > TKVI_BLOCK) learned = (int64_t)n_tokens * n_seqs;
         }
         here = tkvi_add_layer(&m, h, &p, n_tokens, n_seqs - waiting - idle, 0, &outside, live);
@@ -370,9 +371,9 @@ static tkv_status tkvi_estimate_at(tkvi_derived_config *h, int level, const tkvi
     m.scratch = fixed.solve + fixed.recode + fixed.parts;
     m.shadow = fixed.shadow;
     m.index = fixed.total - m.tables - m.scratch - m.shadow;
-    if (h->any_shared && learned <= TKVI_LEARN_WELL) m.tables += tkvi_stats_bytes(&h->cfg);
-    if (learned > TKVI_LEARN || h->cfg.budget_bytes) m.tables += tkvi_version_bytes(h);
-    if (learned > TKVI_LEARN_WELL) m.tables += tkvi_version_bytes(h);
+    if (h->any_shared && learned <= TKVI_SECOND_TABLE_TOKENS) m.tables += tkvi_stats_bytes(&h->cfg);
+    if (learned > TKVI_FIRST_TABLE_TOKENS || h->cfg.budget_bytes) m.tables += tkvi_version_bytes(h);
+    if (learned > TKVI_SECOND_TABLE_TOKENS) m.tables += tkvi_version_bytes(h);
     if (all) {
         m.index += tkvi_cap_for(all) * tkvi_block_entry(&h->cfg) + tkvi_cap_for(pages) * sizeof(tkvi_page);
         m.index += (size_t)tkvi_cap_for(most + 1) * (list + tkvi_choice_entry(&h->cfg));
@@ -423,7 +424,7 @@ static tkv_status tkvi_estimate_within(tkvi_derived_config *h, int n_tokens, int
 /* Eviction for bytes can reduce a list to this number of tokens, which allows for blocks that are not full.
  * Offloaded blocks are not merged: with a store, each token that stays may be the only one of its block. Returns
  * n_tokens if nothing is evicted for bytes. */
-static int tkvi_evicts_to(const tkvi_derived_config *h, int n_tokens) {
+static int tkvi_eviction_floor(const tkvi_derived_config *h, int n_tokens) {
     tkv_evict_config cfg;
     int64_t n;
     if (!h->cfg.evict.kind || !h->cfg.budget_bytes) return n_tokens;
@@ -443,7 +444,7 @@ TKV_API tkv_status tkv_estimate(const tkv_config *cfg, int n_tokens, int n_seqs,
         return TKV_ERR_ARG;
     keep = h.cfg.evict.kind && h.cfg.evict_tokens ? tkvi_min(n_tokens, h.cfg.evict_tokens) : n_tokens;
     st = tkvi_estimate_within(&h, keep, n_seqs, &m);
-    if (st == TKV_ERR_BUDGET && (least = tkvi_evicts_to(&h, keep)) < keep &&
+    if (st == TKV_ERR_BUDGET && (least = tkvi_eviction_floor(&h, keep)) < keep &&
         (st = tkvi_estimate_within(&h, least, n_seqs, &m)) == TKV_OK) {
         while (least < keep) { /* the most tokens that fit, by bisection */
             const int n = least + (keep - least + 1) / 2;
@@ -465,7 +466,7 @@ TKV_API tkv_status tkv_max_context(const tkv_config *cfg, int n_seqs, int *n_tok
     if (!n_tokens || !h.cfg.budget_bytes || n_seqs < 1 || n_seqs > h.cfg.max_seqs) return TKV_ERR_ARG;
     high = h.cfg.max_tokens;
     least = h.cfg.evict.kind && h.cfg.evict_tokens ? tkvi_min(high, h.cfg.evict_tokens) : high;
-    least = tkvi_evicts_to(&h, least);
+    least = tkvi_eviction_floor(&h, least);
     if (least < high && tkvi_estimate_within(&h, least, n_seqs, &m) == TKV_OK) { /* eviction keeps it so */
         *n_tokens = high;
         return TKV_OK;
@@ -493,7 +494,7 @@ typedef struct tkvi_checker {
     size_t size;
 } tkvi_checker;
 
-static tkv_status tkvi_broken(const tkvi_checker *k, const char *what, int64_t where) {
+static tkv_status tkvi_report_broken(const tkvi_checker *k, const char *what, int64_t where) {
     tkvi_text t = tkvi_text_begin(k->reason, k->reason ? k->size : 0);
     tkvi_append_text(&t, what);
     tkvi_append_text(&t, " (");
@@ -509,17 +510,17 @@ static tkv_status tkvi_check_ids(const tkvi_checker *k, int seq, int layer) {
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
     int i;
     if (list->n < 0 || (uint32_t)list->n > kv->seq[seq].cap)
-        return tkvi_broken(k, "a list is longer than its room", layer);
+        return tkvi_report_broken(k, "a list is longer than its room", layer);
     for (i = 0; i < list->n; i++)
         if (ids[i] >= kv->pool.block_cap || kv->pool.block[ids[i]].refs == 0 ||
             kv->pool.block[ids[i]].coding >= kv->tables.n_codings)
-            return tkvi_broken(k, "a list names a block that does not exist", (int64_t)ids[i]);
+            return tkvi_report_broken(k, "a list names a block that does not exist", (int64_t)ids[i]);
     return TKV_OK;
 }
 
 /* Can a block of this tier have this format? In the hot tier: only a hot format of some level. In the others: the
  * tier's own format, or, with several levels, a store, or for a discarded block, any format of the ladder. */
-static int tkvi_of_tier(const tkv_cache *kv, int layer, int absent, tkv_tier tier, int key) {
+static int tkvi_is_format_of_tier(const tkv_cache *kv, int layer, int absent, tkv_tier tier, int key) {
     const tkvi_tier_spec *rule = tkvi_rules_of(&kv->tables, layer);
     int i, t, one = kv->tables.n_levels == 1 && !kv->tables.cfg.spill.store && !absent;
     for (i = 0; i < kv->tables.n_levels; i++)
@@ -535,63 +536,64 @@ static tkv_status tkvi_check_list(const tkvi_checker *k, int seq, int layer) {
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
     int i, t, slot, last;
     if (p->stored != layer)
-        return list->n || list->len ? tkvi_broken(k, "a layer without its own cache holds blocks", layer)
-                                    : TKV_OK;
+        return list->n || list->len
+                   ? tkvi_report_broken(k, "a layer without its own cache holds blocks", layer)
+                   : TKV_OK;
     if (list->sinks < 0 || list->sinks > 1 || list->archive < 0 || list->warm < 0 ||
         (int64_t)list->sinks + list->archive + list->warm > list->n)
-        return tkvi_broken(k, "tier counts do not fit the list of layer", layer);
+        return tkvi_report_broken(k, "tier counts do not fit the list of layer", layer);
     if (list->tightest < 0 || list->tightest > list->tight || list->tightest > list->archive ||
         list->tight > list->archive + list->warm)
-        return tkvi_broken(k, "blocks of the hot tail count as tight in layer", layer);
+        return tkvi_report_broken(k, "blocks of the hot tail count as tight in layer", layer);
     if (list->out < 0 || list->out > list->n - list->sinks)
-        return tkvi_broken(k, "more blocks are counted as outside than there are, layer", layer);
+        return tkvi_report_broken(k, "more blocks are counted as outside than there are, layer", layer);
     for (i = 0; i < list->out; i++)
         if (!tkvi_is_offloaded(&kv->pool.block[ids[list->sinks + i]]))
-            return tkvi_broken(k, "a block is counted as outside and is not, layer", layer);
+            return tkvi_report_broken(k, "a block is counted as outside and is not, layer", layer);
     if (list->chunk < 0 || list->chunk > list->len)
-        return tkvi_broken(k, "the last append began behind the end of layer", layer);
+        return tkvi_report_broken(k, "the last append began behind the end of layer", layer);
     if (list->dropped < 0 || list->dropped > list->len || list->len > kv->tables.cfg.max_tokens)
-        return tkvi_broken(k, "a length is out of range in layer", layer);
+        return tkvi_report_broken(k, "a length is out of range in layer", layer);
     if (kv->pool.token_meta ? list->n && list->len == list->dropped
                             : (list->n == 0) != (list->len == list->dropped))
-        return tkvi_broken(k, "tokens without blocks, or blocks without, in layer", layer);
+        return tkvi_report_broken(k, "tokens without blocks, or blocks without, in layer", layer);
     if (list->n && (kv->pool.token_meta ? tkvi_block_start(kv, ids, 0) < list->dropped
                                         : tkvi_block_start(kv, ids, 0) != list->dropped))
-        return tkvi_broken(k, "the first block does not follow what was dropped, layer", layer);
+        return tkvi_report_broken(k, "the first block does not follow what was dropped, layer", layer);
     for (i = 0; i < list->n; i++) {
         const tkvi_block *b = &kv->pool.block[ids[i]];
         int64_t end = tkvi_block_end(kv, list, ids, i), age = list->len - end, most;
         tkv_tier tier = tkvi_tier_at(list, i);
         if (end <= b->start || tkvi_block_tokens(kv, list, ids, i) > kv->tables.coding[b->coding].tokens)
-            return tkvi_broken(k, "a block has no tokens or more than its room", (int64_t)ids[i]);
+            return tkvi_report_broken(k, "a block has no tokens or more than its room", (int64_t)ids[i]);
         if ((b->gone || b->packed) && (!kv->pool.token_meta || b->packed < 0))
-            return tkvi_broken(k, "tokens are gone where none can be dropped", (int64_t)ids[i]);
-        for (t = 0, last = -1; t < b->packed && !tkvi_is_wide(kv, b); t++) {
-            if (!(tkvi_kept(kv, list, ids, i) >> t & 1)) continue;
-            if (tkvi_at(kv, ids[i], t) >= end || tkvi_at(kv, ids[i], t) <= last)
-                return tkvi_broken(k, "tokens of a packed block are out of order", (int64_t)ids[i]);
-            last = tkvi_at(kv, ids[i], t);
+            return tkvi_report_broken(k, "tokens are gone where none can be dropped", (int64_t)ids[i]);
+        for (t = 0, last = -1; t < b->packed && !tkvi_has_long_positions(kv, b); t++) {
+            if (!(tkvi_used_mask(kv, list, ids, i) >> t & 1)) continue;
+            if (tkvi_slot_position(kv, ids[i], t) >= end || tkvi_slot_position(kv, ids[i], t) <= last)
+                return tkvi_report_broken(k, "tokens of a packed block are out of order", (int64_t)ids[i]);
+            last = tkvi_slot_position(kv, ids[i], t);
         }
         if (kv->pool.token_meta && (kv->pool.token_meta[ids[i]].anchored & ~b->gone))
-            return tkvi_broken(k, "a token is an anchor and in its block", (int64_t)ids[i]);
+            return tkvi_report_broken(k, "a token is an anchor and in its block", (int64_t)ids[i]);
         for (t = 0; t < TKVI_BLOCK && kv->pool.token_meta; t++)
             if (kv->pool.token_meta[ids[i]].anchored >> t & 1 &&
-                tkvi_find(kv, list, ids, tkvi_at(kv, ids[i], t), &slot) != 0)
-                return tkvi_broken(k, "an anchor is not among the sinks, block", (int64_t)ids[i]);
-        if (i < list->sinks
-                ? kv->tables.coding[b->coding].key != p->sink_coding
-                : !tkvi_of_tier(kv, layer, tkvi_is_discarded(b), tier, kv->tables.coding[b->coding].key))
-            return tkvi_broken(k, "a block is not in its tier's format", (int64_t)ids[i]);
+                tkvi_find_token(kv, list, ids, tkvi_slot_position(kv, ids[i], t), &slot) != 0)
+                return tkvi_report_broken(k, "an anchor is not among the sinks, block", (int64_t)ids[i]);
+        if (i < list->sinks ? kv->tables.coding[b->coding].key != p->sink_coding
+                            : !tkvi_is_format_of_tier(kv, layer, tkvi_is_discarded(b), tier,
+                                                      kv->tables.coding[b->coding].key))
+            return tkvi_report_broken(k, "a block is not in its tier's format", (int64_t)ids[i]);
         most = (int64_t)p->now.hot + kv->tables.cfg.max_append + (tier == TKV_WARM ? p->now.warm : 0);
-        if (tkvi_plan_learns(p)) most += TKVI_LEARN;
+        if (tkvi_plan_learns(p)) most += TKVI_FIRST_TABLE_TOKENS;
         if (tkvi_is_offloaded(b) &&
             (i < list->sinks || !(kv->tables.cfg.spill.store || tkvi_is_discarded(b))))
-            return tkvi_broken(k, "a block is outside that must not be", (int64_t)ids[i]);
+            return tkvi_report_broken(k, "a block is outside that must not be", (int64_t)ids[i]);
         if (b->copy && b->copy > kv->tables.n_codings)
-            return tkvi_broken(k, "a copy is in no known format", (int64_t)ids[i]);
+            return tkvi_report_broken(k, "a copy is in no known format", (int64_t)ids[i]);
         if (i >= list->sinks && tier != TKV_ARCHIVE && age >= most && kv->tables.n_levels == 1 &&
             !tkvi_has_budget(kv) && !kv->moved)
-            return tkvi_broken(k, "a block is in its tier for too long", (int64_t)ids[i]);
+            return tkvi_report_broken(k, "a block is in its tier for too long", (int64_t)ids[i]);
     }
     return TKV_OK;
 }
@@ -602,21 +604,22 @@ static tkv_status tkvi_check_page(const tkvi_checker *k, uint32_t i) {
     const tkvi_page *p = &pool->page[i];
     int s, used = 0;
     if (p->size_class < -1 || p->size_class >= pool->tables->n_classes)
-        return tkvi_broken(k, "a page of no known class", i);
+        return tkvi_report_broken(k, "a page of no known class", i);
     for (s = 0; s < 64 && p->size_class >= 0; s++) {
         const tkvi_block *b;
         if (!(p->taken >> s & 1)) continue;
         used++;
         if (s >= pool->tables->size_class[p->size_class].slots)
-            return tkvi_broken(k, "a slot beyond its page", i);
-        if (p->owner[s] >= pool->block_cap) return tkvi_broken(k, "a slot of a block that does not exist", i);
+            return tkvi_report_broken(k, "a slot beyond its page", i);
+        if (p->owner[s] >= pool->block_cap)
+            return tkvi_report_broken(k, "a slot of a block that does not exist", i);
         b = &pool->block[p->owner[s]];
         if (b->refs == 0 || b->page != i || b->slot != s || b->coding >= pool->tables->n_codings ||
             pool->tables->coding[b->coding].size_class != p->size_class)
-            return tkvi_broken(k, "a slot and its block disagree", i);
+            return tkvi_report_broken(k, "a slot and its block disagree", i);
     }
     if (p->size_class >= 0 && (used != p->used || used == 0))
-        return tkvi_broken(k, "a page's slots are miscounted", i);
+        return tkvi_report_broken(k, "a page's slots are miscounted", i);
     return TKV_OK;
 }
 
@@ -644,7 +647,7 @@ static tkv_status tkvi_check_pool(const tkvi_checker *k) {
     }
     if (st) return st;
     if (tkvi_chain(pool, pool->free_page, -1, &used) != n_free || n_free != pool->n_free_pages)
-        return tkvi_broken(k, "free pages are miscounted", n_free);
+        return tkvi_report_broken(k, "free pages are miscounted", n_free);
     for (c = 0; c < pool->tables->n_classes; c++) {
         const tkvi_class *size_class = &pool->tables->size_class[c];
         int64_t pages = 0, full = 0, in_class = 0, promised = 0;
@@ -654,30 +657,31 @@ static tkv_status tkvi_check_pool(const tkvi_checker *k) {
             full += pool->page[i].used == size_class->slots;
             in_class += pool->page[i].used;
         }
-        if (in_class != pool->live[c]) return tkvi_broken(k, "blocks are miscounted, class", c);
+        if (in_class != pool->live[c]) return tkvi_report_broken(k, "blocks are miscounted, class", c);
         if (pages != tkvi_pages_for(size_class, in_class))
-            return tkvi_broken(k, "more pages than blocks need, class", c);
+            return tkvi_report_broken(k, "more pages than blocks need, class", c);
         chained = tkvi_chain(pool, pool->room[c], c, &used);
         if (chained != pages - full || used != in_class - full * size_class->slots)
-            return tkvi_broken(k, "a page with room is not in its list, class", c);
+            return tkvi_report_broken(k, "a page with room is not in its list, class", c);
         for (seq = 0; seq < k->kv->tables.cfg.max_seqs; seq++)
             promised += k->kv->promised[(size_t)seq * (size_t)pool->tables->n_classes + (size_t)c];
-        if (promised != pool->promised[c]) return tkvi_broken(k, "reservations are miscounted, class", c);
+        if (promised != pool->promised[c])
+            return tkvi_report_broken(k, "reservations are miscounted, class", c);
         live += in_class;
     }
     for (i = 0, n = 0; i < pool->block_cap; i++)
         n += pool->block[i].refs && tkvi_is_offloaded(&pool->block[i]);
-    if (n != (int64_t)pool->n_offloaded) return tkvi_broken(k, "blocks outside are miscounted", n);
+    if (n != (int64_t)pool->n_offloaded) return tkvi_report_broken(k, "blocks outside are miscounted", n);
     for (i = 0, used = 0; i < pool->block_cap; i++)
         used += pool->block[i].refs && tkvi_is_discarded(&pool->block[i]);
     if (used != (int64_t)pool->n_discarded)
-        return tkvi_broken(k, "blocks that nobody has are miscounted", used);
+        return tkvi_report_broken(k, "blocks that nobody has are miscounted", used);
     live += n;
-    if (live != (int64_t)pool->n_blocks) return tkvi_broken(k, "blocks and slots disagree", live);
+    if (live != (int64_t)pool->n_blocks) return tkvi_report_broken(k, "blocks and slots disagree", live);
     for (i = pool->free_block, n = 0; i != TKVI_NIL; i = pool->block[i].page, n++)
         if (n >= pool->block_cap || i >= pool->block_cap || pool->block[i].refs)
-            return tkvi_broken(k, "the list of free blocks is broken", (int64_t)i);
-    if (n + live != (int64_t)pool->block_cap) return tkvi_broken(k, "free blocks are miscounted", n);
+            return tkvi_report_broken(k, "the list of free blocks is broken", (int64_t)i);
+    if (n + live != (int64_t)pool->block_cap) return tkvi_report_broken(k, "free blocks are miscounted", n);
     return TKV_OK;
 }
 
@@ -696,29 +700,30 @@ static tkv_status tkvi_check_meter(const tkvi_checker *k) {
     int i, a;
     if (!m) return TKV_OK;
     if (m->seq < -1 || m->seq >= k->kv->tables.cfg.max_seqs)
-        return tkvi_broken(k, "the meter watches a sequence that does not exist", m->seq);
+        return tkvi_report_broken(k, "the meter watches a sequence that does not exist", m->seq);
     for (i = 0; i < m->n; i++) {
         const tkvi_head_probe *g = &m->head_probe[i];
         const tkvi_list *list = m->seq < 0 ? NULL : tkvi_list_of(k->kv, m->seq, g->layer);
         int block = 0;
         if (g->n < 0 || g->n > m->slots || (g->n && !list) || g->stride < 1)
-            return tkvi_broken(k, "the meter has copies of nothing, gauge", i);
+            return tkvi_report_broken(k, "the meter has copies of nothing, gauge", i);
         for (a = 0, places = 0; a < m->slots; a++) {
             if (g->slot[a] < 0 || g->slot[a] >= m->slots)
-                return tkvi_broken(k, "a copy of the meter has no place, gauge", i);
+                return tkvi_report_broken(k, "a copy of the meter has no place, gauge", i);
             places += tkvi_scatter((uint32_t)g->slot[a]) - tkvi_scatter((uint32_t)a);
         }
-        if (places) return tkvi_broken(k, "two copies of the meter in one place, gauge", i);
+        if (places) return tkvi_report_broken(k, "two copies of the meter in one place, gauge", i);
         for (a = 0; a < g->n; a++) {
             const uint32_t *ids = tkvi_ids(k->kv, m->seq, g->layer);
-            if (a && g->start[a] <= g->start[a - 1]) return tkvi_broken(k, "copies out of order, gauge", i);
+            if (a && g->start[a] <= g->start[a - 1])
+                return tkvi_report_broken(k, "copies out of order, gauge", i);
             if (g->start[a] < list->dropped) continue;
             while (block < list->n && tkvi_block_start(k->kv, ids, block) < g->start[a]) block++;
             if (block == list->n || tkvi_block_start(k->kv, ids, block) != g->start[a] ||
                 (k->kv->tables.coding[k->kv->pool.block[ids[block]].coding].key ==
                      k->kv->tables.plan[g->layer].now.key[TKV_HOT] &&
                  !k->kv->pool.block[ids[block]].copy))
-                return tkvi_broken(k, "the meter has a copy of a block that is not coded, gauge", i);
+                return tkvi_report_broken(k, "the meter has a copy of a block that is not coded, gauge", i);
         }
     }
     return TKV_OK;
@@ -749,22 +754,23 @@ TKV_API tkv_status tkv_check(const tkv_cache *kv, char *reason, size_t size) {
     if (st) return st;
     for (id = 0; id < kv->pool.block_cap; id++) refs += kv->pool.block[id].refs * tkvi_scatter(id);
     if (kv->tables.level < 0 || kv->tables.level >= kv->tables.n_levels)
-        return tkvi_broken(&k, "there is no level", kv->tables.level);
+        return tkvi_report_broken(&k, "there is no level", kv->tables.level);
     if (tkvi_has_budget(kv) &&
         (kv->pool.keep_all ? tkvi_in_use(kv) : kv->heap.held) > kv->tables.cfg.budget_bytes)
-        return tkvi_broken(&k, "more is held than the budget", (int64_t)kv->heap.held);
-    if (refs != entries) return tkvi_broken(&k, "blocks count other holders than the lists have", 0);
+        return tkvi_report_broken(&k, "more is held than the budget", (int64_t)kv->heap.held);
+    if (refs != entries) return tkvi_report_broken(&k, "blocks count other holders than the lists have", 0);
     held = kv->fixed_bytes + tkvi_learning_held(kv) + kv->pool.n_pages * kv->tables.page_bytes +
            kv->choice_cap * tkvi_choice_entry(&kv->tables.cfg) + kv->pool.page_cap * sizeof(tkvi_page) +
            kv->pool.block_cap * tkvi_block_entry(&kv->tables.cfg);
     for (seq = 0; seq < kv->tables.cfg.max_seqs; seq++)
         held += (size_t)kv->seq[seq].cap * (size_t)kv->tables.cfg.n_layers * sizeof(uint32_t);
-    if (held != kv->heap.held) return tkvi_broken(&k, "bytes held do not add up", (int64_t)kv->heap.held);
+    if (held != kv->heap.held)
+        return tkvi_report_broken(&k, "bytes held do not add up", (int64_t)kv->heap.held);
     st = tkv_memory(kv, &m);
     sum = m.tables + m.index + m.scratch + m.shadow + m.slack;
     for (tier = 0; tier < TKV_TIER_COUNT; tier++) sum += m.tier[tier].codes + m.tier[tier].metadata;
     if (st || sum != m.total)
-        return tkvi_broken(&k, "the parts of tkv_memory do not make its total", (int64_t)sum);
+        return tkvi_report_broken(&k, "the parts of tkv_memory do not make its total", (int64_t)sum);
     return TKV_OK;
 }
 

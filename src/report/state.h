@@ -168,7 +168,7 @@ static const tkvi_figure tkvi_figure_rows[] = {
 #define TKVI_FIGURES ((int)(sizeof tkvi_figure_rows / sizeof *tkvi_figure_rows))
 
 /* The length of the sequence's longest layer; 0: the sequence is empty. */
-static int tkvi_seq_most(const tkv_cache *kv, int seq) {
+static int tkvi_seq_max_len(const tkv_cache *kv, int seq) {
     int layer, most = 0;
     for (layer = 0; layer < kv->tables.cfg.n_layers; layer++)
         most = tkvi_max(most, tkv_layer_len(kv, seq, layer));
@@ -176,7 +176,7 @@ static int tkvi_seq_most(const tkv_cache *kv, int seq) {
 }
 
 /* Live tokens of discarded blocks. A shared block counts once. */
-static uint64_t tkvi_missing_tokens(const tkv_cache *kv) {
+static uint64_t tkvi_n_discarded_tokens(const tkv_cache *kv) {
     uint64_t n = 0;
     int seq, layer, i;
     for (seq = 0; kv->pool.n_discarded && seq < kv->tables.cfg.max_seqs; seq++)
@@ -204,10 +204,10 @@ static tkv_status tkvi_figures_of(const tkv_cache *kv, tkvi_figures *f) {
     f->has[TKVI_KEEPING] = kv->tables.cfg.evict.kind || kv->tables.cfg.spill.store || kv->tables.cfg.remat ||
                            kv->blocks_discarded;
     f->has[TKVI_QUALITY] = f->quality.heads > 0;
-    f->missing = tkvi_missing_tokens(kv);
+    f->missing = tkvi_n_discarded_tokens(kv);
     f->most_sequences = (uint64_t)kv->tables.cfg.max_seqs;
     for (seq = 0; seq < kv->tables.cfg.max_seqs; seq++) {
-        const uint64_t tokens = (uint64_t)tkvi_seq_most(kv, seq);
+        const uint64_t tokens = (uint64_t)tkvi_seq_max_len(kv, seq);
         f->sequences += tokens > 0;
         f->longest = tokens > f->longest ? tokens : f->longest;
     }
@@ -266,7 +266,7 @@ static void tkvi_print_sequences(tkvi_out *o, const tkv_cache *kv) {
     int seq, tier, any = 0;
     tkvi_print(o, ",\n  \"lengths\": [");
     for (seq = 0; seq < kv->tables.cfg.max_seqs; seq++) {
-        if (!tkvi_seq_most(kv, seq)) continue;
+        if (!tkvi_seq_max_len(kv, seq)) continue;
         tkvi_print(o, any++ ? ",\n    {\"seq\": " : "\n    {\"seq\": ");
         tkvi_print_int(o, seq);
         tkvi_print(o, ", \"tokens\": ");

@@ -176,7 +176,7 @@ static tkvi_span tkvi_trimmed(const char *from, const char *to) {
 }
 
 /* Removes the part before the separator from the front of s, and returns it trimmed. No separator: all of s. */
-static tkvi_span tkvi_front(tkvi_span *s, char separator) {
+static tkvi_span tkvi_split_front(tkvi_span *s, char separator) {
     const char *from = s->at, *end = s->at + s->n, *at = from;
     while (at < end && *at != separator) at++;
     s->at = at < end ? at + 1 : end;
@@ -279,7 +279,7 @@ static int tkvi_read_size(tkvi_parser *r, const tkvi_row *row, tkvi_span s, void
             break;
         }
     fraction = s;
-    s = tkvi_front(&fraction, '.');
+    s = tkvi_split_front(&fraction, '.');
     if (unit == 0 || !tkvi_digits(s, &whole) || whole > ((uint64_t)-1 >> 1) / unit) return 0;
     whole *= unit;
     for (i = 0; i < fraction.n; i++) { /* the result is rounded down to a byte */
@@ -340,7 +340,7 @@ static int tkvi_read_list(tkvi_span s, int most, float *at) {
     int n;
     for (n = 0; n < most; n++) {
         float x;
-        tkvi_span one = tkvi_front(&s, ',');
+        tkvi_span one = tkvi_split_front(&s, ',');
         if (!tkvi_read_number(one, &x)) return 0;
         if (at) at[n] = x;
         if (s.n == 0) return s.at[-1] == ',' ? 0 : n + 1; /* no comma at the end */
@@ -387,7 +387,7 @@ static int tkvi_read_format(tkvi_span s, tkv_format *out) {
 static int tkvi_read_pair(tkvi_parser *r, const tkvi_row *row, tkvi_span s, void *at) {
     tkv_pair p;
     const size_t n = s.n;
-    const tkvi_span k = tkvi_front(&s, '/');
+    const tkvi_span k = tkvi_split_front(&s, '/');
     (void)r;
     (void)row;
     if (!tkvi_read_format(k, &p.k)) return 0;
@@ -426,7 +426,7 @@ static int tkvi_read_flags(tkvi_parser *r, const tkvi_row *row, tkvi_span s, voi
     (void)r;
     if (s.n == 0 || s.at[s.n - 1] == '+') return 0;
     while (s.n && !tkvi_span_is(s, "none")) {
-        const tkvi_span one = tkvi_front(&s, '+');
+        const tkvi_span one = tkvi_split_front(&s, '+');
         const tkvi_word *w;
         for (w = row->words; w->name && !tkvi_span_is(one, w->name); w++) continue;
         if (!w->name || (x & w->value)) return 0;
@@ -964,7 +964,7 @@ static const tkvi_row *tkvi_find_row(const tkvi_parser *r, int *group, int *from
 }
 
 /* Marks a field as given. Returns 0 if it was marked already. */
-static int tkvi_first_time(tkvi_parser *r, int group, int index, const tkvi_row *row) {
+static int tkvi_mark_seen(tkvi_parser *r, int group, int index, const tkvi_row *row) {
     size_t bit = (size_t)index * (size_t)r->fields[group].n_rows + (size_t)(row - r->fields[group].row);
     int g;
     for (g = 0; g < group; g++) bit += (size_t)tkvi_max(1, r->fields[g].most) * (size_t)r->fields[g].n_rows;
@@ -997,7 +997,7 @@ static tkv_status tkvi_parse_all(tkvi_parser *r, int pass) {
             const int listed = r->fields[g].most || row->kind == TKVI_FREQUENCIES;
             const int later = pass == TKVI_CHECK && (begins || listed);
             char *at = later ? NULL : (char *)r->base[g] + (size_t)i * r->fields[g].stride + row->offset;
-            if (pass == TKVI_CHECK && !tkvi_first_time(r, g, i, row)) {
+            if (pass == TKVI_CHECK && !tkvi_mark_seen(r, g, i, row)) {
                 tkvi_append_span(tkvi_append_line(r, r->key_line), r->key);
                 tkvi_append_text(&r->reason, " is there for the second time; it must be there once");
                 return TKV_ERR_CONFIG;
@@ -1025,8 +1025,8 @@ static void tkvi_parse_begin(tkvi_parser *r, const tkvi_fields *fields, int n, v
 }
 
 /* Appends the error for a number that is too small or too large, with the right one. */
-static tkv_status tkvi_no_room(tkvi_parser *r, int line, const char *what, int room, int want,
-                               const char *why) {
+static tkv_status tkvi_report_wrong_count(tkvi_parser *r, int line, const char *what, int room, int want,
+                                          const char *why) {
     tkvi_text *t = tkvi_append_line(r, line);
     tkvi_append_text(t, what);
     tkvi_append_int(t, room);
@@ -1068,15 +1068,17 @@ static tkv_status tkvi_check_array(tkvi_parser *r, const tkvi_array *a, const tk
     if (r->room && tkvi_member_pointer(r->room, a->room_at)) room = tkvi_member_int(r->room, a->room_count);
     tkvi_append_text(&t, a->count_name);
     tkvi_append_text(&t, " is ");
-    if (highest > n) return tkvi_no_room(r, line, what, n, highest, " or more, by the highest one named");
+    if (highest > n)
+        return tkvi_report_wrong_count(r, line, what, n, highest, " or more, by the highest one named");
     if (!highest && tkvi_member_pointer(was, a->at) && n > had)
-        return tkvi_no_room(r, tkvi_line_of(r, a->count_name), what, n, had,
-                            " or less, as the program has them");
+        return tkvi_report_wrong_count(r, tkvi_line_of(r, a->count_name), what, n, had,
+                                       " or less, as the program has them");
     t = tkvi_text_begin(what, sizeof what);
     tkvi_append_text(&t, "the program's room for ");
     tkvi_append_text(&t, r->fields[a->group].name);
     tkvi_append_text(&t, " is ");
-    if (highest && n > room) return tkvi_no_room(r, line, what, room, n, " or more (tkv_config_room)");
+    if (highest && n > room)
+        return tkvi_report_wrong_count(r, line, what, room, n, " or more (tkv_config_room)");
     return TKV_OK;
 }
 
@@ -1085,14 +1087,14 @@ static tkv_status tkvi_check_frequencies(tkvi_parser *r, const tkv_config *cfg, 
     const int n = r->frequencies, line = r->frequencies_line;
     const int room = r->room && r->room->frequencies ? r->room->n_frequencies : 0;
     if (n && n * 2 != cfg->rope.dim)
-        return tkvi_no_room(r, line, "rope.dim is ", cfg->rope.dim, 2 * n,
-                            ", two for each of rope.frequencies");
+        return tkvi_report_wrong_count(r, line, "rope.dim is ", cfg->rope.dim, 2 * n,
+                                       ", two for each of rope.frequencies");
     if (n > room)
-        return tkvi_no_room(r, line, "the program's room for rope.frequencies is ", room, n,
-                            " or more (tkv_config_room)");
+        return tkvi_report_wrong_count(r, line, "the program's room for rope.frequencies is ", room, n,
+                                       " or more (tkv_config_room)");
     if (!n && was->rope.frequencies && cfg->rope.dim > was->rope.dim)
-        return tkvi_no_room(r, tkvi_line_of(r, "rope.dim"), "rope.dim is ", cfg->rope.dim, was->rope.dim,
-                            " or less, as the program has frequencies");
+        return tkvi_report_wrong_count(r, tkvi_line_of(r, "rope.dim"), "rope.dim is ", cfg->rope.dim,
+                                       was->rope.dim, " or less, as the program has frequencies");
     return TKV_OK;
 }
 

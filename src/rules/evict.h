@@ -88,7 +88,7 @@ static int tkvi_view_is_sound(const tkv_evict_view *v) {
     int i, last = -1;
     if (!v || v->n < 0 || v->n >= 1 << 30) return 0;
     for (i = 0; v->position && i < v->n; i++) {
-        if (!tkvi_is_alive(v, i)) continue;
+        if (!tkvi_is_live(v, i)) continue;
         if (v->position[i] <= last) return 0;
         last = v->position[i];
     }
@@ -119,7 +119,7 @@ TKV_API tkv_status tkv_evict_score(const tkv_evict_config *cfg, const tkv_evict_
         return TKV_ERR_ARG;
     row->score(&full, view, full.recent_tokens, score);
     for (i = 0; i < view->n; i++) {
-        if (!tkvi_is_alive(view, i)) score[i] = 0.0f;
+        if (!tkvi_is_live(view, i)) score[i] = 0.0f;
         if (!tkvi_is_finite(score[i])) return TKV_ERR_NONFINITE;
     }
     return TKV_OK;
@@ -148,7 +148,7 @@ TKV_API tkv_status tkv_evict_select(const tkv_evict_config *cfg, const tkv_evict
     if (keep < 0 || !tkvi_view_is_sound(view) || (view->n > 0 && (!score || !victims))) return TKV_ERR_ARG;
     n = view->n;
     for (i = 0; i < n; i++)
-        if (tkvi_is_alive(view, i)) {
+        if (tkvi_is_live(view, i)) {
             if (!tkvi_is_finite(score[i])) return TKV_ERR_NONFINITE;
             alive++;
             sinks += tkvi_position_of(view, i) < full.sink_tokens;
@@ -158,7 +158,7 @@ TKV_API tkv_status tkv_evict_select(const tkv_evict_config *cfg, const tkv_evict
     tkvi_evict_protect(&full, cfg->recent_tokens, sinks, keep, &r);
     for (i = 0; i < tkvi_words(n); i++) victims[i] = 0; /* first a mask of tokens to keep */
     for (i = 0, older = 0; i < n; i++) {
-        const int there = tkvi_is_alive(view, i), pinned = view->pinned && tkvi_has(view->pinned, i);
+        const int there = tkvi_is_live(view, i), pinned = view->pinned && tkvi_has(view->pinned, i);
         if (!there || pinned || older < r.sinks || older >= alive - r.recent) tkvi_mark(victims, i);
         else may_go++;
         older += there;

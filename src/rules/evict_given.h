@@ -18,7 +18,7 @@ static void tkvi_score_user(const tkv_evict_config *cfg, const tkv_evict_view *v
     int i;
     (void)recent;
     for (i = 0; i < v->n; i++)
-        if (tkvi_is_alive(v, i)) out[i] = cfg->scorer(cfg->user, v, i);
+        if (tkvi_is_live(v, i)) out[i] = cfg->scorer(cfg->user, v, i);
 }
 
 static const tkvi_evict_row tkvi_evict_scores = {"scores",          TKV_EVICT_NEEDS_SCORES, 4, 32, 0,

@@ -11,13 +11,14 @@
 
 #include "rules/evict_policy.h"
 
-static void tkvi_score_mass(const tkv_evict_config *cfg, const tkv_evict_view *v, int recent, float *out) {
+static void tkvi_score_attention(const tkv_evict_config *cfg, const tkv_evict_view *v, int recent,
+                                 float *out) {
     (void)cfg;
     (void)recent;
     tkvi_score_copy(v, v->mass, 1.0f, out);
 }
 
 static const tkvi_evict_row tkvi_evict_h2o = {
-    "h2o", TKV_EVICT_NEEDS_MASS, 4, 32, 0, TKV_EVICT_UNIFORM, tkvi_score_mass};
+    "h2o", TKV_EVICT_NEEDS_MASS, 4, 32, 0, TKV_EVICT_UNIFORM, tkvi_score_attention};
 
 #endif /* TKVI_RULES_EVICT_H2O_H */

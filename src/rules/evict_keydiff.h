@@ -32,14 +32,13 @@ static double tkvi_anchor_length(const double *x, int dim) {
 
 /* Returns the cosine of k and the anchor, 0 for a zero vector. length: |anchor|. A norm that is not finite is
  * returned as it is, so that tkv_evict_score reports TKV_ERR_NONFINITE. */
-static float tkvi_likeness(const float *k, const double *anchor, double length, int dim) {
+static float tkvi_key_cosine(const float *k, const double *anchor, double length, int dim) {
     const double norm = tkvi_key_norm(k, dim) * length;
     if (!tkvi_is_finite((float)norm)) return (float)norm;
     return norm > 0.0 ? (float)(tkvi_key_dot(k, anchor, dim) / norm) : 0.0f;
 }
 
-static void tkvi_score_differing(const tkv_evict_config *cfg, const tkv_evict_view *v, int recent,
-                                 float *out) {
+static void tkvi_score_keydiff(const tkv_evict_config *cfg, const tkv_evict_view *v, int recent, float *out) {
     double anchor[TKV_MAX_HEAD_DIM], length;
     const int dim = v->head_dim;
     int h, i;
@@ -49,17 +48,18 @@ static void tkvi_score_differing(const tkv_evict_config *cfg, const tkv_evict_vi
     for (h = 0; h < v->n_kv_heads; h++) {
         memset(anchor, 0, sizeof anchor);
         for (i = 0; i < v->n; i++)
-            if (tkvi_is_alive(v, i))
+            if (tkvi_is_live(v, i))
                 tkvi_add_direction(tkvi_key_of(v->keys, i, v->n_kv_heads, h, dim), dim, anchor);
         length = tkvi_anchor_length(anchor, dim);
         for (i = 0; i < v->n; i++)
-            if (tkvi_is_alive(v, i))
-                out[i] -= tkvi_likeness(tkvi_key_of(v->keys, i, v->n_kv_heads, h, dim), anchor, length, dim) /
-                          (float)v->n_kv_heads;
+            if (tkvi_is_live(v, i))
+                out[i] -=
+                    tkvi_key_cosine(tkvi_key_of(v->keys, i, v->n_kv_heads, h, dim), anchor, length, dim) /
+                    (float)v->n_kv_heads;
     }
 }
 
 static const tkvi_evict_row tkvi_evict_keydiff = {"keydiff",         TKV_EVICT_NEEDS_KEYS, 4, 32, 0,
-                                                  TKV_EVICT_UNIFORM, tkvi_score_differing};
+                                                  TKV_EVICT_UNIFORM, tkvi_score_keydiff};
 
 #endif /* TKVI_RULES_EVICT_KEYDIFF_H */

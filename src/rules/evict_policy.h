@@ -40,7 +40,7 @@ typedef struct tkvi_evict_row {
 
 /* >>the view */
 /* Returns whether slot i holds a live token. */
-static int tkvi_is_alive(const tkv_evict_view *v, int i) { return !v->alive || tkvi_has(v->alive, i); }
+static int tkvi_is_live(const tkv_evict_view *v, int i) { return !v->alive || tkvi_has(v->alive, i); }
 
 static int tkvi_position_of(const tkv_evict_view *v, int i) { return v->position ? v->position[i] : i; }
 
@@ -48,7 +48,7 @@ static int tkvi_position_of(const tkv_evict_view *v, int i) { return v->position
 static void tkvi_score_copy(const tkv_evict_view *v, const float *from, float sign, float *out) {
     int i;
     for (i = 0; i < v->n; i++)
-        if (tkvi_is_alive(v, i)) out[i] = sign * from[i];
+        if (tkvi_is_live(v, i)) out[i] = sign * from[i];
 }
 
 /* >>keys */

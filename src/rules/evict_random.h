@@ -11,7 +11,7 @@
 
 #include "rules/evict_policy.h"
 
-static void tkvi_score_lot(const tkv_evict_config *cfg, const tkv_evict_view *v, int recent, float *out) {
+static void tkvi_score_random(const tkv_evict_config *cfg, const tkv_evict_view *v, int recent, float *out) {
     int i;
     (void)recent;
     for (i = 0; i < v->n; i++) {
@@ -23,6 +23,6 @@ static void tkvi_score_lot(const tkv_evict_config *cfg, const tkv_evict_view *v,
     }
 }
 
-static const tkvi_evict_row tkvi_evict_random = {"random", 0, 0, 0, 0, TKV_EVICT_UNIFORM, tkvi_score_lot};
+static const tkvi_evict_row tkvi_evict_random = {"random", 0, 0, 0, 0, TKV_EVICT_UNIFORM, tkvi_score_random};
 
 #endif /* TKVI_RULES_EVICT_RANDOM_H */

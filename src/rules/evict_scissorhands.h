@@ -17,7 +17,7 @@ static void tkvi_score_lows(const tkv_evict_config *cfg, const tkv_evict_view *v
     (void)recent;
     tkvi_score_copy(v, v->lows, 1.0f, out);
     for (i = 0; i < v->n; i++)
-        if (tkvi_is_alive(v, i) && out[i] > 0.0f) out[i] = -out[i];
+        if (tkvi_is_live(v, i) && out[i] > 0.0f) out[i] = -out[i];
 }
 
 static const tkvi_evict_row tkvi_evict_scissorhands = {"scissorhands",    TKV_EVICT_NEEDS_LOWS, 4, 32, 0,

@@ -20,7 +20,7 @@ static void tkvi_score_pooled(const tkv_evict_config *cfg, const tkv_evict_view 
         const int end = tkvi_min(before, i + half + 1);
         double sum = 0.0;
         for (j = tkvi_max(0, i - half); j < end; j++)
-            if (tkvi_is_alive(v, j)) sum += (double)v->observed[j];
+            if (tkvi_is_live(v, j)) sum += (double)v->observed[j];
         out[i] = (float)(sum / cfg->pool);
         most = out[i] > most ? out[i] : most;
     }

@@ -97,17 +97,17 @@ static int tkvi_remat_fits_step(const tkv_remat *r, const tkv_remat_block *b) {
     return r->cfg.step_flops <= 0.0 || tkv_remat_flops(r, b->start, b->end, b->layers) <= r->cfg.step_flops;
 }
 
-typedef struct tkvi_remat_run {
+typedef struct tkvi_remat_progress {
     size_t freed;
     int64_t held; /* tokens not discarded */
     int at;       /* next block to discard */
     int refused;  /* 1: stopped at a block above step_flops */
-} tkvi_remat_run;
+} tkvi_remat_progress;
 
 /* Discards blocks from run->at on until `need` bytes are free. It stops at the first block that must stay. cheap:
  * also at the first block whose recomputation costs more FLOPs a byte than quantizing does. */
-static void tkvi_remat_drop(const tkv_remat *r, const tkv_remat_block *blocks, int n, int now, size_t need,
-                            int cheap, tkv_remat_action *action, tkvi_remat_run *run) {
+static void tkvi_remat_discard(const tkv_remat *r, const tkv_remat_block *blocks, int n, int now, size_t need,
+                               int cheap, tkv_remat_action *action, tkvi_remat_progress *run) {
     for (; run->at < n && run->freed < need; run->at++) {
         const tkv_remat_block *b = blocks + run->at;
         if (b->dropped || b->start < r->cfg.sink_tokens) continue;
@@ -125,7 +125,7 @@ static void tkvi_remat_drop(const tkv_remat *r, const tkv_remat_block *blocks, i
 
 TKV_API tkv_status tkv_remat_decide(tkv_remat *r, const tkv_remat_block *blocks, int n, int now,
                                     float pressure, size_t need, tkv_remat_action *action, size_t *freed) {
-    tkvi_remat_run run;
+    tkvi_remat_progress run;
     size_t total = 0;
     int i;
     if (!tkvi_remat_is_sound(r, blocks, n) || !tkvi_is_finite(pressure) || (n > 0 && !action))
@@ -138,13 +138,13 @@ TKV_API tkv_status tkv_remat_decide(tkv_remat *r, const tkv_remat_block *blocks,
     }
     for (i = 0; i < n; i++) action[i] = TKV_REMAT_KEEP;
     if (pressure >= tkvi_number(r->cfg.threshold)) {
-        tkvi_remat_drop(r, blocks, n, now, need, 1, action, &run);
+        tkvi_remat_discard(r, blocks, n, now, need, 1, action, &run);
         for (i = run.at; i < n && run.freed < need; i++) { /* run.at is behind the sinks: they are kept */
             const size_t saved = tkvi_remat_saved(blocks + i);
             if (saved > 0) action[i] = TKV_REMAT_QUANTIZE;
             run.freed += saved;
         }
-        tkvi_remat_drop(r, blocks, n, now, need, 0, action, &run);
+        tkvi_remat_discard(r, blocks, n, now, need, 0, action, &run);
         for (i = n; i-- > 0;) { /* undoes quantizing that is not needed any more, newest first */
             const size_t saved = tkvi_remat_saved(blocks + i);
             if (action[i] != TKV_REMAT_QUANTIZE || run.freed < need || run.freed - need < saved) continue;

@@ -23,7 +23,7 @@
 /* s: logits [64], only to find hidden tokens. p: attention weights [64] of one query row. low: a weight below it
  * counts as low. said: [64], accumulates. Loops take 16 values at a time, so that compilers vectorize them also at
  * -O2. */
-typedef void (*tkvi_weigher)(const float *s, const float *p, float low, float *said);
+typedef void (*tkvi_sample_fn)(const float *s, const float *p, float low, float *said);
 
 static void tkvi_weight_sum(const float *s, const float *p, float low, float *said) {
     int t, k;
@@ -93,7 +93,7 @@ typedef struct tkvi_token_score_mode {
     float one;  /* a weight or count of 1 as an integer */
     float least; /* lower limit of tkvi_token_scores.unit; 0: sampling does not scale the scores */
     tkv_importance_heads heads; /* how `join` combines query heads that are scored one by one: sum or max */
-    tkvi_weigher say;           /* query row -> scores of a block */
+    tkvi_sample_fn say;         /* query row -> scores of a block */
     void (*join)(uint32_t *mass, const uint32_t *more); /* scores of a block -> token_meta */
 } tkvi_token_score_mode;
 
@@ -128,7 +128,7 @@ typedef struct tkvi_token_scores {
     const tkvi_token_score_mode *mode; /* NULL: no scores are collected */
     int every;                         /* samples one query in `every`, or, where mode->fresh is 1, */
     int newest;                        /* the newest `newest` queries */
-    tkvi_weigher heads;                /* NULL: query heads are scored one by one; else combines them first */
+    tkvi_sample_fn heads;              /* NULL: query heads are scored one by one; else combines them first */
     float one;                         /* a weight of 1 from one query head, as an integer */
     float unit;                        /* an accumulated score of 1 as an integer, sampling scaled out */
     tkv_importance_config importance;  /* with defaults; decay is the one that the scores use */

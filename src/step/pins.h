@@ -10,8 +10,8 @@
 
 /* Can tokens of this sequence and layer (TKV_NONE: all layers) be evicted now? Sets the error if not. */
 static tkv_status tkvi_evictable(tkv_cache *kv, int seq, int layer) {
-    if (!tkvi_seq_ok(kv, seq)) return tkvi_seq_bad(kv, seq);
-    if (layer != TKV_NONE && !tkvi_has_own_layer(kv, seq, layer)) return tkvi_no_own_layer(kv, layer);
+    if (!tkvi_has_seq(kv, seq)) return tkvi_refuse_seq(kv, seq);
+    if (layer != TKV_NONE && !tkvi_has_own_layer(kv, seq, layer)) return tkvi_refuse_layer(kv, layer);
     if (!kv->pool.tables->cfg.evict.kind)
         return tkvi_fail(kv, TKV_ERR_STATE, "the cache was created without cfg.evict", 0, NULL);
     if (kv->seq[seq].in_step)
@@ -47,7 +47,7 @@ TKV_API tkv_status tkv_evict(tkv_cache *kv, const tkv_evict_params *p) {
                 tkvi_apply_eviction(kv, p->seq, layer, 0);
                 continue;
             }
-            st = tkvi_choose(kv, p->seq, layer, cfg, p, tkvi_keep_of(kv, p->seq, layer, &full, keep), NULL,
+            st = tkvi_choose(kv, p->seq, layer, cfg, p, tkvi_layer_keep(kv, p->seq, layer, &full, keep), NULL,
                              &c);
             if (!st) tkvi_note_victims(kv, p->seq, layer, &c);
             if (st) return tkvi_fail(kv, st, "no scores that can be compared in layer", layer, "");
@@ -92,7 +92,7 @@ static tkv_status tkvi_pin(tkv_cache *kv, int seq, int start, int n, int until) 
             tkvi_token_meta *token_meta = &kv->pool.token_meta[ids[i]];
             uint64_t these = 0;
             for (t = 0; t < tkvi_block_tokens(kv, list, ids, i); t++) {
-                const int at = tkvi_at(kv, ids[i], t);
+                const int at = tkvi_slot_position(kv, ids[i], t);
                 if (at >= start && at < start + n) these |= (uint64_t)1 << t;
             }
             if (!these) continue;
@@ -134,7 +134,7 @@ TKV_API tkv_status tkv_alive(const tkv_cache *kv, int seq, int layer, int start,
     for (i = tkvi_first_at(kv, list, ids, start); i < list->n; i++) {
         const uint64_t there = tkvi_live_mask_in(kv, list, ids, i);
         for (t = 0; t < TKVI_BLOCK; t++) {
-            const int at = there >> t & 1 ? tkvi_at(kv, ids[i], t) - start : -1;
+            const int at = there >> t & 1 ? tkvi_slot_position(kv, ids[i], t) - start : -1;
             if (at >= 0 && at < n) tkvi_mark(mask, at);
         }
     }

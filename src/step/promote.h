@@ -24,11 +24,11 @@ TKV_API tkv_status tkv_spill_bytes(const tkv_config *cfg, size_t *bytes) {
 TKV_API tkv_status tkv_spill(tkv_cache *kv, int seq, int layer, int n_blocks, int *done) {
     int l, i, n = 0;
     if (done) *done = 0;
-    if (!tkvi_seq_ok(kv, seq)) return tkvi_seq_bad(kv, seq);
+    if (!tkvi_has_seq(kv, seq)) return tkvi_refuse_seq(kv, seq);
     if (!kv->tables.cfg.spill.store)
         return tkvi_fail(kv, TKV_ERR_ARG, "there is no cfg.spill to store blocks with", 0, NULL);
     if (n_blocks < 0) return tkvi_fail(kv, TKV_ERR_ARG, "n_blocks is", n_blocks, "; it must not be negative");
-    if (layer != TKV_ALL && !tkvi_has_own_layer(kv, seq, layer)) return tkvi_no_own_layer(kv, layer);
+    if (layer != TKV_ALL && !tkvi_has_own_layer(kv, seq, layer)) return tkvi_refuse_layer(kv, layer);
     kv->store_failed = 0;
     for (l = 0; l < kv->tables.cfg.n_layers; l++) {
         if (layer != TKV_ALL && l != layer) continue;
@@ -48,7 +48,7 @@ static tkv_status tkvi_promote_ready(tkv_cache *kv, int coding) {
     tkvi_peak dry_run = tkvi_begin_dry_run(kv);
     tkvi_peak_take(&dry_run, coding);
     if (tkvi_has_budget(kv)) {
-        tkvi_ask_for(kv, &dry_run, NULL, 0, -1);
+        tkvi_set_request(kv, &dry_run, NULL, 0, -1);
         if (tkvi_bytes_now(kv) > kv->tables.cfg.budget_bytes)
             return tkvi_fail(kv, TKV_ERR_BUDGET, "the budget has no room for a block in a better format", 0,
                              NULL);
@@ -70,7 +70,7 @@ static TKVI_NOINLINE tkv_status tkvi_fetch_block(const tkv_cache *kv, uint32_t i
     for (i = 0; i < 2 * kv->tables.cfg.n_kv_heads; i++) {
         const tkvi_record *r = &c->record[i / 2];
         const uint8_t *bytes;
-        const tkv_status st = tkvi_fetch(kv, id, what, i / 2, (tkv_side)(i % 2), &room, &bytes);
+        const tkv_status st = tkvi_read_piece(kv, id, what, i / 2, (tkv_side)(i % 2), &room, &bytes);
         if (st) return st;
         memcpy(to + r->at + (i % 2 ? r->v_at : 0), bytes, i % 2 ? r->v.bytes : r->k.bytes);
     }
@@ -79,7 +79,7 @@ static TKVI_NOINLINE tkv_status tkvi_fetch_block(const tkv_cache *kv, uint32_t i
 
 /* Which stored bytes would improve the block: TKVI_COPY (its exact copy) or TKVI_ITSELF (the offloaded block).
  * -1: none, or other lists hold the block too. */
-static int tkvi_better_of(const tkvi_block *b) {
+static int tkvi_better_source(const tkvi_block *b) {
     if (b->refs > 1) return -1;
     if (b->copy && (b->copy - 1 != b->coding || tkvi_is_discarded(b))) return TKVI_COPY;
     return tkvi_is_offloaded(b) && !tkvi_is_discarded(b) ? TKVI_ITSELF : -1;
@@ -90,7 +90,7 @@ static tkv_status tkvi_promote_block(tkv_cache *kv, int seq, int layer, int i, i
     tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const uint32_t id = tkvi_ids(kv, seq, layer)[i];
     tkvi_block *b = &kv->pool.block[id];
-    const int what = tkvi_better_of(b);
+    const int what = tkvi_better_source(b);
     tkv_status st;
     uint32_t page, old_page;
     int coding, slot, old_slot;
@@ -118,7 +118,7 @@ static tkv_status tkvi_promote_block(tkv_cache *kv, int seq, int layer, int i, i
     b->slot = (uint16_t)slot;
     b->coding = (uint16_t)coding;
     if (what == TKVI_COPY) b->previous_coding = 0;
-    if (!(old_page & TKVI_OUTSIDE)) tkvi_give_slot(&kv->pool, old_page, old_slot);
+    if (!(old_page & TKVI_OFFLOADED)) tkvi_give_slot(&kv->pool, old_page, old_slot);
     list->out = tkvi_max(0, tkvi_min(list->out, i - list->sinks)); /* it may be offloaded again */
     list->tight = tkvi_max(0, tkvi_min(list->tight, i - list->sinks));
     list->tightest = tkvi_max(0, tkvi_min(list->tightest, i - list->sinks));
@@ -131,14 +131,14 @@ static tkv_status tkvi_promote_block(tkv_cache *kv, int seq, int layer, int i, i
 TKV_API tkv_status tkv_promote(tkv_cache *kv, int seq, int layer, int position) {
     const tkvi_list *list;
     int i, place;
-    if (!tkvi_seq_ok(kv, seq)) return tkvi_seq_bad(kv, seq);
-    if (!tkvi_has_own_layer(kv, seq, layer)) return tkvi_no_own_layer(kv, layer);
+    if (!tkvi_has_seq(kv, seq)) return tkvi_refuse_seq(kv, seq);
+    if (!tkvi_has_own_layer(kv, seq, layer)) return tkvi_refuse_layer(kv, layer);
     list = tkvi_list_of(kv, seq, layer);
     if (position < list->dropped || position >= list->len)
         return tkvi_fail(kv, TKV_ERR_RANGE, "there is no token at position", position, "");
     i = tkvi_block_at(kv, list, tkvi_ids(kv, seq, layer), position);
     place = i < 0 ? -1 : tkvi_place_in(kv, list, tkvi_ids(kv, seq, layer), i, position);
-    if (place < 0 || !(tkvi_kept(kv, list, tkvi_ids(kv, seq, layer), i) >> place & 1))
+    if (place < 0 || !(tkvi_used_mask(kv, list, tkvi_ids(kv, seq, layer), i) >> place & 1))
         return tkvi_fail(kv, TKV_ERR_RANGE, "it was dropped, the token at position", position, "");
     return tkvi_promote_block(kv, seq, layer, i, position);
 }

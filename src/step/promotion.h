@@ -31,7 +31,7 @@ static void tkvi_offer_blocks(const tkvi_ranking *r, int layer, const tkv_promot
         if (!tkvi_block_matters(r, i, &score)) continue;
         /* After a cut, `moved` can lie behind the end of the list. */
         tkvi_promoting_offer(best, (int)r->ids[i], score,
-                             tkvi_better_of(b) >= 0 || (p->compute && tkvi_is_discarded(b)),
+                             tkvi_better_source(b) >= 0 || (p->compute && tkvi_is_discarded(b)),
                              moved ? tkvi_min(moved - 1, best->now) : TKV_NONE);
     }
 }
@@ -46,15 +46,15 @@ static int tkvi_place_of_block(const tkvi_ranking *r, uint32_t id) {
 
 /* Promotes the candidates in order until one fails; *done counts the promoted blocks. Discarded blocks come back by
  * one tkv_recompute. Under a budget, making room for them may recode, offload, discard or evict other blocks. */
-static tkv_status tkvi_decay(const tkvi_ranking *r, int seq, int layer, const tkv_promotion *p,
-                             const tkvi_promoting *best, int *done) {
+static tkv_status tkvi_promote_candidates(const tkvi_ranking *r, int seq, int layer, const tkv_promotion *p,
+                                          const tkvi_promoting *best, int *done) {
     tkv_cache *kv = r->kv;
     tkv_status st = TKV_OK;
     int j, i, asked = 0;
     for (j = 0; j < best->found && !st; j++) {
         const uint32_t id = (uint32_t)best->out[j];
         if ((i = tkvi_place_of_block(r, id)) < 0) continue;
-        if (tkvi_better_of(&kv->pool.block[id]) >= 0) {
+        if (tkvi_better_source(&kv->pool.block[id]) >= 0) {
             st = tkvi_promote_block(kv, seq, layer, i, tkvi_block_start(kv, r->ids, i));
             *done += !st;
             continue;
@@ -74,8 +74,8 @@ TKV_API tkv_status tkv_promote_by_importance(tkv_cache *kv, int seq, int layer, 
     tkvi_promoting best;
     tkv_status st;
     int done = 0;
-    if (!tkvi_seq_ok(kv, seq)) return tkvi_seq_bad(kv, seq);
-    if (!tkvi_has_own_layer(kv, seq, layer)) return tkvi_no_own_layer(kv, layer);
+    if (!tkvi_has_seq(kv, seq)) return tkvi_refuse_seq(kv, seq);
+    if (!tkvi_has_own_layer(kv, seq, layer)) return tkvi_refuse_layer(kv, layer);
     if (!p || p->by.used < 0 || !p->compute != !p->remat)
         return tkvi_fail(kv, TKV_ERR_ARG, "p is missing, or it has compute without remat or the reverse", 0,
                          NULL);
@@ -87,7 +87,7 @@ TKV_API tkv_status tkv_promote_by_importance(tkv_cache *kv, int seq, int layer, 
                          p->by.cfg.per_step, "");
     p->promoted = p->waiting = p->no_source = 0;
     if (kv->pool.token_meta) tkvi_offer_blocks(&r, layer, p, &best);
-    st = tkvi_decay(&r, seq, layer, p, &best, &done);
+    st = tkvi_promote_candidates(&r, seq, layer, p, &best, &done);
     tkvi_promoting_end(&best, &p->by, done);
     p->promoted = done;
     p->waiting = best.waiting + best.found - done;

@@ -38,10 +38,10 @@ static int tkvi_ranking_block(const tkvi_ranking *r, int i, int *position, float
     tkvi_decay_to_now(r->kv, r->ids[i], r->list->len, r->newest, a);
     for (t = 0; t < slots; t++) {
         if (!(there >> t & 1)) continue;
-        position[n] = tkvi_at(r->kv, r->ids[i], t);
+        position[n] = tkvi_slot_position(r->kv, r->ids[i], t);
         out[n++] = a[t];
     }
-    tkvi_weigh_importance(r->kv, position, out, n, r->list->len);
+    tkvi_importance_of_block(r->kv, position, out, n, r->list->len);
     return n;
 }
 
@@ -104,7 +104,7 @@ TKV_API tkv_status tkv_importance_add_to(tkv_cache *kv, int seq, int layer, int 
         float s[TKVI_BLOCK], p[TKVI_BLOCK], said[TKVI_BLOCK];
         memset(said, 0, sizeof said);
         for (t = 0; t < TKVI_BLOCK; t++) {
-            const int at = t < slots && (there >> t & 1) ? tkvi_at(kv, r.ids[i], t) - start : -1;
+            const int at = t < slots && (there >> t & 1) ? tkvi_slot_position(kv, r.ids[i], t) - start : -1;
             s[t] = at >= 0 && at < n ? 0.0f : TKVI_HIDDEN;
             p[t] = at >= 0 && at < n ? tkvi_clampf(mass[at], 0.0f, TKVI_TOKEN_SCORE_MOST) : 0.0f;
         }

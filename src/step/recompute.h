@@ -24,7 +24,7 @@ static int tkvi_piece_end(const tkv_cache *kv, int seq, int at, int absent) {
             const tkvi_list *list = tkvi_list_of(kv, seq, layer);
             const uint32_t *ids = tkvi_ids(kv, seq, layer);
             i = list->n ? tkvi_block_at(kv, list, ids, tkvi_min(end - 1, list->len - 1)) : -1;
-            if (i < 0 || (absent && !tkvi_missing(kv, list, ids, i))) continue;
+            if (i < 0 || (absent && !tkvi_needs_recompute(kv, list, ids, i))) continue;
             end = tkvi_max(end, tkvi_block_end(kv, list, ids, i));
         }
     }
@@ -39,7 +39,7 @@ static int tkvi_first_discarded(const tkv_cache *kv, int seq, int from) {
         const uint32_t *ids = tkvi_ids(kv, seq, layer);
         for (i = 0; i < list->n; i++) {
             const int start = tkvi_block_start(kv, ids, i);
-            if (start < from || !tkvi_missing(kv, list, ids, i)) continue;
+            if (start < from || !tkvi_needs_recompute(kv, list, ids, i)) continue;
             if (first < 0 || start < first) first = start;
             break;
         }
@@ -49,7 +49,7 @@ static int tkvi_first_discarded(const tkv_cache *kv, int seq, int from) {
 
 TKV_API tkv_status tkv_remat_missing(const tkv_cache *kv, int seq, int *start, int *n) {
     int at;
-    if (!tkvi_seq_ok(kv, seq) || !start || !n) return TKV_ERR_ARG;
+    if (!tkvi_has_seq(kv, seq) || !start || !n) return TKV_ERR_ARG;
     *start = *n = 0;
     at = tkvi_first_discarded(kv, seq, 0);
     if (at < 0) return TKV_OK;
@@ -97,7 +97,7 @@ static int tkvi_next_level(const tkv_cache *kv) {
 TKV_API tkv_status tkv_remat_blocks(const tkv_cache *kv, int seq, tkv_remat_block *out, int capacity,
                                     int *n) {
     int at = TKVI_FOREVER, layer, len, end, count = 0;
-    if (!tkvi_seq_ok(kv, seq) || !n || capacity < 0 || (capacity > 0 && !out)) return TKV_ERR_ARG;
+    if (!tkvi_has_seq(kv, seq) || !n || capacity < 0 || (capacity > 0 && !out)) return TKV_ERR_ARG;
     len = tkv_seq_len(kv, seq);
     for (layer = 0; layer < kv->tables.cfg.n_layers; layer++)
         if (tkvi_list_of(kv, seq, layer)->n)
@@ -113,7 +113,7 @@ TKV_API tkv_status tkv_remat_blocks(const tkv_cache *kv, int seq, tkv_remat_bloc
 /* >>discarding */
 /* Can blocks of this sequence be discarded or given back now? Sets the error if not. */
 static tkv_status tkvi_remat_seq(tkv_cache *kv, int seq) {
-    if (!tkvi_seq_ok(kv, seq)) return tkvi_seq_bad(kv, seq);
+    if (!tkvi_has_seq(kv, seq)) return tkvi_refuse_seq(kv, seq);
     if (kv->seq[seq].in_step)
         return tkvi_fail(kv, TKV_ERR_STATE, "a step is open; commit or abort it first", 0, NULL);
     return TKV_OK;
@@ -125,7 +125,7 @@ TKV_API tkv_status tkv_remat_drop(tkv_cache *kv, int seq, int n_tokens, int *dro
     if (dropped) *dropped = 0;
     if (st) return st;
     if (n_tokens < 0) return tkvi_fail(kv, TKV_ERR_ARG, "n_tokens is", n_tokens, "; it must not be negative");
-    if (!tkvi_first_here(kv, seq, &first, &end)) return tkvi_ok(kv);
+    if (!tkvi_first_in_ram(kv, seq, &first, &end)) return tkvi_ok(kv);
     last = tkvi_min(tkvi_discardable_to(kv, seq, kv->tables.level),
                     n_tokens < TKVI_FOREVER - first ? first + n_tokens : TKVI_FOREVER);
     if (end <= last && tkvi_discard_to(kv, seq, last, 1, &end) > 0 && dropped) *dropped = end - first;
@@ -154,10 +154,10 @@ TKV_API tkv_status tkv_remat_free(tkv_cache *kv, int seq, tkv_remat *r, float pr
     to = tkvi_min(to, tkvi_discardable_to(kv, seq, kv->tables.level));
     won = tkvi_discard_to(kv, seq, to, 1, &last);
     if (tighten) {
-        tkvi_ask_nothing(kv);
+        tkvi_clear_request(kv);
         tkvi_go_to_level(kv, tkvi_next_level(kv));
         for (i = 0; i < tighten * kv->tables.cfg.n_layers && won < need; i++)
-            won += tkvi_tighten_one(kv, kv->tables.cfg.budget_bytes, 1);
+            won += tkvi_recode_oldest(kv, kv->tables.cfg.budget_bytes, 1);
     }
     if (freed) *freed = won;
     tkvi_release_unused(kv, seq);
@@ -166,7 +166,7 @@ TKV_API tkv_status tkv_remat_free(tkv_cache *kv, int seq, tkv_remat *r, float pr
 
 /* >>giving recomputed tokens back */
 /* The codings that recomputed tokens of block i pass through, hot first, in `way`; returns how many. */
-static int tkvi_way_back(const tkv_cache *kv, int seq, int layer, int i, int *way) {
+static int tkvi_restore_codings(const tkv_cache *kv, int seq, int layer, int i, int *way) {
     const tkvi_tables *t = &kv->tables;
     const tkvi_tier_spec *r = &t->plan[layer].now;
     const tkvi_block *b = &kv->pool.block[tkvi_ids(kv, seq, layer)[i]];
@@ -178,10 +178,10 @@ static int tkvi_way_back(const tkv_cache *kv, int seq, int layer, int i, int *wa
     if (tier == TKV_ARCHIVE && r->warm == TKVI_FOREVER) tier = TKV_WARM; /* this level has no archive */
     /* In a cache created with a budget the block keeps its coding. Without one it may have aged meanwhile. */
     if (t->spare || tier == TKV_HOT || t->coding[b->coding].key == r->key[tier] ||
-        tkvi_waits(kv, layer, tier))
+        tkvi_must_wait_for_table(kv, layer, tier))
         return n;
     if (n == 1 && tier == TKV_ARCHIVE && r->key[TKV_WARM] != r->key[TKV_HOT] &&
-        !tkvi_waits(kv, layer, TKV_WARM))
+        !tkvi_must_wait_for_table(kv, layer, TKV_WARM))
         way[n++] = tkvi_coding_of(t, layer, TKV_WARM);
     if (t->coding[way[n - 1]].key != r->key[tier]) way[n++] = tkvi_coding_of(t, layer, tier);
     return n;
@@ -189,8 +189,8 @@ static int tkvi_way_back(const tkv_cache *kv, int seq, int layer, int i, int *wa
 
 /* Stores the tokens of the discarded block i and recodes them. Row 0 of k and v belongs to position `start`. Cannot
  * fail: tkvi_peak_ready has made room. */
-static void tkvi_give_block(tkv_cache *kv, int seq, int layer, int i, const tkvi_source *k,
-                            const tkvi_source *v, int start) {
+static void tkvi_restore_block(tkv_cache *kv, int seq, int layer, int i, const tkvi_source *k,
+                               const tkvi_source *v, int start) {
     tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const uint32_t id = tkvi_ids(kv, seq, layer)[i];
     const int n = tkvi_block_tokens(kv, list, tkvi_ids(kv, seq, layer), i);
@@ -200,7 +200,7 @@ static void tkvi_give_block(tkv_cache *kv, int seq, int layer, int i, const tkvi
     tkvi_recoding r;
     uint32_t page;
     uint8_t *bytes;
-    int way[TKV_TIER_COUNT + 1], steps = tkvi_way_back(kv, seq, layer, i, way), s, h, t;
+    int way[TKV_TIER_COUNT + 1], steps = tkvi_restore_codings(kv, seq, layer, i, way), s, h, t;
     c = &kv->tables.coding[way[0]];
     tkvi_take_slot(&kv->pool, c->size_class, id, &page, &s);
     tkvi_forget_offloaded(&kv->pool, id);
@@ -212,7 +212,7 @@ static void tkvi_give_block(tkv_cache *kv, int seq, int layer, int i, const tkvi
     for (t = 0; t < n; t++)
         for (h = 0; h < kv->tables.cfg.n_kv_heads; h++) {
             const tkvi_record *rec = &c->record[h];
-            const int row = tkvi_at(kv, id, t) - start;
+            const int row = tkvi_slot_position(kv, id, t) - start;
             tkvi_store_row(&rec->k, kv->kernels->helpers, k, row, h, t, saturate, bytes + rec->at);
             tkvi_store_row(&rec->v, kv->kernels->helpers, v, row, h, t, saturate,
                            bytes + rec->at + rec->v_at);
@@ -242,7 +242,7 @@ static tkvi_peak tkvi_dry_run_give(tkv_cache *kv, int seq, int layer, int first,
     for (i = first; i < last; i++) {
         int steps;
         if (!tkvi_is_discarded(&kv->pool.block[ids[i]])) continue;
-        steps = tkvi_way_back(kv, seq, layer, i, way);
+        steps = tkvi_restore_codings(kv, seq, layer, i, way);
         dry_run.outside--;
         tkvi_peak_take(&dry_run, way[steps - 1]);
         if (steps > most) memcpy(longest, way, sizeof way), most = steps;
@@ -260,7 +260,7 @@ TKV_API tkv_status tkv_remat_give(tkv_cache *kv, int seq, int layer, int start, 
     tkvi_peak dry_run;
     int i, first = -1, last = 0;
     if (st) return st;
-    if (!tkvi_has_own_layer(kv, seq, layer)) return tkvi_no_own_layer(kv, layer);
+    if (!tkvi_has_own_layer(kv, seq, layer)) return tkvi_refuse_layer(kv, layer);
     if (n < 0 || start < 0 || (n > 0 && (!k || !v)))
         return tkvi_fail(kv, TKV_ERR_ARG, "k or v is missing, or start or n is negative: n is", n, "");
     list = tkvi_list_of(kv, seq, layer);
@@ -301,7 +301,7 @@ TKV_API tkv_status tkv_remat_give(tkv_cache *kv, int seq, int layer, int start, 
     if (tkvi_has_budget(kv)) {
         const size_t budget = kv->tables.cfg.budget_bytes;
         size_t takes;
-        tkvi_ask_for(kv, &dry_run, NULL, 0, layer);
+        tkvi_set_request(kv, &dry_run, NULL, 0, layer);
         if (!tkvi_fits_somewhere(kv, budget, &takes) || !tkvi_make_room(kv, budget))
             return tkvi_over_budget(kv, takes);
         dry_run = tkvi_dry_run_give(kv, seq, layer, first, last);
@@ -311,7 +311,7 @@ TKV_API tkv_status tkv_remat_give(tkv_cache *kv, int seq, int layer, int start, 
                          "no memory for what comes back, tokens", n, "");
     for (i = first; i < last; i++)
         if (tkvi_is_discarded(&kv->pool.block[ids[i]]))
-            tkvi_give_block(kv, seq, layer, i, &from_k, &from_v, start);
+            tkvi_restore_block(kv, seq, layer, i, &from_k, &from_v, start);
     tkvi_release_unused(kv, seq);
     return tkvi_ok(kv);
 }

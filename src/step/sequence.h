@@ -17,7 +17,7 @@
 #include "reclaim/scores.h"
 
 /* The number of slots of a size class that tkv_reserve holds for a sequence. */
-static int64_t *tkvi_promised(tkv_cache *kv, int seq, int size_class) {
+static int64_t *tkvi_reserved_slots(tkv_cache *kv, int seq, int size_class) {
     return &kv->promised[(size_t)seq * (size_t)kv->tables.n_classes + (size_t)size_class];
 }
 
@@ -27,7 +27,7 @@ static void tkvi_dry_run_append(tkv_cache *kv, int seq, int layer, int n, tkvi_p
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
     int sink, i, blocks = tkvi_new_blocks(kv, p, list, ids, n, &sink);
-    if (tkvi_tail_room(kv, p, list, ids) && kv->pool.block[ids[list->n - 1]].refs > 1)
+    if (tkvi_tail_free_slots(kv, p, list, ids) && kv->pool.block[ids[list->n - 1]].refs > 1)
         tkvi_peak_take(dry_run, kv->pool.block[ids[list->n - 1]].coding); /* a shared block is copied first */
     for (i = 0; i < blocks; i++) tkvi_peak_take(dry_run, i < sink ? p->sink_coding : p->now.coding[TKV_HOT]);
 }
@@ -35,13 +35,13 @@ static void tkvi_dry_run_append(tkv_cache *kv, int seq, int layer, int n, tkvi_p
 /* >>reservations */
 /* How many blocks of each tier a list may still gain: TKVI_FOREVER, without bound, under a budget or if tkv_flush
  * coded a block that was not full. */
-static void tkvi_headroom(const tkv_cache *kv, const tkvi_plan *p, const tkvi_list *list, const uint32_t *ids,
-                          int64_t *room) {
+static void tkvi_max_new_blocks(const tkv_cache *kv, const tkvi_plan *p, const tkvi_list *list,
+                                const uint32_t *ids, int64_t *room) {
     int i, whole = 1;
     tkvi_most_blocks(&kv->tables.cfg, p, room);
     if (tkvi_plan_learns(p)) { /* blocks may have waited for a table */
-        room[TKV_HOT] += TKVI_LEARN / TKVI_BLOCK;
-        room[TKV_WARM] += TKVI_LEARN / TKVI_BLOCK;
+        room[TKV_HOT] += TKVI_FIRST_TABLE_TOKENS / TKVI_BLOCK;
+        room[TKV_WARM] += TKVI_FIRST_TABLE_TOKENS / TKVI_BLOCK;
     }
     for (i = list->sinks; i < list->n; i++) {
         tkv_tier tier = tkvi_tier_at(list, i);
@@ -69,9 +69,9 @@ static int tkvi_add_need(tkv_cache *kv, int seq, int layer, int sign, int64_t *l
     memset(need, 0, sizeof need);
     blocks = tkvi_new_blocks(kv, p, list, ids, tkvi_max(0, len - list->len), &sink);
     need[TKV_HOT] = blocks - sink;
-    if (tkvi_tail_room(kv, p, list, ids) && kv->pool.block[ids[list->n - 1]].refs > 1) need[TKV_HOT]++;
+    if (tkvi_tail_free_slots(kv, p, list, ids) && kv->pool.block[ids[list->n - 1]].refs > 1) need[TKV_HOT]++;
     /* `at`: where the blocks end at that length. It does not depend on whether they are full now or cut later. */
-    at = tkvi_min(len, list->len + tkvi_tail_room(kv, p, list, ids));
+    at = tkvi_min(len, list->len + tkvi_tail_free_slots(kv, p, list, ids));
     for (i = list->sinks + list->archive; i < list->n + blocks - sink; i++) {
         tkv_tier due;
         if (i == list->n && sink) at = tkvi_min(len, at + p->sink);
@@ -81,7 +81,7 @@ static int tkvi_add_need(tkv_cache *kv, int seq, int layer, int sign, int64_t *l
         need[TKV_WARM] += due != TKV_HOT && (i >= list->n || tkvi_tier_at(list, i) == TKV_HOT);
         need[TKV_ARCHIVE] += due == TKV_ARCHIVE;
     }
-    tkvi_headroom(kv, p, list, ids, room);
+    tkvi_max_new_blocks(kv, p, list, ids, room);
     if (sink) live[coding[p->sink_coding].size_class] += sign;
     for (tier = 0; tier < TKV_TIER_COUNT; tier++) {
         if (need[tier] > room[tier]) need[tier] = room[tier];
@@ -91,9 +91,9 @@ static int tkvi_add_need(tkv_cache *kv, int seq, int layer, int sign, int64_t *l
 }
 
 /* Reserves for seq the slots that bring all its layers to length `len`. 0 gives the reservation up. */
-static void tkvi_promise(tkv_cache *kv, int seq, int len) {
+static void tkvi_reserve_slots(tkv_cache *kv, int seq, int len) {
     int layer, c, waiting = 0;
-    int64_t *mine = tkvi_promised(kv, seq, 0);
+    int64_t *mine = tkvi_reserved_slots(kv, seq, 0);
     for (c = 0; c < kv->tables.n_classes; c++) {
         kv->pool.promised[c] -= mine[c];
         mine[c] = 0;
@@ -125,13 +125,13 @@ static void tkvi_dry_run_row(tkv_cache *kv, int seq, int layer, int n, tkvi_peak
 
 /* Pages in use, and the pages that reservations will need. */
 static int64_t tkvi_pages_taken(const tkvi_pool *pool) {
-    return (int64_t)pool->n_pages - (int64_t)pool->n_free_pages + tkvi_promised_pages(pool);
+    return (int64_t)pool->n_pages - (int64_t)pool->n_free_pages + tkvi_reserved_pages(pool);
 }
 
 /* Call after any change of a sequence. Lowers its reservation to the slots that it still needs, and gives free
  * pages back to the allocator. */
 static void tkvi_release_unused(tkv_cache *kv, int seq) {
-    if (kv->seq[seq].reserved_len) tkvi_promise(kv, seq, kv->seq[seq].reserved_len);
+    if (kv->seq[seq].reserved_len) tkvi_reserve_slots(kv, seq, kv->seq[seq].reserved_len);
     tkvi_trim(&kv->pool);
 }
 
@@ -198,7 +198,7 @@ static uint32_t tkvi_open_block(tkv_cache *kv, int seq, int layer) {
     const tkvi_plan *p = &kv->tables.plan[layer];
     tkvi_list *list = tkvi_list_of(kv, seq, layer);
     uint32_t *ids = tkvi_ids(kv, seq, layer), id;
-    if (tkvi_tail_room(kv, p, list, ids)) {
+    if (tkvi_tail_free_slots(kv, p, list, ids)) {
         id = ids[list->n - 1];
         if (kv->pool.block[id].refs > 1) {
             uint32_t mine = tkvi_new_block(&kv->pool, kv->pool.block[id].coding, kv->pool.block[id].start);
@@ -268,7 +268,7 @@ static void tkvi_store(tkv_cache *kv, int seq, int layer, const tkvi_source *k, 
 
 /* >>append */
 /* If the meter is idle and the sequence is empty, start metering it. */
-static void tkvi_watch(tkv_cache *kv, int seq) {
+static void tkvi_start_metering(tkv_cache *kv, int seq) {
     int layer, len = 0;
     if (!kv->meter || kv->meter->seq >= 0) return;
     for (layer = 0; layer < kv->tables.cfg.n_layers; layer++) len |= tkvi_list_of(kv, seq, layer)->len;
@@ -304,7 +304,7 @@ static tkv_status tkvi_check_rows(tkv_cache *kv, int layer, const tkv_rows *rows
     for (i = 0; i < n_rows; i++) {
         const tkvi_list *list;
         int room;
-        if (!tkvi_seq_ok(kv, rows[i].seq))
+        if (!tkvi_has_seq(kv, rows[i].seq))
             return tkvi_fail(kv, TKV_ERR_ARG, "there is no sequence", rows[i].seq, "");
         if (rows[i].n < 0) return tkvi_fail(kv, TKV_ERR_ARG, "n is", rows[i].n, "; it must not be negative");
         for (j = 0; j < i; j++)
@@ -337,7 +337,8 @@ static tkvi_peak tkvi_dry_run_rows(tkv_cache *kv, int layer, const tkv_rows *row
 }
 
 /* Under a budget: from now on the tokens of the last append may be recoded. failed 1: takes that back. */
-static void tkvi_free_chunks(tkv_cache *kv, int layer, const tkv_rows *rows, int n_rows, int failed) {
+static void tkvi_unprotect_last_append(tkv_cache *kv, int layer, const tkv_rows *rows, int n_rows,
+                                       int failed) {
     int i;
     for (i = 0; i < n_rows; i++) {
         tkvi_list *list = tkvi_list_of(kv, rows[i].seq, layer);
@@ -392,13 +393,13 @@ TKV_API tkv_status tkv_append_ex(tkv_cache *kv, const tkv_append_params *p) {
                          " (cfg.nonfinite can saturate them)");
     for (i = 0, open = 0; i < n_rows; i++) open |= kv->seq[rows[i].seq].in_step;
     had = kv->tables.current[p->layer];
-    if (!open && !tkvi_learn_begin(kv, p->layer, 0, &had)) goto no_table;
+    if (!open && !tkvi_begin_table(kv, p->layer, 0, &had)) goto no_table;
     if (tkvi_has_budget(kv))
         for (i = 0; i < n_rows; i++) /* expired blocks make room */
             if (rows[i].n && !kv->seq[rows[i].seq].in_step)
                 tkvi_age(kv, rows[i].seq, p->layer, TKVI_FOREVER, 0, NULL);
     dry_run = tkvi_dry_run_rows(kv, p->layer, rows, n_rows);
-    tkvi_free_chunks(kv, p->layer, rows, n_rows, 0);
+    tkvi_unprotect_last_append(kv, p->layer, rows, n_rows, 0);
     for (i = 0, kv->clock++; i < n_rows; i++) kv->seq[rows[i].seq].used = kv->clock;
     if (tkvi_has_budget(kv)) {
         const size_t budget = cfg->budget_bytes,
@@ -406,12 +407,12 @@ TKV_API tkv_status tkv_append_ex(tkv_cache *kv, const tkv_append_params *p) {
                              TKVI_BLOCK;
         size_t takes;
         int fits;
-        tkvi_ask_for(kv, &dry_run, rows, n_rows, p->layer);
+        tkvi_set_request(kv, &dry_run, rows, n_rows, p->layer);
         fits = tkvi_fits_somewhere(kv, budget, &takes);
-        tkvi_learn_end(kv, p->layer, had, fits); /* the blocks recoded below may use the table */
+        tkvi_end_table(kv, p->layer, had, fits); /* the blocks recoded below may use the table */
         if (fits && !(kv->reclaim_stages & TKVI_FIRST)) tkvi_keep_pace(kv, (size_t)total * token);
         if (!fits || !tkvi_make_room(kv, budget)) {
-            tkvi_free_chunks(kv, p->layer, rows, n_rows, 1);
+            tkvi_unprotect_last_append(kv, p->layer, rows, n_rows, 1);
             return tkvi_over_budget(kv, takes);
         }
         had = kv->tables
@@ -420,14 +421,14 @@ TKV_API tkv_status tkv_append_ex(tkv_cache *kv, const tkv_append_params *p) {
     }
     for (i = 0; i < n_rows; i++)
         if (rows[i].n &&
-            !tkvi_grow_lists(kv, rows[i].seq, tkvi_list_want(kv, rows[i].seq, p->layer, rows[i].n)))
+            !tkvi_grow_lists(kv, rows[i].seq, tkvi_list_entries(kv, rows[i].seq, p->layer, rows[i].n)))
             goto no_memory;
     if (!tkvi_peak_ready(&kv->pool, &dry_run)) goto no_memory;
-    tkvi_learn_end(kv, p->layer, had, 1);
-    if (!open) tkvi_metric_learn(kv, p->layer);
+    tkvi_end_table(kv, p->layer, had, 1);
+    if (!open) tkvi_query_stats_learn(kv, p->layer);
     for (i = 0; i < n_rows; i++) {
         if (rows[i].n == 0) continue;
-        tkvi_watch(kv, rows[i].seq);
+        tkvi_start_metering(kv, rows[i].seq);
         if (!kv->seq[rows[i].seq].in_step) {
             tkvi_age(kv, rows[i].seq, p->layer, tkvi_hot_age(kv, p->layer), 0, NULL);
             tkvi_evict_due_in(kv, rows[i].seq, p->layer,
@@ -439,13 +440,13 @@ TKV_API tkv_status tkv_append_ex(tkv_cache *kv, const tkv_append_params *p) {
     if (kv->seen && kv->seen[p->layer] >= 0)
         kv->seen[p->layer] =
             tkvi_min(TKVI_FOREVER, kv->seen[p->layer] + total); /* tkv_abort subtracts its part */
-    tkvi_metric_count(kv, p->layer, total);
+    tkvi_query_stats_count(kv, p->layer, total);
     for (i = 0; i < n_rows; i++)
         tkvi_release_unused(kv, rows[i].seq); /* after all rows: they share the pages */
     return tkvi_ok(kv);
 no_memory:
-    tkvi_learn_end(kv, p->layer, had, 0);
-    tkvi_free_chunks(kv, p->layer, rows, n_rows, 1);
+    tkvi_end_table(kv, p->layer, had, 0);
+    tkvi_unprotect_last_append(kv, p->layer, rows, n_rows, 1);
 no_table:
     if (kv->pool.keep_all)
         return tkvi_fail(kv, TKV_ERR_CAPACITY, "the memory given to tkv_init_in_place is full", 0, NULL);
@@ -475,7 +476,7 @@ TKV_API tkv_status tkv_append_at(tkv_cache *kv, int seq, int layer, int position
 }
 
 /* >>ageing: all layers of a sequence, or none */
-static int tkvi_ages(const tkv_cache *kv, int seq, int layer) {
+static int tkvi_has_blocks_to_age(const tkv_cache *kv, int seq, int layer) {
     return kv->tables.plan[layer].stored == layer && tkvi_list_of(kv, seq, layer)->n > 0;
 }
 
@@ -485,7 +486,8 @@ static tkv_status tkvi_age_all(tkv_cache *kv, int seq, int flush, int partial) {
     int layer, pass, n = kv->tables.cfg.n_layers, ready = 1;
     for (layer = 0; layer < n; layer++) {
         had[layer] = kv->tables.current[layer];
-        if (ready && tkvi_ages(kv, seq, layer)) ready = tkvi_learn_begin(kv, layer, flush, &had[layer]);
+        if (ready && tkvi_has_blocks_to_age(kv, seq, layer))
+            ready = tkvi_begin_table(kv, layer, flush, &had[layer]);
     }
     dry_run = tkvi_begin_dry_run(kv);
     for (layer = 0; layer < n; layer++) tkvi_add_need(kv, seq, layer, -1, dry_run.live);
@@ -500,11 +502,11 @@ static tkv_status tkvi_age_all(tkv_cache *kv, int seq, int flush, int partial) {
         ready = (tkvi_has_budget(kv) && !flush) ||
                 tkvi_peak_ready(&kv->pool, &dry_run); /* blocks only expire then: no memory needed */
         for (layer = 0; layer < n; layer++) {
-            tkvi_learn_end(kv, layer, had[layer], ready);
-            if (ready && tkvi_ages(kv, seq, layer)) tkvi_metric_learn(kv, layer);
+            tkvi_end_table(kv, layer, had[layer], ready);
+            if (ready && tkvi_has_blocks_to_age(kv, seq, layer)) tkvi_query_stats_learn(kv, layer);
         }
     }
-    for (layer = 0; layer < n && !pass; layer++) tkvi_learn_end(kv, layer, had[layer], 0);
+    for (layer = 0; layer < n && !pass; layer++) tkvi_end_table(kv, layer, had[layer], 0);
     if (!ready) {
         const int budget = kv->pool.keep_all ? tkvi_has_budget(kv) : kv->heap.at_limit;
         return tkvi_fail(kv,
@@ -519,14 +521,14 @@ static tkv_status tkvi_age_all(tkv_cache *kv, int seq, int flush, int partial) {
 
 TKV_API tkv_status tkv_flush(tkv_cache *kv, int seq, tkv_flush_mode mode) {
     tkv_status st;
-    if (!tkvi_seq_ok(kv, seq)) return tkvi_seq_bad(kv, seq);
+    if (!tkvi_has_seq(kv, seq)) return tkvi_refuse_seq(kv, seq);
     if ((unsigned)mode > TKV_FLUSH_ALL)
         return tkvi_fail(kv, TKV_ERR_ARG, "mode must be a tkv_flush_mode", 0, NULL);
     if (kv->seq[seq].in_step)
         return tkvi_fail(kv, TKV_ERR_STATE, "a step is open; commit or abort it first", 0, NULL);
     st = tkvi_age_all(kv, seq, mode != TKV_FLUSH_DUE, mode == TKV_FLUSH_ALL);
     if (st == TKV_OK && mode != TKV_FLUSH_DUE) { /* it took other slots than those reserved */
-        tkvi_promise(kv, seq, 0);
+        tkvi_reserve_slots(kv, seq, 0);
         tkvi_trim(&kv->pool);
     }
     return st;
@@ -536,7 +538,7 @@ TKV_API tkv_status tkv_flush(tkv_cache *kv, int seq, tkv_flush_mode mode) {
 TKV_API tkv_status tkv_begin(tkv_cache *kv, int seq) {
     tkv_status st;
     int layer;
-    if (!tkvi_seq_ok(kv, seq)) return tkvi_seq_bad(kv, seq);
+    if (!tkvi_has_seq(kv, seq)) return tkvi_refuse_seq(kv, seq);
     if (kv->seq[seq].in_step)
         return tkvi_fail(kv, TKV_ERR_STATE, "a step is open already; commit or abort it first", 0, NULL);
     tkvi_learn_early(kv);
@@ -553,7 +555,7 @@ TKV_API tkv_status tkv_begin(tkv_cache *kv, int seq) {
 
 TKV_API tkv_status tkv_commit(tkv_cache *kv, int seq) {
     int layer, n = -1;
-    if (!tkvi_seq_ok(kv, seq)) return tkvi_seq_bad(kv, seq);
+    if (!tkvi_has_seq(kv, seq)) return tkvi_refuse_seq(kv, seq);
     if (!kv->seq[seq].in_step) return tkvi_fail(kv, TKV_ERR_STATE, "no step is open", 0, NULL);
     for (layer = 0; layer < kv->tables.cfg.n_layers; layer++) {
         const tkvi_list *list = tkvi_list_of(kv, seq, layer);
@@ -573,16 +575,16 @@ TKV_API tkv_status tkv_commit(tkv_cache *kv, int seq) {
 static void tkvi_cut_packed(tkv_cache *kv, uint32_t id, int len) {
     tkvi_block *b = &kv->pool.block[id];
     int t;
-    while (b->packed > 1 && tkvi_at(kv, id, b->packed - 1) >= len) b->packed--;
+    while (b->packed > 1 && tkvi_slot_position(kv, id, b->packed - 1) >= len) b->packed--;
     for (t = 0; t < b->packed; t++) {
-        if (tkvi_at(kv, id, t) < len) continue;
-        tkvi_set_at(kv, id, t, b->start);
+        if (tkvi_slot_position(kv, id, t) < len) continue;
+        tkvi_set_slot_position(kv, id, t, b->start);
         b->gone |= (uint64_t)1 << t;
     }
 }
 
 /* Keeps the first `len` tokens of a layer. The cut must be in the hot tail or in the sinks. */
-static void tkvi_cut(tkv_cache *kv, int seq, int layer, int len) {
+static void tkvi_truncate_list(tkv_cache *kv, int seq, int layer, int len) {
     tkvi_list *list = tkvi_list_of(kv, seq, layer);
     uint32_t *ids = tkvi_ids(kv, seq, layer);
     while (list->n > 0 && tkvi_block_start(kv, ids, list->n - 1) >= len) {
@@ -600,7 +602,7 @@ static void tkvi_cut(tkv_cache *kv, int seq, int layer, int len) {
 
 TKV_API tkv_status tkv_abort(tkv_cache *kv, int seq) {
     int layer;
-    if (!tkvi_seq_ok(kv, seq)) return tkvi_seq_bad(kv, seq);
+    if (!tkvi_has_seq(kv, seq)) return tkvi_refuse_seq(kv, seq);
     if (!kv->seq[seq].in_step) return tkvi_fail(kv, TKV_ERR_STATE, "no step is open", 0, NULL);
     kv->seq[seq].in_step = 0;
     for (layer = 0; layer < kv->tables.cfg.n_layers; layer++) {
@@ -610,7 +612,7 @@ TKV_API tkv_status tkv_abort(tkv_cache *kv, int seq) {
         if (kv->seen && kv->seen[layer] > 0) kv->seen[layer] = tkvi_max(0, kv->seen[layer] - n);
         if (kv->query_stats && kv->query_stats[layer].tokens > 0)
             kv->query_stats[layer].tokens = tkvi_max(0, kv->query_stats[layer].tokens - n);
-        tkvi_cut(kv, seq, layer, list->step_len);
+        tkvi_truncate_list(kv, seq, layer, list->step_len);
     }
     tkvi_release_unused(kv, seq);
     return tkvi_ok(kv);
@@ -620,7 +622,7 @@ TKV_API tkv_status tkv_reserve(tkv_cache *kv, int seq, int n) {
     tkvi_peak dry_run;
     tkv_rows row;
     int len, layer, had, want, ready = 1;
-    if (!tkvi_seq_ok(kv, seq)) return tkvi_seq_bad(kv, seq);
+    if (!tkvi_has_seq(kv, seq)) return tkvi_refuse_seq(kv, seq);
     if (n < 1 || n > kv->tables.cfg.max_append)
         return tkvi_fail(kv, TKV_ERR_ARG, "n is", n, "; it must be 1 to max_append");
     len = tkv_seq_len(kv, seq);
@@ -631,27 +633,28 @@ TKV_API tkv_status tkv_reserve(tkv_cache *kv, int seq, int n) {
     row.n = n;
     had = kv->seq[seq].reserved_len;
     kv->seq[seq].used = ++kv->clock;
-    tkvi_promise(kv, seq, tkvi_max(had, len + n));
+    tkvi_reserve_slots(kv, seq, tkvi_max(had, len + n));
     dry_run = tkvi_begin_dry_run(kv);
     if (tkvi_has_budget(kv)) {
         const size_t budget = kv->tables.cfg.budget_bytes;
         size_t takes;
-        tkvi_promise(kv, seq, had); /* until there is room: recoding needs pages that are not reserved */
-        tkvi_ask_for(kv, &dry_run, &row, 1, -1);
+        tkvi_reserve_slots(kv, seq,
+                           had); /* until there is room: recoding needs pages that are not reserved */
+        tkvi_set_request(kv, &dry_run, &row, 1, -1);
         if (!tkvi_fits_somewhere(kv, budget, &takes) || !tkvi_make_room(kv, budget)) {
             tkvi_trim(&kv->pool);
             return tkvi_over_budget(kv, takes);
         }
-        tkvi_promise(kv, seq, tkvi_max(had, len + n));
+        tkvi_reserve_slots(kv, seq, tkvi_max(had, len + n));
         dry_run = tkvi_begin_dry_run(kv);
     }
     for (layer = 0; layer < kv->tables.cfg.n_layers && ready;
          layer++) /* the first table may become due; later ones can wait */
         if (kv->seen && kv->seen[layer] >= 0 && kv->tables.current[layer] < 0)
             ready = tkvi_version_ready(kv, 0);
-    want = tkvi_row_want(kv, &row, -1, 0);
+    want = tkvi_row_entries(kv, &row, -1, 0);
     if (ready && tkvi_grow_lists(kv, seq, want) && tkvi_peak_ready(&kv->pool, &dry_run)) return tkvi_ok(kv);
-    tkvi_promise(kv, seq, had); /* the reservation from before */
+    tkvi_reserve_slots(kv, seq, had); /* the reservation from before */
     tkvi_trim(&kv->pool);
     return tkvi_fail(kv, kv->pool.keep_all ? TKV_ERR_CAPACITY : TKV_ERR_NOMEM, "no memory to reserve", n,
                      " tokens");
@@ -661,7 +664,7 @@ TKV_API tkv_status tkv_reserve(tkv_cache *kv, int seq, int n) {
 TKV_API tkv_status tkv_truncate(tkv_cache *kv, int seq, int n_tokens) {
     int layer, i;
     int64_t taken;
-    if (!tkvi_seq_ok(kv, seq)) return tkvi_seq_bad(kv, seq);
+    if (!tkvi_has_seq(kv, seq)) return tkvi_refuse_seq(kv, seq);
     if (n_tokens < 0) return tkvi_fail(kv, TKV_ERR_ARG, "n_tokens is", n_tokens, "; it must not be negative");
     if (kv->seq[seq].in_step)
         return tkvi_fail(kv, TKV_ERR_STATE, "a step is open; commit or abort it first", 0, NULL);
@@ -681,17 +684,17 @@ TKV_API tkv_status tkv_truncate(tkv_cache *kv, int seq, int n_tokens) {
     }
     taken = tkvi_pages_taken(&kv->pool);
     for (layer = 0; layer < kv->tables.cfg.n_layers; layer++)
-        if (tkvi_list_of(kv, seq, layer)->len > n_tokens) tkvi_cut(kv, seq, layer, n_tokens);
+        if (tkvi_list_of(kv, seq, layer)->len > n_tokens) tkvi_truncate_list(kv, seq, layer, n_tokens);
     tkvi_release_unused(kv, seq);
     if (tkvi_pages_taken(&kv->pool) > taken) /* after evictions, tokens may need more blocks */
-        tkvi_promise(kv, seq, 0);
+        tkvi_reserve_slots(kv, seq, 0);
     return tkvi_ok(kv);
 }
 
 TKV_API tkv_status tkv_reset(tkv_cache *kv, int seq) {
     tkvi_seq *s;
     int layer;
-    if (!tkvi_seq_ok(kv, seq)) return tkvi_seq_bad(kv, seq);
+    if (!tkvi_has_seq(kv, seq)) return tkvi_refuse_seq(kv, seq);
     s = &kv->seq[seq];
     for (layer = 0; layer < kv->tables.cfg.n_layers; layer++) {
         tkvi_list *list = tkvi_list_of(kv, seq, layer);
@@ -701,7 +704,7 @@ TKV_API tkv_status tkv_reset(tkv_cache *kv, int seq) {
     }
     s->in_step = 0;
     if (kv->meter && kv->meter->seq == seq) tkvi_meter_clear(kv->meter);
-    tkvi_promise(kv, seq, 0);
+    tkvi_reserve_slots(kv, seq, 0);
     if (!kv->pool.keep_all) {
         tkvi_put(&kv->heap, s->block, (size_t)s->cap * (size_t)kv->tables.cfg.n_layers * sizeof(uint32_t));
         s->block = NULL;
@@ -728,15 +731,15 @@ TKV_API tkv_status tkv_read(tkv_cache *kv, int seq, int layer, int start, int n,
     ids = tkvi_ids(kv, seq, layer);
     if (start < list->dropped || start > list->len || n > list->len - start) return TKV_ERR_RANGE;
     if (kv->pool.token_meta && tkvi_count_in(kv, list, ids, start, n) < n) return TKV_ERR_RANGE;
-    for (i = start; i < start + n && tkvi_next_discarded(kv, seq, layer, i, start + n);
+    for (i = start; i < start + n && tkvi_has_discarded(kv, seq, layer, i, start + n);
          i++) { /* anchors can be read: they are in the sinks' block */
-        const int at = tkvi_find(kv, list, ids, i, &slot);
+        const int at = tkvi_find_token(kv, list, ids, i, &slot);
         if (at >= 0 && tkvi_is_discarded(&kv->pool.block[ids[at]])) return TKV_ERR_NO_SOURCE;
     }
     for (from = start; from < start + n; from = to) {
         const size_t row = (size_t)(from - start) * (size_t)cfg->n_kv_heads;
         const tkvi_coding *c;
-        i = tkvi_find(kv, list, ids, from, &slot);
+        i = tkvi_find_token(kv, list, ids, from, &slot);
         if (i < 0) return TKV_ERR_RANGE;
         c = &kv->tables.coding[kv->pool.block[ids[i]].coding];
         to = tkvi_min(start + n, tkvi_block_end(kv, list, ids, i)); /* no token in between is evicted */
