@@ -27,7 +27,7 @@
  *   cfg.n_layers = 32; cfg.n_heads = 32; cfg.n_kv_heads = 8; cfg.head_dim = 128;
  *   tkv_cache *kv;
  *   char reason[200];                                          // which field is wrong, and what would be right
- *   if (tkv_create_ex(&cfg, &kv, reason, sizeof reason) != TKV_OK) return puts(reason);
+ *   if (tkv_create_ex(&cfg, &kv, reason, sizeof reason) != TKV_OK) return puts(reason), 1;
  *   for each step, for each layer:
  *       tkv_append(kv, 0, layer, k, v, n);                     // [n][8][128] each, n new tokens of sequence 0
  *       tkv_attend(kv, 0, layer, q, n, out);                   // [n][32][128], causal over everything so far
@@ -82,7 +82,10 @@
  *   decoded value     scale * code + zero with one rounding: bit-identical everywhere
  *   attention         The reference is double precision on the decoded values. The error is at most 1e-5 for F32,
  *                     and 2e-3 for F16 and BF16. In coded tiers it is compared with the format's own error. The
- *                     ratio is at most a tenth in the root mean square over calls, and a quarter in one call.
+ *                     ratio is at most a tenth in the root mean square over calls, and a quarter in one call of
+ *                     four heads or more. A call of one head can reach half of the format's own error.
+ *                     Keys of 4 bits and fewer beside values in 8 bits or exact are outside: the values
+ *                     add no error of their own there, and the ratio reaches .14 and, in one call, 1.
  *                     With cfg.precise the error is at most 2e-3 in coded tiers as well.
  *                     These bounds hold for values up to the range of FP16 and for logits with a standard deviation
  *                     up to 4. They do not hold for one-hot softmaxes, where a near tie may fall the other way. Nor
@@ -784,7 +787,8 @@ TKV_API tkv_status tkv_attend(tkv_cache *kv, int seq, int layer, const float *q,
  *   s = s + alibi[h] * (j - pos(i))   with ALiBi
  *   s = s + mask[i][j]                with a mask
  * A row that sees no key gets zeros, and -inf as its log-sum-exp. A row whose query or logits are not finite sees
- * no key. The library recognises NaN and infinities by their bits, so -ffast-math does not matter. */
+ * no key and no learned sink. Keys with a mask of 1e30 or more tie: each gets an attention score of 1. The library
+ * recognises NaN and infinities by their bits, so -ffast-math does not matter. */
 typedef struct tkv_attend_params {
     int layer;
     int seq, n;            /* one sequence ... */
@@ -946,13 +950,13 @@ typedef struct tkv_samples {
 TKV_API tkv_status tkv_calibration_fit(tkv_cache *kv, const tkv_samples *s);
 
 /* >>reports. */
-typedef struct tkv_tier_info { /* of one layer; the sum of tokens, dropped, evicted and missing is its length */
-    int tokens
-        [TKV_TIER_COUNT]; /* tokens per tier; sinks count as HOT */
+/* Counts of one layer. Its length is the sum of tokens, dropped, evicted and missing. */
+typedef struct tkv_tier_info {
+    int tokens[TKV_TIER_COUNT]; /* tokens per tier; sinks count as HOT */
     int blocks[TKV_TIER_COUNT]; /* blocks per tier */
-    int dropped; /* expired tokens: they left every window */
-    int spilled; /* offloaded blocks; they count in their tier as well */
-    int evicted; /* tokens evicted by cfg.evict, tkv_evict or tkv_drop */
+    int dropped;                /* expired tokens: they left every window */
+    int spilled;                /* offloaded blocks; they count in their tier as well */
+    int evicted;                /* tokens evicted by cfg.evict, tkv_evict or tkv_drop */
     int missing; /* discarded tokens, to be recomputed (tkv_remat_missing); they are in no tier */
 } tkv_tier_info;
 /* The tokens and blocks of a layer by tier, and the tier of one token. Cost: O(blocks).
@@ -993,7 +997,8 @@ TKV_API tkv_status tkv_memory_of(const tkv_cache *kv, int seq, int layer, tkv_me
  * If sequences are appended one after the other, the forecast is exact, with two exceptions. The real `index` can
  * be twice as large, because arrays keep the size to which they grew. `peak` equals total. Prompts in large chunks
  * have a higher peak, because a chunk is exact until the next append. With cfg.evict_tokens, the forecast limits
- * n_tokens to it.
+ * n_tokens to it. With cfg.policy.min_level under a budget, the cache can hold up to an eighth more, because blocks
+ * are recoded a few at a time.
  *
  * Under a budget, the forecast takes the first case that fits:
  *   1. a level of the ladder;
@@ -1023,15 +1028,16 @@ TKV_API tkv_status tkv_estimate(const tkv_config *cfg, int n_tokens, int n_seqs,
  * all blocks is still estimated too low.
  *
  * tkv_attend returns the same bits with and without a meter. Figures do not depend on threads. Every call counts,
- * even a repeated one. tkv_create allocates the memory: per head, quality_tokens * (head_dim + v_head_dim) values in
- * the hot format (tkv_memory_info.shadow). The meter needs atomics (gcc, clang). Without them, samples stay 0. */
+ * even a repeated one. tkv_create allocates the memory: per head, quality_tokens * (head_dim + v_head_dim) values
+ * in the hot format (tkv_memory_info.shadow). The meter needs atomics (gcc, clang). Without atomics, there is no
+ * meter, and samples stay 0. */
 typedef struct tkv_quality_info {
     uint64_t samples;    /* number of comparisons: one query of one query head each */
-    double coverage;     /* share with a copy of the coded keys that samples saw, 0 to 1; 1 if they saw none */
+    double coverage;     /* of the coded keys that samples saw, the share with a copy, 0 to 1; 1 if none */
     double output_error; /* mean of |out - exact|^2 / |exact|^2; one sample counts as 16 at most */
     double kl;           /* mean KL divergence of attention weights, exact to cached, in nats; same limit */
     double kl_max;       /* largest KL divergence of a sample, in nats; at most 16 */
-    double top1;         /* share of samples with the same strongest key on both sides; learned sinks excluded */
+    double top1;         /* share of samples with one strongest key on both sides; ignores learned sinks */
     int heads, every;    /* KV heads watched; positions from one measurement of a head to its next */
     int seq;             /* the sequence watched; TKV_NONE before one has begun */
 } tkv_quality_info;
@@ -1108,15 +1114,17 @@ typedef struct tkv_budget_info {
     size_t budget, used, peak; /* bytes; `used` excludes free pages, but includes the reserve for recoding */
     int level, n_levels;       /* present level; levels of the ladder */
     tkv_policy_info policy;    /* state of the pressure controller; one sample per append */
-    uint64_t recoded[TKV_MAX_LEVELS]; /* blocks recoded to the formats of each level to free bytes */
-    uint64_t demoted;                 /* blocks recoded for any reason, age included */
-    uint64_t refused;                 /* calls that returned TKV_ERR_BUDGET */
-    uint64_t spilled, promoted;       /* blocks offloaded; blocks that tkv_promote brought back */
-    uint64_t unstored;                /* blocks and exact copies that cfg.spill.store failed to write */
-    uint64_t evicted; /* tokens evicted, counted per layer (cfg.evict, tkv_evict, tkv_drop) */
-    uint64_t dropped,
-        recomputed;   /* blocks discarded; blocks that tkv_remat_give brought back */
-    uint64_t pending; /* blocks that the present level would still recode; 0 without a budget */
+    uint64_t
+        recoded[TKV_MAX_LEVELS];  /* blocks recoded to each level's formats to free bytes or at min_level */
+    uint64_t demoted;             /* blocks recoded for any reason, age included */
+    uint64_t refused;             /* calls that returned TKV_ERR_BUDGET */
+    uint64_t spilled, promoted;   /* blocks offloaded; blocks that tkv_promote brought back */
+    uint64_t unstored;            /* blocks and exact copies that cfg.spill.store failed to write */
+    uint64_t evicted;             /* tokens evicted, counted per layer (cfg.evict, tkv_evict, tkv_drop) */
+    uint64_t dropped, recomputed; /* blocks discarded; blocks that tkv_remat_give brought back */
+    /* blocks that the present level would still recode; 0 without a budget. At min_level without pressure, blocks
+     * that wait for a table do not count. Some can stay while no page is free for their new size. */
+    uint64_t pending;
 } tkv_budget_info;
 /* Reports the budget and what was done to keep it. Errors: TKV_ERR_ARG. Cost: O(blocks), for `pending`. */
 TKV_API tkv_status tkv_budget(const tkv_cache *kv, tkv_budget_info *out);
@@ -1296,13 +1304,13 @@ TKV_API tkv_status tkv_adapt(tkv_cache *kv, tkv_feedback *f, tkv_advice *out);
  * array of the caller's. A program can save it as a text with a checksum. No function allocates. */
 #define TKV_MODEL_NAME 64
 typedef struct tkv_threshold {
-    char model[TKV_MODEL_NAME];  /* 1 to 63 bytes and a final zero; no control characters, no blank at an end */
+    char model[TKV_MODEL_NAME];  /* 1 to 63 bytes, final zero; no control characters, no blank at an end */
     int layer;                   /* layer, 0 to 4095, or TKV_ALL: the plan serves all layers together */
     int context;                 /* context length in tokens, 1 to 2^30 - 1 */
     int hot_tokens, warm_tokens; /* as in tkv_config, with 0, TKV_NONE and TKV_ALL */
     tkv_pair archive;            /* formats of the archive tier */
-    float score; /* mean quality score, 0 to 1; 1: no loss; rounded to millionths */
-    int samples; /* number of scores in that mean; 0: the score is a guess */
+    float score;                 /* mean quality score, 0 to 1; 1: no loss; rounded to millionths */
+    int samples;                 /* number of scores in that mean; 0: the score is a guess */
 } tkv_threshold;
 
 typedef struct tkv_thresholds { /* begin with: tkv_thresholds t = {memory, 0, room}; */
@@ -1377,10 +1385,10 @@ TKV_API tkv_status tkv_thresholds_load(tkv_thresholds *t, tkv_read_bytes read, v
  *
  * The importance of a token at step `now` follows from its attention score A and its age:
  *     attention * A(now) + recency * e^(-(now - position) / tau)
- * When a step adds its attention score, A is first multiplied by decay^(now - last step). Then the score is added
- * (for heavy_hitter, A becomes the larger of both). A token without new attention costs nothing. The order of calls
- * within a step does not matter. Recency is computed at the moment of reading. It does not depend on how
- * often a token got attention. */
+ * When a step adds its attention score, A is first multiplied by decay^(now - last step). Then the score is added.
+ * For heavy_hitter, A becomes the larger of both. For persistence, A loses 1 if the score is below `low`. A token
+ * without new attention needs no update. The order of calls within a step does not matter. Recency is computed at
+ * the moment of reading. It does not depend on how often a token got attention. */
 typedef struct tkv_importance { /* of one token; all zero: it never got attention */
     float attention;            /* A, the accumulated attention score as of `step` */
     int step;                   /* last step that added to it */
@@ -1442,8 +1450,8 @@ TKV_API tkv_status tkv_importance_top(const float *score, const uint64_t *withou
  *
  * All calls between two appends form one step. Sums are multiplied by importance.decay for each token appended
  * since, so after a chunk of 64 by its 64th power. Decay 0 means the strategy's, or 1 if the policy decides. Sums
- * of newest queries start again with each step. Sums are limited to 4,095 and counts to 16,777,215, both times
- * importance_every.
+ * of newest queries start again with each step. Sums are limited to 4,095 * importance_every, counts to
+ * 16,777,215 * importance_every.
  *
  * Collecting does not change the output of tkv_attend. The sums do not depend on threads. Sampled queries cost
  * a second pass over their keys (bench/LOG.md). Collecting needs atomics (gcc, clang). Without atomics, only
@@ -1462,7 +1470,8 @@ TKV_API tkv_status tkv_importance_of(tkv_cache *kv, int seq, int layer, int star
                                      uint64_t *gone);
 /* Adds attention scores of the caller to tokens start to start + n - 1, as if attention had just given them. Tokens
  * not in the cache are skipped. No attention may run at the same time.
- *   mass   [n] scores, finite and not negative; each is limited to 2,047
+ *   mass   [n] scores, finite and not negative; each is limited to 2,047 and rounded to
+ *          steps of importance_every / 2^20 (where low scores are counted: importance_every / 256)
  * Errors: as tkv_importance_of, and also
  *   TKV_ERR_NONFINITE   a score is negative or not finite
  *   TKV_ERR_CONFIG      also with strategy "recency", if no scores are collected
@@ -1613,8 +1622,8 @@ TKV_API tkv_status tkv_evict_budgets(const tkv_evict_budget *b, int *out);
  *
  * Under a budget, eviction is the last reclaim stage, after the last level of the ladder. It also works a batch at
  * a time. Each layer keeps its pinned tokens, its sinks, twice its recent tokens, and 64 more. Recent tokens are
- * one half of a budget, as in rules/evict.h, hence "twice". Down to this size, an append gets TKV_ERR_BUDGET only if
- * all reclaim stages together free too little.
+ * one half of a budget, as in rules/evict.h, hence "twice". Down to this size, an append gets TKV_ERR_BUDGET only
+ * if all reclaim stages together free too little.
  *
  * Some policies may be refused a few blocks earlier: "keydiff", "user", "knorm" with cfg.importance_every, and any
  * policy with cfg.n_anchors. Their choice depends on the blocks compressed before. With anchors, if batches are not
@@ -1632,15 +1641,15 @@ TKV_API tkv_status tkv_evict_budgets(const tkv_evict_budget *b, int *out);
  * Evicted tokens never come back: tkv_truncate does not restore them, and tkv_read returns TKV_ERR_RANGE. The
  * bookkeeping takes 432 bytes per block and layer. */
 typedef struct tkv_evict_params { /* zero means default */
-    int seq;   /* the sequence */
-    int layer; /* TKV_NONE: all layers */
+    int seq;                      /* the sequence */
+    int layer;                    /* TKV_NONE: all layers */
     const tkv_evict_config
         *evict; /* NULL: cfg.evict. Another policy must use the scores the cache collects, or `scores` */
     int keep;   /* tokens that stay per layer, on average for "pyramidkv"; 0: cfg.evict_tokens */
     /* These arrays are NULL, or indexed by position, as long as the longest of the layers (tkv_layer_len): */
     const uint64_t *pinned;      /* mask of tokens that stay */
     const signed char *priority; /* as in tkv_evict_view */
-    const float *scores; /* replace the scores that the cache collected; high scores stay */
+    const float *scores;         /* replace the scores that the cache collected; high scores stay */
 } tkv_evict_params;
 /* Evicts tokens now, for example at the end of a prompt (SnapKV).
  * Errors, nothing changed:
@@ -1682,7 +1691,7 @@ typedef struct tkv_remat_config {
     int min_materialized;  /* least tokens that stay; 0: 512; TKV_NONE: none */
     int sink_tokens;       /* first tokens that are never discarded; 0: 4; TKV_NONE: none */
     float age_tokens;      /* age at which a token is half as likely to be used, 1 to 1e9; 0: 4096 */
-    double quantize_price; /* FLOPs per byte freed by quantizing, with a price for its loss; 0: 8, the work alone */
+    double quantize_price; /* FLOPs per byte freed by quantizing, its loss included; 0: 8, the work alone */
     double step_flops;     /* most FLOPs of recomputation per step; 0: no limit */
 } tkv_remat_config;
 typedef enum tkv_remat_action { TKV_REMAT_KEEP = 0, TKV_REMAT_EVICT, TKV_REMAT_QUANTIZE } tkv_remat_action;
@@ -1692,7 +1701,7 @@ typedef struct tkv_remat_block {
     int dropped;            /* 1: already discarded */
     size_t bytes;           /* bytes held now */
     size_t quantized_bytes; /* bytes in the next tighter format; `bytes` or more: no such format */
-    float use; /* share of steps that use the block, at most 1; 0: unknown, counts as 1; negative: never used */
+    float use; /* share of steps that use the block, at most 1; 0: unknown, as 1; negative: never used */
 } tkv_remat_block;
 typedef struct tkv_remat_info {        /* totals */
     uint64_t kept, evicted, quantized; /* blocks that a decision kept, discarded, quantized */
@@ -1808,9 +1817,9 @@ TKV_API tkv_status tkv_remat_free(tkv_cache *kv, int seq, tkv_remat *r, float pr
  * from their best source, as tkv_promote does. The importance of a block is that of its most important token
  * (tkv_importance_of). Discarded blocks are restored by `compute`, if it is given. It recomputes all discarded
  * tokens front to back, within the FLOPs of remat (tkv_recompute). Its step is the length of the layer. */
-typedef struct tkv_promotion { /* fill with zeros, then set; layers that share one also share its limit per step */
+typedef struct tkv_promotion { /* fill with zeros, then set; layers that share one share its limit per step */
     tkv_importance_promotion by; /* by.cfg: threshold, limit per step, cool-down; 0: .05, 8, 4 */
-    tkv_remat *remat;            /* set both remat and compute, or neither: discarded blocks then have no source */
+    tkv_remat *remat;            /* with compute, or both NULL: discarded blocks then have no source */
     tkv_compute compute;
     void *user;
     /* results of the last call, in blocks above the threshold: */
@@ -1842,9 +1851,9 @@ TKV_API const char *tkv_last_error(const tkv_cache *kv);
 TKV_API int tkv_version(void);                     /* TKV_VERSION of the linked implementation */
 TKV_API const char *tkv_format_name(tkv_format f); /* such as "kivi4"; NULL if there is no such format */
 TKV_API tkv_format tkv_format_from_name(const char *name); /* TKV_FORMAT_DEFAULT if unknown */
-TKV_API int tkv_isa_available(tkv_isa isa);      /* 1: this machine and build can run it */
-TKV_API const char *tkv_isa_name(tkv_isa isa);   /* such as "avx2" */
-TKV_API tkv_isa tkv_isa_of(const tkv_cache *kv); /* the instruction set that the cache runs on */
+TKV_API int tkv_isa_available(tkv_isa isa);                /* 1: this machine and build can run it */
+TKV_API const char *tkv_isa_name(tkv_isa isa);             /* such as "avx2"; NULL if there is no such isa */
+TKV_API tkv_isa tkv_isa_of(const tkv_cache *kv);           /* the instruction set that the cache runs on */
 
 /* >>codec. The codec applies the formats without a cache. It codes up to 64 tokens of one head as a block of bytes.
  * The bytes do not depend on the machine. SQUAT formats code as KIVI here, because no queries exist. KVQUANT
@@ -12176,7 +12185,7 @@ TKV_API tkv_status tkv_policy_profile(tkv_policy_config *cfg, const char *name) 
 /* Returns the number of thresholds, which is the highest level. */
 static int tkvi_policy_levels(const tkv_policy_config *cfg) {
     int n = 0;
-    while (n < TKV_MAX_LEVELS - 1 && tkvi_bits(cfg->threshold[n]) != 0) n++;
+    while (n < TKV_MAX_LEVELS - 1 && (tkvi_bits(cfg->threshold[n]) & 0x7fffffffu) != 0) n++;
     return n;
 }
 
@@ -12192,8 +12201,8 @@ static const char *tkvi_policy_fill(const tkv_policy_config *from, tkv_policy_co
         cfg->threshold[0] = tkvi_profiles[0].cfg.threshold[0];
         cfg->threshold[1] = tkvi_profiles[0].cfg.threshold[1];
     }
-    if (tkvi_bits(cfg->hysteresis) == 0) cfg->hysteresis = tkvi_profiles[0].cfg.hysteresis;
-    if (tkvi_bits(cfg->alpha) == 0) cfg->alpha = tkvi_profiles[0].cfg.alpha;
+    cfg->hysteresis = tkvi_or(cfg->hysteresis, tkvi_profiles[0].cfg.hysteresis);
+    cfg->alpha = tkvi_or(cfg->alpha, tkvi_profiles[0].cfg.alpha);
     n = tkvi_policy_levels(cfg);
     for (i = 0; i < TKV_MAX_LEVELS - 1; i++) {
         if (i < n ? !tkvi_within(tkvi_number(cfg->threshold[i]), 0.0f, 1.0f)
@@ -13451,7 +13460,7 @@ typedef struct tkvi_token_score_mode {
     int fresh;  /* 1: each step starts at 0 and samples all newest queries; 0: samples one query in `every` */
     float sign; /* -1 where a high score is bad */
     float one;  /* a weight or count of 1 as an integer */
-    float least; /* lower limit of tkvi_token_scores.unit; 0: sampling does not scale the scores */
+    int is_scaled;              /* 1: a sampled query stands for `every` queries */
     tkv_importance_heads heads; /* how `join` combines query heads that are scored one by one: sum or max */
     tkvi_sample_fn say;         /* query row -> scores of a block */
     void (*join)(uint32_t *mass, const uint32_t *more); /* scores of a block -> token_meta */
@@ -13467,14 +13476,14 @@ enum {
 };
 
 static const tkvi_token_score_mode tkvi_token_score_modes[TKVI_TOKEN_SCORE_MODES] = {
-    {TKV_EVICT_NEEDS_MASS, 0, 1.0f, TKVI_TOKEN_SCORE_ONE, 256.0f, TKV_IMPORTANCE_SUM, tkvi_weight_sum,
+    {TKV_EVICT_NEEDS_MASS, 0, 1.0f, TKVI_TOKEN_SCORE_ONE, 1, TKV_IMPORTANCE_SUM, tkvi_weight_sum,
      tkvi_join_sums},
-    {0, 0, 1.0f, TKVI_TOKEN_SCORE_ONE, 0.0f, TKV_IMPORTANCE_MAX, tkvi_weight_largest, tkvi_join_largest},
-    {TKV_EVICT_NEEDS_LOWS, 0, -1.0f, TKVI_TOKEN_SCORE_LOW, 1.0f, TKV_IMPORTANCE_SUM, tkvi_weight_lows,
+    {0, 0, 1.0f, TKVI_TOKEN_SCORE_ONE, 0, TKV_IMPORTANCE_MAX, tkvi_weight_largest, tkvi_join_largest},
+    {TKV_EVICT_NEEDS_LOWS, 0, -1.0f, TKVI_TOKEN_SCORE_LOW, 1, TKV_IMPORTANCE_SUM, tkvi_weight_lows,
      tkvi_join_sums},
-    {TKV_EVICT_NEEDS_LAST, 1, 1.0f, TKVI_TOKEN_SCORE_ONE, 0.0f, TKV_IMPORTANCE_SUM, tkvi_weight_sum,
+    {TKV_EVICT_NEEDS_LAST, 1, 1.0f, TKVI_TOKEN_SCORE_ONE, 0, TKV_IMPORTANCE_SUM, tkvi_weight_sum,
      tkvi_join_sums},
-    {TKV_EVICT_NEEDS_OBSERVED, 1, 1.0f, TKVI_TOKEN_SCORE_ONE, 0.0f, TKV_IMPORTANCE_SUM, tkvi_weight_sum,
+    {TKV_EVICT_NEEDS_OBSERVED, 1, 1.0f, TKVI_TOKEN_SCORE_ONE, 0, TKV_IMPORTANCE_SUM, tkvi_weight_sum,
      tkvi_join_sums},
 };
 
@@ -13495,17 +13504,14 @@ typedef struct tkvi_token_scores {
 } tkvi_token_scores;
 
 /* Sets heads, one and unit. n: query heads of a KV head. For a mean each query head adds an n-th part. One sampled
- * query stands for `every` queries, so unit is one / every; it must not fall below mode->least. */
+ * query stands for `every` queries, so unit is one / every. */
 static void tkvi_token_score_heads(tkvi_token_scores *m, int n) {
     const tkv_importance_heads how = m->importance.heads;
     const int largest = how == TKV_IMPORTANCE_MAX;
     const int mean = how == TKV_IMPORTANCE_MEAN ? n : 1;
-    const float stands_for = m->mode->least > 0.0f ? (float)m->every : 1.0f;
-    float most = m->mode->least > 0.0f ? m->mode->one / m->mode->least : stands_for;
     m->one = (float)tkvi_max(1, (int)m->mode->one / mean);
-    if (stands_for > most)
-        m->one = tkvi_f32(m->one * tkvi_f32(stands_for / most)); /* keeps `unit` at mode->least */
-    m->unit = tkvi_f32(m->one * (float)mean) / stands_for;
+    m->unit = m->one * (float)mean;
+    if (m->mode->is_scaled) m->unit /= (float)m->every;
     if (n > 1 && largest != (m->mode->heads == TKV_IMPORTANCE_MAX))
         m->heads = largest ? tkvi_weight_largest : tkvi_weight_sum;
 }
@@ -19759,25 +19765,6 @@ static int tkvi_next_stale(tkv_cache *kv, tkvi_where where, int early, tkvi_stal
     return found;
 }
 
-/* Number of stale blocks at the present level: those in RAM with one holder. */
-static uint64_t tkvi_pending(const tkv_cache *kv) {
-    uint64_t n = 0;
-    int seq, layer, i, tables = !tkvi_any_step(kv);
-    for (seq = 0; seq < kv->tables.cfg.max_seqs; seq++)
-        for (layer = 0; layer < kv->tables.cfg.n_layers; layer++) {
-            const tkvi_list *list = tkvi_list_of(kv, seq, layer);
-            const uint32_t *ids = tkvi_ids(kv, seq, layer);
-            for (i = list->sinks + list->tightest; i < list->n; i++) {
-                tkv_tier due = tkvi_due(kv, seq, layer, i, &kv->tables.plan[layer].now, tables);
-                const tkvi_block *b = &kv->pool.block[ids[i]];
-                if (due == TKV_HOT) break;
-                n += b->refs == 1 && !tkvi_is_offloaded(b) &&
-                     tkvi_is_smaller(kv, b->coding, tkvi_coding_of(&kv->tables, layer, due));
-            }
-        }
-    return n;
-}
-
 /* Error for an operation that does not fit at the last level either. bytes: the fewest that it would take. */
 static tkv_status tkvi_over_budget(tkv_cache *kv, size_t bytes) {
     tkv_status st = tkvi_fail(kv, TKV_ERR_BUDGET, "the tightest level would need", (int64_t)bytes,
@@ -20280,6 +20267,28 @@ static size_t tkvi_recode_if_due(tkv_cache *kv, int pressed) {
     const int level = kv->tables.level;
     if (!pressed && (level == 0 || level != kv->policy.cfg.min_level)) return 0;
     return tkvi_recode_oldest(kv, kv->tables.cfg.budget_bytes, pressed);
+}
+
+/* Number of stale blocks at the present level: those in RAM with one holder. Without pressure,
+ * cfg.policy.min_level does not count blocks that wait for a table: no work of now would recode them. */
+static uint64_t tkvi_pending(const tkv_cache *kv) {
+    uint64_t n = 0;
+    const int at_least = kv->tables.level == kv->policy.cfg.min_level && !tkvi_is_pressed(kv, 10);
+    const int tables = !tkvi_any_step(kv) && !at_least;
+    int seq, layer, i;
+    for (seq = 0; seq < kv->tables.cfg.max_seqs; seq++)
+        for (layer = 0; layer < kv->tables.cfg.n_layers; layer++) {
+            const tkvi_list *list = tkvi_list_of(kv, seq, layer);
+            const uint32_t *ids = tkvi_ids(kv, seq, layer);
+            for (i = list->sinks + list->tightest; i < list->n; i++) {
+                tkv_tier due = tkvi_due(kv, seq, layer, i, &kv->tables.plan[layer].now, tables);
+                const tkvi_block *b = &kv->pool.block[ids[i]];
+                if (due == TKV_HOT) break;
+                n += b->refs == 1 && !tkvi_is_offloaded(b) &&
+                     tkvi_is_smaller(kv, b->coding, tkvi_coding_of(&kv->tables, layer, due));
+            }
+        }
+    return n;
 }
 
 /* 1 if everything held would fit at the next looser level, below its threshold less the hysteresis. Three more
@@ -21110,12 +21119,14 @@ static TKVI_NOINLINE void tkvi_merge(const tkvi_work_tile *u, const tkvi_sums *t
     for (r = 0; r < u->rows; r++) tkvi_merge_row(u, r, to, from);
 }
 
-/* Clears the sums of rows whose query or logits are not finite: such rows see no key. */
+/* Clears the sums of rows whose query or logits are not finite: such rows see no key and no learned sink. m is set
+ * to a number that is not finite, which marks them. */
 static void tkvi_empty_nonfinite(const tkvi_work_tile *u, const float *origins, const tkvi_sums *s) {
     int r;
     for (r = 0; r < u->rows; r++)
         if (!tkvi_is_finite(origins[r]) || !tkvi_is_finite(s->m[r]) || !tkvi_is_finite(s->l[r])) {
             s->l[r] = 0.0f;
+            s->m[r] = tkvi_no_origin();
             memset(s->o + r * u->v_pad, 0, (size_t)u->v_pad * sizeof *s->o);
         }
 }
@@ -21362,7 +21373,7 @@ static TKVI_NOINLINE void tkvi_finish(const tkvi_work_tile *u, const float *orig
             tkvi_rotate_back(turned, dim);
             for (i = 0; i < dim; i++) row[i] += turned[i];
         }
-        if (c->p->sinks && tkvi_is_finite(c->p->sinks[head])) {
+        if (c->p->sinks && tkvi_is_finite(c->p->sinks[head]) && tkvi_is_finite(m[r])) {
             float sink = c->p->sinks[head] - origin;
             if (empty) {
                 m[r] = sink;
@@ -22035,7 +22046,7 @@ static tkv_status tkvi_ref_row(const tkvi_call *c, int item, int row, int query,
     const uint32_t *ids = tkvi_ids(kv, c->rows[item].seq, c->plan->stored);
     double top = 0.0, sum = 0.0, out[TKV_MAX_HEAD_DIM];
     tkvi_fetch_buffer room[2];
-    const int finite = tkvi_ref_is_finite(c, row, head); /* 0: the row sees no key */
+    int finite = tkvi_ref_is_finite(c, row, head); /* 0: the row sees no key and no learned sink */
     int pass, i, j, t, any = 0;
     ptrdiff_t at = row * c->out_row + head * c->out_head;
     memset(out, 0, sizeof out);
@@ -22045,7 +22056,7 @@ static tkv_status tkvi_ref_row(const tkvi_call *c, int item, int row, int query,
         any = 1;
     }
     for (pass = 0; pass < 3; pass++) {
-        if (pass == 1 && c->p->sinks && tkvi_is_finite(c->p->sinks[head]))
+        if (pass == 1 && finite && c->p->sinks && tkvi_is_finite(c->p->sinks[head]))
             sum = exp((double)c->p->sinks[head] - top);
         for (i = 0; i < list->n; i++) {
             const tkvi_block *b = &kv->pool.block[ids[i]];
@@ -22069,6 +22080,7 @@ static tkv_status tkvi_ref_row(const tkvi_call *c, int item, int row, int query,
                 s = tkvi_ref_logit(c, item, row, query, head, x, j, list->len, &seen);
                 if (!seen) continue;
                 if (pass == 0) {
+                    finite &= tkvi_is_finite((float)s); /* a logit beyond a float empties the row */
                     top = any && top > s ? top : s;
                     any = 1;
                     continue;

@@ -671,7 +671,8 @@ TKV_API tkv_status tkv_attend(tkv_cache *kv, int seq, int layer, const float *q,
  *   s = s + alibi[h] * (j - pos(i))   with ALiBi
  *   s = s + mask[i][j]                with a mask
  * A row that sees no key gets zeros, and -inf as its log-sum-exp. A row whose query or logits are not finite sees
- * no key. The library recognises NaN and infinities by their bits, so -ffast-math does not matter. */
+ * no key and no learned sink. Keys with a mask of 1e30 or more tie: each gets an attention score of 1. The library
+ * recognises NaN and infinities by their bits, so -ffast-math does not matter. */
 typedef struct tkv_attend_params {
     int layer;
     int seq, n;            /* one sequence ... */
@@ -835,12 +836,11 @@ TKV_API tkv_status tkv_calibration_fit(tkv_cache *kv, const tkv_samples *s);
 /* >>reports. */
 /* Counts of one layer. Its length is the sum of tokens, dropped, evicted and missing. */
 typedef struct tkv_tier_info {
-    int tokens
-        [TKV_TIER_COUNT]; /* tokens per tier; sinks count as HOT */
+    int tokens[TKV_TIER_COUNT]; /* tokens per tier; sinks count as HOT */
     int blocks[TKV_TIER_COUNT]; /* blocks per tier */
-    int dropped; /* expired tokens: they left every window */
-    int spilled; /* offloaded blocks; they count in their tier as well */
-    int evicted; /* tokens evicted by cfg.evict, tkv_evict or tkv_drop */
+    int dropped;                /* expired tokens: they left every window */
+    int spilled;                /* offloaded blocks; they count in their tier as well */
+    int evicted;                /* tokens evicted by cfg.evict, tkv_evict or tkv_drop */
     int missing; /* discarded tokens, to be recomputed (tkv_remat_missing); they are in no tier */
 } tkv_tier_info;
 /* The tokens and blocks of a layer by tier, and the tier of one token. Cost: O(blocks).
@@ -881,7 +881,8 @@ TKV_API tkv_status tkv_memory_of(const tkv_cache *kv, int seq, int layer, tkv_me
  * If sequences are appended one after the other, the forecast is exact, with two exceptions. The real `index` can
  * be twice as large, because arrays keep the size to which they grew. `peak` equals total. Prompts in large chunks
  * have a higher peak, because a chunk is exact until the next append. With cfg.evict_tokens, the forecast limits
- * n_tokens to it.
+ * n_tokens to it. With cfg.policy.min_level under a budget, the cache can hold up to an eighth more, because blocks
+ * are recoded a few at a time.
  *
  * Under a budget, the forecast takes the first case that fits:
  *   1. a level of the ladder;
@@ -912,14 +913,15 @@ TKV_API tkv_status tkv_estimate(const tkv_config *cfg, int n_tokens, int n_seqs,
  *
  * tkv_attend returns the same bits with and without a meter. Figures do not depend on threads. Every call counts,
  * even a repeated one. tkv_create allocates the memory: per head, quality_tokens * (head_dim + v_head_dim) values
- * in the hot format (tkv_memory_info.shadow). The meter needs atomics (gcc, clang). Without them, samples stay 0. */
+ * in the hot format (tkv_memory_info.shadow). The meter needs atomics (gcc, clang). Without atomics, there is no
+ * meter, and samples stay 0. */
 typedef struct tkv_quality_info {
     uint64_t samples;    /* number of comparisons: one query of one query head each */
-    double coverage;     /* share with a copy of the coded keys that samples saw, 0 to 1; 1 if they saw none */
+    double coverage;     /* of the coded keys that samples saw, the share with a copy, 0 to 1; 1 if none */
     double output_error; /* mean of |out - exact|^2 / |exact|^2; one sample counts as 16 at most */
     double kl;           /* mean KL divergence of attention weights, exact to cached, in nats; same limit */
     double kl_max;       /* largest KL divergence of a sample, in nats; at most 16 */
-    double top1;         /* share of samples with the same strongest key on both sides; learned sinks excluded */
+    double top1;         /* share of samples with one strongest key on both sides; ignores learned sinks */
     int heads, every;    /* KV heads watched; positions from one measurement of a head to its next */
     int seq;             /* the sequence watched; TKV_NONE before one has begun */
 } tkv_quality_info;
@@ -996,15 +998,17 @@ typedef struct tkv_budget_info {
     size_t budget, used, peak; /* bytes; `used` excludes free pages, but includes the reserve for recoding */
     int level, n_levels;       /* present level; levels of the ladder */
     tkv_policy_info policy;    /* state of the pressure controller; one sample per append */
-    uint64_t recoded[TKV_MAX_LEVELS]; /* blocks recoded to the formats of each level to free bytes */
-    uint64_t demoted;                 /* blocks recoded for any reason, age included */
-    uint64_t refused;                 /* calls that returned TKV_ERR_BUDGET */
-    uint64_t spilled, promoted;       /* blocks offloaded; blocks that tkv_promote brought back */
-    uint64_t unstored;                /* blocks and exact copies that cfg.spill.store failed to write */
-    uint64_t evicted; /* tokens evicted, counted per layer (cfg.evict, tkv_evict, tkv_drop) */
-    uint64_t dropped,
-        recomputed;   /* blocks discarded; blocks that tkv_remat_give brought back */
-    uint64_t pending; /* blocks that the present level would still recode; 0 without a budget */
+    uint64_t
+        recoded[TKV_MAX_LEVELS];  /* blocks recoded to each level's formats to free bytes or at min_level */
+    uint64_t demoted;             /* blocks recoded for any reason, age included */
+    uint64_t refused;             /* calls that returned TKV_ERR_BUDGET */
+    uint64_t spilled, promoted;   /* blocks offloaded; blocks that tkv_promote brought back */
+    uint64_t unstored;            /* blocks and exact copies that cfg.spill.store failed to write */
+    uint64_t evicted;             /* tokens evicted, counted per layer (cfg.evict, tkv_evict, tkv_drop) */
+    uint64_t dropped, recomputed; /* blocks discarded; blocks that tkv_remat_give brought back */
+    /* blocks that the present level would still recode; 0 without a budget. At min_level without pressure, blocks
+     * that wait for a table do not count. Some can stay while no page is free for their new size. */
+    uint64_t pending;
 } tkv_budget_info;
 /* Reports the budget and what was done to keep it. Errors: TKV_ERR_ARG. Cost: O(blocks), for `pending`. */
 TKV_API tkv_status tkv_budget(const tkv_cache *kv, tkv_budget_info *out);
@@ -1189,8 +1193,8 @@ typedef struct tkv_threshold {
     int context;                 /* context length in tokens, 1 to 2^30 - 1 */
     int hot_tokens, warm_tokens; /* as in tkv_config, with 0, TKV_NONE and TKV_ALL */
     tkv_pair archive;            /* formats of the archive tier */
-    float score; /* mean quality score, 0 to 1; 1: no loss; rounded to millionths */
-    int samples; /* number of scores in that mean; 0: the score is a guess */
+    float score;                 /* mean quality score, 0 to 1; 1: no loss; rounded to millionths */
+    int samples;                 /* number of scores in that mean; 0: the score is a guess */
 } tkv_threshold;
 
 typedef struct tkv_thresholds { /* begin with: tkv_thresholds t = {memory, 0, room}; */
@@ -1330,8 +1334,8 @@ TKV_API tkv_status tkv_importance_top(const float *score, const uint64_t *withou
  *
  * All calls between two appends form one step. Sums are multiplied by importance.decay for each token appended
  * since, so after a chunk of 64 by its 64th power. Decay 0 means the strategy's, or 1 if the policy decides. Sums
- * of newest queries start again with each step. Sums are limited to 4,095 and counts to 16,777,215, both times
- * importance_every.
+ * of newest queries start again with each step. Sums are limited to 4,095 * importance_every, counts to
+ * 16,777,215 * importance_every.
  *
  * Collecting does not change the output of tkv_attend. The sums do not depend on threads. Sampled queries cost
  * a second pass over their keys (bench/LOG.md). Collecting needs atomics (gcc, clang). Without atomics, only
@@ -1350,7 +1354,8 @@ TKV_API tkv_status tkv_importance_of(tkv_cache *kv, int seq, int layer, int star
                                      uint64_t *gone);
 /* Adds attention scores of the caller to tokens start to start + n - 1, as if attention had just given them. Tokens
  * not in the cache are skipped. No attention may run at the same time.
- *   mass   [n] scores, finite and not negative; each is limited to 2,047
+ *   mass   [n] scores, finite and not negative; each is limited to 2,047 and rounded to
+ *          steps of importance_every / 2^20 (where low scores are counted: importance_every / 256)
  * Errors: as tkv_importance_of, and also
  *   TKV_ERR_NONFINITE   a score is negative or not finite
  *   TKV_ERR_CONFIG      also with strategy "recency", if no scores are collected
@@ -1520,15 +1525,15 @@ TKV_API tkv_status tkv_evict_budgets(const tkv_evict_budget *b, int *out);
  * Evicted tokens never come back: tkv_truncate does not restore them, and tkv_read returns TKV_ERR_RANGE. The
  * bookkeeping takes 432 bytes per block and layer. */
 typedef struct tkv_evict_params { /* zero means default */
-    int seq;   /* the sequence */
-    int layer; /* TKV_NONE: all layers */
+    int seq;                      /* the sequence */
+    int layer;                    /* TKV_NONE: all layers */
     const tkv_evict_config
         *evict; /* NULL: cfg.evict. Another policy must use the scores the cache collects, or `scores` */
     int keep;   /* tokens that stay per layer, on average for "pyramidkv"; 0: cfg.evict_tokens */
     /* These arrays are NULL, or indexed by position, as long as the longest of the layers (tkv_layer_len): */
     const uint64_t *pinned;      /* mask of tokens that stay */
     const signed char *priority; /* as in tkv_evict_view */
-    const float *scores; /* replace the scores that the cache collected; high scores stay */
+    const float *scores;         /* replace the scores that the cache collected; high scores stay */
 } tkv_evict_params;
 /* Evicts tokens now, for example at the end of a prompt (SnapKV).
  * Errors, nothing changed:
@@ -1570,7 +1575,7 @@ typedef struct tkv_remat_config {
     int min_materialized;  /* least tokens that stay; 0: 512; TKV_NONE: none */
     int sink_tokens;       /* first tokens that are never discarded; 0: 4; TKV_NONE: none */
     float age_tokens;      /* age at which a token is half as likely to be used, 1 to 1e9; 0: 4096 */
-    double quantize_price; /* FLOPs per byte freed by quantizing, with a price for its loss; 0: 8, the work alone */
+    double quantize_price; /* FLOPs per byte freed by quantizing, its loss included; 0: 8, the work alone */
     double step_flops;     /* most FLOPs of recomputation per step; 0: no limit */
 } tkv_remat_config;
 typedef enum tkv_remat_action { TKV_REMAT_KEEP = 0, TKV_REMAT_EVICT, TKV_REMAT_QUANTIZE } tkv_remat_action;
@@ -1580,7 +1585,7 @@ typedef struct tkv_remat_block {
     int dropped;            /* 1: already discarded */
     size_t bytes;           /* bytes held now */
     size_t quantized_bytes; /* bytes in the next tighter format; `bytes` or more: no such format */
-    float use; /* share of steps that use the block, at most 1; 0: unknown, counts as 1; negative: never used */
+    float use; /* share of steps that use the block, at most 1; 0: unknown, as 1; negative: never used */
 } tkv_remat_block;
 typedef struct tkv_remat_info {        /* totals */
     uint64_t kept, evicted, quantized; /* blocks that a decision kept, discarded, quantized */
@@ -1696,9 +1701,9 @@ TKV_API tkv_status tkv_remat_free(tkv_cache *kv, int seq, tkv_remat *r, float pr
  * from their best source, as tkv_promote does. The importance of a block is that of its most important token
  * (tkv_importance_of). Discarded blocks are restored by `compute`, if it is given. It recomputes all discarded
  * tokens front to back, within the FLOPs of remat (tkv_recompute). Its step is the length of the layer. */
-typedef struct tkv_promotion { /* fill with zeros, then set; layers that share one also share its limit per step */
+typedef struct tkv_promotion { /* fill with zeros, then set; layers that share one share its limit per step */
     tkv_importance_promotion by; /* by.cfg: threshold, limit per step, cool-down; 0: .05, 8, 4 */
-    tkv_remat *remat;            /* set both remat and compute, or neither: discarded blocks then have no source */
+    tkv_remat *remat;            /* with compute, or both NULL: discarded blocks then have no source */
     tkv_compute compute;
     void *user;
     /* results of the last call, in blocks above the threshold: */
@@ -1730,9 +1735,9 @@ TKV_API const char *tkv_last_error(const tkv_cache *kv);
 TKV_API int tkv_version(void);                     /* TKV_VERSION of the linked implementation */
 TKV_API const char *tkv_format_name(tkv_format f); /* such as "kivi4"; NULL if there is no such format */
 TKV_API tkv_format tkv_format_from_name(const char *name); /* TKV_FORMAT_DEFAULT if unknown */
-TKV_API int tkv_isa_available(tkv_isa isa);      /* 1: this machine and build can run it */
-TKV_API const char *tkv_isa_name(tkv_isa isa);   /* such as "avx2" */
-TKV_API tkv_isa tkv_isa_of(const tkv_cache *kv); /* the instruction set that the cache runs on */
+TKV_API int tkv_isa_available(tkv_isa isa);                /* 1: this machine and build can run it */
+TKV_API const char *tkv_isa_name(tkv_isa isa);             /* such as "avx2"; NULL if there is no such isa */
+TKV_API tkv_isa tkv_isa_of(const tkv_cache *kv);           /* the instruction set that the cache runs on */
 
 /* >>codec. The codec applies the formats without a cache. It codes up to 64 tokens of one head as a block of bytes.
  * The bytes do not depend on the machine. SQUAT formats code as KIVI here, because no queries exist. KVQUANT

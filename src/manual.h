@@ -25,7 +25,7 @@
  *   cfg.n_layers = 32; cfg.n_heads = 32; cfg.n_kv_heads = 8; cfg.head_dim = 128;
  *   tkv_cache *kv;
  *   char reason[200];                                          // which field is wrong, and what would be right
- *   if (tkv_create_ex(&cfg, &kv, reason, sizeof reason) != TKV_OK) return puts(reason);
+ *   if (tkv_create_ex(&cfg, &kv, reason, sizeof reason) != TKV_OK) return puts(reason), 1;
  *   for each step, for each layer:
  *       tkv_append(kv, 0, layer, k, v, n);                     // [n][8][128] each, n new tokens of sequence 0
  *       tkv_attend(kv, 0, layer, q, n, out);                   // [n][32][128], causal over everything so far
@@ -80,7 +80,10 @@
  *   decoded value     scale * code + zero with one rounding: bit-identical everywhere
  *   attention         The reference is double precision on the decoded values. The error is at most 1e-5 for F32,
  *                     and 2e-3 for F16 and BF16. In coded tiers it is compared with the format's own error. The
- *                     ratio is at most a tenth in the root mean square over calls, and a quarter in one call.
+ *                     ratio is at most a tenth in the root mean square over calls, and a quarter in one call of
+ *                     four heads or more. A call of one head can reach half of the format's own error.
+ *                     Keys of 4 bits and fewer beside values in 8 bits or exact are outside: the values
+ *                     add no error of their own there, and the ratio reaches .14 and, in one call, 1.
  *                     With cfg.precise the error is at most 2e-3 in coded tiers as well.
  *                     These bounds hold for values up to the range of FP16 and for logits with a standard deviation
  *                     up to 4. They do not hold for one-hot softmaxes, where a near tie may fall the other way. Nor

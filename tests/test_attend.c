@@ -5,7 +5,7 @@
  * With keys and values as they were appended it differs by the format's own error too. Errors are relative,
  * L2 over the whole output of a call. Bounds of arithmetic: 1e-5 where every block is F32, 2e-3 where every
  * block is exact. Coded blocks: the ratio to the own error of the same call is at most a tenth in the root mean
- * square over many calls, and at most a quarter in one call; with cfg.precise 2e-3 as well.
+ * square over many calls, and at most a quarter in one call of four heads or more; with cfg.precise 2e-3 as well.
  */
 #include "../tieredkv.h"
 #include "kit.h"

@@ -358,7 +358,6 @@ TEST(query_heads_change_no_answer) {
         }
 }
 
-/* Calls between two appends are one step; those of the next one begin anew, and so do the readers. */
 /* >>rates: importance means the same, however few queries tell */
 enum { FAMOUS = 30, YOUNG = 8, RATE_TOKENS = 320, RATE_FROM = 192 };
 
@@ -422,22 +421,47 @@ TEST(rates_mean_the_same) {
     printf("\n     ");
 }
 
+/* One sampled query stands for importance_every queries, at the largest rates too. Position 0 is sampled at any rate. */
+TEST(largest_rates) {
+    static const int every[] = {1, 4096, 4097, 1 << 20, 1 << 22, (1 << 23) - 1, 1 << 23, (1 << 30) - 1};
+    int i, heads;
+    NEEDS_ATOMICS;
+    for (i = 0; i < COUNT(every); i++)
+        for (heads = 0; heads < 2; heads++) {
+            tkv_config cfg = exact(1, every[i]);
+            tkv_attend_params p = ask_of(1);
+            tkv_cache *kv;
+            const double want = (double)every[i] * (heads ? HEADS : 1);
+            cfg.importance.heads = heads ? TKV_IMPORTANCE_SUM : TKV_IMPORTANCE_MEAN;
+            kv = make(&cfg);
+            p.layer = 0;
+            feed(kv, 0, 1);
+            ask(kv, &p);
+            CHECK_EQ(tkv_importance_of(kv, 0, 0, 0, 1, a_now, NULL), TKV_OK);
+            CHECK_NEAR(a_now[0], want, 1e-5 * want);
+            sound(kv);
+            tkv_destroy(kv);
+        }
+}
+
 /* What a caller adds counts alike at every rate, also where attention hardly ever tells. */
 TEST(mass_from_elsewhere_at_any_rate) {
-    static const int every[] = {1, 8, 32, 1000, 1 << 20, (1 << 30) - 1};
+    static const int every[] = {1, 8, 32, 1000, 1 << 16};
     int i, t;
     for (i = 0; i < COUNT(every); i++) {
+        const double step = every[i] / 1048576.0; /* as api.h says */
         tkv_config cfg = exact(2, every[i]);
         tkv_cache *kv = make(&cfg);
         feed(kv, LAYER, 100);
         for (t = 0; t < 100; t++) mass[t] = 0.01f * (float)t;
         CHECK_EQ(tkv_importance_add_to(kv, 0, LAYER, 0, 100, mass), TKV_OK);
         CHECK_EQ(tkv_importance_of(kv, 0, LAYER, 0, 100, a_now, NULL), TKV_OK);
-        for (t = 0; t < 100; t++) CHECK_NEAR(a_now[t], mass[t], 0.5 / 256 + 1e-6);
+        for (t = 0; t < 100; t++) CHECK_NEAR(a_now[t], mass[t], 0.5 * step + 1e-6);
         tkv_destroy(kv);
     }
 }
 
+/* Calls between two appends are one step; those of the next one begin anew, and so do the readers. */
 TEST(one_step_many_calls) {
     tkv_config cfg = exact(2, 1);
     tkv_cache *kv;
@@ -1089,6 +1113,7 @@ int main(int argc, char **argv) {
     RUN(mean_and_sum);
     RUN(query_heads_change_no_answer);
     RUN(rates_mean_the_same);
+    RUN(largest_rates);
     RUN(mass_from_elsewhere_at_any_rate);
     RUN(one_step_many_calls);
     RUN(what_changes_logits);

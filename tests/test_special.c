@@ -165,7 +165,7 @@ static void check_queries(tkv_cache *kv, int rows, const char *label) {
     static float clean[MOST_ROWS * ROW];
     tkv_attend_params a = params_of(rows, out_a, lse_a), b = params_of(rows, out_b, lse_b);
     int i, h, j, row = rows / 2;
-    static const float sinks[HEADS] = {0.5f, 0.5f, 0.5f, 0.5f};
+    static const float sinks[HEADS] = {-50.0f, -50.0f, -50.0f, -50.0f};
     CHECK_EQ(tkv_attend_ex(kv, &a), TKV_OK);
     b.mass = mass_b;
     memcpy(clean, q_in, sizeof clean);
@@ -188,9 +188,11 @@ static void check_queries(tkv_cache *kv, int rows, const char *label) {
             for (mass = 0.0, h = 0; h < LEN; h++) mass += (double)mass_b[h];
             CHECK_NEAR(mass, rows * HEADS - 1, 1e-3 * rows);
         }
-        b.sinks = sinks; /* the sink alone is in the softmax */
+        b.sinks = sinks; /* the row has no sink either: neither an output nor scores come of it */
         CHECK_EQ(tkv_attend_ex(kv, &b), TKV_OK);
-        CHECK_NEAR(lse_b[row * HEADS + head], 0.5, 1e-6);
+        CHECK(is_minus_infinity(lse_b[row * HEADS + head]));
+        for (mass = 0.0, h = 0; h < LEN; h++) mass += (double)mass_b[h];
+        CHECK_NEAR(mass, rows * HEADS - 1, 1e-3 * rows);
         b.sinks = NULL;
         b.softcap = 20.0f;
         CHECK_EQ(tkv_attend_ex(kv, &b), TKV_OK);
@@ -199,11 +201,49 @@ static void check_queries(tkv_cache *kv, int rows, const char *label) {
         memcpy(q_in, clean, sizeof clean);
     }
     for (i = 0; i < rows * ROW; i++) q_in[i] = i % 2 ? 3e38f : -3e38f; /* logits overflow */
-    CHECK_EQ(tkv_attend_ex(kv, &b), TKV_OK);
-    CHECK_MSG(all_finite(out_b, rows * ROW), "%s: queries of 3e38", label);
+    for (i = 0; i < 2; i++) {                                          /* without and with learned sinks */
+        double all = 0.0;
+        int empty = 0;
+        b.sinks = i ? sinks : NULL;
+        CHECK_EQ(tkv_attend_ex(kv, &b), TKV_OK);
+        CHECK_MSG(all_finite(out_b, rows * ROW), "%s: queries of 3e38", label);
+        for (j = 0; j < rows * HEADS; j++) empty += is_minus_infinity(lse_b[j]);
+        for (j = 0; j < LEN; j++) all += (double)mass_b[j];
+        CHECK_MSG(all <= rows * HEADS - empty + 1e-3 * rows, "%s: %d rows are empty, mass is %g", label,
+                  empty, all);
+    }
+    b.sinks = NULL;
     memcpy(q_in, clean, sizeof clean);
 }
 TEST(queries) { each_cache(check_queries); }
+
+/* What a cache gathers of attention: nothing comes of a query that is not finite, with learned sinks or without. */
+TEST(gathered_scores) {
+    static const float sinks[HEADS] = {0.0f, 0.0f, 0.0f, 0.0f};
+    static float scores[LEN];
+    int i, h, with_sinks;
+    for (with_sinks = 0; with_sinks < 2; with_sinks++)
+        for (i = 0; i < COUNT(nonfinite); i++) {
+            tkv_config cfg = config_of(tkv_test_isa(), 1);
+            tkv_attend_params p = params_of(1, out_a, lse_a);
+            tkv_rng rng = tkv_rng_seed(78);
+            tkv_cache *kv;
+            double all = 0.0;
+            cfg.importance_every = 1;
+            cfg.importance.strategy = TKV_IMPORTANCE_ACCUMULATION;
+            kv = make(&cfg);
+            tkv_rng_fill(&rng, k_in, LEN * KV_HEADS * DIM, 1.0);
+            tkv_rng_fill(&rng, q_in, ROW, 1.0);
+            CHECK_EQ(tkv_append(kv, 0, 0, k_in, k_in, LEN), TKV_OK);
+            for (h = 0; h < HEADS; h++) q_in[h * DIM + i] = tkv_test_float(nonfinite[i]);
+            p.sinks = with_sinks ? sinks : NULL;
+            CHECK_EQ(tkv_attend_ex(kv, &p), TKV_OK);
+            CHECK_EQ(tkv_importance_of(kv, 0, 0, 0, LEN, scores, NULL), TKV_OK);
+            for (h = 0; h < LEN; h++) all += (double)scores[h];
+            CHECK_NEAR(all, 0.0, 0.0);
+            tkv_destroy(kv);
+        }
+}
 
 /* >>scale, soft cap, slopes: what is not finite is refused, and nothing is written */
 static void check_numbers(tkv_cache *kv, int rows, const char *label) {
@@ -391,6 +431,7 @@ int main(int argc, char **argv) {
     tkv_test_begin(argc, argv);
     RUN(masks);
     RUN(queries);
+    RUN(gathered_scores);
     RUN(numbers_of_a_call);
     RUN(learned_sinks);
     RUN(keys_and_values);

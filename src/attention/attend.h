@@ -542,12 +542,14 @@ static TKVI_NOINLINE void tkvi_merge(const tkvi_work_tile *u, const tkvi_sums *t
     for (r = 0; r < u->rows; r++) tkvi_merge_row(u, r, to, from);
 }
 
-/* Clears the sums of rows whose query or logits are not finite: such rows see no key. */
+/* Clears the sums of rows whose query or logits are not finite: such rows see no key and no learned sink. m is set
+ * to a number that is not finite, which marks them. */
 static void tkvi_empty_nonfinite(const tkvi_work_tile *u, const float *origins, const tkvi_sums *s) {
     int r;
     for (r = 0; r < u->rows; r++)
         if (!tkvi_is_finite(origins[r]) || !tkvi_is_finite(s->m[r]) || !tkvi_is_finite(s->l[r])) {
             s->l[r] = 0.0f;
+            s->m[r] = tkvi_no_origin();
             memset(s->o + r * u->v_pad, 0, (size_t)u->v_pad * sizeof *s->o);
         }
 }
@@ -794,7 +796,7 @@ static TKVI_NOINLINE void tkvi_finish(const tkvi_work_tile *u, const float *orig
             tkvi_rotate_back(turned, dim);
             for (i = 0; i < dim; i++) row[i] += turned[i];
         }
-        if (c->p->sinks && tkvi_is_finite(c->p->sinks[head])) {
+        if (c->p->sinks && tkvi_is_finite(c->p->sinks[head]) && tkvi_is_finite(m[r])) {
             float sink = c->p->sinks[head] - origin;
             if (empty) {
                 m[r] = sink;

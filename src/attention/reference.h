@@ -52,7 +52,7 @@ static tkv_status tkvi_ref_row(const tkvi_call *c, int item, int row, int query,
     const uint32_t *ids = tkvi_ids(kv, c->rows[item].seq, c->plan->stored);
     double top = 0.0, sum = 0.0, out[TKV_MAX_HEAD_DIM];
     tkvi_fetch_buffer room[2];
-    const int finite = tkvi_ref_is_finite(c, row, head); /* 0: the row sees no key */
+    int finite = tkvi_ref_is_finite(c, row, head); /* 0: the row sees no key and no learned sink */
     int pass, i, j, t, any = 0;
     ptrdiff_t at = row * c->out_row + head * c->out_head;
     memset(out, 0, sizeof out);
@@ -62,7 +62,7 @@ static tkv_status tkvi_ref_row(const tkvi_call *c, int item, int row, int query,
         any = 1;
     }
     for (pass = 0; pass < 3; pass++) {
-        if (pass == 1 && c->p->sinks && tkvi_is_finite(c->p->sinks[head]))
+        if (pass == 1 && finite && c->p->sinks && tkvi_is_finite(c->p->sinks[head]))
             sum = exp((double)c->p->sinks[head] - top);
         for (i = 0; i < list->n; i++) {
             const tkvi_block *b = &kv->pool.block[ids[i]];
@@ -86,6 +86,7 @@ static tkv_status tkvi_ref_row(const tkvi_call *c, int item, int row, int query,
                 s = tkvi_ref_logit(c, item, row, query, head, x, j, list->len, &seen);
                 if (!seen) continue;
                 if (pass == 0) {
+                    finite &= tkvi_is_finite((float)s); /* a logit beyond a float empties the row */
                     top = any && top > s ? top : s;
                     any = 1;
                     continue;

@@ -286,25 +286,6 @@ static int tkvi_next_stale(tkv_cache *kv, tkvi_where where, int early, tkvi_stal
     return found;
 }
 
-/* Number of stale blocks at the present level: those in RAM with one holder. */
-static uint64_t tkvi_pending(const tkv_cache *kv) {
-    uint64_t n = 0;
-    int seq, layer, i, tables = !tkvi_any_step(kv);
-    for (seq = 0; seq < kv->tables.cfg.max_seqs; seq++)
-        for (layer = 0; layer < kv->tables.cfg.n_layers; layer++) {
-            const tkvi_list *list = tkvi_list_of(kv, seq, layer);
-            const uint32_t *ids = tkvi_ids(kv, seq, layer);
-            for (i = list->sinks + list->tightest; i < list->n; i++) {
-                tkv_tier due = tkvi_due(kv, seq, layer, i, &kv->tables.plan[layer].now, tables);
-                const tkvi_block *b = &kv->pool.block[ids[i]];
-                if (due == TKV_HOT) break;
-                n += b->refs == 1 && !tkvi_is_offloaded(b) &&
-                     tkvi_is_smaller(kv, b->coding, tkvi_coding_of(&kv->tables, layer, due));
-            }
-        }
-    return n;
-}
-
 /* Error for an operation that does not fit at the last level either. bytes: the fewest that it would take. */
 static tkv_status tkvi_over_budget(tkv_cache *kv, size_t bytes) {
     tkv_status st = tkvi_fail(kv, TKV_ERR_BUDGET, "the tightest level would need", (int64_t)bytes,
@@ -807,6 +788,28 @@ static size_t tkvi_recode_if_due(tkv_cache *kv, int pressed) {
     const int level = kv->tables.level;
     if (!pressed && (level == 0 || level != kv->policy.cfg.min_level)) return 0;
     return tkvi_recode_oldest(kv, kv->tables.cfg.budget_bytes, pressed);
+}
+
+/* Number of stale blocks at the present level: those in RAM with one holder. Without pressure,
+ * cfg.policy.min_level does not count blocks that wait for a table: no work of now would recode them. */
+static uint64_t tkvi_pending(const tkv_cache *kv) {
+    uint64_t n = 0;
+    const int at_least = kv->tables.level == kv->policy.cfg.min_level && !tkvi_is_pressed(kv, 10);
+    const int tables = !tkvi_any_step(kv) && !at_least;
+    int seq, layer, i;
+    for (seq = 0; seq < kv->tables.cfg.max_seqs; seq++)
+        for (layer = 0; layer < kv->tables.cfg.n_layers; layer++) {
+            const tkvi_list *list = tkvi_list_of(kv, seq, layer);
+            const uint32_t *ids = tkvi_ids(kv, seq, layer);
+            for (i = list->sinks + list->tightest; i < list->n; i++) {
+                tkv_tier due = tkvi_due(kv, seq, layer, i, &kv->tables.plan[layer].now, tables);
+                const tkvi_block *b = &kv->pool.block[ids[i]];
+                if (due == TKV_HOT) break;
+                n += b->refs == 1 && !tkvi_is_offloaded(b) &&
+                     tkvi_is_smaller(kv, b->coding, tkvi_coding_of(&kv->tables, layer, due));
+            }
+        }
+    return n;
 }
 
 /* 1 if everything held would fit at the next looser level, below its threshold less the hysteresis. Three more

@@ -38,7 +38,7 @@ TKV_API tkv_status tkv_policy_profile(tkv_policy_config *cfg, const char *name) 
 /* Returns the number of thresholds, which is the highest level. */
 static int tkvi_policy_levels(const tkv_policy_config *cfg) {
     int n = 0;
-    while (n < TKV_MAX_LEVELS - 1 && tkvi_bits(cfg->threshold[n]) != 0) n++;
+    while (n < TKV_MAX_LEVELS - 1 && (tkvi_bits(cfg->threshold[n]) & 0x7fffffffu) != 0) n++;
     return n;
 }
 
@@ -54,8 +54,8 @@ static const char *tkvi_policy_fill(const tkv_policy_config *from, tkv_policy_co
         cfg->threshold[0] = tkvi_profiles[0].cfg.threshold[0];
         cfg->threshold[1] = tkvi_profiles[0].cfg.threshold[1];
     }
-    if (tkvi_bits(cfg->hysteresis) == 0) cfg->hysteresis = tkvi_profiles[0].cfg.hysteresis;
-    if (tkvi_bits(cfg->alpha) == 0) cfg->alpha = tkvi_profiles[0].cfg.alpha;
+    cfg->hysteresis = tkvi_or(cfg->hysteresis, tkvi_profiles[0].cfg.hysteresis);
+    cfg->alpha = tkvi_or(cfg->alpha, tkvi_profiles[0].cfg.alpha);
     n = tkvi_policy_levels(cfg);
     for (i = 0; i < TKV_MAX_LEVELS - 1; i++) {
         if (i < n ? !tkvi_within(tkvi_number(cfg->threshold[i]), 0.0f, 1.0f)

@@ -91,7 +91,7 @@ typedef struct tkvi_token_score_mode {
     int fresh;  /* 1: each step starts at 0 and samples all newest queries; 0: samples one query in `every` */
     float sign; /* -1 where a high score is bad */
     float one;  /* a weight or count of 1 as an integer */
-    float least; /* lower limit of tkvi_token_scores.unit; 0: sampling does not scale the scores */
+    int is_scaled;              /* 1: a sampled query stands for `every` queries */
     tkv_importance_heads heads; /* how `join` combines query heads that are scored one by one: sum or max */
     tkvi_sample_fn say;         /* query row -> scores of a block */
     void (*join)(uint32_t *mass, const uint32_t *more); /* scores of a block -> token_meta */
@@ -107,14 +107,14 @@ enum {
 };
 
 static const tkvi_token_score_mode tkvi_token_score_modes[TKVI_TOKEN_SCORE_MODES] = {
-    {TKV_EVICT_NEEDS_MASS, 0, 1.0f, TKVI_TOKEN_SCORE_ONE, 256.0f, TKV_IMPORTANCE_SUM, tkvi_weight_sum,
+    {TKV_EVICT_NEEDS_MASS, 0, 1.0f, TKVI_TOKEN_SCORE_ONE, 1, TKV_IMPORTANCE_SUM, tkvi_weight_sum,
      tkvi_join_sums},
-    {0, 0, 1.0f, TKVI_TOKEN_SCORE_ONE, 0.0f, TKV_IMPORTANCE_MAX, tkvi_weight_largest, tkvi_join_largest},
-    {TKV_EVICT_NEEDS_LOWS, 0, -1.0f, TKVI_TOKEN_SCORE_LOW, 1.0f, TKV_IMPORTANCE_SUM, tkvi_weight_lows,
+    {0, 0, 1.0f, TKVI_TOKEN_SCORE_ONE, 0, TKV_IMPORTANCE_MAX, tkvi_weight_largest, tkvi_join_largest},
+    {TKV_EVICT_NEEDS_LOWS, 0, -1.0f, TKVI_TOKEN_SCORE_LOW, 1, TKV_IMPORTANCE_SUM, tkvi_weight_lows,
      tkvi_join_sums},
-    {TKV_EVICT_NEEDS_LAST, 1, 1.0f, TKVI_TOKEN_SCORE_ONE, 0.0f, TKV_IMPORTANCE_SUM, tkvi_weight_sum,
+    {TKV_EVICT_NEEDS_LAST, 1, 1.0f, TKVI_TOKEN_SCORE_ONE, 0, TKV_IMPORTANCE_SUM, tkvi_weight_sum,
      tkvi_join_sums},
-    {TKV_EVICT_NEEDS_OBSERVED, 1, 1.0f, TKVI_TOKEN_SCORE_ONE, 0.0f, TKV_IMPORTANCE_SUM, tkvi_weight_sum,
+    {TKV_EVICT_NEEDS_OBSERVED, 1, 1.0f, TKVI_TOKEN_SCORE_ONE, 0, TKV_IMPORTANCE_SUM, tkvi_weight_sum,
      tkvi_join_sums},
 };
 
@@ -135,17 +135,14 @@ typedef struct tkvi_token_scores {
 } tkvi_token_scores;
 
 /* Sets heads, one and unit. n: query heads of a KV head. For a mean each query head adds an n-th part. One sampled
- * query stands for `every` queries, so unit is one / every; it must not fall below mode->least. */
+ * query stands for `every` queries, so unit is one / every. */
 static void tkvi_token_score_heads(tkvi_token_scores *m, int n) {
     const tkv_importance_heads how = m->importance.heads;
     const int largest = how == TKV_IMPORTANCE_MAX;
     const int mean = how == TKV_IMPORTANCE_MEAN ? n : 1;
-    const float stands_for = m->mode->least > 0.0f ? (float)m->every : 1.0f;
-    float most = m->mode->least > 0.0f ? m->mode->one / m->mode->least : stands_for;
     m->one = (float)tkvi_max(1, (int)m->mode->one / mean);
-    if (stands_for > most)
-        m->one = tkvi_f32(m->one * tkvi_f32(stands_for / most)); /* keeps `unit` at mode->least */
-    m->unit = tkvi_f32(m->one * (float)mean) / stands_for;
+    m->unit = m->one * (float)mean;
+    if (m->mode->is_scaled) m->unit /= (float)m->every;
     if (n > 1 && largest != (m->mode->heads == TKV_IMPORTANCE_MAX))
         m->heads = largest ? tkvi_weight_largest : tkvi_weight_sum;
 }
