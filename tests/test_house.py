@@ -202,7 +202,7 @@ class Direction(unittest.TestCase):
 
     def test_an_upward_use_is_found(self):
         for symbol, where in (("tkv_reset", "step/sequence.h"), ("tkvi_age", "reclaim/age.h"),
-                              ("TKVI_MAX_CHUNKS", "cache/cache.h"), ("tkvi_seq", "cache/cache.h"),
+                              ("TKVI_MAX_TILE_SPLITS", "cache/cache.h"), ("tkvi_seq", "cache/cache.h"),
                               ("tkvi_formats", "formats/table.h")):
             parts = [(name, text + "static int tkvi_test(void) { return (int)sizeof(%s); }\n" % symbol
                       if name == "core/tile.h" else text) for name, text in self.parts()]
