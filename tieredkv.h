@@ -19173,6 +19173,7 @@ static void tkvi_join_blocks(tkv_cache *kv, int seq, int layer, int i, int count
         return;
     }
     b->gone |= there;
+    tkvi_forget_copies(kv, seq, layer, b->start); /* the block begins later now, and has other tokens */
     tkvi_forget_copy(&kv->pool, ids[i + 1]);
     tkvi_begin_later(kv, list, ids, i + 1);
 }

@@ -1062,6 +1062,33 @@ TEST(extremes) {
     }
 }
 
+/* Blocks that give some of their tokens to the block before them begin later: no copy of the old start may stay. */
+TEST(eviction_under_a_budget) {
+    enum { TOKENS = 352, DIM = 64 };
+    static float k[TOKENS * 2 * DIM];
+    static const int chunk[] = {352, 80, 202};
+    size_t budget;
+    int i, evicted = 0;
+    for (i = 0; i < TOKENS * 2 * DIM; i++) k[i] = (float)((i * 7919) % 1000) / 500.0f - 1.0f;
+    for (budget = 905000; budget < 916000; budget += 500) {
+        tkv_config cfg = shape_of(1, 2, 2, DIM, 1, TOKENS);
+        tkv_cache *kv;
+        cfg.quality_heads = 1;
+        cfg.evict.kind = TKV_EVICT_H2O;
+        cfg.warm = pair_of(TKV_KIVI4, TKV_KIVI4);
+        cfg.archive = pair_of(TKV_KIVI2, TKV_KIVI2);
+        cfg.budget_bytes = budget;
+        kv = make(&cfg);
+        for (i = 0; i < COUNT(chunk); i++) {
+            (void)tkv_append(kv, 0, 0, k, k, chunk[i]); /* refused or not */
+            sound(kv);
+        }
+        evicted += budget_of(kv).evicted > 0;
+        tkv_destroy(kv);
+    }
+    CHECK(evicted > 5);
+}
+
 int main(int argc, char **argv) {
     tkv_test_begin(argc, argv);
     RUN(figures_are_right);
@@ -1085,5 +1112,6 @@ int main(int argc, char **argv) {
     RUN(in_place);
     RUN(each_allocation_fails);
     RUN(extremes);
+    RUN(eviction_under_a_budget);
     return tkv_test_end();
 }
