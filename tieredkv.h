@@ -1446,12 +1446,13 @@ TKV_API tkv_status tkv_importance_top(const float *score, const uint64_t *withou
  *
  * Queries are sampled, except for tova, snapkv and pyramidkv. Each KV head samples one of cfg.importance_every
  * positions, and heads and layers take turns. 0 means one in 32, or none if the policy needs no scores. A sampled
- * query counts as importance_every queries, so sums and counts estimate the whole at any sampling rate.
+ * query counts as importance_every queries, at most 4,096, so sums and counts estimate the whole at any sampling
+ * rate.
  *
  * All calls between two appends form one step. Sums are multiplied by importance.decay for each token appended
  * since, so after a chunk of 64 by its 64th power. Decay 0 means the strategy's, or 1 if the policy decides. Sums
- * of newest queries start again with each step. Sums are limited to 4,095 * importance_every, counts to
- * 16,777,215 * importance_every.
+ * of newest queries start again with each step. Sums are limited to 4,095 * importance_every for
+ * rates up to 256, else to 1,048,575. Counts are limited to 16,777,215 * importance_every and to 2^32 - 1.
  *
  * Collecting does not change the output of tkv_attend. The sums do not depend on threads. Sampled queries cost
  * a second pass over their keys (bench/LOG.md). Collecting needs atomics (gcc, clang). Without atomics, only
@@ -1471,7 +1472,7 @@ TKV_API tkv_status tkv_importance_of(tkv_cache *kv, int seq, int layer, int star
 /* Adds attention scores of the caller to tokens start to start + n - 1, as if attention had just given them. Tokens
  * not in the cache are skipped. No attention may run at the same time.
  *   mass   [n] scores, finite and not negative; each is limited to 2,047 and rounded to
- *          steps of importance_every / 2^20 (where low scores are counted: importance_every / 256)
+ *          steps of importance_every / 2^20, at most 1/4096
  * Errors: as tkv_importance_of, and also
  *   TKV_ERR_NONFINITE   a score is negative or not finite
  *   TKV_ERR_CONFIG      also with strategy "recency", if no scores are collected
@@ -2009,13 +2010,15 @@ extern "C" {
 #endif
 /* ======== core/base.h ======== */
 /*
- * core/base.h - what everything else stands on: bits of floats, half floats, rounding, checked sizes, memory,
- * short texts without stdio. May call libc's memcpy, memset, memmove and, unless TKV_NO_MALLOC, malloc and free.
+ * core/base.h - the foundation of all other files: bits of floats, half floats, rounding, checked sizes, memory,
+ * short texts without stdio. Calls libc's memcpy, memset, memmove and, unless TKV_NO_MALLOC, malloc and free.
  *
- * The header is compiled with other people's flags. So: NaN and infinity are told by their bits
- * (-ffast-math folds x != x), rounding goes through an integer read of the sum (not (x + M) - M), bytes
- * are loaded one by one (alignment, aliasing, endianness), and where x87 keeps excess precision each
- * float operation that decides a stored byte is rounded by tkvi_f32.
+ * The application compiles this header with its own flags. The code therefore takes four precautions:
+ *
+ *    NaN and infinity are recognised by their bits, because -ffast-math folds x != x
+ *    rounding reads the sum as an integer, and does not compute (x + M) - M
+ *    bytes are loaded one by one, for alignment, aliasing and endianness
+ *    tkvi_f32 rounds each float operation that decides a stored byte, because x87 keeps excess precision
  */
 #ifndef TKVI_CORE_BASE_H
 #define TKVI_CORE_BASE_H
@@ -2034,8 +2037,8 @@ extern "C" {
 #define TKVI_NOINLINE
 #endif
 
-/* Before what src/cuda runs on a GPU too: functions, constant tables. nvcc compiles twice, and its code for the GPU
- * reads none of the host's tables. */
+/* Mark functions and constant tables that src/cuda also uses on the GPU. nvcc compiles the file twice, for host
+ * and GPU, and GPU code cannot read the host's tables. */
 #ifdef __CUDACC__
 #define TKVI_FN static __host__ __device__
 #else
@@ -2047,7 +2050,7 @@ extern "C" {
 #define TKVI_CONSTANT static const
 #endif
 
-/* Before an array that vectors walk along: no load of 64 bytes then touches two cache lines. */
+/* Aligns an array that SIMD code reads in steps of 64 bytes: no load then touches two cache lines. */
 #if defined(__GNUC__) || defined(__clang__)
 #define TKVI_ALIGNED __attribute__((aligned(64)))
 #elif defined(_MSC_VER)
@@ -2073,8 +2076,9 @@ TKVI_FN int tkvi_is_finite(float x) { return (tkvi_bits(x) & 0x7f800000u) != 0x7
 
 TKVI_FN int tkvi_is_nan(float x) { return (tkvi_bits(x) & 0x7fffffffu) > 0x7f800000u; }
 
-/* The value as a float, also where expressions are evaluated wider. One rounding from 64 bits to 24 after
- * + - * / is the IEEE result (64 >= 2 * 24 + 2), so x87 encodes the same bytes as everybody else. */
+/* Rounds a value to float where the compiler evaluates expressions in a wider type. After one + - * / in 64
+ * bits, the rounding to 24 bits is the IEEE result (64 >= 2 * 24 + 2). So x87 encodes the same bytes as other
+ * machines. */
 TKVI_FN float tkvi_f32(float x) {
 #if defined(FLT_EVAL_METHOD) && FLT_EVAL_METHOD == 0
     return x;
@@ -2084,7 +2088,8 @@ TKVI_FN float tkvi_f32(float x) {
 #endif
 }
 
-/* The same for double. Two roundings (64 bits, then 53) are one only where the first is exact, or seldom. */
+/* The same for double. Rounding twice (to 64 bits, then 53) can differ from one rounding if the first is inexact;
+ * such cases are rare. */
 TKVI_FN double tkvi_f64(double x) {
 #if defined(FLT_EVAL_METHOD) && (FLT_EVAL_METHOD == 0 || FLT_EVAL_METHOD == 1)
     return x;
@@ -2094,26 +2099,26 @@ TKVI_FN double tkvi_f64(double x) {
 #endif
 }
 
-/* Not inlined: no compiler fuses these products into a sum. */
+/* Not inlined, so that no compiler fuses these products into a sum (FMA). */
 static TKVI_NOINLINE void tkvi_multiplied(float *dst, const float *x, const float *y, int n) {
     int i;
     for (i = 0; i < n; i++) dst[i] = tkvi_f32(x[i] * y[i]);
 }
 
-/* >>float fields of configs: 0 is the default, TKV_ZERO is 0. By bits, whatever the flags. A field keeps TKV_ZERO
- * when its config is filled, so that a filled config can be filled again. */
+/* >>float fields of configs: 0 means the default, TKV_ZERO means 0. Comparisons use bits, so they hold under any
+ * flags. Filling a config keeps TKV_ZERO, so a filled config can be filled again. */
 static int tkvi_is_named_zero(float x) { return tkvi_bits(x) == tkvi_bits(TKV_ZERO); }
 
 static float tkvi_or(float x, float other) { return (tkvi_bits(x) & 0x7fffffffu) == 0 ? other : x; }
 
 static float tkvi_number(float x) { return tkvi_is_named_zero(x) ? 0.0f : x; }
 
-/* Round half to even, |x| < 2^22: 1.5 * 2^23 makes the sum's last mantissa bit worth one. */
+/* Rounds half to even, |x| < 2^22. Adding 1.5 * 2^23 gives the last mantissa bit the value 1. */
 TKVI_FN int tkvi_rne(float x) { return (int)(tkvi_bits(x + 12582912.0f) - 0x4b400000u); }
 
 TKVI_FN float tkvi_clampf(float x, float lo, float hi) { return x < lo ? lo : x > hi ? hi : x; }
 
-/* x as a whole number of at most `most`, to be summed; 0 for what is none (by bits: right under -ffast-math). */
+/* Cuts x to +-most and truncates it to an integer for a sum. NaN and infinity give 0, also under -ffast-math. */
 static int64_t tkvi_counted(float x, float most) {
     return tkvi_is_finite(x) ? (int64_t)tkvi_clampf(x, -most, most) : 0;
 }
@@ -2124,7 +2129,7 @@ TKVI_FN int tkvi_max(int a, int b) { return a > b ? a : b; }
 
 static int tkvi_round_up(int n, int to) { return (n + to - 1) / to * to; }
 
-/* >>half floats. Stored little-endian everywhere. */
+/* >>half floats, stored little-endian on every machine */
 #define TKVI_F16_MAX 65504.0f
 
 TKVI_FN uint16_t tkvi_load16(const uint8_t *p) { return (uint16_t)(p[0] | (p[1] << 8)); }
@@ -2155,13 +2160,13 @@ TKVI_FN float tkvi_f16_to_f32(uint16_t h) {
     }
 }
 
-/* Round to nearest even; beyond the largest half it saturates, NaN becomes a quiet NaN. */
+/* Rounds to nearest even. Values beyond the largest half saturate; NaN becomes a quiet NaN. */
 TKVI_FN uint16_t tkvi_f32_to_f16(float x) {
     uint32_t u = tkvi_bits(x), sign = u >> 16 & 0x8000u, a = u & 0x7fffffffu;
     if (a > 0x7f800000u) return (uint16_t)(sign | 0x7e00u);
     if (a >= 0x477fe000u) return (uint16_t)(sign | 0x7bffu);
     if (a >= 0x38800000u) return (uint16_t)(sign | ((a + 0xfffu + (a >> 13 & 1u) - 0x38000000u) >> 13));
-    if (a <= 0x33000000u) return (uint16_t)sign; /* up to half of the smallest subnormal, the tie included */
+    if (a <= 0x33000000u) return (uint16_t)sign; /* at most half of the smallest subnormal */
     {
         uint32_t shift = 126u - (a >> 23), m = (a & 0x7fffffu) | 0x800000u, half = 1u << (shift - 1u);
         uint32_t r = m >> shift, rest = m & ((1u << shift) - 1u);
@@ -2201,7 +2206,7 @@ static void tkvi_save_element(void *data, tkv_type type, ptrdiff_t at, float x) 
     memcpy((char *)data + at * 2, &h, 2);
 }
 
-/* >>sizes: products of outside numbers are checked. Return 0 on overflow. */
+/* >>sizes: checked arithmetic for numbers that callers supply. Both return 0 on overflow. */
 static int tkvi_mul(size_t a, size_t b, size_t *out) {
     if (b != 0 && a > (size_t)-1 / b) return 0;
     *out = a * b;
@@ -2218,16 +2223,16 @@ static int tkvi_add(size_t a, size_t b, size_t *out) {
 
 TKVI_FN size_t tkvi_align_up(size_t n) { return (n + (TKVI_ALIGN - 1u)) & ~(size_t)(TKVI_ALIGN - 1u); }
 
-/* >>memory: every byte goes through a heap that counts. */
+/* >>memory: every allocation goes through a heap that counts its bytes */
 typedef struct tkvi_heap {
     tkv_allocator from;
     size_t held, peak;
-    size_t limit; /* never more than this; 0: no limit */
-    int at_limit; /* the last request was refused because of it */
+    size_t limit; /* upper bound of `held`; 0: no limit */
+    int at_limit; /* 1: the last request was refused because of `limit` */
 } tkvi_heap;
 
 #ifndef TKV_NO_MALLOC
-/* malloc gives 8 or 16; the block before the aligned one remembers where it began. */
+/* malloc aligns to 8 or 16 only. The pointer that malloc returned is stored just before the aligned block. */
 static void *tkvi_malloc(void *user, size_t size, size_t align) {
     size_t room;
     char *raw, *p;
@@ -2269,7 +2274,7 @@ static void tkvi_put(tkvi_heap *heap, void *ptr, size_t size) {
     heap->from.release(heap->from.user, ptr, size, TKVI_ALIGN);
 }
 
-/* >>arena: the caller's memory as an allocator. Only grows; closed once the cache is built. */
+/* >>arena: an allocator in the caller's memory. It never frees, and it is closed once the cache is built. */
 typedef struct tkvi_arena {
     uint8_t *base;
     size_t size, used;
@@ -2291,10 +2296,10 @@ static void tkvi_arena_release(void *user, void *ptr, size_t size, size_t align)
     (void)align;
 }
 
-/* >>text: sentences for people, cut to the room there is. */
+/* >>text: sentences for people, cut to the size of the buffer */
 typedef struct tkvi_text {
     char *at;
-    size_t left; /* the final zero not counted; at is NULL when there is no room at all */
+    size_t left; /* without the final zero; `at` is NULL if the buffer has size 0 */
 } tkvi_text;
 
 static tkvi_text tkvi_text_begin(char *buf, size_t size) {
@@ -2321,11 +2326,11 @@ static void tkvi_append_int(tkvi_text *t, int64_t n) {
     tkvi_append_text(t, digits + i);
 }
 
-/* >>locks, for a few instructions. Where there are no atomics they do nothing: see who uses them. */
+/* >>locks: spin locks for a few instructions. Compilers without __atomic builtins get no lock (see the callers). */
 static void tkvi_lock(int *lock) {
 #if defined(__GNUC__) || defined(__clang__)
     while (__atomic_exchange_n(
-        lock, 1, __ATOMIC_ACQUIRE)) /* who waits only looks: an exchange would hold up the owner */
+        lock, 1, __ATOMIC_ACQUIRE)) /* waiting threads only read: an exchange would slow the owner */
         while (__atomic_load_n(lock, __ATOMIC_RELAXED)) continue;
 #else
     (void)lock;
@@ -2344,7 +2349,7 @@ static void tkvi_unlock(int *lock) {
 /* ======== core/checksum.h ======== */
 /*
  * core/checksum.h - checksums of bytes that leave the library and come back: XXH64 for blocks in a store, FNV-1a
- * for calibrations and threshold texts of version 1. May call base.
+ * for calibrations and threshold texts of version 1.
  *
  * Both protect against accidents: failing media, truncated files, mixed-up blocks. Neither protects against an
  * attacker who can write to the store, because anyone can compute them.
@@ -2428,23 +2433,23 @@ static uint64_t tkvi_xxh64(uint64_t seed, const uint8_t *p, size_t n) {
  *   code 0: 0;  code 1 + i: m[i % 16] / 1024 * 2^(top - 16 + i / 16)      i = 0 .. 254
  *
  * m[k] = 1024 * 2^(k/16), rounded. A scale takes the code whose exact step, before that rounding, is nearest in
- * the logarithm: borders are 2^((2k+1)/32), as rounded 23 bits of a float's mantissa, and what is on one goes up.
- * Scales below the window have code 1, those above it 255; 0 stays 0.
+ * the logarithm. Borders between codes are 2^((2k+1)/32), rounded to the 23 mantissa bits of a float. A scale on a
+ * border takes the upper code. Scales below the window have code 1, those above it 255; 0 stays 0.
  *
- * Every value has 11 significant bits, as an fp16 scale has, so that scale * code is exact in a float. `top` is the
- * owner's: it puts the window where a head's scales are. Nothing here calls log or exp: bits are compared and
- * composed, the same on every machine. May call base.
+ * Every value has 11 significant bits, as an fp16 scale has, so that scale * code is exact in a float. Each side
+ * has its own `top`, which moves the window to the scales of its head. No function calls log or exp: the code
+ * compares and composes bits, so every machine gets the same result.
  */
 #ifndef TKVI_CORE_LOG_SCALE_H
 #define TKVI_CORE_LOG_SCALE_H
 
 
 #define TKVI_LOG_TOP 96      /* tops are -96 .. 96 */
-#define TKVI_LOG_TOP_ALIKE 8 /* where nothing is known: scales from 2^-8 to 2^8 */
+#define TKVI_LOG_TOP_ALIKE 8 /* without statistics: scales from 2^-8 to 2^8 */
 
 TKVI_CONSTANT uint16_t tkvi_log_mantissa[16] = {1024, 1069, 1117, 1166, 1218, 1272, 1328, 1387,
                                                 1448, 1512, 1579, 1649, 1722, 1798, 1878, 1961};
-/* 23 mantissa bits from which on the next step is nearer (in the logarithm). */
+/* The 23 mantissa bits from which the next step is nearer (in the logarithm). */
 TKVI_CONSTANT uint32_t tkvi_log_border[16] = {183687,  563215,  959546,  1373424, 1805626, 2256963,
                                               2728283, 3220470, 3734447, 4271181, 4831678, 5416990,
                                               6028216, 6666503, 7333050, 8029107};
@@ -2456,20 +2461,20 @@ TKVI_FN float tkvi_log_value(int code, int top) {
                           ((uint32_t)tkvi_log_mantissa[i % 16] - 1024u) << 13);
 }
 
-/* The nearest code; what is outside of the window takes its end. 0 only for 0 (and less). */
+/* The nearest code. Scales outside the window take its end; only s <= 0 has code 0. */
 TKVI_FN int tkvi_log_code(float s, int top) {
     uint32_t bits = tkvi_bits(s), mantissa = bits & 0x7fffffu;
     int octave = (int)(bits >> 23) - 127 - (top - 16), step, code;
     if (!(s > 0.0f)) return 0;
-    step = (int)(mantissa >> 19); /* borders are further apart than that below the middle, and nearer above */
+    step = (int)(mantissa >> 19); /* first guess: borders are not evenly spaced, so loops correct it */
     while (step > 0 && mantissa < tkvi_log_border[step - 1]) step--;
     while (step < 16 && mantissa >= tkvi_log_border[step]) step++;
     code = 1 + 16 * octave + step;
     return code < 1 ? 1 : code > 255 ? 255 : code;
 }
 
-/* A top that has room for a largest scale `most`, with two octaves to spare. Tokens that are all zero say nothing.
- * */
+/* A top for the largest known scale `most`, with about two octaves of headroom. Without a scale above 0 the top
+ * is TKVI_LOG_TOP_ALIKE. */
 static int tkvi_log_top(float most) {
     int top = most > 0.0f ? (int)(tkvi_bits(most) >> 23) - 127 + 3 : TKVI_LOG_TOP_ALIKE;
     return top < -TKVI_LOG_TOP ? -TKVI_LOG_TOP : top > TKVI_LOG_TOP ? TKVI_LOG_TOP : top;
@@ -2478,16 +2483,17 @@ static int tkvi_log_top(float most) {
 #endif /* TKVI_CORE_LOG_SCALE_H */
 /* ======== core/rotate.h ======== */
 /*
- * core/rotate.h - the randomised Hadamard rotation of a head: signs, then butterflies (QuaRot, arXiv 2404.00456,
- * section 3; the signs are a constant of the format). After it, the channels of a vector look Gaussian and alike,
- * whatever they were, and one grid fits them all. It is orthonormal: q.k and the norm of v stay as they are.
+ * core/rotate.h - the randomised Hadamard rotation of a head: sign flips, then butterflies (QuaRot, arXiv
+ * 2404.00456, section 3; the signs are a constant of the format). After it, the channels of any vector look
+ * Gaussian and alike, so one grid fits them all. The rotation is orthonormal: it keeps q.k and the norm of v.
  *
- * head_dim need not be a power of two: butterflies over the first 2^k channels, then over the last 2^k ones,
- * 2^k being the largest power of two that fits. The two windows overlap, so everything mixes. Where 2^k is
- * head_dim there is one window. A window: a, b become a + b, a - b at distances 1, 2, 4 .. 2^(k-1), in floats,
- * and then all is multiplied by 2^(-k/2), as a float. Back: windows in the opposite order, then the signs.
+ * head_dim need not be a power of two. Butterflies run over the first 2^k channels, then over the last 2^k, where
+ * 2^k is the largest power of two that fits. The two windows overlap, so all channels mix. If head_dim is 2^k, one
+ * window does it. In a window, a, b become a + b, a - b at distances 1, 2, 4 .. 2^(k-1), in floats. Then all
+ * values are multiplied by 2^(-k/2), as a float. The inverse runs the windows in the opposite order, then the
+ * signs.
  *
- * Only sums, and one product with nothing added to it, so FMA changes no bit. May call base.
+ * The code has only sums, and one product that enters no sum, so FMA changes no bit.
  */
 #ifndef TKVI_CORE_ROTATE_H
 #define TKVI_CORE_ROTATE_H
@@ -2497,7 +2503,7 @@ static int tkvi_log_top(float most) {
 TKVI_CONSTANT uint32_t tkvi_signs[TKV_MAX_HEAD_DIM / 32] = {
     0x7176da20u, 0x332a2459u, 0x5c761011u, 0x5d6d9a20u, 0x3ab82810u, 0x0674eccau, 0xc8b52373u, 0x868e3452u};
 
-/* x[0 .. n-1], n a power of two, becomes its Hadamard transform, not normalised. */
+/* Replaces x[0 .. n-1] by its Hadamard transform, not normalised. n is a power of two. */
 static TKVI_NOINLINE void tkvi_butterflies(float *x, int n) {
     int h, i, j;
     for (h = 1; h < n; h *= 2)
@@ -2509,7 +2515,7 @@ static TKVI_NOINLINE void tkvi_butterflies(float *x, int n) {
             }
 }
 
-/* Not inlined: a compiler may fuse these products into the sums of another function otherwise. */
+/* Not inlined: otherwise a compiler may fuse these products into the sums of another function. */
 static TKVI_NOINLINE void tkvi_times(float *x, int n, float by) {
     int i;
     for (i = 0; i < n; i++) x[i] = tkvi_f32(x[i] * by);
@@ -2520,7 +2526,7 @@ static TKVI_NOINLINE void tkvi_flip(float *x, int n) {
     for (i = 0; i < n; i++) x[i] = tkvi_signs[i / 32] >> i % 32 & 1 ? -x[i] : x[i];
 }
 
-/* 2^(-k / 2): what makes butterflies over 2^k values orthonormal. */
+/* 2^(-k / 2): this factor makes butterflies over 2^k values orthonormal. */
 TKVI_CONSTANT float tkvi_hadamard_norm[9] = {
     1.0f, 0.70710678118f, 0.5f, 0.35355339059f, 0.25f, 0.17677669530f, 0.125f, 0.08838834765f, 0.0625f};
 
@@ -2552,33 +2558,36 @@ static void tkvi_rotate_back(float *x, int dim) {
 #endif /* TKVI_CORE_ROTATE_H */
 /* ======== core/rope.h ======== */
 /*
- * core/rope.h - the rotation that a model has turned its keys by, taken back and done again (RoPE, arXiv
- * 2104.09864, section 3.2). For formats that code keys as they were before it. May call base.
+ * core/rope.h - RoPE, the rotation that a model applies to its keys (arXiv 2104.09864, section 3.2), and its
+ * inverse. Formats that code keys before RoPE use it.
  *
  * Pair j of a head's channels turns by frequency[j] radians with each position:
  *
  *     a' = a cos - b sin     b' = b cos + a sin        frequency[j] = scale * base^(-2j / dim), or as given
  *
- * Everything up to the cosine is whole numbers, so that each machine has the same bits under any flags, and a
- * position of a million has as good an angle as the first: frequencies in turns of 2^64 (a sum of them wraps
- * where a turn is full), angles as the upper 32 bits of that, sine and cosine by Taylor's series in 31 bits
- * about the nearest quarter (error 2e-9). Frequencies come from the integer root of 1 / base, found bit by
- * bit: no pow, no libm.
- * Products and their sums are made in different functions: no compiler fuses them.
+ * Everything up to the cosine is integer arithmetic. So every machine gets the same bits under any flags, and the
+ * angle at position one million is as precise as the first:
+ *
+ *     frequencies  in turns of 2^64 (a sum of them wraps where a turn is full), without pow or libm: the integer
+ *                  root of 1 / base is found bit by bit
+ *     angles       the upper 32 bits of such a sum
+ *     sine, cosine Taylor's series in 31 bits about the nearest quarter (error 2e-9)
+ *
+ * Products and their sums are computed in different functions, so that no compiler fuses them.
  */
 #ifndef TKVI_CORE_ROPE_H
 #define TKVI_CORE_ROPE_H
 
 
 /* >>frequencies, in turns of 2^64 a position */
-/* The upper half of a product. */
+/* The upper 64 bits of a product. */
 static uint64_t tkvi_mul_high(uint64_t a, uint64_t b) {
     uint64_t al = a & 0xffffffffu, ah = a >> 32, bl = b & 0xffffffffu, bh = b >> 32;
     uint64_t low = al * bl, m1 = ah * bl + (low >> 32), m2 = al * bh + (m1 & 0xffffffffu);
     return ah * bh + (m1 >> 32) + (m2 >> 32);
 }
 
-/* Product of fractions, 2^63 being 1. */
+/* Product of two fractions; 2^63 stands for 1. */
 static uint64_t tkvi_mul63(uint64_t a, uint64_t b) { return tkvi_mul_high(a, b) << 1; }
 
 static uint64_t tkvi_power63(uint64_t a, int n) {
@@ -2590,7 +2599,7 @@ static uint64_t tkvi_power63(uint64_t a, int n) {
     return p;
 }
 
-/* Radians, 0 to 4, as turns: times 2^64 / 2 pi. */
+/* Converts radians, 0 to 4, to turns: multiplies by 2^64 / 2 pi. */
 static uint64_t tkvi_turns(float radians) {
     uint32_t bits = tkvi_bits(radians), exponent = bits >> 23 & 255u, shift = 150u - exponent;
     uint64_t m = (bits & 0x7fffffu) | 0x800000u; /* radians = m / 2^shift */
@@ -2599,7 +2608,7 @@ static uint64_t tkvi_turns(float radians) {
     return shift < 32u ? (high << (32u - shift)) + (low >> shift) : (high + (low >> 32)) >> (shift - 32u);
 }
 
-/* base^(-1 / pairs), 2^63 being 1: the largest number whose power does not exceed 1 / base. */
+/* base^(-1 / pairs), where 2^63 stands for 1: the largest number whose power `pairs` does not exceed 1 / base. */
 static uint64_t tkvi_rope_ratio(float base, int pairs) {
     uint32_t bits = tkvi_bits(base), m = (bits & 0x7fffffu) | 0x800000u;
     int shift = 150 - (int)(bits >> 23), bit; /* base = m / 2^shift */
@@ -2610,7 +2619,7 @@ static uint64_t tkvi_rope_ratio(float base, int pairs) {
     return r;
 }
 
-/* What is wrong with a descriptor; NULL: nothing. */
+/* Checks a descriptor. Returns the rule that it breaks, with field and value, or NULL if it is valid. */
 static const char *tkvi_rope_fault(const tkv_rope *r, int head_dim, const char **field, float *value) {
     int j;
     *field = "rope.dim";
@@ -2642,19 +2651,19 @@ static const char *tkvi_rope_wrong(const tkv_rope *r, int head_dim) {
     return tkvi_rope_fault(r, head_dim, &field, &value);
 }
 
-/* What a side has to know. */
+/* Positions 0 .. 16 have tables of sines and cosines. */
 #define TKVI_ROPE_NEAR 16
 
 typedef struct tkvi_rope {
     int pairs, apart, step;              /* pair j is channels j * step and j * step + apart */
     uint64_t turn[TKV_MAX_HEAD_DIM / 2]; /* [pairs] */
-    /* Of 0 .. 16 positions, for kernels: tkvi_cos_sin takes longer than all else that they do. */
+    /* By position 0 .. 16, for kernels: tkvi_cos_sin would take longer than the rest of their work. */
     float cosine[TKVI_ROPE_NEAR + 1][TKV_MAX_HEAD_DIM / 2], sine[TKVI_ROPE_NEAR + 1][TKV_MAX_HEAD_DIM / 2];
 } tkvi_rope;
 
 static void tkvi_cos_sin(uint64_t angle, float *cosine, float *sine);
 
-/* The descriptor must be right. */
+/* Makes the tables of a descriptor that passed tkvi_rope_fault. */
 static void tkvi_rope_make(tkvi_rope *rope, const tkv_rope *r) {
     float scale = r->scale > 0.0f ? r->scale : 1.0f, base = r->base > 0.0f ? r->base : 10000.0f;
     uint64_t first = tkvi_turns(scale), ratio, power;
@@ -2674,12 +2683,12 @@ static void tkvi_rope_make(tkvi_rope *rope, const tkv_rope *r) {
     }
 }
 
-/* >>turning */
-/* Cosine and sine of an angle in turns of 2^64. */
+/* >>rotation */
+/* Cosine and sine of an angle; 2^64 is a full turn. */
 static void tkvi_cos_sin(uint64_t angle, float *cosine, float *sine) {
     const uint32_t one = 0x80000000u;
     uint32_t p = (uint32_t)(angle >> 32), quarter = (p + 0x20000000u) >> 30, rest = p - (quarter << 30);
-    uint32_t negative = rest >> 31, a = negative ? 0u - rest : rest; /* up to an eighth of a turn */
+    uint32_t negative = rest >> 31, a = negative ? 0u - rest : rest; /* at most an eighth of a turn */
     uint64_t x = (uint64_t)a * 0x6487ed51u >> 29, z = x * x >> 31, t;
     int32_t c, s;
     t = one - z / 90u;
@@ -2706,7 +2715,7 @@ static void tkvi_cos_sin(uint64_t angle, float *cosine, float *sine) {
     *sine = (float)s * 9.3132257461547852e-10f;
 }
 
-/* Turns a key of this position as the model did (back 0), or takes it back (1). */
+/* Rotates the key of this position as the model does (back 0), or inverts that rotation (back 1). */
 static void tkvi_rope_rotate(const tkvi_rope *rope, int64_t position, int back, float *x) {
     float a[TKV_MAX_HEAD_DIM / 2], b[TKV_MAX_HEAD_DIM / 2], c[TKV_MAX_HEAD_DIM / 2], s[TKV_MAX_HEAD_DIM / 2];
     float ac[TKV_MAX_HEAD_DIM / 2], bs[TKV_MAX_HEAD_DIM / 2];
@@ -2731,11 +2740,11 @@ static void tkvi_rope_rotate(const tkvi_rope *rope, int64_t position, int back, 
 /*
  * core/tile.h - the unit that is packed, unpacked and multiplied: 256 codes of 1 to 6 or 8 bits.
  *
- * Scalar definition; the vector kernels read the same bytes. Calls nothing but base.
+ * The functions here are the scalar definition. The vector kernels read the same bytes.
  *
- * A tile is four planes of 64 codes; code (plane p, lane l, reduced r) has number 64 p + 4 l + r, with
- * p 0..3, l 0..15, r 0..3. The four reduced codes are multiplied by four weights and summed: one 32-bit
- * lane of vpdpbusd, of vpmaddubsw + vpmaddwd, of sdot.
+ * A tile is four planes of 64 codes. Code (plane p, lane l, reduced index r) has number 64 p + 4 l + r, with
+ * p 0..3, l 0..15, r 0..3. A kernel multiplies the four codes of one (p, l) by four weights and sums the products.
+ * That is one 32-bit lane of vpdpbusd, of vpmaddubsw + vpmaddwd, of sdot.
  *
  *   K of one head: tile i holds channels 4i .. 4i+3 (in the head's order) of all 64 tokens.
  *                  token = 16 p + l, channel = 4 i + r. head_dim / 4 tiles, one weight set per tile.
@@ -2751,8 +2760,8 @@ static void tkvi_rope_rotate(const tkvi_rope *rope, int64_t position, int back, 
  *   1 bit    half a 64-byte vector that two tiles share: tile A has bits 0..3 of byte j (plane = bit), tile B 4..7
  *   3, 5     the 2- or 4-bit part, and the top bit as a 1-bit half
  *
- * A record's codes are runs of tiles, widest first. The 1-bit halves of all of them stand together at the
- * end, in the order of their tiles, so that every load is a whole aligned 64-byte vector:
+ * A record's codes are runs of tiles, widest first. All 1-bit halves stand together at the end, in the order of
+ * their tiles. So every load is a whole aligned 64-byte vector:
  *
  *   [8-bit tiles][6][5 without top bits][4][3 without top bits][2] [1-bit halves of the 5-, 3- and 1-bit tiles]
  */
@@ -2763,16 +2772,16 @@ static void tkvi_rope_rotate(const tkvi_rope *rope, int64_t position, int back, 
 #define TKVI_TILE_CODES 256
 #define TKVI_MAX_WIDTH 8 /* widths are 1 2 3 4 5 6 8 */
 
-/* Bytes of the part that is not a 1-bit half, and whether there is such a half, by width. */
+/* By width: bytes of the wide part (all but the 1-bit half), and 1 if the tile has a 1-bit half. */
 TKVI_CONSTANT uint16_t tkvi_wide_bytes[TKVI_MAX_WIDTH + 1] = {0, 0, 64, 64, 128, 128, 192, 0, 256};
 TKVI_CONSTANT uint8_t tkvi_has_half[TKVI_MAX_WIDTH + 1] = {0, 1, 0, 1, 0, 1, 0, 0, 0};
 
-/* How many tiles of each width a run of codes has. */
+/* Number of tiles of each width in the codes of a side. */
 typedef struct tkvi_runs {
     uint16_t n[TKVI_MAX_WIDTH + 1];
 } tkvi_runs;
 
-/* Where a reader or writer of tiles stands. Start it with tkvi_tiles, move on with tkvi_next_tile. */
+/* Cursor of a reader or writer of tiles. tkvi_tiles starts it, tkvi_next_tile moves it on. */
 typedef struct tkvi_tile_at {
     size_t wide, halves; /* byte offsets of this tile's wide part and of the first 1-bit vector */
     int half;            /* number of the next 1-bit half */
@@ -2798,8 +2807,8 @@ static size_t tkvi_runs_bytes(const tkvi_runs *runs) {
     return tkvi_tiles(runs).halves + (halves + 1) / 2 * 64;
 }
 
-/* Eight codes at a time: bytes of a word, none of which ever carries into the next. */
-#ifdef __CUDA_ARCH__ /* src/cuda has all of them at multiples of 8, and a GPU would take single bytes otherwise */
+/* The functions below handle eight codes at a time, as bytes of a word. No byte carries into the next. */
+#ifdef __CUDA_ARCH__ /* src/cuda aligns them all to 8; a GPU would load single bytes otherwise */
 #define TKVI_EIGHT(p) __builtin_assume_aligned(p, 8)
 #else
 #define TKVI_EIGHT(p) (p)
@@ -2814,8 +2823,8 @@ TKVI_FN void tkvi_store8(uint8_t *p, uint64_t x) { memcpy(TKVI_EIGHT(p), &x, 8);
 
 #define TKVI_EACH_BYTE(b) ((uint64_t)(b)*0x0101010101010101u)
 
-/* Bits `shift` and up of the codes, `bits` of them, as vectors of 64 bytes with 8 / bits planes each; bytes `from`
- * to `end` of each vector, multiples of 8, as in all that follows. */
+/* Packs `bits` bits of each code, from bit `shift` up, into vectors of 64 bytes with 8 / bits planes each. Here
+ * and below, from .. end are the bytes of each vector to write, multiples of 8. */
 TKVI_FN void tkvi_pack_planes(uint8_t *dst, const uint8_t *code, int bits, int shift, int from, int end) {
     int per = 8 / bits, v, k, j;
     uint64_t mask = TKVI_EACH_BYTE((1 << bits) - 1);
@@ -2838,7 +2847,7 @@ TKVI_FN void tkvi_unpack_planes(const uint8_t *src, uint8_t *code, int bits, int
         }
 }
 
-/* The 1-bit half of a tile: bit `bit` of its codes, into the upper or lower half of the bytes at v. */
+/* Packs bit `bit` of a tile's codes: the lower half of each byte at v (up 0), or the upper half (up 4). */
 TKVI_FN void tkvi_pack_half(uint8_t *v, const uint8_t *code, int bit, int up, int from, int end) {
     int p, j;
     for (j = from; j < end; j += 8) {
@@ -2861,7 +2870,7 @@ TKVI_FN void tkvi_pack_part(uint8_t *codes, const tkvi_tile_at *at, int width, c
                             int end) {
     uint8_t *wide = codes + at->wide;
     int low = width == 8 ? 8 : width >= 4 ? 4 : width >= 2 ? 2 : 0;
-    if (low == 8) tkvi_pack_planes(wide, code, 8, 0, from, end); /* widths that the compiler knows */
+    if (low == 8) tkvi_pack_planes(wide, code, 8, 0, from, end); /* constant widths optimise better */
     else if (low == 4) tkvi_pack_planes(wide, code, 4, 0, from, end);
     else if (low == 2) tkvi_pack_planes(wide, code, 2, 0, from, end);
     if (width == 6) tkvi_pack_planes(wide + 128, code, 2, 4, from, end);
@@ -2873,7 +2882,7 @@ static void tkvi_pack_tile(uint8_t *codes, const tkvi_tile_at *at, int width, co
     tkvi_pack_part(codes, at, width, code, 0, 64);
 }
 
-/* code was cleared. */
+/* The caller has cleared `code`. */
 TKVI_FN void tkvi_unpack_part(const uint8_t *codes, const tkvi_tile_at *at, int width, uint8_t *code,
                               int from, int end) {
     const uint8_t *wide = codes + at->wide;
@@ -2893,21 +2902,22 @@ static void tkvi_unpack_tile(const uint8_t *codes, const tkvi_tile_at *at, int w
 /* ======== core/minifloat.h ======== */
 /*
  * core/minifloat.h - floats of 4 and 8 bits: E2M1, E4M3, E5M2 (OCP 8-bit Floating Point 1.0; OCP Microscaling
- * Formats 1.0, section 5.3), rounded half to even by their bits, saturating.
+ * Formats 1.0, section 5.3). Conversion uses the bits of the float, rounds half to even
+ * and saturates.
  *
  *   | sign | exponent e | mantissa of m bits |
  *   e = 0: mantissa * 2^(1 - bias - m), else (2^m + mantissa) * 2^(e - bias - m)
  *
- * E4M3 and E5M2 are taken times 2^-6 and 2^-12: their largest finite levels are then 7 and 14, so that the
- * fp16 scale beside them stays far from its subnormals. What OCP calls NaN or infinity is never written, and
- * reads as the number that the bits would spell. Zero has one code. May call base.
+ * E4M3 and E5M2 levels are multiplied by 2^-6 and 2^-12. Their largest finite levels are then 7 and 14, so the fp16
+ * scale beside them stays far from its subnormals. The encoder never writes the OCP codes for NaN and infinity. The
+ * decoder reads such a code as the number that its bits would spell. Zero has one code.
  */
 #ifndef TKVI_CORE_MINIFLOAT_H
 #define TKVI_CORE_MINIFLOAT_H
 
 
 typedef struct tkvi_minifloat {
-    int bits, mantissa; /* of the whole without its sign; of the mantissa */
+    int bits, mantissa; /* bits without the sign; bits of the mantissa */
     int low;            /* exponent of the last place of subnormals */
     int most;           /* largest code */
 } tkvi_minifloat;
@@ -2931,7 +2941,8 @@ static float tkvi_mini_level(const tkvi_minifloat *f, int code) {
 /* The nearest code. */
 static int tkvi_mini_code(const tkvi_minifloat *f, float x) {
     uint32_t bits = tkvi_bits(x), a = bits & 0x7fffffffu;
-    int octave = (int)(a >> 23) - 127 - (f->low + f->mantissa), code; /* above the smallest normal one */
+    int octave = (int)(a >> 23) - 127 - (f->low + f->mantissa),
+        code; /* octaves above the smallest normal number */
     if (octave < 0) octave = 0;
     if (octave > 32) code = f->most;
     else
@@ -2956,38 +2967,38 @@ static int tkvi_e5m2_code(float x) { return tkvi_mini_code(&tkvi_e5m2, x); }
 #endif /* TKVI_CORE_MINIFLOAT_H */
 /* ======== core/fit.h ======== */
 /*
- * core/fit.h - scale and zero of a min/max group, better than minimum and maximum (tkv_fit). Only the encoder
- * knows: bytes and decoding are those of KIVI.
+ * core/fit.h - better scale and zero for a min/max group than minimum and maximum give (tkv_fit). Only the encoder
+ * changes: bytes and decoding are those of KIVI.
  *
  *   TKV_FIT_CLIP      the range of least squared error out of 12, 1 to 0.45 of it about its middle. At 2 bits
- *                     the error of Gaussian groups falls by a third; at 4 bits by next to nothing.
- *   TKV_FIT_NORM      codes stay, scale and zero change until mean and variance are those of the values.
- *                     Without it coarse groups are too long, and the softmax takes them too seriously next to
- *                     exact ones.
- *   TKV_FIT_UNBIASED  the same until mean and cov(x^, x) = var(x) are.
+ *                     the error of Gaussian groups falls by a third; at 4 bits it hardly changes.
+ *   TKV_FIT_NORM      codes stay; scale and zero change until mean and variance are those of the values.
+ *                     Otherwise coarse groups decode with too much variance, and the softmax gives them too much
+ *                     weight beside exact ones.
+ *   TKV_FIT_UNBIASED  codes stay; scale and zero change until the mean is right and cov(x^, x) = var(x).
  *
- * Keep the sinks exact: a range that is cut off hits the tokens that all queries look at first.
+ * Keep the sinks exact. All queries read these tokens most, and a clipped range damages them.
  *
- * Values are cut to 12 bits between minimum and maximum; from then on sums are integers, the same on every
- * machine in any order. May call base.
+ * Values are cut to 12 bits between minimum and maximum. All sums after that are integers, so every machine gets
+ * the same result in any order.
  */
 #ifndef TKVI_CORE_FIT_H
 #define TKVI_CORE_FIT_H
 
 
-#define TKVI_STEPS 4096 /* of a range, between its minimum and its maximum */
+#define TKVI_STEPS 4096 /* steps from the minimum of a range to its maximum */
 #define TKVI_FIT_TRIES 12
-#define TKVI_FIT_CUT 102 /* steps that each try cuts off at both ends: a fortieth of the range */
+#define TKVI_FIT_CUT 102 /* steps that each try cuts off at each end: a fortieth of the range */
 
-/* No compiler fuses this product into a sum: it is not inlined, or an instruction that stays alone. */
+/* A product that no compiler fuses into a sum: not inlined, or on the GPU an intrinsic that is never fused. */
 #ifdef __CUDA_ARCH__
 TKVI_FN float tkvi_product(float a, float b) { return __fmul_rn(a, b); }
 #else
 TKVI_FN TKVI_NOINLINE float tkvi_product(float a, float b) { return tkvi_f32(a * b); }
 #endif
 
-/* A value u of TKVI_STEPS as a code of 0 .. top, when `cut` steps at both ends of the range are cut off; by is
- * tkvi_cut_by: u - cut, times this, by 65536 is twice the code. */
+/* Code 0 .. top of the integer value u, when `cut` steps are cut off at each end of the range. by: tkvi_cut_by.
+ * (u - cut) * by / 65536 is twice the code. */
 TKVI_FN int tkvi_cut_by(int cut, int top) { return 131072 * top / (TKVI_STEPS - 2 * cut); }
 
 TKVI_FN int tkvi_cut_code(int u, int cut, int by, int top) {
@@ -2995,20 +3006,20 @@ TKVI_FN int tkvi_cut_code(int u, int cut, int by, int top) {
     return tkvi_min((twice + 1) / 2, top);
 }
 
-/* n^2 times the covariance of a and b, from their sums and that of their products (the variance, if they are one).
- * */
+/* n^2 times the covariance of a and b, from their sums and the sum of their products. With a = b: the variance. */
 TKVI_FN float tkvi_covariance(int64_t n, int64_t sum_a, int64_t sum_b, int64_t products) {
     return tkvi_f32((float)(n * products - sum_a * sum_b));
 }
 
-typedef struct tkvi_group { /* of up to 256 values */
+typedef struct tkvi_group { /* up to 256 values */
     int n;
-    float low, step; /* value = low + step * (u + 1/2), nearly */
+    float low, step; /* value = low + step * (u + 1/2), approximately */
     int64_t sum_u, sum_uu;
     uint16_t u[TKV_MAX_HEAD_DIM];
 } tkvi_group;
 
-/* n values from low to high. Returns what tkvi_group_value wants; 0 where floats are too coarse for it. */
+/* Opens a group of n values from low to high. Returns `inverse` for tkvi_group_value, or 0 if floats are too
+ * coarse for this range. */
 TKVI_FN float tkvi_group_open(tkvi_group *g, int n, float low, float high) {
     float range = tkvi_f32(high - low), inverse = tkvi_f32((float)TKVI_STEPS / range);
     g->n = n;
@@ -3018,13 +3029,13 @@ TKVI_FN float tkvi_group_open(tkvi_group *g, int n, float low, float high) {
     return g->step > 0.0f && tkvi_is_finite(inverse) ? inverse : 0.0f;
 }
 
-/* Values beyond low and high count as they. */
+/* The integer of a value. Values outside low .. high count as the nearer end. */
 TKVI_FN int tkvi_group_value(float x, float low, float high, float inverse) {
     int u = (int)tkvi_f32(tkvi_f32(tkvi_clampf(x, low, high) - low) * inverse);
     return tkvi_max(0, tkvi_min(TKVI_STEPS - 1, u));
 }
 
-/* low < high. */
+/* Needs low < high. Returns 0 if floats are too coarse for the range. */
 static int tkvi_group_init(tkvi_group *g, const float *x, int n, float low, float high) {
     float inverse = tkvi_group_open(g, n, low, high);
     int i;
@@ -3038,7 +3049,7 @@ static int tkvi_group_init(tkvi_group *g, const float *x, int n, float low, floa
     return 1;
 }
 
-/* Squared error of the range without `cut` steps at each end, of n values, in units that all cuts share. */
+/* Squared error of n values with `cut` steps cut off at each end, in a unit common to all cuts. */
 TKVI_FN int64_t tkvi_cut_error(const uint16_t *u, int n, int cut, int top) {
     int range = TKVI_STEPS - 2 * cut, by = tkvi_cut_by(cut, top), i;
     int64_t sum = 0;
@@ -3050,7 +3061,7 @@ TKVI_FN int64_t tkvi_cut_error(const uint16_t *u, int n, int cut, int top) {
     return sum;
 }
 
-/* Moves the ends of the range to those of try number `best`. */
+/* Sets the range to that of try number `best`. */
 TKVI_FN void tkvi_clip_to(const tkvi_group *g, int best, float *low, float *range) {
     if (best == 0) return;
     *low = tkvi_f32(*low + tkvi_product(g->step, (float)(best * TKVI_FIT_CUT)));
@@ -3070,8 +3081,8 @@ static void tkvi_clip(const tkvi_group *g, int top, float *low, float *range) {
     tkvi_clip_to(g, best, low, range);
 }
 
-/* Scale and zero that give codes with these sums the moments of the values; both stay where that is not possible,
- * and where fp16 has no such zero to a quarter of the scale. */
+/* Stores the scale and zero that give codes with these sums the moments of the values. Both stay unchanged if
+ * that is impossible, or if fp16 misses the zero by more than a quarter of the scale. */
 TKVI_FN void tkvi_moments_of(const tkvi_group *g, int64_t sum_c, int64_t sum_cc, int64_t sum_cu, int unbiased,
                              uint8_t *scale_at, uint8_t *zero_at) {
     float var, var_c, cov, scale, zero, mean, off;
@@ -3108,19 +3119,20 @@ static void tkvi_moments(const tkvi_group *g, const uint8_t *code, int unbiased,
 #endif /* TKVI_CORE_FIT_H */
 /* ======== core/codebook.h ======== */
 /*
- * core/codebook.h - levels for values between -1 and 1 that lie where the values are: weighted k-means in one
- * dimension (KVQuant, arXiv 2401.18079, section 3.2), from a histogram. May call base and fit.
+ * core/codebook.h - learns levels for values between -1 and 1: weighted k-means in one dimension, from a histogram
+ * (KVQuant, arXiv 2401.18079, section 3.2).
  *
- * All sums are whole numbers, so that everybody finds the same levels. A histogram of 2048 bins is as good as
- * the values, and takes no room for them. Lloyd's iterations begin where the density to the third would put
- * levels (Panter and Dite 1951), which is near the optimum; quantiles, which scikit-learn's k-means would
- * also have to leave, end in worse places.
+ * All sums are integers, so every machine finds the same levels. A histogram of 2048 bins gives results as good as
+ * the values themselves, and needs far less memory. Lloyd's iterations start from levels spaced by the cube root
+ * of the density (Panter and Dite 1951), which is near the optimum. From quantiles, they end in worse optima.
  *
- * Levels are fp16 values. Next to each is what it decodes to where Q-Norm is asked for (the paper's section
- * 3.6):
+ * Levels are fp16 values. Beside each level stands the value that it decodes to under Q-Norm (section 3.6 of the
+ * paper):
+ *
  *     normed = level * s1 / s2 + (m1 - m2 * s1 / s2)
- * with mean m1 and deviation s1 of the values, m2 and s2 of what they become, all with the weights of
- * k-means.
+ *
+ * Here m1 and s1 are mean and deviation of the values, m2 and s2 those of the values after quantization. All four
+ * use the weights of k-means.
  */
 #ifndef TKVI_CORE_CODEBOOK_H
 #define TKVI_CORE_CODEBOOK_H
@@ -3128,22 +3140,22 @@ static void tkvi_moments(const tkvi_group *g, const uint8_t *code, int unbiased,
 
 #define TKVI_BOOK_BINS 2048
 #define TKVI_BOOK_ROUNDS 50
-#define TKVI_BOOK_PARTS 64 /* of the histogram, for the first levels */
-#define TKVI_BOOK_UNIT 256 /* steps of a level to half a bin */
+#define TKVI_BOOK_PARTS 64 /* parts of the histogram that place the first levels */
+#define TKVI_BOOK_UNIT 256 /* integer levels count in 1/256 of half a bin */
 
 typedef struct tkvi_book {
-    float level[16], normed[16]; /* rising; 2^bits of them */
+    float level[16], normed[16]; /* [2^bits], rising */
 } tkvi_book;
 
-static int tkvi_book_bin(float y) { /* of -1 .. 1 */
+static int tkvi_book_bin(float y) { /* y: -1 .. 1 */
     int bin = (int)tkvi_f32(tkvi_f32(y + 1.0f) * (float)(TKVI_BOOK_BINS / 2));
     return tkvi_max(0, tkvi_min(TKVI_BOOK_BINS - 1, bin));
 }
 
-/* Middle of a bin in half bins: -1 to 1 is -2048 to 2048. */
+/* Middle of a bin, in half bins: the range -1 .. 1 is -2048 .. 2048. */
 static int64_t tkvi_book_at(int bin) { return 2 * bin + 1 - TKVI_BOOK_BINS; }
 
-/* So that no sum below overflows. */
+/* Scales counts down to a sum below 2^31, so that no sum below overflows. Returns the sum. */
 static int64_t tkvi_book_scale(int64_t *count) {
     int64_t sum = 0;
     int i, shift = 0;
@@ -3153,7 +3165,7 @@ static int64_t tkvi_book_scale(int64_t *count) {
     return sum;
 }
 
-static int64_t tkvi_cube_root(int64_t x) { /* of less than 2^54, down */
+static int64_t tkvi_cube_root(int64_t x) { /* rounded down, x < 2^54 */
     int64_t r = 0;
     int bit;
     for (bit = 17; bit >= 0; bit--) {
@@ -3163,7 +3175,7 @@ static int64_t tkvi_cube_root(int64_t x) { /* of less than 2^54, down */
     return r;
 }
 
-/* n levels so that equal parts of the cube root of the density lie about them. */
+/* First levels: each of the n levels stands for an equal part of the cube root of the density. */
 static void tkvi_book_first(const int64_t *count, int n, int64_t *level) {
     int64_t root[TKVI_BOOK_PARTS], all = 0, before = 0;
     const int width = TKVI_BOOK_BINS / TKVI_BOOK_PARTS;
@@ -3182,7 +3194,7 @@ static void tkvi_book_first(const int64_t *count, int n, int64_t *level) {
     }
 }
 
-/* Calls of one round: bins go to the nearest level, of two the lower one. Returns the level after `j`. */
+/* The nearest level of a bin; a tie takes the lower one. The search goes up from `j`: call it with rising bins. */
 static int tkvi_book_nearest(const int64_t *level, int n, int j, int bin) {
     while (j < n - 1 && 2 * TKVI_BOOK_UNIT * tkvi_book_at(bin) > level[j] + level[j + 1]) j++;
     return j;
@@ -3205,9 +3217,9 @@ static void tkvi_book_means(const int64_t *count, int n, int64_t *level) {
     }
 }
 
-/* Levels as values, and Q-Norm's of them. count was scaled. */
+/* Writes levels as values, and their Q-Norm values. `count` comes from tkvi_book_scale. */
 static void tkvi_book_norm(const int64_t *count, int64_t sum, int n, const int64_t *level, tkvi_book *book) {
-    int64_t x1 = 0, x2 = 0, q1 = 0, q2 = 0; /* in 1/16 of half a bin: squares have 30 bits */
+    int64_t x1 = 0, x2 = 0, q1 = 0, q2 = 0; /* units of 1/16 of half a bin, so that squares have 30 bits */
     float mean_x, mean_q, var_x, var_q, ratio = 1.0f, shift = 0.0f;
     int i, j = 0;
     for (i = 0; i < TKVI_BOOK_BINS; i++) {
@@ -3235,10 +3247,9 @@ static void tkvi_book_norm(const int64_t *count, int64_t sum, int n, const int64
     }
 }
 
-/* The same levels without a histogram: evenly from -1 to 1, or for values such as a normal distribution has.
- * */
+/* Levels without a histogram: evenly spaced from -1 to 1, or fitted to a normal distribution. */
 static void tkvi_book_standard(int bits, int uniform, tkvi_book *book) {
-    static const uint16_t normal[3][8] = {{404, 1340, 0, 0, 0, 0, 0, 0}, /* 1/2048; the upper half of them */
+    static const uint16_t normal[3][8] = {{404, 1340, 0, 0, 0, 0, 0, 0}, /* in 1/2048; upper half */
                                           {207, 638, 1126, 1758, 0, 0, 0, 0},
                                           {102, 306, 518, 742, 983, 1253, 1567, 1955}};
     int n = 1 << bits, i;
@@ -3252,7 +3263,7 @@ static void tkvi_book_standard(int bits, int uniform, tkvi_book *book) {
     memcpy(book->normed, book->level, sizeof book->normed);
 }
 
-/* A book for the histogram, which this scales. Nothing in it: the standard one. */
+/* Makes the levels for a histogram, whose counts it scales. An empty histogram gives the standard levels. */
 static void tkvi_book_make(int64_t *count, int bits, int uniform, tkvi_book *book) {
     int64_t level[16], sum = tkvi_book_scale(count);
     int n = 1 << bits, j;
@@ -3270,49 +3281,49 @@ static void tkvi_book_make(int64_t *count, int bits, int uniform, tkvi_book *boo
 #endif /* TKVI_CORE_CODEBOOK_H */
 /* ======== core/allocate.h ======== */
 /*
- * core/allocate.h - who gets the bits: heads of a layer share its bytes, channels of a head share the head's.
+ * core/allocate.h - shares bits: heads of a layer share the layer's bytes, channels of a head share the head's.
  *
- * Greedy reverse water-filling: the next bit goes where it saves most, until the budget is spent. What a bit saves
- * is weight * (D(b) - D(b + 1)), D the error of a unit Gaussian at b bits; here everything is the logarithm of
- * that, in integers of 1/32 octave, so that the same table comes out on every machine. Gains fall along a channel's
- * bits and along the sorted channels, so "all steps that save more than a level" is what greedy would take: the
- * level is found by halving, whatever the number of heads.
+ * Greedy reverse water-filling: the next bit goes to the item where it saves most error, until the budget is spent.
+ * A bit saves weight * (D(b) - D(b + 1)), where D(b) is the error of a unit Gaussian at b bits. The code keeps the
+ * logarithm of that saving, in integers of 1/32 octave, so every machine computes the same table.
+ * Savings fall along the bits of a channel and along the sorted channels. So the greedy method takes exactly the
+ * steps that save more than some level. A binary search finds that level, for any number of heads.
  *
  *   K: weight of a tile = reach of its head * E[q_c^2] var(k_c), geometric mean of its channels;   0 .. 6 bits
  *   V: weight of a head = its reach (how strongly it reads far tokens);                             1 .. 4 bits
  *
- * bench/QUALITY.md has what each of the two is worth. May call tile and base.
+ * bench/QUALITY.md measures the gain of both.
  */
 #ifndef TKVI_CORE_ALLOCATE_H
 #define TKVI_CORE_ALLOCATE_H
 
 
-/* What is known of one KV head. */
+/* Statistics of one KV head. */
 typedef struct tkvi_head {
     int reach;                 /* log2, in 1/8 octaves: how strongly far tokens are read */
-    int k_weight;              /* the same, times the head's largest E[q_c^2] var(k_c) */
-    int k_top, v_top;          /* windows of logarithmic scales */
-    const uint8_t *importance; /* K: [pad] log2 in 1/8 octaves, at each position, falling; 0: no channel */
+    int k_weight;              /* log2 in 1/8 octaves of: that strength times the largest E[q_c^2] var(k_c) */
+    int k_top, v_top;          /* tops of the log-scale windows (core/log_scale.h) */
+    const uint8_t *importance; /* K: [pad] log2 in 1/8 octaves, by position, falling; 0: no channel */
     const uint8_t *order;      /* K: [pad] channel at each position */
     const float *mean;         /* K: [pad] static mean at each position */
 } tkvi_head;
 
-/* Steps that an item can climb, each with what it saves per unit of cost (1/32 octave) and its cost. */
+/* Steps of an item from few bits to many. gain: log2 of the error saved per unit of cost, in 1/32 octave. */
 typedef struct tkvi_ladder {
     int steps;
     int16_t gain[6];
     uint8_t cost[6];
 } tkvi_ladder;
 
-/* D of uniform grids with the best clip: 1, .38, .125, .037, .0115, .0035, .001 (0 to 6 bits). */
+/* D of uniform grids with the best clip is 1, .38, .125, .037, .0115, .0035, .001 (0 to 6 bits). */
 static const tkvi_ladder tkvi_ladder_k = {6, {-22, -63, -112, -169, -223, -277}, {1, 1, 1, 1, 1, 1}};
-/* D of rotated values: .363, .119, .037, .0115 (1 to 4 bits), .2 at one and a half; cost in half bits. */
+/* D of rotated values is .363, .119, .037, .0115 (1 to 4 bits), and .2 at 1.5 bits. Costs are in half bits. */
 static const tkvi_ladder tkvi_ladder_v = {3, {-65, -115, -169, 0, 0, 0}, {2, 2, 2, 0, 0, 0}};
 static const tkvi_ladder tkvi_ladder_v_low = {4, {-84, -116, -147, -201, 0, 0}, {1, 1, 2, 2, 0, 0}};
 
 #define TKVI_SCORE_NONE (-100000)
 
-/* Score of group i of a head's tiles (`unit` of them, 0: the head itself is the item). */
+/* Score of group i of a head's tiles, `unit` tiles in a group. unit 0: the whole head is the item. */
 static int tkvi_score(const tkvi_head *h, int unit, int i) {
     int sum = 0, c;
     if (unit == 0) return 4 * h->reach;
@@ -3320,7 +3331,7 @@ static int tkvi_score(const tkvi_head *h, int unit, int i) {
     return sum == 0 ? TKVI_SCORE_NONE : 4 * h->k_weight + sum / unit;
 }
 
-/* Cost of all steps of a head that reach `level`. taken: NULL, or how many items climbed step k. */
+/* Cost of all steps of a head whose saving reaches `level`. taken: NULL, or out: items that take step k. */
 static int tkvi_climb(const tkvi_head *h, const tkvi_ladder *l, int unit, int items, int level, int *taken) {
     int i, k, cost = 0;
     if (taken) memset(taken, 0, 6 * sizeof *taken);
@@ -3334,13 +3345,13 @@ static int tkvi_climb(const tkvi_head *h, const tkvi_ladder *l, int unit, int it
     return cost;
 }
 
-#define TKVI_LEVEL_LOW (-24000) /* beyond any score: of a loaded table at most 4 * 4800 + 4 * 255 */
+#define TKVI_LEVEL_LOW (-24000) /* beyond any score: a loaded table gives at most 4 * 4800 + 4 * 255 */
 #define TKVI_LEVEL_HIGH 24000
 
-/* The lowest level at which the heads, each up to `cap`, stay within the budget. */
+/* The lowest level at which the heads, each limited to `cap`, stay within the budget. */
 static int tkvi_find_level(const tkvi_head *heads, int n_heads, const tkvi_ladder *l, int unit, int items,
                            int cap, int64_t budget) {
-    int low = TKVI_LEVEL_LOW, high = TKVI_LEVEL_HIGH, h; /* high stays within, low - 1 may not */
+    int low = TKVI_LEVEL_LOW, high = TKVI_LEVEL_HIGH, h; /* `high` fits the budget, `low - 1` may not */
     while (low < high) {
         int level = low + (high - low) / 2;
         int64_t sum = 0;
@@ -3352,8 +3363,10 @@ static int tkvi_find_level(const tkvi_head *heads, int n_heads, const tkvi_ladde
     return high;
 }
 
-/* Splits a budget among the heads: cost[h] each. Of what the steps just below the level would take, heads get equal
- * parts, then a step each in their order; V has one item a head, whose steps are given whole, in order. */
+/* Splits a budget among the heads; cost[h] is the share of head h. The level leaves a rest, too small for all
+ * steps just below it. Pass 0 gives each head the same fraction of the steps it still lacks. Pass 1 gives one
+ * step each, and pass 2 all that a head lacks, in the order of heads. V has one item a head: whole steps, so
+ * only pass 2. */
 static void tkvi_split(const tkvi_head *heads, int n_heads, const tkvi_ladder *l, int unit, int items,
                        int cap, int64_t budget, int *cost) {
     int level = tkvi_find_level(heads, n_heads, l, unit, items, cap, budget), h, pass,
@@ -3372,31 +3385,31 @@ static void tkvi_split(const tkvi_head *heads, int n_heads, const tkvi_ladder *l
             if (pass == 1) more = tkvi_min(more, step);
             more = (int)(more < budget ? more : budget) / step * step;
             if (unit == 0 && (cost[h] + more) % 2 && (l->cost[0] == 2 || cost[h] + more > 2))
-                more--; /* half a step */
+                more--; /* no grid exists at half a step */
             cost[h] += more;
             budget -= more;
         }
 }
 
 /* >>K */
-/* Tile bits of one head at equal shares: what remains of the average when the metadata are paid. */
+/* Tile bits of one head at equal shares: the average in quarter bits, less the metadata. A tile bit is 32 bytes. */
 static int tkvi_head_budget(int quarters, int dim, int pad) {
     return tkvi_max(0, (quarters * dim - pad) / 16);
 }
 
-/* Widths of one head's tiles for a number of tile bits. */
+/* Turns a head's number of tile bits into the widths of its tiles. */
 static void tkvi_runs_of(const tkvi_head *h, int pad, int unit, int budget, tkvi_runs *runs) {
     int items = pad / 4 / unit, taken[6], more[6], k, rest, level;
     level = tkvi_find_level(h, 1, &tkvi_ladder_k, unit, items, 1 << 20, budget);
     rest = budget - tkvi_climb(h, &tkvi_ladder_k, unit, items, level, taken);
     (void)tkvi_climb(h, &tkvi_ladder_k, unit, items, level - 1, more);
-    for (k = 0; k < 6; k++) /* steps just below the level, as far as it goes, the widest tiles last */
+    for (k = 0; k < 6; k++) /* the rest buys steps just below the level, narrow widths first */
         for (; taken[k] < more[k] && rest >= unit; rest -= unit) taken[k]++;
     memset(runs, 0, sizeof *runs);
     for (k = 0; k < 6; k++) runs->n[k + 1] = (uint16_t)((taken[k] - (k < 5 ? taken[k + 1] : 0)) * unit);
 }
 
-/* Equal shares and equal channels: the first ones get what is left over. */
+/* Equal shares and equal channels: the first channels get the bits that are left over. */
 static void tkvi_share_alike(int quarters, int dim, int pad, tkvi_runs *runs) {
     uint8_t importance[TKV_MAX_HEAD_DIM];
     tkvi_head h;
@@ -3407,8 +3420,8 @@ static void tkvi_share_alike(int quarters, int dim, int pad, tkvi_runs *runs) {
     tkvi_runs_of(&h, pad, 1, tkvi_head_budget(quarters, dim, pad), runs);
 }
 
-/* A layer's budget split among its heads, a head at most 4 bits a channel. Two tile bits make 64 bytes, so heads
- * get even numbers of them; budget[h] are the results. */
+/* Splits a layer's budget among its heads, at most 4 bits a channel. budget[h]: out, tile bits of head h. Two tile
+ * bits make 64 bytes, so each head gets an even number. */
 static void tkvi_share_k(const tkvi_head *heads, int n_heads, int quarters, int dim, int pad, int unit,
                          int *budget) {
     int h, odd = 0;
@@ -3419,14 +3432,15 @@ static void tkvi_share_k(const tkvi_head *heads, int n_heads, int quarters, int 
             budget[h] += odd ? -1 : 1;
             odd = !odd;
         }
-    for (h = n_heads - 1; h >= 0 && odd; h--) /* one came without a partner: what it got is taken back */
+    for (h = n_heads - 1; h >= 0 && odd;
+         h--) /* an odd number of budgets was odd: the last one took a bit too many */
         if (budget[h] >= 2) {
             budget[h] -= 2;
             odd = 0;
         }
 }
 
-/* >>V: half bits of each head, from 1 bit up. */
+/* >>V: half bits of each head, at least 2 (1 bit a value). */
 static void tkvi_share_v(const tkvi_head *heads, int n_heads, int quarters, int *half_bits) {
     const tkvi_ladder *l = quarters < 8 ? &tkvi_ladder_v_low : &tkvi_ladder_v;
     int h;
@@ -3434,38 +3448,41 @@ static void tkvi_share_v(const tkvi_head *heads, int n_heads, int quarters, int 
     for (h = 0; h < n_heads; h++) half_bits[h] += 2;
 }
 
-/* Bytes of codes that a layer's heads have together for 64 values of V; `pad` channels. */
+/* Bytes of V codes that all heads of a layer have together for 64 tokens; pad: channels of a head. */
 static int64_t tkvi_budget_v(int64_t heads, int quarters, int pad) {
     int64_t bytes = (heads * (quarters - 4) / 2 + 2 * heads) * 4 * pad;
-    /* 16 channels without partners take two bits where the others take one and a half */
+    /* a slab of 16 channels without a partner takes two bits instead of 1.5 */
     return quarters < 8 && pad / 16 % 2 ? bytes + heads * 64 : bytes;
 }
 
 #endif /* TKVI_CORE_ALLOCATE_H */
 /* ======== core/format.h ======== */
 /*
- * core/format.h - what a format is: how one side (K or V) of one head's block becomes bytes.
+ * core/format.h - defines a format: how one side (K or V) of one head's block becomes bytes.
  *
  * To add a format:
- *   1. write its scalar code in a file format_NAME.h: the functions of tkvi_codec (below) for each side
- *      it can store, with the bytes drawn at the top;
- *   2. add its name to tkv_format in api.h and one line to the table in formats/table.h.
- * Nothing else has to know it: sizes, demotion, reading, attention and the tests go through the table. A format
- * whose codes are tiles (core/tile.h) runs on the integer kernels of every instruction set as it is, whatever its
- * widths, channel order and level table; only `meta` is its own. One that is stored as TKVI_AS_DECODED needs
- * layout, encode and decode and nothing more: attention decodes 16 tokens at a time; on x86 those with rows of
- * codes and a table of levels can be read by vectors, if kernels/decode_x86.h knows where they are. If each token
- * has a grid and a scale, formats/token.h has all three.
+ *   1. Write its scalar code in formats/NAME.h: the functions of tkvi_codec (below) for each side that it can
+ *      store. Draw the bytes at the top.
+ *   2. Add its name to tkv_format in api.h, and one row to the table in formats/table.h.
  *
- * A side in memory: codes (a multiple of 64 bytes), then metadata, padded to 64 bytes. A record is the K
- * side, then the V side, of one head. May call tile and base.
+ * Sizes, demotion, reading, attention and the tests find the format through the table. New formats are of two
+ * kinds:
+ *   tiles (core/tile.h)   The integer kernels of every instruction set run on it unchanged. Widths, channel order
+ *                         and level table are free. Only `meta` is its own.
+ *   TKVI_AS_DECODED       It needs layout, encode and decode. Attention decodes 16 tokens at a time. On x86,
+ *                         vectors can read rows of codes with a table of levels, if kernels/decode_x86.h knows
+ *                         their places.
+ *                         If each token has a grid and a scale, formats/token.h has all three functions.
+ *
+ * A side in memory is codes (a multiple of 64 bytes), then metadata, padded to 64 bytes. A record is the K side,
+ * then the V side, of one head.
  */
 #ifndef TKVI_CORE_FORMAT_H
 #define TKVI_CORE_FORMAT_H
 
 
 #define TKVI_BLOCK TKV_BLOCK_TOKENS
-#define TKVI_MAX_GROUPS (TKV_MAX_HEAD_DIM / 32) /* of V along channels; of K along tokens it is two */
+#define TKVI_MAX_GROUPS (TKV_MAX_HEAD_DIM / 32) /* for V, along channels; K has at most two, along tokens */
 
 struct tkvi_side;
 struct tkvi_columns;
@@ -3473,54 +3490,55 @@ struct tkvi_rope;
 struct tkvi_kvquant;
 struct tkvi_simd_ops;
 
-/* Tokens first .. first+n-1 of a side. Same bits on every machine: at most one rounding per value. */
+/* Decodes tokens first .. first+n-1 of a side. Every machine gets the same bits: a product that enters a sum is
+ * exact, or another function computes it (no FMA). */
 typedef void (*tkvi_decoder)(const struct tkvi_side *s, const struct tkvi_simd_ops *help, const uint8_t *src,
                              int first, int n, float *x, size_t stride);
 
-/* >>helpers: steps that formats ask of the instruction set. What stands here is their definition. */
+/* >>simd_ops: steps of formats that an instruction set can replace. The scalar functions define them. */
 typedef struct tkvi_simd_ops {
     void (*halves)(const uint8_t *src, int n, float *dst);        /* fp16 to float */
     void (*to_halves)(const float *x, int n, uint8_t *dst);       /* finite floats to fp16 */
     void (*logs)(const uint8_t *src, int n, int top, float *dst); /* core/log_scale.h */
-    /* dst = scale * unit * (offset - middle) + mean; the product is exact. offset: signed bytes */
+    /* Zero points: dst = scale * unit * (offset - middle) + mean; the product is exact. offset: signed bytes */
     void (*zeros)(const uint8_t *offset, const float *scale, const float *mean, float unit, int middle, int n,
                   float *dst);
     void (*log_codes)(const float *x, int n, int top, uint8_t *dst); /* core/log_scale.h */
-    /* Encoding. A tile's codes to its bytes, which were cleared (core/tile.h); a tile of K from its columns. */
+    /* Encoding: packs a tile's codes into cleared bytes (core/tile.h); interleaves columns of K to a tile. */
     void (*pack_tile)(uint8_t *codes, const tkvi_tile_at *at, int width, const uint8_t *code);
     void (*interleave)(uint8_t (*column)[TKVI_BLOCK], const uint8_t *channel, uint8_t *tile);
-    /* Codes, then metadata of 16 columns of K (formats/a.h); codes and scales of V (formats/r.h). */
+    /* Codes, then metadata of 16 columns of K (formats/a.h). Codes and scales of tokens of V (formats/r.h). */
     void (*columns)(struct tkvi_columns *c);
     void (*settle)(struct tkvi_columns *c, int top);
     void (*tokens)(const struct tkvi_side *s, const float *x, size_t stride, int n,
                    uint8_t (*code)[TKVI_TILE_CODES], float *scale);
-    /* Codes and metadata of KIVI (formats/kivi.h). */
+    /* Codes and metadata of the groups of KIVI (formats/kivi.h). */
     void (*groups)(const struct tkvi_side *s, const float *x, size_t stride, int n,
                    uint8_t (*code)[TKVI_TILE_CODES], uint8_t *meta);
-    tkvi_decoder tiles; /* a side of tiles (formats/tiles.h) */
+    tkvi_decoder tiles; /* decodes a side of tiles (formats/tiles.h) */
 } tkvi_simd_ops;
 
 #define TKVI_LANES 16 /* columns or tokens that are coded together */
 
-/* 16 neighbouring channels of K. `lanes` of them are there; the others have a rubbish code. */
+/* 16 neighbouring channels of K. Only the first `lanes` exist; the codes of the others are undefined. */
 typedef struct tkvi_columns {
-    const float *x; /* in: values, [token][stride], `lanes` of them are read */
+    const float *x; /* in: values, [token][stride]; `lanes` values of a row are read */
     size_t stride;
     int n, lanes;
     const float *mean;    /* [16] */
     const uint8_t *width; /* [16] */
-    /* Out, [16] each: codes, 0 beyond n; byte of the scale; offset; mean of the residuals. */
+    /* Out, [16] each: codes, 0 beyond n; log-scale byte; offset; mean of the residuals. */
     uint8_t (*code)[TKVI_BLOCK], *log, *offset;
     float *middle;
-    uint32_t beyond_mask; /* bit l: column l has bits, but its mean is beyond this scale and offset */
+    uint32_t beyond_mask; /* bit l: column l has bits, but scale and offset cannot reach its mean */
     /* Between the steps: */
-    TKVI_ALIGNED int16_t u[TKVI_BLOCK / 2][TKVI_LANES][2]; /* values as integers; which: tkvi_column_u */
-    TKVI_ALIGNED float low[TKVI_LANES], step[TKVI_LANES];  /* value = low + step * (u + 1/2), nearly */
+    TKVI_ALIGNED int16_t u[TKVI_BLOCK / 2][TKVI_LANES][2]; /* values as integers; order: tkvi_column_u */
+    TKVI_ALIGNED float low[TKVI_LANES], step[TKVI_LANES];  /* value = low + step * (u + 1/2), approximately */
     TKVI_ALIGNED int32_t sum_u[TKVI_LANES], sum_uu[TKVI_LANES];
     TKVI_ALIGNED int32_t sum_c[TKVI_LANES], sum_cc[TKVI_LANES], sum_cu[TKVI_LANES]; /* of the codes chosen */
 } tkvi_columns;
 
-/* Tokens t and t + 2 share 32 bits: codes of four tokens then fall into place with one shift. */
+/* Tokens t and t + 2 share 32 bits, so that one shift puts the codes of four tokens in order. */
 static int16_t *tkvi_column_u(tkvi_columns *c, int l, int t) {
     return &c->u[t / 4 * 2 + t % 2][l][t % 4 / 2];
 }
@@ -3563,11 +3581,11 @@ static void tkvi_zeros_scalar(const uint8_t *offset, const float *scale, const f
     for (i = 0; i < n; i++) dst[i] = tkvi_zero(offset[i], scale[i], mean[i], unit, middle);
 }
 
-/* One side of a format. `x` is [token][stride] floats; channels beyond side->dim are neither read nor written. */
+/* Functions of one side of a format. x is [token][stride] floats; channels from side->dim on are not touched. */
 typedef struct tkvi_codec {
-    /* Sets runs (if no share did), groups, code_bytes, meta_bytes, levels from dim, pad and group. */
+    /* Sets runs (unless a share did), groups, code_bytes, meta_bytes and levels, from dim, pad and group. */
     void (*layout)(struct tkvi_side *s);
-    /* Writes the whole side. n tokens, 1..64; those beyond n get code 0. Same bytes on every machine. */
+    /* Writes the whole side. n: 1 .. 64 tokens; places beyond n get code 0. Same bytes on every machine. */
     void (*encode)(const struct tkvi_side *s, const tkvi_simd_ops *help, const float *x, size_t stride, int n,
                    uint8_t *dst);
     tkvi_decoder decode;
@@ -3577,96 +3595,96 @@ typedef struct tkvi_codec {
      * NULL for exact formats. */
     void (*meta)(const struct tkvi_side *s, const uint8_t *src, const tkvi_simd_ops *help, float *scale,
                  float *zero);
-    /* Exact formats: writes one token of a side that was cleared when it was made. NULL for the others. */
+    /* Exact formats: writes one token into a side that was cleared at creation. NULL for the others. */
     void (*put)(const struct tkvi_side *s, const tkvi_simd_ops *help, const float *x, int token,
                 uint8_t *dst);
 } tkvi_codec;
 
-/* Exact ones are floats: tokens can be added one by one and cut off again. */
+/* Exact storage holds floats, so tokens can be added one by one and cut off again. */
 typedef enum tkvi_storage {
     TKVI_AS_F32,
     TKVI_AS_F16,
     TKVI_AS_BF16,
     TKVI_AS_TILES,
-    TKVI_AS_DECODED, /* anything: kernels know its decode alone */
+    TKVI_AS_DECODED, /* any bytes: attention reads them through decode */
     TKVI_STORAGE_COUNT
 } tkvi_storage;
 
 typedef struct tkvi_format {
     const char *name;
     int bits;            /* of a code; 16 or 32 for exact formats; A and R: average in quarter bits */
-    tkvi_storage stored; /* how, and so by which kernel it is read */
-    int shared;          /* 1: the heads of a layer share its bytes, by what learn/statistics.h learns */
-    int rotated;         /* 1: attention on it happens behind the rotation of core/rotate.h */
-    tkvi_codec side[2];  /* TKV_K, TKV_V; without functions: this format does not store that side */
+    tkvi_storage stored; /* selects the kernel that reads it */
+    int shared;         /* 1: the heads of a layer share its bytes, by the statistics of learn/statistics.h */
+    int rotated;        /* 1: attention works on values rotated by core/rotate.h */
+    tkvi_codec side[2]; /* TKV_K, TKV_V; all NULL: this format does not store that side */
 } tkvi_format;
 
-/* What a layer's table says of one head's side (learn/statistics.h). A side without one takes equal shares. */
+/* The share of one head's side in its layer's table (learn/statistics.h). A side without one takes equal shares. */
 typedef struct tkvi_share {
     tkvi_runs runs;       /* K: tiles by width */
-    int half_bits;        /* V: of each value, in half bits */
-    int top;              /* window of its logarithmic scales */
+    int half_bits;        /* V: bits of a value, in half bits */
+    int top;              /* top of its log-scale window (core/log_scale.h) */
     const uint8_t *order; /* K: channel at each position, [pad] */
     const float *mean;    /* K: static mean at each position, [pad]; fp16 values */
 } tkvi_share;
 
-/* What the caller chose for the formats that know of it. */
+/* Options of the caller. A format reads only its own. */
 typedef struct tkvi_options {
     int group;
     int fit;    /* bits of tkv_fit */
     int rotate; /* bits of tkv_rotate */
     int center_k;
-    int feedback_unit; /* channels that SQuat codes together */
-    int parts;         /* of a token in SUBSPACE formats */
+    int feedback_unit; /* SQuat: channels coded together */
+    int parts;         /* SUBSPACE: parts of a token */
     int kvquant;       /* bits of tkv_kvquant */
-    int tabled;        /* KVQUANT: ranges are in a table of the layer */
+    int tabled;        /* KVQUANT: 1: the layer's table has the ranges */
 } tkvi_options;
 
 struct tkvi_grid;
 
-/* Small types: a cache has one for each head of each layer's tiers and versions. */
+/* Layout of one side. Types are small: a cache has one side for each head of each layer's tiers and versions. */
 typedef struct tkvi_side {
     const tkvi_format *format;
     size_t code_bytes, meta_bytes, bytes;
     tkv_side which;
     tkvi_runs runs;   /* tiles by width */
     int16_t dim, pad; /* channels, and channels rounded up to 16 */
-    int16_t group;    /* values per scale: 64 or 32 */
+    int16_t group;    /* values per scale: 64, 32, or TKV_MAX_HEAD_DIM (one scale a token) */
     int16_t groups;   /* K: along the 64 tokens; V: along the channels */
-    int8_t tokens;    /* room: 64, or fewer in an exact side */
-    int8_t pairs;     /* V: 1: a tile of 16 lanes holds 32 channels; levels has 16 more for the upper half */
+    int8_t tokens;    /* capacity: 64, or fewer in an exact side */
+    int8_t pairs; /* V: 1: a tile of 16 lanes holds 32 channels; levels has 16 more for the second channels */
     int8_t given, half_bits; /* 1: a share set runs or half_bits; V: see tkvi_share */
-    int16_t top;             /* the same */
+    int16_t top;             /* see tkvi_share */
     int8_t fit;              /* KIVI: see core/fit.h */
     int8_t rotate, center;   /* formats/token.h */
     int8_t parts;            /* formats/subspace.h */
     int8_t feedback_unit;    /* SQuat: channels coded together (formats/squat.h) */
     int8_t kvquant, tabled,
-        slots;            /* formats/kvquant.h: options; 1: of a cache, with a table; outliers of a token */
-    int32_t start;        /* the same: of the block that is encoded */
-    const uint8_t *order; /* K: channel at each position, `pad` of them; NULL: as they come */
+        slots;            /* formats/kvquant.h: options; 1: its layer has a table; outliers per token */
+    int32_t start;        /* formats/kvquant.h: position of the first token of the block */
+    const uint8_t *order; /* K: channel at each position, [pad]; NULL: the given order */
     const float *mean;    /* K: see tkvi_share */
-    const int8_t *levels; /* of V: 16 levels of -127..127 by code (widths up to 4); NULL: the code itself */
+    const int8_t *levels; /* V: 16 levels of -127..127, by code (widths up to 4); NULL: level = code */
     const struct tkvi_grid *grid; /* formats/token.h */
     const uint16_t
-        *feedback; /* SQuat: what errors do to later channels; NULL: nothing is known of the queries */
-    const struct tkvi_kvquant *table; /* KVQUANT: from the layer's table */
-    const float *radius, *middle;     /* of each channel of K */
-    const struct tkvi_rope *rope;     /* NULL: keys are coded as they come */
+        *feedback; /* SQuat: factors of errors on later channels; NULL: without statistics of queries */
+    const struct tkvi_kvquant *table; /* KVQUANT: the layer's table */
+    const float *radius, *middle;     /* KVQUANT: of each channel of K */
+    const struct tkvi_rope *rope;     /* NULL: keys are coded as given */
 } tkvi_side;
 
 TKVI_FN int tkvi_channel(const tkvi_side *s, int position) {
     return s->order ? s->order[position] : position;
 }
 
-/* Where in `levels` the 16 levels of a width stand. Tiles of pairs have width 3; a slab of 16 channels that found
- * no partner has plain codes, and levels of its own behind those of the pairs. */
+/* Index in `levels` of the 16 levels of a width. Tiles of pairs have width 3. A slab of 16 channels without a
+ * partner has plain codes, and its own levels after those of the pairs. */
 TKVI_FN int tkvi_level_table(const tkvi_side *s, int width, int upper) {
     return !s->pairs ? 0 : width == 3 ? 16 * upper : 32;
 }
 
-/* What the codes of a width lie around: kernels multiply codes minus this by rounded weights, and take the
- * rest from the float ones, so that rounding meets the spread of the codes and not their mean. */
+/* The middle of the codes of a width. Kernels multiply (code - middle) by rounded weights, and the middle by
+ * float weights. So the rounding of weights affects only the spread of the codes, not their mean. */
 static float tkvi_centre(const tkvi_side *s, int width) {
     return s->levels ? 0.0f : 0.5f * (float)((1 << width) - 1);
 }
@@ -3704,7 +3722,7 @@ static void tkvi_side_make(tkvi_side *s, const tkvi_format *format, tkv_side whi
     s->bytes = tkvi_align_up(s->code_bytes) + tkvi_align_up(s->meta_bytes);
 }
 
-/* Without options, tokens in one part. */
+/* A side with default options; a token is one part. */
 static void tkvi_side_init(tkvi_side *s, const tkvi_format *format, tkv_side which, int dim, int group,
                            int tokens, const tkvi_share *share) {
     tkvi_options o;
@@ -3719,7 +3737,7 @@ static void tkvi_encode_side(const tkvi_side *s, const tkvi_simd_ops *help, cons
     s->format->side[s->which].encode(s, help, x, stride, n, dst);
 }
 
-/* What tkvi_decode_side in formats/table.h gives, by `help`. */
+/* The result of tkvi_decode_side in formats/table.h, computed with the given simd_ops. */
 static void tkvi_values(const tkvi_side *s, const tkvi_simd_ops *help, const uint8_t *src, int first, int n,
                         float *x, size_t stride) {
     s->format->side[s->which].decode(s, help, src, first, n, x, stride);
@@ -3728,12 +3746,12 @@ static void tkvi_values(const tkvi_side *s, const tkvi_simd_ops *help, const uin
 #endif /* TKVI_CORE_FORMAT_H */
 /* ======== formats/exact.h ======== */
 /*
- * formats/exact.h - F32, F16, BF16: tokens as they came. The hot tier, the sinks, and whole exact caches.
+ * formats/exact.h - F32, F16, BF16: tokens as plain floats. For the hot tier, the sinks, and whole exact caches.
  *
  *   K and V: [token][channel], channels padded to 16 with zeros, values little-endian, no metadata
  *
- * Rows, so that an append is one contiguous write, a cut is a smaller count, and a side can have room for
- * fewer than 64 tokens (side->tokens): that of the sinks has just theirs.
+ * Rows make an append one contiguous write, and a cut a smaller count. A side can also hold fewer than 64 tokens
+ * (side->tokens): the side of the sinks has only theirs.
  */
 #ifndef TKVI_FORMATS_EXACT_H
 #define TKVI_FORMATS_EXACT_H
@@ -3754,8 +3772,8 @@ static void tkvi_store_bf16(uint8_t *dst, float x) { tkvi_store16(dst, tkvi_f32_
 
 static float tkvi_load_bf16(const uint8_t *src) { return tkvi_bf16_to_f32(tkvi_load16(src)); }
 
-/* n values of a row and back; reading 16 at a time: gcc -O2 has vectors only for loops of known length, into nobody
- * else's memory. */
+/* Write and read n values of a row. Reading goes 16 at a time into a local array: gcc -O2 vectorises only loops
+ * of known length whose target cannot alias other memory. */
 #define TKVI_EXACT_ROW_(t, size)                                                                             \
     static void tkvi_##t##_save(const tkvi_simd_ops *help, const float *x, int n, uint8_t *dst) {            \
         int c;                                                                                               \
@@ -3784,7 +3802,7 @@ static void tkvi_f16_read(const tkvi_simd_ops *help, const uint8_t *src, int n, 
     help->halves(src, n, x);
 }
 
-/* The same for each type of `size` bytes. */
+/* The functions of tkvi_codec for a type of `size` bytes. */
 #define TKVI_EXACT_CODEC_(t, size)                                                                           \
     static void tkvi_##t##_put(const tkvi_side *s, const tkvi_simd_ops *help, const float *x, int token,     \
                                uint8_t *dst) {                                                               \
@@ -3812,28 +3830,26 @@ TKVI_EXACT_CODEC_(bf16, 2)
 #endif /* TKVI_FORMATS_EXACT_H */
 /* ======== formats/tiles.h ======== */
 /*
- * formats/tiles.h - what all formats made of tiles share: codes to tiles and back, decoding through `meta`.
- * Calls core/format.h.
+ * formats/tiles.h - shared code of all formats made of tiles: codes to tiles and back, decoding through `meta`.
  */
 #ifndef TKVI_FORMATS_TILES_H
 #define TKVI_FORMATS_TILES_H
 
 
-/* Level of a code; `upper`: of the second channel of a pair. */
+/* Level of a code. upper: 1 for the second channel of a pair. */
 TKVI_FN float tkvi_level(const tkvi_side *s, int width, int upper, int code) {
     return (float)(s->levels ? s->levels[tkvi_level_table(s, width, upper) + (code & 15)] : code);
 }
 
-/* Codes of a side as they come to be packed, and where the code of one value stands. */
+/* Unpacked codes of a side, tile by tile. The two functions below find the code of one value. */
 typedef uint8_t tkvi_codes[TKV_MAX_HEAD_DIM / 4][TKVI_TILE_CODES];
 
 TKVI_FN uint8_t *tkvi_k_code(tkvi_codes code, int position, int token) {
-    unsigned p = (unsigned)position; /* divided without a look at the sign */
+    unsigned p = (unsigned)position; /* unsigned: divides by a shift */
     return &code[p / 4u][4u * (unsigned)token + p % 4u];
 }
 
-TKVI_FN uint8_t *tkvi_v_code(tkvi_codes code, int lane,
-                             int token) { /* pairs have one lane for two channels */
+TKVI_FN uint8_t *tkvi_v_code(tkvi_codes code, int lane, int token) { /* a pair of channels has one lane */
     unsigned l = (unsigned)lane, t = (unsigned)token;
     return &code[l / 16u * 4u + t / 16u][t % 16u / 4u * 64u + l % 16u * 4u + t % 4u];
 }
@@ -3849,14 +3865,14 @@ static void tkvi_pack(const tkvi_side *s, const tkvi_simd_ops *help, tkvi_codes 
 }
 
 /* >>K */
-/* Token t at a position, of its tile, with its scale and zero. */
+/* Decodes token t at a position, from its tile, scale and zero. */
 TKVI_FN float tkvi_k_value(const tkvi_side *s, int width, const uint8_t *tile, int position, int t,
                            float scale, float zero) {
     float product = tkvi_f32(scale * tkvi_level(s, width, 0, tile[4 * t + position % 4])); /* exact */
     return tkvi_f32(product + zero);
 }
 
-/* The channel at one position of a tile of this width. */
+/* Decodes n tokens of the channel at one position, from its tile. */
 static void tkvi_k_values(const tkvi_side *s, int width, const uint8_t *tile, int position, int first, int n,
                           const float *scale, const float *zero, float *x, size_t stride) {
     int channel = tkvi_channel(s, position), t;
@@ -3874,7 +3890,7 @@ static void tkvi_tiles_k_values(const tkvi_side *s, const tkvi_simd_ops *help, c
     int width, i, r, t, position = 0;
     s->format->side[TKV_K].meta(s, src, help, scale, zero);
     for (width = TKVI_MAX_WIDTH; width >= 0; width--) {
-        int tiles = width ? s->runs.n[width] : (s->pad - position) / 4; /* the rest has no codes */
+        int tiles = width ? s->runs.n[width] : (s->pad - position) / 4; /* width 0: channels without codes */
         for (i = 0; i < tiles; i++, position += 4) {
             uint8_t tile[TKVI_TILE_CODES];
             if (width) {
@@ -3894,7 +3910,7 @@ static void tkvi_tiles_k_values(const tkvi_side *s, const tkvi_simd_ops *help, c
 /* >>V */
 TKVI_FN int tkvi_slab_channels(const tkvi_side *s, int width) { return s->pairs && width == 3 ? 32 : 16; }
 
-/* Token t of channel c of a slab, of one of its tiles, with its scale and zero. */
+/* Decodes token t of channel c of a slab, from its tile, scale and zero. */
 TKVI_FN float tkvi_v_value(const tkvi_side *s, int width, const uint8_t *tile, int c, int t, float scale,
                            float zero) {
     int code = tile[t % 16 / 4 * 64 + 4 * (c % 16) + t % 4];
@@ -3943,14 +3959,14 @@ static void tkvi_tiles_decode(const tkvi_side *s, const tkvi_simd_ops *help, con
 /*
  * formats/kivi.h - Q8, KIVI4, KIVI3, KIVI2: asymmetric min/max in groups.
  * KIVI (arXiv 2402.02750, section 3): K per channel, groups of 64 or 32 tokens; V per token, groups of 64 or
- * 32 channels (the last one of a token may be shorter). Scale and zero are fp16, the zero is the real minimum.
+ * 32 channels (the last one of a token may be shorter). Scale and zero are fp16; the zero is the real minimum.
  *
  *   scale = f16((max - min) / (2^bits - 1)),  zero = f16(min),  code = clamp(rne((x - zero) / scale))
  *   decoded = scale * code + zero             coded against the rounded scale and zero, half to even
  *
- * scale * code is exact in a float (11 + 8 bits), so the decoded value has one rounding and is the same with
- * and without FMA. A flat group has scale 0 and decodes to its fp16 value. Values saturate at +-65504. cfg.fit
- * chooses other scales and zeros (core/fit.h).
+ * scale * code is exact in a float (11 + 8 bits). So the decoded value has one rounding, and is the same with and
+ * without FMA. A flat group has scale 0 and decodes to its fp16 value. Values saturate at +-65504. cfg.fit chooses
+ * other scales and zeros (core/fit.h).
  *
  * Bytes of one side (tiles as in core/tile.h, all of one width):
  *   K: | tiles | scale fp16 [group][pad channels] | zero fp16 [group][pad channels] |   groups = 64 / group
@@ -3961,11 +3977,11 @@ static void tkvi_tiles_decode(const tkvi_side *s, const tkvi_simd_ops *help, con
 #define TKVI_FORMATS_KIVI_H
 
 
-/* Stores scale and zero of codes up to `top`; gives both as they are read. */
+/* Stores scale and zero for codes 0 .. top. Gives both as rounded to fp16. */
 TKVI_FN void tkvi_kivi_put(float low, float range, float top, uint8_t *scale_at, uint8_t *zero_at,
                            float *scale, float *zero) {
     uint16_t a = tkvi_f32_to_f16(tkvi_f32(range / top));
-    uint16_t b = tkvi_f32_to_f16(low + 0.0f); /* -0 counts as 0, whichever came first */
+    uint16_t b = tkvi_f32_to_f16(low + 0.0f); /* -0 becomes 0: the order of values does not matter */
     tkvi_store16(scale_at, a);
     tkvi_store16(zero_at, b);
     *scale = tkvi_f16_to_f32(a);
@@ -3977,13 +3993,13 @@ TKVI_FN int tkvi_kivi_code(float v, float scale, float zero, float top) {
     return tkvi_rne(tkvi_clampf(y, 0.0f, top));
 }
 
-/* One group whose values stand together, one at least: codes, scale, zero. */
+/* Codes one group of n >= 1 contiguous values: writes codes, scale and zero. */
 static void tkvi_kivi_group(const float *x, int n, int bits, int fit, uint8_t *code, uint8_t *scale_at,
                             uint8_t *zero_at) {
     float lo, hi, range, scale, zero, top = (float)((1 << bits) - 1);
     tkvi_group group;
     int i;
-    group.n = 0; /* compilers do not see that it is used only when it was made */
+    group.n = 0; /* silences compilers: the group is used only after tkvi_group_init */
     group.low = group.step = 0.0f;
     group.sum_u = group.sum_uu = 0;
     lo = hi = tkvi_clampf(x[0], -TKVI_F16_MAX, TKVI_F16_MAX);
@@ -4016,7 +4032,7 @@ static void tkvi_kivi_v_layout(tkvi_side *s) {
     s->meta_bytes = (size_t)(s->groups * TKVI_BLOCK * 4);
 }
 
-/* Group g of one channel of K, n tokens of the block being there. What has no tokens keeps its zeros. */
+/* Codes group g of one channel of K; n: tokens of the block. A group without tokens keeps its zero bytes. */
 static void tkvi_kivi_column(const tkvi_side *s, const float *x, size_t stride, int n, int g, int position,
                              tkvi_codes code, uint8_t *meta) {
     float column[TKVI_BLOCK];
@@ -4029,7 +4045,7 @@ static void tkvi_kivi_column(const tkvi_side *s, const float *x, size_t stride, 
     for (t = 0; t < n; t++) *tkvi_k_code(code, position, first + t) = coded[t];
 }
 
-/* Group g of one token of V. */
+/* Codes group g of one token of V. */
 static void tkvi_kivi_row(const tkvi_side *s, const float *x, int g, int token, tkvi_codes code,
                           uint8_t *meta) {
     int first = g * s->group, count = tkvi_min(s->dim - first, s->group), c;
@@ -4076,23 +4092,23 @@ static void tkvi_kivi_v_meta(const tkvi_side *s, const uint8_t *src, const tkvi_
 #endif /* TKVI_FORMATS_KIVI_H */
 /* ======== formats/squat.h ======== */
 /*
- * formats/squat.h - SQUAT4, SQUAT2: keys whose errors turn away from the queries. K only. SQuat (arXiv
- * 2503.24358, section 3). Bytes and decoding are those of KIVI4 and KIVI2; only the encoder differs:
+ * formats/squat.h - SQUAT4, SQUAT2: keys whose quantization errors are nearly orthogonal to the queries. K only.
+ * SQuat (arXiv 2503.24358, section 3). Bytes and decoding are those of KIVI4 and KIVI2; only the encoder differs:
  *
- *     P = I + eta C / (tr C / dim)          C: mean of q q^T over the queries of the head group (learn/squat_queries.h)
+ *     P = I + eta C / (tr C / dim)          C: mean of q q^T over the head group's queries (learn/squat_queries.h)
  *     for each 16 channels:                 code them as KIVI does; error e = decoded - value
- *         later channels += U e             U = - P_ff^-1 P_fb   f: the later ones, b: these
+ *         later channels += U e             U = - P_ff^-1 P_fb   f: the later channels, b: these 16
  *
- * which makes e^T P e of the whole token small: what a query sees of the error, and the error itself. It is
+ * This makes e^T P e of the whole token small: the part of the error that a query sees, and the error itself. It is
  * error feedback as in GPTQ (arXiv 2210.17323), with the queries in the place of the calibration data.
  *
- * The paper cuts C to its largest directions and adds lambda Q^T Q with lambda .001. C itself needs no
- * eigenvectors, and eta does not depend on how many queries there were: the result is flat between eta 1 and
- * 10. Blocks of 16 are better than the authors' 64 (cfg.squat_block) at the same cost.
+ * The paper cuts C to its largest directions, and adds lambda Q^T Q with lambda .001. C itself needs no
+ * eigenvectors, and eta does not depend on the number of queries. The result is flat between eta 1 and 10. Blocks
+ * of 16 are better than the authors' 64 (cfg.squat_block) at the same cost.
  *
- * U: fp16, for each channel its factors on all channels behind its block, one after the other. Products and
- * the sums of them are made in different functions, so that no compiler fuses them: U is the same on every
- * machine, too. May call KIVI.
+ * U is fp16: for each channel, its factors on all channels after its block, channel after channel. Products and
+ * their sums are computed in different functions, so that no compiler fuses them. So U is the same on every
+ * machine.
  */
 #ifndef TKVI_FORMATS_SQUAT_H
 #define TKVI_FORMATS_SQUAT_H
@@ -4115,7 +4131,7 @@ static TKVI_NOINLINE void tkvi_scaled(float *dst, const float *x, float by, int 
     for (i = 0; i < n; i++) dst[i] = tkvi_f32(x[i] * by);
 }
 
-/* P becomes R, upper triangular, P = R R^T: Cholesky from the end, so that R_ff belongs to P_ff. */
+/* Replaces P by R, upper triangular, with P = R R^T. Cholesky runs from the end, so that R_ff belongs to P_ff. */
 static void tkvi_factor(float *p, int dim) {
     int i, j, k;
     for (j = dim - 1; j >= 0; j--) {
@@ -4133,7 +4149,8 @@ static void tkvi_factor(float *p, int dim) {
     }
 }
 
-/* P becomes U: element (c, f) is what channel c does to channel f of a later block. The rest is rubbish. */
+/* Replaces P by U. Element (c, f) is the factor of the error of c on channel f of a later block; others are
+ * undefined. */
 static void tkvi_feedback_from(float *p, int dim, int unit) {
     int from, c, f, k;
     tkvi_factor(p, dim);
@@ -4158,7 +4175,7 @@ static void tkvi_feedback_store(const float *p, int dim, int unit, uint16_t *u) 
 }
 
 /* >>encoder */
-/* Errors of channels c .. end-1 go to all from `end` on, in n rows. Returns what follows in u. */
+/* Adds the errors of channels c .. end-1 to all channels from `end` on, in n rows. Returns the next place in u. */
 static const uint16_t *tkvi_feed(float *x, int stride, int n, int c, int end, int dim, const uint16_t *u) {
     int f, t, later = dim - end;
     for (; c < end; c++) {
@@ -4176,7 +4193,7 @@ static const uint16_t *tkvi_feed(float *x, int stride, int n, int c, int end, in
 static void tkvi_squat_encode(const tkvi_side *s, const tkvi_simd_ops *help, const float *x, size_t stride,
                               int n, uint8_t *dst) {
     tkvi_codes code;
-    float y[TKVI_BLOCK * TKV_MAX_HEAD_DIM]; /* values; errors of the channels that are done */
+    float y[TKVI_BLOCK * TKV_MAX_HEAD_DIM]; /* values; for coded channels their errors */
     int g, c, t, from;
     if (!s->feedback) {
         tkvi_kivi_encode(s, help, x, stride, n, dst);
@@ -4212,20 +4229,19 @@ static void tkvi_squat_encode(const tkvi_side *s, const tkvi_simd_ops *help, con
 #endif /* TKVI_FORMATS_SQUAT_H */
 /* ======== formats/subspace.h ======== */
 /*
- * formats/subspace.h - SUBSPACE4, SUBSPACE2: what some caches call SQuat and what that paper is not
- * (formats/squat.h has the paper's): an orthogonal basis, and each token coded in cfg.subspaces parts of its
- * coordinates, each part with its own minimum and maximum.
+ * formats/subspace.h - SUBSPACE4, SUBSPACE2: an orthogonal basis, and coordinates in cfg.subspaces parts per
+ * token, each part with its own minimum and maximum. Some caches call this method SQuat. The SQuat paper describes
+ * another one (formats/squat.h).
  *
  *     y = rotate(x)  (core/rotate.h)    y^ = scale * code + zero, per token and part    x^ = rotate back (y^)
  *
- * Those caches want a learned basis. This one is data-free: it makes the parts alike, which is what a learned
- * basis is multiplied with anyway where it works best (OSCAR, arXiv 2605.17757). Groups are coded as KIVI's
- * are, cfg.fit too. More bytes than it seems: 2 bits in 4 parts of a head_dim of 128 are 3 bits a value, in 8
- * parts 4.
+ * Those caches need a learned basis. This basis needs no data, and makes the parts alike. Where a learned basis
+ * works best, it is multiplied with such a rotation anyway (OSCAR, arXiv 2605.17757). Groups are coded as in KIVI,
+ * with cfg.fit. The metadata add up: at head_dim 128, 2 bits in 4 parts are 3 bits a value, and in 8 parts 4.
  *
- * Bytes: | codes [64 tokens][channels], low bits first, whole bytes | scale fp16 [64][parts] | zero fp16
- * [64][parts] | Part p is coordinates dim p / parts up to dim (p + 1) / parts. Attention decodes
- * (TKVI_AS_DECODED).
+ * Bytes: | codes [64 tokens][channels], low bits first, whole bytes | scale fp16 [64][parts] |
+ *        zero fp16 [64][parts] |
+ * Part p is coordinates dim p / parts up to dim (p + 1) / parts. Attention decodes (TKVI_AS_DECODED).
  */
 #ifndef TKVI_FORMATS_SUBSPACE_H
 #define TKVI_FORMATS_SUBSPACE_H
@@ -4284,34 +4300,35 @@ static void tkvi_subspace_decode(const tkvi_side *s, const tkvi_simd_ops *help, 
 #endif /* TKVI_FORMATS_SUBSPACE_H */
 /* ======== formats/a.h ======== */
 /*
- * formats/a.h - A40 .. A15, allocated keys: bits where the queries look.
+ * formats/a.h - A40 .. A15, allocated keys: more bits for channels that the queries weight more.
  *
- * KIVI gives each channel of K as many bits as the next. Here the channels of a head stand in the order of
- * E[q_c^2] var(k_c), and each tile of four of them has 0 to 6 bits (core/allocate.h shares them out), so that the
- * average, metadata included, is the format's. Reverse water-filling: Cover and Thomas, Elements of Information
- * Theory, 10.3.3. Per channel and block of 64 tokens there are 16 bits of metadata:
+ * KIVI gives every channel of K equally many bits. Here the channels of a head stand in the order of
+ * E[q_c^2] var(k_c), and each tile of four channels has 0 to 6 bits. core/allocate.h shares out the bits, so that
+ * the average, metadata included, is the format's. Reverse water-filling: Cover and Thomas, Elements of Information
+ * Theory, 10.3.3. Each channel has 16 bits of metadata per block of 64 tokens:
  *
  *     x^ = scale * (code - middle + offset / unit) + mean      middle = (2^bits - 1) / 2
  *
- *   scale   one byte (core/log_scale.h); offset: one signed byte; unit 8, or fewer where codes are fine (below);
- *   mean    static, of the channel, in the table: not in the block. Large biases of keys (Qwen2) end here.
- *   A channel without bits has its block mean as fp16 in the same 16 bits.
+ *   scale   one byte (core/log_scale.h); offset: one signed byte; unit: 8, or 4 for codes of 6 bits
+ *   mean    static, per channel, in the layer's table, not in the block; absorbs large biases of keys (Qwen2)
+ *   A channel without bits stores its block mean as fp16 in the same 16 bits.
  *
- * Encoding a column: the residuals x - mean are cut to 12 bits between their smallest and largest, from then on
- * all sums are integers and the same on every machine. Several ranges are tried; the codes that correlate best with
- * the values win. The scale is then set so that decoded values are unbiased, cov(x^, x) = var(x), or, where a
- * channel has one bit, so that the variances agree; a scale of least squares or of the range would tilt the softmax
- * between this tier and the exact ones (bench/LOG.md). The offset puts the mean where it was.
+ * Encoding a column cuts the residuals x - mean to 12 bits between their smallest and largest. All sums after that
+ * are integers, so every machine gets the same result. The encoder tries several ranges, and takes the codes that
+ * correlate best with the values. The scale then makes decoded values unbiased, cov(x^, x) = var(x). In channels
+ * of one bit it makes the variances agree. A scale of least squares, or of the range, would tilt the softmax
+ * between this tier and the exact ones (bench/LOG.md). The offset restores the mean.
  *
- * Step by step, floats unless it says double, each operation rounded; n tokens, top = 2^bits - 1:
+ * Step by step. Numbers are floats unless a step names double, and each operation is rounded. n tokens,
+ * top = 2^bits - 1:
  *   1. x - mean, cut to +-1e30; low and high are its ends; step = (high - low) / 4096, 0 if not above 1e-36;
  *      u = min(4095, floor((x - low) * (1 / step))), 0 without a step. A token is nearly low + step * (u + 1/2),
  *      and the mean m = low + step * ((2 sum(u) + n) / 2n), sum and last product in double. A channel without
  *      bits stores m as a float, then fp16, and is done
  *   2. for each cut of the table below: by = floor(131072 top / (4096 - 2 cut)),
  *      code = min(top, (floor(max(0, u - cut) * by / 65536) + 1) / 2), halves down;
- *      score = cov(code, u) / var(code) * cov(code, u), 0 where var is; the first of the best wins.
- *      cov and var are n^2 times what they are elsewhere, n sum(ab) - sum(a) sum(b): integers, then floats
+ *      score = cov(code, u) / var(code) * cov(code, u), or 0 if var(code) is 0; the first best score wins.
+ *      cov and var are n^2 times the usual ones, n sum(ab) - sum(a) sum(b): integers, then floats
  *   3. scale = var(u) / cov(code, u) * step, with one bit sqrt(var(u) / var(code)) * step; 0 if either is 0.
  *      From here on it is the value of its byte
  *   4. offset (double) = (m / scale - (2 sum(code) - n top) / 2n) * unit, cut to +-128, halves up; 0 if scale is 0
@@ -4319,9 +4336,10 @@ static void tkvi_subspace_decode(const tkvi_side *s, const tkvi_simd_ops *help, 
  *      then float), as a byte;
  *      a first offset = (m / scale - 1/2) * unit, cut to +-127; then anew, in double,
  *      code = floor((low + step * (u + 1/2)) / scale - offset / unit + top / 2 + 1/2), cut to 0 .. top,
- *      and the offset of step 4, cut to +-127. A scale that is 0 even so divides to an infinity
- * Tokens that are not there and positions without a channel have code 0, and the latter metadata of zeros. Without
- * a table, positions are channels, means are 0, and tiles have the widths of tkvi_share_alike (core/allocate.h).
+ *      and the offset of step 4, cut to +-127. A scale that is still 0 divides to an infinity
+ * Missing tokens, and positions without a channel, have code 0. The metadata of positions without a channel is 0.
+ * Without a table, positions are channels, means are 0, and tiles have the widths of tkvi_share_alike
+ * (core/allocate.h).
  *
  * Bytes: | tiles, widest first | scale [pad] | offset [pad] |   a channel without bits: fp16 low byte | high byte
  */
@@ -4329,10 +4347,10 @@ static void tkvi_subspace_decode(const tkvi_side *s, const tkvi_simd_ops *help, 
 #define TKVI_FORMATS_A_H
 
 
-/* Steps of the offset to one of the codes, by width: what a byte can reach is +-127 of them. */
+/* By width: offset steps in one step of the code. A byte reaches +-127 offset steps. */
 TKVI_CONSTANT uint8_t tkvi_a_unit[7] = {1, 8, 8, 8, 8, 8, 4};
 
-/* Ranges to try: so many of the 4096 steps are cut off at both ends, and tkvi_cut_by of that; by width. */
+/* One range to try, by width. cut: how many of the 4096 steps to cut off at each end; by: tkvi_cut_by of it. */
 typedef struct tkvi_a_range {
     int32_t cut[8], by[8];
 } tkvi_a_range;
@@ -4359,12 +4377,12 @@ static void tkvi_a_layout(tkvi_side *s) {
     s->meta_bytes = (size_t)(2 * s->pad);
 }
 
-/* One column between the steps. Sums are integers: threads can share its tokens. */
+/* One column between the steps. Sums are integers, so threads can share its tokens in any order. */
 typedef struct tkvi_column {
     int n, width;
-    float low, step; /* value = low + step * (u + 1/2), nearly */
+    float low, step; /* value = low + step * (u + 1/2), approximately */
     int32_t sum_u, sum_uu;
-    int32_t sum_c, sum_cc, sum_cu; /* of the codes chosen */
+    int32_t sum_c, sum_cc, sum_cu; /* sums over the best codes */
 } tkvi_column;
 
 static tkvi_column tkvi_column_of(const tkvi_columns *c, int l) {
@@ -4383,7 +4401,7 @@ static tkvi_column tkvi_column_of(const tkvi_columns *c, int l) {
 
 TKVI_FN float tkvi_a_residual(float x, float mean) { return tkvi_clampf(tkvi_f32(x - mean), -1e30f, 1e30f); }
 
-/* The step of residuals from low to high; *inverse: what tkvi_a_integer wants. */
+/* The step of residuals from low to high. *inverse: out, for tkvi_a_integer. */
 TKVI_FN float tkvi_a_step(float low, float high, float *inverse) {
     float step = tkvi_f32(tkvi_f32(high - low) * (1.0f / TKVI_STEPS));
     *inverse = step > 1e-36f ? tkvi_f32(1.0f / step) : 0.0f;
@@ -4394,7 +4412,7 @@ TKVI_FN int tkvi_a_integer(float residual, float low, float inverse) {
     return tkvi_min((int)tkvi_f32(tkvi_f32(residual - low) * inverse), TKVI_STEPS - 1);
 }
 
-/* Range and integers of column l. */
+/* Computes range and integers of column l. */
 static void tkvi_a_integers(tkvi_columns *c, int l) {
     float x[TKVI_BLOCK], low = 1e30f, high = -1e30f, inverse;
     int t;
@@ -4414,13 +4432,13 @@ static void tkvi_a_integers(tkvi_columns *c, int l) {
     }
 }
 
-/* How well codes with these sums follow n values. */
+/* Score of codes with these sums: how well they follow the n values. */
 TKVI_FN float tkvi_a_score(int n, int sum_u, int sum, int squares, int products) {
     float cov = tkvi_covariance(n, sum, sum_u, products), var = tkvi_covariance(n, sum, sum, squares);
     return var > 0.0f ? tkvi_f32(tkvi_f32(cov / var) * cov) : 0.0f;
 }
 
-/* The best range of column l; its codes. */
+/* Finds the best range of column l and writes its codes. */
 static void tkvi_a_search(tkvi_columns *c, int l) {
     int width = c->width[l], top = (1 << width) - 1, u[TKVI_BLOCK], k, t;
     float most = -1.0f;
@@ -4456,13 +4474,13 @@ static void tkvi_columns_scalar(tkvi_columns *c) {
     }
 }
 
-/* Mean of the residuals. Products of two floats are exact in double: fusing them into the sum changes nothing. */
+/* Mean of the residuals. A product of two floats is exact in double, so fusing it into the sum changes nothing. */
 TKVI_FN double tkvi_a_mean(const tkvi_column *c) {
     float mean_u = tkvi_f32((float)(2 * c->sum_u + c->n) / (float)(2 * c->n));
     return tkvi_f64((double)c->low + (double)c->step * (double)mean_u);
 }
 
-/* The offset that gives codes with this sum that mean. */
+/* The offset that gives this mean to codes with this sum. */
 TKVI_FN int tkvi_a_offset(double mean, float scale, int sum_c, int n, int width) {
     double middle = tkvi_f64((double)(2 * sum_c - n * ((1 << width) - 1)) / (double)(2 * n)), v;
     if (!(scale > 0.0f)) return 0;
@@ -4471,7 +4489,7 @@ TKVI_FN int tkvi_a_offset(double mean, float scale, int sum_c, int n, int width)
     return (int)tkvi_f64(v + 1000.5) - 1000;
 }
 
-/* Metadata of a column; 1: its mean is too far for them. */
+/* Computes the metadata of a column. Returns 1 if they cannot reach its mean. */
 TKVI_FN int tkvi_a_finalize_scales(const tkvi_column *c, int top, uint8_t *log, uint8_t *offset,
                                    float *middle) {
     double mean = tkvi_a_mean(c);
@@ -4500,8 +4518,8 @@ static void tkvi_finalize_scales_scalar(tkvi_columns *c, int top) {
     }
 }
 
-/* Recoding a column whose mean is so far from the static one that only a larger scale lets the offset reach it:
- * that scale's byte and the first offset, codes, the offset that they have. */
+/* The next four functions recode a column whose mean is far from the static one: only a larger scale lets the
+ * offset reach it (step 5). This one returns the byte of that scale, and gives the first offset. */
 TKVI_FN int tkvi_a_far(const tkvi_column *c, int log, int top, int *offset) {
     double mean = tkvi_a_mean(c), size = mean < 0.0 ? -mean : mean, unit = (double)tkvi_a_unit[c->width];
     log = tkvi_max(log, tkvi_log_code(tkvi_f32((float)tkvi_f64(size * unit / 120.0)), top));
@@ -4538,7 +4556,7 @@ static void tkvi_a_recode(tkvi_columns *c, int l, int top) {
     c->offset[l] = tkvi_a_far_offset(&one, scale, sum);
 }
 
-/* Metadata of a position. */
+/* Writes the metadata of a position. */
 TKVI_FN void tkvi_a_put(int width, int log, int by, float middle, uint8_t *scale, uint8_t *offset) {
     int half = tkvi_f32_to_f16(middle);
     *scale = (uint8_t)(width ? log : half & 255);
@@ -4547,7 +4565,7 @@ TKVI_FN void tkvi_a_put(int width, int log, int by, float middle, uint8_t *scale
 
 static void tkvi_a_encode(const tkvi_side *s, const tkvi_simd_ops *help, const float *x, size_t stride, int n,
                           uint8_t *dst) {
-    TKVI_ALIGNED uint8_t column[TKV_MAX_HEAD_DIM][TKVI_BLOCK], tile[TKVI_TILE_CODES]; /* by channel */
+    TKVI_ALIGNED uint8_t column[TKV_MAX_HEAD_DIM][TKVI_BLOCK], tile[TKVI_TILE_CODES]; /* column: by channel */
     uint8_t channel[TKV_MAX_HEAD_DIM], widths[TKV_MAX_HEAD_DIM], log[TKV_MAX_HEAD_DIM], by[TKV_MAX_HEAD_DIM];
     float mean[TKV_MAX_HEAD_DIM], middle[TKV_MAX_HEAD_DIM];
     uint8_t *scale = dst + s->code_bytes, *offset = scale + s->pad;
@@ -4583,7 +4601,7 @@ static void tkvi_a_encode(const tkvi_side *s, const tkvi_simd_ops *help, const f
             middle[first + l] = 0.0f;
         }
     }
-    for (width = TKVI_MAX_WIDTH, p = 0; width > 0; width--) /* bytes, by position */
+    for (width = TKVI_MAX_WIDTH, p = 0; width > 0; width--) /* packs tiles in the order of positions */
         for (end = p + 4 * s->runs.n[width]; p < end; p += 4) {
             help->interleave(column, channel + p, tile);
             help->pack_tile(dst, &at, width, tile);
@@ -4601,7 +4619,7 @@ static void tkvi_a_meta(const tkvi_side *s, const uint8_t *src, const tkvi_simd_
     const uint8_t *log = src + s->code_bytes, *offset = log + s->pad;
     const float *mean = s->mean ? s->mean : none;
     int width, p = 0;
-    help->logs(log, s->pad, s->top, scale); /* rubbish where there are no bits */
+    help->logs(log, s->pad, s->top, scale); /* channels without bits are overwritten below */
     for (width = TKVI_MAX_WIDTH; width > 0; width--) {
         int n = 4 * s->runs.n[width], unit = width <= 6 ? tkvi_a_unit[width] : 1;
         if (n == 0) continue;
@@ -4618,34 +4636,34 @@ static void tkvi_a_meta(const tkvi_side *s, const uint8_t *src, const tkvi_simd_
 #endif /* TKVI_FORMATS_A_H */
 /* ======== formats/r.h ======== */
 /*
- * formats/r.h - R40 R30 R20 R15 R10, rotated values: a randomised Hadamard rotation makes the channels of a value
- * look Gaussian and alike (core/rotate.h), so one grid and one scale per token do.
+ * formats/r.h - R40 R30 R20 R15 R10, rotated values. A randomised Hadamard rotation makes the channels of a value
+ * look Gaussian and alike (core/rotate.h), so one grid and one scale per token are enough.
  *
  *   x^ = scale * (code - (2^bits - 1) / 2)     whole bits: uniform grid, step best for a Gaussian
- *   x^ = scale * level[code], two channels     R15: 3 bits for a pair of channels, 8 points in the plane
+ *   x^ = scale * level[code], two channels     R15: 3 bits for a pair of channels, 8 points in two dimensions
  *
- * Max (IRE Trans. IT 6, 1960) for the steps; the eight points are the Lloyd-Max quantizer of a Gaussian pair
- * (mean square error .201 of the variance; the two-bit grid has .119). The scale is that of an unbiased norm:
- * |y|^2 / <y, grid point>, one logarithmic byte (core/log_scale.h), 0 for a token of zeros. Attention sums up
- * rotated values and turns the sum back, once per head.
+ * The steps are those of Max (IRE Trans. IT 6, 1960). The eight points are the Lloyd-Max quantizer of a Gaussian
+ * pair: mean square error .201 of the variance; the two-bit grid has .119. The scale makes the norm unbiased:
+ * |y|^2 / <y, grid point>, one log-scale byte (core/log_scale.h), 0 for a token of zeros. Attention sums rotated
+ * values, and rotates the sum back once per head.
  *
- * The heads of a layer share its bits (core/allocate.h): the number in the name is the average. All after the
- * rotation is in integers (12 bits of a token's largest value).
+ * The heads of a layer share its bits (core/allocate.h): the number in the name is the average. After the rotation,
+ * arithmetic is in integers (12 bits of a token's largest value).
  *
- * Step by step, of one token, floats unless they are integers, each operation rounded:
- *   1. y = x, cut to +-1e30, rotated (core/rotate.h); most = its largest |y|, at most 1e30. Not above 1e-30:
- *      scale and codes are 0
+ * Step by step, for one token. Numbers are floats unless they are integers, and each operation is rounded:
+ *   1. y = x, cut to +-1e30, rotated (core/rotate.h); most = its largest |y|, at most 1e30. If most is not above
+ *      1e-30, scale and codes are 0
  *   2. u = trunc(y * (2047 / most)), cut to +-2047; squares = sum(u^2), at least 1
  *   3. unit = 1 / sqrt(squares / head_dim)
- *   4. whole bits: code = floor(u * (unit / step of the table below)) + 2^bits / 2, cut to the codes there are;
+ *   4. whole bits: code = floor(u * (unit / step of the table below)) + 2^bits / 2, cut to 0 .. 2^bits - 1;
  *      level = 2 code - (2^bits - 1)
  *   5. R15: slabs of 16 channels are paired, the first with the second and so on: channel c with c + 16, which
  *      counts as 0 beyond head_dim. a, b = floor(u * (unit * (16 * 80.2))) of the two; the code is the first of
- *      the points (x, y) with the largest ax + by - 8 (x^2 + y^2); level = 2x and 2y. The 16 channels of a last
- *      slab without a partner are as in step 4 with two bits, level = 2 * their level in the table below
+ *      the points (x, y) with the largest ax + by - 8 (x^2 + y^2); level = 2x and 2y. A last slab without a
+ *      partner follows step 4 with two bits, level = 2 * its level in the table below
  *   6. scale = most / 2047 * (2 squares / sum(u level)); R15 stores 64 times that, as its levels are small
- * Missing tokens have scale and codes 0. A pair has one lane of a tile: slabs of three bits hold 32 channels, and
- * the two-bit slab is the last.
+ * Missing tokens have scale and codes 0. A pair takes one lane of a tile: slabs of three bits hold 32 channels,
+ * and the two-bit slab is the last.
  *
  * Bytes: | tiles | scale, a byte per token [64] |     2 bits: 2.125 a value at head_dim 64
  */
@@ -4653,13 +4671,13 @@ static void tkvi_a_meta(const tkvi_side *s, const uint8_t *src, const tkvi_simd_
 #define TKVI_FORMATS_R_H
 
 
-#define TKVI_R_MOST 2047 /* a token's largest value as an integer */
+#define TKVI_R_MOST 2047 /* integer of a token's largest value */
 
 /* Step of the best uniform grid for a unit Gaussian, by bits. */
 TKVI_CONSTANT float tkvi_r_step[5] = {0.0f, 1.5960f, 0.9955f, 0.5860f, 0.3350f};
 
-/* The eight points, 127 being 1.584: first channels, second channels; then a two-bit grid on the same scale, for 16
- * channels that have no partners. */
+/* The eight points, where 127 stands for 1.584: first channels, then second channels. Then a two-bit grid on the
+ * same scale, for a slab of 16 channels without a partner. */
 #define TKVI_R_UNIT 80.2f
 TKVI_CONSTANT int8_t tkvi_r_pairs[48] = {27,   -27, -78, 78,  32,  127, -32,  -127, 0, 0, 0, 0, 0, 0, 0, 0,
                                          27,   -27, 78,  -78, 127, 32,  -127, -32,  0, 0, 0, 0, 0, 0, 0, 0,
@@ -4683,16 +4701,16 @@ static void tkvi_r_layout(tkvi_side *s) {
     s->meta_bytes = TKVI_BLOCK;
 }
 
-/* The largest integer that is not above x, |x| < 2^30. */
+/* The largest integer <= x, for |x| < 2^30. */
 TKVI_FN int tkvi_floor(float x) {
     int i = (int)x;
     return i - ((float)i > x);
 }
 
-/* Code of a pair of channels, `fine` being 16 levels of an integer; adds twice <u, level> to the sum. */
+/* Code of a pair of channels. fine: 1/16 levels per integer. Adds twice <u, level> to the sum. */
 TKVI_FN int tkvi_r_pair(int u, int v, float fine, int32_t *sum) {
     int a = tkvi_floor(tkvi_f32((float)u * fine)),
-        b = tkvi_floor(tkvi_f32((float)v * fine)); /* in 1/16 of a level */
+        b = tkvi_floor(tkvi_f32((float)v * fine)); /* a, b in 1/16 of a level */
     int best = 0, most = -(1 << 30), k;
     for (k = 0; k < 8; k++) {
         int x = tkvi_r_pairs[k], y = tkvi_r_pairs[16 + k], score = a * x + b * y - 8 * (x * x + y * y);
@@ -4705,7 +4723,8 @@ TKVI_FN int tkvi_r_pair(int u, int v, float fine, int32_t *sum) {
     return best;
 }
 
-/* The same of one channel on the grid of 2^bits points; pairs: on their scale. */
+/* Code of one channel on the grid of 2^bits points. pairs: 1: levels on the scale of pairs. Adds u * level to
+ * the sum (steps 4, 5). */
 TKVI_FN int tkvi_r_grid(int u, float fine, int bits, int pairs, int32_t *sum) {
     int top = (1 << bits) - 1, v = tkvi_floor(tkvi_f32((float)u * fine)) + (top + 1) / 2;
     v = tkvi_max(0, tkvi_min(top, v));
@@ -4713,14 +4732,14 @@ TKVI_FN int tkvi_r_grid(int u, float fine, int bits, int pairs, int32_t *sum) {
     return v;
 }
 
-/* One over the deviation of a token's integers, in levels of pairs. */
+/* One over the root mean square of a token's integers. */
 TKVI_FN float tkvi_r_unit(int32_t squares, int dim) {
     return tkvi_f32(1.0f / tkvi_f32(sqrtf(tkvi_f32(tkvi_f32((float)squares) / (float)dim))));
 }
 
 TKVI_FN float tkvi_r_fine(float unit) { return tkvi_f32(unit * (16.0f * TKVI_R_UNIT)); }
 
-/* Codes of token number t with the integers u, and twice <u, level>. */
+/* Writes the codes of token t with the integers u. Returns the sum of u * level (steps 4 to 6). */
 static int32_t tkvi_r_codes(const tkvi_side *s, const int16_t *u, float unit, int t, tkvi_codes code) {
     float fine = tkvi_r_fine(unit);
     int32_t sum = 0;
@@ -4733,21 +4752,21 @@ static int32_t tkvi_r_codes(const tkvi_side *s, const int16_t *u, float unit, in
     return sum;
 }
 
-/* Of a token's largest value: what makes integers of its values, 0 if they are as good as nothing. */
+/* The factor from a token's values to integers, from its largest |value|; 0 if that is not above 1e-30. */
 TKVI_FN float tkvi_r_by(float most) { return most > 1e-30f ? tkvi_f32((float)TKVI_R_MOST / most) : 0.0f; }
 
 TKVI_FN int tkvi_r_integer(float y, float by) {
     return tkvi_max(-TKVI_R_MOST, tkvi_min(TKVI_R_MOST, (int)tkvi_f32(y * by)));
 }
 
-/* The scale of a token: its largest value, its squares, and the sum of tkvi_r_codes. */
+/* The scale of a token, from its largest |value|, the sum of squares, and the result of tkvi_r_codes. */
 TKVI_FN float tkvi_r_scale(float most, int32_t squares, int32_t sum) {
     float step = tkvi_f32(most / (float)TKVI_R_MOST);
     step = tkvi_f32(step * tkvi_f32(tkvi_f32((float)(2 * squares)) / tkvi_f32((float)sum)));
     return most > 1e-30f ? step : 0.0f;
 }
 
-/* Codes of token number t with the rotated values y; returns its scale. */
+/* Writes the codes of token t with the rotated values y. Returns its scale. */
 static float tkvi_r_rotated(const tkvi_side *s, const float *y, int t, tkvi_codes code) {
     float most = 0.0f, by;
     int16_t u[TKV_MAX_HEAD_DIM];
@@ -4755,7 +4774,7 @@ static float tkvi_r_rotated(const tkvi_side *s, const float *y, int t, tkvi_code
     int c;
     memset(u, 0, sizeof u);
     for (c = 0; c < s->dim; c++) {
-        float a = fabsf(y[c]); /* no branch: signs are coins */
+        float a = fabsf(y[c]); /* no branch: signs are unpredictable */
         most = a > most ? a : most;
     }
     most = most < 1e30f ? most : 1e30f;
@@ -4769,7 +4788,7 @@ static float tkvi_r_rotated(const tkvi_side *s, const float *y, int t, tkvi_code
     return tkvi_r_scale(most, squares, sum);
 }
 
-/* The same, with the values as they come. */
+/* The same for values before the rotation. */
 static float tkvi_r_token(const tkvi_side *s, const float *x, int t, tkvi_codes code) {
     float y[TKV_MAX_HEAD_DIM];
     int c;
@@ -4784,12 +4803,12 @@ static void tkvi_tokens_scalar(const tkvi_side *s, const float *x, size_t stride
     for (t = 0; t < n; t++) scale[t] = tkvi_r_token(s, x + (size_t)t * stride, t, code);
 }
 
-/* Clears the codes of token t where there is no value; returns its scale as it is stored. */
+/* Clears codes of token t in lanes without a value. Returns its scale as stored. */
 TKVI_FN float tkvi_r_close(const tkvi_side *s, int t, int n, tkvi_codes code, float scale) {
     int lanes = s->pairs ? s->runs.n[3] * 4 + s->runs.n[2] * 4 : s->pad;
     int plain = s->pairs && !s->runs.n[2] ? lanes : lanes - (s->pad - s->dim), l;
     for (l = t < n && scale > 0.0f ? plain : 0; l < lanes; l++) *tkvi_v_code(code, l, t) = 0;
-    return s->pairs ? tkvi_f32(scale * 64.0f) : scale; /* levels are small steps: into the same window */
+    return s->pairs ? tkvi_f32(scale * 64.0f) : scale; /* pairs have small steps: 64 fits the same window */
 }
 
 static void tkvi_r_encode(const tkvi_side *s, const tkvi_simd_ops *help, const float *x, size_t stride, int n,
@@ -4811,7 +4830,7 @@ static void tkvi_r_meta(const tkvi_side *s, const uint8_t *src, const tkvi_simd_
     const float by = s->pairs ? 1.0f / 64.0f : 1.0f;
     int t, k;
     help->logs(src + s->code_bytes, TKVI_BLOCK, s->top, scale);
-    for (t = 0; t < TKVI_BLOCK; t += 16) { /* vectors also at -O2: of 16, and x is nobody else's memory */
+    for (t = 0; t < TKVI_BLOCK; t += 16) { /* local array of 16: vectorises also at -O2 */
         float x[16];
         for (k = 0; k < 16; k++) x[k] = scale[t + k] * by;
         for (k = 0; k < 16; k++) scale[t + k] = x[k];
@@ -4822,43 +4841,47 @@ static void tkvi_r_meta(const tkvi_side *s, const uint8_t *src, const tkvi_simd_
 #endif /* TKVI_FORMATS_R_H */
 /* ======== formats/kvquant.h ======== */
 /*
- * formats/kvquant.h - KVQUANT4, KVQUANT3, KVQUANT2: KVQuant (arXiv 2401.18079, section 3). Levels where the
- * values are, one set for all keys of a layer and one for its values, and a slot for the few values that lie
- * far out.
+ * formats/kvquant.h - KVQUANT4, KVQUANT3, KVQUANT2: KVQuant (arXiv 2401.18079, section 3). The levels follow the
+ * distribution of the values: one set for all keys of a layer, one for all its values. A few values far out have
+ * slots of their own.
  *
  *     x^ = radius * level[code] + middle + outlier
  *
- * with a radius and a middle for each channel of K, static, learned (learn/kvquant_tables.h), and for each token of
- * V, from what is left without its outliers.
+ * K has a static radius and middle for each channel, learned by learn/kvquant_tables.h. V has a radius and a
+ * middle for each token, from its values without outliers.
  *
- * Keys are coded as they were before RoPE: the encoder turns them back (core/rope.h; cfg.rope, the block's start)
- * and decoding turns them on again, so that nobody else has to know. One place in a hundred of a token,
- * rounded up, is a slot for an outlier: its channel, and what its dense value lacks. Slots are always read,
- * those that are free hold 0.
- *   K   outliers lie beyond the channel's range, the 0.5 % and 99.5 % percentiles. Their code is that of the
- *       end. If there are more than slots, those that lack most get one.
- *   V   the slots take the highest and the lowest values, so many of each that the rest has the smallest
- *       range. Their code is the middle one.
- * The paper has one range of values for all heads of a token. Here a record is one head, so each has its own,
- * and its own slots: 32 bits per token and head in fp16, and shorter indices.
+ * Keys are coded as they were before RoPE. The encoder inverts the rotation (core/rope.h; cfg.rope, the block's
+ * start), and decoding applies it again, so all other code sees ordinary keys. A token has one slot per hundred
+ * channels, rounded up. A slot holds an outlier: its channel, and the difference to its dense value. Decoding
+ * reads all slots; free slots hold 0.
+ *   K   outliers lie beyond the channel's range, the 0.5 % and 99.5 % percentiles. They have the code of that end.
+ *       If there are more outliers than slots, the largest differences get the slots.
+ *   V   the slots take the lowest and the highest values. The split between both ends is the one that leaves the
+ *       smallest range. Outliers have the lower of the two middle codes.
+ * The paper has one range of values for all heads of a token. Here a record is one head, so each head has its own
+ * range and its own slots: 32 bits per token and head in fp16, and shorter indices.
  *
- * Options (cfg.kvquant): POST_ROPE codes keys as they come; UNIFORM has evenly spaced levels; NORM decodes to
- * levels that keep the variance (Q-Norm, core/codebook.h); DENSE has no slots, and ranges hold every value.
+ * Options (cfg.kvquant):
+ *   POST_ROPE   codes keys as given, after RoPE
+ *   UNIFORM     has evenly spaced levels
+ *   NORM        decodes to levels that keep the variance (Q-Norm, core/codebook.h)
+ *   DENSE       has no slots, and ranges hold every value
  *
  * Bytes: | codes [64][row] | of K or V, below | channel u8, outlier fp16 [64][slots] |
  *        K: | start of the block, int32 |      V: | radius fp16 [64] | middle fp16 [64] |
- * A row has the channels' codes, low bits first, and fills up its last byte.
- * tkv_encode knows no table: K has | radius fp16 [dim] | middle fp16 [dim] | at the end, from the block's
- * minimum and maximum (no outliers), levels are those of a normal distribution, and NORM does nothing.
- * Attention decodes (TKVI_AS_DECODED; on x86 by kernels/decode_x86.h).
+ * A row has the channels' codes, low bits first, and is padded to a whole byte.
+ *
+ * tkv_encode has no table of a layer. K then ends with | radius fp16 [dim] | middle fp16 [dim] |, from the block's
+ * minimum and maximum, so there are no outliers. Levels are those of a normal distribution, or even ones with
+ * UNIFORM. NORM does nothing. Attention decodes (TKVI_AS_DECODED; on x86 by kernels/decode_x86.h).
  */
 #ifndef TKVI_FORMATS_KVQUANT_H
 #define TKVI_FORMATS_KVQUANT_H
 
 
-#define TKVI_KVQUANT_SLOTS 3 /* at most: of 256 channels */
+#define TKVI_KVQUANT_SLOTS 3 /* maximum, at 256 channels */
 
-/* What a layer's table says: of both sides, and of each channel of K (learn/kvquant_tables.h). */
+/* The levels of a layer's table (learn/kvquant_tables.h). Ranges of channels of K are in tkvi_side. */
 typedef struct tkvi_kvquant {
     tkvi_book book[2][3]; /* by side and bits - 2 */
 } tkvi_kvquant;
@@ -4874,9 +4897,9 @@ static void tkvi_kvquant_layout(tkvi_side *s) {
     if (s->which == TKV_K && !s->tabled) s->meta_bytes += (size_t)(4 * s->dim);
 }
 
-/* Where the pieces of the metadata are. */
+/* Places in the bytes of a side. */
 typedef struct tkvi_kvquant_at {
-    size_t row, slot, own; /* bytes of a token's codes; offsets */
+    size_t row, slot, own; /* bytes of a token's codes; offsets of the slots and of the block's own ranges */
 } tkvi_kvquant_at;
 
 static tkvi_kvquant_at tkvi_kvquant_places(const tkvi_side *s) {
@@ -4899,7 +4922,7 @@ static const float *tkvi_kvquant_decoded(const tkvi_side *s, const tkvi_book *bo
 
 static float tkvi_half_at(const uint8_t *p) { return tkvi_f16_to_f32(tkvi_load16(p)); }
 
-/* The product is exact where radius has 11 bits. */
+/* The product is exact if radius is an fp16 value (11 bits). */
 static float tkvi_kvquant_value(float level, float radius, float middle) {
     return tkvi_f32(tkvi_f32(radius * level) + middle);
 }
@@ -4919,7 +4942,7 @@ static void tkvi_kvquant_coder_init(tkvi_kvquant_coder *e, const tkvi_side *s, c
     for (i = 0; i < e->n - 1; i++) e->border[i] = tkvi_f32(book->level[i] + book->level[i + 1]) * 0.5f;
 }
 
-static int tkvi_kvquant_code(const tkvi_kvquant_coder *e, float y) { /* of two nearest the lower one */
+static int tkvi_kvquant_code(const tkvi_kvquant_coder *e, float y) { /* a tie takes the lower one */
     int code = 0, i;
     for (i = 0; i < e->n - 1; i++) code += y > e->border[i];
     return code;
@@ -4936,21 +4959,21 @@ static void tkvi_kvquant_put(uint8_t *row, int bits, int c, int code) {
 }
 
 static void tkvi_kvquant_slot(const tkvi_side *s, uint8_t *dst, int t, int slot, int c, float lacks) {
-    /* side by side: gcc 12 -O2 loses reads of two arrays that move on together from one pointer */
+    /* one array of records: gcc 12 -O2 loses reads of two arrays that advance together from one pointer */
     uint8_t *p = dst + tkvi_kvquant_places(s).slot + 3 * (t * s->slots + slot);
     p[0] = (uint8_t)c;
     tkvi_store16(p + 1, tkvi_f32_to_f16(lacks + 0.0f));
 }
 
 /* >>K */
-/* A key as it is coded. */
+/* The key that is coded: saturated, and before RoPE. */
 static void tkvi_kvquant_key(const tkvi_rope *rope, const float *x, int dim, int64_t position, float *y) {
     int c;
     for (c = 0; c < dim; c++) y[c] = tkvi_clampf(x[c], -TKVI_F16_MAX, TKVI_F16_MAX);
     if (rope) tkvi_rope_rotate(rope, position, 1, y);
 }
 
-/* Ranges of the block's channels, to the end of its bytes. */
+/* Writes the ranges of the block's channels at `own`, the end of its bytes. */
 static void tkvi_kvquant_own(const tkvi_side *s, const float *x, size_t stride, int n, uint8_t *own) {
     float low[TKV_MAX_HEAD_DIM], high[TKV_MAX_HEAD_DIM], y[TKV_MAX_HEAD_DIM];
     int t, c;
@@ -4967,7 +4990,7 @@ static void tkvi_kvquant_own(const tkvi_side *s, const float *x, size_t stride, 
     }
 }
 
-/* Radius and middle of the channels: the table's, or those of the block. NULL: there are none. */
+/* Radius and middle of the channels, from the layer's table or the block. NULL: the table has none. */
 typedef struct tkvi_kvquant_ranges {
     const float *radius, *middle;
     float own[2][TKV_MAX_HEAD_DIM];
@@ -5010,7 +5033,7 @@ static void tkvi_kvquant_k_encode(const tkvi_side *s, const tkvi_simd_ops *help,
             y[c] = tkvi_f32(y[c] - tkvi_kvquant_value(e.decoded[code], r.radius[c], r.middle[c]));
             size = y[c] < 0.0f ? -y[c] : y[c];
             for (slot = s->slots; slot > 0 && size > most[slot - 1]; slot--) continue;
-            for (i = s->slots - 1; i >= slot; i--) { /* the largest first, the first of equals before */
+            for (i = s->slots - 1; i >= slot; i--) { /* sorted: largest first, equals by channel */
                 most[i] = i > slot ? most[i - 1] : size;
                 lacks[i] = i > slot ? lacks[i - 1] : y[c];
                 at[i] = i > slot ? at[i - 1] : c;
@@ -5026,8 +5049,8 @@ typedef struct tkvi_kvquant_token {
     int out[TKVI_KVQUANT_SLOTS];
 } tkvi_kvquant_token;
 
-/* The ends of a token: the lowest and the highest `slots` values, and the next ones. One order is the other's
- * reverse, so that no value is at both ends. */
+/* Finds the slots + 1 lowest and the slots + 1 highest values of a token. One order is the reverse of the other,
+ * so no value counts at both ends. */
 static void tkvi_kvquant_ends(const float *x, int dim, int slots, int *low, int *high) {
     int c, i, n;
     for (c = 0; c < dim; c++) {
@@ -5041,7 +5064,7 @@ static void tkvi_kvquant_ends(const float *x, int dim, int slots, int *low, int 
     }
 }
 
-/* Which values of a token take slots, and the range of the others. */
+/* Chooses the values of a token that take slots, and the range of the others. */
 static void tkvi_kvquant_token_of(const float *x, int dim, int slots, tkvi_kvquant_token *k) {
     int low[TKVI_KVQUANT_SLOTS + 1], high[TKVI_KVQUANT_SLOTS + 1], i, best = 0;
     tkvi_kvquant_ends(x, dim, slots, low, high);
@@ -5085,7 +5108,8 @@ static void tkvi_kvquant_v_encode(const tkvi_side *s, const tkvi_simd_ops *help,
 }
 
 /* >>decoding */
-/* The dense values of a row. A byte behind it is read, which the record has. step 0: one range for all. */
+/* Decodes the dense values of a row. Reads one byte beyond the row; the record has it. step 0: one range for
+ * all. */
 static void tkvi_kvquant_dense(const uint8_t *row, int bits, int dim, const float *level, const float *radius,
                                const float *middle, int step, float *y) {
     int c, mask = (1 << bits) - 1;
@@ -5096,7 +5120,7 @@ static void tkvi_kvquant_dense(const uint8_t *row, int bits, int dim, const floa
     }
 }
 
-/* In a loop of its own: what is added to a value in memory is not added to anything before. */
+/* A separate loop: y is already rounded and stored, so no compiler merges this sum with the earlier one. */
 static void tkvi_kvquant_outliers(const tkvi_side *s, const uint8_t *src, int t, float *y) {
     const uint8_t *p = src + tkvi_kvquant_places(s).slot + 3 * t * s->slots;
     int i;
@@ -5143,37 +5167,36 @@ static void tkvi_kvquant_v_decode(const tkvi_side *s, const tkvi_simd_ops *help,
 #endif /* TKVI_FORMATS_KVQUANT_H */
 /* ======== formats/token.h ======== */
 /*
- * formats/token.h - formats that code each token by itself, on a grid with the zero in its middle: what INT8,
- * INT4, FP8 and FP4 share. A format is a grid (below) and a line in the table.
+ * formats/token.h - formats that code each token by itself, on a symmetric grid: the shared code of INT8, INT4,
+ * FP8 and FP4. A format is a grid (below) and a row in the table.
  *
  *   x^ = scale * level[code]                         scale: largest |x| over the largest level, in fp16
- *   x^ = scale * part * level[code]                  and, if the grid has parts, an E4M3 factor per 16 channels
+ *   x^ = scale * part * level[code]                  if the grid has parts: an E4M3 factor per 16 channels
  *
- * Products are exact in a float (11 + 4 + 2 or 11 + 8 bits). Two options, both in the bytes:
- *   cfg.rotate    the token is coded behind the rotation of core/rotate.h and turned back when it is decoded, so
- *                 that large channels do not cost the others their bits (QuaRot, arXiv 2404.00456)
- *   cfg.center_k  K only: the block's mean of each channel is taken away first and put back last. 16 bits per
- *                 channel and block, 1/4 bit a value; nothing has to be learned, and a block can be moved or
- *                 sent as it is.
+ * Products are exact in a float (11 + 4 + 2 or 11 + 8 bits). Two options change the bytes:
+ *   cfg.rotate    the token is rotated by core/rotate.h before coding and rotated back after decoding. So large
+ *                 channels do not cost the others their bits (QuaRot, arXiv 2404.00456).
+ *   cfg.center_k  K only: the encoder subtracts the block's mean of each channel first, and decoding adds it last.
+ *                 16 bits per channel and block, 1/4 bit a value. It needs no learning, and a block can be moved
+ *                 or sent as it is.
  *
- * Decoding gives plain values, so attention needs nothing of its own (TKVI_AS_DECODED). Values saturate at
- * +-65504.
+ * Decoding gives plain values, so attention needs no special kernel (TKVI_AS_DECODED). Values saturate at +-65504.
  *
  * Bytes of one side:
  *   | codes [64 tokens][channels] | scale fp16 [64][scales] | part [64][ceil(dim / 16)] | mean fp16 [dim] |
- *   8 bits: a byte per channel; 4 bits: the even channel in the low half, a row filled up to a whole byte
+ *   8 bits: a byte per channel; 4 bits: the even channel in the low half, a row padded to a whole byte
  */
 #ifndef TKVI_FORMATS_TOKEN_H
 #define TKVI_FORMATS_TOKEN_H
 
 
-#define TKVI_PART 16 /* channels */
+#define TKVI_PART 16 /* channels of a part */
 
 typedef struct tkvi_grid {
     int bits;             /* of a code: 4 or 8 */
     float top;            /* the largest level */
-    int per_group, parts; /* scales per token: 1: by cfg.group_size, else one; 1: and factors */
-    int (*code)(float y); /* the nearest level's, half to even; any finite y */
+    int per_group, parts; /* 1: a scale per cfg.group_size channels, 0: one a token; 1: has factors */
+    int (*code)(float y); /* code of the nearest level, half to even; any finite y */
     float (*level)(int code);
 } tkvi_grid;
 
@@ -5187,9 +5210,9 @@ static void tkvi_token_layout(tkvi_side *s, const tkvi_grid *grid) {
     if (s->center) s->meta_bytes += (size_t)(2 * s->dim);
 }
 
-/* Where the pieces are. Casts of the same for reading and writing. */
+/* Places in the bytes of a side. Offsets serve reading and writing alike. */
 typedef struct tkvi_token_at {
-    size_t row, scale, part, mean; /* bytes of a token's codes; offsets of the metadata */
+    size_t row, scale, part, mean; /* row: bytes of a token's codes; others: offsets */
     int parts;                     /* per token */
 } tkvi_token_at;
 
@@ -5223,7 +5246,7 @@ static void tkvi_token_mean(const float *x, size_t stride, int n, int dim, uint8
     }
 }
 
-/* n channels with one scale; 0 if it is 0. Bytes of codes are clear. */
+/* Codes n channels with one scale; scale 0 gives codes 0. The caller has cleared the bytes. */
 static void tkvi_token_codes(const tkvi_grid *grid, const float *y, int first, int n, float scale,
                              uint8_t *codes) {
     int c;
@@ -5299,11 +5322,13 @@ static void tkvi_token_decode(const tkvi_side *s, const tkvi_simd_ops *help, con
 #endif /* TKVI_FORMATS_TOKEN_H */
 /* ======== formats/int.h ======== */
 /*
- * formats/int.h - INT8, INT4: whole numbers -127 .. 127 and -7 .. 7, one fp16 scale per token and 64 or 32
- * channels (cfg.group_size), largest |x| / 127 or / 7. The symmetric grid of QuaRot and of most int8 caches;
- * -128 and -8 are never written. Two's complement in a byte or half of one. 8.25 and 4.25 bits a value in
- * groups of 64, 8.5 and 4.5 in groups of 32. Rotate them (cfg.rotate): at 4 bits, large channels ruin their
- * group otherwise. Bytes: formats/token.h.
+ * formats/int.h - INT8, INT4: integers -127 .. 127 and -7 .. 7, with one fp16 scale per token and 64 or 32
+ * channels (cfg.group_size): largest |x| / 127 or / 7. This is the symmetric grid of QuaRot and of most int8
+ * caches. -128 and -8 are never written. A code is two's complement in a byte or half a byte. 8.25 and 4.25 bits a
+ * value in groups of 64, 8.5 and 4.5 in groups of 32. Use cfg.rotate with INT4, because large channels ruin their
+ * group otherwise.
+ *
+ * Bytes: formats/token.h.
  */
 #ifndef TKVI_FORMATS_INT_H
 #define TKVI_FORMATS_INT_H
@@ -5329,15 +5354,19 @@ static void tkvi_int4_layout(tkvi_side *s) { tkvi_token_layout(s, &tkvi_grid_int
 /*
  * formats/float.h - FP8 (E4M3, E5M2) and FP4 (E2M1), core/minifloat.h.
  *
- *   FP8   one fp16 scale per token: its largest value becomes the largest finite level (448, 57344). A plain
- *         cast would lose what is below 2^-9 (E4M3) and saturate at 448, where keys with a bias are; a scale
- *         of a byte would save 0.06 bits a value at head_dim 128 and needs a window. 8.125 bits a value
- *         there, 8.25 at 64.
+ *   FP8   one fp16 scale per token: its largest value becomes the largest finite level (448, 57344). A plain cast
+ *         would lose values below 2^-9 (E4M3), and saturate at 448, where keys with a bias are. A scale of one
+ *         byte would save 0.06 bits a value at head_dim 128, but needs a window. 8.125 bits a value at head_dim
+ *         128, 8.25 at 64.
  *   FP4   the levels 0, .5, 1, 1.5, 2, 3, 4, 6 and their negatives, with two scales as in NVFP4: E4M3 per 16
- *         channels, fp16 per token (there: a float per tensor). 4.625 bits a value at head_dim 128, 4.75 at
- *         64. Mean square error of Gaussian values .0090 of the variance, with one channel in 40 being 12
- *         times as large .0083; MXFP4 (32 channels, powers of two) .0132 and .032 in 4.25 bits, fp16 per 32
- *         channels .0103 and .015 in 4.5.
+ *         channels, fp16 per token (NVFP4: a float per tensor). 4.625 bits a value at head_dim 128, 4.75 at 64.
+ *
+ * Mean square error as a part of the variance, for Gaussian values, and with one channel in 40 that is 12 times
+ * larger:
+ *
+ *         FP4                                  .0090   .0083
+ *         MXFP4 (32 channels, powers of two)   .0132   .032     4.25 bits
+ *         fp16 scale per 32 channels           .0103   .015     4.5 bits
  *
  * Bytes: formats/token.h.
  */
@@ -5358,8 +5387,8 @@ static void tkvi_fp4_layout(tkvi_side *s) { tkvi_token_layout(s, &tkvi_grid_fp4)
 #endif /* TKVI_FORMATS_FLOAT_H */
 /* ======== formats/table.h ======== */
 /*
- * formats/table.h - the table of formats, and the standalone codec of the interface on top of it.
- * May call the format files. Everything that stores or reads tokens goes through tkvi_formats.
+ * formats/table.h - the table of formats, and on top of it the standalone codec of the interface.
+ * All code that stores or reads tokens goes through tkvi_formats.
  */
 #ifndef TKVI_FORMATS_TABLE_H
 #define TKVI_FORMATS_TABLE_H
@@ -5461,7 +5490,7 @@ static const tkvi_format tkvi_formats[TKV_FORMAT_COUNT] = {
 #undef TKVI_SUBSPACE_
 #undef TKVI_KVQUANT_
 
-/* The definition of what is stored. */
+/* Scalar decoding: it defines the values that a side holds. */
 static void tkvi_decode_side(const tkvi_side *s, const uint8_t *src, int first, int n, float *x,
                              size_t stride) {
     tkvi_values(s, &tkvi_simd_ops_scalar, src, first, n, x, stride);
@@ -5469,7 +5498,7 @@ static void tkvi_decode_side(const tkvi_side *s, const uint8_t *src, int first, 
 
 static int tkvi_format_known(tkv_format f) { return f > TKV_FORMAT_DEFAULT && f < TKV_FORMAT_COUNT; }
 
-/* Does its encoder ask for queries (learn/squat_queries.h)? */
+/* Does its encoder need statistics of queries (learn/squat_queries.h)? */
 static int tkvi_is_squat(tkv_format f) { return tkvi_formats[f].side[TKV_K].encode == tkvi_squat_encode; }
 
 /* Does it need a table of the layer (learn/kvquant_tables.h)? */
@@ -5511,7 +5540,7 @@ static int tkvi_codec_side(const tkv_codec *c, tkvi_side *s) {
     return 1;
 }
 
-/* The rotation, where the side wants one. */
+/* Sets the RoPE of a side, if its format codes keys before RoPE. */
 static void tkvi_codec_rope(const tkv_codec *c, tkvi_side *s, tkvi_rope *rope) {
     if (c->side != TKV_K || !c->rope.dim || !tkvi_is_kvquant(c->format)) return;
     if (c->kvquant & TKV_KVQUANT_POST_ROPE) return;
@@ -5562,47 +5591,48 @@ TKV_API tkv_status tkv_decode(const tkv_codec *c, const void *src, size_t size, 
 #endif /* TKVI_FORMATS_TABLE_H */
 /* ======== kernels/scalar.h ======== */
 /*
- * kernels/scalar.h - what attention asks of an instruction set, and the scalar answer, which is the definition.
+ * kernels/scalar.h - the interface of an attention kernel, and its scalar version, which defines the result.
  *
- * A kernel works on one KV head's record of one block and up to TKVI_ROWS query rows at once (the query
- * heads of a group and several queries), so that each byte of the cache is read and unpacked once for all
- * of them. The other kernel files compute the same with vectors, within rounding of float sums.
- * May call formats and below.
+ * A kernel reads one side (K or V) of one KV head's block, for up to TKVI_ROWS query rows at once. The rows are
+ * the query heads of a group and several queries. Each byte of the cache is then read and unpacked once for all
+ * rows. The other kernel files compute the same with vectors, within the rounding of float sums.
  *
- * Integer attention on tiles (the scales never touch a code):
- *   K: q.k = sum_c q_c (scale_c code_c + zero_c). Fold w_c = q_c scale_c, round w to 8 bits (one plane) or
- *      15 (two planes, hi * 128 + lo), multiply by codes in integers, and take the rest in floats:
+ * Integer attention on tiles. No code is multiplied by its scale; the scales go into the weights:
+ *   K: q.k = sum_c q_c (scale_c code_c + zero_c). Fold w_c = q_c scale_c. Round w to 8 bits (one limb) or to 15
+ *      (two limbs, hi * 128 + lo). Multiply by the codes in integers and add the rest in floats:
  *      step * (sum w code - sum w centre) + sum_c q_c (zero_c - ref_c + centre scale_c)
- *   V: the same with weights p_t scale_t per token, per group of channels; they have no sign, so one plane is
- *      0..255.
- * How many planes? A weight that is rounded to 1/127 of the largest adds an error that grows with the spread of
- * the codes it meets; the format itself errs by a third of a step, however wide. So in K tiles of 5 bits and more
- * (KIVI: 4) always have two planes, the others one, unless a row has a few weights that tower over the rest
- * (TKVI_NEEDS_TWO).
- * The same in V, by whole blocks: a side with wide tiles asks for two planes everywhere.
- * KIVI, and the int8 folding measured in ggml's rivals, describe the fold; centre terms from the float
- * query keep the rounding away from the mean of the codes.
+ *   V: the same with weights p_t scale_t per token, for each group of channels. These weights have no sign, so
+ *      one limb is 0..255.
  *
- * `ref` is any key; scores are q.(k - ref), the same for softmax, and large biases that all keys share
- * (Qwen2's reach 900) then cost no precision. The caller adds q.ref where the absolute logit matters.
+ * One limb or two? A weight that is rounded to 1/127 of the largest adds an error. The error grows with the
+ * spread of the codes that the weight multiplies. The format's own error is a third of a step at any width. So
+ * wide K tiles always have two limbs: from 5 bits on in formats A and R, from 4 bits on in the others. Narrower
+ * tiles have one limb, unless a few weights of a row are far larger than the rest (TKVI_NEEDS_TWO).
+ * V decides for whole blocks: a side with tiles of 5 bits or more has two limbs everywhere.
  *
- * q and ref come in the order of the codes and, for rotated formats, rotated; out of rotated values is rotated.
+ * Source of the fold: KIVI, and the int8 folding measured in ggml's rivals. The centre terms come from the float
+ * query, so the rounding of weights does not meet the mean of the codes.
+ *
+ * `ref` is any key. Scores are q.(k - ref), which softmax does not notice. A large bias that all keys share
+ * (Qwen2's reaches 900) then costs no precision. The caller adds q.ref where it needs the absolute logit.
+ *
+ * q and ref come in the order of the codes. In rotated formats q and ref are rotated, and so is the output.
  */
 #ifndef TKVI_KERNELS_SCALAR_H
 #define TKVI_KERNELS_SCALAR_H
 
 
-#define TKVI_ROWS 8 /* query rows per pass; a kernel's stack is proportional to it */
-#define TKVI_PLANE 127
-#define TKVI_PLANE_V 255
-#define TKVI_TWO_PLANES (127 * 128)
-#define TKVI_WIDE 5 /* bits of tiles that want two planes */
+#define TKVI_ROWS 8                 /* query rows per pass; a kernel's stack is proportional to it */
+#define TKVI_PLANE 127              /* largest weight of one limb in K */
+#define TKVI_PLANE_V 255            /* and in V */
+#define TKVI_TWO_PLANES (127 * 128) /* largest weight of two limbs */
+#define TKVI_WIDE 5                 /* tiles of this many bits or more have two limbs */
 
-/* `next` is the side that the same kernel reads next (K of the following block, or V), or NULL: its s->bytes
- * are prefetched between the products, a line here and there. A burst of prefetches stalls, and hardware
- * prefetchers stop at the end of a record.
- * scores[row][64] = q[row] . (k[t] - ref). q: [rows][pad], zero beyond dim. ref: [pad]. n: tokens in the block;
- * scores beyond them are finite rubbish. Exact sides have rows for n tokens at least: read no further. */
+/* scores[row][64] = q[row] . (k[t] - ref). q: [rows][pad], zero beyond dim. ref: [pad]. n: tokens in the block.
+ * Scores beyond n are finite and have no meaning. An exact side may end after n tokens: do not read further.
+ * planes: number of limbs, see tkvi_planes.
+ * `next` is the same side of the next block, or NULL. The kernel prefetches its s->bytes line by line between the
+ * products. Prefetching all at once would stall, and hardware prefetchers stop at the end of a record. */
 typedef void (*tkvi_k_kernel)(const tkvi_side *s, const uint8_t *src, const uint8_t *next, const float *q,
                               const float *ref, int rows, int n, int planes, float *scores);
 /* out[row][pad] += sum_t p[row][t] v[t]. p: [rows][64], not negative, zero beyond n. */
@@ -5615,15 +5645,16 @@ typedef struct tkvi_kernels {
     tkvi_k_kernel k[TKVI_STORAGE_COUNT];
     tkvi_v_kernel v[TKVI_STORAGE_COUNT];
     const tkvi_simd_ops *helpers;
-    /* p[t] = exp(s[t] - max) for 64 scores, all <= max; below max - 87 it may be 0. Returns the sum. */
+    /* p[t] = exp(s[t] - maximum) for 64 scores, all <= maximum. It may be 0 below maximum - 87. Returns the sum. */
     float (*exp64)(const float *s, float maximum, float *p);
     float (*max64)(const float *s); /* the largest of 64 scores */
-    /* The same for rows of scores [row][64]: m[r] grows to the largest, p = exp(s - m), sum[r] of these; a row
-     * that sees no key (all TKVI_HIDDEN) gets zeros. Returns 0 if no row sees one. */
+    /* One step of the online softmax for scores [row][64]. m[r] grows to the largest score of row r. p = exp(s - m)
+     * and sum[r] is the sum of p. A row that sees no key (all TKVI_HIDDEN) gets zeros. Returns 0 if no row sees a
+     * key. */
     int (*softmax_step)(const float *s, int rows, float *m, float *sum, float *p);
 } tkvi_kernels;
 
-#define TKVI_HIDDEN (-1e30f) /* score of a key that a row does not see; no infinities, -ffast-math has none */
+#define TKVI_HIDDEN (-1e30f) /* score of an unseen key; finite, because -ffast-math has no infinities */
 #define TKVI_IS_HIDDEN(s) (!((s) > TKVI_HIDDEN))
 
 static int tkvi_softmax_rows(float (*max64)(const float *), float (*exp64)(const float *, float, float *),
@@ -5643,7 +5674,8 @@ static int tkvi_softmax_rows(float (*max64)(const float *), float (*exp64)(const
     return seen;
 }
 
-/* The planes to ask a kernel for: 2 everywhere, or 1: as few as tiles and weights allow. */
+/* Limbs to ask a kernel for. 2: every weight has two. 1: the kernel decides by the width of tiles and by the
+ * weights. */
 static int tkvi_planes(const tkvi_side *s, int precise) {
     int width;
     if (s->which == TKV_V)
@@ -5694,24 +5726,25 @@ TKVI_EXACT_KERNEL_(bf16)
 #undef TKVI_EXACT_KERNEL_
 
 /* >>tiles */
-/* What a rounded weight's error meets: the variance of codes in units of the format's own error, by width. First of
- * grids that cut off what is rare (A; R, whose values are normal), then of ranges from smallest to largest: there
- * one large key in a block has all its codes at the ends, and exactly; 4 bits, of V alone, between that (340) and
- * normal values (125). Pairs of R15 are like a code of 1.5 bits. */
+/* The spread by width: the variance of codes in units of the format's own error. It scales the error of a rounded
+ * weight. First row: A and R, whose grids cut off rare values (those of R are normal). Second row: ranges from the
+ * smallest value to the largest. There, all codes of one large key in a block are at the ends of the ranges, and
+ * exact. The value for 4 bits, which only V uses, lies between that case (340) and normal values (125). */
 static const float tkvi_spread[2][TKVI_WIDE] = {{0.0f, 3.0f, 9.0f, 30.0f, 90.0f},
                                                 {0.0f, 3.0f, 14.0f, 74.0f, 250.0f}};
 
-/* From so many bits on tiles of K have two planes in any case. */
+/* Tiles of K with this many bits or more always have two limbs. */
 static int tkvi_wide_k(const tkvi_side *s) { return s->format->shared ? TKVI_WIDE : TKVI_WIDE - 1; }
 
-/* Places with such tiles. */
+/* Number of positions in such tiles. They come first. */
 static int tkvi_wide_places(const tkvi_side *s) {
     int width, n = 0;
     for (width = TKVI_MAX_WIDTH; width >= tkvi_wide_k(s); width--) n += 4 * s->runs.n[width];
     return n;
 }
 
-/* The spread that weights of one plane meet in a block: of all channels (K), of 64 tokens (V, codes of a width). */
+/* Sum of the spreads of the codes that one-limb weights multiply in a block. K: over all channels. V: over 64
+ * tokens, for codes of one width. */
 static float tkvi_coarse_k(const tkvi_side *s) {
     float sum = 0.0f;
     int width;
@@ -5721,18 +5754,19 @@ static float tkvi_coarse_k(const tkvi_side *s) {
 }
 
 static float tkvi_coarse_v(const tkvi_side *s, int width) {
-    if (s->pairs) width = 2;
+    if (s->pairs) width = 2; /* pairs of R15 (1.5 bits a value) */
     return width < TKVI_WIDE ? tkvi_spread[!s->format->shared][width] * (float)TKVI_BLOCK : 0.0f;
 }
 
-/* Would one plane, of weights up to `top`, add more than a tenth of the format's own error in the root mean square?
- * Rounding errs by step^2 spread / 12 a weight, step = most / top, the format by w^2. The rule bounds an
- * expectation: one row can err twice as much. */
+/* True if one limb, of weights up to `top`, would add more than 0.087 of the format's own error (root mean square).
+ * So the added error stays below a tenth. Per weight, in the same unit, rounding has the squared error
+ * step^2 spread / 12 with step = most / top; the format has w^2. Hence the limit is sqrt(0.09 / 12). This bounds an
+ * expectation: the error of one row can be twice as large. */
 #define TKVI_MAY_ERR(top) (0.09f * (float)(top) * (float)(top))
 #define TKVI_NEEDS_TWO(coarse, most, squares, top)                                                           \
     ((coarse) * (most) * (most) > TKVI_MAY_ERR(top) * (squares))
 
-/* w times `by` as integers of at most `top`. */
+/* w times `by`, rounded and clamped to -top .. top. */
 static int tkvi_rounded(float w, float by, int top) {
     return tkvi_max(-top, tkvi_min(top, tkvi_rne(w * by)));
 }
@@ -5742,7 +5776,7 @@ static float tkvi_inverse(float top, float most) {
     return tkvi_is_finite(inverse) ? inverse : 0.0f; /* weights below 1e-34 contribute nothing */
 }
 
-/* Weights of K in units of the second plane; returns their step. */
+/* Weights of K as integers in units of the low limb. Returns the value of one unit. */
 static float tkvi_round_k(const tkvi_side *s, const float *w, int planes, int *rounded) {
     float most = tkvi_largest(w, s->pad), squares = 0.0f;
     float one = tkvi_inverse((float)TKVI_PLANE, most), two = tkvi_inverse((float)TKVI_TWO_PLANES, most);
@@ -5755,7 +5789,7 @@ static float tkvi_round_k(const tkvi_side *s, const float *w, int planes, int *r
     return two > 0.0f ? most / (float)TKVI_TWO_PLANES : 0.0f;
 }
 
-/* The largest weight of V in one plane. Levels of a table are signed: beside them there is room for seven bits. */
+/* The largest weight of V in one limb. Levels of a table are signed bytes, which leaves seven bits for weights. */
 static int tkvi_top_v(const tkvi_side *s) { return s->levels ? TKVI_PLANE : TKVI_PLANE_V; }
 
 static float tkvi_round_v(const tkvi_side *s, const float *w, int width, int planes, int *rounded) {
@@ -5806,12 +5840,12 @@ static void tkvi_tiles_k_scalar(const tkvi_side *s, const uint8_t *src, const ui
 static void tkvi_tiles_v_scalar(const tkvi_side *s, const uint8_t *src, const uint8_t *next, const float *p,
                                 int rows, int n, int planes, float *out) {
     float scale[TKVI_MAX_GROUPS * TKVI_BLOCK], zero[TKVI_MAX_GROUPS * TKVI_BLOCK];
-    int r, t, i, c, width, slab = 0; /* first channel */
+    int r, t, i, c, width, slab = 0; /* its first channel */
     tkvi_tile_at at = tkvi_tiles(&s->runs);
     (void)next;
     s->format->side[TKV_V].meta(s, src, &tkvi_simd_ops_scalar, scale, zero);
     for (width = TKVI_MAX_WIDTH; width > 0; width--)
-        for (i = 0; i < s->runs.n[width]; i += 4) { /* 16 lanes */
+        for (i = 0; i < s->runs.n[width]; i += 4) { /* a slab */
             uint8_t tile[4][TKVI_TILE_CODES];
             const float *sc = scale + slab / s->group * TKVI_BLOCK, *z = zero + slab / s->group * TKVI_BLOCK;
             float centre = tkvi_centre(s, width);
@@ -5844,10 +5878,10 @@ static void tkvi_tiles_v_scalar(const tkvi_side *s, const uint8_t *src, const ui
         }
 }
 
-/* >>decoded: any format, by its decode alone. x86 falls back to it (kernels/decode_x86.h). */
-#define TKVI_AT_ONCE 16 /* tokens: what the stack has room for */
+/* >>decoded: any format, through its decode function only. x86 falls back to it (kernels/decode_x86.h). */
+#define TKVI_AT_ONCE 16 /* tokens decoded at a time, limited by the stack */
 
-/* n is a multiple of 16: vectors also at -O2. */
+/* n is a multiple of 16. The inner loop of 16 lets compilers use vectors also at -O2. */
 static float tkvi_float_dot(const float *a, const float *b, int n) {
     float sum[16] = {0.0f}, all = 0.0f;
     int i, k;
@@ -5905,7 +5939,7 @@ static float tkvi_exp64_scalar(const float *s, float maximum, float *p) {
     int t;
     for (t = 0; t < TKVI_BLOCK; t++) {
         float x = s[t] - maximum;
-        p[t] = x < -87.0f ? 0.0f : expf(x); /* no subnormals, whatever the flags */
+        p[t] = x < -87.0f ? 0.0f : expf(x); /* no subnormals, under any compiler flags */
         sum += p[t];
     }
     return sum;
@@ -5936,20 +5970,19 @@ static const tkvi_kernels tkvi_kernels_scalar = {
 #endif /* TKVI_KERNELS_SCALAR_H */
 /* ======== kernels/x86.h ======== */
 /*
- * kernels/x86.h - what the kernels for AVX2 and AVX-512 share: how each compiler is told about instruction
- * sets, prefetching, and the part of integer attention that has no vectors in it.
+ * kernels/x86.h - shared by the kernels for AVX2 and AVX-512: attributes that select an instruction set for each
+ * compiler, prefetching, and the part of integer attention that has no vectors.
  *
- * Everything is compiled in one translation unit without any -m flag: every function that touches a vector,
- * helpers included, carries its target. Entries of kernel tables are plain static functions; the pieces they
- * are made of are inlined by force, with the number of rows as a constant, so that accumulators stay in
- * registers. Calls kernels/scalar.h and below.
+ * Everything is compiled in one translation unit without any -m flag. So every function that uses vectors, inlined
+ * ones included, names its target in an attribute. The entries of kernel tables are plain static functions. Their
+ * pieces are inlined by force, with the number of rows as a constant, so that accumulators stay in registers.
  */
 #ifndef TKVI_KERNELS_X86_H
 #define TKVI_KERNELS_X86_H
 
 
 /* >>compilers */
-/* gcc -m32 -ffast-math without SSE refuses its own intrinsics: the scalar kernels do there. */
+/* gcc -m32 -ffast-math without SSE refuses its own intrinsics. The scalar kernels are used there. */
 #if defined(__i386__) && defined(__FAST_MATH__) && !defined(__SSE2__)
 #define TKVI_NO_X86
 #endif
@@ -5972,7 +6005,7 @@ static const tkvi_kernels tkvi_kernels_scalar = {
 #endif
 #endif
 #elif defined(_MSC_VER)
-/* Intrinsics need no flag. No AVX-512: MSVC 19.38 let it leak into AVX2 code. */
+/* Intrinsics need no flag. AVX-512 is off because MSVC 19.38 put its instructions into AVX2 code. */
 #define TKVI_X86
 #define TKVI_TARGET_AVX2
 #define TKVI_FLAT static __forceinline
@@ -5992,9 +6025,10 @@ static const tkvi_kernels tkvi_kernels_scalar = {
 #define TKVI_FLAT_AVX2 TKVI_FLAT TKVI_TARGET_AVX2
 #define TKVI_FLAT_AVX512 TKVI_FLAT TKVI_TARGET_AVX512
 
-/* gcc for 64-bit Windows aligns the stack to 16 bytes only. It still spills vectors of 32 and 64 bytes by aligned
- * moves, which fault there (GCC bug 54412; Debian's gcc is patched). Macros of the assembler make all such moves of
- * this file unaligned, which costs nothing where memory is aligned. The condition is for LTO, which joins files. */
+/* gcc for 64-bit Windows aligns the stack to 16 bytes only. It still saves vectors of 32 and 64 bytes there by
+ * aligned moves, which fault (GCC bug 54412; Debian's gcc is patched). Assembler macros make all aligned moves of
+ * this file unaligned. That costs nothing where memory is aligned. LTO joins files, so .ifndef lets each macro be
+ * defined only once. */
 #if defined(__GNUC__) && !defined(__clang__) && defined(__x86_64__) &&                                       \
     (defined(_WIN64) || defined(__CYGWIN__))
 #define TKVI_UNALIGNED(aligned, unaligned)                                                                   \
@@ -6008,7 +6042,7 @@ TKVI_UNALIGNED("vmovdqa64", "vmovdqu64");
 #undef TKVI_UNALIGNED
 #endif
 
-/* The same byte everywhere. gcc's _mm512_set1_epi8 is a list of 64 values, which it copies at every use. */
+/* The same value in every byte. gcc's _mm512_set1_epi8 is a list of 64 values, copied at every use. */
 TKVI_FLAT_AVX2 __m256i tkvi_all_avx2(int value) {
     return _mm256_set1_epi32((int32_t)((uint32_t)value * 0x01010101u));
 }
@@ -6020,12 +6054,13 @@ TKVI_FLAT_AVX512 __m512i tkvi_all_avx512(int value) {
 #endif
 
 /* >>shared pieces, without vectors */
-/* Prefetching: what stands at p in this side stands at p + ahead in the next one. */
+/* Distance for prefetching: address p in this side corresponds to p + ahead in the next side. */
 TKVI_FLAT uintptr_t tkvi_ahead(const uint8_t *src, const uint8_t *next) {
     return next ? (uintptr_t)next - (uintptr_t)src : 0u;
 }
 
-/* Into L2: a core has few requests for L1 under way (Zen 4: 12 GB/s), far more for L2 (20 GB/s and up). */
+/* Prefetches into L2. A core can have few requests for L1 in flight (Zen 4: 12 GB/s), but far more for L2 (20 GB/s
+ * and up). */
 TKVI_FLAT void tkvi_prefetch(const uint8_t *p, uintptr_t ahead) {
 #if defined(__GNUC__) || defined(__clang__)
     __builtin_prefetch((const void *)((uintptr_t)p + ahead), 0, 2);
@@ -6046,63 +6081,63 @@ TKVI_FLAT int32_t tkvi_four(const int8_t *w) {
     return x;
 }
 
-/* >>tiles: what is the same with any vectors. An instruction set brings the steps that are not. */
-enum { TKVI_W_BYTES = TKVI_ROWS * TKV_MAX_HEAD_DIM }; /* weights of one plane of all rows */
+/* >>tiles: the part that does not depend on the instruction set. tkvi_steps has the part that does. */
+enum { TKVI_W_BYTES = TKVI_ROWS * TKV_MAX_HEAD_DIM }; /* one limb of the weights of all rows */
 
-/* Fold: scales into rows of q (by channel, K) or of p (by token, V), for one group; then round. */
+/* Parameters of a fold: multiply rows of q (K, by channel) or p (V, by token) by the scales of one group; round. */
 typedef struct tkvi_folding {
     const float *x, *scale, *zero; /* x: [row][n] */
     const float *ref;              /* K */
-    const uint8_t *centre2;        /* K: [n] twice tkvi_centre of the codes that a weight meets */
-    float centre;                  /* V: the same for all weights; `middle` is that of the codes multiplied */
-    int middle;
-    int n, planes, top; /* K: number of weights; V: the largest weight of one plane */
-    int wide;           /* K: so many have two planes in any case */
-    float coarse;       /* see tkvi_coarse_k */
-    /* Out: rounded weights [row][stride], and their second plane. K: signed. V: unsigned. Room for a multiple
-     * of 64 in each row. */
+    const uint8_t *centre2;        /* K: [n] twice tkvi_centre of the codes that a weight multiplies */
+    float centre;                  /* V: tkvi_centre of the codes */
+    int middle;                    /* V: twice the centre of the codes after tkvi_steps.less was subtracted */
+    int n, planes, top; /* weights in a row; limbs, see tkvi_planes; V: the largest weight of one limb */
+    int wide;           /* K: the first `wide` weights always have two limbs */
+    float coarse;       /* see tkvi_coarse_k and tkvi_coarse_v */
+    /* Out: [row][stride] weights of one limb, or hi, and lo. w is signed in K and unsigned in V; lo is 0..127. Each
+     * row has space for a multiple of 64 weights. */
     int8_t *w, *lo;
 } tkvi_folding;
 
-/* What sums of one plane's products say: of row r  step * (sum w code - base) + rest.  base is half of
- * sum w centre2; rest has the other half of an odd one, and in the first plane  sum x (zero - ref + centre scale).
- * */
+/* Turns the sum of one limb's products into an answer for row r: step * (sum w code - base) + rest. base is half
+ * of sum w centre2, rounded down to an integer. rest makes up for the rounding. For the high limb rest also has
+ * sum x (zero - ref + centre scale). */
 typedef struct tkvi_fold {
     float step[TKVI_ROWS], rest[TKVI_ROWS];
     int32_t base[TKVI_ROWS];
-    int32_t row[TKVI_ROWS]; /* whose answer it is */
+    int32_t row[TKVI_ROWS]; /* row of the output */
 } tkvi_fold;
 
-/* Multiply codes by one plane of weights, and turn the sums into answers. */
+/* Parameters of a pass: multiply codes by one limb of the weights, and turn the sums into answers. */
 typedef struct tkvi_products {
     const tkvi_side *s;
-    const uint8_t *wide, *tops; /* wide part of the first tile; the 1-bit vectors of the side */
-    int half;                   /* number of the first 1-bit half */
-    int tiles;                  /* K: the first so many */
-    int width, slabs, n;        /* V: width of the codes, slabs, tokens */
-    int pairs;                  /* V: the lanes of a slab are pairs of channels, 16 apart */
-    uintptr_t ahead;            /* 0: nothing is to be prefetched */
-    int turn, turns;            /* else only what belongs to tiles whose number & turns is turn */
-    const uint8_t *rest,
-        *end;        /* still to be prefetched: what stands behind the wide parts, a line per tile */
-    const int8_t *w; /* [row][TKV_MAX_HEAD_DIM in K, TKVI_BLOCK in V]; rows to the next power of 2 */
-    int w_group;     /* K: from the weights of tokens 0 .. 31 to those of 32 .. 63 */
-    const tkvi_fold *fold, *fold_group; /* K: fold_group of tokens 32 .. 63 */
-    int first, rows;                    /* the rows of this pass: 4, or fewer of the last */
+    const uint8_t *wide, *tops; /* the wide part of the first tile; the 1-bit vectors of the side */
+    int half;                   /* number of the 1-bit half of the first tile */
+    int tiles;                  /* K: number of tiles to multiply, from the first */
+    int width, slabs, n;        /* V: width of the codes, number of slabs, number of tokens */
+    int pairs;                  /* V: a lane is a pair of channels, 16 apart */
+    uintptr_t ahead;            /* 0: prefetch nothing */
+    int turn, turns;            /* prefetch only for tiles with (number & turns) == turn */
+    const uint8_t *rest, *end;  /* bytes behind the wide parts still to be prefetched, one line per tile */
+    const int8_t *w; /* [row][TKV_MAX_HEAD_DIM in K, TKVI_BLOCK in V]; the last pass reads 1, 2 or 4 rows */
+    int w_group;     /* K: bytes from the weights of tokens 0 .. 31 to those of 32 .. 63 */
+    const tkvi_fold *fold, *fold_group; /* K: fold_group is for tokens 32 .. 63 */
+    int first, rows;                    /* rows of this pass: 4, or fewer in the last */
     float *out;                         /* [row][token in K, channel in V] */
-    int out_stride, add;                /* add: out += answers; always in V */
+    int out_stride, add;                /* add: out += answers, else out = answers; always 1 in V */
 } tkvi_products;
 
 typedef void (*tkvi_dot)(tkvi_products *d);
 
 typedef struct tkvi_steps {
     const tkvi_simd_ops *helpers;
-    /* f: of each plane. Returns how many weights have a second plane in some row; `lo` has so many in each four
-     * rows of which one has any. V: returns which rows have one, a bit for each. */
+    /* Fold and round all rows. f: one entry for each limb. K: returns the number of leading weights that have two
+     * limbs in some row. Rows are folded four at a time. `lo` is written only as far as one of the four needs it.
+     * V: returns the rows with two limbs, one bit each. */
     int (*fold_k)(const tkvi_folding *a, int rows, tkvi_fold *f);
     int (*fold_v)(const tkvi_folding *a, int rows, tkvi_fold *f);
     void (*dot)(tkvi_products *d, int rows);
-    int less; /* what it takes from 8-bit codes of V to make them signed */
+    int less; /* subtracted from 8-bit codes of V where they must be signed, else 0 */
 } tkvi_steps;
 
 static void tkvi_products_set(tkvi_products *d, const tkvi_side *s, const uint8_t *src) {
@@ -6114,7 +6149,8 @@ static void tkvi_products_set(tkvi_products *d, const tkvi_side *s, const uint8_
     d->half = 0;
 }
 
-/* Two passes over all tiles take turns: memory is asked for what comes next all the time, not all at once. */
+/* If the passes of both limbs read all tiles, each pass prefetches every other tile. This spreads the requests.
+ * Otherwise the first pass prefetches everything. */
 static void tkvi_prefetch_in_turn(tkvi_products *d, uintptr_t ahead, int plane, int two) {
     d->ahead = plane && !two ? 0 : ahead;
     d->turn = plane && two;
@@ -6128,13 +6164,13 @@ TKVI_FLAT void tkvi_prefetch_rest(tkvi_products *d) {
     }
 }
 
-/* Four rows at a time; the last ones by the kernel of 1, 2 or 4 rows. */
+/* Four rows at a time. The last rows take the kernel for 1, 2 or 4 rows. */
 static void tkvi_dot_rows(tkvi_products *d, int rows, const tkvi_dot *dots) {
     const int stride = d->s->which == TKV_K ? TKV_MAX_HEAD_DIM : TKVI_BLOCK;
     for (d->first = 0; d->first < rows; d->first += 4) {
         d->rows = tkvi_min(rows - d->first, 4);
         dots[tkvi_min(d->rows - 1, 2)](d);
-        d->ahead = 0; /* once is enough */
+        d->ahead = 0; /* the first pass has prefetched everything */
         d->w += 4 * stride;
     }
 }
@@ -6143,8 +6179,8 @@ static void tkvi_tiles_k(const tkvi_steps *v, const tkvi_side *s, const uint8_t 
                          const float *q, const float *ref, int rows, int planes, float *scores) {
     TKVI_ALIGNED float scale[2 * TKV_MAX_HEAD_DIM], zero[2 * TKV_MAX_HEAD_DIM];
     TKVI_ALIGNED uint8_t centre2[TKV_MAX_HEAD_DIM];
-    TKVI_ALIGNED int8_t w[2][2][TKVI_W_BYTES]; /* plane, group */
-    tkvi_fold fold[2][2];                      /* group, plane */
+    TKVI_ALIGNED int8_t w[2][2][TKVI_W_BYTES]; /* limb, group */
+    tkvi_fold fold[2][2];                      /* group, limb */
     tkvi_folding a;
     tkvi_products d;
     int width, g, c = 0, plane, second = 0;
@@ -6160,7 +6196,7 @@ static void tkvi_tiles_k(const tkvi_steps *v, const tkvi_side *s, const uint8_t 
     a.planes = planes;
     a.wide = tkvi_wide_places(s);
     a.coarse = tkvi_coarse_k(s);
-    if (s->groups == 2 || rows > 4) memset(w[1], 0, sizeof w[1]); /* else all rows are folded at once */
+    if (s->groups == 2 || rows > 4) memset(w[1], 0, sizeof w[1]); /* fold_k may leave parts of lo unwritten */
     for (g = 0; g < s->groups; g++) {
         a.scale = scale + g * s->pad;
         a.zero = zero + g * s->pad;
@@ -6182,7 +6218,7 @@ static void tkvi_tiles_k(const tkvi_steps *v, const tkvi_side *s, const uint8_t 
     }
 }
 
-/* Moves the rows of V whose bit is set to the front; returns how many these are. */
+/* Moves the rows of V whose bit is set in `which` to the front. Returns their number. */
 static int tkvi_gather_rows(int which, int8_t *w, tkvi_fold *f) {
     int r, n = 0;
     for (r = 0; which >> r; r++) {
@@ -6222,7 +6258,7 @@ static void tkvi_tiles_v(const tkvi_steps *v, const tkvi_side *s, const uint8_t 
         a.coarse = tkvi_coarse_v(s, width);
         d.width = width;
         d.pairs = s->pairs && width == 3;
-        for (i = 0; i < s->runs.n[width]; i += 4 * d.slabs) { /* slabs of 16 lanes that share a group */
+        for (i = 0; i < s->runs.n[width]; i += 4 * d.slabs) { /* slabs of 16 lanes in one group */
             const int left = (s->runs.n[width] - i) / 4 << d.pairs, in_group = s->group / 16;
             g = slab / in_group;
             d.slabs = tkvi_min(left, in_group - slab % in_group) >> d.pairs;
@@ -11118,11 +11154,11 @@ static const tkvi_kernels tkvi_kernels_128 = {
 #endif /* TKVI_KERNELS_VECTORS_128_H */
 /* ======== kernels/dispatch.h ======== */
 /*
- * kernels/dispatch.h - which kernels this processor can run.
+ * kernels/dispatch.h - chooses the kernels that this processor can run.
  *
- * x86 asks cpuid, and xgetbv whether the operating system saves the registers, each time a cache is created:
- * no globals. NEON and WASM SIMD are what the compiler was told; other machines have the scalar table. Calls the
- * kernel files.
+ * On x86, cpuid reports the instruction sets, and xgetbv whether the operating system saves their registers. Both
+ * run each time a cache is created, so that no global variable is needed. NEON and WASM SIMD are chosen by compiler
+ * flags. Other machines use the scalar table.
  */
 #ifndef TKVI_KERNELS_DISPATCH_H
 #define TKVI_KERNELS_DISPATCH_H
@@ -11165,23 +11201,23 @@ static tkv_isa tkvi_best_isa(void) {
     if (r[0] < 7) return TKV_ISA_SCALAR;
     tkvi_cpuid(1, r);
     one = r[2];
-    if (!tkvi_bits_set(one, 1u << 27)) return TKV_ISA_SCALAR; /* OSXSAVE: xgetbv may be called */
+    if (!tkvi_bits_set(one, 1u << 27)) return TKV_ISA_SCALAR; /* without OSXSAVE xgetbv is illegal */
     xcr0 = tkvi_xcr0();
     tkvi_cpuid(7, r);
     seven_b = r[1];
     seven_c = r[2];
-    /* xmm and ymm saved; FMA, AVX, F16C; AVX2 */
+    /* the system saves xmm and ymm; FMA, AVX, F16C; AVX2 */
     if (!tkvi_bits_set(xcr0, 0x6u) || !tkvi_bits_set(one, 1u << 12 | 1u << 28 | 1u << 29))
         return TKV_ISA_SCALAR;
     if (!tkvi_bits_set(seven_b, 1u << 5)) return TKV_ISA_SCALAR;
-    /* masks and zmm saved; F, DQ, BW, VL; VNNI */
+    /* the system saves masks and zmm; F, DQ, BW, VL; VNNI */
     if (!tkvi_bits_set(xcr0, 0xe6u) || !tkvi_bits_set(seven_b, 1u << 16 | 1u << 17 | 1u << 30 | 1u << 31))
         return TKV_ISA_AVX2;
     return tkvi_bits_set(seven_c, 1u << 11) ? TKV_ISA_AVX512 : TKV_ISA_AVX2;
 }
 #endif /* TKVI_X86 */
 
-/* The kernels of an instruction set, TKV_ISA_AUTO being the best here; NULL if this one is not available. */
+/* The kernels of an instruction set, or NULL if it is not available. TKV_ISA_AUTO: the best available one. */
 static const tkvi_kernels *tkvi_kernels_for(tkv_isa isa) {
 #ifdef TKVI_X86
     tkv_isa best = tkvi_best_isa();
@@ -11206,67 +11242,67 @@ TKV_API const char *tkv_isa_name(tkv_isa isa) {
 #endif /* TKVI_KERNELS_DISPATCH_H */
 /* ======== kernels/prefill.h ======== */
 /*
- * kernels/prefill.h - attention of many query rows at once, as a prompt brings them: what it asks of an instruction
- * set.
+ * kernels/prefill.h - the interface of kernels for prefill: attention of up to 32 query rows of a prompt at once.
  *
- * kernels/scalar.h reads a record for 8 rows, lanes being tokens or channels, and then folds scales into rows,
- * rounds and sums them across vectors. Here lanes are query rows, 16 to a vector: nothing is summed across a
- * vector, and codes are unpacked to bytes once for all lanes, then broadcast, four neighbours at a time:
+ * The kernels of kernels/scalar.h take 8 rows, and their vector lanes are tokens or channels. They fold scales
+ * into each row, round the weights, and sum across vectors. Here the lanes are query rows, 16 to a vector, and
+ * no sum crosses a vector. Codes are unpacked to bytes once for all lanes. Then four neighbouring codes at a
+ * time are broadcast:
  *
  *     scores[token][lanes]  = sum over tiles   of  weights[tile][lanes] . code[tile][token]
  *     out[channel][lanes]  += sum over quads   of  p[quad of tokens][lanes] . code[quad][channel]
  *
- * The arithmetic is that of kernels/scalar.h (weights of 8 bits, or 15 where one plane is too coarse) but for
- * details: all lanes have two planes as soon as one row needs them. There is no scalar twin: an instruction set
- * without one uses kernels/scalar.h.
+ * The arithmetic is that of kernels/scalar.h: weights of 8 bits, or of 15 where one limb is too coarse. One
+ * difference: all lanes have two limbs as soon as one row needs them. There is no scalar version. An instruction
+ * set without prefill kernels uses those of kernels/scalar.h.
  *
- * FlashAttention-2 (arXiv 2307.08691) for the order of loops; the maximum moves only when it must, as in
- * FlashAttention-4. Calls kernels/scalar.h and below.
+ * Order of loops: FlashAttention-2 (arXiv 2307.08691). As in FlashAttention-4, the maximum moves only when it must.
  */
 #ifndef TKVI_KERNELS_PREFILL_H
 #define TKVI_KERNELS_PREFILL_H
 
 
-#define TKVI_PREFILL 32          /* rows at most */
-#define TKVI_PREFILL_FLOATS 4096 /* rows x channels: 16 rows beyond 128 channels; stacks are small */
-#define TKVI_LAZY 8.0f           /* weights may grow to e^8 before sums are scaled down to a new maximum */
+#define TKVI_PREFILL 32          /* the most rows */
+#define TKVI_PREFILL_FLOATS 4096 /* rows x channels, to keep the stack small: 16 rows beyond 128 channels */
+#define TKVI_LAZY 8.0f           /* weights may reach e^8 before m moves to the new maximum and sums shrink */
 
-/* Scores become weights, in place. All arrays are [lanes]. */
+/* Parameters of softmax_step, which turns scores into weights in place. Arrays are [lanes]. */
 typedef struct tkvi_weighing {
     float *s; /* [64][lanes] scores, then p = exp(s - m) */
     int lanes;
-    const int32_t *low, *high;  /* tokens low .. high-1 of the block are seen; NULL: all are */
-    float *m, *l;               /* as good as the maximum, and the sum of p, so far */
-    float *shrink;              /* out: what sums so far are to be multiplied by, if 1 is returned */
+    const int32_t *low, *high;  /* a lane sees tokens low .. high-1 of the block; NULL: all */
+    float *m, *l;               /* so far: maximum, up to TKVI_LAZY too low; sum of p */
+    float *shrink;              /* out: factor for the output sums, to be applied if 1 is returned */
     float *far_attention;       /* sum of p^2 so far, or NULL */
-    const float *sampled_lanes; /* 1 where p of this block count for far_attention, else 0; NULL: nowhere */
+    const float *sampled_lanes; /* 1: this block counts for far_attention; 0: it does not; NULL: all 0 */
 } tkvi_weighing;
 
-/* Rows of queries, and what k keeps of them from block to block. */
+/* Rows of queries, and a cache of folded queries that k keeps from block to block. */
 typedef struct tkvi_prefill_queries {
-    TKVI_ALIGNED float q[TKVI_PREFILL_FLOATS]; /* [channel as it comes][lanes] */
+    TKVI_ALIGNED float q[TKVI_PREFILL_FLOATS]; /* [channel, not reordered][lanes] */
     TKVI_ALIGNED float ref[TKV_MAX_HEAD_DIM];
     int lanes;
-    TKVI_ALIGNED float sorted[TKV_MAX_HEAD_DIM]; /* ref by position, if there are positions (`coded`) */
-    /* Queries folded with scales of an earlier block, as integers: those of other blocks are near these. */
-    TKVI_ALIGNED int16_t whole[TKVI_PREFILL_FLOATS]; /* by position; k knows their order */
-    TKVI_ALIGNED float inverse[TKV_MAX_HEAD_DIM];    /* of that scale, by position; 0: it is 0 */
-    TKVI_ALIGNED float unit[TKVI_PREFILL];           /* what they count */
-    const uint8_t *order;                            /* the order of positions */
-    int coded;                                       /* so many; 0: there are none yet */
+    TKVI_ALIGNED float sorted[TKV_MAX_HEAD_DIM]; /* ref by position in `order`, valid if coded > 0 */
+    /* Queries folded with the scales of an earlier block, as integers. Later blocks mostly have similar scales. One
+     * multiplication then makes their weights from these integers. */
+    TKVI_ALIGNED int16_t whole[TKVI_PREFILL_FLOATS]; /* by position, in a layout private to k */
+    TKVI_ALIGNED float inverse[TKV_MAX_HEAD_DIM];    /* 16384 / that scale; 0 if it is below 1e-34 */
+    TKVI_ALIGNED float unit[TKVI_PREFILL];           /* value of one count after that multiplication */
+    const uint8_t *order; /* channel at each position, as in tkvi_side; NULL: none */
+    int coded;            /* number of positions with codes; 0: nothing is cached yet */
 } tkvi_prefill_queries;
 
 typedef struct tkvi_prefill {
-    /* As kernels/scalar.h has them for rows; scores: [64][lanes] */
+    /* As tkvi_k_kernel and tkvi_v_kernel, with rows in lanes. scores: [64][lanes] */
     void (*k)(const tkvi_side *s, const uint8_t *src, const uint8_t *next, tkvi_prefill_queries *q, int n,
               int planes, float *scores);
     /* p: [64][lanes], zero beyond n; out: [channel][lanes] */
     void (*v)(const tkvi_side *s, const uint8_t *src, const uint8_t *next, const float *p, int lanes, int n,
               int planes, float *out);
-    int (*softmax_step)(const tkvi_weighing *w);
+    int (*softmax_step)(const tkvi_weighing *w); /* returns 1 if w->shrink must be applied to outputs */
     void (*shrink)(float *x, int n, int lanes, const float *by); /* x: [n][lanes] */
     void (*rotate_back)(float *x, int dim, int lanes);           /* x: [dim][lanes] */
-    /* 16 rows of x become lanes of y: y[i][r] = x[r][i], n (a multiple of 16) of i. */
+    /* Transposes 16 rows of x into lanes of y: y[i][r] = x[r][i] for i < n. n is a multiple of 16. */
     void (*turn)(const float *x, int x_stride, int n, float *y, int y_stride);
 } tkvi_prefill;
 
@@ -13386,7 +13422,9 @@ TKV_API tkv_status tkv_evict_budgets(const tkv_evict_budget *b, int *out) {
 #define TKVI_TOKEN_SCORE_ONE 1048576.0f /* 2^20: a weight of 1 as an integer */
 #define TKVI_TOKEN_SCORE_LOW 256.0f     /* a count of 1 as an integer: decay leaves fractions of it */
 #define TKVI_TOKEN_SCORE_MOST 2047.0f   /* largest score of one call: 2047 * 2^20 fits an int */
-#define TKVI_TOKEN_SCORE_EVERY 32       /* default of cfg.importance_every */
+#define TKVI_TOKEN_SCORE_EVERY 32
+#define TKVI_TOKEN_SCORE_RATE                                                                                \
+    4096 /* a sampled query stands for at most this many */ /* default of cfg.importance_every */
 
 /* >>adding the weights of a query to the scores of a block */
 /* s: logits [64], only to find hidden tokens. p: attention weights [64] of one query row. low: a weight below it
@@ -13460,7 +13498,7 @@ typedef struct tkvi_token_score_mode {
     int fresh;  /* 1: each step starts at 0 and samples all newest queries; 0: samples one query in `every` */
     float sign; /* -1 where a high score is bad */
     float one;  /* a weight or count of 1 as an integer */
-    int is_scaled;              /* 1: a sampled query stands for `every` queries */
+    float min_unit; /* lower limit of tkvi_token_scores.unit; 0: sampling does not scale the scores */
     tkv_importance_heads heads; /* how `join` combines query heads that are scored one by one: sum or max */
     tkvi_sample_fn say;         /* query row -> scores of a block */
     void (*join)(uint32_t *mass, const uint32_t *more); /* scores of a block -> token_meta */
@@ -13476,14 +13514,14 @@ enum {
 };
 
 static const tkvi_token_score_mode tkvi_token_score_modes[TKVI_TOKEN_SCORE_MODES] = {
-    {TKV_EVICT_NEEDS_MASS, 0, 1.0f, TKVI_TOKEN_SCORE_ONE, 1, TKV_IMPORTANCE_SUM, tkvi_weight_sum,
+    {TKV_EVICT_NEEDS_MASS, 0, 1.0f, TKVI_TOKEN_SCORE_ONE, 4096.0f, TKV_IMPORTANCE_SUM, tkvi_weight_sum,
      tkvi_join_sums},
-    {0, 0, 1.0f, TKVI_TOKEN_SCORE_ONE, 0, TKV_IMPORTANCE_MAX, tkvi_weight_largest, tkvi_join_largest},
-    {TKV_EVICT_NEEDS_LOWS, 0, -1.0f, TKVI_TOKEN_SCORE_LOW, 1, TKV_IMPORTANCE_SUM, tkvi_weight_lows,
+    {0, 0, 1.0f, TKVI_TOKEN_SCORE_ONE, 0.0f, TKV_IMPORTANCE_MAX, tkvi_weight_largest, tkvi_join_largest},
+    {TKV_EVICT_NEEDS_LOWS, 0, -1.0f, TKVI_TOKEN_SCORE_LOW, 1.0f, TKV_IMPORTANCE_SUM, tkvi_weight_lows,
      tkvi_join_sums},
-    {TKV_EVICT_NEEDS_LAST, 1, 1.0f, TKVI_TOKEN_SCORE_ONE, 0, TKV_IMPORTANCE_SUM, tkvi_weight_sum,
+    {TKV_EVICT_NEEDS_LAST, 1, 1.0f, TKVI_TOKEN_SCORE_ONE, 0.0f, TKV_IMPORTANCE_SUM, tkvi_weight_sum,
      tkvi_join_sums},
-    {TKV_EVICT_NEEDS_OBSERVED, 1, 1.0f, TKVI_TOKEN_SCORE_ONE, 0, TKV_IMPORTANCE_SUM, tkvi_weight_sum,
+    {TKV_EVICT_NEEDS_OBSERVED, 1, 1.0f, TKVI_TOKEN_SCORE_ONE, 0.0f, TKV_IMPORTANCE_SUM, tkvi_weight_sum,
      tkvi_join_sums},
 };
 
@@ -13504,14 +13542,22 @@ typedef struct tkvi_token_scores {
 } tkvi_token_scores;
 
 /* Sets heads, one and unit. n: query heads of a KV head. For a mean each query head adds an n-th part. One sampled
- * query stands for `every` queries, so unit is one / every. */
+ * query stands for `every` queries, at most TKVI_TOKEN_SCORE_RATE, so unit is one / every. It stays at
+ * mode->min_unit or above, for scores that a caller adds. */
 static void tkvi_token_score_heads(tkvi_token_scores *m, int n) {
     const tkv_importance_heads how = m->importance.heads;
     const int largest = how == TKV_IMPORTANCE_MAX;
     const int mean = how == TKV_IMPORTANCE_MEAN ? n : 1;
     m->one = (float)tkvi_max(1, (int)m->mode->one / mean);
     m->unit = m->one * (float)mean;
-    if (m->mode->is_scaled) m->unit /= (float)m->every;
+    if (m->mode->min_unit > 0.0f) {
+        const float stands_for = (float)tkvi_min(m->every, TKVI_TOKEN_SCORE_RATE);
+        m->unit = m->unit / stands_for;
+        if (m->unit < m->mode->min_unit) {
+            m->unit = m->mode->min_unit;
+            m->one = tkvi_f32(tkvi_f32(m->unit * stands_for) / (float)mean);
+        }
+    }
     if (n > 1 && largest != (m->mode->heads == TKV_IMPORTANCE_MAX))
         m->heads = largest ? tkvi_weight_largest : tkvi_weight_sum;
 }

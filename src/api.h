@@ -1330,12 +1330,13 @@ TKV_API tkv_status tkv_importance_top(const float *score, const uint64_t *withou
  *
  * Queries are sampled, except for tova, snapkv and pyramidkv. Each KV head samples one of cfg.importance_every
  * positions, and heads and layers take turns. 0 means one in 32, or none if the policy needs no scores. A sampled
- * query counts as importance_every queries, so sums and counts estimate the whole at any sampling rate.
+ * query counts as importance_every queries, at most 4,096, so sums and counts estimate the whole at any sampling
+ * rate.
  *
  * All calls between two appends form one step. Sums are multiplied by importance.decay for each token appended
  * since, so after a chunk of 64 by its 64th power. Decay 0 means the strategy's, or 1 if the policy decides. Sums
- * of newest queries start again with each step. Sums are limited to 4,095 * importance_every, counts to
- * 16,777,215 * importance_every.
+ * of newest queries start again with each step. Sums are limited to 4,095 * importance_every for
+ * rates up to 256, else to 1,048,575. Counts are limited to 16,777,215 * importance_every and to 2^32 - 1.
  *
  * Collecting does not change the output of tkv_attend. The sums do not depend on threads. Sampled queries cost
  * a second pass over their keys (bench/LOG.md). Collecting needs atomics (gcc, clang). Without atomics, only
@@ -1355,7 +1356,7 @@ TKV_API tkv_status tkv_importance_of(tkv_cache *kv, int seq, int layer, int star
 /* Adds attention scores of the caller to tokens start to start + n - 1, as if attention had just given them. Tokens
  * not in the cache are skipped. No attention may run at the same time.
  *   mass   [n] scores, finite and not negative; each is limited to 2,047 and rounded to
- *          steps of importance_every / 2^20 (where low scores are counted: importance_every / 256)
+ *          steps of importance_every / 2^20, at most 1/4096
  * Errors: as tkv_importance_of, and also
  *   TKV_ERR_NONFINITE   a score is negative or not finite
  *   TKV_ERR_CONFIG      also with strategy "recency", if no scores are collected

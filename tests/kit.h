@@ -1,6 +1,8 @@
 /*
- * kit.h - what several tests need beside the frame: pairs of formats, a cache or the end and what it says of itself,
- * an allocator that counts and refuses, memory with borders, a store that fails on demand, hashes of bytes and floats.
+ * kit.h - helpers that several tests share.
+ *
+ * Pairs of formats and configs, a cache or exit, self-checks. A counting allocator that can refuse, a guarded
+ * buffer, a test store that fails on demand. Hashes of bytes and floats.
  */
 #ifndef TKV_KIT_H
 #define TKV_KIT_H
@@ -22,7 +24,7 @@ static inline tkv_pair pair_of(tkv_format k, tkv_format v) {
     return p;
 }
 
-static inline tkv_cache *make(const tkv_config *cfg) { /* a test that cannot have one is over */
+static inline tkv_cache *make(const tkv_config *cfg) { /* exits with the reason if creation fails */
     tkv_cache *kv = NULL;
     char reason[200] = "";
     tkv_status st = tkv_create(cfg, &kv);
@@ -34,7 +36,7 @@ static inline tkv_cache *make(const tkv_config *cfg) { /* a test that cannot hav
     return kv;
 }
 
-/* A config of these sizes, all else by default. */
+/* A config with the given sizes. Other fields have their defaults; isa is that of TKV_ISA. */
 static inline tkv_config shape_of(int layers, int heads, int kv_heads, int dim, int seqs, int chunk) {
     tkv_config cfg = tkv_config_default();
     cfg.n_layers = layers;
@@ -60,17 +62,17 @@ static inline tkv_budget_info budget_of(const tkv_cache *kv) {
     return b;
 }
 
-/* A number from the environment: how long a random test is, and where it begins. */
+/* A number from the environment, for example the length and the first seed of a random test. */
 static inline int from_env(const char *name, int otherwise) {
     const char *text = getenv(name);
     return text && *text ? atoi(text) : otherwise;
 }
 
-/* >>an allocator that counts what it gave and refuses on demand */
+/* >>counting allocator: counts requests and bytes, and refuses on demand */
 typedef struct counting_allocator {
-    int closed; /* 0: gives; 1: refuses; n: refuses after n - 1 more */
+    int closed; /* 0: gives; 1: refuses; n: gives n - 1 more, then refuses */
     int asked, refused;
-    size_t held, most;
+    size_t held, most; /* bytes now, and the most at any time */
 } counting_allocator;
 
 static inline void *counting_alloc(void *user, size_t size, size_t align) {
@@ -85,7 +87,7 @@ static inline void *counting_alloc(void *user, size_t size, size_t align) {
     at = raw + sizeof raw;
     at += (align - (size_t)((uintptr_t)at % align)) % align;
     memcpy(at - sizeof raw, &raw, sizeof raw);
-    memset(at, 0xff, size); /* NaN to whoever reads it too early */
+    memset(at, 0xff, size); /* NaN for a read before the first write */
     p->held += size;
     if (p->held > p->most) p->most = p->held;
     return at;
@@ -96,7 +98,7 @@ static inline void counting_release(void *user, void *ptr, size_t size, size_t a
     char *raw;
     (void)align;
     memcpy(&raw, (char *)ptr - sizeof raw, sizeof raw);
-    memset(ptr, 0xff, size); /* and too late */
+    memset(ptr, 0xff, size); /* NaN for a read after the release */
     p->held -= size;
     free(raw);
 }
@@ -110,7 +112,7 @@ static inline tkv_allocator counting_allocator_of(counting_allocator *p) {
     return a;
 }
 
-/* >>memory of the caller's, with borders that nobody may touch */
+/* >>guarded buffer: memory for a cache in place, between two borders that must not change */
 typedef struct guarded_buffer {
     uint8_t *raw, *mem;
     size_t bytes, size;
@@ -118,7 +120,7 @@ typedef struct guarded_buffer {
 
 enum { BORDER = 4096 };
 
-/* `offset` bytes behind a multiple of 64, filled with `poison`. */
+/* `bytes` of memory at an address of `offset` beyond a multiple of 64, filled with `poison`. */
 static inline guarded_buffer guarded_buffer_of(size_t bytes, size_t offset, int poison) {
     guarded_buffer p;
     p.size = bytes + 2 * BORDER + 128;
@@ -140,7 +142,7 @@ static inline void borders(const guarded_buffer *p) {
     CHECK_MSG(bad == 0, "%d bytes beside the cache's memory were written", bad);
 }
 
-/* A cache in as many bytes as it asks for; one less is too few. */
+/* A cache in exactly the bytes that tkv_required_bytes gives. Checks that one byte less is refused. */
 static inline tkv_cache *make_in(const tkv_config *cfg, guarded_buffer *p, size_t offset) {
     tkv_cache *kv = NULL;
     size_t bytes = 0;
@@ -153,8 +155,8 @@ static inline tkv_cache *make_in(const tkv_config *cfg, guarded_buffer *p, size_
     return kv;
 }
 
-/* >>a store in memory that keeps to what api.h says of it, notices who does not, and fails on demand */
-enum { DEPOT_KEYS = 4096, DEPOT_PARTS = 16 /* of a block, at most: two for each KV head */ };
+/* >>test store: offloaded blocks in memory. Checks that calls follow the contract in api.h, and fails on demand. */
+enum { DEPOT_KEYS = 4096, DEPOT_PARTS = 16 /* most parts of a block: two for each KV head */ };
 
 typedef struct stored_key {
     int alive, parts;
@@ -163,14 +165,14 @@ typedef struct stored_key {
 } stored_key;
 
 typedef struct test_store {
-    stored_key *key; /* [DEPOT_KEYS] */
-    size_t room;
-    int stores, fetches, drops, hints; /* calls */
-    int store_fails, fetch_fails;      /* the n-th call from now on; 0: none */
-    int fetch_lies;                    /* the n-th one gives other bytes and says that all is well */
-    int failed;                        /* calls that did one of these */
-    int lazy;                          /* stores say yes and do nothing */
-    int full;                          /* all fail */
+    stored_key *key;                   /* [DEPOT_KEYS] */
+    size_t room;                       /* bytes of a key */
+    int stores, fetches, drops, hints; /* number of calls */
+    int store_fails, fetch_fails;      /* n: the n-th call from now on fails; 0: none */
+    int fetch_lies;                    /* n: the n-th fetch returns a changed byte and success */
+    int failed;                        /* number of calls that failed or lied */
+    int lazy;                          /* writes return success and keep nothing */
+    int full;                          /* every write fails */
 } test_store;
 
 static inline int test_store_write(void *user, uint32_t key, size_t offset, const void *bytes, size_t size) {
@@ -208,7 +210,7 @@ static inline int test_store_fetch(void *user, uint32_t key, size_t offset, void
     while (i < s->parts && (s->at[i] != offset || s->size[i] != size)) i++;
     CHECK(i < s->parts);
     if (d->fetch_fails && --d->fetch_fails == 0) {
-        memset(bytes, 0x5a, size / 2); /* a short read, and it says so */
+        memset(bytes, 0x5a, size / 2); /* a short read, reported as an error */
         d->failed++;
         return 1;
     }
@@ -241,7 +243,7 @@ static inline int alive_in(const test_store *d) {
     return n;
 }
 
-/* The config's caches spill into it. */
+/* Makes a test store and sets it in the config. */
 static inline void test_store_for(test_store *d, tkv_config *cfg) {
     memset(d, 0, sizeof *d);
     CHECK_EQ(tkv_spill_bytes(cfg, &d->room), TKV_OK);
@@ -254,14 +256,15 @@ static inline void test_store_for(test_store *d, tkv_config *cfg) {
     cfg->spill.user = d;
 }
 
-static inline void test_store_end(test_store *d) { /* after the cache */
+/* Call it after the end of the cache: every key must be erased by then. */
+static inline void test_store_end(test_store *d) {
     int i;
     CHECK_EQ(alive_in(d), 0);
     for (i = 0; i < DEPOT_KEYS; i++) free(d->key[i].bytes);
     free(d->key);
 }
 
-/* >>FNV-1a, of floats over their little-endian bytes */
+/* >>hashes: FNV-1a; floats count as their little-endian bytes */
 #define HASH_START 0xcbf29ce484222325u
 
 static inline uint64_t hash_of(uint64_t h, const uint8_t *p, size_t n) {

@@ -1,16 +1,18 @@
 /*
- * test_arguments.c - every public function with a number that is out of range: a sequence, a layer, a position, a count,
- * an index, a length. Each line EACH(...) below is a row of the table: the function, the argument, the caches in which
- * the expectation holds, the limit N of the argument, and one letter for each value that is tried:
+ * test_arguments.c - calls every public function with a number out of range: a sequence, a layer, a position, a
+ * count, an index, a length. Each line EACH(...) below is a row of a table. It has the function, the argument, and
+ * the caches in which the expectation holds. The limit N of the argument follows, then one letter for each value
+ * tried:
  *
  *     value    INT_MIN  -2  -1  N  N+1  INT_MAX  1 (a layer that shares)  2 (a layer without a cache)
  *
  *     A R C G S   TKV_ERR_ARG, _RANGE, _CAPACITY, _CONFIG, _STATE      O   TKV_OK (or the number 0, or NULL)
  *     +           a number above 0, or a name                          *   any answer
- *     .           not called: the number says how much memory the caller gave, and there is less
+ *     .           not called: the number is a size of memory, larger than what the test has
  *
- * In caches that a row does not name, any answer will do. Everywhere an error must leave the cache as it was: lengths,
- * bytes, K and V, importance. tests/test_house.py compares the names in the rows with those that api.h declares.
+ * In caches that a row does not name, any answer passes. In every cache an error must change nothing: lengths,
+ * bytes, K and V, importance. tests/test_house.py compares the names in the rows with the functions that api.h
+ * declares.
  */
 #include "../tieredkv.h"
 #include "kit.h"

@@ -1,11 +1,13 @@
 /*
  * test_attend.c - attention against a double-precision computation written here (the oracle).
  *
- * The oracle takes keys and values as tkv_read decodes them: what attention differs by is its arithmetic.
- * With keys and values as they were appended it differs by the format's own error too. Errors are relative,
- * L2 over the whole output of a call. Bounds of arithmetic: 1e-5 where every block is F32, 2e-3 where every
- * block is exact. Coded blocks: the ratio to the own error of the same call is at most a tenth in the root mean
- * square over many calls, and at most a quarter in one call of four heads or more; with cfg.precise 2e-3 as well.
+ * The oracle takes keys and values as tkv_read decodes them, so the difference is the arithmetic of attention.
+ * With keys and values as they were appended, the difference includes the format's own error. Errors are relative,
+ * L2 over the whole output of a call.
+ *
+ * Bounds of arithmetic: 1e-5 if every block is F32, 2e-3 if every block is exact. Coded blocks are bounded by the
+ * ratio to the own error of the same call. Over many calls its root mean square is at most a tenth. It is at most
+ * a quarter in one call of four heads or more. With cfg.precise the bound 2e-3 holds as well.
  */
 #include "../tieredkv.h"
 #include "kit.h"

@@ -1,5 +1,5 @@
 /*
- * test_base.c - floats and halves by bits, rounding, checked sizes, memory, text.
+ * test_base.c - floats and fp16 by their bits, rounding, checked sizes, memory, text.
  */
 #define TIEREDKV_IMPLEMENTATION
 #define TKV_STATIC /* what is not used here is not compiled */

@@ -1,6 +1,6 @@
 /*
- * test_budget.c - the budget: never a byte over it, exact as long as it allows, oldest first, and a refusal changes
- * nothing. The allocator counts; in place the memory has borders.
+ * test_budget.c - the memory budget. It is never exceeded by a byte. Blocks stay exact as long as it allows, and
+ * the oldest are coded first. A refused call changes nothing. Counting allocators and guarded buffers check this.
  */
 #ifndef TKV_NO_SIMD
 #define TKV_NO_SIMD /* nothing here is about vectors, and they take the compiler long */

@@ -1,6 +1,6 @@
 /*
- * test_create.c - creation with a sentence about every error, from a config and from a text. That every field which
- * validation refuses gives the same sentence here is checked where those fields are, in test_sequence.c.
+ * test_create.c - creation from a config and from a text, with a sentence about every error. test_sequence.c has a
+ * check for every field that validation refuses: creation gives the same sentence.
  */
 #include "../tieredkv.h"
 #include "kit.h"

@@ -1,7 +1,8 @@
 /*
- * test_drop.c - tokens that leave a cache: who goes, what is left, what is read and attended to, and the bytes.
+ * test_drop.c - eviction of tokens: which are evicted, which stay, reads and attention afterwards, and memory.
  *
- * A second cache, exact and whole, gets the same tokens; attention in it with a mask of who is gone must be the same.
+ * A second cache keeps all the same tokens exactly. Attention in it, with the evicted tokens masked, must be the
+ * same.
  */
 #ifndef TKV_NO_SIMD
 #define TKV_NO_SIMD /* nothing here is about vectors, and they take the compiler long */

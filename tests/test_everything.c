@@ -1,17 +1,22 @@
 /*
- * test_everything.c - random calls of all that changes a cache, under plans that are random, too, against a model that
- * is plain arrays: the exact keys and values of each position, which positions were reported as dropped, which are to
- * be recomputed. Allocators and stores fail by lot, stores lie at times, and the model that recomputes stops halfway.
+ * test_everything.c - random calls of every function that changes a cache, under random plans, against a model.
  *
- * After each call: the cache checks itself; no byte is above the budget, nor was in between; lengths and positions are
- * those of the model, and nothing is gone that no event told of; what is exact is exact to the bit and the rest within
- * what its formats may do; a call that was refused has changed nothing. Attention is what doubles make of what tkv_read
- * gives.
+ * The model is plain arrays: the exact keys and values of each position, the positions reported as evicted, and
+ * the positions to be recomputed. Allocators and stores fail at random. Stores sometimes return wrong bytes. The
+ * model that recomputes sometimes stops halfway.
  *
- *     TKV_RANDOM_SEED=7 TKV_RANDOM_RUNS=1 TKV_RANDOM_OPS=90 ./test_everything     first seed, so many of them, calls
+ * After each call:
+ *   - the cache passes its self-check;
+ *   - memory is within the budget, and was during the call;
+ *   - lengths and positions are those of the model, and each missing token had an event;
+ *   - exact tokens are equal to the bit, and coded ones within the error of their formats;
+ *   - a refused call has changed nothing.
+ * Attention must match a double-precision computation from the values that tkv_read gives.
+ *
+ *     TKV_RANDOM_SEED=7 TKV_RANDOM_RUNS=1 TKV_RANDOM_OPS=90 ./test_everything     first seed, seeds, calls
  *     TKV_RANDOM_LOG=1      prints each call; without it the last ones before a failure
  *
- * A seed is a plan and its calls: the same on every machine where formats code alike.
+ * A seed gives a plan and its calls. They are the same on every machine where formats code alike.
  */
 #include "../tieredkv.h"
 #include "kit.h"

@@ -1,9 +1,9 @@
 /*
- * test_feedback.c - the quality controller: scores, its rules and limits by hand, its report against plain sums, and
- * what it does to a cache that is simulated: quality drifts, and must be back within 100 scores, without swinging.
+ * test_feedback.c - the quality controller: its scores, its rules and limits by hand, its report against plain
+ * sums. Then a simulated cache: its quality drifts, and must be back within 100 scores, without swinging.
  *
- * The design it comes from divided by 100 with one score, compared with limits that no score can reach, and moved
- * numbers that nothing used.
+ * The tests cover three faults of the original design. It divided by 100 when it had one score. It compared with
+ * limits that no score can reach. It changed numbers that nothing used.
  */
 #include "kit.h"
 

@@ -1,9 +1,9 @@
 /*
  * test_format.c - the formats: golden bytes, sizes, decoding by the documented bits, error, refusals, tiles.
  *
- * Blocks are read here from the drawings in core/tile.h, formats/exact.h and formats/kivi.h, not by the library's
- * own functions. Under -ffast-math encoding may differ in the last bits: then blocks are held to the error
- * bounds alone. Decoding is the same to the bit under any flags.
+ * This file reads blocks by the drawings in core/tile.h, formats/exact.h and formats/kivi.h, not by the library's
+ * own functions. Under -ffast-math encoding may differ in the last bits. Blocks are then checked by their error
+ * bounds only. Decoding is the same to the bit under any flags.
  */
 #define TIEREDKV_IMPLEMENTATION
 #define TKV_STATIC /* what is not used here is not compiled */

@@ -1,7 +1,8 @@
 /*
- * test_formats_other.c - INT8, INT4, FP8, FP4, the options of the encoders (fit, rotate, center_k), SQUAT:
- * each against a second, straightforward version of it made from the papers and from the bytes as drawn;
- * published and measured numbers; attention through the kernel that decodes.
+ * test_formats_other.c - INT8, INT4, FP8, FP4, the options of the encoders (fit, rotate, center_k), SQUAT.
+ *
+ * Each is compared with a second, simple version, written from the papers and from the drawings of the bytes.
+ * Other tests check published and measured numbers, and attention through the kernel that decodes.
  *
  * cc -O2 tests/test_formats_other.c -o test_formats_other -lm && ./test_formats_other [filter | --list]
  */

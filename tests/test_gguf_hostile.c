@@ -1,8 +1,8 @@
 /*
- * test_gguf_hostile.c - model files that lie. Small GGUF and llama2.c files are built in memory, cut at every
- * byte, changed at every byte, and given absurd counts, sizes, offsets and types. Each must end in a sentence
- * or in a model that runs; the sanitizers see the rest. Also what the reader does right: every tensor type,
- * both pairings of RoPE, both tokenizers.
+ * test_gguf_hostile.c - damaged and hostile model files. Small GGUF and llama2.c files are built in memory. They
+ * are cut at every byte, changed at every byte, and given absurd counts, sizes, offsets and types. Each must end
+ * in an error sentence or in a model that runs. Sanitizers find memory errors. Valid files are tested too: every
+ * tensor type, both pairings of RoPE, both tokenizers.
  *
  * cc -O2 tests/test_gguf_hostile.c examples/tieredkv.c -o test_gguf_hostile -lm && ./test_gguf_hostile [filter | --list]
  */

@@ -1,6 +1,7 @@
 /*
- * test_keep.c - what to keep: importance and promotion, eviction, rematerialization. Each policy by hand against its
- * own paper's definition, the rules at their limits, and the selection against a plain sort.
+ * test_keep.c - the rules that choose tokens and blocks: importance and promotion, eviction, rematerialization.
+ * Each policy is checked by hand against the definition in its paper, the rules at their limits, and the selection
+ * against a plain sort.
  */
 #include "kit.h"
 

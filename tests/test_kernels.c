@@ -1,6 +1,7 @@
 /*
- * test_kernels.c - the kernels of every instruction set this machine has, against the scalar ones and against
- * double precision, on sides filled at random. Memory stands against pages that cannot be touched.
+ * test_kernels.c - the kernels of every instruction set of this machine, against the scalar kernels and against
+ * double precision, on sides filled at random. Inaccessible pages around the memory catch reads and writes beyond
+ * it.
  *
  * cc -O2 tests/test_kernels.c -o test_kernels -lm && ./test_kernels
  */

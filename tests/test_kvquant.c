@@ -1,7 +1,7 @@
 /*
- * test_kvquant.c - KVQUANT formats: RoPE in whole numbers against double precision, k-means against the optimum,
- * bytes against a second reader of them and of the saved table, what each part of the method is good for,
- * and the life of tables in a cache.
+ * test_kvquant.c - KVQUANT formats: RoPE in integers against double precision, k-means against the optimum, bytes
+ * and the saved table against a second reader. Then the benefit of each part of the method, and the life of tables
+ * in a cache.
  *
  * cc -O2 tests/test_kvquant.c -o test_kvquant -lm && ./test_kvquant [filter | --list]
  */

@@ -1,9 +1,9 @@
 /*
- * test_learn.c - formats whose heads share a layer's bytes: when a table comes and what it says, blocks that wait for
- * it, and the calibration from outside: saved, loaded, frozen, learned anew, damaged.
+ * test_learn.c - formats whose heads share a layer's bytes: when a table is made, its contents, and blocks that
+ * wait for it. Also calibrations of the caller: saved, loaded, frozen, learned anew, damaged.
  *
- * Attention on these formats is held against the oracle in test_attend.c, their memory against the allocator in
- * test_memory.c, random calls against a model in test_random.c.
+ * Other files test these formats too: test_attend.c compares attention with the oracle, test_memory.c memory with
+ * the allocator, test_random.c random calls with a model.
  */
 #define TIEREDKV_IMPLEMENTATION
 #define TKV_STATIC /* what is not used here is not compiled */

@@ -1,7 +1,7 @@
 /*
- * test_mass.c - attention mass that a cache gathers: against weights computed here in double from the keys that tkv_read
- * gives, for every way of counting; what it must not change; importance of a cache's tokens, mass from elsewhere,
- * the best tokens.
+ * test_mass.c - attention scores that a cache collects. They are compared, in every counting mode, with weights
+ * computed here in double from the keys that tkv_read gives. Also: what collecting must not change, importance of
+ * a cache's tokens, attention scores from the caller, the best tokens.
  */
 #define TIEREDKV_IMPLEMENTATION
 #define TKV_STATIC /* what is not used here is not compiled */
@@ -423,7 +423,8 @@ TEST(rates_mean_the_same) {
 
 /* One sampled query stands for importance_every queries, at the largest rates too. Position 0 is sampled at any rate. */
 TEST(largest_rates) {
-    static const int every[] = {1, 4096, 4097, 1 << 20, 1 << 22, (1 << 23) - 1, 1 << 23, (1 << 30) - 1};
+    static const int every[] = {1,       255,     256,           257,     4096,         4097,
+                                1 << 20, 1 << 22, (1 << 23) - 1, 1 << 23, (1 << 30) - 1};
     int i, heads;
     NEEDS_ATOMICS;
     for (i = 0; i < COUNT(every); i++)
@@ -431,7 +432,7 @@ TEST(largest_rates) {
             tkv_config cfg = exact(1, every[i]);
             tkv_attend_params p = ask_of(1);
             tkv_cache *kv;
-            const double want = (double)every[i] * (heads ? HEADS : 1);
+            const double want = (every[i] < 4096 ? every[i] : 4096.0) * (heads ? HEADS : 1);
             cfg.importance.heads = heads ? TKV_IMPORTANCE_SUM : TKV_IMPORTANCE_MEAN;
             kv = make(&cfg);
             p.layer = 0;
@@ -446,10 +447,10 @@ TEST(largest_rates) {
 
 /* What a caller adds counts alike at every rate, also where attention hardly ever tells. */
 TEST(mass_from_elsewhere_at_any_rate) {
-    static const int every[] = {1, 8, 32, 1000, 1 << 16};
+    static const int every[] = {1, 8, 32, 256, 257, 1000, 1 << 20, (1 << 30) - 1};
     int i, t;
     for (i = 0; i < COUNT(every); i++) {
-        const double step = every[i] / 1048576.0; /* as api.h says */
+        const double step = every[i] <= 256 ? every[i] / 1048576.0 : 1.0 / 4096; /* as api.h says */
         tkv_config cfg = exact(2, every[i]);
         tkv_cache *kv = make(&cfg);
         feed(kv, LAYER, 100);

@@ -1,6 +1,6 @@
 /*
- * test_memory.c - every byte: an allocator with guards counts along, each allocation fails once, memory in
- * place has borders, the estimate is held against the truth.
+ * test_memory.c - every byte of memory. A counting allocator with guards follows all calls, and each allocation
+ * fails once. Memory in place is a guarded buffer. The estimate is compared with the memory in use.
  */
 #ifndef TKV_NO_SIMD
 #define TKV_NO_SIMD /* nothing here is about vectors, and they take the compiler long */

@@ -1,9 +1,9 @@
 /*
- * test_meter.c - the quality meter: its figures against an independent computation from the original K and V,
- * what it must not change (bits, memory, failures), whom it watches, and how it covers sequences longer than
- * its copies.
+ * test_meter.c - the quality meter: its figures against an independent computation from the original K and V. It
+ * must not change bits, memory of the cache, or failures. Also: the sequences that it measures, and its coverage
+ * of sequences longer than its copies.
  *
- * With threads: test_threads.c.
+ * test_threads.c tests it with threads.
  */
 #define TIEREDKV_IMPLEMENTATION
 #define TKV_STATIC /* what is not used here is not compiled */

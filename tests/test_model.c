@@ -1,11 +1,11 @@
 /*
- * test_model.c - real models on real text: tokens, losses, greedy text against plain arrays, chunks against
- * single tokens, and what the tiers do to the distribution of the next token.
+ * test_model.c - real models on real text: tokens, losses, greedy text against plain arrays, chunks against single
+ * tokens, and the effect of tiers on the distribution of the next token.
  *
  * cc -O2 tests/test_model.c examples/tieredkv.c -o test_model -lm && ./test_model [filter | --list]
  *
  * Models and texts are those of tkv_test_data(). SmolLM2 is the file that TKV_SMOLLM2 names, or the one that
- * `make model` puts into build/models. What is absent is skipped.
+ * `make model` puts into build/models. A test whose file is missing is skipped.
  */
 #include "../tieredkv.h"
 

@@ -1,6 +1,6 @@
 /*
- * test_pins.c - pins that end (tkv_pin_until): tokens stay as long as they are told to, through blocks that join, and go
- * like others after that.
+ * test_pins.c - pins that end (tkv_pin_until). Pinned tokens stay until the end of the pin, also when their blocks
+ * are joined. After that they can be evicted like others.
  */
 #include "../tieredkv.h"
 #include "kit.h"

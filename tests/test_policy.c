@@ -1,8 +1,8 @@
 /*
- * test_policy.c - the pressure controller: its rule by hand, its numbers, what it refuses, many threads at once.
+ * test_policy.c - the pressure controller: its rule by hand, its numbers, its refusals, many threads at once.
  *
- * The first half are the cases that the design it comes from names, with what that design had wrong (one idle sample
- * let it fall two levels, a NaN froze it).
+ * The first half has the cases that the original design names, and two of its faults: one idle sample let it fall
+ * two levels, and a NaN froze it.
  */
 #include "kit.h"
 

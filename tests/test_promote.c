@@ -1,6 +1,7 @@
 /*
- * test_promote.c - promotion by importance (tkv_promote_by_importance): which blocks come, against a plain sort of what
- * tkv_importance_of says; from exact copies, from outside, from a model; limits, cool-down, errors.
+ * test_promote.c - promotion by importance (tkv_promote_by_importance). The promoted blocks are compared with a
+ * plain sort of the results of tkv_importance_of. Sources: exact copies, the store of offloaded blocks, a model.
+ * Also limits, cool-down, errors.
  */
 #include "../tieredkv.h"
 #include "kit.h"

@@ -1,6 +1,6 @@
 /*
- * test_quality.c - what bench/quality is made of: the rivals' codecs on known values and their attention, plans
- * in words, tables from a text.
+ * test_quality.c - the parts of bench/quality: the rivals' codecs on known values and their attention, plans in
+ * words, tables from a text.
  *
  * cc -O2 tests/test_quality.c examples/tieredkv.c -o test_quality -lm && ./test_quality [filter | --list]
  */

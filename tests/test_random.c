@@ -1,11 +1,13 @@
 /*
  * test_random.c - random calls against a model that is plain arrays of floats.
  *
- * The model keeps, per layer, every token as it came, every token as it must read now, and a list of blocks;
- * it follows the manual: what ages when, in whole blocks, what a cut may cut, what waits until a layer has
- * learned enough for a table. Coded values come from tkv_encode and tkv_decode, or, where heads share a layer's
- * bytes, from the records of the table that the cache made. After every call the cache must read as the model,
- * to the bit, and check itself. A call that runs out of memory must have changed nothing.
+ * For each layer the model keeps every token as appended, every token as it must read now, and a list of blocks.
+ * It follows the manual: which whole blocks move to the next tier and when, and which cuts are allowed. Blocks
+ * wait until their layer has learned enough for a table. Coded values come from tkv_encode and tkv_decode. Where
+ * heads share a layer's bytes, they come from the records of the table that the cache made.
+ *
+ * After every call the cache must read as the model, to the bit, and pass its self-check. A call that runs out of
+ * memory must have changed nothing.
  *
  *     TKV_RANDOM_OPS=100000 TKV_RANDOM_SEED=7 ./test_random     calls per config, first seed
  */

@@ -1,7 +1,7 @@
 /*
- * test_remat.c - blocks that are dropped and computed again: attention with them is refused, what is given back makes
- * the same bits, nothing that fails changes anything, and under a budget idle sequences give way to the one that runs.
- * The "model" keeps every key and value that it appended.
+ * test_remat.c - blocks that are discarded and recomputed. Attention with a discarded block is refused.
+ * Recomputing restores the same bits. A call that fails changes nothing. Under a budget, blocks of idle sequences
+ * are discarded for the running one. The "model" that recomputes keeps every key and value that it appended.
  */
 #include "../tieredkv.h"
 #include "kit.h"

@@ -1,7 +1,9 @@
 /*
- * test_resorts.c - an append that a budget refuses truly has no room: small budgets, all combinations of what makes
- * room (levels, spilling, dropping what can be recomputed, evicting), tokens one by one. Whenever one is refused, the
- * same is done by hand, as far as it goes, and the append is refused again; and a refused append has changed nothing.
+ * test_resorts.c - an append may fail with TKV_ERR_BUDGET only if nothing can free enough memory. The test takes
+ * small budgets and appends tokens one by one. It tries all combinations of the reclaim stages: levels,
+ * offloading, discarding blocks that can be recomputed, evicting. After a refusal the test runs the stages by hand
+ * as far as they go. The append must then be refused again (with anchors it may succeed). A refused append changes
+ * nothing.
  *
  *     TKV_RANDOM_OPS=20000 TKV_RANDOM_SEED=7 ./test_resorts     appends of each run, first seed
  */

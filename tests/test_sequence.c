@@ -1,8 +1,8 @@
 /*
  * test_sequence.c - configs, tiers by age, sequences, steps, reservations, cuts, windows, the self-check.
  *
- * What must be where is worked out here from the manual's rules with arithmetic of its own, and what a coded
- * tier must give back comes from tkv_encode and tkv_decode. Reads are compared by bits.
+ * The expected tier of each token is computed here from the rules of the manual. The expected values of a coded
+ * tier come from tkv_encode and tkv_decode. Reads are compared by bits.
  */
 #define TIEREDKV_IMPLEMENTATION
 #define TKV_STATIC /* what is not used here is not compiled */

@@ -1,6 +1,7 @@
 /*
- * test_special.c - special values (NaN, infinities, the largest and smallest numbers) in k, v, q, mask, scale, soft cap,
- * ALiBi slopes, learned sinks and merges. Every answer is the same under -ffast-math, with every instruction set.
+ * test_special.c - special values (NaN, infinities, the largest and smallest numbers) in k, v, q, mask, scale,
+ * soft cap, ALiBi slopes, sink logits and merges. Every answer is the same under -ffast-math, with every
+ * instruction set.
  */
 #include "../tieredkv.h"
 #include "kit.h"

@@ -1,6 +1,6 @@
 /*
- * test_spill.c - blocks outside RAM: attention with them is the same to the bit, a store that fails costs an error and
- * nothing else, what it damages is found out, and what comes back is what went.
+ * test_spill.c - offloaded blocks. Attention with them is the same to the bit. A store that fails costs an error
+ * and nothing else. Damaged bytes are detected. A block that is read back is the one that was written.
  */
 #if defined(__unix__) || defined(__APPLE__)
 #include "../examples/spill_file.h" /* before system headers */

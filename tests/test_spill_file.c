@@ -1,6 +1,6 @@
 /*
- * test_spill_file.c - the file of examples/spill_file.h: places beyond 4 GiB, reads by threads side by side, ends, and
- * what other programs see of it. On POSIX and on Windows.
+ * test_spill_file.c - the file of examples/spill_file.h: places beyond 4 GiB, parallel reads by threads, the end of
+ * the file, errors, and access by other programs. On POSIX and on Windows.
  */
 #if defined(_WIN32) || defined(__unix__) || defined(__APPLE__)
 #include "../examples/spill_file.h" /* before system headers */

@@ -1,8 +1,10 @@
 /*
- * test_text.c - configs as text and JSON, there and back; what any bytes do to the parser; state as JSON, figures for
- * Prometheus (test_text.py reads those with other people's parsers); presets and ages.
+ * test_text.c - configs as text and JSON, in both directions, and random bytes for the parser. Also the state as
+ * JSON, figures for Prometheus, presets and ages. test_text.py reads the JSON and the figures with independent
+ * parsers.
  *
- * It brings the library, scalar kernels only, so that tables of rows can be made here that the library has no field for.
+ * This file compiles the library itself, scalar kernels only. So it can make tables of rows with kinds of fields
+ * that the library has none of.
  */
 #define TIEREDKV_IMPLEMENTATION
 #define TKV_STATIC /* what is not used here is not compiled */

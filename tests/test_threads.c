@@ -1,8 +1,8 @@
 /*
  * test_threads.c - attention with workers: the bits must not depend on them. Run it under -fsanitize=thread.
  *
- * The workers are real threads that take tasks in a random order, each the next one when it is done with
- * its last.
+ * The workers are real threads that take tasks in a random order. A worker takes its next task as soon as it has
+ * finished its last.
  */
 #ifndef _XOPEN_SOURCE
 #define _XOPEN_SOURCE 600 /* pthread_attr_setstack, posix_memalign */

@@ -1,6 +1,6 @@
 /*
- * test_thresholds.c - the threshold store: order, lookup and transfer by hand and against a plain search, the text to
- * the byte, every damage to it, callbacks.
+ * test_thresholds.c - the threshold store: order, lookup and transfer, by hand and against a plain search. Also
+ * the text to the byte, every kind of damage to it, and callbacks.
  */
 #include "kit.h"
 

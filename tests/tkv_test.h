@@ -1,5 +1,5 @@
 /*
- * tkv_test.h - the test frame: a list of tests, checks that print what they saw, and seeded numbers.
+ * tkv_test.h - the test frame: it runs tests, prints the values of failed checks, and gives seeded random numbers.
  *
  *     #define TIEREDKV_IMPLEMENTATION
  *     #include "../tieredkv.h"
@@ -15,18 +15,20 @@
  *         return tkv_test_end();
  *     }
  *
- * cc -O2 tests/test_x.c -o test_x -lm && ./test_x [filter | --list]     run it from the root of the project
+ * cc -O2 tests/test_x.c -o test_x -lm && ./test_x [filter | --list]     from the root of the project
  *
- * A test of the interface alone leaves out the first line and is linked with the library, which is compiled
- * once: cc -O2 tests/test_x.c examples/tieredkv.c -o test_x -lm
+ * A test that uses the public interface only leaves out the first line. It is linked with the library, which is
+ * then compiled once: cc -O2 tests/test_x.c examples/tieredkv.c -o test_x -lm
  *
- * The filter (or TKV_TEST_FILTER) keeps tests whose name contains it. The last line is `N passed, N failed` and
- * counts tests; `, N skipped` follows when there are any. A test that makes no check has failed. Checks belong to
- * the thread that runs the test: workers hand their results to it.
+ * The filter (or TKV_TEST_FILTER) selects tests whose name contains it. The last line is `N passed, N failed` and
+ * counts tests. `, N skipped` follows if tests were skipped. A test without any check fails. Only the thread that
+ * runs the test may check: other threads hand their results to it.
  *
- * Environment: TKV_ISA = auto, scalar, avx2, avx512, neon, wasm forces the kernels (tests put tkv_test_isa() into
- * cfg.isa); TKV_TEST_QUICK = 1 asks slow tests for a smaller version (tkv_test_quick(), set under emulators);
- * TKV_DATA = directory of models and texts (tkv_test_data()), ../shared/data if not set.
+ * Environment:
+ *     TKV_ISA          auto, scalar, avx2, avx512, neon or wasm: forces the kernels. Tests put tkv_test_isa() into
+ *                      cfg.isa.
+ *     TKV_TEST_QUICK   1: slow tests run a smaller version (tkv_test_quick()). Set under emulators.
+ *     TKV_DATA         directory of models and texts (tkv_test_data()). Default: ../shared/data
  */
 #ifndef TKV_TEST_H
 #define TKV_TEST_H
@@ -37,18 +39,18 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#ifndef __wasi__ /* its clock() needs a library of its own */
+#ifndef __wasi__ /* clock() needs an extra library there */
 #include <time.h>
 #endif
 
-enum { TKV_TEST_SHOWN = 10 }; /* failed checks printed per test; the rest is counted */
+enum { TKV_TEST_SHOWN = 10 }; /* failed checks printed per test; more are only counted */
 
 typedef struct tkv_test_state {
     const char *filter;
-    int list, dead;              /* dead: the forced instruction set is missing, every test is skipped */
+    int list, dead;              /* dead: the forced instruction set is missing, so every test is skipped */
     int passed, failed, skipped; /* tests */
-    int checks, bad;             /* of the test that runs */
-    const char *skip;            /* why it was skipped, or NULL */
+    int checks, bad;             /* checks, and failed ones, of the running test */
+    const char *skip;            /* why the running test is skipped, or NULL */
 } tkv_test_state;
 static tkv_test_state tkv_test_;
 
@@ -62,7 +64,7 @@ static tkv_test_state tkv_test_;
     } while (0)
 
 #define CHECK(cond) ((void)tkv_test_check_((cond) ? 1 : 0, __FILE__, __LINE__, #cond))
-#define REQUIRE(cond) /* CHECK, and the test ends here if it fails */                                        \
+#define REQUIRE(cond) /* CHECK; a failure ends the test */                                                   \
     do {                                                                                                     \
         if (!tkv_test_check_((cond) ? 1 : 0, __FILE__, __LINE__, #cond)) return;                             \
     } while (0)
@@ -70,7 +72,7 @@ static tkv_test_state tkv_test_;
 #define CHECK_EQ(a, b) tkv_test_eq_((long long)(a), (long long)(b), __FILE__, __LINE__, #a " == " #b)
 #define CHECK_STR(a, b) tkv_test_str_((a), (b), __FILE__, __LINE__, #a " == " #b)
 #define CHECK_MEM(a, b, n) tkv_test_mem_((a), (b), (n), __FILE__, __LINE__, #a " == " #b)
-/* Of numbers, as double. NaN always fails, under -ffast-math too. */
+/* Compare numbers as double. NaN always fails, also under -ffast-math. */
 #define CHECK_NEAR(a, b, tol)                                                                                \
     tkv_test_near_((double)(a), (double)(b), (double)(tol), __FILE__, __LINE__, #a " ~ " #b)
 #define CHECK_LE(a, b) tkv_test_le_((double)(a), (double)(b), __FILE__, __LINE__, #a " <= " #b)
@@ -81,7 +83,7 @@ static tkv_test_state tkv_test_;
 #define TKV_TEST_PRINTF(fmt, args)
 #endif
 
-/* Counts one check and says whether its failure is to be printed; if so, prints where. */
+/* Counts one check. Returns 1 if the caller must print a failure, after printing where it happened. */
 static inline int tkv_test_note_(int ok, const char *file, int line, const char *what) {
     tkv_test_.checks++;
     if (ok) return 0;
@@ -134,7 +136,7 @@ static inline float tkv_test_float(uint32_t bits) {
     return x;
 }
 
-/* By bits: -ffast-math may fold x != x to false. */
+/* Tests the bits, because -ffast-math may fold x != x to false. */
 static inline int tkv_test_is_nan(double x) {
     uint64_t u;
     memcpy(&u, &x, sizeof u);
@@ -148,7 +150,7 @@ static inline int tkv_test_is_finite(double x) {
 
 static inline void tkv_test_near_(double a, double b, double tol, const char *file, int line,
                                   const char *what) {
-    int ok = memcmp(&a, &b, sizeof a) == 0; /* infinities of one sign are near each other */
+    int ok = memcmp(&a, &b, sizeof a) == 0; /* equal bits pass: infinities of one sign are near each other */
     double d = a > b ? a - b : b - a;
     if (!ok) ok = tkv_test_is_finite(a) && tkv_test_is_finite(b) && d <= tol;
     if (tkv_test_is_nan(a)) ok = 0;
@@ -167,7 +169,7 @@ static inline int tkv_test_quick(void) {
     return s && *s && strcmp(s, "0") != 0;
 }
 
-static inline tkv_isa tkv_test_isa(void) { /* TKV_ISA_COUNT for a name that is none */
+static inline tkv_isa tkv_test_isa(void) { /* TKV_ISA_COUNT if TKV_ISA is no known name */
     const char *s = getenv("TKV_ISA");
     int isa = TKV_ISA_AUTO;
     if (!s || !*s) return TKV_ISA_AUTO;
@@ -175,7 +177,7 @@ static inline tkv_isa tkv_test_isa(void) { /* TKV_ISA_COUNT for a name that is n
     return (tkv_isa)isa;
 }
 
-/* Path of models/x or text/x, or NULL when the file is not there: then SKIP. Valid until the next call. */
+/* Path of models/x or text/x, or NULL if there is no such file: then SKIP. Valid until the next call. */
 static inline const char *tkv_test_data(const char *name) {
     static char path[1024];
     const char *dir = getenv("TKV_DATA");
@@ -187,7 +189,7 @@ static inline const char *tkv_test_data(const char *name) {
     return path;
 }
 
-/* >>numbers: the same ones from a seed on every machine and under every flag (no libm) */
+/* >>random numbers: a seed gives the same ones on every machine and under all compiler flags (no libm) */
 typedef struct tkv_rng {
     uint64_t state;
 } tkv_rng;
@@ -213,8 +215,8 @@ static inline int tkv_rng_below(tkv_rng *r, int n) { /* 0 .. n-1 */
     return (int)(((tkv_rng_u64(r) >> 32) * (uint64_t)n) >> 32);
 }
 
-/* Mean 0, sd 1. A count of 128 random bits is a Gaussian with steps of 0.18 sd; the sum of two uniforms
- * joins the steps by straight lines. Tails reach 11 sd. */
+/* Mean 0, standard deviation (sd) 1. The number of ones in 128 random bits is nearly Gaussian, in steps of 0.18 sd.
+ * The sum of two uniform numbers joins the steps by straight lines. Tails reach 11 sd. */
 static inline double tkv_rng_gauss(tkv_rng *r) {
     int bits = -64, i;
     for (i = 0; i < 2; i++) {
@@ -261,7 +263,7 @@ static inline void tkv_test_run_(const char *name, void (*test)(void)) {
     t->checks = t->bad = 0;
     t->skip = t->dead ? "instruction set" : NULL;
     printf("  %-42s", name);
-    fflush(stdout); /* so that the name of a test that crashes is seen */
+    fflush(stdout); /* shows the name of a test that crashes */
     if (!t->dead) test();
     if (t->bad > TKV_TEST_SHOWN) printf("    ... %d more\n", t->bad - TKV_TEST_SHOWN);
     if (t->bad) {

@@ -1,48 +1,48 @@
 /*
- * core/allocate.h - who gets the bits: heads of a layer share its bytes, channels of a head share the head's.
+ * core/allocate.h - shares bits: heads of a layer share the layer's bytes, channels of a head share the head's.
  *
- * Greedy reverse water-filling: the next bit goes where it saves most, until the budget is spent. What a bit saves
- * is weight * (D(b) - D(b + 1)), D the error of a unit Gaussian at b bits; here everything is the logarithm of
- * that, in integers of 1/32 octave, so that the same table comes out on every machine. Gains fall along a channel's
- * bits and along the sorted channels, so "all steps that save more than a level" is what greedy would take: the
- * level is found by halving, whatever the number of heads.
+ * Greedy reverse water-filling: the next bit goes to the item where it saves most error, until the budget is spent.
+ * A bit saves weight * (D(b) - D(b + 1)), where D(b) is the error of a unit Gaussian at b bits. The code keeps the
+ * logarithm of that saving, in integers of 1/32 octave, so every machine computes the same table.
+ * Savings fall along the bits of a channel and along the sorted channels. So the greedy method takes exactly the
+ * steps that save more than some level. A binary search finds that level, for any number of heads.
  *
  *   K: weight of a tile = reach of its head * E[q_c^2] var(k_c), geometric mean of its channels;   0 .. 6 bits
  *   V: weight of a head = its reach (how strongly it reads far tokens);                             1 .. 4 bits
  *
- * bench/QUALITY.md has what each of the two is worth. May call tile and base.
+ * bench/QUALITY.md measures the gain of both.
  */
 #ifndef TKVI_CORE_ALLOCATE_H
 #define TKVI_CORE_ALLOCATE_H
 
 #include "core/tile.h"
 
-/* What is known of one KV head. */
+/* Statistics of one KV head. */
 typedef struct tkvi_head {
     int reach;                 /* log2, in 1/8 octaves: how strongly far tokens are read */
-    int k_weight;              /* the same, times the head's largest E[q_c^2] var(k_c) */
-    int k_top, v_top;          /* windows of logarithmic scales */
-    const uint8_t *importance; /* K: [pad] log2 in 1/8 octaves, at each position, falling; 0: no channel */
+    int k_weight;              /* log2 in 1/8 octaves of: that strength times the largest E[q_c^2] var(k_c) */
+    int k_top, v_top;          /* tops of the log-scale windows (core/log_scale.h) */
+    const uint8_t *importance; /* K: [pad] log2 in 1/8 octaves, by position, falling; 0: no channel */
     const uint8_t *order;      /* K: [pad] channel at each position */
     const float *mean;         /* K: [pad] static mean at each position */
 } tkvi_head;
 
-/* Steps that an item can climb, each with what it saves per unit of cost (1/32 octave) and its cost. */
+/* Steps of an item from few bits to many. gain: log2 of the error saved per unit of cost, in 1/32 octave. */
 typedef struct tkvi_ladder {
     int steps;
     int16_t gain[6];
     uint8_t cost[6];
 } tkvi_ladder;
 
-/* D of uniform grids with the best clip: 1, .38, .125, .037, .0115, .0035, .001 (0 to 6 bits). */
+/* D of uniform grids with the best clip is 1, .38, .125, .037, .0115, .0035, .001 (0 to 6 bits). */
 static const tkvi_ladder tkvi_ladder_k = {6, {-22, -63, -112, -169, -223, -277}, {1, 1, 1, 1, 1, 1}};
-/* D of rotated values: .363, .119, .037, .0115 (1 to 4 bits), .2 at one and a half; cost in half bits. */
+/* D of rotated values is .363, .119, .037, .0115 (1 to 4 bits), and .2 at 1.5 bits. Costs are in half bits. */
 static const tkvi_ladder tkvi_ladder_v = {3, {-65, -115, -169, 0, 0, 0}, {2, 2, 2, 0, 0, 0}};
 static const tkvi_ladder tkvi_ladder_v_low = {4, {-84, -116, -147, -201, 0, 0}, {1, 1, 2, 2, 0, 0}};
 
 #define TKVI_SCORE_NONE (-100000)
 
-/* Score of group i of a head's tiles (`unit` of them, 0: the head itself is the item). */
+/* Score of group i of a head's tiles, `unit` tiles in a group. unit 0: the whole head is the item. */
 static int tkvi_score(const tkvi_head *h, int unit, int i) {
     int sum = 0, c;
     if (unit == 0) return 4 * h->reach;
@@ -50,7 +50,7 @@ static int tkvi_score(const tkvi_head *h, int unit, int i) {
     return sum == 0 ? TKVI_SCORE_NONE : 4 * h->k_weight + sum / unit;
 }
 
-/* Cost of all steps of a head that reach `level`. taken: NULL, or how many items climbed step k. */
+/* Cost of all steps of a head whose saving reaches `level`. taken: NULL, or out: items that take step k. */
 static int tkvi_climb(const tkvi_head *h, const tkvi_ladder *l, int unit, int items, int level, int *taken) {
     int i, k, cost = 0;
     if (taken) memset(taken, 0, 6 * sizeof *taken);
@@ -64,13 +64,13 @@ static int tkvi_climb(const tkvi_head *h, const tkvi_ladder *l, int unit, int it
     return cost;
 }
 
-#define TKVI_LEVEL_LOW (-24000) /* beyond any score: of a loaded table at most 4 * 4800 + 4 * 255 */
+#define TKVI_LEVEL_LOW (-24000) /* beyond any score: a loaded table gives at most 4 * 4800 + 4 * 255 */
 #define TKVI_LEVEL_HIGH 24000
 
-/* The lowest level at which the heads, each up to `cap`, stay within the budget. */
+/* The lowest level at which the heads, each limited to `cap`, stay within the budget. */
 static int tkvi_find_level(const tkvi_head *heads, int n_heads, const tkvi_ladder *l, int unit, int items,
                            int cap, int64_t budget) {
-    int low = TKVI_LEVEL_LOW, high = TKVI_LEVEL_HIGH, h; /* high stays within, low - 1 may not */
+    int low = TKVI_LEVEL_LOW, high = TKVI_LEVEL_HIGH, h; /* `high` fits the budget, `low - 1` may not */
     while (low < high) {
         int level = low + (high - low) / 2;
         int64_t sum = 0;
@@ -82,8 +82,10 @@ static int tkvi_find_level(const tkvi_head *heads, int n_heads, const tkvi_ladde
     return high;
 }
 
-/* Splits a budget among the heads: cost[h] each. Of what the steps just below the level would take, heads get equal
- * parts, then a step each in their order; V has one item a head, whose steps are given whole, in order. */
+/* Splits a budget among the heads; cost[h] is the share of head h. The level leaves a rest, too small for all
+ * steps just below it. Pass 0 gives each head the same fraction of the steps it still lacks. Pass 1 gives one
+ * step each, and pass 2 all that a head lacks, in the order of heads. V has one item a head: whole steps, so
+ * only pass 2. */
 static void tkvi_split(const tkvi_head *heads, int n_heads, const tkvi_ladder *l, int unit, int items,
                        int cap, int64_t budget, int *cost) {
     int level = tkvi_find_level(heads, n_heads, l, unit, items, cap, budget), h, pass,
@@ -102,31 +104,31 @@ static void tkvi_split(const tkvi_head *heads, int n_heads, const tkvi_ladder *l
             if (pass == 1) more = tkvi_min(more, step);
             more = (int)(more < budget ? more : budget) / step * step;
             if (unit == 0 && (cost[h] + more) % 2 && (l->cost[0] == 2 || cost[h] + more > 2))
-                more--; /* half a step */
+                more--; /* no grid exists at half a step */
             cost[h] += more;
             budget -= more;
         }
 }
 
 /* >>K */
-/* Tile bits of one head at equal shares: what remains of the average when the metadata are paid. */
+/* Tile bits of one head at equal shares: the average in quarter bits, less the metadata. A tile bit is 32 bytes. */
 static int tkvi_head_budget(int quarters, int dim, int pad) {
     return tkvi_max(0, (quarters * dim - pad) / 16);
 }
 
-/* Widths of one head's tiles for a number of tile bits. */
+/* Turns a head's number of tile bits into the widths of its tiles. */
 static void tkvi_runs_of(const tkvi_head *h, int pad, int unit, int budget, tkvi_runs *runs) {
     int items = pad / 4 / unit, taken[6], more[6], k, rest, level;
     level = tkvi_find_level(h, 1, &tkvi_ladder_k, unit, items, 1 << 20, budget);
     rest = budget - tkvi_climb(h, &tkvi_ladder_k, unit, items, level, taken);
     (void)tkvi_climb(h, &tkvi_ladder_k, unit, items, level - 1, more);
-    for (k = 0; k < 6; k++) /* steps just below the level, as far as it goes, the widest tiles last */
+    for (k = 0; k < 6; k++) /* the rest buys steps just below the level, narrow widths first */
         for (; taken[k] < more[k] && rest >= unit; rest -= unit) taken[k]++;
     memset(runs, 0, sizeof *runs);
     for (k = 0; k < 6; k++) runs->n[k + 1] = (uint16_t)((taken[k] - (k < 5 ? taken[k + 1] : 0)) * unit);
 }
 
-/* Equal shares and equal channels: the first ones get what is left over. */
+/* Equal shares and equal channels: the first channels get the bits that are left over. */
 static void tkvi_share_alike(int quarters, int dim, int pad, tkvi_runs *runs) {
     uint8_t importance[TKV_MAX_HEAD_DIM];
     tkvi_head h;
@@ -137,8 +139,8 @@ static void tkvi_share_alike(int quarters, int dim, int pad, tkvi_runs *runs) {
     tkvi_runs_of(&h, pad, 1, tkvi_head_budget(quarters, dim, pad), runs);
 }
 
-/* A layer's budget split among its heads, a head at most 4 bits a channel. Two tile bits make 64 bytes, so heads
- * get even numbers of them; budget[h] are the results. */
+/* Splits a layer's budget among its heads, at most 4 bits a channel. budget[h]: out, tile bits of head h. Two tile
+ * bits make 64 bytes, so each head gets an even number. */
 static void tkvi_share_k(const tkvi_head *heads, int n_heads, int quarters, int dim, int pad, int unit,
                          int *budget) {
     int h, odd = 0;
@@ -149,14 +151,15 @@ static void tkvi_share_k(const tkvi_head *heads, int n_heads, int quarters, int 
             budget[h] += odd ? -1 : 1;
             odd = !odd;
         }
-    for (h = n_heads - 1; h >= 0 && odd; h--) /* one came without a partner: what it got is taken back */
+    for (h = n_heads - 1; h >= 0 && odd;
+         h--) /* an odd number of budgets was odd: the last one took a bit too many */
         if (budget[h] >= 2) {
             budget[h] -= 2;
             odd = 0;
         }
 }
 
-/* >>V: half bits of each head, from 1 bit up. */
+/* >>V: half bits of each head, at least 2 (1 bit a value). */
 static void tkvi_share_v(const tkvi_head *heads, int n_heads, int quarters, int *half_bits) {
     const tkvi_ladder *l = quarters < 8 ? &tkvi_ladder_v_low : &tkvi_ladder_v;
     int h;
@@ -164,10 +167,10 @@ static void tkvi_share_v(const tkvi_head *heads, int n_heads, int quarters, int 
     for (h = 0; h < n_heads; h++) half_bits[h] += 2;
 }
 
-/* Bytes of codes that a layer's heads have together for 64 values of V; `pad` channels. */
+/* Bytes of V codes that all heads of a layer have together for 64 tokens; pad: channels of a head. */
 static int64_t tkvi_budget_v(int64_t heads, int quarters, int pad) {
     int64_t bytes = (heads * (quarters - 4) / 2 + 2 * heads) * 4 * pad;
-    /* 16 channels without partners take two bits where the others take one and a half */
+    /* a slab of 16 channels without a partner takes two bits instead of 1.5 */
     return quarters < 8 && pad / 16 % 2 ? bytes + heads * 64 : bytes;
 }
 

@@ -1,11 +1,13 @@
 /*
- * core/base.h - what everything else stands on: bits of floats, half floats, rounding, checked sizes, memory,
- * short texts without stdio. May call libc's memcpy, memset, memmove and, unless TKV_NO_MALLOC, malloc and free.
+ * core/base.h - the foundation of all other files: bits of floats, half floats, rounding, checked sizes, memory,
+ * short texts without stdio. Calls libc's memcpy, memset, memmove and, unless TKV_NO_MALLOC, malloc and free.
  *
- * The header is compiled with other people's flags. So: NaN and infinity are told by their bits
- * (-ffast-math folds x != x), rounding goes through an integer read of the sum (not (x + M) - M), bytes
- * are loaded one by one (alignment, aliasing, endianness), and where x87 keeps excess precision each
- * float operation that decides a stored byte is rounded by tkvi_f32.
+ * The application compiles this header with its own flags. The code therefore takes four precautions:
+ *
+ *    NaN and infinity are recognised by their bits, because -ffast-math folds x != x
+ *    rounding reads the sum as an integer, and does not compute (x + M) - M
+ *    bytes are loaded one by one, for alignment, aliasing and endianness
+ *    tkvi_f32 rounds each float operation that decides a stored byte, because x87 keeps excess precision
  */
 #ifndef TKVI_CORE_BASE_H
 #define TKVI_CORE_BASE_H
@@ -25,8 +27,8 @@
 #define TKVI_NOINLINE
 #endif
 
-/* Before what src/cuda runs on a GPU too: functions, constant tables. nvcc compiles twice, and its code for the GPU
- * reads none of the host's tables. */
+/* Mark functions and constant tables that src/cuda also uses on the GPU. nvcc compiles the file twice, for host
+ * and GPU, and GPU code cannot read the host's tables. */
 #ifdef __CUDACC__
 #define TKVI_FN static __host__ __device__
 #else
@@ -38,7 +40,7 @@
 #define TKVI_CONSTANT static const
 #endif
 
-/* Before an array that vectors walk along: no load of 64 bytes then touches two cache lines. */
+/* Aligns an array that SIMD code reads in steps of 64 bytes: no load then touches two cache lines. */
 #if defined(__GNUC__) || defined(__clang__)
 #define TKVI_ALIGNED __attribute__((aligned(64)))
 #elif defined(_MSC_VER)
@@ -64,8 +66,9 @@ TKVI_FN int tkvi_is_finite(float x) { return (tkvi_bits(x) & 0x7f800000u) != 0x7
 
 TKVI_FN int tkvi_is_nan(float x) { return (tkvi_bits(x) & 0x7fffffffu) > 0x7f800000u; }
 
-/* The value as a float, also where expressions are evaluated wider. One rounding from 64 bits to 24 after
- * + - * / is the IEEE result (64 >= 2 * 24 + 2), so x87 encodes the same bytes as everybody else. */
+/* Rounds a value to float where the compiler evaluates expressions in a wider type. After one + - * / in 64
+ * bits, the rounding to 24 bits is the IEEE result (64 >= 2 * 24 + 2). So x87 encodes the same bytes as other
+ * machines. */
 TKVI_FN float tkvi_f32(float x) {
 #if defined(FLT_EVAL_METHOD) && FLT_EVAL_METHOD == 0
     return x;
@@ -75,7 +78,8 @@ TKVI_FN float tkvi_f32(float x) {
 #endif
 }
 
-/* The same for double. Two roundings (64 bits, then 53) are one only where the first is exact, or seldom. */
+/* The same for double. Rounding twice (to 64 bits, then 53) can differ from one rounding if the first is inexact;
+ * such cases are rare. */
 TKVI_FN double tkvi_f64(double x) {
 #if defined(FLT_EVAL_METHOD) && (FLT_EVAL_METHOD == 0 || FLT_EVAL_METHOD == 1)
     return x;
@@ -85,26 +89,26 @@ TKVI_FN double tkvi_f64(double x) {
 #endif
 }
 
-/* Not inlined: no compiler fuses these products into a sum. */
+/* Not inlined, so that no compiler fuses these products into a sum (FMA). */
 static TKVI_NOINLINE void tkvi_multiplied(float *dst, const float *x, const float *y, int n) {
     int i;
     for (i = 0; i < n; i++) dst[i] = tkvi_f32(x[i] * y[i]);
 }
 
-/* >>float fields of configs: 0 is the default, TKV_ZERO is 0. By bits, whatever the flags. A field keeps TKV_ZERO
- * when its config is filled, so that a filled config can be filled again. */
+/* >>float fields of configs: 0 means the default, TKV_ZERO means 0. Comparisons use bits, so they hold under any
+ * flags. Filling a config keeps TKV_ZERO, so a filled config can be filled again. */
 static int tkvi_is_named_zero(float x) { return tkvi_bits(x) == tkvi_bits(TKV_ZERO); }
 
 static float tkvi_or(float x, float other) { return (tkvi_bits(x) & 0x7fffffffu) == 0 ? other : x; }
 
 static float tkvi_number(float x) { return tkvi_is_named_zero(x) ? 0.0f : x; }
 
-/* Round half to even, |x| < 2^22: 1.5 * 2^23 makes the sum's last mantissa bit worth one. */
+/* Rounds half to even, |x| < 2^22. Adding 1.5 * 2^23 gives the last mantissa bit the value 1. */
 TKVI_FN int tkvi_rne(float x) { return (int)(tkvi_bits(x + 12582912.0f) - 0x4b400000u); }
 
 TKVI_FN float tkvi_clampf(float x, float lo, float hi) { return x < lo ? lo : x > hi ? hi : x; }
 
-/* x as a whole number of at most `most`, to be summed; 0 for what is none (by bits: right under -ffast-math). */
+/* Cuts x to +-most and truncates it to an integer for a sum. NaN and infinity give 0, also under -ffast-math. */
 static int64_t tkvi_counted(float x, float most) {
     return tkvi_is_finite(x) ? (int64_t)tkvi_clampf(x, -most, most) : 0;
 }
@@ -115,7 +119,7 @@ TKVI_FN int tkvi_max(int a, int b) { return a > b ? a : b; }
 
 static int tkvi_round_up(int n, int to) { return (n + to - 1) / to * to; }
 
-/* >>half floats. Stored little-endian everywhere. */
+/* >>half floats, stored little-endian on every machine */
 #define TKVI_F16_MAX 65504.0f
 
 TKVI_FN uint16_t tkvi_load16(const uint8_t *p) { return (uint16_t)(p[0] | (p[1] << 8)); }
@@ -146,13 +150,13 @@ TKVI_FN float tkvi_f16_to_f32(uint16_t h) {
     }
 }
 
-/* Round to nearest even; beyond the largest half it saturates, NaN becomes a quiet NaN. */
+/* Rounds to nearest even. Values beyond the largest half saturate; NaN becomes a quiet NaN. */
 TKVI_FN uint16_t tkvi_f32_to_f16(float x) {
     uint32_t u = tkvi_bits(x), sign = u >> 16 & 0x8000u, a = u & 0x7fffffffu;
     if (a > 0x7f800000u) return (uint16_t)(sign | 0x7e00u);
     if (a >= 0x477fe000u) return (uint16_t)(sign | 0x7bffu);
     if (a >= 0x38800000u) return (uint16_t)(sign | ((a + 0xfffu + (a >> 13 & 1u) - 0x38000000u) >> 13));
-    if (a <= 0x33000000u) return (uint16_t)sign; /* up to half of the smallest subnormal, the tie included */
+    if (a <= 0x33000000u) return (uint16_t)sign; /* at most half of the smallest subnormal */
     {
         uint32_t shift = 126u - (a >> 23), m = (a & 0x7fffffu) | 0x800000u, half = 1u << (shift - 1u);
         uint32_t r = m >> shift, rest = m & ((1u << shift) - 1u);
@@ -192,7 +196,7 @@ static void tkvi_save_element(void *data, tkv_type type, ptrdiff_t at, float x) 
     memcpy((char *)data + at * 2, &h, 2);
 }
 
-/* >>sizes: products of outside numbers are checked. Return 0 on overflow. */
+/* >>sizes: checked arithmetic for numbers that callers supply. Both return 0 on overflow. */
 static int tkvi_mul(size_t a, size_t b, size_t *out) {
     if (b != 0 && a > (size_t)-1 / b) return 0;
     *out = a * b;
@@ -209,16 +213,16 @@ static int tkvi_add(size_t a, size_t b, size_t *out) {
 
 TKVI_FN size_t tkvi_align_up(size_t n) { return (n + (TKVI_ALIGN - 1u)) & ~(size_t)(TKVI_ALIGN - 1u); }
 
-/* >>memory: every byte goes through a heap that counts. */
+/* >>memory: every allocation goes through a heap that counts its bytes */
 typedef struct tkvi_heap {
     tkv_allocator from;
     size_t held, peak;
-    size_t limit; /* never more than this; 0: no limit */
-    int at_limit; /* the last request was refused because of it */
+    size_t limit; /* upper bound of `held`; 0: no limit */
+    int at_limit; /* 1: the last request was refused because of `limit` */
 } tkvi_heap;
 
 #ifndef TKV_NO_MALLOC
-/* malloc gives 8 or 16; the block before the aligned one remembers where it began. */
+/* malloc aligns to 8 or 16 only. The pointer that malloc returned is stored just before the aligned block. */
 static void *tkvi_malloc(void *user, size_t size, size_t align) {
     size_t room;
     char *raw, *p;
@@ -260,7 +264,7 @@ static void tkvi_put(tkvi_heap *heap, void *ptr, size_t size) {
     heap->from.release(heap->from.user, ptr, size, TKVI_ALIGN);
 }
 
-/* >>arena: the caller's memory as an allocator. Only grows; closed once the cache is built. */
+/* >>arena: an allocator in the caller's memory. It never frees, and it is closed once the cache is built. */
 typedef struct tkvi_arena {
     uint8_t *base;
     size_t size, used;
@@ -282,10 +286,10 @@ static void tkvi_arena_release(void *user, void *ptr, size_t size, size_t align)
     (void)align;
 }
 
-/* >>text: sentences for people, cut to the room there is. */
+/* >>text: sentences for people, cut to the size of the buffer */
 typedef struct tkvi_text {
     char *at;
-    size_t left; /* the final zero not counted; at is NULL when there is no room at all */
+    size_t left; /* without the final zero; `at` is NULL if the buffer has size 0 */
 } tkvi_text;
 
 static tkvi_text tkvi_text_begin(char *buf, size_t size) {
@@ -312,11 +316,11 @@ static void tkvi_append_int(tkvi_text *t, int64_t n) {
     tkvi_append_text(t, digits + i);
 }
 
-/* >>locks, for a few instructions. Where there are no atomics they do nothing: see who uses them. */
+/* >>locks: spin locks for a few instructions. Compilers without __atomic builtins get no lock (see the callers). */
 static void tkvi_lock(int *lock) {
 #if defined(__GNUC__) || defined(__clang__)
     while (__atomic_exchange_n(
-        lock, 1, __ATOMIC_ACQUIRE)) /* who waits only looks: an exchange would hold up the owner */
+        lock, 1, __ATOMIC_ACQUIRE)) /* waiting threads only read: an exchange would slow the owner */
         while (__atomic_load_n(lock, __ATOMIC_RELAXED)) continue;
 #else
     (void)lock;

@@ -1,6 +1,6 @@
 /*
  * core/checksum.h - checksums of bytes that leave the library and come back: XXH64 for blocks in a store, FNV-1a
- * for calibrations and threshold texts of version 1. May call base.
+ * for calibrations and threshold texts of version 1.
  *
  * Both protect against accidents: failing media, truncated files, mixed-up blocks. Neither protects against an
  * attacker who can write to the store, because anyone can compute them.

@@ -1,17 +1,18 @@
 /*
- * core/codebook.h - levels for values between -1 and 1 that lie where the values are: weighted k-means in one
- * dimension (KVQuant, arXiv 2401.18079, section 3.2), from a histogram. May call base and fit.
+ * core/codebook.h - learns levels for values between -1 and 1: weighted k-means in one dimension, from a histogram
+ * (KVQuant, arXiv 2401.18079, section 3.2).
  *
- * All sums are whole numbers, so that everybody finds the same levels. A histogram of 2048 bins is as good as
- * the values, and takes no room for them. Lloyd's iterations begin where the density to the third would put
- * levels (Panter and Dite 1951), which is near the optimum; quantiles, which scikit-learn's k-means would
- * also have to leave, end in worse places.
+ * All sums are integers, so every machine finds the same levels. A histogram of 2048 bins gives results as good as
+ * the values themselves, and needs far less memory. Lloyd's iterations start from levels spaced by the cube root
+ * of the density (Panter and Dite 1951), which is near the optimum. From quantiles, they end in worse optima.
  *
- * Levels are fp16 values. Next to each is what it decodes to where Q-Norm is asked for (the paper's section
- * 3.6):
+ * Levels are fp16 values. Beside each level stands the value that it decodes to under Q-Norm (section 3.6 of the
+ * paper):
+ *
  *     normed = level * s1 / s2 + (m1 - m2 * s1 / s2)
- * with mean m1 and deviation s1 of the values, m2 and s2 of what they become, all with the weights of
- * k-means.
+ *
+ * Here m1 and s1 are mean and deviation of the values, m2 and s2 those of the values after quantization. All four
+ * use the weights of k-means.
  */
 #ifndef TKVI_CORE_CODEBOOK_H
 #define TKVI_CORE_CODEBOOK_H
@@ -20,22 +21,22 @@
 
 #define TKVI_BOOK_BINS 2048
 #define TKVI_BOOK_ROUNDS 50
-#define TKVI_BOOK_PARTS 64 /* of the histogram, for the first levels */
-#define TKVI_BOOK_UNIT 256 /* steps of a level to half a bin */
+#define TKVI_BOOK_PARTS 64 /* parts of the histogram that place the first levels */
+#define TKVI_BOOK_UNIT 256 /* integer levels count in 1/256 of half a bin */
 
 typedef struct tkvi_book {
-    float level[16], normed[16]; /* rising; 2^bits of them */
+    float level[16], normed[16]; /* [2^bits], rising */
 } tkvi_book;
 
-static int tkvi_book_bin(float y) { /* of -1 .. 1 */
+static int tkvi_book_bin(float y) { /* y: -1 .. 1 */
     int bin = (int)tkvi_f32(tkvi_f32(y + 1.0f) * (float)(TKVI_BOOK_BINS / 2));
     return tkvi_max(0, tkvi_min(TKVI_BOOK_BINS - 1, bin));
 }
 
-/* Middle of a bin in half bins: -1 to 1 is -2048 to 2048. */
+/* Middle of a bin, in half bins: the range -1 .. 1 is -2048 .. 2048. */
 static int64_t tkvi_book_at(int bin) { return 2 * bin + 1 - TKVI_BOOK_BINS; }
 
-/* So that no sum below overflows. */
+/* Scales counts down to a sum below 2^31, so that no sum below overflows. Returns the sum. */
 static int64_t tkvi_book_scale(int64_t *count) {
     int64_t sum = 0;
     int i, shift = 0;
@@ -45,7 +46,7 @@ static int64_t tkvi_book_scale(int64_t *count) {
     return sum;
 }
 
-static int64_t tkvi_cube_root(int64_t x) { /* of less than 2^54, down */
+static int64_t tkvi_cube_root(int64_t x) { /* rounded down, x < 2^54 */
     int64_t r = 0;
     int bit;
     for (bit = 17; bit >= 0; bit--) {
@@ -55,7 +56,7 @@ static int64_t tkvi_cube_root(int64_t x) { /* of less than 2^54, down */
     return r;
 }
 
-/* n levels so that equal parts of the cube root of the density lie about them. */
+/* First levels: each of the n levels stands for an equal part of the cube root of the density. */
 static void tkvi_book_first(const int64_t *count, int n, int64_t *level) {
     int64_t root[TKVI_BOOK_PARTS], all = 0, before = 0;
     const int width = TKVI_BOOK_BINS / TKVI_BOOK_PARTS;
@@ -74,7 +75,7 @@ static void tkvi_book_first(const int64_t *count, int n, int64_t *level) {
     }
 }
 
-/* Calls of one round: bins go to the nearest level, of two the lower one. Returns the level after `j`. */
+/* The nearest level of a bin; a tie takes the lower one. The search goes up from `j`: call it with rising bins. */
 static int tkvi_book_nearest(const int64_t *level, int n, int j, int bin) {
     while (j < n - 1 && 2 * TKVI_BOOK_UNIT * tkvi_book_at(bin) > level[j] + level[j + 1]) j++;
     return j;
@@ -97,9 +98,9 @@ static void tkvi_book_means(const int64_t *count, int n, int64_t *level) {
     }
 }
 
-/* Levels as values, and Q-Norm's of them. count was scaled. */
+/* Writes levels as values, and their Q-Norm values. `count` comes from tkvi_book_scale. */
 static void tkvi_book_norm(const int64_t *count, int64_t sum, int n, const int64_t *level, tkvi_book *book) {
-    int64_t x1 = 0, x2 = 0, q1 = 0, q2 = 0; /* in 1/16 of half a bin: squares have 30 bits */
+    int64_t x1 = 0, x2 = 0, q1 = 0, q2 = 0; /* units of 1/16 of half a bin, so that squares have 30 bits */
     float mean_x, mean_q, var_x, var_q, ratio = 1.0f, shift = 0.0f;
     int i, j = 0;
     for (i = 0; i < TKVI_BOOK_BINS; i++) {
@@ -127,10 +128,9 @@ static void tkvi_book_norm(const int64_t *count, int64_t sum, int n, const int64
     }
 }
 
-/* The same levels without a histogram: evenly from -1 to 1, or for values such as a normal distribution has.
- * */
+/* Levels without a histogram: evenly spaced from -1 to 1, or fitted to a normal distribution. */
 static void tkvi_book_standard(int bits, int uniform, tkvi_book *book) {
-    static const uint16_t normal[3][8] = {{404, 1340, 0, 0, 0, 0, 0, 0}, /* 1/2048; the upper half of them */
+    static const uint16_t normal[3][8] = {{404, 1340, 0, 0, 0, 0, 0, 0}, /* in 1/2048; upper half */
                                           {207, 638, 1126, 1758, 0, 0, 0, 0},
                                           {102, 306, 518, 742, 983, 1253, 1567, 1955}};
     int n = 1 << bits, i;
@@ -144,7 +144,7 @@ static void tkvi_book_standard(int bits, int uniform, tkvi_book *book) {
     memcpy(book->normed, book->level, sizeof book->normed);
 }
 
-/* A book for the histogram, which this scales. Nothing in it: the standard one. */
+/* Makes the levels for a histogram, whose counts it scales. An empty histogram gives the standard levels. */
 static void tkvi_book_make(int64_t *count, int bits, int uniform, tkvi_book *book) {
     int64_t level[16], sum = tkvi_book_scale(count);
     int n = 1 << bits, j;

@@ -1,37 +1,37 @@
 /*
- * core/fit.h - scale and zero of a min/max group, better than minimum and maximum (tkv_fit). Only the encoder
- * knows: bytes and decoding are those of KIVI.
+ * core/fit.h - better scale and zero for a min/max group than minimum and maximum give (tkv_fit). Only the encoder
+ * changes: bytes and decoding are those of KIVI.
  *
  *   TKV_FIT_CLIP      the range of least squared error out of 12, 1 to 0.45 of it about its middle. At 2 bits
- *                     the error of Gaussian groups falls by a third; at 4 bits by next to nothing.
- *   TKV_FIT_NORM      codes stay, scale and zero change until mean and variance are those of the values.
- *                     Without it coarse groups are too long, and the softmax takes them too seriously next to
- *                     exact ones.
- *   TKV_FIT_UNBIASED  the same until mean and cov(x^, x) = var(x) are.
+ *                     the error of Gaussian groups falls by a third; at 4 bits it hardly changes.
+ *   TKV_FIT_NORM      codes stay; scale and zero change until mean and variance are those of the values.
+ *                     Otherwise coarse groups decode with too much variance, and the softmax gives them too much
+ *                     weight beside exact ones.
+ *   TKV_FIT_UNBIASED  codes stay; scale and zero change until the mean is right and cov(x^, x) = var(x).
  *
- * Keep the sinks exact: a range that is cut off hits the tokens that all queries look at first.
+ * Keep the sinks exact. All queries read these tokens most, and a clipped range damages them.
  *
- * Values are cut to 12 bits between minimum and maximum; from then on sums are integers, the same on every
- * machine in any order. May call base.
+ * Values are cut to 12 bits between minimum and maximum. All sums after that are integers, so every machine gets
+ * the same result in any order.
  */
 #ifndef TKVI_CORE_FIT_H
 #define TKVI_CORE_FIT_H
 
 #include "core/base.h"
 
-#define TKVI_STEPS 4096 /* of a range, between its minimum and its maximum */
+#define TKVI_STEPS 4096 /* steps from the minimum of a range to its maximum */
 #define TKVI_FIT_TRIES 12
-#define TKVI_FIT_CUT 102 /* steps that each try cuts off at both ends: a fortieth of the range */
+#define TKVI_FIT_CUT 102 /* steps that each try cuts off at each end: a fortieth of the range */
 
-/* No compiler fuses this product into a sum: it is not inlined, or an instruction that stays alone. */
+/* A product that no compiler fuses into a sum: not inlined, or on the GPU an intrinsic that is never fused. */
 #ifdef __CUDA_ARCH__
 TKVI_FN float tkvi_product(float a, float b) { return __fmul_rn(a, b); }
 #else
 TKVI_FN TKVI_NOINLINE float tkvi_product(float a, float b) { return tkvi_f32(a * b); }
 #endif
 
-/* A value u of TKVI_STEPS as a code of 0 .. top, when `cut` steps at both ends of the range are cut off; by is
- * tkvi_cut_by: u - cut, times this, by 65536 is twice the code. */
+/* Code 0 .. top of the integer value u, when `cut` steps are cut off at each end of the range. by: tkvi_cut_by.
+ * (u - cut) * by / 65536 is twice the code. */
 TKVI_FN int tkvi_cut_by(int cut, int top) { return 131072 * top / (TKVI_STEPS - 2 * cut); }
 
 TKVI_FN int tkvi_cut_code(int u, int cut, int by, int top) {
@@ -39,20 +39,20 @@ TKVI_FN int tkvi_cut_code(int u, int cut, int by, int top) {
     return tkvi_min((twice + 1) / 2, top);
 }
 
-/* n^2 times the covariance of a and b, from their sums and that of their products (the variance, if they are one).
- * */
+/* n^2 times the covariance of a and b, from their sums and the sum of their products. With a = b: the variance. */
 TKVI_FN float tkvi_covariance(int64_t n, int64_t sum_a, int64_t sum_b, int64_t products) {
     return tkvi_f32((float)(n * products - sum_a * sum_b));
 }
 
-typedef struct tkvi_group { /* of up to 256 values */
+typedef struct tkvi_group { /* up to 256 values */
     int n;
-    float low, step; /* value = low + step * (u + 1/2), nearly */
+    float low, step; /* value = low + step * (u + 1/2), approximately */
     int64_t sum_u, sum_uu;
     uint16_t u[TKV_MAX_HEAD_DIM];
 } tkvi_group;
 
-/* n values from low to high. Returns what tkvi_group_value wants; 0 where floats are too coarse for it. */
+/* Opens a group of n values from low to high. Returns `inverse` for tkvi_group_value, or 0 if floats are too
+ * coarse for this range. */
 TKVI_FN float tkvi_group_open(tkvi_group *g, int n, float low, float high) {
     float range = tkvi_f32(high - low), inverse = tkvi_f32((float)TKVI_STEPS / range);
     g->n = n;
@@ -62,13 +62,13 @@ TKVI_FN float tkvi_group_open(tkvi_group *g, int n, float low, float high) {
     return g->step > 0.0f && tkvi_is_finite(inverse) ? inverse : 0.0f;
 }
 
-/* Values beyond low and high count as they. */
+/* The integer of a value. Values outside low .. high count as the nearer end. */
 TKVI_FN int tkvi_group_value(float x, float low, float high, float inverse) {
     int u = (int)tkvi_f32(tkvi_f32(tkvi_clampf(x, low, high) - low) * inverse);
     return tkvi_max(0, tkvi_min(TKVI_STEPS - 1, u));
 }
 
-/* low < high. */
+/* Needs low < high. Returns 0 if floats are too coarse for the range. */
 static int tkvi_group_init(tkvi_group *g, const float *x, int n, float low, float high) {
     float inverse = tkvi_group_open(g, n, low, high);
     int i;
@@ -82,7 +82,7 @@ static int tkvi_group_init(tkvi_group *g, const float *x, int n, float low, floa
     return 1;
 }
 
-/* Squared error of the range without `cut` steps at each end, of n values, in units that all cuts share. */
+/* Squared error of n values with `cut` steps cut off at each end, in a unit common to all cuts. */
 TKVI_FN int64_t tkvi_cut_error(const uint16_t *u, int n, int cut, int top) {
     int range = TKVI_STEPS - 2 * cut, by = tkvi_cut_by(cut, top), i;
     int64_t sum = 0;
@@ -94,7 +94,7 @@ TKVI_FN int64_t tkvi_cut_error(const uint16_t *u, int n, int cut, int top) {
     return sum;
 }
 
-/* Moves the ends of the range to those of try number `best`. */
+/* Sets the range to that of try number `best`. */
 TKVI_FN void tkvi_clip_to(const tkvi_group *g, int best, float *low, float *range) {
     if (best == 0) return;
     *low = tkvi_f32(*low + tkvi_product(g->step, (float)(best * TKVI_FIT_CUT)));
@@ -114,8 +114,8 @@ static void tkvi_clip(const tkvi_group *g, int top, float *low, float *range) {
     tkvi_clip_to(g, best, low, range);
 }
 
-/* Scale and zero that give codes with these sums the moments of the values; both stay where that is not possible,
- * and where fp16 has no such zero to a quarter of the scale. */
+/* Stores the scale and zero that give codes with these sums the moments of the values. Both stay unchanged if
+ * that is impossible, or if fp16 misses the zero by more than a quarter of the scale. */
 TKVI_FN void tkvi_moments_of(const tkvi_group *g, int64_t sum_c, int64_t sum_cc, int64_t sum_cu, int unbiased,
                              uint8_t *scale_at, uint8_t *zero_at) {
     float var, var_c, cov, scale, zero, mean, off;

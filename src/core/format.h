@@ -1,19 +1,22 @@
 /*
- * core/format.h - what a format is: how one side (K or V) of one head's block becomes bytes.
+ * core/format.h - defines a format: how one side (K or V) of one head's block becomes bytes.
  *
  * To add a format:
- *   1. write its scalar code in a file format_NAME.h: the functions of tkvi_codec (below) for each side
- *      it can store, with the bytes drawn at the top;
- *   2. add its name to tkv_format in api.h and one line to the table in formats/table.h.
- * Nothing else has to know it: sizes, demotion, reading, attention and the tests go through the table. A format
- * whose codes are tiles (core/tile.h) runs on the integer kernels of every instruction set as it is, whatever its
- * widths, channel order and level table; only `meta` is its own. One that is stored as TKVI_AS_DECODED needs
- * layout, encode and decode and nothing more: attention decodes 16 tokens at a time; on x86 those with rows of
- * codes and a table of levels can be read by vectors, if kernels/decode_x86.h knows where they are. If each token
- * has a grid and a scale, formats/token.h has all three.
+ *   1. Write its scalar code in formats/NAME.h: the functions of tkvi_codec (below) for each side that it can
+ *      store. Draw the bytes at the top.
+ *   2. Add its name to tkv_format in api.h, and one row to the table in formats/table.h.
  *
- * A side in memory: codes (a multiple of 64 bytes), then metadata, padded to 64 bytes. A record is the K
- * side, then the V side, of one head. May call tile and base.
+ * Sizes, demotion, reading, attention and the tests find the format through the table. New formats are of two
+ * kinds:
+ *   tiles (core/tile.h)   The integer kernels of every instruction set run on it unchanged. Widths, channel order
+ *                         and level table are free. Only `meta` is its own.
+ *   TKVI_AS_DECODED       It needs layout, encode and decode. Attention decodes 16 tokens at a time. On x86,
+ *                         vectors can read rows of codes with a table of levels, if kernels/decode_x86.h knows
+ *                         their places.
+ *                         If each token has a grid and a scale, formats/token.h has all three functions.
+ *
+ * A side in memory is codes (a multiple of 64 bytes), then metadata, padded to 64 bytes. A record is the K side,
+ * then the V side, of one head.
  */
 #ifndef TKVI_CORE_FORMAT_H
 #define TKVI_CORE_FORMAT_H
@@ -23,7 +26,7 @@
 #include "core/tile.h"
 
 #define TKVI_BLOCK TKV_BLOCK_TOKENS
-#define TKVI_MAX_GROUPS (TKV_MAX_HEAD_DIM / 32) /* of V along channels; of K along tokens it is two */
+#define TKVI_MAX_GROUPS (TKV_MAX_HEAD_DIM / 32) /* for V, along channels; K has at most two, along tokens */
 
 struct tkvi_side;
 struct tkvi_columns;
@@ -31,54 +34,55 @@ struct tkvi_rope;
 struct tkvi_kvquant;
 struct tkvi_simd_ops;
 
-/* Tokens first .. first+n-1 of a side. Same bits on every machine: at most one rounding per value. */
+/* Decodes tokens first .. first+n-1 of a side. Every machine gets the same bits: a product that enters a sum is
+ * exact, or another function computes it (no FMA). */
 typedef void (*tkvi_decoder)(const struct tkvi_side *s, const struct tkvi_simd_ops *help, const uint8_t *src,
                              int first, int n, float *x, size_t stride);
 
-/* >>helpers: steps that formats ask of the instruction set. What stands here is their definition. */
+/* >>simd_ops: steps of formats that an instruction set can replace. The scalar functions define them. */
 typedef struct tkvi_simd_ops {
     void (*halves)(const uint8_t *src, int n, float *dst);        /* fp16 to float */
     void (*to_halves)(const float *x, int n, uint8_t *dst);       /* finite floats to fp16 */
     void (*logs)(const uint8_t *src, int n, int top, float *dst); /* core/log_scale.h */
-    /* dst = scale * unit * (offset - middle) + mean; the product is exact. offset: signed bytes */
+    /* Zero points: dst = scale * unit * (offset - middle) + mean; the product is exact. offset: signed bytes */
     void (*zeros)(const uint8_t *offset, const float *scale, const float *mean, float unit, int middle, int n,
                   float *dst);
     void (*log_codes)(const float *x, int n, int top, uint8_t *dst); /* core/log_scale.h */
-    /* Encoding. A tile's codes to its bytes, which were cleared (core/tile.h); a tile of K from its columns. */
+    /* Encoding: packs a tile's codes into cleared bytes (core/tile.h); interleaves columns of K to a tile. */
     void (*pack_tile)(uint8_t *codes, const tkvi_tile_at *at, int width, const uint8_t *code);
     void (*interleave)(uint8_t (*column)[TKVI_BLOCK], const uint8_t *channel, uint8_t *tile);
-    /* Codes, then metadata of 16 columns of K (formats/a.h); codes and scales of V (formats/r.h). */
+    /* Codes, then metadata of 16 columns of K (formats/a.h). Codes and scales of tokens of V (formats/r.h). */
     void (*columns)(struct tkvi_columns *c);
     void (*settle)(struct tkvi_columns *c, int top);
     void (*tokens)(const struct tkvi_side *s, const float *x, size_t stride, int n,
                    uint8_t (*code)[TKVI_TILE_CODES], float *scale);
-    /* Codes and metadata of KIVI (formats/kivi.h). */
+    /* Codes and metadata of the groups of KIVI (formats/kivi.h). */
     void (*groups)(const struct tkvi_side *s, const float *x, size_t stride, int n,
                    uint8_t (*code)[TKVI_TILE_CODES], uint8_t *meta);
-    tkvi_decoder tiles; /* a side of tiles (formats/tiles.h) */
+    tkvi_decoder tiles; /* decodes a side of tiles (formats/tiles.h) */
 } tkvi_simd_ops;
 
 #define TKVI_LANES 16 /* columns or tokens that are coded together */
 
-/* 16 neighbouring channels of K. `lanes` of them are there; the others have a rubbish code. */
+/* 16 neighbouring channels of K. Only the first `lanes` exist; the codes of the others are undefined. */
 typedef struct tkvi_columns {
-    const float *x; /* in: values, [token][stride], `lanes` of them are read */
+    const float *x; /* in: values, [token][stride]; `lanes` values of a row are read */
     size_t stride;
     int n, lanes;
     const float *mean;    /* [16] */
     const uint8_t *width; /* [16] */
-    /* Out, [16] each: codes, 0 beyond n; byte of the scale; offset; mean of the residuals. */
+    /* Out, [16] each: codes, 0 beyond n; log-scale byte; offset; mean of the residuals. */
     uint8_t (*code)[TKVI_BLOCK], *log, *offset;
     float *middle;
-    uint32_t beyond_mask; /* bit l: column l has bits, but its mean is beyond this scale and offset */
+    uint32_t beyond_mask; /* bit l: column l has bits, but scale and offset cannot reach its mean */
     /* Between the steps: */
-    TKVI_ALIGNED int16_t u[TKVI_BLOCK / 2][TKVI_LANES][2]; /* values as integers; which: tkvi_column_u */
-    TKVI_ALIGNED float low[TKVI_LANES], step[TKVI_LANES];  /* value = low + step * (u + 1/2), nearly */
+    TKVI_ALIGNED int16_t u[TKVI_BLOCK / 2][TKVI_LANES][2]; /* values as integers; order: tkvi_column_u */
+    TKVI_ALIGNED float low[TKVI_LANES], step[TKVI_LANES];  /* value = low + step * (u + 1/2), approximately */
     TKVI_ALIGNED int32_t sum_u[TKVI_LANES], sum_uu[TKVI_LANES];
     TKVI_ALIGNED int32_t sum_c[TKVI_LANES], sum_cc[TKVI_LANES], sum_cu[TKVI_LANES]; /* of the codes chosen */
 } tkvi_columns;
 
-/* Tokens t and t + 2 share 32 bits: codes of four tokens then fall into place with one shift. */
+/* Tokens t and t + 2 share 32 bits, so that one shift puts the codes of four tokens in order. */
 static int16_t *tkvi_column_u(tkvi_columns *c, int l, int t) {
     return &c->u[t / 4 * 2 + t % 2][l][t % 4 / 2];
 }
@@ -121,11 +125,11 @@ static void tkvi_zeros_scalar(const uint8_t *offset, const float *scale, const f
     for (i = 0; i < n; i++) dst[i] = tkvi_zero(offset[i], scale[i], mean[i], unit, middle);
 }
 
-/* One side of a format. `x` is [token][stride] floats; channels beyond side->dim are neither read nor written. */
+/* Functions of one side of a format. x is [token][stride] floats; channels from side->dim on are not touched. */
 typedef struct tkvi_codec {
-    /* Sets runs (if no share did), groups, code_bytes, meta_bytes, levels from dim, pad and group. */
+    /* Sets runs (unless a share did), groups, code_bytes, meta_bytes and levels, from dim, pad and group. */
     void (*layout)(struct tkvi_side *s);
-    /* Writes the whole side. n tokens, 1..64; those beyond n get code 0. Same bytes on every machine. */
+    /* Writes the whole side. n: 1 .. 64 tokens; places beyond n get code 0. Same bytes on every machine. */
     void (*encode)(const struct tkvi_side *s, const tkvi_simd_ops *help, const float *x, size_t stride, int n,
                    uint8_t *dst);
     tkvi_decoder decode;
@@ -135,96 +139,96 @@ typedef struct tkvi_codec {
      * NULL for exact formats. */
     void (*meta)(const struct tkvi_side *s, const uint8_t *src, const tkvi_simd_ops *help, float *scale,
                  float *zero);
-    /* Exact formats: writes one token of a side that was cleared when it was made. NULL for the others. */
+    /* Exact formats: writes one token into a side that was cleared at creation. NULL for the others. */
     void (*put)(const struct tkvi_side *s, const tkvi_simd_ops *help, const float *x, int token,
                 uint8_t *dst);
 } tkvi_codec;
 
-/* Exact ones are floats: tokens can be added one by one and cut off again. */
+/* Exact storage holds floats, so tokens can be added one by one and cut off again. */
 typedef enum tkvi_storage {
     TKVI_AS_F32,
     TKVI_AS_F16,
     TKVI_AS_BF16,
     TKVI_AS_TILES,
-    TKVI_AS_DECODED, /* anything: kernels know its decode alone */
+    TKVI_AS_DECODED, /* any bytes: attention reads them through decode */
     TKVI_STORAGE_COUNT
 } tkvi_storage;
 
 typedef struct tkvi_format {
     const char *name;
     int bits;            /* of a code; 16 or 32 for exact formats; A and R: average in quarter bits */
-    tkvi_storage stored; /* how, and so by which kernel it is read */
-    int shared;          /* 1: the heads of a layer share its bytes, by what learn/statistics.h learns */
-    int rotated;         /* 1: attention on it happens behind the rotation of core/rotate.h */
-    tkvi_codec side[2];  /* TKV_K, TKV_V; without functions: this format does not store that side */
+    tkvi_storage stored; /* selects the kernel that reads it */
+    int shared;         /* 1: the heads of a layer share its bytes, by the statistics of learn/statistics.h */
+    int rotated;        /* 1: attention works on values rotated by core/rotate.h */
+    tkvi_codec side[2]; /* TKV_K, TKV_V; all NULL: this format does not store that side */
 } tkvi_format;
 
-/* What a layer's table says of one head's side (learn/statistics.h). A side without one takes equal shares. */
+/* The share of one head's side in its layer's table (learn/statistics.h). A side without one takes equal shares. */
 typedef struct tkvi_share {
     tkvi_runs runs;       /* K: tiles by width */
-    int half_bits;        /* V: of each value, in half bits */
-    int top;              /* window of its logarithmic scales */
+    int half_bits;        /* V: bits of a value, in half bits */
+    int top;              /* top of its log-scale window (core/log_scale.h) */
     const uint8_t *order; /* K: channel at each position, [pad] */
     const float *mean;    /* K: static mean at each position, [pad]; fp16 values */
 } tkvi_share;
 
-/* What the caller chose for the formats that know of it. */
+/* Options of the caller. A format reads only its own. */
 typedef struct tkvi_options {
     int group;
     int fit;    /* bits of tkv_fit */
     int rotate; /* bits of tkv_rotate */
     int center_k;
-    int feedback_unit; /* channels that SQuat codes together */
-    int parts;         /* of a token in SUBSPACE formats */
+    int feedback_unit; /* SQuat: channels coded together */
+    int parts;         /* SUBSPACE: parts of a token */
     int kvquant;       /* bits of tkv_kvquant */
-    int tabled;        /* KVQUANT: ranges are in a table of the layer */
+    int tabled;        /* KVQUANT: 1: the layer's table has the ranges */
 } tkvi_options;
 
 struct tkvi_grid;
 
-/* Small types: a cache has one for each head of each layer's tiers and versions. */
+/* Layout of one side. Types are small: a cache has one side for each head of each layer's tiers and versions. */
 typedef struct tkvi_side {
     const tkvi_format *format;
     size_t code_bytes, meta_bytes, bytes;
     tkv_side which;
     tkvi_runs runs;   /* tiles by width */
     int16_t dim, pad; /* channels, and channels rounded up to 16 */
-    int16_t group;    /* values per scale: 64 or 32 */
+    int16_t group;    /* values per scale: 64, 32, or TKV_MAX_HEAD_DIM (one scale a token) */
     int16_t groups;   /* K: along the 64 tokens; V: along the channels */
-    int8_t tokens;    /* room: 64, or fewer in an exact side */
-    int8_t pairs;     /* V: 1: a tile of 16 lanes holds 32 channels; levels has 16 more for the upper half */
+    int8_t tokens;    /* capacity: 64, or fewer in an exact side */
+    int8_t pairs; /* V: 1: a tile of 16 lanes holds 32 channels; levels has 16 more for the second channels */
     int8_t given, half_bits; /* 1: a share set runs or half_bits; V: see tkvi_share */
-    int16_t top;             /* the same */
+    int16_t top;             /* see tkvi_share */
     int8_t fit;              /* KIVI: see core/fit.h */
     int8_t rotate, center;   /* formats/token.h */
     int8_t parts;            /* formats/subspace.h */
     int8_t feedback_unit;    /* SQuat: channels coded together (formats/squat.h) */
     int8_t kvquant, tabled,
-        slots;            /* formats/kvquant.h: options; 1: of a cache, with a table; outliers of a token */
-    int32_t start;        /* the same: of the block that is encoded */
-    const uint8_t *order; /* K: channel at each position, `pad` of them; NULL: as they come */
+        slots;            /* formats/kvquant.h: options; 1: its layer has a table; outliers per token */
+    int32_t start;        /* formats/kvquant.h: position of the first token of the block */
+    const uint8_t *order; /* K: channel at each position, [pad]; NULL: the given order */
     const float *mean;    /* K: see tkvi_share */
-    const int8_t *levels; /* of V: 16 levels of -127..127 by code (widths up to 4); NULL: the code itself */
+    const int8_t *levels; /* V: 16 levels of -127..127, by code (widths up to 4); NULL: level = code */
     const struct tkvi_grid *grid; /* formats/token.h */
     const uint16_t
-        *feedback; /* SQuat: what errors do to later channels; NULL: nothing is known of the queries */
-    const struct tkvi_kvquant *table; /* KVQUANT: from the layer's table */
-    const float *radius, *middle;     /* of each channel of K */
-    const struct tkvi_rope *rope;     /* NULL: keys are coded as they come */
+        *feedback; /* SQuat: factors of errors on later channels; NULL: without statistics of queries */
+    const struct tkvi_kvquant *table; /* KVQUANT: the layer's table */
+    const float *radius, *middle;     /* KVQUANT: of each channel of K */
+    const struct tkvi_rope *rope;     /* NULL: keys are coded as given */
 } tkvi_side;
 
 TKVI_FN int tkvi_channel(const tkvi_side *s, int position) {
     return s->order ? s->order[position] : position;
 }
 
-/* Where in `levels` the 16 levels of a width stand. Tiles of pairs have width 3; a slab of 16 channels that found
- * no partner has plain codes, and levels of its own behind those of the pairs. */
+/* Index in `levels` of the 16 levels of a width. Tiles of pairs have width 3. A slab of 16 channels without a
+ * partner has plain codes, and its own levels after those of the pairs. */
 TKVI_FN int tkvi_level_table(const tkvi_side *s, int width, int upper) {
     return !s->pairs ? 0 : width == 3 ? 16 * upper : 32;
 }
 
-/* What the codes of a width lie around: kernels multiply codes minus this by rounded weights, and take the
- * rest from the float ones, so that rounding meets the spread of the codes and not their mean. */
+/* The middle of the codes of a width. Kernels multiply (code - middle) by rounded weights, and the middle by
+ * float weights. So the rounding of weights affects only the spread of the codes, not their mean. */
 static float tkvi_centre(const tkvi_side *s, int width) {
     return s->levels ? 0.0f : 0.5f * (float)((1 << width) - 1);
 }
@@ -262,7 +266,7 @@ static void tkvi_side_make(tkvi_side *s, const tkvi_format *format, tkv_side whi
     s->bytes = tkvi_align_up(s->code_bytes) + tkvi_align_up(s->meta_bytes);
 }
 
-/* Without options, tokens in one part. */
+/* A side with default options; a token is one part. */
 static void tkvi_side_init(tkvi_side *s, const tkvi_format *format, tkv_side which, int dim, int group,
                            int tokens, const tkvi_share *share) {
     tkvi_options o;
@@ -277,7 +281,7 @@ static void tkvi_encode_side(const tkvi_side *s, const tkvi_simd_ops *help, cons
     s->format->side[s->which].encode(s, help, x, stride, n, dst);
 }
 
-/* What tkvi_decode_side in formats/table.h gives, by `help`. */
+/* The result of tkvi_decode_side in formats/table.h, computed with the given simd_ops. */
 static void tkvi_values(const tkvi_side *s, const tkvi_simd_ops *help, const uint8_t *src, int first, int n,
                         float *x, size_t stride) {
     s->format->side[s->which].decode(s, help, src, first, n, x, stride);

@@ -4,12 +4,12 @@
  *   code 0: 0;  code 1 + i: m[i % 16] / 1024 * 2^(top - 16 + i / 16)      i = 0 .. 254
  *
  * m[k] = 1024 * 2^(k/16), rounded. A scale takes the code whose exact step, before that rounding, is nearest in
- * the logarithm: borders are 2^((2k+1)/32), as rounded 23 bits of a float's mantissa, and what is on one goes up.
- * Scales below the window have code 1, those above it 255; 0 stays 0.
+ * the logarithm. Borders between codes are 2^((2k+1)/32), rounded to the 23 mantissa bits of a float. A scale on a
+ * border takes the upper code. Scales below the window have code 1, those above it 255; 0 stays 0.
  *
- * Every value has 11 significant bits, as an fp16 scale has, so that scale * code is exact in a float. `top` is the
- * owner's: it puts the window where a head's scales are. Nothing here calls log or exp: bits are compared and
- * composed, the same on every machine. May call base.
+ * Every value has 11 significant bits, as an fp16 scale has, so that scale * code is exact in a float. Each side
+ * has its own `top`, which moves the window to the scales of its head. No function calls log or exp: the code
+ * compares and composes bits, so every machine gets the same result.
  */
 #ifndef TKVI_CORE_LOG_SCALE_H
 #define TKVI_CORE_LOG_SCALE_H
@@ -17,11 +17,11 @@
 #include "core/base.h"
 
 #define TKVI_LOG_TOP 96      /* tops are -96 .. 96 */
-#define TKVI_LOG_TOP_ALIKE 8 /* where nothing is known: scales from 2^-8 to 2^8 */
+#define TKVI_LOG_TOP_ALIKE 8 /* without statistics: scales from 2^-8 to 2^8 */
 
 TKVI_CONSTANT uint16_t tkvi_log_mantissa[16] = {1024, 1069, 1117, 1166, 1218, 1272, 1328, 1387,
                                                 1448, 1512, 1579, 1649, 1722, 1798, 1878, 1961};
-/* 23 mantissa bits from which on the next step is nearer (in the logarithm). */
+/* The 23 mantissa bits from which the next step is nearer (in the logarithm). */
 TKVI_CONSTANT uint32_t tkvi_log_border[16] = {183687,  563215,  959546,  1373424, 1805626, 2256963,
                                               2728283, 3220470, 3734447, 4271181, 4831678, 5416990,
                                               6028216, 6666503, 7333050, 8029107};
@@ -33,20 +33,20 @@ TKVI_FN float tkvi_log_value(int code, int top) {
                           ((uint32_t)tkvi_log_mantissa[i % 16] - 1024u) << 13);
 }
 
-/* The nearest code; what is outside of the window takes its end. 0 only for 0 (and less). */
+/* The nearest code. Scales outside the window take its end; only s <= 0 has code 0. */
 TKVI_FN int tkvi_log_code(float s, int top) {
     uint32_t bits = tkvi_bits(s), mantissa = bits & 0x7fffffu;
     int octave = (int)(bits >> 23) - 127 - (top - 16), step, code;
     if (!(s > 0.0f)) return 0;
-    step = (int)(mantissa >> 19); /* borders are further apart than that below the middle, and nearer above */
+    step = (int)(mantissa >> 19); /* first guess: borders are not evenly spaced, so loops correct it */
     while (step > 0 && mantissa < tkvi_log_border[step - 1]) step--;
     while (step < 16 && mantissa >= tkvi_log_border[step]) step++;
     code = 1 + 16 * octave + step;
     return code < 1 ? 1 : code > 255 ? 255 : code;
 }
 
-/* A top that has room for a largest scale `most`, with two octaves to spare. Tokens that are all zero say nothing.
- * */
+/* A top for the largest known scale `most`, with about two octaves of headroom. Without a scale above 0 the top
+ * is TKVI_LOG_TOP_ALIKE. */
 static int tkvi_log_top(float most) {
     int top = most > 0.0f ? (int)(tkvi_bits(most) >> 23) - 127 + 3 : TKVI_LOG_TOP_ALIKE;
     return top < -TKVI_LOG_TOP ? -TKVI_LOG_TOP : top > TKVI_LOG_TOP ? TKVI_LOG_TOP : top;

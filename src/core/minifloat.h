@@ -1,13 +1,14 @@
 /*
  * core/minifloat.h - floats of 4 and 8 bits: E2M1, E4M3, E5M2 (OCP 8-bit Floating Point 1.0; OCP Microscaling
- * Formats 1.0, section 5.3), rounded half to even by their bits, saturating.
+ * Formats 1.0, section 5.3). Conversion uses the bits of the float, rounds half to even
+ * and saturates.
  *
  *   | sign | exponent e | mantissa of m bits |
  *   e = 0: mantissa * 2^(1 - bias - m), else (2^m + mantissa) * 2^(e - bias - m)
  *
- * E4M3 and E5M2 are taken times 2^-6 and 2^-12: their largest finite levels are then 7 and 14, so that the
- * fp16 scale beside them stays far from its subnormals. What OCP calls NaN or infinity is never written, and
- * reads as the number that the bits would spell. Zero has one code. May call base.
+ * E4M3 and E5M2 levels are multiplied by 2^-6 and 2^-12. Their largest finite levels are then 7 and 14, so the fp16
+ * scale beside them stays far from its subnormals. The encoder never writes the OCP codes for NaN and infinity. The
+ * decoder reads such a code as the number that its bits would spell. Zero has one code.
  */
 #ifndef TKVI_CORE_MINIFLOAT_H
 #define TKVI_CORE_MINIFLOAT_H
@@ -15,7 +16,7 @@
 #include "core/base.h"
 
 typedef struct tkvi_minifloat {
-    int bits, mantissa; /* of the whole without its sign; of the mantissa */
+    int bits, mantissa; /* bits without the sign; bits of the mantissa */
     int low;            /* exponent of the last place of subnormals */
     int most;           /* largest code */
 } tkvi_minifloat;
@@ -39,7 +40,8 @@ static float tkvi_mini_level(const tkvi_minifloat *f, int code) {
 /* The nearest code. */
 static int tkvi_mini_code(const tkvi_minifloat *f, float x) {
     uint32_t bits = tkvi_bits(x), a = bits & 0x7fffffffu;
-    int octave = (int)(a >> 23) - 127 - (f->low + f->mantissa), code; /* above the smallest normal one */
+    int octave = (int)(a >> 23) - 127 - (f->low + f->mantissa),
+        code; /* octaves above the smallest normal number */
     if (octave < 0) octave = 0;
     if (octave > 32) code = f->most;
     else

@@ -1,17 +1,20 @@
 /*
- * core/rope.h - the rotation that a model has turned its keys by, taken back and done again (RoPE, arXiv
- * 2104.09864, section 3.2). For formats that code keys as they were before it. May call base.
+ * core/rope.h - RoPE, the rotation that a model applies to its keys (arXiv 2104.09864, section 3.2), and its
+ * inverse. Formats that code keys before RoPE use it.
  *
  * Pair j of a head's channels turns by frequency[j] radians with each position:
  *
  *     a' = a cos - b sin     b' = b cos + a sin        frequency[j] = scale * base^(-2j / dim), or as given
  *
- * Everything up to the cosine is whole numbers, so that each machine has the same bits under any flags, and a
- * position of a million has as good an angle as the first: frequencies in turns of 2^64 (a sum of them wraps
- * where a turn is full), angles as the upper 32 bits of that, sine and cosine by Taylor's series in 31 bits
- * about the nearest quarter (error 2e-9). Frequencies come from the integer root of 1 / base, found bit by
- * bit: no pow, no libm.
- * Products and their sums are made in different functions: no compiler fuses them.
+ * Everything up to the cosine is integer arithmetic. So every machine gets the same bits under any flags, and the
+ * angle at position one million is as precise as the first:
+ *
+ *     frequencies  in turns of 2^64 (a sum of them wraps where a turn is full), without pow or libm: the integer
+ *                  root of 1 / base is found bit by bit
+ *     angles       the upper 32 bits of such a sum
+ *     sine, cosine Taylor's series in 31 bits about the nearest quarter (error 2e-9)
+ *
+ * Products and their sums are computed in different functions, so that no compiler fuses them.
  */
 #ifndef TKVI_CORE_ROPE_H
 #define TKVI_CORE_ROPE_H
@@ -19,14 +22,14 @@
 #include "core/base.h"
 
 /* >>frequencies, in turns of 2^64 a position */
-/* The upper half of a product. */
+/* The upper 64 bits of a product. */
 static uint64_t tkvi_mul_high(uint64_t a, uint64_t b) {
     uint64_t al = a & 0xffffffffu, ah = a >> 32, bl = b & 0xffffffffu, bh = b >> 32;
     uint64_t low = al * bl, m1 = ah * bl + (low >> 32), m2 = al * bh + (m1 & 0xffffffffu);
     return ah * bh + (m1 >> 32) + (m2 >> 32);
 }
 
-/* Product of fractions, 2^63 being 1. */
+/* Product of two fractions; 2^63 stands for 1. */
 static uint64_t tkvi_mul63(uint64_t a, uint64_t b) { return tkvi_mul_high(a, b) << 1; }
 
 static uint64_t tkvi_power63(uint64_t a, int n) {
@@ -38,7 +41,7 @@ static uint64_t tkvi_power63(uint64_t a, int n) {
     return p;
 }
 
-/* Radians, 0 to 4, as turns: times 2^64 / 2 pi. */
+/* Converts radians, 0 to 4, to turns: multiplies by 2^64 / 2 pi. */
 static uint64_t tkvi_turns(float radians) {
     uint32_t bits = tkvi_bits(radians), exponent = bits >> 23 & 255u, shift = 150u - exponent;
     uint64_t m = (bits & 0x7fffffu) | 0x800000u; /* radians = m / 2^shift */
@@ -47,7 +50,7 @@ static uint64_t tkvi_turns(float radians) {
     return shift < 32u ? (high << (32u - shift)) + (low >> shift) : (high + (low >> 32)) >> (shift - 32u);
 }
 
-/* base^(-1 / pairs), 2^63 being 1: the largest number whose power does not exceed 1 / base. */
+/* base^(-1 / pairs), where 2^63 stands for 1: the largest number whose power `pairs` does not exceed 1 / base. */
 static uint64_t tkvi_rope_ratio(float base, int pairs) {
     uint32_t bits = tkvi_bits(base), m = (bits & 0x7fffffu) | 0x800000u;
     int shift = 150 - (int)(bits >> 23), bit; /* base = m / 2^shift */
@@ -58,7 +61,7 @@ static uint64_t tkvi_rope_ratio(float base, int pairs) {
     return r;
 }
 
-/* What is wrong with a descriptor; NULL: nothing. */
+/* Checks a descriptor. Returns the rule that it breaks, with field and value, or NULL if it is valid. */
 static const char *tkvi_rope_fault(const tkv_rope *r, int head_dim, const char **field, float *value) {
     int j;
     *field = "rope.dim";
@@ -90,19 +93,19 @@ static const char *tkvi_rope_wrong(const tkv_rope *r, int head_dim) {
     return tkvi_rope_fault(r, head_dim, &field, &value);
 }
 
-/* What a side has to know. */
+/* Positions 0 .. 16 have tables of sines and cosines. */
 #define TKVI_ROPE_NEAR 16
 
 typedef struct tkvi_rope {
     int pairs, apart, step;              /* pair j is channels j * step and j * step + apart */
     uint64_t turn[TKV_MAX_HEAD_DIM / 2]; /* [pairs] */
-    /* Of 0 .. 16 positions, for kernels: tkvi_cos_sin takes longer than all else that they do. */
+    /* By position 0 .. 16, for kernels: tkvi_cos_sin would take longer than the rest of their work. */
     float cosine[TKVI_ROPE_NEAR + 1][TKV_MAX_HEAD_DIM / 2], sine[TKVI_ROPE_NEAR + 1][TKV_MAX_HEAD_DIM / 2];
 } tkvi_rope;
 
 static void tkvi_cos_sin(uint64_t angle, float *cosine, float *sine);
 
-/* The descriptor must be right. */
+/* Makes the tables of a descriptor that passed tkvi_rope_fault. */
 static void tkvi_rope_make(tkvi_rope *rope, const tkv_rope *r) {
     float scale = r->scale > 0.0f ? r->scale : 1.0f, base = r->base > 0.0f ? r->base : 10000.0f;
     uint64_t first = tkvi_turns(scale), ratio, power;
@@ -122,12 +125,12 @@ static void tkvi_rope_make(tkvi_rope *rope, const tkv_rope *r) {
     }
 }
 
-/* >>turning */
-/* Cosine and sine of an angle in turns of 2^64. */
+/* >>rotation */
+/* Cosine and sine of an angle; 2^64 is a full turn. */
 static void tkvi_cos_sin(uint64_t angle, float *cosine, float *sine) {
     const uint32_t one = 0x80000000u;
     uint32_t p = (uint32_t)(angle >> 32), quarter = (p + 0x20000000u) >> 30, rest = p - (quarter << 30);
-    uint32_t negative = rest >> 31, a = negative ? 0u - rest : rest; /* up to an eighth of a turn */
+    uint32_t negative = rest >> 31, a = negative ? 0u - rest : rest; /* at most an eighth of a turn */
     uint64_t x = (uint64_t)a * 0x6487ed51u >> 29, z = x * x >> 31, t;
     int32_t c, s;
     t = one - z / 90u;
@@ -154,7 +157,7 @@ static void tkvi_cos_sin(uint64_t angle, float *cosine, float *sine) {
     *sine = (float)s * 9.3132257461547852e-10f;
 }
 
-/* Turns a key of this position as the model did (back 0), or takes it back (1). */
+/* Rotates the key of this position as the model does (back 0), or inverts that rotation (back 1). */
 static void tkvi_rope_rotate(const tkvi_rope *rope, int64_t position, int back, float *x) {
     float a[TKV_MAX_HEAD_DIM / 2], b[TKV_MAX_HEAD_DIM / 2], c[TKV_MAX_HEAD_DIM / 2], s[TKV_MAX_HEAD_DIM / 2];
     float ac[TKV_MAX_HEAD_DIM / 2], bs[TKV_MAX_HEAD_DIM / 2];

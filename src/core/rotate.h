@@ -1,14 +1,15 @@
 /*
- * core/rotate.h - the randomised Hadamard rotation of a head: signs, then butterflies (QuaRot, arXiv 2404.00456,
- * section 3; the signs are a constant of the format). After it, the channels of a vector look Gaussian and alike,
- * whatever they were, and one grid fits them all. It is orthonormal: q.k and the norm of v stay as they are.
+ * core/rotate.h - the randomised Hadamard rotation of a head: sign flips, then butterflies (QuaRot, arXiv
+ * 2404.00456, section 3; the signs are a constant of the format). After it, the channels of any vector look
+ * Gaussian and alike, so one grid fits them all. The rotation is orthonormal: it keeps q.k and the norm of v.
  *
- * head_dim need not be a power of two: butterflies over the first 2^k channels, then over the last 2^k ones,
- * 2^k being the largest power of two that fits. The two windows overlap, so everything mixes. Where 2^k is
- * head_dim there is one window. A window: a, b become a + b, a - b at distances 1, 2, 4 .. 2^(k-1), in floats,
- * and then all is multiplied by 2^(-k/2), as a float. Back: windows in the opposite order, then the signs.
+ * head_dim need not be a power of two. Butterflies run over the first 2^k channels, then over the last 2^k, where
+ * 2^k is the largest power of two that fits. The two windows overlap, so all channels mix. If head_dim is 2^k, one
+ * window does it. In a window, a, b become a + b, a - b at distances 1, 2, 4 .. 2^(k-1), in floats. Then all
+ * values are multiplied by 2^(-k/2), as a float. The inverse runs the windows in the opposite order, then the
+ * signs.
  *
- * Only sums, and one product with nothing added to it, so FMA changes no bit. May call base.
+ * The code has only sums, and one product that enters no sum, so FMA changes no bit.
  */
 #ifndef TKVI_CORE_ROTATE_H
 #define TKVI_CORE_ROTATE_H
@@ -19,7 +20,7 @@
 TKVI_CONSTANT uint32_t tkvi_signs[TKV_MAX_HEAD_DIM / 32] = {
     0x7176da20u, 0x332a2459u, 0x5c761011u, 0x5d6d9a20u, 0x3ab82810u, 0x0674eccau, 0xc8b52373u, 0x868e3452u};
 
-/* x[0 .. n-1], n a power of two, becomes its Hadamard transform, not normalised. */
+/* Replaces x[0 .. n-1] by its Hadamard transform, not normalised. n is a power of two. */
 static TKVI_NOINLINE void tkvi_butterflies(float *x, int n) {
     int h, i, j;
     for (h = 1; h < n; h *= 2)
@@ -31,7 +32,7 @@ static TKVI_NOINLINE void tkvi_butterflies(float *x, int n) {
             }
 }
 
-/* Not inlined: a compiler may fuse these products into the sums of another function otherwise. */
+/* Not inlined: otherwise a compiler may fuse these products into the sums of another function. */
 static TKVI_NOINLINE void tkvi_times(float *x, int n, float by) {
     int i;
     for (i = 0; i < n; i++) x[i] = tkvi_f32(x[i] * by);
@@ -42,7 +43,7 @@ static TKVI_NOINLINE void tkvi_flip(float *x, int n) {
     for (i = 0; i < n; i++) x[i] = tkvi_signs[i / 32] >> i % 32 & 1 ? -x[i] : x[i];
 }
 
-/* 2^(-k / 2): what makes butterflies over 2^k values orthonormal. */
+/* 2^(-k / 2): this factor makes butterflies over 2^k values orthonormal. */
 TKVI_CONSTANT float tkvi_hadamard_norm[9] = {
     1.0f, 0.70710678118f, 0.5f, 0.35355339059f, 0.25f, 0.17677669530f, 0.125f, 0.08838834765f, 0.0625f};
 

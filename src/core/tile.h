@@ -1,11 +1,11 @@
 /*
  * core/tile.h - the unit that is packed, unpacked and multiplied: 256 codes of 1 to 6 or 8 bits.
  *
- * Scalar definition; the vector kernels read the same bytes. Calls nothing but base.
+ * The functions here are the scalar definition. The vector kernels read the same bytes.
  *
- * A tile is four planes of 64 codes; code (plane p, lane l, reduced r) has number 64 p + 4 l + r, with
- * p 0..3, l 0..15, r 0..3. The four reduced codes are multiplied by four weights and summed: one 32-bit
- * lane of vpdpbusd, of vpmaddubsw + vpmaddwd, of sdot.
+ * A tile is four planes of 64 codes. Code (plane p, lane l, reduced index r) has number 64 p + 4 l + r, with
+ * p 0..3, l 0..15, r 0..3. A kernel multiplies the four codes of one (p, l) by four weights and sums the products.
+ * That is one 32-bit lane of vpdpbusd, of vpmaddubsw + vpmaddwd, of sdot.
  *
  *   K of one head: tile i holds channels 4i .. 4i+3 (in the head's order) of all 64 tokens.
  *                  token = 16 p + l, channel = 4 i + r. head_dim / 4 tiles, one weight set per tile.
@@ -21,8 +21,8 @@
  *   1 bit    half a 64-byte vector that two tiles share: tile A has bits 0..3 of byte j (plane = bit), tile B 4..7
  *   3, 5     the 2- or 4-bit part, and the top bit as a 1-bit half
  *
- * A record's codes are runs of tiles, widest first. The 1-bit halves of all of them stand together at the
- * end, in the order of their tiles, so that every load is a whole aligned 64-byte vector:
+ * A record's codes are runs of tiles, widest first. All 1-bit halves stand together at the end, in the order of
+ * their tiles. So every load is a whole aligned 64-byte vector:
  *
  *   [8-bit tiles][6][5 without top bits][4][3 without top bits][2] [1-bit halves of the 5-, 3- and 1-bit tiles]
  */
@@ -34,16 +34,16 @@
 #define TKVI_TILE_CODES 256
 #define TKVI_MAX_WIDTH 8 /* widths are 1 2 3 4 5 6 8 */
 
-/* Bytes of the part that is not a 1-bit half, and whether there is such a half, by width. */
+/* By width: bytes of the wide part (all but the 1-bit half), and 1 if the tile has a 1-bit half. */
 TKVI_CONSTANT uint16_t tkvi_wide_bytes[TKVI_MAX_WIDTH + 1] = {0, 0, 64, 64, 128, 128, 192, 0, 256};
 TKVI_CONSTANT uint8_t tkvi_has_half[TKVI_MAX_WIDTH + 1] = {0, 1, 0, 1, 0, 1, 0, 0, 0};
 
-/* How many tiles of each width a run of codes has. */
+/* Number of tiles of each width in the codes of a side. */
 typedef struct tkvi_runs {
     uint16_t n[TKVI_MAX_WIDTH + 1];
 } tkvi_runs;
 
-/* Where a reader or writer of tiles stands. Start it with tkvi_tiles, move on with tkvi_next_tile. */
+/* Cursor of a reader or writer of tiles. tkvi_tiles starts it, tkvi_next_tile moves it on. */
 typedef struct tkvi_tile_at {
     size_t wide, halves; /* byte offsets of this tile's wide part and of the first 1-bit vector */
     int half;            /* number of the next 1-bit half */
@@ -69,8 +69,8 @@ static size_t tkvi_runs_bytes(const tkvi_runs *runs) {
     return tkvi_tiles(runs).halves + (halves + 1) / 2 * 64;
 }
 
-/* Eight codes at a time: bytes of a word, none of which ever carries into the next. */
-#ifdef __CUDA_ARCH__ /* src/cuda has all of them at multiples of 8, and a GPU would take single bytes otherwise */
+/* The functions below handle eight codes at a time, as bytes of a word. No byte carries into the next. */
+#ifdef __CUDA_ARCH__ /* src/cuda aligns them all to 8; a GPU would load single bytes otherwise */
 #define TKVI_EIGHT(p) __builtin_assume_aligned(p, 8)
 #else
 #define TKVI_EIGHT(p) (p)
@@ -85,8 +85,8 @@ TKVI_FN void tkvi_store8(uint8_t *p, uint64_t x) { memcpy(TKVI_EIGHT(p), &x, 8);
 
 #define TKVI_EACH_BYTE(b) ((uint64_t)(b)*0x0101010101010101u)
 
-/* Bits `shift` and up of the codes, `bits` of them, as vectors of 64 bytes with 8 / bits planes each; bytes `from`
- * to `end` of each vector, multiples of 8, as in all that follows. */
+/* Packs `bits` bits of each code, from bit `shift` up, into vectors of 64 bytes with 8 / bits planes each. Here
+ * and below, from .. end are the bytes of each vector to write, multiples of 8. */
 TKVI_FN void tkvi_pack_planes(uint8_t *dst, const uint8_t *code, int bits, int shift, int from, int end) {
     int per = 8 / bits, v, k, j;
     uint64_t mask = TKVI_EACH_BYTE((1 << bits) - 1);
@@ -109,7 +109,7 @@ TKVI_FN void tkvi_unpack_planes(const uint8_t *src, uint8_t *code, int bits, int
         }
 }
 
-/* The 1-bit half of a tile: bit `bit` of its codes, into the upper or lower half of the bytes at v. */
+/* Packs bit `bit` of a tile's codes: the lower half of each byte at v (up 0), or the upper half (up 4). */
 TKVI_FN void tkvi_pack_half(uint8_t *v, const uint8_t *code, int bit, int up, int from, int end) {
     int p, j;
     for (j = from; j < end; j += 8) {
@@ -132,7 +132,7 @@ TKVI_FN void tkvi_pack_part(uint8_t *codes, const tkvi_tile_at *at, int width, c
                             int end) {
     uint8_t *wide = codes + at->wide;
     int low = width == 8 ? 8 : width >= 4 ? 4 : width >= 2 ? 2 : 0;
-    if (low == 8) tkvi_pack_planes(wide, code, 8, 0, from, end); /* widths that the compiler knows */
+    if (low == 8) tkvi_pack_planes(wide, code, 8, 0, from, end); /* constant widths optimise better */
     else if (low == 4) tkvi_pack_planes(wide, code, 4, 0, from, end);
     else if (low == 2) tkvi_pack_planes(wide, code, 2, 0, from, end);
     if (width == 6) tkvi_pack_planes(wide + 128, code, 2, 4, from, end);
@@ -144,7 +144,7 @@ static void tkvi_pack_tile(uint8_t *codes, const tkvi_tile_at *at, int width, co
     tkvi_pack_part(codes, at, width, code, 0, 64);
 }
 
-/* code was cleared. */
+/* The caller has cleared `code`. */
 TKVI_FN void tkvi_unpack_part(const uint8_t *codes, const tkvi_tile_at *at, int width, uint8_t *code,
                               int from, int end) {
     const uint8_t *wide = codes + at->wide;

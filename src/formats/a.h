@@ -1,32 +1,33 @@
 /*
- * formats/a.h - A40 .. A15, allocated keys: bits where the queries look.
+ * formats/a.h - A40 .. A15, allocated keys: more bits for channels that the queries weight more.
  *
- * KIVI gives each channel of K as many bits as the next. Here the channels of a head stand in the order of
- * E[q_c^2] var(k_c), and each tile of four of them has 0 to 6 bits (core/allocate.h shares them out), so that the
- * average, metadata included, is the format's. Reverse water-filling: Cover and Thomas, Elements of Information
- * Theory, 10.3.3. Per channel and block of 64 tokens there are 16 bits of metadata:
+ * KIVI gives every channel of K equally many bits. Here the channels of a head stand in the order of
+ * E[q_c^2] var(k_c), and each tile of four channels has 0 to 6 bits. core/allocate.h shares out the bits, so that
+ * the average, metadata included, is the format's. Reverse water-filling: Cover and Thomas, Elements of Information
+ * Theory, 10.3.3. Each channel has 16 bits of metadata per block of 64 tokens:
  *
  *     x^ = scale * (code - middle + offset / unit) + mean      middle = (2^bits - 1) / 2
  *
- *   scale   one byte (core/log_scale.h); offset: one signed byte; unit 8, or fewer where codes are fine (below);
- *   mean    static, of the channel, in the table: not in the block. Large biases of keys (Qwen2) end here.
- *   A channel without bits has its block mean as fp16 in the same 16 bits.
+ *   scale   one byte (core/log_scale.h); offset: one signed byte; unit: 8, or 4 for codes of 6 bits
+ *   mean    static, per channel, in the layer's table, not in the block; absorbs large biases of keys (Qwen2)
+ *   A channel without bits stores its block mean as fp16 in the same 16 bits.
  *
- * Encoding a column: the residuals x - mean are cut to 12 bits between their smallest and largest, from then on
- * all sums are integers and the same on every machine. Several ranges are tried; the codes that correlate best with
- * the values win. The scale is then set so that decoded values are unbiased, cov(x^, x) = var(x), or, where a
- * channel has one bit, so that the variances agree; a scale of least squares or of the range would tilt the softmax
- * between this tier and the exact ones (bench/LOG.md). The offset puts the mean where it was.
+ * Encoding a column cuts the residuals x - mean to 12 bits between their smallest and largest. All sums after that
+ * are integers, so every machine gets the same result. The encoder tries several ranges, and takes the codes that
+ * correlate best with the values. The scale then makes decoded values unbiased, cov(x^, x) = var(x). In channels
+ * of one bit it makes the variances agree. A scale of least squares, or of the range, would tilt the softmax
+ * between this tier and the exact ones (bench/LOG.md). The offset restores the mean.
  *
- * Step by step, floats unless it says double, each operation rounded; n tokens, top = 2^bits - 1:
+ * Step by step. Numbers are floats unless a step names double, and each operation is rounded. n tokens,
+ * top = 2^bits - 1:
  *   1. x - mean, cut to +-1e30; low and high are its ends; step = (high - low) / 4096, 0 if not above 1e-36;
  *      u = min(4095, floor((x - low) * (1 / step))), 0 without a step. A token is nearly low + step * (u + 1/2),
  *      and the mean m = low + step * ((2 sum(u) + n) / 2n), sum and last product in double. A channel without
  *      bits stores m as a float, then fp16, and is done
  *   2. for each cut of the table below: by = floor(131072 top / (4096 - 2 cut)),
  *      code = min(top, (floor(max(0, u - cut) * by / 65536) + 1) / 2), halves down;
- *      score = cov(code, u) / var(code) * cov(code, u), 0 where var is; the first of the best wins.
- *      cov and var are n^2 times what they are elsewhere, n sum(ab) - sum(a) sum(b): integers, then floats
+ *      score = cov(code, u) / var(code) * cov(code, u), or 0 if var(code) is 0; the first best score wins.
+ *      cov and var are n^2 times the usual ones, n sum(ab) - sum(a) sum(b): integers, then floats
  *   3. scale = var(u) / cov(code, u) * step, with one bit sqrt(var(u) / var(code)) * step; 0 if either is 0.
  *      From here on it is the value of its byte
  *   4. offset (double) = (m / scale - (2 sum(code) - n top) / 2n) * unit, cut to +-128, halves up; 0 if scale is 0
@@ -34,9 +35,10 @@
  *      then float), as a byte;
  *      a first offset = (m / scale - 1/2) * unit, cut to +-127; then anew, in double,
  *      code = floor((low + step * (u + 1/2)) / scale - offset / unit + top / 2 + 1/2), cut to 0 .. top,
- *      and the offset of step 4, cut to +-127. A scale that is 0 even so divides to an infinity
- * Tokens that are not there and positions without a channel have code 0, and the latter metadata of zeros. Without
- * a table, positions are channels, means are 0, and tiles have the widths of tkvi_share_alike (core/allocate.h).
+ *      and the offset of step 4, cut to +-127. A scale that is still 0 divides to an infinity
+ * Missing tokens, and positions without a channel, have code 0. The metadata of positions without a channel is 0.
+ * Without a table, positions are channels, means are 0, and tiles have the widths of tkvi_share_alike
+ * (core/allocate.h).
  *
  * Bytes: | tiles, widest first | scale [pad] | offset [pad] |   a channel without bits: fp16 low byte | high byte
  */
@@ -47,10 +49,10 @@
 #include "core/allocate.h"
 #include "formats/tiles.h"
 
-/* Steps of the offset to one of the codes, by width: what a byte can reach is +-127 of them. */
+/* By width: offset steps in one step of the code. A byte reaches +-127 offset steps. */
 TKVI_CONSTANT uint8_t tkvi_a_unit[7] = {1, 8, 8, 8, 8, 8, 4};
 
-/* Ranges to try: so many of the 4096 steps are cut off at both ends, and tkvi_cut_by of that; by width. */
+/* One range to try, by width. cut: how many of the 4096 steps to cut off at each end; by: tkvi_cut_by of it. */
 typedef struct tkvi_a_range {
     int32_t cut[8], by[8];
 } tkvi_a_range;
@@ -77,12 +79,12 @@ static void tkvi_a_layout(tkvi_side *s) {
     s->meta_bytes = (size_t)(2 * s->pad);
 }
 
-/* One column between the steps. Sums are integers: threads can share its tokens. */
+/* One column between the steps. Sums are integers, so threads can share its tokens in any order. */
 typedef struct tkvi_column {
     int n, width;
-    float low, step; /* value = low + step * (u + 1/2), nearly */
+    float low, step; /* value = low + step * (u + 1/2), approximately */
     int32_t sum_u, sum_uu;
-    int32_t sum_c, sum_cc, sum_cu; /* of the codes chosen */
+    int32_t sum_c, sum_cc, sum_cu; /* sums over the best codes */
 } tkvi_column;
 
 static tkvi_column tkvi_column_of(const tkvi_columns *c, int l) {
@@ -101,7 +103,7 @@ static tkvi_column tkvi_column_of(const tkvi_columns *c, int l) {
 
 TKVI_FN float tkvi_a_residual(float x, float mean) { return tkvi_clampf(tkvi_f32(x - mean), -1e30f, 1e30f); }
 
-/* The step of residuals from low to high; *inverse: what tkvi_a_integer wants. */
+/* The step of residuals from low to high. *inverse: out, for tkvi_a_integer. */
 TKVI_FN float tkvi_a_step(float low, float high, float *inverse) {
     float step = tkvi_f32(tkvi_f32(high - low) * (1.0f / TKVI_STEPS));
     *inverse = step > 1e-36f ? tkvi_f32(1.0f / step) : 0.0f;
@@ -112,7 +114,7 @@ TKVI_FN int tkvi_a_integer(float residual, float low, float inverse) {
     return tkvi_min((int)tkvi_f32(tkvi_f32(residual - low) * inverse), TKVI_STEPS - 1);
 }
 
-/* Range and integers of column l. */
+/* Computes range and integers of column l. */
 static void tkvi_a_integers(tkvi_columns *c, int l) {
     float x[TKVI_BLOCK], low = 1e30f, high = -1e30f, inverse;
     int t;
@@ -132,13 +134,13 @@ static void tkvi_a_integers(tkvi_columns *c, int l) {
     }
 }
 
-/* How well codes with these sums follow n values. */
+/* Score of codes with these sums: how well they follow the n values. */
 TKVI_FN float tkvi_a_score(int n, int sum_u, int sum, int squares, int products) {
     float cov = tkvi_covariance(n, sum, sum_u, products), var = tkvi_covariance(n, sum, sum, squares);
     return var > 0.0f ? tkvi_f32(tkvi_f32(cov / var) * cov) : 0.0f;
 }
 
-/* The best range of column l; its codes. */
+/* Finds the best range of column l and writes its codes. */
 static void tkvi_a_search(tkvi_columns *c, int l) {
     int width = c->width[l], top = (1 << width) - 1, u[TKVI_BLOCK], k, t;
     float most = -1.0f;
@@ -174,13 +176,13 @@ static void tkvi_columns_scalar(tkvi_columns *c) {
     }
 }
 
-/* Mean of the residuals. Products of two floats are exact in double: fusing them into the sum changes nothing. */
+/* Mean of the residuals. A product of two floats is exact in double, so fusing it into the sum changes nothing. */
 TKVI_FN double tkvi_a_mean(const tkvi_column *c) {
     float mean_u = tkvi_f32((float)(2 * c->sum_u + c->n) / (float)(2 * c->n));
     return tkvi_f64((double)c->low + (double)c->step * (double)mean_u);
 }
 
-/* The offset that gives codes with this sum that mean. */
+/* The offset that gives this mean to codes with this sum. */
 TKVI_FN int tkvi_a_offset(double mean, float scale, int sum_c, int n, int width) {
     double middle = tkvi_f64((double)(2 * sum_c - n * ((1 << width) - 1)) / (double)(2 * n)), v;
     if (!(scale > 0.0f)) return 0;
@@ -189,7 +191,7 @@ TKVI_FN int tkvi_a_offset(double mean, float scale, int sum_c, int n, int width)
     return (int)tkvi_f64(v + 1000.5) - 1000;
 }
 
-/* Metadata of a column; 1: its mean is too far for them. */
+/* Computes the metadata of a column. Returns 1 if they cannot reach its mean. */
 TKVI_FN int tkvi_a_finalize_scales(const tkvi_column *c, int top, uint8_t *log, uint8_t *offset,
                                    float *middle) {
     double mean = tkvi_a_mean(c);
@@ -218,8 +220,8 @@ static void tkvi_finalize_scales_scalar(tkvi_columns *c, int top) {
     }
 }
 
-/* Recoding a column whose mean is so far from the static one that only a larger scale lets the offset reach it:
- * that scale's byte and the first offset, codes, the offset that they have. */
+/* The next four functions recode a column whose mean is far from the static one: only a larger scale lets the
+ * offset reach it (step 5). This one returns the byte of that scale, and gives the first offset. */
 TKVI_FN int tkvi_a_far(const tkvi_column *c, int log, int top, int *offset) {
     double mean = tkvi_a_mean(c), size = mean < 0.0 ? -mean : mean, unit = (double)tkvi_a_unit[c->width];
     log = tkvi_max(log, tkvi_log_code(tkvi_f32((float)tkvi_f64(size * unit / 120.0)), top));
@@ -256,7 +258,7 @@ static void tkvi_a_recode(tkvi_columns *c, int l, int top) {
     c->offset[l] = tkvi_a_far_offset(&one, scale, sum);
 }
 
-/* Metadata of a position. */
+/* Writes the metadata of a position. */
 TKVI_FN void tkvi_a_put(int width, int log, int by, float middle, uint8_t *scale, uint8_t *offset) {
     int half = tkvi_f32_to_f16(middle);
     *scale = (uint8_t)(width ? log : half & 255);
@@ -265,7 +267,7 @@ TKVI_FN void tkvi_a_put(int width, int log, int by, float middle, uint8_t *scale
 
 static void tkvi_a_encode(const tkvi_side *s, const tkvi_simd_ops *help, const float *x, size_t stride, int n,
                           uint8_t *dst) {
-    TKVI_ALIGNED uint8_t column[TKV_MAX_HEAD_DIM][TKVI_BLOCK], tile[TKVI_TILE_CODES]; /* by channel */
+    TKVI_ALIGNED uint8_t column[TKV_MAX_HEAD_DIM][TKVI_BLOCK], tile[TKVI_TILE_CODES]; /* column: by channel */
     uint8_t channel[TKV_MAX_HEAD_DIM], widths[TKV_MAX_HEAD_DIM], log[TKV_MAX_HEAD_DIM], by[TKV_MAX_HEAD_DIM];
     float mean[TKV_MAX_HEAD_DIM], middle[TKV_MAX_HEAD_DIM];
     uint8_t *scale = dst + s->code_bytes, *offset = scale + s->pad;
@@ -301,7 +303,7 @@ static void tkvi_a_encode(const tkvi_side *s, const tkvi_simd_ops *help, const f
             middle[first + l] = 0.0f;
         }
     }
-    for (width = TKVI_MAX_WIDTH, p = 0; width > 0; width--) /* bytes, by position */
+    for (width = TKVI_MAX_WIDTH, p = 0; width > 0; width--) /* packs tiles in the order of positions */
         for (end = p + 4 * s->runs.n[width]; p < end; p += 4) {
             help->interleave(column, channel + p, tile);
             help->pack_tile(dst, &at, width, tile);
@@ -319,7 +321,7 @@ static void tkvi_a_meta(const tkvi_side *s, const uint8_t *src, const tkvi_simd_
     const uint8_t *log = src + s->code_bytes, *offset = log + s->pad;
     const float *mean = s->mean ? s->mean : none;
     int width, p = 0;
-    help->logs(log, s->pad, s->top, scale); /* rubbish where there are no bits */
+    help->logs(log, s->pad, s->top, scale); /* channels without bits are overwritten below */
     for (width = TKVI_MAX_WIDTH; width > 0; width--) {
         int n = 4 * s->runs.n[width], unit = width <= 6 ? tkvi_a_unit[width] : 1;
         if (n == 0) continue;

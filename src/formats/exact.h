@@ -1,10 +1,10 @@
 /*
- * formats/exact.h - F32, F16, BF16: tokens as they came. The hot tier, the sinks, and whole exact caches.
+ * formats/exact.h - F32, F16, BF16: tokens as plain floats. For the hot tier, the sinks, and whole exact caches.
  *
  *   K and V: [token][channel], channels padded to 16 with zeros, values little-endian, no metadata
  *
- * Rows, so that an append is one contiguous write, a cut is a smaller count, and a side can have room for
- * fewer than 64 tokens (side->tokens): that of the sinks has just theirs.
+ * Rows make an append one contiguous write, and a cut a smaller count. A side can also hold fewer than 64 tokens
+ * (side->tokens): the side of the sinks has only theirs.
  */
 #ifndef TKVI_FORMATS_EXACT_H
 #define TKVI_FORMATS_EXACT_H
@@ -26,8 +26,8 @@ static void tkvi_store_bf16(uint8_t *dst, float x) { tkvi_store16(dst, tkvi_f32_
 
 static float tkvi_load_bf16(const uint8_t *src) { return tkvi_bf16_to_f32(tkvi_load16(src)); }
 
-/* n values of a row and back; reading 16 at a time: gcc -O2 has vectors only for loops of known length, into nobody
- * else's memory. */
+/* Write and read n values of a row. Reading goes 16 at a time into a local array: gcc -O2 vectorises only loops
+ * of known length whose target cannot alias other memory. */
 #define TKVI_EXACT_ROW_(t, size)                                                                             \
     static void tkvi_##t##_save(const tkvi_simd_ops *help, const float *x, int n, uint8_t *dst) {            \
         int c;                                                                                               \
@@ -56,7 +56,7 @@ static void tkvi_f16_read(const tkvi_simd_ops *help, const uint8_t *src, int n, 
     help->halves(src, n, x);
 }
 
-/* The same for each type of `size` bytes. */
+/* The functions of tkvi_codec for a type of `size` bytes. */
 #define TKVI_EXACT_CODEC_(t, size)                                                                           \
     static void tkvi_##t##_put(const tkvi_side *s, const tkvi_simd_ops *help, const float *x, int token,     \
                                uint8_t *dst) {                                                               \

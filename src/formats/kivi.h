@@ -1,14 +1,14 @@
 /*
  * formats/kivi.h - Q8, KIVI4, KIVI3, KIVI2: asymmetric min/max in groups.
  * KIVI (arXiv 2402.02750, section 3): K per channel, groups of 64 or 32 tokens; V per token, groups of 64 or
- * 32 channels (the last one of a token may be shorter). Scale and zero are fp16, the zero is the real minimum.
+ * 32 channels (the last one of a token may be shorter). Scale and zero are fp16; the zero is the real minimum.
  *
  *   scale = f16((max - min) / (2^bits - 1)),  zero = f16(min),  code = clamp(rne((x - zero) / scale))
  *   decoded = scale * code + zero             coded against the rounded scale and zero, half to even
  *
- * scale * code is exact in a float (11 + 8 bits), so the decoded value has one rounding and is the same with
- * and without FMA. A flat group has scale 0 and decodes to its fp16 value. Values saturate at +-65504. cfg.fit
- * chooses other scales and zeros (core/fit.h).
+ * scale * code is exact in a float (11 + 8 bits). So the decoded value has one rounding, and is the same with and
+ * without FMA. A flat group has scale 0 and decodes to its fp16 value. Values saturate at +-65504. cfg.fit chooses
+ * other scales and zeros (core/fit.h).
  *
  * Bytes of one side (tiles as in core/tile.h, all of one width):
  *   K: | tiles | scale fp16 [group][pad channels] | zero fp16 [group][pad channels] |   groups = 64 / group
@@ -21,11 +21,11 @@
 #include "core/fit.h"
 #include "formats/tiles.h"
 
-/* Stores scale and zero of codes up to `top`; gives both as they are read. */
+/* Stores scale and zero for codes 0 .. top. Gives both as rounded to fp16. */
 TKVI_FN void tkvi_kivi_put(float low, float range, float top, uint8_t *scale_at, uint8_t *zero_at,
                            float *scale, float *zero) {
     uint16_t a = tkvi_f32_to_f16(tkvi_f32(range / top));
-    uint16_t b = tkvi_f32_to_f16(low + 0.0f); /* -0 counts as 0, whichever came first */
+    uint16_t b = tkvi_f32_to_f16(low + 0.0f); /* -0 becomes 0: the order of values does not matter */
     tkvi_store16(scale_at, a);
     tkvi_store16(zero_at, b);
     *scale = tkvi_f16_to_f32(a);
@@ -37,13 +37,13 @@ TKVI_FN int tkvi_kivi_code(float v, float scale, float zero, float top) {
     return tkvi_rne(tkvi_clampf(y, 0.0f, top));
 }
 
-/* One group whose values stand together, one at least: codes, scale, zero. */
+/* Codes one group of n >= 1 contiguous values: writes codes, scale and zero. */
 static void tkvi_kivi_group(const float *x, int n, int bits, int fit, uint8_t *code, uint8_t *scale_at,
                             uint8_t *zero_at) {
     float lo, hi, range, scale, zero, top = (float)((1 << bits) - 1);
     tkvi_group group;
     int i;
-    group.n = 0; /* compilers do not see that it is used only when it was made */
+    group.n = 0; /* silences compilers: the group is used only after tkvi_group_init */
     group.low = group.step = 0.0f;
     group.sum_u = group.sum_uu = 0;
     lo = hi = tkvi_clampf(x[0], -TKVI_F16_MAX, TKVI_F16_MAX);
@@ -76,7 +76,7 @@ static void tkvi_kivi_v_layout(tkvi_side *s) {
     s->meta_bytes = (size_t)(s->groups * TKVI_BLOCK * 4);
 }
 
-/* Group g of one channel of K, n tokens of the block being there. What has no tokens keeps its zeros. */
+/* Codes group g of one channel of K; n: tokens of the block. A group without tokens keeps its zero bytes. */
 static void tkvi_kivi_column(const tkvi_side *s, const float *x, size_t stride, int n, int g, int position,
                              tkvi_codes code, uint8_t *meta) {
     float column[TKVI_BLOCK];
@@ -89,7 +89,7 @@ static void tkvi_kivi_column(const tkvi_side *s, const float *x, size_t stride, 
     for (t = 0; t < n; t++) *tkvi_k_code(code, position, first + t) = coded[t];
 }
 
-/* Group g of one token of V. */
+/* Codes group g of one token of V. */
 static void tkvi_kivi_row(const tkvi_side *s, const float *x, int g, int token, tkvi_codes code,
                           uint8_t *meta) {
     int first = g * s->group, count = tkvi_min(s->dim - first, s->group), c;

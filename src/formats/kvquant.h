@@ -1,33 +1,37 @@
 /*
- * formats/kvquant.h - KVQUANT4, KVQUANT3, KVQUANT2: KVQuant (arXiv 2401.18079, section 3). Levels where the
- * values are, one set for all keys of a layer and one for its values, and a slot for the few values that lie
- * far out.
+ * formats/kvquant.h - KVQUANT4, KVQUANT3, KVQUANT2: KVQuant (arXiv 2401.18079, section 3). The levels follow the
+ * distribution of the values: one set for all keys of a layer, one for all its values. A few values far out have
+ * slots of their own.
  *
  *     x^ = radius * level[code] + middle + outlier
  *
- * with a radius and a middle for each channel of K, static, learned (learn/kvquant_tables.h), and for each token of
- * V, from what is left without its outliers.
+ * K has a static radius and middle for each channel, learned by learn/kvquant_tables.h. V has a radius and a
+ * middle for each token, from its values without outliers.
  *
- * Keys are coded as they were before RoPE: the encoder turns them back (core/rope.h; cfg.rope, the block's start)
- * and decoding turns them on again, so that nobody else has to know. One place in a hundred of a token,
- * rounded up, is a slot for an outlier: its channel, and what its dense value lacks. Slots are always read,
- * those that are free hold 0.
- *   K   outliers lie beyond the channel's range, the 0.5 % and 99.5 % percentiles. Their code is that of the
- *       end. If there are more than slots, those that lack most get one.
- *   V   the slots take the highest and the lowest values, so many of each that the rest has the smallest
- *       range. Their code is the middle one.
- * The paper has one range of values for all heads of a token. Here a record is one head, so each has its own,
- * and its own slots: 32 bits per token and head in fp16, and shorter indices.
+ * Keys are coded as they were before RoPE. The encoder inverts the rotation (core/rope.h; cfg.rope, the block's
+ * start), and decoding applies it again, so all other code sees ordinary keys. A token has one slot per hundred
+ * channels, rounded up. A slot holds an outlier: its channel, and the difference to its dense value. Decoding
+ * reads all slots; free slots hold 0.
+ *   K   outliers lie beyond the channel's range, the 0.5 % and 99.5 % percentiles. They have the code of that end.
+ *       If there are more outliers than slots, the largest differences get the slots.
+ *   V   the slots take the lowest and the highest values. The split between both ends is the one that leaves the
+ *       smallest range. Outliers have the lower of the two middle codes.
+ * The paper has one range of values for all heads of a token. Here a record is one head, so each head has its own
+ * range and its own slots: 32 bits per token and head in fp16, and shorter indices.
  *
- * Options (cfg.kvquant): POST_ROPE codes keys as they come; UNIFORM has evenly spaced levels; NORM decodes to
- * levels that keep the variance (Q-Norm, core/codebook.h); DENSE has no slots, and ranges hold every value.
+ * Options (cfg.kvquant):
+ *   POST_ROPE   codes keys as given, after RoPE
+ *   UNIFORM     has evenly spaced levels
+ *   NORM        decodes to levels that keep the variance (Q-Norm, core/codebook.h)
+ *   DENSE       has no slots, and ranges hold every value
  *
  * Bytes: | codes [64][row] | of K or V, below | channel u8, outlier fp16 [64][slots] |
  *        K: | start of the block, int32 |      V: | radius fp16 [64] | middle fp16 [64] |
- * A row has the channels' codes, low bits first, and fills up its last byte.
- * tkv_encode knows no table: K has | radius fp16 [dim] | middle fp16 [dim] | at the end, from the block's
- * minimum and maximum (no outliers), levels are those of a normal distribution, and NORM does nothing.
- * Attention decodes (TKVI_AS_DECODED; on x86 by kernels/decode_x86.h).
+ * A row has the channels' codes, low bits first, and is padded to a whole byte.
+ *
+ * tkv_encode has no table of a layer. K then ends with | radius fp16 [dim] | middle fp16 [dim] |, from the block's
+ * minimum and maximum, so there are no outliers. Levels are those of a normal distribution, or even ones with
+ * UNIFORM. NORM does nothing. Attention decodes (TKVI_AS_DECODED; on x86 by kernels/decode_x86.h).
  */
 #ifndef TKVI_FORMATS_KVQUANT_H
 #define TKVI_FORMATS_KVQUANT_H
@@ -36,9 +40,9 @@
 #include "core/codebook.h"
 #include "core/format.h"
 
-#define TKVI_KVQUANT_SLOTS 3 /* at most: of 256 channels */
+#define TKVI_KVQUANT_SLOTS 3 /* maximum, at 256 channels */
 
-/* What a layer's table says: of both sides, and of each channel of K (learn/kvquant_tables.h). */
+/* The levels of a layer's table (learn/kvquant_tables.h). Ranges of channels of K are in tkvi_side. */
 typedef struct tkvi_kvquant {
     tkvi_book book[2][3]; /* by side and bits - 2 */
 } tkvi_kvquant;
@@ -54,9 +58,9 @@ static void tkvi_kvquant_layout(tkvi_side *s) {
     if (s->which == TKV_K && !s->tabled) s->meta_bytes += (size_t)(4 * s->dim);
 }
 
-/* Where the pieces of the metadata are. */
+/* Places in the bytes of a side. */
 typedef struct tkvi_kvquant_at {
-    size_t row, slot, own; /* bytes of a token's codes; offsets */
+    size_t row, slot, own; /* bytes of a token's codes; offsets of the slots and of the block's own ranges */
 } tkvi_kvquant_at;
 
 static tkvi_kvquant_at tkvi_kvquant_places(const tkvi_side *s) {
@@ -79,7 +83,7 @@ static const float *tkvi_kvquant_decoded(const tkvi_side *s, const tkvi_book *bo
 
 static float tkvi_half_at(const uint8_t *p) { return tkvi_f16_to_f32(tkvi_load16(p)); }
 
-/* The product is exact where radius has 11 bits. */
+/* The product is exact if radius is an fp16 value (11 bits). */
 static float tkvi_kvquant_value(float level, float radius, float middle) {
     return tkvi_f32(tkvi_f32(radius * level) + middle);
 }
@@ -99,7 +103,7 @@ static void tkvi_kvquant_coder_init(tkvi_kvquant_coder *e, const tkvi_side *s, c
     for (i = 0; i < e->n - 1; i++) e->border[i] = tkvi_f32(book->level[i] + book->level[i + 1]) * 0.5f;
 }
 
-static int tkvi_kvquant_code(const tkvi_kvquant_coder *e, float y) { /* of two nearest the lower one */
+static int tkvi_kvquant_code(const tkvi_kvquant_coder *e, float y) { /* a tie takes the lower one */
     int code = 0, i;
     for (i = 0; i < e->n - 1; i++) code += y > e->border[i];
     return code;
@@ -116,21 +120,21 @@ static void tkvi_kvquant_put(uint8_t *row, int bits, int c, int code) {
 }
 
 static void tkvi_kvquant_slot(const tkvi_side *s, uint8_t *dst, int t, int slot, int c, float lacks) {
-    /* side by side: gcc 12 -O2 loses reads of two arrays that move on together from one pointer */
+    /* one array of records: gcc 12 -O2 loses reads of two arrays that advance together from one pointer */
     uint8_t *p = dst + tkvi_kvquant_places(s).slot + 3 * (t * s->slots + slot);
     p[0] = (uint8_t)c;
     tkvi_store16(p + 1, tkvi_f32_to_f16(lacks + 0.0f));
 }
 
 /* >>K */
-/* A key as it is coded. */
+/* The key that is coded: saturated, and before RoPE. */
 static void tkvi_kvquant_key(const tkvi_rope *rope, const float *x, int dim, int64_t position, float *y) {
     int c;
     for (c = 0; c < dim; c++) y[c] = tkvi_clampf(x[c], -TKVI_F16_MAX, TKVI_F16_MAX);
     if (rope) tkvi_rope_rotate(rope, position, 1, y);
 }
 
-/* Ranges of the block's channels, to the end of its bytes. */
+/* Writes the ranges of the block's channels at `own`, the end of its bytes. */
 static void tkvi_kvquant_own(const tkvi_side *s, const float *x, size_t stride, int n, uint8_t *own) {
     float low[TKV_MAX_HEAD_DIM], high[TKV_MAX_HEAD_DIM], y[TKV_MAX_HEAD_DIM];
     int t, c;
@@ -147,7 +151,7 @@ static void tkvi_kvquant_own(const tkvi_side *s, const float *x, size_t stride, 
     }
 }
 
-/* Radius and middle of the channels: the table's, or those of the block. NULL: there are none. */
+/* Radius and middle of the channels, from the layer's table or the block. NULL: the table has none. */
 typedef struct tkvi_kvquant_ranges {
     const float *radius, *middle;
     float own[2][TKV_MAX_HEAD_DIM];
@@ -190,7 +194,7 @@ static void tkvi_kvquant_k_encode(const tkvi_side *s, const tkvi_simd_ops *help,
             y[c] = tkvi_f32(y[c] - tkvi_kvquant_value(e.decoded[code], r.radius[c], r.middle[c]));
             size = y[c] < 0.0f ? -y[c] : y[c];
             for (slot = s->slots; slot > 0 && size > most[slot - 1]; slot--) continue;
-            for (i = s->slots - 1; i >= slot; i--) { /* the largest first, the first of equals before */
+            for (i = s->slots - 1; i >= slot; i--) { /* sorted: largest first, equals by channel */
                 most[i] = i > slot ? most[i - 1] : size;
                 lacks[i] = i > slot ? lacks[i - 1] : y[c];
                 at[i] = i > slot ? at[i - 1] : c;
@@ -206,8 +210,8 @@ typedef struct tkvi_kvquant_token {
     int out[TKVI_KVQUANT_SLOTS];
 } tkvi_kvquant_token;
 
-/* The ends of a token: the lowest and the highest `slots` values, and the next ones. One order is the other's
- * reverse, so that no value is at both ends. */
+/* Finds the slots + 1 lowest and the slots + 1 highest values of a token. One order is the reverse of the other,
+ * so no value counts at both ends. */
 static void tkvi_kvquant_ends(const float *x, int dim, int slots, int *low, int *high) {
     int c, i, n;
     for (c = 0; c < dim; c++) {
@@ -221,7 +225,7 @@ static void tkvi_kvquant_ends(const float *x, int dim, int slots, int *low, int 
     }
 }
 
-/* Which values of a token take slots, and the range of the others. */
+/* Chooses the values of a token that take slots, and the range of the others. */
 static void tkvi_kvquant_token_of(const float *x, int dim, int slots, tkvi_kvquant_token *k) {
     int low[TKVI_KVQUANT_SLOTS + 1], high[TKVI_KVQUANT_SLOTS + 1], i, best = 0;
     tkvi_kvquant_ends(x, dim, slots, low, high);
@@ -265,7 +269,8 @@ static void tkvi_kvquant_v_encode(const tkvi_side *s, const tkvi_simd_ops *help,
 }
 
 /* >>decoding */
-/* The dense values of a row. A byte behind it is read, which the record has. step 0: one range for all. */
+/* Decodes the dense values of a row. Reads one byte beyond the row; the record has it. step 0: one range for
+ * all. */
 static void tkvi_kvquant_dense(const uint8_t *row, int bits, int dim, const float *level, const float *radius,
                                const float *middle, int step, float *y) {
     int c, mask = (1 << bits) - 1;
@@ -276,7 +281,7 @@ static void tkvi_kvquant_dense(const uint8_t *row, int bits, int dim, const floa
     }
 }
 
-/* In a loop of its own: what is added to a value in memory is not added to anything before. */
+/* A separate loop: y is already rounded and stored, so no compiler merges this sum with the earlier one. */
 static void tkvi_kvquant_outliers(const tkvi_side *s, const uint8_t *src, int t, float *y) {
     const uint8_t *p = src + tkvi_kvquant_places(s).slot + 3 * t * s->slots;
     int i;

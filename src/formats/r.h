@@ -1,32 +1,32 @@
 /*
- * formats/r.h - R40 R30 R20 R15 R10, rotated values: a randomised Hadamard rotation makes the channels of a value
- * look Gaussian and alike (core/rotate.h), so one grid and one scale per token do.
+ * formats/r.h - R40 R30 R20 R15 R10, rotated values. A randomised Hadamard rotation makes the channels of a value
+ * look Gaussian and alike (core/rotate.h), so one grid and one scale per token are enough.
  *
  *   x^ = scale * (code - (2^bits - 1) / 2)     whole bits: uniform grid, step best for a Gaussian
- *   x^ = scale * level[code], two channels     R15: 3 bits for a pair of channels, 8 points in the plane
+ *   x^ = scale * level[code], two channels     R15: 3 bits for a pair of channels, 8 points in two dimensions
  *
- * Max (IRE Trans. IT 6, 1960) for the steps; the eight points are the Lloyd-Max quantizer of a Gaussian pair
- * (mean square error .201 of the variance; the two-bit grid has .119). The scale is that of an unbiased norm:
- * |y|^2 / <y, grid point>, one logarithmic byte (core/log_scale.h), 0 for a token of zeros. Attention sums up
- * rotated values and turns the sum back, once per head.
+ * The steps are those of Max (IRE Trans. IT 6, 1960). The eight points are the Lloyd-Max quantizer of a Gaussian
+ * pair: mean square error .201 of the variance; the two-bit grid has .119. The scale makes the norm unbiased:
+ * |y|^2 / <y, grid point>, one log-scale byte (core/log_scale.h), 0 for a token of zeros. Attention sums rotated
+ * values, and rotates the sum back once per head.
  *
- * The heads of a layer share its bits (core/allocate.h): the number in the name is the average. All after the
- * rotation is in integers (12 bits of a token's largest value).
+ * The heads of a layer share its bits (core/allocate.h): the number in the name is the average. After the rotation,
+ * arithmetic is in integers (12 bits of a token's largest value).
  *
- * Step by step, of one token, floats unless they are integers, each operation rounded:
- *   1. y = x, cut to +-1e30, rotated (core/rotate.h); most = its largest |y|, at most 1e30. Not above 1e-30:
- *      scale and codes are 0
+ * Step by step, for one token. Numbers are floats unless they are integers, and each operation is rounded:
+ *   1. y = x, cut to +-1e30, rotated (core/rotate.h); most = its largest |y|, at most 1e30. If most is not above
+ *      1e-30, scale and codes are 0
  *   2. u = trunc(y * (2047 / most)), cut to +-2047; squares = sum(u^2), at least 1
  *   3. unit = 1 / sqrt(squares / head_dim)
- *   4. whole bits: code = floor(u * (unit / step of the table below)) + 2^bits / 2, cut to the codes there are;
+ *   4. whole bits: code = floor(u * (unit / step of the table below)) + 2^bits / 2, cut to 0 .. 2^bits - 1;
  *      level = 2 code - (2^bits - 1)
  *   5. R15: slabs of 16 channels are paired, the first with the second and so on: channel c with c + 16, which
  *      counts as 0 beyond head_dim. a, b = floor(u * (unit * (16 * 80.2))) of the two; the code is the first of
- *      the points (x, y) with the largest ax + by - 8 (x^2 + y^2); level = 2x and 2y. The 16 channels of a last
- *      slab without a partner are as in step 4 with two bits, level = 2 * their level in the table below
+ *      the points (x, y) with the largest ax + by - 8 (x^2 + y^2); level = 2x and 2y. A last slab without a
+ *      partner follows step 4 with two bits, level = 2 * its level in the table below
  *   6. scale = most / 2047 * (2 squares / sum(u level)); R15 stores 64 times that, as its levels are small
- * Missing tokens have scale and codes 0. A pair has one lane of a tile: slabs of three bits hold 32 channels, and
- * the two-bit slab is the last.
+ * Missing tokens have scale and codes 0. A pair takes one lane of a tile: slabs of three bits hold 32 channels,
+ * and the two-bit slab is the last.
  *
  * Bytes: | tiles | scale, a byte per token [64] |     2 bits: 2.125 a value at head_dim 64
  */
@@ -36,13 +36,13 @@
 #include "core/allocate.h"
 #include "formats/tiles.h"
 
-#define TKVI_R_MOST 2047 /* a token's largest value as an integer */
+#define TKVI_R_MOST 2047 /* integer of a token's largest value */
 
 /* Step of the best uniform grid for a unit Gaussian, by bits. */
 TKVI_CONSTANT float tkvi_r_step[5] = {0.0f, 1.5960f, 0.9955f, 0.5860f, 0.3350f};
 
-/* The eight points, 127 being 1.584: first channels, second channels; then a two-bit grid on the same scale, for 16
- * channels that have no partners. */
+/* The eight points, where 127 stands for 1.584: first channels, then second channels. Then a two-bit grid on the
+ * same scale, for a slab of 16 channels without a partner. */
 #define TKVI_R_UNIT 80.2f
 TKVI_CONSTANT int8_t tkvi_r_pairs[48] = {27,   -27, -78, 78,  32,  127, -32,  -127, 0, 0, 0, 0, 0, 0, 0, 0,
                                          27,   -27, 78,  -78, 127, 32,  -127, -32,  0, 0, 0, 0, 0, 0, 0, 0,
@@ -66,16 +66,16 @@ static void tkvi_r_layout(tkvi_side *s) {
     s->meta_bytes = TKVI_BLOCK;
 }
 
-/* The largest integer that is not above x, |x| < 2^30. */
+/* The largest integer <= x, for |x| < 2^30. */
 TKVI_FN int tkvi_floor(float x) {
     int i = (int)x;
     return i - ((float)i > x);
 }
 
-/* Code of a pair of channels, `fine` being 16 levels of an integer; adds twice <u, level> to the sum. */
+/* Code of a pair of channels. fine: 1/16 levels per integer. Adds twice <u, level> to the sum. */
 TKVI_FN int tkvi_r_pair(int u, int v, float fine, int32_t *sum) {
     int a = tkvi_floor(tkvi_f32((float)u * fine)),
-        b = tkvi_floor(tkvi_f32((float)v * fine)); /* in 1/16 of a level */
+        b = tkvi_floor(tkvi_f32((float)v * fine)); /* a, b in 1/16 of a level */
     int best = 0, most = -(1 << 30), k;
     for (k = 0; k < 8; k++) {
         int x = tkvi_r_pairs[k], y = tkvi_r_pairs[16 + k], score = a * x + b * y - 8 * (x * x + y * y);
@@ -88,7 +88,8 @@ TKVI_FN int tkvi_r_pair(int u, int v, float fine, int32_t *sum) {
     return best;
 }
 
-/* The same of one channel on the grid of 2^bits points; pairs: on their scale. */
+/* Code of one channel on the grid of 2^bits points. pairs: 1: levels on the scale of pairs. Adds u * level to
+ * the sum (steps 4, 5). */
 TKVI_FN int tkvi_r_grid(int u, float fine, int bits, int pairs, int32_t *sum) {
     int top = (1 << bits) - 1, v = tkvi_floor(tkvi_f32((float)u * fine)) + (top + 1) / 2;
     v = tkvi_max(0, tkvi_min(top, v));
@@ -96,14 +97,14 @@ TKVI_FN int tkvi_r_grid(int u, float fine, int bits, int pairs, int32_t *sum) {
     return v;
 }
 
-/* One over the deviation of a token's integers, in levels of pairs. */
+/* One over the root mean square of a token's integers. */
 TKVI_FN float tkvi_r_unit(int32_t squares, int dim) {
     return tkvi_f32(1.0f / tkvi_f32(sqrtf(tkvi_f32(tkvi_f32((float)squares) / (float)dim))));
 }
 
 TKVI_FN float tkvi_r_fine(float unit) { return tkvi_f32(unit * (16.0f * TKVI_R_UNIT)); }
 
-/* Codes of token number t with the integers u, and twice <u, level>. */
+/* Writes the codes of token t with the integers u. Returns the sum of u * level (steps 4 to 6). */
 static int32_t tkvi_r_codes(const tkvi_side *s, const int16_t *u, float unit, int t, tkvi_codes code) {
     float fine = tkvi_r_fine(unit);
     int32_t sum = 0;
@@ -116,21 +117,21 @@ static int32_t tkvi_r_codes(const tkvi_side *s, const int16_t *u, float unit, in
     return sum;
 }
 
-/* Of a token's largest value: what makes integers of its values, 0 if they are as good as nothing. */
+/* The factor from a token's values to integers, from its largest |value|; 0 if that is not above 1e-30. */
 TKVI_FN float tkvi_r_by(float most) { return most > 1e-30f ? tkvi_f32((float)TKVI_R_MOST / most) : 0.0f; }
 
 TKVI_FN int tkvi_r_integer(float y, float by) {
     return tkvi_max(-TKVI_R_MOST, tkvi_min(TKVI_R_MOST, (int)tkvi_f32(y * by)));
 }
 
-/* The scale of a token: its largest value, its squares, and the sum of tkvi_r_codes. */
+/* The scale of a token, from its largest |value|, the sum of squares, and the result of tkvi_r_codes. */
 TKVI_FN float tkvi_r_scale(float most, int32_t squares, int32_t sum) {
     float step = tkvi_f32(most / (float)TKVI_R_MOST);
     step = tkvi_f32(step * tkvi_f32(tkvi_f32((float)(2 * squares)) / tkvi_f32((float)sum)));
     return most > 1e-30f ? step : 0.0f;
 }
 
-/* Codes of token number t with the rotated values y; returns its scale. */
+/* Writes the codes of token t with the rotated values y. Returns its scale. */
 static float tkvi_r_rotated(const tkvi_side *s, const float *y, int t, tkvi_codes code) {
     float most = 0.0f, by;
     int16_t u[TKV_MAX_HEAD_DIM];
@@ -138,7 +139,7 @@ static float tkvi_r_rotated(const tkvi_side *s, const float *y, int t, tkvi_code
     int c;
     memset(u, 0, sizeof u);
     for (c = 0; c < s->dim; c++) {
-        float a = fabsf(y[c]); /* no branch: signs are coins */
+        float a = fabsf(y[c]); /* no branch: signs are unpredictable */
         most = a > most ? a : most;
     }
     most = most < 1e30f ? most : 1e30f;
@@ -152,7 +153,7 @@ static float tkvi_r_rotated(const tkvi_side *s, const float *y, int t, tkvi_code
     return tkvi_r_scale(most, squares, sum);
 }
 
-/* The same, with the values as they come. */
+/* The same for values before the rotation. */
 static float tkvi_r_token(const tkvi_side *s, const float *x, int t, tkvi_codes code) {
     float y[TKV_MAX_HEAD_DIM];
     int c;
@@ -167,12 +168,12 @@ static void tkvi_tokens_scalar(const tkvi_side *s, const float *x, size_t stride
     for (t = 0; t < n; t++) scale[t] = tkvi_r_token(s, x + (size_t)t * stride, t, code);
 }
 
-/* Clears the codes of token t where there is no value; returns its scale as it is stored. */
+/* Clears codes of token t in lanes without a value. Returns its scale as stored. */
 TKVI_FN float tkvi_r_close(const tkvi_side *s, int t, int n, tkvi_codes code, float scale) {
     int lanes = s->pairs ? s->runs.n[3] * 4 + s->runs.n[2] * 4 : s->pad;
     int plain = s->pairs && !s->runs.n[2] ? lanes : lanes - (s->pad - s->dim), l;
     for (l = t < n && scale > 0.0f ? plain : 0; l < lanes; l++) *tkvi_v_code(code, l, t) = 0;
-    return s->pairs ? tkvi_f32(scale * 64.0f) : scale; /* levels are small steps: into the same window */
+    return s->pairs ? tkvi_f32(scale * 64.0f) : scale; /* pairs have small steps: 64 fits the same window */
 }
 
 static void tkvi_r_encode(const tkvi_side *s, const tkvi_simd_ops *help, const float *x, size_t stride, int n,
@@ -194,7 +195,7 @@ static void tkvi_r_meta(const tkvi_side *s, const uint8_t *src, const tkvi_simd_
     const float by = s->pairs ? 1.0f / 64.0f : 1.0f;
     int t, k;
     help->logs(src + s->code_bytes, TKVI_BLOCK, s->top, scale);
-    for (t = 0; t < TKVI_BLOCK; t += 16) { /* vectors also at -O2: of 16, and x is nobody else's memory */
+    for (t = 0; t < TKVI_BLOCK; t += 16) { /* local array of 16: vectorises also at -O2 */
         float x[16];
         for (k = 0; k < 16; k++) x[k] = scale[t + k] * by;
         for (k = 0; k < 16; k++) scale[t + k] = x[k];

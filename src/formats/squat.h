@@ -1,21 +1,21 @@
 /*
- * formats/squat.h - SQUAT4, SQUAT2: keys whose errors turn away from the queries. K only. SQuat (arXiv
- * 2503.24358, section 3). Bytes and decoding are those of KIVI4 and KIVI2; only the encoder differs:
+ * formats/squat.h - SQUAT4, SQUAT2: keys whose quantization errors are nearly orthogonal to the queries. K only.
+ * SQuat (arXiv 2503.24358, section 3). Bytes and decoding are those of KIVI4 and KIVI2; only the encoder differs:
  *
- *     P = I + eta C / (tr C / dim)          C: mean of q q^T over the queries of the head group (learn/squat_queries.h)
+ *     P = I + eta C / (tr C / dim)          C: mean of q q^T over the head group's queries (learn/squat_queries.h)
  *     for each 16 channels:                 code them as KIVI does; error e = decoded - value
- *         later channels += U e             U = - P_ff^-1 P_fb   f: the later ones, b: these
+ *         later channels += U e             U = - P_ff^-1 P_fb   f: the later channels, b: these 16
  *
- * which makes e^T P e of the whole token small: what a query sees of the error, and the error itself. It is
+ * This makes e^T P e of the whole token small: the part of the error that a query sees, and the error itself. It is
  * error feedback as in GPTQ (arXiv 2210.17323), with the queries in the place of the calibration data.
  *
- * The paper cuts C to its largest directions and adds lambda Q^T Q with lambda .001. C itself needs no
- * eigenvectors, and eta does not depend on how many queries there were: the result is flat between eta 1 and
- * 10. Blocks of 16 are better than the authors' 64 (cfg.squat_block) at the same cost.
+ * The paper cuts C to its largest directions, and adds lambda Q^T Q with lambda .001. C itself needs no
+ * eigenvectors, and eta does not depend on the number of queries. The result is flat between eta 1 and 10. Blocks
+ * of 16 are better than the authors' 64 (cfg.squat_block) at the same cost.
  *
- * U: fp16, for each channel its factors on all channels behind its block, one after the other. Products and
- * the sums of them are made in different functions, so that no compiler fuses them: U is the same on every
- * machine, too. May call KIVI.
+ * U is fp16: for each channel, its factors on all channels after its block, channel after channel. Products and
+ * their sums are computed in different functions, so that no compiler fuses them. So U is the same on every
+ * machine.
  */
 #ifndef TKVI_FORMATS_SQUAT_H
 #define TKVI_FORMATS_SQUAT_H
@@ -39,7 +39,7 @@ static TKVI_NOINLINE void tkvi_scaled(float *dst, const float *x, float by, int 
     for (i = 0; i < n; i++) dst[i] = tkvi_f32(x[i] * by);
 }
 
-/* P becomes R, upper triangular, P = R R^T: Cholesky from the end, so that R_ff belongs to P_ff. */
+/* Replaces P by R, upper triangular, with P = R R^T. Cholesky runs from the end, so that R_ff belongs to P_ff. */
 static void tkvi_factor(float *p, int dim) {
     int i, j, k;
     for (j = dim - 1; j >= 0; j--) {
@@ -57,7 +57,8 @@ static void tkvi_factor(float *p, int dim) {
     }
 }
 
-/* P becomes U: element (c, f) is what channel c does to channel f of a later block. The rest is rubbish. */
+/* Replaces P by U. Element (c, f) is the factor of the error of c on channel f of a later block; others are
+ * undefined. */
 static void tkvi_feedback_from(float *p, int dim, int unit) {
     int from, c, f, k;
     tkvi_factor(p, dim);
@@ -82,7 +83,7 @@ static void tkvi_feedback_store(const float *p, int dim, int unit, uint16_t *u) 
 }
 
 /* >>encoder */
-/* Errors of channels c .. end-1 go to all from `end` on, in n rows. Returns what follows in u. */
+/* Adds the errors of channels c .. end-1 to all channels from `end` on, in n rows. Returns the next place in u. */
 static const uint16_t *tkvi_feed(float *x, int stride, int n, int c, int end, int dim, const uint16_t *u) {
     int f, t, later = dim - end;
     for (; c < end; c++) {
@@ -100,7 +101,7 @@ static const uint16_t *tkvi_feed(float *x, int stride, int n, int c, int end, in
 static void tkvi_squat_encode(const tkvi_side *s, const tkvi_simd_ops *help, const float *x, size_t stride,
                               int n, uint8_t *dst) {
     tkvi_codes code;
-    float y[TKVI_BLOCK * TKV_MAX_HEAD_DIM]; /* values; errors of the channels that are done */
+    float y[TKVI_BLOCK * TKV_MAX_HEAD_DIM]; /* values; for coded channels their errors */
     int g, c, t, from;
     if (!s->feedback) {
         tkvi_kivi_encode(s, help, x, stride, n, dst);

@@ -1,18 +1,17 @@
 /*
- * formats/subspace.h - SUBSPACE4, SUBSPACE2: what some caches call SQuat and what that paper is not
- * (formats/squat.h has the paper's): an orthogonal basis, and each token coded in cfg.subspaces parts of its
- * coordinates, each part with its own minimum and maximum.
+ * formats/subspace.h - SUBSPACE4, SUBSPACE2: an orthogonal basis, and coordinates in cfg.subspaces parts per
+ * token, each part with its own minimum and maximum. Some caches call this method SQuat. The SQuat paper describes
+ * another one (formats/squat.h).
  *
  *     y = rotate(x)  (core/rotate.h)    y^ = scale * code + zero, per token and part    x^ = rotate back (y^)
  *
- * Those caches want a learned basis. This one is data-free: it makes the parts alike, which is what a learned
- * basis is multiplied with anyway where it works best (OSCAR, arXiv 2605.17757). Groups are coded as KIVI's
- * are, cfg.fit too. More bytes than it seems: 2 bits in 4 parts of a head_dim of 128 are 3 bits a value, in 8
- * parts 4.
+ * Those caches need a learned basis. This basis needs no data, and makes the parts alike. Where a learned basis
+ * works best, it is multiplied with such a rotation anyway (OSCAR, arXiv 2605.17757). Groups are coded as in KIVI,
+ * with cfg.fit. The metadata add up: at head_dim 128, 2 bits in 4 parts are 3 bits a value, and in 8 parts 4.
  *
- * Bytes: | codes [64 tokens][channels], low bits first, whole bytes | scale fp16 [64][parts] | zero fp16
- * [64][parts] | Part p is coordinates dim p / parts up to dim (p + 1) / parts. Attention decodes
- * (TKVI_AS_DECODED).
+ * Bytes: | codes [64 tokens][channels], low bits first, whole bytes | scale fp16 [64][parts] |
+ *        zero fp16 [64][parts] |
+ * Part p is coordinates dim p / parts up to dim (p + 1) / parts. Attention decodes (TKVI_AS_DECODED).
  */
 #ifndef TKVI_FORMATS_SUBSPACE_H
 #define TKVI_FORMATS_SUBSPACE_H

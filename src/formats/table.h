@@ -1,6 +1,6 @@
 /*
- * formats/table.h - the table of formats, and the standalone codec of the interface on top of it.
- * May call the format files. Everything that stores or reads tokens goes through tkvi_formats.
+ * formats/table.h - the table of formats, and on top of it the standalone codec of the interface.
+ * All code that stores or reads tokens goes through tkvi_formats.
  */
 #ifndef TKVI_FORMATS_TABLE_H
 #define TKVI_FORMATS_TABLE_H
@@ -111,7 +111,7 @@ static const tkvi_format tkvi_formats[TKV_FORMAT_COUNT] = {
 #undef TKVI_SUBSPACE_
 #undef TKVI_KVQUANT_
 
-/* The definition of what is stored. */
+/* Scalar decoding: it defines the values that a side holds. */
 static void tkvi_decode_side(const tkvi_side *s, const uint8_t *src, int first, int n, float *x,
                              size_t stride) {
     tkvi_values(s, &tkvi_simd_ops_scalar, src, first, n, x, stride);
@@ -119,7 +119,7 @@ static void tkvi_decode_side(const tkvi_side *s, const uint8_t *src, int first, 
 
 static int tkvi_format_known(tkv_format f) { return f > TKV_FORMAT_DEFAULT && f < TKV_FORMAT_COUNT; }
 
-/* Does its encoder ask for queries (learn/squat_queries.h)? */
+/* Does its encoder need statistics of queries (learn/squat_queries.h)? */
 static int tkvi_is_squat(tkv_format f) { return tkvi_formats[f].side[TKV_K].encode == tkvi_squat_encode; }
 
 /* Does it need a table of the layer (learn/kvquant_tables.h)? */
@@ -161,7 +161,7 @@ static int tkvi_codec_side(const tkv_codec *c, tkvi_side *s) {
     return 1;
 }
 
-/* The rotation, where the side wants one. */
+/* Sets the RoPE of a side, if its format codes keys before RoPE. */
 static void tkvi_codec_rope(const tkv_codec *c, tkvi_side *s, tkvi_rope *rope) {
     if (c->side != TKV_K || !c->rope.dim || !tkvi_is_kvquant(c->format)) return;
     if (c->kvquant & TKV_KVQUANT_POST_ROPE) return;

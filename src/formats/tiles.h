@@ -1,27 +1,25 @@
 /*
- * formats/tiles.h - what all formats made of tiles share: codes to tiles and back, decoding through `meta`.
- * Calls core/format.h.
+ * formats/tiles.h - shared code of all formats made of tiles: codes to tiles and back, decoding through `meta`.
  */
 #ifndef TKVI_FORMATS_TILES_H
 #define TKVI_FORMATS_TILES_H
 
 #include "core/format.h"
 
-/* Level of a code; `upper`: of the second channel of a pair. */
+/* Level of a code. upper: 1 for the second channel of a pair. */
 TKVI_FN float tkvi_level(const tkvi_side *s, int width, int upper, int code) {
     return (float)(s->levels ? s->levels[tkvi_level_table(s, width, upper) + (code & 15)] : code);
 }
 
-/* Codes of a side as they come to be packed, and where the code of one value stands. */
+/* Unpacked codes of a side, tile by tile. The two functions below find the code of one value. */
 typedef uint8_t tkvi_codes[TKV_MAX_HEAD_DIM / 4][TKVI_TILE_CODES];
 
 TKVI_FN uint8_t *tkvi_k_code(tkvi_codes code, int position, int token) {
-    unsigned p = (unsigned)position; /* divided without a look at the sign */
+    unsigned p = (unsigned)position; /* unsigned: divides by a shift */
     return &code[p / 4u][4u * (unsigned)token + p % 4u];
 }
 
-TKVI_FN uint8_t *tkvi_v_code(tkvi_codes code, int lane,
-                             int token) { /* pairs have one lane for two channels */
+TKVI_FN uint8_t *tkvi_v_code(tkvi_codes code, int lane, int token) { /* a pair of channels has one lane */
     unsigned l = (unsigned)lane, t = (unsigned)token;
     return &code[l / 16u * 4u + t / 16u][t % 16u / 4u * 64u + l % 16u * 4u + t % 4u];
 }
@@ -37,14 +35,14 @@ static void tkvi_pack(const tkvi_side *s, const tkvi_simd_ops *help, tkvi_codes 
 }
 
 /* >>K */
-/* Token t at a position, of its tile, with its scale and zero. */
+/* Decodes token t at a position, from its tile, scale and zero. */
 TKVI_FN float tkvi_k_value(const tkvi_side *s, int width, const uint8_t *tile, int position, int t,
                            float scale, float zero) {
     float product = tkvi_f32(scale * tkvi_level(s, width, 0, tile[4 * t + position % 4])); /* exact */
     return tkvi_f32(product + zero);
 }
 
-/* The channel at one position of a tile of this width. */
+/* Decodes n tokens of the channel at one position, from its tile. */
 static void tkvi_k_values(const tkvi_side *s, int width, const uint8_t *tile, int position, int first, int n,
                           const float *scale, const float *zero, float *x, size_t stride) {
     int channel = tkvi_channel(s, position), t;
@@ -62,7 +60,7 @@ static void tkvi_tiles_k_values(const tkvi_side *s, const tkvi_simd_ops *help, c
     int width, i, r, t, position = 0;
     s->format->side[TKV_K].meta(s, src, help, scale, zero);
     for (width = TKVI_MAX_WIDTH; width >= 0; width--) {
-        int tiles = width ? s->runs.n[width] : (s->pad - position) / 4; /* the rest has no codes */
+        int tiles = width ? s->runs.n[width] : (s->pad - position) / 4; /* width 0: channels without codes */
         for (i = 0; i < tiles; i++, position += 4) {
             uint8_t tile[TKVI_TILE_CODES];
             if (width) {
@@ -82,7 +80,7 @@ static void tkvi_tiles_k_values(const tkvi_side *s, const tkvi_simd_ops *help, c
 /* >>V */
 TKVI_FN int tkvi_slab_channels(const tkvi_side *s, int width) { return s->pairs && width == 3 ? 32 : 16; }
 
-/* Token t of channel c of a slab, of one of its tiles, with its scale and zero. */
+/* Decodes token t of channel c of a slab, from its tile, scale and zero. */
 TKVI_FN float tkvi_v_value(const tkvi_side *s, int width, const uint8_t *tile, int c, int t, float scale,
                            float zero) {
     int code = tile[t % 16 / 4 * 64 + 4 * (c % 16) + t % 4];

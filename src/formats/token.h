@@ -1,23 +1,22 @@
 /*
- * formats/token.h - formats that code each token by itself, on a grid with the zero in its middle: what INT8,
- * INT4, FP8 and FP4 share. A format is a grid (below) and a line in the table.
+ * formats/token.h - formats that code each token by itself, on a symmetric grid: the shared code of INT8, INT4,
+ * FP8 and FP4. A format is a grid (below) and a row in the table.
  *
  *   x^ = scale * level[code]                         scale: largest |x| over the largest level, in fp16
- *   x^ = scale * part * level[code]                  and, if the grid has parts, an E4M3 factor per 16 channels
+ *   x^ = scale * part * level[code]                  if the grid has parts: an E4M3 factor per 16 channels
  *
- * Products are exact in a float (11 + 4 + 2 or 11 + 8 bits). Two options, both in the bytes:
- *   cfg.rotate    the token is coded behind the rotation of core/rotate.h and turned back when it is decoded, so
- *                 that large channels do not cost the others their bits (QuaRot, arXiv 2404.00456)
- *   cfg.center_k  K only: the block's mean of each channel is taken away first and put back last. 16 bits per
- *                 channel and block, 1/4 bit a value; nothing has to be learned, and a block can be moved or
- *                 sent as it is.
+ * Products are exact in a float (11 + 4 + 2 or 11 + 8 bits). Two options change the bytes:
+ *   cfg.rotate    the token is rotated by core/rotate.h before coding and rotated back after decoding. So large
+ *                 channels do not cost the others their bits (QuaRot, arXiv 2404.00456).
+ *   cfg.center_k  K only: the encoder subtracts the block's mean of each channel first, and decoding adds it last.
+ *                 16 bits per channel and block, 1/4 bit a value. It needs no learning, and a block can be moved
+ *                 or sent as it is.
  *
- * Decoding gives plain values, so attention needs nothing of its own (TKVI_AS_DECODED). Values saturate at
- * +-65504.
+ * Decoding gives plain values, so attention needs no special kernel (TKVI_AS_DECODED). Values saturate at +-65504.
  *
  * Bytes of one side:
  *   | codes [64 tokens][channels] | scale fp16 [64][scales] | part [64][ceil(dim / 16)] | mean fp16 [dim] |
- *   8 bits: a byte per channel; 4 bits: the even channel in the low half, a row filled up to a whole byte
+ *   8 bits: a byte per channel; 4 bits: the even channel in the low half, a row padded to a whole byte
  */
 #ifndef TKVI_FORMATS_TOKEN_H
 #define TKVI_FORMATS_TOKEN_H
@@ -25,13 +24,13 @@
 #include "core/minifloat.h"
 #include "core/format.h"
 
-#define TKVI_PART 16 /* channels */
+#define TKVI_PART 16 /* channels of a part */
 
 typedef struct tkvi_grid {
     int bits;             /* of a code: 4 or 8 */
     float top;            /* the largest level */
-    int per_group, parts; /* scales per token: 1: by cfg.group_size, else one; 1: and factors */
-    int (*code)(float y); /* the nearest level's, half to even; any finite y */
+    int per_group, parts; /* 1: a scale per cfg.group_size channels, 0: one a token; 1: has factors */
+    int (*code)(float y); /* code of the nearest level, half to even; any finite y */
     float (*level)(int code);
 } tkvi_grid;
 
@@ -45,9 +44,9 @@ static void tkvi_token_layout(tkvi_side *s, const tkvi_grid *grid) {
     if (s->center) s->meta_bytes += (size_t)(2 * s->dim);
 }
 
-/* Where the pieces are. Casts of the same for reading and writing. */
+/* Places in the bytes of a side. Offsets serve reading and writing alike. */
 typedef struct tkvi_token_at {
-    size_t row, scale, part, mean; /* bytes of a token's codes; offsets of the metadata */
+    size_t row, scale, part, mean; /* row: bytes of a token's codes; others: offsets */
     int parts;                     /* per token */
 } tkvi_token_at;
 
@@ -81,7 +80,7 @@ static void tkvi_token_mean(const float *x, size_t stride, int n, int dim, uint8
     }
 }
 
-/* n channels with one scale; 0 if it is 0. Bytes of codes are clear. */
+/* Codes n channels with one scale; scale 0 gives codes 0. The caller has cleared the bytes. */
 static void tkvi_token_codes(const tkvi_grid *grid, const float *y, int first, int n, float scale,
                              uint8_t *codes) {
     int c;

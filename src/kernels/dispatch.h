@@ -1,9 +1,9 @@
 /*
- * kernels/dispatch.h - which kernels this processor can run.
+ * kernels/dispatch.h - chooses the kernels that this processor can run.
  *
- * x86 asks cpuid, and xgetbv whether the operating system saves the registers, each time a cache is created:
- * no globals. NEON and WASM SIMD are what the compiler was told; other machines have the scalar table. Calls the
- * kernel files.
+ * On x86, cpuid reports the instruction sets, and xgetbv whether the operating system saves their registers. Both
+ * run each time a cache is created, so that no global variable is needed. NEON and WASM SIMD are chosen by compiler
+ * flags. Other machines use the scalar table.
  */
 #ifndef TKVI_KERNELS_DISPATCH_H
 #define TKVI_KERNELS_DISPATCH_H
@@ -48,23 +48,23 @@ static tkv_isa tkvi_best_isa(void) {
     if (r[0] < 7) return TKV_ISA_SCALAR;
     tkvi_cpuid(1, r);
     one = r[2];
-    if (!tkvi_bits_set(one, 1u << 27)) return TKV_ISA_SCALAR; /* OSXSAVE: xgetbv may be called */
+    if (!tkvi_bits_set(one, 1u << 27)) return TKV_ISA_SCALAR; /* without OSXSAVE xgetbv is illegal */
     xcr0 = tkvi_xcr0();
     tkvi_cpuid(7, r);
     seven_b = r[1];
     seven_c = r[2];
-    /* xmm and ymm saved; FMA, AVX, F16C; AVX2 */
+    /* the system saves xmm and ymm; FMA, AVX, F16C; AVX2 */
     if (!tkvi_bits_set(xcr0, 0x6u) || !tkvi_bits_set(one, 1u << 12 | 1u << 28 | 1u << 29))
         return TKV_ISA_SCALAR;
     if (!tkvi_bits_set(seven_b, 1u << 5)) return TKV_ISA_SCALAR;
-    /* masks and zmm saved; F, DQ, BW, VL; VNNI */
+    /* the system saves masks and zmm; F, DQ, BW, VL; VNNI */
     if (!tkvi_bits_set(xcr0, 0xe6u) || !tkvi_bits_set(seven_b, 1u << 16 | 1u << 17 | 1u << 30 | 1u << 31))
         return TKV_ISA_AVX2;
     return tkvi_bits_set(seven_c, 1u << 11) ? TKV_ISA_AVX512 : TKV_ISA_AVX2;
 }
 #endif /* TKVI_X86 */
 
-/* The kernels of an instruction set, TKV_ISA_AUTO being the best here; NULL if this one is not available. */
+/* The kernels of an instruction set, or NULL if it is not available. TKV_ISA_AUTO: the best available one. */
 static const tkvi_kernels *tkvi_kernels_for(tkv_isa isa) {
 #ifdef TKVI_X86
     tkv_isa best = tkvi_best_isa();

@@ -1,46 +1,47 @@
 /*
- * kernels/scalar.h - what attention asks of an instruction set, and the scalar answer, which is the definition.
+ * kernels/scalar.h - the interface of an attention kernel, and its scalar version, which defines the result.
  *
- * A kernel works on one KV head's record of one block and up to TKVI_ROWS query rows at once (the query
- * heads of a group and several queries), so that each byte of the cache is read and unpacked once for all
- * of them. The other kernel files compute the same with vectors, within rounding of float sums.
- * May call formats and below.
+ * A kernel reads one side (K or V) of one KV head's block, for up to TKVI_ROWS query rows at once. The rows are
+ * the query heads of a group and several queries. Each byte of the cache is then read and unpacked once for all
+ * rows. The other kernel files compute the same with vectors, within the rounding of float sums.
  *
- * Integer attention on tiles (the scales never touch a code):
- *   K: q.k = sum_c q_c (scale_c code_c + zero_c). Fold w_c = q_c scale_c, round w to 8 bits (one plane) or
- *      15 (two planes, hi * 128 + lo), multiply by codes in integers, and take the rest in floats:
+ * Integer attention on tiles. No code is multiplied by its scale; the scales go into the weights:
+ *   K: q.k = sum_c q_c (scale_c code_c + zero_c). Fold w_c = q_c scale_c. Round w to 8 bits (one limb) or to 15
+ *      (two limbs, hi * 128 + lo). Multiply by the codes in integers and add the rest in floats:
  *      step * (sum w code - sum w centre) + sum_c q_c (zero_c - ref_c + centre scale_c)
- *   V: the same with weights p_t scale_t per token, per group of channels; they have no sign, so one plane is
- *      0..255.
- * How many planes? A weight that is rounded to 1/127 of the largest adds an error that grows with the spread of
- * the codes it meets; the format itself errs by a third of a step, however wide. So in K tiles of 5 bits and more
- * (KIVI: 4) always have two planes, the others one, unless a row has a few weights that tower over the rest
- * (TKVI_NEEDS_TWO).
- * The same in V, by whole blocks: a side with wide tiles asks for two planes everywhere.
- * KIVI, and the int8 folding measured in ggml's rivals, describe the fold; centre terms from the float
- * query keep the rounding away from the mean of the codes.
+ *   V: the same with weights p_t scale_t per token, for each group of channels. These weights have no sign, so
+ *      one limb is 0..255.
  *
- * `ref` is any key; scores are q.(k - ref), the same for softmax, and large biases that all keys share
- * (Qwen2's reach 900) then cost no precision. The caller adds q.ref where the absolute logit matters.
+ * One limb or two? A weight that is rounded to 1/127 of the largest adds an error. The error grows with the
+ * spread of the codes that the weight multiplies. The format's own error is a third of a step at any width. So
+ * wide K tiles always have two limbs: from 5 bits on in formats A and R, from 4 bits on in the others. Narrower
+ * tiles have one limb, unless a few weights of a row are far larger than the rest (TKVI_NEEDS_TWO).
+ * V decides for whole blocks: a side with tiles of 5 bits or more has two limbs everywhere.
  *
- * q and ref come in the order of the codes and, for rotated formats, rotated; out of rotated values is rotated.
+ * Source of the fold: KIVI, and the int8 folding measured in ggml's rivals. The centre terms come from the float
+ * query, so the rounding of weights does not meet the mean of the codes.
+ *
+ * `ref` is any key. Scores are q.(k - ref), which softmax does not notice. A large bias that all keys share
+ * (Qwen2's reaches 900) then costs no precision. The caller adds q.ref where it needs the absolute logit.
+ *
+ * q and ref come in the order of the codes. In rotated formats q and ref are rotated, and so is the output.
  */
 #ifndef TKVI_KERNELS_SCALAR_H
 #define TKVI_KERNELS_SCALAR_H
 
 #include "formats/table.h"
 
-#define TKVI_ROWS 8 /* query rows per pass; a kernel's stack is proportional to it */
-#define TKVI_PLANE 127
-#define TKVI_PLANE_V 255
-#define TKVI_TWO_PLANES (127 * 128)
-#define TKVI_WIDE 5 /* bits of tiles that want two planes */
+#define TKVI_ROWS 8                 /* query rows per pass; a kernel's stack is proportional to it */
+#define TKVI_PLANE 127              /* largest weight of one limb in K */
+#define TKVI_PLANE_V 255            /* and in V */
+#define TKVI_TWO_PLANES (127 * 128) /* largest weight of two limbs */
+#define TKVI_WIDE 5                 /* tiles of this many bits or more have two limbs */
 
-/* `next` is the side that the same kernel reads next (K of the following block, or V), or NULL: its s->bytes
- * are prefetched between the products, a line here and there. A burst of prefetches stalls, and hardware
- * prefetchers stop at the end of a record.
- * scores[row][64] = q[row] . (k[t] - ref). q: [rows][pad], zero beyond dim. ref: [pad]. n: tokens in the block;
- * scores beyond them are finite rubbish. Exact sides have rows for n tokens at least: read no further. */
+/* scores[row][64] = q[row] . (k[t] - ref). q: [rows][pad], zero beyond dim. ref: [pad]. n: tokens in the block.
+ * Scores beyond n are finite and have no meaning. An exact side may end after n tokens: do not read further.
+ * planes: number of limbs, see tkvi_planes.
+ * `next` is the same side of the next block, or NULL. The kernel prefetches its s->bytes line by line between the
+ * products. Prefetching all at once would stall, and hardware prefetchers stop at the end of a record. */
 typedef void (*tkvi_k_kernel)(const tkvi_side *s, const uint8_t *src, const uint8_t *next, const float *q,
                               const float *ref, int rows, int n, int planes, float *scores);
 /* out[row][pad] += sum_t p[row][t] v[t]. p: [rows][64], not negative, zero beyond n. */
@@ -53,15 +54,16 @@ typedef struct tkvi_kernels {
     tkvi_k_kernel k[TKVI_STORAGE_COUNT];
     tkvi_v_kernel v[TKVI_STORAGE_COUNT];
     const tkvi_simd_ops *helpers;
-    /* p[t] = exp(s[t] - max) for 64 scores, all <= max; below max - 87 it may be 0. Returns the sum. */
+    /* p[t] = exp(s[t] - maximum) for 64 scores, all <= maximum. It may be 0 below maximum - 87. Returns the sum. */
     float (*exp64)(const float *s, float maximum, float *p);
     float (*max64)(const float *s); /* the largest of 64 scores */
-    /* The same for rows of scores [row][64]: m[r] grows to the largest, p = exp(s - m), sum[r] of these; a row
-     * that sees no key (all TKVI_HIDDEN) gets zeros. Returns 0 if no row sees one. */
+    /* One step of the online softmax for scores [row][64]. m[r] grows to the largest score of row r. p = exp(s - m)
+     * and sum[r] is the sum of p. A row that sees no key (all TKVI_HIDDEN) gets zeros. Returns 0 if no row sees a
+     * key. */
     int (*softmax_step)(const float *s, int rows, float *m, float *sum, float *p);
 } tkvi_kernels;
 
-#define TKVI_HIDDEN (-1e30f) /* score of a key that a row does not see; no infinities, -ffast-math has none */
+#define TKVI_HIDDEN (-1e30f) /* score of an unseen key; finite, because -ffast-math has no infinities */
 #define TKVI_IS_HIDDEN(s) (!((s) > TKVI_HIDDEN))
 
 static int tkvi_softmax_rows(float (*max64)(const float *), float (*exp64)(const float *, float, float *),
@@ -81,7 +83,8 @@ static int tkvi_softmax_rows(float (*max64)(const float *), float (*exp64)(const
     return seen;
 }
 
-/* The planes to ask a kernel for: 2 everywhere, or 1: as few as tiles and weights allow. */
+/* Limbs to ask a kernel for. 2: every weight has two. 1: the kernel decides by the width of tiles and by the
+ * weights. */
 static int tkvi_planes(const tkvi_side *s, int precise) {
     int width;
     if (s->which == TKV_V)
@@ -132,24 +135,25 @@ TKVI_EXACT_KERNEL_(bf16)
 #undef TKVI_EXACT_KERNEL_
 
 /* >>tiles */
-/* What a rounded weight's error meets: the variance of codes in units of the format's own error, by width. First of
- * grids that cut off what is rare (A; R, whose values are normal), then of ranges from smallest to largest: there
- * one large key in a block has all its codes at the ends, and exactly; 4 bits, of V alone, between that (340) and
- * normal values (125). Pairs of R15 are like a code of 1.5 bits. */
+/* The spread by width: the variance of codes in units of the format's own error. It scales the error of a rounded
+ * weight. First row: A and R, whose grids cut off rare values (those of R are normal). Second row: ranges from the
+ * smallest value to the largest. There, all codes of one large key in a block are at the ends of the ranges, and
+ * exact. The value for 4 bits, which only V uses, lies between that case (340) and normal values (125). */
 static const float tkvi_spread[2][TKVI_WIDE] = {{0.0f, 3.0f, 9.0f, 30.0f, 90.0f},
                                                 {0.0f, 3.0f, 14.0f, 74.0f, 250.0f}};
 
-/* From so many bits on tiles of K have two planes in any case. */
+/* Tiles of K with this many bits or more always have two limbs. */
 static int tkvi_wide_k(const tkvi_side *s) { return s->format->shared ? TKVI_WIDE : TKVI_WIDE - 1; }
 
-/* Places with such tiles. */
+/* Number of positions in such tiles. They come first. */
 static int tkvi_wide_places(const tkvi_side *s) {
     int width, n = 0;
     for (width = TKVI_MAX_WIDTH; width >= tkvi_wide_k(s); width--) n += 4 * s->runs.n[width];
     return n;
 }
 
-/* The spread that weights of one plane meet in a block: of all channels (K), of 64 tokens (V, codes of a width). */
+/* Sum of the spreads of the codes that one-limb weights multiply in a block. K: over all channels. V: over 64
+ * tokens, for codes of one width. */
 static float tkvi_coarse_k(const tkvi_side *s) {
     float sum = 0.0f;
     int width;
@@ -159,18 +163,19 @@ static float tkvi_coarse_k(const tkvi_side *s) {
 }
 
 static float tkvi_coarse_v(const tkvi_side *s, int width) {
-    if (s->pairs) width = 2;
+    if (s->pairs) width = 2; /* pairs of R15 (1.5 bits a value) */
     return width < TKVI_WIDE ? tkvi_spread[!s->format->shared][width] * (float)TKVI_BLOCK : 0.0f;
 }
 
-/* Would one plane, of weights up to `top`, add more than a tenth of the format's own error in the root mean square?
- * Rounding errs by step^2 spread / 12 a weight, step = most / top, the format by w^2. The rule bounds an
- * expectation: one row can err twice as much. */
+/* True if one limb, of weights up to `top`, would add more than 0.087 of the format's own error (root mean square).
+ * So the added error stays below a tenth. Per weight, in the same unit, rounding has the squared error
+ * step^2 spread / 12 with step = most / top; the format has w^2. Hence the limit is sqrt(0.09 / 12). This bounds an
+ * expectation: the error of one row can be twice as large. */
 #define TKVI_MAY_ERR(top) (0.09f * (float)(top) * (float)(top))
 #define TKVI_NEEDS_TWO(coarse, most, squares, top)                                                           \
     ((coarse) * (most) * (most) > TKVI_MAY_ERR(top) * (squares))
 
-/* w times `by` as integers of at most `top`. */
+/* w times `by`, rounded and clamped to -top .. top. */
 static int tkvi_rounded(float w, float by, int top) {
     return tkvi_max(-top, tkvi_min(top, tkvi_rne(w * by)));
 }
@@ -180,7 +185,7 @@ static float tkvi_inverse(float top, float most) {
     return tkvi_is_finite(inverse) ? inverse : 0.0f; /* weights below 1e-34 contribute nothing */
 }
 
-/* Weights of K in units of the second plane; returns their step. */
+/* Weights of K as integers in units of the low limb. Returns the value of one unit. */
 static float tkvi_round_k(const tkvi_side *s, const float *w, int planes, int *rounded) {
     float most = tkvi_largest(w, s->pad), squares = 0.0f;
     float one = tkvi_inverse((float)TKVI_PLANE, most), two = tkvi_inverse((float)TKVI_TWO_PLANES, most);
@@ -193,7 +198,7 @@ static float tkvi_round_k(const tkvi_side *s, const float *w, int planes, int *r
     return two > 0.0f ? most / (float)TKVI_TWO_PLANES : 0.0f;
 }
 
-/* The largest weight of V in one plane. Levels of a table are signed: beside them there is room for seven bits. */
+/* The largest weight of V in one limb. Levels of a table are signed bytes, which leaves seven bits for weights. */
 static int tkvi_top_v(const tkvi_side *s) { return s->levels ? TKVI_PLANE : TKVI_PLANE_V; }
 
 static float tkvi_round_v(const tkvi_side *s, const float *w, int width, int planes, int *rounded) {
@@ -244,12 +249,12 @@ static void tkvi_tiles_k_scalar(const tkvi_side *s, const uint8_t *src, const ui
 static void tkvi_tiles_v_scalar(const tkvi_side *s, const uint8_t *src, const uint8_t *next, const float *p,
                                 int rows, int n, int planes, float *out) {
     float scale[TKVI_MAX_GROUPS * TKVI_BLOCK], zero[TKVI_MAX_GROUPS * TKVI_BLOCK];
-    int r, t, i, c, width, slab = 0; /* first channel */
+    int r, t, i, c, width, slab = 0; /* its first channel */
     tkvi_tile_at at = tkvi_tiles(&s->runs);
     (void)next;
     s->format->side[TKV_V].meta(s, src, &tkvi_simd_ops_scalar, scale, zero);
     for (width = TKVI_MAX_WIDTH; width > 0; width--)
-        for (i = 0; i < s->runs.n[width]; i += 4) { /* 16 lanes */
+        for (i = 0; i < s->runs.n[width]; i += 4) { /* a slab */
             uint8_t tile[4][TKVI_TILE_CODES];
             const float *sc = scale + slab / s->group * TKVI_BLOCK, *z = zero + slab / s->group * TKVI_BLOCK;
             float centre = tkvi_centre(s, width);
@@ -282,10 +287,10 @@ static void tkvi_tiles_v_scalar(const tkvi_side *s, const uint8_t *src, const ui
         }
 }
 
-/* >>decoded: any format, by its decode alone. x86 falls back to it (kernels/decode_x86.h). */
-#define TKVI_AT_ONCE 16 /* tokens: what the stack has room for */
+/* >>decoded: any format, through its decode function only. x86 falls back to it (kernels/decode_x86.h). */
+#define TKVI_AT_ONCE 16 /* tokens decoded at a time, limited by the stack */
 
-/* n is a multiple of 16: vectors also at -O2. */
+/* n is a multiple of 16. The inner loop of 16 lets compilers use vectors also at -O2. */
 static float tkvi_float_dot(const float *a, const float *b, int n) {
     float sum[16] = {0.0f}, all = 0.0f;
     int i, k;
@@ -343,7 +348,7 @@ static float tkvi_exp64_scalar(const float *s, float maximum, float *p) {
     int t;
     for (t = 0; t < TKVI_BLOCK; t++) {
         float x = s[t] - maximum;
-        p[t] = x < -87.0f ? 0.0f : expf(x); /* no subnormals, whatever the flags */
+        p[t] = x < -87.0f ? 0.0f : expf(x); /* no subnormals, under any compiler flags */
         sum += p[t];
     }
     return sum;

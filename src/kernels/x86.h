@@ -1,11 +1,10 @@
 /*
- * kernels/x86.h - what the kernels for AVX2 and AVX-512 share: how each compiler is told about instruction
- * sets, prefetching, and the part of integer attention that has no vectors in it.
+ * kernels/x86.h - shared by the kernels for AVX2 and AVX-512: attributes that select an instruction set for each
+ * compiler, prefetching, and the part of integer attention that has no vectors.
  *
- * Everything is compiled in one translation unit without any -m flag: every function that touches a vector,
- * helpers included, carries its target. Entries of kernel tables are plain static functions; the pieces they
- * are made of are inlined by force, with the number of rows as a constant, so that accumulators stay in
- * registers. Calls kernels/scalar.h and below.
+ * Everything is compiled in one translation unit without any -m flag. So every function that uses vectors, inlined
+ * ones included, names its target in an attribute. The entries of kernel tables are plain static functions. Their
+ * pieces are inlined by force, with the number of rows as a constant, so that accumulators stay in registers.
  */
 #ifndef TKVI_KERNELS_X86_H
 #define TKVI_KERNELS_X86_H
@@ -13,7 +12,7 @@
 #include "kernels/scalar.h"
 
 /* >>compilers */
-/* gcc -m32 -ffast-math without SSE refuses its own intrinsics: the scalar kernels do there. */
+/* gcc -m32 -ffast-math without SSE refuses its own intrinsics. The scalar kernels are used there. */
 #if defined(__i386__) && defined(__FAST_MATH__) && !defined(__SSE2__)
 #define TKVI_NO_X86
 #endif
@@ -36,7 +35,7 @@
 #endif
 #endif
 #elif defined(_MSC_VER)
-/* Intrinsics need no flag. No AVX-512: MSVC 19.38 let it leak into AVX2 code. */
+/* Intrinsics need no flag. AVX-512 is off because MSVC 19.38 put its instructions into AVX2 code. */
 #define TKVI_X86
 #define TKVI_TARGET_AVX2
 #define TKVI_FLAT static __forceinline
@@ -56,9 +55,10 @@
 #define TKVI_FLAT_AVX2 TKVI_FLAT TKVI_TARGET_AVX2
 #define TKVI_FLAT_AVX512 TKVI_FLAT TKVI_TARGET_AVX512
 
-/* gcc for 64-bit Windows aligns the stack to 16 bytes only. It still spills vectors of 32 and 64 bytes by aligned
- * moves, which fault there (GCC bug 54412; Debian's gcc is patched). Macros of the assembler make all such moves of
- * this file unaligned, which costs nothing where memory is aligned. The condition is for LTO, which joins files. */
+/* gcc for 64-bit Windows aligns the stack to 16 bytes only. It still saves vectors of 32 and 64 bytes there by
+ * aligned moves, which fault (GCC bug 54412; Debian's gcc is patched). Assembler macros make all aligned moves of
+ * this file unaligned. That costs nothing where memory is aligned. LTO joins files, so .ifndef lets each macro be
+ * defined only once. */
 #if defined(__GNUC__) && !defined(__clang__) && defined(__x86_64__) &&                                       \
     (defined(_WIN64) || defined(__CYGWIN__))
 #define TKVI_UNALIGNED(aligned, unaligned)                                                                   \
@@ -72,7 +72,7 @@ TKVI_UNALIGNED("vmovdqa64", "vmovdqu64");
 #undef TKVI_UNALIGNED
 #endif
 
-/* The same byte everywhere. gcc's _mm512_set1_epi8 is a list of 64 values, which it copies at every use. */
+/* The same value in every byte. gcc's _mm512_set1_epi8 is a list of 64 values, copied at every use. */
 TKVI_FLAT_AVX2 __m256i tkvi_all_avx2(int value) {
     return _mm256_set1_epi32((int32_t)((uint32_t)value * 0x01010101u));
 }
@@ -84,12 +84,13 @@ TKVI_FLAT_AVX512 __m512i tkvi_all_avx512(int value) {
 #endif
 
 /* >>shared pieces, without vectors */
-/* Prefetching: what stands at p in this side stands at p + ahead in the next one. */
+/* Distance for prefetching: address p in this side corresponds to p + ahead in the next side. */
 TKVI_FLAT uintptr_t tkvi_ahead(const uint8_t *src, const uint8_t *next) {
     return next ? (uintptr_t)next - (uintptr_t)src : 0u;
 }
 
-/* Into L2: a core has few requests for L1 under way (Zen 4: 12 GB/s), far more for L2 (20 GB/s and up). */
+/* Prefetches into L2. A core can have few requests for L1 in flight (Zen 4: 12 GB/s), but far more for L2 (20 GB/s
+ * and up). */
 TKVI_FLAT void tkvi_prefetch(const uint8_t *p, uintptr_t ahead) {
 #if defined(__GNUC__) || defined(__clang__)
     __builtin_prefetch((const void *)((uintptr_t)p + ahead), 0, 2);
@@ -110,63 +111,63 @@ TKVI_FLAT int32_t tkvi_four(const int8_t *w) {
     return x;
 }
 
-/* >>tiles: what is the same with any vectors. An instruction set brings the steps that are not. */
-enum { TKVI_W_BYTES = TKVI_ROWS * TKV_MAX_HEAD_DIM }; /* weights of one plane of all rows */
+/* >>tiles: the part that does not depend on the instruction set. tkvi_steps has the part that does. */
+enum { TKVI_W_BYTES = TKVI_ROWS * TKV_MAX_HEAD_DIM }; /* one limb of the weights of all rows */
 
-/* Fold: scales into rows of q (by channel, K) or of p (by token, V), for one group; then round. */
+/* Parameters of a fold: multiply rows of q (K, by channel) or p (V, by token) by the scales of one group; round. */
 typedef struct tkvi_folding {
     const float *x, *scale, *zero; /* x: [row][n] */
     const float *ref;              /* K */
-    const uint8_t *centre2;        /* K: [n] twice tkvi_centre of the codes that a weight meets */
-    float centre;                  /* V: the same for all weights; `middle` is that of the codes multiplied */
-    int middle;
-    int n, planes, top; /* K: number of weights; V: the largest weight of one plane */
-    int wide;           /* K: so many have two planes in any case */
-    float coarse;       /* see tkvi_coarse_k */
-    /* Out: rounded weights [row][stride], and their second plane. K: signed. V: unsigned. Room for a multiple
-     * of 64 in each row. */
+    const uint8_t *centre2;        /* K: [n] twice tkvi_centre of the codes that a weight multiplies */
+    float centre;                  /* V: tkvi_centre of the codes */
+    int middle;                    /* V: twice the centre of the codes after tkvi_steps.less was subtracted */
+    int n, planes, top; /* weights in a row; limbs, see tkvi_planes; V: the largest weight of one limb */
+    int wide;           /* K: the first `wide` weights always have two limbs */
+    float coarse;       /* see tkvi_coarse_k and tkvi_coarse_v */
+    /* Out: [row][stride] weights of one limb, or hi, and lo. w is signed in K and unsigned in V; lo is 0..127. Each
+     * row has space for a multiple of 64 weights. */
     int8_t *w, *lo;
 } tkvi_folding;
 
-/* What sums of one plane's products say: of row r  step * (sum w code - base) + rest.  base is half of
- * sum w centre2; rest has the other half of an odd one, and in the first plane  sum x (zero - ref + centre scale).
- * */
+/* Turns the sum of one limb's products into an answer for row r: step * (sum w code - base) + rest. base is half
+ * of sum w centre2, rounded down to an integer. rest makes up for the rounding. For the high limb rest also has
+ * sum x (zero - ref + centre scale). */
 typedef struct tkvi_fold {
     float step[TKVI_ROWS], rest[TKVI_ROWS];
     int32_t base[TKVI_ROWS];
-    int32_t row[TKVI_ROWS]; /* whose answer it is */
+    int32_t row[TKVI_ROWS]; /* row of the output */
 } tkvi_fold;
 
-/* Multiply codes by one plane of weights, and turn the sums into answers. */
+/* Parameters of a pass: multiply codes by one limb of the weights, and turn the sums into answers. */
 typedef struct tkvi_products {
     const tkvi_side *s;
-    const uint8_t *wide, *tops; /* wide part of the first tile; the 1-bit vectors of the side */
-    int half;                   /* number of the first 1-bit half */
-    int tiles;                  /* K: the first so many */
-    int width, slabs, n;        /* V: width of the codes, slabs, tokens */
-    int pairs;                  /* V: the lanes of a slab are pairs of channels, 16 apart */
-    uintptr_t ahead;            /* 0: nothing is to be prefetched */
-    int turn, turns;            /* else only what belongs to tiles whose number & turns is turn */
-    const uint8_t *rest,
-        *end;        /* still to be prefetched: what stands behind the wide parts, a line per tile */
-    const int8_t *w; /* [row][TKV_MAX_HEAD_DIM in K, TKVI_BLOCK in V]; rows to the next power of 2 */
-    int w_group;     /* K: from the weights of tokens 0 .. 31 to those of 32 .. 63 */
-    const tkvi_fold *fold, *fold_group; /* K: fold_group of tokens 32 .. 63 */
-    int first, rows;                    /* the rows of this pass: 4, or fewer of the last */
+    const uint8_t *wide, *tops; /* the wide part of the first tile; the 1-bit vectors of the side */
+    int half;                   /* number of the 1-bit half of the first tile */
+    int tiles;                  /* K: number of tiles to multiply, from the first */
+    int width, slabs, n;        /* V: width of the codes, number of slabs, number of tokens */
+    int pairs;                  /* V: a lane is a pair of channels, 16 apart */
+    uintptr_t ahead;            /* 0: prefetch nothing */
+    int turn, turns;            /* prefetch only for tiles with (number & turns) == turn */
+    const uint8_t *rest, *end;  /* bytes behind the wide parts still to be prefetched, one line per tile */
+    const int8_t *w; /* [row][TKV_MAX_HEAD_DIM in K, TKVI_BLOCK in V]; the last pass reads 1, 2 or 4 rows */
+    int w_group;     /* K: bytes from the weights of tokens 0 .. 31 to those of 32 .. 63 */
+    const tkvi_fold *fold, *fold_group; /* K: fold_group is for tokens 32 .. 63 */
+    int first, rows;                    /* rows of this pass: 4, or fewer in the last */
     float *out;                         /* [row][token in K, channel in V] */
-    int out_stride, add;                /* add: out += answers; always in V */
+    int out_stride, add;                /* add: out += answers, else out = answers; always 1 in V */
 } tkvi_products;
 
 typedef void (*tkvi_dot)(tkvi_products *d);
 
 typedef struct tkvi_steps {
     const tkvi_simd_ops *helpers;
-    /* f: of each plane. Returns how many weights have a second plane in some row; `lo` has so many in each four
-     * rows of which one has any. V: returns which rows have one, a bit for each. */
+    /* Fold and round all rows. f: one entry for each limb. K: returns the number of leading weights that have two
+     * limbs in some row. Rows are folded four at a time. `lo` is written only as far as one of the four needs it.
+     * V: returns the rows with two limbs, one bit each. */
     int (*fold_k)(const tkvi_folding *a, int rows, tkvi_fold *f);
     int (*fold_v)(const tkvi_folding *a, int rows, tkvi_fold *f);
     void (*dot)(tkvi_products *d, int rows);
-    int less; /* what it takes from 8-bit codes of V to make them signed */
+    int less; /* subtracted from 8-bit codes of V where they must be signed, else 0 */
 } tkvi_steps;
 
 static void tkvi_products_set(tkvi_products *d, const tkvi_side *s, const uint8_t *src) {
@@ -178,7 +179,8 @@ static void tkvi_products_set(tkvi_products *d, const tkvi_side *s, const uint8_
     d->half = 0;
 }
 
-/* Two passes over all tiles take turns: memory is asked for what comes next all the time, not all at once. */
+/* If the passes of both limbs read all tiles, each pass prefetches every other tile. This spreads the requests.
+ * Otherwise the first pass prefetches everything. */
 static void tkvi_prefetch_in_turn(tkvi_products *d, uintptr_t ahead, int plane, int two) {
     d->ahead = plane && !two ? 0 : ahead;
     d->turn = plane && two;
@@ -192,13 +194,13 @@ TKVI_FLAT void tkvi_prefetch_rest(tkvi_products *d) {
     }
 }
 
-/* Four rows at a time; the last ones by the kernel of 1, 2 or 4 rows. */
+/* Four rows at a time. The last rows take the kernel for 1, 2 or 4 rows. */
 static void tkvi_dot_rows(tkvi_products *d, int rows, const tkvi_dot *dots) {
     const int stride = d->s->which == TKV_K ? TKV_MAX_HEAD_DIM : TKVI_BLOCK;
     for (d->first = 0; d->first < rows; d->first += 4) {
         d->rows = tkvi_min(rows - d->first, 4);
         dots[tkvi_min(d->rows - 1, 2)](d);
-        d->ahead = 0; /* once is enough */
+        d->ahead = 0; /* the first pass has prefetched everything */
         d->w += 4 * stride;
     }
 }
@@ -207,8 +209,8 @@ static void tkvi_tiles_k(const tkvi_steps *v, const tkvi_side *s, const uint8_t 
                          const float *q, const float *ref, int rows, int planes, float *scores) {
     TKVI_ALIGNED float scale[2 * TKV_MAX_HEAD_DIM], zero[2 * TKV_MAX_HEAD_DIM];
     TKVI_ALIGNED uint8_t centre2[TKV_MAX_HEAD_DIM];
-    TKVI_ALIGNED int8_t w[2][2][TKVI_W_BYTES]; /* plane, group */
-    tkvi_fold fold[2][2];                      /* group, plane */
+    TKVI_ALIGNED int8_t w[2][2][TKVI_W_BYTES]; /* limb, group */
+    tkvi_fold fold[2][2];                      /* group, limb */
     tkvi_folding a;
     tkvi_products d;
     int width, g, c = 0, plane, second = 0;
@@ -224,7 +226,7 @@ static void tkvi_tiles_k(const tkvi_steps *v, const tkvi_side *s, const uint8_t 
     a.planes = planes;
     a.wide = tkvi_wide_places(s);
     a.coarse = tkvi_coarse_k(s);
-    if (s->groups == 2 || rows > 4) memset(w[1], 0, sizeof w[1]); /* else all rows are folded at once */
+    if (s->groups == 2 || rows > 4) memset(w[1], 0, sizeof w[1]); /* fold_k may leave parts of lo unwritten */
     for (g = 0; g < s->groups; g++) {
         a.scale = scale + g * s->pad;
         a.zero = zero + g * s->pad;
@@ -246,7 +248,7 @@ static void tkvi_tiles_k(const tkvi_steps *v, const tkvi_side *s, const uint8_t 
     }
 }
 
-/* Moves the rows of V whose bit is set to the front; returns how many these are. */
+/* Moves the rows of V whose bit is set in `which` to the front. Returns their number. */
 static int tkvi_gather_rows(int which, int8_t *w, tkvi_fold *f) {
     int r, n = 0;
     for (r = 0; which >> r; r++) {
@@ -286,7 +288,7 @@ static void tkvi_tiles_v(const tkvi_steps *v, const tkvi_side *s, const uint8_t 
         a.coarse = tkvi_coarse_v(s, width);
         d.width = width;
         d.pairs = s->pairs && width == 3;
-        for (i = 0; i < s->runs.n[width]; i += 4 * d.slabs) { /* slabs of 16 lanes that share a group */
+        for (i = 0; i < s->runs.n[width]; i += 4 * d.slabs) { /* slabs of 16 lanes in one group */
             const int left = (s->runs.n[width] - i) / 4 << d.pairs, in_group = s->group / 16;
             g = slab / in_group;
             d.slabs = tkvi_min(left, in_group - slab % in_group) >> d.pairs;

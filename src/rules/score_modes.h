@@ -17,7 +17,9 @@
 #define TKVI_TOKEN_SCORE_ONE 1048576.0f /* 2^20: a weight of 1 as an integer */
 #define TKVI_TOKEN_SCORE_LOW 256.0f     /* a count of 1 as an integer: decay leaves fractions of it */
 #define TKVI_TOKEN_SCORE_MOST 2047.0f   /* largest score of one call: 2047 * 2^20 fits an int */
-#define TKVI_TOKEN_SCORE_EVERY 32       /* default of cfg.importance_every */
+#define TKVI_TOKEN_SCORE_EVERY 32
+#define TKVI_TOKEN_SCORE_RATE                                                                                \
+    4096 /* a sampled query stands for at most this many */ /* default of cfg.importance_every */
 
 /* >>adding the weights of a query to the scores of a block */
 /* s: logits [64], only to find hidden tokens. p: attention weights [64] of one query row. low: a weight below it
@@ -91,7 +93,7 @@ typedef struct tkvi_token_score_mode {
     int fresh;  /* 1: each step starts at 0 and samples all newest queries; 0: samples one query in `every` */
     float sign; /* -1 where a high score is bad */
     float one;  /* a weight or count of 1 as an integer */
-    int is_scaled;              /* 1: a sampled query stands for `every` queries */
+    float min_unit; /* lower limit of tkvi_token_scores.unit; 0: sampling does not scale the scores */
     tkv_importance_heads heads; /* how `join` combines query heads that are scored one by one: sum or max */
     tkvi_sample_fn say;         /* query row -> scores of a block */
     void (*join)(uint32_t *mass, const uint32_t *more); /* scores of a block -> token_meta */
@@ -107,14 +109,14 @@ enum {
 };
 
 static const tkvi_token_score_mode tkvi_token_score_modes[TKVI_TOKEN_SCORE_MODES] = {
-    {TKV_EVICT_NEEDS_MASS, 0, 1.0f, TKVI_TOKEN_SCORE_ONE, 1, TKV_IMPORTANCE_SUM, tkvi_weight_sum,
+    {TKV_EVICT_NEEDS_MASS, 0, 1.0f, TKVI_TOKEN_SCORE_ONE, 4096.0f, TKV_IMPORTANCE_SUM, tkvi_weight_sum,
      tkvi_join_sums},
-    {0, 0, 1.0f, TKVI_TOKEN_SCORE_ONE, 0, TKV_IMPORTANCE_MAX, tkvi_weight_largest, tkvi_join_largest},
-    {TKV_EVICT_NEEDS_LOWS, 0, -1.0f, TKVI_TOKEN_SCORE_LOW, 1, TKV_IMPORTANCE_SUM, tkvi_weight_lows,
+    {0, 0, 1.0f, TKVI_TOKEN_SCORE_ONE, 0.0f, TKV_IMPORTANCE_MAX, tkvi_weight_largest, tkvi_join_largest},
+    {TKV_EVICT_NEEDS_LOWS, 0, -1.0f, TKVI_TOKEN_SCORE_LOW, 1.0f, TKV_IMPORTANCE_SUM, tkvi_weight_lows,
      tkvi_join_sums},
-    {TKV_EVICT_NEEDS_LAST, 1, 1.0f, TKVI_TOKEN_SCORE_ONE, 0, TKV_IMPORTANCE_SUM, tkvi_weight_sum,
+    {TKV_EVICT_NEEDS_LAST, 1, 1.0f, TKVI_TOKEN_SCORE_ONE, 0.0f, TKV_IMPORTANCE_SUM, tkvi_weight_sum,
      tkvi_join_sums},
-    {TKV_EVICT_NEEDS_OBSERVED, 1, 1.0f, TKVI_TOKEN_SCORE_ONE, 0, TKV_IMPORTANCE_SUM, tkvi_weight_sum,
+    {TKV_EVICT_NEEDS_OBSERVED, 1, 1.0f, TKVI_TOKEN_SCORE_ONE, 0.0f, TKV_IMPORTANCE_SUM, tkvi_weight_sum,
      tkvi_join_sums},
 };
 
@@ -135,14 +137,22 @@ typedef struct tkvi_token_scores {
 } tkvi_token_scores;
 
 /* Sets heads, one and unit. n: query heads of a KV head. For a mean each query head adds an n-th part. One sampled
- * query stands for `every` queries, so unit is one / every. */
+ * query stands for `every` queries, at most TKVI_TOKEN_SCORE_RATE, so unit is one / every. It stays at
+ * mode->min_unit or above, for scores that a caller adds. */
 static void tkvi_token_score_heads(tkvi_token_scores *m, int n) {
     const tkv_importance_heads how = m->importance.heads;
     const int largest = how == TKV_IMPORTANCE_MAX;
     const int mean = how == TKV_IMPORTANCE_MEAN ? n : 1;
     m->one = (float)tkvi_max(1, (int)m->mode->one / mean);
     m->unit = m->one * (float)mean;
-    if (m->mode->is_scaled) m->unit /= (float)m->every;
+    if (m->mode->min_unit > 0.0f) {
+        const float stands_for = (float)tkvi_min(m->every, TKVI_TOKEN_SCORE_RATE);
+        m->unit = m->unit / stands_for;
+        if (m->unit < m->mode->min_unit) {
+            m->unit = m->mode->min_unit;
+            m->one = tkvi_f32(tkvi_f32(m->unit * stands_for) / (float)mean);
+        }
+    }
     if (n > 1 && largest != (m->mode->heads == TKV_IMPORTANCE_MAX))
         m->heads = largest ? tkvi_weight_largest : tkvi_weight_sum;
 }
