@@ -794,8 +794,8 @@ static size_t tkvi_recode_if_due(tkv_cache *kv, int pressed) {
  * cfg.policy.min_level does not count blocks that wait for a table: no work of now would recode them. */
 static uint64_t tkvi_pending(const tkv_cache *kv) {
     uint64_t n = 0;
-    const int at_least = kv->tables.level == kv->policy.cfg.min_level && !tkvi_is_pressed(kv, 10);
-    const int tables = !tkvi_any_step(kv) && !at_least;
+    const int waits_for_tables = kv->tables.level == kv->policy.cfg.min_level && !tkvi_is_pressed(kv, 10);
+    const int tables = !tkvi_any_step(kv) && !waits_for_tables;
     int seq, layer, i;
     for (seq = 0; seq < kv->tables.cfg.max_seqs; seq++)
         for (layer = 0; layer < kv->tables.cfg.n_layers; layer++) {

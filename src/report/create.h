@@ -3,7 +3,6 @@
  *
  * If a line of the text is wrong, the error sentence begins with its number. This works also if every value is
  * valid by itself and only the whole config is not.
- *
  */
 #ifndef TKVI_REPORT_CREATE_H
 #define TKVI_REPORT_CREATE_H
