@@ -870,13 +870,11 @@ TEST(cover) {
     static cover c;
     tkv_isa isas[TKV_ISA_COUNT];
     worst of_format[N_FORMATS], of_isa[TKV_ISA_COUNT], of_data[DATA_COUNT];
-    int x[N_FACTORS], i, a, cases = 0, n_isas = 0;
+    const int n_isas = tkv_test_isas(isas);
+    int x[N_FACTORS], i, a, cases = 0;
     memset(of_format, 0, sizeof of_format);
     memset(of_isa, 0, sizeof of_isa);
     memset(of_data, 0, sizeof of_data);
-    if (tkv_test_isa() != TKV_ISA_AUTO) isas[n_isas++] = tkv_test_isa();
-    for (i = TKV_ISA_SCALAR; i < TKV_ISA_COUNT && tkv_test_isa() == TKV_ISA_AUTO; i++)
-        if (tkv_isa_available((tkv_isa)i)) isas[n_isas++] = (tkv_isa)i;
     c.levels[BY_FORMAT] = N_FORMATS;
     c.levels[BY_HOT] = 3;
     c.levels[BY_TIERS] = N_TIERS;
@@ -924,10 +922,10 @@ TEST(second_planes) {
                  {13, 12, PEAKED, 0.1},      /* a40/r40: the ratio is largest here, with one plane */
                  {1, 2, PEAKED, 0.1}};
     const int seeds = tkv_test_quick() ? 12 : 48;
+    tkv_isa isas[TKV_ISA_COUNT];
+    const int n_isas = tkv_test_isas(isas);
     int isa, i, s;
-    for (isa = TKV_ISA_SCALAR; isa < TKV_ISA_COUNT; isa++) {
-        if (!tkv_isa_available((tkv_isa)isa)) continue;
-        if (tkv_test_isa() != TKV_ISA_AUTO && tkv_test_isa() != (tkv_isa)isa) continue;
+    for (isa = 0; isa < n_isas; isa++) {
         for (i = 0; i < (int)(sizeof cases / sizeof cases[0]); i++) {
             int x[N_FACTORS] = {0};
             double rms;
@@ -941,14 +939,14 @@ TEST(second_planes) {
             x[BY_LEN] = 3;
             x[BY_GROUP] = 1;
             for (s = 0; s < seeds; s++) {
-                const verdict v = cover_run(x, (tkv_isa)isa, (uint64_t)s);
+                const verdict v = cover_run(x, isas[isa], (uint64_t)s);
                 worst_note(&w, &v);
             }
             CHECK_EQ(w.coded, seeds);
             rms = sqrt(w.squares / (w.coded ? w.coded : 1));
             CHECK_MSG(rms <= cases[i].most, "%s, %s, %s: arithmetic is %.3f of the own error",
-                      cover_formats[cases[i].format].name, data_name[cases[i].data],
-                      tkv_isa_name((tkv_isa)isa), rms);
+                      cover_formats[cases[i].format].name, data_name[cases[i].data], tkv_isa_name(isas[isa]),
+                      rms);
         }
     }
 }

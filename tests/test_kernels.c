@@ -271,14 +271,6 @@ static void decode_side(const tkvi_side *s, const uint8_t *src, decoded *d) {
 }
 
 /* >>which kernels */
-static int isa_list(tkv_isa *list) { /* those to compare with scalar: TKV_ISA names one, or all */
-    int n = 0, i;
-    for (i = TKV_ISA_SCALAR; i < TKV_ISA_COUNT; i++)
-        if (tkv_isa_available((tkv_isa)i) && (tkv_test_isa() == TKV_ISA_AUTO || tkv_test_isa() == (tkv_isa)i))
-            list[n++] = (tkv_isa)i;
-    return n;
-}
-
 static int rounds(int n) { return tkv_test_quick() ? (n + 7) / 8 : n; }
 
 /* >>one case: a side of tiles and rows of q or p */
@@ -507,7 +499,7 @@ TEST(dispatch) {
 
 TEST(halves) {
     tkv_isa list[TKV_ISA_COUNT];
-    int count = isa_list(list), i, h, n;
+    int count = tkv_test_isas(list), i, h, n;
     static uint8_t src[2 * 65536];
     static float dst[65536];
     for (h = 0; h < 65536; h++) tkvi_store16(src + 2 * h, (uint16_t)h);
@@ -537,7 +529,7 @@ TEST(halves) {
 /* Finite floats to halves: every half, what lies halfway to the next one and just beside that, the largest. */
 TEST(to_halves) {
     tkv_isa list[TKV_ISA_COUNT];
-    int count = isa_list(list), i, h, n;
+    int count = tkv_test_isas(list), i, h, n;
     static float x[4 * 0x7c01];
     static uint8_t got[8 * 0x7c01];
     for (h = 0; h <= 0x7c00; h++) {
@@ -570,7 +562,7 @@ TEST(to_halves) {
 /* The windows of all scales, any length, nothing beyond. */
 TEST(logarithmic_scales) {
     tkv_isa list[TKV_ISA_COUNT];
-    int count = isa_list(list), i, k, top, n;
+    int count = tkv_test_isas(list), i, k, top, n;
     uint8_t src[256];
     float want[256], got[256];
     for (k = 0; k < 256; k++) src[k] = (uint8_t)k;
@@ -600,7 +592,7 @@ TEST(logarithmic_scales) {
 /* scale unit (offset - middle) + mean with one rounding, fused or not. */
 TEST(zeros_of_allocated_keys) {
     tkv_isa list[TKV_ISA_COUNT];
-    int count = isa_list(list), i, k, n;
+    int count = tkv_test_isas(list), i, k, n;
     for (i = 0; i < count; i++) {
         const tkvi_simd_ops *help = tkvi_kernels_for(list[i])->helpers;
         tkv_rng rng = tkv_rng_seed(13);
@@ -636,7 +628,7 @@ TEST(zeros_of_allocated_keys) {
 
 TEST(exponentials) {
     tkv_isa list[TKV_ISA_COUNT];
-    int count = isa_list(list), i, t, k;
+    int count = tkv_test_isas(list), i, t, k;
     for (i = 0; i < count; i++) {
         const tkvi_kernels *kernels = tkvi_kernels_for(list[i]);
         tkv_rng rng = tkv_rng_seed(11);
@@ -675,7 +667,7 @@ TEST(exact) {
     tkv_isa list[TKV_ISA_COUNT];
     static const tkv_format formats[3] = {TKV_F32, TKV_F16, TKV_BF16};
     static float x[TKVI_BLOCK * TKV_MAX_HEAD_DIM], y[TKVI_BLOCK * TKV_MAX_HEAD_DIM];
-    int count = isa_list(list), i, k;
+    int count = tkv_test_isas(list), i, k;
     for (i = 0; i < count; i++) {
         const tkvi_kernels *kernels = tkvi_kernels_for(list[i]);
         tkv_rng rng = tkv_rng_seed(12);
@@ -795,7 +787,7 @@ static int decodes_alike(const tkvi_simd_ops *help, const decode_case *c, tkv_si
 
 TEST(values_of_tokens) {
     tkv_isa list[TKV_ISA_COUNT];
-    int count = isa_list(list), i, k;
+    int count = tkv_test_isas(list), i, k;
     for (i = 0; i < count; i++) {
         const tkvi_kernels *kernels = tkvi_kernels_for(list[i]);
         tkv_rng rng = tkv_rng_seed(23);
@@ -819,7 +811,7 @@ TEST(values_of_tokens) {
 
 TEST(tiles_every_width) {
     tkv_isa list[TKV_ISA_COUNT];
-    int count = isa_list(list), i, w, k;
+    int count = tkv_test_isas(list), i, w, k;
     error_sums answers = {0, 0};
     for (i = 0; i < count; i++)
         for (w = 0; w < 7; w++)
@@ -838,7 +830,7 @@ TEST(tiles_every_width) {
 
 TEST(tiles_mixed) {
     tkv_isa list[TKV_ISA_COUNT];
-    int count = isa_list(list), i, k;
+    int count = tkv_test_isas(list), i, k;
     error_sums answers = {0, 0};
     for (i = 0; i < count; i++)
         for (k = 0; k < rounds(240); k++) {
@@ -855,7 +847,7 @@ TEST(tiles_mixed) {
 /* Records of A: runs of 6, 5, ..., 1 bits, then channels without, in an order of their own, far from 0. */
 TEST(allocated_keys) {
     tkv_isa list[TKV_ISA_COUNT];
-    int count = isa_list(list), i, k;
+    int count = tkv_test_isas(list), i, k;
     error_sums answers = {0, 0};
     for (i = 0; i < count; i++)
         for (k = 0; k < rounds(320); k++) {
@@ -872,7 +864,7 @@ TEST(allocated_keys) {
 TEST(rotated_values) {
     static const int half_bits[5] = {2, 3, 4, 6, 8};
     tkv_isa list[TKV_ISA_COUNT];
-    int count = isa_list(list), i, k;
+    int count = tkv_test_isas(list), i, k;
     error_sums answers = {0, 0};
     for (i = 0; i < count; i++)
         for (k = 0; k < rounds(320); k++) {
@@ -890,7 +882,7 @@ TEST(codes_of_logarithmic_scales) {
     static float x[4096];
     static uint8_t want[4096];
     tkv_isa list[TKV_ISA_COUNT];
-    int count = isa_list(list), i, k, top, n = 0;
+    int count = tkv_test_isas(list), i, k, top, n = 0;
     for (k = 0; k < 16; k++)
         for (i = -1; i < 2; i++)
             for (top = 0; top < 255; top += 3)
@@ -925,7 +917,7 @@ TEST(codes_of_logarithmic_scales) {
 TEST(packing) {
     static const int widths_up[7] = {8, 6, 5, 4, 3, 2, 1};
     tkv_isa list[TKV_ISA_COUNT];
-    int count = isa_list(list), i, k, w, j;
+    int count = tkv_test_isas(list), i, k, w, j;
     for (i = 0; i < count; i++) {
         const tkvi_simd_ops *help = tkvi_kernels_for(list[i])->helpers;
         for (k = 0; k < rounds(200); k++) {
@@ -1006,7 +998,7 @@ static void check_encoding(tkv_rng *rng, const tkvi_side *s, const tkvi_simd_ops
 TEST(encoding) {
     static const int half_bits[5] = {2, 3, 4, 6, 8};
     tkv_isa list[TKV_ISA_COUNT];
-    int count = isa_list(list), i, k;
+    int count = tkv_test_isas(list), i, k;
 #ifdef __FAST_MATH__
     SKIP("-ffast-math: the bytes may differ");
 #endif
@@ -1025,7 +1017,7 @@ TEST(encoding) {
 /* Every format without a table; for A and R every third head_dim, and each of them in one format of three. */
 TEST(encoding_of_every_format) {
     tkv_isa list[TKV_ISA_COUNT];
-    int count = isa_list(list), i, k, f, which;
+    int count = tkv_test_isas(list), i, k, f, which;
 #ifdef __FAST_MATH__
     SKIP("-ffast-math: the bytes may differ");
 #endif
@@ -1059,7 +1051,7 @@ TEST(ranges_of_allocated_keys) {
 /* All weights and all codes at their largest: nothing may saturate or overflow. */
 TEST(tiles_largest) {
     tkv_isa list[TKV_ISA_COUNT];
-    int count = isa_list(list), i, w, k;
+    int count = tkv_test_isas(list), i, w, k;
     static uint8_t src[1 << 18];
     static float q[TKVI_ROWS * TKV_MAX_HEAD_DIM], ref[TKV_MAX_HEAD_DIM], out[TKVI_ROWS * TKV_MAX_HEAD_DIM];
     for (i = 0; i < count; i++)
@@ -1105,7 +1097,7 @@ TEST(tiles_largest) {
 /* Zero weights, zero scales, weights too small to be turned over. */
 TEST(tiles_nothing) {
     tkv_isa list[TKV_ISA_COUNT];
-    int count = isa_list(list), i, k, c;
+    int count = tkv_test_isas(list), i, k, c;
     static uint8_t src[1 << 16];
     static float q[TKVI_ROWS * TKV_MAX_HEAD_DIM], ref[TKV_MAX_HEAD_DIM], out[TKVI_ROWS * TKV_MAX_HEAD_DIM];
     for (i = 0; i < count; i++)
@@ -1184,7 +1176,7 @@ TEST(goals) {
     static double want[TKVI_ROWS][GOAL_DIM], exact[TKVI_ROWS][GOAL_DIM], got[TKVI_ROWS][GOAL_DIM];
     static const char *const kinds[4] = {"gaussian", "peaked", "channels x16", "key bias 600"};
     tkv_isa list[TKV_ISA_COUNT];
-    int count = isa_list(list), kind, i, b, r, t, c, f;
+    int count = tkv_test_isas(list), kind, i, b, r, t, c, f;
     for (kind = 0; kind < 4; kind++) {
         tkv_rng rng = tkv_rng_seed((uint64_t)(40 + kind));
         double sd = kind == 1 ? 4.0 : 1.0; /* of the logits */

@@ -53,17 +53,17 @@ static tkv_attend_params params_of(int rows, float *out, float *lse) {
 /* Calls `check` for each instruction set, plan and number of rows (one, and a prompt). */
 static void each_cache(special_check check) {
     static const int rows[] = {1, MOST_ROWS};
+    tkv_isa isas[TKV_ISA_COUNT];
+    const int n_isas = tkv_test_isas(isas);
     int isa, plan, i;
-    for (isa = TKV_ISA_SCALAR; isa < TKV_ISA_COUNT; isa++) {
-        if (!tkv_isa_available((tkv_isa)isa)) continue;
-        if (tkv_test_isa() != TKV_ISA_AUTO && tkv_test_isa() != (tkv_isa)isa) continue;
+    for (isa = 0; isa < n_isas; isa++) {
         for (plan = 0; plan < COUNT(plans); plan++)
             for (i = 0; i < COUNT(rows); i++) {
-                const tkv_config cfg = config_of((tkv_isa)isa, plan);
+                const tkv_config cfg = config_of(isas[isa], plan);
                 tkv_rng rng = tkv_rng_seed(77);
                 tkv_cache *kv = make(&cfg);
                 char label[80];
-                snprintf(label, sizeof label, "%s, %s, %d rows", tkv_isa_name((tkv_isa)isa),
+                snprintf(label, sizeof label, "%s, %s, %d rows", tkv_isa_name(isas[isa]),
                          tkv_format_name(cfg.warm.k), rows[i]);
                 tkv_rng_fill(&rng, k_in, LEN * KV_HEADS * DIM, 1.0);
                 tkv_rng_fill(&rng, v_in, LEN * KV_HEADS * DIM, 1.0);
@@ -348,11 +348,11 @@ static void check_values(tkv_isa isa, tkv_format hot, int saturate) {
 }
 TEST(keys_and_values) {
     static const tkv_format hot[] = {TKV_F32, TKV_F16, TKV_BF16};
+    tkv_isa isas[TKV_ISA_COUNT];
+    const int n_isas = tkv_test_isas(isas);
     int isa, i;
-    for (isa = TKV_ISA_SCALAR; isa < TKV_ISA_COUNT; isa++) {
-        if (!tkv_isa_available((tkv_isa)isa)) continue;
-        if (tkv_test_isa() != TKV_ISA_AUTO && tkv_test_isa() != (tkv_isa)isa) continue;
-        for (i = 0; i < 2 * COUNT(hot); i++) check_values((tkv_isa)isa, hot[i / 2], i % 2);
+    for (isa = 0; isa < n_isas; isa++) {
+        for (i = 0; i < 2 * COUNT(hot); i++) check_values(isas[isa], hot[i / 2], i % 2);
     }
 }
 

@@ -177,6 +177,17 @@ static inline tkv_isa tkv_test_isa(void) { /* TKV_ISA_COUNT if TKV_ISA is no kno
     return (tkv_isa)isa;
 }
 
+/* Lists the instruction sets to test: all that are available, or only the one that TKV_ISA names. Returns the count.
+ * list: room for TKV_ISA_COUNT. */
+static inline int tkv_test_isas(tkv_isa *list) {
+    int isa, n = 0;
+    for (isa = TKV_ISA_SCALAR; isa < TKV_ISA_COUNT; isa++)
+        if (tkv_isa_available((tkv_isa)isa) &&
+            (tkv_test_isa() == TKV_ISA_AUTO || tkv_test_isa() == (tkv_isa)isa))
+            list[n++] = (tkv_isa)isa;
+    return n;
+}
+
 /* Path of models/x or text/x, or NULL if there is no such file: then SKIP. Valid until the next call. */
 static inline const char *tkv_test_data(const char *name) {
     static char path[1024];
