@@ -24,10 +24,10 @@
  *
  * EXAMPLE
  *   tkv_config cfg = {0};                                      // zero means default, everywhere
- *   cfg.n_layers = 32; cfg.n_heads = 32; cfg.n_kv_heads = 8; cfg.head_dim = 128;
+ *   cfg.model.n_layers = 32; cfg.model.n_heads = 32; cfg.model.n_kv_heads = 8; cfg.model.head_dim = 128;
  *   tkv_cache *kv;
  *   char reason[200];                                          // which field is wrong, and what would be right
- *   if (tkv_create_ex(&cfg, &kv, reason, sizeof reason) != TKV_OK) return puts(reason), 1;
+ *   if (tkv_create_ex(&cfg, NULL, 0, &kv, reason, sizeof reason) != TKV_OK) return puts(reason), 1;
  *   for each step, for each layer:
  *       tkv_append(kv, 0, layer, k, v, n);                     // [n][8][128] each, n new tokens of sequence 0
  *       tkv_attend(kv, 0, layer, q, n, out);                   // [n][32][128], causal over everything so far
@@ -39,7 +39,7 @@
  *   TKV_STATIC               any, implies it    makes everything static: a private copy in this file
  *   TKV_PREFIX name_         every include      prefixes public functions: two copies in one program
  *   TKV_API decl             every include      stands before public functions (dllexport, visibility)
- *   TKV_NO_MALLOC            implementation     no malloc and free: cfg.allocator or tkv_init_in_place only
+ *   TKV_NO_MALLOC            implementation     no malloc and free: cfg.host.allocator or tkv_create_in_place only
  *   TKV_NO_SIMD              implementation     leaves out all kernels but the scalar ones
  *   TKV_NO_AVX512            implementation     leaves out the AVX-512 kernels
  *   TKV_NO_REPORTS           implementation     leaves out configs as text, state as JSON and Prometheus
@@ -61,12 +61,12 @@
  *
  *   An append first moves the blocks that are due, then stores the new tokens. A block is due for WARM when its
  *   newest token is hot_tokens old, and for ARCHIVE at hot_tokens + warm_tokens. A chunk is therefore exact while
- *   its own queries run. With a budget, blocks move when bytes are needed instead (tkv_budget).
+ *   its own queries run. With a budget, blocks move when bytes are needed instead (tkv_get_budget).
  *
- *   offloaded  a block that lies in the caller's store, a file say; attention fetches it from there (cfg.spill)
+ *   offloaded  a block that lies in the caller's store, a file say; attention fetches it from there (cfg.offload)
  *   discarded  a block whose bytes were given up; the caller's model must recompute it before attention needs it
- *              (cfg.remat)
- *   evicted    a token that a policy or the caller removed for good (cfg.evict, tkv_drop)
+ *              (cfg.budget.discard)
+ *   evicted    a token that a policy or the caller removed for good (cfg.evict, tkv_evict)
  *   expired    a token that every sliding window has passed, and that was then removed
  *
  * BYTES (drawn in full at the parts that define them: core/tile.h, formats/exact.h, formats/kivi.h)
@@ -75,8 +75,8 @@
  *              A and R: scales of one byte, channels in an order that the cache learned (formats/a.h, formats/r.h)
  *              INT, FP, SUBSPACE: [token][channel] codes, then scales (formats/token.h, formats/subspace.h)
  *              KVQUANT: [token][channel] codes, then slots for outliers (formats/kvquant.h)
- *   tkv_encode gives these bytes for one head's block. They are the same on every machine and instruction set, with
- *   the compiler's default floating-point flags. They decode to the same floats under any flags.
+ *   tkv_encode_block gives these bytes for one head's block. They are the same on every machine and instruction
+ *   set, with the compiler's default floating-point flags. They decode to the same floats under any flags.
  *
  * NUMERICS
  *   decoded value     scale * code + zero with one rounding: bit-identical everywhere
@@ -86,7 +86,7 @@
  *                     four heads or more. A call of one head can reach half of the format's own error.
  *                     Keys of 4 bits and fewer beside values in 8 bits or exact are outside: the values
  *                     add no error of their own there, and the ratio reaches .14 and, in one call, 1.
- *                     With cfg.precise the error is at most 2e-3 in coded tiers as well.
+ *                     With cfg.host.precise the error is at most 2e-3 in coded tiers as well.
  *                     These bounds hold for values up to the range of FP16 and for logits with a standard deviation
  *                     up to 4. They do not hold for one-hot softmaxes, where a near tie may fall the other way. Nor
  *                     do they hold for values that a grid holds exactly, such as +-6e4 alone. The format's own
@@ -95,24 +95,214 @@
  *   not guaranteed    the same bits of attention on different instruction sets
  *
  * MEMORY
- *   All memory comes from cfg.allocator, as pages and a few growing tables. It is counted to the byte (tkv_memory).
- *   tkv_attend never allocates. An append gets all memory that it needs before it stores a token; if that fails, no
- *   token is stored. tkv_init_in_place works inside one buffer of yours and never allocates.
- *   When a budget is full (cfg.budget_bytes), old blocks are first coded in fewer bits. After that they can be
- *   offloaded: they leave RAM and stay part of attention (cfg.spill). Blocks of idle sequences can be discarded:
- *   your model recomputes them before the sequence goes on (cfg.remat). Last, tokens can be evicted (cfg.evict).
+ *   All memory comes from cfg.host.allocator, as pages and a few growing tables. It is counted to the byte
+ *   (tkv_get_memory). tkv_attend never allocates. An append gets all memory that it needs before it stores a
+ *   token; if that fails, no token is stored. tkv_create_in_place works inside one buffer of yours and never
+ *   allocates. When a budget is full (cfg.budget.bytes), old blocks are first coded in fewer bits. After that they
+ *   can be offloaded: they leave RAM and stay part of attention (cfg.offload). Blocks of idle sequences can be
+ *   discarded: your model recomputes them before the sequence goes on (cfg.budget.discard). Last, tokens can be
+ *   evicted (cfg.evict).
  *
  * ERRORS   Every function that can fail returns a tkv_status. After an error the cache is as it was, unless the
- *          comment of the function names an exception. tkv_last_error gives the sentence for the last mutating
- *          call. Where there is no cache yet, tkv_create_ex and tkv_create_from_text write the sentence to a buffer
+ *          comment of the function names an exception. tkv_get_last_error gives the sentence for the last mutating
+ *          call. Where there is no cache yet, tkv_create_ex writes the sentence to a buffer
  *          of yours. The latter reads a config as text.
  * THREADS  A cache allows one writer at a time. Readers may run side by side between writes: tkv_attend, tkv_read
  *          and everything that takes a const tkv_cache. Different caches are independent.
- * SIMD     x86: AVX2+FMA+F16C, or AVX-512 F/BW/VL/DQ/VNNI, found by cpuid at tkv_create; cfg.isa forces one.
+ * SIMD     x86: AVX2+FMA+F16C, or AVX-512 F/BW/VL/DQ/VNNI, found by cpuid at tkv_create; cfg.host.isa forces one.
  *          AArch64: NEON, with dot products where the compiler may use them (-march=armv8.2-a+dotprod and later).
  *          WebAssembly: with -msimd128. Elsewhere: scalar C.
  */
 
+/* ======== prefix.h ======== */
+/*
+ * prefix.h - the names that TKV_PREFIX changes: all public functions and types. tools/amalgamate.py makes this file
+ * from api.h.
+ *
+ * >>prefix. A prefix lets two copies of the library live in one program: #define TKV_PREFIX mygame_ before every
+ * include.
+ */
+#ifndef TKV_PREFIX_H
+#define TKV_PREFIX_H
+
+#ifdef TKV_PREFIX
+#define TKV_PASTE2_(a, b) a##b
+#define TKV_PASTE_(a, b) TKV_PASTE2_(a, b)
+#define TKV_NAME_(name) TKV_PASTE_(TKV_PREFIX, name)
+#define tkv_adapt_plan TKV_NAME_(tkv_adapt_plan)
+#define tkv_add_scores TKV_NAME_(tkv_add_scores)
+#define tkv_advice TKV_NAME_(tkv_advice)
+#define tkv_advice_kind TKV_NAME_(tkv_advice_kind)
+#define tkv_allocator TKV_NAME_(tkv_allocator)
+#define tkv_append TKV_NAME_(tkv_append)
+#define tkv_append_ex TKV_NAME_(tkv_append_ex)
+#define tkv_append_params TKV_NAME_(tkv_append_params)
+#define tkv_apply_preset TKV_NAME_(tkv_apply_preset)
+#define tkv_attend TKV_NAME_(tkv_attend)
+#define tkv_attend_ex TKV_NAME_(tkv_attend_ex)
+#define tkv_attend_params TKV_NAME_(tkv_attend_params)
+#define tkv_attend_reference TKV_NAME_(tkv_attend_reference)
+#define tkv_bound_score TKV_NAME_(tkv_bound_score)
+#define tkv_budget_config TKV_NAME_(tkv_budget_config)
+#define tkv_budget_info TKV_NAME_(tkv_budget_info)
+#define tkv_build_info TKV_NAME_(tkv_build_info)
+#define tkv_cache TKV_NAME_(tkv_cache)
+#define tkv_calibration_info TKV_NAME_(tkv_calibration_info)
+#define tkv_check TKV_NAME_(tkv_check)
+#define tkv_codec TKV_NAME_(tkv_codec)
+#define tkv_compute TKV_NAME_(tkv_compute)
+#define tkv_compute_level TKV_NAME_(tkv_compute_level)
+#define tkv_compute_score TKV_NAME_(tkv_compute_score)
+#define tkv_compute_tier TKV_NAME_(tkv_compute_tier)
+#define tkv_config TKV_NAME_(tkv_config)
+#define tkv_config_arrays TKV_NAME_(tkv_config_arrays)
+#define tkv_copy_thresholds TKV_NAME_(tkv_copy_thresholds)
+#define tkv_create TKV_NAME_(tkv_create)
+#define tkv_create_ex TKV_NAME_(tkv_create_ex)
+#define tkv_create_in_place TKV_NAME_(tkv_create_in_place)
+#define tkv_decide_discard TKV_NAME_(tkv_decide_discard)
+#define tkv_decode_block TKV_NAME_(tkv_decode_block)
+#define tkv_default_config TKV_NAME_(tkv_default_config)
+#define tkv_destroy TKV_NAME_(tkv_destroy)
+#define tkv_encode_block TKV_NAME_(tkv_encode_block)
+#define tkv_estimate_context TKV_NAME_(tkv_estimate_context)
+#define tkv_estimate_memory TKV_NAME_(tkv_estimate_memory)
+#define tkv_event TKV_NAME_(tkv_event)
+#define tkv_event_kind TKV_NAME_(tkv_event_kind)
+#define tkv_evict TKV_NAME_(tkv_evict)
+#define tkv_evict_budget TKV_NAME_(tkv_evict_budget)
+#define tkv_evict_config TKV_NAME_(tkv_evict_config)
+#define tkv_evict_params TKV_NAME_(tkv_evict_params)
+#define tkv_evict_policy TKV_NAME_(tkv_evict_policy)
+#define tkv_evict_result TKV_NAME_(tkv_evict_result)
+#define tkv_evict_shape TKV_NAME_(tkv_evict_shape)
+#define tkv_evict_view TKV_NAME_(tkv_evict_view)
+#define tkv_feedback TKV_NAME_(tkv_feedback)
+#define tkv_feedback_config TKV_NAME_(tkv_feedback_config)
+#define tkv_feedback_info TKV_NAME_(tkv_feedback_info)
+#define tkv_find_name TKV_NAME_(tkv_find_name)
+#define tkv_find_thresholds TKV_NAME_(tkv_find_thresholds)
+#define tkv_find_top_tokens TKV_NAME_(tkv_find_top_tokens)
+#define tkv_fit TKV_NAME_(tkv_fit)
+#define tkv_fit_calibration TKV_NAME_(tkv_fit_calibration)
+#define tkv_flush_mode TKV_NAME_(tkv_flush_mode)
+#define tkv_format TKV_NAME_(tkv_format)
+#define tkv_format_options TKV_NAME_(tkv_format_options)
+#define tkv_format_pair TKV_NAME_(tkv_format_pair)
+#define tkv_freeze_calibration TKV_NAME_(tkv_freeze_calibration)
+#define tkv_get_advice TKV_NAME_(tkv_get_advice)
+#define tkv_get_block_bytes TKV_NAME_(tkv_get_block_bytes)
+#define tkv_get_budget TKV_NAME_(tkv_get_budget)
+#define tkv_get_build TKV_NAME_(tkv_get_build)
+#define tkv_get_calibration TKV_NAME_(tkv_get_calibration)
+#define tkv_get_feedback TKV_NAME_(tkv_get_feedback)
+#define tkv_get_importance TKV_NAME_(tkv_get_importance)
+#define tkv_get_last_error TKV_NAME_(tkv_get_last_error)
+#define tkv_get_layer TKV_NAME_(tkv_get_layer)
+#define tkv_get_length TKV_NAME_(tkv_get_length)
+#define tkv_get_memory TKV_NAME_(tkv_get_memory)
+#define tkv_get_name TKV_NAME_(tkv_get_name)
+#define tkv_get_pressure TKV_NAME_(tkv_get_pressure)
+#define tkv_get_quality TKV_NAME_(tkv_get_quality)
+#define tkv_get_required_bytes TKV_NAME_(tkv_get_required_bytes)
+#define tkv_get_status_text TKV_NAME_(tkv_get_status_text)
+#define tkv_get_tiers TKV_NAME_(tkv_get_tiers)
+#define tkv_host_config TKV_NAME_(tkv_host_config)
+#define tkv_importance_config TKV_NAME_(tkv_importance_config)
+#define tkv_importance_heads TKV_NAME_(tkv_importance_heads)
+#define tkv_importance_strategy TKV_NAME_(tkv_importance_strategy)
+#define tkv_init_feedback TKV_NAME_(tkv_init_feedback)
+#define tkv_init_pressure TKV_NAME_(tkv_init_pressure)
+#define tkv_init_remat TKV_NAME_(tkv_init_remat)
+#define tkv_isa TKV_NAME_(tkv_isa)
+#define tkv_kvquant TKV_NAME_(tkv_kvquant)
+#define tkv_layer_config TKV_NAME_(tkv_layer_config)
+#define tkv_layer_info TKV_NAME_(tkv_layer_info)
+#define tkv_level TKV_NAME_(tkv_level)
+#define tkv_limits_config TKV_NAME_(tkv_limits_config)
+#define tkv_load_calibration TKV_NAME_(tkv_load_calibration)
+#define tkv_maintain TKV_NAME_(tkv_maintain)
+#define tkv_memory_info TKV_NAME_(tkv_memory_info)
+#define tkv_merge_attention TKV_NAME_(tkv_merge_attention)
+#define tkv_meter_config TKV_NAME_(tkv_meter_config)
+#define tkv_model_config TKV_NAME_(tkv_model_config)
+#define tkv_name_kind TKV_NAME_(tkv_name_kind)
+#define tkv_nonfinite TKV_NAME_(tkv_nonfinite)
+#define tkv_observe_pressure TKV_NAME_(tkv_observe_pressure)
+#define tkv_observe_score TKV_NAME_(tkv_observe_score)
+#define tkv_offload TKV_NAME_(tkv_offload)
+#define tkv_offload_config TKV_NAME_(tkv_offload_config)
+#define tkv_on_event TKV_NAME_(tkv_on_event)
+#define tkv_parallel_for TKV_NAME_(tkv_parallel_for)
+#define tkv_parse_config TKV_NAME_(tkv_parse_config)
+#define tkv_parse_thresholds TKV_NAME_(tkv_parse_thresholds)
+#define tkv_pressure TKV_NAME_(tkv_pressure)
+#define tkv_pressure_config TKV_NAME_(tkv_pressure_config)
+#define tkv_pressure_info TKV_NAME_(tkv_pressure_info)
+#define tkv_pressure_profile TKV_NAME_(tkv_pressure_profile)
+#define tkv_print_config TKV_NAME_(tkv_print_config)
+#define tkv_print_report TKV_NAME_(tkv_print_report)
+#define tkv_print_thresholds TKV_NAME_(tkv_print_thresholds)
+#define tkv_promote TKV_NAME_(tkv_promote)
+#define tkv_promote_important TKV_NAME_(tkv_promote_important)
+#define tkv_promotion TKV_NAME_(tkv_promotion)
+#define tkv_promotion_config TKV_NAME_(tkv_promotion_config)
+#define tkv_promotion_state TKV_NAME_(tkv_promotion_state)
+#define tkv_put_threshold TKV_NAME_(tkv_put_threshold)
+#define tkv_quality_info TKV_NAME_(tkv_quality_info)
+#define tkv_ranked TKV_NAME_(tkv_ranked)
+#define tkv_read TKV_NAME_(tkv_read)
+#define tkv_refresh_calibration TKV_NAME_(tkv_refresh_calibration)
+#define tkv_remat TKV_NAME_(tkv_remat)
+#define tkv_remat_action TKV_NAME_(tkv_remat_action)
+#define tkv_remat_block TKV_NAME_(tkv_remat_block)
+#define tkv_remat_config TKV_NAME_(tkv_remat_config)
+#define tkv_remat_info TKV_NAME_(tkv_remat_info)
+#define tkv_report_kind TKV_NAME_(tkv_report_kind)
+#define tkv_report_pressure TKV_NAME_(tkv_report_pressure)
+#define tkv_reset_quality TKV_NAME_(tkv_reset_quality)
+#define tkv_restore TKV_NAME_(tkv_restore)
+#define tkv_rope TKV_NAME_(tkv_rope)
+#define tkv_rotate TKV_NAME_(tkv_rotate)
+#define tkv_rows TKV_NAME_(tkv_rows)
+#define tkv_samples TKV_NAME_(tkv_samples)
+#define tkv_save_calibration TKV_NAME_(tkv_save_calibration)
+#define tkv_score_params TKV_NAME_(tkv_score_params)
+#define tkv_score_source TKV_NAME_(tkv_score_source)
+#define tkv_select_victims TKV_NAME_(tkv_select_victims)
+#define tkv_seq_abort TKV_NAME_(tkv_seq_abort)
+#define tkv_seq_begin TKV_NAME_(tkv_seq_begin)
+#define tkv_seq_commit TKV_NAME_(tkv_seq_commit)
+#define tkv_seq_discard TKV_NAME_(tkv_seq_discard)
+#define tkv_seq_find_discarded TKV_NAME_(tkv_seq_find_discarded)
+#define tkv_seq_flush TKV_NAME_(tkv_seq_flush)
+#define tkv_seq_free_bytes TKV_NAME_(tkv_seq_free_bytes)
+#define tkv_seq_list_blocks TKV_NAME_(tkv_seq_list_blocks)
+#define tkv_seq_pin TKV_NAME_(tkv_seq_pin)
+#define tkv_seq_recompute TKV_NAME_(tkv_seq_recompute)
+#define tkv_seq_reserve TKV_NAME_(tkv_seq_reserve)
+#define tkv_seq_reset TKV_NAME_(tkv_seq_reset)
+#define tkv_seq_truncate TKV_NAME_(tkv_seq_truncate)
+#define tkv_set_budget TKV_NAME_(tkv_set_budget)
+#define tkv_set_hot_tokens TKV_NAME_(tkv_set_hot_tokens)
+#define tkv_set_level TKV_NAME_(tkv_set_level)
+#define tkv_side TKV_NAME_(tkv_side)
+#define tkv_split_evict_budget TKV_NAME_(tkv_split_evict_budget)
+#define tkv_status TKV_NAME_(tkv_status)
+#define tkv_task TKV_NAME_(tkv_task)
+#define tkv_threshold TKV_NAME_(tkv_threshold)
+#define tkv_thresholds TKV_NAME_(tkv_thresholds)
+#define tkv_tier TKV_NAME_(tkv_tier)
+#define tkv_tier_bytes TKV_NAME_(tkv_tier_bytes)
+#define tkv_tiers_config TKV_NAME_(tkv_tiers_config)
+#define tkv_token_importance TKV_NAME_(tkv_token_importance)
+#define tkv_token_state TKV_NAME_(tkv_token_state)
+#define tkv_type TKV_NAME_(tkv_type)
+#define tkv_update_importance TKV_NAME_(tkv_update_importance)
+#define tkv_validate_config TKV_NAME_(tkv_validate_config)
+#endif
+
+#endif /* TKV_PREFIX_H */
 /* ======== api.h ======== */
 /*
  * api.h - everything a caller sees: version, options, types, functions.
@@ -148,145 +338,6 @@
 #define TKV_API extern
 #endif
 
-/* >>prefix. A prefix lets two copies of the library live in one program: #define TKV_PREFIX mygame_ before every
- * include. */
-#ifdef TKV_PREFIX
-#define TKV_PASTE2_(a, b) a##b
-#define TKV_PASTE_(a, b) TKV_PASTE2_(a, b)
-#define TKV_NAME_(name) TKV_PASTE_(TKV_PREFIX, name)
-#define tkv_abort TKV_NAME_(tkv_abort)
-#define tkv_adapt TKV_NAME_(tkv_adapt)
-#define tkv_alive TKV_NAME_(tkv_alive)
-#define tkv_append TKV_NAME_(tkv_append)
-#define tkv_append_at TKV_NAME_(tkv_append_at)
-#define tkv_append_ex TKV_NAME_(tkv_append_ex)
-#define tkv_attend TKV_NAME_(tkv_attend)
-#define tkv_attend_ex TKV_NAME_(tkv_attend_ex)
-#define tkv_attend_reference TKV_NAME_(tkv_attend_reference)
-#define tkv_begin TKV_NAME_(tkv_begin)
-#define tkv_budget TKV_NAME_(tkv_budget)
-#define tkv_calibrated_layers TKV_NAME_(tkv_calibrated_layers)
-#define tkv_calibration_fit TKV_NAME_(tkv_calibration_fit)
-#define tkv_calibration_freeze TKV_NAME_(tkv_calibration_freeze)
-#define tkv_calibration_load TKV_NAME_(tkv_calibration_load)
-#define tkv_calibration_refresh TKV_NAME_(tkv_calibration_refresh)
-#define tkv_calibration_save TKV_NAME_(tkv_calibration_save)
-#define tkv_check TKV_NAME_(tkv_check)
-#define tkv_commit TKV_NAME_(tkv_commit)
-#define tkv_config_default TKV_NAME_(tkv_config_default)
-#define tkv_config_parse TKV_NAME_(tkv_config_parse)
-#define tkv_config_preset TKV_NAME_(tkv_config_preset)
-#define tkv_config_print TKV_NAME_(tkv_config_print)
-#define tkv_config_size TKV_NAME_(tkv_config_size)
-#define tkv_config_validate TKV_NAME_(tkv_config_validate)
-#define tkv_create TKV_NAME_(tkv_create)
-#define tkv_create_ex TKV_NAME_(tkv_create_ex)
-#define tkv_create_from_text TKV_NAME_(tkv_create_from_text)
-#define tkv_decode TKV_NAME_(tkv_decode)
-#define tkv_destroy TKV_NAME_(tkv_destroy)
-#define tkv_drop TKV_NAME_(tkv_drop)
-#define tkv_encode TKV_NAME_(tkv_encode)
-#define tkv_encoded_size TKV_NAME_(tkv_encoded_size)
-#define tkv_estimate TKV_NAME_(tkv_estimate)
-#define tkv_evict TKV_NAME_(tkv_evict)
-#define tkv_evict_budgets TKV_NAME_(tkv_evict_budgets)
-#define tkv_evict_compact TKV_NAME_(tkv_evict_compact)
-#define tkv_evict_due TKV_NAME_(tkv_evict_due)
-#define tkv_evict_from_name TKV_NAME_(tkv_evict_from_name)
-#define tkv_evict_key_norms TKV_NAME_(tkv_evict_key_norms)
-#define tkv_evict_list TKV_NAME_(tkv_evict_list)
-#define tkv_evict_name TKV_NAME_(tkv_evict_name)
-#define tkv_evict_needs TKV_NAME_(tkv_evict_needs)
-#define tkv_evict_score TKV_NAME_(tkv_evict_score)
-#define tkv_evict_select TKV_NAME_(tkv_evict_select)
-#define tkv_feedback_advise TKV_NAME_(tkv_feedback_advise)
-#define tkv_feedback_init TKV_NAME_(tkv_feedback_init)
-#define tkv_feedback_observe TKV_NAME_(tkv_feedback_observe)
-#define tkv_feedback_read TKV_NAME_(tkv_feedback_read)
-#define tkv_feedback_reset TKV_NAME_(tkv_feedback_reset)
-#define tkv_flush TKV_NAME_(tkv_flush)
-#define tkv_format_bits TKV_NAME_(tkv_format_bits)
-#define tkv_format_from_name TKV_NAME_(tkv_format_from_name)
-#define tkv_format_name TKV_NAME_(tkv_format_name)
-#define tkv_format_prometheus TKV_NAME_(tkv_format_prometheus)
-#define tkv_importance_add TKV_NAME_(tkv_importance_add)
-#define tkv_importance_add_to TKV_NAME_(tkv_importance_add_to)
-#define tkv_importance_aggregate TKV_NAME_(tkv_importance_aggregate)
-#define tkv_importance_bound TKV_NAME_(tkv_importance_bound)
-#define tkv_importance_name TKV_NAME_(tkv_importance_name)
-#define tkv_importance_of TKV_NAME_(tkv_importance_of)
-#define tkv_importance_promote TKV_NAME_(tkv_importance_promote)
-#define tkv_importance_read TKV_NAME_(tkv_importance_read)
-#define tkv_importance_top TKV_NAME_(tkv_importance_top)
-#define tkv_init_in_place TKV_NAME_(tkv_init_in_place)
-#define tkv_isa_available TKV_NAME_(tkv_isa_available)
-#define tkv_isa_name TKV_NAME_(tkv_isa_name)
-#define tkv_isa_of TKV_NAME_(tkv_isa_of)
-#define tkv_last_error TKV_NAME_(tkv_last_error)
-#define tkv_layer_len TKV_NAME_(tkv_layer_len)
-#define tkv_maintain TKV_NAME_(tkv_maintain)
-#define tkv_max_context TKV_NAME_(tkv_max_context)
-#define tkv_memory TKV_NAME_(tkv_memory)
-#define tkv_memory_of TKV_NAME_(tkv_memory_of)
-#define tkv_merge_lse TKV_NAME_(tkv_merge_lse)
-#define tkv_observe TKV_NAME_(tkv_observe)
-#define tkv_pin TKV_NAME_(tkv_pin)
-#define tkv_pin_until TKV_NAME_(tkv_pin_until)
-#define tkv_policy_init TKV_NAME_(tkv_policy_init)
-#define tkv_policy_observe TKV_NAME_(tkv_policy_observe)
-#define tkv_policy_parse TKV_NAME_(tkv_policy_parse)
-#define tkv_policy_print TKV_NAME_(tkv_policy_print)
-#define tkv_policy_profile TKV_NAME_(tkv_policy_profile)
-#define tkv_policy_read TKV_NAME_(tkv_policy_read)
-#define tkv_policy_reset TKV_NAME_(tkv_policy_reset)
-#define tkv_policy_target TKV_NAME_(tkv_policy_target)
-#define tkv_preset_name TKV_NAME_(tkv_preset_name)
-#define tkv_promote TKV_NAME_(tkv_promote)
-#define tkv_promote_by_importance TKV_NAME_(tkv_promote_by_importance)
-#define tkv_quality TKV_NAME_(tkv_quality)
-#define tkv_quality_of TKV_NAME_(tkv_quality_of)
-#define tkv_quality_reset TKV_NAME_(tkv_quality_reset)
-#define tkv_read TKV_NAME_(tkv_read)
-#define tkv_recompute TKV_NAME_(tkv_recompute)
-#define tkv_remat_blocks TKV_NAME_(tkv_remat_blocks)
-#define tkv_remat_decide TKV_NAME_(tkv_remat_decide)
-#define tkv_remat_drop TKV_NAME_(tkv_remat_drop)
-#define tkv_remat_flops TKV_NAME_(tkv_remat_flops)
-#define tkv_remat_free TKV_NAME_(tkv_remat_free)
-#define tkv_remat_give TKV_NAME_(tkv_remat_give)
-#define tkv_remat_init TKV_NAME_(tkv_remat_init)
-#define tkv_remat_missing TKV_NAME_(tkv_remat_missing)
-#define tkv_remat_restore TKV_NAME_(tkv_remat_restore)
-#define tkv_required_bytes TKV_NAME_(tkv_required_bytes)
-#define tkv_reserve TKV_NAME_(tkv_reserve)
-#define tkv_reset TKV_NAME_(tkv_reset)
-#define tkv_score_from_accuracy TKV_NAME_(tkv_score_from_accuracy)
-#define tkv_score_from_ppl TKV_NAME_(tkv_score_from_ppl)
-#define tkv_score_from_quality TKV_NAME_(tkv_score_from_quality)
-#define tkv_seq_len TKV_NAME_(tkv_seq_len)
-#define tkv_set_budget TKV_NAME_(tkv_set_budget)
-#define tkv_set_hot_tokens TKV_NAME_(tkv_set_hot_tokens)
-#define tkv_set_level TKV_NAME_(tkv_set_level)
-#define tkv_spill TKV_NAME_(tkv_spill)
-#define tkv_spill_bytes TKV_NAME_(tkv_spill_bytes)
-#define tkv_state_json TKV_NAME_(tkv_state_json)
-#define tkv_status_text TKV_NAME_(tkv_status_text)
-#define tkv_thresholds_candidates TKV_NAME_(tkv_thresholds_candidates)
-#define tkv_thresholds_find TKV_NAME_(tkv_thresholds_find)
-#define tkv_thresholds_load TKV_NAME_(tkv_thresholds_load)
-#define tkv_thresholds_parse TKV_NAME_(tkv_thresholds_parse)
-#define tkv_thresholds_print TKV_NAME_(tkv_thresholds_print)
-#define tkv_thresholds_put TKV_NAME_(tkv_thresholds_put)
-#define tkv_thresholds_save TKV_NAME_(tkv_thresholds_save)
-#define tkv_thresholds_transfer TKV_NAME_(tkv_thresholds_transfer)
-#define tkv_tier_counts TKV_NAME_(tkv_tier_counts)
-#define tkv_tier_for_age TKV_NAME_(tkv_tier_for_age)
-#define tkv_tier_of TKV_NAME_(tkv_tier_of)
-#define tkv_tier_pair TKV_NAME_(tkv_tier_pair)
-#define tkv_top_tokens TKV_NAME_(tkv_top_tokens)
-#define tkv_truncate TKV_NAME_(tkv_truncate)
-#define tkv_version TKV_NAME_(tkv_version)
-#endif
 
 #ifdef __cplusplus
 extern "C" {
@@ -295,9 +346,13 @@ extern "C" {
 /* >>constants */
 #define TKV_BLOCK_TOKENS 64 /* tokens in a block: the cache encodes and demotes them together */
 #define TKV_MAX_HEAD_DIM 256
-#define TKV_QUALITY_HEADS 64 /* largest value of cfg.quality_heads */
-#define TKV_NONE (-1)        /* as a length: this tier is off */
-#define TKV_ALL (-2)         /* as a length: this tier takes all tokens, and later tiers stay empty */
+#define TKV_MAX_METER_HEADS 64 /* largest value of cfg.meter.heads */
+/* Sentinels. Each has its own name and value. */
+#define TKV_OFF (-1)        /* as a length or a level: this part is off */
+#define TKV_UNLIMITED (-2)  /* as a length: this tier takes all tokens, and later tiers stay empty */
+#define TKV_ALL_LAYERS (-3) /* as a layer */
+#define TKV_NO_SEQ (-4)     /* as a sequence */
+#define TKV_NEVER (-5)      /* as a step: it has not happened */
 /* TKV_ZERO means the number 0 in a float field whose 0 means "default". Only fields whose comment names TKV_ZERO
  * accept it. It is a tiny negative number, recognised by its bits. A config text writes it as `zero`. */
 #define TKV_ZERO (-1e-30f)
@@ -305,17 +360,17 @@ extern "C" {
 /* >>status. Every function that can fail returns a status. A negative status is an error. A call that fails leaves
  * the cache as it was, with these exceptions:
  *   under a budget          tokens that were evicted, or blocks that were compressed or offloaded, to make room
- *                           stay so if an allocator or a store fails afterwards (see tkv_budget)
+ *                           stay so if an allocator or a store fails afterwards (see tkv_get_budget)
  *   under a budget          a refused append may remove expired tokens, which have left every window
  *   allocation that failed  the index, or memory for the tables of formats, may be larger than before */
 #define TKV_STATUS_LIST(X)                                                                                   \
     X(TKV_OK, 0, "ok")                                                                                       \
     X(TKV_ERR_ARG, -1, "bad argument: a pointer is missing or a number is out of range")                     \
-    X(TKV_ERR_CONFIG, -2, "bad configuration: tkv_config_validate says which field and why")                 \
+    X(TKV_ERR_CONFIG, -2, "bad configuration: tkv_validate_config says which field and why")                 \
     X(TKV_ERR_NOMEM, -3, "out of memory: the allocator returned NULL")                                       \
     X(TKV_ERR_CAPACITY, -4, "full: max_tokens, max_append or the caller's memory is used up")                \
     X(TKV_ERR_NONFINITE, -5, "NaN or infinity in k or v, and the config says to refuse them")                \
-    X(TKV_ERR_STATE, -6, "call out of order: see tkv_begin, tkv_commit, tkv_abort")                          \
+    X(TKV_ERR_STATE, -6, "call out of order: see tkv_seq_begin, tkv_seq_commit, tkv_seq_abort")              \
     X(TKV_ERR_RANGE, -7, "these tokens are not in the cache")                                                \
     X(TKV_ERR_INEXACT, -8, "the cut falls into compressed tokens; only exact ones can be cut")               \
     X(TKV_ERR_ISA, -9, "this instruction set was asked for by name and is not available here")               \
@@ -323,14 +378,16 @@ extern "C" {
     X(TKV_ERR_DATA, -11, "these bytes are damaged, of another version or of another model")                  \
     X(TKV_ERR_BUDGET, -12,                                                                                   \
       "the budget is full: nothing can be stored more tightly (tkv_set_budget raises it)")                   \
-    X(TKV_ERR_IO, -13, "cfg.spill failed: blocks outside RAM could not be read or written")                  \
+    X(TKV_ERR_IO, -13, "cfg.offload failed: blocks outside RAM could not be read or written")                \
     X(TKV_ERR_NO_SOURCE, -14,                                                                                \
-      "nothing better is kept of these tokens, or they must be recomputed first: see tkv_remat_missing")
+      "nothing better is kept of these tokens, or they must be recomputed first: see tkv_seq_recompute")     \
+    X(TKV_ERR_UNSUPPORTED, -15, "this build leaves that out, or the GPU companion has no kernel for it")     \
+    X(TKV_ERR_DEVICE, -16, "the GPU's runtime refused: see tkvcu_get_last_error")
 #define TKV_STATUS_ENUM_(name, value, text) name = value,
-typedef enum tkv_status { TKV_STATUS_LIST(TKV_STATUS_ENUM_) TKV_STATUS_LAST_ = -15 } tkv_status;
+typedef enum tkv_status { TKV_STATUS_LIST(TKV_STATUS_ENUM_) TKV_STATUS_LAST_ = -17 } tkv_status;
 #undef TKV_STATUS_ENUM_
 
-/* >>formats. A format defines how a block stores K or V. tkv_format_bits gives the size of each format. */
+/* >>formats. A format defines how a block stores K or V. tkv_get_block_bytes gives the size of each format. */
 typedef enum tkv_format {
     TKV_FORMAT_DEFAULT = 0, /* hot: F16; warm: A40 for K, R40 for V; archive: A30 for K, R30 for V */
     TKV_F32,
@@ -370,7 +427,12 @@ typedef enum tkv_format {
     TKV_FORMAT_COUNT
 } tkv_format;
 
-typedef enum tkv_tier { TKV_HOT = 0, TKV_WARM = 1, TKV_ARCHIVE = 2, TKV_TIER_COUNT = 3 } tkv_tier;
+typedef enum tkv_tier {
+    TKV_TIER_HOT = 0,
+    TKV_TIER_WARM = 1,
+    TKV_TIER_ARCHIVE = 2,
+    TKV_TIER_COUNT = 3
+} tkv_tier;
 typedef enum tkv_side { TKV_K = 0, TKV_V = 1 } tkv_side;
 typedef enum tkv_type {
     TKV_TYPE_F32 = 0,
@@ -381,7 +443,7 @@ typedef enum tkv_nonfinite {
     TKV_NONFINITE_REFUSE = 0, /* the append returns TKV_ERR_NONFINITE and stores nothing */
     TKV_NONFINITE_SATURATE    /* NaN becomes 0, infinities become +-65504 */
 } tkv_nonfinite;
-/* Bits of cfg.fit: how the encoder of Q8, KIVI and SQUAT formats chooses scale and zero. 0: from minimum and
+/* Bits of cfg.format.fit: how the encoder of Q8, KIVI and SQUAT formats chooses scale and zero. 0: from minimum and
  * maximum. The bits change neither the number of bytes nor the decoding, nor its speed. Encoding a block takes
  * longer. They help at 3 bits and less. */
 typedef enum tkv_fit {
@@ -389,11 +451,12 @@ typedef enum tkv_fit {
     TKV_FIT_NORM = 2,    /* decoded groups have the variance of the values: mixes best with exact tokens */
     TKV_FIT_UNBIASED = 4 /* decoded groups are unbiased, cov(x^, x) = var(x); excludes TKV_FIT_NORM */
 } tkv_fit;
-/* Bits of cfg.rotate: before coding this side, INT8, INT4, FP8 and FP4 apply a randomised Hadamard rotation. */
+/* Bits of cfg.format.rotate: before coding this side, INT8, INT4, FP8 and FP4 apply a randomised Hadamard
+ * rotation. */
 typedef enum tkv_rotate { TKV_ROTATE_K = 1, TKV_ROTATE_V = 2 } tkv_rotate;
-/* Bits of cfg.kvquant: how KVQUANT formats differ from the paper's "nuq, 1 %" (formats/kvquant.h). */
+/* Bits of cfg.format.kvquant: how KVQUANT formats differ from the paper's "nuq, 1 %" (formats/kvquant.h). */
 typedef enum tkv_kvquant {
-    TKV_KVQUANT_POST_ROPE = 1, /* codes keys after RoPE, as appended; required without cfg.rope */
+    TKV_KVQUANT_POST_ROPE = 1, /* codes keys after RoPE, as appended; required without cfg.model.rope */
     TKV_KVQUANT_UNIFORM = 2,   /* levels are evenly spaced */
     TKV_KVQUANT_NORM = 4,      /* decoded values keep the variance (Q-Norm); helps at 3 bits and less */
     TKV_KVQUANT_DENSE = 8      /* stores no outliers */
@@ -407,11 +470,6 @@ typedef enum tkv_isa {
     TKV_ISA_WASM, /* WebAssembly compiled with -msimd128 */
     TKV_ISA_COUNT
 } tkv_isa;
-typedef enum tkv_flush_mode {
-    TKV_FLUSH_DUE = 0, /* demotes the blocks that the next append would demote anyway */
-    TKV_FLUSH_FULL,    /* demotes every full block of the hot tail; none where hot_tokens is TKV_ALL */
-    TKV_FLUSH_ALL      /* demotes the partial block too, which then takes a whole block's bytes */
-} tkv_flush_mode;
 
 typedef struct tkv_cache tkv_cache; /* opaque */
 
@@ -431,10 +489,10 @@ typedef void (*tkv_task)(void *ctx, int index);
 typedef void (*tkv_parallel_for)(void *user, int n_tasks, tkv_task task, void *ctx);
 
 /* >>config. Zero means "default" in every field. Fill a config with zeros before setting fields:
- * `tkv_config cfg = {0};` in C, `tkv_config cfg = tkv_config_default();` in C or C++. */
-typedef struct tkv_pair {
+ * `tkv_config cfg = {0};` in C, `tkv_config cfg = tkv_default_config();` in C or C++. */
+typedef struct tkv_format_pair {
     tkv_format k, v;
-} tkv_pair;
+} tkv_format_pair;
 
 /* The model's RoPE, for formats that undo it (KVQUANT). Of the first `dim` channels, each pair rotates by
  * scale * base^(-2j / dim) radians per token, j = 0 .. dim/2 - 1, starting at position 0. If the model rotates
@@ -449,34 +507,43 @@ typedef struct tkv_rope {
 } tkv_rope;
 
 typedef struct tkv_layer_config { /* settings of one layer; zero takes the cache's value */
-    tkv_pair hot, warm, archive;
+    tkv_format_pair hot, warm, archive;
     int sink_tokens, hot_tokens, warm_tokens;
-    int window;   /* a query sees this many newest keys, its own included; TKV_NONE: no sliding window */
+    int window;   /* a query sees this many newest keys, its own included; TKV_OFF: no sliding window */
     int share_kv; /* 1 + index of an earlier layer: this layer reads its K and V and accepts no appends */
     int no_cache; /* 1: this layer has no K and V (a state-space layer, for example) */
 } tkv_layer_config;
 
 /* >>ladder. A ladder lists plans, called levels, from loose to tight. A tighter plan takes fewer bytes. A cache
- * begins at level cfg.policy.min_level, by default 0. A length or format of 0 takes the cache's value.
- * hot_tokens = TKV_ALL keeps all tokens exact. Settings of a layer (tkv_layer_config) hold at every level. */
+ * begins at level cfg.budget.pressure.min_level, by default 0. A length or format of 0 takes the cache's value.
+ * hot_tokens = TKV_UNLIMITED keeps all tokens exact. Settings of a layer (tkv_layer_config) hold at every level. */
 #define TKV_MAX_LEVELS 8
 typedef struct tkv_level {
     int hot_tokens, warm_tokens;
-    tkv_pair warm, archive;
+    tkv_format_pair warm, archive;
 } tkv_level;
 
-/* The pressure controller's settings: when it changes the level. See tkv_policy_init and tkv_budget. */
-typedef struct tkv_policy_config {
+/* Named settings of the pressure controller. */
+typedef enum tkv_pressure_profile {
+    TKV_PROFILE_DEFAULT = 0, /* thresholds .80 and .95, hysteresis .05, alpha .20 */
+    TKV_PROFILE_FP16_ONLY,   /* the same, but never above level 0 */
+    TKV_PROFILE_AGGRESSIVE,  /* thresholds .50 and .80, hysteresis .05, alpha .30, starts at level 1 */
+    TKV_PROFILE_COUNT
+} tkv_pressure_profile;
+/* The pressure controller's settings: when it changes the level. See tkv_init_pressure and tkv_get_budget. Zero takes
+ * the profile's value, which is given here for the default profile. */
+typedef struct tkv_pressure_config {
+    tkv_pressure_profile profile;
     /* level i + 1 begins at pressure threshold[i]; rising, at most 1. All 0: .80, .95. TKV_ZERO: at any pressure */
     float threshold[TKV_MAX_LEVELS - 1];
     /* relaxes one level below (threshold - hysteresis); 0: .05; TKV_ZERO: as soon as below the threshold */
     float hysteresis;
     float alpha;   /* a sample's weight in the moving average, to 1; 0: .20; the first sample starts it */
-    int min_level; /* first level; the cache never goes below it, even if memory is free: see tkv_budget */
-    int max_level; /* highest level; 0: the last one; TKV_NONE: always level 0 */
-} tkv_policy_config;
+    int min_level; /* first level; the cache never goes below it, even if memory is free: see tkv_get_budget */
+    int max_level; /* highest level; 0: the last one; TKV_OFF: always level 0 */
+} tkv_pressure_config;
 
-/* >>keeping. These types say how the cache rates tokens and which policy evicts them; see tkv_importance_add and
+/* >>keeping. These types say how the cache rates tokens and which policy evicts them; see tkv_update_importance and
  * tkv_evict. A score is the attention that a token received in one step. A is the value that a strategy gathers
  * from a token's scores. */
 typedef enum tkv_importance_strategy {
@@ -485,7 +552,7 @@ typedef enum tkv_importance_strategy {
     TKV_IMPORTANCE_HEAVY_HITTER, /* "heavy_hitter": A is the largest score of any step */
     TKV_IMPORTANCE_RECENCY,      /* "recency": age alone */
     TKV_IMPORTANCE_PERSISTENCE,  /* "persistence": A loses 1 per score below `low` (Scissorhands) */
-    TKV_IMPORTANCE_STRATEGIES
+    TKV_IMPORTANCE_COUNT
 } tkv_importance_strategy;
 typedef enum tkv_importance_heads {
     TKV_IMPORTANCE_MEAN = 0,
@@ -500,19 +567,20 @@ typedef struct tkv_importance_config { /* zero takes the strategy's value */
     float tau;       /* time constant of the age, in steps, 1 to 2^30; 0: 64 */
     float low;       /* "persistence": the score below which A loses 1; 0: an even share, 1 / n of n tokens */
     /* how scores of the query heads of one KV head are joined, for attention that the cache gathers itself;
-     * see tkv_importance_of */
+     * see tkv_get_importance */
     tkv_importance_heads heads;
+    int sample_every; /* a cache samples one query in this many; 0: one in 32, if the policy needs it */
 } tkv_importance_config;
 /* Eviction policies: which tokens go first. Numbers in parentheses are arXiv papers. */
-typedef enum tkv_evict_kind {
+typedef enum tkv_evict_policy {
     TKV_EVICT_NONE = 0,  /* "none": evicts no token; selecting victims fails with TKV_ERR_BUDGET */
     TKV_EVICT_SLIDING,   /* "sliding": the oldest token that is not a sink (StreamingLLM, 2309.17453) */
     TKV_EVICT_H2O,       /* "h2o": least accumulated attention score (2306.14048) */
     TKV_EVICT_SNAPKV,    /* "snapkv": least pooled score from the prompt's last queries (2404.14469) */
-    TKV_EVICT_PYRAMIDKV, /* "pyramidkv": as "snapkv", with tkv_evict_budgets of layers (2406.02069) */
+    TKV_EVICT_PYRAMIDKV, /* "pyramidkv": as "snapkv", with tkv_split_evict_budget of layers (2406.02069) */
     TKV_EVICT_TOVA,      /* "tova": least attention score from the last query (2401.06104) */
     /* "knorm": key with the largest norm (2406.11430). The cache computes norms when keys are appended and keeps
-     * them. With cfg.importance_every or cfg.n_anchors it decodes the keys for each batch instead. */
+     * them. With cfg.importance.sample_every or cfg.tiers.n_anchors it decodes the keys for each batch instead. */
     TKV_EVICT_KNORM,
     /* "keydiff": key most similar to the mean direction of all keys (2504.15364). Each batch decodes all keys
      * twice, because the mean changes. An append takes 1.3 ms, with "knorm" .1 ms. This was measured with 65,536
@@ -521,14 +589,15 @@ typedef enum tkv_evict_kind {
     TKV_EVICT_SCISSORHANDS, /* "scissorhands": score most often below an even share (2305.17118) */
     TKV_EVICT_FIFO,         /* "fifo": the oldest token, even a sink */
     TKV_EVICT_RANDOM,       /* "random": by a hash of seed and position */
-    TKV_EVICT_SCORES,       /* "scores": by the caller's scores (tkv_importance_read, KVzip) */
+    TKV_EVICT_SCORES,       /* "scores": by the caller's scores (tkv_update_importance, KVzip) */
     TKV_EVICT_USER,         /* "user": by cfg.scorer */
-    TKV_EVICT_KINDS
-} tkv_evict_kind;
+    TKV_EVICT_COUNT
+} tkv_evict_policy;
 struct tkv_evict_view;
 typedef struct tkv_evict_config { /* zero means default */
-    tkv_evict_kind kind;
-    /* Tokens that stay: positions below sink_tokens, and the newest recent_tokens. TKV_NONE: none. 0: 4 and 32;
+    tkv_evict_policy policy;
+    int keep_tokens; /* tokens that a layer of a cache keeps ("pyramidkv": on average); 0: the budget decides */
+    /* Tokens that stay: positions below sink_tokens, and the newest recent_tokens. TKV_OFF: none. 0: 4 and 32;
      * "sliding" 4 and 1; "pyramidkv" 4 and 8; "fifo" and "random" 0 and 0. The default of recent_tokens takes at
      * most half of the budget that the sinks leave (H2O's share). A small budget protects the newest token first,
      * then the sinks, then the other recent tokens. */
@@ -538,195 +607,246 @@ typedef struct tkv_evict_config { /* zero means default */
     /* "user": returns the score of slot i; tokens with high scores stay */
     float (*scorer)(void *user, const struct tkv_evict_view *view, int i);
     void *user;
-    /* when to evict, and how many tokens; see tkv_evict_due */
+    /* when to evict, and how many tokens; a cache applies them */
     float trigger; /* evicts above this share of the budget, above 0 and at most 1; 0: 1 (akv-cache: .9) */
     int batch;     /* tokens evicted at once; 0: 64, or an eighth of the budget if that is less */
 } tkv_evict_config;
 
-/* >>events. The cache reports events for logs and counters to cfg.on_event. The callback runs inside the call that
- * causes the event. It may call reports of the cache, and no other function of it. */
+/* >>events. The cache reports events for logs and counters to cfg.host.on_event. The callback runs inside the call
+ * that causes the event. It may call reports of the cache, and no other function of it. */
 typedef enum tkv_event_kind {
     TKV_EVENT_LEVEL = 0, /* the cache changed from level `from` to level `to`; `bytes` are in use */
     TKV_EVENT_BUDGET,    /* an append, reservation or smaller budget was refused; it needed `bytes` in all */
     TKV_EVENT_TABLE,     /* a layer has its first or a better table of A, R or KVQUANT formats */
     TKV_EVENT_EVICT,     /* the tokens at `positions` of a layer were evicted */
-    TKV_EVENT_SPILL,     /* a layer's block of positions `from` to `to` - 1 and `bytes` was offloaded */
+    TKV_EVENT_OFFLOAD,   /* a layer's block of positions `from` to `to` - 1 and `bytes` was offloaded */
     TKV_EVENT_COUNT
 } tkv_event_kind;
 typedef struct tkv_event {
     tkv_event_kind kind;
-    int seq, layer, from, to; /* -1 where a field does not apply */
-    size_t bytes;             /* see tkv_event_kind; 0 where it does not apply */
-    const int *positions;     /* EVICT: n positions, rising, valid during the call; else NULL */
+    int seq, layer;       /* TKV_NO_SEQ, TKV_ALL_LAYERS: none in particular */
+    int from, to;         /* see tkv_event_kind; 0 where they do not apply */
+    size_t bytes;         /* see tkv_event_kind; 0 where it does not apply */
+    const int *positions; /* EVICT: n positions, rising, valid during the call; else NULL */
     int n;
     const char *text; /* one sentence, valid during the call */
 } tkv_event;
 typedef void (*tkv_on_event)(void *user, const tkv_event *event);
 
-/* >>spill. A store outside RAM for old blocks, such as a file (copy examples/spill_file.h); see tkv_spill.
+/* >>spill. A store outside RAM for old blocks, such as a file (copy examples/spill_file.h); see tkv_offload.
  *
- * Layout: the cache writes each key as parts in rising order, without overlap, within tkv_spill_bytes. It reads
- * back one whole part at a time, and never the bytes between parts.
+ * Layout: the cache writes each key as parts in rising order, without overlap, within tkv_get_required_bytes. It
+ * reads back one whole part at a time, and never the bytes between parts.
  *
  * Calls: the functions run inside the call of the cache that needs them and must not call the cache. Several
- * threads may be in fetch and ahead at once, from tkv_attend or from cfg.parallel_for. The cache calls store and
+ * threads may be in fetch and ahead at once, from tkv_attend or from cfg.host.parallel_for. The cache calls store and
  * drop from one thread at a time, while neither fetch nor ahead runs. store and fetch return 0 if they moved all
  * bytes, else another number.
  *
  * Integrity: the cache adds an XXH64 to each part and checks it after reading. It finds lost, damaged and exchanged
  * parts. It does not protect against deliberate changes of the store. */
-typedef struct tkv_spill_config { /* set store and fetch, or neither */
+typedef struct tkv_offload_config { /* set store and fetch, or neither */
     /* writes `size` bytes of `key` at `offset` */
-    int (*store)(void *user, uint32_t key, size_t offset, const void *bytes, size_t size);
+    int (*write)(void *user, uint32_t key, size_t offset, const void *bytes, size_t size);
     /* reads `size` bytes of `key` at `offset` */
-    int (*fetch)(void *user, uint32_t key, size_t offset, void *bytes, size_t size);
+    int (*read)(void *user, uint32_t key, size_t offset, void *bytes, size_t size);
     /* NULL, or a prefetch hint: the cache will soon read `size` bytes from `offset` on, part by part */
-    void (*ahead)(void *user, uint32_t key, size_t offset, size_t size);
+    void (*prefetch)(void *user, uint32_t key, size_t offset, size_t size);
     /* NULL, or erases a key that is no longer needed, also after a write that failed. Called once per use of the
      * key; the cache may use the key again later */
-    void (*drop)(void *user, uint32_t key);
+    void (*erase)(void *user, uint32_t key);
     void *user;
     int keep_exact; /* 1: writes the exact bytes of each block when it is first compressed, for tkv_promote */
-} tkv_spill_config;
+} tkv_offload_config;
 
-typedef struct tkv_config {
-    uint32_t start_canary; /* leave 0: detects a config that was not filled with zeros */
-    /* the model */
-    int n_layers;   /* required, 1 .. 4096 */
-    int n_heads;    /* query heads, 1 .. 65536; required, a multiple of n_kv_heads */
-    int n_kv_heads; /* heads of K and V; 0: n_heads (plain multi-head attention) */
+/* >>config. The options of a cache, in groups. */
+typedef struct tkv_model_config { /* the model */
+    int n_layers;                 /* required, 1 .. 4096 */
+    int n_heads;                  /* query heads, 1 .. 65536; required, a multiple of n_kv_heads */
+    int n_kv_heads;               /* heads of K and V; 0: n_heads (plain multi-head attention) */
     int head_dim;   /* channels of K and q; required, 1 .. 256. The cache pads it to a multiple of 16 */
     int v_head_dim; /* channels of V and out, 1 .. 256; 0: head_dim */
+    int window;     /* sliding window of all layers, in tokens; 0: none */
     float scale;    /* factor on q.k, positive; 0: 1/sqrt(head_dim) */
-    /* capacity */
-    int max_seqs;   /* sequences, numbered 0 .. max_seqs-1; at most 2^20; 0: 1 */
-    int max_tokens; /* per sequence, 1 to 2^30 - 1; 0: grows on demand (tkv_init_in_place needs a number) */
+    tkv_rope rope;  /* RoPE of the keys; KVQUANT formats need it */
+} tkv_model_config;
+
+typedef struct tkv_limits_config { /* capacity */
+    int max_seqs;                  /* sequences, numbered 0 .. max_seqs-1; at most 2^20; 0: 1 */
+    int max_tokens; /* per sequence, 1 to 2^30 - 1; 0: grows on demand (tkv_create_in_place needs a number) */
     int max_append; /* largest number of tokens in one append, at most 2^20; 0: 512 */
-    /* the plan: [sinks][archive ...][warm][hot tail], oldest to newest */
-    int sink_tokens;     /* first tokens, always exact; at most 64; 0: 4; TKV_NONE: no sinks */
-    int hot_tokens;      /* at least this many newest tokens stay exact; 0: 64; or TKV_NONE, TKV_ALL */
-    int warm_tokens;     /* length of the warm tier, behind the hot tail; 0: 448; or TKV_NONE, TKV_ALL */
-    int group_size;      /* values that share a scale in Q8 and KIVI formats: 64 or 32; 0: 64 */
-    int allocation_unit; /* channels that get equal bits in A formats: 4, or 16 for a GPU; 0: 4 */
-    int fit;             /* bits of tkv_fit, for Q8, KIVI and SQUAT formats */
-    int rotate;          /* bits of tkv_rotate, for INT8, INT4, FP8 and FP4 */
-    int center_k;        /* 1: INT8, INT4, FP8, FP4 store K's channel means apart, in fp16 per block */
-    int squat_block;     /* channels that SQUAT formats code together: 16, or 64 as the authors; 0: 16 */
-    int subspaces;       /* parts of a token in SUBSPACE formats: 1 to 16; 0: 4 */
-    int kvquant;         /* bits of tkv_kvquant, for KVQUANT formats */
-    tkv_rope rope;       /* the model's RoPE, for KVQUANT formats */
-    int window;          /* sliding window of all layers, in tokens; 0: none */
-    tkv_pair hot, warm, archive;
-    const tkv_layer_config *layers; /* NULL, or settings of n_layers layers; read by tkv_create, not kept */
-    /* the budget, see tkv_budget */
-    size_t budget_bytes;     /* limit of all memory that the cache holds, at any moment; 0: no budget */
-    const tkv_level *ladder; /* n_levels levels; read by tkv_create, not kept; NULL: see tkv_budget */
-    int n_levels;            /* 1 to TKV_MAX_LEVELS with a ladder, else 0 */
-    tkv_policy_config policy;
-    tkv_on_event on_event; /* NULL: reports no events */
-    void *event_user;
-    /* which tokens to keep, see tkv_evict and tkv_importance_of */
-    tkv_evict_config evict; /* kind 0: the cache evicts no tokens */
-    int evict_tokens;       /* tokens that a layer keeps ("pyramidkv": on average); 0: the budget decides */
-    tkv_importance_config importance;
+} tkv_limits_config;
+
+typedef struct tkv_tiers_config { /* the plan: [sinks][archive ...][warm][hot tail], oldest to newest */
+    int sink_tokens;              /* first tokens, always exact; at most 64; 0: 4; TKV_OFF: no sinks */
+    int hot_tokens;  /* at least this many newest tokens stay exact; 0: 64; or TKV_OFF, TKV_UNLIMITED */
+    int warm_tokens; /* length of the warm tier, behind the hot tail; 0: 448; or TKV_OFF, TKV_UNLIMITED */
+    tkv_format_pair hot, warm, archive;
     /* Anchors are the n_anchors tokens of a layer with the highest attention scores. They stay exact beside the
      * sinks. At most 28, and at most 32 with the sinks. Every layer needs sinks and must have no window. A token
      * may become an anchor when its block is compressed. A more important token may replace it. Attention then
      * reads its coded value again. */
     int n_anchors;
-    int importance_every;   /* one query in this many is sampled; 0: one in 32, if the policy needs it */
-    tkv_spill_config spill; /* store for blocks that are offloaded when the budget is full; zero: no store */
-    int remat;              /* 1: a full budget may discard blocks of idle sequences; see tkv_remat_drop */
-    /* behaviour */
-    tkv_nonfinite nonfinite;
-    int precise; /* 1: hi and lo limbs of q and p in every format; arithmetic errs by at most 2e-3 of the output */
-    tkv_isa isa; /* TKV_ISA_AUTO: the best instruction set here; another: that one, or TKV_ERR_ISA */
-    /* the quality meter, see tkv_quality */
-    int quality_heads;  /* KV heads that it watches, at most 64; 0: no meter. 4 is a good start */
-    int quality_tokens; /* coded tokens per watched head that it also keeps exact, at least 128; 0: 2048 */
-    int quality_every;  /* positions per measurement; 0: 32 or more, for at most 0.5 % of attention's work */
-    /* the host */
+} tkv_tiers_config;
+
+typedef struct tkv_format_options { /* how formats code; a format ignores the options of others */
+    int group_size;                 /* values that share a scale in Q8 and KIVI formats: 64 or 32; 0: 64 */
+    int allocation_unit;            /* channels that get equal bits in A formats: 4, or 16 for a GPU; 0: 4 */
+    int fit;                        /* bits of tkv_fit, for Q8, KIVI and SQUAT formats */
+    int rotate;                     /* bits of tkv_rotate, for INT8, INT4, FP8 and FP4 */
+    int center_k;    /* 1: INT8, INT4, FP8, FP4 store K's channel means apart, in fp16 per block */
+    int squat_block; /* channels that SQUAT formats code together: 16, or 64 as the authors; 0: 16 */
+    int subspaces;   /* parts of a token in SUBSPACE formats: 1 to 16; 0: 4 */
+    int kvquant;     /* bits of tkv_kvquant, for KVQUANT formats */
+} tkv_format_options;
+
+typedef struct tkv_budget_config { /* see tkv_get_budget */
+    size_t bytes;                  /* limit of all memory that the cache holds, at any moment; 0: no budget */
+    const tkv_level *ladder; /* n_levels levels; read during creation, not kept; NULL: see tkv_get_budget */
+    int n_levels;            /* 1 to TKV_MAX_LEVELS with a ladder, else 0 */
+    tkv_pressure_config pressure;
+    int discard; /* 1: a full budget may discard blocks of idle sequences; see tkv_seq_discard */
+} tkv_budget_config;
+
+typedef struct tkv_meter_config { /* the quality meter, see tkv_get_quality */
+    int heads;                    /* KV heads that it watches, at most 64; 0: no meter. 4 is a good start */
+    int tokens; /* coded tokens per watched head that it also keeps exact, at least 128; 0: 2048 */
+    int every;  /* positions per measurement; 0: 32 or more, for at most 0.5 % of attention's work */
+} tkv_meter_config;
+
+typedef struct tkv_host_config { /* the program around the cache */
     tkv_allocator allocator;
     tkv_parallel_for parallel_for;
     void *parallel_user;
+    tkv_on_event on_event; /* NULL: reports no events */
+    void *event_user;
+    tkv_isa isa; /* TKV_ISA_AUTO: the best instruction set here; another: that one, or TKV_ERR_ISA */
+    tkv_nonfinite nonfinite;
+    int precise; /* 1: hi and lo limbs of q and p in every format; arithmetic errs by at most 2e-3 of the output */
+} tkv_host_config;
+
+typedef struct tkv_config {
+    uint32_t start_canary; /* leave 0: detects a config that was not filled with zeros */
+    tkv_model_config model;
+    tkv_limits_config limits;
+    tkv_tiers_config tiers;
+    tkv_format_options format;
+    const tkv_layer_config *layers; /* NULL, or settings of n_layers layers; read during creation, not kept */
+    tkv_budget_config budget;
+    tkv_evict_config evict; /* policy 0: the cache evicts no tokens */
+    tkv_importance_config importance;
+    tkv_offload_config
+        offload; /* store for blocks that are offloaded when the budget is full; zero: no store */
+    tkv_meter_config meter;
+    tkv_host_config host;
     uint32_t end_canary; /* leave 0 */
 } tkv_config;
 
+/* ======== 1. CORE ======== >>core
+ * Most programs need no more than this part. A config describes the model and the plan; zero is the default in every
+ * field. tkv_create makes an empty cache from it. For each step and layer, the program appends the keys and values of
+ * the new tokens and then attends with their queries. Attention reads all tiers in one softmax, so the program does
+ * not see where a token lies. A sequence is one conversation: it begins with its first append, tkv_seq_truncate cuts
+ * its newest tokens, and tkv_seq_reset ends it. tkv_read decodes tokens of any tier. tkv_get_memory counts every byte
+ * that the cache holds, and a budget limits them. Every function that can fail returns a tkv_status.
+ *
+ * Example:
+ *     tkv_config cfg = tkv_default_config();
+ *     cfg.model.n_layers = 4, cfg.model.n_heads = 8, cfg.model.n_kv_heads = 2, cfg.model.head_dim = 64;
+ *     if (tkv_create_ex(&cfg, NULL, 0, &kv, reason, sizeof reason)) return puts(reason);
+ *     for (layer = 0; layer < 4; layer++) {
+ *         st = tkv_append(kv, 0, layer, k, v, n);       // [n][2][64] each, keys after RoPE
+ *         if (!st) st = tkv_attend(kv, 0, layer, q, n, out);   // q and out are [n][8][64]
+ *         if (st) return puts(tkv_get_status_text(st));
+ *     }
+ *     tkv_destroy(kv);
+ */
 /* Returns a config of zeros, which are the defaults. */
-TKV_API tkv_config tkv_config_default(void);
-/* Returns sizeof(tkv_config) of the linked implementation. A binding compares it with its own struct's size. */
-TKV_API size_t tkv_config_size(void);
-
+TKV_API tkv_config tkv_default_config(void);
 /* Sets lengths and formats of the tiers to a named plan. Other fields stay. Bits per value of archived tokens,
  * metadata included (effect on models: bench/QUALITY.md):
  *   "quality" 4.06; "balanced" 3.06, the default; "compact" 2.31; "extreme" 1.81
  *   "kivi" 2.5; "squat" 2.5; "kvquant-3" 3.5: other designs, for comparison
  *   "by-context": "kivi" below 2,048 max_tokens, "squat" below 8,192, else "kvquant-3". Set max_tokens first.
- * KVQUANT keys ("kvquant-3", "by-context", "adr", "extreme_context") need cfg.rope, or TKV_KVQUANT_POST_ROPE in
- * cfg.kvquant; else tkv_config_validate fails.
+ * KVQUANT keys ("kvquant-3", "by-context", "adr", "extreme_context") need cfg.model.rope, or TKV_KVQUANT_POST_ROPE in
+ * cfg.format.kvquant; else tkv_validate_config fails.
  * Errors: TKV_ERR_ARG (unknown name or NULL), nothing changed. */
-TKV_API tkv_status tkv_config_preset(tkv_config *cfg, const char *name);
-/* Returns the name of plan i = 0, 1, ..., and NULL after the last. */
-TKV_API const char *tkv_preset_name(int i);
-
+TKV_API tkv_status tkv_apply_preset(tkv_config *cfg, const char *name);
+/* More presets for tkv_apply_preset, named as in other designs. Hot tokens, warm tokens and bits are those of the
+ * designs. Keys are coded as in the papers of KIVI and SQuat. No other field of the designs is mapped.
+ * Each row gives hot + warm tokens, the warm format, the archive formats, and remarks:
+ *   adr               64 + 448, KIVI4, then as "by-context", cfg.model.rope included (RuvLLM's ADR-004; its quality
+ *                     target is not mapped)
+ *   small             32 + 224, KIVI4, KIVI2
+ *   long_context      64 + 960, KIVI4, KIVI2
+ *   large_context     128 + 896, KIVI4, SQUAT2 and KIVI2 (its four subspaces and rematerialization are not mapped)
+ *   extreme_context   256 + 1792, KIVI4, KVQUANT3 (set cfg.model.rope; rematerialization is not mapped)
+ *   memory_optimized  32 + 224, KIVI4, KIVI2 (the lengths are fixed, as in the original)
+ *   akv               1024 + 2048, KIVI4, KIVI2 (akv-cache; importance, promotion and host memory are not mapped)
+ *   akv_quality       2048 + 2048, KIVI4, KIVI2 (named so because "quality" is a preset of this library)
+ *   aggressive        512 + 4096, KIVI2, KIVI2 (tkv_pressure_profile has a profile of this name)
+ *   k4v4 k3v3 k2v2    256, 128, 64 exact, then 4, 3, 2 bits (akv's AKVCache: quality, balanced, compact; Hadamard
+ *                     rotation and protected layers are not mapped)
+ *   k4v3 k4v2         128 exact, then keys in 4 bits and values in 3 or 2 bits (also AKVCache) */
 /* Checks every field of a config. On an error `reason` gets one sentence, cut to `size` bytes. It names the field,
  * its value and the values that are allowed. `reason` may be NULL.
  * Errors:
  *   TKV_ERR_CONFIG   a field is wrong
  *   TKV_ERR_ARG      cfg is NULL */
-TKV_API tkv_status tkv_config_validate(const tkv_config *cfg, char *reason, size_t size);
+TKV_API tkv_status tkv_validate_config(const tkv_config *cfg, char *reason, size_t size);
 
 /* >>life. Creates an empty cache. The cache fetches memory for tokens later, page by page, as they are appended. On
  * an error *out does not change. Errors: as tkv_create_ex. Cost: one allocation per growing part, no work per
  * token. */
 TKV_API tkv_status tkv_create(const tkv_config *cfg, tkv_cache **out);
-/* Creates an empty cache, as tkv_create. `reason` gets one sentence about an error, cut to `size` bytes, or ""
- * after success. `reason` may be NULL. tkv_create_from_text reads the config from a text.
+/* Creates an empty cache, as tkv_create, and names the cause of an error.
+ *   cfg      NULL: all defaults, for a text that sets what is needed
+ *   text     NULL, or a config as text of `text_size` bytes (see tkv_parse_config); its keys override cfg
+ *   reason   (may be NULL) receives a sentence about an error, cut to `size` bytes; "" after success. If a line of
+ *            the text is wrong, the sentence begins with its number
+ * Errors, *out unchanged:
+ *   TKV_ERR_CONFIG        tkv_validate_config rejects the config, or its tables exceed this machine's address space
+ *   TKV_ERR_ISA           cfg.host.isa is not available
+ *   TKV_ERR_BUDGET        cfg.budget.bytes has no room for an empty cache and its first tokens
+ *   TKV_ERR_NOMEM         the allocator returned NULL
+ *   TKV_ERR_UNSUPPORTED   a text, in a build with TKV_NO_REPORTS
+ *   TKV_ERR_ARG           out is missing, or both cfg and text are
+ * Cost: tkv_create; with a text also O(text_size), five times. */
+TKV_API tkv_status tkv_create_ex(const tkv_config *cfg, const char *text, size_t text_size, tkv_cache **out,
+                                 char *reason, size_t size);
+/* Computes the bytes that the caller must provide. A NULL result is not computed; one of both must be asked for.
+ *   in_place   bytes that tkv_create_in_place needs for every sequence at max_tokens. Blocks that TKV_FLUSH_ALL left
+ *              short are not included: appends may then return TKV_ERR_CAPACITY
+ *   offload    the most bytes stored under one key of cfg.offload, for a store with slots of one size
  * Errors:
- *   TKV_ERR_CONFIG   tkv_config_validate rejects the config, or its tables exceed this machine's address space
- *   TKV_ERR_ISA      cfg.isa is not available
- *   TKV_ERR_BUDGET   cfg.budget_bytes has no room for an empty cache and its first tokens
- *   TKV_ERR_NOMEM    the allocator returned NULL
- *   TKV_ERR_ARG      a pointer is missing */
-TKV_API tkv_status tkv_create_ex(const tkv_config *cfg, tkv_cache **out, char *reason, size_t size);
+ *   TKV_ERR_CONFIG   cfg is invalid, or the size exceeds this machine's address space; in_place: max_tokens is 0
+ *   TKV_ERR_BUDGET   in_place: cfg.budget.bytes has no room for the index of max_tokens and for pages
+ *   TKV_ERR_ARG      both results are NULL */
+TKV_API tkv_status tkv_get_required_bytes(const tkv_config *cfg, size_t *in_place, size_t *offload);
+/* Creates a cache inside the caller's memory, and allocates nothing. It ignores cfg.host.allocator. `mem` may have
+ * any alignment. It must outlive the cache; tkv_destroy does not free it.
+ * Errors: those of tkv_get_required_bytes, and
+ *   TKV_ERR_CAPACITY   `bytes` is less than tkv_get_required_bytes
+ *   TKV_ERR_ISA        cfg.host.isa is not available */
+TKV_API tkv_status tkv_create_in_place(const tkv_config *cfg, void *mem, size_t bytes, tkv_cache **out);
 /* Frees the cache and gives all memory back to the allocator. kv may be NULL. */
 TKV_API void tkv_destroy(tkv_cache *kv);
-
-/* tkv_required_bytes gives the bytes that tkv_init_in_place needs for every sequence at max_tokens. Blocks that
- * TKV_FLUSH_ALL left short are not included: appends may then return TKV_ERR_CAPACITY.
- * tkv_init_in_place creates a cache inside the caller's memory and allocates nothing. It ignores cfg.allocator.
- * `mem` may have any alignment. It must outlive the cache; tkv_destroy does not free it.
- * Errors of both:
- *   TKV_ERR_CONFIG     cfg is invalid, max_tokens is 0, or the size exceeds this machine's address space
- *   TKV_ERR_BUDGET     cfg.budget_bytes has no room for the index of max_tokens and for pages
- *   TKV_ERR_ARG        a pointer is missing
- * Errors of tkv_init_in_place:
- *   TKV_ERR_CAPACITY   `bytes` is less than tkv_required_bytes
- *   TKV_ERR_ISA        cfg.isa is not available */
-TKV_API tkv_status tkv_required_bytes(const tkv_config *cfg, size_t *bytes);
-TKV_API tkv_status tkv_init_in_place(const tkv_config *cfg, void *mem, size_t bytes, tkv_cache **out);
 
 /* >>append. Appends n tokens to one layer. k is float [n][n_kv_heads][head_dim], after RoPE. v is float
  * [n][n_kv_heads][v_head_dim]. It first demotes older blocks that are due. The new tokens get the hot format and
  * stay exact until the next append. F16 saturates at +-65504.
  * Errors:
  *   TKV_ERR_CAPACITY    n exceeds max_append, max_tokens, or the memory in place
- *   TKV_ERR_BUDGET      the budget is full (see tkv_budget)
+ *   TKV_ERR_BUDGET      the budget is full (see tkv_get_budget)
  *   TKV_ERR_NOMEM       the allocator returned NULL
- *   TKV_ERR_NONFINITE   NaN or infinity (see cfg.nonfinite)
+ *   TKV_ERR_NONFINITE   NaN or infinity (see cfg.host.nonfinite)
  *   TKV_ERR_ARG         bad argument
  * Cost: O(n), plus one encoding per 64 tokens. */
 TKV_API tkv_status tkv_append(tkv_cache *kv, int seq, int layer, const float *k, const float *v, int n);
-/* Appends as tkv_append, and checks that the first new token belongs at `position`. Use it where the caller counts
- * positions itself, for RoPE for example. Errors: as tkv_append_ex. */
-TKV_API tkv_status tkv_append_at(tkv_cache *kv, int seq, int layer, int position, const float *k,
-                                 const float *v, int n);
-
 /* One entry of a ragged batch: n tokens (or queries) of sequence seq. */
 typedef struct tkv_rows {
     int seq, n;
 } tkv_rows;
-
 /* Strides count elements; 0 means packed. In k and v the tokens of all entries follow one another. */
 typedef struct tkv_append_params {
     int layer;
@@ -737,50 +857,23 @@ typedef struct tkv_append_params {
     tkv_type k_type, v_type;
     ptrdiff_t k_token_stride, k_head_stride, v_token_stride, v_head_stride; /* may be negative */
     /* NULL, or the position of the first new token: one for seq, or one per entry of the batch. It must be the
-     * length of the layer (tkv_layer_len). Attention sees all earlier tokens: call tkv_reset before a new text. */
+     * length of the layer (tkv_get_length). Attention sees all earlier tokens: call tkv_seq_reset before a new
+     * text. */
     const int *positions;
 } tkv_append_params;
 /* Appends tokens of one or several sequences to one layer, all of them or none.
  * Errors: as tkv_append, and
- *   TKV_ERR_RANGE   a position is not the length of the layer, even if n is 0; tkv_last_error names both numbers
+ *   TKV_ERR_RANGE   a position is not the length of the layer, even if n is 0; tkv_get_last_error names both numbers
  *   TKV_ERR_ARG     a sequence is in the batch twice, a pointer is missing, or the layer has no K and V of its own
  * Cost: as tkv_append, plus O(n_batch^2) to find duplicates. */
 TKV_API tkv_status tkv_append_ex(tkv_cache *kv, const tkv_append_params *p);
-
-/* >>step. A step appends tokens to all layers of a sequence as one unit.
- *   tkv_begin    demotes blocks that are due, as an append would, then opens the step. Appends inside the step
- *                demote nothing. They add at most max_append tokens per layer in total.
- *   tkv_commit   closes the step if every layer got the same number of tokens; otherwise the step stays open
- *   tkv_abort    removes the step's tokens. The cache is as after tkv_begin, but keeps statistics of queries.
- * Errors:
- *   TKV_ERR_STATE      begin: a step is open; commit, abort: no step is open
- *   TKV_ERR_STATE      commit: the layers got different numbers of tokens
- *   TKV_ERR_NOMEM      begin: the allocator returned NULL
- *   TKV_ERR_BUDGET     begin: the budget has no room for the tables of formats
- *   TKV_ERR_CAPACITY   begin: memory in place is full
- *   TKV_ERR_ARG        no such sequence
- * Cost: begin: the encoding that is due; commit, abort: O(layers). */
-TKV_API tkv_status tkv_begin(tkv_cache *kv, int seq);
-TKV_API tkv_status tkv_commit(tkv_cache *kv, int seq);
-TKV_API tkv_status tkv_abort(tkv_cache *kv, int seq);
-/* Reserves memory for n more tokens, 1 to max_append, in every layer. Appends up to a length of tkv_seq_len + n
- * then cannot fail for memory, demotion included. The reservation ends when all layers reach that length. These
- * calls end it earlier: tkv_reset; tkv_flush FULL or ALL; tkv_truncate after evictions; without a budget also
- * tkv_set_level and tkv_set_hot_tokens.
- * Errors, nothing reserved:
- *   TKV_ERR_CAPACITY   the length exceeds max_tokens, or memory in place is full
- *   TKV_ERR_BUDGET     the budget is full
- *   TKV_ERR_NOMEM      the allocator returned NULL
- *   TKV_ERR_ARG        bad seq or n */
-TKV_API tkv_status tkv_reserve(tkv_cache *kv, int seq, int n);
 
 /* >>attend. Computes causal attention of the last n tokens of a sequence over all tiers. Append these tokens first.
  * q is float [n][n_heads][head_dim], out is float [n][n_heads][v_head_dim]. Query head h reads KV head
  * h / (n_heads / n_kv_heads). It only reads the cache: any number of threads may call it while no thread writes.
  * Errors: as tkv_attend_ex.
- * Cost: as tkv_attend_ex; no allocation; at most 128 KiB of stack (with cfg.spill 36 KiB more). */
+ * Cost: as tkv_attend_ex; no allocation; at most 128 KiB of stack (with cfg.offload 36 KiB more). */
 TKV_API tkv_status tkv_attend(tkv_cache *kv, int seq, int layer, const float *q, int n, float *out);
-
 /* The logit of query i (row), key j (position) and head h results from these steps, in this order:
  *   s = scale * q.k
  *   s = softcap * tanh(s / softcap)   with a softcap
@@ -802,12 +895,12 @@ typedef struct tkv_attend_params {
     ptrdiff_t out_row_stride, out_head_stride; /* in elements, may be negative; 0: packed */
     float scale;                               /* factor on q.k; 0: the cache's */
     int non_causal;                            /* 1: every query sees every key (cross-attention, encoders) */
-    int window;         /* a query sees this many newest keys; 0: the layer's window; TKV_NONE: no window */
-    float softcap;      /* 0: no soft cap */
-    const float *alibi; /* NULL, or one finite slope per query head */
+    int window;    /* a query sees this many newest keys; 0: the layer's window; TKV_OFF: no window */
+    float softcap; /* 0: no soft cap */
+    const float *alibi_slopes; /* NULL, or one finite slope per query head */
     /* NULL, or one learned logit per query head. It joins the softmax without a value. A head whose logit is not
      * finite has none. */
-    const float *sinks;
+    const float *sink_logits;
     /* NULL, or numbers added to the logits: mask[row * mask_stride + j] for key position j. NaN, and any number at
      * or below -1e30, hide the key. Numbers above 1e30 count as 1e30. Stride 0: the longest sequence's length. */
     const float *mask;
@@ -817,36 +910,26 @@ typedef struct tkv_attend_params {
      * token if the bit is set. It sees all older tokens. Stride 0: the words that mask_bits_n needs. */
     const uint64_t *mask_bits;
     ptrdiff_t mask_bits_stride;
-    int mask_bits_n;
+    int n_mask_bits;
     /* NULL, or output: log-sum-exp [row][n_heads], learned sinks included */
     float *lse;
     /* NULL, or output (needs lse): the attention score of each key position, summed over rows and heads. Each entry
      * of the batch has an array of mass_stride floats. mass_stride is at least the longest length; 0: that length.
      * This costs a second pass over the keys. */
-    float *mass;
-    ptrdiff_t mass_stride;
+    float *scores;
+    ptrdiff_t score_stride;
 } tkv_attend_params;
 /* Computes attention of one or several sequences in one layer.
  * Errors (TKV_ERR_IO and TKV_ERR_DATA leave out undefined, the others leave it unchanged):
  *   TKV_ERR_ARG         a pointer is missing or a number is out of range
  *   TKV_ERR_RANGE       more queries than tokens; or an old query or a wide window reaches expired tokens
- *   TKV_ERR_NO_SOURCE   a query sees discarded tokens (tkv_remat_drop)
- *   TKV_ERR_IO          reading an offloaded block failed (tkv_spill)
+ *   TKV_ERR_NO_SOURCE   a query sees discarded tokens (tkv_seq_discard)
+ *   TKV_ERR_IO          reading an offloaded block failed (tkv_offload)
  *   TKV_ERR_DATA        an offloaded block is damaged
  * Cost: O(rows * n_heads * keys seen); a block's bytes about once per 8 rows of a KV head, less often in a prefill.
  * Source: arXiv 2307.08691, section 3 (online softmax, split over keys); kernels/scalar.h (scales folded into
  * queries and weights, integer products). */
 TKV_API tkv_status tkv_attend_ex(tkv_cache *kv, const tkv_attend_params *p);
-
-/* Computes the same as tkv_attend_ex in double, for tests. This slow function defines the result: it decodes every
- * key and value, again for each row. Errors: as tkv_attend_ex. */
-TKV_API tkv_status tkv_attend_reference(tkv_cache *kv, const tkv_attend_params *p);
-
-/* Joins attention over two disjoint sets of keys: out and lse become those of the union. out and out2 are
- * [n_rows][dim], lse and lse2 are [n_rows]; none may be NULL. An lse that is not finite marks a row without keys.
- * Learned sinks may be part of one set only. If n_rows or dim is below 1, nothing is written. Cost:
- * O(n_rows * dim). Source: arXiv 2307.08691, section 3. */
-TKV_API void tkv_merge_lse(float *out, float *lse, const float *out2, const float *lse2, int n_rows, int dim);
 
 /* >>read. Decodes K and V of tokens start .. start+n-1 from any tier. k is [n][n_kv_heads][head_dim], v is
  * [n][n_kv_heads][v_head_dim]; either may be NULL. It only reads the cache.
@@ -854,26 +937,161 @@ TKV_API void tkv_merge_lse(float *out, float *lse, const float *out2, const floa
  *   TKV_ERR_RANGE       a token is evicted, expired or not yet appended
  *   TKV_ERR_NO_SOURCE   a token is discarded: recompute it
  *   TKV_ERR_ARG         bad sequence or number, or a layer without a cache
- *   TKV_ERR_IO          reading an offloaded block failed (tkv_spill)
+ *   TKV_ERR_IO          reading an offloaded block failed (tkv_offload)
  *   TKV_ERR_DATA        an offloaded block is damaged
  * Cost: O(blocks + values). */
 TKV_API tkv_status tkv_read(tkv_cache *kv, int seq, int layer, int start, int n, float *k, float *v);
-
-/* >>sequences. A sequence exists from its first append until its reset. Each sequence has its own blocks: no call
- * shares blocks between sequences yet. Lengths count evicted, expired and discarded tokens too. */
-/* Returns the length of a sequence in tokens, that of its shortest layer; 0 for a bad seq. */
-TKV_API int tkv_seq_len(const tkv_cache *kv, int seq);
-/* Returns the length of one layer of a sequence in tokens; 0 for a bad seq or a layer without a cache. */
-TKV_API int tkv_layer_len(const tkv_cache *kv, int seq, int layer);
-/* Empties a sequence. Ends its open step and its reservation. TKV_ERR_ARG: no such sequence. Cost: O(blocks). */
-TKV_API tkv_status tkv_reset(tkv_cache *kv, int seq);
+/* Returns the length in tokens of one layer of a sequence, or with TKV_ALL_LAYERS that of the shortest layer. Lengths
+ * count evicted, expired and discarded tokens too. Returns 0 for a bad seq, or a layer without a cache. */
+TKV_API int tkv_get_length(const tkv_cache *kv, int seq, int layer);
 /* Keeps the first n_tokens of every layer; shorter layers do not change. It can remove only exact tokens in RAM.
  * After appends alone, it can remove at least hot_tokens. Earlier cuts and flushes reduce that number.
  * Errors, nothing changed:
- *   TKV_ERR_INEXACT   older tokens are compressed, offloaded or expired; tkv_last_error names the least n_tokens
+ *   TKV_ERR_INEXACT   older tokens are compressed, offloaded or expired; tkv_get_last_error names the least n_tokens
  *   TKV_ERR_STATE     a step is open
  *   TKV_ERR_ARG       no such sequence, or n_tokens is negative */
-TKV_API tkv_status tkv_truncate(tkv_cache *kv, int seq, int n_tokens);
+TKV_API tkv_status tkv_seq_truncate(tkv_cache *kv, int seq, int n_tokens);
+/* Empties a sequence. Ends its open step and its reservation. A sequence exists from its first append until its
+ * reset.
+ * Errors: TKV_ERR_ARG (no such sequence). Cost: O(blocks). */
+TKV_API tkv_status tkv_seq_reset(tkv_cache *kv, int seq);
+
+typedef struct tkv_tier_bytes {
+    size_t tokens;   /* tokens, summed over layers */
+    size_t codes;    /* bytes for coded values, including the free slots of a block */
+    size_t metadata; /* bytes for scales and zeros */
+} tkv_tier_bytes;
+typedef struct tkv_memory_info {         /* bytes, if a field has no other unit */
+    size_t total;                        /* memory held from the allocator: the sum of the indented fields */
+    tkv_tier_bytes tier[TKV_TIER_COUNT]; /*   codes and metadata of each tier */
+    size_t tables;            /*   plans per layer, learned tables, statistics, sums of the quality meter */
+    size_t index;             /*   block table, block lists, the cache object */
+    size_t scratch;           /*   work space of encoding and of parallel attention */
+    size_t exact_copies;      /*   memory for the exact copies of the quality meter, used or not */
+    size_t slack;             /*   free space in pages, padding */
+    tkv_tier_bytes offloaded; /* offloaded tokens (the tiers count them too), their codes and metadata */
+    size_t peak;              /* highest total so far */
+    size_t fp16_bytes;        /* K and V of the same tokens as plain FP16, without padding or overhead */
+    double ratio;             /* fp16_bytes / total */
+    double ratio_f32;         /* bytes of plain F32 / total */
+} tkv_memory_info;
+/* Reports the memory of the cache, exact to the byte. Cost: O(blocks). */
+TKV_API tkv_status tkv_get_memory(const tkv_cache *kv, tkv_memory_info *out);
+
+/* >>pressure. A pressure controller turns pressures into a level of an ordered ladder. A pressure is usually bytes
+ * held / bytes allowed. Level 0 is the loosest. While the average pressure is at or above the next threshold, the
+ * level rises. When the average falls below the present threshold less the hysteresis, the level falls by one. The
+ * controller is independent of any cache and owns no memory: the caller's struct holds it. Zero means default. */
+typedef struct tkv_pressure_info {
+    int level;                   /* present level, 0 the loosest */
+    float average, last, peak;   /* moving average, newest and highest pressure, 0 to 1 */
+    float trend;                 /* moving average of the change from one sample to the next */
+    float samples_left;          /* samples until pressure 1 at that trend; -1: the trend does not rise */
+    uint64_t samples, refused;   /* pressures accepted; pressures ignored because they were NaN or infinite */
+    uint64_t tightened, relaxed; /* levels moved up (tighter); levels moved down (looser) */
+} tkv_pressure_info;
+
+/* >>budget. With cfg.budget.bytes a cache stays exact while memory is free. The budget counts all memory of the
+ * cache: pages, tables, index, scratch, and about two pages reserved for recoding. The cache never asks the
+ * allocator for more. In place, the budget is the size that the memory must have (tkv_get_required_bytes returns it).
+ *
+ * As the memory fills, the cache goes down the ladder, one level at a time. It recodes stored blocks, oldest
+ * first. Each append recodes a few blocks, as its new bytes require. The default levels (see cfg.budget.ladder) are:
+ *     0  everything exact                                3  the plan of the config (warm, then archive)
+ *     1  8 bits behind hot_tokens                        4  archive A25 + R20
+ *     2  4 bits behind hot_tokens                        5  archive A20 + R15
+ * The average pressure (cfg.budget.pressure) starts the next level: by default the first at 80 %, the others at 95
+ * % of the budget. All old blocks must be at the present level first. If an append does not fit, the next level
+ * begins at any average. If the last level is not enough, the append returns TKV_ERR_BUDGET and changes nothing,
+ * with two exceptions. If an allocator or a store fails half-way, the blocks already reclaimed stay so. And a
+ * refused append may free expired tokens. In an open step, blocks from before the step may be recoded, and an
+ * abort does not undo it.
+ *
+ * cfg.budget.pressure.max_level is the last level allowed ("fp16_only": level 0). cfg.budget.pressure.min_level is
+ * the first. At min_level, blocks are recoded when due by age, even while memory is free. After a cut or a reset,
+ * the cache goes back one level if everything it holds would fit there. Stored blocks then stay as they are; new
+ * blocks follow the looser level. The tokens of a sequence's last append are never recoded. The work space of
+ * cfg.host.parallel_for counts, so levels may come earlier with it. Without a budget, cfg.budget.ladder gives a
+ * static plan: cfg.budget.pressure.min_level at first; see tkv_set_level. */
+typedef struct tkv_budget_info {
+    size_t budget, used, peak;  /* bytes; `used` excludes free pages, but includes the reserve for recoding */
+    int level, n_levels;        /* present level; levels of the ladder */
+    tkv_pressure_info pressure; /* state of the pressure controller; one sample per append */
+    uint64_t
+        recoded[TKV_MAX_LEVELS];    /* blocks recoded to each level's formats to free bytes or at min_level */
+    uint64_t demoted;               /* blocks recoded for any reason, age included */
+    uint64_t refused;               /* calls that returned TKV_ERR_BUDGET */
+    uint64_t offloaded, promoted;   /* blocks offloaded; blocks that tkv_promote brought back */
+    uint64_t unwritten;             /* blocks and exact copies that cfg.offload.write failed to write */
+    uint64_t evicted;               /* tokens evicted, counted per layer (cfg.evict, tkv_evict) */
+    uint64_t discarded, recomputed; /* blocks discarded; blocks that tkv_restore brought back */
+    /* blocks that the present level would still recode; 0 without a budget. At min_level without pressure, blocks
+     * that wait for a table do not count. Some can stay while no page is free for their new size. */
+    uint64_t pending;
+} tkv_budget_info;
+/* Reports the budget and what was done to keep it. Errors: TKV_ERR_ARG. Cost: O(blocks), for `pending`. */
+TKV_API tkv_status tkv_get_budget(const tkv_cache *kv, tkv_budget_info *out);
+/* Sets another budget. A lower budget recodes blocks at once.
+ *   bytes   0: no budget; the plan of the present level becomes static. In place: not 0, and limited to the memory
+ *           given
+ * Errors, nothing changed:
+ *   TKV_ERR_BUDGET   the stored blocks do not fit
+ *   TKV_ERR_ARG      the cache was created without a budget, or bytes is 0 in place
+ *   TKV_ERR_NOMEM */
+TKV_API tkv_status tkv_set_budget(tkv_cache *kv, size_t bytes);
+
+TKV_API const char *tkv_get_status_text(tkv_status s); /* a sentence about a status */
+/* Returns the error sentence of the last call that changes the cache; "" after a success. Attend, read and reports
+ * set no sentence. */
+TKV_API const char *tkv_get_last_error(const tkv_cache *kv);
+
+/* ======== 2. CONTROL ======== >>control
+ * These functions decide when work happens and what it may cost. A step makes the appends of all layers one unit: it
+ * is committed, or aborted as if it had never begun. tkv_seq_reserve takes the memory of later appends in advance.
+ * tkv_seq_flush and tkv_maintain do the work of later appends in an idle moment, so that a frame or a token does not
+ * wait for it. tkv_set_level and tkv_set_hot_tokens change the plan of a running cache. tkv_report_pressure lets the
+ * whole process decide how tight the cache gets. The two estimates answer before a cache exists: what a number of
+ * tokens takes, and how many tokens a budget holds. tkv_get_layer and tkv_get_tiers say where the tokens are.
+ *
+ * Example:
+ *     st = tkv_seq_begin(kv, seq);
+ *     for (layer = 0; layer < 4 && !st; layer++) st = tkv_append(kv, seq, layer, k, v, n);
+ *     if (!st) st = tkv_seq_commit(kv, seq);
+ *     else (void)tkv_seq_abort(kv, seq);                 // every layer is as long as before
+ *     (void)tkv_maintain(kv, 16, &done);                 // at most 16 blocks, while nobody waits
+ *     if (!tkv_estimate_memory(&cfg, 32768, 1, &memory)) printf("%.0f MB\n", (double)memory.total / 1e6);
+ */
+/* >>step. A step appends tokens to all layers of a sequence as one unit.
+ *   tkv_seq_begin    demotes blocks that are due, as an append would, then opens the step. Appends inside the step
+ *                demote nothing. They add at most max_append tokens per layer in total.
+ *   tkv_seq_commit   closes the step if every layer got the same number of tokens; otherwise the step stays open
+ *   tkv_seq_abort    removes the step's tokens. The cache is as after tkv_seq_begin, but keeps statistics of queries.
+ * Errors:
+ *   TKV_ERR_STATE      begin: a step is open; commit, abort: no step is open
+ *   TKV_ERR_STATE      commit: the layers got different numbers of tokens
+ *   TKV_ERR_NOMEM      begin: the allocator returned NULL
+ *   TKV_ERR_BUDGET     begin: the budget has no room for the tables of formats
+ *   TKV_ERR_CAPACITY   begin: memory in place is full
+ *   TKV_ERR_ARG        no such sequence
+ * Cost: begin: the encoding that is due; commit, abort: O(layers). */
+TKV_API tkv_status tkv_seq_begin(tkv_cache *kv, int seq);
+TKV_API tkv_status tkv_seq_commit(tkv_cache *kv, int seq);
+TKV_API tkv_status tkv_seq_abort(tkv_cache *kv, int seq);
+/* Reserves memory for n more tokens, 1 to max_append, in every layer. Appends up to a length of tkv_get_length + n
+ * then cannot fail for memory, demotion included. The reservation ends when all layers reach that length. These
+ * calls end it earlier: tkv_seq_reset; tkv_seq_flush FULL or ALL; tkv_seq_truncate after evictions; without a
+ * budget also tkv_set_level and tkv_set_hot_tokens.
+ * Errors, nothing reserved:
+ *   TKV_ERR_CAPACITY   the length exceeds max_tokens, or memory in place is full
+ *   TKV_ERR_BUDGET     the budget is full
+ *   TKV_ERR_NOMEM      the allocator returned NULL
+ *   TKV_ERR_ARG        bad seq or n */
+TKV_API tkv_status tkv_seq_reserve(tkv_cache *kv, int seq, int n);
+typedef enum tkv_flush_mode {
+    TKV_FLUSH_DUE = 0, /* demotes the blocks that the next append would demote anyway */
+    TKV_FLUSH_FULL,    /* demotes every full block of the hot tail; none where hot_tokens is TKV_UNLIMITED */
+    TKV_FLUSH_ALL      /* demotes the partial block too, which then takes a whole block's bytes */
+} tkv_flush_mode;
 /* Demotes blocks now (see tkv_flush_mode), for an idle moment or a finished sequence. After FULL and ALL the warm
  * tier begins at the newest token. A and R formats without a table get one from the tokens in the cache. It serves
  * until the layer has seen 2,048 tokens.
@@ -884,15 +1102,441 @@ TKV_API tkv_status tkv_truncate(tkv_cache *kv, int seq, int n_tokens);
  *   TKV_ERR_STATE      a step is open
  *   TKV_ERR_ARG        bad sequence or mode
  * Cost: one encoding per block. */
-TKV_API tkv_status tkv_flush(tkv_cache *kv, int seq, tkv_flush_mode mode);
+TKV_API tkv_status tkv_seq_flush(tkv_cache *kv, int seq, tkv_flush_mode mode);
+/* Does the work of future appends in an idle moment. It recodes until a tenth of the level's bytes is free. At
+ * cfg.budget.pressure.min_level it also recodes all blocks that are due by age. Without a budget it does nothing.
+ *   max_work   most blocks to recode
+ *   done       (may be NULL) receives the number of blocks recoded
+ * Errors: TKV_ERR_ARG. Cost: O(sequences * layers) per block. */
+TKV_API tkv_status tkv_maintain(tkv_cache *kv, int max_work, int *done);
 
+/* Moves to a level of the ladder. Under a budget, the pressure controller continues from there. If the level is
+ * tighter, stored blocks follow as bytes are needed.
+ * Errors: TKV_ERR_ARG   the level is not within cfg.budget.pressure, or the cache is in place without a budget */
+TKV_API tkv_status tkv_set_level(tkv_cache *kv, int level);
+/* Sets hot_tokens of all levels and layers, except those that keep everything exact. Without a budget, this ends
+ * reservations, as tkv_set_level does.
+ * Errors: TKV_ERR_ARG   hot_tokens is not 1 to 2^30 - 2, or the cache is in place without a budget */
+TKV_API tkv_status tkv_set_hot_tokens(tkv_cache *kv, int hot_tokens);
+/* Gives the cache a pressure from elsewhere, such as that of the whole process, limited to 0 to 1. Until the next
+ * call, the cache uses the larger of this and its own. Any thread may call it at any time (gcc, clang).
+ * Errors: TKV_ERR_ARG (NaN or infinite). */
+TKV_API tkv_status tkv_report_pressure(tkv_cache *kv, float pressure);
+
+/* Forecasts tkv_get_memory for n_seqs sequences of n_tokens each, appended token by token. Allocates nothing.
+ * If sequences are appended one after the other, the forecast is exact, with two exceptions. The real `index` can
+ * be twice as large, because arrays keep the size to which they grew. `peak` equals total. Prompts in large chunks
+ * have a higher peak, because a chunk is exact until the next append. With cfg.evict.keep_tokens, the forecast limits
+ * n_tokens to it. With cfg.budget.pressure.min_level under a budget, the cache can hold up to an eighth more,
+ * because blocks are recoded a few at a time.
+ *
+ * Under a budget, the forecast takes the first case that fits:
+ *   1. a level of the ladder;
+ *   2. the last level with the fewest offloaded blocks (cfg.offload);
+ *   3. all sequences except one discarded as far as allowed (cfg.budget.discard);
+ *   4. the most tokens that the budget holds in contiguous blocks (cfg.evict). In the real cache, live tokens lie
+ *      in more blocks, and other memory may be larger, up to the budget.
+ * Errors:
+ *   TKV_ERR_BUDGET   no case fits
+ *   TKV_ERR_CONFIG   cfg is wrong, or this machine cannot address that much memory
+ *   TKV_ERR_ARG      a number is out of range */
+TKV_API tkv_status tkv_estimate_memory(const tkv_config *cfg, int n_tokens, int n_seqs, tkv_memory_info *out);
+/* Forecasts the most tokens that each of n_seqs sequences can have within cfg.budget.bytes, appended token by
+ * token. Assumes the last level, and the reclaim stages of the config:
+ *   cfg.evict   cfg.limits.max_tokens, if the tokens that eviction always keeps fit
+ *   cfg.offload   as many tokens as the index can hold
+ *   cfg.budget.discard   one sequence at a time, while the others are discarded
+ * The real cache never holds fewer. It can hold a tenth more, or twice as many with cfg.offload, because the index
+ * grows in steps. Allocates nothing. Errors: TKV_ERR_ARG (no budget, or a bad number), TKV_ERR_CONFIG. */
+TKV_API tkv_status tkv_estimate_context(const tkv_config *cfg, int n_seqs, int *n_tokens);
+
+/* One layer of one sequence. `length` is the sum of tokens, expired, evicted and discarded. */
+typedef struct tkv_layer_info {
+    int length;                             /* in tokens */
+    int tokens[TKV_TIER_COUNT];             /* tokens per tier; sinks count as HOT */
+    int blocks[TKV_TIER_COUNT];             /* blocks per tier */
+    int expired;                            /* tokens that left every window */
+    int offloaded;                          /* offloaded blocks; they count in their tier as well */
+    int evicted;                            /* tokens evicted by cfg.evict or tkv_evict */
+    int discarded;                          /* tokens to be recomputed; they are in no tier */
+    tkv_format_pair format[TKV_TIER_COUNT]; /* of new blocks at the present level, with defaults filled in */
+    tkv_memory_info
+        memory; /* of the layer's blocks; tables, index and scratch are 0, as sequences share them */
+} tkv_layer_info;
+/* Reports one layer of one sequence, empty or not. Errors: TKV_ERR_ARG (no such sequence or layer, or a layer without
+ * a cache). Cost: O(blocks). */
+TKV_API tkv_status tkv_get_layer(const tkv_cache *kv, int seq, int layer, tkv_layer_info *out);
+/* What a token is, beside its tier (tkv_tier). */
+typedef enum tkv_token_state {
+    TKV_TOKEN_GONE = 3,  /* evicted or expired */
+    TKV_TOKEN_DISCARDED, /* to be recomputed */
+    TKV_TOKEN_STATE_COUNT
+} tkv_token_state;
+/* Reports the tier of each of the tokens start to start + n - 1.
+ *   tiers   [n] receives a tkv_tier, or a tkv_token_state
+ * Errors, nothing written:
+ *   TKV_ERR_RANGE   a token is beyond the length of the layer
+ *   TKV_ERR_ARG     a bad number, or a layer without a cache
+ * Cost: O(blocks + n). */
+TKV_API tkv_status tkv_get_tiers(const tkv_cache *kv, int seq, int layer, int start, int n, uint8_t *tiers);
+
+/* ======== 3. LONG CONTEXT ======== >>long
+ * A text can become longer than memory allows. Compressing comes first, and these are the ways behind it, from the
+ * one that loses least. Offloading moves old blocks to a store of the program, where attention still reads them.
+ * Discarding drops blocks that the program's model computes again before they are needed. Evicting removes tokens
+ * for good: a policy chooses them by the attention that they received, or the program names them. Pinned tokens
+ * stay. Promotion brings a block back to a more precise form, from a kept copy, the store or recomputation.
+ *
+ * Example:
+ *     cfg.evict.policy = TKV_EVICT_H2O;                  // before tkv_create
+ *     cfg.evict.keep_tokens = 4096;
+ *     (void)tkv_seq_pin(kv, seq, 0, 200, TKV_UNLIMITED); // a system prompt stays
+ *     tkv_evict_params evict = {0};
+ *     evict.layer = TKV_ALL_LAYERS, evict.keep = 1024;
+ *     st = tkv_evict(kv, &evict);                        // now, for example at the end of a prompt
+ *     st = tkv_find_top_tokens(kv, seq, 0, 10, 1, top, &done);   // what matters most in layer 0
+ */
+/* >>eviction in a cache. It needs cfg.evict. With cfg.evict.keep_tokens, an append (or tkv_seq_begin) first evicts
+ * the surplus of each layer, a batch at a time. Afterwards a layer holds at most cfg.evict.keep_tokens. Protected
+ * tokens, pinned tokens and the tokens of that append can exceed this.
+ *
+ * Under a budget, eviction is the last reclaim stage, after the last level of the ladder. It also works a batch at
+ * a time. Each layer keeps its pinned tokens, its sinks, twice its recent tokens, and 64 more. Recent tokens are
+ * one half of a budget, as in rules/evict.h, hence "twice". Down to this size, an append gets TKV_ERR_BUDGET only
+ * if all reclaim stages together free too little.
+ *
+ * Some policies may be refused a few blocks earlier: "keydiff", "user", "knorm" with cfg.importance.sample_every,
+ * and any policy with cfg.tiers.n_anchors. Their choice depends on the blocks compressed before. With anchors, if
+ * batches are not enough, tokens are evicted before tiers are recoded. TKV_ERR_NOMEM can occur after tokens were
+ * evicted, because index and pages grow into the freed bytes. TKV_EVICT_SCORES uses tkv_get_importance. Policies
+ * treat all heads of a layer as one.
+ *
+ * The remaining tokens keep their positions, for masks and windows too. Keys keep their rotation, so distances are
+ * those of the text. StreamingLLM instead rotates keys to their places in the cache, for texts beyond the model's
+ * length. Here that would mean recoding all keys with each batch, and new query positions from the caller. For such
+ * texts, scale the RoPE of the model instead.
+ *
+ * Bytes are freed when a block of 64 tokens is empty, or when neighbours fit into one block. Coded neighbours are
+ * decoded and coded again, with a small loss. KVQUANT keys before RoPE cannot move, so only empty blocks are freed.
+ * Evicted tokens never come back: tkv_seq_truncate does not restore them, and tkv_read returns TKV_ERR_RANGE. The
+ * bookkeeping takes 432 bytes per block and layer. */
+typedef struct tkv_evict_params { /* zero means default */
+    int seq;                      /* the sequence */
+    int layer;                    /* a layer, or TKV_ALL_LAYERS */
+    const tkv_evict_config
+        *evict; /* NULL: cfg.evict. Another policy must use the scores the cache collects, or `scores` */
+    int keep;   /* tokens that stay per layer, on average for "pyramidkv"; 0: cfg.evict.keep_tokens */
+    /* These arrays are NULL, or indexed by position, as long as the longest of the layers (tkv_get_length): */
+    const uint64_t *pinned_mask;   /* mask of tokens that stay */
+    const signed char *priorities; /* as in tkv_evict_view */
+    const float *scores;           /* replace the scores that the cache collected; high scores stay */
+    /* NULL, or a mask of the first n_victims positions: evicts those tokens, except pinned ones, and ignores `evict`,
+     * `keep`, `priorities` and `scores` */
+    const uint64_t *victims;
+    int n_victims;
+} tkv_evict_params;
+/* Evicts tokens now, for example at the end of a prompt (SnapKV).
+ * Errors, nothing changed:
+ *   TKV_ERR_STATE       a step is open, or cfg.evict is not set
+ *   TKV_ERR_CONFIG      p->evict has a field out of range, or needs scores that the cache does not collect
+ *   TKV_ERR_NONFINITE   a score is not finite
+ *   TKV_ERR_BUDGET      the policy is "none", and tokens would have to be evicted
+ *   TKV_ERR_ARG
+ * Cost: O(tokens), and coding of merged blocks. See tkv_evict_policy for "knorm" and "keydiff". */
+TKV_API tkv_status tkv_evict(tkv_cache *kv, const tkv_evict_params *p);
+/* Pins the live tokens start to start + n - 1 in all layers, so that eviction keeps them.
+ *   until   TKV_UNLIMITED; TKV_OFF: ends all pins; or a length of 1 to 2^30 - 2: they end when the layer has that
+ *   many
+ *           tokens. Such pins in one block of 64 tokens all last as long as the longest, also after blocks are
+ *           merged.
+ * Errors: TKV_ERR_STATE (a step is open, or cfg.evict is not set), TKV_ERR_ARG. Cost: O(blocks). */
+TKV_API tkv_status tkv_seq_pin(tkv_cache *kv, int seq, int start, int n, int until);
+
+/* A cache collects attention scores itself while tkv_attend runs, if cfg.importance.sample_every or cfg.evict
+ * needs them. They take 432 bytes per block and layer, counted with the index. The eviction policy selects the
+ * scores:
+ *     h2o; strategies hybrid, accumulation     weights, summed over queries and KV heads
+ *     strategy heavy_hitter                    the largest weight given by any KV head of any query
+ *     scissorhands; strategy persistence       times the weight was below importance.low (0: 1 / visible keys)
+ *     tova                                     weights of the newest query alone, summed over KV heads
+ *     snapkv, pyramidkv                        weights of the newest evict.recent_tokens queries
+ * With any other policy, the strategy of cfg.importance decides. "recency" collects nothing.
+ *
+ * importance.heads combines the weights of the n_heads / n_kv_heads query heads of a KV head: mean, largest or sum.
+ * Mean and sum differ by a constant factor, so policies choose the same tokens by both. Against recency and
+ * thresholds, the factor does matter. For scissorhands and persistence, mean and sum combine the heads' counts.
+ * There, max counts a query if all heads gave less. Max always, and heavy_hitter also with mean or sum, combine
+ * the heads of one query first. With more than 8 query heads, they combine those that run together.
+ *
+ * Queries are sampled, except for tova, snapkv and pyramidkv. Each KV head samples one of cfg.importance.sample_every
+ * positions, and heads and layers take turns. 0 means one in 32, or none if the policy needs no scores. A sampled
+ * query counts as importance_every queries, at most 4,096, so sums and counts estimate the whole at any sampling
+ * rate.
+ *
+ * All calls between two appends form one step. Sums are multiplied by importance.decay for each token appended
+ * since, so after a chunk of 64 by its 64th power. Decay 0 means the strategy's, or 1 if the policy decides. Sums
+ * of newest queries start again with each step. Sums are limited to 4,095 * importance_every for
+ * rates up to 256, else to 1,048,575. Counts are limited to 16,777,215 * importance_every and to 2^32 - 1.
+ *
+ * Collecting does not change the output of tkv_attend. The sums do not depend on threads. Sampled queries cost
+ * a second pass over their keys (bench/LOG.md). Collecting needs atomics (gcc, clang). Without atomics, only
+ * tkv_add_scores adds scores. */
+
+/* Computes the importance of tokens start to start + n - 1 by cfg.importance, at the newest token. May run while
+ * tkv_attend runs.
+ *   out    [n] receives the importance; 0 for tokens that are not in the cache
+ *   gone   NULL, or (n + 63) / 64 words that receive a mask of those tokens
+ * Errors, out and gone unchanged:
+ *   TKV_ERR_CONFIG   no scores are collected (strategy "recency" needs none)
+ *   TKV_ERR_RANGE    start + n is beyond the layer's length
+ *   TKV_ERR_ARG
+ * Cost: O(blocks + n). */
+TKV_API tkv_status tkv_get_importance(tkv_cache *kv, int seq, int layer, int start, int n, float *out,
+                                      uint64_t *gone);
+/* Adds attention scores of the caller to tokens start to start + n - 1, as if attention had just given them. Tokens
+ * not in the cache are skipped. No attention may run at the same time.
+ *   mass   [n] scores, finite and not negative; each is limited to 2,047 and rounded to
+ *          steps of importance_every / 2^20, at most 1/4096
+ * Errors: as tkv_get_importance, and also
+ *   TKV_ERR_NONFINITE   a score is negative or not finite
+ *   TKV_ERR_CONFIG      also with strategy "recency", if no scores are collected
+ * Cost: O(blocks + n). */
+TKV_API tkv_status tkv_add_scores(tkv_cache *kv, int seq, int layer, int start, int n, const float *mass);
+typedef struct tkv_ranked {
+    int position;
+    float importance;
+} tkv_ranked;
+/* Finds the k most important tokens of a layer, best first. Of equal tokens the older comes first.
+ *   protect   1: skip the tokens that eviction protects: positions below evict.sink_tokens and the newest
+ *             evict.recent_tokens (default 4 and 32)
+ *   out       [k] receives the tokens
+ *   count     receives k, or fewer if fewer tokens exist
+ * Errors: as tkv_get_importance.
+ * Cost: O(length * log k), plus moving up to k entries per insertion. For k in the thousands, tkv_get_importance
+ * and a sort is faster. */
+TKV_API tkv_status tkv_find_top_tokens(tkv_cache *kv, int seq, int layer, int k, int protect, tkv_ranked *out,
+                                       int *count);
+
+/* >>spill and promotion. With cfg.offload.write, a full budget can offload blocks. When the last level allowed leaves
+ * nothing to recode, the oldest blocks go to the store, as many as necessary. Their index entries stay in RAM:
+ *   about 40 bytes   per block and layer
+ *   432 bytes        more per block and layer with cfg.evict or cfg.importance.sample_every
+ *   about 850 bytes  per block of the longest list with cfg.evict
+ *
+ * Offloaded blocks keep their format and their position. Attention and tkv_read fetch the parts they need, one head
+ * at a time. Results have the same bits as with all blocks in RAM. The sinks, the last two blocks of a layer, and
+ * tokens younger than hot_tokens stay in RAM. With a ladder that never leaves level 0, exact blocks are offloaded.
+ * tkv_seq_truncate cannot cut offloaded tokens. Tables of formats are learned from blocks in RAM. tkv_attend needs
+ * 36 KiB more stack.
+ *
+ * If the store fails, the block stays in RAM. The append that needed its bytes evicts tokens, if cfg.evict allows
+ * it and that is enough. Otherwise the append returns TKV_ERR_BUDGET, and no token is evicted. One rare exception
+ * exists with budgets of a few blocks. If tokens had to be evicted before blocks were offloaded, they stay evicted.
+ * Offloaded tokens are evicted for bytes only if the bytes of their index entries are needed.
+ *
+ * tkv_attend, tkv_attend_ex, tkv_attend_reference and tkv_read return these errors for offloaded blocks. The output
+ * is then undefined, and the cache is unchanged. Query statistics may include some of the queries. A retry is
+ * allowed.
+ *   TKV_ERR_IO     a fetch failed
+ *   TKV_ERR_DATA   the bytes differ from those stored */
+/* Offloads the oldest blocks that may be offloaded, with or without a budget.
+ *   layer      a layer, or TKV_UNLIMITED for every layer
+ *   n_blocks   most blocks per layer
+ *   done       (may be NULL) receives the number of blocks offloaded, after an error too
+ * Errors:
+ *   TKV_ERR_IO    the store failed
+ *   TKV_ERR_ARG   no such sequence, the layer has no cache of its own, no cfg.offload, or n_blocks is negative */
+TKV_API tkv_status tkv_offload(tkv_cache *kv, int seq, int layer, int n_blocks, int *done);
+/* Brings the block with this position into RAM. If cfg.offload.keep_exact stored an exact copy, the block becomes
+ * exact. Otherwise an offloaded block returns in its present format. The block counts in the budget, and nothing is
+ * reclaimed for it. Under a budget, it is the first block to be compressed again. Without a budget it stays.
+ * Errors, nothing changed:
+ *   TKV_ERR_NO_SOURCE   the block is in RAM and has no better copy; decoding cannot restore values
+ *   TKV_ERR_RANGE       the token is not held
+ *   TKV_ERR_BUDGET, TKV_ERR_NOMEM, TKV_ERR_CAPACITY (in place), TKV_ERR_IO, TKV_ERR_DATA, TKV_ERR_ARG
+ * See tkv_promote_important for the blocks that matter most. */
+TKV_API tkv_status tkv_promote(tkv_cache *kv, int seq, int layer, int position);
+
+/* >>rematerialization. Rules for discarding blocks that the caller's model can recompute. If all earlier tokens are
+ * held, keys and values of tokens a to b - 1 in the first `layers` layers cost this many FLOPs:
+ *     (b - a) * layers * (2 * layer_params + 4 * n_heads * head_dim * (a + b) / 2)
+ * A token cannot be computed without its prefix, nor a layer without the layers below. So whole blocks are
+ * discarded front to back, and recomputed in the same order. */
+typedef struct tkv_remat_config {
+    /* the model; required: n_layers 1 to 4096, n_heads 1 to 65536, head_dim 1 to 256 */
+    int n_layers, n_heads, head_dim;
+    double layer_params; /* weights of a layer that a token is multiplied with, 1 to 1e15 */
+    /* the rule; zero means default */
+    float threshold;       /* least pressure for any action; 0: .9; TKV_ZERO: always act */
+    int min_materialized;  /* least tokens that stay; 0: 512; TKV_OFF: none */
+    int sink_tokens;       /* first tokens that are never discarded; 0: 4; TKV_OFF: none */
+    float age_tokens;      /* age at which a token is half as likely to be used, 1 to 1e9; 0: 4096 */
+    double quantize_price; /* FLOPs per byte freed by quantizing, its loss included; 0: 8, the work alone */
+    double step_flops;     /* most FLOPs of recomputation per step; 0: no limit */
+} tkv_remat_config;
+typedef enum tkv_remat_action { TKV_REMAT_KEEP = 0, TKV_REMAT_DISCARD, TKV_REMAT_QUANTIZE } tkv_remat_action;
+typedef struct tkv_remat_block {
+    int start, end;         /* tokens start to end - 1; blocks follow one another without gaps */
+    int layers;             /* 1 + the highest layer to recompute; 0: all layers */
+    int discarded;          /* 1: already discarded */
+    size_t bytes;           /* bytes held now */
+    size_t quantized_bytes; /* bytes in the next tighter format; `bytes` or more: no such format */
+    float use; /* share of steps that use the block, at most 1; 0: unknown, as 1; negative: never used */
+} tkv_remat_block;
+typedef struct tkv_remat_info {          /* totals */
+    uint64_t kept, discarded, quantized; /* blocks that a decision kept, discarded, quantized */
+    uint64_t over_budget;                /* decisions that stopped at a block above step_flops */
+    uint64_t freed;                      /* bytes freed by discarding and quantizing */
+    uint64_t restored, waited; /* blocks recomputed; blocks that had to wait for a later step or call */
+    double flops;              /* FLOPs of recomputation */
+} tkv_remat_info;
+typedef struct tkv_remat { /* initialise with tkv_init_remat; info may be read at any time */
+    tkv_remat_config cfg;
+    int step;     /* last step of tkv_seq_recompute */
+    double spent; /* FLOPs at this step */
+    tkv_remat_info info;
+} tkv_remat;
+/* Starts a controller. `reason` and `size` as in tkv_validate_config.
+ * Errors, r unchanged: TKV_ERR_CONFIG, TKV_ERR_ARG (r or cfg is missing). */
+TKV_API tkv_status tkv_init_remat(tkv_remat *r, const tkv_remat_config *cfg, char *reason, size_t size);
+
+/* >>rematerialization in a cache. Blocks behind the sinks can be discarded. Their bytes are freed, and about 40
+ * bytes per block and layer stay in the index. Discarded keys and values return only if the caller's model
+ * recomputes them. Blocks are discarded front to back, in all layers at once. The last two blocks of a layer,
+ * tokens younger than hot_tokens and offloaded blocks are not discarded.
+ *
+ * If a query would see discarded tokens, tkv_attend and tkv_read compute nothing and return TKV_ERR_NO_SOURCE.
+ * Tokens behind the window do not matter, except in a layer's last two blocks. Appends continue, and tokens can
+ * still be evicted. tkv_seq_truncate cannot cut discarded tokens. tkv_seq_reset forgets them. tkv_promote restores
+ * those with an exact copy (cfg.offload.keep_exact).
+ *
+ * With cfg.budget.discard under a budget, discarding is the reclaim stage after cfg.offload and before cfg.evict.
+ * It takes blocks of other sequences than the one that needs memory, and none with an open step. The sequence used
+ * longest ago comes first. Appends, reservations and tkv_restore count as use, but attention does not. So waiting
+ * conversations give their memory to the running one. Before a conversation continues, call tkv_seq_recompute.
+ * Append to conversations that run side by side as one batch, or each in a step of its own. */
+/* Discards the first blocks in RAM behind the sinks, with or without a budget or cfg.budget.discard.
+ *   n_tokens   most positions; only whole blocks are discarded
+ *   dropped    (may be NULL) receives the number of positions discarded; 0 if no block may be discarded
+ * Errors: TKV_ERR_STATE (a step is open), TKV_ERR_ARG. Cost: O(blocks). */
+TKV_API tkv_status tkv_seq_discard(tkv_cache *kv, int seq, int n_tokens, int *dropped);
+/* Finds the first run of discarded positions, in any layer: *start to *start + *n - 1. *n 0: there is no such run.
+ * Errors: TKV_ERR_ARG. Cost: O(blocks^2). */
+TKV_API tkv_status tkv_seq_find_discarded(const tkv_cache *kv, int seq, int *start, int *n);
+/* Gives recomputed K and V of tokens start to start + n - 1 to a layer. The layer takes its discarded tokens among
+ * them. These must be whole blocks, beginning with the first discarded one. If no token was evicted, this run is
+ * correct: from the start of tkv_seq_find_discarded, a multiple of TKV_BLOCK_TOKENS long or up to the end of the run.
+ *   k, v   as they were first appended, in the shapes of tkv_append
+ *
+ * The blocks return to their format through their last two formats, so the bytes are those of before. Exceptions: a
+ * budget recoded the block more often, evicted tokens were compacted, or the statistics of SQUAT changed. The
+ * bytes count in the budget, and other blocks are reclaimed for them, as for an append.
+ * Errors, nothing changed except reclaimed blocks:
+ *   TKV_ERR_STATE       earlier tokens are still discarded, or a step is open
+ *   TKV_ERR_RANGE       a part of a block, or beyond the layer's length
+ *   TKV_ERR_NONFINITE, TKV_ERR_BUDGET, TKV_ERR_NOMEM, TKV_ERR_CAPACITY (in place), TKV_ERR_ARG
+ * Cost: an append of n tokens, and one or two codings of each block. */
+TKV_API tkv_status tkv_restore(tkv_cache *kv, int seq, int layer, int start, const float *k, const float *v,
+                               int n);
+/* Function of the caller: recomputes tokens start to start + n - 1 of n_layers layers from first_layer on, and
+ * passes them to tkv_restore. It skips layers without K and V of their own. All tokens of seq before `start`
+ * are held. A status other than TKV_OK ends tkv_seq_recompute. The function may use other caches. Of this cache it
+ * may use reports, tkv_read and tkv_attend. */
+typedef tkv_status (*tkv_compute)(void *user, tkv_cache *kv, int seq, int first_layer, int n_layers,
+                                  int start, int n);
+/* Recomputes the discarded tokens of a sequence, front to back, with one call of `compute` per run. It recomputes
+ * as many blocks as r has FLOPs for in this step (tkv_seq_recompute). r->info counts them.
+ *   step      a number that never falls
+ *   missing   (may be NULL) receives the number of positions still discarded
+ * Errors; tokens given before an error stay:
+ *   TKV_ERR_STATE   compute did not give all the tokens, or a step is open
+ *   TKV_ERR_ARG     a missing pointer, `step` is below the last one, or r has fewer layers than the cache
+ *   other           the status of compute */
+TKV_API tkv_status tkv_seq_recompute(tkv_cache *kv, int seq, tkv_remat *r, int step, tkv_compute compute,
+                                     void *user, int *missing);
+/* Describes a sequence for tkv_decide_discard, sinks first, all layers together. `bytes` counts RAM. quantized_bytes
+ * is the size at the next level of the ladder (without a budget: `bytes`). `dropped` is 1 if any layer discarded a
+ * token. `use` is 0.
+ *   out   [capacity] receives the first blocks
+ *   n     receives the number of all blocks
+ * Errors: TKV_ERR_ARG. Cost: O(blocks) per block. */
+TKV_API tkv_status tkv_seq_list_blocks(const tkv_cache *kv, int seq, tkv_remat_block *out, int capacity,
+                                       int *n);
+/* Asks tkv_decide_discard how to free `need` bytes, and carries it out. It discards blocks as far as allowed. If
+ * blocks are to be quantized, the whole cache goes one level down its ladder, because all sequences share the
+ * level. It then recodes at most that number of blocks, oldest first, until `need` bytes are free.
+ *   blocks, actions   work space for [capacity] blocks; see tkv_seq_list_blocks for the number
+ *   freed             (may be NULL) receives the bytes freed
+ * Errors: TKV_ERR_ARG (work space too small, or a bad number), TKV_ERR_STATE (a step is open). */
+TKV_API tkv_status tkv_seq_free_bytes(tkv_cache *kv, int seq, tkv_remat *r, float pressure, size_t need,
+                                      tkv_remat_block *blocks, tkv_remat_action *actions, int capacity,
+                                      size_t *freed);
+
+/* Promotion selects tokens (or blocks) for a more precise tier. Only those with a better source can be promoted: an
+ * exact copy, an offloaded block, or recomputation. Decoding cannot restore lost precision. */
+#define TKV_MAX_PROMOTIONS 64
+typedef struct tkv_promotion_config { /* zero means default */
+    float threshold;                  /* least importance to promote; 0: .05; TKV_ZERO: 0 */
+    int per_step;                     /* most promotions per step, at most 64; 0: 8 */
+    int cooldown;                     /* least steps between two moves; 0: 4; TKV_OFF: none */
+} tkv_promotion_config;
+typedef struct tkv_promotion_state { /* fill with zeros, then set cfg */
+    tkv_promotion_config cfg;
+    int step, used;                        /* step of the last call; promotions at that step */
+    uint64_t promoted, no_source, waiting; /* totals; no_source: calls that found some without a source */
+} tkv_promotion_state;
+
+/* >>promotion by importance. A call, at every step or less often, restores the most important blocks of a layer
+ * from their best source, as tkv_promote does. The importance of a block is that of its most important token
+ * (tkv_get_importance). Discarded blocks are restored by `compute`, if it is given. It recomputes all discarded
+ * tokens front to back, within the FLOPs of remat (tkv_seq_recompute). Its step is the length of the layer. */
+typedef struct tkv_promotion { /* fill with zeros, then set; layers that share one share its limit per step */
+    tkv_promotion_state by;    /* by.cfg: threshold, limit per step, cool-down; 0: .05, 8, 4 */
+    tkv_remat *remat;          /* with compute, or both NULL: discarded blocks then have no source */
+    tkv_compute compute;
+    void *user;
+    /* results of the last call, in blocks above the threshold: */
+    int promoted;  /* restored */
+    int waiting;   /* not restored because of the limit, the cool-down, FLOPs or an error */
+    int no_source; /* without a better source */
+} tkv_promotion;
+/* Promotes the most important blocks of a layer. All calls at one length of the layer are one step. The cool-down
+ * counts from a block's last move: its promotion, coding or offloading, for any reason. The importance of "hybrid"
+ * includes age: with tau 64, tokens younger than 115 are above the default threshold by age alone. "accumulation"
+ * counts attention only.
+ * Errors; earlier promotions stay, and p counts them:
+ *   TKV_ERR_NO_SOURCE   blocks above the threshold exist, but none has a better source (exact blocks do not count)
+ *   TKV_ERR_CONFIG      no scores are collected (cfg.importance.sample_every), or by.cfg is wrong
+ *   TKV_ERR_BUDGET      usual in a full cache: nothing is reclaimed for a promotion, except to recompute
+ *   TKV_ERR_ARG, and errors of tkv_promote and tkv_seq_recompute
+ * Cost: O(tokens of the layer), and a fetch per promoted block. */
+TKV_API tkv_status tkv_promote_important(tkv_cache *kv, int seq, int layer, tkv_promotion *p);
+
+/* ======== 4. QUALITY ======== >>quality
+ * How much does compressing lose, and what can be done about it? A and R formats learn where bits belong; a
+ * calibration saves what was learned, so that the next cache compresses well from its first block. The quality
+ * meter compares attention with exact copies on a sample of heads, while the cache runs. A score between 0 and 1
+ * sums that up, or a perplexity, or a task's accuracy. The feedback controller turns scores into advice on hot
+ * tokens and level, and tkv_adapt_plan follows the advice. The threshold store keeps what was found good for a
+ * model and context length.
+ *
+ * Example:
+ *     tkv_quality_info meter;
+ *     tkv_score_params params = {0};                     // the source is the meter
+ *     params.meter = &meter;
+ *     st = tkv_get_quality(kv, TKV_ALL_LAYERS, &meter);  // needs cfg.meter.heads
+ *     if (!st) st = tkv_compute_score(&params, &score);
+ *     if (!st) st = tkv_observe_score(&feedback, score);
+ *     (void)tkv_reset_quality(kv);                       // the next score uses new samples
+ *     st = tkv_adapt_plan(kv, &feedback, &advice);       // puts(advice.reason) says why
+ */
 /* >>calibration. The A and R formats give more bits to the channels and heads that attention reads most. The cache
  * learns the necessary statistics while it runs:
  *   512 tokens seen     by a layer, over all sequences: its next append makes a table. Blocks that were due earlier
  *                       stay in the next better tier until then.
  *   2,048 tokens seen   the layer makes a better table for later blocks, and stops collecting statistics.
  *
- * The caller need not do anything. If the first tokens were not typical, call tkv_calibration_refresh. A table cuts
+ * The caller need not do anything. If the first tokens were not typical, call tkv_refresh_calibration. A table cuts
  * off ranges above four times the range seen. It also cuts off means of keys beyond +-65504. A cache can save
  * its tables for other caches of the same model. Those caches then compress from their first block on.
  *
@@ -902,31 +1546,35 @@ TKV_API tkv_status tkv_flush(tkv_cache *kv, int seq, tkv_flush_mode mode);
  *
  * Load, freeze, refresh and fit return TKV_ERR_STATE in an open step. Cost of a table: O(layers * heads *
  * head_dim^2), plus decoding 16 blocks per layer. KVQUANT decodes these blocks three times. */
-TKV_API int tkv_calibrated_layers(const tkv_cache *kv); /* number of layers that have a table */
+typedef struct tkv_calibration_info {
+    int n_calibrated; /* layers that have a table */
+    int n_learning;   /* layers that still collect statistics for a table */
+} tkv_calibration_info;
+/* Reports the tables. Errors: TKV_ERR_ARG. Cost: O(layers). */
+TKV_API tkv_status tkv_get_calibration(const tkv_cache *kv, tkv_calibration_info *out);
 /* Saves the tables. The bytes are the same on every machine. Layers without a table are left out.
  *   dst     [size] bytes; NULL only counts
  *   bytes   receives the number of bytes needed
  * Errors: TKV_ERR_ARG   dst is too small; nothing is written */
-TKV_API tkv_status tkv_calibration_save(const tkv_cache *kv, void *dst, size_t size, size_t *bytes);
+TKV_API tkv_status tkv_save_calibration(const tkv_cache *kv, void *dst, size_t size, size_t *bytes);
 /* Loads saved tables. They serve the blocks coded from now on; stored blocks keep their table. Any bytes are safe
  * to try. The formats may differ from those of the cache that saved. A layer whose statistics were not saved
  * continues to learn (A and R formats share one kind, KVQUANT has another).
  * Errors:
  *   TKV_ERR_DATA       damaged, or another model (layers, KV heads, head dimensions); for KVQUANT formats also
- *                      another cfg.rope, or bits of cfg.kvquant other than NORM differ
+ *                      another cfg.model.rope, or bits of cfg.format.kvquant other than NORM differ
  *   TKV_ERR_CAPACITY   stored blocks use all versions of a table (four; in place two)
  *   TKV_ERR_BUDGET, TKV_ERR_NOMEM, TKV_ERR_STATE */
-TKV_API tkv_status tkv_calibration_load(tkv_cache *kv, const void *src, size_t size);
+TKV_API tkv_status tkv_load_calibration(tkv_cache *kv, const void *src, size_t size);
 /* Makes the missing tables now, from the tokens that are not yet in the archive, and stops learning.
  * Errors:
  *   TKV_ERR_STATE   a layer without a table holds no such token besides sinks, or a step is open
  *   TKV_ERR_BUDGET, TKV_ERR_NOMEM */
-TKV_API tkv_status tkv_calibration_freeze(tkv_cache *kv);
+TKV_API tkv_status tkv_freeze_calibration(tkv_cache *kv);
 /* Learns again from the next 2,048 tokens, for example after a change of subject. The new tables serve later
  * blocks, as after a load. Errors: TKV_ERR_BUDGET, TKV_ERR_NOMEM, TKV_ERR_STATE. */
-TKV_API tkv_status tkv_calibration_refresh(tkv_cache *kv);
-
-/* Samples for tkv_calibration_fit: keys and values of one layer, as a forward pass computes them. */
+TKV_API tkv_status tkv_refresh_calibration(tkv_cache *kv);
+/* Samples for tkv_fit_calibration: keys and values of one layer, as a forward pass computes them. */
 typedef struct tkv_samples {
     int layer, n;   /* layer, and number of tokens: 1 to 2^18 */
     int start;      /* position of the first token; the last position is at most 2^30 - 1 */
@@ -937,91 +1585,28 @@ typedef struct tkv_samples {
      * (Fisher information) are usual. If keys are coded before RoPE, k_weight refers to keys before RoPE. */
     const float *k_weight, *v_weight;
 } tkv_samples;
-/* Makes the layer's KVQUANT table from samples. It then serves as a loaded table; tkv_calibration_save saves it.
+/* Makes the layer's KVQUANT table from samples. It then serves as a loaded table; tkv_save_calibration saves it.
  * Leave out the first tokens of each sequence, because sinks stay exact. The weights of k-means are squared ranges
  * (equation 7) times the given weights.
  * Errors, nothing changed:
  *   TKV_ERR_ARG         no such layer; it has no KVQUANT formats, or also A or R; a missing pointer; a bad number
  *   TKV_ERR_NONFINITE   a value is not finite, or a weight is negative
  *   TKV_ERR_STATE       a step is open
- *   TKV_ERR_CAPACITY, TKV_ERR_BUDGET, TKV_ERR_NOMEM   as in tkv_calibration_load
+ *   TKV_ERR_CAPACITY, TKV_ERR_BUDGET, TKV_ERR_NOMEM   as in tkv_load_calibration
  * Cost: 3 passes over the samples, and one more for each 4096 / head_dim hundreds of tokens.
  * Source: KVQuant, arXiv 2401.18079, sections 3.1 to 3.6. */
-TKV_API tkv_status tkv_calibration_fit(tkv_cache *kv, const tkv_samples *s);
-
-/* >>reports. */
-/* Counts of one layer. Its length is the sum of tokens, dropped, evicted and missing. */
-typedef struct tkv_tier_info {
-    int tokens[TKV_TIER_COUNT]; /* tokens per tier; sinks count as HOT */
-    int blocks[TKV_TIER_COUNT]; /* blocks per tier */
-    int dropped;                /* expired tokens: they left every window */
-    int spilled;                /* offloaded blocks; they count in their tier as well */
-    int evicted;                /* tokens evicted by cfg.evict, tkv_evict or tkv_drop */
-    int missing; /* discarded tokens, to be recomputed (tkv_remat_missing); they are in no tier */
-} tkv_tier_info;
-/* The tokens and blocks of a layer by tier, and the tier of one token. Cost: O(blocks).
- * Errors:
- *   TKV_ERR_ARG         the layer has no cache of its own
- *   TKV_ERR_RANGE       the token is not held
- *   TKV_ERR_NO_SOURCE   the token was discarded */
-TKV_API tkv_status tkv_tier_counts(const tkv_cache *kv, int seq, int layer, tkv_tier_info *out);
-TKV_API tkv_status tkv_tier_of(const tkv_cache *kv, int seq, int layer, int token, tkv_tier *out);
-/* The formats of a tier's blocks at the present level, with defaults filled in. Errors: TKV_ERR_ARG. */
-TKV_API tkv_status tkv_tier_pair(const tkv_cache *kv, int layer, tkv_tier tier, tkv_pair *out);
-
-typedef struct tkv_tier_bytes {
-    size_t tokens;   /* tokens, summed over layers */
-    size_t codes;    /* bytes for coded values, including the free slots of a block */
-    size_t metadata; /* bytes for scales and zeros */
-} tkv_tier_bytes;
-typedef struct tkv_memory_info {         /* bytes, if a field has no other unit */
-    size_t total;                        /* memory held from the allocator: the sum of the indented fields */
-    tkv_tier_bytes tier[TKV_TIER_COUNT]; /*   codes and metadata of each tier */
-    size_t tables;          /*   plans per layer, learned tables, statistics, sums of the quality meter */
-    size_t index;           /*   block table, block lists, the cache object */
-    size_t scratch;         /*   work space of encoding and of parallel attention */
-    size_t shadow;          /*   memory for the exact copies of the quality meter, used or not */
-    size_t slack;           /*   free space in pages, padding */
-    tkv_tier_bytes spilled; /* offloaded tokens (the tiers count them too), their codes and metadata */
-    size_t peak;            /* highest total so far */
-    size_t fp16_bytes;      /* K and V of the same tokens as plain FP16, without padding or overhead */
-    double ratio;           /* fp16_bytes / total */
-    double ratio_f32;       /* bytes of plain F32 / total */
-} tkv_memory_info;
-/* Reports the memory of the cache, exact to the byte. Cost: O(blocks). */
-TKV_API tkv_status tkv_memory(const tkv_cache *kv, tkv_memory_info *out);
-/* Reports the blocks of one layer of one sequence: tiers, padding (slack) and their sum. Tables, index and scratch
- * are 0 here, because sequences share them. Errors: TKV_ERR_ARG (the layer has no cache of its own). */
-TKV_API tkv_status tkv_memory_of(const tkv_cache *kv, int seq, int layer, tkv_memory_info *out);
-/* Forecasts tkv_memory for n_seqs sequences of n_tokens each, appended token by token. Allocates nothing.
- * If sequences are appended one after the other, the forecast is exact, with two exceptions. The real `index` can
- * be twice as large, because arrays keep the size to which they grew. `peak` equals total. Prompts in large chunks
- * have a higher peak, because a chunk is exact until the next append. With cfg.evict_tokens, the forecast limits
- * n_tokens to it. With cfg.policy.min_level under a budget, the cache can hold up to an eighth more, because blocks
- * are recoded a few at a time.
- *
- * Under a budget, the forecast takes the first case that fits:
- *   1. a level of the ladder;
- *   2. the last level with the fewest offloaded blocks (cfg.spill);
- *   3. all sequences except one discarded as far as allowed (cfg.remat);
- *   4. the most tokens that the budget holds in contiguous blocks (cfg.evict). In the real cache, live tokens lie
- *      in more blocks, and other memory may be larger, up to the budget.
- * Errors:
- *   TKV_ERR_BUDGET   no case fits
- *   TKV_ERR_CONFIG   cfg is wrong, or this machine cannot address that much memory
- *   TKV_ERR_ARG      a number is out of range */
-TKV_API tkv_status tkv_estimate(const tkv_config *cfg, int n_tokens, int n_seqs, tkv_memory_info *out);
+TKV_API tkv_status tkv_fit_calibration(tkv_cache *kv, const tkv_samples *s);
 
 /* >>quality meter. The meter measures the loss by compression while the cache runs. For sampled queries, tkv_attend
  * computes attention a second time, with exact copies in place of the coded blocks. It then compares both results.
  * "Exact" means the values that the hot tier held. Windows, masks, ALiBi, soft caps, learned sinks and batches are
  * those of the call.
  *
- * The meter watches cfg.quality_heads KV heads, spread over the layers. Layers that share K and V count as the
+ * The meter watches cfg.meter.heads KV heads, spread over the layers. Layers that share K and V count as the
  * layer that stores them. The meter watches one sequence: the first to begin. After its reset, the meter watches
  * the next sequence to begin.
  *
- * When the sequence has more coded tokens than cfg.quality_tokens, only every second block has a copy, then every
+ * When the sequence has more coded tokens than cfg.meter.tokens, only every second block has a copy, then every
  * fourth, and so on. Other blocks are the same on both sides. `coverage` is the share of keys with a copy. The
  * figures include the errors of covered blocks only, so they are too low. If the errors of blocks are independent,
  * estimate the whole by output_error / coverage, kl / coverage and 1 - (1 - top1) / coverage. An error common to
@@ -1039,175 +1624,19 @@ typedef struct tkv_quality_info {
     double kl_max;       /* largest KL divergence of a sample, in nats; at most 16 */
     double top1;         /* share of samples with one strongest key on both sides; ignores learned sinks */
     int heads, every;    /* KV heads watched; positions from one measurement of a head to its next */
-    int seq;             /* the sequence watched; TKV_NONE before one has begun */
+    int seq;             /* the sequence watched; TKV_OFF before one has begun */
 } tkv_quality_info;
-/* Reports all samples since creation or tkv_quality_reset. Without samples, the measured values are 0. Without a
- * meter, all fields are 0 and seq is TKV_NONE. Errors: TKV_ERR_ARG (a pointer is missing). Cost: O(heads). */
-TKV_API tkv_status tkv_quality(const tkv_cache *kv, tkv_quality_info *out);
-/* Reports the samples of one layer. If the meter watches none of its heads, there are no samples.
- * Errors: TKV_ERR_ARG (the layer has no cache of its own). */
-TKV_API tkv_status tkv_quality_of(const tkv_cache *kv, int layer, tkv_quality_info *out);
+/* Reports all samples since creation or tkv_reset_quality. Without samples, the measured values are 0. Without a
+ * meter, all fields are 0 and seq is TKV_NO_SEQ.
+ *   layer   TKV_ALL_LAYERS, or one layer; if the meter watches none of its heads, there are no samples
+ * Errors: TKV_ERR_ARG (a pointer is missing, or the layer has no cache). Cost: O(heads). */
+TKV_API tkv_status tkv_get_quality(const tkv_cache *kv, int layer, tkv_quality_info *out);
 /* Sets all sums to 0. The exact copies stay. Counts as a write. */
-TKV_API tkv_status tkv_quality_reset(tkv_cache *kv);
-
-/* >>pressure. A pressure controller turns pressures into a level of an ordered ladder. A pressure is usually bytes
- * held / bytes allowed. Level 0 is the loosest. While the average pressure is at or above the next threshold, the
- * level rises. When the average falls below the present threshold less the hysteresis, the level falls by one. The
- * controller is independent of any cache and owns no memory: the caller's struct holds it. Zero means default. */
-typedef struct tkv_policy_info {
-    int level;                   /* present level, 0 the loosest */
-    float average, last, peak;   /* moving average, newest and highest pressure, 0 to 1 */
-    float trend;                 /* moving average of the change from one sample to the next */
-    float left;                  /* samples until pressure 1 at that trend; -1: the trend does not rise */
-    uint64_t samples, refused;   /* pressures accepted; pressures ignored because they were NaN or infinite */
-    uint64_t tightened, relaxed; /* levels moved up (tighter); levels moved down (looser) */
-} tkv_policy_info;
-
-typedef struct tkv_policy { /* private: initialise with tkv_policy_init, read with tkv_policy_read */
-    int lock;
-    tkv_policy_config cfg;
-    tkv_policy_info now;
-} tkv_policy;
-
-/* Fills *cfg with a profile:
- *   "default"      thresholds .80 and .95, hysteresis .05, alpha .20
- *   "fp16_only"    the same, but never above level 0
- *   "aggressive"   thresholds .50 and .80, hysteresis .05, alpha .30, starts at level 1
- * Errors, nothing changed: TKV_ERR_ARG (no such profile). */
-TKV_API tkv_status tkv_policy_profile(tkv_policy_config *cfg, const char *name);
-/* Starts a controller at cfg.min_level. cfg NULL: all defaults. *reason (may be NULL) receives the cause of an
- * error. Errors, p unchanged: TKV_ERR_CONFIG, TKV_ERR_ARG (p is missing). */
-TKV_API tkv_status tkv_policy_init(tkv_policy *p, const tkv_policy_config *cfg, const char **reason);
-/* Adds one pressure, limited to 0 to 1, and returns the level. Any thread may call it (gcc, clang).
- * Cost: tens of ns. */
-TKV_API int tkv_policy_observe(tkv_policy *p, float pressure);
-/* Reports the controller's state. Any thread may call it (gcc, clang). Errors: TKV_ERR_ARG. */
-TKV_API tkv_status tkv_policy_read(tkv_policy *p, tkv_policy_info *out);
-TKV_API void tkv_policy_reset(tkv_policy *p); /* restores the state after tkv_policy_init */
-/* Applies the rule alone: returns the level after `level` at this average. Returns 0 for a bad config. A NaN or an
- * infinity moves nothing. */
-TKV_API int tkv_policy_target(const tkv_policy_config *cfg, float average, int level);
-
-/* >>budget. With cfg.budget_bytes a cache stays exact while memory is free. The budget counts all memory of the
- * cache: pages, tables, index, scratch, and about two pages reserved for recoding. The cache never asks the
- * allocator for more. In place, the budget is the size that the memory must have (tkv_required_bytes returns it).
- *
- * As the memory fills, the cache goes down the ladder, one level at a time. It recodes stored blocks, oldest
- * first. Each append recodes a few blocks, as its new bytes require. The default levels (see cfg.ladder) are:
- *     0  everything exact                                3  the plan of the config (warm, then archive)
- *     1  8 bits behind hot_tokens                        4  archive A25 + R20
- *     2  4 bits behind hot_tokens                        5  archive A20 + R15
- * The average pressure (cfg.policy) starts the next level: by default the first at 80 %, the others at 95 % of
- * the budget. All old blocks must be at the present level first. If an append does not fit, the next level begins
- * at any average. If the last level is not enough, the append returns TKV_ERR_BUDGET and changes nothing, with two
- * exceptions. If an allocator or a store fails half-way, the blocks already reclaimed stay so. And a refused append
- * may free expired tokens. In an open step, blocks from before the step may be recoded, and an abort does not undo
- * it.
- *
- * cfg.policy.max_level is the last level allowed ("fp16_only": level 0). cfg.policy.min_level is the first. At
- * min_level, blocks are recoded when due by age, even while memory is free. After a cut or a reset, the cache goes
- * back one level if everything it holds would fit there. Stored blocks then stay as they are; new blocks follow
- * the looser level. The tokens of a sequence's last append are never recoded. The work space of
- * cfg.parallel_for counts, so levels may come earlier with it. Without a budget, cfg.ladder gives a static plan:
- * cfg.policy.min_level at first; see tkv_set_level. */
-typedef struct tkv_budget_info {
-    size_t budget, used, peak; /* bytes; `used` excludes free pages, but includes the reserve for recoding */
-    int level, n_levels;       /* present level; levels of the ladder */
-    tkv_policy_info policy;    /* state of the pressure controller; one sample per append */
-    uint64_t
-        recoded[TKV_MAX_LEVELS];  /* blocks recoded to each level's formats to free bytes or at min_level */
-    uint64_t demoted;             /* blocks recoded for any reason, age included */
-    uint64_t refused;             /* calls that returned TKV_ERR_BUDGET */
-    uint64_t spilled, promoted;   /* blocks offloaded; blocks that tkv_promote brought back */
-    uint64_t unstored;            /* blocks and exact copies that cfg.spill.store failed to write */
-    uint64_t evicted;             /* tokens evicted, counted per layer (cfg.evict, tkv_evict, tkv_drop) */
-    uint64_t dropped, recomputed; /* blocks discarded; blocks that tkv_remat_give brought back */
-    /* blocks that the present level would still recode; 0 without a budget. At min_level without pressure, blocks
-     * that wait for a table do not count. Some can stay while no page is free for their new size. */
-    uint64_t pending;
-} tkv_budget_info;
-/* Reports the budget and what was done to keep it. Errors: TKV_ERR_ARG. Cost: O(blocks), for `pending`. */
-TKV_API tkv_status tkv_budget(const tkv_cache *kv, tkv_budget_info *out);
-/* Sets another budget. A lower budget recodes blocks at once.
- *   bytes   0: no budget; the plan of the present level becomes static. In place: not 0, and limited to the memory
- *           given
- * Errors, nothing changed:
- *   TKV_ERR_BUDGET   the stored blocks do not fit
- *   TKV_ERR_ARG      the cache was created without a budget, or bytes is 0 in place
- *   TKV_ERR_NOMEM */
-TKV_API tkv_status tkv_set_budget(tkv_cache *kv, size_t bytes);
-/* Moves to a level of the ladder. Under a budget, the pressure controller continues from there. If the level is
- * tighter, stored blocks follow as bytes are needed.
- * Errors: TKV_ERR_ARG   the level is not within cfg.policy, or the cache is in place without a budget */
-TKV_API tkv_status tkv_set_level(tkv_cache *kv, int level);
-/* Sets hot_tokens of all levels and layers, except those that keep everything exact. Without a budget, this ends
- * reservations, as tkv_set_level does.
- * Errors: TKV_ERR_ARG   hot_tokens is not 1 to 2^30 - 2, or the cache is in place without a budget */
-TKV_API tkv_status tkv_set_hot_tokens(tkv_cache *kv, int hot_tokens);
-/* Does the work of future appends in an idle moment. It recodes until a tenth of the level's bytes is free. At
- * cfg.policy.min_level it also recodes all blocks that are due by age. Without a budget it does nothing.
- *   max_work   most blocks to recode
- *   done       (may be NULL) receives the number of blocks recoded
- * Errors: TKV_ERR_ARG. Cost: O(sequences * layers) per block. */
-TKV_API tkv_status tkv_maintain(tkv_cache *kv, int max_work, int *done);
-/* Gives the cache a pressure from elsewhere, such as that of the whole process, limited to 0 to 1. Until the next
- * call, the cache uses the larger of this and its own. Any thread may call it at any time (gcc, clang).
- * Errors: TKV_ERR_ARG (NaN or infinite). */
-TKV_API tkv_status tkv_observe(tkv_cache *kv, float pressure);
-/* Forecasts the most tokens that each of n_seqs sequences can have within cfg.budget_bytes, appended token by
- * token. Assumes the last level, and the reclaim stages of the config:
- *   cfg.evict   cfg.max_tokens, if the tokens that eviction always keeps fit
- *   cfg.spill   as many tokens as the index can hold
- *   cfg.remat   one sequence at a time, while the others are discarded
- * The real cache never holds fewer. It can hold a tenth more, or twice as many with cfg.spill, because the index
- * grows in steps. Allocates nothing. Errors: TKV_ERR_ARG (no budget, or a bad number), TKV_ERR_CONFIG. */
-TKV_API tkv_status tkv_max_context(const tkv_config *cfg, int n_seqs, int *n_tokens);
-
-/* >>spill and promotion. With cfg.spill.store, a full budget can offload blocks. When the last level allowed leaves
- * nothing to recode, the oldest blocks go to the store, as many as necessary. Their index entries stay in RAM:
- *   about 40 bytes   per block and layer
- *   432 bytes        more per block and layer with cfg.evict or cfg.importance_every
- *   about 850 bytes  per block of the longest list with cfg.evict
- *
- * Offloaded blocks keep their format and their position. Attention and tkv_read fetch the parts they need, one head
- * at a time. Results have the same bits as with all blocks in RAM. The sinks, the last two blocks of a layer, and
- * tokens younger than hot_tokens stay in RAM. With a ladder that never leaves level 0, exact blocks are offloaded.
- * tkv_truncate cannot cut offloaded tokens. Tables of formats are learned from blocks in RAM. tkv_attend needs
- * 36 KiB more stack.
- *
- * If the store fails, the block stays in RAM. The append that needed its bytes evicts tokens, if cfg.evict allows
- * it and that is enough. Otherwise the append returns TKV_ERR_BUDGET, and no token is evicted. One rare exception
- * exists with budgets of a few blocks. If tokens had to be evicted before blocks were offloaded, they stay evicted.
- * Offloaded tokens are evicted for bytes only if the bytes of their index entries are needed.
- *
- * tkv_attend, tkv_attend_ex, tkv_attend_reference and tkv_read return these errors for offloaded blocks. The output
- * is then undefined, and the cache is unchanged. Query statistics may include some of the queries. A retry is
- * allowed.
- *   TKV_ERR_IO     a fetch failed
- *   TKV_ERR_DATA   the bytes differ from those stored */
-/* The most bytes stored under one key, for a store with slots of one size. Errors: TKV_ERR_CONFIG. */
-TKV_API tkv_status tkv_spill_bytes(const tkv_config *cfg, size_t *bytes);
-/* Offloads the oldest blocks that may be offloaded, with or without a budget.
- *   layer      a layer, or TKV_ALL for every layer
- *   n_blocks   most blocks per layer
- *   done       (may be NULL) receives the number of blocks offloaded, after an error too
- * Errors:
- *   TKV_ERR_IO    the store failed
- *   TKV_ERR_ARG   no such sequence, the layer has no cache of its own, no cfg.spill, or n_blocks is negative */
-TKV_API tkv_status tkv_spill(tkv_cache *kv, int seq, int layer, int n_blocks, int *done);
-/* Brings the block with this position into RAM. If cfg.spill.keep_exact stored an exact copy, the block becomes
- * exact. Otherwise an offloaded block returns in its present format. The block counts in the budget, and nothing is
- * reclaimed for it. Under a budget, it is the first block to be compressed again. Without a budget it stays.
- * Errors, nothing changed:
- *   TKV_ERR_NO_SOURCE   the block is in RAM and has no better copy; decoding cannot restore values
- *   TKV_ERR_RANGE       the token is not held
- *   TKV_ERR_BUDGET, TKV_ERR_NOMEM, TKV_ERR_CAPACITY (in place), TKV_ERR_IO, TKV_ERR_DATA, TKV_ERR_ARG
- * See tkv_promote_by_importance for the blocks that matter most. */
-TKV_API tkv_status tkv_promote(tkv_cache *kv, int seq, int layer, int position);
+TKV_API tkv_status tkv_reset_quality(tkv_cache *kv);
 
 /* >>quality feedback. A feedback controller turns quality scores into advice. A score is 0 to 1, and 1 means no
  * loss. If the mean score is below the target, it advises more hot tokens and one level of higher precision. If the
- * mean is well above the target, it advises the opposite. Level 0 has the highest precision, as in tkv_policy.
+ * mean is well above the target, it advises the opposite. Level 0 has the highest precision, as in tkv_pressure.
  * The controller is independent of any cache and owns no memory: the caller's struct holds it.
  *
  *   score  0 ............................ target ........ (1 + target) / 2 .......... 1
@@ -1222,17 +1651,15 @@ TKV_API tkv_status tkv_promote(tkv_cache *kv, int seq, int layer, int position);
 #define TKV_FEEDBACK_HISTORY 1000
 typedef struct tkv_feedback_config {
     /* Target of the mean score, .01 to .9999; 0: .97, which allows a perplexity 3 % higher. For another allowance,
-     * set tkv_score_from_ppl(base, base + allowed). */
+     * set tkv_compute_score of (base, base + allowed). */
     float target;
-    int cooldown;  /* scores ignored after a change of plan, at most 1000; 0: 8; TKV_NONE: none */
+    int cooldown;  /* scores ignored after a change of plan, at most 1000; 0: 8; TKV_OFF: none */
     int min_hot;   /* fewest hot tokens advised; 0: 32 */
     int max_hot;   /* most hot tokens advised; 0: 1024 */
     int min_level; /* lowest level advised (highest precision) */
-    int max_level; /* highest level advised; 0: 3, the plan of the config in the default ladder; TKV_NONE: 0 */
+    int max_level; /* highest level advised; 0: 3, the plan of the config in the default ladder; TKV_OFF: 0 */
 } tkv_feedback_config;
-
 typedef enum tkv_advice_kind { TKV_ADVICE_KEEP = 0, TKV_ADVICE_FINER, TKV_ADVICE_CHEAPER } tkv_advice_kind;
-
 typedef struct tkv_advice {
     tkv_advice_kind kind;
     int hot_tokens, level; /* the advised plan; the given plan if nothing should change */
@@ -1241,7 +1668,6 @@ typedef struct tkv_advice {
     int samples;           /* number of scores in that mean */
     const char *reason;    /* a sentence, never NULL */
 } tkv_advice;
-
 typedef struct tkv_feedback_info {
     int n; /* number of newest scores that average to is_stable describe; if 0, these fields are 0 */
     float average, least, most;
@@ -1253,8 +1679,7 @@ typedef struct tkv_feedback_info {
     uint64_t scores, refused; /* scores accepted; scores refused as NaN, infinite or not in 0 to 1 */
     uint64_t finer, cheaper;  /* times that higher or lower precision was advised */
 } tkv_feedback_info;
-
-typedef struct tkv_feedback { /* private: initialise with tkv_feedback_init, read with tkv_feedback_read */
+typedef struct tkv_feedback { /* private: initialise with tkv_init_feedback, read with tkv_get_feedback */
     int lock;
     tkv_feedback_config cfg;
     int hot, level, moved;     /* the plan of the scores; moved: the plan may have changed since */
@@ -1264,79 +1689,82 @@ typedef struct tkv_feedback { /* private: initialise with tkv_feedback_init, rea
     uint64_t scores, refused, finer, cheaper;
     uint32_t history[TKV_FEEDBACK_HISTORY]; /* ring of scores, in units of 2^-24 */
 } tkv_feedback;
-
-/* These functions compute a score, limited to 0 to 1. They return -1 if a number is not finite or out of range.
- *   from_ppl        1 - (ppl - base) / base. base: perplexity of the exact cache on the same text; both at least 1
- *   from_accuracy   accuracy / base. base: accuracy with the exact cache, above 0
- *   from_quality    1 - weight * output_error / coverage, from the quality meter. -1 also without samples, or with
- *                   coverage below .05
- * `weight` is the rise of perplexity per output_error, a property of the model. It is about 1 for SmolLM2-135M, and
- * about 1/3 and 3 for two smaller models. 0 means 1. Call tkv_quality_reset between two scores, so that each uses
- * new samples. Heads differ much, so watch many of them. */
-TKV_API float tkv_score_from_ppl(double base, double ppl);
-TKV_API float tkv_score_from_accuracy(double base, double accuracy);
-TKV_API float tkv_score_from_quality(const tkv_quality_info *q, double weight);
-
-/* Starts a controller. cfg NULL: all defaults. *reason (may be NULL) receives the cause of an error.
+/* Where a quality score comes from. */
+typedef enum tkv_score_source {
+    TKV_SCORE_METER = 0, /* 1 - weight * output_error / coverage, from the quality meter */
+    TKV_SCORE_PERPLEXITY, /* 1 - (value - base) / base; base: of the exact cache on the same text; both at least 1 */
+    TKV_SCORE_ACCURACY, /* value / base; base: with the exact cache, above 0 */
+    TKV_SCORE_COUNT
+} tkv_score_source;
+typedef struct tkv_score_params { /* fill with zeros first */
+    tkv_score_source source;
+    double base, value;            /* PERPLEXITY, ACCURACY */
+    const tkv_quality_info *meter; /* METER: with samples, and a coverage of at least .05 */
+    /* METER: the rise of perplexity per output_error, a property of the model. It is about 1 for SmolLM2-135M, and
+     * about 1/3 and 3 for two smaller models. 0: 1. Call tkv_reset_quality between two scores, so that each uses new
+     * samples. Heads differ much, so watch many of them. */
+    double weight;
+} tkv_score_params;
+/* Computes a score, limited to 0 to 1. Errors, *score unchanged: TKV_ERR_RANGE (a number is not finite or out of
+ * range, or no samples), TKV_ERR_ARG (a missing pointer). */
+TKV_API tkv_status tkv_compute_score(const tkv_score_params *p, float *score);
+/* Starts a controller; also starts it again. cfg NULL: all defaults. `reason` and `size` as in tkv_validate_config.
  * Errors, f unchanged: TKV_ERR_CONFIG, TKV_ERR_ARG (f is missing). */
-TKV_API tkv_status tkv_feedback_init(tkv_feedback *f, const tkv_feedback_config *cfg, const char **reason);
+TKV_API tkv_status tkv_init_feedback(tkv_feedback *f, const tkv_feedback_config *cfg, char *reason,
+                                     size_t size);
 /* Adds one score, 0 to 1. Any thread may call it (gcc, clang).
  * Errors: TKV_ERR_ARG (the score is refused and counted). Cost: a few ns. */
-TKV_API tkv_status tkv_feedback_observe(tkv_feedback *f, float score);
+TKV_API tkv_status tkv_observe_score(tkv_feedback *f, float score);
 /* Advises on a plan of hot_tokens at `level`. The controller assumes that the caller follows the advice. After
  * advice to change, the next advice needs new scores. It also needs new scores if the plan changed otherwise since
  * the last call, for example by pressure. Any thread may call it (gcc, clang). Only one thread should follow it.
  * Errors, nothing changed:
  *   TKV_ERR_ARG   a missing pointer; hot_tokens not in 0 to 2^30 - 1; level not in 0 to TKV_MAX_LEVELS - 1
  * Cost: about 100 ns. */
-TKV_API tkv_status tkv_feedback_advise(tkv_feedback *f, int hot_tokens, int level, tkv_advice *out);
+TKV_API tkv_status tkv_get_advice(tkv_feedback *f, int hot_tokens, int level, tkv_advice *out);
 /* Reports the newest scores. Any thread may call it (gcc, clang).
  *   last   number of scores, 0 to 1,000; 0: 100. If fewer scores exist, all of them count.
  * Errors: TKV_ERR_ARG. Cost: a few microseconds. */
-TKV_API tkv_status tkv_feedback_read(tkv_feedback *f, int last, tkv_feedback_info *out);
-TKV_API void tkv_feedback_reset(tkv_feedback *f); /* restores the state after tkv_feedback_init */
+TKV_API tkv_status tkv_get_feedback(tkv_feedback *f, int last, tkv_feedback_info *out);
 /* Asks for advice on the cache's plan and carries it out. It sets hot_tokens (tkv_set_hot_tokens) and a level of
- * cfg.ladder within cfg.policy, for later tokens. Under a budget, memory decides the level, so only hot_tokens
- * change. *out (may be NULL) receives the change made. Counts as a write. Errors: TKV_ERR_ARG. */
-TKV_API tkv_status tkv_adapt(tkv_cache *kv, tkv_feedback *f, tkv_advice *out);
+ * cfg.budget.ladder within cfg.budget.pressure, for later tokens. Under a budget, memory decides the level, so
+ * only hot_tokens change. *out (may be NULL) receives the change made. Counts as a write. Errors: TKV_ERR_ARG. */
+TKV_API tkv_status tkv_adapt_plan(tkv_cache *kv, tkv_feedback *f, tkv_advice *out);
 
 /* >>threshold store. The store keeps good plans for models, by model name, layer and context length. It is a sorted
  * array of the caller's. A program can save it as a text with a checksum. No function allocates. */
 #define TKV_MODEL_NAME 64
 typedef struct tkv_threshold {
     char model[TKV_MODEL_NAME];  /* 1 to 63 bytes, final zero; no control characters, no blank at an end */
-    int layer;                   /* layer, 0 to 4095, or TKV_ALL: the plan serves all layers together */
+    int layer;                   /* layer, 0 to 4095, or TKV_UNLIMITED: the plan serves all layers together */
     int context;                 /* context length in tokens, 1 to 2^30 - 1 */
-    int hot_tokens, warm_tokens; /* as in tkv_config, with 0, TKV_NONE and TKV_ALL */
-    tkv_pair archive;            /* formats of the archive tier */
+    int hot_tokens, warm_tokens; /* as in tkv_config, with 0, TKV_OFF and TKV_UNLIMITED */
+    tkv_format_pair archive;     /* formats of the archive tier */
     float score;                 /* mean quality score, 0 to 1; 1: no loss; rounded to millionths */
     int samples;                 /* number of scores in that mean; 0: the score is a guess */
 } tkv_threshold;
-
 typedef struct tkv_thresholds { /* begin with: tkv_thresholds t = {memory, 0, room}; */
     tkv_threshold *entry;       /* [room] entries, sorted by model, layer, context */
-    int n, room;                /* entries in use; entries that fit */
+    int n, capacity;            /* entries in use; entries that fit */
 } tkv_thresholds;
-
 /* Adds an entry, or replaces the entry of the same model, layer and context.
  * Errors, nothing changed:
  *   TKV_ERR_ARG        a field is out of range
  *   TKV_ERR_CAPACITY   the array is full
  * Cost: O(n). */
-TKV_API tkv_status tkv_thresholds_put(tkv_thresholds *t, const tkv_threshold *e);
+TKV_API tkv_status tkv_put_threshold(tkv_thresholds *t, const tkv_threshold *e);
 /* Finds the best entries of a model for this layer and context length. An entry must belong to the layer or to
- * TKV_ALL. Order: the layer before TKV_ALL; then least difference of context, higher score, more samples,
- * longer context.
- *   out    [most] receives the entries, best first; `most` is usually 10
- * Returns the number of entries; 0 also for a bad argument. Cost: O(n * most). */
-#define TKV_THRESHOLD_CANDIDATES 10
-TKV_API int tkv_thresholds_candidates(const tkv_thresholds *t, const char *model, int layer, int context,
-                                      tkv_threshold *out, int most);
-/* Finds the first entry of tkv_thresholds_candidates. Errors, out unchanged:
+ * TKV_ALL_LAYERS. Order: the layer before TKV_ALL_LAYERS; then least difference of context, higher score, more
+ * samples, longer context.
+ *   out     [most] receives the entries, best first; `most` is 1, or TKV_THRESHOLD_CANDIDATES
+ *   found   (may be NULL) receives their number
+ * Errors, out unchanged:
  *   TKV_ERR_RANGE   no entry for this model and layer, or layer or context is out of range
- *   TKV_ERR_ARG     a pointer is missing */
-TKV_API tkv_status tkv_thresholds_find(const tkv_thresholds *t, const char *model, int layer, int context,
-                                       tkv_threshold *out);
+ *   TKV_ERR_ARG     a pointer is missing, or most is below 1
+ * Cost: O(n * most). */
+#define TKV_THRESHOLD_CANDIDATES 10
+TKV_API tkv_status tkv_find_thresholds(const tkv_thresholds *t, const char *model, int layer, int context,
+                                       tkv_threshold *out, int most, int *found);
 /* Copies a model's entries to a similar model, such as a fine-tuned copy. Existing entries of `to` stay. The caller
  * must know that both models are similar, because equal shapes do not prove it. Other functions match exact names
  * only.
@@ -1345,35 +1773,180 @@ TKV_API tkv_status tkv_thresholds_find(const tkv_thresholds *t, const char *mode
  *   TKV_ERR_RANGE      nothing to copy
  *   TKV_ERR_CAPACITY   the array is full
  *   TKV_ERR_ARG        a bad name, equal names, or a bad discount */
-TKV_API tkv_status tkv_thresholds_transfer(tkv_thresholds *t, const char *from, const char *to,
-                                           float discount);
-
+TKV_API tkv_status tkv_copy_thresholds(tkv_thresholds *t, const char *from, const char *to, float discount);
 /* Writes the store as a text: a version line, a line per entry, a checksum line. Equal stores give equal texts.
- *   dst     [size] bytes; NULL only counts
- *   bytes   (may be NULL) receives the number of bytes, without a final zero
- * Errors: TKV_ERR_ARG   dst is too small; nothing is written */
-TKV_API tkv_status tkv_thresholds_print(const tkv_thresholds *t, char *dst, size_t size, size_t *bytes);
+ * `buf`, `size` and `needed` as in tkv_print_config. Errors: TKV_ERR_CAPACITY (nothing written), TKV_ERR_ARG. */
+TKV_API tkv_status tkv_print_thresholds(const tkv_thresholds *t, char *buf, size_t size, size_t *needed);
 /* Replaces all entries by those of a text. Any bytes are safe to try. `reason` (may be NULL) receives the line and
  * its error.
  * Errors, nothing changed:
  *   TKV_ERR_DATA       damaged, or another version
  *   TKV_ERR_CAPACITY   more entries than the array holds */
-TKV_API tkv_status tkv_thresholds_parse(tkv_thresholds *t, const char *src, size_t size, char *reason,
+TKV_API tkv_status tkv_parse_thresholds(tkv_thresholds *t, const char *src, size_t size, char *reason,
                                         size_t reason_size);
-/* Functions of the caller for the same text. `write` takes all the bytes and returns 0; another number stops.
- * `read` returns the number of bytes read; 0 means the end, and a negative number stops. */
-typedef int (*tkv_write_bytes)(void *user, const char *bytes, size_t size);
-typedef ptrdiff_t (*tkv_read_bytes)(void *user, char *bytes, size_t size);
-/* Writes the text of tkv_thresholds_print, line by line.
- * Errors: TKV_ERR_CAPACITY (`write` stopped), TKV_ERR_ARG. */
-TKV_API tkv_status tkv_thresholds_save(const tkv_thresholds *t, tkv_write_bytes write, void *user);
-/* Reads a text and replaces all entries, as tkv_thresholds_parse.
- *   work   [size] bytes for the whole text
- * Errors, nothing changed:
- *   TKV_ERR_CAPACITY   the text is longer than `size`, or has more entries than the array holds
- *   TKV_ERR_DATA       `read` stopped, or the text is damaged or of another version */
-TKV_API tkv_status tkv_thresholds_load(tkv_thresholds *t, tkv_read_bytes read, void *user, char *work,
-                                       size_t size, char *reason, size_t reason_size);
+
+/* ======== 5. TOOLS ======== >>tools
+ * Parts of the library that work alone, and help for tests and tools. The codec applies the formats to one head's
+ * block of up to 64 tokens. tkv_attend_reference computes attention in double, for tests. tkv_merge_attention
+ * joins attention over two sets of keys, such as a cache and a shared document. tkv_check tests all invariants of
+ * a cache. Configs can be read from a text and written to one; a report of a running cache is JSON or Prometheus
+ * text. The rules of the pressure controller, of importance, eviction and recomputation are pure functions on
+ * arrays of the program.
+ *
+ * Example:
+ *     tkv_codec codec = {0};
+ *     codec.format = TKV_KIVI4, codec.side = TKV_K, codec.head_dim = 64;
+ *     if (tkv_get_block_bytes(&codec) <= sizeof bytes) st = tkv_encode_block(&codec, k, 0, 64, bytes, sizeof bytes);
+ *     if (!st) st = tkv_decode_block(&codec, bytes, sizeof bytes, 64, out, 0);
+ *     if (tkv_check(kv, reason, sizeof reason)) puts(reason);
+ *     st = tkv_print_report(kv, TKV_REPORT_JSON, NULL, text, sizeof text, NULL);
+ */
+/* >>codec. The codec applies the formats without a cache. It codes up to 64 tokens of one head as a block of bytes.
+ * The bytes do not depend on the machine. SQUAT formats code as KIVI here, because no queries exist. KVQUANT
+ * formats have no learned table here. So coded K contains the ranges of its block, 32 bits per channel more than in
+ * a cache. The levels are those of a normal distribution. */
+typedef struct tkv_codec { /* fill with zeros first */
+    tkv_format format;
+    tkv_side side;
+    int head_dim; /* 1 to 256 */
+    tkv_format_options options;
+    tkv_rope rope; /* as in tkv_config; tkv_encode_block and tkv_decode_block also read its frequencies */
+    int position;  /* position of the first token, for rope; tkv_decode_block reads it from the bytes */
+} tkv_codec;
+TKV_API size_t tkv_get_block_bytes(
+    const tkv_codec *c); /* bytes of a block, metadata included; 0 if the codec is not valid */
+/* Encode or decode a block. This scalar code defines the formats. Any bytes are safe to decode, but only encoded
+ * bytes give meaningful values.
+ *   x          [n_tokens][head_dim], with `stride` floats from a token to the next; stride 0: head_dim
+ *   n_tokens   1 to 64
+ *   dst, src   `size` bytes, at least tkv_get_block_bytes, of any alignment
+ * Errors, nothing written:
+ *   TKV_ERR_ARG         a bad codec or number, a stride below head_dim, or a short buffer
+ *   TKV_ERR_NONFINITE   tkv_encode_block: a value is not finite
+ * Cost: O(64 * head_dim). */
+TKV_API tkv_status tkv_encode_block(const tkv_codec *c, const float *x, ptrdiff_t stride, int n_tokens,
+                                    void *dst, size_t size);
+TKV_API tkv_status tkv_decode_block(const tkv_codec *c, const void *src, size_t size, int n_tokens, float *x,
+                                    ptrdiff_t stride);
+
+/* Computes the same as tkv_attend_ex in double, for tests. This slow function defines the result: it decodes every
+ * key and value, again for each row. Errors: as tkv_attend_ex. */
+TKV_API tkv_status tkv_attend_reference(tkv_cache *kv, const tkv_attend_params *p);
+/* Joins attention over two disjoint sets of keys: out and lse become those of the union. out and out2 are
+ * [n_rows][dim], lse and lse2 are [n_rows]; none may be NULL. An lse that is not finite marks a row without keys.
+ * Learned sinks may be part of one set only. If n_rows or dim is below 1, nothing is written. Cost:
+ * O(n_rows * dim). Source: arXiv 2307.08691, section 3. */
+TKV_API void tkv_merge_attention(float *out, float *lse, const float *out2, const float *lse2, int n_rows,
+                                 int dim);
+/* Checks all invariants. Each block is in one list, and no slot is used twice. Positions have no gaps. Tiers are in
+ * order and follow age. Byte counts agree. `reason` and `size` as in tkv_validate_config.
+ * Errors: TKV_ERR_BROKEN, TKV_ERR_ARG. Cost: O(blocks). */
+TKV_API tkv_status tkv_check(const tkv_cache *kv, char *reason, size_t size);
+
+/* The build of the library, and the kernels of a cache. */
+typedef struct tkv_build_info {
+    int version;         /* TKV_VERSION of the linked implementation */
+    size_t config_bytes; /* sizeof(tkv_config) there; a binding compares it with its own struct's size */
+    uint32_t isa_mask;   /* bit i is set if this machine and build can run tkv_isa i */
+    tkv_isa isa;         /* the instruction set that the cache runs on; TKV_ISA_AUTO without a cache */
+} tkv_build_info;
+/* Reports the build. kv may be NULL. Errors: TKV_ERR_ARG (out is missing). Cost: a few ns. */
+TKV_API tkv_status tkv_get_build(const tkv_cache *kv, tkv_build_info *out);
+/* Values with names. The names stand in config texts, too. */
+typedef enum tkv_name_kind {
+    TKV_NAME_FORMAT = 0,   /* tkv_format, such as "kivi4" */
+    TKV_NAME_ISA,          /* tkv_isa, such as "avx2" */
+    TKV_NAME_PRESET,       /* presets of tkv_apply_preset, numbered 0, 1, ... */
+    TKV_NAME_EVICT_POLICY, /* tkv_evict_policy, such as "h2o" */
+    TKV_NAME_IMPORTANCE,   /* tkv_importance_strategy, such as "hybrid" */
+    TKV_NAME_PROFILE,      /* tkv_pressure_profile, such as "aggressive" */
+    TKV_NAME_COUNT
+} tkv_name_kind;
+/* Returns the name of a value; NULL if there is no such kind or value. */
+TKV_API const char *tkv_get_name(tkv_name_kind kind, int value);
+/* Finds the value of a name. Errors, *value unchanged: TKV_ERR_RANGE (unknown name), TKV_ERR_ARG. */
+TKV_API tkv_status tkv_find_name(tkv_name_kind kind, const char *name, int *value);
+
+/* >>texts. A config as text has one of two forms: lines `key = value`, or one flat JSON object. A text that begins
+ * with a brace is JSON. In lines, # begins a comment. Keys are names of fields. The text may be any bytes.
+ *   key       n_layers, rope.dim, layers[3].window; for layers 0 to 5: layers[0-5].window
+ *   length    a number, none or all
+ *   switch    false or true
+ *   formats   a30/r20 for K and V, or one name for both
+ *   bits      names joined by +, such as fit = clip+norm
+ *   preset    a name for tkv_apply_preset; applied before all keys except max_tokens
+ * The macro TKV_NO_REPORTS removes all functions of this section. */
+/* Memory of the caller for the arrays of a parsed config. It must live as long as the config uses them. */
+typedef struct tkv_config_arrays {
+    tkv_layer_config *layers;
+    int n_layers; /* entries of layers: at least those of the config */
+    tkv_level *ladder;
+    int n_levels; /* entries of ladder: at least the levels of the config */
+    float *frequencies;
+    int n_frequencies; /* entries of frequencies, for rope.frequencies: at least rope.dim / 2 */
+} tkv_config_arrays;
+/* Reads a config from a text and sets the fields named there. Other fields stay, so begin with zeros. Use
+ * tkv_validate_config to check the whole config.
+ *   room     (may be NULL) memory for layers, levels or rope.frequencies of the text; they replace those of cfg
+ *   reason   (may be NULL) receives the line and what would be correct
+ * Errors, cfg and room unchanged:
+ *   TKV_ERR_CONFIG   an unknown key, a bad value, a key twice, or room is too small
+ *   TKV_ERR_ARG      a pointer is missing
+ * Cost: O(size), three times; 10 KB of stack. */
+TKV_API tkv_status tkv_parse_config(tkv_config *cfg, const tkv_config_arrays *room, const char *text,
+                                    size_t size, char *reason, size_t reason_size);
+/* Writes the fields that are not 0, with a final zero. tkv_parse_config restores the same config. Allocator,
+ * parallel_for and canaries have no text.
+ *   json     0: lines; 1: JSON
+ *   buf      [size] bytes; NULL only counts
+ *   needed   (may be NULL) receives the bytes needed, final zero included
+ * Errors:
+ *   TKV_ERR_ARG      buf is too small; nothing is written
+ *   TKV_ERR_CONFIG   a field has no text (NaN, or no such format) */
+TKV_API tkv_status tkv_print_config(const tkv_config *cfg, int json, char *buf, size_t size, size_t *needed);
+
+typedef enum tkv_report_kind {
+    TKV_REPORT_JSON = 0,   /* one JSON object */
+    TKV_REPORT_PROMETHEUS, /* the figures in Prometheus text format, version 0.0.4 */
+    TKV_REPORT_COUNT
+} tkv_report_kind;
+/* Writes a report of the cache. `buf`, `size` and `needed` as in tkv_print_config. The JSON object contains:
+ *   version, isa, and the config with defaults, readable by tkv_parse_config
+ *   formats of each layer's tiers
+ *   for each existing sequence: lengths and tokens per tier, as arrays over layers (null: no cache of its own)
+ *   figures: memory, tokens, sequences, budget, reclaim, quality (null without a meter)
+ * labels   PROMETHEUS: NULL, or labels for every line: name=value, name=value. Values are UTF-8; the function escapes
+ *          them. Write a backslash before a comma or backslash in a value.
+ * Errors:
+ *   TKV_ERR_CAPACITY   buf is too small; nothing is written
+ *   TKV_ERR_ARG        bad labels (part, tier, version and isa are reserved), or kind
+ * Cost: O(blocks), twice. */
+TKV_API tkv_status tkv_print_report(const tkv_cache *kv, tkv_report_kind kind, const char *labels, char *buf,
+                                    size_t size, size_t *needed);
+
+/* >>ages and presets. Returns the tier for an age by the lengths of cfg (NULL: defaults). It is hot below
+ * hot_tokens, warm for warm_tokens more, then archive. The newest token has age 0. This is a pure function. In a
+ * cache, whole blocks move, before an append. So a token can change its tier about 64 ages later (tkv_get_tiers), and
+ * sinks stay hot. */
+TKV_API tkv_tier tkv_compute_tier(const tkv_config *cfg, int age);
+
+typedef struct tkv_pressure { /* private: initialise with tkv_init_pressure, read with tkv_get_pressure */
+    int lock;
+    tkv_pressure_config cfg;
+    tkv_pressure_info now;
+} tkv_pressure;
+/* Starts a controller at cfg.min_level; also starts it again. cfg NULL: all defaults. `reason` and `size` as in
+ * tkv_validate_config. Errors, p unchanged: TKV_ERR_CONFIG, TKV_ERR_ARG (p is missing). */
+TKV_API tkv_status tkv_init_pressure(tkv_pressure *p, const tkv_pressure_config *cfg, char *reason,
+                                     size_t size);
+/* Adds one pressure, limited to 0 to 1, and returns the level. Any thread may call it (gcc, clang).
+ * Cost: tens of ns. */
+TKV_API int tkv_observe_pressure(tkv_pressure *p, float pressure);
+/* Reports the controller's state. Any thread may call it (gcc, clang). Errors: TKV_ERR_ARG. */
+TKV_API tkv_status tkv_get_pressure(tkv_pressure *p, tkv_pressure_info *out);
+/* Applies the rule alone: returns the level after `level` at this average. Returns 0 for a bad config. A NaN or an
+ * infinity moves nothing. */
+TKV_API int tkv_compute_level(const tkv_pressure_config *cfg, float average, int level);
 
 /* >>what to keep. These are rules for importance, eviction and recomputation: pure functions and small structs of
  * the caller. They take arrays over the tokens of a layer (or a sequence) and return a decision. They are
@@ -1389,210 +1962,66 @@ TKV_API tkv_status tkv_thresholds_load(tkv_thresholds *t, tkv_read_bytes read, v
  * For heavy_hitter, A becomes the larger of both. For persistence, A loses 1 if the score is below `low`. A token
  * without new attention needs no update. The order of calls within a step does not matter. Recency is computed at
  * the moment of reading. It does not depend on how often a token got attention. */
-typedef struct tkv_importance { /* of one token; all zero: it never got attention */
-    float attention;            /* A, the accumulated attention score as of `step` */
-    int step;                   /* last step that added to it */
-} tkv_importance;
-/* Returns the name of a strategy; NULL if it does not exist. */
-TKV_API const char *tkv_importance_name(tkv_importance_strategy strategy);
-/* Adds one step's attention scores to n tokens.
- *   mass   [n] scores, finite and not negative: tkv_attend_params.mass, or scores of the caller
- *   now    the step, 0 or more
+typedef struct tkv_token_importance { /* of one token; all zero: it never got attention */
+    float attention;                  /* A, the accumulated attention score as of `step` */
+    int step;                         /* last step that added to it */
+} tkv_token_importance;
+/* Adds one step's attention scores to n tokens, and computes their importance.
+ *   positions   [n] positions; NULL: 0 to n - 1
+ *   scores      NULL: adds none. [n] scores of step `now`, finite and not negative: tkv_attend_params.scores, or
+ *   yours now         the step, 0 or more: for recency, the position of the newest token out         NULL, or [n]
+ *   receives the importance at step `now`
  * Errors, nothing changed:
- *   TKV_ERR_ARG         a missing pointer; `now` is negative or before a token's last step
+ *   TKV_ERR_ARG         a missing pointer; `now` is negative, before a token's last step or before its position
  *   TKV_ERR_NONFINITE   a score is negative or not finite
  *   TKV_ERR_CONFIG      cfg has a field out of range
  * Cost: O(n). */
-TKV_API tkv_status tkv_importance_add(const tkv_importance_config *cfg, tkv_importance *tokens,
-                                      const float *mass, int n, int now);
-/* Computes the importance of n tokens at step `now`.
- *   position   [n] positions; NULL: 0 to n - 1
- *   now        position of the newest token
- *   out        [n] receives the importance
- * Errors: as tkv_importance_add; TKV_ERR_ARG also for a position above `now`. */
-TKV_API tkv_status tkv_importance_read(const tkv_importance_config *cfg, const tkv_importance *tokens,
-                                       const int *position, int n, int now, float *out);
-/* Combines the weights of several query heads: mean, largest or sum.
- *   weights   [n_heads][stride]; stride 0: n
- *   out       [n], must not overlap weights
- * Errors: TKV_ERR_ARG. */
-TKV_API tkv_status tkv_importance_aggregate(tkv_importance_heads how, const float *weights, ptrdiff_t stride,
-                                            int n_heads, int n, float *out);
+TKV_API tkv_status tkv_update_importance(const tkv_importance_config *cfg, tkv_token_importance *tokens,
+                                         const int *positions, const float *scores, int n, int now,
+                                         float *out);
 /* Returns an upper bound of q.k for all keys between `low` and `high` in each channel, such as the keys of a block.
  * Use it for tokens without known weights. All arrays are [head_dim]. Source: Quest, arXiv 2406.10774. */
-TKV_API float tkv_importance_bound(const float *q, const float *low, const float *high, int head_dim);
-/* Finds the k highest scores, best first. Of equal scores the older comes first.
- *   without   NULL, or a mask of slots to skip unread: evicted tokens, or in a search for anchors, tokens that stay
- *   out       [k] receives slots
- *   count     receives the number found: k, or fewer if fewer slots take part
- * Errors, nothing written: TKV_ERR_NONFINITE, TKV_ERR_ARG. Cost: O(n + k log k). */
-TKV_API tkv_status tkv_importance_top(const float *score, const uint64_t *without, int n, int k, int *out,
-                                      int *count);
-
-/* A cache collects attention scores itself while tkv_attend runs, if cfg.importance_every or cfg.evict needs them.
- * They take 432 bytes per block and layer, counted with the index. The eviction policy selects the scores:
- *     h2o; strategies hybrid, accumulation     weights, summed over queries and KV heads
- *     strategy heavy_hitter                    the largest weight given by any KV head of any query
- *     scissorhands; strategy persistence       times the weight was below importance.low (0: 1 / visible keys)
- *     tova                                     weights of the newest query alone, summed over KV heads
- *     snapkv, pyramidkv                        weights of the newest evict.recent_tokens queries
- * With any other policy, the strategy of cfg.importance decides. "recency" collects nothing.
- *
- * importance.heads combines the weights of the n_heads / n_kv_heads query heads of a KV head: mean, largest or sum.
- * Mean and sum differ by a constant factor, so policies choose the same tokens by both. Against recency and
- * thresholds, the factor does matter. For scissorhands and persistence, mean and sum combine the heads' counts.
- * There, max counts a query if all heads gave less. Max always, and heavy_hitter also with mean or sum, combine
- * the heads of one query first. With more than 8 query heads, they combine those that run together.
- *
- * Queries are sampled, except for tova, snapkv and pyramidkv. Each KV head samples one of cfg.importance_every
- * positions, and heads and layers take turns. 0 means one in 32, or none if the policy needs no scores. A sampled
- * query counts as importance_every queries, at most 4,096, so sums and counts estimate the whole at any sampling
- * rate.
- *
- * All calls between two appends form one step. Sums are multiplied by importance.decay for each token appended
- * since, so after a chunk of 64 by its 64th power. Decay 0 means the strategy's, or 1 if the policy decides. Sums
- * of newest queries start again with each step. Sums are limited to 4,095 * importance_every for
- * rates up to 256, else to 1,048,575. Counts are limited to 16,777,215 * importance_every and to 2^32 - 1.
- *
- * Collecting does not change the output of tkv_attend. The sums do not depend on threads. Sampled queries cost
- * a second pass over their keys (bench/LOG.md). Collecting needs atomics (gcc, clang). Without atomics, only
- * tkv_importance_add_to adds scores. */
-
-/* Computes the importance of tokens start to start + n - 1 by cfg.importance, at the newest token. May run while
- * tkv_attend runs.
- *   out    [n] receives the importance; 0 for tokens that are not in the cache
- *   gone   NULL, or (n + 63) / 64 words that receive a mask of those tokens, for `without` of tkv_importance_top
- * Errors, out and gone unchanged:
- *   TKV_ERR_CONFIG   no scores are collected (strategy "recency" needs none)
- *   TKV_ERR_RANGE    start + n is beyond the layer's length
- *   TKV_ERR_ARG
- * Cost: O(blocks + n). */
-TKV_API tkv_status tkv_importance_of(tkv_cache *kv, int seq, int layer, int start, int n, float *out,
-                                     uint64_t *gone);
-/* Adds attention scores of the caller to tokens start to start + n - 1, as if attention had just given them. Tokens
- * not in the cache are skipped. No attention may run at the same time.
- *   mass   [n] scores, finite and not negative; each is limited to 2,047 and rounded to
- *          steps of importance_every / 2^20, at most 1/4096
- * Errors: as tkv_importance_of, and also
- *   TKV_ERR_NONFINITE   a score is negative or not finite
- *   TKV_ERR_CONFIG      also with strategy "recency", if no scores are collected
- * Cost: O(blocks + n). */
-TKV_API tkv_status tkv_importance_add_to(tkv_cache *kv, int seq, int layer, int start, int n,
-                                         const float *mass);
-typedef struct tkv_ranked {
-    int position;
-    float importance;
-} tkv_ranked;
-/* Finds the k most important tokens of a layer, best first. Of equal tokens the older comes first.
- *   protect   1: skip the tokens that eviction protects: positions below evict.sink_tokens and the newest
- *             evict.recent_tokens (default 4 and 32)
- *   out       [k] receives the tokens
- *   count     receives k, or fewer if fewer tokens exist
- * Errors: as tkv_importance_of.
- * Cost: O(length * log k), plus moving up to k entries per insertion. For k in the thousands, tkv_importance_of
- * with tkv_importance_top is faster. */
-TKV_API tkv_status tkv_top_tokens(tkv_cache *kv, int seq, int layer, int k, int protect, tkv_ranked *out,
-                                  int *count);
-
-/* Promotion selects tokens (or blocks) for a more precise tier. Only those with a better source can be promoted: an
- * exact copy, an offloaded block, or recomputation. Decoding cannot restore lost precision. */
-#define TKV_IMPORTANCE_PER_STEP 64
-typedef struct tkv_importance_promotion_config { /* zero means default */
-    float threshold;                             /* least importance to promote; 0: .05; TKV_ZERO: 0 */
-    int per_step;                                /* most promotions per step, at most 64; 0: 8 */
-    int cooldown;                                /* least steps between two moves; 0: 4; TKV_NONE: none */
-} tkv_importance_promotion_config;
-typedef struct tkv_importance_promotion { /* fill with zeros, then set cfg */
-    tkv_importance_promotion_config cfg;
-    int step, used;                        /* step of the last call; promotions at that step */
-    uint64_t promoted, no_source, waiting; /* totals; no_source: calls that found some without a source */
-} tkv_importance_promotion;
-/* Selects up to per_step slots for promotion at step `now`, the most important first.
- *   score    [n] importance
- *   source   mask of slots with a better source; NULL: no slot has one
- *   moved    [n] last step at which a slot changed its tier, or TKV_NONE. A promotion sets it to `now`. The caller
- *            sets it after a demotion.
- *   out      [TKV_IMPORTANCE_PER_STEP] receives the slots, *count their number
- * Errors, nothing changed: TKV_ERR_ARG (also `now` before the last call's), TKV_ERR_NONFINITE, TKV_ERR_CONFIG.
- * Cost: O(n), and O(per_step) for each promotion. */
-TKV_API tkv_status tkv_importance_promote(tkv_importance_promotion *p, const float *score,
-                                          const uint64_t *source, int *moved, int n, int now, int *out,
-                                          int *count);
+TKV_API float tkv_bound_score(const float *q, const float *low, const float *high, int head_dim);
 
 /* >>eviction. These functions choose the tokens to evict, so that at most `keep` stay. A policy gives every token a
  * score. The tokens with the lowest scores are evicted, all at once. Selection is per layer, so scores of heads
  * are combined first. The policies are defined in rules/evict.h. */
-TKV_API const char *tkv_evict_name(tkv_evict_kind kind); /* name of a policy; NULL: no such policy */
-/* Finds a policy by its name. Errors: TKV_ERR_ARG. */
-TKV_API tkv_status tkv_evict_from_name(const char *name, tkv_evict_kind *kind);
-
-/* The inputs that a policy needs from tkv_evict_view, as bits. n is always needed. Other inputs may be NULL. */
-typedef enum tkv_evict_need {
-    TKV_EVICT_NEEDS_MASS = 1, /* each bit is the view's array of that name */
-    TKV_EVICT_NEEDS_OBSERVED = 2,
-    TKV_EVICT_NEEDS_LAST = 4,
-    TKV_EVICT_NEEDS_NORMS = 8,
-    TKV_EVICT_NEEDS_KEYS = 16,
-    TKV_EVICT_NEEDS_LOWS = 32,
-    TKV_EVICT_NEEDS_SCORES = 64
-} tkv_evict_need;
-TKV_API int tkv_evict_needs(tkv_evict_kind kind); /* the inputs as bits; 0: none, or no such policy */
 typedef struct tkv_evict_view {
-    int n;                  /* number of slots */
-    const uint64_t *alive;  /* mask of live tokens; other slots are not read. NULL: all slots are live */
-    const int *position;    /* positions, rising and not negative; NULL: 0 to n - 1 */
-    const uint64_t *pinned; /* NULL, or mask of tokens that stay in any case */
+    int n;                       /* number of slots */
+    const uint64_t *live_mask;   /* mask of live tokens; other slots are not read. NULL: all slots are live */
+    const int *positions;        /* positions, rising and not negative; NULL: 0 to n - 1 */
+    const uint64_t *pinned_mask; /* NULL, or mask of tokens that stay in any case */
     /* NULL, or priorities: all tokens of a lower priority are evicted before one of a higher. 0 is usual, and -128
      * suits expired tokens. */
-    const signed char *priority;
-    const float *mass;     /* attention score since the token came, summed over queries and heads */
-    const float *observed; /* attention score from the prompt's last cfg.recent_tokens queries alone */
-    const float *last;     /* attention weights of the last query, mean over heads */
-    const float *norms;    /* norms of keys, mean over KV heads: tkv_evict_key_norms */
-    const float *keys;     /* [n][n_kv_heads][head_dim] */
+    const signed char *priorities;
+    const float *total_scores;  /* attention score since the token came, summed over queries and heads */
+    const float *prompt_scores; /* attention score from the prompt's last cfg.recent_tokens queries alone */
+    const float *last_scores;   /* attention weights of the last query, mean over heads */
+    const float *norms;         /* norms of keys, mean of |k| over KV heads */
+    const float *keys;          /* [n][n_kv_heads][head_dim] */
     int n_kv_heads, head_dim;
     /* How often a weight was below an even share: A of "persistence", negated or not. The caller sets tokens to 0
      * to begin a history window, for example after each batch. */
-    const float *lows;
-    const float *scores; /* scores of the caller; tokens with high scores stay */
+    const float *low_counts;
+    const float *user_scores; /* scores of the caller; tokens with high scores stay */
 } tkv_evict_view;
-
-/* Scores all slots by the policy of cfg. High scores stay. Slots without a live token get 0.
- *   score   [view->n] receives the scores
- * Errors:
- *   TKV_ERR_CONFIG      cfg has a field out of range
- *   TKV_ERR_ARG         view lacks an input of the policy, or n or positions are wrong
- *   TKV_ERR_NONFINITE   a token's score is not finite; `score` is then unusable
- * Cost: O(n). "keydiff" and tkv_evict_key_norms cost O(n * n_kv_heads * head_dim). */
-TKV_API tkv_status tkv_evict_score(const tkv_evict_config *cfg, const tkv_evict_view *view, float *score);
 typedef struct tkv_evict_result {
     int evicted, kept; /* live tokens to evict; live tokens left */
     int over;          /* kept - keep, if pinned tokens exceed the budget; else 0 */
     int sinks, recent; /* sinks and recent tokens protected, after a small budget reduced them */
 } tkv_evict_result;
-/* Chooses the live tokens to evict, so that at most `keep` stay. Pinned tokens stay in any case.
+/* Chooses the live tokens to evict, so that at most `keep` stay. High scores stay, and pinned tokens in any case.
+ *   score     [view->n] receives the policy's scores; a slot without a live token gets 0
  *   victims   receives a mask of (n + 63) / 64 words; must not overlap the masks of `view`
  *   out       (may be NULL) receives the counts
- * Errors, nothing written:
+ * Errors:
  *   TKV_ERR_BUDGET      the policy is "none", and more than `keep` tokens are live
- *   TKV_ERR_NONFINITE   a live token's score is not finite
- *   TKV_ERR_ARG, TKV_ERR_CONFIG
- * Cost: O(n), 1 KiB of stack. */
-TKV_API tkv_status tkv_evict_select(const tkv_evict_config *cfg, const tkv_evict_view *view,
-                                    const float *score, int keep, uint64_t *victims, tkv_evict_result *out);
-/* Returns the number of tokens to evict before `incoming` tokens join n tokens under a budget of `budget` tokens.
- * It is 0, a batch (cfg.batch), or more if the budget requires it; never more than n. 0 for a bad argument. */
-TKV_API int tkv_evict_due(const tkv_evict_config *cfg, int n, int incoming, int budget);
-/* Lists the slots of a mask in rising order, and returns their number. `out` must hold all of them. */
-TKV_API int tkv_evict_list(const uint64_t *mask, int n, int *out);
-/* Moves the elements that stay to the front of an array, in order, and returns their number. Use it for positions,
- * importance and other arrays by slot.
- *   array   [n] elements of `size` bytes */
-TKV_API int tkv_evict_compact(const uint64_t *victims, int n, void *array, size_t size);
-/* Computes key norms: out[i] is the mean of |k| over KV heads. keys is [n][n_kv_heads][head_dim].
- * Errors: TKV_ERR_ARG. */
-TKV_API tkv_status tkv_evict_key_norms(const float *keys, int n, int n_kv_heads, int head_dim, float *out);
-
+ *   TKV_ERR_NONFINITE   a live token's score is not finite; `score` is then unusable
+ *   TKV_ERR_CONFIG      cfg has a field out of range
+ *   TKV_ERR_ARG         view lacks an input of the policy, or a number is wrong
+ * Cost: O(n), 1 KiB of stack; "keydiff" O(n * n_kv_heads * head_dim). */
+TKV_API tkv_status tkv_select_victims(const tkv_evict_config *cfg, const tkv_evict_view *view, int keep,
+                                      float *score, uint64_t *victims, tkv_evict_result *out);
 /* Token budgets of layers. `total` tokens are shared among all layers, and the shares sum to `total` exactly.
  * Fractions of tokens go to the largest remainders; of equal remainders, to the lower layer. */
 typedef enum tkv_evict_shape {
@@ -1608,120 +2037,15 @@ typedef struct tkv_evict_budget {
     int n_layers;  /* 1 to 4096 */
     int64_t total; /* tokens of all layers, 0 to n_layers * (2^30 - 1); LINEAR: at least n_layers */
     int n_tokens;  /* n: length of the sequence, for PYRAMID, 0 to 2^30 - 1 */
-    int window;    /* w: tokens that every layer keeps; 0: 8, as in the paper; TKV_NONE: none */
+    int window;    /* w: tokens that every layer keeps; 0: 8, as in the paper; TKV_OFF: none */
     int beta;      /* steepness of PYRAMID, 1 to 100; 0: 20 */
 } tkv_evict_budget;
 /* Computes the token budget of each layer.
  *   out   [n_layers] receives the budgets
  * Errors: TKV_ERR_ARG (a number is out of range). Cost: O(n_layers).
  * Source of PYRAMID: PyramidKV, arXiv 2406.02069. */
-TKV_API tkv_status tkv_evict_budgets(const tkv_evict_budget *b, int *out);
+TKV_API tkv_status tkv_split_evict_budget(const tkv_evict_budget *b, int *out);
 
-/* >>eviction in a cache. It needs cfg.evict. With cfg.evict_tokens, an append (or tkv_begin) first evicts the
- * surplus of each layer, a batch at a time. Afterwards a layer holds at most cfg.evict_tokens. Protected tokens,
- * pinned tokens and the tokens of that append can exceed this.
- *
- * Under a budget, eviction is the last reclaim stage, after the last level of the ladder. It also works a batch at
- * a time. Each layer keeps its pinned tokens, its sinks, twice its recent tokens, and 64 more. Recent tokens are
- * one half of a budget, as in rules/evict.h, hence "twice". Down to this size, an append gets TKV_ERR_BUDGET only
- * if all reclaim stages together free too little.
- *
- * Some policies may be refused a few blocks earlier: "keydiff", "user", "knorm" with cfg.importance_every, and any
- * policy with cfg.n_anchors. Their choice depends on the blocks compressed before. With anchors, if batches are not
- * enough, tokens are evicted before tiers are recoded. TKV_ERR_NOMEM can occur after tokens were evicted, because
- * index and pages grow into the freed bytes. TKV_EVICT_SCORES uses tkv_importance_of. Policies treat all heads of a
- * layer as one.
- *
- * The remaining tokens keep their positions, for masks and windows too. Keys keep their rotation, so distances are
- * those of the text. StreamingLLM instead rotates keys to their places in the cache, for texts beyond the model's
- * length. Here that would mean recoding all keys with each batch, and new query positions from the caller. For such
- * texts, scale the RoPE of the model instead.
- *
- * Bytes are freed when a block of 64 tokens is empty, or when neighbours fit into one block. Coded neighbours are
- * decoded and coded again, with a small loss. KVQUANT keys before RoPE cannot move, so only empty blocks are freed.
- * Evicted tokens never come back: tkv_truncate does not restore them, and tkv_read returns TKV_ERR_RANGE. The
- * bookkeeping takes 432 bytes per block and layer. */
-typedef struct tkv_evict_params { /* zero means default */
-    int seq;                      /* the sequence */
-    int layer;                    /* TKV_NONE: all layers */
-    const tkv_evict_config
-        *evict; /* NULL: cfg.evict. Another policy must use the scores the cache collects, or `scores` */
-    int keep;   /* tokens that stay per layer, on average for "pyramidkv"; 0: cfg.evict_tokens */
-    /* These arrays are NULL, or indexed by position, as long as the longest of the layers (tkv_layer_len): */
-    const uint64_t *pinned;      /* mask of tokens that stay */
-    const signed char *priority; /* as in tkv_evict_view */
-    const float *scores;         /* replace the scores that the cache collected; high scores stay */
-} tkv_evict_params;
-/* Evicts tokens now, for example at the end of a prompt (SnapKV).
- * Errors, nothing changed:
- *   TKV_ERR_STATE       a step is open, or cfg.evict is not set
- *   TKV_ERR_CONFIG      p->evict has a field out of range, or needs scores that the cache does not collect
- *   TKV_ERR_NONFINITE   a score is not finite
- *   TKV_ERR_BUDGET      the policy is "none", and tokens would have to be evicted
- *   TKV_ERR_ARG
- * Cost: O(tokens), and coding of merged blocks. See tkv_evict_kind for "knorm" and "keydiff". */
-TKV_API tkv_status tkv_evict(tkv_cache *kv, const tkv_evict_params *p);
-/* Evicts the tokens of a mask, except pinned tokens.
- *   layer     a layer; TKV_NONE: all layers
- *   victims   mask by position, for positions 0 to n - 1
- * Errors: TKV_ERR_STATE (a step is open, or cfg.evict is not set), TKV_ERR_ARG. */
-TKV_API tkv_status tkv_drop(tkv_cache *kv, int seq, int layer, const uint64_t *victims, int n);
-/* Pins the live tokens start to start + n - 1 in all layers, so that eviction keeps them. pinned 0 ends it.
- * Errors: TKV_ERR_STATE (a step is open, or cfg.evict is not set), TKV_ERR_ARG. */
-TKV_API tkv_status tkv_pin(tkv_cache *kv, int seq, int start, int n, int pinned);
-/* Pins tokens until a layer has `length` tokens. For the next 500 tokens, pass tkv_layer_len + 500. Temporary
- * pins in one block of 64 tokens all last as long as the longest, also after blocks are merged.
- * Errors: as tkv_pin; TKV_ERR_ARG also if length is not 1 to 2^30 - 2. */
-TKV_API tkv_status tkv_pin_until(tkv_cache *kv, int seq, int start, int n, int length);
-/* Reports which of the tokens start to start + n - 1 are live.
- *   mask   receives (n + 63) / 64 words
- * Errors: TKV_ERR_ARG, TKV_ERR_RANGE. */
-TKV_API tkv_status tkv_alive(const tkv_cache *kv, int seq, int layer, int start, int n, uint64_t *mask);
-
-/* >>rematerialization. Rules for discarding blocks that the caller's model can recompute. If all earlier tokens are
- * held, keys and values of tokens a to b - 1 in the first `layers` layers cost this many FLOPs:
- *     (b - a) * layers * (2 * layer_params + 4 * n_heads * head_dim * (a + b) / 2)
- * A token cannot be computed without its prefix, nor a layer without the layers below. So whole blocks are
- * discarded front to back, and recomputed in the same order. */
-typedef struct tkv_remat_config {
-    /* the model; required: n_layers 1 to 4096, n_heads 1 to 65536, head_dim 1 to 256 */
-    int n_layers, n_heads, head_dim;
-    double layer_params; /* weights of a layer that a token is multiplied with, 1 to 1e15 */
-    /* the rule; zero means default */
-    float threshold;       /* least pressure for any action; 0: .9; TKV_ZERO: always act */
-    int min_materialized;  /* least tokens that stay; 0: 512; TKV_NONE: none */
-    int sink_tokens;       /* first tokens that are never discarded; 0: 4; TKV_NONE: none */
-    float age_tokens;      /* age at which a token is half as likely to be used, 1 to 1e9; 0: 4096 */
-    double quantize_price; /* FLOPs per byte freed by quantizing, its loss included; 0: 8, the work alone */
-    double step_flops;     /* most FLOPs of recomputation per step; 0: no limit */
-} tkv_remat_config;
-typedef enum tkv_remat_action { TKV_REMAT_KEEP = 0, TKV_REMAT_EVICT, TKV_REMAT_QUANTIZE } tkv_remat_action;
-typedef struct tkv_remat_block {
-    int start, end;         /* tokens start to end - 1; blocks follow one another without gaps */
-    int layers;             /* 1 + the highest layer to recompute; 0: all layers */
-    int dropped;            /* 1: already discarded */
-    size_t bytes;           /* bytes held now */
-    size_t quantized_bytes; /* bytes in the next tighter format; `bytes` or more: no such format */
-    float use; /* share of steps that use the block, at most 1; 0: unknown, as 1; negative: never used */
-} tkv_remat_block;
-typedef struct tkv_remat_info {        /* totals */
-    uint64_t kept, evicted, quantized; /* blocks that a decision kept, discarded, quantized */
-    uint64_t over_budget;              /* decisions that stopped at a block above step_flops */
-    uint64_t freed;                    /* bytes freed by discarding and quantizing */
-    uint64_t restored, waited; /* blocks recomputed; blocks that had to wait for a later step or call */
-    double flops;              /* FLOPs of recomputation */
-} tkv_remat_info;
-typedef struct tkv_remat { /* initialise with tkv_remat_init; info may be read at any time */
-    tkv_remat_config cfg;
-    int step;     /* last step of tkv_remat_restore */
-    double spent; /* FLOPs at this step */
-    tkv_remat_info info;
-} tkv_remat;
-/* Starts a controller. *reason (may be NULL) receives the cause of an error.
- * Errors, r unchanged: TKV_ERR_CONFIG, TKV_ERR_ARG (r or cfg is missing). */
-TKV_API tkv_status tkv_remat_init(tkv_remat *r, const tkv_remat_config *cfg, const char **reason);
-/* Returns the FLOPs of the formula above. layers 0: all. -1: a number is out of range. */
-TKV_API double tkv_remat_flops(const tkv_remat *r, int start, int end, int layers);
 /* Decides which blocks to discard and which to quantize, so that `need` bytes become free. Below the threshold it
  * keeps all blocks. Otherwise:
  *   1. It discards blocks, front to back behind the sinks, while that costs fewer FLOPs per byte than quantizing.
@@ -1734,247 +2058,8 @@ TKV_API double tkv_remat_flops(const tkv_remat *r, int start, int end, int layer
  *   action   [n] receives the decisions
  *   freed    (may be NULL) receives the bytes; less than `need` if no more can be freed
  * Errors, nothing changed: TKV_ERR_ARG (blocks are out of order, or a bad number). Cost: O(n). */
-TKV_API tkv_status tkv_remat_decide(tkv_remat *r, const tkv_remat_block *blocks, int n, int now,
-                                    float pressure, size_t need, tkv_remat_action *action, size_t *freed);
-/* Computes which discarded blocks may be recomputed at this step: blocks *first to *first + *count - 1. Their FLOPs
- * count as spent.
- *   step   a number that never falls; a new step has the full step_flops again
- * Errors: TKV_ERR_ARG (as tkv_remat_decide, or `step` is below the last one). */
-TKV_API tkv_status tkv_remat_restore(tkv_remat *r, const tkv_remat_block *blocks, int n, int step, int *first,
-                                     int *count);
-
-/* >>rematerialization in a cache. Blocks behind the sinks can be discarded. Their bytes are freed, and about 40
- * bytes per block and layer stay in the index. Discarded keys and values return only if the caller's model
- * recomputes them. Blocks are discarded front to back, in all layers at once. The last two blocks of a layer,
- * tokens younger than hot_tokens and offloaded blocks are not discarded.
- *
- * If a query would see discarded tokens, tkv_attend and tkv_read compute nothing and return TKV_ERR_NO_SOURCE.
- * Tokens behind the window do not matter, except in a layer's last two blocks. Appends continue, and tokens can
- * still be evicted. tkv_truncate cannot cut discarded tokens. tkv_reset forgets them. tkv_promote restores those
- * with an exact copy (cfg.spill.keep_exact).
- *
- * With cfg.remat under a budget, discarding is the reclaim stage after cfg.spill and before cfg.evict. It takes
- * blocks of other sequences than the one that needs memory, and none with an open step. The sequence used longest
- * ago comes first. Appends, reservations and tkv_remat_give count as use, but attention does not. So waiting
- * conversations give their memory to the running one. Before a conversation continues, call tkv_recompute. Append
- * to conversations that run side by side as one batch, or each in a step of its own. */
-/* Discards the first blocks in RAM behind the sinks, with or without a budget or cfg.remat.
- *   n_tokens   most positions; only whole blocks are discarded
- *   dropped    (may be NULL) receives the number of positions discarded; 0 if no block may be discarded
- * Errors: TKV_ERR_STATE (a step is open), TKV_ERR_ARG. Cost: O(blocks). */
-TKV_API tkv_status tkv_remat_drop(tkv_cache *kv, int seq, int n_tokens, int *dropped);
-/* Finds the first run of discarded positions, in any layer: *start to *start + *n - 1. *n 0: there is no such run.
- * Errors: TKV_ERR_ARG. Cost: O(blocks^2). */
-TKV_API tkv_status tkv_remat_missing(const tkv_cache *kv, int seq, int *start, int *n);
-/* Gives recomputed K and V of tokens start to start + n - 1 to a layer. The layer takes its discarded tokens among
- * them. These must be whole blocks, beginning with the first discarded one. If no token was evicted, this run is
- * correct: from the start of tkv_remat_missing, a multiple of TKV_BLOCK_TOKENS long or up to the end of the run.
- *   k, v   as they were first appended, in the shapes of tkv_append
- *
- * The blocks return to their format through their last two formats, so the bytes are those of before. Exceptions: a
- * budget recoded the block more often, evicted tokens were compacted, or the statistics of SQUAT changed. The
- * bytes count in the budget, and other blocks are reclaimed for them, as for an append.
- * Errors, nothing changed except reclaimed blocks:
- *   TKV_ERR_STATE       earlier tokens are still discarded, or a step is open
- *   TKV_ERR_RANGE       a part of a block, or beyond the layer's length
- *   TKV_ERR_NONFINITE, TKV_ERR_BUDGET, TKV_ERR_NOMEM, TKV_ERR_CAPACITY (in place), TKV_ERR_ARG
- * Cost: an append of n tokens, and one or two codings of each block. */
-TKV_API tkv_status tkv_remat_give(tkv_cache *kv, int seq, int layer, int start, const float *k,
-                                  const float *v, int n);
-/* Function of the caller: recomputes tokens start to start + n - 1 of n_layers layers from first_layer on, and
- * passes them to tkv_remat_give. It skips layers without K and V of their own. All tokens of seq before `start`
- * are held. A status other than TKV_OK ends tkv_recompute. The function may use other caches. Of this cache it
- * may use reports, tkv_read and tkv_attend. */
-typedef tkv_status (*tkv_compute)(void *user, tkv_cache *kv, int seq, int first_layer, int n_layers,
-                                  int start, int n);
-/* Recomputes the discarded tokens of a sequence, front to back, with one call of `compute` per run. It recomputes
- * as many blocks as r has FLOPs for in this step (tkv_remat_restore). r->info counts them.
- *   step      a number that never falls
- *   missing   (may be NULL) receives the number of positions still discarded
- * Errors; tokens given before an error stay:
- *   TKV_ERR_STATE   compute did not give all the tokens, or a step is open
- *   TKV_ERR_ARG     a missing pointer, `step` is below the last one, or r has fewer layers than the cache
- *   other           the status of compute */
-TKV_API tkv_status tkv_recompute(tkv_cache *kv, int seq, tkv_remat *r, int step, tkv_compute compute,
-                                 void *user, int *missing);
-/* Describes a sequence for tkv_remat_decide, sinks first, all layers together. `bytes` counts RAM. quantized_bytes
- * is the size at the next level of the ladder (without a budget: `bytes`). `dropped` is 1 if any layer discarded a
- * token. `use` is 0.
- *   out   [capacity] receives the first blocks
- *   n     receives the number of all blocks
- * Errors: TKV_ERR_ARG. Cost: O(blocks) per block. */
-TKV_API tkv_status tkv_remat_blocks(const tkv_cache *kv, int seq, tkv_remat_block *out, int capacity, int *n);
-/* Asks tkv_remat_decide how to free `need` bytes, and carries it out. It discards blocks as far as allowed. If
- * blocks are to be quantized, the whole cache goes one level down its ladder, because all sequences share the
- * level. It then recodes at most that number of blocks, oldest first, until `need` bytes are free.
- *   blocks, actions   work space for [capacity] blocks; see tkv_remat_blocks for the number
- *   freed             (may be NULL) receives the bytes freed
- * Errors: TKV_ERR_ARG (work space too small, or a bad number), TKV_ERR_STATE (a step is open). */
-TKV_API tkv_status tkv_remat_free(tkv_cache *kv, int seq, tkv_remat *r, float pressure, size_t need,
-                                  tkv_remat_block *blocks, tkv_remat_action *actions, int capacity,
-                                  size_t *freed);
-
-/* >>promotion by importance. A call, at every step or less often, restores the most important blocks of a layer
- * from their best source, as tkv_promote does. The importance of a block is that of its most important token
- * (tkv_importance_of). Discarded blocks are restored by `compute`, if it is given. It recomputes all discarded
- * tokens front to back, within the FLOPs of remat (tkv_recompute). Its step is the length of the layer. */
-typedef struct tkv_promotion { /* fill with zeros, then set; layers that share one share its limit per step */
-    tkv_importance_promotion by; /* by.cfg: threshold, limit per step, cool-down; 0: .05, 8, 4 */
-    tkv_remat *remat;            /* with compute, or both NULL: discarded blocks then have no source */
-    tkv_compute compute;
-    void *user;
-    /* results of the last call, in blocks above the threshold: */
-    int promoted;  /* restored */
-    int waiting;   /* not restored because of the limit, the cool-down, FLOPs or an error */
-    int no_source; /* without a better source */
-} tkv_promotion;
-/* Promotes the most important blocks of a layer. All calls at one length of the layer are one step. The cool-down
- * counts from a block's last move: its promotion, coding or offloading, for any reason. The importance of "hybrid"
- * includes age: with tau 64, tokens younger than 115 are above the default threshold by age alone. "accumulation"
- * counts attention only.
- * Errors; earlier promotions stay, and p counts them:
- *   TKV_ERR_NO_SOURCE   blocks above the threshold exist, but none has a better source (exact blocks do not count)
- *   TKV_ERR_CONFIG      no scores are collected (cfg.importance_every), or by.cfg is wrong
- *   TKV_ERR_BUDGET      usual in a full cache: nothing is reclaimed for a promotion, except to recompute
- *   TKV_ERR_ARG, and errors of tkv_promote and tkv_recompute
- * Cost: O(tokens of the layer), and a fetch per promoted block. */
-TKV_API tkv_status tkv_promote_by_importance(tkv_cache *kv, int seq, int layer, tkv_promotion *p);
-
-/* Checks all invariants. Each block is in one list, and no slot is used twice. Positions have no gaps. Tiers are in
- * order and follow age. Byte counts agree. `reason` and `size` as in tkv_config_validate.
- * Errors: TKV_ERR_BROKEN, TKV_ERR_ARG. Cost: O(blocks). */
-TKV_API tkv_status tkv_check(const tkv_cache *kv, char *reason, size_t size);
-
-TKV_API const char *tkv_status_text(tkv_status s); /* a sentence about a status */
-/* Returns the error sentence of the last call that changes the cache; "" after a success. Attend, read and reports
- * set no sentence. */
-TKV_API const char *tkv_last_error(const tkv_cache *kv);
-TKV_API int tkv_version(void);                     /* TKV_VERSION of the linked implementation */
-TKV_API const char *tkv_format_name(tkv_format f); /* such as "kivi4"; NULL if there is no such format */
-TKV_API tkv_format tkv_format_from_name(const char *name); /* TKV_FORMAT_DEFAULT if unknown */
-TKV_API int tkv_isa_available(tkv_isa isa);                /* 1: this machine and build can run it */
-TKV_API const char *tkv_isa_name(tkv_isa isa);             /* such as "avx2"; NULL if there is no such isa */
-TKV_API tkv_isa tkv_isa_of(const tkv_cache *kv);           /* the instruction set that the cache runs on */
-
-/* >>codec. The codec applies the formats without a cache. It codes up to 64 tokens of one head as a block of bytes.
- * The bytes do not depend on the machine. SQUAT formats code as KIVI here, because no queries exist. KVQUANT
- * formats have no learned table here. So coded K contains the ranges of its block, 32 bits per channel more than in
- * a cache. The levels are those of a normal distribution. */
-typedef struct tkv_codec { /* fill with zeros first */
-    tkv_format format;
-    tkv_side side;
-    int head_dim;                         /* 1 to 256 */
-    int group_size;                       /* 64 or 32; 0: 64. Exact formats ignore it */
-    int fit, rotate, center_k, subspaces; /* as in tkv_config */
-    int kvquant;                          /* as in tkv_config */
-    tkv_rope rope; /* as in tkv_config; tkv_encode and tkv_decode also read its frequencies */
-    int position;  /* position of the first token, for rope; tkv_decode reads it from the bytes */
-} tkv_codec;
-TKV_API size_t
-tkv_encoded_size(const tkv_codec *c); /* bytes of a block, metadata included; 0 if the codec is not valid */
-TKV_API double tkv_format_bits(
-    const tkv_codec *c); /* bits per value of a full block, metadata included; 0 if not valid */
-/* Encode or decode a block. This scalar code defines the formats. Any bytes are safe to decode, but only encoded
- * bytes give meaningful values.
- *   x          [n_tokens][head_dim], with `stride` floats from a token to the next; stride 0: head_dim
- *   n_tokens   1 to 64
- *   dst, src   `size` bytes, at least tkv_encoded_size, of any alignment
- * Errors, nothing written:
- *   TKV_ERR_ARG         a bad codec or number, a stride below head_dim, or a short buffer
- *   TKV_ERR_NONFINITE   tkv_encode: a value is not finite
- * Cost: O(64 * head_dim). */
-TKV_API tkv_status tkv_encode(const tkv_codec *c, const float *x, ptrdiff_t stride, int n_tokens, void *dst,
-                              size_t size);
-TKV_API tkv_status tkv_decode(const tkv_codec *c, const void *src, size_t size, int n_tokens, float *x,
-                              ptrdiff_t stride);
-
-/* >>ages and presets. Returns the tier for an age by the lengths of cfg (NULL: defaults). It is hot below
- * hot_tokens, warm for warm_tokens more, then archive. The newest token has age 0. This is a pure function. In a
- * cache, whole blocks move, before an append. So a token can change its tier about 64 ages later (tkv_tier_of), and
- * sinks stay hot. */
-TKV_API tkv_tier tkv_tier_for_age(const tkv_config *cfg, int age);
-/* More presets for tkv_config_preset, named as in other designs. Hot tokens, warm tokens and bits are those of the
- * designs. Keys are coded as in the papers of KIVI and SQuat. No other field of the designs is mapped.
- * Each row gives hot + warm tokens, the warm format, the archive formats, and remarks:
- *   adr               64 + 448, KIVI4, then as "by-context", cfg.rope included (RuvLLM's ADR-004; its quality
- *                     target is not mapped)
- *   small             32 + 224, KIVI4, KIVI2
- *   long_context      64 + 960, KIVI4, KIVI2
- *   large_context     128 + 896, KIVI4, SQUAT2 and KIVI2 (its four subspaces and rematerialization are not mapped)
- *   extreme_context   256 + 1792, KIVI4, KVQUANT3 (set cfg.rope; rematerialization is not mapped)
- *   memory_optimized  32 + 224, KIVI4, KIVI2 (the lengths are fixed, as in the original)
- *   akv               1024 + 2048, KIVI4, KIVI2 (akv-cache; importance, promotion and host memory are not mapped)
- *   akv_quality       2048 + 2048, KIVI4, KIVI2 (named so because "quality" is a preset of this library)
- *   aggressive        512 + 4096, KIVI2, KIVI2 (tkv_policy_profile has a pressure profile of this name)
- *   k4v4 k3v3 k2v2    256, 128, 64 exact, then 4, 3, 2 bits (akv's AKVCache: quality, balanced, compact; Hadamard
- *                     rotation and protected layers are not mapped)
- *   k4v3 k4v2         128 exact, then keys in 4 bits and values in 3 or 2 bits (also AKVCache) */
-
-/* >>texts. A config as text has one of two forms: lines `key = value`, or one flat JSON object. A text that begins
- * with a brace is JSON. In lines, # begins a comment. Keys are names of fields. The text may be any bytes.
- *   key       n_layers, rope.dim, layers[3].window; for layers 0 to 5: layers[0-5].window
- *   length    a number, none or all
- *   switch    false or true
- *   formats   a30/r20 for K and V, or one name for both
- *   bits      names joined by +, such as fit = clip+norm
- *   preset    a name for tkv_config_preset; applied before all keys except max_tokens
- * The macro TKV_NO_REPORTS removes all functions of this section. */
-/* Memory of the caller for the arrays of a parsed config. It must live as long as the config uses them. */
-typedef struct tkv_config_room {
-    tkv_layer_config *layers;
-    int n_layers; /* entries of layers: at least those of the config */
-    tkv_level *ladder;
-    int n_levels; /* entries of ladder: at least the levels of the config */
-    float *frequencies;
-    int n_frequencies; /* entries of frequencies, for rope.frequencies: at least rope.dim / 2 */
-} tkv_config_room;
-/* Reads a config from a text and sets the fields named there. Other fields stay, so begin with zeros. Use
- * tkv_config_validate to check the whole config.
- *   room     (may be NULL) memory for layers, levels or rope.frequencies of the text; they replace those of cfg
- *   reason   (may be NULL) receives the line and what would be correct
- * Errors, cfg and room unchanged:
- *   TKV_ERR_CONFIG   an unknown key, a bad value, a key twice, or room is too small
- *   TKV_ERR_ARG      a pointer is missing
- * Cost: O(size), three times; 10 KB of stack. */
-TKV_API tkv_status tkv_config_parse(tkv_config *cfg, const tkv_config_room *room, const char *text,
-                                    size_t size, char *reason, size_t reason_size);
-/* Writes the fields that are not 0, with a final zero. tkv_config_parse restores the same config. Allocator,
- * parallel_for and canaries have no text.
- *   json     0: lines; 1: JSON
- *   buf      [size] bytes; NULL only counts
- *   needed   (may be NULL) receives the bytes needed, final zero included
- * Errors:
- *   TKV_ERR_ARG      buf is too small; nothing is written
- *   TKV_ERR_CONFIG   a field has no text (NaN, or no such format) */
-TKV_API tkv_status tkv_config_print(const tkv_config *cfg, int json, char *buf, size_t size, size_t *needed);
-/* Read and write a tkv_policy_config, as tkv_config_parse and tkv_config_print. Keys: threshold (a list),
- * hysteresis, alpha, min_level, max_level, and `profile` (tkv_policy_profile) instead of `preset`. */
-TKV_API tkv_status tkv_policy_parse(tkv_policy_config *cfg, const char *text, size_t size, char *reason,
-                                    size_t reason_size);
-TKV_API tkv_status tkv_policy_print(const tkv_policy_config *cfg, int json, char *buf, size_t size,
-                                    size_t *needed);
-/* Creates a cache from a text (see tkv_config_parse). The caller needs no tkv_config_room: the memory for layers
- * comes from the allocator for the time of the call.
- *   host     NULL, or a config for fields not in the text, such as allocator, parallel_for, spill and on_event
- *   reason   (may be NULL) receives a sentence that begins with the wrong line
- * Errors, *out unchanged: as tkv_create_ex and tkv_config_parse.
- * Cost: O(size), five times, and tkv_create. */
-TKV_API tkv_status tkv_create_from_text(const char *text, size_t size, const tkv_config *host,
-                                        tkv_cache **out, char *reason, size_t reason_size);
-/* Writes a report of the cache as one JSON object. `buf`, `size` and `needed` as in tkv_config_print. It contains:
- *   version, isa, and the config with defaults, readable by tkv_config_parse
- *   formats of each layer's tiers
- *   for each existing sequence: lengths and tokens per tier, as arrays over layers (null: no cache of its own)
- *   figures: memory, tokens, sequences, quality (null without a meter)
- * Errors: TKV_ERR_ARG. Cost: O(blocks), twice. */
-TKV_API tkv_status tkv_state_json(const tkv_cache *kv, char *buf, size_t size, size_t *needed);
-/* Writes the same figures in Prometheus text format, version 0.0.4. `buf`, `size` and `needed` as in
- * tkv_config_print.
- *   labels   NULL, or labels for every line: name=value, name=value. Values are UTF-8; the function escapes them.
- *            Write a backslash before a comma or backslash in a value.
- * Errors: TKV_ERR_ARG   bad labels (part, tier, version and isa are reserved), or buf is too small */
-TKV_API tkv_status tkv_format_prometheus(const tkv_cache *kv, const char *labels, char *buf, size_t size,
-                                         size_t *needed);
+TKV_API tkv_status tkv_decide_discard(tkv_remat *r, const tkv_remat_block *blocks, int n, int now,
+                                      float pressure, size_t need, tkv_remat_action *action, size_t *freed);
 
 #ifdef __cplusplus
 }
@@ -2326,6 +2411,13 @@ static void tkvi_append_int(tkvi_text *t, int64_t n) {
     tkvi_append_text(t, digits + i);
 }
 
+/* Writes `why` to the caller's buffer, which may be NULL, and returns st. */
+static tkv_status tkvi_give_reason(tkv_status st, const char *why, char *reason, size_t size) {
+    tkvi_text t = tkvi_text_begin(reason, reason ? size : 0);
+    tkvi_append_text(&t, why);
+    return st;
+}
+
 /* >>locks: spin locks for a few instructions. Compilers without __atomic builtins get no lock (see the callers). */
 static void tkvi_lock(int *lock) {
 #if defined(__GNUC__) || defined(__clang__)
@@ -2622,22 +2714,22 @@ static uint64_t tkvi_rope_ratio(float base, int pairs) {
 /* Checks a descriptor. Returns the rule that it breaks, with field and value, or NULL if it is valid. */
 static const char *tkvi_rope_fault(const tkv_rope *r, int head_dim, const char **field, float *value) {
     int j;
-    *field = "rope.dim";
+    *field = "model.rope.dim";
     *value = (float)r->dim;
     if (r->dim < 0 || r->dim > head_dim || r->dim % 2)
         return "it must be even and at most head_dim, or 0 for none";
-    *field = "rope.interleaved";
+    *field = "model.rope.interleaved";
     *value = (float)r->interleaved;
     if (r->interleaved & ~1) return "it must be 0 or 1";
-    *field = "rope.scale";
+    *field = "model.rope.scale";
     *value = r->scale;
     if (!tkvi_is_finite(r->scale) || r->scale < 0.0f || r->scale > 4.0f)
         return "it must be more than 0 and at most 4, or 0 for 1";
-    *field = "rope.base";
+    *field = "model.rope.base";
     *value = r->base;
     if (!tkvi_is_finite(r->base) || (r->base != 0.0f && !(r->base >= 2.0f && r->base <= 1e9f)))
         return "it must be 2 to 1e9, or 0 for 10000";
-    *field = "one of rope.frequencies";
+    *field = "one of model.rope.frequencies";
     for (j = 0; r->frequencies && j < r->dim / 2; j++) {
         *value = r->frequencies[j];
         if (!tkvi_is_finite(*value) || *value < 0.0f || *value > 1.0f) return "it must be 0 to 1, in radians";
@@ -3965,8 +4057,8 @@ static void tkvi_tiles_decode(const tkvi_side *s, const tkvi_simd_ops *help, con
  *   decoded = scale * code + zero             coded against the rounded scale and zero, half to even
  *
  * scale * code is exact in a float (11 + 8 bits). So the decoded value has one rounding, and is the same with and
- * without FMA. A flat group has scale 0 and decodes to its fp16 value. Values saturate at +-65504. cfg.fit chooses
- * other scales and zeros (core/fit.h).
+ * without FMA. A flat group has scale 0 and decodes to its fp16 value. Values saturate at +-65504. cfg.format.fit
+ * chooses other scales and zeros (core/fit.h).
  *
  * Bytes of one side (tiles as in core/tile.h, all of one width):
  *   K: | tiles | scale fp16 [group][pad channels] | zero fp16 [group][pad channels] |   groups = 64 / group
@@ -4104,7 +4196,7 @@ static void tkvi_kivi_v_meta(const tkvi_side *s, const uint8_t *src, const tkvi_
  *
  * The paper cuts C to its largest directions, and adds lambda Q^T Q with lambda .001. C itself needs no
  * eigenvectors, and eta does not depend on the number of queries. The result is flat between eta 1 and 10. Blocks
- * of 16 are better than the authors' 64 (cfg.squat_block) at the same cost.
+ * of 16 are better than the authors' 64 (cfg.format.squat_block) at the same cost.
  *
  * U is fp16: for each channel, its factors on all channels after its block, channel after channel. Products and
  * their sums are computed in different functions, so that no compiler fuses them. So U is the same on every
@@ -4229,7 +4321,7 @@ static void tkvi_squat_encode(const tkvi_side *s, const tkvi_simd_ops *help, con
 #endif /* TKVI_FORMATS_SQUAT_H */
 /* ======== formats/subspace.h ======== */
 /*
- * formats/subspace.h - SUBSPACE4, SUBSPACE2: an orthogonal basis, and coordinates in cfg.subspaces parts per
+ * formats/subspace.h - SUBSPACE4, SUBSPACE2: an orthogonal basis, and coordinates in cfg.format.subspaces parts per
  * token, each part with its own minimum and maximum. Some caches call this method SQuat. The SQuat paper describes
  * another one (formats/squat.h).
  *
@@ -4237,7 +4329,7 @@ static void tkvi_squat_encode(const tkvi_side *s, const tkvi_simd_ops *help, con
  *
  * Those caches need a learned basis. This basis needs no data, and makes the parts alike. Where a learned basis
  * works best, it is multiplied with such a rotation anyway (OSCAR, arXiv 2605.17757). Groups are coded as in KIVI,
- * with cfg.fit. The metadata add up: at head_dim 128, 2 bits in 4 parts are 3 bits a value, and in 8 parts 4.
+ * with cfg.format.fit. The metadata add up: at head_dim 128, 2 bits in 4 parts are 3 bits a value, and in 8 parts 4.
  *
  * Bytes: | codes [64 tokens][channels], low bits first, whole bytes | scale fp16 [64][parts] |
  *        zero fp16 [64][parts] |
@@ -4850,7 +4942,7 @@ static void tkvi_r_meta(const tkvi_side *s, const uint8_t *src, const tkvi_simd_
  * K has a static radius and middle for each channel, learned by learn/kvquant_tables.h. V has a radius and a
  * middle for each token, from its values without outliers.
  *
- * Keys are coded as they were before RoPE. The encoder inverts the rotation (core/rope.h; cfg.rope, the block's
+ * Keys are coded as they were before RoPE. The encoder inverts the rotation (core/rope.h; cfg.model.rope, the block's
  * start), and decoding applies it again, so all other code sees ordinary keys. A token has one slot per hundred
  * channels, rounded up. A slot holds an outlier: its channel, and the difference to its dense value. Decoding
  * reads all slots; free slots hold 0.
@@ -4861,7 +4953,7 @@ static void tkvi_r_meta(const tkvi_side *s, const uint8_t *src, const tkvi_simd_
  * The paper has one range of values for all heads of a token. Here a record is one head, so each head has its own
  * range and its own slots: 32 bits per token and head in fp16, and shorter indices.
  *
- * Options (cfg.kvquant):
+ * Options (cfg.format.kvquant):
  *   POST_ROPE   codes keys as given, after RoPE
  *   UNIFORM     has evenly spaced levels
  *   NORM        decodes to levels that keep the variance (Q-Norm, core/codebook.h)
@@ -4871,9 +4963,9 @@ static void tkvi_r_meta(const tkvi_side *s, const uint8_t *src, const tkvi_simd_
  *        K: | start of the block, int32 |      V: | radius fp16 [64] | middle fp16 [64] |
  * A row has the channels' codes, low bits first, and is padded to a whole byte.
  *
- * tkv_encode has no table of a layer. K then ends with | radius fp16 [dim] | middle fp16 [dim] |, from the block's
- * minimum and maximum, so there are no outliers. Levels are those of a normal distribution, or even ones with
- * UNIFORM. NORM does nothing. Attention decodes (TKVI_AS_DECODED; on x86 by kernels/decode_x86.h).
+ * tkv_encode_block has no table of a layer. K then ends with | radius fp16 [dim] | middle fp16 [dim] |, from the
+ * block's minimum and maximum, so there are no outliers. Levels are those of a normal distribution, or even ones
+ * with UNIFORM. NORM does nothing. Attention decodes (TKVI_AS_DECODED; on x86 by kernels/decode_x86.h).
  */
 #ifndef TKVI_FORMATS_KVQUANT_H
 #define TKVI_FORMATS_KVQUANT_H
@@ -5174,9 +5266,11 @@ static void tkvi_kvquant_v_decode(const tkvi_side *s, const tkvi_simd_ops *help,
  *   x^ = scale * part * level[code]                  if the grid has parts: an E4M3 factor per 16 channels
  *
  * Products are exact in a float (11 + 4 + 2 or 11 + 8 bits). Two options change the bytes:
- *   cfg.rotate    the token is rotated by core/rotate.h before coding and rotated back after decoding. So large
+ *   cfg.format.rotate    the token is rotated by core/rotate.h before coding and rotated back after decoding. So
+ *   large
  *                 channels do not cost the others their bits (QuaRot, arXiv 2404.00456).
- *   cfg.center_k  K only: the encoder subtracts the block's mean of each channel first, and decoding adds it last.
+ *   cfg.format.center_k  K only: the encoder subtracts the block's mean of each channel first, and decoding adds
+ *   it last.
  *                 16 bits per channel and block, 1/4 bit a value. It needs no learning, and a block can be moved
  *                 or sent as it is.
  *
@@ -5195,7 +5289,7 @@ static void tkvi_kvquant_v_decode(const tkvi_side *s, const tkvi_simd_ops *help,
 typedef struct tkvi_grid {
     int bits;             /* of a code: 4 or 8 */
     float top;            /* the largest level */
-    int per_group, parts; /* 1: a scale per cfg.group_size channels, 0: one a token; 1: has factors */
+    int per_group, parts; /* 1: a scale per cfg.format.group_size channels, 0: one a token; 1: has factors */
     int (*code)(float y); /* code of the nearest level, half to even; any finite y */
     float (*level)(int code);
 } tkvi_grid;
@@ -5323,10 +5417,10 @@ static void tkvi_token_decode(const tkvi_side *s, const tkvi_simd_ops *help, con
 /* ======== formats/int.h ======== */
 /*
  * formats/int.h - INT8, INT4: integers -127 .. 127 and -7 .. 7, with one fp16 scale per token and 64 or 32
- * channels (cfg.group_size): largest |x| / 127 or / 7. This is the symmetric grid of QuaRot and of most int8
+ * channels (cfg.format.group_size): largest |x| / 127 or / 7. This is the symmetric grid of QuaRot and of most int8
  * caches. -128 and -8 are never written. A code is two's complement in a byte or half a byte. 8.25 and 4.25 bits a
- * value in groups of 64, 8.5 and 4.5 in groups of 32. Use cfg.rotate with INT4, because large channels ruin their
- * group otherwise.
+ * value in groups of 64, 8.5 and 4.5 in groups of 32. Use cfg.format.rotate with INT4, because large channels ruin
+ * their group otherwise.
  *
  * Bytes: formats/token.h.
  */
@@ -5506,11 +5600,11 @@ static int tkvi_is_kvquant(tkv_format f) {
     return tkvi_formats[f].side[TKV_V].encode == tkvi_kvquant_v_encode;
 }
 
-TKV_API const char *tkv_format_name(tkv_format f) {
+static const char *tkvi_format_name(tkv_format f) {
     return tkvi_format_known(f) ? tkvi_formats[f].name : NULL;
 }
 
-TKV_API tkv_format tkv_format_from_name(const char *name) {
+static tkv_format tkvi_format_from_name(const char *name) {
     int f;
     for (f = 1; name && f < TKV_FORMAT_COUNT; f++)
         if (strcmp(name, tkvi_formats[f].name) == 0) return (tkv_format)f;
@@ -5525,12 +5619,12 @@ static int tkvi_codec_side(const tkv_codec *c, tkvi_side *s) {
     if (!c || !tkvi_format_known(c->format) || (c->side != TKV_K && c->side != TKV_V)) return 0;
     if (!tkvi_format_stores(&tkvi_formats[c->format], c->side)) return 0;
     memset(&o, 0, sizeof o);
-    o.group = c->group_size ? c->group_size : 64;
-    o.fit = c->fit;
-    o.rotate = c->rotate;
-    o.center_k = c->center_k;
-    o.parts = c->subspaces ? c->subspaces : 4;
-    o.kvquant = c->kvquant;
+    o.group = c->options.group_size ? c->options.group_size : 64;
+    o.fit = c->options.fit;
+    o.rotate = c->options.rotate;
+    o.center_k = c->options.center_k;
+    o.parts = c->options.subspaces ? c->options.subspaces : 4;
+    o.kvquant = c->options.kvquant;
     if (c->head_dim < 1 || c->head_dim > TKV_MAX_HEAD_DIM || (o.group != 64 && o.group != 32)) return 0;
     if (tkvi_bad_fit(o.fit) || (o.rotate & ~3) || (o.center_k & ~1) || o.parts < 1 || o.parts > 16) return 0;
     if ((o.kvquant & ~15) || c->position < 0) return 0;
@@ -5543,23 +5637,18 @@ static int tkvi_codec_side(const tkv_codec *c, tkvi_side *s) {
 /* Sets the RoPE of a side, if its format codes keys before RoPE. */
 static void tkvi_codec_rope(const tkv_codec *c, tkvi_side *s, tkvi_rope *rope) {
     if (c->side != TKV_K || !c->rope.dim || !tkvi_is_kvquant(c->format)) return;
-    if (c->kvquant & TKV_KVQUANT_POST_ROPE) return;
+    if (c->options.kvquant & TKV_KVQUANT_POST_ROPE) return;
     tkvi_rope_make(rope, &c->rope);
     s->rope = rope;
 }
 
-TKV_API size_t tkv_encoded_size(const tkv_codec *c) {
+TKV_API size_t tkv_get_block_bytes(const tkv_codec *c) {
     tkvi_side s;
     return tkvi_codec_side(c, &s) ? s.bytes : 0;
 }
 
-TKV_API double tkv_format_bits(const tkv_codec *c) {
-    tkvi_side s;
-    return tkvi_codec_side(c, &s) ? 8.0 * (double)s.bytes / ((double)s.dim * TKVI_BLOCK) : 0.0;
-}
-
-TKV_API tkv_status tkv_encode(const tkv_codec *c, const float *x, ptrdiff_t stride, int n_tokens, void *dst,
-                              size_t size) {
+TKV_API tkv_status tkv_encode_block(const tkv_codec *c, const float *x, ptrdiff_t stride, int n_tokens,
+                                    void *dst, size_t size) {
     tkvi_side s;
     tkvi_rope rope;
     int t, i;
@@ -5575,8 +5664,8 @@ TKV_API tkv_status tkv_encode(const tkv_codec *c, const float *x, ptrdiff_t stri
     return TKV_OK;
 }
 
-TKV_API tkv_status tkv_decode(const tkv_codec *c, const void *src, size_t size, int n_tokens, float *x,
-                              ptrdiff_t stride) {
+TKV_API tkv_status tkv_decode_block(const tkv_codec *c, const void *src, size_t size, int n_tokens, float *x,
+                                    ptrdiff_t stride) {
     tkvi_side s;
     tkvi_rope rope;
     if (!x || !src || !tkvi_codec_side(c, &s) || n_tokens < 1 || n_tokens > TKVI_BLOCK || size < s.bytes)
@@ -7300,7 +7389,7 @@ static void tkvi_tile_values_avx512(const tkvi_side *s, const tkvi_simd_ops *hel
 
 #ifdef TKVI_X86
 
-/* -ffast-math divides vectors by a reciprocal, floats not: these bytes would not be those of tkv_encode. */
+/* -ffast-math divides vectors by a reciprocal, floats not: these bytes would not be those of tkv_encode_block. */
 #if defined(__FAST_MATH__) || defined(_M_FP_FAST)
 #define TKVI_OTHER_GROUPS 1
 #else
@@ -11232,9 +11321,7 @@ static const tkvi_kernels *tkvi_kernels_for(tkv_isa isa) {
     return isa == TKV_ISA_AUTO || isa == TKV_ISA_SCALAR ? &tkvi_kernels_scalar : NULL;
 }
 
-TKV_API int tkv_isa_available(tkv_isa isa) { return tkvi_kernels_for(isa) != NULL; }
-
-TKV_API const char *tkv_isa_name(tkv_isa isa) {
+static const char *tkvi_isa_name(tkv_isa isa) {
     static const char *const names[TKV_ISA_COUNT] = {"auto", "scalar", "avx2", "avx512", "neon", "wasm"};
     return isa >= TKV_ISA_AUTO && isa < TKV_ISA_COUNT ? names[isa] : NULL;
 }
@@ -12197,29 +12284,25 @@ static const tkvi_prefill *tkvi_prefill_of(tkv_isa isa) {
 #define TKVI_RULES_PRESSURE_H
 
 
-typedef struct tkvi_profile {
-    const char *name;
-    tkv_policy_config cfg;
-} tkvi_profile;
-
-static const tkvi_profile tkvi_profiles[] = {
-    {"default", {{.80f, .95f, 0, 0, 0, 0, 0}, .05f, .20f, 0, 2}},
-    {"fp16_only", {{.80f, .95f, 0, 0, 0, 0, 0}, .05f, .20f, 0, TKV_NONE}},
-    {"aggressive", {{.50f, .80f, 0, 0, 0, 0, 0}, .05f, .30f, 1, 2}},
+/* In the order of tkv_pressure_profile. */
+static const tkv_pressure_config tkvi_profiles[TKV_PROFILE_COUNT] = {
+    {TKV_PROFILE_DEFAULT, {.80f, .95f, 0, 0, 0, 0, 0}, .05f, .20f, 0, 0},
+    {TKV_PROFILE_FP16_ONLY, {.80f, .95f, 0, 0, 0, 0, 0}, .05f, .20f, 0, TKV_OFF},
+    {TKV_PROFILE_AGGRESSIVE, {.50f, .80f, 0, 0, 0, 0, 0}, .05f, .30f, 1, 0},
 };
 
-TKV_API tkv_status tkv_policy_profile(tkv_policy_config *cfg, const char *name) {
-    size_t i;
-    for (i = 0; cfg && name && i < sizeof tkvi_profiles / sizeof *tkvi_profiles; i++)
-        if (strcmp(name, tkvi_profiles[i].name) == 0) {
-            *cfg = tkvi_profiles[i].cfg;
-            return TKV_OK;
-        }
-    return TKV_ERR_ARG;
+static const char *tkvi_profile_name(tkv_pressure_profile p) {
+    static const char *const names[TKV_PROFILE_COUNT] = {"default", "fp16_only", "aggressive"};
+    return (int)p >= 0 && (int)p < TKV_PROFILE_COUNT ? names[p] : NULL;
+}
+
+/* Returns the profile of a config; the default one if it names none that exists. */
+static const tkv_pressure_config *tkvi_profile_of(const tkv_pressure_config *cfg) {
+    return &tkvi_profiles[tkvi_profile_name(cfg->profile) ? cfg->profile : TKV_PROFILE_DEFAULT];
 }
 
 /* Returns the number of thresholds, which is the highest level. */
-static int tkvi_policy_levels(const tkv_policy_config *cfg) {
+static int tkvi_policy_levels(const tkv_pressure_config *cfg) {
     int n = 0;
     while (n < TKV_MAX_LEVELS - 1 && (tkvi_bits(cfg->threshold[n]) & 0x7fffffffu) != 0) n++;
     return n;
@@ -12229,16 +12312,18 @@ static int tkvi_policy_levels(const tkv_policy_config *cfg) {
 static int tkvi_within(float x, float low, float high) { return tkvi_is_finite(x) && x >= low && x <= high; }
 
 /* Copies *from to *cfg and fills in defaults. Returns NULL, or the reason why the config is invalid. */
-static const char *tkvi_policy_fill(const tkv_policy_config *from, tkv_policy_config *cfg) {
+static const char *tkvi_policy_fill(const tkv_pressure_config *from, tkv_pressure_config *cfg) {
+    const tkv_pressure_config *profile = tkvi_profile_of(from);
     int i, n, any = 0;
     *cfg = *from;
+    if (!tkvi_profile_name(cfg->profile)) return "profile must be a tkv_pressure_profile";
     for (i = 0; i < TKV_MAX_LEVELS - 1; i++) any |= tkvi_bits(cfg->threshold[i]) != 0;
     if (!any) {
-        cfg->threshold[0] = tkvi_profiles[0].cfg.threshold[0];
-        cfg->threshold[1] = tkvi_profiles[0].cfg.threshold[1];
+        cfg->threshold[0] = profile->threshold[0];
+        cfg->threshold[1] = profile->threshold[1];
     }
-    cfg->hysteresis = tkvi_or(cfg->hysteresis, tkvi_profiles[0].cfg.hysteresis);
-    cfg->alpha = tkvi_or(cfg->alpha, tkvi_profiles[0].cfg.alpha);
+    cfg->hysteresis = tkvi_or(cfg->hysteresis, profile->hysteresis);
+    cfg->alpha = tkvi_or(cfg->alpha, profile->alpha);
     n = tkvi_policy_levels(cfg);
     for (i = 0; i < TKV_MAX_LEVELS - 1; i++) {
         if (i < n ? !tkvi_within(tkvi_number(cfg->threshold[i]), 0.0f, 1.0f)
@@ -12251,71 +12336,70 @@ static const char *tkvi_policy_fill(const tkv_policy_config *from, tkv_policy_co
     if (!tkvi_within(tkvi_number(cfg->hysteresis), 0.0f, 1.0f) ||
         (!tkvi_is_named_zero(cfg->threshold[i]) && cfg->hysteresis >= cfg->threshold[i]))
         return "hysteresis must be TKV_ZERO or above 0, and below the first threshold";
-    if (cfg->max_level == 0) cfg->max_level = n;
-    if (cfg->max_level == TKV_NONE) cfg->max_level = 0;
+    if (cfg->min_level == 0) cfg->min_level = profile->min_level;
+    if (cfg->max_level == 0) cfg->max_level = profile->max_level ? profile->max_level : n;
+    if (cfg->max_level == TKV_OFF) cfg->max_level = 0;
     if (cfg->max_level < 0 || cfg->max_level > n)
-        return "max_level must be a level, TKV_NONE or 0 for the last";
+        return "max_level must be a level, TKV_OFF or 0 for the last";
     if (cfg->min_level < 0 || cfg->min_level > cfg->max_level) return "min_level must be from 0 to max_level";
     return NULL;
 }
 
 /* Returns the pressure at which level i + 1 begins. */
-static float tkvi_threshold(const tkv_policy_config *cfg, int i) { return tkvi_number(cfg->threshold[i]); }
+static float tkvi_threshold(const tkv_pressure_config *cfg, int i) { return tkvi_number(cfg->threshold[i]); }
 
 /* Returns the pressure below which level i + 1 relaxes to level i. */
-static float tkvi_relax_below(const tkv_policy_config *cfg, int i) {
+static float tkvi_relax_below(const tkv_pressure_config *cfg, int i) {
     return tkvi_threshold(cfg, i) - tkvi_number(cfg->hysteresis);
 }
 
 /* Returns the level that follows `level` at this average: any number of levels up, or one down. */
-static int tkvi_policy_target(const tkv_policy_config *cfg, float average, int level) {
+static int tkvi_policy_target(const tkv_pressure_config *cfg, float average, int level) {
     int n = tkvi_policy_levels(cfg), had = level;
     while (level < n && average >= tkvi_threshold(cfg, level)) level++;
     if (level == had && level > 0 && average < tkvi_relax_below(cfg, level - 1)) level--;
     return tkvi_max(cfg->min_level, tkvi_min(cfg->max_level, level));
 }
 
-TKV_API int tkv_policy_target(const tkv_policy_config *cfg, float average, int level) {
-    tkv_policy_config full;
+TKV_API int tkv_compute_level(const tkv_pressure_config *cfg, float average, int level) {
+    tkv_pressure_config full;
     if (!cfg || tkvi_policy_fill(cfg, &full)) return 0;
     level = tkvi_max(full.min_level, tkvi_min(full.max_level, level));
     return tkvi_is_finite(average) ? tkvi_policy_target(&full, average, level) : level;
 }
 
 /* >>the controller */
-TKV_API tkv_status tkv_policy_init(tkv_policy *p, const tkv_policy_config *cfg, const char **reason) {
-    tkv_policy_config none, full;
+TKV_API tkv_status tkv_init_pressure(tkv_pressure *p, const tkv_pressure_config *cfg, char *reason,
+                                     size_t size) {
+    tkv_pressure_config none, full;
     const char *wrong;
     memset(&none, 0, sizeof none);
-    if (reason) *reason = "";
+    (void)tkvi_give_reason(TKV_OK, "", reason, size);
     if (!p) return TKV_ERR_ARG;
     wrong = tkvi_policy_fill(cfg ? cfg : &none, &full);
-    if (wrong) {
-        if (reason) *reason = wrong;
-        return TKV_ERR_CONFIG;
-    }
+    if (wrong) return tkvi_give_reason(TKV_ERR_CONFIG, wrong, reason, size);
     memset(p, 0, sizeof *p);
     p->cfg = full;
     p->now.level = full.min_level;
-    p->now.left = -1.0f;
+    p->now.samples_left = -1.0f;
     return TKV_OK;
 }
 
 /* Updates average, trend, peak and forecast with one finite pressure. The level stays. */
-static void tkvi_policy_take(tkv_policy *p, float pressure) {
-    tkv_policy_info *now = &p->now;
+static void tkvi_policy_take(tkv_pressure *p, float pressure) {
+    tkv_pressure_info *now = &p->now;
     const float x = pressure < 0.0f ? 0.0f : pressure > 1.0f ? 1.0f : pressure, a = p->cfg.alpha;
     const float step = now->samples ? x - now->last : 0.0f;
     now->average = now->samples ? now->average + a * (x - now->average) : x;
     now->trend += a * (step - now->trend);
     now->last = x;
     now->peak = x > now->peak ? x : now->peak;
-    now->left = now->trend > 1e-9f ? (1.0f - x) / now->trend : -1.0f;
+    now->samples_left = now->trend > 1e-9f ? (1.0f - x) / now->trend : -1.0f;
     now->samples++;
 }
 
 /* Sets the level and counts the levels moved. */
-static void tkvi_policy_move(tkv_policy_info *now, int level) {
+static void tkvi_policy_move(tkv_pressure_info *now, int level) {
     if (level > now->level) now->tightened += (uint64_t)(level - now->level);
     else now->relaxed += (uint64_t)(now->level - level);
     now->level = level;
@@ -12323,13 +12407,13 @@ static void tkvi_policy_move(tkv_policy_info *now, int level) {
 
 /* Takes one pressure and returns the level that follows `level`, without moving. A cache calls tkvi_policy_move
  * when it has moved. */
-static int tkvi_policy_sample(tkv_policy *p, float pressure, int level) {
+static int tkvi_policy_sample(tkv_pressure *p, float pressure, int level) {
     tkvi_policy_take(p, pressure);
     return tkvi_policy_target(&p->cfg, p->now.average, level);
 }
 
-TKV_API int tkv_policy_observe(tkv_policy *p, float pressure) {
-    tkv_policy_info *now;
+TKV_API int tkv_observe_pressure(tkv_pressure *p, float pressure) {
+    tkv_pressure_info *now;
     int level;
     if (!p) return 0;
     now = &p->now;
@@ -12345,21 +12429,12 @@ TKV_API int tkv_policy_observe(tkv_policy *p, float pressure) {
     return level;
 }
 
-TKV_API tkv_status tkv_policy_read(tkv_policy *p, tkv_policy_info *out) {
+TKV_API tkv_status tkv_get_pressure(tkv_pressure *p, tkv_pressure_info *out) {
     if (!p || !out) return TKV_ERR_ARG;
     tkvi_lock(&p->lock);
     *out = p->now;
     tkvi_unlock(&p->lock);
     return TKV_OK;
-}
-
-TKV_API void tkv_policy_reset(tkv_policy *p) {
-    if (!p) return;
-    tkvi_lock(&p->lock);
-    memset(&p->now, 0, sizeof p->now);
-    p->now.level = p->cfg.min_level;
-    p->now.left = -1.0f;
-    tkvi_unlock(&p->lock);
 }
 
 #endif /* TKVI_RULES_PRESSURE_H */
@@ -12464,10 +12539,10 @@ static const tkvi_strategy tkvi_strategies[] = {
 };
 
 static const tkvi_strategy *tkvi_strategy_of(tkv_importance_strategy s) {
-    return (int)s >= 0 && (int)s < TKV_IMPORTANCE_STRATEGIES ? &tkvi_strategies[s] : NULL;
+    return (int)s >= 0 && (int)s < TKV_IMPORTANCE_COUNT ? &tkvi_strategies[s] : NULL;
 }
 
-TKV_API const char *tkv_importance_name(tkv_importance_strategy strategy) {
+static const char *tkvi_importance_name(tkv_importance_strategy strategy) {
     const tkvi_strategy *s = tkvi_strategy_of(strategy);
     return s ? s->name : NULL;
 }
@@ -12504,7 +12579,7 @@ static double tkvi_power(double x, int n) {
     return y;
 }
 
-TKV_API tkv_status tkv_importance_add(const tkv_importance_config *cfg, tkv_importance *tokens,
+static tkv_status tkvi_add_importance(const tkv_importance_config *cfg, tkv_token_importance *tokens,
                                       const float *mass, int n, int now) {
     tkv_importance_config full;
     const tkvi_strategy *s;
@@ -12529,8 +12604,9 @@ TKV_API tkv_status tkv_importance_add(const tkv_importance_config *cfg, tkv_impo
     return TKV_OK;
 }
 
-TKV_API tkv_status tkv_importance_read(const tkv_importance_config *cfg, const tkv_importance *tokens,
-                                       const int *position, int n, int now, float *out) {
+static tkv_status tkvi_compute_importance(const tkv_importance_config *cfg,
+                                          const tkv_token_importance *tokens, const int *position, int n,
+                                          int now, float *out) {
     tkv_importance_config full;
     double fade;
     int i;
@@ -12554,28 +12630,18 @@ TKV_API tkv_status tkv_importance_read(const tkv_importance_config *cfg, const t
     return TKV_OK;
 }
 
-/* >>heads */
-TKV_API tkv_status tkv_importance_aggregate(tkv_importance_heads how, const float *weights, ptrdiff_t stride,
-                                            int n_heads, int n, float *out) {
-    int h, i;
-    if (n < 0 || n_heads < 1 || (n > 0 && (!weights || !out)) || (int)how < 0 || how > TKV_IMPORTANCE_SUM)
-        return TKV_ERR_ARG;
-    if (stride == 0) stride = n;
-    for (i = 0; i < n; i++) out[i] = weights[i];
-    for (h = 1; h < n_heads; h++) {
-        const float *w = weights + h * stride;
-        if (how == TKV_IMPORTANCE_MAX)
-            for (i = 0; i < n; i++) out[i] = w[i] > out[i] ? w[i] : out[i];
-        else
-            for (i = 0; i < n; i++) out[i] += w[i];
-    }
-    if (how == TKV_IMPORTANCE_MEAN)
-        for (i = 0; i < n; i++) out[i] /= (float)n_heads;
-    return TKV_OK;
+TKV_API tkv_status tkv_update_importance(const tkv_importance_config *cfg, tkv_token_importance *tokens,
+                                         const int *positions, const float *scores, int n, int now,
+                                         float *out) {
+    tkv_status st = TKV_OK;
+    if (!scores && !out && n != 0) return TKV_ERR_ARG;
+    if (scores) st = tkvi_add_importance(cfg, tokens, scores, n, now);
+    if (!st && out) st = tkvi_compute_importance(cfg, tokens, positions, n, now, out);
+    return st;
 }
 
 /* Upper bound of q.k by Quest (arXiv 2406.10774). The product of a channel is largest at one end of its range. */
-TKV_API float tkv_importance_bound(const float *q, const float *low, const float *high, int head_dim) {
+TKV_API float tkv_bound_score(const float *q, const float *low, const float *high, int head_dim) {
     double sum = 0.0;
     int c;
     if (!q || !low || !high) return 0.0f;
@@ -12583,87 +12649,30 @@ TKV_API float tkv_importance_bound(const float *q, const float *low, const float
     return (float)sum;
 }
 
-/* >>the k best */
-/* Returns whether i ranks before j: a better score, or an equal one and a lower index. */
-static int tkvi_before(const tkvi_ranks *r, int i, int j) {
-    const uint64_t a = tkvi_rank(r, i), b = tkvi_rank(r, j);
-    return a < b || (a == b && i < j);
-}
-
-/* Restores the heap out[n], worst slot at the top, by sinking out[at]. */
-static void tkvi_sink(const tkvi_ranks *r, int *out, int n, int at) {
-    for (;;) {
-        int child = 2 * at + 1, keep;
-        if (child >= n) return;
-        if (child + 1 < n && tkvi_before(r, out[child], out[child + 1])) child++;
-        if (tkvi_before(r, out[child], out[at])) return;
-        keep = out[at];
-        out[at] = out[child];
-        out[child] = keep;
-        at = child;
-    }
-}
-
-TKV_API tkv_status tkv_importance_top(const float *score, const uint64_t *without, int n, int k, int *out,
-                                      int *count) {
-    tkvi_ranks r;
-    uint64_t last = 0;
-    int i, equal = 0, found = 0, there = 0;
-    if (n < 0 || n >= 1 << 30 || k < 0 || !count || (n > 0 && (!score || (k > 0 && !out))))
-        return TKV_ERR_ARG;
-    memset(&r, 0, sizeof r);
-    r.n = n;
-    r.score = score;
-    r.without = without;
-    r.turn = 0xffffffffu;
-    for (i = 0; i < n; i++) {
-        if (!tkvi_takes_part(&r, i)) continue;
-        if (!tkvi_is_finite(score[i])) return TKV_ERR_NONFINITE;
-        there++;
-    }
-    k = tkvi_min(k, there);
-    *count = k;
-    if (k > 0) last = tkvi_select(&r, k, &equal);
-    for (i = 0; i < n && found < k; i++) {
-        uint64_t rank;
-        if (!tkvi_takes_part(&r, i)) continue;
-        rank = tkvi_rank(&r, i);
-        if (rank < last || (rank == last && equal-- > 0)) out[found++] = i;
-    }
-    for (i = k / 2; i-- > 0;) tkvi_sink(&r, out, k, i);
-    for (i = k; i-- > 1;) {
-        const int worst = out[0];
-        out[0] = out[i];
-        out[i] = worst;
-        tkvi_sink(&r, out, i, 0);
-    }
-    return TKV_OK;
-}
-
 /* >>promotion: candidates are offered one by one. A short sorted list keeps the best; its worst entry is removed
  * when a better one arrives. */
 typedef struct tkvi_promoting {
     float threshold;
     int now, cooldown, room, found;
-    int out[TKV_IMPORTANCE_PER_STEP]; /* [found] best first; of equals the one offered first */
-    float score[TKV_IMPORTANCE_PER_STEP];
+    int out[TKV_MAX_PROMOTIONS]; /* [found] best first; of equals the one offered first */
+    float score[TKV_MAX_PROMOTIONS];
     int waiting, no_source; /* above the threshold: must wait; has no more precise source */
 } tkvi_promoting;
 
 /* Starts the list of step `now`. room: promotions that this step still allows. Returns 0 if the config is
  * invalid. */
-static int tkvi_promoting_begin(tkvi_promoting *b, const tkv_importance_promotion *p, int now) {
+static int tkvi_promoting_begin(tkvi_promoting *b, const tkv_promotion_state *p, int now) {
     const int per_step = p->cfg.per_step ? p->cfg.per_step : 8;
     memset(b, 0, sizeof *b);
     b->threshold = tkvi_number(tkvi_or(p->cfg.threshold, .05f));
-    b->cooldown = p->cfg.cooldown == TKV_NONE ? 0 : p->cfg.cooldown ? p->cfg.cooldown : 4;
+    b->cooldown = p->cfg.cooldown == TKV_OFF ? 0 : p->cfg.cooldown ? p->cfg.cooldown : 4;
     b->now = now;
     b->room = tkvi_max(0, per_step - (now > p->step ? 0 : p->used));
-    return tkvi_is_finite(b->threshold) && per_step >= 1 && per_step <= TKV_IMPORTANCE_PER_STEP &&
+    return tkvi_is_finite(b->threshold) && per_step >= 1 && per_step <= TKV_MAX_PROMOTIONS &&
            b->cooldown >= 0;
 }
 
-/* Offers candidate i. source: whether it has a more precise source. moved: step of its last move, or TKV_NONE. */
+/* Offers candidate i. source: whether it has a more precise source. moved: step of its last move, or TKV_NEVER. */
 static void tkvi_promoting_offer(tkvi_promoting *b, int i, float score, int source, int moved) {
     int j;
     if (score < b->threshold) return;
@@ -12671,7 +12680,7 @@ static void tkvi_promoting_offer(tkvi_promoting *b, int i, float score, int sour
         b->no_source++;
         return;
     }
-    if ((moved != TKV_NONE && b->now - moved < b->cooldown) || b->room == 0 ||
+    if ((moved != TKV_NEVER && b->now - moved < b->cooldown) || b->room == 0 ||
         (b->found == b->room && score <= b->score[b->found - 1])) {
         b->waiting++;
         return;
@@ -12687,36 +12696,13 @@ static void tkvi_promoting_offer(tkvi_promoting *b, int i, float score, int sour
 }
 
 /* Counts the step: the first `done` entries of the list were promoted, the others wait. */
-static void tkvi_promoting_end(const tkvi_promoting *b, tkv_importance_promotion *p, int done) {
+static void tkvi_promoting_end(const tkvi_promoting *b, tkv_promotion_state *p, int done) {
     if (b->now > p->step) p->used = 0;
     p->step = b->now;
     p->used += done;
     p->promoted += (uint64_t)done;
     p->no_source += b->no_source > 0;
     p->waiting += (uint64_t)(b->waiting + b->found - done);
-}
-
-TKV_API tkv_status tkv_importance_promote(tkv_importance_promotion *p, const float *score,
-                                          const uint64_t *source, int *moved, int n, int now, int *out,
-                                          int *count) {
-    tkvi_promoting best;
-    int i;
-    if (!p || n < 0 || now < 0 || now < p->step || p->used < 0 || !count ||
-        (n > 0 && (!score || !moved || !out)))
-        return TKV_ERR_ARG;
-    if (!tkvi_promoting_begin(&best, p, now)) return TKV_ERR_CONFIG;
-    for (i = 0; i < n; i++) {
-        if (!tkvi_is_finite(score[i])) return TKV_ERR_NONFINITE;
-        if (moved[i] < TKV_NONE || moved[i] > now) return TKV_ERR_ARG;
-    }
-    for (i = 0; i < n; i++) tkvi_promoting_offer(&best, i, score[i], source && tkvi_has(source, i), moved[i]);
-    for (i = 0; i < best.found; i++) {
-        out[i] = best.out[i];
-        moved[out[i]] = now;
-    }
-    tkvi_promoting_end(&best, p, best.found);
-    *count = best.found;
-    return TKV_OK;
 }
 
 #endif /* TKVI_RULES_IMPORTANCE_H */
@@ -12728,6 +12714,17 @@ TKV_API tkv_status tkv_importance_promote(tkv_importance_promotion *p, const flo
 #ifndef TKVI_RULES_EVICT_POLICY_H
 #define TKVI_RULES_EVICT_POLICY_H
 
+
+/* The inputs that a policy needs from tkv_evict_view, as bits. n is always needed. */
+enum {
+    TKVI_NEEDS_TOTAL_SCORES = 1, /* each bit is the view's array of that name */
+    TKVI_NEEDS_PROMPT_SCORES = 2,
+    TKVI_NEEDS_LAST_SCORES = 4,
+    TKVI_NEEDS_NORMS = 8,
+    TKVI_NEEDS_KEYS = 16,
+    TKVI_NEEDS_LOW_COUNTS = 32,
+    TKVI_NEEDS_USER_SCORES = 64
+};
 
 /* Writes out[i] for each live slot i; high scores stay. recent: length of the observation window, in slots at the
  * end (SnapKV). Entries of other slots are ignored. */
@@ -12753,7 +12750,7 @@ static tkvi_line tkvi_line_uniform(const tkv_evict_budget *b) {
 
 typedef struct tkvi_evict_row {
     const char *name;
-    int needs;             /* inputs: bits of tkv_evict_need */
+    int needs;             /* inputs: bits TKVI_NEEDS_ */
     int sinks, recent;     /* protected tokens, where cfg has 0 */
     int in_order;          /* 1: evicts the oldest first, so blocks become empty one by one */
     tkv_evict_shape shape; /* of the budgets of layers */
@@ -12762,9 +12759,9 @@ typedef struct tkvi_evict_row {
 
 /* >>the view */
 /* Returns whether slot i holds a live token. */
-static int tkvi_is_live(const tkv_evict_view *v, int i) { return !v->alive || tkvi_has(v->alive, i); }
+static int tkvi_is_live(const tkv_evict_view *v, int i) { return !v->live_mask || tkvi_has(v->live_mask, i); }
 
-static int tkvi_position_of(const tkv_evict_view *v, int i) { return v->position ? v->position[i] : i; }
+static int tkvi_position_of(const tkv_evict_view *v, int i) { return v->positions ? v->positions[i] : i; }
 
 /* Copies ready scores of live slots, times sign. */
 static void tkvi_score_copy(const tkv_evict_view *v, const float *from, float sign, float *out) {
@@ -12839,11 +12836,11 @@ static void tkvi_score_attention(const tkv_evict_config *cfg, const tkv_evict_vi
                                  float *out) {
     (void)cfg;
     (void)recent;
-    tkvi_score_copy(v, v->mass, 1.0f, out);
+    tkvi_score_copy(v, v->total_scores, 1.0f, out);
 }
 
 static const tkvi_evict_row tkvi_evict_h2o = {
-    "h2o", TKV_EVICT_NEEDS_MASS, 4, 32, 0, TKV_EVICT_UNIFORM, tkvi_score_attention};
+    "h2o", TKVI_NEEDS_TOTAL_SCORES, 4, 32, 0, TKV_EVICT_UNIFORM, tkvi_score_attention};
 
 #endif /* TKVI_RULES_EVICT_H2O_H */
 /* ======== rules/evict_tova.h ======== */
@@ -12860,11 +12857,11 @@ static const tkvi_evict_row tkvi_evict_h2o = {
 static void tkvi_score_last(const tkv_evict_config *cfg, const tkv_evict_view *v, int recent, float *out) {
     (void)cfg;
     (void)recent;
-    tkvi_score_copy(v, v->last, 1.0f, out);
+    tkvi_score_copy(v, v->last_scores, 1.0f, out);
 }
 
 static const tkvi_evict_row tkvi_evict_tova = {
-    "tova", TKV_EVICT_NEEDS_LAST, 4, 32, 0, TKV_EVICT_UNIFORM, tkvi_score_last};
+    "tova", TKVI_NEEDS_LAST_SCORES, 4, 32, 0, TKV_EVICT_UNIFORM, tkvi_score_last};
 
 #endif /* TKVI_RULES_EVICT_TOVA_H */
 /* ======== rules/evict_knorm.h ======== */
@@ -12884,20 +12881,8 @@ static void tkvi_score_norm(const tkv_evict_config *cfg, const tkv_evict_view *v
     tkvi_score_copy(v, v->norms, -1.0f, out);
 }
 
-static const tkvi_evict_row tkvi_evict_knorm = {"knorm",           TKV_EVICT_NEEDS_NORMS, 4, 32, 0,
+static const tkvi_evict_row tkvi_evict_knorm = {"knorm",           TKVI_NEEDS_NORMS, 4, 32, 0,
                                                 TKV_EVICT_UNIFORM, tkvi_score_norm};
-
-TKV_API tkv_status tkv_evict_key_norms(const float *keys, int n, int n_kv_heads, int head_dim, float *out) {
-    int i, h;
-    if (!tkvi_keys_are_sound(keys, n, n_kv_heads, head_dim) || (n > 0 && !out)) return TKV_ERR_ARG;
-    for (i = 0; i < n; i++) {
-        double sum = 0.0;
-        for (h = 0; h < n_kv_heads; h++)
-            sum += tkvi_key_norm(tkvi_key_of(keys, i, n_kv_heads, h, head_dim), head_dim);
-        out[i] = (float)(sum / n_kv_heads);
-    }
-    return TKV_OK;
-}
 
 #endif /* TKVI_RULES_EVICT_KNORM_H */
 /* ======== rules/evict_keydiff.h ======== */
@@ -12933,7 +12918,7 @@ static double tkvi_anchor_length(const double *x, int dim) {
 }
 
 /* Returns the cosine of k and the anchor, 0 for a zero vector. length: |anchor|. A norm that is not finite is
- * returned as it is, so that tkv_evict_score reports TKV_ERR_NONFINITE. */
+ * returned as it is, so that tkvi_score_tokens reports TKV_ERR_NONFINITE. */
 static float tkvi_key_cosine(const float *k, const double *anchor, double length, int dim) {
     const double norm = tkvi_key_norm(k, dim) * length;
     if (!tkvi_is_finite((float)norm)) return (float)norm;
@@ -12961,7 +12946,7 @@ static void tkvi_score_keydiff(const tkv_evict_config *cfg, const tkv_evict_view
     }
 }
 
-static const tkvi_evict_row tkvi_evict_keydiff = {"keydiff",         TKV_EVICT_NEEDS_KEYS, 4, 32, 0,
+static const tkvi_evict_row tkvi_evict_keydiff = {"keydiff",         TKVI_NEEDS_KEYS,   4, 32, 0,
                                                   TKV_EVICT_UNIFORM, tkvi_score_keydiff};
 
 #endif /* TKVI_RULES_EVICT_KEYDIFF_H */
@@ -12982,12 +12967,12 @@ static void tkvi_score_lows(const tkv_evict_config *cfg, const tkv_evict_view *v
     int i;
     (void)cfg;
     (void)recent;
-    tkvi_score_copy(v, v->lows, 1.0f, out);
+    tkvi_score_copy(v, v->low_counts, 1.0f, out);
     for (i = 0; i < v->n; i++)
         if (tkvi_is_live(v, i) && out[i] > 0.0f) out[i] = -out[i];
 }
 
-static const tkvi_evict_row tkvi_evict_scissorhands = {"scissorhands",    TKV_EVICT_NEEDS_LOWS, 4, 32, 0,
+static const tkvi_evict_row tkvi_evict_scissorhands = {"scissorhands",    TKVI_NEEDS_LOW_COUNTS, 4, 32, 0,
                                                        TKV_EVICT_UNIFORM, tkvi_score_lows};
 
 #endif /* TKVI_RULES_EVICT_SCISSORHANDS_H */
@@ -13013,7 +12998,7 @@ static void tkvi_score_pooled(const tkv_evict_config *cfg, const tkv_evict_view 
         const int end = tkvi_min(before, i + half + 1);
         double sum = 0.0;
         for (j = tkvi_max(0, i - half); j < end; j++)
-            if (tkvi_is_live(v, j)) sum += (double)v->observed[j];
+            if (tkvi_is_live(v, j)) sum += (double)v->prompt_scores[j];
         out[i] = (float)(sum / cfg->pool);
         most = out[i] > most ? out[i] : most;
     }
@@ -13021,7 +13006,7 @@ static void tkvi_score_pooled(const tkv_evict_config *cfg, const tkv_evict_view 
         out[i] = most; /* a budget smaller than the window evicts from the window last, oldest first */
 }
 
-static const tkvi_evict_row tkvi_evict_snapkv = {"snapkv",          TKV_EVICT_NEEDS_OBSERVED, 4, 32, 0,
+static const tkvi_evict_row tkvi_evict_snapkv = {"snapkv",          TKVI_NEEDS_PROMPT_SCORES, 4, 32, 0,
                                                  TKV_EVICT_UNIFORM, tkvi_score_pooled};
 
 #endif /* TKVI_RULES_EVICT_SNAPKV_H */
@@ -13060,7 +13045,7 @@ static tkvi_line tkvi_line_pyramid(const tkv_evict_budget *b) {
     return line;
 }
 
-static const tkvi_evict_row tkvi_evict_pyramidkv = {"pyramidkv",       TKV_EVICT_NEEDS_OBSERVED, 4, 8, 0,
+static const tkvi_evict_row tkvi_evict_pyramidkv = {"pyramidkv",       TKVI_NEEDS_PROMPT_SCORES, 4, 8, 0,
                                                     TKV_EVICT_PYRAMID, tkvi_score_pooled};
 
 #endif /* TKVI_RULES_EVICT_PYRAMIDKV_H */
@@ -13095,7 +13080,7 @@ static const tkvi_evict_row tkvi_evict_random = {"random", 0, 0, 0, 0, TKV_EVICT
 /* ======== rules/evict_given.h ======== */
 /*
  * rules/evict_given.h - two policies with scores from the caller. "scores" takes an array for all tokens, such as
- * the result of tkv_importance_read or of KVzip (arXiv 2505.23416). "user" calls cfg.scorer once for each live
+ * the result of tkv_update_importance or of KVzip (arXiv 2505.23416). "user" calls cfg.scorer once for each live
  * token.
  */
 #ifndef TKVI_RULES_EVICT_GIVEN_H
@@ -13105,7 +13090,7 @@ static const tkvi_evict_row tkvi_evict_random = {"random", 0, 0, 0, 0, TKV_EVICT
 static void tkvi_score_given(const tkv_evict_config *cfg, const tkv_evict_view *v, int recent, float *out) {
     (void)cfg;
     (void)recent;
-    tkvi_score_copy(v, v->scores, 1.0f, out);
+    tkvi_score_copy(v, v->user_scores, 1.0f, out);
 }
 
 static void tkvi_score_user(const tkv_evict_config *cfg, const tkv_evict_view *v, int recent, float *out) {
@@ -13115,7 +13100,7 @@ static void tkvi_score_user(const tkv_evict_config *cfg, const tkv_evict_view *v
         if (tkvi_is_live(v, i)) out[i] = cfg->scorer(cfg->user, v, i);
 }
 
-static const tkvi_evict_row tkvi_evict_scores = {"scores",          TKV_EVICT_NEEDS_SCORES, 4, 32, 0,
+static const tkvi_evict_row tkvi_evict_scores = {"scores",          TKVI_NEEDS_USER_SCORES, 4, 32, 0,
                                                  TKV_EVICT_UNIFORM, tkvi_score_given};
 static const tkvi_evict_row tkvi_evict_user = {"user", 0, 4, 32, 0, TKV_EVICT_UNIFORM, tkvi_score_user};
 
@@ -13133,7 +13118,7 @@ static const tkvi_evict_row tkvi_evict_user = {"user", 0, 4, 32, 0, TKV_EVICT_UN
  *
  * To add a policy:
  *   1. write evict_NAME.h: paper, section and formula at its top, a tkvi_evict_score (a loop over v->n), its row;
- *   2. name it in tkv_evict_kind (api.h), and at the same place in tkvi_evict_rows below and in tkvi_words_evict
+ *   2. name it in tkv_evict_policy (api.h), and at the same place in tkvi_evict_rows below and in tkvi_words_evict
  *      (report/text.h); include the file here and list it in tieredkv.h.
  * No other code changes: cache, config and tests use the table. The row names the attention statistics that the
  * policy needs, and reclaim/scores.h collects them.
@@ -13145,46 +13130,36 @@ static const tkvi_evict_row tkvi_evict_user = {"user", 0, 4, 32, 0, TKV_EVICT_UN
 #define TKVI_RULES_EVICT_H
 
 
-/* >>the table, in the order of tkv_evict_kind */
-static const tkvi_evict_row *const tkvi_evict_rows[TKV_EVICT_KINDS] = {
+/* >>the table, in the order of tkv_evict_policy */
+static const tkvi_evict_row *const tkvi_evict_rows[TKV_EVICT_COUNT] = {
     &tkvi_evict_none,         &tkvi_evict_sliding, &tkvi_evict_h2o,    &tkvi_evict_snapkv,
     &tkvi_evict_pyramidkv,    &tkvi_evict_tova,    &tkvi_evict_knorm,  &tkvi_evict_keydiff,
     &tkvi_evict_scissorhands, &tkvi_evict_fifo,    &tkvi_evict_random, &tkvi_evict_scores,
     &tkvi_evict_user};
 
-static const tkvi_evict_row *tkvi_evict_row_of(tkv_evict_kind kind) {
-    return (int)kind >= 0 && (int)kind < TKV_EVICT_KINDS ? tkvi_evict_rows[kind] : NULL;
+static const tkvi_evict_row *tkvi_evict_row_of(tkv_evict_policy kind) {
+    return (int)kind >= 0 && (int)kind < TKV_EVICT_COUNT ? tkvi_evict_rows[kind] : NULL;
 }
 
-TKV_API const char *tkv_evict_name(tkv_evict_kind kind) {
+static const char *tkvi_evict_name(tkv_evict_policy kind) {
     const tkvi_evict_row *row = tkvi_evict_row_of(kind);
     return row ? row->name : NULL;
 }
 
-TKV_API tkv_status tkv_evict_from_name(const char *name, tkv_evict_kind *kind) {
-    int i;
-    for (i = 0; name && kind && i < TKV_EVICT_KINDS; i++)
-        if (strcmp(name, tkvi_evict_rows[i]->name) == 0) {
-            *kind = (tkv_evict_kind)i;
-            return TKV_OK;
-        }
-    return TKV_ERR_ARG;
-}
-
-TKV_API int tkv_evict_needs(tkv_evict_kind kind) {
+static int tkvi_evict_needs(tkv_evict_policy kind) {
     const tkvi_evict_row *row = tkvi_evict_row_of(kind);
     return row ? row->needs : 0;
 }
 
-/* Resolves a length of the config: TKV_NONE is 0, 0 is the default, -2 is returned for an invalid length. */
+/* Resolves a length of the config: TKV_OFF is 0, 0 is the default, -2 is returned for an invalid length. */
 static int tkvi_evict_length(int given, int otherwise) {
-    if (given == TKV_NONE) return 0;
+    if (given == TKV_OFF) return 0;
     return given == 0 ? otherwise : given < 0 ? -2 : given;
 }
 
 /* Copies *from to *cfg and fills in defaults. Returns the policy's row, or NULL if the config is invalid. */
 static const tkvi_evict_row *tkvi_evict_fill(const tkv_evict_config *from, tkv_evict_config *cfg) {
-    const tkvi_evict_row *row = from ? tkvi_evict_row_of(from->kind) : NULL;
+    const tkvi_evict_row *row = from ? tkvi_evict_row_of(from->policy) : NULL;
     if (!row) return NULL;
     *cfg = *from;
     cfg->sink_tokens = tkvi_evict_length(cfg->sink_tokens, row->sinks);
@@ -13194,16 +13169,16 @@ static const tkvi_evict_row *tkvi_evict_fill(const tkv_evict_config *from, tkv_e
     if (cfg->sink_tokens < 0 || cfg->recent_tokens < 0 || cfg->batch < 0) return NULL;
     if (cfg->pool < 1 || cfg->pool > 63 || cfg->pool % 2 == 0) return NULL;
     if (!tkvi_within(cfg->trigger, 1e-6f, 1.0f)) return NULL;
-    return cfg->kind == TKV_EVICT_USER && !cfg->scorer ? NULL : row;
+    return cfg->policy == TKV_EVICT_USER && !cfg->scorer ? NULL : row;
 }
 
 static int tkvi_view_is_sound(const tkv_evict_view *v) {
     int i, last = -1;
     if (!v || v->n < 0 || v->n >= 1 << 30) return 0;
-    for (i = 0; v->position && i < v->n; i++) {
+    for (i = 0; v->positions && i < v->n; i++) {
         if (!tkvi_is_live(v, i)) continue;
-        if (v->position[i] <= last) return 0;
-        last = v->position[i];
+        if (v->positions[i] <= last) return 0;
+        last = v->positions[i];
     }
     return 1;
 }
@@ -13211,19 +13186,20 @@ static int tkvi_view_is_sound(const tkv_evict_view *v) {
 static int tkvi_view_has(const tkv_evict_view *v, int needs) {
     const void *what[6];
     int i;
-    what[0] = v->mass;
-    what[1] = v->observed;
-    what[2] = v->last;
+    what[0] = v->total_scores;
+    what[1] = v->prompt_scores;
+    what[2] = v->last_scores;
     what[3] = v->norms;
     what[4] = v->keys;
-    what[5] = v->lows;
+    what[5] = v->low_counts;
     for (i = 0; i < 6; i++)
         if ((needs >> i & 1) && !what[i]) return 0;
-    if ((needs & TKV_EVICT_NEEDS_SCORES) && !v->scores) return 0;
-    return !(needs & TKV_EVICT_NEEDS_KEYS) || tkvi_keys_are_sound(v->keys, v->n, v->n_kv_heads, v->head_dim);
+    if ((needs & TKVI_NEEDS_USER_SCORES) && !v->user_scores) return 0;
+    return !(needs & TKVI_NEEDS_KEYS) || tkvi_keys_are_sound(v->keys, v->n, v->n_kv_heads, v->head_dim);
 }
 
-TKV_API tkv_status tkv_evict_score(const tkv_evict_config *cfg, const tkv_evict_view *view, float *score) {
+/* Scores all slots by the policy of cfg. Slots without a live token get 0. */
+static tkv_status tkvi_score_tokens(const tkv_evict_config *cfg, const tkv_evict_view *view, float *score) {
     tkv_evict_config full;
     const tkvi_evict_row *row = tkvi_evict_fill(cfg, &full);
     int i;
@@ -13250,8 +13226,10 @@ static void tkvi_evict_protect(const tkv_evict_config *cfg, int asked, int sinks
     r->recent = tkvi_max(0, tkvi_min(recent, keep - r->sinks));
 }
 
-TKV_API tkv_status tkv_evict_select(const tkv_evict_config *cfg, const tkv_evict_view *view,
-                                    const float *score, int keep, uint64_t *victims, tkv_evict_result *out) {
+/* Chooses the live tokens with the lowest scores, so that at most `keep` stay. Pinned tokens stay in any case. */
+static tkv_status tkvi_select_victims(const tkv_evict_config *cfg, const tkv_evict_view *view,
+                                      const float *score, int keep, uint64_t *victims,
+                                      tkv_evict_result *out) {
     tkv_evict_config full;
     tkv_evict_result r;
     tkvi_ranks ranks;
@@ -13266,12 +13244,12 @@ TKV_API tkv_status tkv_evict_select(const tkv_evict_config *cfg, const tkv_evict
             alive++;
             sinks += tkvi_position_of(view, i) < full.sink_tokens;
         }
-    if (full.kind == TKV_EVICT_NONE && alive > keep) return TKV_ERR_BUDGET;
+    if (full.policy == TKV_EVICT_NONE && alive > keep) return TKV_ERR_BUDGET;
     memset(&r, 0, sizeof r);
     tkvi_evict_protect(&full, cfg->recent_tokens, sinks, keep, &r);
     for (i = 0; i < tkvi_words(n); i++) victims[i] = 0; /* first a mask of tokens to keep */
     for (i = 0, older = 0; i < n; i++) {
-        const int there = tkvi_is_live(view, i), pinned = view->pinned && tkvi_has(view->pinned, i);
+        const int there = tkvi_is_live(view, i), pinned = view->pinned_mask && tkvi_has(view->pinned_mask, i);
         if (!there || pinned || older < r.sinks || older >= alive - r.recent) tkvi_mark(victims, i);
         else may_go++;
         older += there;
@@ -13280,7 +13258,7 @@ TKV_API tkv_status tkv_evict_select(const tkv_evict_config *cfg, const tkv_evict
     memset(&ranks, 0, sizeof ranks);
     ranks.n = n;
     ranks.score = score;
-    ranks.priority = view->priority;
+    ranks.priority = view->priorities;
     ranks.without = victims;
     if (go > 0) limit = tkvi_select(&ranks, go, &equal);
     for (i = 0; i < n; i++) { /* overwrites a word after its last read */
@@ -13300,7 +13278,15 @@ TKV_API tkv_status tkv_evict_select(const tkv_evict_config *cfg, const tkv_evict
     return TKV_OK;
 }
 
-TKV_API int tkv_evict_due(const tkv_evict_config *cfg, int n, int incoming, int budget) {
+TKV_API tkv_status tkv_select_victims(const tkv_evict_config *cfg, const tkv_evict_view *view, int keep,
+                                      float *score, uint64_t *victims, tkv_evict_result *out) {
+    const tkv_status st = tkvi_score_tokens(cfg, view, score);
+    return st ? st : tkvi_select_victims(cfg, view, score, keep, victims, out);
+}
+
+/* The number of tokens to evict before `incoming` tokens join n tokens under a budget of `budget` tokens: 0, a batch,
+ * or more if the budget requires it; never more than n. 0 for a bad argument. */
+static int tkvi_evict_due(const tkv_evict_config *cfg, int n, int incoming, int budget) {
     tkv_evict_config full;
     int64_t limit, due;
     int batch;
@@ -13311,27 +13297,6 @@ TKV_API int tkv_evict_due(const tkv_evict_config *cfg, int n, int incoming, int 
     batch = full.batch ? full.batch : tkvi_max(1, tkvi_min(64, budget / 8));
     due = due > batch ? due : batch;
     return due < n ? (int)due : n;
-}
-
-/* >>using the victim mask */
-TKV_API int tkv_evict_list(const uint64_t *mask, int n, int *out) {
-    int i, found = 0;
-    if (n > 0 && (!mask || !out)) return 0;
-    for (i = 0; i < n; i++)
-        if (tkvi_has(mask, i)) out[found++] = i;
-    return found;
-}
-
-TKV_API int tkv_evict_compact(const uint64_t *victims, int n, void *array, size_t size) {
-    char *at = (char *)array;
-    int i, kept = 0;
-    if (n > 0 && (!victims || !array)) return 0;
-    for (i = 0; i < n; i++) {
-        if (tkvi_has(victims, i)) continue;
-        if (kept < i) memcpy(at + (size_t)kept * size, at + (size_t)i * size, size);
-        kept++;
-    }
-    return kept;
 }
 
 /* >>budgets of layers: one line (rules/evict_policy.h) for each tkv_evict_shape. Every layer gets the whole part of
@@ -13358,7 +13323,7 @@ static int tkvi_line_count(const tkvi_line *line, int n_layers, int64_t r) {
     return count;
 }
 
-TKV_API tkv_status tkv_evict_budgets(const tkv_evict_budget *b, int *out) {
+TKV_API tkv_status tkv_split_evict_budget(const tkv_evict_budget *b, int *out) {
     tkv_evict_budget full;
     tkvi_line line;
     int64_t left, low = 0, high;
@@ -13409,7 +13374,7 @@ TKV_API tkv_status tkv_evict_budgets(const tkv_evict_budget *b, int *out) {
  * rules/score_modes.h - how a cache accumulates attention scores per token. A mode is a row of a table, and a
  * config has at most one. The eviction policy of cfg.evict selects the mode by the input that it needs
  * (rules/evict.h). A policy without such an input leaves the choice to the strategy of cfg.importance. The strategy
- * then counts only if cfg.importance_every, cfg.n_anchors, or the policy "scores" or "user" asks for it.
+ * then counts only if cfg.importance.sample_every, cfg.tiers.n_anchors, or the policy "scores" or "user" asks for it.
  *
  *     weights p of a sampled query --say--> 64 floats of a block --rounded--> uint32 --join--> token_meta
  *
@@ -13424,7 +13389,7 @@ TKV_API tkv_status tkv_evict_budgets(const tkv_evict_budget *b, int *out) {
 #define TKVI_TOKEN_SCORE_MOST 2047.0f   /* largest score of one call: 2047 * 2^20 fits an int */
 #define TKVI_TOKEN_SCORE_EVERY 32
 #define TKVI_TOKEN_SCORE_RATE                                                                                \
-    4096 /* a sampled query stands for at most this many */ /* default of cfg.importance_every */
+    4096 /* a sampled query stands for at most this many */ /* default of cfg.importance.sample_every */
 
 /* >>adding the weights of a query to the scores of a block */
 /* s: logits [64], only to find hidden tokens. p: attention weights [64] of one query row. low: a weight below it
@@ -13494,7 +13459,7 @@ static void tkvi_join_largest(uint32_t *mass, const uint32_t *more) {
 
 /* >>the table */
 typedef struct tkvi_token_score_mode {
-    int need;   /* the bit of tkv_evict_need that selects this mode; 0: no policy needs it */
+    int need;   /* the bit TKVI_NEEDS_ that selects this mode; 0: no policy needs it */
     int fresh;  /* 1: each step starts at 0 and samples all newest queries; 0: samples one query in `every` */
     float sign; /* -1 where a high score is bad */
     float one;  /* a weight or count of 1 as an integer */
@@ -13514,19 +13479,19 @@ enum {
 };
 
 static const tkvi_token_score_mode tkvi_token_score_modes[TKVI_TOKEN_SCORE_MODES] = {
-    {TKV_EVICT_NEEDS_MASS, 0, 1.0f, TKVI_TOKEN_SCORE_ONE, 4096.0f, TKV_IMPORTANCE_SUM, tkvi_weight_sum,
+    {TKVI_NEEDS_TOTAL_SCORES, 0, 1.0f, TKVI_TOKEN_SCORE_ONE, 4096.0f, TKV_IMPORTANCE_SUM, tkvi_weight_sum,
      tkvi_join_sums},
     {0, 0, 1.0f, TKVI_TOKEN_SCORE_ONE, 0.0f, TKV_IMPORTANCE_MAX, tkvi_weight_largest, tkvi_join_largest},
-    {TKV_EVICT_NEEDS_LOWS, 0, -1.0f, TKVI_TOKEN_SCORE_LOW, 1.0f, TKV_IMPORTANCE_SUM, tkvi_weight_lows,
+    {TKVI_NEEDS_LOW_COUNTS, 0, -1.0f, TKVI_TOKEN_SCORE_LOW, 1.0f, TKV_IMPORTANCE_SUM, tkvi_weight_lows,
      tkvi_join_sums},
-    {TKV_EVICT_NEEDS_LAST, 1, 1.0f, TKVI_TOKEN_SCORE_ONE, 0.0f, TKV_IMPORTANCE_SUM, tkvi_weight_sum,
+    {TKVI_NEEDS_LAST_SCORES, 1, 1.0f, TKVI_TOKEN_SCORE_ONE, 0.0f, TKV_IMPORTANCE_SUM, tkvi_weight_sum,
      tkvi_join_sums},
-    {TKV_EVICT_NEEDS_OBSERVED, 1, 1.0f, TKVI_TOKEN_SCORE_ONE, 0.0f, TKV_IMPORTANCE_SUM, tkvi_weight_sum,
+    {TKVI_NEEDS_PROMPT_SCORES, 1, 1.0f, TKVI_TOKEN_SCORE_ONE, 0.0f, TKV_IMPORTANCE_SUM, tkvi_weight_sum,
      tkvi_join_sums},
 };
 
 /* In the order of tkv_importance_strategy. TKVI_TOKEN_SCORE_MODES: the strategy uses no attention. */
-static const int tkvi_token_score_of_strategy[TKV_IMPORTANCE_STRATEGIES] = {
+static const int tkvi_token_score_of_strategy[TKV_IMPORTANCE_COUNT] = {
     TKVI_TOKEN_SCORE_SUM, TKVI_TOKEN_SCORE_SUM, TKVI_TOKEN_SCORE_LARGEST, TKVI_TOKEN_SCORE_MODES,
     TKVI_TOKEN_SCORE_LOWS};
 
@@ -13564,24 +13529,24 @@ static void tkvi_token_score_heads(tkvi_token_scores *m, int n) {
 
 /* Derives *m from the config. m->mode stays NULL if the config uses no attention scores. */
 static void tkvi_token_score_init(tkvi_token_scores *m, const tkv_config *cfg) {
-    const tkv_evict_kind kind = cfg->evict.kind;
+    const tkv_evict_policy kind = cfg->evict.policy;
     tkv_evict_config evict;
     int i;
     memset(m, 0, sizeof *m);
     if (!tkvi_importance_fill(&cfg->importance, &m->importance) || !tkvi_evict_fill(&cfg->evict, &evict))
         return; /* cannot happen: a cache has a valid config */
-    m->every = cfg->importance_every ? cfg->importance_every : TKVI_TOKEN_SCORE_EVERY;
+    m->every = cfg->importance.sample_every ? cfg->importance.sample_every : TKVI_TOKEN_SCORE_EVERY;
     for (i = 0; i < TKVI_TOKEN_SCORE_MODES; i++)
-        if (tkv_evict_needs(kind) & tkvi_token_score_modes[i].need) m->mode = &tkvi_token_score_modes[i];
+        if (tkvi_evict_needs(kind) & tkvi_token_score_modes[i].need) m->mode = &tkvi_token_score_modes[i];
     if (m->mode) { /* a policy has no default decay */
         m->importance.decay = tkvi_or(cfg->importance.decay, 1.0f);
-        m->newest = m->mode->need == TKV_EVICT_NEEDS_LAST ? 1 : evict.recent_tokens;
-    } else if (cfg->importance_every > 0 || cfg->n_anchors > 0 || kind == TKV_EVICT_SCORES ||
+        m->newest = m->mode->need == TKVI_NEEDS_LAST_SCORES ? 1 : evict.recent_tokens;
+    } else if (cfg->importance.sample_every > 0 || cfg->tiers.n_anchors > 0 || kind == TKV_EVICT_SCORES ||
                kind == TKV_EVICT_USER) {
         i = tkvi_token_score_of_strategy[m->importance.strategy];
         if (i < TKVI_TOKEN_SCORE_MODES) m->mode = &tkvi_token_score_modes[i];
     }
-    if (m->mode) tkvi_token_score_heads(m, cfg->n_heads / cfg->n_kv_heads);
+    if (m->mode) tkvi_token_score_heads(m, cfg->model.n_heads / cfg->model.n_kv_heads);
 }
 
 #endif /* TKVI_RULES_SCORE_MODES_H */
@@ -13619,7 +13584,7 @@ static const char *tkvi_remat_fill(const tkv_remat_config *from, tkv_remat_confi
     cfg->min_materialized = tkvi_evict_length(cfg->min_materialized, 512);
     cfg->sink_tokens = tkvi_evict_length(cfg->sink_tokens, 4);
     if (cfg->min_materialized < 0 || cfg->sink_tokens < 0)
-        return "min_materialized and sink_tokens must be lengths, TKV_NONE or 0 for 512 and 4";
+        return "min_materialized and sink_tokens must be lengths, TKV_OFF or 0 for 512 and 4";
     cfg->age_tokens = tkvi_or(cfg->age_tokens, 4096.0f);
     if (!tkvi_within(cfg->age_tokens, 1.0f, 1e9f)) return "age_tokens must be from 1 to 1e9";
     if (!tkvi_within((float)cfg->quantize_price, 0.0f, 1e30f))
@@ -13629,16 +13594,13 @@ static const char *tkvi_remat_fill(const tkv_remat_config *from, tkv_remat_confi
     return NULL;
 }
 
-TKV_API tkv_status tkv_remat_init(tkv_remat *r, const tkv_remat_config *cfg, const char **reason) {
+TKV_API tkv_status tkv_init_remat(tkv_remat *r, const tkv_remat_config *cfg, char *reason, size_t size) {
     tkv_remat_config full;
     const char *wrong;
-    if (reason) *reason = "";
+    (void)tkvi_give_reason(TKV_OK, "", reason, size);
     if (!r || !cfg) return TKV_ERR_ARG;
     wrong = tkvi_remat_fill(cfg, &full);
-    if (wrong) {
-        if (reason) *reason = wrong;
-        return TKV_ERR_CONFIG;
-    }
+    if (wrong) return tkvi_give_reason(TKV_ERR_CONFIG, wrong, reason, size);
     memset(r, 0, sizeof *r);
     r->cfg = full;
     return TKV_OK;
@@ -13646,7 +13608,7 @@ TKV_API tkv_status tkv_remat_init(tkv_remat *r, const tkv_remat_config *cfg, con
 
 /* >>the price. A token at position p takes 2 FLOPs for each weight of a layer. It sees about p keys, and each takes
  * 2 * n_heads * head_dim FLOPs for q.k and as many for the weighted sum of values. */
-TKV_API double tkv_remat_flops(const tkv_remat *r, int start, int end, int layers) {
+static double tkvi_remat_flops(const tkv_remat *r, int start, int end, int layers) {
     double attention;
     if (!r || start < 0 || end < start || layers < 0 || layers > r->cfg.n_layers) return -1.0;
     attention = 4.0 * r->cfg.n_heads * r->cfg.head_dim * (((double)start + end) / 2.0);
@@ -13658,7 +13620,7 @@ TKV_API double tkv_remat_flops(const tkv_remat *r, int start, int end, int layer
  * never used: the result is negative, so below any price. */
 static double tkvi_remat_expected(const tkv_remat *r, const tkv_remat_block *b, int now) {
     const double age = (double)now - (b->end - 1), use = (double)tkvi_or(b->use, 1.0f);
-    return tkv_remat_flops(r, b->start, b->end, b->layers) * use / (1.0 + age / (double)r->cfg.age_tokens);
+    return tkvi_remat_flops(r, b->start, b->end, b->layers) * use / (1.0 + age / (double)r->cfg.age_tokens);
 }
 
 /* Returns whether the n blocks follow one another without gaps and their fields are in range. */
@@ -13676,12 +13638,12 @@ static int tkvi_remat_is_sound(const tkv_remat *r, const tkv_remat_block *blocks
 /* >>the decision */
 /* Returns the bytes that quantizing block b frees. */
 static size_t tkvi_remat_saved(const tkv_remat_block *b) {
-    return !b->dropped && b->quantized_bytes < b->bytes ? b->bytes - b->quantized_bytes : 0;
+    return !b->discarded && b->quantized_bytes < b->bytes ? b->bytes - b->quantized_bytes : 0;
 }
 
 /* Returns whether one step can recompute block b alone. */
 static int tkvi_remat_fits_step(const tkv_remat *r, const tkv_remat_block *b) {
-    return r->cfg.step_flops <= 0.0 || tkv_remat_flops(r, b->start, b->end, b->layers) <= r->cfg.step_flops;
+    return r->cfg.step_flops <= 0.0 || tkvi_remat_flops(r, b->start, b->end, b->layers) <= r->cfg.step_flops;
 }
 
 typedef struct tkvi_remat_progress {
@@ -13697,7 +13659,7 @@ static void tkvi_remat_discard(const tkv_remat *r, const tkv_remat_block *blocks
                                int cheap, tkv_remat_action *action, tkvi_remat_progress *run) {
     for (; run->at < n && run->freed < need; run->at++) {
         const tkv_remat_block *b = blocks + run->at;
-        if (b->dropped || b->start < r->cfg.sink_tokens) continue;
+        if (b->discarded || b->start < r->cfg.sink_tokens) continue;
         if (run->held - (b->end - b->start) < r->cfg.min_materialized) return;
         if (cheap && tkvi_remat_expected(r, b, now) >= r->cfg.quantize_price * (double)b->bytes) return;
         if (!tkvi_remat_fits_step(r, b)) {
@@ -13706,12 +13668,12 @@ static void tkvi_remat_discard(const tkv_remat *r, const tkv_remat_block *blocks
         }
         run->freed += b->bytes - (action[run->at] == TKV_REMAT_QUANTIZE ? tkvi_remat_saved(b) : 0);
         run->held -= b->end - b->start;
-        action[run->at] = TKV_REMAT_EVICT;
+        action[run->at] = TKV_REMAT_DISCARD;
     }
 }
 
-TKV_API tkv_status tkv_remat_decide(tkv_remat *r, const tkv_remat_block *blocks, int n, int now,
-                                    float pressure, size_t need, tkv_remat_action *action, size_t *freed) {
+TKV_API tkv_status tkv_decide_discard(tkv_remat *r, const tkv_remat_block *blocks, int n, int now,
+                                      float pressure, size_t need, tkv_remat_action *action, size_t *freed) {
     tkvi_remat_progress run;
     size_t total = 0;
     int i;
@@ -13721,7 +13683,7 @@ TKV_API tkv_status tkv_remat_decide(tkv_remat *r, const tkv_remat_block *blocks,
     memset(&run, 0, sizeof run);
     for (i = 0; i < n; i++) {
         if (!tkvi_add(total, blocks[i].bytes, &total)) return TKV_ERR_ARG;
-        run.held += blocks[i].dropped ? 0 : blocks[i].end - blocks[i].start;
+        run.held += blocks[i].discarded ? 0 : blocks[i].end - blocks[i].start;
     }
     for (i = 0; i < n; i++) action[i] = TKV_REMAT_KEEP;
     if (pressure >= tkvi_number(r->cfg.threshold)) {
@@ -13740,9 +13702,9 @@ TKV_API tkv_status tkv_remat_decide(tkv_remat *r, const tkv_remat_block *blocks,
         }
     }
     for (i = 0; i < n; i++) {
-        if (blocks[i].dropped) continue;
+        if (blocks[i].discarded) continue;
         r->info.kept += action[i] == TKV_REMAT_KEEP;
-        r->info.evicted += action[i] == TKV_REMAT_EVICT;
+        r->info.discarded += action[i] == TKV_REMAT_DISCARD;
         r->info.quantized += action[i] == TKV_REMAT_QUANTIZE;
     }
     r->info.over_budget += (uint64_t)run.refused;
@@ -13752,21 +13714,21 @@ TKV_API tkv_status tkv_remat_decide(tkv_remat *r, const tkv_remat_block *blocks,
 }
 
 /* >>recomputing */
-TKV_API tkv_status tkv_remat_restore(tkv_remat *r, const tkv_remat_block *blocks, int n, int step, int *first,
+static tkv_status tkvi_remat_restore(tkv_remat *r, const tkv_remat_block *blocks, int n, int step, int *first,
                                      int *count) {
     int i, found = 0, at = 0;
     if (!tkvi_remat_is_sound(r, blocks, n) || step < r->step || !first || !count) return TKV_ERR_ARG;
     if (step > r->step) r->spent = 0.0;
     r->step = step;
-    while (at < n && !blocks[at].dropped) at++;
-    for (i = at; i < n && blocks[i].dropped; i++, found++) {
-        const double flops = tkv_remat_flops(r, blocks[i].start, blocks[i].end, blocks[i].layers);
+    while (at < n && !blocks[at].discarded) at++;
+    for (i = at; i < n && blocks[i].discarded; i++, found++) {
+        const double flops = tkvi_remat_flops(r, blocks[i].start, blocks[i].end, blocks[i].layers);
         if (r->cfg.step_flops > 0.0 && r->spent + flops > r->cfg.step_flops) break;
         r->spent += flops;
         r->info.flops += flops;
     }
     r->info.restored += (uint64_t)found;
-    for (; i < n; i++) r->info.waited += blocks[i].dropped != 0;
+    for (; i < n; i++) r->info.waited += blocks[i].discarded != 0;
     *first = at;
     *count = found;
     return TKV_OK;
@@ -13809,7 +13771,7 @@ typedef struct tkvi_bytes { /* bytes of a block, all heads */
 /* Layout of a block in one pair of formats. Blocks refer to it by number (tkvi_block.coding). If the layer has a
  * table, it has codings of its own, one for each version of the table. All versions have the same size. */
 typedef struct tkvi_coding {
-    tkv_pair pair;
+    tkv_format_pair pair;
     int key;             /* index into tkvi_derived_config.key */
     int tokens;          /* capacity: 64, or that of the sink block */
     int size_class;      /* index into size_class */
@@ -13854,7 +13816,7 @@ static int tkvi_plan_learns(const tkvi_plan *p) { return p->allocates || p->kvqu
 #define TKVI_MAX_CODINGS 128
 
 typedef struct tkvi_key {
-    tkv_pair pair;
+    tkv_format_pair pair;
     int tokens;
 } tkvi_key;
 
@@ -13924,7 +13886,7 @@ static tkvi_tier_spec *tkvi_rules_of(const tkvi_tables *t, int layer) {
 static void tkvi_take_level(tkvi_tables *t, int level) {
     int i;
     t->level = level;
-    for (i = 0; i < t->cfg.n_layers; i++)
+    for (i = 0; i < t->cfg.model.n_layers; i++)
         if (t->plan[i].stored == i) t->plan[i].now = tkvi_rules_of(t, i)[level];
 }
 
@@ -13940,54 +13902,55 @@ static tkv_status tkvi_bad(char *reason, size_t size, const char *field, int64_t
     return TKV_ERR_CONFIG;
 }
 
-/* The same for a field of layers[layer], or of the config if layer is -1. */
-static tkv_status tkvi_bad_in(char *reason, size_t size, int layer, const char *field, int64_t value,
+/* The same, with the name of the struct that has the field, such as "tiers." */
+static tkv_status tkvi_bad_in(char *reason, size_t size, const char *owner, const char *field, int64_t value,
                               const char *want) {
     char name[64];
     tkvi_text t = tkvi_text_begin(name, sizeof name);
-    if (layer >= 0) {
-        tkvi_append_text(&t, "layers[");
-        tkvi_append_int(&t, layer);
-        tkvi_append_text(&t, "].");
-    }
+    tkvi_append_text(&t, owner);
     tkvi_append_text(&t, field);
     return tkvi_bad(reason, size, name, value, want);
 }
 
-/* Checks the fields that a layer can override: of the config (layer -1), or of one layer. */
-static tkv_status tkvi_validate_tiers(const tkv_layer_config *c, int layer, char *reason, size_t size) {
+static tkv_status tkvi_validate_window(int window, const char *owner, char *reason, size_t size) {
+    if (window < TKV_OFF || window > TKVI_FOREVER)
+        return tkvi_bad_in(reason, size, owner, "window", window,
+                           "it must be 1 to 2^30 - 1, 0 (default) or TKV_OFF");
+    return TKV_OK;
+}
+
+/* Checks tiers: those of the config, of one layer, or of one level of the ladder. `owner` as in tkvi_bad_in. */
+static tkv_status tkvi_validate_tiers(const tkv_layer_config *c, const char *owner, char *reason,
+                                      size_t size) {
     static const char *const pair_name[TKV_TIER_COUNT][2] = {
         {"hot.k", "hot.v"}, {"warm.k", "warm.v"}, {"archive.k", "archive.v"}};
-    const tkv_pair *pair[TKV_TIER_COUNT];
+    const tkv_format_pair *pair[TKV_TIER_COUNT];
     int i, side;
-    pair[TKV_HOT] = &c->hot;
-    pair[TKV_WARM] = &c->warm;
-    pair[TKV_ARCHIVE] = &c->archive;
+    pair[TKV_TIER_HOT] = &c->hot;
+    pair[TKV_TIER_WARM] = &c->warm;
+    pair[TKV_TIER_ARCHIVE] = &c->archive;
     for (i = 0; i < TKV_TIER_COUNT; i++)
         for (side = 0; side < 2; side++) {
             tkv_format f = side ? pair[i]->v : pair[i]->k;
             if (f != TKV_FORMAT_DEFAULT && !tkvi_format_known(f))
-                return tkvi_bad_in(reason, size, layer, pair_name[i][side], (int)f,
+                return tkvi_bad_in(reason, size, owner, pair_name[i][side], (int)f,
                                    "it must be a tkv_format");
             if (f != TKV_FORMAT_DEFAULT && !tkvi_format_stores(&tkvi_formats[f], side ? TKV_V : TKV_K))
-                return tkvi_bad_in(reason, size, layer, pair_name[i][side], (int)f,
+                return tkvi_bad_in(reason, size, owner, pair_name[i][side], (int)f,
                                    side ? "this format stores K only" : "this format stores V only");
-            if (i == TKV_HOT && f != TKV_FORMAT_DEFAULT && !tkvi_is_exact(&tkvi_formats[f]))
-                return tkvi_bad_in(reason, size, layer, pair_name[i][side], (int)f,
+            if (i == TKV_TIER_HOT && f != TKV_FORMAT_DEFAULT && !tkvi_is_exact(&tkvi_formats[f]))
+                return tkvi_bad_in(reason, size, owner, pair_name[i][side], (int)f,
                                    "the hot tier takes TKV_F32, TKV_F16 or TKV_BF16");
         }
-    if (c->sink_tokens < TKV_NONE || c->sink_tokens > TKVI_BLOCK)
-        return tkvi_bad_in(reason, size, layer, "sink_tokens", c->sink_tokens,
-                           "it must be 1 to 64, 0 (default) or TKV_NONE");
-    if (c->hot_tokens < TKV_ALL || c->hot_tokens > TKVI_FOREVER)
-        return tkvi_bad_in(reason, size, layer, "hot_tokens", c->hot_tokens,
-                           "it must be 1 to 2^30 - 1, 0 (default), TKV_NONE or TKV_ALL");
-    if (c->warm_tokens < TKV_ALL || c->warm_tokens > TKVI_FOREVER)
-        return tkvi_bad_in(reason, size, layer, "warm_tokens", c->warm_tokens,
-                           "it must be 1 to 2^30 - 1, 0 (default), TKV_NONE or TKV_ALL");
-    if (c->window < TKV_NONE || c->window > TKVI_FOREVER)
-        return tkvi_bad_in(reason, size, layer, "window", c->window,
-                           "it must be 1 to 2^30 - 1, 0 (default) or TKV_NONE");
+    if (c->sink_tokens < TKV_OFF || c->sink_tokens > TKVI_BLOCK)
+        return tkvi_bad_in(reason, size, owner, "sink_tokens", c->sink_tokens,
+                           "it must be 1 to 64, 0 (default) or TKV_OFF");
+    if (c->hot_tokens < TKV_UNLIMITED || c->hot_tokens > TKVI_FOREVER)
+        return tkvi_bad_in(reason, size, owner, "hot_tokens", c->hot_tokens,
+                           "it must be 1 to 2^30 - 1, 0 (default), TKV_OFF or TKV_UNLIMITED");
+    if (c->warm_tokens < TKV_UNLIMITED || c->warm_tokens > TKVI_FOREVER)
+        return tkvi_bad_in(reason, size, owner, "warm_tokens", c->warm_tokens,
+                           "it must be 1 to 2^30 - 1, 0 (default), TKV_OFF or TKV_UNLIMITED");
     return TKV_OK;
 }
 
@@ -13995,55 +13958,67 @@ static tkv_status tkvi_validate_tiers(const tkv_layer_config *c, int layer, char
 static tkv_layer_config tkvi_cache_wide(const tkv_config *cfg) {
     tkv_layer_config c;
     memset(&c, 0, sizeof c);
-    c.hot = cfg->hot;
-    c.warm = cfg->warm;
-    c.archive = cfg->archive;
-    c.sink_tokens = cfg->sink_tokens;
-    c.hot_tokens = cfg->hot_tokens;
-    c.warm_tokens = cfg->warm_tokens;
-    c.window = cfg->window;
+    c.hot = cfg->tiers.hot;
+    c.warm = cfg->tiers.warm;
+    c.archive = cfg->tiers.archive;
+    c.sink_tokens = cfg->tiers.sink_tokens;
+    c.hot_tokens = cfg->tiers.hot_tokens;
+    c.warm_tokens = cfg->tiers.warm_tokens;
+    c.window = cfg->model.window;
     return c;
+}
+
+/* Writes the name of a list's entry, such as "layers[3]." */
+static void tkvi_name_entry(char *owner, size_t size, const char *list, int index) {
+    tkvi_text t = tkvi_text_begin(owner, size);
+    tkvi_append_text(&t, list);
+    tkvi_append_int(&t, index);
+    tkvi_append_text(&t, "].");
 }
 
 static tkv_status tkvi_validate_layers(const tkv_config *cfg, char *reason, size_t size) {
     int i, cached = 0;
-    for (i = 0; i < cfg->n_layers; i++) {
+    for (i = 0; i < cfg->model.n_layers; i++) {
         const tkv_layer_config *c = &cfg->layers[i];
-        tkv_status st = tkvi_validate_tiers(c, i, reason, size);
+        char owner[32];
+        tkv_status st;
+        tkvi_name_entry(owner, sizeof owner, "layers[", i);
+        st = tkvi_validate_tiers(c, owner, reason, size);
+        if (!st) st = tkvi_validate_window(c->window, owner, reason, size);
         if (st) return st;
         if (c->no_cache != 0 && c->no_cache != 1)
-            return tkvi_bad_in(reason, size, i, "no_cache", c->no_cache, "it must be 0 or 1");
+            return tkvi_bad_in(reason, size, owner, "no_cache", c->no_cache, "it must be 0 or 1");
         if (c->share_kv < 0 || c->share_kv > i)
-            return tkvi_bad_in(reason, size, i, "share_kv", c->share_kv,
+            return tkvi_bad_in(reason, size, owner, "share_kv", c->share_kv,
                                "it must be 0, or 1 + the index of an earlier layer");
         if (c->share_kv &&
             (c->no_cache || cfg->layers[c->share_kv - 1].no_cache || cfg->layers[c->share_kv - 1].share_kv))
-            return tkvi_bad_in(reason, size, i, "share_kv", c->share_kv,
+            return tkvi_bad_in(reason, size, owner, "share_kv", c->share_kv,
                                "both layers need a cache, and the other one its own");
         cached += !c->no_cache;
     }
     if (!cached)
-        return tkvi_bad(reason, size, "layers", cfg->n_layers, "at least one layer must have a cache");
+        return tkvi_bad(reason, size, "layers", cfg->model.n_layers, "at least one layer must have a cache");
     return TKV_OK;
 }
 
-TKV_API tkv_config tkv_config_default(void) {
+TKV_API tkv_config tkv_default_config(void) {
     tkv_config cfg;
     memset(&cfg, 0, sizeof cfg);
     return cfg;
 }
 
-TKV_API size_t tkv_config_size(void) { return sizeof(tkv_config); }
-
 /* >>resolve */
-/* A length in tokens: the layer's, else the config's, else the default. TKV_NONE is 0, TKV_ALL is TKVI_FOREVER. */
+/* A length in tokens: the layer's, else the config's, else the default. TKV_OFF is 0, TKV_UNLIMITED is
+ * TKVI_FOREVER. */
 static int tkvi_length(int of_layer, int of_cache, int standard) {
     int n = of_layer ? of_layer : of_cache ? of_cache : standard;
-    return n == TKV_NONE ? 0 : n == TKV_ALL ? TKVI_FOREVER : n;
+    return n == TKV_OFF ? 0 : n == TKV_UNLIMITED ? TKVI_FOREVER : n;
 }
 
-static tkv_pair tkvi_pair(tkv_pair of_layer, tkv_pair of_cache, tkv_format k, tkv_format v) {
-    tkv_pair p;
+static tkv_format_pair tkvi_pair(tkv_format_pair of_layer, tkv_format_pair of_cache, tkv_format k,
+                                 tkv_format v) {
+    tkv_format_pair p;
     p.k = of_layer.k ? of_layer.k : of_cache.k ? of_cache.k : k;
     p.v = of_layer.v ? of_layer.v : of_cache.v ? of_cache.v : v;
     return p;
@@ -14051,7 +14026,8 @@ static tkv_pair tkvi_pair(tkv_pair of_layer, tkv_pair of_cache, tkv_format k, tk
 
 /* Lengths and format pairs of one layer at a level of the ladder. `pair` gets hot, warm, archive. A value that the
  * layer itself sets holds at every level. */
-static tkvi_plan tkvi_resolve(const tkv_config *cfg, const tkv_level *level, int layer, tkv_pair *pair) {
+static tkvi_plan tkvi_resolve(const tkv_config *cfg, const tkv_level *level, int layer,
+                              tkv_format_pair *pair) {
     tkv_layer_config wide = tkvi_cache_wide(cfg), none;
     const tkv_layer_config *c = cfg->layers ? &cfg->layers[layer] : &none;
     tkvi_plan p;
@@ -14061,27 +14037,27 @@ static tkvi_plan tkvi_resolve(const tkv_config *cfg, const tkv_level *level, int
     p.sink = tkvi_length(c->sink_tokens, wide.sink_tokens, 4);
     p.now.hot = tkvi_length(c->hot_tokens, level->hot_tokens ? level->hot_tokens : wide.hot_tokens, 64);
     p.now.warm = tkvi_length(c->warm_tokens, level->warm_tokens ? level->warm_tokens : wide.warm_tokens, 448);
-    p.window = tkvi_length(c->window, wide.window, TKV_NONE);
+    p.window = tkvi_length(c->window, wide.window, TKV_OFF);
     wide.warm = tkvi_pair(level->warm, wide.warm, TKV_A40, TKV_R40);
     wide.archive = tkvi_pair(level->archive, wide.archive, TKV_A30, TKV_R30);
-    pair[TKV_HOT] = tkvi_pair(c->hot, wide.hot, TKV_F16, TKV_F16);
-    pair[TKV_WARM] = tkvi_pair(c->warm, wide.warm, TKV_A40, TKV_R40);
-    pair[TKV_ARCHIVE] = tkvi_pair(c->archive, wide.archive, TKV_A30, TKV_R30);
+    pair[TKV_TIER_HOT] = tkvi_pair(c->hot, wide.hot, TKV_F16, TKV_F16);
+    pair[TKV_TIER_WARM] = tkvi_pair(c->warm, wide.warm, TKV_A40, TKV_R40);
+    pair[TKV_TIER_ARCHIVE] = tkvi_pair(c->archive, wide.archive, TKV_A30, TKV_R30);
     return p;
 }
 
 static void tkvi_fill_defaults(tkv_config *cfg) {
-    if (!cfg->n_kv_heads) cfg->n_kv_heads = cfg->n_heads;
-    if (!cfg->v_head_dim) cfg->v_head_dim = cfg->head_dim;
-    if (!(cfg->scale > 0.0f)) cfg->scale = (float)(1.0 / sqrt((double)cfg->head_dim));
-    if (!cfg->max_seqs) cfg->max_seqs = 1;
-    if (!cfg->max_append) cfg->max_append = 512;
-    if (!cfg->group_size) cfg->group_size = 64;
-    if (!cfg->allocation_unit) cfg->allocation_unit = 4;
-    if (!cfg->squat_block) cfg->squat_block = 16;
-    if (!cfg->subspaces) cfg->subspaces = 4;
-    if (!cfg->max_tokens) cfg->max_tokens = TKVI_FOREVER;
-    if (!cfg->quality_tokens) cfg->quality_tokens = 2048;
+    if (!cfg->model.n_kv_heads) cfg->model.n_kv_heads = cfg->model.n_heads;
+    if (!cfg->model.v_head_dim) cfg->model.v_head_dim = cfg->model.head_dim;
+    if (!(cfg->model.scale > 0.0f)) cfg->model.scale = (float)(1.0 / sqrt((double)cfg->model.head_dim));
+    if (!cfg->limits.max_seqs) cfg->limits.max_seqs = 1;
+    if (!cfg->limits.max_append) cfg->limits.max_append = 512;
+    if (!cfg->format.group_size) cfg->format.group_size = 64;
+    if (!cfg->format.allocation_unit) cfg->format.allocation_unit = 4;
+    if (!cfg->format.squat_block) cfg->format.squat_block = 16;
+    if (!cfg->format.subspaces) cfg->format.subspaces = 4;
+    if (!cfg->limits.max_tokens) cfg->limits.max_tokens = TKVI_FOREVER;
+    if (!cfg->meter.tokens) cfg->meter.tokens = 2048;
 #if !defined(__GNUC__) && !defined(__clang__)
     cfg->quality_heads = 0; /* the meter needs atomics (cache/meter.h) */
 #endif
@@ -14090,10 +14066,10 @@ static void tkvi_fill_defaults(tkv_config *cfg) {
 /* >>ladder: the default one. Under a budget, level 0 is exact, and further levels compress more. Without a budget,
  * the only level is the plan of the config. */
 static const tkv_level tkvi_ladder_exact = {
-    TKV_ALL, 0, {TKV_FORMAT_DEFAULT, TKV_FORMAT_DEFAULT}, {TKV_FORMAT_DEFAULT, TKV_FORMAT_DEFAULT}};
+    TKV_UNLIMITED, 0, {TKV_FORMAT_DEFAULT, TKV_FORMAT_DEFAULT}, {TKV_FORMAT_DEFAULT, TKV_FORMAT_DEFAULT}};
 static const tkv_level tkvi_ladder_steps[] = {
-    {0, TKV_ALL, {TKV_Q8, TKV_Q8}, {TKV_Q8, TKV_Q8}},
-    {0, TKV_ALL, {TKV_A40, TKV_R40}, {TKV_A40, TKV_R40}},
+    {0, TKV_UNLIMITED, {TKV_Q8, TKV_Q8}, {TKV_Q8, TKV_Q8}},
+    {0, TKV_UNLIMITED, {TKV_A40, TKV_R40}, {TKV_A40, TKV_R40}},
     {0,
      0,
      {TKV_FORMAT_DEFAULT, TKV_FORMAT_DEFAULT},
@@ -14104,16 +14080,16 @@ static const tkv_level tkvi_ladder_steps[] = {
 
 static int tkvi_levels_of(const tkv_config *cfg) {
     const int steps = (int)(sizeof tkvi_ladder_steps / sizeof *tkvi_ladder_steps);
-    return cfg->ladder ? cfg->n_levels : cfg->budget_bytes ? 1 + steps : 1;
+    return cfg->budget.ladder ? cfg->budget.n_levels : cfg->budget.bytes ? 1 + steps : 1;
 }
 
 /* Fills in the config of the pressure controller for the number of levels. Missing thresholds repeat the last one.
  * Returns NULL, or a sentence on the error. */
-static const char *tkvi_policy_for(const tkv_config *cfg, tkv_policy_config *full) {
-    tkv_policy_config p = cfg->policy;
+static const char *tkvi_policy_for(const tkv_config *cfg, tkv_pressure_config *full) {
+    tkv_pressure_config p = cfg->budget.pressure;
     int steps = tkvi_levels_of(cfg) - 1, i, any = 0, n;
     for (i = 0; i < TKV_MAX_LEVELS - 1; i++) any |= tkvi_bits(p.threshold[i]) != 0;
-    for (i = 0; i < 2 && !any; i++) p.threshold[i] = tkvi_profiles[0].cfg.threshold[i];
+    for (i = 0; i < 2 && !any; i++) p.threshold[i] = tkvi_profile_of(&p)->threshold[i];
     n = tkvi_policy_levels(&p);
     for (i = n; i < TKV_MAX_LEVELS - 1; i++)
         if (tkvi_bits(p.threshold[i]) != 0)
@@ -14122,7 +14098,7 @@ static const char *tkvi_policy_for(const tkv_config *cfg, tkv_policy_config *ful
     for (i = tkvi_max(steps, 1); i < TKV_MAX_LEVELS - 1; i++) p.threshold[i] = 0.0f;
     if (steps == 0) { /* one level: the controller has no choice */
         if (p.max_level > 0 || p.min_level != 0) return "there is one level only, 0";
-        p.max_level = TKV_NONE;
+        p.max_level = TKV_OFF;
     }
     return tkvi_policy_fill(&p, full);
 }
@@ -14132,14 +14108,14 @@ static void tkvi_ladder_of(const tkv_config *cfg, tkvi_derived_config *h) {
     int i, steps = (int)(sizeof tkvi_ladder_steps / sizeof *tkvi_ladder_steps);
     h->n_levels = tkvi_levels_of(cfg);
     memset(h->ladder, 0, sizeof h->ladder);
-    for (i = 0; i < h->n_levels && cfg->ladder; i++) h->ladder[i] = cfg->ladder[i];
-    if (cfg->ladder || !cfg->budget_bytes) return;
+    for (i = 0; i < h->n_levels && cfg->budget.ladder; i++) h->ladder[i] = cfg->budget.ladder[i];
+    if (cfg->budget.ladder || !cfg->budget.bytes) return;
     h->ladder[0] = tkvi_ladder_exact;
     for (i = 0; i < steps; i++) h->ladder[i + 1] = tkvi_ladder_steps[i];
 }
 
 /* Index of the key for a pair and a capacity in tokens. A new key is added. Returns -1 when there are too many. */
-static int tkvi_find_key(tkvi_derived_config *h, tkv_pair pair, int tokens) {
+static int tkvi_find_key(tkvi_derived_config *h, tkv_format_pair pair, int tokens) {
     int i;
     for (i = 0; i < h->n_keys; i++)
         if (h->key[i].pair.k == pair.k && h->key[i].pair.v == pair.v && h->key[i].tokens == tokens) return i;
@@ -14153,29 +14129,31 @@ static int tkvi_find_key(tkvi_derived_config *h, tkv_pair pair, int tokens) {
 static void tkvi_record_init(tkvi_record *r, const tkv_config *cfg, tkvi_key key, const tkvi_share *k,
                              const tkvi_share *v) {
     tkvi_options o;
-    o.group = cfg->group_size;
-    o.fit = cfg->fit;
-    o.rotate = cfg->rotate;
-    o.center_k = cfg->center_k;
-    o.feedback_unit = cfg->squat_block;
-    o.parts = cfg->subspaces;
-    o.kvquant = cfg->kvquant;
+    o.group = cfg->format.group_size;
+    o.fit = cfg->format.fit;
+    o.rotate = cfg->format.rotate;
+    o.center_k = cfg->format.center_k;
+    o.feedback_unit = cfg->format.squat_block;
+    o.parts = cfg->format.subspaces;
+    o.kvquant = cfg->format.kvquant;
     o.tabled = 1;
-    tkvi_side_make(&r->k, &tkvi_formats[key.pair.k], TKV_K, cfg->head_dim, key.tokens, &o, k);
-    tkvi_side_make(&r->v, &tkvi_formats[key.pair.v], TKV_V, cfg->v_head_dim, key.tokens, &o, v);
+    tkvi_side_make(&r->k, &tkvi_formats[key.pair.k], TKV_K, cfg->model.head_dim, key.tokens, &o, k);
+    tkvi_side_make(&r->v, &tkvi_formats[key.pair.v], TKV_V, cfg->model.v_head_dim, key.tokens, &o, v);
     r->at = 0;
     r->v_at = r->k.bytes;
 }
 
-static int tkvi_pair_allocates(tkv_pair p) { return tkvi_formats[p.k].shared || tkvi_formats[p.v].shared; }
+static int tkvi_pair_allocates(tkv_format_pair p) {
+    return tkvi_formats[p.k].shared || tkvi_formats[p.v].shared;
+}
 
-static int tkvi_pair_kvquant(tkv_pair p) { return tkvi_is_kvquant(p.k) || tkvi_is_kvquant(p.v); }
+static int tkvi_pair_kvquant(tkv_format_pair p) { return tkvi_is_kvquant(p.k) || tkvi_is_kvquant(p.v); }
 
 /* Bytes of a block, all heads. Where heads share bytes, their sum is fixed, however it is split. Returns 0 if a
  * block is too large. */
 static int tkvi_key_bytes(const tkv_config *cfg, tkvi_key key, tkvi_bytes *b) {
     tkvi_record r;
-    int64_t heads = cfg->n_kv_heads, k, v, meta, total;
+    int64_t heads = cfg->model.n_kv_heads, k, v, meta, total;
     tkvi_record_init(&r, cfg, key, NULL, NULL);
     k = heads * (int64_t)r.k.code_bytes;
     v = heads * (int64_t)r.v.code_bytes;
@@ -14183,7 +14161,7 @@ static int tkvi_key_bytes(const tkv_config *cfg, tkvi_key key, tkvi_bytes *b) {
     total = heads * (int64_t)(r.k.bytes + r.v.bytes);
     if (tkvi_formats[key.pair.k].shared) {
         total -= heads * (int64_t)tkvi_align_up(r.k.code_bytes);
-        k = heads * 32 * tkvi_head_budget(tkvi_formats[key.pair.k].bits, cfg->head_dim, r.k.pad);
+        k = heads * 32 * tkvi_head_budget(tkvi_formats[key.pair.k].bits, cfg->model.head_dim, r.k.pad);
         k = (k + 63) / 64 * 64;
         total += k;
     }
@@ -14241,12 +14219,12 @@ static size_t tkvi_page_size(const tkvi_class *classes, const int64_t *blocks, i
  * smaller). The page size is chosen for these numbers. */
 static void tkvi_usual_blocks(const tkvi_derived_config *h, const tkvi_plan *p, const tkvi_tier_spec *r,
                               int64_t *blocks) {
-    int64_t left = (tkvi_min(h->cfg.max_tokens, 4096) - p->sink + TKVI_BLOCK - 1) / TKVI_BLOCK, n;
+    int64_t left = (tkvi_min(h->cfg.limits.max_tokens, 4096) - p->sink + TKVI_BLOCK - 1) / TKVI_BLOCK, n;
     int64_t most[TKV_TIER_COUNT];
     int tier;
-    most[TKV_HOT] = r->hot / TKVI_BLOCK + 1; /* + 1: the partial block */
-    most[TKV_WARM] = (r->warm + TKVI_BLOCK - 1) / TKVI_BLOCK;
-    most[TKV_ARCHIVE] = TKVI_FOREVER;
+    most[TKV_TIER_HOT] = r->hot / TKVI_BLOCK + 1; /* + 1: the partial block */
+    most[TKV_TIER_WARM] = (r->warm + TKVI_BLOCK - 1) / TKVI_BLOCK;
+    most[TKV_TIER_ARCHIVE] = TKVI_FOREVER;
     if (p->sink) blocks[p->sink_coding]++;
     for (tier = 0; tier < TKV_TIER_COUNT && left > 0; tier++) {
         n = left < most[tier] ? left : most[tier];
@@ -14258,13 +14236,13 @@ static void tkvi_usual_blocks(const tkvi_derived_config *h, const tkvi_plan *p, 
 /* Can blocks ever reach this tier? If not, its format needs no table. A flush can empty the hot tier, unless that
  * tier holds all tokens. */
 static int tkvi_reached(const tkv_config *cfg, const tkvi_tier_spec *r, int tier) {
-    if (tier != TKV_HOT && r->hot == TKVI_FOREVER) return 0;
-    return tier != TKV_ARCHIVE || r->warm < cfg->max_tokens;
+    if (tier != TKV_TIER_HOT && r->hot == TKVI_FOREVER) return 0;
+    return tier != TKV_TIER_ARCHIVE || r->warm < cfg->limits.max_tokens;
 }
 
 /* Fills in the tiers of a layer at a level. Adds their format pairs to h->key. Returns 0 if there are too many. */
 static int tkvi_tier_spec_of(tkvi_derived_config *h, int layer, int level, tkvi_plan *p, tkvi_tier_spec *r) {
-    tkv_pair pair[TKV_TIER_COUNT];
+    tkv_format_pair pair[TKV_TIER_COUNT];
     int tier, fits = 1;
     *r = tkvi_resolve(&h->cfg, &h->ladder[level], layer, pair).now;
     for (tier = 0; tier < TKV_TIER_COUNT; tier++) {
@@ -14283,21 +14261,21 @@ static int tkvi_tier_spec_of(tkvi_derived_config *h, int layer, int level, tkvi_
 
 /* Fills in the plan of one layer and its tiers at each level. p->now is that of policy.min_level. */
 static tkv_status tkvi_plan_of(tkvi_derived_config *h, int layer, tkvi_plan *p, tkvi_tier_spec *rule) {
-    tkv_pair unused[TKV_TIER_COUNT], pair[TKV_TIER_COUNT];
+    tkv_format_pair unused[TKV_TIER_COUNT], pair[TKV_TIER_COUNT];
     int level, other, fits = 1;
     *p = tkvi_resolve(&h->cfg, &h->ladder[0], layer, pair);
     if (p->stored != layer)
         return TKV_OK; /* the layer reads another layer's blocks, or none: only its window matters */
     p->keep = p->window;
-    for (other = layer + 1; h->cfg.layers && p->keep && other < h->cfg.n_layers; other++)
+    for (other = layer + 1; h->cfg.layers && p->keep && other < h->cfg.model.n_layers; other++)
         if (h->cfg.layers[other].share_kv == layer + 1) {
             int window = tkvi_resolve(&h->cfg, &h->ladder[0], other, unused).window;
             p->keep = window && window < p->keep ? p->keep : window;
         }
     for (level = 0; level < h->n_levels; level++) fits &= tkvi_tier_spec_of(h, layer, level, p, &rule[level]);
-    p->now = rule[h->cfg.policy.min_level];
-    p->sink_coding =
-        p->sink ? tkvi_find_key(h, pair[TKV_HOT], p->sink + h->cfg.n_anchors) : p->now.coding[TKV_HOT];
+    p->now = rule[h->cfg.budget.pressure.min_level];
+    p->sink_coding = p->sink ? tkvi_find_key(h, pair[TKV_TIER_HOT], p->sink + h->cfg.tiers.n_anchors)
+                             : p->now.coding[TKV_TIER_HOT];
     fits &= p->sink_coding >= 0;
     h->any_squat |= p->squat;
     h->any_shared |= p->allocates;
@@ -14311,7 +14289,7 @@ static void tkvi_own_codings(tkvi_tier_spec *rule, int n_levels, int *next) {
     for (at = 0; at < n_levels * TKV_TIER_COUNT; at++) {
         tkvi_tier_spec *r = &rule[at / TKV_TIER_COUNT];
         const int tier = at % TKV_TIER_COUNT;
-        if (tier == TKV_HOT || !r->shared[tier]) continue;
+        if (tier == TKV_TIER_HOT || !r->shared[tier]) continue;
         for (before = 0; before < at; before++) {
             const tkvi_tier_spec *b = &rule[before / TKV_TIER_COUNT];
             if (b->shared[before % TKV_TIER_COUNT] && b->key[before % TKV_TIER_COUNT] == r->key[tier]) break;
@@ -14331,11 +14309,11 @@ static int tkvi_recode_pages_of(tkvi_derived_config *h) {
     tkvi_tier_spec rule[TKV_MAX_LEVELS];
     uint8_t opens[TKV_MAX_LEVELS][TKVI_MAX_CODINGS] = {{0}};
     int level, most = 1, i, c, tier;
-    for (i = 0; i < h->cfg.n_layers; i++) {
+    for (i = 0; i < h->cfg.model.n_layers; i++) {
         tkvi_plan p;
         (void)tkvi_plan_of(h, i, &p, rule);
         for (level = 0; level < h->n_levels && p.stored == i; level++)
-            for (tier = TKV_WARM; tier < TKV_TIER_COUNT && rule[level].hot != TKVI_FOREVER; tier++)
+            for (tier = TKV_TIER_WARM; tier < TKV_TIER_COUNT && rule[level].hot != TKVI_FOREVER; tier++)
                 opens[level][h->class_of[rule[level].key[tier]]] = 1;
     }
     for (level = 0; level < h->n_levels; level++) {
@@ -14356,19 +14334,19 @@ static tkv_status tkvi_derive_config(const tkv_config *cfg, tkvi_derived_config 
     h->cfg = *cfg;
     tkvi_fill_defaults(&h->cfg);
     tkvi_ladder_of(cfg, h);
-    (void)tkvi_policy_for(cfg, &h->cfg.policy);
-    for (i = 0; i < h->cfg.n_layers; i++) {
+    (void)tkvi_policy_for(cfg, &h->cfg.budget.pressure);
+    for (i = 0; i < h->cfg.model.n_layers; i++) {
         if (tkvi_plan_of(h, i, &p, rule)) return TKV_ERR_CONFIG;
         if (p.stored != i) continue;
         tkvi_own_codings(rule, h->n_levels, &h->n_codings);
         for (level = 0; level < h->n_levels; level++) tkvi_usual_blocks(h, &p, &rule[level], of_key);
-        hot[p.now.key[TKV_HOT]] = 1;
+        hot[p.now.key[TKV_TIER_HOT]] = 1;
         h->n_stored++;
     }
     h->n_codings += h->n_keys;
     if (h->n_codings > 0xffff) return TKV_ERR_CONFIG;
     if ((h->any_shared || h->any_kvquant) &&
-        (uint64_t)h->cfg.n_layers * (uint64_t)h->cfg.n_kv_heads > ((size_t)-1 >> 16))
+        (uint64_t)h->cfg.model.n_layers * (uint64_t)h->cfg.model.n_kv_heads > ((size_t)-1 >> 16))
         return TKV_ERR_CONFIG; /* a table has about 8 KB for each head at most */
     for (i = 0; i < h->n_keys; i++) {
         if (!tkvi_key_bytes(&h->cfg, h->key[i], &h->bytes[i])) return TKV_ERR_CONFIG;
@@ -14378,12 +14356,12 @@ static tkv_status tkvi_derive_config(const tkv_config *cfg, tkvi_derived_config 
         if (c == h->n_classes) h->n_classes++;
         h->class_of[i] = c;
         of_class[c] += of_key[i];
-        if (hot[i] && h->bytes[i].total / (size_t)h->cfg.n_kv_heads > h->hot_record)
-            h->hot_record = h->bytes[i].total / (size_t)h->cfg.n_kv_heads;
+        if (hot[i] && h->bytes[i].total / (size_t)h->cfg.model.n_kv_heads > h->hot_record)
+            h->hot_record = h->bytes[i].total / (size_t)h->cfg.model.n_kv_heads;
     }
     for (c = 0; c < h->n_classes; c++) /* blocks, mean of all levels */
         of_class[c] = (of_class[c] + h->n_levels - 1) / h->n_levels;
-    h->spare = h->cfg.budget_bytes ? tkvi_recode_pages_of(h) : 0;
+    h->spare = h->cfg.budget.bytes ? tkvi_recode_pages_of(h) : 0;
     h->page_bytes = tkvi_page_size(h->size_class, of_class, h->n_classes, h->spare);
     for (c = 0; c < h->n_classes; c++)
         h->size_class[c].slots = tkvi_slots_of(&h->size_class[c], h->page_bytes);
@@ -14394,41 +14372,34 @@ static tkv_status tkvi_derive_config(const tkv_config *cfg, tkvi_derived_config 
 static int tkvi_whole(float x) { return tkvi_is_finite(x) ? (int)tkvi_clampf(floorf(x), -1e9f, 1e9f) : -1; }
 
 static tkv_status tkvi_validate_ladder(const tkv_config *cfg, char *reason, size_t size) {
+    tkv_status st = TKV_OK;
     int i;
-    for (i = 0; i < cfg->n_levels; i++) {
+    for (i = 0; i < cfg->budget.n_levels && !st; i++) {
         tkv_layer_config c;
-        tkv_status st;
-        char why[160];
+        char owner[32];
         memset(&c, 0, sizeof c);
-        c.hot_tokens = cfg->ladder[i].hot_tokens;
-        c.warm_tokens = cfg->ladder[i].warm_tokens;
-        c.warm = cfg->ladder[i].warm;
-        c.archive = cfg->ladder[i].archive;
-        st = tkvi_validate_tiers(&c, -1, why, sizeof why);
-        if (st) {
-            tkvi_text t = tkvi_text_begin(reason, reason ? size : 0);
-            tkvi_append_text(&t, "ladder[");
-            tkvi_append_int(&t, i);
-            tkvi_append_text(&t, "].");
-            tkvi_append_text(&t, why);
-            return st;
-        }
+        c.hot_tokens = cfg->budget.ladder[i].hot_tokens;
+        c.warm_tokens = cfg->budget.ladder[i].warm_tokens;
+        c.warm = cfg->budget.ladder[i].warm;
+        c.archive = cfg->budget.ladder[i].archive;
+        tkvi_name_entry(owner, sizeof owner, "budget.ladder[", i);
+        st = tkvi_validate_tiers(&c, owner, reason, size);
     }
-    return TKV_OK;
+    return st;
 }
 
-/* The reason why cfg->n_anchors is wrong, or NULL. Anchors lie in the sink block, and they never expire. */
+/* The reason why cfg->tiers.n_anchors is wrong, or NULL. Anchors lie in the sink block, and they never expire. */
 static const char *tkvi_anchor_fault(const tkv_config *cfg) {
-    tkv_pair unused[TKV_TIER_COUNT];
+    tkv_format_pair unused[TKV_TIER_COUNT];
     tkv_level none;
     int i;
     memset(&none, 0, sizeof none);
-    for (i = 0; i < cfg->n_layers; i++) {
+    for (i = 0; i < cfg->model.n_layers; i++) {
         const tkvi_plan p = tkvi_resolve(cfg, &none, i, unused);
         if (p.stored < 0) continue;
         if (p.window) return "it must be 0 where a layer has a window";
         if (p.stored == i && p.sink == 0) return "it must be 0 where a layer has no sinks";
-        if (p.sink + cfg->n_anchors > 32) return "it must be at most 32 less the sinks";
+        if (p.sink + cfg->tiers.n_anchors > 32) return "it must be at most 32 less the sinks";
     }
     return NULL;
 }
@@ -14439,8 +14410,8 @@ static tkv_status tkvi_validate_host(const tkv_config *cfg, char *reason, size_t
         return tkvi_bad(
             reason, size, cfg->start_canary ? "start_canary" : "end_canary", 1,
             "it must be 0: fill the config with zeros before setting fields, and use one header everywhere");
-    if (!cfg->allocator.alloc != !cfg->allocator.release)
-        return tkvi_bad(reason, size, "allocator", cfg->allocator.alloc ? 1 : 0,
+    if (!cfg->host.allocator.alloc != !cfg->host.allocator.release)
+        return tkvi_bad(reason, size, "host.allocator", cfg->host.allocator.alloc ? 1 : 0,
                         "alloc and release must both be set, or neither");
     return TKV_OK;
 }
@@ -14458,108 +14429,114 @@ static tkv_status tkvi_validate(const tkv_config *cfg, tkvi_derived_config *shap
     if (cfg->field < (lo) || cfg->field > (hi)) return tkvi_bad(reason, size, #field, cfg->field, want)
     st = tkvi_validate_host(cfg, reason, size);
     if (st) return st;
-    TKVI_RANGE_(n_layers, 1, TKVI_MAX_LAYERS, "it must be 1 to 4096");
-    TKVI_RANGE_(n_heads, 1, 65536, "it must be 1 to 65536");
-    TKVI_RANGE_(n_kv_heads, 0, 65536, "it must be 1 to 65536, or 0 for as many as n_heads");
-    if (cfg->n_kv_heads && cfg->n_heads % cfg->n_kv_heads)
-        return tkvi_bad(reason, size, "n_heads", cfg->n_heads, "it must be a multiple of n_kv_heads");
-    TKVI_RANGE_(head_dim, 1, TKV_MAX_HEAD_DIM, "it must be 1 to 256");
-    TKVI_RANGE_(v_head_dim, 0, TKV_MAX_HEAD_DIM, "it must be 1 to 256, or 0 for head_dim");
-    if (!tkvi_is_finite(cfg->scale) || cfg->scale < 0.0f)
-        return tkvi_bad(reason, size, "scale", tkvi_whole(cfg->scale),
+    TKVI_RANGE_(model.n_layers, 1, TKVI_MAX_LAYERS, "it must be 1 to 4096");
+    TKVI_RANGE_(model.n_heads, 1, 65536, "it must be 1 to 65536");
+    TKVI_RANGE_(model.n_kv_heads, 0, 65536, "it must be 1 to 65536, or 0 for as many as model.n_heads");
+    if (cfg->model.n_kv_heads && cfg->model.n_heads % cfg->model.n_kv_heads)
+        return tkvi_bad(reason, size, "model.n_heads", cfg->model.n_heads,
+                        "it must be a multiple of model.n_kv_heads");
+    TKVI_RANGE_(model.head_dim, 1, TKV_MAX_HEAD_DIM, "it must be 1 to 256");
+    TKVI_RANGE_(model.v_head_dim, 0, TKV_MAX_HEAD_DIM, "it must be 1 to 256, or 0 for model.head_dim");
+    if (!tkvi_is_finite(cfg->model.scale) || cfg->model.scale < 0.0f)
+        return tkvi_bad(reason, size, "model.scale", tkvi_whole(cfg->model.scale),
                         "it must be a positive number, or 0 for 1/sqrt(head_dim)");
-    TKVI_RANGE_(max_seqs, 0, 1 << 20, "it must be 1 to 2^20, or 0 for 1");
-    TKVI_RANGE_(max_tokens, 0, TKVI_FOREVER, "it must be 1 to 2^30 - 1, or 0 to grow");
-    TKVI_RANGE_(max_append, 0, 1 << 20, "it must be 1 to 2^20, or 0 for 512");
-    if (cfg->group_size != 0 && cfg->group_size != 32 && cfg->group_size != 64)
-        return tkvi_bad(reason, size, "group_size", cfg->group_size, "it must be 64 or 32");
-    if (cfg->allocation_unit != 0 && cfg->allocation_unit != 4 && cfg->allocation_unit != 16)
-        return tkvi_bad(reason, size, "allocation_unit", cfg->allocation_unit, "it must be 4 or 16");
-    if (tkvi_bad_fit(cfg->fit))
-        return tkvi_bad(reason, size, "fit", cfg->fit,
+    TKVI_RANGE_(limits.max_seqs, 0, 1 << 20, "it must be 1 to 2^20, or 0 for 1");
+    TKVI_RANGE_(limits.max_tokens, 0, TKVI_FOREVER, "it must be 1 to 2^30 - 1, or 0 to grow");
+    TKVI_RANGE_(limits.max_append, 0, 1 << 20, "it must be 1 to 2^20, or 0 for 512");
+    if (cfg->format.group_size != 0 && cfg->format.group_size != 32 && cfg->format.group_size != 64)
+        return tkvi_bad(reason, size, "format.group_size", cfg->format.group_size, "it must be 64 or 32");
+    if (cfg->format.allocation_unit != 0 && cfg->format.allocation_unit != 4 &&
+        cfg->format.allocation_unit != 16)
+        return tkvi_bad(reason, size, "format.allocation_unit", cfg->format.allocation_unit,
+                        "it must be 4 or 16");
+    if (tkvi_bad_fit(cfg->format.fit))
+        return tkvi_bad(reason, size, "format.fit", cfg->format.fit,
                         "it must be bits of tkv_fit, NORM and UNBIASED not together");
-    TKVI_RANGE_(rotate, 0, 3, "it must be TKV_ROTATE_K, TKV_ROTATE_V, both or 0");
-    TKVI_RANGE_(center_k, 0, 1, "it must be 0 or 1");
-    TKVI_RANGE_(remat, 0, 1, "it must be 0 or 1");
-    TKVI_RANGE_(subspaces, 0, 16, "it must be 1 to 16, or 0 for 4");
-    TKVI_RANGE_(kvquant, 0, 15, "it must be bits of tkv_kvquant");
-    wrong = tkvi_rope_fault(&cfg->rope, cfg->head_dim, &field, &value);
+    TKVI_RANGE_(format.rotate, 0, 3, "it must be TKV_ROTATE_K, TKV_ROTATE_V, both or 0");
+    TKVI_RANGE_(format.center_k, 0, 1, "it must be 0 or 1");
+    TKVI_RANGE_(budget.discard, 0, 1, "it must be 0 or 1");
+    TKVI_RANGE_(format.subspaces, 0, 16, "it must be 1 to 16, or 0 for 4");
+    TKVI_RANGE_(format.kvquant, 0, 15, "it must be bits of tkv_kvquant");
+    wrong = tkvi_rope_fault(&cfg->model.rope, cfg->model.head_dim, &field, &value);
     if (wrong) return tkvi_bad(reason, size, field, tkvi_whole(value), wrong);
-    if (cfg->squat_block != 0 && cfg->squat_block != 16 && cfg->squat_block != 64)
-        return tkvi_bad(reason, size, "squat_block", cfg->squat_block, "it must be 16 or 64");
-    if ((unsigned)cfg->nonfinite > TKV_NONFINITE_SATURATE)
-        return tkvi_bad(reason, size, "nonfinite", (int)cfg->nonfinite, "it must be a tkv_nonfinite");
-    TKVI_RANGE_(precise, 0, 1, "it must be 0 or 1");
-    TKVI_RANGE_(quality_heads, 0, TKV_QUALITY_HEADS, "it must be 1 to 64, or 0 for no meter");
-    if (cfg->quality_tokens != 0 &&
-        (cfg->quality_tokens < 2 * TKVI_BLOCK || cfg->quality_tokens > TKVI_FOREVER))
-        return tkvi_bad(reason, size, "quality_tokens", cfg->quality_tokens,
+    if (cfg->format.squat_block != 0 && cfg->format.squat_block != 16 && cfg->format.squat_block != 64)
+        return tkvi_bad(reason, size, "format.squat_block", cfg->format.squat_block, "it must be 16 or 64");
+    if ((unsigned)cfg->host.nonfinite > TKV_NONFINITE_SATURATE)
+        return tkvi_bad(reason, size, "host.nonfinite", (int)cfg->host.nonfinite,
+                        "it must be a tkv_nonfinite");
+    TKVI_RANGE_(host.precise, 0, 1, "it must be 0 or 1");
+    TKVI_RANGE_(meter.heads, 0, TKV_MAX_METER_HEADS, "it must be 1 to 64, or 0 for no meter");
+    if (cfg->meter.tokens != 0 && (cfg->meter.tokens < 2 * TKVI_BLOCK || cfg->meter.tokens > TKVI_FOREVER))
+        return tkvi_bad(reason, size, "meter.tokens", cfg->meter.tokens,
                         "it must be 128 to 2^30 - 1, or 0 for 2048");
-    TKVI_RANGE_(n_levels, 0, TKV_MAX_LEVELS, "it must be 1 to 8, the entries of ladder");
-    if (!cfg->ladder != !cfg->n_levels)
-        return tkvi_bad(reason, size, "n_levels", cfg->n_levels,
+    TKVI_RANGE_(budget.n_levels, 0, TKV_MAX_LEVELS, "it must be 1 to 8, the entries of ladder");
+    if (!cfg->budget.ladder != !cfg->budget.n_levels)
+        return tkvi_bad(reason, size, "budget.n_levels", cfg->budget.n_levels,
                         "ladder and n_levels must both be set, or neither");
-    TKVI_RANGE_(quality_every, 0, TKVI_FOREVER, "it must be 1 to 2^30 - 1, or 0 for what costs little");
-    TKVI_RANGE_(evict_tokens, 0, TKVI_FOREVER,
+    TKVI_RANGE_(meter.every, 0, TKVI_FOREVER, "it must be 1 to 2^30 - 1, or 0 for what costs little");
+    TKVI_RANGE_(evict.keep_tokens, 0, TKVI_FOREVER,
                 "it must be 1 to 2^30 - 1, or 0 for what the budget has room for");
-    TKVI_RANGE_(n_anchors, 0, 28, "it must be 1 to 28, or 0 for none");
-    TKVI_RANGE_(importance_every, 0, TKVI_FOREVER,
+    TKVI_RANGE_(tiers.n_anchors, 0, 28, "it must be 1 to 28, or 0 for none");
+    TKVI_RANGE_(importance.sample_every, 0, TKVI_FOREVER,
                 "it must be 1 to 2^30 - 1, or 0 for what the policy needs");
     {
         tkv_evict_config evict;
         tkv_importance_config importance;
         if (!tkvi_evict_fill(&cfg->evict, &evict))
-            return tkvi_bad(reason, size, "evict", (int)cfg->evict.kind, "one of its fields is out of range");
+            return tkvi_bad(reason, size, "evict", (int)cfg->evict.policy,
+                            "one of its fields is out of range");
         if (!tkvi_importance_fill(&cfg->importance, &importance))
             return tkvi_bad(reason, size, "importance", (int)cfg->importance.strategy,
                             "one of its fields is out of range");
     }
-    if ((unsigned)cfg->isa >= TKV_ISA_COUNT)
-        return tkvi_bad(reason, size, "isa", (int)cfg->isa, "it must be a tkv_isa");
+    if ((unsigned)cfg->host.isa >= TKV_ISA_COUNT)
+        return tkvi_bad(reason, size, "host.isa", (int)cfg->host.isa, "it must be a tkv_isa");
 #undef TKVI_RANGE_
-    if (!cfg->spill.store != !cfg->spill.fetch)
-        return tkvi_bad(reason, size, "spill.store", cfg->spill.store ? 1 : 0,
-                        "store and fetch must both be set, or neither");
-    if (cfg->spill.keep_exact < 0 || cfg->spill.keep_exact > 1)
-        return tkvi_bad(reason, size, "spill.keep_exact", cfg->spill.keep_exact, "it must be 0 or 1");
+    if (!cfg->offload.write != !cfg->offload.read)
+        return tkvi_bad(reason, size, "offload.write", cfg->offload.write ? 1 : 0,
+                        "write and read must both be set, or neither");
+    if (cfg->offload.keep_exact < 0 || cfg->offload.keep_exact > 1)
+        return tkvi_bad(reason, size, "offload.keep_exact", cfg->offload.keep_exact, "it must be 0 or 1");
     wide = tkvi_cache_wide(cfg);
-    st = tkvi_validate_tiers(&wide, -1, reason, size);
+    st = tkvi_validate_tiers(&wide, "tiers.", reason, size);
+    if (!st) st = tkvi_validate_window(wide.window, "model.", reason, size);
     if (!st && cfg->layers) st = tkvi_validate_layers(cfg, reason, size);
-    if (!st && cfg->ladder) st = tkvi_validate_ladder(cfg, reason, size);
+    if (!st && cfg->budget.ladder) st = tkvi_validate_ladder(cfg, reason, size);
     if (!st) {
-        tkv_policy_config full;
+        tkv_pressure_config full;
         wrong = tkvi_policy_for(cfg, &full);
         if (wrong) {
             tkvi_text t = tkvi_text_begin(reason, reason ? size : 0);
-            tkvi_append_text(&t, "policy: ");
+            tkvi_append_text(&t, "budget.pressure: ");
             tkvi_append_text(&t, wrong);
             return TKV_ERR_CONFIG;
         }
     }
-    if (!st && cfg->n_anchors && tkvi_anchor_fault(cfg))
-        return tkvi_bad(reason, size, "n_anchors", cfg->n_anchors, tkvi_anchor_fault(cfg));
+    if (!st && cfg->tiers.n_anchors && tkvi_anchor_fault(cfg))
+        return tkvi_bad(reason, size, "tiers.n_anchors", cfg->tiers.n_anchors, tkvi_anchor_fault(cfg));
     if (!st && tkvi_derive_config(cfg, shape))
-        return tkvi_bad(reason, size, "layers", cfg->n_layers,
+        return tkvi_bad(reason, size, "layers", cfg->model.n_layers,
                         "their formats and sinks make too many kinds of blocks, or blocks of too many bytes");
-    if (!st && shape->any_kvquant_keys && !cfg->rope.dim && !(cfg->kvquant & TKV_KVQUANT_POST_ROPE))
-        return tkvi_bad(reason, size, "rope.dim", 0,
-                        "KVQUANT codes keys as before RoPE: set rope to the model's, or kvquant to "
+    if (!st && shape->any_kvquant_keys && !cfg->model.rope.dim &&
+        !(cfg->format.kvquant & TKV_KVQUANT_POST_ROPE))
+        return tkvi_bad(reason, size, "model.rope.dim", 0,
+                        "KVQUANT codes keys as before RoPE: set model.rope, or format.kvquant to "
                         "TKV_KVQUANT_POST_ROPE for keys as they come");
-    if (!st && cfg->spill.store) { /* attention has a fetch buffer of this size on its stack */
+    if (!st && cfg->offload.write) { /* attention has a fetch buffer of this size on its stack */
         int i;
         for (i = 0; i < shape->n_keys; i++) {
             tkvi_record r;
             tkvi_record_init(&r, &shape->cfg, shape->key[i], NULL, NULL);
             if (r.k.bytes > TKVI_OFFLOAD_SIDE || r.v.bytes > TKVI_OFFLOAD_SIDE)
                 return tkvi_bad(
-                    reason, size, "spill.store", 1,
-                    "heads of more than 128 channels in F32 are too large to be spilled: take F16");
+                    reason, size, "offload.write", 1,
+                    "heads of more than 128 channels in F32 are too large to be offloaded: take F16");
         }
     }
     return st;
 }
 
-TKV_API tkv_status tkv_config_validate(const tkv_config *cfg, char *reason, size_t size) {
+TKV_API tkv_status tkv_validate_config(const tkv_config *cfg, char *reason, size_t size) {
     tkvi_derived_config shape;
     return tkvi_validate(cfg, &shape, reason, size);
 }
@@ -14570,7 +14547,7 @@ typedef struct tkvi_table_sizes {
 } tkvi_table_sizes;
 
 static size_t tkvi_table_sizes_of(const tkvi_derived_config *h, tkvi_table_sizes *s) {
-    size_t layers = (size_t)h->cfg.n_layers, heads = (size_t)h->cfg.n_kv_heads;
+    size_t layers = (size_t)h->cfg.model.n_layers, heads = (size_t)h->cfg.model.n_kv_heads;
     s->plan = tkvi_align_up(layers * sizeof(tkvi_plan));
     s->rule = tkvi_align_up(layers * (size_t)h->n_levels * sizeof(tkvi_tier_spec));
     s->coding = tkvi_align_up((size_t)h->n_codings * sizeof(tkvi_coding));
@@ -14594,14 +14571,14 @@ typedef struct tkvi_version_sizes {
 
 static size_t tkvi_version_sizes_of(const tkv_config *cfg, int own, int shared, int kvquant,
                                     tkvi_version_sizes *s) {
-    size_t layers = (size_t)cfg->n_layers, heads = (size_t)cfg->n_kv_heads;
-    size_t sets = shared ? layers * heads : 0, pad = (size_t)tkvi_round_up(cfg->head_dim, 16);
+    size_t layers = (size_t)cfg->model.n_layers, heads = (size_t)cfg->model.n_kv_heads;
+    size_t sets = shared ? layers * heads : 0, pad = (size_t)tkvi_round_up(cfg->model.head_dim, 16);
     s->record = tkvi_align_up((size_t)own * heads * sizeof(tkvi_record));
     s->head = tkvi_align_up(sets * sizeof(tkvi_head));
     s->channel = tkvi_align_up(sets * pad);
     s->mean = tkvi_align_up(sets * pad * sizeof(float));
     s->kvquant = kvquant ? tkvi_align_up(layers * sizeof(tkvi_kvquant)) : 0;
-    s->range = kvquant ? tkvi_align_up(layers * heads * 2 * (size_t)cfg->head_dim * sizeof(float)) : 0;
+    s->range = kvquant ? tkvi_align_up(layers * heads * 2 * (size_t)cfg->model.head_dim * sizeof(float)) : 0;
     return s->record + s->head + 2 * s->channel + s->mean + s->kvquant + s->range;
 }
 
@@ -14616,7 +14593,7 @@ static void tkvi_version_build(tkvi_tables *t, int version, uint8_t *mem) {
     tkvi_version *v = &t->version[version];
     tkvi_version_sizes s;
     int own = (t->n_codings - t->n_keys) / TKVI_VERSIONS, i;
-    size_t heads = (size_t)t->cfg.n_kv_heads, pad = (size_t)tkvi_round_up(t->cfg.head_dim, 16), n;
+    size_t heads = (size_t)t->cfg.model.n_kv_heads, pad = (size_t)tkvi_round_up(t->cfg.model.head_dim, 16), n;
     (void)tkvi_version_sizes_of(&t->cfg, own, t->any_shared, t->any_kvquant, &s);
     v->bytes = mem;
     v->record = (tkvi_record *)(void *)mem;
@@ -14628,7 +14605,7 @@ static void tkvi_version_build(tkvi_tables *t, int version, uint8_t *mem) {
         v->importance = mem + s.head;
         v->channel = v->importance + s.channel;
         v->mean = (float *)(void *)(v->channel + s.channel);
-        for (n = 0; n < (size_t)t->cfg.n_layers * heads; n++) {
+        for (n = 0; n < (size_t)t->cfg.model.n_layers * heads; n++) {
             v->head[n].importance = v->importance + n * pad;
             v->head[n].order = v->channel + n * pad;
             v->head[n].mean = v->mean + n * pad;
@@ -14642,7 +14619,7 @@ static void tkvi_version_build(tkvi_tables *t, int version, uint8_t *mem) {
 
 /* [n_kv_heads]: the heads in one version of a layer's table. */
 static tkvi_head *tkvi_heads_of(const tkvi_tables *t, int layer, int version) {
-    return t->version[version].head + (size_t)layer * (size_t)t->cfg.n_kv_heads;
+    return t->version[version].head + (size_t)layer * (size_t)t->cfg.model.n_kv_heads;
 }
 
 static void tkvi_coding_init(tkvi_coding *c, const tkvi_derived_config *h, int key) {
@@ -14657,7 +14634,8 @@ static void tkvi_coding_init(tkvi_coding *c, const tkvi_derived_config *h, int k
 static void tkvi_coding_share(const tkvi_tables *t, tkvi_coding *c, const tkvi_head *heads) {
     const tkvi_format *k = &tkvi_formats[c->pair.k], *v = &tkvi_formats[c->pair.v];
     const tkv_config *cfg = &t->cfg;
-    int head, pad = tkvi_round_up(cfg->head_dim, 16), n = cfg->n_kv_heads, unit = cfg->allocation_unit / 4;
+    int head, pad = tkvi_round_up(cfg->model.head_dim, 16), n = cfg->model.n_kv_heads,
+              unit = cfg->format.allocation_unit / 4;
     tkvi_key key;
     size_t at = 0;
     key.pair = c->pair;
@@ -14665,7 +14643,7 @@ static void tkvi_coding_share(const tkvi_tables *t, tkvi_coding *c, const tkvi_h
     tkvi_record_init(&c->record[0], cfg, key, NULL, NULL);
     for (head = 1; head < n; head++) c->record[head] = c->record[0];
     if (heads && k->shared) {
-        tkvi_share_k(heads, n, k->bits, cfg->head_dim, pad, unit, t->split);
+        tkvi_share_k(heads, n, k->bits, cfg->model.head_dim, pad, unit, t->split);
         for (head = 0; head < n; head++) {
             tkvi_share share;
             memset(&share, 0, sizeof share);
@@ -14673,7 +14651,8 @@ static void tkvi_coding_share(const tkvi_tables *t, tkvi_coding *c, const tkvi_h
             share.top = heads[head].k_top;
             share.order = heads[head].order;
             share.mean = heads[head].mean;
-            tkvi_side_init(&c->record[head].k, k, TKV_K, cfg->head_dim, cfg->group_size, c->tokens, &share);
+            tkvi_side_init(&c->record[head].k, k, TKV_K, cfg->model.head_dim, cfg->format.group_size,
+                           c->tokens, &share);
         }
     }
     if (heads && v->shared) {
@@ -14683,7 +14662,8 @@ static void tkvi_coding_share(const tkvi_tables *t, tkvi_coding *c, const tkvi_h
             memset(&share, 0, sizeof share);
             share.half_bits = t->split[head];
             share.top = heads[head].v_top;
-            tkvi_side_init(&c->record[head].v, v, TKV_V, cfg->v_head_dim, cfg->group_size, c->tokens, &share);
+            tkvi_side_init(&c->record[head].v, v, TKV_V, cfg->model.v_head_dim, cfg->format.group_size,
+                           c->tokens, &share);
         }
     }
     for (head = 0; head < n; head++) {
@@ -14700,23 +14680,23 @@ static tkvi_kvquant *tkvi_kvquant_of(const tkvi_tables *t, int layer, int versio
 
 /* The ranges of a head's channels: radius [head_dim], middle [head_dim]. */
 static float *tkvi_kvquant_range_of(const tkvi_tables *t, int layer, int version, int head) {
-    size_t set = (size_t)layer * (size_t)t->cfg.n_kv_heads + (size_t)head;
-    return t->version[version].kvquant_range + set * 2u * (size_t)t->cfg.head_dim;
+    size_t set = (size_t)layer * (size_t)t->cfg.model.n_kv_heads + (size_t)head;
+    return t->version[version].kvquant_range + set * 2u * (size_t)t->cfg.model.head_dim;
 }
 
 /* The RoPE that KVQUANT undoes before it codes keys. NULL: keys are coded as given. */
 static const tkvi_rope *tkvi_kvquant_rope(const tkvi_tables *t) {
-    return t->rope->pairs && !(t->cfg.kvquant & TKV_KVQUANT_POST_ROPE) ? t->rope : NULL;
+    return t->rope->pairs && !(t->cfg.format.kvquant & TKV_KVQUANT_POST_ROPE) ? t->rope : NULL;
 }
 
 /* Connects the KVQUANT sides of a coding to a version of the layer's table. */
 static void tkvi_coding_kvquant(const tkvi_tables *t, tkvi_coding *c, int layer, int version) {
     int head;
-    for (head = 0; head < t->cfg.n_kv_heads; head++) {
+    for (head = 0; head < t->cfg.model.n_kv_heads; head++) {
         tkvi_record *r = &c->record[head];
         r->k.table = r->v.table = tkvi_kvquant_of(t, layer, version);
         r->k.radius = tkvi_kvquant_range_of(t, layer, version, head);
-        r->k.middle = r->k.radius + t->cfg.head_dim;
+        r->k.middle = r->k.radius + t->cfg.model.head_dim;
         r->k.rope = tkvi_kvquant_rope(t);
     }
 }
@@ -14746,15 +14726,16 @@ static void tkvi_tables_build(tkvi_tables *t, tkvi_derived_config *h, uint8_t *m
     mem += s.record;
     t->split = h->any_shared ? (int *)(void *)mem : NULL;
     t->current = (int8_t *)(mem += s.split);
-    memset(t->current, -1, (size_t)h->cfg.n_layers);
+    memset(t->current, -1, (size_t)h->cfg.model.n_layers);
     if (h->any_kvquant) {
         t->rope = (tkvi_rope *)(void *)(mem + s.current);
-        tkvi_rope_make(t->rope, &h->cfg.rope);
+        tkvi_rope_make(t->rope, &h->cfg.model.rope);
     }
-    for (i = 0; i < h->n_keys; i++) t->coding[i].record = record + (size_t)i * (size_t)h->cfg.n_kv_heads;
+    for (i = 0; i < h->n_keys; i++)
+        t->coding[i].record = record + (size_t)i * (size_t)h->cfg.model.n_kv_heads;
     for (i = 0; i < h->n_keys; i++) tkvi_coding_init(&t->coding[i], h, i);
     for (i = 0; i < h->n_classes; i++) t->size_class[i] = h->size_class[i];
-    for (i = 0; i < h->cfg.n_layers; i++) {
+    for (i = 0; i < h->cfg.model.n_layers; i++) {
         tkvi_plan *p = &t->plan[i];
         tkvi_tier_spec *rule = tkvi_rules_of(t, i);
         (void)tkvi_plan_of(h, i, p, rule); /* h has all keys, so none is added */
@@ -14765,12 +14746,12 @@ static void tkvi_tables_build(tkvi_tables *t, tkvi_derived_config *h, uint8_t *m
                 tkvi_coding_init(&t->coding[rule[n / TKV_TIER_COUNT].coding[n % TKV_TIER_COUNT] + v], h,
                                  rule[n / TKV_TIER_COUNT].key[n % TKV_TIER_COUNT]);
     }
-    tkvi_take_level(t, h->cfg.policy.min_level);
+    tkvi_take_level(t, h->cfg.budget.pressure.min_level);
     for (i = 0; i < h->n_keys; i++)
         tkvi_coding_share(t, &t->coding[i], NULL); /* the others wait for a table */
     t->cfg.layers = NULL;
-    t->cfg.ladder = NULL;
-    t->cfg.rope.frequencies = NULL;
+    t->cfg.budget.ladder = NULL;
+    t->cfg.model.rope.frequencies = NULL;
 }
 
 #endif /* TKVI_CACHE_PLAN_H */
@@ -14789,7 +14770,7 @@ typedef struct tkvi_preset {
     const char *name;
     int below; /* of rows with one name, the first with max_tokens < below is taken; 0: any max_tokens */
     int hot_tokens, warm_tokens;
-    tkv_pair warm, archive;
+    tkv_format_pair warm, archive;
 } tkvi_preset;
 
 static const tkvi_preset tkvi_presets[] = {
@@ -14816,16 +14797,17 @@ static const tkvi_preset tkvi_presets[] = {
     {"akv", 0, 1024, 2048, {TKV_KIVI4, TKV_KIVI4}, {TKV_KIVI2, TKV_KIVI2}},
     {"akv_quality", 0, 2048, 2048, {TKV_KIVI4, TKV_KIVI4}, {TKV_KIVI2, TKV_KIVI2}},
     {"aggressive", 0, 512, 4096, {TKV_KIVI2, TKV_KIVI2}, {TKV_KIVI2, TKV_KIVI2}},
-    {"k4v4", 0, 256, TKV_NONE, {TKV_KIVI4, TKV_KIVI4}, {TKV_KIVI4, TKV_KIVI4}},
-    {"k4v3", 0, 128, TKV_NONE, {TKV_KIVI4, TKV_KIVI3}, {TKV_KIVI4, TKV_KIVI3}},
-    {"k4v2", 0, 128, TKV_NONE, {TKV_KIVI4, TKV_KIVI2}, {TKV_KIVI4, TKV_KIVI2}},
-    {"k3v3", 0, 128, TKV_NONE, {TKV_KIVI3, TKV_KIVI3}, {TKV_KIVI3, TKV_KIVI3}},
-    {"k2v2", 0, 64, TKV_NONE, {TKV_KIVI2, TKV_KIVI2}, {TKV_KIVI2, TKV_KIVI2}},
+    {"k4v4", 0, 256, TKV_OFF, {TKV_KIVI4, TKV_KIVI4}, {TKV_KIVI4, TKV_KIVI4}},
+    {"k4v3", 0, 128, TKV_OFF, {TKV_KIVI4, TKV_KIVI3}, {TKV_KIVI4, TKV_KIVI3}},
+    {"k4v2", 0, 128, TKV_OFF, {TKV_KIVI4, TKV_KIVI2}, {TKV_KIVI4, TKV_KIVI2}},
+    {"k3v3", 0, 128, TKV_OFF, {TKV_KIVI3, TKV_KIVI3}, {TKV_KIVI3, TKV_KIVI3}},
+    {"k2v2", 0, 64, TKV_OFF, {TKV_KIVI2, TKV_KIVI2}, {TKV_KIVI2, TKV_KIVI2}},
 };
 
 #define TKVI_PRESETS ((int)(sizeof tkvi_presets / sizeof *tkvi_presets))
 
-TKV_API const char *tkv_preset_name(int i) {
+/* The name of preset i = 0, 1, ...; NULL after the last. */
+static const char *tkvi_preset_name(int i) {
     int row;
     for (row = 0; row < TKVI_PRESETS && i >= 0; row++) {
         int again = row > 0 && strcmp(tkvi_presets[row].name, tkvi_presets[row - 1].name) == 0;
@@ -14834,28 +14816,28 @@ TKV_API const char *tkv_preset_name(int i) {
     return NULL;
 }
 
-TKV_API tkv_status tkv_config_preset(tkv_config *cfg, const char *name) {
+TKV_API tkv_status tkv_apply_preset(tkv_config *cfg, const char *name) {
     int i;
     for (i = 0; cfg && name && i < TKVI_PRESETS; i++) {
         int below = tkvi_presets[i].below;
         if (strcmp(name, tkvi_presets[i].name) != 0) continue;
-        if (below && (cfg->max_tokens == 0 || cfg->max_tokens >= below)) continue;
-        cfg->sink_tokens = 0; /* 0 is the default: 4 sinks; below, 64 hot and 448 warm */
-        cfg->hot_tokens = tkvi_presets[i].hot_tokens;
-        cfg->warm_tokens = tkvi_presets[i].warm_tokens;
-        cfg->hot.k = cfg->hot.v = TKV_FORMAT_DEFAULT;
-        cfg->warm = tkvi_presets[i].warm;
-        cfg->archive = tkvi_presets[i].archive;
+        if (below && (cfg->limits.max_tokens == 0 || cfg->limits.max_tokens >= below)) continue;
+        cfg->tiers.sink_tokens = 0; /* 0 is the default: 4 sinks; below, 64 hot and 448 warm */
+        cfg->tiers.hot_tokens = tkvi_presets[i].hot_tokens;
+        cfg->tiers.warm_tokens = tkvi_presets[i].warm_tokens;
+        cfg->tiers.hot.k = cfg->tiers.hot.v = TKV_FORMAT_DEFAULT;
+        cfg->tiers.warm = tkvi_presets[i].warm;
+        cfg->tiers.archive = tkvi_presets[i].archive;
         return TKV_OK;
     }
     return TKV_ERR_ARG;
 }
 
-TKV_API tkv_tier tkv_tier_for_age(const tkv_config *cfg, int age) {
-    const int hot = tkvi_length(cfg ? cfg->hot_tokens : 0, 0, 64);
-    const int warm = tkvi_length(cfg ? cfg->warm_tokens : 0, 0, 448);
-    if (age < hot) return TKV_HOT;
-    return (int64_t)age < (int64_t)hot + warm ? TKV_WARM : TKV_ARCHIVE;
+TKV_API tkv_tier tkv_compute_tier(const tkv_config *cfg, int age) {
+    const int hot = tkvi_length(cfg ? cfg->tiers.hot_tokens : 0, 0, 64);
+    const int warm = tkvi_length(cfg ? cfg->tiers.warm_tokens : 0, 0, 448);
+    if (age < hot) return TKV_TIER_HOT;
+    return (int64_t)age < (int64_t)hot + warm ? TKV_TIER_WARM : TKV_TIER_ARCHIVE;
 }
 
 #endif /* TKVI_CACHE_PRESET_H */
@@ -14939,7 +14921,7 @@ typedef struct tkvi_pool {
     uint64_t marks;                           /* last mark given out, 47 bits (reclaim/offload.h) */
     uint32_t *room;                           /* per class: first page of the partial-page list */
     int64_t *live;                            /* per class: slots in use */
-    int64_t *promised;                        /* per class: slots reserved by tkv_reserve, all sequences */
+    int64_t *promised; /* per class: slots reserved by tkv_seq_reserve, all sequences */
 } tkvi_pool;
 
 /* >>pages */
@@ -14983,7 +14965,8 @@ static uint32_t tkvi_cap_for(int64_t want) {
 }
 
 static int tkvi_keeps_token_meta(const tkv_config *cfg) {
-    return cfg->evict.kind != TKV_EVICT_NONE || cfg->importance_every > 0 || cfg->n_anchors > 0;
+    return cfg->evict.policy != TKV_EVICT_NONE || cfg->importance.sample_every > 0 ||
+           cfg->tiers.n_anchors > 0;
 }
 
 /* Bytes of an entry of the block table, its token_meta included. */
@@ -15227,8 +15210,8 @@ static uint64_t tkvi_mark_of(const tkvi_block *b, tkvi_stored_as what) {
 static uint32_t tkvi_store_key(uint32_t id, tkvi_stored_as what) { return 2 * id + (uint32_t)what; }
 
 static void tkvi_erase_key(const tkvi_pool *pool, uint32_t id, tkvi_stored_as what) {
-    const tkv_spill_config *s = &pool->tables->cfg.spill;
-    if (s->drop) s->drop(s->user, tkvi_store_key(id, what));
+    const tkv_offload_config *s = &pool->tables->cfg.offload;
+    if (s->erase) s->erase(s->user, tkvi_store_key(id, what));
 }
 
 /* Erases the exact copy in the store. Needed when tokens of the block move to other slots, or the block dies. */
@@ -15303,8 +15286,8 @@ static int tkvi_peak_ready(tkvi_pool *pool, const tkvi_peak *k) {
  * A head probe watches one KV head of one layer. When a block leaves the hot tier, the probe copies the exact
  * record. For sampled queries, attention/attend.h computes attention a second time. It then reads the copies in
  * place of the coded blocks. Hot blocks need no copy: they are exact in the cache. Coded blocks are never
- * truncated, so truncation and tkv_abort do not change the copies. All memory is allocated at creation, so nothing
- * can fail later.
+ * truncated, so truncation and tkv_seq_abort do not change the copies. All memory is allocated at creation, so
+ * nothing can fail later.
  *
  * When a probe is full, it deletes every second copy. From then on it copies every second block, then every fourth,
  * and so on. So the copies lie evenly over the sequence.
@@ -15343,11 +15326,11 @@ typedef struct tkvi_meter {
 
 /* >>counts and sizes */
 static int tkvi_meter_heads(const tkvi_derived_config *h) {
-    return tkvi_min(h->cfg.quality_heads, h->n_stored * h->cfg.n_kv_heads);
+    return tkvi_min(h->cfg.meter.heads, h->n_stored * h->cfg.model.n_kv_heads);
 }
 
 static int tkvi_meter_slots(const tkvi_derived_config *h) {
-    return (tkvi_min(h->cfg.quality_tokens, h->cfg.max_tokens) + TKVI_BLOCK - 1) / TKVI_BLOCK;
+    return (tkvi_min(h->cfg.meter.tokens, h->cfg.limits.max_tokens) + TKVI_BLOCK - 1) / TKVI_BLOCK;
 }
 
 /* *tables: bytes of the meter without the copies. *copies: bytes of the copies. Returns 0 on overflow. */
@@ -15364,9 +15347,9 @@ static int tkvi_meter_sizes(const tkvi_derived_config *h, size_t *tables, size_t
  * one query. The period keeps all comparisons at or below 4 / 800 = 0.5 % of attention. One task runs a comparison:
  * with 16 threads its share of the time is up to 16 times that, hence the long period. */
 static int tkvi_meter_every(const tkvi_derived_config *h) {
-    int64_t units = (int64_t)h->n_stored * h->cfg.n_kv_heads;
+    int64_t units = (int64_t)h->n_stored * h->cfg.model.n_kv_heads;
     int every = 32;
-    if (h->cfg.quality_every) return h->cfg.quality_every;
+    if (h->cfg.meter.every) return h->cfg.meter.every;
     while ((int64_t)every * units < 800 * (int64_t)tkvi_meter_heads(h)) every *= 2;
     return every;
 }
@@ -15379,7 +15362,7 @@ static void tkvi_meter_place(tkvi_meter *m, const tkvi_tables *t, int n_stored) 
         int at = i % n_stored, which = m->n < n_stored ? (2 * i + 1) * n_stored / (2 * m->n) : at;
         for (layer = 0; t->plan[layer].stored != layer || which-- > 0;) layer++;
         m->head_probe[i].layer = layer;
-        m->head_probe[i].head = (at + i / n_stored) % t->cfg.n_kv_heads;
+        m->head_probe[i].head = (at + i / n_stored) % t->cfg.model.n_kv_heads;
         m->head_probe[i].phase = (int)((int64_t)i * m->every / m->n);
     }
 }
@@ -15537,7 +15520,7 @@ typedef struct tkvi_seq {
 #define TKVI_FIRST_TABLE_TOKENS 512
 #define TKVI_SECOND_TABLE_TOKENS 2048
 #define TKVI_FAR 128
-#define TKVI_IN_PLACE_VERSIONS 2 /* table versions; more only come with tkv_calibration_refresh */
+#define TKVI_IN_PLACE_VERSIONS 2 /* table versions; more only come with tkv_refresh_calibration */
 
 /* Progress of the query statistics of a layer whose encoder needs them (learn/squat_queries.h). */
 typedef struct tkvi_query_stats {
@@ -15577,8 +15560,8 @@ struct tkv_cache {
     float *solve;       /* [packed] work space; packed = head_dim (head_dim + 1) / 2 */
     tkvi_meter *meter;  /* NULL: none (cache/meter.h) */
     /* The budget (reclaim/budget.h). */
-    tkv_policy policy;
-    float outside;          /* memory pressure from the caller (tkv_observe), 0 .. 1 */
+    tkv_pressure policy;
+    float outside;          /* memory pressure from the caller (tkv_report_pressure), 0 .. 1 */
     size_t bytes_per_block; /* of one hot block in every layer; layers open them at the same token */
     int moved;              /* 1: tkv_set_hot_tokens was called; blocks may be older than their tier allows */
     int64_t recode_backlog; /* bytes that recoding must still free to pay for appended tokens */
@@ -15604,30 +15587,32 @@ struct tkv_cache {
 };
 
 static tkvi_list *tkvi_list_of(const tkv_cache *kv, int seq, int layer) {
-    return kv->list + (size_t)seq * (size_t)kv->tables.cfg.n_layers + (size_t)layer;
+    return kv->list + (size_t)seq * (size_t)kv->tables.cfg.model.n_layers + (size_t)layer;
 }
 
 static int64_t *tkvi_q_sq_sum_of(const tkv_cache *kv, int layer, int head) {
     const tkv_config *cfg = &kv->tables.cfg;
-    return kv->asked + ((size_t)layer * (size_t)cfg->n_kv_heads + (size_t)head) * (size_t)cfg->head_dim;
+    return kv->asked +
+           ((size_t)layer * (size_t)cfg->model.n_kv_heads + (size_t)head) * (size_t)cfg->model.head_dim;
 }
 
 static int64_t *tkvi_far_attention_of(const tkv_cache *kv, int layer, int head) {
-    return kv->far_attention + (size_t)layer * (size_t)kv->tables.cfg.n_kv_heads + (size_t)head;
+    return kv->far_attention + (size_t)layer * (size_t)kv->tables.cfg.model.n_kv_heads + (size_t)head;
 }
 
 static int64_t *tkvi_query_stats_of(const tkv_cache *kv, int layer, int head) {
     const tkv_config *cfg = &kv->tables.cfg;
-    size_t dim = (size_t)cfg->head_dim;
-    return kv->metric + ((size_t)layer * (size_t)cfg->n_kv_heads + (size_t)head) * (dim * (dim + 1) / 2);
+    size_t dim = (size_t)cfg->model.head_dim;
+    return kv->metric +
+           ((size_t)layer * (size_t)cfg->model.n_kv_heads + (size_t)head) * (dim * (dim + 1) / 2);
 }
 
 /* NULL where no format is a SQUAT format. */
 static uint16_t *tkvi_feedback_of(const tkv_cache *kv, int layer, int head) {
     const tkv_config *cfg = &kv->tables.cfg;
-    size_t at = (size_t)layer * (size_t)cfg->n_kv_heads + (size_t)head;
+    size_t at = (size_t)layer * (size_t)cfg->model.n_kv_heads + (size_t)head;
     if (!kv->feedback) return NULL;
-    return kv->feedback + at * tkvi_feedback_count(cfg->head_dim, cfg->squat_block);
+    return kv->feedback + at * tkvi_feedback_count(cfg->model.head_dim, cfg->format.squat_block);
 }
 
 static uint32_t *tkvi_ids(const tkv_cache *kv, int seq, int layer) {
@@ -15658,7 +15643,7 @@ static uint64_t tkvi_live_mask(const tkvi_block *b, int slots) {
 /* Can this block hold anchors? Only the sink block can: it alone has a capacity below 64. Its positions can be far
  * apart, so each takes two entries of `where` (32 bits). */
 static int tkvi_has_long_positions(const tkv_cache *kv, const tkvi_block *b) {
-    return kv->tables.cfg.n_anchors > 0 && kv->tables.coding[b->coding].tokens < TKVI_BLOCK;
+    return kv->tables.cfg.tiers.n_anchors > 0 && kv->tables.coding[b->coding].tokens < TKVI_BLOCK;
 }
 
 /* Position of the token in a slot of block `id`. */
@@ -15717,7 +15702,7 @@ static int tkvi_move_token_meta(tkv_cache *kv, uint32_t to, int at, uint32_t fro
 
 /* Is `coding` the format of the layer's hot tier? */
 static int tkvi_is_hot_coding(const tkv_cache *kv, int layer, int coding) {
-    return kv->tables.coding[coding].key == kv->tables.plan[layer].now.key[TKV_HOT];
+    return kv->tables.coding[coding].key == kv->tables.plan[layer].now.key[TKV_TIER_HOT];
 }
 
 /* Tokens that left every window are kept for this many more tokens. A truncation of the hot tail needs them. */
@@ -15726,9 +15711,9 @@ static int tkvi_expiry_margin(const tkvi_plan *p) {
 }
 
 static tkv_tier tkvi_tier_at(const tkvi_list *list, int i) {
-    if (i < list->sinks) return TKV_HOT;
-    if (i < list->sinks + list->archive) return TKV_ARCHIVE;
-    return i < list->sinks + list->archive + list->warm ? TKV_WARM : TKV_HOT;
+    if (i < list->sinks) return TKV_TIER_HOT;
+    if (i < list->sinks + list->archive) return TKV_TIER_ARCHIVE;
+    return i < list->sinks + list->archive + list->warm ? TKV_TIER_WARM : TKV_TIER_HOT;
 }
 
 /* Calls `visit` for up to 16 hot or warm blocks of a head, whose values are the most accurate. Order: the newest
@@ -15742,7 +15727,7 @@ static int tkvi_each_block(const tkv_cache *kv, int layer, int head, tkvi_visit 
     int seq, age, had = -1, found = 0;
     for (age = 1; had < found && found < TKVI_LEARN_BLOCKS; age++) {
         had = found;
-        for (seq = 0; seq < kv->tables.cfg.max_seqs && found < TKVI_LEARN_BLOCKS; seq++) {
+        for (seq = 0; seq < kv->tables.cfg.limits.max_seqs && found < TKVI_LEARN_BLOCKS; seq++) {
             const tkvi_list *list = tkvi_list_of(kv, seq, layer);
             const uint32_t *ids = tkvi_ids(kv, seq, layer);
             const int i = list->n - age;
@@ -15782,7 +15767,7 @@ static tkv_status tkvi_fail(tkv_cache *kv, tkv_status st, const char *what, int6
 static void tkvi_emit_event(tkv_cache *kv, tkv_event_kind kind, int layer, int from, int to, size_t bytes,
                             const char *text) {
     tkv_event e;
-    if (!kv->tables.cfg.on_event) return;
+    if (!kv->tables.cfg.host.on_event) return;
     memset(&e, 0, sizeof e);
     e.kind = kind;
     e.seq = -1;
@@ -15791,12 +15776,12 @@ static void tkvi_emit_event(tkv_cache *kv, tkv_event_kind kind, int layer, int f
     e.to = to;
     e.bytes = bytes;
     e.text = text;
-    kv->tables.cfg.on_event(kv->tables.cfg.event_user, &e);
+    kv->tables.cfg.host.on_event(kv->tables.cfg.host.event_user, &e);
 }
 
 static void tkvi_emit_evicted(tkv_cache *kv, int seq, int layer, const int *positions, int n) {
     tkv_event e;
-    if (!kv->tables.cfg.on_event) return;
+    if (!kv->tables.cfg.host.on_event) return;
     memset(&e, 0, sizeof e);
     e.kind = TKV_EVENT_EVICT;
     e.seq = seq;
@@ -15805,34 +15790,34 @@ static void tkvi_emit_evicted(tkv_cache *kv, int seq, int layer, const int *posi
     e.positions = positions;
     e.n = n;
     e.text = "tokens were dropped";
-    kv->tables.cfg.on_event(kv->tables.cfg.event_user, &e);
+    kv->tables.cfg.host.on_event(kv->tables.cfg.host.event_user, &e);
 }
 
 static void tkvi_emit_offloaded(tkv_cache *kv, int seq, int layer, int i) {
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
     tkv_event e;
-    if (!kv->tables.cfg.on_event) return;
+    if (!kv->tables.cfg.host.on_event) return;
     memset(&e, 0, sizeof e);
-    e.kind = TKV_EVENT_SPILL;
+    e.kind = TKV_EVENT_OFFLOAD;
     e.seq = seq;
     e.layer = layer;
     e.from = tkvi_block_start(kv, ids, i);
     e.to = tkvi_block_end(kv, list, ids, i);
     e.bytes = kv->tables.coding[kv->pool.block[ids[i]].coding].bytes.total;
     e.text = "a block went outside RAM";
-    kv->tables.cfg.on_event(kv->tables.cfg.event_user, &e);
+    kv->tables.cfg.host.on_event(kv->tables.cfg.host.event_user, &e);
 }
 
 /* >>memory of statistics: allocated while some layer collects them */
 static size_t tkvi_q_sq_sum_bytes(const tkv_config *cfg) {
-    return tkvi_align_up((size_t)cfg->n_layers * (size_t)cfg->n_kv_heads * (size_t)cfg->head_dim *
-                         sizeof(int64_t));
+    return tkvi_align_up((size_t)cfg->model.n_layers * (size_t)cfg->model.n_kv_heads *
+                         (size_t)cfg->model.head_dim * sizeof(int64_t));
 }
 
 static size_t tkvi_stats_bytes(const tkv_config *cfg) {
     return tkvi_q_sq_sum_bytes(cfg) +
-           tkvi_align_up((size_t)cfg->n_layers * (size_t)cfg->n_kv_heads * sizeof(int64_t));
+           tkvi_align_up((size_t)cfg->model.n_layers * (size_t)cfg->model.n_kv_heads * sizeof(int64_t));
 }
 
 /* Allocates the statistics if a format needs them. Returns 0 without memory, and has then changed nothing. */
@@ -15861,28 +15846,29 @@ typedef struct tkvi_sizes {
 } tkvi_sizes;
 
 static int tkvi_fixed_sizes(const tkvi_derived_config *h, tkvi_sizes *s) {
-    size_t seqs = (size_t)h->cfg.max_seqs, n;
-    int k_pad = tkvi_round_up(h->cfg.head_dim, 16), v_pad = tkvi_round_up(h->cfg.v_head_dim, 16);
+    size_t seqs = (size_t)h->cfg.limits.max_seqs, n;
+    int k_pad = tkvi_round_up(h->cfg.model.head_dim, 16), v_pad = tkvi_round_up(h->cfg.model.v_head_dim, 16);
     memset(s, 0, sizeof *s);
     s->cache = tkvi_align_up(sizeof(tkv_cache));
     s->tables = tkvi_align_up(tkvi_tables_bytes(h));
     if (!tkvi_mul(seqs, sizeof(tkvi_seq), &n)) return 0;
     s->seqs = tkvi_align_up(n);
-    if (!tkvi_mul(seqs, (size_t)h->cfg.n_layers, &n) || !tkvi_mul(n, sizeof(tkvi_list), &n)) return 0;
+    if (!tkvi_mul(seqs, (size_t)h->cfg.model.n_layers, &n) || !tkvi_mul(n, sizeof(tkvi_list), &n)) return 0;
     s->lists = tkvi_align_up(n);
     if (!tkvi_mul(seqs + 9, (size_t)h->n_classes * sizeof(int64_t), &n)) return 0;
     s->counts = tkvi_align_up(n);
     s->recode = tkvi_align_up((size_t)((k_pad + v_pad) * TKVI_BLOCK) * sizeof(float));
-    if (h->cfg.parallel_for)
+    if (h->cfg.host.parallel_for)
         s->parts = tkvi_align_up((size_t)(TKVI_MAX_SPLITS * TKVI_SUMS_FLOATS(v_pad)) * sizeof(float));
-    if (h->any_shared || h->any_kvquant) s->seen = tkvi_align_up((size_t)h->cfg.n_layers * sizeof(int));
+    if (h->any_shared || h->any_kvquant) s->seen = tkvi_align_up((size_t)h->cfg.model.n_layers * sizeof(int));
     if (h->any_squat) {
-        size_t dim = (size_t)h->cfg.head_dim, packed = dim * (dim + 1) / 2;
-        n = (size_t)h->cfg.n_layers * (size_t)h->cfg.n_kv_heads;
-        s->query_stats = tkvi_align_up((size_t)h->cfg.n_layers * sizeof(tkvi_query_stats));
+        size_t dim = (size_t)h->cfg.model.head_dim, packed = dim * (dim + 1) / 2;
+        n = (size_t)h->cfg.model.n_layers * (size_t)h->cfg.model.n_kv_heads;
+        s->query_stats = tkvi_align_up((size_t)h->cfg.model.n_layers * sizeof(tkvi_query_stats));
         if (!tkvi_mul(n, packed * sizeof(int64_t), &s->metric)) return 0;
         s->metric = tkvi_align_up(s->metric);
-        s->feedback = n * tkvi_feedback_count(h->cfg.head_dim, h->cfg.squat_block) * sizeof(uint16_t);
+        s->feedback =
+            n * tkvi_feedback_count(h->cfg.model.head_dim, h->cfg.format.squat_block) * sizeof(uint16_t);
         s->feedback = tkvi_align_up(s->feedback);
         s->solve = tkvi_align_up(packed * sizeof(float));
     }
@@ -15895,7 +15881,7 @@ static int tkvi_fixed_sizes(const tkvi_derived_config *h, tkvi_sizes *s) {
            tkvi_add(s->total, s->recode, &s->total) && tkvi_add(s->total, s->parts, &s->total);
 }
 
-/* Bytes that tkv_memory reports as tables. */
+/* Bytes that tkv_get_memory reports as tables. */
 static size_t tkvi_table_bytes(const tkvi_sizes *s) {
     return s->tables + s->seen + s->query_stats + s->metric + s->feedback + s->meter;
 }
@@ -15923,10 +15909,10 @@ static tkv_status tkvi_build(tkvi_derived_config *h, const tkvi_heap *from, tkv_
     tkv_cache *kv;
     int c;
     size_t classes = (size_t)h->n_classes;
-    const tkvi_kernels *kernels = tkvi_kernels_for(h->cfg.isa);
+    const tkvi_kernels *kernels = tkvi_kernels_for(h->cfg.host.isa);
     if (!kernels) return TKV_ERR_ISA;
     if (!tkvi_fixed_sizes(h, &s)) return TKV_ERR_CONFIG;
-    if (h->cfg.budget_bytes && h->cfg.budget_bytes < tkvi_least_budget(h, &s)) return TKV_ERR_BUDGET;
+    if (h->cfg.budget.bytes && h->cfg.budget.bytes < tkvi_least_budget(h, &s)) return TKV_ERR_BUDGET;
     at = (uint8_t *)tkvi_get(&heap, s.total);
     if (!at) return TKV_ERR_NOMEM;
     memset(at, 0, s.total - s.solve - s.recode - s.parts - s.shadow);
@@ -15939,7 +15925,7 @@ static tkv_status tkvi_build(tkvi_derived_config *h, const tkvi_heap *from, tkv_
     kv->list = (tkvi_list *)(void *)at;
     at += s.lists;
     kv->promised = (int64_t *)(void *)at;
-    kv->peak_live = kv->promised + (size_t)h->cfg.max_seqs * classes;
+    kv->peak_live = kv->promised + (size_t)h->cfg.limits.max_seqs * classes;
     kv->pool.live = kv->peak_live + 2 * classes;
     kv->pool.promised = kv->pool.live + classes;
     kv->need = kv->pool.promised + classes;
@@ -15947,7 +15933,7 @@ static tkv_status tkvi_build(tkvi_derived_config *h, const tkvi_heap *from, tkv_
     at += s.counts;
     if (s.seen) {
         kv->seen = (int *)(void *)at;
-        for (c = 0; c < h->cfg.n_layers; c++) /* layers that need no table collect nothing */
+        for (c = 0; c < h->cfg.model.n_layers; c++) /* layers that need no table collect nothing */
             if (!tkvi_plan_learns(&kv->tables.plan[c])) kv->seen[c] = -1;
     }
     at += s.seen;
@@ -15978,14 +15964,14 @@ static tkv_status tkvi_build(tkvi_derived_config *h, const tkvi_heap *from, tkv_
     kv->pool.free_page = kv->pool.free_block = TKVI_NIL;
     for (c = 0; c < h->n_classes; c++) kv->pool.room[c] = TKVI_NIL;
     tkvi_token_score_init(&kv->mass, &kv->tables.cfg);
-    (void)tkv_policy_init(&kv->policy, &h->cfg.policy, NULL);
-    kv->policy.cfg = h->cfg.policy; /* its defaults are filled in, so 0 means level 0 */
+    (void)tkv_init_pressure(&kv->policy, &h->cfg.budget.pressure, NULL, 0);
+    kv->policy.cfg = h->cfg.budget.pressure; /* its defaults are filled in, so 0 means level 0 */
     kv->relax_at = (size_t)-1;
     kv->pool.spare = h->spare;
-    for (c = 0; c < h->cfg.n_layers; c++)
+    for (c = 0; c < h->cfg.model.n_layers; c++)
         if (kv->tables.plan[c].stored == c)
-            kv->bytes_per_block += kv->tables.coding[kv->tables.plan[c].now.coding[TKV_HOT]].bytes.total;
-    if (h->cfg.budget_bytes) kv->pool.kept_free_pages = tkvi_free_pages_to_keep(kv);
+            kv->bytes_per_block += kv->tables.coding[kv->tables.plan[c].now.coding[TKV_TIER_HOT]].bytes.total;
+    if (h->cfg.budget.bytes) kv->pool.kept_free_pages = tkvi_free_pages_to_keep(kv);
     *out = kv;
     return TKV_OK;
 }
@@ -16015,13 +16001,13 @@ static size_t tkvi_learning_held(const tkv_cache *kv) {
 /* >>work space of eviction (reclaim/evict_tokens.h): bytes for each block of the longest list */
 #define TKVI_CHOICE (TKVI_BLOCK * (sizeof(int) + 2 * sizeof(float) + 1) + 2 * sizeof(uint64_t))
 
-static size_t tkvi_choice_entry(const tkv_config *cfg) { return cfg->evict.kind ? TKVI_CHOICE : 0; }
+static size_t tkvi_choice_entry(const tkv_config *cfg) { return cfg->evict.policy ? TKVI_CHOICE : 0; }
 
 /* >>creation and destruction */
 /* Sets up the heap with the config's allocator, or with malloc and free. */
 static tkv_status tkvi_heap_of(const tkv_config *cfg, tkvi_heap *heap, char *reason, size_t size) {
     memset(heap, 0, sizeof *heap);
-    heap->from = cfg->allocator;
+    heap->from = cfg->host.allocator;
 #ifndef TKV_NO_MALLOC
     if (!heap->from.alloc) {
         heap->from.alloc = tkvi_malloc;
@@ -16029,7 +16015,7 @@ static tkv_status tkvi_heap_of(const tkv_config *cfg, tkvi_heap *heap, char *rea
     }
 #endif
     if (heap->from.alloc) return TKV_OK;
-    return tkvi_bad(reason, size, "allocator", 0, "it must be set, as TKV_NO_MALLOC leaves malloc out");
+    return tkvi_bad(reason, size, "host.allocator", 0, "it must be set, as TKV_NO_MALLOC leaves malloc out");
 }
 
 /* Writes the reason for an error of tkvi_build. */
@@ -16039,12 +16025,12 @@ static tkv_status tkvi_append_unbuilt(tkv_status st, const tkvi_derived_config *
     tkvi_sizes s;
     const int fits = tkvi_fixed_sizes(h, &s);
     if (st == TKV_ERR_ISA) {
-        tkvi_append_text(&t, "isa is ");
-        tkvi_append_text(&t, tkv_isa_name(h->cfg.isa));
+        tkvi_append_text(&t, "host.isa is ");
+        tkvi_append_text(&t, tkvi_isa_name(h->cfg.host.isa));
         tkvi_append_text(&t, "; these kernels are not in this program, or this machine cannot run them");
     } else if (st == TKV_ERR_BUDGET) {
-        tkvi_append_text(&t, "budget_bytes is ");
-        tkvi_append_int(&t, (int64_t)h->cfg.budget_bytes);
+        tkvi_append_text(&t, "budget.bytes is ");
+        tkvi_append_int(&t, (int64_t)h->cfg.budget.bytes);
         tkvi_append_text(&t, "; it must be at least ");
         tkvi_append_int(&t, (int64_t)tkvi_least_budget(h, &s));
         tkvi_append_text(&t, " for an empty cache and its first tokens");
@@ -16053,15 +16039,16 @@ static tkv_status tkvi_append_unbuilt(tkv_status st, const tkvi_derived_config *
         tkvi_append_int(&t, fits ? (int64_t)s.total : 0);
         tkvi_append_text(&t, " bytes");
     } else {
-        tkvi_append_text(&t, "max_seqs is ");
-        tkvi_append_int(&t, h->cfg.max_seqs);
+        tkvi_append_text(&t, "limits.max_seqs is ");
+        tkvi_append_int(&t, h->cfg.limits.max_seqs);
         tkvi_append_text(&t,
                          "; so many sequences of these layers take more bytes than this machine can address");
     }
     return st;
 }
 
-TKV_API tkv_status tkv_create_ex(const tkv_config *cfg, tkv_cache **out, char *reason, size_t size) {
+/* Creates a cache; `reason` gets a sentence about an error. */
+static tkv_status tkvi_create(const tkv_config *cfg, tkv_cache **out, char *reason, size_t size) {
     tkvi_heap heap;
     tkvi_derived_config shape;
     tkv_cache *kv;
@@ -16073,9 +16060,9 @@ TKV_API tkv_status tkv_create_ex(const tkv_config *cfg, tkv_cache **out, char *r
     }
     if (!st) st = tkvi_heap_of(cfg, &heap, reason, size);
     if (st) return st;
-    heap.limit = shape.cfg.budget_bytes;
+    heap.limit = shape.cfg.budget.bytes;
     st = tkvi_build(&shape, &heap, &kv);
-    if (!st && shape.cfg.budget_bytes && kv->tables.version_bytes &&
+    if (!st && shape.cfg.budget.bytes && kv->tables.version_bytes &&
         !tkvi_version_ready(kv, 0)) { /* reserved now: it must not fail later */
         tkv_destroy(kv);
         st = TKV_ERR_NOMEM;
@@ -16086,7 +16073,7 @@ TKV_API tkv_status tkv_create_ex(const tkv_config *cfg, tkv_cache **out, char *r
 }
 
 TKV_API tkv_status tkv_create(const tkv_config *cfg, tkv_cache **out) {
-    return tkv_create_ex(cfg, out, NULL, 0);
+    return tkvi_create(cfg, out, NULL, 0);
 }
 
 TKV_API void tkv_destroy(tkv_cache *kv) {
@@ -16102,9 +16089,9 @@ TKV_API void tkv_destroy(tkv_cache *kv) {
     for (i = 0; i < kv->pool.n_pages; i++) tkvi_put(&kv->heap, kv->pool.page[i].bytes, kv->tables.page_bytes);
     tkvi_put(&kv->heap, kv->pool.page, kv->pool.page_cap * sizeof(tkvi_page));
     tkvi_put(&kv->heap, kv->pool.block, kv->pool.block_cap * tkvi_block_entry(&kv->tables.cfg));
-    for (s = 0; s < kv->tables.cfg.max_seqs; s++)
+    for (s = 0; s < kv->tables.cfg.limits.max_seqs; s++)
         tkvi_put(&kv->heap, kv->seq[s].block,
-                 (size_t)kv->seq[s].cap * (size_t)kv->tables.cfg.n_layers * sizeof(uint32_t));
+                 (size_t)kv->seq[s].cap * (size_t)kv->tables.cfg.model.n_layers * sizeof(uint32_t));
     for (s = 0; s < TKVI_VERSIONS; s++)
         tkvi_put(&kv->heap, kv->tables.version[s].bytes, kv->tables.version_bytes);
     tkvi_put_stats(kv);
@@ -16131,7 +16118,7 @@ static int tkvi_grow_choice(tkv_cache *kv, uint32_t cap) {
 static int tkvi_grow_lists(tkv_cache *kv, int seq, int want) {
     tkvi_seq *s = &kv->seq[seq];
     uint32_t cap = tkvi_cap_for(want), *bigger;
-    size_t layers = (size_t)kv->tables.cfg.n_layers, bytes;
+    size_t layers = (size_t)kv->tables.cfg.model.n_layers, bytes;
     size_t l;
     if (!tkvi_grow_choice(kv, cap)) return 0;
     if (cap <= s->cap) return 1;
@@ -16151,16 +16138,17 @@ static int tkvi_grow_lists(tkv_cache *kv, int seq, int want) {
 /* most[tier]: the most blocks that one layer of one sequence can have at max_tokens, without sinks. Partial blocks
  * that a flush closes are not counted. */
 static void tkvi_most_blocks(const tkv_config *cfg, const tkvi_plan *p, int64_t *most) {
-    int64_t tokens = cfg->max_tokens - p->sink, all, tier;
+    int64_t tokens = cfg->limits.max_tokens - p->sink, all, tier;
     if (tokens < 0) tokens = 0;
     all = (tokens + TKVI_BLOCK - 1) / TKVI_BLOCK;
-    most[TKV_HOT] = ((int64_t)p->now.hot + TKVI_BLOCK - 1 + cfg->max_append + TKVI_BLOCK - 1) / TKVI_BLOCK;
-    most[TKV_WARM] = ((int64_t)p->now.warm + TKVI_BLOCK - 1) / TKVI_BLOCK;
-    most[TKV_ARCHIVE] = (tokens - p->now.warm) / TKVI_BLOCK; /* a flush can move all hot tokens here */
-    if (p->keep && most[TKV_ARCHIVE] > ((int64_t)p->keep + tkvi_expiry_margin(p)) / TKVI_BLOCK + 2)
-        most[TKV_ARCHIVE] = ((int64_t)p->keep + tkvi_expiry_margin(p)) / TKVI_BLOCK + 2;
+    most[TKV_TIER_HOT] =
+        ((int64_t)p->now.hot + TKVI_BLOCK - 1 + cfg->limits.max_append + TKVI_BLOCK - 1) / TKVI_BLOCK;
+    most[TKV_TIER_WARM] = ((int64_t)p->now.warm + TKVI_BLOCK - 1) / TKVI_BLOCK;
+    most[TKV_TIER_ARCHIVE] = (tokens - p->now.warm) / TKVI_BLOCK; /* a flush can move all hot tokens here */
+    if (p->keep && most[TKV_TIER_ARCHIVE] > ((int64_t)p->keep + tkvi_expiry_margin(p)) / TKVI_BLOCK + 2)
+        most[TKV_TIER_ARCHIVE] = ((int64_t)p->keep + tkvi_expiry_margin(p)) / TKVI_BLOCK + 2;
     for (tier = 0; tier < TKV_TIER_COUNT; tier++) {
-        if (most[tier] < 0 || (p->now.hot == TKVI_FOREVER && tier != TKV_HOT)) most[tier] = 0;
+        if (most[tier] < 0 || (p->now.hot == TKVI_FOREVER && tier != TKV_TIER_HOT)) most[tier] = 0;
         if (most[tier] > all) most[tier] = all;
     }
 }
@@ -16173,15 +16161,15 @@ typedef struct tkvi_most {
 
 /* Sizes under a budget: tables at their largest, and as many pages as the rest of the budget allows. */
 static tkv_status tkvi_most_within(const tkvi_derived_config *h, const tkvi_sizes *fixed, tkvi_most *m) {
-    const size_t budget = h->cfg.budget_bytes, layers = (size_t)h->cfg.n_layers;
-    const int64_t list = (int64_t)h->cfg.max_tokens / TKVI_BLOCK + 4;
-    uint64_t blocks = (uint64_t)list * (uint64_t)h->n_stored * (uint64_t)h->cfg.max_seqs;
+    const size_t budget = h->cfg.budget.bytes, layers = (size_t)h->cfg.model.n_layers;
+    const int64_t list = (int64_t)h->cfg.limits.max_tokens / TKVI_BLOCK + 4;
+    uint64_t blocks = (uint64_t)list * (uint64_t)h->n_stored * (uint64_t)h->cfg.limits.max_seqs;
     size_t rest = 0, lists;
     if (budget < tkvi_least_budget(h, fixed)) return TKV_ERR_BUDGET;
     if (blocks > 0x3fffffff) return TKV_ERR_CONFIG;
     m->list_cap = tkvi_cap_for(list);
     if (!tkvi_mul((size_t)m->list_cap * sizeof(uint32_t), layers, &lists) ||
-        !tkvi_mul(tkvi_align_up(lists), (size_t)h->cfg.max_seqs, &lists) ||
+        !tkvi_mul(tkvi_align_up(lists), (size_t)h->cfg.limits.max_seqs, &lists) ||
         !tkvi_add(lists, fixed->total, &rest) ||
         !tkvi_add(tkvi_align_up(m->list_cap * tkvi_choice_entry(&h->cfg)), rest, &rest) ||
         !tkvi_add(TKVI_IN_PLACE_VERSIONS * tkvi_version_bytes(h), rest, &rest) ||
@@ -16191,7 +16179,7 @@ static tkv_status tkvi_most_within(const tkvi_derived_config *h, const tkvi_size
     if (m->pages > 0x3fffffff) m->pages = 0x3fffffff;
     for (; m->pages > h->spare; m->pages--) { /* the block and page tables need bytes, too */
         size_t pages = (size_t)m->pages * h->page_bytes, n;
-        uint64_t fit = h->cfg.spill.store || h->cfg.remat ? blocks : 64u * (uint64_t)m->pages;
+        uint64_t fit = h->cfg.offload.write || h->cfg.budget.discard ? blocks : 64u * (uint64_t)m->pages;
         m->block_cap = tkvi_cap_for((int64_t)(fit < blocks ? fit : blocks) + h->n_classes);
         m->page_cap = tkvi_cap_for(m->pages);
         n = tkvi_align_up(m->block_cap * tkvi_block_entry(&h->cfg)) +
@@ -16214,8 +16202,8 @@ static tkv_status tkvi_most_of(tkvi_derived_config *h, tkvi_most *m) {
     memset(live, 0, sizeof live);
     memset(wait, 0, sizeof wait);
     if (!tkvi_fixed_sizes(h, &fixed)) return TKV_ERR_CONFIG;
-    if (h->cfg.budget_bytes) return tkvi_most_within(h, &fixed, m);
-    for (i = 0; i < h->cfg.n_layers; i++) {
+    if (h->cfg.budget.bytes) return tkvi_most_within(h, &fixed, m);
+    for (i = 0; i < h->cfg.model.n_layers; i++) {
         tkvi_plan p;
         (void)tkvi_plan_of(h, i, &p, rule);
         if (p.stored != i) continue;
@@ -16224,21 +16212,21 @@ static tkv_status tkvi_most_of(tkvi_derived_config *h, tkvi_most *m) {
         for (tier = 0; tier < TKV_TIER_COUNT; tier++) {
             live[h->class_of[p.now.key[tier]]] += most[tier];
             /* blocks that wait for a table, in all sequences together */
-            if (tier != TKV_ARCHIVE && tkvi_plan_learns(&p))
+            if (tier != TKV_TIER_ARCHIVE && tkvi_plan_learns(&p))
                 wait[h->class_of[p.now.key[tier]]] += TKVI_FIRST_TABLE_TOKENS / TKVI_BLOCK;
         }
     }
     for (c = 0; c < h->n_classes; c++) {
-        live[c] = live[c] * h->cfg.max_seqs + wait[c];
+        live[c] = live[c] * h->cfg.limits.max_seqs + wait[c];
         blocks += live[c];
         m->pages += tkvi_pages_for(&h->size_class[c], live[c] + 1); /* + 1: recoding needs a second slot */
     }
     if (blocks > 0x3fffffff || m->pages > 0x3fffffff) return TKV_ERR_CONFIG;
     m->page_cap = tkvi_cap_for(m->pages);
     m->block_cap = tkvi_cap_for(blocks + h->n_classes);
-    m->list_cap = tkvi_cap_for(h->cfg.max_tokens / TKVI_BLOCK + 4);
-    if (!tkvi_mul((size_t)m->list_cap * sizeof(uint32_t), (size_t)h->cfg.n_layers, &n) ||
-        !tkvi_mul(tkvi_align_up(n), (size_t)h->cfg.max_seqs, &n) ||
+    m->list_cap = tkvi_cap_for(h->cfg.limits.max_tokens / TKVI_BLOCK + 4);
+    if (!tkvi_mul((size_t)m->list_cap * sizeof(uint32_t), (size_t)h->cfg.model.n_layers, &n) ||
+        !tkvi_mul(tkvi_align_up(n), (size_t)h->cfg.limits.max_seqs, &n) ||
         !tkvi_mul((size_t)m->pages, h->page_bytes, &pages) || !tkvi_add(n, fixed.total, &m->bytes) ||
         !tkvi_add(tkvi_align_up(m->list_cap * tkvi_choice_entry(&h->cfg)), m->bytes, &m->bytes) ||
         !tkvi_add(pages, m->bytes, &m->bytes) ||
@@ -16252,21 +16240,32 @@ static tkv_status tkvi_most_of(tkvi_derived_config *h, tkvi_most *m) {
 
 static tkv_status tkvi_derive_in_place(const tkv_config *cfg, tkvi_derived_config *h, tkvi_most *m) {
     tkv_status st = tkvi_validate(cfg, h, NULL, 0);
-    if (!st && cfg->max_tokens == 0) st = TKV_ERR_CONFIG;
+    if (!st && cfg->limits.max_tokens == 0) st = TKV_ERR_CONFIG;
     if (!st) st = tkvi_most_of(h, m);
     return st;
 }
 
-TKV_API tkv_status tkv_required_bytes(const tkv_config *cfg, size_t *bytes) {
+/* The most bytes that the cache stores under one key of cfg.offload: a block, and two checksums per KV head. */
+static size_t tkvi_offload_bytes(const tkvi_derived_config *h) {
+    size_t bytes = 0;
+    int i;
+    for (i = 0; i < h->n_keys; i++)
+        if (h->bytes[i].total > bytes) bytes = h->bytes[i].total;
+    return bytes + 2u * TKVI_OFFLOAD_CHECKSUM * (size_t)h->cfg.model.n_kv_heads;
+}
+
+TKV_API tkv_status tkv_get_required_bytes(const tkv_config *cfg, size_t *in_place, size_t *offload) {
     tkvi_derived_config h;
     tkvi_most m;
-    tkv_status st = tkvi_derive_in_place(cfg, &h, &m);
-    if (!bytes) return TKV_ERR_ARG;
-    if (!st) *bytes = m.bytes;
+    tkv_status st;
+    if (!in_place && !offload) return TKV_ERR_ARG;
+    st = in_place ? tkvi_derive_in_place(cfg, &h, &m) : tkvi_validate(cfg, &h, NULL, 0);
+    if (!st && in_place) *in_place = m.bytes;
+    if (!st && offload) *offload = tkvi_offload_bytes(&h);
     return st;
 }
 
-TKV_API tkv_status tkv_init_in_place(const tkv_config *cfg, void *mem, size_t bytes, tkv_cache **out) {
+TKV_API tkv_status tkv_create_in_place(const tkv_config *cfg, void *mem, size_t bytes, tkv_cache **out) {
     tkvi_derived_config h;
     tkvi_most m;
     tkvi_heap heap;
@@ -16294,13 +16293,13 @@ TKV_API tkv_status tkv_init_in_place(const tkv_config *cfg, void *mem, size_t by
     for (i = 0; i < TKVI_IN_PLACE_VERSIONS && kv->tables.version_bytes; i++)
         if (!tkvi_version_ready(kv, i)) return TKV_ERR_CAPACITY;
     if (!tkvi_grow_blocks(&kv->pool, m.block_cap)) return TKV_ERR_CAPACITY;
-    for (i = 0; i < h.cfg.max_seqs; i++)
+    for (i = 0; i < h.cfg.limits.max_seqs; i++)
         if (!tkvi_grow_lists(kv, i, (int)m.list_cap)) return TKV_ERR_CAPACITY;
     if (!tkvi_grow_pages(&kv->pool, m.page_cap)) return TKV_ERR_CAPACITY;
     while ((int64_t)kv->pool.n_pages < m.pages)
         if (!tkvi_add_page(&kv->pool)) return TKV_ERR_CAPACITY;
     kv->arena.closed = 1;
-    if (h.cfg.budget_bytes) kv->tables.cfg.budget_bytes = kv->heap.held; /* bytes really held: whole pages */
+    if (h.cfg.budget.bytes) kv->tables.cfg.budget.bytes = kv->heap.held; /* bytes really held: whole pages */
     *out = kv;
     return TKV_OK;
 }
@@ -16316,7 +16315,7 @@ TKV_API tkv_status tkv_init_in_place(const tkv_config *cfg, void *mem, size_t by
 
 
 static int tkvi_has_seq(const tkv_cache *kv, int seq) {
-    return kv && seq >= 0 && seq < kv->tables.cfg.max_seqs;
+    return kv && seq >= 0 && seq < kv->tables.cfg.limits.max_seqs;
 }
 
 static tkv_status tkvi_refuse_seq(tkv_cache *kv, int seq) {
@@ -16325,7 +16324,7 @@ static tkv_status tkvi_refuse_seq(tkv_cache *kv, int seq) {
 
 /* The layer whose blocks `layer` reads. Returns -1 for a bad sequence or layer, and for a layer without a cache. */
 static int tkvi_stored_layer(const tkv_cache *kv, int seq, int layer) {
-    if (!tkvi_has_seq(kv, seq) || layer < 0 || layer >= kv->tables.cfg.n_layers) return -1;
+    if (!tkvi_has_seq(kv, seq) || layer < 0 || layer >= kv->tables.cfg.model.n_layers) return -1;
     return kv->tables.plan[layer].stored;
 }
 
@@ -16338,20 +16337,16 @@ static tkv_status tkvi_refuse_layer(tkv_cache *kv, int layer) {
     return tkvi_fail(kv, TKV_ERR_ARG, "there is no layer", layer, " with K and V of its own");
 }
 
-TKV_API int tkv_layer_len(const tkv_cache *kv, int seq, int layer) {
-    layer = tkvi_stored_layer(kv, seq, layer);
-    return layer < 0 ? 0 : tkvi_list_of(kv, seq, layer)->len;
-}
-
-TKV_API int tkv_seq_len(const tkv_cache *kv, int seq) {
-    int layer, len = -1;
+TKV_API int tkv_get_length(const tkv_cache *kv, int seq, int layer) {
+    int i, least = TKVI_FOREVER;
+    if (layer != TKV_ALL_LAYERS) {
+        layer = tkvi_stored_layer(kv, seq, layer);
+        return layer < 0 ? 0 : tkvi_list_of(kv, seq, layer)->len;
+    }
     if (!tkvi_has_seq(kv, seq)) return 0;
-    for (layer = 0; layer < kv->tables.cfg.n_layers; layer++)
-        if (kv->tables.plan[layer].stored == layer) {
-            int n = tkvi_list_of(kv, seq, layer)->len;
-            len = len < 0 ? n : tkvi_min(len, n);
-        }
-    return len;
+    for (i = 0; i < kv->tables.cfg.model.n_layers; i++)
+        if (kv->tables.plan[i].stored == i) least = tkvi_min(least, tkvi_list_of(kv, seq, i)->len);
+    return least;
 }
 
 #endif /* TKVI_CACHE_LOOKUP_H */
@@ -16386,12 +16381,12 @@ static int tkvi_real(double x) { return tkvi_is_finite((float)x); }
 
 static float tkvi_score_cut(double x) { return x < 0.0 ? 0.0f : x > 1.0 ? 1.0f : (float)x; }
 
-TKV_API float tkv_score_from_ppl(double base, double ppl) {
+static float tkvi_score_of_perplexity(double base, double ppl) {
     if (!tkvi_real(base) || !tkvi_real(ppl) || base < 1.0 || ppl < 1.0) return -1.0f;
     return tkvi_score_cut(1.0 - (ppl - base) / base);
 }
 
-TKV_API float tkv_score_from_accuracy(double base, double accuracy) {
+static float tkvi_score_of_accuracy(double base, double accuracy) {
     if (!tkvi_real(base) || !tkvi_real(accuracy) || base <= 0.0 || accuracy < 0.0) return -1.0f;
     return tkvi_score_cut(accuracy / base);
 }
@@ -16402,10 +16397,21 @@ TKV_API float tkv_score_from_accuracy(double base, double accuracy) {
  * 3.4 for a model of 15M weights, and .2 to .4 for one of 3M. Errors of attention weights alone (kl, top1) leave
  * out the errors of V. Blocks without an exact copy are assumed to have the error of the others: hence the division
  * by coverage. */
-TKV_API float tkv_score_from_quality(const tkv_quality_info *q, double weight) {
+static float tkvi_score_of_meter(const tkv_quality_info *q, double weight) {
     if (!q || q->samples == 0 || !tkvi_real(q->coverage) || !tkvi_real(q->output_error)) return -1.0f;
     if (q->coverage < .05 || q->output_error < 0.0 || !tkvi_real(weight) || weight < 0.0) return -1.0f;
     return tkvi_score_cut(1.0 - (weight > 0.0 ? weight : 1.0) * q->output_error / q->coverage);
+}
+
+TKV_API tkv_status tkv_compute_score(const tkv_score_params *p, float *score) {
+    float x = -1.0f;
+    if (!p || !score) return TKV_ERR_ARG;
+    if (p->source == TKV_SCORE_METER) x = tkvi_score_of_meter(p->meter, p->weight);
+    if (p->source == TKV_SCORE_PERPLEXITY) x = tkvi_score_of_perplexity(p->base, p->value);
+    if (p->source == TKV_SCORE_ACCURACY) x = tkvi_score_of_accuracy(p->base, p->value);
+    if (x < 0.0f) return TKV_ERR_RANGE;
+    *score = x;
+    return TKV_OK;
 }
 
 /* >>the config */
@@ -16413,19 +16419,19 @@ static const char *tkvi_feedback_fill(const tkv_feedback_config *from, tkv_feedb
     *cfg = *from;
     if (tkvi_bits(cfg->target) == 0) cfg->target = .97f;
     if (cfg->cooldown == 0) cfg->cooldown = 8;
-    if (cfg->cooldown == TKV_NONE) cfg->cooldown = 0;
+    if (cfg->cooldown == TKV_OFF) cfg->cooldown = 0;
     if (cfg->max_hot == 0) cfg->max_hot = tkvi_max(cfg->min_hot, 1024);
     if (cfg->min_hot == 0) cfg->min_hot = tkvi_min(cfg->max_hot, 32);
     if (cfg->max_level == 0) cfg->max_level = tkvi_max(cfg->min_level, 3);
-    if (cfg->max_level == TKV_NONE) cfg->max_level = 0;
+    if (cfg->max_level == TKV_OFF) cfg->max_level = 0;
     if (!tkvi_is_finite(cfg->target) || cfg->target < .01f || cfg->target > .9999f)
         return "target must be from .01 to .9999";
     if (cfg->cooldown < 0 || cfg->cooldown > TKV_FEEDBACK_HISTORY)
-        return "cooldown must be at most 1000 scores, 0 for 8 or TKV_NONE";
+        return "cooldown must be at most 1000 scores, 0 for 8 or TKV_OFF";
     if (cfg->min_hot < 1 || cfg->max_hot < cfg->min_hot || cfg->max_hot > TKVI_FOREVER)
         return "min_hot and max_hot must be from 1 to 2^30 - 1, in this order";
     if (cfg->max_level < 0 || cfg->max_level >= TKV_MAX_LEVELS)
-        return "max_level must be below TKV_MAX_LEVELS, TKV_NONE or 0 for 3";
+        return "max_level must be below TKV_MAX_LEVELS, TKV_OFF or 0 for 3";
     if (cfg->min_level < 0 || cfg->min_level > cfg->max_level) return "min_level must be from 0 to max_level";
     return NULL;
 }
@@ -16437,31 +16443,20 @@ static void tkvi_feedback_restart(tkv_feedback *f, int wait) {
     f->low = f->gain = -1.0f;
 }
 
-TKV_API tkv_status tkv_feedback_init(tkv_feedback *f, const tkv_feedback_config *cfg, const char **reason) {
+TKV_API tkv_status tkv_init_feedback(tkv_feedback *f, const tkv_feedback_config *cfg, char *reason,
+                                     size_t size) {
     tkv_feedback_config none, full;
     const char *wrong;
     memset(&none, 0, sizeof none);
-    if (reason) *reason = "";
+    (void)tkvi_give_reason(TKV_OK, "", reason, size);
     if (!f) return TKV_ERR_ARG;
     wrong = tkvi_feedback_fill(cfg ? cfg : &none, &full);
-    if (wrong) {
-        if (reason) *reason = wrong;
-        return TKV_ERR_CONFIG;
-    }
+    if (wrong) return tkvi_give_reason(TKV_ERR_CONFIG, wrong, reason, size);
     memset(f, 0, sizeof *f);
     f->cfg = full;
     f->moved = 1;
     tkvi_feedback_restart(f, 0);
     return TKV_OK;
-}
-
-TKV_API void tkv_feedback_reset(tkv_feedback *f) {
-    if (!f) return;
-    tkvi_lock(&f->lock);
-    f->scores = f->refused = f->finer = f->cheaper = 0;
-    f->moved = 1;
-    tkvi_feedback_restart(f, 0);
-    tkvi_unlock(&f->lock);
 }
 
 /* Appends score x (units of 2^-24) to the ring and updates the sums of the newest 100. */
@@ -16478,7 +16473,7 @@ static void tkvi_feedback_add(tkv_feedback *f, uint64_t x) {
     f->squares += x * x;
 }
 
-TKV_API tkv_status tkv_feedback_observe(tkv_feedback *f, float score) {
+TKV_API tkv_status tkv_observe_score(tkv_feedback *f, float score) {
     int refused;
     if (!f) return TKV_ERR_ARG;
     refused = !tkvi_is_finite(score) || score < 0.0f || score > 1.0f;
@@ -16614,7 +16609,7 @@ static int tkvi_advise(tkv_feedback *f, tkv_advice *a) {
     return TKVI_ADVICE_MEETS;
 }
 
-TKV_API tkv_status tkv_feedback_advise(tkv_feedback *f, int hot_tokens, int level, tkv_advice *out) {
+TKV_API tkv_status tkv_get_advice(tkv_feedback *f, int hot_tokens, int level, tkv_advice *out) {
     tkv_advice a;
     int why;
     if (!f || !out || hot_tokens < 0 || hot_tokens > TKVI_FOREVER || level < 0 || level >= TKV_MAX_LEVELS)
@@ -16639,7 +16634,7 @@ TKV_API tkv_status tkv_feedback_advise(tkv_feedback *f, int hot_tokens, int leve
 }
 
 /* >>reports */
-TKV_API tkv_status tkv_feedback_read(tkv_feedback *f, int last, tkv_feedback_info *out) {
+TKV_API tkv_status tkv_get_feedback(tkv_feedback *f, int last, tkv_feedback_info *out) {
     tkv_feedback_info r;
     tkvi_scores s;
     uint64_t weighted = 0;
@@ -16719,15 +16714,15 @@ typedef struct tkvi_threshold_number {
     const char *name;
     size_t at; /* offset in tkv_threshold */
     int low, high;
-    int none, all; /* 1: TKV_NONE, TKV_ALL are valid */
+    int none, all; /* what the words none and all stand for; 0: the word is not valid */
 } tkvi_threshold_number;
 
 #define TKVI_THRESHOLD_AT(field) offsetof(tkv_threshold, field)
 static const tkvi_threshold_number tkvi_threshold_numbers[] = {
-    {"layer", TKVI_THRESHOLD_AT(layer), 0, TKVI_MAX_LAYERS - 1, 0, 1},
+    {"layer", TKVI_THRESHOLD_AT(layer), 0, TKVI_MAX_LAYERS - 1, 0, TKV_ALL_LAYERS},
     {"context", TKVI_THRESHOLD_AT(context), 1, TKVI_FOREVER, 0, 0},
-    {"hot_tokens", TKVI_THRESHOLD_AT(hot_tokens), 0, TKVI_FOREVER, 1, 1},
-    {"warm_tokens", TKVI_THRESHOLD_AT(warm_tokens), 0, TKVI_FOREVER, 1, 1},
+    {"hot_tokens", TKVI_THRESHOLD_AT(hot_tokens), 0, TKVI_FOREVER, TKV_OFF, TKV_UNLIMITED},
+    {"warm_tokens", TKVI_THRESHOLD_AT(warm_tokens), 0, TKVI_FOREVER, TKV_OFF, TKV_UNLIMITED},
     {"samples", TKVI_THRESHOLD_AT(samples), 0, 0x7fffffff, 0, 0},
 };
 #define TKVI_THRESHOLD_NUMBERS ((int)(sizeof tkvi_threshold_numbers / sizeof *tkvi_threshold_numbers))
@@ -16739,7 +16734,7 @@ static int tkvi_threshold_number_of(const tkv_threshold *e, int i) {
 }
 
 static int tkvi_number_valid(const tkvi_threshold_number *d, int x) {
-    return (x >= d->low && x <= d->high) || (x == TKV_NONE && d->none) || (x == TKV_ALL && d->all);
+    return (x >= d->low && x <= d->high) || (x < 0 && (x == d->none || x == d->all));
 }
 
 static int tkvi_store_format_valid(tkv_format f, tkv_side side) {
@@ -16785,7 +16780,7 @@ static int tkvi_threshold_order(const tkv_threshold *a, const tkv_threshold *b) 
 /* Returns whether the array is valid and sorted. The caller owns it, so every function checks it. */
 static int tkvi_thresholds_sound(const tkv_thresholds *t) {
     int i;
-    if (!t || t->n < 0 || t->n > t->room || (t->room > 0 && !t->entry)) return 0;
+    if (!t || t->n < 0 || t->n > t->capacity || (t->capacity > 0 && !t->entry)) return 0;
     for (i = 0; i < t->n; i++) {
         if (tkvi_threshold_wrong(&t->entry[i])) return 0;
         if (i && tkvi_threshold_order(&t->entry[i - 1], &t->entry[i]) >= 0) return 0;
@@ -16812,13 +16807,13 @@ static void tkvi_threshold_put(tkv_thresholds *t, const tkv_threshold *e) {
     to->score = tkvi_of_millionths(tkvi_millionths(e->score));
 }
 
-TKV_API tkv_status tkv_thresholds_put(tkv_thresholds *t, const tkv_threshold *e) {
+TKV_API tkv_status tkv_put_threshold(tkv_thresholds *t, const tkv_threshold *e) {
     tkv_threshold copy;
     int found;
     if (!tkvi_thresholds_sound(t) || !e || tkvi_threshold_wrong(e)) return TKV_ERR_ARG;
     copy = *e; /* e may point into the array */
     tkvi_threshold_place(t, &copy, &found);
-    if (!found && t->n == t->room) return TKV_ERR_CAPACITY;
+    if (!found && t->n == t->capacity) return TKV_ERR_CAPACITY;
     tkvi_threshold_put(t, &copy);
     return TKV_OK;
 }
@@ -16847,32 +16842,27 @@ static int tkvi_threshold_rank(const tkv_threshold *a, const tkv_threshold *b, i
     return 0;
 }
 
-TKV_API int tkv_thresholds_candidates(const tkv_thresholds *t, const char *model, int layer, int context,
-                                      tkv_threshold *out, int most) {
+TKV_API tkv_status tkv_find_thresholds(const tkv_thresholds *t, const char *model, int layer, int context,
+                                       tkv_threshold *out, int most, int *found) {
     int i, k, n = 0;
-    if (!tkvi_thresholds_sound(t) || !model || !out || most < 1) return 0;
-    if (!tkvi_number_valid(&tkvi_threshold_numbers[0], layer)) return 0;
-    if (!tkvi_number_valid(&tkvi_threshold_numbers[1], context)) return 0;
+    if (found) *found = 0;
+    if (!tkvi_thresholds_sound(t) || !model || !out || most < 1) return TKV_ERR_ARG;
+    if (!tkvi_number_valid(&tkvi_threshold_numbers[0], layer)) return TKV_ERR_RANGE;
+    if (!tkvi_number_valid(&tkvi_threshold_numbers[1], context)) return TKV_ERR_RANGE;
     for (i = 0; i < t->n; i++) {
         const tkv_threshold *e = &t->entry[i];
-        if ((e->layer != layer && e->layer != TKV_ALL) || strcmp(e->model, model) != 0) continue;
+        if ((e->layer != layer && e->layer != TKV_ALL_LAYERS) || strcmp(e->model, model) != 0) continue;
         for (k = n; k > 0 && tkvi_threshold_rank(e, &out[k - 1], layer, context) < 0; k--)
             if (k < most) out[k] = out[k - 1];
         if (k == most) continue;
         out[k] = *e;
         n += n < most;
     }
-    return n;
+    if (found) *found = n;
+    return n ? TKV_OK : TKV_ERR_RANGE;
 }
 
-TKV_API tkv_status tkv_thresholds_find(const tkv_thresholds *t, const char *model, int layer, int context,
-                                       tkv_threshold *out) {
-    if (!tkvi_thresholds_sound(t) || !model || !out) return TKV_ERR_ARG;
-    return tkv_thresholds_candidates(t, model, layer, context, out, 1) ? TKV_OK : TKV_ERR_RANGE;
-}
-
-TKV_API tkv_status tkv_thresholds_transfer(tkv_thresholds *t, const char *from, const char *to,
-                                           float discount) {
+TKV_API tkv_status tkv_copy_thresholds(tkv_thresholds *t, const char *from, const char *to, float discount) {
     char model[2][TKV_MODEL_NAME]; /* copies: from and to may point into the array */
     tkv_threshold e;
     int i, pass, found, any = 0, fresh = 0;
@@ -16897,14 +16887,17 @@ TKV_API tkv_status tkv_thresholds_transfer(tkv_thresholds *t, const char *from, 
             else tkvi_threshold_put(t, &e); /* may shift entry i: it is met again, and found */
         }
         if (!any) return TKV_ERR_RANGE;
-        if (pass == 0 && fresh > t->room - t->n) return TKV_ERR_CAPACITY;
+        if (pass == 0 && fresh > t->capacity - t->n) return TKV_ERR_CAPACITY;
     }
     return TKV_OK;
 }
 
 /* >>printing */
+/* Takes all the bytes and returns 0; another number stops. */
+typedef int (*tkvi_write_bytes)(void *user, const char *bytes, size_t size);
+
 typedef struct tkvi_printer {
-    tkv_write_bytes write;
+    tkvi_write_bytes write;
     void *user;
     uint64_t sum;
     int failed;
@@ -16917,8 +16910,8 @@ static void tkvi_print_line(tkvi_printer *p, tkvi_text *t, const char *line) {
 }
 
 static void tkvi_append_number(tkvi_text *t, int n) {
-    if (n == TKV_NONE) tkvi_append_text(t, "none");
-    else if (n == TKV_ALL) tkvi_append_text(t, "all");
+    if (n == TKV_OFF) tkvi_append_text(t, "none");
+    else if (n == TKV_UNLIMITED || n == TKV_ALL_LAYERS) tkvi_append_text(t, "all");
     else tkvi_append_int(t, n);
 }
 
@@ -16963,7 +16956,7 @@ static void tkvi_append_threshold(tkvi_text *t, const tkv_threshold *e) {
     tkvi_append_text(t, "\n");
 }
 
-TKV_API tkv_status tkv_thresholds_save(const tkv_thresholds *t, tkv_write_bytes write, void *user) {
+static tkv_status tkvi_thresholds_write(const tkv_thresholds *t, tkvi_write_bytes write, void *user) {
     char line[TKVI_THRESHOLD_LINE];
     tkvi_printer p;
     tkvi_text at = tkvi_text_begin(line, sizeof line);
@@ -16999,17 +16992,19 @@ static int tkvi_sheet_write(void *user, const char *bytes, size_t size) {
     return 0;
 }
 
-TKV_API tkv_status tkv_thresholds_print(const tkv_thresholds *t, char *dst, size_t size, size_t *bytes) {
+TKV_API tkv_status tkv_print_thresholds(const tkv_thresholds *t, char *buf, size_t size, size_t *needed) {
     tkvi_sheet p;
     p.at = NULL;
     p.used = 0;
-    if (tkv_thresholds_save(t, tkvi_sheet_write, &p)) return TKV_ERR_ARG;
-    if (bytes) *bytes = p.used;
-    if (!dst) return TKV_OK;
-    if (size < p.used) return TKV_ERR_ARG;
-    p.at = dst;
+    if (!buf && !needed) return TKV_ERR_ARG;
+    if (tkvi_thresholds_write(t, tkvi_sheet_write, &p)) return TKV_ERR_ARG;
+    if (needed) *needed = p.used + 1;
+    if (!buf) return TKV_OK;
+    if (size < p.used + 1) return TKV_ERR_CAPACITY;
+    buf[p.used] = 0;
+    p.at = buf;
     p.used = 0;
-    return tkv_thresholds_save(t, tkvi_sheet_write, &p);
+    return tkvi_thresholds_write(t, tkvi_sheet_write, &p);
 }
 
 /* >>reading. Functions return 0 for a field that differs from its printed form. */
@@ -17038,8 +17033,8 @@ static int tkvi_scan_digits(const char *s, int high) {
 static int tkvi_scan_number(tkvi_scan *s, const tkvi_threshold_number *d, int *x) {
     char word[16];
     if (!tkvi_scan_field(s, ' ', word, sizeof word)) return 0;
-    if (strcmp(word, "none") == 0) *x = TKV_NONE;
-    else if (strcmp(word, "all") == 0) *x = TKV_ALL;
+    if (strcmp(word, "none") == 0) *x = d->none;
+    else if (strcmp(word, "all") == 0) *x = d->all;
     else if ((*x = tkvi_scan_digits(word, d->high)) < 0) return 0;
     return tkvi_number_valid(d, *x);
 }
@@ -17047,7 +17042,7 @@ static int tkvi_scan_number(tkvi_scan *s, const tkvi_threshold_number *d, int *x
 static int tkvi_scan_format(tkvi_scan *s, tkv_side side, tkv_format *f) {
     char word[32];
     if (!tkvi_scan_field(s, ' ', word, sizeof word)) return 0;
-    *f = tkv_format_from_name(word);
+    *f = tkvi_format_from_name(word);
     return *f == TKV_FORMAT_DEFAULT ? strcmp(word, "default") == 0 : tkvi_store_format_valid(*f, side);
 }
 
@@ -17129,52 +17124,26 @@ static tkv_status tkvi_thresholds_scan(const char *src, size_t size, tkv_thresho
     return TKV_OK;
 }
 
-TKV_API tkv_status tkv_thresholds_parse(tkv_thresholds *t, const char *src, size_t size, char *reason,
+TKV_API tkv_status tkv_parse_thresholds(tkv_thresholds *t, const char *src, size_t size, char *reason,
                                         size_t reason_size) {
     tkvi_text why = tkvi_text_begin(reason, reason ? reason_size : 0);
     tkv_status st;
     int n;
-    if (!t || t->room < 0 || (t->room > 0 && !t->entry) || (!src && size)) {
+    if (!t || t->capacity < 0 || (t->capacity > 0 && !t->entry) || (!src && size)) {
         tkvi_append_text(&why, "the store or the text is missing");
         return TKV_ERR_ARG;
     }
     st = tkvi_thresholds_scan(size ? src : "", size, NULL, &n, &why);
     if (st) return st;
-    if (n > t->room) {
+    if (n > t->capacity) {
         tkvi_append_text(&why, "the text has ");
         tkvi_append_int(&why, n);
         tkvi_append_text(&why, " entries, the store has room for ");
-        tkvi_append_int(&why, t->room);
+        tkvi_append_int(&why, t->capacity);
         return TKV_ERR_CAPACITY;
     }
     (void)tkvi_thresholds_scan(src, size, t->entry, &t->n, &why); /* checked above: it cannot fail */
     return TKV_OK;
-}
-
-TKV_API tkv_status tkv_thresholds_load(tkv_thresholds *t, tkv_read_bytes read, void *user, char *work,
-                                       size_t size, char *reason, size_t reason_size) {
-    tkvi_text why = tkvi_text_begin(reason, reason ? reason_size : 0);
-    size_t used = 0;
-    if (!read || !work) {
-        tkvi_append_text(&why, "the function that reads or its work space is missing");
-        return TKV_ERR_ARG;
-    }
-    for (;;) {
-        char more;
-        const int full = used == size; /* asks for one more byte */
-        const ptrdiff_t got = full ? read(user, &more, 1) : read(user, work + used, size - used);
-        if (got == 0) break;
-        if (got < 0 || (size_t)got > (full ? 1u : size - used)) {
-            tkvi_append_text(&why, "the function that reads has failed");
-            return TKV_ERR_DATA;
-        }
-        if (full) {
-            tkvi_append_text(&why, "the text is longer than the work space");
-            return TKV_ERR_CAPACITY;
-        }
-        used += (size_t)got;
-    }
-    return tkv_thresholds_parse(t, work, used, reason, reason_size);
 }
 
 #endif /* TKVI_LEARN_THRESHOLDS_H */
@@ -17237,7 +17206,7 @@ static void tkvi_walk(const tkvi_tokens_of *from, tkv_side side, int head, tkvi_
                       void *ctx) {
     const tkv_samples *s = from->samples;
     const tkv_config *cfg = &from->kv->tables.cfg;
-    size_t dim = (size_t)(side == TKV_K ? cfg->head_dim : cfg->v_head_dim);
+    size_t dim = (size_t)(side == TKV_K ? cfg->model.head_dim : cfg->model.v_head_dim);
     tkvi_token_walk w;
     float y[TKV_MAX_HEAD_DIM];
     int t;
@@ -17247,7 +17216,7 @@ static void tkvi_walk(const tkvi_tokens_of *from, tkv_side side, int head, tkvi_
     w.ctx = ctx;
     if (!s) (void)tkvi_each_block(from->kv, from->layer, head, tkvi_walk_block, &w);
     for (t = 0; s && t < s->n; t++) {
-        size_t at = ((size_t)t * (size_t)cfg->n_kv_heads + (size_t)head) * dim;
+        size_t at = ((size_t)t * (size_t)cfg->model.n_kv_heads + (size_t)head) * dim;
         const float *weight = side == TKV_K ? s->k_weight : s->v_weight;
         int64_t position = (int64_t)s->start + (s->length ? t % s->length : t);
         tkvi_kvquant_key(side == TKV_K ? tkvi_kvquant_rope(&from->kv->tables) : NULL,
@@ -17296,12 +17265,12 @@ static void tkvi_tails_add(void *ctx, const float *x, const float *weight) {
  * radii. A radius is an fp16 value, so its products with levels are exact. */
 static void tkvi_kvquant_learn_ranges(const tkvi_tokens_of *from, int head, int n, float *radius) {
     const tkv_config *cfg = &from->kv->tables.cfg;
-    float *middle = radius + cfg->head_dim;
+    float *middle = radius + cfg->model.head_dim;
     tkvi_tails s;
     int c;
-    s.keep = cfg->kvquant & TKV_KVQUANT_DENSE ? 1 : n / 200 + 1;
-    for (s.first = 0; s.first < cfg->head_dim; s.first += s.channels) {
-        s.channels = tkvi_min(TKVI_TAIL_ROOM / s.keep, cfg->head_dim - s.first);
+    s.keep = cfg->format.kvquant & TKV_KVQUANT_DENSE ? 1 : n / 200 + 1;
+    for (s.first = 0; s.first < cfg->model.head_dim; s.first += s.channels) {
+        s.channels = tkvi_min(TKVI_TAIL_ROOM / s.keep, cfg->model.head_dim - s.first);
         s.n = 0;
         tkvi_walk(from, TKV_K, head, tkvi_tails_add, &s);
         for (c = 0; c < s.channels; c++) {
@@ -17362,10 +17331,10 @@ static void tkvi_kvquant_learn_books(const tkvi_tokens_of *from, tkv_side side, 
     tkvi_kvquant_count s;
     int head, pass, bits;
     memset(&s, 0, sizeof s);
-    s.dim = side == TKV_K ? cfg->head_dim : cfg->v_head_dim;
-    s.slots = tkvi_kvquant_slots(s.dim, cfg->kvquant);
+    s.dim = side == TKV_K ? cfg->model.head_dim : cfg->model.v_head_dim;
+    s.slots = tkvi_kvquant_slots(s.dim, cfg->format.kvquant);
     for (pass = 0; pass < 2; pass++) {
-        for (head = 0; head < cfg->n_kv_heads; head++) {
+        for (head = 0; head < cfg->model.n_kv_heads; head++) {
             if (side == TKV_K) {
                 s.radius = tkvi_kvquant_range_of(t, from->layer, version, head);
                 s.middle = s.radius + s.dim;
@@ -17377,7 +17346,7 @@ static void tkvi_kvquant_learn_books(const tkvi_tokens_of *from, tkv_side side, 
         if (!tkvi_is_finite(s.by)) s.by = 3e38f;
     }
     for (bits = 2; bits <= 4; bits++) {
-        tkvi_book_make(s.count, bits, cfg->kvquant & TKV_KVQUANT_UNIFORM, &book[bits - 2]);
+        tkvi_book_make(s.count, bits, cfg->format.kvquant & TKV_KVQUANT_UNIFORM, &book[bits - 2]);
     }
 }
 
@@ -17387,7 +17356,7 @@ static void tkvi_kvquant_learn_from(const tkvi_tokens_of *from, int version) {
     tkvi_kvquant *table = tkvi_kvquant_of(&kv->tables, from->layer, version);
     int head, n = 0;
     tkvi_walk(from, TKV_K, 0, tkvi_count_tokens, &n);
-    for (head = 0; head < kv->tables.cfg.n_kv_heads; head++)
+    for (head = 0; head < kv->tables.cfg.model.n_kv_heads; head++)
         tkvi_kvquant_learn_ranges(from, head, n,
                                   tkvi_kvquant_range_of(&kv->tables, from->layer, version, head));
     tkvi_kvquant_learn_books(from, TKV_K, version, table->book[TKV_K]);
@@ -17410,7 +17379,7 @@ static void tkvi_kvquant_learn(tkv_cache *kv, int layer, int version) {
 #define TKVI_KVQUANT_BOOKS (2 * 2 * 28 * 2) /* bytes: sides, level and normed, 4 + 8 + 16, fp16 */
 
 static size_t tkvi_kvquant_bytes(const tkv_config *cfg) {
-    return 8u + TKVI_KVQUANT_BOOKS + 6u * (size_t)cfg->n_kv_heads * (size_t)cfg->head_dim;
+    return 8u + TKVI_KVQUANT_BOOKS + 6u * (size_t)cfg->model.n_kv_heads * (size_t)cfg->model.head_dim;
 }
 
 static uint64_t tkvi_kvquant_mode(const tkvi_tables *t) {
@@ -17418,7 +17387,7 @@ static uint64_t tkvi_kvquant_mode(const tkvi_tables *t) {
     uint64_t h = TKVI_FNV1A_START;
     uint8_t b[8];
     int j, k;
-    b[0] = (uint8_t)(t->cfg.kvquant & (TKV_KVQUANT_UNIFORM | TKV_KVQUANT_DENSE));
+    b[0] = (uint8_t)(t->cfg.format.kvquant & (TKV_KVQUANT_UNIFORM | TKV_KVQUANT_DENSE));
     b[1] = (uint8_t)(rope ? rope->pairs : 0);
     b[2] = (uint8_t)(rope ? rope->step : 0);
     h = tkvi_fnv1a_more(h, b, 3);
@@ -17432,7 +17401,7 @@ static uint64_t tkvi_kvquant_mode(const tkvi_tables *t) {
 static void tkvi_kvquant_save(const tkvi_tables *t, int layer, int version, uint8_t *at) {
     const tkvi_kvquant *table = tkvi_kvquant_of(t, layer, version);
     uint64_t mode = tkvi_kvquant_mode(t);
-    int side, bits, i, head, dim = t->cfg.head_dim;
+    int side, bits, i, head, dim = t->cfg.model.head_dim;
     tkvi_store32(at, (uint32_t)(mode & 0xffffffffu));
     tkvi_store32(at + 4, (uint32_t)(mode >> 32));
     at += 8;
@@ -17442,7 +17411,7 @@ static void tkvi_kvquant_save(const tkvi_tables *t, int layer, int version, uint
             for (i = 0; i < 1 << bits; i++, at += 2) tkvi_store16(at, tkvi_f32_to_f16(b->level[i]));
             for (i = 0; i < 1 << bits; i++, at += 2) tkvi_store16(at, tkvi_f32_to_f16(b->normed[i]));
         }
-    for (head = 0; head < t->cfg.n_kv_heads; head++) {
+    for (head = 0; head < t->cfg.model.n_kv_heads; head++) {
         const float *range = tkvi_kvquant_range_of(t, layer, version, head);
         for (i = 0; i < dim; i++, at += 2) tkvi_store16(at, tkvi_f32_to_f16(range[i]));
         for (i = 0; i < dim; i++, at += 4) tkvi_store32(at, tkvi_bits(range[dim + i]));
@@ -17451,7 +17420,7 @@ static void tkvi_kvquant_save(const tkvi_tables *t, int layer, int version, uint
 
 static void tkvi_kvquant_load(const tkvi_tables *t, int layer, int version, const uint8_t *at) {
     tkvi_kvquant *table = tkvi_kvquant_of(t, layer, version);
-    int side, bits, i, head, dim = t->cfg.head_dim;
+    int side, bits, i, head, dim = t->cfg.model.head_dim;
     at += 8;
     memset(table, 0, sizeof *table);
     for (side = 0; side < 2; side++)
@@ -17460,7 +17429,7 @@ static void tkvi_kvquant_load(const tkvi_tables *t, int layer, int version, cons
             for (i = 0; i < 1 << bits; i++, at += 2) b->level[i] = tkvi_half_at(at);
             for (i = 0; i < 1 << bits; i++, at += 2) b->normed[i] = tkvi_half_at(at);
         }
-    for (head = 0; head < t->cfg.n_kv_heads; head++) {
+    for (head = 0; head < t->cfg.model.n_kv_heads; head++) {
         float *range = tkvi_kvquant_range_of(t, layer, version, head);
         for (i = 0; i < dim; i++, at += 2) range[i] = tkvi_half_at(at);
         for (i = 0; i < dim; i++, at += 4) range[dim + i] = tkvi_from_bits(tkvi_load32(at));
@@ -17480,10 +17449,10 @@ static int tkvi_kvquant_valid(const tkv_config *cfg, const uint8_t *at) {
             before = x;
         }
     }
-    for (set = 0; set < cfg->n_kv_heads; set++) {
-        for (i = 0; i < cfg->head_dim; i++, at += 2) /* not negative, not infinite */
+    for (set = 0; set < cfg->model.n_kv_heads; set++) {
+        for (i = 0; i < cfg->model.head_dim; i++, at += 2) /* not negative, not infinite */
             if (tkvi_load16(at) >= 0x7c00u) return 0;
-        for (i = 0; i < cfg->head_dim; i++, at += 4) {
+        for (i = 0; i < cfg->model.head_dim; i++, at += 4) {
             float x = tkvi_from_bits(tkvi_load32(at));
             if (!tkvi_is_finite(x) || x < -131072.0f || x > 131072.0f) return 0;
         }
@@ -17506,7 +17475,7 @@ static int tkvi_kvquant_valid(const tkv_config *cfg, const uint8_t *at) {
  * When a layer has seen TKVI_FIRST_TABLE_TOKENS tokens, all sequences together, its next append makes the table.
  * Without a budget, blocks that are due earlier wait in the next better tier. At TKVI_SECOND_TABLE_TOKENS tokens
  * the layer gets a second, better version for later blocks. A block keeps the version that it was coded with. After
- * the second version collection stops, until tkv_calibration_refresh restarts it. bench/QUALITY.md compares these
+ * the second version collection stops, until tkv_refresh_calibration restarts it. bench/QUALITY.md compares these
  * tables with loaded ones.
  */
 #ifndef TKVI_LEARN_STATISTICS_H
@@ -17547,20 +17516,21 @@ typedef struct tkvi_gather {
 static void tkvi_gather_size(void *ctx, const tkvi_record *r, const uint8_t *bytes, int start, int n) {
     tkvi_gather *g = (tkvi_gather *)ctx;
     const tkv_config *cfg = &g->kv->tables.cfg;
-    float *k = g->kv->recode, *v = k + tkvi_round_up(cfg->head_dim, 16) * TKVI_BLOCK;
+    float *k = g->kv->recode, *v = k + tkvi_round_up(cfg->model.head_dim, 16) * TKVI_BLOCK;
     int t, c;
     (void)start;
-    tkvi_values(&r->k, g->kv->kernels->helpers, bytes, 0, n, k, (size_t)cfg->head_dim);
-    tkvi_values(&r->v, g->kv->kernels->helpers, bytes + r->v_at, 0, n, v, (size_t)cfg->v_head_dim);
+    tkvi_values(&r->k, g->kv->kernels->helpers, bytes, 0, n, k, (size_t)cfg->model.head_dim);
+    tkvi_values(&r->v, g->kv->kernels->helpers, bytes + r->v_at, 0, n, v, (size_t)cfg->model.v_head_dim);
     for (t = 0; t < n; t++) {
         float squares = 0.0f;
-        for (c = 0; c < cfg->head_dim; c++) {
-            float a = k[t * cfg->head_dim + c];
+        for (c = 0; c < cfg->model.head_dim; c++) {
+            float a = k[t * cfg->model.head_dim + c];
             a = a < 0.0f ? -a : a;
             g->k_most = a > g->k_most ? a : g->k_most;
         }
-        for (c = 0; c < cfg->v_head_dim; c++)
-            squares = tkvi_f32(squares + tkvi_f32(v[t * cfg->v_head_dim + c] * v[t * cfg->v_head_dim + c]));
+        for (c = 0; c < cfg->model.v_head_dim; c++)
+            squares = tkvi_f32(squares +
+                               tkvi_f32(v[t * cfg->model.v_head_dim + c] * v[t * cfg->model.v_head_dim + c]));
         g->v_most = squares > g->v_most ? squares : g->v_most;
         g->v_sum = tkvi_f32(g->v_sum + squares);
     }
@@ -17579,11 +17549,11 @@ static void tkvi_gather_sums(void *ctx, const tkvi_record *r, const uint8_t *byt
     float *k = g->kv->recode, by = tkvi_power_of_two(-g->down);
     int t, c;
     (void)start;
-    tkvi_values(&r->k, g->kv->kernels->helpers, bytes, 0, n, k, (size_t)cfg->head_dim);
-    for (c = 0; c < cfg->head_dim; c++) {
+    tkvi_values(&r->k, g->kv->kernels->helpers, bytes, 0, n, k, (size_t)cfg->model.head_dim);
+    for (c = 0; c < cfg->model.head_dim; c++) {
         int64_t sum = 0, squares = 0;
         for (t = 0; t < n; t++) {
-            int64_t x = (int64_t)(k[t * cfg->head_dim + c] * by);
+            int64_t x = (int64_t)(k[t * cfg->model.head_dim + c] * by);
             sum += x;
             squares += x * x;
         }
@@ -17599,12 +17569,12 @@ static void tkvi_gather_range(void *ctx, const tkvi_record *r, const uint8_t *by
     float *k = g->kv->recode;
     int t, c;
     (void)start;
-    tkvi_values(&r->k, g->kv->kernels->helpers, bytes, 0, n, k, (size_t)cfg->head_dim);
-    for (c = 0; c < cfg->head_dim; c++) {
+    tkvi_values(&r->k, g->kv->kernels->helpers, bytes, 0, n, k, (size_t)cfg->model.head_dim);
+    for (c = 0; c < cfg->model.head_dim; c++) {
         float low = k[c], high = k[c], mean = (float)((double)g->channel[c].sum / (double)g->tokens);
         mean *= tkvi_power_of_two(g->down);
         for (t = 1; t < n; t++) {
-            float x = k[t * cfg->head_dim + c];
+            float x = k[t * cfg->model.head_dim + c];
             low = x < low ? x : low;
             high = x > high ? x : high;
         }
@@ -17617,9 +17587,9 @@ static void tkvi_gather_range(void *ctx, const tkvi_record *r, const uint8_t *by
 /* Fills in one head of a version. Heads are not comparable until tkvi_learn_heads has set their reach. */
 static void tkvi_learn_head(tkv_cache *kv, int layer, int head, int version) {
     const tkv_config *cfg = &kv->tables.cfg;
-    int pad = tkvi_round_up(cfg->head_dim, 16), c, p, most = TKVI_LOG8_NONE * 2, rank[TKV_MAX_HEAD_DIM];
+    int pad = tkvi_round_up(cfg->model.head_dim, 16), c, p, most = TKVI_LOG8_NONE * 2, rank[TKV_MAX_HEAD_DIM];
     const tkvi_version *to = &kv->tables.version[version];
-    size_t at = (size_t)layer * (size_t)cfg->n_kv_heads + (size_t)head;
+    size_t at = (size_t)layer * (size_t)cfg->model.n_kv_heads + (size_t)head;
     tkvi_head *h = &to->head[at];
     uint8_t *importance = to->importance + at * (size_t)pad, *order = to->channel + at * (size_t)pad;
     float *mean = to->mean + at * (size_t)pad;
@@ -17632,37 +17602,37 @@ static void tkvi_learn_head(tkv_cache *kv, int layer, int head, int version) {
     g.down = (g.k_most > 0.0f ? (int)(tkvi_bits(g.k_most) >> 23) - 127 : 0) - 20;
     (void)tkvi_each_block(kv, layer, head, tkvi_gather_sums, &g);
     if (g.tokens) (void)tkvi_each_block(kv, layer, head, tkvi_gather_range, &g);
-    for (c = 0; c < cfg->head_dim; c++) any |= asked[c];
-    for (c = 0; c < cfg->head_dim; c++) {
+    for (c = 0; c < cfg->model.head_dim; c++) any |= asked[c];
+    for (c = 0; c < cfg->model.head_dim; c++) {
         rank[c] = tkvi_log8((float)g.channel[c].within) + (any ? tkvi_log8((float)asked[c]) : 0);
         most = tkvi_max(most, rank[c]);
     }
-    for (c = 0; c < cfg->head_dim && g.tokens < TKVI_LEARN_FEW; c++) /* few tokens: nearer to equal */
+    for (c = 0; c < cfg->model.head_dim && g.tokens < TKVI_LEARN_FEW; c++) /* few tokens: nearer to equal */
         rank[c] = most + (rank[c] - most) * (int)g.tokens / TKVI_LEARN_FEW;
     for (p = 0; p < pad; p++) { /* falling order, the lower index of equals first; then padding */
         int best = -1;
-        for (c = 0; c < cfg->head_dim && p < cfg->head_dim; c++)
+        for (c = 0; c < cfg->model.head_dim && p < cfg->model.head_dim; c++)
             if (rank[c] > -1000000 && (best < 0 || rank[c] > rank[best])) best = c;
         if (best < 0) best = p;
         order[p] = (uint8_t)best;
-        importance[p] = p < cfg->head_dim ? (uint8_t)tkvi_max(1, 255 + rank[best] - most) : (uint8_t)0;
+        importance[p] = p < cfg->model.head_dim ? (uint8_t)tkvi_max(1, 255 + rank[best] - most) : (uint8_t)0;
         mean[p] = 0.0f;
-        if (p < cfg->head_dim && g.tokens) {
+        if (p < cfg->model.head_dim && g.tokens) {
             float m = (float)((double)g.channel[best].sum / (double)g.tokens) * tkvi_power_of_two(g.down);
             mean[p] = tkvi_f16_to_f32(tkvi_f32_to_f16(m));
         }
-        if (p < cfg->head_dim) rank[best] = -2000000;
+        if (p < cfg->model.head_dim) rank[best] = -2000000;
     }
     h->reach = tkvi_log8((float)*tkvi_far_attention_of(kv, layer, head)) + tkvi_log8(g.v_sum);
     h->k_weight = most + 16 * g.down; /* undoes the head's unit, so that heads compare */
     h->k_top = tkvi_log_top(2.0f * g.range);
-    h->v_top = tkvi_log_top(2.0f * sqrtf(g.v_most / (float)cfg->v_head_dim));
+    h->v_top = tkvi_log_top(2.0f * sqrtf(g.v_most / (float)cfg->model.v_head_dim));
 }
 
 /* Fills in all heads of a version and makes reach relative to the largest of the layer. */
 static void tkvi_learn_heads(tkv_cache *kv, int layer, int version) {
     tkvi_head *heads = tkvi_heads_of(&kv->tables, layer, version);
-    int head, n = kv->tables.cfg.n_kv_heads, high = -(1 << 20);
+    int head, n = kv->tables.cfg.model.n_kv_heads, high = -(1 << 20);
     for (head = 0; head < n; head++) {
         tkvi_learn_head(kv, layer, head, version);
         high = tkvi_max(high, heads[head].reach);
@@ -17682,7 +17652,7 @@ static int tkvi_free_version(const tkv_cache *kv, int layer) {
     if (kv->tables.current[layer] < 0) return 0;
     used[(int)kv->tables.current[layer]] = 1;
     for (v = 0; v < TKVI_VERSIONS && kv->pool.keep_all; v++) used[v] |= !kv->tables.version[v].bytes;
-    for (seq = 0; seq < kv->tables.cfg.max_seqs; seq++) {
+    for (seq = 0; seq < kv->tables.cfg.limits.max_seqs; seq++) {
         const tkvi_list *list = tkvi_list_of(kv, seq, layer);
         const uint32_t *ids = tkvi_ids(kv, seq, layer);
         for (i = 0; i < list->n; i++) {
@@ -17715,13 +17685,13 @@ static void tkvi_table_use(tkv_cache *kv, int layer, int version) {
 /* Stops collecting for the layer; again 1: restarts it from zero. When the last layer stops, the memory of the
  * statistics is freed, except in place. */
 static void tkvi_learned(tkv_cache *kv, int layer, int again) {
-    size_t n = (size_t)kv->tables.cfg.n_kv_heads;
+    size_t n = (size_t)kv->tables.cfg.model.n_kv_heads;
     int any = kv->pool.keep_all, i;
     kv->seen[layer] = again ? 0 : -1;
-    for (i = 0; i < kv->tables.cfg.n_layers; i++) any |= kv->seen[i] >= 0;
+    for (i = 0; i < kv->tables.cfg.model.n_layers; i++) any |= kv->seen[i] >= 0;
     if (!any) tkvi_put_stats(kv);
     if (!kv->asked || !kv->tables.plan[layer].allocates) return;
-    memset(tkvi_q_sq_sum_of(kv, layer, 0), 0, n * (size_t)kv->tables.cfg.head_dim * sizeof(int64_t));
+    memset(tkvi_q_sq_sum_of(kv, layer, 0), 0, n * (size_t)kv->tables.cfg.model.head_dim * sizeof(int64_t));
     memset(tkvi_far_attention_of(kv, layer, 0), 0, n * sizeof(int64_t));
 }
 
@@ -17730,7 +17700,7 @@ static void tkvi_learned(tkv_cache *kv, int layer, int again) {
 static int64_t tkvi_n_readable_tokens(const tkv_cache *kv, int layer) {
     int64_t n = 0;
     int seq;
-    for (seq = 0; seq < kv->tables.cfg.max_seqs; seq++) {
+    for (seq = 0; seq < kv->tables.cfg.limits.max_seqs; seq++) {
         const tkvi_list *list = tkvi_list_of(kv, seq, layer);
         const uint32_t *ids = tkvi_ids(kv, seq, layer);
         int i = list->n;
@@ -17744,7 +17714,7 @@ static int64_t tkvi_n_readable_tokens(const tkv_cache *kv, int layer) {
  * blocks do not wait for tables, so layers take turns: making all tables at the same token would stall an
  * append. */
 static int tkvi_learn_due(const tkv_cache *kv, int layer, int forced) {
-    int first = kv->tables.current[layer] < 0, turn = kv->tables.cfg.budget_bytes ? layer % TKVI_BLOCK : 0;
+    int first = kv->tables.current[layer] < 0, turn = kv->tables.cfg.budget.bytes ? layer % TKVI_BLOCK : 0;
     forced = forced && first;
     if (!kv->seen ||
         kv->seen[layer] < (forced ? 0 : (first ? TKVI_FIRST_TABLE_TOKENS : TKVI_SECOND_TABLE_TOKENS) + turn))
@@ -17822,7 +17792,7 @@ static int tkvi_must_wait_for_table(const tkv_cache *kv, int layer, tkv_tier tie
 /* Adds q q^T of one query [head_dim] that attention has scaled already. The caller holds kv->learning. */
 static void tkvi_query_stats_add(tkv_cache *kv, int layer, int head, const float *q) {
     int64_t *sum = tkvi_query_stats_of(kv, layer, head);
-    int x[TKV_MAX_HEAD_DIM], dim = kv->tables.cfg.head_dim, i, j;
+    int x[TKV_MAX_HEAD_DIM], dim = kv->tables.cfg.model.head_dim, i, j;
     for (i = 0; i < dim; i++) x[i] = (int)tkvi_counted(q[i] * 4096.0f, 1e6f);
     for (j = 0; j < dim; j++)
         for (i = 0; i <= j; i++) *sum++ += (int64_t)x[i] * x[j];
@@ -17832,7 +17802,7 @@ static void tkvi_query_stats_add(tkv_cache *kv, int layer, int head, const float
  * are. */
 static void tkvi_query_stats_use(tkv_cache *kv, int layer, int head) {
     const int64_t *sum = tkvi_query_stats_of(kv, layer, head);
-    int dim = kv->tables.cfg.head_dim, i, j;
+    int dim = kv->tables.cfg.model.head_dim, i, j;
     double trace = 0.0;
     float *p = kv->solve;
     for (i = 0; i < dim; i++) trace += (double)sum[tkvi_packed(i, i)];
@@ -17842,8 +17812,8 @@ static void tkvi_query_stats_use(tkv_cache *kv, int layer, int head) {
             double c = (double)sum[tkvi_packed(i, j)] * (TKVI_SQUAT_ETA * (double)dim) / trace;
             p[tkvi_packed(i, j)] = (float)(i == j ? 1.0 + c : c);
         }
-    tkvi_feedback_from(p, dim, kv->tables.cfg.squat_block);
-    tkvi_feedback_store(p, dim, kv->tables.cfg.squat_block, tkvi_feedback_of(kv, layer, head));
+    tkvi_feedback_from(p, dim, kv->tables.cfg.format.squat_block);
+    tkvi_feedback_store(p, dim, kv->tables.cfg.format.squat_block, tkvi_feedback_of(kv, layer, head));
 }
 
 /* Computes the factors of a layer when it is time. Runs between steps and allocates nothing. */
@@ -17853,7 +17823,7 @@ static void tkvi_query_stats_learn(tkv_cache *kv, int layer) {
     if (!query_stats || !kv->tables.plan[layer].squat) return;
     if (query_stats->tokens < tkvi_min(TKVI_FIRST_TABLE_TOKENS, tkvi_max(TKVI_BLOCK, 2 * query_stats->used)))
         return;
-    for (head = 0; head < kv->tables.cfg.n_kv_heads; head++) tkvi_query_stats_use(kv, layer, head);
+    for (head = 0; head < kv->tables.cfg.model.n_kv_heads; head++) tkvi_query_stats_use(kv, layer, head);
     query_stats->used = tkvi_min(TKVI_FIRST_TABLE_TOKENS, query_stats->tokens);
     if (query_stats->tokens >= TKVI_FIRST_TABLE_TOKENS) query_stats->tokens = -1;
 }
@@ -17862,12 +17832,12 @@ static void tkvi_query_stats_learn(tkv_cache *kv, int layer) {
 static void tkvi_query_stats_count(tkv_cache *kv, int layer, int n) {
     if (kv->query_stats && kv->query_stats[layer].tokens >= 0)
         kv->query_stats[layer].tokens =
-            tkvi_min(TKVI_FOREVER, kv->query_stats[layer].tokens + n); /* tkv_abort subtracts its part */
+            tkvi_min(TKVI_FOREVER, kv->query_stats[layer].tokens + n); /* tkv_seq_abort subtracts its part */
 }
 
 /* Starts collecting again from zero. The old factors stay in use until new ones are computed. */
 static void tkvi_query_stats_restart(tkv_cache *kv, int layer) {
-    size_t heads = (size_t)kv->tables.cfg.n_kv_heads, dim = (size_t)kv->tables.cfg.head_dim;
+    size_t heads = (size_t)kv->tables.cfg.model.n_kv_heads, dim = (size_t)kv->tables.cfg.model.head_dim;
     if (!kv->query_stats) return;
     kv->query_stats[layer].tokens = kv->query_stats[layer].used = 0;
     memset(tkvi_query_stats_of(kv, layer, 0), 0, heads * (dim * (dim + 1) / 2) * sizeof(int64_t));
@@ -17893,7 +17863,7 @@ static void tkvi_query_stats_restart(tkv_cache *kv, int layer) {
 
 #define TKVI_CALIBRATION_HEAD 24 /* bytes before the first layer */
 
-static size_t tkvi_head_bytes(const tkv_config *cfg) { return 6u + 4u * (size_t)cfg->head_dim; }
+static size_t tkvi_head_bytes(const tkv_config *cfg) { return 6u + 4u * (size_t)cfg->model.head_dim; }
 
 static uint64_t tkvi_fnv1a(const uint8_t *p, size_t n) { return tkvi_fnv1a_more(TKVI_FNV1A_START, p, n); }
 
@@ -17906,10 +17876,15 @@ static int tkvi_has_table(const tkv_cache *kv, int layer) {
     return tkvi_layer_learns(kv, layer) && kv->tables.current[layer] >= 0;
 }
 
-TKV_API int tkv_calibrated_layers(const tkv_cache *kv) {
-    int layer, n = 0;
-    for (layer = 0; kv && layer < kv->tables.cfg.n_layers; layer++) n += tkvi_has_table(kv, layer);
-    return n;
+TKV_API tkv_status tkv_get_calibration(const tkv_cache *kv, tkv_calibration_info *out) {
+    int layer;
+    if (!kv || !out) return TKV_ERR_ARG;
+    memset(out, 0, sizeof *out);
+    for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++) {
+        out->n_calibrated += tkvi_has_table(kv, layer);
+        out->n_learning += kv->seen && kv->seen[layer] >= 0;
+    }
+    return TKV_OK;
 }
 
 /* Returns the parts that the layer's table has or will have, as bits 1 and 2 of the format above. */
@@ -17919,12 +17894,12 @@ static int tkvi_table_parts(const tkv_cache *kv, int layer) {
 }
 
 static size_t tkvi_parts_bytes(const tkv_config *cfg, int parts) {
-    return (parts & 1 ? (size_t)cfg->n_kv_heads * tkvi_head_bytes(cfg) : 0u) +
+    return (parts & 1 ? (size_t)cfg->model.n_kv_heads * tkvi_head_bytes(cfg) : 0u) +
            (parts & 2 ? tkvi_kvquant_bytes(cfg) : 0u);
 }
 
 /* >>saving */
-TKV_API tkv_status tkv_calibration_save(const tkv_cache *kv, void *dst, size_t size, size_t *bytes) {
+TKV_API tkv_status tkv_save_calibration(const tkv_cache *kv, void *dst, size_t size, size_t *bytes) {
     const tkv_config *cfg;
     uint8_t *at = (uint8_t *)dst;
     uint64_t sum;
@@ -17932,34 +17907,34 @@ TKV_API tkv_status tkv_calibration_save(const tkv_cache *kv, void *dst, size_t s
     int layer, head, i;
     if (!kv || !bytes) return TKV_ERR_ARG;
     cfg = &kv->tables.cfg;
-    need = TKVI_CALIBRATION_HEAD + 4u * (size_t)cfg->n_layers + 8u;
-    for (layer = 0; layer < cfg->n_layers; layer++)
+    need = TKVI_CALIBRATION_HEAD + 4u * (size_t)cfg->model.n_layers + 8u;
+    for (layer = 0; layer < cfg->model.n_layers; layer++)
         if (tkvi_has_table(kv, layer)) need += tkvi_parts_bytes(cfg, tkvi_table_parts(kv, layer));
     *bytes = need;
     if (!dst) return TKV_OK;
     if (size < need) return TKV_ERR_ARG;
     memcpy(at, "TKVC", 4);
     tkvi_store32(at + 4, 1);
-    tkvi_store32(at + 8, (uint32_t)cfg->n_layers);
-    tkvi_store32(at + 12, (uint32_t)cfg->n_kv_heads);
-    tkvi_store32(at + 16, (uint32_t)cfg->head_dim);
-    tkvi_store32(at + 20, (uint32_t)cfg->v_head_dim);
+    tkvi_store32(at + 8, (uint32_t)cfg->model.n_layers);
+    tkvi_store32(at + 12, (uint32_t)cfg->model.n_kv_heads);
+    tkvi_store32(at + 16, (uint32_t)cfg->model.head_dim);
+    tkvi_store32(at + 20, (uint32_t)cfg->model.v_head_dim);
     at += TKVI_CALIBRATION_HEAD;
-    for (layer = 0; layer < cfg->n_layers; layer++) {
+    for (layer = 0; layer < cfg->model.n_layers; layer++) {
         int has = tkvi_has_table(kv, layer) ? tkvi_table_parts(kv, layer) : 0;
         tkvi_store32(at, (uint32_t)has);
         at += 4;
-        for (head = 0; (has & 1) && head < cfg->n_kv_heads; head++) {
+        for (head = 0; (has & 1) && head < cfg->model.n_kv_heads; head++) {
             const tkvi_head *h = &tkvi_heads_of(&kv->tables, layer, kv->tables.current[layer])[head];
             tkvi_store16(at, (uint16_t)h->reach);
             tkvi_store16(at + 2, (uint16_t)h->k_weight);
             at[4] = (uint8_t)h->k_top;
             at[5] = (uint8_t)h->v_top;
             at += 6;
-            memcpy(at, h->order, (size_t)cfg->head_dim);
-            memcpy(at + cfg->head_dim, h->importance, (size_t)cfg->head_dim);
-            at += 2 * cfg->head_dim;
-            for (i = 0; i < cfg->head_dim; i++, at += 2) tkvi_store16(at, tkvi_f32_to_f16(h->mean[i]));
+            memcpy(at, h->order, (size_t)cfg->model.head_dim);
+            memcpy(at + cfg->model.head_dim, h->importance, (size_t)cfg->model.head_dim);
+            at += 2 * cfg->model.head_dim;
+            for (i = 0; i < cfg->model.head_dim; i++, at += 2) tkvi_store16(at, tkvi_f32_to_f16(h->mean[i]));
         }
         if (has & 2) {
             tkvi_kvquant_save(&kv->tables, layer, kv->tables.current[layer], at);
@@ -17978,7 +17953,8 @@ static int tkvi_signed16(uint16_t x) { return x < 32768 ? x : x - 65536; }
 /* Returns whether one head's bytes are valid: a permutation of the channels, importance positive and not rising,
  * numbers in range. */
 static int tkvi_head_valid(const tkv_config *cfg, const uint8_t *at) {
-    const uint8_t *order = at + 6, *importance = order + cfg->head_dim, *mean = importance + cfg->head_dim;
+    const uint8_t *order = at + 6, *importance = order + cfg->model.head_dim,
+                  *mean = importance + cfg->model.head_dim;
     uint8_t seen[TKV_MAX_HEAD_DIM];
     int i, k_top = tkvi_signed_byte(at[4]), v_top = tkvi_signed_byte(at[5]);
     memset(seen, 0, sizeof seen);
@@ -17988,8 +17964,8 @@ static int tkvi_head_valid(const tkv_config *cfg, const uint8_t *at) {
         int weight = tkvi_signed16(tkvi_load16(at + 2 * i));
         if (weight < 4 * TKVI_LOG8_NONE || weight > -4 * TKVI_LOG8_NONE) return 0;
     }
-    for (i = 0; i < cfg->head_dim; i++) {
-        if (order[i] >= cfg->head_dim || seen[order[i]]++) return 0;
+    for (i = 0; i < cfg->model.head_dim; i++) {
+        if (order[i] >= cfg->model.head_dim || seen[order[i]]++) return 0;
         if (importance[i] == 0 || (i && importance[i] > importance[i - 1])) return 0;
         if ((tkvi_load16(mean + 2 * i) & 0x7c00u) == 0x7c00u) return 0;
     }
@@ -18009,18 +17985,18 @@ static const char *tkvi_calibration_wrong(const tkv_cache *kv, const uint8_t *sr
     end = src + size - 8;
     sum = tkvi_load32(end) | (uint64_t)tkvi_load32(end + 4) << 32;
     if (tkvi_fnv1a(src, size - 8) != sum) return "the calibration was damaged: its checksum is wrong";
-    if (tkvi_load32(src + 8) != (uint32_t)cfg->n_layers ||
-        tkvi_load32(src + 12) != (uint32_t)cfg->n_kv_heads ||
-        tkvi_load32(src + 16) != (uint32_t)cfg->head_dim ||
-        tkvi_load32(src + 20) != (uint32_t)cfg->v_head_dim)
+    if (tkvi_load32(src + 8) != (uint32_t)cfg->model.n_layers ||
+        tkvi_load32(src + 12) != (uint32_t)cfg->model.n_kv_heads ||
+        tkvi_load32(src + 16) != (uint32_t)cfg->model.head_dim ||
+        tkvi_load32(src + 20) != (uint32_t)cfg->model.v_head_dim)
         return "the calibration is of another model: layers, KV heads or head_dim differ";
-    for (layer = 0; layer < cfg->n_layers; layer++) {
+    for (layer = 0; layer < cfg->model.n_layers; layer++) {
         uint32_t has;
         if (end - at < 4) return "the calibration ends too early";
         has = tkvi_load32(at);
         at += 4;
         if (has > 3) return "the calibration has a layer that it cannot have";
-        for (head = 0; (has & 1) && head < cfg->n_kv_heads; head++) {
+        for (head = 0; (has & 1) && head < cfg->model.n_kv_heads; head++) {
             if ((size_t)(end - at) < tkvi_head_bytes(cfg)) return "the calibration ends too early";
             if (!tkvi_head_valid(cfg, at)) return "a head of the calibration makes no sense";
             at += tkvi_head_bytes(cfg);
@@ -18030,7 +18006,7 @@ static const char *tkvi_calibration_wrong(const tkv_cache *kv, const uint8_t *sr
             if (!tkvi_kvquant_valid(cfg, at)) return "ranges or levels of the calibration make no sense";
             if ((tkvi_table_parts(kv, layer) & 2) &&
                 (tkvi_load32(at) | (uint64_t)tkvi_load32(at + 4) << 32) != tkvi_kvquant_mode(&kv->tables))
-                return "the calibration was made with another cfg.rope or cfg.kvquant";
+                return "the calibration was made with another cfg.model.rope or cfg.format.kvquant";
             at += tkvi_kvquant_bytes(cfg);
         }
     }
@@ -18040,11 +18016,11 @@ static const char *tkvi_calibration_wrong(const tkv_cache *kv, const uint8_t *sr
 /* Copies one valid head into a version; positions from head_dim to the padding become unused. */
 static void tkvi_head_load(tkv_cache *kv, int layer, int version, int head, const uint8_t *at) {
     const tkv_config *cfg = &kv->tables.cfg;
-    size_t pad = (size_t)tkvi_round_up(cfg->head_dim, 16);
+    size_t pad = (size_t)tkvi_round_up(cfg->model.head_dim, 16);
     const tkvi_version *to = &kv->tables.version[version];
-    size_t n = (size_t)layer * (size_t)cfg->n_kv_heads + (size_t)head;
+    size_t n = (size_t)layer * (size_t)cfg->model.n_kv_heads + (size_t)head;
     tkvi_head *h = &to->head[n];
-    size_t i, dim = (size_t)cfg->head_dim;
+    size_t i, dim = (size_t)cfg->model.head_dim;
     h->reach = tkvi_signed16(tkvi_load16(at));
     h->k_weight = tkvi_signed16(tkvi_load16(at + 2));
     h->k_top = tkvi_signed_byte(at[4]);
@@ -18060,7 +18036,7 @@ static void tkvi_head_load(tkv_cache *kv, int layer, int version, int head, cons
 /* Fails if a sequence is in a step, because an abort would not restore the tables. */
 static tkv_status tkvi_between_steps(tkv_cache *kv) {
     int seq;
-    for (seq = 0; seq < kv->tables.cfg.max_seqs; seq++)
+    for (seq = 0; seq < kv->tables.cfg.limits.max_seqs; seq++)
         if (kv->seq[seq].in_step)
             return tkvi_fail(kv, TKV_ERR_STATE, "a step is open in sequence", seq,
                              "; commit or abort it first");
@@ -18076,7 +18052,7 @@ static tkv_status tkvi_version_for(tkv_cache *kv, int layer, int *version) {
     return tkvi_version_ready(kv, *version) ? TKV_OK : tkvi_no_table(kv);
 }
 
-TKV_API tkv_status tkv_calibration_load(tkv_cache *kv, const void *src, size_t size) {
+TKV_API tkv_status tkv_load_calibration(tkv_cache *kv, const void *src, size_t size) {
     const uint8_t *at;
     const char *wrong;
     tkv_status st;
@@ -18089,12 +18065,12 @@ TKV_API tkv_status tkv_calibration_load(tkv_cache *kv, const void *src, size_t s
     if (wrong) return tkvi_fail(kv, TKV_ERR_DATA, wrong, 0, NULL);
     for (pass = 0; pass < 2; pass++) { /* pass 0 allocates, so that a failure changes no table */
         at = (const uint8_t *)src + TKVI_CALIBRATION_HEAD;
-        for (layer = 0; layer < kv->tables.cfg.n_layers; layer++) {
+        for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++) {
             int has = (int)tkvi_load32(at), need = tkvi_table_parts(kv, layer), use;
             use = need && (has & need) == need; /* all parts that the layer needs, or none */
             at += 4;
             if (use && (st = tkvi_version_for(kv, layer, &version)) != TKV_OK) return st;
-            for (head = 0; pass && use && (need & 1) && head < kv->tables.cfg.n_kv_heads; head++)
+            for (head = 0; pass && use && (need & 1) && head < kv->tables.cfg.model.n_kv_heads; head++)
                 tkvi_head_load(kv, layer, version, head,
                                at + (size_t)head * tkvi_head_bytes(&kv->tables.cfg));
             if (pass && use && (need & 2))
@@ -18117,7 +18093,7 @@ static int tkvi_samples_finite(const float *x, size_t n, int positive) {
     return 1;
 }
 
-TKV_API tkv_status tkv_calibration_fit(tkv_cache *kv, const tkv_samples *s) {
+TKV_API tkv_status tkv_fit_calibration(tkv_cache *kv, const tkv_samples *s) {
     const tkv_config *cfg;
     tkvi_tokens_of from;
     tkv_status st;
@@ -18126,7 +18102,7 @@ TKV_API tkv_status tkv_calibration_fit(tkv_cache *kv, const tkv_samples *s) {
     if (!kv) return TKV_ERR_ARG;
     cfg = &kv->tables.cfg;
     if (!s || !s->k || !s->v) return tkvi_fail(kv, TKV_ERR_ARG, "the samples are missing", 0, NULL);
-    if (s->layer < 0 || s->layer >= cfg->n_layers)
+    if (s->layer < 0 || s->layer >= cfg->model.n_layers)
         return tkvi_fail(kv, TKV_ERR_ARG, "there is no layer", s->layer, "");
     if (tkvi_table_parts(kv, s->layer) != 2)
         return tkvi_fail(kv, TKV_ERR_ARG, "samples are for layers with KVQUANT formats, without A and R; not",
@@ -18136,11 +18112,11 @@ TKV_API tkv_status tkv_calibration_fit(tkv_cache *kv, const tkv_samples *s) {
         return tkvi_fail(kv, TKV_ERR_ARG, "start and length must be positions, not", s->start, "");
     st = tkvi_between_steps(kv);
     if (st) return st;
-    rows = (size_t)s->n * (size_t)cfg->n_kv_heads;
-    if (!tkvi_samples_finite(s->k, rows * (size_t)cfg->head_dim, 0) ||
-        !tkvi_samples_finite(s->v, rows * (size_t)cfg->v_head_dim, 0) ||
-        !tkvi_samples_finite(s->k_weight, rows * (size_t)cfg->head_dim, 1) ||
-        !tkvi_samples_finite(s->v_weight, rows * (size_t)cfg->v_head_dim, 1))
+    rows = (size_t)s->n * (size_t)cfg->model.n_kv_heads;
+    if (!tkvi_samples_finite(s->k, rows * (size_t)cfg->model.head_dim, 0) ||
+        !tkvi_samples_finite(s->v, rows * (size_t)cfg->model.v_head_dim, 0) ||
+        !tkvi_samples_finite(s->k_weight, rows * (size_t)cfg->model.head_dim, 1) ||
+        !tkvi_samples_finite(s->v_weight, rows * (size_t)cfg->model.v_head_dim, 1))
         return tkvi_fail(kv, TKV_ERR_NONFINITE,
                          "there is a NaN, an infinity or a negative weight in the samples", 0, NULL);
     st = tkvi_version_for(kv, s->layer, &version);
@@ -18155,20 +18131,20 @@ TKV_API tkv_status tkv_calibration_fit(tkv_cache *kv, const tkv_samples *s) {
 }
 
 /* >>freeze and refresh */
-TKV_API tkv_status tkv_calibration_freeze(tkv_cache *kv) {
+TKV_API tkv_status tkv_freeze_calibration(tkv_cache *kv) {
     tkv_status st;
     int layer, none = 0;
     if (!kv) return TKV_ERR_ARG;
     st = tkvi_between_steps(kv);
     if (st) return st;
-    for (layer = 0; layer < kv->tables.cfg.n_layers; layer++)
+    for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++)
         if (tkvi_layer_learns(kv, layer) && !tkvi_has_table(kv, layer)) {
             none = 1;
             if (tkvi_n_readable_tokens(kv, layer) < 1)
                 return tkvi_fail(kv, TKV_ERR_STATE, "there is nothing to learn from yet in layer", layer, "");
         }
     if (none && !tkvi_version_ready(kv, 0)) return tkvi_no_table(kv);
-    for (layer = 0; layer < kv->tables.cfg.n_layers; layer++) {
+    for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++) {
         int8_t had;
         if (!tkvi_layer_learns(kv, layer)) continue;
         if (!tkvi_has_table(kv, layer) && tkvi_begin_table(kv, layer, 1, &had))
@@ -18178,13 +18154,13 @@ TKV_API tkv_status tkv_calibration_freeze(tkv_cache *kv) {
     return tkvi_ok(kv);
 }
 
-TKV_API tkv_status tkv_calibration_refresh(tkv_cache *kv) {
+TKV_API tkv_status tkv_refresh_calibration(tkv_cache *kv) {
     tkv_status st;
     int layer;
     if (!kv) return TKV_ERR_ARG;
     st = tkvi_between_steps(kv);
     if (!st && !tkvi_get_stats(kv, &kv->heap)) st = tkvi_no_table(kv);
-    for (layer = 0; !st && layer < kv->tables.cfg.n_layers; layer++) {
+    for (layer = 0; !st && layer < kv->tables.cfg.model.n_layers; layer++) {
         if (tkvi_layer_learns(kv, layer) && tkvi_has_table(kv, layer)) tkvi_learned(kv, layer, 1);
         tkvi_query_stats_restart(kv, layer);
     }
@@ -18213,14 +18189,14 @@ TKV_API tkv_status tkv_calibration_refresh(tkv_cache *kv) {
  * policy is KNORM and attention scores are not collected. Keys then need not be decoded for each eviction, and the
  * norms are those of the appended keys. */
 static int tkvi_keeps_norms(const tkv_cache *kv) {
-    return kv->tables.cfg.evict.kind == TKV_EVICT_KNORM && !kv->mass.mode;
+    return kv->tables.cfg.evict.policy == TKV_EVICT_KNORM && !kv->mass.mode;
 }
 
 /* 1 if this cache collects the attention scores that a policy needs, or if the policy needs none. */
-static int tkvi_gathers_for(const tkv_cache *kv, tkv_evict_kind kind) {
+static int tkvi_gathers_for(const tkv_cache *kv, tkv_evict_policy kind) {
     const int attention =
-        TKV_EVICT_NEEDS_MASS | TKV_EVICT_NEEDS_OBSERVED | TKV_EVICT_NEEDS_LAST | TKV_EVICT_NEEDS_LOWS;
-    const int need = tkv_evict_needs(kind) & attention;
+        TKVI_NEEDS_TOTAL_SCORES | TKVI_NEEDS_PROMPT_SCORES | TKVI_NEEDS_LAST_SCORES | TKVI_NEEDS_LOW_COUNTS;
+    const int need = tkvi_evict_needs(kind) & attention;
     return !need || (kv->mass.mode && kv->mass.mode->need == need);
 }
 
@@ -18294,13 +18270,13 @@ static void tkvi_decay_to_now(tkv_cache *kv, uint32_t id, int len, int newest, f
 /* Importance of n tokens, at most 64, at these positions. a: in, their attention scores of now; out, their
  * importance. */
 static void tkvi_importance_of_block(const tkv_cache *kv, const int *position, float *a, int n, int len) {
-    tkv_importance token[TKVI_BLOCK];
+    tkv_token_importance token[TKVI_BLOCK];
     int t;
     for (t = 0; t < n; t++) {
         token[t].attention = a[t];
         token[t].step = len - 1;
     }
-    (void)tkv_importance_read(&kv->mass.importance, token, position, n, len - 1, a);
+    (void)tkv_update_importance(&kv->mass.importance, token, position, NULL, n, len - 1, a);
 }
 
 /* After a list was cut: no step of its blocks lies beyond its length. New tokens begin with 0 (tkvi_store). */
@@ -18317,13 +18293,13 @@ static void tkvi_token_score_cut(tkv_cache *kv, const tkvi_list *list, const uin
 #endif /* TKVI_RECLAIM_SCORES_H */
 /* ======== reclaim/offload.h ======== */
 /*
- * reclaim/offload.h - offloads blocks: writes them from RAM to the caller's store (cfg.spill) and reads single
+ * reclaim/offload.h - offloads blocks: writes them from RAM to the caller's store (cfg.offload) and reads single
  * records back. Which blocks are offloaded, and when: reclaim/budget.h, step/promote.h.
  *
  * A block is stored in its format, in pieces. Each KV head's record is one piece, or two (K, V) where it is larger
  * than TKVI_OFFLOAD_SIDE bytes. So attention reads only the bytes that it multiplies with.
  *
- *     key 2 * number: the offloaded block;  key 2 * number + 1: its exact copy (cfg.spill.keep_exact)
+ *     key 2 * number: the offloaded block;  key 2 * number + 1: its exact copy (cfg.offload.keep_exact)
  *     head h, at offset record[h].at + 16 h: K, [checksum 8,] V, checksum 8, little-endian
  *
  * The checksum of a piece is the XXH64 of its bytes. Its seed is the XXH64 of the key, the head and side, the start
@@ -18382,16 +18358,16 @@ static tkvi_piece tkvi_piece_of(const tkv_cache *kv, uint32_t id, tkvi_stored_as
 /* Writes a block that is in RAM to the store. 0: the store failed, and the key was erased. */
 static TKVI_NOINLINE int tkvi_store_block(tkv_cache *kv, uint32_t id, tkvi_stored_as what, uint64_t mark) {
     TKVI_ALIGNED uint8_t room[TKVI_OFFLOAD_ROOM];
-    const tkv_spill_config *s = &kv->tables.cfg.spill;
+    const tkv_offload_config *s = &kv->tables.cfg.offload;
     const tkvi_block *b = &kv->pool.block[id];
     const tkvi_coding *c = &kv->tables.coding[b->coding];
     int head, part;
-    for (head = 0; head < kv->tables.cfg.n_kv_heads; head++)
+    for (head = 0; head < kv->tables.cfg.model.n_kv_heads; head++)
         for (part = 0; part < tkvi_pieces(&c->record[head]); part++) {
             const tkvi_piece p = tkvi_piece_of(kv, id, what, b->coding, mark, head, part);
             memcpy(room, tkvi_block_bytes(&kv->pool, b) + p.from, p.bytes);
             tkvi_store64(room + p.bytes, tkvi_xxh64(p.seed, room, p.bytes));
-            if (s->store(s->user, p.key, p.at, room, p.bytes + TKVI_OFFLOAD_CHECKSUM) == 0) continue;
+            if (s->write(s->user, p.key, p.at, room, p.bytes + TKVI_OFFLOAD_CHECKSUM) == 0) continue;
             tkvi_erase_key(&kv->pool, id, what);
             kv->unstored++;
             return 0;
@@ -18399,25 +18375,25 @@ static TKVI_NOINLINE int tkvi_store_block(tkv_cache *kv, uint32_t id, tkvi_store
     return 1;
 }
 
-/* Called before a block is recoded. With cfg.spill.keep_exact it writes a copy of the exact bytes to the store, if
+/* Called before a block is recoded. With cfg.offload.keep_exact it writes a copy of the exact bytes to the store, if
  * the block has none. If the store fails, there is no copy, but the call goes on. */
 static void tkvi_store_exact_copy(tkv_cache *kv, int layer, uint32_t id) {
     tkvi_block *b = &kv->pool.block[id];
-    if (!kv->tables.cfg.spill.keep_exact || !kv->tables.cfg.spill.store || b->copy || b->refs > 1) return;
+    if (!kv->tables.cfg.offload.keep_exact || !kv->tables.cfg.offload.write || b->copy || b->refs > 1) return;
     if (!tkvi_is_hot_coding(kv, layer, b->coding)) return;
     b->copy_mark++;
     if (tkvi_store_block(kv, id, TKVI_COPY, b->copy_mark)) b->copy = (uint16_t)(b->coding + 1);
 }
 
 /* 1 if there is a store, and it has not failed in this call. */
-static int tkvi_can_store(const tkv_cache *kv) { return kv->tables.cfg.spill.store && !kv->store_failed; }
+static int tkvi_can_store(const tkv_cache *kv) { return kv->tables.cfg.offload.write && !kv->store_failed; }
 
 /* 1 if blocks that end before position `end` may be offloaded by age. At least the hot tokens of rule r must follow
- * them, and the last append must not have added to them. If r keeps all tokens hot, cfg.hot_tokens counts as it was
- * given. Its special values (0, TKV_NONE, TKV_ALL) set no age. */
+ * them, and the last append must not have added to them. If r keeps all tokens hot, cfg.tiers.hot_tokens counts as
+ * it was given. Its special values (0, TKV_OFF, TKV_UNLIMITED) set no age. */
 static int tkvi_is_old(const tkv_cache *kv, int seq, int layer, int end, const tkvi_tier_spec *r) {
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
-    int hot = r->hot != TKVI_FOREVER ? r->hot : kv->tables.cfg.hot_tokens;
+    int hot = r->hot != TKVI_FOREVER ? r->hot : kv->tables.cfg.tiers.hot_tokens;
     if (hot == TKVI_FOREVER) hot = TKVI_BLOCK; /* given as 2^30 - 1: the newest 64 stay */
     return end <= list->chunk && (kv->seq[seq].in_step ? list->step_len : list->len) - end >= hot;
 }
@@ -18476,7 +18452,7 @@ static int tkvi_offload_next(tkv_cache *kv, int seq, int layer) {
 static TKVI_NOINLINE tkv_status tkvi_read_piece(const tkv_cache *kv, uint32_t id, tkvi_stored_as what,
                                                 int head, tkv_side side, tkvi_fetch_buffer *room,
                                                 const uint8_t **bytes) {
-    const tkv_spill_config *s = &kv->tables.cfg.spill;
+    const tkv_offload_config *s = &kv->tables.cfg.offload;
     const tkvi_block *b = &kv->pool.block[id];
     const int coding = what == TKVI_COPY ? b->copy - 1 : b->coding;
     const tkvi_record *r = &kv->tables.coding[coding].record[head];
@@ -18486,7 +18462,7 @@ static TKVI_NOINLINE tkv_status tkvi_read_piece(const tkv_cache *kv, uint32_t id
     *bytes = room->bytes + (side == TKV_V && !part ? r->v_at : 0);
     if (room->key == p.key && room->head == head && room->part == part) return TKV_OK;
     room->key = TKVI_NIL;
-    if (s->fetch(s->user, p.key, p.at, room->bytes, p.bytes + TKVI_OFFLOAD_CHECKSUM)) return TKV_ERR_IO;
+    if (s->read(s->user, p.key, p.at, room->bytes, p.bytes + TKVI_OFFLOAD_CHECKSUM)) return TKV_ERR_IO;
     if (tkvi_load64(room->bytes + p.bytes) != tkvi_xxh64(p.seed, room->bytes, p.bytes)) return TKV_ERR_DATA;
     room->key = p.key;
     room->head = head;
@@ -18507,12 +18483,13 @@ static tkv_status tkvi_side_bytes(const tkv_cache *kv, uint32_t id, int head, tk
 
 /* Prefetch: announces to the store that a head's record of this offloaded block will be read soon. */
 static void tkvi_prefetch_record(const tkv_cache *kv, uint32_t id, int head) {
-    const tkv_spill_config *s = &kv->tables.cfg.spill;
+    const tkv_offload_config *s = &kv->tables.cfg.offload;
     const tkvi_block *b = &kv->pool.block[id];
-    if (s->ahead) {
+    if (s->prefetch) {
         const tkvi_record *r = &kv->tables.coding[b->coding].record[head];
-        s->ahead(s->user, tkvi_store_key(id, TKVI_ITSELF), r->at + TKVI_OFFLOAD_CHECKSUM * 2u * (size_t)head,
-                 r->v_at + r->v.bytes + 2u * TKVI_OFFLOAD_CHECKSUM);
+        s->prefetch(s->user, tkvi_store_key(id, TKVI_ITSELF),
+                    r->at + TKVI_OFFLOAD_CHECKSUM * 2u * (size_t)head,
+                    r->v_at + r->v.bytes + 2u * TKVI_OFFLOAD_CHECKSUM);
     }
 }
 
@@ -18565,7 +18542,7 @@ static int tkvi_sees_discarded(const tkv_cache *kv, int seq, int layer, int64_t 
 static int tkvi_discardable_to(const tkv_cache *kv, int seq, int level) {
     int layer, i, to = TKVI_FOREVER;
     if (kv->seq[seq].in_step) return 0;
-    for (layer = 0; layer < kv->tables.cfg.n_layers; layer++) {
+    for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++) {
         const tkvi_list *list = tkvi_list_of(kv, seq, layer);
         const uint32_t *ids = tkvi_ids(kv, seq, layer);
         const tkvi_tier_spec *r = &tkvi_rules_of(&kv->tables, layer)[level];
@@ -18580,7 +18557,7 @@ static int tkvi_discardable_to(const tkv_cache *kv, int seq, int level) {
  * with the lowest start counts. Returns 0 if no layer has such a block. */
 static int tkvi_first_in_ram(const tkv_cache *kv, int seq, int *start, int *end) {
     int layer, i, found = 0;
-    for (layer = 0; layer < kv->tables.cfg.n_layers; layer++) {
+    for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++) {
         const tkvi_list *list = tkvi_list_of(kv, seq, layer);
         const uint32_t *ids = tkvi_ids(kv, seq, layer);
         for (i = list->sinks; i < list->n && tkvi_is_offloaded(&kv->pool.block[ids[i]]);) i++;
@@ -18598,7 +18575,7 @@ static int tkvi_first_in_ram(const tkv_cache *kv, int seq, int *start, int *end)
 static size_t tkvi_discard_to(tkv_cache *kv, int seq, int to, int really, int *last) {
     size_t freed = 0;
     int layer, i;
-    for (layer = 0; layer < kv->tables.cfg.n_layers; layer++) {
+    for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++) {
         const tkvi_list *list = tkvi_list_of(kv, seq, layer);
         const uint32_t *ids = tkvi_ids(kv, seq, layer);
         for (i = list->sinks; i < list->n && tkvi_block_end(kv, list, ids, i) <= to; i++) {
@@ -18629,7 +18606,7 @@ static int tkvi_is_idle(const tkv_cache *kv, int seq) {
  * 0: there is nothing to discard. */
 static int tkvi_discard_idle(tkv_cache *kv) {
     int seq, start = 0, end = 0, from = -1, to = 0, last = 0;
-    for (seq = 0; kv->tables.cfg.remat && seq < kv->tables.cfg.max_seqs; seq++) {
+    for (seq = 0; kv->tables.cfg.budget.discard && seq < kv->tables.cfg.limits.max_seqs; seq++) {
         if (!tkvi_is_idle(kv, seq) || (from >= 0 && kv->seq[seq].used >= kv->seq[from].used)) continue;
         if (!tkvi_first_in_ram(kv, seq, &start, &end)) continue;
         end = tkvi_min(end, tkvi_discardable_to(kv, seq, kv->tables.level));
@@ -18738,7 +18715,7 @@ static void tkvi_add_anchor(tkv_cache *kv, const uint32_t *ids, int i, int t, in
     const uint8_t *src = tkvi_block_bytes(&kv->pool, from);
     float row[TKV_MAX_HEAD_DIM];
     int h;
-    for (h = 0; h < cfg->n_kv_heads; h++) {
+    for (h = 0; h < cfg->model.n_kv_heads; h++) {
         const tkvi_record *r = &a->record[h], *s = &b->record[h];
         tkvi_values(&s->k, help, src + s->at, t, 1, row, 0);
         r->k.format->side[r->k.which].put(&r->k, help, row, slot, dst + r->at);
@@ -18769,7 +18746,7 @@ static void tkvi_choose_anchors(tkv_cache *kv, int seq, int layer, int i) {
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
     const tkvi_plan *p = &kv->tables.plan[layer];
-    const int first = p->sink, last = p->sink + kv->tables.cfg.n_anchors;
+    const int first = p->sink, last = p->sink + kv->tables.cfg.tiers.n_anchors;
     tkvi_block *sinks = &kv->pool.block[ids[0]], *b = &kv->pool.block[ids[i]];
     float a[TKVI_BLOCK], mine[TKVI_BLOCK];
     uint64_t there;
@@ -18806,8 +18783,8 @@ static void tkvi_choose_anchors(tkv_cache *kv, int seq, int layer, int i) {
  *                                      warm_tokens
  *
  * The age of a block is the number of tokens after it. Ageing runs at the start of an append or of a step, before
- * new tokens are stored, and in tkv_flush. So the tokens of a chunk are still exact when the chunk is attended to.
- * Ageing recodes whole blocks; only a flush may include the unfinished one.
+ * new tokens are stored, and in tkv_seq_flush. So the tokens of a chunk are still exact when the chunk is attended
+ * to. Ageing recodes whole blocks; only a flush may include the unfinished one.
  */
 #ifndef TKVI_RECLAIM_AGE_H
 #define TKVI_RECLAIM_AGE_H
@@ -18817,12 +18794,12 @@ static void tkvi_choose_anchors(tkv_cache *kv, int seq, int layer, int i) {
  * hot. */
 static tkv_tier tkvi_tier_due(const tkvi_tier_spec *r, int hot, int end, int len) {
     int64_t age = (int64_t)len - end;
-    if (age < hot) return TKV_HOT;
-    return age < (int64_t)hot + r->warm ? TKV_WARM : TKV_ARCHIVE;
+    if (age < hot) return TKV_TIER_HOT;
+    return age < (int64_t)hot + r->warm ? TKV_TIER_WARM : TKV_TIER_ARCHIVE;
 }
 
 /* With a budget blocks are recoded when bytes are needed (reclaim/budget.h), without one when they are old. */
-static int tkvi_has_budget(const tkv_cache *kv) { return kv->tables.cfg.budget_bytes != 0; }
+static int tkvi_has_budget(const tkv_cache *kv) { return kv->tables.cfg.budget.bytes != 0; }
 
 /* The age in tokens at which ageing takes a layer's blocks from the hot tier. With a budget: never. */
 static int tkvi_hot_age(const tkv_cache *kv, int layer) {
@@ -18861,12 +18838,12 @@ static int tkvi_values_of(const tkvi_side *side, const tkvi_simd_ops *help, cons
 static void tkvi_encode_record(const tkv_cache *kv, int layer, int head, const tkvi_record *r, int start,
                                int n, uint8_t *dst) {
     const tkv_config *cfg = &kv->tables.cfg;
-    const float *k = kv->recode, *v = k + tkvi_round_up(cfg->head_dim, 16) * TKVI_BLOCK;
+    const float *k = kv->recode, *v = k + tkvi_round_up(cfg->model.head_dim, 16) * TKVI_BLOCK;
     tkvi_side to_k = r->k;
     to_k.feedback = tkvi_feedback_of(kv, layer, head);
     to_k.start = start;
-    tkvi_encode_side(&to_k, kv->kernels->helpers, k, (size_t)cfg->head_dim, n, dst);
-    tkvi_encode_side(&r->v, kv->kernels->helpers, v, (size_t)cfg->v_head_dim, n, dst + r->v_at);
+    tkvi_encode_side(&to_k, kv->kernels->helpers, k, (size_t)cfg->model.head_dim, n, dst);
+    tkvi_encode_side(&r->v, kv->kernels->helpers, v, (size_t)cfg->model.v_head_dim, n, dst + r->v_at);
 }
 
 /* Recodes all heads of a block from slot src to slot dst (a tkvi_rewrite). ctx: a tkvi_recoding. */
@@ -18874,10 +18851,10 @@ static void tkvi_recode(void *ctx, const uint8_t *src, uint8_t *dst) {
     const tkvi_recoding *r = (const tkvi_recoding *)ctx;
     const tkv_config *cfg = &r->kv->tables.cfg;
     const tkvi_simd_ops *help = r->kv->kernels->helpers;
-    float *k = r->kv->recode, *v = k + tkvi_round_up(cfg->head_dim, 16) * TKVI_BLOCK;
-    size_t dk = (size_t)cfg->head_dim, dv = (size_t)cfg->v_head_dim;
+    float *k = r->kv->recode, *v = k + tkvi_round_up(cfg->model.head_dim, 16) * TKVI_BLOCK;
+    size_t dk = (size_t)cfg->model.head_dim, dv = (size_t)cfg->model.v_head_dim;
     int h, n;
-    for (h = 0; h < cfg->n_kv_heads; h++) {
+    for (h = 0; h < cfg->model.n_kv_heads; h++) {
         const tkvi_record *a = &r->from->record[h], *b = &r->to->record[h];
         n = tkvi_values_of(&a->k, help, src + a->at, r->there, k, dk);
         (void)tkvi_values_of(&a->v, help, src + a->at + a->v_at, r->there, v, dv);
@@ -19009,16 +18986,17 @@ static void tkvi_age(tkv_cache *kv, int seq, int layer, int hot, int partial, tk
         int is_warm = i < now.sinks + now.archive + now.warm, end = tkvi_block_end(kv, &now, ids, i);
         int whole = i + 1 < now.n || end - tkvi_block_start(kv, ids, i) == TKVI_BLOCK;
         tkv_tier due = tkvi_tier_due(&p->now, hot, end, len);
-        while (tkvi_must_wait_for_table(kv, layer, due)) due = due == TKV_ARCHIVE ? TKV_WARM : TKV_HOT;
-        if (due == TKV_HOT || (!whole && !partial)) break;
-        if (is_warm && due == TKV_WARM) {
+        while (tkvi_must_wait_for_table(kv, layer, due))
+            due = due == TKV_TIER_ARCHIVE ? TKV_TIER_WARM : TKV_TIER_HOT;
+        if (due == TKV_TIER_HOT || (!whole && !partial)) break;
+        if (is_warm && due == TKV_TIER_WARM) {
             i = now.sinks + now.archive + now.warm - 1; /* the younger warm blocks stay as well */
             continue;
         }
         tkvi_demote(kv, seq, layer, i + (dry_run ? gone : 0), tkvi_coding_of(&kv->tables, layer, due),
                     dry_run);
         if (is_warm) now.warm--;
-        if (due == TKV_ARCHIVE) now.archive++;
+        if (due == TKV_TIER_ARCHIVE) now.archive++;
         else now.warm++;
     }
     if (!dry_run) *list = now;
@@ -19069,7 +19047,7 @@ static int tkvi_count(const tkv_cache *kv, int seq, int layer) {
 /* Index of the block at which a walk over the tokens from a position on begins. With anchors it is 0: the sinks'
  * block may hold any position. */
 static int tkvi_first_at(const tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int position) {
-    return kv->tables.cfg.n_anchors ? 0 : tkvi_max(0, tkvi_block_at(kv, list, ids, position));
+    return kv->tables.cfg.tiers.n_anchors ? 0 : tkvi_max(0, tkvi_block_at(kv, list, ids, position));
 }
 
 /* Mask of the pinned tokens of a block, without temporary pins that have ended. */
@@ -19193,12 +19171,12 @@ static void tkvi_join_blocks(tkv_cache *kv, int seq, int layer, int i, int count
     tkvi_block *a = &kv->pool.block[ids[i]], *b = &kv->pool.block[ids[i + 1]];
     const uint64_t here = tkvi_used_mask(kv, list, ids, i), left = tkvi_used_mask(kv, list, ids, i + 1);
     const uint64_t there = tkvi_first_bits(left, count);
-    const size_t dk = (size_t)cfg->head_dim, dv = (size_t)cfg->v_head_dim;
-    float *k = kv->recode, *v = k + tkvi_round_up(cfg->head_dim, 16) * TKVI_BLOCK;
+    const size_t dk = (size_t)cfg->model.head_dim, dv = (size_t)cfg->model.v_head_dim;
+    float *k = kv->recode, *v = k + tkvi_round_up(cfg->model.head_dim, 16) * TKVI_BLOCK;
     uint8_t *to = tkvi_block_bytes(&kv->pool, a);
     const uint8_t *from = tkvi_block_bytes(&kv->pool, b);
     int h;
-    for (h = 0; h < cfg->n_kv_heads; h++) {
+    for (h = 0; h < cfg->model.n_kv_heads; h++) {
         const tkvi_record *r = &kv->tables.coding[a->coding].record[h];
         const tkvi_record *s = &kv->tables.coding[b->coding].record[h];
         int n = tkvi_values_of(&r->k, help, to + r->at, here, k, dk);
@@ -19264,7 +19242,7 @@ static tkvi_choice tkvi_choice_of(const tkv_cache *kv) {
 /* Decodes the keys of the tokens in the mask `there` of a block, for one head. Keys of an offloaded block that
  * cannot be read are zeros: nothing is known of them. */
 static void tkvi_keys_of(const tkv_cache *kv, uint32_t id, int head, uint64_t there, float *out) {
-    const size_t dim = (size_t)kv->tables.cfg.head_dim;
+    const size_t dim = (size_t)kv->tables.cfg.model.head_dim;
     const tkvi_record *r = &kv->tables.coding[kv->pool.block[id].coding].record[head];
     const uint8_t *bytes;
     tkvi_fetch_buffer room;
@@ -19276,7 +19254,7 @@ static void tkvi_keys_of(const tkv_cache *kv, uint32_t id, int head, uint64_t th
 
 /* Norms of the keys of the tokens in the mask `there` of a block, each the mean of the KV heads. */
 static void tkvi_block_norms(const tkv_cache *kv, uint32_t id, uint64_t there, float *out) {
-    const int heads = kv->tables.cfg.n_kv_heads, dim = kv->tables.cfg.head_dim;
+    const int heads = kv->tables.cfg.model.n_kv_heads, dim = kv->tables.cfg.model.head_dim;
     int h, t, n = tkvi_bits_in(there);
     memset(out, 0, (size_t)n * sizeof *out);
     for (h = 0; h < heads; h++) {
@@ -19289,7 +19267,7 @@ static void tkvi_block_norms(const tkv_cache *kv, uint32_t id, uint64_t there, f
 static void tkvi_differing(const tkv_cache *kv, int seq, int layer, float *out, int n) {
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
-    const int heads = kv->tables.cfg.n_kv_heads, dim = kv->tables.cfg.head_dim;
+    const int heads = kv->tables.cfg.model.n_kv_heads, dim = kv->tables.cfg.model.head_dim;
     int h, i, t, pass, count, at;
     memset(out, 0, (size_t)n * sizeof *out);
     for (h = 0; h < heads; h++) {
@@ -19329,7 +19307,7 @@ static int tkvi_has_no_slot(const tkv_cache *kv, int seq, int layer, int i, cons
 }
 
 /* Builds the view of a layer's tokens for a policy. p: its pinned, priority and scores are indexed by position, or
- * NULL. needs: bits of tkv_evict_need. */
+ * NULL. needs: bits TKVI_NEEDS_. */
 static tkv_evict_view tkvi_build_view(tkv_cache *kv, int seq, int layer, const tkv_evict_params *p, int needs,
                                       const tkvi_spared *spared, tkvi_choice *c) {
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
@@ -19347,30 +19325,31 @@ static tkv_evict_view tkvi_build_view(tkv_cache *kv, int seq, int layer, const t
         float mass[TKVI_BLOCK];
         kv->pool.token_meta[ids[i]].temporary_pins &= pinned; /* else a merge could revive ended pins */
         tkvi_decay_to_now(kv, ids[i], list->len, newest, mass);
-        if (needs & TKV_EVICT_NEEDS_NORMS && !tkvi_keeps_norms(kv))
+        if (needs & TKVI_NEEDS_NORMS && !tkvi_keeps_norms(kv))
             tkvi_block_norms(kv, ids[i], there, c->value + c->n);
         for (t = 0; t < TKVI_BLOCK; t++) {
             int at;
             if (!(there >> t & 1)) continue;
             at = tkvi_slot_position(kv, ids[i], t);
             c->position[c->n] = at;
-            if (needs & TKV_EVICT_NEEDS_NORMS && tkvi_keeps_norms(kv))
+            if (needs & TKVI_NEEDS_NORMS && tkvi_keeps_norms(kv))
                 c->value[c->n] = tkvi_from_bits(kv->pool.token_meta[ids[i]].mass[t]);
-            if (!(needs & TKV_EVICT_NEEDS_NORMS)) c->value[c->n] = p && p->scores ? p->scores[at] : mass[t];
-            c->priority[c->n] = (signed char)(p && p->priority ? p->priority[at] : 0);
-            if (b->refs > 1 || stays || pinned >> t & 1 || (p && p->pinned && tkvi_has(p->pinned, at)))
+            if (!(needs & TKVI_NEEDS_NORMS)) c->value[c->n] = p && p->scores ? p->scores[at] : mass[t];
+            c->priority[c->n] = (signed char)(p && p->priorities ? p->priorities[at] : 0);
+            if (b->refs > 1 || stays || pinned >> t & 1 ||
+                (p && p->pinned_mask && tkvi_has(p->pinned_mask, at)))
                 tkvi_mark(c->pinned, c->n);
             c->n++;
         }
-        if (needs & TKV_EVICT_NEEDS_SCORES && !(p && p->scores)) /* importance as tkv_importance_of has it */
+        if (needs & TKVI_NEEDS_USER_SCORES && !(p && p->scores)) /* importance as tkv_get_importance has it */
             tkvi_importance_of_block(kv, c->position + first, c->value + first, c->n - first, list->len);
     }
     memset(&v, 0, sizeof v);
     v.n = c->n;
-    v.position = c->position;
-    v.pinned = c->pinned;
-    v.priority = c->priority;
-    v.mass = v.observed = v.last = v.norms = v.lows = v.scores = c->value;
+    v.positions = c->position;
+    v.pinned_mask = c->pinned;
+    v.priorities = c->priority;
+    v.total_scores = v.prompt_scores = v.last_scores = v.norms = v.low_counts = v.user_scores = c->value;
     return v;
 }
 
@@ -19379,18 +19358,18 @@ static tkv_evict_view tkvi_build_view(tkv_cache *kv, int seq, int layer, const t
 static int tkvi_layer_keep(const tkv_cache *kv, int seq, int layer, const tkv_evict_config *cfg, int keep) {
     int budget[TKVI_MAX_LAYERS], i, n = 0, mine = 0;
     tkv_evict_budget b;
-    if (tkvi_evict_row_of(cfg->kind)->shape == TKV_EVICT_UNIFORM) return keep;
-    for (i = 0; i < kv->tables.cfg.n_layers; i++) {
+    if (tkvi_evict_row_of(cfg->policy)->shape == TKV_EVICT_UNIFORM) return keep;
+    for (i = 0; i < kv->tables.cfg.model.n_layers; i++) {
         if (i == layer) mine = n;
         n += kv->tables.plan[i].stored == i;
     }
     memset(&b, 0, sizeof b);
-    b.shape = tkvi_evict_row_of(cfg->kind)->shape;
+    b.shape = tkvi_evict_row_of(cfg->policy)->shape;
     b.n_layers = n;
     b.total = (int64_t)n * keep;
     b.n_tokens = tkvi_list_of(kv, seq, layer)->len;
     b.window = cfg->recent_tokens;
-    return tkv_evict_budgets(&b, budget) ? keep : budget[mine];
+    return tkv_split_evict_budget(&b, budget) ? keep : budget[mine];
 }
 
 /* Marks the victims of a choice in the victim masks of their blocks (`chosen`). */
@@ -19430,16 +19409,16 @@ static void tkvi_apply_eviction(tkv_cache *kv, int seq, int layer, int press) {
 static tkv_status tkvi_choose(tkv_cache *kv, int seq, int layer, const tkv_evict_config *cfg,
                               const tkv_evict_params *p, int keep, const tkvi_spared *spared,
                               tkvi_choice *c) {
-    const int attention = TKV_EVICT_NEEDS_MASS | TKV_EVICT_NEEDS_OBSERVED | TKV_EVICT_NEEDS_LAST;
-    const int needs = p && p->scores ? TKV_EVICT_NEEDS_SCORES : tkv_evict_needs(cfg->kind);
+    const int attention = TKVI_NEEDS_TOTAL_SCORES | TKVI_NEEDS_PROMPT_SCORES | TKVI_NEEDS_LAST_SCORES;
+    const int needs = p && p->scores ? TKVI_NEEDS_USER_SCORES : tkvi_evict_needs(cfg->policy);
     tkv_evict_view v = tkvi_build_view(kv, seq, layer, p, needs, spared, c);
     tkv_evict_config by = *cfg;
     tkv_status st;
-    if (p && p->scores && !(tkv_evict_needs(cfg->kind) & attention)) by.kind = TKV_EVICT_SCORES;
+    if (p && p->scores && !(tkvi_evict_needs(cfg->policy) & attention)) by.policy = TKV_EVICT_SCORES;
     keep = tkvi_max(1, keep - (tkvi_count(kv, seq, layer) - c->n)); /* anchors stay */
-    if (needs & TKV_EVICT_NEEDS_KEYS) tkvi_differing(kv, seq, layer, c->score, c->n);
-    else if ((st = tkv_evict_score(&by, &v, c->score)) != TKV_OK) return st;
-    return tkv_evict_select(cfg, &v, c->score, keep, c->victims, NULL);
+    if (needs & TKVI_NEEDS_KEYS) tkvi_differing(kv, seq, layer, c->score, c->n);
+    else if ((st = tkvi_score_tokens(&by, &v, c->score)) != TKV_OK) return st;
+    return tkvi_select_victims(cfg, &v, c->score, keep, c->victims, NULL);
 }
 
 /* tkvi_choose by cfg.evict. If that fails (scores of a user may be NaN), it chooses the oldest tokens. Cannot
@@ -19448,7 +19427,7 @@ static void tkvi_choose_or_oldest(tkv_cache *kv, int seq, int layer, int keep, c
                                   tkvi_choice *c) {
     tkv_evict_config oldest = kv->tables.cfg.evict;
     if (tkvi_choose(kv, seq, layer, &oldest, NULL, keep, spared, c) == TKV_OK) return;
-    oldest.kind = TKV_EVICT_SLIDING;
+    oldest.policy = TKV_EVICT_SLIDING;
     (void)tkvi_choose(kv, seq, layer, &oldest, NULL, keep, spared, c);
 }
 
@@ -19461,16 +19440,16 @@ static void tkvi_evict_or_oldest(tkv_cache *kv, int seq, int layer, int keep, co
     tkvi_apply_eviction(kv, seq, layer, press);
 }
 
-/* Called before n more tokens. If the layer would exceed its share of cfg.evict_tokens, it evicts the excess, at
- * least a batch (tkv_evict_due). */
+/* Called before n more tokens. If the layer would exceed its share of cfg.evict.keep_tokens, it evicts the excess, at
+ * least a batch (tkvi_evict_due). */
 static void tkvi_evict_due_in(tkv_cache *kv, int seq, int layer, int n) {
     const tkv_config *cfg = &kv->tables.cfg;
     tkv_evict_config full;
     int count, due, keep, least;
-    if (!cfg->evict.kind || !cfg->evict_tokens || kv->tables.plan[layer].stored != layer) return;
+    if (!cfg->evict.policy || !cfg->evict.keep_tokens || kv->tables.plan[layer].stored != layer) return;
     count = tkvi_count(kv, seq, layer);
-    keep = tkvi_layer_keep(kv, seq, layer, &cfg->evict, cfg->evict_tokens);
-    due = tkv_evict_due(&cfg->evict, count, n, keep);
+    keep = tkvi_layer_keep(kv, seq, layer, &cfg->evict, cfg->evict.keep_tokens);
+    due = tkvi_evict_due(&cfg->evict, count, n, keep);
     (void)tkvi_evict_fill(&cfg->evict, &full);
     least = tkvi_min(full.sink_tokens + 1, keep / 2); /* the sinks stay, even if many tokens come at once */
     if (due > 0) tkvi_evict_or_oldest(kv, seq, layer, tkvi_max(count - due, least), NULL, 0);
@@ -19493,7 +19472,7 @@ static int tkvi_n_staying(const tkv_cache *kv, int seq, int layer, const tkvi_sp
     (void)tkvi_evict_fill(&kv->tables.cfg.evict, &cfg);
     n = (int64_t)cfg.sink_tokens + 2 * (int64_t)cfg.recent_tokens +
         TKVI_BLOCK; /* twice: rules/evict.h protects recent tokens in half of `keep` */
-    n += kv->tables.cfg.n_anchors;
+    n += kv->tables.cfg.tiers.n_anchors;
     for (i = 0; i < list->n; i++)
         n += tkvi_bits_in(spared->outside && tkvi_has_no_slot(kv, seq, layer, i, spared)
                               ? tkvi_live_mask_in(kv, list, ids, i)
@@ -19509,8 +19488,8 @@ static int tkvi_evict_batch(tkv_cache *kv, int outside_too) {
     tkvi_spared spared;
     memset(&spared, 0, sizeof spared);
     spared.outside = !outside_too;
-    for (seq = 0; seq < cfg->max_seqs && cfg->evict.kind; seq++)
-        for (layer = 0; layer < cfg->n_layers && !kv->seq[seq].in_step; layer++) {
+    for (seq = 0; seq < cfg->limits.max_seqs && cfg->evict.policy; seq++)
+        for (layer = 0; layer < cfg->model.n_layers && !kv->seq[seq].in_step; layer++) {
             const int n = tkvi_list_of(kv, seq, layer)->n ? tkvi_count(kv, seq, layer) : 0;
             const int spare = n ? n - tkvi_n_staying(kv, seq, layer, &spared) : 0;
             if (spare <= most) continue;
@@ -19583,7 +19562,8 @@ static int tkvi_tail_free_slots(const tkv_cache *kv, const tkvi_plan *p, const t
                                 const uint32_t *ids) {
     int last = list->n - 1, room;
     if (last < 0) return 0;
-    if (last >= list->sinks && tkvi_tier_at(list, last) != TKV_HOT) return 0; /* flushed before it was full */
+    if (last >= list->sinks && tkvi_tier_at(list, last) != TKV_TIER_HOT)
+        return 0;                                   /* flushed before it was full */
     if (kv->pool.block[ids[last]].packed) return 0; /* the blocks after it were cut off */
     room = last < list->sinks ? p->sink : TKVI_BLOCK;
     return tkvi_max(0, room - (list->len - tkvi_block_start(kv, ids, last)));
@@ -19609,10 +19589,10 @@ static int tkvi_list_entries(const tkv_cache *kv, int seq, int layer, int n) {
 /* Entries of the longest list that a row of a memory request needs. layer < 0: of all layers. on_dry_run: 1 leaves
  * out the blocks that the forecast frees (tkvi_list.left). */
 static int tkvi_row_entries(const tkv_cache *kv, const tkv_rows *row, int layer, int on_dry_run) {
-    const int to = layer < 0 ? tkv_seq_len(kv, row->seq) + row->n : 0;
+    const int to = layer < 0 ? tkv_get_length(kv, row->seq, TKV_ALL_LAYERS) + row->n : 0;
     int l, want = 0;
     if (row->n == 0) return 0;
-    for (l = tkvi_max(layer, 0); l <= (layer < 0 ? kv->tables.cfg.n_layers - 1 : layer); l++) {
+    for (l = tkvi_max(layer, 0); l <= (layer < 0 ? kv->tables.cfg.model.n_layers - 1 : layer); l++) {
         const tkvi_list *list = tkvi_list_of(kv, row->seq, l);
         const int more = layer < 0 ? to - list->len : row->n, gone = on_dry_run ? list->n - list->left : 0;
         if (kv->tables.plan[l].stored == l && more > 0)
@@ -19630,7 +19610,7 @@ static size_t tkvi_index_growth(const tkv_cache *kv, int64_t blocks, int on_dry_
     for (i = 0; i < o->n_rows; i++) {
         const int want = tkvi_row_entries(kv, &o->rows[i], o->layer, on_dry_run);
         bytes += tkvi_growth(kv->seq[o->rows[i].seq].cap, want, sizeof(uint32_t)) *
-                 (size_t)kv->tables.cfg.n_layers;
+                 (size_t)kv->tables.cfg.model.n_layers;
         most = tkvi_max(most, want);
     }
     return bytes + tkvi_growth(kv->choice_cap, most, tkvi_choice_entry(&kv->tables.cfg));
@@ -19719,19 +19699,19 @@ static const tkvi_coding *tkvi_coding_at(const tkv_cache *kv, const tkvi_stale *
 /* 1 if any sequence has an open step. */
 static int tkvi_any_step(const tkv_cache *kv) {
     int seq, any = 0;
-    for (seq = 0; seq < kv->tables.cfg.max_seqs; seq++) any |= kv->seq[seq].in_step;
+    for (seq = 0; seq < kv->tables.cfg.limits.max_seqs; seq++) any |= kv->seq[seq].in_step;
     return any;
 }
 
-/* The tier that rule r demands for a block of a list; TKV_HOT: it must stay as it is. start, end: its positions.
+/* The tier that rule r demands for a block of a list; TKV_TIER_HOT: it must stay as it is. start, end: its positions.
  * last: 1 for the last block. tables: 1 if missing tables can be learned now; else blocks wait for them. */
 static tkv_tier tkvi_due_from(const tkv_cache *kv, int seq, int layer, int start, int end, int last,
                               const tkvi_tier_spec *r, int tables) {
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
     tkv_tier due = tkvi_tier_due(r, r->hot, end, kv->seq[seq].in_step ? list->step_len : list->len);
-    if (end > list->chunk || (last && end - start < TKVI_BLOCK)) return TKV_HOT;
+    if (end > list->chunk || (last && end - start < TKVI_BLOCK)) return TKV_TIER_HOT;
     while (r->shared[due] && kv->tables.current[layer] < 0 && !tables)
-        due = due == TKV_ARCHIVE ? TKV_WARM : TKV_HOT;
+        due = due == TKV_TIER_ARCHIVE ? TKV_TIER_WARM : TKV_TIER_HOT;
     return due;
 }
 
@@ -19748,11 +19728,11 @@ static tkv_tier tkvi_due(const tkv_cache *kv, int seq, int layer, int i, const t
  * is a range of consecutive blocks, so only counts change. */
 static void tkvi_count_recoded(tkvi_list *list, int i, tkv_tier due) {
     if (i >= list->sinks + list->archive + list->warm) list->warm++;
-    if (due == TKV_ARCHIVE && i >= list->sinks + list->archive) {
+    if (due == TKV_TIER_ARCHIVE && i >= list->sinks + list->archive) {
         list->warm--;
         list->archive++;
     }
-    if (due == TKV_ARCHIVE) list->tightest++;
+    if (due == TKV_TIER_ARCHIVE) list->tightest++;
     list->tight = tkvi_max(list->tight, i + 1 - list->sinks);
 }
 
@@ -19764,13 +19744,13 @@ static int tkvi_stale_in(tkv_cache *kv, int seq, int layer, int tables, tkvi_sta
     const tkvi_tier_spec *r = &kv->tables.plan[layer].now;
     for (;;) {
         int i = list->sinks + list->tightest;
-        tkv_tier due = i < list->n ? tkvi_due(kv, seq, layer, i, r, tables) : TKV_HOT;
+        tkv_tier due = i < list->n ? tkvi_due(kv, seq, layer, i, r, tables) : TKV_TIER_HOT;
         const tkvi_block *b;
-        if (due != TKV_ARCHIVE) {
+        if (due != TKV_TIER_ARCHIVE) {
             i = list->sinks + list->tight;
-            due = i < list->n ? tkvi_due(kv, seq, layer, i, r, tables) : TKV_HOT;
+            due = i < list->n ? tkvi_due(kv, seq, layer, i, r, tables) : TKV_TIER_HOT;
         }
-        if (due == TKV_HOT) return 0;
+        if (due == TKV_TIER_HOT) return 0;
         b = &kv->pool.block[ids[i]];
         s->coding = tkvi_coding_of(&kv->tables, layer, due);
         if (b->refs == 1 && !tkvi_is_offloaded(b) && tkvi_is_smaller(kv, b->coding, s->coding)) {
@@ -19797,8 +19777,8 @@ static int tkvi_has_slot(const tkv_cache *kv, int coding, tkvi_where where) {
  * includes blocks that wait for a table, as one can be learned from the present blocks. */
 static int tkvi_next_stale(tkv_cache *kv, tkvi_where where, int early, tkvi_stale *oldest) {
     int seq, layer, found = 0, most = -1, tables = early && !tkvi_any_step(kv);
-    for (seq = 0; seq < kv->tables.cfg.max_seqs; seq++)
-        for (layer = 0; layer < kv->tables.cfg.n_layers; layer++) {
+    for (seq = 0; seq < kv->tables.cfg.limits.max_seqs; seq++)
+        for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++) {
             const tkvi_list *list = tkvi_list_of(kv, seq, layer);
             tkvi_stale s;
             int age;
@@ -19817,8 +19797,8 @@ static tkv_status tkvi_over_budget(tkv_cache *kv, size_t bytes) {
     tkv_status st = tkvi_fail(kv, TKV_ERR_BUDGET, "the tightest level would need", (int64_t)bytes,
                               " bytes, more than the budget; reset a sequence or raise it");
     if (kv->store_failed)
-        st =
-            tkvi_fail(kv, TKV_ERR_BUDGET, "cfg.spill.store failed, and without it there is no room", 0, NULL);
+        st = tkvi_fail(kv, TKV_ERR_BUDGET, "cfg.offload.write failed, and without it there is no room", 0,
+                       NULL);
     kv->refused++;
     tkvi_emit_event(kv, TKV_EVENT_BUDGET, -1, -1, -1, bytes, kv->error);
     return st;
@@ -19829,8 +19809,8 @@ static tkv_status tkvi_over_budget(tkv_cache *kv, size_t bytes) {
 static int tkvi_offload_oldest(tkv_cache *kv) {
     int seq, layer, most = -1, of_seq = 0, of_layer = 0;
     if (!tkvi_can_store(kv)) return 0;
-    for (seq = 0; seq < kv->tables.cfg.max_seqs; seq++)
-        for (layer = 0; layer < kv->tables.cfg.n_layers; layer++) {
+    for (seq = 0; seq < kv->tables.cfg.limits.max_seqs; seq++)
+        for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++) {
             const int i = tkvi_next_to_offload(kv, seq, layer);
             int age;
             if (i < 0) continue;
@@ -19848,16 +19828,16 @@ static int tkvi_offload_oldest(tkv_cache *kv) {
 static void tkvi_end_reservations(tkv_cache *kv) {
     const size_t n = (size_t)kv->tables.n_classes;
     int seq;
-    memset(kv->promised, 0, (size_t)kv->tables.cfg.max_seqs * n * sizeof *kv->promised);
+    memset(kv->promised, 0, (size_t)kv->tables.cfg.limits.max_seqs * n * sizeof *kv->promised);
     memset(kv->pool.promised, 0, n * sizeof *kv->pool.promised);
-    for (seq = 0; seq < kv->tables.cfg.max_seqs; seq++) kv->seq[seq].reserved_len = 0;
+    for (seq = 0; seq < kv->tables.cfg.limits.max_seqs; seq++) kv->seq[seq].reserved_len = 0;
     tkvi_trim(&kv->pool);
 }
 
 /* Applies the plans of a level to all layers, also if the plans of the present level changed. All blocks then count
  * as not yet recoded. */
 static void tkvi_take_plans(tkv_cache *kv, int level) {
-    size_t i, lists = (size_t)kv->tables.cfg.max_seqs * (size_t)kv->tables.cfg.n_layers;
+    size_t i, lists = (size_t)kv->tables.cfg.limits.max_seqs * (size_t)kv->tables.cfg.model.n_layers;
     tkvi_take_level(&kv->tables, level);
     if (!tkvi_has_budget(kv)) tkvi_end_reservations(kv);
     for (i = 0; i < lists; i++) kv->list[i].tight = kv->list[i].tightest = 0;
@@ -19893,7 +19873,7 @@ static tkvi_spared tkvi_spared_by(const tkv_cache *kv, int seq, const tkvi_tier_
     memset(&s, 0, sizeof s);
     s.outside = !(reclaim_stages & TKVI_EVICT_ALL);
     if (reclaim_stages & TKVI_OUT) s.rule = rule;
-    if (reclaim_stages & TKVI_OUT && kv->tables.cfg.remat && tkvi_is_idle(kv, seq))
+    if (reclaim_stages & TKVI_OUT && kv->tables.cfg.budget.discard && tkvi_is_idle(kv, seq))
         s.vacant = tkvi_discardable_to(kv, seq, level);
     return s;
 }
@@ -19901,9 +19881,9 @@ static tkvi_spared tkvi_spared_by(const tkv_cache *kv, int seq, const tkvi_tier_
 /* 1 if the policy chooses the same victims whether or not blocks are recoded or offloaded before. Only then a dry
  * run can choose them. */
 static int tkvi_has_floor(const tkv_cache *kv) {
-    const tkv_evict_kind kind = kv->tables.cfg.evict.kind;
-    return kind && kind != TKV_EVICT_USER && !(tkv_evict_needs(kind) & TKV_EVICT_NEEDS_KEYS) &&
-           (!(tkv_evict_needs(kind) & TKV_EVICT_NEEDS_NORMS) || tkvi_keeps_norms(kv));
+    const tkv_evict_policy kind = kv->tables.cfg.evict.policy;
+    return kind && kind != TKV_EVICT_USER && !(tkvi_evict_needs(kind) & TKVI_NEEDS_KEYS) &&
+           (!(tkvi_evict_needs(kind) & TKVI_NEEDS_NORMS) || tkvi_keeps_norms(kv));
 }
 
 /* The floor of a list: the number of tokens that TKVI_FLOOR leaves. They are those that stay in any case, and
@@ -19977,8 +19957,8 @@ static int tkvi_dry_run_floor(tkv_cache *kv, int seq, int layer, const tkvi_spar
         mine->away = !mine->stays && tkvi_has_no_slot(kv, seq, layer, i, spared);
         if (r && i >= list->sinks && !mine->stays && !mine->away) {
             const tkv_tier due = tkvi_due(kv, seq, layer, i, r, tables);
-            if (due != TKV_HOT) mine->tier = due;
-            if (due != TKV_HOT && tkvi_is_smaller(kv, b->coding, r->coding[due]))
+            if (due != TKV_TIER_HOT) mine->tier = due;
+            if (due != TKV_TIER_HOT && tkvi_is_smaller(kv, b->coding, r->coding[due]))
                 mine->coding = r->coding[due];
         }
         if (i + 1 < list->n && mine->tokens == 0 && !mine->stays && !(n > 0 && mine[-1].stays)) continue;
@@ -20005,8 +19985,8 @@ static int tkvi_dry_run_sinks(const tkv_cache *kv, int seq, int layer, const tkv
 /* tkvi_discardable_to for the case that all layers are at their floor. */
 static int tkvi_dry_run_discardable_to(tkv_cache *kv, int seq, int level, const tkvi_spared *spared) {
     int layer, i, n, to = TKVI_FOREVER;
-    if (!kv->tables.cfg.remat || !tkvi_is_idle(kv, seq)) return 0;
-    for (layer = 0; layer < kv->tables.cfg.n_layers; layer++) {
+    if (!kv->tables.cfg.budget.discard || !tkvi_is_idle(kv, seq)) return 0;
+    for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++) {
         const int len = tkvi_list_of(kv, seq, layer)->len;
         const tkvi_tier_spec *r = &tkvi_rules_of(&kv->tables, layer)[level];
         tkvi_planned_block *dry_run;
@@ -20047,7 +20027,8 @@ static void tkvi_add_floor(tkv_cache *kv, int seq, int layer, int level, int rec
         if (first && reclaim_stages & TKVI_OUT && i >= sinks && !b->away) { /* now the other stages */
             const tkv_tier due =
                 tkvi_due_from(kv, seq, layer, b->start, end, i + 1 == list->left, r, !tkvi_any_step(kv));
-            if (due != TKV_HOT && tkvi_is_smaller(kv, b->coding, r->coding[due])) b->coding = r->coding[due];
+            if (due != TKV_TIER_HOT && tkvi_is_smaller(kv, b->coding, r->coding[due]))
+                b->coding = r->coding[due];
             b->away = end <= vacant ||
                       (tkvi_can_store(kv) && i + 2 < list->left && tkvi_is_old(kv, seq, layer, end, r));
         }
@@ -20069,8 +20050,9 @@ static tkv_tier tkvi_tier_after_recoding(const tkv_cache *kv, int seq, int layer
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const tkvi_block *b = &kv->pool.block[tkvi_ids(kv, seq, layer)[i]];
     const tkv_tier due = tkvi_due(kv, seq, layer, i, r, !tkvi_any_step(kv));
-    *coding = due != TKV_HOT && tkvi_is_smaller(kv, b->coding, r->coding[due]) ? r->coding[due] : b->coding;
-    return due != TKV_HOT ? due : tkvi_tier_at(list, i);
+    *coding =
+        due != TKV_TIER_HOT && tkvi_is_smaller(kv, b->coding, r->coding[due]) ? r->coding[due] : b->coding;
+    return due != TKV_TIER_HOT ? due : tkvi_tier_at(list, i);
 }
 
 /* Computes these bounds for a list. They are 0 in an open step, or if a block has several holders.
@@ -20084,10 +20066,11 @@ static tkvi_evict_bound tkvi_bound_eviction(const tkv_cache *kv, int seq, int la
                                             const tkvi_spared *spared) {
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
-    const int in_order = tkvi_evict_row_of(kv->tables.cfg.evict.kind)->in_order && !kv->tables.cfg.n_anchors;
+    const int in_order =
+        tkvi_evict_row_of(kv->tables.cfg.evict.policy)->in_order && !kv->tables.cfg.tiers.n_anchors;
     int i, stay, stretches = 1 + list->len / 32768, shared = 0, key = -1, out = 0, tokens_out = 0, tokens = 0;
     tkvi_evict_bound go = {0, 0, 0};
-    tkv_tier was = TKV_HOT;
+    tkv_tier was = TKV_TIER_HOT;
     if (kv->seq[seq].in_step || list->n == 0) return go;
     stay = tkvi_n_staying(kv, seq, layer, spared);
     for (i = 0; i < list->n; i++) {
@@ -20187,8 +20170,8 @@ static tkvi_forecast tkvi_at_level(tkv_cache *kv, int level, int reclaim_stages)
     int seq, layer, c, n = 0;
     o.on_dry_run = 1;
     memset(mixed, 0, (size_t)kv->tables.n_classes * sizeof *mixed);
-    for (seq = 0; seq < kv->tables.cfg.max_seqs; seq++)
-        for (layer = 0; layer < kv->tables.cfg.n_layers; layer++)
+    for (seq = 0; seq < kv->tables.cfg.limits.max_seqs; seq++)
+        for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++)
             if (reclaim_stages & TKVI_FLOOR && !kv->seq[seq].in_step && tkvi_list_of(kv, seq, layer)->n)
                 tkvi_add_floor(kv, seq, layer, level, reclaim_stages, &o);
             else tkvi_add_list_at(kv, seq, layer, level, reclaim_stages, &o);
@@ -20218,17 +20201,17 @@ static int tkvi_floor_fits(tkv_cache *kv, int share, size_t budget, size_t *byte
     int i, fits = 0;
     for (i = 0; i < 2 * n && !fits; i++) {
         /* recoding before the eviction makes anchors, which are not known yet */
-        if (kv->tables.cfg.n_anchors && !(ways[i % n] & TKVI_FIRST)) continue;
+        if (kv->tables.cfg.tiers.n_anchors && !(ways[i % n] & TKVI_FIRST)) continue;
         fits = tkvi_stages_fit(kv, TKVI_EVICT | TKVI_FLOOR | ways[i % n] | (i < n ? 0 : TKVI_EVICT_ALL),
                                share, budget, bytes);
     }
     return fits;
 }
 
-/* 1 if the memory request fits into the budget: as things are, at a level that cfg.policy allows, or at the last
- * level after more reclaim stages, in their order. It tries every level, because the last one need not take the
- * fewest bytes: more block sizes leave more pages that are not full. Sets kv->reclaim_stages. *bytes: the fewest
- * bytes found. */
+/* 1 if the memory request fits into the budget: as things are, at a level that cfg.budget.pressure allows, or at
+ * the last level after more reclaim stages, in their order. It tries every level, because the last one need not
+ * take the fewest bytes: more block sizes leave more pages that are not full. Sets kv->reclaim_stages. *bytes: the
+ * fewest bytes found. */
 static int tkvi_still_fits(tkv_cache *kv, size_t budget, size_t *bytes) {
     const tkv_config *cfg = &kv->tables.cfg;
     int level, share;
@@ -20240,8 +20223,9 @@ static int tkvi_still_fits(tkv_cache *kv, size_t budget, size_t *bytes) {
         *bytes = then < *bytes ? then : *bytes;
     }
     if (*bytes <= budget) return 1;
-    if ((tkvi_can_store(kv) || cfg->remat) && tkvi_stages_fit(kv, TKVI_OUT, 0, budget, bytes)) return 1;
-    if (!cfg->evict.kind) return 0;
+    if ((tkvi_can_store(kv) || cfg->budget.discard) && tkvi_stages_fit(kv, TKVI_OUT, 0, budget, bytes))
+        return 1;
+    if (!cfg->evict.policy) return 0;
     if (tkvi_stages_fit(kv, TKVI_OUT | TKVI_EVICT, 0, budget, bytes)) return 1;
     if (tkvi_stages_fit(kv, TKVI_OUT | TKVI_EVICT | TKVI_EVICT_ALL, 0, budget, bytes)) return 1;
     if (!tkvi_has_floor(kv) || !tkvi_floor_fits(kv, 0, budget, bytes)) return 0;
@@ -20291,7 +20275,7 @@ static size_t tkvi_recode_oldest(tkv_cache *kv, size_t within, int early) {
  * leave memory for the blocks that all layers of a sequence open at the same token. Level 0 recodes nothing:
  * (size_t)-1. */
 static size_t tkvi_soft_limit(const tkv_cache *kv, int level) {
-    const size_t budget = kv->tables.cfg.budget_bytes,
+    const size_t budget = kv->tables.cfg.budget.bytes,
                  bytes_per_block = kv->bytes_per_block + kv->bytes_per_block / 4;
     size_t soft;
     if (level == 0) return (size_t)-1;
@@ -20307,30 +20291,30 @@ static int tkvi_is_pressed(const tkv_cache *kv, int tenths) {
     return kv->tables.level > 0 && tkvi_in_use(kv) > (tenths < 10 ? soft / 10 * (size_t)tenths : soft);
 }
 
-/* Recodes the oldest stale block if it is time: memory is short (pressed), or the level is cfg.policy.min_level and
- * not 0. At that level stale blocks are recoded even if memory is free. Only pressure learns a table from few
- * tokens; else blocks wait for their table. Returns the bytes freed. */
+/* Recodes the oldest stale block if it is time: memory is short (pressed), or the level is
+ * cfg.budget.pressure.min_level and not 0. At that level stale blocks are recoded even if memory is free. Only
+ * pressure learns a table from few tokens; else blocks wait for their table. Returns the bytes freed. */
 static size_t tkvi_recode_if_due(tkv_cache *kv, int pressed) {
     const int level = kv->tables.level;
     if (!pressed && (level == 0 || level != kv->policy.cfg.min_level)) return 0;
-    return tkvi_recode_oldest(kv, kv->tables.cfg.budget_bytes, pressed);
+    return tkvi_recode_oldest(kv, kv->tables.cfg.budget.bytes, pressed);
 }
 
 /* Number of stale blocks at the present level: those in RAM with one holder. Without pressure,
- * cfg.policy.min_level does not count blocks that wait for a table: no work of now would recode them. */
+ * cfg.budget.pressure.min_level does not count blocks that wait for a table: no work of now would recode them. */
 static uint64_t tkvi_pending(const tkv_cache *kv) {
     uint64_t n = 0;
     const int waits_for_tables = kv->tables.level == kv->policy.cfg.min_level && !tkvi_is_pressed(kv, 10);
     const int tables = !tkvi_any_step(kv) && !waits_for_tables;
     int seq, layer, i;
-    for (seq = 0; seq < kv->tables.cfg.max_seqs; seq++)
-        for (layer = 0; layer < kv->tables.cfg.n_layers; layer++) {
+    for (seq = 0; seq < kv->tables.cfg.limits.max_seqs; seq++)
+        for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++) {
             const tkvi_list *list = tkvi_list_of(kv, seq, layer);
             const uint32_t *ids = tkvi_ids(kv, seq, layer);
             for (i = list->sinks + list->tightest; i < list->n; i++) {
                 tkv_tier due = tkvi_due(kv, seq, layer, i, &kv->tables.plan[layer].now, tables);
                 const tkvi_block *b = &kv->pool.block[ids[i]];
-                if (due == TKV_HOT) break;
+                if (due == TKV_TIER_HOT) break;
                 n += b->refs == 1 && !tkvi_is_offloaded(b) &&
                      tkvi_is_smaller(kv, b->coding, tkvi_coding_of(&kv->tables, layer, due));
             }
@@ -20342,8 +20326,8 @@ static uint64_t tkvi_pending(const tkv_cache *kv) {
  * blocks of each layer must fit as well. Else the next blocks could soon bring this level back. */
 static int tkvi_may_relax(tkv_cache *kv) {
     const int level = kv->tables.level;
-    const tkv_policy_config *p = &kv->policy.cfg;
-    const double budget = (double)kv->tables.cfg.budget_bytes;
+    const tkv_pressure_config *p = &kv->policy.cfg;
+    const double budget = (double)kv->tables.cfg.budget.bytes;
     tkvi_forecast looser;
     double bytes;
     if (tkvi_in_use(kv) >= kv->relax_at) return 0;
@@ -20359,7 +20343,7 @@ static int tkvi_may_relax(tkv_cache *kv) {
 /* 1 if a layer has not yet learned a table that some level uses. */
 static int tkvi_needs_tables(const tkv_cache *kv) {
     int i, lacks = 0;
-    for (i = 0; i < kv->tables.cfg.n_layers; i++)
+    for (i = 0; i < kv->tables.cfg.model.n_layers; i++)
         lacks |= kv->tables.plan[i].stored == i && tkvi_plan_learns(&kv->tables.plan[i]) &&
                  kv->tables.current[i] < 0;
     return lacks;
@@ -20373,7 +20357,7 @@ static void tkvi_learn_early(tkv_cache *kv) {
     if (tkvi_in_use(kv) + 2 * kv->bytes_per_block <
         tkvi_soft_limit(kv, kv->tables.level ? kv->tables.level : 1))
         return;
-    for (i = 0; i < kv->tables.cfg.n_layers; i++) {
+    for (i = 0; i < kv->tables.cfg.model.n_layers; i++) {
         const tkvi_plan *p = &kv->tables.plan[i];
         int8_t had;
         if (p->stored != i || !tkvi_plan_learns(p) || kv->tables.current[i] >= 0) continue;
@@ -20382,11 +20366,11 @@ static void tkvi_learn_early(tkv_cache *kv) {
 }
 
 /* Called with each append. Updates the average pressure and perhaps the level. If memory is short, or at
- * cfg.policy.min_level, blocks are recoded until they have freed 1.5 times the new bytes. So the work is spread
- * over the tokens. */
+ * cfg.budget.pressure.min_level, blocks are recoded until they have freed 1.5 times the new bytes. So the work is
+ * spread over the tokens. */
 static void tkvi_keep_pace(tkv_cache *kv, size_t new_bytes) {
-    const tkv_policy_config *p = &kv->policy.cfg;
-    const float own = (float)((double)tkvi_in_use(kv) / (double)kv->tables.cfg.budget_bytes);
+    const tkv_pressure_config *p = &kv->policy.cfg;
+    const float own = (float)((double)tkvi_in_use(kv) / (double)kv->tables.cfg.budget.bytes);
     float outside;
     int level = kv->tables.level, target;
     tkvi_stale s;
@@ -20398,7 +20382,7 @@ static void tkvi_keep_pace(tkv_cache *kv, size_t new_bytes) {
     level = kv->tables.level;
     kv->recode_backlog += (int64_t)(new_bytes + new_bytes / 2);
     if (kv->recode_backlog > 0 && level < p->max_level && !(tkvi_any_step(kv) && tkvi_needs_tables(kv)) &&
-        (target > level || tkvi_in_use(kv) + kv->bytes_per_block > kv->tables.cfg.budget_bytes) &&
+        (target > level || tkvi_in_use(kv) + kv->bytes_per_block > kv->tables.cfg.budget.bytes) &&
         !tkvi_next_stale(kv, TKVI_ANYWHERE, 1, &s))
         tkvi_go_to_level(kv, ++level);
     while (kv->recode_backlog > 0) {
@@ -20414,12 +20398,12 @@ static void tkvi_keep_pace(tkv_cache *kv, size_t new_bytes) {
 /* Evicts a batch of tokens, or with TKVI_FLOOR the next list (number *list) to its floor. 0: there is nothing left
  * to evict. */
 static int tkvi_evict_next(tkv_cache *kv, int *list) {
-    const int n = kv->tables.cfg.n_layers, all = (kv->reclaim_stages & TKVI_EVICT_ALL) != 0;
+    const int n = kv->tables.cfg.model.n_layers, all = (kv->reclaim_stages & TKVI_EVICT_ALL) != 0;
     int went = 0;
-    if (!kv->tables.cfg.evict.kind) return 0;
+    if (!kv->tables.cfg.evict.policy) return 0;
     if (!(kv->reclaim_stages & TKVI_FLOOR))
         return tkvi_evict_batch(kv, 0) || (all && tkvi_evict_batch(kv, 1));
-    for (; !went && *list < kv->tables.cfg.max_seqs * n; (*list)++)
+    for (; !went && *list < kv->tables.cfg.limits.max_seqs * n; (*list)++)
         went = tkvi_go_to_floor(kv, *list / n, *list % n, all);
     return went;
 }
@@ -20455,23 +20439,23 @@ static int tkvi_make_room(tkv_cache *kv, size_t budget) {
 }
 
 /* >>public */
-TKV_API tkv_status tkv_budget(const tkv_cache *kv, tkv_budget_info *out) {
+TKV_API tkv_status tkv_get_budget(const tkv_cache *kv, tkv_budget_info *out) {
     int i;
     if (!kv || !out) return TKV_ERR_ARG;
     memset(out, 0, sizeof *out);
-    out->budget = kv->tables.cfg.budget_bytes;
+    out->budget = kv->tables.cfg.budget.bytes;
     out->used = tkvi_in_use(kv);
     out->peak = kv->heap.peak;
     out->level = kv->tables.level;
     out->n_levels = kv->tables.n_levels;
-    out->policy = kv->policy.now;
+    out->pressure = kv->policy.now;
     for (i = 0; i < TKV_MAX_LEVELS; i++) out->recoded[i] = kv->recoded[i];
     out->demoted = kv->demoted;
     out->refused = kv->refused;
-    out->spilled = kv->spilled;
-    out->unstored = kv->unstored;
+    out->offloaded = kv->spilled;
+    out->unwritten = kv->unstored;
     out->promoted = kv->promoted;
-    out->dropped = kv->blocks_discarded;
+    out->discarded = kv->blocks_discarded;
     out->recomputed = kv->recomputed;
     out->evicted = kv->evicted;
     out->pending = tkvi_has_budget(kv) ? tkvi_pending(kv) : 0;
@@ -20479,7 +20463,7 @@ TKV_API tkv_status tkv_budget(const tkv_cache *kv, tkv_budget_info *out) {
 }
 
 TKV_API tkv_status tkv_set_budget(tkv_cache *kv, size_t bytes) {
-    const size_t had = kv ? kv->tables.cfg.budget_bytes : 0;
+    const size_t had = kv ? kv->tables.cfg.budget.bytes : 0;
     size_t takes;
     if (!kv) return TKV_ERR_ARG;
     if (!kv->tables.spare)
@@ -20489,7 +20473,7 @@ TKV_API tkv_status tkv_set_budget(tkv_cache *kv, size_t bytes) {
     if (kv->pool.keep_all && bytes > kv->heap.held) bytes = kv->heap.held;
     if (bytes == 0 && !had) return tkvi_ok(kv); /* no budget before and none now: reservations stay */
     if (bytes == 0) {
-        kv->tables.cfg.budget_bytes = kv->heap.limit = 0;
+        kv->tables.cfg.budget.bytes = kv->heap.limit = 0;
         tkvi_end_reservations(kv);
         kv->pool.spare = 0;
         kv->pool.kept_free_pages = 0;
@@ -20511,9 +20495,9 @@ TKV_API tkv_status tkv_set_budget(tkv_cache *kv, size_t bytes) {
         tkvi_trim(&kv->pool);
         return tkvi_over_budget(kv, takes);
     }
-    kv->tables.cfg.budget_bytes = bytes;
+    kv->tables.cfg.budget.bytes = bytes;
     if (!tkvi_make_room(kv, bytes)) {
-        kv->tables.cfg.budget_bytes = had;
+        kv->tables.cfg.budget.bytes = had;
         if (!had) kv->pool.spare = 0;
         return tkvi_over_budget(kv, takes);
     }
@@ -20530,7 +20514,7 @@ TKV_API tkv_status tkv_set_budget(tkv_cache *kv, size_t bytes) {
 TKV_API tkv_status tkv_set_level(tkv_cache *kv, int level) {
     if (!kv) return TKV_ERR_ARG;
     if (level < kv->policy.cfg.min_level || level > kv->policy.cfg.max_level)
-        return tkvi_fail(kv, TKV_ERR_ARG, "there is no level", level, " within cfg.policy");
+        return tkvi_fail(kv, TKV_ERR_ARG, "there is no level", level, " within cfg.budget.pressure");
     if (kv->pool.keep_all && !tkvi_has_budget(kv))
         return tkvi_fail(kv, TKV_ERR_ARG, "in place and without a budget the plan is fixed", 0, NULL);
     tkvi_go_to_level(kv, level);
@@ -20544,7 +20528,7 @@ TKV_API tkv_status tkv_set_hot_tokens(tkv_cache *kv, int hot_tokens) {
         return tkvi_fail(kv, TKV_ERR_ARG, "hot_tokens is", hot_tokens, "; it must be 1 to 2^30 - 2");
     if (kv->pool.keep_all && !tkvi_has_budget(kv))
         return tkvi_fail(kv, TKV_ERR_ARG, "in place and without a budget lengths are fixed", 0, NULL);
-    n = (size_t)kv->tables.cfg.n_layers * (size_t)kv->tables.n_levels;
+    n = (size_t)kv->tables.cfg.model.n_layers * (size_t)kv->tables.n_levels;
     for (i = 0; i < n; i++)
         if (kv->tables.rule[i].hot != TKVI_FOREVER) kv->tables.rule[i].hot = hot_tokens;
     tkvi_take_plans(kv, kv->tables.level);
@@ -20563,7 +20547,7 @@ TKV_API tkv_status tkv_maintain(tkv_cache *kv, int max_work, int *done) {
     return tkvi_ok(kv);
 }
 
-TKV_API tkv_status tkv_observe(tkv_cache *kv, float pressure) {
+TKV_API tkv_status tkv_report_pressure(tkv_cache *kv, float pressure) {
     if (!kv || !tkvi_is_finite(pressure)) return TKV_ERR_ARG;
     tkvi_lock(&kv->policy.lock);
     kv->outside = tkvi_clampf(pressure, 0.0f, 1.0f);
@@ -20574,7 +20558,7 @@ TKV_API tkv_status tkv_observe(tkv_cache *kv, float pressure) {
 #endif /* TKVI_RECLAIM_BUDGET_H */
 /* ======== reclaim/adapt.h ======== */
 /*
- * reclaim/adapt.h - applies quality feedback to a cache (tkv_adapt).
+ * reclaim/adapt.h - applies quality feedback to a cache (tkv_adapt_plan).
  *
  *     quality scores -> advice (learn/feedback.h) -> hot_tokens and the level of the cache (reclaim/budget.h)
  */
@@ -20590,7 +20574,7 @@ static int tkvi_hot_tokens(const tkv_cache *kv) {
     for (away = 0; away < n; away++)
         for (side = -1; side <= 1; side += 2) {
             const int level = kv->tables.level + side * away;
-            for (layer = 0; layer < kv->tables.cfg.n_layers && level >= 0 && level < n; layer++) {
+            for (layer = 0; layer < kv->tables.cfg.model.n_layers && level >= 0 && level < n; layer++) {
                 const int hot = tkvi_rules_of(&kv->tables, layer)[level].hot;
                 if (kv->tables.plan[layer].stored == layer && hot != TKVI_FOREVER) return hot;
             }
@@ -20598,21 +20582,21 @@ static int tkvi_hot_tokens(const tkv_cache *kv) {
     return 0;
 }
 
-/* The level after a step of -1, 0 or 1, within cfg.policy. Under a budget it does not change: there memory pressure
- * decides the level. */
+/* The level after a step of -1, 0 or 1, within cfg.budget.pressure. Under a budget it does not change: there
+ * memory pressure decides the level. */
 static int tkvi_level_after_step(const tkv_cache *kv, int step) {
-    const tkv_policy_config *p = &kv->policy.cfg;
+    const tkv_pressure_config *p = &kv->policy.cfg;
     const int level = kv->tables.level + step;
     return tkvi_has_budget(kv) || level < p->min_level || level > p->max_level ? kv->tables.level : level;
 }
 
-TKV_API tkv_status tkv_adapt(tkv_cache *kv, tkv_feedback *f, tkv_advice *out) {
+TKV_API tkv_status tkv_adapt_plan(tkv_cache *kv, tkv_feedback *f, tkv_advice *out) {
     tkv_advice a;
     int hot;
     tkv_status st;
     if (!kv) return TKV_ERR_ARG;
     hot = tkvi_hot_tokens(kv);
-    st = tkv_feedback_advise(f, hot, kv->tables.level, &a);
+    st = tkv_get_advice(f, hot, kv->tables.level, &a);
     if (st) return tkvi_fail(kv, st, "the feedback is missing", 0, NULL);
     if (hot && a.hot_tokens != hot && !(kv->pool.keep_all && !tkvi_has_budget(kv)))
         st = tkv_set_hot_tokens(kv, a.hot_tokens);
@@ -20709,10 +20693,10 @@ static tkv_status tkvi_call_init(tkvi_call *c, tkv_cache *kv, const tkv_attend_p
     c->one.n = p->n;
     c->rows = p->batch ? p->batch : &c->one;
     c->n_rows = p->batch ? p->n_batch : 1;
-    if (p->layer < 0 || p->layer >= cfg->n_layers || c->n_rows < 0 || c->n_rows > cfg->max_seqs)
+    if (p->layer < 0 || p->layer >= cfg->model.n_layers || c->n_rows < 0 || c->n_rows > cfg->limits.max_seqs)
         return TKV_ERR_ARG;
     c->plan = &kv->tables.plan[p->layer];
-    if (c->plan->stored < 0 || p->window < TKV_NONE) return TKV_ERR_ARG;
+    if (c->plan->stored < 0 || p->window < TKV_OFF) return TKV_ERR_ARG;
     c->collect_stats = kv->tables.plan[c->plan->stored].allocates && kv->seen[c->plan->stored] >= 0;
     c->metric = kv->tables.plan[c->plan->stored].squat && kv->query_stats[c->plan->stored].tokens >= 0;
     for (i = 0; kv->meter && i < kv->meter->n; i++)
@@ -20720,17 +20704,18 @@ static tkv_status tkvi_call_init(tkvi_call *c, tkv_cache *kv, const tkv_attend_p
 #if defined(__GNUC__) || defined(__clang__) /* attention scores need atomics */
     if (kv->pool.token_meta && kv->mass.mode) c->mass = &kv->mass;
 #endif
-    c->heads_per_kv = cfg->n_heads / cfg->n_kv_heads;
+    c->heads_per_kv = cfg->model.n_heads / cfg->model.n_kv_heads;
     c->tell = TKVI_ROWS;
     if (c->mass && c->mass->heads && c->heads_per_kv < TKVI_ROWS) /* keeps all heads of a query in one tile */
         c->tell -= TKVI_ROWS % c->heads_per_kv;
     c->tile = c->tell;
-    c->window = p->window == TKV_NONE ? 0 : p->window ? p->window : c->plan->window;
+    c->window = p->window == TKV_OFF ? 0 : p->window ? p->window : c->plan->window;
     for (i = 0; i < c->n_rows; i++) {
         const tkvi_list *list;
         int64_t oldest;
         int len;
-        if (c->rows[i].seq < 0 || c->rows[i].seq >= cfg->max_seqs || c->rows[i].n < 0) return TKV_ERR_ARG;
+        if (c->rows[i].seq < 0 || c->rows[i].seq >= cfg->limits.max_seqs || c->rows[i].n < 0)
+            return TKV_ERR_ARG;
         list = tkvi_list_of(kv, c->rows[i].seq, c->plan->stored);
         len = list->len;
         if (!p->non_causal && c->rows[i].n > len) return TKV_ERR_RANGE;
@@ -20740,26 +20725,27 @@ static tkv_status tkvi_call_init(tkvi_call *c, tkv_cache *kv, const tkv_attend_p
         if (kv->pool.n_discarded && c->rows[i].n &&
             tkvi_sees_discarded(kv, c->rows[i].seq, c->plan->stored, oldest))
             return TKV_ERR_NO_SOURCE;
-        rows += (int64_t)c->rows[i].n * cfg->n_heads;
+        rows += (int64_t)c->rows[i].n * cfg->model.n_heads;
         longest = tkvi_max(longest, len);
     }
-    if (!p->q || !p->out || (p->mass && !p->lse)) return TKV_ERR_ARG;
+    if (!p->q || !p->out || (p->scores && !p->lse)) return TKV_ERR_ARG;
     if ((unsigned)p->q_type > TKV_TYPE_BF16 || (unsigned)p->out_type > TKV_TYPE_BF16) return TKV_ERR_ARG;
-    if (rows > TKVI_FOREVER || p->mask_bits_n < 0 || (p->mask_bits && !p->mask_bits_n)) return TKV_ERR_ARG;
-    if (p->mask_bits && p->mask_bits_n > cfg->max_tokens) return TKV_ERR_ARG;
+    if (rows > TKVI_FOREVER || p->n_mask_bits < 0 || (p->mask_bits && !p->n_mask_bits)) return TKV_ERR_ARG;
+    if (p->mask_bits && p->n_mask_bits > cfg->limits.max_tokens) return TKV_ERR_ARG;
     if (!tkvi_is_finite(p->scale) || !tkvi_is_finite(p->softcap) || p->softcap < 0.0f) return TKV_ERR_ARG;
-    for (i = 0; p->alibi && i < cfg->n_heads; i++)
-        if (!tkvi_is_finite(p->alibi[i])) return TKV_ERR_ARG;
-    c->scale = p->scale != 0.0f ? p->scale : cfg->scale;
-    c->q_head = p->q_head_stride ? p->q_head_stride : cfg->head_dim;
-    c->q_row = p->q_row_stride ? p->q_row_stride : (ptrdiff_t)cfg->n_heads * cfg->head_dim;
-    c->out_head = p->out_head_stride ? p->out_head_stride : cfg->v_head_dim;
-    c->out_row = p->out_row_stride ? p->out_row_stride : (ptrdiff_t)cfg->n_heads * cfg->v_head_dim;
+    for (i = 0; p->alibi_slopes && i < cfg->model.n_heads; i++)
+        if (!tkvi_is_finite(p->alibi_slopes[i])) return TKV_ERR_ARG;
+    c->scale = p->scale != 0.0f ? p->scale : cfg->model.scale;
+    c->q_head = p->q_head_stride ? p->q_head_stride : cfg->model.head_dim;
+    c->q_row = p->q_row_stride ? p->q_row_stride : (ptrdiff_t)cfg->model.n_heads * cfg->model.head_dim;
+    c->out_head = p->out_head_stride ? p->out_head_stride : cfg->model.v_head_dim;
+    c->out_row =
+        p->out_row_stride ? p->out_row_stride : (ptrdiff_t)cfg->model.n_heads * cfg->model.v_head_dim;
     c->mask_stride = p->mask_stride ? p->mask_stride : longest;
     c->bits_stride =
-        p->mask_bits_stride ? p->mask_bits_stride : p->mask_bits_n / 64 + (p->mask_bits_n % 64 > 0);
-    c->mass_stride = p->mass_stride ? p->mass_stride : longest;
-    return p->mass && c->mass_stride < longest ? TKV_ERR_ARG : TKV_OK;
+        p->mask_bits_stride ? p->mask_bits_stride : p->n_mask_bits / 64 + (p->n_mask_bits % 64 > 0);
+    c->mass_stride = p->score_stride ? p->score_stride : longest;
+    return p->scores && c->mass_stride < longest ? TKV_ERR_ARG : TKV_OK;
 }
 
 /* >>work tile: query rows of one KV head of one sequence */
@@ -20812,14 +20798,14 @@ static void tkvi_work_tile_init(tkvi_work_tile *u, const tkvi_call *c, int item,
     u->head = head;
     u->first = tile * c->tile;
     u->rows = tkvi_min(c->tile, u->n_queries * c->heads_per_kv - u->first);
-    u->k_pad = tkvi_round_up(cfg->head_dim, 16);
-    u->v_pad = tkvi_round_up(cfg->v_head_dim, 16);
+    u->k_pad = tkvi_round_up(cfg->model.head_dim, 16);
+    u->v_pad = tkvi_round_up(cfg->model.v_head_dim, 16);
     u->chunk =
         tkvi_max(TKVI_MIN_SPLIT_BLOCKS, (u->list->n + TKVI_MAX_TILE_SPLITS - 1) / TKVI_MAX_TILE_SPLITS);
     u->n_chunks = (u->list->n + u->chunk - 1) / u->chunk;
     u->low = u->all_high = u->list->len;
     u->high = u->all_low = 0;
-    u->changes = c->p->softcap > 0.0f || c->p->alibi || c->p->mask || c->p->mask_bits;
+    u->changes = c->p->softcap > 0.0f || c->p->alibi_slopes || c->p->mask || c->p->mask_bits;
     for (r = 0; r < u->rows; r++) {
         int low, high;
         tkvi_visible(u, tkvi_query_of(u, r), &low, &high);
@@ -20901,7 +20887,7 @@ static void tkvi_reference_key(const tkvi_work_tile *u, float *ref) {
     int last = u->list->n - 1, from, i, c;
     memset(ref, 0, TKV_MAX_HEAD_DIM * sizeof *ref);
     if (last < 0) return;
-    from = last > 0 && tkvi_tier_at(u->list, last - 1) == TKV_HOT ? last - 1 : last;
+    from = last > 0 && tkvi_tier_at(u->list, last - 1) == TKV_TIER_HOT ? last - 1 : last;
     for (i = 0; i < 3; i++) { /* first and last key of block `from`, then the newest key */
         int block = i < 2 ? from : last, n = tkvi_block_tokens(u->call->kv, u->list, u->ids, block);
         const uint8_t *bytes;
@@ -20912,7 +20898,7 @@ static void tkvi_reference_key(const tkvi_work_tile *u, float *ref) {
         tkvi_values(&rec->k, u->call->kv->kernels->helpers, bytes,
                     i == 0 ? 0 : n - 1 - (i == 1 && from == last && n > 2), 1, key[i], 0);
     }
-    for (c = 0; c < u->call->kv->tables.cfg.head_dim; c++) {
+    for (c = 0; c < u->call->kv->tables.cfg.model.head_dim; c++) {
         float a = key[0][c], b = key[1][c], x = key[2][c], lo = a < b ? a : b, hi = a < b ? b : a;
         float middle = x < lo ? lo : x > hi ? hi : x;
         lo = x < lo ? x : lo;
@@ -20940,7 +20926,7 @@ static float tkvi_no_origin(void) { return tkvi_from_bits(0x7fc00000u); }
 static float tkvi_load_query(const tkvi_work_tile *u, int r, const float *ref, float *row) {
     const tkvi_call *c = u->call;
     const ptrdiff_t at = (u->seq_row + tkvi_query_of(u, r)) * c->q_row + tkvi_head_of(u, r) * c->q_head;
-    int dim = c->kv->tables.cfg.head_dim, i, k;
+    int dim = c->kv->tables.cfg.model.head_dim, i, k;
     double sum[16] = {0.0}, origin = 0.0;
     uint32_t exponent[16] = {0}, most = 0;
     if (c->p->q_type == TKV_TYPE_F32) memcpy(row, (const char *)c->p->q + 4 * at, (size_t)dim * 4);
@@ -20998,9 +20984,9 @@ static float tkvi_mask_bias(float m) {
 /* The score s of row r for the key at position j, after softcap, ALiBi and masks. The row must see the key. */
 static float tkvi_adjust_score(const tkvi_work_tile *u, int r, float origin, int j, float s) {
     const tkv_attend_params *p = u->call->p;
-    const int query = tkvi_query_of(u, r), row = u->seq_row + query, bit = j - u->list->len + p->mask_bits_n;
+    const int query = tkvi_query_of(u, r), row = u->seq_row + query, bit = j - u->list->len + p->n_mask_bits;
     if (p->softcap > 0.0f) s = p->softcap * tanhf((s + origin) / p->softcap);
-    if (p->alibi) s += p->alibi[tkvi_head_of(u, r)] * (float)(j - tkvi_position(u, query));
+    if (p->alibi_slopes) s += p->alibi_slopes[tkvi_head_of(u, r)] * (float)(j - tkvi_position(u, query));
     if (p->mask) {
         const float bias = tkvi_mask_bias(p->mask[row * u->call->mask_stride + j]);
         if (TKVI_IS_HIDDEN(bias)) return TKVI_HIDDEN;
@@ -21049,7 +21035,7 @@ static int tkvi_block_scores(const tkvi_work_tile *u, tkvi_queries *q, int i, fl
     kv->kernels->k[rec->k.format->stored](
         &rec->k, bytes, tkvi_next_record(u, i), rec->k.order ? q->sorted : q->q,
         rec->k.order ? q->sorted + u->rows * u->k_pad : q->ref, u->rows,
-        tkvi_block_tokens(kv, u->list, u->ids, i), tkvi_planes(&rec->k, kv->tables.cfg.precise), scores);
+        tkvi_block_tokens(kv, u->list, u->ids, i), tkvi_planes(&rec->k, kv->tables.cfg.host.precise), scores);
     if (u->changes || tkvi_has_hidden(u, i, start, end)) {
         int at[TKVI_BLOCK];
         tkvi_slot_positions(u, i, at);
@@ -21128,7 +21114,7 @@ static TKVI_NOINLINE void tkvi_attend_split(const tkvi_work_tile *u, tkvi_querie
         tkvi_begin_space(u, sums, space);
         kv->kernels->v[rec->v.format->stored](&rec->v, bytes, next ? next + rec->v_at : NULL, p, u->rows,
                                               tkvi_block_tokens(kv, u->list, u->ids, i),
-                                              tkvi_planes(&rec->v, kv->tables.cfg.precise),
+                                              tkvi_planes(&rec->v, kv->tables.cfg.host.precise),
                                               sums->o + space * stride);
     }
 }
@@ -21183,7 +21169,7 @@ static void tkvi_empty_nonfinite(const tkvi_work_tile *u, const float *origins, 
 static TKVI_NOINLINE void tkvi_collect_stats(const tkvi_work_tile *u, const tkvi_queries *q,
                                              const tkvi_sums *s) {
     tkv_cache *kv = u->call->kv;
-    int dim = kv->tables.cfg.head_dim, layer = u->call->plan->stored, r, c;
+    int dim = kv->tables.cfg.model.head_dim, layer = u->call->plan->stored, r, c;
     int64_t *asked = tkvi_q_sq_sum_of(kv, layer, u->head),
             *far_attention = tkvi_far_attention_of(kv, layer, u->head);
     tkvi_lock(&kv->learning);
@@ -21247,7 +21233,7 @@ static uint64_t tkvi_comparison_begin(const tkvi_work_tile *u, const tkvi_head_p
     }
     for (i = u->list->sinks; i < u->list->n; i++) {
         int start = tkvi_block_start(kv, u->ids, i), end = tkvi_block_end(kv, u->list, u->ids, i), copied;
-        if (kv->tables.coding[kv->pool.block[u->ids[i]].coding].key == plan->now.key[TKV_HOT]) continue;
+        if (kv->tables.coding[kv->pool.block[u->ids[i]].coding].key == plan->now.key[TKV_TIER_HOT]) continue;
         copied = tkvi_head_probe_copy(m, g, start, &from) != NULL && !kv->pool.block[u->ids[i]].packed;
         for (r = 0; r < u->rows; r++) {
             int low, high, n;
@@ -21299,7 +21285,7 @@ static TKVI_NOINLINE void tkvi_comparison_blocks(const tkvi_work_tile *u, tkvi_q
                                                  const tkvi_head_probe *g, tkvi_comparison *rows, float *o) {
     const tkv_cache *kv = u->call->kv;
     const tkvi_record *exact =
-        &kv->tables.coding[kv->tables.plan[u->call->plan->stored].now.coding[TKV_HOT]].record[u->head];
+        &kv->tables.coding[kv->tables.plan[u->call->plan->stored].now.coding[TKV_TIER_HOT]].record[u->head];
     TKVI_ALIGNED float scores[TKVI_ROWS * TKVI_BLOCK], cached[TKVI_ROWS * TKVI_BLOCK],
         p[TKVI_ROWS * TKVI_BLOCK];
     int i, r, from = 0, stride = TKVI_ROWS * u->v_pad;
@@ -21328,14 +21314,14 @@ static TKVI_NOINLINE void tkvi_comparison_blocks(const tkvi_work_tile *u, tkvi_q
         bytes = copy ? copy + rec->v_at : any ? tkvi_bytes_of(u, i, TKV_V) : NULL;
         if (any && bytes)
             kv->kernels->v[rec->v.format->stored](&rec->v, bytes, NULL, p, u->rows, n,
-                                                  tkvi_planes(&rec->v, kv->tables.cfg.precise),
+                                                  tkvi_planes(&rec->v, kv->tables.cfg.host.precise),
                                                   o + (rec->v.format->rotated ? stride : 0));
     }
 }
 
 /* row: [v_head_dim] sum of p v of row r, with rotated values rotated back. Without sink logit and division by l. */
 static void tkvi_output_row(const tkvi_work_tile *u, int r, const float *o, int rotated, float *row) {
-    int dim = u->call->kv->tables.cfg.v_head_dim, i;
+    int dim = u->call->kv->tables.cfg.model.v_head_dim, i;
     memset(row, 0, TKV_MAX_HEAD_DIM * sizeof *row);
     if (rotated) {
         memcpy(row, o + (TKVI_ROWS + r) * u->v_pad, (size_t)u->v_pad * sizeof *row);
@@ -21355,8 +21341,8 @@ static void tkvi_comparison_end(const tkvi_work_tile *u, const tkvi_queries *q, 
     double a, b, d = 0.0, size = 0.0;
     uint64_t divergence;
     int i, head = tkvi_head_of(u, r);
-    if (p->sinks && tkvi_is_finite(p->sinks[head])) {
-        double sink = (double)p->sinks[head] - (p->softcap > 0.0f ? 0.0 : (double)q->origin[r]);
+    if (p->sink_logits && tkvi_is_finite(p->sink_logits[head])) {
+        double sink = (double)p->sink_logits[head] - (p->softcap > 0.0f ? 0.0 : (double)q->origin[r]);
         lse = lse > sink ? lse + log1p(exp(sink - lse)) : sink + log1p(exp(lse - sink));
         cached = cached > sink ? cached + log1p(exp(sink - cached)) : sink + log1p(exp(cached - sink));
     }
@@ -21364,7 +21350,7 @@ static void tkvi_comparison_end(const tkvi_work_tile *u, const tkvi_queries *q, 
     b = exp((double)s->m[r] - cached);
     tkvi_output_row(u, r, o, tkvi_spaces(u) > 1, x);
     tkvi_output_row(u, r, s->o, s->any[1] > 0.0f, y);
-    for (i = 0; i < u->call->kv->tables.cfg.v_head_dim; i++) {
+    for (i = 0; i < u->call->kv->tables.cfg.model.v_head_dim; i++) {
         double e = (double)x[i] * a - (double)y[i] * b;
         d += e * e;
         size += (double)x[i] * a * ((double)x[i] * a);
@@ -21408,7 +21394,7 @@ static TKVI_NOINLINE void tkvi_update_error_sums(const tkvi_work_tile *u, tkvi_q
 static TKVI_NOINLINE void tkvi_finish(const tkvi_work_tile *u, const float *origins, const tkvi_sums *s,
                                       int rotated) {
     const tkvi_call *c = u->call;
-    int dim = c->kv->tables.cfg.v_head_dim, r, i, k;
+    int dim = c->kv->tables.cfg.model.v_head_dim, r, i, k;
     float *m = s->m, *l = s->l, *o = s->o;
     for (r = 0; r < u->rows; r++) {
         int head = tkvi_head_of(u, r), query = u->seq_row + tkvi_query_of(u, r), empty = !(l[r] > 0.0f);
@@ -21420,8 +21406,8 @@ static TKVI_NOINLINE void tkvi_finish(const tkvi_work_tile *u, const float *orig
             tkvi_rotate_back(turned, dim);
             for (i = 0; i < dim; i++) row[i] += turned[i];
         }
-        if (c->p->sinks && tkvi_is_finite(c->p->sinks[head]) && tkvi_is_finite(m[r])) {
-            float sink = c->p->sinks[head] - origin;
+        if (c->p->sink_logits && tkvi_is_finite(c->p->sink_logits[head]) && tkvi_is_finite(m[r])) {
+            float sink = c->p->sink_logits[head] - origin;
             if (empty) {
                 m[r] = sink;
                 l[r] = 1.0f;
@@ -21443,7 +21429,7 @@ static TKVI_NOINLINE void tkvi_finish(const tkvi_work_tile *u, const float *orig
         else
             for (i = 0; i < dim; i++) tkvi_save_element(c->p->out, c->p->out_type, at + i, row[i]);
         if (c->p->lse)
-            c->p->lse[(ptrdiff_t)query * c->kv->tables.cfg.n_heads + head] =
+            c->p->lse[(ptrdiff_t)query * c->kv->tables.cfg.model.n_heads + head] =
                 l[r] > 0.0f ? m[r] + logf(l[r]) + origin : tkvi_from_bits(0xff800000u);
     }
 }
@@ -21452,7 +21438,7 @@ static TKVI_NOINLINE void tkvi_finish(const tkvi_work_tile *u, const float *orig
 /* The first sampled row from r on, or u->rows. Layers and heads sample different positions to spread the work. */
 static int tkvi_next_sampled(const tkvi_work_tile *u, int r) {
     const tkvi_token_scores *m = u->call->mass;
-    const int64_t unit = (int64_t)u->call->p->layer * u->call->kv->tables.cfg.n_kv_heads + u->head;
+    const int64_t unit = (int64_t)u->call->p->layer * u->call->kv->tables.cfg.model.n_kv_heads + u->head;
     if (!m) return u->rows;
     for (; r < u->rows; r++) {
         const int at = tkvi_position(u, tkvi_query_of(u, r));
@@ -21503,7 +21489,7 @@ static void tkvi_score_blocks(const tkvi_work_tile *u, const float *lse, int fir
     tkvi_load_queries(u, q);
     for (r = 0; r < u->rows; r++) {
         low[r] = m->importance.low;
-        if (m->mode->need == TKV_EVICT_NEEDS_LOWS && !(low[r] > 0.0f))
+        if (m->mode->need == TKVI_NEEDS_LOW_COUNTS && !(low[r] > 0.0f))
             low[r] = 1.0f / (float)tkvi_max(1, tkvi_keys_seen(u, tkvi_query_of(u, r)));
     }
     for (i = first; i < last; i++) {
@@ -21551,13 +21537,13 @@ typedef struct tkvi_work {
 
 static int tkvi_count_work_tiles(const tkvi_call *c) {
     int i, n = 0;
-    for (i = 0; i < c->n_rows; i++) n += tkvi_tiles_of(c, c->rows[i].n) * c->kv->tables.cfg.n_kv_heads;
+    for (i = 0; i < c->n_rows; i++) n += tkvi_tiles_of(c, c->rows[i].n) * c->kv->tables.cfg.model.n_kv_heads;
     return n;
 }
 
 /* Fills in the work tile with this number. */
 static void tkvi_find_work_tile(const tkvi_call *c, int number, tkvi_work_tile *u) {
-    int i, row = 0, heads = c->kv->tables.cfg.n_kv_heads;
+    int i, row = 0, heads = c->kv->tables.cfg.model.n_kv_heads;
     for (i = 0;; i++) {
         int tiles = tkvi_tiles_of(c, c->rows[i].n);
         if (number < tiles * heads) { /* all tiles of a head in a row: its records stay in the CPU cache */
@@ -21755,7 +21741,7 @@ static TKVI_NOINLINE void tkvi_prefill_blocks(const tkvi_work_tile *u, tkvi_pref
             if (rec->v.format->rotated != rotated || end <= u->low || start >= u->high) continue;
             if (!bytes) bytes = tkvi_bytes_of(u, i, TKV_K);
             if (!bytes) return;
-            many->k(&rec->k, bytes, next, &q, n, tkvi_planes(&rec->k, kv->tables.cfg.precise), scores);
+            many->k(&rec->k, bytes, next, &q, n, tkvi_planes(&rec->k, kv->tables.cfg.host.precise), scores);
             if (u->changes || b->gone || b->packed)
                 tkvi_adjust_score_lanes(u, sums->origin, i, lanes, scores);
             w.low = tkvi_visible_lanes(u, i, start, end, low, high) ? low : NULL;
@@ -21764,9 +21750,9 @@ static TKVI_NOINLINE void tkvi_prefill_blocks(const tkvi_work_tile *u, tkvi_pref
             bytes = tkvi_bytes_of(u, i, TKV_V);
             if (!bytes) return;
             many->v(&rec->v, bytes, next ? next + rec->v_at : NULL, scores, lanes, n,
-                    tkvi_planes(&rec->v, kv->tables.cfg.precise), sums->o);
+                    tkvi_planes(&rec->v, kv->tables.cfg.host.precise), sums->o);
         }
-        if (rotated) many->rotate_back(sums->o, kv->tables.cfg.v_head_dim, lanes);
+        if (rotated) many->rotate_back(sums->o, kv->tables.cfg.model.v_head_dim, lanes);
     }
 }
 
@@ -21862,7 +21848,7 @@ static void tkvi_run_prefill(void *ctx, int index) {
 static const tkvi_prefill *tkvi_prefill_for(const tkvi_call *c) {
     const tkv_cache *kv = c->kv;
     int i, b;
-    if (c->p->mass) return NULL;
+    if (c->p->scores) return NULL;
     for (i = 0; i < c->n_rows; i++) {
         const tkvi_list *list = tkvi_list_of(kv, c->rows[i].seq, c->plan->stored);
         const uint32_t *ids = tkvi_ids(kv, c->rows[i].seq, c->plan->stored);
@@ -21914,13 +21900,13 @@ static void tkvi_run_score_output(void *ctx, int index) {
         if (index * TKVI_TOKEN_SCORE_CHUNK >= last) continue;
         tkvi_load_queries(&u, &q);
         for (i = index * TKVI_TOKEN_SCORE_CHUNK; i < last; i++) {
-            float *mass = c->p->mass + u.item * c->mass_stride;
+            float *mass = c->p->scores + u.item * c->mass_stride;
             int at[TKVI_BLOCK];
             if (!tkvi_block_scores(&u, &q, i, scores)) continue;
             tkvi_slot_positions(&u, i, at);
             for (r = 0; r < u.rows; r++) {
                 int row = u.seq_row + tkvi_query_of(&u, r);
-                float lse = c->p->lse[(ptrdiff_t)row * c->kv->tables.cfg.n_heads + tkvi_head_of(&u, r)];
+                float lse = c->p->lse[(ptrdiff_t)row * c->kv->tables.cfg.model.n_heads + tkvi_head_of(&u, r)];
                 const float *s = scores + r * TKVI_BLOCK;
                 if (!tkvi_is_finite(lse)) continue; /* the row sees no key */
                 if (c->p->softcap <= 0.0f) lse -= q.origin[r];
@@ -21934,8 +21920,8 @@ static void tkvi_run_score_output(void *ctx, int index) {
 /* Runs task 0 .. n-1, with the config's parallel_for if there is one. */
 static void tkvi_for(const tkv_cache *kv, int n, tkv_task task, void *ctx) {
     int i;
-    if (kv->tables.cfg.parallel_for && n > 1)
-        kv->tables.cfg.parallel_for(kv->tables.cfg.parallel_user, n, task, ctx);
+    if (kv->tables.cfg.host.parallel_for && n > 1)
+        kv->tables.cfg.host.parallel_for(kv->tables.cfg.host.parallel_user, n, task, ctx);
     else
         for (i = 0; i < n; i++) task(ctx, i);
 }
@@ -21977,14 +21963,14 @@ TKV_API tkv_status tkv_attend_ex(tkv_cache *kv, const tkv_attend_params *p) {
     for (i = 0; i < c.n_rows; i++) {
         const tkvi_list *list = tkvi_list_of(kv, c.rows[i].seq, c.plan->stored);
         longest = tkvi_max(longest, list->n);
-        if (p->mass) memset(p->mass + i * c.mass_stride, 0, (size_t)list->len * sizeof(float));
+        if (p->scores) memset(p->scores + i * c.mass_stride, 0, (size_t)list->len * sizeof(float));
     }
     if (w.n_units == 0) return TKV_OK;
     w.n_chunks =
         tkvi_min(TKVI_MAX_TILE_SPLITS, (longest + TKVI_MIN_SPLIT_BLOCKS - 1) / TKVI_MIN_SPLIT_BLOCKS);
     few = w.n_chunks > 1 && w.n_units <= TKVI_FEW_WORK_TILES && /* not by thread count: same bits */
           w.n_units * w.n_chunks <= TKVI_MAX_SPLITS;
-    if (few && kv->tables.cfg.parallel_for && tkvi_take_split_sums(kv)) {
+    if (few && kv->tables.cfg.host.parallel_for && tkvi_take_split_sums(kv)) {
         w.parts = kv->parts;
         tkvi_run(&w, w.n_units * w.n_chunks, 1, tkvi_run_split);
         tkvi_run(&w, w.n_units, 0, tkvi_run_work_tile);
@@ -21993,12 +21979,12 @@ TKV_API tkv_status tkv_attend_ex(tkv_cache *kv, const tkv_attend_params *p) {
     } else if (few || !(c.many = tkvi_prefill_for(&c))) {
         tkvi_run(&w, w.n_units, 1, tkvi_run_work_tile);
     } else {
-        c.tile = tkvi_prefill_lanes(tkvi_max(kv->tables.cfg.head_dim, kv->tables.cfg.v_head_dim));
+        c.tile = tkvi_prefill_lanes(tkvi_max(kv->tables.cfg.model.head_dim, kv->tables.cfg.model.v_head_dim));
         c.tile -= c.tile % c.tell;
         tkvi_run(&w, tkvi_count_work_tiles(&c), 1, tkvi_run_prefill);
         c.tile = c.tell;
     }
-    if (p->mass && !failed)
+    if (p->scores && !failed)
         tkvi_run(&w, (longest + TKVI_TOKEN_SCORE_CHUNK - 1) / TKVI_TOKEN_SCORE_CHUNK, 1,
                  tkvi_run_score_output);
     if (failed) return failed & TKVI_FAILED_IO ? TKV_ERR_IO : TKV_ERR_DATA;
@@ -22016,8 +22002,8 @@ TKV_API tkv_status tkv_attend(tkv_cache *kv, int seq, int layer, const float *q,
     return tkv_attend_ex(kv, &p);
 }
 
-TKV_API void tkv_merge_lse(float *out, float *lse, const float *out2, const float *lse2, int n_rows,
-                           int dim) {
+TKV_API void tkv_merge_attention(float *out, float *lse, const float *out2, const float *lse2, int n_rows,
+                                 int dim) {
     int r, i;
     for (r = 0; r < n_rows && dim > 0; r++) {
         int have = tkvi_is_finite(lse[r]), have2 = tkvi_is_finite(lse2[r]);
@@ -22065,22 +22051,22 @@ static double tkvi_ref_logit(const tkvi_call *c, int item, int row, int query, i
         if (TKVI_IS_HIDDEN(bias)) return 0.0;
         add = (double)bias;
     }
-    if (p->mask_bits && j >= len - p->mask_bits_n) {
-        int bit = j - (len - p->mask_bits_n);
+    if (p->mask_bits && j >= len - p->n_mask_bits) {
+        int bit = j - (len - p->n_mask_bits);
         if (!(p->mask_bits[row * c->bits_stride + bit / 64] >> bit % 64 & 1)) return 0.0;
     }
     *seen = 1;
-    for (i = 0; i < c->kv->tables.cfg.head_dim; i++)
+    for (i = 0; i < c->kv->tables.cfg.model.head_dim; i++)
         s += (double)tkvi_element(p->q, p->q_type, row * c->q_row + head * c->q_head + i) * (double)key[i];
     s *= (double)c->scale;
     if (p->softcap > 0.0f) s = (double)p->softcap * tanh(s / (double)p->softcap);
-    if (p->alibi) s += (double)p->alibi[head] * (double)(j - at);
+    if (p->alibi_slopes) s += (double)p->alibi_slopes[head] * (double)(j - at);
     return s + add;
 }
 
 static int tkvi_ref_is_finite(const tkvi_call *c, int row, int head) {
     int i, finite = 1;
-    for (i = 0; i < c->kv->tables.cfg.head_dim; i++)
+    for (i = 0; i < c->kv->tables.cfg.model.head_dim; i++)
         finite &= tkvi_is_finite(tkvi_element(c->p->q, c->p->q_type, row * c->q_row + head * c->q_head + i));
     return finite;
 }
@@ -22098,13 +22084,13 @@ static tkv_status tkvi_ref_row(const tkvi_call *c, int item, int row, int query,
     ptrdiff_t at = row * c->out_row + head * c->out_head;
     memset(out, 0, sizeof out);
     room[0].key = room[1].key = TKVI_NIL;
-    if (c->p->sinks && tkvi_is_finite(c->p->sinks[head])) {
-        top = (double)c->p->sinks[head];
+    if (c->p->sink_logits && tkvi_is_finite(c->p->sink_logits[head])) {
+        top = (double)c->p->sink_logits[head];
         any = 1;
     }
     for (pass = 0; pass < 3; pass++) {
-        if (pass == 1 && finite && c->p->sinks && tkvi_is_finite(c->p->sinks[head]))
-            sum = exp((double)c->p->sinks[head] - top);
+        if (pass == 1 && finite && c->p->sink_logits && tkvi_is_finite(c->p->sink_logits[head]))
+            sum = exp((double)c->p->sink_logits[head] - top);
         for (i = 0; i < list->n; i++) {
             const tkvi_block *b = &kv->pool.block[ids[i]];
             const tkvi_record *rec = &kv->tables.coding[b->coding].record[head / c->heads_per_kv];
@@ -22134,20 +22120,20 @@ static tkv_status tkvi_ref_row(const tkvi_call *c, int item, int row, int query,
                 }
                 w = exp(s - top);
                 if (pass == 2) {
-                    c->p->mass[item * c->mass_stride + j] += (float)(w / sum);
+                    c->p->scores[item * c->mass_stride + j] += (float)(w / sum);
                     continue;
                 }
                 sum += w;
                 tkvi_decode_side(&rec->v, v, t, 1, x, 0);
-                for (ch = 0; ch < cfg->v_head_dim; ch++) out[ch] += w * (double)x[ch];
+                for (ch = 0; ch < cfg->model.v_head_dim; ch++) out[ch] += w * (double)x[ch];
             }
         }
-        if (pass == 1 && !c->p->mass) break;
+        if (pass == 1 && !c->p->scores) break;
     }
-    for (i = 0; i < cfg->v_head_dim; i++)
+    for (i = 0; i < cfg->model.v_head_dim; i++)
         tkvi_save_element(c->p->out, c->p->out_type, at + i, sum > 0.0 ? (float)(out[i] / sum) : 0.0f);
     if (c->p->lse)
-        c->p->lse[(ptrdiff_t)row * cfg->n_heads + head] =
+        c->p->lse[(ptrdiff_t)row * cfg->model.n_heads + head] =
             sum > 0.0 ? (float)(top + log(sum)) : tkvi_from_bits(0xff800000u);
     return TKV_OK;
 }
@@ -22158,11 +22144,11 @@ TKV_API tkv_status tkv_attend_reference(tkv_cache *kv, const tkv_attend_params *
     tkv_status st = tkvi_call_init(&c, kv, p);
     if (st) return st;
     for (item = 0; item < c.n_rows; item++) {
-        if (p->mass)
-            memset(p->mass + item * c.mass_stride, 0,
+        if (p->scores)
+            memset(p->scores + item * c.mass_stride, 0,
                    (size_t)tkvi_list_of(kv, c.rows[item].seq, c.plan->stored)->len * sizeof(float));
         for (query = 0; query < c.rows[item].n; query++, row++)
-            for (head = 0; head < kv->tables.cfg.n_heads && !st; head++)
+            for (head = 0; head < kv->tables.cfg.model.n_heads && !st; head++)
                 st = tkvi_ref_row(&c, item, row, query, head);
     }
     return st;
@@ -22185,7 +22171,7 @@ TKV_API tkv_status tkv_attend_reference(tkv_cache *kv, const tkv_attend_params *
 #define TKVI_STEP_SEQUENCE_H
 
 
-/* The number of slots of a size class that tkv_reserve holds for a sequence. */
+/* The number of slots of a size class that tkv_seq_reserve holds for a sequence. */
 static int64_t *tkvi_reserved_slots(tkv_cache *kv, int seq, int size_class) {
     return &kv->promised[(size_t)seq * (size_t)kv->tables.n_classes + (size_t)size_class];
 }
@@ -22198,24 +22184,25 @@ static void tkvi_dry_run_append(tkv_cache *kv, int seq, int layer, int n, tkvi_p
     int sink, i, blocks = tkvi_new_blocks(kv, p, list, ids, n, &sink);
     if (tkvi_tail_free_slots(kv, p, list, ids) && kv->pool.block[ids[list->n - 1]].refs > 1)
         tkvi_peak_take(dry_run, kv->pool.block[ids[list->n - 1]].coding); /* a shared block is copied first */
-    for (i = 0; i < blocks; i++) tkvi_peak_take(dry_run, i < sink ? p->sink_coding : p->now.coding[TKV_HOT]);
+    for (i = 0; i < blocks; i++)
+        tkvi_peak_take(dry_run, i < sink ? p->sink_coding : p->now.coding[TKV_TIER_HOT]);
 }
 
 /* >>reservations */
-/* How many blocks of each tier a list may still gain: TKVI_FOREVER, without bound, under a budget or if tkv_flush
+/* How many blocks of each tier a list may still gain: TKVI_FOREVER, without bound, under a budget or if tkv_seq_flush
  * coded a block that was not full. */
 static void tkvi_max_new_blocks(const tkv_cache *kv, const tkvi_plan *p, const tkvi_list *list,
                                 const uint32_t *ids, int64_t *room) {
     int i, whole = 1;
     tkvi_most_blocks(&kv->tables.cfg, p, room);
     if (tkvi_plan_learns(p)) { /* blocks may have waited for a table */
-        room[TKV_HOT] += TKVI_FIRST_TABLE_TOKENS / TKVI_BLOCK;
-        room[TKV_WARM] += TKVI_FIRST_TABLE_TOKENS / TKVI_BLOCK;
+        room[TKV_TIER_HOT] += TKVI_FIRST_TABLE_TOKENS / TKVI_BLOCK;
+        room[TKV_TIER_WARM] += TKVI_FIRST_TABLE_TOKENS / TKVI_BLOCK;
     }
     for (i = list->sinks; i < list->n; i++) {
         tkv_tier tier = tkvi_tier_at(list, i);
         room[tier] -= kv->pool.block[ids[i]].refs == 1; /* slots of shared blocks are not given back */
-        if (tier != TKV_HOT)
+        if (tier != TKV_TIER_HOT)
             whole &= tkvi_block_end(kv, list, ids, i) - tkvi_block_start(kv, ids, i) == TKVI_BLOCK;
     }
     for (i = 0; i < TKV_TIER_COUNT && (!whole || tkvi_has_budget(kv)); i++) room[i] = TKVI_FOREVER;
@@ -22237,8 +22224,9 @@ static int tkvi_add_need(tkv_cache *kv, int seq, int layer, int sign, int64_t *l
     if (p->stored != layer || (kv->seq[seq].in_step ? list->step_len : list->len) >= len) return 0;
     memset(need, 0, sizeof need);
     blocks = tkvi_new_blocks(kv, p, list, ids, tkvi_max(0, len - list->len), &sink);
-    need[TKV_HOT] = blocks - sink;
-    if (tkvi_tail_free_slots(kv, p, list, ids) && kv->pool.block[ids[list->n - 1]].refs > 1) need[TKV_HOT]++;
+    need[TKV_TIER_HOT] = blocks - sink;
+    if (tkvi_tail_free_slots(kv, p, list, ids) && kv->pool.block[ids[list->n - 1]].refs > 1)
+        need[TKV_TIER_HOT]++;
     /* `at`: where the blocks end at that length. It does not depend on whether they are full now or cut later. */
     at = tkvi_min(len, list->len + tkvi_tail_free_slots(kv, p, list, ids));
     for (i = list->sinks + list->archive; i < list->n + blocks - sink; i++) {
@@ -22247,8 +22235,8 @@ static int tkvi_add_need(tkv_cache *kv, int seq, int layer, int sign, int64_t *l
         if (i >= list->n) at = tkvi_min(len, at + TKVI_BLOCK);
         due = tkvi_tier_due(&p->now, tkvi_hot_age(kv, layer),
                             i + 1 < list->n ? tkvi_block_end(kv, list, ids, i) : at, len);
-        need[TKV_WARM] += due != TKV_HOT && (i >= list->n || tkvi_tier_at(list, i) == TKV_HOT);
-        need[TKV_ARCHIVE] += due == TKV_ARCHIVE;
+        need[TKV_TIER_WARM] += due != TKV_TIER_HOT && (i >= list->n || tkvi_tier_at(list, i) == TKV_TIER_HOT);
+        need[TKV_TIER_ARCHIVE] += due == TKV_TIER_ARCHIVE;
     }
     tkvi_max_new_blocks(kv, p, list, ids, room);
     if (sink) live[coding[p->sink_coding].size_class] += sign;
@@ -22268,7 +22256,7 @@ static void tkvi_reserve_slots(tkv_cache *kv, int seq, int len) {
         mine[c] = 0;
     }
     kv->seq[seq].reserved_len = len;
-    for (layer = 0; layer < kv->tables.cfg.n_layers && len > 0; layer++)
+    for (layer = 0; layer < kv->tables.cfg.model.n_layers && len > 0; layer++)
         waiting |= tkvi_add_need(kv, seq, layer, 1, mine);
     for (c = 0; c < kv->tables.n_classes; c++) kv->pool.promised[c] += mine[c];
     if (!waiting) kv->seq[seq].reserved_len = 0;
@@ -22305,7 +22293,7 @@ static void tkvi_release_unused(tkv_cache *kv, int seq) {
 }
 
 /* >>storing tokens */
-typedef struct tkvi_source { /* K or V of an append, or of tkv_remat_give */
+typedef struct tkvi_source { /* K or V of an append, or of tkv_restore */
     const void *data;
     tkv_type type;
     ptrdiff_t token_stride, head_stride; /* in elements */
@@ -22382,7 +22370,8 @@ static uint32_t tkvi_open_block(tkv_cache *kv, int seq, int layer) {
         return id;
     }
     {
-        int sink = list->len == 0 && p->sink > 0, coding = sink ? p->sink_coding : p->now.coding[TKV_HOT];
+        int sink = list->len == 0 && p->sink > 0,
+            coding = sink ? p->sink_coding : p->now.coding[TKV_TIER_HOT];
         id = tkvi_new_block(&kv->pool, coding, list->len);
         memset(tkvi_block_bytes(&kv->pool, &kv->pool.block[id]), 0, kv->tables.coding[coding].bytes.total);
         list->sinks += sink;
@@ -22408,7 +22397,7 @@ static float tkvi_norm_of(const tkvi_source *k, int token, int heads, int satura
 static void tkvi_store(tkv_cache *kv, int seq, int layer, const tkvi_source *k, const tkvi_source *v,
                        int first, int n) {
     tkvi_list *list = tkvi_list_of(kv, seq, layer);
-    int t, h, saturate = kv->tables.cfg.nonfinite == TKV_NONFINITE_SATURATE;
+    int t, h, saturate = kv->tables.cfg.host.nonfinite == TKV_NONFINITE_SATURATE;
     if (!kv->seq[seq].in_step) list->chunk = list->len;
     for (t = 0; t < n; t++) {
         const uint32_t id = tkvi_open_block(kv, seq, layer);
@@ -22422,10 +22411,10 @@ static void tkvi_store(tkv_cache *kv, int seq, int layer, const tkvi_source *k, 
             kv->pool.token_meta[id].temporary_pins &= ~((uint64_t)1 << at);
             kv->pool.token_meta[id].mass[at] =
                 tkvi_keeps_norms(kv)
-                    ? tkvi_bits(tkvi_norm_of(k, first + t, kv->tables.cfg.n_kv_heads, saturate))
+                    ? tkvi_bits(tkvi_norm_of(k, first + t, kv->tables.cfg.model.n_kv_heads, saturate))
                     : 0;
         }
-        for (h = 0; h < kv->tables.cfg.n_kv_heads; h++) {
+        for (h = 0; h < kv->tables.cfg.model.n_kv_heads; h++) {
             const tkvi_record *r = &c->record[h];
             tkvi_store_row(&r->k, kv->kernels->helpers, k, first + t, h, at, saturate, bytes + r->at);
             tkvi_store_row(&r->v, kv->kernels->helpers, v, first + t, h, at, saturate,
@@ -22440,12 +22429,12 @@ static void tkvi_store(tkv_cache *kv, int seq, int layer, const tkvi_source *k, 
 static void tkvi_start_metering(tkv_cache *kv, int seq) {
     int layer, len = 0;
     if (!kv->meter || kv->meter->seq >= 0) return;
-    for (layer = 0; layer < kv->tables.cfg.n_layers; layer++) len |= tkvi_list_of(kv, seq, layer)->len;
+    for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++) len |= tkvi_list_of(kv, seq, layer)->len;
     if (len == 0) kv->meter->seq = seq;
 }
 
 /* Writes the error for an append at the wrong position. The check exists because a program that begins a new text
- * without tkv_reset would attend to the old one. */
+ * without tkv_seq_reset would attend to the old one. */
 static tkv_status tkvi_wrong_position(tkv_cache *kv, int seq, int layer, int position) {
     const int len = tkvi_list_of(kv, seq, layer)->len;
     tkvi_text t = tkvi_text_begin(kv->error, sizeof kv->error);
@@ -22459,7 +22448,7 @@ static tkv_status tkvi_wrong_position(tkv_cache *kv, int seq, int layer, int pos
     tkvi_append_int(&t, len);
     tkvi_append_text(&t, ", not ");
     tkvi_append_int(&t, position);
-    tkvi_append_text(&t, position < len ? ": call tkv_reset or tkv_truncate first"
+    tkvi_append_text(&t, position < len ? ": call tkv_seq_reset or tkv_seq_truncate first"
                                         : ": append those before it first");
     return TKV_ERR_RANGE;
 }
@@ -22482,13 +22471,13 @@ static tkv_status tkvi_check_rows(tkv_cache *kv, int layer, const tkv_rows *rows
         list = tkvi_list_of(kv, rows[i].seq, layer);
         if (positions && positions[i] != list->len)
             return tkvi_wrong_position(kv, rows[i].seq, layer, positions[i]);
-        room = cfg->max_append - (kv->seq[rows[i].seq].in_step ? list->len - list->step_len : 0);
+        room = cfg->limits.max_append - (kv->seq[rows[i].seq].in_step ? list->len - list->step_len : 0);
         if (rows[i].n > room)
             return tkvi_fail(kv, TKV_ERR_CAPACITY, "max_append leaves room for", room,
                              " more tokens here; append them in chunks");
-        if (rows[i].n > cfg->max_tokens - list->len)
-            return tkvi_fail(kv, TKV_ERR_CAPACITY, "max_tokens leaves room for", cfg->max_tokens - list->len,
-                             " more tokens");
+        if (rows[i].n > cfg->limits.max_tokens - list->len)
+            return tkvi_fail(kv, TKV_ERR_CAPACITY, "max_tokens leaves room for",
+                             cfg->limits.max_tokens - list->len, " more tokens");
         if (rows[i].n > TKVI_FOREVER - *total)
             return tkvi_fail(kv, TKV_ERR_CAPACITY, "the batch has more tokens than", TKVI_FOREVER, "");
         *total += rows[i].n;
@@ -22533,9 +22522,9 @@ TKV_API tkv_status tkv_append_ex(tkv_cache *kv, const tkv_append_params *p) {
     one.n = p->n;
     rows = p->batch ? p->batch : &one;
     n_rows = p->batch ? p->n_batch : 1;
-    if (n_rows < 0 || n_rows > cfg->max_seqs)
+    if (n_rows < 0 || n_rows > cfg->limits.max_seqs)
         return tkvi_fail(kv, TKV_ERR_ARG, "n_batch is", n_rows, "; it must be at most max_seqs");
-    if (p->layer < 0 || p->layer >= cfg->n_layers)
+    if (p->layer < 0 || p->layer >= cfg->model.n_layers)
         return tkvi_fail(kv, TKV_ERR_ARG, "there is no layer", p->layer, "");
     if (kv->tables.plan[p->layer].stored != p->layer)
         return tkvi_fail(kv, TKV_ERR_ARG, "layer", p->layer,
@@ -22548,18 +22537,21 @@ TKV_API tkv_status tkv_append_ex(tkv_cache *kv, const tkv_append_params *p) {
     if (!p->k || !p->v) return tkvi_fail(kv, TKV_ERR_ARG, "k or v is missing", 0, NULL);
     k.data = p->k;
     k.type = p->k_type;
-    k.dim = cfg->head_dim;
-    k.head_stride = p->k_head_stride ? p->k_head_stride : cfg->head_dim;
-    k.token_stride = p->k_token_stride ? p->k_token_stride : (ptrdiff_t)cfg->n_kv_heads * cfg->head_dim;
+    k.dim = cfg->model.head_dim;
+    k.head_stride = p->k_head_stride ? p->k_head_stride : cfg->model.head_dim;
+    k.token_stride =
+        p->k_token_stride ? p->k_token_stride : (ptrdiff_t)cfg->model.n_kv_heads * cfg->model.head_dim;
     v.data = p->v;
     v.type = p->v_type;
-    v.dim = cfg->v_head_dim;
-    v.head_stride = p->v_head_stride ? p->v_head_stride : cfg->v_head_dim;
-    v.token_stride = p->v_token_stride ? p->v_token_stride : (ptrdiff_t)cfg->n_kv_heads * cfg->v_head_dim;
-    if (cfg->nonfinite == TKV_NONFINITE_REFUSE &&
-        (!tkvi_source_finite(&k, total, cfg->n_kv_heads) || !tkvi_source_finite(&v, total, cfg->n_kv_heads)))
+    v.dim = cfg->model.v_head_dim;
+    v.head_stride = p->v_head_stride ? p->v_head_stride : cfg->model.v_head_dim;
+    v.token_stride =
+        p->v_token_stride ? p->v_token_stride : (ptrdiff_t)cfg->model.n_kv_heads * cfg->model.v_head_dim;
+    if (cfg->host.nonfinite == TKV_NONFINITE_REFUSE &&
+        (!tkvi_source_finite(&k, total, cfg->model.n_kv_heads) ||
+         !tkvi_source_finite(&v, total, cfg->model.n_kv_heads)))
         return tkvi_fail(kv, TKV_ERR_NONFINITE, "there is a NaN or an infinity in k or v of layer", p->layer,
-                         " (cfg.nonfinite can saturate them)");
+                         " (cfg.host.nonfinite can saturate them)");
     for (i = 0, open = 0; i < n_rows; i++) open |= kv->seq[rows[i].seq].in_step;
     had = kv->tables.current[p->layer];
     if (!open && !tkvi_begin_table(kv, p->layer, 0, &had)) goto no_table;
@@ -22571,9 +22563,10 @@ TKV_API tkv_status tkv_append_ex(tkv_cache *kv, const tkv_append_params *p) {
     tkvi_unprotect_last_append(kv, p->layer, rows, n_rows, 0);
     for (i = 0, kv->clock++; i < n_rows; i++) kv->seq[rows[i].seq].used = kv->clock;
     if (tkvi_has_budget(kv)) {
-        const size_t budget = cfg->budget_bytes,
-                     token = kv->tables.coding[kv->tables.plan[p->layer].now.coding[TKV_HOT]].bytes.total /
-                             TKVI_BLOCK;
+        const size_t budget = cfg->budget.bytes,
+                     token =
+                         kv->tables.coding[kv->tables.plan[p->layer].now.coding[TKV_TIER_HOT]].bytes.total /
+                         TKVI_BLOCK;
         size_t takes;
         int fits;
         tkvi_set_request(kv, &dry_run, rows, n_rows, p->layer);
@@ -22608,7 +22601,7 @@ TKV_API tkv_status tkv_append_ex(tkv_cache *kv, const tkv_append_params *p) {
     }
     if (kv->seen && kv->seen[p->layer] >= 0)
         kv->seen[p->layer] =
-            tkvi_min(TKVI_FOREVER, kv->seen[p->layer] + total); /* tkv_abort subtracts its part */
+            tkvi_min(TKVI_FOREVER, kv->seen[p->layer] + total); /* tkv_seq_abort subtracts its part */
     tkvi_query_stats_count(kv, p->layer, total);
     for (i = 0; i < n_rows; i++)
         tkvi_release_unused(kv, rows[i].seq); /* after all rows: they share the pages */
@@ -22618,7 +22611,7 @@ no_memory:
     tkvi_unprotect_last_append(kv, p->layer, rows, n_rows, 1);
 no_table:
     if (kv->pool.keep_all)
-        return tkvi_fail(kv, TKV_ERR_CAPACITY, "the memory given to tkv_init_in_place is full", 0, NULL);
+        return tkvi_fail(kv, TKV_ERR_CAPACITY, "the memory given to tkv_create_in_place is full", 0, NULL);
     return tkvi_fail(kv, TKV_ERR_NOMEM, "the allocator gave no memory for", total, " more tokens");
 }
 
@@ -22639,11 +22632,6 @@ TKV_API tkv_status tkv_append(tkv_cache *kv, int seq, int layer, const float *k,
     return tkvi_append(kv, seq, layer, NULL, k, v, n);
 }
 
-TKV_API tkv_status tkv_append_at(tkv_cache *kv, int seq, int layer, int position, const float *k,
-                                 const float *v, int n) {
-    return tkvi_append(kv, seq, layer, &position, k, v, n);
-}
-
 /* >>ageing: all layers of a sequence, or none */
 static int tkvi_has_blocks_to_age(const tkv_cache *kv, int seq, int layer) {
     return kv->tables.plan[layer].stored == layer && tkvi_list_of(kv, seq, layer)->n > 0;
@@ -22652,7 +22640,7 @@ static int tkvi_has_blocks_to_age(const tkv_cache *kv, int seq, int layer) {
 static tkv_status tkvi_age_all(tkv_cache *kv, int seq, int flush, int partial) {
     int8_t had[TKVI_MAX_LAYERS];
     tkvi_peak dry_run;
-    int layer, pass, n = kv->tables.cfg.n_layers, ready = 1;
+    int layer, pass, n = kv->tables.cfg.model.n_layers, ready = 1;
     for (layer = 0; layer < n; layer++) {
         had[layer] = kv->tables.current[layer];
         if (ready && tkvi_has_blocks_to_age(kv, seq, layer))
@@ -22688,7 +22676,7 @@ static tkv_status tkvi_age_all(tkv_cache *kv, int seq, int flush, int partial) {
     return tkvi_ok(kv);
 }
 
-TKV_API tkv_status tkv_flush(tkv_cache *kv, int seq, tkv_flush_mode mode) {
+TKV_API tkv_status tkv_seq_flush(tkv_cache *kv, int seq, tkv_flush_mode mode) {
     tkv_status st;
     if (!tkvi_has_seq(kv, seq)) return tkvi_refuse_seq(kv, seq);
     if ((unsigned)mode > TKV_FLUSH_ALL)
@@ -22704,7 +22692,7 @@ TKV_API tkv_status tkv_flush(tkv_cache *kv, int seq, tkv_flush_mode mode) {
 }
 
 /* >>steps */
-TKV_API tkv_status tkv_begin(tkv_cache *kv, int seq) {
+TKV_API tkv_status tkv_seq_begin(tkv_cache *kv, int seq) {
     tkv_status st;
     int layer;
     if (!tkvi_has_seq(kv, seq)) return tkvi_refuse_seq(kv, seq);
@@ -22713,7 +22701,7 @@ TKV_API tkv_status tkv_begin(tkv_cache *kv, int seq) {
     tkvi_learn_early(kv);
     st = tkvi_age_all(kv, seq, 0, 0);
     if (st) return st;
-    for (layer = 0; layer < kv->tables.cfg.n_layers; layer++) {
+    for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++) {
         tkvi_list *list = tkvi_list_of(kv, seq, layer);
         if (list->n) tkvi_evict_due_in(kv, seq, layer, 1);
         list->step_len = list->chunk = list->len;
@@ -22722,11 +22710,11 @@ TKV_API tkv_status tkv_begin(tkv_cache *kv, int seq) {
     return TKV_OK;
 }
 
-TKV_API tkv_status tkv_commit(tkv_cache *kv, int seq) {
+TKV_API tkv_status tkv_seq_commit(tkv_cache *kv, int seq) {
     int layer, n = -1;
     if (!tkvi_has_seq(kv, seq)) return tkvi_refuse_seq(kv, seq);
     if (!kv->seq[seq].in_step) return tkvi_fail(kv, TKV_ERR_STATE, "no step is open", 0, NULL);
-    for (layer = 0; layer < kv->tables.cfg.n_layers; layer++) {
+    for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++) {
         const tkvi_list *list = tkvi_list_of(kv, seq, layer);
         if (kv->tables.plan[layer].stored != layer) continue;
         if (n < 0) n = list->len - list->step_len;
@@ -22769,12 +22757,12 @@ static void tkvi_truncate_list(tkv_cache *kv, int seq, int layer, int len) {
     if (list->n > 1 && list->sinks) tkvi_cut_packed(kv, ids[0], len); /* anchors of the blocks cut off */
 }
 
-TKV_API tkv_status tkv_abort(tkv_cache *kv, int seq) {
+TKV_API tkv_status tkv_seq_abort(tkv_cache *kv, int seq) {
     int layer;
     if (!tkvi_has_seq(kv, seq)) return tkvi_refuse_seq(kv, seq);
     if (!kv->seq[seq].in_step) return tkvi_fail(kv, TKV_ERR_STATE, "no step is open", 0, NULL);
     kv->seq[seq].in_step = 0;
-    for (layer = 0; layer < kv->tables.cfg.n_layers; layer++) {
+    for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++) {
         const tkvi_list *list = tkvi_list_of(kv, seq, layer);
         int n = list->len - list->step_len;
         if (n <= 0) continue;
@@ -22787,17 +22775,17 @@ TKV_API tkv_status tkv_abort(tkv_cache *kv, int seq) {
     return tkvi_ok(kv);
 }
 
-TKV_API tkv_status tkv_reserve(tkv_cache *kv, int seq, int n) {
+TKV_API tkv_status tkv_seq_reserve(tkv_cache *kv, int seq, int n) {
     tkvi_peak dry_run;
     tkv_rows row;
     int len, layer, had, want, ready = 1;
     if (!tkvi_has_seq(kv, seq)) return tkvi_refuse_seq(kv, seq);
-    if (n < 1 || n > kv->tables.cfg.max_append)
+    if (n < 1 || n > kv->tables.cfg.limits.max_append)
         return tkvi_fail(kv, TKV_ERR_ARG, "n is", n, "; it must be 1 to max_append");
-    len = tkv_seq_len(kv, seq);
-    if (n > kv->tables.cfg.max_tokens - len)
-        return tkvi_fail(kv, TKV_ERR_CAPACITY, "max_tokens leaves room for", kv->tables.cfg.max_tokens - len,
-                         " more tokens");
+    len = tkv_get_length(kv, seq, TKV_ALL_LAYERS);
+    if (n > kv->tables.cfg.limits.max_tokens - len)
+        return tkvi_fail(kv, TKV_ERR_CAPACITY, "max_tokens leaves room for",
+                         kv->tables.cfg.limits.max_tokens - len, " more tokens");
     row.seq = seq;
     row.n = n;
     had = kv->seq[seq].reserved_len;
@@ -22805,7 +22793,7 @@ TKV_API tkv_status tkv_reserve(tkv_cache *kv, int seq, int n) {
     tkvi_reserve_slots(kv, seq, tkvi_max(had, len + n));
     dry_run = tkvi_begin_dry_run(kv);
     if (tkvi_has_budget(kv)) {
-        const size_t budget = kv->tables.cfg.budget_bytes;
+        const size_t budget = kv->tables.cfg.budget.bytes;
         size_t takes;
         tkvi_reserve_slots(kv, seq,
                            had); /* until there is room: recoding needs pages that are not reserved */
@@ -22817,7 +22805,7 @@ TKV_API tkv_status tkv_reserve(tkv_cache *kv, int seq, int n) {
         tkvi_reserve_slots(kv, seq, tkvi_max(had, len + n));
         dry_run = tkvi_begin_dry_run(kv);
     }
-    for (layer = 0; layer < kv->tables.cfg.n_layers && ready;
+    for (layer = 0; layer < kv->tables.cfg.model.n_layers && ready;
          layer++) /* the first table may become due; later ones can wait */
         if (kv->seen && kv->seen[layer] >= 0 && kv->tables.current[layer] < 0)
             ready = tkvi_version_ready(kv, 0);
@@ -22830,14 +22818,14 @@ TKV_API tkv_status tkv_reserve(tkv_cache *kv, int seq, int n) {
 }
 
 /* >>cutting */
-TKV_API tkv_status tkv_truncate(tkv_cache *kv, int seq, int n_tokens) {
+TKV_API tkv_status tkv_seq_truncate(tkv_cache *kv, int seq, int n_tokens) {
     int layer, i;
     int64_t taken;
     if (!tkvi_has_seq(kv, seq)) return tkvi_refuse_seq(kv, seq);
     if (n_tokens < 0) return tkvi_fail(kv, TKV_ERR_ARG, "n_tokens is", n_tokens, "; it must not be negative");
     if (kv->seq[seq].in_step)
         return tkvi_fail(kv, TKV_ERR_STATE, "a step is open; commit or abort it first", 0, NULL);
-    for (layer = 0; layer < kv->tables.cfg.n_layers; layer++) {
+    for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++) {
         const tkvi_plan *p = &kv->tables.plan[layer];
         const tkvi_list *list = tkvi_list_of(kv, seq, layer);
         const uint32_t *ids = tkvi_ids(kv, seq, layer);
@@ -22852,7 +22840,7 @@ TKV_API tkv_status tkv_truncate(tkv_cache *kv, int seq, int n_tokens) {
                              must, " must stay");
     }
     taken = tkvi_pages_taken(&kv->pool);
-    for (layer = 0; layer < kv->tables.cfg.n_layers; layer++)
+    for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++)
         if (tkvi_list_of(kv, seq, layer)->len > n_tokens) tkvi_truncate_list(kv, seq, layer, n_tokens);
     tkvi_release_unused(kv, seq);
     if (tkvi_pages_taken(&kv->pool) > taken) /* after evictions, tokens may need more blocks */
@@ -22860,12 +22848,12 @@ TKV_API tkv_status tkv_truncate(tkv_cache *kv, int seq, int n_tokens) {
     return tkvi_ok(kv);
 }
 
-TKV_API tkv_status tkv_reset(tkv_cache *kv, int seq) {
+TKV_API tkv_status tkv_seq_reset(tkv_cache *kv, int seq) {
     tkvi_seq *s;
     int layer;
     if (!tkvi_has_seq(kv, seq)) return tkvi_refuse_seq(kv, seq);
     s = &kv->seq[seq];
-    for (layer = 0; layer < kv->tables.cfg.n_layers; layer++) {
+    for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++) {
         tkvi_list *list = tkvi_list_of(kv, seq, layer);
         const uint32_t *ids = tkvi_ids(kv, seq, layer);
         while (list->n > 0) tkvi_release_block(&kv->pool, ids[--list->n]);
@@ -22875,7 +22863,8 @@ TKV_API tkv_status tkv_reset(tkv_cache *kv, int seq) {
     if (kv->meter && kv->meter->seq == seq) tkvi_meter_clear(kv->meter);
     tkvi_reserve_slots(kv, seq, 0);
     if (!kv->pool.keep_all) {
-        tkvi_put(&kv->heap, s->block, (size_t)s->cap * (size_t)kv->tables.cfg.n_layers * sizeof(uint32_t));
+        tkvi_put(&kv->heap, s->block,
+                 (size_t)s->cap * (size_t)kv->tables.cfg.model.n_layers * sizeof(uint32_t));
         s->block = NULL;
         s->cap = 0;
     }
@@ -22906,16 +22895,17 @@ TKV_API tkv_status tkv_read(tkv_cache *kv, int seq, int layer, int start, int n,
         if (at >= 0 && tkvi_is_discarded(&kv->pool.block[ids[at]])) return TKV_ERR_NO_SOURCE;
     }
     for (from = start; from < start + n; from = to) {
-        const size_t row = (size_t)(from - start) * (size_t)cfg->n_kv_heads;
+        const size_t row = (size_t)(from - start) * (size_t)cfg->model.n_kv_heads;
         const tkvi_coding *c;
         i = tkvi_find_token(kv, list, ids, from, &slot);
         if (i < 0) return TKV_ERR_RANGE;
         c = &kv->tables.coding[kv->pool.block[ids[i]].coding];
         to = tkvi_min(start + n, tkvi_block_end(kv, list, ids, i)); /* no token in between is evicted */
-        if (cfg->n_anchors) to = from + 1;                          /* unless one is an anchor */
-        for (h = 0; h < cfg->n_kv_heads; h++) {
+        if (cfg->tiers.n_anchors) to = from + 1;                    /* unless one is an anchor */
+        for (h = 0; h < cfg->model.n_kv_heads; h++) {
             const tkvi_record *r = &c->record[h];
-            size_t dk = (size_t)cfg->head_dim, dv = (size_t)cfg->v_head_dim, heads = (size_t)cfg->n_kv_heads;
+            size_t dk = (size_t)cfg->model.head_dim, dv = (size_t)cfg->model.v_head_dim,
+                   heads = (size_t)cfg->model.n_kv_heads;
             const uint8_t *bytes;
             tkv_status st = k ? tkvi_side_bytes(kv, ids[i], h, TKV_K, &room, &bytes) : TKV_OK;
             if (k && !st)
@@ -22932,23 +22922,42 @@ TKV_API tkv_status tkv_read(tkv_cache *kv, int seq, int layer, int start, int n,
 #endif /* TKVI_STEP_SEQUENCE_H */
 /* ======== step/pins.h ======== */
 /*
- * step/pins.h - eviction on request. tkv_evict lets a policy choose the tokens; tkv_drop evicts the tokens that the
- * caller names. tkv_pin and tkv_pin_until protect tokens from eviction. tkv_alive reports the tokens that a layer
- * still holds.
+ * step/pins.h - eviction on request. tkv_evict evicts the tokens that a policy chooses, or those that the caller
+ * names. tkv_seq_pin protects tokens from eviction.
  */
 #ifndef TKVI_STEP_PINS_H
 #define TKVI_STEP_PINS_H
 
 
-/* Can tokens of this sequence and layer (TKV_NONE: all layers) be evicted now? Sets the error if not. */
+/* Can tokens of this sequence and layer (TKV_ALL_LAYERS: all layers) be evicted now? Sets the error if not. */
 static tkv_status tkvi_evictable(tkv_cache *kv, int seq, int layer) {
     if (!tkvi_has_seq(kv, seq)) return tkvi_refuse_seq(kv, seq);
-    if (layer != TKV_NONE && !tkvi_has_own_layer(kv, seq, layer)) return tkvi_refuse_layer(kv, layer);
-    if (!kv->pool.tables->cfg.evict.kind)
+    if (layer != TKV_ALL_LAYERS && !tkvi_has_own_layer(kv, seq, layer)) return tkvi_refuse_layer(kv, layer);
+    if (!kv->pool.tables->cfg.evict.policy)
         return tkvi_fail(kv, TKV_ERR_STATE, "the cache was created without cfg.evict", 0, NULL);
     if (kv->seq[seq].in_step)
         return tkvi_fail(kv, TKV_ERR_STATE, "a step is open; commit or abort it first", 0, NULL);
     return TKV_OK;
+}
+
+/* Evicts the tokens of p->victims, except pinned ones. */
+static tkv_status tkvi_evict_named(tkv_cache *kv, const tkv_evict_params *p) {
+    const int last = p->layer == TKV_ALL_LAYERS ? kv->tables.cfg.model.n_layers - 1 : p->layer;
+    int l, i;
+    if (p->n_victims < 0) return tkvi_fail(kv, TKV_ERR_ARG, "n_victims is", p->n_victims, "");
+    for (l = tkvi_max(p->layer, 0); l <= last; l++) {
+        tkvi_choice c;
+        if (kv->tables.plan[l].stored != l || tkvi_list_of(kv, p->seq, l)->n == 0) continue;
+        (void)tkvi_build_view(kv, p->seq, l, NULL, 0, NULL, &c);
+        memset(c.victims, 0, (size_t)tkvi_words(c.n) * sizeof *c.victims);
+        for (i = 0; i < c.n; i++)
+            if (c.position[i] < p->n_victims && tkvi_has(p->victims, c.position[i]) && !tkvi_has(c.pinned, i))
+                tkvi_mark(c.victims, i);
+        tkvi_note_victims(kv, p->seq, l, &c);
+        tkvi_apply_eviction(kv, p->seq, l, 0);
+    }
+    tkvi_release_unused(kv, p->seq);
+    return tkvi_ok(kv);
 }
 
 TKV_API tkv_status tkv_evict(tkv_cache *kv, const tkv_evict_params *p) {
@@ -22961,19 +22970,21 @@ TKV_API tkv_status tkv_evict(tkv_cache *kv, const tkv_evict_params *p) {
     if (!p) return tkvi_fail(kv, TKV_ERR_ARG, "the parameters are missing", 0, NULL);
     st = tkvi_evictable(kv, p->seq, p->layer);
     if (st) return st;
+    if (p->victims) return tkvi_evict_named(kv, p);
     cfg = p->evict ? p->evict : &kv->tables.cfg.evict;
-    keep = p->keep ? p->keep : kv->tables.cfg.evict_tokens;
+    keep = p->keep ? p->keep : kv->tables.cfg.evict.keep_tokens;
     if (keep < 1)
-        return tkvi_fail(kv, TKV_ERR_ARG, "keep is", keep, "; it must be 1 or more, or cfg.evict_tokens");
+        return tkvi_fail(kv, TKV_ERR_ARG, "keep is", keep,
+                         "; it must be 1 or more, or cfg.evict.keep_tokens");
     if (!tkvi_evict_fill(cfg, &full))
         return tkvi_fail(kv, TKV_ERR_CONFIG, "evict has a field out of range", 0, NULL);
-    if (!p->scores && !tkvi_gathers_for(kv, cfg->kind))
+    if (!p->scores && !tkvi_gathers_for(kv, cfg->policy))
         return tkvi_fail(kv, TKV_ERR_CONFIG,
                          "cfg.evict and cfg.importance gather something else than this policy goes by", 0,
                          NULL);
     for (pass = 0; pass < 2; pass++) /* pass 0 chooses and can fail; pass 1 evicts and cannot fail */
-        for (layer = tkvi_max(p->layer, 0); layer <= (p->layer < 0 ? kv->tables.cfg.n_layers - 1 : p->layer);
-             layer++) {
+        for (layer = tkvi_max(p->layer, 0);
+             layer <= (p->layer == TKV_ALL_LAYERS ? kv->tables.cfg.model.n_layers - 1 : p->layer); layer++) {
             if (kv->tables.plan[layer].stored != layer || tkvi_list_of(kv, p->seq, layer)->n == 0) continue;
             if (pass) {
                 tkvi_apply_eviction(kv, p->seq, layer, 0);
@@ -22988,36 +22999,16 @@ TKV_API tkv_status tkv_evict(tkv_cache *kv, const tkv_evict_params *p) {
     return tkvi_ok(kv);
 }
 
-TKV_API tkv_status tkv_drop(tkv_cache *kv, int seq, int layer, const uint64_t *victims, int n) {
-    tkv_status st = tkvi_evictable(kv, seq, layer);
-    int l, i;
-    if (st) return st;
-    if (n < 0 || (n > 0 && !victims))
-        return tkvi_fail(kv, TKV_ERR_ARG, "victims are missing, or n is", n, "");
-    for (l = tkvi_max(layer, 0); l <= (layer < 0 ? kv->tables.cfg.n_layers - 1 : layer); l++) {
-        tkvi_choice c;
-        if (kv->tables.plan[l].stored != l || tkvi_list_of(kv, seq, l)->n == 0) continue;
-        (void)tkvi_build_view(kv, seq, l, NULL, 0, NULL, &c);
-        memset(c.victims, 0, (size_t)tkvi_words(c.n) * sizeof *c.victims);
-        for (i = 0; i < c.n; i++)
-            if (c.position[i] < n && tkvi_has(victims, c.position[i]) && !tkvi_has(c.pinned, i))
-                tkvi_mark(c.victims, i);
-        tkvi_note_victims(kv, seq, l, &c);
-        tkvi_apply_eviction(kv, seq, l, 0);
-    }
-    tkvi_release_unused(kv, seq);
-    return tkvi_ok(kv);
-}
-
-/* Pins the tokens at positions start .. start+n-1 in all layers. until: they stay pinned while the layer is shorter
- * than this many tokens; TKVI_FOREVER: without end; 0: removes their pins. */
-static tkv_status tkvi_pin(tkv_cache *kv, int seq, int start, int n, int until) {
-    tkv_status st = tkvi_evictable(kv, seq, TKV_NONE);
+TKV_API tkv_status tkv_seq_pin(tkv_cache *kv, int seq, int start, int n, int until) {
+    tkv_status st = tkvi_evictable(kv, seq, TKV_ALL_LAYERS);
     int layer, i, t;
     if (st) return st;
     if (start < 0 || n < 0 || n > TKVI_FOREVER - start)
         return tkvi_fail(kv, TKV_ERR_ARG, "start and n must be positions, not", start, "");
-    for (layer = 0; layer < kv->tables.cfg.n_layers; layer++) {
+    if (until != TKV_UNLIMITED && until != TKV_OFF && (until < 1 || until >= TKVI_FOREVER))
+        return tkvi_fail(kv, TKV_ERR_ARG, "until is", until,
+                         "; it must be a length of 1 to 2^30 - 2, TKV_UNLIMITED or TKV_OFF");
+    for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++) {
         const tkvi_list *list = tkvi_list_of(kv, seq, layer);
         const uint32_t *ids = tkvi_ids(kv, seq, layer);
         for (i = tkvi_first_at(kv, list, ids, tkvi_min(start, list->len - 1)); i < list->n; i++) {
@@ -23029,8 +23020,8 @@ static tkv_status tkvi_pin(tkv_cache *kv, int seq, int start, int n, int until) 
             }
             if (!these) continue;
             token_meta->temporary_pins &= tkvi_pinned_in(kv, list, ids[i]); /* removes pins that have ended */
-            if (until == TKVI_FOREVER) token_meta->pinned |= these;
-            else if (until) {
+            if (until == TKV_UNLIMITED) token_meta->pinned |= these;
+            else if (until != TKV_OFF) {
                 token_meta->until = tkvi_max(token_meta->temporary_pins ? token_meta->until : 0, until);
                 token_meta->temporary_pins |= these;
             } else {
@@ -23042,41 +23033,10 @@ static tkv_status tkvi_pin(tkv_cache *kv, int seq, int start, int n, int until) 
     return tkvi_ok(kv);
 }
 
-TKV_API tkv_status tkv_pin(tkv_cache *kv, int seq, int start, int n, int pinned) {
-    return tkvi_pin(kv, seq, start, n, pinned ? TKVI_FOREVER : 0);
-}
-
-TKV_API tkv_status tkv_pin_until(tkv_cache *kv, int seq, int start, int n, int length) {
-    if (kv && (length < 1 || length >= TKVI_FOREVER))
-        return tkvi_fail(kv, TKV_ERR_ARG, "length must be 1 to 2^30 - 2, not", length, "");
-    return tkvi_pin(kv, seq, start, n, length);
-}
-
-TKV_API tkv_status tkv_alive(const tkv_cache *kv, int seq, int layer, int start, int n, uint64_t *mask) {
-    const tkvi_list *list;
-    const uint32_t *ids;
-    int i, t;
-    layer = tkvi_stored_layer(kv, seq, layer);
-    if (layer < 0 || start < 0 || n < 0 || (n > 0 && !mask)) return TKV_ERR_ARG;
-    list = tkvi_list_of(kv, seq, layer);
-    ids = tkvi_ids(kv, seq, layer);
-    if (start > list->len || n > list->len - start) return TKV_ERR_RANGE;
-    if (n == 0) return TKV_OK;
-    memset(mask, 0, (size_t)tkvi_words(n) * sizeof *mask);
-    for (i = tkvi_first_at(kv, list, ids, start); i < list->n; i++) {
-        const uint64_t there = tkvi_live_mask_in(kv, list, ids, i);
-        for (t = 0; t < TKVI_BLOCK; t++) {
-            const int at = there >> t & 1 ? tkvi_slot_position(kv, ids[i], t) - start : -1;
-            if (at >= 0 && at < n) tkvi_mark(mask, at);
-        }
-    }
-    return TKV_OK;
-}
-
 #endif /* TKVI_STEP_PINS_H */
 /* ======== step/promote.h ======== */
 /*
- * step/promote.h - offloads blocks on request (tkv_spill) and brings single blocks back into RAM (tkv_promote).
+ * step/promote.h - offloads blocks on request (tkv_offload) and brings single blocks back into RAM (tkv_promote).
  *
  * An offloaded block comes back in the format that it had. If an exact copy was kept (reclaim/offload.h), the block
  * comes back exact. A coded block in RAM without a copy stays as it is: decoding it would restore nothing.
@@ -23085,36 +23045,24 @@ TKV_API tkv_status tkv_alive(const tkv_cache *kv, int seq, int layer, int start,
 #define TKVI_STEP_PROMOTE_H
 
 
-TKV_API tkv_status tkv_spill_bytes(const tkv_config *cfg, size_t *bytes) {
-    tkvi_derived_config h;
-    tkv_status st = tkvi_validate(cfg, &h, NULL, 0);
-    int i;
-    if (!bytes) return TKV_ERR_ARG;
-    if (st) return st;
-    for (i = 0, *bytes = 0; i < h.n_keys; i++)
-        if (h.bytes[i].total > *bytes) *bytes = h.bytes[i].total;
-    *bytes += 2u * TKVI_OFFLOAD_CHECKSUM * (size_t)h.cfg.n_kv_heads;
-    return TKV_OK;
-}
-
-TKV_API tkv_status tkv_spill(tkv_cache *kv, int seq, int layer, int n_blocks, int *done) {
+TKV_API tkv_status tkv_offload(tkv_cache *kv, int seq, int layer, int n_blocks, int *done) {
     int l, i, n = 0;
     if (done) *done = 0;
     if (!tkvi_has_seq(kv, seq)) return tkvi_refuse_seq(kv, seq);
-    if (!kv->tables.cfg.spill.store)
-        return tkvi_fail(kv, TKV_ERR_ARG, "there is no cfg.spill to store blocks with", 0, NULL);
+    if (!kv->tables.cfg.offload.write)
+        return tkvi_fail(kv, TKV_ERR_ARG, "there is no cfg.offload to store blocks with", 0, NULL);
     if (n_blocks < 0) return tkvi_fail(kv, TKV_ERR_ARG, "n_blocks is", n_blocks, "; it must not be negative");
-    if (layer != TKV_ALL && !tkvi_has_own_layer(kv, seq, layer)) return tkvi_refuse_layer(kv, layer);
+    if (layer != TKV_ALL_LAYERS && !tkvi_has_own_layer(kv, seq, layer)) return tkvi_refuse_layer(kv, layer);
     kv->store_failed = 0;
-    for (l = 0; l < kv->tables.cfg.n_layers; l++) {
-        if (layer != TKV_ALL && l != layer) continue;
+    for (l = 0; l < kv->tables.cfg.model.n_layers; l++) {
+        if (layer != TKV_ALL_LAYERS && l != layer) continue;
         for (i = 0; i < n_blocks && tkvi_offload_next(kv, seq, l); i++) n++;
         if (kv->store_failed) break;
     }
     tkvi_trim(&kv->pool);
     if (done) *done = n;
     if (kv->store_failed)
-        return tkvi_fail(kv, TKV_ERR_IO, "cfg.spill.store failed; blocks that went are", n, "");
+        return tkvi_fail(kv, TKV_ERR_IO, "cfg.offload.write failed; blocks that went are", n, "");
     return tkvi_ok(kv);
 }
 
@@ -23125,7 +23073,7 @@ static tkv_status tkvi_promote_ready(tkv_cache *kv, int coding) {
     tkvi_peak_take(&dry_run, coding);
     if (tkvi_has_budget(kv)) {
         tkvi_set_request(kv, &dry_run, NULL, 0, -1);
-        if (tkvi_bytes_now(kv) > kv->tables.cfg.budget_bytes)
+        if (tkvi_bytes_now(kv) > kv->tables.cfg.budget.bytes)
             return tkvi_fail(kv, TKV_ERR_BUDGET, "the budget has no room for a block in a better format", 0,
                              NULL);
         tkvi_trim_to(&kv->pool, 0);
@@ -23143,7 +23091,7 @@ static TKVI_NOINLINE tkv_status tkvi_fetch_block(const tkv_cache *kv, uint32_t i
     int i;
     room.key = TKVI_NIL;
     memset(to, 0, c->bytes.total);
-    for (i = 0; i < 2 * kv->tables.cfg.n_kv_heads; i++) {
+    for (i = 0; i < 2 * kv->tables.cfg.model.n_kv_heads; i++) {
         const tkvi_record *r = &c->record[i / 2];
         const uint8_t *bytes;
         const tkv_status st = tkvi_read_piece(kv, id, what, i / 2, (tkv_side)(i % 2), &room, &bytes);
@@ -23172,7 +23120,7 @@ static tkv_status tkvi_promote_block(tkv_cache *kv, int seq, int layer, int i, i
     int coding, slot, old_slot;
     if (what < 0)
         return tkvi_fail(kv, TKV_ERR_NO_SOURCE, "nothing better is kept of the block at position", position,
-                         " (cfg.spill.keep_exact keeps it)");
+                         " (cfg.offload.keep_exact keeps it)");
     coding = what == TKVI_COPY ? b->copy - 1 : b->coding;
     st = tkvi_promote_ready(kv, coding);
     if (st) return st;
@@ -23183,8 +23131,8 @@ static tkv_status tkvi_promote_block(tkv_cache *kv, int seq, int layer, int i, i
         tkvi_give_slot(&kv->pool, page, slot);
         tkvi_trim(&kv->pool);
         return tkvi_fail(kv, st,
-                         st == TKV_ERR_IO ? "cfg.spill.fetch failed for the block at position"
-                                          : "what cfg.spill.fetch gave is not the block at position",
+                         st == TKV_ERR_IO ? "cfg.offload.read failed for the block at position"
+                                          : "what cfg.offload.read gave is not the block at position",
                          position, "; it stays as it is");
     }
     old_page = b->page;
@@ -23222,7 +23170,7 @@ TKV_API tkv_status tkv_promote(tkv_cache *kv, int seq, int layer, int position) 
 #endif /* TKVI_STEP_PROMOTE_H */
 /* ======== step/recompute.h ======== */
 /*
- * step/recompute.h - discards blocks (reclaim/discard.h) by hand or as tkv_remat_decide decides, and takes their
+ * step/recompute.h - discards blocks (reclaim/discard.h) by hand or as tkv_decide_discard decides, and takes their
  * keys and values back when the caller's model has recomputed them.
  *
  * Recomputed keys and values are stored as an append stores them: first in the hot format, then recoded as the
@@ -23241,7 +23189,7 @@ static int tkvi_piece_end(const tkv_cache *kv, int seq, int at, int absent) {
     int layer, i, end = at + 1, had = at;
     while (had < end) {
         had = end;
-        for (layer = 0; layer < kv->tables.cfg.n_layers; layer++) {
+        for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++) {
             const tkvi_list *list = tkvi_list_of(kv, seq, layer);
             const uint32_t *ids = tkvi_ids(kv, seq, layer);
             i = list->n ? tkvi_block_at(kv, list, ids, tkvi_min(end - 1, list->len - 1)) : -1;
@@ -23255,7 +23203,7 @@ static int tkvi_piece_end(const tkv_cache *kv, int seq, int at, int absent) {
 /* The lowest position, `from` or above, at which a discarded block of any layer starts; -1: there is none. */
 static int tkvi_first_discarded(const tkv_cache *kv, int seq, int from) {
     int layer, i, first = -1;
-    for (layer = 0; kv->pool.n_discarded && layer < kv->tables.cfg.n_layers; layer++) {
+    for (layer = 0; kv->pool.n_discarded && layer < kv->tables.cfg.model.n_layers; layer++) {
         const tkvi_list *list = tkvi_list_of(kv, seq, layer);
         const uint32_t *ids = tkvi_ids(kv, seq, layer);
         for (i = 0; i < list->n; i++) {
@@ -23268,7 +23216,7 @@ static int tkvi_first_discarded(const tkv_cache *kv, int seq, int from) {
     return first;
 }
 
-TKV_API tkv_status tkv_remat_missing(const tkv_cache *kv, int seq, int *start, int *n) {
+TKV_API tkv_status tkv_seq_find_discarded(const tkv_cache *kv, int seq, int *start, int *n) {
     int at;
     if (!tkvi_has_seq(kv, seq) || !start || !n) return TKV_ERR_ARG;
     *start = *n = 0;
@@ -23280,7 +23228,7 @@ TKV_API tkv_status tkv_remat_missing(const tkv_cache *kv, int seq, int *start, i
     return TKV_OK;
 }
 
-/* Positions start .. end-1, all layers together, as tkv_remat_decide and tkv_remat_restore take them.
+/* Positions start .. end-1, all layers together, as tkv_decide_discard and tkvi_remat_restore take them.
  * quantized_bytes: the bytes that they would have at this level of the ladder. */
 static tkv_remat_block tkvi_remat_piece(const tkv_cache *kv, int seq, int start, int end, int level) {
     const int tables = !tkvi_any_step(kv);
@@ -23289,7 +23237,7 @@ static tkv_remat_block tkvi_remat_piece(const tkv_cache *kv, int seq, int start,
     memset(&piece, 0, sizeof piece);
     piece.start = start;
     piece.end = end;
-    for (layer = 0; layer < kv->tables.cfg.n_layers; layer++) {
+    for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++) {
         const tkvi_list *list = tkvi_list_of(kv, seq, layer);
         const uint32_t *ids = tkvi_ids(kv, seq, layer);
         for (i = 0; i < list->n && tkvi_block_start(kv, ids, i) < end; i++) {
@@ -23297,7 +23245,7 @@ static tkv_remat_block tkvi_remat_piece(const tkv_cache *kv, int seq, int start,
             const tkvi_tier_spec *r = &tkvi_rules_of(&kv->tables, layer)[level];
             size_t bytes = kv->tables.coding[b->coding].bytes.total, tight;
             if (tkvi_block_end(kv, list, ids, i) <= start) continue;
-            if (tkvi_is_discarded(b)) piece.dropped = 1;
+            if (tkvi_is_discarded(b)) piece.discarded = 1;
             if (tkvi_is_discarded(b)) piece.layers = layer + 1;
             if (tkvi_is_offloaded(b)) continue;
             tight = kv->tables.coding[r->coding[tkvi_due(kv, seq, layer, i, r, tables)]].bytes.total;
@@ -23306,21 +23254,21 @@ static tkv_remat_block tkvi_remat_piece(const tkv_cache *kv, int seq, int start,
                 tkvi_has_budget(kv) && i >= list->sinks && b->refs == 1 && tight < bytes ? tight : bytes;
         }
     }
-    if (!piece.dropped) piece.layers = 0;
+    if (!piece.discarded) piece.layers = 0;
     return piece;
 }
 
-/* The level that tkv_remat_free would recode to. */
+/* The level that tkv_seq_free_bytes would recode to. */
 static int tkvi_next_level(const tkv_cache *kv) {
     return tkvi_has_budget(kv) ? tkvi_min(kv->tables.level + 1, kv->policy.cfg.max_level) : kv->tables.level;
 }
 
-TKV_API tkv_status tkv_remat_blocks(const tkv_cache *kv, int seq, tkv_remat_block *out, int capacity,
-                                    int *n) {
+TKV_API tkv_status tkv_seq_list_blocks(const tkv_cache *kv, int seq, tkv_remat_block *out, int capacity,
+                                       int *n) {
     int at = TKVI_FOREVER, layer, len, end, count = 0;
     if (!tkvi_has_seq(kv, seq) || !n || capacity < 0 || (capacity > 0 && !out)) return TKV_ERR_ARG;
-    len = tkv_seq_len(kv, seq);
-    for (layer = 0; layer < kv->tables.cfg.n_layers; layer++)
+    len = tkv_get_length(kv, seq, TKV_ALL_LAYERS);
+    for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++)
         if (tkvi_list_of(kv, seq, layer)->n)
             at = tkvi_min(at, tkvi_block_start(kv, tkvi_ids(kv, seq, layer), 0));
     for (; at < len; at = end, count++) {
@@ -23340,7 +23288,7 @@ static tkv_status tkvi_remat_seq(tkv_cache *kv, int seq) {
     return TKV_OK;
 }
 
-TKV_API tkv_status tkv_remat_drop(tkv_cache *kv, int seq, int n_tokens, int *dropped) {
+TKV_API tkv_status tkv_seq_discard(tkv_cache *kv, int seq, int n_tokens, int *dropped) {
     tkv_status st = tkvi_remat_seq(kv, seq);
     int first, last, end;
     if (dropped) *dropped = 0;
@@ -23354,22 +23302,23 @@ TKV_API tkv_status tkv_remat_drop(tkv_cache *kv, int seq, int n_tokens, int *dro
     return tkvi_ok(kv);
 }
 
-TKV_API tkv_status tkv_remat_free(tkv_cache *kv, int seq, tkv_remat *r, float pressure, size_t need,
-                                  tkv_remat_block *blocks, tkv_remat_action *actions, int capacity,
-                                  size_t *freed) {
+TKV_API tkv_status tkv_seq_free_bytes(tkv_cache *kv, int seq, tkv_remat *r, float pressure, size_t need,
+                                      tkv_remat_block *blocks, tkv_remat_action *actions, int capacity,
+                                      size_t *freed) {
     tkv_status st = tkvi_remat_seq(kv, seq);
     size_t won = 0;
     int n = 0, i, to = 0, last = 0, tighten = 0;
     if (freed) *freed = 0;
     if (st) return st;
     if (!r) return tkvi_fail(kv, TKV_ERR_ARG, "r is missing", 0, NULL);
-    if (tkv_remat_blocks(kv, seq, blocks, capacity, &n) != TKV_OK || n > capacity)
+    if (tkv_seq_list_blocks(kv, seq, blocks, capacity, &n) != TKV_OK || n > capacity)
         return tkvi_fail(kv, TKV_ERR_ARG, "blocks is missing or too short: the sequence has", n,
-                         " blocks (tkv_remat_blocks)");
-    st = tkv_remat_decide(r, blocks, n, tkvi_max(0, tkv_seq_len(kv, seq) - 1), pressure, need, actions, NULL);
+                         " blocks (tkv_seq_list_blocks)");
+    st = tkv_decide_discard(r, blocks, n, tkvi_max(0, tkv_get_length(kv, seq, TKV_ALL_LAYERS) - 1), pressure,
+                            need, actions, NULL);
     if (st) return tkvi_fail(kv, st, "pressure is no number, or actions are missing", 0, NULL);
     for (i = 0; i < n; i++) {
-        if (actions[i] == TKV_REMAT_EVICT) to = blocks[i].end;
+        if (actions[i] == TKV_REMAT_DISCARD) to = blocks[i].end;
         tighten += actions[i] == TKV_REMAT_QUANTIZE;
     }
     to = tkvi_min(to, tkvi_discardable_to(kv, seq, kv->tables.level));
@@ -23377,8 +23326,8 @@ TKV_API tkv_status tkv_remat_free(tkv_cache *kv, int seq, tkv_remat *r, float pr
     if (tighten) {
         tkvi_clear_request(kv);
         tkvi_go_to_level(kv, tkvi_next_level(kv));
-        for (i = 0; i < tighten * kv->tables.cfg.n_layers && won < need; i++)
-            won += tkvi_recode_oldest(kv, kv->tables.cfg.budget_bytes, 1);
+        for (i = 0; i < tighten * kv->tables.cfg.model.n_layers && won < need; i++)
+            won += tkvi_recode_oldest(kv, kv->tables.cfg.budget.bytes, 1);
     }
     if (freed) *freed = won;
     tkvi_release_unused(kv, seq);
@@ -23393,17 +23342,18 @@ static int tkvi_restore_codings(const tkv_cache *kv, int seq, int layer, int i, 
     const tkvi_block *b = &kv->pool.block[tkvi_ids(kv, seq, layer)[i]];
     tkv_tier tier = tkvi_tier_at(tkvi_list_of(kv, seq, layer), i);
     int n = 0;
-    way[n++] = r->coding[TKV_HOT];
+    way[n++] = r->coding[TKV_TIER_HOT];
     if (b->previous_coding) way[n++] = b->previous_coding - 1;
     if (!tkvi_is_hot_coding(kv, layer, b->coding)) way[n++] = b->coding;
-    if (tier == TKV_ARCHIVE && r->warm == TKVI_FOREVER) tier = TKV_WARM; /* this level has no archive */
+    if (tier == TKV_TIER_ARCHIVE && r->warm == TKVI_FOREVER)
+        tier = TKV_TIER_WARM; /* this level has no archive */
     /* In a cache created with a budget the block keeps its coding. Without one it may have aged meanwhile. */
-    if (t->spare || tier == TKV_HOT || t->coding[b->coding].key == r->key[tier] ||
+    if (t->spare || tier == TKV_TIER_HOT || t->coding[b->coding].key == r->key[tier] ||
         tkvi_must_wait_for_table(kv, layer, tier))
         return n;
-    if (n == 1 && tier == TKV_ARCHIVE && r->key[TKV_WARM] != r->key[TKV_HOT] &&
-        !tkvi_must_wait_for_table(kv, layer, TKV_WARM))
-        way[n++] = tkvi_coding_of(t, layer, TKV_WARM);
+    if (n == 1 && tier == TKV_TIER_ARCHIVE && r->key[TKV_TIER_WARM] != r->key[TKV_TIER_HOT] &&
+        !tkvi_must_wait_for_table(kv, layer, TKV_TIER_WARM))
+        way[n++] = tkvi_coding_of(t, layer, TKV_TIER_WARM);
     if (t->coding[way[n - 1]].key != r->key[tier]) way[n++] = tkvi_coding_of(t, layer, tier);
     return n;
 }
@@ -23415,7 +23365,7 @@ static void tkvi_restore_block(tkv_cache *kv, int seq, int layer, int i, const t
     tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const uint32_t id = tkvi_ids(kv, seq, layer)[i];
     const int n = tkvi_block_tokens(kv, list, tkvi_ids(kv, seq, layer), i);
-    const int saturate = kv->tables.cfg.nonfinite == TKV_NONFINITE_SATURATE;
+    const int saturate = kv->tables.cfg.host.nonfinite == TKV_NONFINITE_SATURATE;
     const tkvi_coding *c;
     tkvi_block *b = &kv->pool.block[id];
     tkvi_recoding r;
@@ -23431,7 +23381,7 @@ static void tkvi_restore_block(tkv_cache *kv, int seq, int layer, int i, const t
     bytes = tkvi_block_bytes(&kv->pool, b);
     memset(bytes, 0, c->bytes.total);
     for (t = 0; t < n; t++)
-        for (h = 0; h < kv->tables.cfg.n_kv_heads; h++) {
+        for (h = 0; h < kv->tables.cfg.model.n_kv_heads; h++) {
             const tkvi_record *rec = &c->record[h];
             const int row = tkvi_slot_position(kv, id, t) - start;
             tkvi_store_row(&rec->k, kv->kernels->helpers, k, row, h, t, saturate, bytes + rec->at);
@@ -23472,8 +23422,8 @@ static tkvi_peak tkvi_dry_run_give(tkv_cache *kv, int seq, int layer, int first,
     return dry_run;
 }
 
-TKV_API tkv_status tkv_remat_give(tkv_cache *kv, int seq, int layer, int start, const float *k,
-                                  const float *v, int n) {
+TKV_API tkv_status tkv_restore(tkv_cache *kv, int seq, int layer, int start, const float *k, const float *v,
+                               int n) {
     tkv_status st = tkvi_remat_seq(kv, seq);
     tkvi_list *list;
     const uint32_t *ids;
@@ -23497,30 +23447,30 @@ TKV_API tkv_status tkv_remat_give(tkv_cache *kv, int seq, int layer, int start, 
         if (at >= start + n) break;
         if (at < start || end > start + n)
             return tkvi_fail(kv, TKV_ERR_RANGE, "whole blocks come back; here that is up to position", end,
-                             " (tkv_remat_missing)");
+                             " (tkv_seq_find_discarded)");
         if (first < 0) first = i;
         last = i + 1;
     }
     if (first < 0) return tkvi_ok(kv); /* this layer has discarded none of them */
     memset(&from_k, 0, sizeof from_k);
     from_k.data = k;
-    from_k.dim = kv->tables.cfg.head_dim;
+    from_k.dim = kv->tables.cfg.model.head_dim;
     from_k.head_stride = from_k.dim;
-    from_k.token_stride = (ptrdiff_t)kv->tables.cfg.n_kv_heads * from_k.dim;
+    from_k.token_stride = (ptrdiff_t)kv->tables.cfg.model.n_kv_heads * from_k.dim;
     from_v = from_k;
     from_v.data = v;
-    from_v.dim = kv->tables.cfg.v_head_dim;
+    from_v.dim = kv->tables.cfg.model.v_head_dim;
     from_v.head_stride = from_v.dim;
-    from_v.token_stride = (ptrdiff_t)kv->tables.cfg.n_kv_heads * from_v.dim;
-    if (kv->tables.cfg.nonfinite == TKV_NONFINITE_REFUSE &&
-        (!tkvi_source_finite(&from_k, n, kv->tables.cfg.n_kv_heads) ||
-         !tkvi_source_finite(&from_v, n, kv->tables.cfg.n_kv_heads)))
+    from_v.token_stride = (ptrdiff_t)kv->tables.cfg.model.n_kv_heads * from_v.dim;
+    if (kv->tables.cfg.host.nonfinite == TKV_NONFINITE_REFUSE &&
+        (!tkvi_source_finite(&from_k, n, kv->tables.cfg.model.n_kv_heads) ||
+         !tkvi_source_finite(&from_v, n, kv->tables.cfg.model.n_kv_heads)))
         return tkvi_fail(kv, TKV_ERR_NONFINITE, "there is a NaN or an infinity in k or v of layer", layer,
-                         " (cfg.nonfinite can saturate them)");
+                         " (cfg.host.nonfinite can saturate them)");
     kv->seq[seq].used = ++kv->clock;
     dry_run = tkvi_dry_run_give(kv, seq, layer, first, last);
     if (tkvi_has_budget(kv)) {
-        const size_t budget = kv->tables.cfg.budget_bytes;
+        const size_t budget = kv->tables.cfg.budget.bytes;
         size_t takes;
         tkvi_set_request(kv, &dry_run, NULL, 0, layer);
         if (!tkvi_fits_somewhere(kv, budget, &takes) || !tkvi_make_room(kv, budget))
@@ -23537,8 +23487,8 @@ TKV_API tkv_status tkv_remat_give(tkv_cache *kv, int seq, int layer, int start, 
     return tkvi_ok(kv);
 }
 
-TKV_API tkv_status tkv_recompute(tkv_cache *kv, int seq, tkv_remat *r, int step, tkv_compute compute,
-                                 void *user, int *missing) {
+TKV_API tkv_status tkv_seq_recompute(tkv_cache *kv, int seq, tkv_remat *r, int step, tkv_compute compute,
+                                     void *user, int *missing) {
     tkv_status st = tkvi_remat_seq(kv, seq);
     int start = 0, n = 0, layers, at, may = 1;
     if (missing) *missing = 0;
@@ -23547,13 +23497,13 @@ TKV_API tkv_status tkv_recompute(tkv_cache *kv, int seq, tkv_remat *r, int step,
         return tkvi_fail(kv, TKV_ERR_ARG, "r or compute is missing, or step is below the last one:", step,
                          "");
     while (may && !st) {
-        (void)tkv_remat_missing(kv, seq, &start, &n);
+        (void)tkv_seq_find_discarded(kv, seq, &start, &n);
         if (n == 0) break;
         for (at = start, layers = 0; at < start + n && may;) {
             const int end = tkvi_piece_end(kv, seq, at, 1);
             const tkv_remat_block piece = tkvi_remat_piece(kv, seq, at, end, kv->tables.level);
             int first;
-            if (tkv_remat_restore(r, &piece, 1, step, &first, &may))
+            if (tkvi_remat_restore(r, &piece, 1, step, &first, &may))
                 return tkvi_fail(kv, TKV_ERR_ARG, "r is of a model with fewer layers than", piece.layers, "");
             if (!may) break;
             layers = tkvi_max(layers, piece.layers);
@@ -23624,8 +23574,8 @@ static int tkvi_ranking_block(const tkvi_ranking *r, int i, int *position, float
     return n;
 }
 
-TKV_API tkv_status tkv_importance_of(tkv_cache *kv, int seq, int layer, int start, int n, float *out,
-                                     uint64_t *gone) {
+TKV_API tkv_status tkv_get_importance(tkv_cache *kv, int seq, int layer, int start, int n, float *out,
+                                      uint64_t *gone) {
     tkvi_ranking r;
     tkv_status st = tkvi_ranking_init(&r, kv, seq, layer);
     int i, t;
@@ -23653,8 +23603,7 @@ TKV_API tkv_status tkv_importance_of(tkv_cache *kv, int seq, int layer, int star
     return TKV_OK;
 }
 
-TKV_API tkv_status tkv_importance_add_to(tkv_cache *kv, int seq, int layer, int start, int n,
-                                         const float *mass) {
+TKV_API tkv_status tkv_add_scores(tkv_cache *kv, int seq, int layer, int start, int n, const float *mass) {
     tkvi_ranking r;
     tkv_status st;
     float low;
@@ -23665,7 +23614,7 @@ TKV_API tkv_status tkv_importance_add_to(tkv_cache *kv, int seq, int layer, int 
         return tkvi_fail(kv, st, "there is no such sequence, or the layer has no K and V:", layer, "");
     if (st || !kv->mass.mode)
         return tkvi_fail(kv, TKV_ERR_CONFIG,
-                         "nothing is gathered: set cfg.importance_every, or a strategy or "
+                         "nothing is gathered: set cfg.importance.sample_every, or a strategy or "
                          "policy that counts attention",
                          0, NULL);
     if (n < 0 || (n > 0 && !mass))
@@ -23698,8 +23647,8 @@ static int tkvi_worse(const tkv_ranked *a, const tkv_ranked *b) {
     return a->importance < b->importance || (!(b->importance < a->importance) && a->position > b->position);
 }
 
-TKV_API tkv_status tkv_top_tokens(tkv_cache *kv, int seq, int layer, int k, int protect, tkv_ranked *out,
-                                  int *count) {
+TKV_API tkv_status tkv_find_top_tokens(tkv_cache *kv, int seq, int layer, int k, int protect, tkv_ranked *out,
+                                       int *count) {
     tkvi_ranking r;
     tkv_evict_config evict;
     tkv_status st = tkvi_ranking_init(&r, kv, seq, layer);
@@ -23767,7 +23716,7 @@ static void tkvi_offer_blocks(const tkvi_ranking *r, int layer, const tkv_promot
         /* After a cut, `moved` can lie behind the end of the list. */
         tkvi_promoting_offer(best, (int)r->ids[i], score,
                              tkvi_better_source(b) >= 0 || (p->compute && tkvi_is_discarded(b)),
-                             moved ? tkvi_min(moved - 1, best->now) : TKV_NONE);
+                             moved ? tkvi_min(moved - 1, best->now) : TKV_NEVER);
     }
 }
 
@@ -23780,7 +23729,7 @@ static int tkvi_place_of_block(const tkvi_ranking *r, uint32_t id) {
 }
 
 /* Promotes the candidates in order until one fails; *done counts the promoted blocks. Discarded blocks come back by
- * one tkv_recompute. Under a budget, making room for them may recode, offload, discard or evict other blocks. */
+ * one tkv_seq_recompute. Under a budget, making room for them may recode, offload, discard or evict other blocks. */
 static tkv_status tkvi_promote_candidates(const tkvi_ranking *r, int seq, int layer, const tkv_promotion *p,
                                           const tkvi_promoting *best, int *done) {
     tkv_cache *kv = r->kv;
@@ -23795,8 +23744,8 @@ static tkv_status tkvi_promote_candidates(const tkvi_ranking *r, int seq, int la
             continue;
         }
         if (tkvi_is_discarded(&kv->pool.block[id]) && !asked++)
-            st = tkv_recompute(kv, seq, p->remat, tkvi_max(best->now, p->remat->step), p->compute, p->user,
-                               NULL);
+            st = tkv_seq_recompute(kv, seq, p->remat, tkvi_max(best->now, p->remat->step), p->compute,
+                                   p->user, NULL);
         if (!asked || tkvi_is_discarded(&kv->pool.block[id])) continue;
         tkvi_note_move(kv, id, r->list->len);
         ++*done;
@@ -23804,7 +23753,7 @@ static tkv_status tkvi_promote_candidates(const tkvi_ranking *r, int seq, int la
     return st;
 }
 
-TKV_API tkv_status tkv_promote_by_importance(tkv_cache *kv, int seq, int layer, tkv_promotion *p) {
+TKV_API tkv_status tkv_promote_important(tkv_cache *kv, int seq, int layer, tkv_promotion *p) {
     tkvi_ranking r;
     tkvi_promoting best;
     tkv_status st;
@@ -23815,7 +23764,7 @@ TKV_API tkv_status tkv_promote_by_importance(tkv_cache *kv, int seq, int layer, 
         return tkvi_fail(kv, TKV_ERR_ARG, "p is missing, or it has compute without remat or the reverse", 0,
                          NULL);
     if (tkvi_ranking_init(&r, kv, seq, layer) || !kv->mass.mode)
-        return tkvi_fail(kv, TKV_ERR_CONFIG, "nothing is gathered: set cfg.importance_every", 0, NULL);
+        return tkvi_fail(kv, TKV_ERR_CONFIG, "nothing is gathered: set cfg.importance.sample_every", 0, NULL);
     if (r.list->len < p->by.step) p->by.step = p->by.used = 0; /* the list was cut: start the count anew */
     if (!tkvi_promoting_begin(&best, &p->by, r.list->len))
         return tkvi_fail(kv, TKV_ERR_CONFIG, "threshold, per_step or cooldown is out of range, per_step is",
@@ -23830,24 +23779,22 @@ TKV_API tkv_status tkv_promote_by_importance(tkv_cache *kv, int seq, int layer, 
     if (st) return st;
     if (p->no_source && !p->promoted && !p->waiting)
         return tkvi_fail(kv, TKV_ERR_NO_SOURCE, "nothing better is kept of blocks that matter:", p->no_source,
-                         " (cfg.spill.keep_exact keeps it)");
+                         " (cfg.offload.keep_exact keeps it)");
     return tkvi_ok(kv);
 }
 
 #endif /* TKVI_STEP_PROMOTION_H */
 /* ======== report/info.h ======== */
 /*
- * report/info.h - reports on a cache: tokens per tier, quality, bytes held (tkv_memory). tkv_estimate computes the
- * bytes from a config alone, tkv_max_context the longest context that fits a budget. tkv_check tests all
- * invariants. Only tkv_quality_reset changes the cache.
+ * report/info.h - reports on a cache: tokens per tier, quality, bytes held (tkv_get_memory). tkv_estimate_memory
+ * computes the bytes from a config alone, tkv_estimate_context the longest context that fits a budget. tkv_check
+ * tests all invariants. Only tkv_reset_quality changes the cache.
  */
 #ifndef TKVI_REPORT_INFO_H
 #define TKVI_REPORT_INFO_H
 
 
-TKV_API int tkv_version(void) { return TKV_VERSION; }
-
-TKV_API const char *tkv_status_text(tkv_status s) {
+TKV_API const char *tkv_get_status_text(tkv_status s) {
 #define TKVI_STATUS_CASE_(name, value, text)                                                                 \
     if (s == name) return text;
     TKV_STATUS_LIST(TKVI_STATUS_CASE_)
@@ -23855,72 +23802,90 @@ TKV_API const char *tkv_status_text(tkv_status s) {
     return "unknown status";
 }
 
-TKV_API const char *tkv_last_error(const tkv_cache *kv) { return kv ? kv->error : ""; }
+TKV_API const char *tkv_get_last_error(const tkv_cache *kv) { return kv ? kv->error : ""; }
 
-TKV_API tkv_isa tkv_isa_of(const tkv_cache *kv) { return kv ? kv->kernels->isa : TKV_ISA_AUTO; }
-
-/* >>tokens */
-TKV_API tkv_status tkv_tier_counts(const tkv_cache *kv, int seq, int layer, tkv_tier_info *out) {
-    const tkvi_list *list;
-    const uint32_t *ids;
-    int i;
-    layer = tkvi_stored_layer(kv, seq, layer);
-    if (!out || layer < 0) return TKV_ERR_ARG;
+TKV_API tkv_status tkv_get_build(const tkv_cache *kv, tkv_build_info *out) {
+    int isa;
+    if (!out) return TKV_ERR_ARG;
     memset(out, 0, sizeof *out);
-    list = tkvi_list_of(kv, seq, layer);
-    ids = tkvi_ids(kv, seq, layer);
-    for (i = 0; i < list->n; i++) {
-        tkv_tier tier = tkvi_tier_at(list, i);
-        if (tkvi_is_discarded(&kv->pool.block[ids[i]])) {
-            out->missing += tkvi_bits_in(tkvi_live_mask_in(kv, list, ids, i));
-            continue;
-        }
-        out->tokens[tier] += tkvi_bits_in(tkvi_live_mask_in(kv, list, ids, i));
-        out->blocks[tier]++;
-        out->spilled += tkvi_is_offloaded(&kv->pool.block[ids[i]]);
-    }
-    out->dropped = list->dropped;
-    out->evicted = list->len - list->dropped - tkvi_count(kv, seq, layer);
+    out->version = TKV_VERSION;
+    out->config_bytes = sizeof(tkv_config);
+    for (isa = 0; isa < TKV_ISA_COUNT; isa++)
+        if (tkvi_kernels_for((tkv_isa)isa)) out->isa_mask |= 1u << isa;
+    out->isa = kv ? kv->kernels->isa : TKV_ISA_AUTO;
     return TKV_OK;
 }
 
-TKV_API tkv_status tkv_tier_of(const tkv_cache *kv, int seq, int layer, int token, tkv_tier *out) {
+/* >>names */
+static const char *tkvi_name_of_format(int value) { return tkvi_format_name((tkv_format)value); }
+static const char *tkvi_name_of_isa(int value) { return tkvi_isa_name((tkv_isa)value); }
+static const char *tkvi_name_of_evict(int value) { return tkvi_evict_name((tkv_evict_policy)value); }
+static const char *tkvi_name_of_importance(int value) {
+    return tkvi_importance_name((tkv_importance_strategy)value);
+}
+static const char *tkvi_name_of_profile(int value) { return tkvi_profile_name((tkv_pressure_profile)value); }
+
+/* In the order of tkv_name_kind. The values of a kind are numbers from 0 or 1 on, without gaps. */
+static const struct tkvi_names {
+    const char *(*name)(int value);
+    int first; /* the lowest value with a name */
+} tkvi_names[TKV_NAME_COUNT] = {{tkvi_name_of_format, 1},     {tkvi_name_of_isa, 0},
+                                {tkvi_preset_name, 0},        {tkvi_name_of_evict, 0},
+                                {tkvi_name_of_importance, 0}, {tkvi_name_of_profile, 0}};
+
+TKV_API const char *tkv_get_name(tkv_name_kind kind, int value) {
+    return (int)kind >= 0 && (int)kind < TKV_NAME_COUNT ? tkvi_names[kind].name(value) : NULL;
+}
+
+TKV_API tkv_status tkv_find_name(tkv_name_kind kind, const char *name, int *value) {
+    int i;
+    if ((int)kind < 0 || (int)kind >= TKV_NAME_COUNT || !name || !value) return TKV_ERR_ARG;
+    for (i = tkvi_names[kind].first; tkvi_names[kind].name(i); i++)
+        if (strcmp(name, tkvi_names[kind].name(i)) == 0) {
+            *value = i;
+            return TKV_OK;
+        }
+    return TKV_ERR_RANGE;
+}
+
+/* >>tokens */
+TKV_API tkv_status tkv_get_tiers(const tkv_cache *kv, int seq, int layer, int start, int n, uint8_t *tiers) {
     const tkvi_list *list;
     const uint32_t *ids;
     int i, slot;
     layer = tkvi_stored_layer(kv, seq, layer);
-    if (!out || layer < 0) return TKV_ERR_ARG;
+    if (layer < 0 || start < 0 || n < 0 || (n > 0 && !tiers)) return TKV_ERR_ARG;
     list = tkvi_list_of(kv, seq, layer);
     ids = tkvi_ids(kv, seq, layer);
-    if (token < list->dropped || token >= list->len) return TKV_ERR_RANGE;
-    i = tkvi_find_token(kv, list, ids, token, &slot);
-    if (i < 0) return TKV_ERR_RANGE;
-    if (tkvi_is_discarded(&kv->pool.block[ids[i]])) return TKV_ERR_NO_SOURCE;
-    *out = tkvi_tier_at(list, i);
-    return TKV_OK;
-}
-
-TKV_API tkv_status tkv_tier_pair(const tkv_cache *kv, int layer, tkv_tier tier, tkv_pair *out) {
-    layer = tkvi_stored_layer(kv, 0, layer);
-    if (!out || layer < 0 || (unsigned)tier >= TKV_TIER_COUNT) return TKV_ERR_ARG;
-    *out = kv->tables.coding[kv->tables.plan[layer].now.coding[tier]].pair;
+    if (start > list->len || n > list->len - start) return TKV_ERR_RANGE;
+    if (n == 0) return TKV_OK;
+    memset(tiers, TKV_TOKEN_GONE, (size_t)n);
+    for (i = tkvi_first_at(kv, list, ids, start); i < list->n; i++) {
+        const uint64_t live = tkvi_live_mask_in(kv, list, ids, i);
+        const int discarded = tkvi_is_discarded(&kv->pool.block[ids[i]]);
+        for (slot = 0; slot < TKVI_BLOCK; slot++) {
+            const int at = live >> slot & 1 ? tkvi_slot_position(kv, ids[i], slot) - start : -1;
+            if (at >= 0 && at < n)
+                tiers[at] = (uint8_t)(discarded ? (int)TKV_TOKEN_DISCARDED : (int)tkvi_tier_at(list, i));
+        }
+    }
     return TKV_OK;
 }
 
 /* >>quality */
-/* Sums of all head probes, or of those of one layer. layer -1: all. */
+/* Sums of all head probes, or of those of one layer. */
 static void tkvi_quality_sum(const tkv_cache *kv, int layer, tkv_quality_info *out) {
     tkvi_meter *m = kv->meter;
     tkvi_error_sums sum;
     double n;
     int i;
     memset(out, 0, sizeof *out);
-    out->seq = TKV_NONE;
+    out->seq = TKV_NO_SEQ;
     if (!m) return;
     memset(&sum, 0, sizeof sum);
     tkvi_lock(&m->lock);
     for (i = 0; i < m->n; i++)
-        if (layer < 0 || m->head_probe[i].layer == layer) {
+        if (layer == TKV_ALL_LAYERS || m->head_probe[i].layer == layer) {
             tkvi_error_sums_add(&sum, &m->head_probe[i].sum);
             out->heads++;
         }
@@ -23937,20 +23902,15 @@ static void tkvi_quality_sum(const tkv_cache *kv, int layer, tkv_quality_info *o
     out->top1 = (double)sum.agreed / n;
 }
 
-TKV_API tkv_status tkv_quality(const tkv_cache *kv, tkv_quality_info *out) {
+TKV_API tkv_status tkv_get_quality(const tkv_cache *kv, int layer, tkv_quality_info *out) {
     if (!kv || !out) return TKV_ERR_ARG;
-    tkvi_quality_sum(kv, -1, out);
-    return TKV_OK;
-}
-
-TKV_API tkv_status tkv_quality_of(const tkv_cache *kv, int layer, tkv_quality_info *out) {
-    layer = tkvi_stored_layer(kv, 0, layer);
-    if (!out || layer < 0) return TKV_ERR_ARG;
+    if (layer != TKV_ALL_LAYERS) layer = tkvi_stored_layer(kv, 0, layer);
+    if (layer < 0 && layer != TKV_ALL_LAYERS) return TKV_ERR_ARG;
     tkvi_quality_sum(kv, layer, out);
     return TKV_OK;
 }
 
-TKV_API tkv_status tkv_quality_reset(tkv_cache *kv) {
+TKV_API tkv_status tkv_reset_quality(tkv_cache *kv) {
     int i;
     if (!kv) return TKV_ERR_ARG;
     for (i = 0; kv->meter && i < kv->meter->n; i++)
@@ -23962,9 +23922,9 @@ TKV_API tkv_status tkv_quality_reset(tkv_cache *kv) {
 /* Adds the bytes and tokens of one block. Codes and metadata are what the formats use; the rest is padding. */
 static void tkvi_add_block(tkv_memory_info *m, tkv_tier tier, const tkvi_bytes *bytes, size_t tokens,
                            int spilled) {
-    tkv_tier_bytes *at = spilled ? &m->spilled : &m->tier[tier];
+    tkv_tier_bytes *at = spilled ? &m->offloaded : &m->tier[tier];
     m->tier[tier].tokens += tokens;
-    if (spilled) m->spilled.tokens += tokens;
+    if (spilled) m->offloaded.tokens += tokens;
     at->codes += bytes->codes;
     at->metadata += bytes->metadata;
 }
@@ -23978,7 +23938,8 @@ static void tkvi_sum_up(tkv_memory_info *m, const tkv_config *cfg, size_t page_b
         tokens += m->tier[tier].tokens;
     }
     m->slack += page_bytes - used;
-    m->fp16_bytes = tokens * (size_t)cfg->n_kv_heads * (size_t)(cfg->head_dim + cfg->v_head_dim) * 2u;
+    m->fp16_bytes =
+        tokens * (size_t)cfg->model.n_kv_heads * (size_t)(cfg->model.head_dim + cfg->model.v_head_dim) * 2u;
     m->ratio = m->total ? (double)m->fp16_bytes / (double)m->total : 0.0;
     m->ratio_f32 = 2.0 * m->ratio;
 }
@@ -24010,41 +23971,73 @@ static void tkvi_add_list(const tkv_cache *kv, int seq, int layer, int once, tkv
     }
 }
 
-TKV_API tkv_status tkv_memory(const tkv_cache *kv, tkv_memory_info *out) {
+TKV_API tkv_status tkv_get_memory(const tkv_cache *kv, tkv_memory_info *out) {
     const tkv_config *cfg;
     int seq, layer;
     if (!kv || !out) return TKV_ERR_ARG;
     cfg = &kv->tables.cfg;
     memset(out, 0, sizeof *out);
-    for (seq = 0; seq < cfg->max_seqs; seq++)
-        for (layer = 0; layer < cfg->n_layers; layer++) tkvi_add_list(kv, seq, layer, 1, out);
+    for (seq = 0; seq < cfg->limits.max_seqs; seq++)
+        for (layer = 0; layer < cfg->model.n_layers; layer++) tkvi_add_list(kv, seq, layer, 1, out);
     out->total = kv->heap.held;
     out->peak = kv->heap.peak;
     out->tables = kv->table_bytes + tkvi_learning_held(kv);
     out->scratch = kv->scratch_bytes;
-    out->shadow = kv->shadow_bytes;
+    out->exact_copies = kv->shadow_bytes;
     out->index = kv->heap.held - (size_t)kv->pool.n_pages * kv->tables.page_bytes - out->tables -
-                 out->scratch - out->shadow;
+                 out->scratch - out->exact_copies;
     tkvi_sum_up(out, cfg, (size_t)kv->pool.n_pages * kv->tables.page_bytes);
     return TKV_OK;
 }
 
-TKV_API tkv_status tkv_memory_of(const tkv_cache *kv, int seq, int layer, tkv_memory_info *out) {
-    const tkvi_list *list;
-    const uint32_t *ids;
+/* Sums up the blocks of one layer of one sequence. */
+static void tkvi_layer_memory(const tkv_cache *kv, int seq, int layer, tkv_memory_info *out) {
+    const tkvi_list *list = tkvi_list_of(kv, seq, layer);
+    const uint32_t *ids = tkvi_ids(kv, seq, layer);
     size_t bytes = 0;
     int i;
-    layer = tkvi_stored_layer(kv, seq, layer);
-    if (!out || layer < 0) return TKV_ERR_ARG;
-    memset(out, 0, sizeof *out);
-    list = tkvi_list_of(kv, seq, layer);
-    ids = tkvi_ids(kv, seq, layer);
     for (i = 0; i < list->n; i++)
         if (!tkvi_is_offloaded(&kv->pool.block[ids[i]]))
             bytes += kv->tables.coding[kv->pool.block[ids[i]].coding].bytes.total;
     tkvi_add_list(kv, seq, layer, 0, out);
     out->total = out->peak = bytes;
     tkvi_sum_up(out, &kv->tables.cfg, bytes);
+}
+
+/* Counts the tokens and blocks of a layer that has a cache of its own, or reads that of another layer. */
+static void tkvi_count_layer(const tkv_cache *kv, int seq, int layer, tkv_layer_info *out) {
+    const tkvi_list *list = tkvi_list_of(kv, seq, layer);
+    const uint32_t *ids = tkvi_ids(kv, seq, layer);
+    int i;
+    for (i = 0; i < list->n; i++) {
+        tkv_tier tier = tkvi_tier_at(list, i);
+        if (tkvi_is_discarded(&kv->pool.block[ids[i]])) {
+            out->discarded += tkvi_bits_in(tkvi_live_mask_in(kv, list, ids, i));
+            continue;
+        }
+        out->tokens[tier] += tkvi_bits_in(tkvi_live_mask_in(kv, list, ids, i));
+        out->blocks[tier]++;
+        out->offloaded += tkvi_is_offloaded(&kv->pool.block[ids[i]]);
+    }
+    out->expired = list->dropped;
+    out->evicted = list->len - list->dropped - tkvi_count(kv, seq, layer);
+}
+
+/* The formats of a tier's new blocks at the present level. */
+static tkv_format_pair tkvi_pair_now(const tkv_cache *kv, int layer, int tier) {
+    const tkvi_tables *t = &kv->tables;
+    return t->coding[t->plan[t->plan[layer].stored].now.coding[tier]].pair;
+}
+
+TKV_API tkv_status tkv_get_layer(const tkv_cache *kv, int seq, int layer, tkv_layer_info *out) {
+    int tier;
+    layer = tkvi_stored_layer(kv, seq, layer);
+    if (!out || layer < 0) return TKV_ERR_ARG;
+    memset(out, 0, sizeof *out);
+    out->length = tkvi_list_of(kv, seq, layer)->len;
+    tkvi_count_layer(kv, seq, layer, out);
+    tkvi_layer_memory(kv, seq, layer, &out->memory);
+    for (tier = 0; tier < TKV_TIER_COUNT; tier++) out->format[tier] = tkvi_pair_now(kv, layer, tier);
     return TKV_OK;
 }
 
@@ -24074,14 +24067,14 @@ static tkvi_layer_sum tkvi_layer_after(const tkvi_plan *p, int n, int waiting) {
     coded = tkvi_ended(whole, due - p->now.hot);
     archived = archived > gone ? archived : gone;
     coded = coded > archived ? coded : archived;
-    if (waiting && p->now.shared[TKV_ARCHIVE]) archived = gone;
-    if (waiting && p->now.shared[TKV_WARM]) coded = archived;
-    s.blocks[TKV_ARCHIVE] = archived - gone;
-    s.blocks[TKV_WARM] = coded - archived;
-    s.blocks[TKV_HOT] = whole - coded;
+    if (waiting && p->now.shared[TKV_TIER_ARCHIVE]) archived = gone;
+    if (waiting && p->now.shared[TKV_TIER_WARM]) coded = archived;
+    s.blocks[TKV_TIER_ARCHIVE] = archived - gone;
+    s.blocks[TKV_TIER_WARM] = coded - archived;
+    s.blocks[TKV_TIER_HOT] = whole - coded;
     for (tier = 0; tier < TKV_TIER_COUNT; tier++) s.tokens[tier] = s.blocks[tier] * TKVI_BLOCK;
-    s.tokens[TKV_HOT] += rest;
-    s.blocks[TKV_HOT] += rest > 0;
+    s.tokens[TKV_TIER_HOT] += rest;
+    s.blocks[TKV_TIER_HOT] += rest > 0;
     s.sink_tokens = p->keep && tokens > 0 && due >= margin ? 0 : tkvi_min(n, p->sink);
     return s;
 }
@@ -24097,11 +24090,11 @@ typedef struct tkvi_not_in_ram {
 static void tkvi_move_out_of_ram(tkv_memory_info *m, const tkvi_derived_config *h, const tkvi_plan *p,
                                  int n_tokens, int64_t n_seqs, const tkvi_not_in_ram *away,
                                  tkvi_layer_sum *s) {
-    static const tkv_tier order[TKV_TIER_COUNT] = {TKV_ARCHIVE, TKV_WARM, TKV_HOT};
-    const int64_t here = s->blocks[TKV_ARCHIVE] + s->blocks[TKV_WARM] + s->blocks[TKV_HOT];
+    static const tkv_tier order[TKV_TIER_COUNT] = {TKV_TIER_ARCHIVE, TKV_TIER_WARM, TKV_TIER_HOT};
+    const int64_t here = s->blocks[TKV_TIER_ARCHIVE] + s->blocks[TKV_TIER_WARM] + s->blocks[TKV_TIER_HOT];
     /* when the last block has just begun, which needs most memory */
     const int64_t blocks = (tkvi_max(0, n_tokens - p->sink) + TKVI_BLOCK - 1) / TKVI_BLOCK;
-    int64_t hot = p->now.hot != TKVI_FOREVER ? p->now.hot : h->cfg.hot_tokens, go, i;
+    int64_t hot = p->now.hot != TKVI_FOREVER ? p->now.hot : h->cfg.tiers.hot_tokens, go, i;
     if (hot == TKVI_FOREVER) hot = TKVI_BLOCK;
     go = tkvi_ended(blocks - 3, (blocks - 1) * TKVI_BLOCK - hot) - (blocks - here);
     if (go > away->blocks) go = away->blocks;
@@ -24115,9 +24108,9 @@ static void tkvi_move_out_of_ram(tkv_memory_info *m, const tkvi_derived_config *
             s->tokens[t] -= k * TKVI_BLOCK;
             continue;
         }
-        m->spilled.tokens += (size_t)(k * n_seqs) * TKVI_BLOCK;
-        m->spilled.codes += (size_t)(k * n_seqs) * bytes->codes;
-        m->spilled.metadata += (size_t)(k * n_seqs) * bytes->metadata;
+        m->offloaded.tokens += (size_t)(k * n_seqs) * TKVI_BLOCK;
+        m->offloaded.codes += (size_t)(k * n_seqs) * bytes->codes;
+        m->offloaded.metadata += (size_t)(k * n_seqs) * bytes->metadata;
     }
 }
 
@@ -24135,10 +24128,12 @@ static int64_t tkvi_add_layer(tkv_memory_info *m, const tkvi_derived_config *h, 
                               int n_tokens, int64_t n_seqs, int waiting, const tkvi_not_in_ram *away,
                               int64_t *live) {
     tkvi_layer_sum s = tkvi_layer_after(p, n_tokens, waiting);
-    int64_t here = (s.sink_tokens > 0) + s.blocks[TKV_HOT] + s.blocks[TKV_WARM] + s.blocks[TKV_ARCHIVE];
+    int64_t here =
+        (s.sink_tokens > 0) + s.blocks[TKV_TIER_HOT] + s.blocks[TKV_TIER_WARM] + s.blocks[TKV_TIER_ARCHIVE];
     int tier;
     if (away->blocks) tkvi_move_out_of_ram(m, h, p, n_tokens, n_seqs, away, &s);
-    if (s.sink_tokens) tkvi_add_blocks(m, h, p->sink_coding, TKV_HOT, n_seqs, s.sink_tokens * n_seqs, live);
+    if (s.sink_tokens)
+        tkvi_add_blocks(m, h, p->sink_coding, TKV_TIER_HOT, n_seqs, s.sink_tokens * n_seqs, live);
     for (tier = 0; tier < TKV_TIER_COUNT; tier++)
         tkvi_add_blocks(m, h, p->now.key[tier], (tkv_tier)tier, s.blocks[tier] * n_seqs,
                         s.tokens[tier] * n_seqs, live);
@@ -24169,7 +24164,7 @@ static tkv_status tkvi_estimate_at(tkvi_derived_config *h, int level, const tkvi
     tkvi_not_in_ram outside, missing;
     int i, c;
     const int idle = stretch->missing && n_seqs > 1 ? n_seqs - 1 : 0;
-    const size_t list = sizeof(uint32_t) * (size_t)h->cfg.n_layers * (size_t)n_seqs;
+    const size_t list = sizeof(uint32_t) * (size_t)h->cfg.model.n_layers * (size_t)n_seqs;
     outside.blocks = stretch->outside;
     missing.blocks = stretch->missing;
     outside.missing = 0;
@@ -24177,7 +24172,7 @@ static tkv_status tkvi_estimate_at(tkvi_derived_config *h, int level, const tkvi
     if (!tkvi_fixed_sizes(h, &fixed)) return TKV_ERR_CONFIG;
     memset(&m, 0, sizeof m);
     memset(live, 0, sizeof live);
-    for (i = 0; i < h->cfg.n_layers && n_tokens > 0 && n_seqs > 0; i++) {
+    for (i = 0; i < h->cfg.model.n_layers && n_tokens > 0 && n_seqs > 0; i++) {
         tkvi_plan p;
         int64_t waiting = 0, here;
         (void)tkvi_plan_of(h, i, &p, rule);
@@ -24185,7 +24180,7 @@ static tkv_status tkvi_estimate_at(tkvi_derived_config *h, int level, const tkvi
         if (p.stored != i) continue;
         if (tkvi_plan_learns(
                 &p)) { /* waiting: sequences stored before there is a table; under a budget it is made early */
-            waiting = h->cfg.budget_bytes ? 0 : tkvi_min(n_seqs, TKVI_FIRST_TABLE_TOKENS / n_tokens);
+            waiting = h->cfg.budget.bytes ? 0 : tkvi_min(n_seqs, TKVI_FIRST_TABLE_TOKENS / n_tokens);
             if ((int64_t)(n_tokens - p.sink) * n_seqs > TKVI_BLOCK) learned = (int64_t)n_tokens * n_seqs;
         }
         here = tkvi_add_layer(&m, h, &p, n_tokens, n_seqs - waiting - idle, 0, &outside, live);
@@ -24204,18 +24199,18 @@ static tkv_status tkvi_estimate_at(tkvi_derived_config *h, int level, const tkvi
     page_bytes -= h->page_bytes;
     m.tables = tkvi_table_bytes(&fixed);
     m.scratch = fixed.solve + fixed.recode + fixed.parts;
-    m.shadow = fixed.shadow;
-    m.index = fixed.total - m.tables - m.scratch - m.shadow;
+    m.exact_copies = fixed.shadow;
+    m.index = fixed.total - m.tables - m.scratch - m.exact_copies;
     if (h->any_shared && learned <= TKVI_SECOND_TABLE_TOKENS) m.tables += tkvi_stats_bytes(&h->cfg);
-    if (learned > TKVI_FIRST_TABLE_TOKENS || h->cfg.budget_bytes) m.tables += tkvi_version_bytes(h);
+    if (learned > TKVI_FIRST_TABLE_TOKENS || h->cfg.budget.bytes) m.tables += tkvi_version_bytes(h);
     if (learned > TKVI_SECOND_TABLE_TOKENS) m.tables += tkvi_version_bytes(h);
     if (all) {
         m.index += tkvi_cap_for(all) * tkvi_block_entry(&h->cfg) + tkvi_cap_for(pages) * sizeof(tkvi_page);
         m.index += (size_t)tkvi_cap_for(most + 1) * (list + tkvi_choice_entry(&h->cfg));
     }
-    m.total = m.index + m.tables + m.scratch + m.shadow + page_bytes;
+    m.total = m.index + m.tables + m.scratch + m.exact_copies + page_bytes;
     m.peak = m.total;
-    if (h->cfg.budget_bytes && all) /* a growing array exists twice for a moment: count its old size too */
+    if (h->cfg.budget.bytes && all) /* a growing array exists twice for a moment: count its old size too */
         m.peak += tkvi_cap_before(all) * tkvi_block_entry(&h->cfg) +
                   tkvi_cap_before(pages) * sizeof(tkvi_page) +
                   tkvi_cap_before(most + 1) * (list + tkvi_choice_entry(&h->cfg));
@@ -24227,19 +24222,19 @@ static tkv_status tkvi_estimate_at(tkvi_derived_config *h, int level, const tkvi
 /* Does this many tokens fit the budget at some level, or beyond the last one? *m: the estimate of the first way
  * that fits. Order: the levels, then offloading, then discarding. */
 static tkv_status tkvi_estimate_within(tkvi_derived_config *h, int n_tokens, int n_seqs, tkv_memory_info *m) {
-    const size_t budget = h->cfg.budget_bytes;
+    const size_t budget = h->cfg.budget.bytes;
     const int64_t most = (int64_t)n_tokens / TKVI_BLOCK + 1;
     tkvi_stretch stretch;
     int64_t low = 0, high;
     tkv_status st;
     int level;
     memset(&stretch, 0, sizeof stretch);
-    for (level = h->cfg.policy.min_level;; level++) {
+    for (level = h->cfg.budget.pressure.min_level;; level++) {
         st = tkvi_estimate_at(h, level, &stretch, n_tokens, n_seqs, m);
         if (st || !budget || m->peak <= budget) return st;
-        if (level == h->cfg.policy.max_level) break;
+        if (level == h->cfg.budget.pressure.max_level) break;
     }
-    if (h->cfg.spill.store) { /* the fewest offloaded blocks that fit, by bisection */
+    if (h->cfg.offload.write) { /* the fewest offloaded blocks that fit, by bisection */
         for (high = most; low < high;) {
             stretch.outside = low + (high - low) / 2;
             st = tkvi_estimate_at(h, level, &stretch, n_tokens, n_seqs, m);
@@ -24250,7 +24245,7 @@ static tkv_status tkvi_estimate_within(tkvi_derived_config *h, int n_tokens, int
         st = tkvi_estimate_at(h, level, &stretch, n_tokens, n_seqs, m);
         if (st || m->peak <= budget) return st;
     }
-    if (!h->cfg.remat) return TKV_ERR_BUDGET;
+    if (!h->cfg.budget.discard) return TKV_ERR_BUDGET;
     stretch.missing = most;
     st = tkvi_estimate_at(h, level, &stretch, n_tokens, n_seqs, m);
     return !st && m->peak > budget ? TKV_ERR_BUDGET : st;
@@ -24262,22 +24257,25 @@ static tkv_status tkvi_estimate_within(tkvi_derived_config *h, int n_tokens, int
 static int tkvi_eviction_floor(const tkvi_derived_config *h, int n_tokens) {
     tkv_evict_config cfg;
     int64_t n;
-    if (!h->cfg.evict.kind || !h->cfg.budget_bytes) return n_tokens;
+    if (!h->cfg.evict.policy || !h->cfg.budget.bytes) return n_tokens;
     (void)tkvi_evict_fill(&h->cfg.evict, &cfg);
     n = (int64_t)cfg.sink_tokens + 2 * (int64_t)cfg.recent_tokens + 4 * TKVI_BLOCK;
-    if (h->cfg.spill.store) n *= TKVI_BLOCK;
+    if (h->cfg.offload.write) n *= TKVI_BLOCK;
     return n < n_tokens ? (int)n : n_tokens;
 }
 
-TKV_API tkv_status tkv_estimate(const tkv_config *cfg, int n_tokens, int n_seqs, tkv_memory_info *out) {
+TKV_API tkv_status tkv_estimate_memory(const tkv_config *cfg, int n_tokens, int n_seqs,
+                                       tkv_memory_info *out) {
     tkvi_derived_config h;
     tkv_memory_info m;
     tkv_status st = tkvi_validate(cfg, &h, NULL, 0);
     int least, keep;
     if (st) return st;
-    if (!out || n_tokens < 0 || n_tokens > h.cfg.max_tokens || n_seqs < 0 || n_seqs > h.cfg.max_seqs)
+    if (!out || n_tokens < 0 || n_tokens > h.cfg.limits.max_tokens || n_seqs < 0 ||
+        n_seqs > h.cfg.limits.max_seqs)
         return TKV_ERR_ARG;
-    keep = h.cfg.evict.kind && h.cfg.evict_tokens ? tkvi_min(n_tokens, h.cfg.evict_tokens) : n_tokens;
+    keep = h.cfg.evict.policy && h.cfg.evict.keep_tokens ? tkvi_min(n_tokens, h.cfg.evict.keep_tokens)
+                                                         : n_tokens;
     st = tkvi_estimate_within(&h, keep, n_seqs, &m);
     if (st == TKV_ERR_BUDGET && (least = tkvi_eviction_floor(&h, keep)) < keep &&
         (st = tkvi_estimate_within(&h, least, n_seqs, &m)) == TKV_OK) {
@@ -24292,15 +24290,15 @@ TKV_API tkv_status tkv_estimate(const tkv_config *cfg, int n_tokens, int n_seqs,
     return st;
 }
 
-TKV_API tkv_status tkv_max_context(const tkv_config *cfg, int n_seqs, int *n_tokens) {
+TKV_API tkv_status tkv_estimate_context(const tkv_config *cfg, int n_seqs, int *n_tokens) {
     tkvi_derived_config h;
     tkv_memory_info m;
     tkv_status st = tkvi_validate(cfg, &h, NULL, 0);
     int low = 0, high, step, least; /* invariant: lengths up to low fit, high + 1 does not */
     if (st) return st;
-    if (!n_tokens || !h.cfg.budget_bytes || n_seqs < 1 || n_seqs > h.cfg.max_seqs) return TKV_ERR_ARG;
-    high = h.cfg.max_tokens;
-    least = h.cfg.evict.kind && h.cfg.evict_tokens ? tkvi_min(high, h.cfg.evict_tokens) : high;
+    if (!n_tokens || !h.cfg.budget.bytes || n_seqs < 1 || n_seqs > h.cfg.limits.max_seqs) return TKV_ERR_ARG;
+    high = h.cfg.limits.max_tokens;
+    least = h.cfg.evict.policy && h.cfg.evict.keep_tokens ? tkvi_min(high, h.cfg.evict.keep_tokens) : high;
     least = tkvi_eviction_floor(&h, least);
     if (least < high && tkvi_estimate_within(&h, least, n_seqs, &m) == TKV_OK) { /* eviction keeps it so */
         *n_tokens = high;
@@ -24357,10 +24355,10 @@ static tkv_status tkvi_check_ids(const tkvi_checker *k, int seq, int layer) {
  * tier's own format, or, with several levels, a store, or for a discarded block, any format of the ladder. */
 static int tkvi_is_format_of_tier(const tkv_cache *kv, int layer, int absent, tkv_tier tier, int key) {
     const tkvi_tier_spec *rule = tkvi_rules_of(&kv->tables, layer);
-    int i, t, one = kv->tables.n_levels == 1 && !kv->tables.cfg.spill.store && !absent;
+    int i, t, one = kv->tables.n_levels == 1 && !kv->tables.cfg.offload.write && !absent;
     for (i = 0; i < kv->tables.n_levels; i++)
         for (t = 0; t < TKV_TIER_COUNT; t++)
-            if (rule[i].key[t] == key && (one || tier == TKV_HOT ? t == (int)tier : 1)) return 1;
+            if (rule[i].key[t] == key && (one || tier == TKV_TIER_HOT ? t == (int)tier : 1)) return 1;
     return 0;
 }
 
@@ -24387,7 +24385,7 @@ static tkv_status tkvi_check_list(const tkvi_checker *k, int seq, int layer) {
             return tkvi_report_broken(k, "a block is counted as outside and is not, layer", layer);
     if (list->chunk < 0 || list->chunk > list->len)
         return tkvi_report_broken(k, "the last append began behind the end of layer", layer);
-    if (list->dropped < 0 || list->dropped > list->len || list->len > kv->tables.cfg.max_tokens)
+    if (list->dropped < 0 || list->dropped > list->len || list->len > kv->tables.cfg.limits.max_tokens)
         return tkvi_report_broken(k, "a length is out of range in layer", layer);
     if (kv->pool.token_meta ? list->n && list->len == list->dropped
                             : (list->n == 0) != (list->len == list->dropped))
@@ -24419,14 +24417,15 @@ static tkv_status tkvi_check_list(const tkvi_checker *k, int seq, int layer) {
                             : !tkvi_is_format_of_tier(kv, layer, tkvi_is_discarded(b), tier,
                                                       kv->tables.coding[b->coding].key))
             return tkvi_report_broken(k, "a block is not in its tier's format", (int64_t)ids[i]);
-        most = (int64_t)p->now.hot + kv->tables.cfg.max_append + (tier == TKV_WARM ? p->now.warm : 0);
+        most = (int64_t)p->now.hot + kv->tables.cfg.limits.max_append +
+               (tier == TKV_TIER_WARM ? p->now.warm : 0);
         if (tkvi_plan_learns(p)) most += TKVI_FIRST_TABLE_TOKENS;
         if (tkvi_is_offloaded(b) &&
-            (i < list->sinks || !(kv->tables.cfg.spill.store || tkvi_is_discarded(b))))
+            (i < list->sinks || !(kv->tables.cfg.offload.write || tkvi_is_discarded(b))))
             return tkvi_report_broken(k, "a block is outside that must not be", (int64_t)ids[i]);
         if (b->copy && b->copy > kv->tables.n_codings)
             return tkvi_report_broken(k, "a copy is in no known format", (int64_t)ids[i]);
-        if (i >= list->sinks && tier != TKV_ARCHIVE && age >= most && kv->tables.n_levels == 1 &&
+        if (i >= list->sinks && tier != TKV_TIER_ARCHIVE && age >= most && kv->tables.n_levels == 1 &&
             !tkvi_has_budget(kv) && !kv->moved)
             return tkvi_report_broken(k, "a block is in its tier for too long", (int64_t)ids[i]);
     }
@@ -24498,7 +24497,7 @@ static tkv_status tkvi_check_pool(const tkvi_checker *k) {
         chained = tkvi_chain(pool, pool->room[c], c, &used);
         if (chained != pages - full || used != in_class - full * size_class->slots)
             return tkvi_report_broken(k, "a page with room is not in its list, class", c);
-        for (seq = 0; seq < k->kv->tables.cfg.max_seqs; seq++)
+        for (seq = 0; seq < k->kv->tables.cfg.limits.max_seqs; seq++)
             promised += k->kv->promised[(size_t)seq * (size_t)pool->tables->n_classes + (size_t)c];
         if (promised != pool->promised[c])
             return tkvi_report_broken(k, "reservations are miscounted, class", c);
@@ -24534,7 +24533,7 @@ static tkv_status tkvi_check_meter(const tkvi_checker *k) {
     uint64_t places;
     int i, a;
     if (!m) return TKV_OK;
-    if (m->seq < -1 || m->seq >= k->kv->tables.cfg.max_seqs)
+    if (m->seq < -1 || m->seq >= k->kv->tables.cfg.limits.max_seqs)
         return tkvi_report_broken(k, "the meter watches a sequence that does not exist", m->seq);
     for (i = 0; i < m->n; i++) {
         const tkvi_head_probe *g = &m->head_probe[i];
@@ -24556,7 +24555,7 @@ static tkv_status tkvi_check_meter(const tkvi_checker *k) {
             while (block < list->n && tkvi_block_start(k->kv, ids, block) < g->start[a]) block++;
             if (block == list->n || tkvi_block_start(k->kv, ids, block) != g->start[a] ||
                 (k->kv->tables.coding[k->kv->pool.block[ids[block]].coding].key ==
-                     k->kv->tables.plan[g->layer].now.key[TKV_HOT] &&
+                     k->kv->tables.plan[g->layer].now.key[TKV_TIER_HOT] &&
                  !k->kv->pool.block[ids[block]].copy))
                 return tkvi_report_broken(k, "the meter has a copy of a block that is not coded, gauge", i);
         }
@@ -24578,8 +24577,8 @@ TKV_API tkv_status tkv_check(const tkv_cache *kv, char *reason, size_t size) {
     k.size = size;
     if (reason && size) *reason = 0;
     st = tkvi_check_pool(&k);
-    for (seq = 0; seq < kv->tables.cfg.max_seqs && !st; seq++)
-        for (layer = 0; layer < kv->tables.cfg.n_layers && !st; layer++) {
+    for (seq = 0; seq < kv->tables.cfg.limits.max_seqs && !st; seq++)
+        for (layer = 0; layer < kv->tables.cfg.model.n_layers && !st; layer++) {
             st = tkvi_check_ids(&k, seq, layer);
             if (!st) st = tkvi_check_list(&k, seq, layer);
             for (i = 0; i < tkvi_list_of(kv, seq, layer)->n && !st; i++)
@@ -24591,21 +24590,21 @@ TKV_API tkv_status tkv_check(const tkv_cache *kv, char *reason, size_t size) {
     if (kv->tables.level < 0 || kv->tables.level >= kv->tables.n_levels)
         return tkvi_report_broken(&k, "there is no level", kv->tables.level);
     if (tkvi_has_budget(kv) &&
-        (kv->pool.keep_all ? tkvi_in_use(kv) : kv->heap.held) > kv->tables.cfg.budget_bytes)
+        (kv->pool.keep_all ? tkvi_in_use(kv) : kv->heap.held) > kv->tables.cfg.budget.bytes)
         return tkvi_report_broken(&k, "more is held than the budget", (int64_t)kv->heap.held);
     if (refs != entries) return tkvi_report_broken(&k, "blocks count other holders than the lists have", 0);
     held = kv->fixed_bytes + tkvi_learning_held(kv) + kv->pool.n_pages * kv->tables.page_bytes +
            kv->choice_cap * tkvi_choice_entry(&kv->tables.cfg) + kv->pool.page_cap * sizeof(tkvi_page) +
            kv->pool.block_cap * tkvi_block_entry(&kv->tables.cfg);
-    for (seq = 0; seq < kv->tables.cfg.max_seqs; seq++)
-        held += (size_t)kv->seq[seq].cap * (size_t)kv->tables.cfg.n_layers * sizeof(uint32_t);
+    for (seq = 0; seq < kv->tables.cfg.limits.max_seqs; seq++)
+        held += (size_t)kv->seq[seq].cap * (size_t)kv->tables.cfg.model.n_layers * sizeof(uint32_t);
     if (held != kv->heap.held)
         return tkvi_report_broken(&k, "bytes held do not add up", (int64_t)kv->heap.held);
-    st = tkv_memory(kv, &m);
-    sum = m.tables + m.index + m.scratch + m.shadow + m.slack;
+    st = tkv_get_memory(kv, &m);
+    sum = m.tables + m.index + m.scratch + m.exact_copies + m.slack;
     for (tier = 0; tier < TKV_TIER_COUNT; tier++) sum += m.tier[tier].codes + m.tier[tier].metadata;
     if (st || sum != m.total)
-        return tkvi_report_broken(&k, "the parts of tkv_memory do not make its total", (int64_t)sum);
+        return tkvi_report_broken(&k, "the parts of tkv_get_memory do not make its total", (int64_t)sum);
     return TKV_OK;
 }
 
@@ -24813,7 +24812,7 @@ static void tkvi_float_write(float x, char *out) {
  *                                        }
  *
  * A text is read three times. The first pass checks it and changes nothing of the caller's. The second pass
- * applies the preset (or profile), the third all other values.
+ * applies the preset, the third all other values.
  */
 #ifndef TKVI_REPORT_TEXT_H
 #define TKVI_REPORT_TEXT_H
@@ -24878,7 +24877,7 @@ static tkv_status tkvi_write_text(tkvi_writer write, const void *what, char *buf
     n = o.used;
     if (needed) *needed = n + 1;
     if (!buf) return needed ? TKV_OK : TKV_ERR_ARG;
-    if (size <= n) return TKV_ERR_ARG;
+    if (size <= n) return TKV_ERR_CAPACITY;
     memset(&o, 0, sizeof o);
     o.at = buf;
     o.room = n;
@@ -24931,7 +24930,7 @@ typedef struct tkvi_parser {
     const tkvi_fields *fields;
     int n_fields;
     void *base[TKVI_MAX_FIELDS]; /* the structs; not used for lists while checking */
-    const tkv_config_room *room;
+    const tkv_config_arrays *room;
     /* the place in the text */
     const char *text, *at, *end;
     int line, json, begun;
@@ -24954,8 +24953,7 @@ enum {
     TKVI_FLAGS,
     TKVI_NAME,
     TKVI_FREQUENCIES,
-    TKVI_PRESET,
-    TKVI_PROFILE
+    TKVI_PRESET
 };
 
 /* >>spans */
@@ -25178,13 +25176,13 @@ static int tkvi_read_format(tkvi_span s, tkv_format *out) {
     char name[16];
     if (s.n >= sizeof name) return 0;
     tkvi_copied(s, name, sizeof name);
-    *out = tkv_format_from_name(name);
+    *out = tkvi_format_from_name(name);
     return *out != TKV_FORMAT_DEFAULT || strcmp(name, "default") == 0;
 }
 
 /* Reads formats of K and V: a30/r20, or one name for both sides. */
 static int tkvi_read_pair(tkvi_parser *r, const tkvi_row *row, tkvi_span s, void *at) {
-    tkv_pair p;
+    tkv_format_pair p;
     const size_t n = s.n;
     const tkvi_span k = tkvi_split_front(&s, '/');
     (void)r;
@@ -25197,12 +25195,12 @@ static int tkvi_read_pair(tkvi_parser *r, const tkvi_row *row, tkvi_span s, void
 }
 
 static void tkvi_print_format(tkvi_out *o, tkv_format f) {
-    const char *name = f == TKV_FORMAT_DEFAULT ? "default" : tkv_format_name(f);
+    const char *name = f == TKV_FORMAT_DEFAULT ? "default" : tkvi_format_name(f);
     if (!name) o->bad = TKV_ERR_CONFIG;
     else tkvi_print(o, name);
 }
 
-static void tkvi_print_pair(tkvi_out *o, tkv_pair p) {
+static void tkvi_print_pair(tkvi_out *o, tkv_format_pair p) {
     tkvi_print_quote(o);
     tkvi_print_format(o, p.k);
     if (p.k != p.v) {
@@ -25213,7 +25211,7 @@ static void tkvi_print_pair(tkvi_out *o, tkv_pair p) {
 }
 
 static void tkvi_write_pair(const tkvi_row *row, const void *at, tkvi_out *o) {
-    tkv_pair p;
+    tkv_format_pair p;
     (void)row;
     memcpy(&p, at, sizeof p);
     tkvi_print_pair(o, p);
@@ -25279,7 +25277,7 @@ static void tkvi_write_name(const tkvi_row *row, const void *at, tkvi_out *o) {
     tkvi_print_quote(o);
 }
 
-/* Reads rope.frequencies into the caller's memory (tkv_config_room). */
+/* Reads rope.frequencies into the caller's memory (tkv_config_arrays). */
 static int tkvi_read_frequencies(tkvi_parser *r, const tkvi_row *row, tkvi_span s, void *at) {
     const int most = r->room && r->room->frequencies ? r->room->n_frequencies : 0;
     (void)row;
@@ -25309,17 +25307,7 @@ static int tkvi_read_preset(tkvi_parser *r, const tkvi_row *row, tkvi_span s, vo
     memset(&any, 0, sizeof any);
     if (s.n >= sizeof name) return 0;
     tkvi_copied(s, name, sizeof name);
-    return tkv_config_preset(at ? (tkv_config *)at : &any, name) == TKV_OK;
-}
-
-static int tkvi_read_profile(tkvi_parser *r, const tkvi_row *row, tkvi_span s, void *at) {
-    char name[32];
-    tkv_policy_config any;
-    (void)r;
-    (void)row;
-    if (s.n >= sizeof name) return 0;
-    tkvi_copied(s, name, sizeof name);
-    return tkv_policy_profile(at ? (tkv_policy_config *)at : &any, name) == TKV_OK;
+    return tkv_apply_preset(at ? (tkv_config *)at : &any, name) == TKV_OK;
 }
 
 static const tkvi_kind tkvi_kinds[] = {
@@ -25327,19 +25315,17 @@ static const tkvi_kind tkvi_kinds[] = {
     {"bytes, such as 65536, 512K, 1.5G, 64MiB", tkvi_read_size, tkvi_write_size},
     {"a number", tkvi_read_float, tkvi_write_float},
     {"numbers with commas between them", tkvi_read_floats, tkvi_write_floats},
-    {"formats of K and V, such as a30/r20, or one for both (tkv_format_name)", tkvi_read_pair,
-     tkvi_write_pair},
+    {"formats of K and V, such as a30/r20, or one for both (tkv_get_name)", tkvi_read_pair, tkvi_write_pair},
     {"names joined by +", tkvi_read_flags, tkvi_write_flags},
     {"a short name of letters, digits and _ - .", tkvi_read_name, tkvi_write_name},
-    {"rope.dim / 2 numbers with commas between them", tkvi_read_frequencies, tkvi_write_frequencies},
-    {"the name of a preset (tkv_preset_name)", tkvi_read_preset, NULL},
-    {"the name of a profile (tkv_policy_profile)", tkvi_read_profile, NULL},
+    {"model.rope.dim / 2 numbers with commas between them", tkvi_read_frequencies, tkvi_write_frequencies},
+    {"the name of a preset (tkv_get_name)", tkvi_read_preset, NULL},
 };
 
 /* >>the table of all fields */
 static const tkvi_word tkvi_words_switch[] = {{"false", 0}, {"true", 1}, {NULL, 0}};
-static const tkvi_word tkvi_words_none[] = {{"none", TKV_NONE}, {NULL, 0}};
-static const tkvi_word tkvi_words_length[] = {{"none", TKV_NONE}, {"all", TKV_ALL}, {NULL, 0}};
+static const tkvi_word tkvi_words_off[] = {{"off", TKV_OFF}, {NULL, 0}};
+static const tkvi_word tkvi_words_length[] = {{"off", TKV_OFF}, {"unlimited", TKV_UNLIMITED}, {NULL, 0}};
 static const tkvi_word tkvi_words_fit[] = {
     {"clip", TKV_FIT_CLIP}, {"norm", TKV_FIT_NORM}, {"unbiased", TKV_FIT_UNBIASED}, {NULL, 0}};
 static const tkvi_word tkvi_words_rotate[] = {{"k", TKV_ROTATE_K}, {"v", TKV_ROTATE_V}, {NULL, 0}};
@@ -25357,6 +25343,11 @@ static const tkvi_word tkvi_words_isa[] = {{"auto", TKV_ISA_AUTO},
                                            {"neon", TKV_ISA_NEON},
                                            {"wasm", TKV_ISA_WASM},
                                            {NULL, 0}};
+
+static const tkvi_word tkvi_words_profile[] = {{"default", TKV_PROFILE_DEFAULT},
+                                               {"fp16_only", TKV_PROFILE_FP16_ONLY},
+                                               {"aggressive", TKV_PROFILE_AGGRESSIVE},
+                                               {NULL, 0}};
 
 static const tkvi_word tkvi_words_evict[] = {{"none", TKV_EVICT_NONE},
                                              {"sliding", TKV_EVICT_SLIDING},
@@ -25386,42 +25377,40 @@ static const tkvi_word tkvi_words_importance[] = {{"hybrid", TKV_IMPORTANCE_HYBR
 
 static const tkvi_row tkvi_config_rows[] = {
     {"preset", TKVI_PRESET, 0, 0, NULL},
-    TKVI_ROW(tkv_config, n_layers, TKVI_INT, NULL),
-    TKVI_ROW(tkv_config, n_heads, TKVI_INT, NULL),
-    TKVI_ROW(tkv_config, n_kv_heads, TKVI_INT, NULL),
-    TKVI_ROW(tkv_config, head_dim, TKVI_INT, NULL),
-    TKVI_ROW(tkv_config, v_head_dim, TKVI_INT, NULL),
-    TKVI_ROW(tkv_config, scale, TKVI_FLOAT, NULL),
-    TKVI_ROW(tkv_config, max_seqs, TKVI_INT, NULL),
-    TKVI_ROW(tkv_config, max_tokens, TKVI_INT, NULL),
-    TKVI_ROW(tkv_config, max_append, TKVI_INT, NULL),
-    TKVI_ROW(tkv_config, sink_tokens, TKVI_INT, tkvi_words_none),
-    TKVI_ROW(tkv_config, hot_tokens, TKVI_INT, tkvi_words_length),
-    TKVI_ROW(tkv_config, warm_tokens, TKVI_INT, tkvi_words_length),
-    TKVI_ROW(tkv_config, window, TKVI_INT, tkvi_words_none),
-    TKVI_ROW(tkv_config, hot, TKVI_PAIR, NULL),
-    TKVI_ROW(tkv_config, warm, TKVI_PAIR, NULL),
-    TKVI_ROW(tkv_config, archive, TKVI_PAIR, NULL),
-    TKVI_ROW(tkv_config, group_size, TKVI_INT, NULL),
-    TKVI_ROW(tkv_config, allocation_unit, TKVI_INT, NULL),
-    TKVI_ROW(tkv_config, fit, TKVI_FLAGS, tkvi_words_fit),
-    TKVI_ROW(tkv_config, rotate, TKVI_FLAGS, tkvi_words_rotate),
-    TKVI_ROW(tkv_config, center_k, TKVI_INT, tkvi_words_switch),
-    TKVI_ROW(tkv_config, squat_block, TKVI_INT, NULL),
-    TKVI_ROW(tkv_config, subspaces, TKVI_INT, NULL),
-    TKVI_ROW(tkv_config, kvquant, TKVI_FLAGS, tkvi_words_kvquant),
-    TKVI_ROW(tkv_config, nonfinite, TKVI_INT, tkvi_words_nonfinite),
-    TKVI_ROW(tkv_config, precise, TKVI_INT, tkvi_words_switch),
-    TKVI_ROW(tkv_config, isa, TKVI_INT, tkvi_words_isa),
-    TKVI_ROW(tkv_config, quality_heads, TKVI_INT, NULL),
-    TKVI_ROW(tkv_config, quality_tokens, TKVI_INT, NULL),
-    TKVI_ROW(tkv_config, quality_every, TKVI_INT, NULL),
-    TKVI_ROW(tkv_config, budget_bytes, TKVI_SIZE, NULL),
-    TKVI_ROW(tkv_config, n_levels, TKVI_INT, NULL),
-    TKVI_ROW(tkv_config, evict_tokens, TKVI_INT, NULL),
-    TKVI_ROW(tkv_config, n_anchors, TKVI_INT, NULL),
-    TKVI_ROW(tkv_config, importance_every, TKVI_INT, NULL),
-    TKVI_ROW(tkv_config, remat, TKVI_INT, tkvi_words_switch),
+    TKVI_ROW(tkv_config, model.n_layers, TKVI_INT, NULL),
+    TKVI_ROW(tkv_config, model.n_heads, TKVI_INT, NULL),
+    TKVI_ROW(tkv_config, model.n_kv_heads, TKVI_INT, NULL),
+    TKVI_ROW(tkv_config, model.head_dim, TKVI_INT, NULL),
+    TKVI_ROW(tkv_config, model.v_head_dim, TKVI_INT, NULL),
+    TKVI_ROW(tkv_config, model.scale, TKVI_FLOAT, NULL),
+    TKVI_ROW(tkv_config, limits.max_seqs, TKVI_INT, NULL),
+    TKVI_ROW(tkv_config, limits.max_tokens, TKVI_INT, NULL),
+    TKVI_ROW(tkv_config, limits.max_append, TKVI_INT, NULL),
+    TKVI_ROW(tkv_config, tiers.sink_tokens, TKVI_INT, tkvi_words_off),
+    TKVI_ROW(tkv_config, tiers.hot_tokens, TKVI_INT, tkvi_words_length),
+    TKVI_ROW(tkv_config, tiers.warm_tokens, TKVI_INT, tkvi_words_length),
+    TKVI_ROW(tkv_config, model.window, TKVI_INT, tkvi_words_off),
+    TKVI_ROW(tkv_config, tiers.hot, TKVI_PAIR, NULL),
+    TKVI_ROW(tkv_config, tiers.warm, TKVI_PAIR, NULL),
+    TKVI_ROW(tkv_config, tiers.archive, TKVI_PAIR, NULL),
+    TKVI_ROW(tkv_config, format.group_size, TKVI_INT, NULL),
+    TKVI_ROW(tkv_config, format.allocation_unit, TKVI_INT, NULL),
+    TKVI_ROW(tkv_config, format.fit, TKVI_FLAGS, tkvi_words_fit),
+    TKVI_ROW(tkv_config, format.rotate, TKVI_FLAGS, tkvi_words_rotate),
+    TKVI_ROW(tkv_config, format.center_k, TKVI_INT, tkvi_words_switch),
+    TKVI_ROW(tkv_config, format.squat_block, TKVI_INT, NULL),
+    TKVI_ROW(tkv_config, format.subspaces, TKVI_INT, NULL),
+    TKVI_ROW(tkv_config, format.kvquant, TKVI_FLAGS, tkvi_words_kvquant),
+    TKVI_ROW(tkv_config, host.nonfinite, TKVI_INT, tkvi_words_nonfinite),
+    TKVI_ROW(tkv_config, host.precise, TKVI_INT, tkvi_words_switch),
+    TKVI_ROW(tkv_config, host.isa, TKVI_INT, tkvi_words_isa),
+    TKVI_ROW(tkv_config, meter.heads, TKVI_INT, NULL),
+    TKVI_ROW(tkv_config, meter.tokens, TKVI_INT, NULL),
+    TKVI_ROW(tkv_config, meter.every, TKVI_INT, NULL),
+    TKVI_ROW(tkv_config, budget.bytes, TKVI_SIZE, NULL),
+    TKVI_ROW(tkv_config, budget.n_levels, TKVI_INT, NULL),
+    TKVI_ROW(tkv_config, tiers.n_anchors, TKVI_INT, NULL),
+    TKVI_ROW(tkv_config, budget.discard, TKVI_INT, tkvi_words_switch),
 };
 
 static const tkvi_row tkvi_rope_rows[] = {
@@ -25435,10 +25424,10 @@ static const tkvi_row tkvi_rope_rows[] = {
 static const tkvi_row tkvi_layer_rows[] = {
     TKVI_ROW(tkv_layer_config, no_cache, TKVI_INT, tkvi_words_switch),
     TKVI_ROW(tkv_layer_config, share_kv, TKVI_INT, NULL),
-    TKVI_ROW(tkv_layer_config, sink_tokens, TKVI_INT, tkvi_words_none),
+    TKVI_ROW(tkv_layer_config, sink_tokens, TKVI_INT, tkvi_words_off),
     TKVI_ROW(tkv_layer_config, hot_tokens, TKVI_INT, tkvi_words_length),
     TKVI_ROW(tkv_layer_config, warm_tokens, TKVI_INT, tkvi_words_length),
-    TKVI_ROW(tkv_layer_config, window, TKVI_INT, tkvi_words_none),
+    TKVI_ROW(tkv_layer_config, window, TKVI_INT, tkvi_words_off),
     TKVI_ROW(tkv_layer_config, hot, TKVI_PAIR, NULL),
     TKVI_ROW(tkv_layer_config, warm, TKVI_PAIR, NULL),
     TKVI_ROW(tkv_layer_config, archive, TKVI_PAIR, NULL),
@@ -25451,30 +25440,31 @@ static const tkvi_row tkvi_level_rows[] = {
     TKVI_ROW(tkv_level, archive, TKVI_PAIR, NULL),
 };
 
-static const tkvi_row tkvi_policy_rows[] = {
-    {"profile", TKVI_PROFILE, 0, 0, NULL},
-    TKVI_ROW(tkv_policy_config, threshold, TKVI_FLOATS, NULL),
-    TKVI_ROW(tkv_policy_config, hysteresis, TKVI_FLOAT, NULL),
-    TKVI_ROW(tkv_policy_config, alpha, TKVI_FLOAT, NULL),
-    TKVI_ROW(tkv_policy_config, min_level, TKVI_INT, NULL),
-    TKVI_ROW(tkv_policy_config, max_level, TKVI_INT, tkvi_words_none),
+static const tkvi_row tkvi_pressure_rows[] = {
+    TKVI_ROW(tkv_pressure_config, profile, TKVI_INT, tkvi_words_profile),
+    TKVI_ROW(tkv_pressure_config, threshold, TKVI_FLOATS, NULL),
+    TKVI_ROW(tkv_pressure_config, hysteresis, TKVI_FLOAT, NULL),
+    TKVI_ROW(tkv_pressure_config, alpha, TKVI_FLOAT, NULL),
+    TKVI_ROW(tkv_pressure_config, min_level, TKVI_INT, NULL),
+    TKVI_ROW(tkv_pressure_config, max_level, TKVI_INT, tkvi_words_off),
 };
 
-static const tkvi_row tkvi_spill_fields[] = {
-    TKVI_ROW(tkv_spill_config, keep_exact, TKVI_INT, tkvi_words_switch),
+static const tkvi_row tkvi_offload_rows[] = {
+    TKVI_ROW(tkv_offload_config, keep_exact, TKVI_INT, tkvi_words_switch),
 };
 
-static const tkvi_row tkvi_evict_fields[] = {
-    TKVI_ROW(tkv_evict_config, kind, TKVI_INT, tkvi_words_evict),
-    TKVI_ROW(tkv_evict_config, sink_tokens, TKVI_INT, tkvi_words_none),
-    TKVI_ROW(tkv_evict_config, recent_tokens, TKVI_INT, tkvi_words_none),
+static const tkvi_row tkvi_evict_config_rows[] = {
+    TKVI_ROW(tkv_evict_config, policy, TKVI_INT, tkvi_words_evict),
+    TKVI_ROW(tkv_evict_config, keep_tokens, TKVI_INT, NULL),
+    TKVI_ROW(tkv_evict_config, sink_tokens, TKVI_INT, tkvi_words_off),
+    TKVI_ROW(tkv_evict_config, recent_tokens, TKVI_INT, tkvi_words_off),
     TKVI_ROW(tkv_evict_config, pool, TKVI_INT, NULL),
     TKVI_ROW(tkv_evict_config, seed, TKVI_INT, NULL),
     TKVI_ROW(tkv_evict_config, trigger, TKVI_FLOAT, NULL),
     TKVI_ROW(tkv_evict_config, batch, TKVI_INT, NULL),
 };
 
-static const tkvi_row tkvi_importance_fields[] = {
+static const tkvi_row tkvi_importance_rows[] = {
     TKVI_ROW(tkv_importance_config, strategy, TKVI_INT, tkvi_words_importance),
     TKVI_ROW(tkv_importance_config, decay, TKVI_FLOAT, NULL),
     TKVI_ROW(tkv_importance_config, attention, TKVI_FLOAT, NULL),
@@ -25482,6 +25472,7 @@ static const tkvi_row tkvi_importance_fields[] = {
     TKVI_ROW(tkv_importance_config, tau, TKVI_FLOAT, NULL),
     TKVI_ROW(tkv_importance_config, low, TKVI_FLOAT, NULL),
     TKVI_ROW(tkv_importance_config, heads, TKVI_INT, tkvi_words_heads),
+    TKVI_ROW(tkv_importance_config, sample_every, TKVI_INT, NULL),
 };
 
 #define TKVI_ROWS_OF(rows) rows, (int)(sizeof(rows) / sizeof *(rows))
@@ -25493,9 +25484,9 @@ typedef char tkvi_seen_is_enough[TKVI_LAYER_FIELDS + 512 <= 8 * TKVI_SEEN_BYTES 
 enum {
     TKVI_OF_CONFIG,
     TKVI_OF_ROPE,
-    TKVI_OF_POLICY,
+    TKVI_OF_PRESSURE,
     TKVI_OF_EVICT,
-    TKVI_OF_SPILL,
+    TKVI_OF_OFFLOAD,
     TKVI_OF_IMPORTANCE,
     TKVI_OF_LADDER,
     TKVI_OF_LAYERS,
@@ -25504,35 +25495,34 @@ enum {
 
 static const tkvi_fields tkvi_config_fields[TKVI_CONFIG_FIELDS] = {
     {NULL, 0, 0, 0, TKVI_ROWS_OF(tkvi_config_rows)},
-    {"rope", 0, offsetof(tkv_config, rope), 0, TKVI_ROWS_OF(tkvi_rope_rows)},
-    {"policy", 0, offsetof(tkv_config, policy), 0, TKVI_ROWS_OF(tkvi_policy_rows)},
-    {"evict", 0, offsetof(tkv_config, evict), 0, TKVI_ROWS_OF(tkvi_evict_fields)},
-    {"spill", 0, offsetof(tkv_config, spill), 0, TKVI_ROWS_OF(tkvi_spill_fields)},
-    {"importance", 0, offsetof(tkv_config, importance), 0, TKVI_ROWS_OF(tkvi_importance_fields)},
-    {"ladder", TKV_MAX_LEVELS, 0, sizeof(tkv_level), TKVI_ROWS_OF(tkvi_level_rows)},
+    {"model.rope", 0, offsetof(tkv_config, model.rope), 0, TKVI_ROWS_OF(tkvi_rope_rows)},
+    {"budget.pressure", 0, offsetof(tkv_config, budget.pressure), 0, TKVI_ROWS_OF(tkvi_pressure_rows)},
+    {"evict", 0, offsetof(tkv_config, evict), 0, TKVI_ROWS_OF(tkvi_evict_config_rows)},
+    {"offload", 0, offsetof(tkv_config, offload), 0, TKVI_ROWS_OF(tkvi_offload_rows)},
+    {"importance", 0, offsetof(tkv_config, importance), 0, TKVI_ROWS_OF(tkvi_importance_rows)},
+    {"budget.ladder", TKV_MAX_LEVELS, 0, sizeof(tkv_level), TKVI_ROWS_OF(tkvi_level_rows)},
     {"layers", TKVI_MAX_LAYERS, 0, sizeof(tkv_layer_config), TKVI_ROWS_OF(tkvi_layer_rows)},
 };
 
-/* The lists of a config: offsets of pointer and count in tkv_config, and in the caller's tkv_config_room. */
+/* The lists of a config: offsets of pointer and count in tkv_config, and in the caller's tkv_config_arrays. */
 typedef struct tkvi_array {
     int group;
     const char *count_name;
     size_t at, count;           /* in tkv_config */
-    size_t room_at, room_count; /* in tkv_config_room */
+    size_t room_at, room_count; /* in tkv_config_arrays */
 } tkvi_array;
 
-#define TKVI_ARRAY(group, field, count)                                                                      \
+#define TKVI_ARRAY(group, list, list_count, name, count)                                                     \
     {                                                                                                        \
-        group, #count, offsetof(tkv_config, field), offsetof(tkv_config, count),                             \
-            offsetof(tkv_config_room, field), offsetof(tkv_config_room, count)                               \
+        group, #list_count, offsetof(tkv_config, list), offsetof(tkv_config, list_count),                    \
+            offsetof(tkv_config_arrays, name), offsetof(tkv_config_arrays, count)                            \
     }
 
-static const tkvi_array tkvi_arrays[] = {TKVI_ARRAY(TKVI_OF_LAYERS, layers, n_layers),
-                                         TKVI_ARRAY(TKVI_OF_LADDER, ladder, n_levels)};
+static const tkvi_array tkvi_arrays[] = {
+    TKVI_ARRAY(TKVI_OF_LAYERS, layers, model.n_layers, layers, n_layers),
+    TKVI_ARRAY(TKVI_OF_LADDER, budget.ladder, budget.n_levels, ladder, n_levels)};
 
 #define TKVI_ARRAYS ((int)(sizeof tkvi_arrays / sizeof *tkvi_arrays))
-
-static const tkvi_fields tkvi_policy_fields = {NULL, 0, 0, 0, TKVI_ROWS_OF(tkvi_policy_rows)};
 
 /* >>errors: the line, the error, and what a valid text would have */
 static tkvi_text *tkvi_append_line(tkvi_parser *r, int line) {
@@ -25563,7 +25553,15 @@ static int tkvi_distance(const char *a, const char *b) {
     return row[n];
 }
 
-/* Appends the error for an unknown key, with the nearest known key. */
+/* The name of a field without its groups: n_layers of model.n_layers. */
+static const char *tkvi_last_part(const char *name) {
+    const char *last = name;
+    for (; *name; name++)
+        if (*name == '.') last = name + 1;
+    return last;
+}
+
+/* Appends the error for an unknown key, with the nearest known key. The key may lack its group. */
 static void tkvi_append_unknown(tkvi_parser *r) {
     tkvi_text *t = tkvi_append_line(r, r->key_line);
     char key[48], name[64];
@@ -25582,7 +25580,7 @@ static void tkvi_append_unknown(tkvi_parser *r) {
             if (r->fields[g].name) tkvi_append_text(&at, r->fields[g].name);
             if (r->fields[g].name) tkvi_append_text(&at, ".");
             tkvi_append_text(&at, r->fields[g].row[row].name);
-            distance = tkvi_distance(key, name);
+            distance = tkvi_min(tkvi_distance(key, name), tkvi_distance(key, tkvi_last_part(name)));
             if (distance >= best) continue;
             best = distance;
             best_g = g;
@@ -25657,7 +25655,7 @@ static int tkvi_scan_value(tkvi_parser *r, const char *ends) {
     if (tkvi_is_next(r, '"')) return tkvi_enclosed(r, '"', &r->value);
     if (tkvi_is_next(r, '[')) return tkvi_enclosed(r, ']', &r->value);
     if (tkvi_is_next(r, '{'))
-        return tkvi_unreadable(r, "an object in an object; write \"rope.dim\": 64 instead");
+        return tkvi_unreadable(r, "an object in an object; write \"model.rope.dim\": 64 instead");
     for (from = r->at; r->at < r->end && !tkvi_one_of(*r->at, ends);) r->at++;
     r->value = tkvi_trimmed(from, r->at);
     return 1;
@@ -25877,7 +25875,7 @@ static tkv_status tkvi_check_array(tkvi_parser *r, const tkvi_array *a, const tk
     tkvi_append_text(&t, r->fields[a->group].name);
     tkvi_append_text(&t, " is ");
     if (highest && n > room)
-        return tkvi_report_wrong_count(r, line, what, room, n, " or more (tkv_config_room)");
+        return tkvi_report_wrong_count(r, line, what, room, n, " or more (tkv_config_arrays)");
     return TKV_OK;
 }
 
@@ -25885,19 +25883,20 @@ static tkv_status tkvi_check_array(tkvi_parser *r, const tkvi_array *a, const tk
 static tkv_status tkvi_check_frequencies(tkvi_parser *r, const tkv_config *cfg, const tkv_config *was) {
     const int n = r->frequencies, line = r->frequencies_line;
     const int room = r->room && r->room->frequencies ? r->room->n_frequencies : 0;
-    if (n && n * 2 != cfg->rope.dim)
-        return tkvi_report_wrong_count(r, line, "rope.dim is ", cfg->rope.dim, 2 * n,
-                                       ", two for each of rope.frequencies");
+    if (n && n * 2 != cfg->model.rope.dim)
+        return tkvi_report_wrong_count(r, line, "model.rope.dim is ", cfg->model.rope.dim, 2 * n,
+                                       ", two for each of model.rope.frequencies");
     if (n > room)
-        return tkvi_report_wrong_count(r, line, "the program's room for rope.frequencies is ", room, n,
-                                       " or more (tkv_config_room)");
-    if (!n && was->rope.frequencies && cfg->rope.dim > was->rope.dim)
-        return tkvi_report_wrong_count(r, tkvi_line_of(r, "rope.dim"), "rope.dim is ", cfg->rope.dim,
-                                       was->rope.dim, " or less, as the program has frequencies");
+        return tkvi_report_wrong_count(r, line, "the program's room for model.rope.frequencies is ", room, n,
+                                       " or more (tkv_config_arrays)");
+    if (!n && was->model.rope.frequencies && cfg->model.rope.dim > was->model.rope.dim)
+        return tkvi_report_wrong_count(r, tkvi_line_of(r, "model.rope.dim"), "model.rope.dim is ",
+                                       cfg->model.rope.dim, was->model.rope.dim,
+                                       " or less, as the program has frequencies");
     return TKV_OK;
 }
 
-TKV_API tkv_status tkv_config_parse(tkv_config *cfg, const tkv_config_room *room, const char *text,
+TKV_API tkv_status tkv_parse_config(tkv_config *cfg, const tkv_config_arrays *room, const char *text,
                                     size_t size, char *reason, size_t reason_size) {
     tkvi_parser r;
     tkv_config full;
@@ -25921,22 +25920,6 @@ TKV_API tkv_status tkv_config_parse(tkv_config *cfg, const tkv_config_room *room
         memcpy((char *)&full + a->at, &list, sizeof list);
     }
     st = tkvi_parse_all(&r, TKVI_BEGIN);
-    if (!st) st = tkvi_parse_all(&r, TKVI_TAKE);
-    if (!st) *cfg = full;
-    return st;
-}
-
-TKV_API tkv_status tkv_policy_parse(tkv_policy_config *cfg, const char *text, size_t size, char *reason,
-                                    size_t reason_size) {
-    tkvi_parser r;
-    tkv_policy_config full;
-    tkv_status st;
-    if (reason && reason_size) *reason = 0;
-    if (!cfg || !text) return TKV_ERR_ARG;
-    full = *cfg;
-    tkvi_parse_begin(&r, &tkvi_policy_fields, 1, &full, text, size, reason, reason_size);
-    st = tkvi_parse_all(&r, TKVI_CHECK);
-    if (!st) st = tkvi_parse_all(&r, TKVI_BEGIN);
     if (!st) st = tkvi_parse_all(&r, TKVI_TAKE);
     if (!st) *cfg = full;
     return st;
@@ -26000,33 +25983,16 @@ static void tkvi_config_json(tkvi_out *o, const void *what) {
     tkvi_write_config(o, (const tkv_config *)what);
 }
 
-static void tkvi_policy_text(tkvi_out *o, const void *what) {
-    tkvi_write_fields(o, &tkvi_policy_fields, 0, what);
-}
-
-static void tkvi_policy_json(tkvi_out *o, const void *what) {
-    o->json = 1;
-    tkvi_print(o, "{");
-    tkvi_policy_text(o, what);
-    tkvi_print(o, "\n}\n");
-}
-
-TKV_API tkv_status tkv_config_print(const tkv_config *cfg, int json, char *buf, size_t size, size_t *needed) {
+TKV_API tkv_status tkv_print_config(const tkv_config *cfg, int json, char *buf, size_t size, size_t *needed) {
     if (!cfg) return TKV_ERR_ARG;
     return tkvi_write_text(json ? tkvi_config_json : tkvi_config_text, cfg, buf, size, needed);
-}
-
-TKV_API tkv_status tkv_policy_print(const tkv_policy_config *cfg, int json, char *buf, size_t size,
-                                    size_t *needed) {
-    if (!cfg) return TKV_ERR_ARG;
-    return tkvi_write_text(json ? tkvi_policy_json : tkvi_policy_text, cfg, buf, size, needed);
 }
 
 #endif /* TKV_NO_REPORTS */
 #endif /* TKVI_REPORT_TEXT_H */
 /* ======== report/create.h ======== */
 /*
- * report/create.h - tkv_create_from_text parses a config text, checks it and creates a cache, in one call.
+ * report/create.h - tkv_create_ex reads a config text, checks it and creates a cache, in one call.
  *
  * If a line of the text is wrong, the error sentence begins with its number. This works also if every value is
  * valid by itself and only the whole config is not.
@@ -26034,17 +26000,17 @@ TKV_API tkv_status tkv_policy_print(const tkv_policy_config *cfg, int json, char
 #ifndef TKVI_REPORT_CREATE_H
 #define TKVI_REPORT_CREATE_H
 
+
 #ifndef TKV_NO_REPORTS
 
-
 /* Layers for which the text needs a list: n_layers, or 0 if no key of the text begins with layers[. Errors in the
- * text are left to tkv_config_parse. */
+ * text are left to tkv_parse_config. */
 static TKVI_NOINLINE int tkvi_text_layers(const tkv_config *host, const char *text, size_t size) {
     tkvi_parser r;
     tkv_config full = *host;
     tkvi_parse_begin(&r, tkvi_config_fields, TKVI_CONFIG_FIELDS, &full, text, size, NULL, 0);
     (void)tkvi_parse_all(&r, TKVI_CHECK);
-    return r.highest[TKVI_OF_LAYERS] ? tkvi_max(0, full.n_layers) : 0;
+    return r.highest[TKVI_OF_LAYERS] ? tkvi_max(0, full.model.n_layers) : 0;
 }
 
 /* The line of the text that sets the field whose name the sentence begins with; 0: no line sets it. */
@@ -26083,19 +26049,18 @@ static tkv_status tkvi_append_line_of(tkv_status st, const char *text, size_t si
     return st;
 }
 
-TKV_API tkv_status tkv_create_from_text(const char *text, size_t size, const tkv_config *host,
+/* Creates a cache from the config *host, changed by the keys of the text. */
+static tkv_status tkvi_create_from_text(const char *text, size_t size, const tkv_config *host,
                                         tkv_cache **out, char *reason, size_t reason_size) {
     char sentence[200];
     tkv_level ladder[TKV_MAX_LEVELS];
     float frequencies[TKV_MAX_HEAD_DIM / 2];
-    tkv_config_room room;
-    tkv_config cfg = host ? *host : tkv_config_default();
+    tkv_config_arrays room;
+    tkv_config cfg = host ? *host : tkv_default_config();
     tkvi_heap heap;
     size_t bytes;
     tkv_status st = tkvi_validate_host(&cfg, reason, reason_size);
-    if (!text || !out)
-        return tkvi_append_line_of(TKV_ERR_ARG, "", 0, text ? "out is missing" : "the text is missing",
-                                   reason, reason_size);
+    if (!out) return tkvi_give_reason(TKV_ERR_ARG, "out is missing", reason, reason_size);
     if (!st) st = tkvi_heap_of(&cfg, &heap, reason, reason_size);
     if (st) return st;
     memset(&room, 0, sizeof room);
@@ -26104,20 +26069,19 @@ TKV_API tkv_status tkv_create_from_text(const char *text, size_t size, const tkv
     room.frequencies = frequencies;
     room.n_frequencies = TKV_MAX_HEAD_DIM / 2;
     room.n_layers = tkvi_text_layers(&cfg, text, size);
-    if (room.n_layers > TKVI_MAX_LAYERS) { /* too many: the sentence of tkv_config_validate */
-        cfg.n_layers = room.n_layers;
-        st = tkv_config_validate(&cfg, sentence, sizeof sentence);
+    if (room.n_layers > TKVI_MAX_LAYERS) { /* too many: the sentence of tkv_validate_config */
+        cfg.model.n_layers = room.n_layers;
+        st = tkv_validate_config(&cfg, sentence, sizeof sentence);
         return tkvi_append_line_of(st, text, size, sentence, reason, reason_size);
     }
     bytes = (size_t)room.n_layers * sizeof *room.layers;
     if (bytes) room.layers = (tkv_layer_config *)tkvi_get(&heap, bytes);
     if (bytes && !room.layers)
-        return tkvi_append_line_of(TKV_ERR_NOMEM, "", 0,
-                                   "the allocator gave no memory for the layers of the text", reason,
-                                   reason_size);
-    st = tkv_config_parse(&cfg, &room, text, size, reason, reason_size);
+        return tkvi_give_reason(TKV_ERR_NOMEM, "the allocator gave no memory for the layers of the text",
+                                reason, reason_size);
+    st = tkv_parse_config(&cfg, &room, text, size, reason, reason_size);
     if (!st) {
-        st = tkv_create_ex(&cfg, out, sentence, sizeof sentence);
+        st = tkv_create_ex(&cfg, NULL, 0, out, sentence, sizeof sentence);
         (void)tkvi_append_line_of(st, text, size, sentence, reason, reason_size);
     }
     tkvi_put(&heap, room.layers, bytes);
@@ -26125,11 +26089,23 @@ TKV_API tkv_status tkv_create_from_text(const char *text, size_t size, const tkv
 }
 
 #endif /* TKV_NO_REPORTS */
+
+TKV_API tkv_status tkv_create_ex(const tkv_config *cfg, const char *text, size_t text_size, tkv_cache **out,
+                                 char *reason, size_t size) {
+    if (!text) return tkvi_create(cfg, out, reason, size);
+#ifdef TKV_NO_REPORTS
+    (void)text_size;
+    return tkvi_give_reason(TKV_ERR_UNSUPPORTED, "TKV_NO_REPORTS leaves configs as text out", reason, size);
+#else
+    return tkvi_create_from_text(text, text_size, cfg, out, reason, size);
+#endif
+}
+
 #endif /* TKVI_REPORT_CREATE_H */
 /* ======== report/state.h ======== */
 /*
- * report/state.h - reports the state of a cache to programs, as JSON (tkv_state_json) and in the text format of
- * Prometheus (tkv_format_prometheus). A table has one row for each figure; both writers print that table. Nothing
+ * report/state.h - reports the state of a cache to programs, as JSON and in the text format of Prometheus
+ * (tkv_print_report). A table has one row for each figure; both writers print that table. Nothing
  * here changes the cache.
  *
  * To add a figure, add a field to tkvi_figures, fill it in tkvi_figures_of, and add a row. Rows of one section
@@ -26142,10 +26118,10 @@ TKV_API tkv_status tkv_create_from_text(const char *text, size_t size, const tkv
 #ifndef TKV_NO_REPORTS
 
 
-enum { TKVI_MEMORY, TKVI_TOKENS, TKVI_SEQUENCES, TKVI_BUDGET, TKVI_KEEPING, TKVI_QUALITY, TKVI_SECTIONS };
+enum { TKVI_MEMORY, TKVI_TOKENS, TKVI_SEQUENCES, TKVI_BUDGET, TKVI_RECLAIM, TKVI_QUALITY, TKVI_SECTIONS };
 
 static const char *const tkvi_section_names[TKVI_SECTIONS] = {"memory", "tokens",  "sequences",
-                                                              "budget", "keeping", "quality"};
+                                                              "budget", "reclaim", "quality"};
 
 /* All figures, copied once before printing, because readers may add to the meter meanwhile. */
 typedef struct tkvi_figures {
@@ -26155,7 +26131,7 @@ typedef struct tkvi_figures {
     tkv_memory_info memory;
     tkv_quality_info quality;
     tkv_budget_info budget;
-    uint64_t sequences, most_sequences, longest; /* not empty; cfg.max_seqs; tokens of the longest */
+    uint64_t sequences, most_sequences, longest; /* not empty; cfg.limits.max_seqs; tokens of the longest */
     uint64_t missing;                            /* tokens that a model must recompute */
 } tkvi_figures;
 
@@ -26204,17 +26180,18 @@ typedef struct tkvi_figure {
     TKVI_FIGURE(TKVI_MEMORY, name, tkvi_figure_size, memory.field, "tkv_memory_bytes", labels, help)
 
 static const tkvi_figure tkvi_figure_rows[] = {
-    TKVI_BYTES("hot_codes", tier[TKV_HOT].codes, "part=\"codes\",tier=\"hot\"",
+    TKVI_BYTES("hot_codes", tier[TKV_TIER_HOT].codes, "part=\"codes\",tier=\"hot\"",
                "Bytes held, by part and tier; their sum is tkv_memory_held_bytes."),
-    TKVI_BYTES("hot_metadata", tier[TKV_HOT].metadata, "part=\"metadata\",tier=\"hot\"", NULL),
-    TKVI_BYTES("warm_codes", tier[TKV_WARM].codes, "part=\"codes\",tier=\"warm\"", NULL),
-    TKVI_BYTES("warm_metadata", tier[TKV_WARM].metadata, "part=\"metadata\",tier=\"warm\"", NULL),
-    TKVI_BYTES("archive_codes", tier[TKV_ARCHIVE].codes, "part=\"codes\",tier=\"archive\"", NULL),
-    TKVI_BYTES("archive_metadata", tier[TKV_ARCHIVE].metadata, "part=\"metadata\",tier=\"archive\"", NULL),
+    TKVI_BYTES("hot_metadata", tier[TKV_TIER_HOT].metadata, "part=\"metadata\",tier=\"hot\"", NULL),
+    TKVI_BYTES("warm_codes", tier[TKV_TIER_WARM].codes, "part=\"codes\",tier=\"warm\"", NULL),
+    TKVI_BYTES("warm_metadata", tier[TKV_TIER_WARM].metadata, "part=\"metadata\",tier=\"warm\"", NULL),
+    TKVI_BYTES("archive_codes", tier[TKV_TIER_ARCHIVE].codes, "part=\"codes\",tier=\"archive\"", NULL),
+    TKVI_BYTES("archive_metadata", tier[TKV_TIER_ARCHIVE].metadata, "part=\"metadata\",tier=\"archive\"",
+               NULL),
     TKVI_BYTES("tables", tables, "part=\"tables\"", NULL),
     TKVI_BYTES("index", index, "part=\"index\"", NULL),
     TKVI_BYTES("scratch", scratch, "part=\"scratch\"", NULL),
-    TKVI_BYTES("shadow", shadow, "part=\"shadow\"", NULL),
+    TKVI_BYTES("exact_copies", exact_copies, "part=\"exact_copies\"", NULL),
     TKVI_BYTES("slack", slack, "part=\"slack\"", NULL),
     TKVI_FIGURE(TKVI_MEMORY, "total", tkvi_figure_size, memory.total, "tkv_memory_held_bytes", NULL,
                 "Bytes held, all together."),
@@ -26225,56 +26202,57 @@ static const tkvi_figure tkvi_figure_rows[] = {
     TKVI_FIGURE(TKVI_MEMORY, "ratio", tkvi_figure_double, memory.ratio, "tkv_memory_ratio", NULL,
                 "FP16 bytes over bytes held."),
     TKVI_FIGURE(TKVI_MEMORY, "ratio_f32", tkvi_figure_double, memory.ratio_f32, NULL, NULL, NULL),
-    TKVI_FIGURE(TKVI_TOKENS, "hot", tkvi_figure_size, memory.tier[TKV_HOT].tokens, "tkv_tokens",
+    TKVI_FIGURE(TKVI_TOKENS, "hot", tkvi_figure_size, memory.tier[TKV_TIER_HOT].tokens, "tkv_tokens",
                 "tier=\"hot\"",
                 "Tokens held, by tier, summed over layers; those that sequences share count once."),
-    TKVI_FIGURE(TKVI_TOKENS, "warm", tkvi_figure_size, memory.tier[TKV_WARM].tokens, "tkv_tokens",
+    TKVI_FIGURE(TKVI_TOKENS, "warm", tkvi_figure_size, memory.tier[TKV_TIER_WARM].tokens, "tkv_tokens",
                 "tier=\"warm\"", NULL),
-    TKVI_FIGURE(TKVI_TOKENS, "archive", tkvi_figure_size, memory.tier[TKV_ARCHIVE].tokens, "tkv_tokens",
+    TKVI_FIGURE(TKVI_TOKENS, "archive", tkvi_figure_size, memory.tier[TKV_TIER_ARCHIVE].tokens, "tkv_tokens",
                 "tier=\"archive\"", NULL),
-    TKVI_FIGURE(TKVI_TOKENS, "spilled", tkvi_figure_size, memory.spilled.tokens, "tkv_tokens_spilled", NULL,
-                "Tokens outside RAM; they count in their tier as well."),
-    TKVI_FIGURE(TKVI_TOKENS, "missing", tkvi_figure_count, missing, "tkv_tokens_missing", NULL,
+    TKVI_FIGURE(TKVI_TOKENS, "offloaded", tkvi_figure_size, memory.offloaded.tokens, "tkv_tokens_offloaded",
+                NULL, "Tokens outside RAM; they count in their tier as well."),
+    TKVI_FIGURE(TKVI_TOKENS, "discarded", tkvi_figure_count, missing, "tkv_tokens_discarded", NULL,
                 "Tokens that a model must compute again; they are in no tier."),
     TKVI_FIGURE(TKVI_SEQUENCES, "count", tkvi_figure_count, sequences, "tkv_sequences", NULL,
                 "Sequences that exist."),
     TKVI_FIGURE(TKVI_SEQUENCES, "most", tkvi_figure_count, most_sequences, "tkv_sequences_max", NULL,
-                "Sequences that there is room for."),
+                "Largest number of sequences."),
     TKVI_FIGURE(TKVI_SEQUENCES, "longest", tkvi_figure_count, longest, "tkv_sequence_tokens_max", NULL,
                 "Tokens of the longest sequence."),
     TKVI_FIGURE(TKVI_BUDGET, "bytes", tkvi_figure_size, budget.budget, "tkv_budget_bytes", NULL,
-                "Bytes that the cache may hold; 0: as many as it wants."),
+                "Limit of the bytes that the cache holds; 0: none."),
     TKVI_FIGURE(TKVI_BUDGET, "used", tkvi_figure_size, budget.used, "tkv_budget_used_bytes", NULL,
                 "Bytes that count against the budget."),
     TKVI_FIGURE(TKVI_BUDGET, "level", tkvi_figure_int, budget.level, "tkv_level", NULL,
                 "Level of the ladder, 0 the loosest."),
     TKVI_FIGURE(TKVI_BUDGET, "levels", tkvi_figure_int, budget.n_levels, NULL, NULL, NULL),
-    TKVI_FIGURE(TKVI_BUDGET, "pressure", tkvi_figure_float, budget.policy.average, "tkv_pressure_ratio", NULL,
-                "Moving average of bytes over the budget."),
-    TKVI_FIGURE(TKVI_BUDGET, "trend", tkvi_figure_float, budget.policy.trend, NULL, NULL, NULL),
-    TKVI_FIGURE(TKVI_BUDGET, "left", tkvi_figure_float, budget.policy.left, NULL, NULL, NULL),
-    TKVI_FIGURE(TKVI_BUDGET, "tightened", tkvi_figure_count, budget.policy.tightened,
+    TKVI_FIGURE(TKVI_BUDGET, "pressure", tkvi_figure_float, budget.pressure.average, "tkv_pressure_ratio",
+                NULL, "Moving average of bytes over the budget."),
+    TKVI_FIGURE(TKVI_BUDGET, "trend", tkvi_figure_float, budget.pressure.trend, NULL, NULL, NULL),
+    TKVI_FIGURE(TKVI_BUDGET, "samples_left", tkvi_figure_float, budget.pressure.samples_left, NULL, NULL,
+                NULL),
+    TKVI_FIGURE(TKVI_BUDGET, "tightened", tkvi_figure_count, budget.pressure.tightened,
                 "tkv_levels_tightened_total", NULL, "Levels down the ladder."),
-    TKVI_FIGURE(TKVI_BUDGET, "relaxed", tkvi_figure_count, budget.policy.relaxed, "tkv_levels_relaxed_total",
-                NULL, "Levels up the ladder."),
+    TKVI_FIGURE(TKVI_BUDGET, "relaxed", tkvi_figure_count, budget.pressure.relaxed,
+                "tkv_levels_relaxed_total", NULL, "Levels up the ladder."),
     TKVI_FIGURE(TKVI_BUDGET, "demoted", tkvi_figure_count, budget.demoted, "tkv_blocks_demoted_total", NULL,
                 "Blocks that were recoded."),
     TKVI_FIGURE(TKVI_BUDGET, "pending", tkvi_figure_count, budget.pending, "tkv_blocks_pending", NULL,
                 "Blocks that the present level would still recode."),
     TKVI_FIGURE(TKVI_BUDGET, "refused", tkvi_figure_count, budget.refused, "tkv_budget_refused_total", NULL,
-                "Calls that the budget had no room for."),
-    TKVI_FIGURE(TKVI_KEEPING, "evicted", tkvi_figure_count, budget.evicted, "tkv_tokens_evicted_total", NULL,
-                "Tokens of layers that were dropped for good."),
-    TKVI_FIGURE(TKVI_KEEPING, "spilled", tkvi_figure_count, budget.spilled, "tkv_blocks_spilled_total", NULL,
-                "Blocks that went outside RAM."),
-    TKVI_FIGURE(TKVI_KEEPING, "unstored", tkvi_figure_count, budget.unstored, "tkv_blocks_unstored_total",
-                NULL, "Blocks and exact copies that the store failed for."),
-    TKVI_FIGURE(TKVI_KEEPING, "promoted", tkvi_figure_count, budget.promoted, "tkv_blocks_promoted_total",
+                "Calls refused because the budget was full."),
+    TKVI_FIGURE(TKVI_RECLAIM, "evicted", tkvi_figure_count, budget.evicted, "tkv_tokens_evicted_total", NULL,
+                "Tokens that were evicted, counted per layer."),
+    TKVI_FIGURE(TKVI_RECLAIM, "offloaded", tkvi_figure_count, budget.offloaded, "tkv_blocks_offloaded_total",
+                NULL, "Blocks that were offloaded."),
+    TKVI_FIGURE(TKVI_RECLAIM, "unwritten", tkvi_figure_count, budget.unwritten, "tkv_blocks_unwritten_total",
+                NULL, "Blocks and exact copies that the store failed to write."),
+    TKVI_FIGURE(TKVI_RECLAIM, "promoted", tkvi_figure_count, budget.promoted, "tkv_blocks_promoted_total",
                 NULL, "Blocks that were brought back into RAM or to a better format."),
-    TKVI_FIGURE(TKVI_KEEPING, "dropped", tkvi_figure_count, budget.dropped, "tkv_blocks_dropped_total", NULL,
-                "Blocks that were dropped because a model can compute them again."),
-    TKVI_FIGURE(TKVI_KEEPING, "recomputed", tkvi_figure_count, budget.recomputed,
-                "tkv_blocks_recomputed_total", NULL, "Blocks that came back by that."),
+    TKVI_FIGURE(TKVI_RECLAIM, "discarded", tkvi_figure_count, budget.discarded, "tkv_blocks_discarded_total",
+                NULL, "Blocks that were discarded, to be recomputed."),
+    TKVI_FIGURE(TKVI_RECLAIM, "recomputed", tkvi_figure_count, budget.recomputed,
+                "tkv_blocks_recomputed_total", NULL, "Blocks that were recomputed."),
     TKVI_FIGURE(TKVI_QUALITY, "samples", tkvi_figure_count, quality.samples, "tkv_quality_samples_total",
                 NULL, "Comparisons of attention with exact keys and values."),
     TKVI_FIGURE(TKVI_QUALITY, "coverage", tkvi_figure_double, quality.coverage, "tkv_quality_coverage", NULL,
@@ -26297,8 +26275,8 @@ static const tkvi_figure tkvi_figure_rows[] = {
 /* The length of the sequence's longest layer; 0: the sequence is empty. */
 static int tkvi_seq_max_len(const tkv_cache *kv, int seq) {
     int layer, most = 0;
-    for (layer = 0; layer < kv->tables.cfg.n_layers; layer++)
-        most = tkvi_max(most, tkv_layer_len(kv, seq, layer));
+    for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++)
+        most = tkvi_max(most, tkv_get_length(kv, seq, layer));
     return most;
 }
 
@@ -26306,8 +26284,8 @@ static int tkvi_seq_max_len(const tkv_cache *kv, int seq) {
 static uint64_t tkvi_n_discarded_tokens(const tkv_cache *kv) {
     uint64_t n = 0;
     int seq, layer, i;
-    for (seq = 0; kv->pool.n_discarded && seq < kv->tables.cfg.max_seqs; seq++)
-        for (layer = 0; layer < kv->tables.cfg.n_layers; layer++) {
+    for (seq = 0; kv->pool.n_discarded && seq < kv->tables.cfg.limits.max_seqs; seq++)
+        for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++) {
             const tkvi_list *list = tkvi_list_of(kv, seq, layer);
             const uint32_t *ids = tkvi_ids(kv, seq, layer);
             for (i = 0; i < list->n; i++)
@@ -26324,16 +26302,16 @@ static tkv_status tkvi_figures_of(const tkv_cache *kv, tkvi_figures *f) {
     if (!kv) return TKV_ERR_ARG;
     f->kv = kv;
     f->has[TKVI_MEMORY] = f->has[TKVI_TOKENS] = f->has[TKVI_SEQUENCES] = 1;
-    st = tkv_memory(kv, &f->memory);
-    if (!st) st = tkv_quality(kv, &f->quality);
-    if (!st) st = tkv_budget(kv, &f->budget);
+    st = tkv_get_memory(kv, &f->memory);
+    if (!st) st = tkv_get_quality(kv, TKV_ALL_LAYERS, &f->quality);
+    if (!st) st = tkv_get_budget(kv, &f->budget);
     f->has[TKVI_BUDGET] = f->budget.n_levels > 1;
-    f->has[TKVI_KEEPING] = kv->tables.cfg.evict.kind || kv->tables.cfg.spill.store || kv->tables.cfg.remat ||
-                           kv->blocks_discarded;
+    f->has[TKVI_RECLAIM] = kv->tables.cfg.evict.policy || kv->tables.cfg.offload.write ||
+                           kv->tables.cfg.budget.discard || kv->blocks_discarded;
     f->has[TKVI_QUALITY] = f->quality.heads > 0;
     f->missing = tkvi_n_discarded_tokens(kv);
-    f->most_sequences = (uint64_t)kv->tables.cfg.max_seqs;
-    for (seq = 0; seq < kv->tables.cfg.max_seqs; seq++) {
+    f->most_sequences = (uint64_t)kv->tables.cfg.limits.max_seqs;
+    for (seq = 0; seq < kv->tables.cfg.limits.max_seqs; seq++) {
         const uint64_t tokens = (uint64_t)tkvi_seq_max_len(kv, seq);
         f->sequences += tokens > 0;
         f->longest = tokens > f->longest ? tokens : f->longest;
@@ -26359,7 +26337,7 @@ static void tkvi_print_layers(tkvi_out *o, const tkv_cache *kv, const char *name
     tkvi_print(o, ", \"");
     tkvi_print(o, name);
     tkvi_print(o, "\": [");
-    for (layer = 0; layer < kv->tables.cfg.n_layers; layer++) {
+    for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++) {
         tkvi_print_comma(o, layer);
         if (!tkvi_has_own_layer(kv, 0, layer)) tkvi_print(o, "null");
         else write(o, kv, seq, layer, which);
@@ -26370,38 +26348,36 @@ static void tkvi_print_layers(tkvi_out *o, const tkv_cache *kv, const char *name
 static const char *const tkvi_tier_names[TKV_TIER_COUNT] = {"hot", "warm", "archive"};
 
 static void tkvi_print_layer_pair(tkvi_out *o, const tkv_cache *kv, int seq, int layer, int tier) {
-    tkv_pair p = {TKV_FORMAT_DEFAULT, TKV_FORMAT_DEFAULT};
     (void)seq;
-    (void)tkv_tier_pair(kv, layer, (tkv_tier)tier, &p);
-    tkvi_print_pair(o, p);
+    tkvi_print_pair(o, tkvi_pair_now(kv, layer, tier));
 }
 
 /* Prints the layer's tokens in a tier; tier TKV_TIER_COUNT: its expired tokens. */
 static void tkvi_print_layer_tokens(tkvi_out *o, const tkv_cache *kv, int seq, int layer, int tier) {
-    tkv_tier_info info;
+    tkv_layer_info info;
     memset(&info, 0, sizeof info);
-    (void)tkv_tier_counts(kv, seq, layer, &info);
-    tkvi_print_int(o, tier == TKV_TIER_COUNT ? info.dropped : info.tokens[tier]);
+    (void)tkv_get_layer(kv, seq, layer, &info);
+    tkvi_print_int(o, tier == TKV_TIER_COUNT ? info.expired : info.tokens[tier]);
 }
 
 static void tkvi_print_layer_len(tkvi_out *o, const tkv_cache *kv, int seq, int layer, int which) {
     (void)which;
-    tkvi_print_int(o, tkv_layer_len(kv, seq, layer));
+    tkvi_print_int(o, tkv_get_length(kv, seq, layer));
 }
 
 static void tkvi_print_sequences(tkvi_out *o, const tkv_cache *kv) {
     int seq, tier, any = 0;
     tkvi_print(o, ",\n  \"lengths\": [");
-    for (seq = 0; seq < kv->tables.cfg.max_seqs; seq++) {
+    for (seq = 0; seq < kv->tables.cfg.limits.max_seqs; seq++) {
         if (!tkvi_seq_max_len(kv, seq)) continue;
         tkvi_print(o, any++ ? ",\n    {\"seq\": " : "\n    {\"seq\": ");
         tkvi_print_int(o, seq);
         tkvi_print(o, ", \"tokens\": ");
-        tkvi_print_int(o, tkv_seq_len(kv, seq));
-        tkvi_print_layers(o, kv, "len", tkvi_print_layer_len, seq, 0);
+        tkvi_print_int(o, tkv_get_length(kv, seq, TKV_ALL_LAYERS));
+        tkvi_print_layers(o, kv, "length", tkvi_print_layer_len, seq, 0);
         for (tier = 0; tier < TKV_TIER_COUNT; tier++)
             tkvi_print_layers(o, kv, tkvi_tier_names[tier], tkvi_print_layer_tokens, seq, tier);
-        tkvi_print_layers(o, kv, "dropped", tkvi_print_layer_tokens, seq, TKV_TIER_COUNT);
+        tkvi_print_layers(o, kv, "expired", tkvi_print_layer_tokens, seq, TKV_TIER_COUNT);
         tkvi_print(o, "}");
     }
     tkvi_print(o, any ? "\n  ]" : "]");
@@ -26425,26 +26401,22 @@ static void tkvi_print_section(tkvi_out *o, const tkvi_figures *f, int section) 
 static void tkvi_write_state(tkvi_out *o, const void *what) {
     const tkvi_figures *f = (const tkvi_figures *)what;
     const tkv_cache *kv = f->kv;
+    tkv_calibration_info calibration;
     int i;
+    (void)tkv_get_calibration(kv, &calibration);
     o->json = 2;
     tkvi_print(o, "{\n  \"version\": \"" TKV_VERSION_STRING "\",\n  \"isa\": \"");
-    tkvi_print(o, tkv_isa_name(tkv_isa_of(kv)));
+    tkvi_print(o, tkvi_isa_name(kv->kernels->isa));
     tkvi_print(o, "\",\n  \"config\": ");
     tkvi_write_config(o, &kv->tables.cfg);
     tkvi_print(o, ",\n  \"formats\": {\"calibrated_layers\": ");
-    tkvi_print_int(o, tkv_calibrated_layers(kv));
+    tkvi_print_int(o, calibration.n_calibrated);
     for (i = 0; i < TKV_TIER_COUNT; i++)
         tkvi_print_layers(o, kv, tkvi_tier_names[i], tkvi_print_layer_pair, 0, i);
     tkvi_print(o, "}");
     tkvi_print_sequences(o, kv);
     for (i = 0; i < TKVI_SECTIONS; i++) tkvi_print_section(o, f, i);
     tkvi_print(o, "\n}\n");
-}
-
-TKV_API tkv_status tkv_state_json(const tkv_cache *kv, char *buf, size_t size, size_t *needed) {
-    tkvi_figures f;
-    const tkv_status st = tkvi_figures_of(kv, &f);
-    return st ? st : tkvi_write_text(tkvi_write_state, &f, buf, size, needed);
 }
 
 /* >>Prometheus */
@@ -26517,7 +26489,7 @@ static void tkvi_write_prometheus(tkvi_out *o, const void *what) {
     tkvi_text t = tkvi_text_begin(about, sizeof about);
     int i;
     tkvi_append_text(&t, "version=\"" TKV_VERSION_STRING "\",isa=\"");
-    tkvi_append_text(&t, tkv_isa_name(tkv_isa_of(f->kv)));
+    tkvi_append_text(&t, tkvi_isa_name(f->kv->kernels->isa));
     tkvi_append_text(&t, "\"");
     tkvi_print_head(o, "tkv_info", "What the cache runs on.");
     tkvi_print_metric(o, f, "tkv_info", about);
@@ -26532,12 +26504,15 @@ static void tkvi_write_prometheus(tkvi_out *o, const void *what) {
     }
 }
 
-TKV_API tkv_status tkv_format_prometheus(const tkv_cache *kv, const char *labels, char *buf, size_t size,
-                                         size_t *needed) {
+TKV_API tkv_status tkv_print_report(const tkv_cache *kv, tkv_report_kind kind, const char *labels, char *buf,
+                                    size_t size, size_t *needed) {
+    static const tkvi_writer writers[TKV_REPORT_COUNT] = {tkvi_write_state, tkvi_write_prometheus};
     tkvi_figures f;
-    const tkv_status st = tkvi_figures_of(kv, &f);
+    tkv_status st;
+    if ((int)kind < 0 || (int)kind >= TKV_REPORT_COUNT) return TKV_ERR_ARG;
+    st = tkvi_figures_of(kv, &f);
     f.labels = labels;
-    return st ? st : tkvi_write_text(tkvi_write_prometheus, &f, buf, size, needed);
+    return st ? st : tkvi_write_text(writers[kind], &f, buf, size, needed);
 }
 
 #endif /* TKV_NO_REPORTS */

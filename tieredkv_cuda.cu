@@ -39,8 +39,8 @@
  *
  * What it holds: formats A, R, KIVI and Q8 in warm and archive tiers, F16 or BF16 in hot tier and sinks;
  * head_dim (of K and V, the same) 64 or 128; up to 16 query heads on a KV head. A formats want
- * cfg.allocation_unit = 16, KIVI and Q8 cfg.group_size = 64. Windows hide tokens here and drop none. What the
- * config says of budgets, ladders, eviction, spilling, recomputation, anchors and meters must be zero.
+ * cfg.format.allocation_unit = 16, KIVI and Q8 cfg.format.group_size = 64. Windows hide tokens here and drop none.
+ * What the config says of budgets, ladders, eviction, spilling, recomputation, anchors and meters must be zero.
  *
  * Bytes: blocks are those of the host, byte for byte, so import and export copy them; encoding is the code of
  * tieredkv.h, so a cache that grows here has the bytes that it would have there.
@@ -75,7 +75,7 @@ extern "C" {
 
 /* Bits of the device's word. */
 #define TKVCU_WORD_FULL 1u       /* a sequence would have had more than max_tokens */
-#define TKVCU_WORD_NOT_FINITE 2u /* NaN or infinity in k or v, and cfg.nonfinite says to refuse them */
+#define TKVCU_WORD_NOT_FINITE 2u /* NaN or infinity in k or v, and cfg.host.nonfinite says to refuse them */
 #define TKVCU_WORD_SEQUENCE 4u   /* a d_seq_map names a sequence that there is not */
 #define TKVCU_WORD_INEXACT 8u    /* tkvcu_trim would have cut compressed tokens */
 
@@ -86,13 +86,13 @@ typedef struct CUstream_st *tkvcu_stream; /* cudaStream_t */
 /* >>life */
 typedef struct tkvcu_desc {
     const tkv_config *cfg; /* the model and the plan; read by tkvcu_create, not kept */
-    int n_seqs;            /* 0: cfg->max_seqs */
-    int max_tokens;        /* of a sequence; 0: cfg->max_tokens, which must not be 0 then */
+    int n_seqs;            /* 0: cfg->limits.max_seqs */
+    int max_tokens;        /* of a sequence; 0: cfg->limits.max_tokens, which must not be 0 then */
     int max_queries;       /* of a sequence in one tkvcu_attend, up to 64; 0: 1. Work takes more above 8 */
 } tkvcu_desc;
 
 /* Bytes of both pieces. Asks no GPU. TKV_ERR_CONFIG or TKVCU_ERR_UNSUPPORTED: `reason` (NULL, or `size`
- * bytes) gets a sentence. The hot tier has room for a chunk of cfg->max_append tokens (as an import brings
+ * bytes) gets a sentence. The hot tier has room for a chunk of cfg->limits.max_append tokens (as an import brings
  * it): a smaller one saves memory. O(layers). */
 int tkvcu_query(const tkvcu_desc *desc, size_t *cache_bytes, size_t *work_bytes, char *reason, size_t size);
 /* An empty cache in the caller's device memory, which must be aligned to 256 bytes and outlive it. Until
@@ -110,7 +110,7 @@ void tkvcu_destroy(tkvcu *cu); /* the handle's host memory; NULL is fine. The de
 int tkvcu_tables(tkvcu *cu, const tkv_cache *kv, tkvcu_stream stream);
 /* Sequence seq becomes a copy of kv's host_seq, tables included. Refused, nothing changed: TKV_ERR_CAPACITY
  * (too long, or more blocks wait in a tier than there is room for: a prompt of less than 512 tokens in A and R
- * formats has no table yet; tkv_calibration_freeze makes it, tkv_begin and tkv_commit move the blocks);
+ * formats has no table yet; tkv_freeze_calibration makes it, tkv_seq_begin and tkv_seq_commit move the blocks);
  * TKV_ERR_STATE (an open step; other tables); TKVCU_ERR_UNSUPPORTED (holes, blocks that windows dropped, that
  * are outside RAM, that a flush made short). O(bytes). */
 int tkvcu_import(tkvcu *cu, int seq, const tkv_cache *kv, int host_seq, tkvcu_stream stream);
@@ -122,7 +122,7 @@ int tkvcu_export(tkvcu *cu, int seq, tkv_cache *kv, int host_seq, tkvcu_stream s
 /* >>use. d_seq_map: NULL, or device memory: n_seqs entries, entry i names the sequence of row i of k, v, q
  * and out; a negative one skips the row. In an append no sequence may be named twice. NULL: row i is sequence
  * i, for all. */
-/* n_tokens (1 .. TKVCU_MAX_APPEND, at most cfg->max_append) new tokens for each row. d_k, d_v:
+/* n_tokens (1 .. TKVCU_MAX_APPEND, at most cfg->limits.max_append) new tokens for each row. d_k, d_v:
  * [row][n_tokens][n_kv_heads][head_dim], packed, aligned as their type, keys after RoPE. First what is due moves
  * down a tier, as in tkv_append. Sets bits FULL, NOT_FINITE, SEQUENCE. Cost: O(values), and an encoding per 64
  * tokens. */
@@ -132,7 +132,7 @@ int tkvcu_append(tkvcu *cu, int layer, const void *d_k, const void *d_v, tkv_typ
 typedef struct tkvcu_attend_params { /* zero means default */
     float scale;                     /* of q.k; 0: the config's */
     float softcap;                   /* 0: none */
-    int window;                      /* newest keys that a query sees; 0: the layer's; TKV_NONE: all */
+    int window;                      /* newest keys that a query sees; 0: the layer's; TKV_OFF: all */
     const float *d_sinks;            /* NULL, or device memory: a learned logit per query head */
 } tkvcu_attend_params;
 /* Attention of the last n_queries (1 .. max_queries) tokens of each row's sequence, causal among themselves.
@@ -421,13 +421,13 @@ TKVCU_DEVICE float tkvcu_warp_max(float x) {
  * encode.h - one head's side of a block, decoded and encoded by the threads of a CTA: the steps of tieredkv.h's
  * functions, so the bytes are those of the host.
  *
- * A line is a channel of K or a token of V. 4 head_dim threads, so that each has 16 values of a line: of K's 64 tokens
- * four neighbours have every fourth, of V's channels head_dim / 16 neighbours have every such. All that a line is
- * summed up to are integers, or ends of a range: the same in any order.
+ * A line is a channel of K or a token of V. 4 head_dim threads, so that each has 16 values of a line: of K's 64
+ * tokens four neighbours have every fourth, of V's channels head_dim / 16 neighbours have every such. All that a
+ * line is summed up to are integers, or ends of a range: the same in any order.
  *
  * nvcc fuses a product and a sum where it can. In these functions that changes nothing: the products that
- * feed sums are exact, or made by an instruction that is not fused (tests/test_cuda_build.py looks at what it makes of
- * them).
+ * feed sums are exact, or made by an instruction that is not fused (tests/test_cuda_build.py looks at what it
+ * makes of them).
  */
 #ifndef TKVCU_ENCODE_H
 #define TKVCU_ENCODE_H
@@ -436,8 +436,8 @@ TKVCU_DEVICE float tkvcu_warp_max(float x) {
 #define TKVCU_PART 16 /* values of a line that a thread has */
 #define TKVCU_LINE 4  /* threads of a channel of K */
 
-/* Number of the thread, read anew each time: else the compiler carries all that follows from it, for every format, out
- * of the loop over blocks, into more registers than there are. */
+/* Number of the thread, read anew each time: else the compiler carries all that follows from it, for every format,
+ * out of the loop over blocks, into more registers than there are. */
 TKVCU_DEVICE int tkvcu_me(void) {
 #ifdef TKVCU_ON_CPU
     return (int)threadIdx.x;
@@ -971,8 +971,8 @@ TKVCU_DEVICE void tkvcu_zero_bytes(uint8_t *dst, size_t n) { /* multiples of 64,
  * before the append. Also cuts. All is decided from device memory, so that a graph can be captured once.
  *
  * A CTA for each row of the batch, KV head and side. Each sees the same state and does its part of the same
- * blocks; the one that is last to have done that (a ticket in the list) writes the new state down. New rows are stored
- * after the ticket: nobody reads them within this kernel.
+ * blocks; the one that is last to have done that (a ticket in the list) writes the new state down. New rows are
+ * stored after the ticket: nobody reads them within this kernel.
  */
 #ifndef TKVCU_APPEND_H
 #define TKVCU_APPEND_H
@@ -1378,8 +1378,8 @@ template <int W> TKVCU_DEVICE void tkvcu_planes(const tkvcu_v_tile<W> &x, int i,
     }
 }
 
-/* Where a lane's words of slab 0 of V lie in shared memory: of tiles 64 and 128 bytes apart, of the 1-bit part (before
- * the bytes that it begins at, a multiple of 512). */
+/* Where a lane's words of slab 0 of V lie in shared memory: of tiles 64 and 128 bytes apart, of the 1-bit part
+ * (before the bytes that it begins at, a multiple of 512). */
 struct tkvcu_v_at {
     tkvcu_at codes, narrow, wide, line;
 };
@@ -1470,7 +1470,8 @@ TKVCU_DEVICE void tkvcu_pair_weights(const uint32_t b[2], uint32_t turned[2]) {
  *     global --cp.async--> two slots, for a K side and a V side
  *     K: q times a channel's scale -> 16 bits, two columns of bytes; S = codes q     tokens x columns, bytes
  *     softmax of the unit; the running maximum moves only when it has grown by more than 4 (in log2)
- *     V: weight times a token's scale -> 16 bits, two columns of bytes, through shared memory into the second operand's
+ *     V: weight times a token's scale -> 16 bits, two columns of bytes, through shared memory into the second
+ *     operand's
  *        order; O += codes P                                                         channels x columns, bytes
  *
  * Columns are the queries of the KV head's group of query heads. Each one takes two columns of a product,
@@ -2965,19 +2966,19 @@ typedef struct tkvcu_split { /* what is the same in all calls */
 
 /* Columns: the queries of a group of query heads; 4 or 8 of them to a block of threads. */
 static int tkvcu_n_tiles(const tkv_config *cfg, int n_queries) {
-    return cfg->n_heads / cfg->n_kv_heads * n_queries > 4 ? 2 : 1;
+    return cfg->model.n_heads / cfg->model.n_kv_heads * n_queries > 4 ? 2 : 1;
 }
 
 static int tkvcu_chunks(const tkv_config *cfg, int n_queries) {
     const int columns = 4 * tkvcu_n_tiles(cfg, n_queries);
-    return (cfg->n_heads / cfg->n_kv_heads * n_queries + columns - 1) / columns;
+    return (cfg->model.n_heads / cfg->model.n_kv_heads * n_queries + columns - 1) / columns;
 }
 
 /* Bytes that attention of up to so many queries needs. */
 static size_t tkvcu_split_bytes(const tkv_config *cfg, int n_seqs, int max_queries) {
-    const size_t slots = TKVCU_MAX_BLOCKS + (size_t)n_seqs * (size_t)cfg->n_kv_heads * TKVCU_PARTS;
+    const size_t slots = TKVCU_MAX_BLOCKS + (size_t)n_seqs * (size_t)cfg->model.n_kv_heads * TKVCU_PARTS;
     const size_t columns = (size_t)(tkvcu_chunks(cfg, max_queries) * 4 * tkvcu_n_tiles(cfg, max_queries));
-    return slots * columns * (size_t)(cfg->head_dim + 2) * sizeof(float);
+    return slots * columns * (size_t)(cfg->model.head_dim + 2) * sizeof(float);
 }
 
 /* Makes room for sides of these kinds (host memory). Those of A and R: the largest that any table gives a
@@ -3024,7 +3025,7 @@ static cudaError_t tkvcu_split_ready(tkvcu_split *s, const tkv_config *cfg, int 
     for (n = 1; n <= tkvcu_n_tiles(cfg, max_queries) && e == cudaSuccess && *fits; n++) {
         tkvcu_grid *grid = &s->grid[n - 1];
         int resident = 1;
-        grid->kernel = tkvcu_attend_of(s, cfg->head_dim, n, &grid->shared);
+        grid->kernel = tkvcu_attend_of(s, cfg->model.head_dim, n, &grid->shared);
         *fits = grid->shared <= (size_t)most;
         if (!*fits) break;
         e = cudaFuncSetAttribute(grid->kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, most);
@@ -3919,20 +3920,21 @@ typedef struct tkvcu_prefill_grid { /* for 64 or 128 rows to a block */
 } tkvcu_prefill_grid;
 
 static int tkvcu_m_tiles(const tkv_config *cfg, int n_queries) {
-    return cfg->n_heads / cfg->n_kv_heads * n_queries > 64 ? 2 : 1;
+    return cfg->model.n_heads / cfg->model.n_kv_heads * n_queries > 64 ? 2 : 1;
 }
 
 static int tkvcu_row_chunks(const tkv_config *cfg, int n_queries) {
     const int rows = 64 * tkvcu_m_tiles(cfg, n_queries);
-    return (cfg->n_heads / cfg->n_kv_heads * n_queries + rows - 1) / rows;
+    return (cfg->model.n_heads / cfg->model.n_kv_heads * n_queries + rows - 1) / rows;
 }
 
 /* Bytes of the workspace for up to so many queries, by either kernel. */
 static size_t tkvcu_work_bytes(const tkv_config *cfg, int n_seqs, int max_queries) {
     const size_t decode = tkvcu_split_bytes(cfg, n_seqs, tkvi_min(max_queries, TKVCU_DECODE_QUERIES));
     const size_t rows = 64 * (size_t)(tkvcu_m_tiles(cfg, max_queries) * tkvcu_row_chunks(cfg, max_queries));
-    const size_t slots = (size_t)n_seqs * (size_t)cfg->n_kv_heads * TKVCU_PARTS;
-    const size_t prefill = (TKVCU_PREFILL_ROWS + slots * rows) * (size_t)(cfg->head_dim + 2) * sizeof(float);
+    const size_t slots = (size_t)n_seqs * (size_t)cfg->model.n_kv_heads * TKVCU_PARTS;
+    const size_t prefill =
+        (TKVCU_PREFILL_ROWS + slots * rows) * (size_t)(cfg->model.head_dim + 2) * sizeof(float);
     return max_queries > TKVCU_DECODE_QUERIES && prefill > decode ? prefill : decode;
 }
 
@@ -3950,8 +3952,8 @@ static cudaError_t tkvcu_prefill_ready(tkvcu_prefill_grid grid[2], const tkv_con
     int i;
     for (i = 0; i < 2 && e == cudaSuccess && *fits; i++) {
         int resident = 1;
-        grid[i].kernel = row[cfg->head_dim == 128][i].kernel;
-        grid[i].shared = row[cfg->head_dim == 128][i].shared + sizeof(int) * (size_t)n_seqs;
+        grid[i].kernel = row[cfg->model.head_dim == 128][i].kernel;
+        grid[i].shared = row[cfg->model.head_dim == 128][i].shared + sizeof(int) * (size_t)n_seqs;
         *fits = grid[i].shared <= (size_t)most;
         if (!*fits) break;
         e = cudaFuncSetAttribute(grid[i].kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, most);
@@ -4058,14 +4060,16 @@ static int tkvcu_kind(tkv_format f) {
     return f >= TKV_R40 && f <= TKV_R10 ? TKVCU_R : -1;
 }
 
-static const char *tkvcu_pair_fault(const tkv_config *cfg, tkv_pair pair, int exact) {
+static const char *tkvcu_pair_fault(const tkv_config *cfg, tkv_format_pair pair, int exact) {
     const int k = tkvcu_kind(pair.k), v = tkvcu_kind(pair.v);
     if (k < 0 || v < 0) return "a format that is not read here";
     if (exact != (k == TKVCU_EXACT) || exact != (v == TKVCU_EXACT))
         return "warm and archive tier take KIVI, Q8, A and R formats here";
-    if ((k == TKVCU_KIVI || v == TKVCU_KIVI) && cfg->group_size != 64)
-        return "KIVI formats want cfg.group_size = 64";
-    return k == TKVCU_A && cfg->allocation_unit != 16 ? "A formats want cfg.allocation_unit = 16" : NULL;
+    if ((k == TKVCU_KIVI || v == TKVCU_KIVI) && cfg->format.group_size != 64)
+        return "KIVI formats want cfg.format.group_size = 64";
+    return k == TKVCU_A && cfg->format.allocation_unit != 16
+               ? "A formats want cfg.format.allocation_unit = 16"
+               : NULL;
 }
 
 static const char *tkvcu_config_fault(const tkv_config *cfg) {
@@ -4073,16 +4077,19 @@ static const char *tkvcu_config_fault(const tkv_config *cfg) {
         int wrong;
         const char *why;
     } rule[] = {
-        {cfg->head_dim != 64 && cfg->head_dim != 128, "head_dim must be 64 or 128"},
-        {cfg->v_head_dim && cfg->v_head_dim != cfg->head_dim, "v_head_dim must be head_dim"},
-        {cfg->n_kv_heads > 1024, "there are at most 1024 KV heads"},
-        {cfg->max_seqs > 65535, "there are at most 65535 sequences"},
-        {cfg->n_heads > TKVCU_MAX_GROUP * (cfg->n_kv_heads ? cfg->n_kv_heads : cfg->n_heads),
+        {cfg->model.head_dim != 64 && cfg->model.head_dim != 128, "head_dim must be 64 or 128"},
+        {cfg->model.v_head_dim && cfg->model.v_head_dim != cfg->model.head_dim,
+         "v_head_dim must be head_dim"},
+        {cfg->model.n_kv_heads > 1024, "there are at most 1024 KV heads"},
+        {cfg->limits.max_seqs > 65535, "there are at most 65535 sequences"},
+        {cfg->model.n_heads >
+             TKVCU_MAX_GROUP * (cfg->model.n_kv_heads ? cfg->model.n_kv_heads : cfg->model.n_heads),
          "there are at most 16 query heads on a KV head"},
-        {cfg->budget_bytes != 0 || cfg->n_levels != 0, "a budget or a ladder"},
-        {cfg->evict.kind != TKV_EVICT_NONE || cfg->n_anchors || cfg->importance_every, "eviction or anchors"},
-        {cfg->spill.store != NULL || cfg->remat, "spilling or recomputation"},
-        {cfg->quality_heads != 0, "a quality meter"},
+        {cfg->budget.bytes != 0 || cfg->budget.n_levels != 0, "a budget or a ladder"},
+        {cfg->evict.policy != TKV_EVICT_NONE || cfg->tiers.n_anchors || cfg->importance.sample_every,
+         "eviction or anchors"},
+        {cfg->offload.write != NULL || cfg->budget.discard, "spilling or recomputation"},
+        {cfg->meter.heads != 0, "a quality meter"},
     };
     size_t i;
     for (i = 0; i < sizeof rule / sizeof *rule; i++)
@@ -4108,7 +4115,8 @@ static void *tkvcu_take(tkvcu_arena *a, size_t n, size_t size) {
 
 /* A tier's blocks in a region; the sinks have a coding of their own, archive and warm as the tier is called.
  * */
-static const tkv_tier tkvcu_tier_of[TKVCU_REGIONS] = {TKV_ARCHIVE, TKV_WARM, TKV_HOT, TKV_HOT};
+static const tkv_tier tkvcu_tier_of[TKVCU_REGIONS] = {TKV_TIER_ARCHIVE, TKV_TIER_WARM, TKV_TIER_HOT,
+                                                      TKV_TIER_HOT};
 
 static int tkvcu_key_of(const tkvi_plan *p, int region) {
     return region == TKVCU_SINKS ? p->sink_coding : p->now.key[tkvcu_tier_of[region]];
@@ -4124,11 +4132,11 @@ typedef struct tkvcu_plan { /* what a description comes to */
 } tkvcu_plan;
 
 static size_t tkvcu_sides(const tkv_config *cfg) {
-    return (size_t)TKVI_VERSIONS * TKVCU_REGIONS * (size_t)cfg->n_kv_heads * 2;
+    return (size_t)TKVI_VERSIONS * TKVCU_REGIONS * (size_t)cfg->model.n_kv_heads * 2;
 }
 
 static size_t tkvcu_positions(const tkv_config *cfg) { /* of order and mean, of a layer */
-    return (size_t)TKVI_VERSIONS * (size_t)cfg->n_kv_heads * (size_t)cfg->head_dim;
+    return (size_t)TKVI_VERSIONS * (size_t)cfg->model.n_kv_heads * (size_t)cfg->model.head_dim;
 }
 
 /* The view of a layer with blocks of its own, its pieces taken from the arena. */
@@ -4141,12 +4149,13 @@ static void tkvcu_lay(const tkvcu_plan *d, int layer, const tkvi_plan *p, tkvcu_
     whole.keep = 0; /* windows drop nothing here */
     tkvi_most_blocks(cfg, &whole, most);
     /* While one head's block enters the ring another head's, in another block of threads, may not have left yet; and
-     * with another table it lies elsewhere in its place. So those that come never take the places of those that go. */
-    most[TKV_WARM] += most[TKV_HOT];
+     * with another table it lies elsewhere in its place. So those that come never take the places of those that
+     * go. */
+    most[TKV_TIER_WARM] += most[TKV_TIER_HOT];
     v->n_seqs = d->n_seqs;
-    v->n_heads = cfg->n_heads;
-    v->n_kv_heads = cfg->n_kv_heads;
-    v->head_dim = cfg->head_dim;
+    v->n_heads = cfg->model.n_heads;
+    v->n_kv_heads = cfg->model.n_kv_heads;
+    v->head_dim = cfg->model.head_dim;
     v->sinks = p->sink;
     v->max_blocks = tkvi_max(1, (d->max_tokens - p->sink + TKVI_BLOCK - 1) / TKVI_BLOCK);
     v->list = d->lists + (size_t)layer * (size_t)d->n_seqs;
@@ -4173,25 +4182,25 @@ static int tkvcu_plan_of(const tkvcu_desc *desc, tkvcu_plan *d, tkvcu_arena *a, 
     int i, r, st;
     if (!desc || !desc->cfg) return TKV_ERR_ARG;
     mine = *desc->cfg;
-    if (desc->n_seqs) mine.max_seqs = desc->n_seqs;
-    if (desc->max_tokens) mine.max_tokens = desc->max_tokens;
-    mine.isa = TKV_ISA_SCALAR;
+    if (desc->n_seqs) mine.limits.max_seqs = desc->n_seqs;
+    if (desc->max_tokens) mine.limits.max_tokens = desc->max_tokens;
+    mine.host.isa = TKV_ISA_SCALAR;
     st = tkvi_validate(&mine, &d->shape, reason, size);
     if (st) return st;
-    if (mine.max_tokens == 0)
+    if (mine.limits.max_tokens == 0)
         return tkvi_bad(reason, size, "max_tokens", 0, "the description or the config must have a number");
     if (desc->max_queries < 0 || desc->max_queries > TKVCU_MAX_QUERIES)
         return tkvi_bad(reason, size, "max_queries", desc->max_queries, "it must be 1 to 64, or 0 for 1");
     why = tkvcu_config_fault(&mine);
     if (why) return tkvcu_no(reason, size, why, -1);
-    d->n_seqs = cfg->max_seqs;
-    d->max_tokens = cfg->max_tokens;
+    d->n_seqs = cfg->limits.max_seqs;
+    d->max_tokens = cfg->limits.max_tokens;
     d->max_queries = desc->max_queries ? desc->max_queries : 1;
     d->word = (uint32_t *)tkvcu_take(a, 1, sizeof *d->word);
-    d->layer = (tkvcu_layer *)tkvcu_take(a, (size_t)cfg->n_layers, sizeof *d->layer);
-    d->lists = (tkvcu_list *)tkvcu_take(a, (size_t)cfg->n_layers * (size_t)d->n_seqs, sizeof *d->lists);
+    d->layer = (tkvcu_layer *)tkvcu_take(a, (size_t)cfg->model.n_layers, sizeof *d->layer);
+    d->lists = (tkvcu_list *)tkvcu_take(a, (size_t)cfg->model.n_layers * (size_t)d->n_seqs, sizeof *d->lists);
     d->stage = tkvcu_sides(cfg) * sizeof(tkvcu_side) + tkvcu_positions(cfg) * (sizeof(float) + 1);
-    for (i = 0; i < cfg->n_layers; i++) {
+    for (i = 0; i < cfg->model.n_layers; i++) {
         tkvi_plan p;
         tkvi_tier_spec rule[TKV_MAX_LEVELS];
         tkvcu_view v;
@@ -4262,7 +4271,7 @@ static const tkvi_coding *tkvcu_coding_of(const tkv_cache *kv, int layer, int re
 
 static int tkvcu_has_table(const tkv_cache *kv, int layer, int version) {
     const tkvi_plan *p = &kv->tables.plan[layer];
-    const int region = p->now.shared[TKV_WARM] ? TKVCU_WARM : TKVCU_ARCHIVE;
+    const int region = p->now.shared[TKV_TIER_WARM] ? TKVCU_WARM : TKVCU_ARCHIVE;
     return p->allocates && tkvcu_coding_of(kv, layer, region, version) != NULL;
 }
 
@@ -4271,7 +4280,8 @@ static int tkvcu_send(tkvcu *cu, int layer, cudaStream_t stream) {
     const tkv_cache *kv = cu->host;
     const tkv_config *cfg = &kv->tables.cfg;
     const tkvcu_view *v = &cu->view[layer];
-    const size_t heads = (size_t)cfg->n_kv_heads, pad = (size_t)cfg->head_dim, n = tkvcu_positions(cfg);
+    const size_t heads = (size_t)cfg->model.n_kv_heads, pad = (size_t)cfg->model.head_dim,
+                 n = tkvcu_positions(cfg);
     tkvcu_side *side = (tkvcu_side *)(void *)cu->stage;
     float *mean = (float *)(void *)(side + tkvcu_sides(cfg));
     uint8_t *order = (uint8_t *)(mean + n);
@@ -4295,7 +4305,7 @@ static int tkvcu_send(tkvcu *cu, int layer, cudaStream_t stream) {
             memcpy(mean + ((size_t)version * heads + h) * pad, head->mean, pad * sizeof *mean);
         }
     }
-    tkvcu_split_see(&cu->split, side, tkvcu_sides(cfg), cfg->head_dim);
+    tkvcu_split_see(&cu->split, side, tkvcu_sides(cfg), cfg->model.head_dim);
     info.version = tkvi_max(0, kv->tables.current[layer]);
     info.sinks = v->sinks;
     st = tkvcu_checked(cu, cudaMemcpyAsync((void *)(uintptr_t)v->side, side, tkvcu_sides(cfg) * sizeof *side,
@@ -4315,16 +4325,16 @@ static int tkvcu_send(tkvcu *cu, int layer, cudaStream_t stream) {
 /* Until better is known: all heads and channels alike. */
 static int tkvcu_equal_tables(tkv_cache *kv) {
     const tkv_config *cfg = &kv->tables.cfg;
-    const size_t pad = (size_t)cfg->head_dim;
+    const size_t pad = (size_t)cfg->model.head_dim;
     tkvi_version *to = &kv->tables.version[0];
     size_t h, c;
     int layer;
     if (!kv->tables.any_shared) return 1;
     if (!tkvi_version_ready(kv, 0)) return 0;
-    for (layer = 0; layer < cfg->n_layers; layer++) {
+    for (layer = 0; layer < cfg->model.n_layers; layer++) {
         if (!kv->tables.plan[layer].allocates) continue;
-        for (h = 0; h < (size_t)cfg->n_kv_heads; h++) {
-            const size_t at = ((size_t)layer * (size_t)cfg->n_kv_heads + h);
+        for (h = 0; h < (size_t)cfg->model.n_kv_heads; h++) {
+            const size_t at = ((size_t)layer * (size_t)cfg->model.n_kv_heads + h);
             to->head[at].k_top = to->head[at].v_top = TKVI_LOG_TOP_ALIKE;
             for (c = 0; c < pad; c++) {
                 to->importance[at * pad + c] = 1;
@@ -4346,7 +4356,7 @@ void tkvcu_destroy(tkvcu *cu) {
 
 /* The handle, in one piece. */
 static tkvcu *tkvcu_new(const tkvcu_plan *d) {
-    const size_t layers = (size_t)d->shape.cfg.n_layers;
+    const size_t layers = (size_t)d->shape.cfg.model.n_layers;
     const size_t head = tkvi_align_up(sizeof(tkvcu)), views = tkvi_align_up(layers * sizeof(tkvcu_view));
     uint8_t *mem = (uint8_t *)malloc(head + views + tkvi_align_up(d->stage) + 2 * layers);
     tkvcu *cu = (tkvcu *)(void *)mem;
@@ -4367,7 +4377,7 @@ static tkvcu *tkvcu_new(const tkvcu_plan *d) {
 
 /* Everything that kernels read before they have written it. */
 static int tkvcu_clear(tkvcu *cu, cudaStream_t stream) {
-    const int layers = cu->host->tables.cfg.n_layers;
+    const int layers = cu->host->tables.cfg.model.n_layers;
     int i, r, st = tkvcu_checked(cu, cudaMemsetAsync(cu->word, 0, sizeof *cu->word, stream));
     if (!st)
         st = tkvcu_checked(cu, cudaMemsetAsync(cu->layer, 0xff, (size_t)layers * sizeof *cu->layer, stream));
@@ -4401,7 +4411,7 @@ static int tkvcu_ready(tkvcu *cu, const tkv_config *cfg) {
     if (!st) st = tkvcu_attribute(cu, cudaDevAttrMultiProcessorCount, &processors);
     cudaFuncAttributes there;
     if (st) return st;
-    fits = tkvcu_appender_of(cfg->head_dim).shared <= (size_t)most;
+    fits = tkvcu_appender_of(cfg->model.head_dim).shared <= (size_t)most;
     st = tkvcu_checked(cu, tkvcu_split_ready(&cu->split, cfg, tkvi_min(cu->max_queries, TKVCU_DECODE_QUERIES),
                                              processors, most, &fits));
     if (!st && cu->max_queries > TKVCU_DECODE_QUERIES)
@@ -4411,7 +4421,7 @@ static int tkvcu_ready(tkvcu *cu, const tkv_config *cfg) {
     if (!st) st = tkvcu_checked(cu, cudaFuncGetAttributes(&there, tkvcu_combine_kernel));
     if (!st) st = tkvcu_checked(cu, cudaFuncGetAttributes(&there, tkvcu_trim_kernel));
     return st ? st
-              : tkvcu_checked(cu, cudaFuncSetAttribute(tkvcu_appender_of(cfg->head_dim).kernel,
+              : tkvcu_checked(cu, cudaFuncSetAttribute(tkvcu_appender_of(cfg->model.head_dim).kernel,
                                                        cudaFuncAttributeMaxDynamicSharedMemorySize, most));
 }
 
@@ -4434,11 +4444,11 @@ int tkvcu_create(const tkvcu_desc *desc, void *d_cache, size_t cache_bytes, void
     a.at = 0;
     (void)tkvcu_plan_of(desc, &d, &a, cu->view, NULL, 0);
     cfg = *desc->cfg;
-    cfg.max_seqs = 1;
-    cfg.max_tokens = d.max_tokens;
-    cfg.isa = TKV_ISA_SCALAR;
-    cfg.on_event = NULL;
-    cfg.parallel_for = NULL;
+    cfg.limits.max_seqs = 1;
+    cfg.limits.max_tokens = d.max_tokens;
+    cfg.host.isa = TKV_ISA_SCALAR;
+    cfg.host.on_event = NULL;
+    cfg.host.parallel_for = NULL;
     st = tkv_create(&cfg, &cu->host);
     if (!st && !tkvcu_equal_tables(cu->host)) st = TKV_ERR_NOMEM;
     if (!st) st = tkvcu_attribute(cu, cudaDevAttrComputeCapabilityMajor, &major);
@@ -4455,7 +4465,7 @@ int tkvcu_create(const tkvcu_desc *desc, void *d_cache, size_t cache_bytes, void
 /* The view that a layer reads; NULL: it has no cache, or there is no such layer. */
 static const tkvcu_view *tkvcu_view_of(const tkvcu *cu, int layer) {
     const tkvi_tables *t = &cu->host->tables;
-    if (layer < 0 || layer >= t->cfg.n_layers || t->plan[layer].stored < 0) return NULL;
+    if (layer < 0 || layer >= t->cfg.model.n_layers || t->plan[layer].stored < 0) return NULL;
     return &cu->view[t->plan[layer].stored];
 }
 
@@ -4494,13 +4504,14 @@ static int tkvcu_same_kind(tkvcu *cu, const tkv_cache *kv) {
     if (!kv) return tkvcu_fail(cu, TKV_ERR_ARG, "the cache is missing", 0, NULL);
     a = &cu->host->tables;
     b = &kv->tables;
-    if (a->cfg.n_layers != b->cfg.n_layers || a->cfg.n_heads != b->cfg.n_heads ||
-        a->cfg.n_kv_heads != b->cfg.n_kv_heads || a->cfg.head_dim != b->cfg.head_dim ||
-        a->cfg.v_head_dim != b->cfg.v_head_dim)
+    if (a->cfg.model.n_layers != b->cfg.model.n_layers || a->cfg.model.n_heads != b->cfg.model.n_heads ||
+        a->cfg.model.n_kv_heads != b->cfg.model.n_kv_heads ||
+        a->cfg.model.head_dim != b->cfg.model.head_dim || a->cfg.model.v_head_dim != b->cfg.model.v_head_dim)
         return tkvcu_fail(cu, TKV_ERR_CONFIG, "the cache is of another model", 0, NULL);
-    if (a->cfg.group_size != b->cfg.group_size || a->cfg.allocation_unit != b->cfg.allocation_unit)
+    if (a->cfg.format.group_size != b->cfg.format.group_size ||
+        a->cfg.format.allocation_unit != b->cfg.format.allocation_unit)
         what = "group_size or allocation_unit";
-    for (i = 0; i < a->cfg.n_layers && !what; i++) what = tkvcu_layer_differs(a, b, i);
+    for (i = 0; i < a->cfg.model.n_layers && !what; i++) what = tkvcu_layer_differs(a, b, i);
     if (what) return tkvcu_refuse(cu, TKV_ERR_CONFIG, "the cache has another plan: ", what);
     what = tkvcu_config_fault(&b->cfg);
     return what ? tkvcu_refuse(cu, TKVCU_ERR_UNSUPPORTED, "the cache has what cannot be here: ", what)
@@ -4511,9 +4522,9 @@ static int tkvcu_same_kind(tkvcu *cu, const tkv_cache *kv) {
 static int tkvcu_same_table(const tkv_cache *a, const tkv_cache *b, int layer, int version) {
     const tkvi_head *x = tkvi_heads_of(&a->tables, layer, version),
                     *y = tkvi_heads_of(&b->tables, layer, version);
-    const size_t pad = (size_t)a->tables.cfg.head_dim;
+    const size_t pad = (size_t)a->tables.cfg.model.head_dim;
     int h;
-    for (h = 0; h < a->tables.cfg.n_kv_heads; h++, x++, y++)
+    for (h = 0; h < a->tables.cfg.model.n_kv_heads; h++, x++, y++)
         if (x->reach != y->reach || x->k_weight != y->k_weight || x->k_top != y->k_top ||
             x->v_top != y->v_top || memcmp(x->importance, y->importance, pad) != 0 ||
             memcmp(x->order, y->order, pad) != 0 || memcmp(x->mean, y->mean, pad * sizeof(float)) != 0)
@@ -4523,7 +4534,7 @@ static int tkvcu_same_table(const tkv_cache *a, const tkv_cache *b, int layer, i
 
 /* A version of a layer's table as the other cache has it; it becomes the current one. */
 static void tkvcu_copy_table(tkv_cache *to, const tkv_cache *from, int layer, int version) {
-    const size_t pad = (size_t)to->tables.cfg.head_dim, heads = (size_t)to->tables.cfg.n_kv_heads;
+    const size_t pad = (size_t)to->tables.cfg.model.head_dim, heads = (size_t)to->tables.cfg.model.n_kv_heads;
     const size_t at = (size_t)layer * heads * pad;
     const tkvi_version *x = &from->tables.version[version];
     tkvi_version *y = &to->tables.version[version];
@@ -4549,7 +4560,7 @@ static int tkvcu_learned(const tkv_cache *kv, int layer) {
 /* Room for these tables, and nobody who needs others. */
 static int tkvcu_tables_fit(tkvcu *cu, const tkv_cache *kv) {
     int layer, v;
-    for (layer = 0; layer < kv->tables.cfg.n_layers; layer++)
+    for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++)
         for (v = 0; v < TKVI_VERSIONS && tkvcu_learned(kv, layer); v++) {
             if (!tkvcu_has_table(kv, layer, v)) continue;
             if (!tkvi_version_ready(cu->host, v))
@@ -4563,7 +4574,7 @@ static int tkvcu_tables_fit(tkvcu *cu, const tkv_cache *kv) {
 
 static int tkvcu_tables_take(tkvcu *cu, const tkv_cache *kv, cudaStream_t stream) {
     int layer, v, st = TKV_OK;
-    for (layer = 0; layer < kv->tables.cfg.n_layers && !st; layer++) {
+    for (layer = 0; layer < kv->tables.cfg.model.n_layers && !st; layer++) {
         int changed = 0;
         if (!tkvcu_learned(kv, layer)) continue;
         for (v = 0; v < TKVI_VERSIONS; v++) {
@@ -4592,7 +4603,7 @@ int tkvcu_tables(tkvcu *cu, const tkv_cache *kv, tkvcu_stream stream) {
 static int tkvcu_seq_ok(tkvcu *cu, int seq, const tkv_cache *kv, int host_seq) {
     if (seq < 0 || seq >= cu->n_seqs)
         return tkvcu_fail(cu, TKV_ERR_ARG, "there is no sequence", seq, " here");
-    if (host_seq < 0 || host_seq >= kv->tables.cfg.max_seqs)
+    if (host_seq < 0 || host_seq >= kv->tables.cfg.limits.max_seqs)
         return tkvcu_fail(cu, TKV_ERR_ARG, "there is no sequence", host_seq, " in the cache");
     if (kv->seq[host_seq].in_step)
         return tkvcu_fail(cu, TKV_ERR_STATE, "a step is open; commit or abort it first", 0, NULL);
@@ -4636,10 +4647,11 @@ static const char *tkvcu_list_large(const tkvcu *cu, const tkvi_list *list, int 
     if (list->len > cu->max_tokens) return "it is too long";
     if (list->archive > ring[TKVCU_ARCHIVE]) return "its archive is too long: it was flushed";
     if (list->warm > ring[TKVCU_WARM] - ring[TKVCU_HOT])
-        return "more blocks are warm than there is room for: tkv_begin and tkv_commit move them";
+        return "more blocks are warm than there is room for: tkv_seq_begin and tkv_seq_commit move them";
     if (list->n - list->sinks - list->archive - list->warm > ring[TKVCU_HOT])
-        return "more blocks are hot than there is room for: tkv_begin and tkv_commit move them, after "
-               "tkv_calibration_freeze where they wait for a table";
+        return "more blocks are hot than there is room for: tkv_seq_begin and tkv_seq_commit move them, "
+               "after "
+               "tkv_freeze_calibration where they wait for a table";
     return NULL;
 }
 
@@ -4679,7 +4691,7 @@ static int tkvcu_import_layer(tkvcu *cu, int seq, const tkv_cache *kv, int host_
 /* The most blocks of a layer. */
 static int tkvcu_most_blocks(const tkvcu *cu) {
     int i, most = 1;
-    for (i = 0; i < cu->host->tables.cfg.n_layers; i++) most = tkvi_max(most, cu->view[i].max_blocks);
+    for (i = 0; i < cu->host->tables.cfg.model.n_layers; i++) most = tkvi_max(most, cu->view[i].max_blocks);
     return most;
 }
 
@@ -4690,7 +4702,7 @@ int tkvcu_import(tkvcu *cu, int seq, const tkv_cache *kv, int host_seq, tkvcu_st
     st = tkvcu_same_kind(cu, kv);
     if (!st) st = tkvcu_seq_ok(cu, seq, kv, host_seq);
     if (!st) st = tkvcu_tables_fit(cu, kv);
-    for (layer = 0; !st && layer < kv->tables.cfg.n_layers; layer++) {
+    for (layer = 0; !st && layer < kv->tables.cfg.model.n_layers; layer++) {
         const char *why;
         if (kv->tables.plan[layer].stored != layer) continue;
         why = tkvcu_list_large(cu, tkvi_list_of(kv, host_seq, layer), layer);
@@ -4702,7 +4714,7 @@ int tkvcu_import(tkvcu *cu, int seq, const tkv_cache *kv, int host_seq, tkvcu_st
     version = (uint8_t *)malloc((size_t)tkvcu_most_blocks(cu));
     if (!version) return tkvcu_fail(cu, TKV_ERR_NOMEM, "no memory for versions", 0, NULL);
     st = tkvcu_tables_take(cu, kv, stream);
-    for (layer = 0; !st && layer < kv->tables.cfg.n_layers; layer++)
+    for (layer = 0; !st && layer < kv->tables.cfg.model.n_layers; layer++)
         if (kv->tables.plan[layer].stored == layer)
             st = tkvcu_import_layer(cu, seq, kv, host_seq, layer, version, stream);
     free(version);
@@ -4718,7 +4730,7 @@ typedef struct tkvcu_taken { /* of a sequence, read from the device */
 
 static int tkvcu_take_state(tkvcu *cu, int seq, tkvcu_taken *t, cudaStream_t stream) {
     int layer, st = TKV_OK;
-    for (layer = 0; layer < cu->host->tables.cfg.n_layers && !st; layer++) {
+    for (layer = 0; layer < cu->host->tables.cfg.model.n_layers && !st; layer++) {
         const tkvcu_view *v = &cu->view[layer];
         if (cu->host->tables.plan[layer].stored != layer) continue;
         st = tkvcu_checked(cu, cudaMemcpyAsync(&t->list[layer], &v->list[seq], sizeof *t->list,
@@ -4767,13 +4779,13 @@ static int tkvcu_tables_clash(const tkvcu *cu, const tkv_cache *kv, int layer, c
 static int tkvcu_export_ready(tkvcu *cu, tkv_cache *kv, int host_seq, const tkvcu_taken *t) {
     tkvi_peak dry_run = tkvi_begin_dry_run(kv);
     int layer, i, block, v, want = 1;
-    for (layer = 0; layer < kv->tables.cfg.n_layers; layer++) {
+    for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++) {
         const tkvi_plan *p = &kv->tables.plan[layer];
         const tkvi_list list = tkvcu_host_list(p, &t->list[layer]);
         if (p->stored != layer) continue;
-        if (list.len > kv->tables.cfg.max_tokens)
+        if (list.len > kv->tables.cfg.limits.max_tokens)
             return tkvcu_fail(cu, TKV_ERR_CAPACITY, "the cache's sequences have at most",
-                              kv->tables.cfg.max_tokens, " tokens");
+                              kv->tables.cfg.limits.max_tokens, " tokens");
         if (p->allocates && kv->tables.current[layer] >= 0 && tkvcu_tables_clash(cu, kv, layer, t))
             return tkvcu_fail(cu, TKV_ERR_STATE, "the cache has another table in layer", layer, "");
         for (v = 0; v < TKVI_VERSIONS && p->allocates && kv->tables.current[layer] < 0; v++)
@@ -4824,11 +4836,11 @@ int tkvcu_export(tkvcu *cu, int seq, tkv_cache *kv, int host_seq, tkvcu_stream s
     if (!cu) return TKV_ERR_ARG;
     st = tkvcu_same_kind(cu, kv);
     if (!st) st = tkvcu_seq_ok(cu, seq, kv, host_seq);
-    for (layer = 0; !st && layer < kv->tables.cfg.n_layers; layer++)
+    for (layer = 0; !st && layer < kv->tables.cfg.model.n_layers; layer++)
         if (tkvi_list_of(kv, host_seq, layer)->n)
             st = tkvcu_fail(cu, TKV_ERR_STATE, "not empty: sequence", host_seq, " of the cache");
     if (st) return st;
-    layers = (size_t)kv->tables.cfg.n_layers;
+    layers = (size_t)kv->tables.cfg.model.n_layers;
     t.most = tkvcu_most_blocks(cu);
     t.list = (tkvcu_list *)calloc(layers, sizeof *t.list);
     t.version = (uint8_t *)calloc(layers, (size_t)t.most);
@@ -4836,11 +4848,11 @@ int tkvcu_export(tkvcu *cu, int seq, tkv_cache *kv, int host_seq, tkvcu_stream s
                              : tkvcu_fail(cu, TKV_ERR_NOMEM, "no memory for versions", 0, NULL);
     if (!st) st = tkvcu_export_ready(cu, kv, host_seq, &t);
     if (!st) {
-        for (layer = 0; !st && layer < kv->tables.cfg.n_layers; layer++)
+        for (layer = 0; !st && layer < kv->tables.cfg.model.n_layers; layer++)
             if (kv->tables.plan[layer].stored == layer)
                 st = tkvcu_export_layer(cu, seq, kv, host_seq, layer, &t, stream);
         if (!st) st = tkvcu_checked(cu, cudaStreamSynchronize(stream));
-        if (st) (void)tkv_reset(kv, host_seq); /* what came is not whole */
+        if (st) (void)tkv_seq_reset(kv, host_seq); /* what came is not whole */
         else tkvi_release_unused(kv, host_seq);
     }
     free(t.list);
@@ -4865,14 +4877,14 @@ int tkvcu_append(tkvcu *cu, int layer, const void *d_k, const void *d_v, tkv_typ
     tkvcu_appender a;
     if (!cu) return TKV_ERR_ARG;
     t = &cu->host->tables;
-    if (layer < 0 || layer >= t->cfg.n_layers || t->plan[layer].stored != layer)
+    if (layer < 0 || layer >= t->cfg.model.n_layers || t->plan[layer].stored != layer)
         return tkvcu_fail(cu, TKV_ERR_ARG, "there is no K and V of its own in layer", layer, "");
     if (!d_k || !d_v) return tkvcu_fail(cu, TKV_ERR_ARG, "k or v is missing", 0, NULL);
     if ((unsigned)type > TKV_TYPE_BF16)
         return tkvcu_fail(cu, TKV_ERR_ARG, "type must be a tkv_type", 0, NULL);
-    if (n_tokens < 1 || n_tokens > tkvi_min(TKVCU_MAX_APPEND, t->cfg.max_append))
+    if (n_tokens < 1 || n_tokens > tkvi_min(TKVCU_MAX_APPEND, t->cfg.limits.max_append))
         return tkvcu_fail(cu, TKV_ERR_ARG, "n_tokens is", n_tokens,
-                          "; it must be 1 to 64, cfg.max_append at most");
+                          "; it must be 1 to 64, cfg.limits.max_append at most");
     p = &t->plan[layer];
     memset(&c, 0, sizeof c);
     c.x[0] = d_k;
@@ -4885,13 +4897,13 @@ int tkvcu_append(tkvcu *cu, int layer, const void *d_k, const void *d_v, tkv_typ
     c.max_tokens = cu->max_tokens;
     c.hot = p->now.hot;
     c.warm = p->now.warm;
-    c.same = p->now.key[TKV_WARM] == p->now.key[TKV_ARCHIVE];
-    c.fit = t->cfg.fit;
-    c.saturate = t->cfg.nonfinite == TKV_NONFINITE_SATURATE;
+    c.same = p->now.key[TKV_TIER_WARM] == p->now.key[TKV_TIER_ARCHIVE];
+    c.fit = t->cfg.format.fit;
+    c.saturate = t->cfg.host.nonfinite == TKV_NONFINITE_SATURATE;
     cu->used[layer] |= (uint8_t)(1u << tkvi_max(0, t->current[layer]));
     cu->appended[layer] = 1;
-    a = tkvcu_appender_of(t->cfg.head_dim);
-    TKVCU_LAUNCH(a.kernel, dim3(2u * (unsigned)t->cfg.n_kv_heads, (unsigned)cu->n_seqs),
+    a = tkvcu_appender_of(t->cfg.model.head_dim);
+    TKVCU_LAUNCH(a.kernel, dim3(2u * (unsigned)t->cfg.model.n_kv_heads, (unsigned)cu->n_seqs),
                  dim3((unsigned)a.threads), a.shared, stream, cu->view[layer], c);
     return tkvcu_launched(cu);
 }
@@ -4912,7 +4924,7 @@ int tkvcu_attend(tkvcu *cu, int layer, const void *d_q, tkv_type type, int n_que
         return tkvcu_fail(cu, TKV_ERR_ARG, "type must be a tkv_type", 0, NULL);
     if (n_queries < 1 || n_queries > cu->max_queries)
         return tkvcu_fail(cu, TKV_ERR_ARG, "n_queries is", n_queries, "; it must be 1 to max_queries");
-    if (!tkvi_is_finite(p->scale) || !tkvi_is_finite(p->softcap) || p->softcap < 0.0f || p->window < TKV_NONE)
+    if (!tkvi_is_finite(p->scale) || !tkvi_is_finite(p->softcap) || p->softcap < 0.0f || p->window < TKV_OFF)
         return tkvcu_fail(cu, TKV_ERR_ARG, "scale, softcap or window is out of range", 0, NULL);
     memset(&c, 0, sizeof c);
     c.q = d_q;
@@ -4923,9 +4935,9 @@ int tkvcu_attend(tkvcu *cu, int layer, const void *d_q, tkv_type type, int n_que
     c.word = cu->word;
     c.type = type;
     c.n_queries = n_queries;
-    c.window = p->window == TKV_NONE ? 0 : p->window ? p->window : cu->host->tables.plan[layer].window;
+    c.window = p->window == TKV_OFF ? 0 : p->window ? p->window : cu->host->tables.plan[layer].window;
     c.window = tkvi_min(c.window, cu->max_tokens + TKVCU_MAX_QUERIES);
-    c.scale = p->scale != 0.0f ? p->scale : cfg->scale;
+    c.scale = p->scale != 0.0f ? p->scale : cfg->model.scale;
     c.softcap = p->softcap;
     return tkvcu_checked(cu, n_queries > TKVCU_DECODE_QUERIES
                                  ? tkvcu_prefill_launch(cu->prefill, &cu->split, v, &c, cfg, stream)
@@ -4936,7 +4948,7 @@ int tkvcu_trim(tkvcu *cu, const int32_t *d_lengths, tkvcu_stream stream) {
     if (!cu) return TKV_ERR_ARG;
     if (!d_lengths) return tkvcu_fail(cu, TKV_ERR_ARG, "the lengths are missing", 0, NULL);
     TKVCU_LAUNCH(tkvcu_trim_kernel, dim3((unsigned)(cu->n_seqs + TKVCU_TRIMMERS - 1) / TKVCU_TRIMMERS),
-                 dim3(TKVCU_TRIMMERS), 0, stream, cu->layer, cu->lists, cu->host->tables.cfg.n_layers,
+                 dim3(TKVCU_TRIMMERS), 0, stream, cu->layer, cu->lists, cu->host->tables.cfg.model.n_layers,
                  cu->n_seqs, d_lengths, cu->word);
     return tkvcu_launched(cu);
 }
@@ -4966,7 +4978,7 @@ const char *tkvcu_strerror(int status) {
         return "a call of the CUDA runtime failed: tkvcu_last_error has what it said";
     if (status == TKVCU_ERR_UNSUPPORTED) return "tieredkv.h can do this, tieredkv_cuda.cu cannot";
     if (status > TKV_OK || status <= TKV_STATUS_LAST_) return "not a status";
-    return tkv_status_text((tkv_status)status);
+    return tkv_get_status_text((tkv_status)status);
 }
 
 const char *tkvcu_last_error(const tkvcu *cu) { return cu ? cu->error : ""; }

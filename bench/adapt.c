@@ -1,14 +1,15 @@
 /*
- * adapt.c - does quality feedback find the plan that a model needs? A text is read in windows by a cache that tkv_adapt
- * moves along a ladder, and by an exact one; each piece of 64 tokens gives a score by both perplexities.
+ * adapt.c - does quality feedback find the plan that a model needs? A text is read in windows by a cache that
+ * tkv_adapt_plan moves along a ladder, and by an exact one; each piece of 64 tokens gives a score by both
+ * perplexities.
  *
  * cc -O2 bench/adapt.c examples/tieredkv.c -o adapt -lm && ./adapt model.gguf ../shared/data/text/wiki.test.raw
  *
  *   --target 970 --window 1024 --windows 14 --level 3 --from 256         (target in thousandths)
  *
- * The ladder's archives are A40 + R40, A30 + R30, A25 + R20, A20 + R15, behind 32 hot and no warm tokens. Every window
- * begins empty, so that all of it is coded at the levels of its time; positions below --from are not scored, where
- * little is coded. It prints a line for each change and for each window.
+ * The ladder's archives are A40 + R40, A30 + R30, A25 + R20, A20 + R15, behind 32 hot and no warm tokens. Every
+ * window begins empty, so that all of it is coded at the levels of its time; positions below --from are not
+ * scored, where little is coded. It prints a line for each change and for each window.
  */
 #ifndef _DEFAULT_SOURCE
 #define _DEFAULT_SOURCE /* clock_gettime */
@@ -20,10 +21,10 @@
 
 #define PIECE TKV_BLOCK_TOKENS
 
-static const tkv_level ladder[] = {{32, TKV_NONE, {TKV_A40, TKV_R40}, {TKV_A40, TKV_R40}},
-                                   {32, TKV_NONE, {TKV_A30, TKV_R30}, {TKV_A30, TKV_R30}},
-                                   {32, TKV_NONE, {TKV_A25, TKV_R20}, {TKV_A25, TKV_R20}},
-                                   {32, TKV_NONE, {TKV_A20, TKV_R15}, {TKV_A20, TKV_R15}}};
+static const tkv_level ladder[] = {{32, TKV_OFF, {TKV_A40, TKV_R40}, {TKV_A40, TKV_R40}},
+                                   {32, TKV_OFF, {TKV_A30, TKV_R30}, {TKV_A30, TKV_R30}},
+                                   {32, TKV_OFF, {TKV_A25, TKV_R20}, {TKV_A25, TKV_R20}},
+                                   {32, TKV_OFF, {TKV_A20, TKV_R15}, {TKV_A20, TKV_R15}}};
 
 static double loss_of(const float *logits, int vocab, int token) { /* nats */
     double top = (double)logits[0], sum = 0.0;
@@ -42,6 +43,17 @@ static double read_piece(const llama_model *m, tkv_cache *kv, const int *tokens,
     for (i = 0; i < PIECE; i++)
         loss += loss_of(logits + (size_t)i * (size_t)m->vocab, m->vocab, tokens[i + 1]) / PIECE;
     return loss;
+}
+
+static float score_of(double base, double value) {
+    tkv_score_params p;
+    float score = -1.0f;
+    memset(&p, 0, sizeof p);
+    p.source = TKV_SCORE_PERPLEXITY;
+    p.base = base;
+    p.value = value;
+    (void)tkv_compute_score(&p, &score);
+    return score;
 }
 
 int main(int argc, char **argv) {
@@ -71,13 +83,13 @@ int main(int argc, char **argv) {
     logits = (float *)bench_alloc((size_t)PIECE * (size_t)m.vocab * sizeof *logits);
     memset(&want, 0, sizeof want);
     want.target = (float)target / 1000.0f;
-    bench_must(tkv_feedback_init(&f, &want, NULL), "tkv_feedback_init");
-    cfg = tkv_config_default();
+    bench_must(tkv_init_feedback(&f, &want, NULL, 0), "tkv_init_feedback");
+    cfg = tkv_default_config();
     llama_kv_config(&m, &cfg);
     exact = cfg;
-    exact.hot_tokens = TKV_ALL;
-    cfg.ladder = ladder;
-    cfg.n_levels = sizeof ladder / sizeof *ladder;
+    exact.tiers.hot_tokens = TKV_UNLIMITED;
+    cfg.budget.ladder = ladder;
+    cfg.budget.n_levels = sizeof ladder / sizeof *ladder;
     bench_must(tkv_create(&cfg, &kv), "tkv_create");
     bench_must(tkv_create(&exact, &ref), "tkv_create");
     bench_must(tkv_set_level(kv, bench_number(argc, argv, "level", 3)), "--level");
@@ -85,9 +97,9 @@ int main(int argc, char **argv) {
     for (w = 0; w < windows; w++) {
         double lost = 0.0, truth = 0.0;
         tkv_advice a;
-        tkv_pair pair;
-        tkv_reset(kv, 0);
-        tkv_reset(ref, 0);
+        tkv_layer_info layer_info;
+        tkv_seq_reset(kv, 0);
+        tkv_seq_reset(ref, 0);
         for (at = 0; at < window; at += PIECE) {
             const int *piece = tokens + w * window + at;
             const double is = read_piece(&m, kv, piece, logits), best = read_piece(&m, ref, piece, logits);
@@ -95,20 +107,21 @@ int main(int argc, char **argv) {
             if (at < from) continue;
             lost += (is - best) * PIECE / (window - from);
             truth += best * PIECE / (window - from);
-            bench_must(tkv_feedback_observe(&f, tkv_score_from_ppl(exp(best), exp(is))), "score");
+            bench_must(tkv_observe_score(&f, score_of(exp(best), exp(is))), "score");
             scores++;
-            bench_must(tkv_adapt(kv, &f, &a), "tkv_adapt");
+            bench_must(tkv_adapt_plan(kv, &f, &a), "tkv_adapt_plan");
             if (a.kind == TKV_ADVICE_KEEP) continue;
             bench_clear_line();
             printf("  after %3d scores: mean %.4f of %d, now level %d, %d hot tokens: %s\n", scores,
                    (double)a.mean, a.samples, a.level, a.hot_tokens, a.reason);
         }
-        bench_must(tkv_tier_pair(kv, 0, TKV_ARCHIVE, &pair), "tkv_tier_pair");
-        bench_must(tkv_feedback_read(&f, (window - from) / PIECE, &info), "tkv_feedback_read");
+        bench_must(tkv_get_layer(kv, 0, 0, &layer_info), "tkv_get_layer");
+        bench_must(tkv_get_feedback(&f, (window - from) / PIECE, &info), "tkv_get_feedback");
         bench_clear_line();
         printf("window %2d: perplexity %.3f, exact %.3f (%+.2f %%); mean score %.4f; now %s/%s\n", w,
                exp(truth + lost), exp(truth), 100.0 * (exp(lost) - 1.0), (double)info.average,
-               tkv_format_name(pair.k), tkv_format_name(pair.v));
+               tkv_get_name(TKV_NAME_FORMAT, layer_info.format[TKV_TIER_ARCHIVE].k),
+               tkv_get_name(TKV_NAME_FORMAT, layer_info.format[TKV_TIER_ARCHIVE].v));
         fflush(stdout);
     }
     tkv_destroy(kv);

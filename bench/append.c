@@ -1,6 +1,6 @@
 /*
- * append.c - what a decode step costs, how much of it is tkv_append, and how fast tokens are read back. One layer, one
- * thread.
+ * append.c - what a decode step costs, how much of it is tkv_append, and how fast tokens are read back. One layer,
+ * one thread.
  *
  * cc -O2 bench/append.c examples/tieredkv.c -o append -lm -pthread && ./append
  *
@@ -18,8 +18,8 @@
  * the last 1,024 tokens; `share` is what appends are of their sum, `p99/median` the unevenness. A model has
  * other layers and its matrix products between two steps, so its caches are colder than here.
  *
- * Read: tkv_read of 1,024 coded tokens, all heads: least and median of many times in milliseconds, and how far K and V
- * are from the values that were appended (relative L2). A cache with scalar kernels must have the same bits.
+ * Read: tkv_read of 1,024 coded tokens, all heads: least and median of many times in milliseconds, and how far K
+ * and V are from the values that were appended (relative L2). A cache with scalar kernels must have the same bits.
  *
  * Before a plan is measured its answers are checked (bench_check in bench.h; `error`, `own`).
  */
@@ -70,7 +70,7 @@ static void measure_steps(const tkv_config *shape, const char *plan, int tokens,
                           const float *values, const float *q) {
     double *append = (double *)bench_alloc((size_t)tokens * sizeof(double));
     double *step = (double *)bench_alloc(LAST * sizeof(double)), sum = 0.0;
-    float *out = (float *)bench_alloc((size_t)(shape->n_heads * shape->head_dim) * sizeof(float));
+    float *out = (float *)bench_alloc((size_t)(shape->model.n_heads * shape->model.head_dim) * sizeof(float));
     tkv_config cfg = *shape;
     bench_error error;
     spread a, s;
@@ -122,7 +122,7 @@ static void read_back(const tkv_config *shape, const char *format, tkv_isa isa, 
     double run[READS];
     tkv_cache *kv;
     int i, t;
-    cfg.isa = isa;
+    cfg.host.isa = isa;
     if (!bench_plan(&cfg, format))
         fprintf(stderr, "there is no format \"%s\" for this shape\n", format), exit(1);
     bench_must(tkv_create(&cfg, &kv), "tkv_create");
@@ -138,16 +138,16 @@ static void read_back(const tkv_config *shape, const char *format, tkv_isa isa, 
 }
 
 static void measure_read(const tkv_config *shape, const char *format, int csv, const float *values) {
-    const size_t n = (size_t)READ * (size_t)shape->n_kv_heads * (size_t)shape->head_dim;
+    const size_t n = (size_t)READ * (size_t)shape->model.n_kv_heads * (size_t)shape->model.head_dim;
     float *x[6];
     double best, median, ignored;
     tkv_config exact = *shape;
     int i;
     for (i = 0; i < 6; i++) x[i] = (float *)bench_alloc(n * sizeof(float));
     fprintf(stderr, "\r%-20s   ", format);
-    read_back(shape, format, shape->isa, values, x[0], x[1], &best, &median);
+    read_back(shape, format, shape->host.isa, values, x[0], x[1], &best, &median);
     read_back(shape, format, TKV_ISA_SCALAR, values, x[2], x[3], &ignored, &ignored);
-    read_back(&exact, "f32", shape->isa, values, x[4], x[5], &ignored, &ignored);
+    read_back(&exact, "f32", shape->host.isa, values, x[4], x[5], &ignored, &ignored);
     bench_clear_line();
     if (memcmp(x[0], x[2], n * sizeof(float)) != 0 || memcmp(x[1], x[3], n * sizeof(float)) != 0) {
         fprintf(stderr, "%s: other values than scalar code reads\n", format);
@@ -169,7 +169,7 @@ int main(int argc, char **argv) {
     float *values, *q;
     tkv_config cfg;
     isa = bench_config(&cfg, argc, argv);
-    bench_must(tkv_config_validate(&cfg, NULL, 0), "shape");
+    bench_must(tkv_validate_config(&cfg, NULL, 0), "shape");
     if (tokens < 1536 || runs < 1) fprintf(stderr, "at least 1536 tokens, 1 run\n"), exit(1);
     if (!formats) formats = "f16,tiers,extreme,kivi,kivi4";
     if (!reads)
@@ -185,8 +185,9 @@ int main(int argc, char **argv) {
         else
             printf("decode steps: head_dim %d, %d query and %d KV heads, 1 layer, 1 thread, %s kernels\n"
                    "%-10s %6s %8s %7s %7s %8s %9s %8s %8s %8s %7s %10s %9s %8s\n",
-                   cfg.head_dim, cfg.n_heads, cfg.n_kv_heads, isa, "format", "tokens", "append us", "median",
-                   "p99", "max", "step us", "median", "p99", "max", "share", "p99/median", "error", "own");
+                   cfg.model.head_dim, cfg.model.n_heads, cfg.model.n_kv_heads, isa, "format", "tokens",
+                   "append us", "median", "p99", "max", "step us", "median", "p99", "max", "share",
+                   "p99/median", "error", "own");
         while (bench_word(&formats, word, sizeof word))
             measure_steps(&cfg, word, tokens, runs, csv, values, q);
         printf("\n");
@@ -196,8 +197,8 @@ int main(int argc, char **argv) {
         else
             printf("reading %d tokens: head_dim %d, %d KV heads, 1 layer, 1 thread, %s kernels\n"
                    "%-22s %9s %9s %9s %9s\n",
-                   READ, cfg.head_dim, cfg.n_kv_heads, isa, "format", "least ms", "median", "error K",
-                   "error V");
+                   READ, cfg.model.head_dim, cfg.model.n_kv_heads, isa, "format", "least ms", "median",
+                   "error K", "error V");
         while (bench_word(&reads, word, sizeof word)) measure_read(&cfg, word, csv, values);
     }
     free(values);

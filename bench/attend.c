@@ -9,7 +9,7 @@
  *   --ctx 4096,32768                    tokens
  *   --heads 32 --kv-heads 8 --dim 128 --queries 1 --threads 1
  *   --isa avx2                          auto, scalar, avx2, avx512, neon, wasm
- *   --precise                           cfg.precise: two planes in every format
+ *   --precise                           cfg.host.precise: two planes in every format
  *   --listen                            instead: what collecting statistics for tables of A and R formats costs
  *
  *   --mib 96                            a run walks at least so much, over as many layers as that takes
@@ -22,7 +22,7 @@
  * `bytes` is what the tiers hold, metadata included, per token and KV head. `read` is how fast as many threads
  * read 512 MiB just before the row, `share` how much of that the row reaches.
  *
- * --listen: a cache that collects, because it has no tables yet (500 tokens) or after tkv_calibration_refresh,
+ * --listen: a cache that collects, because it has no tables yet (500 tokens) or after tkv_refresh_calibration,
  * decodes 8 tokens, over and over from the same place. Attention listens to one query in eight; `quiet` is the time
  * of the others per token and layer, append and attend, `listening` of that one, the least of many times;
  * `more` is what it adds to eight tokens. A step of a model has its matrix products besides.
@@ -117,8 +117,8 @@ static void region_end(region *r) {
 static size_t plan_of(tkv_config *cfg, const options *o, const char *plan, int ctx) {
     tkv_memory_info info;
     if (!bench_plan(cfg, plan)) fprintf(stderr, "there is no plan \"%s\" for this shape\n", plan), exit(1);
-    bench_must(tkv_estimate(cfg, ctx, 1, &info), "tkv_estimate");
-    cfg->n_layers = (int)(o->bytes / info.total) + 1;
+    bench_must(tkv_estimate_memory(cfg, ctx, 1, &info), "tkv_estimate_memory");
+    cfg->model.n_layers = (int)(o->bytes / info.total) + 1;
     return info.total;
 }
 
@@ -138,43 +138,43 @@ static void measure(const options *o, const group *g, const tkv_config *shape, c
     error = bench_check(&cfg, plan, g->queries, values, q);
     size = plan_of(&cfg, o, plan, ctx);
     if (g->threads > 1) {
-        cfg.parallel_for = bench_parallel;
-        cfg.parallel_user = pool;
+        cfg.host.parallel_for = bench_parallel;
+        cfg.host.parallel_user = pool;
     }
     if (o->huge) {
-        region_begin(&huge, (size_t)cfg.n_layers * (size + size / 4) + ((size_t)64 << 20));
-        cfg.allocator.user = &huge;
-        cfg.allocator.alloc = region_alloc;
-        cfg.allocator.release = region_release;
+        region_begin(&huge, (size_t)cfg.model.n_layers * (size + size / 4) + ((size_t)64 << 20));
+        cfg.host.allocator.user = &huge;
+        cfg.host.allocator.alloc = region_alloc;
+        cfg.host.allocator.release = region_release;
     }
     bench_must(tkv_create(&cfg, &kv), "tkv_create");
-    for (layer = 0; layer < cfg.n_layers; layer++) {
-        fprintf(stderr, "\r%-10s %7d: fill %d/%d   ", plan, ctx, layer + 1, cfg.n_layers);
+    for (layer = 0; layer < cfg.model.n_layers; layer++) {
+        fprintf(stderr, "\r%-10s %7d: fill %d/%d   ", plan, ctx, layer + 1, cfg.model.n_layers);
         bench_append(kv, &cfg, layer, ctx, values);
     }
-    bench_must(tkv_memory(kv, &info), "tkv_memory");
+    bench_must(tkv_get_memory(kv, &info), "tkv_get_memory");
     for (i = 0; i < TKV_TIER_COUNT; i++) bytes += (double)(info.tier[i].codes + info.tier[i].metadata);
-    bytes /= per * (double)cfg.n_layers;
+    bytes /= per * (double)cfg.model.n_layers;
     fprintf(stderr, "\r%-10s %7d: measure        ", plan, ctx);
     bandwidth = bench_bandwidth(memory, pool) * 1e-9;
     while (runs < MAX_RUNS && (runs < 3 || (spent < 0.5 && runs < 101))) {
         double t = bench_seconds(g->threads == 1);
-        for (layer = 0; layer < cfg.n_layers; layer++)
+        for (layer = 0; layer < cfg.model.n_layers; layer++)
             bench_must(tkv_attend(kv, 0, layer, q, g->queries, out), "tkv_attend");
         t = bench_seconds(g->threads == 1) - t;
         spent += t;
-        run[runs++] = t / (per * (double)cfg.n_layers) * 1e9;
+        run[runs++] = t / (per * (double)cfg.model.n_layers) * 1e9;
     }
     ns = bench_median(run, runs);
     bench_clear_line();
     if (o->csv)
         printf("%d,%d,%d,%d,%d,%s,%d,%s,", g->heads, g->kv_heads, g->dim, g->queries, g->threads,
-               tkv_isa_name(tkv_isa_of(kv)), g->precise, plan);
+               tkv_get_name(TKV_NAME_ISA, bench_isa_of(kv)), g->precise, plan);
     else printf("%-10s ", plan);
     printf(o->csv ? "%d,%.1f,%.2f,%.2f,%.2f,%.1f,%.1f,%.2e,%.2e,%d,%d\n"
                   : "%7d %8.1f %8.2f %8.2f %8.2f %7.1f %6.1f%% %9.1e %9.1e %5d %6d\n",
            ctx, bytes, ns, run[0], bytes / ns, bandwidth, 100.0 * bytes / ns / bandwidth, error.arithmetic,
-           error.format, runs, cfg.n_layers);
+           error.format, runs, cfg.model.n_layers);
     fflush(stdout);
     tkv_destroy(kv);
     if (o->huge) region_end(&huge);
@@ -187,12 +187,12 @@ enum { STEPS = 8 };
 /* The least seconds of each of STEPS tokens so far. They are taken away again: the cache stays as it was. */
 static void decode(tkv_cache *kv, const tkv_config *cfg, const float *values, const float *q, float *out,
                    double *least) {
-    const size_t row = (size_t)(cfg->n_kv_heads * cfg->head_dim);
+    const size_t row = (size_t)(cfg->model.n_kv_heads * cfg->model.head_dim);
     int i, layer;
-    bench_must(tkv_begin(kv, 0), "tkv_begin");
+    bench_must(tkv_seq_begin(kv, 0), "tkv_seq_begin");
     for (i = 0; i < STEPS; i++) {
         double t = bench_seconds(1);
-        for (layer = 0; layer < cfg->n_layers; layer++) {
+        for (layer = 0; layer < cfg->model.n_layers; layer++) {
             bench_must(tkv_append(kv, 0, layer, values + (size_t)i * row, values + (size_t)(i + 9) * row, 1),
                        "tkv_append");
             bench_must(tkv_attend(kv, 0, layer, q, 1, out), "tkv_attend");
@@ -200,44 +200,44 @@ static void decode(tkv_cache *kv, const tkv_config *cfg, const float *values, co
         t = bench_seconds(1) - t;
         if (least[i] <= 0.0 || t < least[i]) least[i] = t;
     }
-    bench_must(tkv_abort(kv, 0), "tkv_abort");
+    bench_must(tkv_seq_abort(kv, 0), "tkv_seq_abort");
 }
 
 /* A cache that listens: afresh, since it has seen too little for tables, or again. */
 static tkv_cache *listening_cache(tkv_cache *kv, const tkv_config *cfg, int ctx, const float *values) {
     int layer;
-    if (!kv || tkv_calibrated_layers(kv) == 0) {
+    if (!kv || bench_calibrated_layers(kv) == 0) {
         tkv_destroy(kv);
         bench_must(tkv_create(cfg, &kv), "tkv_create");
-        for (layer = 0; layer < cfg->n_layers; layer++) bench_append(kv, cfg, layer, ctx, values);
+        for (layer = 0; layer < cfg->model.n_layers; layer++) bench_append(kv, cfg, layer, ctx, values);
     }
-    if (tkv_calibrated_layers(kv) == 0) return kv;
-    bench_must(tkv_calibration_freeze(kv), "tkv_calibration_freeze"); /* forgets how much it has seen since */
-    bench_must(tkv_calibration_refresh(kv), "tkv_calibration_refresh");
+    if (bench_calibrated_layers(kv) == 0) return kv;
+    bench_must(tkv_freeze_calibration(kv), "tkv_freeze_calibration"); /* forgets how much it has seen since */
+    bench_must(tkv_refresh_calibration(kv), "tkv_refresh_calibration");
     return kv;
 }
 
 static void measure_listening(const options *o, const tkv_config *shape, const char *plan, int ctx,
                               const float *values, const float *q) {
-    float *out = (float *)bench_alloc((size_t)(shape->n_heads * shape->head_dim) * sizeof(float));
+    float *out = (float *)bench_alloc((size_t)(shape->model.n_heads * shape->model.head_dim) * sizeof(float));
     double least[STEPS] = {0, 0, 0, 0, 0, 0, 0, 0}, quiet = 0.0, listening = 0.0, start = bench_seconds(0);
     tkv_config cfg = *shape;
     tkv_cache *kv = NULL;
     int runs, i;
     plan_of(&cfg, o, plan, ctx);
-    if (cfg.n_layers > 8) cfg.n_layers = 8;
+    if (cfg.model.n_layers > 8) cfg.model.n_layers = 8;
     for (runs = 0; runs < MAX_RUNS && (runs < 3 || bench_seconds(0) - start < 10.0); runs++) {
         fprintf(stderr, "\r%-10s %7d: run %d   ", plan, ctx, runs + 1);
         kv = listening_cache(kv, &cfg, ctx, values);
         decode(kv, &cfg, values, q, out, least);
     }
     for (i = 0; i < STEPS; i++) { /* token ctx + i; learn/statistics.h says which ones count */
-        if ((ctx + i) % 8 == 7) listening = least[i] / cfg.n_layers * 1e6;
-        else quiet += least[i] / cfg.n_layers / (STEPS - 1) * 1e6;
+        if ((ctx + i) % 8 == 7) listening = least[i] / cfg.model.n_layers * 1e6;
+        else quiet += least[i] / cfg.model.n_layers / (STEPS - 1) * 1e6;
     }
     bench_clear_line();
     printf(o->csv ? "%s,%d,%d,%d,%.3f,%.3f,%.3f\n" : "%-10s %7d %6d %6d %10.2f %10.2f %7.2f%%\n", plan, ctx,
-           cfg.n_layers, runs, quiet, listening, 100.0 * (listening / quiet - 1.0) / (double)STEPS);
+           cfg.model.n_layers, runs, quiet, listening, 100.0 * (listening / quiet - 1.0) / (double)STEPS);
     fflush(stdout);
     tkv_destroy(kv);
     free(out);
@@ -248,15 +248,15 @@ static void measure_group(const options *o, const group *g, bench_memory *memory
     char ctx[32], plan[32];
     uint64_t seed = 1;
     bench_pool pool;
-    tkv_config cfg = tkv_config_default();
+    tkv_config cfg = tkv_default_config();
     float *values, *q;
-    cfg.n_layers = 1;
-    cfg.n_heads = g->heads;
-    cfg.n_kv_heads = g->kv_heads;
-    cfg.head_dim = g->dim;
-    cfg.precise = g->precise;
+    cfg.model.n_layers = 1;
+    cfg.model.n_heads = g->heads;
+    cfg.model.n_kv_heads = g->kv_heads;
+    cfg.model.head_dim = g->dim;
+    cfg.host.precise = g->precise;
     isa = bench_isa(&cfg, g->isa);
-    bench_must(tkv_config_validate(&cfg, NULL, 0), "shape");
+    bench_must(tkv_validate_config(&cfg, NULL, 0), "shape");
     if (g->queries < 1 || g->threads < 1 || g->threads > BENCH_THREADS)
         fprintf(stderr, "too few, too many\n"), exit(1);
     values = bench_values(&cfg, &seed);
@@ -302,11 +302,11 @@ int main(int argc, char **argv) {
     o.bytes = (size_t)bench_number(argc, argv, "mib", 96) << 20;
     for (i = 0; i < sizeof one / sizeof *one; i++) single |= bench_option(argc, argv, one[i]) != NULL;
     bench_config(&cfg, argc, argv);
-    g.heads = cfg.n_heads;
-    g.kv_heads = cfg.n_kv_heads;
-    g.dim = cfg.head_dim;
-    g.precise = cfg.precise;
-    g.isa = tkv_isa_name(cfg.isa);
+    g.heads = cfg.model.n_heads;
+    g.kv_heads = cfg.model.n_kv_heads;
+    g.dim = cfg.model.head_dim;
+    g.precise = cfg.host.precise;
+    g.isa = tkv_get_name(TKV_NAME_ISA, cfg.host.isa);
     g.queries = bench_number(argc, argv, "queries", 1);
     g.threads = bench_number(argc, argv, "threads", 1);
     g.formats = formats ? formats : o.collect_stats ? "tiers,a20/r15" : groups[0].formats;
@@ -322,7 +322,7 @@ int main(int argc, char **argv) {
     if (single) measure_group(&o, &g, &memory);
     else
         for (i = 0; i < sizeof groups / sizeof *groups; i++)
-            if (strcmp(groups[i].isa, "avx2") != 0 || tkv_isa_available(TKV_ISA_AVX2))
+            if (strcmp(groups[i].isa, "avx2") != 0 || bench_isa_available(TKV_ISA_AVX2))
                 measure_group(&o, &groups[i], &memory);
     free(memory.p);
     return 0;

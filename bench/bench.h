@@ -14,7 +14,7 @@
 
 static inline void bench_must(tkv_status s, const char *what) {
     if (s == TKV_OK) return;
-    fprintf(stderr, "%s: %s\n", what, tkv_status_text(s));
+    fprintf(stderr, "%s: %s\n", what, tkv_get_status_text(s));
     exit(1);
 }
 
@@ -67,7 +67,7 @@ static inline void *bench_alloc(size_t n) {
     return p;
 }
 
-/* >>threads: workers that sleep between jobs, as cfg.parallel_for wants them. The caller is one of them. */
+/* >>threads: workers that sleep between jobs, as cfg.host.parallel_for wants them. The caller is one of them. */
 enum { BENCH_THREADS = 64 };
 
 typedef struct bench_pool {
@@ -163,11 +163,16 @@ __attribute__((target("avx2"))) static inline uint64_t bench_read_avx2(const uns
 }
 #endif
 
+static inline int bench_isa_available(tkv_isa isa) {
+    tkv_build_info build;
+    return tkv_get_build(NULL, &build) == TKV_OK && (build.isa_mask >> (int)isa & 1u) != 0;
+}
+
 static inline uint64_t bench_read(const unsigned char *p, size_t n) {
     uint64_t x[8] = {0, 0, 0, 0, 0, 0, 0, 0}, y[8];
     size_t i, j;
 #if (defined(__x86_64__) || defined(__i386__)) && (defined(__GNUC__) || defined(__clang__))
-    if (tkv_isa_available(TKV_ISA_AVX2)) return bench_read_avx2(p, n);
+    if (bench_isa_available(TKV_ISA_AVX2)) return bench_read_avx2(p, n);
 #endif
     for (i = 0; i + 64 <= n; i += 64) {
         memcpy(y, p + i, 64);
@@ -243,29 +248,46 @@ static inline int bench_word(const char **list, char *word, size_t size) {
 /* >>plans */
 enum { BENCH_CHUNK = 512 }; /* tokens of an append */
 
-/* Kernels by name into cfg->isa; what they are called where the name is "auto". */
+static inline tkv_format bench_format_named(
+    const char *name) { /* TKV_FORMAT_DEFAULT: there is no such format */
+    int value = TKV_FORMAT_DEFAULT;
+    (void)tkv_find_name(TKV_NAME_FORMAT, name, &value);
+    return (tkv_format)value;
+}
+
+static inline tkv_isa bench_isa_of(const tkv_cache *kv) {
+    tkv_build_info build;
+    return tkv_get_build(kv, &build) == TKV_OK ? build.isa : TKV_ISA_AUTO;
+}
+
+static inline int bench_calibrated_layers(const tkv_cache *kv) {
+    tkv_calibration_info info;
+    return tkv_get_calibration(kv, &info) == TKV_OK ? info.n_calibrated : 0;
+}
+
+/* Kernels by name into cfg->host.isa; what they are called where the name is "auto". */
 static inline const char *bench_isa(tkv_config *cfg, const char *name) {
     int i = 0;
-    while (i < TKV_ISA_COUNT && strcmp(name, tkv_isa_name((tkv_isa)i)) != 0) i++;
-    if (i == TKV_ISA_COUNT || !tkv_isa_available((tkv_isa)i)) {
+    while (i < TKV_ISA_COUNT && strcmp(name, tkv_get_name(TKV_NAME_ISA, (tkv_isa)i)) != 0) i++;
+    if (i == TKV_ISA_COUNT || !bench_isa_available((tkv_isa)i)) {
         fprintf(stderr, "there are no %s kernels here\n", name);
         exit(1);
     }
-    cfg->isa = (tkv_isa)i;
-    for (i = TKV_ISA_SCALAR; cfg->isa == TKV_ISA_AUTO && i < TKV_ISA_COUNT; i++)
-        if (tkv_isa_available((tkv_isa)i)) name = tkv_isa_name((tkv_isa)i);
+    cfg->host.isa = (tkv_isa)i;
+    for (i = TKV_ISA_SCALAR; cfg->host.isa == TKV_ISA_AUTO && i < TKV_ISA_COUNT; i++)
+        if (bench_isa_available((tkv_isa)i)) name = tkv_get_name(TKV_NAME_ISA, (tkv_isa)i);
     return name;
 }
 
 /* --heads, --kv-heads, --dim, --isa, --precise of one layer with the default plan; the name of its kernels. */
 static inline const char *bench_config(tkv_config *cfg, int argc, char **argv) {
     const char *isa = bench_option(argc, argv, "isa");
-    *cfg = tkv_config_default();
-    cfg->n_layers = 1;
-    cfg->n_heads = bench_number(argc, argv, "heads", 32);
-    cfg->n_kv_heads = bench_number(argc, argv, "kv-heads", 8);
-    cfg->head_dim = bench_number(argc, argv, "dim", 128);
-    cfg->precise = bench_option(argc, argv, "precise") != NULL;
+    *cfg = tkv_default_config();
+    cfg->model.n_layers = 1;
+    cfg->model.n_heads = bench_number(argc, argv, "heads", 32);
+    cfg->model.n_kv_heads = bench_number(argc, argv, "kv-heads", 8);
+    cfg->model.head_dim = bench_number(argc, argv, "dim", 128);
+    cfg->host.precise = bench_option(argc, argv, "precise") != NULL;
     return bench_isa(cfg, isa ? isa : "auto");
 }
 
@@ -273,35 +295,35 @@ static inline const char *bench_config(tkv_config *cfg, int argc, char **argv) {
  * (exact ones: for everything). "tiers" is the default plan, and there are the library's presets. 0: unknown. */
 static inline int bench_plan(tkv_config *cfg, const char *name) {
     const char *slash = strchr(name, '/');
-    tkv_format k, v = tkv_format_from_name(slash ? slash + 1 : name);
+    tkv_format k, v = bench_format_named(slash ? slash + 1 : name);
     char word[32];
     snprintf(word, sizeof word, "%.*s", slash ? (int)(slash - name) : (int)strlen(name), name);
-    k = tkv_format_from_name(word);
+    k = bench_format_named(word);
     if (strcmp(name, "tiers") == 0) return 1;
-    if (tkv_config_preset(cfg, name) == TKV_OK) return 1;
+    if (tkv_apply_preset(cfg, name) == TKV_OK) return 1;
     if (k == TKV_FORMAT_DEFAULT || v == TKV_FORMAT_DEFAULT) return 0;
-    if (k >= TKV_KVQUANT4 && k <= TKV_KVQUANT2) cfg->rope.dim = cfg->head_dim;
+    if (k >= TKV_KVQUANT4 && k <= TKV_KVQUANT2) cfg->model.rope.dim = cfg->model.head_dim;
     if (k == TKV_F32 || k == TKV_F16 || k == TKV_BF16) {
-        cfg->hot.k = k;
-        cfg->hot.v = v;
-        cfg->hot_tokens = TKV_ALL;
+        cfg->tiers.hot.k = k;
+        cfg->tiers.hot.v = v;
+        cfg->tiers.hot_tokens = TKV_UNLIMITED;
     } else {
-        cfg->warm.k = cfg->archive.k = k;
-        cfg->warm.v = cfg->archive.v = v;
+        cfg->tiers.warm.k = cfg->tiers.archive.k = k;
+        cfg->tiers.warm.v = cfg->tiers.archive.v = v;
     }
-    return tkv_config_validate(cfg, NULL, 0) == TKV_OK;
+    return tkv_validate_config(cfg, NULL, 0) == TKV_OK;
 }
 
 /* Keys and values to append: 2 * BENCH_CHUNK tokens, of which any BENCH_CHUNK in a row may be taken. */
 static inline float *bench_values(const tkv_config *cfg, uint64_t *seed) {
-    size_t n = 2 * BENCH_CHUNK * (size_t)cfg->n_kv_heads * (size_t)cfg->head_dim;
+    size_t n = 2 * BENCH_CHUNK * (size_t)cfg->model.n_kv_heads * (size_t)cfg->model.head_dim;
     float *x = (float *)bench_alloc(n * sizeof(float));
     bench_fill(seed, x, n);
     return x;
 }
 
 static inline float *bench_queries(const tkv_config *cfg, int queries, uint64_t *seed) {
-    size_t n = (size_t)queries * (size_t)cfg->n_heads * (size_t)cfg->head_dim;
+    size_t n = (size_t)queries * (size_t)cfg->model.n_heads * (size_t)cfg->model.head_dim;
     float *x = (float *)bench_alloc(n * sizeof(float));
     bench_fill(seed, x, n);
     return x;
@@ -310,7 +332,7 @@ static inline float *bench_queries(const tkv_config *cfg, int queries, uint64_t 
 /* The next k tokens of a layer that holds t, from changing places of the values. */
 static inline void bench_append_at(tkv_cache *kv, const tkv_config *cfg, int layer, int t, int k,
                                    const float *values) {
-    size_t row = (size_t)cfg->n_kv_heads * (size_t)cfg->head_dim;
+    size_t row = (size_t)cfg->model.n_kv_heads * (size_t)cfg->model.head_dim;
     bench_must(tkv_append(kv, 0, layer,
                           values + (size_t)((t / BENCH_CHUNK * 7 + t + layer) % BENCH_CHUNK) * row,
                           values + (size_t)((t / BENCH_CHUNK * 5 + t + 3) % BENCH_CHUNK) * row, k),
@@ -347,8 +369,8 @@ typedef struct bench_error {
  * error, which is what arithmetic may add, and more than 1e-6. */
 static inline bench_error bench_check(const tkv_config *shape, const char *plan, int queries,
                                       const float *values, const float *q) {
-    const int group = shape->n_heads / shape->n_kv_heads;
-    size_t n = (size_t)queries * (size_t)(group * shape->head_dim);
+    const int group = shape->model.n_heads / shape->model.n_kv_heads;
+    size_t n = (size_t)queries * (size_t)(group * shape->model.head_dim);
     float *out[3];
     bench_error e = {0.0, 0.0};
     int i;
@@ -357,8 +379,8 @@ static inline bench_error bench_check(const tkv_config *shape, const char *plan,
         tkv_config cfg = *shape;
         tkv_attend_params p;
         tkv_cache *kv;
-        cfg.n_layers = cfg.n_kv_heads = 1;
-        cfg.n_heads = group;
+        cfg.model.n_layers = cfg.model.n_kv_heads = 1;
+        cfg.model.n_heads = group;
         if (!bench_plan(&cfg, i == 0 ? plan : "f32"))
             fprintf(stderr, "there is no plan \"%s\"\n", plan), exit(1);
         bench_must(tkv_create(&cfg, &kv), "tkv_create");

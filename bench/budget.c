@@ -11,8 +11,8 @@
  * A step is one token: an append to each layer, then attention in each layer, as a model does it but for its matrix
  * products. The same work is done in each run, so of each token the least time of all runs counts (CPU time, without
  * what the clock takes). `append us`: all layers of a token; `worst`: the largest against the median. Peak is the
- * allocator's, levels are those gone through, turns the changes of direction. Keys are Gaussian: the budget's work does
- * not depend on them.
+ * allocator's, levels are those gone through, turns the changes of direction. Keys are Gaussian: the budget's work
+ * does not depend on them.
  */
 #ifndef _DEFAULT_SOURCE
 #define _DEFAULT_SOURCE /* clock_gettime */
@@ -43,29 +43,31 @@ static void least(double *x, double seconds, int run) {
 
 static void measure(const tkv_config *shape, int percent, int tokens, int runs, int csv, const float *values,
                     const float *q) {
-    const size_t token = 4 * (size_t)shape->n_layers * (size_t)shape->n_kv_heads * (size_t)shape->head_dim;
+    const size_t token =
+        4 * (size_t)shape->model.n_layers * (size_t)shape->model.n_kv_heads * (size_t)shape->model.head_dim;
     double *append = (double *)bench_alloc((size_t)tokens * sizeof *append), *step, mean = 0.0, whole = 0.0;
-    float *out = (float *)bench_alloc((size_t)(shape->n_heads * shape->head_dim) * sizeof(float));
+    float *out = (float *)bench_alloc((size_t)(shape->model.n_heads * shape->model.head_dim) * sizeof(float));
     tkv_budget_info b;
     tkv_config cfg = *shape;
     levels l;
     int run, t, layer;
     step = (double *)bench_alloc((size_t)tokens * sizeof *step);
-    cfg.budget_bytes = token * (size_t)tokens / 100 * (size_t)percent;
-    if (!percent) cfg.hot_tokens = TKV_ALL;
-    cfg.on_event = on_event;
-    cfg.event_user = &l;
+    cfg.budget.bytes = token * (size_t)tokens / 100 * (size_t)percent;
+    if (!percent) cfg.tiers.hot_tokens = TKV_UNLIMITED;
+    cfg.host.on_event = on_event;
+    cfg.host.event_user = &l;
     for (run = 0; run < runs; run++) {
         tkv_cache *kv;
         memset(&l, 0, sizeof l);
         bench_must(tkv_create(&cfg, &kv), "tkv_create");
         for (t = 0; t < tokens; t++) {
-            const float *k = values + (size_t)(t % 512) * (size_t)(shape->n_kv_heads * shape->head_dim);
+            const float *k =
+                values + (size_t)(t % 512) * (size_t)(shape->model.n_kv_heads * shape->model.head_dim);
             double t0 = bench_seconds(1), t1, t2;
-            for (layer = 0; layer < cfg.n_layers; layer++)
-                bench_must(tkv_append(kv, 0, layer, k, k + shape->head_dim, 1), tkv_last_error(kv));
+            for (layer = 0; layer < cfg.model.n_layers; layer++)
+                bench_must(tkv_append(kv, 0, layer, k, k + shape->model.head_dim, 1), tkv_get_last_error(kv));
             t1 = bench_seconds(1);
-            for (layer = 0; layer < cfg.n_layers; layer++)
+            for (layer = 0; layer < cfg.model.n_layers; layer++)
                 bench_must(tkv_attend(kv, 0, layer, q, 1, out), "tkv_attend");
             t2 = bench_seconds(1);
             least(&append[t], t1 - t0, run);
@@ -74,7 +76,7 @@ static void measure(const tkv_config *shape, int percent, int tokens, int runs, 
                 fprintf(stderr, "\r%d %%: run %d of %d, %d tokens   ", percent, run + 1, runs, t);
         }
         bench_must(tkv_check(kv, NULL, 0), "tkv_check");
-        bench_must(tkv_budget(kv, &b), "tkv_budget");
+        bench_must(tkv_get_budget(kv, &b), "tkv_get_budget");
         tkv_destroy(kv);
     }
     for (t = 0; t < tokens; t++) {
@@ -105,11 +107,11 @@ int main(int argc, char **argv) {
     float *values, *q;
     tkv_config cfg;
     isa = bench_config(&cfg, argc, argv);
-    cfg.n_layers = bench_number(argc, argv, "layers", 30);
-    if (!bench_option(argc, argv, "heads")) cfg.n_heads = 9;
-    if (!bench_option(argc, argv, "kv-heads")) cfg.n_kv_heads = 3;
-    if (!bench_option(argc, argv, "dim")) cfg.head_dim = 64;
-    bench_must(tkv_config_validate(&cfg, NULL, 0), "shape");
+    cfg.model.n_layers = bench_number(argc, argv, "layers", 30);
+    if (!bench_option(argc, argv, "heads")) cfg.model.n_heads = 9;
+    if (!bench_option(argc, argv, "kv-heads")) cfg.model.n_kv_heads = 3;
+    if (!bench_option(argc, argv, "dim")) cfg.model.head_dim = 64;
+    bench_must(tkv_validate_config(&cfg, NULL, 0), "shape");
     if (tokens < 1024 || runs < 1) fprintf(stderr, "at least 1024 tokens, 1 run\n"), exit(1);
     if (!budgets) budgets = "0,1000,50,25,18";
     values = bench_values(&cfg, &seed);
@@ -120,9 +122,9 @@ int main(int argc, char **argv) {
     else
         printf("%d tokens one by one: %d layers, %d query and %d KV heads of %d, 1 thread, %s kernels\n"
                "%7s %11s %7s %6s %5s %8s %8s %8s %8s %8s %7s %9s %8s\n",
-               tokens, cfg.n_layers, cfg.n_heads, cfg.n_kv_heads, cfg.head_dim, isa, "budget", "bytes",
-               "peak", "level", "turns", "recoded", "append us", "median", "p99", "max", "worst", "step us",
-               "worst");
+               tokens, cfg.model.n_layers, cfg.model.n_heads, cfg.model.n_kv_heads, cfg.model.head_dim, isa,
+               "budget", "bytes", "peak", "level", "turns", "recoded", "append us", "median", "p99", "max",
+               "worst", "step us", "worst");
     while (bench_word(&budgets, word, sizeof word)) measure(&cfg, atoi(word), tokens, runs, csv, values, q);
     free(values);
     free(q);

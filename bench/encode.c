@@ -86,7 +86,7 @@ static void measure(const char *name, tkv_format format, tkv_side which, const c
         help = kernels->helpers;
         encode(&s, help, x, n, got);
         if (memcmp(want, got, BLOCKS * s.bytes) != 0) {
-            fprintf(stderr, "%s: other bytes than scalar\n", tkv_isa_name((tkv_isa)isa));
+            fprintf(stderr, "%s: other bytes than scalar\n", tkv_get_name(TKV_NAME_ISA, (tkv_isa)isa));
             exit(1);
         }
         for (i = 0; i < runs; i++) {
@@ -123,13 +123,14 @@ int main(int argc, char **argv) {
         printf("encoding: head_dim %d, %d tokens, 1 thread; us per block and head: least, median\n", dim, n);
     printf(csv ? "format,side,bytes" : "format       bytes");
     for (isa = TKV_ISA_SCALAR; isa < TKV_ISA_COUNT; isa++)
-        if (tkv_isa_available((tkv_isa)isa) && (!only || strcmp(only, tkv_isa_name((tkv_isa)isa)) == 0))
-            printf(csv ? ",%s_least,%s_median" : " %8s %8s", tkv_isa_name((tkv_isa)isa),
-                   csv ? tkv_isa_name((tkv_isa)isa) : "");
+        if (bench_isa_available((tkv_isa)isa) &&
+            (!only || strcmp(only, tkv_get_name(TKV_NAME_ISA, (tkv_isa)isa)) == 0))
+            printf(csv ? ",%s_least,%s_median" : " %8s %8s", tkv_get_name(TKV_NAME_ISA, (tkv_isa)isa),
+                   csv ? tkv_get_name(TKV_NAME_ISA, (tkv_isa)isa) : "");
     printf("\n");
     if (!formats || !*formats) formats = "a40,a30,a25,a20,r40,r30,r20,r15,kivi4,kivi2";
     while (bench_word(&formats, word, sizeof word)) {
-        tkv_format f = tkv_format_from_name(word);
+        tkv_format f = bench_format_named(word);
         int side, some = 0;
         for (side = TKV_K; f != TKV_FORMAT_DEFAULT && side <= TKV_V; side++)
             if (tkvi_format_stores(&tkvi_formats[f], (tkv_side)side)) {

@@ -149,12 +149,16 @@ static double read_bandwidth(const device *d, int quick) {
 typedef struct plan {
     const char *name;
     int hot; /* tokens; 0: 64 */
-    tkv_pair warm, archive;
+    tkv_format_pair warm, archive;
     int chunks; /* 1: also measured with many queries */
 } plan;
 
 static const plan plans[] = {
-    {"fp16", TKV_ALL, {TKV_FORMAT_DEFAULT, TKV_FORMAT_DEFAULT}, {TKV_FORMAT_DEFAULT, TKV_FORMAT_DEFAULT}, 1},
+    {"fp16",
+     TKV_UNLIMITED,
+     {TKV_FORMAT_DEFAULT, TKV_FORMAT_DEFAULT},
+     {TKV_FORMAT_DEFAULT, TKV_FORMAT_DEFAULT},
+     1},
     {"8 bits", 0, {TKV_Q8, TKV_Q8}, {TKV_Q8, TKV_Q8}, 0},
     {"4 bits", 0, {TKV_KIVI4, TKV_KIVI4}, {TKV_KIVI4, TKV_KIVI4}, 1},
     {"3 bits", 0, {TKV_KIVI3, TKV_KIVI3}, {TKV_KIVI3, TKV_KIVI3}, 0},
@@ -165,18 +169,18 @@ static const plan plans[] = {
 enum { PLANS = sizeof plans / sizeof *plans };
 
 static tkv_config config_of(const plan *p, int batch, int context) {
-    tkv_config cfg = tkv_config_default();
-    cfg.n_layers = 1;
-    cfg.n_heads = HEADS;
-    cfg.n_kv_heads = KV_HEADS;
-    cfg.head_dim = DIM;
-    cfg.max_seqs = batch;
-    cfg.max_tokens = context + 4 * CHUNK;
-    cfg.max_append = CHUNK;
-    cfg.allocation_unit = 16;
-    cfg.hot_tokens = p->hot;
-    cfg.warm = p->warm;
-    cfg.archive = p->archive;
+    tkv_config cfg = tkv_default_config();
+    cfg.model.n_layers = 1;
+    cfg.model.n_heads = HEADS;
+    cfg.model.n_kv_heads = KV_HEADS;
+    cfg.model.head_dim = DIM;
+    cfg.limits.max_seqs = batch;
+    cfg.limits.max_tokens = context + 4 * CHUNK;
+    cfg.limits.max_append = CHUNK;
+    cfg.format.allocation_unit = 16;
+    cfg.tiers.hot_tokens = p->hot;
+    cfg.tiers.warm = p->warm;
+    cfg.tiers.archive = p->archive;
     return cfg;
 }
 
@@ -210,8 +214,10 @@ static int measure(const device *d, const plan *p, int batch, int context, int q
     int i, at, fits;
     graph attend, append;
     MUST(tkvcu_query(&desc, &cache_bytes, &work_bytes, NULL, 0));
-    cfg.n_layers = (int)(4 * d->l2 / cache_bytes) + 1;
-    cfg.n_layers = cfg.n_layers > MOST_LAYERS ? MOST_LAYERS : cfg.n_layers < 2 ? 2 : cfg.n_layers;
+    cfg.model.n_layers = (int)(4 * d->l2 / cache_bytes) + 1;
+    cfg.model.n_layers = cfg.model.n_layers > MOST_LAYERS ? MOST_LAYERS
+                         : cfg.model.n_layers < 2         ? 2
+                                                          : cfg.model.n_layers;
     MUST(tkvcu_query(&desc, &cache_bytes, &work_bytes, NULL, 0));
     cache = memory(cache_bytes);
     work = memory(work_bytes);
@@ -228,20 +234,20 @@ static int measure(const device *d, const plan *p, int batch, int context, int q
                          (uint32_t)at);
             TKVCU_LAUNCH(noise_kernel, dim3(64), dim3(READERS), 0, (cudaStream_t)NULL, v, values,
                          ~(uint32_t)at);
-            for (i = 0; i < cfg.n_layers; i++)
+            for (i = 0; i < cfg.model.n_layers; i++)
                 MUST(tkvcu_append(cu, i, k, v, TKV_TYPE_F16, CHUNK, NULL, NULL));
         }
         MUST(cudaDeviceSynchronize());
         attend = graph_begin();
-        for (i = 0; i < cfg.n_layers; i++)
+        for (i = 0; i < cfg.model.n_layers; i++)
             MUST(tkvcu_attend(cu, i, q, TKV_TYPE_F16, queries, NULL, out, NULL, NULL, attend.stream));
         graph_end(&attend);
         (void)timed(&attend, 3);
-        f->layers = cfg.n_layers;
+        f->layers = cfg.model.n_layers;
         f->bytes = bytes_of(cu, batch);
-        f->attend = median(timed(&attend, runs)) / cfg.n_layers;
+        f->attend = median(timed(&attend, runs)) / cfg.model.n_layers;
         append = graph_begin();
-        for (i = 0; i < cfg.n_layers; i++)
+        for (i = 0; i < cfg.model.n_layers; i++)
             MUST(tkvcu_append(cu, i, k, v, TKV_TYPE_F16, queries, NULL, append.stream));
         graph_end(&append);
         (void)timed(&append, 1);
@@ -249,8 +255,8 @@ static int measure(const device *d, const plan *p, int batch, int context, int q
             timed(&append, 2 * TKVI_BLOCK / queries); /* two blocks move in each tier */
         f->append = f->append_most = 0.0;
         for (double x : us) {
-            f->append += x / cfg.n_layers / (double)us.size();
-            if (x / cfg.n_layers > f->append_most) f->append_most = x / cfg.n_layers;
+            f->append += x / cfg.model.n_layers / (double)us.size();
+            if (x / cfg.model.n_layers > f->append_most) f->append_most = x / cfg.model.n_layers;
         }
         MUST(tkvcu_status(cu, &word, 0, NULL));
         MUST(cudaDeviceSynchronize());

@@ -1,6 +1,6 @@
 /*
- * keep.c - what keeping and dropping takes of a decode step: eviction, anchors, blocks outside RAM, promotion. One layer,
- * one thread, the default plan; each row is the same cache with it and without, in turns, token by token.
+ * keep.c - what keeping and dropping takes of a decode step: eviction, anchors, blocks outside RAM, promotion. One
+ * layer, one thread, the default plan; each row is the same cache with it and without, in turns, token by token.
  *
  * cc -O2 bench/keep.c -o keep -lm -pthread && ./keep
  *
@@ -10,14 +10,14 @@
  *   --only evict                       one of the tables: evict, anchors, spill, promote
  *   --heads 32 --kv-heads 8 --dim 128 --isa avx2 --csv
  *
- * Of each cycle the mean of 64 appends and attentions counts, of the cycles the median, and `more` is the median of the
- * pairs' differences (CPU time). Eviction goes in batches of 64 tokens: `batch us` is the longest append of a cycle.
- * What matters is random, so that what is left has holes everywhere, and twice as many tokens have come as stay: the
- * worst for eviction, as blocks are decoded and coded again when two fit into one, and for attention, which reads
- * blocks that are half full. The cache without eviction has as many tokens in full blocks.
+ * Of each cycle the mean of 64 appends and attentions counts, of the cycles the median, and `more` is the median
+ * of the pairs' differences (CPU time). Eviction goes in batches of 64 tokens: `batch us` is the longest append of
+ * a cycle. What matters is random, so that what is left has holes everywhere, and twice as many tokens have come
+ * as stay: the worst for eviction, as blocks are decoded and coded again when two fit into one, and for attention,
+ * which reads blocks that are half full. The cache without eviction has as many tokens in full blocks.
  *
  * spill: all blocks that may are outside, in memory: what is counted is the library's copying and checking (of each
- * block K and V of all heads), a file's own time comes on top. promote: tkv_promote_by_importance where nothing
+ * block K and V of all heads), a file's own time comes on top. promote: tkv_promote_important where nothing
  * matters, and for each of eight blocks that come back from such a store.
  */
 #ifndef _DEFAULT_SOURCE
@@ -51,10 +51,10 @@ static int store_get(void *user, uint32_t key, size_t offset, void *bytes, size_
 }
 
 static void store_for(store *s, tkv_config *cfg, int tokens) {
-    cfg->spill.store = store_put;
-    cfg->spill.fetch = store_get;
-    cfg->spill.user = s;
-    bench_must(tkv_spill_bytes(cfg, &s->room), "tkv_spill_bytes");
+    cfg->offload.write = store_put;
+    cfg->offload.read = store_get;
+    cfg->offload.user = s;
+    bench_must(tkv_get_required_bytes(cfg, NULL, &s->room), "tkv_get_required_bytes");
     s->keys = 2 * ((uint32_t)tokens / 64 + 64);
     s->bytes = (uint8_t *)bench_alloc(s->keys * s->room);
 }
@@ -70,7 +70,7 @@ typedef struct pair {
 
 /* Random mass for all tokens that are there, so that what goes is anywhere. */
 static void stir(pair *p, tkv_cache *kv) {
-    const int n = tkv_layer_len(kv, 0, 0);
+    const int n = tkv_get_length(kv, 0, 0);
     int i;
     if (!kv->mass.mode) return;
     p->mass = (float *)realloc(p->mass, (size_t)n * sizeof(float));
@@ -79,7 +79,7 @@ static void stir(pair *p, tkv_cache *kv) {
         const float x = bench_gauss(&p->seed);
         p->mass[i] = x * x * .001f;
     }
-    bench_must(tkv_importance_add_to(kv, 0, 0, 0, n, p->mass), "tkv_importance_add_to");
+    bench_must(tkv_add_scores(kv, 0, 0, 0, n, p->mass), "tkv_add_scores");
 }
 
 static void fill(pair *p, int which, int tokens) {
@@ -102,10 +102,10 @@ static void pair_begin(pair *p, const tkv_config *with, const tkv_config *withou
     p->cfg[1] = *without;
     p->values = bench_values(with, &p->seed);
     p->q = bench_queries(with, 1, &p->seed);
-    p->out = (float *)bench_alloc((size_t)(with->n_heads * with->head_dim) * sizeof(float));
+    p->out = (float *)bench_alloc((size_t)(with->model.n_heads * with->model.head_dim) * sizeof(float));
     for (which = 0; which < 2; which++) {
         bench_must(tkv_create(&p->cfg[which], &p->kv[which]), "tkv_create");
-        fill(p, which, p->cfg[which].evict_tokens ? 2 * tokens : tokens);
+        fill(p, which, p->cfg[which].evict.keep_tokens ? 2 * tokens : tokens);
     }
 }
 
@@ -189,7 +189,7 @@ static void measure_spill(const tkv_config *shape, int tokens, int cycles, int c
     int c, which, blocks = 0;
     store_for(&s, &with, tokens);
     pair_begin(&p, &with, shape, tokens);
-    bench_must(tkv_spill(p.kv[0], 0, 0, 1 << 20, &blocks), "tkv_spill");
+    bench_must(tkv_offload(p.kv[0], 0, 0, 1 << 20, &blocks), "tkv_offload");
     for (c = 0; c < cycles; c++) {
         for (which = 0; which < 2; which++) look[which][c] = attend(&p, which);
         look[2][c] = look[0][c] - look[1][c];
@@ -210,18 +210,18 @@ static void measure_promotion(const tkv_config *shape, int tokens, int cycles, i
     store s;
     pair two;
     int c, which, n = 0, came = 0;
-    cfg.importance_every = 32;
+    cfg.importance.sample_every = 32;
     cfg.importance.strategy = TKV_IMPORTANCE_ACCUMULATION;
-    cfg.spill.keep_exact = 1;
+    cfg.offload.keep_exact = 1;
     store_for(&s, &cfg, tokens);
     pair_begin(&two, &cfg, shape, tokens);
     for (c = 0; c < cycles; c++)
         for (which = 0; which < 2; which++) {
             memset(&p, 0, sizeof p);
             p.by.cfg.threshold = which ? 1e-30f : 1e30f;
-            p.by.cfg.cooldown = TKV_NONE;
+            p.by.cfg.cooldown = TKV_OFF;
             t = bench_seconds(1);
-            bench_must(tkv_promote_by_importance(two.kv[0], 0, 0, &p), "tkv_promote_by_importance");
+            bench_must(tkv_promote_important(two.kv[0], 0, 0, &p), "tkv_promote_important");
             t = (bench_seconds(1) - t) * 1e6;
             if (!which) scan[c] = t;
             else if (p.promoted == 8) bring[n++] = (t - scan[c]) / 8.0; /* until none is left */
@@ -250,12 +250,14 @@ static void keeping_table(const tkv_config *plain, const char *tokens, const cha
     while (bench_word(&tokens, n, sizeof n)) {
         for (some = policies; bench_word(&some, policy, sizeof policy);) {
             cfg = *plain;
-            bench_must(tkv_evict_from_name(policy, &cfg.evict.kind), policy);
-            cfg.evict_tokens = atoi(n);
+            int kind;
+            bench_must(tkv_find_name(TKV_NAME_EVICT_POLICY, policy, &kind), policy);
+            cfg.evict.policy = (tkv_evict_policy)kind;
+            cfg.evict.keep_tokens = atoi(n);
             measure(policy, &cfg, plain, atoi(n), cycles, csv);
         }
         cfg = *plain;
-        cfg.n_anchors = 16;
+        cfg.tiers.n_anchors = 16;
         if (anchors) measure("16 anchors", &cfg, plain, atoi(n), cycles, csv);
     }
 }
@@ -268,7 +270,7 @@ int main(int argc, char **argv) {
     char n[32];
     tkv_config plain;
     isa = bench_config(&plain, argc, argv);
-    bench_must(tkv_config_validate(&plain, NULL, 0), "shape");
+    bench_must(tkv_validate_config(&plain, NULL, 0), "shape");
     if (!tokens) tokens = "4096,16384,32768";
     if (!policies) policies = "h2o,scissorhands";
     if (cycles < 1 || cycles > CYCLES) fprintf(stderr, "--cycles: 1 to %d\n", CYCLES), exit(1);
@@ -276,7 +278,7 @@ int main(int argc, char **argv) {
         if (atoi(n) < 1024) fprintf(stderr, "--tokens: from 1024\n"), exit(1);
     if (!csv)
         printf("keeping: head_dim %d, %d query and %d KV heads, 1 layer, 1 thread, %s kernels\n",
-               plain.head_dim, plain.n_heads, plain.n_kv_heads, isa);
+               plain.model.head_dim, plain.model.n_heads, plain.model.n_kv_heads, isa);
     if (evict || anchors) keeping_table(&plain, tokens, evict ? policies : "", anchors, cycles, csv);
     if (!only || strcmp(only, "spill") == 0) {
         if (csv) printf("what,tokens,blocks,attend_us,attend_without_us,us_per_block\n");

@@ -92,7 +92,7 @@ static double measure(const tkvi_kernels *kernels, block *b, int rows, int runs)
 }
 
 static tkv_format format_of(char *name, const char *pair, tkv_side which) {
-    tkv_format f = tkv_format_from_name(name);
+    tkv_format f = bench_format_named(name);
     if (f == TKV_FORMAT_DEFAULT || !tkvi_format_stores(&tkvi_formats[f], which)) {
         fprintf(stderr, "\"%s\" is no pair of formats for K and V\n", pair);
         exit(1);
@@ -115,8 +115,9 @@ int main(int argc, char **argv) {
     if (!csv) printf("kernels: head_dim %d, %d rows, 1 thread; ns per token and KV head\n", dim, rows);
     printf(csv ? "formats" : "formats       ");
     for (isa = TKV_ISA_SCALAR; isa < TKV_ISA_COUNT; isa++)
-        if (tkv_isa_available((tkv_isa)isa) && (!only || strcmp(only, tkv_isa_name((tkv_isa)isa)) == 0))
-            printf(csv ? ",%s" : " %8s", tkv_isa_name((tkv_isa)isa));
+        if (bench_isa_available((tkv_isa)isa) &&
+            (!only || strcmp(only, tkv_get_name(TKV_NAME_ISA, (tkv_isa)isa)) == 0))
+            printf(csv ? ",%s" : " %8s", tkv_get_name(TKV_NAME_ISA, (tkv_isa)isa));
     printf("\n");
     if (!formats || !*formats)
         formats = "f32+f32,f16+f16,bf16+bf16,q8+q8,kivi4+kivi4,kivi3+kivi3,kivi2+kivi2,a40+r40,a30+r30,"

@@ -1,18 +1,18 @@
 /*
- * mass.c - what gathering attention mass (cfg.importance_every) takes of a decode step: the same call with it and
- * without.
+ * mass.c - what gathering attention mass (cfg.importance.sample_every) takes of a decode step: the same call with
+ * it and without.
  *
  * cc -O2 bench/mass.c -o mass -lm -pthread && ./mass
  *
- *   --ctx 8192,32768  --every 32,16,1  --format tiers    tokens; cfg.importance_every; plan
+ *   --ctx 8192,32768  --every 32,16,1  --format tiers    tokens; cfg.importance.sample_every; plan
  *   --heads 32 --kv-heads 8 --dim 128                    one shape instead of two
  *   --isa avx2  --layers 4  --seconds 3  --csv           8 layers at most; seconds per row
  *   --group mean                                         cfg.importance.heads: mean, max, sum
  *
- * A run is 32 tokens, appended and attended to in every layer and taken away again (tkv_abort). `step` is the time of
- * tkv_attend per token and layer without gathering, `more` what gathering adds: means over tokens and layers of
- * the least CPU time of each call. `pairs` is the median over runs of the same share, each run's 32 tokens with it
- * against without. The rest of a model's step would make the share smaller.
+ * A run is 32 tokens, appended and attended to in every layer and taken away again (tkv_seq_abort). `step` is the
+ * time of tkv_attend per token and layer without gathering, `more` what gathering adds: means over tokens and
+ * layers of the least CPU time of each call. `pairs` is the median over runs of the same share, each run's 32
+ * tokens with it against without. The rest of a model's step would make the share smaller.
  */
 #ifndef _DEFAULT_SOURCE
 #define _DEFAULT_SOURCE /* clock_gettime */
@@ -33,12 +33,12 @@ typedef struct race {
 
 /* What gathering adds to a run, as a part of what it takes without. */
 static double run(race *r, int every) {
-    const size_t row = (size_t)(r->cfg.n_kv_heads * r->cfg.head_dim);
+    const size_t row = (size_t)(r->cfg.model.n_kv_heads * r->cfg.model.head_dim);
     double sum[2] = {0.0, 0.0};
     int i, layer, k;
-    bench_must(tkv_begin(r->kv, 0), "tkv_begin");
+    bench_must(tkv_seq_begin(r->kv, 0), "tkv_seq_begin");
     for (i = 0; i < STEPS; i++)
-        for (layer = 0; layer < r->cfg.n_layers; layer++) {
+        for (layer = 0; layer < r->cfg.model.n_layers; layer++) {
             bench_must(tkv_append(r->kv, 0, layer, r->values + (size_t)i * row,
                                   r->values + (size_t)(i + 9) * row, 1),
                        "tkv_append");
@@ -53,7 +53,7 @@ static double run(race *r, int every) {
                 sum[k] += t;
             }
         }
-    bench_must(tkv_abort(r->kv, 0), "tkv_abort");
+    bench_must(tkv_seq_abort(r->kv, 0), "tkv_seq_abort");
     return sum[1] / sum[0] - 1.0;
 }
 
@@ -64,23 +64,24 @@ static void measure(const tkv_config *shape, const char *plan, int ctx, int ever
     int i, which, layer, runs = 0;
     memset(&r, 0, sizeof r);
     r.cfg = *shape;
-    r.cfg.importance_every = every;
+    r.cfg.importance.sample_every = every;
     if (!bench_plan(&r.cfg, plan)) fprintf(stderr, "there is no plan \"%s\" for this shape\n", plan), exit(1);
     r.values = bench_values(&r.cfg, &seed);
     r.q = bench_queries(&r.cfg, 1, &seed);
-    r.out = (float *)bench_alloc((size_t)(r.cfg.n_heads * r.cfg.head_dim) * sizeof(float));
+    r.out = (float *)bench_alloc((size_t)(r.cfg.model.n_heads * r.cfg.model.head_dim) * sizeof(float));
     bench_must(tkv_create(&r.cfg, &r.kv), "tkv_create");
-    for (layer = 0; layer < r.cfg.n_layers; layer++) bench_append(r.kv, &r.cfg, layer, ctx, r.values);
+    for (layer = 0; layer < r.cfg.model.n_layers; layer++) bench_append(r.kv, &r.cfg, layer, ctx, r.values);
     for (start = bench_seconds(0); runs < 3 || (runs < RUNS && bench_seconds(0) - start < seconds); runs++)
         more[runs] = run(&r, every);
     for (which = 0; which < 2; which++)
         for (i = 0; i < STEPS; i++)
-            for (layer = 0; layer < r.cfg.n_layers; layer++)
-                mean[which] += r.least[which][i][layer] * 1e6 / (double)(STEPS * r.cfg.n_layers);
+            for (layer = 0; layer < r.cfg.model.n_layers; layer++)
+                mean[which] += r.least[which][i][layer] * 1e6 / (double)(STEPS * r.cfg.model.n_layers);
     printf(csv ? "%s,%d,%d,%d,%.2f,%.2f,%.3f,%.3f,%d,%d,%d\n"
                : "%-8s %7d %6d %6d %10.2f %9.2f %7.2f%% %7.2f%%\n",
            plan, ctx, every, runs, mean[0], mean[1] - mean[0], 100.0 * (mean[1] / mean[0] - 1.0),
-           100.0 * bench_median(more, runs), shape->n_heads, shape->n_kv_heads, shape->head_dim);
+           100.0 * bench_median(more, runs), shape->model.n_heads, shape->model.n_kv_heads,
+           shape->model.head_dim);
     fflush(stdout);
     tkv_destroy(r.kv);
     free(r.values);
@@ -102,21 +103,22 @@ int main(int argc, char **argv) {
         tkv_config cfg;
         const char *isa = bench_config(&cfg, argc, argv);
         if (!single) {
-            cfg.n_heads = shapes[shape][0];
-            cfg.n_kv_heads = shapes[shape][1];
-            cfg.head_dim = shapes[shape][2];
+            cfg.model.n_heads = shapes[shape][0];
+            cfg.model.n_kv_heads = shapes[shape][1];
+            cfg.model.head_dim = shapes[shape][2];
         }
-        cfg.n_layers = bench_number(argc, argv, "layers", 4);
+        cfg.model.n_layers = bench_number(argc, argv, "layers", 4);
         if (group)
             cfg.importance.heads = group[0] == 's'   ? TKV_IMPORTANCE_SUM
                                    : group[1] == 'a' ? TKV_IMPORTANCE_MAX
                                                      : TKV_IMPORTANCE_MEAN;
-        if (cfg.n_layers < 1 || cfg.n_layers > LAYERS) fprintf(stderr, "--layers: 1 to 8\n"), exit(1);
+        if (cfg.model.n_layers < 1 || cfg.model.n_layers > LAYERS)
+            fprintf(stderr, "--layers: 1 to 8\n"), exit(1);
         if (!csv)
             printf("gathering: head_dim %d, %d query and %d KV heads, %d layers, 1 thread, %s kernels\n"
                    "%-8s %7s %6s %6s %10s %9s %8s %8s\n",
-                   cfg.head_dim, cfg.n_heads, cfg.n_kv_heads, cfg.n_layers, isa, "format", "ctx", "every",
-                   "runs", "step us", "more us", "more", "pairs");
+                   cfg.model.head_dim, cfg.model.n_heads, cfg.model.n_kv_heads, cfg.model.n_layers, isa,
+                   "format", "ctx", "every", "runs", "step us", "more us", "more", "pairs");
         while (bench_word(&list, ctx, sizeof ctx))
             for (some = everies ? everies : "32,16,1"; bench_word(&some, every, sizeof every);)
                 measure(&cfg, plan ? plan : "tiers", atoi(ctx), atoi(every),

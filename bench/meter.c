@@ -5,14 +5,14 @@
  *
  *   --ctx 4096,16384,32768   tokens
  *   --layers 8 --heads 32 --kv-heads 8 --dim 128
- *   --watch 4 --tokens 0     cfg.quality_heads, cfg.quality_tokens
+ *   --watch 4 --tokens 0     cfg.meter.heads, cfg.meter.tokens
  *   --isa avx2               auto, scalar, avx2, avx512, neon, wasm
  *   --csv
  *
  * The difference that a meter makes to a decode step is below the noise of most machines. So one head is
  * measured at every second position, and attention to its layer is timed there and in between: medians of
  * thread CPU time, their difference is `compare`. `step` is the median of a whole step, an append and an
- * attention for each layer. `cost` is what cfg.quality_heads comparisons every `every` steps are of it,
+ * attention for each layer. `cost` is what cfg.meter.heads comparisons every `every` steps are of it,
  * `a head` the time of attention to one KV head. `bytes` are the meter's exact copies, `share` what they are
  * of the cache, `coverage` how much of the coded tokens they are of.
  */
@@ -26,42 +26,43 @@
 enum { STEPS = 120 };
 
 static void measure(tkv_config *cfg, int ctx, int csv, float *values, const float *q) {
-    size_t row = (size_t)cfg->n_kv_heads * (size_t)cfg->head_dim;
-    float *out = (float *)bench_alloc((size_t)cfg->n_heads * (size_t)cfg->head_dim * sizeof(float));
-    int watch = cfg->quality_heads, layer, watched = -1, t, n, every, count[2] = {0, 0};
+    size_t row = (size_t)cfg->model.n_kv_heads * (size_t)cfg->model.head_dim;
+    float *out =
+        (float *)bench_alloc((size_t)cfg->model.n_heads * (size_t)cfg->model.head_dim * sizeof(float));
+    int watch = cfg->meter.heads, layer, watched = -1, t, n, every, count[2] = {0, 0};
     double step[STEPS], attend[2][STEPS], compare, whole;
     uint64_t seed = (uint64_t)ctx;
     tkv_cache *kv;
     tkv_quality_info info;
     tkv_memory_info memory;
-    bench_must(tkv_estimate(cfg, ctx, 1, &memory), "tkv_estimate");
+    bench_must(tkv_estimate_memory(cfg, ctx, 1, &memory), "tkv_estimate_memory");
     bench_must(tkv_create(cfg, &kv), "tkv_create"); /* the one that is spoken of ... */
-    bench_must(tkv_quality(kv, &info), "tkv_quality");
+    bench_must(tkv_get_quality(kv, TKV_ALL_LAYERS, &info), "tkv_get_quality");
     tkv_destroy(kv);
     every = info.every;
     if (every == 0) {
         fprintf(stderr, "there is no meter here\n");
         exit(1);
     }
-    cfg->quality_heads = 1; /* ... and the one that is measured */
-    cfg->quality_every = 2;
+    cfg->meter.heads = 1; /* ... and the one that is measured */
+    cfg->meter.every = 2;
     bench_must(tkv_create(cfg, &kv), "tkv_create");
-    cfg->quality_heads = watch;
-    cfg->quality_every = 0;
-    for (layer = 0; layer < cfg->n_layers; layer++) {
-        fprintf(stderr, "\r%7d: fill %d of %d   ", ctx, layer + 1, cfg->n_layers);
+    cfg->meter.heads = watch;
+    cfg->meter.every = 0;
+    for (layer = 0; layer < cfg->model.n_layers; layer++) {
+        fprintf(stderr, "\r%7d: fill %d of %d   ", ctx, layer + 1, cfg->model.n_layers);
         for (t = 0; t < ctx; t += n) {
             n = ctx - t < BENCH_CHUNK ? ctx - t : BENCH_CHUNK;
             bench_fill(&seed, values, 2 * BENCH_CHUNK * row);
             bench_must(tkv_append(kv, 0, layer, values, values + BENCH_CHUNK * row, n), "tkv_append");
         }
-        bench_must(tkv_quality_of(kv, layer, &info), "tkv_quality_of");
+        bench_must(tkv_get_quality(kv, layer, &info), "tkv_quality_of");
         if (info.heads) watched = layer;
     }
     fprintf(stderr, "\r%7d: measure        ", ctx);
     for (t = -4; t < STEPS; t++) { /* the first ones warm up */
         double begin = bench_seconds(1);
-        for (layer = 0; layer < cfg->n_layers; layer++) {
+        for (layer = 0; layer < cfg->model.n_layers; layer++) {
             const float *at = values + (size_t)(((t + 4) * 13 + layer) % BENCH_CHUNK) * row;
             double s;
             bench_must(tkv_append(kv, 0, layer, at, at + row, 1), "tkv_append");
@@ -72,8 +73,8 @@ static void measure(tkv_config *cfg, int ctx, int csv, float *values, const floa
         }
         if (t >= 0) step[t] = bench_seconds(1) - begin;
     }
-    bench_must(tkv_quality(kv, &info), "tkv_quality");
-    if (info.samples != (uint64_t)(STEPS + 4) / 2u * (uint64_t)(cfg->n_heads / cfg->n_kv_heads)) {
+    bench_must(tkv_get_quality(kv, TKV_ALL_LAYERS, &info), "tkv_get_quality");
+    if (info.samples != (uint64_t)(STEPS + 4) / 2u * (uint64_t)(cfg->model.n_heads / cfg->model.n_kv_heads)) {
         fprintf(stderr, "other samples than expected\n");
         exit(1);
     }
@@ -82,10 +83,10 @@ static void measure(tkv_config *cfg, int ctx, int csv, float *values, const floa
     bench_clear_line();
     printf(csv ? "%d,%d,%d,%.4f,%.1f,%.1f,%.3f,%lu,%.2f,%.3f,%.2e,%.2e,%.4f\n"
                : "%7d %6d %6d %8.3f %9.1f %9.1f %6.2f%% %10lu %6.2f%% %8.3f %9.1e %9.1e %7.4f\n",
-           ctx, watch, every, whole * 1e3, bench_median(attend[1], count[1]) / cfg->n_kv_heads * 1e6,
-           compare * 1e6, 100.0 * compare * watch / every / whole, (unsigned long)memory.shadow,
-           100.0 * (double)memory.shadow / (double)memory.total, info.coverage, info.output_error, info.kl,
-           info.top1);
+           ctx, watch, every, whole * 1e3, bench_median(attend[1], count[1]) / cfg->model.n_kv_heads * 1e6,
+           compare * 1e6, 100.0 * compare * watch / every / whole, (unsigned long)memory.exact_copies,
+           100.0 * (double)memory.exact_copies / (double)memory.total, info.coverage, info.output_error,
+           info.kl, info.top1);
     fflush(stdout);
     tkv_destroy(kv);
     free(out);
@@ -100,13 +101,13 @@ int main(int argc, char **argv) {
     float *values, *q;
     size_t n;
     isa = bench_config(&cfg, argc, argv);
-    cfg.n_layers = bench_number(argc, argv, "layers", 8);
-    cfg.quality_heads = bench_number(argc, argv, "watch", 4);
-    cfg.quality_tokens = bench_number(argc, argv, "tokens", 0);
-    bench_must(tkv_config_validate(&cfg, NULL, 0), "config");
+    cfg.model.n_layers = bench_number(argc, argv, "layers", 8);
+    cfg.meter.heads = bench_number(argc, argv, "watch", 4);
+    cfg.meter.tokens = bench_number(argc, argv, "tokens", 0);
+    bench_must(tkv_validate_config(&cfg, NULL, 0), "config");
     if (!ctxs || !*ctxs) ctxs = "4096,16384,32768";
     values = bench_values(&cfg, &seed);
-    n = (size_t)((7 * cfg.n_kv_heads + cfg.n_heads) * cfg.head_dim);
+    n = (size_t)((7 * cfg.model.n_kv_heads + cfg.model.n_heads) * cfg.model.head_dim);
     q = (float *)bench_alloc(n * sizeof(float));
     bench_fill(&seed, q, n);
     if (csv)
@@ -116,9 +117,9 @@ int main(int argc, char **argv) {
         printf("quality meter: %d layers, head_dim %d, %d query and %d KV heads, default plan, 1 thread, %s "
                "kernels\n"
                "%7s %6s %6s %8s %9s %9s %7s %10s %7s %8s %9s %9s %7s\n",
-               cfg.n_layers, cfg.head_dim, cfg.n_heads, cfg.n_kv_heads, isa, "ctx", "heads", "every",
-               "step ms", "a head us", "compare", "cost", "bytes", "share", "coverage", "error", "KL",
-               "top-1");
+               cfg.model.n_layers, cfg.model.head_dim, cfg.model.n_heads, cfg.model.n_kv_heads, isa, "ctx",
+               "heads", "every", "step ms", "a head us", "compare", "cost", "bytes", "share", "coverage",
+               "error", "KL", "top-1");
     while (bench_word(&ctxs, ctx, sizeof ctx)) {
         if (atoi(ctx) < 1) return 1;
         measure(&cfg, atoi(ctx), csv, values, q);

@@ -33,7 +33,7 @@ typedef struct options {
 /* out: [chunk][heads][dim] of the chunk that ends with the cache's last token. */
 static void check_last(tkv_cache *kv, const tkv_config *cfg, const options *o, const char *plan,
                        const float *q, const float *out, bench_error error) {
-    const size_t row = (size_t)cfg->n_heads * (size_t)cfg->head_dim,
+    const size_t row = (size_t)cfg->model.n_heads * (size_t)cfg->model.head_dim,
                  skip = (size_t)(o->chunk - CHECKED_LAST) * row;
     float *want = (float *)bench_alloc(CHECKED_LAST * row * sizeof(float));
     tkv_attend_params p;
@@ -59,7 +59,8 @@ static void print_row(const tkv_config *cfg, const options *o, const char *plan,
     printf(o->csv ? "%s,%d,%d,%.2f,%.2f,%.2f,%.1f,%.2e,%.2e\n"
                   : "%-10s %7d %6d %9.2f %9.2f %9.2f %8.1f %9.1e %9.1e\n",
            plan, o->tokens, o->chunk, run[0] * 1e3, median * 1e3, append * 1e3,
-           4.0 * cfg->head_dim * cfg->n_heads * keys / run[0] * 1e-9, error.arithmetic, error.format);
+           4.0 * cfg->model.head_dim * cfg->model.n_heads * keys / run[0] * 1e-9, error.arithmetic,
+           error.format);
     fflush(stdout);
 }
 
@@ -116,7 +117,7 @@ int main(int argc, char **argv) {
     options o;
     int prompt;
     isa = bench_config(&shape, argc, argv);
-    bench_must(tkv_config_validate(&shape, NULL, 0), "shape");
+    bench_must(tkv_validate_config(&shape, NULL, 0), "shape");
     o.tokens = bench_number(argc, argv, "tokens", 4096);
     o.chunk = bench_number(argc, argv, "chunk", BENCH_CHUNK);
     o.runs = bench_number(argc, argv, "runs", 3);
@@ -129,7 +130,8 @@ int main(int argc, char **argv) {
     }
     values = bench_values(&shape, &seed);
     q = bench_queries(&shape, o.chunk, &seed);
-    out = (float *)bench_alloc((size_t)(o.chunk * shape.n_heads * shape.head_dim) * sizeof(float));
+    out =
+        (float *)bench_alloc((size_t)(o.chunk * shape.model.n_heads * shape.model.head_dim) * sizeof(float));
     for (prompt = 0; prompt < 2; prompt++) {
         const char *list = formats  ? formats
                            : prompt ? "f16,tiers"
@@ -139,9 +141,9 @@ int main(int argc, char **argv) {
         else
             printf("%s: head_dim %d, %d query and %d KV heads, 1 layer, 1 thread, %s kernels\n"
                    "%-10s %7s %6s %9s %9s %9s %8s %9s %9s\n",
-                   prompt ? "a prompt in chunks" : "one chunk of queries", shape.head_dim, shape.n_heads,
-                   shape.n_kv_heads, isa, "format", "tokens", "chunk", "ms", "median", "append", "GFLOP/s",
-                   "error", "own");
+                   prompt ? "a prompt in chunks" : "one chunk of queries", shape.model.head_dim,
+                   shape.model.n_heads, shape.model.n_kv_heads, isa, "format", "tokens", "chunk", "ms",
+                   "median", "append", "GFLOP/s", "error", "own");
         while (bench_word(&list, word, sizeof word)) {
             tkv_config cfg = shape;
             bench_error error;

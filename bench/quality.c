@@ -55,7 +55,7 @@ static const char usage[] =
     "Words:\n" PLAN_HELP
     "  tables N           A and R formats get tables from the N tokens behind the last window (of\n"
     "                     --tables-text the first N) instead of learning in each window; FROM:N: from these\n"
-    "  budget N%           cfg.budget_bytes, in percent of the window's FP16 bytes: levels are taken as "
+    "  budget N%           cfg.budget.bytes, in percent of the window's FP16 bytes: levels are taken as "
     "needed\n"
     "  name NAME          for the table\n"
     "Rivals: +h is after a Hadamard transform; streaming:N keeps N tokens, alone as many as the bytes of "
@@ -216,7 +216,7 @@ static const char *parse_budget(const char *text, plan *p) {
     if (!plan_count(text, n, &p->percent) || strcmp(text + n, "%") != 0 || p->percent < 1 ||
         p->percent > 1000)
         return "budget= wants a percentage of FP16's bytes, such as 25%";
-    p->cfg.budget_bytes = (size_t)1 << 30; /* for the checks; subject_create knows the window */
+    p->cfg.budget.bytes = (size_t)1 << 30; /* for the checks; subject_create knows the window */
     return NULL;
 }
 
@@ -255,7 +255,7 @@ static const char *parse_plan(const char *text, const llama_model *m, plan *p) {
     if (p->tables && !calibrate_changes(&p->cfg)) return "no format of it has tables";
     llama_kv_config(m, &p->cfg);
     if (plan_too_far(&p->cfg)) return plan_too_far(&p->cfg);
-    return tkv_config_validate(&p->cfg, reason, sizeof reason) == TKV_OK ? NULL : reason;
+    return tkv_validate_config(&p->cfg, reason, sizeof reason) == TKV_OK ? NULL : reason;
 }
 
 static void add_plan(const char *text, int optional, int theirs) {
@@ -453,7 +453,7 @@ static int fill_budget(plan *p) {
     if (!p->rival || p->rival->rule != RIVAL_STREAMING || p->budget) return 1;
     memset(&cfg, 0, sizeof cfg);
     llama_kv_config(&all.model, &cfg);
-    if (tkv_estimate(&cfg, tokens, 1, &mem) != TKV_OK) fail("%s: no estimate", p->name);
+    if (tkv_estimate_memory(&cfg, tokens, 1, &mem) != TKV_OK) fail("%s: no estimate", p->name);
     p->budget = (int)((double)mem.total / (double)mem.fp16_bytes * tokens);
     snprintf(p->name, sizeof p->name, "streaming:%d", p->budget);
     if (p->budget < tokens) return 1;
@@ -554,7 +554,7 @@ static void learn_tables(void) {
         progress_begin("tables", p->length);
         p->tables = calibrate(&all.model, tokens, p->length, context, progress_of_tokens, &p->bytes, &status);
         progress(0);
-        if (!p->tables) fail("tables=%d:%d: %s", from, p->length, tkv_status_text(status));
+        if (!p->tables) fail("tables=%d:%d: %s", from, p->length, tkv_get_status_text(status));
         printf("tables=%s%d: tokens %d:%d of %s, in sequences of %d\n", p->from < 0 ? "" : "FROM:", p->length,
                from, p->length, base_name(all.tables_path ? all.tables_path : all.text_path),
                context < p->length ? context : p->length);
@@ -611,13 +611,13 @@ static subject subject_create(const plan *p, int room) {
         const size_t dims =
             (size_t)(all.model.head_dim + all.model.v_head_dim) * (size_t)all.model.n_kv_heads;
         if (p->percent)
-            cfg.budget_bytes =
+            cfg.budget.bytes =
                 2 * dims * (size_t)all.model.n_layers * (size_t)room * (size_t)p->percent / 100;
         tkv_create(&cfg, &s.kv);
     }
     if (!s.r && !s.kv) fail("%s: out of memory", p->name);
-    if (p->tables && tkv_calibration_load(s.kv, p->tables->tables, p->tables->bytes) != TKV_OK)
-        fail("%s: %s", p->name, tkv_last_error(s.kv));
+    if (p->tables && tkv_load_calibration(s.kv, p->tables->tables, p->tables->bytes) != TKV_OK)
+        fail("%s: %s", p->name, tkv_get_last_error(s.kv));
     return s;
 }
 
@@ -635,7 +635,7 @@ static void subject_read(subject *s, const int *tokens, int n, float *logits, in
     const tkv_status status =
         s->r ? llama_forward_with(&all.model, tokens, n, s->n, rival_attention, s->r, logits, n_logits)
              : llama_forward(&all.model, s->kv, 0, tokens, n, logits, n_logits);
-    if (status != TKV_OK) fail("%s, token %d: %s", s->p->name, s->n, tkv_status_text(status));
+    if (status != TKV_OK) fail("%s, token %d: %s", s->p->name, s->n, tkv_get_status_text(status));
     s->n += n;
 }
 
@@ -646,8 +646,8 @@ static void subject_bytes(const subject *s, result *r) {
     if (s->r) {
         r->archive_bits = rival_bits(s->p->rival, &all.model);
         r->bytes = rival_bytes(s->p->rival, &all.model, s->n, s->p->budget);
-    } else if (tkv_memory(s->kv, &mem) == TKV_OK) {
-        const tkv_tier_bytes *archive = &mem.tier[TKV_ARCHIVE];
+    } else if (tkv_get_memory(s->kv, &mem) == TKV_OK) {
+        const tkv_tier_bytes *archive = &mem.tier[TKV_TIER_ARCHIVE];
         if (archive->tokens)
             r->archive_bits =
                 8 * (double)(archive->codes + archive->metadata) / ((double)archive->tokens * heads * dims);
@@ -723,9 +723,9 @@ static plan exact_plan(void) {
     memset(&p, 0, sizeof p);
     strcpy(p.name, "the exact cache");
     llama_kv_config(&all.model, &p.cfg);
-    p.cfg.hot.k = p.cfg.hot.v = TKV_F32;
-    p.cfg.warm = p.cfg.archive = p.cfg.hot;
-    p.cfg.hot_tokens = TKV_ALL;
+    p.cfg.tiers.hot.k = p.cfg.tiers.hot.v = TKV_F32;
+    p.cfg.tiers.warm = p.cfg.tiers.archive = p.cfg.tiers.hot;
+    p.cfg.tiers.hot_tokens = TKV_UNLIMITED;
     return p;
 }
 

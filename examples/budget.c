@@ -73,13 +73,15 @@ typedef struct session {
 /* >>options */
 static taken own_option(void *ctx, const char *name, const char *value) {
     wishes *w = (wishes *)ctx;
+    int profile;
     if (strcmp(name, "--compare") == 0) return w->compare = 1, ALONE;
     if (strcmp(name, "--spill") == 0) return w->spill = 1, ALONE;
     if (!value) return UNKNOWN;
     if (strcmp(name, "--budget") == 0) w->budget = value;
     else if (strcmp(name, "--csv") == 0) w->csv = value;
     else if (strcmp(name, "--policy") != 0) return UNKNOWN;
-    else if (tkv_policy_profile(&w->cfg->policy, value) != TKV_OK) return BAD_VALUE;
+    else if (tkv_find_name(TKV_NAME_PROFILE, value, &profile) != TKV_OK) return BAD_VALUE;
+    else w->cfg->budget.pressure.profile = (tkv_pressure_profile)profile;
     return WITH_VALUE;
 }
 
@@ -93,8 +95,8 @@ static const char *advice(const session *s) {
     tkv_config cfg = s->cfg;
     int percent, n = 0; /* the smallest share that is enough */
     for (percent = 1; percent < 100; percent++) {
-        cfg.budget_bytes = (size_t)(fp16_bytes(s, s->total) * percent / 100);
-        if (tkv_max_context(&cfg, 1, &n) == TKV_OK && n >= s->total) break;
+        cfg.budget.bytes = (size_t)(fp16_bytes(s, s->total) * percent / 100);
+        if (tkv_estimate_context(&cfg, 1, &n) == TKV_OK && n >= s->total) break;
     }
     if (percent < 100) snprintf(text, sizeof text, "--budget %d%% holds %s", percent, commas(s->total));
     else
@@ -108,17 +110,17 @@ static void set_budget(session *s, const char *text) {
     double bytes = strtod(text, &end);
     int n = 0;
     if (strcmp(text, "none") == 0) {
-        s->cfg.hot_tokens = TKV_ALL;
+        s->cfg.tiers.hot_tokens = TKV_UNLIMITED;
         return;
     }
     if (*end == '%') bytes *= fp16_bytes(s, s->total) / 100, end++;
     if (*end || !(bytes >= 1 && bytes < 1e15))
         fail("--budget %s: it is bytes, as 2000000, or a share of FP16, as 35%%, or none", text);
-    s->cfg.budget_bytes = (size_t)bytes;
-    if (tkv_max_context(&s->cfg, 1, &n) != TKV_OK) return; /* create says what is wrong */
+    s->cfg.budget.bytes = (size_t)bytes;
+    if (tkv_estimate_context(&s->cfg, 1, &n) != TKV_OK) return; /* create says what is wrong */
     if (n == 0)
         fail("a budget of %s bytes is too small for any token of this model; %s", commas(bytes), advice(s));
-    if (n < s->total && !s->cfg.spill.store)
+    if (n < s->total && !s->cfg.offload.write)
         fprintf(stderr, PROGRAM ": this budget holds at most %s of %s tokens, even at the last level; %s\n",
                 commas(n), commas(s->total), advice(s));
 }
@@ -151,7 +153,7 @@ static void show(session *s, const tkv_budget_info *b, const tkv_memory_info *me
     if (now < s->next && s->done < s->total) return;
     s->next = now + (s->terminal ? 0.05 : s->total / 16.0);
     fprintf(stderr, "%s%6s tokens  level %d  pressure %3.0f %%  %6.2f", s->terminal ? "\r" : "",
-            commas(s->done), b->level, 100 * (double)b->policy.average, (double)mem->total / 1e6);
+            commas(s->done), b->level, 100 * (double)b->pressure.average, (double)mem->total / 1e6);
     if (b->budget) fprintf(stderr, " / %.2f", (double)b->budget / 1e6);
     fprintf(stderr, " MB  [%s]%s", bar_of(mem), s->terminal ? " " : "\n");
     s->shown = 1;
@@ -160,23 +162,26 @@ static void show(session *s, const tkv_budget_info *b, const tkv_memory_info *me
 static void look(session *s) {
     tkv_budget_info b;
     tkv_memory_info mem;
-    if (tkv_budget(s->kv, &b) != TKV_OK || tkv_memory(s->kv, &mem) != TKV_OK) return;
+    if (tkv_get_budget(s->kv, &b) != TKV_OK || tkv_get_memory(s->kv, &mem) != TKV_OK) return;
     show(s, &b, &mem);
     if (s->csv)
         fprintf(s->csv, "%d,%.0f,%d,%.4f,%.0f,%.0f,%.0f,%.0f,%.0f,%d\n", s->done, (double)mem.total, b.level,
-                (double)b.policy.average, (double)mem.tier[TKV_HOT].tokens, (double)mem.tier[TKV_WARM].tokens,
-                (double)mem.tier[TKV_ARCHIVE].tokens, (double)b.budget, (double)mem.fp16_bytes, s->total);
+                (double)b.pressure.average, (double)mem.tier[TKV_TIER_HOT].tokens,
+                (double)mem.tier[TKV_TIER_WARM].tokens, (double)mem.tier[TKV_TIER_ARCHIVE].tokens,
+                (double)b.budget, (double)mem.fp16_bytes, s->total);
 }
 
 /* What old tokens become from now on. */
 static void enter(session *s, int level) {
     stage *x = &s->stages[level];
     char warm[40] = "", archive[40] = "";
-    tkv_pair pair;
+    tkv_layer_info layer;
     if (x->from >= 0) return;
     x->from = s->done;
-    if (tkv_tier_pair(s->kv, 0, TKV_WARM, &pair) == TKV_OK) pair_name(&pair, warm, sizeof warm);
-    if (tkv_tier_pair(s->kv, 0, TKV_ARCHIVE, &pair) == TKV_OK) pair_name(&pair, archive, sizeof archive);
+    if (tkv_get_layer(s->kv, 0, 0, &layer) == TKV_OK) {
+        pair_name(&layer.format[TKV_TIER_WARM], warm, sizeof warm);
+        pair_name(&layer.format[TKV_TIER_ARCHIVE], archive, sizeof archive);
+    }
     snprintf(x->formats, sizeof x->formats, "%s%s%s", warm, strcmp(warm, archive) ? ", then " : "",
              strcmp(warm, archive) ? archive : "");
     if (level == 0) snprintf(x->formats, sizeof x->formats, "exact");
@@ -199,7 +204,7 @@ static void compare(session *s, int n) { /* the last n positions */
     const int vocab = s->model.vocab;
     tkv_budget_info b;
     int i;
-    if (tkv_budget(s->kv, &b) != TKV_OK) return;
+    if (tkv_get_budget(s->kv, &b) != TKV_OK) return;
     for (i = 0; i < n; i++) {
         const float *got = s->logits + (size_t)i * (size_t)vocab,
                     *want = s->wanted + (size_t)i * (size_t)vocab;
@@ -222,7 +227,7 @@ static int evaluate(session *s, int n) {
     if (status == TKV_ERR_BUDGET) return 0;
     if (status == TKV_OK && s->exact)
         status = llama_forward(&s->model, s->exact, 0, s->tokens + s->done, n, s->wanted, n_logits);
-    if (status != TKV_OK) fail("token %d: %s", s->done, tkv_status_text(status));
+    if (status != TKV_OK) fail("token %d: %s", s->done, tkv_get_status_text(status));
     s->done += n;
     if (s->exact) compare(s, n);
     look(s);
@@ -273,12 +278,12 @@ static void print_table(const session *s, double time) {
     tkv_budget_info b;
     tkv_memory_info mem;
     int level;
-    if (tkv_budget(s->kv, &b) != TKV_OK || tkv_memory(s->kv, &mem) != TKV_OK) return;
+    if (tkv_get_budget(s->kv, &b) != TKV_OK || tkv_get_memory(s->kv, &mem) != TKV_OK) return;
     printf("  level  old tokens become              from token  blocks recoded%s\n",
            s->exact ? "   KL to exact  same likeliest token" : "");
     for (level = 0; level < b.n_levels; level++) print_stage(s, &b, level);
     printf("\n  tokens       %s of %s, %s per second (one thread, %s)\n", commas(s->done), commas(s->total),
-           commas(s->done / (time + 1e-9)), tkv_isa_name(tkv_isa_of(s->kv)));
+           commas(s->done / (time + 1e-9)), tkv_get_name(TKV_NAME_ISA, program_isa_of(s->kv)));
     printf("  peak         %s bytes", commas((double)b.peak));
     if (b.budget)
         printf(" of a budget of %s, %.1f %%", commas((double)b.budget),
@@ -288,10 +293,11 @@ static void print_table(const session *s, double time) {
         printf("  compression  %.2f times fewer bytes than FP16, everything counted\n", mem.ratio);
     else printf("  compression  none: exact, or too few tokens for what a cache takes at the start\n");
     printf("  refused      %s\n", commas((double)b.refused));
-    if (s->cfg.spill.store)
+    if (s->cfg.offload.write)
         printf("  outside      %s bytes of %s token%s and layer, %s blocks\n",
-               commas((double)(mem.spilled.codes + mem.spilled.metadata)), commas((double)mem.spilled.tokens),
-               mem.spilled.tokens == 1 ? "" : "s", commas((double)b.spilled));
+               commas((double)(mem.offloaded.codes + mem.offloaded.metadata)),
+               commas((double)mem.offloaded.tokens), mem.offloaded.tokens == 1 ? "" : "s",
+               commas((double)b.offloaded));
     if (s->known >= 64)
         printf("  perplexity   of %s tokens of the prompt %.3f, %.3f with the unlimited cache\n",
                commas(s->known), exp(s->loss / s->known), exp(s->exact_loss / s->known));
@@ -299,9 +305,9 @@ static void print_table(const session *s, double time) {
 
 static void open_spill(session *s, spill_file *file) {
     size_t bytes;
-    if (tkv_spill_bytes(&s->cfg, &bytes) != TKV_OK) return; /* create says what is wrong */
+    if (tkv_get_required_bytes(&s->cfg, NULL, &bytes) != TKV_OK) return; /* create says what is wrong */
     if (spill_file_open(file, NULL, bytes)) fail("no temporary file: %s", strerror(errno));
-    s->cfg.spill = spill_file_config(file);
+    s->cfg.offload = spill_file_config(file);
 }
 
 int main(int argc, char **argv) {
@@ -331,17 +337,17 @@ int main(int argc, char **argv) {
     set_budget(&s, w.budget);
     for (i = 0; i < TKV_MAX_LEVELS; i++) s.stages[i].from = -1;
     s.terminal = isatty(2);
-    s.cfg.on_event = on_event;
-    s.cfg.event_user = &s;
+    s.cfg.host.on_event = on_event;
+    s.cfg.host.event_user = &s;
     s.kv = create(&s.cfg);
     enter(&s, 0);
     s.logits = (float *)room((size_t)TKV_BLOCK_TOKENS * (size_t)s.model.vocab, sizeof *s.logits);
     if (w.compare) {
         tkv_config exact = s.cfg;
-        exact.budget_bytes = 0;
-        exact.on_event = NULL;
-        memset(&exact.spill, 0, sizeof exact.spill);
-        exact.hot_tokens = TKV_ALL;
+        exact.budget.bytes = 0;
+        exact.host.on_event = NULL;
+        memset(&exact.offload, 0, sizeof exact.offload);
+        exact.tiers.hot_tokens = TKV_UNLIMITED;
         s.exact = create(&exact);
         s.wanted = (float *)room((size_t)TKV_BLOCK_TOKENS * (size_t)s.model.vocab, sizeof *s.wanted);
     }

@@ -3,8 +3,8 @@
  *
  *     nvcc -O3 -arch=native examples/cuda_decode.cu -o cuda_decode && ./cuda_decode
  *
- * Keys and values are random here: a model would bring its own. What the GPU has at the end is fetched and compared with
- * the CPU's cache, byte for byte.
+ * Keys and values are random here: a model would bring its own. What the GPU has at the end is fetched and
+ * compared with the CPU's cache, byte for byte.
  */
 #include "../tieredkv_cuda.cu"
 
@@ -63,7 +63,7 @@ static size_t differ(const tkv_cache *a, const tkv_cache *b) {
 }
 
 int main(void) {
-    tkv_config cfg = tkv_config_default();
+    tkv_config cfg = tkv_default_config();
     tkvcu_desc desc = {&cfg, 1, PROMPT + STEPS, 1};
     tkv_cache *kv = NULL, *back = NULL;
     tkvcu *cu = NULL;
@@ -75,12 +75,12 @@ int main(void) {
     uint32_t state = 1, word = 0;
     int devices = 0;
 
-    cfg.n_layers = LAYERS;
-    cfg.n_heads = HEADS;
-    cfg.n_kv_heads = KV_HEADS;
-    cfg.head_dim = DIM;
-    cfg.allocation_unit = 16; /* bits go to slabs of 16 channels: what the GPU reads */
-    cfg.precise = 1;          /* on the CPU */
+    cfg.model.n_layers = LAYERS;
+    cfg.model.n_heads = HEADS;
+    cfg.model.n_kv_heads = KV_HEADS;
+    cfg.model.head_dim = DIM;
+    cfg.format.allocation_unit = 16; /* bits go to slabs of 16 channels: what the GPU reads */
+    cfg.host.precise = 1;            /* on the CPU */
     if (tkvcu_query(&desc, &cache_bytes, &work_bytes, why, sizeof why)) {
         fprintf(stderr, "%s\n", why);
         return 1;
@@ -102,7 +102,7 @@ int main(void) {
             MUST(tkv_append(kv, 0, layer, k.data(), v.data(), CHUNK));
             MUST(tkv_attend(kv, 0, layer, q.data(), CHUNK, out.data()));
         }
-    MUST(tkv_calibration_freeze(kv));
+    MUST(tkv_freeze_calibration(kv));
 
     /* It goes to the GPU, and both go on. */
     MUST(cudaMalloc(&cache, cache_bytes));
@@ -135,9 +135,9 @@ int main(void) {
     MUST(cudaDeviceSynchronize());
     MUST(tkv_create(&cfg, &back));
     MUST(tkvcu_export(cu, 0, back, 0, NULL));
-    MUST(tkv_memory(back, &memory));
-    printf("%d tokens, %.2f times fewer bytes than FP16; errors on the GPU: %u\n", tkv_seq_len(back, 0),
-           memory.ratio, word);
+    MUST(tkv_get_memory(back, &memory));
+    printf("%d tokens, %.2f times fewer bytes than FP16; errors on the GPU: %u\n",
+           tkv_get_length(back, 0, TKV_ALL_LAYERS), memory.ratio, word);
     printf("attention differs by %.1e of its size; %zu bytes of the caches differ\n", sqrt(error / norm),
            differ(kv, back));
     const int agree = word == 0 && error / norm < 5e-3 * 5e-3 && differ(kv, back) == 0;

@@ -21,7 +21,7 @@ class Desc(ctypes.Structure):
 
 
 class Cache:
-    """A cache of tieredkv on the current GPU. `config`: text as tkv_config_parse reads it."""
+    """A cache of tieredkv on the current GPU. `config`: text as tkv_parse_config reads it."""
 
     def __init__(self, library, config, torch):
         self.torch, self.lib = torch, ctypes.CDLL(library)
@@ -30,7 +30,7 @@ class Cache:
         self.cu = ctypes.c_void_p()
         cfg, why = ctypes.create_string_buffer(CONFIG_BYTES), ctypes.create_string_buffer(200)
         text = config.encode()
-        self.check(self.lib.tkv_config_parse(cfg, None, text, ctypes.c_size_t(len(text)), why,
+        self.check(self.lib.tkv_parse_config(cfg, None, text, ctypes.c_size_t(len(text)), why,
                                              ctypes.c_size_t(200)), why)
         desc = Desc(ctypes.cast(cfg, ctypes.c_void_p), 0, 0, 1)
         sizes = (ctypes.c_size_t(), ctypes.c_size_t())

@@ -45,7 +45,7 @@ typedef struct session {
     llama_model model;
     tkv_config cfg;
     tkv_cache *kv;
-    int *tokens, n_tokens; /* known tokens; tkv_seq_len of them have been evaluated */
+    int *tokens, n_tokens; /* known tokens; tkv_get_length of them have been evaluated */
     int n_prompt;          /* the first of them */
     int pos;               /* keys of the present chunk are rotated for positions from here on */
     float *logits;         /* of one chunk */
@@ -87,7 +87,7 @@ static tkv_status timed(void *ctx, int layer, const float *q, const float *k, co
                         float *out) {
     session *s = (session *)ctx;
     const double start = seconds();
-    tkv_status status = tkv_append_at(s->kv, 0, layer, s->pos, k, v, n);
+    tkv_status status = llama_append_at(s->kv, 0, layer, s->pos, k, v, n);
     const double between = seconds();
     if (status == TKV_OK) status = tkv_attend(s->kv, 0, layer, q, n, out);
     s->appending += between - start;
@@ -96,16 +96,16 @@ static tkv_status timed(void *ctx, int layer, const float *q, const float *k, co
 }
 
 static void evaluate(session *s, int n, int n_logits) { /* the next n known tokens */
-    const int pos = tkv_seq_len(s->kv, 0), vocab = s->model.vocab;
+    const int pos = tkv_get_length(s->kv, 0, TKV_ALL_LAYERS), vocab = s->model.vocab;
     const double start = seconds();
-    tkv_status status = tkv_begin(s->kv, 0);
+    tkv_status status = tkv_seq_begin(s->kv, 0);
     int i;
     s->pos = pos;
     s->appending += seconds() - start;
     if (status == TKV_OK)
         status = llama_forward_with(&s->model, s->tokens + pos, n, pos, timed, s, s->logits, n_logits);
-    if (status == TKV_OK) status = tkv_commit(s->kv, 0);
-    if (status != TKV_OK) fail("token %d: %s", pos, tkv_status_text(status));
+    if (status == TKV_OK) status = tkv_seq_commit(s->kv, 0);
+    if (status != TKV_OK) fail("token %d: %s", pos, tkv_get_status_text(status));
     for (i = 0; i < n_logits && s->n_kept > 0; i++)
         memcpy(s->kept + (size_t)((pos + n - n_logits + i) % s->n_kept) * (size_t)vocab,
                s->logits + (size_t)i * (size_t)vocab, (size_t)vocab * sizeof *s->kept);
@@ -128,7 +128,7 @@ static char *text_of(const session *s, int n, int *ends) {
 }
 
 static void find_secrets(session *s, const char *start) {
-    const int n = tkv_seq_len(s->kv, 0);
+    const int n = tkv_get_length(s->kv, 0, TKV_ALL_LAYERS);
     int *ends = (int *)room((size_t)n, sizeof *ends);
     char *text = text_of(s, n, ends), *from = text;
     while ((from = strchr(from, '\n')) != NULL && from - text < ends[s->n_prompt - 1] &&
@@ -153,7 +153,7 @@ static void find_secrets(session *s, const char *start) {
 
 /* What the likeliest tokens say to the questions. Each is cut off again before the next one. */
 static void ask(session *s, int which) {
-    const int before = tkv_seq_len(s->kv, 0);
+    const int before = tkv_get_length(s->kv, 0, TKV_ALL_LAYERS);
     int tokens[LINE + 2 * ANSWER], i, k, j, n, len, used, want;
     for (k = 0; k < s->n_secrets; k++) {
         secret *x = &s->secrets[k];
@@ -172,8 +172,8 @@ static void ask(session *s, int which) {
             }
             status = llama_forward(&s->model, s->kv, 0, tokens + i, 1, s->logits, 1);
         }
-        if (status == TKV_OK) status = tkv_truncate(s->kv, 0, before);
-        if (status != TKV_OK) fail("question %d: %s", k + 1, tkv_status_text(status));
+        if (status == TKV_OK) status = tkv_seq_truncate(s->kv, 0, before);
+        if (status != TKV_OK) fail("question %d: %s", k + 1, tkv_get_status_text(status));
     }
 }
 
@@ -193,15 +193,16 @@ static int by_size(const void *a, const void *b) {
 
 /* The same tokens once more, in the same chunks, with an exact cache; the questions too. */
 static void compare(session *s, comparison *c) {
-    const int n = tkv_seq_len(s->kv, 0), vocab = s->model.vocab, count = n < s->n_kept ? n : s->n_kept;
+    const int n = tkv_get_length(s->kv, 0, TKV_ALL_LAYERS), vocab = s->model.vocab,
+              count = n < s->n_kept ? n : s->n_kept;
     const int first = n - count;
     double *kl = (double *)room((size_t)count, sizeof *kl);
     const double start = seconds();
     session exact = *s;
     int pos, i;
     memset(c, 0, sizeof *c);
-    exact.cfg.hot.k = exact.cfg.hot.v = TKV_F32;
-    exact.cfg.warm = exact.cfg.archive = exact.cfg.hot;
+    exact.cfg.tiers.hot.k = exact.cfg.tiers.hot.v = TKV_F32;
+    exact.cfg.tiers.warm = exact.cfg.tiers.archive = exact.cfg.tiers.hot;
     exact.cfg.layers = NULL;
     exact.kv = create(&exact.cfg);
     exact.n_kept = 0;
@@ -235,9 +236,9 @@ static void compare(session *s, comparison *c) {
 
 /* >>tables */
 static tkv_tier tier_of(const session *s, int token) {
-    tkv_tier tier = TKV_HOT;
-    tkv_tier_of(s->kv, 0, 0, token, &tier); /* cannot fail: these tokens are held */
-    return tier;
+    uint8_t tier = TKV_TIER_HOT;
+    (void)tkv_get_tiers(s->kv, 0, 0, token, 1, &tier); /* cannot fail: these tokens are held */
+    return (tkv_tier)tier;
 }
 
 static void print_row(char mark, const char *name, int tokens, const char *format, double bytes,
@@ -250,14 +251,13 @@ static void print_row(char mark, const char *name, int tokens, const char *forma
 /* Returns how many times smaller than FP16 it is; 0: there is nothing. */
 static double print_memory(const session *s) {
     const double values = (double)s->model.n_kv_heads * (s->model.head_dim + s->model.v_head_dim);
-    const int n = tkv_seq_len(s->kv, 0);
-    tkv_pair pair;
-    tkv_tier_info tiers;
+    const int n = tkv_get_length(s->kv, 0, TKV_ALL_LAYERS);
+    tkv_layer_info tiers;
     tkv_memory_info mem;
     double bytes, left, all = values * s->model.n_layers * n;
     char map[65], buf[32];
     int i;
-    if (tkv_tier_counts(s->kv, 0, 0, &tiers) != TKV_OK || tkv_memory(s->kv, &mem) != TKV_OK || n == 0)
+    if (tkv_get_layer(s->kv, 0, 0, &tiers) != TKV_OK || tkv_get_memory(s->kv, &mem) != TKV_OK || n == 0)
         return 0;
     for (i = 0; i < 64; i++)
         map[i] = tier_marks[tier_of(s, (int)((double)i * n / 64))]; /* first of the i-th part */
@@ -268,9 +268,8 @@ static double print_memory(const session *s) {
     for (i = 0; i < TKV_TIER_COUNT; i++) {
         bytes = (double)mem.tier[i].codes + (double)mem.tier[i].metadata;
         left -= bytes;
-        if (tkv_tier_pair(s->kv, 0, (tkv_tier)i, &pair) != TKV_OK) return 0;
-        print_row(tier_marks[i], tier_names[i], tiers.tokens[i], pair_name(&pair, buf, sizeof buf), bytes,
-                  (double)mem.tier[i].tokens * values);
+        print_row(tier_marks[i], tier_names[i], tiers.tokens[i], pair_name(&tiers.format[i], buf, sizeof buf),
+                  bytes, (double)mem.tier[i].tokens * values);
     }
     print_row(' ', "other", -1, "tables, index, ...", left, 0);
     print_row(' ', "total", n, "", (double)mem.total, all);
@@ -294,7 +293,8 @@ static void print_recall(const session *s, const char *start) {
         const secret *x = &s->secrets[i];
         const int skip = 1 + (int)strlen(start);
         printf(" %-23.*s %11s   %-7s   %-13s", x->word > skip ? x->word - skip - 1 : 0, x->line + skip,
-               commas(tkv_seq_len(s->kv, 0) - x->at), tier_names[tier_of(s, x->at)], x->line + x->word);
+               commas(tkv_get_length(s->kv, 0, TKV_ALL_LAYERS) - x->at), tier_names[tier_of(s, x->at)],
+               x->line + x->word);
         print_answer(x, EXACT);
         print_answer(x, TIERED);
         printf("\n");
@@ -304,13 +304,13 @@ static void print_recall(const session *s, const char *start) {
 
 static void print_summary(const session *s, const comparison *c, double ratio) {
     int i, right[CACHES] = {0, 0}, archived = 0, archived_right = 0;
-    tkv_tier_info tiers;
+    tkv_layer_info tiers;
     for (i = 0; i < s->n_secrets; i++) {
         const secret *x = &s->secrets[i];
         right[TIERED] += is_right(x, TIERED);
         right[EXACT] += is_right(x, EXACT);
-        archived += tier_of(s, x->at) == TKV_ARCHIVE;
-        archived_right += tier_of(s, x->at) == TKV_ARCHIVE && is_right(x, TIERED);
+        archived += tier_of(s, x->at) == TKV_TIER_ARCHIVE;
+        archived_right += tier_of(s, x->at) == TKV_TIER_ARCHIVE && is_right(x, TIERED);
     }
     if (ratio > 1) printf("  memory      %.2f times fewer bytes than FP16\n", ratio);
     else printf("  memory      more than FP16: the text is too short for what a cache takes at the start\n");
@@ -324,7 +324,8 @@ static void print_summary(const session *s, const comparison *c, double ratio) {
     if (c->known)
         printf("              perplexity of the prompt %.3f, %.3f with the exact cache\n",
                exp(c->loss[TIERED] / c->known), exp(c->loss[EXACT] / c->known));
-    if (tkv_tier_counts(s->kv, 0, 0, &tiers) == TKV_OK && tiers.tokens[TKV_HOT] == tkv_seq_len(s->kv, 0))
+    if (tkv_get_layer(s->kv, 0, 0, &tiers) == TKV_OK &&
+        tiers.tokens[TKV_TIER_HOT] == tkv_get_length(s->kv, 0, TKV_ALL_LAYERS))
         printf("              (nothing has left the hot tail yet: a longer text shows more)\n");
     if (s->n_secrets == 0) return;
     printf("  recall      %d of %d from the tiers, %d of %d in the archive", right[TIERED], s->n_secrets,
@@ -363,7 +364,7 @@ int main(int argc, char **argv) {
     space = (choice *)room((size_t)s.model.vocab, sizeof *space);
 
     start = seconds();
-    while ((before = tkv_seq_len(s.kv, 0)) <
+    while ((before = tkv_get_length(s.kv, 0, TKV_ALL_LAYERS)) <
            n_prompt) { /* in chunks that see what token by token would see */
         n = n_prompt - before < TKV_BLOCK_TOKENS ? n_prompt - before : TKV_BLOCK_TOKENS;
         n = llama_chunk(&s.cfg, before, n);
@@ -403,7 +404,7 @@ int main(int argc, char **argv) {
     print_summary(&s, &c, ratio);
     printf("  speed       prompt %s tokens at %s per second, text %s at %s (one thread, %s)\n",
            commas(n_prompt), commas(n_prompt / (prompt_time + 1e-9)), commas(n_text),
-           commas(n_text / (text_time + 1e-9)), tkv_isa_name(tkv_isa_of(s.kv)));
+           commas(n_text / (text_time + 1e-9)), tkv_get_name(TKV_NAME_ISA, program_isa_of(s.kv)));
     if (n_text > 1)
         printf(
             "  each token  %.1f ms: attention %.2f, appending %.2f, the model's matrices and the rest %.1f\n",

@@ -1156,6 +1156,20 @@ static inline tkv_status llama_forward_with(const llama_model *m, const int *tok
     return status;
 }
 
+/* Appends keys that were rotated for positions from `position` on: an error if they belong elsewhere. */
+static tkv_status llama_append_at(tkv_cache *kv, int seq, int layer, int position, const float *k,
+                                  const float *v, int n) {
+    tkv_append_params p;
+    memset(&p, 0, sizeof p);
+    p.seq = seq;
+    p.layer = layer;
+    p.n = n;
+    p.k = k;
+    p.v = v;
+    p.positions = &position;
+    return tkv_append_ex(kv, &p);
+}
+
 typedef struct llama_cache {
     tkv_cache *kv;
     int seq, pos; /* keys are rotated for positions from pos on, so that is where they must go */
@@ -1164,43 +1178,45 @@ typedef struct llama_cache {
 static tkv_status llama_tiered(void *ctx, int layer, const float *q, const float *k, const float *v, int n,
                                float *out) {
     const llama_cache *c = (const llama_cache *)ctx;
-    const tkv_status status = tkv_append_at(c->kv, c->seq, layer, c->pos, k, v, n);
+    const tkv_status status = llama_append_at(c->kv, c->seq, layer, c->pos, k, v, n);
     return status == TKV_OK ? tkv_attend(c->kv, c->seq, layer, q, n, out) : status;
 }
 
 /* The same with keys and values in sequence seq of a cache, behind what it holds. On an error the cache is as
- * before. n is at most cfg.max_append. */
+ * before. n is at most cfg.limits.max_append. */
 static inline tkv_status llama_forward(const llama_model *m, tkv_cache *kv, int seq, const int *tokens, int n,
                                        float *logits, int n_logits) {
     llama_cache cache;
-    const int pos = tkv_seq_len(kv, seq);
-    tkv_status status = tkv_begin(kv, seq);
+    const int pos = tkv_get_length(kv, seq, TKV_ALL_LAYERS);
+    tkv_status status = tkv_seq_begin(kv, seq);
     cache.kv = kv, cache.seq = seq, cache.pos = pos;
     if (status != TKV_OK) return status;
     status = llama_forward_with(m, tokens, n, pos, llama_tiered, &cache, logits, n_logits);
-    if (status == TKV_OK) return tkv_commit(kv, seq);
-    tkv_abort(kv, seq);
+    if (status == TKV_OK) return tkv_seq_commit(kv, seq);
+    tkv_seq_abort(kv, seq);
     return status;
 }
 
 static inline void llama_kv_config(const llama_model *m, tkv_config *cfg) { /* the model's part of it */
-    cfg->n_layers = m->n_layers;
-    cfg->n_heads = m->n_heads;
-    cfg->n_kv_heads = m->n_kv_heads;
-    cfg->head_dim = m->head_dim;
-    cfg->v_head_dim = m->v_head_dim;
+    cfg->model.n_layers = m->n_layers;
+    cfg->model.n_heads = m->n_heads;
+    cfg->model.n_kv_heads = m->n_kv_heads;
+    cfg->model.head_dim = m->head_dim;
+    cfg->model.v_head_dim = m->v_head_dim;
     if (m->rope_factors.data || !(m->rope_theta >= 2 && m->rope_theta <= 1e9f)) return;
-    cfg->rope.dim = m->rope_dim; /* for formats that undo it; otherwise they code keys as they are */
-    cfg->rope.base = m->rope_theta;
-    cfg->rope.interleaved = !m->rope_halves;
+    cfg->model.rope.dim = m->rope_dim; /* for formats that undo it; otherwise they code keys as they are */
+    cfg->model.rope.base = m->rope_theta;
+    cfg->model.rope.interleaved = !m->rope_halves;
 }
 
 /* How many of the next `left` tokens to evaluate together when pos are there: up to the place where a block
  * leaves the hot tail. Chunks cut there see exactly what token by token would see. */
 static inline int llama_chunk(const tkv_config *cfg, int pos, int left) {
-    const int sinks = cfg->sink_tokens == TKV_NONE ? 0 : cfg->sink_tokens ? cfg->sink_tokens : 4;
-    const int hot = cfg->hot_tokens < 0 ? 0 : cfg->hot_tokens ? cfg->hot_tokens : 64;
-    const int most = cfg->max_append ? cfg->max_append : 512;
+    const int sinks = cfg->tiers.sink_tokens == TKV_OFF ? 0
+                      : cfg->tiers.sink_tokens          ? cfg->tiers.sink_tokens
+                                                        : 4;
+    const int hot = cfg->tiers.hot_tokens < 0 ? 0 : cfg->tiers.hot_tokens ? cfg->tiers.hot_tokens : 64;
+    const int most = cfg->limits.max_append ? cfg->limits.max_append : 512;
     int n = sinks + hot - pos;
     if (n <= 0) n = TKV_BLOCK_TOKENS - (-n) % TKV_BLOCK_TOKENS;
     if (n > most) n = most;

@@ -5,7 +5,7 @@
  *     wrong = plan_word(&cfg, "archive", "a30/r20");       NULL, or what is wrong with it
  *     wrong = plan_three(&cfg, "64,448:a40/r40,a30/r20");  hot, warm and archive at once
  *
- * Later words win, so a preset comes first. The config's other rules are tkv_config_validate's. The word
+ * Later words win, so a preset comes first. The config's other rules are tkv_validate_config's. The word
  * layers puts an array of exceptions into the config, which stay whatever comes later; plan_free gives it back.
  * When n_layers is known, plan_too_far says whether one is beyond it.
  */
@@ -33,7 +33,7 @@
     "  kvquant HOW        of kvquant formats: post-rope, uniform, norm, dense, norm+dense ...\n"             \
     "  precise 1          two planes of queries and of weights\n"                                            \
     "  evict HOW:N        at most N tokens of a layer stay: sliding, h2o, snapkv, pyramidkv, tova, knorm,\n" \
-    "                     keydiff, scissorhands, fifo, random, scores (tkv_evict_kind)\n"                    \
+    "                     keydiff, scissorhands, fifo, random, scores (tkv_evict_policy)\n"                  \
     "  anchors N          tokens of a layer that got most attention stay exact (none)\n"                     \
     "  every N            one query in N tells what it looked at, for those that want to know\n"             \
     "FORMAT is one for K and V, or two as in kivi2/kivi4.\n"
@@ -41,9 +41,9 @@
 static inline void plan_print_names(void) {
     int i;
     printf("Presets:");
-    for (i = 0; tkv_preset_name(i); i++) printf(" %s", tkv_preset_name(i));
+    for (i = 0; tkv_get_name(TKV_NAME_PRESET, i); i++) printf(" %s", tkv_get_name(TKV_NAME_PRESET, i));
     printf("\nFormats:");
-    for (i = 1; i < TKV_FORMAT_COUNT; i++) printf(" %s", tkv_format_name((tkv_format)i));
+    for (i = 1; i < TKV_FORMAT_COUNT; i++) printf(" %s", tkv_get_name(TKV_NAME_FORMAT, (tkv_format)i));
     printf("\n");
 }
 
@@ -55,15 +55,22 @@ static inline int plan_count(const char *s, size_t n, int *count) { /* the first
 }
 
 static inline int plan_tokens(const char *s, size_t n, int *tokens) { /* 448, none, all */
-    if (n == 4 && strncmp(s, "none", n) == 0) *tokens = TKV_NONE;
-    else if (n == 3 && strncmp(s, "all", n) == 0) *tokens = TKV_ALL;
+    if (n == 4 && strncmp(s, "none", n) == 0) *tokens = TKV_OFF;
+    else if (n == 3 && strncmp(s, "all", n) == 0) *tokens = TKV_UNLIMITED;
     else if (!plan_count(s, n, tokens)) return 0;
-    else if (*tokens == 0) *tokens = TKV_NONE; /* to the library 0 is the default */
+    else if (*tokens == 0) *tokens = TKV_OFF; /* to the library 0 is the default */
     return 1;
 }
 
+static inline tkv_format plan_format_named(
+    const char *name) { /* TKV_FORMAT_DEFAULT: there is no such format */
+    int value = TKV_FORMAT_DEFAULT;
+    (void)tkv_find_name(TKV_NAME_FORMAT, name, &value);
+    return (tkv_format)value;
+}
+
 /* N, N:FORMAT, FORMAT; tokens NULL: this tier has no length. */
-static inline const char *plan_tier(const char *s, int *tokens, tkv_pair *pair) {
+static inline const char *plan_tier(const char *s, int *tokens, tkv_format_pair *pair) {
     static char unknown[64];
     size_t n = strcspn(s, ":"), i;
     if (tokens && plan_tokens(s, n, tokens)) {
@@ -75,7 +82,7 @@ static inline const char *plan_tier(const char *s, int *tokens, tkv_pair *pair) 
         tkv_format f;
         n = strcspn(s, "/");
         snprintf(name, sizeof name, "%.*s", (int)(n < 31 ? n : 31), s);
-        f = tkv_format_from_name(name);
+        f = plan_format_named(name);
         if (f == TKV_FORMAT_DEFAULT) {
             snprintf(unknown, sizeof unknown, "there is no format \"%s\"", name);
             return unknown;
@@ -93,7 +100,7 @@ static inline const char *plan_layers(tkv_config *cfg, const char *s) {
     const size_t n = strcspn(s, "-:"), m = strcspn(s, ":");
     tkv_layer_config *layers;
     const char *wrong;
-    tkv_pair pair;
+    tkv_format_pair pair;
     int first, last;
     if (s[m] != ':' || !plan_count(s, n, &first) || first > 4095) return "it wants N:FORMAT or N-M:FORMAT";
     last = first;
@@ -111,7 +118,7 @@ static inline const char *plan_layers(tkv_config *cfg, const char *s) {
 
 static inline const char *plan_too_far(const tkv_config *cfg) {
     int i;
-    for (i = cfg->n_layers; cfg->layers && i < 4096; i++)
+    for (i = cfg->model.n_layers; cfg->layers && i < 4096; i++)
         if (cfg->layers[i].archive.k != TKV_FORMAT_DEFAULT) return "layers: the model has fewer";
     return NULL;
 }
@@ -139,25 +146,27 @@ static inline int plan_bits(const char *s, const char *const *names, int *bits) 
 static inline const char *plan_evict(tkv_config *cfg, const char *s) { /* sliding:1024 */
     const size_t n = strcspn(s, ":");
     char name[32];
+    int value;
     if (n >= sizeof name || s[n] == 0) return "it wants HOW:N, such as sliding:1024";
     memcpy(name, s, n);
     name[n] = 0;
-    if (tkv_evict_from_name(name, &cfg->evict.kind) != TKV_OK) return "there is no such policy";
-    return plan_count(s + n + 1, strlen(s + n + 1), &cfg->evict_tokens) && cfg->evict_tokens
+    if (tkv_find_name(TKV_NAME_EVICT_POLICY, name, &value) != TKV_OK) return "there is no such policy";
+    cfg->evict.policy = (tkv_evict_policy)value;
+    return plan_count(s + n + 1, strlen(s + n + 1), &cfg->evict.keep_tokens) && cfg->evict.keep_tokens
                ? NULL
                : "it wants a number of tokens behind the colon";
 }
 
 /* >>words */
 static inline int *plan_number(tkv_config *cfg, const char *word) { /* of a word that is a plain number */
-    if (strcmp(word, "group") == 0) return &cfg->group_size;
-    if (strcmp(word, "unit") == 0) return &cfg->allocation_unit;
-    if (strcmp(word, "center") == 0) return &cfg->center_k;
-    if (strcmp(word, "squat_block") == 0) return &cfg->squat_block;
-    if (strcmp(word, "subspaces") == 0) return &cfg->subspaces;
-    if (strcmp(word, "precise") == 0) return &cfg->precise;
-    if (strcmp(word, "every") == 0) return &cfg->importance_every;
-    if (strcmp(word, "anchors") == 0) return &cfg->n_anchors;
+    if (strcmp(word, "group") == 0) return &cfg->format.group_size;
+    if (strcmp(word, "unit") == 0) return &cfg->format.allocation_unit;
+    if (strcmp(word, "center") == 0) return &cfg->format.center_k;
+    if (strcmp(word, "squat_block") == 0) return &cfg->format.squat_block;
+    if (strcmp(word, "subspaces") == 0) return &cfg->format.subspaces;
+    if (strcmp(word, "precise") == 0) return &cfg->host.precise;
+    if (strcmp(word, "every") == 0) return &cfg->importance.sample_every;
+    if (strcmp(word, "anchors") == 0) return &cfg->tiers.n_anchors;
     return NULL;
 }
 
@@ -177,21 +186,23 @@ static inline const char *plan_word(tkv_config *cfg, const char *word, const cha
     int *number = plan_number(cfg, word);
     if (number) return plan_count(value, strlen(value), number) ? NULL : "it wants a number";
     if (strcmp(word, "preset") == 0)
-        return tkv_config_preset(cfg, value) == TKV_OK ? NULL : "there is no such preset";
-    if (strcmp(word, "hot") == 0) return plan_tier(value, &cfg->hot_tokens, &cfg->hot);
-    if (strcmp(word, "warm") == 0) return plan_tier(value, &cfg->warm_tokens, &cfg->warm);
-    if (strcmp(word, "archive") == 0) return plan_tier(value, NULL, &cfg->archive);
+        return tkv_apply_preset(cfg, value) == TKV_OK ? NULL : "there is no such preset";
+    if (strcmp(word, "hot") == 0) return plan_tier(value, &cfg->tiers.hot_tokens, &cfg->tiers.hot);
+    if (strcmp(word, "warm") == 0) return plan_tier(value, &cfg->tiers.warm_tokens, &cfg->tiers.warm);
+    if (strcmp(word, "archive") == 0) return plan_tier(value, NULL, &cfg->tiers.archive);
     if (strcmp(word, "layers") == 0) return plan_layers(cfg, value);
     if (strcmp(word, "evict") == 0) return plan_evict(cfg, value);
     if (strcmp(word, "sinks") == 0)
-        return plan_tokens(value, strlen(value), &cfg->sink_tokens) ? NULL : "bad number of sinks";
+        return plan_tokens(value, strlen(value), &cfg->tiers.sink_tokens) ? NULL : "bad number of sinks";
     if (strcmp(word, "fit") == 0)
-        return plan_bits(value, fits, &cfg->fit) ? NULL : "it is clip, norm or unbiased, with + between them";
+        return plan_bits(value, fits, &cfg->format.fit) ? NULL
+                                                        : "it is clip, norm or unbiased, with + between them";
     if (strcmp(word, "rotate") == 0)
-        return plan_bits(value, sides, &cfg->rotate) ? NULL : "it is k, v or k+v";
+        return plan_bits(value, sides, &cfg->format.rotate) ? NULL : "it is k, v or k+v";
     if (strcmp(word, "kvquant") == 0)
-        return plan_bits(value, kvquant, &cfg->kvquant) ? NULL
-                                                        : "it is post-rope, uniform, norm, dense, with +";
+        return plan_bits(value, kvquant, &cfg->format.kvquant)
+                   ? NULL
+                   : "it is post-rope, uniform, norm, dense, with +";
     return "there is no such word in a plan";
 }
 

@@ -55,8 +55,8 @@ static inline const char *commas(double x) { /* 12,345,678; good for four at a t
 static const char *const tier_names[TKV_TIER_COUNT] = {"hot", "warm", "archive"};
 static const char tier_marks[] = "#+.";
 
-static inline const char *pair_name(const tkv_pair *p, char *buf, size_t size) {
-    const char *k = tkv_format_name(p->k), *v = tkv_format_name(p->v);
+static inline const char *pair_name(const tkv_format_pair *p, char *buf, size_t size) {
+    const char *k = tkv_get_name(TKV_NAME_FORMAT, p->k), *v = tkv_get_name(TKV_NAME_FORMAT, p->v);
     if (strcmp(k, v) == 0) snprintf(buf, size, "%s", k);
     else snprintf(buf, size, "%s / %s", k, v);
     return buf;
@@ -107,8 +107,8 @@ static inline taken common_option(options *o, tkv_config *cfg, const char *name,
         const char *wrong = plan_word(cfg, name + 2, value);
         if (wrong) fail("%s %s: %s (" PROGRAM " --help)", name, value, wrong);
     } else if (strcmp(name, "--isa") == 0) {
-        for (ok = 0; ok < TKV_ISA_COUNT && strcmp(value, tkv_isa_name((tkv_isa)ok)) != 0;) ok++;
-        cfg->isa = (tkv_isa)ok;
+        for (ok = 0; ok < TKV_ISA_COUNT && strcmp(value, tkv_get_name(TKV_NAME_ISA, (tkv_isa)ok)) != 0;) ok++;
+        cfg->host.isa = (tkv_isa)ok;
         ok = ok < TKV_ISA_COUNT;
     } else return UNKNOWN;
     return ok ? WITH_VALUE : BAD_VALUE;
@@ -156,13 +156,18 @@ static inline void load(const options *o, llama_model *m, tkv_config *cfg) { /* 
     if (plan_too_far(cfg)) fail("%s", plan_too_far(cfg));
 }
 
+static inline tkv_isa program_isa_of(const tkv_cache *kv) {
+    tkv_build_info build;
+    return tkv_get_build(kv, &build) == TKV_OK ? build.isa : TKV_ISA_AUTO;
+}
+
 static inline tkv_cache *create(const tkv_config *cfg) {
     tkv_cache *kv = NULL;
     char reason[200];
-    tkv_status status = tkv_config_validate(cfg, reason, sizeof reason);
+    tkv_status status = tkv_validate_config(cfg, reason, sizeof reason);
     if (status != TKV_OK) fail("%s", reason);
     status = tkv_create(cfg, &kv);
-    if (status != TKV_OK) fail("%s", tkv_status_text(status));
+    if (status != TKV_OK) fail("%s", tkv_get_status_text(status));
     return kv;
 }
 

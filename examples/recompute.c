@@ -1,12 +1,13 @@
 /*
- * recompute.c - two conversations take turns in a cache that has not room for both: the one that waits is dropped, and
- * its keys and values are computed again by the model when its turn comes. The texts are those without dropping.
+ * recompute.c - two conversations take turns in a cache that has not room for both: the one that waits is dropped,
+ * and its keys and values are computed again by the model when its turn comes. The texts are those without
+ * dropping.
  *
  * cc -O2 examples/recompute.c examples/tieredkv.c -o recompute -lm && ./recompute
  *
- * First with exact keys and values under a budget (cfg.remat), where the cache drops what it must; then with
- * compressed tiers, where the program drops by hand (tkv_remat_drop). Every logit is compared with that of a run which
- * drops nothing: the exit status is 1 if one differs in a bit.
+ * First with exact keys and values under a budget (cfg.budget.discard), where the cache drops what it must; then with
+ * compressed tiers, where the program drops by hand (tkv_seq_discard). Every logit is compared with that of a run
+ * which drops nothing: the exit status is 1 if one differs in a bit.
  *
  * What comes back is the same because the model does the same: it reads the text from its first token on, in the
  * same chunks, with a cache of its own that has the same plan (formats that learn tables would learn others there).
@@ -66,11 +67,11 @@ static taken own_option(void *ctx, const char *name, const char *value) {
 /* >>evaluating */
 static void evaluate(work *w, int seq, int n) { /* the next n known tokens */
     talk *t = &w->talks[seq];
-    const int pos = tkv_seq_len(w->kv, seq);
+    const int pos = tkv_get_length(w->kv, seq, TKV_ALL_LAYERS);
     const tkv_status st = llama_forward(w->model, w->kv, seq, t->tokens + pos, n, w->logits, 1);
     const unsigned char *bytes = (const unsigned char *)w->logits;
     size_t i, size = (size_t)w->model->vocab * sizeof *w->logits;
-    if (st) fail("token %d: %s (%s)", pos, tkv_status_text(st), tkv_last_error(w->kv));
+    if (st) fail("token %d: %s (%s)", pos, tkv_get_status_text(st), tkv_get_last_error(w->kv));
     t->chunk[t->n_chunks++] = n;
     for (i = 0; i < size; i++) t->hash = (t->hash ^ bytes[i]) * 0x100000001b3u; /* FNV-1a */
 }
@@ -94,10 +95,15 @@ static void keep_rows(const reader *r, int layer, const float *from, size_t row,
 static tkv_status read_layer(void *ctx, int layer, const float *q, const float *k, const float *v, int n,
                              float *out) {
     const reader *r = (const reader *)ctx;
-    const tkv_status st = tkv_append_at(r->kv, 0, layer, r->pos, k, v, n);
+    const tkv_status st = llama_append_at(r->kv, 0, layer, r->pos, k, v, n);
     keep_rows(r, layer, k, r->k_row, n, r->k);
     keep_rows(r, layer, v, r->v_row, n, r->v);
     return st ? st : tkv_attend(r->kv, 0, layer, q, n, out);
+}
+
+/* FLOPs of the first n tokens in all layers, by the formula of tkv_remat_config. */
+static double flops_of(const tkv_remat_config *c, int n) {
+    return (double)n * c->n_layers * (2.0 * c->layer_params + 4.0 * c->n_heads * c->head_dim * (n / 2.0));
 }
 
 static tkv_status compute(void *user, tkv_cache *kv, int seq, int first_layer, int n_layers, int start,
@@ -109,9 +115,9 @@ static tkv_status compute(void *user, tkv_cache *kv, int seq, int first_layer, i
     tkv_status st = TKV_OK;
     reader r;
     int i;
-    if (cfg.budget_bytes) cfg.hot_tokens = TKV_ALL; /* as exact as it was */
-    cfg.budget_bytes = 0;
-    cfg.max_seqs = 1;
+    if (cfg.budget.bytes) cfg.tiers.hot_tokens = TKV_UNLIMITED; /* as exact as it was */
+    cfg.budget.bytes = 0;
+    cfg.limits.max_seqs = 1;
     memset(&r, 0, sizeof r);
     r.kv = create(&cfg);
     r.start = start;
@@ -121,15 +127,15 @@ static tkv_status compute(void *user, tkv_cache *kv, int seq, int first_layer, i
     r.k = (float *)room((size_t)layers * (size_t)n * r.k_row, sizeof *r.k);
     r.v = (float *)room((size_t)layers * (size_t)n * r.v_row, sizeof *r.v);
     for (i = 0; r.pos < start + n && !st; r.pos += t->chunk[i++]) {
-        st = tkv_begin(r.kv, 0);
+        st = tkv_seq_begin(r.kv, 0);
         if (!st)
             st = llama_forward_with(w->model, t->tokens + r.pos, t->chunk[i], r.pos, read_layer, &r, NULL, 0);
-        if (!st) st = tkv_commit(r.kv, 0);
+        if (!st) st = tkv_seq_commit(r.kv, 0);
     }
     for (i = first_layer; i < first_layer + n_layers && !st; i++)
-        st = tkv_remat_give(kv, seq, i, start, r.k + (size_t)(i * n) * r.k_row,
-                            r.v + (size_t)(i * n) * r.v_row, n);
-    w->flops += tkv_remat_flops(&w->remat, 0, start + n, 0);
+        st = tkv_restore(kv, seq, i, start, r.k + (size_t)(i * n) * r.k_row, r.v + (size_t)(i * n) * r.v_row,
+                         n);
+    w->flops += flops_of(&w->remat.cfg, start + n);
     w->again += n;
     tkv_destroy(r.kv);
     free(r.k);
@@ -152,34 +158,35 @@ static void run(work *w, const wishes *wish, int share) {
     for (turn = 0; turn < wish->turns; turn++)
         for (seq = 0; seq < TALKS; seq++) {
             talk *t = &w->talks[seq];
-            tkv_tier_info tiers;
+            tkv_layer_info tiers;
             double begun = seconds();
-            if (tkv_tier_counts(w->kv, seq, 0, &tiers) != TKV_OK ||
-                tkv_remat_missing(w->kv, seq, &start, &missing) != TKV_OK)
+            if (tkv_get_layer(w->kv, seq, 0, &tiers) != TKV_OK ||
+                tkv_seq_find_discarded(w->kv, seq, &start, &missing) != TKV_OK)
                 fail("no sequence %d", seq);
             if (missing) {
-                const tkv_status st = tkv_recompute(w->kv, seq, &w->remat, turn, compute, w, NULL);
-                if (st) fail("%s: %s", tkv_status_text(st), tkv_last_error(w->kv));
+                const tkv_status st = tkv_seq_recompute(w->kv, seq, &w->remat, turn, compute, w, NULL);
+                if (st) fail("%s: %s", tkv_get_status_text(st), tkv_get_last_error(w->kv));
             }
             begun = seconds() - begun;
             w->seconds += begun;
-            if (share && turn > 0) say(names[seq], turn, tiers.missing, tkv_seq_len(w->kv, seq), begun);
-            while (tkv_seq_len(w->kv, seq) < t->n) {
-                const int pos = tkv_seq_len(w->kv, seq), left = t->n - pos;
+            if (share && turn > 0)
+                say(names[seq], turn, tiers.discarded, tkv_get_length(w->kv, seq, TKV_ALL_LAYERS), begun);
+            while (tkv_get_length(w->kv, seq, TKV_ALL_LAYERS) < t->n) {
+                const int pos = tkv_get_length(w->kv, seq, TKV_ALL_LAYERS), left = t->n - pos;
                 evaluate(w, seq, llama_chunk(&w->cut, pos, left < CHUNK ? left : CHUNK));
             }
             for (i = 0; i < w->o->n; i++) {
                 t->tokens[t->n++] = sample(w->logits, w->model->vocab, w->o, &t->rng, w->space);
                 evaluate(w, seq, 1);
             }
-            if (share < 0 && tkv_remat_drop(w->kv, seq, t->n, &missing) != TKV_OK)
-                fail("%s", tkv_last_error(w->kv));
+            if (share < 0 && tkv_seq_discard(w->kv, seq, t->n, &missing) != TKV_OK)
+                fail("%s", tkv_get_last_error(w->kv));
         }
     if (share) {
         tkv_budget_info info;
-        if (tkv_budget(w->kv, &info) != TKV_OK) fail("no budget");
+        if (tkv_get_budget(w->kv, &info) != TKV_OK) fail("no budget");
         printf("  %s blocks dropped, %s recomputed: %s tokens, about %.2f GFLOP, %.2f s\n",
-               commas((double)info.dropped), commas((double)info.recomputed), commas(w->again),
+               commas((double)info.discarded), commas((double)info.recomputed), commas(w->again),
                w->flops / 1e9, w->seconds);
     }
     tkv_destroy(w->kv);
@@ -240,7 +247,7 @@ static double layer_params(const llama_model *m) {
 }
 
 int main(int argc, char **argv) {
-    tkv_config cfg = tkv_config_default(), tight, loose;
+    tkv_config cfg = tkv_default_config(), tight, loose;
     tkv_remat_config price;
     tkv_memory_info m;
     llama_model model;
@@ -260,7 +267,7 @@ int main(int argc, char **argv) {
     }
     if (!o.n) o.n = 64;
     load(&o, &model, &cfg);
-    cfg.max_seqs = TALKS;
+    cfg.limits.max_seqs = TALKS;
     n = context_of(&o, &model) - wish.turns * o.n;
     if (n < 2) fail("%d turns of %d tokens are more than the context", wish.turns, o.n);
     n = read_prompt(&model, &o, n, 0, 0, &prompt);
@@ -273,24 +280,26 @@ int main(int argc, char **argv) {
     price.n_heads = model.n_heads;
     price.head_dim = model.head_dim;
     price.layer_params = layer_params(&model);
-    if (tkv_remat_init(&w.remat, &price, NULL) != TKV_OK) fail("the model has sizes that cannot be");
+    if (tkv_init_remat(&w.remat, &price, NULL, 0) != TKV_OK) fail("the model has sizes that cannot be");
 
     loose = cfg;
-    loose.hot_tokens = TKV_ALL;
-    if (tkv_estimate(&loose, n + wish.turns * o.n, TALKS, &m) != TKV_OK) fail("no such plan");
+    loose.tiers.hot_tokens = TKV_UNLIMITED;
+    if (tkv_estimate_memory(&loose, n + wish.turns * o.n, TALKS, &m) != TKV_OK) fail("no such plan");
     tight = cfg;
-    tight.budget_bytes = m.total / 100 * (size_t)wish.share;
-    tight.policy.max_level = TKV_NONE; /* never compressed */
-    tight.remat = 1;
-    printf("Exact, in %s bytes; both conversations take %s.\n", commas((double)tight.budget_bytes),
+    tight.budget.bytes = m.total / 100 * (size_t)wish.share;
+    tight.budget.pressure.max_level = TKV_OFF; /* never compressed */
+    tight.budget.discard = 1;
+    printf("Exact, in %s bytes; both conversations take %s.\n", commas((double)tight.budget.bytes),
            commas((double)m.total));
     same = compare(&w, &wish, prompt, n, &tight, &loose, wish.share);
 
-    if (cfg.warm.k == TKV_FORMAT_DEFAULT) cfg.warm.k = cfg.warm.v = TKV_KIVI4; /* they need no tables */
-    if (cfg.archive.k == TKV_FORMAT_DEFAULT) cfg.archive.k = cfg.archive.v = TKV_KIVI2;
-    (void)tkv_remat_init(&w.remat, &price, NULL);
-    printf("In tiers of %s and %s, dropped by hand after each turn.\n", tkv_format_name(cfg.warm.k),
-           tkv_format_name(cfg.archive.k));
+    if (cfg.tiers.warm.k == TKV_FORMAT_DEFAULT)
+        cfg.tiers.warm.k = cfg.tiers.warm.v = TKV_KIVI4; /* they need no tables */
+    if (cfg.tiers.archive.k == TKV_FORMAT_DEFAULT) cfg.tiers.archive.k = cfg.tiers.archive.v = TKV_KIVI2;
+    (void)tkv_init_remat(&w.remat, &price, NULL, 0);
+    printf("In tiers of %s and %s, dropped by hand after each turn.\n",
+           tkv_get_name(TKV_NAME_FORMAT, cfg.tiers.warm.k),
+           tkv_get_name(TKV_NAME_FORMAT, cfg.tiers.archive.k));
     same &= compare(&w, &wish, prompt, n, &cfg, &cfg, -1);
     free(prompt);
     free(w.logits);

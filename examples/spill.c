@@ -1,15 +1,15 @@
 /*
- * spill.c - a cache ten times as large as the RAM that it may have: the older part is in a file, and attention is over
- * all of it.
+ * spill.c - a cache ten times as large as the RAM that it may have: the older part is in a file, and attention is
+ * over all of it.
  *
  * cc -O2 examples/spill.c examples/tieredkv.c -o spill -lm && ./spill
  *
  *     ./spill [--tokens N] [--budget BYTES] [--heads N] [--dim N] [--file PATH]
  *
- * N may end in K or M: ./spill --tokens 1M. Keys and values are made up. First a small cache is run twice, once in RAM
- * and once with all that may go in the file: the outputs must be the same to the bit. Then the large one, under its
- * budget, with a line that shows where it is, and a table of bytes and times in the end. The file is a temporary one
- * that vanishes with the program, unless it is given a path. spill_file.h is the part to copy.
+ * N may end in K or M: ./spill --tokens 1M. Keys and values are made up. First a small cache is run twice, once in
+ * RAM and once with all that may go in the file: the outputs must be the same to the bit. Then the large one,
+ * under its budget, with a line that shows where it is, and a table of bytes and times in the end. The file is a
+ * temporary one that vanishes with the program, unless it is given a path. spill_file.h is the part to copy.
  */
 #include "spill_file.h" /* before system headers: it asks for POSIX */
 
@@ -36,7 +36,7 @@ static void die(const char *what, const char *why) {
 
 static void check(const char *what, tkv_status status, const tkv_cache *kv) {
     if (status == TKV_OK) return;
-    die(what, kv && *tkv_last_error(kv) ? tkv_last_error(kv) : tkv_status_text(status));
+    die(what, kv && *tkv_get_last_error(kv) ? tkv_get_last_error(kv) : tkv_get_status_text(status));
 }
 
 static double seconds(void) {
@@ -100,39 +100,39 @@ static float *floats(int n) {
 }
 
 static tkv_config config(const wishes *w) {
-    tkv_config cfg = tkv_config_default();
-    cfg.n_layers = 1;
-    cfg.n_kv_heads = (int)w->heads;
-    cfg.n_heads = GROUP * cfg.n_kv_heads;
-    cfg.head_dim = (int)w->dim;
-    cfg.max_append = CHUNK;
+    tkv_config cfg = tkv_default_config();
+    cfg.model.n_layers = 1;
+    cfg.model.n_kv_heads = (int)w->heads;
+    cfg.model.n_heads = GROUP * cfg.model.n_kv_heads;
+    cfg.model.head_dim = (int)w->dim;
+    cfg.limits.max_append = CHUNK;
     return cfg;
 }
 
 static void append(tkv_cache *kv, const tkv_config *cfg, float *k, float *v, int n) {
-    const int row = cfg->n_kv_heads * cfg->head_dim;
-    make_up(k, n * row, cfg->head_dim);
-    make_up(v, n * row, cfg->head_dim);
+    const int row = cfg->model.n_kv_heads * cfg->model.head_dim;
+    make_up(k, n * row, cfg->model.head_dim);
+    make_up(v, n * row, cfg->model.head_dim);
     check("append", tkv_append(kv, 0, 0, k, v, n), kv);
 }
 
 /* >>the small one, in RAM and in the file */
 static void compare(const wishes *w, float *k, float *v, float *q, float *a, float *b) {
     tkv_config cfg = config(w);
-    const int n_out = cfg.n_heads * cfg.head_dim;
+    const int n_out = cfg.model.n_heads * cfg.model.head_dim;
     spill_file file;
     tkv_cache *kv;
     size_t bytes;
     int i, done = 0, same = 1;
-    check("config", tkv_spill_bytes(&cfg, &bytes), NULL);
+    check("config", tkv_get_required_bytes(&cfg, NULL, &bytes), NULL);
     if (spill_file_open(&file, NULL, bytes)) die("file", strerror(errno));
-    cfg.spill = spill_file_config(&file);
+    cfg.offload = spill_file_config(&file);
     check("create", tkv_create(&cfg, &kv), NULL);
     state = 1;
     for (i = 0; i < 4096; i += CHUNK) append(kv, &cfg, k, v, CHUNK);
-    make_up(q, n_out, cfg.head_dim);
+    make_up(q, n_out, cfg.model.head_dim);
     check("attend", tkv_attend(kv, 0, 0, q, 1, a), kv);
-    check("spill", tkv_spill(kv, 0, TKV_ALL, 4096, &done), kv);
+    check("spill", tkv_offload(kv, 0, TKV_ALL_LAYERS, 4096, &done), kv);
     check("attend", tkv_attend(kv, 0, 0, q, 1, b), kv);
     for (i = 0; i < n_out; i++) same &= memcmp(&a[i], &b[i], sizeof *a) == 0;
     printf("4096 tokens, %d of their blocks in the file: output %s\n", done,
@@ -146,19 +146,19 @@ static void compare(const wishes *w, float *k, float *v, float *q, float *a, flo
 static void table(const tkv_cache *kv, const wishes *w, const spill_file *file, double took, double best,
                   double worst) {
     tkv_memory_info m;
-    tkv_tier_info t;
-    check("memory", tkv_memory(kv, &m), NULL);
-    check("tiers", tkv_tier_counts(kv, 0, 0, &t), NULL);
+    tkv_layer_info t;
+    check("memory", tkv_get_memory(kv, &m), NULL);
+    check("tiers", tkv_get_layer(kv, 0, 0, &t), NULL);
     printf("\n%ld tokens, appended in %.1f s\n", w->tokens, took);
     printf("  as FP16                       %12.0f bytes\n", (double)m.fp16_bytes);
     printf("  in RAM, everything included   %12.0f bytes, at most %.0f, budget %.0f\n", (double)m.total,
            (double)m.peak, (double)w->budget);
     printf("    index and tables of that    %12.0f bytes\n", (double)(m.index + m.tables));
     printf("  outside                       %12.0f bytes, %d of %d blocks; %.0f on the disk\n",
-           (double)(m.spilled.codes + m.spilled.metadata), t.spilled, t.blocks[0] + t.blocks[1] + t.blocks[2],
-           spill_file_size(file));
+           (double)(m.offloaded.codes + m.offloaded.metadata), t.offloaded,
+           t.blocks[0] + t.blocks[1] + t.blocks[2], spill_file_size(file));
     printf("  the cache is                  %12.1f times the budget\n",
-           ((double)(m.spilled.codes + m.spilled.metadata) + (double)m.total) / (double)w->budget);
+           ((double)(m.offloaded.codes + m.offloaded.metadata) + (double)m.total) / (double)w->budget);
     printf("  attention over all of it      %12.1f ms, at worst %.1f\n", 1e3 * best, 1e3 * worst);
 }
 
@@ -173,32 +173,32 @@ static void run(wishes *w, float *k, float *v, float *q, float *out) {
     long n;
     int i;
     if (!w->budget) { /* a tenth of what the tightest plan would hold */
-        (void)tkv_config_preset(&cfg, "extreme");
-        check("estimate", tkv_estimate(&cfg, (int)w->tokens, 1, &m), NULL);
+        (void)tkv_apply_preset(&cfg, "extreme");
+        check("estimate", tkv_estimate_memory(&cfg, (int)w->tokens, 1, &m), NULL);
         w->budget = (long)(m.total / 10);
         cfg = config(w);
     }
-    cfg.budget_bytes = (size_t)w->budget;
-    check("config", tkv_spill_bytes(&cfg, &bytes), NULL);
+    cfg.budget.bytes = (size_t)w->budget;
+    check("config", tkv_get_required_bytes(&cfg, NULL, &bytes), NULL);
     if (spill_file_open(&file, w->file, bytes)) die(w->file ? w->file : "file", strerror(errno));
-    cfg.spill = spill_file_config(&file);
+    cfg.offload = spill_file_config(&file);
     check("create (a larger --budget or more --tokens)", tkv_create(&cfg, &kv), NULL);
     for (n = 0; n < w->tokens; n += CHUNK) {
         begun = seconds();
         append(kv, &cfg, k, v, CHUNK);
         took += seconds() - begun;
         if (n % (w->tokens / 16 / CHUNK * CHUNK)) continue;
-        check("memory", tkv_memory(kv, &m), NULL);
-        make_up(q, cfg.n_heads * cfg.head_dim, cfg.head_dim);
+        check("memory", tkv_get_memory(kv, &m), NULL);
+        make_up(q, cfg.model.n_heads * cfg.model.head_dim, cfg.model.head_dim);
         begun = seconds();
         check("attend", tkv_attend(kv, 0, 0, q, 1, out), kv);
         printf("%s%9ld tokens, %9.0f bytes in RAM, %11.0f outside, attention %8.2f ms%s", wide ? "\r" : "",
-               n + CHUNK, (double)m.total, (double)(m.spilled.codes + m.spilled.metadata),
+               n + CHUNK, (double)m.total, (double)(m.offloaded.codes + m.offloaded.metadata),
                1e3 * (seconds() - begun), wide ? "" : "\n");
         fflush(stdout);
     }
     for (i = 0; i < ROUNDS; i++) {
-        make_up(q, cfg.n_heads * cfg.head_dim, cfg.head_dim);
+        make_up(q, cfg.model.n_heads * cfg.model.head_dim, cfg.model.head_dim);
         begun = seconds();
         check("attend", tkv_attend(kv, 0, 0, q, 1, out), kv);
         begun = seconds() - begun;

@@ -1,22 +1,23 @@
 /*
- * spill_file.h - a file as the place where tieredkv puts blocks that RAM has no room for (cfg.spill). To be copied.
+ * spill_file.h - a file as the place where tieredkv puts blocks that RAM has no room for (cfg.offload). To be copied.
  *
  *     spill_file file;
  *     size_t bytes;
- *     tkv_spill_bytes(&cfg, &bytes);                  the config as it will be, but for cfg.spill
+ *     tkv_get_required_bytes(&cfg, NULL, &bytes);                  the config as it will be, but for cfg.offload
  *     if (spill_file_open(&file, NULL, bytes)) ...    NULL: a temporary one that nobody else sees
- *     cfg.spill = spill_file_config(&file);
+ *     cfg.offload = spill_file_config(&file);
  *     tkv_create(&cfg, &kv); ... tkv_destroy(kv);
  *     spill_file_close(&file);
  *
- * Each key has a place of `bytes`, rounded up to pages; keys of dead blocks come again, so the file is as large as the
- * most blocks that were in use at once, and only what was written takes room on the disk. Calls that were cut short go
- * on where they were; a full disk, or a file that ends too early, is an error that the cache hands on. What is read is
- * what the cache checks. Threads may read side by side. Programs that this one starts do not get the file.
+ * Each key has a place of `bytes`, rounded up to pages; keys of dead blocks come again, so the file is as large as
+ * the most blocks that were in use at once, and only what was written takes room on the disk. Calls that were cut
+ * short go on where they were; a full disk, or a file that ends too early, is an error that the cache hands on.
+ * What is read is what the cache checks. Threads may read side by side. Programs that this one starts do not get
+ * the file.
  *
- * POSIX: the temporary file is in $TMPDIR or /tmp. A path that is a symbolic link is refused (ELOOP). Include this file
- * before system headers, or define _XOPEN_SOURCE 700 and _FILE_OFFSET_BITS 64.
- * Windows: the temporary file is where GetTempPathW says. This file includes <windows.h>.
+ * POSIX: the temporary file is in $TMPDIR or /tmp. A path that is a symbolic link is refused (ELOOP). Include this
+ * file before system headers, or define _XOPEN_SOURCE 700 and _FILE_OFFSET_BITS 64. Windows: the temporary file is
+ * where GetTempPathW says. This file includes <windows.h>.
  */
 #ifndef SPILL_FILE_H
 #define SPILL_FILE_H
@@ -212,12 +213,12 @@ static inline int spill_file_open(spill_file *f, const char *path, size_t bytes)
     return 0;
 }
 
-static inline tkv_spill_config spill_file_config(spill_file *f) {
-    tkv_spill_config c;
+static inline tkv_offload_config spill_file_config(spill_file *f) {
+    tkv_offload_config c;
     memset(&c, 0, sizeof c);
-    c.store = spill_file_store;
-    c.fetch = spill_file_fetch;
-    c.ahead = spill_file_ahead;
+    c.write = spill_file_store;
+    c.read = spill_file_fetch;
+    c.prefetch = spill_file_ahead;
     c.user = f;
     return c;
 }

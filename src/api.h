@@ -32,145 +32,7 @@
 #define TKV_API extern
 #endif
 
-/* >>prefix. A prefix lets two copies of the library live in one program: #define TKV_PREFIX mygame_ before every
- * include. */
-#ifdef TKV_PREFIX
-#define TKV_PASTE2_(a, b) a##b
-#define TKV_PASTE_(a, b) TKV_PASTE2_(a, b)
-#define TKV_NAME_(name) TKV_PASTE_(TKV_PREFIX, name)
-#define tkv_abort TKV_NAME_(tkv_abort)
-#define tkv_adapt TKV_NAME_(tkv_adapt)
-#define tkv_alive TKV_NAME_(tkv_alive)
-#define tkv_append TKV_NAME_(tkv_append)
-#define tkv_append_at TKV_NAME_(tkv_append_at)
-#define tkv_append_ex TKV_NAME_(tkv_append_ex)
-#define tkv_attend TKV_NAME_(tkv_attend)
-#define tkv_attend_ex TKV_NAME_(tkv_attend_ex)
-#define tkv_attend_reference TKV_NAME_(tkv_attend_reference)
-#define tkv_begin TKV_NAME_(tkv_begin)
-#define tkv_budget TKV_NAME_(tkv_budget)
-#define tkv_calibrated_layers TKV_NAME_(tkv_calibrated_layers)
-#define tkv_calibration_fit TKV_NAME_(tkv_calibration_fit)
-#define tkv_calibration_freeze TKV_NAME_(tkv_calibration_freeze)
-#define tkv_calibration_load TKV_NAME_(tkv_calibration_load)
-#define tkv_calibration_refresh TKV_NAME_(tkv_calibration_refresh)
-#define tkv_calibration_save TKV_NAME_(tkv_calibration_save)
-#define tkv_check TKV_NAME_(tkv_check)
-#define tkv_commit TKV_NAME_(tkv_commit)
-#define tkv_config_default TKV_NAME_(tkv_config_default)
-#define tkv_config_parse TKV_NAME_(tkv_config_parse)
-#define tkv_config_preset TKV_NAME_(tkv_config_preset)
-#define tkv_config_print TKV_NAME_(tkv_config_print)
-#define tkv_config_size TKV_NAME_(tkv_config_size)
-#define tkv_config_validate TKV_NAME_(tkv_config_validate)
-#define tkv_create TKV_NAME_(tkv_create)
-#define tkv_create_ex TKV_NAME_(tkv_create_ex)
-#define tkv_create_from_text TKV_NAME_(tkv_create_from_text)
-#define tkv_decode TKV_NAME_(tkv_decode)
-#define tkv_destroy TKV_NAME_(tkv_destroy)
-#define tkv_drop TKV_NAME_(tkv_drop)
-#define tkv_encode TKV_NAME_(tkv_encode)
-#define tkv_encoded_size TKV_NAME_(tkv_encoded_size)
-#define tkv_estimate TKV_NAME_(tkv_estimate)
-#define tkv_evict TKV_NAME_(tkv_evict)
-#define tkv_evict_budgets TKV_NAME_(tkv_evict_budgets)
-#define tkv_evict_compact TKV_NAME_(tkv_evict_compact)
-#define tkv_evict_due TKV_NAME_(tkv_evict_due)
-#define tkv_evict_from_name TKV_NAME_(tkv_evict_from_name)
-#define tkv_evict_key_norms TKV_NAME_(tkv_evict_key_norms)
-#define tkv_evict_list TKV_NAME_(tkv_evict_list)
-#define tkv_evict_name TKV_NAME_(tkv_evict_name)
-#define tkv_evict_needs TKV_NAME_(tkv_evict_needs)
-#define tkv_evict_score TKV_NAME_(tkv_evict_score)
-#define tkv_evict_select TKV_NAME_(tkv_evict_select)
-#define tkv_feedback_advise TKV_NAME_(tkv_feedback_advise)
-#define tkv_feedback_init TKV_NAME_(tkv_feedback_init)
-#define tkv_feedback_observe TKV_NAME_(tkv_feedback_observe)
-#define tkv_feedback_read TKV_NAME_(tkv_feedback_read)
-#define tkv_feedback_reset TKV_NAME_(tkv_feedback_reset)
-#define tkv_flush TKV_NAME_(tkv_flush)
-#define tkv_format_bits TKV_NAME_(tkv_format_bits)
-#define tkv_format_from_name TKV_NAME_(tkv_format_from_name)
-#define tkv_format_name TKV_NAME_(tkv_format_name)
-#define tkv_format_prometheus TKV_NAME_(tkv_format_prometheus)
-#define tkv_importance_add TKV_NAME_(tkv_importance_add)
-#define tkv_importance_add_to TKV_NAME_(tkv_importance_add_to)
-#define tkv_importance_aggregate TKV_NAME_(tkv_importance_aggregate)
-#define tkv_importance_bound TKV_NAME_(tkv_importance_bound)
-#define tkv_importance_name TKV_NAME_(tkv_importance_name)
-#define tkv_importance_of TKV_NAME_(tkv_importance_of)
-#define tkv_importance_promote TKV_NAME_(tkv_importance_promote)
-#define tkv_importance_read TKV_NAME_(tkv_importance_read)
-#define tkv_importance_top TKV_NAME_(tkv_importance_top)
-#define tkv_init_in_place TKV_NAME_(tkv_init_in_place)
-#define tkv_isa_available TKV_NAME_(tkv_isa_available)
-#define tkv_isa_name TKV_NAME_(tkv_isa_name)
-#define tkv_isa_of TKV_NAME_(tkv_isa_of)
-#define tkv_last_error TKV_NAME_(tkv_last_error)
-#define tkv_layer_len TKV_NAME_(tkv_layer_len)
-#define tkv_maintain TKV_NAME_(tkv_maintain)
-#define tkv_max_context TKV_NAME_(tkv_max_context)
-#define tkv_memory TKV_NAME_(tkv_memory)
-#define tkv_memory_of TKV_NAME_(tkv_memory_of)
-#define tkv_merge_lse TKV_NAME_(tkv_merge_lse)
-#define tkv_observe TKV_NAME_(tkv_observe)
-#define tkv_pin TKV_NAME_(tkv_pin)
-#define tkv_pin_until TKV_NAME_(tkv_pin_until)
-#define tkv_policy_init TKV_NAME_(tkv_policy_init)
-#define tkv_policy_observe TKV_NAME_(tkv_policy_observe)
-#define tkv_policy_parse TKV_NAME_(tkv_policy_parse)
-#define tkv_policy_print TKV_NAME_(tkv_policy_print)
-#define tkv_policy_profile TKV_NAME_(tkv_policy_profile)
-#define tkv_policy_read TKV_NAME_(tkv_policy_read)
-#define tkv_policy_reset TKV_NAME_(tkv_policy_reset)
-#define tkv_policy_target TKV_NAME_(tkv_policy_target)
-#define tkv_preset_name TKV_NAME_(tkv_preset_name)
-#define tkv_promote TKV_NAME_(tkv_promote)
-#define tkv_promote_by_importance TKV_NAME_(tkv_promote_by_importance)
-#define tkv_quality TKV_NAME_(tkv_quality)
-#define tkv_quality_of TKV_NAME_(tkv_quality_of)
-#define tkv_quality_reset TKV_NAME_(tkv_quality_reset)
-#define tkv_read TKV_NAME_(tkv_read)
-#define tkv_recompute TKV_NAME_(tkv_recompute)
-#define tkv_remat_blocks TKV_NAME_(tkv_remat_blocks)
-#define tkv_remat_decide TKV_NAME_(tkv_remat_decide)
-#define tkv_remat_drop TKV_NAME_(tkv_remat_drop)
-#define tkv_remat_flops TKV_NAME_(tkv_remat_flops)
-#define tkv_remat_free TKV_NAME_(tkv_remat_free)
-#define tkv_remat_give TKV_NAME_(tkv_remat_give)
-#define tkv_remat_init TKV_NAME_(tkv_remat_init)
-#define tkv_remat_missing TKV_NAME_(tkv_remat_missing)
-#define tkv_remat_restore TKV_NAME_(tkv_remat_restore)
-#define tkv_required_bytes TKV_NAME_(tkv_required_bytes)
-#define tkv_reserve TKV_NAME_(tkv_reserve)
-#define tkv_reset TKV_NAME_(tkv_reset)
-#define tkv_score_from_accuracy TKV_NAME_(tkv_score_from_accuracy)
-#define tkv_score_from_ppl TKV_NAME_(tkv_score_from_ppl)
-#define tkv_score_from_quality TKV_NAME_(tkv_score_from_quality)
-#define tkv_seq_len TKV_NAME_(tkv_seq_len)
-#define tkv_set_budget TKV_NAME_(tkv_set_budget)
-#define tkv_set_hot_tokens TKV_NAME_(tkv_set_hot_tokens)
-#define tkv_set_level TKV_NAME_(tkv_set_level)
-#define tkv_spill TKV_NAME_(tkv_spill)
-#define tkv_spill_bytes TKV_NAME_(tkv_spill_bytes)
-#define tkv_state_json TKV_NAME_(tkv_state_json)
-#define tkv_status_text TKV_NAME_(tkv_status_text)
-#define tkv_thresholds_candidates TKV_NAME_(tkv_thresholds_candidates)
-#define tkv_thresholds_find TKV_NAME_(tkv_thresholds_find)
-#define tkv_thresholds_load TKV_NAME_(tkv_thresholds_load)
-#define tkv_thresholds_parse TKV_NAME_(tkv_thresholds_parse)
-#define tkv_thresholds_print TKV_NAME_(tkv_thresholds_print)
-#define tkv_thresholds_put TKV_NAME_(tkv_thresholds_put)
-#define tkv_thresholds_save TKV_NAME_(tkv_thresholds_save)
-#define tkv_thresholds_transfer TKV_NAME_(tkv_thresholds_transfer)
-#define tkv_tier_counts TKV_NAME_(tkv_tier_counts)
-#define tkv_tier_for_age TKV_NAME_(tkv_tier_for_age)
-#define tkv_tier_of TKV_NAME_(tkv_tier_of)
-#define tkv_tier_pair TKV_NAME_(tkv_tier_pair)
-#define tkv_top_tokens TKV_NAME_(tkv_top_tokens)
-#define tkv_truncate TKV_NAME_(tkv_truncate)
-#define tkv_version TKV_NAME_(tkv_version)
-#endif
+#include "prefix.h"
 
 #ifdef __cplusplus
 extern "C" {
@@ -179,9 +41,13 @@ extern "C" {
 /* >>constants */
 #define TKV_BLOCK_TOKENS 64 /* tokens in a block: the cache encodes and demotes them together */
 #define TKV_MAX_HEAD_DIM 256
-#define TKV_QUALITY_HEADS 64 /* largest value of cfg.quality_heads */
-#define TKV_NONE (-1)        /* as a length: this tier is off */
-#define TKV_ALL (-2)         /* as a length: this tier takes all tokens, and later tiers stay empty */
+#define TKV_MAX_METER_HEADS 64 /* largest value of cfg.meter.heads */
+/* Sentinels. Each has its own name and value. */
+#define TKV_OFF (-1)        /* as a length or a level: this part is off */
+#define TKV_UNLIMITED (-2)  /* as a length: this tier takes all tokens, and later tiers stay empty */
+#define TKV_ALL_LAYERS (-3) /* as a layer */
+#define TKV_NO_SEQ (-4)     /* as a sequence */
+#define TKV_NEVER (-5)      /* as a step: it has not happened */
 /* TKV_ZERO means the number 0 in a float field whose 0 means "default". Only fields whose comment names TKV_ZERO
  * accept it. It is a tiny negative number, recognised by its bits. A config text writes it as `zero`. */
 #define TKV_ZERO (-1e-30f)
@@ -189,17 +55,17 @@ extern "C" {
 /* >>status. Every function that can fail returns a status. A negative status is an error. A call that fails leaves
  * the cache as it was, with these exceptions:
  *   under a budget          tokens that were evicted, or blocks that were compressed or offloaded, to make room
- *                           stay so if an allocator or a store fails afterwards (see tkv_budget)
+ *                           stay so if an allocator or a store fails afterwards (see tkv_get_budget)
  *   under a budget          a refused append may remove expired tokens, which have left every window
  *   allocation that failed  the index, or memory for the tables of formats, may be larger than before */
 #define TKV_STATUS_LIST(X)                                                                                   \
     X(TKV_OK, 0, "ok")                                                                                       \
     X(TKV_ERR_ARG, -1, "bad argument: a pointer is missing or a number is out of range")                     \
-    X(TKV_ERR_CONFIG, -2, "bad configuration: tkv_config_validate says which field and why")                 \
+    X(TKV_ERR_CONFIG, -2, "bad configuration: tkv_validate_config says which field and why")                 \
     X(TKV_ERR_NOMEM, -3, "out of memory: the allocator returned NULL")                                       \
     X(TKV_ERR_CAPACITY, -4, "full: max_tokens, max_append or the caller's memory is used up")                \
     X(TKV_ERR_NONFINITE, -5, "NaN or infinity in k or v, and the config says to refuse them")                \
-    X(TKV_ERR_STATE, -6, "call out of order: see tkv_begin, tkv_commit, tkv_abort")                          \
+    X(TKV_ERR_STATE, -6, "call out of order: see tkv_seq_begin, tkv_seq_commit, tkv_seq_abort")              \
     X(TKV_ERR_RANGE, -7, "these tokens are not in the cache")                                                \
     X(TKV_ERR_INEXACT, -8, "the cut falls into compressed tokens; only exact ones can be cut")               \
     X(TKV_ERR_ISA, -9, "this instruction set was asked for by name and is not available here")               \
@@ -207,14 +73,16 @@ extern "C" {
     X(TKV_ERR_DATA, -11, "these bytes are damaged, of another version or of another model")                  \
     X(TKV_ERR_BUDGET, -12,                                                                                   \
       "the budget is full: nothing can be stored more tightly (tkv_set_budget raises it)")                   \
-    X(TKV_ERR_IO, -13, "cfg.spill failed: blocks outside RAM could not be read or written")                  \
+    X(TKV_ERR_IO, -13, "cfg.offload failed: blocks outside RAM could not be read or written")                \
     X(TKV_ERR_NO_SOURCE, -14,                                                                                \
-      "nothing better is kept of these tokens, or they must be recomputed first: see tkv_remat_missing")
+      "nothing better is kept of these tokens, or they must be recomputed first: see tkv_seq_recompute")     \
+    X(TKV_ERR_UNSUPPORTED, -15, "this build leaves that out, or the GPU companion has no kernel for it")     \
+    X(TKV_ERR_DEVICE, -16, "the GPU's runtime refused: see tkvcu_get_last_error")
 #define TKV_STATUS_ENUM_(name, value, text) name = value,
-typedef enum tkv_status { TKV_STATUS_LIST(TKV_STATUS_ENUM_) TKV_STATUS_LAST_ = -15 } tkv_status;
+typedef enum tkv_status { TKV_STATUS_LIST(TKV_STATUS_ENUM_) TKV_STATUS_LAST_ = -17 } tkv_status;
 #undef TKV_STATUS_ENUM_
 
-/* >>formats. A format defines how a block stores K or V. tkv_format_bits gives the size of each format. */
+/* >>formats. A format defines how a block stores K or V. tkv_get_block_bytes gives the size of each format. */
 typedef enum tkv_format {
     TKV_FORMAT_DEFAULT = 0, /* hot: F16; warm: A40 for K, R40 for V; archive: A30 for K, R30 for V */
     TKV_F32,
@@ -254,7 +122,12 @@ typedef enum tkv_format {
     TKV_FORMAT_COUNT
 } tkv_format;
 
-typedef enum tkv_tier { TKV_HOT = 0, TKV_WARM = 1, TKV_ARCHIVE = 2, TKV_TIER_COUNT = 3 } tkv_tier;
+typedef enum tkv_tier {
+    TKV_TIER_HOT = 0,
+    TKV_TIER_WARM = 1,
+    TKV_TIER_ARCHIVE = 2,
+    TKV_TIER_COUNT = 3
+} tkv_tier;
 typedef enum tkv_side { TKV_K = 0, TKV_V = 1 } tkv_side;
 typedef enum tkv_type {
     TKV_TYPE_F32 = 0,
@@ -265,7 +138,7 @@ typedef enum tkv_nonfinite {
     TKV_NONFINITE_REFUSE = 0, /* the append returns TKV_ERR_NONFINITE and stores nothing */
     TKV_NONFINITE_SATURATE    /* NaN becomes 0, infinities become +-65504 */
 } tkv_nonfinite;
-/* Bits of cfg.fit: how the encoder of Q8, KIVI and SQUAT formats chooses scale and zero. 0: from minimum and
+/* Bits of cfg.format.fit: how the encoder of Q8, KIVI and SQUAT formats chooses scale and zero. 0: from minimum and
  * maximum. The bits change neither the number of bytes nor the decoding, nor its speed. Encoding a block takes
  * longer. They help at 3 bits and less. */
 typedef enum tkv_fit {
@@ -273,11 +146,12 @@ typedef enum tkv_fit {
     TKV_FIT_NORM = 2,    /* decoded groups have the variance of the values: mixes best with exact tokens */
     TKV_FIT_UNBIASED = 4 /* decoded groups are unbiased, cov(x^, x) = var(x); excludes TKV_FIT_NORM */
 } tkv_fit;
-/* Bits of cfg.rotate: before coding this side, INT8, INT4, FP8 and FP4 apply a randomised Hadamard rotation. */
+/* Bits of cfg.format.rotate: before coding this side, INT8, INT4, FP8 and FP4 apply a randomised Hadamard
+ * rotation. */
 typedef enum tkv_rotate { TKV_ROTATE_K = 1, TKV_ROTATE_V = 2 } tkv_rotate;
-/* Bits of cfg.kvquant: how KVQUANT formats differ from the paper's "nuq, 1 %" (formats/kvquant.h). */
+/* Bits of cfg.format.kvquant: how KVQUANT formats differ from the paper's "nuq, 1 %" (formats/kvquant.h). */
 typedef enum tkv_kvquant {
-    TKV_KVQUANT_POST_ROPE = 1, /* codes keys after RoPE, as appended; required without cfg.rope */
+    TKV_KVQUANT_POST_ROPE = 1, /* codes keys after RoPE, as appended; required without cfg.model.rope */
     TKV_KVQUANT_UNIFORM = 2,   /* levels are evenly spaced */
     TKV_KVQUANT_NORM = 4,      /* decoded values keep the variance (Q-Norm); helps at 3 bits and less */
     TKV_KVQUANT_DENSE = 8      /* stores no outliers */
@@ -291,11 +165,6 @@ typedef enum tkv_isa {
     TKV_ISA_WASM, /* WebAssembly compiled with -msimd128 */
     TKV_ISA_COUNT
 } tkv_isa;
-typedef enum tkv_flush_mode {
-    TKV_FLUSH_DUE = 0, /* demotes the blocks that the next append would demote anyway */
-    TKV_FLUSH_FULL,    /* demotes every full block of the hot tail; none where hot_tokens is TKV_ALL */
-    TKV_FLUSH_ALL      /* demotes the partial block too, which then takes a whole block's bytes */
-} tkv_flush_mode;
 
 typedef struct tkv_cache tkv_cache; /* opaque */
 
@@ -315,10 +184,10 @@ typedef void (*tkv_task)(void *ctx, int index);
 typedef void (*tkv_parallel_for)(void *user, int n_tasks, tkv_task task, void *ctx);
 
 /* >>config. Zero means "default" in every field. Fill a config with zeros before setting fields:
- * `tkv_config cfg = {0};` in C, `tkv_config cfg = tkv_config_default();` in C or C++. */
-typedef struct tkv_pair {
+ * `tkv_config cfg = {0};` in C, `tkv_config cfg = tkv_default_config();` in C or C++. */
+typedef struct tkv_format_pair {
     tkv_format k, v;
-} tkv_pair;
+} tkv_format_pair;
 
 /* The model's RoPE, for formats that undo it (KVQUANT). Of the first `dim` channels, each pair rotates by
  * scale * base^(-2j / dim) radians per token, j = 0 .. dim/2 - 1, starting at position 0. If the model rotates
@@ -333,34 +202,43 @@ typedef struct tkv_rope {
 } tkv_rope;
 
 typedef struct tkv_layer_config { /* settings of one layer; zero takes the cache's value */
-    tkv_pair hot, warm, archive;
+    tkv_format_pair hot, warm, archive;
     int sink_tokens, hot_tokens, warm_tokens;
-    int window;   /* a query sees this many newest keys, its own included; TKV_NONE: no sliding window */
+    int window;   /* a query sees this many newest keys, its own included; TKV_OFF: no sliding window */
     int share_kv; /* 1 + index of an earlier layer: this layer reads its K and V and accepts no appends */
     int no_cache; /* 1: this layer has no K and V (a state-space layer, for example) */
 } tkv_layer_config;
 
 /* >>ladder. A ladder lists plans, called levels, from loose to tight. A tighter plan takes fewer bytes. A cache
- * begins at level cfg.policy.min_level, by default 0. A length or format of 0 takes the cache's value.
- * hot_tokens = TKV_ALL keeps all tokens exact. Settings of a layer (tkv_layer_config) hold at every level. */
+ * begins at level cfg.budget.pressure.min_level, by default 0. A length or format of 0 takes the cache's value.
+ * hot_tokens = TKV_UNLIMITED keeps all tokens exact. Settings of a layer (tkv_layer_config) hold at every level. */
 #define TKV_MAX_LEVELS 8
 typedef struct tkv_level {
     int hot_tokens, warm_tokens;
-    tkv_pair warm, archive;
+    tkv_format_pair warm, archive;
 } tkv_level;
 
-/* The pressure controller's settings: when it changes the level. See tkv_policy_init and tkv_budget. */
-typedef struct tkv_policy_config {
+/* Named settings of the pressure controller. */
+typedef enum tkv_pressure_profile {
+    TKV_PROFILE_DEFAULT = 0, /* thresholds .80 and .95, hysteresis .05, alpha .20 */
+    TKV_PROFILE_FP16_ONLY,   /* the same, but never above level 0 */
+    TKV_PROFILE_AGGRESSIVE,  /* thresholds .50 and .80, hysteresis .05, alpha .30, starts at level 1 */
+    TKV_PROFILE_COUNT
+} tkv_pressure_profile;
+/* The pressure controller's settings: when it changes the level. See tkv_init_pressure and tkv_get_budget. Zero takes
+ * the profile's value, which is given here for the default profile. */
+typedef struct tkv_pressure_config {
+    tkv_pressure_profile profile;
     /* level i + 1 begins at pressure threshold[i]; rising, at most 1. All 0: .80, .95. TKV_ZERO: at any pressure */
     float threshold[TKV_MAX_LEVELS - 1];
     /* relaxes one level below (threshold - hysteresis); 0: .05; TKV_ZERO: as soon as below the threshold */
     float hysteresis;
     float alpha;   /* a sample's weight in the moving average, to 1; 0: .20; the first sample starts it */
-    int min_level; /* first level; the cache never goes below it, even if memory is free: see tkv_budget */
-    int max_level; /* highest level; 0: the last one; TKV_NONE: always level 0 */
-} tkv_policy_config;
+    int min_level; /* first level; the cache never goes below it, even if memory is free: see tkv_get_budget */
+    int max_level; /* highest level; 0: the last one; TKV_OFF: always level 0 */
+} tkv_pressure_config;
 
-/* >>keeping. These types say how the cache rates tokens and which policy evicts them; see tkv_importance_add and
+/* >>keeping. These types say how the cache rates tokens and which policy evicts them; see tkv_update_importance and
  * tkv_evict. A score is the attention that a token received in one step. A is the value that a strategy gathers
  * from a token's scores. */
 typedef enum tkv_importance_strategy {
@@ -369,7 +247,7 @@ typedef enum tkv_importance_strategy {
     TKV_IMPORTANCE_HEAVY_HITTER, /* "heavy_hitter": A is the largest score of any step */
     TKV_IMPORTANCE_RECENCY,      /* "recency": age alone */
     TKV_IMPORTANCE_PERSISTENCE,  /* "persistence": A loses 1 per score below `low` (Scissorhands) */
-    TKV_IMPORTANCE_STRATEGIES
+    TKV_IMPORTANCE_COUNT
 } tkv_importance_strategy;
 typedef enum tkv_importance_heads {
     TKV_IMPORTANCE_MEAN = 0,
@@ -384,19 +262,20 @@ typedef struct tkv_importance_config { /* zero takes the strategy's value */
     float tau;       /* time constant of the age, in steps, 1 to 2^30; 0: 64 */
     float low;       /* "persistence": the score below which A loses 1; 0: an even share, 1 / n of n tokens */
     /* how scores of the query heads of one KV head are joined, for attention that the cache gathers itself;
-     * see tkv_importance_of */
+     * see tkv_get_importance */
     tkv_importance_heads heads;
+    int sample_every; /* a cache samples one query in this many; 0: one in 32, if the policy needs it */
 } tkv_importance_config;
 /* Eviction policies: which tokens go first. Numbers in parentheses are arXiv papers. */
-typedef enum tkv_evict_kind {
+typedef enum tkv_evict_policy {
     TKV_EVICT_NONE = 0,  /* "none": evicts no token; selecting victims fails with TKV_ERR_BUDGET */
     TKV_EVICT_SLIDING,   /* "sliding": the oldest token that is not a sink (StreamingLLM, 2309.17453) */
     TKV_EVICT_H2O,       /* "h2o": least accumulated attention score (2306.14048) */
     TKV_EVICT_SNAPKV,    /* "snapkv": least pooled score from the prompt's last queries (2404.14469) */
-    TKV_EVICT_PYRAMIDKV, /* "pyramidkv": as "snapkv", with tkv_evict_budgets of layers (2406.02069) */
+    TKV_EVICT_PYRAMIDKV, /* "pyramidkv": as "snapkv", with tkv_split_evict_budget of layers (2406.02069) */
     TKV_EVICT_TOVA,      /* "tova": least attention score from the last query (2401.06104) */
     /* "knorm": key with the largest norm (2406.11430). The cache computes norms when keys are appended and keeps
-     * them. With cfg.importance_every or cfg.n_anchors it decodes the keys for each batch instead. */
+     * them. With cfg.importance.sample_every or cfg.tiers.n_anchors it decodes the keys for each batch instead. */
     TKV_EVICT_KNORM,
     /* "keydiff": key most similar to the mean direction of all keys (2504.15364). Each batch decodes all keys
      * twice, because the mean changes. An append takes 1.3 ms, with "knorm" .1 ms. This was measured with 65,536
@@ -405,14 +284,15 @@ typedef enum tkv_evict_kind {
     TKV_EVICT_SCISSORHANDS, /* "scissorhands": score most often below an even share (2305.17118) */
     TKV_EVICT_FIFO,         /* "fifo": the oldest token, even a sink */
     TKV_EVICT_RANDOM,       /* "random": by a hash of seed and position */
-    TKV_EVICT_SCORES,       /* "scores": by the caller's scores (tkv_importance_read, KVzip) */
+    TKV_EVICT_SCORES,       /* "scores": by the caller's scores (tkv_update_importance, KVzip) */
     TKV_EVICT_USER,         /* "user": by cfg.scorer */
-    TKV_EVICT_KINDS
-} tkv_evict_kind;
+    TKV_EVICT_COUNT
+} tkv_evict_policy;
 struct tkv_evict_view;
 typedef struct tkv_evict_config { /* zero means default */
-    tkv_evict_kind kind;
-    /* Tokens that stay: positions below sink_tokens, and the newest recent_tokens. TKV_NONE: none. 0: 4 and 32;
+    tkv_evict_policy policy;
+    int keep_tokens; /* tokens that a layer of a cache keeps ("pyramidkv": on average); 0: the budget decides */
+    /* Tokens that stay: positions below sink_tokens, and the newest recent_tokens. TKV_OFF: none. 0: 4 and 32;
      * "sliding" 4 and 1; "pyramidkv" 4 and 8; "fifo" and "random" 0 and 0. The default of recent_tokens takes at
      * most half of the budget that the sinks leave (H2O's share). A small budget protects the newest token first,
      * then the sinks, then the other recent tokens. */
@@ -422,195 +302,246 @@ typedef struct tkv_evict_config { /* zero means default */
     /* "user": returns the score of slot i; tokens with high scores stay */
     float (*scorer)(void *user, const struct tkv_evict_view *view, int i);
     void *user;
-    /* when to evict, and how many tokens; see tkv_evict_due */
+    /* when to evict, and how many tokens; a cache applies them */
     float trigger; /* evicts above this share of the budget, above 0 and at most 1; 0: 1 (akv-cache: .9) */
     int batch;     /* tokens evicted at once; 0: 64, or an eighth of the budget if that is less */
 } tkv_evict_config;
 
-/* >>events. The cache reports events for logs and counters to cfg.on_event. The callback runs inside the call that
- * causes the event. It may call reports of the cache, and no other function of it. */
+/* >>events. The cache reports events for logs and counters to cfg.host.on_event. The callback runs inside the call
+ * that causes the event. It may call reports of the cache, and no other function of it. */
 typedef enum tkv_event_kind {
     TKV_EVENT_LEVEL = 0, /* the cache changed from level `from` to level `to`; `bytes` are in use */
     TKV_EVENT_BUDGET,    /* an append, reservation or smaller budget was refused; it needed `bytes` in all */
     TKV_EVENT_TABLE,     /* a layer has its first or a better table of A, R or KVQUANT formats */
     TKV_EVENT_EVICT,     /* the tokens at `positions` of a layer were evicted */
-    TKV_EVENT_SPILL,     /* a layer's block of positions `from` to `to` - 1 and `bytes` was offloaded */
+    TKV_EVENT_OFFLOAD,   /* a layer's block of positions `from` to `to` - 1 and `bytes` was offloaded */
     TKV_EVENT_COUNT
 } tkv_event_kind;
 typedef struct tkv_event {
     tkv_event_kind kind;
-    int seq, layer, from, to; /* -1 where a field does not apply */
-    size_t bytes;             /* see tkv_event_kind; 0 where it does not apply */
-    const int *positions;     /* EVICT: n positions, rising, valid during the call; else NULL */
+    int seq, layer;       /* TKV_NO_SEQ, TKV_ALL_LAYERS: none in particular */
+    int from, to;         /* see tkv_event_kind; 0 where they do not apply */
+    size_t bytes;         /* see tkv_event_kind; 0 where it does not apply */
+    const int *positions; /* EVICT: n positions, rising, valid during the call; else NULL */
     int n;
     const char *text; /* one sentence, valid during the call */
 } tkv_event;
 typedef void (*tkv_on_event)(void *user, const tkv_event *event);
 
-/* >>spill. A store outside RAM for old blocks, such as a file (copy examples/spill_file.h); see tkv_spill.
+/* >>spill. A store outside RAM for old blocks, such as a file (copy examples/spill_file.h); see tkv_offload.
  *
- * Layout: the cache writes each key as parts in rising order, without overlap, within tkv_spill_bytes. It reads
- * back one whole part at a time, and never the bytes between parts.
+ * Layout: the cache writes each key as parts in rising order, without overlap, within tkv_get_required_bytes. It
+ * reads back one whole part at a time, and never the bytes between parts.
  *
  * Calls: the functions run inside the call of the cache that needs them and must not call the cache. Several
- * threads may be in fetch and ahead at once, from tkv_attend or from cfg.parallel_for. The cache calls store and
+ * threads may be in fetch and ahead at once, from tkv_attend or from cfg.host.parallel_for. The cache calls store and
  * drop from one thread at a time, while neither fetch nor ahead runs. store and fetch return 0 if they moved all
  * bytes, else another number.
  *
  * Integrity: the cache adds an XXH64 to each part and checks it after reading. It finds lost, damaged and exchanged
  * parts. It does not protect against deliberate changes of the store. */
-typedef struct tkv_spill_config { /* set store and fetch, or neither */
+typedef struct tkv_offload_config { /* set store and fetch, or neither */
     /* writes `size` bytes of `key` at `offset` */
-    int (*store)(void *user, uint32_t key, size_t offset, const void *bytes, size_t size);
+    int (*write)(void *user, uint32_t key, size_t offset, const void *bytes, size_t size);
     /* reads `size` bytes of `key` at `offset` */
-    int (*fetch)(void *user, uint32_t key, size_t offset, void *bytes, size_t size);
+    int (*read)(void *user, uint32_t key, size_t offset, void *bytes, size_t size);
     /* NULL, or a prefetch hint: the cache will soon read `size` bytes from `offset` on, part by part */
-    void (*ahead)(void *user, uint32_t key, size_t offset, size_t size);
+    void (*prefetch)(void *user, uint32_t key, size_t offset, size_t size);
     /* NULL, or erases a key that is no longer needed, also after a write that failed. Called once per use of the
      * key; the cache may use the key again later */
-    void (*drop)(void *user, uint32_t key);
+    void (*erase)(void *user, uint32_t key);
     void *user;
     int keep_exact; /* 1: writes the exact bytes of each block when it is first compressed, for tkv_promote */
-} tkv_spill_config;
+} tkv_offload_config;
 
-typedef struct tkv_config {
-    uint32_t start_canary; /* leave 0: detects a config that was not filled with zeros */
-    /* the model */
-    int n_layers;   /* required, 1 .. 4096 */
-    int n_heads;    /* query heads, 1 .. 65536; required, a multiple of n_kv_heads */
-    int n_kv_heads; /* heads of K and V; 0: n_heads (plain multi-head attention) */
+/* >>config. The options of a cache, in groups. */
+typedef struct tkv_model_config { /* the model */
+    int n_layers;                 /* required, 1 .. 4096 */
+    int n_heads;                  /* query heads, 1 .. 65536; required, a multiple of n_kv_heads */
+    int n_kv_heads;               /* heads of K and V; 0: n_heads (plain multi-head attention) */
     int head_dim;   /* channels of K and q; required, 1 .. 256. The cache pads it to a multiple of 16 */
     int v_head_dim; /* channels of V and out, 1 .. 256; 0: head_dim */
+    int window;     /* sliding window of all layers, in tokens; 0: none */
     float scale;    /* factor on q.k, positive; 0: 1/sqrt(head_dim) */
-    /* capacity */
-    int max_seqs;   /* sequences, numbered 0 .. max_seqs-1; at most 2^20; 0: 1 */
-    int max_tokens; /* per sequence, 1 to 2^30 - 1; 0: grows on demand (tkv_init_in_place needs a number) */
+    tkv_rope rope;  /* RoPE of the keys; KVQUANT formats need it */
+} tkv_model_config;
+
+typedef struct tkv_limits_config { /* capacity */
+    int max_seqs;                  /* sequences, numbered 0 .. max_seqs-1; at most 2^20; 0: 1 */
+    int max_tokens; /* per sequence, 1 to 2^30 - 1; 0: grows on demand (tkv_create_in_place needs a number) */
     int max_append; /* largest number of tokens in one append, at most 2^20; 0: 512 */
-    /* the plan: [sinks][archive ...][warm][hot tail], oldest to newest */
-    int sink_tokens;     /* first tokens, always exact; at most 64; 0: 4; TKV_NONE: no sinks */
-    int hot_tokens;      /* at least this many newest tokens stay exact; 0: 64; or TKV_NONE, TKV_ALL */
-    int warm_tokens;     /* length of the warm tier, behind the hot tail; 0: 448; or TKV_NONE, TKV_ALL */
-    int group_size;      /* values that share a scale in Q8 and KIVI formats: 64 or 32; 0: 64 */
-    int allocation_unit; /* channels that get equal bits in A formats: 4, or 16 for a GPU; 0: 4 */
-    int fit;             /* bits of tkv_fit, for Q8, KIVI and SQUAT formats */
-    int rotate;          /* bits of tkv_rotate, for INT8, INT4, FP8 and FP4 */
-    int center_k;        /* 1: INT8, INT4, FP8, FP4 store K's channel means apart, in fp16 per block */
-    int squat_block;     /* channels that SQUAT formats code together: 16, or 64 as the authors; 0: 16 */
-    int subspaces;       /* parts of a token in SUBSPACE formats: 1 to 16; 0: 4 */
-    int kvquant;         /* bits of tkv_kvquant, for KVQUANT formats */
-    tkv_rope rope;       /* the model's RoPE, for KVQUANT formats */
-    int window;          /* sliding window of all layers, in tokens; 0: none */
-    tkv_pair hot, warm, archive;
-    const tkv_layer_config *layers; /* NULL, or settings of n_layers layers; read by tkv_create, not kept */
-    /* the budget, see tkv_budget */
-    size_t budget_bytes;     /* limit of all memory that the cache holds, at any moment; 0: no budget */
-    const tkv_level *ladder; /* n_levels levels; read by tkv_create, not kept; NULL: see tkv_budget */
-    int n_levels;            /* 1 to TKV_MAX_LEVELS with a ladder, else 0 */
-    tkv_policy_config policy;
-    tkv_on_event on_event; /* NULL: reports no events */
-    void *event_user;
-    /* which tokens to keep, see tkv_evict and tkv_importance_of */
-    tkv_evict_config evict; /* kind 0: the cache evicts no tokens */
-    int evict_tokens;       /* tokens that a layer keeps ("pyramidkv": on average); 0: the budget decides */
-    tkv_importance_config importance;
+} tkv_limits_config;
+
+typedef struct tkv_tiers_config { /* the plan: [sinks][archive ...][warm][hot tail], oldest to newest */
+    int sink_tokens;              /* first tokens, always exact; at most 64; 0: 4; TKV_OFF: no sinks */
+    int hot_tokens;  /* at least this many newest tokens stay exact; 0: 64; or TKV_OFF, TKV_UNLIMITED */
+    int warm_tokens; /* length of the warm tier, behind the hot tail; 0: 448; or TKV_OFF, TKV_UNLIMITED */
+    tkv_format_pair hot, warm, archive;
     /* Anchors are the n_anchors tokens of a layer with the highest attention scores. They stay exact beside the
      * sinks. At most 28, and at most 32 with the sinks. Every layer needs sinks and must have no window. A token
      * may become an anchor when its block is compressed. A more important token may replace it. Attention then
      * reads its coded value again. */
     int n_anchors;
-    int importance_every;   /* one query in this many is sampled; 0: one in 32, if the policy needs it */
-    tkv_spill_config spill; /* store for blocks that are offloaded when the budget is full; zero: no store */
-    int remat;              /* 1: a full budget may discard blocks of idle sequences; see tkv_remat_drop */
-    /* behaviour */
-    tkv_nonfinite nonfinite;
-    int precise; /* 1: hi and lo limbs of q and p in every format; arithmetic errs by at most 2e-3 of the output */
-    tkv_isa isa; /* TKV_ISA_AUTO: the best instruction set here; another: that one, or TKV_ERR_ISA */
-    /* the quality meter, see tkv_quality */
-    int quality_heads;  /* KV heads that it watches, at most 64; 0: no meter. 4 is a good start */
-    int quality_tokens; /* coded tokens per watched head that it also keeps exact, at least 128; 0: 2048 */
-    int quality_every;  /* positions per measurement; 0: 32 or more, for at most 0.5 % of attention's work */
-    /* the host */
+} tkv_tiers_config;
+
+typedef struct tkv_format_options { /* how formats code; a format ignores the options of others */
+    int group_size;                 /* values that share a scale in Q8 and KIVI formats: 64 or 32; 0: 64 */
+    int allocation_unit;            /* channels that get equal bits in A formats: 4, or 16 for a GPU; 0: 4 */
+    int fit;                        /* bits of tkv_fit, for Q8, KIVI and SQUAT formats */
+    int rotate;                     /* bits of tkv_rotate, for INT8, INT4, FP8 and FP4 */
+    int center_k;    /* 1: INT8, INT4, FP8, FP4 store K's channel means apart, in fp16 per block */
+    int squat_block; /* channels that SQUAT formats code together: 16, or 64 as the authors; 0: 16 */
+    int subspaces;   /* parts of a token in SUBSPACE formats: 1 to 16; 0: 4 */
+    int kvquant;     /* bits of tkv_kvquant, for KVQUANT formats */
+} tkv_format_options;
+
+typedef struct tkv_budget_config { /* see tkv_get_budget */
+    size_t bytes;                  /* limit of all memory that the cache holds, at any moment; 0: no budget */
+    const tkv_level *ladder; /* n_levels levels; read during creation, not kept; NULL: see tkv_get_budget */
+    int n_levels;            /* 1 to TKV_MAX_LEVELS with a ladder, else 0 */
+    tkv_pressure_config pressure;
+    int discard; /* 1: a full budget may discard blocks of idle sequences; see tkv_seq_discard */
+} tkv_budget_config;
+
+typedef struct tkv_meter_config { /* the quality meter, see tkv_get_quality */
+    int heads;                    /* KV heads that it watches, at most 64; 0: no meter. 4 is a good start */
+    int tokens; /* coded tokens per watched head that it also keeps exact, at least 128; 0: 2048 */
+    int every;  /* positions per measurement; 0: 32 or more, for at most 0.5 % of attention's work */
+} tkv_meter_config;
+
+typedef struct tkv_host_config { /* the program around the cache */
     tkv_allocator allocator;
     tkv_parallel_for parallel_for;
     void *parallel_user;
+    tkv_on_event on_event; /* NULL: reports no events */
+    void *event_user;
+    tkv_isa isa; /* TKV_ISA_AUTO: the best instruction set here; another: that one, or TKV_ERR_ISA */
+    tkv_nonfinite nonfinite;
+    int precise; /* 1: hi and lo limbs of q and p in every format; arithmetic errs by at most 2e-3 of the output */
+} tkv_host_config;
+
+typedef struct tkv_config {
+    uint32_t start_canary; /* leave 0: detects a config that was not filled with zeros */
+    tkv_model_config model;
+    tkv_limits_config limits;
+    tkv_tiers_config tiers;
+    tkv_format_options format;
+    const tkv_layer_config *layers; /* NULL, or settings of n_layers layers; read during creation, not kept */
+    tkv_budget_config budget;
+    tkv_evict_config evict; /* policy 0: the cache evicts no tokens */
+    tkv_importance_config importance;
+    tkv_offload_config
+        offload; /* store for blocks that are offloaded when the budget is full; zero: no store */
+    tkv_meter_config meter;
+    tkv_host_config host;
     uint32_t end_canary; /* leave 0 */
 } tkv_config;
 
+/* ======== 1. CORE ======== >>core
+ * Most programs need no more than this part. A config describes the model and the plan; zero is the default in every
+ * field. tkv_create makes an empty cache from it. For each step and layer, the program appends the keys and values of
+ * the new tokens and then attends with their queries. Attention reads all tiers in one softmax, so the program does
+ * not see where a token lies. A sequence is one conversation: it begins with its first append, tkv_seq_truncate cuts
+ * its newest tokens, and tkv_seq_reset ends it. tkv_read decodes tokens of any tier. tkv_get_memory counts every byte
+ * that the cache holds, and a budget limits them. Every function that can fail returns a tkv_status.
+ *
+ * Example:
+ *     tkv_config cfg = tkv_default_config();
+ *     cfg.model.n_layers = 4, cfg.model.n_heads = 8, cfg.model.n_kv_heads = 2, cfg.model.head_dim = 64;
+ *     if (tkv_create_ex(&cfg, NULL, 0, &kv, reason, sizeof reason)) return puts(reason);
+ *     for (layer = 0; layer < 4; layer++) {
+ *         st = tkv_append(kv, 0, layer, k, v, n);       // [n][2][64] each, keys after RoPE
+ *         if (!st) st = tkv_attend(kv, 0, layer, q, n, out);   // q and out are [n][8][64]
+ *         if (st) return puts(tkv_get_status_text(st));
+ *     }
+ *     tkv_destroy(kv);
+ */
 /* Returns a config of zeros, which are the defaults. */
-TKV_API tkv_config tkv_config_default(void);
-/* Returns sizeof(tkv_config) of the linked implementation. A binding compares it with its own struct's size. */
-TKV_API size_t tkv_config_size(void);
-
+TKV_API tkv_config tkv_default_config(void);
 /* Sets lengths and formats of the tiers to a named plan. Other fields stay. Bits per value of archived tokens,
  * metadata included (effect on models: bench/QUALITY.md):
  *   "quality" 4.06; "balanced" 3.06, the default; "compact" 2.31; "extreme" 1.81
  *   "kivi" 2.5; "squat" 2.5; "kvquant-3" 3.5: other designs, for comparison
  *   "by-context": "kivi" below 2,048 max_tokens, "squat" below 8,192, else "kvquant-3". Set max_tokens first.
- * KVQUANT keys ("kvquant-3", "by-context", "adr", "extreme_context") need cfg.rope, or TKV_KVQUANT_POST_ROPE in
- * cfg.kvquant; else tkv_config_validate fails.
+ * KVQUANT keys ("kvquant-3", "by-context", "adr", "extreme_context") need cfg.model.rope, or TKV_KVQUANT_POST_ROPE in
+ * cfg.format.kvquant; else tkv_validate_config fails.
  * Errors: TKV_ERR_ARG (unknown name or NULL), nothing changed. */
-TKV_API tkv_status tkv_config_preset(tkv_config *cfg, const char *name);
-/* Returns the name of plan i = 0, 1, ..., and NULL after the last. */
-TKV_API const char *tkv_preset_name(int i);
-
+TKV_API tkv_status tkv_apply_preset(tkv_config *cfg, const char *name);
+/* More presets for tkv_apply_preset, named as in other designs. Hot tokens, warm tokens and bits are those of the
+ * designs. Keys are coded as in the papers of KIVI and SQuat. No other field of the designs is mapped.
+ * Each row gives hot + warm tokens, the warm format, the archive formats, and remarks:
+ *   adr               64 + 448, KIVI4, then as "by-context", cfg.model.rope included (RuvLLM's ADR-004; its quality
+ *                     target is not mapped)
+ *   small             32 + 224, KIVI4, KIVI2
+ *   long_context      64 + 960, KIVI4, KIVI2
+ *   large_context     128 + 896, KIVI4, SQUAT2 and KIVI2 (its four subspaces and rematerialization are not mapped)
+ *   extreme_context   256 + 1792, KIVI4, KVQUANT3 (set cfg.model.rope; rematerialization is not mapped)
+ *   memory_optimized  32 + 224, KIVI4, KIVI2 (the lengths are fixed, as in the original)
+ *   akv               1024 + 2048, KIVI4, KIVI2 (akv-cache; importance, promotion and host memory are not mapped)
+ *   akv_quality       2048 + 2048, KIVI4, KIVI2 (named so because "quality" is a preset of this library)
+ *   aggressive        512 + 4096, KIVI2, KIVI2 (tkv_pressure_profile has a profile of this name)
+ *   k4v4 k3v3 k2v2    256, 128, 64 exact, then 4, 3, 2 bits (akv's AKVCache: quality, balanced, compact; Hadamard
+ *                     rotation and protected layers are not mapped)
+ *   k4v3 k4v2         128 exact, then keys in 4 bits and values in 3 or 2 bits (also AKVCache) */
 /* Checks every field of a config. On an error `reason` gets one sentence, cut to `size` bytes. It names the field,
  * its value and the values that are allowed. `reason` may be NULL.
  * Errors:
  *   TKV_ERR_CONFIG   a field is wrong
  *   TKV_ERR_ARG      cfg is NULL */
-TKV_API tkv_status tkv_config_validate(const tkv_config *cfg, char *reason, size_t size);
+TKV_API tkv_status tkv_validate_config(const tkv_config *cfg, char *reason, size_t size);
 
 /* >>life. Creates an empty cache. The cache fetches memory for tokens later, page by page, as they are appended. On
  * an error *out does not change. Errors: as tkv_create_ex. Cost: one allocation per growing part, no work per
  * token. */
 TKV_API tkv_status tkv_create(const tkv_config *cfg, tkv_cache **out);
-/* Creates an empty cache, as tkv_create. `reason` gets one sentence about an error, cut to `size` bytes, or ""
- * after success. `reason` may be NULL. tkv_create_from_text reads the config from a text.
+/* Creates an empty cache, as tkv_create, and names the cause of an error.
+ *   cfg      NULL: all defaults, for a text that sets what is needed
+ *   text     NULL, or a config as text of `text_size` bytes (see tkv_parse_config); its keys override cfg
+ *   reason   (may be NULL) receives a sentence about an error, cut to `size` bytes; "" after success. If a line of
+ *            the text is wrong, the sentence begins with its number
+ * Errors, *out unchanged:
+ *   TKV_ERR_CONFIG        tkv_validate_config rejects the config, or its tables exceed this machine's address space
+ *   TKV_ERR_ISA           cfg.host.isa is not available
+ *   TKV_ERR_BUDGET        cfg.budget.bytes has no room for an empty cache and its first tokens
+ *   TKV_ERR_NOMEM         the allocator returned NULL
+ *   TKV_ERR_UNSUPPORTED   a text, in a build with TKV_NO_REPORTS
+ *   TKV_ERR_ARG           out is missing, or both cfg and text are
+ * Cost: tkv_create; with a text also O(text_size), five times. */
+TKV_API tkv_status tkv_create_ex(const tkv_config *cfg, const char *text, size_t text_size, tkv_cache **out,
+                                 char *reason, size_t size);
+/* Computes the bytes that the caller must provide. A NULL result is not computed; one of both must be asked for.
+ *   in_place   bytes that tkv_create_in_place needs for every sequence at max_tokens. Blocks that TKV_FLUSH_ALL left
+ *              short are not included: appends may then return TKV_ERR_CAPACITY
+ *   offload    the most bytes stored under one key of cfg.offload, for a store with slots of one size
  * Errors:
- *   TKV_ERR_CONFIG   tkv_config_validate rejects the config, or its tables exceed this machine's address space
- *   TKV_ERR_ISA      cfg.isa is not available
- *   TKV_ERR_BUDGET   cfg.budget_bytes has no room for an empty cache and its first tokens
- *   TKV_ERR_NOMEM    the allocator returned NULL
- *   TKV_ERR_ARG      a pointer is missing */
-TKV_API tkv_status tkv_create_ex(const tkv_config *cfg, tkv_cache **out, char *reason, size_t size);
+ *   TKV_ERR_CONFIG   cfg is invalid, or the size exceeds this machine's address space; in_place: max_tokens is 0
+ *   TKV_ERR_BUDGET   in_place: cfg.budget.bytes has no room for the index of max_tokens and for pages
+ *   TKV_ERR_ARG      both results are NULL */
+TKV_API tkv_status tkv_get_required_bytes(const tkv_config *cfg, size_t *in_place, size_t *offload);
+/* Creates a cache inside the caller's memory, and allocates nothing. It ignores cfg.host.allocator. `mem` may have
+ * any alignment. It must outlive the cache; tkv_destroy does not free it.
+ * Errors: those of tkv_get_required_bytes, and
+ *   TKV_ERR_CAPACITY   `bytes` is less than tkv_get_required_bytes
+ *   TKV_ERR_ISA        cfg.host.isa is not available */
+TKV_API tkv_status tkv_create_in_place(const tkv_config *cfg, void *mem, size_t bytes, tkv_cache **out);
 /* Frees the cache and gives all memory back to the allocator. kv may be NULL. */
 TKV_API void tkv_destroy(tkv_cache *kv);
-
-/* tkv_required_bytes gives the bytes that tkv_init_in_place needs for every sequence at max_tokens. Blocks that
- * TKV_FLUSH_ALL left short are not included: appends may then return TKV_ERR_CAPACITY.
- * tkv_init_in_place creates a cache inside the caller's memory and allocates nothing. It ignores cfg.allocator.
- * `mem` may have any alignment. It must outlive the cache; tkv_destroy does not free it.
- * Errors of both:
- *   TKV_ERR_CONFIG     cfg is invalid, max_tokens is 0, or the size exceeds this machine's address space
- *   TKV_ERR_BUDGET     cfg.budget_bytes has no room for the index of max_tokens and for pages
- *   TKV_ERR_ARG        a pointer is missing
- * Errors of tkv_init_in_place:
- *   TKV_ERR_CAPACITY   `bytes` is less than tkv_required_bytes
- *   TKV_ERR_ISA        cfg.isa is not available */
-TKV_API tkv_status tkv_required_bytes(const tkv_config *cfg, size_t *bytes);
-TKV_API tkv_status tkv_init_in_place(const tkv_config *cfg, void *mem, size_t bytes, tkv_cache **out);
 
 /* >>append. Appends n tokens to one layer. k is float [n][n_kv_heads][head_dim], after RoPE. v is float
  * [n][n_kv_heads][v_head_dim]. It first demotes older blocks that are due. The new tokens get the hot format and
  * stay exact until the next append. F16 saturates at +-65504.
  * Errors:
  *   TKV_ERR_CAPACITY    n exceeds max_append, max_tokens, or the memory in place
- *   TKV_ERR_BUDGET      the budget is full (see tkv_budget)
+ *   TKV_ERR_BUDGET      the budget is full (see tkv_get_budget)
  *   TKV_ERR_NOMEM       the allocator returned NULL
- *   TKV_ERR_NONFINITE   NaN or infinity (see cfg.nonfinite)
+ *   TKV_ERR_NONFINITE   NaN or infinity (see cfg.host.nonfinite)
  *   TKV_ERR_ARG         bad argument
  * Cost: O(n), plus one encoding per 64 tokens. */
 TKV_API tkv_status tkv_append(tkv_cache *kv, int seq, int layer, const float *k, const float *v, int n);
-/* Appends as tkv_append, and checks that the first new token belongs at `position`. Use it where the caller counts
- * positions itself, for RoPE for example. Errors: as tkv_append_ex. */
-TKV_API tkv_status tkv_append_at(tkv_cache *kv, int seq, int layer, int position, const float *k,
-                                 const float *v, int n);
-
 /* One entry of a ragged batch: n tokens (or queries) of sequence seq. */
 typedef struct tkv_rows {
     int seq, n;
 } tkv_rows;
-
 /* Strides count elements; 0 means packed. In k and v the tokens of all entries follow one another. */
 typedef struct tkv_append_params {
     int layer;
@@ -621,50 +552,23 @@ typedef struct tkv_append_params {
     tkv_type k_type, v_type;
     ptrdiff_t k_token_stride, k_head_stride, v_token_stride, v_head_stride; /* may be negative */
     /* NULL, or the position of the first new token: one for seq, or one per entry of the batch. It must be the
-     * length of the layer (tkv_layer_len). Attention sees all earlier tokens: call tkv_reset before a new text. */
+     * length of the layer (tkv_get_length). Attention sees all earlier tokens: call tkv_seq_reset before a new
+     * text. */
     const int *positions;
 } tkv_append_params;
 /* Appends tokens of one or several sequences to one layer, all of them or none.
  * Errors: as tkv_append, and
- *   TKV_ERR_RANGE   a position is not the length of the layer, even if n is 0; tkv_last_error names both numbers
+ *   TKV_ERR_RANGE   a position is not the length of the layer, even if n is 0; tkv_get_last_error names both numbers
  *   TKV_ERR_ARG     a sequence is in the batch twice, a pointer is missing, or the layer has no K and V of its own
  * Cost: as tkv_append, plus O(n_batch^2) to find duplicates. */
 TKV_API tkv_status tkv_append_ex(tkv_cache *kv, const tkv_append_params *p);
-
-/* >>step. A step appends tokens to all layers of a sequence as one unit.
- *   tkv_begin    demotes blocks that are due, as an append would, then opens the step. Appends inside the step
- *                demote nothing. They add at most max_append tokens per layer in total.
- *   tkv_commit   closes the step if every layer got the same number of tokens; otherwise the step stays open
- *   tkv_abort    removes the step's tokens. The cache is as after tkv_begin, but keeps statistics of queries.
- * Errors:
- *   TKV_ERR_STATE      begin: a step is open; commit, abort: no step is open
- *   TKV_ERR_STATE      commit: the layers got different numbers of tokens
- *   TKV_ERR_NOMEM      begin: the allocator returned NULL
- *   TKV_ERR_BUDGET     begin: the budget has no room for the tables of formats
- *   TKV_ERR_CAPACITY   begin: memory in place is full
- *   TKV_ERR_ARG        no such sequence
- * Cost: begin: the encoding that is due; commit, abort: O(layers). */
-TKV_API tkv_status tkv_begin(tkv_cache *kv, int seq);
-TKV_API tkv_status tkv_commit(tkv_cache *kv, int seq);
-TKV_API tkv_status tkv_abort(tkv_cache *kv, int seq);
-/* Reserves memory for n more tokens, 1 to max_append, in every layer. Appends up to a length of tkv_seq_len + n
- * then cannot fail for memory, demotion included. The reservation ends when all layers reach that length. These
- * calls end it earlier: tkv_reset; tkv_flush FULL or ALL; tkv_truncate after evictions; without a budget also
- * tkv_set_level and tkv_set_hot_tokens.
- * Errors, nothing reserved:
- *   TKV_ERR_CAPACITY   the length exceeds max_tokens, or memory in place is full
- *   TKV_ERR_BUDGET     the budget is full
- *   TKV_ERR_NOMEM      the allocator returned NULL
- *   TKV_ERR_ARG        bad seq or n */
-TKV_API tkv_status tkv_reserve(tkv_cache *kv, int seq, int n);
 
 /* >>attend. Computes causal attention of the last n tokens of a sequence over all tiers. Append these tokens first.
  * q is float [n][n_heads][head_dim], out is float [n][n_heads][v_head_dim]. Query head h reads KV head
  * h / (n_heads / n_kv_heads). It only reads the cache: any number of threads may call it while no thread writes.
  * Errors: as tkv_attend_ex.
- * Cost: as tkv_attend_ex; no allocation; at most 128 KiB of stack (with cfg.spill 36 KiB more). */
+ * Cost: as tkv_attend_ex; no allocation; at most 128 KiB of stack (with cfg.offload 36 KiB more). */
 TKV_API tkv_status tkv_attend(tkv_cache *kv, int seq, int layer, const float *q, int n, float *out);
-
 /* The logit of query i (row), key j (position) and head h results from these steps, in this order:
  *   s = scale * q.k
  *   s = softcap * tanh(s / softcap)   with a softcap
@@ -686,12 +590,12 @@ typedef struct tkv_attend_params {
     ptrdiff_t out_row_stride, out_head_stride; /* in elements, may be negative; 0: packed */
     float scale;                               /* factor on q.k; 0: the cache's */
     int non_causal;                            /* 1: every query sees every key (cross-attention, encoders) */
-    int window;         /* a query sees this many newest keys; 0: the layer's window; TKV_NONE: no window */
-    float softcap;      /* 0: no soft cap */
-    const float *alibi; /* NULL, or one finite slope per query head */
+    int window;    /* a query sees this many newest keys; 0: the layer's window; TKV_OFF: no window */
+    float softcap; /* 0: no soft cap */
+    const float *alibi_slopes; /* NULL, or one finite slope per query head */
     /* NULL, or one learned logit per query head. It joins the softmax without a value. A head whose logit is not
      * finite has none. */
-    const float *sinks;
+    const float *sink_logits;
     /* NULL, or numbers added to the logits: mask[row * mask_stride + j] for key position j. NaN, and any number at
      * or below -1e30, hide the key. Numbers above 1e30 count as 1e30. Stride 0: the longest sequence's length. */
     const float *mask;
@@ -701,36 +605,26 @@ typedef struct tkv_attend_params {
      * token if the bit is set. It sees all older tokens. Stride 0: the words that mask_bits_n needs. */
     const uint64_t *mask_bits;
     ptrdiff_t mask_bits_stride;
-    int mask_bits_n;
+    int n_mask_bits;
     /* NULL, or output: log-sum-exp [row][n_heads], learned sinks included */
     float *lse;
     /* NULL, or output (needs lse): the attention score of each key position, summed over rows and heads. Each entry
      * of the batch has an array of mass_stride floats. mass_stride is at least the longest length; 0: that length.
      * This costs a second pass over the keys. */
-    float *mass;
-    ptrdiff_t mass_stride;
+    float *scores;
+    ptrdiff_t score_stride;
 } tkv_attend_params;
 /* Computes attention of one or several sequences in one layer.
  * Errors (TKV_ERR_IO and TKV_ERR_DATA leave out undefined, the others leave it unchanged):
  *   TKV_ERR_ARG         a pointer is missing or a number is out of range
  *   TKV_ERR_RANGE       more queries than tokens; or an old query or a wide window reaches expired tokens
- *   TKV_ERR_NO_SOURCE   a query sees discarded tokens (tkv_remat_drop)
- *   TKV_ERR_IO          reading an offloaded block failed (tkv_spill)
+ *   TKV_ERR_NO_SOURCE   a query sees discarded tokens (tkv_seq_discard)
+ *   TKV_ERR_IO          reading an offloaded block failed (tkv_offload)
  *   TKV_ERR_DATA        an offloaded block is damaged
  * Cost: O(rows * n_heads * keys seen); a block's bytes about once per 8 rows of a KV head, less often in a prefill.
  * Source: arXiv 2307.08691, section 3 (online softmax, split over keys); kernels/scalar.h (scales folded into
  * queries and weights, integer products). */
 TKV_API tkv_status tkv_attend_ex(tkv_cache *kv, const tkv_attend_params *p);
-
-/* Computes the same as tkv_attend_ex in double, for tests. This slow function defines the result: it decodes every
- * key and value, again for each row. Errors: as tkv_attend_ex. */
-TKV_API tkv_status tkv_attend_reference(tkv_cache *kv, const tkv_attend_params *p);
-
-/* Joins attention over two disjoint sets of keys: out and lse become those of the union. out and out2 are
- * [n_rows][dim], lse and lse2 are [n_rows]; none may be NULL. An lse that is not finite marks a row without keys.
- * Learned sinks may be part of one set only. If n_rows or dim is below 1, nothing is written. Cost:
- * O(n_rows * dim). Source: arXiv 2307.08691, section 3. */
-TKV_API void tkv_merge_lse(float *out, float *lse, const float *out2, const float *lse2, int n_rows, int dim);
 
 /* >>read. Decodes K and V of tokens start .. start+n-1 from any tier. k is [n][n_kv_heads][head_dim], v is
  * [n][n_kv_heads][v_head_dim]; either may be NULL. It only reads the cache.
@@ -738,26 +632,161 @@ TKV_API void tkv_merge_lse(float *out, float *lse, const float *out2, const floa
  *   TKV_ERR_RANGE       a token is evicted, expired or not yet appended
  *   TKV_ERR_NO_SOURCE   a token is discarded: recompute it
  *   TKV_ERR_ARG         bad sequence or number, or a layer without a cache
- *   TKV_ERR_IO          reading an offloaded block failed (tkv_spill)
+ *   TKV_ERR_IO          reading an offloaded block failed (tkv_offload)
  *   TKV_ERR_DATA        an offloaded block is damaged
  * Cost: O(blocks + values). */
 TKV_API tkv_status tkv_read(tkv_cache *kv, int seq, int layer, int start, int n, float *k, float *v);
-
-/* >>sequences. A sequence exists from its first append until its reset. Each sequence has its own blocks: no call
- * shares blocks between sequences yet. Lengths count evicted, expired and discarded tokens too. */
-/* Returns the length of a sequence in tokens, that of its shortest layer; 0 for a bad seq. */
-TKV_API int tkv_seq_len(const tkv_cache *kv, int seq);
-/* Returns the length of one layer of a sequence in tokens; 0 for a bad seq or a layer without a cache. */
-TKV_API int tkv_layer_len(const tkv_cache *kv, int seq, int layer);
-/* Empties a sequence. Ends its open step and its reservation. TKV_ERR_ARG: no such sequence. Cost: O(blocks). */
-TKV_API tkv_status tkv_reset(tkv_cache *kv, int seq);
+/* Returns the length in tokens of one layer of a sequence, or with TKV_ALL_LAYERS that of the shortest layer. Lengths
+ * count evicted, expired and discarded tokens too. Returns 0 for a bad seq, or a layer without a cache. */
+TKV_API int tkv_get_length(const tkv_cache *kv, int seq, int layer);
 /* Keeps the first n_tokens of every layer; shorter layers do not change. It can remove only exact tokens in RAM.
  * After appends alone, it can remove at least hot_tokens. Earlier cuts and flushes reduce that number.
  * Errors, nothing changed:
- *   TKV_ERR_INEXACT   older tokens are compressed, offloaded or expired; tkv_last_error names the least n_tokens
+ *   TKV_ERR_INEXACT   older tokens are compressed, offloaded or expired; tkv_get_last_error names the least n_tokens
  *   TKV_ERR_STATE     a step is open
  *   TKV_ERR_ARG       no such sequence, or n_tokens is negative */
-TKV_API tkv_status tkv_truncate(tkv_cache *kv, int seq, int n_tokens);
+TKV_API tkv_status tkv_seq_truncate(tkv_cache *kv, int seq, int n_tokens);
+/* Empties a sequence. Ends its open step and its reservation. A sequence exists from its first append until its
+ * reset.
+ * Errors: TKV_ERR_ARG (no such sequence). Cost: O(blocks). */
+TKV_API tkv_status tkv_seq_reset(tkv_cache *kv, int seq);
+
+typedef struct tkv_tier_bytes {
+    size_t tokens;   /* tokens, summed over layers */
+    size_t codes;    /* bytes for coded values, including the free slots of a block */
+    size_t metadata; /* bytes for scales and zeros */
+} tkv_tier_bytes;
+typedef struct tkv_memory_info {         /* bytes, if a field has no other unit */
+    size_t total;                        /* memory held from the allocator: the sum of the indented fields */
+    tkv_tier_bytes tier[TKV_TIER_COUNT]; /*   codes and metadata of each tier */
+    size_t tables;            /*   plans per layer, learned tables, statistics, sums of the quality meter */
+    size_t index;             /*   block table, block lists, the cache object */
+    size_t scratch;           /*   work space of encoding and of parallel attention */
+    size_t exact_copies;      /*   memory for the exact copies of the quality meter, used or not */
+    size_t slack;             /*   free space in pages, padding */
+    tkv_tier_bytes offloaded; /* offloaded tokens (the tiers count them too), their codes and metadata */
+    size_t peak;              /* highest total so far */
+    size_t fp16_bytes;        /* K and V of the same tokens as plain FP16, without padding or overhead */
+    double ratio;             /* fp16_bytes / total */
+    double ratio_f32;         /* bytes of plain F32 / total */
+} tkv_memory_info;
+/* Reports the memory of the cache, exact to the byte. Cost: O(blocks). */
+TKV_API tkv_status tkv_get_memory(const tkv_cache *kv, tkv_memory_info *out);
+
+/* >>pressure. A pressure controller turns pressures into a level of an ordered ladder. A pressure is usually bytes
+ * held / bytes allowed. Level 0 is the loosest. While the average pressure is at or above the next threshold, the
+ * level rises. When the average falls below the present threshold less the hysteresis, the level falls by one. The
+ * controller is independent of any cache and owns no memory: the caller's struct holds it. Zero means default. */
+typedef struct tkv_pressure_info {
+    int level;                   /* present level, 0 the loosest */
+    float average, last, peak;   /* moving average, newest and highest pressure, 0 to 1 */
+    float trend;                 /* moving average of the change from one sample to the next */
+    float samples_left;          /* samples until pressure 1 at that trend; -1: the trend does not rise */
+    uint64_t samples, refused;   /* pressures accepted; pressures ignored because they were NaN or infinite */
+    uint64_t tightened, relaxed; /* levels moved up (tighter); levels moved down (looser) */
+} tkv_pressure_info;
+
+/* >>budget. With cfg.budget.bytes a cache stays exact while memory is free. The budget counts all memory of the
+ * cache: pages, tables, index, scratch, and about two pages reserved for recoding. The cache never asks the
+ * allocator for more. In place, the budget is the size that the memory must have (tkv_get_required_bytes returns it).
+ *
+ * As the memory fills, the cache goes down the ladder, one level at a time. It recodes stored blocks, oldest
+ * first. Each append recodes a few blocks, as its new bytes require. The default levels (see cfg.budget.ladder) are:
+ *     0  everything exact                                3  the plan of the config (warm, then archive)
+ *     1  8 bits behind hot_tokens                        4  archive A25 + R20
+ *     2  4 bits behind hot_tokens                        5  archive A20 + R15
+ * The average pressure (cfg.budget.pressure) starts the next level: by default the first at 80 %, the others at 95
+ * % of the budget. All old blocks must be at the present level first. If an append does not fit, the next level
+ * begins at any average. If the last level is not enough, the append returns TKV_ERR_BUDGET and changes nothing,
+ * with two exceptions. If an allocator or a store fails half-way, the blocks already reclaimed stay so. And a
+ * refused append may free expired tokens. In an open step, blocks from before the step may be recoded, and an
+ * abort does not undo it.
+ *
+ * cfg.budget.pressure.max_level is the last level allowed ("fp16_only": level 0). cfg.budget.pressure.min_level is
+ * the first. At min_level, blocks are recoded when due by age, even while memory is free. After a cut or a reset,
+ * the cache goes back one level if everything it holds would fit there. Stored blocks then stay as they are; new
+ * blocks follow the looser level. The tokens of a sequence's last append are never recoded. The work space of
+ * cfg.host.parallel_for counts, so levels may come earlier with it. Without a budget, cfg.budget.ladder gives a
+ * static plan: cfg.budget.pressure.min_level at first; see tkv_set_level. */
+typedef struct tkv_budget_info {
+    size_t budget, used, peak;  /* bytes; `used` excludes free pages, but includes the reserve for recoding */
+    int level, n_levels;        /* present level; levels of the ladder */
+    tkv_pressure_info pressure; /* state of the pressure controller; one sample per append */
+    uint64_t
+        recoded[TKV_MAX_LEVELS];    /* blocks recoded to each level's formats to free bytes or at min_level */
+    uint64_t demoted;               /* blocks recoded for any reason, age included */
+    uint64_t refused;               /* calls that returned TKV_ERR_BUDGET */
+    uint64_t offloaded, promoted;   /* blocks offloaded; blocks that tkv_promote brought back */
+    uint64_t unwritten;             /* blocks and exact copies that cfg.offload.write failed to write */
+    uint64_t evicted;               /* tokens evicted, counted per layer (cfg.evict, tkv_evict) */
+    uint64_t discarded, recomputed; /* blocks discarded; blocks that tkv_restore brought back */
+    /* blocks that the present level would still recode; 0 without a budget. At min_level without pressure, blocks
+     * that wait for a table do not count. Some can stay while no page is free for their new size. */
+    uint64_t pending;
+} tkv_budget_info;
+/* Reports the budget and what was done to keep it. Errors: TKV_ERR_ARG. Cost: O(blocks), for `pending`. */
+TKV_API tkv_status tkv_get_budget(const tkv_cache *kv, tkv_budget_info *out);
+/* Sets another budget. A lower budget recodes blocks at once.
+ *   bytes   0: no budget; the plan of the present level becomes static. In place: not 0, and limited to the memory
+ *           given
+ * Errors, nothing changed:
+ *   TKV_ERR_BUDGET   the stored blocks do not fit
+ *   TKV_ERR_ARG      the cache was created without a budget, or bytes is 0 in place
+ *   TKV_ERR_NOMEM */
+TKV_API tkv_status tkv_set_budget(tkv_cache *kv, size_t bytes);
+
+TKV_API const char *tkv_get_status_text(tkv_status s); /* a sentence about a status */
+/* Returns the error sentence of the last call that changes the cache; "" after a success. Attend, read and reports
+ * set no sentence. */
+TKV_API const char *tkv_get_last_error(const tkv_cache *kv);
+
+/* ======== 2. CONTROL ======== >>control
+ * These functions decide when work happens and what it may cost. A step makes the appends of all layers one unit: it
+ * is committed, or aborted as if it had never begun. tkv_seq_reserve takes the memory of later appends in advance.
+ * tkv_seq_flush and tkv_maintain do the work of later appends in an idle moment, so that a frame or a token does not
+ * wait for it. tkv_set_level and tkv_set_hot_tokens change the plan of a running cache. tkv_report_pressure lets the
+ * whole process decide how tight the cache gets. The two estimates answer before a cache exists: what a number of
+ * tokens takes, and how many tokens a budget holds. tkv_get_layer and tkv_get_tiers say where the tokens are.
+ *
+ * Example:
+ *     st = tkv_seq_begin(kv, seq);
+ *     for (layer = 0; layer < 4 && !st; layer++) st = tkv_append(kv, seq, layer, k, v, n);
+ *     if (!st) st = tkv_seq_commit(kv, seq);
+ *     else (void)tkv_seq_abort(kv, seq);                 // every layer is as long as before
+ *     (void)tkv_maintain(kv, 16, &done);                 // at most 16 blocks, while nobody waits
+ *     if (!tkv_estimate_memory(&cfg, 32768, 1, &memory)) printf("%.0f MB\n", (double)memory.total / 1e6);
+ */
+/* >>step. A step appends tokens to all layers of a sequence as one unit.
+ *   tkv_seq_begin    demotes blocks that are due, as an append would, then opens the step. Appends inside the step
+ *                demote nothing. They add at most max_append tokens per layer in total.
+ *   tkv_seq_commit   closes the step if every layer got the same number of tokens; otherwise the step stays open
+ *   tkv_seq_abort    removes the step's tokens. The cache is as after tkv_seq_begin, but keeps statistics of queries.
+ * Errors:
+ *   TKV_ERR_STATE      begin: a step is open; commit, abort: no step is open
+ *   TKV_ERR_STATE      commit: the layers got different numbers of tokens
+ *   TKV_ERR_NOMEM      begin: the allocator returned NULL
+ *   TKV_ERR_BUDGET     begin: the budget has no room for the tables of formats
+ *   TKV_ERR_CAPACITY   begin: memory in place is full
+ *   TKV_ERR_ARG        no such sequence
+ * Cost: begin: the encoding that is due; commit, abort: O(layers). */
+TKV_API tkv_status tkv_seq_begin(tkv_cache *kv, int seq);
+TKV_API tkv_status tkv_seq_commit(tkv_cache *kv, int seq);
+TKV_API tkv_status tkv_seq_abort(tkv_cache *kv, int seq);
+/* Reserves memory for n more tokens, 1 to max_append, in every layer. Appends up to a length of tkv_get_length + n
+ * then cannot fail for memory, demotion included. The reservation ends when all layers reach that length. These
+ * calls end it earlier: tkv_seq_reset; tkv_seq_flush FULL or ALL; tkv_seq_truncate after evictions; without a
+ * budget also tkv_set_level and tkv_set_hot_tokens.
+ * Errors, nothing reserved:
+ *   TKV_ERR_CAPACITY   the length exceeds max_tokens, or memory in place is full
+ *   TKV_ERR_BUDGET     the budget is full
+ *   TKV_ERR_NOMEM      the allocator returned NULL
+ *   TKV_ERR_ARG        bad seq or n */
+TKV_API tkv_status tkv_seq_reserve(tkv_cache *kv, int seq, int n);
+typedef enum tkv_flush_mode {
+    TKV_FLUSH_DUE = 0, /* demotes the blocks that the next append would demote anyway */
+    TKV_FLUSH_FULL,    /* demotes every full block of the hot tail; none where hot_tokens is TKV_UNLIMITED */
+    TKV_FLUSH_ALL      /* demotes the partial block too, which then takes a whole block's bytes */
+} tkv_flush_mode;
 /* Demotes blocks now (see tkv_flush_mode), for an idle moment or a finished sequence. After FULL and ALL the warm
  * tier begins at the newest token. A and R formats without a table get one from the tokens in the cache. It serves
  * until the layer has seen 2,048 tokens.
@@ -768,15 +797,441 @@ TKV_API tkv_status tkv_truncate(tkv_cache *kv, int seq, int n_tokens);
  *   TKV_ERR_STATE      a step is open
  *   TKV_ERR_ARG        bad sequence or mode
  * Cost: one encoding per block. */
-TKV_API tkv_status tkv_flush(tkv_cache *kv, int seq, tkv_flush_mode mode);
+TKV_API tkv_status tkv_seq_flush(tkv_cache *kv, int seq, tkv_flush_mode mode);
+/* Does the work of future appends in an idle moment. It recodes until a tenth of the level's bytes is free. At
+ * cfg.budget.pressure.min_level it also recodes all blocks that are due by age. Without a budget it does nothing.
+ *   max_work   most blocks to recode
+ *   done       (may be NULL) receives the number of blocks recoded
+ * Errors: TKV_ERR_ARG. Cost: O(sequences * layers) per block. */
+TKV_API tkv_status tkv_maintain(tkv_cache *kv, int max_work, int *done);
 
+/* Moves to a level of the ladder. Under a budget, the pressure controller continues from there. If the level is
+ * tighter, stored blocks follow as bytes are needed.
+ * Errors: TKV_ERR_ARG   the level is not within cfg.budget.pressure, or the cache is in place without a budget */
+TKV_API tkv_status tkv_set_level(tkv_cache *kv, int level);
+/* Sets hot_tokens of all levels and layers, except those that keep everything exact. Without a budget, this ends
+ * reservations, as tkv_set_level does.
+ * Errors: TKV_ERR_ARG   hot_tokens is not 1 to 2^30 - 2, or the cache is in place without a budget */
+TKV_API tkv_status tkv_set_hot_tokens(tkv_cache *kv, int hot_tokens);
+/* Gives the cache a pressure from elsewhere, such as that of the whole process, limited to 0 to 1. Until the next
+ * call, the cache uses the larger of this and its own. Any thread may call it at any time (gcc, clang).
+ * Errors: TKV_ERR_ARG (NaN or infinite). */
+TKV_API tkv_status tkv_report_pressure(tkv_cache *kv, float pressure);
+
+/* Forecasts tkv_get_memory for n_seqs sequences of n_tokens each, appended token by token. Allocates nothing.
+ * If sequences are appended one after the other, the forecast is exact, with two exceptions. The real `index` can
+ * be twice as large, because arrays keep the size to which they grew. `peak` equals total. Prompts in large chunks
+ * have a higher peak, because a chunk is exact until the next append. With cfg.evict.keep_tokens, the forecast limits
+ * n_tokens to it. With cfg.budget.pressure.min_level under a budget, the cache can hold up to an eighth more,
+ * because blocks are recoded a few at a time.
+ *
+ * Under a budget, the forecast takes the first case that fits:
+ *   1. a level of the ladder;
+ *   2. the last level with the fewest offloaded blocks (cfg.offload);
+ *   3. all sequences except one discarded as far as allowed (cfg.budget.discard);
+ *   4. the most tokens that the budget holds in contiguous blocks (cfg.evict). In the real cache, live tokens lie
+ *      in more blocks, and other memory may be larger, up to the budget.
+ * Errors:
+ *   TKV_ERR_BUDGET   no case fits
+ *   TKV_ERR_CONFIG   cfg is wrong, or this machine cannot address that much memory
+ *   TKV_ERR_ARG      a number is out of range */
+TKV_API tkv_status tkv_estimate_memory(const tkv_config *cfg, int n_tokens, int n_seqs, tkv_memory_info *out);
+/* Forecasts the most tokens that each of n_seqs sequences can have within cfg.budget.bytes, appended token by
+ * token. Assumes the last level, and the reclaim stages of the config:
+ *   cfg.evict   cfg.limits.max_tokens, if the tokens that eviction always keeps fit
+ *   cfg.offload   as many tokens as the index can hold
+ *   cfg.budget.discard   one sequence at a time, while the others are discarded
+ * The real cache never holds fewer. It can hold a tenth more, or twice as many with cfg.offload, because the index
+ * grows in steps. Allocates nothing. Errors: TKV_ERR_ARG (no budget, or a bad number), TKV_ERR_CONFIG. */
+TKV_API tkv_status tkv_estimate_context(const tkv_config *cfg, int n_seqs, int *n_tokens);
+
+/* One layer of one sequence. `length` is the sum of tokens, expired, evicted and discarded. */
+typedef struct tkv_layer_info {
+    int length;                             /* in tokens */
+    int tokens[TKV_TIER_COUNT];             /* tokens per tier; sinks count as HOT */
+    int blocks[TKV_TIER_COUNT];             /* blocks per tier */
+    int expired;                            /* tokens that left every window */
+    int offloaded;                          /* offloaded blocks; they count in their tier as well */
+    int evicted;                            /* tokens evicted by cfg.evict or tkv_evict */
+    int discarded;                          /* tokens to be recomputed; they are in no tier */
+    tkv_format_pair format[TKV_TIER_COUNT]; /* of new blocks at the present level, with defaults filled in */
+    tkv_memory_info
+        memory; /* of the layer's blocks; tables, index and scratch are 0, as sequences share them */
+} tkv_layer_info;
+/* Reports one layer of one sequence, empty or not. Errors: TKV_ERR_ARG (no such sequence or layer, or a layer without
+ * a cache). Cost: O(blocks). */
+TKV_API tkv_status tkv_get_layer(const tkv_cache *kv, int seq, int layer, tkv_layer_info *out);
+/* What a token is, beside its tier (tkv_tier). */
+typedef enum tkv_token_state {
+    TKV_TOKEN_GONE = 3,  /* evicted or expired */
+    TKV_TOKEN_DISCARDED, /* to be recomputed */
+    TKV_TOKEN_STATE_COUNT
+} tkv_token_state;
+/* Reports the tier of each of the tokens start to start + n - 1.
+ *   tiers   [n] receives a tkv_tier, or a tkv_token_state
+ * Errors, nothing written:
+ *   TKV_ERR_RANGE   a token is beyond the length of the layer
+ *   TKV_ERR_ARG     a bad number, or a layer without a cache
+ * Cost: O(blocks + n). */
+TKV_API tkv_status tkv_get_tiers(const tkv_cache *kv, int seq, int layer, int start, int n, uint8_t *tiers);
+
+/* ======== 3. LONG CONTEXT ======== >>long
+ * A text can become longer than memory allows. Compressing comes first, and these are the ways behind it, from the
+ * one that loses least. Offloading moves old blocks to a store of the program, where attention still reads them.
+ * Discarding drops blocks that the program's model computes again before they are needed. Evicting removes tokens
+ * for good: a policy chooses them by the attention that they received, or the program names them. Pinned tokens
+ * stay. Promotion brings a block back to a more precise form, from a kept copy, the store or recomputation.
+ *
+ * Example:
+ *     cfg.evict.policy = TKV_EVICT_H2O;                  // before tkv_create
+ *     cfg.evict.keep_tokens = 4096;
+ *     (void)tkv_seq_pin(kv, seq, 0, 200, TKV_UNLIMITED); // a system prompt stays
+ *     tkv_evict_params evict = {0};
+ *     evict.layer = TKV_ALL_LAYERS, evict.keep = 1024;
+ *     st = tkv_evict(kv, &evict);                        // now, for example at the end of a prompt
+ *     st = tkv_find_top_tokens(kv, seq, 0, 10, 1, top, &done);   // what matters most in layer 0
+ */
+/* >>eviction in a cache. It needs cfg.evict. With cfg.evict.keep_tokens, an append (or tkv_seq_begin) first evicts
+ * the surplus of each layer, a batch at a time. Afterwards a layer holds at most cfg.evict.keep_tokens. Protected
+ * tokens, pinned tokens and the tokens of that append can exceed this.
+ *
+ * Under a budget, eviction is the last reclaim stage, after the last level of the ladder. It also works a batch at
+ * a time. Each layer keeps its pinned tokens, its sinks, twice its recent tokens, and 64 more. Recent tokens are
+ * one half of a budget, as in rules/evict.h, hence "twice". Down to this size, an append gets TKV_ERR_BUDGET only
+ * if all reclaim stages together free too little.
+ *
+ * Some policies may be refused a few blocks earlier: "keydiff", "user", "knorm" with cfg.importance.sample_every,
+ * and any policy with cfg.tiers.n_anchors. Their choice depends on the blocks compressed before. With anchors, if
+ * batches are not enough, tokens are evicted before tiers are recoded. TKV_ERR_NOMEM can occur after tokens were
+ * evicted, because index and pages grow into the freed bytes. TKV_EVICT_SCORES uses tkv_get_importance. Policies
+ * treat all heads of a layer as one.
+ *
+ * The remaining tokens keep their positions, for masks and windows too. Keys keep their rotation, so distances are
+ * those of the text. StreamingLLM instead rotates keys to their places in the cache, for texts beyond the model's
+ * length. Here that would mean recoding all keys with each batch, and new query positions from the caller. For such
+ * texts, scale the RoPE of the model instead.
+ *
+ * Bytes are freed when a block of 64 tokens is empty, or when neighbours fit into one block. Coded neighbours are
+ * decoded and coded again, with a small loss. KVQUANT keys before RoPE cannot move, so only empty blocks are freed.
+ * Evicted tokens never come back: tkv_seq_truncate does not restore them, and tkv_read returns TKV_ERR_RANGE. The
+ * bookkeeping takes 432 bytes per block and layer. */
+typedef struct tkv_evict_params { /* zero means default */
+    int seq;                      /* the sequence */
+    int layer;                    /* a layer, or TKV_ALL_LAYERS */
+    const tkv_evict_config
+        *evict; /* NULL: cfg.evict. Another policy must use the scores the cache collects, or `scores` */
+    int keep;   /* tokens that stay per layer, on average for "pyramidkv"; 0: cfg.evict.keep_tokens */
+    /* These arrays are NULL, or indexed by position, as long as the longest of the layers (tkv_get_length): */
+    const uint64_t *pinned_mask;   /* mask of tokens that stay */
+    const signed char *priorities; /* as in tkv_evict_view */
+    const float *scores;           /* replace the scores that the cache collected; high scores stay */
+    /* NULL, or a mask of the first n_victims positions: evicts those tokens, except pinned ones, and ignores `evict`,
+     * `keep`, `priorities` and `scores` */
+    const uint64_t *victims;
+    int n_victims;
+} tkv_evict_params;
+/* Evicts tokens now, for example at the end of a prompt (SnapKV).
+ * Errors, nothing changed:
+ *   TKV_ERR_STATE       a step is open, or cfg.evict is not set
+ *   TKV_ERR_CONFIG      p->evict has a field out of range, or needs scores that the cache does not collect
+ *   TKV_ERR_NONFINITE   a score is not finite
+ *   TKV_ERR_BUDGET      the policy is "none", and tokens would have to be evicted
+ *   TKV_ERR_ARG
+ * Cost: O(tokens), and coding of merged blocks. See tkv_evict_policy for "knorm" and "keydiff". */
+TKV_API tkv_status tkv_evict(tkv_cache *kv, const tkv_evict_params *p);
+/* Pins the live tokens start to start + n - 1 in all layers, so that eviction keeps them.
+ *   until   TKV_UNLIMITED; TKV_OFF: ends all pins; or a length of 1 to 2^30 - 2: they end when the layer has that
+ *   many
+ *           tokens. Such pins in one block of 64 tokens all last as long as the longest, also after blocks are
+ *           merged.
+ * Errors: TKV_ERR_STATE (a step is open, or cfg.evict is not set), TKV_ERR_ARG. Cost: O(blocks). */
+TKV_API tkv_status tkv_seq_pin(tkv_cache *kv, int seq, int start, int n, int until);
+
+/* A cache collects attention scores itself while tkv_attend runs, if cfg.importance.sample_every or cfg.evict
+ * needs them. They take 432 bytes per block and layer, counted with the index. The eviction policy selects the
+ * scores:
+ *     h2o; strategies hybrid, accumulation     weights, summed over queries and KV heads
+ *     strategy heavy_hitter                    the largest weight given by any KV head of any query
+ *     scissorhands; strategy persistence       times the weight was below importance.low (0: 1 / visible keys)
+ *     tova                                     weights of the newest query alone, summed over KV heads
+ *     snapkv, pyramidkv                        weights of the newest evict.recent_tokens queries
+ * With any other policy, the strategy of cfg.importance decides. "recency" collects nothing.
+ *
+ * importance.heads combines the weights of the n_heads / n_kv_heads query heads of a KV head: mean, largest or sum.
+ * Mean and sum differ by a constant factor, so policies choose the same tokens by both. Against recency and
+ * thresholds, the factor does matter. For scissorhands and persistence, mean and sum combine the heads' counts.
+ * There, max counts a query if all heads gave less. Max always, and heavy_hitter also with mean or sum, combine
+ * the heads of one query first. With more than 8 query heads, they combine those that run together.
+ *
+ * Queries are sampled, except for tova, snapkv and pyramidkv. Each KV head samples one of cfg.importance.sample_every
+ * positions, and heads and layers take turns. 0 means one in 32, or none if the policy needs no scores. A sampled
+ * query counts as importance_every queries, at most 4,096, so sums and counts estimate the whole at any sampling
+ * rate.
+ *
+ * All calls between two appends form one step. Sums are multiplied by importance.decay for each token appended
+ * since, so after a chunk of 64 by its 64th power. Decay 0 means the strategy's, or 1 if the policy decides. Sums
+ * of newest queries start again with each step. Sums are limited to 4,095 * importance_every for
+ * rates up to 256, else to 1,048,575. Counts are limited to 16,777,215 * importance_every and to 2^32 - 1.
+ *
+ * Collecting does not change the output of tkv_attend. The sums do not depend on threads. Sampled queries cost
+ * a second pass over their keys (bench/LOG.md). Collecting needs atomics (gcc, clang). Without atomics, only
+ * tkv_add_scores adds scores. */
+
+/* Computes the importance of tokens start to start + n - 1 by cfg.importance, at the newest token. May run while
+ * tkv_attend runs.
+ *   out    [n] receives the importance; 0 for tokens that are not in the cache
+ *   gone   NULL, or (n + 63) / 64 words that receive a mask of those tokens
+ * Errors, out and gone unchanged:
+ *   TKV_ERR_CONFIG   no scores are collected (strategy "recency" needs none)
+ *   TKV_ERR_RANGE    start + n is beyond the layer's length
+ *   TKV_ERR_ARG
+ * Cost: O(blocks + n). */
+TKV_API tkv_status tkv_get_importance(tkv_cache *kv, int seq, int layer, int start, int n, float *out,
+                                      uint64_t *gone);
+/* Adds attention scores of the caller to tokens start to start + n - 1, as if attention had just given them. Tokens
+ * not in the cache are skipped. No attention may run at the same time.
+ *   mass   [n] scores, finite and not negative; each is limited to 2,047 and rounded to
+ *          steps of importance_every / 2^20, at most 1/4096
+ * Errors: as tkv_get_importance, and also
+ *   TKV_ERR_NONFINITE   a score is negative or not finite
+ *   TKV_ERR_CONFIG      also with strategy "recency", if no scores are collected
+ * Cost: O(blocks + n). */
+TKV_API tkv_status tkv_add_scores(tkv_cache *kv, int seq, int layer, int start, int n, const float *mass);
+typedef struct tkv_ranked {
+    int position;
+    float importance;
+} tkv_ranked;
+/* Finds the k most important tokens of a layer, best first. Of equal tokens the older comes first.
+ *   protect   1: skip the tokens that eviction protects: positions below evict.sink_tokens and the newest
+ *             evict.recent_tokens (default 4 and 32)
+ *   out       [k] receives the tokens
+ *   count     receives k, or fewer if fewer tokens exist
+ * Errors: as tkv_get_importance.
+ * Cost: O(length * log k), plus moving up to k entries per insertion. For k in the thousands, tkv_get_importance
+ * and a sort is faster. */
+TKV_API tkv_status tkv_find_top_tokens(tkv_cache *kv, int seq, int layer, int k, int protect, tkv_ranked *out,
+                                       int *count);
+
+/* >>spill and promotion. With cfg.offload.write, a full budget can offload blocks. When the last level allowed leaves
+ * nothing to recode, the oldest blocks go to the store, as many as necessary. Their index entries stay in RAM:
+ *   about 40 bytes   per block and layer
+ *   432 bytes        more per block and layer with cfg.evict or cfg.importance.sample_every
+ *   about 850 bytes  per block of the longest list with cfg.evict
+ *
+ * Offloaded blocks keep their format and their position. Attention and tkv_read fetch the parts they need, one head
+ * at a time. Results have the same bits as with all blocks in RAM. The sinks, the last two blocks of a layer, and
+ * tokens younger than hot_tokens stay in RAM. With a ladder that never leaves level 0, exact blocks are offloaded.
+ * tkv_seq_truncate cannot cut offloaded tokens. Tables of formats are learned from blocks in RAM. tkv_attend needs
+ * 36 KiB more stack.
+ *
+ * If the store fails, the block stays in RAM. The append that needed its bytes evicts tokens, if cfg.evict allows
+ * it and that is enough. Otherwise the append returns TKV_ERR_BUDGET, and no token is evicted. One rare exception
+ * exists with budgets of a few blocks. If tokens had to be evicted before blocks were offloaded, they stay evicted.
+ * Offloaded tokens are evicted for bytes only if the bytes of their index entries are needed.
+ *
+ * tkv_attend, tkv_attend_ex, tkv_attend_reference and tkv_read return these errors for offloaded blocks. The output
+ * is then undefined, and the cache is unchanged. Query statistics may include some of the queries. A retry is
+ * allowed.
+ *   TKV_ERR_IO     a fetch failed
+ *   TKV_ERR_DATA   the bytes differ from those stored */
+/* Offloads the oldest blocks that may be offloaded, with or without a budget.
+ *   layer      a layer, or TKV_UNLIMITED for every layer
+ *   n_blocks   most blocks per layer
+ *   done       (may be NULL) receives the number of blocks offloaded, after an error too
+ * Errors:
+ *   TKV_ERR_IO    the store failed
+ *   TKV_ERR_ARG   no such sequence, the layer has no cache of its own, no cfg.offload, or n_blocks is negative */
+TKV_API tkv_status tkv_offload(tkv_cache *kv, int seq, int layer, int n_blocks, int *done);
+/* Brings the block with this position into RAM. If cfg.offload.keep_exact stored an exact copy, the block becomes
+ * exact. Otherwise an offloaded block returns in its present format. The block counts in the budget, and nothing is
+ * reclaimed for it. Under a budget, it is the first block to be compressed again. Without a budget it stays.
+ * Errors, nothing changed:
+ *   TKV_ERR_NO_SOURCE   the block is in RAM and has no better copy; decoding cannot restore values
+ *   TKV_ERR_RANGE       the token is not held
+ *   TKV_ERR_BUDGET, TKV_ERR_NOMEM, TKV_ERR_CAPACITY (in place), TKV_ERR_IO, TKV_ERR_DATA, TKV_ERR_ARG
+ * See tkv_promote_important for the blocks that matter most. */
+TKV_API tkv_status tkv_promote(tkv_cache *kv, int seq, int layer, int position);
+
+/* >>rematerialization. Rules for discarding blocks that the caller's model can recompute. If all earlier tokens are
+ * held, keys and values of tokens a to b - 1 in the first `layers` layers cost this many FLOPs:
+ *     (b - a) * layers * (2 * layer_params + 4 * n_heads * head_dim * (a + b) / 2)
+ * A token cannot be computed without its prefix, nor a layer without the layers below. So whole blocks are
+ * discarded front to back, and recomputed in the same order. */
+typedef struct tkv_remat_config {
+    /* the model; required: n_layers 1 to 4096, n_heads 1 to 65536, head_dim 1 to 256 */
+    int n_layers, n_heads, head_dim;
+    double layer_params; /* weights of a layer that a token is multiplied with, 1 to 1e15 */
+    /* the rule; zero means default */
+    float threshold;       /* least pressure for any action; 0: .9; TKV_ZERO: always act */
+    int min_materialized;  /* least tokens that stay; 0: 512; TKV_OFF: none */
+    int sink_tokens;       /* first tokens that are never discarded; 0: 4; TKV_OFF: none */
+    float age_tokens;      /* age at which a token is half as likely to be used, 1 to 1e9; 0: 4096 */
+    double quantize_price; /* FLOPs per byte freed by quantizing, its loss included; 0: 8, the work alone */
+    double step_flops;     /* most FLOPs of recomputation per step; 0: no limit */
+} tkv_remat_config;
+typedef enum tkv_remat_action { TKV_REMAT_KEEP = 0, TKV_REMAT_DISCARD, TKV_REMAT_QUANTIZE } tkv_remat_action;
+typedef struct tkv_remat_block {
+    int start, end;         /* tokens start to end - 1; blocks follow one another without gaps */
+    int layers;             /* 1 + the highest layer to recompute; 0: all layers */
+    int discarded;          /* 1: already discarded */
+    size_t bytes;           /* bytes held now */
+    size_t quantized_bytes; /* bytes in the next tighter format; `bytes` or more: no such format */
+    float use; /* share of steps that use the block, at most 1; 0: unknown, as 1; negative: never used */
+} tkv_remat_block;
+typedef struct tkv_remat_info {          /* totals */
+    uint64_t kept, discarded, quantized; /* blocks that a decision kept, discarded, quantized */
+    uint64_t over_budget;                /* decisions that stopped at a block above step_flops */
+    uint64_t freed;                      /* bytes freed by discarding and quantizing */
+    uint64_t restored, waited; /* blocks recomputed; blocks that had to wait for a later step or call */
+    double flops;              /* FLOPs of recomputation */
+} tkv_remat_info;
+typedef struct tkv_remat { /* initialise with tkv_init_remat; info may be read at any time */
+    tkv_remat_config cfg;
+    int step;     /* last step of tkv_seq_recompute */
+    double spent; /* FLOPs at this step */
+    tkv_remat_info info;
+} tkv_remat;
+/* Starts a controller. `reason` and `size` as in tkv_validate_config.
+ * Errors, r unchanged: TKV_ERR_CONFIG, TKV_ERR_ARG (r or cfg is missing). */
+TKV_API tkv_status tkv_init_remat(tkv_remat *r, const tkv_remat_config *cfg, char *reason, size_t size);
+
+/* >>rematerialization in a cache. Blocks behind the sinks can be discarded. Their bytes are freed, and about 40
+ * bytes per block and layer stay in the index. Discarded keys and values return only if the caller's model
+ * recomputes them. Blocks are discarded front to back, in all layers at once. The last two blocks of a layer,
+ * tokens younger than hot_tokens and offloaded blocks are not discarded.
+ *
+ * If a query would see discarded tokens, tkv_attend and tkv_read compute nothing and return TKV_ERR_NO_SOURCE.
+ * Tokens behind the window do not matter, except in a layer's last two blocks. Appends continue, and tokens can
+ * still be evicted. tkv_seq_truncate cannot cut discarded tokens. tkv_seq_reset forgets them. tkv_promote restores
+ * those with an exact copy (cfg.offload.keep_exact).
+ *
+ * With cfg.budget.discard under a budget, discarding is the reclaim stage after cfg.offload and before cfg.evict.
+ * It takes blocks of other sequences than the one that needs memory, and none with an open step. The sequence used
+ * longest ago comes first. Appends, reservations and tkv_restore count as use, but attention does not. So waiting
+ * conversations give their memory to the running one. Before a conversation continues, call tkv_seq_recompute.
+ * Append to conversations that run side by side as one batch, or each in a step of its own. */
+/* Discards the first blocks in RAM behind the sinks, with or without a budget or cfg.budget.discard.
+ *   n_tokens   most positions; only whole blocks are discarded
+ *   dropped    (may be NULL) receives the number of positions discarded; 0 if no block may be discarded
+ * Errors: TKV_ERR_STATE (a step is open), TKV_ERR_ARG. Cost: O(blocks). */
+TKV_API tkv_status tkv_seq_discard(tkv_cache *kv, int seq, int n_tokens, int *dropped);
+/* Finds the first run of discarded positions, in any layer: *start to *start + *n - 1. *n 0: there is no such run.
+ * Errors: TKV_ERR_ARG. Cost: O(blocks^2). */
+TKV_API tkv_status tkv_seq_find_discarded(const tkv_cache *kv, int seq, int *start, int *n);
+/* Gives recomputed K and V of tokens start to start + n - 1 to a layer. The layer takes its discarded tokens among
+ * them. These must be whole blocks, beginning with the first discarded one. If no token was evicted, this run is
+ * correct: from the start of tkv_seq_find_discarded, a multiple of TKV_BLOCK_TOKENS long or up to the end of the run.
+ *   k, v   as they were first appended, in the shapes of tkv_append
+ *
+ * The blocks return to their format through their last two formats, so the bytes are those of before. Exceptions: a
+ * budget recoded the block more often, evicted tokens were compacted, or the statistics of SQUAT changed. The
+ * bytes count in the budget, and other blocks are reclaimed for them, as for an append.
+ * Errors, nothing changed except reclaimed blocks:
+ *   TKV_ERR_STATE       earlier tokens are still discarded, or a step is open
+ *   TKV_ERR_RANGE       a part of a block, or beyond the layer's length
+ *   TKV_ERR_NONFINITE, TKV_ERR_BUDGET, TKV_ERR_NOMEM, TKV_ERR_CAPACITY (in place), TKV_ERR_ARG
+ * Cost: an append of n tokens, and one or two codings of each block. */
+TKV_API tkv_status tkv_restore(tkv_cache *kv, int seq, int layer, int start, const float *k, const float *v,
+                               int n);
+/* Function of the caller: recomputes tokens start to start + n - 1 of n_layers layers from first_layer on, and
+ * passes them to tkv_restore. It skips layers without K and V of their own. All tokens of seq before `start`
+ * are held. A status other than TKV_OK ends tkv_seq_recompute. The function may use other caches. Of this cache it
+ * may use reports, tkv_read and tkv_attend. */
+typedef tkv_status (*tkv_compute)(void *user, tkv_cache *kv, int seq, int first_layer, int n_layers,
+                                  int start, int n);
+/* Recomputes the discarded tokens of a sequence, front to back, with one call of `compute` per run. It recomputes
+ * as many blocks as r has FLOPs for in this step (tkv_seq_recompute). r->info counts them.
+ *   step      a number that never falls
+ *   missing   (may be NULL) receives the number of positions still discarded
+ * Errors; tokens given before an error stay:
+ *   TKV_ERR_STATE   compute did not give all the tokens, or a step is open
+ *   TKV_ERR_ARG     a missing pointer, `step` is below the last one, or r has fewer layers than the cache
+ *   other           the status of compute */
+TKV_API tkv_status tkv_seq_recompute(tkv_cache *kv, int seq, tkv_remat *r, int step, tkv_compute compute,
+                                     void *user, int *missing);
+/* Describes a sequence for tkv_decide_discard, sinks first, all layers together. `bytes` counts RAM. quantized_bytes
+ * is the size at the next level of the ladder (without a budget: `bytes`). `dropped` is 1 if any layer discarded a
+ * token. `use` is 0.
+ *   out   [capacity] receives the first blocks
+ *   n     receives the number of all blocks
+ * Errors: TKV_ERR_ARG. Cost: O(blocks) per block. */
+TKV_API tkv_status tkv_seq_list_blocks(const tkv_cache *kv, int seq, tkv_remat_block *out, int capacity,
+                                       int *n);
+/* Asks tkv_decide_discard how to free `need` bytes, and carries it out. It discards blocks as far as allowed. If
+ * blocks are to be quantized, the whole cache goes one level down its ladder, because all sequences share the
+ * level. It then recodes at most that number of blocks, oldest first, until `need` bytes are free.
+ *   blocks, actions   work space for [capacity] blocks; see tkv_seq_list_blocks for the number
+ *   freed             (may be NULL) receives the bytes freed
+ * Errors: TKV_ERR_ARG (work space too small, or a bad number), TKV_ERR_STATE (a step is open). */
+TKV_API tkv_status tkv_seq_free_bytes(tkv_cache *kv, int seq, tkv_remat *r, float pressure, size_t need,
+                                      tkv_remat_block *blocks, tkv_remat_action *actions, int capacity,
+                                      size_t *freed);
+
+/* Promotion selects tokens (or blocks) for a more precise tier. Only those with a better source can be promoted: an
+ * exact copy, an offloaded block, or recomputation. Decoding cannot restore lost precision. */
+#define TKV_MAX_PROMOTIONS 64
+typedef struct tkv_promotion_config { /* zero means default */
+    float threshold;                  /* least importance to promote; 0: .05; TKV_ZERO: 0 */
+    int per_step;                     /* most promotions per step, at most 64; 0: 8 */
+    int cooldown;                     /* least steps between two moves; 0: 4; TKV_OFF: none */
+} tkv_promotion_config;
+typedef struct tkv_promotion_state { /* fill with zeros, then set cfg */
+    tkv_promotion_config cfg;
+    int step, used;                        /* step of the last call; promotions at that step */
+    uint64_t promoted, no_source, waiting; /* totals; no_source: calls that found some without a source */
+} tkv_promotion_state;
+
+/* >>promotion by importance. A call, at every step or less often, restores the most important blocks of a layer
+ * from their best source, as tkv_promote does. The importance of a block is that of its most important token
+ * (tkv_get_importance). Discarded blocks are restored by `compute`, if it is given. It recomputes all discarded
+ * tokens front to back, within the FLOPs of remat (tkv_seq_recompute). Its step is the length of the layer. */
+typedef struct tkv_promotion { /* fill with zeros, then set; layers that share one share its limit per step */
+    tkv_promotion_state by;    /* by.cfg: threshold, limit per step, cool-down; 0: .05, 8, 4 */
+    tkv_remat *remat;          /* with compute, or both NULL: discarded blocks then have no source */
+    tkv_compute compute;
+    void *user;
+    /* results of the last call, in blocks above the threshold: */
+    int promoted;  /* restored */
+    int waiting;   /* not restored because of the limit, the cool-down, FLOPs or an error */
+    int no_source; /* without a better source */
+} tkv_promotion;
+/* Promotes the most important blocks of a layer. All calls at one length of the layer are one step. The cool-down
+ * counts from a block's last move: its promotion, coding or offloading, for any reason. The importance of "hybrid"
+ * includes age: with tau 64, tokens younger than 115 are above the default threshold by age alone. "accumulation"
+ * counts attention only.
+ * Errors; earlier promotions stay, and p counts them:
+ *   TKV_ERR_NO_SOURCE   blocks above the threshold exist, but none has a better source (exact blocks do not count)
+ *   TKV_ERR_CONFIG      no scores are collected (cfg.importance.sample_every), or by.cfg is wrong
+ *   TKV_ERR_BUDGET      usual in a full cache: nothing is reclaimed for a promotion, except to recompute
+ *   TKV_ERR_ARG, and errors of tkv_promote and tkv_seq_recompute
+ * Cost: O(tokens of the layer), and a fetch per promoted block. */
+TKV_API tkv_status tkv_promote_important(tkv_cache *kv, int seq, int layer, tkv_promotion *p);
+
+/* ======== 4. QUALITY ======== >>quality
+ * How much does compressing lose, and what can be done about it? A and R formats learn where bits belong; a
+ * calibration saves what was learned, so that the next cache compresses well from its first block. The quality
+ * meter compares attention with exact copies on a sample of heads, while the cache runs. A score between 0 and 1
+ * sums that up, or a perplexity, or a task's accuracy. The feedback controller turns scores into advice on hot
+ * tokens and level, and tkv_adapt_plan follows the advice. The threshold store keeps what was found good for a
+ * model and context length.
+ *
+ * Example:
+ *     tkv_quality_info meter;
+ *     tkv_score_params params = {0};                     // the source is the meter
+ *     params.meter = &meter;
+ *     st = tkv_get_quality(kv, TKV_ALL_LAYERS, &meter);  // needs cfg.meter.heads
+ *     if (!st) st = tkv_compute_score(&params, &score);
+ *     if (!st) st = tkv_observe_score(&feedback, score);
+ *     (void)tkv_reset_quality(kv);                       // the next score uses new samples
+ *     st = tkv_adapt_plan(kv, &feedback, &advice);       // puts(advice.reason) says why
+ */
 /* >>calibration. The A and R formats give more bits to the channels and heads that attention reads most. The cache
  * learns the necessary statistics while it runs:
  *   512 tokens seen     by a layer, over all sequences: its next append makes a table. Blocks that were due earlier
  *                       stay in the next better tier until then.
  *   2,048 tokens seen   the layer makes a better table for later blocks, and stops collecting statistics.
  *
- * The caller need not do anything. If the first tokens were not typical, call tkv_calibration_refresh. A table cuts
+ * The caller need not do anything. If the first tokens were not typical, call tkv_refresh_calibration. A table cuts
  * off ranges above four times the range seen. It also cuts off means of keys beyond +-65504. A cache can save
  * its tables for other caches of the same model. Those caches then compress from their first block on.
  *
@@ -786,31 +1241,35 @@ TKV_API tkv_status tkv_flush(tkv_cache *kv, int seq, tkv_flush_mode mode);
  *
  * Load, freeze, refresh and fit return TKV_ERR_STATE in an open step. Cost of a table: O(layers * heads *
  * head_dim^2), plus decoding 16 blocks per layer. KVQUANT decodes these blocks three times. */
-TKV_API int tkv_calibrated_layers(const tkv_cache *kv); /* number of layers that have a table */
+typedef struct tkv_calibration_info {
+    int n_calibrated; /* layers that have a table */
+    int n_learning;   /* layers that still collect statistics for a table */
+} tkv_calibration_info;
+/* Reports the tables. Errors: TKV_ERR_ARG. Cost: O(layers). */
+TKV_API tkv_status tkv_get_calibration(const tkv_cache *kv, tkv_calibration_info *out);
 /* Saves the tables. The bytes are the same on every machine. Layers without a table are left out.
  *   dst     [size] bytes; NULL only counts
  *   bytes   receives the number of bytes needed
  * Errors: TKV_ERR_ARG   dst is too small; nothing is written */
-TKV_API tkv_status tkv_calibration_save(const tkv_cache *kv, void *dst, size_t size, size_t *bytes);
+TKV_API tkv_status tkv_save_calibration(const tkv_cache *kv, void *dst, size_t size, size_t *bytes);
 /* Loads saved tables. They serve the blocks coded from now on; stored blocks keep their table. Any bytes are safe
  * to try. The formats may differ from those of the cache that saved. A layer whose statistics were not saved
  * continues to learn (A and R formats share one kind, KVQUANT has another).
  * Errors:
  *   TKV_ERR_DATA       damaged, or another model (layers, KV heads, head dimensions); for KVQUANT formats also
- *                      another cfg.rope, or bits of cfg.kvquant other than NORM differ
+ *                      another cfg.model.rope, or bits of cfg.format.kvquant other than NORM differ
  *   TKV_ERR_CAPACITY   stored blocks use all versions of a table (four; in place two)
  *   TKV_ERR_BUDGET, TKV_ERR_NOMEM, TKV_ERR_STATE */
-TKV_API tkv_status tkv_calibration_load(tkv_cache *kv, const void *src, size_t size);
+TKV_API tkv_status tkv_load_calibration(tkv_cache *kv, const void *src, size_t size);
 /* Makes the missing tables now, from the tokens that are not yet in the archive, and stops learning.
  * Errors:
  *   TKV_ERR_STATE   a layer without a table holds no such token besides sinks, or a step is open
  *   TKV_ERR_BUDGET, TKV_ERR_NOMEM */
-TKV_API tkv_status tkv_calibration_freeze(tkv_cache *kv);
+TKV_API tkv_status tkv_freeze_calibration(tkv_cache *kv);
 /* Learns again from the next 2,048 tokens, for example after a change of subject. The new tables serve later
  * blocks, as after a load. Errors: TKV_ERR_BUDGET, TKV_ERR_NOMEM, TKV_ERR_STATE. */
-TKV_API tkv_status tkv_calibration_refresh(tkv_cache *kv);
-
-/* Samples for tkv_calibration_fit: keys and values of one layer, as a forward pass computes them. */
+TKV_API tkv_status tkv_refresh_calibration(tkv_cache *kv);
+/* Samples for tkv_fit_calibration: keys and values of one layer, as a forward pass computes them. */
 typedef struct tkv_samples {
     int layer, n;   /* layer, and number of tokens: 1 to 2^18 */
     int start;      /* position of the first token; the last position is at most 2^30 - 1 */
@@ -821,91 +1280,28 @@ typedef struct tkv_samples {
      * (Fisher information) are usual. If keys are coded before RoPE, k_weight refers to keys before RoPE. */
     const float *k_weight, *v_weight;
 } tkv_samples;
-/* Makes the layer's KVQUANT table from samples. It then serves as a loaded table; tkv_calibration_save saves it.
+/* Makes the layer's KVQUANT table from samples. It then serves as a loaded table; tkv_save_calibration saves it.
  * Leave out the first tokens of each sequence, because sinks stay exact. The weights of k-means are squared ranges
  * (equation 7) times the given weights.
  * Errors, nothing changed:
  *   TKV_ERR_ARG         no such layer; it has no KVQUANT formats, or also A or R; a missing pointer; a bad number
  *   TKV_ERR_NONFINITE   a value is not finite, or a weight is negative
  *   TKV_ERR_STATE       a step is open
- *   TKV_ERR_CAPACITY, TKV_ERR_BUDGET, TKV_ERR_NOMEM   as in tkv_calibration_load
+ *   TKV_ERR_CAPACITY, TKV_ERR_BUDGET, TKV_ERR_NOMEM   as in tkv_load_calibration
  * Cost: 3 passes over the samples, and one more for each 4096 / head_dim hundreds of tokens.
  * Source: KVQuant, arXiv 2401.18079, sections 3.1 to 3.6. */
-TKV_API tkv_status tkv_calibration_fit(tkv_cache *kv, const tkv_samples *s);
-
-/* >>reports. */
-/* Counts of one layer. Its length is the sum of tokens, dropped, evicted and missing. */
-typedef struct tkv_tier_info {
-    int tokens[TKV_TIER_COUNT]; /* tokens per tier; sinks count as HOT */
-    int blocks[TKV_TIER_COUNT]; /* blocks per tier */
-    int dropped;                /* expired tokens: they left every window */
-    int spilled;                /* offloaded blocks; they count in their tier as well */
-    int evicted;                /* tokens evicted by cfg.evict, tkv_evict or tkv_drop */
-    int missing; /* discarded tokens, to be recomputed (tkv_remat_missing); they are in no tier */
-} tkv_tier_info;
-/* The tokens and blocks of a layer by tier, and the tier of one token. Cost: O(blocks).
- * Errors:
- *   TKV_ERR_ARG         the layer has no cache of its own
- *   TKV_ERR_RANGE       the token is not held
- *   TKV_ERR_NO_SOURCE   the token was discarded */
-TKV_API tkv_status tkv_tier_counts(const tkv_cache *kv, int seq, int layer, tkv_tier_info *out);
-TKV_API tkv_status tkv_tier_of(const tkv_cache *kv, int seq, int layer, int token, tkv_tier *out);
-/* The formats of a tier's blocks at the present level, with defaults filled in. Errors: TKV_ERR_ARG. */
-TKV_API tkv_status tkv_tier_pair(const tkv_cache *kv, int layer, tkv_tier tier, tkv_pair *out);
-
-typedef struct tkv_tier_bytes {
-    size_t tokens;   /* tokens, summed over layers */
-    size_t codes;    /* bytes for coded values, including the free slots of a block */
-    size_t metadata; /* bytes for scales and zeros */
-} tkv_tier_bytes;
-typedef struct tkv_memory_info {         /* bytes, if a field has no other unit */
-    size_t total;                        /* memory held from the allocator: the sum of the indented fields */
-    tkv_tier_bytes tier[TKV_TIER_COUNT]; /*   codes and metadata of each tier */
-    size_t tables;          /*   plans per layer, learned tables, statistics, sums of the quality meter */
-    size_t index;           /*   block table, block lists, the cache object */
-    size_t scratch;         /*   work space of encoding and of parallel attention */
-    size_t shadow;          /*   memory for the exact copies of the quality meter, used or not */
-    size_t slack;           /*   free space in pages, padding */
-    tkv_tier_bytes spilled; /* offloaded tokens (the tiers count them too), their codes and metadata */
-    size_t peak;            /* highest total so far */
-    size_t fp16_bytes;      /* K and V of the same tokens as plain FP16, without padding or overhead */
-    double ratio;           /* fp16_bytes / total */
-    double ratio_f32;       /* bytes of plain F32 / total */
-} tkv_memory_info;
-/* Reports the memory of the cache, exact to the byte. Cost: O(blocks). */
-TKV_API tkv_status tkv_memory(const tkv_cache *kv, tkv_memory_info *out);
-/* Reports the blocks of one layer of one sequence: tiers, padding (slack) and their sum. Tables, index and scratch
- * are 0 here, because sequences share them. Errors: TKV_ERR_ARG (the layer has no cache of its own). */
-TKV_API tkv_status tkv_memory_of(const tkv_cache *kv, int seq, int layer, tkv_memory_info *out);
-/* Forecasts tkv_memory for n_seqs sequences of n_tokens each, appended token by token. Allocates nothing.
- * If sequences are appended one after the other, the forecast is exact, with two exceptions. The real `index` can
- * be twice as large, because arrays keep the size to which they grew. `peak` equals total. Prompts in large chunks
- * have a higher peak, because a chunk is exact until the next append. With cfg.evict_tokens, the forecast limits
- * n_tokens to it. With cfg.policy.min_level under a budget, the cache can hold up to an eighth more, because blocks
- * are recoded a few at a time.
- *
- * Under a budget, the forecast takes the first case that fits:
- *   1. a level of the ladder;
- *   2. the last level with the fewest offloaded blocks (cfg.spill);
- *   3. all sequences except one discarded as far as allowed (cfg.remat);
- *   4. the most tokens that the budget holds in contiguous blocks (cfg.evict). In the real cache, live tokens lie
- *      in more blocks, and other memory may be larger, up to the budget.
- * Errors:
- *   TKV_ERR_BUDGET   no case fits
- *   TKV_ERR_CONFIG   cfg is wrong, or this machine cannot address that much memory
- *   TKV_ERR_ARG      a number is out of range */
-TKV_API tkv_status tkv_estimate(const tkv_config *cfg, int n_tokens, int n_seqs, tkv_memory_info *out);
+TKV_API tkv_status tkv_fit_calibration(tkv_cache *kv, const tkv_samples *s);
 
 /* >>quality meter. The meter measures the loss by compression while the cache runs. For sampled queries, tkv_attend
  * computes attention a second time, with exact copies in place of the coded blocks. It then compares both results.
  * "Exact" means the values that the hot tier held. Windows, masks, ALiBi, soft caps, learned sinks and batches are
  * those of the call.
  *
- * The meter watches cfg.quality_heads KV heads, spread over the layers. Layers that share K and V count as the
+ * The meter watches cfg.meter.heads KV heads, spread over the layers. Layers that share K and V count as the
  * layer that stores them. The meter watches one sequence: the first to begin. After its reset, the meter watches
  * the next sequence to begin.
  *
- * When the sequence has more coded tokens than cfg.quality_tokens, only every second block has a copy, then every
+ * When the sequence has more coded tokens than cfg.meter.tokens, only every second block has a copy, then every
  * fourth, and so on. Other blocks are the same on both sides. `coverage` is the share of keys with a copy. The
  * figures include the errors of covered blocks only, so they are too low. If the errors of blocks are independent,
  * estimate the whole by output_error / coverage, kl / coverage and 1 - (1 - top1) / coverage. An error common to
@@ -923,175 +1319,19 @@ typedef struct tkv_quality_info {
     double kl_max;       /* largest KL divergence of a sample, in nats; at most 16 */
     double top1;         /* share of samples with one strongest key on both sides; ignores learned sinks */
     int heads, every;    /* KV heads watched; positions from one measurement of a head to its next */
-    int seq;             /* the sequence watched; TKV_NONE before one has begun */
+    int seq;             /* the sequence watched; TKV_OFF before one has begun */
 } tkv_quality_info;
-/* Reports all samples since creation or tkv_quality_reset. Without samples, the measured values are 0. Without a
- * meter, all fields are 0 and seq is TKV_NONE. Errors: TKV_ERR_ARG (a pointer is missing). Cost: O(heads). */
-TKV_API tkv_status tkv_quality(const tkv_cache *kv, tkv_quality_info *out);
-/* Reports the samples of one layer. If the meter watches none of its heads, there are no samples.
- * Errors: TKV_ERR_ARG (the layer has no cache of its own). */
-TKV_API tkv_status tkv_quality_of(const tkv_cache *kv, int layer, tkv_quality_info *out);
+/* Reports all samples since creation or tkv_reset_quality. Without samples, the measured values are 0. Without a
+ * meter, all fields are 0 and seq is TKV_NO_SEQ.
+ *   layer   TKV_ALL_LAYERS, or one layer; if the meter watches none of its heads, there are no samples
+ * Errors: TKV_ERR_ARG (a pointer is missing, or the layer has no cache). Cost: O(heads). */
+TKV_API tkv_status tkv_get_quality(const tkv_cache *kv, int layer, tkv_quality_info *out);
 /* Sets all sums to 0. The exact copies stay. Counts as a write. */
-TKV_API tkv_status tkv_quality_reset(tkv_cache *kv);
-
-/* >>pressure. A pressure controller turns pressures into a level of an ordered ladder. A pressure is usually bytes
- * held / bytes allowed. Level 0 is the loosest. While the average pressure is at or above the next threshold, the
- * level rises. When the average falls below the present threshold less the hysteresis, the level falls by one. The
- * controller is independent of any cache and owns no memory: the caller's struct holds it. Zero means default. */
-typedef struct tkv_policy_info {
-    int level;                   /* present level, 0 the loosest */
-    float average, last, peak;   /* moving average, newest and highest pressure, 0 to 1 */
-    float trend;                 /* moving average of the change from one sample to the next */
-    float left;                  /* samples until pressure 1 at that trend; -1: the trend does not rise */
-    uint64_t samples, refused;   /* pressures accepted; pressures ignored because they were NaN or infinite */
-    uint64_t tightened, relaxed; /* levels moved up (tighter); levels moved down (looser) */
-} tkv_policy_info;
-
-typedef struct tkv_policy { /* private: initialise with tkv_policy_init, read with tkv_policy_read */
-    int lock;
-    tkv_policy_config cfg;
-    tkv_policy_info now;
-} tkv_policy;
-
-/* Fills *cfg with a profile:
- *   "default"      thresholds .80 and .95, hysteresis .05, alpha .20
- *   "fp16_only"    the same, but never above level 0
- *   "aggressive"   thresholds .50 and .80, hysteresis .05, alpha .30, starts at level 1
- * Errors, nothing changed: TKV_ERR_ARG (no such profile). */
-TKV_API tkv_status tkv_policy_profile(tkv_policy_config *cfg, const char *name);
-/* Starts a controller at cfg.min_level. cfg NULL: all defaults. *reason (may be NULL) receives the cause of an
- * error. Errors, p unchanged: TKV_ERR_CONFIG, TKV_ERR_ARG (p is missing). */
-TKV_API tkv_status tkv_policy_init(tkv_policy *p, const tkv_policy_config *cfg, const char **reason);
-/* Adds one pressure, limited to 0 to 1, and returns the level. Any thread may call it (gcc, clang).
- * Cost: tens of ns. */
-TKV_API int tkv_policy_observe(tkv_policy *p, float pressure);
-/* Reports the controller's state. Any thread may call it (gcc, clang). Errors: TKV_ERR_ARG. */
-TKV_API tkv_status tkv_policy_read(tkv_policy *p, tkv_policy_info *out);
-TKV_API void tkv_policy_reset(tkv_policy *p); /* restores the state after tkv_policy_init */
-/* Applies the rule alone: returns the level after `level` at this average. Returns 0 for a bad config. A NaN or an
- * infinity moves nothing. */
-TKV_API int tkv_policy_target(const tkv_policy_config *cfg, float average, int level);
-
-/* >>budget. With cfg.budget_bytes a cache stays exact while memory is free. The budget counts all memory of the
- * cache: pages, tables, index, scratch, and about two pages reserved for recoding. The cache never asks the
- * allocator for more. In place, the budget is the size that the memory must have (tkv_required_bytes returns it).
- *
- * As the memory fills, the cache goes down the ladder, one level at a time. It recodes stored blocks, oldest
- * first. Each append recodes a few blocks, as its new bytes require. The default levels (see cfg.ladder) are:
- *     0  everything exact                                3  the plan of the config (warm, then archive)
- *     1  8 bits behind hot_tokens                        4  archive A25 + R20
- *     2  4 bits behind hot_tokens                        5  archive A20 + R15
- * The average pressure (cfg.policy) starts the next level: by default the first at 80 %, the others at 95 % of
- * the budget. All old blocks must be at the present level first. If an append does not fit, the next level begins
- * at any average. If the last level is not enough, the append returns TKV_ERR_BUDGET and changes nothing, with two
- * exceptions. If an allocator or a store fails half-way, the blocks already reclaimed stay so. And a refused append
- * may free expired tokens. In an open step, blocks from before the step may be recoded, and an abort does not undo
- * it.
- *
- * cfg.policy.max_level is the last level allowed ("fp16_only": level 0). cfg.policy.min_level is the first. At
- * min_level, blocks are recoded when due by age, even while memory is free. After a cut or a reset, the cache goes
- * back one level if everything it holds would fit there. Stored blocks then stay as they are; new blocks follow
- * the looser level. The tokens of a sequence's last append are never recoded. The work space of
- * cfg.parallel_for counts, so levels may come earlier with it. Without a budget, cfg.ladder gives a static plan:
- * cfg.policy.min_level at first; see tkv_set_level. */
-typedef struct tkv_budget_info {
-    size_t budget, used, peak; /* bytes; `used` excludes free pages, but includes the reserve for recoding */
-    int level, n_levels;       /* present level; levels of the ladder */
-    tkv_policy_info policy;    /* state of the pressure controller; one sample per append */
-    uint64_t
-        recoded[TKV_MAX_LEVELS];  /* blocks recoded to each level's formats to free bytes or at min_level */
-    uint64_t demoted;             /* blocks recoded for any reason, age included */
-    uint64_t refused;             /* calls that returned TKV_ERR_BUDGET */
-    uint64_t spilled, promoted;   /* blocks offloaded; blocks that tkv_promote brought back */
-    uint64_t unstored;            /* blocks and exact copies that cfg.spill.store failed to write */
-    uint64_t evicted;             /* tokens evicted, counted per layer (cfg.evict, tkv_evict, tkv_drop) */
-    uint64_t dropped, recomputed; /* blocks discarded; blocks that tkv_remat_give brought back */
-    /* blocks that the present level would still recode; 0 without a budget. At min_level without pressure, blocks
-     * that wait for a table do not count. Some can stay while no page is free for their new size. */
-    uint64_t pending;
-} tkv_budget_info;
-/* Reports the budget and what was done to keep it. Errors: TKV_ERR_ARG. Cost: O(blocks), for `pending`. */
-TKV_API tkv_status tkv_budget(const tkv_cache *kv, tkv_budget_info *out);
-/* Sets another budget. A lower budget recodes blocks at once.
- *   bytes   0: no budget; the plan of the present level becomes static. In place: not 0, and limited to the memory
- *           given
- * Errors, nothing changed:
- *   TKV_ERR_BUDGET   the stored blocks do not fit
- *   TKV_ERR_ARG      the cache was created without a budget, or bytes is 0 in place
- *   TKV_ERR_NOMEM */
-TKV_API tkv_status tkv_set_budget(tkv_cache *kv, size_t bytes);
-/* Moves to a level of the ladder. Under a budget, the pressure controller continues from there. If the level is
- * tighter, stored blocks follow as bytes are needed.
- * Errors: TKV_ERR_ARG   the level is not within cfg.policy, or the cache is in place without a budget */
-TKV_API tkv_status tkv_set_level(tkv_cache *kv, int level);
-/* Sets hot_tokens of all levels and layers, except those that keep everything exact. Without a budget, this ends
- * reservations, as tkv_set_level does.
- * Errors: TKV_ERR_ARG   hot_tokens is not 1 to 2^30 - 2, or the cache is in place without a budget */
-TKV_API tkv_status tkv_set_hot_tokens(tkv_cache *kv, int hot_tokens);
-/* Does the work of future appends in an idle moment. It recodes until a tenth of the level's bytes is free. At
- * cfg.policy.min_level it also recodes all blocks that are due by age. Without a budget it does nothing.
- *   max_work   most blocks to recode
- *   done       (may be NULL) receives the number of blocks recoded
- * Errors: TKV_ERR_ARG. Cost: O(sequences * layers) per block. */
-TKV_API tkv_status tkv_maintain(tkv_cache *kv, int max_work, int *done);
-/* Gives the cache a pressure from elsewhere, such as that of the whole process, limited to 0 to 1. Until the next
- * call, the cache uses the larger of this and its own. Any thread may call it at any time (gcc, clang).
- * Errors: TKV_ERR_ARG (NaN or infinite). */
-TKV_API tkv_status tkv_observe(tkv_cache *kv, float pressure);
-/* Forecasts the most tokens that each of n_seqs sequences can have within cfg.budget_bytes, appended token by
- * token. Assumes the last level, and the reclaim stages of the config:
- *   cfg.evict   cfg.max_tokens, if the tokens that eviction always keeps fit
- *   cfg.spill   as many tokens as the index can hold
- *   cfg.remat   one sequence at a time, while the others are discarded
- * The real cache never holds fewer. It can hold a tenth more, or twice as many with cfg.spill, because the index
- * grows in steps. Allocates nothing. Errors: TKV_ERR_ARG (no budget, or a bad number), TKV_ERR_CONFIG. */
-TKV_API tkv_status tkv_max_context(const tkv_config *cfg, int n_seqs, int *n_tokens);
-
-/* >>spill and promotion. With cfg.spill.store, a full budget can offload blocks. When the last level allowed leaves
- * nothing to recode, the oldest blocks go to the store, as many as necessary. Their index entries stay in RAM:
- *   about 40 bytes   per block and layer
- *   432 bytes        more per block and layer with cfg.evict or cfg.importance_every
- *   about 850 bytes  per block of the longest list with cfg.evict
- *
- * Offloaded blocks keep their format and their position. Attention and tkv_read fetch the parts they need, one head
- * at a time. Results have the same bits as with all blocks in RAM. The sinks, the last two blocks of a layer, and
- * tokens younger than hot_tokens stay in RAM. With a ladder that never leaves level 0, exact blocks are offloaded.
- * tkv_truncate cannot cut offloaded tokens. Tables of formats are learned from blocks in RAM. tkv_attend needs
- * 36 KiB more stack.
- *
- * If the store fails, the block stays in RAM. The append that needed its bytes evicts tokens, if cfg.evict allows
- * it and that is enough. Otherwise the append returns TKV_ERR_BUDGET, and no token is evicted. One rare exception
- * exists with budgets of a few blocks. If tokens had to be evicted before blocks were offloaded, they stay evicted.
- * Offloaded tokens are evicted for bytes only if the bytes of their index entries are needed.
- *
- * tkv_attend, tkv_attend_ex, tkv_attend_reference and tkv_read return these errors for offloaded blocks. The output
- * is then undefined, and the cache is unchanged. Query statistics may include some of the queries. A retry is
- * allowed.
- *   TKV_ERR_IO     a fetch failed
- *   TKV_ERR_DATA   the bytes differ from those stored */
-/* The most bytes stored under one key, for a store with slots of one size. Errors: TKV_ERR_CONFIG. */
-TKV_API tkv_status tkv_spill_bytes(const tkv_config *cfg, size_t *bytes);
-/* Offloads the oldest blocks that may be offloaded, with or without a budget.
- *   layer      a layer, or TKV_ALL for every layer
- *   n_blocks   most blocks per layer
- *   done       (may be NULL) receives the number of blocks offloaded, after an error too
- * Errors:
- *   TKV_ERR_IO    the store failed
- *   TKV_ERR_ARG   no such sequence, the layer has no cache of its own, no cfg.spill, or n_blocks is negative */
-TKV_API tkv_status tkv_spill(tkv_cache *kv, int seq, int layer, int n_blocks, int *done);
-/* Brings the block with this position into RAM. If cfg.spill.keep_exact stored an exact copy, the block becomes
- * exact. Otherwise an offloaded block returns in its present format. The block counts in the budget, and nothing is
- * reclaimed for it. Under a budget, it is the first block to be compressed again. Without a budget it stays.
- * Errors, nothing changed:
- *   TKV_ERR_NO_SOURCE   the block is in RAM and has no better copy; decoding cannot restore values
- *   TKV_ERR_RANGE       the token is not held
- *   TKV_ERR_BUDGET, TKV_ERR_NOMEM, TKV_ERR_CAPACITY (in place), TKV_ERR_IO, TKV_ERR_DATA, TKV_ERR_ARG
- * See tkv_promote_by_importance for the blocks that matter most. */
-TKV_API tkv_status tkv_promote(tkv_cache *kv, int seq, int layer, int position);
+TKV_API tkv_status tkv_reset_quality(tkv_cache *kv);
 
 /* >>quality feedback. A feedback controller turns quality scores into advice. A score is 0 to 1, and 1 means no
  * loss. If the mean score is below the target, it advises more hot tokens and one level of higher precision. If the
- * mean is well above the target, it advises the opposite. Level 0 has the highest precision, as in tkv_policy.
+ * mean is well above the target, it advises the opposite. Level 0 has the highest precision, as in tkv_pressure.
  * The controller is independent of any cache and owns no memory: the caller's struct holds it.
  *
  *   score  0 ............................ target ........ (1 + target) / 2 .......... 1
@@ -1106,17 +1346,15 @@ TKV_API tkv_status tkv_promote(tkv_cache *kv, int seq, int layer, int position);
 #define TKV_FEEDBACK_HISTORY 1000
 typedef struct tkv_feedback_config {
     /* Target of the mean score, .01 to .9999; 0: .97, which allows a perplexity 3 % higher. For another allowance,
-     * set tkv_score_from_ppl(base, base + allowed). */
+     * set tkv_compute_score of (base, base + allowed). */
     float target;
-    int cooldown;  /* scores ignored after a change of plan, at most 1000; 0: 8; TKV_NONE: none */
+    int cooldown;  /* scores ignored after a change of plan, at most 1000; 0: 8; TKV_OFF: none */
     int min_hot;   /* fewest hot tokens advised; 0: 32 */
     int max_hot;   /* most hot tokens advised; 0: 1024 */
     int min_level; /* lowest level advised (highest precision) */
-    int max_level; /* highest level advised; 0: 3, the plan of the config in the default ladder; TKV_NONE: 0 */
+    int max_level; /* highest level advised; 0: 3, the plan of the config in the default ladder; TKV_OFF: 0 */
 } tkv_feedback_config;
-
 typedef enum tkv_advice_kind { TKV_ADVICE_KEEP = 0, TKV_ADVICE_FINER, TKV_ADVICE_CHEAPER } tkv_advice_kind;
-
 typedef struct tkv_advice {
     tkv_advice_kind kind;
     int hot_tokens, level; /* the advised plan; the given plan if nothing should change */
@@ -1125,7 +1363,6 @@ typedef struct tkv_advice {
     int samples;           /* number of scores in that mean */
     const char *reason;    /* a sentence, never NULL */
 } tkv_advice;
-
 typedef struct tkv_feedback_info {
     int n; /* number of newest scores that average to is_stable describe; if 0, these fields are 0 */
     float average, least, most;
@@ -1137,8 +1374,7 @@ typedef struct tkv_feedback_info {
     uint64_t scores, refused; /* scores accepted; scores refused as NaN, infinite or not in 0 to 1 */
     uint64_t finer, cheaper;  /* times that higher or lower precision was advised */
 } tkv_feedback_info;
-
-typedef struct tkv_feedback { /* private: initialise with tkv_feedback_init, read with tkv_feedback_read */
+typedef struct tkv_feedback { /* private: initialise with tkv_init_feedback, read with tkv_get_feedback */
     int lock;
     tkv_feedback_config cfg;
     int hot, level, moved;     /* the plan of the scores; moved: the plan may have changed since */
@@ -1148,79 +1384,82 @@ typedef struct tkv_feedback { /* private: initialise with tkv_feedback_init, rea
     uint64_t scores, refused, finer, cheaper;
     uint32_t history[TKV_FEEDBACK_HISTORY]; /* ring of scores, in units of 2^-24 */
 } tkv_feedback;
-
-/* These functions compute a score, limited to 0 to 1. They return -1 if a number is not finite or out of range.
- *   from_ppl        1 - (ppl - base) / base. base: perplexity of the exact cache on the same text; both at least 1
- *   from_accuracy   accuracy / base. base: accuracy with the exact cache, above 0
- *   from_quality    1 - weight * output_error / coverage, from the quality meter. -1 also without samples, or with
- *                   coverage below .05
- * `weight` is the rise of perplexity per output_error, a property of the model. It is about 1 for SmolLM2-135M, and
- * about 1/3 and 3 for two smaller models. 0 means 1. Call tkv_quality_reset between two scores, so that each uses
- * new samples. Heads differ much, so watch many of them. */
-TKV_API float tkv_score_from_ppl(double base, double ppl);
-TKV_API float tkv_score_from_accuracy(double base, double accuracy);
-TKV_API float tkv_score_from_quality(const tkv_quality_info *q, double weight);
-
-/* Starts a controller. cfg NULL: all defaults. *reason (may be NULL) receives the cause of an error.
+/* Where a quality score comes from. */
+typedef enum tkv_score_source {
+    TKV_SCORE_METER = 0, /* 1 - weight * output_error / coverage, from the quality meter */
+    TKV_SCORE_PERPLEXITY, /* 1 - (value - base) / base; base: of the exact cache on the same text; both at least 1 */
+    TKV_SCORE_ACCURACY, /* value / base; base: with the exact cache, above 0 */
+    TKV_SCORE_COUNT
+} tkv_score_source;
+typedef struct tkv_score_params { /* fill with zeros first */
+    tkv_score_source source;
+    double base, value;            /* PERPLEXITY, ACCURACY */
+    const tkv_quality_info *meter; /* METER: with samples, and a coverage of at least .05 */
+    /* METER: the rise of perplexity per output_error, a property of the model. It is about 1 for SmolLM2-135M, and
+     * about 1/3 and 3 for two smaller models. 0: 1. Call tkv_reset_quality between two scores, so that each uses new
+     * samples. Heads differ much, so watch many of them. */
+    double weight;
+} tkv_score_params;
+/* Computes a score, limited to 0 to 1. Errors, *score unchanged: TKV_ERR_RANGE (a number is not finite or out of
+ * range, or no samples), TKV_ERR_ARG (a missing pointer). */
+TKV_API tkv_status tkv_compute_score(const tkv_score_params *p, float *score);
+/* Starts a controller; also starts it again. cfg NULL: all defaults. `reason` and `size` as in tkv_validate_config.
  * Errors, f unchanged: TKV_ERR_CONFIG, TKV_ERR_ARG (f is missing). */
-TKV_API tkv_status tkv_feedback_init(tkv_feedback *f, const tkv_feedback_config *cfg, const char **reason);
+TKV_API tkv_status tkv_init_feedback(tkv_feedback *f, const tkv_feedback_config *cfg, char *reason,
+                                     size_t size);
 /* Adds one score, 0 to 1. Any thread may call it (gcc, clang).
  * Errors: TKV_ERR_ARG (the score is refused and counted). Cost: a few ns. */
-TKV_API tkv_status tkv_feedback_observe(tkv_feedback *f, float score);
+TKV_API tkv_status tkv_observe_score(tkv_feedback *f, float score);
 /* Advises on a plan of hot_tokens at `level`. The controller assumes that the caller follows the advice. After
  * advice to change, the next advice needs new scores. It also needs new scores if the plan changed otherwise since
  * the last call, for example by pressure. Any thread may call it (gcc, clang). Only one thread should follow it.
  * Errors, nothing changed:
  *   TKV_ERR_ARG   a missing pointer; hot_tokens not in 0 to 2^30 - 1; level not in 0 to TKV_MAX_LEVELS - 1
  * Cost: about 100 ns. */
-TKV_API tkv_status tkv_feedback_advise(tkv_feedback *f, int hot_tokens, int level, tkv_advice *out);
+TKV_API tkv_status tkv_get_advice(tkv_feedback *f, int hot_tokens, int level, tkv_advice *out);
 /* Reports the newest scores. Any thread may call it (gcc, clang).
  *   last   number of scores, 0 to 1,000; 0: 100. If fewer scores exist, all of them count.
  * Errors: TKV_ERR_ARG. Cost: a few microseconds. */
-TKV_API tkv_status tkv_feedback_read(tkv_feedback *f, int last, tkv_feedback_info *out);
-TKV_API void tkv_feedback_reset(tkv_feedback *f); /* restores the state after tkv_feedback_init */
+TKV_API tkv_status tkv_get_feedback(tkv_feedback *f, int last, tkv_feedback_info *out);
 /* Asks for advice on the cache's plan and carries it out. It sets hot_tokens (tkv_set_hot_tokens) and a level of
- * cfg.ladder within cfg.policy, for later tokens. Under a budget, memory decides the level, so only hot_tokens
- * change. *out (may be NULL) receives the change made. Counts as a write. Errors: TKV_ERR_ARG. */
-TKV_API tkv_status tkv_adapt(tkv_cache *kv, tkv_feedback *f, tkv_advice *out);
+ * cfg.budget.ladder within cfg.budget.pressure, for later tokens. Under a budget, memory decides the level, so
+ * only hot_tokens change. *out (may be NULL) receives the change made. Counts as a write. Errors: TKV_ERR_ARG. */
+TKV_API tkv_status tkv_adapt_plan(tkv_cache *kv, tkv_feedback *f, tkv_advice *out);
 
 /* >>threshold store. The store keeps good plans for models, by model name, layer and context length. It is a sorted
  * array of the caller's. A program can save it as a text with a checksum. No function allocates. */
 #define TKV_MODEL_NAME 64
 typedef struct tkv_threshold {
     char model[TKV_MODEL_NAME];  /* 1 to 63 bytes, final zero; no control characters, no blank at an end */
-    int layer;                   /* layer, 0 to 4095, or TKV_ALL: the plan serves all layers together */
+    int layer;                   /* layer, 0 to 4095, or TKV_UNLIMITED: the plan serves all layers together */
     int context;                 /* context length in tokens, 1 to 2^30 - 1 */
-    int hot_tokens, warm_tokens; /* as in tkv_config, with 0, TKV_NONE and TKV_ALL */
-    tkv_pair archive;            /* formats of the archive tier */
+    int hot_tokens, warm_tokens; /* as in tkv_config, with 0, TKV_OFF and TKV_UNLIMITED */
+    tkv_format_pair archive;     /* formats of the archive tier */
     float score;                 /* mean quality score, 0 to 1; 1: no loss; rounded to millionths */
     int samples;                 /* number of scores in that mean; 0: the score is a guess */
 } tkv_threshold;
-
 typedef struct tkv_thresholds { /* begin with: tkv_thresholds t = {memory, 0, room}; */
     tkv_threshold *entry;       /* [room] entries, sorted by model, layer, context */
-    int n, room;                /* entries in use; entries that fit */
+    int n, capacity;            /* entries in use; entries that fit */
 } tkv_thresholds;
-
 /* Adds an entry, or replaces the entry of the same model, layer and context.
  * Errors, nothing changed:
  *   TKV_ERR_ARG        a field is out of range
  *   TKV_ERR_CAPACITY   the array is full
  * Cost: O(n). */
-TKV_API tkv_status tkv_thresholds_put(tkv_thresholds *t, const tkv_threshold *e);
+TKV_API tkv_status tkv_put_threshold(tkv_thresholds *t, const tkv_threshold *e);
 /* Finds the best entries of a model for this layer and context length. An entry must belong to the layer or to
- * TKV_ALL. Order: the layer before TKV_ALL; then least difference of context, higher score, more samples,
- * longer context.
- *   out    [most] receives the entries, best first; `most` is usually 10
- * Returns the number of entries; 0 also for a bad argument. Cost: O(n * most). */
-#define TKV_THRESHOLD_CANDIDATES 10
-TKV_API int tkv_thresholds_candidates(const tkv_thresholds *t, const char *model, int layer, int context,
-                                      tkv_threshold *out, int most);
-/* Finds the first entry of tkv_thresholds_candidates. Errors, out unchanged:
+ * TKV_ALL_LAYERS. Order: the layer before TKV_ALL_LAYERS; then least difference of context, higher score, more
+ * samples, longer context.
+ *   out     [most] receives the entries, best first; `most` is 1, or TKV_THRESHOLD_CANDIDATES
+ *   found   (may be NULL) receives their number
+ * Errors, out unchanged:
  *   TKV_ERR_RANGE   no entry for this model and layer, or layer or context is out of range
- *   TKV_ERR_ARG     a pointer is missing */
-TKV_API tkv_status tkv_thresholds_find(const tkv_thresholds *t, const char *model, int layer, int context,
-                                       tkv_threshold *out);
+ *   TKV_ERR_ARG     a pointer is missing, or most is below 1
+ * Cost: O(n * most). */
+#define TKV_THRESHOLD_CANDIDATES 10
+TKV_API tkv_status tkv_find_thresholds(const tkv_thresholds *t, const char *model, int layer, int context,
+                                       tkv_threshold *out, int most, int *found);
 /* Copies a model's entries to a similar model, such as a fine-tuned copy. Existing entries of `to` stay. The caller
  * must know that both models are similar, because equal shapes do not prove it. Other functions match exact names
  * only.
@@ -1229,35 +1468,180 @@ TKV_API tkv_status tkv_thresholds_find(const tkv_thresholds *t, const char *mode
  *   TKV_ERR_RANGE      nothing to copy
  *   TKV_ERR_CAPACITY   the array is full
  *   TKV_ERR_ARG        a bad name, equal names, or a bad discount */
-TKV_API tkv_status tkv_thresholds_transfer(tkv_thresholds *t, const char *from, const char *to,
-                                           float discount);
-
+TKV_API tkv_status tkv_copy_thresholds(tkv_thresholds *t, const char *from, const char *to, float discount);
 /* Writes the store as a text: a version line, a line per entry, a checksum line. Equal stores give equal texts.
- *   dst     [size] bytes; NULL only counts
- *   bytes   (may be NULL) receives the number of bytes, without a final zero
- * Errors: TKV_ERR_ARG   dst is too small; nothing is written */
-TKV_API tkv_status tkv_thresholds_print(const tkv_thresholds *t, char *dst, size_t size, size_t *bytes);
+ * `buf`, `size` and `needed` as in tkv_print_config. Errors: TKV_ERR_CAPACITY (nothing written), TKV_ERR_ARG. */
+TKV_API tkv_status tkv_print_thresholds(const tkv_thresholds *t, char *buf, size_t size, size_t *needed);
 /* Replaces all entries by those of a text. Any bytes are safe to try. `reason` (may be NULL) receives the line and
  * its error.
  * Errors, nothing changed:
  *   TKV_ERR_DATA       damaged, or another version
  *   TKV_ERR_CAPACITY   more entries than the array holds */
-TKV_API tkv_status tkv_thresholds_parse(tkv_thresholds *t, const char *src, size_t size, char *reason,
+TKV_API tkv_status tkv_parse_thresholds(tkv_thresholds *t, const char *src, size_t size, char *reason,
                                         size_t reason_size);
-/* Functions of the caller for the same text. `write` takes all the bytes and returns 0; another number stops.
- * `read` returns the number of bytes read; 0 means the end, and a negative number stops. */
-typedef int (*tkv_write_bytes)(void *user, const char *bytes, size_t size);
-typedef ptrdiff_t (*tkv_read_bytes)(void *user, char *bytes, size_t size);
-/* Writes the text of tkv_thresholds_print, line by line.
- * Errors: TKV_ERR_CAPACITY (`write` stopped), TKV_ERR_ARG. */
-TKV_API tkv_status tkv_thresholds_save(const tkv_thresholds *t, tkv_write_bytes write, void *user);
-/* Reads a text and replaces all entries, as tkv_thresholds_parse.
- *   work   [size] bytes for the whole text
- * Errors, nothing changed:
- *   TKV_ERR_CAPACITY   the text is longer than `size`, or has more entries than the array holds
- *   TKV_ERR_DATA       `read` stopped, or the text is damaged or of another version */
-TKV_API tkv_status tkv_thresholds_load(tkv_thresholds *t, tkv_read_bytes read, void *user, char *work,
-                                       size_t size, char *reason, size_t reason_size);
+
+/* ======== 5. TOOLS ======== >>tools
+ * Parts of the library that work alone, and help for tests and tools. The codec applies the formats to one head's
+ * block of up to 64 tokens. tkv_attend_reference computes attention in double, for tests. tkv_merge_attention
+ * joins attention over two sets of keys, such as a cache and a shared document. tkv_check tests all invariants of
+ * a cache. Configs can be read from a text and written to one; a report of a running cache is JSON or Prometheus
+ * text. The rules of the pressure controller, of importance, eviction and recomputation are pure functions on
+ * arrays of the program.
+ *
+ * Example:
+ *     tkv_codec codec = {0};
+ *     codec.format = TKV_KIVI4, codec.side = TKV_K, codec.head_dim = 64;
+ *     if (tkv_get_block_bytes(&codec) <= sizeof bytes) st = tkv_encode_block(&codec, k, 0, 64, bytes, sizeof bytes);
+ *     if (!st) st = tkv_decode_block(&codec, bytes, sizeof bytes, 64, out, 0);
+ *     if (tkv_check(kv, reason, sizeof reason)) puts(reason);
+ *     st = tkv_print_report(kv, TKV_REPORT_JSON, NULL, text, sizeof text, NULL);
+ */
+/* >>codec. The codec applies the formats without a cache. It codes up to 64 tokens of one head as a block of bytes.
+ * The bytes do not depend on the machine. SQUAT formats code as KIVI here, because no queries exist. KVQUANT
+ * formats have no learned table here. So coded K contains the ranges of its block, 32 bits per channel more than in
+ * a cache. The levels are those of a normal distribution. */
+typedef struct tkv_codec { /* fill with zeros first */
+    tkv_format format;
+    tkv_side side;
+    int head_dim; /* 1 to 256 */
+    tkv_format_options options;
+    tkv_rope rope; /* as in tkv_config; tkv_encode_block and tkv_decode_block also read its frequencies */
+    int position;  /* position of the first token, for rope; tkv_decode_block reads it from the bytes */
+} tkv_codec;
+TKV_API size_t tkv_get_block_bytes(
+    const tkv_codec *c); /* bytes of a block, metadata included; 0 if the codec is not valid */
+/* Encode or decode a block. This scalar code defines the formats. Any bytes are safe to decode, but only encoded
+ * bytes give meaningful values.
+ *   x          [n_tokens][head_dim], with `stride` floats from a token to the next; stride 0: head_dim
+ *   n_tokens   1 to 64
+ *   dst, src   `size` bytes, at least tkv_get_block_bytes, of any alignment
+ * Errors, nothing written:
+ *   TKV_ERR_ARG         a bad codec or number, a stride below head_dim, or a short buffer
+ *   TKV_ERR_NONFINITE   tkv_encode_block: a value is not finite
+ * Cost: O(64 * head_dim). */
+TKV_API tkv_status tkv_encode_block(const tkv_codec *c, const float *x, ptrdiff_t stride, int n_tokens,
+                                    void *dst, size_t size);
+TKV_API tkv_status tkv_decode_block(const tkv_codec *c, const void *src, size_t size, int n_tokens, float *x,
+                                    ptrdiff_t stride);
+
+/* Computes the same as tkv_attend_ex in double, for tests. This slow function defines the result: it decodes every
+ * key and value, again for each row. Errors: as tkv_attend_ex. */
+TKV_API tkv_status tkv_attend_reference(tkv_cache *kv, const tkv_attend_params *p);
+/* Joins attention over two disjoint sets of keys: out and lse become those of the union. out and out2 are
+ * [n_rows][dim], lse and lse2 are [n_rows]; none may be NULL. An lse that is not finite marks a row without keys.
+ * Learned sinks may be part of one set only. If n_rows or dim is below 1, nothing is written. Cost:
+ * O(n_rows * dim). Source: arXiv 2307.08691, section 3. */
+TKV_API void tkv_merge_attention(float *out, float *lse, const float *out2, const float *lse2, int n_rows,
+                                 int dim);
+/* Checks all invariants. Each block is in one list, and no slot is used twice. Positions have no gaps. Tiers are in
+ * order and follow age. Byte counts agree. `reason` and `size` as in tkv_validate_config.
+ * Errors: TKV_ERR_BROKEN, TKV_ERR_ARG. Cost: O(blocks). */
+TKV_API tkv_status tkv_check(const tkv_cache *kv, char *reason, size_t size);
+
+/* The build of the library, and the kernels of a cache. */
+typedef struct tkv_build_info {
+    int version;         /* TKV_VERSION of the linked implementation */
+    size_t config_bytes; /* sizeof(tkv_config) there; a binding compares it with its own struct's size */
+    uint32_t isa_mask;   /* bit i is set if this machine and build can run tkv_isa i */
+    tkv_isa isa;         /* the instruction set that the cache runs on; TKV_ISA_AUTO without a cache */
+} tkv_build_info;
+/* Reports the build. kv may be NULL. Errors: TKV_ERR_ARG (out is missing). Cost: a few ns. */
+TKV_API tkv_status tkv_get_build(const tkv_cache *kv, tkv_build_info *out);
+/* Values with names. The names stand in config texts, too. */
+typedef enum tkv_name_kind {
+    TKV_NAME_FORMAT = 0,   /* tkv_format, such as "kivi4" */
+    TKV_NAME_ISA,          /* tkv_isa, such as "avx2" */
+    TKV_NAME_PRESET,       /* presets of tkv_apply_preset, numbered 0, 1, ... */
+    TKV_NAME_EVICT_POLICY, /* tkv_evict_policy, such as "h2o" */
+    TKV_NAME_IMPORTANCE,   /* tkv_importance_strategy, such as "hybrid" */
+    TKV_NAME_PROFILE,      /* tkv_pressure_profile, such as "aggressive" */
+    TKV_NAME_COUNT
+} tkv_name_kind;
+/* Returns the name of a value; NULL if there is no such kind or value. */
+TKV_API const char *tkv_get_name(tkv_name_kind kind, int value);
+/* Finds the value of a name. Errors, *value unchanged: TKV_ERR_RANGE (unknown name), TKV_ERR_ARG. */
+TKV_API tkv_status tkv_find_name(tkv_name_kind kind, const char *name, int *value);
+
+/* >>texts. A config as text has one of two forms: lines `key = value`, or one flat JSON object. A text that begins
+ * with a brace is JSON. In lines, # begins a comment. Keys are names of fields. The text may be any bytes.
+ *   key       n_layers, rope.dim, layers[3].window; for layers 0 to 5: layers[0-5].window
+ *   length    a number, none or all
+ *   switch    false or true
+ *   formats   a30/r20 for K and V, or one name for both
+ *   bits      names joined by +, such as fit = clip+norm
+ *   preset    a name for tkv_apply_preset; applied before all keys except max_tokens
+ * The macro TKV_NO_REPORTS removes all functions of this section. */
+/* Memory of the caller for the arrays of a parsed config. It must live as long as the config uses them. */
+typedef struct tkv_config_arrays {
+    tkv_layer_config *layers;
+    int n_layers; /* entries of layers: at least those of the config */
+    tkv_level *ladder;
+    int n_levels; /* entries of ladder: at least the levels of the config */
+    float *frequencies;
+    int n_frequencies; /* entries of frequencies, for rope.frequencies: at least rope.dim / 2 */
+} tkv_config_arrays;
+/* Reads a config from a text and sets the fields named there. Other fields stay, so begin with zeros. Use
+ * tkv_validate_config to check the whole config.
+ *   room     (may be NULL) memory for layers, levels or rope.frequencies of the text; they replace those of cfg
+ *   reason   (may be NULL) receives the line and what would be correct
+ * Errors, cfg and room unchanged:
+ *   TKV_ERR_CONFIG   an unknown key, a bad value, a key twice, or room is too small
+ *   TKV_ERR_ARG      a pointer is missing
+ * Cost: O(size), three times; 10 KB of stack. */
+TKV_API tkv_status tkv_parse_config(tkv_config *cfg, const tkv_config_arrays *room, const char *text,
+                                    size_t size, char *reason, size_t reason_size);
+/* Writes the fields that are not 0, with a final zero. tkv_parse_config restores the same config. Allocator,
+ * parallel_for and canaries have no text.
+ *   json     0: lines; 1: JSON
+ *   buf      [size] bytes; NULL only counts
+ *   needed   (may be NULL) receives the bytes needed, final zero included
+ * Errors:
+ *   TKV_ERR_ARG      buf is too small; nothing is written
+ *   TKV_ERR_CONFIG   a field has no text (NaN, or no such format) */
+TKV_API tkv_status tkv_print_config(const tkv_config *cfg, int json, char *buf, size_t size, size_t *needed);
+
+typedef enum tkv_report_kind {
+    TKV_REPORT_JSON = 0,   /* one JSON object */
+    TKV_REPORT_PROMETHEUS, /* the figures in Prometheus text format, version 0.0.4 */
+    TKV_REPORT_COUNT
+} tkv_report_kind;
+/* Writes a report of the cache. `buf`, `size` and `needed` as in tkv_print_config. The JSON object contains:
+ *   version, isa, and the config with defaults, readable by tkv_parse_config
+ *   formats of each layer's tiers
+ *   for each existing sequence: lengths and tokens per tier, as arrays over layers (null: no cache of its own)
+ *   figures: memory, tokens, sequences, budget, reclaim, quality (null without a meter)
+ * labels   PROMETHEUS: NULL, or labels for every line: name=value, name=value. Values are UTF-8; the function escapes
+ *          them. Write a backslash before a comma or backslash in a value.
+ * Errors:
+ *   TKV_ERR_CAPACITY   buf is too small; nothing is written
+ *   TKV_ERR_ARG        bad labels (part, tier, version and isa are reserved), or kind
+ * Cost: O(blocks), twice. */
+TKV_API tkv_status tkv_print_report(const tkv_cache *kv, tkv_report_kind kind, const char *labels, char *buf,
+                                    size_t size, size_t *needed);
+
+/* >>ages and presets. Returns the tier for an age by the lengths of cfg (NULL: defaults). It is hot below
+ * hot_tokens, warm for warm_tokens more, then archive. The newest token has age 0. This is a pure function. In a
+ * cache, whole blocks move, before an append. So a token can change its tier about 64 ages later (tkv_get_tiers), and
+ * sinks stay hot. */
+TKV_API tkv_tier tkv_compute_tier(const tkv_config *cfg, int age);
+
+typedef struct tkv_pressure { /* private: initialise with tkv_init_pressure, read with tkv_get_pressure */
+    int lock;
+    tkv_pressure_config cfg;
+    tkv_pressure_info now;
+} tkv_pressure;
+/* Starts a controller at cfg.min_level; also starts it again. cfg NULL: all defaults. `reason` and `size` as in
+ * tkv_validate_config. Errors, p unchanged: TKV_ERR_CONFIG, TKV_ERR_ARG (p is missing). */
+TKV_API tkv_status tkv_init_pressure(tkv_pressure *p, const tkv_pressure_config *cfg, char *reason,
+                                     size_t size);
+/* Adds one pressure, limited to 0 to 1, and returns the level. Any thread may call it (gcc, clang).
+ * Cost: tens of ns. */
+TKV_API int tkv_observe_pressure(tkv_pressure *p, float pressure);
+/* Reports the controller's state. Any thread may call it (gcc, clang). Errors: TKV_ERR_ARG. */
+TKV_API tkv_status tkv_get_pressure(tkv_pressure *p, tkv_pressure_info *out);
+/* Applies the rule alone: returns the level after `level` at this average. Returns 0 for a bad config. A NaN or an
+ * infinity moves nothing. */
+TKV_API int tkv_compute_level(const tkv_pressure_config *cfg, float average, int level);
 
 /* >>what to keep. These are rules for importance, eviction and recomputation: pure functions and small structs of
  * the caller. They take arrays over the tokens of a layer (or a sequence) and return a decision. They are
@@ -1273,210 +1657,66 @@ TKV_API tkv_status tkv_thresholds_load(tkv_thresholds *t, tkv_read_bytes read, v
  * For heavy_hitter, A becomes the larger of both. For persistence, A loses 1 if the score is below `low`. A token
  * without new attention needs no update. The order of calls within a step does not matter. Recency is computed at
  * the moment of reading. It does not depend on how often a token got attention. */
-typedef struct tkv_importance { /* of one token; all zero: it never got attention */
-    float attention;            /* A, the accumulated attention score as of `step` */
-    int step;                   /* last step that added to it */
-} tkv_importance;
-/* Returns the name of a strategy; NULL if it does not exist. */
-TKV_API const char *tkv_importance_name(tkv_importance_strategy strategy);
-/* Adds one step's attention scores to n tokens.
- *   mass   [n] scores, finite and not negative: tkv_attend_params.mass, or scores of the caller
- *   now    the step, 0 or more
+typedef struct tkv_token_importance { /* of one token; all zero: it never got attention */
+    float attention;                  /* A, the accumulated attention score as of `step` */
+    int step;                         /* last step that added to it */
+} tkv_token_importance;
+/* Adds one step's attention scores to n tokens, and computes their importance.
+ *   positions   [n] positions; NULL: 0 to n - 1
+ *   scores      NULL: adds none. [n] scores of step `now`, finite and not negative: tkv_attend_params.scores, or
+ *   yours now         the step, 0 or more: for recency, the position of the newest token out         NULL, or [n]
+ *   receives the importance at step `now`
  * Errors, nothing changed:
- *   TKV_ERR_ARG         a missing pointer; `now` is negative or before a token's last step
+ *   TKV_ERR_ARG         a missing pointer; `now` is negative, before a token's last step or before its position
  *   TKV_ERR_NONFINITE   a score is negative or not finite
  *   TKV_ERR_CONFIG      cfg has a field out of range
  * Cost: O(n). */
-TKV_API tkv_status tkv_importance_add(const tkv_importance_config *cfg, tkv_importance *tokens,
-                                      const float *mass, int n, int now);
-/* Computes the importance of n tokens at step `now`.
- *   position   [n] positions; NULL: 0 to n - 1
- *   now        position of the newest token
- *   out        [n] receives the importance
- * Errors: as tkv_importance_add; TKV_ERR_ARG also for a position above `now`. */
-TKV_API tkv_status tkv_importance_read(const tkv_importance_config *cfg, const tkv_importance *tokens,
-                                       const int *position, int n, int now, float *out);
-/* Combines the weights of several query heads: mean, largest or sum.
- *   weights   [n_heads][stride]; stride 0: n
- *   out       [n], must not overlap weights
- * Errors: TKV_ERR_ARG. */
-TKV_API tkv_status tkv_importance_aggregate(tkv_importance_heads how, const float *weights, ptrdiff_t stride,
-                                            int n_heads, int n, float *out);
+TKV_API tkv_status tkv_update_importance(const tkv_importance_config *cfg, tkv_token_importance *tokens,
+                                         const int *positions, const float *scores, int n, int now,
+                                         float *out);
 /* Returns an upper bound of q.k for all keys between `low` and `high` in each channel, such as the keys of a block.
  * Use it for tokens without known weights. All arrays are [head_dim]. Source: Quest, arXiv 2406.10774. */
-TKV_API float tkv_importance_bound(const float *q, const float *low, const float *high, int head_dim);
-/* Finds the k highest scores, best first. Of equal scores the older comes first.
- *   without   NULL, or a mask of slots to skip unread: evicted tokens, or in a search for anchors, tokens that stay
- *   out       [k] receives slots
- *   count     receives the number found: k, or fewer if fewer slots take part
- * Errors, nothing written: TKV_ERR_NONFINITE, TKV_ERR_ARG. Cost: O(n + k log k). */
-TKV_API tkv_status tkv_importance_top(const float *score, const uint64_t *without, int n, int k, int *out,
-                                      int *count);
-
-/* A cache collects attention scores itself while tkv_attend runs, if cfg.importance_every or cfg.evict needs them.
- * They take 432 bytes per block and layer, counted with the index. The eviction policy selects the scores:
- *     h2o; strategies hybrid, accumulation     weights, summed over queries and KV heads
- *     strategy heavy_hitter                    the largest weight given by any KV head of any query
- *     scissorhands; strategy persistence       times the weight was below importance.low (0: 1 / visible keys)
- *     tova                                     weights of the newest query alone, summed over KV heads
- *     snapkv, pyramidkv                        weights of the newest evict.recent_tokens queries
- * With any other policy, the strategy of cfg.importance decides. "recency" collects nothing.
- *
- * importance.heads combines the weights of the n_heads / n_kv_heads query heads of a KV head: mean, largest or sum.
- * Mean and sum differ by a constant factor, so policies choose the same tokens by both. Against recency and
- * thresholds, the factor does matter. For scissorhands and persistence, mean and sum combine the heads' counts.
- * There, max counts a query if all heads gave less. Max always, and heavy_hitter also with mean or sum, combine
- * the heads of one query first. With more than 8 query heads, they combine those that run together.
- *
- * Queries are sampled, except for tova, snapkv and pyramidkv. Each KV head samples one of cfg.importance_every
- * positions, and heads and layers take turns. 0 means one in 32, or none if the policy needs no scores. A sampled
- * query counts as importance_every queries, at most 4,096, so sums and counts estimate the whole at any sampling
- * rate.
- *
- * All calls between two appends form one step. Sums are multiplied by importance.decay for each token appended
- * since, so after a chunk of 64 by its 64th power. Decay 0 means the strategy's, or 1 if the policy decides. Sums
- * of newest queries start again with each step. Sums are limited to 4,095 * importance_every for
- * rates up to 256, else to 1,048,575. Counts are limited to 16,777,215 * importance_every and to 2^32 - 1.
- *
- * Collecting does not change the output of tkv_attend. The sums do not depend on threads. Sampled queries cost
- * a second pass over their keys (bench/LOG.md). Collecting needs atomics (gcc, clang). Without atomics, only
- * tkv_importance_add_to adds scores. */
-
-/* Computes the importance of tokens start to start + n - 1 by cfg.importance, at the newest token. May run while
- * tkv_attend runs.
- *   out    [n] receives the importance; 0 for tokens that are not in the cache
- *   gone   NULL, or (n + 63) / 64 words that receive a mask of those tokens, for `without` of tkv_importance_top
- * Errors, out and gone unchanged:
- *   TKV_ERR_CONFIG   no scores are collected (strategy "recency" needs none)
- *   TKV_ERR_RANGE    start + n is beyond the layer's length
- *   TKV_ERR_ARG
- * Cost: O(blocks + n). */
-TKV_API tkv_status tkv_importance_of(tkv_cache *kv, int seq, int layer, int start, int n, float *out,
-                                     uint64_t *gone);
-/* Adds attention scores of the caller to tokens start to start + n - 1, as if attention had just given them. Tokens
- * not in the cache are skipped. No attention may run at the same time.
- *   mass   [n] scores, finite and not negative; each is limited to 2,047 and rounded to
- *          steps of importance_every / 2^20, at most 1/4096
- * Errors: as tkv_importance_of, and also
- *   TKV_ERR_NONFINITE   a score is negative or not finite
- *   TKV_ERR_CONFIG      also with strategy "recency", if no scores are collected
- * Cost: O(blocks + n). */
-TKV_API tkv_status tkv_importance_add_to(tkv_cache *kv, int seq, int layer, int start, int n,
-                                         const float *mass);
-typedef struct tkv_ranked {
-    int position;
-    float importance;
-} tkv_ranked;
-/* Finds the k most important tokens of a layer, best first. Of equal tokens the older comes first.
- *   protect   1: skip the tokens that eviction protects: positions below evict.sink_tokens and the newest
- *             evict.recent_tokens (default 4 and 32)
- *   out       [k] receives the tokens
- *   count     receives k, or fewer if fewer tokens exist
- * Errors: as tkv_importance_of.
- * Cost: O(length * log k), plus moving up to k entries per insertion. For k in the thousands, tkv_importance_of
- * with tkv_importance_top is faster. */
-TKV_API tkv_status tkv_top_tokens(tkv_cache *kv, int seq, int layer, int k, int protect, tkv_ranked *out,
-                                  int *count);
-
-/* Promotion selects tokens (or blocks) for a more precise tier. Only those with a better source can be promoted: an
- * exact copy, an offloaded block, or recomputation. Decoding cannot restore lost precision. */
-#define TKV_IMPORTANCE_PER_STEP 64
-typedef struct tkv_importance_promotion_config { /* zero means default */
-    float threshold;                             /* least importance to promote; 0: .05; TKV_ZERO: 0 */
-    int per_step;                                /* most promotions per step, at most 64; 0: 8 */
-    int cooldown;                                /* least steps between two moves; 0: 4; TKV_NONE: none */
-} tkv_importance_promotion_config;
-typedef struct tkv_importance_promotion { /* fill with zeros, then set cfg */
-    tkv_importance_promotion_config cfg;
-    int step, used;                        /* step of the last call; promotions at that step */
-    uint64_t promoted, no_source, waiting; /* totals; no_source: calls that found some without a source */
-} tkv_importance_promotion;
-/* Selects up to per_step slots for promotion at step `now`, the most important first.
- *   score    [n] importance
- *   source   mask of slots with a better source; NULL: no slot has one
- *   moved    [n] last step at which a slot changed its tier, or TKV_NONE. A promotion sets it to `now`. The caller
- *            sets it after a demotion.
- *   out      [TKV_IMPORTANCE_PER_STEP] receives the slots, *count their number
- * Errors, nothing changed: TKV_ERR_ARG (also `now` before the last call's), TKV_ERR_NONFINITE, TKV_ERR_CONFIG.
- * Cost: O(n), and O(per_step) for each promotion. */
-TKV_API tkv_status tkv_importance_promote(tkv_importance_promotion *p, const float *score,
-                                          const uint64_t *source, int *moved, int n, int now, int *out,
-                                          int *count);
+TKV_API float tkv_bound_score(const float *q, const float *low, const float *high, int head_dim);
 
 /* >>eviction. These functions choose the tokens to evict, so that at most `keep` stay. A policy gives every token a
  * score. The tokens with the lowest scores are evicted, all at once. Selection is per layer, so scores of heads
  * are combined first. The policies are defined in rules/evict.h. */
-TKV_API const char *tkv_evict_name(tkv_evict_kind kind); /* name of a policy; NULL: no such policy */
-/* Finds a policy by its name. Errors: TKV_ERR_ARG. */
-TKV_API tkv_status tkv_evict_from_name(const char *name, tkv_evict_kind *kind);
-
-/* The inputs that a policy needs from tkv_evict_view, as bits. n is always needed. Other inputs may be NULL. */
-typedef enum tkv_evict_need {
-    TKV_EVICT_NEEDS_MASS = 1, /* each bit is the view's array of that name */
-    TKV_EVICT_NEEDS_OBSERVED = 2,
-    TKV_EVICT_NEEDS_LAST = 4,
-    TKV_EVICT_NEEDS_NORMS = 8,
-    TKV_EVICT_NEEDS_KEYS = 16,
-    TKV_EVICT_NEEDS_LOWS = 32,
-    TKV_EVICT_NEEDS_SCORES = 64
-} tkv_evict_need;
-TKV_API int tkv_evict_needs(tkv_evict_kind kind); /* the inputs as bits; 0: none, or no such policy */
 typedef struct tkv_evict_view {
-    int n;                  /* number of slots */
-    const uint64_t *alive;  /* mask of live tokens; other slots are not read. NULL: all slots are live */
-    const int *position;    /* positions, rising and not negative; NULL: 0 to n - 1 */
-    const uint64_t *pinned; /* NULL, or mask of tokens that stay in any case */
+    int n;                       /* number of slots */
+    const uint64_t *live_mask;   /* mask of live tokens; other slots are not read. NULL: all slots are live */
+    const int *positions;        /* positions, rising and not negative; NULL: 0 to n - 1 */
+    const uint64_t *pinned_mask; /* NULL, or mask of tokens that stay in any case */
     /* NULL, or priorities: all tokens of a lower priority are evicted before one of a higher. 0 is usual, and -128
      * suits expired tokens. */
-    const signed char *priority;
-    const float *mass;     /* attention score since the token came, summed over queries and heads */
-    const float *observed; /* attention score from the prompt's last cfg.recent_tokens queries alone */
-    const float *last;     /* attention weights of the last query, mean over heads */
-    const float *norms;    /* norms of keys, mean over KV heads: tkv_evict_key_norms */
-    const float *keys;     /* [n][n_kv_heads][head_dim] */
+    const signed char *priorities;
+    const float *total_scores;  /* attention score since the token came, summed over queries and heads */
+    const float *prompt_scores; /* attention score from the prompt's last cfg.recent_tokens queries alone */
+    const float *last_scores;   /* attention weights of the last query, mean over heads */
+    const float *norms;         /* norms of keys, mean of |k| over KV heads */
+    const float *keys;          /* [n][n_kv_heads][head_dim] */
     int n_kv_heads, head_dim;
     /* How often a weight was below an even share: A of "persistence", negated or not. The caller sets tokens to 0
      * to begin a history window, for example after each batch. */
-    const float *lows;
-    const float *scores; /* scores of the caller; tokens with high scores stay */
+    const float *low_counts;
+    const float *user_scores; /* scores of the caller; tokens with high scores stay */
 } tkv_evict_view;
-
-/* Scores all slots by the policy of cfg. High scores stay. Slots without a live token get 0.
- *   score   [view->n] receives the scores
- * Errors:
- *   TKV_ERR_CONFIG      cfg has a field out of range
- *   TKV_ERR_ARG         view lacks an input of the policy, or n or positions are wrong
- *   TKV_ERR_NONFINITE   a token's score is not finite; `score` is then unusable
- * Cost: O(n). "keydiff" and tkv_evict_key_norms cost O(n * n_kv_heads * head_dim). */
-TKV_API tkv_status tkv_evict_score(const tkv_evict_config *cfg, const tkv_evict_view *view, float *score);
 typedef struct tkv_evict_result {
     int evicted, kept; /* live tokens to evict; live tokens left */
     int over;          /* kept - keep, if pinned tokens exceed the budget; else 0 */
     int sinks, recent; /* sinks and recent tokens protected, after a small budget reduced them */
 } tkv_evict_result;
-/* Chooses the live tokens to evict, so that at most `keep` stay. Pinned tokens stay in any case.
+/* Chooses the live tokens to evict, so that at most `keep` stay. High scores stay, and pinned tokens in any case.
+ *   score     [view->n] receives the policy's scores; a slot without a live token gets 0
  *   victims   receives a mask of (n + 63) / 64 words; must not overlap the masks of `view`
  *   out       (may be NULL) receives the counts
- * Errors, nothing written:
+ * Errors:
  *   TKV_ERR_BUDGET      the policy is "none", and more than `keep` tokens are live
- *   TKV_ERR_NONFINITE   a live token's score is not finite
- *   TKV_ERR_ARG, TKV_ERR_CONFIG
- * Cost: O(n), 1 KiB of stack. */
-TKV_API tkv_status tkv_evict_select(const tkv_evict_config *cfg, const tkv_evict_view *view,
-                                    const float *score, int keep, uint64_t *victims, tkv_evict_result *out);
-/* Returns the number of tokens to evict before `incoming` tokens join n tokens under a budget of `budget` tokens.
- * It is 0, a batch (cfg.batch), or more if the budget requires it; never more than n. 0 for a bad argument. */
-TKV_API int tkv_evict_due(const tkv_evict_config *cfg, int n, int incoming, int budget);
-/* Lists the slots of a mask in rising order, and returns their number. `out` must hold all of them. */
-TKV_API int tkv_evict_list(const uint64_t *mask, int n, int *out);
-/* Moves the elements that stay to the front of an array, in order, and returns their number. Use it for positions,
- * importance and other arrays by slot.
- *   array   [n] elements of `size` bytes */
-TKV_API int tkv_evict_compact(const uint64_t *victims, int n, void *array, size_t size);
-/* Computes key norms: out[i] is the mean of |k| over KV heads. keys is [n][n_kv_heads][head_dim].
- * Errors: TKV_ERR_ARG. */
-TKV_API tkv_status tkv_evict_key_norms(const float *keys, int n, int n_kv_heads, int head_dim, float *out);
-
+ *   TKV_ERR_NONFINITE   a live token's score is not finite; `score` is then unusable
+ *   TKV_ERR_CONFIG      cfg has a field out of range
+ *   TKV_ERR_ARG         view lacks an input of the policy, or a number is wrong
+ * Cost: O(n), 1 KiB of stack; "keydiff" O(n * n_kv_heads * head_dim). */
+TKV_API tkv_status tkv_select_victims(const tkv_evict_config *cfg, const tkv_evict_view *view, int keep,
+                                      float *score, uint64_t *victims, tkv_evict_result *out);
 /* Token budgets of layers. `total` tokens are shared among all layers, and the shares sum to `total` exactly.
  * Fractions of tokens go to the largest remainders; of equal remainders, to the lower layer. */
 typedef enum tkv_evict_shape {
@@ -1492,120 +1732,15 @@ typedef struct tkv_evict_budget {
     int n_layers;  /* 1 to 4096 */
     int64_t total; /* tokens of all layers, 0 to n_layers * (2^30 - 1); LINEAR: at least n_layers */
     int n_tokens;  /* n: length of the sequence, for PYRAMID, 0 to 2^30 - 1 */
-    int window;    /* w: tokens that every layer keeps; 0: 8, as in the paper; TKV_NONE: none */
+    int window;    /* w: tokens that every layer keeps; 0: 8, as in the paper; TKV_OFF: none */
     int beta;      /* steepness of PYRAMID, 1 to 100; 0: 20 */
 } tkv_evict_budget;
 /* Computes the token budget of each layer.
  *   out   [n_layers] receives the budgets
  * Errors: TKV_ERR_ARG (a number is out of range). Cost: O(n_layers).
  * Source of PYRAMID: PyramidKV, arXiv 2406.02069. */
-TKV_API tkv_status tkv_evict_budgets(const tkv_evict_budget *b, int *out);
+TKV_API tkv_status tkv_split_evict_budget(const tkv_evict_budget *b, int *out);
 
-/* >>eviction in a cache. It needs cfg.evict. With cfg.evict_tokens, an append (or tkv_begin) first evicts the
- * surplus of each layer, a batch at a time. Afterwards a layer holds at most cfg.evict_tokens. Protected tokens,
- * pinned tokens and the tokens of that append can exceed this.
- *
- * Under a budget, eviction is the last reclaim stage, after the last level of the ladder. It also works a batch at
- * a time. Each layer keeps its pinned tokens, its sinks, twice its recent tokens, and 64 more. Recent tokens are
- * one half of a budget, as in rules/evict.h, hence "twice". Down to this size, an append gets TKV_ERR_BUDGET only
- * if all reclaim stages together free too little.
- *
- * Some policies may be refused a few blocks earlier: "keydiff", "user", "knorm" with cfg.importance_every, and any
- * policy with cfg.n_anchors. Their choice depends on the blocks compressed before. With anchors, if batches are not
- * enough, tokens are evicted before tiers are recoded. TKV_ERR_NOMEM can occur after tokens were evicted, because
- * index and pages grow into the freed bytes. TKV_EVICT_SCORES uses tkv_importance_of. Policies treat all heads of a
- * layer as one.
- *
- * The remaining tokens keep their positions, for masks and windows too. Keys keep their rotation, so distances are
- * those of the text. StreamingLLM instead rotates keys to their places in the cache, for texts beyond the model's
- * length. Here that would mean recoding all keys with each batch, and new query positions from the caller. For such
- * texts, scale the RoPE of the model instead.
- *
- * Bytes are freed when a block of 64 tokens is empty, or when neighbours fit into one block. Coded neighbours are
- * decoded and coded again, with a small loss. KVQUANT keys before RoPE cannot move, so only empty blocks are freed.
- * Evicted tokens never come back: tkv_truncate does not restore them, and tkv_read returns TKV_ERR_RANGE. The
- * bookkeeping takes 432 bytes per block and layer. */
-typedef struct tkv_evict_params { /* zero means default */
-    int seq;                      /* the sequence */
-    int layer;                    /* TKV_NONE: all layers */
-    const tkv_evict_config
-        *evict; /* NULL: cfg.evict. Another policy must use the scores the cache collects, or `scores` */
-    int keep;   /* tokens that stay per layer, on average for "pyramidkv"; 0: cfg.evict_tokens */
-    /* These arrays are NULL, or indexed by position, as long as the longest of the layers (tkv_layer_len): */
-    const uint64_t *pinned;      /* mask of tokens that stay */
-    const signed char *priority; /* as in tkv_evict_view */
-    const float *scores;         /* replace the scores that the cache collected; high scores stay */
-} tkv_evict_params;
-/* Evicts tokens now, for example at the end of a prompt (SnapKV).
- * Errors, nothing changed:
- *   TKV_ERR_STATE       a step is open, or cfg.evict is not set
- *   TKV_ERR_CONFIG      p->evict has a field out of range, or needs scores that the cache does not collect
- *   TKV_ERR_NONFINITE   a score is not finite
- *   TKV_ERR_BUDGET      the policy is "none", and tokens would have to be evicted
- *   TKV_ERR_ARG
- * Cost: O(tokens), and coding of merged blocks. See tkv_evict_kind for "knorm" and "keydiff". */
-TKV_API tkv_status tkv_evict(tkv_cache *kv, const tkv_evict_params *p);
-/* Evicts the tokens of a mask, except pinned tokens.
- *   layer     a layer; TKV_NONE: all layers
- *   victims   mask by position, for positions 0 to n - 1
- * Errors: TKV_ERR_STATE (a step is open, or cfg.evict is not set), TKV_ERR_ARG. */
-TKV_API tkv_status tkv_drop(tkv_cache *kv, int seq, int layer, const uint64_t *victims, int n);
-/* Pins the live tokens start to start + n - 1 in all layers, so that eviction keeps them. pinned 0 ends it.
- * Errors: TKV_ERR_STATE (a step is open, or cfg.evict is not set), TKV_ERR_ARG. */
-TKV_API tkv_status tkv_pin(tkv_cache *kv, int seq, int start, int n, int pinned);
-/* Pins tokens until a layer has `length` tokens. For the next 500 tokens, pass tkv_layer_len + 500. Temporary
- * pins in one block of 64 tokens all last as long as the longest, also after blocks are merged.
- * Errors: as tkv_pin; TKV_ERR_ARG also if length is not 1 to 2^30 - 2. */
-TKV_API tkv_status tkv_pin_until(tkv_cache *kv, int seq, int start, int n, int length);
-/* Reports which of the tokens start to start + n - 1 are live.
- *   mask   receives (n + 63) / 64 words
- * Errors: TKV_ERR_ARG, TKV_ERR_RANGE. */
-TKV_API tkv_status tkv_alive(const tkv_cache *kv, int seq, int layer, int start, int n, uint64_t *mask);
-
-/* >>rematerialization. Rules for discarding blocks that the caller's model can recompute. If all earlier tokens are
- * held, keys and values of tokens a to b - 1 in the first `layers` layers cost this many FLOPs:
- *     (b - a) * layers * (2 * layer_params + 4 * n_heads * head_dim * (a + b) / 2)
- * A token cannot be computed without its prefix, nor a layer without the layers below. So whole blocks are
- * discarded front to back, and recomputed in the same order. */
-typedef struct tkv_remat_config {
-    /* the model; required: n_layers 1 to 4096, n_heads 1 to 65536, head_dim 1 to 256 */
-    int n_layers, n_heads, head_dim;
-    double layer_params; /* weights of a layer that a token is multiplied with, 1 to 1e15 */
-    /* the rule; zero means default */
-    float threshold;       /* least pressure for any action; 0: .9; TKV_ZERO: always act */
-    int min_materialized;  /* least tokens that stay; 0: 512; TKV_NONE: none */
-    int sink_tokens;       /* first tokens that are never discarded; 0: 4; TKV_NONE: none */
-    float age_tokens;      /* age at which a token is half as likely to be used, 1 to 1e9; 0: 4096 */
-    double quantize_price; /* FLOPs per byte freed by quantizing, its loss included; 0: 8, the work alone */
-    double step_flops;     /* most FLOPs of recomputation per step; 0: no limit */
-} tkv_remat_config;
-typedef enum tkv_remat_action { TKV_REMAT_KEEP = 0, TKV_REMAT_EVICT, TKV_REMAT_QUANTIZE } tkv_remat_action;
-typedef struct tkv_remat_block {
-    int start, end;         /* tokens start to end - 1; blocks follow one another without gaps */
-    int layers;             /* 1 + the highest layer to recompute; 0: all layers */
-    int dropped;            /* 1: already discarded */
-    size_t bytes;           /* bytes held now */
-    size_t quantized_bytes; /* bytes in the next tighter format; `bytes` or more: no such format */
-    float use; /* share of steps that use the block, at most 1; 0: unknown, as 1; negative: never used */
-} tkv_remat_block;
-typedef struct tkv_remat_info {        /* totals */
-    uint64_t kept, evicted, quantized; /* blocks that a decision kept, discarded, quantized */
-    uint64_t over_budget;              /* decisions that stopped at a block above step_flops */
-    uint64_t freed;                    /* bytes freed by discarding and quantizing */
-    uint64_t restored, waited; /* blocks recomputed; blocks that had to wait for a later step or call */
-    double flops;              /* FLOPs of recomputation */
-} tkv_remat_info;
-typedef struct tkv_remat { /* initialise with tkv_remat_init; info may be read at any time */
-    tkv_remat_config cfg;
-    int step;     /* last step of tkv_remat_restore */
-    double spent; /* FLOPs at this step */
-    tkv_remat_info info;
-} tkv_remat;
-/* Starts a controller. *reason (may be NULL) receives the cause of an error.
- * Errors, r unchanged: TKV_ERR_CONFIG, TKV_ERR_ARG (r or cfg is missing). */
-TKV_API tkv_status tkv_remat_init(tkv_remat *r, const tkv_remat_config *cfg, const char **reason);
-/* Returns the FLOPs of the formula above. layers 0: all. -1: a number is out of range. */
-TKV_API double tkv_remat_flops(const tkv_remat *r, int start, int end, int layers);
 /* Decides which blocks to discard and which to quantize, so that `need` bytes become free. Below the threshold it
  * keeps all blocks. Otherwise:
  *   1. It discards blocks, front to back behind the sinks, while that costs fewer FLOPs per byte than quantizing.
@@ -1618,247 +1753,8 @@ TKV_API double tkv_remat_flops(const tkv_remat *r, int start, int end, int layer
  *   action   [n] receives the decisions
  *   freed    (may be NULL) receives the bytes; less than `need` if no more can be freed
  * Errors, nothing changed: TKV_ERR_ARG (blocks are out of order, or a bad number). Cost: O(n). */
-TKV_API tkv_status tkv_remat_decide(tkv_remat *r, const tkv_remat_block *blocks, int n, int now,
-                                    float pressure, size_t need, tkv_remat_action *action, size_t *freed);
-/* Computes which discarded blocks may be recomputed at this step: blocks *first to *first + *count - 1. Their FLOPs
- * count as spent.
- *   step   a number that never falls; a new step has the full step_flops again
- * Errors: TKV_ERR_ARG (as tkv_remat_decide, or `step` is below the last one). */
-TKV_API tkv_status tkv_remat_restore(tkv_remat *r, const tkv_remat_block *blocks, int n, int step, int *first,
-                                     int *count);
-
-/* >>rematerialization in a cache. Blocks behind the sinks can be discarded. Their bytes are freed, and about 40
- * bytes per block and layer stay in the index. Discarded keys and values return only if the caller's model
- * recomputes them. Blocks are discarded front to back, in all layers at once. The last two blocks of a layer,
- * tokens younger than hot_tokens and offloaded blocks are not discarded.
- *
- * If a query would see discarded tokens, tkv_attend and tkv_read compute nothing and return TKV_ERR_NO_SOURCE.
- * Tokens behind the window do not matter, except in a layer's last two blocks. Appends continue, and tokens can
- * still be evicted. tkv_truncate cannot cut discarded tokens. tkv_reset forgets them. tkv_promote restores those
- * with an exact copy (cfg.spill.keep_exact).
- *
- * With cfg.remat under a budget, discarding is the reclaim stage after cfg.spill and before cfg.evict. It takes
- * blocks of other sequences than the one that needs memory, and none with an open step. The sequence used longest
- * ago comes first. Appends, reservations and tkv_remat_give count as use, but attention does not. So waiting
- * conversations give their memory to the running one. Before a conversation continues, call tkv_recompute. Append
- * to conversations that run side by side as one batch, or each in a step of its own. */
-/* Discards the first blocks in RAM behind the sinks, with or without a budget or cfg.remat.
- *   n_tokens   most positions; only whole blocks are discarded
- *   dropped    (may be NULL) receives the number of positions discarded; 0 if no block may be discarded
- * Errors: TKV_ERR_STATE (a step is open), TKV_ERR_ARG. Cost: O(blocks). */
-TKV_API tkv_status tkv_remat_drop(tkv_cache *kv, int seq, int n_tokens, int *dropped);
-/* Finds the first run of discarded positions, in any layer: *start to *start + *n - 1. *n 0: there is no such run.
- * Errors: TKV_ERR_ARG. Cost: O(blocks^2). */
-TKV_API tkv_status tkv_remat_missing(const tkv_cache *kv, int seq, int *start, int *n);
-/* Gives recomputed K and V of tokens start to start + n - 1 to a layer. The layer takes its discarded tokens among
- * them. These must be whole blocks, beginning with the first discarded one. If no token was evicted, this run is
- * correct: from the start of tkv_remat_missing, a multiple of TKV_BLOCK_TOKENS long or up to the end of the run.
- *   k, v   as they were first appended, in the shapes of tkv_append
- *
- * The blocks return to their format through their last two formats, so the bytes are those of before. Exceptions: a
- * budget recoded the block more often, evicted tokens were compacted, or the statistics of SQUAT changed. The
- * bytes count in the budget, and other blocks are reclaimed for them, as for an append.
- * Errors, nothing changed except reclaimed blocks:
- *   TKV_ERR_STATE       earlier tokens are still discarded, or a step is open
- *   TKV_ERR_RANGE       a part of a block, or beyond the layer's length
- *   TKV_ERR_NONFINITE, TKV_ERR_BUDGET, TKV_ERR_NOMEM, TKV_ERR_CAPACITY (in place), TKV_ERR_ARG
- * Cost: an append of n tokens, and one or two codings of each block. */
-TKV_API tkv_status tkv_remat_give(tkv_cache *kv, int seq, int layer, int start, const float *k,
-                                  const float *v, int n);
-/* Function of the caller: recomputes tokens start to start + n - 1 of n_layers layers from first_layer on, and
- * passes them to tkv_remat_give. It skips layers without K and V of their own. All tokens of seq before `start`
- * are held. A status other than TKV_OK ends tkv_recompute. The function may use other caches. Of this cache it
- * may use reports, tkv_read and tkv_attend. */
-typedef tkv_status (*tkv_compute)(void *user, tkv_cache *kv, int seq, int first_layer, int n_layers,
-                                  int start, int n);
-/* Recomputes the discarded tokens of a sequence, front to back, with one call of `compute` per run. It recomputes
- * as many blocks as r has FLOPs for in this step (tkv_remat_restore). r->info counts them.
- *   step      a number that never falls
- *   missing   (may be NULL) receives the number of positions still discarded
- * Errors; tokens given before an error stay:
- *   TKV_ERR_STATE   compute did not give all the tokens, or a step is open
- *   TKV_ERR_ARG     a missing pointer, `step` is below the last one, or r has fewer layers than the cache
- *   other           the status of compute */
-TKV_API tkv_status tkv_recompute(tkv_cache *kv, int seq, tkv_remat *r, int step, tkv_compute compute,
-                                 void *user, int *missing);
-/* Describes a sequence for tkv_remat_decide, sinks first, all layers together. `bytes` counts RAM. quantized_bytes
- * is the size at the next level of the ladder (without a budget: `bytes`). `dropped` is 1 if any layer discarded a
- * token. `use` is 0.
- *   out   [capacity] receives the first blocks
- *   n     receives the number of all blocks
- * Errors: TKV_ERR_ARG. Cost: O(blocks) per block. */
-TKV_API tkv_status tkv_remat_blocks(const tkv_cache *kv, int seq, tkv_remat_block *out, int capacity, int *n);
-/* Asks tkv_remat_decide how to free `need` bytes, and carries it out. It discards blocks as far as allowed. If
- * blocks are to be quantized, the whole cache goes one level down its ladder, because all sequences share the
- * level. It then recodes at most that number of blocks, oldest first, until `need` bytes are free.
- *   blocks, actions   work space for [capacity] blocks; see tkv_remat_blocks for the number
- *   freed             (may be NULL) receives the bytes freed
- * Errors: TKV_ERR_ARG (work space too small, or a bad number), TKV_ERR_STATE (a step is open). */
-TKV_API tkv_status tkv_remat_free(tkv_cache *kv, int seq, tkv_remat *r, float pressure, size_t need,
-                                  tkv_remat_block *blocks, tkv_remat_action *actions, int capacity,
-                                  size_t *freed);
-
-/* >>promotion by importance. A call, at every step or less often, restores the most important blocks of a layer
- * from their best source, as tkv_promote does. The importance of a block is that of its most important token
- * (tkv_importance_of). Discarded blocks are restored by `compute`, if it is given. It recomputes all discarded
- * tokens front to back, within the FLOPs of remat (tkv_recompute). Its step is the length of the layer. */
-typedef struct tkv_promotion { /* fill with zeros, then set; layers that share one share its limit per step */
-    tkv_importance_promotion by; /* by.cfg: threshold, limit per step, cool-down; 0: .05, 8, 4 */
-    tkv_remat *remat;            /* with compute, or both NULL: discarded blocks then have no source */
-    tkv_compute compute;
-    void *user;
-    /* results of the last call, in blocks above the threshold: */
-    int promoted;  /* restored */
-    int waiting;   /* not restored because of the limit, the cool-down, FLOPs or an error */
-    int no_source; /* without a better source */
-} tkv_promotion;
-/* Promotes the most important blocks of a layer. All calls at one length of the layer are one step. The cool-down
- * counts from a block's last move: its promotion, coding or offloading, for any reason. The importance of "hybrid"
- * includes age: with tau 64, tokens younger than 115 are above the default threshold by age alone. "accumulation"
- * counts attention only.
- * Errors; earlier promotions stay, and p counts them:
- *   TKV_ERR_NO_SOURCE   blocks above the threshold exist, but none has a better source (exact blocks do not count)
- *   TKV_ERR_CONFIG      no scores are collected (cfg.importance_every), or by.cfg is wrong
- *   TKV_ERR_BUDGET      usual in a full cache: nothing is reclaimed for a promotion, except to recompute
- *   TKV_ERR_ARG, and errors of tkv_promote and tkv_recompute
- * Cost: O(tokens of the layer), and a fetch per promoted block. */
-TKV_API tkv_status tkv_promote_by_importance(tkv_cache *kv, int seq, int layer, tkv_promotion *p);
-
-/* Checks all invariants. Each block is in one list, and no slot is used twice. Positions have no gaps. Tiers are in
- * order and follow age. Byte counts agree. `reason` and `size` as in tkv_config_validate.
- * Errors: TKV_ERR_BROKEN, TKV_ERR_ARG. Cost: O(blocks). */
-TKV_API tkv_status tkv_check(const tkv_cache *kv, char *reason, size_t size);
-
-TKV_API const char *tkv_status_text(tkv_status s); /* a sentence about a status */
-/* Returns the error sentence of the last call that changes the cache; "" after a success. Attend, read and reports
- * set no sentence. */
-TKV_API const char *tkv_last_error(const tkv_cache *kv);
-TKV_API int tkv_version(void);                     /* TKV_VERSION of the linked implementation */
-TKV_API const char *tkv_format_name(tkv_format f); /* such as "kivi4"; NULL if there is no such format */
-TKV_API tkv_format tkv_format_from_name(const char *name); /* TKV_FORMAT_DEFAULT if unknown */
-TKV_API int tkv_isa_available(tkv_isa isa);                /* 1: this machine and build can run it */
-TKV_API const char *tkv_isa_name(tkv_isa isa);             /* such as "avx2"; NULL if there is no such isa */
-TKV_API tkv_isa tkv_isa_of(const tkv_cache *kv);           /* the instruction set that the cache runs on */
-
-/* >>codec. The codec applies the formats without a cache. It codes up to 64 tokens of one head as a block of bytes.
- * The bytes do not depend on the machine. SQUAT formats code as KIVI here, because no queries exist. KVQUANT
- * formats have no learned table here. So coded K contains the ranges of its block, 32 bits per channel more than in
- * a cache. The levels are those of a normal distribution. */
-typedef struct tkv_codec { /* fill with zeros first */
-    tkv_format format;
-    tkv_side side;
-    int head_dim;                         /* 1 to 256 */
-    int group_size;                       /* 64 or 32; 0: 64. Exact formats ignore it */
-    int fit, rotate, center_k, subspaces; /* as in tkv_config */
-    int kvquant;                          /* as in tkv_config */
-    tkv_rope rope; /* as in tkv_config; tkv_encode and tkv_decode also read its frequencies */
-    int position;  /* position of the first token, for rope; tkv_decode reads it from the bytes */
-} tkv_codec;
-TKV_API size_t
-tkv_encoded_size(const tkv_codec *c); /* bytes of a block, metadata included; 0 if the codec is not valid */
-TKV_API double tkv_format_bits(
-    const tkv_codec *c); /* bits per value of a full block, metadata included; 0 if not valid */
-/* Encode or decode a block. This scalar code defines the formats. Any bytes are safe to decode, but only encoded
- * bytes give meaningful values.
- *   x          [n_tokens][head_dim], with `stride` floats from a token to the next; stride 0: head_dim
- *   n_tokens   1 to 64
- *   dst, src   `size` bytes, at least tkv_encoded_size, of any alignment
- * Errors, nothing written:
- *   TKV_ERR_ARG         a bad codec or number, a stride below head_dim, or a short buffer
- *   TKV_ERR_NONFINITE   tkv_encode: a value is not finite
- * Cost: O(64 * head_dim). */
-TKV_API tkv_status tkv_encode(const tkv_codec *c, const float *x, ptrdiff_t stride, int n_tokens, void *dst,
-                              size_t size);
-TKV_API tkv_status tkv_decode(const tkv_codec *c, const void *src, size_t size, int n_tokens, float *x,
-                              ptrdiff_t stride);
-
-/* >>ages and presets. Returns the tier for an age by the lengths of cfg (NULL: defaults). It is hot below
- * hot_tokens, warm for warm_tokens more, then archive. The newest token has age 0. This is a pure function. In a
- * cache, whole blocks move, before an append. So a token can change its tier about 64 ages later (tkv_tier_of), and
- * sinks stay hot. */
-TKV_API tkv_tier tkv_tier_for_age(const tkv_config *cfg, int age);
-/* More presets for tkv_config_preset, named as in other designs. Hot tokens, warm tokens and bits are those of the
- * designs. Keys are coded as in the papers of KIVI and SQuat. No other field of the designs is mapped.
- * Each row gives hot + warm tokens, the warm format, the archive formats, and remarks:
- *   adr               64 + 448, KIVI4, then as "by-context", cfg.rope included (RuvLLM's ADR-004; its quality
- *                     target is not mapped)
- *   small             32 + 224, KIVI4, KIVI2
- *   long_context      64 + 960, KIVI4, KIVI2
- *   large_context     128 + 896, KIVI4, SQUAT2 and KIVI2 (its four subspaces and rematerialization are not mapped)
- *   extreme_context   256 + 1792, KIVI4, KVQUANT3 (set cfg.rope; rematerialization is not mapped)
- *   memory_optimized  32 + 224, KIVI4, KIVI2 (the lengths are fixed, as in the original)
- *   akv               1024 + 2048, KIVI4, KIVI2 (akv-cache; importance, promotion and host memory are not mapped)
- *   akv_quality       2048 + 2048, KIVI4, KIVI2 (named so because "quality" is a preset of this library)
- *   aggressive        512 + 4096, KIVI2, KIVI2 (tkv_policy_profile has a pressure profile of this name)
- *   k4v4 k3v3 k2v2    256, 128, 64 exact, then 4, 3, 2 bits (akv's AKVCache: quality, balanced, compact; Hadamard
- *                     rotation and protected layers are not mapped)
- *   k4v3 k4v2         128 exact, then keys in 4 bits and values in 3 or 2 bits (also AKVCache) */
-
-/* >>texts. A config as text has one of two forms: lines `key = value`, or one flat JSON object. A text that begins
- * with a brace is JSON. In lines, # begins a comment. Keys are names of fields. The text may be any bytes.
- *   key       n_layers, rope.dim, layers[3].window; for layers 0 to 5: layers[0-5].window
- *   length    a number, none or all
- *   switch    false or true
- *   formats   a30/r20 for K and V, or one name for both
- *   bits      names joined by +, such as fit = clip+norm
- *   preset    a name for tkv_config_preset; applied before all keys except max_tokens
- * The macro TKV_NO_REPORTS removes all functions of this section. */
-/* Memory of the caller for the arrays of a parsed config. It must live as long as the config uses them. */
-typedef struct tkv_config_room {
-    tkv_layer_config *layers;
-    int n_layers; /* entries of layers: at least those of the config */
-    tkv_level *ladder;
-    int n_levels; /* entries of ladder: at least the levels of the config */
-    float *frequencies;
-    int n_frequencies; /* entries of frequencies, for rope.frequencies: at least rope.dim / 2 */
-} tkv_config_room;
-/* Reads a config from a text and sets the fields named there. Other fields stay, so begin with zeros. Use
- * tkv_config_validate to check the whole config.
- *   room     (may be NULL) memory for layers, levels or rope.frequencies of the text; they replace those of cfg
- *   reason   (may be NULL) receives the line and what would be correct
- * Errors, cfg and room unchanged:
- *   TKV_ERR_CONFIG   an unknown key, a bad value, a key twice, or room is too small
- *   TKV_ERR_ARG      a pointer is missing
- * Cost: O(size), three times; 10 KB of stack. */
-TKV_API tkv_status tkv_config_parse(tkv_config *cfg, const tkv_config_room *room, const char *text,
-                                    size_t size, char *reason, size_t reason_size);
-/* Writes the fields that are not 0, with a final zero. tkv_config_parse restores the same config. Allocator,
- * parallel_for and canaries have no text.
- *   json     0: lines; 1: JSON
- *   buf      [size] bytes; NULL only counts
- *   needed   (may be NULL) receives the bytes needed, final zero included
- * Errors:
- *   TKV_ERR_ARG      buf is too small; nothing is written
- *   TKV_ERR_CONFIG   a field has no text (NaN, or no such format) */
-TKV_API tkv_status tkv_config_print(const tkv_config *cfg, int json, char *buf, size_t size, size_t *needed);
-/* Read and write a tkv_policy_config, as tkv_config_parse and tkv_config_print. Keys: threshold (a list),
- * hysteresis, alpha, min_level, max_level, and `profile` (tkv_policy_profile) instead of `preset`. */
-TKV_API tkv_status tkv_policy_parse(tkv_policy_config *cfg, const char *text, size_t size, char *reason,
-                                    size_t reason_size);
-TKV_API tkv_status tkv_policy_print(const tkv_policy_config *cfg, int json, char *buf, size_t size,
-                                    size_t *needed);
-/* Creates a cache from a text (see tkv_config_parse). The caller needs no tkv_config_room: the memory for layers
- * comes from the allocator for the time of the call.
- *   host     NULL, or a config for fields not in the text, such as allocator, parallel_for, spill and on_event
- *   reason   (may be NULL) receives a sentence that begins with the wrong line
- * Errors, *out unchanged: as tkv_create_ex and tkv_config_parse.
- * Cost: O(size), five times, and tkv_create. */
-TKV_API tkv_status tkv_create_from_text(const char *text, size_t size, const tkv_config *host,
-                                        tkv_cache **out, char *reason, size_t reason_size);
-/* Writes a report of the cache as one JSON object. `buf`, `size` and `needed` as in tkv_config_print. It contains:
- *   version, isa, and the config with defaults, readable by tkv_config_parse
- *   formats of each layer's tiers
- *   for each existing sequence: lengths and tokens per tier, as arrays over layers (null: no cache of its own)
- *   figures: memory, tokens, sequences, quality (null without a meter)
- * Errors: TKV_ERR_ARG. Cost: O(blocks), twice. */
-TKV_API tkv_status tkv_state_json(const tkv_cache *kv, char *buf, size_t size, size_t *needed);
-/* Writes the same figures in Prometheus text format, version 0.0.4. `buf`, `size` and `needed` as in
- * tkv_config_print.
- *   labels   NULL, or labels for every line: name=value, name=value. Values are UTF-8; the function escapes them.
- *            Write a backslash before a comma or backslash in a value.
- * Errors: TKV_ERR_ARG   bad labels (part, tier, version and isa are reserved), or buf is too small */
-TKV_API tkv_status tkv_format_prometheus(const tkv_cache *kv, const char *labels, char *buf, size_t size,
-                                         size_t *needed);
+TKV_API tkv_status tkv_decide_discard(tkv_remat *r, const tkv_remat_block *blocks, int n, int now,
+                                      float pressure, size_t need, tkv_remat_action *action, size_t *freed);
 
 #ifdef __cplusplus
 }

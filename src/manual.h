@@ -22,10 +22,10 @@
  *
  * EXAMPLE
  *   tkv_config cfg = {0};                                      // zero means default, everywhere
- *   cfg.n_layers = 32; cfg.n_heads = 32; cfg.n_kv_heads = 8; cfg.head_dim = 128;
+ *   cfg.model.n_layers = 32; cfg.model.n_heads = 32; cfg.model.n_kv_heads = 8; cfg.model.head_dim = 128;
  *   tkv_cache *kv;
  *   char reason[200];                                          // which field is wrong, and what would be right
- *   if (tkv_create_ex(&cfg, &kv, reason, sizeof reason) != TKV_OK) return puts(reason), 1;
+ *   if (tkv_create_ex(&cfg, NULL, 0, &kv, reason, sizeof reason) != TKV_OK) return puts(reason), 1;
  *   for each step, for each layer:
  *       tkv_append(kv, 0, layer, k, v, n);                     // [n][8][128] each, n new tokens of sequence 0
  *       tkv_attend(kv, 0, layer, q, n, out);                   // [n][32][128], causal over everything so far
@@ -37,7 +37,7 @@
  *   TKV_STATIC               any, implies it    makes everything static: a private copy in this file
  *   TKV_PREFIX name_         every include      prefixes public functions: two copies in one program
  *   TKV_API decl             every include      stands before public functions (dllexport, visibility)
- *   TKV_NO_MALLOC            implementation     no malloc and free: cfg.allocator or tkv_init_in_place only
+ *   TKV_NO_MALLOC            implementation     no malloc and free: cfg.host.allocator or tkv_create_in_place only
  *   TKV_NO_SIMD              implementation     leaves out all kernels but the scalar ones
  *   TKV_NO_AVX512            implementation     leaves out the AVX-512 kernels
  *   TKV_NO_REPORTS           implementation     leaves out configs as text, state as JSON and Prometheus
@@ -59,12 +59,12 @@
  *
  *   An append first moves the blocks that are due, then stores the new tokens. A block is due for WARM when its
  *   newest token is hot_tokens old, and for ARCHIVE at hot_tokens + warm_tokens. A chunk is therefore exact while
- *   its own queries run. With a budget, blocks move when bytes are needed instead (tkv_budget).
+ *   its own queries run. With a budget, blocks move when bytes are needed instead (tkv_get_budget).
  *
- *   offloaded  a block that lies in the caller's store, a file say; attention fetches it from there (cfg.spill)
+ *   offloaded  a block that lies in the caller's store, a file say; attention fetches it from there (cfg.offload)
  *   discarded  a block whose bytes were given up; the caller's model must recompute it before attention needs it
- *              (cfg.remat)
- *   evicted    a token that a policy or the caller removed for good (cfg.evict, tkv_drop)
+ *              (cfg.budget.discard)
+ *   evicted    a token that a policy or the caller removed for good (cfg.evict, tkv_evict)
  *   expired    a token that every sliding window has passed, and that was then removed
  *
  * BYTES (drawn in full at the parts that define them: core/tile.h, formats/exact.h, formats/kivi.h)
@@ -73,8 +73,8 @@
  *              A and R: scales of one byte, channels in an order that the cache learned (formats/a.h, formats/r.h)
  *              INT, FP, SUBSPACE: [token][channel] codes, then scales (formats/token.h, formats/subspace.h)
  *              KVQUANT: [token][channel] codes, then slots for outliers (formats/kvquant.h)
- *   tkv_encode gives these bytes for one head's block. They are the same on every machine and instruction set, with
- *   the compiler's default floating-point flags. They decode to the same floats under any flags.
+ *   tkv_encode_block gives these bytes for one head's block. They are the same on every machine and instruction
+ *   set, with the compiler's default floating-point flags. They decode to the same floats under any flags.
  *
  * NUMERICS
  *   decoded value     scale * code + zero with one rounding: bit-identical everywhere
@@ -84,7 +84,7 @@
  *                     four heads or more. A call of one head can reach half of the format's own error.
  *                     Keys of 4 bits and fewer beside values in 8 bits or exact are outside: the values
  *                     add no error of their own there, and the ratio reaches .14 and, in one call, 1.
- *                     With cfg.precise the error is at most 2e-3 in coded tiers as well.
+ *                     With cfg.host.precise the error is at most 2e-3 in coded tiers as well.
  *                     These bounds hold for values up to the range of FP16 and for logits with a standard deviation
  *                     up to 4. They do not hold for one-hot softmaxes, where a near tie may fall the other way. Nor
  *                     do they hold for values that a grid holds exactly, such as +-6e4 alone. The format's own
@@ -93,20 +93,21 @@
  *   not guaranteed    the same bits of attention on different instruction sets
  *
  * MEMORY
- *   All memory comes from cfg.allocator, as pages and a few growing tables. It is counted to the byte (tkv_memory).
- *   tkv_attend never allocates. An append gets all memory that it needs before it stores a token; if that fails, no
- *   token is stored. tkv_init_in_place works inside one buffer of yours and never allocates.
- *   When a budget is full (cfg.budget_bytes), old blocks are first coded in fewer bits. After that they can be
- *   offloaded: they leave RAM and stay part of attention (cfg.spill). Blocks of idle sequences can be discarded:
- *   your model recomputes them before the sequence goes on (cfg.remat). Last, tokens can be evicted (cfg.evict).
+ *   All memory comes from cfg.host.allocator, as pages and a few growing tables. It is counted to the byte
+ *   (tkv_get_memory). tkv_attend never allocates. An append gets all memory that it needs before it stores a
+ *   token; if that fails, no token is stored. tkv_create_in_place works inside one buffer of yours and never
+ *   allocates. When a budget is full (cfg.budget.bytes), old blocks are first coded in fewer bits. After that they
+ *   can be offloaded: they leave RAM and stay part of attention (cfg.offload). Blocks of idle sequences can be
+ *   discarded: your model recomputes them before the sequence goes on (cfg.budget.discard). Last, tokens can be
+ *   evicted (cfg.evict).
  *
  * ERRORS   Every function that can fail returns a tkv_status. After an error the cache is as it was, unless the
- *          comment of the function names an exception. tkv_last_error gives the sentence for the last mutating
- *          call. Where there is no cache yet, tkv_create_ex and tkv_create_from_text write the sentence to a buffer
+ *          comment of the function names an exception. tkv_get_last_error gives the sentence for the last mutating
+ *          call. Where there is no cache yet, tkv_create_ex writes the sentence to a buffer
  *          of yours. The latter reads a config as text.
  * THREADS  A cache allows one writer at a time. Readers may run side by side between writes: tkv_attend, tkv_read
  *          and everything that takes a const tkv_cache. Different caches are independent.
- * SIMD     x86: AVX2+FMA+F16C, or AVX-512 F/BW/VL/DQ/VNNI, found by cpuid at tkv_create; cfg.isa forces one.
+ * SIMD     x86: AVX2+FMA+F16C, or AVX-512 F/BW/VL/DQ/VNNI, found by cpuid at tkv_create; cfg.host.isa forces one.
  *          AArch64: NEON, with dot products where the compiler may use them (-march=armv8.2-a+dotprod and later).
  *          WebAssembly: with -msimd128. Elsewhere: scalar C.
  */

@@ -1,6 +1,7 @@
 /* The list of parts, in reading order. tools/amalgamate.py turns it into ../tieredkv.h. */
 #include "manual.h"
 
+#include "prefix.h"
 #include "api.h"
 
 /* Outside the include guard, as the next part is: all includes must have the same TKV_PREFIX. */

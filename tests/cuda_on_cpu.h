@@ -9,7 +9,8 @@
  * the same meeting points (else it stops and says who waits where), that nothing is read from shared memory before it
  * was written (it is filled with NaN), that asynchronous copies are waited for (they happen when they are waited for
  * and not before). Not checked: races between two meeting points, since fibers run in a fixed order; TKVCU_ORDER=1 in
- * the environment turns the order round, of the threads of a block and of the blocks. Products of mma are exact and summed up in the order of k, in float.
+ * the environment turns the order round, of the threads of a block and of the blocks. Products of mma are exact
+ * and summed up in the order of k, in float.
  *
  * Nothing here is fast. It is for tests alone.
  */

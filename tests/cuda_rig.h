@@ -57,32 +57,32 @@ static int rig_open(rig *r, const tkv_config *cfg) {
 }
 
 static tkv_config config_of(int head_dim, int n_heads, int n_kv_heads) {
-    tkv_config cfg = tkv_config_default();
-    cfg.n_layers = 1;
-    cfg.n_heads = n_heads;
-    cfg.n_kv_heads = n_kv_heads;
-    cfg.head_dim = head_dim;
-    cfg.max_seqs = 2;
-    cfg.max_tokens = 4096;
-    cfg.max_append = 64;
-    cfg.warm_tokens = 128;
-    cfg.allocation_unit = 16;
-    cfg.isa = tkv_test_isa();
+    tkv_config cfg = tkv_default_config();
+    cfg.model.n_layers = 1;
+    cfg.model.n_heads = n_heads;
+    cfg.model.n_kv_heads = n_kv_heads;
+    cfg.model.head_dim = head_dim;
+    cfg.limits.max_seqs = 2;
+    cfg.limits.max_tokens = 4096;
+    cfg.limits.max_append = 64;
+    cfg.tiers.warm_tokens = 128;
+    cfg.format.allocation_unit = 16;
+    cfg.host.isa = tkv_test_isa();
     return cfg;
 }
 
 /* Keys with channels of different sizes and means; values with a mean. */
 static void fill(rig *r, int seq, int to) {
-    const int row = r->cfg.n_kv_heads * r->cfg.head_dim;
+    const int row = r->cfg.model.n_kv_heads * r->cfg.model.head_dim;
     std::vector<float> k((size_t)(row * 64)), v((size_t)(row * 64));
-    int len = tkv_seq_len(r->kv, seq);
+    int len = tkv_get_length(r->kv, seq, TKV_ALL_LAYERS);
     while (len < to) {
         const int n = tkvi_min(to - len, 1 + tkv_rng_below(&r->rng, 48));
         int i;
         tkv_rng_fill(&r->rng, k.data(), (size_t)(n * row), 1.0);
         tkv_rng_fill(&r->rng, v.data(), (size_t)(n * row), 0.7);
         for (i = 0; i < n * row; i++) {
-            const int c = i % r->cfg.head_dim;
+            const int c = i % r->cfg.model.head_dim;
             k[(size_t)i] *= c % 16 == 3 ? 6.0f : 0.25f + 0.25f * (float)(c % 5);
             if (c % 32 == 7) k[(size_t)i] += 9.0f;
             if (c % 8 == 1) v[(size_t)i] += 0.5f;
@@ -117,7 +117,7 @@ typedef struct result {
 } result;
 
 static result attend(rig *r, const options *o, uint64_t seed) {
-    const int n_seqs = r->cfg.max_seqs, heads = r->cfg.n_heads, dim = r->cfg.head_dim;
+    const int n_seqs = r->cfg.limits.max_seqs, heads = r->cfg.model.n_heads, dim = r->cfg.model.head_dim;
     const size_t row = (size_t)(o->queries * heads * dim), all = row * (size_t)n_seqs;
     const int wide = o->type == TKV_TYPE_F32;
     std::vector<float> q(all), sinks((size_t)heads);
@@ -148,15 +148,17 @@ static result attend(rig *r, const options *o, uint64_t seed) {
         memset(&a, 0, sizeof a);
         a.seq = o->map ? o->map[s] : s;
         if (a.seq < 0) continue;
-        a.n = tkvi_min(o->queries, tkv_seq_len(r->kv, a.seq)); /* those before the first token see none */
+        a.n =
+            tkvi_min(o->queries, tkv_get_length(r->kv, a.seq,
+                                                TKV_ALL_LAYERS)); /* those before the first token see none */
         i = (size_t)(o->queries - a.n);
         a.q = q.data() + (size_t)s * row + i * (size_t)(heads * dim);
         a.out = x.want.data() + (size_t)s * row + i * (size_t)(heads * dim);
         a.lse = x.lse_want.data() + (size_t)(s * o->queries * heads) + i * (size_t)heads;
         a.scale = o->scale;
         a.softcap = o->softcap;
-        a.window = o->window ? o->window : r->cfg.window ? r->cfg.window : TKV_NONE;
-        a.sinks = o->sinks ? sinks.data() : NULL;
+        a.window = o->window ? o->window : r->cfg.model.window ? r->cfg.model.window : TKV_OFF;
+        a.sink_logits = o->sinks ? sinks.data() : NULL;
         if (a.n > 0) CHECK_EQ(tkv_attend_reference(r->kv, &a), TKV_OK);
         for (i *= (size_t)heads; i-- > 0;) {
             const size_t at = (size_t)(s * o->queries * heads) + i;
@@ -188,7 +190,8 @@ static const options plain = {0.0f, 0.0f, 0, 0, 1, TKV_TYPE_F32, NULL, 0.0f};
 /* The bound of the design, and what a bfloat16 of out cannot show. */
 static void measure(rig *r, const options *o, const char *name) {
     const result x = attend(r, o, 5);
-    const double d = distance(x.want, x.out, r->cfg.head_dim), most = o->type == TKV_TYPE_BF16 ? 5e-3 : 3e-3;
+    const double d = distance(x.want, x.out, r->cfg.model.head_dim),
+                 most = o->type == TKV_TYPE_BF16 ? 5e-3 : 3e-3;
     double off = 0.0;
     size_t i;
     for (i = 0; i < x.lse.size(); i++) {
@@ -203,8 +206,8 @@ static void measure(rig *r, const options *o, const char *name) {
 /* The device has what the host has. */
 static void import_all(rig *r) {
     int s;
-    for (s = 0; s < r->cfg.max_seqs; s++)
-        if (tkv_seq_len(r->kv, s) > 0)
+    for (s = 0; s < r->cfg.limits.max_seqs; s++)
+        if (tkv_get_length(r->kv, s, TKV_ALL_LAYERS) > 0)
             CHECK_MSG(tkvcu_import(r->cu, s, r->kv, s, NULL) == TKV_OK, "%s", tkvcu_last_error(r->cu));
 }
 

@@ -17,8 +17,8 @@ enum { FAST_MATH = 1 };
 enum { FAST_MATH = 0 };
 #endif
 
-static inline tkv_pair pair_of(tkv_format k, tkv_format v) {
-    tkv_pair p;
+static inline tkv_format_pair pair_of(tkv_format k, tkv_format v) {
+    tkv_format_pair p;
     p.k = k;
     p.v = v;
     return p;
@@ -29,8 +29,8 @@ static inline tkv_cache *make(const tkv_config *cfg) { /* exits with the reason 
     char reason[200] = "";
     tkv_status st = tkv_create(cfg, &kv);
     if (st) {
-        (void)tkv_config_validate(cfg, reason, sizeof reason);
-        printf("tkv_create: %s, %s\n", tkv_status_text(st), reason);
+        (void)tkv_validate_config(cfg, reason, sizeof reason);
+        printf("tkv_create: %s, %s\n", tkv_get_status_text(st), reason);
         exit(2);
     }
     return kv;
@@ -38,14 +38,14 @@ static inline tkv_cache *make(const tkv_config *cfg) { /* exits with the reason 
 
 /* A config with the given sizes. Other fields have their defaults; isa is that of TKV_ISA. */
 static inline tkv_config shape_of(int layers, int heads, int kv_heads, int dim, int seqs, int chunk) {
-    tkv_config cfg = tkv_config_default();
-    cfg.n_layers = layers;
-    cfg.n_heads = heads;
-    cfg.n_kv_heads = kv_heads;
-    cfg.head_dim = dim;
-    cfg.max_seqs = seqs;
-    cfg.max_append = chunk;
-    cfg.isa = tkv_test_isa();
+    tkv_config cfg = tkv_default_config();
+    cfg.model.n_layers = layers;
+    cfg.model.n_heads = heads;
+    cfg.model.n_kv_heads = kv_heads;
+    cfg.model.head_dim = dim;
+    cfg.limits.max_seqs = seqs;
+    cfg.limits.max_append = chunk;
+    cfg.host.isa = tkv_test_isa();
     return cfg;
 }
 
@@ -58,8 +58,92 @@ static inline void sound(const tkv_cache *kv) {
 static inline tkv_budget_info budget_of(const tkv_cache *kv) {
     tkv_budget_info b;
     memset(&b, 0, sizeof b);
-    CHECK_EQ(tkv_budget(kv, &b), TKV_OK);
+    CHECK_EQ(tkv_get_budget(kv, &b), TKV_OK);
     return b;
+}
+
+/* >>one value of a report, or one call without its struct */
+static inline tkv_status pair_now(const tkv_cache *kv, int layer, tkv_tier tier, tkv_format_pair *out) {
+    tkv_layer_info info;
+    const tkv_status st = tkv_get_layer(kv, 0, layer, &info);
+    if (!st) *out = info.format[tier];
+    return st;
+}
+
+/* The tier of a token. An error if it is in none. */
+static inline tkv_status tier_of(const tkv_cache *kv, int seq, int layer, int token, tkv_tier *out) {
+    uint8_t tier = 0;
+    const tkv_status st = tkv_get_tiers(kv, seq, layer, token, 1, &tier);
+    if (st) return st == TKV_ERR_ARG && token < 0 && tkv_get_length(kv, seq, layer) ? TKV_ERR_RANGE : st;
+    if (tier == TKV_TOKEN_GONE) return TKV_ERR_RANGE;
+    if (tier == TKV_TOKEN_DISCARDED) return TKV_ERR_NO_SOURCE;
+    *out = (tkv_tier)tier;
+    return TKV_OK;
+}
+
+/* A mask of the live tokens among start .. start+n-1, discarded ones included. */
+static inline tkv_status live_mask_of(const tkv_cache *kv, int seq, int layer, int start, int n,
+                                      uint64_t *mask) {
+    uint8_t *tiers = (uint8_t *)malloc(n > 0 ? (size_t)n : 1);
+    const tkv_status st = tkv_get_tiers(kv, seq, layer, start, n, tiers);
+    int i;
+    if (!tiers) exit(2);
+    for (i = 0; !st && i < n; i++) {
+        if (i % 64 == 0) mask[i / 64] = 0;
+        mask[i / 64] |= (uint64_t)(tiers[i] != TKV_TOKEN_GONE) << (i % 64);
+    }
+    free(tiers);
+    return st;
+}
+
+static inline tkv_status append_at(tkv_cache *kv, int seq, int layer, int position, const float *k,
+                                   const float *v, int n) {
+    tkv_append_params p;
+    memset(&p, 0, sizeof p);
+    p.seq = seq;
+    p.layer = layer;
+    p.n = n;
+    p.k = k;
+    p.v = v;
+    p.positions = &position;
+    return tkv_append_ex(kv, &p);
+}
+
+/* Evicts the tokens of a mask of n positions. */
+static inline tkv_status evict_named(tkv_cache *kv, int seq, int layer, const uint64_t *victims, int n) {
+    tkv_evict_params p;
+    memset(&p, 0, sizeof p);
+    p.seq = seq;
+    p.layer = layer;
+    p.victims = victims;
+    p.n_victims = n;
+    return tkv_evict(kv, &p);
+}
+
+/* A quality score; -1 if there is none. */
+static inline float score_of(tkv_score_source source, double base, double value,
+                             const tkv_quality_info *meter, double weight) {
+    tkv_score_params p;
+    float score = -1.0f;
+    memset(&p, 0, sizeof p);
+    p.source = source;
+    p.base = base;
+    p.value = value;
+    p.meter = meter;
+    p.weight = weight;
+    (void)tkv_compute_score(&p, &score);
+    return score;
+}
+
+/* Bits per value of a full block, metadata included. */
+static inline double format_bits(const tkv_codec *c) {
+    return c && c->head_dim ? 8.0 * (double)tkv_get_block_bytes(c) / (64.0 * c->head_dim) : 0.0;
+}
+
+/* FLOPs of recomputing tokens 0 to n - 1 in all layers, by the formula of tkv_remat_config. */
+static inline double flops_of(const tkv_remat *r, int n) {
+    const tkv_remat_config *c = &r->cfg;
+    return (double)n * c->n_layers * (2.0 * c->layer_params + 4.0 * c->n_heads * c->head_dim * (n / 2.0));
 }
 
 /* A number from the environment, for example the length and the first seed of a random test. */
@@ -142,15 +226,15 @@ static inline void borders(const guarded_buffer *p) {
     CHECK_MSG(bad == 0, "%d bytes beside the cache's memory were written", bad);
 }
 
-/* A cache in exactly the bytes that tkv_required_bytes gives. Checks that one byte less is refused. */
+/* A cache in exactly the bytes that tkv_get_required_bytes gives. Checks that one byte less is refused. */
 static inline tkv_cache *make_in(const tkv_config *cfg, guarded_buffer *p, size_t offset) {
     tkv_cache *kv = NULL;
     size_t bytes = 0;
-    CHECK_EQ(tkv_required_bytes(cfg, &bytes), TKV_OK);
-    if (cfg->budget_bytes) CHECK_EQ(bytes, cfg->budget_bytes);
+    CHECK_EQ(tkv_get_required_bytes(cfg, &bytes, NULL), TKV_OK);
+    if (cfg->budget.bytes) CHECK_EQ(bytes, cfg->budget.bytes);
     *p = guarded_buffer_of(bytes, offset, 0xff);
-    CHECK_EQ(tkv_init_in_place(cfg, p->mem, bytes - 1, &kv), TKV_ERR_CAPACITY);
-    CHECK_EQ(tkv_init_in_place(cfg, p->mem, bytes, &kv), TKV_OK);
+    CHECK_EQ(tkv_create_in_place(cfg, p->mem, bytes - 1, &kv), TKV_ERR_CAPACITY);
+    CHECK_EQ(tkv_create_in_place(cfg, p->mem, bytes, &kv), TKV_OK);
     if (!kv) exit(2);
     return kv;
 }
@@ -246,14 +330,14 @@ static inline int alive_in(const test_store *d) {
 /* Makes a test store and sets it in the config. */
 static inline void test_store_for(test_store *d, tkv_config *cfg) {
     memset(d, 0, sizeof *d);
-    CHECK_EQ(tkv_spill_bytes(cfg, &d->room), TKV_OK);
+    CHECK_EQ(tkv_get_required_bytes(cfg, NULL, &d->room), TKV_OK);
     d->key = (stored_key *)calloc(DEPOT_KEYS, sizeof *d->key);
     if (!d->key) exit(2);
-    cfg->spill.store = test_store_write;
-    cfg->spill.fetch = test_store_fetch;
-    cfg->spill.ahead = test_store_prefetch;
-    cfg->spill.drop = test_store_erase;
-    cfg->spill.user = d;
+    cfg->offload.write = test_store_write;
+    cfg->offload.read = test_store_fetch;
+    cfg->offload.prefetch = test_store_prefetch;
+    cfg->offload.erase = test_store_erase;
+    cfg->offload.user = d;
 }
 
 /* Call it after the end of the cache: every key must be erased by then. */

@@ -7,7 +7,7 @@
  *
  * Bounds of arithmetic: 1e-5 if every block is F32, 2e-3 if every block is exact. Coded blocks are bounded by the
  * ratio to the own error of the same call. Over many calls its root mean square is at most a tenth. It is at most
- * a quarter in one call of four heads or more. With cfg.precise the bound 2e-3 holds as well.
+ * a quarter in one call of four heads or more. With cfg.host.precise the bound 2e-3 holds as well.
  */
 #include "../tieredkv.h"
 #include "kit.h"
@@ -61,15 +61,15 @@ typedef struct fixture {
 } fixture;
 
 static tkv_config shape_config(int heads, int kv_heads, int dk, int dv) {
-    tkv_config cfg = tkv_config_default();
-    cfg.n_layers = 1;
-    cfg.n_heads = heads;
-    cfg.n_kv_heads = kv_heads;
-    cfg.head_dim = dk;
-    cfg.v_head_dim = dv;
-    cfg.isa = tkv_test_isa();
-    cfg.warm.k = cfg.warm.v = TKV_KIVI4; /* no table to wait for: see test_learn.c */
-    cfg.archive.k = cfg.archive.v = TKV_KIVI2;
+    tkv_config cfg = tkv_default_config();
+    cfg.model.n_layers = 1;
+    cfg.model.n_heads = heads;
+    cfg.model.n_kv_heads = kv_heads;
+    cfg.model.head_dim = dk;
+    cfg.model.v_head_dim = dv;
+    cfg.host.isa = tkv_test_isa();
+    cfg.tiers.warm.k = cfg.tiers.warm.v = TKV_KIVI4; /* no table to wait for: see test_learn.c */
+    cfg.tiers.archive.k = cfg.tiers.archive.v = TKV_KIVI2;
     return cfg;
 }
 
@@ -86,14 +86,14 @@ static int fixture_open(fixture *f, const tkv_config *cfg, uint64_t seed) {
     }
     f->cfg = *cfg;
     f->rng = tkv_rng_seed(seed);
-    if (!f->cfg.max_seqs) f->cfg.max_seqs = 1;
+    if (!f->cfg.limits.max_seqs) f->cfg.limits.max_seqs = 1;
     if (cfg->layers) {
-        memcpy(f->layers, cfg->layers, (size_t)cfg->n_layers * sizeof *f->layers);
+        memcpy(f->layers, cfg->layers, (size_t)cfg->model.n_layers * sizeof *f->layers);
         f->cfg.layers = f->layers;
     }
-    (void)tkv_config_validate(&f->cfg, reason, sizeof reason);
+    (void)tkv_validate_config(&f->cfg, reason, sizeof reason);
     st = tkv_create(&f->cfg, &f->kv);
-    CHECK_MSG(st == TKV_OK, "%s: %s", tkv_status_text(st), reason);
+    CHECK_MSG(st == TKV_OK, "%s: %s", tkv_get_status_text(st), reason);
     return st == TKV_OK;
 }
 
@@ -113,7 +113,7 @@ static int stored_layer(const fixture *f, int layer) {
 }
 
 static stream *stream_of(fixture *f, int seq, int layer) {
-    return &f->s[seq * f->cfg.n_layers + stored_layer(f, layer)];
+    return &f->s[seq * f->cfg.model.n_layers + stored_layer(f, layer)];
 }
 
 static float *joined(float *old, int had, const float *more, int n) {
@@ -126,7 +126,8 @@ static float *joined(float *old, int had, const float *more, int n) {
 
 static void fixture_append(fixture *f, int seq, int layer, const float *k, const float *v, int n, int chunk) {
     stream *s = stream_of(f, seq, layer);
-    int rk = f->cfg.n_kv_heads * f->cfg.head_dim, rv = f->cfg.n_kv_heads * f->cfg.v_head_dim, i;
+    int rk = f->cfg.model.n_kv_heads * f->cfg.model.head_dim,
+        rv = f->cfg.model.n_kv_heads * f->cfg.model.v_head_dim, i;
     for (i = 0; i < n; i += chunk) {
         int m = n - i < chunk ? n - i : chunk;
         CHECK_EQ(tkv_append(f->kv, seq, layer, k + i * rk, v + i * rv, m), TKV_OK);
@@ -138,7 +139,8 @@ static void fixture_append(fixture *f, int seq, int layer, const float *k, const
 
 /* n tokens of Gaussian numbers */
 static void fixture_fill(fixture *f, int seq, int layer, int n, int chunk) {
-    int nk = n * f->cfg.n_kv_heads * f->cfg.head_dim, nv = n * f->cfg.n_kv_heads * f->cfg.v_head_dim;
+    int nk = n * f->cfg.model.n_kv_heads * f->cfg.model.head_dim,
+        nv = n * f->cfg.model.n_kv_heads * f->cfg.model.v_head_dim;
     float *k = floats(nk), *v = floats(nv);
     tkv_rng_fill(&f->rng, k, (size_t)nk, 1.0);
     tkv_rng_fill(&f->rng, v, (size_t)nv, 1.0);
@@ -156,27 +158,31 @@ static void note_format(fixture *f, tkv_format format) {
 static void note_tier(fixture *f, int layer, tkv_tier tier) {
     static const tkv_format standard[TKV_TIER_COUNT] = {TKV_F16, TKV_KIVI4, TKV_KIVI2};
     const tkv_layer_config *l = &f->layers[layer];
-    const tkv_pair *own = tier == TKV_HOT ? &l->hot : tier == TKV_WARM ? &l->warm : &l->archive;
-    const tkv_pair *all = tier == TKV_HOT ? &f->cfg.hot : tier == TKV_WARM ? &f->cfg.warm : &f->cfg.archive;
+    const tkv_format_pair *own = tier == TKV_TIER_HOT    ? &l->hot
+                                 : tier == TKV_TIER_WARM ? &l->warm
+                                                         : &l->archive;
+    const tkv_format_pair *all = tier == TKV_TIER_HOT    ? &f->cfg.tiers.hot
+                                 : tier == TKV_TIER_WARM ? &f->cfg.tiers.warm
+                                                         : &f->cfg.tiers.archive;
     note_format(f, own->k ? own->k : all->k ? all->k : standard[tier]);
     note_format(f, own->v ? own->v : all->v ? all->v : standard[tier]);
 }
 
 /* Reads everything back. What the window took away becomes huge numbers, to be seen if anyone uses them. */
 static void fixture_read(fixture *f) {
-    int seq, layer, tier, i, rk = f->cfg.n_kv_heads * f->cfg.head_dim,
-                             rv = f->cfg.n_kv_heads * f->cfg.v_head_dim;
+    int seq, layer, tier, i, rk = f->cfg.model.n_kv_heads * f->cfg.model.head_dim,
+                             rv = f->cfg.model.n_kv_heads * f->cfg.model.v_head_dim;
     f->tiles = f->half = 0;
-    for (seq = 0; seq < f->cfg.max_seqs; seq++)
-        for (layer = 0; layer < f->cfg.n_layers; layer++) {
+    for (seq = 0; seq < f->cfg.limits.max_seqs; seq++)
+        for (layer = 0; layer < f->cfg.model.n_layers; layer++) {
             stream *s = stream_of(f, seq, layer);
-            tkv_tier_info info;
+            tkv_layer_info info;
             if (stored_layer(f, layer) != layer || f->layers[layer].no_cache) continue;
-            CHECK_EQ(tkv_tier_counts(f->kv, seq, layer, &info), TKV_OK);
+            CHECK_EQ(tkv_get_layer(f->kv, seq, layer, &info), TKV_OK);
             for (tier = 0; tier < TKV_TIER_COUNT; tier++)
                 if (info.tokens[tier]) note_tier(f, layer, (tkv_tier)tier);
-            CHECK_EQ(tkv_layer_len(f->kv, seq, layer), s->len);
-            s->gone = info.dropped;
+            CHECK_EQ(tkv_get_length(f->kv, seq, layer), s->len);
+            s->gone = info.expired;
             free(s->dk);
             free(s->dv);
             s->dk = floats(s->len * rk);
@@ -229,8 +235,8 @@ static double element(const void *data, tkv_type type, ptrdiff_t at) {
 
 static int sees(const tkv_attend_params *p, int window, ptrdiff_t mask_stride, int row, int pos, int j,
                 int len) {
-    int bit = j - (len - p->mask_bits_n);
-    ptrdiff_t words = p->mask_bits_stride ? p->mask_bits_stride : (p->mask_bits_n + 63) / 64;
+    int bit = j - (len - p->n_mask_bits);
+    ptrdiff_t words = p->mask_bits_stride ? p->mask_bits_stride : (p->n_mask_bits + 63) / 64;
     if (!p->non_causal && j > pos) return 0;
     if (window && j <= pos - window) return 0;
     if (p->mask && p->mask[row * mask_stride + j] <= -1e30f) return 0;
@@ -241,21 +247,22 @@ static int sees(const tkv_attend_params *p, int window, ptrdiff_t mask_stride, i
 static int effective_window(const fixture *f, const tkv_attend_params *p) {
     int w = p->window;
     if (!w) w = f->layers[p->layer].window;
-    if (!w) w = f->cfg.window;
-    return w == TKV_NONE ? 0 : w;
+    if (!w) w = f->cfg.model.window;
+    return w == TKV_OFF ? 0 : w;
 }
 
 static double effective_scale(const fixture *f, const tkv_attend_params *p) {
     if (p->scale != 0.0f) return (double)p->scale;
-    if (f->cfg.scale != 0.0f) return (double)f->cfg.scale;
-    return (double)(float)(1.0 / sqrt((double)f->cfg.head_dim));
+    if (f->cfg.model.scale != 0.0f) return (double)f->cfg.model.scale;
+    return (double)(float)(1.0 / sqrt((double)f->cfg.model.head_dim));
 }
 
 static answer oracle(fixture *f, const tkv_attend_params *p, int exact) {
     tkv_rows one;
     const tkv_rows *rows = p->batch ? p->batch : &one;
-    int n_rows = p->batch ? p->n_batch : 1, heads = f->cfg.n_heads, per = heads / f->cfg.n_kv_heads;
-    int dk = f->cfg.head_dim, dv = f->cfg.v_head_dim, window = effective_window(f, p);
+    int n_rows = p->batch ? p->n_batch : 1, heads = f->cfg.model.n_heads,
+        per = heads / f->cfg.model.n_kv_heads;
+    int dk = f->cfg.model.head_dim, dv = f->cfg.model.v_head_dim, window = effective_window(f, p);
     int item, query, head, j, c, row = 0;
     ptrdiff_t q_head = p->q_head_stride ? p->q_head_stride : dk, mask_stride;
     ptrdiff_t q_row = p->q_row_stride ? p->q_row_stride : (ptrdiff_t)heads * dk;
@@ -287,14 +294,14 @@ static answer oracle(fixture *f, const tkv_attend_params *p, int exact) {
                 sum = 0.0;
                 for (c = 0; c < dk; c++) q[c] = element(p->q, p->q_type, row * q_row + head * q_head + c);
                 for (j = 0; j < x->len; j++) {
-                    const float *key = k + j * f->cfg.n_kv_heads * dk;
+                    const float *key = k + j * f->cfg.model.n_kv_heads * dk;
                     s[j] = -1e300;
                     if (!sees(p, window, mask_stride, row, pos, j, x->len)) continue;
                     s[j] = 0.0;
                     for (c = 0; c < dk; c++) s[j] += q[c] * (double)key[c];
                     s[j] *= scale;
                     if (p->softcap > 0.0f) s[j] = (double)p->softcap * tanh(s[j] / (double)p->softcap);
-                    if (p->alibi) s[j] += (double)p->alibi[head] * (double)(j - pos);
+                    if (p->alibi_slopes) s[j] += (double)p->alibi_slopes[head] * (double)(j - pos);
                     if (p->mask) s[j] += (double)p->mask[row * mask_stride + j];
                     a.most_logit = larger(a.most_logit, fabs(s[j]));
                     top = larger(top, s[j]);
@@ -302,12 +309,12 @@ static answer oracle(fixture *f, const tkv_attend_params *p, int exact) {
                 }
                 for (j = 0; j < a.longest; j++)
                     a.logit[(row * heads + head) * a.longest + j] = j < x->len ? s[j] : -1e300;
-                if (p->sinks && tkv_test_is_finite((double)p->sinks[head])) {
-                    top = larger(top, (double)p->sinks[head]);
-                    sum = exp((double)p->sinks[head] - top);
+                if (p->sink_logits && tkv_test_is_finite((double)p->sink_logits[head])) {
+                    top = larger(top, (double)p->sink_logits[head]);
+                    sum = exp((double)p->sink_logits[head] - top);
                 }
                 for (j = 0; j < x->len; j++) {
-                    const float *value = v + j * f->cfg.n_kv_heads * dv;
+                    const float *value = v + j * f->cfg.model.n_kv_heads * dv;
                     if (s[j] <= -1e300) continue;
                     s[j] = exp(s[j] - top);
                     sum += s[j];
@@ -348,11 +355,11 @@ static int gaps_untouched(const unsigned char *buffer, const unsigned char *take
 typedef tkv_status (*attend_function)(tkv_cache *kv, const tkv_attend_params *p);
 
 static outcome call(fixture *f, attend_function attend, tkv_attend_params p, int want, const answer *a) {
-    int heads = f->cfg.n_heads, dv = f->cfg.v_head_dim, size = p.out_type == TKV_TYPE_F32 ? 4 : 2;
+    int heads = f->cfg.model.n_heads, dv = f->cfg.model.v_head_dim, size = p.out_type == TKV_TYPE_F32 ? 4 : 2;
     int n_items = p.batch ? p.n_batch : 1, r, h, c, bytes, mass_bytes, touched;
     ptrdiff_t head_stride = p.out_head_stride ? p.out_head_stride : dv;
     ptrdiff_t row_stride = p.out_row_stride ? p.out_row_stride : (ptrdiff_t)heads * dv;
-    ptrdiff_t mass_stride = p.mass_stride ? p.mass_stride : a->longest;
+    ptrdiff_t mass_stride = p.score_stride ? p.score_stride : a->longest;
     unsigned char *buffer, *taken, *mass_taken;
     float *lse, *mass;
     outcome o;
@@ -370,7 +377,7 @@ static outcome call(fixture *f, attend_function attend, tkv_attend_params p, int
     lse[a->rows * heads] = 42.0f;
     p.out = buffer;
     p.lse = want & (LSE | MASS) ? lse : NULL;
-    p.mass = want & MASS ? mass : NULL;
+    p.scores = want & MASS ? mass : NULL;
     o.status = attend(f->kv, &p);
     o.out = doubles(a->rows * heads * dv);
     o.lse = doubles(a->rows * heads);
@@ -410,7 +417,7 @@ typedef struct verdict {
 static double arithmetic_bound(const fixture *f, double own) {
     double quarter = larger(1e-5, own / 4);
     if (!f->tiles) return f->half ? 2e-3 : 1e-5;
-    return f->cfg.precise ? smaller(2e-3, quarter) : quarter;
+    return f->cfg.host.precise ? smaller(2e-3, quarter) : quarter;
 }
 
 static double type_error(tkv_type type) {
@@ -430,7 +437,7 @@ static int zeros_where_zero(const answer *a, const double *out, int rows, int di
 
 /* An average of values lies among them; slack for weights and values rounded to 8 bits. */
 static int among_values(fixture *f, const tkv_attend_params *p, const double *out) {
-    int heads = f->cfg.n_heads, kvh = f->cfg.n_kv_heads, dv = f->cfg.v_head_dim,
+    int heads = f->cfg.model.n_heads, kvh = f->cfg.model.n_kv_heads, dv = f->cfg.model.v_head_dim,
         items = p->batch ? p->n_batch : 1;
     int item, g, c, j, r, h, row = 0;
     double slack = (f->tiles ? 0.02 : 1e-5) + type_error(p->out_type);
@@ -516,17 +523,17 @@ static double mass_distance(const double *x, const double *want, int n) { /* L1,
 static verdict check_call(fixture *f, const tkv_attend_params *p, int want, const char *label) {
     answer a = oracle(f, p, 0), exact;
     outcome o = call(f, tkv_attend_ex, *p, want, &a);
-    int rows = a.rows * f->cfg.n_heads, n = rows * f->cfg.v_head_dim,
+    int rows = a.rows * f->cfg.model.n_heads, n = rows * f->cfg.model.v_head_dim,
         m = a.longest * (p->batch ? p->n_batch : 1);
     double lse_own = 0.0, mass_own = 0.0, lse_bound, e;
     int finite = all_finite(o.out, n);
     verdict x;
     memset(&x, 0, sizeof x);
-    CHECK_MSG(o.status == TKV_OK, "%s: %s", label, tkv_status_text(o.status));
+    CHECK_MSG(o.status == TKV_OK, "%s: %s", label, tkv_get_status_text(o.status));
     if (f->tiles || f->half) {
         exact = oracle(f, p, 1);
         x.own = relative(a.out, exact.out, n);
-        lse_own = logit_error(&a, &exact, f->cfg.n_heads);
+        lse_own = logit_error(&a, &exact, f->cfg.model.n_heads);
         mass_own = mass_distance(a.mass, exact.mass, m);
         answer_free(&exact);
     }
@@ -534,8 +541,8 @@ static verdict check_call(fixture *f, const tkv_attend_params *p, int want, cons
     x.bound = arithmetic_bound(f, x.own) + type_error(p->out_type);
     if (want & ROUGH) x.bound = larger(x.bound, x.own / 2);
     CHECK_MSG(finite, "%s: the output is not finite", label);
-    CHECK_MSG(zeros_where_zero(&a, o.out, rows, f->cfg.v_head_dim), "%s: a row that sees nothing is not zero",
-              label);
+    CHECK_MSG(zeros_where_zero(&a, o.out, rows, f->cfg.model.v_head_dim),
+              "%s: a row that sees nothing is not zero", label);
     CHECK_MSG(x.arithmetic <= x.bound, "%s: arithmetic %.3g, own error %.3g, bound %.3g", label, x.arithmetic,
               x.own, x.bound);
     CHECK_MSG(among_values(f, p, o.out), "%s: the output is not among the values", label);
@@ -551,7 +558,7 @@ static verdict check_call(fixture *f, const tkv_attend_params *p, int want, cons
         if (want & ROUGH) lse_bound = larger(lse_bound, mass_own / 2);
         CHECK_MSG(e <= lse_bound, "%s: mass differs by %.3g, own error %.3g, bound %.3g", label, e, mass_own,
                   lse_bound);
-        if (!p->sinks) { /* each row that sees a key gives away 1 */
+        if (!p->sink_logits) { /* each row that sees a key gives away 1 */
             double sum = total(o.mass, m), all = total(a.mass, m);
             CHECK_MSG(fabs(sum - all) <= (1e-5 + 3e-7 * a.most_logit) * all,
                       "%s: mass is %.9g in all, not %.9g", label, sum, all);
@@ -608,10 +615,10 @@ static float sign_of(int which, int channel) {
 /* K and V of len tokens, q of the last n of them. Logits have sd 1, if the kind does not say otherwise. */
 static void make_data(data_kind kind, const tkv_config *cfg, tkv_rng *rng, int len, int n, float *k, float *v,
                       float *q) {
-    int kvh = cfg->n_kv_heads, dk = cfg->head_dim, dv = cfg->v_head_dim, t, h, c, i;
+    int kvh = cfg->model.n_kv_heads, dk = cfg->model.head_dim, dv = cfg->model.v_head_dim, t, h, c, i;
     tkv_rng_fill(rng, k, (size_t)(len * kvh * dk), 1.0);
     tkv_rng_fill(rng, v, (size_t)(len * kvh * dv), 1.0);
-    tkv_rng_fill(rng, q, (size_t)(n * cfg->n_heads * dk),
+    tkv_rng_fill(rng, q, (size_t)(n * cfg->model.n_heads * dk),
                  kind == PEAKED       ? 4.0
                  : kind == LARGE_KEYS ? 0.4
                                       : 1.0);
@@ -633,9 +640,9 @@ static void make_data(data_kind kind, const tkv_config *cfg, tkv_rng *rng, int l
         for (h = 0; h < kvh; h++)
             for (c = 0; c < dk; c++) k[(needle_at(i, len, n) * kvh + h) * dk + c] = 1.5f * sign_of(i, c);
     for (t = 0; t < n; t++)
-        for (h = 0; h < cfg->n_heads; h++)
+        for (h = 0; h < cfg->model.n_heads; h++)
             for (c = 0; c < dk; c++) {
-                float *x = q + (t * cfg->n_heads + h) * dk + c;
+                float *x = q + (t * cfg->model.n_heads + h) * dk + c;
                 *x = 0.3f * *x +
                      10.0f / (1.5f * (float)sqrt((double)dk)) * sign_of((t * 7 + h) % N_NEEDLES, c);
             }
@@ -770,10 +777,10 @@ typedef struct tier_mix {
 } tier_mix;
 
 static const tier_mix cover_tiers[] = {
-    {"three tiers", 4, 64, 64, 0, 0},    {"no sinks", TKV_NONE, 32, 70, 0, 0},
-    {"warm off", 4, 64, TKV_NONE, 0, 0}, {"archive off", 4, 20, TKV_ALL, 0, 0},
-    {"all hot", 0, TKV_ALL, 0, 0, 0},    {"window", 4, 32, 64, 150, 0},
-    {"all flushed", 64, 1, 64, 0, 1},    {"only archive", TKV_NONE, TKV_NONE, TKV_NONE, 0, 1},
+    {"three tiers", 4, 64, 64, 0, 0},       {"no sinks", TKV_OFF, 32, 70, 0, 0},
+    {"warm off", 4, 64, TKV_OFF, 0, 0},     {"archive off", 4, 20, TKV_UNLIMITED, 0, 0},
+    {"all hot", 0, TKV_UNLIMITED, 0, 0, 0}, {"window", 4, 32, 64, 150, 0},
+    {"all flushed", 64, 1, 64, 0, 1},       {"only archive", TKV_OFF, TKV_OFF, TKV_OFF, 0, 1},
     {"big window", 9, 64, 64, 333, 0},
 };
 enum { N_TIERS = (int)(sizeof cover_tiers / sizeof cover_tiers[0]) };
@@ -818,33 +825,35 @@ static verdict cover_run(const int *x, tkv_isa isa, uint64_t seed) {
     verdict result;
     memset(&result, 0, sizeof result);
     memset(&p, 0, sizeof p);
-    cfg.hot = pair_of(cover_hot[x[BY_HOT]], cover_hot[x[BY_HOT]]);
-    cfg.warm = pair_of(fmt->warm_k, fmt->warm_v);
-    cfg.archive = pair_of(fmt->archive_k, fmt->archive_v);
-    cfg.sink_tokens = mix->sink;
-    cfg.hot_tokens = mix->hot;
-    cfg.warm_tokens = mix->warm;
-    cfg.window = mix->window;
-    cfg.precise = x[BY_PRECISE];
-    cfg.group_size = x[BY_GROUP] ? 32 : 64;
-    cfg.isa = isa;
+    cfg.tiers.hot = pair_of(cover_hot[x[BY_HOT]], cover_hot[x[BY_HOT]]);
+    cfg.tiers.warm = pair_of(fmt->warm_k, fmt->warm_v);
+    cfg.tiers.archive = pair_of(fmt->archive_k, fmt->archive_v);
+    cfg.tiers.sink_tokens = mix->sink;
+    cfg.tiers.hot_tokens = mix->hot;
+    cfg.tiers.warm_tokens = mix->warm;
+    cfg.model.window = mix->window;
+    cfg.host.precise = x[BY_PRECISE];
+    cfg.format.group_size = x[BY_GROUP] ? 32 : 64;
+    cfg.host.isa = isa;
     snprintf(label, sizeof label, "%s, hot %s, %s, dim %d/%d, heads %d/%d, %s, n %d, len %d%s, group %d, %s",
-             fmt->name, tkv_format_name(cfg.hot.k), mix->name, dim[0], dim[1], gqa[0], gqa[1],
-             data_name[data], n, len, cfg.precise ? ", precise" : "", cfg.group_size, tkv_isa_name(isa));
+             fmt->name, tkv_get_name(TKV_NAME_FORMAT, cfg.tiers.hot.k), mix->name, dim[0], dim[1], gqa[0],
+             gqa[1], data_name[data], n, len, cfg.host.precise ? ", precise" : "", cfg.format.group_size,
+             tkv_get_name(TKV_NAME_ISA, isa));
     if (fixture_open(&f, &cfg, seed)) {
-        int first =
-            tkv_format_name(fmt->archive_k)[0] == 'a' && len >= 128 ? len / 2 : len; /* a block at least */
+        int first = tkv_get_name(TKV_NAME_FORMAT, fmt->archive_k)[0] == 'a' && len >= 128
+                        ? len / 2
+                        : len; /* a block at least */
         make_data(data, &f.cfg, &f.rng, len, n, k, v, q);
         fixture_append(&f, 0, 0, k, v, first, 37);
         if (first < len) { /* a table, of what was seen and asked so far */
             float *out = floats(n * gqa[0] * dim[1]);
             CHECK_EQ(tkv_attend(f.kv, 0, 0, q, n, out), TKV_OK);
-            CHECK_MSG(tkv_calibration_freeze(f.kv) == TKV_OK, "%s", label);
+            CHECK_MSG(tkv_freeze_calibration(f.kv) == TKV_OK, "%s", label);
             fixture_append(&f, 0, 0, k + first * gqa[1] * dim[0], v + first * gqa[1] * dim[1], len - first,
                            37);
             free(out);
         }
-        if (mix->flush) CHECK_EQ(tkv_flush(f.kv, 0, TKV_FLUSH_ALL), TKV_OK);
+        if (mix->flush) CHECK_EQ(tkv_seq_flush(f.kv, 0, TKV_FLUSH_ALL), TKV_OK);
         fixture_read(&f);
         p.q = q;
         p.n = n;
@@ -907,7 +916,7 @@ TEST(cover) {
     printf("\n");
     for (i = 0; i < N_FORMATS; i++) cover_judge(cover_formats[i].name, &of_format[i]);
     for (i = 0; i < DATA_COUNT; i++) cover_judge(data_name[i], &of_data[i]);
-    for (i = 0; i < n_isas; i++) cover_judge(tkv_isa_name(isas[i]), &of_isa[i]);
+    for (i = 0; i < n_isas; i++) cover_judge(tkv_get_name(TKV_NAME_ISA, isas[i]), &of_isa[i]);
 }
 
 /* The rule that gives weights a second plane, over many seeds: one call fluctuates too much to tell. Keys with a few
@@ -945,8 +954,8 @@ TEST(second_planes) {
             CHECK_EQ(w.coded, seeds);
             rms = sqrt(w.squares / (w.coded ? w.coded : 1));
             CHECK_MSG(rms <= cases[i].most, "%s, %s, %s: arithmetic is %.3f of the own error",
-                      cover_formats[cases[i].format].name, data_name[cases[i].data], tkv_isa_name(isas[isa]),
-                      rms);
+                      cover_formats[cases[i].format].name, data_name[cases[i].data],
+                      tkv_get_name(TKV_NAME_ISA, isas[isa]), rms);
         }
     }
 }
@@ -960,26 +969,26 @@ static const char *const kind_name[KIND_COUNT] = {"f32", "kivi4, kivi2", "a40/r4
 /* Four sequences of 300, 70, 333 and 0 tokens, four query heads on two. */
 static int kind_open(fixture *f, cache_kind kind) {
     tkv_config cfg = shape_config(4, 2, 32, 48);
-    cfg.max_seqs = 4;
-    cfg.warm_tokens = 64;
-    cfg.sink_tokens = 4;
-    cfg.hot_tokens = 40;
-    if (kind == EXACT_F32) cfg.hot = cfg.warm = cfg.archive = pair_of(TKV_F32, TKV_F32);
-    if (kind == EXACT_F16) cfg.hot = cfg.warm = cfg.archive = pair_of(TKV_F16, TKV_F16);
+    cfg.limits.max_seqs = 4;
+    cfg.tiers.warm_tokens = 64;
+    cfg.tiers.sink_tokens = 4;
+    cfg.tiers.hot_tokens = 40;
+    if (kind == EXACT_F32) cfg.tiers.hot = cfg.tiers.warm = cfg.tiers.archive = pair_of(TKV_F32, TKV_F32);
+    if (kind == EXACT_F16) cfg.tiers.hot = cfg.tiers.warm = cfg.tiers.archive = pair_of(TKV_F16, TKV_F16);
     if (kind == Q8_KIVI3) {
-        cfg.hot = pair_of(TKV_BF16, TKV_F16);
-        cfg.warm = pair_of(TKV_Q8, TKV_Q8);
-        cfg.archive = pair_of(TKV_KIVI3, TKV_KIVI3);
+        cfg.tiers.hot = pair_of(TKV_BF16, TKV_F16);
+        cfg.tiers.warm = pair_of(TKV_Q8, TKV_Q8);
+        cfg.tiers.archive = pair_of(TKV_KIVI3, TKV_KIVI3);
     }
     if (kind == SHARED_TIERS) {
-        cfg.warm = pair_of(TKV_A40, TKV_R40);
-        cfg.archive = pair_of(TKV_A25, TKV_R15);
+        cfg.tiers.warm = pair_of(TKV_A40, TKV_R40);
+        cfg.tiers.archive = pair_of(TKV_A25, TKV_R15);
     }
     if (!fixture_open(f, &cfg, 77)) return 0;
     fixture_fill(f, 0, 0, 300, 50);
     if (kind == SHARED_TIERS) { /* a table; the others age while they come, this one now */
-        CHECK_EQ(tkv_calibration_freeze(f->kv), TKV_OK);
-        CHECK_EQ(tkv_flush(f->kv, 0, TKV_FLUSH_DUE), TKV_OK);
+        CHECK_EQ(tkv_freeze_calibration(f->kv), TKV_OK);
+        CHECK_EQ(tkv_seq_flush(f->kv, 0, TKV_FLUSH_DUE), TKV_OK);
     }
     fixture_fill(f, 1, 0, 70, 50);
     fixture_fill(f, 2, 0, 333, 50);
@@ -1023,8 +1032,8 @@ static void strides_of(int layout, int rows, int heads, int dim, ptrdiff_t *row,
 }
 
 static void *queries(fixture *f, tkv_attend_params *p, int rows, tkv_type type, int layout, double sd) {
-    int heads = f->cfg.n_heads, dim = f->cfg.head_dim, size = (rows + 1) * (heads * (dim + 3) + 5), i, r, h,
-        c;
+    int heads = f->cfg.model.n_heads, dim = f->cfg.model.head_dim,
+        size = (rows + 1) * (heads * (dim + 3) + 5), i, r, h, c;
     float *x = floats(size);
     uint16_t *half = (uint16_t *)room((size_t)size, sizeof(uint16_t));
     ptrdiff_t row, head;
@@ -1050,7 +1059,7 @@ static void check_param(fixture *f, cache_kind kind, const tkv_attend_params *p,
     char label[128];
     verdict x;
     answer a = oracle(f, p, 0), b = oracle(f, plain, 0);
-    double change = relative(a.out, b.out, a.rows * f->cfg.n_heads * f->cfg.v_head_dim);
+    double change = relative(a.out, b.out, a.rows * f->cfg.model.n_heads * f->cfg.model.v_head_dim);
     snprintf(label, sizeof label, "%s: %s", kind_name[kind], what);
     x = check_call(f, p, kind_want(kind), label);
     CHECK_MSG(f->tiles || change > 1.5 * x.bound, "%s: changes the answer by %.3g only", label, change);
@@ -1073,8 +1082,8 @@ static void types_and_layouts(fixture *f, cache_kind kind) {
                 p.n = 3;
                 p.out_type = (tkv_type)out_type;
                 q = queries(f, &p, p.n, (tkv_type)q_type, layout, 1.0);
-                strides_of((layout + out_type) % LAYOUT_COUNT, p.n, f->cfg.n_heads, f->cfg.v_head_dim,
-                           &p.out_row_stride, &p.out_head_stride);
+                strides_of((layout + out_type) % LAYOUT_COUNT, p.n, f->cfg.model.n_heads,
+                           f->cfg.model.v_head_dim, &p.out_row_stride, &p.out_head_stride);
                 snprintf(label, sizeof label, "%s: q %s, out %s, layout %d", kind_name[kind],
                          type_name[q_type], type_name[out_type], layout);
                 (void)check_call(f, &p, want, label);
@@ -1098,16 +1107,16 @@ static void logits(fixture *f, cache_kind kind) { /* scale, softcap, alibi, sink
     p.softcap = 2.0f;
     check_param(f, kind, &p, &plain, "softcap");
     p = plain;
-    p.alibi = slopes;
+    p.alibi_slopes = slopes;
     check_param(f, kind, &p, &plain, "alibi");
     p = plain;
-    p.sinks = strong;
+    p.sink_logits = strong;
     check_param(f, kind, &p, &plain, "learned sinks");
     sinks[1] = tkv_test_float(0xff800000u);
-    p.sinks = sinks;
+    p.sink_logits = sinks;
     check_param(f, kind, &p, &plain, "learned sinks, one of -inf");
     p.softcap = 3.0f;
-    p.alibi = slopes;
+    p.alibi_slopes = slopes;
     p.scale = 0.3f;
     check_param(f, kind, &p, &plain, "scale, softcap, alibi, sinks");
     free(q);
@@ -1149,7 +1158,7 @@ static void masks(fixture *f, cache_kind kind) {
     check_param(f, kind, &p, &plain, "mask that hides all");
     {
         static const float sinks[4] = {1.0f, -2.0f, 0.0f, 300.0f};
-        p.sinks = sinks;
+        p.sink_logits = sinks;
         check_param(f, kind, &p, &plain, "mask that hides all, learned sinks");
     }
     free(mask);
@@ -1176,7 +1185,7 @@ static void trees(fixture *f, cache_kind kind) {
         q = queries(f, &plain, n, TKV_TYPE_F32, PACKED, 1.0);
         p = plain;
         p.mask_bits = mask;
-        p.mask_bits_n = bits;
+        p.n_mask_bits = bits;
         p.mask_bits_stride = extra ? words + 1 : 0;
         for (i = 0; i < n; i++)
             for (j = bits - n + i; j >= 0; j = j - 1 - tkv_rng_below(&f->rng, 3))
@@ -1214,7 +1223,7 @@ static void windows(fixture *f, cache_kind kind) {
         (void)check_call(f, &p, LSE | MASS, label);
     }
     p = plain;
-    p.window = TKV_NONE;
+    p.window = TKV_OFF;
     (void)check_call(f, &p, LSE | MASS, "no window");
     p.non_causal = 1;
     check_param(f, kind, &p, &plain, "non-causal");
@@ -1244,10 +1253,10 @@ static void batches(fixture *f, cache_kind kind) {
     q = queries(f, &plain, 73, TKV_TYPE_F16, GAPS, 1.0);
     p = plain;
     (void)check_call(f, &p, kind_want(kind), "batch");
-    p.mass_stride = 350;
+    p.score_stride = 350;
     (void)check_call(f, &p, kind_want(kind), "batch, stride of mass");
-    p.mass_stride = 0;
-    p.alibi = slopes;
+    p.score_stride = 0;
+    p.alibi_slopes = slopes;
     p.window = 50;
     check_param(f, kind, &p, &plain, "batch, alibi, window");
     mask = floats(73 * 333);
@@ -1256,7 +1265,7 @@ static void batches(fixture *f, cache_kind kind) {
     for (i = 0; i < 73 * 2; i++) bits[i] = tkv_rng_u64(&f->rng);
     p.mask = mask;
     p.mask_bits = bits;
-    p.mask_bits_n = 80;
+    p.n_mask_bits = 80;
     check_param(f, kind, &p, &plain, "batch, alibi, window, mask, bits");
     free(q);
     memset(&p, 0, sizeof p);
@@ -1287,20 +1296,20 @@ static void everything(fixture *f, cache_kind kind) {
     q = queries(f, &plain, 15, TKV_TYPE_BF16, HEAD_MAJOR, 1.0);
     p = plain;
     p.out_type = TKV_TYPE_F16;
-    strides_of(GAPS, 15, 4, f->cfg.v_head_dim, &p.out_row_stride, &p.out_head_stride);
+    strides_of(GAPS, 15, 4, f->cfg.model.v_head_dim, &p.out_row_stride, &p.out_head_stride);
     p.scale = 0.5f;
     p.softcap = 5.0f;
-    p.alibi = slopes;
-    p.sinks = sinks;
+    p.alibi_slopes = slopes;
+    p.sink_logits = sinks;
     for (i = 0; i < 15 * 340; i++)
         mask[i] = tkv_rng_below(&f->rng, 9) ? (float)tkv_rng_gauss(&f->rng) : -1e30f;
     for (i = 0; i < 15 * 3; i++) bits[i] = tkv_rng_u64(&f->rng) | tkv_rng_u64(&f->rng);
     p.mask = mask;
     p.mask_stride = 340;
     p.mask_bits = bits;
-    p.mask_bits_n = 150;
+    p.n_mask_bits = 150;
     p.window = 200;
-    p.mass_stride = 400;
+    p.score_stride = 400;
     check_param(f, kind, &p, &plain, "everything at once");
     p.non_causal = 1;
     check_param(f, kind, &p, &plain, "everything at once, non-causal");
@@ -1318,9 +1327,9 @@ TEST(prefill) { /* causal order inside a chunk, after other tokens and as the fi
         tkv_attend_params p;
         fixture f;
         void *q;
-        cfg.hot_tokens = 16;
-        cfg.warm_tokens = 64;
-        if (cases[i][0]) cfg.hot = cfg.warm = cfg.archive = pair_of(TKV_F32, TKV_F32);
+        cfg.tiers.hot_tokens = 16;
+        cfg.tiers.warm_tokens = 64;
+        if (cases[i][0]) cfg.tiers.hot = cfg.tiers.warm = cfg.tiers.archive = pair_of(TKV_F32, TKV_F32);
         if (!fixture_open(&f, &cfg, (uint64_t)i)) return;
         if (cases[i][1]) fixture_fill(&f, 0, 0, cases[i][1], 40);
         fixture_fill(&f, 0, 0, cases[i][2], cases[i][2]);
@@ -1394,11 +1403,11 @@ TEST(reference) {
         fixture f;
         void *q;
         if (tkv_test_quick() && i % 4) continue;
-        cfg.hot = pair_of(cover_hot[i % 3], cover_hot[i / 3 % 3]);
-        cfg.warm = pair_of(fmt->warm_k, fmt->warm_v);
-        cfg.archive = pair_of(fmt->archive_k, fmt->archive_v);
-        cfg.hot_tokens = 20;
-        cfg.warm_tokens = 64;
+        cfg.tiers.hot = pair_of(cover_hot[i % 3], cover_hot[i / 3 % 3]);
+        cfg.tiers.warm = pair_of(fmt->warm_k, fmt->warm_v);
+        cfg.tiers.archive = pair_of(fmt->archive_k, fmt->archive_v);
+        cfg.tiers.hot_tokens = 20;
+        cfg.tiers.warm_tokens = 64;
         if (!fixture_open(&f, &cfg, 100 + (uint64_t)i)) return;
         fixture_fill(&f, 0, 0, 230, 30);
         fixture_read(&f);
@@ -1424,11 +1433,11 @@ static void check_merge(tkv_format format, int len, int split, double sd) {
     void *q = NULL;
     int i;
     memset(&p, 0, sizeof p);
-    cfg.sink_tokens = TKV_NONE; /* blocks begin at multiples of 64 in all three */
-    cfg.hot_tokens = 1;
-    cfg.warm_tokens = TKV_ALL;
-    cfg.hot = pair_of(TKV_F32, TKV_F32);
-    cfg.warm = pair_of(format, format);
+    cfg.tiers.sink_tokens = TKV_OFF; /* blocks begin at multiples of 64 in all three */
+    cfg.tiers.hot_tokens = 1;
+    cfg.tiers.warm_tokens = TKV_UNLIMITED;
+    cfg.tiers.hot = pair_of(TKV_F32, TKV_F32);
+    cfg.tiers.warm = pair_of(format, format);
     for (i = 0; i < 3; i++) {
         if (!fixture_open(&f[i], &cfg, 31)) return;
         if (i == 0) fixture_fill(&f[0], 0, 0, len, 512);
@@ -1436,7 +1445,7 @@ static void check_merge(tkv_format format, int len, int split, double sd) {
         if (i == 2)
             fixture_append(&f[2], 0, 0, f[0].s[0].k + split * 2 * 64, f[0].s[0].v + split * 2 * 48,
                            len - split, 512);
-        CHECK_EQ(tkv_flush(f[i].kv, 0, TKV_FLUSH_ALL), TKV_OK);
+        CHECK_EQ(tkv_seq_flush(f[i].kv, 0, TKV_FLUSH_ALL), TKV_OK);
         fixture_read(&f[i]);
     }
     p.n = 3;
@@ -1447,7 +1456,7 @@ static void check_merge(tkv_format format, int len, int split, double sd) {
         p.lse = lse[i];
         CHECK_EQ(tkv_attend_ex(f[i].kv, &p), TKV_OK);
     }
-    tkv_merge_lse(out[1], lse[1], out[2], lse[2], ROWS, DIM);
+    tkv_merge_attention(out[1], lse[1], out[2], lse[2], ROWS, DIM);
     whole = oracle(&f[0], &p, 0);
     exact = oracle(&f[0], &p, 1);
     own = relative(whole.out, exact.out, ROWS * DIM);
@@ -1489,7 +1498,7 @@ TEST(merge_of_nothing) { /* rows: (nothing, something), (something, nothing), (n
     lse2[3] = 900.0f;
     lse[4] = 1000.0f;
     lse2[4] = 1000.0f + (float)log(3.0);
-    tkv_merge_lse(&out[0][0], lse, &out2[0][0], lse2, 5, 2);
+    tkv_merge_attention(&out[0][0], lse, &out2[0][0], lse2, 5, 2);
     for (r = 0; r < 5; r++)
         for (c = 0; c < 2; c++) CHECK_NEAR(out[r][c], want[r][c], 1e-4);
     CHECK(lse[0] == 0.5f);
@@ -1511,14 +1520,14 @@ TEST(layers) {
     layers[0].hot = layers[0].warm = layers[0].archive = pair_of(TKV_F32, TKV_F32);
     layers[1].warm = pair_of(TKV_KIVI3, TKV_Q8);
     layers[1].hot_tokens = 20;
-    layers[1].sink_tokens = TKV_NONE;
+    layers[1].sink_tokens = TKV_OFF;
     layers[1].window = 90; /* narrower than that of the layer that reads the same keys */
     layers[2].share_kv = 2;
     layers[3].no_cache = 1;
-    cfg.n_layers = 4;
+    cfg.model.n_layers = 4;
     cfg.layers = layers;
-    cfg.warm_tokens = 64;
-    cfg.window = 170;
+    cfg.tiers.warm_tokens = 64;
+    cfg.model.window = 170;
     if (!fixture_open(&f, &cfg, 12)) return;
     fixture_fill(&f, 0, 0, 400, 33);
     fixture_fill(&f, 0, 1, 350, 33);
@@ -1600,7 +1609,7 @@ static void check_nonfinite(fixture *f, cache_kind kind) { /* the other rows do 
     CHECK_EQ(tkv_attend_ex(f->kv, &p), TKV_OK);
     p.out = out;
     p.lse = lse;
-    p.mass = mass;
+    p.scores = mass;
     for (i = 0; i < 4; i++) {
         q[2 * 128 + 37 * i] = tkv_test_float(bits[i]);
         CHECK_EQ(tkv_attend_ex(f->kv, &p), TKV_OK);
@@ -1623,11 +1632,11 @@ TEST(equal_keys) {
         void *q;
         int i;
         answer a;
-        cfg.hot = pair_of(TKV_F32, TKV_F32);
-        cfg.hot_tokens = 30;
-        cfg.warm_tokens = 64;
-        if (kind == 1) cfg.warm = cfg.archive = cfg.hot;
-        if (kind == 2) cfg.precise = 1;
+        cfg.tiers.hot = pair_of(TKV_F32, TKV_F32);
+        cfg.tiers.hot_tokens = 30;
+        cfg.tiers.warm_tokens = 64;
+        if (kind == 1) cfg.tiers.warm = cfg.tiers.archive = cfg.tiers.hot;
+        if (kind == 2) cfg.host.precise = 1;
         if (!fixture_open(&f, &cfg, 3)) return;
         k = floats(250 * 128);
         v = floats(250 * 128);
@@ -1695,12 +1704,12 @@ static tkv_status spoil(tkv_attend_params *p, int how, tkv_rows *rows) {
     case BAD_MASS: p->lse = NULL; break;
     case BAD_Q_TYPE: p->q_type = (tkv_type)3; break;
     case BAD_OUT_TYPE: p->out_type = (tkv_type)3; break;
-    case BAD_WINDOW: p->window = TKV_ALL; break;
+    case BAD_WINDOW: p->window = TKV_UNLIMITED; break;
     case BAD_SCALE: p->scale = tkv_test_float(0x7fc00000u); break;
     case BAD_SOFTCAP: p->softcap = -1.0f; break;
     case BAD_SOFTCAP2: p->softcap = tkv_test_float(0x7f800000u); break;
     case BAD_BITS: p->mask_bits = bits; break; /* without their number */
-    case BAD_BITS2: p->mask_bits_n = -1; break;
+    case BAD_BITS2: p->n_mask_bits = -1; break;
     case BAD_BATCH:
         p->batch = rows;
         p->n_batch = -1;
@@ -1743,7 +1752,7 @@ TEST(bad_arguments) {
     q = queries(&f, &good, 2, TKV_TYPE_F32, PACKED, 1.0);
     good.out = out;
     good.lse = lse;
-    good.mass = mass;
+    good.scores = mass;
     for (which = 0; which < 2; which++)
         for (how = 0; how < BAD_COUNT; how++) {
             tkv_attend_params p = good;
@@ -1755,8 +1764,8 @@ TEST(bad_arguments) {
             memcpy(lse, filler, sizeof lse);
             memcpy(mass, filler, sizeof mass);
             got = which ? tkv_attend_reference(f.kv, &p) : tkv_attend_ex(f.kv, &p);
-            CHECK_MSG(got == want, "case %d: %s, expected %s", how, tkv_status_text(got),
-                      tkv_status_text(want));
+            CHECK_MSG(got == want, "case %d: %s, expected %s", how, tkv_get_status_text(got),
+                      tkv_get_status_text(want));
             CHECK((memcmp(out, filler, sizeof out) == 0) == (want != TKV_OK));
             CHECK((memcmp(lse, filler, sizeof lse) == 0) == (want != TKV_OK));
             CHECK((memcmp(mass, filler, sizeof mass) == 0) == (want != TKV_OK));
@@ -1817,15 +1826,15 @@ static double loss_of(const loss *l, data_kind data) {
     fixture f;
     answer exact;
     int i;
-    cfg.sink_tokens = cfg.hot_tokens = TKV_NONE;
-    cfg.warm_tokens = TKV_ALL;
-    cfg.hot = pair_of(TKV_F32, TKV_F32);
-    cfg.warm = pair_of(l->format, l->v ? l->v : l->format);
-    cfg.group_size = l->group;
+    cfg.tiers.sink_tokens = cfg.tiers.hot_tokens = TKV_OFF;
+    cfg.tiers.warm_tokens = TKV_UNLIMITED;
+    cfg.tiers.hot = pair_of(TKV_F32, TKV_F32);
+    cfg.tiers.warm = pair_of(l->format, l->v ? l->v : l->format);
+    cfg.format.group_size = l->group;
     if (fixture_open(&f, &cfg, 9)) {
         make_data(data, &f.cfg, &f.rng, LEN, N, k, v, q);
         fixture_append(&f, 0, 0, k, v, LEN, LEN);
-        CHECK_EQ(tkv_flush(f.kv, 0, TKV_FLUSH_ALL), TKV_OK);
+        CHECK_EQ(tkv_seq_flush(f.kv, 0, TKV_FLUSH_ALL), TKV_OK);
         memset(&p, 0, sizeof p);
         p.n = N;
         p.q = q;
@@ -1856,8 +1865,8 @@ TEST(losses) {
     for (i = 0; i < (int)(sizeof losses / sizeof losses[0]); i++) {
         if (tkv_test_quick() && i % 6 && i != N_ALLOCATED) continue;
         for (data = 0; data < N_LOSSES; data++) error[data] = loss_of(&losses[i], (data_kind)data);
-        printf("      %-5s %-5s group %d:", tkv_format_name(losses[i].format),
-               losses[i].v ? tkv_format_name(losses[i].v) : "", losses[i].group);
+        printf("      %-5s %-5s group %d:", tkv_get_name(TKV_NAME_FORMAT, losses[i].format),
+               losses[i].v ? tkv_get_name(TKV_NAME_FORMAT, losses[i].v) : "", losses[i].group);
         for (data = 0; data < N_LOSSES; data++) printf(" %s %.3g", data_name[data], error[data]);
         printf("\n");
     }
@@ -1874,9 +1883,9 @@ TEST(outlier_newest_key) {
         tkv_cache *kv = NULL;
         float k[64], v[16], q[64], out[16], lse, want[16], want_lse;
         double error = 0.0;
-        cfg.isa = tkv_test_isa();
-        cfg.hot.k = cfg.hot.v = TKV_F32;
-        cfg.hot_tokens = TKV_ALL;
+        cfg.host.isa = tkv_test_isa();
+        cfg.tiers.hot.k = cfg.tiers.hot.v = TKV_F32;
+        cfg.tiers.hot_tokens = TKV_UNLIMITED;
         CHECK_EQ(tkv_create(&cfg, &kv), TKV_OK);
         if (!kv) return;
         for (t = 0; t < 200; t++) {
@@ -1903,16 +1912,17 @@ TEST(outlier_newest_key) {
     }
 }
 
-/* What a call cannot answer is an error: keys that are gone, mass without room; +inf in a mask is the largest number. */
+/* What a call cannot answer is an error: keys that are gone, mass without room; +inf in a mask is the largest
+ * number. */
 TEST(what_cannot_be_answered) {
     tkv_config cfg = shape_config(2, 1, 16, 16);
     tkv_attend_params p;
     tkv_cache *kv = NULL;
     float k[16], v[16], q[900 * 32], out[900 * 32], lse[900 * 2], mass[1000], mask[1000];
-    tkv_tier_info tiers;
+    tkv_layer_info tiers;
     int t, c;
-    cfg.isa = tkv_test_isa();
-    cfg.window = 64;
+    cfg.host.isa = tkv_test_isa();
+    cfg.model.window = 64;
     CHECK_EQ(tkv_create(&cfg, &kv), TKV_OK);
     if (!kv) return;
     for (t = 0; t < 1000; t++) {
@@ -1920,30 +1930,30 @@ TEST(what_cannot_be_answered) {
         CHECK_EQ(tkv_append(kv, 0, 0, k, v, 1), TKV_OK);
     }
     for (c = 0; c < 900 * 32; c++) q[c] = (float)(c % 5);
-    CHECK_EQ(tkv_tier_counts(kv, 0, 0, &tiers), TKV_OK);
-    CHECK(tiers.dropped > 0);
+    CHECK_EQ(tkv_get_layer(kv, 0, 0, &tiers), TKV_OK);
+    CHECK(tiers.expired > 0);
     memset(&p, 0, sizeof p);
     p.q = q;
     p.out = out;
-    p.n = 1000 - tiers.dropped - 63; /* the first of them sees just what is left */
+    p.n = 1000 - tiers.expired - 63; /* the first of them sees just what is left */
     CHECK_EQ(tkv_attend_ex(kv, &p), TKV_OK);
     p.n++;
     CHECK_EQ(tkv_attend_ex(kv, &p), TKV_ERR_RANGE);
     CHECK_EQ(tkv_attend_reference(kv, &p), TKV_ERR_RANGE);
     p.n = 1;
-    p.window = TKV_NONE;
+    p.window = TKV_OFF;
     CHECK_EQ(tkv_attend_ex(kv, &p), TKV_ERR_RANGE);
     p.window = 0;
     p.lse = lse;
-    p.mass = mass;
-    p.mass_stride = 999;
+    p.scores = mass;
+    p.score_stride = 999;
     CHECK_EQ(tkv_attend_ex(kv, &p), TKV_ERR_ARG);
-    p.mass_stride = -1000;
+    p.score_stride = -1000;
     CHECK_EQ(tkv_attend_ex(kv, &p), TKV_ERR_ARG);
-    p.mass = NULL;
-    p.mask_bits_n = 0x7fffffff; /* without bits: not used */
+    p.scores = NULL;
+    p.n_mask_bits = 0x7fffffff; /* without bits: not used */
     CHECK_EQ(tkv_attend_ex(kv, &p), TKV_OK);
-    p.mask_bits_n = 0;
+    p.n_mask_bits = 0;
     memset(mask, 0, sizeof mask);
     mask[990] = (float)HUGE_VAL;
     p.mask = mask;
@@ -1952,7 +1962,7 @@ TEST(what_cannot_be_answered) {
     CHECK_EQ(tkv_attend_reference(kv, &p), TKV_OK);
     for (c = 0; c < 16; c++) CHECK_NEAR(out[c], (990 * 7 + c * 3) % 11, 1e-6);
     tkv_destroy(kv);
-    cfg.window = 0;
+    cfg.model.window = 0;
     CHECK_EQ(tkv_create(&cfg, &kv), TKV_OK);
     p.mask = NULL;
     p.non_causal = 1;
@@ -1962,9 +1972,9 @@ TEST(what_cannot_be_answered) {
 }
 
 /* >>mixing */
-/* Compressed keys next to exact ones in one softmax: if decoded keys are too long or too short, the exact ones lose or
- * gain weight (KIVI's 2 bits stretch them). Random keys, logits of deviation sd: how much of the weight the newest 64
- * of 1,024 tokens have, less what they have exactly; the mean of all queries. */
+/* Compressed keys next to exact ones in one softmax: if decoded keys are too long or too short, the exact ones
+ * lose or gain weight (KIVI's 2 bits stretch them). Random keys, logits of deviation sd: how much of the weight
+ * the newest 64 of 1,024 tokens have, less what they have exactly; the mean of all queries. */
 enum { MIX_LEN = 1024, MIX_HOT = 64, MIX_HEADS = 8, MIX_DIM = 64, MIX_N = 64 };
 static float mix_keys[MIX_LEN * MIX_HEADS * MIX_DIM], mix_q[MIX_N * MIX_HEADS * MIX_DIM];
 
@@ -1991,22 +2001,22 @@ static double hot_share(void) {
 static double hot_share_error(tkv_format k, int fit, double sd) {
     static float out[MIX_N * MIX_HEADS * MIX_DIM], mass[MIX_LEN], lse[MIX_N * MIX_HEADS];
     static double exact[2]; /* by sd: the queries are the same each time */
-    tkv_config cfg = tkv_config_default();
+    tkv_config cfg = tkv_default_config();
     tkv_attend_params p;
     tkv_cache *kv = NULL;
     tkv_rng rng = tkv_rng_seed(4711);
     double got = 0;
     int i, t, round, rounds = tkv_test_quick() ? 1 : 4, known = exact[sd > 2] > 0;
-    cfg.n_layers = 1;
-    cfg.n_heads = cfg.n_kv_heads = MIX_HEADS;
-    cfg.head_dim = MIX_DIM;
-    cfg.sink_tokens = TKV_NONE;
-    cfg.warm_tokens = TKV_NONE;
-    cfg.hot.k = cfg.hot.v = TKV_F32;
-    cfg.archive.k = k;
-    cfg.archive.v = TKV_Q8;
-    cfg.fit = fit;
-    cfg.isa = tkv_test_isa();
+    cfg.model.n_layers = 1;
+    cfg.model.n_heads = cfg.model.n_kv_heads = MIX_HEADS;
+    cfg.model.head_dim = MIX_DIM;
+    cfg.tiers.sink_tokens = TKV_OFF;
+    cfg.tiers.warm_tokens = TKV_OFF;
+    cfg.tiers.hot.k = cfg.tiers.hot.v = TKV_F32;
+    cfg.tiers.archive.k = k;
+    cfg.tiers.archive.v = TKV_Q8;
+    cfg.format.fit = fit;
+    cfg.host.isa = tkv_test_isa();
     if (tkv_create(&cfg, &kv) != TKV_OK) return 1.0;
     tkv_rng_fill(&rng, mix_keys, sizeof mix_keys / sizeof *mix_keys, 1.0);
     for (t = 0; t < MIX_LEN; t += MIX_HOT) { /* queries of the same kind, for those that learn */
@@ -2015,14 +2025,14 @@ static double hot_share_error(tkv_format k, int fit, double sd) {
         tkv_rng_fill(&rng, mix_q, sizeof mix_q / sizeof *mix_q, 1.0);
         (void)tkv_attend(kv, 0, 0, mix_q, 8, out);
     }
-    (void)tkv_flush(kv, 0, TKV_FLUSH_DUE);
+    (void)tkv_seq_flush(kv, 0, TKV_FLUSH_DUE);
     for (round = 0; round < rounds; round++) {
         tkv_rng_fill(&rng, mix_q, sizeof mix_q / sizeof *mix_q, sd);
         memset(&p, 0, sizeof p);
         p.n = MIX_N;
         p.q = mix_q;
         p.out = out;
-        p.mass = mass;
+        p.scores = mass;
         p.lse = lse;
         p.non_causal = 1;
         if (tkv_attend_ex(kv, &p) != TKV_OK) got = 1e9;
@@ -2054,7 +2064,7 @@ TEST(mixing_tiers_is_fair) {
             if (tkv_test_quick() && i % 4 != 0) continue;
             e = hot_share_error(cases[i].k, cases[i].fit, sd ? 3.0 : 1.0);
             CHECK_MSG(e <= cases[i].most[sd] && e >= -cases[i].most[sd], "%s, sd %d: %.5f",
-                      tkv_format_name(cases[i].k), sd ? 3 : 1, e);
+                      tkv_get_name(TKV_NAME_FORMAT, cases[i].k), sd ? 3 : 1, e);
         }
     plain = hot_share_error(TKV_KIVI2, 0, 3.0);
     CHECK_MSG(plain < -.025, "2 bits between minimum and maximum: %.5f", plain); /* the test can see it */

@@ -81,17 +81,18 @@ static tkv_status append_all(tkv_cache *kv, int seq, int n) {
 static int reads_well(const tkv_cache *kv, int seq, int layer) {
     const model_sequence *s = &told[seq][layer];
     double err = 0.0, all = 0.0;
-    int t, c, exact = 0, len = tkv_layer_len(kv, seq, layer);
+    int t, c, exact = 0, len = tkv_get_length(kv, seq, layer);
     CHECK_EQ(len, s->len);
     if (len != s->len || len == 0) return 0;
     CHECK_EQ(tkv_read((tkv_cache *)(uintptr_t)kv, seq, layer, 0, len, k_out, v_out), TKV_OK);
     for (t = 0; t < len; t++) {
-        tkv_tier tier = TKV_HOT;
+        tkv_tier tier = TKV_TIER_HOT;
         int same = memcmp(k_out + t * ROW, s->k[t], sizeof s->k[t]) == 0 &&
                    memcmp(v_out + t * ROW, s->v[t], sizeof s->v[t]) == 0;
         exact += same;
-        CHECK_EQ(tkv_tier_of(kv, seq, layer, t, &tier), TKV_OK);
-        if (tier == TKV_HOT) CHECK_MSG(same, "sequence %d, layer %d: exact token %d changed", seq, layer, t);
+        CHECK_EQ(tier_of(kv, seq, layer, t, &tier), TKV_OK);
+        if (tier == TKV_TIER_HOT)
+            CHECK_MSG(same, "sequence %d, layer %d: exact token %d changed", seq, layer, t);
         for (c = 0; c < ROW; c++) {
             double a = (double)k_out[t * ROW + c] - (double)s->k[t][c];
             double b = (double)v_out[t * ROW + c] - (double)s->v[t][c];
@@ -113,7 +114,7 @@ static int all_read_well(const tkv_cache *kv) {
 
 static tkv_config small_config(size_t budget) {
     tkv_config cfg = shape_of(LAYERS, HEADS, KV_HEADS, DIM, SEQS, CHUNK);
-    cfg.budget_bytes = budget;
+    cfg.budget.bytes = budget;
     return cfg;
 }
 
@@ -125,9 +126,9 @@ static void check_growth(size_t budget, int chunk) {
     int l = 0, level = 0, most_level = 0, tokens = 0, context, len[LAYERS];
     tkv_status st = TKV_OK;
     forget_all();
-    cfg.allocator = counting_allocator_of(&p);
+    cfg.host.allocator = counting_allocator_of(&p);
     kv = make(&cfg);
-    CHECK_EQ(tkv_max_context(&cfg, 1, &context), TKV_OK);
+    CHECK_EQ(tkv_estimate_context(&cfg, 1, &context), TKV_OK);
     while (!st && tokens + chunk <= LONGEST) {
         for (l = 0; l < LAYERS && !st; l++) {
             st = append(kv, 0, l, chunk);
@@ -149,17 +150,17 @@ static void check_growth(size_t budget, int chunk) {
         const tkv_budget_info b = budget_of(kv);
         CHECK_EQ(st, TKV_ERR_BUDGET);
         CHECK_EQ(level, b.n_levels - 1);
-        CHECK(strstr(tkv_last_error(kv), "budget") != NULL);
+        CHECK(strstr(tkv_get_last_error(kv), "budget") != NULL);
         if (chunk == 1) CHECK_LE(context, tokens + 1);
         if (chunk == 1)
             CHECK_LE(tokens, context + context / 10 + BLOCK); /* it counts on the worst growth of the index */
-        for (l = 0; l < LAYERS; l++) len[l] = tkv_layer_len(kv, 0, l);
+        for (l = 0; l < LAYERS; l++) len[l] = tkv_get_length(kv, 0, l);
         CHECK_EQ(append(kv, 0, LAYERS - 1, len[0] - len[LAYERS - 1] + chunk > chunk ? chunk : chunk),
                  TKV_ERR_BUDGET);
-        for (l = 0; l < LAYERS; l++) CHECK_EQ(tkv_layer_len(kv, 0, l), len[l]);
+        for (l = 0; l < LAYERS; l++) CHECK_EQ(tkv_get_length(kv, 0, l), len[l]);
         CHECK_EQ(budget_of(kv).refused, b.refused + 1);
         (void)all_read_well(kv);
-        CHECK_EQ(tkv_reset(kv, 0), TKV_OK);
+        CHECK_EQ(tkv_seq_reset(kv, 0), TKV_OK);
         forget(0);
         sound(kv);
         CHECK_EQ(append_all(kv, 0, chunk), TKV_OK);
@@ -229,14 +230,14 @@ TEST(relaxes_when_all_fits) {
     int i, t, turns = 0;
     memset(&d, 0, sizeof d);
     forget_all();
-    cfg.on_event = note;
-    cfg.event_user = &d;
+    cfg.host.on_event = note;
+    cfg.host.event_user = &d;
     kv = make(&cfg);
     for (t = 0; t < 3000; t++) CHECK_EQ(append_all(kv, 0, 1), TKV_OK);
     for (i = 0; i < d.n; i++) CHECK_EQ(d.level[i], i + 1); /* constant growth: never back */
     CHECK_LE(3, d.n);
     for (t = 0; t < 300; t++) CHECK_EQ(append_all(kv, 1, 1), TKV_OK);
-    CHECK_EQ(tkv_reset(kv, 0), TKV_OK);
+    CHECK_EQ(tkv_seq_reset(kv, 0), TKV_OK);
     forget(0);
     for (t = 0; t < 200; t++) CHECK_EQ(append_all(kv, 1, 1), TKV_OK);
     CHECK_EQ(budget_of(kv).level, 0);
@@ -247,13 +248,15 @@ TEST(relaxes_when_all_fits) {
     for (i = 1; i + 1 < d.n; i++) turns += (d.level[i + 1] > d.level[i]) != (d.level[i] > d.level[i - 1]);
     CHECK_LE(turns, 2);
     CHECK_EQ(d.wrong, 0);
-    CHECK_EQ(budget_of(kv).policy.tightened - budget_of(kv).policy.relaxed, (uint64_t)budget_of(kv).level);
+    CHECK_EQ(budget_of(kv).pressure.tightened - budget_of(kv).pressure.relaxed,
+             (uint64_t)budget_of(kv).level);
     sound(kv);
     (void)all_read_well(kv);
     tkv_destroy(kv);
 }
 
-/* Blocks that leave every window are not counted on twice, and the largest context is one that all smaller ones fit. */
+/* Blocks that leave every window are not counted on twice, and the largest context is one that all smaller ones
+ * fit. */
 TEST(windows_fit_too) {
     int budget;
     for (budget = 440; budget < 700; budget += 20) {
@@ -262,9 +265,9 @@ TEST(windows_fit_too) {
         tkv_status st = TKV_OK;
         int context = -1, t;
         forget_all();
-        cfg.window = 1024;
-        cfg.max_tokens = 20000;
-        CHECK_EQ(tkv_max_context(&cfg, 1, &context), TKV_OK);
+        cfg.model.window = 1024;
+        cfg.limits.max_tokens = 20000;
+        CHECK_EQ(tkv_estimate_context(&cfg, 1, &context), TKV_OK);
         kv = make(&cfg);
         for (t = 0; t < 3000 && !st; t++) {
             int l;
@@ -286,15 +289,15 @@ TEST(plans_change_under_reservations) {
         tkv_cache *kv;
         static const tkv_level two[] = {{2000, 0, {TKV_Q8, TKV_Q8}, {TKV_Q8, TKV_Q8}},
                                         {1, 64, {TKV_KIVI4, TKV_KIVI4}, {TKV_KIVI2, TKV_KIVI2}}};
-        cfg.hot_tokens = how == 2 ? 64 : 2000;
-        cfg.warm_tokens = 64;
-        cfg.warm = pair_of(TKV_KIVI4, TKV_KIVI4);
-        cfg.archive = pair_of(TKV_KIVI2, TKV_KIVI2);
-        if (how == 1) cfg.ladder = two, cfg.n_levels = 2;
+        cfg.tiers.hot_tokens = how == 2 ? 64 : 2000;
+        cfg.tiers.warm_tokens = 64;
+        cfg.tiers.warm = pair_of(TKV_KIVI4, TKV_KIVI4);
+        cfg.tiers.archive = pair_of(TKV_KIVI2, TKV_KIVI2);
+        if (how == 1) cfg.budget.ladder = two, cfg.budget.n_levels = 2;
         forget_all();
         kv = make(&cfg);
         for (t = 0; t < 900; t++) CHECK_EQ(append_all(kv, 0, 1), TKV_OK);
-        CHECK_EQ(tkv_reserve(kv, 0, 100), TKV_OK);
+        CHECK_EQ(tkv_seq_reserve(kv, 0, 100), TKV_OK);
         for (t = 0; t < 99; t++) CHECK_EQ(append_all(kv, 0, 1), TKV_OK);
         if (how == 0) CHECK_EQ(tkv_set_hot_tokens(kv, 1), TKV_OK);
         if (how == 1) CHECK_EQ(tkv_set_level(kv, 1), TKV_OK);
@@ -317,7 +320,7 @@ TEST(refused_keeps_the_last_append) {
     tkv_rows rows[2];
     tkv_status st = TKV_OK;
     int l, t;
-    cfg.max_append = 384;
+    cfg.limits.max_append = 384;
     forget_all();
     kv = make(&cfg);
     memset(&p, 0, sizeof p);
@@ -334,14 +337,14 @@ TEST(refused_keeps_the_last_append) {
     p.batch = rows;
     p.n_batch = 2;
     (void)tkv_append_ex(kv, &p);
-    CHECK_EQ(tkv_reset(kv, 2), TKV_OK);
+    CHECK_EQ(tkv_seq_reset(kv, 2), TKV_OK);
     for (t = 0, st = TKV_OK; t < 400 && !st; t++) st = append_all(kv, 1, 1);
     for (l = 0; l < LAYERS; l++) CHECK_EQ(reads_well(kv, 0, l), 384);
     sound(kv);
     tkv_destroy(kv);
 }
 
-/* With steps and without, small budgets hold what tkv_max_context says, and levels do not go to and fro. */
+/* With steps and without, small budgets hold what tkv_estimate_context says, and levels do not go to and fro. */
 TEST(steps_reach_as_far) {
     static const size_t budgets[] = {900 * 1000, 1024 * 1000, 1258 * 1000, 1433 * 1000};
     int i, steps, l, t;
@@ -353,17 +356,17 @@ TEST(steps_reach_as_far) {
             tkv_status st = TKV_OK;
             int context = -1;
             memset(&d, 0, sizeof d);
-            cfg.max_seqs = 1;
-            cfg.head_dim = 2 * DIM;
-            cfg.on_event = note;
-            cfg.event_user = &d;
-            CHECK_EQ(tkv_max_context(&cfg, 1, &context), TKV_OK);
+            cfg.limits.max_seqs = 1;
+            cfg.model.head_dim = 2 * DIM;
+            cfg.host.on_event = note;
+            cfg.host.event_user = &d;
+            CHECK_EQ(tkv_estimate_context(&cfg, 1, &context), TKV_OK);
             kv = make(&cfg);
             for (t = 0; t < 4000 && !st; t++) {
                 fresh(2);
-                if (steps) st = tkv_begin(kv, 0);
+                if (steps) st = tkv_seq_begin(kv, 0);
                 for (l = 0; l < LAYERS && !st; l++) st = tkv_append(kv, 0, l, k_in, v_in, 1);
-                if (steps && !st) st = tkv_commit(kv, 0);
+                if (steps && !st) st = tkv_seq_commit(kv, 0);
             }
             if (st) {
                 CHECK_EQ(st, TKV_ERR_BUDGET);
@@ -374,7 +377,7 @@ TEST(steps_reach_as_far) {
             }
             for (l = 0; l < d.n; l++) CHECK_EQ(d.level[l], l + 1);
             CHECK_EQ(d.wrong, 0);
-            if (steps) (void)tkv_abort(kv, 0);
+            if (steps) (void)tkv_seq_abort(kv, 0);
             sound(kv);
             tkv_destroy(kv);
         }
@@ -400,17 +403,20 @@ TEST(last_append_is_exact) {
 
 TEST(profiles_and_ladders) {
     static const tkv_level eight[] = {
-        {TKV_ALL, 0, {TKV_FORMAT_DEFAULT, TKV_FORMAT_DEFAULT}, {TKV_FORMAT_DEFAULT, TKV_FORMAT_DEFAULT}},
-        {32, TKV_ALL, {TKV_FP8_E4M3, TKV_FP8_E4M3}, {TKV_FP8_E4M3, TKV_FP8_E4M3}},
+        {TKV_UNLIMITED,
+         0,
+         {TKV_FORMAT_DEFAULT, TKV_FORMAT_DEFAULT},
+         {TKV_FORMAT_DEFAULT, TKV_FORMAT_DEFAULT}},
+        {32, TKV_UNLIMITED, {TKV_FP8_E4M3, TKV_FP8_E4M3}, {TKV_FP8_E4M3, TKV_FP8_E4M3}},
         {32, 64, {TKV_FP8_E4M3, TKV_FP8_E4M3}, {TKV_KIVI2, TKV_KIVI2}}};
     tkv_config cfg = small_config(900 * 1000);
     tkv_layer_config layers[LAYERS];
     tkv_cache *kv;
-    tkv_tier_info info;
+    tkv_layer_info info;
     int t;
     tkv_status st = TKV_OK;
     forget_all();
-    CHECK_EQ(tkv_policy_profile(&cfg.policy, "fp16_only"), TKV_OK);
+    cfg.budget.pressure.profile = TKV_PROFILE_FP16_ONLY;
     kv = make(&cfg);
     for (t = 0; t < LONGEST && !st; t++) st = append_all(kv, 0, 1);
     CHECK_EQ(st, TKV_ERR_BUDGET);
@@ -419,10 +425,10 @@ TEST(profiles_and_ladders) {
     tkv_destroy(kv);
     /* the caller's ladder, and a layer that says something of itself */
     memset(layers, 0, sizeof layers);
-    layers[1].hot_tokens = TKV_ALL;
+    layers[1].hot_tokens = TKV_UNLIMITED;
     cfg = small_config(950 * 1000);
-    cfg.ladder = eight;
-    cfg.n_levels = COUNT(eight);
+    cfg.budget.ladder = eight;
+    cfg.budget.n_levels = COUNT(eight);
     cfg.layers = layers;
     forget_all();
     kv = make(&cfg);
@@ -430,13 +436,13 @@ TEST(profiles_and_ladders) {
     CHECK_EQ(st, TKV_OK);
     CHECK_EQ(budget_of(kv).level, 2);
     CHECK_EQ(reads_well(kv, 0, 1), told[0][1].len);
-    CHECK_EQ(tkv_tier_counts(kv, 0, 0, &info), TKV_OK);
-    CHECK(info.tokens[TKV_ARCHIVE] > 500);
+    CHECK_EQ(tkv_get_layer(kv, 0, 0, &info), TKV_OK);
+    CHECK(info.tokens[TKV_TIER_ARCHIVE] > 500);
     sound(kv);
     tkv_destroy(kv);
     /* from the first threshold on, not from level 0 */
     cfg = small_config(1000 * 1000);
-    CHECK_EQ(tkv_policy_profile(&cfg.policy, "aggressive"), TKV_OK);
+    cfg.budget.pressure.profile = TKV_PROFILE_AGGRESSIVE;
     forget_all();
     kv = make(&cfg);
     CHECK_EQ(budget_of(kv).level, 1);
@@ -446,13 +452,13 @@ TEST(profiles_and_ladders) {
     tkv_destroy(kv);
 }
 
-/* At cfg.policy.min_level nothing that is old stays looser, however much memory is free. */
+/* At cfg.budget.pressure.min_level nothing that is old stays looser, however much memory is free. */
 static void check_min_level(int min_level, int chunk) {
     tkv_config cfg = small_config((size_t)64 << 20);
-    tkv_tier_info tiers;
+    tkv_layer_info tiers;
     tkv_cache *kv;
     int seq, l, done;
-    cfg.policy.min_level = min_level;
+    cfg.budget.pressure.min_level = min_level;
     forget_all();
     kv = make(&cfg);
     for (seq = 0; seq < 2; seq++)
@@ -469,10 +475,10 @@ static void check_min_level(int min_level, int chunk) {
     CHECK_EQ(done, 0);
     for (seq = 0; seq < 2; seq++)
         for (l = 0; l < LAYERS; l++) {
-            CHECK_EQ(tkv_tier_counts(kv, seq, l, &tiers), TKV_OK);
-            CHECK_LE(tiers.tokens[TKV_HOT],
+            CHECK_EQ(tkv_get_layer(kv, seq, l, &tiers), TKV_OK);
+            CHECK_LE(tiers.tokens[TKV_TIER_HOT],
                      4 + 64 + BLOCK + chunk); /* sinks, hot_tokens, what waits for its block */
-            CHECK_LE(min_level == 3 ? 500 : 0, tiers.tokens[TKV_ARCHIVE]);
+            CHECK_LE(min_level == 3 ? 500 : 0, tiers.tokens[TKV_TIER_ARCHIVE]);
         }
     sound(kv);
     (void)all_read_well(kv);
@@ -494,7 +500,7 @@ TEST(budget_goes_down_and_up) {
     int t, exact;
     size_t least;
     forget_all();
-    cfg.allocator = counting_allocator_of(&p);
+    cfg.host.allocator = counting_allocator_of(&p);
     kv = make(&cfg);
     for (t = 0; t < 1300; t++) CHECK_EQ(append_all(kv, 0, 1), TKV_OK);
     CHECK_EQ(budget_of(kv).level, 0);
@@ -537,11 +543,11 @@ TEST(what_is_coded_stays_coded) {
     tkv_cache *kv;
     int t, flush;
     forget_all();
-    cfg.warm.k = cfg.warm.v = cfg.archive.k = cfg.archive.v = TKV_F16;
-    cfg.hot_tokens = 1;
-    cfg.warm_tokens = 16 * BLOCK;
-    cfg.quality_heads = 2;
-    cfg.quality_tokens = 8 * BLOCK;
+    cfg.tiers.warm.k = cfg.tiers.warm.v = cfg.tiers.archive.k = cfg.tiers.archive.v = TKV_F16;
+    cfg.tiers.hot_tokens = 1;
+    cfg.tiers.warm_tokens = 16 * BLOCK;
+    cfg.meter.heads = 2;
+    cfg.meter.tokens = 8 * BLOCK;
     kv = make(&cfg);
     for (t = 0; t < 12 * BLOCK; t++) CHECK_EQ(append_all(kv, 0, 1), TKV_OK);
     CHECK(budget_of(kv).recoded[budget_of(kv).level] > 0);
@@ -550,7 +556,7 @@ TEST(what_is_coded_stays_coded) {
     for (t = 0; t < 12 * BLOCK; t++)
         CHECK_EQ(append_all(kv, 0, 1), TKV_OK); /* some are due for the archive */
     for (flush = TKV_FLUSH_DUE; flush <= TKV_FLUSH_ALL; flush++) {
-        CHECK_EQ(tkv_flush(kv, 0, (tkv_flush_mode)flush), TKV_OK);
+        CHECK_EQ(tkv_seq_flush(kv, 0, (tkv_flush_mode)flush), TKV_OK);
         sound(kv); /* copies of the meter are of blocks that are coded */
     }
     (void)all_read_well(kv);
@@ -588,12 +594,12 @@ TEST(pressure_from_outside) {
     forget_all();
     for (t = 0; t < 300; t++) CHECK_EQ(append_all(kv, 0, 1), TKV_OK);
     CHECK_EQ(budget_of(kv).demoted, 0);
-    CHECK_EQ(tkv_observe(kv, tkvi_from_bits(0x7fc00000u)), TKV_ERR_ARG);
-    CHECK_EQ(tkv_observe(kv, 0.9f), TKV_OK);
+    CHECK_EQ(tkv_report_pressure(kv, tkvi_from_bits(0x7fc00000u)), TKV_ERR_ARG);
+    CHECK_EQ(tkv_report_pressure(kv, 0.9f), TKV_OK);
     for (t = 0; t < 20; t++) CHECK_EQ(append_all(kv, 0, 1), TKV_OK);
     CHECK_EQ(budget_of(kv).level, 1);
     CHECK(budget_of(kv).recoded[1] > 0);
-    CHECK_EQ(tkv_observe(kv, 0.0f), TKV_OK);
+    CHECK_EQ(tkv_report_pressure(kv, 0.0f), TKV_OK);
     for (t = 0; t < 20; t++) CHECK_EQ(append_all(kv, 0, 1), TKV_OK);
     CHECK_EQ(budget_of(kv).level, 0);
     sound(kv);
@@ -603,15 +609,15 @@ TEST(pressure_from_outside) {
 TEST(hot_tokens_and_level_by_hand) {
     tkv_config cfg = small_config(1000 * 1000);
     tkv_cache *kv = make(&cfg);
-    tkv_tier_info info;
+    tkv_layer_info info;
     int t;
     forget_all();
     CHECK_EQ(tkv_set_hot_tokens(kv, 200), TKV_OK);
     CHECK_EQ(tkv_set_hot_tokens(kv, 0), TKV_ERR_ARG);
     CHECK_EQ(tkv_set_level(kv, 99), TKV_ERR_ARG);
     for (t = 0; t < 1000; t++) CHECK_EQ(append_all(kv, 0, 1), TKV_OK);
-    CHECK_EQ(tkv_tier_counts(kv, 0, 0, &info), TKV_OK);
-    CHECK_LE(200, info.tokens[TKV_HOT]);
+    CHECK_EQ(tkv_get_layer(kv, 0, 0, &info), TKV_OK);
+    CHECK_LE(200, info.tokens[TKV_TIER_HOT]);
     CHECK(budget_of(kv).level > 0);
     CHECK_EQ(tkv_set_level(kv, 4), TKV_OK);
     CHECK_EQ(budget_of(kv).level, 4);
@@ -624,15 +630,15 @@ TEST(hot_tokens_and_level_by_hand) {
     {
         static const tkv_level two[] = {{0, 0, {TKV_Q8, TKV_Q8}, {TKV_Q8, TKV_Q8}},
                                         {0, 0, {TKV_KIVI4, TKV_KIVI4}, {TKV_KIVI2, TKV_KIVI2}}};
-        tkv_pair pair;
+        tkv_format_pair pair;
         cfg = small_config(0);
-        cfg.ladder = two;
-        cfg.n_levels = 2;
+        cfg.budget.ladder = two;
+        cfg.budget.n_levels = 2;
         forget_all();
         kv = make(&cfg);
         for (t = 0; t < 700; t++) CHECK_EQ(append_all(kv, 0, 1), TKV_OK);
         CHECK_EQ(tkv_set_level(kv, 1), TKV_OK);
-        CHECK_EQ(tkv_tier_pair(kv, 0, TKV_ARCHIVE, &pair), TKV_OK);
+        CHECK_EQ(pair_now(kv, 0, TKV_TIER_ARCHIVE, &pair), TKV_OK);
         CHECK_EQ(pair.k, TKV_KIVI2);
         for (t = 0; t < 700; t++) CHECK_EQ(append_all(kv, 0, 1), TKV_OK);
         sound(kv);
@@ -648,25 +654,25 @@ TEST(steps_and_reservations) {
     int t, l, i, kept = 0;
     tkv_status st = TKV_OK;
     forget_all();
-    cfg.allocator = counting_allocator_of(&p);
+    cfg.host.allocator = counting_allocator_of(&p);
     kv = make(&cfg);
     for (t = 0; t < 1600 && !st && told[0][0].len + 9 <= LONGEST; t++) {
         int n = 1 + tkv_rng_below(&rng, 9), abort = tkv_rng_below(&rng, 3) == 0, len[LAYERS];
         for (l = 0; l < LAYERS; l++) len[l] = told[0][l].len;
         if (tkv_rng_below(&rng, 4) == 0) {
-            st = tkv_reserve(kv, 0, n);
+            st = tkv_seq_reserve(kv, 0, n);
             kept += st == TKV_OK;
         } else if (kept) {
             kept--;
         }
         if (st) break;
-        CHECK_EQ(tkv_begin(kv, 0), TKV_OK);
+        CHECK_EQ(tkv_seq_begin(kv, 0), TKV_OK);
         for (l = 0; l < LAYERS && !st; l++) st = append(kv, 0, l, n);
         if (st || abort) {
-            CHECK_EQ(tkv_abort(kv, 0), TKV_OK);
+            CHECK_EQ(tkv_seq_abort(kv, 0), TKV_OK);
             for (l = 0; l < LAYERS; l++) told[0][l].len = len[l];
         } else {
-            CHECK_EQ(tkv_commit(kv, 0), TKV_OK);
+            CHECK_EQ(tkv_seq_commit(kv, 0), TKV_OK);
         }
         CHECK_LE(p.most, 560 * 1000);
         if (t % 40 == 0) sound(kv);
@@ -675,10 +681,10 @@ TEST(steps_and_reservations) {
     CHECK(st == TKV_OK || st == TKV_ERR_BUDGET);
     (void)all_read_well(kv);
     /* what is reserved is there, whatever the others do */
-    CHECK_EQ(tkv_reset(kv, 0), TKV_OK);
+    CHECK_EQ(tkv_seq_reset(kv, 0), TKV_OK);
     forget(0);
     for (i = 0; i < 300; i++) CHECK_EQ(append_all(kv, 1, 1), TKV_OK);
-    CHECK_EQ(tkv_reserve(kv, 1, 100), TKV_OK);
+    CHECK_EQ(tkv_seq_reserve(kv, 1, 100), TKV_OK);
     for (st = TKV_OK; !st;) st = append_all(kv, 2, 3);
     CHECK_EQ(st, TKV_ERR_BUDGET);
     for (i = 0; i < 100; i++) CHECK_EQ(append_all(kv, 1, 1), TKV_OK);
@@ -705,7 +711,7 @@ TEST(every_allocation_fails_once) {
         int steps = 0, s, l;
         tkv_status st;
         forget_all();
-        cfg.allocator = counting_allocator_of(&p);
+        cfg.host.allocator = counting_allocator_of(&p);
         p.closed = fail + 1;
         st = tkv_create(&cfg, &kv);
         if (!st) st = scenario(kv, &steps);
@@ -743,7 +749,7 @@ TEST(in_place_is_filled_to_the_end) {
         tkv_cache *kv;
         tkv_status st = TKV_OK;
         int t;
-        cfg.max_tokens = LONGEST;
+        cfg.limits.max_tokens = LONGEST;
         forget_all();
         kv = make_in(&cfg, &p, off);
         if (!kv) return;
@@ -755,11 +761,11 @@ TEST(in_place_is_filled_to_the_end) {
         sound(kv);
         (void)all_read_well(kv);
         borders(&p);
-        CHECK_EQ(tkv_set_budget(kv, cfg.budget_bytes + 1), TKV_OK);
-        CHECK_LE(budget_of(kv).budget, cfg.budget_bytes);
-        CHECK_LE((double)cfg.budget_bytes * 0.85, budget_of(kv).budget);
+        CHECK_EQ(tkv_set_budget(kv, cfg.budget.bytes + 1), TKV_OK);
+        CHECK_LE(budget_of(kv).budget, cfg.budget.bytes);
+        CHECK_LE((double)cfg.budget.bytes * 0.85, budget_of(kv).budget);
         CHECK_EQ(tkv_set_budget(kv, 0), TKV_ERR_ARG);
-        CHECK_EQ(tkv_reset(kv, 0), TKV_OK);
+        CHECK_EQ(tkv_seq_reset(kv, 0), TKV_OK);
         forget(0);
         CHECK_EQ(append_all(kv, 0, CHUNK), TKV_OK);
         sound(kv);
@@ -784,9 +790,9 @@ static int settle(tkv_cache *kv, tkv_feedback *f, const float *loss, int *change
         const tkv_budget_info b = budget_of(kv);
         tkv_advice a;
         const float score = 1.0f - loss[b.level] + 0.004f * ((float)tkv_rng_uniform(&rng) - 0.5f);
-        CHECK_EQ(tkv_feedback_observe(f, score), TKV_OK);
+        CHECK_EQ(tkv_observe_score(f, score), TKV_OK);
         CHECK_EQ(append_all(kv, 0, 1), TKV_OK);
-        CHECK_EQ(tkv_adapt(kv, f, &a), TKV_OK);
+        CHECK_EQ(tkv_adapt_plan(kv, f, &a), TKV_OK);
         CHECK_EQ(a.level, budget_of(kv).level);
         quiet++;
         if (a.level == b.level) continue;
@@ -802,13 +808,13 @@ TEST(feedback_moves_the_plan) {
     tkv_config cfg = small_config(0);
     tkv_feedback f;
     tkv_cache *kv;
-    tkv_pair pair;
+    tkv_format_pair pair;
     int changes, scores;
-    cfg.ladder = four;
-    cfg.n_levels = COUNT(four);
-    cfg.policy.min_level = 0;
+    cfg.budget.ladder = four;
+    cfg.budget.n_levels = COUNT(four);
+    cfg.budget.pressure.min_level = 0;
     forget_all();
-    CHECK_EQ(tkv_feedback_init(&f, NULL, NULL), TKV_OK); /* target .97 */
+    CHECK_EQ(tkv_init_feedback(&f, NULL, NULL, 0), TKV_OK); /* target .97 */
     kv = make(&cfg);
     CHECK_EQ(tkv_set_level(kv, 3), TKV_OK);
     scores = settle(kv, &f, hard, &changes);
@@ -816,16 +822,16 @@ TEST(feedback_moves_the_plan) {
     CHECK_EQ(budget_of(kv).level, 1);
     CHECK_LE(scores, 100);
     CHECK_EQ(changes, 2);
-    CHECK_EQ(tkv_tier_pair(kv, 0, TKV_ARCHIVE, &pair), TKV_OK);
+    CHECK_EQ(pair_now(kv, 0, TKV_TIER_ARCHIVE, &pair), TKV_OK);
     CHECK_EQ(pair.k, TKV_A30);
     CHECK(kv->tables.plan[0].now.hot > 64);
-    tkv_feedback_reset(&f);
+    CHECK_EQ(tkv_init_feedback(&f, NULL, NULL, 0), TKV_OK);
     scores = settle(kv, &f, easy, &changes);
     printf("; easy: level %d after %d scores", budget_of(kv).level, scores);
     CHECK(budget_of(kv).level > 1);
     sound(kv);
     (void)all_read_well(kv);
-    CHECK_EQ(tkv_adapt(kv, NULL, NULL), TKV_ERR_ARG);
+    CHECK_EQ(tkv_adapt_plan(kv, NULL, NULL), TKV_ERR_ARG);
     tkv_destroy(kv);
     /* under a budget: not finer than memory allows, never cheaper than it must be */
     cfg = small_config(480 * 1000);
@@ -836,15 +842,15 @@ TEST(feedback_moves_the_plan) {
         const int level = budget_of(kv).level;
         CHECK(level > 1);
         for (scores = 0; scores < 60; scores++) {
-            CHECK_EQ(tkv_feedback_observe(&f, .5f), TKV_OK);
-            CHECK_EQ(tkv_adapt(kv, &f, NULL), TKV_OK);
+            CHECK_EQ(tkv_observe_score(&f, .5f), TKV_OK);
+            CHECK_EQ(tkv_adapt_plan(kv, &f, NULL), TKV_OK);
         }
         CHECK_EQ(budget_of(kv).level, level);
         CHECK(kv->tables.plan[0].now.hot > 64);
-        tkv_feedback_reset(&f);
+        CHECK_EQ(tkv_init_feedback(&f, NULL, NULL, 0), TKV_OK);
         for (scores = 0; scores < 60; scores++) {
-            CHECK_EQ(tkv_feedback_observe(&f, 1.0f), TKV_OK);
-            CHECK_EQ(tkv_adapt(kv, &f, NULL), TKV_OK);
+            CHECK_EQ(tkv_observe_score(&f, 1.0f), TKV_OK);
+            CHECK_EQ(tkv_adapt_plan(kv, &f, NULL), TKV_OK);
         }
         CHECK_EQ(budget_of(kv).level, level);
     }
@@ -858,8 +864,8 @@ TEST(config_says_what_is_wrong) {
         int which;
         const char *field;
     } cases[] = {
-        {0, "n_levels"}, {1, "n_levels"}, {2, "ladder[1].warm.k"}, {3, "ladder[0].hot_tokens"}, {4, "policy"},
-        {5, "policy"},   {6, "policy"}};
+        {0, "n_levels"},        {1, "n_levels"},        {2, "ladder[1].warm.k"}, {3, "ladder[0].hot_tokens"},
+        {4, "budget.pressure"}, {5, "budget.pressure"}, {6, "budget.pressure"}};
     tkv_level two[2];
     int i, n;
     size_t bytes;
@@ -869,28 +875,28 @@ TEST(config_says_what_is_wrong) {
         char reason[200];
         memset(two, 0, sizeof two);
         cfg = small_config(1000 * 1000);
-        cfg.ladder = two;
-        cfg.n_levels = 2;
-        CHECK_EQ(tkv_config_validate(&cfg, reason, sizeof reason), TKV_OK);
-        if (cases[i].which == 0) cfg.ladder = NULL;
-        if (cases[i].which == 1) cfg.n_levels = TKV_MAX_LEVELS + 1;
+        cfg.budget.ladder = two;
+        cfg.budget.n_levels = 2;
+        CHECK_EQ(tkv_validate_config(&cfg, reason, sizeof reason), TKV_OK);
+        if (cases[i].which == 0) cfg.budget.ladder = NULL;
+        if (cases[i].which == 1) cfg.budget.n_levels = TKV_MAX_LEVELS + 1;
         if (cases[i].which == 2) two[1].warm.k = TKV_R20;
         if (cases[i].which == 3) two[0].hot_tokens = -7;
-        if (cases[i].which == 4) cfg.policy.max_level = 2;
-        if (cases[i].which == 5) cfg.policy.alpha = 2.0f;
-        if (cases[i].which == 6) cfg.policy.threshold[0] = tkvi_from_bits(0x7fc00000u);
-        CHECK_EQ(tkv_config_validate(&cfg, reason, sizeof reason), TKV_ERR_CONFIG);
+        if (cases[i].which == 4) cfg.budget.pressure.max_level = 2;
+        if (cases[i].which == 5) cfg.budget.pressure.alpha = 2.0f;
+        if (cases[i].which == 6) cfg.budget.pressure.threshold[0] = tkvi_from_bits(0x7fc00000u);
+        CHECK_EQ(tkv_validate_config(&cfg, reason, sizeof reason), TKV_ERR_CONFIG);
         CHECK_MSG(strstr(reason, cases[i].field) != NULL, "%s", reason);
     }
     cfg = small_config(1000);
     CHECK_EQ(tkv_create(&cfg, &kv), TKV_ERR_BUDGET);
-    cfg.max_tokens = 100;
-    CHECK_EQ(tkv_required_bytes(&cfg, &bytes), TKV_ERR_BUDGET);
-    CHECK_EQ(tkv_max_context(&cfg, 1, &n), TKV_OK);
+    cfg.limits.max_tokens = 100;
+    CHECK_EQ(tkv_get_required_bytes(&cfg, &bytes, NULL), TKV_ERR_BUDGET);
+    CHECK_EQ(tkv_estimate_context(&cfg, 1, &n), TKV_OK);
     CHECK_EQ(n, 0);
-    cfg.budget_bytes = 0;
-    CHECK_EQ(tkv_max_context(&cfg, 1, &n), TKV_ERR_ARG);
-    CHECK_EQ(tkv_budget(NULL, NULL), TKV_ERR_ARG);
+    cfg.budget.bytes = 0;
+    CHECK_EQ(tkv_estimate_context(&cfg, 1, &n), TKV_ERR_ARG);
+    CHECK_EQ(tkv_get_budget(NULL, NULL), TKV_ERR_ARG);
 }
 
 int main(int argc, char **argv) {

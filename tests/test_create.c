@@ -9,7 +9,7 @@ enum { LAYERS = 4 };
 
 static tkv_config config(void) {
     tkv_config cfg = shape_of(LAYERS, 4, 2, 32, 2, 64);
-    cfg.max_tokens = 4096;
+    cfg.limits.max_tokens = 4096;
     return cfg;
 }
 
@@ -18,16 +18,16 @@ static void refused(const tkv_config *cfg, tkv_status want, const char *word) {
     char reason[200] = "#", short_buf[12], mark;
     tkv_cache *kv = (tkv_cache *)(void *)&mark;
     size_t size;
-    const tkv_status st = tkv_create_ex(cfg, &kv, reason, sizeof reason);
-    CHECK_MSG(st == want, "%s instead of %s", tkv_status_text(st), tkv_status_text(want));
+    const tkv_status st = tkv_create_ex(cfg, NULL, 0, &kv, reason, sizeof reason);
+    CHECK_MSG(st == want, "%s instead of %s", tkv_get_status_text(st), tkv_get_status_text(want));
     CHECK_MSG(strstr(reason, word) != NULL, "\"%s\" does not say \"%s\"", reason, word);
     CHECK((void *)kv == (void *)&mark);
-    CHECK_EQ(tkv_create_ex(cfg, &kv, NULL, 0), want);
-    CHECK_EQ(tkv_create_ex(cfg, &kv, NULL, 99), want);
+    CHECK_EQ(tkv_create_ex(cfg, NULL, 0, &kv, NULL, 0), want);
+    CHECK_EQ(tkv_create_ex(cfg, NULL, 0, &kv, NULL, 99), want);
     CHECK_EQ(tkv_create(cfg, &kv), want);
     for (size = 0; size < sizeof short_buf; size++) { /* cut, and not a byte further */
         memset(short_buf, '#', sizeof short_buf);
-        CHECK_EQ(tkv_create_ex(cfg, &kv, short_buf, size), want);
+        CHECK_EQ(tkv_create_ex(cfg, NULL, 0, &kv, short_buf, size), want);
         CHECK(size == 0 || (strlen(short_buf) == size - 1 && strncmp(short_buf, reason, size - 1) == 0));
         CHECK(short_buf[size] == '#');
     }
@@ -39,25 +39,25 @@ TEST(every_error_has_a_sentence) {
     tkv_cache *kv = NULL;
     char reason[200] = "#";
     int isa;
-    CHECK_EQ(tkv_create_ex(&cfg, &kv, reason, sizeof reason), TKV_OK);
+    CHECK_EQ(tkv_create_ex(&cfg, NULL, 0, &kv, reason, sizeof reason), TKV_OK);
     CHECK_STR(reason, "");
     sound(kv);
     tkv_destroy(kv);
-    CHECK_EQ(tkv_create_ex(&cfg, NULL, reason, sizeof reason), TKV_ERR_ARG);
+    CHECK_EQ(tkv_create_ex(&cfg, NULL, 0, NULL, reason, sizeof reason), TKV_ERR_ARG);
     CHECK_STR(reason, "out is missing");
     refused(NULL, TKV_ERR_ARG, "config is missing");
-    cfg.n_heads = 3;
-    refused(&cfg, TKV_ERR_CONFIG, "n_heads is 3; it must be a multiple of n_kv_heads");
+    cfg.model.n_heads = 3;
+    refused(&cfg, TKV_ERR_CONFIG, "model.n_heads is 3; it must be a multiple of model.n_kv_heads");
     cfg = config();
     for (isa = 1; isa < TKV_ISA_COUNT; isa++) {
-        if (tkv_isa_available((tkv_isa)isa)) continue;
-        cfg.isa = (tkv_isa)isa;
-        refused(&cfg, TKV_ERR_ISA, tkv_isa_name((tkv_isa)isa));
-        refused(&cfg, TKV_ERR_ISA, "isa is ");
+        if (isa_available((tkv_isa)isa)) continue;
+        cfg.host.isa = (tkv_isa)isa;
+        refused(&cfg, TKV_ERR_ISA, tkv_get_name(TKV_NAME_ISA, (tkv_isa)isa));
+        refused(&cfg, TKV_ERR_ISA, "host.isa is ");
     }
     cfg = config();
-    cfg.budget_bytes = 1000;
-    refused(&cfg, TKV_ERR_BUDGET, "budget_bytes is 1000; it must be at least ");
+    cfg.budget.bytes = 1000;
+    refused(&cfg, TKV_ERR_BUDGET, "budget.bytes is 1000; it must be at least ");
 }
 
 /* The number that the sentence about a budget names is the smallest that will do. */
@@ -66,30 +66,30 @@ TEST(least_budget_is_named) {
     tkv_cache *kv = NULL;
     char reason[200];
     const char *number;
-    cfg.budget_bytes = 1000;
-    CHECK_EQ(tkv_create_ex(&cfg, &kv, reason, sizeof reason), TKV_ERR_BUDGET);
+    cfg.budget.bytes = 1000;
+    CHECK_EQ(tkv_create_ex(&cfg, NULL, 0, &kv, reason, sizeof reason), TKV_ERR_BUDGET);
     number = strstr(reason, "at least ");
     REQUIRE(number != NULL);
-    cfg.budget_bytes = (size_t)strtoul(number + 9, NULL, 10);
-    REQUIRE(cfg.budget_bytes > 1000);
-    CHECK_MSG(tkv_create_ex(&cfg, &kv, reason, sizeof reason) == TKV_OK, "%s", reason);
+    cfg.budget.bytes = (size_t)strtoul(number + 9, NULL, 10);
+    REQUIRE(cfg.budget.bytes > 1000);
+    CHECK_MSG(tkv_create_ex(&cfg, NULL, 0, &kv, reason, sizeof reason) == TKV_OK, "%s", reason);
     tkv_destroy(kv);
-    cfg.budget_bytes--;
-    CHECK_EQ(tkv_create_ex(&cfg, &kv, reason, sizeof reason), TKV_ERR_BUDGET);
+    cfg.budget.bytes--;
+    CHECK_EQ(tkv_create_ex(&cfg, NULL, 0, &kv, reason, sizeof reason), TKV_ERR_BUDGET);
 }
 
 /* What creation asks the allocator for, one refusal after the other. */
 static void each_allocation_fails(const char *text, tkv_config cfg, int most) {
     counting_allocator p;
     int n, refusals = 0;
-    cfg.allocator = counting_allocator_of(&p);
+    cfg.host.allocator = counting_allocator_of(&p);
     for (n = 1; n < most; n++) {
         char reason[200] = "#", mark;
         tkv_cache *kv = (tkv_cache *)(void *)&mark;
         tkv_status st;
         p.closed = n;
-        st = text ? tkv_create_from_text(text, strlen(text), &cfg, &kv, reason, sizeof reason)
-                  : tkv_create_ex(&cfg, &kv, reason, sizeof reason);
+        st = text ? tkv_create_ex(&cfg, text, strlen(text), &kv, reason, sizeof reason)
+                  : tkv_create_ex(&cfg, NULL, 0, &kv, reason, sizeof reason);
         p.closed = 0;
         if (st == TKV_OK) {
             CHECK_STR(reason, "");
@@ -107,21 +107,21 @@ static void each_allocation_fails(const char *text, tkv_config cfg, int most) {
     CHECK_EQ(p.held, 0);
 }
 
-static const char many_layers[] = "n_layers = 60\n"
-                                  "n_heads = 2\n"
-                                  "head_dim = 16\n"
+static const char many_layers[] = "model.n_layers = 60\n"
+                                  "model.n_heads = 2\n"
+                                  "model.head_dim = 16\n"
                                   "layers[0-29].window = 128\n"
                                   "layers[59].no_cache = true\n";
 
 TEST(no_memory) {
     tkv_config cfg = config();
     each_allocation_fails(NULL, cfg, 10);
-    cfg.quality_heads = 2;
+    cfg.meter.heads = 2;
     each_allocation_fails(NULL, cfg, 10);
     cfg = config();
-    cfg.budget_bytes = 4 << 20;
+    cfg.budget.bytes = 4 << 20;
     each_allocation_fails(NULL, cfg, 10);
-    each_allocation_fails("n_layers = 5", config(), 10);
+    each_allocation_fails("model.n_layers = 5", config(), 10);
     each_allocation_fails(many_layers, config(), 10);
 }
 
@@ -130,13 +130,13 @@ TEST(no_memory) {
 static void same_state(const tkv_cache *a, const tkv_cache *b) {
     char *x, *y;
     size_t n = 0, m = 0;
-    CHECK_EQ(tkv_state_json(a, NULL, 0, &n), TKV_OK);
-    CHECK_EQ(tkv_state_json(b, NULL, 0, &m), TKV_OK);
+    CHECK_EQ(tkv_print_report(a, TKV_REPORT_JSON, NULL, NULL, 0, &n), TKV_OK);
+    CHECK_EQ(tkv_print_report(b, TKV_REPORT_JSON, NULL, NULL, 0, &m), TKV_OK);
     x = (char *)malloc(n);
     y = (char *)malloc(m);
     if (!x || !y) exit(2);
-    CHECK_EQ(tkv_state_json(a, x, n, NULL), TKV_OK);
-    CHECK_EQ(tkv_state_json(b, y, m, NULL), TKV_OK);
+    CHECK_EQ(tkv_print_report(a, TKV_REPORT_JSON, NULL, x, n, NULL), TKV_OK);
+    CHECK_EQ(tkv_print_report(b, TKV_REPORT_JSON, NULL, y, m, NULL), TKV_OK);
     CHECK_STR(x, y);
     free(x);
     free(y);
@@ -157,8 +157,8 @@ static void fill(tkv_cache *kv) {
 static tkv_cache *from(const char *text, const tkv_config *host) {
     tkv_cache *kv = NULL;
     char reason[200] = "#";
-    const tkv_status st = tkv_create_from_text(text, strlen(text), host, &kv, reason, sizeof reason);
-    if (st) printf("%s: %s\n", tkv_status_text(st), reason);
+    const tkv_status st = tkv_create_ex(host, text, strlen(text), &kv, reason, sizeof reason);
+    if (st) printf("%s: %s\n", tkv_get_status_text(st), reason);
     if (st) exit(2);
     CHECK_STR(reason, "");
     return kv;
@@ -166,34 +166,34 @@ static tkv_cache *from(const char *text, const tkv_config *host) {
 
 TEST(text_equals_config) {
     static const char text[] = "# a plan with lists\n"
-                               "n_layers = 4\n"
-                               "n_heads = 4\n"
-                               "n_kv_heads = 2\n"
-                               "head_dim = 32\n"
-                               "max_seqs = 2\n"
-                               "max_append = 64\n"
-                               "max_tokens = 4096\n"
-                               "archive = kvquant3/kvquant3\n"
-                               "rope.dim = 4\n"
-                               "rope.frequencies = [1, 0.5]\n"
-                               "n_levels = 2\n"
-                               "ladder[0].hot_tokens = 128\n"
-                               "ladder[1].archive = kivi2\n"
+                               "model.n_layers = 4\n"
+                               "model.n_heads = 4\n"
+                               "model.n_kv_heads = 2\n"
+                               "model.head_dim = 32\n"
+                               "limits.max_seqs = 2\n"
+                               "limits.max_append = 64\n"
+                               "limits.max_tokens = 4096\n"
+                               "tiers.archive = kvquant3/kvquant3\n"
+                               "model.rope.dim = 4\n"
+                               "model.rope.frequencies = [1, 0.5]\n"
+                               "budget.n_levels = 2\n"
+                               "budget.ladder[0].hot_tokens = 128\n"
+                               "budget.ladder[1].archive = kivi2\n"
                                "layers[1-2].hot_tokens = 256\n"
                                "layers[3].share_kv = 1\n";
     static const float frequencies[2] = {1.0f, 0.5f};
     tkv_layer_config layers[LAYERS];
     tkv_level ladder[2];
-    tkv_config cfg = config(), host = tkv_config_default();
+    tkv_config cfg = config(), host = tkv_default_config();
     tkv_cache *a = from(text, NULL), *b, *c;
     memset(layers, 0, sizeof layers);
     memset(ladder, 0, sizeof ladder);
-    cfg.isa = TKV_ISA_AUTO;
-    cfg.archive = pair_of(TKV_KVQUANT3, TKV_KVQUANT3);
-    cfg.rope.dim = 4;
-    cfg.rope.frequencies = frequencies;
-    cfg.ladder = ladder;
-    cfg.n_levels = 2;
+    cfg.host.isa = TKV_ISA_AUTO;
+    cfg.tiers.archive = pair_of(TKV_KVQUANT3, TKV_KVQUANT3);
+    cfg.model.rope.dim = 4;
+    cfg.model.rope.frequencies = frequencies;
+    cfg.budget.ladder = ladder;
+    cfg.budget.n_levels = 2;
     ladder[0].hot_tokens = 128;
     ladder[1].archive = pair_of(TKV_KIVI2, TKV_KIVI2);
     cfg.layers = layers;
@@ -208,7 +208,7 @@ TEST(text_equals_config) {
     fill(c);
     same_state(a, c);
     tkv_destroy(c);
-    c = from("{\"n_kv_heads\": 2}", &cfg); /* lists of the host stay where the text has none */
+    c = from("{\"model.n_kv_heads\": 2}", &cfg); /* lists of the host stay where the text has none */
     fill(c);
     same_state(b, c);
     tkv_destroy(a);
@@ -225,25 +225,27 @@ static void on_event(void *user, const tkv_event *e) {
 
 TEST(host_fields_hold) {
     counting_allocator p;
-    tkv_config host = tkv_config_default();
+    tkv_config host = tkv_default_config();
     tkv_cache *kv;
     test_store store;
     int done = 0, i;
     static float x[64 * 32];
-    host.allocator = counting_allocator_of(&p);
-    host.on_event = on_event;
-    host.n_layers = 1;
-    host.n_heads = 2;
-    host.head_dim = 16;
+    host.host.allocator = counting_allocator_of(&p);
+    host.host.on_event = on_event;
+    host.model.n_layers = 1;
+    host.model.n_heads = 2;
+    host.model.head_dim = 16;
     test_store_for(&store, &host);
-    host.n_layers = 7;
-    kv = from("n_layers = 1\nn_levels = 2\nladder[1].hot_tokens = 9\nwarm = kivi4\narchive = kivi2\n", &host);
+    host.model.n_layers = 7;
+    kv = from("model.n_layers = 1\nbudget.n_levels = 2\nbudget.ladder[1].hot_tokens = 9\ntiers.warm = "
+              "kivi4\ntiers.archive = kivi2\n",
+              &host);
     CHECK(p.asked > 0 && p.held > 0);
     for (i = 0; i < 10; i++) CHECK_EQ(tkv_append(kv, 0, 0, x, x, 64), TKV_OK);
     CHECK_EQ(tkv_append(kv, 0, 1, x, x, 1), TKV_ERR_ARG); /* the text's number of layers */
     CHECK_EQ(tkv_set_level(kv, 1), TKV_OK);
     CHECK_EQ(levels_told, 1);
-    CHECK_EQ(tkv_spill(kv, 0, 0, 1, &done), TKV_OK);
+    CHECK_EQ(tkv_offload(kv, 0, 0, 1, &done), TKV_OK);
     CHECK_EQ(done, 1);
     CHECK(store.stores > 0);
     tkv_destroy(kv);
@@ -256,66 +258,74 @@ static void bad_text(const char *text, const tkv_config *host, tkv_status want, 
     char reason[200] = "#", short_buf[8], mark;
     tkv_cache *kv = (tkv_cache *)(void *)&mark;
     const size_t n = strlen(text);
-    tkv_status st = tkv_create_from_text(text, n, host, &kv, reason, sizeof reason);
-    CHECK_MSG(st == want, "%s instead of %s: %s", tkv_status_text(st), tkv_status_text(want), reason);
+    tkv_status st = tkv_create_ex(host, text, n, &kv, reason, sizeof reason);
+    CHECK_MSG(st == want, "%s instead of %s: %s", tkv_get_status_text(st), tkv_get_status_text(want), reason);
     CHECK_MSG(strncmp(reason, begin, strlen(begin)) == 0, "\"%s\" does not begin with \"%s\"", reason, begin);
     CHECK_MSG(strlen(reason) > strlen("line 3: ") + 20, "\"%s\" does not say what would be right", reason);
-    CHECK_EQ(tkv_create_from_text(text, n, host, &kv, NULL, 0), want);
+    CHECK_EQ(tkv_create_ex(host, text, n, &kv, NULL, 0), want);
     memset(short_buf, '#', sizeof short_buf);
-    CHECK_EQ(tkv_create_from_text(text, n, host, &kv, short_buf, 5), want);
+    CHECK_EQ(tkv_create_ex(host, text, n, &kv, short_buf, 5), want);
     CHECK(strlen(short_buf) == 4 && strncmp(short_buf, reason, 4) == 0 && short_buf[5] == '#');
     CHECK((void *)kv == (void *)&mark);
 }
 
-#define HEAD "n_layers = 3\nn_heads = 4\n"
+#define HEAD "model.n_layers = 3\nmodel.n_heads = 4\n"
 
 TEST(line_3_is_named) {
     bad_text(HEAD "head_dims = 16\n", NULL, TKV_ERR_CONFIG,
              "line 3: head_dims is no key; the nearest one is");
-    bad_text(HEAD "head_dim = much\n", NULL, TKV_ERR_CONFIG, "line 3: head_dim is much; it must be");
+    bad_text(HEAD "model.head_dim = much\n", NULL, TKV_ERR_CONFIG,
+             "line 3: model.head_dim is much; it must be");
     bad_text(HEAD "head_dim\n", NULL, TKV_ERR_CONFIG, "line 3: there is no =");
-    bad_text(HEAD "n_heads = 4\n", NULL, TKV_ERR_CONFIG, "line 3: n_heads is there for the second time");
-    bad_text(HEAD "layers[3].window = 9\nhead_dim = 16\n", NULL, TKV_ERR_CONFIG, "line 3: n_layers is 3");
-    bad_text(HEAD "layers[4095].window = 9\nhead_dim = 16\n", NULL, TKV_ERR_CONFIG, "line 3: n_layers is 3");
-    bad_text(HEAD "ladder[1].hot_tokens = 9\nhead_dim = 16\n", NULL, TKV_ERR_CONFIG, "line 3: n_levels is 0");
+    bad_text(HEAD "model.n_heads = 4\n", NULL, TKV_ERR_CONFIG,
+             "line 3: model.n_heads is there for the second time");
+    bad_text(HEAD "layers[3].window = 9\nmodel.head_dim = 16\n", NULL, TKV_ERR_CONFIG,
+             "line 3: model.n_layers is 3");
+    bad_text(HEAD "layers[4095].window = 9\nmodel.head_dim = 16\n", NULL, TKV_ERR_CONFIG,
+             "line 3: model.n_layers is 3");
+    bad_text(HEAD "budget.ladder[1].hot_tokens = 9\nmodel.head_dim = 16\n", NULL, TKV_ERR_CONFIG,
+             "line 3: budget.n_levels is 0");
     /* what only the check of the whole finds */
-    bad_text(HEAD "head_dim = 300\n", NULL, TKV_ERR_CONFIG, "line 3: head_dim is 300; it must be 1 to 256");
-    bad_text(HEAD "archive = r20/r20\nhead_dim = 16\n", NULL, TKV_ERR_CONFIG, "line 3: archive.k is");
-    bad_text(HEAD "layers[0-2].no_cache = 2\nhead_dim = 16\n", NULL, TKV_ERR_CONFIG,
+    bad_text(HEAD "model.head_dim = 300\n", NULL, TKV_ERR_CONFIG,
+             "line 3: model.head_dim is 300; it must be 1 to 256");
+    bad_text(HEAD "tiers.archive = r20/r20\nmodel.head_dim = 16\n", NULL, TKV_ERR_CONFIG,
+             "line 3: tiers.archive.k is");
+    bad_text(HEAD "layers[0-2].no_cache = 2\nmodel.head_dim = 16\n", NULL, TKV_ERR_CONFIG,
              "line 3: layers[0].no_cache is 2; it must be 0 or 1");
-    bad_text("head_dim = 16\n" HEAD "layers[1-2].hot.k = f16\n", NULL, TKV_ERR_CONFIG, "line 4: ");
-    bad_text(HEAD "layers[1].share_kv = 3\nhead_dim = 16\n", NULL, TKV_ERR_CONFIG,
+    bad_text("model.head_dim = 16\n" HEAD "layers[1-2].hot.k = f16\n", NULL, TKV_ERR_CONFIG, "line 4: ");
+    bad_text(HEAD "layers[1].share_kv = 3\nmodel.head_dim = 16\n", NULL, TKV_ERR_CONFIG,
              "line 3: layers[1].share_kv is 3");
-    bad_text(HEAD "budget_bytes = 1K\nhead_dim = 16\n", NULL, TKV_ERR_BUDGET, "line 3: budget_bytes is 1024");
-    bad_text("{\n\"n_heads\": 4,\n\"head_dim\": 300, \"n_layers\": 1}", NULL, TKV_ERR_CONFIG,
-             "line 3: head_dim is 300");
-    bad_text("n_heads = 4\nhead_dim = 16\nn_layers = 5000\nlayers[0].window = 9\n", NULL, TKV_ERR_CONFIG,
-             "line 3: n_layers is 5000; it must be 1 to 4096");
-    bad_text("n_heads = 4\nhead_dim = 16\nlayers[0].window = 9\n", NULL, TKV_ERR_CONFIG,
-             "line 3: n_layers is 0");
+    bad_text(HEAD "budget.bytes = 1K\nmodel.head_dim = 16\n", NULL, TKV_ERR_BUDGET,
+             "line 3: budget.bytes is 1024");
+    bad_text("{\n\"model.n_heads\": 4,\n\"model.head_dim\": 300, \"model.n_layers\": 1}", NULL,
+             TKV_ERR_CONFIG, "line 3: model.head_dim is 300");
+    bad_text("model.n_heads = 4\nmodel.head_dim = 16\nmodel.n_layers = 5000\nlayers[0].window = 9\n", NULL,
+             TKV_ERR_CONFIG, "line 3: model.n_layers is 5000; it must be 1 to 4096");
+    bad_text("model.n_heads = 4\nmodel.head_dim = 16\nlayers[0].window = 9\n", NULL, TKV_ERR_CONFIG,
+             "line 3: model.n_layers is 0");
 }
 
 TEST(errors_without_a_line) {
-    tkv_config host = tkv_config_default();
+    tkv_config host = tkv_default_config();
     tkv_cache *kv = NULL;
     char reason[200];
     counting_allocator p;
-    bad_text(HEAD, NULL, TKV_ERR_CONFIG, "head_dim is 0; it must be");
-    bad_text("", NULL, TKV_ERR_CONFIG, "n_layers is 0; it must be");
+    bad_text(HEAD, NULL, TKV_ERR_CONFIG, "model.head_dim is 0; it must be");
+    bad_text("", NULL, TKV_ERR_CONFIG, "model.n_layers is 0; it must be");
     host.start_canary = 7;
-    bad_text("n_layers = 1", &host, TKV_ERR_CONFIG, "start_canary is 1; ");
-    host = tkv_config_default();
-    host.allocator = counting_allocator_of(&p);
-    host.allocator.release = NULL;
-    bad_text(many_layers, &host, TKV_ERR_CONFIG, "allocator is 1; ");
+    bad_text("model.n_layers = 1", &host, TKV_ERR_CONFIG, "start_canary is 1; ");
+    host = tkv_default_config();
+    host.host.allocator = counting_allocator_of(&p);
+    host.host.allocator.release = NULL;
+    bad_text(many_layers, &host, TKV_ERR_CONFIG, "host.allocator is 1; ");
     CHECK_EQ(p.asked, 0);
-    host = tkv_config_default();
-    host.n_layers = 9;
-    host.kvquant = 99;
-    bad_text("n_heads = 2\nhead_dim = 16", &host, TKV_ERR_CONFIG, "kvquant is 99; ");
-    CHECK_EQ(tkv_create_from_text(NULL, 0, NULL, &kv, reason, sizeof reason), TKV_ERR_ARG);
-    CHECK_STR(reason, "the text is missing");
-    CHECK_EQ(tkv_create_from_text("", 0, NULL, NULL, reason, sizeof reason), TKV_ERR_ARG);
+    host = tkv_default_config();
+    host.model.n_layers = 9;
+    host.format.kvquant = 99;
+    bad_text("model.n_heads = 2\nmodel.head_dim = 16", &host, TKV_ERR_CONFIG, "format.kvquant is 99; ");
+    CHECK_EQ(tkv_create_ex(NULL, NULL, 0, &kv, reason, sizeof reason), TKV_ERR_ARG);
+    CHECK_STR(reason, "the config is missing");
+    CHECK_EQ(tkv_create_ex(NULL, "", 0, NULL, reason, sizeof reason), TKV_ERR_ARG);
     CHECK_STR(reason, "out is missing");
     CHECK(kv == NULL);
 }
@@ -325,26 +335,34 @@ TEST(nothing_leaks) {
     static const char *const ends[] = {"",
                                        "x",
                                        "layers[61].window = 1",
-                                       "head_dim = 2",
-                                       "kvquant = 99\n",
-                                       "rope.dim = 6\nrope.frequencies = [1, 2]\n"};
+                                       "model.head_dim = 2",
+                                       "format.kvquant = 99\n",
+                                       "model.rope.dim = 6\nmodel.rope.frequencies = [1, 2]\n"};
     counting_allocator p;
     int i;
     for (i = 0; i < COUNT(ends); i++) {
         char text[400], reason[200];
         tkv_cache *kv = NULL;
-        tkv_config host = tkv_config_default();
+        tkv_config host = tkv_default_config();
         tkv_status st;
-        host.allocator = counting_allocator_of(&p);
+        host.host.allocator = counting_allocator_of(&p);
         snprintf(text, sizeof text, "%s%s", many_layers, ends[i]);
-        st = tkv_create_from_text(text, strlen(text), &host, &kv, reason, sizeof reason);
+        st = tkv_create_ex(&host, text, strlen(text), &kv, reason, sizeof reason);
         CHECK_MSG((st == TKV_OK) == (i == 0), "%s: %s", ends[i], reason);
         if (!st) tkv_destroy(kv);
         CHECK_EQ(p.held, 0);
     }
 }
 
-TEST(size_of_config) { CHECK_EQ(tkv_config_size(), sizeof(tkv_config)); }
+TEST(build_is_reported) {
+    tkv_build_info build;
+    CHECK_EQ(tkv_get_build(NULL, &build), TKV_OK);
+    CHECK_EQ(build.version, TKV_VERSION);
+    CHECK_EQ(build.config_bytes, sizeof(tkv_config));
+    CHECK(build.isa_mask >> TKV_ISA_SCALAR & 1u);
+    CHECK_EQ(build.isa, TKV_ISA_AUTO);
+    CHECK_EQ(tkv_get_build(NULL, NULL), TKV_ERR_ARG);
+}
 
 int main(int argc, char **argv) {
     tkv_test_begin(argc, argv);
@@ -356,6 +374,6 @@ int main(int argc, char **argv) {
     RUN(line_3_is_named);
     RUN(errors_without_a_line);
     RUN(nothing_leaks);
-    RUN(size_of_config);
+    RUN(build_is_reported);
     return tkv_test_end();
 }

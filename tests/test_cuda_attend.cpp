@@ -170,10 +170,10 @@ TEST(formats) {
             rig r;
             snprintf(k, sizeof k, "%s", pairs[i]);
             if (v) *strchr(k, '/') = 0;
-            cfg.archive.k = tkv_format_from_name(k);
-            cfg.archive.v = tkv_format_from_name(v ? v + 1 : k);
-            cfg.warm.k = TKV_KIVI4;
-            cfg.warm.v = TKV_R40;
+            cfg.tiers.archive.k = format_named(k);
+            cfg.tiers.archive.v = format_named(v ? v + 1 : k);
+            cfg.tiers.warm.k = TKV_KIVI4;
+            cfg.tiers.warm.v = TKV_R40;
             if (!rig_open(&r, &cfg)) return;
             fill(&r, 0, 1100);
             fill(&r, 1, 400);
@@ -191,8 +191,8 @@ TEST(exact_and_lengths) {
         tkv_format hot_k, hot_v;
         int hot, sinks, dim;
         tkv_type type;
-    } row[] = {{TKV_F16, TKV_F16, TKV_ALL, 0, 128, TKV_TYPE_F32},
-               {TKV_BF16, TKV_BF16, TKV_ALL, 0, 64, TKV_TYPE_F16},
+    } row[] = {{TKV_F16, TKV_F16, TKV_UNLIMITED, 0, 128, TKV_TYPE_F32},
+               {TKV_BF16, TKV_BF16, TKV_UNLIMITED, 0, 64, TKV_TYPE_F16},
                {TKV_BF16, TKV_F16, 300, 33, 128, TKV_TYPE_F16},
                {TKV_F16, TKV_BF16, 64, 0, 64, TKV_TYPE_BF16},
                {TKV_F16, TKV_F16, 1, 64, 64, TKV_TYPE_F32}};
@@ -203,10 +203,10 @@ TEST(exact_and_lengths) {
         options o = plain;
         char name[64];
         rig r;
-        cfg.hot.k = row[i].hot_k;
-        cfg.hot.v = row[i].hot_v;
-        cfg.hot_tokens = row[i].hot;
-        cfg.sink_tokens = row[i].sinks;
+        cfg.tiers.hot.k = row[i].hot_k;
+        cfg.tiers.hot.v = row[i].hot_v;
+        cfg.tiers.hot_tokens = row[i].hot;
+        cfg.tiers.sink_tokens = row[i].sinks;
         o.type = row[i].type;
         if (!rig_open(&r, &cfg)) return;
         for (l = 0; l < n; l++) { /* ragged: the second is behind */
@@ -228,11 +228,11 @@ TEST(groups_and_queries) {
         tkv_config cfg = config_of(i % 2 ? 128 : 64, groups[i] * 2, 2);
         char name[64];
         rig r;
-        cfg.hot_tokens = 1; /* so that queries reach into coded blocks */
-        cfg.warm_tokens = i % 2 ? 64 : TKV_NONE;
-        cfg.archive.k = cfg.archive.v = i % 2 ? TKV_KIVI2 : TKV_KIVI3;
-        cfg.warm.k = i % 4 == 1 ? TKV_KIVI4 : TKV_KIVI2;
-        cfg.warm.v = TKV_KIVI4;
+        cfg.tiers.hot_tokens = 1; /* so that queries reach into coded blocks */
+        cfg.tiers.warm_tokens = i % 2 ? 64 : TKV_OFF;
+        cfg.tiers.archive.k = cfg.tiers.archive.v = i % 2 ? TKV_KIVI2 : TKV_KIVI3;
+        cfg.tiers.warm.k = i % 4 == 1 ? TKV_KIVI4 : TKV_KIVI2;
+        cfg.tiers.warm.v = TKV_KIVI4;
         if (!rig_open(&r, &cfg)) return;
         fill(&r, 0, 4 + 192 + 3);
         fill(&r, 1, 4 + 64 + 1 + (int)i);
@@ -252,27 +252,27 @@ TEST(groups_and_queries) {
 TEST(options_of_a_call) {
     /* 1000 tokens: sinks .. 3, archive .. 771, warm .. 899, hot; the edges in each of them, and of blocks */
     static const options row[] = {
-        {0.0f, 0.0f, 600, 0, 1, TKV_TYPE_F32, NULL},     {0.0f, 0.0f, 150, 0, 3, TKV_TYPE_F32, NULL},
-        {0.0f, 0.0f, 30, 0, 2, TKV_TYPE_F32, NULL},      {0.0f, 0.0f, 1, 0, 4, TKV_TYPE_F32, NULL},
-        {0.0f, 0.0f, 998, 0, 1, TKV_TYPE_F32, NULL},     {0.0f, 0.0f, 999, 0, 8, TKV_TYPE_F32, NULL},
-        {0.0f, 0.0f, 932, 0, 1, TKV_TYPE_F32, NULL},     {0.0f, 0.0f, 933, 0, 1, TKV_TYPE_F32, NULL},
-        {0.0f, 0.0f, 5000, 0, 1, TKV_TYPE_F32, NULL},    {0.0f, 20.0f, 0, 0, 1, TKV_TYPE_F32, NULL},
-        {0.0f, 5.0f, 300, 1, 4, TKV_TYPE_F16, NULL},     {0.0f, 0.0f, 0, 1, 1, TKV_TYPE_BF16, NULL},
-        {0.11f, 0.0f, 0, 0, 1, TKV_TYPE_F32, NULL},      {0.01f, 0.0f, 0, 1, 2, TKV_TYPE_F32, NULL},
-        {-0.05f, 3.0f, 0, 0, 1, TKV_TYPE_F32, NULL},     {-0.1f, 0.0f, 0, 0, 1, TKV_TYPE_F32, NULL},
-        {0.0f, 0.0f, TKV_NONE, 0, 1, TKV_TYPE_F32, NULL}};
+        {0.0f, 0.0f, 600, 0, 1, TKV_TYPE_F32, NULL},    {0.0f, 0.0f, 150, 0, 3, TKV_TYPE_F32, NULL},
+        {0.0f, 0.0f, 30, 0, 2, TKV_TYPE_F32, NULL},     {0.0f, 0.0f, 1, 0, 4, TKV_TYPE_F32, NULL},
+        {0.0f, 0.0f, 998, 0, 1, TKV_TYPE_F32, NULL},    {0.0f, 0.0f, 999, 0, 8, TKV_TYPE_F32, NULL},
+        {0.0f, 0.0f, 932, 0, 1, TKV_TYPE_F32, NULL},    {0.0f, 0.0f, 933, 0, 1, TKV_TYPE_F32, NULL},
+        {0.0f, 0.0f, 5000, 0, 1, TKV_TYPE_F32, NULL},   {0.0f, 20.0f, 0, 0, 1, TKV_TYPE_F32, NULL},
+        {0.0f, 5.0f, 300, 1, 4, TKV_TYPE_F16, NULL},    {0.0f, 0.0f, 0, 1, 1, TKV_TYPE_BF16, NULL},
+        {0.11f, 0.0f, 0, 0, 1, TKV_TYPE_F32, NULL},     {0.01f, 0.0f, 0, 1, 2, TKV_TYPE_F32, NULL},
+        {-0.05f, 3.0f, 0, 0, 1, TKV_TYPE_F32, NULL},    {-0.1f, 0.0f, 0, 0, 1, TKV_TYPE_F32, NULL},
+        {0.0f, 0.0f, TKV_OFF, 0, 1, TKV_TYPE_F32, NULL}};
     size_t i;
     int own;
     for (own = 0; own < 2; own++) {
         tkv_config cfg = config_of(128, 8, 2);
         rig r;
-        if (own) cfg.warm.k = cfg.warm.v = cfg.archive.k = cfg.archive.v = TKV_KIVI2;
+        if (own) cfg.tiers.warm.k = cfg.tiers.warm.v = cfg.tiers.archive.k = cfg.tiers.archive.v = TKV_KIVI2;
         if (!rig_open(&r, &cfg)) return;
         fill(&r, 0, 1000);
         fill(&r, 1, own ? 100 : 600);
         if (own) { /* the layer's window is the device's alone: the host would drop blocks */
             device_close(&r);
-            cfg.window = r.cfg.window = 950;
+            cfg.model.window = r.cfg.model.window = 950;
             if (!device_open(&r, &cfg)) return;
         }
         import_all(&r);
@@ -295,8 +295,8 @@ TEST(rows_by_map) {
     uint32_t word = 0;
     size_t i, s;
     rig r;
-    cfg.max_seqs = 5;
-    cfg.warm.k = cfg.warm.v = cfg.archive.k = cfg.archive.v = TKV_KIVI4;
+    cfg.limits.max_seqs = 5;
+    cfg.tiers.warm.k = cfg.tiers.warm.v = cfg.tiers.archive.k = cfg.tiers.archive.v = TKV_KIVI4;
     o.map = map;
     o.queries = 2;
     if (!rig_open(&r, &cfg)) return;
@@ -339,8 +339,8 @@ TEST(table_versions) {
         tkv_config cfg = config_of(i == 1 ? 64 : 128, 4, 2);
         const tkvcu_view *v;
         rig r;
-        CHECK_EQ(tkv_config_preset(&cfg, presets[i]), TKV_OK);
-        cfg.warm_tokens = 256;
+        CHECK_EQ(tkv_apply_preset(&cfg, presets[i]), TKV_OK);
+        cfg.tiers.warm_tokens = 256;
         if (!rig_open(&r, &cfg)) return;
         fill(&r, 0, 3000);
         import_all(&r);
@@ -401,8 +401,8 @@ TEST(sizes_of_values) {
             rig r;
             snprintf(format, sizeof format, "%s", pairs[i]);
             *strchr(format, '/') = 0;
-            cfg.warm.k = cfg.archive.k = tkv_format_from_name(format);
-            cfg.warm.v = cfg.archive.v = tkv_format_from_name(strchr(pairs[i], '/') + 1);
+            cfg.tiers.warm.k = cfg.tiers.archive.k = format_named(format);
+            cfg.tiers.warm.v = cfg.tiers.archive.v = format_named(strchr(pairs[i], '/') + 1);
             if (!rig_open(&r, &cfg)) return;
             r.k_size = sizes[k][0];
             r.v_size = sizes[k][1];
@@ -415,8 +415,8 @@ TEST(sizes_of_values) {
         }
 }
 
-/* Windows that end with a block: a query then sees nothing of a block that another one sees; with and without a soft cap,
- * which makes logits of other units. */
+/* Windows that end with a block: a query then sees nothing of a block that another one sees; with and without a
+ * soft cap, which makes logits of other units. */
 TEST(blocks_that_one_query_sees) {
     static const char *const formats[] = {"kivi4", "a30"};
     size_t i;
@@ -424,8 +424,8 @@ TEST(blocks_that_one_query_sees) {
     for (i = 0; i < 2; i++) {
         tkv_config cfg = config_of(64, 8, 2);
         rig r;
-        cfg.warm.k = cfg.archive.k = tkv_format_from_name(formats[i]);
-        cfg.warm.v = cfg.archive.v = i ? TKV_R30 : TKV_KIVI4;
+        cfg.tiers.warm.k = cfg.tiers.archive.k = format_named(formats[i]);
+        cfg.tiers.warm.v = cfg.tiers.archive.v = i ? TKV_R30 : TKV_KIVI4;
         if (!rig_open(&r, &cfg)) return;
         fill(&r, 0, 1100);
         import_all(&r);
@@ -443,8 +443,8 @@ TEST(blocks_that_one_query_sees) {
     }
 }
 
-/* Query heads of a KV head have columns of one product: a large one must not take bits, or a number's being one, from the
- * others. */
+/* Query heads of a KV head have columns of one product: a large one must not take bits, or a number's being one,
+ * from the others. */
 TEST(heads_that_differ) {
     static const char *const formats[] = {"kivi4", "kivi2", "a30", "q8"};
     enum { DIM = 128, HEADS = 4, LEN = 620 };
@@ -455,10 +455,10 @@ TEST(heads_that_differ) {
         std::vector<float> k(LEN * DIM), v(LEN * DIM), q(HEADS * DIM), out(HEADS * DIM), want(HEADS * DIM);
         tkv_attend_params a;
         rig r;
-        cfg.max_seqs = 1;
-        cfg.max_append = LEN;
-        cfg.warm.k = cfg.archive.k = tkv_format_from_name(formats[i]);
-        cfg.warm.v = cfg.archive.v = TKV_R40;
+        cfg.limits.max_seqs = 1;
+        cfg.limits.max_append = LEN;
+        cfg.tiers.warm.k = cfg.tiers.archive.k = format_named(formats[i]);
+        cfg.tiers.warm.v = cfg.tiers.archive.v = TKV_R40;
         if (!rig_open(&r, &cfg)) return;
         tkv_rng_fill(&r.rng, k.data(), k.size(), 1.0);
         tkv_rng_fill(&r.rng, v.data(), v.size(), 1.0);
@@ -469,7 +469,7 @@ TEST(heads_that_differ) {
         a.n = 1;
         a.q = q.data();
         a.out = want.data();
-        a.window = TKV_NONE;
+        a.window = TKV_OFF;
         for (kind = 0; kind < 5; kind++) {
             tkv_rng_fill(&r.rng, q.data(), q.size(), 2.0);
             for (c = 0; c < HEADS; c++) q[(size_t)(c * DIM + 5)] = c ? 0.0f : 3.0f;

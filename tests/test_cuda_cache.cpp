@@ -5,8 +5,9 @@
  *     g++ -std=c++17 -O1 tests/test_cuda_cache.cpp -o test_cuda_cache -lm
  *     nvcc -O3 -arch=native -x cu tests/test_cuda_cache.cpp -o gpu_check         make gpu-check
  *
- * What the device holds is compared byte for byte with a cache of tieredkv.h that was given the same tokens; attention
- * with its slow definition. All device memory is poisoned first and has borders that must stay as they are.
+ * What the device holds is compared byte for byte with a cache of tieredkv.h that was given the same tokens;
+ * attention with its slow definition. All device memory is poisoned first and has borders that must stay as they
+ * are.
  */
 #ifndef __CUDACC__
 #include "cuda_on_cpu.h"
@@ -75,23 +76,23 @@ typedef struct rig {
 } rig;
 
 static tkv_config config_of(const char *preset, int head_dim) {
-    tkv_config cfg = tkv_config_default();
-    cfg.n_layers = 2;
-    cfg.n_heads = 4;
-    cfg.n_kv_heads = 2;
-    cfg.head_dim = head_dim;
-    cfg.max_seqs = 2;
-    cfg.max_tokens = 700;
-    cfg.max_append = 64;
-    cfg.allocation_unit = 16;
-    if (preset) CHECK_EQ(tkv_config_preset(&cfg, preset), TKV_OK);
-    cfg.warm_tokens = 128;
+    tkv_config cfg = tkv_default_config();
+    cfg.model.n_layers = 2;
+    cfg.model.n_heads = 4;
+    cfg.model.n_kv_heads = 2;
+    cfg.model.head_dim = head_dim;
+    cfg.limits.max_seqs = 2;
+    cfg.limits.max_tokens = 700;
+    cfg.limits.max_append = 64;
+    cfg.format.allocation_unit = 16;
+    if (preset) CHECK_EQ(tkv_apply_preset(&cfg, preset), TKV_OK);
+    cfg.tiers.warm_tokens = 128;
     return cfg;
 }
 
 static int rig_open(rig *r, const tkv_config *cfg) {
     tkvcu_desc desc = {cfg, 0, 0, TKVCU_MAX_QUERIES};
-    size_t cache = 0, work = 0, row = (size_t)(cfg->n_kv_heads * cfg->head_dim) * sizeof(float);
+    size_t cache = 0, work = 0, row = (size_t)(cfg->model.n_kv_heads * cfg->model.head_dim) * sizeof(float);
     char why[160];
     int st;
     memset(r, 0, sizeof *r);
@@ -103,9 +104,9 @@ static int rig_open(rig *r, const tkv_config *cfg) {
     if (st) return 0;
     r->cache = arena_of(cache);
     r->work = arena_of(work);
-    r->k = arena_of(row * 64 * (size_t)cfg->max_seqs);
-    r->v = arena_of(row * 64 * (size_t)cfg->max_seqs);
-    r->map = arena_of((size_t)cfg->max_seqs * sizeof(int32_t));
+    r->k = arena_of(row * 64 * (size_t)cfg->limits.max_seqs);
+    r->v = arena_of(row * 64 * (size_t)cfg->limits.max_seqs);
+    r->map = arena_of((size_t)cfg->limits.max_seqs * sizeof(int32_t));
     CHECK_EQ(tkvcu_create(&desc, r->cache.mem, cache, r->work.mem, work, NULL, &r->cu), TKV_OK);
     CHECK_EQ(tkv_create(cfg, &r->kv), TKV_OK);
     return r->cu && r->kv;
@@ -126,7 +127,7 @@ static void slots_do(const rig *r) {
     tkvcu_side side;
     size_t i;
     int layer;
-    for (layer = 0; layer < r->cfg.n_layers; layer++) {
+    for (layer = 0; layer < r->cfg.model.n_layers; layer++) {
         if (r->cu->host->tables.plan[layer].stored != layer) continue;
         bytes = fetch(r->cu->view[layer].side, n * sizeof side);
         for (i = 0; i < n; i++) {
@@ -150,7 +151,7 @@ static const int32_t *map_of(const rig *r) { return (const int32_t *)(const void
 
 /* Keys with channels of different sizes and means, some of them flat for a while. */
 static void tokens(rig *r, float *k, float *v, int n) {
-    const int dim = r->cfg.head_dim, heads = r->cfg.n_kv_heads;
+    const int dim = r->cfg.model.head_dim, heads = r->cfg.model.n_kv_heads;
     int t, i;
     tkv_rng_fill(&r->rng, k, (size_t)(n * heads * dim), 1.0);
     tkv_rng_fill(&r->rng, v, (size_t)(n * heads * dim), 0.5);
@@ -166,7 +167,7 @@ static void tokens(rig *r, float *k, float *v, int n) {
 /* What one sequence holds, on both sides; n: its length. */
 static void same(const rig *r, int host_seq, int seq, int n) {
     int layer, i, h, which, block;
-    for (layer = 0; layer < r->cfg.n_layers; layer++) {
+    for (layer = 0; layer < r->cfg.model.n_layers; layer++) {
         const tkvcu_view *v = &r->cu->view[layer];
         const tkvi_list *list = tkvi_list_of(r->kv, host_seq, layer);
         const uint32_t *ids = tkvi_ids(r->kv, host_seq, layer);
@@ -181,7 +182,7 @@ static void same(const rig *r, int host_seq, int seq, int n) {
             const int region = tkvcu_region_of(list, i, &block);
             const uint8_t *x = tkvi_block_bytes(&r->kv->pool, b);
             const std::vector<uint8_t> y = fetch(tkvcu_block_at(v, region, seq, block), v->block[region]);
-            for (h = 0; h < r->cfg.n_kv_heads; h++)
+            for (h = 0; h < r->cfg.model.n_kv_heads; h++)
                 for (which = 0; which < 2; which++) {
                     const tkvi_record *rec = &r->kv->tables.coding[b->coding].record[h];
                     const tkvi_side *s = which ? &rec->v : &rec->k;
@@ -196,15 +197,15 @@ static void same(const rig *r, int host_seq, int seq, int n) {
 
 /* The same tokens for both, in chunks of 1 to step, in each layer; compares where blocks have moved. */
 static void grow(rig *r, int seq, int to, int compare) {
-    const size_t row = (size_t)(r->cfg.n_kv_heads * r->cfg.head_dim);
+    const size_t row = (size_t)(r->cfg.model.n_kv_heads * r->cfg.model.head_dim);
     std::vector<float> k(row * 64), v(row * 64);
-    std::vector<int32_t> map((size_t)r->cfg.max_seqs, -1);
-    int layer, len = tkv_seq_len(r->kv, seq);
+    std::vector<int32_t> map((size_t)r->cfg.limits.max_seqs, -1);
+    int layer, len = tkv_get_length(r->kv, seq, TKV_ALL_LAYERS);
     map[0] = seq;
     put(&r->map, map.data(), map.size() * sizeof(int32_t));
     while (len < to) {
         const int n = tkvi_min(to - len, 1 + tkv_rng_below(&r->rng, r->step));
-        for (layer = 0; layer < r->cfg.n_layers; layer++) {
+        for (layer = 0; layer < r->cfg.model.n_layers; layer++) {
             tokens(r, k.data(), v.data(), n);
             put(&r->k, k.data(), row * (size_t)n * sizeof(float));
             put(&r->v, v.data(), row * (size_t)n * sizeof(float));
@@ -263,8 +264,8 @@ TEST(import_and_export) {
             memset(layers, 0, sizeof layers);
             layers[1].share_kv = 1;
             layers[2].no_cache = 1;
-            layers[3].sink_tokens = TKV_NONE;
-            cfg.n_layers = 4;
+            layers[3].sink_tokens = TKV_OFF;
+            cfg.model.n_layers = 4;
             cfg.layers = layers;
             if (rig_open(&r, &cfg)) {
                 for (n = 0; n < 640; n += 64)
@@ -274,7 +275,7 @@ TEST(import_and_export) {
                         tkv_rng_fill(&r.rng, q.data(), q.size(), 1.0);
                         CHECK_EQ(tkv_attend(r.kv, 0, layer, q.data(), 1, out.data()), TKV_OK);
                     }
-                CHECK_EQ(tkv_calibration_freeze(r.kv), TKV_OK); /* no second table on the host */
+                CHECK_EQ(tkv_freeze_calibration(r.kv), TKV_OK); /* no second table on the host */
                 CHECK_EQ(tkvcu_import(r.cu, 1, r.kv, 0, NULL), TKV_OK);
                 for (layer = 0; layer < 4; layer += 3) CHECK_EQ(fetched(&r.cu->view[layer].list[1]).len, 640);
                 CHECK_EQ(tkv_create(&cfg, &back), TKV_OK);
@@ -364,7 +365,7 @@ TEST(huge_values) {
     std::vector<float> x((size_t)(64 * 2 * 128));
     rig r;
     int step, i;
-    cfg.hot.k = cfg.hot.v = TKV_BF16;
+    cfg.tiers.hot.k = cfg.tiers.hot.v = TKV_BF16;
     if (rig_alike(&r, &cfg)) {
         put(&r.map, map, sizeof map);
         for (step = 0; step < 4; step++) {
@@ -393,8 +394,8 @@ TEST(trim) {
         grow(&r, 0, 300, 0);
         grow(&r, 1, 20, 0);
         trim_to(&r, 290, 2); /* in the hot tier, among the sinks */
-        CHECK_EQ(tkv_truncate(r.kv, 0, 290), TKV_OK);
-        CHECK_EQ(tkv_truncate(r.kv, 1, 2), TKV_OK);
+        CHECK_EQ(tkv_seq_truncate(r.kv, 0, 290), TKV_OK);
+        CHECK_EQ(tkv_seq_truncate(r.kv, 1, 2), TKV_OK);
         same(&r, 0, 0, 290);
         same(&r, 1, 1, 2);
         trim_to(&r, 400, -1); /* nothing */
@@ -402,9 +403,9 @@ TEST(trim) {
         same(&r, 1, 1, 2);
         grow(&r, 0, 400, 1);
         grow(&r, 1, 200, 1);
-        CHECK_EQ(tkv_truncate(r.kv, 0, 100), TKV_ERR_INEXACT);
+        CHECK_EQ(tkv_seq_truncate(r.kv, 0, 100), TKV_ERR_INEXACT);
         trim_to(&r, 100, 0); /* refused; a new sequence */
-        CHECK_EQ(tkv_reset(r.kv, 1), TKV_OK);
+        CHECK_EQ(tkv_seq_reset(r.kv, 1), TKV_OK);
         CHECK_EQ(word_of(&r), TKVCU_WORD_INEXACT);
         same(&r, 0, 0, 400);
         same(&r, 1, 1, 0);
@@ -418,7 +419,7 @@ TEST(full_and_not_finite) {
     std::vector<float> x((size_t)(2 * 64 * 2 * 64), 1.0f);
     int32_t map[2] = {0, -1}, lengths[2] = {-9, -9};
     rig r;
-    cfg.max_tokens = 210;
+    cfg.limits.max_tokens = 210;
     if (rig_alike(&r, &cfg)) {
         grow(&r, 0, 205, 1);
         put(&r.k, x.data(), x.size() * sizeof(float));
@@ -454,7 +455,7 @@ TEST(saturates_when_asked) {
     const int32_t map[2] = {0, -1};
     rig r;
     int i, step;
-    cfg.nonfinite = TKV_NONFINITE_SATURATE;
+    cfg.host.nonfinite = TKV_NONFINITE_SATURATE;
     if (rig_open(&r, &cfg)) {
         put(&r.map, map, sizeof map);
         for (step = 0; step < 4; step++) {
@@ -483,14 +484,14 @@ typedef struct query { /* n queries of both sequences */
 static query query_of(rig *r, int n) {
     query a;
     a.n = n;
-    a.row = (size_t)(r->cfg.n_heads * r->cfg.head_dim);
+    a.row = (size_t)(r->cfg.model.n_heads * r->cfg.model.head_dim);
     a.x.resize(2 * (size_t)n * a.row);
-    a.sink.resize((size_t)r->cfg.n_heads);
+    a.sink.resize((size_t)r->cfg.model.n_heads);
     tkv_rng_fill(&r->rng, a.x.data(), a.x.size(), 0.5);
     tkv_rng_fill(&r->rng, a.sink.data(), a.sink.size(), 1.0);
     a.q = arena_of(a.x.size() * sizeof(float));
     a.out = arena_of(a.x.size() * sizeof(float));
-    a.lse = arena_of(2 * (size_t)(n * r->cfg.n_heads) * sizeof(float));
+    a.lse = arena_of(2 * (size_t)(n * r->cfg.model.n_heads) * sizeof(float));
     a.sinks = arena_of(a.sink.size() * sizeof(float));
     put(&a.q, a.x.data(), a.x.size() * sizeof(float));
     put(&a.sinks, a.sink.data(), a.sink.size() * sizeof(float));
@@ -521,7 +522,7 @@ static double error_of(const std::vector<float> &x, const std::vector<float> &wa
 
 /* Attends to sequence `seq` alone, as row 1 of the batch, and compares with the definition on the host. */
 static void attends(rig *r, query *a, int seq, int layer, const tkvcu_attend_params *p) {
-    const size_t values = (size_t)a->n * a->row, heads = (size_t)(a->n * r->cfg.n_heads);
+    const size_t values = (size_t)a->n * a->row, heads = (size_t)(a->n * r->cfg.model.n_heads);
     const int32_t map[2] = {-1, seq};
     std::vector<float> want(values), lse(heads), logs;
     std::vector<uint8_t> out;
@@ -545,7 +546,7 @@ static void attends(rig *r, query *a, int seq, int layer, const tkvcu_attend_par
         h.scale = p->scale;
         h.softcap = p->softcap;
         h.window = p->window;
-        h.sinks = p->d_sinks ? a->sink.data() : NULL;
+        h.sink_logits = p->d_sinks ? a->sink.data() : NULL;
     }
     CHECK_EQ(tkv_attend_reference(r->kv, &h), TKV_OK);
     CHECK_LE(error_of(floats(&a->out, values, values), want), 3e-3);
@@ -575,7 +576,7 @@ TEST(attends_as_the_host) {
             p.window = 150;
             attends(&r, &a, 1, 0, &p);
             attends(&r, &c, 1, 0, &p);
-            p.window = TKV_NONE;
+            p.window = TKV_OFF;
             p.d_sinks = (const float *)(const void *)a.sinks.mem;
             attends(&r, &a, 1, 0, &p);
             p.d_sinks = (const float *)(const void *)b.sinks.mem;
@@ -594,26 +595,26 @@ TEST(other_plans) {
         int sinks, hot, warm, group, fit, step;
         tkv_format exact, k[2], v[2];
     } plan[] = {
-        {TKV_NONE, 1, 64, 64, TKV_FIT_CLIP, 64, TKV_BF16, {TKV_KIVI3, TKV_KIVI2}, {TKV_R30, TKV_KIVI2}},
-        {64, 128, TKV_NONE, 64, TKV_FIT_UNBIASED, 40, TKV_F16, {TKV_Q8, TKV_KIVI2}, {TKV_Q8, TKV_KIVI3}},
-        {5, TKV_NONE, 100, 64, TKV_FIT_NORM, 1, TKV_F16, {TKV_A225, TKV_A15}, {TKV_R20, TKV_R10}},
-        {4, TKV_ALL, 0, 64, 0, 64, TKV_F16, {TKV_A40, TKV_A30}, {TKV_R40, TKV_R30}},
-        {4, 64, TKV_ALL, 64, 0, 64, TKV_F16, {TKV_Q8, TKV_A30}, {TKV_KIVI4, TKV_R30}},
+        {TKV_OFF, 1, 64, 64, TKV_FIT_CLIP, 64, TKV_BF16, {TKV_KIVI3, TKV_KIVI2}, {TKV_R30, TKV_KIVI2}},
+        {64, 128, TKV_OFF, 64, TKV_FIT_UNBIASED, 40, TKV_F16, {TKV_Q8, TKV_KIVI2}, {TKV_Q8, TKV_KIVI3}},
+        {5, TKV_OFF, 100, 64, TKV_FIT_NORM, 1, TKV_F16, {TKV_A225, TKV_A15}, {TKV_R20, TKV_R10}},
+        {4, TKV_UNLIMITED, 0, 64, 0, 64, TKV_F16, {TKV_A40, TKV_A30}, {TKV_R40, TKV_R30}},
+        {4, 64, TKV_UNLIMITED, 64, 0, 64, TKV_F16, {TKV_Q8, TKV_A30}, {TKV_KIVI4, TKV_R30}},
     };
     size_t i;
     for (i = 0; i < sizeof plan / sizeof *plan; i++) {
         tkv_config cfg = config_of(NULL, 64);
         rig r;
-        cfg.sink_tokens = plan[i].sinks;
-        cfg.hot_tokens = plan[i].hot;
-        cfg.warm_tokens = plan[i].warm;
-        cfg.group_size = plan[i].group;
-        cfg.fit = plan[i].fit;
-        cfg.hot.k = cfg.hot.v = plan[i].exact;
-        cfg.warm.k = plan[i].k[0];
-        cfg.warm.v = plan[i].v[0];
-        cfg.archive.k = plan[i].k[1];
-        cfg.archive.v = plan[i].v[1];
+        cfg.tiers.sink_tokens = plan[i].sinks;
+        cfg.tiers.hot_tokens = plan[i].hot;
+        cfg.tiers.warm_tokens = plan[i].warm;
+        cfg.format.group_size = plan[i].group;
+        cfg.format.fit = plan[i].fit;
+        cfg.tiers.hot.k = cfg.tiers.hot.v = plan[i].exact;
+        cfg.tiers.warm.k = plan[i].k[0];
+        cfg.tiers.warm.v = plan[i].v[0];
+        cfg.tiers.archive.k = plan[i].k[1];
+        cfg.tiers.archive.v = plan[i].v[1];
         if (rig_alike(&r, &cfg)) {
             r.step = plan[i].step;
             query a = query_of(&r, 2), b = query_of(&r, 13);
@@ -644,15 +645,15 @@ static cudaGraphExec_t captured(cudaStream_t stream) {
 /* Captured while the cache is empty, replayed from tier to tier; rows are other sequences. */
 TEST(graphs) {
     tkv_config cfg = config_of("compact", 64);
-    const size_t row = (size_t)(cfg.n_kv_heads * cfg.head_dim);
+    const size_t row = (size_t)(cfg.model.n_kv_heads * cfg.model.head_dim);
     const int32_t map[2] = {1, 0};
     std::vector<float> k(2 * row), v(2 * row);
     cudaStream_t stream = NULL;
     cudaGraphExec_t append, attend[2];
     rig r;
     int n, i, j;
-    cfg.n_layers = 1;
-    cfg.precise = 1; /* on the host: 2e-3 at most */
+    cfg.model.n_layers = 1;
+    cfg.host.precise = 1; /* on the host: 2e-3 at most */
     if (rig_alike(&r, &cfg)) {
         query a[2] = {query_of(&r, 1), query_of(&r, 9)};
         put(&r.map, map, sizeof map);
@@ -720,19 +721,20 @@ TEST(configs) {
         bad[i].cfg = config_of("balanced", 128);
         bad[i].status = TKVCU_ERR_UNSUPPORTED;
     }
-    bad[0].cfg.head_dim = 96, bad[0].say = "head_dim must be 64 or 128";
-    bad[1].cfg.v_head_dim = 64, bad[1].say = "v_head_dim must be head_dim";
-    bad[2].cfg.n_heads = 34, bad[2].say = "16 query heads";
-    bad[3].cfg.budget_bytes = 1 << 28, bad[3].say = "budget";
-    bad[4].cfg.ladder = &ladder, bad[4].cfg.n_levels = 1, bad[4].say = "ladder";
-    bad[5].cfg.n_anchors = 2, bad[5].say = "anchors";
-    bad[6].cfg.remat = 1, bad[6].say = "recomputation";
-    bad[7].cfg.quality_heads = 1, bad[7].say = "meter";
-    bad[8].cfg.allocation_unit = 4, bad[8].say = "cfg.allocation_unit = 16, layer 0";
-    bad[9].cfg.hot.k = TKV_F32, bad[9].say = "not read here, layer 0";
-    bad[10].cfg.archive.k = TKV_SQUAT2, bad[10].say = "not read here, layer 0";
-    bad[11].cfg.max_tokens = 0, bad[11].say = "max_tokens is 0", bad[11].status = TKV_ERR_CONFIG;
-    bad[12].cfg = config_of("kivi", 128), bad[12].cfg.group_size = 32, bad[12].say = "cfg.group_size = 64";
+    bad[0].cfg.model.head_dim = 96, bad[0].say = "head_dim must be 64 or 128";
+    bad[1].cfg.model.v_head_dim = 64, bad[1].say = "v_head_dim must be head_dim";
+    bad[2].cfg.model.n_heads = 34, bad[2].say = "16 query heads";
+    bad[3].cfg.budget.bytes = 1 << 28, bad[3].say = "budget";
+    bad[4].cfg.budget.ladder = &ladder, bad[4].cfg.budget.n_levels = 1, bad[4].say = "ladder";
+    bad[5].cfg.tiers.n_anchors = 2, bad[5].say = "anchors";
+    bad[6].cfg.budget.discard = 1, bad[6].say = "recomputation";
+    bad[7].cfg.meter.heads = 1, bad[7].say = "meter";
+    bad[8].cfg.format.allocation_unit = 4, bad[8].say = "cfg.format.allocation_unit = 16, layer 0";
+    bad[9].cfg.tiers.hot.k = TKV_F32, bad[9].say = "not read here, layer 0";
+    bad[10].cfg.tiers.archive.k = TKV_SQUAT2, bad[10].say = "not read here, layer 0";
+    bad[11].cfg.limits.max_tokens = 0, bad[11].say = "max_tokens is 0", bad[11].status = TKV_ERR_CONFIG;
+    bad[12].cfg = config_of("kivi", 128), bad[12].cfg.format.group_size = 32,
+    bad[12].say = "cfg.format.group_size = 64";
     for (i = 0; i < 13; i++) {
         desc.cfg = &bad[i].cfg;
         CHECK_EQ(tkvcu_query(&desc, &a, &b, why, sizeof why), bad[i].status);
@@ -797,7 +799,7 @@ TEST(wrong_arguments) {
     CHECK_EQ(tkvcu_append(r.cu, 0, x.data(), x.data(), (tkv_type)3, 1, NULL, NULL), TKV_ERR_ARG);
     CHECK_EQ(tkvcu_append(r.cu, 0, x.data(), x.data(), TKV_TYPE_F32, 0, NULL, NULL), TKV_ERR_ARG);
     CHECK_EQ(tkvcu_append(r.cu, 0, x.data(), x.data(), TKV_TYPE_F32, 65, NULL, NULL), TKV_ERR_ARG);
-    CHECK_STR(tkvcu_last_error(r.cu), "n_tokens is 65; it must be 1 to 64, cfg.max_append at most");
+    CHECK_STR(tkvcu_last_error(r.cu), "n_tokens is 65; it must be 1 to 64, cfg.limits.max_append at most");
     CHECK_EQ(tkvcu_attend(NULL, 0, x.data(), TKV_TYPE_F32, 1, NULL, x.data(), NULL, NULL, NULL), TKV_ERR_ARG);
     CHECK_EQ(tkvcu_attend(r.cu, 2, x.data(), TKV_TYPE_F32, 1, NULL, x.data(), NULL, NULL, NULL), TKV_ERR_ARG);
     CHECK_EQ(tkvcu_attend(r.cu, 0, NULL, TKV_TYPE_F32, 1, NULL, x.data(), NULL, NULL, NULL), TKV_ERR_ARG);
@@ -820,7 +822,7 @@ TEST(wrong_arguments) {
     CHECK_EQ(tkvcu_import(r.cu, 0, r.kv, -1, NULL), TKV_ERR_ARG);
     CHECK_EQ(tkvcu_export(r.cu, 0, NULL, 0, NULL), TKV_ERR_ARG);
     CHECK_EQ(tkvcu_export(r.cu, 0, r.kv, 2, NULL), TKV_ERR_ARG);
-    other.hot_tokens = 128;
+    other.tiers.hot_tokens = 128;
     CHECK_EQ(tkv_create(&other, &kv), TKV_OK);
     CHECK_EQ(tkvcu_import(r.cu, 0, kv, 0, NULL), TKV_ERR_CONFIG);
     CHECK_STR(tkvcu_last_error(r.cu), "the cache has another plan: the tiers' lengths");
@@ -835,12 +837,12 @@ TEST(
     tkv_config cfg = config_of("balanced", 64);
     rig wide, narrow;
     int ok = rig_open(&wide, &cfg);
-    cfg.window = 64;
+    cfg.model.window = 64;
     if (rig_open(&narrow, &cfg) && ok) {
         const tkvcu_view *a = &wide.cu->view[0], *b = &narrow.cu->view[0];
         CHECK_EQ(a->ring[TKVCU_ARCHIVE], b->ring[TKVCU_ARCHIVE]);
-        CHECK(a->ring[TKVCU_ARCHIVE] * 64 + a->sinks >= cfg.max_tokens - 64 - cfg.warm_tokens);
-        CHECK(a->ring[TKVCU_WARM] >= cfg.warm_tokens / 64 + a->ring[TKVCU_HOT]);
+        CHECK(a->ring[TKVCU_ARCHIVE] * 64 + a->sinks >= cfg.limits.max_tokens - 64 - cfg.tiers.warm_tokens);
+        CHECK(a->ring[TKVCU_WARM] >= cfg.tiers.warm_tokens / 64 + a->ring[TKVCU_HOT]);
     }
     rig_close(&wide);
     rig_close(&narrow);
@@ -853,15 +855,15 @@ TEST(short_prompts) { /* no table yet: what to do is said, and does */
         std::vector<float> x((size_t)(64 * 2 * 64));
         int n, layer;
         for (n = 0; n < 384; n += 64)
-            for (layer = 0; layer < cfg.n_layers; layer++) {
+            for (layer = 0; layer < cfg.model.n_layers; layer++) {
                 tokens(&r, x.data(), x.data(), 64);
                 CHECK_EQ(tkv_append(r.kv, 0, layer, x.data(), x.data(), 64), TKV_OK);
             }
         CHECK_EQ(tkvcu_import(r.cu, 0, r.kv, 0, NULL), TKV_ERR_CAPACITY);
-        CHECK(strstr(tkvcu_last_error(r.cu), "tkv_calibration_freeze") != NULL);
-        CHECK_EQ(tkv_calibration_freeze(r.kv), TKV_OK);
-        CHECK_EQ(tkv_begin(r.kv, 0), TKV_OK);
-        CHECK_EQ(tkv_commit(r.kv, 0), TKV_OK);
+        CHECK(strstr(tkvcu_last_error(r.cu), "tkv_freeze_calibration") != NULL);
+        CHECK_EQ(tkv_freeze_calibration(r.kv), TKV_OK);
+        CHECK_EQ(tkv_seq_begin(r.kv, 0), TKV_OK);
+        CHECK_EQ(tkv_seq_commit(r.kv, 0), TKV_OK);
         CHECK_EQ(tkvcu_import(r.cu, 0, r.kv, 0, NULL), TKV_OK);
         same(&r, 0, 0, 384);
     }
@@ -877,16 +879,16 @@ TEST(import_refuses) {
         tkv_rng_fill(&r.rng, x.data(), x.size(), 1.0);
         CHECK_EQ(tkv_append(r.kv, 0, 0, x.data(), x.data(), 64), TKV_OK);
         CHECK_EQ(tkv_append(r.kv, 0, 1, x.data(), x.data(), 64), TKV_OK);
-        CHECK_EQ(tkv_begin(r.kv, 0), TKV_OK);
+        CHECK_EQ(tkv_seq_begin(r.kv, 0), TKV_OK);
         CHECK_EQ(tkvcu_import(r.cu, 0, r.kv, 0, NULL), TKV_ERR_STATE);
-        CHECK_EQ(tkv_abort(r.kv, 0), TKV_OK);
-        CHECK_EQ(tkv_flush(r.kv, 0, TKV_FLUSH_ALL), TKV_OK);
+        CHECK_EQ(tkv_seq_abort(r.kv, 0), TKV_OK);
+        CHECK_EQ(tkv_seq_flush(r.kv, 0, TKV_FLUSH_ALL), TKV_OK);
         CHECK_EQ(tkv_append(r.kv, 0, 0, x.data(), x.data(), 3), TKV_OK);
         CHECK_EQ(tkvcu_import(r.cu, 0, r.kv, 0, NULL), TKVCU_ERR_UNSUPPORTED);
         CHECK_STR(tkvcu_last_error(r.cu), "a flush made a block short");
         wide = cfg;
-        wide.max_append = 512;
-        wide.window = 128;
+        wide.limits.max_append = 512;
+        wide.model.window = 128;
         CHECK_EQ(tkv_create(&wide, &kv), TKV_OK);
         CHECK_EQ(tkv_append(kv, 0, 0, x.data(), x.data(), 512), TKV_OK); /* hot until the next append */
         CHECK_EQ(tkvcu_import(r.cu, 0, kv, 0, NULL), TKV_ERR_CAPACITY);
@@ -913,8 +915,8 @@ static std::vector<uint8_t> learned(rig *r, float first, float second) {
         for (size_t i = 0; i < x.size(); i++) x[i] *= i / 64 % 2 ? second : first;
         CHECK_EQ(tkv_append(kv, 0, n / 64 % 2, x.data(), x.data(), 64), TKV_OK);
     }
-    CHECK_EQ(tkv_calibration_freeze(kv), TKV_OK);
-    CHECK_EQ(tkv_calibration_save(kv, table.data(), table.size(), &bytes), TKV_OK);
+    CHECK_EQ(tkv_freeze_calibration(kv), TKV_OK);
+    CHECK_EQ(tkv_save_calibration(kv, table.data(), table.size(), &bytes), TKV_OK);
     table.resize(bytes);
     tkv_destroy(kv);
     return table;
@@ -927,12 +929,12 @@ TEST(tables) {
     if (rig_open(&r, &cfg) && rig_open(&other, &cfg) && rig_open(&third, &cfg)) {
         one = learned(&r, 9.0f, .5f);
         two = learned(&r, .5f, 9.0f);
-        CHECK_EQ(tkv_calibration_load(r.kv, one.data(), one.size()), TKV_OK);
+        CHECK_EQ(tkv_load_calibration(r.kv, one.data(), one.size()), TKV_OK);
         CHECK_EQ(tkvcu_tables(r.cu, r.kv, NULL), TKV_OK);
         CHECK_EQ(tkvcu_tables(r.cu, r.kv, NULL), TKV_OK); /* the same once more */
         grow(&r, 0, 400, 1);
         /* A second version: blocks keep the one that they were coded with. */
-        CHECK_EQ(tkv_calibration_load(r.kv, two.data(), two.size()), TKV_OK);
+        CHECK_EQ(tkv_load_calibration(r.kv, two.data(), two.size()), TKV_OK);
         CHECK_EQ(r.kv->tables.current[0], 1);
         CHECK_EQ(tkvcu_tables(r.cu, r.kv, NULL), TKV_OK);
         grow(&r, 0, 590, 1);
@@ -949,7 +951,7 @@ TEST(tables) {
         CHECK_STR(tkvcu_last_error(other.cu), "blocks here may be coded with another table of layer 0; take "
                                               "over tables before the first append");
         CHECK_EQ(tkvcu_import(other.cu, 0, r.kv, 0, NULL), TKV_ERR_STATE);
-        CHECK_EQ(tkv_calibration_load(other.kv, two.data(), two.size()), TKV_OK);
+        CHECK_EQ(tkv_load_calibration(other.kv, two.data(), two.size()), TKV_OK);
         CHECK_EQ(tkvcu_export(r.cu, 0, other.kv, 0, NULL), TKV_ERR_STATE); /* its version 0 is another */
         CHECK_STR(tkvcu_last_error(r.cu), "the cache has another table in layer 0");
     }
@@ -968,15 +970,15 @@ TEST(fits) {
         for (dim = 64; dim <= 128; dim += 64) {
             tkv_config cfg = config_of("kivi", dim);
             rig r;
-            cfg.fit = fit[i];
-            cfg.hot_tokens = cfg.warm_tokens = 64;
+            cfg.format.fit = fit[i];
+            cfg.tiers.hot_tokens = cfg.tiers.warm_tokens = 64;
             if (rig_alike(&r, &cfg)) grow(&r, 0, 280, 1);
             rig_close(&r);
         }
 }
 
-/* Blocks of threads come in any order: a head's block enters the warm ring, coded with another table and so in another
- * place, while another head's is still read. */
+/* Blocks of threads come in any order: a head's block enters the warm ring, coded with another table and so in
+ * another place, while another head's is still read. */
 TEST(blocks_of_threads_in_any_order) {
     const char *const given = getenv("TKVCU_ORDER");
     const std::string order = given ? given : "";
@@ -988,10 +990,10 @@ TEST(blocks_of_threads_in_any_order) {
             const std::vector<uint8_t> one = learned(&r, 9.0f, .5f), two = learned(&r, .5f, 9.0f);
             const std::vector<uint8_t> &before = i / 2 ? one : two, &after = i / 2 ? two : one;
             setenv("TKVCU_ORDER", i % 2 ? "1" : "0", 1);
-            CHECK_EQ(tkv_calibration_load(r.kv, before.data(), before.size()), TKV_OK);
+            CHECK_EQ(tkv_load_calibration(r.kv, before.data(), before.size()), TKV_OK);
             CHECK_EQ(tkvcu_tables(r.cu, r.kv, NULL), TKV_OK);
             grow(&r, 0, 400, 0);
-            CHECK_EQ(tkv_calibration_load(r.kv, after.data(), after.size()), TKV_OK);
+            CHECK_EQ(tkv_load_calibration(r.kv, after.data(), after.size()), TKV_OK);
             CHECK_EQ(tkvcu_tables(r.cu, r.kv, NULL), TKV_OK);
             grow(&r, 0, 590, 1);
             setenv("TKVCU_ORDER", order.c_str(), 1);
@@ -1001,8 +1003,8 @@ TEST(blocks_of_threads_in_any_order) {
 }
 
 TEST(texts) {
-    CHECK_STR(tkvcu_strerror(TKV_OK), tkv_status_text(TKV_OK));
-    CHECK_STR(tkvcu_strerror(TKV_ERR_NOMEM), tkv_status_text(TKV_ERR_NOMEM));
+    CHECK_STR(tkvcu_strerror(TKV_OK), tkv_get_status_text(TKV_OK));
+    CHECK_STR(tkvcu_strerror(TKV_ERR_NOMEM), tkv_get_status_text(TKV_ERR_NOMEM));
     CHECK(strstr(tkvcu_strerror(TKVCU_ERR_CUDA), "CUDA") != NULL);
     CHECK(strstr(tkvcu_strerror(TKVCU_ERR_UNSUPPORTED), "cannot") != NULL);
     CHECK_STR(tkvcu_strerror(1), "not a status");

@@ -1,6 +1,6 @@
 /*
- * Attention of many queries by tieredkv_cuda.cu on a processor (cuda_on_cpu.h), against double precision on the decoded
- * values, as in test_cuda_attend.cpp.
+ * Attention of many queries by tieredkv_cuda.cu on a processor (cuda_on_cpu.h), against double precision on the
+ * decoded values, as in test_cuda_attend.cpp.
  *
  *     g++ -std=c++17 -O1 tests/test_cuda_prefill.cpp -o test_cuda_prefill -lm
  */
@@ -18,8 +18,8 @@ static void name_formats(tkv_config *cfg, const char *pair) { /* "k/v", or one f
     const char *v = strchr(pair, '/');
     snprintf(k, sizeof k, "%s", pair);
     if (v) *strchr(k, '/') = 0;
-    cfg->archive.k = tkv_format_from_name(k);
-    cfg->archive.v = tkv_format_from_name(v ? v + 1 : k);
+    cfg->tiers.archive.k = format_named(k);
+    cfg->tiers.archive.v = format_named(v ? v + 1 : k);
 }
 
 TEST(formats) {
@@ -35,9 +35,9 @@ TEST(formats) {
             const options o = many(9 + (int)i);
             char name[64];
             rig r;
-            cfg.max_seqs = 1;
-            cfg.warm.k = i % 2 ? TKV_KIVI4 : TKV_A40;
-            cfg.warm.v = i % 2 ? TKV_R40 : TKV_KIVI3;
+            cfg.limits.max_seqs = 1;
+            cfg.tiers.warm.k = i % 2 ? TKV_KIVI4 : TKV_A40;
+            cfg.tiers.warm.v = i % 2 ? TKV_R40 : TKV_KIVI3;
             name_formats(&cfg, pairs[i]);
             if (!rig_open(&r, &cfg)) return;
             fill(&r, 0, 640);
@@ -55,10 +55,10 @@ TEST(groups_and_queries) {
     for (i = 0; i < sizeof groups / sizeof *groups; i++) {
         tkv_config cfg = config_of(i % 2 ? 128 : 64, groups[i] * 2, 2);
         rig r;
-        cfg.hot_tokens = 1; /* so that queries reach into coded blocks */
-        cfg.warm_tokens = i % 2 ? 64 : TKV_NONE;
-        cfg.archive.k = cfg.archive.v = i % 2 ? TKV_KIVI2 : TKV_KIVI3;
-        cfg.warm.k = cfg.warm.v = TKV_KIVI4;
+        cfg.tiers.hot_tokens = 1; /* so that queries reach into coded blocks */
+        cfg.tiers.warm_tokens = i % 2 ? 64 : TKV_OFF;
+        cfg.tiers.archive.k = cfg.tiers.archive.v = i % 2 ? TKV_KIVI2 : TKV_KIVI3;
+        cfg.tiers.warm.k = cfg.tiers.warm.v = TKV_KIVI4;
         if (!rig_open(&r, &cfg)) return;
         fill(&r, 0, 4 + 128 + 3);
         fill(&r, 1, 4 + 7 * (int)i);
@@ -82,8 +82,8 @@ TEST(exact_and_lengths) {
         tkv_format hot_k, hot_v;
         int hot, sinks, dim;
         tkv_type type;
-    } row[] = {{TKV_F16, TKV_F16, TKV_ALL, 0, 128, TKV_TYPE_F32},
-               {TKV_BF16, TKV_BF16, TKV_ALL, 0, 64, TKV_TYPE_F16},
+    } row[] = {{TKV_F16, TKV_F16, TKV_UNLIMITED, 0, 128, TKV_TYPE_F32},
+               {TKV_BF16, TKV_BF16, TKV_UNLIMITED, 0, 64, TKV_TYPE_F16},
                {TKV_BF16, TKV_F16, 100, 33, 128, TKV_TYPE_F16},
                {TKV_F16, TKV_BF16, 64, 4, 64, TKV_TYPE_BF16}};
     size_t i, l;
@@ -92,11 +92,11 @@ TEST(exact_and_lengths) {
         options o = many(9);
         char name[64];
         rig r;
-        cfg.hot.k = row[i].hot_k;
-        cfg.hot.v = row[i].hot_v;
-        cfg.hot_tokens = row[i].hot;
-        cfg.sink_tokens = row[i].sinks;
-        cfg.warm.k = cfg.warm.v = cfg.archive.k = cfg.archive.v = TKV_KIVI4;
+        cfg.tiers.hot.k = row[i].hot_k;
+        cfg.tiers.hot.v = row[i].hot_v;
+        cfg.tiers.hot_tokens = row[i].hot;
+        cfg.tiers.sink_tokens = row[i].sinks;
+        cfg.tiers.warm.k = cfg.tiers.warm.v = cfg.tiers.archive.k = cfg.tiers.archive.v = TKV_KIVI4;
         o.type = row[i].type;
         if (!rig_open(&r, &cfg)) return;
         for (l = 0; l < sizeof lengths / sizeof *lengths; l++) { /* ragged: the second is behind */
@@ -113,26 +113,26 @@ TEST(exact_and_lengths) {
 TEST(options_of_a_call) {
     /* 600 tokens: sinks .. 3, archive .. 387, warm .. 515, hot; the edges in each of them, and of blocks */
     static const options row[] = {
-        {0.0f, 0.0f, 300, 0, 12, TKV_TYPE_F32, NULL},    {0.0f, 0.0f, 150, 0, 40, TKV_TYPE_F32, NULL},
-        {0.0f, 0.0f, 30, 0, 64, TKV_TYPE_F32, NULL},     {0.0f, 0.0f, 1, 0, 9, TKV_TYPE_F32, NULL},
-        {0.0f, 0.0f, 588, 0, 10, TKV_TYPE_F32, NULL},    {0.0f, 0.0f, 532, 0, 10, TKV_TYPE_F32, NULL},
-        {0.0f, 0.0f, 531, 0, 10, TKV_TYPE_F32, NULL},    {0.0f, 0.0f, 5000, 0, 9, TKV_TYPE_F32, NULL},
-        {0.0f, 20.0f, 0, 0, 9, TKV_TYPE_F32, NULL},      {0.0f, 5.0f, 200, 1, 33, TKV_TYPE_F16, NULL},
-        {0.0f, 0.0f, 0, 1, 9, TKV_TYPE_BF16, NULL},      {0.11f, 0.0f, 0, 0, 9, TKV_TYPE_F32, NULL},
-        {-0.05f, 3.0f, 0, 0, 9, TKV_TYPE_F32, NULL},     {-0.1f, 0.0f, 0, 0, 9, TKV_TYPE_F32, NULL},
-        {0.0f, 0.0f, TKV_NONE, 0, 9, TKV_TYPE_F32, NULL}};
+        {0.0f, 0.0f, 300, 0, 12, TKV_TYPE_F32, NULL},   {0.0f, 0.0f, 150, 0, 40, TKV_TYPE_F32, NULL},
+        {0.0f, 0.0f, 30, 0, 64, TKV_TYPE_F32, NULL},    {0.0f, 0.0f, 1, 0, 9, TKV_TYPE_F32, NULL},
+        {0.0f, 0.0f, 588, 0, 10, TKV_TYPE_F32, NULL},   {0.0f, 0.0f, 532, 0, 10, TKV_TYPE_F32, NULL},
+        {0.0f, 0.0f, 531, 0, 10, TKV_TYPE_F32, NULL},   {0.0f, 0.0f, 5000, 0, 9, TKV_TYPE_F32, NULL},
+        {0.0f, 20.0f, 0, 0, 9, TKV_TYPE_F32, NULL},     {0.0f, 5.0f, 200, 1, 33, TKV_TYPE_F16, NULL},
+        {0.0f, 0.0f, 0, 1, 9, TKV_TYPE_BF16, NULL},     {0.11f, 0.0f, 0, 0, 9, TKV_TYPE_F32, NULL},
+        {-0.05f, 3.0f, 0, 0, 9, TKV_TYPE_F32, NULL},    {-0.1f, 0.0f, 0, 0, 9, TKV_TYPE_F32, NULL},
+        {0.0f, 0.0f, TKV_OFF, 0, 9, TKV_TYPE_F32, NULL}};
     size_t i;
     int own;
     for (own = 0; own < 2; own++) {
         tkv_config cfg = config_of(own ? 64 : 128, 4, 2);
         rig r;
-        cfg.max_seqs = 1;
-        if (own) cfg.warm.k = cfg.warm.v = cfg.archive.k = cfg.archive.v = TKV_KIVI2;
+        cfg.limits.max_seqs = 1;
+        if (own) cfg.tiers.warm.k = cfg.tiers.warm.v = cfg.tiers.archive.k = cfg.tiers.archive.v = TKV_KIVI2;
         if (!rig_open(&r, &cfg)) return;
         fill(&r, 0, 600);
         if (own) { /* the layer's window is the device's alone: the host would drop blocks */
             device_close(&r);
-            cfg.window = r.cfg.window = 550;
+            cfg.model.window = r.cfg.model.window = 550;
             if (!device_open(&r, &cfg)) return;
         }
         import_all(&r);
@@ -157,8 +157,8 @@ TEST(rows_by_map) {
     uint32_t word = 0;
     size_t i, s;
     rig r;
-    cfg.max_seqs = 5;
-    cfg.warm.k = cfg.warm.v = cfg.archive.k = cfg.archive.v = TKV_KIVI4;
+    cfg.limits.max_seqs = 5;
+    cfg.tiers.warm.k = cfg.tiers.warm.v = cfg.tiers.archive.k = cfg.tiers.archive.v = TKV_KIVI4;
     o.map = known;
     if (!rig_open(&r, &cfg)) return;
     for (s = 0; s < 5; s++) fill(&r, (int)s, length[s]);
@@ -185,9 +185,9 @@ TEST(table_versions) {
     const tkvcu_view *v;
     int b, changes = 0;
     rig r;
-    CHECK_EQ(tkv_config_preset(&cfg, "extreme"), TKV_OK);
-    cfg.warm_tokens = 256;
-    cfg.max_seqs = 1;
+    CHECK_EQ(tkv_apply_preset(&cfg, "extreme"), TKV_OK);
+    cfg.tiers.warm_tokens = 256;
+    cfg.limits.max_seqs = 1;
     if (!rig_open(&r, &cfg)) return;
     fill(&r, 0, 2300);
     import_all(&r);
@@ -276,10 +276,10 @@ TEST(sizes_of_values) {
             options o = many(9);
             char name[64];
             rig r;
-            cfg.max_seqs = 1;
+            cfg.limits.max_seqs = 1;
             name_formats(&cfg, pairs[i]);
-            cfg.warm = cfg.archive;
-            if (k > 3) cfg.hot.k = cfg.hot.v = TKV_BF16;
+            cfg.tiers.warm = cfg.tiers.archive;
+            if (k > 3) cfg.tiers.hot.k = cfg.tiers.hot.v = TKV_BF16;
             if (!rig_open(&r, &cfg)) return;
             r.k_size = sizes[k][0];
             r.v_size = sizes[k][1];
@@ -305,10 +305,10 @@ TEST(a_prompt_in_chunks) {
     cudaGraph_t graph;
     int i;
     rig r;
-    cfg.max_seqs = 1;
-    cfg.warm_tokens = 64;
-    cfg.warm.k = cfg.warm.v = TKV_KIVI4; /* no tables: the host would learn others */
-    cfg.archive.k = cfg.archive.v = TKV_KIVI2;
+    cfg.limits.max_seqs = 1;
+    cfg.tiers.warm_tokens = 64;
+    cfg.tiers.warm.k = cfg.tiers.warm.v = TKV_KIVI4; /* no tables: the host would learn others */
+    cfg.tiers.archive.k = cfg.tiers.archive.v = TKV_KIVI2;
     if (!rig_open(&r, &cfg)) return;
     CHECK_EQ(cudaStreamBeginCapture(NULL, cudaStreamCaptureModeThreadLocal), cudaSuccess);
     CHECK_EQ(tkvcu_append(r.cu, 0, k.data(), v.data(), TKV_TYPE_F32, CHUNK, NULL, NULL), TKV_OK);
@@ -343,10 +343,10 @@ TEST(flat_keys) {
         std::vector<float> k(600 * 256, 0.5f), v(600 * 256);
         options o = plain;
         rig r;
-        cfg.max_seqs = 1;
-        cfg.max_append = 600;
-        cfg.warm.k = cfg.archive.k = tkv_format_from_name(formats[i]);
-        cfg.warm.v = cfg.archive.v = TKV_KIVI4;
+        cfg.limits.max_seqs = 1;
+        cfg.limits.max_append = 600;
+        cfg.tiers.warm.k = cfg.tiers.archive.k = format_named(formats[i]);
+        cfg.tiers.warm.v = cfg.tiers.archive.v = TKV_KIVI4;
         if (!rig_open(&r, &cfg)) return;
         tkv_rng_fill(&r.rng, v.data(), v.size(), 1.0);
         CHECK_EQ(tkv_append(r.kv, 0, 0, k.data(), v.data(), 600), TKV_OK);

@@ -37,17 +37,17 @@ typedef struct twins {
 
 static tkv_config small_config(void) {
     tkv_config cfg = shape_of(LAYERS, HEADS, KV_HEADS, DIM, SEQS, CHUNK);
-    cfg.hot = pair_of(TKV_F32, TKV_F32);
-    cfg.evict.kind = TKV_EVICT_SLIDING;
+    cfg.tiers.hot = pair_of(TKV_F32, TKV_F32);
+    cfg.evict.policy = TKV_EVICT_SLIDING;
     return cfg;
 }
 
 static twins twins_of(const tkv_config *cfg) {
     tkv_config whole = small_config();
     twins t;
-    whole.evict.kind = TKV_EVICT_NONE;
-    whole.hot_tokens = TKV_ALL;
-    whole.window = cfg->window;
+    whole.evict.policy = TKV_EVICT_NONE;
+    whole.tiers.hot_tokens = TKV_UNLIMITED;
+    whole.model.window = cfg->model.window;
     t.kv = make(cfg);
     t.whole = make(&whole);
     rng = tkv_rng_seed(1);
@@ -73,14 +73,14 @@ static tkv_status grow(twins *t, int seq, int n) {
 
 static int is_there(const tkv_cache *kv, int seq, int layer, int position) {
     uint64_t bit = 0;
-    CHECK_EQ(tkv_alive(kv, seq, layer, position, 1, &bit), TKV_OK);
+    CHECK_EQ(live_mask_of(kv, seq, layer, position, 1, &bit), TKV_OK);
     return (int)bit;
 }
 
 static int count_of(const tkv_cache *kv, int seq, int layer) {
     uint64_t alive[WORDS];
-    int i, n = 0, len = tkv_layer_len(kv, seq, layer);
-    CHECK_EQ(tkv_alive(kv, seq, layer, 0, len, alive), TKV_OK);
+    int i, n = 0, len = tkv_get_length(kv, seq, layer);
+    CHECK_EQ(live_mask_of(kv, seq, layer, 0, len, alive), TKV_OK);
     for (i = 0; i < len; i++) n += tkvi_has(alive, i);
     return n;
 }
@@ -90,7 +90,7 @@ static void attends_alike(const twins *t, int seq, int layer, int n, const tkv_a
                           double bound) {
     uint64_t alive[WORDS];
     tkv_attend_params p;
-    const int len = tkv_layer_len(t->kv, seq, layer);
+    const int len = tkv_get_length(t->kv, seq, layer);
     double err = 0.0, all = 0.0;
     int r, i;
     memset(&p, 0, sizeof p);
@@ -102,7 +102,7 @@ static void attends_alike(const twins *t, int seq, int layer, int n, const tkv_a
     p.out = mine;
     tkv_rng_fill(&rng, q_in, (size_t)(n * HEADS * DIM), 1.5);
     CHECK_EQ(tkv_attend_ex(t->kv, &p), TKV_OK);
-    CHECK_EQ(tkv_alive(t->kv, seq, layer, 0, len, alive), TKV_OK);
+    CHECK_EQ(live_mask_of(t->kv, seq, layer, 0, len, alive), TKV_OK);
     for (r = 0; r < n; r++)
         for (i = 0; i < len; i++) {
             const float given = like && like->mask ? like->mask[r * LONGEST + i] : 0.0f;
@@ -123,7 +123,7 @@ static void attends_alike(const twins *t, int seq, int layer, int n, const tkv_a
 
 /* Every token that is there reads as it was written (within `bound` of all values), others say that they are gone. */
 static void reads_alike(const twins *t, int seq, int layer, double bound) {
-    const int len = tkv_layer_len(t->kv, seq, layer);
+    const int len = tkv_get_length(t->kv, seq, layer);
     float k[ROW], v[ROW];
     double err = 0.0, all = 0.0;
     int i, c;
@@ -133,7 +133,7 @@ static void reads_alike(const twins *t, int seq, int layer, double bound) {
         const int there = is_there(t->kv, seq, layer, i);
         const tkv_status st = tkv_read(t->kv, seq, layer, i, 1, k, v);
         CHECK_EQ(st, there ? TKV_OK : TKV_ERR_RANGE);
-        CHECK_EQ(tkv_tier_of(t->kv, seq, layer, i, &tier), there ? TKV_OK : TKV_ERR_RANGE);
+        CHECK_EQ(tier_of(t->kv, seq, layer, i, &tier), there ? TKV_OK : TKV_ERR_RANGE);
         for (c = 0; c < ROW && !st; c++) {
             const double a = (double)k[c] - (double)k_out[i * ROW + c];
             const double b = (double)v[c] - (double)v_out[i * ROW + c];
@@ -147,11 +147,11 @@ static void reads_alike(const twins *t, int seq, int layer, double bound) {
 /* A part of the tokens of a layer, by lot. */
 static void drop_some(twins *t, int seq, int layer, int percent) {
     uint64_t victims[WORDS];
-    int i, len = tkv_layer_len(t->kv, seq, layer);
+    int i, len = tkv_get_length(t->kv, seq, layer);
     memset(victims, 0, sizeof victims);
     for (i = 0; i < len; i++)
         if (tkv_rng_below(&rng, 100) < percent) tkvi_mark(victims, i);
-    CHECK_EQ(tkv_drop(t->kv, seq, layer, victims, len), TKV_OK);
+    CHECK_EQ(evict_named(t->kv, seq, layer, victims, len), TKV_OK);
     for (i = 0; i < len; i++)
         if (tkvi_has(victims, i)) CHECK(!is_there(t->kv, seq, layer, i));
     sound(t->kv);
@@ -162,8 +162,8 @@ TEST(a_window_slides) { /* StreamingLLM: sinks and the newest, never more than a
     tkv_config cfg = small_config();
     twins t;
     int n, i;
-    cfg.hot_tokens = TKV_ALL;
-    cfg.evict_tokens = 200;
+    cfg.tiers.hot_tokens = TKV_UNLIMITED;
+    cfg.evict.keep_tokens = 200;
     cfg.evict.batch = 1;
     t = twins_of(&cfg);
     for (n = 1; n <= 700; n++) {
@@ -183,8 +183,8 @@ TEST(
         tkv_config cfg = small_config();
         twins t;
         int n, i;
-        cfg.hot_tokens = TKV_ALL;
-        cfg.evict_tokens = 128;
+        cfg.tiers.hot_tokens = TKV_UNLIMITED;
+        cfg.evict.keep_tokens = 128;
         t = twins_of(&cfg);
         for (n = 0; n < 4; n++) {
             CHECK_EQ(grow(&t, 0, chunk), TKV_OK);
@@ -200,8 +200,8 @@ TEST(batches) { /* at most evict_tokens, and at least that less a batch */
     tkv_config cfg = small_config();
     twins t;
     int n, least = LONGEST;
-    cfg.evict_tokens = 300;
-    cfg.evict.kind = TKV_EVICT_KNORM;
+    cfg.evict.keep_tokens = 300;
+    cfg.evict.policy = TKV_EVICT_KNORM;
     t = twins_of(&cfg);
     for (n = 0; n < 150; n++) {
         const int more = 1 + tkv_rng_below(&rng, 15);
@@ -209,14 +209,24 @@ TEST(batches) { /* at most evict_tokens, and at least that less a batch */
         CHECK_EQ(grow(&t, 0, more), TKV_OK);
         count = count_of(t.kv, 0, 2);
         CHECK(count <= 300);
-        if (tkv_seq_len(t.kv, 0) > 310 && count < least) least = count;
+        if (tkv_get_length(t.kv, 0, TKV_ALL_LAYERS) > 310 && count < least) least = count;
     }
     CHECK(least >= 300 - 64 - 15 && least < 300 - 30);
     end_of(&t);
 }
 
+/* The mean of |k| over KV heads, as "knorm" takes it. */
+static void key_norms(const float *keys, int n, float *out) {
+    int i, h;
+    for (i = 0; i < n; i++) {
+        double sum = 0.0;
+        for (h = 0; h < KV_HEADS; h++) sum += tkvi_key_norm(tkvi_key_of(keys, i, KV_HEADS, h, DIM), DIM);
+        out[i] = (float)(sum / KV_HEADS);
+    }
+}
+
 /* The tokens that the pure function leaves, of the keys as the cache has them. */
-static void leaves_what_the_rule_says(tkv_evict_kind kind, int keep) {
+static void leaves_what_the_rule_says(tkv_evict_policy kind, int keep) {
     tkv_config cfg = small_config();
     tkv_evict_params p;
     tkv_evict_view v;
@@ -224,22 +234,22 @@ static void leaves_what_the_rule_says(tkv_evict_kind kind, int keep) {
     float norms[600], scores[600];
     twins t;
     int i;
-    cfg.evict.kind = kind;
-    cfg.hot_tokens = TKV_ALL;
+    cfg.evict.policy = kind;
+    cfg.tiers.hot_tokens = TKV_UNLIMITED;
     t = twins_of(&cfg);
     for (i = 0; i < 3; i++) CHECK_EQ(grow(&t, 0, 200), TKV_OK);
     CHECK_EQ(tkv_read(t.whole, 0, 1, 0, 600, k_out, v_out), TKV_OK);
-    CHECK_EQ(tkv_evict_key_norms(k_out, 600, KV_HEADS, DIM, norms), TKV_OK);
+    key_norms(k_out, 600, norms);
     memset(&v, 0, sizeof v);
     v.n = 600;
     v.norms = norms;
     v.keys = k_out;
     v.n_kv_heads = KV_HEADS;
     v.head_dim = DIM;
-    CHECK_EQ(tkv_evict_score(&cfg.evict, &v, scores), TKV_OK);
-    CHECK_EQ(tkv_evict_select(&cfg.evict, &v, scores, keep, victims, NULL), TKV_OK);
+    CHECK_EQ(tkvi_score_tokens(&cfg.evict, &v, scores), TKV_OK);
+    CHECK_EQ(tkvi_select_victims(&cfg.evict, &v, scores, keep, victims, NULL), TKV_OK);
     memset(&p, 0, sizeof p);
-    p.layer = TKV_NONE;
+    p.layer = TKV_ALL_LAYERS;
     p.keep = keep;
     CHECK_EQ(tkv_evict(t.kv, &p), TKV_OK);
     for (i = 0; i < 600; i++) CHECK_EQ(is_there(t.kv, 0, 1, i), !tkvi_has(victims, i));
@@ -259,7 +269,7 @@ TEST(rules_of_keys) {
 }
 
 TEST(norms_are_those_of_the_keys_that_came) { /* whatever they are coded in by now */
-    static const tkv_pair tight = {TKV_KIVI2, TKV_KIVI2};
+    static const tkv_format_pair tight = {TKV_KIVI2, TKV_KIVI2};
     tkv_config cfg = small_config();
     tkv_evict_params p;
     tkv_evict_view v;
@@ -267,17 +277,17 @@ TEST(norms_are_those_of_the_keys_that_came) { /* whatever they are coded in by n
     float norms[600], scores[600];
     twins t;
     int i;
-    cfg.evict.kind = TKV_EVICT_KNORM;
-    cfg.warm = cfg.archive = tight;
+    cfg.evict.policy = TKV_EVICT_KNORM;
+    cfg.tiers.warm = cfg.tiers.archive = tight;
     t = twins_of(&cfg);
     for (i = 0; i < 3; i++) CHECK_EQ(grow(&t, 0, 200), TKV_OK);
     CHECK_EQ(tkv_read(t.whole, 0, 1, 0, 600, k_out, v_out), TKV_OK);
-    CHECK_EQ(tkv_evict_key_norms(k_out, 600, KV_HEADS, DIM, norms), TKV_OK);
+    key_norms(k_out, 600, norms);
     memset(&v, 0, sizeof v);
     v.n = 600;
     v.norms = norms;
-    CHECK_EQ(tkv_evict_score(&cfg.evict, &v, scores), TKV_OK);
-    CHECK_EQ(tkv_evict_select(&cfg.evict, &v, scores, 200, victims, NULL), TKV_OK);
+    CHECK_EQ(tkvi_score_tokens(&cfg.evict, &v, scores), TKV_OK);
+    CHECK_EQ(tkvi_select_victims(&cfg.evict, &v, scores, 200, victims, NULL), TKV_OK);
     memset(&p, 0, sizeof p);
     p.layer = 1;
     p.keep = 200;
@@ -289,8 +299,8 @@ TEST(norms_are_those_of_the_keys_that_came) { /* whatever they are coded in by n
 
 /* Who goes by attention: four tokens, far back, get nearly all of it from the last 40 queries. */
 TEST(what_is_attended_to_stays) {
-    static const tkv_evict_kind kinds[] = {TKV_EVICT_H2O,       TKV_EVICT_TOVA,         TKV_EVICT_SNAPKV,
-                                           TKV_EVICT_PYRAMIDKV, TKV_EVICT_SCISSORHANDS, TKV_EVICT_SLIDING};
+    static const tkv_evict_policy kinds[] = {TKV_EVICT_H2O,       TKV_EVICT_TOVA,         TKV_EVICT_SNAPKV,
+                                             TKV_EVICT_PYRAMIDKV, TKV_EVICT_SCISSORHANDS, TKV_EVICT_SLIDING};
     static const int heavy[4] = {30, 77, 140, 201};
     size_t n;
     for (n = 0; n < sizeof kinds / sizeof *kinds; n++) {
@@ -299,8 +309,8 @@ TEST(what_is_attended_to_stays) {
         tkv_evict_params p;
         tkv_cache *kv;
         int i, c, alive = 0;
-        cfg.evict.kind = kinds[n];
-        cfg.importance_every = 1;
+        cfg.evict.policy = kinds[n];
+        cfg.importance.sample_every = 1;
         cfg.importance.strategy = TKV_IMPORTANCE_RECENCY; /* nothing but what the policy wants */
         kv = make(&cfg);
         rng = tkv_rng_seed(5);
@@ -319,16 +329,16 @@ TEST(what_is_attended_to_stays) {
         p.keep = 80;
         memset(&other, 0, sizeof other); /* what is not gathered is not gone by */
         p.evict = &other;
-        other.kind = kinds[n] == TKV_EVICT_H2O ? TKV_EVICT_TOVA : TKV_EVICT_H2O;
+        other.policy = kinds[n] == TKV_EVICT_H2O ? TKV_EVICT_TOVA : TKV_EVICT_H2O;
         CHECK_EQ(tkv_evict(kv, &p), TKV_ERR_CONFIG);
-        CHECK_EQ(tkv_layer_len(kv, 0, 1), 290);
+        CHECK_EQ(tkv_get_length(kv, 0, 1), 290);
         p.evict = NULL;
         CHECK_EQ(tkv_evict(kv, &p), TKV_OK);
         for (i = 0; i < 290; i++) alive += is_there(kv, 0, 1, i);
         if (kinds[n] != TKV_EVICT_PYRAMIDKV) CHECK_EQ(alive, 80);
         for (i = 0; i < 4; i++)
             CHECK_MSG(is_there(kv, 0, 1, heavy[i]) == (kinds[n] != TKV_EVICT_SLIDING), "%s: token %d",
-                      tkv_evict_name(kinds[n]), heavy[i]);
+                      tkv_get_name(TKV_NAME_EVICT_POLICY, kinds[n]), heavy[i]);
         sound(kv);
         tkv_destroy(kv);
     }
@@ -342,7 +352,7 @@ TEST(scores_pins_priorities) {
     uint64_t pinned[WORDS];
     twins t;
     int i;
-    cfg.evict.kind = TKV_EVICT_SCORES;
+    cfg.evict.policy = TKV_EVICT_SCORES;
     t = twins_of(&cfg);
     CHECK_EQ(grow(&t, 1, 250), TKV_OK);
     CHECK_EQ(grow(&t, 1, 250), TKV_OK);
@@ -352,12 +362,12 @@ TEST(scores_pins_priorities) {
     for (i = 0; i < 500; i++) scores[i] = (float)(i * 37 % 500);
     for (i = 100; i < 110; i++) tkvi_mark(pinned, i);
     for (i = 50; i < 60; i++) priority[i] = 1;
-    CHECK_EQ(tkv_pin(t.kv, 1, 200, 7, 1), TKV_OK);
-    CHECK_EQ(tkv_pin(t.kv, 1, 203, 1, 0), TKV_OK);
+    CHECK_EQ(tkv_seq_pin(t.kv, 1, 200, 7, TKV_UNLIMITED), TKV_OK);
+    CHECK_EQ(tkv_seq_pin(t.kv, 1, 203, 1, TKV_OFF), TKV_OK);
     p.seq = 1;
     p.keep = 60;
-    p.pinned = pinned;
-    p.priority = priority;
+    p.pinned_mask = pinned;
+    p.priorities = priority;
     p.scores = scores;
     CHECK_EQ(tkv_evict(t.kv, &p), TKV_OK); /* of layer 0 alone */
     CHECK_EQ(count_of(t.kv, 1, 0), 60);
@@ -379,7 +389,7 @@ TEST(scores_pins_priorities) {
     reads_alike(&t, 1, 0, .2);
     scores[499] = tkvi_from_bits(0x7fc00000u);
     p.keep = 50;
-    p.layer = TKV_NONE;
+    p.layer = TKV_ALL_LAYERS;
     CHECK_EQ(tkv_evict(t.kv, &p), TKV_ERR_NONFINITE);
     CHECK_EQ(count_of(t.kv, 1, 0), 60);
     CHECK_EQ(count_of(t.kv, 1, 1), 500);
@@ -393,16 +403,16 @@ TEST(scores_of_the_cache_are_importance) {
     float importance[300], least = 1e30f, most = -1e30f, mass[300];
     twins t;
     int i;
-    cfg.evict.kind = TKV_EVICT_SCORES;
-    cfg.evict.recent_tokens = TKV_NONE;
-    cfg.evict.sink_tokens = TKV_NONE;
+    cfg.evict.policy = TKV_EVICT_SCORES;
+    cfg.evict.recent_tokens = TKV_OFF;
+    cfg.evict.sink_tokens = TKV_OFF;
     cfg.importance.tau = 300.0f;
     t = twins_of(&cfg);
     CHECK_EQ(grow(&t, 0, 100), TKV_OK);
     CHECK_EQ(grow(&t, 0, 200), TKV_OK);
     for (i = 0; i < 300; i++) mass[i] = (float)(i * 71 % 300) * .002f;
-    CHECK_EQ(tkv_importance_add_to(t.kv, 0, 1, 0, 300, mass), TKV_OK);
-    CHECK_EQ(tkv_importance_of(t.kv, 0, 1, 0, 300, importance, NULL), TKV_OK);
+    CHECK_EQ(tkv_add_scores(t.kv, 0, 1, 0, 300, mass), TKV_OK);
+    CHECK_EQ(tkv_get_importance(t.kv, 0, 1, 0, 300, importance, NULL), TKV_OK);
     memset(&p, 0, sizeof p);
     p.layer = 1;
     p.keep = 120;
@@ -424,10 +434,10 @@ TEST(a_scorer_of_the_users) {
     tkv_config cfg = small_config();
     twins t;
     int mad = 0, i;
-    cfg.evict.kind = TKV_EVICT_USER;
+    cfg.evict.policy = TKV_EVICT_USER;
     cfg.evict.scorer = no_number;
     cfg.evict.user = &mad;
-    cfg.evict_tokens = 128;
+    cfg.evict.keep_tokens = 128;
     t = twins_of(&cfg);
     for (i = 0; i < 20; i++) {
         mad = i >= 10; /* from then on the oldest go: it is no way to fill the memory */
@@ -440,7 +450,7 @@ TEST(a_scorer_of_the_users) {
 
 static float counts_calls(void *user, const tkv_evict_view *v, int i) {
     ++*(int *)user;
-    return (float)(v->position[i] % 7);
+    return (float)(v->positions[i] % 7);
 }
 
 TEST(scorers_are_asked_once) { /* for each token, be it one layer or all */
@@ -448,7 +458,7 @@ TEST(scorers_are_asked_once) { /* for each token, be it one layer or all */
     tkv_evict_params p;
     twins t;
     int calls = 0, i;
-    cfg.evict.kind = TKV_EVICT_USER;
+    cfg.evict.policy = TKV_EVICT_USER;
     cfg.evict.scorer = counts_calls;
     cfg.evict.user = &calls;
     t = twins_of(&cfg);
@@ -457,7 +467,7 @@ TEST(scorers_are_asked_once) { /* for each token, be it one layer or all */
     p.keep = 150;
     CHECK_EQ(tkv_evict(t.kv, &p), TKV_OK);
     CHECK_EQ(calls, 200);
-    p.layer = TKV_NONE;
+    p.layer = TKV_ALL_LAYERS;
     p.keep = 100;
     CHECK_EQ(tkv_evict(t.kv, &p), TKV_OK);
     CHECK_EQ(calls, 200 + 150 + (LAYERS - 1) * 200);
@@ -471,15 +481,15 @@ TEST(pins_of_what_is_gone_hold_nothing) {
     tkvi_spared spared;
     twins t;
     int before;
-    cfg.hot = pair_of(TKV_F16, TKV_F16);
-    cfg.budget_bytes = 500000;
+    cfg.tiers.hot = pair_of(TKV_F16, TKV_F16);
+    cfg.budget.bytes = 500000;
     t = twins_of(&cfg);
     CHECK_EQ(grow(&t, 0, 250), TKV_OK);
     CHECK_EQ(grow(&t, 0, 250), TKV_OK);
     drop_some(&t, 0, 1, 50);
     memset(&spared, 0, sizeof spared);
     before = tkvi_n_staying(t.kv, 0, 1, &spared);
-    CHECK_EQ(tkv_pin(t.kv, 0, 0, 500, 1), TKV_OK);
+    CHECK_EQ(tkv_seq_pin(t.kv, 0, 0, 500, TKV_UNLIMITED), TKV_OK);
     CHECK_EQ(tkvi_n_staying(t.kv, 0, 1, &spared), before + count_of(t.kv, 0, 1));
     end_of(&t);
 }
@@ -489,12 +499,12 @@ TEST(pyramids) { /* budgets of layers fall, and hold together */
     tkv_evict_params p;
     twins t;
     int layer, sum = 0, last = LONGEST;
-    cfg.evict.kind = TKV_EVICT_PYRAMIDKV;
+    cfg.evict.policy = TKV_EVICT_PYRAMIDKV;
     t = twins_of(&cfg);
     CHECK_EQ(grow(&t, 0, 256), TKV_OK);
     CHECK_EQ(grow(&t, 0, 256), TKV_OK);
     memset(&p, 0, sizeof p);
-    p.layer = TKV_NONE;
+    p.layer = TKV_ALL_LAYERS;
     p.keep = 200;
     CHECK_EQ(tkv_evict(t.kv, &p), TKV_OK);
     for (layer = 0; layer < LAYERS; layer++) {
@@ -529,7 +539,7 @@ static void holes_in(tkv_config cfg, double bound) {
         memset(&p, 0, sizeof p);
         p.window = 150;
         attends_alike(&t, 0, 1, 16, &p, bound);
-        p.alibi = slopes;
+        p.alibi_slopes = slopes;
         p.softcap = 20.0f;
         attends_alike(&t, 0, 1, 9, &p, bound);
         for (j = 0; j < 20 * LONGEST && i < 3; j++)
@@ -548,21 +558,21 @@ static void holes_in(tkv_config cfg, double bound) {
 
 TEST(exact_holes) {
     tkv_config cfg = small_config();
-    cfg.hot_tokens = TKV_ALL;
+    cfg.tiers.hot_tokens = TKV_UNLIMITED;
     holes_in(cfg, FAST_MATH ? 2e-3 : 2e-5);
-    cfg.sink_tokens = TKV_NONE;
+    cfg.tiers.sink_tokens = TKV_OFF;
     holes_in(cfg, FAST_MATH ? 2e-3 : 2e-5);
 }
 
 TEST(coded_holes) { /* errors of formats, of blocks that were coded twice or three times */
-    static const tkv_pair pairs[] = {
+    static const tkv_format_pair pairs[] = {
         {TKV_Q8, TKV_Q8}, {TKV_KIVI4, TKV_KIVI4}, {TKV_A40, TKV_R40}, {TKV_FP8_E4M3, TKV_FP8_E4M3}};
     static const double bounds[] = {.03, .4, .4, .15};
     tkv_config cfg = small_config();
     int i;
-    cfg.hot = pair_of(TKV_F16, TKV_F16);
+    cfg.tiers.hot = pair_of(TKV_F16, TKV_F16);
     for (i = 0; i < COUNT(pairs); i++) {
-        cfg.warm = cfg.archive = pairs[i];
+        cfg.tiers.warm = cfg.tiers.archive = pairs[i];
         holes_in(cfg, bounds[i]);
     }
 }
@@ -571,8 +581,8 @@ TEST(keys_before_rope) { /* their tokens stay where they are */
     tkv_config cfg = small_config();
     twins t;
     int i;
-    cfg.warm = cfg.archive = pair_of(TKV_KVQUANT4, TKV_KVQUANT4);
-    cfg.rope.dim = DIM;
+    cfg.tiers.warm = cfg.tiers.archive = pair_of(TKV_KVQUANT4, TKV_KVQUANT4);
+    cfg.model.rope.dim = DIM;
     t = twins_of(&cfg);
     for (i = 0; i < 8; i++) {
         CHECK_EQ(grow(&t, 0, 200), TKV_OK);
@@ -609,7 +619,7 @@ TEST(cuts) { /* truncating and aborting count positions; what went does not come
     tkv_config cfg = small_config();
     twins t;
     int i, len = 0, layer;
-    cfg.hot_tokens = TKV_ALL;
+    cfg.tiers.hot_tokens = TKV_UNLIMITED;
     t = twins_of(&cfg);
     for (i = 0; i < 60; i++) {
         const int n = 1 + tkv_rng_below(&rng, 80);
@@ -618,26 +628,26 @@ TEST(cuts) { /* truncating and aborting count positions; what went does not come
         drop_some(&t, 0, i % LAYERS, 20 + i % 70);
         if (i % 3 == 0) {
             len -= tkv_rng_below(&rng, len);
-            CHECK_EQ(tkv_truncate(t.kv, 0, len), TKV_OK);
-            CHECK_EQ(tkv_truncate(t.whole, 0, len), TKV_OK);
+            CHECK_EQ(tkv_seq_truncate(t.kv, 0, len), TKV_OK);
+            CHECK_EQ(tkv_seq_truncate(t.whole, 0, len), TKV_OK);
         } else if (i % 3 == 1) {
             const int more = 1 + tkv_rng_below(&rng, 100);
-            CHECK_EQ(tkv_begin(t.kv, 0), TKV_OK);
+            CHECK_EQ(tkv_seq_begin(t.kv, 0), TKV_OK);
             for (layer = 0; layer < LAYERS; layer++) {
                 tkv_rng_fill(&rng, k_in, (size_t)(more * ROW), 1.0);
                 CHECK_EQ(tkv_append(t.kv, 0, layer, k_in, k_in, more), TKV_OK);
             }
-            CHECK_EQ(tkv_drop(t.kv, 0, 0, NULL, 0), TKV_ERR_STATE);
-            CHECK_EQ(tkv_abort(t.kv, 0), TKV_OK);
+            CHECK_EQ(evict_named(t.kv, 0, 0, NULL, 0), TKV_ERR_STATE);
+            CHECK_EQ(tkv_seq_abort(t.kv, 0), TKV_OK);
         }
         sound(t.kv);
         for (layer = 0; layer < LAYERS && len > 0; layer++) {
-            CHECK_EQ(tkv_layer_len(t.kv, 0, layer), len);
+            CHECK_EQ(tkv_get_length(t.kv, 0, layer), len);
             reads_alike(&t, 0, layer, 0);
             attends_alike(&t, 0, layer, tkvi_min(len, 9), NULL, FAST_MATH ? 1e-3 : 1e-5);
         }
     }
-    CHECK_EQ(tkv_reset(t.kv, 0), TKV_OK);
+    CHECK_EQ(tkv_seq_reset(t.kv, 0), TKV_OK);
     sound(t.kv);
     end_of(&t);
 }
@@ -654,9 +664,9 @@ static int anchors_among(const twins *t, int layer, int from, int to) {
     int i, n = 0;
     for (i = from; i < to; i++) {
         tkv_tier tier;
-        CHECK_EQ(tkv_tier_of(t->kv, 0, layer, i, &tier), TKV_OK);
-        CHECK_EQ(reads_exactly(t, layer, i), tier == TKV_HOT);
-        n += tier == TKV_HOT;
+        CHECK_EQ(tier_of(t->kv, 0, layer, i, &tier), TKV_OK);
+        CHECK_EQ(reads_exactly(t, layer, i), tier == TKV_TIER_HOT);
+        n += tier == TKV_TIER_HOT;
     }
     return n;
 }
@@ -665,27 +675,27 @@ TEST(anchors_stay_exact) { /* those that got most, and their places are read aga
     static const int first[] = {9, 40, 67, 70, 131}, later[] = {300, 301, 302};
     const float one = 1.0f, two = 2.0f;
     tkv_config cfg = small_config();
-    tkv_tier_info tiers;
+    tkv_layer_info tiers;
     twins t;
     int i;
-    cfg.evict.kind = TKV_EVICT_NONE;
-    cfg.warm = cfg.archive = pair_of(TKV_KIVI2, TKV_KIVI2);
-    cfg.n_anchors = 5;
-    cfg.importance_every = 1;
+    cfg.evict.policy = TKV_EVICT_NONE;
+    cfg.tiers.warm = cfg.tiers.archive = pair_of(TKV_KIVI2, TKV_KIVI2);
+    cfg.tiers.n_anchors = 5;
+    cfg.importance.sample_every = 1;
     cfg.importance.strategy = TKV_IMPORTANCE_ACCUMULATION;
     t = twins_of(&cfg);
     CHECK_EQ(grow(&t, 0, 200), TKV_OK);
-    for (i = 0; i < COUNT(first); i++) CHECK_EQ(tkv_importance_add_to(t.kv, 0, 1, first[i], 1, &one), TKV_OK);
+    for (i = 0; i < COUNT(first); i++) CHECK_EQ(tkv_add_scores(t.kv, 0, 1, first[i], 1, &one), TKV_OK);
     for (i = 0; i < 3; i++) CHECK_EQ(grow(&t, 0, 60), TKV_OK);
     CHECK_EQ(anchors_among(&t, 1, 4, 196), COUNT(first));
     for (i = 0; i < COUNT(first); i++) CHECK(reads_exactly(&t, 1, first[i]));
     attends_alike(&t, 0, 1, 1, NULL, .9);
     sound(t.kv);
-    for (i = 0; i < COUNT(later); i++) CHECK_EQ(tkv_importance_add_to(t.kv, 0, 1, later[i], 1, &two), TKV_OK);
+    for (i = 0; i < COUNT(later); i++) CHECK_EQ(tkv_add_scores(t.kv, 0, 1, later[i], 1, &two), TKV_OK);
     for (i = 0; i < 4; i++) CHECK_EQ(grow(&t, 0, 60), TKV_OK);
     CHECK_EQ(anchors_among(&t, 1, 4, 440), COUNT(first));
     for (i = 0; i < COUNT(later); i++) CHECK(reads_exactly(&t, 1, later[i]));
-    CHECK_EQ(tkv_tier_counts(t.kv, 0, 1, &tiers), TKV_OK);
+    CHECK_EQ(tkv_get_layer(t.kv, 0, 1, &tiers), TKV_OK);
     CHECK_EQ(tiers.tokens[0] + tiers.tokens[1] + tiers.tokens[2], 620);
     CHECK_EQ(tiers.evicted, 0);
     attends_alike(&t, 0, 1, 1, NULL, .9);
@@ -703,10 +713,10 @@ TEST(anchors_make_it_better) { /* keys that queries look for: 16 exact ones inst
         twins t;
         double e = 0.0;
         int i, c, step;
-        cfg.evict.kind = TKV_EVICT_NONE;
-        cfg.warm = cfg.archive = pair_of(TKV_KIVI2, TKV_KIVI2);
-        cfg.n_anchors = n ? 16 : 0;
-        cfg.importance_every = 1;
+        cfg.evict.policy = TKV_EVICT_NONE;
+        cfg.tiers.warm = cfg.tiers.archive = pair_of(TKV_KIVI2, TKV_KIVI2);
+        cfg.tiers.n_anchors = n ? 16 : 0;
+        cfg.importance.sample_every = 1;
         t = twins_of(&cfg);
         for (step = 0; step < 12; step++) {
             CHECK_EQ(grow(&t, 0, 60), TKV_OK);
@@ -731,40 +741,40 @@ TEST(anchors_make_it_better) { /* keys that queries look for: 16 exact ones inst
 TEST(anchors_want_sinks_and_no_windows) {
     tkv_config cfg = small_config();
     tkv_layer_config layers[LAYERS];
-    cfg.n_anchors = 28;
-    CHECK_EQ(tkv_config_validate(&cfg, NULL, 0), TKV_OK);
-    cfg.n_anchors = 29;
-    CHECK_EQ(tkv_config_validate(&cfg, NULL, 0), TKV_ERR_CONFIG);
-    cfg.n_anchors = 16;
-    cfg.window = 100;
-    CHECK_EQ(tkv_config_validate(&cfg, NULL, 0), TKV_ERR_CONFIG);
-    cfg.window = 0;
-    cfg.sink_tokens = 17;
-    CHECK_EQ(tkv_config_validate(&cfg, NULL, 0), TKV_ERR_CONFIG);
-    cfg.sink_tokens = TKV_NONE;
-    CHECK_EQ(tkv_config_validate(&cfg, NULL, 0), TKV_ERR_CONFIG);
-    cfg.sink_tokens = 16;
-    CHECK_EQ(tkv_config_validate(&cfg, NULL, 0), TKV_OK);
+    cfg.tiers.n_anchors = 28;
+    CHECK_EQ(tkv_validate_config(&cfg, NULL, 0), TKV_OK);
+    cfg.tiers.n_anchors = 29;
+    CHECK_EQ(tkv_validate_config(&cfg, NULL, 0), TKV_ERR_CONFIG);
+    cfg.tiers.n_anchors = 16;
+    cfg.model.window = 100;
+    CHECK_EQ(tkv_validate_config(&cfg, NULL, 0), TKV_ERR_CONFIG);
+    cfg.model.window = 0;
+    cfg.tiers.sink_tokens = 17;
+    CHECK_EQ(tkv_validate_config(&cfg, NULL, 0), TKV_ERR_CONFIG);
+    cfg.tiers.sink_tokens = TKV_OFF;
+    CHECK_EQ(tkv_validate_config(&cfg, NULL, 0), TKV_ERR_CONFIG);
+    cfg.tiers.sink_tokens = 16;
+    CHECK_EQ(tkv_validate_config(&cfg, NULL, 0), TKV_OK);
     memset(layers, 0, sizeof layers);
     layers[2].window = 50;
     cfg.layers = layers;
-    CHECK_EQ(tkv_config_validate(&cfg, NULL, 0), TKV_ERR_CONFIG);
+    CHECK_EQ(tkv_validate_config(&cfg, NULL, 0), TKV_ERR_CONFIG);
 }
 
 /* >>bytes */
 TEST(bytes_come_back) {
     tkv_config cfg = small_config();
     tkv_memory_info before, after;
-    tkv_tier_info tiers;
+    tkv_layer_info tiers;
     twins t = twins_of(&cfg);
     int i;
     for (i = 0; i < 8; i++) CHECK_EQ(grow(&t, 0, 250), TKV_OK);
-    CHECK_EQ(tkv_memory(t.kv, &before), TKV_OK);
+    CHECK_EQ(tkv_get_memory(t.kv, &before), TKV_OK);
     for (i = 0; i < LAYERS; i++) drop_some(&t, 0, i, 75);
-    CHECK_EQ(tkv_memory(t.kv, &after), TKV_OK);
+    CHECK_EQ(tkv_get_memory(t.kv, &after), TKV_OK);
     CHECK(after.total < before.total * 7 / 10);
     CHECK(after.fp16_bytes < before.fp16_bytes * 3 / 10);
-    CHECK_EQ(tkv_tier_counts(t.kv, 0, 1, &tiers), TKV_OK);
+    CHECK_EQ(tkv_get_layer(t.kv, 0, 1, &tiers), TKV_OK);
     CHECK_EQ(tiers.tokens[0] + tiers.tokens[1] + tiers.tokens[2] + tiers.evicted, 2000);
     CHECK_EQ(tiers.tokens[0] + tiers.tokens[1] + tiers.tokens[2], count_of(t.kv, 0, 1));
     end_of(&t);
@@ -774,7 +784,7 @@ TEST(exact_tokens_move_up) { /* no block but the last is much less than full, wh
     tkv_config cfg = small_config();
     twins t;
     int i, n;
-    cfg.hot_tokens = TKV_ALL;
+    cfg.tiers.hot_tokens = TKV_UNLIMITED;
     t = twins_of(&cfg);
     for (i = 0; i < 8; i++) CHECK_EQ(grow(&t, 0, 250), TKV_OK);
     for (i = 0; i < 5; i++) {
@@ -808,7 +818,7 @@ static void sees(void *user, const tkv_event *e) {
 }
 
 TEST(under_a_budget) { /* tiers first; then tokens go, and no append is refused; never a byte above it */
-    static const tkv_evict_kind kinds[] = {TKV_EVICT_SLIDING, TKV_EVICT_KNORM, TKV_EVICT_RANDOM};
+    static const tkv_evict_policy kinds[] = {TKV_EVICT_SLIDING, TKV_EVICT_KNORM, TKV_EVICT_RANDOM};
     static witness seen;
     tkv_budget_info b;
     counting_allocator p;
@@ -819,21 +829,21 @@ TEST(under_a_budget) { /* tiers first; then tokens go, and no append is refused;
         twins t;
         int first = -1;
         memset(&seen, 0, sizeof seen);
-        cfg.hot = pair_of(TKV_F16, TKV_F16);
-        cfg.budget_bytes = 500000;
-        cfg.evict.kind = kinds[k];
-        cfg.allocator = counting_allocator_of(&p);
-        cfg.on_event = sees;
-        cfg.event_user = &seen;
+        cfg.tiers.hot = pair_of(TKV_F16, TKV_F16);
+        cfg.budget.bytes = 500000;
+        cfg.evict.policy = kinds[k];
+        cfg.host.allocator = counting_allocator_of(&p);
+        cfg.host.on_event = sees;
+        cfg.host.event_user = &seen;
         t = twins_of(&cfg);
         for (n = 0; n < LONGEST - 50;) {
             const int more = 1 + tkv_rng_below(&rng, 40);
             CHECK_EQ(grow(&t, 0, more), TKV_OK);
             n += more;
-            CHECK(p.most <= cfg.budget_bytes);
+            CHECK(p.most <= cfg.budget.bytes);
             if (seen.tokens && first < 0) {
                 first = n;
-                CHECK_EQ(tkv_budget(t.kv, &b), TKV_OK);
+                CHECK_EQ(tkv_get_budget(t.kv, &b), TKV_OK);
                 CHECK_EQ(b.level, b.n_levels - 1);
             }
             if (n % 10 == 0) sound(t.kv);
@@ -842,13 +852,13 @@ TEST(under_a_budget) { /* tiers first; then tokens go, and no append is refused;
         CHECK_EQ(seen.wrong, 0);
         CHECK_EQ(seen.last_seq, 0);
         for (i = 0; i < LAYERS; i++)
-            for (n = 0; n < tkv_seq_len(t.kv, 0); n++)
+            for (n = 0; n < tkv_get_length(t.kv, 0, TKV_ALL_LAYERS); n++)
                 CHECK_EQ(is_there(t.kv, 0, i, n), !tkvi_has(seen.gone[i], n));
-        CHECK_EQ(tkv_budget(t.kv, &b), TKV_OK);
+        CHECK_EQ(tkv_get_budget(t.kv, &b), TKV_OK);
         CHECK_EQ(b.evicted, (uint64_t)seen.tokens);
         CHECK_EQ(b.refused, 0);
-        CHECK_EQ(tkv_memory(t.kv, &m), TKV_OK);
-        CHECK(m.total > cfg.budget_bytes / 10 * 7); /* it is made use of */
+        CHECK_EQ(tkv_get_memory(t.kv, &m), TKV_OK);
+        CHECK(m.total > cfg.budget.bytes / 10 * 7); /* it is made use of */
         reads_alike(&t, 0, 1, .75);
         sound(t.kv);
         end_of(&t);
@@ -860,10 +870,10 @@ TEST(keys_before_rope_under_a_budget) { /* whole blocks go, the oldest first */
     tkv_config cfg = small_config();
     twins t;
     int n;
-    cfg.hot = pair_of(TKV_F16, TKV_F16);
-    cfg.warm = cfg.archive = pair_of(TKV_KVQUANT3, TKV_KVQUANT3);
-    cfg.rope.dim = DIM;
-    cfg.budget_bytes = 500000;
+    cfg.tiers.hot = pair_of(TKV_F16, TKV_F16);
+    cfg.tiers.warm = cfg.tiers.archive = pair_of(TKV_KVQUANT3, TKV_KVQUANT3);
+    cfg.model.rope.dim = DIM;
+    cfg.budget.bytes = 500000;
     t = twins_of(&cfg);
     for (n = 0; n < LONGEST - 60; n += 50) CHECK_EQ(grow(&t, 0, 50), TKV_OK);
     CHECK(count_of(t.kv, 0, 1) < n);
@@ -877,8 +887,8 @@ TEST(what_is_protected_can_be_too_much) { /* then an append is refused, and noth
     twins t;
     tkv_status st = TKV_OK;
     int n = 0, count;
-    cfg.hot = pair_of(TKV_F16, TKV_F16);
-    cfg.budget_bytes = 400000;
+    cfg.tiers.hot = pair_of(TKV_F16, TKV_F16);
+    cfg.budget.bytes = 400000;
     cfg.evict.recent_tokens = LONGEST;
     t = twins_of(&cfg);
     while (!st && n < LONGEST - 10) {
@@ -911,18 +921,18 @@ TEST(wrong_arguments) {
     p.seq = SEQS;
     CHECK_EQ(tkv_evict(t.kv, &p), TKV_ERR_ARG);
     p.seq = 0;
-    CHECK_EQ(tkv_drop(t.kv, 0, 0, NULL, 1), TKV_ERR_ARG);
-    CHECK_EQ(tkv_drop(t.kv, -1, 0, bits, 1), TKV_ERR_ARG);
-    CHECK_EQ(tkv_pin(t.kv, 0, -1, 1, 1), TKV_ERR_ARG);
-    CHECK_EQ(tkv_alive(t.kv, 0, 0, 0, 101, bits), TKV_ERR_RANGE);
-    CHECK_EQ(tkv_alive(t.kv, 0, LAYERS, 0, 1, bits), TKV_ERR_ARG);
+    CHECK_EQ(evict_named(t.kv, 0, 0, NULL, 1), TKV_ERR_ARG);
+    CHECK_EQ(evict_named(t.kv, -1, 0, bits, 1), TKV_ERR_ARG);
+    CHECK_EQ(tkv_seq_pin(t.kv, 0, -1, 1, TKV_UNLIMITED), TKV_ERR_ARG);
+    CHECK_EQ(live_mask_of(t.kv, 0, 0, 0, 101, bits), TKV_ERR_RANGE);
+    CHECK_EQ(live_mask_of(t.kv, 0, LAYERS, 0, 1, bits), TKV_ERR_ARG);
     CHECK_EQ(count_of(t.kv, 0, 0), 100);
-    CHECK_EQ(tkv_drop(t.whole, 0, 0, bits, 1), TKV_ERR_STATE);
-    CHECK_EQ(tkv_alive(t.whole, 0, 0, 0, 100, bits), TKV_OK);
+    CHECK_EQ(evict_named(t.whole, 0, 0, bits, 1), TKV_ERR_STATE);
+    CHECK_EQ(live_mask_of(t.whole, 0, 0, 0, 100, bits), TKV_OK);
     CHECK_EQ(bits[0], ~(uint64_t)0);
     CHECK_EQ(bits[1], ((uint64_t)1 << 36) - 1);
     cfg.evict.pool = 2;
-    CHECK_EQ(tkv_config_validate(&cfg, NULL, 0), TKV_ERR_CONFIG);
+    CHECK_EQ(tkv_validate_config(&cfg, NULL, 0), TKV_ERR_CONFIG);
     end_of(&t);
 }
 

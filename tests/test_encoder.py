@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Compares tkv_encode and tkv_decode byte for byte and bit for bit with the encoder of tests/encoder.py.
+"""Compares tkv_encode_block and tkv_decode_block byte for byte and bit for bit with the encoder of tests/encoder.py.
 
     python3 tests/test_encoder.py [--seed=N] [--cases=N] [compiler flags]
 
@@ -119,12 +119,12 @@ int main(void) {
             c.side = (tkv_side)h[1];
             c.head_dim = (int)h[2];
             c.group_size = (int)h[3];
-            size = tkv_encoded_size(&c);
+            size = tkv_get_block_bytes(&c);
             dst = (unsigned char *)malloc(size + 1);
             if (!dst) return 1;
             memset(dst, 0xa5, size + 1);
-            encoded = tkv_encode(&c, x, (ptrdiff_t)h[5], (int)h[4], dst, size);
-            decoded = tkv_decode(&c, dst, size, (int)h[4], y, 0);
+            encoded = tkv_encode_block(&c, x, (ptrdiff_t)h[5], (int)h[4], dst, size);
+            decoded = tkv_decode_block(&c, dst, size, (int)h[4], y, 0);
         }
         memcpy(out, y, sizeof out);
         put((uint32_t)size);

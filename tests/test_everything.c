@@ -35,7 +35,7 @@ enum {
     QUERIES = 40,
     CHECKED = 4, /* the last ones of them */
     WINDOW = 150,
-    PIECES = 64, /* of tkv_remat_blocks */
+    PIECES = 64, /* of tkv_seq_list_blocks */
     PLANS = 8
 };
 
@@ -60,7 +60,7 @@ static guarded_buffer arena;
 static test_store store;
 static tkv_remat remat;
 static size_t top, image_size;
-static uint8_t image[1 << 18]; /* of tkv_calibration_save */
+static uint8_t image[1 << 18]; /* of tkv_save_calibration */
 static tkv_rng rng;
 static int in_place, k_row, v_row, clock_of_remat, exact_only;
 static int plan;                                     /* of formats[] */
@@ -125,7 +125,7 @@ static void forget(int seq) {
     in_step[seq] = reserved[seq] = blocks_discarded[seq] = 0;
 }
 
-static int window_of(int layer) { return cfg.window ? cfg.window : cfg.layers[layer].window; }
+static int window_of(int layer) { return cfg.model.window ? cfg.model.window : cfg.layers[layer].window; }
 
 static void backwards(void *user, int n_tasks, tkv_task task, void *ctx) {
     (void)user;
@@ -210,27 +210,27 @@ static void look_at(int seq, int layer) {
     uint8_t *state = now.state[seq][layer];
     uint8_t tier[LONGEST];
     uint64_t alive[WORDS];
-    tkv_tier_info info;
+    tkv_layer_info info;
     double sum = 0.0;
     int coded = 0, count[4] = {0}, i, j, n, held;
-    now.len[seq][layer] = tkv_layer_len(kv, seq, layer);
+    now.len[seq][layer] = tkv_get_length(kv, seq, layer);
     CHECK_EQ(now.len[seq][layer], s->len);
-    CHECK_EQ(tkv_tier_counts(kv, seq, layer, &info), TKV_OK);
-    CHECK_EQ(tkv_alive(kv, seq, layer, 0, s->len, alive), TKV_OK);
+    CHECK_EQ(tkv_get_layer(kv, seq, layer, &info), TKV_OK);
+    CHECK_EQ(live_mask_of(kv, seq, layer, 0, s->len, alive), TKV_OK);
     if (tkv_test_.bad) return;
-    CHECK_MSG(info.dropped >= 0 && info.dropped <= most(0, window_of(layer) ? s->len - WINDOW : 0),
-              "sequence %d, layer %d: %d of %d have left the window", seq, layer, info.dropped, s->len);
+    CHECK_MSG(info.expired >= 0 && info.expired <= most(0, window_of(layer) ? s->len - WINDOW : 0),
+              "sequence %d, layer %d: %d of %d have left the window", seq, layer, info.expired, s->len);
     /* those that went before the window left them are counted as such, or as dropped */
     for (; s->behind < s->len; s->behind++) {
         tkv_tier t;
-        if (info.dropped == 0 || (has(alive, s->behind)) || has(s->gone, s->behind)) break;
-        if (tkv_tier_of(kv, seq, layer, s->behind, &t) != TKV_ERR_RANGE) break;
+        if (info.expired == 0 || (has(alive, s->behind)) || has(s->gone, s->behind)) break;
+        if (tier_of(kv, seq, layer, s->behind, &t) != TKV_ERR_RANGE) break;
         if (s->behind >= s->len - WINDOW) break;
     }
     blocks_discarded[seq] |= may.away[seq];
     for (i = 0; i < s->len; i++) {
-        tkv_tier t = TKV_HOT;
-        const tkv_status st = tkv_tier_of(kv, seq, layer, i, &t);
+        tkv_tier t = TKV_TIER_HOT;
+        const tkv_status st = tier_of(kv, seq, layer, i, &t);
         tier[i] = (uint8_t)t;
         state[i] = (uint8_t)(st == TKV_OK              ? THERE
                              : st == TKV_ERR_NO_SOURCE ? AWAY
@@ -244,7 +244,7 @@ static void look_at(int seq, int layer) {
         if (has(s->gone, i))
             CHECK_MSG(state[i] == GONE, "sequence %d, layer %d: token %d went and is there", seq, layer, i);
         if (state[i] == AWAY && !has(s->away, i)) {
-            CHECK_MSG(may.away[seq] || (cfg.n_anchors && blocks_discarded[seq]),
+            CHECK_MSG(may.away[seq] || (cfg.tiers.n_anchors && blocks_discarded[seq]),
                       "sequence %d, layer %d: token %d is missing now", seq, layer, i);
             mark(s->away, i);
         }
@@ -255,10 +255,10 @@ static void look_at(int seq, int layer) {
         }
         count[state[i]]++;
     }
-    held = info.tokens[TKV_HOT] + info.tokens[TKV_WARM] + info.tokens[TKV_ARCHIVE];
+    held = info.tokens[TKV_TIER_HOT] + info.tokens[TKV_TIER_WARM] + info.tokens[TKV_TIER_ARCHIVE];
     CHECK_EQ(held, count[THERE]);
-    CHECK_EQ(info.missing, count[AWAY]);
-    CHECK_EQ(held + info.missing + info.dropped + info.evicted, s->len);
+    CHECK_EQ(info.discarded, count[AWAY]);
+    CHECK_EQ(held + info.discarded + info.expired + info.evicted, s->len);
     for (i = 0; i < s->len; i += n) {
         for (n = 1; i + n < s->len && state[i + n] == state[i]; n++) {}
         if (state[i] != THERE) {
@@ -274,14 +274,14 @@ static void look_at(int seq, int layer) {
                              memcmp(v, s->v + j * v_row, (size_t)v_row * sizeof *v) == 0;
             now.values[seq][layer][j] = digest(digest(1, k, k_row), v, v_row);
             if (same) continue;
-            CHECK_MSG(tier[j] != TKV_HOT && j < s->last && !exact_only,
+            CHECK_MSG(tier[j] != TKV_TIER_HOT && j < s->last && !exact_only,
                       "sequence %d, layer %d: exact token %d changed", seq, layer, j);
             {
                 const double a = off(k, s->k + j * k_row, k_row), b = off(v, s->v + j * v_row, v_row);
                 const double e = a > b ? a : b;
                 CHECK_MSG(e <= token_bound, "sequence %d, layer %d: token %d is off by %.3f and %.3f", seq,
                           layer, j, a, b);
-                if (e > worst[plan][cfg.budget_bytes > 0]) worst[plan][cfg.budget_bytes > 0] = e;
+                if (e > worst[plan][cfg.budget.bytes > 0]) worst[plan][cfg.budget.bytes > 0] = e;
                 coded++;
                 sum += e;
             }
@@ -289,7 +289,7 @@ static void look_at(int seq, int layer) {
     }
     if (coded < BLOCK / 2) return;
     sum /= coded;
-    if (sum > worst_mean[plan][cfg.budget_bytes > 0]) worst_mean[plan][cfg.budget_bytes > 0] = sum;
+    if (sum > worst_mean[plan][cfg.budget.bytes > 0]) worst_mean[plan][cfg.budget.bytes > 0] = sum;
     CHECK_MSG(sum <= mean_bound, "sequence %d, layer %d: tokens are off by %.3f", seq, layer, sum);
 }
 
@@ -298,13 +298,13 @@ static void look(void) {
     int s, l;
     before = now;
     sound(kv);
-    CHECK_EQ(tkv_memory(kv, &m), TKV_OK);
+    CHECK_EQ(tkv_get_memory(kv, &m), TKV_OK);
     now.bytes = m.total;
     now.level = budget_of(kv).level;
     now.budget = budget_of(kv).budget;
-    CHECK_EQ(tkv_calibration_save(kv, NULL, 0, &now.learned), TKV_OK);
+    CHECK_EQ(tkv_save_calibration(kv, NULL, 0, &now.learned), TKV_OK);
     if (!in_place) CHECK_EQ(m.total, memory.held);
-    if (now.budget) CHECK_LE(m.total, in_place ? cfg.budget_bytes : now.budget);
+    if (now.budget) CHECK_LE(m.total, in_place ? cfg.budget.bytes : now.budget);
     if (!in_place && now.budget && before.budget)
         CHECK_LE(memory.most, now.budget > before.budget ? now.budget : before.budget);
     for (s = 0; s < SEQS; s++)
@@ -346,8 +346,8 @@ static void makes_room(int used) {
     may.room = lazy();
     for (s = 0; s < SEQS && lazy(); s++) {
         if (in_step[s]) continue;
-        if (cfg.evict.kind) may.evict[s] = 1;
-        if (cfg.remat && s != used) may.away[s] = 1;
+        if (cfg.evict.policy) may.evict[s] = 1;
+        if (cfg.budget.discard && s != used) may.away[s] = 1;
     }
 }
 
@@ -360,13 +360,13 @@ static tkv_status does_append(int seq, int layer) {
     if (n <= 0) return TKV_OK;
     fresh(n);
     makes_room(seq);
-    if (cfg.evict_tokens && !in_step[seq]) may.evict[seq] = 1;
+    if (cfg.evict.keep_tokens && !in_step[seq]) may.evict[seq] = 1;
     sprintf(may.text, "append %d tokens to sequence %d, layer %d", n, seq, layer);
     st = tkv_append(kv, seq, layer, k_in, v_in, n);
     if (!st) tell(seq, layer, 0, n);
     else
         CHECK_MSG(s->len + n > reserved[seq], "refused what is reserved, up to %d: %s", reserved[seq],
-                  tkv_last_error(kv));
+                  tkv_get_last_error(kv));
     if (shortest(seq) >= reserved[seq] && !in_step[seq]) reserved[seq] = 0;
     return st;
 }
@@ -393,7 +393,7 @@ static tkv_status does_batch(int seq, int layer) {
     p.v = v_in;
     makes_room(seq);
     for (s = 0; s < SEQS; s++)
-        if (cfg.evict_tokens && !in_step[s]) may.evict[s] = 1;
+        if (cfg.evict.keep_tokens && !in_step[s]) may.evict[s] = 1;
     for (s = 0; s < SEQS; s++) may.away[s] = may.away[s] && rows[s].n == 0;
     sprintf(may.text, "append %d, %d, %d tokens to layer %d", rows[0].n, rows[1].n, rows[2].n, layer);
     st = tkv_append_ex(kv, &p);
@@ -410,8 +410,8 @@ static tkv_status does_begin(int seq, int layer) {
     int l;
     (void)layer;
     makes_room(seq);
-    if (cfg.evict_tokens) may.evict[seq] = 1;
-    st = tkv_begin(kv, seq);
+    if (cfg.evict.keep_tokens) may.evict[seq] = 1;
+    st = tkv_seq_begin(kv, seq);
     CHECK_EQ(st == TKV_ERR_STATE, in_step[seq]);
     for (l = 0; l < LAYERS && !st; l++) told[seq][l].step_len = told[seq][l].last = told[seq][l].len;
     if (!st) in_step[seq] = 1;
@@ -423,15 +423,15 @@ static tkv_status does_end(int seq, int layer) { /* commit or abort */
     tkv_status st;
     int l;
     (void)layer;
-    if (!in_step[seq]) return rand_below(2) ? tkv_commit(kv, seq) : tkv_abort(kv, seq);
+    if (!in_step[seq]) return rand_below(2) ? tkv_seq_commit(kv, seq) : tkv_seq_abort(kv, seq);
     if (rand_below(3)) {
         sprintf(may.text, "commit sequence %d", seq);
-        st = tkv_commit(kv, seq);
+        st = tkv_seq_commit(kv, seq);
         CHECK_EQ(st, even ? TKV_OK : TKV_ERR_STATE);
         if (!st) in_step[seq] = 0;
     } else {
         sprintf(may.text, "abort sequence %d", seq);
-        st = tkv_abort(kv, seq);
+        st = tkv_seq_abort(kv, seq);
         CHECK_EQ(st, TKV_OK);
         for (l = 0; l < LAYERS; l++) cut(seq, l, told[seq][l].step_len);
         in_step[seq] = 0;
@@ -447,7 +447,7 @@ static tkv_status does_reserve(int seq, int layer) {
     makes_room(seq);
     sprintf(may.text, "reserve %d for sequence %d", n, seq);
     if (shortest(seq) + n > LONGEST) return TKV_OK;
-    st = tkv_reserve(kv, seq, n);
+    st = tkv_seq_reserve(kv, seq, n);
     if (!st) reserved[seq] = most(reserved[seq], shortest(seq) + n);
     return st;
 }
@@ -458,9 +458,9 @@ static tkv_status does_truncate(int seq, int layer) {
     int l;
     (void)layer;
     sprintf(may.text, "truncate sequence %d to %d", seq, to);
-    st = tkv_truncate(kv, seq, to);
+    st = tkv_seq_truncate(kv, seq, to);
     for (l = 0; l < LAYERS && !st; l++) cut(seq, l, to);
-    if (!st && cfg.evict.kind) reserved[seq] = 0;
+    if (!st && cfg.evict.policy) reserved[seq] = 0;
     return st;
 }
 
@@ -469,7 +469,7 @@ static tkv_status does_reset(int seq, int layer) {
     if (longest(seq) < LONGEST - 20 && rand_below(4)) return TKV_OK;
     sprintf(may.text, "reset sequence %d", seq);
     forget(seq);
-    return tkv_reset(kv, seq);
+    return tkv_seq_reset(kv, seq);
 }
 
 static tkv_status does_flush(int seq, int layer) {
@@ -478,7 +478,7 @@ static tkv_status does_flush(int seq, int layer) {
     int l;
     (void)layer;
     sprintf(may.text, "flush sequence %d, mode %d", seq, mode);
-    st = tkv_flush(kv, seq, (tkv_flush_mode)mode);
+    st = tkv_seq_flush(kv, seq, (tkv_flush_mode)mode);
     for (l = 0; l < LAYERS && !st; l++) told[seq][l].last = told[seq][l].len;
     if (!st && mode) reserved[seq] = 0;
     return st;
@@ -493,7 +493,7 @@ static tkv_status does_budget(int seq, int layer) {
     makes_room(-1);
     if (now.budget == 0)
         for (s = 0; s < SEQS; s++)
-            may.evict[s] = !in_step[s] && cfg.evict.kind, may.away[s] = !in_step[s] && cfg.remat;
+            may.evict[s] = !in_step[s] && cfg.evict.policy, may.away[s] = !in_step[s] && cfg.budget.discard;
     sprintf(may.text, "budget %lu", (unsigned long)bytes);
     st = tkv_set_budget(kv, bytes);
     if (!st && (now.budget == 0) != (bytes == 0)) memset(reserved, 0, sizeof reserved);
@@ -528,7 +528,7 @@ static tkv_status does_idle_work(int seq, int layer) {
     (void)seq;
     (void)layer;
     sprintf(may.text, "maintain %d", n);
-    CHECK_EQ(tkv_observe(kv, rand_below(3) ? 0.0f : (float)tkv_rng_uniform(&rng)), TKV_OK);
+    CHECK_EQ(tkv_report_pressure(kv, rand_below(3) ? 0.0f : (float)tkv_rng_uniform(&rng)), TKV_OK);
     st = tkv_maintain(kv, n, &done);
     CHECK(done >= 0 && done <= n);
     return st;
@@ -540,15 +540,15 @@ static tkv_status does_calibration(int seq, int layer) {
     (void)seq;
     (void)layer;
     sprintf(may.text, "calibration %d", what);
-    if (what == 0) return tkv_calibration_freeze(kv);
-    if (what == 1) return tkv_calibration_refresh(kv);
+    if (what == 0) return tkv_freeze_calibration(kv);
+    if (what == 1) return tkv_refresh_calibration(kv);
     if (what == 2 || image_size == 0) {
-        CHECK_EQ(tkv_calibration_save(kv, NULL, 0, &bytes), TKV_OK);
-        if (bytes <= sizeof image && tkv_calibration_save(kv, image, sizeof image, &image_size) == TKV_OK)
+        CHECK_EQ(tkv_save_calibration(kv, NULL, 0, &bytes), TKV_OK);
+        if (bytes <= sizeof image && tkv_save_calibration(kv, image, sizeof image, &image_size) == TKV_OK)
             CHECK_EQ(image_size, bytes);
         return TKV_OK;
     }
-    return tkv_calibration_load(kv, image, image_size);
+    return tkv_load_calibration(kv, image, image_size);
 }
 
 /* >>attention, in double, of what can be read or (exactly) of what was told */
@@ -557,7 +557,8 @@ static double weights[LONGEST];
 static void attend_in_double(int seq, int layer, int n, const float *q, const float *k, const float *v,
                              double *out) {
     const model_sequence *s = &told[seq][layer];
-    const int kv_heads = cfg.n_kv_heads, dim = cfg.head_dim, v_dim = cfg.v_head_dim ? cfg.v_head_dim : dim;
+    const int kv_heads = cfg.model.n_kv_heads, dim = cfg.model.head_dim,
+              v_dim = cfg.model.v_head_dim ? cfg.model.v_head_dim : dim;
     const int window = window_of(layer) ? WINDOW : LONGEST;
     int r, h, i, c;
     for (r = 0; r < n; r++)
@@ -587,7 +588,7 @@ static tkv_status does_attend(int seq, int layer) {
     static float q[QUERIES * HEADS * MOST_ROW], out[QUERIES * HEADS * MOST_ROW];
     static double mine[CHECKED * HEADS * MOST_ROW], exact[CHECKED * HEADS * MOST_ROW];
     const model_sequence *s = &told[seq][layer];
-    const int v_dim = cfg.v_head_dim ? cfg.v_head_dim : cfg.head_dim,
+    const int v_dim = cfg.model.v_head_dim ? cfg.model.v_head_dim : cfg.model.head_dim,
               n = least(s->len, 1 + rand_below(rand_below(2) ? QUERIES : CHECKED)), rows = least(n, CHECKED),
               skip = (n - rows) * HEADS;
     const int window = window_of(layer) ? WINDOW : LONGEST;
@@ -598,7 +599,7 @@ static tkv_status does_attend(int seq, int layer) {
     tkv_status st;
     may.tells = 0;
     sprintf(may.text, "attend, %d queries of sequence %d, layer %d", n, seq, layer);
-    tkv_rng_fill(&rng, q, (size_t)(n * HEADS * cfg.head_dim), 1.5);
+    tkv_rng_fill(&rng, q, (size_t)(n * HEADS * cfg.model.head_dim), 1.5);
     st = tkv_attend(kv, seq, layer, q, n, out);
     for (i = 0; i < s->len && n; i++) {
         any |= has(s->away, i);
@@ -619,15 +620,15 @@ static tkv_status does_attend(int seq, int layer) {
             CHECK_EQ(tkv_read(kv, seq, layer, i, 1, k_out + i * k_row, v_out + i * v_row), TKV_OK);
     store.fetch_fails = fails;
     store.fetch_lies = lies;
-    attend_in_double(seq, layer, rows, q + skip * cfg.head_dim, k_out, v_out, mine);
-    attend_in_double(seq, layer, rows, q + skip * cfg.head_dim, s->k, s->v, exact);
+    attend_in_double(seq, layer, rows, q + skip * cfg.model.head_dim, k_out, v_out, mine);
+    attend_in_double(seq, layer, rows, q + skip * cfg.model.head_dim, s->k, s->v, exact);
     for (i = 0; i < count; i++) {
         own += (mine[i] - exact[i]) * (mine[i] - exact[i]);
         err += (mine[i] - (double)out[skip * v_dim + i]) * (mine[i] - (double)out[skip * v_dim + i]);
         all += exact[i] * exact[i];
         CHECK(tkv_test_is_finite((double)out[skip * v_dim + i]));
     }
-    bound = 2e-3 * sqrt(all) + (cfg.precise ? 0.0 : 0.25 * sqrt(own)); /* a tenth, of many calls */
+    bound = 2e-3 * sqrt(all) + (cfg.host.precise ? 0.0 : 0.25 * sqrt(own)); /* a tenth, of many calls */
     if (bound > 0.0 && sqrt(err) / bound > worst_attend) worst_attend = sqrt(err) / bound;
     CHECK_MSG(sqrt(err) <= bound, "attention is off by %.3g, bound %.3g; its formats by %.3g of %.3g",
               sqrt(err), bound, sqrt(own), sqrt(all));
@@ -637,7 +638,13 @@ static tkv_status does_attend(int seq, int layer) {
 /* >>what to keep */
 static float scorer(void *user, const tkv_evict_view *of, int i) {
     (void)user;
-    return (float)((of->position ? of->position[i] : i) * 37 % 101);
+    return (float)((of->positions ? of->positions[i] : i) * 37 % 101);
+}
+
+/* Does the policy read an input beside the positions? */
+static int reads_input(tkv_evict_policy policy) {
+    return policy != TKV_EVICT_NONE && policy != TKV_EVICT_SLIDING && policy != TKV_EVICT_FIFO &&
+           policy != TKV_EVICT_RANDOM && policy != TKV_EVICT_USER;
 }
 
 static tkv_status does_evict(int seq, int layer) {
@@ -651,15 +658,15 @@ static tkv_status does_evict(int seq, int layer) {
     memset(&p, 0, sizeof p);
     memset(&other, 0, sizeof other);
     p.seq = seq;
-    p.layer = rand_below(3) ? layer : TKV_NONE;
+    p.layer = rand_below(3) ? layer : TKV_ALL_LAYERS;
     p.keep = 1 + rand_below(longest(seq) + 1);
-    other.kind = (tkv_evict_kind)(1 + rand_below(TKV_EVICT_KINDS - 1));
+    other.policy = (tkv_evict_policy)(1 + rand_below(TKV_EVICT_COUNT - 1));
     other.scorer = scorer;
     if (rand_below(2)) p.evict = &other;
     for (i = 0; i < WORDS; i++) pinned[i] = tkv_rng_u64(&rng) & tkv_rng_u64(&rng) & tkv_rng_u64(&rng);
-    if (rand_below(3) == 0) p.pinned = pinned;
+    if (rand_below(3) == 0) p.pinned_mask = pinned;
     if (rand_below(3) == 0) p.scores = scores;
-    if (rand_below(3) == 0) p.priority = priority;
+    if (rand_below(3) == 0) p.priorities = priority;
     for (i = 0; i < LONGEST; i++)
         scores[i] = (float)tkv_rng_uniform(&rng), priority[i] = (signed char)(rand_below(9) / 8);
     if (p.scores && longest(seq) && rand_below(6) == 0) {
@@ -669,16 +676,17 @@ static tkv_status does_evict(int seq, int layer) {
     memset(held, 0, sizeof held);
     for (l = 0; l < LAYERS; l++)
         for (i = 0; i < told[seq][l].len; i++)
-            if (now.state[seq][l][i] != GONE && now.state[seq][l][i] != BEHIND && p.pinned && has(pinned, i))
+            if (now.state[seq][l][i] != GONE && now.state[seq][l][i] != BEHIND && p.pinned_mask &&
+                has(pinned, i))
                 mark(held[l], i);
     may.evict[seq] = 1;
     sprintf(may.text, "evict from sequence %d, layer %d, keep %d, by %s%s%s", seq, p.layer, p.keep,
-            tkv_evict_name(p.evict ? other.kind : cfg.evict.kind), p.scores ? ", scores" : "",
-            mad ? ", mad" : "");
+            tkv_get_name(TKV_NAME_EVICT_POLICY, p.evict ? other.policy : cfg.evict.policy),
+            p.scores ? ", scores" : "", mad ? ", mad" : "");
     st = tkv_evict(kv, &p);
     if (st == TKV_ERR_NONFINITE) CHECK(mad);
-    if (st == TKV_ERR_CONFIG) CHECK(p.evict && !p.scores && tkv_evict_needs(other.kind)); /* not gathered */
-    if (!cfg.evict.kind || in_step[seq]) CHECK_EQ(st, TKV_ERR_STATE);
+    if (st == TKV_ERR_CONFIG) CHECK(p.evict && !p.scores && reads_input(other.policy)); /* not gathered */
+    if (!cfg.evict.policy || in_step[seq]) CHECK_EQ(st, TKV_ERR_STATE);
     for (l = 0; l < LAYERS && !st; l++)
         for (i = 0; i < told[seq][l].len; i++)
             if (has(held[l], i))
@@ -695,11 +703,12 @@ static tkv_status does_drop(int seq, int layer) {
     for (i = 0; i < n; i++)
         if (rand_below(100) < percent) mark(victims, i);
     may.evict[seq] = 1;
-    sprintf(may.text, "drop %d %% of %d from sequence %d, layer %d", percent, n, seq, all ? TKV_NONE : layer);
-    st = tkv_drop(kv, seq, all ? TKV_NONE : layer, victims, n);
-    if (!cfg.evict.kind || in_step[seq]) CHECK_EQ(st, TKV_ERR_STATE);
+    sprintf(may.text, "drop %d %% of %d from sequence %d, layer %d", percent, n, seq,
+            all ? TKV_ALL_LAYERS : layer);
+    st = evict_named(kv, seq, all ? TKV_ALL_LAYERS : layer, victims, n);
+    if (!cfg.evict.policy || in_step[seq]) CHECK_EQ(st, TKV_ERR_STATE);
     for (l = 0; l < LAYERS && !st; l++) /* anchors stay */
-        for (i = 0; i < least(n, told[seq][l].len) && !cfg.n_anchors && (all || l == layer); i++)
+        for (i = 0; i < least(n, told[seq][l].len) && !cfg.tiers.n_anchors && (all || l == layer); i++)
             if (has(victims, i) && !has(told[seq][l].pinned, i) && now.state[seq][l][i] != BEHIND)
                 CHECK_MSG(has(told[seq][l].gone, i), "layer %d: token %d was to go", l, i);
     return st;
@@ -707,7 +716,7 @@ static tkv_status does_drop(int seq, int layer) {
 
 static tkv_status does_pin(int seq, int layer) {
     const int start = rand_below(LONGEST), n = rand_below(40), pinned = rand_below(3) != 0;
-    const tkv_status st = tkv_pin(kv, seq, start, n, pinned);
+    const tkv_status st = tkv_seq_pin(kv, seq, start, n, pinned ? TKV_UNLIMITED : TKV_OFF);
     int i;
     sprintf(may.text, "%s %d from %d on in sequence %d", pinned ? "pin" : "unpin", n, start, seq);
     for (layer = 0; layer < LAYERS && !st; layer++)
@@ -730,15 +739,15 @@ static tkv_status does_importance(int seq, int layer) {
     for (i = 0; i < n; i++) mass[i] = (float)tkv_rng_uniform(&rng);
     if (bad) mass[rand_below(n)] = -1.0f;
     sprintf(may.text, "importance of %d from %d on in sequence %d, layer %d", n, start, seq, layer);
-    st = tkv_importance_add_to(kv, seq, layer, start, n, mass);
+    st = tkv_add_scores(kv, seq, layer, start, n, mass);
     if (bad) CHECK(st == TKV_ERR_NONFINITE || st == TKV_ERR_CONFIG);
-    if (tkv_importance_of(kv, seq, layer, start, n, found, gone) == TKV_OK)
+    if (tkv_get_importance(kv, seq, layer, start, n, found, gone) == TKV_OK)
         for (i = 0; i < n; i++) {
             const int state = now.state[seq][layer][start + i];
             CHECK_EQ(has(gone, i), state == GONE || state == BEHIND);
             CHECK(tkv_test_is_finite((double)found[i]) && (!has(gone, i) || found[i] >= 0.0f));
         }
-    if (tkv_top_tokens(kv, seq, layer, COUNT(best), rand_below(2), best, &count) == TKV_OK) {
+    if (tkv_find_top_tokens(kv, seq, layer, COUNT(best), rand_below(2), best, &count) == TKV_OK) {
         CHECK(count >= 0 && count <= COUNT(best));
         for (i = 0; i < count; i++) {
             const int state = now.state[seq][layer][best[i].position];
@@ -753,10 +762,10 @@ static tkv_status does_importance(int seq, int layer) {
 static tkv_status does_spill(int seq, int layer) {
     const int n = rand_below(6), all = rand_below(2);
     int done = -1;
-    const tkv_status st = tkv_spill(kv, seq, all ? TKV_ALL : layer, n, &done);
-    sprintf(may.text, "spill %d blocks of sequence %d, layer %d", n, seq, all ? TKV_ALL : layer);
+    const tkv_status st = tkv_offload(kv, seq, all ? TKV_ALL_LAYERS : layer, n, &done);
+    sprintf(may.text, "spill %d blocks of sequence %d, layer %d", n, seq, all ? TKV_ALL_LAYERS : layer);
     CHECK(done >= 0 && done <= n * LAYERS);
-    if (st == TKV_OK && done) CHECK(cfg.spill.store != NULL);
+    if (st == TKV_OK && done) CHECK(cfg.offload.write != NULL);
     return st;
 }
 
@@ -767,8 +776,8 @@ static tkv_status does_promote(int seq, int layer) {
     for (tries = 0; len && tries < 4 && (at >= len || now.state[seq][layer][at] == GONE); tries++)
         at = rand_below(len);
     state = at < len ? now.state[seq][layer][at] : (int)GONE;
-    if (cfg.spill.store && rand_below(2))
-        (void)tkv_spill(kv, seq, layer, rand_below(4), NULL); /* nobody sees that */
+    if (cfg.offload.write && rand_below(2))
+        (void)tkv_offload(kv, seq, layer, rand_below(4), NULL); /* nobody sees that */
     may.back[seq] = 1;
     sprintf(may.text, "promote %d of sequence %d, layer %d", at, seq, layer);
     st = tkv_promote(kv, seq, layer, at);
@@ -784,7 +793,7 @@ static tkv_status does_vacate(int seq, int layer) {
     (void)layer;
     may.away[seq] = 1;
     sprintf(may.text, "give up %d of sequence %d", n, seq);
-    st = tkv_remat_drop(kv, seq, n, &dropped);
+    st = tkv_seq_discard(kv, seq, n, &dropped);
     CHECK_EQ(st, in_step[seq] ? TKV_ERR_STATE : TKV_OK);
     CHECK(dropped >= 0 && dropped <= n);
     if (dropped == 0) may.away[seq] = 0;
@@ -793,7 +802,7 @@ static tkv_status does_vacate(int seq, int layer) {
 
 static tkv_status give(int seq, int layer, int start, int n) {
     const model_sequence *s = &told[seq][layer];
-    return tkv_remat_give(kv, seq, layer, start, s->k + start * k_row, s->v + start * v_row, n);
+    return tkv_restore(kv, seq, layer, start, s->k + start * k_row, s->v + start * v_row, n);
 }
 
 static tkv_status does_give(int seq, int layer) {
@@ -801,7 +810,7 @@ static tkv_status does_give(int seq, int layer) {
     int start = 0, n = 0, bad;
     float keep = 0.0f;
     tkv_status st;
-    CHECK_EQ(tkv_remat_missing(kv, seq, &start, &n), TKV_OK);
+    CHECK_EQ(tkv_seq_find_discarded(kv, seq, &start, &n), TKV_OK);
     CHECK_EQ(n > 0, is_missing(seq) > 0);
     if (rand_below(4) == 0) start = most(0, start + (rand_below(3) - 1) * BLOCK);
     if (rand_below(2)) n = least(n, BLOCK * (1 + rand_below(3)));
@@ -844,7 +853,7 @@ static tkv_status does_recompute(int seq, int layer) {
     asked = 0;
     stops = rand_below(3) ? 0 : 1 + rand_below(4);
     sprintf(may.text, "recompute sequence %d%s", seq, stops ? ", and stop" : "");
-    st = tkv_recompute(kv, seq, &remat, ++clock_of_remat, compute, &asked, &missing);
+    st = tkv_seq_recompute(kv, seq, &remat, ++clock_of_remat, compute, &asked, &missing);
     if (st == TKV_ERR_ISA) CHECK(asked > 0);
     CHECK(missing >= 0);
     return st;
@@ -857,12 +866,12 @@ static tkv_status does_free(int seq, int layer) {
     size_t freed = 0;
     int n = -1;
     (void)layer;
-    CHECK_EQ(tkv_remat_blocks(kv, seq, NULL, 0, &n), TKV_OK);
+    CHECK_EQ(tkv_seq_list_blocks(kv, seq, NULL, 0, &n), TKV_OK);
     CHECK(n >= 0 && n <= PIECES);
     may.away[seq] = 1;
     sprintf(may.text, "free %lu bytes of sequence %d", (unsigned long)need, seq);
-    return tkv_remat_free(kv, seq, &remat, (float)rand_below(101) * 0.01f, need, blocks, actions, PIECES,
-                          &freed);
+    return tkv_seq_free_bytes(kv, seq, &remat, (float)rand_below(101) * 0.01f, need, blocks, actions, PIECES,
+                              &freed);
 }
 
 /* >>what cannot be */
@@ -872,6 +881,7 @@ static tkv_status does_nonsense(int seq, int layer) {
     tkv_evict_params p;
     tkv_status st = TKV_OK;
     const int what = rand_below(14);
+    const uint64_t one_mask = 1;
     int n;
     memset(&p, 0, sizeof p);
     memset(junk, 0x5a, sizeof junk);
@@ -882,16 +892,16 @@ static tkv_status does_nonsense(int seq, int layer) {
     if (what == 1) st = tkv_append(kv, seq, layer, k_in, v_in, CHUNK + 1);
     if (what == 2) st = tkv_append(kv, seq, LAYERS, k_in, v_in, 4);
     if (what == 3) st = tkv_append(kv, SEQS, layer, k_in, v_in, 4);
-    if (what == 4) st = tkv_truncate(kv, seq, -1);
+    if (what == 4) st = tkv_seq_truncate(kv, seq, -1);
     if (what == 5) p.keep = -1, st = tkv_evict(kv, &p);
-    if (what == 6) st = tkv_drop(kv, seq, layer, NULL, 4);
-    if (what == 7) st = tkv_pin(kv, seq, -1, 4, 1);
-    if (what == 8) st = tkv_calibration_load(kv, junk, sizeof junk);
-    if (what == 9) st = tkv_remat_give(kv, seq, layer, LONGEST, &one, &one, 1);
-    if (what == 10) st = tkv_remat_drop(kv, seq, -3, &n);
+    if (what == 6) st = evict_named(kv, seq, layer, &one_mask, -4);
+    if (what == 7) st = tkv_seq_pin(kv, seq, -1, 4, TKV_UNLIMITED);
+    if (what == 8) st = tkv_load_calibration(kv, junk, sizeof junk);
+    if (what == 9) st = tkv_restore(kv, seq, layer, LONGEST, &one, &one, 1);
+    if (what == 10) st = tkv_seq_discard(kv, seq, -3, &n);
     if (what == 11) st = tkv_set_level(kv, TKV_MAX_LEVELS);
-    if (what == 12) st = tkv_importance_add_to(kv, seq, layer, 0, LONGEST + 1, k_in);
-    if (what == 13) st = tkv_reserve(kv, seq, CHUNK + 1);
+    if (what == 12) st = tkv_add_scores(kv, seq, layer, 0, LONGEST + 1, k_in);
+    if (what == 13) st = tkv_seq_reserve(kv, seq, CHUNK + 1);
     CHECK(st != TKV_OK);
     return st;
 }
@@ -938,7 +948,7 @@ static char last_calls[8][200];
 /* One call, and all that must hold after it. */
 static void step(int number) {
     const int seq = rand_below(SEQS), layer = rand_below(LAYERS), fails = rand_below(5) == 0;
-    const int has_it = (cfg.evict.kind ? EVICTION : 0) | (cfg.spill.store ? STORE : 0);
+    const int has_it = (cfg.evict.policy ? EVICTION : 0) | (cfg.offload.write ? STORE : 0);
     int which, at = 0, failed, known;
     unsigned bit;
     tkv_status st;
@@ -951,9 +961,9 @@ static void step(int number) {
     may.tells = 1;
     sprintf(may.text, "%s of sequence %d", calls[which].name, seq);
     if (fails && !in_place && rand_below(2)) memory.closed = 1 + rand_below(4);
-    if (fails && cfg.spill.store && rand_below(2)) store.store_fails = 1 + rand_below(5);
-    if (fails && cfg.spill.store && rand_below(2)) store.fetch_fails = 1 + rand_below(8);
-    if (fails && cfg.spill.store && rand_below(3) == 0) store.fetch_lies = 1 + rand_below(8);
+    if (fails && cfg.offload.write && rand_below(2)) store.store_fails = 1 + rand_below(5);
+    if (fails && cfg.offload.write && rand_below(2)) store.fetch_fails = 1 + rand_below(8);
+    if (fails && cfg.offload.write && rand_below(3) == 0) store.fetch_lies = 1 + rand_below(8);
     memory.refused = store.failed = 0;
     memory.most = memory.held;
     st = calls[which].does(seq, layer);
@@ -972,17 +982,17 @@ static void step(int number) {
     refused_of[which] += st != TKV_OK;
     bit = 1u << (-(int)st & 31);
     CHECK_MSG(!st || calls[which].refusals & bit, "%s: %d, %s", calls[which].name, (int)st,
-              tkv_last_error(kv));
+              tkv_get_last_error(kv));
     if (st == TKV_ERR_NOMEM) CHECK(memory.refused > 0);
     if (st == TKV_ERR_IO || st == TKV_ERR_DATA) CHECK(store.failed > 0 || calls[which].refusals == ~0u);
     if (st == TKV_ERR_CAPACITY) CHECK(in_place || calls[which].refusals == ~0u);
     if (st == TKV_ERR_BUDGET) CHECK(now.budget > 0 || calls[which].refusals & OR(ARG));
-    if (st && may.tells) CHECK_MSG(tkv_last_error(kv)[0] != 0, "%s says nothing", calls[which].name);
+    if (st && may.tells) CHECK_MSG(tkv_get_last_error(kv)[0] != 0, "%s says nothing", calls[which].name);
     CHECK_MSG(may.wrong == 0, "%d events are wrong", may.wrong);
     look();
     if (!st || tkv_test_.bad || may.loosely == 2) return;
-    /* room was made, and then a store or the allocator failed: blocks are tighter, and tokens are gone where it was the
-     * allocator, or, seldom, the store */
+    /* room was made, and then a store or the allocator failed: blocks are tighter, and tokens are gone where it
+     * was the allocator, or, seldom, the store */
     known = failed && may.room;
     if (!known) CHECK_EQ(may.evicted, 0);
     unstored += known && !memory.refused;
@@ -992,7 +1002,7 @@ static void step(int number) {
 
 /* >>plans */
 static const struct {
-    tkv_pair warm, archive;
+    tkv_format_pair warm, archive;
     double token, mean; /* bounds */
 } formats[PLANS + 1] =
     {/* seen in 1,500 runs: two thirds of these */
@@ -1011,56 +1021,57 @@ static void plan_of(uint64_t seed) {
     static tkv_layer_config layers[LAYERS];
     const int shape = rand_below(4);
     cfg = shape_of(LAYERS, HEADS, kv_heads[shape], dims[shape], SEQS, CHUNK);
-    cfg.v_head_dim = v_dims[shape];
+    cfg.model.v_head_dim = v_dims[shape];
     k_row = kv_heads[shape] * dims[shape];
     v_row = kv_heads[shape] * (v_dims[shape] ? v_dims[shape] : dims[shape]);
     plan = (int)(seed % PLANS);
     token_bound = formats[plan].token;
     mean_bound = formats[plan].mean;
-    cfg.warm = formats[plan].warm;
-    cfg.archive = formats[plan].archive;
-    if (formats[plan].warm.k == TKV_KVQUANT4 && rand_below(2)) cfg.rope.dim = dims[shape];
-    else cfg.kvquant = TKV_KVQUANT_POST_ROPE;
-    cfg.hot_tokens = rand_below(3) ? 0 : 1 + rand_below(200);
-    cfg.warm_tokens = 1 + rand_below(200);
-    if (rand_below(4) == 0) cfg.sink_tokens = rand_below(2) ? TKV_NONE : 1 + rand_below(12);
-    cfg.precise = rand_below(3) == 0;
-    cfg.quality_heads = rand_below(4) == 0 ? 2 : 0;
-    cfg.on_event = sees;
-    if (rand_below(3)) cfg.budget_bytes = 150000 + (size_t)rand_below(500000);
-    exact_only = cfg.budget_bytes ? rand_below(4) == 0 : token_bound <= 0.0;
+    cfg.tiers.warm = formats[plan].warm;
+    cfg.tiers.archive = formats[plan].archive;
+    if (formats[plan].warm.k == TKV_KVQUANT4 && rand_below(2)) cfg.model.rope.dim = dims[shape];
+    else cfg.format.kvquant = TKV_KVQUANT_POST_ROPE;
+    cfg.tiers.hot_tokens = rand_below(3) ? 0 : 1 + rand_below(200);
+    cfg.tiers.warm_tokens = 1 + rand_below(200);
+    if (rand_below(4) == 0) cfg.tiers.sink_tokens = rand_below(2) ? TKV_OFF : 1 + rand_below(12);
+    cfg.host.precise = rand_below(3) == 0;
+    cfg.meter.heads = rand_below(4) == 0 ? 2 : 0;
+    cfg.host.on_event = sees;
+    if (rand_below(3)) cfg.budget.bytes = 150000 + (size_t)rand_below(500000);
+    exact_only = cfg.budget.bytes ? rand_below(4) == 0 : token_bound <= 0.0;
     if (exact_only)
-        cfg.policy.max_level = TKV_NONE; /* nothing is coded, under a budget: then the other resorts */
-    if (cfg.budget_bytes && formats[PLANS].token > token_bound) token_bound = formats[PLANS].token;
-    if (cfg.budget_bytes && formats[PLANS].mean > mean_bound) mean_bound = formats[PLANS].mean;
-    if (rand_below(3)) cfg.evict.kind = (tkv_evict_kind)(1 + seed / PLANS % (TKV_EVICT_KINDS - 1));
+        cfg.budget.pressure.max_level =
+            TKV_OFF; /* nothing is coded, under a budget: then the other resorts */
+    if (cfg.budget.bytes && formats[PLANS].token > token_bound) token_bound = formats[PLANS].token;
+    if (cfg.budget.bytes && formats[PLANS].mean > mean_bound) mean_bound = formats[PLANS].mean;
+    if (rand_below(3)) cfg.evict.policy = (tkv_evict_policy)(1 + seed / PLANS % (TKV_EVICT_COUNT - 1));
     cfg.evict.scorer = scorer;
-    if (cfg.evict.kind && rand_below(3) == 0) cfg.evict_tokens = 70 + rand_below(300);
-    if (cfg.evict.kind && rand_below(3) == 0) cfg.evict.batch = 1 + rand_below(100);
-    if (rand_below(2)) cfg.importance_every = 1 + rand_below(4);
-    cfg.importance.strategy = (tkv_importance_strategy)rand_below(TKV_IMPORTANCE_STRATEGIES);
-    if (rand_below(4) == 0 && cfg.sink_tokens != TKV_NONE) cfg.n_anchors = 1 + rand_below(16);
+    if (cfg.evict.policy && rand_below(3) == 0) cfg.evict.keep_tokens = 70 + rand_below(300);
+    if (cfg.evict.policy && rand_below(3) == 0) cfg.evict.batch = 1 + rand_below(100);
+    if (rand_below(2)) cfg.importance.sample_every = 1 + rand_below(4);
+    cfg.importance.strategy = (tkv_importance_strategy)rand_below(TKV_IMPORTANCE_COUNT);
+    if (rand_below(4) == 0 && cfg.tiers.sink_tokens != TKV_OFF) cfg.tiers.n_anchors = 1 + rand_below(16);
     memset(layers, 0, sizeof layers);
-    if (!cfg.n_anchors && rand_below(4) == 0) {
-        if (rand_below(2)) cfg.window = WINDOW;
+    if (!cfg.tiers.n_anchors && rand_below(4) == 0) {
+        if (rand_below(2)) cfg.model.window = WINDOW;
         else layers[1].window = WINDOW;
     }
     if (!exact_only && rand_below(4) == 0) {
-        layers[0].hot_tokens = rand_below(2) ? TKV_ALL : 30;
+        layers[0].hot_tokens = rand_below(2) ? TKV_UNLIMITED : 30;
         layers[1].archive = formats[2].archive;
         token_bound = formats[PLANS].token;
         mean_bound = formats[PLANS].mean;
     }
     cfg.layers = layers;
-    if (rand_below(4) == 0) cfg.parallel_for = backwards;
-    cfg.remat = rand_below(2);
+    if (rand_below(4) == 0) cfg.host.parallel_for = backwards;
+    cfg.budget.discard = rand_below(2);
     if (rand_below(2)) {
         test_store_for(&store, &cfg);
-        cfg.spill.keep_exact = rand_below(2);
+        cfg.offload.keep_exact = rand_below(2);
     }
     in_place = rand_below(4) == 0;
-    if (in_place) cfg.max_tokens = LONGEST;
-    else cfg.allocator = counting_allocator_of(&memory);
+    if (in_place) cfg.limits.max_tokens = LONGEST;
+    else cfg.host.allocator = counting_allocator_of(&memory);
 }
 
 static void begin(void) {
@@ -1069,13 +1080,13 @@ static void begin(void) {
     char reason[200] = "";
     size_t bytes;
     kv = NULL;
-    CHECK_EQ(tkv_config_validate(&cfg, reason, sizeof reason), TKV_OK);
+    CHECK_EQ(tkv_validate_config(&cfg, reason, sizeof reason), TKV_OK);
     if (tkv_test_.bad) printf("    %s\n", reason);
-    for (; st == TKV_ERR_BUDGET; cfg.budget_bytes += 50000) { /* some plans need more to begin with */
-        st = in_place ? tkv_required_bytes(&cfg, &bytes) : tkv_create(&cfg, &kv);
+    for (; st == TKV_ERR_BUDGET; cfg.budget.bytes += 50000) { /* some plans need more to begin with */
+        st = in_place ? tkv_get_required_bytes(&cfg, &bytes, NULL) : tkv_create(&cfg, &kv);
         if (st != TKV_ERR_BUDGET) break;
     }
-    top = cfg.budget_bytes ? cfg.budget_bytes : 500000;
+    top = cfg.budget.bytes ? cfg.budget.bytes : 500000;
     if (in_place) kv = make_in(&cfg, &arena, (size_t)rand_below(64));
     if (!kv) {
         printf("no cache: %d\n", (int)st);
@@ -1084,12 +1095,12 @@ static void begin(void) {
     memset(&r, 0, sizeof r);
     r.n_layers = LAYERS;
     r.n_heads = HEADS;
-    r.head_dim = cfg.head_dim;
+    r.head_dim = cfg.model.head_dim;
     r.layer_params = 1e6;
     r.min_materialized = 128;
-    CHECK_EQ(tkv_remat_init(&remat, &r, NULL), TKV_OK);
-    r.step_flops = 4.0 * tkv_remat_flops(&remat, 0, BLOCK, 0);
-    CHECK_EQ(tkv_remat_init(&remat, &r, NULL), TKV_OK);
+    CHECK_EQ(tkv_init_remat(&remat, &r, NULL, 0), TKV_OK);
+    r.step_flops = 4.0 * flops_of(&remat, BLOCK);
+    CHECK_EQ(tkv_init_remat(&remat, &r, NULL, 0), TKV_OK);
     clock_of_remat = 0;
     image_size = 0;
 }
@@ -1116,14 +1127,14 @@ static void run(int seed, int ops) {
         printf("    TKV_RANDOM_SEED=%d TKV_RANDOM_RUNS=1 TKV_RANDOM_OPS=%d; calls:", seed, i);
         for (s = most(0, i - COUNT(last_calls)); s < i; s++)
             printf("\n    %s", last_calls[s % COUNT(last_calls)]);
-        printf("\n    %s", tkv_config_print(&cfg, 1, text, sizeof text, NULL) ? "" : text);
+        printf("\n    %s", tkv_print_config(&cfg, 1, text, sizeof text, NULL) ? "" : text);
         printf("\n");
     }
     tkv_destroy(kv);
     if (in_place) borders(&arena);
     else CHECK_EQ(memory.held, 0);
     free(arena.raw);
-    if (cfg.spill.store) test_store_end(&store);
+    if (cfg.offload.write) test_store_end(&store);
 }
 
 TEST(everything) {
@@ -1136,9 +1147,9 @@ TEST(everything) {
            worst_attend);
     for (i = 0; i < PLANS; i++) /* without a budget, and with one */
         printf("\n    %s/%s: tokens are off by %.4f, %.4f at most, layers by %.4f, %.4f",
-               formats[i].warm.k ? tkv_format_name(formats[i].warm.k) : "default",
-               formats[i].warm.v ? tkv_format_name(formats[i].warm.v) : "default", worst[i][0], worst[i][1],
-               worst_mean[i][0], worst_mean[i][1]);
+               formats[i].warm.k ? tkv_get_name(TKV_NAME_FORMAT, formats[i].warm.k) : "default",
+               formats[i].warm.v ? tkv_get_name(TKV_NAME_FORMAT, formats[i].warm.v) : "default", worst[i][0],
+               worst[i][1], worst_mean[i][0], worst_mean[i][1]);
     for (i = 0; i < COUNT(calls); i++)
         printf("%s%s %ld, refused %ld", i % 5 ? "; " : "\n    ", calls[i].name, done_of[i], refused_of[i]);
     printf("\n    a store failed for %ld calls; %ld of them cost tokens\n", unstored, lost);

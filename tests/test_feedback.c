@@ -11,20 +11,26 @@ static const uint32_t NOT_NUMBERS[] = {0x7fc00000u, 0x7f800000u, 0xff800000u};
 
 static tkv_feedback open_with(const tkv_feedback_config *cfg) {
     tkv_feedback f;
-    const char *reason;
-    const tkv_status st = tkv_feedback_init(&f, cfg, &reason);
+    char reason[200] = "x";
+    const tkv_status st = tkv_init_feedback(&f, cfg, reason, sizeof reason);
     CHECK_MSG(st == TKV_OK, "%s", reason);
+    CHECK_STR(reason, "");
     return f;
 }
 
+/* Starts a controller again. */
+static void restart(tkv_feedback *f, const tkv_feedback_config *cfg) {
+    CHECK_EQ(tkv_init_feedback(f, cfg, NULL, 0), TKV_OK);
+}
+
 static void observe(tkv_feedback *f, double score, int times) {
-    while (times--) CHECK_EQ(tkv_feedback_observe(f, (float)score), TKV_OK);
+    while (times--) CHECK_EQ(tkv_observe_score(f, (float)score), TKV_OK);
 }
 
 static tkv_advice advise(tkv_feedback *f, int hot, int level) {
     tkv_advice a;
     memset(&a, 0xff, sizeof a);
-    CHECK_EQ(tkv_feedback_advise(f, hot, level, &a), TKV_OK);
+    CHECK_EQ(tkv_get_advice(f, hot, level, &a), TKV_OK);
     CHECK(a.reason != NULL && *a.reason);
     CHECK_EQ(a.level, level + a.step);
     if (a.kind == TKV_ADVICE_KEEP) CHECK(a.hot_tokens == hot && a.level == level);
@@ -34,57 +40,57 @@ static tkv_advice advise(tkv_feedback *f, int hot, int level) {
 static tkv_feedback_info info_of(tkv_feedback *f, int last) {
     tkv_feedback_info i;
     memset(&i, 0xff, sizeof i);
-    CHECK_EQ(tkv_feedback_read(f, last, &i), TKV_OK);
+    CHECK_EQ(tkv_get_feedback(f, last, &i), TKV_OK);
     return i;
 }
 
 /* >>scores */
 TEST(scores_from_ppl) {
-    CHECK_NEAR(tkv_score_from_ppl(20, 20), 1, 0);
-    CHECK_NEAR(tkv_score_from_ppl(20, 20.6), .97, 1e-6);
-    CHECK_NEAR(tkv_score_from_ppl(20, 30), .5, 1e-6);
-    CHECK_NEAR(tkv_score_from_ppl(20, 19), 1, 0); /* better than exact: no loss */
-    CHECK_NEAR(tkv_score_from_ppl(20, 50), 0, 0);
-    CHECK_NEAR(tkv_score_from_ppl(1, 1.25), .75, 1e-6);
-    CHECK_EQ(tkv_score_from_ppl(.5, 2), -1); /* no perplexity is below 1 */
-    CHECK_EQ(tkv_score_from_ppl(2, .5), -1);
-    CHECK_EQ(tkv_score_from_ppl(0, 2), -1);
+    CHECK_NEAR(score_of(TKV_SCORE_PERPLEXITY, 20, 20, NULL, 0), 1, 0);
+    CHECK_NEAR(score_of(TKV_SCORE_PERPLEXITY, 20, 20.6, NULL, 0), .97, 1e-6);
+    CHECK_NEAR(score_of(TKV_SCORE_PERPLEXITY, 20, 30, NULL, 0), .5, 1e-6);
+    CHECK_NEAR(score_of(TKV_SCORE_PERPLEXITY, 20, 19, NULL, 0), 1, 0); /* better than exact: no loss */
+    CHECK_NEAR(score_of(TKV_SCORE_PERPLEXITY, 20, 50, NULL, 0), 0, 0);
+    CHECK_NEAR(score_of(TKV_SCORE_PERPLEXITY, 1, 1.25, NULL, 0), .75, 1e-6);
+    CHECK_EQ(score_of(TKV_SCORE_PERPLEXITY, .5, 2, NULL, 0), -1); /* no perplexity is below 1 */
+    CHECK_EQ(score_of(TKV_SCORE_PERPLEXITY, 2, .5, NULL, 0), -1);
+    CHECK_EQ(score_of(TKV_SCORE_PERPLEXITY, 0, 2, NULL, 0), -1);
 }
 
 TEST(scores_from_accuracy) {
-    CHECK_NEAR(tkv_score_from_accuracy(.8, .8), 1, 0);
-    CHECK_NEAR(tkv_score_from_accuracy(.8, .72), .9, 1e-6);
-    CHECK_NEAR(tkv_score_from_accuracy(80, 72), .9, 1e-6); /* any unit */
-    CHECK_NEAR(tkv_score_from_accuracy(.8, .9), 1, 0);
-    CHECK_NEAR(tkv_score_from_accuracy(.8, 0), 0, 0);
-    CHECK_EQ(tkv_score_from_accuracy(0, .5), -1);
-    CHECK_EQ(tkv_score_from_accuracy(.5, -.1), -1);
+    CHECK_NEAR(score_of(TKV_SCORE_ACCURACY, .8, .8, NULL, 0), 1, 0);
+    CHECK_NEAR(score_of(TKV_SCORE_ACCURACY, .8, .72, NULL, 0), .9, 1e-6);
+    CHECK_NEAR(score_of(TKV_SCORE_ACCURACY, 80, 72, NULL, 0), .9, 1e-6); /* any unit */
+    CHECK_NEAR(score_of(TKV_SCORE_ACCURACY, .8, .9, NULL, 0), 1, 0);
+    CHECK_NEAR(score_of(TKV_SCORE_ACCURACY, .8, 0, NULL, 0), 0, 0);
+    CHECK_EQ(score_of(TKV_SCORE_ACCURACY, 0, .5, NULL, 0), -1);
+    CHECK_EQ(score_of(TKV_SCORE_ACCURACY, .5, -.1, NULL, 0), -1);
 }
 
 TEST(scores_from_quality) {
     tkv_quality_info q;
     memset(&q, 0, sizeof q);
-    CHECK_EQ(tkv_score_from_quality(NULL, 0), -1);
-    CHECK_EQ(tkv_score_from_quality(&q, 0), -1); /* no samples, or no meter */
+    CHECK_EQ(score_of(TKV_SCORE_METER, 0, 0, NULL, 0), -1);
+    CHECK_EQ(score_of(TKV_SCORE_METER, 0, 0, &q, 0), -1); /* no samples, or no meter */
     q.samples = 10;
     q.coverage = 1;
-    CHECK_NEAR(tkv_score_from_quality(&q, 0), 1, 0); /* nothing was coded yet */
+    CHECK_NEAR(score_of(TKV_SCORE_METER, 0, 0, &q, 0), 1, 0); /* nothing was coded yet */
     q.output_error = .02;
-    CHECK_NEAR(tkv_score_from_quality(&q, 0), .98, 1e-6);
-    CHECK_NEAR(tkv_score_from_quality(&q, .5), .99, 1e-6);
+    CHECK_NEAR(score_of(TKV_SCORE_METER, 0, 0, &q, 0), .98, 1e-6);
+    CHECK_NEAR(score_of(TKV_SCORE_METER, 0, 0, &q, .5), .99, 1e-6);
     q.coverage = .5; /* half of the coded blocks had a copy: the others count as much */
-    CHECK_NEAR(tkv_score_from_quality(&q, 0), .96, 1e-6);
-    CHECK_NEAR(tkv_score_from_quality(&q, 6), .76, 1e-6);
+    CHECK_NEAR(score_of(TKV_SCORE_METER, 0, 0, &q, 0), .96, 1e-6);
+    CHECK_NEAR(score_of(TKV_SCORE_METER, 0, 0, &q, 6), .76, 1e-6);
     q.coverage = .05;
-    CHECK_NEAR(tkv_score_from_quality(&q, 0), .6, 1e-6);
+    CHECK_NEAR(score_of(TKV_SCORE_METER, 0, 0, &q, 0), .6, 1e-6);
     q.output_error = .06;
-    CHECK_NEAR(tkv_score_from_quality(&q, 0), 0, 0);
-    CHECK_EQ(tkv_score_from_quality(&q, -1), -1);
+    CHECK_NEAR(score_of(TKV_SCORE_METER, 0, 0, &q, 0), 0, 0);
+    CHECK_EQ(score_of(TKV_SCORE_METER, 0, 0, &q, -1), -1);
     q.coverage = .049;
-    CHECK_EQ(tkv_score_from_quality(&q, 0), -1);
+    CHECK_EQ(score_of(TKV_SCORE_METER, 0, 0, &q, 0), -1);
     q.coverage = 1;
     q.output_error = -.1;
-    CHECK_EQ(tkv_score_from_quality(&q, 0), -1);
+    CHECK_EQ(score_of(TKV_SCORE_METER, 0, 0, &q, 0), -1);
 }
 
 TEST(scores_of_what_is_no_number) {
@@ -96,15 +102,15 @@ TEST(scores_of_what_is_no_number) {
         q.samples = 1;
         q.coverage = 1;
         q.output_error = bad;
-        CHECK_EQ(tkv_score_from_ppl(bad, 20), -1);
-        CHECK_EQ(tkv_score_from_ppl(20, bad), -1);
-        CHECK_EQ(tkv_score_from_accuracy(bad, .5), -1);
-        CHECK_EQ(tkv_score_from_accuracy(.5, bad), -1);
-        CHECK_EQ(tkv_score_from_quality(&q, 0), -1);
+        CHECK_EQ(score_of(TKV_SCORE_PERPLEXITY, bad, 20, NULL, 0), -1);
+        CHECK_EQ(score_of(TKV_SCORE_PERPLEXITY, 20, bad, NULL, 0), -1);
+        CHECK_EQ(score_of(TKV_SCORE_ACCURACY, bad, .5, NULL, 0), -1);
+        CHECK_EQ(score_of(TKV_SCORE_ACCURACY, .5, bad, NULL, 0), -1);
+        CHECK_EQ(score_of(TKV_SCORE_METER, 0, 0, &q, 0), -1);
         q.output_error = 0;
-        CHECK_EQ(tkv_score_from_quality(&q, bad), -1);
+        CHECK_EQ(score_of(TKV_SCORE_METER, 0, 0, &q, bad), -1);
         q.coverage = bad;
-        CHECK_EQ(tkv_score_from_quality(&q, 0), -1);
+        CHECK_EQ(score_of(TKV_SCORE_METER, 0, 0, &q, 0), -1);
     }
 }
 
@@ -243,11 +249,11 @@ TEST(limits) {
     a = advise(&f, 100, 1);
     CHECK_EQ(a.kind, TKV_ADVICE_KEEP);
     CHECK(strstr(a.reason, "limits"));
-    tkv_feedback_reset(&f);
+    restart(&f, &cfg);
     observe(&f, .5, 16);
     a = advise(&f, 100, 2);
     CHECK(a.hot_tokens == 100 && a.level == 1);
-    tkv_feedback_reset(&f);
+    restart(&f, &cfg);
     observe(&f, 1, 16);
     a = advise(&f, 42, 2);
     CHECK_EQ(a.kind, TKV_ADVICE_CHEAPER);
@@ -257,7 +263,7 @@ TEST(limits) {
     a = advise(&f, 40, 2);
     CHECK_EQ(a.kind, TKV_ADVICE_KEEP);
     CHECK(strstr(a.reason, "limits"));
-    tkv_feedback_reset(&f);
+    restart(&f, &cfg);
     observe(&f, 1, 16);
     a = advise(&f, 40, 1);
     CHECK(a.hot_tokens == 40 && a.level == 2);
@@ -270,19 +276,19 @@ TEST(beyond_limits) {
     observe(&f, .5, 16);
     a = advise(&f, 3000, 5);
     CHECK(a.hot_tokens == 3000 && a.level == 4);
-    tkv_feedback_reset(&f);
+    restart(&f, NULL);
     observe(&f, .5, 16);
     a = advise(&f, 0x3fffffff, 0); /* everything is hot */
     CHECK_EQ(a.kind, TKV_ADVICE_KEEP);
-    tkv_feedback_reset(&f);
+    restart(&f, NULL);
     observe(&f, .5, 16);
     a = advise(&f, 0, 0); /* no hot tokens */
     CHECK_EQ(a.hot_tokens, 32);
-    tkv_feedback_reset(&f);
+    restart(&f, NULL);
     observe(&f, 1, 16);
     a = advise(&f, 3000, 0);
     CHECK(a.hot_tokens == 2700 && a.level == 1);
-    tkv_feedback_reset(&f);
+    restart(&f, NULL);
     observe(&f, 1, 16);
     a = advise(&f, 8, 5);
     CHECK_EQ(a.kind, TKV_ADVICE_KEEP);
@@ -295,19 +301,19 @@ TEST(hot_tokens) {
     tkv_feedback f = open_with(NULL);
     int i, hot = 32;
     for (i = 0; i + 1 < COUNT(more); i++) {
-        tkv_feedback_reset(&f);
+        restart(&f, NULL);
         observe(&f, .5, 16);
         hot = advise(&f, hot, 0).hot_tokens;
         CHECK_EQ(hot, more[i + 1]);
     }
     for (i = 0; i < 30; i++) {
-        tkv_feedback_reset(&f);
+        restart(&f, NULL);
         observe(&f, .5, 16);
         hot = advise(&f, hot, 0).hot_tokens;
     }
     CHECK_EQ(hot, 1024);
     for (hot = 64, i = 0; i + 1 < COUNT(less); i++) {
-        tkv_feedback_reset(&f);
+        restart(&f, NULL);
         observe(&f, 1, 16);
         hot = advise(&f, hot, 3).hot_tokens;
         CHECK_EQ(hot, less[i + 1]);
@@ -327,7 +333,7 @@ TEST(cools_down) {
     }
     CHECK_EQ(advise(&f, 77, 2).kind, TKV_ADVICE_FINER);
     memset(&cfg, 0, sizeof cfg);
-    cfg.cooldown = TKV_NONE;
+    cfg.cooldown = TKV_OFF;
     f = open_with(&cfg);
     observe(&f, .9, 50);
     CHECK_EQ(advise(&f, 64, 3).kind, TKV_ADVICE_FINER);
@@ -520,8 +526,8 @@ static course live(world *w, tkv_feedback *f, int steps) {
     for (n = 1; n <= steps; n++) {
         const double x = quality(w) + w->noise * tkv_rng_gauss(&w->rng);
         tkv_advice a;
-        bad += tkv_feedback_observe(f, (float)(x < 0 ? 0 : x > 1 ? 1 : x)) != TKV_OK;
-        bad += tkv_feedback_advise(f, w->hot, w->level, &a) != TKV_OK;
+        bad += tkv_observe_score(f, (float)(x < 0 ? 0 : x > 1 ? 1 : x)) != TKV_OK;
+        bad += tkv_get_advice(f, w->hot, w->level, &a) != TKV_OK;
         bad += a.level < 0 || a.level >= w->levels || a.hot_tokens < 32 || a.hot_tokens > 1024;
         w->hot = a.hot_tokens;
         w->level = a.level;
@@ -637,11 +643,11 @@ TEST(time_of_a_score) {
     clock_t start = clock();
     double ns[3];
     int n;
-    for (n = 0; n < times; n++) (void)tkv_feedback_observe(&f, .975f);
+    for (n = 0; n < times; n++) (void)tkv_observe_score(&f, .975f);
     ns[0] = (double)(clock() - start);
-    for (start = clock(), n = 0; n < times; n++) (void)tkv_feedback_advise(&f, 64, 2, &a);
+    for (start = clock(), n = 0; n < times; n++) (void)tkv_get_advice(&f, 64, 2, &a);
     ns[1] = (double)(clock() - start);
-    for (start = clock(), n = 0; n < times / 100; n++) (void)tkv_feedback_read(&f, 1000, &info);
+    for (start = clock(), n = 0; n < times / 100; n++) (void)tkv_get_feedback(&f, 1000, &info);
     ns[2] = (double)(clock() - start) * 100;
     for (n = 0; n < 3; n++) ns[n] *= 1e9 / CLOCKS_PER_SEC / times;
     CHECK_EQ(info.scores, times);
@@ -656,35 +662,34 @@ TEST(refuses) {
     tkv_feedback f = open_with(NULL), before;
     tkv_advice a, same;
     tkv_feedback_info info;
-    const char *reason = NULL;
+    char reason[200] = "x";
     int i;
     observe(&f, .9, 10);
     before = f;
     for (i = 0; i < COUNT(NOT_NUMBERS); i++)
-        CHECK_EQ(tkv_feedback_observe(&f, tkv_test_float(NOT_NUMBERS[i])), TKV_ERR_ARG);
-    for (i = 0; i < COUNT(bad); i++) CHECK_EQ(tkv_feedback_observe(&f, (float)bad[i]), TKV_ERR_ARG);
+        CHECK_EQ(tkv_observe_score(&f, tkv_test_float(NOT_NUMBERS[i])), TKV_ERR_ARG);
+    for (i = 0; i < COUNT(bad); i++) CHECK_EQ(tkv_observe_score(&f, (float)bad[i]), TKV_ERR_ARG);
     CHECK_EQ(info_of(&f, 0).refused, COUNT(NOT_NUMBERS) + COUNT(bad));
     CHECK_EQ(info_of(&f, 0).scores, 10);
     f.refused = 0;
     CHECK_MEM(&f, &before, sizeof f); /* otherwise without effect */
     memset(&a, 0x5a, sizeof a);
     same = a;
-    CHECK_EQ(tkv_feedback_advise(NULL, 64, 1, &a), TKV_ERR_ARG);
-    CHECK_EQ(tkv_feedback_advise(&f, 64, 1, NULL), TKV_ERR_ARG);
-    CHECK_EQ(tkv_feedback_advise(&f, -1, 1, &a), TKV_ERR_ARG);
-    CHECK_EQ(tkv_feedback_advise(&f, 0x40000000, 1, &a), TKV_ERR_ARG);
-    CHECK_EQ(tkv_feedback_advise(&f, 64, -1, &a), TKV_ERR_ARG);
-    CHECK_EQ(tkv_feedback_advise(&f, 64, TKV_MAX_LEVELS, &a), TKV_ERR_ARG);
+    CHECK_EQ(tkv_get_advice(NULL, 64, 1, &a), TKV_ERR_ARG);
+    CHECK_EQ(tkv_get_advice(&f, 64, 1, NULL), TKV_ERR_ARG);
+    CHECK_EQ(tkv_get_advice(&f, -1, 1, &a), TKV_ERR_ARG);
+    CHECK_EQ(tkv_get_advice(&f, 0x40000000, 1, &a), TKV_ERR_ARG);
+    CHECK_EQ(tkv_get_advice(&f, 64, -1, &a), TKV_ERR_ARG);
+    CHECK_EQ(tkv_get_advice(&f, 64, TKV_MAX_LEVELS, &a), TKV_ERR_ARG);
     CHECK_MEM(&a, &same, sizeof a);
     CHECK_MEM(&f, &before, sizeof f);
-    CHECK_EQ(tkv_feedback_observe(NULL, 1), TKV_ERR_ARG);
-    CHECK_EQ(tkv_feedback_read(NULL, 0, &info), TKV_ERR_ARG);
-    CHECK_EQ(tkv_feedback_read(&f, 0, NULL), TKV_ERR_ARG);
-    CHECK_EQ(tkv_feedback_read(&f, -1, &info), TKV_ERR_ARG);
-    CHECK_EQ(tkv_feedback_read(&f, 1001, &info), TKV_ERR_ARG);
-    CHECK_EQ(tkv_feedback_init(NULL, NULL, &reason), TKV_ERR_ARG);
+    CHECK_EQ(tkv_observe_score(NULL, 1), TKV_ERR_ARG);
+    CHECK_EQ(tkv_get_feedback(NULL, 0, &info), TKV_ERR_ARG);
+    CHECK_EQ(tkv_get_feedback(&f, 0, NULL), TKV_ERR_ARG);
+    CHECK_EQ(tkv_get_feedback(&f, -1, &info), TKV_ERR_ARG);
+    CHECK_EQ(tkv_get_feedback(&f, 1001, &info), TKV_ERR_ARG);
+    CHECK_EQ(tkv_init_feedback(NULL, NULL, reason, sizeof reason), TKV_ERR_ARG);
     CHECK_STR(reason, "");
-    tkv_feedback_reset(NULL);
 }
 
 TEST(configs) {
@@ -692,21 +697,21 @@ TEST(configs) {
         tkv_feedback_config cfg;
         const char *says; /* NULL: it is right */
     } cases[] = {
-        {{0, 0, 0, 0, 0, 0}, NULL},           {{.5f, TKV_NONE, 1, 1, 0, TKV_NONE}, NULL},
-        {{0, 1000, 2048, 0, 5, 0}, NULL},     {{0, 0, 0, 16, 0, 7}, NULL},
-        {{.01f, 0, 0, 0, 7, 7}, NULL},        {{0, 0, 0, 0x3fffffff, 0, 0}, NULL},
-        {{-.5f, 0, 0, 0, 0, 0}, "target"},    {{1, 0, 0, 0, 0, 0}, "target"},
-        {{97, 0, 0, 0, 0, 0}, "target"},      {{.005f, 0, 0, 0, 0, 0}, "target"},
-        {{0, -2, 0, 0, 0, 0}, "cooldown"},    {{0, 1001, 0, 0, 0, 0}, "cooldown"},
-        {{0, 0, -1, 0, 0, 0}, "min_hot"},     {{0, 0, 64, 63, 0, 0}, "min_hot"},
-        {{0, 0, 0, -1, 0, 0}, "min_hot"},     {{0, 0, 0, 0x40000000, 0, 0}, "min_hot"},
-        {{0, 0, 0, 0, -1, 0}, "min_level"},   {{0, 0, 0, 0, 3, 2}, "min_level"},
-        {{0, 0, 0, 0, 1, TKV_NONE}, "level"}, {{0, 0, 0, 0, 0, 8}, "max_level"},
-        {{0, 0, 0, 0, 0, -2}, "max_level"},   {{0, 0, 0, 0, 8, 0}, "max_level"},
+        {{0, 0, 0, 0, 0, 0}, NULL},          {{.5f, TKV_OFF, 1, 1, 0, TKV_OFF}, NULL},
+        {{0, 1000, 2048, 0, 5, 0}, NULL},    {{0, 0, 0, 16, 0, 7}, NULL},
+        {{.01f, 0, 0, 0, 7, 7}, NULL},       {{0, 0, 0, 0x3fffffff, 0, 0}, NULL},
+        {{-.5f, 0, 0, 0, 0, 0}, "target"},   {{1, 0, 0, 0, 0, 0}, "target"},
+        {{97, 0, 0, 0, 0, 0}, "target"},     {{.005f, 0, 0, 0, 0, 0}, "target"},
+        {{0, -2, 0, 0, 0, 0}, "cooldown"},   {{0, 1001, 0, 0, 0, 0}, "cooldown"},
+        {{0, 0, -1, 0, 0, 0}, "min_hot"},    {{0, 0, 64, 63, 0, 0}, "min_hot"},
+        {{0, 0, 0, -1, 0, 0}, "min_hot"},    {{0, 0, 0, 0x40000000, 0, 0}, "min_hot"},
+        {{0, 0, 0, 0, -1, 0}, "min_level"},  {{0, 0, 0, 0, 3, 2}, "min_level"},
+        {{0, 0, 0, 0, 1, TKV_OFF}, "level"}, {{0, 0, 0, 0, 0, 8}, "max_level"},
+        {{0, 0, 0, 0, 0, -2}, "max_level"},  {{0, 0, 0, 0, 8, 0}, "max_level"},
     };
     tkv_feedback f = open_with(NULL), before;
     tkv_feedback_config cfg;
-    const char *reason;
+    char reason[200];
     int i;
     for (i = 0; i < COUNT(cases); i++) {
         before = f;
@@ -714,15 +719,15 @@ TEST(configs) {
             f = open_with(&cases[i].cfg);
             continue;
         }
-        CHECK_EQ(tkv_feedback_init(&f, &cases[i].cfg, &reason), TKV_ERR_CONFIG);
+        CHECK_EQ(tkv_init_feedback(&f, &cases[i].cfg, reason, sizeof reason), TKV_ERR_CONFIG);
         CHECK_MSG(strstr(reason, cases[i].says) != NULL, "case %d: %s", i, reason);
-        CHECK_EQ(tkv_feedback_init(&f, &cases[i].cfg, NULL), TKV_ERR_CONFIG);
+        CHECK_EQ(tkv_init_feedback(&f, &cases[i].cfg, NULL, 0), TKV_ERR_CONFIG);
         CHECK_MEM(&f, &before, sizeof f);
     }
     memset(&cfg, 0, sizeof cfg);
     for (i = 0; i < COUNT(NOT_NUMBERS); i++) {
         cfg.target = tkv_test_float(NOT_NUMBERS[i]);
-        CHECK_EQ(tkv_feedback_init(&f, &cfg, &reason), TKV_ERR_CONFIG);
+        CHECK_EQ(tkv_init_feedback(&f, &cfg, reason, sizeof reason), TKV_ERR_CONFIG);
     }
 }
 
@@ -730,9 +735,10 @@ TEST(reset) {
     tkv_feedback f = open_with(NULL), fresh = open_with(NULL);
     tkv_feedback_info i;
     observe(&f, .5, 1234);
-    (void)tkv_feedback_observe(&f, 2);
+    (void)tkv_observe_score(&f, 2);
     CHECK_EQ(advise(&f, 64, 3).kind, TKV_ADVICE_FINER);
-    tkv_feedback_reset(&f);
+    restart(&f, NULL);
+    CHECK_MEM(&f, &fresh, sizeof f);
     i = info_of(&f, 0);
     CHECK(i.n == 0 && i.scores == 0 && i.refused == 0 && i.finer == 0 && i.cheaper == 0);
     CHECK_EQ(advise(&f, 64, 2).samples, 0);

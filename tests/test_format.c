@@ -29,7 +29,7 @@ static tkv_codec codec(tkv_format format, int side, int dim, int group) {
     c.format = format;
     c.side = side ? TKV_V : TKV_K;
     c.head_dim = dim;
-    c.group_size = group;
+    c.options.group_size = group;
     return c;
 }
 
@@ -41,9 +41,9 @@ static void poison(void *p, size_t n) { /* as floats: NaN */
 
 static const char *describe(const tkv_codec *c, int n) {
     static char text[96];
-    const char *name = tkv_format_name(c->format);
+    const char *name = tkv_get_name(TKV_NAME_FORMAT, c->format);
     snprintf(text, sizeof text, "%s %c, head_dim %d, group %d, %d tokens", name ? name : "?",
-             c->side == TKV_K ? 'K' : 'V', c->head_dim, c->group_size, n);
+             c->side == TKV_K ? 'K' : 'V', c->head_dim, c->options.group_size, n);
     return text;
 }
 
@@ -261,7 +261,7 @@ static drawing draw(const tkv_codec *c) {
     d.bits = c->format == TKV_Q8 ? 8 : c->format == TKV_KIVI4 ? 4 : c->format == TKV_KIVI3 ? 3 : 2;
     d.top = (1 << d.bits) - 1;
     d.dim = c->head_dim;
-    d.group = c->group_size ? c->group_size : 64;
+    d.group = c->options.group_size ? c->options.group_size : 64;
     d.pad = up(d.dim, 16);
     d.tiles = d.pad / 4;
     d.groups = d.k ? BLOCK / d.group : up(d.dim, d.group) / d.group;
@@ -363,8 +363,8 @@ static void golden_encode(const golden_block *g, tkv_codec *c) {
     int i;
     *c = codec(g->format, g->side == TKV_V, g->head_dim, g->group_size);
     for (i = 0; i < g->n_tokens * g->head_dim; i++) in[i] = golden_value(g->seed, i, i % g->head_dim);
-    CHECK_EQ(tkv_encoded_size(c), g->size);
-    CHECK_EQ(tkv_encode(c, in, 0, g->n_tokens, bytes, g->size), TKV_OK);
+    CHECK_EQ(tkv_get_block_bytes(c), g->size);
+    CHECK_EQ(tkv_encode_block(c, in, 0, g->n_tokens, bytes, g->size), TKV_OK);
 }
 
 TEST(golden_hashes) {
@@ -377,7 +377,7 @@ TEST(golden_hashes) {
         if (FAST_MATH && g->format >= TKV_Q8) continue;
         CHECK_MSG(hash_of(HASH_START, bytes, g->size) == g->encoded, "the bytes of %s",
                   describe(&c, g->n_tokens));
-        CHECK_EQ(tkv_decode(&c, bytes, g->size, g->n_tokens, out, 0), TKV_OK);
+        CHECK_EQ(tkv_decode_block(&c, bytes, g->size, g->n_tokens, out, 0), TKV_OK);
         CHECK_MSG(hash_of_floats(HASH_START, out, n) == g->decoded, "the values of %s",
                   describe(&c, g->n_tokens));
     }
@@ -392,7 +392,7 @@ TEST(golden_blocks) {
         golden_encode(g, &c);
         if (!FAST_MATH) CHECK_MEM(bytes, golden_bytes + at, g->size);
         CHECK(hash_of(HASH_START, golden_bytes + at, g->size) == g->encoded);
-        CHECK_EQ(tkv_decode(&c, golden_bytes + at, g->size, g->n_tokens, out, 0), TKV_OK);
+        CHECK_EQ(tkv_decode_block(&c, golden_bytes + at, g->size, g->n_tokens, out, 0), TKV_OK);
         CHECK_MSG(hash_of_floats(HASH_START, out, g->n_tokens * g->head_dim) == g->decoded,
                   "the values of %s", describe(&c, g->n_tokens));
         at += g->size;
@@ -405,17 +405,17 @@ TEST(names) {
     static const char *const names[] = {"f32", "f16", "bf16", "q8", "kivi4", "kivi3", "kivi2"};
     int f;
     for (f = 1; f < TKV_FORMAT_COUNT; f++) {
-        const char *name = tkv_format_name((tkv_format)f);
+        const char *name = tkv_get_name(TKV_NAME_FORMAT, (tkv_format)f);
         REQUIRE(name);
         if (f <= COUNT(names)) CHECK_STR(name, names[f - 1]);
-        CHECK_EQ(tkv_format_from_name(name), f);
+        CHECK_EQ(format_named(name), f);
     }
-    CHECK(tkv_format_name(TKV_FORMAT_DEFAULT) == NULL);
-    CHECK(tkv_format_name(TKV_FORMAT_COUNT) == NULL);
-    CHECK_EQ(tkv_format_from_name(NULL), TKV_FORMAT_DEFAULT);
-    CHECK_EQ(tkv_format_from_name(""), TKV_FORMAT_DEFAULT);
-    CHECK_EQ(tkv_format_from_name("kivi"), TKV_FORMAT_DEFAULT);
-    CHECK_EQ(tkv_format_from_name("KIVI4"), TKV_FORMAT_DEFAULT);
+    CHECK(tkv_get_name(TKV_NAME_FORMAT, TKV_FORMAT_DEFAULT) == NULL);
+    CHECK(tkv_get_name(TKV_NAME_FORMAT, TKV_FORMAT_COUNT) == NULL);
+    CHECK_EQ(format_named(NULL), TKV_FORMAT_DEFAULT);
+    CHECK_EQ(format_named(""), TKV_FORMAT_DEFAULT);
+    CHECK_EQ(format_named("kivi"), TKV_FORMAT_DEFAULT);
+    CHECK_EQ(format_named("KIVI4"), TKV_FORMAT_DEFAULT);
 }
 
 TEST(sizes) {
@@ -426,8 +426,8 @@ TEST(sizes) {
                 for (dim = 1; dim <= TKV_MAX_HEAD_DIM; dim++) {
                     tkv_codec c = codec(grids[f], side, dim, group);
                     drawing d = draw(&c);
-                    CHECK_EQ(tkv_encoded_size(&c), d.size);
-                    CHECK_NEAR(tkv_format_bits(&c), 8.0 * d.size / (BLOCK * dim), 1e-12);
+                    CHECK_EQ(tkv_get_block_bytes(&c), d.size);
+                    CHECK_NEAR(format_bits(&c), 8.0 * d.size / (BLOCK * dim), 1e-12);
                     /* no multiple of 16 wastes a bit: the codes are exactly their bits */
                     if (dim % 16 == 0) CHECK_EQ(d.scale, dim * BLOCK * d.bits / 8);
                 }
@@ -435,21 +435,21 @@ TEST(sizes) {
         for (side = 0; side < 2; side++)
             for (dim = 1; dim <= TKV_MAX_HEAD_DIM; dim++) {
                 tkv_codec c = codec(exacts[f], side, dim, 0);
-                CHECK_EQ(tkv_encoded_size(&c), up(dim, 16) * BLOCK * (f == 0 ? 4 : 2));
+                CHECK_EQ(tkv_get_block_bytes(&c), up(dim, 16) * BLOCK * (f == 0 ? 4 : 2));
             }
     {
         tkv_codec c = codec(TKV_KIVI4, 0, 64, 0), same = codec(TKV_KIVI4, 0, 64, 64);
-        CHECK_EQ(tkv_encoded_size(&c), tkv_encoded_size(&same)); /* 0 is 64 */
+        CHECK_EQ(tkv_get_block_bytes(&c), tkv_get_block_bytes(&same)); /* 0 is 64 */
     }
     for (i = 0; i < COUNT(dims); i++) { /* exact formats ignore the group, if it is a valid one */
         tkv_codec c = codec(TKV_F16, 0, dims[i], 32), same = codec(TKV_F16, 0, dims[i], 64);
-        CHECK_EQ(tkv_encoded_size(&c), tkv_encoded_size(&same));
+        CHECK_EQ(tkv_get_block_bytes(&c), tkv_get_block_bytes(&same));
     }
 }
 
 static double stored_bits(tkv_format f, int side, int dim, int group) {
     tkv_codec c = codec(f, side, dim, group);
-    return tkv_format_bits(&c);
+    return format_bits(&c);
 }
 
 TEST(bits_per_value) {
@@ -506,9 +506,9 @@ TEST(exact_bytes) {
                                                       : tkvi_bf16_to_f32((uint16_t)u);
                     }
                 poison(bytes, ROOM);
-                CHECK_EQ(tkv_encode(&c, in, 0, n, bytes, ROOM), TKV_OK);
-                CHECK_MEM(bytes, other, tkv_encoded_size(&c));
-                CHECK_EQ(tkv_decode(&c, bytes, ROOM, n, out, 0), TKV_OK);
+                CHECK_EQ(tkv_encode_block(&c, in, 0, n, bytes, ROOM), TKV_OK);
+                CHECK_MEM(bytes, other, tkv_get_block_bytes(&c));
+                CHECK_EQ(tkv_decode_block(&c, bytes, ROOM, n, out, 0), TKV_OK);
                 CHECK_MEM(out, want, (size_t)(n * dim) * sizeof(float));
             }
 }
@@ -531,8 +531,8 @@ TEST(exact_values) { /* F32 gives back every bit; the others saturate and keep t
     for (f = 0; f < COUNT(exacts); f++) {
         tkv_codec c = codec(exacts[f], f % 2, COUNT(x), 0);
         memcpy(in, x, sizeof x);
-        CHECK_EQ(tkv_encode(&c, in, 0, 1, bytes, ROOM), TKV_OK);
-        CHECK_EQ(tkv_decode(&c, bytes, ROOM, 1, out, 0), TKV_OK);
+        CHECK_EQ(tkv_encode_block(&c, in, 0, 1, bytes, ROOM), TKV_OK);
+        CHECK_EQ(tkv_decode_block(&c, bytes, ROOM, 1, out, 0), TKV_OK);
         CHECK_MEM(out, expected[f], sizeof x);
     }
 }
@@ -551,7 +551,7 @@ TEST(decode_is_scale_times_code_plus_zero) {
                     random_block(&r, &d, bytes);
                     for (t = 0; t < n; t++)
                         for (ch = 0; ch < dim; ch++) want[t * dim + ch] = value_of(&d, bytes, t, ch);
-                    CHECK_EQ(tkv_decode(&c, bytes, (size_t)d.size, n, out, 0), TKV_OK);
+                    CHECK_EQ(tkv_decode_block(&c, bytes, (size_t)d.size, n, out, 0), TKV_OK);
                     CHECK_MEM(out, want, (size_t)(n * dim) * sizeof(float));
                 }
 }
@@ -566,11 +566,11 @@ TEST(decode_of_a_part) {
                 int dim = dims[i];
                 tkv_codec c = codec((tkv_format)f, side, dim, i % 2 ? 32 : 64);
                 tkvi_side s;
-                if (!tkv_encoded_size(&c)) continue; /* a format for the other side alone */
+                if (!tkv_get_block_bytes(&c)) continue; /* a format for the other side alone */
                 CHECK(tkvi_codec_side(&c, &s));
                 fill(OUTLIERS, &r, BLOCK, dim, in);
-                CHECK_EQ(tkv_encode(&c, in, 0, BLOCK, bytes, ROOM), TKV_OK);
-                CHECK_EQ(tkv_decode(&c, bytes, ROOM, BLOCK, out, 0), TKV_OK);
+                CHECK_EQ(tkv_encode_block(&c, in, 0, BLOCK, bytes, ROOM), TKV_OK);
+                CHECK_EQ(tkv_decode_block(&c, bytes, ROOM, BLOCK, out, 0), TKV_OK);
                 for (round = 0; round < 6; round++) {
                     int first = tkv_rng_below(&r, BLOCK), n = 1 + tkv_rng_below(&r, BLOCK - first);
                     int stride = dim + tkv_rng_below(&r, 8);
@@ -582,7 +582,7 @@ TEST(decode_of_a_part) {
                     CHECK_MEM(in, want, sizeof want);
                     if (first > 0) continue;
                     poison(in, sizeof in);
-                    CHECK_EQ(tkv_decode(&c, bytes, ROOM, n, in, stride), TKV_OK);
+                    CHECK_EQ(tkv_decode_block(&c, bytes, ROOM, n, in, stride), TKV_OK);
                     CHECK_MEM(in, want, sizeof want);
                 }
             }
@@ -614,8 +614,8 @@ TEST(error_is_bounded) {
                     c = codec(grids[f], side, dim, group);
                     d = draw(&c);
                     fill(kind, &r, n, dim, in);
-                    CHECK_EQ(tkv_encode(&c, in, 0, n, bytes, ROOM), TKV_OK);
-                    CHECK_EQ(tkv_decode(&c, bytes, ROOM, n, out, 0), TKV_OK);
+                    CHECK_EQ(tkv_encode_block(&c, in, 0, n, bytes, ROOM), TKV_OK);
+                    CHECK_EQ(tkv_decode_block(&c, bytes, ROOM, n, out, 0), TKV_OK);
                     for (t = 0; t < n; t++)
                         for (ch = 0; ch < dim; ch++) {
                             double v = (double)in[t * dim + ch], e;
@@ -633,8 +633,8 @@ static double mean_squared_error(const tkv_codec *c, int kind, tkv_rng *r, int b
     int b, i, n = BLOCK * c->head_dim;
     for (b = 0; b < blocks; b++) {
         fill(kind, r, BLOCK, c->head_dim, in);
-        if (tkv_encode(c, in, 0, BLOCK, bytes, ROOM) != TKV_OK) return -1;
-        if (tkv_decode(c, bytes, ROOM, BLOCK, out, 0) != TKV_OK) return -1;
+        if (tkv_encode_block(c, in, 0, BLOCK, bytes, ROOM) != TKV_OK) return -1;
+        if (tkv_decode_block(c, bytes, ROOM, BLOCK, out, 0) != TKV_OK) return -1;
         for (i = 0; i < n; i++) sum += ((double)in[i] - (double)out[i]) * ((double)in[i] - (double)out[i]);
     }
     return sum / (blocks * n);
@@ -657,7 +657,7 @@ TEST(error_of_gaussian_groups) {
             tkv_codec c = codec(expected[i].format, side, 64, 32);
             double e = expected[i].groups_of_32;
             CHECK_NEAR(mean_squared_error(&c, GAUSSIAN, &r, blocks), e, share * e);
-            c.group_size = 64;
+            c.options.group_size = 64;
             e = expected[i].groups_of_64;
             CHECK_NEAR(mean_squared_error(&c, GAUSSIAN, &r, blocks), e, share * e);
         }
@@ -694,8 +694,8 @@ TEST(flat_groups_are_exact) {
                     double half = half_value(tkvi_f32_to_f16(values[v])); /* saturated */
                     int wrong = 0;
                     for (i = 0; i < n * dim; i++) in[i] = values[v];
-                    CHECK_EQ(tkv_encode(&c, in, 0, n, bytes, ROOM), TKV_OK);
-                    CHECK_EQ(tkv_decode(&c, bytes, ROOM, n, out, 0), TKV_OK);
+                    CHECK_EQ(tkv_encode_block(&c, in, 0, n, bytes, ROOM), TKV_OK);
+                    CHECK_EQ(tkv_decode_block(&c, bytes, ROOM, n, out, 0), TKV_OK);
                     for (i = 0; i < n * dim; i++)
                         wrong += (double)out[i] != half || scale_of(&d, bytes, i / dim, i % dim) != 0 ||
                                  code_of(&d, bytes, i / dim, i % dim) != 0;
@@ -714,15 +714,15 @@ TEST(group_of_one) { /* one token: each channel's group has one value, and comes
             for (i = 0; i < COUNT(dims); i++) {
                 tkv_codec c = codec(grids[f], 0, dims[i], group);
                 fill(SCALES, &r, 1, dims[i], in);
-                CHECK_EQ(tkv_encode(&c, in, 0, 1, bytes, ROOM), TKV_OK);
-                CHECK_EQ(tkv_decode(&c, bytes, ROOM, 1, out, 0), TKV_OK);
+                CHECK_EQ(tkv_encode_block(&c, in, 0, 1, bytes, ROOM), TKV_OK);
+                CHECK_EQ(tkv_decode_block(&c, bytes, ROOM, 1, out, 0), TKV_OK);
                 for (ch = 0; ch < dims[i]; ch++) CHECK_EQ(tkvi_bits(out[ch]), through_half(in[ch]));
             }
     { /* and V with a last group of one channel */
         tkv_codec c = codec(TKV_KIVI2, 1, 65, 64);
         fill(GAUSSIAN, &r, BLOCK, 65, in);
-        CHECK_EQ(tkv_encode(&c, in, 0, BLOCK, bytes, ROOM), TKV_OK);
-        CHECK_EQ(tkv_decode(&c, bytes, ROOM, BLOCK, out, 0), TKV_OK);
+        CHECK_EQ(tkv_encode_block(&c, in, 0, BLOCK, bytes, ROOM), TKV_OK);
+        CHECK_EQ(tkv_decode_block(&c, bytes, ROOM, BLOCK, out, 0), TKV_OK);
         for (i = 64; i < BLOCK * 65; i += 65) CHECK_EQ(tkvi_bits(out[i]), through_half(in[i]));
     }
 }
@@ -744,8 +744,8 @@ TEST(grid_values_are_exact) {
                         double s = ldexp((double)(1024 + line * 7), line % 9 - 20), z = (line - 40) / 4.0;
                         in[t * dim + ch] = (float)(s * code + z);
                     }
-                CHECK_EQ(tkv_encode(&c, in, 0, BLOCK, bytes, ROOM), TKV_OK);
-                CHECK_EQ(tkv_decode(&c, bytes, ROOM, BLOCK, out, 0), TKV_OK);
+                CHECK_EQ(tkv_encode_block(&c, in, 0, BLOCK, bytes, ROOM), TKV_OK);
+                CHECK_EQ(tkv_decode_block(&c, bytes, ROOM, BLOCK, out, 0), TKV_OK);
                 CHECK_MEM(out, in, (size_t)(BLOCK * dim) * sizeof(float));
             }
 }
@@ -762,10 +762,10 @@ TEST(encoding_again_changes_nothing) {
                 for (kind = 0; kind < (f < TKV_Q8 ? KINDS : BIAS); kind++) {
                     tkv_codec c = codec((tkv_format)f, side, heads[i], kind % 2 ? 32 : 64);
                     fill(kind, &r, BLOCK, heads[i], in);
-                    CHECK_EQ(tkv_encode(&c, in, 0, BLOCK, bytes, ROOM), TKV_OK);
-                    CHECK_EQ(tkv_decode(&c, bytes, ROOM, BLOCK, out, 0), TKV_OK);
-                    CHECK_EQ(tkv_encode(&c, out, 0, BLOCK, other, ROOM), TKV_OK);
-                    CHECK_MEM(bytes, other, tkv_encoded_size(&c));
+                    CHECK_EQ(tkv_encode_block(&c, in, 0, BLOCK, bytes, ROOM), TKV_OK);
+                    CHECK_EQ(tkv_decode_block(&c, bytes, ROOM, BLOCK, out, 0), TKV_OK);
+                    CHECK_EQ(tkv_encode_block(&c, out, 0, BLOCK, other, ROOM), TKV_OK);
+                    CHECK_MEM(bytes, other, tkv_get_block_bytes(&c));
                 }
 }
 
@@ -787,7 +787,7 @@ TEST(ties_go_to_even) {
             code[0] = 0;
             in[1] = (float)(d.top / 4.0 - 2);
             code[1] = d.top;
-            CHECK_EQ(tkv_encode(&c, in, 0, n, bytes, ROOM), TKV_OK);
+            CHECK_EQ(tkv_encode_block(&c, in, 0, n, bytes, ROOM), TKV_OK);
             CHECK_EQ(scale_of(&d, bytes, 0, 0), 0x3400);
             CHECK_EQ(zero_of(&d, bytes, 0, 0), 0xc000);
             for (i = 0; i < BLOCK; i++) CHECK_EQ(code_of(&d, bytes, side ? 0 : i, side ? i : 0), code[i]);
@@ -807,8 +807,8 @@ TEST(ends_are_clamped) {
     drawing d = draw(&c);
     int t, ch;
     memcpy(in, x, sizeof x);
-    CHECK_EQ(tkv_encode(&c, in, 0, 4, bytes, ROOM), TKV_OK);
-    CHECK_EQ(tkv_decode(&c, bytes, ROOM, 4, out, 0), TKV_OK);
+    CHECK_EQ(tkv_encode_block(&c, in, 0, 4, bytes, ROOM), TKV_OK);
+    CHECK_EQ(tkv_decode_block(&c, bytes, ROOM, 4, out, 0), TKV_OK);
     for (ch = 0; ch < 4; ch++) {
         double s = ch < 3 ? 1 : 43680; /* 131008 / 3 as a half */
         CHECK_NEAR(half_value(zero_of(&d, bytes, 0, ch)), zeros[ch], 0);
@@ -835,8 +835,8 @@ TEST(tiny_ranges) {
                     double worst = 0;
                     for (i = 0; i < BLOCK * 64; i++)
                         in[i] = (float)(bases[b] + ldexp((double)(i % 64 * (i / 64) % 64) / 64.0, e));
-                    CHECK_EQ(tkv_encode(&c, in, 0, BLOCK, bytes, ROOM), TKV_OK);
-                    CHECK_EQ(tkv_decode(&c, bytes, ROOM, BLOCK, out, 0), TKV_OK);
+                    CHECK_EQ(tkv_encode_block(&c, in, 0, BLOCK, bytes, ROOM), TKV_OK);
+                    CHECK_EQ(tkv_decode_block(&c, bytes, ROOM, BLOCK, out, 0), TKV_OK);
                     for (i = 0; i < BLOCK * 64; i++) {
                         double v = (double)in[i],
                                off = fabs(v - (double)out[i]) / bound(&d, bytes, i / 64, i % 64, v);
@@ -858,17 +858,17 @@ TEST(bytes_depend_on_the_values_alone) {
                 int dim = dims[i], n = i % 3 == 0 ? BLOCK : 1 + tkv_rng_below(&r, BLOCK),
                     stride = dim + 1 + i % 7;
                 tkv_codec c = codec((tkv_format)f, side, dim, i % 2 ? 32 : 64);
-                size_t size = tkv_encoded_size(&c), k;
+                size_t size = tkv_get_block_bytes(&c), k;
                 int wrong = 0;
                 if (!size) continue;
                 REQUIRE(size + 64 <= ROOM);
                 fill(OUTLIERS, &r, n, dim, in);
                 memset(bytes, 0x00, ROOM);
-                CHECK_EQ(tkv_encode(&c, in, 0, n, bytes, size), TKV_OK);
+                CHECK_EQ(tkv_encode_block(&c, in, 0, n, bytes, size), TKV_OK);
                 poison(want, sizeof want); /* between rows and behind them is NaN: not read */
                 for (t = 0; t < n; t++) memcpy(want + t * stride, in + t * dim, (size_t)dim * sizeof(float));
                 memset(other, 0xa5, ROOM);
-                CHECK_EQ(tkv_encode(&c, want, stride, n, other, size), TKV_OK);
+                CHECK_EQ(tkv_encode_block(&c, want, stride, n, other, size), TKV_OK);
                 CHECK_MEM(bytes, other, size);
                 for (k = size; k < ROOM; k++) wrong += other[k] != 0xa5;
                 CHECK_MSG(wrong == 0, "%d bytes behind %s", wrong, describe(&c, n));
@@ -887,7 +887,7 @@ TEST(missing_tokens_and_channels_are_zero) {
                     drawing d = draw(&c);
                     fill(BIAS, &r, n, dim, in);
                     poison(bytes, ROOM);
-                    CHECK_EQ(tkv_encode(&c, in, 0, n, bytes, ROOM), TKV_OK);
+                    CHECK_EQ(tkv_encode_block(&c, in, 0, n, bytes, ROOM), TKV_OK);
                     for (t = 0; t < BLOCK; t++)
                         for (ch = 0; ch < d.pad; ch++)
                             if (t >= n || ch >= dim) codes += code_of(&d, bytes, t, ch) != 0;
@@ -914,11 +914,11 @@ TEST(nonfinite_is_refused) {
                 for (at = 0; at < 3; at++) {
                     int dim = 48, n = 17;
                     tkv_codec c = codec((tkv_format)f, side, dim, 64);
-                    if (!tkv_encoded_size(&c)) continue;
+                    if (!tkv_get_block_bytes(&c)) continue;
                     fill(GAUSSIAN, &r, n, dim, in);
                     memcpy(in + (at == 0 ? 0 : at == 1 ? n * dim / 2 + 5 : n * dim - 1), &bad[b], 4);
                     memset(bytes, 0xa5, ROOM);
-                    CHECK_EQ(tkv_encode(&c, in, 0, n, bytes, ROOM), TKV_ERR_NONFINITE);
+                    CHECK_EQ(tkv_encode_block(&c, in, 0, n, bytes, ROOM), TKV_ERR_NONFINITE);
                     for (wrong = 0, i = 0; i < ROOM; i++) wrong += bytes[i] != 0xa5;
                     CHECK_EQ(wrong, 0);
                 }
@@ -929,32 +929,32 @@ static void refused(const tkv_codec *c, const float *x, ptrdiff_t stride, int n,
     memset(bytes, 0xa5, ROOM);
     memset(out, 0xa5, sizeof out);
     memset(want, 0xa5, sizeof want);
-    CHECK_EQ(tkv_encode(c, x, stride, n, bytes, size), TKV_ERR_ARG);
+    CHECK_EQ(tkv_encode_block(c, x, stride, n, bytes, size), TKV_ERR_ARG);
     for (i = 0; i < ROOM; i++) wrong += bytes[i] != 0xa5;
     CHECK_EQ(wrong, 0);
-    CHECK_EQ(tkv_decode(c, other, size, n, x ? out : NULL, stride), TKV_ERR_ARG);
+    CHECK_EQ(tkv_decode_block(c, other, size, n, x ? out : NULL, stride), TKV_ERR_ARG);
     CHECK_MEM(out, want, sizeof out);
 }
 
 static void refused_codec(tkv_format format, int side, int dim, int group) {
     tkv_codec c = codec(format, side, dim, group);
-    CHECK_EQ(tkv_encoded_size(&c), 0);
-    CHECK(tkv_format_bits(&c) == 0.0);
+    CHECK_EQ(tkv_get_block_bytes(&c), 0);
+    CHECK(format_bits(&c) == 0.0);
     refused(&c, in, 0, 1, ROOM);
 }
 
 TEST(bad_arguments_are_refused) {
     tkv_codec c = codec(TKV_KIVI4, 0, 64, 64);
-    size_t size = tkv_encoded_size(&c);
+    size_t size = tkv_get_block_bytes(&c);
     int f;
     memset(in, 0, sizeof in);
     memset(other, 0, sizeof other);
-    CHECK_EQ(tkv_encoded_size(NULL), 0);
-    CHECK(tkv_format_bits(NULL) == 0.0);
+    CHECK_EQ(tkv_get_block_bytes(NULL), 0);
+    CHECK(format_bits(NULL) == 0.0);
     refused(NULL, in, 0, 1, ROOM);
     refused(&c, NULL, 0, 1, ROOM);
-    CHECK_EQ(tkv_encode(&c, in, 0, 1, NULL, ROOM), TKV_ERR_ARG);
-    CHECK_EQ(tkv_decode(&c, NULL, ROOM, 1, out, 0), TKV_ERR_ARG);
+    CHECK_EQ(tkv_encode_block(&c, in, 0, 1, NULL, ROOM), TKV_ERR_ARG);
+    CHECK_EQ(tkv_decode_block(&c, NULL, ROOM, 1, out, 0), TKV_ERR_ARG);
     refused(&c, in, 0, 0, ROOM);
     refused(&c, in, 0, -1, ROOM);
     refused(&c, in, 0, 65, ROOM);
@@ -980,11 +980,11 @@ TEST(bad_arguments_are_refused) {
     c.side = TKV_K;
     c.format = (tkv_format)-1;
     refused(&c, in, 0, 1, ROOM);
-    CHECK(tkv_format_name((tkv_format)1000) == NULL);
+    CHECK(tkv_get_name(TKV_NAME_FORMAT, (tkv_format)1000) == NULL);
 #endif
     c = codec(TKV_KIVI4, 0, 64, 64);
-    CHECK_EQ(tkv_encode(&c, in, 64, 64, bytes, size), TKV_OK);
-    CHECK_EQ(tkv_decode(&c, bytes, size, 64, out, 64), TKV_OK);
+    CHECK_EQ(tkv_encode_block(&c, in, 64, 64, bytes, size), TKV_OK);
+    CHECK_EQ(tkv_decode_block(&c, bytes, size, 64, out, 64), TKV_OK);
 }
 
 /* >>sides of mixed widths, with a channel order and a table of levels, through a format of the test's own:
@@ -1524,7 +1524,8 @@ TEST(fewer_bits_more_error) {
         for (f = TKV_A40; f <= TKV_A15; f++) {
             tkv_codec c = codec((tkv_format)f, 0, heads[i], 64);
             double e = mean_squared_error(&c, GAUSSIAN, &r, 4);
-            CHECK_MSG(e > before, "%s of %d: %g after %g", tkv_format_name(c.format), heads[i], e, before);
+            CHECK_MSG(e > before, "%s of %d: %g after %g", tkv_get_name(TKV_NAME_FORMAT, c.format), heads[i],
+                      e, before);
             before = e;
         }
         CHECK_LE(before, 0.75);
@@ -1532,8 +1533,8 @@ TEST(fewer_bits_more_error) {
             tkv_codec c = codec((tkv_format)f, 1, heads[i], 64);
             double e = mean_squared_error(&c, GAUSSIAN, &r, 4);
             if (f == TKV_R15 && heads[i] == 16) continue; /* no pairs: the bits of R20 */
-            CHECK_MSG(e > 1.5 * before, "%s of %d: %g after %g", tkv_format_name(c.format), heads[i], e,
-                      before);
+            CHECK_MSG(e > 1.5 * before, "%s of %d: %g after %g", tkv_get_name(TKV_NAME_FORMAT, c.format),
+                      heads[i], e, before);
             before = e;
         }
         CHECK_LE(before, 0.8);
@@ -1548,16 +1549,16 @@ TEST(sizes_of_shared_formats) {
             int side = tkvi_formats[f].rotated, dim_ = heads[i];
             tkv_codec c = codec((tkv_format)f, side, dim_, 64), no = codec((tkv_format)f, !side, dim_, 64);
             double named = tkvi_formats[f].bits / 4.0 + (side ? 8.0 / dim_ : 0);
-            CHECK_LE(tkv_format_bits(&c), named + 8.0 / dim_ - 1e-9); /* an odd tile rounds up */
-            CHECK_LE(named - 1e-9, tkv_format_bits(&c));
-            CHECK_EQ(tkv_encoded_size(&no), 0); /* one side only */
-            CHECK(tkv_format_bits(&no) <= 0.0);
+            CHECK_LE(format_bits(&c), named + 8.0 / dim_ - 1e-9); /* an odd tile rounds up */
+            CHECK_LE(named - 1e-9, format_bits(&c));
+            CHECK_EQ(tkv_get_block_bytes(&no), 0); /* one side only */
+            CHECK(format_bits(&no) <= 0.0);
         }
     for (f = TKV_A40; f <= TKV_R10; f++)
         for (dim = 1; dim <= TKV_MAX_HEAD_DIM; dim++) {
             tkv_codec c = codec((tkv_format)f, tkvi_formats[f].rotated, dim, 64);
-            CHECK_EQ(tkv_encoded_size(&c) % 64, 0);
-            CHECK(tkv_encoded_size(&c) > 0 && tkv_encoded_size(&c) <= ROOM);
+            CHECK_EQ(tkv_get_block_bytes(&c) % 64, 0);
+            CHECK(tkv_get_block_bytes(&c) > 0 && tkv_get_block_bytes(&c) <= ROOM);
         }
 }
 
@@ -1570,8 +1571,8 @@ TEST(nothing_comes_back_as_nothing) {
                 int t, wrong = 0;
                 memset(in, 0, sizeof in);
                 poison(out, sizeof out);
-                CHECK_EQ(tkv_encode(&c, in, 0, n, bytes, ROOM), TKV_OK);
-                CHECK_EQ(tkv_decode(&c, bytes, ROOM, n, out, 0), TKV_OK);
+                CHECK_EQ(tkv_encode_block(&c, in, 0, n, bytes, ROOM), TKV_OK);
+                CHECK_EQ(tkv_decode_block(&c, bytes, ROOM, n, out, 0), TKV_OK);
                 for (t = 0; t < n * dims[i]; t++) wrong += tkvi_bits(out[t]) << 1 != 0;
                 CHECK_EQ(wrong, 0);
             }
@@ -1697,8 +1698,9 @@ TEST(large_values_stay_in_order) {
             tkvi_side s;
             double xy = 0, xx = 0;
             for (t = 0; t < BLOCK * 64; t++) in[t] = (float)(sizes[k] * (2 * tkv_rng_uniform(&r) - 1));
-            CHECK_EQ(tkv_encode(&c, in, 0, BLOCK, bytes, ROOM), TKV_OK); /* in a window that ends at 2^8 */
-            CHECK_EQ(tkv_decode(&c, bytes, ROOM, BLOCK, out, 0), TKV_OK);
+            CHECK_EQ(tkv_encode_block(&c, in, 0, BLOCK, bytes, ROOM),
+                     TKV_OK); /* in a window that ends at 2^8 */
+            CHECK_EQ(tkv_decode_block(&c, bytes, ROOM, BLOCK, out, 0), TKV_OK);
             for (t = 0; t < BLOCK * 64; t++) {
                 if (!tkv_test_is_finite((double)out[t])) xy -= 1e300;
                 xy += (double)in[t] / sizes[k] * (double)out[t];
@@ -1724,9 +1726,9 @@ TEST(any_bytes_and_any_floats) {
         for (round = 0; round < (tkv_test_quick() ? 10 : 60); round++) {
             int dim = 1 + tkv_rng_below(&r, TKV_MAX_HEAD_DIM), n = 1 + tkv_rng_below(&r, BLOCK), finite = 0;
             tkv_codec c = codec((tkv_format)f, tkvi_formats[f].rotated, dim, 64);
-            size_t size = tkv_encoded_size(&c), k;
+            size_t size = tkv_get_block_bytes(&c), k;
             for (k = 0; k < size; k++) bytes[k] = (uint8_t)(round == 0 ? 0xff : tkv_rng_below(&r, 256));
-            CHECK_EQ(tkv_decode(&c, bytes, size, n, out, 0), TKV_OK);
+            CHECK_EQ(tkv_decode_block(&c, bytes, size, n, out, 0), TKV_OK);
             for (i = 0; i < n * dim; i++) finite += tkv_test_is_finite((double)out[i]);
             CHECK(!tkvi_formats[f].rotated || finite == n * dim);
             for (i = 0; i < n * dim; i++) {
@@ -1735,8 +1737,8 @@ TEST(any_bytes_and_any_floats) {
                 if (round % 3 == 0) u &= 0x80ffffffu; /* tiny ones */
                 in[i] = tkvi_from_bits(u);
             }
-            CHECK_EQ(tkv_encode(&c, in, 0, n, bytes, size), TKV_OK);
-            CHECK_EQ(tkv_decode(&c, bytes, size, n, out, 0), TKV_OK);
+            CHECK_EQ(tkv_encode_block(&c, in, 0, n, bytes, size), TKV_OK);
+            CHECK_EQ(tkv_decode_block(&c, bytes, size, n, out, 0), TKV_OK);
             for (finite = 0, i = 0; i < n * dim; i++) finite += tkv_test_is_finite((double)out[i]);
             CHECK_EQ(finite, n * dim);
         }

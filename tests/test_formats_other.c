@@ -27,21 +27,21 @@ static tkv_codec codec(tkv_format format, int side, int dim, int group) {
     c.format = format;
     c.side = side ? TKV_V : TKV_K;
     c.head_dim = dim;
-    c.group_size = group;
+    c.options.group_size = group;
     return c;
 }
 
 static const char *describe(const tkv_codec *c, int n) {
     static char text[128];
     snprintf(text, sizeof text, "%s %c, head_dim %d, group %d, fit %d, rotate %d, center %d, %d tokens",
-             tkv_format_name(c->format), c->side == TKV_K ? 'K' : 'V', c->head_dim, c->group_size, c->fit,
-             c->rotate, c->center_k, n);
+             tkv_get_name(TKV_NAME_FORMAT, c->format), c->side == TKV_K ? 'K' : 'V', c->head_dim,
+             c->options.group_size, c->options.fit, c->options.rotate, c->options.center_k, n);
     return text;
 }
 
 static void through(const tkv_codec *c, const float *x, int n, float *y) {
-    CHECK_EQ(tkv_encode(c, x, 0, n, bytes, sizeof bytes), TKV_OK);
-    CHECK_EQ(tkv_decode(c, bytes, sizeof bytes, n, y, 0), TKV_OK);
+    CHECK_EQ(tkv_encode_block(c, x, 0, n, bytes, sizeof bytes), TKV_OK);
+    CHECK_EQ(tkv_decode_block(c, bytes, sizeof bytes, n, y, 0), TKV_OK);
 }
 
 static double squared_error(const float *a, const float *b, int n) {
@@ -222,7 +222,7 @@ static void naive_tokens(tkv_format f, int dim, int group, const float *x, int n
 /* Reads the bytes as they are drawn. */
 static double drawn_value(const tkv_codec *c, int token, int channel) {
     int dim = c->head_dim, four = c->format == TKV_INT4 || c->format == TKV_FP4;
-    int span = c->format == TKV_INT8 || c->format == TKV_INT4 ? c->group_size : 256;
+    int span = c->format == TKV_INT8 || c->format == TKV_INT4 ? c->options.group_size : 256;
     int row = four ? (dim + 1) / 2 : dim, scales = (dim + span - 1) / span, code;
     const uint8_t *scale = bytes + BLOCK * row + 2 * (token * scales + channel / span);
     const uint8_t *part = bytes + BLOCK * row + BLOCK * scales * 2 + token * ((dim + 15) / 16) + channel / 16;
@@ -259,7 +259,7 @@ TEST(tokens_as_defined) {
                 n = kind % 2 ? BLOCK : 1 + tkv_rng_below(&r, BLOCK);
                 fill(&r, kind % 6, n, dim);
                 through(&c, in, n, out);
-                naive_tokens(c.format, dim, c.group_size, in, n, want);
+                naive_tokens(c.format, dim, c.options.group_size, in, n, want);
                 for (t = 0; t < n; t++)
                     for (i = 0; i < dim; i++) {
                         double d = drawn_value(&c, t, i), x = (double)out[t * dim + i];
@@ -285,21 +285,21 @@ TEST(token_sizes) {
     int i;
     for (i = 0; i < COUNT(sizes); i++) {
         tkv_codec c = codec(sizes[i].format, i % 2, 128, 64);
-        size_t plain = tkv_encoded_size(&c);
-        CHECK_NEAR(tkv_format_bits(&c), sizes[i].at_128, 1e-9);
-        c.rotate = 3;
-        CHECK_EQ(tkv_encoded_size(&c), plain);
-        c.center_k = 1;
-        CHECK_EQ(tkv_encoded_size(&c), plain + (c.side == TKV_K ? 256 : 0)); /* 1/4 bit a value */
+        size_t plain = tkv_get_block_bytes(&c);
+        CHECK_NEAR(format_bits(&c), sizes[i].at_128, 1e-9);
+        c.options.rotate = 3;
+        CHECK_EQ(tkv_get_block_bytes(&c), plain);
+        c.options.center_k = 1;
+        CHECK_EQ(tkv_get_block_bytes(&c), plain + (c.side == TKV_K ? 256 : 0)); /* 1/4 bit a value */
         c = codec(sizes[i].format, i % 2, 64, 64);
-        CHECK_NEAR(tkv_format_bits(&c), sizes[i].at_64, 1e-9);
+        CHECK_NEAR(format_bits(&c), sizes[i].at_64, 1e-9);
         c = codec(sizes[i].format, i % 2, 100, 64);
-        CHECK_LE(tkv_format_bits(&c), sizes[i].at_100 + 0.1); /* whole 64 bytes */
-        CHECK_LE(sizes[i].at_100, tkv_format_bits(&c) + 1e-9);
+        CHECK_LE(format_bits(&c), sizes[i].at_100 + 0.1); /* whole 64 bytes */
+        CHECK_LE(sizes[i].at_100, format_bits(&c) + 1e-9);
     }
     {
         tkv_codec c = codec(TKV_INT4, 0, 128, 32);
-        CHECK_NEAR(tkv_format_bits(&c), 4.5, 1e-9);
+        CHECK_NEAR(format_bits(&c), 4.5, 1e-9);
     }
 }
 
@@ -341,10 +341,10 @@ TEST(extremes) {
                 tkv_codec c =
                     codec(f < COUNT(tokenwise) ? tokenwise[f] : grouped[f - COUNT(tokenwise)], side, dim, 64);
                 if (f < COUNT(tokenwise)) {
-                    c.rotate = flags % 4;
-                    c.center_k = flags / 4;
+                    c.options.rotate = flags % 4;
+                    c.options.center_k = flags / 4;
                 } else {
-                    c.fit = flags < 6 ? flags : 4;
+                    c.options.fit = flags < 6 ? flags : 4;
                 }
                 memset(in, 0, sizeof in);
                 through(&c, in, BLOCK, out);
@@ -359,7 +359,7 @@ TEST(extremes) {
                 }
                 for (i = 0; i < BLOCK * dim; i++) in[i] = 600.25f; /* flat */
                 through(&c, in, BLOCK, out);
-                for (i = 0; i < BLOCK * dim; i++) CHECK_NEAR(out[i], 600.25, c.rotate ? 250 : 0.6);
+                for (i = 0; i < BLOCK * dim; i++) CHECK_NEAR(out[i], 600.25, c.options.rotate ? 250 : 0.6);
             }
 }
 
@@ -370,32 +370,33 @@ TEST(any_bytes_decode) { /* for the sanitizers */
     for (f = 0; f < COUNT(tokenwise); f++)
         for (k = 0; k < 20; k++) {
             tkv_codec c = codec(tokenwise[f], k % 2, 1 + tkv_rng_below(&r, 256), k % 3 ? 64 : 32);
-            size_t size = tkv_encoded_size(&c);
-            c.rotate = k % 4;
+            size_t size = tkv_get_block_bytes(&c);
+            c.options.rotate = k % 4;
             for (i = 0; i < size; i++) bytes[i] = (uint8_t)(tkv_rng_u64(&r) >> 40);
-            CHECK_EQ(tkv_decode(&c, bytes, size, BLOCK, out, 0), TKV_OK);
-            c.center_k = c.side == TKV_K;
-            CHECK_EQ(tkv_decode(&c, bytes, size, BLOCK, out, 0), c.center_k ? TKV_ERR_ARG : TKV_OK);
+            CHECK_EQ(tkv_decode_block(&c, bytes, size, BLOCK, out, 0), TKV_OK);
+            c.options.center_k = c.side == TKV_K;
+            CHECK_EQ(tkv_decode_block(&c, bytes, size, BLOCK, out, 0),
+                     c.options.center_k ? TKV_ERR_ARG : TKV_OK);
         }
 }
 
 TEST(codec_refuses) {
     tkv_codec c = codec(TKV_SQUAT2, 1, 64, 64);
-    CHECK_EQ(tkv_encoded_size(&c), 0); /* K only */
+    CHECK_EQ(tkv_get_block_bytes(&c), 0); /* K only */
     c = codec(TKV_KIVI2, 0, 64, 64);
-    c.fit = TKV_FIT_NORM | TKV_FIT_UNBIASED;
-    CHECK_EQ(tkv_encoded_size(&c), 0);
-    c.fit = 8;
-    CHECK_EQ(tkv_encoded_size(&c), 0);
-    c.fit = -1;
-    CHECK_EQ(tkv_encoded_size(&c), 0);
-    c.fit = TKV_FIT_CLIP | TKV_FIT_NORM;
-    CHECK(tkv_encoded_size(&c) > 0);
-    c.rotate = 4;
-    CHECK_EQ(tkv_encoded_size(&c), 0);
-    c.rotate = 0;
-    c.center_k = 2;
-    CHECK_EQ(tkv_encoded_size(&c), 0);
+    c.options.fit = TKV_FIT_NORM | TKV_FIT_UNBIASED;
+    CHECK_EQ(tkv_get_block_bytes(&c), 0);
+    c.options.fit = 8;
+    CHECK_EQ(tkv_get_block_bytes(&c), 0);
+    c.options.fit = -1;
+    CHECK_EQ(tkv_get_block_bytes(&c), 0);
+    c.options.fit = TKV_FIT_CLIP | TKV_FIT_NORM;
+    CHECK(tkv_get_block_bytes(&c) > 0);
+    c.options.rotate = 4;
+    CHECK_EQ(tkv_get_block_bytes(&c), 0);
+    c.options.rotate = 0;
+    c.options.center_k = 2;
+    CHECK_EQ(tkv_get_block_bytes(&c), 0);
 }
 
 /* >>options of tokens */
@@ -428,7 +429,7 @@ TEST(rotation) {
             tkv_codec c = codec(tokenwise[f], f % 2, dim, 64);
             double error = 0, same = 0;
             fill(&r, 1, BLOCK, dim);
-            c.rotate = c.side == TKV_K ? TKV_ROTATE_K : TKV_ROTATE_V;
+            c.options.rotate = c.side == TKV_K ? TKV_ROTATE_K : TKV_ROTATE_V;
             through(&c, in, BLOCK, out);
             for (t = 0; t < BLOCK; t++) {
                 double x[TKV_MAX_HEAD_DIM], y[TKV_MAX_HEAD_DIM];
@@ -447,11 +448,12 @@ TEST(rotation) {
                 same += squares(want, dim);
             }
             CHECK_LE(error / same, 1e-5);
-            c.rotate = c.side == TKV_K ? TKV_ROTATE_V : TKV_ROTATE_K; /* the other side's changes nothing */
-            CHECK_EQ(tkv_encode(&c, in, 0, BLOCK, bytes, sizeof bytes), TKV_OK);
-            c.rotate = 0;
-            CHECK_EQ(tkv_encode(&c, in, 0, BLOCK, other, sizeof other), TKV_OK);
-            CHECK_MEM(bytes, other, tkv_encoded_size(&c));
+            c.options.rotate =
+                c.side == TKV_K ? TKV_ROTATE_V : TKV_ROTATE_K; /* the other side's changes nothing */
+            CHECK_EQ(tkv_encode_block(&c, in, 0, BLOCK, bytes, sizeof bytes), TKV_OK);
+            c.options.rotate = 0;
+            CHECK_EQ(tkv_encode_block(&c, in, 0, BLOCK, other, sizeof other), TKV_OK);
+            CHECK_MEM(bytes, other, tkv_get_block_bytes(&c));
         }
 }
 
@@ -467,19 +469,19 @@ TEST(options_help) {
             if (i % 64 == 9) in[i] *= 20; /* large channels, with the rest of their group under one scale */
         through(&c, in, BLOCK, out);
         plain = squared_error(in, out, BLOCK * 128);
-        c.rotate = TKV_ROTATE_K;
+        c.options.rotate = TKV_ROTATE_K;
         through(&c, in, BLOCK, out);
         rotated = squared_error(in, out, BLOCK * 128);
         CHECK_LE(rotated, 0.15 * plain);
         for (i = 0; i < BLOCK * 128; i++)
             if (i % 128 % 16 == 3) in[i] += 300;
-        c.rotate = 0;
+        c.options.rotate = 0;
         through(&c, in, BLOCK, out);
         biased = squared_error(in, out, BLOCK * 128);
-        c.center_k = 1;
+        c.options.center_k = 1;
         through(&c, in, BLOCK, out);
         centred = squared_error(in, out, BLOCK * 128);
-        c.rotate = TKV_ROTATE_K;
+        c.options.rotate = TKV_ROTATE_K;
         through(&c, in, BLOCK, out);
         both = squared_error(in, out, BLOCK * 128);
         CHECK_LE(centred, 0.15 * biased);
@@ -498,7 +500,7 @@ TEST(means) {
         n = 1 + tkv_rng_below(&r, BLOCK);
         fill(&r, 0, n, dim);
         for (i = 0; i < n * dim; i++) in[i] += (float)(i % dim);
-        c.center_k = 1;
+        c.options.center_k = 1;
         through(&c, in, n, out);
         mean = bytes + BLOCK * dim + BLOCK * 2 * ((dim + 63) / 64);
         for (i = 0; i < dim; i++) {
@@ -531,10 +533,10 @@ TEST(fit_clip) {
             double plain = 0, clipped = 0;
             for (k = 0; k < 40; k++) {
                 for (i = 0; i < BLOCK * 64; i++) in[i] = (float)deviate(&r, kind);
-                c.fit = 0;
+                c.options.fit = 0;
                 through(&c, in, BLOCK, out);
                 plain += squared_error(in, out, BLOCK * 64);
-                c.fit = TKV_FIT_CLIP;
+                c.options.fit = TKV_FIT_CLIP;
                 through(&c, in, BLOCK, out);
                 clipped += squared_error(in, out, BLOCK * 64);
             }
@@ -573,11 +575,11 @@ TEST(fit_moments) {
                 for (k = 0; k < 4; k++) {
                     tkv_codec c = codec(grouped[f], side, 64, k % 2 ? 32 : 64);
                     int n = k < 2 ? BLOCK : 40, group, i;
-                    c.fit = fit;
+                    c.options.fit = fit;
                     fill(&r, 0, n, 64);
                     for (i = 0; i < n * 64; i++) in[i] = in[i] * 3 + 7;
                     through(&c, in, n, out);
-                    group = c.group_size;
+                    group = c.options.group_size;
                     for (g = 0; g < 64; g++) {
                         /* the first group of channel g, or of token g % n */
                         int count = side ? group : group < n ? group : n, from = side ? g % n * 64 : g;
@@ -597,11 +599,11 @@ TEST(fit_is_of_the_encoder) {
         for (side = 0; side < 2; side++)
             for (fit = 1; fit < 6; fit++) {
                 tkv_codec c = codec(grouped[f], side, 80, 64), plain = c;
-                c.fit = fit;
+                c.options.fit = fit;
                 fill(&r, fit, BLOCK, 80);
                 through(&c, in, BLOCK, out);
-                CHECK_EQ(tkv_encoded_size(&c), tkv_encoded_size(&plain));
-                CHECK_EQ(tkv_decode(&plain, bytes, sizeof bytes, BLOCK, want, 0), TKV_OK);
+                CHECK_EQ(tkv_get_block_bytes(&c), tkv_get_block_bytes(&plain));
+                CHECK_EQ(tkv_decode_block(&plain, bytes, sizeof bytes, BLOCK, want, 0), TKV_OK);
                 CHECK_MEM(out, want, BLOCK * 80 * sizeof(float));
                 CHECK_LE(squared_error(in, out, BLOCK * 80), 0.8 * squares(in, BLOCK * 80) + 1e-9);
             }
@@ -628,7 +630,7 @@ TEST(fit_finds_the_best) {
             }
             best = sum < best ? sum : best;
         }
-        c.fit = TKV_FIT_CLIP;
+        c.options.fit = TKV_FIT_CLIP;
         through(&c, in, 1, out);
         found = squared_error(in, out, 64);
         CHECK_LE(found, best * 1.02);
@@ -893,14 +895,14 @@ TEST(squat_as_defined) {
         tkvi_options o;
         tkvi_side s;
         memset(&o, 0, sizeof o);
-        o.group = plain.group_size;
+        o.group = plain.options.group_size;
         o.feedback_unit = k % 5 ? 16 : 64;
         levels = k % 2 ? 15 : 3;
         tkvi_side_make(&s, &tkvi_formats[k % 2 ? TKV_SQUAT4 : TKV_SQUAT2], TKV_K, dim, BLOCK, &o, NULL);
         fill(&r, k % 3, n, dim);
         tkvi_encode_side(&s, &tkvi_simd_ops_scalar, in, (size_t)dim, n, bytes);
-        CHECK_EQ(tkv_encode(&plain, in, 0, n, other, sizeof other), TKV_OK);
-        CHECK_EQ(s.bytes, tkv_encoded_size(&plain));
+        CHECK_EQ(tkv_encode_block(&plain, in, 0, n, other, sizeof other), TKV_OK);
+        CHECK_EQ(s.bytes, tkv_get_block_bytes(&plain));
         CHECK_MEM(bytes, other, s.bytes); /* without queries it is KIVI */
         for (i = 0; i < (int)tkvi_feedback_count(dim, o.feedback_unit); i++)
             factors[i] = tkvi_f32_to_f16((float)(0.2 * tkv_rng_gauss(&r)));
@@ -955,8 +957,8 @@ TEST(subspaces) {
                 double levels = four ? 15 : 3;
                 int count = parts < dim ? parts : dim, row = (dim * (four ? 4 : 2) + 7) / 8;
                 n = 1 + tkv_rng_below(&r, BLOCK);
-                c.subspaces = parts;
-                CHECK_EQ(tkv_encoded_size(&c), BLOCK * row + (BLOCK * count * 4));
+                c.options.subspaces = parts;
+                CHECK_EQ(tkv_get_block_bytes(&c), BLOCK * row + (BLOCK * count * 4));
                 fill(&r, 1, n, dim);
                 through(&c, in, n, out);
                 for (t = 0; t < n; t++) {
@@ -985,11 +987,11 @@ TEST(subspaces) {
             }
     {
         tkv_codec c = codec(TKV_SUBSPACE2, 0, 128, 64);
-        CHECK_NEAR(tkv_format_bits(&c), 3.0, 1e-9);
-        c.subspaces = 8;
-        CHECK_NEAR(tkv_format_bits(&c), 4.0, 1e-9);
-        c.subspaces = 17;
-        CHECK_EQ(tkv_encoded_size(&c), 0);
+        CHECK_NEAR(format_bits(&c), 3.0, 1e-9);
+        c.options.subspaces = 8;
+        CHECK_NEAR(format_bits(&c), 4.0, 1e-9);
+        c.options.subspaces = 17;
+        CHECK_EQ(tkv_get_block_bytes(&c), 0);
     }
 }
 
@@ -1092,13 +1094,13 @@ static stream *stream_of(int heads, int kv_heads, int dim, int v_dim, uint64_t s
 }
 
 static tkv_config config_of(const stream *s, tkv_format k, tkv_format v) {
-    tkv_config cfg = tkv_config_default();
-    cfg.n_layers = 1, cfg.n_heads = s->heads, cfg.n_kv_heads = s->kv_heads;
-    cfg.head_dim = s->dim, cfg.v_head_dim = s->v_dim;
-    cfg.hot_tokens = 16;
-    cfg.warm_tokens = TKV_NONE;
-    cfg.archive.k = k, cfg.archive.v = v;
-    cfg.isa = tkv_test_isa();
+    tkv_config cfg = tkv_default_config();
+    cfg.model.n_layers = 1, cfg.model.n_heads = s->heads, cfg.model.n_kv_heads = s->kv_heads;
+    cfg.model.head_dim = s->dim, cfg.model.v_head_dim = s->v_dim;
+    cfg.tiers.hot_tokens = 16;
+    cfg.tiers.warm_tokens = TKV_OFF;
+    cfg.tiers.archive.k = k, cfg.tiers.archive.v = v;
+    cfg.host.isa = tkv_test_isa();
     return cfg;
 }
 
@@ -1113,8 +1115,8 @@ static void check_attention(const tkv_config *base, stream *s, int tokens, const
         tkv_attend_params p;
         tkv_cache *kv = NULL;
         double error, all;
-        if (!tkv_isa_available(isas[i])) continue;
-        cfg.isa = isas[i];
+        if (!isa_available(isas[i])) continue;
+        cfg.host.isa = isas[i];
         REQUIRE(tkv_create(&cfg, &kv) == TKV_OK);
         s->rng = tkv_rng_seed(31);
         for (at = 0; at < tokens; at += k) {
@@ -1133,7 +1135,7 @@ static void check_attention(const tkv_config *base, stream *s, int tokens, const
         error = sqrt(squared_error(s->out, slow, rows));
         all = sqrt(squares(slow, rows));
         CHECK_MSG(error <= 2e-5 * all, "%s, head_dim %d and %d, %s: %g", what, s->dim, s->v_dim,
-                  tkv_isa_name(isas[i]), error / all);
+                  tkv_get_name(TKV_NAME_ISA, isas[i]), error / all);
         CHECK_MSG(tkv_check(kv, reason, sizeof reason) == TKV_OK, "%s", reason);
         tkv_destroy(kv);
     }
@@ -1150,11 +1152,11 @@ TEST(attention_decodes) {
             if (tkv_test_quick() && (f + i) % 3) continue;
             s = stream_of(i % 2 ? 6 : 2, 2, dims[i][0], dims[i][1], 30);
             cfg = config_of(s, generic[f], generic[(f + i) % COUNT(generic)]);
-            cfg.hot.k = cfg.hot.v = TKV_F32;
-            cfg.group_size = i % 3 ? 64 : 32;
-            cfg.rotate = (i + f) % 4;
-            cfg.center_k = i / 2 % 2;
-            check_attention(&cfg, s, 230 + 7 * i, tkv_format_name(generic[f]));
+            cfg.tiers.hot.k = cfg.tiers.hot.v = TKV_F32;
+            cfg.format.group_size = i % 3 ? 64 : 32;
+            cfg.format.rotate = (i + f) % 4;
+            cfg.format.center_k = i / 2 % 2;
+            check_attention(&cfg, s, 230 + 7 * i, tkv_get_name(TKV_NAME_FORMAT, generic[f]));
         }
 }
 
@@ -1169,19 +1171,20 @@ TEST(cache_counts_bytes) {
             tkv_memory_info m, guess;
             tkv_cache *kv = NULL;
             int i;
-            cfg.center_k = c.center_k = opts;
-            cfg.rotate = c.rotate = opts * 3;
+            cfg.format.center_k = c.options.center_k = opts;
+            cfg.format.rotate = c.options.rotate = opts * 3;
             REQUIRE(tkv_create(&cfg, &kv) == TKV_OK);
             for (i = 0; i < 4 + 16 + 64 * 3; i++) {
                 next_tokens(s, 1);
                 CHECK_EQ(tkv_append(kv, 0, 0, s->k, s->v, 1), TKV_OK);
             }
-            CHECK_EQ(tkv_memory(kv, &m), TKV_OK);
-            CHECK_EQ(tkv_estimate(&cfg, 4 + 16 + 64 * 3, 1, &guess), TKV_OK);
-            CHECK_EQ(m.tier[TKV_ARCHIVE].tokens % 64, 0);
-            CHECK(m.tier[TKV_ARCHIVE].tokens > 0);
-            CHECK_EQ(m.tier[TKV_ARCHIVE].codes + m.tier[TKV_ARCHIVE].metadata,
-                     m.tier[TKV_ARCHIVE].tokens / 64 * 2 * (2 * tkv_encoded_size(&c) - (opts ? 128 : 0)));
+            CHECK_EQ(tkv_get_memory(kv, &m), TKV_OK);
+            CHECK_EQ(tkv_estimate_memory(&cfg, 4 + 16 + 64 * 3, 1, &guess), TKV_OK);
+            CHECK_EQ(m.tier[TKV_TIER_ARCHIVE].tokens % 64, 0);
+            CHECK(m.tier[TKV_TIER_ARCHIVE].tokens > 0);
+            CHECK_EQ(m.tier[TKV_TIER_ARCHIVE].codes + m.tier[TKV_TIER_ARCHIVE].metadata,
+                     m.tier[TKV_TIER_ARCHIVE].tokens / 64 * 2 *
+                         (2 * tkv_get_block_bytes(&c) - (opts ? 128 : 0)));
             CHECK_EQ(m.total, guess.total);
             tkv_destroy(kv);
         }
@@ -1190,28 +1193,28 @@ TEST(cache_counts_bytes) {
 TEST(config_refuses) {
     tkv_config cfg = config_of(stream_of(2, 2, 64, 64, 1), TKV_INT4, TKV_INT4);
     char reason[200];
-    CHECK_EQ(tkv_config_validate(&cfg, reason, sizeof reason), TKV_OK);
-    cfg.fit = 6;
-    CHECK_EQ(tkv_config_validate(&cfg, reason, sizeof reason), TKV_ERR_CONFIG);
+    CHECK_EQ(tkv_validate_config(&cfg, reason, sizeof reason), TKV_OK);
+    cfg.format.fit = 6;
+    CHECK_EQ(tkv_validate_config(&cfg, reason, sizeof reason), TKV_ERR_CONFIG);
     CHECK(strstr(reason, "fit is 6") != NULL);
-    cfg.fit = 5;
-    cfg.rotate = 4;
-    CHECK_EQ(tkv_config_validate(&cfg, reason, sizeof reason), TKV_ERR_CONFIG);
+    cfg.format.fit = 5;
+    cfg.format.rotate = 4;
+    CHECK_EQ(tkv_validate_config(&cfg, reason, sizeof reason), TKV_ERR_CONFIG);
     CHECK(strstr(reason, "rotate is 4") != NULL);
-    cfg.rotate = 3;
-    cfg.center_k = 2;
-    CHECK_EQ(tkv_config_validate(&cfg, reason, sizeof reason), TKV_ERR_CONFIG);
-    cfg.center_k = 1;
-    cfg.squat_block = 32;
-    CHECK_EQ(tkv_config_validate(&cfg, reason, sizeof reason), TKV_ERR_CONFIG);
+    cfg.format.rotate = 3;
+    cfg.format.center_k = 2;
+    CHECK_EQ(tkv_validate_config(&cfg, reason, sizeof reason), TKV_ERR_CONFIG);
+    cfg.format.center_k = 1;
+    cfg.format.squat_block = 32;
+    CHECK_EQ(tkv_validate_config(&cfg, reason, sizeof reason), TKV_ERR_CONFIG);
     CHECK(strstr(reason, "squat_block is 32") != NULL);
-    cfg.squat_block = 64;
-    CHECK_EQ(tkv_config_validate(&cfg, reason, sizeof reason), TKV_OK);
-    cfg.archive.v = TKV_SQUAT2;
-    CHECK_EQ(tkv_config_validate(&cfg, reason, sizeof reason), TKV_ERR_CONFIG);
-    cfg.archive.v = TKV_KIVI2;
-    cfg.hot.k = TKV_INT8;
-    CHECK_EQ(tkv_config_validate(&cfg, reason, sizeof reason), TKV_ERR_CONFIG);
+    cfg.format.squat_block = 64;
+    CHECK_EQ(tkv_validate_config(&cfg, reason, sizeof reason), TKV_OK);
+    cfg.tiers.archive.v = TKV_SQUAT2;
+    CHECK_EQ(tkv_validate_config(&cfg, reason, sizeof reason), TKV_ERR_CONFIG);
+    cfg.tiers.archive.v = TKV_KIVI2;
+    cfg.tiers.hot.k = TKV_INT8;
+    CHECK_EQ(tkv_validate_config(&cfg, reason, sizeof reason), TKV_ERR_CONFIG);
 }
 
 static void serial_for(void *user, int n, tkv_task task, void *ctx) {
@@ -1264,21 +1267,21 @@ TEST(squat_in_a_cache) {
     tkv_config cfg = config_of(s, TKV_KIVI2, TKV_KIVI2);
     double plain = score_error(cfg, s, 900, 7, a), squat, wide;
     tkv_memory_info m, without;
-    tkv_estimate(&cfg, 900, 1, &without);
-    cfg.archive.k = TKV_SQUAT2;
-    tkv_estimate(&cfg, 900, 1, &m);
-    CHECK_EQ(m.tier[TKV_ARCHIVE].codes, without.tier[TKV_ARCHIVE].codes); /* the same bytes ... */
-    CHECK_EQ(m.tier[TKV_ARCHIVE].metadata, without.tier[TKV_ARCHIVE].metadata);
+    tkv_estimate_memory(&cfg, 900, 1, &without);
+    cfg.tiers.archive.k = TKV_SQUAT2;
+    tkv_estimate_memory(&cfg, 900, 1, &m);
+    CHECK_EQ(m.tier[TKV_TIER_ARCHIVE].codes, without.tier[TKV_TIER_ARCHIVE].codes); /* the same bytes ... */
+    CHECK_EQ(m.tier[TKV_TIER_ARCHIVE].metadata, without.tier[TKV_TIER_ARCHIVE].metadata);
     CHECK(m.tables > without.tables + 2 * 64 * 65 / 2 * 8); /* ... and what is known of the queries */
     squat = score_error(cfg, s, 900, 7, a);
     CHECK(squat >= 0);
 #if defined(__GNUC__) || defined(__clang__)
     CHECK_LE(squat, 0.3 * plain); /* the queries have few directions */
 #endif
-    cfg.parallel_for = serial_for; /* the order of the work changes nothing */
+    cfg.host.parallel_for = serial_for; /* the order of the work changes nothing */
     CHECK_NEAR(score_error(cfg, s, 900, 7, b), squat, 0);
     CHECK_MEM(a, b, sizeof a);
-    cfg.squat_block = 64;
+    cfg.format.squat_block = 64;
     wide = score_error(cfg, s, 900, 7, b);
 #if defined(__GNUC__) || defined(__clang__)
     CHECK_LE(squat, wide);
@@ -1298,7 +1301,7 @@ TEST(squat_learns) {
     tkv_cache *kv = NULL;
     int at, h, i, j, t;
     memset(sum, 0, sizeof sum);
-    cfg.n_layers = 2;
+    cfg.model.n_layers = 2;
     REQUIRE(tkv_create(&cfg, &kv) == TKV_OK);
     for (at = 0; at < 700; at++) {
         next_tokens(s, 1);
@@ -1308,17 +1311,17 @@ TEST(squat_learns) {
         for (h = 0; h < 4 && at % 4 == 0 && at < 512; h++) {
             int x[24];
             for (i = 0; i < 24; i++)
-                x[i] = (int)(as_float((double)s->q[h * 24 + i] * (double)cfg.scale) * 4096.0f);
+                x[i] = (int)(as_float((double)s->q[h * 24 + i] * (double)cfg.model.scale) * 4096.0f);
             if (at == 0) break;
             for (j = 0; j < 24; j++)
                 for (i = 0; i <= j; i++) sum[h / 2][tkvi_packed(i, j)] += (int64_t)x[i] * x[j];
         }
         if (at == 0) { /* now the scale is known */
-            cfg.scale = (float)(1 / sqrt(24.0));
+            cfg.model.scale = (float)(1 / sqrt(24.0));
             for (h = 0; h < 4; h++) {
                 int x[24];
                 for (i = 0; i < 24; i++)
-                    x[i] = (int)(as_float((double)s->q[h * 24 + i] * (double)cfg.scale) * 4096.0f);
+                    x[i] = (int)(as_float((double)s->q[h * 24 + i] * (double)cfg.model.scale) * 4096.0f);
                 for (j = 0; j < 24; j++)
                     for (i = 0; i <= j; i++) sum[h / 2][tkvi_packed(i, j)] += (int64_t)x[i] * x[j];
             }
@@ -1343,7 +1346,7 @@ TEST(squat_learns) {
     for (i = 0, t = 0; i < 16 * 8; i++) t |= tkvi_feedback_of(kv, 0, 1)[i];
     CHECK_EQ(t, 0); /* KIVI */
     CHECK_MSG(tkv_check(kv, reason, sizeof reason) == TKV_OK, "%s", reason);
-    CHECK_EQ(tkv_calibration_refresh(kv), TKV_OK);
+    CHECK_EQ(tkv_refresh_calibration(kv), TKV_OK);
     CHECK_EQ(kv->query_stats[1].tokens, 0);
     for (i = 0; i < 24 * 25 / 2; i++) CHECK_EQ(tkvi_query_stats_of(kv, 1, 1)[i], 0);
     tkv_destroy(kv);
@@ -1382,17 +1385,17 @@ TEST(in_place) {
     void *mem;
     size_t size = 0;
     int i;
-    cfg.warm_tokens = 128;
-    cfg.warm.k = TKV_INT8;
-    cfg.warm.v = TKV_FP8_E4M3;
-    cfg.fit = TKV_FIT_CLIP | TKV_FIT_NORM;
-    cfg.rotate = TKV_ROTATE_K | TKV_ROTATE_V;
-    cfg.center_k = 1;
-    cfg.max_tokens = 800;
-    REQUIRE(tkv_required_bytes(&cfg, &size) == TKV_OK);
+    cfg.tiers.warm_tokens = 128;
+    cfg.tiers.warm.k = TKV_INT8;
+    cfg.tiers.warm.v = TKV_FP8_E4M3;
+    cfg.format.fit = TKV_FIT_CLIP | TKV_FIT_NORM;
+    cfg.format.rotate = TKV_ROTATE_K | TKV_ROTATE_V;
+    cfg.format.center_k = 1;
+    cfg.limits.max_tokens = 800;
+    REQUIRE(tkv_get_required_bytes(&cfg, &size, NULL) == TKV_OK);
     mem = malloc(size);
     REQUIRE(mem != NULL);
-    REQUIRE(tkv_init_in_place(&cfg, mem, size, &kv) == TKV_OK);
+    REQUIRE(tkv_create_in_place(&cfg, mem, size, &kv) == TKV_OK);
     for (i = 0; i < 800; i += 20) {
         next_tokens(s, 20);
         CHECK_EQ(tkv_append(kv, 0, 0, s->k, s->v, 20), TKV_OK);

@@ -4,7 +4,8 @@
  * in an error sentence or in a model that runs. Sanitizers find memory errors. Valid files are tested too: every
  * tensor type, both pairings of RoPE, both tokenizers.
  *
- * cc -O2 tests/test_gguf_hostile.c examples/tieredkv.c -o test_gguf_hostile -lm && ./test_gguf_hostile [filter | --list]
+ * cc -O2 tests/test_gguf_hostile.c examples/tieredkv.c -o test_gguf_hostile -lm && ./test_gguf_hostile [filter |
+ * --list]
  */
 #include "../tieredkv.h"
 
@@ -293,7 +294,7 @@ static int try_file(const unsigned char *file, size_t n, const unsigned char *to
     int result = REFUSED, i, len, count, tokens[64];
     err[0] = 0;
     if (llama_load_memory(a, n, b, n_tok, &m, err, size)) {
-        tkv_config cfg = tkv_config_default();
+        tkv_config cfg = tkv_default_config();
         tkv_cache *kv = NULL;
         float *out = (float *)malloc((size_t)m.vocab * sizeof *out);
         count = llama_tokenize(&m, text, sizeof text, LLAMA_BOS | LLAMA_SPECIAL, tokens);
@@ -304,16 +305,16 @@ static int try_file(const unsigned char *file, size_t n, const unsigned char *to
             CHECK(len >= 0);
         }
         llama_kv_config(&m, &cfg);
-        cfg.isa = tkv_test_isa();
+        cfg.host.isa = tkv_test_isa();
         result = FAILS;
         if (tkv_create(&cfg, &kv) == TKV_OK) {
             tokens[0] = 0, tokens[1] = m.vocab - 1, tokens[2] = m.vocab / 2;
             if (llama_forward(&m, kv, 0, tokens, 3, out, 1) == TKV_OK) {
                 result = RUNS;
-                CHECK_EQ(tkv_seq_len(kv, 0), 3);
+                CHECK_EQ(tkv_get_length(kv, 0, TKV_ALL_LAYERS), 3);
                 if (logits) memcpy(logits, out, (size_t)m.vocab * sizeof *out);
             } else {
-                CHECK_EQ(tkv_seq_len(kv, 0), 0); /* the step was taken back */
+                CHECK_EQ(tkv_get_length(kv, 0, TKV_ALL_LAYERS), 0); /* the step was taken back */
             }
         }
         tkv_destroy(kv);
@@ -415,11 +416,11 @@ TEST(rows_decode) {
 
 static void forward(const llama_model *m, float *logits) {
     static const int tokens[9] = {1, 6, 7, 8, 12, 13, 19, 2, 11};
-    tkv_config cfg = tkv_config_default();
+    tkv_config cfg = tkv_default_config();
     tkv_cache *kv = NULL;
     llama_kv_config(m, &cfg);
-    cfg.isa = tkv_test_isa();
-    cfg.hot.k = cfg.hot.v = TKV_F32;
+    cfg.host.isa = tkv_test_isa();
+    cfg.tiers.hot.k = cfg.tiers.hot.v = TKV_F32;
     CHECK_EQ(tkv_create(&cfg, &kv), TKV_OK);
     CHECK_EQ(llama_forward(m, kv, 0, tokens, 9, logits, 1), TKV_OK);
     tkv_destroy(kv);

@@ -1,8 +1,17 @@
 /*
- * test_keep.c - the rules that choose tokens and blocks: importance and promotion, eviction, rematerialization.
- * Each policy is checked by hand against the definition in its paper, the rules at their limits, and the selection
- * against a plain sort.
+ * test_keep.c - white-box test of src/rules, which choose tokens and blocks: importance and promotion, eviction,
+ * rematerialization. Each policy is checked by hand against the definition in its paper, the rules at their limits,
+ * and both selections against a plain sort.
+ *
+ * This file compiles the library itself, scalar kernels only, because it calls internal functions (tkvi_). It also
+ * checks that the public functions give the same results.
  */
+#ifndef TKV_NO_SIMD
+#define TKV_NO_SIMD /* the rules have no vectors, and vectors compile slowly */
+#endif
+#define TIEREDKV_IMPLEMENTATION
+#define TKV_STATIC /* functions that the test does not call are not compiled */
+#include "../tieredkv.h"
 #include "kit.h"
 
 #include <math.h>
@@ -22,11 +31,12 @@ static tkv_importance_config strategy(tkv_importance_strategy s) {
 /* Scores after so many steps of mass [steps][n], read `late` steps after the last. */
 static void scores_of(const tkv_importance_config *cfg, const float *mass, int steps, int n, int late,
                       float *out) {
-    tkv_importance tokens[8];
+    tkv_token_importance tokens[8];
     int s;
     memset(tokens, 0, sizeof tokens);
-    for (s = 0; s < steps; s++) CHECK_EQ(tkv_importance_add(cfg, tokens, mass + s * n, n, n - 1 + s), TKV_OK);
-    CHECK_EQ(tkv_importance_read(cfg, tokens, NULL, n, n - 2 + steps + late, out), TKV_OK);
+    for (s = 0; s < steps; s++)
+        CHECK_EQ(tkv_update_importance(cfg, tokens, NULL, mass + s * n, n, n - 1 + s, NULL), TKV_OK);
+    CHECK_EQ(tkv_update_importance(cfg, tokens, NULL, NULL, n, n - 2 + steps + late, out), TKV_OK);
 }
 
 TEST(strategies) {
@@ -60,15 +70,15 @@ TEST(strategies) {
     for (i = 0; i < 3; i++)
         CHECK_NEAR(x[i], .7 * .95 * (.95 * (double)mass[i] + (double)mass[3 + i]) + .3 * exp(-(4.0 - i) / 10),
                    1e-6);
-    CHECK_STR(tkv_importance_name(TKV_IMPORTANCE_HYBRID), "hybrid");
-    CHECK_STR(tkv_importance_name(TKV_IMPORTANCE_PERSISTENCE), "persistence");
-    CHECK(!tkv_importance_name(TKV_IMPORTANCE_STRATEGIES));
+    CHECK_STR(tkv_get_name(TKV_NAME_IMPORTANCE, TKV_IMPORTANCE_HYBRID), "hybrid");
+    CHECK_STR(tkv_get_name(TKV_NAME_IMPORTANCE, TKV_IMPORTANCE_PERSISTENCE), "persistence");
+    CHECK(!tkv_get_name(TKV_NAME_IMPORTANCE, TKV_IMPORTANCE_COUNT));
 }
 
 /* A token that is touched now and then has what it has when it gets 0 in between. */
 TEST(decay_is_lazy) {
     tkv_importance_config cfg = strategy(TKV_IMPORTANCE_HYBRID);
-    tkv_importance often[MANY], seldom[MANY];
+    tkv_token_importance often[MANY], seldom[MANY];
     static float mass[MANY], zero[MANY], a[MANY], b[MANY];
     tkv_rng r = tkv_rng_seed(3);
     int step, i;
@@ -76,20 +86,20 @@ TEST(decay_is_lazy) {
     memset(seldom, 0, sizeof seldom);
     for (step = 0; step < 300; step++) {
         for (i = 0; i < MANY; i++) mass[i] = (float)tkv_rng_uniform(&r);
-        CHECK_EQ(tkv_importance_add(&cfg, often, zero, MANY, MANY + step), TKV_OK);
+        CHECK_EQ(tkv_update_importance(&cfg, often, NULL, zero, MANY, MANY + step, NULL), TKV_OK);
         if (step % 17) continue;
-        CHECK_EQ(tkv_importance_add(&cfg, often, mass, MANY, MANY + step), TKV_OK);
-        CHECK_EQ(tkv_importance_add(&cfg, seldom, mass, MANY, MANY + step), TKV_OK);
+        CHECK_EQ(tkv_update_importance(&cfg, often, NULL, mass, MANY, MANY + step, NULL), TKV_OK);
+        CHECK_EQ(tkv_update_importance(&cfg, seldom, NULL, mass, MANY, MANY + step, NULL), TKV_OK);
     }
-    CHECK_EQ(tkv_importance_read(&cfg, often, NULL, MANY, MANY + 300, a), TKV_OK);
-    CHECK_EQ(tkv_importance_read(&cfg, seldom, NULL, MANY, MANY + 300, b), TKV_OK);
+    CHECK_EQ(tkv_update_importance(&cfg, often, NULL, NULL, MANY, MANY + 300, a), TKV_OK);
+    CHECK_EQ(tkv_update_importance(&cfg, seldom, NULL, NULL, MANY, MANY + 300, b), TKV_OK);
     for (i = 0; i < MANY; i++) CHECK_NEAR(a[i], b[i], 1e-5);
 }
 
 /* Pieces of a step's mass, in whatever order and split, come to the same bits. */
 TEST(order_is_irrelevant) {
     tkv_importance_config cfg = strategy(TKV_IMPORTANCE_HYBRID);
-    tkv_importance a[MANY], b[MANY];
+    tkv_token_importance a[MANY], b[MANY];
     static float mass[MANY], x[MANY], y[MANY];
     static int position[MANY];
     tkv_rng r = tkv_rng_seed(4);
@@ -99,36 +109,62 @@ TEST(order_is_irrelevant) {
     for (step = 0; step < 50; step++) {
         const int cut = tkv_rng_below(&r, MANY);
         for (i = 0; i < MANY; i++) mass[i] = (float)tkv_rng_uniform(&r);
-        CHECK_EQ(tkv_importance_add(&cfg, a, mass, MANY, MANY + step), TKV_OK);
-        CHECK_EQ(tkv_importance_add(&cfg, b + cut, mass + cut, MANY - cut, MANY + step), TKV_OK);
-        CHECK_EQ(tkv_importance_add(&cfg, b, mass, cut, MANY + step), TKV_OK);
+        CHECK_EQ(tkv_update_importance(&cfg, a, NULL, mass, MANY, MANY + step, NULL), TKV_OK);
+        CHECK_EQ(tkv_update_importance(&cfg, b + cut, NULL, mass + cut, MANY - cut, MANY + step, NULL),
+                 TKV_OK);
+        CHECK_EQ(tkv_update_importance(&cfg, b, NULL, mass, cut, MANY + step, NULL), TKV_OK);
     }
     CHECK_MEM(a, b, sizeof a);
     for (i = 0; i < MANY; i++) position[i] = i;
-    CHECK_EQ(tkv_importance_read(&cfg, a, NULL, MANY, 1000, x), TKV_OK);
+    CHECK_EQ(tkv_update_importance(&cfg, a, NULL, NULL, MANY, 1000, x), TKV_OK);
     for (i = 0; i < MANY; i += 100)
-        CHECK_EQ(tkv_importance_read(&cfg, b + i, position + i, 100, 1000, y + i), TKV_OK);
+        CHECK_EQ(tkv_update_importance(&cfg, b + i, position + i, NULL, 100, 1000, y + i), TKV_OK);
     CHECK_MEM(x, y, sizeof x);
 }
 
-TEST(heads) {
-    static const float w[] = {.2f, .8f, 9, .6f, .4f, 9, .1f, .9f, 9};
-    float x[2];
-    CHECK_EQ(tkv_importance_aggregate(TKV_IMPORTANCE_MEAN, w, 3, 3, 2, x), TKV_OK);
-    CHECK_NEAR(x[0], .3, 1e-6);
-    CHECK_NEAR(x[1], .7, 1e-6);
-    CHECK_EQ(tkv_importance_aggregate(TKV_IMPORTANCE_MAX, w, 3, 3, 2, x), TKV_OK);
-    CHECK_NEAR(x[0], .6, 0 + 1e-7);
-    CHECK_NEAR(x[1], .9, 0 + 1e-7);
-    CHECK_EQ(tkv_importance_aggregate(TKV_IMPORTANCE_SUM, w, 3, 3, 2, x), TKV_OK);
-    CHECK_NEAR(x[0], .9, 1e-6);
-    CHECK_NEAR(x[1], 2.1, 1e-6);
-    CHECK_EQ(tkv_importance_aggregate(TKV_IMPORTANCE_SUM, w, 0, 1, 2, x), TKV_OK);
-    CHECK_NEAR(x[1], .8, 1e-7);
-    CHECK_EQ(tkv_importance_aggregate(TKV_IMPORTANCE_SUM, NULL, 0, 1, 0, NULL), TKV_OK);
-    CHECK_EQ(tkv_importance_aggregate(TKV_IMPORTANCE_SUM, w, 0, 0, 2, x), TKV_ERR_ARG);
-    CHECK_EQ(tkv_importance_aggregate((tkv_importance_heads)3, w, 0, 1, 2, x), TKV_ERR_ARG);
-    CHECK_EQ(tkv_importance_aggregate(TKV_IMPORTANCE_SUM, w, 0, 1, 2, NULL), TKV_ERR_ARG);
+/* One call that adds and computes does the same as one call for each. Without scores nothing is added. */
+TEST(update_adds_and_computes) {
+    static const int position[] = {2, 5, 6};
+    tkv_token_importance both[3], apart[3], same[3];
+    tkv_rng r = tkv_rng_seed(6);
+    float mass[3], x[3], y[3];
+    int step, i;
+    memset(both, 0, sizeof both);
+    memset(apart, 0, sizeof apart);
+    for (step = 6; step < 40; step += 1 + tkv_rng_below(&r, 3)) {
+        const tkv_importance_config cfg = strategy((tkv_importance_strategy)(step % TKV_IMPORTANCE_COUNT));
+        const int *at = step % 2 ? position : NULL;
+        for (i = 0; i < 3; i++) mass[i] = (float)tkv_rng_uniform(&r);
+        CHECK_EQ(tkv_update_importance(&cfg, both, at, mass, 3, step, x), TKV_OK);
+        CHECK_EQ(tkvi_add_importance(&cfg, apart, mass, 3, step), TKV_OK);
+        CHECK_EQ(tkvi_compute_importance(&cfg, apart, at, 3, step, y), TKV_OK);
+        CHECK_MEM(both, apart, sizeof both);
+        CHECK_MEM(x, y, sizeof x);
+        memcpy(same, both, sizeof same);
+        CHECK_EQ(tkv_update_importance(&cfg, both, at, NULL, 3, step, y), TKV_OK);
+        CHECK_MEM(x, y, sizeof x);
+        CHECK_MEM(both, same, sizeof both);
+    }
+}
+
+/* A call that adds and computes changes nothing if it fails, whichever half is wrong. */
+TEST(update_refuses_as_a_whole) {
+    static const int late[] = {0, 9}, negative[] = {-1, 1};
+    tkv_importance_config cfg = strategy(TKV_IMPORTANCE_HYBRID), bad = cfg;
+    tkv_token_importance t[2], same[2];
+    float mass[2] = {.5f, .5f}, out[2] = {9, 9};
+    memset(t, 0, sizeof t);
+    CHECK_EQ(tkv_update_importance(&cfg, t, NULL, mass, 2, 7, NULL), TKV_OK);
+    memcpy(same, t, sizeof t);
+    CHECK_EQ(tkv_update_importance(&cfg, t, late, mass, 2, 8, out), TKV_ERR_ARG); /* position 9 at step 8 */
+    CHECK_EQ(tkv_update_importance(&cfg, t, negative, mass, 2, 8, out), TKV_ERR_ARG);
+    CHECK_EQ(tkv_update_importance(&cfg, t, NULL, mass, 2, 6, out), TKV_ERR_ARG);
+    bad.tau = .5f;
+    CHECK_EQ(tkv_update_importance(&bad, t, NULL, mass, 2, 8, out), TKV_ERR_CONFIG);
+    mass[1] = NAN_;
+    CHECK_EQ(tkv_update_importance(&cfg, t, NULL, mass, 2, 8, out), TKV_ERR_NONFINITE);
+    CHECK_MEM(t, same, sizeof t);
+    CHECK(out[0] == 9 && out[1] == 9);
 }
 
 TEST(bounds) {
@@ -136,9 +172,9 @@ TEST(bounds) {
     static float key[3], query[3], least[3], most[3];
     tkv_rng r = tkv_rng_seed(2);
     int i, c, t;
-    CHECK_NEAR(tkv_importance_bound(q, low, high, 3), 5, 1e-6);
-    CHECK_NEAR(tkv_importance_bound(q, low, high, 1), 2, 1e-6);
-    CHECK_EQ(tkv_importance_bound(NULL, low, high, 3), 0);
+    CHECK_NEAR(tkv_bound_score(q, low, high, 3), 5, 1e-6);
+    CHECK_NEAR(tkv_bound_score(q, low, high, 1), 2, 1e-6);
+    CHECK_EQ(tkv_bound_score(NULL, low, high, 3), 0);
     for (i = 0; i < 200; i++) { /* no key between gives more */
         float bound;
         for (c = 0; c < 3; c++) {
@@ -146,7 +182,7 @@ TEST(bounds) {
             least[c] = (float)tkv_rng_gauss(&r);
             most[c] = least[c] + (float)tkv_rng_uniform(&r);
         }
-        bound = tkv_importance_bound(query, least, most, 3);
+        bound = tkv_bound_score(query, least, most, 3);
         for (t = 0; t < 20; t++) {
             double dot = 0;
             for (c = 0; c < 3; c++) {
@@ -160,50 +196,178 @@ TEST(bounds) {
 
 TEST(importance_refuses) {
     tkv_importance_config cfg = strategy(TKV_IMPORTANCE_HYBRID), bad;
-    tkv_importance t[2], same[2];
+    tkv_token_importance t[2], same[2];
     float mass[2], out[2];
     int i;
     memset(t, 0, sizeof t);
     mass[0] = mass[1] = .5f;
-    CHECK_EQ(tkv_importance_add(&cfg, t, mass, 2, 7), TKV_OK);
+    CHECK_EQ(tkv_update_importance(&cfg, t, NULL, mass, 2, 7, NULL), TKV_OK);
     memcpy(same, t, sizeof t);
     out[0] = out[1] = 9;
     for (i = 0; i < 4; i++) {
         mass[1] = i == 0 ? NAN_ : i == 1 ? INF_ : i == 2 ? -1.0f : .5f;
-        CHECK_EQ(tkv_importance_add(&cfg, t, mass, 2, i == 3 ? 6 : 8),
+        CHECK_EQ(tkv_update_importance(&cfg, t, NULL, mass, 2, i == 3 ? 6 : 8, NULL),
                  i == 3 ? TKV_ERR_ARG : TKV_ERR_NONFINITE);
     }
-    CHECK_EQ(tkv_importance_add(&cfg, t, NULL, 2, 8), TKV_ERR_ARG);
-    CHECK_EQ(tkv_importance_add(&cfg, NULL, mass, 2, 8), TKV_ERR_ARG);
-    CHECK_EQ(tkv_importance_add(&cfg, t, mass, -1, 8), TKV_ERR_ARG);
-    CHECK_EQ(tkv_importance_add(&cfg, t, mass, 2, -1), TKV_ERR_ARG);
+    CHECK_EQ(tkv_update_importance(&cfg, t, NULL, NULL, 2, 8, NULL), TKV_ERR_ARG);
+    CHECK_EQ(tkv_update_importance(&cfg, NULL, NULL, mass, 2, 8, NULL), TKV_ERR_ARG);
+    CHECK_EQ(tkv_update_importance(&cfg, t, NULL, mass, -1, 8, NULL), TKV_ERR_ARG);
+    CHECK_EQ(tkv_update_importance(&cfg, t, NULL, mass, 2, -1, NULL), TKV_ERR_ARG);
     for (i = 0; i < 7; i++) {
         bad = cfg;
         if (i == 0) bad.decay = 1.5f;
         if (i == 1) bad.decay = -.5f;
         if (i == 2) bad.decay = NAN_;
-        if (i == 3) bad.strategy = TKV_IMPORTANCE_STRATEGIES;
+        if (i == 3) bad.strategy = TKV_IMPORTANCE_COUNT;
         if (i == 4) bad.tau = .5f;
         if (i == 5) bad.attention = -1;
         if (i == 6) bad.low = INF_;
-        CHECK_EQ(tkv_importance_add(&bad, t, mass, 2, 8), TKV_ERR_CONFIG);
-        CHECK_EQ(tkv_importance_read(&bad, t, NULL, 2, 8, out), TKV_ERR_CONFIG);
+        CHECK_EQ(tkv_update_importance(&bad, t, NULL, mass, 2, 8, NULL), TKV_ERR_CONFIG);
+        CHECK_EQ(tkv_update_importance(&bad, t, NULL, NULL, 2, 8, out), TKV_ERR_CONFIG);
     }
-    CHECK_EQ(tkv_importance_read(&cfg, t, NULL, 2, 6, out), TKV_ERR_ARG);
-    CHECK_EQ(tkv_importance_read(&cfg, t, NULL, 2, 8, NULL), TKV_ERR_ARG);
+    CHECK_EQ(tkv_update_importance(&cfg, t, NULL, NULL, 2, 6, out), TKV_ERR_ARG);
+    CHECK_EQ(tkv_update_importance(&cfg, t, NULL, NULL, 2, 8, NULL), TKV_ERR_ARG);
     CHECK_MEM(t, same, sizeof t);
     CHECK(out[0] == 9 && out[1] == 9);
-    CHECK_EQ(tkv_importance_add(NULL, t, mass, 0, 8), TKV_OK); /* no config: all defaults; nothing to do */
-    CHECK_EQ(tkv_importance_read(NULL, NULL, NULL, 0, 8, NULL), TKV_OK);
+    CHECK_EQ(tkv_update_importance(NULL, t, NULL, mass, 0, 8, NULL),
+             TKV_OK); /* no config: all defaults; nothing to do */
+    CHECK_EQ(tkv_update_importance(NULL, NULL, NULL, NULL, 0, 8, NULL), TKV_OK);
     t[0].step = t[1].step = 0; /* far in the future nothing is left, and nothing odd happens */
     t[0].attention = 3e38f;
-    CHECK_EQ(tkv_importance_read(&cfg, t, NULL, 2, 2147483647, out), TKV_OK);
+    CHECK_EQ(tkv_update_importance(&cfg, t, NULL, NULL, 2, 2147483647, out), TKV_OK);
     CHECK_EQ(out[0], 0);
     t[0].step = -1;
-    CHECK_EQ(tkv_importance_add(&cfg, t, mass, 2, 9), TKV_ERR_ARG);
+    CHECK_EQ(tkv_update_importance(&cfg, t, NULL, mass, 2, 9, NULL), TKV_ERR_ARG);
 }
 
-/* >>the best */
+/* >>promotion */
+/* One step of promotion. Offers all slots, promotes the whole list, and notes the step in `moved`. Returns the number
+ * of promotions in out; -1: the config is invalid. */
+static int promote(tkv_promotion_state *p, const float *score, const uint64_t *source, int *moved, int n,
+                   int now, int *out) {
+    tkvi_promoting best;
+    int i;
+    if (!tkvi_promoting_begin(&best, p, now)) return -1;
+    for (i = 0; i < n; i++) tkvi_promoting_offer(&best, i, score[i], source && tkvi_has(source, i), moved[i]);
+    for (i = 0; i < best.found; i++) {
+        out[i] = best.out[i];
+        moved[out[i]] = now;
+    }
+    tkvi_promoting_end(&best, p, best.found);
+    return best.found;
+}
+
+/* TKV_ZERO: weights of nothing, a threshold of nothing. */
+TEST(named_zero) {
+    tkv_importance_config cfg = strategy(TKV_IMPORTANCE_HYBRID);
+    tkv_token_importance t[2];
+    tkv_promotion_state p;
+    float mass[2] = {.5f, 0.0f}, out[2];
+    const float score[2] = {0.0f, .06f};
+    const uint64_t source = 3;
+    int moved[2] = {TKV_NEVER, TKV_NEVER}, which[TKV_MAX_PROMOTIONS];
+    memset(t, 0, sizeof t);
+    CHECK_EQ(tkv_update_importance(&cfg, t, NULL, mass, 2, 1, NULL), TKV_OK);
+    CHECK_EQ(tkv_update_importance(&cfg, t, NULL, NULL, 2, 1, out), TKV_OK);
+    CHECK_NEAR(out[0], .7 * .5 + .3 * exp(-1.0 / 64), 1e-6);
+    CHECK_NEAR(out[1], .3, 1e-6);
+    cfg.attention = TKV_ZERO;
+    CHECK_EQ(tkv_update_importance(&cfg, t, NULL, NULL, 2, 1, out), TKV_OK);
+    CHECK_NEAR(out[0], .3 * exp(-1.0 / 64), 1e-6);
+    cfg.attention = 0.0f;
+    cfg.recency = TKV_ZERO;
+    CHECK_EQ(tkv_update_importance(&cfg, t, NULL, NULL, 2, 1, out), TKV_OK);
+    CHECK_NEAR(out[0], .7 * .5, 1e-6);
+    CHECK(out[1] >= 0.0f && out[1] <= 0.0f);
+    cfg.tau = TKV_ZERO; /* has no zero */
+    CHECK_EQ(tkv_update_importance(&cfg, t, NULL, NULL, 2, 1, out), TKV_ERR_CONFIG);
+    memset(&p, 0, sizeof p);
+    CHECK_EQ(promote(&p, score, &source, moved, 2, 1, which), 1);
+    moved[0] = moved[1] = TKV_NEVER;
+    p.cfg.threshold = TKV_ZERO;
+    CHECK_EQ(promote(&p, score, &source, moved, 2, 2, which), 2);
+}
+
+TEST(promotion) {
+    tkv_promotion_state p;
+    static float score[70];
+    uint64_t source[2] = {~(uint64_t)0, ~(uint64_t)0};
+    int moved[70], out[TKV_MAX_PROMOTIONS], i;
+    memset(&p, 0, sizeof p);
+    for (i = 0; i < 70; i++) moved[i] = TKV_NEVER;
+    score[3] = .2f, score[69] = .9f, score[5] = .2f, score[8] = .05f, score[9] = .049f, score[64] = .5f;
+    source[1] &= ~(uint64_t)1; /* 64 has none */
+    /* 8 is at the threshold, 9 below */
+    CHECK_EQ(promote(&p, score, source, moved, 70, 10, out), 4);
+    CHECK(out[0] == 69 && out[1] == 3 && out[2] == 5 && out[3] == 8);
+    CHECK(moved[69] == 10 && moved[8] == 10 && moved[9] == TKV_NEVER && moved[64] == TKV_NEVER);
+    CHECK_EQ(p.promoted, 4);
+    CHECK_EQ(p.no_source, 1);
+    for (i = 11; i < 14; i++) /* they cool down */
+        CHECK_EQ(promote(&p, score, source, moved, 70, i, out), 0);
+    CHECK_EQ(promote(&p, score, source, moved, 70, 14, out), 4);
+    CHECK_EQ(p.waiting, 12);
+    CHECK_EQ(promote(&p, score, NULL, moved, 70, 30, out), 0); /* without a source there is none */
+}
+
+TEST(promotion_budget) {
+    tkv_promotion_state p;
+    tkvi_promoting best;
+    static float score[100];
+    uint64_t source[2] = {~(uint64_t)0, ~(uint64_t)0};
+    int moved[100], out[TKV_MAX_PROMOTIONS], i, step, all = 0;
+    memset(&p, 0, sizeof p);
+    for (i = 0; i < 100; i++) {
+        moved[i] = TKV_NEVER;
+        score[i] = 1.0f + (float)(i * 37 % 100);
+    }
+    CHECK_EQ(promote(&p, score, source, moved, 50, 1, out), 8);
+    for (i = 1; i < 8; i++) CHECK(score[out[i - 1]] > score[out[i]]);
+    CHECK_EQ(promote(&p, score + 50, source, moved + 50, 50, 1, out), 0); /* the step's are used up */
+    CHECK_EQ(promote(&p, score + 50, source, moved + 50, 50, 2, out), 8);
+    memset(&p, 0, sizeof p);
+    p.cfg.per_step = 3;
+    p.cfg.cooldown = 40;
+    for (i = 0; i < 100; i++) moved[i] = TKV_NEVER;
+    for (step = 0; step < 33; step++) { /* each once, the best first */
+        const int count = promote(&p, score, source, moved, 100, step, out);
+        CHECK_EQ(count, 3);
+        for (i = 0; i < count; i++, all++) CHECK_EQ(score[out[i]], 100 - all);
+    }
+    CHECK_EQ(p.promoted, 99);
+    CHECK(tkvi_promoting_begin(&best, &p, 99)); /* only the first 2 of its list are promoted */
+    for (i = 0; i < 5; i++) tkvi_promoting_offer(&best, i, 1.0f + (float)i, 1, TKV_NEVER);
+    CHECK_EQ(best.found, 3);
+    p.waiting = 0;
+    tkvi_promoting_end(&best, &p, 2);
+    CHECK_EQ(p.promoted, 101);
+    CHECK_EQ(p.waiting, 2 + 1);
+    CHECK(tkvi_promoting_begin(&best, &p, 99)); /* the third is still allowed at this step */
+    CHECK_EQ(best.room, 1);
+}
+
+TEST(promotion_configs) {
+    tkv_promotion_state p, same;
+    tkvi_promoting best;
+    int i;
+    for (i = 0; i < 7; i++) {
+        memset(&p, 0, sizeof p);
+        if (i == 0) p.cfg.per_step = 65;
+        if (i == 1) p.cfg.per_step = -1;
+        if (i == 2) p.cfg.cooldown = -2;
+        if (i == 3) p.cfg.threshold = NAN_;
+        if (i == 4) p.cfg.threshold = INF_;
+        if (i == 5) p.cfg.per_step = 64;
+        if (i == 6) p.cfg.cooldown = TKV_OFF;
+        same = p;
+        CHECK_EQ(tkvi_promoting_begin(&best, &p, 99), i >= 5);
+        CHECK_MEM(&p, &same, sizeof p);
+    }
+    CHECK_EQ(best.cooldown, 0);
+    tkvi_promoting_offer(&best, 1, 1, 1, 99); /* moved at this very step */
+    CHECK_EQ(best.found, 1);
+}
+
 static const float *sorted_by;
 static int better(const void *a, const void *b) {
     const int i = *(const int *)a, j = *(const int *)b;
@@ -211,158 +375,48 @@ static int better(const void *a, const void *b) {
     return x > y ? -1 : x < y ? 1 : i < j ? -1 : i > j;
 }
 
-TEST(top) {
-    static const float x[] = {1, 5, -2, 5, 0, 3, 5};
+/* The list against a plain sort: many equal scores, both zeros, slots without a source, any room. */
+TEST(promotion_against_a_sort) {
     static float score[MANY];
-    static int out[MANY], want[MANY];
+    static int want[MANY];
     tkv_rng r = tkv_rng_seed(5);
     uint64_t without[(MANY + 63) / 64];
-    int round, i, count;
-    CHECK_EQ(tkv_importance_top(x, NULL, 7, 4, out, &count), TKV_OK);
-    CHECK(out[0] == 1 && out[1] == 3 && out[2] == 6 && out[3] == 5);
-    CHECK_EQ(tkv_importance_top(x, NULL, 7, 2, out, &count), TKV_OK);
-    CHECK(out[0] == 1 && out[1] == 3);
+    int round, i;
     for (round = 0; round < 200; round++) {
-        const int n = 1 + tkv_rng_below(&r, MANY), k = tkv_rng_below(&r, n + 3);
+        const int n = 1 + tkv_rng_below(&r, MANY), room = 1 + tkv_rng_below(&r, TKV_MAX_PROMOTIONS);
         const int kinds = round % 2 ? 6 : 1000000; /* many equal ones */
-        int there = 0;
+        tkv_promotion_state p;
+        tkvi_promoting best;
+        int there = 0, above = 0;
+        memset(&p, 0, sizeof p);
+        p.cfg.per_step = room;
+        p.cfg.threshold = round % 4 < 2 ? -3e38f : 1e-5f;
         for (i = 0; i < COUNT(without); i++) without[i] = tkv_rng_u64(&r) & tkv_rng_u64(&r);
+        CHECK(tkvi_promoting_begin(&best, &p, round));
         for (i = 0; i < n; i++) {
-            const int out_of_it = round % 5 < 2 && (without[i / 64] >> (i % 64) & 1);
+            const int source = round % 5 >= 2 || !tkvi_has(without, i);
             score[i] = (float)(tkv_rng_below(&r, kinds) - kinds / 2) * (round % 3 ? 1e-3f : 1e30f);
             if (tkv_rng_below(&r, 9) == 0) score[i] = tkv_test_float(tkv_rng_below(&r, 2) ? 0x80000000u : 0u);
-            if (out_of_it) score[i] = NAN_;
-            else want[there++] = i;
+            above += score[i] >= p.cfg.threshold;
+            if (source && score[i] >= p.cfg.threshold) want[there++] = i;
+            tkvi_promoting_offer(&best, i, score[i], source, TKV_NEVER);
         }
         sorted_by = score;
         qsort(want, (size_t)there, sizeof *want, better);
-        memset(out, 0xff, sizeof out);
-        CHECK_EQ(tkv_importance_top(score, round % 5 < 2 ? without : NULL, n, k, out, &count), TKV_OK);
-        CHECK_EQ(count, k < there ? k : there);
-        CHECK_MEM(out, want, (size_t)count * sizeof *out);
-        if (count < n) CHECK_EQ(out[count], -1); /* writes no more than it says */
+        CHECK_EQ(best.found, room < there ? room : there);
+        CHECK_EQ(best.waiting, there - best.found);
+        CHECK_EQ(best.no_source, above - there);
+        CHECK_MEM(best.out, want, (size_t)best.found * sizeof *want);
     }
-    count = 55;
-    out[0] = 77;
-    score[0] = NAN_;
-    CHECK_EQ(tkv_importance_top(score, NULL, 3, 2, out, &count), TKV_ERR_NONFINITE);
-    CHECK_EQ(tkv_importance_top(x, NULL, -1, 2, out, &count), TKV_ERR_ARG);
-    CHECK_EQ(tkv_importance_top(x, NULL, 7, -1, out, &count), TKV_ERR_ARG);
-    CHECK_EQ(tkv_importance_top(NULL, NULL, 7, 1, out, &count), TKV_ERR_ARG);
-    CHECK_EQ(tkv_importance_top(x, NULL, 7, 1, NULL, &count), TKV_ERR_ARG);
-    CHECK_EQ(tkv_importance_top(x, NULL, 7, 2, out, NULL), TKV_ERR_ARG);
-    CHECK_EQ(count, 55);
-    CHECK_EQ(tkv_importance_top(x, NULL, 7, 0, NULL, &count), TKV_OK);
-    CHECK_EQ(tkv_importance_top(NULL, NULL, 0, 5, NULL, &count), TKV_OK);
-    CHECK_EQ(out[0], 77);
-}
-
-/* TKV_ZERO: weights of nothing, a threshold of nothing. */
-TEST(named_zero) {
-    tkv_importance_config cfg = strategy(TKV_IMPORTANCE_HYBRID);
-    tkv_importance t[2];
-    tkv_importance_promotion p;
-    float mass[2] = {.5f, 0.0f}, out[2];
-    const float score[2] = {0.0f, .06f};
-    const uint64_t source = 3;
-    int moved[2] = {TKV_NONE, TKV_NONE}, which[TKV_IMPORTANCE_PER_STEP], count;
-    memset(t, 0, sizeof t);
-    CHECK_EQ(tkv_importance_add(&cfg, t, mass, 2, 1), TKV_OK);
-    CHECK_EQ(tkv_importance_read(&cfg, t, NULL, 2, 1, out), TKV_OK);
-    CHECK_NEAR(out[0], .7 * .5 + .3 * exp(-1.0 / 64), 1e-6);
-    CHECK_NEAR(out[1], .3, 1e-6);
-    cfg.attention = TKV_ZERO;
-    CHECK_EQ(tkv_importance_read(&cfg, t, NULL, 2, 1, out), TKV_OK);
-    CHECK_NEAR(out[0], .3 * exp(-1.0 / 64), 1e-6);
-    cfg.attention = 0.0f;
-    cfg.recency = TKV_ZERO;
-    CHECK_EQ(tkv_importance_read(&cfg, t, NULL, 2, 1, out), TKV_OK);
-    CHECK_NEAR(out[0], .7 * .5, 1e-6);
-    CHECK(out[1] >= 0.0f && out[1] <= 0.0f);
-    cfg.tau = TKV_ZERO; /* has no zero */
-    CHECK_EQ(tkv_importance_read(&cfg, t, NULL, 2, 1, out), TKV_ERR_CONFIG);
-    memset(&p, 0, sizeof p);
-    CHECK_EQ(tkv_importance_promote(&p, score, &source, moved, 2, 1, which, &count), TKV_OK);
-    CHECK_EQ(count, 1);
-    moved[0] = moved[1] = TKV_NONE;
-    p.cfg.threshold = TKV_ZERO;
-    CHECK_EQ(tkv_importance_promote(&p, score, &source, moved, 2, 2, which, &count), TKV_OK);
-    CHECK_EQ(count, 2);
-}
-
-/* >>promotion */
-TEST(promotion) {
-    tkv_importance_promotion p;
-    static float score[70];
-    uint64_t source[2] = {~(uint64_t)0, ~(uint64_t)0};
-    int moved[70], out[TKV_IMPORTANCE_PER_STEP], count, i;
-    memset(&p, 0, sizeof p);
-    for (i = 0; i < 70; i++) moved[i] = TKV_NONE;
-    score[3] = .2f, score[69] = .9f, score[5] = .2f, score[8] = .05f, score[9] = .049f, score[64] = .5f;
-    source[1] &= ~(uint64_t)1; /* 64 has none */
-    CHECK_EQ(tkv_importance_promote(&p, score, source, moved, 70, 10, out, &count), TKV_OK);
-    CHECK_EQ(count, 4); /* 8 is at the threshold, 9 below, 64 without a source */
-    CHECK(out[0] == 69 && out[1] == 3 && out[2] == 5 && out[3] == 8);
-    CHECK(moved[69] == 10 && moved[8] == 10 && moved[9] == TKV_NONE && moved[64] == TKV_NONE);
-    CHECK_EQ(p.promoted, 4);
-    CHECK_EQ(p.no_source, 1);
-    for (i = 11; i < 14; i++) { /* they cool down */
-        CHECK_EQ(tkv_importance_promote(&p, score, source, moved, 70, i, out, &count), TKV_OK);
-        CHECK_EQ(count, 0);
-    }
-    CHECK_EQ(tkv_importance_promote(&p, score, source, moved, 70, 14, out, &count), TKV_OK);
-    CHECK_EQ(count, 4);
-    CHECK_EQ(p.waiting, 12);
-    CHECK_EQ(tkv_importance_promote(&p, score, NULL, moved, 70, 30, out, &count), TKV_OK);
-    CHECK_EQ(count, 0); /* without a source there is none */
-}
-
-TEST(promotion_budget) {
-    tkv_importance_promotion p;
-    static float score[100];
-    uint64_t source[2] = {~(uint64_t)0, ~(uint64_t)0};
-    int moved[100], out[TKV_IMPORTANCE_PER_STEP], count, i, step, all = 0;
-    memset(&p, 0, sizeof p);
-    for (i = 0; i < 100; i++) {
-        moved[i] = TKV_NONE;
-        score[i] = 1.0f + (float)(i * 37 % 100);
-    }
-    CHECK_EQ(tkv_importance_promote(&p, score, source, moved, 50, 1, out, &count), TKV_OK);
-    CHECK_EQ(count, 8);
-    for (i = 1; i < 8; i++) CHECK(score[out[i - 1]] > score[out[i]]);
-    CHECK_EQ(tkv_importance_promote(&p, score + 50, source, moved + 50, 50, 1, out, &count), TKV_OK);
-    CHECK_EQ(count, 0); /* the step's are used up */
-    CHECK_EQ(tkv_importance_promote(&p, score + 50, source, moved + 50, 50, 2, out, &count), TKV_OK);
-    CHECK_EQ(count, 8);
-    memset(&p, 0, sizeof p);
-    p.cfg.per_step = 3;
-    p.cfg.cooldown = 40;
-    for (i = 0; i < 100; i++) moved[i] = TKV_NONE;
-    for (step = 0; step < 33; step++) { /* everybody once, the best first */
-        CHECK_EQ(tkv_importance_promote(&p, score, source, moved, 100, step, out, &count), TKV_OK);
-        CHECK_EQ(count, 3);
-        for (i = 0; i < count; i++, all++) CHECK_EQ(score[out[i]], 100 - all);
-    }
-    CHECK_EQ(p.promoted, 99);
-    p.cfg.per_step = 65;
-    CHECK_EQ(tkv_importance_promote(&p, score, source, moved, 100, 99, out, &count), TKV_ERR_CONFIG);
-    p.cfg.per_step = 3;
-    CHECK_EQ(tkv_importance_promote(&p, score, source, moved, 100, 31, out, &count), TKV_ERR_ARG);
-    score[4] = NAN_;
-    count = 55;
-    CHECK_EQ(tkv_importance_promote(&p, score, source, moved, 100, 99, out, &count), TKV_ERR_NONFINITE);
-    CHECK_EQ(count, 55);
-    CHECK_EQ(p.promoted, 99);
-    CHECK_EQ(tkv_importance_promote(NULL, score, source, moved, 100, 99, out, &count), TKV_ERR_ARG);
 }
 
 /* >>eviction, by hand */
-static tkv_evict_config policy(tkv_evict_kind kind, int sinks, int recent) {
+static tkv_evict_config policy(tkv_evict_policy kind, int sinks, int recent) {
     tkv_evict_config cfg;
     memset(&cfg, 0, sizeof cfg);
-    cfg.kind = kind;
-    cfg.sink_tokens = sinks ? sinks : TKV_NONE;
-    cfg.recent_tokens = recent ? recent : TKV_NONE;
+    cfg.policy = kind;
+    cfg.sink_tokens = sinks ? sinks : TKV_OFF;
+    cfg.recent_tokens = recent ? recent : TKV_OFF;
     return cfg;
 }
 
@@ -373,14 +427,64 @@ static tkv_evict_view view_of(int n) {
     return v;
 }
 
+/* Scores and selects, and checks that tkv_select_victims does the same in one call. */
 static tkv_evict_result evict(const tkv_evict_config *cfg, const tkv_evict_view *v, int keep,
                               uint64_t *victims) {
-    static float score[4 * MANY];
-    tkv_evict_result r;
+    static float score[MANY], again[MANY];
+    static uint64_t same[(MANY + 63) / 64];
+    tkv_evict_result r, both;
     memset(&r, 0, sizeof r);
-    CHECK_EQ(tkv_evict_score(cfg, v, score), TKV_OK);
-    CHECK_EQ(tkv_evict_select(cfg, v, score, keep, victims, &r), TKV_OK);
+    memset(&both, 0, sizeof both);
+    CHECK_EQ(tkvi_score_tokens(cfg, v, score), TKV_OK);
+    CHECK_EQ(tkvi_select_victims(cfg, v, score, keep, victims, &r), TKV_OK);
+    CHECK_EQ(tkv_select_victims(cfg, v, keep, again, same, &both), TKV_OK);
+    CHECK_MEM(score, again, (size_t)v->n * sizeof *score);
+    CHECK_MEM(victims, same, (size_t)((v->n + 63) / 64) * sizeof *same);
+    CHECK_MEM(&r, &both, sizeof r);
     return r;
+}
+
+TEST(select_victims) {
+    float mass[] = {5, 1, 3, 4}, score[4];
+    const uint64_t alive = 11;
+    tkv_evict_config cfg = policy(TKV_EVICT_H2O, 0, 0), none;
+    tkv_evict_view v = view_of(4);
+    tkv_evict_result r;
+    uint64_t victims = 99;
+    v.total_scores = mass;
+    CHECK_EQ(tkv_select_victims(&cfg, &v, 2, score, &victims, NULL), TKV_OK); /* counts are optional */
+    CHECK_EQ(victims, 2 | 4);
+    CHECK_MEM(score, mass, sizeof mass);
+    v.live_mask = &alive;
+    CHECK_EQ(tkv_select_victims(&cfg, &v, 2, score, &victims, &r), TKV_OK);
+    CHECK_EQ(victims, 2);
+    CHECK_EQ(score[2], 0); /* no live token */
+    CHECK_EQ(r.evicted, 1);
+    CHECK_EQ(r.kept, 2);
+    v.live_mask = NULL;
+    victims = 99;
+    CHECK_EQ(tkv_select_victims(&cfg, &v, -1, score, &victims, &r), TKV_ERR_ARG);
+    CHECK_EQ(tkv_select_victims(&cfg, &v, 2, NULL, &victims, &r), TKV_ERR_ARG);
+    CHECK_EQ(tkv_select_victims(&cfg, &v, 2, score, NULL, &r), TKV_ERR_ARG);
+    CHECK_EQ(tkv_select_victims(&cfg, NULL, 2, score, &victims, &r), TKV_ERR_ARG);
+    CHECK_EQ(tkv_select_victims(NULL, &v, 2, score, &victims, &r), TKV_ERR_CONFIG);
+    cfg.pool = 4;
+    CHECK_EQ(tkv_select_victims(&cfg, &v, 2, score, &victims, &r), TKV_ERR_CONFIG);
+    cfg.pool = 0;
+    v.total_scores = NULL; /* the policy's input is missing */
+    CHECK_EQ(tkv_select_victims(&cfg, &v, 2, score, &victims, &r), TKV_ERR_ARG);
+    v.total_scores = mass;
+    memset(&none, 0, sizeof none);
+    CHECK_EQ(tkv_select_victims(&none, &v, 3, score, &victims, &r), TKV_ERR_BUDGET);
+    mass[2] = NAN_;
+    CHECK_EQ(tkv_select_victims(&cfg, &v, 2, score, &victims, &r), TKV_ERR_NONFINITE);
+    CHECK_EQ(victims, 99);
+    CHECK_EQ(r.kept, 2); /* from before */
+    CHECK_EQ(tkv_select_victims(&none, &v, 4, score, &victims, &r), TKV_OK);
+    CHECK_EQ(victims, 0);
+    v = view_of(0);
+    CHECK_EQ(tkv_select_victims(&cfg, &v, 0, NULL, NULL, &r), TKV_OK);
+    CHECK_EQ(r.kept, 0);
 }
 
 TEST(h2o) { /* the seed's: 5, 1, 3, 4, the least goes */
@@ -389,7 +493,7 @@ TEST(h2o) { /* the seed's: 5, 1, 3, 4, the least goes */
     tkv_evict_view v = view_of(4);
     tkv_evict_result r;
     uint64_t victims;
-    v.mass = mass;
+    v.total_scores = mass;
     r = evict(&cfg, &v, 3, &victims);
     CHECK_EQ(victims, 2);
     CHECK_EQ(r.evicted, 1);
@@ -409,8 +513,8 @@ TEST(h2o_new_token_survives) {
     tkv_evict_view v = view_of(8);
     uint64_t victims;
     memset(&cfg, 0, sizeof cfg);
-    cfg.kind = TKV_EVICT_H2O;
-    v.mass = mass;
+    cfg.policy = TKV_EVICT_H2O;
+    v.total_scores = mass;
     evict(&cfg, &v, 7, &victims); /* 4 sinks, 1 recent: the least of 4, 5 and 6 */
     CHECK_EQ(victims, 1 << 6);
     evict(&cfg, &v, 4, &victims); /* no room for all sinks either: 3 of them and the newest */
@@ -450,7 +554,7 @@ TEST(tova) { /* the last query's weights, the newest token's own among them */
     tkv_evict_config cfg = policy(TKV_EVICT_TOVA, 0, 0);
     tkv_evict_view v = view_of(5);
     uint64_t victims;
-    v.last = last;
+    v.last_scores = last;
     evict(&cfg, &v, 4, &victims);
     CHECK_EQ(victims, 2); /* of equal ones the older */
     evict(&cfg, &v, 2, &victims);
@@ -467,9 +571,9 @@ TEST(snapkv) {
     float score[10];
     uint64_t victims;
     int i;
-    v.observed = observed;
+    v.prompt_scores = observed;
     cfg.pool = 3;
-    CHECK_EQ(tkv_evict_score(&cfg, &v, score), TKV_OK);
+    CHECK_EQ(tkvi_score_tokens(&cfg, &v, score), TKV_OK);
     for (i = 0; i < 10; i++) CHECK_NEAR(score[i], pooled[i], 1e-6);
     evict(&cfg, &v, 7, &victims);
     CHECK_EQ(victims, 0x38);
@@ -477,24 +581,40 @@ TEST(snapkv) {
     evict(&cfg, &v, 7, &victims);
     CHECK_EQ(victims, 0x0d);
     cfg.pool = 0; /* 5: a neighbour of a neighbour stays */
-    CHECK_EQ(tkv_evict_score(&cfg, &v, score), TKV_OK);
+    CHECK_EQ(tkvi_score_tokens(&cfg, &v, score), TKV_OK);
     CHECK_NEAR(score[3], 12. / 5, 1e-6);
     CHECK_NEAR(score[4], 6. / 5, 1e-6);
     CHECK_NEAR(score[6], 6. / 5, 1e-6);
     memcpy(holed, observed, sizeof holed); /* what is gone has no say */
     holed[3] = NAN_;
-    v.observed = holed;
-    v.alive = &alive;
-    CHECK_EQ(tkv_evict_score(&cfg, &v, score), TKV_OK);
+    v.prompt_scores = holed;
+    v.live_mask = &alive;
+    CHECK_EQ(tkvi_score_tokens(&cfg, &v, score), TKV_OK);
     CHECK_NEAR(score[4], 6. / 5, 1e-6);
-    v.observed = observed;
-    v.alive = NULL;
-    cfg.kind = TKV_EVICT_PYRAMIDKV; /* the same choice within another budget */
+    v.prompt_scores = observed;
+    v.live_mask = NULL;
+    cfg.policy = TKV_EVICT_PYRAMIDKV; /* the same choice within another budget */
     evict(&cfg, &v, 5, &victims);
     CHECK_EQ(victims, 0x73);
     for (i = 0; i < 3; i++) {
         cfg.pool = i == 0 ? 4 : i == 1 ? -1 : 65;
-        CHECK_EQ(tkv_evict_score(&cfg, &v, score), TKV_ERR_CONFIG);
+        CHECK_EQ(tkvi_score_tokens(&cfg, &v, score), TKV_ERR_CONFIG);
+    }
+}
+
+/* Norms of keys [n][heads][dim], mean over the KV heads. */
+static void mean_norms(const float *keys, int n, int heads, int dim, float *out) {
+    int i, h, c;
+    for (i = 0; i < n; i++) {
+        double mean = 0;
+        for (h = 0; h < heads; h++) {
+            const float *k = keys + (i * heads + h) * dim;
+            double square = 0;
+            for (c = 0; c < dim; c++) square += (double)k[c] * (double)k[c];
+            CHECK_NEAR(tkvi_key_norm(tkvi_key_of(keys, i, heads, h, dim), dim), sqrt(square), 1e-12);
+            mean += sqrt(square) / heads;
+        }
+        out[i] = (float)mean;
     }
 }
 
@@ -504,7 +624,7 @@ TEST(knorm) { /* the longest key goes; two heads count by their mean */
     tkv_evict_view v = view_of(4);
     float norms[4];
     uint64_t victims;
-    CHECK_EQ(tkv_evict_key_norms(keys, 4, 2, 2, norms), TKV_OK);
+    mean_norms(keys, 4, 2, 2, norms);
     CHECK_NEAR(norms[0], 3, 1e-6);
     CHECK_NEAR(norms[1], 1, 1e-6);
     CHECK_NEAR(norms[2], 5, 1e-6);
@@ -514,10 +634,6 @@ TEST(knorm) { /* the longest key goes; two heads count by their mean */
     CHECK_EQ(victims, 5);
     evict(&cfg, &v, 1, &victims);
     CHECK_EQ(victims, 7);
-    CHECK_EQ(tkv_evict_key_norms(keys, 4, 2, 257, norms), TKV_ERR_ARG);
-    CHECK_EQ(tkv_evict_key_norms(keys, 4, 0, 2, norms), TKV_ERR_ARG);
-    CHECK_EQ(tkv_evict_key_norms(NULL, 4, 2, 2, norms), TKV_ERR_ARG);
-    CHECK_EQ(tkv_evict_key_norms(NULL, 0, 2, 2, NULL), TKV_OK);
 }
 
 /* The anchor is the mean of directions, so a long key does not draw it: 1 and 2 are alike, 0 is not. */
@@ -531,7 +647,7 @@ TEST(keydiff) {
     v.keys = keys;
     v.n_kv_heads = 1;
     v.head_dim = 2;
-    CHECK_EQ(tkv_evict_score(&cfg, &v, score), TKV_OK);
+    CHECK_EQ(tkvi_score_tokens(&cfg, &v, score), TKV_OK);
     CHECK_NEAR(score[0], -.4472136, 1e-6);
     CHECK_NEAR(score[1], -.8944272, 1e-6);
     CHECK_NEAR(score[2], -.8944272, 1e-6);
@@ -539,14 +655,14 @@ TEST(keydiff) {
     CHECK_EQ(victims, 2);
     v.keys = two;
     v.n_kv_heads = 2;
-    CHECK_EQ(tkv_evict_score(&cfg, &v, score), TKV_OK); /* a key of zeros is like nothing */
+    CHECK_EQ(tkvi_score_tokens(&cfg, &v, score), TKV_OK); /* a key of zeros is like nothing */
     CHECK_NEAR(score[0], -(1 + (2 + sqrt(.5)) / sqrt(5 + 2 * sqrt(2.))) / 2, 1e-6);
     CHECK_NEAR(score[1], -(sqrt(.5) * (2 + 2 * sqrt(.5)) / sqrt(5 + 2 * sqrt(2.))) / 2, 1e-6);
     v.head_dim = 257;
-    CHECK_EQ(tkv_evict_score(&cfg, &v, score), TKV_ERR_ARG);
+    CHECK_EQ(tkvi_score_tokens(&cfg, &v, score), TKV_ERR_ARG);
     v.head_dim = 2;
     v.n_kv_heads = 0;
-    CHECK_EQ(tkv_evict_score(&cfg, &v, score), TKV_ERR_ARG);
+    CHECK_EQ(tkvi_score_tokens(&cfg, &v, score), TKV_ERR_ARG);
 }
 
 /* A history window of three steps; an even share is a quarter. */
@@ -560,7 +676,7 @@ TEST(scissorhands) {
     int i;
     scores_of(&count, mass, 3, 4, 0, lows);
     CHECK(lows[0] == -1 && lows[1] == -2 && lows[2] == -2 && lows[3] == -3);
-    v.lows = lows;
+    v.low_counts = lows;
     evict(&cfg, &v, 2, &victims); /* many at once */
     CHECK_EQ(victims, 8 | 2);
     for (i = 0; i < 4; i++) lows[i] = -lows[i];
@@ -573,7 +689,7 @@ TEST(scissorhands) {
 
 static float odd_ones(void *user, const tkv_evict_view *v, int i) {
     ++*(int *)user;
-    return (float)(v->position[i] % 2);
+    return (float)(v->positions[i] % 2);
 }
 
 TEST(user_and_scores) {
@@ -584,15 +700,15 @@ TEST(user_and_scores) {
     uint64_t victims;
     int calls = 0;
     float score[5];
-    v.position = position;
-    CHECK_EQ(tkv_evict_score(&cfg, &v, score), TKV_ERR_CONFIG);
+    v.positions = position;
+    CHECK_EQ(tkvi_score_tokens(&cfg, &v, score), TKV_ERR_CONFIG);
     cfg.scorer = odd_ones;
     cfg.user = &calls;
     evict(&cfg, &v, 2, &victims);
     CHECK_EQ(victims, 1 | 8 | 2);
-    CHECK_EQ(calls, 5);
+    CHECK_EQ(calls, 2 * 5); /* evict scores twice */
     cfg = policy(TKV_EVICT_SCORES, 0, 0);
-    v.scores = given;
+    v.user_scores = given;
     evict(&cfg, &v, 2, &victims);
     CHECK_EQ(victims, 1 | 8 | 16);
     cfg.sink_tokens = 3; /* positions 0 to 2: a token that is not there protects no other */
@@ -607,15 +723,15 @@ TEST(random_lots) { /* hang on seed and position, not on who else is there */
     static int position[MANY / 2];
     double mean = 0;
     int i, same = 0;
-    CHECK_EQ(tkv_evict_score(&cfg, &v, a), TKV_OK);
+    CHECK_EQ(tkvi_score_tokens(&cfg, &v, a), TKV_OK);
     for (i = 0; i < MANY / 2; i++) position[i] = 2 * i + 1;
-    few.position = position;
-    CHECK_EQ(tkv_evict_score(&cfg, &few, b), TKV_OK);
+    few.positions = position;
+    CHECK_EQ(tkvi_score_tokens(&cfg, &few, b), TKV_OK);
     for (i = 0; i < MANY / 2; i++) CHECK_NEAR(b[i], a[2 * i + 1], 0);
     for (i = 0; i < MANY; i++) mean += (double)a[i] / MANY;
     CHECK_NEAR(mean, .5, .05);
     cfg.seed = 1;
-    CHECK_EQ(tkv_evict_score(&cfg, &v, b), TKV_OK);
+    CHECK_EQ(tkvi_score_tokens(&cfg, &v, b), TKV_OK);
     for (i = 0; i < MANY; i++) same += a[i] <= b[i] && a[i] >= b[i];
     CHECK_LE(same, 2);
 }
@@ -629,27 +745,27 @@ TEST(pins_and_priorities) {
     tkv_evict_view v = view_of(6);
     tkv_evict_result r;
     uint64_t victims;
-    v.mass = mass;
-    v.pinned = &pinned;
+    v.total_scores = mass;
+    v.pinned_mask = &pinned;
     r = evict(&cfg, &v, 3, &victims);
     CHECK_EQ(victims, 2 | 8 | 16);
     r = evict(&cfg, &v, 1, &victims); /* pins hold, the budget does not: it says so */
     CHECK_EQ(victims, 2 | 8 | 16 | 32);
     CHECK_EQ(r.kept, 2);
     CHECK_EQ(r.over, 1);
-    v.pinned = &all;
+    v.pinned_mask = &all;
     r = evict(&cfg, &v, 0, &victims);
     CHECK_EQ(victims, 0);
     CHECK_EQ(r.evicted, 0);
     CHECK_EQ(r.over, 6);
-    v.pinned = NULL;
-    v.priority = priority;
+    v.pinned_mask = NULL;
+    v.priorities = priority;
     evict(&cfg, &v, 5, &victims);
     CHECK_EQ(victims, 2);
     evict(&cfg, &v, 1, &victims);
     CHECK_EQ(victims, 63 - 16);
-    v.priority = NULL;
-    v.alive = &alive; /* 0 and 3 are gone already */
+    v.priorities = NULL;
+    v.live_mask = &alive; /* 0 and 3 are gone already */
     r = evict(&cfg, &v, 2, &victims);
     CHECK_EQ(victims, 2 | 4);
     CHECK_EQ(r.kept, 2);
@@ -662,11 +778,11 @@ TEST(limits) {
     tkv_evict_view v = view_of(0);
     tkv_evict_result r;
     uint64_t victims = 99;
-    CHECK_EQ(tkv_evict_score(&cfg, &v, NULL), TKV_OK);
-    CHECK_EQ(tkv_evict_select(&cfg, &v, NULL, 3, NULL, &r), TKV_OK);
+    CHECK_EQ(tkvi_score_tokens(&cfg, &v, NULL), TKV_OK);
+    CHECK_EQ(tkvi_select_victims(&cfg, &v, NULL, 3, NULL, &r), TKV_OK);
     CHECK_EQ(r.kept, 0);
     v = view_of(1);
-    v.mass = mass;
+    v.total_scores = mass;
     r = evict(&cfg, &v, 1, &victims); /* the seed's: a single entry stays */
     CHECK_EQ(victims, 0);
     r = evict(&cfg, &v, 0, &victims);
@@ -676,7 +792,7 @@ TEST(limits) {
     CHECK_EQ(victims, 1);
     CHECK_EQ(r.sinks + r.recent, 0);
     v = view_of(5);
-    v.mass = mass;
+    v.total_scores = mass;
     r = evict(&cfg, &v, 5, &victims);
     CHECK_EQ(victims, 0);
     r = evict(&cfg, &v, 2000000000, &victims);
@@ -685,17 +801,17 @@ TEST(limits) {
     cfg = policy(TKV_EVICT_H2O, 0, 0);
     r = evict(&cfg, &v, 2, &victims); /* all equal: the oldest go */
     CHECK_EQ(victims, 7);
-    CHECK_EQ(tkv_evict_select(&cfg, &v, score, -1, &victims, &r), TKV_ERR_ARG);
-    CHECK_EQ(tkv_evict_select(&cfg, &v, score, 2, NULL, &r), TKV_ERR_ARG);
-    CHECK_EQ(tkv_evict_select(&cfg, &v, NULL, 2, &victims, &r), TKV_ERR_ARG);
-    CHECK_EQ(tkv_evict_select(&cfg, NULL, score, 2, &victims, &r), TKV_ERR_ARG);
-    CHECK_EQ(tkv_evict_select(NULL, &v, score, 2, &victims, &r), TKV_ERR_CONFIG);
-    cfg.kind = TKV_EVICT_KINDS;
-    CHECK_EQ(tkv_evict_select(&cfg, &v, score, 2, &victims, &r), TKV_ERR_CONFIG);
+    CHECK_EQ(tkvi_select_victims(&cfg, &v, score, -1, &victims, &r), TKV_ERR_ARG);
+    CHECK_EQ(tkvi_select_victims(&cfg, &v, score, 2, NULL, &r), TKV_ERR_ARG);
+    CHECK_EQ(tkvi_select_victims(&cfg, &v, NULL, 2, &victims, &r), TKV_ERR_ARG);
+    CHECK_EQ(tkvi_select_victims(&cfg, NULL, score, 2, &victims, &r), TKV_ERR_ARG);
+    CHECK_EQ(tkvi_select_victims(NULL, &v, score, 2, &victims, &r), TKV_ERR_CONFIG);
+    cfg.policy = TKV_EVICT_COUNT;
+    CHECK_EQ(tkvi_select_victims(&cfg, &v, score, 2, &victims, &r), TKV_ERR_CONFIG);
     cfg = policy(TKV_EVICT_H2O, -5, 0);
-    CHECK_EQ(tkv_evict_select(&cfg, &v, score, 2, &victims, &r), TKV_ERR_CONFIG);
+    CHECK_EQ(tkvi_select_victims(&cfg, &v, score, 2, &victims, &r), TKV_ERR_CONFIG);
     CHECK_EQ(victims, 7);
-    CHECK_EQ(tkv_evict_select(&cfg, &v, score, 2, &victims, NULL), TKV_ERR_CONFIG);
+    CHECK_EQ(tkvi_select_victims(&cfg, &v, score, 2, &victims, NULL), TKV_ERR_CONFIG);
 }
 
 /* No number, no eviction: a NaN is the caller's mistake, and a rank for it would hide that. */
@@ -708,16 +824,16 @@ TEST(nonfinite_scores) {
     float score[4];
     uint64_t victims = 99;
     int i;
-    v.mass = mass;
+    v.total_scores = mass;
     for (i = 0; i < 3; i++) {
         mass[2] = i == 0 ? NAN_ : i == 1 ? INF_ : -INF_;
-        CHECK_EQ(tkv_evict_score(&cfg, &v, score), TKV_ERR_NONFINITE);
-        CHECK_EQ(tkv_evict_select(&cfg, &v, mass, 2, &victims, &r), TKV_ERR_NONFINITE);
+        CHECK_EQ(tkvi_score_tokens(&cfg, &v, score), TKV_ERR_NONFINITE);
+        CHECK_EQ(tkvi_select_victims(&cfg, &v, mass, 2, &victims, &r), TKV_ERR_NONFINITE);
     }
     CHECK_EQ(victims, 99);
-    v.alive = &alive; /* what is gone may be anything */
-    CHECK_EQ(tkv_evict_score(&cfg, &v, score), TKV_OK);
-    CHECK_EQ(tkv_evict_select(&cfg, &v, mass, 2, &victims, &r), TKV_OK);
+    v.live_mask = &alive; /* what is gone may be anything */
+    CHECK_EQ(tkvi_score_tokens(&cfg, &v, score), TKV_OK);
+    CHECK_EQ(tkvi_select_victims(&cfg, &v, mass, 2, &victims, &r), TKV_OK);
     CHECK_EQ(victims, 1);
 }
 
@@ -727,40 +843,41 @@ TEST(positions_are_checked) {
     tkv_evict_config cfg = policy(TKV_EVICT_FIFO, 0, 0);
     tkv_evict_view v = view_of(3);
     float score[3];
-    v.position = rising;
-    CHECK_EQ(tkv_evict_score(&cfg, &v, score), TKV_OK);
+    v.positions = rising;
+    CHECK_EQ(tkvi_score_tokens(&cfg, &v, score), TKV_OK);
     CHECK_NEAR(score[2], 9, 0);
-    v.position = negative;
-    CHECK_EQ(tkv_evict_score(&cfg, &v, score), TKV_ERR_ARG);
-    v.position = flat;
-    CHECK_EQ(tkv_evict_score(&cfg, &v, score), TKV_ERR_ARG);
-    v.alive = &alive;
-    CHECK_EQ(tkv_evict_score(&cfg, &v, score), TKV_OK);
+    v.positions = negative;
+    CHECK_EQ(tkvi_score_tokens(&cfg, &v, score), TKV_ERR_ARG);
+    v.positions = flat;
+    CHECK_EQ(tkvi_score_tokens(&cfg, &v, score), TKV_ERR_ARG);
+    v.live_mask = &alive;
+    CHECK_EQ(tkvi_score_tokens(&cfg, &v, score), TKV_OK);
     v.n = -1;
-    CHECK_EQ(tkv_evict_score(&cfg, &v, score), TKV_ERR_ARG);
+    CHECK_EQ(tkvi_score_tokens(&cfg, &v, score), TKV_ERR_ARG);
 }
 
 TEST(names_and_needs) {
-    tkv_evict_kind kind = TKV_EVICT_NONE;
     tkv_evict_view v = view_of(3);
     float score[3];
-    int i;
-    for (i = 0; i < TKV_EVICT_KINDS; i++) {
-        const char *name = tkv_evict_name((tkv_evict_kind)i);
-        tkv_evict_config cfg = policy((tkv_evict_kind)i, 0, 0);
+    int i, kind = -1;
+    for (i = 0; i < TKV_EVICT_COUNT; i++) {
+        const char *name = tkv_get_name(TKV_NAME_EVICT_POLICY, i);
+        tkv_evict_config cfg = policy((tkv_evict_policy)i, 0, 0);
         REQUIRE(name != NULL);
-        CHECK_EQ(tkv_evict_from_name(name, &kind), TKV_OK);
+        CHECK_EQ(tkv_find_name(TKV_NAME_EVICT_POLICY, name, &kind), TKV_OK);
         CHECK_EQ(kind, i);
         cfg.scorer = odd_ones;
         if (i != TKV_EVICT_USER) /* what it needs and does not get is an error, not a crash */
-            CHECK_EQ(tkv_evict_score(&cfg, &v, score), tkv_evict_needs(kind) ? TKV_ERR_ARG : TKV_OK);
+            CHECK_EQ(tkvi_score_tokens(&cfg, &v, score), tkvi_evict_needs(cfg.policy) ? TKV_ERR_ARG : TKV_OK);
     }
-    CHECK(!tkv_evict_name(TKV_EVICT_KINDS));
-    CHECK_EQ(tkv_evict_from_name("best", &kind), TKV_ERR_ARG);
-    CHECK_EQ(tkv_evict_from_name(NULL, &kind), TKV_ERR_ARG);
-    CHECK_EQ(tkv_evict_needs(TKV_EVICT_H2O), TKV_EVICT_NEEDS_MASS);
-    CHECK_EQ(tkv_evict_needs(TKV_EVICT_KEYDIFF), TKV_EVICT_NEEDS_KEYS);
-    CHECK_EQ(tkv_evict_needs(TKV_EVICT_KINDS), 0);
+    CHECK(!tkv_get_name(TKV_NAME_EVICT_POLICY, TKV_EVICT_COUNT));
+    CHECK_EQ(tkv_find_name(TKV_NAME_EVICT_POLICY, "best", &kind), TKV_ERR_RANGE);
+    CHECK_EQ(tkv_find_name(TKV_NAME_EVICT_POLICY, NULL, &kind), TKV_ERR_ARG);
+    CHECK_EQ(tkv_find_name(TKV_NAME_EVICT_POLICY, "h2o", NULL), TKV_ERR_ARG);
+    CHECK_EQ(kind, TKV_EVICT_COUNT - 1); /* the last one found */
+    CHECK_EQ(tkvi_evict_needs(TKV_EVICT_H2O), TKVI_NEEDS_TOTAL_SCORES);
+    CHECK_EQ(tkvi_evict_needs(TKV_EVICT_KEYDIFF), TKVI_NEEDS_KEYS);
+    CHECK_EQ(tkvi_evict_needs(TKV_EVICT_COUNT), 0);
 }
 
 TEST(none_is_an_error_at_capacity) {
@@ -769,10 +886,10 @@ TEST(none_is_an_error_at_capacity) {
     float score[5];
     uint64_t victims = 99;
     memset(&cfg, 0, sizeof cfg);
-    CHECK_EQ(tkv_evict_score(&cfg, &v, score), TKV_OK);
-    CHECK_EQ(tkv_evict_select(&cfg, &v, score, 4, &victims, NULL), TKV_ERR_BUDGET);
+    CHECK_EQ(tkvi_score_tokens(&cfg, &v, score), TKV_OK);
+    CHECK_EQ(tkvi_select_victims(&cfg, &v, score, 4, &victims, NULL), TKV_ERR_BUDGET);
     CHECK_EQ(victims, 99);
-    CHECK_EQ(tkv_evict_select(&cfg, &v, score, 5, &victims, NULL), TKV_OK);
+    CHECK_EQ(tkvi_select_victims(&cfg, &v, score, 5, &victims, NULL), TKV_OK);
     CHECK_EQ(victims, 0);
 }
 
@@ -784,12 +901,12 @@ typedef struct small_cache {
 
 static tkv_evict_view view_of_small_cache(const small_cache *s) {
     tkv_evict_view v = view_of(s->n);
-    v.position = s->position;
-    v.mass = v.observed = v.scores = s->mass;
-    v.last = s->last;
+    v.positions = s->position;
+    v.total_scores = v.prompt_scores = v.user_scores = s->mass;
+    v.last_scores = s->last;
     v.norms = s->norms;
     v.keys = s->keys;
-    v.lows = s->lows;
+    v.low_counts = s->lows;
     v.n_kv_heads = 1;
     v.head_dim = 2;
     return v;
@@ -797,22 +914,33 @@ static tkv_evict_view view_of_small_cache(const small_cache *s) {
 
 static float by_mass(void *user, const tkv_evict_view *v, int i) {
     (void)user;
-    return v->mass[i];
+    return v->total_scores[i];
+}
+
+/* Moves the entries that stay to the front of an array of n. Returns their number. */
+static int compact(const uint64_t *victims, int n, void *array, size_t size) {
+    char *bytes = (char *)array;
+    int i, left = 0;
+    for (i = 0; i < n; i++) {
+        if (tkvi_has(victims, i)) continue;
+        memmove(bytes + (size_t)left++ * size, bytes + (size_t)i * size, size);
+    }
+    return left;
 }
 
 static void drop(small_cache *s, const uint64_t *victims) {
     const int n = s->n;
-    s->n = tkv_evict_compact(victims, n, s->position, sizeof(int));
-    CHECK_EQ(tkv_evict_compact(victims, n, s->mass, sizeof(float)), s->n);
-    CHECK_EQ(tkv_evict_compact(victims, n, s->last, sizeof(float)), s->n);
-    CHECK_EQ(tkv_evict_compact(victims, n, s->norms, sizeof(float)), s->n);
-    CHECK_EQ(tkv_evict_compact(victims, n, s->keys, 2 * sizeof(float)), s->n);
-    CHECK_EQ(tkv_evict_compact(victims, n, s->lows, sizeof(float)), s->n);
+    s->n = compact(victims, n, s->position, sizeof(int));
+    CHECK_EQ(compact(victims, n, s->mass, sizeof(float)), s->n);
+    CHECK_EQ(compact(victims, n, s->last, sizeof(float)), s->n);
+    CHECK_EQ(compact(victims, n, s->norms, sizeof(float)), s->n);
+    CHECK_EQ(compact(victims, n, s->keys, 2 * sizeof(float)), s->n);
+    CHECK_EQ(compact(victims, n, s->lows, sizeof(float)), s->n);
 }
 
-/* The seed's "12 appends stay <= 8", for every policy, and longer ones. The newest token is always there (lots apart),
- * sinks are if they are protected, and every token knows its position. */
-static void budget_holds(tkv_evict_kind kind, int budget, int steps, int chunk, int batch) {
+/* The seed's "12 appends stay <= 8", for every policy, and longer ones. The newest token is always there (lots
+ * apart), sinks are if they are protected, and every token knows its position. */
+static void budget_holds(tkv_evict_policy kind, int budget, int steps, int chunk, int batch) {
     tkv_rng r = tkv_rng_seed(11);
     tkv_evict_config cfg;
     small_cache s;
@@ -820,11 +948,11 @@ static void budget_holds(tkv_evict_kind kind, int budget, int steps, int chunk, 
     int step, i, now = 0;
     memset(&s, 0, sizeof s);
     memset(&cfg, 0, sizeof cfg);
-    cfg.kind = kind;
+    cfg.policy = kind;
     cfg.scorer = by_mass;
     cfg.batch = batch;
     for (step = 0; step < steps; step++) {
-        const int due = tkv_evict_due(&cfg, s.n, chunk, budget);
+        const int due = tkvi_evict_due(&cfg, s.n, chunk, budget);
         if (due > 0) {
             const tkv_evict_view v = view_of_small_cache(&s);
             const tkv_evict_result res = evict(&cfg, &v, s.n - due, victims);
@@ -857,12 +985,12 @@ static void budget_holds(tkv_evict_kind kind, int budget, int steps, int chunk, 
 
 TEST(budget_holds_for_every_policy) {
     int kind;
-    for (kind = TKV_EVICT_SLIDING; kind < TKV_EVICT_KINDS; kind++) {
-        budget_holds((tkv_evict_kind)kind, 8, 12, 1, 1);
-        budget_holds((tkv_evict_kind)kind, 8, 50, 3, 0);
-        budget_holds((tkv_evict_kind)kind, 300, 60, 20, 0);
-        budget_holds((tkv_evict_kind)kind, 300, 60, 20, 100);
-        budget_holds((tkv_evict_kind)kind, 1, 5, 1, 0);
+    for (kind = TKV_EVICT_SLIDING; kind < TKV_EVICT_COUNT; kind++) {
+        budget_holds((tkv_evict_policy)kind, 8, 12, 1, 1);
+        budget_holds((tkv_evict_policy)kind, 8, 50, 3, 0);
+        budget_holds((tkv_evict_policy)kind, 300, 60, 20, 0);
+        budget_holds((tkv_evict_policy)kind, 300, 60, 20, 100);
+        budget_holds((tkv_evict_policy)kind, 1, 5, 1, 0);
     }
 }
 
@@ -870,7 +998,7 @@ TEST(budget_holds_for_every_policy) {
  * tokens in a budget of 64, where age counts it does not. */
 TEST(needle) {
     static const struct {
-        tkv_evict_kind kind;
+        tkv_evict_policy kind;
         tkv_importance_strategy strategy;
         int stays;
     } cases[] = {{TKV_EVICT_SLIDING, TKV_IMPORTANCE_HYBRID, 0},
@@ -883,12 +1011,13 @@ TEST(needle) {
                  {TKV_EVICT_SCORES, TKV_IMPORTANCE_HEAVY_HITTER, 1},
                  {TKV_EVICT_SCORES, TKV_IMPORTANCE_PERSISTENCE, 1},
                  {TKV_EVICT_SCORES, TKV_IMPORTANCE_RECENCY, 0}};
+    static const tkv_token_importance fresh = {0, 0};
     enum { NEEDLE = 20, BUDGET = 64, STEPS = 600 };
     int c;
     for (c = 0; c < COUNT(cases); c++) {
         tkv_importance_config how = strategy(cases[c].strategy);
         tkv_evict_config cfg;
-        tkv_importance tokens[BUDGET + 1];
+        tkv_token_importance tokens[BUDGET + 1];
         float scores[BUDGET + 1];
         small_cache s;
         uint64_t victims[2];
@@ -896,50 +1025,50 @@ TEST(needle) {
         int now, i, there = 0;
         memset(&s, 0, sizeof s);
         memset(&cfg, 0, sizeof cfg);
-        cfg.kind = cases[c].kind;
+        cfg.policy = cases[c].kind;
         for (now = 0; now < STEPS; now++) {
-            if (tkv_evict_due(&cfg, s.n, 1, BUDGET) > 0) {
+            if (tkvi_evict_due(&cfg, s.n, 1, BUDGET) > 0) {
                 tkv_evict_view v = view_of_small_cache(&s);
                 const int n = s.n;
-                CHECK_EQ(tkv_importance_read(&how, tokens, s.position, n, now, scores), TKV_OK);
-                v.scores = scores;
-                evict(&cfg, &v, n - tkv_evict_due(&cfg, n, 1, BUDGET), victims);
+                CHECK_EQ(tkv_update_importance(&how, tokens, s.position, NULL, n, now, scores), TKV_OK);
+                v.user_scores = scores;
+                evict(&cfg, &v, n - tkvi_evict_due(&cfg, n, 1, BUDGET), victims);
                 drop(&s, victims);
-                CHECK_EQ(tkv_evict_compact(victims, n, tokens, sizeof *tokens), s.n);
+                CHECK_EQ(compact(victims, n, tokens, sizeof *tokens), s.n);
             }
             s.position[s.n] = now;
             s.mass[s.n] = s.lows[s.n] = 0;
-            memset(&tokens[s.n++], 0, sizeof *tokens);
+            tokens[s.n++] = fresh;
             for (i = 0; i < s.n; i++) {
                 s.last[i] = (float)tkv_rng_uniform(&r) * 1.2f / (float)s.n;
                 if (s.position[i] == NEEDLE) s.last[i] = .4f;
                 s.mass[i] += s.last[i];
                 s.lows[i] += (float)(s.last[i] < 1.0f / (float)s.n);
             }
-            CHECK_EQ(tkv_importance_add(&how, tokens, s.last, s.n, now), TKV_OK);
+            CHECK_EQ(tkv_update_importance(&how, tokens, NULL, s.last, s.n, now, NULL), TKV_OK);
         }
         for (i = 0; i < s.n; i++) there |= s.position[i] == NEEDLE;
-        CHECK_MSG(there == cases[c].stays, "%s, %s", tkv_evict_name(cases[c].kind),
-                  tkv_importance_name(cases[c].strategy));
+        CHECK_MSG(there == cases[c].stays, "%s, %s", tkv_get_name(TKV_NAME_EVICT_POLICY, (int)cases[c].kind),
+                  tkv_get_name(TKV_NAME_IMPORTANCE, (int)cases[c].strategy));
     }
 }
 
 TEST(due) {
     tkv_evict_config cfg = policy(TKV_EVICT_H2O, 0, 0);
-    CHECK_EQ(tkv_evict_due(&cfg, 999, 1, 1000), 0);
-    CHECK_EQ(tkv_evict_due(&cfg, 1000, 1, 1000), 64);
-    CHECK_EQ(tkv_evict_due(&cfg, 1000, 100, 1000), 100);
-    CHECK_EQ(tkv_evict_due(&cfg, 80, 1, 80), 10); /* an eighth */
-    CHECK_EQ(tkv_evict_due(&cfg, 5, 1, 5), 1);
-    CHECK_EQ(tkv_evict_due(&cfg, 3, 100, 5), 3); /* there are no more */
-    CHECK_EQ(tkv_evict_due(&cfg, 10, 0, 0), 10);
+    CHECK_EQ(tkvi_evict_due(&cfg, 999, 1, 1000), 0);
+    CHECK_EQ(tkvi_evict_due(&cfg, 1000, 1, 1000), 64);
+    CHECK_EQ(tkvi_evict_due(&cfg, 1000, 100, 1000), 100);
+    CHECK_EQ(tkvi_evict_due(&cfg, 80, 1, 80), 10); /* an eighth */
+    CHECK_EQ(tkvi_evict_due(&cfg, 5, 1, 5), 1);
+    CHECK_EQ(tkvi_evict_due(&cfg, 3, 100, 5), 3); /* there are no more */
+    CHECK_EQ(tkvi_evict_due(&cfg, 10, 0, 0), 10);
     cfg.trigger = .9f; /* akv-cache: at nine tenths, 64 at once */
     cfg.batch = 64;
-    CHECK_EQ(tkv_evict_due(&cfg, 899, 1, 1000), 0);
-    CHECK_EQ(tkv_evict_due(&cfg, 900, 1, 1000), 64);
-    CHECK_EQ(tkv_evict_due(&cfg, -1, 1, 1000), 0);
-    CHECK_EQ(tkv_evict_due(NULL, 1000, 1, 10), 0);
-    CHECK_EQ(tkv_evict_due(&cfg, 2147483647, 2147483647, 1), 2147483647);
+    CHECK_EQ(tkvi_evict_due(&cfg, 899, 1, 1000), 0);
+    CHECK_EQ(tkvi_evict_due(&cfg, 900, 1, 1000), 64);
+    CHECK_EQ(tkvi_evict_due(&cfg, -1, 1, 1000), 0);
+    CHECK_EQ(tkvi_evict_due(NULL, 1000, 1, 10), 0);
+    CHECK_EQ(tkvi_evict_due(&cfg, 2147483647, 2147483647, 1), 2147483647);
 }
 
 TEST(batches) { /* all at once is what one after the other gives, where scores stay */
@@ -954,11 +1083,11 @@ TEST(batches) { /* all at once is what one after the other gives, where scores s
         mass[i] = (float)tkv_rng_below(&r, 40);
         position[i] = i;
     }
-    v.mass = mass;
-    v.position = position;
+    v.total_scores = mass;
+    v.positions = position;
     evict(&cfg, &v, 300, victims);
     memset(alive, 0xff, sizeof alive);
-    v.alive = alive;
+    v.live_mask = alive;
     while (left > 300) {
         evict(&cfg, &v, --left, one);
         for (i = 0; i < 11; i++) alive[i] &= ~one[i];
@@ -966,26 +1095,13 @@ TEST(batches) { /* all at once is what one after the other gives, where scores s
     for (i = 0; i < MANY; i++) CHECK_EQ(victims[i / 64] >> (i % 64) & 1, 1 - (alive[i / 64] >> (i % 64) & 1));
 }
 
-TEST(lists_and_compaction) {
-    const uint64_t mask[2] = {(uint64_t)1 << 63 | 5, 1};
-    int out[70], x[70], i;
-    for (i = 0; i < 70; i++) x[i] = 100 + i;
-    CHECK_EQ(tkv_evict_list(mask, 70, out), 4);
-    CHECK(out[0] == 0 && out[1] == 2 && out[2] == 63 && out[3] == 64);
-    CHECK_EQ(tkv_evict_compact(mask, 70, x, sizeof *x), 66);
-    CHECK(x[0] == 101 && x[1] == 103 && x[60] == 162 && x[61] == 165 && x[65] == 169);
-    CHECK_EQ(tkv_evict_list(NULL, 70, out), 0);
-    CHECK_EQ(tkv_evict_compact(NULL, 70, x, sizeof *x), 0);
-    CHECK_EQ(tkv_evict_compact(mask, 0, NULL, 4), 0);
-}
-
 /* >>the selection against a sort */
 static const tkv_evict_view *sorted_view;
 static int goes_first(const void *a, const void *b) {
     const int i = *(const int *)a, j = *(const int *)b;
     const float x = sorted_by[i], y = sorted_by[j];
-    if (sorted_view->priority && sorted_view->priority[i] != sorted_view->priority[j])
-        return sorted_view->priority[i] < sorted_view->priority[j] ? -1 : 1;
+    if (sorted_view->priorities && sorted_view->priorities[i] != sorted_view->priorities[j])
+        return sorted_view->priorities[i] < sorted_view->priorities[j] ? -1 : 1;
     return x < y ? -1 : x > y ? 1 : i < j ? -1 : i > j;
 }
 
@@ -1014,24 +1130,24 @@ TEST(oracle) {
             at += 1 + (tkv_rng_below(&r, 4) == 0);
             position[i] = at - 1;
         }
-        if (round % 3) v.alive = alive;
-        if (round % 4) v.pinned = pinned;
-        if (round % 5) v.priority = priority;
-        if (round % 7) v.position = position;
-        CHECK_EQ(tkv_evict_select(&cfg, &v, score, keep, victims, &res), TKV_OK);
+        if (round % 3) v.live_mask = alive;
+        if (round % 4) v.pinned_mask = pinned;
+        if (round % 5) v.priorities = priority;
+        if (round % 7) v.positions = position;
+        CHECK_EQ(tkvi_select_victims(&cfg, &v, score, keep, victims, &res), TKV_OK);
         for (i = 0; i < n; i++) {
-            const int is = !v.alive || (alive[i / 64] >> (i % 64) & 1);
+            const int is = !v.live_mask || (alive[i / 64] >> (i % 64) & 1);
             there += is;
-            sinks += is && (v.position ? position[i] : i) < cfg.sink_tokens;
+            sinks += is && (v.positions ? position[i] : i) < cfg.sink_tokens;
         }
         CHECK_EQ(res.sinks, sinks < keep - (cfg.recent_tokens > 0) ? sinks
                             : keep > 0                             ? keep - (cfg.recent_tokens > 0)
                                                                    : 0);
         for (i = 0; i < n; i++) {
-            if (v.alive && !(alive[i / 64] >> (i % 64) & 1)) continue;
+            if (v.live_mask && !(alive[i / 64] >> (i % 64) & 1)) continue;
             seen++;
             if (there - seen < res.recent || seen <= res.sinks) continue;
-            if (v.pinned && pinned[i / 64] >> (i % 64) & 1) continue;
+            if (v.pinned_mask && pinned[i / 64] >> (i % 64) & 1) continue;
             order[can++] = i;
         }
         CHECK_LE(res.sinks + res.recent, keep);
@@ -1061,7 +1177,7 @@ static int64_t share(tkv_evict_shape shape, int layers, int64_t total, int n, in
     b.n_tokens = n;
     b.window = window;
     b.beta = beta;
-    CHECK_EQ(tkv_evict_budgets(&b, out), TKV_OK);
+    CHECK_EQ(tkv_split_evict_budget(&b, out), TKV_OK);
     for (l = 0; l < layers; l++) sum += out[l];
     return sum;
 }
@@ -1083,7 +1199,7 @@ TEST(pyramid) {
     FOUR(100, 100, 100, 100);
     CHECK_EQ(share(TKV_EVICT_PYRAMID, 4, 30, 1000, 8, 4, x), 30); /* less than the windows */
     FOUR(8, 8, 7, 7);
-    CHECK_EQ(share(TKV_EVICT_PYRAMID, 4, 43, 1000, TKV_NONE, 1, x), 43); /* beta 1: no pyramid */
+    CHECK_EQ(share(TKV_EVICT_PYRAMID, 4, 43, 1000, TKV_OFF, 1, x), 43); /* beta 1: no pyramid */
     FOUR(11, 11, 11, 10);
     CHECK_EQ(share(TKV_EVICT_UNIFORM, 4, 10, 0, 0, 0, x), 10);
     FOUR(3, 3, 2, 2);
@@ -1153,11 +1269,11 @@ TEST(budgets) {
         if (l == 8) bad.n_tokens = -1;
         if (l == 9) bad.shape = TKV_EVICT_LINEAR, bad.total = 4 * (int64_t)((1 << 30) - 1); /* no int */
         x[0] = 5;
-        CHECK_EQ(tkv_evict_budgets(&bad, x), TKV_ERR_ARG);
+        CHECK_EQ(tkv_split_evict_budget(&bad, x), TKV_ERR_ARG);
         CHECK_EQ(x[0], 5);
     }
-    CHECK_EQ(tkv_evict_budgets(NULL, x), TKV_ERR_ARG);
-    CHECK_EQ(tkv_evict_budgets(&b, NULL), TKV_ERR_ARG);
+    CHECK_EQ(tkv_split_evict_budget(NULL, x), TKV_ERR_ARG);
+    CHECK_EQ(tkv_split_evict_budget(&b, NULL), TKV_ERR_ARG);
 }
 
 /* >>rematerialization */
@@ -1173,9 +1289,10 @@ static tkv_remat_config model(void) {
 
 static tkv_remat open_remat(const tkv_remat_config *cfg) {
     tkv_remat r;
-    const char *reason = "";
-    const tkv_status st = tkv_remat_init(&r, cfg, &reason);
+    char reason[200] = "x";
+    const tkv_status st = tkv_init_remat(&r, cfg, reason, sizeof reason);
     CHECK_MSG(st == TKV_OK, "%s", reason);
+    CHECK_STR(reason, "");
     return r;
 }
 
@@ -1196,30 +1313,31 @@ static void lay_out(tkv_remat_block *b, size_t bytes, size_t quantized) {
 static const char *word_of(const tkv_remat_action *a) {
     static char word[BLOCKS + 1];
     int i;
-    for (i = 0; i < BLOCKS; i++) word[i] = a[i] == TKV_REMAT_KEEP ? 'k' : a[i] == TKV_REMAT_EVICT ? 'e' : 'q';
+    for (i = 0; i < BLOCKS; i++)
+        word[i] = a[i] == TKV_REMAT_KEEP ? 'k' : a[i] == TKV_REMAT_DISCARD ? 'e' : 'q';
     return word;
 }
 
 static const char *decide(tkv_remat *r, const tkv_remat_block *b, double pressure, size_t need,
                           size_t *freed) {
     tkv_remat_action a[BLOCKS];
-    CHECK_EQ(tkv_remat_decide(r, b, BLOCKS, 1023, (float)pressure, need, a, freed), TKV_OK);
+    CHECK_EQ(tkv_decide_discard(r, b, BLOCKS, 1023, (float)pressure, need, a, freed), TKV_OK);
     return word_of(a);
 }
 
 TEST(remat_price) {
     tkv_remat_config cfg = model();
     tkv_remat r = open_remat(&cfg);
-    CHECK_NEAR(tkv_remat_flops(&r, 64, 128, 0), 64 * 2 * (2000 + 4 * 2 * 4 * 96.0), 0);
-    CHECK_NEAR(tkv_remat_flops(&r, 64, 128, 1), 64 * (2000 + 4 * 2 * 4 * 96.0), 0); /* not those above */
-    CHECK_NEAR(tkv_remat_flops(&r, 0, 128, 0),
-               tkv_remat_flops(&r, 0, 64, 0) + tkv_remat_flops(&r, 64, 128, 0), 0);
-    CHECK(tkv_remat_flops(&r, 64, 128, 0) < tkv_remat_flops(&r, 128, 192, 0)); /* the front is cheapest */
-    CHECK_NEAR(tkv_remat_flops(&r, 5, 5, 0), 0, 0);
-    CHECK_NEAR(tkv_remat_flops(&r, 6, 5, 0), -1, 0);
-    CHECK_NEAR(tkv_remat_flops(&r, -1, 5, 0), -1, 0);
-    CHECK_NEAR(tkv_remat_flops(&r, 0, 5, 3), -1, 0);
-    CHECK_NEAR(tkv_remat_flops(NULL, 0, 5, 0), -1, 0);
+    CHECK_NEAR(tkvi_remat_flops(&r, 64, 128, 0), 64 * 2 * (2000 + 4 * 2 * 4 * 96.0), 0);
+    CHECK_NEAR(tkvi_remat_flops(&r, 64, 128, 1), 64 * (2000 + 4 * 2 * 4 * 96.0), 0); /* not those above */
+    CHECK_NEAR(tkvi_remat_flops(&r, 0, 128, 0),
+               tkvi_remat_flops(&r, 0, 64, 0) + tkvi_remat_flops(&r, 64, 128, 0), 0);
+    CHECK(tkvi_remat_flops(&r, 64, 128, 0) < tkvi_remat_flops(&r, 128, 192, 0)); /* the front is cheapest */
+    CHECK_NEAR(tkvi_remat_flops(&r, 5, 5, 0), 0, 0);
+    CHECK_NEAR(tkvi_remat_flops(&r, 6, 5, 0), -1, 0);
+    CHECK_NEAR(tkvi_remat_flops(&r, -1, 5, 0), -1, 0);
+    CHECK_NEAR(tkvi_remat_flops(&r, 0, 5, 3), -1, 0);
+    CHECK_NEAR(tkvi_remat_flops(NULL, 0, 5, 0), -1, 0);
 }
 
 TEST(remat_decides) {
@@ -1240,7 +1358,7 @@ TEST(remat_decides) {
     lay_out(b, 1000, 1000);
     CHECK_STR(decide(&r, b, 1, 1500, &freed), "keekkkkkkkkkkkkk"); /* nothing tighter: drop */
     CHECK_EQ(freed, 2000);
-    CHECK_EQ(r.info.evicted, 8 + 8 + 2);
+    CHECK_EQ(r.info.discarded, 8 + 8 + 2);
     CHECK_EQ(r.info.quantized, 3 + 7 + 7);
     CHECK_EQ(r.info.kept, 16 * 6 - 18 - 17);
     lay_out(b, 1000, 400);
@@ -1256,14 +1374,14 @@ TEST(remat_decides) {
     r = open_remat(&cfg);
     for (i = 1; i < 3; i++) b[i].use = -1; /* nobody looks at these two */
     CHECK_STR(decide(&r, b, 1, 2500, &freed), "keeqkkkkkkkkkkkk");
-    b[1].dropped = b[2].dropped = 1; /* gone already: the next ones */
+    b[1].discarded = b[2].discarded = 1; /* gone already: the next ones */
     b[1].bytes = b[2].bytes = 0;
     b[1].quantized_bytes = b[2].quantized_bytes = 0;
     CHECK_STR(decide(&r, b, 1, 100000, &freed), "kkkeeeeeeqqqqqqq");
-    b[4].dropped = 1; /* sinks longer than a block; none need to stay */
+    b[4].discarded = 1; /* sinks longer than a block; none need to stay */
     lay_out(b, 10, 10);
     cfg.sink_tokens = 65;
-    cfg.min_materialized = TKV_NONE;
+    cfg.min_materialized = TKV_OFF;
     r = open_remat(&cfg);
     CHECK_STR(decide(&r, b, 1, 100000, &freed), "kkeeeeeeeeeeeeee");
 }
@@ -1279,53 +1397,54 @@ TEST(remat_step_budget) {
     lay_out(b, 1000, 400);
     cfg.quantize_price = 1e9;
     r = open_remat(&cfg);
-    cfg.step_flops = tkv_remat_flops(&r, 192, 256, 0);
+    cfg.step_flops = tkvi_remat_flops(&r, 192, 256, 0);
     r = open_remat(&cfg);
     CHECK_STR(decide(&r, b, 1, 5000, &freed), "keeeqqqqkkkkkkkk");
     CHECK_EQ(r.info.over_budget, 1);
-    b[1].dropped = b[2].dropped = b[3].dropped = 1;
-    CHECK_EQ(tkv_remat_restore(&r, b, BLOCKS, 7, &first, &count), TKV_OK);
+    b[1].discarded = b[2].discarded = b[3].discarded = 1;
+    CHECK_EQ(tkvi_remat_restore(&r, b, BLOCKS, 7, &first, &count), TKV_OK);
     CHECK_EQ(first, 1);
     CHECK_EQ(count, 1);
-    CHECK_NEAR(r.spent, tkv_remat_flops(&r, 64, 128, 0), 0);
-    b[1].dropped = 0;
-    CHECK_EQ(tkv_remat_restore(&r, b, BLOCKS, 7, &first, &count), TKV_OK);
+    CHECK_NEAR(r.spent, tkvi_remat_flops(&r, 64, 128, 0), 0);
+    b[1].discarded = 0;
+    CHECK_EQ(tkvi_remat_restore(&r, b, BLOCKS, 7, &first, &count), TKV_OK);
     CHECK_EQ(count, 0); /* not at this step */
     CHECK_EQ(r.info.waited, 2 + 2);
-    CHECK_EQ(tkv_remat_restore(&r, b, BLOCKS, 8, &first, &count), TKV_OK);
+    CHECK_EQ(tkvi_remat_restore(&r, b, BLOCKS, 8, &first, &count), TKV_OK);
     CHECK_EQ(first, 2);
     CHECK_EQ(count, 1);
-    b[2].dropped = 0;
-    CHECK_EQ(tkv_remat_restore(&r, b, BLOCKS, 9, &first, &count), TKV_OK);
+    b[2].discarded = 0;
+    CHECK_EQ(tkvi_remat_restore(&r, b, BLOCKS, 9, &first, &count), TKV_OK);
     CHECK_EQ(count, 1); /* every block fits a step */
     CHECK_EQ(r.info.restored, 3);
-    CHECK_NEAR(r.info.flops, tkv_remat_flops(&r, 64, 256, 0), 0);
-    b[3].dropped = 0;
-    CHECK_EQ(tkv_remat_restore(&r, b, BLOCKS, 9, &first, &count), TKV_OK);
+    CHECK_NEAR(r.info.flops, tkvi_remat_flops(&r, 64, 256, 0), 0);
+    b[3].discarded = 0;
+    CHECK_EQ(tkvi_remat_restore(&r, b, BLOCKS, 9, &first, &count), TKV_OK);
     CHECK_EQ(count, 0);
-    CHECK_EQ(tkv_remat_restore(&r, b, BLOCKS, 8, &first, &count), TKV_ERR_ARG);
+    CHECK_EQ(tkvi_remat_restore(&r, b, BLOCKS, 8, &first, &count), TKV_ERR_ARG);
     b[5].start++;
-    CHECK_EQ(tkv_remat_restore(&r, b, BLOCKS, 9, &first, &count), TKV_ERR_ARG);
-    CHECK_EQ(tkv_remat_decide(&r, b, BLOCKS, 1023, 1, 1, a, NULL), TKV_ERR_ARG);
+    CHECK_EQ(tkvi_remat_restore(&r, b, BLOCKS, 9, &first, &count), TKV_ERR_ARG);
+    CHECK_EQ(tkv_decide_discard(&r, b, BLOCKS, 1023, 1, 1, a, NULL), TKV_ERR_ARG);
     b[5].start--;
     b[5].use = NAN_;
-    CHECK_EQ(tkv_remat_decide(&r, b, BLOCKS, 1023, 1, 1, a, NULL), TKV_ERR_ARG);
+    CHECK_EQ(tkv_decide_discard(&r, b, BLOCKS, 1023, 1, 1, a, NULL), TKV_ERR_ARG);
     b[5].use = 0;
     b[5].layers = 3;
-    CHECK_EQ(tkv_remat_decide(&r, b, BLOCKS, 1023, 1, 1, a, NULL), TKV_ERR_ARG);
+    CHECK_EQ(tkv_decide_discard(&r, b, BLOCKS, 1023, 1, 1, a, NULL), TKV_ERR_ARG);
     b[5].layers = -1;
-    CHECK_EQ(tkv_remat_decide(&r, b, BLOCKS, 1023, 1, 1, a, NULL), TKV_ERR_ARG);
+    CHECK_EQ(tkv_decide_discard(&r, b, BLOCKS, 1023, 1, 1, a, NULL), TKV_ERR_ARG);
     b[5].layers = 0;
-    CHECK_EQ(tkv_remat_decide(&r, b, BLOCKS, 1022, 1, 1, a, NULL), TKV_ERR_ARG);
-    CHECK_EQ(tkv_remat_decide(&r, b, BLOCKS, 1023, NAN_, 1, a, NULL), TKV_ERR_ARG);
-    CHECK_EQ(tkv_remat_decide(&r, b, BLOCKS, 1023, 1, 1, NULL, NULL), TKV_ERR_ARG);
-    CHECK_EQ(tkv_remat_decide(&r, NULL, 0, 0, 1, 1, NULL, &freed), TKV_OK);
+    CHECK_EQ(tkv_decide_discard(&r, b, BLOCKS, 1022, 1, 1, a, NULL), TKV_ERR_ARG);
+    CHECK_EQ(tkv_decide_discard(&r, b, BLOCKS, 1023, NAN_, 1, a, NULL), TKV_ERR_ARG);
+    CHECK_EQ(tkv_decide_discard(&r, b, BLOCKS, 1023, 1, 1, NULL, NULL), TKV_ERR_ARG);
+    CHECK_EQ(tkv_decide_discard(&r, NULL, 0, 0, 1, 1, NULL, &freed), TKV_OK);
     CHECK_EQ(freed, 0);
     b[3].bytes = (size_t)-1;
-    CHECK_EQ(tkv_remat_decide(&r, b, BLOCKS, 1023, 1, 1, a, NULL), TKV_ERR_ARG);
+    CHECK_EQ(tkv_decide_discard(&r, b, BLOCKS, 1023, 1, 1, a, NULL), TKV_ERR_ARG);
 }
 
-/* Random blocks and configs: what is said is what it gives, a run from the front, limits kept, no block for nothing. */
+/* Random blocks and configs: what is said is what it gives, a run from the front, limits kept, no block for
+ * nothing. */
 TEST(remat_holds) {
     tkv_rng g = tkv_rng_seed(31);
     int round, i;
@@ -1334,7 +1453,7 @@ TEST(remat_holds) {
         tkv_remat_block b[BLOCKS];
         tkv_remat_action a[BLOCKS];
         tkv_remat r;
-        size_t freed, sum = 0, least = (size_t)-1, need = (size_t)tkv_rng_below(&g, 20000);
+        size_t freed = 0, sum = 0, least = (size_t)-1, need = (size_t)tkv_rng_below(&g, 20000);
         int held = 0, gap = 0, coded = 0;
         cfg.min_materialized = tkv_rng_below(&g, 1000);
         cfg.sink_tokens = tkv_rng_below(&g, 100);
@@ -1343,31 +1462,31 @@ TEST(remat_holds) {
         r = open_remat(&cfg);
         lay_out(b, 0, 0);
         for (i = 0; i < BLOCKS; i++) {
-            b[i].dropped = tkv_rng_below(&g, 5) == 0;
-            b[i].bytes = b[i].dropped ? 0 : (size_t)tkv_rng_below(&g, 2000);
+            b[i].discarded = tkv_rng_below(&g, 5) == 0;
+            b[i].bytes = b[i].discarded ? 0 : (size_t)tkv_rng_below(&g, 2000);
             b[i].quantized_bytes = (size_t)tkv_rng_below(&g, 2000);
             b[i].use = (float)(tkv_rng_uniform(&g) * 2 - 1);
             b[i].layers = tkv_rng_below(&g, 3);
         }
-        CHECK_EQ(tkv_remat_decide(&r, b, BLOCKS, 1100, .9f, need, a, &freed), TKV_OK);
+        CHECK_EQ(tkv_decide_discard(&r, b, BLOCKS, 1100, .9f, need, a, &freed), TKV_OK);
         for (i = 0; i < BLOCKS; i++) {
             const size_t saved = b[i].quantized_bytes < b[i].bytes ? b[i].bytes - b[i].quantized_bytes : 0;
-            if (!b[i].dropped && a[i] != TKV_REMAT_EVICT) held += 64;
+            if (!b[i].discarded && a[i] != TKV_REMAT_DISCARD) held += 64;
             if (a[i] == TKV_REMAT_QUANTIZE) {
                 CHECK(saved > 0);
                 sum += saved;
                 coded++;
                 if (saved < least) least = saved;
             }
-            if (a[i] == TKV_REMAT_EVICT) {
-                CHECK(!gap && !b[i].dropped && b[i].start >= r.cfg.sink_tokens);
+            if (a[i] == TKV_REMAT_DISCARD) {
+                CHECK(!gap && !b[i].discarded && b[i].start >= r.cfg.sink_tokens);
                 if (cfg.step_flops > 0)
-                    CHECK_LE(tkv_remat_flops(&r, b[i].start, b[i].end, b[i].layers), cfg.step_flops);
+                    CHECK_LE(tkvi_remat_flops(&r, b[i].start, b[i].end, b[i].layers), cfg.step_flops);
                 sum += b[i].bytes;
-            } else if (!b[i].dropped && b[i].start >= r.cfg.sink_tokens) gap = 1;
+            } else if (!b[i].discarded && b[i].start >= r.cfg.sink_tokens) gap = 1;
         }
         CHECK_EQ(freed, sum);
-        if (r.info.evicted) CHECK_LE(r.cfg.min_materialized, held);
+        if (r.info.discarded) CHECK_LE(r.cfg.min_materialized, held);
         if (coded && freed >= need) CHECK(freed - need < least);
         CHECK_EQ(r.info.freed, freed);
     }
@@ -1376,7 +1495,7 @@ TEST(remat_holds) {
 TEST(remat_configs) {
     tkv_remat_config cfg = model(), bad;
     tkv_remat r = open_remat(&cfg), same = r;
-    const char *reason;
+    char reason[200];
     static const char *const says[] = {"n_layers",     "n_heads",    "head_dim",       "layer_params",
                                        "layer_params", "threshold",  "threshold",      "min_materialized",
                                        "sink_tokens",  "age_tokens", "quantize_price", "step_flops"};
@@ -1398,12 +1517,12 @@ TEST(remat_configs) {
         if (i == 9) bad.age_tokens = -1;
         if (i == 10) bad.quantize_price = -1;
         if (i == 11) bad.step_flops = (double)INF_;
-        CHECK_EQ(tkv_remat_init(&r, &bad, &reason), TKV_ERR_CONFIG);
+        CHECK_EQ(tkv_init_remat(&r, &bad, reason, sizeof reason), TKV_ERR_CONFIG);
         CHECK_MSG(strstr(reason, says[i]) != NULL, "case %d: %s", i, reason);
     }
     CHECK_MEM(&r, &same, sizeof r);
-    CHECK_EQ(tkv_remat_init(&r, NULL, NULL), TKV_ERR_ARG);
-    CHECK_EQ(tkv_remat_init(NULL, &cfg, &reason), TKV_ERR_ARG);
+    CHECK_EQ(tkv_init_remat(&r, NULL, NULL, 0), TKV_ERR_ARG);
+    CHECK_EQ(tkv_init_remat(NULL, &cfg, reason, sizeof reason), TKV_ERR_ARG);
 }
 
 int main(int argc, char **argv) {
@@ -1411,13 +1530,16 @@ int main(int argc, char **argv) {
     RUN(strategies);
     RUN(decay_is_lazy);
     RUN(order_is_irrelevant);
-    RUN(heads);
+    RUN(update_adds_and_computes);
+    RUN(update_refuses_as_a_whole);
     RUN(bounds);
     RUN(importance_refuses);
-    RUN(top);
     RUN(named_zero);
     RUN(promotion);
     RUN(promotion_budget);
+    RUN(promotion_configs);
+    RUN(promotion_against_a_sort);
+    RUN(select_victims);
     RUN(h2o);
     RUN(h2o_new_token_survives);
     RUN(sliding);
@@ -1438,7 +1560,6 @@ int main(int argc, char **argv) {
     RUN(needle);
     RUN(due);
     RUN(batches);
-    RUN(lists_and_compaction);
     RUN(oracle);
     RUN(pyramid);
     RUN(linear_budgets);

@@ -483,18 +483,18 @@ TEST(dispatch) {
     CHECK(tkvi_kernels_for(TKV_ISA_AUTO) != NULL);
     CHECK(tkvi_kernels_for(TKV_ISA_SCALAR) == &tkvi_kernels_scalar);
     CHECK(tkvi_kernels_for(TKV_ISA_COUNT) == NULL);
-    CHECK(!tkv_isa_available(TKV_ISA_COUNT));
-    CHECK(!tkv_isa_available(TKV_ISA_AVX512) || tkv_isa_available(TKV_ISA_AVX2));
+    CHECK(!isa_available(TKV_ISA_COUNT));
+    CHECK(!isa_available(TKV_ISA_AVX512) || isa_available(TKV_ISA_AVX2));
     for (i = TKV_ISA_SCALAR; i < TKV_ISA_COUNT; i++) {
         const tkvi_kernels *kernels = tkvi_kernels_for((tkv_isa)i);
-        CHECK_EQ(kernels != NULL, tkv_isa_available((tkv_isa)i));
+        CHECK_EQ(kernels != NULL, isa_available((tkv_isa)i));
         if (!kernels) continue;
         CHECK_EQ(kernels->isa, i);
-        CHECK_STR(kernels->name, tkv_isa_name((tkv_isa)i));
+        CHECK_STR(kernels->name, tkv_get_name(TKV_NAME_ISA, (tkv_isa)i));
         CHECK((int)tkvi_kernels_for(TKV_ISA_AUTO)->isa >= i); /* the best */
     }
-    CHECK_STR(tkv_isa_name(TKV_ISA_AUTO), "auto");
-    CHECK(tkv_isa_name(TKV_ISA_COUNT) == NULL);
+    CHECK_STR(tkv_get_name(TKV_NAME_ISA, TKV_ISA_AUTO), "auto");
+    CHECK(tkv_get_name(TKV_NAME_ISA, TKV_ISA_COUNT) == NULL);
 }
 
 TEST(halves) {
@@ -1162,7 +1162,7 @@ static double distance(const double *a, const double *b, int n) { /* relative L2
 }
 
 /* Pairs that attention meets. A and R only go with each other: each stores one side. */
-static const tkv_pair goal_pairs[] = {
+static const tkv_format_pair goal_pairs[] = {
     {TKV_F32, TKV_F32},     {TKV_F16, TKV_F16},     {TKV_BF16, TKV_BF16},   {TKV_Q8, TKV_Q8},
     {TKV_KIVI4, TKV_KIVI4}, {TKV_KIVI3, TKV_KIVI3}, {TKV_KIVI2, TKV_KIVI2}, {TKV_A40, TKV_R40},
     {TKV_A35, TKV_R40},     {TKV_A30, TKV_R30},     {TKV_A275, TKV_R30},    {TKV_A25, TKV_R20},

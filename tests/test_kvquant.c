@@ -27,7 +27,7 @@ static tkv_codec codec(tkv_format format, int side, int dim) {
 }
 
 static const char *name_of(tkv_format f) {
-    const char *name = tkv_format_name(f);
+    const char *name = tkv_get_name(TKV_NAME_FORMAT, f);
     return name ? name : "";
 }
 
@@ -134,7 +134,7 @@ TEST(rope_against_double) {
 TEST(rope_refuses) {
     static const float bad[] = {1.0f, 2.0f};
     tkv_rope r = rope_of(64, 0, 0, 0);
-    tkv_config cfg = tkv_config_default();
+    tkv_config cfg = tkv_default_config();
     char reason[200];
     CHECK(tkvi_rope_wrong(&r, 64) == NULL);
     CHECK(tkvi_rope_wrong(&r, 63) != NULL);
@@ -153,17 +153,17 @@ TEST(rope_refuses) {
     r = rope_of(4, 0, 0, 0);
     r.frequencies = bad;
     CHECK(tkvi_rope_wrong(&r, 64) != NULL);
-    cfg.n_layers = cfg.n_heads = 1;
-    cfg.head_dim = 32;
-    cfg.rope.dim = 34;
-    CHECK_EQ(tkv_config_validate(&cfg, reason, sizeof reason), TKV_ERR_CONFIG);
+    cfg.model.n_layers = cfg.model.n_heads = 1;
+    cfg.model.head_dim = 32;
+    cfg.model.rope.dim = 34;
+    CHECK_EQ(tkv_validate_config(&cfg, reason, sizeof reason), TKV_ERR_CONFIG);
     CHECK(strstr(reason, "rope.dim is 34") != NULL);
-    cfg.rope.dim = 32;
-    cfg.kvquant = 16;
-    CHECK_EQ(tkv_config_validate(&cfg, reason, sizeof reason), TKV_ERR_CONFIG);
+    cfg.model.rope.dim = 32;
+    cfg.format.kvquant = 16;
+    CHECK_EQ(tkv_validate_config(&cfg, reason, sizeof reason), TKV_ERR_CONFIG);
     CHECK(strstr(reason, "kvquant is 16") != NULL);
-    cfg.kvquant = 15;
-    CHECK_EQ(tkv_config_validate(&cfg, reason, sizeof reason), TKV_OK);
+    cfg.format.kvquant = 15;
+    CHECK_EQ(tkv_validate_config(&cfg, reason, sizeof reason), TKV_OK);
 }
 
 /* Bits of the turned values are those of every machine, under any flags. */
@@ -425,9 +425,9 @@ static void fill(tkv_rng *r, int kind, int n, int dim) {
 }
 
 static void through(const tkv_codec *c, int n) {
-    size_t size = tkv_encoded_size(c);
-    CHECK_EQ(tkv_encode(c, in, 0, n, bytes, size), TKV_OK);
-    CHECK_EQ(tkv_decode(c, bytes, size, n, out, 0), TKV_OK);
+    size_t size = tkv_get_block_bytes(c);
+    CHECK_EQ(tkv_encode_block(c, in, 0, n, bytes, size), TKV_OK);
+    CHECK_EQ(tkv_decode_block(c, bytes, size, n, out, 0), TKV_OK);
 }
 
 static double clamped(float x) { return x > 65504.0f ? 65504 : x < -65504.0f ? -65504 : (double)x; }
@@ -458,8 +458,8 @@ TEST(bytes_as_drawn) {
                     int wrong = 0, spread = 0;
                     size_t size = (size_t)(BLOCK * ((dim * bits + 7) / 8 + 3 * slots) +
                                            (side ? 4 * BLOCK : 4 + 4 * dim));
-                    cd.kvquant = flags;
-                    CHECK_EQ(tkv_encoded_size(&cd),
+                    cd.options.kvquant = flags;
+                    CHECK_EQ(tkv_get_block_bytes(&cd),
                              tkvi_align_up((size_t)(BLOCK * ((dim * bits + 7) / 8))) +
                                  tkvi_align_up(size - (size_t)(BLOCK * ((dim * bits + 7) / 8))));
                     n = flags % 4 ? BLOCK : 1 + tkv_rng_below(&rng, BLOCK);
@@ -507,7 +507,7 @@ TEST(outliers_are_kept) {
                 else dense += e * e;
             }
         CHECK_LE(dense, 1.6 * plain); /* those that had the slots before are in the range now */
-        c.kvquant = TKV_KVQUANT_DENSE;
+        c.options.kvquant = TKV_KVQUANT_DENSE;
         through(&c, BLOCK);
         CHECK_LE(100 * plain, squared_error(in, out, BLOCK * 128));
     }
@@ -524,7 +524,7 @@ TEST(extremes) {
             for (side = 0; side < 2; side++) {
                 int dim = flags % 2 ? 38 : 64;
                 tkv_codec c = codec(formats[f], side, dim);
-                c.kvquant = flags;
+                c.options.kvquant = flags;
                 c.rope = rope_of(32, 0, flags / 2 % 2, 0);
                 c.position = 1000003;
                 memset(in, 0, sizeof in);
@@ -552,12 +552,12 @@ TEST(any_bytes_decode) { /* for the sanitizers */
     int k;
     for (k = 0; k < 300; k++) {
         tkv_codec c = codec(formats[k % 3], k / 3 % 2, 1 + tkv_rng_below(&r, 256));
-        size_t size = tkv_encoded_size(&c);
-        c.kvquant = tkv_rng_below(&r, 16);
+        size_t size = tkv_get_block_bytes(&c);
+        c.options.kvquant = tkv_rng_below(&r, 16);
         c.rope = rope_of(c.head_dim & ~1, 0, k % 2, 0);
         for (i = 0; i < size; i++) bytes[i] = (uint8_t)(tkv_rng_u64(&r) >> 40);
-        CHECK_EQ(tkv_decode(&c, bytes, size, BLOCK, out, 0),
-                 size >= tkv_encoded_size(&c) ? TKV_OK : TKV_ERR_ARG);
+        CHECK_EQ(tkv_decode_block(&c, bytes, size, BLOCK, out, 0),
+                 size >= tkv_get_block_bytes(&c) ? TKV_OK : TKV_ERR_ARG);
     }
 }
 
@@ -588,9 +588,9 @@ TEST(keys_are_turned_back) {
                 }
                 CHECK_LE(worst, 4e-5); /* of 31: ranges are no wider than the rounding of what came */
                 c.position = 0;        /* the bytes say where */
-                CHECK_EQ(tkv_decode(&c, bytes, tkv_encoded_size(&c), BLOCK, want, 0), TKV_OK);
+                CHECK_EQ(tkv_decode_block(&c, bytes, tkv_get_block_bytes(&c), BLOCK, want, 0), TKV_OK);
                 CHECK_MEM(want, out, (size_t)(BLOCK * dim) * sizeof *out);
-                c.kvquant = TKV_KVQUANT_POST_ROPE; /* as they come they are not constant */
+                c.options.kvquant = TKV_KVQUANT_POST_ROPE; /* as they come they are not constant */
                 c.position = positions[p];
                 through(&c, BLOCK);
                 CHECK_LE(1.0, sqrt(squared_error(in, out, BLOCK * dim) / (BLOCK * dim)) * (f + 1) * (f + 1));
@@ -609,13 +609,13 @@ TEST(golden) {
             for (side = 0; side < 2; side++)
                 for (flags = 0; flags < 16; flags++) {
                     tkv_codec c = codec(formats[f], side, dims[i]);
-                    c.kvquant = flags;
+                    c.options.kvquant = flags;
                     c.rope = rope_of(dims[i], flags % 3 ? 0 : 500000, flags % 2, 0);
                     c.position = flags * 4321;
                     fill(&r, flags % 6, 50, dims[i]);
-                    CHECK_EQ(tkv_encode(&c, in, 0, 50, bytes, sizeof bytes), TKV_OK);
-                    CHECK_EQ(tkv_decode(&c, bytes, sizeof bytes, 50, out, 0), TKV_OK);
-                    h = hash_of_floats(hash_of(h, bytes, tkv_encoded_size(&c)), out, 50 * dims[i]);
+                    CHECK_EQ(tkv_encode_block(&c, in, 0, 50, bytes, sizeof bytes), TKV_OK);
+                    CHECK_EQ(tkv_decode_block(&c, bytes, sizeof bytes, 50, out, 0), TKV_OK);
+                    h = hash_of_floats(hash_of(h, bytes, tkv_get_block_bytes(&c)), out, 50 * dims[i]);
                 }
         CHECK_MSG(h == known[f], "%s: %016llx", name_of(formats[f]), (unsigned long long)h);
     }
@@ -642,15 +642,15 @@ static stream *stream_of(tkv_format k, tkv_format v, int dim, int v_dim, int tai
     int t, h, c;
     memset(s, 0, sizeof *s);
     s->dim = dim, s->v_dim = v_dim, s->tails = tails;
-    s->cfg.n_layers = 1, s->cfg.n_heads = 2 * HEADS, s->cfg.n_kv_heads = HEADS;
-    s->cfg.head_dim = dim, s->cfg.v_head_dim = v_dim;
-    s->cfg.hot.k = s->cfg.hot.v = TKV_F32;
-    s->cfg.hot_tokens = 64;
-    s->cfg.warm_tokens = TKV_NONE;
-    s->cfg.archive.k = k, s->cfg.archive.v = v;
-    s->cfg.warm = s->cfg.archive; /* A and R, the default, learn too */
-    s->cfg.rope = rope_of(dim & ~1, 0, 0, 0);
-    s->cfg.isa = tkv_test_isa();
+    s->cfg.model.n_layers = 1, s->cfg.model.n_heads = 2 * HEADS, s->cfg.model.n_kv_heads = HEADS;
+    s->cfg.model.head_dim = dim, s->cfg.model.v_head_dim = v_dim;
+    s->cfg.tiers.hot.k = s->cfg.tiers.hot.v = TKV_F32;
+    s->cfg.tiers.hot_tokens = 64;
+    s->cfg.tiers.warm_tokens = TKV_OFF;
+    s->cfg.tiers.archive.k = k, s->cfg.tiers.archive.v = v;
+    s->cfg.tiers.warm = s->cfg.tiers.archive; /* A and R, the default, learn too */
+    s->cfg.model.rope = rope_of(dim & ~1, 0, 0, 0);
+    s->cfg.host.isa = tkv_test_isa();
     s->rng = tkv_rng_seed(seed);
     for (t = 0; t < TOKENS; t++)
         for (h = 0; h < HEADS; h++) {
@@ -661,7 +661,7 @@ static stream *stream_of(tkv_format k, tkv_format v, int dim, int v_dim, int tai
                 if (tails && tkv_rng_below(&s->rng, 100) == 0) g *= tails;
                 key[c] = (float)(size * g + (c % 7 == 2 ? 12 : 0));
             }
-            naive_rope(&s->cfg.rope, t, 1, key, y, dim);
+            naive_rope(&s->cfg.model.rope, t, 1, key, y, dim);
             for (c = 0; c < dim; c++) s->k[(t * HEADS + h) * dim + c] = (float)y[c];
             for (c = 0; c < v_dim; c++) {
                 double g = tkv_rng_gauss(&s->rng);
@@ -697,7 +697,7 @@ typedef struct errors {
 static errors errors_of(tkv_config cfg, stream *s) {
     errors e;
     tkv_cache *kv = NULL;
-    tkv_tier_info info;
+    tkv_layer_info info;
     int n;
     memset(&e, 0, sizeof e);
     s->at = 0;
@@ -706,8 +706,8 @@ static errors errors_of(tkv_config cfg, stream *s) {
         return e;
     }
     CHECK_EQ(feed(kv, s, 0, TOKENS, 100), TKV_OK);
-    CHECK_EQ(tkv_tier_counts(kv, 0, 0, &info), TKV_OK);
-    n = info.tokens[TKV_ARCHIVE];
+    CHECK_EQ(tkv_get_layer(kv, 0, 0, &info), TKV_OK);
+    n = info.tokens[TKV_TIER_ARCHIVE];
     CHECK(n >= TOKENS - 256);
     CHECK_EQ(tkv_read(kv, 0, 0, 4, n, read_k, read_v), TKV_OK);
     e.k = squared_error(read_k, s->k + 4 * HEADS * s->dim, n * HEADS * s->dim);
@@ -732,22 +732,22 @@ TEST(what_each_part_is_good_for) {
         if (show) printf("\n    %d bits: K %.4g V %.4g", 2 + f, e[f].k, e[f].v);
         if (f) CHECK_LE(e[f].k, 0.45 * e[f - 1].k); /* bits */
         if (f) CHECK_LE(e[f].v, 0.45 * e[f - 1].v);
-        s->cfg.kvquant = TKV_KVQUANT_UNIFORM;
+        s->cfg.format.kvquant = TKV_KVQUANT_UNIFORM;
         o = errors_of(s->cfg, s);
         if (show) printf(", uniform %.4g %.4g", o.k, o.v);
         CHECK_LE(e[f].k, 0.85 * o.k);
         CHECK_LE(e[f].v, 0.97 * o.v);
-        s->cfg.kvquant = TKV_KVQUANT_DENSE;
+        s->cfg.format.kvquant = TKV_KVQUANT_DENSE;
         o = errors_of(s->cfg, s);
         if (show) printf(", dense %.4g %.4g", o.k, o.v);
         CHECK_LE(e[f].k, 0.6 * o.k);
         CHECK_LE(e[f].v, 0.8 * o.v);
-        s->cfg.kvquant = TKV_KVQUANT_POST_ROPE;
+        s->cfg.format.kvquant = TKV_KVQUANT_POST_ROPE;
         o = errors_of(s->cfg, s);
         if (show) printf(", post-RoPE %.4g", o.k);
         CHECK_LE(e[f].k, 0.5 * o.k);
         CHECK_NEAR(e[f].v, o.v, 0);
-        s->cfg.kvquant = TKV_KVQUANT_NORM;
+        s->cfg.format.kvquant = TKV_KVQUANT_NORM;
         o = errors_of(s->cfg, s);
         if (show)
             printf(", norm %.4g %.4g, variance of V %.4g after %.4g", o.k, o.v, o.ratio_v, e[f].ratio_v);
@@ -759,15 +759,15 @@ TEST(what_each_part_is_good_for) {
     s = stream_of(TKV_KVQUANT2, TKV_KVQUANT2, 64, 64, 0, 34);
     o = errors_of(s->cfg, s);
     CHECK_LE(o.ratio_v, 0.93);
-    s->cfg.kvquant = TKV_KVQUANT_NORM;
+    s->cfg.format.kvquant = TKV_KVQUANT_NORM;
     o = errors_of(s->cfg, s);
     CHECK_NEAR(o.ratio_v, 1, 0.04); /* a token's middle goes against its values */
     CHECK_NEAR(o.ratio_k, 1, 0.005);
     /* without a rotation all the same */
-    s->cfg.kvquant = TKV_KVQUANT_POST_ROPE;
-    s->cfg.rope.dim = 0;
+    s->cfg.format.kvquant = TKV_KVQUANT_POST_ROPE;
+    s->cfg.model.rope.dim = 0;
     o = errors_of(s->cfg, s);
-    s->cfg.rope.dim = 64;
+    s->cfg.model.rope.dim = 64;
     CHECK_NEAR(o.k, errors_of(s->cfg, s).k, 0);
 }
 
@@ -775,27 +775,28 @@ TEST(what_each_part_is_good_for) {
 TEST(rope_is_asked_for) {
     static const char *const presets[] = {"kvquant-3", "adr", "by-context", "extreme_context"};
     int i, j;
-    for (i = 0; tkv_preset_name(i); i++) {
+    for (i = 0; tkv_get_name(TKV_NAME_PRESET, i); i++) {
         char reason[240];
-        tkv_config cfg = tkv_config_default();
+        tkv_config cfg = tkv_default_config();
         int wants = 0;
-        for (j = 0; j < COUNT(presets); j++) wants |= strcmp(presets[j], tkv_preset_name(i)) == 0;
-        cfg.n_layers = cfg.n_heads = 1;
-        cfg.head_dim = 64;
-        CHECK_EQ(tkv_config_preset(&cfg, tkv_preset_name(i)), TKV_OK);
-        CHECK_EQ(tkv_config_validate(&cfg, reason, sizeof reason), wants ? TKV_ERR_CONFIG : TKV_OK);
+        for (j = 0; j < COUNT(presets); j++)
+            wants |= strcmp(presets[j], tkv_get_name(TKV_NAME_PRESET, i)) == 0;
+        cfg.model.n_layers = cfg.model.n_heads = 1;
+        cfg.model.head_dim = 64;
+        CHECK_EQ(tkv_apply_preset(&cfg, tkv_get_name(TKV_NAME_PRESET, i)), TKV_OK);
+        CHECK_EQ(tkv_validate_config(&cfg, reason, sizeof reason), wants ? TKV_ERR_CONFIG : TKV_OK);
         if (wants) CHECK(strstr(reason, "rope.dim") && strstr(reason, "TKV_KVQUANT_POST_ROPE"));
-        cfg.kvquant = TKV_KVQUANT_POST_ROPE;
-        CHECK_EQ(tkv_config_validate(&cfg, reason, sizeof reason), TKV_OK);
-        cfg.kvquant = 0;
-        cfg.rope.dim = 64;
-        CHECK_EQ(tkv_config_validate(&cfg, reason, sizeof reason), TKV_OK);
-        cfg.rope.dim = 0;
-        cfg.warm.k = cfg.archive.k = TKV_KIVI4; /* values alone need none */
-        CHECK_EQ(tkv_config_validate(&cfg, reason, sizeof reason), TKV_OK);
-        cfg.archive = pair_of(TKV_KVQUANT2, TKV_KVQUANT2);
-        cfg.warm_tokens = TKV_ALL; /* no block ever comes there */
-        CHECK_EQ(tkv_config_validate(&cfg, reason, sizeof reason), TKV_OK);
+        cfg.format.kvquant = TKV_KVQUANT_POST_ROPE;
+        CHECK_EQ(tkv_validate_config(&cfg, reason, sizeof reason), TKV_OK);
+        cfg.format.kvquant = 0;
+        cfg.model.rope.dim = 64;
+        CHECK_EQ(tkv_validate_config(&cfg, reason, sizeof reason), TKV_OK);
+        cfg.model.rope.dim = 0;
+        cfg.tiers.warm.k = cfg.tiers.archive.k = TKV_KIVI4; /* values alone need none */
+        CHECK_EQ(tkv_validate_config(&cfg, reason, sizeof reason), TKV_OK);
+        cfg.tiers.archive = pair_of(TKV_KVQUANT2, TKV_KVQUANT2);
+        cfg.tiers.warm_tokens = TKV_UNLIMITED; /* no block ever comes there */
+        CHECK_EQ(tkv_validate_config(&cfg, reason, sizeof reason), TKV_OK);
     }
 }
 
@@ -810,20 +811,20 @@ TEST(blocks_and_tables_as_drawn) {
             const uint8_t *at, *table;
             size_t size = 0;
             double radius[128], middle[128], worst = 0, largest = 0;
-            tkv_tier_info info;
+            tkv_layer_info info;
             tkv_cache *kv = NULL;
-            s->cfg.kvquant = flags;
-            s->cfg.rope.interleaved =
+            s->cfg.format.kvquant = flags;
+            s->cfg.model.rope.interleaved =
                 f % 2; /* the keys turned otherwise: nothing is promised but the bytes */
             REQUIRE(tkv_create(&s->cfg, &kv) == TKV_OK);
             CHECK_EQ(feed(kv, s, 0, 900, 33), TKV_OK);
-            CHECK_EQ(tkv_calibration_save(kv, NULL, 0, &size), TKV_OK);
+            CHECK_EQ(tkv_save_calibration(kv, NULL, 0, &size), TKV_OK);
             CHECK_EQ(size, 24 + 4 + 8 + 8 + 224 + HEADS * dim * 6);
-            CHECK_EQ(tkv_calibration_save(kv, other, sizeof other, &size), TKV_OK);
+            CHECK_EQ(tkv_save_calibration(kv, other, sizeof other, &size), TKV_OK);
             CHECK_EQ(other[24], 2);
             table = other + 24 + 4 + 8;
-            CHECK_EQ(tkv_tier_counts(kv, 0, 0, &info), TKV_OK);
-            n = info.tokens[TKV_ARCHIVE];
+            CHECK_EQ(tkv_get_layer(kv, 0, 0, &info), TKV_OK);
+            n = info.tokens[TKV_TIER_ARCHIVE];
             CHECK(n >= 64 * 10);
             CHECK_EQ(tkv_read(kv, 0, 0, 4 + 64 * block, 64, read_k, read_v), TKV_OK);
             for (h = 0; h < HEADS; h++) {
@@ -857,7 +858,7 @@ TEST(blocks_and_tables_as_drawn) {
                     for (c = 0; c < dim; c++) key[c] = (float)reader_value(&k, t, c);
                     for (c = 0; c < dim; c++) y[c] = (double)key[c];
                     if (!(flags & TKV_KVQUANT_POST_ROPE))
-                        naive_rope(&s->cfg.rope, 4 + 64 * block + t, 1, key, y, dim);
+                        naive_rope(&s->cfg.model.rope, 4 + 64 * block + t, 1, key, y, dim);
                     for (c = 0; c < dim; c++) {
                         double e = fabs(y[c] - (double)read_k[(t * HEADS + h) * dim + c]);
                         worst = e > worst ? e : worst;
@@ -882,20 +883,20 @@ TEST(ranges_are_percentiles) {
             stream *s = stream_of(TKV_KVQUANT3, TKV_KVQUANT3, 128, 16, 6, 22);
             tkv_samples samples;
             tkv_cache *kv = NULL;
-            s->cfg.kvquant = flags;
+            s->cfg.format.kvquant = flags;
             REQUIRE(tkv_create(&s->cfg, &kv) == TKV_OK);
             memset(&samples, 0, sizeof samples);
             samples.n = n;
             samples.k = s->k;
             samples.v = s->v;
-            CHECK_EQ(tkv_calibration_fit(kv, &samples), TKV_OK);
-            CHECK_EQ(tkv_calibrated_layers(kv), 1);
+            CHECK_EQ(tkv_fit_calibration(kv, &samples), TKV_OK);
+            CHECK_EQ(calibrated_layers(kv), 1);
             for (h = 0; h < HEADS; h++) {
                 const float *range = tkvi_kvquant_range_of(&kv->tables, 0, kv->tables.current[0], h);
                 static double keys[TOKENS][128];
                 double worst = 0;
                 for (t = 0; t < n; t++)
-                    naive_rope(&s->cfg.rope, t, -1, s->k + (t * HEADS + h) * 128, keys[t], 128);
+                    naive_rope(&s->cfg.model.rope, t, -1, s->k + (t * HEADS + h) * 128, keys[t], 128);
                 for (c = 0; c < 128; c++) {
                     double low = -1e9, high = 1e9, e;
                     for (k = 0; k <= out_of; k++) { /* the next one inwards */
@@ -927,32 +928,32 @@ TEST(weights_move_levels) {
     float level[4], before[4];
     double sums[2] = {0, 0};
     int i, c;
-    s->cfg.kvquant = TKV_KVQUANT_POST_ROPE;
+    s->cfg.format.kvquant = TKV_KVQUANT_POST_ROPE;
     REQUIRE(tkv_create(&s->cfg, &kv) == TKV_OK);
     memset(&samples, 0, sizeof samples);
     samples.n = TOKENS;
     samples.k = s->k;
     samples.v = s->v;
-    CHECK_EQ(tkv_calibration_fit(kv, &samples), TKV_OK);
+    CHECK_EQ(tkv_fit_calibration(kv, &samples), TKV_OK);
     table = tkvi_kvquant_of(&kv->tables, 0, kv->tables.current[0]);
     memcpy(before, table->book[TKV_V][0].level, sizeof before);
     CHECK_NEAR(before[0] + before[3], 0, 0.05);
     for (i = 0; i < COUNT(weight); i++)
         weight[i] = s->v[i] > 0.3f ? 1e-12f : 1e-15f; /* no matter how small */
     samples.v_weight = weight;
-    CHECK_EQ(tkv_calibration_fit(kv, &samples), TKV_OK);
+    CHECK_EQ(tkv_fit_calibration(kv, &samples), TKV_OK);
     table = tkvi_kvquant_of(&kv->tables, 0, kv->tables.current[0]);
     memcpy(level, table->book[TKV_V][0].level, sizeof level);
     for (i = 0, c = 0; i < 4; i++) c += level[i] > 0.1f;
     CHECK(c == 4 || (c == 3 && level[0] < 0.2f));
     /* the same weights for all change nothing */
     for (i = 0; i < COUNT(weight); i++) weight[i] = 1024.0f;
-    CHECK_EQ(tkv_calibration_fit(kv, &samples), TKV_OK);
+    CHECK_EQ(tkv_fit_calibration(kv, &samples), TKV_OK);
     table = tkvi_kvquant_of(&kv->tables, 0, kv->tables.current[0]);
     CHECK_MEM(before, table->book[TKV_V][0].level, sizeof before);
     /* all zero: the standard levels */
     memset(weight, 0, sizeof weight);
-    CHECK_EQ(tkv_calibration_fit(kv, &samples), TKV_OK);
+    CHECK_EQ(tkv_fit_calibration(kv, &samples), TKV_OK);
     table = tkvi_kvquant_of(&kv->tables, 0, kv->tables.current[0]);
     CHECK_NEAR(table->book[TKV_V][0].level[3], 1340 / 2048.0, 0);
     /* a channel of wide values counts by its square: by hand, its levels alone */
@@ -960,7 +961,7 @@ TEST(weights_move_levels) {
         for (c = 0; c < 64; c++)
             s->k[i * 64 + c] = (float)(c == 9 ? i / 2 % 4 * 100 - 150 : (i % 7 - 3) * 0.01);
     samples.v_weight = NULL;
-    CHECK_EQ(tkv_calibration_fit(kv, &samples), TKV_OK);
+    CHECK_EQ(tkv_fit_calibration(kv, &samples), TKV_OK);
     table = tkvi_kvquant_of(&kv->tables, 0, kv->tables.current[0]);
     for (i = 0; i < 4; i++) CHECK_NEAR(table->book[TKV_K][0].level[i], -1 + i * 2 / 3.0, 2e-3);
     for (i = 0; i < 4; i++) sums[i / 2] += (double)table->book[TKV_K][0].level[i];
@@ -981,18 +982,18 @@ TEST(fit_refuses) {
     layers[2].archive.k = TKV_A30;
     layers[3].share_kv = 1;
     s->cfg.layers = layers;
-    s->cfg.n_layers = 4;
+    s->cfg.model.n_layers = 4;
     REQUIRE(tkv_create(&s->cfg, &kv) == TKV_OK);
     memset(&good, 0, sizeof good);
     good.n = 100;
     good.k = s->k;
     good.v = s->v;
-    CHECK_EQ(tkv_calibration_fit(NULL, &good), TKV_ERR_ARG);
-    CHECK_EQ(tkv_calibration_fit(kv, NULL), TKV_ERR_ARG);
+    CHECK_EQ(tkv_fit_calibration(NULL, &good), TKV_ERR_ARG);
+    CHECK_EQ(tkv_fit_calibration(kv, NULL), TKV_ERR_ARG);
 #define BAD(field, value, status)                                                                            \
     x = good;                                                                                                \
     x.field = value;                                                                                         \
-    CHECK_EQ(tkv_calibration_fit(kv, &x), status)
+    CHECK_EQ(tkv_fit_calibration(kv, &x), status)
     BAD(k, NULL, TKV_ERR_ARG);
     BAD(v, NULL, TKV_ERR_ARG);
     BAD(layer, -1, TKV_ERR_ARG);
@@ -1010,12 +1011,12 @@ TEST(fit_refuses) {
     weight[50] = tkvi_from_bits(0x7fc00000u);
     BAD(v_weight, weight, TKV_ERR_NONFINITE);
     BAD(v, weight, TKV_ERR_NONFINITE);
-    CHECK_EQ(tkv_calibrated_layers(kv), 0);
-    CHECK_EQ(tkv_begin(kv, 0), TKV_OK);
-    CHECK_EQ(tkv_calibration_fit(kv, &good), TKV_ERR_STATE);
-    CHECK_EQ(tkv_abort(kv, 0), TKV_OK);
-    CHECK_EQ(tkv_calibration_fit(kv, &good), TKV_OK);
-    CHECK_EQ(tkv_calibrated_layers(kv), 1);
+    CHECK_EQ(calibrated_layers(kv), 0);
+    CHECK_EQ(tkv_seq_begin(kv, 0), TKV_OK);
+    CHECK_EQ(tkv_fit_calibration(kv, &good), TKV_ERR_STATE);
+    CHECK_EQ(tkv_seq_abort(kv, 0), TKV_OK);
+    CHECK_EQ(tkv_fit_calibration(kv, &good), TKV_OK);
+    CHECK_EQ(calibrated_layers(kv), 1);
     tkv_destroy(kv);
 }
 
@@ -1030,12 +1031,12 @@ TEST(fit_knows_sequences) {
     x.n = 512;
     x.k = s->k;
     x.v = s->v;
-    CHECK_EQ(tkv_calibration_fit(kv, &x), TKV_OK);
+    CHECK_EQ(tkv_fit_calibration(kv, &x), TKV_OK);
     memcpy(range[0], tkvi_kvquant_range_of(&kv->tables, 0, kv->tables.current[0], 1), sizeof range[0]);
     memcpy(s->k + 512 * HEADS * 32, s->k, 512 * HEADS * 32 * sizeof *s->k);
     x.n = 1024;
     x.length = 512; /* n / 200 is 5 of 1024: with doubles, the third of 512 */
-    CHECK_EQ(tkv_calibration_fit(kv, &x), TKV_OK);
+    CHECK_EQ(tkv_fit_calibration(kv, &x), TKV_OK);
     memcpy(range[1], tkvi_kvquant_range_of(&kv->tables, 0, kv->tables.current[0], 1), sizeof range[1]);
     CHECK_MEM(range[0], range[1], sizeof range[0]);
     tkv_destroy(kv);
@@ -1047,21 +1048,21 @@ TEST(blocks_wait_for_a_table) {
     for (warm = 0; warm < 2; warm++)
         for (chunk = 1; chunk <= 128; chunk *= 4) {
             stream *s = stream_of(TKV_KVQUANT3, TKV_KVQUANT3, 32, 32, 0, 26);
-            tkv_tier_info info;
+            tkv_layer_info info;
             tkv_cache *kv = NULL;
-            if (warm) s->cfg.warm = s->cfg.archive, s->cfg.warm_tokens = 128;
+            if (warm) s->cfg.tiers.warm = s->cfg.tiers.archive, s->cfg.tiers.warm_tokens = 128;
             REQUIRE(tkv_create(&s->cfg, &kv) == TKV_OK);
             CHECK_EQ(feed(kv, s, 0, 480, chunk), TKV_OK);
-            CHECK_EQ(tkv_tier_counts(kv, 0, 0, &info), TKV_OK);
-            CHECK_EQ(info.tokens[TKV_HOT], 480);
-            CHECK_EQ(tkv_calibrated_layers(kv), 0);
+            CHECK_EQ(tkv_get_layer(kv, 0, 0, &info), TKV_OK);
+            CHECK_EQ(info.tokens[TKV_TIER_HOT], 480);
+            CHECK_EQ(calibrated_layers(kv), 0);
             CHECK_EQ(tkv_read(kv, 0, 0, 0, 480, read_k, read_v), TKV_OK);
             CHECK_MEM(read_k, s->k, 480 * HEADS * 32 * sizeof *read_k); /* exact */
             check_cache(kv);
             CHECK_EQ(feed(kv, s, 0, 200, chunk), TKV_OK);
-            CHECK_EQ(tkv_calibrated_layers(kv), 1);
-            CHECK_EQ(tkv_tier_counts(kv, 0, 0, &info), TKV_OK);
-            CHECK(info.tokens[TKV_HOT] < 4 + 64 + 64 + 128);
+            CHECK_EQ(calibrated_layers(kv), 1);
+            CHECK_EQ(tkv_get_layer(kv, 0, 0, &info), TKV_OK);
+            CHECK(info.tokens[TKV_TIER_HOT] < 4 + 64 + 64 + 128);
             check_cache(kv);
             tkv_destroy(kv);
         }
@@ -1069,18 +1070,18 @@ TEST(blocks_wait_for_a_table) {
 
 TEST(short_sequences) {
     stream *s = stream_of(TKV_KVQUANT2, TKV_KVQUANT2, 64, 64, 0, 27);
-    tkv_tier_info info;
+    tkv_layer_info info;
     tkv_cache *kv = NULL;
-    s->cfg.max_seqs = 20;
+    s->cfg.limits.max_seqs = 20;
     REQUIRE(tkv_create(&s->cfg, &kv) == TKV_OK);
-    CHECK_EQ(tkv_calibration_freeze(kv), TKV_ERR_STATE); /* nothing to learn from */
+    CHECK_EQ(tkv_freeze_calibration(kv), TKV_ERR_STATE); /* nothing to learn from */
     CHECK_EQ(feed(kv, s, 0, 5, 5), TKV_OK);
-    CHECK_EQ(tkv_calibration_freeze(kv), TKV_OK); /* one token and the sinks */
-    CHECK_EQ(tkv_calibrated_layers(kv), 1);
+    CHECK_EQ(tkv_freeze_calibration(kv), TKV_OK); /* one token and the sinks */
+    CHECK_EQ(calibrated_layers(kv), 1);
     CHECK_EQ(feed(kv, s, 0, 300, 64), TKV_OK);
-    CHECK_EQ(tkv_flush(kv, 0, TKV_FLUSH_ALL), TKV_OK);
-    CHECK_EQ(tkv_tier_counts(kv, 0, 0, &info), TKV_OK);
-    CHECK_EQ(info.tokens[TKV_ARCHIVE], 301);
+    CHECK_EQ(tkv_seq_flush(kv, 0, TKV_FLUSH_ALL), TKV_OK);
+    CHECK_EQ(tkv_get_layer(kv, 0, 0, &info), TKV_OK);
+    CHECK_EQ(info.tokens[TKV_TIER_ARCHIVE], 301);
     CHECK_EQ(tkv_read(kv, 0, 0, 0, 305, read_k, read_v), TKV_OK);
     check_cache(kv);
     tkv_destroy(kv);
@@ -1090,16 +1091,16 @@ TEST(short_sequences) {
         for (seq = 0; seq < 20; seq++) {
             s->at = seq * 100;
             CHECK_EQ(feed(kv, s, seq, 100, 7), TKV_OK);
-            CHECK_EQ(tkv_calibrated_layers(kv), seq >= 5);
+            CHECK_EQ(calibrated_layers(kv), seq >= 5);
         }
         for (seq = 0; seq < 20; seq++) {
             s->at = seq * 100;
             CHECK_EQ(feed(kv, s, seq, 48, 48), TKV_OK);
-            CHECK_EQ(tkv_tier_counts(kv, seq, 0, &info), TKV_OK);
+            CHECK_EQ(tkv_get_layer(kv, seq, 0, &info), TKV_OK);
             check_cache(kv);
-            CHECK_EQ(tkv_flush(kv, seq, TKV_FLUSH_FULL), TKV_OK);
-            CHECK_EQ(tkv_tier_counts(kv, seq, 0, &info), TKV_OK);
-            CHECK_EQ(info.tokens[TKV_ARCHIVE], 128);
+            CHECK_EQ(tkv_seq_flush(kv, seq, TKV_FLUSH_FULL), TKV_OK);
+            CHECK_EQ(tkv_get_layer(kv, seq, 0, &info), TKV_OK);
+            CHECK_EQ(info.tokens[TKV_TIER_ARCHIVE], 128);
         }
     }
     check_cache(kv);
@@ -1110,17 +1111,17 @@ TEST(saved_tables) {
     stream *s = stream_of(TKV_KVQUANT3, TKV_KVQUANT2, 64, 48, 3, 28);
     static uint8_t saved[8192], again[8192];
     tkv_cache *a = NULL, *b = NULL;
-    tkv_tier_info info;
+    tkv_layer_info info;
     size_t size = 0, size2 = 0, i;
     tkv_config cfg;
     int wrong = 0, k;
     REQUIRE(tkv_create(&s->cfg, &a) == TKV_OK);
     CHECK_EQ(feed(a, s, 0, 700, 50), TKV_OK);
-    CHECK_EQ(tkv_calibration_save(a, saved, sizeof saved, &size), TKV_OK);
-    CHECK_EQ(tkv_calibration_save(a, again, size - 1, &size2), TKV_ERR_ARG);
+    CHECK_EQ(tkv_save_calibration(a, saved, sizeof saved, &size), TKV_OK);
+    CHECK_EQ(tkv_save_calibration(a, again, size - 1, &size2), TKV_ERR_ARG);
     REQUIRE(tkv_create(&s->cfg, &b) == TKV_OK);
-    CHECK_EQ(tkv_calibration_load(b, saved, size), TKV_OK);
-    CHECK_EQ(tkv_calibration_save(b, again, sizeof again, &size2), TKV_OK);
+    CHECK_EQ(tkv_load_calibration(b, saved, size), TKV_OK);
+    CHECK_EQ(tkv_save_calibration(b, again, sizeof again, &size2), TKV_OK);
     CHECK_EQ(size, size2);
     CHECK_MEM(saved, again, size);
     s->at = 0;
@@ -1131,48 +1132,48 @@ TEST(saved_tables) {
     tkv_destroy(b);
     /* other widths and Q-Norm find what they need */
     cfg = s->cfg;
-    cfg.archive.k = cfg.archive.v = TKV_KVQUANT4;
-    cfg.kvquant = TKV_KVQUANT_NORM;
+    cfg.tiers.archive.k = cfg.tiers.archive.v = TKV_KVQUANT4;
+    cfg.format.kvquant = TKV_KVQUANT_NORM;
     REQUIRE(tkv_create(&cfg, &b) == TKV_OK);
-    CHECK_EQ(tkv_calibration_load(b, saved, size), TKV_OK);
-    CHECK_EQ(tkv_calibrated_layers(b), 1);
+    CHECK_EQ(tkv_load_calibration(b, saved, size), TKV_OK);
+    CHECK_EQ(calibrated_layers(b), 1);
     s->at = 0;
     CHECK_EQ(feed(b, s, 0, 300, 50), TKV_OK);
-    CHECK_EQ(tkv_tier_counts(b, 0, 0, &info), TKV_OK);
-    CHECK(info.tokens[TKV_ARCHIVE] >= 128);
+    CHECK_EQ(tkv_get_layer(b, 0, 0, &info), TKV_OK);
+    CHECK(info.tokens[TKV_TIER_ARCHIVE] >= 128);
     tkv_destroy(b);
     /* another rotation or mode does not; nor does another model */
     for (k = 0; k < 7; k++) {
         cfg = s->cfg;
-        if (k == 0) cfg.rope.base = 20000;
-        if (k == 1) cfg.rope.interleaved = 1;
-        if (k == 2) cfg.rope.dim = 32;
-        if (k == 3) cfg.kvquant = TKV_KVQUANT_POST_ROPE;
-        if (k == 4) cfg.kvquant = TKV_KVQUANT_UNIFORM;
-        if (k == 5) cfg.kvquant = TKV_KVQUANT_DENSE;
-        if (k == 6) cfg.v_head_dim = 64;
+        if (k == 0) cfg.model.rope.base = 20000;
+        if (k == 1) cfg.model.rope.interleaved = 1;
+        if (k == 2) cfg.model.rope.dim = 32;
+        if (k == 3) cfg.format.kvquant = TKV_KVQUANT_POST_ROPE;
+        if (k == 4) cfg.format.kvquant = TKV_KVQUANT_UNIFORM;
+        if (k == 5) cfg.format.kvquant = TKV_KVQUANT_DENSE;
+        if (k == 6) cfg.model.v_head_dim = 64;
         REQUIRE(tkv_create(&cfg, &b) == TKV_OK);
-        CHECK_EQ(tkv_calibration_load(b, saved, size), TKV_ERR_DATA);
-        CHECK_EQ(tkv_calibrated_layers(b), 0);
+        CHECK_EQ(tkv_load_calibration(b, saved, size), TKV_ERR_DATA);
+        CHECK_EQ(calibrated_layers(b), 0);
         tkv_destroy(b);
     }
     /* a plan without such formats takes nothing from it, and minds nothing */
     cfg = s->cfg;
-    cfg.archive.k = TKV_A30;
-    cfg.archive.v = TKV_R30;
-    cfg.warm = cfg.archive;
-    cfg.rope.base = 20000;
+    cfg.tiers.archive.k = TKV_A30;
+    cfg.tiers.archive.v = TKV_R30;
+    cfg.tiers.warm = cfg.tiers.archive;
+    cfg.model.rope.base = 20000;
     REQUIRE(tkv_create(&cfg, &b) == TKV_OK);
-    CHECK_EQ(tkv_calibration_load(b, saved, size), TKV_OK);
-    CHECK_EQ(tkv_calibrated_layers(b), 0);
+    CHECK_EQ(tkv_load_calibration(b, saved, size), TKV_OK);
+    CHECK_EQ(calibrated_layers(b), 0);
     tkv_destroy(b);
     /* damage: every byte counts; with a right checksum, nothing that makes no sense gets in */
     REQUIRE(tkv_create(&s->cfg, &b) == TKV_OK);
     for (i = 0; i < size; i++) {
         saved[i] ^= 0x10;
-        wrong += tkv_calibration_load(b, saved, size) != TKV_ERR_DATA;
+        wrong += tkv_load_calibration(b, saved, size) != TKV_ERR_DATA;
         saved[i] ^= 0x10;
-        wrong += tkv_calibration_load(b, saved, i) != TKV_ERR_DATA;
+        wrong += tkv_load_calibration(b, saved, i) != TKV_ERR_DATA;
     }
     CHECK_EQ(wrong, 0);
     for (k = 0; k < 8; k++) {
@@ -1194,10 +1195,10 @@ TEST(saved_tables) {
         if (k == 6) again[36 + 224 + 128 + 2] = 0xff;
         sum = hash_of(HASH_START, again, size - 8);
         for (i = 0; i < 8; i++) again[size - 8 + i] = (uint8_t)(sum >> 8 * i & 255u);
-        CHECK_EQ(tkv_calibration_load(b, again, size), TKV_ERR_DATA);
+        CHECK_EQ(tkv_load_calibration(b, again, size), TKV_ERR_DATA);
     }
-    CHECK_EQ(tkv_calibrated_layers(b), 0);
-    CHECK_EQ(tkv_calibration_load(b, saved, size), TKV_OK);
+    CHECK_EQ(calibrated_layers(b), 0);
+    CHECK_EQ(tkv_load_calibration(b, saved, size), TKV_OK);
     tkv_destroy(b);
     tkv_destroy(a);
 }
@@ -1214,7 +1215,7 @@ TEST(next_to_other_tables) {
     layers[1].archive.v = TKV_KVQUANT2; /* K and V without sharing */
     layers[1].warm.v = TKV_KVQUANT2;
     layers[2].archive.k = layers[2].warm.k = TKV_A30; /* sharing alone */
-    s->cfg.n_layers = 3;
+    s->cfg.model.n_layers = 3;
     s->cfg.layers = layers;
     REQUIRE(tkv_create(&s->cfg, &a) == TKV_OK);
     for (k = 0; k < 900; k += 50)
@@ -1223,12 +1224,12 @@ TEST(next_to_other_tables) {
             CHECK_EQ(tkv_attend(a, 0, l, s->k + k * HEADS * 64, 10, answer), TKV_OK);
         }
     check_cache(a);
-    CHECK_EQ(tkv_calibrated_layers(a), 3);
-    CHECK_EQ(tkv_calibration_save(a, saved, sizeof saved, &size), TKV_OK);
+    CHECK_EQ(calibrated_layers(a), 3);
+    CHECK_EQ(tkv_save_calibration(a, saved, sizeof saved, &size), TKV_OK);
     CHECK_EQ(saved[24], 3);
     REQUIRE(tkv_create(&s->cfg, &b) == TKV_OK);
-    CHECK_EQ(tkv_calibration_load(b, saved, size), TKV_OK);
-    CHECK_EQ(tkv_calibrated_layers(b), 3);
+    CHECK_EQ(tkv_load_calibration(b, saved, size), TKV_OK);
+    CHECK_EQ(calibrated_layers(b), 3);
     for (k = 0; k < 900; k += 50)
         for (l = 0; l < 3; l++)
             CHECK_EQ(tkv_append(b, 0, l, s->k + k * HEADS * 64, s->v + k * HEADS * 64, 50), TKV_OK);
@@ -1243,8 +1244,8 @@ TEST(next_to_other_tables) {
     /* where a layer needs both and finds one, it goes on learning */
     layers[1].archive.v = TKV_R20;
     REQUIRE(tkv_create(&s->cfg, &b) == TKV_OK);
-    CHECK_EQ(tkv_calibration_load(b, saved, size), TKV_OK);
-    CHECK_EQ(tkv_calibrated_layers(b), 2);
+    CHECK_EQ(tkv_load_calibration(b, saved, size), TKV_OK);
+    CHECK_EQ(calibrated_layers(b), 2);
     tkv_destroy(b);
     tkv_destroy(a);
 }
@@ -1255,11 +1256,11 @@ TEST(versions) {
     static float before[500 * HEADS * 32];
     tkv_cache *kv = NULL;
     int i;
-    s->cfg.max_seqs = 2;
+    s->cfg.limits.max_seqs = 2;
     REQUIRE(tkv_create(&s->cfg, &kv) == TKV_OK);
     CHECK_EQ(feed(kv, s, 0, 800, 64), TKV_OK);
     CHECK_EQ(tkv_read(kv, 0, 0, 0, 500, before, NULL), TKV_OK);
-    CHECK_EQ(tkv_calibration_refresh(kv), TKV_OK);
+    CHECK_EQ(tkv_refresh_calibration(kv), TKV_OK);
     for (i = 0; i < TOKENS * HEADS * 32; i++) s->k[i] *= 3;
     for (i = 0; i < 3; i++) {
         CHECK_EQ(kv->tables.current[0], 0);
@@ -1270,8 +1271,8 @@ TEST(versions) {
     CHECK_EQ(tkv_read(kv, 0, 0, 0, 500, read_k, NULL), TKV_OK);
     CHECK_MEM(before, read_k, sizeof before);
     check_cache(kv);
-    CHECK_EQ(tkv_reset(kv, 0), TKV_OK); /* the old one is free again */
-    CHECK_EQ(tkv_calibration_refresh(kv), TKV_OK);
+    CHECK_EQ(tkv_seq_reset(kv, 0), TKV_OK); /* the old one is free again */
+    CHECK_EQ(tkv_refresh_calibration(kv), TKV_OK);
     for (i = 0; i < 3; i++) {
         s->at = 0;
         CHECK_EQ(feed(kv, s, 1, 720, 64), TKV_OK);
@@ -1294,11 +1295,11 @@ TEST(attention) {
                 tkv_attend_params p;
                 tkv_cache *kv = NULL;
                 double error;
-                if (!tkv_isa_available(isas[i]) || (tkv_test_quick() && (d + i + f) % 3)) continue;
-                s->cfg.isa = isas[i];
-                s->cfg.kvquant = d % 2 ? TKV_KVQUANT_NORM : 0;
-                s->cfg.rope.interleaved = f % 2;
-                if (d >= 3 && (d + f) % 2) s->cfg.rope.dim = 32; /* the other channels do not turn */
+                if (!isa_available(isas[i]) || (tkv_test_quick() && (d + i + f) % 3)) continue;
+                s->cfg.host.isa = isas[i];
+                s->cfg.format.kvquant = d % 2 ? TKV_KVQUANT_NORM : 0;
+                s->cfg.model.rope.interleaved = f % 2;
+                if (d >= 3 && (d + f) % 2) s->cfg.model.rope.dim = 32; /* the other channels do not turn */
                 REQUIRE(tkv_create(&s->cfg, &kv) == TKV_OK);
                 CHECK_EQ(feed(kv, s, 0, 700 + 13 * d, 50), TKV_OK);
                 tkv_rng_fill(&s->rng, q, (size_t)(2 * 2 * HEADS * dims[d][0]), 1);
@@ -1311,7 +1312,7 @@ TEST(attention) {
                 CHECK_EQ(tkv_attend_reference(kv, &p), TKV_OK);
                 error = sqrt(squared_error(answer, slow, rows) / squares(slow, rows));
                 CHECK_MSG(error <= 2e-5, "%s, head_dim %d and %d, %s: %g", name_of(formats[f]), dims[d][0],
-                          dims[d][1], tkv_isa_name(isas[i]), error);
+                          dims[d][1], tkv_get_name(TKV_NAME_ISA, isas[i]), error);
                 check_cache(kv);
                 tkv_destroy(kv);
             }
@@ -1329,31 +1330,30 @@ TEST(memory) {
         void *mem;
         for (side = 0; side < 2; side++) {
             tkv_codec c = codec(formats[f], side, 128);
-            CHECK_NEAR(tkv_format_bits(&c), bits[f][side] + (side ? 0 : 0.5),
-                       0.07); /* K: with its own ranges */
-            c.kvquant = TKV_KVQUANT_DENSE;
-            CHECK_NEAR(tkv_format_bits(&c), bits[f][side] + (side ? 0 : 0.5) - 0.375, 0.07);
+            CHECK_NEAR(format_bits(&c), bits[f][side] + (side ? 0 : 0.5), 0.07); /* K: with its own ranges */
+            c.options.kvquant = TKV_KVQUANT_DENSE;
+            CHECK_NEAR(format_bits(&c), bits[f][side] + (side ? 0 : 0.5) - 0.375, 0.07);
             want_bytes += (size_t)(BLOCK * 128 / 8 * (2 + f)) + tkvi_align_up(side ? 640u : 388u);
         }
         REQUIRE(tkv_create(&s->cfg, &kv) == TKV_OK);
         CHECK_EQ(feed(kv, s, 0, 1500, 1), TKV_OK);
-        CHECK_EQ(tkv_memory(kv, &m), TKV_OK);
-        CHECK_EQ(tkv_estimate(&s->cfg, 1500, 1, &guess), TKV_OK);
-        coded = m.tier[TKV_ARCHIVE].codes + m.tier[TKV_ARCHIVE].metadata;
-        CHECK(m.tier[TKV_ARCHIVE].tokens >= 1300);
-        CHECK_LE(coded, m.tier[TKV_ARCHIVE].tokens / BLOCK * HEADS * want_bytes);
-        CHECK_LE(m.tier[TKV_ARCHIVE].tokens / BLOCK * HEADS * (want_bytes - 64), coded);
+        CHECK_EQ(tkv_get_memory(kv, &m), TKV_OK);
+        CHECK_EQ(tkv_estimate_memory(&s->cfg, 1500, 1, &guess), TKV_OK);
+        coded = m.tier[TKV_TIER_ARCHIVE].codes + m.tier[TKV_TIER_ARCHIVE].metadata;
+        CHECK(m.tier[TKV_TIER_ARCHIVE].tokens >= 1300);
+        CHECK_LE(coded, m.tier[TKV_TIER_ARCHIVE].tokens / BLOCK * HEADS * want_bytes);
+        CHECK_LE(m.tier[TKV_TIER_ARCHIVE].tokens / BLOCK * HEADS * (want_bytes - 64), coded);
         CHECK_EQ(m.total, guess.total);
         CHECK_EQ(m.tables, guess.tables);
         CHECK(m.tables >= 2 * (2 * HEADS * 128 * sizeof(float) + 6 * 2 * 16 * sizeof(float)));
         tkv_destroy(kv);
-        s->cfg.max_tokens = 1600;
-        s->cfg.warm.k = s->cfg.warm.v = TKV_KIVI4;
-        s->cfg.warm_tokens = 200;
-        REQUIRE(tkv_required_bytes(&s->cfg, &size) == TKV_OK);
+        s->cfg.limits.max_tokens = 1600;
+        s->cfg.tiers.warm.k = s->cfg.tiers.warm.v = TKV_KIVI4;
+        s->cfg.tiers.warm_tokens = 200;
+        REQUIRE(tkv_get_required_bytes(&s->cfg, &size, NULL) == TKV_OK);
         mem = malloc(size);
         REQUIRE(mem != NULL);
-        REQUIRE(tkv_init_in_place(&s->cfg, mem, size, &kv) == TKV_OK);
+        REQUIRE(tkv_create_in_place(&s->cfg, mem, size, &kv) == TKV_OK);
         s->at = 0;
         for (i = 0; i < 1600; i += 40) {
             CHECK_EQ(feed(kv, s, 0, 40, 40), TKV_OK);
@@ -1370,28 +1370,28 @@ TEST(plans) {
     stream *s = stream_of(TKV_KVQUANT3, TKV_KVQUANT3, 64, 64, 0, 33);
     tkv_config cfg = s->cfg;
     tkv_cache *kv = NULL;
-    tkv_tier_info info;
-    tkv_pair pair = s->cfg.warm;
-    CHECK_EQ(tkv_config_preset(&cfg, "kvquant-3"), TKV_OK);
+    tkv_layer_info info;
+    tkv_format_pair pair = s->cfg.tiers.warm;
+    CHECK_EQ(tkv_apply_preset(&cfg, "kvquant-3"), TKV_OK);
     REQUIRE(tkv_create(&cfg, &kv) == TKV_OK);
-    CHECK_EQ(tkv_tier_pair(kv, 0, TKV_WARM, &pair), TKV_OK);
+    CHECK_EQ(pair_now(kv, 0, TKV_TIER_WARM, &pair), TKV_OK);
     CHECK(pair.k == TKV_KIVI4 && pair.v == TKV_KIVI4);
     CHECK_EQ(feed(kv, s, 0, 1500, 100), TKV_OK);
-    CHECK_EQ(tkv_tier_counts(kv, 0, 0, &info), TKV_OK);
-    CHECK(info.tokens[TKV_WARM] >= 448 - 64 && info.tokens[TKV_ARCHIVE] >= 800);
-    CHECK_EQ(tkv_truncate(kv, 0, 1450), TKV_OK);
+    CHECK_EQ(tkv_get_layer(kv, 0, 0, &info), TKV_OK);
+    CHECK(info.tokens[TKV_TIER_WARM] >= 448 - 64 && info.tokens[TKV_TIER_ARCHIVE] >= 800);
+    CHECK_EQ(tkv_seq_truncate(kv, 0, 1450), TKV_OK);
     check_cache(kv);
     tkv_destroy(kv);
-    s->cfg.window = 700;
-    s->cfg.sink_tokens = 8;
+    s->cfg.model.window = 700;
+    s->cfg.tiers.sink_tokens = 8;
     REQUIRE(tkv_create(&s->cfg, &kv) == TKV_OK);
     s->at = 0;
     CHECK_EQ(feed(kv, s, 0, 600, 100), TKV_OK);
     CHECK_EQ(tkv_read(kv, 0, 0, 0, 8, read_k, read_v), TKV_OK);
     CHECK_MEM(read_k, s->k, 8 * HEADS * 64 * sizeof *read_k);
     CHECK_EQ(feed(kv, s, 0, 1400, 100), TKV_OK);
-    CHECK_EQ(tkv_tier_counts(kv, 0, 0, &info), TKV_OK);
-    CHECK(info.dropped > 1000);
+    CHECK_EQ(tkv_get_layer(kv, 0, 0, &info), TKV_OK);
+    CHECK(info.expired > 1000);
     check_cache(kv);
     tkv_destroy(kv);
 }

@@ -39,24 +39,24 @@ static uint8_t saved[SAVED], saved_again[SAVED];
 
 /* >>configs and tokens */
 static tkv_config config(int layers, int seqs) {
-    tkv_config cfg = tkv_config_default();
-    cfg.n_layers = layers;
-    cfg.n_heads = HEADS;
-    cfg.n_kv_heads = KV_HEADS;
-    cfg.head_dim = DK;
-    cfg.v_head_dim = DV;
-    cfg.max_seqs = seqs;
-    cfg.warm_tokens = 128;
-    cfg.warm = pair_of(TKV_A40, TKV_R40);
-    cfg.archive = pair_of(TKV_A30, TKV_R20);
-    cfg.isa = tkv_test_isa();
+    tkv_config cfg = tkv_default_config();
+    cfg.model.n_layers = layers;
+    cfg.model.n_heads = HEADS;
+    cfg.model.n_kv_heads = KV_HEADS;
+    cfg.model.head_dim = DK;
+    cfg.model.v_head_dim = DV;
+    cfg.limits.max_seqs = seqs;
+    cfg.tiers.warm_tokens = 128;
+    cfg.tiers.warm = pair_of(TKV_A40, TKV_R40);
+    cfg.tiers.archive = pair_of(TKV_A30, TKV_R20);
+    cfg.host.isa = tkv_test_isa();
     return cfg;
 }
 
 static tkv_config config_kivi(int layers, int seqs) { /* the same tiers, nothing to learn */
     tkv_config cfg = config(layers, seqs);
-    cfg.warm = pair_of(TKV_KIVI4, TKV_KIVI4);
-    cfg.archive = pair_of(TKV_KIVI2, TKV_KIVI2);
+    cfg.tiers.warm = pair_of(TKV_KIVI4, TKV_KIVI4);
+    cfg.tiers.archive = pair_of(TKV_KIVI2, TKV_KIVI2);
     return cfg;
 }
 
@@ -83,9 +83,9 @@ static void rows_of(int what, int seq, int layer, int first, int n, int heads, i
 
 static tkv_status feed_this(tkv_cache *kv, int what, int seq, int layer, int n) {
     const tkv_config *cfg = &kv->tables.cfg;
-    int at = tkv_layer_len(kv, seq, layer);
-    rows_of(what, seq, layer, at, n, cfg->n_kv_heads, cfg->head_dim, 0, k_in);
-    rows_of(what, seq, layer, at, n, cfg->n_kv_heads, cfg->v_head_dim, 1, v_in);
+    int at = tkv_get_length(kv, seq, layer);
+    rows_of(what, seq, layer, at, n, cfg->model.n_kv_heads, cfg->model.head_dim, 0, k_in);
+    rows_of(what, seq, layer, at, n, cfg->model.n_kv_heads, cfg->model.v_head_dim, 1, v_in);
     return tkv_append(kv, seq, layer, k_in, v_in, n);
 }
 
@@ -96,7 +96,7 @@ static tkv_status feed(tkv_cache *kv, int seq, int layer, int n) {
 static void feed_all(tkv_cache *kv, int seq, int n, int chunk) {
     int layer, at;
     for (at = 0; at < n; at += chunk)
-        for (layer = 0; layer < kv->tables.cfg.n_layers; layer++)
+        for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++)
             if (kv->tables.plan[layer].stored == layer)
                 CHECK_EQ(feed(kv, seq, layer, n - at < chunk ? n - at : chunk), TKV_OK);
 }
@@ -105,9 +105,9 @@ static void feed_all(tkv_cache *kv, int seq, int n, int chunk) {
 static void ask(tkv_cache *kv, int seq, int layer, int n, float *out) {
     static float q[64 * Q_ROW], own_out[64 * OUT_ROW];
     const tkv_config *cfg = &kv->tables.cfg;
-    int at = tkv_layer_len(kv, seq, layer) - n;
+    int at = tkv_get_length(kv, seq, layer) - n;
     if (n > 64) exit(2);
-    rows_of(USUAL, seq + 100, layer, at, n, cfg->n_heads, cfg->head_dim, 0, q);
+    rows_of(USUAL, seq + 100, layer, at, n, cfg->model.n_heads, cfg->model.head_dim, 0, q);
     CHECK_EQ(tkv_attend(kv, seq, layer, q, n, out ? out : own_out), TKV_OK);
 }
 
@@ -147,16 +147,16 @@ static int all_finite(const float *x, int n) {
 /* How far what is read is from what was appended, against the size of that, biases apart: K, V. */
 static void losses_of(tkv_cache *kv, int what, int seq, int layer, double *loss) {
     const tkv_config *cfg = &kv->tables.cfg;
-    int n = tkv_layer_len(kv, seq, layer), nk = n * cfg->n_kv_heads * cfg->head_dim,
-        nv = n * cfg->n_kv_heads * cfg->v_head_dim;
+    int n = tkv_get_length(kv, seq, layer), nk = n * cfg->model.n_kv_heads * cfg->model.head_dim,
+        nv = n * cfg->model.n_kv_heads * cfg->model.v_head_dim;
     CHECK_EQ(tkv_read(kv, seq, layer, 0, n, k_out, v_out), TKV_OK);
     CHECK(all_finite(k_out, nk) && all_finite(v_out, nv));
-    rows_of(what, seq, layer, 0, n, cfg->n_kv_heads, cfg->head_dim, 0, k_want);
-    rows_of(what, seq, layer, 0, n, cfg->n_kv_heads, cfg->v_head_dim, 1, v_want);
+    rows_of(what, seq, layer, 0, n, cfg->model.n_kv_heads, cfg->model.head_dim, 0, k_want);
+    rows_of(what, seq, layer, 0, n, cfg->model.n_kv_heads, cfg->model.v_head_dim, 1, v_want);
     loss[TKV_V] = difference(v_out, v_want, nv);
     loss[TKV_K] = difference(k_out, k_want, nk);
     if (what != BIASED) return;
-    rows_of(USUAL, seq, layer, 0, n, cfg->n_kv_heads, cfg->head_dim, 0, k_in);
+    rows_of(USUAL, seq, layer, 0, n, cfg->model.n_kv_heads, cfg->model.head_dim, 0, k_in);
     loss[TKV_K] *= norm_of(k_want, nk) / norm_of(k_in, nk);
 }
 
@@ -175,17 +175,17 @@ static const tkvi_coding *coding_of(const tkv_cache *kv, int layer, tkv_tier tie
  * bits of the heads are the format's on average. */
 static void table_is_sound(const tkv_cache *kv, int layer, const char *what) {
     const tkv_config *cfg = &kv->tables.cfg;
-    int head, i, tier, pad = (cfg->head_dim + 15) / 16 * 16, wrong = 0;
+    int head, i, tier, pad = (cfg->model.head_dim + 15) / 16 * 16, wrong = 0;
     CHECK(has_table(kv, layer));
     if (!has_table(kv, layer)) return;
-    for (head = 0; head < cfg->n_kv_heads; head++) {
+    for (head = 0; head < cfg->model.n_kv_heads; head++) {
         const tkvi_head *h = &tkvi_heads_of(&kv->tables, layer, kv->tables.current[layer])[head];
         uint8_t seen[TKV_MAX_HEAD_DIM];
         memset(seen, 0, sizeof seen);
         for (i = 0; i < pad; i++) {
             wrong += h->order[i] >= pad || seen[h->order[i]]++;
-            if (i < cfg->head_dim) {
-                wrong += h->order[i] >= cfg->head_dim || h->importance[i] == 0;
+            if (i < cfg->model.head_dim) {
+                wrong += h->order[i] >= cfg->model.head_dim || h->importance[i] == 0;
                 wrong += i > 0 && h->importance[i] > h->importance[i - 1];
                 wrong += !tkv_test_is_finite((double)h->mean[i]);
             } else {
@@ -196,12 +196,12 @@ static void table_is_sound(const tkv_cache *kv, int layer, const char *what) {
         wrong += h->v_top < -TKVI_LOG_TOP || h->v_top > TKVI_LOG_TOP;
     }
     CHECK_MSG(wrong == 0, "%s: %d things are wrong with the order of channels", what, wrong);
-    for (tier = TKV_WARM; tier < TKV_TIER_COUNT; tier++) {
+    for (tier = TKV_TIER_WARM; tier < TKV_TIER_COUNT; tier++) {
         const tkvi_coding *c = coding_of(kv, layer, (tkv_tier)tier);
         const tkvi_format *kf = &tkvi_formats[c->pair.k], *vf = &tkvi_formats[c->pair.v];
         size_t at = 0;
         int k_bits = 0, v_half_bits = 0, k_budget, most = pad;
-        for (head = 0; head < cfg->n_kv_heads; head++) {
+        for (head = 0; head < cfg->model.n_kv_heads; head++) {
             const tkvi_record *r = &c->record[head];
             CHECK_EQ(r->at, at);
             CHECK_EQ(r->v_at, r->k.bytes);
@@ -219,27 +219,29 @@ static void table_is_sound(const tkv_cache *kv, int layer, const char *what) {
         }
         CHECK_LE(at, c->bytes.total);
         if (kf->shared) {
-            k_budget = cfg->n_kv_heads * tkvi_head_budget(kf->bits, cfg->head_dim, pad);
+            k_budget = cfg->model.n_kv_heads * tkvi_head_budget(kf->bits, cfg->model.head_dim, pad);
             /* one may be left of an odd number, and what is no multiple of the unit */
-            CHECK_MSG(k_bits <= k_budget && k_bits > k_budget - cfg->allocation_unit / 2 - 1,
+            CHECK_MSG(k_bits <= k_budget && k_bits > k_budget - cfg->format.allocation_unit / 2 - 1,
                       "%s: %d tile bits of %d", what, k_bits, k_budget);
         }
-        if (vf->shared) CHECK_LE(v_half_bits, cfg->n_kv_heads * vf->bits / 2);
+        if (vf->shared) CHECK_LE(v_half_bits, cfg->model.n_kv_heads * vf->bits / 2);
     }
 }
 
 /* >>blocks wait, and then nothing waits any more */
 static int same_tiers(const tkv_cache *a, const tkv_cache *b, int seq, int layer) {
-    tkv_tier_info x, y;
-    CHECK_EQ(tkv_tier_counts(a, seq, layer, &x), TKV_OK);
-    CHECK_EQ(tkv_tier_counts(b, seq, layer, &y), TKV_OK);
-    return memcmp(&x, &y, sizeof x) == 0;
+    tkv_layer_info x, y;
+    CHECK_EQ(tkv_get_layer(a, seq, layer, &x), TKV_OK);
+    CHECK_EQ(tkv_get_layer(b, seq, layer, &y), TKV_OK);
+    return memcmp(x.tokens, y.tokens, sizeof x.tokens) == 0 &&
+           memcmp(x.blocks, y.blocks, sizeof x.blocks) == 0 && x.expired == y.expired &&
+           x.offloaded == y.offloaded && x.evicted == y.evicted && x.discarded == y.discarded;
 }
 
 static int all_hot(const tkv_cache *kv, int seq, int layer) {
-    tkv_tier_info x;
-    CHECK_EQ(tkv_tier_counts(kv, seq, layer, &x), TKV_OK);
-    return x.tokens[TKV_WARM] == 0 && x.tokens[TKV_ARCHIVE] == 0 && x.dropped == 0;
+    tkv_layer_info x;
+    CHECK_EQ(tkv_get_layer(kv, seq, layer, &x), TKV_OK);
+    return x.tokens[TKV_TIER_WARM] == 0 && x.tokens[TKV_TIER_ARCHIVE] == 0 && x.expired == 0;
 }
 
 TEST(nothing_is_coded_before_the_512th_token) {
@@ -249,11 +251,11 @@ TEST(nothing_is_coded_before_the_512th_token) {
         tkv_config cfg = config(1, 1), twin = config_kivi(1, 1);
         tkv_cache *kv = make(&cfg), *other = make(&twin);
         for (total = 0; total < 1100; total += chunks[i]) {
-            CHECK_EQ(tkv_calibrated_layers(kv), total - chunks[i] >= LEARN);
+            CHECK_EQ(calibrated_layers(kv), total - chunks[i] >= LEARN);
             CHECK_EQ(feed(kv, 0, 0, chunks[i]), TKV_OK);
             CHECK_EQ(feed(other, 0, 0, chunks[i]), TKV_OK);
-            CHECK_EQ(tkv_calibrated_layers(kv), total >= LEARN);
-            CHECK_EQ(tkv_calibrated_layers(other), 0);
+            CHECK_EQ(calibrated_layers(kv), total >= LEARN);
+            CHECK_EQ(calibrated_layers(other), 0);
             if (total >= LEARN) CHECK(same_tiers(kv, other, 0, 0)); /* all that was due, at once */
             else CHECK(all_hot(kv, 0, 0));
             whole(kv, "waiting");
@@ -282,10 +284,10 @@ TEST(sequences_learn_together) {
             else CHECK(all_hot(kv, seq, layer));
             total[layer] += more;
         }
-        CHECK_EQ(tkv_calibrated_layers(kv), has_table(kv, 0) + has_table(kv, 1));
+        CHECK_EQ(calibrated_layers(kv), has_table(kv, 0) + has_table(kv, 1));
         whole(kv, "together");
     }
-    CHECK_EQ(tkv_calibrated_layers(kv), 2);
+    CHECK_EQ(calibrated_layers(kv), 2);
     for (layer = 0; layer < 2; layer++) table_is_sound(kv, layer, "several sequences");
     tkv_destroy(kv);
     tkv_destroy(other);
@@ -307,8 +309,8 @@ TEST(later_sequences_do_not_wait) {
     }
     for (seq = 0; seq < 2; seq++) {
         CHECK(all_hot(kv, seq, 0));
-        CHECK_EQ(tkv_flush(kv, seq, TKV_FLUSH_DUE), TKV_OK);
-        CHECK_EQ(tkv_flush(other, seq, TKV_FLUSH_DUE), TKV_OK);
+        CHECK_EQ(tkv_seq_flush(kv, seq, TKV_FLUSH_DUE), TKV_OK);
+        CHECK_EQ(tkv_seq_flush(other, seq, TKV_FLUSH_DUE), TKV_OK);
         CHECK(same_tiers(kv, other, seq, 0));
     }
     whole(kv, "later");
@@ -321,25 +323,25 @@ TEST(one_shared_tier) {
     tkv_config cfg = config(2, 1);
     tkv_layer_config layers[2];
     tkv_cache *kv;
-    tkv_tier_info info;
+    tkv_layer_info info;
     memset(layers, 0, sizeof layers);
     layers[0].warm = pair_of(TKV_KIVI4, TKV_KIVI4);
     layers[1].archive = pair_of(TKV_KIVI2, TKV_KIVI2);
     cfg.layers = layers;
     kv = make(&cfg);
     feed_all(kv, 0, 500, 25);
-    CHECK_EQ(tkv_calibrated_layers(kv), 0);
-    CHECK_EQ(tkv_tier_counts(kv, 0, 0, &info), TKV_OK);
-    CHECK(info.tokens[TKV_WARM] == 384 && info.tokens[TKV_ARCHIVE] == 0);
-    CHECK_EQ(tkv_tier_counts(kv, 0, 1, &info), TKV_OK);
-    CHECK(info.tokens[TKV_WARM] == 0 && info.tokens[TKV_ARCHIVE] == 256);
+    CHECK_EQ(calibrated_layers(kv), 0);
+    CHECK_EQ(tkv_get_layer(kv, 0, 0, &info), TKV_OK);
+    CHECK(info.tokens[TKV_TIER_WARM] == 384 && info.tokens[TKV_TIER_ARCHIVE] == 0);
+    CHECK_EQ(tkv_get_layer(kv, 0, 1, &info), TKV_OK);
+    CHECK(info.tokens[TKV_TIER_WARM] == 0 && info.tokens[TKV_TIER_ARCHIVE] == 256);
     whole(kv, "one tier");
     feed_all(kv, 0, 500, 25);
-    CHECK_EQ(tkv_calibrated_layers(kv), 2);
-    CHECK_EQ(tkv_tier_counts(kv, 0, 0, &info), TKV_OK);
-    CHECK(info.tokens[TKV_WARM] == 128 && info.tokens[TKV_ARCHIVE] == 768);
-    CHECK_EQ(tkv_tier_counts(kv, 0, 1, &info), TKV_OK);
-    CHECK(info.tokens[TKV_WARM] == 128 && info.tokens[TKV_ARCHIVE] == 768);
+    CHECK_EQ(calibrated_layers(kv), 2);
+    CHECK_EQ(tkv_get_layer(kv, 0, 0, &info), TKV_OK);
+    CHECK(info.tokens[TKV_TIER_WARM] == 128 && info.tokens[TKV_TIER_ARCHIVE] == 768);
+    CHECK_EQ(tkv_get_layer(kv, 0, 1, &info), TKV_OK);
+    CHECK(info.tokens[TKV_TIER_WARM] == 128 && info.tokens[TKV_TIER_ARCHIVE] == 768);
     table_is_sound(kv, 0, "archive only");
     table_is_sound(kv, 1, "warm only");
     tkv_destroy(kv);
@@ -350,9 +352,10 @@ TEST(tiers_out_of_reach) {
     static const struct {
         int hot, warm, max_tokens, shared, learns; /* shared: bit 0 the warm tier, bit 1 the archive */
     } cases[] = {
-        {TKV_ALL, 0, 0, 3, 0},      {TKV_ALL, TKV_ALL, 700, 3, 0}, {0, TKV_ALL, 0, 2, 0},
-        {0, TKV_ALL, 0, 1, 1},      {0, 700, 700, 2, 0},           {0, 699, 700, 2, 1},
-        {TKV_NONE, 700, 700, 3, 1}, {1 << 29, 0, 0, 3, 1}, /* a flush reaches it */
+        {TKV_UNLIMITED, 0, 0, 3, 0}, {TKV_UNLIMITED, TKV_UNLIMITED, 700, 3, 0},
+        {0, TKV_UNLIMITED, 0, 2, 0}, {0, TKV_UNLIMITED, 0, 1, 1},
+        {0, 700, 700, 2, 0},         {0, 699, 700, 2, 1},
+        {TKV_OFF, 700, 700, 3, 1},   {1 << 29, 0, 0, 3, 1}, /* a flush reaches it */
         {700, 0, 700, 2, 1},
     };
     int i, format;
@@ -361,30 +364,30 @@ TEST(tiers_out_of_reach) {
         tkv_memory_info memory, estimate;
         tkv_cache *kv, *other;
         int c = i / 2;
-        cfg.hot_tokens = cases[c].hot;
-        cfg.warm_tokens = cases[c].warm;
-        cfg.max_tokens = cases[c].max_tokens;
-        cfg.kvquant = TKV_KVQUANT_POST_ROPE;
+        cfg.tiers.hot_tokens = cases[c].hot;
+        cfg.tiers.warm_tokens = cases[c].warm;
+        cfg.limits.max_tokens = cases[c].max_tokens;
+        cfg.format.kvquant = TKV_KVQUANT_POST_ROPE;
         twin = cfg;
         format = i % 2 ? TKV_KVQUANT3 : TKV_A30;
-        if (cases[c].shared & 1) cfg.warm = pair_of((tkv_format)format, TKV_KIVI4);
-        if (cases[c].shared & 2) cfg.archive = pair_of((tkv_format)format, TKV_KIVI2);
+        if (cases[c].shared & 1) cfg.tiers.warm = pair_of((tkv_format)format, TKV_KIVI4);
+        if (cases[c].shared & 2) cfg.tiers.archive = pair_of((tkv_format)format, TKV_KIVI2);
         kv = make(&cfg);
         other = make(&twin);
-        CHECK_EQ(tkv_calibration_freeze(kv), cases[c].learns ? TKV_ERR_STATE : TKV_OK);
+        CHECK_EQ(tkv_freeze_calibration(kv), cases[c].learns ? TKV_ERR_STATE : TKV_OK);
         feed_all(kv, 0, 640, 40);
         feed_all(other, 0, 640, 40);
-        CHECK_MSG(tkv_calibrated_layers(kv) == cases[c].learns, "case %d", i);
-        CHECK_EQ(tkv_memory(kv, &memory), TKV_OK);
-        CHECK_EQ(tkv_estimate(&cfg, 640, 1, &estimate), TKV_OK);
+        CHECK_MSG(calibrated_layers(kv) == cases[c].learns, "case %d", i);
+        CHECK_EQ(tkv_get_memory(kv, &memory), TKV_OK);
+        CHECK_EQ(tkv_estimate_memory(&cfg, 640, 1, &estimate), TKV_OK);
         CHECK_EQ(memory.tables, estimate.tables);
         CHECK(same_tiers(kv, other, 0, 0));
-        CHECK_EQ(tkv_truncate(kv, 0, 639), tkv_truncate(other, 0, 639));
-        CHECK_EQ(tkv_flush(kv, 0, TKV_FLUSH_ALL), TKV_OK);
-        CHECK_EQ(tkv_flush(other, 0, TKV_FLUSH_ALL), TKV_OK);
+        CHECK_EQ(tkv_seq_truncate(kv, 0, 639), tkv_seq_truncate(other, 0, 639));
+        CHECK_EQ(tkv_seq_flush(kv, 0, TKV_FLUSH_ALL), TKV_OK);
+        CHECK_EQ(tkv_seq_flush(other, 0, TKV_FLUSH_ALL), TKV_OK);
         CHECK(same_tiers(kv, other, 0, 0));
         CHECK(cases[c].learns || !has_table(kv, 0));
-        CHECK_EQ(tkv_calibration_refresh(kv), TKV_OK);
+        CHECK_EQ(tkv_refresh_calibration(kv), TKV_OK);
         feed_all(kv, 0, 50, 1);
         feed_all(other, 0, 50, 1);
         CHECK(same_tiers(kv, other, 0, 0));
@@ -414,7 +417,7 @@ TEST(nothing_is_collected_afterwards) {
                                              (i < WELL ? tkvi_stats_bytes(&kv->tables.cfg) : 0));
     }
     whole(kv, "two tables");
-    CHECK_EQ(tkv_calibration_refresh(kv), TKV_OK);
+    CHECK_EQ(tkv_refresh_calibration(kv), TKV_OK);
     ask(kv, 0, 0, 20, NULL);
     CHECK(tkvi_q_sq_sum_of(kv, 0, 0)[0] != 0);
     tkv_destroy(kv);
@@ -434,9 +437,9 @@ TEST(any_contents_make_a_table) {
                     double loss[2];
                     int n;
                     if (tkv_test_quick() && (what + 3 * how + 2 * (unit / 12) + a) % 7) continue;
-                    cfg.allocation_unit = unit;
-                    cfg.archive = pair_of(archives[a][0], archives[a][1]);
-                    if (what == BIASED) cfg.hot.k = TKV_F32;
+                    cfg.format.allocation_unit = unit;
+                    cfg.tiers.archive = pair_of(archives[a][0], archives[a][1]);
+                    if (what == BIASED) cfg.tiers.hot.k = TKV_F32;
                     kv = make(&cfg);
                     memset(q, 0, sizeof q);
                     for (n = 0; n < 700; n += 20) {
@@ -472,15 +475,15 @@ TEST(any_shape_makes_a_table) {
             float *k, *v, out[24 * 256], q[24 * 256];
             tkv_rng rng = tkv_rng_seed((uint64_t)(s * 100 + i));
             if (tkv_test_quick() && (s + i) % 4) continue;
-            cfg.n_heads = shapes[s][0];
-            cfg.n_kv_heads = heads;
-            cfg.head_dim = dk;
-            cfg.v_head_dim = dv;
-            cfg.hot_tokens = 32;
-            cfg.warm_tokens = 64;
-            cfg.allocation_unit = i % 2 ? 16 : 4;
-            cfg.warm = pair_of(formats[(i + 3) % COUNT(formats)][0], formats[i][1]);
-            cfg.archive = pair_of(formats[i][0], formats[(i + s) % COUNT(formats)][1]);
+            cfg.model.n_heads = shapes[s][0];
+            cfg.model.n_kv_heads = heads;
+            cfg.model.head_dim = dk;
+            cfg.model.v_head_dim = dv;
+            cfg.tiers.hot_tokens = 32;
+            cfg.tiers.warm_tokens = 64;
+            cfg.format.allocation_unit = i % 2 ? 16 : 4;
+            cfg.tiers.warm = pair_of(formats[(i + 3) % COUNT(formats)][0], formats[i][1]);
+            cfg.tiers.archive = pair_of(formats[i][0], formats[(i + s) % COUNT(formats)][1]);
             kv = make(&cfg);
             k = k_in;
             v = v_in;
@@ -490,13 +493,13 @@ TEST(any_shape_makes_a_table) {
             CHECK_EQ(tkv_append(kv, 0, 0, k, v, 20), TKV_OK);
             CHECK_EQ(tkv_attend(kv, 0, 0, q, 1, out), TKV_OK);
             CHECK_EQ(tkv_append(kv, 0, 0, k, v, 180), TKV_OK);
-            CHECK_EQ(tkv_calibration_freeze(kv), TKV_OK);
+            CHECK_EQ(tkv_freeze_calibration(kv), TKV_OK);
             CHECK_EQ(tkv_append(kv, 0, 0, k, v, 30), TKV_OK);
-            CHECK_EQ(tkv_flush(kv, 0, TKV_FLUSH_ALL), TKV_OK);
+            CHECK_EQ(tkv_seq_flush(kv, 0, TKV_FLUSH_ALL), TKV_OK);
             table_is_sound(kv, 0, "shape");
             whole(kv, "shape");
             CHECK_EQ(tkv_attend(kv, 0, 0, q, 1, out), TKV_OK);
-            CHECK(all_finite(out, cfg.n_heads * dv));
+            CHECK(all_finite(out, cfg.model.n_heads * dv));
             tkv_destroy(kv);
         }
 }
@@ -506,22 +509,22 @@ TEST(a_flush_makes_a_table) {
     for (n = 1; n < 300; n += n < 8 ? 1 : 67) {
         tkv_config cfg = config(1, 2);
         tkv_cache *kv = make(&cfg);
-        tkv_tier_info info;
+        tkv_layer_info info;
         double loss[2];
         CHECK_EQ(feed(kv, 0, 0, n), TKV_OK);
-        CHECK_EQ(tkv_flush(kv, 0, TKV_FLUSH_DUE), TKV_OK); /* nothing is asked for */
-        CHECK_EQ(tkv_calibrated_layers(kv), 0);
-        CHECK_EQ(tkv_flush(kv, 1, TKV_FLUSH_ALL), TKV_OK); /* nothing is there */
-        CHECK_EQ(tkv_calibrated_layers(kv), 0);
-        CHECK_EQ(tkv_flush(kv, 0, TKV_FLUSH_ALL), TKV_OK);
-        CHECK_EQ(tkv_calibrated_layers(kv), n > 4); /* sinks teach nothing */
-        CHECK_EQ(tkv_calibration_freeze(kv), n > 4 ? TKV_OK : TKV_ERR_STATE);
+        CHECK_EQ(tkv_seq_flush(kv, 0, TKV_FLUSH_DUE), TKV_OK); /* nothing is asked for */
+        CHECK_EQ(calibrated_layers(kv), 0);
+        CHECK_EQ(tkv_seq_flush(kv, 1, TKV_FLUSH_ALL), TKV_OK); /* nothing is there */
+        CHECK_EQ(calibrated_layers(kv), 0);
+        CHECK_EQ(tkv_seq_flush(kv, 0, TKV_FLUSH_ALL), TKV_OK);
+        CHECK_EQ(calibrated_layers(kv), n > 4); /* sinks teach nothing */
+        CHECK_EQ(tkv_freeze_calibration(kv), n > 4 ? TKV_OK : TKV_ERR_STATE);
         if (n <= 4) {
             tkv_destroy(kv);
             continue;
         }
-        CHECK_EQ(tkv_tier_counts(kv, 0, 0, &info), TKV_OK);
-        CHECK_EQ(info.tokens[TKV_HOT], 4);
+        CHECK_EQ(tkv_get_layer(kv, 0, 0, &info), TKV_OK);
+        CHECK_EQ(info.tokens[TKV_TIER_HOT], 4);
         table_is_sound(kv, 0, "flush");
         whole(kv, "flush");
         losses_of(kv, USUAL, 0, 0, loss);
@@ -539,17 +542,17 @@ TEST(sequences_that_left_before) {
         tkv_cache *kv = make(&cfg);
         double loss[2];
         int what = how % 2 ? BIASED : LARGE;
-        if (how % 2) cfg.hot.k = TKV_F32;
+        if (how % 2) cfg.tiers.hot.k = TKV_F32;
         if (how < 2) {
             CHECK_EQ(feed_this(kv, what, 0, 0, LEARN), TKV_OK);
-            CHECK_EQ(tkv_reset(kv, 0), TKV_OK);
+            CHECK_EQ(tkv_seq_reset(kv, 0), TKV_OK);
         } else {
-            CHECK_EQ(tkv_begin(kv, 0), TKV_OK);
+            CHECK_EQ(tkv_seq_begin(kv, 0), TKV_OK);
             CHECK_EQ(feed_this(kv, what, 0, 0, LEARN), TKV_OK);
-            CHECK_EQ(tkv_abort(kv, 0), TKV_OK);
+            CHECK_EQ(tkv_seq_abort(kv, 0), TKV_OK);
         }
         whole(kv, "nothing left");
-        while (tkv_layer_len(kv, 1, 0) < 1200) CHECK_EQ(feed_this(kv, what, 1, 0, 40), TKV_OK);
+        while (tkv_get_length(kv, 1, 0) < 1200) CHECK_EQ(feed_this(kv, what, 1, 0, 40), TKV_OK);
         table_is_sound(kv, 0, "nothing left");
         whole(kv, "nothing left");
         losses_of(kv, what, 1, 0, loss);
@@ -567,8 +570,8 @@ TEST(no_table_inside_a_step) {
     feed_all(kv, 0, 400, 100);
     feed_all(other, 0, 400, 100);
     for (i = 0; i < 2; i++) { /* aborted, then committed over the 512th token */
-        CHECK_EQ(tkv_begin(kv, 0), TKV_OK);
-        CHECK_EQ(tkv_begin(other, 0), TKV_OK);
+        CHECK_EQ(tkv_seq_begin(kv, 0), TKV_OK);
+        CHECK_EQ(tkv_seq_begin(other, 0), TKV_OK);
         for (layer = 0; layer < 2; layer++) {
             CHECK_EQ(feed(kv, 0, layer, 100), TKV_OK);
             if (i) CHECK_EQ(feed(kv, 0, layer, 150), TKV_OK);
@@ -576,22 +579,22 @@ TEST(no_table_inside_a_step) {
             CHECK_EQ(feed(other, 0, layer, i ? 251 : 101), TKV_OK);
             CHECK(all_hot(kv, 0, layer));
         }
-        CHECK_EQ(tkv_calibrated_layers(kv), 0);
-        CHECK_EQ(tkv_calibration_freeze(kv), TKV_ERR_STATE);
-        CHECK_EQ(tkv_calibration_refresh(kv), TKV_ERR_STATE);
-        CHECK_EQ(tkv_calibration_load(kv, saved, sizeof saved), TKV_ERR_STATE);
-        CHECK(tkv_last_error(kv)[0] != 0);
-        CHECK_EQ(i ? tkv_commit(kv, 0) : tkv_abort(kv, 0), TKV_OK);
-        CHECK_EQ(i ? tkv_commit(other, 0) : tkv_abort(other, 0), TKV_OK);
-        CHECK_EQ(tkv_calibrated_layers(kv), 0);
-        CHECK_EQ(tkv_seq_len(kv, 0), i ? 651 : 400);
+        CHECK_EQ(calibrated_layers(kv), 0);
+        CHECK_EQ(tkv_freeze_calibration(kv), TKV_ERR_STATE);
+        CHECK_EQ(tkv_refresh_calibration(kv), TKV_ERR_STATE);
+        CHECK_EQ(tkv_load_calibration(kv, saved, sizeof saved), TKV_ERR_STATE);
+        CHECK(tkv_get_last_error(kv)[0] != 0);
+        CHECK_EQ(i ? tkv_seq_commit(kv, 0) : tkv_seq_abort(kv, 0), TKV_OK);
+        CHECK_EQ(i ? tkv_seq_commit(other, 0) : tkv_seq_abort(other, 0), TKV_OK);
+        CHECK_EQ(calibrated_layers(kv), 0);
+        CHECK_EQ(tkv_get_length(kv, 0, TKV_ALL_LAYERS), i ? 651 : 400);
         whole(kv, "step");
     }
-    CHECK_EQ(tkv_begin(kv, 0), TKV_OK); /* does what is due */
-    CHECK_EQ(tkv_begin(other, 0), TKV_OK);
-    CHECK_EQ(tkv_calibrated_layers(kv), 2);
+    CHECK_EQ(tkv_seq_begin(kv, 0), TKV_OK); /* does what is due */
+    CHECK_EQ(tkv_seq_begin(other, 0), TKV_OK);
+    CHECK_EQ(calibrated_layers(kv), 2);
     for (layer = 0; layer < 2; layer++) CHECK(same_tiers(kv, other, 0, layer));
-    CHECK_EQ(tkv_commit(kv, 0), TKV_OK);
+    CHECK_EQ(tkv_seq_commit(kv, 0), TKV_OK);
     whole(kv, "after the step");
     tkv_destroy(kv);
     tkv_destroy(other);
@@ -611,23 +614,23 @@ TEST(reservations_over_the_table) {
                 int left;
                 if (tkv_test_quick() && (had / 50 + i + n) % 3) continue;
                 if (n <= 128)
-                    cfg.max_append = 128; /* no room for a large chunk that those who wait could use */
-                cfg.allocator = counting_allocator_of(&p);
+                    cfg.limits.max_append = 128; /* no room for a large chunk that those who wait could use */
+                cfg.host.allocator = counting_allocator_of(&p);
                 kv = make(&cfg);
                 CHECK_EQ(feed(kv, 1, 0, 77), TKV_OK);
                 for (left = had; left > 0; left -= 100)
                     CHECK_EQ(feed(kv, 0, 0, left < 100 ? left : 100), TKV_OK);
-                CHECK_EQ(tkv_reserve(kv, 0, n), TKV_OK);
+                CHECK_EQ(tkv_seq_reserve(kv, 0, n), TKV_OK);
                 p.closed = 1;
                 for (left = n; left > 0; left -= chunks[i]) {
                     tkv_status st = feed(kv, 0, 0, left < chunks[i] ? left : chunks[i]);
                     CHECK_MSG(st == TKV_OK, "%d tokens, %d reserved, %d left: %s", had, n, left,
-                              tkv_last_error(kv));
+                              tkv_get_last_error(kv));
                 }
                 p.closed = 0;
-                CHECK_EQ(tkv_layer_len(kv, 0, 0), had + n);
+                CHECK_EQ(tkv_get_length(kv, 0, 0), had + n);
                 whole(kv, "reserved");
-                CHECK_EQ(tkv_memory(kv, &m), TKV_OK);
+                CHECK_EQ(tkv_get_memory(kv, &m), TKV_OK);
                 CHECK_EQ(m.total, p.held);
                 tkv_destroy(kv);
                 CHECK_EQ(p.held, 0);
@@ -639,10 +642,10 @@ TEST(no_memory_for_the_second_table) {
     tkv_config cfg = config(1, 1);
     counting_allocator p;
     tkv_cache *kv;
-    cfg.allocator = counting_allocator_of(&p);
+    cfg.host.allocator = counting_allocator_of(&p);
     kv = make(&cfg);
     feed_all(kv, 0, WELL, 64);
-    CHECK_EQ(tkv_reserve(kv, 0, 1), TKV_OK);
+    CHECK_EQ(tkv_seq_reserve(kv, 0, 1), TKV_OK);
     p.closed = 1;
     CHECK_EQ(feed(kv, 0, 0, 1), TKV_OK);
     CHECK_EQ(kv->tables.current[0], 0);
@@ -666,13 +669,13 @@ TEST(a_failure_makes_no_table) {
                 tkv_cache *kv;
                 tkv_status st;
                 int l;
-                cfg.allocator = counting_allocator_of(&p);
+                cfg.host.allocator = counting_allocator_of(&p);
                 kv = make(&cfg);
                 feed_all(kv, 0, n ? WELL : LEARN, 512);
                 p.closed = left + 1; /* the next `left` are granted */
                 st = kind == 0   ? feed(kv, 0, 0, 512)
-                     : kind == 1 ? tkv_flush(kv, 0, TKV_FLUSH_FULL)
-                                 : tkv_begin(kv, 0);
+                     : kind == 1 ? tkv_seq_flush(kv, 0, TKV_FLUSH_FULL)
+                                 : tkv_seq_begin(kv, 0);
                 for (l = 0; l < 2 && st; l++) CHECK_EQ(kv->tables.current[l], n ? 0 : -1);
                 if (st) CHECK_EQ(st, TKV_ERR_NOMEM);
                 p.closed = 0;
@@ -688,19 +691,19 @@ TEST(tables_in_place) {
     tkv_cache *kv = NULL;
     size_t need, bytes;
     void *mem;
-    cfg.max_tokens = WELL + 700;
-    CHECK_EQ(tkv_required_bytes(&cfg, &need), TKV_OK);
+    cfg.limits.max_tokens = WELL + 700;
+    CHECK_EQ(tkv_get_required_bytes(&cfg, &need, NULL), TKV_OK);
     mem = malloc(need);
     if (!mem) exit(2);
-    REQUIRE(tkv_init_in_place(&cfg, mem, need, &kv) == TKV_OK);
+    REQUIRE(tkv_create_in_place(&cfg, mem, need, &kv) == TKV_OK);
     CHECK_EQ(tkvi_learning_held(kv), 2 * kv->tables.version_bytes + tkvi_stats_bytes(&kv->tables.cfg));
     feed_all(kv, 0, WELL + 690, 10);
     CHECK_EQ(kv->tables.current[0], 1);
-    CHECK_EQ(tkv_calibration_save(kv, saved, sizeof saved, &bytes), TKV_OK);
-    CHECK_EQ(tkv_calibration_load(kv, saved, bytes), TKV_ERR_CAPACITY);
+    CHECK_EQ(tkv_save_calibration(kv, saved, sizeof saved, &bytes), TKV_OK);
+    CHECK_EQ(tkv_load_calibration(kv, saved, bytes), TKV_ERR_CAPACITY);
     whole(kv, "in place");
-    CHECK_EQ(tkv_reset(kv, 0), TKV_OK);
-    CHECK_EQ(tkv_calibration_load(kv, saved, bytes), TKV_OK);
+    CHECK_EQ(tkv_seq_reset(kv, 0), TKV_OK);
+    CHECK_EQ(tkv_load_calibration(kv, saved, bytes), TKV_OK);
     tkv_destroy(kv);
     free(mem);
 }
@@ -710,7 +713,7 @@ TEST(no_memory_for_the_recoding) {
     tkv_config cfg = config(1, 1);
     counting_allocator p;
     tkv_cache *kv;
-    cfg.allocator = counting_allocator_of(&p);
+    cfg.host.allocator = counting_allocator_of(&p);
     kv = make(&cfg);
     CHECK_EQ(feed(kv, 0, 0, LEARN), TKV_OK);
     CHECK_EQ(tkv_read(kv, 0, 0, 0, LEARN, k_want, v_want), TKV_OK);
@@ -723,7 +726,7 @@ TEST(no_memory_for_the_recoding) {
     whole(kv, "no memory");
     p.closed = 0;
     CHECK_EQ(feed(kv, 0, 0, 512), TKV_OK);
-    CHECK_EQ(tkv_calibrated_layers(kv), 1);
+    CHECK_EQ(calibrated_layers(kv), 1);
     whole(kv, "memory again");
     tkv_destroy(kv);
     CHECK_EQ(p.held, 0);
@@ -765,7 +768,7 @@ TEST(heads_that_look_far_get_more) {
         const tkvi_record *r;
         far_and_near(kv, LEARN + 1, swap, 200);
         table_is_sound(kv, 0, "far and near");
-        r = coding_of(kv, 0, TKV_ARCHIVE)->record;
+        r = coding_of(kv, 0, TKV_TIER_ARCHIVE)->record;
         CHECK_MSG(tile_bits(&r[swap].k.runs) > tile_bits(&r[1 - swap].k.runs), "K: far %d, near %d",
                   tile_bits(&r[swap].k.runs), tile_bits(&r[1 - swap].k.runs));
         CHECK_MSG(r[swap].v.half_bits > r[1 - swap].v.half_bits, "V: far %d, near %d", r[swap].v.half_bits,
@@ -822,7 +825,7 @@ TEST(heads_with_large_keys_get_more) {
         }
         table_is_sound(kv, 0, "large keys");
         for (head = 0; head < KV_HEADS; head++)
-            bits[head] = tile_bits(&coding_of(kv, 0, TKV_ARCHIVE)->record[head].k.runs);
+            bits[head] = tile_bits(&coding_of(kv, 0, TKV_TIER_ARCHIVE)->record[head].k.runs);
         if (log2 < 0) CHECK_MSG(bits[0] > bits[1], "2^%d: %d and %d", log2, bits[0], bits[1]);
         if (log2 > 0) CHECK_MSG(bits[0] < bits[1], "2^%d: %d and %d", log2, bits[0], bits[1]);
         if (log2 == 0) CHECK_LE(abs(bits[0] - bits[1]), 4);
@@ -836,12 +839,12 @@ static tkv_cache *learned(const tkv_config *cfg, size_t *bytes) {
     tkv_cache *kv = make(cfg);
     int layer, n;
     for (n = 0; n < 600; n += 20)
-        for (layer = 0; layer < cfg->n_layers; layer++)
+        for (layer = 0; layer < cfg->model.n_layers; layer++)
             if (kv->tables.plan[layer].stored == layer) {
                 CHECK_EQ(feed(kv, 0, layer, 20), TKV_OK);
                 ask(kv, 0, layer, 20, NULL);
             }
-    CHECK_EQ(tkv_calibration_save(kv, saved, sizeof saved, bytes), TKV_OK);
+    CHECK_EQ(tkv_save_calibration(kv, saved, sizeof saved, bytes), TKV_OK);
     return kv;
 }
 
@@ -855,7 +858,7 @@ static int same_blocks(const tkv_cache *a, const tkv_cache *b, int seq, int laye
         const tkvi_coding *c = &a->tables.coding[p->coding];
         same = c->key == b->tables.coding[q->coding].key && p->start == q->start &&
                memcmp(tkvi_block_bytes(&a->pool, p), tkvi_block_bytes(&b->pool, q),
-                      c->record[a->tables.cfg.n_kv_heads - 1].at) == 0;
+                      c->record[a->tables.cfg.model.n_kv_heads - 1].at) == 0;
     }
     return same;
 }
@@ -871,27 +874,27 @@ TEST(saved_and_loaded) {
     layers[1].warm = layers[1].archive = pair_of(TKV_KIVI4, TKV_KIVI2); /* this one has nothing to learn */
     cfg.layers = layers;
     a = learned(&cfg, &bytes);
-    CHECK_EQ(tkv_calibrated_layers(a), 2);
-    CHECK_EQ(tkv_calibration_save(a, NULL, 0, &need), TKV_OK);
+    CHECK_EQ(calibrated_layers(a), 2);
+    CHECK_EQ(tkv_save_calibration(a, NULL, 0, &need), TKV_OK);
     CHECK_EQ(need, bytes);
     CHECK_EQ(bytes, 24 + 3 * 4 + 2 * KV_HEADS * (6 + 4 * DK) + 8); /* as drawn in learn/calibration.h */
     memset(saved_again, 0x5a, sizeof saved_again);
-    CHECK_EQ(tkv_calibration_save(a, saved_again, bytes - 1, &again), TKV_ERR_ARG);
+    CHECK_EQ(tkv_save_calibration(a, saved_again, bytes - 1, &again), TKV_ERR_ARG);
     CHECK_EQ(again, bytes);
     for (n = 0; n < SAVED; n++)
         if (saved_again[n] != 0x5a) break;
     CHECK_EQ(n, SAVED);
-    CHECK_EQ(tkv_calibration_save(a, saved_again, bytes, NULL), TKV_ERR_ARG);
-    CHECK_EQ(tkv_calibration_save(NULL, saved_again, bytes, &again), TKV_ERR_ARG);
-    CHECK_EQ(tkv_calibration_save(a, saved_again, bytes, &again), TKV_OK);
+    CHECK_EQ(tkv_save_calibration(a, saved_again, bytes, NULL), TKV_ERR_ARG);
+    CHECK_EQ(tkv_save_calibration(NULL, saved_again, bytes, &again), TKV_ERR_ARG);
+    CHECK_EQ(tkv_save_calibration(a, saved_again, bytes, &again), TKV_OK);
     CHECK_MEM(saved_again, saved, bytes);
     b = make(&cfg);
-    CHECK_EQ(tkv_calibration_load(b, NULL, bytes), TKV_ERR_ARG);
-    CHECK_EQ(tkv_calibration_load(NULL, saved, bytes), TKV_ERR_ARG);
-    CHECK_EQ(tkv_calibration_load(b, saved, bytes), TKV_OK);
-    CHECK_EQ(tkv_calibrated_layers(b), 2);
+    CHECK_EQ(tkv_load_calibration(b, NULL, bytes), TKV_ERR_ARG);
+    CHECK_EQ(tkv_load_calibration(NULL, saved, bytes), TKV_ERR_ARG);
+    CHECK_EQ(tkv_load_calibration(b, saved, bytes), TKV_OK);
+    CHECK_EQ(calibrated_layers(b), 2);
     memset(saved_again, 0, sizeof saved_again);
-    CHECK_EQ(tkv_calibration_save(b, saved_again, sizeof saved_again, &again), TKV_OK);
+    CHECK_EQ(tkv_save_calibration(b, saved_again, sizeof saved_again, &again), TKV_OK);
     CHECK_EQ(again, bytes);
     CHECK_MEM(saved_again, saved, bytes);
     for (n = 0; n < 500; n += 20) { /* compressed from the first block on, and to the same bytes */
@@ -904,10 +907,10 @@ TEST(saved_and_loaded) {
         }
     }
     for (layer = 0; layer < 3; layer++) {
-        tkv_tier_info info;
+        tkv_layer_info info;
         CHECK(same_blocks(a, b, 1, layer));
-        CHECK_EQ(tkv_tier_counts(b, 1, layer, &info), TKV_OK);
-        CHECK(info.tokens[TKV_ARCHIVE] == 256 && info.tokens[TKV_WARM] == 128);
+        CHECK_EQ(tkv_get_layer(b, 1, layer, &info), TKV_OK);
+        CHECK(info.tokens[TKV_TIER_ARCHIVE] == 256 && info.tokens[TKV_TIER_WARM] == 128);
         CHECK(!b->asked); /* who has a table does not listen */
     }
     whole(a, "saved");
@@ -927,12 +930,12 @@ TEST(loaded_into_another_plan) {
     tkv_destroy(kv);
     for (i = 0; i < COUNT(plans); i++) {
         cfg = config(2, 2);
-        cfg.archive = pair_of(plans[i][0], plans[i][1]);
-        cfg.allocation_unit = i % 2 ? 16 : 4;
-        cfg.sink_tokens = TKV_NONE;
+        cfg.tiers.archive = pair_of(plans[i][0], plans[i][1]);
+        cfg.format.allocation_unit = i % 2 ? 16 : 4;
+        cfg.tiers.sink_tokens = TKV_OFF;
         kv = make(&cfg);
-        CHECK_EQ(tkv_calibration_load(kv, saved, bytes), TKV_OK);
-        CHECK_EQ(tkv_calibration_save(kv, saved_again, sizeof saved_again, &again), TKV_OK);
+        CHECK_EQ(tkv_load_calibration(kv, saved, bytes), TKV_OK);
+        CHECK_EQ(tkv_save_calibration(kv, saved_again, sizeof saved_again, &again), TKV_OK);
         CHECK_EQ(again, bytes);
         CHECK_MEM(saved_again, saved, bytes);
         feed_all(kv, 0, 500, 50);
@@ -946,13 +949,13 @@ TEST(loaded_into_another_plan) {
     }
     cfg = config_kivi(2, 1); /* a plan that has no use for it */
     kv = make(&cfg);
-    CHECK_EQ(tkv_calibration_load(kv, saved, bytes), TKV_OK);
-    CHECK_EQ(tkv_calibrated_layers(kv), 0);
-    CHECK_EQ(tkv_calibration_freeze(kv), TKV_OK);
-    CHECK_EQ(tkv_calibration_refresh(kv), TKV_OK);
-    CHECK_EQ(tkv_calibration_save(kv, saved_again, sizeof saved_again, &again), TKV_OK);
+    CHECK_EQ(tkv_load_calibration(kv, saved, bytes), TKV_OK);
+    CHECK_EQ(calibrated_layers(kv), 0);
+    CHECK_EQ(tkv_freeze_calibration(kv), TKV_OK);
+    CHECK_EQ(tkv_refresh_calibration(kv), TKV_OK);
+    CHECK_EQ(tkv_save_calibration(kv, saved_again, sizeof saved_again, &again), TKV_OK);
     CHECK_EQ(again, 24 + 2 * 4 + 8);
-    CHECK_EQ(tkv_calibration_load(kv, saved_again, again), TKV_OK);
+    CHECK_EQ(tkv_load_calibration(kv, saved_again, again), TKV_OK);
     tkv_destroy(kv);
 }
 
@@ -965,13 +968,13 @@ TEST(tables_are_the_same_on_every_isa) {
         for (isa = TKV_ISA_SCALAR; isa < TKV_ISA_COUNT; isa++) {
             tkv_config cfg = config(1, 1);
             tkv_cache *kv;
-            cfg.isa = (tkv_isa)isa;
-            if (!tkv_isa_available(cfg.isa)) continue;
+            cfg.host.isa = (tkv_isa)isa;
+            if (!isa_available(cfg.host.isa)) continue;
             kv = make(&cfg);
-            while (tkv_layer_len(kv, 0, 0) < 1000) CHECK_EQ(feed_this(kv, what, 0, 0, 50), TKV_OK);
-            CHECK_EQ(tkv_calibration_refresh(kv), TKV_OK); /* once more, from warm blocks */
-            while (tkv_layer_len(kv, 0, 0) < 1600) CHECK_EQ(feed_this(kv, what, 0, 0, 50), TKV_OK);
-            CHECK_EQ(tkv_calibration_save(kv, first ? saved_again : saved, SAVED, &bytes), TKV_OK);
+            while (tkv_get_length(kv, 0, 0) < 1000) CHECK_EQ(feed_this(kv, what, 0, 0, 50), TKV_OK);
+            CHECK_EQ(tkv_refresh_calibration(kv), TKV_OK); /* once more, from warm blocks */
+            while (tkv_get_length(kv, 0, 0) < 1600) CHECK_EQ(feed_this(kv, what, 0, 0, 50), TKV_OK);
+            CHECK_EQ(tkv_save_calibration(kv, first ? saved_again : saved, SAVED, &bytes), TKV_OK);
             if (first) {
                 CHECK_EQ(bytes, first);
                 CHECK_MEM(saved_again, saved, bytes);
@@ -993,17 +996,17 @@ TEST(frozen) {
     layers[2].no_cache = 1;
     cfg.layers = layers;
     kv = make(&cfg);
-    CHECK_EQ(tkv_calibration_freeze(NULL), TKV_ERR_ARG);
-    CHECK_EQ(tkv_calibration_freeze(kv), TKV_ERR_STATE);
+    CHECK_EQ(tkv_freeze_calibration(NULL), TKV_ERR_ARG);
+    CHECK_EQ(tkv_freeze_calibration(kv), TKV_ERR_STATE);
     CHECK_EQ(feed(kv, 0, 0, 100), TKV_OK);
     ask(kv, 0, 1, 10, NULL); /* the layer that reads it teaches it */
     CHECK(tkvi_q_sq_sum_of(kv, 0, 0)[0] != 0);
-    CHECK_EQ(tkv_calibration_freeze(kv), TKV_ERR_STATE); /* layer 3 has seen nothing */
-    CHECK(tkv_last_error(kv)[0] != 0);
-    CHECK_EQ(tkv_calibrated_layers(kv), 0);
+    CHECK_EQ(tkv_freeze_calibration(kv), TKV_ERR_STATE); /* layer 3 has seen nothing */
+    CHECK(tkv_get_last_error(kv)[0] != 0);
+    CHECK_EQ(calibrated_layers(kv), 0);
     CHECK_EQ(feed(kv, 0, 3, 100), TKV_OK);
-    CHECK_EQ(tkv_calibration_freeze(kv), TKV_OK);
-    CHECK_EQ(tkv_calibrated_layers(kv), 2);
+    CHECK_EQ(tkv_freeze_calibration(kv), TKV_OK);
+    CHECK_EQ(calibrated_layers(kv), 2);
     table_is_sound(kv, 0, "frozen");
     table_is_sound(kv, 3, "frozen");
     for (n = 0; n < 700; n += 50) {
@@ -1012,23 +1015,23 @@ TEST(frozen) {
         CHECK_EQ(kv->tables.current[0], 0);
         CHECK(!kv->asked);
     }
-    CHECK_EQ(tkv_calibration_freeze(kv), TKV_OK); /* again: nothing to do */
+    CHECK_EQ(tkv_freeze_calibration(kv), TKV_OK); /* again: nothing to do */
     CHECK_EQ(kv->tables.current[0], 0);
-    CHECK_EQ(tkv_calibration_refresh(kv), TKV_OK);
-    CHECK_EQ(tkv_calibration_freeze(kv), TKV_OK); /* takes the refresh back */
+    CHECK_EQ(tkv_refresh_calibration(kv), TKV_OK);
+    CHECK_EQ(tkv_freeze_calibration(kv), TKV_OK); /* takes the refresh back */
     CHECK_EQ(feed(kv, 0, 0, 512), TKV_OK);
     CHECK_EQ(feed(kv, 0, 0, 512), TKV_OK);
     CHECK_EQ(kv->tables.current[0], 0);
-    CHECK_EQ(tkv_calibration_refresh(NULL), TKV_ERR_ARG);
-    CHECK_EQ(tkv_calibrated_layers(NULL), 0);
+    CHECK_EQ(tkv_refresh_calibration(NULL), TKV_ERR_ARG);
+    CHECK_EQ(calibrated_layers(NULL), 0);
     tkv_destroy(kv);
     cfg = config(1, 1); /* what was seen is gone: as good as nothing */
     kv = make(&cfg);
     CHECK_EQ(feed(kv, 0, 0, 300), TKV_OK);
-    CHECK_EQ(tkv_reset(kv, 0), TKV_OK);
-    CHECK_EQ(tkv_calibration_freeze(kv), TKV_ERR_STATE);
+    CHECK_EQ(tkv_seq_reset(kv, 0), TKV_OK);
+    CHECK_EQ(tkv_freeze_calibration(kv), TKV_ERR_STATE);
     CHECK_EQ(feed(kv, 0, 0, 300), TKV_OK);
-    CHECK_EQ(tkv_calibration_freeze(kv), TKV_OK);
+    CHECK_EQ(tkv_freeze_calibration(kv), TKV_OK);
     tkv_destroy(kv);
 }
 
@@ -1038,9 +1041,9 @@ TEST(a_flush_does_not_hurry_a_refresh) {
     size_t bytes = 0;
     tkv_cache *kv = learned(&cfg, &bytes);
     int n;
-    CHECK_EQ(tkv_calibration_refresh(kv), TKV_OK);
+    CHECK_EQ(tkv_refresh_calibration(kv), TKV_OK);
     CHECK_EQ(feed(kv, 0, 0, 7), TKV_OK);
-    CHECK_EQ(tkv_flush(kv, 0, TKV_FLUSH_ALL), TKV_OK);
+    CHECK_EQ(tkv_seq_flush(kv, 0, TKV_FLUSH_ALL), TKV_OK);
     CHECK_EQ(kv->tables.current[0], 0);
     for (n = 7; n < WELL; n += 157) {
         CHECK_EQ(kv->tables.current[0], 0);
@@ -1056,7 +1059,7 @@ TEST(a_flush_does_not_hurry_a_refresh) {
 static void nothing_changed(tkv_cache *kv, int version) {
     size_t bytes = 0;
     CHECK_EQ(kv->tables.current[0], version);
-    CHECK_EQ(tkv_calibration_save(kv, saved_again, sizeof saved_again, &bytes), TKV_OK);
+    CHECK_EQ(tkv_save_calibration(kv, saved_again, sizeof saved_again, &bytes), TKV_OK);
     CHECK_MEM(saved_again, saved, bytes);
     whole(kv, "nothing changed");
 }
@@ -1067,28 +1070,28 @@ TEST(learned_anew) {
     size_t bytes = 0;
     int n = 0, version;
     uint8_t *first;
-    cfg.hot.k = TKV_F32;
+    cfg.tiers.hot.k = TKV_F32;
     kv = learned(&cfg, &bytes);
     first = (uint8_t *)malloc(bytes);
     if (!first) exit(2);
     memcpy(first, saved, bytes);
     CHECK_EQ(kv->tables.current[0], 0);
-    CHECK_EQ(tkv_calibration_refresh(kv), TKV_OK);
-    CHECK_EQ(tkv_calibrated_layers(kv), 1); /* the old table is used on */
+    CHECK_EQ(tkv_refresh_calibration(kv), TKV_OK);
+    CHECK_EQ(calibrated_layers(kv), 1); /* the old table is used on */
     CHECK_EQ(tkv_read(kv, 0, 0, 0, 384, k_want, v_want), TKV_OK);
-    while (tkv_layer_len(kv, 1, 0) < WELL) {
+    while (tkv_get_length(kv, 1, 0) < WELL) {
         CHECK_EQ(feed_this(kv, BIASED, 1, 0, 32), TKV_OK);
         CHECK_EQ(kv->tables.current[0], 0);
     }
     CHECK_EQ(feed_this(kv, BIASED, 1, 0, 32), TKV_OK);
     CHECK_EQ(kv->tables.current[0], 1);
     table_is_sound(kv, 0, "anew");
-    CHECK_EQ(tkv_calibration_save(kv, saved, sizeof saved, &bytes), TKV_OK);
+    CHECK_EQ(tkv_save_calibration(kv, saved, sizeof saved, &bytes), TKV_OK);
     CHECK(memcmp(first, saved, bytes) != 0);
     CHECK_EQ(tkv_read(kv, 0, 0, 0, 384, k_out, v_out), TKV_OK); /* what has the old table keeps it */
     CHECK_MEM(k_out, k_want, 384 * K_ROW * sizeof(float));
     CHECK_MEM(v_out, v_want, 384 * V_ROW * sizeof(float));
-    while (tkv_layer_len(kv, 2, 0) < 400) CHECK_EQ(feed_this(kv, BIASED, 2, 0, 40), TKV_OK);
+    while (tkv_get_length(kv, 2, 0) < 400) CHECK_EQ(feed_this(kv, BIASED, 2, 0, 40), TKV_OK);
     {
         double loss[2];
         losses_of(kv, BIASED, 2, 0, loss);
@@ -1099,28 +1102,28 @@ TEST(learned_anew) {
     whole(kv, "two versions");
     /* Blocks use every version: the next table waits, a loaded one is refused. */
     for (version = 2; version < TKVI_VERSIONS; version++) {
-        CHECK_EQ(tkv_calibration_load(kv, version % 2 ? saved : first, bytes), TKV_OK);
+        CHECK_EQ(tkv_load_calibration(kv, version % 2 ? saved : first, bytes), TKV_OK);
         for (n = 0; n < 128; n += 64) CHECK_EQ(feed_this(kv, BIASED, 2, 0, 64), TKV_OK);
         CHECK_EQ(kv->tables.current[0], version);
     }
-    CHECK_EQ(tkv_calibration_load(kv, first, bytes), TKV_ERR_CAPACITY);
-    CHECK(tkv_last_error(kv)[0] != 0);
+    CHECK_EQ(tkv_load_calibration(kv, first, bytes), TKV_ERR_CAPACITY);
+    CHECK(tkv_get_last_error(kv)[0] != 0);
     nothing_changed(kv, TKVI_VERSIONS - 1);
-    CHECK_EQ(tkv_calibration_refresh(kv), TKV_OK);
+    CHECK_EQ(tkv_refresh_calibration(kv), TKV_OK);
     for (n = 0; n < 2 * WELL; n += 64) CHECK_EQ(feed_this(kv, BIASED, 2, 0, 64), TKV_OK);
     nothing_changed(kv, TKVI_VERSIONS - 1);
-    CHECK_EQ(tkv_reset(kv, 0),
+    CHECK_EQ(tkv_seq_reset(kv, 0),
              TKV_OK); /* it held blocks of the oldest one: but sequence 1 has some as well */
-    CHECK_EQ(tkv_reset(kv, 1), TKV_OK);
+    CHECK_EQ(tkv_seq_reset(kv, 1), TKV_OK);
     CHECK_EQ(feed_this(kv, BIASED, 2, 0, 1), TKV_OK);
     CHECK_EQ(kv->tables.current[0], 0);
     whole(kv, "the next one");
     for (version = 0; version < 2;
          version++) { /* no blocks at all: a table can be loaded any number of times */
-        for (n = 0; n < 3; n++) CHECK_EQ(tkv_reset(kv, n), TKV_OK);
-        CHECK_EQ(tkv_calibration_load(kv, first, bytes), TKV_OK);
-        CHECK_EQ(tkv_calibration_load(kv, first, bytes), TKV_OK);
-        CHECK_EQ(tkv_calibration_load(kv, first, bytes), TKV_OK);
+        for (n = 0; n < 3; n++) CHECK_EQ(tkv_seq_reset(kv, n), TKV_OK);
+        CHECK_EQ(tkv_load_calibration(kv, first, bytes), TKV_OK);
+        CHECK_EQ(tkv_load_calibration(kv, first, bytes), TKV_OK);
+        CHECK_EQ(tkv_load_calibration(kv, first, bytes), TKV_OK);
         CHECK_EQ(feed(kv, 0, 0, 300), TKV_OK);
         CHECK_EQ(feed(kv, 0, 0, 1), TKV_OK);
         whole(kv, "loaded often");
@@ -1141,7 +1144,7 @@ static tkv_status load_copy(tkv_cache *kv, const uint8_t *src, size_t n) {
     tkv_status st;
     if (!copy) exit(2);
     memcpy(copy, src, n);
-    st = tkv_calibration_load(kv, copy, n);
+    st = tkv_load_calibration(kv, copy, n);
     free(copy);
     return st;
 }
@@ -1160,13 +1163,13 @@ TEST(damaged_calibrations_are_refused) {
         for (c = 0; c < COUNT(changes); c++) {
             memcpy(copy, saved, bytes);
             copy[i] = (uint8_t)(copy[i] ^ changes[c]);
-            CHECK_EQ(tkv_calibration_load(kv, copy, bytes), TKV_ERR_DATA);
+            CHECK_EQ(tkv_load_calibration(kv, copy, bytes), TKV_ERR_DATA);
         }
-    CHECK(tkv_last_error(kv)[0] != 0);
+    CHECK(tkv_get_last_error(kv)[0] != 0);
     for (i = 0; i < bytes; i++) CHECK_EQ(load_copy(kv, saved, i), TKV_ERR_DATA);
     memcpy(copy, saved, bytes);
     copy[bytes] = 0;
-    CHECK_EQ(tkv_calibration_load(kv, copy, bytes + 1), TKV_ERR_DATA);
+    CHECK_EQ(tkv_load_calibration(kv, copy, bytes + 1), TKV_ERR_DATA);
     for (i = 0; i < bytes; i += 1 + i / 40) { /* cut, and made to look whole */
         memcpy(copy, saved, bytes);
         if (i < 8) continue;
@@ -1175,7 +1178,7 @@ TEST(damaged_calibrations_are_refused) {
     }
     for (layer = 0; layer < 2; layer++) CHECK(!has_table(kv, layer));
     whole(kv, "damaged");
-    CHECK_EQ(tkv_calibration_load(kv, saved, bytes), TKV_OK); /* it was not the cache's fault */
+    CHECK_EQ(tkv_load_calibration(kv, saved, bytes), TKV_OK); /* it was not the cache's fault */
     free(copy);
     tkv_destroy(kv);
 }
@@ -1188,13 +1191,13 @@ TEST(other_models_are_refused) {
     tkv_destroy(kv);
     for (i = 0; i < 5; i++) {
         cfg = config(i == 0 ? 3 : 2, 1);
-        if (i == 1) cfg.n_kv_heads = 4;
-        if (i == 2) cfg.head_dim = 31;
-        if (i == 3) cfg.v_head_dim = 64;
-        if (i == 4) cfg.n_heads = 8; /* the queries are nobody's business */
+        if (i == 1) cfg.model.n_kv_heads = 4;
+        if (i == 2) cfg.model.head_dim = 31;
+        if (i == 3) cfg.model.v_head_dim = 64;
+        if (i == 4) cfg.model.n_heads = 8; /* the queries are nobody's business */
         kv = make(&cfg);
-        CHECK_EQ(tkv_calibration_load(kv, saved, bytes), i == 4 ? TKV_OK : TKV_ERR_DATA);
-        CHECK_EQ(tkv_calibrated_layers(kv), i == 4 ? 2 : 0);
+        CHECK_EQ(tkv_load_calibration(kv, saved, bytes), i == 4 ? TKV_OK : TKV_ERR_DATA);
+        CHECK_EQ(calibrated_layers(kv), i == 4 ? 2 : 0);
         tkv_destroy(kv);
     }
 }
@@ -1231,7 +1234,7 @@ TEST(senseless_calibrations_are_refused) {
         if (i == 16) saved_again[11] = 0xff; /* layers */
         store64(saved_again + n - 8, hash_of(HASH_START, saved_again, n - 8));
         CHECK_MSG(load_copy(kv, saved_again, n) == TKV_ERR_DATA, "thing %d", i);
-        CHECK_EQ(tkv_calibrated_layers(kv), 0);
+        CHECK_EQ(calibrated_layers(kv), 0);
     }
     CHECK_EQ(load_copy(kv, saved, bytes), TKV_OK);
     tkv_destroy(kv);
@@ -1244,7 +1247,7 @@ static void records_fit(const tkv_cache *kv, const char *what, long number) {
         const tkvi_coding *coding = &kv->tables.coding[c];
         size_t sum = 0;
         if (!coding->record) continue; /* of a version that nobody needed yet */
-        for (head = 0; head < kv->tables.cfg.n_kv_heads; head++)
+        for (head = 0; head < kv->tables.cfg.model.n_kv_heads; head++)
             sum += coding->record[head].k.bytes + coding->record[head].v.bytes;
         CHECK_MSG(sum <= coding->bytes.total, "%s %ld: records of %lu bytes in a block of %lu", what, number,
                   (unsigned long)sum, (unsigned long)coding->bytes.total);
@@ -1260,16 +1263,16 @@ TEST(forged_calibrations_are_harmless) {
         size_t bytes = 0, i;
         tkv_cache *kv;
         tkv_rng rng = tkv_rng_seed(99);
-        cfg.n_heads = cfg.n_kv_heads = dims[d][0];
-        cfg.head_dim = dims[d][1];
-        cfg.v_head_dim = dims[d][2];
-        cfg.archive = pair_of(TKV_A20, TKV_R15);
+        cfg.model.n_heads = cfg.model.n_kv_heads = dims[d][0];
+        cfg.model.head_dim = dims[d][1];
+        cfg.model.v_head_dim = dims[d][2];
+        cfg.tiers.archive = pair_of(TKV_A20, TKV_R15);
         kv = make(&cfg);
-        rows_of(USUAL, 0, 0, 0, 400, cfg.n_kv_heads, cfg.head_dim, 0, k_in);
-        rows_of(USUAL, 0, 0, 0, 400, cfg.n_kv_heads, cfg.v_head_dim, 1, v_in);
+        rows_of(USUAL, 0, 0, 0, 400, cfg.model.n_kv_heads, cfg.model.head_dim, 0, k_in);
+        rows_of(USUAL, 0, 0, 0, 400, cfg.model.n_kv_heads, cfg.model.v_head_dim, 1, v_in);
         CHECK_EQ(tkv_append(kv, 0, 0, k_in, v_in, 100), TKV_OK);
-        CHECK_EQ(tkv_calibration_freeze(kv), TKV_OK);
-        CHECK_EQ(tkv_calibration_save(kv, saved, sizeof saved, &bytes), TKV_OK);
+        CHECK_EQ(tkv_freeze_calibration(kv), TKV_OK);
+        CHECK_EQ(tkv_save_calibration(kv, saved, sizeof saved, &bytes), TKV_OK);
         for (round = 0; round < rounds; round++) {
             int changes = 1 + tkv_rng_below(&rng, 4), j, head;
             tkv_status st;
@@ -1279,8 +1282,8 @@ TEST(forged_calibrations_are_harmless) {
                 saved_again[i] = (uint8_t)tkv_rng_below(&rng, 256);
             }
             if (round % 2) /* all weights anywhere, the importance of all channels high or low */
-                for (head = 0; head < cfg.n_kv_heads; head++) {
-                    uint8_t *h = saved_again + 28 + head * (6 + 4 * cfg.head_dim);
+                for (head = 0; head < cfg.model.n_kv_heads; head++) {
+                    uint8_t *h = saved_again + 28 + head * (6 + 4 * cfg.model.head_dim);
                     for (j = 0; j < 2; j++) {
                         int w = tkv_rng_below(&rng, 3) == 0 ? 4799 + tkv_rng_below(&rng, 4)
                                                             : tkv_rng_below(&rng, 9700) - 4850;
@@ -1288,11 +1291,11 @@ TEST(forged_calibrations_are_harmless) {
                         tkvi_store16(h + 2 * j, (uint16_t)(w & 0xffff));
                     }
                     for (j = 0; j < 2; j++) h[4 + j] = (uint8_t)(tkv_rng_below(&rng, 200) - 100);
-                    memset(h + 6 + cfg.head_dim, round % 4 == 1 ? 255 : 1, (size_t)cfg.head_dim);
+                    memset(h + 6 + cfg.model.head_dim, round % 4 == 1 ? 255 : 1, (size_t)cfg.model.head_dim);
                 }
             store64(saved_again + bytes - 8, hash_of(HASH_START, saved_again, bytes - 8));
-            CHECK_EQ(tkv_reset(kv, 0), TKV_OK);
-            st = tkv_calibration_load(kv, saved_again, bytes);
+            CHECK_EQ(tkv_seq_reset(kv, 0), TKV_OK);
+            st = tkv_load_calibration(kv, saved_again, bytes);
             CHECK(st == TKV_OK || st == TKV_ERR_DATA);
             used += st == TKV_OK;
             refused += st != TKV_OK;
@@ -1301,10 +1304,10 @@ TEST(forged_calibrations_are_harmless) {
             if (tkv_test_.bad) break; /* and do not write beyond them */
             if (round % 8 >= 2) continue;
             CHECK_EQ(tkv_append(kv, 0, 0, k_in, v_in, 400), TKV_OK);
-            CHECK_EQ(tkv_flush(kv, 0, TKV_FLUSH_ALL), TKV_OK);
+            CHECK_EQ(tkv_seq_flush(kv, 0, TKV_FLUSH_ALL), TKV_OK);
             CHECK_EQ(tkv_read(kv, 0, 0, 0, 400, k_out, v_out), TKV_OK);
-            CHECK(all_finite(k_out, 400 * cfg.n_kv_heads * cfg.head_dim));
-            CHECK(all_finite(v_out, 400 * cfg.n_kv_heads * cfg.v_head_dim));
+            CHECK(all_finite(k_out, 400 * cfg.model.n_kv_heads * cfg.model.head_dim));
+            CHECK(all_finite(v_out, 400 * cfg.model.n_kv_heads * cfg.model.v_head_dim));
             ask(kv, 0, 0, 1, NULL);
             whole(kv, "forged");
         }
@@ -1334,7 +1337,7 @@ TEST(queries_that_are_no_numbers) {
             CHECK_EQ(tkv_attend(kv, 0, 0, q, 1, out), TKV_OK);
         }
         CHECK(has_table(kv, 0));
-        CHECK_EQ(tkv_calibration_save(kv, with ? saved_again : saved, SAVED, &n[with]), TKV_OK);
+        CHECK_EQ(tkv_save_calibration(kv, with ? saved_again : saved, SAVED, &n[with]), TKV_OK);
         losses_of(kv, USUAL, 0, 0, loss[with]);
         whole(kv, "queries");
         tkv_destroy(kv);
@@ -1349,24 +1352,25 @@ TEST(aborts_and_freeze) {
     tkv_config cfg = config(1, 8);
     tkv_cache *kv;
     int seq, round;
-    cfg.max_append = 4096;
+    cfg.limits.max_append = 4096;
     kv = make(&cfg);
     for (seq = 0; seq < 8; seq++) {
-        CHECK_EQ(tkv_begin(kv, seq), TKV_OK);
+        CHECK_EQ(tkv_seq_begin(kv, seq), TKV_OK);
         CHECK_EQ(feed(kv, seq, 0, 512), TKV_OK);
     }
-    for (seq = 0; seq < 8; seq++) CHECK_EQ(seq % 2 ? tkv_abort(kv, seq) : tkv_commit(kv, seq), TKV_OK);
-    CHECK_EQ(tkv_calibration_freeze(kv), TKV_OK);
-    CHECK_EQ(tkv_calibrated_layers(kv), 1);
+    for (seq = 0; seq < 8; seq++)
+        CHECK_EQ(seq % 2 ? tkv_seq_abort(kv, seq) : tkv_seq_commit(kv, seq), TKV_OK);
+    CHECK_EQ(tkv_freeze_calibration(kv), TKV_OK);
+    CHECK_EQ(calibrated_layers(kv), 1);
     CHECK_EQ(feed(kv, 0, 0, 300), TKV_OK);
     whole(kv, "frozen");
     tkv_destroy(kv);
     kv = make(&cfg);
     for (round = 0; round < 8; round++) {
         CHECK_EQ(feed(kv, 0, 0, 200), TKV_OK);
-        CHECK_EQ(tkv_begin(kv, 1), TKV_OK);
+        CHECK_EQ(tkv_seq_begin(kv, 1), TKV_OK);
         CHECK_EQ(feed(kv, 1, 0, 2000), TKV_OK);
-        CHECK_EQ(tkv_abort(kv, 1), TKV_OK);
+        CHECK_EQ(tkv_seq_abort(kv, 1), TKV_OK);
         whole(kv, "aborted");
         CHECK_EQ(has_table(kv, 0), round > 2);
     }
@@ -1381,7 +1385,7 @@ TEST(zeros_come_first) {
     CHECK_EQ(feed_this(kv, ZEROS, 0, 0, 512), TKV_OK);
     CHECK_EQ(feed_this(kv, ZEROS, 0, 0, 512), TKV_OK);
     CHECK(has_table(kv, 0));
-    CHECK_EQ(tkv_reset(kv, 0), TKV_OK);
+    CHECK_EQ(tkv_seq_reset(kv, 0), TKV_OK);
     feed_all(kv, 0, 900, 1);
     losses_of(kv, USUAL, 0, 0, after);
     tkv_destroy(kv);
@@ -1402,7 +1406,7 @@ TEST(few_tokens) {
         tkv_cache *kv = make(&cfg);
         double worst = 0;
         CHECK_EQ(feed(kv, 0, 0, 4 + few[i]), TKV_OK);
-        CHECK_EQ(tkv_calibration_freeze(kv), TKV_OK);
+        CHECK_EQ(tkv_freeze_calibration(kv), TKV_OK);
         feed_all(kv, 0, 700, 1);
         CHECK_EQ(tkv_read(kv, 0, 0, 64, 256, k_out, v_out), TKV_OK);
         rows_of(USUAL, 0, 0, 64, 256, KV_HEADS, DK, 0, k_want);

@@ -23,14 +23,14 @@ static float out[CHUNK * Q_ROW], lse[CHUNK * HEADS], mass[MOST], a_now[MOST], b_
 static tkv_rng rng;
 
 static tkv_config config(int kv_heads, int every) {
-    tkv_config cfg = tkv_config_default();
-    cfg.n_layers = LAYERS;
-    cfg.n_heads = HEADS;
-    cfg.n_kv_heads = kv_heads;
-    cfg.head_dim = DIM;
-    cfg.max_append = CHUNK;
-    cfg.isa = tkv_test_isa();
-    cfg.importance_every = every;
+    tkv_config cfg = tkv_default_config();
+    cfg.model.n_layers = LAYERS;
+    cfg.model.n_heads = HEADS;
+    cfg.model.n_kv_heads = kv_heads;
+    cfg.model.head_dim = DIM;
+    cfg.limits.max_append = CHUNK;
+    cfg.host.isa = tkv_test_isa();
+    cfg.importance.sample_every = every;
     cfg.importance.strategy = TKV_IMPORTANCE_ACCUMULATION;
     cfg.importance.heads = TKV_IMPORTANCE_SUM; /* each query head tells by itself */
     return cfg;
@@ -38,13 +38,13 @@ static tkv_config config(int kv_heads, int every) {
 
 static tkv_config exact(int kv_heads, int every) {
     tkv_config cfg = config(kv_heads, every);
-    cfg.hot = pair_of(TKV_F32, TKV_F32);
-    cfg.hot_tokens = TKV_ALL;
+    cfg.tiers.hot = pair_of(TKV_F32, TKV_F32);
+    cfg.tiers.hot_tokens = TKV_UNLIMITED;
     return cfg;
 }
 
 static void feed(tkv_cache *kv, int layer, int n) {
-    const int row = kv->tables.cfg.n_kv_heads * DIM;
+    const int row = kv->tables.cfg.model.n_kv_heads * DIM;
     tkv_rng_fill(&rng, k_in, (size_t)(n * row), 1.0);
     tkv_rng_fill(&rng, v_in, (size_t)(n * row), 1.0);
     CHECK_EQ(tkv_append(kv, 0, layer, k_in, v_in, n), TKV_OK);
@@ -122,22 +122,22 @@ static void expect_call(tkv_cache *kv, const tkv_attend_params *q) {
     static double p[MOST], all[MOST];
     static char seen[MOST];
     const tkv_config *cfg = &kv->tables.cfg;
-    const int len = tkv_layer_len(kv, 0, LAYER), from = tkvi_list_of(kv, 0, LAYER)->dropped;
-    const int group = cfg->n_heads / cfg->n_kv_heads, row = cfg->n_kv_heads * DIM;
+    const int len = tkv_get_length(kv, 0, LAYER), from = tkvi_list_of(kv, 0, LAYER)->dropped;
+    const int group = cfg->model.n_heads / cfg->model.n_kv_heads, row = cfg->model.n_kv_heads * DIM;
     int i, h, j, c;
     CHECK_EQ(tkv_read(kv, 0, LAYER, from, len - from, keys + from * row, NULL), TKV_OK);
     if (o.step != len)
         for (j = 0; j < len; j++) o.want[j] *= o.how == NEWEST ? 0.0 : pow(o.decay, len - o.step);
     o.step = len;
     for (i = 0; i < q->n; i++)
-        for (h = 0; h < cfg->n_heads; h++) {
+        for (h = 0; h < cfg->model.n_heads; h++) {
             const int at = len - q->n + i, window = q->window > 0 ? q->window : MOST;
-            double top = q->sinks ? (double)q->sinks[h] : -1e300, sum = 0.0;
+            double top = q->sink_logits ? (double)q->sink_logits[h] : -1e300, sum = 0.0;
             if (o.how == NEWEST ? at < len - o.newest
-                                : (at + LAYER * cfg->n_kv_heads + h / group) % o.every != 0)
+                                : (at + LAYER * cfg->model.n_kv_heads + h / group) % o.every != 0)
                 continue;
             for (j = 0; j < len; j++) {
-                const int bit = j - (len - q->mask_bits_n);
+                const int bit = j - (len - q->n_mask_bits);
                 double s = 0.0;
                 seen[j] = (char)(j >= from && (q->non_causal || j <= at) && at - j < window);
                 if (q->mask && q->mask[i * len + j] < -1e29f) seen[j] = 0;
@@ -145,15 +145,15 @@ static void expect_call(tkv_cache *kv, const tkv_attend_params *q) {
                 if (!seen[j]) continue;
                 for (c = 0; c < DIM; c++)
                     s += (double)q_in[i * Q_ROW + h * DIM + c] * (double)keys[j * row + h / group * DIM + c];
-                s *= (double)cfg->scale;
+                s *= (double)cfg->model.scale;
                 if (q->softcap > 0.0f) s = (double)q->softcap * tanh(s / (double)q->softcap);
-                if (q->alibi) s += (double)q->alibi[h] * (j - at);
+                if (q->alibi_slopes) s += (double)q->alibi_slopes[h] * (j - at);
                 if (q->mask) s += (double)q->mask[i * len + j];
                 p[j] = s;
                 top = s > top ? s : top;
             }
             for (j = 0; j < len; j++) sum += seen[j] ? p[j] = exp(p[j] - top) : 0.0;
-            if (q->sinks) sum += exp((double)q->sinks[h] - top);
+            if (q->sink_logits) sum += exp((double)q->sink_logits[h] - top);
             if (!(sum > 0.0)) continue; /* it sees no key */
             for (j = 0; j < len; j++) {
                 p[j] /= sum;
@@ -228,8 +228,9 @@ TEST(decay) {
     expect(LARGEST, 2, .5);
     follow(&cfg, &p, "largest, decayed");
     memset(&cfg.importance, 0, sizeof cfg.importance);
+    cfg.importance.sample_every = 2;
     cfg.importance.heads = TKV_IMPORTANCE_SUM;
-    cfg.evict.kind = TKV_EVICT_H2O; /* as its paper counts, though hybrid would decay */
+    cfg.evict.policy = TKV_EVICT_H2O; /* as its paper counts, though hybrid would decay */
     expect(SUM, 2, 1.0);
     follow(&cfg, &p, "h2o");
     cfg.importance.decay = .9f;
@@ -254,20 +255,21 @@ TEST(other_ways) {
     o.low = (double)cfg.importance.low;
     follow(&cfg, &p, "below .01");
     memset(&cfg.importance, 0, sizeof cfg.importance);
+    cfg.importance.sample_every = 1;
     cfg.importance.heads = TKV_IMPORTANCE_SUM;
-    cfg.evict.kind = TKV_EVICT_SCISSORHANDS;
+    cfg.evict.policy = TKV_EVICT_SCISSORHANDS;
     expect(LOWS, 1, 1.0);
     follow(&cfg, &p, "scissorhands");
-    cfg.evict.kind = TKV_EVICT_TOVA;
-    cfg.importance_every = 16; /* no matter */
+    cfg.evict.policy = TKV_EVICT_TOVA;
+    cfg.importance.sample_every = 16; /* no matter */
     expect(NEWEST, 0, 1.0);
     o.newest = 1;
     follow(&cfg, &p, "tova");
-    cfg.evict.kind = TKV_EVICT_SNAPKV;
+    cfg.evict.policy = TKV_EVICT_SNAPKV;
     expect(NEWEST, 0, 1.0);
     o.newest = 32;
     follow(&cfg, &p, "snapkv");
-    cfg.evict.kind = TKV_EVICT_PYRAMIDKV;
+    cfg.evict.policy = TKV_EVICT_PYRAMIDKV;
     cfg.evict.recent_tokens = 5;
     expect(NEWEST, 0, 1.0);
     o.newest = 5;
@@ -290,7 +292,7 @@ TEST(query_heads) {
                 tkv_attend_params p = ask_of(0);
                 const int group = shapes[i][0] / shapes[i][1], is_max = how == TKV_IMPORTANCE_MAX;
                 p.q_row_stride = Q_ROW;
-                cfg.n_heads = shapes[i][0];
+                cfg.model.n_heads = shapes[i][0];
                 cfg.importance.strategy = strategies[s];
                 cfg.importance.heads = (tkv_importance_heads)how;
                 expect(ways[s], 2, 1.0);
@@ -308,7 +310,7 @@ TEST(mean_and_sum) {
     tkv_config wrong = exact(1, 1);
     int how, i, count;
     wrong.importance.heads = (tkv_importance_heads)3;
-    CHECK_EQ(tkv_config_validate(&wrong, NULL, 0), TKV_ERR_CONFIG);
+    CHECK_EQ(tkv_validate_config(&wrong, NULL, 0), TKV_ERR_CONFIG);
     NEEDS_ATOMICS;
     for (how = 0; how < 2; how++) {
         tkv_config cfg = exact(1, 1);
@@ -322,7 +324,7 @@ TEST(mean_and_sum) {
             feed(kv, LAYER, 1);
             ask(kv, &p);
         }
-        CHECK_EQ(tkv_top_tokens(kv, 0, LAYER, 50, 0, best[how], &count), TKV_OK);
+        CHECK_EQ(tkv_find_top_tokens(kv, 0, LAYER, 50, 0, best[how], &count), TKV_OK);
         CHECK_EQ(count, 50);
         tkv_destroy(kv);
     }
@@ -343,8 +345,8 @@ TEST(query_heads_change_no_answer) {
             tkv_attend_params p = ask_of(n);
             tkv_cache *kv;
             rng = tkv_rng_seed(6);
-            cfg.n_heads = 3;
-            cfg.warm = cfg.archive = pair_of(TKV_KIVI4, TKV_KIVI4);
+            cfg.model.n_heads = 3;
+            cfg.tiers.warm = cfg.tiers.archive = pair_of(TKV_KIVI4, TKV_KIVI4);
             cfg.importance.heads = how ? TKV_IMPORTANCE_MAX : TKV_IMPORTANCE_SUM;
             kv = make(&cfg);
             feed(kv, LAYER, 200);
@@ -364,7 +366,7 @@ enum { FAMOUS = 30, YOUNG = 8, RATE_TOKENS = 320, RATE_FROM = 192 };
 /* Decodes tokens of which FAMOUS gets a third of all attention and each other key an even share of the rest. Averages
  * of the last 128 steps: the importance of FAMOUS, of a key that is as old, and of one that came YOUNG tokens ago. */
 static void check_rate(const tkv_config *cfg, double *famous, double *other, double *young) {
-    const int row = cfg->n_kv_heads * DIM;
+    const int row = cfg->model.n_kv_heads * DIM;
     tkv_cache *kv = make(cfg);
     int n, h, c;
     *famous = *other = *young = 0.0;
@@ -382,7 +384,7 @@ static void check_rate(const tkv_config *cfg, double *famous, double *other, dou
             CHECK_EQ(tkv_attend_ex(kv, &p), TKV_OK);
         }
         if (n < RATE_FROM) continue;
-        CHECK_EQ(tkv_importance_of(kv, 0, LAYER, 0, n + 1, a_now, NULL), TKV_OK);
+        CHECK_EQ(tkv_get_importance(kv, 0, LAYER, 0, n + 1, a_now, NULL), TKV_OK);
         *famous += (double)a_now[FAMOUS] / (RATE_TOKENS - RATE_FROM);
         *other += (double)a_now[FAMOUS + 1] / (RATE_TOKENS - RATE_FROM);
         *young += (double)a_now[n - YOUNG] / (RATE_TOKENS - RATE_FROM);
@@ -408,8 +410,8 @@ TEST(rates_mean_the_same) {
             }
             printf("\n      %-13s %d KV heads, one in 1, 8, 32: a third of the attention %.3f %.3f %.3f, "
                    "young %.3f %.3f %.3f",
-                   tkv_importance_name(strategy[s]), heads, famous[0], famous[1], famous[2], young[0],
-                   young[1], young[2]);
+                   tkv_get_name(TKV_NAME_IMPORTANCE, strategy[s]), heads, famous[0], famous[1], famous[2],
+                   young[0], young[1], young[2]);
             for (i = 1; i < COUNT(every); i++) {
                 CHECK_NEAR(famous[i] - famous[0], 0.0, 0.1 * fabs(famous[0]));
                 CHECK_NEAR(young[i] - young[0], 0.0, 0.05 * fabs(famous[0]) + 0.02 * fabs(young[0]));
@@ -421,7 +423,8 @@ TEST(rates_mean_the_same) {
     printf("\n     ");
 }
 
-/* One sampled query stands for importance_every queries, at the largest rates too. Position 0 is sampled at any rate. */
+/* One sampled query stands for importance_every queries, at the largest rates too. Position 0 is sampled at any
+ * rate. */
 TEST(largest_rates) {
     static const int every[] = {1,       255,     256,           257,     4096,         4097,
                                 1 << 20, 1 << 22, (1 << 23) - 1, 1 << 23, (1 << 30) - 1};
@@ -438,7 +441,7 @@ TEST(largest_rates) {
             p.layer = 0;
             feed(kv, 0, 1);
             ask(kv, &p);
-            CHECK_EQ(tkv_importance_of(kv, 0, 0, 0, 1, a_now, NULL), TKV_OK);
+            CHECK_EQ(tkv_get_importance(kv, 0, 0, 0, 1, a_now, NULL), TKV_OK);
             CHECK_NEAR(a_now[0], want, 1e-5 * want);
             sound(kv);
             tkv_destroy(kv);
@@ -455,8 +458,8 @@ TEST(mass_from_elsewhere_at_any_rate) {
         tkv_cache *kv = make(&cfg);
         feed(kv, LAYER, 100);
         for (t = 0; t < 100; t++) mass[t] = 0.01f * (float)t;
-        CHECK_EQ(tkv_importance_add_to(kv, 0, LAYER, 0, 100, mass), TKV_OK);
-        CHECK_EQ(tkv_importance_of(kv, 0, LAYER, 0, 100, a_now, NULL), TKV_OK);
+        CHECK_EQ(tkv_add_scores(kv, 0, LAYER, 0, 100, mass), TKV_OK);
+        CHECK_EQ(tkv_get_importance(kv, 0, LAYER, 0, 100, a_now, NULL), TKV_OK);
         for (t = 0; t < 100; t++) CHECK_NEAR(a_now[t], mass[t], 0.5 * step + 1e-6);
         tkv_destroy(kv);
     }
@@ -468,7 +471,7 @@ TEST(one_step_many_calls) {
     tkv_cache *kv;
     tkv_attend_params p = ask_of(1);
     NEEDS_ATOMICS;
-    cfg.evict.kind = TKV_EVICT_TOVA;
+    cfg.evict.policy = TKV_EVICT_TOVA;
     kv = make(&cfg);
     expect(NEWEST, 0, 1.0);
     o.newest = 1;
@@ -497,14 +500,14 @@ TEST(what_changes_logits) {
     int i;
     NEEDS_ATOMICS;
     p.softcap = 3.0f;
-    p.sinks = sinks;
+    p.sink_logits = sinks;
     expect(SUM, 1, 1.0);
     follow(&cfg, &p, "softcap, sinks");
     p.softcap = 0.0f;
     expect(SUM, 1, 1.0);
     follow(&cfg, &p, "sinks");
-    p.sinks = NULL;
-    p.alibi = alibi;
+    p.sink_logits = NULL;
+    p.alibi_slopes = alibi;
     p.window = 70;
     expect(SUM, 1, 1.0);
     follow(&cfg, &p, "alibi, window");
@@ -535,7 +538,7 @@ TEST(what_changes_logits) {
     feed(kv, LAYER, 130);
     p = ask_of(4);
     p.mask_bits = bits;
-    p.mask_bits_n = 4;
+    p.n_mask_bits = 4;
     p.non_causal = 1;
     ask(kv, &p);
     expect_call(kv, &p);
@@ -554,18 +557,18 @@ TEST(coded_tiers) {
         tkv_attend_params p = ask_of(1);
         tkv_cache *kv;
         double worst = 0.0, all = 0.0;
-        cfg.warm = cfg.archive = pair_of(formats[i][0], formats[i][1]);
-        cfg.warm_tokens = 128;
+        cfg.tiers.warm = cfg.tiers.archive = pair_of(formats[i][0], formats[i][1]);
+        cfg.tiers.warm_tokens = 128;
         kv = make(&cfg);
         for (n = 0; n < 4; n++) feed(kv, LAYER, 200);
         p.lse = lse;
-        p.mass = mass;
+        p.scores = mass;
         memset(b_now, 0, sizeof b_now);
         for (n = 0; n < 30; n++) {
             p.n = n < 28 ? 1 : 60;
             feed(kv, LAYER, p.n);
             ask(kv, &p);
-            for (j = 0; j < tkv_layer_len(kv, 0, LAYER); j++) b_now[j] += mass[j];
+            for (j = 0; j < tkv_get_length(kv, 0, LAYER); j++) b_now[j] += mass[j];
         }
         gathered(kv, LAYER, a_now);
         for (j = 0; j < MOST; j++) {
@@ -589,13 +592,13 @@ TEST(many_queries) {
         tkv_config cfg = config(kv_heads[i], 3);
         tkv_cache *kv[2];
         double worst = 0.0, all = 0.0;
-        cfg.warm = cfg.archive = pair_of(TKV_KIVI4, TKV_KIVI4);
-        cfg.precise = 1;
+        cfg.tiers.warm = cfg.tiers.archive = pair_of(TKV_KIVI4, TKV_KIVI4);
+        cfg.host.precise = 1;
         for (c = 0; c < 2; c++) {
             tkv_attend_params p = ask_of(190);
             rng = tkv_rng_seed(77);
             kv[c] = make(&cfg);
-            if (c) p.lse = lse, p.mass = mass; /* not with those kernels then */
+            if (c) p.lse = lse, p.scores = mass; /* not with those kernels then */
             for (j = 0; j < 5; j++) {
                 feed(kv[c], LAYER, 190);
                 ask(kv[c], &p);
@@ -650,7 +653,7 @@ static void life(const tkv_config *cfg, int queries, uint64_t *said, uint64_t *f
 
 TEST(threads_change_nothing) {
     static const int queries[] = {1, 3, 18};
-    static const tkv_evict_kind kinds[] = {TKV_EVICT_NONE, TKV_EVICT_SCISSORHANDS, TKV_EVICT_TOVA};
+    static const tkv_evict_policy kinds[] = {TKV_EVICT_NONE, TKV_EVICT_SCISSORHANDS, TKV_EVICT_TOVA};
     static const tkv_parallel_for how[] = {NULL, backwards, three_by_turns};
     int i, j, k;
     NEEDS_ATOMICS;
@@ -660,16 +663,16 @@ TEST(threads_change_nothing) {
             tkv_config cfg = config(2, 4);
             cfg.importance.strategy = TKV_IMPORTANCE_HYBRID;
             cfg.importance.heads = (tkv_importance_heads)((i + j) % 3);
-            cfg.evict.kind = kinds[j];
+            cfg.evict.policy = kinds[j];
             for (k = 0; k < 3; k++) {
-                cfg.parallel_for = how[k];
+                cfg.host.parallel_for = how[k];
                 life(&cfg, queries[i], &said[k], &found[k]);
             }
             CHECK(said[1] == said[0] && said[2] == said[0]);
             CHECK(found[1] == found[0] && found[2] == found[0]);
             CHECK(found[0] != hash_of_floats(HASH_START, (float *)memset(a_now, 0, sizeof a_now), MOST));
             memset(&cfg.evict, 0, sizeof cfg.evict);
-            cfg.importance_every = 0;
+            cfg.importance.sample_every = 0;
             life(&cfg, queries[i], &quiet, &none);
             CHECK(quiet == said[0]); /* nor does gathering change the output */
         }
@@ -680,14 +683,14 @@ TEST(instruction_sets_agree) {
     uint64_t said, found;
     int isa, j;
     NEEDS_ATOMICS;
-    cfg.isa = TKV_ISA_SCALAR;
-    cfg.warm = cfg.archive = pair_of(TKV_KIVI4, TKV_KIVI4);
+    cfg.host.isa = TKV_ISA_SCALAR;
+    cfg.tiers.warm = cfg.tiers.archive = pair_of(TKV_KIVI4, TKV_KIVI4);
     life(&cfg, 2, &said, &found);
     memcpy(b_now, a_now, sizeof b_now);
     for (isa = TKV_ISA_SCALAR; isa < TKV_ISA_COUNT; isa++) {
         double worst = 0.0;
-        if (!tkv_isa_available((tkv_isa)isa)) continue;
-        cfg.isa = (tkv_isa)isa;
+        if (!isa_available((tkv_isa)isa)) continue;
+        cfg.host.isa = (tkv_isa)isa;
         life(&cfg, 2, &said, &found);
         for (j = 0; j < MOST; j++) {
             const double e = fabs((double)a_now[j] - (double)b_now[j]);
@@ -706,23 +709,24 @@ TEST(only_where_it_is_wanted) {
     NEEDS_ATOMICS;
     cfg.evict.scorer = (float (*)(void *, const struct tkv_evict_view *, int))0;
     for (kind = 0; kind < TKV_EVICT_USER; kind++) {
-        const int needs = tkv_evict_needs((tkv_evict_kind)kind);
+        const int needs = tkvi_evict_needs((tkv_evict_policy)kind);
         const int wants = kind == TKV_EVICT_SCORES ||
-                          (needs & ~(TKV_EVICT_NEEDS_NORMS | TKV_EVICT_NEEDS_KEYS | TKV_EVICT_NEEDS_SCORES));
+                          (needs & ~(TKVI_NEEDS_NORMS | TKVI_NEEDS_KEYS | TKVI_NEEDS_USER_SCORES));
         int some = 0;
-        cfg.evict.kind = (tkv_evict_kind)kind;
+        cfg.evict.policy = (tkv_evict_policy)kind;
         kv = make(&cfg);
         feed(kv, LAYER, 64);
         ask(kv, &p);
         CHECK_EQ(kv->pool.token_meta != NULL, kind != TKV_EVICT_NONE);
         if (kv->pool.token_meta) gathered(kv, LAYER, a_now);
         for (j = 0; j < 64 && kv->pool.token_meta; j++) some |= a_now[j] > 0.0f || a_now[j] < 0.0f;
-        CHECK_MSG(some == (wants != 0), "%s gathers %d", tkv_evict_name((tkv_evict_kind)kind), some);
-        CHECK_EQ(tkv_importance_of(kv, 0, LAYER, 0, 64, a_now, NULL), wants ? TKV_OK : TKV_ERR_CONFIG);
+        CHECK_MSG(some == (wants != 0), "%s gathers %d",
+                  tkv_get_name(TKV_NAME_EVICT_POLICY, (tkv_evict_policy)kind), some);
+        CHECK_EQ(tkv_get_importance(kv, 0, LAYER, 0, 64, a_now, NULL), wants ? TKV_OK : TKV_ERR_CONFIG);
         tkv_destroy(kv);
     }
-    cfg.evict.kind = TKV_EVICT_SLIDING; /* but asked for it does */
-    cfg.importance_every = 1;
+    cfg.evict.policy = TKV_EVICT_SLIDING; /* but asked for it does */
+    cfg.importance.sample_every = 1;
     kv = make(&cfg);
     feed(kv, LAYER, 64);
     ask(kv, &p);
@@ -761,15 +765,15 @@ TEST(cuts) {
     ask(kv, &p);
     gathered(kv, LAYER, b_now);
     CHECK(b_now[89] > 0.0f && b_now[90] > 0.0f);
-    CHECK_EQ(tkv_truncate(kv, 0, 90), TKV_OK);
+    CHECK_EQ(tkv_seq_truncate(kv, 0, 90), TKV_OK);
     feed(kv, LAYER, 10);
     gathered(kv, LAYER, a_now);
     CHECK_MEM(a_now, b_now, 90 * sizeof *a_now);
     CHECK_NEAR(a_now[90], 0.0, 0.0);
-    CHECK_EQ(tkv_begin(kv, 0), TKV_OK);
+    CHECK_EQ(tkv_seq_begin(kv, 0), TKV_OK);
     feed(kv, LAYER, 30);
     ask(kv, &p);
-    CHECK_EQ(tkv_abort(kv, 0), TKV_OK);
+    CHECK_EQ(tkv_seq_abort(kv, 0), TKV_OK);
     feed(kv, LAYER, 30);
     gathered(kv, LAYER, a_now);
     CHECK_NEAR(a_now[100], 0.0, 0.0);
@@ -785,11 +789,11 @@ TEST(cuts_of_the_newest) {
     tkv_attend_params p = ask_of(1);
     tkv_cache *kv;
     NEEDS_ATOMICS;
-    cfg.evict.kind = TKV_EVICT_TOVA;
+    cfg.evict.policy = TKV_EVICT_TOVA;
     kv = make(&cfg);
     feed(kv, LAYER, 100);
     ask(kv, &p);
-    CHECK_EQ(tkv_truncate(kv, 0, 99), TKV_OK);
+    CHECK_EQ(tkv_seq_truncate(kv, 0, 99), TKV_OK);
     feed(kv, LAYER, 1);
     expect(NEWEST, 0, 1.0);
     o.newest = 1;
@@ -803,7 +807,7 @@ TEST(cuts_of_the_newest) {
 TEST(importance) {
     tkv_config cfg = exact(2, 1);
     tkv_attend_params p = ask_of(1);
-    tkv_importance token[300];
+    tkv_token_importance token[300];
     uint64_t gone[5];
     float want[300], part[70];
     tkv_cache *kv;
@@ -820,35 +824,35 @@ TEST(importance) {
         token[i].attention = b_now[i]; /* decayed already */
         token[i].step = 299;
     }
-    CHECK_EQ(tkv_importance_read(&cfg.importance, token, NULL, 300, 299, want), TKV_OK);
-    CHECK_EQ(tkv_importance_of(kv, 0, LAYER, 0, 300, a_now, gone), TKV_OK);
+    CHECK_EQ(tkv_update_importance(&cfg.importance, token, NULL, NULL, 300, 299, want), TKV_OK);
+    CHECK_EQ(tkv_get_importance(kv, 0, LAYER, 0, 300, a_now, gone), TKV_OK);
     CHECK_MEM(a_now, want, sizeof want);
     for (i = 0; i < 5; i++) CHECK(gone[i] == 0);
     CHECK_NEAR(a_now[299], .3, 1e-6); /* nobody asked since it came: its age alone */
-    CHECK_EQ(tkv_importance_of(kv, 0, LAYER, 60, 70, part, gone), TKV_OK);
+    CHECK_EQ(tkv_get_importance(kv, 0, LAYER, 60, 70, part, gone), TKV_OK);
     CHECK_MEM(part, want + 60, sizeof part);
-    CHECK_EQ(tkv_importance_of(kv, 0, LAYER, 300, 0, part, gone), TKV_OK);
-    CHECK_EQ(tkv_importance_of(kv, 0, 0, 0, 0, part, gone), TKV_OK); /* a layer without tokens */
+    CHECK_EQ(tkv_get_importance(kv, 0, LAYER, 300, 0, part, gone), TKV_OK);
+    CHECK_EQ(tkv_get_importance(kv, 0, 0, 0, 0, part, gone), TKV_OK); /* a layer without tokens */
     memcpy(mass, a_now, sizeof mass);
-    CHECK_EQ(tkv_importance_of(kv, 0, LAYER, 0, 301, a_now, gone), TKV_ERR_RANGE);
-    CHECK_EQ(tkv_importance_of(kv, 0, LAYER, -1, 1, a_now, gone), TKV_ERR_RANGE);
-    CHECK_EQ(tkv_importance_of(kv, 0, LAYER, 2147483647, 2147483647, a_now, gone), TKV_ERR_RANGE);
-    CHECK_EQ(tkv_importance_of(kv, 0, LAYER, 0, -1, a_now, gone), TKV_ERR_ARG);
-    CHECK_EQ(tkv_importance_of(kv, 0, LAYER, 0, 1, NULL, gone), TKV_ERR_ARG);
-    CHECK_EQ(tkv_importance_of(kv, 1, LAYER, 0, 1, part, gone), TKV_ERR_ARG);
-    CHECK_EQ(tkv_importance_of(kv, 0, LAYERS, 0, 1, part, gone), TKV_ERR_ARG);
-    CHECK_EQ(tkv_importance_of(NULL, 0, LAYER, 0, 1, part, gone), TKV_ERR_ARG);
+    CHECK_EQ(tkv_get_importance(kv, 0, LAYER, 0, 301, a_now, gone), TKV_ERR_RANGE);
+    CHECK_EQ(tkv_get_importance(kv, 0, LAYER, -1, 1, a_now, gone), TKV_ERR_RANGE);
+    CHECK_EQ(tkv_get_importance(kv, 0, LAYER, 2147483647, 2147483647, a_now, gone), TKV_ERR_RANGE);
+    CHECK_EQ(tkv_get_importance(kv, 0, LAYER, 0, -1, a_now, gone), TKV_ERR_ARG);
+    CHECK_EQ(tkv_get_importance(kv, 0, LAYER, 0, 1, NULL, gone), TKV_ERR_ARG);
+    CHECK_EQ(tkv_get_importance(kv, 1, LAYER, 0, 1, part, gone), TKV_ERR_ARG);
+    CHECK_EQ(tkv_get_importance(kv, 0, LAYERS, 0, 1, part, gone), TKV_ERR_ARG);
+    CHECK_EQ(tkv_get_importance(NULL, 0, LAYER, 0, 1, part, gone), TKV_ERR_ARG);
     CHECK_MEM(a_now, mass, sizeof mass); /* errors write nothing */
     tkv_destroy(kv);
-    cfg.importance_every = 0;
+    cfg.importance.sample_every = 0;
     kv = make(&cfg);
     feed(kv, LAYER, 10);
-    CHECK_EQ(tkv_importance_of(kv, 0, LAYER, 0, 10, part, gone), TKV_ERR_CONFIG);
+    CHECK_EQ(tkv_get_importance(kv, 0, LAYER, 0, 10, part, gone), TKV_ERR_CONFIG);
     tkv_destroy(kv);
     cfg.importance.strategy = TKV_IMPORTANCE_RECENCY; /* needs nothing */
     kv = make(&cfg);
     feed(kv, LAYER, 10);
-    CHECK_EQ(tkv_importance_of(kv, 0, LAYER, 0, 10, part, gone), TKV_OK);
+    CHECK_EQ(tkv_get_importance(kv, 0, LAYER, 0, 10, part, gone), TKV_OK);
     CHECK_NEAR(part[9], 1.0, 1e-6);
     CHECK_NEAR(part[4], exp(-.1), 1e-6);
     tkv_destroy(kv);
@@ -864,13 +868,13 @@ TEST(gone_tokens) {
     tkv_cache *kv;
     int i, left, n = 0, count;
     NEEDS_ATOMICS;
-    cfg.window = 100;
+    cfg.model.window = 100;
     kv = make(&cfg);
     for (i = 0; i < 6; i++) feed(kv, LAYER, 100);
     ask(kv, &p);
     left = tkvi_list_of(kv, 0, LAYER)->dropped;
     REQUIRE(left > 64 && left < 600);
-    CHECK_EQ(tkv_importance_of(kv, 0, LAYER, 0, 600, a_now, gone), TKV_OK);
+    CHECK_EQ(tkv_get_importance(kv, 0, LAYER, 0, 600, a_now, gone), TKV_OK);
     for (i = 0; i < 600; i++) n += (int)(gone[i / 64] >> i % 64 & 1);
     CHECK_EQ(n, left);
     CHECK(gone[0] == ~(uint64_t)0 && gone[9] == 0);
@@ -878,12 +882,12 @@ TEST(gone_tokens) {
     CHECK(a_now[590] > 0.0f);
     kv->pool.block[tkvi_ids(kv, 0, LAYER)[tkvi_list_of(kv, 0, LAYER)->n - 1]].gone = 2; /* one more */
     i = tkvi_block_start(kv, tkvi_ids(kv, 0, LAYER), tkvi_list_of(kv, 0, LAYER)->n - 1);
-    CHECK_EQ(tkv_importance_of(kv, 0, LAYER, i, 3, a_now, gone), TKV_OK);
+    CHECK_EQ(tkv_get_importance(kv, 0, LAYER, i, 3, a_now, gone), TKV_OK);
     CHECK(gone[0] == 2 && a_now[0] > 0.0f && !(a_now[1] > 0.0f) && a_now[2] > 0.0f);
-    CHECK_EQ(tkv_importance_add_to(kv, 0, LAYER, i, 3, some), TKV_OK); /* passes over it */
+    CHECK_EQ(tkv_add_scores(kv, 0, LAYER, i, 3, some), TKV_OK); /* passes over it */
     gathered(kv, LAYER, b_now);
     CHECK(b_now[i] > 5.0f && b_now[i + 1] < 1.0f && b_now[i + 2] > 7.0f);
-    CHECK_EQ(tkv_top_tokens(kv, 0, LAYER, 4, 0, best, &count), TKV_OK);
+    CHECK_EQ(tkv_find_top_tokens(kv, 0, LAYER, 4, 0, best, &count), TKV_OK);
     CHECK_EQ(best[0].position, i + 2);
     CHECK_EQ(best[1].position, i);
     for (n = 0; n < count; n++) CHECK(best[n].position != i + 1 && best[n].position >= left);
@@ -896,7 +900,7 @@ TEST(gone_tokens) {
 
 /* Where tokens were dropped and blocks have joined, those that stay keep what they got, and get what is theirs. */
 TEST(after_eviction) {
-    static const tkv_evict_kind kinds[] = {TKV_EVICT_H2O, TKV_EVICT_TOVA, TKV_EVICT_SCISSORHANDS};
+    static const tkv_evict_policy kinds[] = {TKV_EVICT_H2O, TKV_EVICT_TOVA, TKV_EVICT_SCISSORHANDS};
     static float before[MOST];
     int i, j, n;
     NEEDS_ATOMICS;
@@ -906,9 +910,9 @@ TEST(after_eviction) {
         uint64_t alive[MOST / 64 + 1], odd[10];
         double worst = 0.0, all = 0.0, kept = 0.0;
         tkv_cache *kv;
-        cfg.warm = cfg.archive = pair_of(TKV_KIVI4, TKV_KIVI4);
-        cfg.warm_tokens = 128;
-        cfg.evict.kind = kinds[i];
+        cfg.tiers.warm = cfg.tiers.archive = pair_of(TKV_KIVI4, TKV_KIVI4);
+        cfg.tiers.warm_tokens = 128;
+        cfg.evict.policy = kinds[i];
         cfg.importance.decay = .999f;
         kv = make(&cfg);
         for (n = 0; n < 5; n++) {
@@ -918,9 +922,9 @@ TEST(after_eviction) {
         }
         gathered(kv, LAYER, before);
         for (n = 0; n < 10; n++) odd[n] = 0xaaaaaaaaaaaaaaaau;
-        CHECK_EQ(tkv_drop(kv, 0, LAYER, odd, 640), TKV_OK);
+        CHECK_EQ(evict_named(kv, 0, LAYER, odd, 640), TKV_OK);
         CHECK(kv->merged > 0);
-        CHECK_EQ(tkv_alive(kv, 0, LAYER, 0, 750, alive), TKV_OK);
+        CHECK_EQ(live_mask_of(kv, 0, LAYER, 0, 750, alive), TKV_OK);
         gathered(kv, LAYER, a_now);
         for (j = n = 0; j < 750; j++) {
             if (!(alive[j / 64] >> j % 64 & 1)) continue;
@@ -934,10 +938,10 @@ TEST(after_eviction) {
         gathered(kv, LAYER, before);
         p.window = 0;
         p.lse = lse;
-        p.mass = mass;
+        p.scores = mass;
         ask(kv, &p);
         gathered(kv, LAYER, a_now);
-        CHECK_EQ(tkv_importance_of(kv, 0, LAYER, 0, 751, b_now, alive), TKV_OK);
+        CHECK_EQ(tkv_get_importance(kv, 0, LAYER, 0, 751, b_now, alive), TKV_OK);
         for (j = n = 0; j < 751; j++) {
             const int there = !(alive[j / 64] >> j % 64 & 1);
             const double old = kinds[i] == TKV_EVICT_TOVA ? 0.0 : (double)before[j];
@@ -965,8 +969,8 @@ TEST(mass_from_elsewhere) {
     kv = make(&cfg);
     feed(kv, LAYER, 200);
     for (i = 0; i < 200; i++) some[i] = (float)i * .01f;
-    CHECK_EQ(tkv_importance_add_to(kv, 0, LAYER, 0, 200, some), TKV_OK);
-    CHECK_EQ(tkv_importance_add_to(kv, 0, LAYER, 50, 100, some), TKV_OK);
+    CHECK_EQ(tkv_add_scores(kv, 0, LAYER, 0, 200, some), TKV_OK);
+    CHECK_EQ(tkv_add_scores(kv, 0, LAYER, 50, 100, some), TKV_OK);
     gathered(kv, LAYER, a_now);
     CHECK_NEAR(a_now[49], .49, 1e-6);
     CHECK_NEAR(a_now[50], .50, 1e-6);
@@ -975,42 +979,42 @@ TEST(mass_from_elsewhere) {
     feed(kv, LAYER, 2);
     gathered(kv, LAYER, a_now);
     CHECK_NEAR(a_now[149], 2.48 / 4.0, 1e-6);
-    CHECK_EQ(tkv_importance_add_to(kv, 0, LAYER, 149, 1, some + 100), TKV_OK);
+    CHECK_EQ(tkv_add_scores(kv, 0, LAYER, 149, 1, some + 100), TKV_OK);
     gathered(kv, LAYER, a_now);
     CHECK_NEAR(a_now[149], 2.48 / 4.0 + 1.0, 1e-5);
     some[0] = 1e30f; /* sums end somewhere */
-    for (i = 0; i < 3; i++) CHECK_EQ(tkv_importance_add_to(kv, 0, LAYER, 7, 1, some), TKV_OK);
+    for (i = 0; i < 3; i++) CHECK_EQ(tkv_add_scores(kv, 0, LAYER, 7, 1, some), TKV_OK);
     gathered(kv, LAYER, a_now);
     CHECK_NEAR(a_now[7], 4096.0, .01);
     memcpy(b_now, a_now, sizeof b_now);
     some[1] = tkv_test_float(0x7fc00000u);
-    CHECK_EQ(tkv_importance_add_to(kv, 0, LAYER, 0, 2, some), TKV_ERR_NONFINITE);
-    CHECK(strstr(tkv_last_error(kv), "entry 1") != NULL);
+    CHECK_EQ(tkv_add_scores(kv, 0, LAYER, 0, 2, some), TKV_ERR_NONFINITE);
+    CHECK(strstr(tkv_get_last_error(kv), "entry 1") != NULL);
     some[1] = -.001f;
-    CHECK_EQ(tkv_importance_add_to(kv, 0, LAYER, 0, 2, some), TKV_ERR_NONFINITE);
-    CHECK_EQ(tkv_importance_add_to(kv, 0, LAYER, 100, 103, some), TKV_ERR_RANGE);
-    CHECK_EQ(tkv_importance_add_to(kv, 0, LAYER, -1, 1, some), TKV_ERR_RANGE);
-    CHECK_EQ(tkv_importance_add_to(kv, 0, LAYER, 0, -1, some), TKV_ERR_ARG);
-    CHECK_EQ(tkv_importance_add_to(kv, 0, LAYER, 0, 1, NULL), TKV_ERR_ARG);
-    CHECK_EQ(tkv_importance_add_to(kv, 3, LAYER, 0, 1, some), TKV_ERR_ARG);
-    CHECK_EQ(tkv_importance_add_to(kv, 0, -1, 0, 1, some), TKV_ERR_ARG);
-    CHECK_EQ(tkv_importance_add_to(NULL, 0, 0, 0, 1, some), TKV_ERR_ARG);
-    CHECK_EQ(tkv_importance_add_to(kv, 0, LAYER, 0, 0, NULL), TKV_OK);
+    CHECK_EQ(tkv_add_scores(kv, 0, LAYER, 0, 2, some), TKV_ERR_NONFINITE);
+    CHECK_EQ(tkv_add_scores(kv, 0, LAYER, 100, 103, some), TKV_ERR_RANGE);
+    CHECK_EQ(tkv_add_scores(kv, 0, LAYER, -1, 1, some), TKV_ERR_RANGE);
+    CHECK_EQ(tkv_add_scores(kv, 0, LAYER, 0, -1, some), TKV_ERR_ARG);
+    CHECK_EQ(tkv_add_scores(kv, 0, LAYER, 0, 1, NULL), TKV_ERR_ARG);
+    CHECK_EQ(tkv_add_scores(kv, 3, LAYER, 0, 1, some), TKV_ERR_ARG);
+    CHECK_EQ(tkv_add_scores(kv, 0, -1, 0, 1, some), TKV_ERR_ARG);
+    CHECK_EQ(tkv_add_scores(NULL, 0, 0, 0, 1, some), TKV_ERR_ARG);
+    CHECK_EQ(tkv_add_scores(kv, 0, LAYER, 0, 0, NULL), TKV_OK);
     gathered(kv, LAYER, a_now);
     CHECK_MEM(a_now, b_now, sizeof a_now);
     sound(kv);
     tkv_destroy(kv);
-    cfg.importance_every = 0;
+    cfg.importance.sample_every = 0;
     kv = make(&cfg);
     feed(kv, LAYER, 2);
-    CHECK_EQ(tkv_importance_add_to(kv, 0, LAYER, 0, 1, some), TKV_ERR_CONFIG);
-    CHECK(strstr(tkv_last_error(kv), "importance_every") != NULL);
+    CHECK_EQ(tkv_add_scores(kv, 0, LAYER, 0, 1, some), TKV_ERR_CONFIG);
+    CHECK(strstr(tkv_get_last_error(kv), "sample_every") != NULL);
     tkv_destroy(kv);
-    cfg.evict.kind = TKV_EVICT_SCISSORHANDS;
+    cfg.evict.policy = TKV_EVICT_SCISSORHANDS;
     cfg.importance.low = .5f;
     kv = make(&cfg);
     feed(kv, LAYER, 100);
-    CHECK_EQ(tkv_importance_add_to(kv, 0, LAYER, 2, 98, some + 2), TKV_OK);
+    CHECK_EQ(tkv_add_scores(kv, 0, LAYER, 2, 98, some + 2), TKV_OK);
     gathered(kv, LAYER, a_now);
     CHECK_NEAR(a_now[1], 0.0, 0.0);
     CHECK_NEAR(a_now[49], -1.0, 0.0);
@@ -1024,13 +1028,13 @@ TEST(top_tokens) {
     float some[300];
     int order[300], i, j, k, n, protect, count = 0;
     tkv_cache *kv = make(&cfg);
-    CHECK_EQ(tkv_top_tokens(kv, 0, LAYER, 5, 0, best, &count), TKV_OK);
+    CHECK_EQ(tkv_find_top_tokens(kv, 0, LAYER, 5, 0, best, &count), TKV_OK);
     CHECK_EQ(count, 0);
     feed(kv, LAYER, 200);
     feed(kv, LAYER, 100);
     rng = tkv_rng_seed(3);
     for (i = 0; i < 300; i++) some[i] = (float)tkv_rng_below(&rng, 100) * .03125f; /* many are equal */
-    CHECK_EQ(tkv_importance_add_to(kv, 0, LAYER, 0, 300, some), TKV_OK);
+    CHECK_EQ(tkv_add_scores(kv, 0, LAYER, 0, 300, some), TKV_OK);
     for (protect = 0; protect < 2; protect++) {
         for (i = n = 0; i < 300; i++) { /* insertion: best first, of equals the older */
             if (protect && (i < 4 || i >= 300 - 32)) continue;
@@ -1039,7 +1043,7 @@ TEST(top_tokens) {
         }
         for (k = 0; k <= 400; k += k < 5 ? 1 : 79) {
             count = -1;
-            CHECK_EQ(tkv_top_tokens(kv, 0, LAYER, k, protect, best, &count), TKV_OK);
+            CHECK_EQ(tkv_find_top_tokens(kv, 0, LAYER, k, protect, best, &count), TKV_OK);
             CHECK_EQ(count, k < n ? k : n);
             for (i = 0; i < count; i++) {
                 CHECK_EQ(best[i].position, order[i]);
@@ -1047,11 +1051,11 @@ TEST(top_tokens) {
             }
         }
     }
-    CHECK_EQ(tkv_top_tokens(kv, 0, LAYER, -1, 0, best, &count), TKV_ERR_ARG);
-    CHECK_EQ(tkv_top_tokens(kv, 0, LAYER, 1, 0, NULL, &count), TKV_ERR_ARG);
-    CHECK_EQ(tkv_top_tokens(kv, 0, LAYER, 1, 0, best, NULL), TKV_ERR_ARG);
-    CHECK_EQ(tkv_top_tokens(kv, 0, LAYERS, 1, 0, best, &count), TKV_ERR_ARG);
-    CHECK_EQ(tkv_top_tokens(NULL, 0, 0, 1, 0, best, &count), TKV_ERR_ARG);
+    CHECK_EQ(tkv_find_top_tokens(kv, 0, LAYER, -1, 0, best, &count), TKV_ERR_ARG);
+    CHECK_EQ(tkv_find_top_tokens(kv, 0, LAYER, 1, 0, NULL, &count), TKV_ERR_ARG);
+    CHECK_EQ(tkv_find_top_tokens(kv, 0, LAYER, 1, 0, best, NULL), TKV_ERR_ARG);
+    CHECK_EQ(tkv_find_top_tokens(kv, 0, LAYERS, 1, 0, best, &count), TKV_ERR_ARG);
+    CHECK_EQ(tkv_find_top_tokens(NULL, 0, 0, 1, 0, best, &count), TKV_ERR_ARG);
     tkv_destroy(kv);
 }
 
@@ -1065,32 +1069,32 @@ TEST(memory) {
     void *mem;
     counting_allocator money;
     int i, asked, layer;
-    cfg.max_tokens = 1000;
-    cfg.allocator = counting_allocator_of(&money);
+    cfg.limits.max_tokens = 1000;
+    cfg.host.allocator = counting_allocator_of(&money);
     kv = make(&cfg);
     for (i = 0; i < 1000; i++)
         for (layer = 0; layer < LAYERS; layer++) feed(kv, layer, 1);
     asked = money.asked;
     ask(kv, &p);
     CHECK_EQ(money.asked, asked); /* attention asks for nothing */
-    CHECK_EQ(tkv_memory(kv, &info), TKV_OK);
+    CHECK_EQ(tkv_get_memory(kv, &info), TKV_OK);
     CHECK_EQ(info.total, money.held);
-    CHECK_EQ(tkv_estimate(&cfg, 1000, 1, &guess), TKV_OK);
+    CHECK_EQ(tkv_estimate_memory(&cfg, 1000, 1, &guess), TKV_OK);
     CHECK_EQ(guess.total - guess.index, info.total - info.index);
     CHECK_LE(guess.index, info.index); /* which has grown for a moment */
     CHECK_LE(info.index, 2 * guess.index);
-    cfg.importance_every = 0;
-    CHECK_EQ(tkv_estimate(&cfg, 1000, 1, &plain), TKV_OK);
+    cfg.importance.sample_every = 0;
+    CHECK_EQ(tkv_estimate_memory(&cfg, 1000, 1, &plain), TKV_OK);
     CHECK_LE(plain.index + kv->pool.n_blocks * sizeof(tkvi_token_meta), guess.index);
     sound(kv);
     tkv_destroy(kv);
     CHECK_EQ(money.held, 0);
     cfg = config(2, 1);
-    cfg.max_tokens = 1000;
-    CHECK_EQ(tkv_required_bytes(&cfg, &bytes), TKV_OK);
+    cfg.limits.max_tokens = 1000;
+    CHECK_EQ(tkv_get_required_bytes(&cfg, &bytes, NULL), TKV_OK);
     mem = malloc(bytes);
     REQUIRE(mem != NULL);
-    CHECK_EQ(tkv_init_in_place(&cfg, mem, bytes, &kv), TKV_OK);
+    CHECK_EQ(tkv_create_in_place(&cfg, mem, bytes, &kv), TKV_OK);
     for (layer = 0; layer < LAYERS; layer++)
         for (i = 0; i < 10; i++) feed(kv, layer, 100);
     ask(kv, &p);

@@ -117,29 +117,33 @@ static void guards(void) {
 
 /* >>configs and tokens */
 static tkv_config config(int layers, int seqs) {
-    tkv_config cfg = tkv_config_default();
-    cfg.n_layers = layers;
-    cfg.n_heads = 2;
-    cfg.n_kv_heads = 2;
-    cfg.head_dim = 10;
-    cfg.v_head_dim = 17;
-    cfg.max_seqs = seqs;
-    cfg.isa = tkv_test_isa();
-    cfg.warm.k = cfg.warm.v = TKV_KIVI4; /* no table to wait for: see test_learn.c */
-    cfg.archive.k = cfg.archive.v = TKV_KIVI2;
+    tkv_config cfg = tkv_default_config();
+    cfg.model.n_layers = layers;
+    cfg.model.n_heads = 2;
+    cfg.model.n_kv_heads = 2;
+    cfg.model.head_dim = 10;
+    cfg.model.v_head_dim = 17;
+    cfg.limits.max_seqs = seqs;
+    cfg.host.isa = tkv_test_isa();
+    cfg.tiers.warm.k = cfg.tiers.warm.v = TKV_KIVI4; /* no table to wait for: see test_learn.c */
+    cfg.tiers.archive.k = cfg.tiers.archive.v = TKV_KIVI2;
     return cfg;
 }
 
 /* Formats whose heads share a layer's bytes: blocks wait until there is a table. */
 static void share(tkv_config *cfg) {
-    cfg->warm.k = TKV_A40;
-    cfg->warm.v = TKV_R40;
-    cfg->archive.k = TKV_A25;
-    cfg->archive.v = TKV_R15;
+    cfg->tiers.warm.k = TKV_A40;
+    cfg->tiers.warm.v = TKV_R40;
+    cfg->tiers.archive.k = TKV_A25;
+    cfg->tiers.archive.v = TKV_R15;
 }
 
-static int k_row(const tkv_cache *kv) { return kv->tables.cfg.n_kv_heads * kv->tables.cfg.head_dim; }
-static int v_row(const tkv_cache *kv) { return kv->tables.cfg.n_kv_heads * kv->tables.cfg.v_head_dim; }
+static int k_row(const tkv_cache *kv) {
+    return kv->tables.cfg.model.n_kv_heads * kv->tables.cfg.model.head_dim;
+}
+static int v_row(const tkv_cache *kv) {
+    return kv->tables.cfg.model.n_kv_heads * kv->tables.cfg.model.v_head_dim;
+}
 
 /* The same numbers for the same token of the same text, in any chunking. */
 static void rows_of(int text, int layer, int first, int n, float *x, int row) {
@@ -152,7 +156,7 @@ static void rows_of(int text, int layer, int first, int n, float *x, int row) {
 }
 
 static tkv_status feed(tkv_cache *kv, int seq, int layer, int text, int n) {
-    int from = tkv_layer_len(kv, seq, layer);
+    int from = tkv_get_length(kv, seq, layer);
     rows_of(text, layer, from, n, k_in, k_row(kv));
     rows_of(text + 1, layer, from, n, v_in, v_row(kv));
     return tkv_append(kv, seq, layer, k_in, v_in, n);
@@ -164,7 +168,7 @@ static tkv_status feed_all(tkv_cache *kv, int seq, int text, int n, int chunk) {
     int layer;
     while (n > 0) {
         int some = n < chunk ? n : chunk;
-        for (layer = 0; layer < kv->tables.cfg.n_layers; layer++) {
+        for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++) {
             tkv_status st = own(kv, layer) ? feed(kv, seq, layer, text, some) : TKV_OK;
             if (st) return st;
         }
@@ -193,17 +197,17 @@ static snapshot snapshot_of(tkv_cache *kv) {
     snapshot p;
     int seq, layer;
     memset(&p, 0, sizeof p);
-    for (seq = 0; seq < kv->tables.cfg.max_seqs; seq++)
-        for (layer = 0; layer < kv->tables.cfg.n_layers; layer++) {
-            tkv_tier_info info;
-            int len = tkv_layer_len(kv, seq, layer);
+    for (seq = 0; seq < kv->tables.cfg.limits.max_seqs; seq++)
+        for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++) {
+            tkv_layer_info info;
+            int len = tkv_get_length(kv, seq, layer);
             if (!own(kv, layer)) continue;
-            CHECK_EQ(tkv_tier_counts(kv, seq, layer, &info), TKV_OK);
+            CHECK_EQ(tkv_get_layer(kv, seq, layer, &info), TKV_OK);
             snapshot_add(&p, &len, sizeof len);
             snapshot_add(&p, &info, sizeof info);
-            CHECK_EQ(tkv_read(kv, seq, layer, info.dropped, len - info.dropped, k_out, v_out), TKV_OK);
-            snapshot_add(&p, k_out, (size_t)((len - info.dropped) * k_row(kv)) * sizeof(float));
-            snapshot_add(&p, v_out, (size_t)((len - info.dropped) * v_row(kv)) * sizeof(float));
+            CHECK_EQ(tkv_read(kv, seq, layer, info.expired, len - info.expired, k_out, v_out), TKV_OK);
+            snapshot_add(&p, k_out, (size_t)((len - info.expired) * k_row(kv)) * sizeof(float));
+            snapshot_add(&p, v_out, (size_t)((len - info.expired) * v_row(kv)) * sizeof(float));
         }
     return p;
 }
@@ -223,34 +227,34 @@ static void whole(const tkv_cache *kv, const char *what, long number) {
     CHECK_MSG(st == TKV_OK, "%s %ld: %s", what, number, reason);
 }
 
-/* What tkv_memory says is what the allocator knows, and the parts make the whole. */
+/* What tkv_get_memory says is what the allocator knows, and the parts make the whole. */
 static void adds_up(const tkv_cache *kv, const char *what) {
     tkv_memory_info m;
     size_t sum, tokens = 0, expected = 0;
     int tier, seq, layer;
-    CHECK_EQ(tkv_memory(kv, &m), TKV_OK);
+    CHECK_EQ(tkv_get_memory(kv, &m), TKV_OK);
     CHECK_MSG(m.total == book.held, "%s: %lu and %lu", what, (unsigned long)m.total,
               (unsigned long)book.held);
     CHECK_MSG(m.peak == book.peak, "%s: peak %lu and %lu", what, (unsigned long)m.peak,
               (unsigned long)book.peak);
-    sum = m.tables + m.index + m.scratch + m.shadow + m.slack;
+    sum = m.tables + m.index + m.scratch + m.exact_copies + m.slack;
     for (tier = 0; tier < TKV_TIER_COUNT; tier++) {
         sum += m.tier[tier].codes + m.tier[tier].metadata;
         tokens += m.tier[tier].tokens;
     }
     CHECK_EQ(sum, m.total);
     CHECK(m.slack < m.total && m.index < m.total); /* none has gone below zero */
-    for (seq = 0; seq < kv->tables.cfg.max_seqs; seq++)
-        for (layer = 0; layer < kv->tables.cfg.n_layers; layer++)
+    for (seq = 0; seq < kv->tables.cfg.limits.max_seqs; seq++)
+        for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++)
             if (own(kv, layer)) {
-                tkv_tier_info info;
-                CHECK_EQ(tkv_tier_counts(kv, seq, layer, &info), TKV_OK);
+                tkv_layer_info info;
+                CHECK_EQ(tkv_get_layer(kv, seq, layer, &info), TKV_OK);
                 expected += (size_t)(info.tokens[0] + info.tokens[1] + info.tokens[2]);
             }
     CHECK_EQ(tokens, expected);
     CHECK_EQ(m.fp16_bytes, tokens * (size_t)(k_row(kv) + v_row(kv)) * 2u);
     CHECK_NEAR(m.ratio, (double)m.fp16_bytes / (double)m.total, 1e-12);
-    CHECK_EQ(m.tier[TKV_HOT].metadata, 0);
+    CHECK_EQ(m.tier[TKV_TIER_HOT].metadata, 0);
 }
 
 /* >>a history with one of everything, one call at a time */
@@ -262,18 +266,18 @@ static tkv_status step_of(tkv_cache *kv, int step) {
     if (step == 12) return feed(kv, 0, 0, 4, 1);
     if (step == 13) return feed(kv, 0, 1, 4, 1);
     if (step == 14) return feed(kv, 0, 2, 4, 1);
-    if (step == 15) return tkv_begin(kv, 1);
+    if (step == 15) return tkv_seq_begin(kv, 1);
     if (step >= 16 && step < 19) return feed(kv, 1, step - 16, 8, 130);
-    if (step == 19) return tkv_abort(kv, 1);
-    if (step == 20) return tkv_begin(kv, 1);
+    if (step == 19) return tkv_seq_abort(kv, 1);
+    if (step == 20) return tkv_seq_begin(kv, 1);
     if (step >= 21 && step < 24) return feed(kv, 1, step - 21, 8, 130);
-    if (step == 24) return tkv_commit(kv, 1);
-    if (step == 25) return tkv_reserve(kv, 2, 300);
+    if (step == 24) return tkv_seq_commit(kv, 1);
+    if (step == 25) return tkv_seq_reserve(kv, 2, 300);
     if (step >= 26 && step < 38) return feed(kv, 2, i % 3, 12, 75);
-    if (step == 38) return tkv_flush(kv, 2, TKV_FLUSH_FULL);
-    if (step == 39) return tkv_flush(kv, 2, TKV_FLUSH_ALL);
-    if (step == 40) return tkv_truncate(kv, 0, tkv_seq_len(kv, 0) - 40);
-    if (step == 41) return tkv_reset(kv, 1);
+    if (step == 38) return tkv_seq_flush(kv, 2, TKV_FLUSH_FULL);
+    if (step == 39) return tkv_seq_flush(kv, 2, TKV_FLUSH_ALL);
+    if (step == 40) return tkv_seq_truncate(kv, 0, tkv_get_length(kv, 0, TKV_ALL_LAYERS) - 40);
+    if (step == 41) return tkv_seq_reset(kv, 1);
     if (step == 42) { /* a batch of all */
         tkv_append_params p;
         tkv_rows rows[SEQS];
@@ -297,10 +301,10 @@ static tkv_status step_of(tkv_cache *kv, int step) {
     if (step == 47) return feed(kv, 2, 1, 20, 202);
     if (step == 48) return feed(kv, 2, 2, 20, 202);
     if (step < 55) return feed(kv, step % 2, (step - 49) / 2, 24, 512);
-    if (step == 55) return tkv_reset(kv, 0);
-    if (step == 56) return tkv_reserve(kv, 0, 512);
+    if (step == 55) return tkv_seq_reset(kv, 0);
+    if (step == 56) return tkv_seq_reserve(kv, 0, 512);
     if (step < 60) return feed(kv, 0, step - 57, 28, 512);
-    return step == 60 ? tkv_flush(kv, 0, TKV_FLUSH_ALL) : tkv_flush(kv, 2, TKV_FLUSH_DUE);
+    return step == 60 ? tkv_seq_flush(kv, 0, TKV_FLUSH_ALL) : tkv_seq_flush(kv, 2, TKV_FLUSH_DUE);
 }
 
 enum { KINDS = 5 };
@@ -308,18 +312,18 @@ enum { KINDS = 5 };
 static tkv_config history_config(int kind, tkv_layer_config *layers) {
     tkv_config cfg = config(LAYERS, SEQS);
     if (kind == 1) {
-        cfg.window = 150;
-        cfg.hot_tokens = 100;
-        cfg.group_size = 32;
+        cfg.model.window = 150;
+        cfg.tiers.hot_tokens = 100;
+        cfg.format.group_size = 32;
     } else if (kind == 2) {
         memset(layers, 0, LAYERS * sizeof *layers);
         layers[0].hot.k = TKV_F32;
-        layers[1].sink_tokens = TKV_NONE;
+        layers[1].sink_tokens = TKV_OFF;
         layers[1].warm.v = TKV_Q8;
-        layers[2].warm_tokens = TKV_NONE;
+        layers[2].warm_tokens = TKV_OFF;
         layers[2].hot_tokens = 130;
         cfg.layers = layers;
-        cfg.nonfinite = TKV_NONFINITE_SATURATE;
+        cfg.host.nonfinite = TKV_NONFINITE_SATURATE;
     } else if (kind == 3) {
         share(&cfg);
     } else if (kind == 4) { /* one layer learns, one waits in its warm tier only, one never waits */
@@ -328,10 +332,10 @@ static tkv_config history_config(int kind, tkv_layer_config *layers) {
         layers[1].warm.k = layers[1].warm.v = TKV_Q8;
         layers[2].warm.k = layers[2].warm.v = layers[2].archive.k = layers[2].archive.v = TKV_KIVI3;
         cfg.layers = layers;
-        cfg.allocation_unit = 16;
-        cfg.quality_heads = 5; /* and a meter */
-        cfg.quality_tokens = 192;
-        cfg.quality_every = 1;
+        cfg.format.allocation_unit = 16;
+        cfg.meter.heads = 5; /* and a meter */
+        cfg.meter.tokens = 192;
+        cfg.meter.every = 1;
     }
     return cfg;
 }
@@ -343,13 +347,13 @@ TEST(total_is_what_was_handed_out) {
             tkv_layer_config layers[LAYERS];
             tkv_config cfg = history_config(kind, layers);
             tkv_cache *kv;
-            cfg.allocator = open_book(poison);
+            cfg.host.allocator = open_book(poison);
             kv = make(&cfg);
             adds_up(kv, "empty");
             for (step = 0; step < STEPS; step++) {
                 tkv_status st = step_of(kv, step);
-                CHECK_MSG(st == TKV_OK, "kind %d step %d: %s, %s", kind, step, tkv_status_text(st),
-                          tkv_last_error(kv));
+                CHECK_MSG(st == TKV_OK, "kind %d step %d: %s, %s", kind, step, tkv_get_status_text(st),
+                          tkv_get_last_error(kv));
                 adds_up(kv, "step");
                 whole(kv, "step", step);
                 guards();
@@ -375,7 +379,7 @@ TEST(poison_does_not_show) {
             tkv_allocator a = open_book(poisons[i]);
             books[i] = book;
             a.user = &books[i];
-            cfg.allocator = a;
+            cfg.host.allocator = a;
             kv[i] = make(&cfg);
         }
         for (step = 0; step < STEPS; step++) {
@@ -383,7 +387,7 @@ TEST(poison_does_not_show) {
             for (i = 0; i < COUNT(poisons); i++) CHECK_EQ(step_of(kv[i], step), TKV_OK);
             for (seq = 0; seq < SEQS && (!tkv_test_quick() || step % 6 == 5); seq++)
                 for (layer = 0; layer < LAYERS; layer++) {
-                    int n = tkv_layer_len(kv[0], seq, layer);
+                    int n = tkv_get_length(kv[0], seq, layer);
                     for (i = 0; i < COUNT(poisons); i++) {
                         memset(out[i], 0x11 * i, sizeof out[i]);
                         CHECK_EQ(tkv_attend(kv[i], seq, layer, q, n < 3 ? n : 3, out[i]), TKV_OK);
@@ -417,7 +421,7 @@ static void fail_each(int kind, int more, int stride) {
     long before[STEPS + 1], total, n;
     snapshot ends;
     int step;
-    cfg.allocator = open_book(0xab);
+    cfg.host.allocator = open_book(0xab);
     kv = make(&cfg);
     for (step = 0; step < STEPS; step++) {
         before[step] = book.count;
@@ -431,7 +435,7 @@ static void fail_each(int kind, int more, int stride) {
     for (n = 1; n <= total; n += n < 12 ? 1 : stride) {
         tkv_status st;
         int met = 0;
-        cfg.allocator = open_book(0xff);
+        cfg.host.allocator = open_book(0xff);
         book.fail_from = n;
         book.fail_n = 1 + more;
         kv = (tkv_cache *)(void *)layers;
@@ -463,8 +467,8 @@ static void fail_each(int kind, int more, int stride) {
                 met = 2;
                 continue;
             }
-            CHECK_MSG(st == TKV_ERR_NOMEM, "allocation %ld, step %d: %s", n, step, tkv_status_text(st));
-            CHECK(tkv_last_error(kv)[0] != 0);
+            CHECK_MSG(st == TKV_ERR_NOMEM, "allocation %ld, step %d: %s", n, step, tkv_get_status_text(st));
+            CHECK(tkv_get_last_error(kv)[0] != 0);
             is = snapshot_of(kv);
             CHECK_MSG(same_picture(&was, &is), "allocation %ld failed and step %d changed something", n,
                       step);
@@ -476,7 +480,7 @@ static void fail_each(int kind, int more, int stride) {
             CHECK(book.held >= held || step == 0); /* tables may have grown; nothing was lost */
             book.fail_from = 0;
             st = step_of(kv, step);
-            CHECK_MSG(st == TKV_OK, "allocation %ld, step %d again: %s", n, step, tkv_last_error(kv));
+            CHECK_MSG(st == TKV_OK, "allocation %ld, step %d again: %s", n, step, tkv_get_last_error(kv));
             whole(kv, "again in step", step);
         }
         CHECK(met);
@@ -507,10 +511,10 @@ TEST(failed_appends_keep_no_pages) {
     tkv_cache *kv;
     tkv_memory_info before, after;
     long n;
-    cfg.allocator = open_book(0xab);
+    cfg.host.allocator = open_book(0xab);
     kv = make(&cfg);
     CHECK_EQ(feed_all(kv, 0, 0, 300, 100), TKV_OK);
-    CHECK_EQ(tkv_memory(kv, &before), TKV_OK);
+    CHECK_EQ(tkv_get_memory(kv, &before), TKV_OK);
     for (n = 1; n < 100; n++) { /* until there are enough */
         tkv_status st;
         book.fail_from = book.count + n;
@@ -519,7 +523,7 @@ TEST(failed_appends_keep_no_pages) {
         book.fail_from = 0;
         if (!st) break;
         CHECK_EQ(st, TKV_ERR_NOMEM);
-        CHECK_EQ(tkv_memory(kv, &after), TKV_OK);
+        CHECK_EQ(tkv_get_memory(kv, &after), TKV_OK);
         CHECK_EQ(after.slack, before.slack);
         CHECK_MEM(&after.tier, &before.tier, sizeof after.tier);
     }
@@ -536,13 +540,13 @@ TEST(attention_allocates_nothing) {
     tkv_cache *kv;
     tkv_attend_params p;
     tkv_memory_info m, m2;
-    tkv_tier_info info;
+    tkv_layer_info info;
     long count;
     char reason[100];
-    cfg.allocator = open_book(0xff);
+    cfg.host.allocator = open_book(0xff);
     kv = make(&cfg);
     CHECK_EQ(feed_all(kv, 0, 0, 1500, 300), TKV_OK);
-    CHECK_EQ(tkv_memory(kv, &m), TKV_OK);
+    CHECK_EQ(tkv_get_memory(kv, &m), TKV_OK);
     count = book.count;
     CHECK_EQ(tkv_attend(kv, 0, 1, q, 20, out), TKV_OK);
     memset(&p, 0, sizeof p);
@@ -550,14 +554,14 @@ TEST(attention_allocates_nothing) {
     p.q = q;
     p.out = out;
     p.lse = lse;
-    p.mass = mass;
+    p.scores = mass;
     CHECK_EQ(tkv_attend_ex(kv, &p), TKV_OK);
     CHECK_EQ(tkv_attend_reference(kv, &p), TKV_OK);
     CHECK_EQ(tkv_read(kv, 0, 0, 0, 1500, k_out, v_out), TKV_OK);
-    CHECK_EQ(tkv_tier_counts(kv, 0, 0, &info), TKV_OK);
+    CHECK_EQ(tkv_get_layer(kv, 0, 0, &info), TKV_OK);
     CHECK_EQ(tkv_check(kv, reason, sizeof reason), TKV_OK);
-    CHECK_EQ(tkv_estimate(&cfg, 1000, 2, &m2), TKV_OK);
-    CHECK_EQ(tkv_memory(kv, &m2), TKV_OK);
+    CHECK_EQ(tkv_estimate_memory(&cfg, 1000, 2, &m2), TKV_OK);
+    CHECK_EQ(tkv_get_memory(kv, &m2), TKV_OK);
     CHECK_MEM(&m, &m2, sizeof m);
     CHECK_EQ(book.count, count);
     tkv_destroy(kv);
@@ -581,8 +585,8 @@ TEST(appends_allocate_pages_and_growths) {
         size_t page;
         int tables = 0;
         long pages = 0;
-        if (kind) cfg.window = 100;
-        cfg.allocator = open_book(0xab);
+        if (kind) cfg.model.window = 100;
+        cfg.host.allocator = open_book(0xab);
         kv = make(&cfg);
         page = kv->tables.page_bytes;
         for (n = 0; n < 3000; n++) {
@@ -618,17 +622,17 @@ TEST(page_waste_is_bounded) {
             for (f = 0; f < COUNT(warm); f++)
                 for (group = 32; group <= 64; group += 32)
                     for (l = 0; l < COUNT(lengths); l++) {
-                        tkv_config cfg = tkv_config_default();
+                        tkv_config cfg = tkv_default_config();
                         tkv_memory_info m;
                         tkvi_derived_config shape;
                         size_t pages, waste = 0, c;
-                        cfg.n_layers = 24;
-                        cfg.n_heads = cfg.n_kv_heads = heads[h];
-                        cfg.head_dim = dims[d];
-                        cfg.warm.k = cfg.warm.v = warm[f];
-                        cfg.archive.k = cfg.archive.v = archive[f];
-                        cfg.group_size = group;
-                        if (tkv_estimate(&cfg, lengths[l], 1, &m) != TKV_OK) {
+                        cfg.model.n_layers = 24;
+                        cfg.model.n_heads = cfg.model.n_kv_heads = heads[h];
+                        cfg.model.head_dim = dims[d];
+                        cfg.tiers.warm.k = cfg.tiers.warm.v = warm[f];
+                        cfg.tiers.archive.k = cfg.tiers.archive.v = archive[f];
+                        cfg.format.group_size = group;
+                        if (tkv_estimate_memory(&cfg, lengths[l], 1, &m) != TKV_OK) {
                             CHECK_EQ(sizeof(size_t), 4); /* gigabytes */
                             continue;
                         }
@@ -654,15 +658,16 @@ TEST(pages_do_not_fragment) {
     tkv_rng rng = tkv_rng_seed(44);
     tkv_cache *kv;
     int step, c, steps = tkv_test_quick() ? 100 : 1500;
-    cfg.allocator = open_book(0xab);
-    cfg.n_kv_heads = cfg.n_heads = 1;
-    cfg.head_dim = 40;
-    cfg.v_head_dim = 8;
+    cfg.host.allocator = open_book(0xab);
+    cfg.model.n_kv_heads = cfg.model.n_heads = 1;
+    cfg.model.head_dim = 40;
+    cfg.model.v_head_dim = 8;
     kv = make(&cfg);
     for (step = 0; step < steps; step++) {
         int seq = tkv_rng_below(&rng, 6);
         int64_t pages = 0;
-        if (tkv_seq_len(kv, seq) > 1500 || tkv_rng_below(&rng, 12) == 0) CHECK_EQ(tkv_reset(kv, seq), TKV_OK);
+        if (tkv_get_length(kv, seq, TKV_ALL_LAYERS) > 1500 || tkv_rng_below(&rng, 12) == 0)
+            CHECK_EQ(tkv_seq_reset(kv, seq), TKV_OK);
         else CHECK_EQ(feed_all(kv, seq, seq, 1 + tkv_rng_below(&rng, 200), 512), TKV_OK);
         for (c = 0; c < kv->tables.n_classes; c++) {
             int slots = kv->tables.size_class[c].slots;
@@ -687,41 +692,41 @@ static const shape shapes[] = {
     {1, 1, 1, 0, 0, 0, 0, 0, 16, 16, 1, TKV_FORMAT_DEFAULT, 0},
     {1, 1, 4, 0, 0, 0, 0, 0, 16, 16, 1, TKV_FORMAT_DEFAULT, 0},
     {1, 1, 5, 0, 0, 0, 0, 0, 16, 16, 1, TKV_FORMAT_DEFAULT, 0},
-    {2, 2, 64, 1, TKV_NONE, 0, 0, 0, 16, 7, 2, TKV_F32, 0},
+    {2, 2, 64, 1, TKV_OFF, 0, 0, 0, 16, 7, 2, TKV_F32, 0},
     {2, 2, 68, 512, 0, 0, 0, 0, 10, 17, 2, TKV_FORMAT_DEFAULT, 0},
-    {1, 1, 1024, 0, TKV_NONE, TKV_ALL, 0, 0, 16, 16, 1, TKV_FORMAT_DEFAULT, 0},
-    {1, 2, 1024, 64, TKV_NONE, TKV_NONE, TKV_NONE, 0, 16, 16, 1, TKV_FORMAT_DEFAULT, 0},
+    {1, 1, 1024, 0, TKV_OFF, TKV_UNLIMITED, 0, 0, 16, 16, 1, TKV_FORMAT_DEFAULT, 0},
+    {1, 2, 1024, 64, TKV_OFF, TKV_OFF, TKV_OFF, 0, 16, 16, 1, TKV_FORMAT_DEFAULT, 0},
     {3, 2, 1500, 0, 0, 0, 0, 0, 10, 17, 2, TKV_FORMAT_DEFAULT, 0},
     {3, 2, 1500, 1, 0, 0, 0, 0, 10, 17, 2, TKV_BF16, 0},
     {2, 3, 777, 100, 64, 100, 130, 0, 48, 32, 1, TKV_F32, 0},
-    {2, 1, 2000, 300, 0, 0, TKV_ALL, 0, 16, 16, 1, TKV_FORMAT_DEFAULT, 0},
-    {2, 1, 2000, 300, 0, 0, TKV_NONE, 0, 16, 16, 1, TKV_FORMAT_DEFAULT, 0},
+    {2, 1, 2000, 300, 0, 0, TKV_UNLIMITED, 0, 16, 16, 1, TKV_FORMAT_DEFAULT, 0},
+    {2, 1, 2000, 300, 0, 0, TKV_OFF, 0, 16, 16, 1, TKV_FORMAT_DEFAULT, 0},
     {2, 1, 2000, 64, 0, 0, 0, 100, 16, 16, 1, TKV_FORMAT_DEFAULT, 0},
     {2, 2, 2000, 512, 0, 100, 64, 1, 16, 16, 1, TKV_F32, 0},
-    {2, 1, 2000, 512, TKV_NONE, TKV_ALL, 0, 300, 16, 16, 1, TKV_FORMAT_DEFAULT, 0},
+    {2, 1, 2000, 512, TKV_OFF, TKV_UNLIMITED, 0, 300, 16, 16, 1, TKV_FORMAT_DEFAULT, 0},
     {1, 1, 2000, 20, 17, 1, 1, 0, 20, 16, 1, TKV_FORMAT_DEFAULT, 0},
     {1, 1, 1000, 1000, 0, 0, 0, 0, 16, 16, 3, TKV_FORMAT_DEFAULT, 0},
     {1, 1, 300, 0, 0, 0, 0, 0, 16, 16, 1, TKV_FORMAT_DEFAULT, 1},
     {3, 2, 1500, 0, 0, 0, 0, 0, 10, 17, 2, TKV_FORMAT_DEFAULT, 1},
-    {1, 2, 1100, 1, TKV_NONE, TKV_NONE, TKV_NONE, 0, 16, 16, 1, TKV_F32, 1},
-    {2, 1, 2000, 300, 0, 0, TKV_ALL, 0, 16, 16, 1, TKV_FORMAT_DEFAULT, 1},
+    {1, 2, 1100, 1, TKV_OFF, TKV_OFF, TKV_OFF, 0, 16, 16, 1, TKV_F32, 1},
+    {2, 1, 2000, 300, 0, 0, TKV_UNLIMITED, 0, 16, 16, 1, TKV_FORMAT_DEFAULT, 1},
     {2, 4, 400, 64, 0, 30, 100, 0, 48, 80, 3, TKV_FORMAT_DEFAULT, 1},
     {1, 1, 2000, 512, 0, 100, 64, 100, 20, 33, 1, TKV_F32, 1},
-    {1, 1, 1024, 0, TKV_NONE, TKV_ALL, 0, 0, 16, 16, 1, TKV_FORMAT_DEFAULT, 1},
+    {1, 1, 1024, 0, TKV_OFF, TKV_UNLIMITED, 0, 0, 16, 16, 1, TKV_FORMAT_DEFAULT, 1},
     {1, 1, 1500, 1000, 0, 0, 0, 0, 16, 16, 3, TKV_FORMAT_DEFAULT, 1}};
 
 static tkv_config config_of(const shape *s) {
     tkv_config cfg = config(s->layers, s->seqs);
-    cfg.n_heads = cfg.n_kv_heads = s->heads;
-    cfg.head_dim = s->dims;
-    cfg.v_head_dim = s->v_dims;
-    cfg.max_tokens = s->tokens;
-    cfg.max_append = s->append;
-    cfg.sink_tokens = s->sink;
-    cfg.hot_tokens = s->hot;
-    cfg.warm_tokens = s->warm;
-    cfg.window = s->window;
-    cfg.hot.k = cfg.hot.v = s->f;
+    cfg.model.n_heads = cfg.model.n_kv_heads = s->heads;
+    cfg.model.head_dim = s->dims;
+    cfg.model.v_head_dim = s->v_dims;
+    cfg.limits.max_tokens = s->tokens;
+    cfg.limits.max_append = s->append;
+    cfg.tiers.sink_tokens = s->sink;
+    cfg.tiers.hot_tokens = s->hot;
+    cfg.tiers.warm_tokens = s->warm;
+    cfg.model.window = s->window;
+    cfg.tiers.hot.k = cfg.tiers.hot.v = s->f;
     if (s->shared) share(&cfg);
     return cfg;
 }
@@ -740,34 +745,36 @@ TEST(in_place_holds_everything) {
             tkv_cache *kv = NULL, *other;
             snapshot a, b;
             tkv_memory_info m;
-            heap.allocator = open_book(0xab);
-            cfg.allocator = heap.allocator; /* not used */
-            CHECK_EQ(tkv_required_bytes(&cfg, &bytes), TKV_OK);
+            heap.host.allocator = open_book(0xab);
+            cfg.host.allocator = heap.host.allocator; /* not used */
+            CHECK_EQ(tkv_get_required_bytes(&cfg, &bytes, NULL), TKV_OK);
             p = guarded_buffer_of(bytes, offset, 0xff);
-            CHECK_EQ(tkv_init_in_place(&cfg, p.mem, bytes - 1, &kv), TKV_ERR_CAPACITY);
+            CHECK_EQ(tkv_create_in_place(&cfg, p.mem, bytes - 1, &kv), TKV_ERR_CAPACITY);
             CHECK(kv == NULL);
-            CHECK_EQ(tkv_init_in_place(&cfg, NULL, bytes, &kv), TKV_ERR_ARG);
-            CHECK_EQ(tkv_init_in_place(&cfg, p.mem, bytes, NULL), TKV_ERR_ARG);
+            CHECK_EQ(tkv_create_in_place(&cfg, NULL, bytes, &kv), TKV_ERR_ARG);
+            CHECK_EQ(tkv_create_in_place(&cfg, p.mem, bytes, NULL), TKV_ERR_ARG);
             CHECK(all_bytes(p.mem, bytes, 0xff));
-            CHECK_EQ(tkv_init_in_place(&cfg, p.mem, bytes, &kv), TKV_OK);
+            CHECK_EQ(tkv_create_in_place(&cfg, p.mem, bytes, &kv), TKV_OK);
             if (!kv) return;
             CHECK_EQ(book.count, 0);
             other = make(&heap);
             for (round = 0; round < (c == 2 ? 2 : 1); round++) { /* the second time in used memory */
-                int left = cfg.max_seqs;
+                int left = cfg.limits.max_seqs;
                 while (left) {
                     int n, chunk = chunks[c] ? chunks[c] : 1 + tkv_rng_below(&rng, most);
                     tkv_status st;
-                    seq = tkv_rng_below(&rng, cfg.max_seqs);
-                    n = cfg.max_tokens - tkv_seq_len(kv, seq);
-                    for (left = 0; left < cfg.max_seqs && tkv_seq_len(kv, left) == cfg.max_tokens;) left++;
-                    left = left < cfg.max_seqs; /* is one not full yet? */
+                    seq = tkv_rng_below(&rng, cfg.limits.max_seqs);
+                    n = cfg.limits.max_tokens - tkv_get_length(kv, seq, TKV_ALL_LAYERS);
+                    for (left = 0; left < cfg.limits.max_seqs &&
+                                   tkv_get_length(kv, left, TKV_ALL_LAYERS) == cfg.limits.max_tokens;)
+                        left++;
+                    left = left < cfg.limits.max_seqs; /* is one not full yet? */
                     if (n == 0) continue;
                     if (chunk > most) chunk = most;
                     n = n < 10 * chunk ? n : 10 * chunk;
                     st = feed_all(kv, seq, seq, n, chunk);
-                    CHECK_MSG(st == TKV_OK, "shape %d chunk %d at %d: %s", i, chunk, tkv_seq_len(kv, seq),
-                              tkv_last_error(kv));
+                    CHECK_MSG(st == TKV_OK, "shape %d chunk %d at %d: %s", i, chunk,
+                              tkv_get_length(kv, seq, TKV_ALL_LAYERS), tkv_get_last_error(kv));
                     if (st) break;
                     CHECK_EQ(feed_all(other, seq, seq, n, chunk), TKV_OK);
                     whole(kv, "in place", i);
@@ -780,23 +787,24 @@ TEST(in_place_holds_everything) {
                           chunks[c]);
                 snapshot_free(&a);
                 snapshot_free(&b);
-                CHECK_EQ(tkv_memory(kv, &m), TKV_OK);
+                CHECK_EQ(tkv_get_memory(kv, &m), TKV_OK);
                 CHECK_LE(m.total, bytes);
                 CHECK_EQ(m.total, m.peak);
-                for (seq = 0; seq < cfg.max_seqs; seq++) {
+                for (seq = 0; seq < cfg.limits.max_seqs; seq++) {
                     CHECK_EQ(feed(kv, seq, 0, 0, 1), TKV_ERR_CAPACITY);
-                    CHECK_EQ(tkv_truncate(kv, seq, cfg.max_tokens - 1),
-                             tkv_truncate(other, seq, cfg.max_tokens - 1));
-                    if (tkv_seq_len(kv, seq) < cfg.max_tokens) CHECK_EQ(feed_all(kv, seq, 9, 1, 1), TKV_OK);
+                    CHECK_EQ(tkv_seq_truncate(kv, seq, cfg.limits.max_tokens - 1),
+                             tkv_seq_truncate(other, seq, cfg.limits.max_tokens - 1));
+                    if (tkv_get_length(kv, seq, TKV_ALL_LAYERS) < cfg.limits.max_tokens)
+                        CHECK_EQ(feed_all(kv, seq, 9, 1, 1), TKV_OK);
                 }
-                for (seq = 0; seq < cfg.max_seqs; seq++) { /* flushing needs no more than there is */
-                    tkv_status st = tkv_flush(kv, seq, TKV_FLUSH_FULL);
-                    CHECK_MSG(st == TKV_OK, "flush of shape %d: %s", i, tkv_last_error(kv));
+                for (seq = 0; seq < cfg.limits.max_seqs; seq++) { /* flushing needs no more than there is */
+                    tkv_status st = tkv_seq_flush(kv, seq, TKV_FLUSH_FULL);
+                    CHECK_MSG(st == TKV_OK, "flush of shape %d: %s", i, tkv_get_last_error(kv));
                     whole(kv, "flushed in place", i);
                 }
-                for (seq = 0; seq < cfg.max_seqs; seq++) {
-                    CHECK_EQ(tkv_reset(kv, seq), TKV_OK);
-                    CHECK_EQ(tkv_reset(other, seq), TKV_OK);
+                for (seq = 0; seq < cfg.limits.max_seqs; seq++) {
+                    CHECK_EQ(tkv_seq_reset(kv, seq), TKV_OK);
+                    CHECK_EQ(tkv_seq_reset(other, seq), TKV_OK);
                 }
                 whole(kv, "emptied in place", i);
             }
@@ -818,22 +826,23 @@ TEST(in_place_steps_and_reservations) {
             size_t bytes = 0;
             guarded_buffer p;
             tkv_cache *kv = NULL;
-            CHECK_EQ(tkv_required_bytes(&cfg, &bytes), TKV_OK);
+            CHECK_EQ(tkv_get_required_bytes(&cfg, &bytes, NULL), TKV_OK);
             p = guarded_buffer_of(bytes, 1, 0xff);
-            CHECK_EQ(tkv_init_in_place(&cfg, p.mem, bytes, &kv), TKV_OK);
+            CHECK_EQ(tkv_create_in_place(&cfg, p.mem, bytes, &kv), TKV_OK);
             if (!kv) return;
-            for (seq = 0; seq < cfg.max_seqs; seq++)
-                while (tkv_seq_len(kv, seq) < cfg.max_tokens) {
-                    int n = cfg.max_tokens - tkv_seq_len(kv, seq);
+            for (seq = 0; seq < cfg.limits.max_seqs; seq++)
+                while (tkv_get_length(kv, seq, TKV_ALL_LAYERS) < cfg.limits.max_tokens) {
+                    int n = cfg.limits.max_tokens - tkv_get_length(kv, seq, TKV_ALL_LAYERS);
                     tkv_status st;
                     if (n > most) n = most;
-                    st = how ? tkv_reserve(kv, seq, n) : tkv_begin(kv, seq);
+                    st = how ? tkv_seq_reserve(kv, seq, n) : tkv_seq_begin(kv, seq);
                     CHECK_MSG(st == TKV_OK, "shape %d: %s %d at %d of %d: %s", i, how ? "reserve" : "begin",
-                              n, tkv_seq_len(kv, seq), cfg.max_tokens, tkv_last_error(kv));
-                    for (layer = 0; layer < cfg.n_layers; layer++)
+                              n, tkv_get_length(kv, seq, TKV_ALL_LAYERS), cfg.limits.max_tokens,
+                              tkv_get_last_error(kv));
+                    for (layer = 0; layer < cfg.model.n_layers; layer++)
                         CHECK_EQ(feed(kv, seq, layer, seq, n), TKV_OK);
-                    if (!how) CHECK_EQ(tkv_commit(kv, seq), TKV_OK);
-                    if (st || tkv_last_error(kv)[0]) break;
+                    if (!how) CHECK_EQ(tkv_seq_commit(kv, seq), TKV_OK);
+                    if (st || tkv_get_last_error(kv)[0]) break;
                 }
             whole(kv, "in place", i);
             borders(&p);
@@ -847,13 +856,13 @@ TEST(in_place_at_any_address) {
     size_t bytes = 0, offset;
     snapshot first;
     memset(&first, 0, sizeof first);
-    cfg.max_tokens = 600;
-    cfg.max_append = 100;
-    CHECK_EQ(tkv_required_bytes(&cfg, &bytes), TKV_OK);
+    cfg.limits.max_tokens = 600;
+    cfg.limits.max_append = 100;
+    CHECK_EQ(tkv_get_required_bytes(&cfg, &bytes, NULL), TKV_OK);
     for (offset = 0; offset < 64; offset++) {
         guarded_buffer p = guarded_buffer_of(bytes, offset, offset % 2 ? 0xff : 0xab);
         tkv_cache *kv = NULL;
-        CHECK_EQ(tkv_init_in_place(&cfg, p.mem, bytes, &kv), TKV_OK);
+        CHECK_EQ(tkv_create_in_place(&cfg, p.mem, bytes, &kv), TKV_OK);
         if (!kv) return;
         CHECK_EQ(feed_all(kv, 0, 0, 600, 75), TKV_OK);
         if (offset == 0) {
@@ -869,57 +878,58 @@ TEST(in_place_at_any_address) {
         free(p.raw);
     }
     snapshot_free(&first);
-    cfg.max_tokens = 0;
-    CHECK_EQ(tkv_required_bytes(&cfg, &bytes), TKV_ERR_CONFIG);
-    CHECK_EQ(tkv_required_bytes(NULL, &bytes), TKV_ERR_ARG);
-    cfg.max_tokens = 10;
-    CHECK_EQ(tkv_required_bytes(&cfg, NULL), TKV_ERR_ARG);
+    cfg.limits.max_tokens = 0;
+    CHECK_EQ(tkv_get_required_bytes(&cfg, &bytes, NULL), TKV_ERR_CONFIG);
+    CHECK_EQ(tkv_get_required_bytes(NULL, &bytes, NULL), TKV_ERR_ARG);
+    cfg.limits.max_tokens = 10;
+    CHECK_EQ(tkv_get_required_bytes(&cfg, NULL, NULL), TKV_ERR_ARG);
 }
 
 /* Sizes that no machine has are refused, not wrapped. */
 TEST(sizes_do_not_wrap) {
-    tkv_config cfg = tkv_config_default();
+    tkv_config cfg = tkv_default_config();
     size_t bytes = 0, few = 0;
     tkv_status st;
     tkv_memory_info m;
     tkv_cache *kv = NULL;
-    cfg.n_layers = 4096;
-    cfg.n_heads = cfg.n_kv_heads = 256;
-    cfg.head_dim = 256;
-    cfg.max_seqs = 1 << 20;
-    cfg.max_tokens = (1 << 30) - 1;
-    cfg.hot_tokens = TKV_ALL;
-    cfg.hot.k = cfg.hot.v = TKV_F32;
-    cfg.warm.k = cfg.warm.v = cfg.archive.k = cfg.archive.v = TKV_KIVI4;
-    cfg.allocator = open_book(0);
+    cfg.model.n_layers = 4096;
+    cfg.model.n_heads = cfg.model.n_kv_heads = 256;
+    cfg.model.head_dim = 256;
+    cfg.limits.max_seqs = 1 << 20;
+    cfg.limits.max_tokens = (1 << 30) - 1;
+    cfg.tiers.hot_tokens = TKV_UNLIMITED;
+    cfg.tiers.hot.k = cfg.tiers.hot.v = TKV_F32;
+    cfg.tiers.warm.k = cfg.tiers.warm.v = cfg.tiers.archive.k = cfg.tiers.archive.v = TKV_KIVI4;
+    cfg.host.allocator = open_book(0);
     book.fail_from = 1;
     book.fail_n = 1 << 30;
-    st = tkv_required_bytes(&cfg, &bytes);
+    st = tkv_get_required_bytes(&cfg, &bytes, NULL);
     CHECK(st == TKV_ERR_CONFIG || (st == TKV_OK && (double)bytes > 1e15));
     CHECK(tkv_create(&cfg, &kv) != TKV_OK);
     CHECK(kv == NULL);
-    cfg.max_seqs = 1;
-    st = tkv_required_bytes(&cfg, &bytes); /* 2^30 tokens, 4096 layers, 256 heads, 2 KB: 2^61 bytes */
+    cfg.limits.max_seqs = 1;
+    st = tkv_get_required_bytes(&cfg, &bytes,
+                                NULL); /* 2^30 tokens, 4096 layers, 256 heads, 2 KB: 2^61 bytes */
     CHECK(st == TKV_ERR_CONFIG || (st == TKV_OK && (double)bytes > 2e18));
-    cfg.n_layers = 1;
-    cfg.max_seqs = 4096;
-    cfg.n_heads = cfg.n_kv_heads = 32768; /* 2^68 bytes */
-    CHECK_EQ(tkv_required_bytes(&cfg, &bytes), TKV_ERR_CONFIG);
-    st = tkv_estimate(&cfg, (1 << 20) - 1, 4096, &m); /* 2^58 */
+    cfg.model.n_layers = 1;
+    cfg.limits.max_seqs = 4096;
+    cfg.model.n_heads = cfg.model.n_kv_heads = 32768; /* 2^68 bytes */
+    CHECK_EQ(tkv_get_required_bytes(&cfg, &bytes, NULL), TKV_ERR_CONFIG);
+    st = tkv_estimate_memory(&cfg, (1 << 20) - 1, 4096, &m); /* 2^58 */
     CHECK(st != TKV_OK || ((double)m.total > 2.8e17 && (double)m.fp16_bytes > 1.4e17));
-    st = tkv_estimate(&cfg, (1 << 30) - 1, 4096, &m);
+    st = tkv_estimate_memory(&cfg, (1 << 30) - 1, 4096, &m);
     CHECK_MSG(st != TKV_OK, "the estimate of 2^68 bytes is %.3g", (double)m.total);
-    cfg.n_heads = cfg.n_kv_heads = 256; /* 10 GB: more than 32 bits */
-    cfg.max_seqs = 1;
-    st = tkv_estimate(&cfg, 20000, 1, &m);
+    cfg.model.n_heads = cfg.model.n_kv_heads = 256; /* 10 GB: more than 32 bits */
+    cfg.limits.max_seqs = 1;
+    st = tkv_estimate_memory(&cfg, 20000, 1, &m);
     CHECK_MSG(st != TKV_OK || (double)m.total > 1e10, "the estimate of 10 GB is %.3g", (double)m.total);
-    cfg.n_layers = 1;
-    cfg.max_tokens = 100000;
-    st = tkv_required_bytes(&cfg, &bytes);
+    cfg.model.n_layers = 1;
+    cfg.limits.max_tokens = 100000;
+    st = tkv_get_required_bytes(&cfg, &bytes, NULL);
     CHECK_EQ(st, sizeof(size_t) > 4 ? TKV_OK : TKV_ERR_CONFIG); /* 52 GB */
     if (st == TKV_OK) CHECK((double)bytes > 5.2e10 && (double)bytes < 5.4e10);
-    cfg.max_tokens = 1;
-    CHECK_EQ(tkv_required_bytes(&cfg, &few), TKV_OK);
+    cfg.limits.max_tokens = 1;
+    CHECK_EQ(tkv_get_required_bytes(&cfg, &few, NULL), TKV_OK);
     CHECK(few > 2 * 256 * 256 * 4);
 }
 
@@ -938,9 +948,9 @@ static size_t hot_block_bytes(const tkv_cache *kv) { /* the largest of any layer
 
 static void estimate_is_true(const tkv_cache *kv, const tkv_config *cfg, int n, int seqs, error_sums *t) {
     tkv_memory_info e, m;
-    int tier, blocks = cfg->n_layers * seqs;
-    CHECK_EQ(tkv_memory(kv, &m), TKV_OK);
-    CHECK_EQ(tkv_estimate(cfg, n, seqs, &e), TKV_OK);
+    int tier, blocks = cfg->model.n_layers * seqs;
+    CHECK_EQ(tkv_get_memory(kv, &m), TKV_OK);
+    CHECK_EQ(tkv_estimate_memory(cfg, n, seqs, &e), TKV_OK);
     t->compared++;
     for (tier = 0; tier < TKV_TIER_COUNT; tier++) {
         CHECK_MSG(e.tier[tier].tokens == m.tier[tier].tokens && e.tier[tier].codes == m.tier[tier].codes &&
@@ -966,7 +976,8 @@ static void estimate_is_true(const tkv_cache *kv, const tkv_config *cfg, int n, 
     }
     /* The estimate knows no history: a table is there twice while it grows, a block while it is recoded,
      * and a tail was longer by a block before its oldest one moved, or by those that waited for a table. */
-    if (tkvi_plan_learns(&kv->tables.plan[0])) blocks += cfg->n_layers * TKVI_FIRST_TABLE_TOKENS / BLOCK;
+    if (tkvi_plan_learns(&kv->tables.plan[0]))
+        blocks += cfg->model.n_layers * TKVI_FIRST_TABLE_TOKENS / BLOCK;
     CHECK(m.peak >= e.total);
     CHECK_LE(m.peak, e.peak + m.index + 2 * kv->tables.page_bytes + (size_t)blocks * hot_block_bytes(kv));
 }
@@ -980,22 +991,22 @@ TEST(estimate_equals_memory) {
         tkv_cache *kv;
         int most = shapes[i].tokens;
         if (tkv_test_quick() && most > 600) most = 600;
-        cfg.allocator = open_book(0xab);
+        cfg.host.allocator = open_book(0xab);
         kv = make(&cfg);
         estimate_is_true(kv, &cfg, 0, 0, &t);
-        estimate_is_true(kv, &cfg, 0, cfg.max_seqs, &t);
+        estimate_is_true(kv, &cfg, 0, cfg.limits.max_seqs, &t);
         for (n = 1; n <= most; n++) {
-            for (seq = 0; seq < cfg.max_seqs; seq++) CHECK_EQ(feed_all(kv, seq, seq, 1, 1), TKV_OK);
+            for (seq = 0; seq < cfg.limits.max_seqs; seq++) CHECK_EQ(feed_all(kv, seq, seq, 1, 1), TKV_OK);
             /* who came before there was a table depends on the order: the estimate means one after the other */
-            if (shapes[i].shared && n <= 512 && n * cfg.max_seqs > 512) continue;
+            if (shapes[i].shared && n <= 512 && n * cfg.limits.max_seqs > 512) continue;
             if (n < 70 || n % 64 < 7 || n % 13 == 0 || n == most)
-                estimate_is_true(kv, &cfg, n, cfg.max_seqs, &t);
+                estimate_is_true(kv, &cfg, n, cfg.limits.max_seqs, &t);
         }
         tkv_destroy(kv);
         close_book();
-        if (cfg.max_seqs < 2) continue;
+        if (cfg.limits.max_seqs < 2) continue;
         kv = make(&cfg); /* one sequence after the other, and not all of them */
-        for (seq = 0; seq + 1 < cfg.max_seqs; seq++) {
+        for (seq = 0; seq + 1 < cfg.limits.max_seqs; seq++) {
             CHECK_EQ(feed_all(kv, seq, seq, most, 1), TKV_OK);
             estimate_is_true(kv, &cfg, most, seq + 1, &t);
         }
@@ -1018,12 +1029,12 @@ TEST(estimate_of_layers_that_differ) {
     layers[1].window = 100;
     layers[2].share_kv = 2;
     layers[2].window = 150;
-    layers[3].hot_tokens = TKV_ALL;
+    layers[3].hot_tokens = TKV_UNLIMITED;
     layers[3].hot.k = TKV_F32;
     layers[4].sink_tokens = 30;
     layers[4].warm.k = TKV_Q8;
     cfg.layers = layers;
-    cfg.allocator = open_book(0xab);
+    cfg.host.allocator = open_book(0xab);
     kv = make(&cfg);
     for (n = 1; n <= 900; n++) {
         CHECK_EQ(feed_all(kv, 0, 0, 1, 1), TKV_OK);
@@ -1036,15 +1047,15 @@ TEST(estimate_of_layers_that_differ) {
 TEST(estimate_refusals) {
     tkv_config cfg = config(1, 2);
     tkv_memory_info m;
-    cfg.max_tokens = 100;
-    CHECK_EQ(tkv_estimate(&cfg, 100, 2, &m), TKV_OK);
-    CHECK_EQ(tkv_estimate(&cfg, 101, 2, &m), TKV_ERR_ARG);
-    CHECK_EQ(tkv_estimate(&cfg, -1, 2, &m), TKV_ERR_ARG);
-    CHECK_EQ(tkv_estimate(&cfg, 1, 3, &m), TKV_ERR_ARG);
-    CHECK_EQ(tkv_estimate(&cfg, 1, -1, &m), TKV_ERR_ARG);
-    CHECK_EQ(tkv_estimate(&cfg, 1, 1, NULL), TKV_ERR_ARG);
-    CHECK_EQ(tkv_estimate(NULL, 1, 1, &m), TKV_ERR_ARG);
-    CHECK_EQ(tkv_memory(NULL, &m), TKV_ERR_ARG);
+    cfg.limits.max_tokens = 100;
+    CHECK_EQ(tkv_estimate_memory(&cfg, 100, 2, &m), TKV_OK);
+    CHECK_EQ(tkv_estimate_memory(&cfg, 101, 2, &m), TKV_ERR_ARG);
+    CHECK_EQ(tkv_estimate_memory(&cfg, -1, 2, &m), TKV_ERR_ARG);
+    CHECK_EQ(tkv_estimate_memory(&cfg, 1, 3, &m), TKV_ERR_ARG);
+    CHECK_EQ(tkv_estimate_memory(&cfg, 1, -1, &m), TKV_ERR_ARG);
+    CHECK_EQ(tkv_estimate_memory(&cfg, 1, 1, NULL), TKV_ERR_ARG);
+    CHECK_EQ(tkv_estimate_memory(NULL, 1, 1, &m), TKV_ERR_ARG);
+    CHECK_EQ(tkv_get_memory(NULL, &m), TKV_ERR_ARG);
 }
 
 /* A prompt in chunks of max_append: the peak is not far above what the prompt leaves. */
@@ -1056,17 +1067,17 @@ TEST(peak_of_a_prompt) {
         tkv_cache *kv;
         tkv_memory_info m;
         size_t hot, page;
-        cfg.max_append = chunks[i];
-        cfg.allocator = open_book(0xab);
-        cfg.head_dim = cfg.v_head_dim = 16;
+        cfg.limits.max_append = chunks[i];
+        cfg.host.allocator = open_book(0xab);
+        cfg.model.head_dim = cfg.model.v_head_dim = 16;
         kv = make(&cfg);
         CHECK_EQ(feed_all(kv, 0, 0, 4096, chunks[i]), TKV_OK);
-        CHECK_EQ(tkv_memory(kv, &m), TKV_OK);
+        CHECK_EQ(tkv_get_memory(kv, &m), TKV_OK);
         CHECK_EQ(m.peak, book.peak);
         page = kv->tables.page_bytes;
         /* above the end: one layer's exact chunk while it is recoded, a page per size, a table's old half */
         hot = (size_t)(chunks[i] / BLOCK + 1) *
-              kv->tables.coding[kv->tables.plan[0].now.coding[TKV_HOT]].bytes.total;
+              kv->tables.coding[kv->tables.plan[0].now.coding[TKV_TIER_HOT]].bytes.total;
         CHECK_LE(m.peak, m.total + hot + 4 * page + m.index);
         tkv_destroy(kv);
         close_book();
@@ -1077,18 +1088,20 @@ TEST(peak_of_a_prompt) {
 TEST(memory_of_each_layer) {
     tkv_config cfg = config(3, 2);
     tkv_cache *kv;
+    tkv_layer_info info;
     tkv_memory_info all, one;
     size_t codes[TKV_TIER_COUNT] = {0, 0, 0}, metadata[TKV_TIER_COUNT] = {0, 0, 0}, tokens = 0, fp16 = 0;
     int seq, layer, tier;
-    cfg.allocator = open_book(0xab);
+    cfg.host.allocator = open_book(0xab);
     kv = make(&cfg);
     CHECK_EQ(feed_all(kv, 0, 0, 900, 100), TKV_OK);
     CHECK_EQ(feed_all(kv, 1, 0, 70, 70), TKV_OK);
-    CHECK_EQ(tkv_memory(kv, &all), TKV_OK);
+    CHECK_EQ(tkv_get_memory(kv, &all), TKV_OK);
     for (seq = 0; seq < 2; seq++)
         for (layer = 0; layer < 3; layer++) {
             size_t sum;
-            CHECK_EQ(tkv_memory_of(kv, seq, layer, &one), TKV_OK);
+            CHECK_EQ(tkv_get_layer(kv, seq, layer, &info), TKV_OK);
+            one = info.memory;
             sum = one.slack;
             for (tier = 0; tier < TKV_TIER_COUNT; tier++) {
                 codes[tier] += one.tier[tier].codes;
@@ -1106,9 +1119,9 @@ TEST(memory_of_each_layer) {
     CHECK_EQ(tokens, 3 * 970);
     CHECK_EQ(fp16, all.fp16_bytes);
     CHECK(all.ratio_f32 > 1.999 * all.ratio && all.ratio_f32 < 2.001 * all.ratio);
-    CHECK_EQ(tkv_memory_of(kv, 2, 0, &one), TKV_ERR_ARG);
-    CHECK_EQ(tkv_memory_of(kv, 0, 3, &one), TKV_ERR_ARG);
-    CHECK_EQ(tkv_memory_of(NULL, 0, 0, &one), TKV_ERR_ARG);
+    CHECK_EQ(tkv_get_layer(kv, 2, 0, &info), TKV_ERR_ARG);
+    CHECK_EQ(tkv_get_layer(kv, 0, 3, &info), TKV_ERR_ARG);
+    CHECK_EQ(tkv_get_layer(NULL, 0, 0, &info), TKV_ERR_ARG);
     tkv_destroy(kv);
 }
 

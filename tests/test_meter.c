@@ -26,19 +26,19 @@ static float k_exact[SEQS][LAYERS][MOST * K_ROW], v_exact[SEQS][LAYERS][MOST * V
 static float k_now[MOST * K_ROW], v_now[MOST * V_ROW], q_in[CHUNK * Q_ROW], out[CHUNK * OUT_ROW];
 
 static tkv_config config(tkv_format k, tkv_format v) {
-    tkv_config cfg = tkv_config_default();
-    cfg.n_layers = LAYERS;
-    cfg.n_heads = HEADS;
-    cfg.n_kv_heads = KV_HEADS;
-    cfg.head_dim = DK;
-    cfg.v_head_dim = DV;
-    cfg.max_seqs = SEQS;
-    cfg.warm_tokens = 128;
-    cfg.warm = cfg.archive = pair_of(k, v);
-    cfg.isa = tkv_test_isa();
-    cfg.precise = 1;
-    cfg.quality_heads = LAYERS * KV_HEADS;
-    cfg.quality_every = 7;
+    tkv_config cfg = tkv_default_config();
+    cfg.model.n_layers = LAYERS;
+    cfg.model.n_heads = HEADS;
+    cfg.model.n_kv_heads = KV_HEADS;
+    cfg.model.head_dim = DK;
+    cfg.model.v_head_dim = DV;
+    cfg.limits.max_seqs = SEQS;
+    cfg.tiers.warm_tokens = 128;
+    cfg.tiers.warm = cfg.tiers.archive = pair_of(k, v);
+    cfg.host.isa = tkv_test_isa();
+    cfg.host.precise = 1;
+    cfg.meter.heads = LAYERS * KV_HEADS;
+    cfg.meter.every = 7;
     return cfg;
 }
 
@@ -58,8 +58,8 @@ static tkv_rng rng_of(int what, int seq, int layer, int position) {
 static tkv_status feed(tkv_cache *kv, int seq, int n) {
     static float k[CHUNK * K_ROW], v[CHUNK * V_ROW];
     int layer, t, c;
-    for (layer = 0; layer < kv->tables.cfg.n_layers; layer++) {
-        int at = tkv_layer_len(kv, seq, layer);
+    for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++) {
+        int at = tkv_get_length(kv, seq, layer);
         tkv_status st;
         if (kv->tables.plan[layer].stored != layer) continue;
         if (at + n > MOST || n > CHUNK) exit(2);
@@ -88,7 +88,7 @@ static void queries(int seq, int layer, int first, int n) {
 }
 
 static tkv_status ask(tkv_cache *kv, int seq, int layer, int n) {
-    queries(seq, layer, tkv_layer_len(kv, seq, layer) - n, n);
+    queries(seq, layer, tkv_get_length(kv, seq, layer) - n, n);
     return tkv_attend(kv, seq, layer, q_in, n, out);
 }
 
@@ -120,7 +120,7 @@ static void look_at(const tkvi_head_probe *g, const tkv_cache *kv, int seq, int 
         int start = tkvi_block_start(kv, ids, i), end = tkvi_block_end(kv, list, ids, i), has = 0;
         for (k = 0; k < g->n; k++) has |= g->start[k] == start;
         for (j = start; j < end; j++) {
-            coded[j] = tkvi_tier_at(list, i) != TKV_HOT;
+            coded[j] = tkvi_tier_at(list, i) != TKV_TIER_HOT;
             copied[j] = (char)has;
         }
     }
@@ -138,8 +138,8 @@ static void expect_row(figures *f, const tkv_cache *kv, const question *w, int s
                        int at, const float *q, const float *mask, const float *got) {
     static double exact[MOST], cached[MOST];
     static char seen[MOST];
-    int kvh = head / (HEADS / KV_HEADS), len = tkv_layer_len(kv, seq, layer), j, c, best = -1;
-    int window = w->window == TKV_NONE ? 0 : w->window ? w->window : kv->tables.plan[layer].window;
+    int kvh = head / (HEADS / KV_HEADS), len = tkv_get_length(kv, seq, layer), j, c, best = -1;
+    int window = w->window == TKV_OFF ? 0 : w->window ? w->window : kv->tables.plan[layer].window;
     double top = 0.0, cached_top = 0.0, lse = 0.0, cached_lse = 0.0, kl = 0.0, d = 0.0, n = 0.0, o[DV];
     double scale = w->scale > 0.0f ? (double)w->scale : 1.0 / sqrt((double)DK), second = 0.0;
     int any = 0, have_second = 0;
@@ -207,9 +207,9 @@ static void expect_row(figures *f, const tkv_cache *kv, const question *w, int s
 
 /* Attention of the newest n tokens, and what the meter should make of it. */
 static void ask_and_expect(tkv_cache *kv, figures *f, const question *w, int seq, int layer, int n) {
-    int len = tkv_layer_len(kv, seq, layer), dropped, i, head;
+    int len = tkv_get_length(kv, seq, layer), dropped, i, head;
     tkv_attend_params p;
-    tkv_tier_info info;
+    tkv_layer_info info;
     memset(&p, 0, sizeof p);
     queries(seq, layer, len - n, n);
     p.layer = layer;
@@ -221,13 +221,13 @@ static void ask_and_expect(tkv_cache *kv, figures *f, const question *w, int seq
     p.scale = w->scale;
     p.window = w->window;
     p.non_causal = w->non_causal;
-    p.alibi = w->alibi;
-    p.sinks = w->sinks;
+    p.alibi_slopes = w->alibi;
+    p.sink_logits = w->sinks;
     p.mask = w->mask;
     CHECK_EQ(tkv_attend_ex(kv, &p), TKV_OK);
     if (kv->meter->seq != seq) return;
-    CHECK_EQ(tkv_tier_counts(kv, seq, layer, &info), TKV_OK);
-    dropped = info.dropped;
+    CHECK_EQ(tkv_get_layer(kv, seq, layer, &info), TKV_OK);
+    dropped = info.expired;
     CHECK_EQ(
         tkv_read(kv, seq, layer, dropped, len - dropped, k_now + dropped * K_ROW, v_now + dropped * V_ROW),
         TKV_OK);
@@ -247,7 +247,7 @@ static void ask_and_expect(tkv_cache *kv, figures *f, const question *w, int seq
 static void compare(const tkv_cache *kv, const figures *f, double tolerance, const char *what) {
     tkv_quality_info info;
     double n = f->samples > 0.0 ? f->samples : 1.0;
-    CHECK_EQ(tkv_quality(kv, &info), TKV_OK);
+    CHECK_EQ(tkv_get_quality(kv, TKV_ALL_LAYERS, &info), TKV_OK);
     CHECK_MSG((double)info.samples == f->samples && f->samples > 0.0, "%s: %.0f samples, expected %.0f", what,
               (double)info.samples, f->samples);
     CHECK_NEAR(info.coverage, f->keys > 0.0 ? f->kept / f->keys : 1.0, 1e-12);
@@ -283,7 +283,7 @@ static figures run(tkv_cache *kv, const question *w, int tokens) {
 static const question plain = {0.0f, 0.0f, 0, 0, NULL, NULL, NULL};
 
 TEST(figures_are_right) {
-    static const tkv_pair formats[] = {
+    static const tkv_format_pair formats[] = {
         {TKV_Q8, TKV_Q8},   {TKV_KIVI4, TKV_KIVI4},   {TKV_KIVI2, TKV_KIVI2},  {TKV_A30, TKV_R30},
         {TKV_A20, TKV_R15}, {TKV_INT4, TKV_FP8_E4M3}, {TKV_SQUAT2, TKV_KIVI4}, {TKV_BF16, TKV_BF16}};
     static const tkv_format hot[] = {TKV_F32, TKV_F16, TKV_BF16};
@@ -294,11 +294,11 @@ TEST(figures_are_right) {
         char what[64];
         tkv_cache *kv;
         figures f;
-        cfg.hot = pair_of(hot[i % 3], hot[i % 3]);
-        if (formats[i].k == TKV_BF16) cfg.hot.v = TKV_F32; /* and hot.k is coded although it is exact */
+        cfg.tiers.hot = pair_of(hot[i % 3], hot[i % 3]);
+        if (formats[i].k == TKV_BF16) cfg.tiers.hot.v = TKV_F32; /* and hot.k is coded although it is exact */
         kv = make(&cfg);
-        snprintf(what, sizeof what, "%s and %s", tkv_format_name(formats[i].k),
-                 tkv_format_name(formats[i].v));
+        snprintf(what, sizeof what, "%s and %s", tkv_get_name(TKV_NAME_FORMAT, formats[i].k),
+                 tkv_get_name(TKV_NAME_FORMAT, formats[i].v));
         f = run(kv, &plain, tkv_test_quick() ? 620 : 1000);
         compare(kv, &f, 0.02, what);
         CHECK_EQ(f.kept, f.keys);
@@ -351,7 +351,7 @@ TEST(figures_of_a_part) { /* more coded tokens than copies */
         tkv_config cfg = config(TKV_KIVI3, TKV_KIVI2);
         tkv_cache *kv;
         figures f;
-        cfg.quality_tokens = tokens[i];
+        cfg.meter.tokens = tokens[i];
         kv = make(&cfg);
         f = run(kv, &plain, tkv_test_quick() ? 600 : 1000);
         compare(kv, &f, 0.03, "part");
@@ -367,15 +367,15 @@ TEST(copies_lie_evenly) {
     for (slots = 2; slots < 12; slots += 3) {
         tkv_config cfg = config(TKV_KIVI2, TKV_KIVI2);
         tkv_cache *kv;
-        cfg.quality_tokens = slots * 64;
+        cfg.meter.tokens = slots * 64;
         kv = make(&cfg);
         for (t = 0; t < 1000; t += 8) {
             const tkvi_head_probe *g = &kv->meter->head_probe[0];
-            tkv_tier_info info;
+            tkv_layer_info info;
             int n_coded;
             CHECK_EQ(feed(kv, 0, 8), TKV_OK);
-            CHECK_EQ(tkv_tier_counts(kv, 0, g->layer, &info), TKV_OK);
-            n_coded = info.blocks[TKV_WARM] + info.blocks[TKV_ARCHIVE];
+            CHECK_EQ(tkv_get_layer(kv, 0, g->layer, &info), TKV_OK);
+            n_coded = info.blocks[TKV_TIER_WARM] + info.blocks[TKV_TIER_ARCHIVE];
             CHECK_EQ(g->n, (n_coded + g->stride - 1) / g->stride);
             CHECK(g->n <= slots && (n_coded < slots || 2 * g->n >= slots));
             for (i = 0; i < g->n; i++) CHECK_EQ(g->start[i], 4 + 64 * g->stride * i);
@@ -393,9 +393,9 @@ TEST(coverage_scales_up) {
     int t, layer;
     NEEDS_METER;
     if (tkv_test_quick()) SKIP("long");
-    cfg.quality_every = 1;
+    cfg.meter.every = 1;
     a = make(&cfg);
-    cfg.quality_tokens = 256;
+    cfg.meter.tokens = 256;
     b = make(&cfg);
     for (t = 0; t < 1000; t += 20) {
         CHECK_EQ(feed(a, 0, 20), TKV_OK);
@@ -405,8 +405,8 @@ TEST(coverage_scales_up) {
             CHECK_EQ(ask(b, 0, layer, 20), TKV_OK);
         }
     }
-    CHECK_EQ(tkv_quality(a, &all), TKV_OK);
-    CHECK_EQ(tkv_quality(b, &part), TKV_OK);
+    CHECK_EQ(tkv_get_quality(a, TKV_ALL_LAYERS, &all), TKV_OK);
+    CHECK_EQ(tkv_get_quality(b, TKV_ALL_LAYERS, &part), TKV_OK);
     CHECK_EQ(all.samples, part.samples);
     CHECK(all.coverage == 1.0 && part.coverage < 0.4 && part.coverage > 0.2);
     CHECK_NEAR(part.output_error / part.coverage / all.output_error, 1.0, 0.3);
@@ -423,17 +423,19 @@ TEST(exact_is_perfect) {
         tkv_config cfg = config(TKV_KIVI2, TKV_KIVI2);
         tkv_quality_info info;
         tkv_cache *kv;
-        cfg.quality_every = 1;
-        if (which == 0) cfg.hot_tokens = TKV_ALL;
-        if (which == 1) cfg.warm = cfg.archive = pair_of(TKV_F16, TKV_F16); /* blocks stay as they are */
-        if (which > 1) cfg.warm = cfg.archive = pair_of(TKV_F32, TKV_F32);  /* coded, without loss */
-        if (which == 3) cfg.hot = pair_of(TKV_BF16, TKV_BF16);
+        cfg.meter.every = 1;
+        if (which == 0) cfg.tiers.hot_tokens = TKV_UNLIMITED;
+        if (which == 1)
+            cfg.tiers.warm = cfg.tiers.archive = pair_of(TKV_F16, TKV_F16); /* blocks stay as they are */
+        if (which > 1)
+            cfg.tiers.warm = cfg.tiers.archive = pair_of(TKV_F32, TKV_F32); /* coded, without loss */
+        if (which == 3) cfg.tiers.hot = pair_of(TKV_BF16, TKV_BF16);
         kv = make(&cfg);
         for (t = 0; t < n; t += 20) {
             CHECK_EQ(feed(kv, 0, 20), TKV_OK);
             for (layer = 0; layer < LAYERS; layer++) CHECK_EQ(ask(kv, 0, layer, 20), TKV_OK);
         }
-        CHECK_EQ(tkv_quality(kv, &info), TKV_OK);
+        CHECK_EQ(tkv_get_quality(kv, TKV_ALL_LAYERS, &info), TKV_OK);
         CHECK_EQ(info.samples, n * HEADS * LAYERS);
         CHECK(info.coverage == 1.0);
         CHECK_LE(info.output_error, which > 1 ? 1e-9 : 0.0);
@@ -445,7 +447,7 @@ TEST(exact_is_perfect) {
 }
 
 TEST(more_bits_less_error) {
-    static const tkv_pair formats[][5] = {
+    static const tkv_format_pair formats[][5] = {
         {{TKV_Q8, TKV_Q8},
          {TKV_KIVI4, TKV_KIVI4},
          {TKV_KIVI3, TKV_KIVI3},
@@ -466,7 +468,7 @@ TEST(more_bits_less_error) {
                 CHECK_EQ(feed(kv, 0, 10), TKV_OK);
                 for (layer = 0; layer < LAYERS; layer++) CHECK_EQ(ask(kv, 0, layer, 10), TKV_OK);
             }
-            CHECK_EQ(tkv_quality(kv, &info), TKV_OK);
+            CHECK_EQ(tkv_get_quality(kv, TKV_ALL_LAYERS, &info), TKV_OK);
             CHECK(info.coverage == 1.0);
             CHECK_LE(1.3 * last.output_error, info.output_error);
             CHECK_LE(1.3 * last.kl, info.kl);
@@ -480,7 +482,8 @@ TEST(more_bits_less_error) {
 
 TEST(attention_keeps_its_bits) {
     static float other[CHUNK * OUT_ROW];
-    static const tkv_pair formats[] = {{TKV_A30, TKV_R30}, {TKV_KIVI2, TKV_KIVI4}, {TKV_FP4, TKV_SUBSPACE4}};
+    static const tkv_format_pair formats[] = {
+        {TKV_A30, TKV_R30}, {TKV_KIVI2, TKV_KIVI4}, {TKV_FP4, TKV_SUBSPACE4}};
     static const int chunks[] = {1, 3, 1, 80, 1};
     int i, at, step, layer;
     NEEDS_METER;
@@ -488,11 +491,11 @@ TEST(attention_keeps_its_bits) {
         tkv_config cfg = config(formats[i].k, formats[i].v);
         tkv_cache *on, *off;
         tkv_quality_info info;
-        cfg.precise = i == 1;
-        cfg.quality_every = 1;
-        cfg.quality_tokens = 256;
+        cfg.host.precise = i == 1;
+        cfg.meter.every = 1;
+        cfg.meter.tokens = 256;
         on = make(&cfg);
-        cfg.quality_heads = 0;
+        cfg.meter.heads = 0;
         off = make(&cfg);
         for (at = step = 0; at < (tkv_test_quick() ? 600 : 900); at += chunks[step++ % COUNT(chunks)]) {
             int n = chunks[step % COUNT(chunks)];
@@ -505,11 +508,11 @@ TEST(attention_keeps_its_bits) {
                 CHECK_MEM(out, other, (size_t)(n * OUT_ROW) * sizeof(float));
             }
         }
-        CHECK_EQ(tkv_quality(on, &info), TKV_OK);
+        CHECK_EQ(tkv_get_quality(on, TKV_ALL_LAYERS, &info), TKV_OK);
         CHECK(info.samples > 0 && info.kl > 0.0);
-        CHECK_EQ(tkv_quality(off, &info), TKV_OK); /* there is none */
-        CHECK(info.samples == 0 && info.heads == 0 && info.seq == TKV_NONE && info.kl == 0.0);
-        CHECK_EQ(tkv_quality_reset(off), TKV_OK);
+        CHECK_EQ(tkv_get_quality(off, TKV_ALL_LAYERS, &info), TKV_OK); /* there is none */
+        CHECK(info.samples == 0 && info.heads == 0 && info.seq == TKV_NO_SEQ && info.kl == 0.0);
+        CHECK_EQ(tkv_reset_quality(off), TKV_OK);
         tkv_destroy(on);
         tkv_destroy(off);
     }
@@ -524,13 +527,13 @@ static int copies(const tkv_cache *kv) {
 
 static int watched(const tkv_cache *kv) {
     tkv_quality_info info;
-    CHECK_EQ(tkv_quality(kv, &info), TKV_OK);
+    CHECK_EQ(tkv_get_quality(kv, TKV_ALL_LAYERS, &info), TKV_OK);
     return info.seq;
 }
 
 static double samples(const tkv_cache *kv) {
     tkv_quality_info info;
-    CHECK_EQ(tkv_quality(kv, &info), TKV_OK);
+    CHECK_EQ(tkv_get_quality(kv, TKV_ALL_LAYERS, &info), TKV_OK);
     return (double)info.samples;
 }
 
@@ -539,9 +542,9 @@ TEST(whom_it_watches) {
     tkv_cache *kv;
     int t;
     NEEDS_METER;
-    cfg.quality_every = 1;
+    cfg.meter.every = 1;
     kv = make(&cfg);
-    CHECK_EQ(watched(kv), TKV_NONE);
+    CHECK_EQ(watched(kv), TKV_NO_SEQ);
     for (t = 0; t < 200; t += 40) CHECK_EQ(feed(kv, 1, 40), TKV_OK);
     CHECK_EQ(watched(kv), 1);
     CHECK_EQ(copies(kv), 4 * 1);
@@ -552,20 +555,20 @@ TEST(whom_it_watches) {
     CHECK_EQ(samples(kv), 0);
     CHECK_EQ(ask(kv, 1, 0, 1), TKV_OK);
     CHECK_EQ(samples(kv), HEADS);
-    CHECK_EQ(tkv_reset(kv, 1), TKV_OK);
-    CHECK_EQ(watched(kv), TKV_NONE);
+    CHECK_EQ(tkv_seq_reset(kv, 1), TKV_OK);
+    CHECK_EQ(watched(kv), TKV_NO_SEQ);
     CHECK_EQ(copies(kv), 0);
     CHECK_EQ(samples(kv), HEADS); /* what was measured stays */
     CHECK_EQ(feed(kv, 0, 40), TKV_OK);
-    CHECK_EQ(watched(kv), TKV_NONE); /* not one that has begun */
+    CHECK_EQ(watched(kv), TKV_NO_SEQ); /* not one that has begun */
     whole(kv, "watch nobody");
     CHECK_EQ(feed(kv, 1, 1), TKV_OK);
     CHECK_EQ(watched(kv), 1);
-    CHECK_EQ(tkv_reset(kv, 1), TKV_OK);
-    CHECK_EQ(tkv_reset(kv, 0), TKV_OK);
+    CHECK_EQ(tkv_seq_reset(kv, 1), TKV_OK);
+    CHECK_EQ(tkv_seq_reset(kv, 0), TKV_OK);
     CHECK_EQ(feed(kv, 0, 1), TKV_OK);
     CHECK_EQ(watched(kv), 0);
-    CHECK_EQ(tkv_quality_reset(kv), TKV_OK);
+    CHECK_EQ(tkv_reset_quality(kv), TKV_OK);
     CHECK_EQ(samples(kv), 0);
     CHECK_EQ(watched(kv), 0);
     tkv_destroy(kv);
@@ -578,8 +581,8 @@ TEST(figures_through_a_life) {
     figures f;
     int round, layer, t, had;
     NEEDS_METER;
-    cfg.warm.v = TKV_KIVI4;
-    cfg.quality_every = 3;
+    cfg.tiers.warm.v = TKV_KIVI4;
+    cfg.meter.every = 3;
     kv = make(&cfg);
     for (round = 0; round < 2; round++) {
         memset(&f, 0, sizeof f);
@@ -587,13 +590,13 @@ TEST(figures_through_a_life) {
         for (layer = 0; layer < LAYERS; layer++) ask_and_expect(kv, &f, &plain, 0, layer, 20);
         had = copies(kv);
         CHECK(had > 0);
-        CHECK_EQ(tkv_begin(kv, 0), TKV_OK);
+        CHECK_EQ(tkv_seq_begin(kv, 0), TKV_OK);
         CHECK_EQ(feed(kv, 0, 70), TKV_OK);
         for (layer = 0; layer < LAYERS; layer++) ask_and_expect(kv, &f, &plain, 0, layer, 70);
-        CHECK_EQ(tkv_abort(kv, 0), TKV_OK);
+        CHECK_EQ(tkv_seq_abort(kv, 0), TKV_OK);
         whole(kv, "abort");
         for (layer = 0; layer < LAYERS; layer++) ask_and_expect(kv, &f, &plain, 0, layer, 20);
-        CHECK_EQ(tkv_truncate(kv, 0, 250), TKV_OK);
+        CHECK_EQ(tkv_seq_truncate(kv, 0, 250), TKV_OK);
         whole(kv, "truncate");
         for (layer = 0; layer < LAYERS; layer++) ask_and_expect(kv, &f, &plain, 0, layer, 20);
         for (t = 0; t < 100; t += 25) {
@@ -601,26 +604,26 @@ TEST(figures_through_a_life) {
             for (layer = 0; layer < LAYERS; layer++) ask_and_expect(kv, &f, &plain, 0, layer, 25);
         }
         CHECK(copies(kv) > had);
-        CHECK_EQ(tkv_flush(kv, 0, TKV_FLUSH_FULL), TKV_OK);
+        CHECK_EQ(tkv_seq_flush(kv, 0, TKV_FLUSH_FULL), TKV_OK);
         whole(kv, "flush");
         for (layer = 0; layer < LAYERS; layer++) ask_and_expect(kv, &f, &plain, 0, layer, 20);
         CHECK_EQ(f.kept, f.keys);
         for (t = 0; t < 5; t++) { /* short blocks: two of them may begin in one stretch of 64 */
-            CHECK_EQ(tkv_flush(kv, 0, TKV_FLUSH_ALL), TKV_OK);
+            CHECK_EQ(tkv_seq_flush(kv, 0, TKV_FLUSH_ALL), TKV_OK);
             whole(kv, "flush all");
             for (layer = 0; layer < LAYERS; layer++) ask_and_expect(kv, &f, &plain, 0, layer, 10);
             CHECK_EQ(feed(kv, 0, 10 + 17 * t), TKV_OK);
             for (layer = 0; layer < LAYERS; layer++) ask_and_expect(kv, &f, &plain, 0, layer, 10);
         }
-        CHECK_EQ(tkv_begin(kv, 0), TKV_OK);
+        CHECK_EQ(tkv_seq_begin(kv, 0), TKV_OK);
         CHECK_EQ(feed(kv, 0, 60), TKV_OK);
-        CHECK_EQ(tkv_commit(kv, 0), TKV_OK);
+        CHECK_EQ(tkv_seq_commit(kv, 0), TKV_OK);
         for (layer = 0; layer < LAYERS; layer++) ask_and_expect(kv, &f, &plain, 0, layer, 60);
         compare(kv, &f, 0.03, "life");
-        CHECK_EQ(tkv_reset(kv, 0), TKV_OK);
+        CHECK_EQ(tkv_seq_reset(kv, 0), TKV_OK);
         whole(kv, "reset");
         compare(kv, &f, 0.03, "after the end");
-        CHECK_EQ(tkv_quality_reset(kv), TKV_OK);
+        CHECK_EQ(tkv_reset_quality(kv), TKV_OK);
     }
     tkv_destroy(kv);
 }
@@ -631,8 +634,8 @@ TEST(figures_in_windows) { /* blocks leave, sinks too; their copies make room */
     figures f;
     int i;
     NEEDS_METER;
-    cfg.window = 220;
-    cfg.quality_tokens = 512;
+    cfg.model.window = 220;
+    cfg.meter.tokens = 512;
     kv = make(&cfg);
     f = run(kv, &plain, tkv_test_quick() ? 700 : 1000);
     compare(kv, &f, 0.03, "window");
@@ -654,11 +657,11 @@ TEST(layers_of_all_kinds) {
     layers[2].share_kv = 2; /* layer 1 */
     layers[3].hot.k = TKV_F32;
     layers[4].archive.k = layers[4].warm.k = TKV_KIVI2;
-    layers[5].hot_tokens = TKV_ALL;
+    layers[5].hot_tokens = TKV_UNLIMITED;
     cfg.layers = layers;
-    cfg.n_layers = 6;
-    cfg.quality_heads = 64;
-    cfg.quality_every = 1;
+    cfg.model.n_layers = 6;
+    cfg.meter.heads = 64;
+    cfg.meter.every = 1;
     kv = make(&cfg);
     CHECK_EQ(kv->meter->n, 4 * KV_HEADS);
     for (t = 0; t < 400; t += 50) {
@@ -671,10 +674,10 @@ TEST(layers_of_all_kinds) {
         }
         for (i = 1; i < 6; i++) CHECK_EQ(ask(kv, 0, i, 50), TKV_OK);
     }
-    CHECK_EQ(tkv_quality(kv, &info), TKV_OK);
+    CHECK_EQ(tkv_get_quality(kv, TKV_ALL_LAYERS, &info), TKV_OK);
     CHECK_EQ(info.samples, 5 * 400 * HEADS);
     for (i = 1; i < 6; i++) {
-        CHECK_EQ(tkv_quality_of(kv, i, &one), TKV_OK);
+        CHECK_EQ(tkv_get_quality(kv, i, &one), TKV_OK);
         CHECK_EQ(one.heads, KV_HEADS);
         CHECK_EQ(one.samples, (i < 3 ? 2 : 1) * 400 * HEADS);
         if (i != 2) sum += one.samples;
@@ -683,14 +686,14 @@ TEST(layers_of_all_kinds) {
         if (i == 4) CHECK(one.kl > info.kl);
     }
     CHECK_EQ(sum, info.samples);
-    CHECK_EQ(tkv_quality_of(kv, 0, &one), TKV_ERR_ARG);
-    CHECK_EQ(tkv_quality_of(kv, 6, &one), TKV_ERR_ARG);
-    CHECK_EQ(tkv_quality_of(kv, -1, &one), TKV_ERR_ARG);
-    CHECK_EQ(tkv_quality_of(kv, 1, NULL), TKV_ERR_ARG);
-    CHECK_EQ(tkv_quality_of(NULL, 1, &one), TKV_ERR_ARG);
-    CHECK_EQ(tkv_quality(NULL, &one), TKV_ERR_ARG);
-    CHECK_EQ(tkv_quality(kv, NULL), TKV_ERR_ARG);
-    CHECK_EQ(tkv_quality_reset(NULL), TKV_ERR_ARG);
+    CHECK_EQ(tkv_get_quality(kv, 0, &one), TKV_ERR_ARG);
+    CHECK_EQ(tkv_get_quality(kv, 6, &one), TKV_ERR_ARG);
+    CHECK_EQ(tkv_get_quality(kv, -1, &one), TKV_ERR_ARG);
+    CHECK_EQ(tkv_get_quality(kv, 1, NULL), TKV_ERR_ARG);
+    CHECK_EQ(tkv_get_quality(NULL, 1, &one), TKV_ERR_ARG);
+    CHECK_EQ(tkv_get_quality(NULL, TKV_ALL_LAYERS, &one), TKV_ERR_ARG);
+    CHECK_EQ(tkv_get_quality(kv, TKV_ALL_LAYERS, NULL), TKV_ERR_ARG);
+    CHECK_EQ(tkv_reset_quality(NULL), TKV_ERR_ARG);
     whole(kv, "layers");
     tkv_destroy(kv);
 }
@@ -701,16 +704,16 @@ TEST(places) {
     NEEDS_METER;
     for (layers = 1; layers < 40; layers += 6)
         for (kv_heads = 1; kv_heads < 9; kv_heads += 3)
-            for (n = 1; n <= TKV_QUALITY_HEADS; n += 1 + n / 2) {
-                tkv_config cfg = tkv_config_default();
+            for (n = 1; n <= TKV_MAX_METER_HEADS; n += 1 + n / 2) {
+                tkv_config cfg = tkv_default_config();
                 tkv_cache *kv;
                 const tkvi_meter *m;
                 int per_layer[40] = {0}, low = 1000, high = 0, same = 0;
-                cfg.n_layers = layers;
-                cfg.n_heads = cfg.n_kv_heads = kv_heads;
-                cfg.head_dim = 16;
-                cfg.quality_heads = n;
-                cfg.quality_tokens = 128;
+                cfg.model.n_layers = layers;
+                cfg.model.n_heads = cfg.model.n_kv_heads = kv_heads;
+                cfg.model.head_dim = 16;
+                cfg.meter.heads = n;
+                cfg.meter.tokens = 128;
                 kv = make(&cfg);
                 m = kv->meter;
                 CHECK_EQ(m->n, n < layers * kv_heads ? n : layers * kv_heads);
@@ -743,8 +746,8 @@ TEST(batches) {
     NEEDS_METER;
     memset(&info, 0, sizeof info);
     memset(&again, 0, sizeof again);
-    cfg.quality_every = 1;
-    cfg.max_seqs = 3;
+    cfg.meter.every = 1;
+    cfg.limits.max_seqs = 3;
     kv = make(&cfg);
     for (t = 0; t < 300; t += 50) CHECK_EQ(feed(kv, 1, 50), TKV_OK); /* this one begins */
     for (t = 0; t < 250; t += 50) CHECK_EQ(feed(kv, 0, 50), TKV_OK);
@@ -756,9 +759,9 @@ TEST(batches) {
     p.out = out;
     tkv_rng_fill(&r, q_in, 9 * Q_ROW, 1.0);
     CHECK_EQ(tkv_attend_ex(kv, &p), TKV_OK);
-    CHECK_EQ(tkv_quality(kv, &info), TKV_OK);
+    CHECK_EQ(tkv_get_quality(kv, TKV_ALL_LAYERS, &info), TKV_OK);
     CHECK_EQ(info.samples, 4 * HEADS);
-    CHECK_EQ(tkv_quality_reset(kv), TKV_OK);
+    CHECK_EQ(tkv_reset_quality(kv), TKV_OK);
     p.batch = NULL;
     p.seq = 1;
     for (i = 0; i < 2; i++) { /* one at a time */
@@ -766,13 +769,13 @@ TEST(batches) {
         p.q = q_in + (i ? 8 * Q_ROW : 0);
         CHECK_EQ(tkv_attend_ex(kv, &p), TKV_OK);
     }
-    CHECK_EQ(tkv_quality(kv, &again), TKV_OK);
+    CHECK_EQ(tkv_get_quality(kv, TKV_ALL_LAYERS, &again), TKV_OK);
     CHECK(memcmp(&info, &again, sizeof info) == 0);
     tkv_destroy(kv);
 }
 
 TEST(configs_that_are_refused) {
-    static const int heads[] = {-1, TKV_QUALITY_HEADS + 1, 0x7fffffff}, tokens[] = {-1, 1, 127, 0x7fffffff},
+    static const int heads[] = {-1, TKV_MAX_METER_HEADS + 1, 0x7fffffff}, tokens[] = {-1, 1, 127, 0x7fffffff},
                      every[] = {-1, 0x40000000};
     tkv_config cfg = config(TKV_KIVI4, TKV_KIVI4);
     tkv_cache *kv = NULL;
@@ -780,27 +783,27 @@ TEST(configs_that_are_refused) {
     int i;
     for (i = 0; i < COUNT(heads); i++) {
         cfg = config(TKV_KIVI4, TKV_KIVI4);
-        cfg.quality_heads = heads[i];
-        CHECK_EQ(tkv_config_validate(&cfg, reason, sizeof reason), TKV_ERR_CONFIG);
+        cfg.meter.heads = heads[i];
+        CHECK_EQ(tkv_validate_config(&cfg, reason, sizeof reason), TKV_ERR_CONFIG);
         CHECK(strstr(reason, "quality_heads is ") == reason);
         CHECK_EQ(tkv_create(&cfg, &kv), TKV_ERR_CONFIG);
     }
     for (i = 0; i < COUNT(tokens); i++) {
         cfg = config(TKV_KIVI4, TKV_KIVI4);
-        cfg.quality_tokens = tokens[i];
-        CHECK_EQ(tkv_config_validate(&cfg, reason, sizeof reason), TKV_ERR_CONFIG);
+        cfg.meter.tokens = tokens[i];
+        CHECK_EQ(tkv_validate_config(&cfg, reason, sizeof reason), TKV_ERR_CONFIG);
         CHECK(strstr(reason, "quality_tokens is ") == reason);
     }
     for (i = 0; i < COUNT(every); i++) {
         cfg = config(TKV_KIVI4, TKV_KIVI4);
-        cfg.quality_every = every[i];
-        CHECK_EQ(tkv_config_validate(&cfg, reason, sizeof reason), TKV_ERR_CONFIG);
+        cfg.meter.every = every[i];
+        CHECK_EQ(tkv_validate_config(&cfg, reason, sizeof reason), TKV_ERR_CONFIG);
         CHECK(strstr(reason, "quality_every is ") == reason);
     }
     CHECK(kv == NULL);
     cfg = config(TKV_KIVI4, TKV_KIVI4);
-    cfg.quality_tokens = 0x3fffffff; /* more than there is, on any machine of ours */
-    cfg.allocator.alloc = NULL;
+    cfg.meter.tokens = 0x3fffffff; /* more than there is, on any machine of ours */
+    cfg.host.allocator.alloc = NULL;
     if (sizeof(size_t) == 4) CHECK(tkv_create(&cfg, &kv) != TKV_OK);
 }
 
@@ -875,7 +878,7 @@ static tkv_allocator allocator_of(ledger *l) {
 }
 
 static size_t sum_of(const tkv_memory_info *m) {
-    size_t sum = m->tables + m->index + m->scratch + m->shadow + m->slack;
+    size_t sum = m->tables + m->index + m->scratch + m->exact_copies + m->slack;
     int tier;
     for (tier = 0; tier < TKV_TIER_COUNT; tier++) sum += m->tier[tier].codes + m->tier[tier].metadata;
     return sum;
@@ -891,34 +894,34 @@ TEST(every_byte_is_counted) {
             ledger l;
             int t, slots;
             memset(&l, 0, sizeof l);
-            cfg.allocator = allocator_of(&l);
-            cfg.quality_heads = heads;
-            cfg.quality_tokens = tokens;
+            cfg.host.allocator = allocator_of(&l);
+            cfg.meter.heads = heads;
+            cfg.meter.tokens = tokens;
             kv = make(&cfg);
             for (t = 0; t < 600; t++) {
                 if (t % 50 == 0) {
-                    CHECK_EQ(tkv_memory(kv, &m), TKV_OK);
+                    CHECK_EQ(tkv_get_memory(kv, &m), TKV_OK);
                     CHECK_EQ(m.total, l.held);
                     CHECK_EQ(sum_of(&m), m.total);
                 }
                 CHECK_EQ(feed(kv, 0, 1), TKV_OK);
             }
-            CHECK_EQ(tkv_memory(kv, &m), TKV_OK);
+            CHECK_EQ(tkv_get_memory(kv, &m), TKV_OK);
             CHECK_EQ(m.total, l.held);
-            CHECK_EQ(tkv_estimate(&cfg, 600, 1, &e), TKV_OK);
-            CHECK_EQ(e.shadow, m.shadow);
+            CHECK_EQ(tkv_estimate_memory(&cfg, 600, 1, &e), TKV_OK);
+            CHECK_EQ(e.exact_copies, m.exact_copies);
             CHECK_EQ(e.tables, m.tables);
             CHECK_EQ(e.scratch, m.scratch);
             CHECK_EQ(sum_of(&e), e.total);
             CHECK_EQ(e.total - e.index, m.total - m.index);
             slots = ((tokens ? tokens : 2048) + 63) / 64;
 #if defined(__GNUC__) || defined(__clang__)
-            CHECK_EQ(m.shadow, (size_t)(heads * slots * 64 * (DK + DV) * 2));
+            CHECK_EQ(m.exact_copies, (size_t)(heads * slots * 64 * (DK + DV) * 2));
 #endif
-            cfg.quality_heads = 0;
-            CHECK_EQ(tkv_estimate(&cfg, 600, 1, &off), TKV_OK);
-            CHECK_EQ(off.shadow, 0);
-            CHECK(heads ? off.total < e.total || !m.shadow : off.total == e.total);
+            cfg.meter.heads = 0;
+            CHECK_EQ(tkv_estimate_memory(&cfg, 600, 1, &off), TKV_OK);
+            CHECK_EQ(off.exact_copies, 0);
+            CHECK(heads ? off.total < e.total || !m.exact_copies : off.total == e.total);
             whole(kv, "memory");
             tkv_destroy(kv);
             CHECK_EQ(l.held, 0);
@@ -929,9 +932,9 @@ TEST(no_more_copies_than_tokens) {
     tkv_config cfg = config(TKV_KIVI4, TKV_KIVI4);
     tkv_memory_info m;
     NEEDS_METER;
-    cfg.max_tokens = 300;
-    CHECK_EQ(tkv_estimate(&cfg, 0, 1, &m), TKV_OK);
-    CHECK_EQ(m.shadow, (size_t)(4 * 5 * 64 * (DK + DV) * 2));
+    cfg.limits.max_tokens = 300;
+    CHECK_EQ(tkv_estimate_memory(&cfg, 0, 1, &m), TKV_OK);
+    CHECK_EQ(m.exact_copies, (size_t)(4 * 5 * 64 * (DK + DV) * 2));
 }
 
 /* In place, in memory full of rubbish: the same figures, to the last bit. */
@@ -942,16 +945,16 @@ TEST(in_place) {
     size_t bytes = 0, off = 0;
     char *memory;
     int t, layer;
-    cfg.max_tokens = 800;
-    cfg.quality_every = 2;
-    cfg.quality_tokens = 300;
+    cfg.limits.max_tokens = 800;
+    cfg.meter.every = 2;
+    cfg.meter.tokens = 300;
     kv = make(&cfg);
-    CHECK_EQ(tkv_required_bytes(&cfg, &bytes), TKV_OK);
+    CHECK_EQ(tkv_get_required_bytes(&cfg, &bytes, NULL), TKV_OK);
     memory = (char *)malloc(bytes);
     if (!memory) exit(2);
     memset(memory, 0xab, bytes);
-    CHECK_EQ(tkv_init_in_place(&cfg, memory, bytes - 1, &here), TKV_ERR_CAPACITY);
-    REQUIRE(tkv_init_in_place(&cfg, memory, bytes, &here) == TKV_OK);
+    CHECK_EQ(tkv_create_in_place(&cfg, memory, bytes - 1, &here), TKV_ERR_CAPACITY);
+    REQUIRE(tkv_create_in_place(&cfg, memory, bytes, &here) == TKV_OK);
     for (t = 0; t < (tkv_test_quick() ? 600 : 800); t += 10) {
         CHECK_EQ(feed(kv, 0, 10), TKV_OK);
         CHECK_EQ(feed(here, 0, 10), TKV_OK);
@@ -960,15 +963,15 @@ TEST(in_place) {
             CHECK_EQ(ask(here, 0, layer, 10), TKV_OK);
         }
     }
-    CHECK_EQ(tkv_quality(kv, &a), TKV_OK);
-    CHECK_EQ(tkv_quality(here, &b), TKV_OK);
+    CHECK_EQ(tkv_get_quality(kv, TKV_ALL_LAYERS, &a), TKV_OK);
+    CHECK_EQ(tkv_get_quality(here, TKV_ALL_LAYERS, &b), TKV_OK);
     CHECK(memcmp(&a, &b, sizeof a) == 0);
 #if defined(__GNUC__) || defined(__clang__)
     CHECK(a.samples > 0 && a.kl > 0.0);
 #endif
     whole(here, "in place");
-    cfg.quality_heads = 0;
-    CHECK_EQ(tkv_required_bytes(&cfg, &off), TKV_OK);
+    cfg.meter.heads = 0;
+    CHECK_EQ(tkv_get_required_bytes(&cfg, &off, NULL), TKV_OK);
     CHECK(off <= bytes);
     tkv_destroy(here);
     tkv_destroy(kv);
@@ -988,9 +991,9 @@ TEST(each_allocation_fails) {
         memset(&l, 0, sizeof l);
         l.fail_at = n;
         l.fill = 0x7f;
-        cfg.allocator = allocator_of(&l);
-        cfg.quality_tokens = 256;
-        cfg.quality_every = 5;
+        cfg.host.allocator = allocator_of(&l);
+        cfg.meter.tokens = 256;
+        cfg.meter.every = 5;
         if (tkv_create(&cfg, &kv) != TKV_OK) {
             CHECK(kv == NULL && l.held == 0 && n == 1);
             CHECK_EQ(tkv_create(&cfg, &kv), TKV_OK);
@@ -1015,7 +1018,7 @@ TEST(each_allocation_fails) {
                 CHECK_EQ(ask(kv, seq, layer, 20), TKV_OK);
             }
         }
-        CHECK_EQ(tkv_quality(kv, &info), TKV_OK);
+        CHECK_EQ(tkv_get_quality(kv, TKV_ALL_LAYERS, &info), TKV_OK);
         if (n == 0) {
             want = info;
             total = l.count;
@@ -1038,8 +1041,8 @@ TEST(extremes) {
         tkv_quality_info info;
         tkv_cache *kv;
         tkv_rng r = tkv_rng_seed((uint64_t)which);
-        cfg.quality_every = 1;
-        cfg.nonfinite = TKV_NONFINITE_SATURATE;
+        cfg.meter.every = 1;
+        cfg.host.nonfinite = TKV_NONFINITE_SATURATE;
         kv = make(&cfg);
         for (t = 0; t < n; t += 10) {
             tkv_rng_fill(&r, k, COUNT(k), which == 0 ? 20000.0 : 1.0);
@@ -1051,7 +1054,7 @@ TEST(extremes) {
                 CHECK_EQ(ask(kv, 0, layer, 10), TKV_OK);
             }
         }
-        CHECK_EQ(tkv_quality(kv, &info), TKV_OK);
+        CHECK_EQ(tkv_get_quality(kv, TKV_ALL_LAYERS, &info), TKV_OK);
         CHECK_EQ(info.samples, n * HEADS * LAYERS);
         CHECK(tkv_test_is_finite(info.kl) && info.kl >= 0.0 && info.kl_max <= 16.0);
         CHECK(tkv_test_is_finite(info.output_error) && info.output_error >= 0.0 && info.output_error <= 16.0);
@@ -1073,11 +1076,11 @@ TEST(eviction_under_a_budget) {
     for (budget = 905000; budget < 916000; budget += 500) {
         tkv_config cfg = shape_of(1, 2, 2, DIM, 1, TOKENS);
         tkv_cache *kv;
-        cfg.quality_heads = 1;
-        cfg.evict.kind = TKV_EVICT_H2O;
-        cfg.warm = pair_of(TKV_KIVI4, TKV_KIVI4);
-        cfg.archive = pair_of(TKV_KIVI2, TKV_KIVI2);
-        cfg.budget_bytes = budget;
+        cfg.meter.heads = 1;
+        cfg.evict.policy = TKV_EVICT_H2O;
+        cfg.tiers.warm = pair_of(TKV_KIVI4, TKV_KIVI4);
+        cfg.tiers.archive = pair_of(TKV_KIVI2, TKV_KIVI2);
+        cfg.budget.bytes = budget;
         kv = make(&cfg);
         for (i = 0; i < COUNT(chunk); i++) {
             (void)tkv_append(kv, 0, 0, k, k, chunk[i]); /* refused or not */

@@ -62,15 +62,15 @@ static int tokenize_stories(const llama_model *m, const char *text, size_t size,
 static tkv_cache *new_cache(const llama_model *m, tkv_config *cfg) {
     tkv_cache *kv = NULL;
     llama_kv_config(m, cfg);
-    cfg->isa = tkv_test_isa();
+    cfg->host.isa = tkv_test_isa();
     CHECK_EQ(tkv_create(cfg, &kv), TKV_OK);
     return kv;
 }
 
 static tkv_config all_of(tkv_format f) { /* hot, warm and archive */
-    tkv_config cfg = tkv_config_default();
-    cfg.hot.k = cfg.hot.v = f;
-    cfg.warm = cfg.archive = cfg.hot;
+    tkv_config cfg = tkv_default_config();
+    cfg.tiers.hot.k = cfg.tiers.hot.v = f;
+    cfg.tiers.warm = cfg.tiers.archive = cfg.tiers.hot;
     return cfg;
 }
 
@@ -151,7 +151,7 @@ static double chunk_losses(const llama_model *m, const int *tokens, const int *b
     int c, i, j, n;
     *count = 0;
     for (c = 0; c < chunks && kv; c++) {
-        CHECK_EQ(tkv_reset(kv, 0), TKV_OK);
+        CHECK_EQ(tkv_seq_reset(kv, 0), TKV_OK);
         for (i = begin[c]; i < begin[c + 1]; i += n) {
             n = begin[c + 1] - i < TKV_BLOCK_TOKENS ? begin[c + 1] - i : TKV_BLOCK_TOKENS;
             CHECK_EQ(llama_forward(m, kv, 0, tokens + i, n, logits, n), TKV_OK);
@@ -279,7 +279,7 @@ static void check_greedy(const llama_model *m, const char *prompt, int n) {
         theirs = llama_argmax(logits + vocab, m->vocab);
         CHECK_MSG(ours == theirs, "token %d: %d and %d", a.n, ours, theirs);
     }
-    CHECK_EQ(tkv_seq_len(kv, 0), n);
+    CHECK_EQ(tkv_get_length(kv, 0, TKV_ALL_LAYERS), n);
     CHECK_LE(largest, 1e-3);
     printf("\n    %d tokens; logits differ by %.1e at most", n, largest);
     tkv_destroy(kv);
@@ -321,19 +321,19 @@ TEST(greedy_smollm2) {
 /* >>chunks of 64 that end where a block leaves the hot tail see what single tokens see (design section 7).
  * Other chunks do not, which shows that the check can fail. */
 static double chunks_differ(const llama_model *m, const int *tokens, int n, int shift, double *largest) {
-    tkv_config cfg = tkv_config_default();
+    tkv_config cfg = tkv_default_config();
     const size_t vocab = (size_t)m->vocab;
     float *one = (float *)malloc(vocab * sizeof *one), *many = (float *)malloc(256 * vocab * sizeof *many);
     tkv_cache *a, *b;
-    tkv_tier_info tiers;
+    tkv_layer_info tiers;
     int pos, chunk, j;
     double sum = 0;
     size_t i;
-    cfg.hot.k = cfg.hot.v = TKV_F32; /* rounding to F16 would turn last bits into larger steps */
-    cfg.warm.k = cfg.warm.v = TKV_KIVI4;
-    cfg.archive.k = cfg.archive.v = TKV_KIVI2;
-    cfg.warm_tokens = 128; /* so that the archive gets its share */
-    cfg.precise = 1;       /* kernels of many queries round in another order than those of one */
+    cfg.tiers.hot.k = cfg.tiers.hot.v = TKV_F32; /* rounding to F16 would turn last bits into larger steps */
+    cfg.tiers.warm.k = cfg.tiers.warm.v = TKV_KIVI4;
+    cfg.tiers.archive.k = cfg.tiers.archive.v = TKV_KIVI2;
+    cfg.tiers.warm_tokens = 128; /* so that the archive gets its share */
+    cfg.host.precise = 1;        /* kernels of many queries round in another order than those of one */
     a = new_cache(m, &cfg);
     b = new_cache(m, &cfg);
     *largest = 0;
@@ -350,9 +350,9 @@ static double chunks_differ(const llama_model *m, const int *tokens, int n, int 
             sum += llama_divergence(one, row, m->vocab);
         }
     }
-    CHECK_EQ(tkv_tier_counts(b, 0, 0, &tiers), TKV_OK);
-    CHECK_EQ(tiers.tokens[TKV_WARM], 128);
-    CHECK_LE(64, tiers.tokens[TKV_ARCHIVE]);
+    CHECK_EQ(tkv_get_layer(b, 0, 0, &tiers), TKV_OK);
+    CHECK_EQ(tiers.tokens[TKV_TIER_WARM], 128);
+    CHECK_LE(64, tiers.tokens[TKV_TIER_ARCHIVE]);
     tkv_destroy(a);
     tkv_destroy(b);
     free(one);
@@ -403,20 +403,20 @@ static void measure(const llama_model *m, const int *tokens, int n, int windows,
     float *logits[PLANS];
     const size_t vocab = (size_t)m->vocab;
     const double count = (double)n * windows;
-    tkv_tier_info tiers;
+    tkv_layer_info tiers;
     int p, w, pos, chunk, j;
     cfg[EXACT] = all_of(TKV_F32);
     cfg[HALF] = all_of(TKV_F16);
-    cfg[KIVI4] = cfg[TIERS] = cfg[SHARED] = tkv_config_default();
-    cfg[KIVI4].warm.k = cfg[KIVI4].warm.v = TKV_KIVI4;
-    cfg[TIERS].warm = cfg[KIVI4].archive = cfg[KIVI4].warm;
-    cfg[TIERS].archive.k = cfg[TIERS].archive.v = TKV_KIVI2;
-    cfg[SHARED].warm.k = TKV_A40;
-    cfg[SHARED].warm.v = TKV_R40;
-    cfg[SHARED].archive.k = TKV_A30;
-    cfg[SHARED].archive.v = TKV_R20;
+    cfg[KIVI4] = cfg[TIERS] = cfg[SHARED] = tkv_default_config();
+    cfg[KIVI4].tiers.warm.k = cfg[KIVI4].tiers.warm.v = TKV_KIVI4;
+    cfg[TIERS].tiers.warm = cfg[KIVI4].tiers.archive = cfg[KIVI4].tiers.warm;
+    cfg[TIERS].tiers.archive.k = cfg[TIERS].tiers.archive.v = TKV_KIVI2;
+    cfg[SHARED].tiers.warm.k = TKV_A40;
+    cfg[SHARED].tiers.warm.v = TKV_R40;
+    cfg[SHARED].tiers.archive.k = TKV_A30;
+    cfg[SHARED].tiers.archive.v = TKV_R20;
     for (p = 0; p < plans; p++) {
-        cfg[p].warm_tokens = warm;
+        cfg[p].tiers.warm_tokens = warm;
         kv[p] = new_cache(m, &cfg[p]);
         logits[p] = (float *)malloc(128 * vocab * sizeof **logits);
         memset(&out[p], 0, sizeof out[p]);
@@ -426,9 +426,9 @@ static void measure(const llama_model *m, const int *tokens, int n, int windows,
         chunk = llama_chunk(&cfg[EXACT], pos, n - pos);
         CHECK_EQ(llama_forward(m, kv[SHARED], 0, tokens + pos, chunk, logits[SHARED], chunk), TKV_OK);
     }
-    if (SHARED < plans) CHECK_EQ(tkv_calibration_freeze(kv[SHARED]), TKV_OK);
+    if (SHARED < plans) CHECK_EQ(tkv_freeze_calibration(kv[SHARED]), TKV_OK);
     for (w = 0; w < windows; w++, tokens += n) {
-        for (p = 0; p < plans; p++) CHECK_EQ(tkv_reset(kv[p], 0), TKV_OK);
+        for (p = 0; p < plans; p++) CHECK_EQ(tkv_seq_reset(kv[p], 0), TKV_OK);
         for (pos = 0; pos < n; pos += chunk) {
             chunk = llama_chunk(&cfg[EXACT], pos, n - pos);
             for (p = 0; p < plans; p++) {
@@ -443,9 +443,9 @@ static void measure(const llama_model *m, const int *tokens, int n, int windows,
             }
         }
         for (p = TIERS; p <= SHARED && p < plans; p++) {
-            CHECK_EQ(tkv_tier_counts(kv[p], 0, m->n_layers - 1, &tiers), TKV_OK);
-            CHECK_EQ(tiers.tokens[TKV_WARM], warm);
-            CHECK_LE(64, tiers.tokens[TKV_ARCHIVE]);
+            CHECK_EQ(tkv_get_layer(kv[p], 0, m->n_layers - 1, &tiers), TKV_OK);
+            CHECK_EQ(tiers.tokens[TKV_TIER_WARM], warm);
+            CHECK_LE(64, tiers.tokens[TKV_TIER_ARCHIVE]);
         }
     }
     printf("\n    %d windows of %d tokens, %d warm      perplexity  KL        same choice", windows, n, warm);

@@ -1,5 +1,5 @@
 /*
- * test_pins.c - pins that end (tkv_pin_until). Pinned tokens stay until the end of the pin, also when their blocks
+ * test_pins.c - pins that end (tkv_seq_pin). Pinned tokens stay until the end of the pin, also when their blocks
  * are joined. After that they can be evicted like others.
  */
 #include "../tieredkv.h"
@@ -10,16 +10,16 @@ enum { LAYERS = 2, DIM = 32, CHUNK = 128 };
 static tkv_rng rng;
 
 static tkv_config config(int keep) {
-    tkv_config cfg = tkv_config_default();
-    cfg.n_layers = LAYERS;
-    cfg.n_heads = cfg.n_kv_heads = 1;
-    cfg.head_dim = DIM;
-    cfg.max_append = CHUNK;
-    cfg.warm = cfg.archive = pair_of(TKV_KIVI4, TKV_KIVI4);
-    cfg.evict.kind = TKV_EVICT_SLIDING;
-    cfg.evict_tokens = keep;
+    tkv_config cfg = tkv_default_config();
+    cfg.model.n_layers = LAYERS;
+    cfg.model.n_heads = cfg.model.n_kv_heads = 1;
+    cfg.model.head_dim = DIM;
+    cfg.limits.max_append = CHUNK;
+    cfg.tiers.warm = cfg.tiers.archive = pair_of(TKV_KIVI4, TKV_KIVI4);
+    cfg.evict.policy = TKV_EVICT_SLIDING;
+    cfg.evict.keep_tokens = keep;
     cfg.evict.batch = 1;
-    cfg.isa = tkv_test_isa();
+    cfg.host.isa = tkv_test_isa();
     return cfg;
 }
 
@@ -33,12 +33,12 @@ static void append(tkv_cache *kv, int n) {
 }
 
 static void append_to(tkv_cache *kv, int len) {
-    while (tkv_seq_len(kv, 0) < len) append(kv, 1);
+    while (tkv_get_length(kv, 0, TKV_ALL_LAYERS) < len) append(kv, 1);
 }
 
 static int there(const tkv_cache *kv, int layer, int position) {
     uint64_t bit = 0;
-    CHECK_EQ(tkv_alive(kv, 0, layer, position, 1, &bit), TKV_OK);
+    CHECK_EQ(live_mask_of(kv, 0, layer, position, 1, &bit), TKV_OK);
     return bit == 1;
 }
 
@@ -54,7 +54,7 @@ TEST(a_pin_ends) {
     tkv_cache *kv = make(&cfg);
     int l;
     append_to(kv, 90);
-    CHECK_EQ(tkv_pin_until(kv, 0, 20, 10, 400), TKV_OK);
+    CHECK_EQ(tkv_seq_pin(kv, 0, 20, 10, 400), TKV_OK);
     append_to(kv, 400);
     for (l = 0; l < LAYERS; l++) {
         CHECK_EQ(how_many(kv, l, 20, 30), 10);
@@ -74,12 +74,12 @@ TEST(the_longest_of_a_block_lasts) {
     tkv_evict_params p;
     tkv_cache *kv = make(&cfg);
     memset(&p, 0, sizeof p);
-    p.layer = TKV_NONE;
+    p.layer = TKV_ALL_LAYERS;
     p.keep = 50;
     append_to(kv, 190);
-    CHECK_EQ(tkv_pin_until(kv, 0, 10, 2, 200), TKV_OK);
-    CHECK_EQ(tkv_pin_until(kv, 0, 30, 2, 300), TKV_OK); /* the same block: both until 300 */
-    CHECK_EQ(tkv_pin_until(kv, 0, 70, 2, 200), TKV_OK); /* another one */
+    CHECK_EQ(tkv_seq_pin(kv, 0, 10, 2, 200), TKV_OK);
+    CHECK_EQ(tkv_seq_pin(kv, 0, 30, 2, 300), TKV_OK); /* the same block: both until 300 */
+    CHECK_EQ(tkv_seq_pin(kv, 0, 70, 2, 200), TKV_OK); /* another one */
     append_to(kv, 210);
     CHECK_EQ(tkv_evict(kv, &p), TKV_OK);
     CHECK_EQ(how_many(kv, 0, 10, 32), 4);
@@ -95,9 +95,9 @@ TEST(for_good_and_no_longer) {
     tkv_config cfg = config(100);
     tkv_cache *kv = make(&cfg);
     append_to(kv, 90);
-    CHECK_EQ(tkv_pin(kv, 0, 10, 4, 1), TKV_OK);
-    CHECK_EQ(tkv_pin_until(kv, 0, 70, 4, 1000), TKV_OK);
-    CHECK_EQ(tkv_pin(kv, 0, 71, 2, 0), TKV_OK);
+    CHECK_EQ(tkv_seq_pin(kv, 0, 10, 4, TKV_UNLIMITED), TKV_OK);
+    CHECK_EQ(tkv_seq_pin(kv, 0, 70, 4, 1000), TKV_OK);
+    CHECK_EQ(tkv_seq_pin(kv, 0, 71, 2, TKV_OFF), TKV_OK);
     append_to(kv, 700);
     CHECK_EQ(how_many(kv, 0, 4, 500), 6);
     CHECK(there(kv, 0, 70) && there(kv, 1, 73) && !there(kv, 0, 71));
@@ -114,11 +114,11 @@ TEST(ends_stay_ends) {
     tkv_evict_params p;
     tkv_cache *kv = make(&cfg);
     append_to(kv, 150);
-    CHECK_EQ(tkv_pin_until(kv, 0, 10, 2, 160), TKV_OK);
+    CHECK_EQ(tkv_seq_pin(kv, 0, 10, 2, 160), TKV_OK);
     append_to(kv, 200);
-    CHECK_EQ(tkv_pin(kv, 0, 20, 2, 1), TKV_OK);
+    CHECK_EQ(tkv_seq_pin(kv, 0, 20, 2, TKV_UNLIMITED), TKV_OK);
     memset(&p, 0, sizeof p);
-    p.layer = TKV_NONE;
+    p.layer = TKV_ALL_LAYERS;
     p.keep = 50;
     CHECK_EQ(tkv_evict(kv, &p), TKV_OK);
     CHECK_EQ(how_many(kv, 0, 10, 12), 0);
@@ -135,16 +135,16 @@ TEST(blocks_join) {
     tkv_evict_params p;
     int i;
     for (i = 0; i < 5; i++) append(kv, CHUNK);
-    CHECK_EQ(tkv_pin_until(kv, 0, 80, 2, 650), TKV_OK); /* ends before they join */
-    CHECK_EQ(tkv_pin_until(kv, 0, 140, 2, 900), TKV_OK);
+    CHECK_EQ(tkv_seq_pin(kv, 0, 80, 2, 650), TKV_OK); /* ends before they join */
+    CHECK_EQ(tkv_seq_pin(kv, 0, 140, 2, 900), TKV_OK);
     append_to(kv, 660);
     memset(victims, 0xff, sizeof victims);
     for (i = 4; i < 400; i++)
         if (i % 20 == 0 || i % 20 == 1) victims[i / 64] &= ~((uint64_t)1 << i % 64);
-    CHECK_EQ(tkv_drop(kv, 0, TKV_NONE, victims, 400), TKV_OK);
+    CHECK_EQ(evict_named(kv, 0, TKV_ALL_LAYERS, victims, 400), TKV_OK);
     CHECK_EQ(how_many(kv, 0, 4, 400), 38);
     memset(&p, 0, sizeof p);
-    p.layer = TKV_NONE;
+    p.layer = TKV_ALL_LAYERS;
     p.keep = 100;
     CHECK_EQ(tkv_evict(kv, &p), TKV_OK);
     CHECK_EQ(how_many(kv, 0, 4, 400), 2);
@@ -160,21 +160,21 @@ TEST(wrong_arguments) {
     tkv_config cfg = config(100);
     tkv_cache *kv = make(&cfg);
     append_to(kv, 90);
-    CHECK_EQ(tkv_pin_until(NULL, 0, 0, 1, 10), TKV_ERR_ARG);
-    CHECK_EQ(tkv_pin_until(kv, 0, 0, 1, 0), TKV_ERR_ARG);
-    CHECK_MSG(strstr(tkv_last_error(kv), "length") != NULL, "%s", tkv_last_error(kv));
-    CHECK_EQ(tkv_pin_until(kv, 0, 0, 1, -5), TKV_ERR_ARG);
-    CHECK_EQ(tkv_pin_until(kv, 0, 0, 1, 0x7fffffff), TKV_ERR_ARG);
-    CHECK_EQ(tkv_pin_until(kv, 0, -1, 1, 10), TKV_ERR_ARG);
-    CHECK_EQ(tkv_pin_until(kv, 0, 5, -1, 10), TKV_ERR_ARG);
-    CHECK_EQ(tkv_pin_until(kv, 1, 0, 1, 10), TKV_ERR_ARG);
-    CHECK_EQ(tkv_pin_until(kv, 0, 10, 5, 20), TKV_OK); /* has ended: as if it had not been said */
+    CHECK_EQ(tkv_seq_pin(NULL, 0, 0, 1, 10), TKV_ERR_ARG);
+    CHECK_EQ(tkv_seq_pin(kv, 0, 0, 1, 0), TKV_ERR_ARG);
+    CHECK_MSG(strstr(tkv_get_last_error(kv), "length") != NULL, "%s", tkv_get_last_error(kv));
+    CHECK_EQ(tkv_seq_pin(kv, 0, 0, 1, -5), TKV_ERR_ARG);
+    CHECK_EQ(tkv_seq_pin(kv, 0, 0, 1, 0x7fffffff), TKV_ERR_ARG);
+    CHECK_EQ(tkv_seq_pin(kv, 0, -1, 1, 10), TKV_ERR_ARG);
+    CHECK_EQ(tkv_seq_pin(kv, 0, 5, -1, 10), TKV_ERR_ARG);
+    CHECK_EQ(tkv_seq_pin(kv, 1, 0, 1, 10), TKV_ERR_ARG);
+    CHECK_EQ(tkv_seq_pin(kv, 0, 10, 5, 20), TKV_OK); /* has ended: as if it had not been said */
     append_to(kv, 300);
     CHECK_EQ(how_many(kv, 0, 4, 100), 0);
     memset(&cfg.evict, 0, sizeof cfg.evict);
     tkv_destroy(kv);
     kv = make(&cfg);
-    CHECK_EQ(tkv_pin_until(kv, 0, 0, 1, 10), TKV_ERR_STATE);
+    CHECK_EQ(tkv_seq_pin(kv, 0, 0, 1, 10), TKV_ERR_STATE);
     tkv_destroy(kv);
 }
 

@@ -10,52 +10,64 @@
 #include <pthread.h>
 #endif
 
-static tkv_policy open_with(const tkv_policy_config *cfg) {
-    tkv_policy p;
-    const char *reason;
-    const tkv_status st = tkv_policy_init(&p, cfg, &reason);
+static tkv_pressure open_with(const tkv_pressure_config *cfg) {
+    tkv_pressure p;
+    char reason[200] = "x";
+    const tkv_status st = tkv_init_pressure(&p, cfg, reason, sizeof reason);
     CHECK_MSG(st == TKV_OK, "%s", reason);
+    CHECK_STR(reason, "");
     return p;
 }
 
-static tkv_policy profile(const char *name) {
-    tkv_policy_config cfg;
-    CHECK_EQ(tkv_policy_profile(&cfg, name), TKV_OK);
+static tkv_pressure_config profile_config(tkv_pressure_profile profile) {
+    tkv_pressure_config cfg;
+    memset(&cfg, 0, sizeof cfg);
+    cfg.profile = profile;
+    return cfg;
+}
+
+static tkv_pressure profile(tkv_pressure_profile which) {
+    const tkv_pressure_config cfg = profile_config(which);
     return open_with(&cfg);
 }
 
-static int observe(tkv_policy *p, double pressure, int times) {
+/* Starts a controller again. */
+static void restart(tkv_pressure *p, const tkv_pressure_config *cfg) {
+    CHECK_EQ(tkv_init_pressure(p, cfg, NULL, 0), TKV_OK);
+}
+
+static int observe(tkv_pressure *p, double pressure, int times) {
     int level = -1;
-    while (times--) level = tkv_policy_observe(p, (float)pressure);
+    while (times--) level = tkv_observe_pressure(p, (float)pressure);
     return level;
 }
 
-static tkv_policy_info info_of(tkv_policy *p) {
-    tkv_policy_info i;
-    CHECK_EQ(tkv_policy_read(p, &i), TKV_OK);
+static tkv_pressure_info info_of(tkv_pressure *p) {
+    tkv_pressure_info i;
+    CHECK_EQ(tkv_get_pressure(p, &i), TKV_OK);
     return i;
 }
 
 /* >>the cases of the design */
 TEST(starts_loose) {
-    tkv_policy p = open_with(NULL);
-    tkv_policy_info i = info_of(&p);
+    tkv_pressure p = open_with(NULL);
+    tkv_pressure_info i = info_of(&p);
     CHECK_EQ(i.level, 0);
     CHECK_EQ(i.samples, 0);
     CHECK_EQ(i.average, 0);
-    CHECK_EQ(i.left, -1);
+    CHECK_EQ(i.samples_left, -1);
     CHECK_EQ(observe(&p, .6, 1), 0);
     CHECK_EQ(observe(&p, .92, 20), 1);
 }
 
 TEST(low_pressure_stays) {
-    tkv_policy p = profile("default");
+    tkv_pressure p = profile(TKV_PROFILE_DEFAULT);
     CHECK_EQ(observe(&p, .3, 100), 0);
     CHECK_EQ(info_of(&p).tightened, 0);
 }
 
 TEST(climbs_and_counts) {
-    tkv_policy p = profile("default");
+    tkv_pressure p = profile(TKV_PROFILE_DEFAULT);
     CHECK_EQ(observe(&p, .85, 40), 1);
     CHECK_EQ(observe(&p, .98, 40), 2);
     CHECK_EQ(info_of(&p).tightened, 2);
@@ -67,8 +79,8 @@ TEST(climbs_and_counts) {
 }
 
 TEST(does_not_flap) {
-    tkv_policy p = profile("default");
-    tkv_policy_info i;
+    tkv_pressure p = profile(TKV_PROFILE_DEFAULT);
+    tkv_pressure_info i;
     int n;
     for (n = 0; n < 200; n++) observe(&p, n % 2 ? .82 : .78, 1);
     i = info_of(&p);
@@ -76,14 +88,14 @@ TEST(does_not_flap) {
 }
 
 TEST(relaxes_one_level_at_a_time) {
-    tkv_policy p = profile("default");
+    tkv_pressure p = profile(TKV_PROFILE_DEFAULT);
     CHECK_EQ(observe(&p, .98, 40), 2);
     CHECK_EQ(observe(&p, 0, 1), 1); /* average .784: below .90, not below .75 */
     CHECK_EQ(observe(&p, 0, 1), 0); /* .627 */
 }
 
 TEST(first_sample_seeds) {
-    tkv_policy p = profile("default");
+    tkv_pressure p = profile(TKV_PROFILE_DEFAULT);
     CHECK_EQ(observe(&p, .97, 1), 2);
     CHECK_NEAR(info_of(&p).average, .97, 1e-6);
     observe(&p, .47, 1);
@@ -91,10 +103,12 @@ TEST(first_sample_seeds) {
 }
 
 TEST(profiles) {
-    tkv_policy p = profile("fp16_only");
-    tkv_policy_config cfg, same;
+    tkv_pressure p = profile(TKV_PROFILE_FP16_ONLY);
+    tkv_pressure_config cfg;
+    int i;
     CHECK_EQ(observe(&p, 1, 100), 0);
-    p = profile("aggressive");
+    CHECK_EQ(p.cfg.max_level, 0);
+    p = profile(TKV_PROFILE_AGGRESSIVE);
     CHECK_EQ(info_of(&p).level, 1);
     CHECK_EQ(observe(&p, 0, 50), 1); /* never below its least */
     CHECK_EQ(observe(&p, .95, 30), 2);
@@ -102,23 +116,75 @@ TEST(profiles) {
     CHECK_NEAR(p.cfg.threshold[0], .5, 1e-6);
     CHECK_NEAR(p.cfg.threshold[1], .8, 1e-6);
     CHECK_NEAR(p.cfg.hysteresis, .05, 1e-6);
-    CHECK_EQ(tkv_policy_profile(&cfg, "default"), TKV_OK);
-    same = cfg;
-    CHECK_EQ(tkv_policy_profile(&cfg, "best"), TKV_ERR_ARG);
-    CHECK_MEM(&cfg, &same, sizeof cfg);
-    CHECK_EQ(tkv_policy_profile(NULL, "default"), TKV_ERR_ARG);
-    CHECK_EQ(tkv_policy_profile(&cfg, NULL), TKV_ERR_ARG);
+    p = profile(TKV_PROFILE_DEFAULT);
+    CHECK_NEAR(p.cfg.threshold[0], .8f, 0);
+    CHECK_NEAR(p.cfg.threshold[1], .95f, 0);
+    CHECK_NEAR(p.cfg.threshold[2], 0, 0);
+    CHECK_NEAR(p.cfg.hysteresis, .05f, 0);
+    CHECK_NEAR(p.cfg.alpha, .2f, 0);
+    CHECK_EQ(p.cfg.min_level, 0);
+    CHECK_EQ(p.cfg.max_level, 2);
+    for (i = 0; i < TKV_PROFILE_COUNT; i++) { /* each has a name, and the name finds it */
+        int found = -1;
+        const char *name = tkv_get_name(TKV_NAME_PROFILE, i);
+        REQUIRE(name != NULL);
+        CHECK_EQ(tkv_find_name(TKV_NAME_PROFILE, name, &found), TKV_OK);
+        CHECK_EQ(found, i);
+        CHECK_EQ(tkv_find_name(TKV_NAME_PROFILE, "best", &found), TKV_ERR_RANGE);
+        CHECK_EQ(tkv_find_name(TKV_NAME_PROFILE, NULL, &found), TKV_ERR_ARG);
+        CHECK_EQ(found, i);
+    }
+    CHECK_STR(tkv_get_name(TKV_NAME_PROFILE, TKV_PROFILE_FP16_ONLY), "fp16_only");
+    CHECK_STR(tkv_get_name(TKV_NAME_PROFILE, TKV_PROFILE_AGGRESSIVE), "aggressive");
+    CHECK(!tkv_get_name(TKV_NAME_PROFILE, TKV_PROFILE_COUNT));
+    CHECK(!tkv_get_name(TKV_NAME_PROFILE, -1));
+    cfg = profile_config(TKV_PROFILE_COUNT);
+    CHECK_EQ(tkv_init_pressure(&p, &cfg, NULL, 0), TKV_ERR_CONFIG);
+    CHECK_EQ(tkv_compute_level(&cfg, 1, 1), 0);
+}
+
+/* Fields that are set replace the profile's values; the others keep them. */
+TEST(profiles_fill_zeros) {
+    tkv_pressure_config cfg = profile_config(TKV_PROFILE_AGGRESSIVE);
+    tkv_pressure p;
+    cfg.alpha = .5f;
+    p = open_with(&cfg);
+    CHECK_NEAR(p.cfg.alpha, .5f, 0);
+    CHECK_NEAR(p.cfg.threshold[0], .5f, 0);
+    CHECK_EQ(p.cfg.min_level, 1);
+    CHECK_EQ(p.cfg.max_level, 2);
+    cfg.alpha = 0;
+    cfg.threshold[0] = .6f;
+    cfg.threshold[1] = .7f;
+    cfg.threshold[2] = .9f;
+    p = open_with(&cfg);
+    CHECK_NEAR(p.cfg.alpha, .3f, 0);
+    CHECK_NEAR(p.cfg.threshold[1], .7f, 0);
+    CHECK_EQ(p.cfg.max_level, 3);
+    CHECK_EQ(info_of(&p).level, 1);
+    CHECK_EQ(observe(&p, 1, 1), 3);
+    cfg.min_level = cfg.max_level = 2;
+    p = open_with(&cfg);
+    CHECK_EQ(info_of(&p).level, 2);
+    CHECK_EQ(observe(&p, 1, 9), 2);
+    cfg = profile_config(TKV_PROFILE_FP16_ONLY);
+    cfg.max_level = 1; /* replaces the profile's limit */
+    p = open_with(&cfg);
+    CHECK_EQ(observe(&p, 1, 9), 1);
+    cfg = profile_config(TKV_PROFILE_AGGRESSIVE);
+    cfg.max_level = TKV_OFF; /* below the profile's first level */
+    CHECK_EQ(tkv_init_pressure(&p, &cfg, NULL, 0), TKV_ERR_CONFIG);
 }
 
 TEST(cuts_and_refuses) {
-    tkv_policy p = profile("default");
+    tkv_pressure p = profile(TKV_PROFILE_DEFAULT);
     CHECK_EQ(observe(&p, -1, 1), 0);
     CHECK_EQ(info_of(&p).average, 0);
     observe(&p, 2, 1);
     CHECK_NEAR(info_of(&p).average, .2, 1e-6);
-    CHECK_EQ(tkv_policy_observe(&p, tkv_test_float(0x7fc00000u)), 0);
-    CHECK_EQ(tkv_policy_observe(&p, tkv_test_float(0x7f800000u)), 0);
-    CHECK_EQ(tkv_policy_observe(&p, tkv_test_float(0xff800000u)), 0);
+    CHECK_EQ(tkv_observe_pressure(&p, tkv_test_float(0x7fc00000u)), 0);
+    CHECK_EQ(tkv_observe_pressure(&p, tkv_test_float(0x7f800000u)), 0);
+    CHECK_EQ(tkv_observe_pressure(&p, tkv_test_float(0xff800000u)), 0);
     CHECK_NEAR(info_of(&p).average, .2, 1e-6);
     CHECK_EQ(info_of(&p).samples, 2);
     CHECK_EQ(info_of(&p).refused, 3);
@@ -126,10 +192,12 @@ TEST(cuts_and_refuses) {
 }
 
 TEST(reset) {
-    tkv_policy p = profile("aggressive"), fresh = profile("aggressive");
+    const tkv_pressure_config cfg = profile_config(TKV_PROFILE_AGGRESSIVE);
+    tkv_pressure p = open_with(&cfg), fresh = open_with(&cfg);
     observe(&p, .99, 50);
     CHECK_EQ(info_of(&p).level, 2);
-    tkv_policy_reset(&p);
+    restart(&p, &cfg);
+    CHECK_MEM(&p, &fresh, sizeof p);
     CHECK_EQ(info_of(&p).level, 1);
     CHECK_EQ(info_of(&p).samples, 0);
     CHECK_EQ(observe(&p, .6, 1), observe(&fresh, .6, 1));
@@ -138,28 +206,27 @@ TEST(reset) {
 
 /* >>the rule, against every case by hand */
 TEST(rule) {
-    tkv_policy_config cfg;
+    tkv_pressure_config cfg = profile_config(TKV_PROFILE_DEFAULT);
     static const struct {
         double average;
         int from, to;
     } cases[] = {{.79, 0, 0}, {.80, 0, 1}, {.95, 0, 2}, {1.0, 0, 2}, {.94, 1, 1}, {.95, 1, 2}, {.76, 1, 1},
                  {.74, 1, 0}, {.0, 1, 0},  {.91, 2, 2}, {.89, 2, 1}, {.0, 2, 1},  {.0, 7, 1},  {1.0, -3, 2}};
     size_t i;
-    CHECK_EQ(tkv_policy_profile(&cfg, "default"), TKV_OK);
     for (i = 0; i < sizeof cases / sizeof *cases; i++)
-        CHECK_MSG(tkv_policy_target(&cfg, (float)cases[i].average, cases[i].from) == cases[i].to,
+        CHECK_MSG(tkv_compute_level(&cfg, (float)cases[i].average, cases[i].from) == cases[i].to,
                   "%.2f from %d", cases[i].average, cases[i].from);
-    CHECK_EQ(tkv_policy_target(&cfg, tkv_test_float(0x7fc00000u), 1), 1);
+    CHECK_EQ(tkv_compute_level(&cfg, tkv_test_float(0x7fc00000u), 1), 1);
     cfg.alpha = 2;
-    CHECK_EQ(tkv_policy_target(&cfg, 1, 1), 0);
-    CHECK_EQ(tkv_policy_target(NULL, 1, 1), 0);
+    CHECK_EQ(tkv_compute_level(&cfg, 1, 1), 0);
+    CHECK_EQ(tkv_compute_level(NULL, 1, 1), 0);
 }
 
 /* A ladder of seven levels, each with its own band; random pressures against a plain simulation. */
 TEST(long_ladders) {
-    tkv_policy_config cfg;
+    tkv_pressure_config cfg;
     tkv_rng r = tkv_rng_seed(5);
-    tkv_policy p;
+    tkv_pressure p;
     double average = 0, goal = 0;
     int level = 1, n, i, moves = 0;
     memset(&cfg, 0, sizeof cfg);
@@ -180,9 +247,9 @@ TEST(long_ladders) {
             most = d * d < 1e-10 || e * e < 1e-10 ? 1 : most;
         }
         if (most > 0) {
-            tkv_policy_reset(&p);
+            restart(&p, &cfg);
             average = x, level = 1;
-            tkv_policy_observe(&p, (float)x);
+            tkv_observe_pressure(&p, (float)x);
             level = info_of(&p).level;
             continue;
         }
@@ -194,64 +261,64 @@ TEST(long_ladders) {
             moves += to != level;
             level = to;
         }
-        CHECK_EQ(tkv_policy_observe(&p, (float)x), level);
+        CHECK_EQ(tkv_observe_pressure(&p, (float)x), level);
     }
     CHECK_LE(1000, moves);
 }
 
 TEST(forecast) {
-    tkv_policy p = profile("default");
+    tkv_pressure p = profile(TKV_PROFILE_DEFAULT);
     int n;
     for (n = 0; n < 200; n++) observe(&p, .001 * n, 1);
     CHECK_NEAR(info_of(&p).trend, .001, 1e-5);
-    CHECK_NEAR(info_of(&p).left, 801, 10);
+    CHECK_NEAR(info_of(&p).samples_left, 801, 10);
     CHECK_NEAR(info_of(&p).peak, .199, 1e-6);
     observe(&p, .1, 300);
-    CHECK_EQ(info_of(&p).left, -1); /* it has fallen, or stands */
+    CHECK_EQ(info_of(&p).samples_left, -1); /* it has fallen, or stands */
     CHECK_NEAR(info_of(&p).peak, .199, 1e-6);
     CHECK_NEAR(info_of(&p).last, .1, 1e-6);
 }
 
 /* TKV_ZERO is 0 where 0 is the default. */
 TEST(named_zero) {
-    tkv_policy_config cfg, again;
-    tkv_policy p, q;
-    const char *reason;
+    tkv_pressure_config cfg, again;
+    tkv_pressure p, q;
+    char reason[200];
     int i;
     memset(&cfg, 0, sizeof cfg);
     cfg.alpha = 1.0f;
     for (i = 0; i < 2; i++) { /* without and with */
         cfg.hysteresis = i ? TKV_ZERO : 0.0f;
-        CHECK_EQ(tkv_policy_init(&p, &cfg, &reason), TKV_OK);
-        CHECK_EQ(tkv_policy_observe(&p, .81f), 1);
-        CHECK_EQ(tkv_policy_observe(&p, .79f), i ? 0 : 1); /* the default keeps it down to .75 */
-        CHECK_EQ(tkv_policy_observe(&p, .80f), 1);
-        CHECK_EQ(tkv_policy_observe(&p, .74f), 0);
-        CHECK_EQ(tkv_policy_target(&cfg, .79f, 1), i ? 0 : 1);
+        CHECK_EQ(tkv_init_pressure(&p, &cfg, reason, sizeof reason), TKV_OK);
+        CHECK_EQ(tkv_observe_pressure(&p, .81f), 1);
+        CHECK_EQ(tkv_observe_pressure(&p, .79f), i ? 0 : 1); /* the default keeps it down to .75 */
+        CHECK_EQ(tkv_observe_pressure(&p, .80f), 1);
+        CHECK_EQ(tkv_observe_pressure(&p, .74f), 0);
+        CHECK_EQ(tkv_compute_level(&cfg, .79f, 1), i ? 0 : 1);
         again = p.cfg; /* a filled config fills to itself */
-        CHECK_EQ(tkv_policy_init(&q, &again, &reason), TKV_OK);
+        CHECK_EQ(tkv_init_pressure(&q, &again, reason, sizeof reason), TKV_OK);
         CHECK_MEM(&q.cfg, &p.cfg, sizeof p.cfg);
     }
     cfg.hysteresis = 0.0f;
     cfg.threshold[0] = TKV_ZERO;
     cfg.threshold[1] = .5f;
-    CHECK_EQ(tkv_policy_init(&p, &cfg, &reason), TKV_OK);
-    CHECK_EQ(tkv_policy_observe(&p, 0.0f), 1); /* at any pressure */
-    CHECK_EQ(tkv_policy_observe(&p, .6f), 2);
-    CHECK_EQ(tkv_policy_observe(&p, .46f), 2);
-    CHECK_EQ(tkv_policy_observe(&p, 0.0f), 1);
-    CHECK_EQ(tkv_policy_observe(&p, 0.0f), 1);
+    CHECK_EQ(tkv_init_pressure(&p, &cfg, reason, sizeof reason), TKV_OK);
+    CHECK_EQ(tkv_observe_pressure(&p, 0.0f), 1); /* at any pressure */
+    CHECK_EQ(tkv_observe_pressure(&p, .6f), 2);
+    CHECK_EQ(tkv_observe_pressure(&p, .46f), 2);
+    CHECK_EQ(tkv_observe_pressure(&p, 0.0f), 1);
+    CHECK_EQ(tkv_observe_pressure(&p, 0.0f), 1);
     cfg.hysteresis = .5f; /* not below the first threshold that is above 0 */
-    CHECK_EQ(tkv_policy_init(&p, &cfg, &reason), TKV_ERR_CONFIG);
+    CHECK_EQ(tkv_init_pressure(&p, &cfg, reason, sizeof reason), TKV_ERR_CONFIG);
     CHECK(strstr(reason, "TKV_ZERO") != NULL);
     cfg.hysteresis = .49f;
-    CHECK_EQ(tkv_policy_init(&p, &cfg, &reason), TKV_OK);
+    CHECK_EQ(tkv_init_pressure(&p, &cfg, reason, sizeof reason), TKV_OK);
     cfg.threshold[1] = 0.0f;
     cfg.threshold[2] = .5f; /* a gap */
-    CHECK_EQ(tkv_policy_init(&p, &cfg, &reason), TKV_ERR_CONFIG);
+    CHECK_EQ(tkv_init_pressure(&p, &cfg, reason, sizeof reason), TKV_ERR_CONFIG);
     memset(&cfg, 0, sizeof cfg);
     cfg.alpha = TKV_ZERO; /* has no zero */
-    CHECK_EQ(tkv_policy_init(&p, &cfg, &reason), TKV_ERR_CONFIG);
+    CHECK_EQ(tkv_init_pressure(&p, &cfg, reason, sizeof reason), TKV_ERR_CONFIG);
 }
 
 TEST(bad_configs) {
@@ -259,17 +326,17 @@ TEST(bad_configs) {
         float threshold[3], hysteresis, alpha;
         int low, high;
         const char *says;
-    } bad[] = {{{.9f, .8f, 0}, 0, 0, 0, 0, "rise"},         {{.5f, 1.5f, 0}, 0, 0, 0, 0, "thresholds"},
-               {{-.5f, 0, 0}, 0, 0, 0, 0, "thresholds"},    {{.5f, 0, .7f}, 0, 0, 0, 0, "gaps"},
-               {{0, .7f, 0}, 0, 0, 0, 0, "gaps"},           {{0, 0, 0}, .8f, 0, 0, 0, "hysteresis"},
-               {{0, 0, 0}, -.1f, 0, 0, 0, "hysteresis"},    {{0, 0, 0}, 0, -1, 0, 0, "alpha"},
-               {{0, 0, 0}, 0, 1.5f, 0, 0, "alpha"},         {{0, 0, 0}, 0, 0, 3, 0, "min_level"},
-               {{0, 0, 0}, 0, 0, 0, 3, "max_level"},        {{0, 0, 0}, 0, 0, 2, 1, "min_level"},
-               {{0, 0, 0}, 0, 0, 1, TKV_NONE, "min_level"}, {{0, 0, 0}, 0, 0, -1, 0, "min_level"},
+    } bad[] = {{{.9f, .8f, 0}, 0, 0, 0, 0, "rise"},        {{.5f, 1.5f, 0}, 0, 0, 0, 0, "thresholds"},
+               {{-.5f, 0, 0}, 0, 0, 0, 0, "thresholds"},   {{.5f, 0, .7f}, 0, 0, 0, 0, "gaps"},
+               {{0, .7f, 0}, 0, 0, 0, 0, "gaps"},          {{0, 0, 0}, .8f, 0, 0, 0, "hysteresis"},
+               {{0, 0, 0}, -.1f, 0, 0, 0, "hysteresis"},   {{0, 0, 0}, 0, -1, 0, 0, "alpha"},
+               {{0, 0, 0}, 0, 1.5f, 0, 0, "alpha"},        {{0, 0, 0}, 0, 0, 3, 0, "min_level"},
+               {{0, 0, 0}, 0, 0, 0, 3, "max_level"},       {{0, 0, 0}, 0, 0, 2, 1, "min_level"},
+               {{0, 0, 0}, 0, 0, 1, TKV_OFF, "min_level"}, {{0, 0, 0}, 0, 0, -1, 0, "min_level"},
                {{0, 0, 0}, 0, 0, 0, -2, "max_level"}};
-    tkv_policy p = profile("default"), before = p;
-    tkv_policy_config cfg;
-    const char *reason;
+    tkv_pressure p = profile(TKV_PROFILE_DEFAULT), before = p;
+    tkv_pressure_config cfg;
+    char reason[200];
     int i;
     for (i = 0; i < COUNT(bad); i++) {
         memset(&cfg, 0, sizeof cfg);
@@ -278,9 +345,9 @@ TEST(bad_configs) {
         cfg.alpha = bad[i].alpha;
         cfg.min_level = bad[i].low;
         cfg.max_level = bad[i].high;
-        CHECK_EQ(tkv_policy_init(&p, &cfg, &reason), TKV_ERR_CONFIG);
+        CHECK_EQ(tkv_init_pressure(&p, &cfg, reason, sizeof reason), TKV_ERR_CONFIG);
         CHECK_MSG(strstr(reason, bad[i].says) != NULL, "case %d: %s", i, reason);
-        CHECK_EQ(tkv_policy_init(&p, &cfg, NULL), TKV_ERR_CONFIG);
+        CHECK_EQ(tkv_init_pressure(&p, &cfg, NULL, 0), TKV_ERR_CONFIG);
     }
     for (i = 0; i < 9; i++) { /* a NaN in any number */
         memset(&cfg, 0, sizeof cfg);
@@ -288,13 +355,12 @@ TEST(bad_configs) {
         if (i < 7) cfg.threshold[i] = tkv_test_float(0x7fc00000u);
         if (i == 7) cfg.hysteresis = tkv_test_float(0x7fc00000u);
         if (i == 8) cfg.alpha = tkv_test_float(0x7fc00000u);
-        CHECK_EQ(tkv_policy_init(&p, &cfg, NULL), TKV_ERR_CONFIG);
+        CHECK_EQ(tkv_init_pressure(&p, &cfg, NULL, 0), TKV_ERR_CONFIG);
     }
     CHECK_MEM(&p, &before, sizeof p);
-    CHECK_EQ(tkv_policy_init(NULL, NULL, &reason), TKV_ERR_ARG);
-    CHECK_EQ(tkv_policy_observe(NULL, 1), 0);
-    CHECK_EQ(tkv_policy_read(NULL, NULL), TKV_ERR_ARG);
-    tkv_policy_reset(NULL);
+    CHECK_EQ(tkv_init_pressure(NULL, NULL, reason, sizeof reason), TKV_ERR_ARG);
+    CHECK_EQ(tkv_observe_pressure(NULL, 1), 0);
+    CHECK_EQ(tkv_get_pressure(NULL, NULL), TKV_ERR_ARG);
 }
 
 /* >>threads */
@@ -302,10 +368,10 @@ TEST(bad_configs) {
 enum { THREADS = 8, SAMPLES = 20000 };
 
 static void *watcher(void *arg) {
-    tkv_policy *p = (tkv_policy *)arg;
+    tkv_pressure *p = (tkv_pressure *)arg;
     tkv_rng r = tkv_rng_seed(9);
     int n;
-    for (n = 0; n < SAMPLES; n++) tkv_policy_observe(p, (float)tkv_rng_uniform(&r) * .4f + .6f);
+    for (n = 0; n < SAMPLES; n++) tkv_observe_pressure(p, (float)tkv_rng_uniform(&r) * .4f + .6f);
     return NULL;
 }
 #endif
@@ -316,8 +382,8 @@ TEST(threads) {
 #elif !defined(__GNUC__) && !defined(__clang__)
     SKIP("no atomics");
 #else
-    tkv_policy p = profile("default");
-    tkv_policy_info i;
+    tkv_pressure p = profile(TKV_PROFILE_DEFAULT);
+    tkv_pressure_info i;
     pthread_t t[THREADS];
     int n;
     for (n = 0; n < THREADS; n++) CHECK_EQ(pthread_create(&t[n], NULL, watcher, &p), 0);
@@ -343,6 +409,7 @@ int main(int argc, char **argv) {
     RUN(relaxes_one_level_at_a_time);
     RUN(first_sample_seeds);
     RUN(profiles);
+    RUN(profiles_fill_zeros);
     RUN(cuts_and_refuses);
     RUN(reset);
     RUN(rule);

@@ -130,13 +130,13 @@ static void check_exact(int n_heads, int n_kv_heads, int dim, int v_dim) {
     float *v = k + chunk * n_kv_heads * dim, *a = q + chunk * n_heads * dim, *b = a + chunk * n_heads * v_dim;
     rival *r = rival_create(&kind, &m, total, 0);
     tkv_rng rng = tkv_rng_seed(2);
-    tkv_config cfg = tkv_config_default();
+    tkv_config cfg = tkv_default_config();
     tkv_cache *kv = NULL;
     int pos, n, i;
     llama_kv_config(&m, &cfg);
-    cfg.hot.k = cfg.hot.v = TKV_F32;
-    cfg.hot_tokens = TKV_ALL;
-    cfg.isa = tkv_test_isa();
+    cfg.tiers.hot.k = cfg.tiers.hot.v = TKV_F32;
+    cfg.tiers.hot_tokens = TKV_UNLIMITED;
+    cfg.host.isa = tkv_test_isa();
     REQUIRE(tkv_create(&cfg, &kv) == TKV_OK && r);
     for (pos = 0; pos < total; pos += n) {
         n = total - pos < chunk ? total - pos : chunk;
@@ -290,7 +290,7 @@ TEST(ages) {
 
 /* >>plans */
 TEST(plan_words) {
-    tkv_config a = tkv_config_default(), b = tkv_config_default();
+    tkv_config a = tkv_default_config(), b = tkv_default_config();
     static const char *const numbers[] = {"group", "unit", "center", "squat_block", "subspaces", "precise"};
     size_t i;
     CHECK(!plan_three(&a, "128:f32,448:kivi4,kivi2/kivi4"));
@@ -298,48 +298,54 @@ TEST(plan_words) {
     CHECK(!plan_word(&b, "warm", "448:kivi4"));
     CHECK(!plan_word(&b, "archive", "kivi2/kivi4"));
     CHECK_MEM(&a, &b, sizeof a);
-    CHECK_EQ(a.archive.k, TKV_KIVI2);
-    CHECK_EQ(a.archive.v, TKV_KIVI4);
+    CHECK_EQ(a.tiers.archive.k, TKV_KIVI2);
+    CHECK_EQ(a.tiers.archive.v, TKV_KIVI4);
     CHECK(!plan_three(&a, ",none"));
-    CHECK_EQ(a.warm_tokens, TKV_NONE);
-    CHECK_EQ(a.hot_tokens, 128);
+    CHECK_EQ(a.tiers.warm_tokens, TKV_OFF);
+    CHECK_EQ(a.tiers.hot_tokens, 128);
     CHECK(!plan_word(&a, "sinks", "0"));
-    CHECK_EQ(a.sink_tokens, TKV_NONE);
+    CHECK_EQ(a.tiers.sink_tokens, TKV_OFF);
     CHECK(!plan_word(&a, "hot", "all"));
-    CHECK_EQ(a.hot_tokens, TKV_ALL);
+    CHECK_EQ(a.tiers.hot_tokens, TKV_UNLIMITED);
     for (i = 0; i < sizeof numbers / sizeof *numbers; i++) {
         CHECK(plan_knows(numbers[i]));
         CHECK(!plan_word(&a, numbers[i], "16"));
         CHECK(plan_word(&a, numbers[i], "many") != NULL);
     }
-    CHECK_EQ(a.group_size + a.allocation_unit + a.center_k + a.squat_block + a.subspaces + a.precise, 6 * 16);
+    CHECK_EQ(a.format.group_size + a.format.allocation_unit + a.format.center_k + a.format.squat_block +
+                 a.format.subspaces + a.host.precise,
+             6 * 16);
     CHECK(!plan_word(&a, "fit", "clip+unbiased"));
-    CHECK_EQ(a.fit, TKV_FIT_CLIP | TKV_FIT_UNBIASED);
+    CHECK_EQ(a.format.fit, TKV_FIT_CLIP | TKV_FIT_UNBIASED);
     CHECK(!plan_word(&a, "fit", "norm"));
-    CHECK_EQ(a.fit, TKV_FIT_NORM);
+    CHECK_EQ(a.format.fit, TKV_FIT_NORM);
     CHECK(!plan_word(&a, "rotate", "k+v"));
-    CHECK_EQ(a.rotate, TKV_ROTATE_K | TKV_ROTATE_V);
+    CHECK_EQ(a.format.rotate, TKV_ROTATE_K | TKV_ROTATE_V);
 }
 
 TEST(plan_layers) {
-    tkv_config a = tkv_config_default();
+    tkv_config a = tkv_default_config();
     tkv_cache *kv;
-    tkv_pair pair;
+    tkv_layer_info info;
     int layer;
-    a.n_layers = 6, a.n_heads = 1, a.head_dim = 32;
+    a.model.n_layers = 6, a.model.n_heads = 1, a.model.head_dim = 32;
     CHECK(plan_knows("layers"));
     CHECK(!plan_word(&a, "archive", "kivi2"));
     CHECK(!plan_word(&a, "layers", "1-4:kivi3"));
     CHECK(!plan_word(&a, "layers", "4:q8/kivi4"));
     CHECK_EQ(tkv_create(&a, &kv), TKV_OK);
     for (layer = 0; layer < 6; layer++) {
-        CHECK_EQ(tkv_tier_pair(kv, layer, TKV_ARCHIVE, &pair), TKV_OK);
-        CHECK_EQ(pair.k, layer == 4 ? TKV_Q8 : layer >= 1 && layer <= 3 ? TKV_KIVI3 : TKV_KIVI2);
-        CHECK_EQ(pair.v, layer == 4 ? TKV_KIVI4 : layer >= 1 && layer <= 3 ? TKV_KIVI3 : TKV_KIVI2);
+        CHECK_EQ(tkv_get_layer(kv, 0, layer, &info), TKV_OK);
+        CHECK_EQ(info.format[TKV_TIER_ARCHIVE].k, layer == 4                 ? TKV_Q8
+                                                  : layer >= 1 && layer <= 3 ? TKV_KIVI3
+                                                                             : TKV_KIVI2);
+        CHECK_EQ(info.format[TKV_TIER_ARCHIVE].v, layer == 4                 ? TKV_KIVI4
+                                                  : layer >= 1 && layer <= 3 ? TKV_KIVI3
+                                                                             : TKV_KIVI2);
     }
     tkv_destroy(kv);
     CHECK(!plan_too_far(&a));
-    a.n_layers = 4;
+    a.model.n_layers = 4;
     CHECK(plan_too_far(&a) != NULL);
     plan_free(&a);
     CHECK(!plan_too_far(&a));
@@ -348,10 +354,10 @@ TEST(plan_layers) {
 
 TEST(plan_presets) {
     int i;
-    for (i = 0; tkv_preset_name(i); i++) {
-        tkv_config a = tkv_config_default(), b = tkv_config_default();
-        CHECK(!plan_word(&a, "preset", tkv_preset_name(i)));
-        CHECK_EQ(tkv_config_preset(&b, tkv_preset_name(i)), TKV_OK);
+    for (i = 0; tkv_get_name(TKV_NAME_PRESET, i); i++) {
+        tkv_config a = tkv_default_config(), b = tkv_default_config();
+        CHECK(!plan_word(&a, "preset", tkv_get_name(TKV_NAME_PRESET, i)));
+        CHECK_EQ(tkv_apply_preset(&b, tkv_get_name(TKV_NAME_PRESET, i)), TKV_OK);
         CHECK_MEM(&a, &b, sizeof a);
     }
     CHECK(i > 0);
@@ -364,7 +370,7 @@ TEST(plan_mistakes) {
         {"rotate", "both"},   {"group", "64k"},      {"group", ""},      {"subspaces", "-1"},
         {"bits", "2"},        {"warm", "1e3:q8"},    {"layers", "q8"},   {"layers", "3-1:q8"},
         {"layers", "1-:q8"},  {"layers", "4096:q8"}, {"layers", "1:q9"}, {"layers", "0-4096:q8"}};
-    tkv_config cfg = tkv_config_default();
+    tkv_config cfg = tkv_default_config();
     size_t i;
     for (i = 0; i < sizeof wrong / sizeof *wrong; i++)
         CHECK_MSG(plan_word(&cfg, wrong[i][0], wrong[i][1]) != NULL, "%s=%s", wrong[i][0], wrong[i][1]);
@@ -392,7 +398,7 @@ static tkv_cache *read_tokens(const llama_model *m, const tkv_config *plan, cons
     int at, step;
     llama_kv_config(m, &cfg);
     CHECK_EQ(tkv_create(&cfg, &kv), TKV_OK);
-    if (tables) CHECK_EQ(tkv_calibration_load(kv, tables, bytes), TKV_OK);
+    if (tables) CHECK_EQ(tkv_load_calibration(kv, tables, bytes), TKV_OK);
     for (at = 0; kv && at < n; at += step) {
         step = llama_chunk(&cfg, at, n - at < TKV_BLOCK_TOKENS ? n - at : TKV_BLOCK_TOKENS);
         CHECK_EQ(llama_forward(m, kv, 0, tokens + at, step, NULL, 0), TKV_OK);
@@ -404,7 +410,7 @@ static int calibrated; /* tokens that were told */
 static void count_calibrated(int n) { calibrated += n; }
 
 TEST(tables_are_the_librarys) { /* where nothing was demoted, a cache that learns online makes the same */
-    const tkv_config plan = tkv_config_default();
+    const tkv_config plan = tkv_default_config();
     unsigned char *tables, online[1 << 15];
     int tokens[CALIBRATED];
     size_t bytes = 0, n = 0;
@@ -417,8 +423,8 @@ TEST(tables_are_the_librarys) { /* where nothing was demoted, a cache that learn
     CHECK_EQ(status, TKV_OK);
     CHECK_EQ(calibrated, CALIBRATED);
     kv = read_tokens(&m, &plan, NULL, 0, tokens, CALIBRATED);
-    CHECK_EQ(tkv_calibration_freeze(kv), TKV_OK);
-    CHECK_EQ(tkv_calibration_save(kv, online, sizeof online, &n), TKV_OK);
+    CHECK_EQ(tkv_freeze_calibration(kv), TKV_OK);
+    CHECK_EQ(tkv_save_calibration(kv, online, sizeof online, &n), TKV_OK);
     CHECK_EQ(n, bytes);
     if (tables && n == bytes) CHECK_MEM(online, tables, n);
     tkv_destroy(kv);
@@ -428,7 +434,7 @@ TEST(tables_are_the_librarys) { /* where nothing was demoted, a cache that learn
 
 TEST(tables_serve_at_once) {
     enum { N = 300 };
-    tkv_config plan = tkv_config_default();
+    tkv_config plan = tkv_default_config();
     int tokens[N], loaded;
     size_t bytes = 0;
     unsigned char *tables;
@@ -440,10 +446,10 @@ TEST(tables_serve_at_once) {
     CHECK_EQ(status, TKV_OK);
     for (loaded = 0; loaded < 2 && tables; loaded++) {
         tkv_cache *kv = read_tokens(&m, &plan, loaded ? tables : NULL, bytes, tokens, N);
-        tkv_tier_info tiers;
-        CHECK_EQ(tkv_calibrated_layers(kv), loaded ? m.n_layers : 0);
-        CHECK_EQ(tkv_tier_counts(kv, 0, 0, &tiers), TKV_OK);
-        CHECK_EQ(tiers.tokens[TKV_ARCHIVE] > 0, loaded); /* without tables all wait in an exact tier */
+        tkv_layer_info tiers;
+        CHECK_EQ(calibrated_layers(kv), loaded ? m.n_layers : 0);
+        CHECK_EQ(tkv_get_layer(kv, 0, 0, &tiers), TKV_OK);
+        CHECK_EQ(tiers.tokens[TKV_TIER_ARCHIVE] > 0, loaded); /* without tables all wait in an exact tier */
         tkv_destroy(kv);
     }
     llama_free(&m);
@@ -456,7 +462,7 @@ TEST(tables_where_they_change_something) {
                                         "64,448:q8,q8",   "64,none,fp4"};
     size_t i;
     for (i = 0; i < sizeof plans / sizeof *plans; i++) {
-        tkv_config cfg = tkv_config_default();
+        tkv_config cfg = tkv_default_config();
         CHECK(!plan_three(&cfg, plans[i]));
         CHECK_EQ(calibrate_changes(&cfg), i < 5); /* the fifth one has a warm tier by default */
     }

@@ -3,8 +3,9 @@
  *
  * For each layer the model keeps every token as appended, every token as it must read now, and a list of blocks.
  * It follows the manual: which whole blocks move to the next tier and when, and which cuts are allowed. Blocks
- * wait until their layer has learned enough for a table. Coded values come from tkv_encode and tkv_decode. Where
- * heads share a layer's bytes, they come from the records of the table that the cache made.
+ * wait until their layer has learned enough for a table. Coded values come from tkv_encode_block and
+ * tkv_decode_block. Where heads share a layer's bytes, they come from the records of the table that the cache
+ * made.
  *
  * After every call the cache must read as the model, to the bit, and pass its self-check. A call that runs out of
  * memory must have changed nothing.
@@ -37,7 +38,7 @@ typedef struct mblock {
 
 typedef struct mlayer {
     int own, sink, hot, warm, keep, margin, window, source; /* the plan, in tokens */
-    tkv_pair pair[TKV_TIER_COUNT];
+    tkv_format_pair pair[TKV_TIER_COUNT];
     int shared[TKV_TIER_COUNT], learns; /* needs a table; one of them does */
     int seen, made;                     /* tokens since it listens, -1: it does not; tables so far */
 } mlayer;
@@ -114,27 +115,28 @@ static void through(const mlayer *p, mlist *m, int tier, int start, int n) {
         c.format = p->pair[tier].k;
         c.side = TKV_K;
         c.head_dim = DIM;
-        c.group_size = group;
-        CHECK_EQ(tkv_encode(&c, &m->k_now[start][h * DIM], K_ROW, n, bytes, sizeof bytes), TKV_OK);
-        CHECK_EQ(tkv_decode(&c, bytes, sizeof bytes, n, &m->k_now[start][h * DIM], K_ROW), TKV_OK);
+        c.options.group_size = group;
+        CHECK_EQ(tkv_encode_block(&c, &m->k_now[start][h * DIM], K_ROW, n, bytes, sizeof bytes), TKV_OK);
+        CHECK_EQ(tkv_decode_block(&c, bytes, sizeof bytes, n, &m->k_now[start][h * DIM], K_ROW), TKV_OK);
         c.format = p->pair[tier].v;
         c.side = TKV_V;
         c.head_dim = V_DIM;
-        CHECK_EQ(tkv_encode(&c, &m->v_now[start][h * V_DIM], V_ROW, n, bytes, sizeof bytes), TKV_OK);
-        CHECK_EQ(tkv_decode(&c, bytes, sizeof bytes, n, &m->v_now[start][h * V_DIM], V_ROW), TKV_OK);
+        CHECK_EQ(tkv_encode_block(&c, &m->v_now[start][h * V_DIM], V_ROW, n, bytes, sizeof bytes), TKV_OK);
+        CHECK_EQ(tkv_decode_block(&c, bytes, sizeof bytes, n, &m->v_now[start][h * V_DIM], V_ROW), TKV_OK);
     }
 }
 
-static int same_pair(tkv_pair a, tkv_pair b) { return a.k == b.k && a.v == b.v; }
+static int same_pair(tkv_format_pair a, tkv_format_pair b) { return a.k == b.k && a.v == b.v; }
 
-/* A table comes when the layer has seen enough, or is asked to; not while a step is open in a sequence of the call. */
+/* A table comes when the layer has seen enough, or is asked to; not while a step is open in a sequence of the
+ * call. */
 static void learn(int layer, int forced) {
     mlayer *p = &plan[layer];
     int s, i, held = 0; /* what was seen may be gone */
     for (s = 0; s < SEQS; s++)
         for (i = list[s][layer].first; i < list[s][layer].n; i++) {
             const mblock *b = &list[s][layer].block[i];
-            if (!b->sink && b->tier != TKV_ARCHIVE) held += block_end(&list[s][layer], i) - b->start;
+            if (!b->sink && b->tier != TKV_TIER_ARCHIVE) held += block_end(&list[s][layer], i) - b->start;
         }
     forced = forced && !p->made;
     if (!p->learns || p->seen < (forced ? 1 : 512) || held < (forced ? 1 : BLOCK)) return;
@@ -158,9 +160,9 @@ static void age(int seq, int layer, int hot, int partial) {
     for (i = m->first; i < m->n; i++) {
         mblock *b = &m->block[i];
         int end = block_end(m, i), years = m->len - end, due;
-        if (b->sink || b->tier == TKV_ARCHIVE) continue;
-        if (b->tier == TKV_HOT && i + 1 == m->n && end - b->start < BLOCK && !partial) continue;
-        due = years < hot ? TKV_HOT : years - hot < p->warm ? TKV_WARM : TKV_ARCHIVE;
+        if (b->sink || b->tier == TKV_TIER_ARCHIVE) continue;
+        if (b->tier == TKV_TIER_HOT && i + 1 == m->n && end - b->start < BLOCK && !partial) continue;
+        due = years < hot ? TKV_TIER_HOT : years - hot < p->warm ? TKV_TIER_WARM : TKV_TIER_ARCHIVE;
         while (p->shared[due] && !p->made) due--;
         if (due <= b->tier) continue;
         if (!same_pair(p->pair[b->tier], p->pair[due])) through(p, m, due, b->start, end - b->start);
@@ -182,10 +184,10 @@ static void store(int seq, int layer, const float *k, const float *v, int n) {
     if (!in_step[seq]) age(seq, layer, p->hot, 0);
     for (t = 0; t < n; t++) {
         const mblock *last = m->n > m->first ? &m->block[m->n - 1] : NULL;
-        if (!last || last->tier != TKV_HOT || m->len - last->start == (last->sink ? p->sink : BLOCK)) {
+        if (!last || last->tier != TKV_TIER_HOT || m->len - last->start == (last->sink ? p->sink : BLOCK)) {
             mblock b;
             b.start = m->len;
-            b.tier = TKV_HOT;
+            b.tier = TKV_TIER_HOT;
             b.sink = m->len == 0 && p->sink > 0;
             m->block[m->n++] = b;
         }
@@ -208,7 +210,7 @@ static void cut(int seq, int layer, int len) {
 static int coded_end(const mlist *m) {
     int i, must = 0;
     for (i = m->first; i < m->n; i++)
-        if (m->block[i].tier != TKV_HOT) must = block_end(m, i);
+        if (m->block[i].tier != TKV_TIER_HOT) must = block_end(m, i);
     return must;
 }
 
@@ -216,7 +218,7 @@ static int coded_end(const mlist *m) {
 static float bound_of(const mlayer *p, int tier, int side) {
     float sum = 0.01f;
     int t;
-    for (t = TKV_WARM; t <= tier; t++) {
+    for (t = TKV_TIER_WARM; t <= tier; t++) {
         tkv_format f = side ? p->pair[t].v : p->pair[t].k;
         /* half a step of the widest range; an exact format rounds; a channel may have no bits at all */
         if (tkvi_formats[f].shared || tkvi_is_kvquant(f)) sum += 9.0f;
@@ -230,9 +232,9 @@ static void compare(int seq, int layer) {
     const mlist *m = &list[seq][layer];
     const mlayer *p = &plan[layer];
     int from = dropped_of(m), n = m->len - from, i, t, c, tokens[3] = {0, 0, 0}, blocks[3] = {0, 0, 0};
-    tkv_tier_info info;
+    tkv_layer_info info;
     tkv_status st = tkv_read(kv, seq, layer, from, n, k_out, v_out);
-    OK(st == TKV_OK, "read of %d from %d: %s", n, from, tkv_status_text(st));
+    OK(st == TKV_OK, "read of %d from %d: %s", n, from, tkv_get_status_text(st));
     if (st) return;
     OK(n == 0 || memcmp(k_out, m->k_now[from], sizeof(float) * K_ROW * (size_t)n) == 0, "K of %d %d", seq,
        layer);
@@ -243,7 +245,7 @@ static void compare(int seq, int layer) {
         float k_bound = bound_of(p, tier, 0), v_bound = bound_of(p, tier, 1), k_worst = 0, v_worst = 0;
         tokens[tier] += end - m->block[i].start;
         blocks[tier]++;
-        if (tier == TKV_HOT) { /* as it came, to the bit */
+        if (tier == TKV_TIER_HOT) { /* as it came, to the bit */
             t = m->block[i].start;
             OK(memcmp(k_out + (t - from) * K_ROW, m->k[t], sizeof(float) * K_ROW * (size_t)(end - t)) == 0,
                "exact K at %d", t);
@@ -264,14 +266,14 @@ static void compare(int seq, int layer) {
         OK(k_worst <= k_bound && v_worst <= v_bound, "block at %d: error %g of %g, %g of %g",
            m->block[i].start, (double)k_worst, (double)k_bound, (double)v_worst, (double)v_bound);
     }
-    OK(tkv_tier_counts(kv, seq, layer, &info) == TKV_OK, "%d", layer);
+    OK(tkv_get_layer(kv, seq, layer, &info) == TKV_OK, "%d", layer);
     OK(memcmp(info.tokens, tokens, sizeof tokens) == 0 && memcmp(info.blocks, blocks, sizeof blocks) == 0 &&
-           info.dropped == from,
+           info.expired == from,
        "tiers of sequence %d layer %d: %d %d %d tokens in %d %d %d blocks, %d dropped; not %d %d %d in %d %d "
        "%d, %d",
        seq, layer, info.tokens[0], info.tokens[1], info.tokens[2], info.blocks[0], info.blocks[1],
-       info.blocks[2], info.dropped, tokens[0], tokens[1], tokens[2], blocks[0], blocks[1], blocks[2], from);
-    OK(tkv_layer_len(kv, seq, layer) == m->len, "length %d", m->len);
+       info.blocks[2], info.expired, tokens[0], tokens[1], tokens[2], blocks[0], blocks[1], blocks[2], from);
+    OK(tkv_get_length(kv, seq, layer) == m->len, "length %d", m->len);
 }
 
 /* Attention of the last n tokens from the model's numbers, in double. */
@@ -287,7 +289,7 @@ static void attend(int seq, int layer, int n) {
             tolerance = 8e-3; /* 2e-3 of values up to 2, twice */
     tkv_rng_fill(&rng, q, sizeof q / sizeof *q, 1.0);
     st = tkv_attend(kv, seq, layer, q, n, out);
-    OK(st == (n > m->len ? TKV_ERR_RANGE : TKV_OK), "%s", tkv_status_text(st));
+    OK(st == (n > m->len ? TKV_ERR_RANGE : TKV_OK), "%s", tkv_get_status_text(st));
     if (st) return;
     for (i = 0; i < n; i++)
         for (h = 0; h < HEADS; h++) {
@@ -358,8 +360,8 @@ static tkv_status call_append(int seq, int layer, int n) {
     fresh_rows(n);
     if (n > 0 && n <= step_room(seq, layer) && !in_step[seq]) learn(layer, 0);
     st = tkv_append(kv, seq, layer, k_in, v_in, n);
-    if (n > step_room(seq, layer)) OK(st == TKV_ERR_CAPACITY, "%s", tkv_status_text(st));
-    else OK(st == TKV_OK || st == TKV_ERR_NOMEM, "%s", tkv_status_text(st));
+    if (n > step_room(seq, layer)) OK(st == TKV_ERR_CAPACITY, "%s", tkv_get_status_text(st));
+    else OK(st == TKV_OK || st == TKV_ERR_NOMEM, "%s", tkv_get_status_text(st));
     if (!st) store(seq, layer, k_in, v_in, n);
     if (!st) heard(layer, n);
     return st;
@@ -396,8 +398,8 @@ static tkv_status call_batch(void) {
     p.v = v_in;
     if (!full && total && !open) learn(p.layer, 0);
     st = tkv_append_ex(kv, &p);
-    if (full) OK(st == TKV_ERR_CAPACITY, "%s", tkv_status_text(st));
-    else OK(st == TKV_OK || st == TKV_ERR_NOMEM, "%s", tkv_status_text(st));
+    if (full) OK(st == TKV_ERR_CAPACITY, "%s", tkv_get_status_text(st));
+    else OK(st == TKV_OK || st == TKV_ERR_NOMEM, "%s", tkv_get_status_text(st));
     for (i = at = 0; i < n_rows && !st; i++) {
         store(rows[i].seq, p.layer, k_in + at * K_ROW, v_in + at * V_ROW, rows[i].n);
         at += rows[i].n;
@@ -416,9 +418,9 @@ static tkv_status call_begin(int seq) {
     int layer;
     tkv_status st;
     learn_all(seq, 0);
-    st = tkv_begin(kv, seq);
-    if (in_step[seq]) OK(st == TKV_ERR_STATE, "%s", tkv_status_text(st));
-    else OK(st == TKV_OK || st == TKV_ERR_NOMEM, "%s", tkv_status_text(st));
+    st = tkv_seq_begin(kv, seq);
+    if (in_step[seq]) OK(st == TKV_ERR_STATE, "%s", tkv_get_status_text(st));
+    else OK(st == TKV_OK || st == TKV_ERR_NOMEM, "%s", tkv_get_status_text(st));
     if (st) return st;
     for (layer = 0; layer < LAYERS; layer++) {
         if (!plan[layer].own) continue;
@@ -431,20 +433,20 @@ static tkv_status call_begin(int seq) {
 
 static tkv_status call_commit(int seq) {
     int layer, even = 1;
-    tkv_status st = tkv_commit(kv, seq);
+    tkv_status st = tkv_seq_commit(kv, seq);
     for (layer = 1; layer < LAYERS; layer++)
         if (plan[layer].own &&
             list[seq][layer].len - list[seq][layer].step_len != list[seq][0].len - list[seq][0].step_len)
             even = 0;
-    OK(st == (in_step[seq] && even ? TKV_OK : TKV_ERR_STATE), "%s", tkv_status_text(st));
+    OK(st == (in_step[seq] && even ? TKV_OK : TKV_ERR_STATE), "%s", tkv_get_status_text(st));
     if (!st) in_step[seq] = 0;
     return st;
 }
 
 static tkv_status call_abort(int seq) {
     int layer;
-    tkv_status st = tkv_abort(kv, seq);
-    OK(st == (in_step[seq] ? TKV_OK : TKV_ERR_STATE), "%s", tkv_status_text(st));
+    tkv_status st = tkv_seq_abort(kv, seq);
+    OK(st == (in_step[seq] ? TKV_OK : TKV_ERR_STATE), "%s", tkv_get_status_text(st));
     for (layer = 0; layer < LAYERS && !st; layer++) {
         const mlist *m = &list[seq][layer];
         if (!plan[layer].own) continue;
@@ -459,10 +461,11 @@ static tkv_status call_abort(int seq) {
 }
 
 static tkv_status call_truncate(int seq) {
-    int n = tkv_seq_len(kv, seq) - (pick(3) ? pick(40) : pick(300)) + 2, layer, may = 1, must_not = 0;
+    int n = tkv_get_length(kv, seq, TKV_ALL_LAYERS) - (pick(3) ? pick(40) : pick(300)) + 2, layer, may = 1,
+        must_not = 0;
     tkv_status st;
     if (n < 0) n = 0;
-    st = tkv_truncate(kv, seq, n);
+    st = tkv_seq_truncate(kv, seq, n);
     for (layer = 0; layer < LAYERS; layer++) {
         const mlist *m = &list[seq][layer];
         int gone = dropped_of(m);
@@ -471,9 +474,9 @@ static tkv_status call_truncate(int seq) {
         if (gone && n < gone + plan[layer].keep - 1) must_not = 1;
         if (gone && n < gone + plan[layer].keep) may = 0; /* the last key of the last token itself is gone */
     }
-    if (in_step[seq]) OK(st == TKV_ERR_STATE, "%s", tkv_status_text(st));
-    else if (must_not) OK(st == TKV_ERR_INEXACT, "%s to %d", tkv_status_text(st), n);
-    else if (may) OK(st == TKV_OK, "%s to %d", tkv_status_text(st), n);
+    if (in_step[seq]) OK(st == TKV_ERR_STATE, "%s", tkv_get_status_text(st));
+    else if (must_not) OK(st == TKV_ERR_INEXACT, "%s to %d", tkv_get_status_text(st), n);
+    else if (may) OK(st == TKV_OK, "%s to %d", tkv_get_status_text(st), n);
     for (layer = 0; layer < LAYERS && !st; layer++)
         if (plan[layer].own) cut(seq, layer, n);
     return st;
@@ -484,11 +487,11 @@ static tkv_status call_flush(int seq) {
     tkv_status st;
     int layer;
     learn_all(seq, mode != TKV_FLUSH_DUE);
-    st = tkv_flush(kv, seq, mode);
-    if (in_step[seq]) OK(st == TKV_ERR_STATE, "%s", tkv_status_text(st));
-    else OK(st == TKV_OK || st == TKV_ERR_NOMEM, "%s", tkv_status_text(st));
+    st = tkv_seq_flush(kv, seq, mode);
+    if (in_step[seq]) OK(st == TKV_ERR_STATE, "%s", tkv_get_status_text(st));
+    else OK(st == TKV_OK || st == TKV_ERR_NOMEM, "%s", tkv_get_status_text(st));
     for (layer = 0; layer < LAYERS && !st; layer++) {
-        int exact = plan[layer].hot == 1 << 28; /* hot_tokens = TKV_ALL: nothing is ever coded */
+        int exact = plan[layer].hot == 1 << 28; /* hot_tokens = TKV_UNLIMITED: nothing is ever coded */
         if (plan[layer].own)
             age(seq, layer, mode == TKV_FLUSH_DUE || exact ? plan[layer].hot : 0, mode == TKV_FLUSH_ALL);
     }
@@ -505,7 +508,7 @@ static int version_free(int layer) {
             const tkvi_block *b = &kv->pool.block[tkvi_ids(kv, s, layer)[i]];
             const tkvi_plan *p = &kv->tables.plan[layer];
             int t;
-            for (t = TKV_WARM; t < TKV_TIER_COUNT; t++)
+            for (t = TKV_TIER_WARM; t < TKV_TIER_COUNT; t++)
                 if (p->now.shared[t] && b->coding >= p->now.coding[t] &&
                     b->coding < p->now.coding[t] + TKVI_VERSIONS)
                     used[b->coding - p->now.coding[t]] = 1;
@@ -523,17 +526,17 @@ static tkv_status call_calibration(void) {
     tkv_status st;
     for (s = 0; s < SEQS; s++) open |= in_step[s];
     if (pick(2)) {
-        st = tkv_calibration_refresh(kv);
-        OK(st == (open ? TKV_ERR_STATE : TKV_OK), "%s", tkv_status_text(st));
+        st = tkv_refresh_calibration(kv);
+        OK(st == (open ? TKV_ERR_STATE : TKV_OK), "%s", tkv_get_status_text(st));
         for (layer = 0; layer < LAYERS && !st; layer++)
             if (plan[layer].learns && plan[layer].seen < 0) plan[layer].seen = 0;
         return st;
     }
-    CHECK_EQ(tkv_calibration_save(kv, saved, sizeof saved, &bytes), TKV_OK);
+    CHECK_EQ(tkv_save_calibration(kv, saved, sizeof saved, &bytes), TKV_OK);
     for (layer = 0; layer < LAYERS; layer++)
         if (plan[layer].learns && plan[layer].made) room &= version_free(layer) > 0;
-    st = tkv_calibration_load(kv, saved, bytes);
-    OK(st == (open ? TKV_ERR_STATE : room ? TKV_OK : TKV_ERR_CAPACITY), "%s", tkv_status_text(st));
+    st = tkv_load_calibration(kv, saved, bytes);
+    OK(st == (open ? TKV_ERR_STATE : room ? TKV_OK : TKV_ERR_CAPACITY), "%s", tkv_get_status_text(st));
     for (layer = 0; layer < LAYERS && !st; layer++)
         if (plan[layer].made) plan[layer].seen = -1;
     return st;
@@ -546,8 +549,8 @@ static void call_reserve_and_use(int seq) {
     if (goal > LONGEST) return;
     if (in_step[seq]) call_abort(seq);
     goal = model_len(seq) + n;
-    st = tkv_reserve(kv, seq, n);
-    OK(st == TKV_OK || st == TKV_ERR_NOMEM, "%s", tkv_status_text(st));
+    st = tkv_seq_reserve(kv, seq, n);
+    OK(st == TKV_OK || st == TKV_ERR_NOMEM, "%s", tkv_get_status_text(st));
     if (st) return;
     memory.closed = 1;
     for (layer = 0; layer < LAYERS; layer++)
@@ -563,63 +566,65 @@ static void call_reserve_and_use(int seq) {
 
 /* >>configs */
 static tkv_config config_of(int kind, tkv_layer_config *layers) {
-    static const tkv_pair a40_r40 = {TKV_A40, TKV_R40}, a25_r15 = {TKV_A25, TKV_R15};
-    tkv_config cfg = tkv_config_default();
-    cfg.n_layers = LAYERS;
-    cfg.n_heads = HEADS;
-    cfg.n_kv_heads = KV_HEADS;
-    cfg.head_dim = DIM;
-    cfg.v_head_dim = V_DIM;
-    cfg.max_seqs = SEQS;
-    cfg.precise = 1;
-    cfg.isa = tkv_test_isa();
-    cfg.warm.k = cfg.warm.v = TKV_KIVI4;
-    cfg.archive.k = cfg.archive.v = TKV_KIVI2;
+    static const tkv_format_pair a40_r40 = {TKV_A40, TKV_R40}, a25_r15 = {TKV_A25, TKV_R15};
+    tkv_config cfg = tkv_default_config();
+    cfg.model.n_layers = LAYERS;
+    cfg.model.n_heads = HEADS;
+    cfg.model.n_kv_heads = KV_HEADS;
+    cfg.model.head_dim = DIM;
+    cfg.model.v_head_dim = V_DIM;
+    cfg.limits.max_seqs = SEQS;
+    cfg.host.precise = 1;
+    cfg.host.isa = tkv_test_isa();
+    cfg.tiers.warm.k = cfg.tiers.warm.v = TKV_KIVI4;
+    cfg.tiers.archive.k = cfg.tiers.archive.v = TKV_KIVI2;
     memset(layers, 0, LAYERS * sizeof *layers);
     if (kind == 1) { /* reads are exact all the time */
-        cfg.hot.k = cfg.hot.v = cfg.warm.k = cfg.warm.v = cfg.archive.k = cfg.archive.v = TKV_F32;
-        cfg.window = 120;
+        cfg.tiers.hot.k = cfg.tiers.hot.v = cfg.tiers.warm.k = cfg.tiers.warm.v = cfg.tiers.archive.k =
+            cfg.tiers.archive.v = TKV_F32;
+        cfg.model.window = 120;
     } else if (kind == 2) {
-        cfg.sink_tokens = 10;
-        cfg.hot_tokens = 30;
-        cfg.warm_tokens = 100;
-        cfg.group_size = 32;
-        cfg.warm.v = TKV_Q8;
-        cfg.archive.k = TKV_KIVI3;
+        cfg.tiers.sink_tokens = 10;
+        cfg.tiers.hot_tokens = 30;
+        cfg.tiers.warm_tokens = 100;
+        cfg.format.group_size = 32;
+        cfg.tiers.warm.v = TKV_Q8;
+        cfg.tiers.archive.k = TKV_KIVI3;
     } else if (kind == 3) {
         cfg.layers = layers;
         layers[0].window = 70;
         layers[0].hot.v = TKV_BF16;
         layers[1].share_kv = 1;
         layers[1].window = 150;
-        layers[2].hot_tokens = TKV_NONE;
-        layers[2].sink_tokens = TKV_NONE;
-        layers[2].warm_tokens = TKV_NONE;
+        layers[2].hot_tokens = TKV_OFF;
+        layers[2].sink_tokens = TKV_OFF;
+        layers[2].warm_tokens = TKV_OFF;
     } else if (kind == 4) {
-        cfg.hot_tokens = TKV_ALL;
-        cfg.window = 1;
-        cfg.sink_tokens = 64;
-        cfg.max_append = 100;
-        cfg.warm.k = cfg.warm.v = cfg.archive.k = cfg.archive.v = TKV_KIVI4; /* one coding in two tiers */
+        cfg.tiers.hot_tokens = TKV_UNLIMITED;
+        cfg.model.window = 1;
+        cfg.tiers.sink_tokens = 64;
+        cfg.limits.max_append = 100;
+        cfg.tiers.warm.k = cfg.tiers.warm.v = cfg.tiers.archive.k = cfg.tiers.archive.v =
+            TKV_KIVI4; /* one coding in two tiers */
     } else if (kind == 5) {
-        cfg.warm = a40_r40;
-        cfg.archive = a25_r15;
-        cfg.warm_tokens = 200;
-        cfg.sink_tokens = 1;
-    } else if (kind == 6) {               /* what waits where differs */
-        cfg.warm = cfg.archive = a25_r15; /* one coding in two tiers */
+        cfg.tiers.warm = a40_r40;
+        cfg.tiers.archive = a25_r15;
+        cfg.tiers.warm_tokens = 200;
+        cfg.tiers.sink_tokens = 1;
+    } else if (kind == 6) {                           /* what waits where differs */
+        cfg.tiers.warm = cfg.tiers.archive = a25_r15; /* one coding in two tiers */
         cfg.layers = layers;
         layers[0].window = 200;
         layers[1].warm.k = layers[1].warm.v = TKV_Q8;
         layers[1].hot_tokens = 20;
         layers[1].warm_tokens = 60;
         layers[2].archive.k = layers[2].archive.v = TKV_KIVI2;
-        layers[2].sink_tokens = TKV_NONE;
+        layers[2].sink_tokens = TKV_OFF;
     } else if (kind == 7) { /* tables of both kinds, in one layer and apart */
-        cfg.archive.k = TKV_KVQUANT3;
-        cfg.archive.v = TKV_KVQUANT2;
-        cfg.rope.dim = DIM / 2 * 2;
-        cfg.warm_tokens = 100;
+        cfg.tiers.archive.k = TKV_KVQUANT3;
+        cfg.tiers.archive.v = TKV_KVQUANT2;
+        cfg.model.rope.dim = DIM / 2 * 2;
+        cfg.tiers.warm_tokens = 100;
         cfg.layers = layers;
         layers[0].window = 300;
         layers[1].warm.k = TKV_KVQUANT4;
@@ -627,16 +632,16 @@ static tkv_config config_of(int kind, tkv_layer_config *layers) {
         layers[2].archive.k = TKV_A25;
     }
     if (kind == 2 || kind == 3 || kind == 6) { /* it must not be noticed */
-        cfg.quality_heads = 4;
-        cfg.quality_tokens = 192;
-        cfg.quality_every = 1;
+        cfg.meter.heads = 4;
+        cfg.meter.tokens = 192;
+        cfg.meter.every = 1;
     }
     return cfg;
 }
 
 static int tokens_of(int layer, int cache, int standard) {
     int n = layer ? layer : cache ? cache : standard;
-    return n == TKV_NONE ? 0 : n == TKV_ALL ? 1 << 28 : n;
+    return n == TKV_OFF ? 0 : n == TKV_UNLIMITED ? 1 << 28 : n;
 }
 
 static tkv_format format_of(tkv_format layer, tkv_format cache, tkv_format standard) {
@@ -646,23 +651,23 @@ static tkv_format format_of(tkv_format layer, tkv_format cache, tkv_format stand
 static void model_of(const tkv_config *cfg, const tkv_layer_config *layers) {
     static const tkv_format standard[] = {TKV_F16, TKV_KIVI4, TKV_KIVI2};
     int i, t;
-    group = cfg->group_size ? cfg->group_size : 64;
-    max_append = cfg->max_append ? cfg->max_append : 512;
+    group = cfg->format.group_size ? cfg->format.group_size : 64;
+    max_append = cfg->limits.max_append ? cfg->limits.max_append : 512;
     for (i = 0; i < LAYERS; i++) {
         mlayer *p = &plan[i];
-        const tkv_pair *of_cache[3], *of_layer[3];
-        of_cache[0] = &cfg->hot;
-        of_cache[1] = &cfg->warm;
-        of_cache[2] = &cfg->archive;
+        const tkv_format_pair *of_cache[3], *of_layer[3];
+        of_cache[0] = &cfg->tiers.hot;
+        of_cache[1] = &cfg->tiers.warm;
+        of_cache[2] = &cfg->tiers.archive;
         of_layer[0] = &layers[i].hot;
         of_layer[1] = &layers[i].warm;
         of_layer[2] = &layers[i].archive;
         p->own = layers[i].share_kv == 0;
         p->source = p->own ? i : layers[i].share_kv - 1;
-        p->sink = tokens_of(layers[i].sink_tokens, cfg->sink_tokens, 4);
-        p->hot = tokens_of(layers[i].hot_tokens, cfg->hot_tokens, 64);
-        p->warm = tokens_of(layers[i].warm_tokens, cfg->warm_tokens, 448);
-        p->window = p->keep = tokens_of(layers[i].window, cfg->window, TKV_NONE);
+        p->sink = tokens_of(layers[i].sink_tokens, cfg->tiers.sink_tokens, 4);
+        p->hot = tokens_of(layers[i].hot_tokens, cfg->tiers.hot_tokens, 64);
+        p->warm = tokens_of(layers[i].warm_tokens, cfg->tiers.warm_tokens, 448);
+        p->window = p->keep = tokens_of(layers[i].window, cfg->model.window, TKV_OFF);
         p->margin = p->hot == 1 << 28 ? BLOCK : p->hot;
         for (t = 0; t < 3; t++) {
             p->pair[t].k = format_of(of_layer[t]->k, of_cache[t]->k, standard[t]);
@@ -670,7 +675,7 @@ static void model_of(const tkv_config *cfg, const tkv_layer_config *layers) {
             p->shared[t] = tkvi_formats[p->pair[t].k].shared || tkvi_formats[p->pair[t].v].shared ||
                            tkvi_is_kvquant(p->pair[t].k) || tkvi_is_kvquant(p->pair[t].v);
         }
-        p->learns = p->own && (p->shared[TKV_WARM] || p->shared[TKV_ARCHIVE]);
+        p->learns = p->own && (p->shared[TKV_TIER_WARM] || p->shared[TKV_TIER_ARCHIVE]);
         p->seen = p->made = 0;
     }
     for (i = 0; i < LAYERS; i++) {
@@ -696,7 +701,7 @@ static void play(int kind) {
     seed = (uint64_t)(unsigned)number_from("TKV_RANDOM_SEED", 1) +
            (s_env && *s_env ? 0u : (unsigned)kind * 1000u);
     rng = tkv_rng_seed(seed);
-    cfg.allocator = counting_allocator_of(&memory);
+    cfg.host.allocator = counting_allocator_of(&memory);
     model_of(&cfg, layers);
     op_number = 0;
     op_name = "create";
@@ -721,12 +726,12 @@ static void play(int kind) {
         else if (op == 91 && pick(2)) op_name = "refresh or load", st = call_calibration();
         else if (op < 93) {
             op_name = "reserve";
-            st = tkv_reserve(kv, seq, some_tokens());
-            OK(st == TKV_OK || st == TKV_ERR_NOMEM, "%s", tkv_status_text(st));
+            st = tkv_seq_reserve(kv, seq, some_tokens());
+            OK(st == TKV_OK || st == TKV_ERR_NOMEM, "%s", tkv_get_status_text(st));
         } else if (op < 95 || list[seq][0].len > LONGEST - 100 || list[seq][LAYERS - 1].len > LONGEST - 100) {
             op_name = "reset";
-            st = tkv_reset(kv, seq);
-            OK(st == TKV_OK, "%s", tkv_status_text(st));
+            st = tkv_seq_reset(kv, seq);
+            OK(st == TKV_OK, "%s", tkv_get_status_text(st));
             model_reset(seq);
         } else {
             op_name = "attend";
@@ -735,11 +740,13 @@ static void play(int kind) {
             mutates = 0;
         }
         memory.closed = 0;
-        if (mutates) OK((st == TKV_OK) == (tkv_last_error(kv)[0] == 0), "\"%s\"", tkv_last_error(kv));
+        if (mutates) OK((st == TKV_OK) == (tkv_get_last_error(kv)[0] == 0), "\"%s\"", tkv_get_last_error(kv));
         st = tkv_check(kv, reason, sizeof reason);
         OK(st == TKV_OK, "%s", reason);
-        OK(tkv_memory(kv, &m) == TKV_OK && m.total == memory.held, "%lu held", (unsigned long)memory.held);
-        OK(tkv_seq_len(kv, seq) == model_len(seq), "%d", tkv_seq_len(kv, seq));
+        OK(tkv_get_memory(kv, &m) == TKV_OK && m.total == memory.held, "%lu held",
+           (unsigned long)memory.held);
+        OK(tkv_get_length(kv, seq, TKV_ALL_LAYERS) == model_len(seq), "%d",
+           tkv_get_length(kv, seq, TKV_ALL_LAYERS));
         for (l = 0; l < LAYERS; l++)
             OK((kv->tables.current[l] >= 0) == (plan[l].made > 0), "layer %d has %d tables", l, plan[l].made);
         for (s = 0; s < SEQS; s++)

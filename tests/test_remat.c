@@ -26,29 +26,29 @@ static float k_of[SEQS][LAYERS][LONGEST * ROW], v_of[SEQS][LAYERS][LONGEST * ROW
 
 static tkv_config small_config(void) {
     tkv_config cfg = shape_of(LAYERS, HEADS, KV_HEADS, DIM, SEQS, CHUNK);
-    cfg.warm_tokens = 2 * BLOCK;
+    cfg.tiers.warm_tokens = 2 * BLOCK;
     return cfg;
 }
 
 static int tokens_missing(const tkv_cache *kv, int seq, int layer) {
-    tkv_tier_info t;
+    tkv_layer_info t;
     memset(&t, 0, sizeof t);
-    CHECK_EQ(tkv_tier_counts(kv, seq, layer, &t), TKV_OK);
-    CHECK_EQ(t.tokens[0] + t.tokens[1] + t.tokens[2] + t.dropped + t.evicted + t.missing,
-             tkv_layer_len(kv, seq, layer));
-    return t.missing;
+    CHECK_EQ(tkv_get_layer(kv, seq, layer, &t), TKV_OK);
+    CHECK_EQ(t.tokens[0] + t.tokens[1] + t.tokens[2] + t.expired + t.evicted + t.discarded,
+             tkv_get_length(kv, seq, layer));
+    return t.discarded;
 }
 
 static int first_missing(const tkv_cache *kv, int seq, int *start) {
     int n = -1;
-    CHECK_EQ(tkv_remat_missing(kv, seq, start, &n), TKV_OK);
+    CHECK_EQ(tkv_seq_find_discarded(kv, seq, start, &n), TKV_OK);
     return n;
 }
 
 /* The same tokens to all layers of one cache, or of two; the model remembers them. */
 static tkv_status append_both(tkv_cache *a, tkv_cache *b, int seq, int n) {
     tkv_status st = TKV_OK;
-    int l, len = tkv_seq_len(a, seq);
+    int l, len = tkv_get_length(a, seq, TKV_ALL_LAYERS);
     for (l = 0; l < LAYERS && !st; l++) {
         float *k = k_of[seq][l] + len * ROW, *v = v_of[seq][l] + len * ROW;
         tkv_rng_fill(&rng, k, (size_t)(n * ROW), 1.0);
@@ -60,8 +60,8 @@ static tkv_status append_both(tkv_cache *a, tkv_cache *b, int seq, int n) {
 }
 
 static tkv_status give(tkv_cache *kv, int seq, int layer, int start, int n) {
-    return tkv_remat_give(kv, seq, layer, start, k_of[seq][layer] + start * ROW,
-                          v_of[seq][layer] + start * ROW, n);
+    return tkv_restore(kv, seq, layer, start, k_of[seq][layer] + start * ROW, v_of[seq][layer] + start * ROW,
+                       n);
 }
 
 /* All that is missing comes back. */
@@ -70,7 +70,7 @@ static void give_all(tkv_cache *kv, int seq) {
     while ((n = first_missing(kv, seq, &start)) > 0)
         for (l = 0; l < LAYERS; l++) {
             const tkv_status st = give(kv, seq, l, start, n);
-            CHECK_MSG(st == TKV_OK, "%d: %s", (int)st, tkv_last_error(kv));
+            CHECK_MSG(st == TKV_OK, "%d: %s", (int)st, tkv_get_last_error(kv));
             if (st) return;
         }
     sound(kv);
@@ -78,14 +78,14 @@ static void give_all(tkv_cache *kv, int seq) {
 
 static int drop(tkv_cache *kv, int seq, int n) {
     int dropped = -1;
-    CHECK_EQ(tkv_remat_drop(kv, seq, n, &dropped), TKV_OK);
+    CHECK_EQ(tkv_seq_discard(kv, seq, n, &dropped), TKV_OK);
     sound(kv);
     return dropped;
 }
 
 static void same(tkv_cache *a, tkv_cache *b, int seq, int n) {
-    int l, len = tkv_seq_len(a, seq);
-    CHECK_EQ(tkv_seq_len(b, seq), len);
+    int l, len = tkv_get_length(a, seq, TKV_ALL_LAYERS);
+    CHECK_EQ(tkv_get_length(b, seq, TKV_ALL_LAYERS), len);
     for (l = 0; l < LAYERS; l++) {
         tkv_rng_fill(&rng, q_in, (size_t)(n * HEADS * DIM), 1.0);
         CHECK_EQ(tkv_attend(a, seq, l, q_in, n, out_a), TKV_OK);
@@ -105,24 +105,25 @@ static void refused(tkv_cache *kv, int seq) {
     for (l = 0; l < LAYERS; l++) {
         out_a[0] = k_a[0] = mark;
         CHECK_EQ(tkv_attend(kv, seq, l, q_in, 1, out_a), TKV_ERR_NO_SOURCE);
-        CHECK_EQ(tkv_read(kv, seq, l, 0, tkv_seq_len(kv, seq), k_a, v_a), TKV_ERR_NO_SOURCE);
+        CHECK_EQ(tkv_read(kv, seq, l, 0, tkv_get_length(kv, seq, TKV_ALL_LAYERS), k_a, v_a),
+                 TKV_ERR_NO_SOURCE);
         CHECK(memcmp(out_a, &mark, sizeof mark) == 0 && memcmp(k_a, &mark, sizeof mark) == 0);
         CHECK_EQ(tkv_read(kv, seq, l, 0, 4, k_a, v_a), TKV_OK); /* the sinks */
     }
 }
 
-static const tkv_pair warm_of[] = {{TKV_FORMAT_DEFAULT, TKV_FORMAT_DEFAULT},
-                                   {TKV_KIVI4, TKV_KIVI4},
-                                   {TKV_A40, TKV_R40},
-                                   {TKV_A30, TKV_R20},
-                                   {TKV_INT8, TKV_FP8_E4M3},
-                                   {TKV_F32, TKV_F16}};
-static const tkv_pair archive_of[] = {{TKV_FORMAT_DEFAULT, TKV_FORMAT_DEFAULT},
-                                      {TKV_KIVI2, TKV_KIVI2},
-                                      {TKV_A25, TKV_R15},
-                                      {TKV_A30, TKV_R20},
-                                      {TKV_FP4, TKV_INT4},
-                                      {TKV_F32, TKV_F16}};
+static const tkv_format_pair warm_of[] = {{TKV_FORMAT_DEFAULT, TKV_FORMAT_DEFAULT},
+                                          {TKV_KIVI4, TKV_KIVI4},
+                                          {TKV_A40, TKV_R40},
+                                          {TKV_A30, TKV_R20},
+                                          {TKV_INT8, TKV_FP8_E4M3},
+                                          {TKV_F32, TKV_F16}};
+static const tkv_format_pair archive_of[] = {{TKV_FORMAT_DEFAULT, TKV_FORMAT_DEFAULT},
+                                             {TKV_KIVI2, TKV_KIVI2},
+                                             {TKV_A25, TKV_R15},
+                                             {TKV_A30, TKV_R20},
+                                             {TKV_FP4, TKV_INT4},
+                                             {TKV_F32, TKV_F16}};
 
 /* >>the same bits */
 TEST(what_comes_back_is_the_same) {
@@ -130,8 +131,8 @@ TEST(what_comes_back_is_the_same) {
     for (i = 0; i <= COUNT(warm_of); i++) {
         tkv_config cfg = small_config();
         tkv_cache *a, *b;
-        if (i < COUNT(warm_of)) cfg.warm = warm_of[i], cfg.archive = archive_of[i];
-        else cfg.hot_tokens = TKV_ALL;
+        if (i < COUNT(warm_of)) cfg.tiers.warm = warm_of[i], cfg.tiers.archive = archive_of[i];
+        else cfg.tiers.hot_tokens = TKV_UNLIMITED;
         a = make(&cfg);
         b = make(&cfg);
         for (n = 0; n < 12; n++)
@@ -159,7 +160,7 @@ TEST(what_comes_back_is_the_same) {
         CHECK_EQ(first_missing(b, 0, &start), 0);
         for (n = 1; n <= CHUNK; n += 95)
             for (seq = 0; seq < 2; seq++) same(a, b, seq, n);
-        CHECK_EQ((int)budget_of(b).dropped, (int)budget_of(b).recomputed);
+        CHECK_EQ((int)budget_of(b).discarded, (int)budget_of(b).recomputed);
         for (n = 0; n < 6; n++) { /* it goes on while they are away, and tiers move on */
             CHECK_EQ(drop(b, 0, 256 + 64 * n), 256 + 64 * n);
             CHECK_EQ(append_both(a, b, 0, 50), TKV_OK);
@@ -177,8 +178,8 @@ TEST(tiers_move_on_meanwhile) {
     tkv_config cfg = small_config();
     tkv_cache *a, *b;
     int n, seq = 0;
-    cfg.archive = pair_of(TKV_KIVI2, TKV_KIVI2);
-    cfg.warm = pair_of(TKV_KIVI4, TKV_KIVI4);
+    cfg.tiers.archive = pair_of(TKV_KIVI2, TKV_KIVI2);
+    cfg.tiers.warm = pair_of(TKV_KIVI4, TKV_KIVI4);
     a = make(&cfg);
     b = make(&cfg);
     for (n = 0; n < 5; n++) CHECK_EQ(append_both(a, b, seq, 70), TKV_OK);
@@ -199,34 +200,34 @@ TEST(wrong_gives_change_nothing) {
     int n, start, last;
     for (n = 0; n < 8; n++) CHECK_EQ(append_both(a, b, 0, 90), TKV_OK);
     CHECK_EQ(drop(b, 0, 320), 320);
-    last = tkv_seq_len(b, 0);
+    last = tkv_get_length(b, 0, TKV_ALL_LAYERS);
     CHECK_EQ(give(b, 0, 0, 68, 64), TKV_ERR_STATE); /* not the first one */
-    CHECK(strstr(tkv_last_error(b), "front to back") != NULL);
+    CHECK(strstr(tkv_get_last_error(b), "front to back") != NULL);
     CHECK_EQ(give(b, 0, 0, 4, 63), TKV_ERR_RANGE);
     CHECK_EQ(give(b, 0, 0, 4, 65), TKV_ERR_RANGE);
     CHECK_EQ(give(b, 0, 0, 5, 63), TKV_ERR_RANGE);
     CHECK_EQ(give(b, 0, 0, last - 1, 2), TKV_ERR_RANGE);
     CHECK_EQ(give(b, 0, 0, 4, -1), TKV_ERR_ARG);
-    CHECK_EQ(tkv_remat_give(b, 0, 0, -4, k_a, v_a, 64), TKV_ERR_ARG);
-    CHECK_EQ(tkv_remat_give(b, 0, 0, 4, NULL, v_a, 64), TKV_ERR_ARG);
-    CHECK_EQ(tkv_remat_give(b, 0, 0, 4, k_a, NULL, 64), TKV_ERR_ARG);
-    CHECK_EQ(tkv_remat_give(b, 0, LAYERS, 4, k_a, v_a, 64), TKV_ERR_ARG);
-    CHECK_EQ(tkv_remat_give(b, SEQS, 0, 4, k_a, v_a, 64), TKV_ERR_ARG);
-    CHECK_EQ(tkv_remat_give(NULL, 0, 0, 4, k_a, v_a, 64), TKV_ERR_ARG);
-    CHECK_EQ(tkv_remat_give(b, 0, 0, 0x3fffffff, k_a, v_a, 0x3fffffff), TKV_ERR_RANGE);
-    CHECK_EQ(tkv_remat_drop(b, 0, -1, &n), TKV_ERR_ARG);
-    CHECK_EQ(tkv_remat_drop(b, -1, 64, &n), TKV_ERR_ARG);
-    CHECK_EQ(tkv_remat_missing(b, -1, &start, &n), TKV_ERR_ARG);
-    CHECK_EQ(tkv_remat_missing(b, 0, NULL, &n), TKV_ERR_ARG);
+    CHECK_EQ(tkv_restore(b, 0, 0, -4, k_a, v_a, 64), TKV_ERR_ARG);
+    CHECK_EQ(tkv_restore(b, 0, 0, 4, NULL, v_a, 64), TKV_ERR_ARG);
+    CHECK_EQ(tkv_restore(b, 0, 0, 4, k_a, NULL, 64), TKV_ERR_ARG);
+    CHECK_EQ(tkv_restore(b, 0, LAYERS, 4, k_a, v_a, 64), TKV_ERR_ARG);
+    CHECK_EQ(tkv_restore(b, SEQS, 0, 4, k_a, v_a, 64), TKV_ERR_ARG);
+    CHECK_EQ(tkv_restore(NULL, 0, 0, 4, k_a, v_a, 64), TKV_ERR_ARG);
+    CHECK_EQ(tkv_restore(b, 0, 0, 0x3fffffff, k_a, v_a, 0x3fffffff), TKV_ERR_RANGE);
+    CHECK_EQ(tkv_seq_discard(b, 0, -1, &n), TKV_ERR_ARG);
+    CHECK_EQ(tkv_seq_discard(b, -1, 64, &n), TKV_ERR_ARG);
+    CHECK_EQ(tkv_seq_find_discarded(b, -1, &start, &n), TKV_ERR_ARG);
+    CHECK_EQ(tkv_seq_find_discarded(b, 0, NULL, &n), TKV_ERR_ARG);
     keep = v_of[0][1][70 * ROW + 3];
     v_of[0][1][70 * ROW + 3] = tkv_test_float(0x7fc00000u);
     CHECK_EQ(give(b, 0, 1, 4, 128), TKV_ERR_NONFINITE);
     v_of[0][1][70 * ROW + 3] = keep;
-    CHECK_EQ(tkv_begin(b, 0), TKV_OK);
+    CHECK_EQ(tkv_seq_begin(b, 0), TKV_OK);
     CHECK_EQ(give(b, 0, 0, 4, 64), TKV_ERR_STATE);
-    CHECK_EQ(tkv_remat_drop(b, 0, 64, &n), TKV_ERR_STATE);
-    CHECK_EQ(tkv_abort(b, 0), TKV_OK);
-    CHECK_EQ(tkv_flush(a, 0, TKV_FLUSH_DUE), TKV_OK); /* as tkv_begin did */
+    CHECK_EQ(tkv_seq_discard(b, 0, 64, &n), TKV_ERR_STATE);
+    CHECK_EQ(tkv_seq_abort(b, 0), TKV_OK);
+    CHECK_EQ(tkv_seq_flush(a, 0, TKV_FLUSH_DUE), TKV_OK); /* as tkv_seq_begin did */
     CHECK_EQ(first_missing(b, 0, &start), 320);
     CHECK_EQ(start, 4);
     CHECK_EQ(give(b, 0, 0, 0, 4), TKV_OK); /* nothing of it is missing */
@@ -244,10 +245,10 @@ TEST(allocations_that_fail) {
     tkv_cache *a, *b;
     counting_allocator p;
     int n, start, fails = 0, l = 0;
-    cfg.warm = pair_of(TKV_A40, TKV_R40);
-    cfg.archive = pair_of(TKV_A30, TKV_R30);
+    cfg.tiers.warm = pair_of(TKV_A40, TKV_R40);
+    cfg.tiers.archive = pair_of(TKV_A30, TKV_R30);
     with = cfg;
-    with.allocator = counting_allocator_of(&p);
+    with.host.allocator = counting_allocator_of(&p);
     a = make(&cfg);
     b = make(&with);
     for (n = 0; n < 10; n++) CHECK_EQ(append_both(a, b, 0, 90), TKV_OK);
@@ -326,33 +327,33 @@ TEST(cuts_flushes_resets) {
     tkv_config cfg = small_config();
     tkv_cache *a, *b;
     int n, start, mode;
-    cfg.hot_tokens = 256;
+    cfg.tiers.hot_tokens = 256;
     for (mode = TKV_FLUSH_DUE; mode <= TKV_FLUSH_ALL; mode++) {
         a = make(&cfg);
         b = make(&cfg);
         for (n = 0; n < 8; n++) CHECK_EQ(append_both(a, b, 0, 90), TKV_OK);
         n = drop(b, 0, LONGEST);
         CHECK_EQ(n, 448);
-        CHECK_EQ(tkv_truncate(b, 0, 300), TKV_ERR_INEXACT);
-        CHECK_EQ(tkv_truncate(b, 0, 4 + 448), TKV_OK); /* all that is behind them */
-        CHECK_EQ(tkv_truncate(a, 0, 4 + 448), TKV_OK);
+        CHECK_EQ(tkv_seq_truncate(b, 0, 300), TKV_ERR_INEXACT);
+        CHECK_EQ(tkv_seq_truncate(b, 0, 4 + 448), TKV_OK); /* all that is behind them */
+        CHECK_EQ(tkv_seq_truncate(a, 0, 4 + 448), TKV_OK);
         sound(b);
         refused(b, 0);
         CHECK_EQ(tkv_read(b, 0, 0, 452, 0, k_b, v_b), TKV_OK);
         CHECK_EQ(append_both(a, b, 0, 80), TKV_OK);
         CHECK_EQ(append_both(a, b, 0, 80), TKV_OK);
-        CHECK_EQ(tkv_flush(b, 0, (tkv_flush_mode)mode), TKV_OK);
-        if (mode == TKV_FLUSH_DUE) CHECK_EQ(tkv_flush(a, 0, TKV_FLUSH_DUE), TKV_OK);
+        CHECK_EQ(tkv_seq_flush(b, 0, (tkv_flush_mode)mode), TKV_OK);
+        if (mode == TKV_FLUSH_DUE) CHECK_EQ(tkv_seq_flush(a, 0, TKV_FLUSH_DUE), TKV_OK);
         sound(b);
         refused(b, 0);
         give_all(b, 0);
         if (mode == TKV_FLUSH_DUE) same(a, b, 0, 4);
         n = drop(b, 0, LONGEST);
         CHECK(n > 0);
-        CHECK_EQ(tkv_reset(b, 0), TKV_OK);
+        CHECK_EQ(tkv_seq_reset(b, 0), TKV_OK);
         sound(b);
         CHECK_EQ(first_missing(b, 0, &start), 0);
-        CHECK_EQ(tkv_reset(a, 0), TKV_OK);
+        CHECK_EQ(tkv_seq_reset(a, 0), TKV_OK);
         CHECK_EQ(append_both(a, b, 0, 90), TKV_OK);
         same(a, b, 0, 4);
         tkv_destroy(a);
@@ -366,33 +367,33 @@ TEST(evicted_tokens) {
     tkv_cache *a, *b;
     int n, i, start, all = 0;
     uint64_t alive[LONGEST / 64];
-    cfg.evict.kind = TKV_EVICT_H2O;
-    cfg.hot_tokens = TKV_ALL; /* exact: packed blocks come back with the same bits, too */
+    cfg.evict.policy = TKV_EVICT_H2O;
+    cfg.tiers.hot_tokens = TKV_UNLIMITED; /* exact: packed blocks come back with the same bits, too */
     a = make(&cfg);
     b = make(&cfg);
     for (n = 0; n < 9; n++) CHECK_EQ(append_both(a, b, 0, 90), TKV_OK);
     memset(victims, 0, sizeof victims);
     for (i = 10; i < 600; i++)
         if (tkv_rng_below(&rng, 5) < 2) victims[i / 64] |= (uint64_t)1 << i % 64;
-    CHECK_EQ(tkv_drop(a, 0, 0, victims, 600), TKV_OK); /* each layer others */
-    CHECK_EQ(tkv_drop(b, 0, 0, victims, 600), TKV_OK);
+    CHECK_EQ(evict_named(a, 0, 0, victims, 600), TKV_OK); /* each layer others */
+    CHECK_EQ(evict_named(b, 0, 0, victims, 600), TKV_OK);
     for (i = 0; i < COUNT(victims); i++) victims[i] &= (uint64_t)0x0fffffffffffffffu >> i % 8;
-    CHECK_EQ(tkv_drop(a, 0, 1, victims, 400), TKV_OK);
-    CHECK_EQ(tkv_drop(b, 0, 1, victims, 400), TKV_OK);
+    CHECK_EQ(evict_named(a, 0, 1, victims, 400), TKV_OK);
+    CHECK_EQ(evict_named(b, 0, 1, victims, 400), TKV_OK);
     n = drop(b, 0, LONGEST);
     CHECK(n > 300);
     CHECK(tokens_missing(b, 0, 0) < tokens_missing(b, 0, 1));
     CHECK_EQ(tkv_attend(b, 0, 0, q_in, 1, out_a), TKV_ERR_NO_SOURCE);
     memset(victims, 0, sizeof victims); /* more go while they are away, and some for good */
     for (i = 70; i < 240; i++) victims[i / 64] |= (uint64_t)1 << i % 64;
-    CHECK_EQ(tkv_drop(a, 0, TKV_NONE, victims, 240), TKV_OK);
-    CHECK_EQ(tkv_drop(b, 0, TKV_NONE, victims, 240), TKV_OK);
+    CHECK_EQ(evict_named(a, 0, TKV_ALL_LAYERS, victims, 240), TKV_OK);
+    CHECK_EQ(evict_named(b, 0, TKV_ALL_LAYERS, victims, 240), TKV_OK);
     sound(b);
     give_all(b, 0);
     CHECK_EQ(first_missing(b, 0, &start), 0);
     for (n = 0; n < LAYERS; n++) {
-        CHECK_EQ(tkv_alive(b, 0, n, 0, tkv_seq_len(b, 0), alive), TKV_OK);
-        for (i = 0; i < tkv_seq_len(b, 0); i++) {
+        CHECK_EQ(live_mask_of(b, 0, n, 0, tkv_get_length(b, 0, TKV_ALL_LAYERS), alive), TKV_OK);
+        for (i = 0; i < tkv_get_length(b, 0, TKV_ALL_LAYERS); i++) {
             if (!(alive[i / 64] >> i % 64 & 1)) continue;
             all++;
             CHECK_EQ(tkv_read(a, 0, n, i, 1, k_a, v_a), TKV_OK);
@@ -412,10 +413,10 @@ TEST(anchors) {
     tkv_cache *a, *b;
     tkv_tier tier;
     int n, i, l, n_anchors = 0, away = 0;
-    cfg.n_anchors = 12;
-    cfg.importance_every = 1;
-    cfg.warm = pair_of(TKV_KIVI4, TKV_KIVI4);
-    cfg.archive = pair_of(TKV_KIVI2, TKV_KIVI2);
+    cfg.tiers.n_anchors = 12;
+    cfg.importance.sample_every = 1;
+    cfg.tiers.warm = pair_of(TKV_KIVI4, TKV_KIVI4);
+    cfg.tiers.archive = pair_of(TKV_KIVI2, TKV_KIVI2);
     a = make(&cfg);
     b = make(&cfg);
     for (n = 0; n < 12; n++) {
@@ -428,8 +429,8 @@ TEST(anchors) {
     }
     CHECK_EQ(drop(b, 0, 448), 448);
     for (i = 4; i < 452; i++) {
-        const tkv_status st = tkv_tier_of(b, 0, 0, i, &tier);
-        n_anchors += st == TKV_OK && tier == TKV_HOT;
+        const tkv_status st = tier_of(b, 0, 0, i, &tier);
+        n_anchors += st == TKV_OK && tier == TKV_TIER_HOT;
         away += st == TKV_ERR_NO_SOURCE;
     }
     CHECK_MSG(n_anchors > 0 && n_anchors <= 12 && n_anchors + away == 448, "%d anchors, %d away", n_anchors,
@@ -449,17 +450,17 @@ TEST(outside_and_copies) {
     test_store d;
     with = cfg;
     test_store_for(&d, &with);
-    with.spill.keep_exact = 1;
+    with.offload.keep_exact = 1;
     a = make(&cfg);
     b = make(&with);
     for (n = 0; n < 12; n++) CHECK_EQ(append_both(a, b, 0, 70), TKV_OK);
-    CHECK_EQ(tkv_spill(b, 0, TKV_ALL, 2, &done), TKV_OK);
+    CHECK_EQ(tkv_offload(b, 0, TKV_ALL_LAYERS, 2, &done), TKV_OK);
     CHECK_EQ(done, 2 * LAYERS);
     n = drop(b, 0, 256);
     CHECK_EQ(n, 256);
     CHECK_EQ(first_missing(b, 0, &start), 256);
-    CHECK_EQ(start, 132);                                 /* behind those outside */
-    CHECK_EQ(tkv_spill(b, 0, TKV_ALL, 2, &done), TKV_OK); /* what is missing cannot go there */
+    CHECK_EQ(start, 132);                                          /* behind those outside */
+    CHECK_EQ(tkv_offload(b, 0, TKV_ALL_LAYERS, 2, &done), TKV_OK); /* what is missing cannot go there */
     sound(b);
     refused(b, 0);
     give_all(b, 0);
@@ -470,10 +471,10 @@ TEST(outside_and_copies) {
     CHECK_EQ(tokens_missing(b, 0, 0), 64);
     CHECK_EQ(tokens_missing(b, 0, 1), 128);
     CHECK_EQ(first_missing(b, 0, &start), 128);
-    CHECK_EQ(tkv_reset(b, 0), TKV_OK);
+    CHECK_EQ(tkv_seq_reset(b, 0), TKV_OK);
     sound(b);
     CHECK_EQ(alive_in(&d), 0);
-    with.spill.keep_exact = 0;
+    with.offload.keep_exact = 0;
     tkv_destroy(b);
     b = make(&with);
     for (n = 0; n < 12; n++) CHECK_EQ(append_both(b, NULL, 0, 70), TKV_OK);
@@ -512,9 +513,9 @@ static tkv_remat remat_of(double step_blocks) {
     cfg.head_dim = DIM;
     cfg.layer_params = 1e8; /* attention is nothing beside */
     cfg.min_materialized = 128;
-    CHECK_EQ(tkv_remat_init(&r, &cfg, NULL), TKV_OK);
-    cfg.step_flops = step_blocks * tkv_remat_flops(&r, 0, BLOCK, 0) * 1.01;
-    CHECK_EQ(tkv_remat_init(&r, &cfg, NULL), TKV_OK);
+    CHECK_EQ(tkv_init_remat(&r, &cfg, NULL, 0), TKV_OK);
+    cfg.step_flops = step_blocks * flops_of(&r, BLOCK) * 1.01;
+    CHECK_EQ(tkv_init_remat(&r, &cfg, NULL, 0), TKV_OK);
     return r;
 }
 
@@ -527,32 +528,32 @@ TEST(recomputing_in_steps) {
     memset(&m, 0, sizeof m);
     for (n = 0; n < 12; n++) CHECK_EQ(append_both(a, b, 0, 70), TKV_OK);
     CHECK_EQ(drop(b, 0, 320), 320);
-    CHECK_EQ(tkv_recompute(b, 0, &r, 7, compute, &m, &left), TKV_OK);
+    CHECK_EQ(tkv_seq_recompute(b, 0, &r, 7, compute, &m, &left), TKV_OK);
     CHECK_EQ(left, 192);
-    CHECK_EQ(tkv_recompute(b, 0, &r, 7, compute, &m, &left), TKV_OK); /* not in the same step */
+    CHECK_EQ(tkv_seq_recompute(b, 0, &r, 7, compute, &m, &left), TKV_OK); /* not in the same step */
     CHECK_EQ(left, 192);
     CHECK_EQ(m.calls, 1);
-    CHECK_EQ(tkv_recompute(b, 0, &r, 6, compute, &m, &left), TKV_ERR_ARG);
+    CHECK_EQ(tkv_seq_recompute(b, 0, &r, 6, compute, &m, &left), TKV_ERR_ARG);
     m.fails = 1;
-    CHECK_EQ(tkv_recompute(b, 0, &r, 8, compute, &m, &left), TKV_ERR_NOMEM);
+    CHECK_EQ(tkv_seq_recompute(b, 0, &r, 8, compute, &m, &left), TKV_ERR_NOMEM);
     CHECK_EQ(left, 192);
     m.lazy = 1;
-    CHECK_EQ(tkv_recompute(b, 0, &r, 9, compute, &m, &left), TKV_ERR_STATE);
+    CHECK_EQ(tkv_seq_recompute(b, 0, &r, 9, compute, &m, &left), TKV_ERR_STATE);
     sound(b);
     m.lazy = 0;
     refused(b, 0);
-    CHECK_EQ(tkv_recompute(b, 0, &r, 10, compute, &m, &left), TKV_OK);
+    CHECK_EQ(tkv_seq_recompute(b, 0, &r, 10, compute, &m, &left), TKV_OK);
     CHECK_EQ(left, 64);
-    CHECK_EQ(tkv_recompute(b, 0, &r, 11, compute, &m, NULL), TKV_OK);
+    CHECK_EQ(tkv_seq_recompute(b, 0, &r, 11, compute, &m, NULL), TKV_OK);
     sound(b);
     same(a, b, 0, 3);
     CHECK_EQ((int)r.info.restored, 9); /* two of them twice, two that the model did not give */
     CHECK(r.info.waited >= 4 && r.info.flops > 0.0);
-    CHECK_EQ(tkv_recompute(b, 0, &r, 12, compute, &m, &left), TKV_OK); /* nothing is to be done */
+    CHECK_EQ(tkv_seq_recompute(b, 0, &r, 12, compute, &m, &left), TKV_OK); /* nothing is to be done */
     CHECK_EQ(left, 0);
     CHECK_EQ(m.calls, 5);
-    CHECK_EQ(tkv_recompute(b, 0, NULL, 12, compute, &m, &left), TKV_ERR_ARG);
-    CHECK_EQ(tkv_recompute(b, 0, &r, 12, NULL, &m, &left), TKV_ERR_ARG);
+    CHECK_EQ(tkv_seq_recompute(b, 0, NULL, 12, compute, &m, &left), TKV_ERR_ARG);
+    CHECK_EQ(tkv_seq_recompute(b, 0, &r, 12, NULL, &m, &left), TKV_ERR_ARG);
     tkv_destroy(a);
     tkv_destroy(b);
 }
@@ -563,42 +564,45 @@ TEST(decisions_are_done) {
     tkv_remat r = remat_of(100);
     tkv_config cfg = small_config();
     tkv_cache *a, *b;
+    tkv_layer_info layer_info;
     tkv_memory_info m;
     size_t freed, want, had;
     int n, i, start;
-    cfg.hot_tokens = TKV_ALL;
+    cfg.tiers.hot_tokens = TKV_UNLIMITED;
     a = make(&cfg);
     b = make(&cfg);
     for (n = 0; n < 12; n++) CHECK_EQ(append_both(a, b, 0, 70), TKV_OK);
-    CHECK_EQ(tkv_remat_blocks(b, 0, NULL, 0, &n), TKV_OK);
+    CHECK_EQ(tkv_seq_list_blocks(b, 0, NULL, 0, &n), TKV_OK);
     CHECK_EQ(n, 15);
-    CHECK_EQ(tkv_remat_blocks(b, 0, blocks, 32, &n), TKV_OK);
+    CHECK_EQ(tkv_seq_list_blocks(b, 0, blocks, 32, &n), TKV_OK);
     CHECK_EQ(blocks[0].end, 4);
     for (i = 1; i < n; i++) CHECK_EQ(blocks[i].start, blocks[i - 1].end);
     CHECK_EQ(blocks[n - 1].end, 840);
     CHECK_EQ((int)blocks[3].bytes, LAYERS * BLOCK * ROW * 2 * 2);
     CHECK_EQ((int)blocks[3].quantized_bytes, (int)blocks[3].bytes); /* there is no ladder */
     want = 3 * blocks[3].bytes - 5;
-    CHECK_EQ(tkv_remat_free(b, 0, &r, 0.5f, want, blocks, actions, 32, &freed), TKV_OK);
+    CHECK_EQ(tkv_seq_free_bytes(b, 0, &r, 0.5f, want, blocks, actions, 32, &freed), TKV_OK);
     CHECK_EQ((int)freed, 0); /* below the threshold */
-    CHECK_EQ(tkv_memory_of(b, 0, 0, &m), TKV_OK);
+    CHECK_EQ(tkv_get_layer(b, 0, 0, &layer_info), TKV_OK);
+    m = layer_info.memory;
     had = m.total;
-    CHECK_EQ(tkv_remat_free(b, 0, &r, 0.95f, want, blocks, actions, n - 1, &freed), TKV_ERR_ARG);
-    CHECK_STR(tkv_last_error(b),
-              "blocks is missing or too short: the sequence has 15 blocks (tkv_remat_blocks)");
-    CHECK_EQ(tkv_remat_free(b, 0, &r, 0.95f, want, blocks, actions, -1, &freed), TKV_ERR_ARG);
-    CHECK_EQ(tkv_remat_free(b, 0, NULL, 0.95f, want, blocks, actions, 32, &freed), TKV_ERR_ARG);
-    CHECK_STR(tkv_last_error(b), "r is missing"); /* without a number that nobody has set */
-    CHECK_EQ(tkv_remat_free(b, 0, &r, 0.95f, want, blocks, actions, 32, &freed), TKV_OK);
+    CHECK_EQ(tkv_seq_free_bytes(b, 0, &r, 0.95f, want, blocks, actions, n - 1, &freed), TKV_ERR_ARG);
+    CHECK_STR(tkv_get_last_error(b),
+              "blocks is missing or too short: the sequence has 15 blocks (tkv_seq_list_blocks)");
+    CHECK_EQ(tkv_seq_free_bytes(b, 0, &r, 0.95f, want, blocks, actions, -1, &freed), TKV_ERR_ARG);
+    CHECK_EQ(tkv_seq_free_bytes(b, 0, NULL, 0.95f, want, blocks, actions, 32, &freed), TKV_ERR_ARG);
+    CHECK_STR(tkv_get_last_error(b), "r is missing"); /* without a number that nobody has set */
+    CHECK_EQ(tkv_seq_free_bytes(b, 0, &r, 0.95f, want, blocks, actions, 32, &freed), TKV_OK);
     CHECK_EQ((int)freed, 3 * BLOCK * ROW * 2 * 2 * LAYERS);
-    CHECK_EQ(tkv_memory_of(b, 0, 0, &m), TKV_OK);
+    CHECK_EQ(tkv_get_layer(b, 0, 0, &layer_info), TKV_OK);
+    m = layer_info.memory;
     CHECK_EQ((int)(had - m.total), (int)freed / LAYERS);
     CHECK_EQ(first_missing(b, 0, &start), 192);
-    CHECK_EQ((int)r.info.evicted, 3);
-    CHECK_EQ(tkv_remat_blocks(b, 0, blocks, 32, &n), TKV_OK);
+    CHECK_EQ((int)r.info.discarded, 3);
+    CHECK_EQ(tkv_seq_list_blocks(b, 0, blocks, 32, &n), TKV_OK);
     CHECK_EQ(n, 15);
-    for (i = 0; i < n; i++) CHECK_EQ(blocks[i].dropped, i >= 1 && i <= 3);
-    CHECK_EQ(tkv_remat_free(b, 0, &r, 0.95f, 100u << 20, blocks, actions, 32, &freed), TKV_OK);
+    for (i = 0; i < n; i++) CHECK_EQ(blocks[i].discarded, i >= 1 && i <= 3);
+    CHECK_EQ(tkv_seq_free_bytes(b, 0, &r, 0.95f, 100u << 20, blocks, actions, 32, &freed), TKV_OK);
     sound(b);
     CHECK_LE(128, 840 - tokens_missing(b, 0, 0)); /* min_materialized, and what must stay */
     CHECK(tokens_missing(b, 0, 0) >= 640);
@@ -617,22 +621,22 @@ TEST(decisions_to_quantize) {
     tkv_cache *kv;
     size_t freed, used;
     int n, i, start, tighter = 0;
-    cfg.budget_bytes = 4 * 1000 * 1000;
+    cfg.budget.bytes = 4 * 1000 * 1000;
     kv = make(&cfg);
     for (n = 0; n < 12; n++) CHECK_EQ(append_both(kv, NULL, 0, 90), TKV_OK);
-    CHECK_EQ(tkv_remat_blocks(kv, 0, blocks, 64, &n), TKV_OK);
+    CHECK_EQ(tkv_seq_list_blocks(kv, 0, blocks, 64, &n), TKV_OK);
     for (i = 0; i < n; i++) tighter += blocks[i].quantized_bytes < blocks[i].bytes;
     CHECK(tighter > 8);
     used = budget_of(kv).used;
-    CHECK_EQ(tkv_remat_free(kv, 0, &r, 0.95f, 20000, blocks, actions, 64, &freed), TKV_OK);
+    CHECK_EQ(tkv_seq_free_bytes(kv, 0, &r, 0.95f, 20000, blocks, actions, 64, &freed), TKV_OK);
     sound(kv);
     CHECK_EQ(first_missing(kv, 0, &start), 0);
     CHECK_EQ(budget_of(kv).level, 1);
     CHECK_LE(20000, freed);
     CHECK(budget_of(kv).used < used);
-    CHECK((int)r.info.quantized > 1 && r.info.evicted == 0);
+    CHECK((int)r.info.quantized > 1 && r.info.discarded == 0);
     for (i = 0; i < 8; i++) /* more than the ladder can give: then they go */
-        CHECK_EQ(tkv_remat_free(kv, 0, &r, 0.95f, 10000000, blocks, actions, 64, &freed), TKV_OK);
+        CHECK_EQ(tkv_seq_free_bytes(kv, 0, &r, 0.95f, 10000000, blocks, actions, 64, &freed), TKV_OK);
     sound(kv);
     CHECK(first_missing(kv, 0, &start) > 640);
     give_all(kv, 0);
@@ -649,31 +653,32 @@ TEST(idle_sequences_give_way) {
     counting_allocator p;
     int n, seq, turn, left, start, gone = 0;
     memset(&m, 0, sizeof m);
-    cfg.hot_tokens = TKV_ALL;
+    cfg.tiers.hot_tokens = TKV_UNLIMITED;
     with = small_config();
-    with.policy.max_level = TKV_NONE; /* exact for ever */
-    with.budget_bytes = 700 * 1000;
-    with.remat = 1;
-    with.allocator = counting_allocator_of(&p);
+    with.budget.pressure.max_level = TKV_OFF; /* exact for ever */
+    with.budget.bytes = 700 * 1000;
+    with.budget.discard = 1;
+    with.host.allocator = counting_allocator_of(&p);
     a = make(&cfg);
     b = make(&with);
     for (turn = 0; turn < 7; turn++)
         for (seq = 0; seq < SEQS; seq++) {
-            CHECK_EQ(tkv_recompute(b, seq, &r, turn, compute, &m, &left), TKV_OK);
+            CHECK_EQ(tkv_seq_recompute(b, seq, &r, turn, compute, &m, &left), TKV_OK);
             CHECK_EQ(left, 0);
             for (n = 0; n < 4; n++) {
                 CHECK_EQ(append_both(b, NULL, seq, 23), TKV_OK);
                 CHECK_EQ(first_missing(b, seq, &start), 0);
                 sound(b);
             }
-            for (n = tkv_seq_len(b, seq) - 92; n < tkv_seq_len(b, seq); n += 23) {
+            for (n = tkv_get_length(b, seq, TKV_ALL_LAYERS) - 92; n < tkv_get_length(b, seq, TKV_ALL_LAYERS);
+                 n += 23) {
                 int l;
                 for (l = 0; l < LAYERS; l++)
                     CHECK_EQ(tkv_append(a, seq, l, k_of[seq][l] + n * ROW, v_of[seq][l] + n * ROW, 23),
                              TKV_OK);
             }
             same(a, b, seq, 2);
-            CHECK_LE(p.most, with.budget_bytes);
+            CHECK_LE(p.most, with.budget.bytes);
             /* who was used longest ago went first */
             gone += first_missing(b, (seq + 1) % SEQS, &start) > 0;
             if (first_missing(b, (seq + 2) % SEQS, &start) > 0)
@@ -683,7 +688,7 @@ TEST(idle_sequences_give_way) {
     CHECK(m.tokens > 1000);
     CHECK_EQ((int)budget_of(b).refused, 0);
     CHECK_EQ(budget_of(b).level, 0);
-    with.remat = 0; /* without it there is no room */
+    with.budget.discard = 0; /* without it there is no room */
     tkv_destroy(b);
     CHECK_EQ(p.held, 0);
     b = make(&with);
@@ -701,27 +706,27 @@ TEST(tiers_come_first) {
     tkv_cache *kv;
     counting_allocator p;
     int n, seq, before = 0, st = 0;
-    cfg.budget_bytes = 500 * 1000;
-    cfg.remat = 1;
-    cfg.allocator = counting_allocator_of(&p);
+    cfg.budget.bytes = 500 * 1000;
+    cfg.budget.discard = 1;
+    cfg.host.allocator = counting_allocator_of(&p);
     kv = make(&cfg);
     for (n = 0; n < 40 && !st; n++)
         for (seq = 0; seq < SEQS && !st; seq++) {
-            if (tkv_seq_len(kv, seq) + 45 > LONGEST) continue;
+            if (tkv_get_length(kv, seq, TKV_ALL_LAYERS) + 45 > LONGEST) continue;
             st = append_both(kv, NULL, seq, 45);
             sound(kv);
             info = budget_of(kv);
-            if (info.dropped == 0) before = tkv_seq_len(kv, 0);
+            if (info.discarded == 0) before = tkv_get_length(kv, 0, TKV_ALL_LAYERS);
             else CHECK_EQ(info.level, info.n_levels - 1);
         }
     CHECK_EQ(st, TKV_OK);
-    CHECK_LE(p.most, cfg.budget_bytes);
-    CHECK(before > 400 && budget_of(kv).dropped > 6);
+    CHECK_LE(p.most, cfg.budget.bytes);
+    CHECK(before > 400 && budget_of(kv).discarded > 6);
     st = 0; /* what comes back may not fit beside the others: they give way in turn */
     give_all(kv, 0);
     CHECK(tokens_missing(kv, 1, 0) + tokens_missing(kv, 2, 0) > 0);
     CHECK_EQ(tkv_attend(kv, 0, 0, q_in, 3, out_a), TKV_OK);
-    CHECK_LE(p.most, cfg.budget_bytes);
+    CHECK_LE(p.most, cfg.budget.bytes);
     tkv_destroy(kv);
     CHECK_EQ(p.held, 0);
 }
@@ -731,9 +736,9 @@ TEST(no_room_to_come_back) {
     tkv_cache *kv;
     counting_allocator p;
     int n, start, had, st = TKV_OK;
-    cfg.budget_bytes = 400 * 1000;
-    cfg.policy.max_level = TKV_NONE;
-    cfg.allocator = counting_allocator_of(&p);
+    cfg.budget.bytes = 400 * 1000;
+    cfg.budget.pressure.max_level = TKV_OFF;
+    cfg.host.allocator = counting_allocator_of(&p);
     kv = make(&cfg);
     for (n = 0; n < 5; n++) CHECK_EQ(append_both(kv, NULL, 0, 90), TKV_OK);
     CHECK_EQ(drop(kv, 0, 256), 256);
@@ -743,11 +748,11 @@ TEST(no_room_to_come_back) {
     CHECK_EQ(give(kv, 0, 0, start, had), TKV_ERR_BUDGET);
     sound(kv);
     CHECK_EQ(first_missing(kv, 0, &start), had);
-    CHECK_LE(p.most, cfg.budget_bytes);
-    CHECK_EQ(tkv_reset(kv, 1), TKV_OK);
+    CHECK_LE(p.most, cfg.budget.bytes);
+    CHECK_EQ(tkv_seq_reset(kv, 1), TKV_OK);
     give_all(kv, 0);
     CHECK_EQ(first_missing(kv, 0, &start), 0);
-    CHECK_LE(p.most, cfg.budget_bytes);
+    CHECK_LE(p.most, cfg.budget.bytes);
     tkv_destroy(kv);
 }
 
@@ -758,14 +763,14 @@ TEST(in_place) {
     for (pass = 0; pass < 2; pass++) {
         tkv_cache *kv = NULL, *a;
         void *mem;
-        cfg.max_tokens = LONGEST;
-        cfg.warm = cfg.archive = pair_of(TKV_KIVI4, TKV_KIVI4);
+        cfg.limits.max_tokens = LONGEST;
+        cfg.tiers.warm = cfg.tiers.archive = pair_of(TKV_KIVI4, TKV_KIVI4);
         a = make(&cfg);
-        if (pass) cfg.budget_bytes = 600 * 1000, cfg.remat = 1;
-        CHECK_EQ(tkv_required_bytes(&cfg, &bytes), TKV_OK);
+        if (pass) cfg.budget.bytes = 600 * 1000, cfg.budget.discard = 1;
+        CHECK_EQ(tkv_get_required_bytes(&cfg, &bytes, NULL), TKV_OK);
         mem = malloc(bytes);
         REQUIRE(mem);
-        CHECK_EQ(tkv_init_in_place(&cfg, mem, bytes, &kv), TKV_OK);
+        CHECK_EQ(tkv_create_in_place(&cfg, mem, bytes, &kv), TKV_OK);
         for (n = 0; n < 8; n++)
             for (seq = 0; seq < SEQS; seq++) CHECK_EQ(append_both(kv, NULL, seq, 60), TKV_OK);
         CHECK(drop(kv, 0, 256) <= 256);

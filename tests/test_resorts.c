@@ -45,7 +45,7 @@ static int cellar_fetch(void *user, uint32_t key, size_t offset, void *bytes, si
 static cellar cellar_of(tkv_config *cfg) {
     cellar c;
     memset(&c, 0, sizeof c);
-    CHECK_EQ(tkv_spill_bytes(cfg, &c.room), TKV_OK);
+    CHECK_EQ(tkv_get_required_bytes(cfg, NULL, &c.room), TKV_OK);
     c.n = 1 << 16;
     c.key = (uint8_t **)calloc(c.n, sizeof *c.key);
     if (!c.key) exit(2);
@@ -62,27 +62,27 @@ static void cellar_end(cellar *c) {
 typedef struct run_of {
     int spill, remat, chunk, steps, hand; /* hand: the order in which it is done by hand */
     int anchors;                          /* then it may be refused early */
-    tkv_evict_kind kind;
+    tkv_evict_policy kind;
     size_t over; /* bytes above the least budget that there is a cache for */
 } run_of;
 
 static tkv_config small_config(const run_of *r) {
-    tkv_config cfg = tkv_config_default();
-    cfg.n_layers = LAYERS;
-    cfg.n_heads = 1;
-    cfg.head_dim = DIM;
-    cfg.max_seqs = SEQS;
-    cfg.max_append = CHUNK;
-    cfg.max_tokens = LONGEST;
-    cfg.warm_tokens = 2 * BLOCK;
-    cfg.evict.kind = r->kind;
-    cfg.n_anchors = r->anchors;
-    cfg.remat = r->remat;
+    tkv_config cfg = tkv_default_config();
+    cfg.model.n_layers = LAYERS;
+    cfg.model.n_heads = 1;
+    cfg.model.head_dim = DIM;
+    cfg.limits.max_seqs = SEQS;
+    cfg.limits.max_append = CHUNK;
+    cfg.limits.max_tokens = LONGEST;
+    cfg.tiers.warm_tokens = 2 * BLOCK;
+    cfg.evict.policy = r->kind;
+    cfg.tiers.n_anchors = r->anchors;
+    cfg.budget.discard = r->remat;
     return cfg;
 }
 
 /* Tokens that eviction for bytes leaves in any case, as api.h says. */
-static int least_of(tkv_evict_kind kind) {
+static int least_of(tkv_evict_policy kind) {
     const int sinks = kind == TKV_EVICT_FIFO || kind == TKV_EVICT_RANDOM ? 0 : 4;
     return sinks + 2 * (kind == TKV_EVICT_SLIDING ? 1 : sinks ? 32 : 0) + BLOCK;
 }
@@ -91,7 +91,7 @@ static void evict_by_hand(tkv_cache *kv, const run_of *r) {
     tkv_evict_params p;
     int seq;
     memset(&p, 0, sizeof p);
-    p.layer = TKV_NONE;
+    p.layer = TKV_ALL_LAYERS;
     p.keep = least_of(r->kind);
     for (seq = 0; seq < SEQS && r->kind; seq++) {
         p.seq = seq;
@@ -104,12 +104,12 @@ static void make_room_by_hand(tkv_cache *kv, const run_of *r, int busy) {
     tkv_budget_info b;
     int seq;
     if (r->hand) evict_by_hand(kv, r);
-    CHECK_EQ(tkv_budget(kv, &b), TKV_OK);
+    CHECK_EQ(tkv_get_budget(kv, &b), TKV_OK);
     CHECK_EQ(tkv_set_level(kv, b.n_levels - 1), TKV_OK);
     CHECK_EQ(tkv_maintain(kv, 100000, NULL), TKV_OK);
     for (seq = 0; seq < SEQS; seq++) {
-        if (r->spill) CHECK_EQ(tkv_spill(kv, seq, TKV_ALL, 100000, NULL), TKV_OK);
-        if (r->remat && seq != busy) CHECK_EQ(tkv_remat_drop(kv, seq, LONGEST, NULL), TKV_OK);
+        if (r->spill) CHECK_EQ(tkv_offload(kv, seq, TKV_ALL_LAYERS, 100000, NULL), TKV_OK);
+        if (r->remat && seq != busy) CHECK_EQ(tkv_seq_discard(kv, seq, LONGEST, NULL), TKV_OK);
     }
     evict_by_hand(kv, r);
 }
@@ -120,9 +120,9 @@ static uint64_t who_is_there(const tkv_cache *kv) {
     int seq, layer;
     for (seq = 0; seq < SEQS; seq++)
         for (layer = 0; layer < LAYERS; layer++) {
-            const int len = tkv_layer_len(kv, seq, layer);
+            const int len = tkv_get_length(kv, seq, layer);
             memset(mask, 0, sizeof mask);
-            CHECK_EQ(tkv_alive(kv, seq, layer, 0, len, mask), TKV_OK);
+            CHECK_EQ(live_mask_of(kv, seq, layer, 0, len, mask), TKV_OK);
             h = hash_of(h, (const uint8_t *)mask, sizeof mask);
         }
     return h;
@@ -146,13 +146,13 @@ static void go(const run_of *r, uint64_t seed, int appends, error_sums *sum) {
     size_t low = 1, high = 1 << 24;
     int i, refused = 0;
     c = cellar_of(&cfg);
-    if (r->spill) cfg.spill.store = cellar_store, cfg.spill.fetch = cellar_fetch, cfg.spill.user = &c;
+    if (r->spill) cfg.offload.write = cellar_store, cfg.offload.read = cellar_fetch, cfg.offload.user = &c;
     while (low < high) { /* the least budget */
-        cfg.budget_bytes = low + (high - low) / 2;
-        if (tkv_create(&cfg, &kv) == TKV_OK) high = cfg.budget_bytes, tkv_destroy(kv);
-        else low = cfg.budget_bytes + 1;
+        cfg.budget.bytes = low + (high - low) / 2;
+        if (tkv_create(&cfg, &kv) == TKV_OK) high = cfg.budget.bytes, tkv_destroy(kv);
+        else low = cfg.budget.bytes + 1;
     }
-    cfg.budget_bytes = low + r->over;
+    cfg.budget.bytes = low + r->over;
     kv = make(&cfg);
     rng = tkv_rng_seed(seed);
     sum->runs++;
@@ -160,7 +160,7 @@ static void go(const run_of *r, uint64_t seed, int appends, error_sums *sum) {
         const int seq = tkv_rng_below(&rng, 5) == 0, n = r->chunk > 1 ? 1 + tkv_rng_below(&rng, r->chunk) : 1;
         int layer;
         for (layer = 0; layer < LAYERS; layer++) {
-            const int len = tkv_layer_len(kv, seq, layer);
+            const int len = tkv_get_length(kv, seq, layer);
             const uint64_t there = who_is_there(kv);
             tkv_status st = append(kv, seq, layer, n);
             sum->appends++;
@@ -182,12 +182,12 @@ static void go(const run_of *r, uint64_t seed, int appends, error_sums *sum) {
                 CHECK_MSG(
                     again == TKV_ERR_BUDGET || r->anchors,
                     "spill %d, remat %d, %s, chunk %d, hand %d, +%lu bytes: token %d, layer %d of %d: %s",
-                    r->spill, r->remat, tkv_evict_name(r->kind), n, r->hand, (unsigned long)r->over, len,
-                    layer, seq, tkv_status_text(again));
+                    r->spill, r->remat, tkv_get_name(TKV_NAME_EVICT_POLICY, r->kind), n, r->hand,
+                    (unsigned long)r->over, len, layer, seq, tkv_get_status_text(again));
             }
             refused++;
-            CHECK_EQ(tkv_reset(kv, 0), TKV_OK);
-            CHECK_EQ(tkv_reset(kv, 1), TKV_OK);
+            CHECK_EQ(tkv_seq_reset(kv, 0), TKV_OK);
+            CHECK_EQ(tkv_seq_reset(kv, 1), TKV_OK);
             break;
         }
         if (i % 16 == 0 || refused) CHECK_MSG(tkv_check(kv, reason, sizeof reason) == TKV_OK, "%s", reason);
@@ -197,9 +197,9 @@ static void go(const run_of *r, uint64_t seed, int appends, error_sums *sum) {
 }
 
 TEST(refused_is_refused) {
-    static const tkv_evict_kind kinds[] = {TKV_EVICT_NONE,   TKV_EVICT_SLIDING, TKV_EVICT_H2O,
-                                           TKV_EVICT_RANDOM, TKV_EVICT_FIFO,    TKV_EVICT_SNAPKV,
-                                           TKV_EVICT_KNORM};
+    static const tkv_evict_policy kinds[] = {TKV_EVICT_NONE,   TKV_EVICT_SLIDING, TKV_EVICT_H2O,
+                                             TKV_EVICT_RANDOM, TKV_EVICT_FIFO,    TKV_EVICT_SNAPKV,
+                                             TKV_EVICT_KNORM};
     const char *text = getenv("TKV_RANDOM_OPS"), *from = getenv("TKV_RANDOM_SEED");
     const uint64_t seed = from ? (uint64_t)atoi(from) : 1;
     const int appends = text ? atoi(text) : tkv_test_quick() ? 100 : 400;
@@ -241,23 +241,25 @@ TEST(the_index_is_not_the_end) {
         r.kind = evict ? TKV_EVICT_SLIDING : TKV_EVICT_NONE;
         cfg = small_config(&r);
         c = cellar_of(&cfg);
-        cfg.spill.store = cellar_store, cfg.spill.fetch = cellar_fetch, cfg.spill.user = &c;
-        cfg.budget_bytes = 130 * 1000;
-        cfg.importance_every = 1; /* as many bytes a block in both */
+        cfg.offload.write = cellar_store, cfg.offload.read = cellar_fetch, cfg.offload.user = &c;
+        cfg.budget.bytes = 130 * 1000;
+        cfg.importance.sample_every = 1; /* as many bytes a block in both */
         kv = make(&cfg);
         rng = tkv_rng_seed(3);
         for (; !st && n < LONGEST; n++)
             for (layer = 0; layer < LAYERS && !st; layer++) st = append(kv, 0, layer, 1);
-        printf("\n    %s: %d tokens, %s", tkv_evict_name(r.kind), n, tkv_status_text(st));
+        printf("\n    %s: %d tokens, %s", tkv_get_name(TKV_NAME_EVICT_POLICY, r.kind), n,
+               tkv_get_status_text(st));
         if (evict) {
             tkv_budget_info b;
-            tkv_tier_info t = {{0}, {0}, 0, 0, 0, 0};
+            tkv_layer_info t;
+            memset(&t, 0, sizeof t);
             CHECK_EQ(st, TKV_OK);
-            CHECK_EQ(tkv_budget(kv, &b), TKV_OK);
+            CHECK_EQ(tkv_get_budget(kv, &b), TKV_OK);
             CHECK(b.evicted > 0);
-            CHECK_EQ(tkv_tier_counts(kv, 0, 0, &t), TKV_OK);
-            printf(", %d of them left, %d blocks outside", n - t.evicted, t.spilled);
-            CHECK(t.spilled > 5 && n - t.evicted > 10 * BLOCK);
+            CHECK_EQ(tkv_get_layer(kv, 0, 0, &t), TKV_OK);
+            printf(", %d of them left, %d blocks outside", n - t.evicted, t.offloaded);
+            CHECK(t.offloaded > 5 && n - t.evicted > 10 * BLOCK);
         } else {
             CHECK_EQ(st, TKV_ERR_BUDGET);
             most = n;
@@ -268,7 +270,7 @@ TEST(the_index_is_not_the_end) {
     CHECK(most < LONGEST / 2);
 }
 
-/* What tkv_max_context promises is kept, and not much more is to be had where it is a limit. */
+/* What tkv_estimate_context promises is kept, and not much more is to be had where it is a limit. */
 TEST(contexts_are_true) {
     int mode, step, equal = 0, limits = 0, endless = 0;
     for (mode = 0; mode < 8; mode++) /* bits: spill, evict, remat */
@@ -285,12 +287,13 @@ TEST(contexts_are_true) {
             r.kind = !(mode & 2) ? TKV_EVICT_NONE : step % 2 ? TKV_EVICT_H2O : TKV_EVICT_SLIDING;
             r.remat = mode >> 2 & 1;
             cfg = small_config(&r);
-            cfg.budget_bytes = (size_t)(70 * 1000 + step * 3001);
+            cfg.budget.bytes = (size_t)(70 * 1000 + step * 3001);
             seqs = r.remat ? 2 : 1;
-            cfg.max_seqs = seqs;
+            cfg.limits.max_seqs = seqs;
             c = cellar_of(&cfg);
-            if (r.spill) cfg.spill.store = cellar_store, cfg.spill.fetch = cellar_fetch, cfg.spill.user = &c;
-            CHECK_EQ(tkv_max_context(&cfg, seqs, &context), TKV_OK);
+            if (r.spill)
+                cfg.offload.write = cellar_store, cfg.offload.read = cellar_fetch, cfg.offload.user = &c;
+            CHECK_EQ(tkv_estimate_context(&cfg, seqs, &context), TKV_OK);
             kv = make(&cfg);
             rng = tkv_rng_seed(5);
             for (seq = 0; seq + 1 < seqs; seq++) /* these wait at the end */
@@ -300,9 +303,9 @@ TEST(contexts_are_true) {
             for (n = 0; n < 5000 && !st; n += !st)
                 for (layer = 0; layer < LAYERS && !st; layer++) st = append(kv, seq, layer, 1);
             CHECK_MSG(n >= tkvi_min(context, 5000), "mode %d, %lu bytes: %d tokens, not %d", mode,
-                      (unsigned long)cfg.budget_bytes, n, context);
-            CHECK_EQ(tkv_estimate(&cfg, context, seqs, &m), TKV_OK);
-            CHECK_LE(m.total, cfg.budget_bytes);
+                      (unsigned long)cfg.budget.bytes, n, context);
+            CHECK_EQ(tkv_estimate_memory(&cfg, context, seqs, &m), TKV_OK);
+            CHECK_LE(m.total, cfg.budget.bytes);
             if (st && mode < 2) {
                 limits++;
                 equal += n == context;
@@ -316,8 +319,8 @@ TEST(contexts_are_true) {
     CHECK(equal > 3 && endless > 3);
 }
 
-/* An append that a store fails has changed nothing, either: it is asked before tokens go, unless all of them had to go
- * first to make room at all. An allocator costs tokens only where the index grows into what they left. */
+/* An append that a store fails has changed nothing, either: it is asked before tokens go, unless all of them had
+ * to go first to make room at all. An allocator costs tokens only where the index grows into what they left. */
 typedef struct bad_store {
     cellar c;
     int fails; /* the n-th call from now on, and all after it; 0: none */
@@ -350,12 +353,12 @@ TEST(failures_cost_nothing) {
                 memset(&b, 0, sizeof b);
                 r.kind = kind ? TKV_EVICT_H2O : TKV_EVICT_SLIDING;
                 cfg = small_config(&r);
-                cfg.allocator = counting_allocator_of(&p);
-                cfg.budget_bytes = (size_t)(100 * 1000 + step * 2331);
+                cfg.host.allocator = counting_allocator_of(&p);
+                cfg.budget.bytes = (size_t)(100 * 1000 + step * 2331);
                 b.c = cellar_of(&cfg);
-                cfg.spill.store = spill ? bad_store_store : NULL;
-                cfg.spill.fetch = spill ? bad_store_fetch : NULL;
-                cfg.spill.user = &b;
+                cfg.offload.write = spill ? bad_store_store : NULL;
+                cfg.offload.read = spill ? bad_store_fetch : NULL;
+                cfg.offload.user = &b;
                 kv = make(&cfg);
                 rng = tkv_rng_seed((uint64_t)step);
                 for (i = 0; i < 150; i++)
@@ -372,7 +375,7 @@ TEST(failures_cost_nothing) {
                         if (st) lost[st == TKV_ERR_NOMEM] += who_is_there(kv) != there;
                     }
                 CHECK_MSG(tkv_check(kv, reason, sizeof reason) == TKV_OK, "%s", reason);
-                CHECK_LE(p.most, cfg.budget_bytes);
+                CHECK_LE(p.most, cfg.budget.bytes);
                 tkv_destroy(kv);
                 cellar_end(&b.c);
             }

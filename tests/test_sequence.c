@@ -2,7 +2,7 @@
  * test_sequence.c - configs, tiers by age, sequences, steps, reservations, cuts, windows, the self-check.
  *
  * The expected tier of each token is computed here from the rules of the manual. The expected values of a coded
- * tier come from tkv_encode and tkv_decode. Reads are compared by bits.
+ * tier come from tkv_encode_block and tkv_decode_block. Reads are compared by bits.
  */
 #define TIEREDKV_IMPLEMENTATION
 #define TKV_STATIC /* what is not used here is not compiled */
@@ -29,23 +29,24 @@ static float k_want[MOST * K_ROW], v_want[MOST * V_ROW];
 
 /* >>configs and caches */
 static tkv_config config(int layers, int seqs) {
-    tkv_config cfg = tkv_config_default();
-    cfg.n_layers = layers;
-    cfg.n_heads = 2 * KV_HEADS;
-    cfg.n_kv_heads = KV_HEADS;
-    cfg.head_dim = DIM;
-    cfg.v_head_dim = V_DIM;
-    cfg.max_seqs = seqs;
-    cfg.isa = tkv_test_isa();
-    cfg.warm.k = cfg.warm.v = TKV_KIVI4; /* no table to wait for: see test_learn.c */
-    cfg.archive.k = cfg.archive.v = TKV_KIVI2;
+    tkv_config cfg = tkv_default_config();
+    cfg.model.n_layers = layers;
+    cfg.model.n_heads = 2 * KV_HEADS;
+    cfg.model.n_kv_heads = KV_HEADS;
+    cfg.model.head_dim = DIM;
+    cfg.model.v_head_dim = V_DIM;
+    cfg.limits.max_seqs = seqs;
+    cfg.host.isa = tkv_test_isa();
+    cfg.tiers.warm.k = cfg.tiers.warm.v = TKV_KIVI4; /* no table to wait for: see test_learn.c */
+    cfg.tiers.archive.k = cfg.tiers.archive.v = TKV_KIVI2;
     return cfg;
 }
 
 /* Reads without loss of any tier: every format F32. */
 static tkv_config config_f32(int layers, int seqs) {
     tkv_config cfg = config(layers, seqs);
-    cfg.hot.k = cfg.hot.v = cfg.warm.k = cfg.warm.v = cfg.archive.k = cfg.archive.v = TKV_F32;
+    cfg.tiers.hot.k = cfg.tiers.hot.v = cfg.tiers.warm.k = cfg.tiers.warm.v = cfg.tiers.archive.k =
+        cfg.tiers.archive.v = TKV_F32;
     return cfg;
 }
 
@@ -73,7 +74,7 @@ static void rows_of(int id, int layer, int first, int n, float *k, float *v) {
 }
 
 static tkv_status feed(tkv_cache *kv, int seq, int layer, int id, int n) {
-    rows_of(id, layer, tkv_layer_len(kv, seq, layer), n, k_in, v_in);
+    rows_of(id, layer, tkv_get_length(kv, seq, layer), n, k_in, v_in);
     return tkv_append(kv, seq, layer, k_in, v_in, n);
 }
 
@@ -81,7 +82,7 @@ static tkv_status feed(tkv_cache *kv, int seq, int layer, int id, int n) {
 static tkv_status feed_all(tkv_cache *kv, int seq, int id, int n, int chunk) {
     while (n > 0) {
         int some = n < chunk ? n : chunk, layer;
-        for (layer = 0; layer < kv->tables.cfg.n_layers; layer++) {
+        for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++) {
             tkv_status st;
             if (kv->tables.plan[layer].stored != layer) continue;
             st = feed(kv, seq, layer, id, some);
@@ -123,16 +124,16 @@ static void snapshot_add(snapshot *p, const void *data, size_t n) {
 }
 
 static void snapshot_seq(snapshot *p, tkv_cache *kv, int seq) {
-    int layer, len = tkv_seq_len(kv, seq);
+    int layer, len = tkv_get_length(kv, seq, TKV_ALL_LAYERS);
     snapshot_add(p, &len, sizeof len);
-    for (layer = 0; layer < kv->tables.cfg.n_layers; layer++) {
-        tkv_tier_info info;
+    for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++) {
+        tkv_layer_info info;
         int from;
-        if (tkv_tier_counts(kv, seq, layer, &info)) continue; /* no cache */
-        len = tkv_layer_len(kv, seq, layer);
+        if (tkv_get_layer(kv, seq, layer, &info)) continue; /* no cache */
+        len = tkv_get_length(kv, seq, layer);
         snapshot_add(p, &len, sizeof len);
         snapshot_add(p, &info, sizeof info);
-        for (from = info.dropped; from < len; from += MOST) {
+        for (from = info.expired; from < len; from += MOST) {
             int n = len - from < MOST ? len - from : MOST;
             CHECK_EQ(tkv_read(kv, seq, layer, from, n, k_out, v_out), TKV_OK);
             snapshot_add(p, k_out, (size_t)(n * K_ROW) * sizeof(float));
@@ -146,7 +147,7 @@ static snapshot snapshot_of(tkv_cache *kv) {
     int seq;
     p.bytes = NULL;
     p.n = 0;
-    for (seq = 0; seq < kv->tables.cfg.max_seqs; seq++) snapshot_seq(&p, kv, seq);
+    for (seq = 0; seq < kv->tables.cfg.limits.max_seqs; seq++) snapshot_seq(&p, kv, seq);
     return p;
 }
 
@@ -178,8 +179,8 @@ static void unchanged(tkv_cache *kv, snapshot *before, const char *what) {
 
 /* The call failed as it should, the sentence has `word` in it, and nothing changed. */
 static void refused(tkv_cache *kv, tkv_status got, tkv_status want, const char *word, snapshot *before) {
-    const char *said = tkv_last_error(kv);
-    CHECK_MSG(got == want, "%s instead of %s", tkv_status_text(got), tkv_status_text(want));
+    const char *said = tkv_get_last_error(kv);
+    CHECK_MSG(got == want, "%s instead of %s", tkv_get_status_text(got), tkv_get_status_text(want));
     CHECK_MSG(said && strstr(said, word), "\"%s\" does not say \"%s\"", said, word);
     unchanged(kv, before, word);
 }
@@ -191,32 +192,32 @@ static void bad_config(const tkv_config *cfg, const char *field, const char *val
     char mem[64];
     tkv_memory_info info;
     tkv_cache *kv = (tkv_cache *)(void *)mem;
-    CHECK_MSG(tkv_config_validate(cfg, reason, sizeof reason) == TKV_ERR_CONFIG, "%s %s", field, value);
+    CHECK_MSG(tkv_validate_config(cfg, reason, sizeof reason) == TKV_ERR_CONFIG, "%s %s", field, value);
     CHECK_MSG(strncmp(reason, field, strlen(field)) == 0, "\"%s\" does not begin with %s", reason, field);
     CHECK_MSG(strstr(reason, value) != NULL, "\"%s\" does not name the value %s", reason, value);
     CHECK_MSG(strlen(reason) > strlen(field) + 12, "\"%s\" does not say what would be right", reason);
-    CHECK_EQ(tkv_config_validate(cfg, NULL, 0), TKV_ERR_CONFIG);
+    CHECK_EQ(tkv_validate_config(cfg, NULL, 0), TKV_ERR_CONFIG);
     for (size = 0; size < sizeof short_buf; size++) { /* cut, and not a byte further */
         memset(short_buf, '#', sizeof short_buf);
-        CHECK_EQ(tkv_config_validate(cfg, short_buf, size), TKV_ERR_CONFIG);
+        CHECK_EQ(tkv_validate_config(cfg, short_buf, size), TKV_ERR_CONFIG);
         CHECK(size == 0 || (strlen(short_buf) == size - 1 && strncmp(short_buf, reason, size - 1) == 0));
         CHECK(short_buf[size] == '#');
     }
     CHECK_EQ(tkv_create(cfg, &kv), TKV_ERR_CONFIG);
-    CHECK_EQ(tkv_create_ex(cfg, &kv, same, sizeof same), TKV_ERR_CONFIG);
+    CHECK_EQ(tkv_create_ex(cfg, NULL, 0, &kv, same, sizeof same), TKV_ERR_CONFIG);
     CHECK_STR(same, reason);
     CHECK((void *)kv == (void *)mem); /* untouched */
-    CHECK_EQ(tkv_required_bytes(cfg, &bytes), TKV_ERR_CONFIG);
+    CHECK_EQ(tkv_get_required_bytes(cfg, &bytes, NULL), TKV_ERR_CONFIG);
     CHECK_EQ(bytes, 77);
-    CHECK_EQ(tkv_init_in_place(cfg, mem, sizeof mem, &kv), TKV_ERR_CONFIG);
+    CHECK_EQ(tkv_create_in_place(cfg, mem, sizeof mem, &kv), TKV_ERR_CONFIG);
     memset(&info, 0x5a, sizeof info);
-    CHECK_EQ(tkv_estimate(cfg, 1, 1, &info), TKV_ERR_CONFIG);
+    CHECK_EQ(tkv_estimate_memory(cfg, 1, 1, &info), TKV_ERR_CONFIG);
     CHECK(((unsigned char *)&info)[0] == 0x5a);
 }
 
 static void good_config(const tkv_config *cfg, const char *what) {
     char reason[200];
-    tkv_status st = tkv_config_validate(cfg, reason, sizeof reason);
+    tkv_status st = tkv_validate_config(cfg, reason, sizeof reason);
     CHECK_MSG(st == TKV_OK, "%s: %s", what, reason);
     CHECK_STR(reason, "");
 }
@@ -248,56 +249,56 @@ TEST(config_each_field) {
     char text[32];
     tkv_config cfg = config(2, 1);
     good_config(&cfg, "plain");
-    CHECK_EQ(tkv_config_validate(NULL, text, sizeof text), TKV_ERR_ARG);
+    CHECK_EQ(tkv_validate_config(NULL, text, sizeof text), TKV_ERR_ARG);
     CHECK_EQ(tkv_create(&cfg, NULL), TKV_ERR_ARG);
     CHECK_EQ(tkv_create(NULL, NULL), TKV_ERR_ARG);
-    BAD(n_layers, int, 0, -1, 4097);
-    GOOD(n_layers, int, 1, 4096);
-    BAD(n_heads, int, 0, -4, 65537, 3);
-    GOOD(n_heads, int, KV_HEADS, 65536);
-    BAD(n_kv_heads, int, -1, 65537);
-    GOOD(n_kv_heads, int, 0, 1, 4);
-    BAD(head_dim, int, 0, -1, 257);
-    GOOD(head_dim, int, 1, 256);
-    BAD(v_head_dim, int, -1, 257);
-    GOOD(v_head_dim, int, 0, 1, 256);
-    BAD(max_seqs, int, -1, (1 << 20) + 1);
-    GOOD(max_seqs, int, 0, 1 << 20);
-    BAD(max_tokens, int, -1, 1 << 30);
-    GOOD(max_tokens, int, 1, (1 << 30) - 1);
-    BAD(max_append, int, -1, (1 << 20) + 1);
-    GOOD(max_append, int, 1, 1 << 20);
-    BAD(sink_tokens, int, -2, 65);
-    GOOD(sink_tokens, int, TKV_NONE, 1, 64);
-    BAD(hot_tokens, int, -3, 1 << 30);
-    GOOD(hot_tokens, int, TKV_NONE, TKV_ALL, (1 << 30) - 1);
-    BAD(warm_tokens, int, -3, 1 << 30);
-    GOOD(warm_tokens, int, TKV_NONE, TKV_ALL, 1);
-    BAD(group_size, int, -1, 1, 16, 128);
-    GOOD(group_size, int, 32, 64);
-    BAD(window, int, -2, 1 << 30);
-    GOOD(window, int, TKV_NONE, 1, (1 << 30) - 1);
-    BAD(hot.k, tkv_format, -1, TKV_FORMAT_COUNT, TKV_Q8);
-    BAD(hot.v, tkv_format, TKV_KIVI4, 99);
-    BAD(warm.k, tkv_format, 99, TKV_FORMAT_COUNT);
-    BAD(warm.v, tkv_format, -2);
-    BAD(archive.k, tkv_format, TKV_FORMAT_COUNT);
-    BAD(archive.v, tkv_format, TKV_FORMAT_COUNT);
-    GOOD(hot.k, tkv_format, TKV_F32);
-    GOOD(hot.v, tkv_format, TKV_BF16);
-    GOOD(warm.k, tkv_format, TKV_F32, TKV_KIVI2);
-    GOOD(archive.v, tkv_format, TKV_Q8);
-    BAD(nonfinite, tkv_nonfinite, -1, 2);
-    GOOD(nonfinite, tkv_nonfinite, TKV_NONFINITE_SATURATE);
-    BAD(precise, int, -1, 2);
-    GOOD(precise, int, 1);
-    BAD(isa, tkv_isa, -1, TKV_ISA_COUNT);
-    GOOD(isa, tkv_isa, TKV_ISA_AVX512); /* a known name; whether it is here is TKV_ERR_ISA */
-    cfg.scale = -0.5f;
+    BAD(model.n_layers, int, 0, -1, 4097);
+    GOOD(model.n_layers, int, 1, 4096);
+    BAD(model.n_heads, int, 0, -4, 65537, 3);
+    GOOD(model.n_heads, int, KV_HEADS, 65536);
+    BAD(model.n_kv_heads, int, -1, 65537);
+    GOOD(model.n_kv_heads, int, 0, 1, 4);
+    BAD(model.head_dim, int, 0, -1, 257);
+    GOOD(model.head_dim, int, 1, 256);
+    BAD(model.v_head_dim, int, -1, 257);
+    GOOD(model.v_head_dim, int, 0, 1, 256);
+    BAD(limits.max_seqs, int, -1, (1 << 20) + 1);
+    GOOD(limits.max_seqs, int, 0, 1 << 20);
+    BAD(limits.max_tokens, int, -1, 1 << 30);
+    GOOD(limits.max_tokens, int, 1, (1 << 30) - 1);
+    BAD(limits.max_append, int, -1, (1 << 20) + 1);
+    GOOD(limits.max_append, int, 1, 1 << 20);
+    BAD(tiers.sink_tokens, int, -2, 65);
+    GOOD(tiers.sink_tokens, int, TKV_OFF, 1, 64);
+    BAD(tiers.hot_tokens, int, -3, 1 << 30);
+    GOOD(tiers.hot_tokens, int, TKV_OFF, TKV_UNLIMITED, (1 << 30) - 1);
+    BAD(tiers.warm_tokens, int, -3, 1 << 30);
+    GOOD(tiers.warm_tokens, int, TKV_OFF, TKV_UNLIMITED, 1);
+    BAD(format.group_size, int, -1, 1, 16, 128);
+    GOOD(format.group_size, int, 32, 64);
+    BAD(model.window, int, -2, 1 << 30);
+    GOOD(model.window, int, TKV_OFF, 1, (1 << 30) - 1);
+    BAD(tiers.hot.k, tkv_format, -1, TKV_FORMAT_COUNT, TKV_Q8);
+    BAD(tiers.hot.v, tkv_format, TKV_KIVI4, 99);
+    BAD(tiers.warm.k, tkv_format, 99, TKV_FORMAT_COUNT);
+    BAD(tiers.warm.v, tkv_format, -2);
+    BAD(tiers.archive.k, tkv_format, TKV_FORMAT_COUNT);
+    BAD(tiers.archive.v, tkv_format, TKV_FORMAT_COUNT);
+    GOOD(tiers.hot.k, tkv_format, TKV_F32);
+    GOOD(tiers.hot.v, tkv_format, TKV_BF16);
+    GOOD(tiers.warm.k, tkv_format, TKV_F32, TKV_KIVI2);
+    GOOD(tiers.archive.v, tkv_format, TKV_Q8);
+    BAD(host.nonfinite, tkv_nonfinite, -1, 2);
+    GOOD(host.nonfinite, tkv_nonfinite, TKV_NONFINITE_SATURATE);
+    BAD(host.precise, int, -1, 2);
+    GOOD(host.precise, int, 1);
+    BAD(host.isa, tkv_isa, -1, TKV_ISA_COUNT);
+    GOOD(host.isa, tkv_isa, TKV_ISA_AVX512); /* a known name; whether it is here is TKV_ERR_ISA */
+    cfg.model.scale = -0.5f;
     bad_config(&cfg, "scale", "");
-    cfg.scale = tkvi_from_bits(0x7fc00000u);
+    cfg.model.scale = tkvi_from_bits(0x7fc00000u);
     bad_config(&cfg, "scale", "");
-    cfg.scale = tkvi_from_bits(0x7f800000u);
+    cfg.model.scale = tkvi_from_bits(0x7f800000u);
     bad_config(&cfg, "scale", "");
     cfg = config(2, 1);
     cfg.start_canary = 1;
@@ -306,10 +307,10 @@ TEST(config_each_field) {
     cfg.end_canary = 0x80000000u;
     bad_config(&cfg, "end_canary", "0");
     cfg = config(2, 1);
-    cfg.allocator.alloc = counting_alloc;
+    cfg.host.allocator.alloc = counting_alloc;
     bad_config(&cfg, "allocator", "alloc");
     cfg = config(2, 1);
-    cfg.allocator.release = counting_release;
+    cfg.host.allocator.release = counting_release;
     bad_config(&cfg, "allocator", "release");
 }
 
@@ -374,7 +375,7 @@ TEST(config_garbage) {
     for (i = 0; i < COUNT(bytes); i++) {
         tkv_config cfg;
         memset(&cfg, bytes[i], sizeof cfg);
-        CHECK_EQ(tkv_config_validate(&cfg, reason, sizeof reason), TKV_ERR_CONFIG);
+        CHECK_EQ(tkv_validate_config(&cfg, reason, sizeof reason), TKV_ERR_CONFIG);
         CHECK_MSG(strncmp(reason, "start_canary", 12) == 0, "%s", reason);
     }
     for (round = 0; round < 2000; round++) { /* canaries happen to be zero, and some fields as well */
@@ -385,17 +386,17 @@ TEST(config_garbage) {
         cfg.start_canary = cfg.end_canary = 0;
         cfg.layers = NULL;
         if (round % 2) {
-            cfg.n_layers = 1 + tkv_rng_below(&rng, 4);
-            cfg.n_heads = cfg.n_kv_heads = 1;
-            cfg.head_dim = 1 + tkv_rng_below(&rng, 300);
+            cfg.model.n_layers = 1 + tkv_rng_below(&rng, 4);
+            cfg.model.n_heads = cfg.model.n_kv_heads = 1;
+            cfg.model.head_dim = 1 + tkv_rng_below(&rng, 300);
         }
-        st = tkv_config_validate(&cfg, reason, sizeof reason);
+        st = tkv_validate_config(&cfg, reason, sizeof reason);
         CHECK_EQ(st, TKV_ERR_CONFIG);
         CHECK(strlen(reason) > 10);
     }
 }
 
-/* Whatever tkv_create refuses as a config, tkv_config_validate must have a sentence for. */
+/* Whatever tkv_create refuses as a config, tkv_validate_config must have a sentence for. */
 TEST(config_validate_knows_all_refusals) {
     tkv_layer_config layers[200];
     tkv_config cfg = config(200, 1);
@@ -411,85 +412,85 @@ TEST(config_validate_knows_all_refusals) {
         layers[i].hot.k = (tkv_format)(TKV_F32 + i / 64 % 3);
         layers[i].hot.v = (tkv_format)(TKV_F32 + i / 64 / 3);
     }
-    said = tkv_config_validate(&cfg, reason, sizeof reason);
+    said = tkv_validate_config(&cfg, reason, sizeof reason);
     made = tkv_create(&cfg, &kv);
     CHECK_MSG(said == made, "too many kinds of blocks: create says \"%s\", validate \"%s\"",
-              tkv_status_text(made), tkv_status_text(said));
+              tkv_get_status_text(made), tkv_get_status_text(said));
     if (!made) tkv_destroy(kv);
     cfg = config(1, 1); /* only the functions in place want it: no field is wrong in itself */
-    CHECK_EQ(tkv_required_bytes(&cfg, &bytes), TKV_ERR_CONFIG);
+    CHECK_EQ(tkv_get_required_bytes(&cfg, &bytes, NULL), TKV_ERR_CONFIG);
     cfg = config(1, 1);
-    cfg.n_heads = cfg.n_kv_heads = 65536;
-    cfg.head_dim = cfg.v_head_dim = 256;
-    cfg.hot.k = cfg.hot.v = TKV_F32;
-    said = tkv_config_validate(&cfg, reason, sizeof reason);
+    cfg.model.n_heads = cfg.model.n_kv_heads = 65536;
+    cfg.model.head_dim = cfg.model.v_head_dim = 256;
+    cfg.tiers.hot.k = cfg.tiers.hot.v = TKV_F32;
+    said = tkv_validate_config(&cfg, reason, sizeof reason);
     if (sizeof(size_t) == 4) CHECK_EQ(said, TKV_ERR_CONFIG); /* blocks of 8 GB */
 }
 
 TEST(config_presets) {
     int i, k;
     tkv_config cfg = config(1, 0), same;
-    for (i = 0; tkv_preset_name(i); i++) {
+    for (i = 0; tkv_get_name(TKV_NAME_PRESET, i); i++) {
         tkv_cache *kv;
         cfg = config(1, 0);
-        cfg.warm_tokens = 7;
-        cfg.hot.k = TKV_BF16;
-        CHECK_EQ(tkv_config_preset(&cfg, tkv_preset_name(i)), TKV_OK);
-        CHECK(cfg.warm_tokens != 7);
-        CHECK_EQ(cfg.hot.k, TKV_FORMAT_DEFAULT);
-        CHECK(cfg.warm.k && cfg.warm.v && cfg.archive.k && cfg.archive.v);
-        cfg.kvquant = TKV_KVQUANT_POST_ROPE; /* no RoPE here */
+        cfg.tiers.warm_tokens = 7;
+        cfg.tiers.hot.k = TKV_BF16;
+        CHECK_EQ(tkv_apply_preset(&cfg, tkv_get_name(TKV_NAME_PRESET, i)), TKV_OK);
+        CHECK(cfg.tiers.warm_tokens != 7);
+        CHECK_EQ(cfg.tiers.hot.k, TKV_FORMAT_DEFAULT);
+        CHECK(cfg.tiers.warm.k && cfg.tiers.warm.v && cfg.tiers.archive.k && cfg.tiers.archive.v);
+        cfg.format.kvquant = TKV_KVQUANT_POST_ROPE; /* no RoPE here */
         kv = make(&cfg);
         for (k = 0; k < 3; k++) CHECK_EQ(feed(kv, 0, 0, 1, 512), TKV_OK);
         CHECK_EQ(tkv_check(kv, NULL, 0), TKV_OK);
         tkv_destroy(kv);
     }
     CHECK(i >= 6);
-    CHECK(tkv_preset_name(-1) == NULL);
+    CHECK(tkv_get_name(TKV_NAME_PRESET, -1) == NULL);
     same = cfg;
-    CHECK_EQ(tkv_config_preset(&cfg, "Quality"), TKV_ERR_ARG);
-    CHECK_EQ(tkv_config_preset(&cfg, NULL), TKV_ERR_ARG);
-    CHECK_EQ(tkv_config_preset(NULL, "quality"), TKV_ERR_ARG);
+    CHECK_EQ(tkv_apply_preset(&cfg, "Quality"), TKV_ERR_ARG);
+    CHECK_EQ(tkv_apply_preset(&cfg, NULL), TKV_ERR_ARG);
+    CHECK_EQ(tkv_apply_preset(NULL, "quality"), TKV_ERR_ARG);
     CHECK_MEM(&cfg, &same, sizeof cfg);
     { /* what is chosen by the length */
         static const int tokens[] = {0, 2047, 2048, 8191, 8192};
         static const tkv_format wanted[] = {TKV_KVQUANT3, TKV_KIVI2, TKV_SQUAT2, TKV_SQUAT2, TKV_KVQUANT3};
         for (i = 0; i < COUNT(tokens); i++) {
-            tkv_config by = tkv_config_default();
-            by.max_tokens = tokens[i];
-            CHECK_EQ(tkv_config_preset(&by, "by-context"), TKV_OK);
-            CHECK_EQ(by.archive.k, wanted[i]);
+            tkv_config by = tkv_default_config();
+            by.limits.max_tokens = tokens[i];
+            CHECK_EQ(tkv_apply_preset(&by, "by-context"), TKV_OK);
+            CHECK_EQ(by.tiers.archive.k, wanted[i]);
         }
     }
 }
 
 /* A config of zeros is the plan called balanced. */
 TEST(config_zero_is_balanced) {
-    tkv_config cfg = tkv_config_default(), named;
+    tkv_config cfg = tkv_default_config(), named;
     tkv_cache *a, *b;
     tkv_tier tier;
-    cfg.n_layers = cfg.n_heads = 1;
-    cfg.head_dim = 32;
+    cfg.model.n_layers = cfg.model.n_heads = 1;
+    cfg.model.head_dim = 32;
     named = cfg;
-    CHECK_EQ(tkv_config_preset(&named, "balanced"), TKV_OK);
+    CHECK_EQ(tkv_apply_preset(&named, "balanced"), TKV_OK);
     a = make(&cfg);
     b = make(&named);
-    for (tier = TKV_HOT; tier < TKV_TIER_COUNT; tier = (tkv_tier)(tier + 1)) {
-        tkv_pair x = {TKV_FORMAT_DEFAULT, TKV_FORMAT_DEFAULT}, y = x;
-        CHECK_EQ(tkv_tier_pair(a, 0, tier, &x), TKV_OK);
-        CHECK_EQ(tkv_tier_pair(b, 0, tier, &y), TKV_OK);
+    for (tier = TKV_TIER_HOT; tier < TKV_TIER_COUNT; tier = (tkv_tier)(tier + 1)) {
+        tkv_format_pair x = {TKV_FORMAT_DEFAULT, TKV_FORMAT_DEFAULT}, y = x;
+        CHECK_EQ(pair_now(a, 0, tier, &x), TKV_OK);
+        CHECK_EQ(pair_now(b, 0, tier, &y), TKV_OK);
         CHECK_EQ(x.k, y.k);
         CHECK_EQ(x.v, y.v);
     }
-    CHECK_EQ(tkv_tier_pair(a, 9, TKV_HOT, NULL), TKV_ERR_ARG);
+    CHECK_EQ(pair_now(a, 9, TKV_TIER_HOT, NULL), TKV_ERR_ARG);
     tkv_destroy(a);
     tkv_destroy(b);
 }
 
 TEST(config_defaults) {
-    tkv_config cfg = tkv_config_default(), zero;
+    tkv_config cfg = tkv_default_config(), zero;
     tkv_cache *kv;
-    tkv_tier_info info;
+    tkv_layer_info info;
     snapshot before;
     memset(&zero, 0, sizeof zero);
     CHECK_MEM(&cfg, &zero, sizeof zero);
@@ -502,15 +503,19 @@ TEST(config_defaults) {
     refused(kv, feed(kv, 1, 0, 1, 1), TKV_ERR_ARG, "1", &before); /* max_seqs */
     CHECK_EQ(feed(kv, 0, 0, 1, 512), TKV_OK);
     CHECK_EQ(feed(kv, 0, 0, 1, 1), TKV_OK);
-    CHECK_EQ(tkv_tier_counts(kv, 0, 0, &info), TKV_OK);
+    CHECK_EQ(tkv_get_layer(kv, 0, 0, &info), TKV_OK);
     /* aged at 1024: whole blocks of [4, 1024) that end by 960 have left the tail, by 512 the warm tier */
-    CHECK_EQ(info.tokens[TKV_ARCHIVE], (512 - 4) / 64 * 64);
-    CHECK_EQ(info.tokens[TKV_WARM], (960 - 4) / 64 * 64 - (512 - 4) / 64 * 64);
-    CHECK_EQ(info.tokens[TKV_HOT], 1025 - (960 - 4) / 64 * 64);
+    CHECK_EQ(info.tokens[TKV_TIER_ARCHIVE], (512 - 4) / 64 * 64);
+    CHECK_EQ(info.tokens[TKV_TIER_WARM], (960 - 4) / 64 * 64 - (512 - 4) / 64 * 64);
+    CHECK_EQ(info.tokens[TKV_TIER_HOT], 1025 - (960 - 4) / 64 * 64);
     reads_as(kv, 0, 0, 1, 0, 4, TKV_F16);
     reads_as(kv, 0, 0, 1, 1025 - 64, 64, TKV_F16);
-    CHECK_STR(tkv_format_name(kv->tables.coding[kv->tables.plan[0].now.coding[TKV_WARM]].pair.k), "kivi4");
-    CHECK_STR(tkv_format_name(kv->tables.coding[kv->tables.plan[0].now.coding[TKV_ARCHIVE]].pair.v), "kivi2");
+    CHECK_STR(
+        tkv_get_name(TKV_NAME_FORMAT, kv->tables.coding[kv->tables.plan[0].now.coding[TKV_TIER_WARM]].pair.k),
+        "kivi4");
+    CHECK_STR(tkv_get_name(TKV_NAME_FORMAT,
+                           kv->tables.coding[kv->tables.plan[0].now.coding[TKV_TIER_ARCHIVE]].pair.v),
+              "kivi2");
     tkv_destroy(kv);
     tkv_destroy(NULL);
 }
@@ -520,38 +525,46 @@ typedef struct plan {
     int sink, hot, warm; /* as written in a config */
 } plan;
 
-static const plan plans[] = {{0, 0, 0},        {TKV_NONE, 0, 0},   {0, 0, TKV_NONE},
-                             {0, 0, TKV_ALL},  {0, TKV_ALL, 0},    {TKV_NONE, TKV_NONE, TKV_NONE},
-                             {0, TKV_NONE, 0}, {1, 1, 1},          {64, 64, 64},
-                             {63, 100, 130},   {5, 200, TKV_NONE}, {TKV_NONE, 64, TKV_ALL},
+static const plan plans[] = {{0, 0, 0},
+                             {TKV_OFF, 0, 0},
+                             {0, 0, TKV_OFF},
+                             {0, 0, TKV_UNLIMITED},
+                             {0, TKV_UNLIMITED, 0},
+                             {TKV_OFF, TKV_OFF, TKV_OFF},
+                             {0, TKV_OFF, 0},
+                             {1, 1, 1},
+                             {64, 64, 64},
+                             {63, 100, 130},
+                             {5, 200, TKV_OFF},
+                             {TKV_OFF, 64, TKV_UNLIMITED},
                              {17, 65, 63}};
 
 static int length_of(int written, int standard) {
-    return written == 0 ? standard : written == TKV_NONE ? 0 : written == TKV_ALL ? 1 << 29 : written;
+    return written == 0 ? standard : written == TKV_OFF ? 0 : written == TKV_UNLIMITED ? 1 << 29 : written;
 }
 
 static int at_least_0(int n) { return n > 0 ? n : 0; }
 
 /* By arithmetic: what a sequence of n tokens has in each tier, if its last append began at length `due`. */
-static tkv_tier_info expected(plan p, int n, int due) {
-    tkv_tier_info e;
+static tkv_layer_info expected(plan p, int n, int due) {
+    tkv_layer_info e;
     int sink = length_of(p.sink, 4), hot = length_of(p.hot, 64), warm = length_of(p.warm, 448);
     int coded = at_least_0(due - hot - sink) / BLOCK, archive = at_least_0(due - hot - warm - sink) / BLOCK;
     int rest = at_least_0(n - sink) - coded * BLOCK;
     memset(&e, 0, sizeof e);
-    e.blocks[TKV_ARCHIVE] = archive;
-    e.blocks[TKV_WARM] = coded - archive;
-    e.blocks[TKV_HOT] = (n > 0 && sink > 0) + (rest + BLOCK - 1) / BLOCK;
-    e.tokens[TKV_ARCHIVE] = archive * BLOCK;
-    e.tokens[TKV_WARM] = (coded - archive) * BLOCK;
-    e.tokens[TKV_HOT] = (n < sink ? n : sink) + rest;
+    e.blocks[TKV_TIER_ARCHIVE] = archive;
+    e.blocks[TKV_TIER_WARM] = coded - archive;
+    e.blocks[TKV_TIER_HOT] = (n > 0 && sink > 0) + (rest + BLOCK - 1) / BLOCK;
+    e.tokens[TKV_TIER_ARCHIVE] = archive * BLOCK;
+    e.tokens[TKV_TIER_WARM] = (coded - archive) * BLOCK;
+    e.tokens[TKV_TIER_HOT] = (n < sink ? n : sink) + rest;
     return e;
 }
 
-static void counts_are(tkv_cache *kv, int seq, int layer, const tkv_tier_info *want, const char *what,
+static void counts_are(tkv_cache *kv, int seq, int layer, const tkv_layer_info *want, const char *what,
                        int n) {
-    tkv_tier_info got;
-    CHECK_EQ(tkv_tier_counts(kv, seq, layer, &got), TKV_OK);
+    tkv_layer_info got;
+    CHECK_EQ(tkv_get_layer(kv, seq, layer, &got), TKV_OK);
     CHECK_MSG(memcmp(&got, want, sizeof got) == 0,
               "%s at %d: hot %d warm %d archive %d tokens in %d %d %d blocks, not %d %d %d in %d %d %d", what,
               n, got.tokens[0], got.tokens[1], got.tokens[2], got.blocks[0], got.blocks[1], got.blocks[2],
@@ -561,21 +574,25 @@ static void counts_are(tkv_cache *kv, int seq, int layer, const tkv_tier_info *w
 
 /* Every token in exactly one tier, in the order sinks, archive, warm, tail. */
 static void tokens_agree(tkv_cache *kv, int seq, int layer, int sink) {
-    tkv_tier_info info;
-    int count[3] = {0, 0, 0}, n = tkv_layer_len(kv, seq, layer), t;
-    tkv_tier tier = TKV_HOT;
-    CHECK_EQ(tkv_tier_counts(kv, seq, layer, &info), TKV_OK);
-    for (t = info.dropped; t < n; t++) {
-        int archive_to = sink + info.tokens[TKV_ARCHIVE], warm_to = archive_to + info.tokens[TKV_WARM];
-        tkv_tier want = t < sink ? TKV_HOT : t < archive_to ? TKV_ARCHIVE : t < warm_to ? TKV_WARM : TKV_HOT;
-        CHECK_EQ(tkv_tier_of(kv, seq, layer, t, &tier), TKV_OK);
+    tkv_layer_info info;
+    int count[3] = {0, 0, 0}, n = tkv_get_length(kv, seq, layer), t;
+    tkv_tier tier = TKV_TIER_HOT;
+    CHECK_EQ(tkv_get_layer(kv, seq, layer, &info), TKV_OK);
+    for (t = info.expired; t < n; t++) {
+        int archive_to = sink + info.tokens[TKV_TIER_ARCHIVE],
+            warm_to = archive_to + info.tokens[TKV_TIER_WARM];
+        tkv_tier want = t < sink         ? TKV_TIER_HOT
+                        : t < archive_to ? TKV_TIER_ARCHIVE
+                        : t < warm_to    ? TKV_TIER_WARM
+                                         : TKV_TIER_HOT;
+        CHECK_EQ(tier_of(kv, seq, layer, t, &tier), TKV_OK);
         CHECK_EQ(tier, want);
         count[tier]++;
     }
     CHECK(count[0] == info.tokens[0] && count[1] == info.tokens[1] && count[2] == info.tokens[2]);
-    CHECK_EQ(count[0] + count[1] + count[2] + info.dropped, n);
-    CHECK_EQ(tkv_tier_of(kv, seq, layer, n, &tier), TKV_ERR_RANGE);
-    CHECK_EQ(tkv_tier_of(kv, seq, layer, -1, &tier), TKV_ERR_RANGE);
+    CHECK_EQ(count[0] + count[1] + count[2] + info.expired, n);
+    CHECK_EQ(tier_of(kv, seq, layer, n, &tier), TKV_ERR_RANGE);
+    CHECK_EQ(tier_of(kv, seq, layer, -1, &tier), TKV_ERR_RANGE);
 }
 
 TEST(tiers_token_by_token) {
@@ -586,12 +603,12 @@ TEST(tiers_token_by_token) {
         int sink = length_of(plans[i].sink, 4);
         char what[64];
         snprintf(what, sizeof what, "sinks %d hot %d warm %d", plans[i].sink, plans[i].hot, plans[i].warm);
-        cfg.sink_tokens = plans[i].sink;
-        cfg.hot_tokens = plans[i].hot;
-        cfg.warm_tokens = plans[i].warm;
+        cfg.tiers.sink_tokens = plans[i].sink;
+        cfg.tiers.hot_tokens = plans[i].hot;
+        cfg.tiers.warm_tokens = plans[i].warm;
         kv = make(&cfg);
         for (n = 0; n <= longest; n++) {
-            tkv_tier_info want = expected(plans[i], n, at_least_0(n - 1));
+            tkv_layer_info want = expected(plans[i], n, at_least_0(n - 1));
             int edge = (n - sink + BLOCK) % BLOCK;
             if (n && feed(kv, 0, 0, 1, 1)) break;
             counts_are(kv, 0, 0, &want, what, n);
@@ -600,7 +617,7 @@ TEST(tiers_token_by_token) {
                 whole(kv, what, n);
             }
         }
-        CHECK_EQ(tkv_seq_len(kv, 0), longest);
+        CHECK_EQ(tkv_get_length(kv, 0, TKV_ALL_LAYERS), longest);
         tkv_destroy(kv);
     }
 }
@@ -613,13 +630,13 @@ TEST(tiers_in_chunks) {
             tkv_config cfg = config(1, 1);
             tkv_cache *kv;
             int n = 0, most = round % 3 == 0 ? 512 : round % 3 == 1 ? 130 : 65;
-            cfg.sink_tokens = plans[i].sink;
-            cfg.hot_tokens = plans[i].hot;
-            cfg.warm_tokens = plans[i].warm;
+            cfg.tiers.sink_tokens = plans[i].sink;
+            cfg.tiers.hot_tokens = plans[i].hot;
+            cfg.tiers.warm_tokens = plans[i].warm;
             kv = make(&cfg);
             while (n < 1500) {
                 int some = 1 + tkv_rng_below(&rng, most);
-                tkv_tier_info want = expected(plans[i], n + some, n);
+                tkv_layer_info want = expected(plans[i], n + some, n);
                 CHECK_EQ(feed(kv, 0, 0, 1, some), TKV_OK);
                 n += some;
                 counts_are(kv, 0, 0, &want, "chunks", n);
@@ -642,19 +659,23 @@ static void through(tkv_format fk, tkv_format fv, int group, int first, int n) {
         k.format = fk;
         k.side = TKV_K;
         k.head_dim = DIM;
-        k.group_size = v.group_size = group;
+        k.options.group_size = v.options.group_size = group;
         v.format = fv;
         v.side = TKV_V;
         v.head_dim = V_DIM;
-        CHECK_EQ(tkv_encode(&k, k_want + first * K_ROW + h * DIM, K_ROW, n, bytes, sizeof bytes), TKV_OK);
-        CHECK_EQ(tkv_decode(&k, bytes, sizeof bytes, n, k_want + first * K_ROW + h * DIM, K_ROW), TKV_OK);
-        CHECK_EQ(tkv_encode(&v, v_want + first * V_ROW + h * V_DIM, V_ROW, n, bytes, sizeof bytes), TKV_OK);
-        CHECK_EQ(tkv_decode(&v, bytes, sizeof bytes, n, v_want + first * V_ROW + h * V_DIM, V_ROW), TKV_OK);
+        CHECK_EQ(tkv_encode_block(&k, k_want + first * K_ROW + h * DIM, K_ROW, n, bytes, sizeof bytes),
+                 TKV_OK);
+        CHECK_EQ(tkv_decode_block(&k, bytes, sizeof bytes, n, k_want + first * K_ROW + h * DIM, K_ROW),
+                 TKV_OK);
+        CHECK_EQ(tkv_encode_block(&v, v_want + first * V_ROW + h * V_DIM, V_ROW, n, bytes, sizeof bytes),
+                 TKV_OK);
+        CHECK_EQ(tkv_decode_block(&v, bytes, sizeof bytes, n, v_want + first * V_ROW + h * V_DIM, V_ROW),
+                 TKV_OK);
     }
 }
 
 typedef struct trio {
-    tkv_pair hot, warm, archive;
+    tkv_format_pair hot, warm, archive;
     int group;
 } trio;
 
@@ -673,26 +694,27 @@ TEST(decode_of_tiers) {
             tkv_config cfg = config(1, 1);
             tkv_cache *kv;
             int sink = j == 0 ? 4 : j == 1 ? 0 : 33, archive, warm, at;
-            tkv_tier_info info;
-            cfg.sink_tokens = j == 1 ? TKV_NONE : sink;
-            cfg.hot = trios[i].hot;
-            cfg.warm = trios[i].warm;
-            cfg.archive = trios[i].archive;
-            cfg.group_size = trios[i].group;
+            tkv_layer_info info;
+            cfg.tiers.sink_tokens = j == 1 ? TKV_OFF : sink;
+            cfg.tiers.hot = trios[i].hot;
+            cfg.tiers.warm = trios[i].warm;
+            cfg.tiers.archive = trios[i].archive;
+            cfg.format.group_size = trios[i].group;
             kv = make(&cfg);
             CHECK_EQ(feed_all(kv, 0, 7, longest, 1), TKV_OK);
-            CHECK_EQ(tkv_tier_counts(kv, 0, 0, &info), TKV_OK);
-            archive = sink + info.tokens[TKV_ARCHIVE];
-            warm = archive + info.tokens[TKV_WARM];
+            CHECK_EQ(tkv_get_layer(kv, 0, 0, &info), TKV_OK);
+            archive = sink + info.tokens[TKV_TIER_ARCHIVE];
+            warm = archive + info.tokens[TKV_TIER_WARM];
             CHECK(archive > sink && warm > archive && warm < longest - 64);
             rows_of(7, 0, 0, longest, k_want, v_want);
-            for (t = 0; t < longest * K_ROW; t++) k_want[t] = as_hot(cfg.hot.k, k_want[t]);
-            for (t = 0; t < longest * V_ROW; t++) v_want[t] = as_hot(cfg.hot.v, v_want[t]);
+            for (t = 0; t < longest * K_ROW; t++) k_want[t] = as_hot(cfg.tiers.hot.k, k_want[t]);
+            for (t = 0; t < longest * V_ROW; t++) v_want[t] = as_hot(cfg.tiers.hot.v, v_want[t]);
             for (at = sink; at < warm; at += BLOCK) {
-                through(cfg.warm.k, cfg.warm.v, cfg.group_size, at, BLOCK);
+                through(cfg.tiers.warm.k, cfg.tiers.warm.v, cfg.format.group_size, at, BLOCK);
                 /* a block whose tiers have one coding is not coded twice */
-                if (at < archive && (cfg.warm.k != cfg.archive.k || cfg.warm.v != cfg.archive.v))
-                    through(cfg.archive.k, cfg.archive.v, cfg.group_size, at, BLOCK);
+                if (at < archive &&
+                    (cfg.tiers.warm.k != cfg.tiers.archive.k || cfg.tiers.warm.v != cfg.tiers.archive.v))
+                    through(cfg.tiers.archive.k, cfg.tiers.archive.v, cfg.format.group_size, at, BLOCK);
             }
             CHECK_EQ(tkv_read(kv, 0, 0, 0, longest, k_out, v_out), TKV_OK);
             CHECK_MEM(k_out, k_want, (size_t)(longest * K_ROW) * sizeof(float));
@@ -726,10 +748,10 @@ TEST(exact_tokens_stay_exact) {
     for (i = 0; i < COUNT(formats); i++) {
         tkv_config cfg = config(1, 1);
         tkv_cache *kv;
-        cfg.hot.k = cfg.hot.v = formats[i];
-        cfg.sink_tokens = 7;
-        cfg.hot_tokens = 70;
-        cfg.warm_tokens = 128;
+        cfg.tiers.hot.k = cfg.tiers.hot.v = formats[i];
+        cfg.tiers.sink_tokens = 7;
+        cfg.tiers.hot_tokens = 70;
+        cfg.tiers.warm_tokens = 128;
         kv = make(&cfg);
         for (n = 1; n <= 700; n++) {
             CHECK_EQ(feed(kv, 0, 0, 3, 1), TKV_OK);
@@ -792,15 +814,15 @@ TEST(sequences_are_independent) {
     for (step = 0; step < steps; step++) {
         s = tkv_rng_below(&rng, SEQS);
         if (tkv_rng_below(&rng, 40) == 0) {
-            CHECK_EQ(tkv_reset(kv, s), TKV_OK);
-            CHECK_EQ(tkv_reset(own[s], 0), TKV_OK);
+            CHECK_EQ(tkv_seq_reset(kv, s), TKV_OK);
+            CHECK_EQ(tkv_seq_reset(own[s], 0), TKV_OK);
         } else if (tkv_rng_below(&rng, 25) == 0) {
             tkv_flush_mode mode = (tkv_flush_mode)tkv_rng_below(&rng, 3);
-            CHECK_EQ(tkv_flush(kv, s, mode), TKV_OK);
-            CHECK_EQ(tkv_flush(own[s], 0, mode), TKV_OK);
+            CHECK_EQ(tkv_seq_flush(kv, s, mode), TKV_OK);
+            CHECK_EQ(tkv_seq_flush(own[s], 0, mode), TKV_OK);
         } else {
             int n = tkv_rng_below(&rng, 3) ? 1 + tkv_rng_below(&rng, 30) : 1 + tkv_rng_below(&rng, 300);
-            if (tkv_seq_len(kv, s) + n > MOST - 1) continue;
+            if (tkv_get_length(kv, s, TKV_ALL_LAYERS) + n > MOST - 1) continue;
             CHECK_EQ(feed_all(kv, s, s, n, n), TKV_OK);
             CHECK_EQ(feed_all(own[s], 0, s, n, n), TKV_OK);
         }
@@ -821,7 +843,7 @@ TEST(sequences_are_independent) {
 static int batch_rows(tkv_cache *kv, int layer, const tkv_rows *rows, int n_rows) {
     int i, at = 0;
     for (i = 0; i < n_rows; i++) {
-        rows_of(rows[i].seq, layer, tkv_layer_len(kv, rows[i].seq, layer), rows[i].n, k_in + at * K_ROW,
+        rows_of(rows[i].seq, layer, tkv_get_length(kv, rows[i].seq, layer), rows[i].n, k_in + at * K_ROW,
                 v_in + at * V_ROW);
         at += rows[i].n;
     }
@@ -862,8 +884,10 @@ TEST(batch_equals_single_appends) {
             rows[i].n = step == 0                ? 100
                         : tkv_rng_below(&rng, 4) ? tkv_rng_below(&rng, 90)
                                                  : tkv_rng_below(&rng, 2);
-            if (tkv_seq_len(kv, order[i]) + rows[i].n > MOST / 2) CHECK_EQ(tkv_reset(kv, order[i]), TKV_OK);
-            if (tkv_seq_len(kv, order[i]) == 0) CHECK_EQ(tkv_reset(one, order[i]), TKV_OK);
+            if (tkv_get_length(kv, order[i], TKV_ALL_LAYERS) + rows[i].n > MOST / 2)
+                CHECK_EQ(tkv_seq_reset(kv, order[i]), TKV_OK);
+            if (tkv_get_length(kv, order[i], TKV_ALL_LAYERS) == 0)
+                CHECK_EQ(tkv_seq_reset(one, order[i]), TKV_OK);
         }
         for (layer = 0; layer < 2; layer++) {
             tkv_append_params p = batch_of(layer, rows, n_rows);
@@ -893,9 +917,9 @@ TEST(batch_is_all_or_nothing) {
     tkv_append_params a;
     snapshot before;
     int i;
-    cfg.allocator = counting_allocator_of(&p);
-    cfg.max_append = 100;
-    cfg.max_tokens = 400;
+    cfg.host.allocator = counting_allocator_of(&p);
+    cfg.limits.max_append = 100;
+    cfg.limits.max_tokens = 400;
     kv = make(&cfg);
     for (i = 0; i < 4; i++) CHECK_EQ(feed_all(kv, i, i, 90 + 100 * i, 50), TKV_OK);
     for (i = 0; i < 5; i++) {
@@ -955,8 +979,8 @@ TEST(batch_is_all_or_nothing) {
     refused(kv, tkv_append_ex(kv, &a), TKV_ERR_NOMEM, "310", &before);
     p.closed = 0;
     CHECK_EQ(tkv_append_ex(kv, &a), TKV_OK);
-    CHECK_STR(tkv_last_error(kv), "");
-    for (i = 0; i < 4; i++) CHECK_EQ(tkv_seq_len(kv, i), i == 3 ? 400 : 190 + 100 * i);
+    CHECK_STR(tkv_get_last_error(kv), "");
+    for (i = 0; i < 4; i++) CHECK_EQ(tkv_get_length(kv, i, TKV_ALL_LAYERS), i == 3 ? 400 : 190 + 100 * i);
     whole(kv, "batch", 0);
     rows[0].n = rows[1].n = rows[2].n = rows[3].n = 0;
     a.k = a.v = NULL; /* nothing to append: nothing to point to */
@@ -974,7 +998,7 @@ TEST(batch_is_all_or_nothing) {
 /* >>positions: an append where the caller does not expect it is refused */
 static tkv_status feed_at(tkv_cache *kv, int seq, int layer, int position, int n) {
     rows_of(seq, layer, position, n, k_in, v_in);
-    return tkv_append_at(kv, seq, layer, position, k_in, v_in, n);
+    return append_at(kv, seq, layer, position, k_in, v_in, n);
 }
 
 /* Positions that are wrong for a layer of this length, and a word of each sentence. */
@@ -990,8 +1014,8 @@ static void wrong_positions(tkv_cache *kv, int seq, int layer, int len) {
         snprintf(word, sizeof word,
                  "sequence %d, layer %d holds %d tokens, so the next position is %d, not %d: ", seq, layer,
                  len, len, position);
-        refused(kv, tkv_append_at(kv, seq, layer, position, k_in, v_in, 3), TKV_ERR_RANGE, word, &before);
-        CHECK(strstr(tkv_last_error(kv), position < len ? "tkv_reset" : "before it") != NULL);
+        refused(kv, append_at(kv, seq, layer, position, k_in, v_in, 3), TKV_ERR_RANGE, word, &before);
+        CHECK(strstr(tkv_get_last_error(kv), position < len ? "tkv_seq_reset" : "before it") != NULL);
     }
 }
 
@@ -1003,9 +1027,9 @@ TEST(positions_of_appends) {
     memset(layers, 0, sizeof layers);
     layers[1].share_kv = 1;
     cfg.layers = layers;
-    cfg.max_append = 100;
-    cfg.max_tokens = 400;
-    cfg.hot = pair_of(TKV_F32, TKV_F32);
+    cfg.limits.max_append = 100;
+    cfg.limits.max_tokens = 400;
+    cfg.tiers.hot = pair_of(TKV_F32, TKV_F32);
     kv = make(&cfg);
     wrong_positions(kv, 0, 0, 0);
     for (i = 0; i < 200; i += 50) { /* layers go one after the other: each has its own length */
@@ -1016,26 +1040,26 @@ TEST(positions_of_appends) {
     }
     CHECK_EQ(feed_at(kv, 0, 1, 200, 1), TKV_ERR_ARG); /* a layer that shares is never appended to */
     CHECK_EQ(feed_at(kv, 0, 1, 0, 1), TKV_ERR_ARG);
-    CHECK_EQ(tkv_layer_len(kv, 0, 1), 200);
+    CHECK_EQ(tkv_get_length(kv, 0, 1), 200);
     CHECK_EQ(feed_at(kv, 0, 0, 200, 0), TKV_OK); /* no tokens: the position is checked all the same */
     CHECK_EQ(feed_at(kv, 0, 0, 199, 0), TKV_ERR_RANGE);
     CHECK_EQ(feed_at(kv, 0, 0, 0, 101), TKV_ERR_RANGE); /* said before what else is wrong */
     CHECK_EQ(feed_at(kv, 1, 0, 0, 10), TKV_OK);         /* another sequence */
     wrong_positions(kv, 1, 0, 10);
 
-    CHECK_EQ(tkv_begin(kv, 0), TKV_OK); /* inside a step its own tokens count */
+    CHECK_EQ(tkv_seq_begin(kv, 0), TKV_OK); /* inside a step its own tokens count */
     wrong_positions(kv, 0, 0, 200);
     CHECK_EQ(feed_at(kv, 0, 0, 200, 5), TKV_OK);
     wrong_positions(kv, 0, 0, 205);
     CHECK_EQ(feed_at(kv, 0, 0, 205, 1), TKV_OK);
-    CHECK_EQ(tkv_abort(kv, 0), TKV_OK);
+    CHECK_EQ(tkv_seq_abort(kv, 0), TKV_OK);
     wrong_positions(kv, 0, 0, 200);
 
-    CHECK_EQ(tkv_truncate(kv, 0, 180), TKV_OK);
+    CHECK_EQ(tkv_seq_truncate(kv, 0, 180), TKV_OK);
     wrong_positions(kv, 0, 0, 180);
     CHECK_EQ(feed_at(kv, 0, 0, 180, 20), TKV_OK);
     reads_as(kv, 0, 0, 0, 140, 60, TKV_F32);
-    CHECK_EQ(tkv_reset(kv, 0), TKV_OK);
+    CHECK_EQ(tkv_seq_reset(kv, 0), TKV_OK);
     wrong_positions(kv, 0, 0, 0);
     CHECK_EQ(feed_at(kv, 0, 0, 0, 7), TKV_OK);
     reads_as(kv, 0, 0, 0, 0, 7, TKV_F32);
@@ -1072,7 +1096,7 @@ TEST(positions_in_a_batch) {
     }
     CHECK_EQ(tkv_append_ex(kv, &a), TKV_OK);
     CHECK_EQ(tkv_append_ex(kv, &a), TKV_ERR_RANGE); /* once */
-    for (i = 0; i < 3; i++) CHECK_EQ(tkv_layer_len(kv, rows[i].seq, 0), positions[i] + 10);
+    for (i = 0; i < 3; i++) CHECK_EQ(tkv_get_length(kv, rows[i].seq, 0), positions[i] + 10);
     a.positions = NULL;
     CHECK_EQ(tkv_append_ex(kv, &a), TKV_OK);
     tkv_destroy(kv);
@@ -1085,8 +1109,8 @@ TEST(batch_over_many_pages) {
     tkv_cache *kv;
     tkv_rows rows[SEQS];
     int round, i;
-    cfg.allocator = counting_allocator_of(&p);
-    cfg.hot.k = cfg.hot.v = TKV_F32;
+    cfg.host.allocator = counting_allocator_of(&p);
+    cfg.tiers.hot.k = cfg.tiers.hot.v = TKV_F32;
     kv = make(&cfg);
     for (round = 0; round < 12; round++) {
         tkv_append_params a = batch_of(0, rows, SEQS);
@@ -1098,7 +1122,7 @@ TEST(batch_over_many_pages) {
         CHECK_EQ(tkv_append_ex(kv, &a), TKV_OK);
         whole(kv, "round", round);
         for (i = 0; i < SEQS; i++) {
-            CHECK_EQ(tkv_seq_len(kv, i), 130 * (round + 1));
+            CHECK_EQ(tkv_get_length(kv, i, TKV_ALL_LAYERS), 130 * (round + 1));
             reads_as(kv, i, 0, i, 130 * round, 130, TKV_F32);
         }
     }
@@ -1197,7 +1221,7 @@ TEST(nonfinite_and_overflow) {
                     tkv_cache *kv;
                     snapshot before;
                     float *x, want;
-                    cfg.hot.k = cfg.hot.v = (tkv_format)hot;
+                    cfg.tiers.hot.k = cfg.tiers.hot.v = (tkv_format)hot;
                     kv = make(&cfg);
                     CHECK_EQ(feed(kv, 0, 0, 1, 70), TKV_OK);
                     rows_of(1, 0, 70, 5, k_in, v_in);
@@ -1206,7 +1230,7 @@ TEST(nonfinite_and_overflow) {
                     before = snapshot_of(kv);
                     refused(kv, tkv_append(kv, 0, 0, k_in, v_in, 5), TKV_ERR_NONFINITE, "NaN", &before);
                     tkv_destroy(kv);
-                    cfg.nonfinite = TKV_NONFINITE_SATURATE;
+                    cfg.host.nonfinite = TKV_NONFINITE_SATURATE;
                     kv = make(&cfg);
                     CHECK_EQ(tkv_append(kv, 0, 0, k_in, v_in, 5), TKV_OK);
                     CHECK_EQ(tkv_read(kv, 0, 0, 0, 5, k_out, v_out), TKV_OK);
@@ -1242,22 +1266,22 @@ TEST(limits) {
     tkv_cache *kv;
     snapshot before;
     int i;
-    cfg.max_append = 30;
-    cfg.max_tokens = 200;
+    cfg.limits.max_append = 30;
+    cfg.limits.max_tokens = 200;
     kv = make(&cfg);
-    CHECK_STR(tkv_last_error(kv), "");
-    CHECK_STR(tkv_last_error(NULL), "");
+    CHECK_STR(tkv_get_last_error(kv), "");
+    CHECK_STR(tkv_get_last_error(NULL), "");
     before = snapshot_of(kv);
     refused(kv, feed(kv, 0, 0, 1, 31), TKV_ERR_CAPACITY, "max_append leaves room for 30", &before);
     CHECK_EQ(feed(kv, 0, 0, 1, 30), TKV_OK);
-    CHECK_STR(tkv_last_error(kv), "");
-    CHECK_EQ(tkv_seq_len(kv, 0), 0); /* layer 1 has none yet */
-    CHECK_EQ(tkv_layer_len(kv, 0, 0), 30);
-    CHECK_EQ(tkv_layer_len(kv, 0, 1), 0);
+    CHECK_STR(tkv_get_last_error(kv), "");
+    CHECK_EQ(tkv_get_length(kv, 0, TKV_ALL_LAYERS), 0); /* layer 1 has none yet */
+    CHECK_EQ(tkv_get_length(kv, 0, 0), 30);
+    CHECK_EQ(tkv_get_length(kv, 0, 1), 0);
     CHECK_EQ(feed(kv, 0, 1, 1, 11), TKV_OK);
-    CHECK_EQ(tkv_seq_len(kv, 0), 11);
+    CHECK_EQ(tkv_get_length(kv, 0, TKV_ALL_LAYERS), 11);
     CHECK_EQ(feed(kv, 0, 1, 1, 19), TKV_OK);
-    CHECK_EQ(tkv_seq_len(kv, 0), 30);
+    CHECK_EQ(tkv_get_length(kv, 0, TKV_ALL_LAYERS), 30);
     before = snapshot_of(kv);
     refused(kv, feed(kv, 0, 0, 1, -1), TKV_ERR_ARG, "-1", &before);
     before = snapshot_of(kv);
@@ -1269,7 +1293,7 @@ TEST(limits) {
     before = snapshot_of(kv);
     refused(kv, tkv_append(kv, 0, 0, k_in, NULL, 1), TKV_ERR_ARG, "v", &before);
     CHECK_EQ(tkv_append(kv, 0, 0, NULL, NULL, 0), TKV_OK);
-    CHECK_EQ(tkv_begin(kv, 0), TKV_OK);
+    CHECK_EQ(tkv_seq_begin(kv, 0), TKV_OK);
     CHECK_EQ(feed(kv, 0, 0, 1, 20), TKV_OK);
     before = snapshot_of(kv);
     refused(kv, feed(kv, 0, 0, 1, 11), TKV_ERR_CAPACITY, "max_append leaves room for 10", &before);
@@ -1278,29 +1302,29 @@ TEST(limits) {
     before = snapshot_of(kv);
     refused(kv, feed(kv, 0, 0, 1, 1), TKV_ERR_CAPACITY, "max_append leaves room for 0", &before);
     CHECK_EQ(feed(kv, 1, 0, 1, 30), TKV_OK); /* and each sequence */
-    CHECK_EQ(tkv_commit(kv, 0), TKV_OK);
+    CHECK_EQ(tkv_seq_commit(kv, 0), TKV_OK);
     CHECK_EQ(feed_all(kv, 0, 1, 139, 30), TKV_OK);
-    CHECK_EQ(tkv_seq_len(kv, 0), 199);
+    CHECK_EQ(tkv_get_length(kv, 0, TKV_ALL_LAYERS), 199);
     before = snapshot_of(kv);
     refused(kv, feed(kv, 0, 0, 1, 2), TKV_ERR_CAPACITY, "max_tokens leaves room for 1", &before);
     CHECK_EQ(feed(kv, 0, 0, 1, 1), TKV_OK);
     before = snapshot_of(kv);
     refused(kv, feed(kv, 0, 0, 1, 1), TKV_ERR_CAPACITY, "max_tokens leaves room for 0", &before);
-    CHECK_EQ(tkv_truncate(kv, 0, 190), TKV_OK); /* room again */
+    CHECK_EQ(tkv_seq_truncate(kv, 0, 190), TKV_OK); /* room again */
     CHECK_EQ(feed_all(kv, 0, 1, 10, 10), TKV_OK);
-    CHECK_EQ(tkv_seq_len(kv, 0), 200);
+    CHECK_EQ(tkv_get_length(kv, 0, TKV_ALL_LAYERS), 200);
     for (i = -3; i < 5; i++) { /* lengths of what is not there are 0 */
-        if (i < 0 || i > 1) CHECK_EQ(tkv_seq_len(kv, i), 0);
-        if (i < 0 || i > 1) CHECK_EQ(tkv_layer_len(kv, 0, i), 0);
+        if (i < 0 || i > 1) CHECK_EQ(tkv_get_length(kv, i, TKV_ALL_LAYERS), 0);
+        if (i < 0 || i > 1) CHECK_EQ(tkv_get_length(kv, 0, i), 0);
     }
-    CHECK_EQ(tkv_seq_len(NULL, 0), 0);
-    CHECK_EQ(tkv_layer_len(NULL, 0, 0), 0);
+    CHECK_EQ(tkv_get_length(NULL, 0, TKV_ALL_LAYERS), 0);
+    CHECK_EQ(tkv_get_length(NULL, 0, 0), 0);
     whole(kv, "limits", 0);
     tkv_destroy(kv);
 }
 
 /* >>steps */
-/* tkv_abort gives back what tkv_begin left, to the bit, whatever the step did. */
+/* tkv_seq_abort gives back what tkv_seq_begin left, to the bit, whatever the step did. */
 TEST(abort_restores) {
     tkv_rng rng = tkv_rng_seed(3);
     int round, rounds = tkv_test_quick() ? 12 : 120;
@@ -1310,16 +1334,16 @@ TEST(abort_restores) {
         tkv_cache *kv;
         snapshot before;
         int before_n = round < 4 ? round : tkv_rng_below(&rng, 400), layer, i, left;
-        cfg.allocator = counting_allocator_of(&p);
-        cfg.hot_tokens = round % 5 == 0 ? TKV_NONE : 1 + tkv_rng_below(&rng, 80);
-        cfg.sink_tokens = round % 7 == 0 ? TKV_NONE : 1 + tkv_rng_below(&rng, 64);
-        cfg.window = round % 3 == 0 ? 1 + tkv_rng_below(&rng, 100) : 0;
+        cfg.host.allocator = counting_allocator_of(&p);
+        cfg.tiers.hot_tokens = round % 5 == 0 ? TKV_OFF : 1 + tkv_rng_below(&rng, 80);
+        cfg.tiers.sink_tokens = round % 7 == 0 ? TKV_OFF : 1 + tkv_rng_below(&rng, 64);
+        cfg.model.window = round % 3 == 0 ? 1 + tkv_rng_below(&rng, 100) : 0;
         kv = make(&cfg);
         CHECK_EQ(feed_all(kv, 1, 9, 100, 37), TKV_OK);
         CHECK_EQ(feed_all(kv, 0, 1, before_n, 41), TKV_OK);
-        if (round % 4 == 1) CHECK_EQ(tkv_flush(kv, 0, TKV_FLUSH_ALL), TKV_OK);
+        if (round % 4 == 1) CHECK_EQ(tkv_seq_flush(kv, 0, TKV_FLUSH_ALL), TKV_OK);
         for (i = 0; i < 3; i++) {
-            CHECK_EQ(tkv_begin(kv, 0), TKV_OK);
+            CHECK_EQ(tkv_seq_begin(kv, 0), TKV_OK);
             before = snapshot_of(kv);
             for (layer = 0; layer < 3; layer++)
                 for (left = tkv_rng_below(&rng, 150); left > 0;) {
@@ -1328,13 +1352,13 @@ TEST(abort_restores) {
                     left -= n;
                 }
             whole(kv, "in step", round);
-            CHECK_EQ(tkv_abort(kv, 0), TKV_OK);
+            CHECK_EQ(tkv_seq_abort(kv, 0), TKV_OK);
             unchanged(kv, &before, "abort");
         }
-        CHECK_EQ(tkv_begin(kv, 0), TKV_OK); /* and it still works */
+        CHECK_EQ(tkv_seq_begin(kv, 0), TKV_OK); /* and it still works */
         CHECK_EQ(feed_all(kv, 0, 1, 70, 33), TKV_OK);
-        CHECK_EQ(tkv_commit(kv, 0), TKV_OK);
-        CHECK_EQ(tkv_seq_len(kv, 0), before_n + 70);
+        CHECK_EQ(tkv_seq_commit(kv, 0), TKV_OK);
+        CHECK_EQ(tkv_get_length(kv, 0, TKV_ALL_LAYERS), before_n + 70);
         reads_as(kv, 0, 1, 1, before_n, 70, round % 2 ? TKV_F32 : TKV_F16);
         whole(kv, "after", round);
         tkv_destroy(kv);
@@ -1351,14 +1375,14 @@ TEST(steps_equal_appends) {
     for (step = 0; step < 40; step++) {
         int n = 1 + tkv_rng_below(&rng, 60), cut = tkv_rng_below(&rng, n);
         snapshot a, b;
-        CHECK_EQ(tkv_begin(kv, 0), TKV_OK);
+        CHECK_EQ(tkv_seq_begin(kv, 0), TKV_OK);
         for (layer = 0; layer < 2; layer++) { /* in two parts: nothing moves between them */
             CHECK_EQ(feed(kv, 0, layer, 1, cut), TKV_OK);
             CHECK_EQ(feed(kv, 0, layer, 1, n - cut), TKV_OK);
             CHECK_EQ(feed(plain, 0, layer, 1, n), TKV_OK);
         }
         a = snapshot_of(kv);
-        CHECK_EQ(tkv_commit(kv, 0), TKV_OK);
+        CHECK_EQ(tkv_seq_commit(kv, 0), TKV_OK);
         b = snapshot_of(kv);
         CHECK(same_picture(&a, &b));
         snapshot_free(&a);
@@ -1375,55 +1399,56 @@ TEST(steps_out_of_order) {
     tkv_config cfg = config(2, 2);
     tkv_cache *kv = make(&cfg);
     snapshot before = snapshot_of(kv);
-    refused(kv, tkv_commit(kv, 0), TKV_ERR_STATE, "no step", &before);
+    refused(kv, tkv_seq_commit(kv, 0), TKV_ERR_STATE, "no step", &before);
     before = snapshot_of(kv);
-    refused(kv, tkv_abort(kv, 0), TKV_ERR_STATE, "no step", &before);
-    CHECK_EQ(tkv_begin(kv, 0), TKV_OK);
-    CHECK_EQ(tkv_commit(kv, 0), TKV_OK); /* an empty step is a step */
+    refused(kv, tkv_seq_abort(kv, 0), TKV_ERR_STATE, "no step", &before);
+    CHECK_EQ(tkv_seq_begin(kv, 0), TKV_OK);
+    CHECK_EQ(tkv_seq_commit(kv, 0), TKV_OK); /* an empty step is a step */
     CHECK_EQ(feed_all(kv, 0, 1, 80, 80), TKV_OK);
-    CHECK_EQ(tkv_begin(kv, 0), TKV_OK);
-    CHECK_STR(tkv_last_error(kv), "");
+    CHECK_EQ(tkv_seq_begin(kv, 0), TKV_OK);
+    CHECK_STR(tkv_get_last_error(kv), "");
     before = snapshot_of(kv);
-    refused(kv, tkv_begin(kv, 0), TKV_ERR_STATE, "open", &before);
+    refused(kv, tkv_seq_begin(kv, 0), TKV_ERR_STATE, "open", &before);
     before = snapshot_of(kv);
-    refused(kv, tkv_flush(kv, 0, TKV_FLUSH_ALL), TKV_ERR_STATE, "open", &before);
+    refused(kv, tkv_seq_flush(kv, 0, TKV_FLUSH_ALL), TKV_ERR_STATE, "open", &before);
     before = snapshot_of(kv);
-    refused(kv, tkv_truncate(kv, 0, 79), TKV_ERR_STATE, "open", &before);
+    refused(kv, tkv_seq_truncate(kv, 0, 79), TKV_ERR_STATE, "open", &before);
     CHECK_EQ(feed(kv, 0, 0, 1, 5), TKV_OK);
     before = snapshot_of(kv);
-    refused(kv, tkv_commit(kv, 0), TKV_ERR_STATE, "layer 1", &before); /* uneven; the step stays open */
+    refused(kv, tkv_seq_commit(kv, 0), TKV_ERR_STATE, "layer 1", &before); /* uneven; the step stays open */
     CHECK_EQ(feed(kv, 0, 1, 1, 4), TKV_OK);
     before = snapshot_of(kv);
-    refused(kv, tkv_commit(kv, 0), TKV_ERR_STATE, "layer 1", &before);
+    refused(kv, tkv_seq_commit(kv, 0), TKV_ERR_STATE, "layer 1", &before);
     CHECK_EQ(feed(kv, 0, 1, 1, 1), TKV_OK);
-    CHECK_EQ(tkv_begin(kv, 1), TKV_OK); /* another sequence's step is its own affair */
-    CHECK_EQ(tkv_commit(kv, 0), TKV_OK);
-    CHECK_EQ(tkv_abort(kv, 1), TKV_OK);
-    CHECK_EQ(tkv_seq_len(kv, 0), 85);
-    CHECK_EQ(tkv_begin(kv, 0), TKV_OK);
-    CHECK_EQ(tkv_reset(kv, 0), TKV_OK); /* ends the step as well */
+    CHECK_EQ(tkv_seq_begin(kv, 1), TKV_OK); /* another sequence's step is its own affair */
+    CHECK_EQ(tkv_seq_commit(kv, 0), TKV_OK);
+    CHECK_EQ(tkv_seq_abort(kv, 1), TKV_OK);
+    CHECK_EQ(tkv_get_length(kv, 0, TKV_ALL_LAYERS), 85);
+    CHECK_EQ(tkv_seq_begin(kv, 0), TKV_OK);
+    CHECK_EQ(tkv_seq_reset(kv, 0), TKV_OK); /* ends the step as well */
     before = snapshot_of(kv);
-    refused(kv, tkv_commit(kv, 0), TKV_ERR_STATE, "no step", &before);
-    CHECK_EQ(tkv_begin(kv, 5), TKV_ERR_ARG);
-    CHECK_EQ(tkv_commit(kv, -1), TKV_ERR_ARG);
-    CHECK_EQ(tkv_abort(kv, 2), TKV_ERR_ARG);
-    CHECK_EQ(tkv_begin(NULL, 0), TKV_ERR_ARG);
-    CHECK_EQ(tkv_commit(NULL, 0), TKV_ERR_ARG);
-    CHECK_EQ(tkv_abort(NULL, 0), TKV_ERR_ARG);
+    refused(kv, tkv_seq_commit(kv, 0), TKV_ERR_STATE, "no step", &before);
+    CHECK_EQ(tkv_seq_begin(kv, 5), TKV_ERR_ARG);
+    CHECK_EQ(tkv_seq_commit(kv, -1), TKV_ERR_ARG);
+    CHECK_EQ(tkv_seq_abort(kv, 2), TKV_ERR_ARG);
+    CHECK_EQ(tkv_seq_begin(NULL, 0), TKV_ERR_ARG);
+    CHECK_EQ(tkv_seq_commit(NULL, 0), TKV_ERR_ARG);
+    CHECK_EQ(tkv_seq_abort(NULL, 0), TKV_ERR_ARG);
     tkv_destroy(kv);
 }
 
 /* >>reservations */
 /* n tokens to every layer, layers and chunk sizes mixed at random. */
 static tkv_status feed_mixed(tkv_cache *kv, int seq, int id, int n, tkv_rng *rng) {
-    int layers = kv->tables.cfg.n_layers, goal = tkv_seq_len(kv, seq) + n, left = layers, layer;
+    int layers = kv->tables.cfg.model.n_layers, goal = tkv_get_length(kv, seq, TKV_ALL_LAYERS) + n,
+        left = layers, layer;
     while (left > 0) {
         int have, some;
         tkv_status st;
         layer = tkv_rng_below(rng, layers);
-        have = tkv_layer_len(kv, seq, layer);
+        have = tkv_get_length(kv, seq, layer);
         if (have >= goal) {
-            for (left = layer = 0; layer < layers; layer++) left += tkv_layer_len(kv, seq, layer) < goal;
+            for (left = layer = 0; layer < layers; layer++) left += tkv_get_length(kv, seq, layer) < goal;
             continue;
         }
         some = 1 + tkv_rng_below(rng, goal - have);
@@ -1434,13 +1459,14 @@ static tkv_status feed_mixed(tkv_cache *kv, int seq, int id, int n, tkv_rng *rng
 }
 
 static tkv_config config_random(tkv_rng *rng, int layers, int seqs) {
-    static const int hots[] = {0, TKV_NONE, 1, 64, 130, TKV_ALL}, warms[] = {0, TKV_NONE, 64, 100, TKV_ALL};
-    static const int sinks[] = {0, TKV_NONE, 1, 64, 30}, windows[] = {0, 0, 0, 1, 90, 300};
+    static const int hots[] = {0, TKV_OFF, 1, 64, 130, TKV_UNLIMITED},
+                     warms[] = {0, TKV_OFF, 64, 100, TKV_UNLIMITED};
+    static const int sinks[] = {0, TKV_OFF, 1, 64, 30}, windows[] = {0, 0, 0, 1, 90, 300};
     tkv_config cfg = tkv_rng_below(rng, 4) ? config(layers, seqs) : config_f32(layers, seqs);
-    cfg.hot_tokens = hots[tkv_rng_below(rng, COUNT(hots))];
-    cfg.warm_tokens = warms[tkv_rng_below(rng, COUNT(warms))];
-    cfg.sink_tokens = sinks[tkv_rng_below(rng, COUNT(sinks))];
-    cfg.window = windows[tkv_rng_below(rng, COUNT(windows))];
+    cfg.tiers.hot_tokens = hots[tkv_rng_below(rng, COUNT(hots))];
+    cfg.tiers.warm_tokens = warms[tkv_rng_below(rng, COUNT(warms))];
+    cfg.tiers.sink_tokens = sinks[tkv_rng_below(rng, COUNT(sinks))];
+    cfg.model.window = windows[tkv_rng_below(rng, COUNT(windows))];
     return cfg;
 }
 
@@ -1453,21 +1479,21 @@ TEST(reserve_holds) {
         tkv_cache *kv;
         int before_n = tkv_rng_below(&rng, 3) ? tkv_rng_below(&rng, 900) : 0, n, step = round % 3 == 0;
         tkv_status st;
-        cfg.allocator = counting_allocator_of(&p);
+        cfg.host.allocator = counting_allocator_of(&p);
         kv = make(&cfg);
         CHECK_EQ(feed_all(kv, 1, 5, tkv_rng_below(&rng, 200), 61), TKV_OK);
         CHECK_EQ(feed_all(kv, 0, 1, before_n, 1 + tkv_rng_below(&rng, 300)), TKV_OK);
         n = tkv_rng_below(&rng, 4) ? 1 + tkv_rng_below(&rng, 512) : 1 + tkv_rng_below(&rng, 5);
-        CHECK_EQ(tkv_reserve(kv, 0, n), TKV_OK);
-        CHECK_STR(tkv_last_error(kv), "");
+        CHECK_EQ(tkv_seq_reserve(kv, 0, n), TKV_OK);
+        CHECK_STR(tkv_get_last_error(kv), "");
         whole(kv, "reserved", round);
         p.closed = 1;
-        if (step) CHECK_EQ(tkv_begin(kv, 0), TKV_OK);
+        if (step) CHECK_EQ(tkv_seq_begin(kv, 0), TKV_OK);
         st = feed_mixed(kv, 0, 2, n, &rng);
-        CHECK_MSG(st == TKV_OK, "round %d: %d tokens at %d: %s", round, n, before_n, tkv_last_error(kv));
-        if (step) CHECK_EQ(tkv_commit(kv, 0), TKV_OK);
+        CHECK_MSG(st == TKV_OK, "round %d: %d tokens at %d: %s", round, n, before_n, tkv_get_last_error(kv));
+        if (step) CHECK_EQ(tkv_seq_commit(kv, 0), TKV_OK);
         whole(kv, "used", round);
-        CHECK_EQ(tkv_seq_len(kv, 0), before_n + n);
+        CHECK_EQ(tkv_get_length(kv, 0, TKV_ALL_LAYERS), before_n + n);
         p.closed = 0;
         CHECK_EQ(feed_all(kv, 0, 1, 100, 100), TKV_OK);
         tkv_destroy(kv);
@@ -1485,26 +1511,26 @@ TEST(reserve_is_not_eaten_by_others) {
         tkv_cache *kv;
         tkv_status st = TKV_OK;
         int n = 1 + tkv_rng_below(&rng, 300), i, full = 0;
-        cfg.allocator = counting_allocator_of(&p);
+        cfg.host.allocator = counting_allocator_of(&p);
         kv = make(&cfg);
         for (i = 0; i < 3; i++) CHECK_EQ(feed_all(kv, i, i, tkv_rng_below(&rng, 300), 64), TKV_OK);
-        CHECK_EQ(tkv_reserve(kv, 0, n), TKV_OK);
+        CHECK_EQ(tkv_seq_reserve(kv, 0, n), TKV_OK);
         for (i = 0; i < 10; i++) { /* with an allocator that works, others leave it alone */
             CHECK_EQ(feed_all(kv, 1 + i % 2, i, 1 + tkv_rng_below(&rng, 60), 64), TKV_OK);
-            if (i == 5) CHECK_EQ(tkv_flush(kv, 1, TKV_FLUSH_FULL), TKV_OK);
+            if (i == 5) CHECK_EQ(tkv_seq_flush(kv, 1, TKV_FLUSH_FULL), TKV_OK);
         }
         p.closed = 1;
         for (i = 0; i < 400 && full < 2; i++) {
             full = 0;
             full += feed(kv, 1, i % 2, 1, 20) == TKV_ERR_NOMEM;
             full += feed(kv, 2, i % 2, 1, 20) == TKV_ERR_NOMEM;
-            if (tkv_layer_len(kv, 1, 0) > 1500 || tkv_layer_len(kv, 2, 0) > 1500) break;
+            if (tkv_get_length(kv, 1, 0) > 1500 || tkv_get_length(kv, 2, 0) > 1500) break;
         }
-        CHECK_EQ(tkv_reset(kv, 2), TKV_OK); /* what one gives back, the other may have */
+        CHECK_EQ(tkv_seq_reset(kv, 2), TKV_OK); /* what one gives back, the other may have */
         for (i = 0; i < 400 && !feed(kv, 1, i % 2, 1, 20); i++) {}
         whole(kv, "dry", round);
         st = feed_mixed(kv, 0, 0, n, &rng);
-        CHECK_MSG(st == TKV_OK, "round %d: %d tokens: %s", round, n, tkv_last_error(kv));
+        CHECK_MSG(st == TKV_OK, "round %d: %d tokens: %s", round, n, tkv_get_last_error(kv));
         whole(kv, "used", round);
         tkv_destroy(kv);
         CHECK_EQ(p.held, 0);
@@ -1521,11 +1547,11 @@ TEST(reserve_is_not_eaten_in_a_batch) {
         tkv_rows rows[2];
         tkv_append_params a = batch_of(0, rows, 2);
         tkv_status st;
-        cfg.allocator = counting_allocator_of(&p);
+        cfg.host.allocator = counting_allocator_of(&p);
         kv = make(&cfg);
         CHECK_EQ(feed_all(kv, 0, 0, 68, 68), TKV_OK);
         CHECK_EQ(feed_all(kv, 1, 1, 68, 68), TKV_OK);
-        CHECK_EQ(tkv_reserve(kv, 0, 512), TKV_OK);
+        CHECK_EQ(tkv_seq_reserve(kv, 0, 512), TKV_OK);
         p.closed = 1;
         rows[0].seq = 0;
         rows[0].n = empty ? 0 : 1;
@@ -1534,10 +1560,10 @@ TEST(reserve_is_not_eaten_in_a_batch) {
         batch_rows(kv, 0, rows, 2);
         st = tkv_append_ex(kv, &a);
         CHECK_MSG(st == TKV_ERR_NOMEM, "the other's 500 tokens came out of the reservation: %s",
-                  tkv_status_text(st));
+                  tkv_get_status_text(st));
         p.closed = st != TKV_OK; /* one failure is enough */
-        while (tkv_seq_len(kv, 0) < 68 + 512 && !(st = feed(kv, 0, 0, 0, 1))) {}
-        CHECK_MSG(st == TKV_OK, "at %d: %s", tkv_seq_len(kv, 0), tkv_last_error(kv));
+        while (tkv_get_length(kv, 0, TKV_ALL_LAYERS) < 68 + 512 && !(st = feed(kv, 0, 0, 0, 1))) {}
+        CHECK_MSG(st == TKV_OK, "at %d: %s", tkv_get_length(kv, 0, TKV_ALL_LAYERS), tkv_get_last_error(kv));
         tkv_destroy(kv);
     }
 }
@@ -1548,16 +1574,16 @@ TEST(reserve_is_not_eaten_by_another_layer) {
     tkv_config cfg = config(2, 1);
     tkv_cache *kv;
     tkv_status st;
-    cfg.allocator = counting_allocator_of(&p);
-    cfg.hot_tokens = TKV_ALL;
+    cfg.host.allocator = counting_allocator_of(&p);
+    cfg.tiers.hot_tokens = TKV_UNLIMITED;
     kv = make(&cfg);
     CHECK_EQ(feed_all(kv, 0, 0, 68, 68), TKV_OK);
-    CHECK_EQ(tkv_reserve(kv, 0, 200), TKV_OK);
+    CHECK_EQ(tkv_seq_reserve(kv, 0, 200), TKV_OK);
     p.closed = 1;
-    while (tkv_layer_len(kv, 0, 0) < 1000 && !feed(kv, 0, 0, 0, 10)) {}
+    while (tkv_get_length(kv, 0, 0) < 1000 && !feed(kv, 0, 0, 0, 10)) {}
     st = feed(kv, 0, 1, 0, 200);
-    CHECK_MSG(st == TKV_OK, "layer 0 has %d tokens, and layer 1: %s", tkv_layer_len(kv, 0, 0),
-              tkv_last_error(kv));
+    CHECK_MSG(st == TKV_OK, "layer 0 has %d tokens, and layer 1: %s", tkv_get_length(kv, 0, 0),
+              tkv_get_last_error(kv));
     tkv_destroy(kv);
 }
 
@@ -1573,33 +1599,33 @@ TEST(reserve_survives) {
         tkv_cache *kv;
         tkv_status st = TKV_OK;
         int goal = 350 + 200;
-        cfg.allocator = counting_allocator_of(&p);
-        cfg.hot_tokens = 200;
+        cfg.host.allocator = counting_allocator_of(&p);
+        cfg.tiers.hot_tokens = 200;
         kv = make(&cfg);
         CHECK_EQ(feed_all(kv, 1, 0, 300, 100), TKV_OK);
         CHECK_EQ(feed_all(kv, 0, 0, 350, 50), TKV_OK);
-        CHECK_EQ(tkv_reserve(kv, 0, 200), TKV_OK);
-        if (i == 1) CHECK_EQ(tkv_reserve(kv, 0, 1), TKV_OK);
+        CHECK_EQ(tkv_seq_reserve(kv, 0, 200), TKV_OK);
+        if (i == 1) CHECK_EQ(tkv_seq_reserve(kv, 0, 1), TKV_OK);
         p.closed = 1;
         if (i == 2 || i == 3) {
-            CHECK_EQ(tkv_begin(kv, 0), TKV_OK);
+            CHECK_EQ(tkv_seq_begin(kv, 0), TKV_OK);
             CHECK_EQ(feed_all(kv, 0, 0, i == 2 ? 150 : 200, 64), TKV_OK);
-            CHECK_EQ(tkv_abort(kv, 0), TKV_OK);
+            CHECK_EQ(tkv_seq_abort(kv, 0), TKV_OK);
         } else if (i == 4) {
             CHECK_EQ(feed_all(kv, 0, 0, 150, 64), TKV_OK);
-            CHECK_EQ(tkv_truncate(kv, 0, 350), TKV_OK);
+            CHECK_EQ(tkv_seq_truncate(kv, 0, 350), TKV_OK);
         } else if (i == 5) {
-            CHECK_EQ(tkv_flush(kv, 0, TKV_FLUSH_DUE), TKV_OK);
+            CHECK_EQ(tkv_seq_flush(kv, 0, TKV_FLUSH_DUE), TKV_OK);
         } else if (i == 6) {
-            CHECK_EQ(tkv_reserve(kv, 0, 512), TKV_ERR_NOMEM);
-            CHECK_STR(tkv_last_error(kv), "no memory to reserve 512 tokens");
+            CHECK_EQ(tkv_seq_reserve(kv, 0, 512), TKV_ERR_NOMEM);
+            CHECK_STR(tkv_get_last_error(kv), "no memory to reserve 512 tokens");
         } else if (i == 7) {
-            CHECK_EQ(tkv_reset(kv, 1), TKV_OK);
+            CHECK_EQ(tkv_seq_reset(kv, 1), TKV_OK);
         }
         whole(kv, how[i], 0);
-        st = feed_all(kv, 0, 0, goal - tkv_seq_len(kv, 0), 64);
-        CHECK_MSG(st == TKV_OK, "after %s, at %d of %d: %s", how[i], tkv_seq_len(kv, 0), goal,
-                  tkv_last_error(kv));
+        st = feed_all(kv, 0, 0, goal - tkv_get_length(kv, 0, TKV_ALL_LAYERS), 64);
+        CHECK_MSG(st == TKV_OK, "after %s, at %d of %d: %s", how[i], tkv_get_length(kv, 0, TKV_ALL_LAYERS),
+                  goal, tkv_get_last_error(kv));
         tkv_destroy(kv);
     }
 }
@@ -1611,36 +1637,36 @@ TEST(reserve_limits) {
     tkv_memory_info m;
     size_t empty;
     snapshot before;
-    cfg.allocator = counting_allocator_of(&p);
-    cfg.max_append = 100;
-    cfg.max_tokens = 250;
+    cfg.host.allocator = counting_allocator_of(&p);
+    cfg.limits.max_append = 100;
+    cfg.limits.max_tokens = 250;
     kv = make(&cfg);
     empty = p.held;
     before = snapshot_of(kv);
-    refused(kv, tkv_reserve(kv, 0, 101), TKV_ERR_ARG, "101", &before);
+    refused(kv, tkv_seq_reserve(kv, 0, 101), TKV_ERR_ARG, "101", &before);
     before = snapshot_of(kv);
-    refused(kv, tkv_reserve(kv, 0, 0), TKV_ERR_ARG, "0", &before);
+    refused(kv, tkv_seq_reserve(kv, 0, 0), TKV_ERR_ARG, "0", &before);
     before = snapshot_of(kv);
-    refused(kv, tkv_reserve(kv, 0, -1), TKV_ERR_ARG, "-1", &before);
+    refused(kv, tkv_seq_reserve(kv, 0, -1), TKV_ERR_ARG, "-1", &before);
     before = snapshot_of(kv);
-    refused(kv, tkv_reserve(kv, 2, 1), TKV_ERR_ARG, "2", &before);
-    CHECK_EQ(tkv_reserve(NULL, 0, 1), TKV_ERR_ARG);
+    refused(kv, tkv_seq_reserve(kv, 2, 1), TKV_ERR_ARG, "2", &before);
+    CHECK_EQ(tkv_seq_reserve(NULL, 0, 1), TKV_ERR_ARG);
     p.closed = 1;
     before = snapshot_of(kv);
-    refused(kv, tkv_reserve(kv, 0, 100), TKV_ERR_NOMEM, "100", &before);
+    refused(kv, tkv_seq_reserve(kv, 0, 100), TKV_ERR_NOMEM, "100", &before);
     p.closed = 0;
-    CHECK_EQ(tkv_reserve(kv, 0, 100), TKV_OK);
+    CHECK_EQ(tkv_seq_reserve(kv, 0, 100), TKV_OK);
     CHECK(p.held > empty);
-    CHECK_EQ(tkv_seq_len(kv, 0), 0);
-    CHECK_EQ(tkv_memory(kv, &m), TKV_OK);
+    CHECK_EQ(tkv_get_length(kv, 0, TKV_ALL_LAYERS), 0);
+    CHECK_EQ(tkv_get_memory(kv, &m), TKV_OK);
     CHECK_EQ(m.total, p.held);
-    CHECK_EQ(tkv_reset(kv, 0), TKV_OK);
-    CHECK_EQ(tkv_memory(kv, &m), TKV_OK);
+    CHECK_EQ(tkv_seq_reset(kv, 0), TKV_OK);
+    CHECK_EQ(tkv_get_memory(kv, &m), TKV_OK);
     CHECK_EQ(m.slack, m.total - m.tables - m.index - m.scratch); /* no token, no page with one */
     CHECK_EQ(feed_all(kv, 0, 0, 200, 100), TKV_OK);
     before = snapshot_of(kv);
-    refused(kv, tkv_reserve(kv, 0, 51), TKV_ERR_CAPACITY, "max_tokens leaves room for 50", &before);
-    CHECK_EQ(tkv_reserve(kv, 0, 50), TKV_OK);
+    refused(kv, tkv_seq_reserve(kv, 0, 51), TKV_ERR_CAPACITY, "max_tokens leaves room for 50", &before);
+    CHECK_EQ(tkv_seq_reserve(kv, 0, 50), TKV_OK);
     p.closed = 1;
     CHECK_EQ(feed_all(kv, 0, 0, 50, 7), TKV_OK);
     tkv_destroy(kv);
@@ -1650,8 +1676,8 @@ TEST(reserve_limits) {
 /* >>cuts */
 /* First length that a plain history (appends of `chunk`) must keep: whatever the tail does not hold. */
 static int must_stay(plan p, int n, int due) {
-    tkv_tier_info e = expected(p, n, due);
-    int coded = e.tokens[TKV_WARM] + e.tokens[TKV_ARCHIVE];
+    tkv_layer_info e = expected(p, n, due);
+    int coded = e.tokens[TKV_TIER_WARM] + e.tokens[TKV_TIER_ARCHIVE];
     return coded ? length_of(p.sink, 4) + coded : 0;
 }
 
@@ -1666,37 +1692,37 @@ TEST(truncate_of_the_tail) {
             int due = (n - 1) / chunk * chunk, must = must_stay(plans[i], n, due), keep;
             char number[16];
             snapshot before;
-            cfg.sink_tokens = plans[i].sink;
-            cfg.hot_tokens = plans[i].hot;
-            cfg.warm_tokens = plans[i].warm;
+            cfg.tiers.sink_tokens = plans[i].sink;
+            cfg.tiers.hot_tokens = plans[i].hot;
+            cfg.tiers.warm_tokens = plans[i].warm;
             kv = make(&cfg);
             CHECK_EQ(feed_all(kv, 0, 1, n, chunk), TKV_OK);
-            CHECK_EQ(tkv_truncate(kv, 0, n + 5), TKV_OK); /* nothing to cut */
-            CHECK_EQ(tkv_truncate(kv, 0, n), TKV_OK);
-            CHECK_EQ(tkv_seq_len(kv, 0), n);
+            CHECK_EQ(tkv_seq_truncate(kv, 0, n + 5), TKV_OK); /* nothing to cut */
+            CHECK_EQ(tkv_seq_truncate(kv, 0, n), TKV_OK);
+            CHECK_EQ(tkv_get_length(kv, 0, TKV_ALL_LAYERS), n);
             if (must) {
                 snprintf(number, sizeof number, "%d must", must);
                 before = snapshot_of(kv);
-                refused(kv, tkv_truncate(kv, 0, must - 1), TKV_ERR_INEXACT, number, &before);
+                refused(kv, tkv_seq_truncate(kv, 0, must - 1), TKV_ERR_INEXACT, number, &before);
                 before = snapshot_of(kv);
-                refused(kv, tkv_truncate(kv, 0, 0), TKV_ERR_INEXACT, number, &before);
+                refused(kv, tkv_seq_truncate(kv, 0, 0), TKV_ERR_INEXACT, number, &before);
             }
             before = snapshot_of(kv);
-            refused(kv, tkv_truncate(kv, 0, -1), TKV_ERR_ARG, "-1", &before);
+            refused(kv, tkv_seq_truncate(kv, 0, -1), TKV_ERR_ARG, "-1", &before);
             CHECK(must <= at_least_0(n - length_of(plans[i].hot, 64))); /* hot_tokens can be cut */
             keep = must + tkv_rng_below(&rng, n - must + 1);
             rows_of(1, 0, 0, n, k_want, v_want);
             CHECK_EQ(tkv_read(kv, 0, 0, 0, n, k_want, v_want), TKV_OK);
-            CHECK_EQ(tkv_truncate(kv, 0, keep), TKV_OK);
+            CHECK_EQ(tkv_seq_truncate(kv, 0, keep), TKV_OK);
             whole(kv, "cut to", keep);
-            CHECK_EQ(tkv_layer_len(kv, 0, 0), keep);
-            CHECK_EQ(tkv_layer_len(kv, 0, 1), keep);
+            CHECK_EQ(tkv_get_length(kv, 0, 0), keep);
+            CHECK_EQ(tkv_get_length(kv, 0, 1), keep);
             CHECK_EQ(tkv_read(kv, 0, 0, 0, keep, k_out, v_out), TKV_OK);
             CHECK_MEM(k_out, k_want, (size_t)(keep * K_ROW) * sizeof(float));
             CHECK_MEM(v_out, v_want, (size_t)(keep * V_ROW) * sizeof(float));
-            CHECK_EQ(tkv_truncate(kv, 0, must), TKV_OK);
+            CHECK_EQ(tkv_seq_truncate(kv, 0, must), TKV_OK);
             whole(kv, "cut to", must);
-            CHECK_EQ(tkv_seq_len(kv, 0), must);
+            CHECK_EQ(tkv_get_length(kv, 0, TKV_ALL_LAYERS), must);
             tkv_destroy(kv);
         }
 }
@@ -1714,10 +1740,10 @@ TEST(truncate_and_append_again) {
         never = make(&cfg);
         CHECK_EQ(feed_all(kv, 0, 1, n, 1), TKV_OK);
         for (i = 0; i < 3; i++) { /* drafts that are thrown away */
-            CHECK_EQ(tkv_truncate(kv, 0, n - cut), TKV_OK);
+            CHECK_EQ(tkv_seq_truncate(kv, 0, n - cut), TKV_OK);
             CHECK_EQ(feed_all(kv, 0, 100 + i, cut, 1), TKV_OK);
         }
-        CHECK_EQ(tkv_truncate(kv, 0, n - cut), TKV_OK);
+        CHECK_EQ(tkv_seq_truncate(kv, 0, n - cut), TKV_OK);
         CHECK_EQ(feed_all(never, 0, 1, n - cut, 1), TKV_OK);
         CHECK_EQ(feed_all(kv, 0, 2, cut + 1, 1), TKV_OK);
         CHECK_EQ(feed_all(never, 0, 2, cut + 1, 1), TKV_OK);
@@ -1745,15 +1771,16 @@ TEST(check_after_cut) {
             for (n = 200; n < 330; n += tkv_test_quick() ? 11 : 3) {
                 tkv_config cfg = config(1, 1);
                 tkv_cache *kv;
-                tkv_tier_info info;
-                cfg.sink_tokens = TKV_NONE;
-                cfg.warm_tokens = warms[i];
+                tkv_layer_info info;
+                cfg.tiers.sink_tokens = TKV_OFF;
+                cfg.tiers.warm_tokens = warms[i];
                 kv = make(&cfg);
                 CHECK_EQ(feed_all(kv, 0, 1, mode == 2 ? 74 : n, 1), TKV_OK);
-                if (mode) CHECK_EQ(tkv_flush(kv, 0, mode == 2 ? TKV_FLUSH_ALL : TKV_FLUSH_FULL), TKV_OK);
+                if (mode) CHECK_EQ(tkv_seq_flush(kv, 0, mode == 2 ? TKV_FLUSH_ALL : TKV_FLUSH_FULL), TKV_OK);
                 CHECK_EQ(feed_all(kv, 0, 1, mode == 2 ? n - 74 : 10, 1), TKV_OK);
-                CHECK_EQ(tkv_tier_counts(kv, 0, 0, &info), TKV_OK);
-                CHECK_EQ(tkv_truncate(kv, 0, info.tokens[TKV_WARM] + info.tokens[TKV_ARCHIVE]), TKV_OK);
+                CHECK_EQ(tkv_get_layer(kv, 0, 0, &info), TKV_OK);
+                CHECK_EQ(tkv_seq_truncate(kv, 0, info.tokens[TKV_TIER_WARM] + info.tokens[TKV_TIER_ARCHIVE]),
+                         TKV_OK);
                 whole(kv, "cut at", n);
                 CHECK_EQ(feed_all(kv, 0, 1, 200, 1), TKV_OK);
                 whole(kv, "and on from", n);
@@ -1768,21 +1795,21 @@ TEST(reset) {
     size_t with_one;
     tkv_memory_info before, after;
     snapshot a, b;
-    cfg.allocator = counting_allocator_of(&p);
+    cfg.host.allocator = counting_allocator_of(&p);
     kv = make(&cfg);
     CHECK_EQ(feed_all(kv, 1, 1, 300, 100), TKV_OK);
     with_one = p.held;
-    CHECK_EQ(tkv_memory(kv, &before), TKV_OK);
+    CHECK_EQ(tkv_get_memory(kv, &before), TKV_OK);
     CHECK_EQ(feed_all(kv, 0, 0, 700, 100), TKV_OK);
     CHECK_EQ(feed_all(kv, 2, 2, 700, 100), TKV_OK);
-    CHECK_EQ(tkv_reserve(kv, 2, 300), TKV_OK);
-    CHECK_EQ(tkv_begin(kv, 0), TKV_OK);
+    CHECK_EQ(tkv_seq_reserve(kv, 2, 300), TKV_OK);
+    CHECK_EQ(tkv_seq_begin(kv, 0), TKV_OK);
     a = snapshot_of_seq(kv, 1);
-    CHECK_EQ(tkv_reset(kv, 0), TKV_OK);
-    CHECK_EQ(tkv_seq_len(kv, 0), 0);
-    CHECK_EQ(tkv_reset(kv, 2), TKV_OK);
+    CHECK_EQ(tkv_seq_reset(kv, 0), TKV_OK);
+    CHECK_EQ(tkv_get_length(kv, 0, TKV_ALL_LAYERS), 0);
+    CHECK_EQ(tkv_seq_reset(kv, 2), TKV_OK);
     whole(kv, "reset", 0);
-    CHECK_EQ(tkv_memory(kv, &after), TKV_OK);
+    CHECK_EQ(tkv_get_memory(kv, &after), TKV_OK);
     CHECK_MEM(&after.tier, &before.tier, sizeof after.tier);
     CHECK_EQ(after.slack, before.slack); /* pages went back; the tables stay grown */
     CHECK(p.held - with_one == after.index - before.index);
@@ -1798,11 +1825,11 @@ TEST(reset) {
     CHECK(same_picture(&a, &b));
     snapshot_free(&a);
     snapshot_free(&b);
-    CHECK_EQ(tkv_reset(kv, 0), TKV_OK);
-    CHECK_EQ(tkv_reset(kv, 0), TKV_OK); /* of what is empty */
-    CHECK_EQ(tkv_reset(kv, 3), TKV_ERR_ARG);
-    CHECK_EQ(tkv_reset(kv, -1), TKV_ERR_ARG);
-    CHECK_EQ(tkv_reset(NULL, 0), TKV_ERR_ARG);
+    CHECK_EQ(tkv_seq_reset(kv, 0), TKV_OK);
+    CHECK_EQ(tkv_seq_reset(kv, 0), TKV_OK); /* of what is empty */
+    CHECK_EQ(tkv_seq_reset(kv, 3), TKV_ERR_ARG);
+    CHECK_EQ(tkv_seq_reset(kv, -1), TKV_ERR_ARG);
+    CHECK_EQ(tkv_seq_reset(NULL, 0), TKV_ERR_ARG);
     tkv_destroy(fresh);
     tkv_destroy(kv);
     CHECK_EQ(p.held, 0);
@@ -1815,21 +1842,21 @@ TEST(flush_due) {
         for (n = 0; n < 700; n += tkv_test_quick() ? 99 : 23) {
             tkv_config cfg = config(2, 1);
             tkv_cache *kv;
-            tkv_tier_info want = expected(plans[i], n, n);
+            tkv_layer_info want = expected(plans[i], n, n);
             snapshot before;
-            cfg.sink_tokens = plans[i].sink;
-            cfg.hot_tokens = plans[i].hot;
-            cfg.warm_tokens = plans[i].warm;
+            cfg.tiers.sink_tokens = plans[i].sink;
+            cfg.tiers.hot_tokens = plans[i].hot;
+            cfg.tiers.warm_tokens = plans[i].warm;
             kv = make(&cfg);
             CHECK_EQ(feed_all(kv, 0, 1, n, 300), TKV_OK);
-            CHECK_EQ(tkv_flush(kv, 0, TKV_FLUSH_DUE), TKV_OK);
+            CHECK_EQ(tkv_seq_flush(kv, 0, TKV_FLUSH_DUE), TKV_OK);
             counts_are(kv, 0, 0, &want, "flushed", n);
             counts_are(kv, 0, 1, &want, "flushed", n);
             before = snapshot_of(kv);
-            CHECK_EQ(tkv_flush(kv, 0, TKV_FLUSH_DUE), TKV_OK); /* once is enough */
+            CHECK_EQ(tkv_seq_flush(kv, 0, TKV_FLUSH_DUE), TKV_OK); /* once is enough */
             unchanged(kv, &before, "flushed twice");
             before = snapshot_of(kv);
-            CHECK_EQ(tkv_begin(kv, 0), TKV_OK); /* does the same */
+            CHECK_EQ(tkv_seq_begin(kv, 0), TKV_OK); /* does the same */
             unchanged(kv, &before, "flushed and begun");
             tkv_destroy(kv);
         }
@@ -1842,34 +1869,35 @@ TEST(flush_full_and_all) {
             for (n = 1; n < 900; n += tkv_test_quick() ? 222 : 61) {
                 tkv_config cfg = config(1, 1);
                 tkv_cache *kv;
-                tkv_tier_info got;
+                tkv_layer_info got;
                 int sink = length_of(plans[i].sink, 4), warm = length_of(plans[i].warm, 448), from, t;
                 int rest = at_least_0(n - sink), tail = rest % BLOCK,
                     blocks = rest / BLOCK + (mode == 2 && tail);
                 snapshot before;
-                cfg.sink_tokens = plans[i].sink;
-                cfg.hot_tokens = plans[i].hot;
-                cfg.warm_tokens = plans[i].warm;
+                cfg.tiers.sink_tokens = plans[i].sink;
+                cfg.tiers.hot_tokens = plans[i].hot;
+                cfg.tiers.warm_tokens = plans[i].warm;
                 kv = make(&cfg);
                 CHECK_EQ(feed_all(kv, 0, 1, n, 1), TKV_OK);
-                if (plans[i].hot == TKV_ALL) { /* an exact cache stays one */
+                if (plans[i].hot == TKV_UNLIMITED) { /* an exact cache stays one */
                     before = snapshot_of(kv);
-                    CHECK_EQ(tkv_flush(kv, 0, (tkv_flush_mode)mode), TKV_OK);
+                    CHECK_EQ(tkv_seq_flush(kv, 0, (tkv_flush_mode)mode), TKV_OK);
                     unchanged(kv, &before, "flush of an exact cache");
                     tkv_destroy(kv);
                     continue;
                 }
-                CHECK_EQ(tkv_flush(kv, 0, (tkv_flush_mode)mode), TKV_OK);
+                CHECK_EQ(tkv_seq_flush(kv, 0, (tkv_flush_mode)mode), TKV_OK);
                 whole(kv, "flushed", n);
-                CHECK_EQ(tkv_tier_counts(kv, 0, 0, &got), TKV_OK);
-                CHECK_EQ(got.blocks[TKV_WARM] + got.blocks[TKV_ARCHIVE], blocks);
-                CHECK_EQ(got.tokens[TKV_HOT], n - rest + (mode == 2 ? 0 : tail));
-                CHECK_EQ(got.tokens[TKV_HOT] + got.tokens[TKV_WARM] + got.tokens[TKV_ARCHIVE], n);
+                CHECK_EQ(tkv_get_layer(kv, 0, 0, &got), TKV_OK);
+                CHECK_EQ(got.blocks[TKV_TIER_WARM] + got.blocks[TKV_TIER_ARCHIVE], blocks);
+                CHECK_EQ(got.tokens[TKV_TIER_HOT], n - rest + (mode == 2 ? 0 : tail));
+                CHECK_EQ(got.tokens[TKV_TIER_HOT] + got.tokens[TKV_TIER_WARM] + got.tokens[TKV_TIER_ARCHIVE],
+                         n);
                 /* the newest warm_tokens of them are warm: a block that ends inside is not older */
                 for (from = sink + BLOCK, t = 0; from <= n; from += BLOCK) t += n - from >= warm;
-                CHECK_EQ(got.blocks[TKV_ARCHIVE], t + (mode == 2 && tail && warm == 0));
+                CHECK_EQ(got.blocks[TKV_TIER_ARCHIVE], t + (mode == 2 && tail && warm == 0));
                 before = snapshot_of(kv);
-                CHECK_EQ(tkv_flush(kv, 0, (tkv_flush_mode)mode), TKV_OK);
+                CHECK_EQ(tkv_seq_flush(kv, 0, (tkv_flush_mode)mode), TKV_OK);
                 unchanged(kv, &before, "flushed twice");
                 if (n <= sink) {
                     tkv_destroy(kv);
@@ -1887,14 +1915,14 @@ TEST(flush_full_and_all) {
                     CHECK_MEM(k_out, k_want + from * K_ROW, (size_t)(tail * K_ROW) * sizeof(float));
                     CHECK_MEM(v_out, v_want + from * V_ROW, (size_t)(tail * V_ROW) * sizeof(float));
                     before = snapshot_of(kv);
-                    refused(kv, tkv_truncate(kv, 0, n - 1), TKV_ERR_INEXACT, "must stay", &before);
+                    refused(kv, tkv_seq_truncate(kv, 0, n - 1), TKV_ERR_INEXACT, "must stay", &before);
                 }
                 CHECK_EQ(feed_all(kv, 0, 2, 130, 1), TKV_OK); /* goes on in a block of its own */
                 reads_as(kv, 0, 0, 2, n + 130 - (length_of(plans[i].hot, 64) < 65 ? 1 : 65), 1, TKV_F16);
                 whole(kv, "and on", n);
                 CHECK_EQ(feed_all(kv, 0, 2, 600, 100), TKV_OK);
                 whole(kv, "and on", n);
-                CHECK_EQ(tkv_seq_len(kv, 0), n + 730);
+                CHECK_EQ(tkv_get_length(kv, 0, TKV_ALL_LAYERS), n + 730);
                 tkv_destroy(kv);
             }
 }
@@ -1905,23 +1933,23 @@ TEST(flush_refusals) {
     tkv_config cfg = config(2, 1);
     tkv_cache *kv;
     snapshot before;
-    cfg.allocator = counting_allocator_of(&p);
-    cfg.hot_tokens = 1000;
+    cfg.host.allocator = counting_allocator_of(&p);
+    cfg.tiers.hot_tokens = 1000;
     kv = make(&cfg);
-    CHECK_EQ(tkv_flush(kv, 0, TKV_FLUSH_ALL), TKV_OK); /* nothing there */
+    CHECK_EQ(tkv_seq_flush(kv, 0, TKV_FLUSH_ALL), TKV_OK); /* nothing there */
     CHECK_EQ(feed_all(kv, 0, 1, 800, 100), TKV_OK);
     before = snapshot_of(kv);
-    refused(kv, tkv_flush(kv, 0, (tkv_flush_mode)3), TKV_ERR_ARG, "mode", &before);
+    refused(kv, tkv_seq_flush(kv, 0, (tkv_flush_mode)3), TKV_ERR_ARG, "mode", &before);
     before = snapshot_of(kv);
-    refused(kv, tkv_flush(kv, 0, (tkv_flush_mode)below), TKV_ERR_ARG, "mode", &before);
+    refused(kv, tkv_seq_flush(kv, 0, (tkv_flush_mode)below), TKV_ERR_ARG, "mode", &before);
     before = snapshot_of(kv);
-    refused(kv, tkv_flush(kv, 1, TKV_FLUSH_ALL), TKV_ERR_ARG, "1", &before);
-    CHECK_EQ(tkv_flush(NULL, 0, TKV_FLUSH_ALL), TKV_ERR_ARG);
+    refused(kv, tkv_seq_flush(kv, 1, TKV_FLUSH_ALL), TKV_ERR_ARG, "1", &before);
+    CHECK_EQ(tkv_seq_flush(NULL, 0, TKV_FLUSH_ALL), TKV_ERR_ARG);
     p.closed = 1;
     before = snapshot_of(kv);
-    refused(kv, tkv_flush(kv, 0, TKV_FLUSH_FULL), TKV_ERR_NOMEM, "memory", &before);
+    refused(kv, tkv_seq_flush(kv, 0, TKV_FLUSH_FULL), TKV_ERR_NOMEM, "memory", &before);
     p.closed = 0;
-    CHECK_EQ(tkv_flush(kv, 0, TKV_FLUSH_FULL), TKV_OK);
+    CHECK_EQ(tkv_seq_flush(kv, 0, TKV_FLUSH_FULL), TKV_OK);
     whole(kv, "flushed", 0);
     tkv_destroy(kv);
     CHECK_EQ(p.held, 0);
@@ -1948,8 +1976,8 @@ static void same_attention(tkv_cache *a, int layer_a, tkv_cache *b, int layer_b,
 }
 
 TEST(windows_drop_what_nobody_sees) {
-    static const int windows[] = {1, 2, 63, 64, 65, 100, 300}, hots[] = {0, TKV_NONE, 1, 100, TKV_ALL};
-    static const int sinks[] = {0, TKV_NONE, 64};
+    static const int windows[] = {1, 2, 63, 64, 65, 100, 300}, hots[] = {0, TKV_OFF, 1, 100, TKV_UNLIMITED};
+    static const int sinks[] = {0, TKV_OFF, 64};
     int i, j, s, most = tkv_test_quick() ? 180 : 460;
     for (i = 0; i < COUNT(windows); i++)
         for (j = 0; j < COUNT(hots); j++)
@@ -1958,18 +1986,18 @@ TEST(windows_drop_what_nobody_sees) {
                 tkv_cache *kv, *without = make(&all);
                 int n, chunk = j % 2 ? 1 : 7, hot = length_of(hots[j], 64), dropped = 0, t;
                 tkv_tier tier;
-                cfg.window = windows[i];
-                cfg.hot_tokens = hots[j];
-                cfg.sink_tokens = sinks[s];
+                cfg.model.window = windows[i];
+                cfg.tiers.hot_tokens = hots[j];
+                cfg.tiers.sink_tokens = sinks[s];
                 kv = make(&cfg);
-                if (hots[j] == TKV_ALL) hot = 64;
+                if (hots[j] == TKV_UNLIMITED) hot = 64;
                 for (n = chunk; n <= most; n += chunk) {
-                    tkv_tier_info info;
+                    tkv_layer_info info;
                     CHECK_EQ(feed(kv, 0, 0, 1, chunk), TKV_OK);
                     CHECK_EQ(feed(without, 0, 0, 1, chunk), TKV_OK);
-                    CHECK_EQ(tkv_tier_counts(kv, 0, 0, &info), TKV_OK);
-                    CHECK(info.dropped >= dropped);
-                    dropped = info.dropped;
+                    CHECK_EQ(tkv_get_layer(kv, 0, 0, &info), TKV_OK);
+                    CHECK(info.expired >= dropped);
+                    dropped = info.expired;
                     CHECK_EQ(dropped + info.tokens[0] + info.tokens[1] + info.tokens[2], n);
                     /* after a cut of hot_tokens the next window is whole; what is older goes in blocks */
                     CHECK_LE(dropped, at_least_0(n - chunk - hot - windows[i]));
@@ -1979,15 +2007,15 @@ TEST(windows_drop_what_nobody_sees) {
                     same_attention(kv, 0, without, 0, chunk, windows[i]);
                     if (dropped) {
                         CHECK_EQ(tkv_read(kv, 0, 0, dropped - 1, 1, k_out, v_out), TKV_ERR_RANGE);
-                        CHECK_EQ(tkv_tier_of(kv, 0, 0, dropped - 1, &tier), TKV_ERR_RANGE);
-                        CHECK_EQ(tkv_tier_of(kv, 0, 0, dropped, &tier), TKV_OK);
+                        CHECK_EQ(tier_of(kv, 0, 0, dropped - 1, &tier), TKV_ERR_RANGE);
+                        CHECK_EQ(tier_of(kv, 0, 0, dropped, &tier), TKV_OK);
                     }
                     reads_as(kv, 0, 0, 1, dropped, n - dropped, TKV_F32);
                 }
-                n = tkv_seq_len(kv, 0);
-                t = hots[j] == TKV_ALL ? 64 : hot;
+                n = tkv_get_length(kv, 0, TKV_ALL_LAYERS);
+                t = hots[j] == TKV_UNLIMITED ? 64 : hot;
                 if (t > n) t = n;
-                CHECK_EQ(tkv_truncate(kv, 0, n - t), TKV_OK); /* hot_tokens, at any time */
+                CHECK_EQ(tkv_seq_truncate(kv, 0, n - t), TKV_OK); /* hot_tokens, at any time */
                 CHECK_EQ(feed(kv, 0, 0, 2, 3), TKV_OK);
                 tkv_destroy(without);
                 without = make(&all);
@@ -2003,7 +2031,7 @@ TEST(windows_drop_what_nobody_sees) {
 /* The shortest cut that a window allows: the tokens that follow see what they should, and the cache is whole,
  * also when nothing is left but the place where the next token goes. */
 TEST(windows_and_the_longest_cut) {
-    static const int windows[] = {1, 2, 40}, hots[] = {TKV_NONE, TKV_ALL, 0};
+    static const int windows[] = {1, 2, 40}, hots[] = {TKV_OFF, TKV_UNLIMITED, 0};
     int i, j, n;
     for (i = 0; i < COUNT(windows); i++)
         for (j = 0; j < COUNT(hots); j++)
@@ -2011,17 +2039,17 @@ TEST(windows_and_the_longest_cut) {
                 tkv_config cfg = config_f32(1, 1), all = config_f32(1, 1);
                 tkv_cache *kv, *without;
                 int keep = 0;
-                tkv_tier_info info;
-                cfg.window = windows[i];
-                cfg.hot_tokens = hots[j];
-                cfg.sink_tokens = TKV_NONE;
+                tkv_layer_info info;
+                cfg.model.window = windows[i];
+                cfg.tiers.hot_tokens = hots[j];
+                cfg.tiers.sink_tokens = TKV_OFF;
                 kv = make(&cfg);
                 CHECK_EQ(feed_all(kv, 0, 1, n, 1), TKV_OK);
-                while (tkv_truncate(kv, 0, keep) == TKV_ERR_INEXACT) keep++;
-                CHECK_EQ(tkv_seq_len(kv, 0), keep);
+                while (tkv_seq_truncate(kv, 0, keep) == TKV_ERR_INEXACT) keep++;
+                CHECK_EQ(tkv_get_length(kv, 0, TKV_ALL_LAYERS), keep);
                 whole(kv, "longest cut", n);
-                CHECK_EQ(tkv_tier_counts(kv, 0, 0, &info), TKV_OK);
-                CHECK_EQ(info.dropped + info.tokens[0] + info.tokens[1] + info.tokens[2], keep);
+                CHECK_EQ(tkv_get_layer(kv, 0, 0, &info), TKV_OK);
+                CHECK_EQ(info.expired + info.tokens[0] + info.tokens[1] + info.tokens[2], keep);
                 without = make(&all);
                 CHECK_EQ(feed_all(without, 0, 1, keep, 100), TKV_OK);
                 CHECK_EQ(feed(kv, 0, 0, 2, 1), TKV_OK);
@@ -2037,7 +2065,7 @@ TEST(layers_that_share_and_layers_without) {
     tkv_layer_config layers[6];
     tkv_config cfg = config_f32(6, 2), plain = config_f32(1, 1);
     tkv_cache *kv, *alone = make(&plain);
-    tkv_tier_info info, other;
+    tkv_layer_info info, other;
     tkv_tier tier;
     snapshot before;
     tkv_memory_info m;
@@ -2059,38 +2087,38 @@ TEST(layers_that_share_and_layers_without) {
         CHECK_EQ(feed(alone, 0, 0, 1, 50), TKV_OK);
         same_attention(kv, 1, kv, 2, 1, 50);
         same_attention(kv, 3, kv, 4, 1, 60);
-        CHECK_EQ(tkv_seq_len(kv, 0), n);
-        CHECK_EQ(tkv_layer_len(kv, 0, 2), n);
-        CHECK_EQ(tkv_layer_len(kv, 0, 4), n);
-        CHECK_EQ(tkv_layer_len(kv, 0, 0), 0);
-        CHECK_EQ(tkv_tier_counts(kv, 0, 1, &info), TKV_OK);
-        CHECK_EQ(tkv_tier_counts(kv, 0, 2, &other), TKV_OK);
+        CHECK_EQ(tkv_get_length(kv, 0, TKV_ALL_LAYERS), n);
+        CHECK_EQ(tkv_get_length(kv, 0, 2), n);
+        CHECK_EQ(tkv_get_length(kv, 0, 4), n);
+        CHECK_EQ(tkv_get_length(kv, 0, 0), 0);
+        CHECK_EQ(tkv_get_layer(kv, 0, 1, &info), TKV_OK);
+        CHECK_EQ(tkv_get_layer(kv, 0, 2, &other), TKV_OK);
         CHECK_MEM(&info, &other, sizeof info);
-        CHECK_LE(info.dropped, at_least_0(n - 150 - 64));
-        CHECK(n < 400 || info.dropped > 0);
-        CHECK_EQ(tkv_tier_counts(kv, 0, 3, &info), TKV_OK);
-        CHECK_EQ(info.dropped, 0);
+        CHECK_LE(info.expired, at_least_0(n - 150 - 64));
+        CHECK(n < 400 || info.expired > 0);
+        CHECK_EQ(tkv_get_layer(kv, 0, 3, &info), TKV_OK);
+        CHECK_EQ(info.expired, 0);
     }
     reads_as(kv, 0, 3, 1, 0, 0, TKV_F32);
     CHECK_EQ(tkv_read(kv, 0, 3, 0, 500, k_want, v_want), TKV_OK);
     CHECK_EQ(tkv_read(kv, 0, 4, 0, 500, k_out, v_out), TKV_OK);
     CHECK_MEM(k_out, k_want, 500 * K_ROW * sizeof(float));
     CHECK_EQ(tkv_read(kv, 0, 0, 0, 0, k_out, v_out), TKV_ERR_ARG);
-    CHECK_EQ(tkv_tier_counts(kv, 0, 0, &info), TKV_ERR_ARG);
-    CHECK_EQ(tkv_tier_of(kv, 0, 5, 0, &tier), TKV_ERR_ARG);
+    CHECK_EQ(tkv_get_layer(kv, 0, 0, &info), TKV_ERR_ARG);
+    CHECK_EQ(tier_of(kv, 0, 5, 0, &tier), TKV_ERR_ARG);
     for (n = 0; n < 6; n++) {
         if (n == 1 || n == 3) continue;
         before = snapshot_of(kv);
         refused(kv, tkv_append(kv, 0, n, k_in, v_in, 1), TKV_ERR_ARG, "no K and V of its own", &before);
     }
-    CHECK_EQ(tkv_begin(kv, 0), TKV_OK); /* a step counts the layers that have something */
+    CHECK_EQ(tkv_seq_begin(kv, 0), TKV_OK); /* a step counts the layers that have something */
     CHECK_EQ(feed(kv, 0, 1, 1, 2), TKV_OK);
-    CHECK_EQ(tkv_commit(kv, 0), TKV_ERR_STATE);
+    CHECK_EQ(tkv_seq_commit(kv, 0), TKV_ERR_STATE);
     CHECK_EQ(feed(kv, 0, 3, 1, 2), TKV_OK);
-    CHECK_EQ(tkv_commit(kv, 0), TKV_OK);
-    CHECK_EQ(tkv_memory(kv, &m), TKV_OK);
-    CHECK_EQ(tkv_tier_counts(kv, 0, 1, &info), TKV_OK);
-    CHECK_EQ(m.tier[0].tokens + m.tier[1].tokens + m.tier[2].tokens, 2 * 502 - info.dropped);
+    CHECK_EQ(tkv_seq_commit(kv, 0), TKV_OK);
+    CHECK_EQ(tkv_get_memory(kv, &m), TKV_OK);
+    CHECK_EQ(tkv_get_layer(kv, 0, 1, &info), TKV_OK);
+    CHECK_EQ(m.tier[0].tokens + m.tier[1].tokens + m.tier[2].tokens, 2 * 502 - info.expired);
     tkv_destroy(kv);
     tkv_destroy(alone);
 }
@@ -2101,10 +2129,10 @@ TEST(layers_with_their_own_plans) {
     tkv_cache *kv;
     int i, n, t;
     memset(layers, 0, sizeof layers);
-    cfg.sink_tokens = 9; /* the cache's values, where a layer says 0 */
-    cfg.hot_tokens = 40;
-    cfg.warm_tokens = 90;
-    cfg.warm.k = TKV_Q8;
+    cfg.tiers.sink_tokens = 9; /* the cache's values, where a layer says 0 */
+    cfg.tiers.hot_tokens = 40;
+    cfg.tiers.warm_tokens = 90;
+    cfg.tiers.warm.k = TKV_Q8;
     for (i = 0; i < COUNT(plans); i++) {
         layers[i].sink_tokens = plans[i].sink;
         layers[i].hot_tokens = plans[i].hot;
@@ -2120,7 +2148,7 @@ TEST(layers_with_their_own_plans) {
         whole(kv, "own plans", n);
         for (i = 0; i < COUNT(plans); i++) {
             plan p = plans[i];
-            tkv_tier_info want;
+            tkv_layer_info want;
             if (!p.sink) p.sink = 9;
             if (!p.hot) p.hot = 40;
             if (!p.warm) p.warm = 90;
@@ -2130,15 +2158,15 @@ TEST(layers_with_their_own_plans) {
         }
     }
     for (i = 0; i < COUNT(plans); i++) { /* formats: the newest token, and one block in warm */
-        tkv_tier_info info;
+        tkv_layer_info info;
         int sink = length_of(plans[i].sink, 9), from;
-        CHECK_EQ(tkv_tier_counts(kv, 0, i, &info), TKV_OK);
+        CHECK_EQ(tkv_get_layer(kv, 0, i, &info), TKV_OK);
         CHECK_EQ(tkv_read(kv, 0, i, 699, 1, k_out, v_out), TKV_OK);
         rows_of(1, i, 699, 1, k_want, v_want);
         CHECK_NEAR(k_out[0], as_hot(TKV_F16, k_want[0]), 0);
         CHECK_NEAR(v_out[0], as_hot(i % 3 == 0 ? TKV_F32 : TKV_F16, v_want[0]), 0);
-        if (!info.blocks[TKV_WARM] || info.blocks[TKV_ARCHIVE]) continue;
-        from = sink + (info.blocks[TKV_WARM] - 1) * BLOCK;
+        if (!info.blocks[TKV_TIER_WARM] || info.blocks[TKV_TIER_ARCHIVE]) continue;
+        from = sink + (info.blocks[TKV_TIER_WARM] - 1) * BLOCK;
         rows_of(1, i, 0, from + BLOCK, k_want, v_want);
         for (t = 0; t < (from + BLOCK) * K_ROW; t++) k_want[t] = as_hot(TKV_F16, k_want[t]);
         for (t = 0; t < (from + BLOCK) * V_ROW && i % 3; t++) v_want[t] = as_hot(TKV_F16, v_want[t]);
@@ -2154,11 +2182,11 @@ TEST(layers_with_their_own_plans) {
 static tkv_cache *damage_me(void) {
     tkv_config cfg = config(2, 3);
     tkv_cache *kv;
-    cfg.hot.k = cfg.hot.v = TKV_F32;
+    cfg.tiers.hot.k = cfg.tiers.hot.v = TKV_F32;
     kv = make(&cfg);
     CHECK_EQ(feed_all(kv, 0, 0, 900, 100), TKV_OK);
     CHECK_EQ(feed_all(kv, 1, 1, 850, 100), TKV_OK);
-    CHECK_EQ(tkv_reserve(kv, 1, 100), TKV_OK);
+    CHECK_EQ(tkv_seq_reserve(kv, 1, 100), TKV_OK);
     whole(kv, "before damage", 0);
     return kv;
 }
@@ -2297,11 +2325,11 @@ TEST(check_survives_wild_numbers) {
 /* >>blocks with several holders. There is no call for it yet: by hand. */
 static void share(tkv_cache *kv, int from, int to) {
     int layer, i, most = 0;
-    CHECK_EQ(tkv_seq_len(kv, to), 0);
-    for (layer = 0; layer < kv->tables.cfg.n_layers; layer++)
+    CHECK_EQ(tkv_get_length(kv, to, TKV_ALL_LAYERS), 0);
+    for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++)
         most = tkvi_max(most, tkvi_list_of(kv, from, layer)->n);
     if (!tkvi_grow_lists(kv, to, most + 1)) exit(2);
-    for (layer = 0; layer < kv->tables.cfg.n_layers; layer++) {
+    for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++) {
         *tkvi_list_of(kv, to, layer) = *tkvi_list_of(kv, from, layer);
         for (i = 0; i < tkvi_list_of(kv, from, layer)->n; i++) {
             tkvi_ids(kv, to, layer)[i] = tkvi_ids(kv, from, layer)[i];
@@ -2321,20 +2349,20 @@ TEST(shared_blocks) {
         tkv_memory_info before, after;
         size_t empty;
         int n = 1 + tkv_rng_below(&rng, 700), chunk = 1 + tkv_rng_below(&rng, 200), i, step;
-        cfg.allocator = counting_allocator_of(&p);
-        if (round % 3 == 1) cfg.window = alone.window = 40 + round;
-        if (round % 3 == 2) cfg.hot_tokens = alone.hot_tokens = 1 + round * 3;
+        cfg.host.allocator = counting_allocator_of(&p);
+        if (round % 3 == 1) cfg.model.window = alone.model.window = 40 + round;
+        if (round % 3 == 2) cfg.tiers.hot_tokens = alone.tiers.hot_tokens = 1 + round * 3;
         kv = make(&cfg);
         empty = p.held;
         for (i = 0; i < 3; i++) own[i] = make(&alone);
         CHECK_EQ(feed_all(kv, 3, 9, 100, 100), TKV_OK); /* a stranger in the same pages */
         CHECK_EQ(feed_all(kv, 0, 0, n, chunk), TKV_OK);
         for (i = 0; i < 3; i++) CHECK_EQ(feed_all(own[i], 0, 0, n, chunk), TKV_OK);
-        CHECK_EQ(tkv_memory(kv, &before), TKV_OK);
+        CHECK_EQ(tkv_get_memory(kv, &before), TKV_OK);
         share(kv, 0, 1);
         share(kv, 1, 2);
         whole(kv, "shared", round);
-        CHECK_EQ(tkv_memory(kv, &after), TKV_OK);
+        CHECK_EQ(tkv_get_memory(kv, &after), TKV_OK);
         CHECK_MEM(&after.tier, &before.tier, sizeof after.tier); /* counts once */
         CHECK_EQ(after.slack, before.slack);
         CHECK_EQ(after.total, p.held);
@@ -2355,7 +2383,7 @@ TEST(shared_blocks) {
                     CHECK_EQ(st2, TKV_OK);
                     snapshot_free(&all);
                     /* the layers are brought to one length again below */
-                    some = tkv_layer_len(own[i], 0, 0) - tkv_layer_len(own[i], 0, 1);
+                    some = tkv_get_length(own[i], 0, 0) - tkv_get_length(own[i], 0, 1);
                     if (some) {
                         CHECK_EQ(feed(kv, i, 1, 10 + i, some), TKV_OK);
                         CHECK_EQ(feed(own[i], 0, 1, 10 + i, some), TKV_OK);
@@ -2366,33 +2394,33 @@ TEST(shared_blocks) {
                     st2 = feed_all(own[i], 0, 10 + i, some, some);
                 }
             } else if (op == 6) {
-                st = tkv_flush(kv, i, TKV_FLUSH_FULL);
-                st2 = tkv_flush(own[i], 0, TKV_FLUSH_FULL);
+                st = tkv_seq_flush(kv, i, TKV_FLUSH_FULL);
+                st2 = tkv_seq_flush(own[i], 0, TKV_FLUSH_FULL);
             } else if (op == 7) {
-                st = tkv_flush(kv, i, TKV_FLUSH_ALL);
-                st2 = tkv_flush(own[i], 0, TKV_FLUSH_ALL);
+                st = tkv_seq_flush(kv, i, TKV_FLUSH_ALL);
+                st2 = tkv_seq_flush(own[i], 0, TKV_FLUSH_ALL);
             } else if (op < 10) {
-                int cut = tkv_seq_len(kv, i) - tkv_rng_below(&rng, 70);
-                st = tkv_truncate(kv, i, at_least_0(cut));
-                st2 = tkv_truncate(own[i], 0, at_least_0(cut));
+                int cut = tkv_get_length(kv, i, TKV_ALL_LAYERS) - tkv_rng_below(&rng, 70);
+                st = tkv_seq_truncate(kv, i, at_least_0(cut));
+                st2 = tkv_seq_truncate(own[i], 0, at_least_0(cut));
             } else if (op == 10) {
-                CHECK_EQ(tkv_begin(kv, i), TKV_OK);
-                CHECK_EQ(tkv_begin(own[i], 0), TKV_OK);
+                CHECK_EQ(tkv_seq_begin(kv, i), TKV_OK);
+                CHECK_EQ(tkv_seq_begin(own[i], 0), TKV_OK);
                 CHECK_EQ(feed_all(kv, i, 50, some, some), TKV_OK);
-                st = tkv_abort(kv, i);
-                st2 = tkv_abort(own[i], 0);
+                st = tkv_seq_abort(kv, i);
+                st2 = tkv_seq_abort(own[i], 0);
             } else { /* reserved, with shared tails and shared blocks that come of age */
-                CHECK_EQ(tkv_reserve(kv, i, some), TKV_OK);
+                CHECK_EQ(tkv_seq_reserve(kv, i, some), TKV_OK);
                 whole(kv, "reserved", step);
                 p.closed = 1;
                 st = feed_all(kv, i, 10 + i, some, some);
                 p.closed = 0;
                 st2 = feed_all(own[i], 0, 10 + i, some, some);
             }
-            CHECK_MSG(st == st2, "round %d step %d op %d: %s, alone %s", round, step, op, tkv_status_text(st),
-                      tkv_status_text(st2));
+            CHECK_MSG(st == st2, "round %d step %d op %d: %s, alone %s", round, step, op,
+                      tkv_get_status_text(st), tkv_get_status_text(st2));
             whole(kv, "step", step);
-            CHECK_EQ(tkv_memory(kv, &after), TKV_OK);
+            CHECK_EQ(tkv_get_memory(kv, &after), TKV_OK);
             CHECK_EQ(after.total, p.held);
             if (step % 5 < 4) continue;
             for (i = 0; i < 3; i++) {
@@ -2403,12 +2431,12 @@ TEST(shared_blocks) {
             }
         }
         for (i = 0; i < 3; i++) {
-            CHECK_EQ(tkv_reset(kv, (i + round) % 3), TKV_OK);
+            CHECK_EQ(tkv_seq_reset(kv, (i + round) % 3), TKV_OK);
             whole(kv, "released", i);
             tkv_destroy(own[i]);
         }
-        reads_as(kv, 3, 0, 9, tkv_layer_len(kv, 3, 0) - 1, 1, TKV_F16);
-        CHECK_EQ(tkv_reset(kv, 3), TKV_OK);
+        reads_as(kv, 3, 0, 9, tkv_get_length(kv, 3, 0) - 1, 1, TKV_F16);
+        CHECK_EQ(tkv_seq_reset(kv, 3), TKV_OK);
         CHECK_EQ(kv->pool.n_blocks, 0);
         CHECK_EQ(kv->pool.n_pages, 0);
         CHECK(p.held >= empty);
@@ -2450,11 +2478,11 @@ TEST(shared_tail_and_shared_demotion) {
     snapshot_free(&now);
     reads_as(kv, 0, 0, 0, 0, 108, TKV_F16);
     snapshot_free(&before);
-    CHECK_EQ(tkv_reset(kv, 0), TKV_OK);
+    CHECK_EQ(tkv_seq_reset(kv, 0), TKV_OK);
     CHECK_EQ(kv->pool.block[tkvi_ids(kv, 1, 0)[0]].refs, 1);
     whole(kv, "one left", 0);
     reads_as(kv, 1, 0, 0, 0, 4, TKV_F16);
-    CHECK_EQ(tkv_reset(kv, 1), TKV_OK);
+    CHECK_EQ(tkv_seq_reset(kv, 1), TKV_OK);
     CHECK_EQ(kv->pool.n_blocks, 0);
     whole(kv, "none left", 0);
     tkv_destroy(kv);
@@ -2467,21 +2495,21 @@ TEST(last_error_is_empty_after_success) {
     for (i = 0; i < 9; i++) {
         tkv_status st = TKV_OK;
         CHECK_EQ(tkv_append(kv, 0, 9, k_in, v_in, 1), TKV_ERR_ARG);
-        CHECK(tkv_last_error(kv)[0] != 0);
+        CHECK(tkv_get_last_error(kv)[0] != 0);
         (void)tkv_read(kv, 0, 0, 99, 1, k_out, v_out); /* does not change it */
         (void)tkv_check(kv, NULL, 0);
-        CHECK(tkv_last_error(kv)[0] != 0);
+        CHECK(tkv_get_last_error(kv)[0] != 0);
         if (i == 0) st = feed(kv, 0, 0, 1, 10);
         if (i == 1) st = tkv_append(kv, 0, 0, NULL, NULL, 0);
-        if (i == 2) st = tkv_reserve(kv, 0, 4);
-        if (i == 3) st = tkv_begin(kv, 0);
-        if (i == 4) st = tkv_commit(kv, 0);
-        if (i == 5) st = tkv_truncate(kv, 0, 5);
-        if (i == 6) st = tkv_flush(kv, 0, TKV_FLUSH_ALL);
-        if (i == 7) st = tkv_begin(kv, 0) ? TKV_ERR_STATE : tkv_abort(kv, 0);
-        if (i == 8) st = tkv_reset(kv, 0);
+        if (i == 2) st = tkv_seq_reserve(kv, 0, 4);
+        if (i == 3) st = tkv_seq_begin(kv, 0);
+        if (i == 4) st = tkv_seq_commit(kv, 0);
+        if (i == 5) st = tkv_seq_truncate(kv, 0, 5);
+        if (i == 6) st = tkv_seq_flush(kv, 0, TKV_FLUSH_ALL);
+        if (i == 7) st = tkv_seq_begin(kv, 0) ? TKV_ERR_STATE : tkv_seq_abort(kv, 0);
+        if (i == 8) st = tkv_seq_reset(kv, 0);
         CHECK_EQ(st, TKV_OK);
-        CHECK_STR(tkv_last_error(kv), "");
+        CHECK_STR(tkv_get_last_error(kv), "");
     }
     tkv_destroy(kv);
 }

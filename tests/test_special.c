@@ -14,11 +14,11 @@ static const uint32_t nans[] = {0x7fc00000u, 0xffc00000u, 0x7f800001u, 0xfffffff
 static const uint32_t nonfinite[] = {0x7fc00000u, 0xffc00000u, 0x7f800001u,
                                      0xffffffffu, 0x7f800000u, 0xff800000u};
 
-static const tkv_pair plans[][2] = {/* warm, archive */
-                                    {{TKV_KIVI4, TKV_KIVI4}, {TKV_KIVI2, TKV_KIVI2}},
-                                    {{TKV_F32, TKV_F32}, {TKV_BF16, TKV_BF16}},
-                                    {{TKV_A40, TKV_R40}, {TKV_A30, TKV_R30}},
-                                    {{TKV_INT8, TKV_FP4}, {TKV_KVQUANT3, TKV_KVQUANT3}}};
+static const tkv_format_pair plans[][2] = {/* warm, archive */
+                                           {{TKV_KIVI4, TKV_KIVI4}, {TKV_KIVI2, TKV_KIVI2}},
+                                           {{TKV_F32, TKV_F32}, {TKV_BF16, TKV_BF16}},
+                                           {{TKV_A40, TKV_R40}, {TKV_A30, TKV_R30}},
+                                           {{TKV_INT8, TKV_FP4}, {TKV_KVQUANT3, TKV_KVQUANT3}}};
 
 static float k_in[LEN * KV_HEADS * DIM], v_in[LEN * KV_HEADS * DIM], q_in[MOST_ROWS * ROW];
 static float mask_in[MOST_ROWS * LEN];
@@ -30,13 +30,13 @@ typedef void (*special_check)(tkv_cache *kv, int rows, const char *label);
 
 static tkv_config config_of(tkv_isa isa, int plan) {
     tkv_config cfg = shape_of(1, HEADS, KV_HEADS, DIM, 1, LEN);
-    cfg.isa = isa;
-    cfg.hot = pair_of(plan == 1 ? TKV_F32 : TKV_F16, plan == 1 ? TKV_F32 : TKV_F16);
-    cfg.hot_tokens = 20;
-    cfg.warm_tokens = 64;
-    cfg.warm = plans[plan][0];
-    cfg.archive = plans[plan][1];
-    cfg.kvquant = TKV_KVQUANT_POST_ROPE;
+    cfg.host.isa = isa;
+    cfg.tiers.hot = pair_of(plan == 1 ? TKV_F32 : TKV_F16, plan == 1 ? TKV_F32 : TKV_F16);
+    cfg.tiers.hot_tokens = 20;
+    cfg.tiers.warm_tokens = 64;
+    cfg.tiers.warm = plans[plan][0];
+    cfg.tiers.archive = plans[plan][1];
+    cfg.format.kvquant = TKV_KVQUANT_POST_ROPE;
     return cfg;
 }
 
@@ -63,8 +63,8 @@ static void each_cache(special_check check) {
                 tkv_rng rng = tkv_rng_seed(77);
                 tkv_cache *kv = make(&cfg);
                 char label[80];
-                snprintf(label, sizeof label, "%s, %s, %d rows", tkv_isa_name(isas[isa]),
-                         tkv_format_name(cfg.warm.k), rows[i]);
+                snprintf(label, sizeof label, "%s, %s, %d rows", tkv_get_name(TKV_NAME_ISA, isas[isa]),
+                         tkv_get_name(TKV_NAME_FORMAT, cfg.tiers.warm.k), rows[i]);
                 tkv_rng_fill(&rng, k_in, LEN * KV_HEADS * DIM, 1.0);
                 tkv_rng_fill(&rng, v_in, LEN * KV_HEADS * DIM, 1.0);
                 tkv_rng_fill(&rng, q_in, MOST_ROWS * ROW, 1.0);
@@ -115,12 +115,12 @@ static void check_masks(tkv_cache *kv, int rows, const char *label) {
     tkv_attend_params a = params_of(rows, out_a, lse_a), b = params_of(rows, out_b, lse_b);
     static uint64_t bits[MOST_ROWS * 5];
     int i;
-    a.mass = mass_a;
-    b.mass = mass_b;
+    a.scores = mass_a;
+    b.scores = mass_b;
     memset(bits, 0xff, sizeof bits);
     for (i = 0; i < rows; i++) bits[i * 5 + HIDDEN_KEY / 64] &= ~((uint64_t)1 << HIDDEN_KEY % 64);
     a.mask_bits = bits; /* the same by bits: no float takes part */
-    a.mask_bits_n = LEN;
+    a.n_mask_bits = LEN;
     CHECK_EQ(tkv_attend_ex(kv, &a), TKV_OK);
     b.mask = mask_in;
     for (i = 0; i < COUNT(hides); i++) {
@@ -168,7 +168,7 @@ static void check_queries(tkv_cache *kv, int rows, const char *label) {
     int i, h, j, row = rows / 2;
     static const float sinks[HEADS] = {-50.0f, -50.0f, -50.0f, -50.0f};
     CHECK_EQ(tkv_attend_ex(kv, &a), TKV_OK);
-    b.mass = mass_b;
+    b.scores = mass_b;
     memcpy(clean, q_in, sizeof clean);
     for (i = 0; i < COUNT(nonfinite); i++) {
         const int head = i % HEADS, at = (row * HEADS + head) * DIM;
@@ -189,12 +189,12 @@ static void check_queries(tkv_cache *kv, int rows, const char *label) {
             for (mass = 0.0, h = 0; h < LEN; h++) mass += (double)mass_b[h];
             CHECK_NEAR(mass, rows * HEADS - 1, 1e-3 * rows);
         }
-        b.sinks = sinks; /* the row has no sink either: neither an output nor scores come of it */
+        b.sink_logits = sinks; /* the row has no sink either: neither an output nor scores come of it */
         CHECK_EQ(tkv_attend_ex(kv, &b), TKV_OK);
         CHECK(is_minus_infinity(lse_b[row * HEADS + head]));
         for (mass = 0.0, h = 0; h < LEN; h++) mass += (double)mass_b[h];
         CHECK_NEAR(mass, rows * HEADS - 1, 1e-3 * rows);
-        b.sinks = NULL;
+        b.sink_logits = NULL;
         b.softcap = 20.0f;
         CHECK_EQ(tkv_attend_ex(kv, &b), TKV_OK);
         CHECK(is_minus_infinity(lse_b[row * HEADS + head]) && all_finite(out_b, rows * ROW));
@@ -205,7 +205,7 @@ static void check_queries(tkv_cache *kv, int rows, const char *label) {
     for (i = 0; i < 2; i++) {                                          /* without and with learned sinks */
         double all = 0.0;
         int empty = 0;
-        b.sinks = i ? sinks : NULL;
+        b.sink_logits = i ? sinks : NULL;
         CHECK_EQ(tkv_attend_ex(kv, &b), TKV_OK);
         CHECK_MSG(all_finite(out_b, rows * ROW), "%s: queries of 3e38", label);
         for (j = 0; j < rows * HEADS; j++) empty += is_minus_infinity(lse_b[j]);
@@ -213,7 +213,7 @@ static void check_queries(tkv_cache *kv, int rows, const char *label) {
         CHECK_MSG(all <= rows * HEADS - empty + 1e-3 * rows, "%s: %d rows are empty, mass is %g", label,
                   empty, all);
     }
-    b.sinks = NULL;
+    b.sink_logits = NULL;
     memcpy(q_in, clean, sizeof clean);
 }
 TEST(queries) { each_cache(check_queries); }
@@ -230,16 +230,16 @@ TEST(gathered_scores) {
             tkv_rng rng = tkv_rng_seed(78);
             tkv_cache *kv;
             double all = 0.0;
-            cfg.importance_every = 1;
+            cfg.importance.sample_every = 1;
             cfg.importance.strategy = TKV_IMPORTANCE_ACCUMULATION;
             kv = make(&cfg);
             tkv_rng_fill(&rng, k_in, LEN * KV_HEADS * DIM, 1.0);
             tkv_rng_fill(&rng, q_in, ROW, 1.0);
             CHECK_EQ(tkv_append(kv, 0, 0, k_in, k_in, LEN), TKV_OK);
             for (h = 0; h < HEADS; h++) q_in[h * DIM + i] = tkv_test_float(nonfinite[i]);
-            p.sinks = with_sinks ? sinks : NULL;
+            p.sink_logits = with_sinks ? sinks : NULL;
             CHECK_EQ(tkv_attend_ex(kv, &p), TKV_OK);
-            CHECK_EQ(tkv_importance_of(kv, 0, 0, 0, LEN, scores, NULL), TKV_OK);
+            CHECK_EQ(tkv_get_importance(kv, 0, 0, 0, LEN, scores, NULL), TKV_OK);
             for (h = 0; h < LEN; h++) all += (double)scores[h];
             CHECK_NEAR(all, 0.0, 0.0);
             tkv_destroy(kv);
@@ -257,7 +257,7 @@ static void check_numbers(tkv_cache *kv, int rows, const char *label) {
             b = params_of(rows, out_b, lse_b);
             if (field == 0) b.scale = x;
             if (field == 1) b.softcap = x;
-            if (field == 2) b.alibi = slopes;
+            if (field == 2) b.alibi_slopes = slopes;
             slopes[i % HEADS] = field == 2 ? x : 0.0f;
             memset(out_b, 0x55, sizeof out_b);
             CHECK_EQ(tkv_attend_ex(kv, &b), TKV_ERR_ARG);
@@ -293,7 +293,7 @@ static void check_sinks(tkv_cache *kv, int rows, const char *label) {
     float sinks[HEADS];
     int i, h;
     CHECK_EQ(tkv_attend_ex(kv, &a), TKV_OK);
-    b.sinks = sinks;
+    b.sink_logits = sinks;
     for (i = 0; i < COUNT(nonfinite); i++) {
         for (h = 0; h < HEADS; h++) sinks[h] = tkv_test_float(nonfinite[(i + h) % COUNT(nonfinite)]);
         CHECK_EQ(tkv_attend_ex(kv, &b), TKV_OK);
@@ -319,8 +319,8 @@ static void check_values(tkv_isa isa, tkv_format hot, int saturate) {
     tkv_config cfg = config_of(isa, 0);
     tkv_cache *kv;
     int i, side, at;
-    cfg.hot = pair_of(hot, hot);
-    cfg.nonfinite = saturate ? TKV_NONFINITE_SATURATE : TKV_NONFINITE_REFUSE;
+    cfg.tiers.hot = pair_of(hot, hot);
+    cfg.host.nonfinite = saturate ? TKV_NONFINITE_SATURATE : TKV_NONFINITE_REFUSE;
     kv = make(&cfg);
     for (side = 0; side < 2; side++)
         for (i = 0; i < COUNT(nonfinite); i++) {
@@ -328,14 +328,14 @@ static void check_values(tkv_isa isa, tkv_format hot, int saturate) {
             const float special = tkv_test_float(nonfinite[i]);
             const double want = tkv_test_is_nan((double)special) ? 0.0 : i == 4 ? 65504.0 : -65504.0;
             const double tolerance = hot == TKV_BF16 && i >= 4 ? 256.0 : 0.0;
-            CHECK_EQ(tkv_reset(kv, 0), TKV_OK);
+            CHECK_EQ(tkv_seq_reset(kv, 0), TKV_OK);
             memset(k, 0, sizeof k);
             memset(v, 0, sizeof v);
             at = (i * 11 + 3) * KV_HEADS * DIM + 17 * i;
             x[at] = special;
             if (!saturate) {
                 CHECK_EQ(tkv_append(kv, 0, 0, k, v, N), TKV_ERR_NONFINITE);
-                CHECK_EQ(tkv_layer_len(kv, 0, 0), 0);
+                CHECK_EQ(tkv_get_length(kv, 0, 0), 0);
                 continue;
             }
             CHECK_EQ(tkv_append(kv, 0, 0, k, v, N), TKV_OK);
@@ -364,7 +364,7 @@ TEST(merge) {
         const float none = tkv_test_float(nonfinite[i]);
         float a[ROWS * 2] = {1.0f, 2.0f, 3.0f, 4.0f, 5.0f, 6.0f}, lse_of_a[ROWS] = {1.0f, none, none};
         float b[ROWS * 2] = {none, none, 7.0f, 8.0f, 9.0f, 9.0f}, lse_of_b[ROWS] = {none, 2.0f, none};
-        tkv_merge_lse(a, lse_of_a, b, lse_of_b, ROWS, 2);
+        tkv_merge_attention(a, lse_of_a, b, lse_of_b, ROWS, 2);
         CHECK_NEAR(a[0], 1.0, 0.0);
         CHECK_NEAR(a[1], 2.0, 0.0);
         CHECK_NEAR(lse_of_a[0], 1.0, 0.0);
@@ -376,7 +376,7 @@ TEST(merge) {
     }
     for (j = 0; j < 2; j++) { /* logits far apart: the larger one wins, without overflow */
         float a[1] = {3.0f}, b[1] = {5.0f}, lse_of_a = j ? 3e38f : -3e38f, lse_of_b = j ? -3e38f : 3e38f;
-        tkv_merge_lse(a, &lse_of_a, b, &lse_of_b, 1, 1);
+        tkv_merge_attention(a, &lse_of_a, b, &lse_of_b, 1, 1);
         CHECK_NEAR(a[0], j ? 3.0 : 5.0, 1e-6);
         CHECK_NEAR(lse_of_a, 3e38, 1e33);
     }
@@ -388,8 +388,8 @@ TEST(numbers_elsewhere) {
     tkv_rng rng;
     tkv_cache *kv;
     int i;
-    cfg.importance_every = 1;
-    cfg.budget_bytes = 1 << 22;
+    cfg.importance.sample_every = 1;
+    cfg.budget.bytes = 1 << 22;
     kv = make(&cfg);
     rng = tkv_rng_seed(5);
     tkv_rng_fill(&rng, k_in, LEN * KV_HEADS * DIM, 1.0);
@@ -397,32 +397,40 @@ TEST(numbers_elsewhere) {
     for (i = 0; i < COUNT(nonfinite); i++) {
         const float x = tkv_test_float(nonfinite[i]);
         float score[2] = {1.0f, x};
-        int order[2], count;
+        float order[2];
+        uint64_t victims[1];
+        tkv_evict_config policy;
+        tkv_evict_view view;
         tkv_config bad = cfg;
         tkv_feedback f;
-        CHECK_EQ(tkv_importance_add_to(kv, 0, 0, 3, 2, score), TKV_ERR_NONFINITE);
-        CHECK_EQ(tkv_importance_top(score, NULL, 2, 1, order, &count), TKV_ERR_NONFINITE);
-        if (i < COUNT(nans)) CHECK_EQ(tkv_observe(kv, x), TKV_ERR_ARG);
-        CHECK_EQ(tkv_feedback_init(&f, NULL, NULL), TKV_OK);
-        CHECK_EQ(tkv_feedback_observe(&f, x), TKV_ERR_ARG);
-        bad.scale = x;
-        CHECK_EQ(tkv_config_validate(&bad, NULL, 0), TKV_ERR_CONFIG);
+        memset(&policy, 0, sizeof policy);
+        memset(&view, 0, sizeof view);
+        policy.policy = TKV_EVICT_SCORES;
+        view.n = 2;
+        view.user_scores = score;
+        CHECK_EQ(tkv_add_scores(kv, 0, 0, 3, 2, score), TKV_ERR_NONFINITE);
+        CHECK_EQ(tkv_select_victims(&policy, &view, 1, order, victims, NULL), TKV_ERR_NONFINITE);
+        if (i < COUNT(nans)) CHECK_EQ(tkv_report_pressure(kv, x), TKV_ERR_ARG);
+        CHECK_EQ(tkv_init_feedback(&f, NULL, NULL, 0), TKV_OK);
+        CHECK_EQ(tkv_observe_score(&f, x), TKV_ERR_ARG);
+        bad.model.scale = x;
+        CHECK_EQ(tkv_validate_config(&bad, NULL, 0), TKV_ERR_CONFIG);
         bad = cfg;
-        bad.policy.alpha = x;
-        CHECK_EQ(tkv_config_validate(&bad, NULL, 0), TKV_ERR_CONFIG);
+        bad.budget.pressure.alpha = x;
+        CHECK_EQ(tkv_validate_config(&bad, NULL, 0), TKV_ERR_CONFIG);
         bad = cfg;
-        bad.policy.hysteresis = x;
-        CHECK_EQ(tkv_config_validate(&bad, NULL, 0), TKV_ERR_CONFIG);
+        bad.budget.pressure.hysteresis = x;
+        CHECK_EQ(tkv_validate_config(&bad, NULL, 0), TKV_ERR_CONFIG);
         bad = cfg;
-        bad.policy.threshold[0] = x;
-        CHECK_EQ(tkv_config_validate(&bad, NULL, 0), TKV_ERR_CONFIG);
+        bad.budget.pressure.threshold[0] = x;
+        CHECK_EQ(tkv_validate_config(&bad, NULL, 0), TKV_ERR_CONFIG);
         bad = cfg;
         bad.importance.decay = x;
-        CHECK_EQ(tkv_config_validate(&bad, NULL, 0), TKV_ERR_CONFIG);
+        CHECK_EQ(tkv_validate_config(&bad, NULL, 0), TKV_ERR_CONFIG);
         bad = cfg;
-        bad.rope.dim = 64;
-        bad.rope.base = x;
-        CHECK_EQ(tkv_config_validate(&bad, NULL, 0), TKV_ERR_CONFIG);
+        bad.model.rope.dim = 64;
+        bad.model.rope.base = x;
+        CHECK_EQ(tkv_validate_config(&bad, NULL, 0), TKV_ERR_CONFIG);
     }
     sound(kv);
     tkv_destroy(kv);

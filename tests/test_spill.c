@@ -36,7 +36,7 @@ static float k_a[LONGEST * ROW], v_a[LONGEST * ROW], k_b[LONGEST * ROW], v_b[LON
 
 static tkv_config small_config(void) {
     tkv_config cfg = shape_of(LAYERS, HEADS, KV_HEADS, DIM, SEQS, CHUNK);
-    cfg.warm_tokens = 2 * BLOCK;
+    cfg.tiers.warm_tokens = 2 * BLOCK;
     return cfg;
 }
 
@@ -59,22 +59,22 @@ static tkv_status append_both(tkv_cache *a, tkv_cache *b, int seq, int n) {
 
 static int spill_all(tkv_cache *kv, int seq) {
     int done = 0;
-    CHECK_EQ(tkv_spill(kv, seq, TKV_ALL, LONGEST, &done), TKV_OK);
+    CHECK_EQ(tkv_offload(kv, seq, TKV_ALL_LAYERS, LONGEST, &done), TKV_OK);
     sound(kv);
     return done;
 }
 
 static int spilled_in(const tkv_cache *kv, int seq, int layer) {
-    tkv_tier_info t;
+    tkv_layer_info t;
     memset(&t, 0, sizeof t);
-    CHECK_EQ(tkv_tier_counts(kv, seq, layer, &t), TKV_OK);
-    return t.spilled;
+    CHECK_EQ(tkv_get_layer(kv, seq, layer, &t), TKV_OK);
+    return t.offloaded;
 }
 
 /* Attention and reading of two caches with the same tokens in the same formats. */
 static void same(tkv_cache *a, tkv_cache *b, int seq, int n) {
-    int l, len = tkv_seq_len(a, seq);
-    CHECK_EQ(tkv_seq_len(b, seq), len);
+    int l, len = tkv_get_length(a, seq, TKV_ALL_LAYERS);
+    CHECK_EQ(tkv_get_length(b, seq, TKV_ALL_LAYERS), len);
     if (n > len) n = len;
     for (l = 0; l < LAYERS; l++) {
         size_t size = (size_t)n * HEADS * DIM * sizeof(float), all = (size_t)len * ROW * sizeof(float);
@@ -90,17 +90,17 @@ static void same(tkv_cache *a, tkv_cache *b, int seq, int n) {
 }
 
 /* >>the same bits */
-static const tkv_pair pairs[] = {{TKV_F16, TKV_F16},
-                                 {TKV_F32, TKV_BF16},
-                                 {TKV_Q8, TKV_Q8},
-                                 {TKV_KIVI4, TKV_KIVI2},
-                                 {TKV_A40, TKV_R40},
-                                 {TKV_A25, TKV_R15},
-                                 {TKV_INT8, TKV_INT4},
-                                 {TKV_FP8_E4M3, TKV_FP4},
-                                 {TKV_SQUAT4, TKV_KIVI3},
-                                 {TKV_SUBSPACE4, TKV_SUBSPACE2},
-                                 {TKV_KVQUANT4, TKV_KVQUANT3}};
+static const tkv_format_pair pairs[] = {{TKV_F16, TKV_F16},
+                                        {TKV_F32, TKV_BF16},
+                                        {TKV_Q8, TKV_Q8},
+                                        {TKV_KIVI4, TKV_KIVI2},
+                                        {TKV_A40, TKV_R40},
+                                        {TKV_A25, TKV_R15},
+                                        {TKV_INT8, TKV_INT4},
+                                        {TKV_FP8_E4M3, TKV_FP4},
+                                        {TKV_SQUAT4, TKV_KIVI3},
+                                        {TKV_SUBSPACE4, TKV_SUBSPACE2},
+                                        {TKV_KVQUANT4, TKV_KVQUANT3}};
 
 TEST(attention_is_the_same) {
     static const int queries[] = {1, 3, 11,
@@ -110,11 +110,11 @@ TEST(attention_is_the_same) {
         tkv_config cfg = small_config(), with;
         tkv_cache *a, *b;
         test_store d;
-        if (i % 2 || i == 0) cfg.warm = pairs[i]; /* what is outside is recoded no more */
-        cfg.archive = pairs[i];
-        cfg.rope.dim = DIM;
-        cfg.quality_heads = i % 3;
-        cfg.quality_every = 1;
+        if (i % 2 || i == 0) cfg.tiers.warm = pairs[i]; /* what is outside is recoded no more */
+        cfg.tiers.archive = pairs[i];
+        cfg.model.rope.dim = DIM;
+        cfg.meter.heads = i % 3;
+        cfg.meter.every = 1;
         with = cfg;
         test_store_for(&d, &with);
         a = make(&cfg);
@@ -134,7 +134,7 @@ TEST(attention_is_the_same) {
         if (!i) same(a, b, 1, 5);
         sound(b);
         CHECK_EQ(alive_in(&d), (int)b->pool.n_offloaded);
-        CHECK_EQ(tkv_reset(b, 1), TKV_OK);
+        CHECK_EQ(tkv_seq_reset(b, 1), TKV_OK);
         CHECK_EQ(alive_in(&d), 0);
         sound(b);
         tkv_destroy(a);
@@ -158,7 +158,7 @@ TEST(all_that_attention_can_be_asked) {
     b = make(&with);
     for (n = 0; n < 9; n++) CHECK_EQ(append_both(a, b, 0, CHUNK), TKV_OK);
     CHECK(spill_all(b, 0) > 0);
-    tkv_rng_fill(&rng, mask, (size_t)(CHUNK * tkv_seq_len(a, 0)), 3.0);
+    tkv_rng_fill(&rng, mask, (size_t)(CHUNK * tkv_get_length(a, 0, TKV_ALL_LAYERS)), 3.0);
     tkv_rng_fill(&rng, q_in, (size_t)(CHUNK * HEADS * DIM), 1.0);
     for (n = 0; n < HEADS; n++) {
         alibi[n] = 0.01f * (float)n;
@@ -171,18 +171,18 @@ TEST(all_that_attention_can_be_asked) {
         p.lse = lse_a;
         if (kind & 2) p.mask = mask;
         if (kind & 4) p.window = 300;
-        if (kind & 8) p.mass = mass_a;
-        if (kind & 16) p.alibi = alibi, p.softcap = 20.0f;
-        if (kind & 32) p.sinks = sinks, p.non_causal = 1;
+        if (kind & 8) p.scores = mass_a;
+        if (kind & 16) p.alibi_slopes = alibi, p.softcap = 20.0f;
+        if (kind & 32) p.sink_logits = sinks, p.non_causal = 1;
         p.out = out_a;
         CHECK_EQ(tkv_attend_ex(a, &p), TKV_OK);
         p.out = out_b;
         p.lse = lse_b;
-        if (p.mass) p.mass = mass_b;
+        if (p.scores) p.scores = mass_b;
         CHECK_EQ(tkv_attend_ex(b, &p), TKV_OK);
         CHECK_MEM(out_a, out_b, (size_t)p.n * HEADS * DIM * sizeof(float));
         CHECK_MEM(lse_a, lse_b, (size_t)p.n * HEADS * sizeof(float));
-        if (p.mass) CHECK_MEM(mass_a, mass_b, (size_t)tkv_seq_len(a, 0) * sizeof(float));
+        if (p.scores) CHECK_MEM(mass_a, mass_b, (size_t)tkv_get_length(a, 0, TKV_ALL_LAYERS) * sizeof(float));
         if (kind % 8) continue;
         p.n = 2;
         CHECK_EQ(tkv_attend_reference(b, &p), TKV_OK);
@@ -207,15 +207,15 @@ TEST(wide_heads) {
     static float k[CHUNK * 256], v[CHUNK * 256], q[2 * 256], x[2 * 256], y[2 * 256];
     int i, n;
     for (i = 0; i < COUNT(dims); i++) {
-        tkv_config cfg = tkv_config_default(), with;
+        tkv_config cfg = tkv_default_config(), with;
         tkv_cache *a, *b;
         test_store d;
-        cfg.n_layers = 1;
-        cfg.n_heads = 2;
-        cfg.n_kv_heads = 1;
-        cfg.head_dim = dims[i][0];
-        cfg.v_head_dim = dims[i][1];
-        cfg.hot_tokens = i == 0 ? TKV_ALL : 64; /* exact blocks go, the largest there are */
+        cfg.model.n_layers = 1;
+        cfg.model.n_heads = 2;
+        cfg.model.n_kv_heads = 1;
+        cfg.model.head_dim = dims[i][0];
+        cfg.model.v_head_dim = dims[i][1];
+        cfg.tiers.hot_tokens = i == 0 ? TKV_UNLIMITED : 64; /* exact blocks go, the largest there are */
         with = cfg;
         test_store_for(&d, &with);
         a = make(&cfg);
@@ -245,11 +245,11 @@ TEST(more_than_the_budget) {
     counting_allocator p;
     test_store d;
     int n, i, before;
-    cfg.hot_tokens = TKV_ALL;
+    cfg.tiers.hot_tokens = TKV_UNLIMITED;
     with = small_config();
-    with.policy.max_level = TKV_NONE; /* never compressed: then exact blocks go, and the bits stay */
-    with.budget_bytes = 210 * 1000;
-    with.allocator = counting_allocator_of(&p);
+    with.budget.pressure.max_level = TKV_OFF; /* never compressed: then exact blocks go, and the bits stay */
+    with.budget.bytes = 210 * 1000;
+    with.host.allocator = counting_allocator_of(&p);
     test_store_for(&d, &with);
     a = make(&cfg);
     b = make(&with);
@@ -257,25 +257,25 @@ TEST(more_than_the_budget) {
         i = 1 + tkv_rng_below(&rng, n % 5 ? 3 : 20);
         if (n + i > LONGEST) break;
         CHECK_EQ(append_both(a, b, 0, i), TKV_OK);
-        CHECK_LE(p.most, with.budget_bytes);
+        CHECK_LE(p.most, with.budget.bytes);
         sound(b);
     }
     same(a, b, 0, 4);
-    CHECK_EQ(tkv_memory(b, &m), TKV_OK);
+    CHECK_EQ(tkv_get_memory(b, &m), TKV_OK);
     printf("\n    %d tokens, %lu bytes as FP16 in %lu of %lu, %d keys outside", n,
-           (unsigned long)m.fp16_bytes, (unsigned long)m.total, (unsigned long)with.budget_bytes,
+           (unsigned long)m.fp16_bytes, (unsigned long)m.total, (unsigned long)with.budget.bytes,
            alive_in(&d));
     CHECK_LE(10.0 * 0.45, m.ratio);
-    CHECK_EQ(m.spilled.codes + m.spilled.metadata, (size_t)alive_in(&d) * BLOCK * ROW * 2 * 2);
-    CHECK_EQ(m.spilled.tokens, (size_t)alive_in(&d) * BLOCK);
-    CHECK_EQ(budget_of(b).spilled, alive_in(&d));
+    CHECK_EQ(m.offloaded.codes + m.offloaded.metadata, (size_t)alive_in(&d) * BLOCK * ROW * 2 * 2);
+    CHECK_EQ(m.offloaded.tokens, (size_t)alive_in(&d) * BLOCK);
+    CHECK_EQ(budget_of(b).offloaded, alive_in(&d));
     CHECK_EQ(budget_of(b).refused, 0);
     before = alive_in(&d);
-    CHECK_EQ(tkv_truncate(b, 0, 64), TKV_ERR_INEXACT); /* in what is outside */
+    CHECK_EQ(tkv_seq_truncate(b, 0, 64), TKV_ERR_INEXACT); /* in what is outside */
     CHECK_EQ(alive_in(&d), before);
-    n = tkv_seq_len(b, 0) - 66;
-    CHECK_EQ(tkv_truncate(a, 0, n), TKV_OK);
-    if (tkv_truncate(b, 0, n) == TKV_OK) same(a, b, 0, 4);
+    n = tkv_get_length(b, 0, TKV_ALL_LAYERS) - 66;
+    CHECK_EQ(tkv_seq_truncate(a, 0, n), TKV_OK);
+    if (tkv_seq_truncate(b, 0, n) == TKV_OK) same(a, b, 0, 4);
     sound(b);
     tkv_destroy(a);
     tkv_destroy(b);
@@ -290,8 +290,8 @@ TEST(compressed_then_outside) {
     counting_allocator p;
     test_store d;
     int n, seq, l, i;
-    cfg.budget_bytes = 330 * 1000;
-    cfg.allocator = counting_allocator_of(&p);
+    cfg.budget.bytes = 330 * 1000;
+    cfg.host.allocator = counting_allocator_of(&p);
     test_store_for(&d, &cfg);
     kv = make(&cfg);
     for (n = 0; n < 3900; n += 30)
@@ -303,7 +303,7 @@ TEST(compressed_then_outside) {
             CHECK_EQ(info.level, info.n_levels - 1); /* it is the last resort */
         }
     CHECK(alive_in(&d) > 20);
-    CHECK_LE(p.most, cfg.budget_bytes);
+    CHECK_LE(p.most, cfg.budget.bytes);
     for (l = 0; l < LAYERS; l++) { /* the oldest, in both sequences alike */
         CHECK(spilled_in(kv, 0, l) > 5);
         CHECK_LE(spilled_in(kv, 0, l) - spilled_in(kv, 1, l), 2);
@@ -323,12 +323,12 @@ TEST(compressed_then_outside) {
         }
         for (i = 0; i < HEADS * DIM; i++) CHECK_NEAR(out_a[i], out_b[i], 0.01);
     }
-    CHECK_EQ(tkv_reserve(kv, 0, 60), TKV_OK);
+    CHECK_EQ(tkv_seq_reserve(kv, 0, 60), TKV_OK);
     sound(kv);
     CHECK_EQ(append_both(kv, NULL, 0, 60), TKV_OK);
-    CHECK_EQ(tkv_set_budget(kv, cfg.budget_bytes * 9 / 10), TKV_OK);
+    CHECK_EQ(tkv_set_budget(kv, cfg.budget.bytes * 9 / 10), TKV_OK);
     sound(kv);
-    CHECK_LE(p.held, cfg.budget_bytes * 9 / 10);
+    CHECK_LE(p.held, cfg.budget.bytes * 9 / 10);
     tkv_destroy(kv);
     CHECK_EQ(p.held, 0);
     test_store_end(&d);
@@ -339,9 +339,9 @@ TEST(dropped_when_nothing_else_helps) {
     tkv_cache *kv;
     test_store d;
     int n, gone, outside;
-    cfg.budget_bytes = 420 * 1000;
-    cfg.evict.kind = TKV_EVICT_SLIDING;
-    cfg.hot_tokens = 256;
+    cfg.budget.bytes = 420 * 1000;
+    cfg.evict.policy = TKV_EVICT_SLIDING;
+    cfg.tiers.hot_tokens = 256;
     test_store_for(&d, &cfg);
     kv = make(&cfg);
     for (n = 0; n < 2000; n += 20) {
@@ -376,21 +376,21 @@ TEST(steps) {
     tkv_cache *kv;
     test_store d;
     int n, len;
-    cfg.budget_bytes = 300 * 1000;
+    cfg.budget.bytes = 300 * 1000;
     test_store_for(&d, &cfg);
     kv = make(&cfg);
     for (n = 0; n < 60; n++) {
-        CHECK_EQ(tkv_begin(kv, 0), TKV_OK);
-        len = tkv_seq_len(kv, 0);
+        CHECK_EQ(tkv_seq_begin(kv, 0), TKV_OK);
+        len = tkv_get_length(kv, 0, TKV_ALL_LAYERS);
         CHECK_EQ(append_both(kv, NULL, 0, 40), TKV_OK);
         CHECK_EQ(append_both(kv, NULL, 0, 40), TKV_OK);
         sound(kv);
-        if (n % 3) CHECK_EQ(tkv_commit(kv, 0), TKV_OK);
-        else CHECK_EQ(tkv_abort(kv, 0), TKV_OK);
-        CHECK_EQ(tkv_seq_len(kv, 0), n % 3 ? len + 80 : len);
+        if (n % 3) CHECK_EQ(tkv_seq_commit(kv, 0), TKV_OK);
+        else CHECK_EQ(tkv_seq_abort(kv, 0), TKV_OK);
+        CHECK_EQ(tkv_get_length(kv, 0, TKV_ALL_LAYERS), n % 3 ? len + 80 : len);
         sound(kv);
         tkv_rng_fill(&rng, q_in, HEADS * DIM, 1.0);
-        CHECK_EQ(tkv_attend(kv, 0, 0, q_in, tkv_seq_len(kv, 0) > 0, out_a), TKV_OK);
+        CHECK_EQ(tkv_attend(kv, 0, 0, q_in, tkv_get_length(kv, 0, TKV_ALL_LAYERS) > 0, out_a), TKV_OK);
     }
     CHECK(alive_in(&d) > 0);
     tkv_destroy(kv);
@@ -404,7 +404,7 @@ typedef struct logbook {
 
 static void sampled_lanes(void *user, const tkv_event *e) {
     logbook *b = (logbook *)user;
-    if (e->kind != TKV_EVENT_SPILL) return;
+    if (e->kind != TKV_EVENT_OFFLOAD) return;
     b->spills++;
     b->bytes += e->bytes;
     if (e->seq != 1 || e->from != b->next[e->layer] || e->to != e->from + BLOCK || !e->text) b->wrong++;
@@ -414,7 +414,7 @@ static void sampled_lanes(void *user, const tkv_event *e) {
 static int says(const tkv_cache *kv, const char *name, int n) { /* Prometheus' text has this line */
     static char text[16384];
     char line[100];
-    CHECK_EQ(tkv_format_prometheus(kv, NULL, text, sizeof text, NULL), TKV_OK);
+    CHECK_EQ(tkv_print_report(kv, TKV_REPORT_PROMETHEUS, NULL, text, sizeof text, NULL), TKV_OK);
     snprintf(line, sizeof line, "\n%s %d\n", name, n);
     return strstr(text, line) != NULL;
 }
@@ -428,8 +428,8 @@ TEST(it_is_told) { /* an event for each block, and figures */
     int n, all;
     memset(&b, 0, sizeof b);
     for (n = 0; n < LAYERS; n++) b.next[n] = 4; /* behind the sinks */
-    cfg.on_event = sampled_lanes;
-    cfg.event_user = &b;
+    cfg.host.on_event = sampled_lanes;
+    cfg.host.event_user = &b;
     test_store_for(&d, &cfg);
     kv = make(&cfg);
     for (n = 0; n < 9; n++) CHECK_EQ(append_both(kv, NULL, 1, CHUNK), TKV_OK);
@@ -438,17 +438,17 @@ TEST(it_is_told) { /* an event for each block, and figures */
     CHECK(all > 10);
     CHECK_EQ(b.spills, all);
     CHECK_EQ(b.wrong, 0);
-    CHECK_EQ(tkv_memory(kv, &m), TKV_OK);
-    CHECK_LE(m.spilled.codes + m.spilled.metadata, b.bytes);
+    CHECK_EQ(tkv_get_memory(kv, &m), TKV_OK);
+    CHECK_LE(m.offloaded.codes + m.offloaded.metadata, b.bytes);
     CHECK(says(kv, "tkv_blocks_spilled_total", all));
-    CHECK(says(kv, "tkv_tokens_spilled", all * BLOCK));
-    CHECK(says(kv, "tkv_tokens_missing", 0));
+    CHECK(says(kv, "tkv_tokens_offloaded", all * BLOCK));
+    CHECK(says(kv, "tkv_tokens_discarded", 0));
     CHECK_EQ(append_both(kv, NULL, 1, CHUNK), TKV_OK);
     CHECK_EQ(append_both(kv, NULL, 1, CHUNK), TKV_OK);
-    CHECK_EQ(tkv_remat_drop(kv, 1, LONGEST, &n), TKV_OK);
+    CHECK_EQ(tkv_seq_discard(kv, 1, LONGEST, &n), TKV_OK);
     CHECK(n > 0);
-    CHECK(says(kv, "tkv_tokens_missing", n * LAYERS));
-    CHECK(says(kv, "tkv_blocks_dropped_total", n * LAYERS / BLOCK));
+    CHECK(says(kv, "tkv_tokens_discarded", n * LAYERS));
+    CHECK(says(kv, "tkv_blocks_discarded_total", n * LAYERS / BLOCK));
     tkv_destroy(kv);
     test_store_end(&d);
 }
@@ -461,8 +461,8 @@ TEST(store_fails) {
         tkv_cache *kv;
         test_store d;
         int n, len = 0;
-        cfg.budget_bytes = 230 * 1000;
-        cfg.policy.max_level = TKV_NONE;
+        cfg.budget.bytes = 230 * 1000;
+        cfg.budget.pressure.max_level = TKV_OFF;
         test_store_for(&d, &cfg);
         kv = make(&cfg);
         d.store_fails = at;
@@ -470,16 +470,16 @@ TEST(store_fails) {
             for (n = 0; n < LAYERS;
                  n++) { /* whatever comes: what was refused is not there, what was taken is */
                 tkv_status st;
-                int had = tkv_layer_len(kv, 0, n);
+                int had = tkv_get_length(kv, 0, n);
                 fresh(20);
                 st = tkv_append(kv, 0, n, k_in, v_in, 20);
                 CHECK(st == TKV_OK || st == TKV_ERR_BUDGET);
-                CHECK_EQ(tkv_layer_len(kv, 0, n), st ? had : had + 20);
+                CHECK_EQ(tkv_get_length(kv, 0, n), st ? had : had + 20);
                 sound(kv);
                 if (!st) continue;
                 refused++;
-                CHECK_MSG(strstr(tkv_last_error(kv), "store") != NULL, "%s", tkv_last_error(kv));
-                CHECK_EQ(budget_of(kv).unstored, 1);
+                CHECK_MSG(strstr(tkv_get_last_error(kv), "store") != NULL, "%s", tkv_get_last_error(kv));
+                CHECK_EQ(budget_of(kv).unwritten, 1);
                 CHECK_EQ(d.stores, at);
                 CHECK_EQ(tkv_append(kv, 0, n, k_in, v_in, 20), TKV_OK);
             }
@@ -490,11 +490,11 @@ TEST(store_fails) {
         CHECK_EQ(tkv_set_budget(kv, 900 * 1000), TKV_OK);
         for (n = 0; n < 4; n++) CHECK_EQ(append_both(kv, NULL, 0, CHUNK), TKV_OK);
         d.store_fails = 1;
-        CHECK_EQ(tkv_spill(kv, 0, TKV_ALL, 3, &n), TKV_ERR_IO);
+        CHECK_EQ(tkv_offload(kv, 0, TKV_ALL_LAYERS, 3, &n), TKV_ERR_IO);
         CHECK_EQ(n, 0);
         sound(kv);
         d.store_fails = KV_HEADS + 1;
-        CHECK_EQ(tkv_spill(kv, 0, 0, 3, &n), TKV_ERR_IO);
+        CHECK_EQ(tkv_offload(kv, 0, 0, 3, &n), TKV_ERR_IO);
         CHECK_EQ(n, 1);
         sound(kv);
         d.store_fails = 0;
@@ -526,7 +526,7 @@ static void all_say(tkv_cache *kv, tkv_status expected) {
     CHECK_EQ(tkv_attend(kv, 0, 0, q_in, 1, out_b), expected);
     CHECK_EQ(tkv_attend(kv, 0, 0, q_in, CHUNK, out_b), expected);
     CHECK_EQ(tkv_attend_reference(kv, &p), expected);
-    CHECK_EQ(tkv_read(kv, 0, 0, 0, tkv_seq_len(kv, 0), k_b, v_b), expected);
+    CHECK_EQ(tkv_read(kv, 0, 0, 0, tkv_get_length(kv, 0, TKV_ALL_LAYERS), k_b, v_b), expected);
     sound(kv);
 }
 
@@ -574,7 +574,8 @@ TEST(bytes_are_checked) {
             all_say(kv, TKV_ERR_DATA);
             memcpy(s->bytes, was, d.room);
         }
-    /* Three bits that cancel in a hash of lanes without rotations: 63 of a word, 63 and 31 of the word 32 bytes on. */
+    /* Three bits that cancel in a hash of lanes without rotations: 63 of a word, 63 and 31 of the word 32 bytes
+     * on. */
     for (i = 0; i < KV_HEADS; i++)
         for (k = 0; k + 40 <= (int)s->size[i] - 8; k += 8) {
             uint8_t *word = s->bytes + s->at[i] + k;
@@ -606,7 +607,7 @@ TEST(stale_records) {
     test_store d;
     tkv_cache *kv = with_spilled(&cfg, &d);
     int n;
-    CHECK_EQ(tkv_reset(kv, 0), TKV_OK); /* the same block numbers come again, for the same places */
+    CHECK_EQ(tkv_seq_reset(kv, 0), TKV_OK); /* the same block numbers come again, for the same places */
     CHECK_EQ(alive_in(&d), 0);
     d.lazy = 1; /* but what is on the shelves is from before */
     for (n = 0; n < 7; n++) CHECK_EQ(append_both(kv, NULL, 0, CHUNK), TKV_OK);
@@ -631,16 +632,16 @@ TEST(stale_records_of_long_ago) { /* 65,536 blocks have been stored since, and t
     tkv_cache *kv;
     int n;
     test_store_for(&d, &cfg);
-    cfg.spill.keep_exact = 1;
+    cfg.offload.keep_exact = 1;
     kv = make(&cfg);
     fill_layer(kv, &d, 0);
-    CHECK_EQ(tkv_spill(kv, 0, 0, LONGEST, &n), TKV_OK);
+    CHECK_EQ(tkv_offload(kv, 0, 0, LONGEST, &n), TKV_OK);
     CHECK(n > 3);
-    CHECK_EQ(tkv_reset(kv, 0), TKV_OK); /* the same numbers come again */
+    CHECK_EQ(tkv_seq_reset(kv, 0), TKV_OK); /* the same numbers come again */
     kv->pool.marks = 1 << 16;
     fill_layer(kv, &d, 1);
     CHECK_EQ(tkv_promote(kv, 0, 0, 70), TKV_ERR_DATA); /* a copy */
-    CHECK_EQ(tkv_spill(kv, 0, 0, LONGEST, &n), TKV_OK);
+    CHECK_EQ(tkv_offload(kv, 0, 0, LONGEST, &n), TKV_OK);
     CHECK_EQ(tkv_attend(kv, 0, 0, q_in, 1, out_b), TKV_ERR_DATA);
     tkv_destroy(kv);
     test_store_end(&d);
@@ -652,8 +653,8 @@ TEST(keys_are_dropped) {
     tkv_cache *kv;
     test_store d;
     int n, most = 0;
-    cfg.window = 300;
-    cfg.spill.keep_exact = 1;
+    cfg.model.window = 300;
+    cfg.offload.keep_exact = 1;
     test_store_for(&d, &cfg);
     kv = make(&cfg);
     for (n = 0; n < 40; n++) {
@@ -664,22 +665,22 @@ TEST(keys_are_dropped) {
     }
     CHECK(d.drops > most); /* windows closed over them */
     CHECK_LE(most, 2 * SEQS * LAYERS * (300 / BLOCK + 4));
-    CHECK_EQ(tkv_reset(kv, 0), TKV_OK);
+    CHECK_EQ(tkv_seq_reset(kv, 0), TKV_OK);
     sound(kv);
     CHECK(alive_in(&d) > 0);
     tkv_destroy(kv);
     test_store_end(&d);
     /* exact blocks that are cut away */
     cfg = small_config();
-    cfg.hot_tokens = TKV_ALL;
+    cfg.tiers.hot_tokens = TKV_UNLIMITED;
     test_store_for(&d, &cfg);
     kv = make(&cfg);
     for (n = 0; n < 6; n++) CHECK_EQ(append_both(kv, NULL, 0, CHUNK), TKV_OK);
     CHECK(spill_all(kv, 0) > 0);
     n = alive_in(&d);
-    CHECK_EQ(tkv_truncate(kv, 0, 4), TKV_ERR_INEXACT);
+    CHECK_EQ(tkv_seq_truncate(kv, 0, 4), TKV_ERR_INEXACT);
     CHECK_EQ(alive_in(&d), n);
-    CHECK_EQ(tkv_truncate(kv, 0, 4 + BLOCK * spilled_in(kv, 0, 0)), TKV_OK);
+    CHECK_EQ(tkv_seq_truncate(kv, 0, 4 + BLOCK * spilled_in(kv, 0, 0)), TKV_OK);
     CHECK_EQ(alive_in(&d), n);
     sound(kv);
     tkv_rng_fill(&rng, q_in, HEADS * DIM, 1.0);
@@ -698,14 +699,14 @@ TEST(promotion_restores) {
     tkv_tier tier;
     test_store d;
     int n, l, at, len;
-    exact.hot_tokens = TKV_ALL;
-    cfg.spill.keep_exact = 1;
+    exact.tiers.hot_tokens = TKV_UNLIMITED;
+    cfg.offload.keep_exact = 1;
     test_store_for(&d, &cfg);
     a = make(&exact);
     b = make(&cfg);
     for (n = 0; n < 8; n++) CHECK_EQ(append_both(a, b, 0, CHUNK), TKV_OK);
-    len = tkv_seq_len(b, 0);
-    CHECK_EQ(tkv_spill(b, 0, TKV_ALL, 3, NULL), TKV_OK); /* some are outside as well */
+    len = tkv_get_length(b, 0, TKV_ALL_LAYERS);
+    CHECK_EQ(tkv_offload(b, 0, TKV_ALL_LAYERS, 3, NULL), TKV_OK); /* some are outside as well */
     sound(b);
     CHECK(alive_in(&d) > LAYERS * (8 + 3));
     CHECK_EQ(tkv_promote(b, 0, 0, len - 1), TKV_ERR_NO_SOURCE); /* it is exact */
@@ -719,8 +720,8 @@ TEST(promotion_restores) {
     for (l = 0; l < LAYERS; l++)
         for (at = 4; at < len; at += BLOCK) {
             tkv_status st = tkv_promote(b, 0, l, at + at % BLOCK);
-            CHECK_EQ(tkv_tier_of(b, 0, l, at, &tier), TKV_OK);
-            CHECK_EQ(st, tier == TKV_HOT ? TKV_ERR_NO_SOURCE : TKV_OK);
+            CHECK_EQ(tier_of(b, 0, l, at, &tier), TKV_OK);
+            CHECK_EQ(st, tier == TKV_TIER_HOT ? TKV_ERR_NO_SOURCE : TKV_OK);
             CHECK_EQ(tkv_promote(b, 0, l, at), TKV_ERR_NO_SOURCE);
             sound(b);
         }
@@ -739,7 +740,7 @@ TEST(promotion_restores) {
     b = make(&cfg);
     for (n = 0; n < 8; n++) CHECK_EQ(append_both(b, NULL, 0, CHUNK), TKV_OK);
     CHECK_EQ(tkv_promote(b, 0, 0, 100), TKV_ERR_NO_SOURCE);
-    CHECK_MSG(strstr(tkv_last_error(b), "keep_exact") != NULL, "%s", tkv_last_error(b));
+    CHECK_MSG(strstr(tkv_get_last_error(b), "keep_exact") != NULL, "%s", tkv_get_last_error(b));
     CHECK_EQ(tkv_read(b, 0, 0, 0, len, k_a, v_a), TKV_OK);
     CHECK(spill_all(b, 0) > 0);
     CHECK_EQ(tkv_promote(b, 0, 0, 100), TKV_OK);
@@ -749,7 +750,7 @@ TEST(promotion_restores) {
     CHECK_MEM(v_a, v_b, (size_t)len * ROW * sizeof(float));
     sound(b);
     n = spilled_in(b, 0, 0);
-    CHECK_EQ(tkv_spill(b, 0, 0, 1, NULL), TKV_OK);
+    CHECK_EQ(tkv_offload(b, 0, 0, 1, NULL), TKV_OK);
     CHECK_EQ(spilled_in(b, 0, 0), n + 1);
     tkv_destroy(a);
     tkv_destroy(b);
@@ -762,9 +763,9 @@ TEST(promotion_under_a_budget) {
     counting_allocator p;
     test_store d;
     int n, at, better = 0, full = 0;
-    cfg.budget_bytes = 330 * 1000;
-    cfg.allocator = counting_allocator_of(&p);
-    cfg.spill.keep_exact = 1;
+    cfg.budget.bytes = 330 * 1000;
+    cfg.host.allocator = counting_allocator_of(&p);
+    cfg.offload.keep_exact = 1;
     test_store_for(&d, &cfg);
     kv = make(&cfg);
     for (n = 0; n < 3900; n += 50) CHECK_EQ(append_both(kv, NULL, 0, 50), TKV_OK);
@@ -774,58 +775,20 @@ TEST(promotion_under_a_budget) {
         better += st == TKV_OK;
         full += st == TKV_ERR_BUDGET;
         sound(kv);
-        CHECK_LE(p.most, cfg.budget_bytes);
+        CHECK_LE(p.most, cfg.budget.bytes);
     }
     CHECK(full > 0);
-    CHECK_EQ(tkv_reset(kv, 1), TKV_OK);
-    CHECK_EQ(tkv_set_budget(kv, 2 * cfg.budget_bytes), TKV_OK);
+    CHECK_EQ(tkv_seq_reset(kv, 1), TKV_OK);
+    CHECK_EQ(tkv_set_budget(kv, 2 * cfg.budget.bytes), TKV_OK);
     for (at = 4; at < 1000; at += BLOCK) better += tkv_promote(kv, 0, 1, at) == TKV_OK;
     CHECK(better > 10);
-    CHECK_EQ(tkv_set_budget(kv, cfg.budget_bytes), TKV_OK); /* they go again */
+    CHECK_EQ(tkv_set_budget(kv, cfg.budget.bytes), TKV_OK); /* they go again */
     sound(kv);
-    CHECK_LE(p.held, cfg.budget_bytes);
+    CHECK_LE(p.held, cfg.budget.bytes);
     for (n = 0; n < 40; n++) CHECK_EQ(append_both(kv, NULL, 1, 5), TKV_OK);
     sound(kv);
     tkv_destroy(kv);
     CHECK_EQ(p.held, 0);
-    test_store_end(&d);
-}
-
-TEST(importance_says_what_to_promote) { /* the example of api.h */
-    tkv_config cfg = small_config();
-    tkv_importance_promotion p;
-    tkv_tier tier;
-    float score[64];
-    uint64_t source[1] = {0};
-    int moved[64], out[TKV_IMPORTANCE_PER_STEP], start_of[64], n, n_blocks = 0, at, count = 0, step, all = 0;
-    tkv_cache *kv;
-    test_store d;
-    cfg.spill.keep_exact = 1;
-    test_store_for(&d, &cfg);
-    kv = make(&cfg);
-    for (n = 0; n < 12; n++) CHECK_EQ(append_both(kv, NULL, 0, CHUNK), TKV_OK);
-    for (at = 4; at < tkv_seq_len(kv, 0); at += BLOCK, n_blocks++) {
-        start_of[n_blocks] = at;
-        moved[n_blocks] = TKV_NONE;
-        score[n_blocks] = n_blocks % 3 ? 0.2f : 0.01f;
-        CHECK_EQ(tkv_tier_of(kv, 0, 0, at, &tier), TKV_OK);
-        if (tier != TKV_HOT) source[0] |= (uint64_t)1 << n_blocks;
-    }
-    memset(&p, 0, sizeof p);
-    p.cfg.per_step = 3;
-    for (step = 0; step < 8; step++) {
-        CHECK_EQ(tkv_importance_promote(&p, score, source, moved, n_blocks, step, out, &count), TKV_OK);
-        CHECK_LE(count, 3);
-        for (n = 0; n < count; n++) {
-            CHECK_EQ(tkv_promote(kv, 0, 0, start_of[out[n]]), TKV_OK);
-            source[0] &= ~((uint64_t)1 << out[n]);
-            all++;
-        }
-        sound(kv);
-    }
-    CHECK_EQ(all, (int)budget_of(kv).promoted);
-    CHECK(all > 6 && all < n_blocks);
-    tkv_destroy(kv);
     test_store_end(&d);
 }
 
@@ -839,31 +802,31 @@ TEST(every_allocation_fails_once) {
         counting_allocator p;
         test_store d;
         int n, l, done = 0;
-        cfg.budget_bytes = nth % 2 ? 300 * 1000 : 0;
-        cfg.allocator = counting_allocator_of(&p);
-        cfg.spill.keep_exact = nth % 3 == 0;
+        cfg.budget.bytes = nth % 2 ? 300 * 1000 : 0;
+        cfg.host.allocator = counting_allocator_of(&p);
+        cfg.offload.keep_exact = nth % 3 == 0;
         test_store_for(&d, &cfg);
         p.closed = nth;
         st = tkv_create(&cfg, &kv);
         CHECK(st == TKV_OK || st == TKV_ERR_NOMEM);
         for (n = 0; n < 50 && kv; n++) {
             for (l = 0; l < LAYERS; l++) {
-                int had = tkv_layer_len(kv, 0, l);
+                int had = tkv_get_length(kv, 0, l);
                 fresh(20);
                 st = tkv_append(kv, 0, l, k_in, v_in, 20);
                 CHECK(st == TKV_OK || st == TKV_ERR_NOMEM || st == TKV_ERR_BUDGET);
-                CHECK_EQ(tkv_layer_len(kv, 0, l), st ? had : had + 20);
+                CHECK_EQ(tkv_get_length(kv, 0, l), st ? had : had + 20);
                 if (p.closed == 1) done = 1, p.closed = 0;
                 if (st) CHECK_EQ(tkv_append(kv, 0, l, k_in, v_in, 20), TKV_OK);
             }
-            if (n % 4 == 0) CHECK_EQ(tkv_spill(kv, 0, TKV_ALL, 1, NULL), TKV_OK);
+            if (n % 4 == 0) CHECK_EQ(tkv_offload(kv, 0, TKV_ALL_LAYERS, 1, NULL), TKV_OK);
             if (n % 7 == 6) {
                 st = tkv_promote(kv, 0, 0, 4);
                 CHECK(st == TKV_OK || st == TKV_ERR_NOMEM || st == TKV_ERR_BUDGET || st == TKV_ERR_NO_SOURCE);
                 if (p.closed == 1) done = 1, p.closed = 0;
             }
             sound(kv);
-            CHECK(cfg.budget_bytes == 0 || p.most <= cfg.budget_bytes);
+            CHECK(cfg.budget.bytes == 0 || p.most <= cfg.budget.bytes);
         }
         failed += done || !kv;
         tkv_destroy(kv);
@@ -880,19 +843,19 @@ TEST(in_place) {
     uint8_t *raw;
     test_store d;
     int n, i;
-    cfg.policy.max_level = TKV_NONE;
-    cfg.max_seqs = 1;
-    cfg.max_tokens = LONGEST;
-    cfg.budget_bytes = 240 * 1000;
+    cfg.budget.pressure.max_level = TKV_OFF;
+    cfg.limits.max_seqs = 1;
+    cfg.limits.max_tokens = LONGEST;
+    cfg.budget.bytes = 240 * 1000;
     test_store_for(&d, &cfg);
-    CHECK_EQ(tkv_required_bytes(&cfg, &bytes), TKV_OK);
+    CHECK_EQ(tkv_get_required_bytes(&cfg, &bytes, NULL), TKV_OK);
     raw = (uint8_t *)malloc(bytes + 128);
     if (!raw) exit(2);
     memset(raw, 0xa5, bytes + 128);
-    CHECK_EQ(tkv_init_in_place(&cfg, raw + 64, bytes, &kv), TKV_OK);
+    CHECK_EQ(tkv_create_in_place(&cfg, raw + 64, bytes, &kv), TKV_OK);
     if (!kv) return;
     cfg = small_config();
-    cfg.hot_tokens = TKV_ALL;
+    cfg.tiers.hot_tokens = TKV_UNLIMITED;
     a = make(&cfg);
     for (n = 0; n + 25 <= LONGEST; n += 25) {
         CHECK_EQ(append_both(a, kv, 0, 25), TKV_OK);
@@ -902,7 +865,7 @@ TEST(in_place) {
     CHECK(alive_in(&d) > 50);
     for (i = 0; i < 64; i++) CHECK(raw[i] == 0xa5 && raw[bytes + 64 + (size_t)i] == 0xa5);
     CHECK_EQ(tkv_append(kv, 0, 0, k_in, v_in, 25), TKV_ERR_CAPACITY); /* max_tokens */
-    CHECK_EQ(tkv_reset(kv, 0), TKV_OK);
+    CHECK_EQ(tkv_seq_reset(kv, 0), TKV_OK);
     CHECK_EQ(alive_in(&d), 0);
     tkv_destroy(kv);
     tkv_destroy(a);
@@ -927,22 +890,22 @@ TEST(a_file) {
     char bad = 0x77;
     int n, done = 0, before;
     with = cfg;
-    CHECK_EQ(tkv_spill_bytes(&cfg, &bytes), TKV_OK);
+    CHECK_EQ(tkv_get_required_bytes(&cfg, NULL, &bytes), TKV_OK);
     CHECK_EQ(spill_file_open(&file, "/nowhere/at/all", bytes), -1);
     REQUIRE(spill_file_open(&file, NULL, bytes) == 0);
-    with.spill = spill_file_config(&file);
+    with.offload = spill_file_config(&file);
     a = make(&cfg);
     b = make(&with);
     for (n = 0; n < 8; n++) CHECK_EQ(append_both(a, b, 0, CHUNK), TKV_OK);
     (void)signal(SIGXFSZ, SIG_IGN);
     limit_files(5 * file.bytes + 1000); /* in the middle of a block */
-    CHECK_EQ(tkv_spill(b, 0, 0, 100, &done), TKV_ERR_IO);
+    CHECK_EQ(tkv_offload(b, 0, 0, 100, &done), TKV_ERR_IO);
     CHECK(done > 0 && done < 8);
     limit_files(0);
     sound(b);
     same(a, b, 0, 3); /* nothing is lost */
     before = done;
-    CHECK_EQ(tkv_spill(b, 0, TKV_ALL, 100, &done), TKV_OK);
+    CHECK_EQ(tkv_offload(b, 0, TKV_ALL_LAYERS, 100, &done), TKV_OK);
     CHECK(done + before > 14);
     same(a, b, 0, 3);
     CHECK(spill_file_size(&file) > 0);
@@ -951,10 +914,10 @@ TEST(a_file) {
     CHECK_EQ(tkv_attend(b, 0, 0, q_in, 1, out_b), TKV_ERR_DATA);
     CHECK_EQ(ftruncate(file.fd, (off_t)n * (off_t)file.bytes + 300), 0); /* reads come out short */
     CHECK_EQ(tkv_attend(b, 0, 0, q_in, 1, out_b), TKV_ERR_IO);
-    CHECK_EQ(tkv_read(b, 0, 0, 0, tkv_seq_len(b, 0), k_b, v_b), TKV_ERR_IO);
+    CHECK_EQ(tkv_read(b, 0, 0, 0, tkv_get_length(b, 0, TKV_ALL_LAYERS), k_b, v_b), TKV_ERR_IO);
     sound(b);
-    CHECK_EQ(tkv_reset(b, 0), TKV_OK); /* and it goes on */
-    CHECK_EQ(tkv_reset(a, 0), TKV_OK);
+    CHECK_EQ(tkv_seq_reset(b, 0), TKV_OK); /* and it goes on */
+    CHECK_EQ(tkv_seq_reset(a, 0), TKV_OK);
     for (n = 0; n < 8; n++) CHECK_EQ(append_both(a, b, 0, CHUNK), TKV_OK);
     CHECK(spill_all(b, 0) > 14);
     same(a, b, 0, 3);
@@ -975,31 +938,31 @@ TEST(config_says_what_is_wrong) {
     tkv_cache *kv;
     int i;
     test_store_for(&d, &cfg);
-    cfg.spill.fetch = NULL;
-    CHECK_EQ(tkv_config_validate(&cfg, reason, sizeof reason), TKV_ERR_CONFIG);
+    cfg.offload.read = NULL;
+    CHECK_EQ(tkv_validate_config(&cfg, reason, sizeof reason), TKV_ERR_CONFIG);
     CHECK_MSG(strstr(reason, "spill") != NULL, "%s", reason);
-    cfg.spill.fetch = test_store_fetch;
-    cfg.spill.keep_exact = 2;
-    CHECK_EQ(tkv_config_validate(&cfg, reason, sizeof reason), TKV_ERR_CONFIG);
-    cfg.spill.keep_exact = 0;
-    cfg.head_dim = 160;
-    cfg.hot.k = TKV_F32;
-    CHECK_EQ(tkv_config_validate(&cfg, reason, sizeof reason), TKV_ERR_CONFIG);
+    cfg.offload.read = test_store_fetch;
+    cfg.offload.keep_exact = 2;
+    CHECK_EQ(tkv_validate_config(&cfg, reason, sizeof reason), TKV_ERR_CONFIG);
+    cfg.offload.keep_exact = 0;
+    cfg.model.head_dim = 160;
+    cfg.tiers.hot.k = TKV_F32;
+    CHECK_EQ(tkv_validate_config(&cfg, reason, sizeof reason), TKV_ERR_CONFIG);
     CHECK_MSG(strstr(reason, "F16") != NULL, "%s", reason);
-    CHECK_EQ(tkv_spill_bytes(&cfg, &bytes), TKV_ERR_CONFIG);
-    cfg.head_dim = 128;
-    CHECK_EQ(tkv_spill_bytes(&cfg, &bytes), TKV_OK);
+    CHECK_EQ(tkv_get_required_bytes(&cfg, NULL, &bytes), TKV_ERR_CONFIG);
+    cfg.model.head_dim = 128;
+    CHECK_EQ(tkv_get_required_bytes(&cfg, NULL, &bytes), TKV_OK);
     CHECK_EQ(bytes, (size_t)KV_HEADS * (BLOCK * 128 * (4 + 2) + 16));
-    CHECK_EQ(tkv_spill_bytes(&cfg, NULL), TKV_ERR_ARG);
+    CHECK_EQ(tkv_get_required_bytes(&cfg, NULL, NULL), TKV_ERR_ARG);
     cfg = small_config();
-    cfg.spill.keep_exact = 1; /* a text can say so; without a store nothing is kept */
+    cfg.offload.keep_exact = 1; /* a text can say so; without a store nothing is kept */
     kv = make(&cfg);
     for (i = 0; i < 4; i++) CHECK_EQ(append_both(kv, NULL, 0, CHUNK), TKV_OK);
     CHECK_EQ(tkv_promote(kv, 0, 0, 10), TKV_ERR_NO_SOURCE);
     CHECK_EQ(tkv_promote(kv, 0, 0, LONGEST), TKV_ERR_RANGE);
-    CHECK_EQ(tkv_spill(kv, 0, 0, 1, NULL), TKV_ERR_ARG);
-    CHECK_EQ(tkv_spill(kv, 5, 0, 1, NULL), TKV_ERR_ARG);
-    CHECK_EQ(tkv_spill(NULL, 0, 0, 1, NULL), TKV_ERR_ARG);
+    CHECK_EQ(tkv_offload(kv, 0, 0, 1, NULL), TKV_ERR_ARG);
+    CHECK_EQ(tkv_offload(kv, 5, 0, 1, NULL), TKV_ERR_ARG);
+    CHECK_EQ(tkv_offload(NULL, 0, 0, 1, NULL), TKV_ERR_ARG);
     CHECK_EQ(tkv_promote(NULL, 0, 0, 0), TKV_ERR_ARG);
     tkv_destroy(kv);
     test_store_end(&d);
@@ -1023,7 +986,6 @@ int main(int argc, char **argv) {
     RUN(keys_are_dropped);
     RUN(promotion_restores);
     RUN(promotion_under_a_budget);
-    RUN(importance_says_what_to_promote);
     RUN(every_allocation_fails_once);
     RUN(in_place);
     RUN(a_file);

@@ -1,7 +1,6 @@
 /*
- * test_text.c - configs as text and JSON, in both directions, and random bytes for the parser. Also the state as
- * JSON, figures for Prometheus, presets and ages. test_text.py reads the JSON and the figures with independent
- * parsers.
+ * test_text.c - configs as text and JSON, in both directions, and random bytes for the parser. Also the report of a
+ * cache as JSON and for Prometheus, presets and ages. test_text.py reads both reports with independent parsers.
  *
  * This file compiles the library itself, scalar kernels only. So it can make tables of rows with kinds of fields
  * that the library has none of.
@@ -18,11 +17,11 @@ enum { REASON = 200, ROOM = 8, TEXT = 1 << 16 };
 static tkv_layer_config layer_room[ROOM];
 static tkv_level level_room[TKV_MAX_LEVELS];
 static float frequency_room[TKV_MAX_HEAD_DIM / 2];
-static const tkv_config_room room = {layer_room,     ROOM,           level_room,
-                                     TKV_MAX_LEVELS, frequency_room, COUNT(frequency_room)};
+static const tkv_config_arrays room = {layer_room,     ROOM,           level_room,
+                                       TKV_MAX_LEVELS, frequency_room, COUNT(frequency_room)};
 
 static tkv_status parse(tkv_config *cfg, const char *text, char *reason) {
-    return tkv_config_parse(cfg, &room, text, strlen(text), reason, REASON);
+    return tkv_parse_config(cfg, &room, text, strlen(text), reason, REASON);
 }
 
 /* >>floats */
@@ -101,25 +100,25 @@ TEST(floats_round_trip) {
 
 /* >>reading */
 static const char sample[] = "# a model\n"
-                             "n_layers = 6   # of them\n"
-                             "n_heads=8\n"
-                             "  n_kv_heads =\t2\r\n"
-                             "head_dim = 64\n"
+                             "model.n_layers = 6   # of them\n"
+                             "model.n_heads=8\n"
+                             "  model.n_kv_heads =\t2\r\n"
+                             "model.head_dim = 64\n"
                              "\n"
-                             "scale = 0.125\n"
-                             "max_tokens = 4096\n"
-                             "hot_tokens = all\n"
-                             "sink_tokens = none\n"
-                             "archive = a25/r20\n"
-                             "warm = \"kivi4\"\n"
-                             "fit = clip + norm\n"
-                             "rotate = v\n"
-                             "kvquant = post-rope+dense\n"
-                             "center_k = true\n"
-                             "nonfinite = saturate\n"
-                             "isa = scalar\n"
-                             "rope.dim = 8\n"
-                             "rope.frequencies = [1, 0.5,\n 0.25, 1e-3] # four\n"
+                             "model.scale = 0.125\n"
+                             "limits.max_tokens = 4096\n"
+                             "tiers.hot_tokens = unlimited\n"
+                             "tiers.sink_tokens = off\n"
+                             "tiers.archive = a25/r20\n"
+                             "tiers.warm = \"kivi4\"\n"
+                             "format.fit = clip + norm\n"
+                             "format.rotate = v\n"
+                             "format.kvquant = post-rope+dense\n"
+                             "format.center_k = true\n"
+                             "host.nonfinite = saturate\n"
+                             "host.isa = scalar\n"
+                             "model.rope.dim = 8\n"
+                             "model.rope.frequencies = [1, 0.5,\n 0.25, 1e-3] # four\n"
                              "layers[0].share_kv = 0\n"
                              "layers[1-4].window = 1024\n"
                              "layers[5].archive = kivi2/default\n"
@@ -127,40 +126,40 @@ static const char sample[] = "# a model\n"
 
 static const char sample_json[] =
     "{\n"
-    "  \"n_layers\": 6, \"n_heads\": 8,\n"
-    "  \"n_kv_heads\": 2, # comments are taken here, too\n"
-    "  \"head_dim\" : 64, \"scale\": 1.25e-1, \"max_tokens\": 4096,\n"
-    "  \"hot_tokens\": \"all\", \"sink_tokens\": -1,\n"
-    "  \"archive\": \"a25/r20\", \"warm\": \"kivi4/kivi4\",\n"
-    "  \"fit\": \"norm+clip\", \"rotate\": \"v\", \"kvquant\": \"dense+post-rope\",\n"
-    "  \"center_k\": 1, \"nonfinite\": \"saturate\", \"isa\": 1,\n"
-    "  \"rope.dim\": 8, \"rope.frequencies\": [1, 0.5, 0.25,\n 0.001],\n"
+    "  \"model.n_layers\": 6, \"model.n_heads\": 8,\n"
+    "  \"model.n_kv_heads\": 2, # comments are taken here, too\n"
+    "  \"model.head_dim\" : 64, \"model.scale\": 1.25e-1, \"limits.max_tokens\": 4096,\n"
+    "  \"tiers.hot_tokens\": \"unlimited\", \"tiers.sink_tokens\": -1,\n"
+    "  \"tiers.archive\": \"a25/r20\", \"tiers.warm\": \"kivi4/kivi4\",\n"
+    "  \"format.fit\": \"norm+clip\", \"format.rotate\": \"v\", \"format.kvquant\": \"dense+post-rope\",\n"
+    "  \"format.center_k\": 1, \"host.nonfinite\": \"saturate\", \"host.isa\": 1,\n"
+    "  \"model.rope.dim\": 8, \"model.rope.frequencies\": [1, 0.5, 0.25,\n 0.001],\n"
     "  \"layers[1-4].window\": 1024,\n"
     "  \"layers[5].archive\": \"kivi2/default\"\n"
     "}\n";
 
 static void check_sample(const tkv_config *c) {
     int i;
-    CHECK_EQ(c->n_layers, 6);
-    CHECK_EQ(c->n_heads, 8);
-    CHECK_EQ(c->n_kv_heads, 2);
-    CHECK_EQ(c->head_dim, 64);
-    CHECK_NEAR(c->scale, .125, 0);
-    CHECK_EQ(c->max_tokens, 4096);
-    CHECK_EQ(c->hot_tokens, TKV_ALL);
-    CHECK_EQ(c->sink_tokens, TKV_NONE);
-    CHECK_EQ(c->archive.k, TKV_A25);
-    CHECK_EQ(c->archive.v, TKV_R20);
-    CHECK_EQ(c->warm.k, TKV_KIVI4);
-    CHECK_EQ(c->warm.v, TKV_KIVI4);
-    CHECK_EQ(c->fit, TKV_FIT_CLIP | TKV_FIT_NORM);
-    CHECK_EQ(c->rotate, TKV_ROTATE_V);
-    CHECK_EQ(c->kvquant, TKV_KVQUANT_POST_ROPE | TKV_KVQUANT_DENSE);
-    CHECK_EQ(c->center_k, 1);
-    CHECK_EQ(c->nonfinite, TKV_NONFINITE_SATURATE);
-    CHECK_EQ(c->isa, TKV_ISA_SCALAR);
-    CHECK_EQ(c->rope.dim, 8);
-    REQUIRE(c->rope.frequencies == frequency_room);
+    CHECK_EQ(c->model.n_layers, 6);
+    CHECK_EQ(c->model.n_heads, 8);
+    CHECK_EQ(c->model.n_kv_heads, 2);
+    CHECK_EQ(c->model.head_dim, 64);
+    CHECK_NEAR(c->model.scale, .125, 0);
+    CHECK_EQ(c->limits.max_tokens, 4096);
+    CHECK_EQ(c->tiers.hot_tokens, TKV_UNLIMITED);
+    CHECK_EQ(c->tiers.sink_tokens, TKV_OFF);
+    CHECK_EQ(c->tiers.archive.k, TKV_A25);
+    CHECK_EQ(c->tiers.archive.v, TKV_R20);
+    CHECK_EQ(c->tiers.warm.k, TKV_KIVI4);
+    CHECK_EQ(c->tiers.warm.v, TKV_KIVI4);
+    CHECK_EQ(c->format.fit, TKV_FIT_CLIP | TKV_FIT_NORM);
+    CHECK_EQ(c->format.rotate, TKV_ROTATE_V);
+    CHECK_EQ(c->format.kvquant, TKV_KVQUANT_POST_ROPE | TKV_KVQUANT_DENSE);
+    CHECK_EQ(c->format.center_k, 1);
+    CHECK_EQ(c->host.nonfinite, TKV_NONFINITE_SATURATE);
+    CHECK_EQ(c->host.isa, TKV_ISA_SCALAR);
+    CHECK_EQ(c->model.rope.dim, 8);
+    REQUIRE(c->model.rope.frequencies == frequency_room);
     CHECK_NEAR(frequency_room[2], .25, 0);
     CHECK_NEAR(frequency_room[3], 1e-3f, 0);
     REQUIRE(c->layers == layer_room);
@@ -174,47 +173,49 @@ TEST(both_syntaxes) {
     const char *const texts[] = {sample, sample_json};
     int i;
     for (i = 0; i < 2; i++) {
-        tkv_config cfg = tkv_config_default();
+        tkv_config cfg = tkv_default_config();
         memset(layer_room, 0xff, sizeof layer_room);
-        cfg.warm_tokens = 77; /* stays */
+        cfg.tiers.warm_tokens = 77; /* stays */
         CHECK_MSG(parse(&cfg, texts[i], reason) == TKV_OK, "%s", reason);
         CHECK_STR(reason, "");
         check_sample(&cfg);
-        CHECK_EQ(cfg.warm_tokens, 77);
-        cfg.warm_tokens = 0;
-        CHECK_MSG(tkv_config_validate(&cfg, reason, REASON) == TKV_OK, "%s", reason);
+        CHECK_EQ(cfg.tiers.warm_tokens, 77);
+        cfg.tiers.warm_tokens = 0;
+        CHECK_MSG(tkv_validate_config(&cfg, reason, REASON) == TKV_OK, "%s", reason);
     }
 }
 
 TEST(budgets) {
-    static const char text[] =
-        "budget_bytes = 1.5G\nn_levels = 3\nladder[0].hot_tokens = all\nladder[1-2].warm = q8\n"
-        "ladder[2].archive = a20/r15\npolicy.threshold = .7, .9\npolicy.max_level = none\n";
+    static const char text[] = "budget.bytes = 1.5G\nbudget.n_levels = 3\nbudget.ladder[0].hot_tokens = "
+                               "unlimited\nbudget.ladder[1-2].warm = q8\n"
+                               "budget.ladder[2].archive = a20/r15\nbudget.pressure.threshold = .7, "
+                               ".9\nbudget.pressure.max_level = off\n";
     char reason[REASON], said[600];
-    tkv_config cfg = tkv_config_default(), back = cfg;
+    tkv_config cfg = tkv_default_config(), back = cfg;
     CHECK_MSG(parse(&cfg, text, reason) == TKV_OK, "%s", reason);
-    CHECK_EQ(cfg.budget_bytes, 3u << 29);
-    REQUIRE(cfg.ladder == level_room);
-    CHECK_EQ(cfg.ladder[0].hot_tokens, TKV_ALL);
-    CHECK_EQ(cfg.ladder[2].warm.v, TKV_Q8);
-    CHECK_NEAR(cfg.policy.threshold[1], .9f, 0);
-    CHECK_EQ(tkv_config_print(&cfg, 0, said, sizeof said, NULL), TKV_OK);
+    CHECK_EQ(cfg.budget.bytes, 3u << 29);
+    REQUIRE(cfg.budget.ladder == level_room);
+    CHECK_EQ(cfg.budget.ladder[0].hot_tokens, TKV_UNLIMITED);
+    CHECK_EQ(cfg.budget.ladder[2].warm.v, TKV_Q8);
+    CHECK_NEAR(cfg.budget.pressure.threshold[1], .9f, 0);
+    CHECK_EQ(tkv_print_config(&cfg, 0, said, sizeof said, NULL), TKV_OK);
     CHECK_STR(
         said,
-        "budget_bytes = 1610612736\nn_levels = 3\npolicy.threshold = 0.7, 0.9\npolicy.max_level = none\n"
-        "ladder[0].hot_tokens = all\nladder[1].warm = q8\nladder[2].warm = q8\n"
-        "ladder[2].archive = a20/r15\n");
+        "budget.bytes = 1610612736\nbudget.n_levels = 3\nbudget.pressure.threshold = 0.7, "
+        "0.9\nbudget.pressure.max_level = off\n"
+        "budget.ladder[0].hot_tokens = unlimited\nbudget.ladder[1].warm = q8\nbudget.ladder[2].warm = q8\n"
+        "budget.ladder[2].archive = a20/r15\n");
     CHECK_EQ(parse(&back, said, reason), TKV_OK);
     CHECK_MEM(&cfg, &back, sizeof cfg);
-    CHECK_EQ(parse(&back, "ladder[8].warm = q8", reason), TKV_ERR_CONFIG);
-    CHECK_EQ(parse(&back, "n_levels = 9\nladder[0].warm = q8", reason), TKV_ERR_CONFIG);
+    CHECK_EQ(parse(&back, "budget.ladder[8].warm = q8", reason), TKV_ERR_CONFIG);
+    CHECK_EQ(parse(&back, "budget.n_levels = 9\nbudget.ladder[0].warm = q8", reason), TKV_ERR_CONFIG);
 }
 
 TEST(nothing_is_something) {
     static const char *const texts[] = {
         "",
         "\n\n",
-        "fit = none\nisa = auto\nhot = default\ncenter_k = false\nscale = 0\n",
+        "format.fit = none\nhost.isa = auto\ntiers.hot = default\nformat.center_k = false\nmodel.scale = 0\n",
         "# nothing",
         "{}",
         "  # a\n {  } # b\n",
@@ -222,35 +223,39 @@ TEST(nothing_is_something) {
         "\xef\xbb\xbf# a"};
     int i;
     for (i = 0; i < COUNT(texts); i++) {
-        tkv_config cfg = tkv_config_default(), same = cfg;
-        CHECK_EQ(tkv_config_parse(&cfg, NULL, texts[i], strlen(texts[i]), NULL, 0), TKV_OK);
+        tkv_config cfg = tkv_default_config(), same = cfg;
+        CHECK_EQ(tkv_parse_config(&cfg, NULL, texts[i], strlen(texts[i]), NULL, 0), TKV_OK);
         CHECK_MEM(&cfg, &same, sizeof cfg);
     }
 }
 
 TEST(presets_come_first) {
-    tkv_config cfg = tkv_config_default(), named;
+    tkv_config cfg = tkv_default_config(), named;
     char reason[REASON];
-    CHECK_EQ(parse(&cfg, "archive = q8\nhot_tokens = 32\npreset = by-context\nmax_tokens = 4096\n", reason),
-             TKV_OK);
-    CHECK_EQ(cfg.archive.k, TKV_Q8); /* what is said, whatever the order */
-    CHECK_EQ(cfg.hot_tokens, 32);
-    CHECK_EQ(cfg.warm.k, TKV_KIVI4);
-    CHECK_EQ(cfg.max_tokens, 4096);
-    cfg = tkv_config_default();
-    CHECK_EQ(parse(&cfg, "{\"preset\": \"adr\", \"max_tokens\": 4096}", reason), TKV_OK);
-    named = tkv_config_default();
-    named.max_tokens = 4096;
-    CHECK_EQ(tkv_config_preset(&named, "adr"), TKV_OK);
+    CHECK_EQ(
+        parse(&cfg,
+              "tiers.archive = q8\ntiers.hot_tokens = 32\npreset = by-context\nlimits.max_tokens = 4096\n",
+              reason),
+        TKV_OK);
+    CHECK_EQ(cfg.tiers.archive.k, TKV_Q8); /* what is said, whatever the order */
+    CHECK_EQ(cfg.tiers.hot_tokens, 32);
+    CHECK_EQ(cfg.tiers.warm.k, TKV_KIVI4);
+    CHECK_EQ(cfg.limits.max_tokens, 4096);
+    cfg = tkv_default_config();
+    CHECK_EQ(parse(&cfg, "{\"preset\": \"adr\", \"limits.max_tokens\": 4096}", reason), TKV_OK);
+    named = tkv_default_config();
+    named.limits.max_tokens = 4096;
+    CHECK_EQ(tkv_apply_preset(&named, "adr"), TKV_OK);
     CHECK_MEM(&cfg, &named, sizeof cfg);
-    CHECK_EQ(cfg.archive.k, TKV_SQUAT2); /* below 8K: max_tokens was seen before the preset */
+    CHECK_EQ(cfg.tiers.archive.k, TKV_SQUAT2); /* below 8K: max_tokens was seen before the preset */
 }
 
 TEST(mistakes) {
     static const char *const cases[][2] = {
-        {"n_layers = 2\nhot_tokenz = 3", "line 2: hot_tokenz is no key; the nearest one is hot_tokens"},
+        {"model.n_layers = 2\nhot_tokenz = 3",
+         "line 2: hot_tokenz is no key; the nearest one is tiers.hot_tokens"},
         {"colour = red", "line 1: colour is no key; keys are the fields of the config"},
-        {"\n\nrope_dim = 3", "line 3: rope_dim is no key; the nearest one is rope.dim"},
+        {"\n\nmodel.rope_dim = 3", "line 3: model.rope_dim is no key; the nearest one is model.rope.dim"},
         {"layer[3].window = 3",
          "line 1: layer[3].window is no key; the nearest one is layers[i] or [i-j], up to 4095"},
         {"layers[4096].window = 3", "line 1: layers[4096].window is no key"},
@@ -261,63 +266,64 @@ TEST(mistakes) {
         {"layers[99999999999999999999].window = 3", "is no key"},
         {"layers = 3", "is no key"},
         {"start_canary = 3", "is no key"},
-        {"allocator = 3", "is no key"},
-        {"n_layers = two", "line 1: n_layers is two; it must be a whole number"},
-        {"n_layers = 2.5", "n_layers is 2.5; it must be a whole number"},
-        {"n_layers = 2147483648", "it must be a whole number"},
-        {"n_layers = 99999999999999999999999", "it must be a whole number"},
-        {"n_layers =", "line 1: n_layers has no value; it must be a whole number"},
-        {"hot_tokens = some", "it must be a whole number or none, all"},
-        {"center_k = yes", "it must be a whole number or false, true"},
-        {"scale = 1e40", "line 1: scale is 1e40; it must be a number"},
-        {"scale = nan", "it must be a number"},
-        {"archive = kivi9", "archive is kivi9; it must be formats of K and V, such as a30/r20"},
-        {"archive = kivi4/", "it must be formats"},
-        {"archive = a30/r20/r20", "it must be formats"},
-        {"archive = 7", "it must be formats"},
-        {"fit = clip+", "it must be names joined by +: clip, norm, unbiased"},
-        {"fit = clip+clip", "it must be names joined by +"},
-        {"fit = none+clip", "it must be names joined by +"},
-        {"fit = 3", "it must be names joined by +"},
+        {"host.allocator = 3", "is no key"},
+        {"model.n_layers = two", "line 1: model.n_layers is two; it must be a whole number"},
+        {"model.n_layers = 2.5", "model.n_layers is 2.5; it must be a whole number"},
+        {"model.n_layers = 2147483648", "it must be a whole number"},
+        {"model.n_layers = 99999999999999999999999", "it must be a whole number"},
+        {"model.n_layers =", "line 1: model.n_layers has no value; it must be a whole number"},
+        {"tiers.hot_tokens = some", "it must be a whole number or off, unlimited"},
+        {"format.center_k = yes", "it must be a whole number or false, true"},
+        {"model.scale = 1e40", "line 1: model.scale is 1e40; it must be a number"},
+        {"model.scale = nan", "it must be a number"},
+        {"tiers.archive = kivi9", "tiers.archive is kivi9; it must be formats of K and V, such as a30/r20"},
+        {"tiers.archive = kivi4/", "it must be formats"},
+        {"tiers.archive = a30/r20/r20", "it must be formats"},
+        {"tiers.archive = 7", "it must be formats"},
+        {"format.fit = clip+", "it must be names joined by +: clip, norm, unbiased"},
+        {"format.fit = clip+clip", "it must be names joined by +"},
+        {"format.fit = none+clip", "it must be names joined by +"},
+        {"format.fit = 3", "it must be names joined by +"},
         {"preset = best", "preset is best; it must be the name of a preset"},
-        {"n_layers = 2\n\nn_layers = 2", "line 3: n_layers is there for the second time"},
-        {"n_layers = 8\nlayers[0-3].window = 1\nlayers[3].window = 2",
+        {"model.n_layers = 2\n\nmodel.n_layers = 2", "line 3: model.n_layers is there for the second time"},
+        {"model.n_layers = 8\nlayers[0-3].window = 1\nlayers[3].window = 2",
          "line 3: layers[3].window is there for the second time"},
-        {"n_layers = 2\nlayers[3].window = 1\nlayers[0].window = 1",
-         "line 2: n_layers is 2; it must be 4 or more, by the highest"},
-        {"layers[0].window = 1", "line 1: n_layers is 0; it must be 1 or more"},
-        {"n_layers = 9\nlayers[0].window = 1",
+        {"model.n_layers = 2\nlayers[3].window = 1\nlayers[0].window = 1",
+         "line 2: model.n_layers is 2; it must be 4 or more, by the highest"},
+        {"layers[0].window = 1", "line 1: model.n_layers is 0; it must be 1 or more"},
+        {"model.n_layers = 9\nlayers[0].window = 1",
          "line 2: the program's room for layers is 8; it must be 9 or more"},
-        {"rope.dim = 8\nrope.frequencies = 1, 2, 3", "line 2: rope.dim is 8; it must be 6, two for each"},
-        {"rope.frequencies = ", "it must be rope.dim / 2 numbers"},
-        {"rope.frequencies = 1, two", "it must be rope.dim / 2 numbers"},
-        {"rope.frequencies = 1,", "it must be rope.dim / 2 numbers"},
-        {"rope.frequencies = ,1", "it must be rope.dim / 2 numbers"},
+        {"model.rope.dim = 8\nmodel.rope.frequencies = 1, 2, 3",
+         "line 2: model.rope.dim is 8; it must be 6, two for each"},
+        {"model.rope.frequencies = ", "it must be model.rope.dim / 2 numbers"},
+        {"model.rope.frequencies = 1, two", "it must be model.rope.dim / 2 numbers"},
+        {"model.rope.frequencies = 1,", "it must be model.rope.dim / 2 numbers"},
+        {"model.rope.frequencies = ,1", "it must be model.rope.dim / 2 numbers"},
         {"n_layers 3", "line 1: there is no =; write key = value"},
         {"n_layers\n= 3", "line 1: there is no ="},
         {"= 3", "is no key"},
-        {"n_layers = \"3\" 4", "line 1: something follows the value"},
-        {"n_layers = \"3", "line 1: a \" is missing"},
-        {"scale = [3", "a ] is missing"},
-        {"scale = {3", "an object in an object"},
+        {"model.n_layers = \"3\" 4", "line 1: something follows the value"},
+        {"model.n_layers = \"3", "line 1: a \" is missing"},
+        {"model.scale = [3", "a ] is missing"},
+        {"model.scale = {3", "an object in an object"},
         {"{", "a key in quotes is missing"},
         {"{\n\n\"n_layers\" 3}", "line 3: a : is missing after the key"},
-        {"{\"n_layers\": 3 \"n_heads\": 3}", "it must be a whole number"},
-        {"{\"n_layers\": 3\n \"n_heads\": 3}", "line 2: a , or a } is missing"},
-        {"{\"n_layers\": 3", "a , or a } is missing"},
-        {"{\"n_layers\": 3,", "a key in quotes is missing"},
-        {"{\"n_layers\": 3,}", "a key in quotes is missing"},
+        {"{\"model.n_layers\": 3 \"model.n_heads\": 3}", "it must be a whole number"},
+        {"{\"model.n_layers\": 3\n \"model.n_heads\": 3}", "line 2: a , or a } is missing"},
+        {"{\"model.n_layers\": 3", "a , or a } is missing"},
+        {"{\"model.n_layers\": 3,", "a key in quotes is missing"},
+        {"{\"model.n_layers\": 3,}", "a key in quotes is missing"},
         {"{n_layers: 3}", "a key in quotes is missing"},
-        {"{\"n_layers\": 3} more", "something follows the object"},
-        {"{\"rope\": {\"dim\": 3}}", "write \"rope.dim\": 64 instead"},
-        {"{\"n_layers\": null}", "n_layers is null; it must be a whole number"},
+        {"{\"model.n_layers\": 3} more", "something follows the object"},
+        {"{\"rope\": {\"dim\": 3}}", "write \"model.rope.dim\": 64 instead"},
+        {"{\"model.n_layers\": null}", "model.n_layers is null; it must be a whole number"},
         {"{\"n_\\u006cayers\": 3}", "there is a backslash"},
-        {"{\"scale\": [[1]]}", "it must be a number"},
+        {"{\"model.scale\": [[1]]}", "it must be a number"},
         {"\x01\x02 = 3", "line 1: ?? is no key"},
         {"a_key_that_is_longer_than_what_a_person_would_want_to_read_in_a_message = 3",
          "a_key_that_is_longer_than_what_a_person_... is no key"},
     };
-    static const char layered[] = "n_layers = 1\nlayers[0].window = 1";
+    static const char layered[] = "model.n_layers = 1\nlayers[0].window = 1";
     tkv_config cfg, same;
     tkv_layer_config rooms[ROOM];
     char reason[REASON];
@@ -326,7 +332,7 @@ TEST(mistakes) {
     memcpy(rooms, layer_room, sizeof rooms);
     memset(frequency_room, 0x55, sizeof frequency_room);
     memset(&cfg, 0x11, sizeof cfg);
-    cfg.n_layers = cfg.rope.dim = 0;
+    cfg.model.n_layers = cfg.model.rope.dim = 0;
     same = cfg;
     for (i = 0; i < COUNT(cases); i++) {
         const tkv_status st = parse(&cfg, cases[i][0], reason);
@@ -336,31 +342,35 @@ TEST(mistakes) {
     CHECK_MEM(&cfg, &same, sizeof cfg);
     CHECK_MEM(rooms, layer_room, sizeof rooms);
     CHECK_EQ(((const uint8_t *)frequency_room)[0], 0x55);
-    cfg = tkv_config_default();
-    CHECK_EQ(tkv_config_parse(&cfg, NULL, sample, strlen(sample), reason, REASON), TKV_ERR_CONFIG);
-    CHECK_MSG(strstr(reason, "line 20: the program's room for rope.frequencies is 0; it must be 4"), "%s",
-              reason);
-    CHECK_EQ(tkv_config_parse(&cfg, NULL, layered, strlen(layered), reason, REASON), TKV_ERR_CONFIG);
+    cfg = tkv_default_config();
+    CHECK_EQ(tkv_parse_config(&cfg, NULL, sample, strlen(sample), reason, REASON), TKV_ERR_CONFIG);
+    CHECK_MSG(strstr(reason, "line 20: the program's room for model.rope.frequencies is 0; it must be 4"),
+              "%s", reason);
+    CHECK_EQ(tkv_parse_config(&cfg, NULL, layered, strlen(layered), reason, REASON), TKV_ERR_CONFIG);
     CHECK_MSG(strstr(reason, "line 2: the program's room for layers is 0; it must be 1 or more"), "%s",
               reason);
-    CHECK_EQ(tkv_config_parse(NULL, &room, "", 0, reason, REASON), TKV_ERR_ARG);
-    CHECK_EQ(tkv_config_parse(&cfg, &room, NULL, 0, reason, REASON), TKV_ERR_ARG);
+    CHECK_EQ(tkv_parse_config(NULL, &room, "", 0, reason, REASON), TKV_ERR_ARG);
+    CHECK_EQ(tkv_parse_config(&cfg, &room, NULL, 0, reason, REASON), TKV_ERR_ARG);
     cfg.layers = rooms; /* a text cannot make the program's own arrays longer */
-    cfg.rope.frequencies = frequency_room;
-    cfg.n_layers = cfg.rope.dim = 4;
-    CHECK_EQ(parse(&cfg, "n_layers = 3\nrope.dim = 2", reason), TKV_OK);
-    CHECK_EQ(parse(&cfg, "n_heads = 1\nn_layers = 4", reason), TKV_ERR_CONFIG);
-    CHECK_MSG(strstr(reason, "line 2: n_layers is 4; it must be 3 or less"), "%s", reason);
-    CHECK_EQ(parse(&cfg, "rope.base = 5\nrope.scale = 1\nrope.dim = 4", reason), TKV_ERR_CONFIG);
-    CHECK_MSG(strstr(reason, "line 3: rope.dim is 4; it must be 2 or less"), "%s", reason);
-    CHECK_EQ(parse(&cfg, "n_layers = 4\nrope.dim = 4\nlayers[3].window = 2\nrope.frequencies = 1, 1", reason),
-             TKV_OK);
+    cfg.model.rope.frequencies = frequency_room;
+    cfg.model.n_layers = cfg.model.rope.dim = 4;
+    CHECK_EQ(parse(&cfg, "model.n_layers = 3\nmodel.rope.dim = 2", reason), TKV_OK);
+    CHECK_EQ(parse(&cfg, "model.n_heads = 1\nmodel.n_layers = 4", reason), TKV_ERR_CONFIG);
+    CHECK_MSG(strstr(reason, "line 2: model.n_layers is 4; it must be 3 or less"), "%s", reason);
+    CHECK_EQ(parse(&cfg, "model.rope.base = 5\nmodel.rope.scale = 1\nmodel.rope.dim = 4", reason),
+             TKV_ERR_CONFIG);
+    CHECK_MSG(strstr(reason, "line 3: model.rope.dim is 4; it must be 2 or less"), "%s", reason);
+    CHECK_EQ(
+        parse(&cfg,
+              "model.n_layers = 4\nmodel.rope.dim = 4\nlayers[3].window = 2\nmodel.rope.frequencies = 1, 1",
+              reason),
+        TKV_OK);
     CHECK(cfg.layers == layer_room);
     memset(reason, 'x', sizeof reason); /* cut to the room there is */
-    CHECK_EQ(tkv_config_parse(&cfg, &room, "x = 1", 5, reason, 5), TKV_ERR_CONFIG);
+    CHECK_EQ(tkv_parse_config(&cfg, &room, "x = 1", 5, reason, 5), TKV_ERR_CONFIG);
     CHECK_STR(reason, "line");
     CHECK_EQ(reason[5], 'x');
-    CHECK_EQ(tkv_config_parse(&cfg, &room, "x = 1", 5, reason, 0), TKV_ERR_CONFIG);
+    CHECK_EQ(tkv_parse_config(&cfg, &room, "x = 1", 5, reason, 0), TKV_ERR_CONFIG);
     CHECK_EQ(reason[0], 'l');
 }
 
@@ -368,7 +378,7 @@ TEST(mistakes) {
 static int one_of(tkv_rng *r, const int *x, int n) { return x[tkv_rng_below(r, n)]; }
 #define ONE_OF(r, list) one_of(r, list, COUNT(list))
 
-static tkv_pair random_pair(tkv_rng *r, int exact) {
+static tkv_format_pair random_pair(tkv_rng *r, int exact) {
     static const tkv_format hot[] = {TKV_FORMAT_DEFAULT, TKV_F32, TKV_F16, TKV_BF16};
     static const tkv_format k[] = {TKV_FORMAT_DEFAULT, TKV_Q8,    TKV_KIVI2, TKV_A175, TKV_A40,
                                    TKV_INT4,           TKV_SQUAT2};
@@ -384,9 +394,9 @@ static float random_float(tkv_rng *r, double low, double high) {
     return tkv_rng_below(r, 2) ? x : (float)((int)(x * 100.0f) / 100.0);
 }
 
-static const int lengths[] = {0, 0, 1, 17, 64, 100000, TKV_NONE, TKV_ALL};
-static const int sinks[] = {0, 0, 1, 64, TKV_NONE};
-static const int windows[] = {0, 0, 1, 4096, TKV_NONE};
+static const int lengths[] = {0, 0, 1, 17, 64, 100000, TKV_OFF, TKV_UNLIMITED};
+static const int sinks[] = {0, 0, 1, 64, TKV_OFF};
+static const int windows[] = {0, 0, 1, 4096, TKV_OFF};
 
 static void random_config(tkv_rng *r, tkv_config *c, tkv_layer_config *layers, float *frequencies) {
     static const int few[] = {0, 1, 3}, groups[] = {0, 32, 64}, units[] = {0, 4, 16}, squats[] = {0, 16, 64};
@@ -395,45 +405,45 @@ static void random_config(tkv_rng *r, tkv_config *c, tkv_layer_config *layers, f
     int i;
     memset(c, 0, sizeof *c);
     memset(layers, 0, ROOM * sizeof *layers);
-    c->n_layers = 1 + tkv_rng_below(r, ROOM);
-    c->n_kv_heads = ONE_OF(r, few);
-    c->n_heads = (c->n_kv_heads ? c->n_kv_heads : 1) * (1 + tkv_rng_below(r, 9));
-    c->head_dim = 16 + tkv_rng_below(r, 200);
-    c->v_head_dim = tkv_rng_below(r, 2) * (1 + tkv_rng_below(r, 200));
-    c->scale = (float)tkv_rng_below(r, 2) * random_float(r, 0, 3);
-    c->max_seqs = ONE_OF(r, few);
-    c->max_tokens = ONE_OF(r, tokens);
-    c->max_append = ONE_OF(r, few);
-    c->sink_tokens = ONE_OF(r, sinks);
-    c->hot_tokens = ONE_OF(r, lengths);
-    c->warm_tokens = ONE_OF(r, lengths);
-    c->window = ONE_OF(r, windows);
-    c->hot = random_pair(r, 1);
-    c->warm = random_pair(r, 0);
-    c->archive = random_pair(r, 0);
-    c->group_size = ONE_OF(r, groups);
-    c->allocation_unit = ONE_OF(r, units);
-    c->fit = ONE_OF(r, fits);
-    c->rotate = tkv_rng_below(r, 4);
-    c->center_k = tkv_rng_below(r, 2);
-    c->squat_block = ONE_OF(r, squats);
-    c->subspaces = tkv_rng_below(r, 17);
-    c->kvquant = tkv_rng_below(r, 16);
-    c->nonfinite = (tkv_nonfinite)tkv_rng_below(r, 2);
-    c->precise = tkv_rng_below(r, 2);
-    c->isa = (tkv_isa)ONE_OF(r, isas);
-    c->quality_heads = tkv_rng_below(r, 3) * 32;
-    c->quality_tokens = ONE_OF(r, tokens);
-    c->quality_every = ONE_OF(r, few);
-    c->rope.dim = ONE_OF(r, dims);
-    c->rope.interleaved = tkv_rng_below(r, 2);
-    c->rope.base = (float)tkv_rng_below(r, 2) * (2.0f + random_float(r, 0, 1e6));
-    c->rope.scale = (float)tkv_rng_below(r, 2) * random_float(r, 0, 4);
-    for (i = 0; i < c->rope.dim / 2; i++) frequencies[i] = random_float(r, 0, 1);
-    if (c->rope.dim && tkv_rng_below(r, 2)) c->rope.frequencies = frequencies;
+    c->model.n_layers = 1 + tkv_rng_below(r, ROOM);
+    c->model.n_kv_heads = ONE_OF(r, few);
+    c->model.n_heads = (c->model.n_kv_heads ? c->model.n_kv_heads : 1) * (1 + tkv_rng_below(r, 9));
+    c->model.head_dim = 16 + tkv_rng_below(r, 200);
+    c->model.v_head_dim = tkv_rng_below(r, 2) * (1 + tkv_rng_below(r, 200));
+    c->model.scale = (float)tkv_rng_below(r, 2) * random_float(r, 0, 3);
+    c->limits.max_seqs = ONE_OF(r, few);
+    c->limits.max_tokens = ONE_OF(r, tokens);
+    c->limits.max_append = ONE_OF(r, few);
+    c->tiers.sink_tokens = ONE_OF(r, sinks);
+    c->tiers.hot_tokens = ONE_OF(r, lengths);
+    c->tiers.warm_tokens = ONE_OF(r, lengths);
+    c->model.window = ONE_OF(r, windows);
+    c->tiers.hot = random_pair(r, 1);
+    c->tiers.warm = random_pair(r, 0);
+    c->tiers.archive = random_pair(r, 0);
+    c->format.group_size = ONE_OF(r, groups);
+    c->format.allocation_unit = ONE_OF(r, units);
+    c->format.fit = ONE_OF(r, fits);
+    c->format.rotate = tkv_rng_below(r, 4);
+    c->format.center_k = tkv_rng_below(r, 2);
+    c->format.squat_block = ONE_OF(r, squats);
+    c->format.subspaces = tkv_rng_below(r, 17);
+    c->format.kvquant = tkv_rng_below(r, 16);
+    c->host.nonfinite = (tkv_nonfinite)tkv_rng_below(r, 2);
+    c->host.precise = tkv_rng_below(r, 2);
+    c->host.isa = (tkv_isa)ONE_OF(r, isas);
+    c->meter.heads = tkv_rng_below(r, 3) * 32;
+    c->meter.tokens = ONE_OF(r, tokens);
+    c->meter.every = ONE_OF(r, few);
+    c->model.rope.dim = ONE_OF(r, dims);
+    c->model.rope.interleaved = tkv_rng_below(r, 2);
+    c->model.rope.base = (float)tkv_rng_below(r, 2) * (2.0f + random_float(r, 0, 1e6));
+    c->model.rope.scale = (float)tkv_rng_below(r, 2) * random_float(r, 0, 4);
+    for (i = 0; i < c->model.rope.dim / 2; i++) frequencies[i] = random_float(r, 0, 1);
+    if (c->model.rope.dim && tkv_rng_below(r, 2)) c->model.rope.frequencies = frequencies;
     if (tkv_rng_below(r, 2)) return;
     c->layers = layers;
-    for (i = 0; i < c->n_layers; i++) {
+    for (i = 0; i < c->model.n_layers; i++) {
         tkv_layer_config *l = &layers[i];
         if (tkv_rng_below(r, 3) == 0) continue;
         l->sink_tokens = ONE_OF(r, sinks);
@@ -452,12 +462,13 @@ static void check_same(const tkv_config *a, const tkv_config *b) {
     static tkv_layer_config none[ROOM];
     tkv_config x = *a, y = *b;
     const tkv_layer_config *la = a->layers ? a->layers : none, *lb = b->layers ? b->layers : none;
-    if (a->rope.frequencies && b->rope.frequencies)
-        CHECK_MEM(a->rope.frequencies, b->rope.frequencies, (size_t)a->rope.dim / 2 * sizeof(float));
-    CHECK_EQ(!a->rope.frequencies, !b->rope.frequencies);
-    CHECK_MEM(la, lb, (size_t)a->n_layers * sizeof *la);
+    if (a->model.rope.frequencies && b->model.rope.frequencies)
+        CHECK_MEM(a->model.rope.frequencies, b->model.rope.frequencies,
+                  (size_t)a->model.rope.dim / 2 * sizeof(float));
+    CHECK_EQ(!a->model.rope.frequencies, !b->model.rope.frequencies);
+    CHECK_MEM(la, lb, (size_t)a->model.n_layers * sizeof *la);
     x.layers = y.layers = NULL;
-    x.rope.frequencies = y.rope.frequencies = NULL;
+    x.model.rope.frequencies = y.model.rope.frequencies = NULL;
     CHECK_MEM(&x, &y, sizeof x);
 }
 
@@ -472,16 +483,16 @@ TEST(print_and_parse) {
         tkv_config cfg, back;
         size_t needed = 0, more = 0;
         random_config(&r, &cfg, layers, frequencies);
-        if (tkv_config_validate(&cfg, reason, REASON)) continue;
+        if (tkv_validate_config(&cfg, reason, REASON)) continue;
         valid++;
         for (json = 0; json < 2; json++) {
-            CHECK_EQ(tkv_config_print(&cfg, json, text, sizeof text, &needed), TKV_OK);
+            CHECK_EQ(tkv_print_config(&cfg, json, text, sizeof text, &needed), TKV_OK);
             CHECK_EQ(needed, strlen(text) + 1);
             CHECK_EQ(text[needed - 2], '\n');
             memset(&back, 0, sizeof back);
             CHECK_MSG(parse(&back, text, reason) == TKV_OK, "%s\n%s", reason, text);
             check_same(&cfg, &back);
-            CHECK_EQ(tkv_config_print(&back, json, again, sizeof again, &more), TKV_OK);
+            CHECK_EQ(tkv_print_config(&back, json, again, sizeof again, &more), TKV_OK);
             CHECK_STR(text, again);
             CHECK_EQ(needed, more);
         }
@@ -491,45 +502,47 @@ TEST(print_and_parse) {
 
 TEST(print_refuses) {
     char text[64], same[64];
-    tkv_config cfg = tkv_config_default();
+    tkv_config cfg = tkv_default_config();
     tkv_layer_config layer;
-    size_t needed = 9;
-    cfg.n_layers = 4096;
-    cfg.head_dim = 8;
+    size_t needed = 9, more = 9;
+    cfg.model.n_layers = 4096;
+    cfg.model.head_dim = 8;
     memset(text, 'x', sizeof text);
     memcpy(same, text, sizeof text);
-    CHECK_EQ(tkv_config_print(&cfg, 0, NULL, 0, &needed), TKV_OK);
-    CHECK_EQ(needed, strlen("n_layers = 4096\nhead_dim = 8\n") + 1);
-    CHECK_EQ(tkv_config_print(&cfg, 0, text, needed - 1, NULL), TKV_ERR_ARG);
-    CHECK_EQ(tkv_config_print(&cfg, 0, text, 0, NULL), TKV_ERR_ARG);
+    CHECK_EQ(tkv_print_config(&cfg, 0, NULL, 0, &needed), TKV_OK);
+    CHECK_EQ(needed, strlen("model.n_layers = 4096\nmodel.head_dim = 8\n") + 1);
+    CHECK_EQ(tkv_print_config(&cfg, 0, text, needed - 1, NULL), TKV_ERR_CAPACITY);
+    CHECK_EQ(tkv_print_config(&cfg, 0, text, 1, &more), TKV_ERR_CAPACITY);
+    CHECK_EQ(more, needed);
+    CHECK_EQ(tkv_print_config(&cfg, 0, text, 0, NULL), TKV_ERR_CAPACITY);
     CHECK_MEM(text, same, sizeof text);
-    CHECK_EQ(tkv_config_print(&cfg, 0, text, needed, NULL), TKV_OK);
-    CHECK_STR(text, "n_layers = 4096\nhead_dim = 8\n");
+    CHECK_EQ(tkv_print_config(&cfg, 0, text, needed, NULL), TKV_OK);
+    CHECK_STR(text, "model.n_layers = 4096\nmodel.head_dim = 8\n");
     CHECK_EQ(text[needed], 'x');
-    CHECK_EQ(tkv_config_print(&cfg, 1, text, sizeof text, NULL), TKV_OK);
-    CHECK_STR(text, "{\n  \"n_layers\": 4096,\n  \"head_dim\": 8\n}\n");
-    CHECK_EQ(tkv_config_print(NULL, 0, text, sizeof text, NULL), TKV_ERR_ARG);
-    CHECK_EQ(tkv_config_print(&cfg, 0, NULL, 0, NULL), TKV_ERR_ARG);
-    cfg.scale = tkv_test_float(0x7fc00000u);
-    CHECK_EQ(tkv_config_print(&cfg, 0, text, sizeof text, &needed), TKV_ERR_CONFIG);
-    cfg.scale = 0;
-    cfg.archive.k = TKV_FORMAT_COUNT;
-    CHECK_EQ(tkv_config_print(&cfg, 0, text, sizeof text, &needed), TKV_ERR_CONFIG);
-    cfg.archive.k = TKV_FORMAT_DEFAULT;
-    cfg.fit = 64;
-    CHECK_EQ(tkv_config_print(&cfg, 0, text, sizeof text, &needed), TKV_ERR_CONFIG);
-    cfg.fit = 0;
-    cfg.rope.dim = 1 << 20;
-    cfg.rope.frequencies = frequency_room;
-    CHECK_EQ(tkv_config_print(&cfg, 0, text, sizeof text, &needed), TKV_ERR_CONFIG);
-    cfg.rope.dim = 0;
-    cfg.rope.frequencies = NULL;
+    CHECK_EQ(tkv_print_config(&cfg, 1, text, sizeof text, NULL), TKV_OK);
+    CHECK_STR(text, "{\n  \"model.n_layers\": 4096,\n  \"model.head_dim\": 8\n}\n");
+    CHECK_EQ(tkv_print_config(NULL, 0, text, sizeof text, NULL), TKV_ERR_ARG);
+    CHECK_EQ(tkv_print_config(&cfg, 0, NULL, 0, NULL), TKV_ERR_ARG);
+    cfg.model.scale = tkv_test_float(0x7fc00000u);
+    CHECK_EQ(tkv_print_config(&cfg, 0, text, sizeof text, &needed), TKV_ERR_CONFIG);
+    cfg.model.scale = 0;
+    cfg.tiers.archive.k = TKV_FORMAT_COUNT;
+    CHECK_EQ(tkv_print_config(&cfg, 0, text, sizeof text, &needed), TKV_ERR_CONFIG);
+    cfg.tiers.archive.k = TKV_FORMAT_DEFAULT;
+    cfg.format.fit = 64;
+    CHECK_EQ(tkv_print_config(&cfg, 0, text, sizeof text, &needed), TKV_ERR_CONFIG);
+    cfg.format.fit = 0;
+    cfg.model.rope.dim = 1 << 20;
+    cfg.model.rope.frequencies = frequency_room;
+    CHECK_EQ(tkv_print_config(&cfg, 0, text, sizeof text, &needed), TKV_ERR_CONFIG);
+    cfg.model.rope.dim = 0;
+    cfg.model.rope.frequencies = NULL;
     memset(&layer, 0, sizeof layer);
     cfg.layers = &layer;
-    cfg.n_layers = 1 << 30;
-    CHECK_EQ(tkv_config_print(&cfg, 0, text, sizeof text, &needed), TKV_ERR_CONFIG);
-    cfg.n_layers = -1;
-    CHECK_EQ(tkv_config_print(&cfg, 0, text, sizeof text, &needed), TKV_ERR_CONFIG);
+    cfg.model.n_layers = 1 << 30;
+    CHECK_EQ(tkv_print_config(&cfg, 0, text, sizeof text, &needed), TKV_ERR_CONFIG);
+    cfg.model.n_layers = -1;
+    CHECK_EQ(tkv_print_config(&cfg, 0, text, sizeof text, &needed), TKV_ERR_CONFIG);
 }
 
 /* >>the table */
@@ -553,18 +566,18 @@ TEST(every_field_has_a_row) {
     memset(covered, 0, sizeof covered);
     COVER(start_canary);
     COVER(end_canary);
-    COVER(rope); /* these have tables of their own */
+    COVER(model.rope); /* these have tables of their own */
     COVER(layers);
-    COVER(ladder);
-    COVER(policy);
+    COVER(budget.ladder);
+    COVER(budget.pressure);
     COVER(evict);
     COVER(importance);
-    COVER(spill);
-    COVER(on_event);
-    COVER(event_user);
-    COVER(allocator);
-    COVER(parallel_for);
-    COVER(parallel_user);
+    COVER(offload);
+    COVER(host.on_event);
+    COVER(host.event_user);
+    COVER(host.allocator);
+    COVER(host.parallel_for);
+    COVER(host.parallel_user);
     check_covered("tkv_config", covered, sizeof(tkv_config), tkvi_config_rows, COUNT(tkvi_config_rows));
     memset(covered, 0, sizeof covered);
     check_covered("tkv_rope", covered, sizeof(tkv_rope), tkvi_rope_rows, COUNT(tkvi_rope_rows));
@@ -572,40 +585,45 @@ TEST(every_field_has_a_row) {
     check_covered("tkv_layer_config", covered, sizeof(tkv_layer_config), tkvi_layer_rows,
                   COUNT(tkvi_layer_rows));
     memset(covered, 0, sizeof covered);
-    check_covered("tkv_policy_config", covered, sizeof(tkv_policy_config), tkvi_policy_rows,
-                  COUNT(tkvi_policy_rows));
+    check_covered("tkv_pressure_config", covered, sizeof(tkv_pressure_config), tkvi_pressure_rows,
+                  COUNT(tkvi_pressure_rows));
     memset(covered, 0, sizeof covered);
     memset(covered + offsetof(tkv_evict_config, scorer), 1, 2 * sizeof(void *)); /* and its user */
-    check_covered("tkv_evict_config", covered, sizeof(tkv_evict_config), tkvi_evict_fields,
-                  COUNT(tkvi_evict_fields));
+    check_covered("tkv_evict_config", covered, sizeof(tkv_evict_config), tkvi_evict_config_rows,
+                  COUNT(tkvi_evict_config_rows));
     memset(covered, 0, sizeof covered);
-    memset(covered, 1, offsetof(tkv_spill_config, keep_exact)); /* functions, and their user */
-    check_covered("tkv_spill_config", covered, sizeof(tkv_spill_config), tkvi_spill_fields,
-                  COUNT(tkvi_spill_fields));
+    memset(covered, 1, offsetof(tkv_offload_config, keep_exact)); /* functions, and their user */
+    check_covered("tkv_offload_config", covered, sizeof(tkv_offload_config), tkvi_offload_rows,
+                  COUNT(tkvi_offload_rows));
     memset(covered, 0, sizeof covered);
-    check_covered("tkv_importance_config", covered, sizeof(tkv_importance_config), tkvi_importance_fields,
-                  COUNT(tkvi_importance_fields));
+    check_covered("tkv_importance_config", covered, sizeof(tkv_importance_config), tkvi_importance_rows,
+                  COUNT(tkvi_importance_rows));
 }
 
 TEST(words_are_the_names) {
     int i;
     for (i = 0; i < TKV_ISA_COUNT; i++) {
-        CHECK_STR(tkvi_words_isa[i].name, tkv_isa_name((tkv_isa)i));
+        CHECK_STR(tkvi_words_isa[i].name, tkv_get_name(TKV_NAME_ISA, i));
         CHECK_EQ(tkvi_words_isa[i].value, i);
     }
     CHECK(tkvi_words_isa[i].name == NULL);
-    for (i = 0; i < TKV_EVICT_KINDS; i++)
-        CHECK_STR(tkvi_words_evict[i].name, tkv_evict_name((tkv_evict_kind)i));
+    for (i = 0; i < TKV_EVICT_COUNT; i++)
+        CHECK_STR(tkvi_words_evict[i].name, tkv_get_name(TKV_NAME_EVICT_POLICY, i));
     CHECK(tkvi_words_evict[i].name == NULL);
-    for (i = 0; i < TKV_IMPORTANCE_STRATEGIES; i++)
-        CHECK_STR(tkvi_words_importance[i].name, tkv_importance_name((tkv_importance_strategy)i));
+    for (i = 0; i < TKV_IMPORTANCE_COUNT; i++)
+        CHECK_STR(tkvi_words_importance[i].name, tkv_get_name(TKV_NAME_IMPORTANCE, i));
     CHECK(tkvi_words_importance[i].name == NULL);
+    for (i = 0; i < TKV_PROFILE_COUNT; i++) {
+        CHECK_STR(tkvi_words_profile[i].name, tkv_get_name(TKV_NAME_PROFILE, i));
+        CHECK_EQ(tkvi_words_profile[i].value, i);
+    }
+    CHECK(tkvi_words_profile[i].name == NULL);
 }
 
 /* Kinds and lists that no field has yet. */
 typedef struct made_level {
     char name[8];
-    tkv_pair warm;
+    tkv_format_pair warm;
     int hot_tokens;
 } made_level;
 
@@ -613,7 +631,7 @@ typedef struct made_up {
     size_t bytes;
     float list[3];
     made_level level[4];
-    tkv_policy_config policy;
+    tkv_pressure_config pressure;
 } made_up;
 
 static const tkvi_row made_rows[] = {TKVI_ROW(made_up, bytes, TKVI_SIZE, NULL),
@@ -624,7 +642,7 @@ static const tkvi_row made_level_rows[] = {TKVI_ROW(made_level, name, TKVI_NAME,
 static const tkvi_fields made_fields[] = {
     {NULL, 0, 0, 0, TKVI_ROWS_OF(made_rows)},
     {"level", 4, offsetof(made_up, level), sizeof(made_level), TKVI_ROWS_OF(made_level_rows)},
-    {"policy", 0, offsetof(made_up, policy), 0, TKVI_ROWS_OF(tkvi_policy_rows)}};
+    {"budget.pressure", 0, offsetof(made_up, pressure), 0, TKVI_ROWS_OF(tkvi_pressure_rows)}};
 
 static tkv_status made_parse(made_up *m, const char *text, char *reason) {
     tkvi_parser p;
@@ -640,7 +658,7 @@ static void made_write(tkvi_out *o, const void *what) {
     int i;
     tkvi_write_fields(o, &made_fields[0], 0, m);
     for (i = 0; i < 4; i++) tkvi_write_fields(o, &made_fields[1], i, m->level);
-    tkvi_write_fields(o, &made_fields[2], 0, &m->policy);
+    tkvi_write_fields(o, &made_fields[2], 0, &m->pressure);
 }
 
 TEST(new_kinds_of_fields) {
@@ -669,26 +687,28 @@ TEST(new_kinds_of_fields) {
                   "%s: %s", bad[i], reason);
     }
     memset(&m, 0, sizeof m);
-    CHECK_MSG(made_parse(&m,
-                         "bytes = 2G\nlist = 0, .5, -2\nlevel[0].name = f16\nlevel[0].hot_tokens = all\n"
-                         "level[1-3].warm = a40/r40\nlevel[3].name = q_2.5-x\npolicy.profile = aggressive\n"
-                         "policy.threshold = .6, .7, .9\npolicy.max_level = 3\n",
-                         reason) == TKV_OK,
+    CHECK_MSG(made_parse(
+                  &m,
+                  "bytes = 2G\nlist = 0, .5, -2\nlevel[0].name = f16\nlevel[0].hot_tokens = unlimited\n"
+                  "level[1-3].warm = a40/r40\nlevel[3].name = q_2.5-x\nbudget.pressure.profile = aggressive\n"
+                  "budget.pressure.threshold = .6, .7, .9\nbudget.pressure.max_level = 3\n",
+                  reason) == TKV_OK,
               "%s", reason);
     CHECK_EQ(m.bytes, (size_t)1 << 31);
     CHECK_NEAR(m.list[2], -2, 0);
     CHECK_STR(m.level[0].name, "f16");
-    CHECK_EQ(m.level[0].hot_tokens, TKV_ALL);
+    CHECK_EQ(m.level[0].hot_tokens, TKV_UNLIMITED);
     CHECK_EQ(m.level[2].warm.v, TKV_R40);
-    CHECK_NEAR(m.policy.threshold[2], .9f, 0);
-    CHECK_NEAR(m.policy.alpha, .3f, 0); /* the profile's */
+    CHECK_NEAR(m.pressure.threshold[2], .9f, 0);
+    CHECK_EQ(m.pressure.profile, TKV_PROFILE_AGGRESSIVE);
+    CHECK_NEAR(m.pressure.alpha, 0, 0); /* the profile sets no other field */
     CHECK_EQ(tkvi_write_text(made_write, &m, text, sizeof text, NULL), TKV_OK);
     CHECK_STR(
         text,
-        "bytes = 2147483648\nlist = 0, 0.5, -2\nlevel[0].name = f16\nlevel[0].hot_tokens = all\n"
+        "bytes = 2147483648\nlist = 0, 0.5, -2\nlevel[0].name = f16\nlevel[0].hot_tokens = unlimited\n"
         "level[1].warm = a40/r40\nlevel[2].warm = a40/r40\nlevel[3].name = q_2.5-x\nlevel[3].warm = a40/r40\n"
-        "policy.threshold = 0.6, 0.7, 0.9\npolicy.hysteresis = 0.05\npolicy.alpha = 0.3\n"
-        "policy.min_level = 1\npolicy.max_level = 3\n");
+        "budget.pressure.profile = aggressive\nbudget.pressure.threshold = 0.6, 0.7, 0.9\n"
+        "budget.pressure.max_level = 3\n");
     memset(&back, 0, sizeof back);
     CHECK_EQ(made_parse(&back, text, reason), TKV_OK);
     CHECK_MEM(&m, &back, sizeof m);
@@ -701,55 +721,73 @@ TEST(new_kinds_of_fields) {
     CHECK_EQ(tkvi_write_text(made_write, &m, text, sizeof text, NULL), TKV_ERR_CONFIG);
 }
 
-/* >>policies */
-static tkv_status parse_policy(tkv_policy_config *cfg, const char *text, char *reason) {
-    return tkv_policy_parse(cfg, text, strlen(text), reason, REASON);
-}
+/* >>the pressure controller */
+static const char pressure_sample[] = "budget.pressure.profile = aggressive\n"
+                                      "budget.pressure.threshold = zero, .5, 0.75\n"
+                                      "budget.pressure.hysteresis = zero\n"
+                                      "budget.pressure.alpha = 1e-1\n"
+                                      "budget.pressure.min_level = 1\n"
+                                      "budget.pressure.max_level = off\n";
 
-TEST(policies) {
+TEST(pressure_keys) {
     static char text[600];
-    tkv_policy_config cfg, back, same;
+    tkv_config cfg = tkv_default_config(), back = cfg, same = cfg;
+    tkv_pressure_config *const p = &cfg.budget.pressure, *const q = &back.budget.pressure;
+    tkv_pressure controller;
     char reason[REASON];
     tkv_rng r = tkv_rng_seed(3);
     int i, k, json;
-    memset(&cfg, 0, sizeof cfg);
-    CHECK_EQ(parse_policy(&cfg, "alpha = .1\nprofile = aggressive # then", reason), TKV_OK);
-    CHECK_NEAR(cfg.alpha, .1f, 0);
-    CHECK_NEAR(cfg.threshold[1], .8f, 0);
-    CHECK_EQ(cfg.min_level, 1);
-    CHECK_EQ(parse_policy(&cfg, "{\"threshold\": [0.5, 0.75], \"max_level\": \"none\"}", reason), TKV_OK);
-    CHECK_NEAR(cfg.threshold[1], .75f, 0);
-    CHECK_EQ(cfg.max_level, TKV_NONE);
-    memset(&back, 0, sizeof back);
-    CHECK_EQ(parse_policy(&back, "hysteresis = zero\nthreshold = zero, .5", reason), TKV_OK);
-    CHECK(back.hysteresis < 0.0f && back.threshold[0] < 0.0f); /* TKV_ZERO */
-    CHECK_EQ(parse_policy(&back, "{\"hysteresis\": \"zero\", \"threshold\": [\"zero\", 0.5]}", reason),
+    CHECK_EQ(parse(&cfg, "budget.pressure.alpha = .1\nbudget.pressure.profile = aggressive # then", reason),
              TKV_OK);
-    CHECK_NEAR(back.threshold[1], .5, 0);
-    CHECK_EQ(tkv_policy_print(&back, 0, text, sizeof text, NULL), TKV_OK);
-    CHECK(strstr(text, "hysteresis = zero") && strstr(text, "threshold = zero, 0.5"));
-    CHECK_EQ(parse_policy(&back, "hysteresis = zeros", reason), TKV_ERR_CONFIG);
+    same.budget.pressure.alpha = .1f;
+    same.budget.pressure.profile = TKV_PROFILE_AGGRESSIVE;
+    CHECK_MEM(&cfg, &same, sizeof cfg); /* the profile sets no other field: */
+    CHECK_MSG(tkv_init_pressure(&controller, p, reason, REASON) == TKV_OK, "%s", reason); /* this does */
+    CHECK_NEAR(controller.cfg.alpha, .1f, 0);
+    CHECK_NEAR(controller.cfg.threshold[1], .8f, 0);
+    CHECK_EQ(controller.cfg.min_level, 1);
+    CHECK_EQ(parse(&cfg,
+                   "{\"budget.pressure.threshold\": [0.5, 0.75], \"budget.pressure.max_level\": \"off\", "
+                   "\"budget.pressure.profile\": \"fp16_only\"}",
+                   reason),
+             TKV_OK);
+    CHECK_NEAR(p->threshold[1], .75f, 0);
+    CHECK_EQ(p->max_level, TKV_OFF);
+    CHECK_EQ(p->profile, TKV_PROFILE_FP16_ONLY);
+    CHECK_EQ(parse(&back, "budget.pressure.hysteresis = zero\nbudget.pressure.threshold = zero, .5", reason),
+             TKV_OK);
+    CHECK(q->hysteresis < 0.0f && q->threshold[0] < 0.0f); /* TKV_ZERO */
+    CHECK_EQ(parse(&back,
+                   "{\"budget.pressure.hysteresis\": \"zero\", "
+                   "\"budget.pressure.threshold\": [\"zero\", 0.5]}",
+                   reason),
+             TKV_OK);
+    CHECK_NEAR(q->threshold[1], .5, 0);
+    CHECK_EQ(tkv_print_config(&back, 0, text, sizeof text, NULL), TKV_OK);
+    CHECK_STR(text, "budget.pressure.threshold = zero, 0.5\nbudget.pressure.hysteresis = zero\n");
+    CHECK_EQ(parse(&back, "budget.pressure.hysteresis = zeros", reason), TKV_ERR_CONFIG);
     same = cfg;
-    CHECK_EQ(parse_policy(&cfg, "profile = best", reason), TKV_ERR_CONFIG);
-    CHECK_STR(reason, "line 1: profile is best; it must be the name of a profile (tkv_policy_profile)");
-    CHECK_EQ(parse_policy(&cfg, "threshold = 1,2,3,4,5,6,7,8", reason), TKV_ERR_CONFIG);
-    CHECK_EQ(parse_policy(&cfg, "n_layers = 1", reason), TKV_ERR_CONFIG);
-    CHECK_EQ(tkv_policy_parse(NULL, "", 0, reason, REASON), TKV_ERR_ARG);
-    CHECK_EQ(tkv_policy_parse(&cfg, NULL, 0, reason, REASON), TKV_ERR_ARG);
-    CHECK_EQ(tkv_policy_print(NULL, 0, text, sizeof text, NULL), TKV_ERR_ARG);
+    CHECK_EQ(parse(&cfg, "budget.pressure.profile = best", reason), TKV_ERR_CONFIG);
+    CHECK_STR(reason, "line 1: budget.pressure.profile is best; it must be a whole number or default, "
+                      "fp16_only, aggressive");
+    CHECK_EQ(parse(&cfg, "budget.pressure.threshold = 1,2,3,4,5,6,7,8", reason), TKV_ERR_CONFIG);
+    CHECK_EQ(parse(&cfg, "budget.pressure.n_layers = 1", reason), TKV_ERR_CONFIG);
+    CHECK_EQ(parse(&cfg, "alpha = .1", reason), TKV_ERR_CONFIG);
+    CHECK_STR(reason, "line 1: alpha is no key; the nearest one is budget.pressure.alpha");
     CHECK_MEM(&cfg, &same, sizeof cfg);
     for (i = 0; i < 100; i++) {
         memset(&cfg, 0, sizeof cfg);
-        for (k = 0; k < tkv_rng_below(&r, TKV_MAX_LEVELS); k++) cfg.threshold[k] = random_float(&r, .01, 1);
-        if (i % 4 == 0) cfg.threshold[0] = TKV_ZERO;
-        cfg.hysteresis = i % 3 ? random_float(&r, 0, .1) : TKV_ZERO;
-        cfg.alpha = random_float(&r, 0, 1);
-        cfg.min_level = tkv_rng_below(&r, 3);
-        cfg.max_level = tkv_rng_below(&r, 4) - 1;
+        p->profile = (tkv_pressure_profile)tkv_rng_below(&r, TKV_PROFILE_COUNT);
+        for (k = 0; k < tkv_rng_below(&r, TKV_MAX_LEVELS); k++) p->threshold[k] = random_float(&r, .01, 1);
+        if (i % 4 == 0) p->threshold[0] = TKV_ZERO;
+        p->hysteresis = i % 3 ? random_float(&r, 0, .1) : TKV_ZERO;
+        p->alpha = random_float(&r, 0, 1);
+        p->min_level = tkv_rng_below(&r, 3);
+        p->max_level = tkv_rng_below(&r, 4) - 1;
         for (json = 0; json < 2; json++) {
-            CHECK_EQ(tkv_policy_print(&cfg, json, text, sizeof text, NULL), TKV_OK);
+            CHECK_EQ(tkv_print_config(&cfg, json, text, sizeof text, NULL), TKV_OK);
             memset(&back, 0, sizeof back);
-            CHECK_MSG(parse_policy(&back, text, reason) == TKV_OK, "%s", reason);
+            CHECK_MSG(parse(&back, text, reason) == TKV_OK, "%s", reason);
             CHECK_MEM(&cfg, &back, sizeof cfg);
         }
     }
@@ -760,35 +798,34 @@ TEST(policies) {
 static int survives(const char *bytes, size_t n) {
     char *text = (char *)malloc(n ? n : 1);
     tkv_config cfg, same;
-    tkv_policy_config policy;
     char reason[REASON];
     tkv_status st;
     if (!text) exit(2);
     memcpy(text, bytes, n);
     memset(&cfg, 0, sizeof cfg);
-    memset(&policy, 0, sizeof policy);
     same = cfg;
-    st = tkv_config_parse(&cfg, &room, text, n, reason, REASON);
+    st = tkv_parse_config(&cfg, &room, text, n, reason, REASON);
     CHECK(st == TKV_OK || (st == TKV_ERR_CONFIG && strncmp(reason, "line ", 5) == 0));
     if (st) CHECK_MEM(&cfg, &same, sizeof cfg);
-    else (void)tkv_config_validate(&cfg, reason, REASON);
-    (void)tkv_policy_parse(&policy, text, n, reason, REASON);
+    else (void)tkv_validate_config(&cfg, reason, REASON);
     free(text);
     return st == TKV_OK;
 }
 
 TEST(any_bytes) {
     static const char pieces[][16] = {
-        "n_layers", "layers", "[",       "]",        "[0-4095]", ".",          "rope",   "dim", "scale",
-        "=",        " = ",    ":",       ",",        "\"",       "{",          "}",      "\n",  "#",
-        "none",     "all",    "a30/r20", "1",        "-1",       "1e5",        "preset", "adr", "fit",
-        "+",        "clip",   "0",       "99999999", "\r\n",     "frequencies"};
-    const char *const texts[] = {sample, sample_json};
+        "n_layers",    "layers",  "[",         "]",      "[0-4095]", ".",      "rope",     "dim",
+        "scale",       "=",       " = ",       ":",      ",",        "\"",     "{",        "}",
+        "\n",          "#",       "none",      "all",    "a30/r20",  "1",      "-1",       "1e5",
+        "preset",      "adr",     "fit",       "+",      "clip",     "0",      "99999999", "\r\n",
+        "frequencies", "off",     "unlimited", "zero",   "model.",   "tiers.", "format.",  "budget.",
+        "pressure.",   "profile", "alpha",     "archive"};
+    const char *const texts[] = {sample, sample_json, pressure_sample};
     tkv_rng r = tkv_rng_seed(4);
-    char text[512];
+    char text[40 * sizeof pieces[0]];
     size_t n, i;
     int which, k, good = 0, tries = tkv_test_quick() ? 2000 : 20000;
-    for (which = 0; which < 2; which++) {
+    for (which = 0; which < COUNT(texts); which++) {
         const size_t size = strlen(texts[which]);
         char *copy = (char *)malloc(size);
         if (!copy) exit(2);
@@ -828,31 +865,31 @@ TEST(presets_of_designs) {
                 {"akv", 1024, 2048, TKV_KIVI4, TKV_KIVI2, TKV_KIVI2},
                 {"akv_quality", 2048, 2048, TKV_KIVI4, TKV_KIVI2, TKV_KIVI2},
                 {"aggressive", 512, 4096, TKV_KIVI2, TKV_KIVI2, TKV_KIVI2},
-                {"k4v4", 256, TKV_NONE, TKV_KIVI4, TKV_KIVI4, TKV_KIVI4},
-                {"k4v3", 128, TKV_NONE, TKV_KIVI4, TKV_KIVI4, TKV_KIVI3},
-                {"k4v2", 128, TKV_NONE, TKV_KIVI4, TKV_KIVI4, TKV_KIVI2},
-                {"k3v3", 128, TKV_NONE, TKV_KIVI3, TKV_KIVI3, TKV_KIVI3},
-                {"k2v2", 64, TKV_NONE, TKV_KIVI2, TKV_KIVI2, TKV_KIVI2},
+                {"k4v4", 256, TKV_OFF, TKV_KIVI4, TKV_KIVI4, TKV_KIVI4},
+                {"k4v3", 128, TKV_OFF, TKV_KIVI4, TKV_KIVI4, TKV_KIVI3},
+                {"k4v2", 128, TKV_OFF, TKV_KIVI4, TKV_KIVI4, TKV_KIVI2},
+                {"k3v3", 128, TKV_OFF, TKV_KIVI3, TKV_KIVI3, TKV_KIVI3},
+                {"k2v2", 64, TKV_OFF, TKV_KIVI2, TKV_KIVI2, TKV_KIVI2},
                 {"balanced", 0, 0, TKV_A40, TKV_A30, TKV_R30}};
     static const int contexts[] = {2047, 2048, 8191, 8192};
     static const tkv_format chosen[] = {TKV_KIVI2, TKV_SQUAT2, TKV_SQUAT2, TKV_KVQUANT3};
     int i;
     for (i = 0; i < COUNT(want); i++) {
-        tkv_config cfg = tkv_config_default();
-        cfg.sink_tokens = cfg.hot_tokens = cfg.warm_tokens = 9;
-        CHECK_EQ(tkv_config_preset(&cfg, want[i].name), TKV_OK);
-        CHECK_EQ(cfg.sink_tokens, 0);
-        CHECK_EQ(cfg.hot_tokens, want[i].hot);
-        CHECK_EQ(cfg.warm_tokens, want[i].warm);
-        CHECK_EQ(cfg.warm.k, want[i].warm_k);
-        CHECK_EQ(cfg.archive.k, want[i].archive_k);
-        CHECK_EQ(cfg.archive.v, want[i].archive_v);
+        tkv_config cfg = tkv_default_config();
+        cfg.tiers.sink_tokens = cfg.tiers.hot_tokens = cfg.tiers.warm_tokens = 9;
+        CHECK_EQ(tkv_apply_preset(&cfg, want[i].name), TKV_OK);
+        CHECK_EQ(cfg.tiers.sink_tokens, 0);
+        CHECK_EQ(cfg.tiers.hot_tokens, want[i].hot);
+        CHECK_EQ(cfg.tiers.warm_tokens, want[i].warm);
+        CHECK_EQ(cfg.tiers.warm.k, want[i].warm_k);
+        CHECK_EQ(cfg.tiers.archive.k, want[i].archive_k);
+        CHECK_EQ(cfg.tiers.archive.v, want[i].archive_v);
     }
     for (i = 0; i < COUNT(contexts); i++) {
-        tkv_config cfg = tkv_config_default();
-        cfg.max_tokens = contexts[i];
-        CHECK_EQ(tkv_config_preset(&cfg, "adr"), TKV_OK);
-        CHECK_EQ(cfg.archive.k, chosen[i]);
+        tkv_config cfg = tkv_default_config();
+        cfg.limits.max_tokens = contexts[i];
+        CHECK_EQ(tkv_apply_preset(&cfg, "adr"), TKV_OK);
+        CHECK_EQ(cfg.tiers.archive.k, chosen[i]);
     }
 }
 
@@ -860,52 +897,54 @@ TEST(tier_for_age) {
     static const struct {
         int age;
         tkv_tier tier;
-    } cases[] = {
-        {-1, TKV_HOT},  {0, TKV_HOT},    {1, TKV_HOT},       {63, TKV_HOT},      {64, TKV_WARM},
-        {65, TKV_WARM}, {511, TKV_WARM}, {512, TKV_ARCHIVE}, {513, TKV_ARCHIVE}, {0x7fffffff, TKV_ARCHIVE}};
-    tkv_config cfg = tkv_config_default();
+    } cases[] = {{-1, TKV_TIER_HOT},      {0, TKV_TIER_HOT},
+                 {1, TKV_TIER_HOT},       {63, TKV_TIER_HOT},
+                 {64, TKV_TIER_WARM},     {65, TKV_TIER_WARM},
+                 {511, TKV_TIER_WARM},    {512, TKV_TIER_ARCHIVE},
+                 {513, TKV_TIER_ARCHIVE}, {0x7fffffff, TKV_TIER_ARCHIVE}};
+    tkv_config cfg = tkv_default_config();
     int i;
     for (i = 0; i < COUNT(cases); i++) {
-        CHECK_EQ(tkv_tier_for_age(NULL, cases[i].age), cases[i].tier);
-        CHECK_EQ(tkv_tier_for_age(&cfg, cases[i].age), cases[i].tier);
+        CHECK_EQ(tkv_compute_tier(NULL, cases[i].age), cases[i].tier);
+        CHECK_EQ(tkv_compute_tier(&cfg, cases[i].age), cases[i].tier);
     }
-    cfg.hot_tokens = TKV_NONE;
-    cfg.warm_tokens = 10;
-    CHECK_EQ(tkv_tier_for_age(&cfg, 0), TKV_WARM);
-    CHECK_EQ(tkv_tier_for_age(&cfg, 10), TKV_ARCHIVE);
-    cfg.warm_tokens = TKV_ALL;
-    CHECK_EQ(tkv_tier_for_age(&cfg, 0x7fffffff - 1), TKV_ARCHIVE); /* beyond what a sequence can have */
-    CHECK_EQ(tkv_tier_for_age(&cfg, 1000000), TKV_WARM);
-    cfg.hot_tokens = TKV_ALL;
-    CHECK_EQ(tkv_tier_for_age(&cfg, 1000000), TKV_HOT);
+    cfg.tiers.hot_tokens = TKV_OFF;
+    cfg.tiers.warm_tokens = 10;
+    CHECK_EQ(tkv_compute_tier(&cfg, 0), TKV_TIER_WARM);
+    CHECK_EQ(tkv_compute_tier(&cfg, 10), TKV_TIER_ARCHIVE);
+    cfg.tiers.warm_tokens = TKV_UNLIMITED;
+    CHECK_EQ(tkv_compute_tier(&cfg, 0x7fffffff - 1), TKV_TIER_ARCHIVE); /* beyond what a sequence can have */
+    CHECK_EQ(tkv_compute_tier(&cfg, 1000000), TKV_TIER_WARM);
+    cfg.tiers.hot_tokens = TKV_UNLIMITED;
+    CHECK_EQ(tkv_compute_tier(&cfg, 1000000), TKV_TIER_HOT);
 }
 
 /* A token's tier is the one that it was due for at most 63 tokens ago. */
 TEST(tiers_follow_ages) {
-    tkv_config cfg = tkv_config_default();
+    tkv_config cfg = tkv_default_config();
     tkv_cache *kv;
     float row[16];
     int n, token;
-    cfg.n_layers = cfg.n_heads = 1;
-    cfg.head_dim = 16;
-    CHECK_EQ(tkv_config_preset(&cfg, "small"), TKV_OK);
+    cfg.model.n_layers = cfg.model.n_heads = 1;
+    cfg.model.head_dim = 16;
+    CHECK_EQ(tkv_apply_preset(&cfg, "small"), TKV_OK);
     kv = make(&cfg);
     memset(row, 0, sizeof row);
     for (n = 1; n <= 500; n++) {
         CHECK_EQ(tkv_append(kv, 0, 0, row, row, 1), TKV_OK);
         for (token = 4; token < n && n % 50 == 0; token++) {
             tkv_tier tier = TKV_TIER_COUNT;
-            CHECK_EQ(tkv_tier_of(kv, 0, 0, token, &tier), TKV_OK);
-            CHECK(tier <= tkv_tier_for_age(&cfg, n - 1 - token) &&
-                  tier >= tkv_tier_for_age(&cfg, n - 1 - token - 64));
+            CHECK_EQ(tier_of(kv, 0, 0, token, &tier), TKV_OK);
+            CHECK(tier <= tkv_compute_tier(&cfg, n - 1 - token) &&
+                  tier >= tkv_compute_tier(&cfg, n - 1 - token - 64));
         }
     }
     tkv_destroy(kv);
 }
 
-/* >>state */
+/* >>reports */
 static tkv_cache *some_cache(void) {
-    tkv_config cfg = tkv_config_default();
+    tkv_config cfg = tkv_default_config();
     tkv_layer_config layers[3];
     tkv_cache *kv;
     tkv_rng r = tkv_rng_seed(5);
@@ -914,13 +953,13 @@ static tkv_cache *some_cache(void) {
     memset(layers, 0, sizeof layers);
     layers[1].no_cache = 1;
     layers[2].share_kv = 1;
-    cfg.n_layers = 3;
+    cfg.model.n_layers = 3;
     cfg.layers = layers;
-    cfg.n_heads = 2;
-    cfg.head_dim = 16;
-    cfg.max_seqs = 4;
-    cfg.quality_heads = 1;
-    cfg.quality_every = 4;
+    cfg.model.n_heads = 2;
+    cfg.model.head_dim = 16;
+    cfg.limits.max_seqs = 4;
+    cfg.meter.heads = 1;
+    cfg.meter.every = 4;
     kv = make(&cfg);
     for (n = 0; n < 700; n++)
         for (layer = 0; layer < 1; layer++) {
@@ -932,58 +971,59 @@ static tkv_cache *some_cache(void) {
     return kv;
 }
 
-static char *text_of(tkv_status (*say)(const tkv_cache *, char *, size_t, size_t *), const tkv_cache *kv) {
-    size_t needed = 0;
+/* Without labels, in memory of exactly the bytes needed. */
+static char *report_of(const tkv_cache *kv, tkv_report_kind kind) {
+    size_t needed = 0, more = 0;
     char *text;
-    CHECK_EQ(say(kv, NULL, 0, &needed), TKV_OK);
+    CHECK_EQ(tkv_print_report(kv, kind, NULL, NULL, 0, &needed), TKV_OK);
     text = (char *)malloc(needed);
     if (!text) exit(2);
     memset(text, 'x', needed);
-    CHECK_EQ(say(kv, text, needed - 1, NULL), TKV_ERR_ARG);
+    CHECK_EQ(tkv_print_report(kv, kind, NULL, text, needed - 1, &more), TKV_ERR_CAPACITY);
+    CHECK_EQ(more, needed);
+    CHECK_EQ(tkv_print_report(kv, kind, NULL, text, 0, NULL), TKV_ERR_CAPACITY);
     CHECK_EQ(text[0], 'x');
-    CHECK_EQ(say(kv, text, needed, NULL), TKV_OK);
+    CHECK_EQ(tkv_print_report(kv, kind, NULL, text, needed, NULL), TKV_OK);
     CHECK_EQ(strlen(text) + 1, needed);
     return text;
 }
 
-static tkv_status plain_prometheus(const tkv_cache *kv, char *buf, size_t size, size_t *needed) {
-    return tkv_format_prometheus(kv, NULL, buf, size, needed);
-}
-
-TEST(state_says_what_there_is) {
+TEST(report_has_what_there_is) {
     tkv_cache *kv = some_cache();
-    char *text = text_of(tkv_state_json, kv);
-    tkv_config cfg = tkv_config_default();
+    char *text = report_of(kv, TKV_REPORT_JSON);
+    tkv_config cfg = tkv_default_config();
     char line[200], reason[REASON];
     tkv_memory_info m;
-    tkv_tier_info t;
+    tkv_layer_info t;
     const char *config = strstr(text, "\"config\": {");
-    CHECK_EQ(tkv_memory(kv, &m), TKV_OK);
+    CHECK_EQ(tkv_get_memory(kv, &m), TKV_OK);
     snprintf(line, sizeof line, "\"total\": %lu, ", (unsigned long)m.total);
     CHECK(strstr(text, line) != NULL);
-    CHECK_EQ(tkv_tier_counts(kv, 2, 0, &t), TKV_OK);
+    CHECK_EQ(tkv_get_layer(kv, 2, 0, &t), TKV_OK);
     snprintf(line, sizeof line,
-             "{\"seq\": 2, \"tokens\": 100, \"len\": [100, null, null], \"hot\": [%d, null, null]",
-             t.tokens[TKV_HOT]);
+             "{\"seq\": 2, \"tokens\": 100, \"length\": [100, null, null], \"hot\": [%d, null, null]",
+             t.tokens[TKV_TIER_HOT]);
     CHECK_MSG(strstr(text, line) != NULL, "%s\n%s", line, text);
     CHECK(strstr(text, "\"seq\": 1,") == NULL);
     CHECK(strstr(text, "\"warm\": [\"a40/r40\", null, null]") != NULL);
     REQUIRE(config != NULL); /* it is a text that makes such a config */
     config += strlen("\"config\": ");
-    CHECK_MSG(tkv_config_parse(&cfg, NULL, config, (size_t)(strchr(config, '}') + 1 - config), reason,
+    CHECK_MSG(tkv_parse_config(&cfg, NULL, config, (size_t)(strchr(config, '}') + 1 - config), reason,
                                REASON) == TKV_OK,
               "%s", reason);
-    CHECK_EQ(cfg.n_layers, 3);
-    CHECK_EQ(cfg.max_append, 512);
-    CHECK_EQ(tkv_state_json(NULL, text, 1, NULL), TKV_ERR_ARG);
-    CHECK_EQ(tkv_state_json(kv, NULL, 0, NULL), TKV_ERR_ARG);
+    CHECK_EQ(cfg.model.n_layers, 3);
+    CHECK_EQ(cfg.limits.max_append, 512);
+    CHECK_EQ(tkv_print_report(NULL, TKV_REPORT_JSON, NULL, text, 1, NULL), TKV_ERR_ARG);
+    CHECK_EQ(tkv_print_report(kv, TKV_REPORT_JSON, NULL, NULL, 0, NULL), TKV_ERR_ARG);
+    CHECK_EQ(tkv_print_report(kv, TKV_REPORT_COUNT, NULL, text, 1, NULL), TKV_ERR_ARG);
+    CHECK_EQ(text[0], '{');
     free(text);
     tkv_destroy(kv);
 }
 
 TEST(prometheus_lines) {
     tkv_cache *kv = some_cache();
-    char *text = text_of(plain_prometheus, kv), buf[8192];
+    char *text = report_of(kv, TKV_REPORT_PROMETHEUS), buf[8192];
     static const char *const bad[] = {"=x",         "model",   "1a=x",   "a-b=x", "a=x,",
                                       ",a=x",       "tier=x",  "part=x", "isa=x", "version=x",
                                       "__name__=x", "a=x,a=y", "a=x\\",  "a=x,b"};
@@ -992,25 +1032,28 @@ TEST(prometheus_lines) {
     int taken = 0;
     size_t i, needed = 77;
     CHECK(strncmp(text, "# HELP tkv_info ", 16) == 0);
-    CHECK_EQ(tkv_quality(kv, &quality), TKV_OK);
+    CHECK_EQ(tkv_get_quality(kv, TKV_ALL_LAYERS, &quality), TKV_OK);
     CHECK(quality.heads == 0 || /* no atomics here */
           strstr(text, "\n# TYPE tkv_quality_samples_total counter\ntkv_quality_samples_total ") != NULL);
     CHECK(strstr(text, "\n# TYPE tkv_memory_bytes gauge\ntkv_memory_bytes{part=\"codes\",tier=\"hot\"} ") !=
           NULL);
     CHECK(strstr(text, "\ntkv_sequences 2\n") != NULL);
     CHECK(strstr(text, "\ntkv_sequence_tokens_max 600\n") != NULL);
-    CHECK_EQ(tkv_format_prometheus(kv, "model=SmolLM2 135M,x_1=a\\,b\\\\\"c\nd,_e=", buf, sizeof buf, NULL),
+    CHECK_EQ(tkv_print_report(kv, TKV_REPORT_PROMETHEUS, "model=SmolLM2 135M,x_1=a\\,b\\\\\"c\nd,_e=", buf,
+                              sizeof buf, NULL),
              TKV_OK);
     CHECK(strstr(buf, "\ntkv_sequences{model=\"SmolLM2 135M\",x_1=\"a,b\\\\\\\"c\\nd\",_e=\"\"} 2\n") !=
           NULL);
     CHECK(strstr(buf, "tier=\"hot\",model=\"SmolLM2 135M\",") != NULL);
     for (i = 0; i < sizeof bad / sizeof *bad; i++) {
         memset(buf, 'x', 16);
-        CHECK_MSG(tkv_format_prometheus(kv, bad[i], buf, sizeof buf, &needed) == TKV_ERR_ARG, "%s", bad[i]);
+        CHECK_MSG(tkv_print_report(kv, TKV_REPORT_PROMETHEUS, bad[i], buf, sizeof buf, &needed) ==
+                      TKV_ERR_ARG,
+                  "%s", bad[i]);
         CHECK_EQ(buf[0], 'x');
         CHECK_EQ(needed, 77);
     }
-    CHECK_EQ(tkv_format_prometheus(kv, "", buf, sizeof buf, NULL), TKV_OK);
+    CHECK_EQ(tkv_print_report(kv, TKV_REPORT_PROMETHEUS, "", buf, sizeof buf, NULL), TKV_OK);
     CHECK_STR(buf, text);
     for (i = 0; i < 2000; i++) {
         static const char letters[] = "ab_1=,\\\"\n\xc3 ";
@@ -1019,11 +1062,11 @@ TEST(prometheus_lines) {
         if (!labels) exit(2);
         labels[n] = 0;
         while (n--) labels[n] = letters[tkv_rng_below(&r, COUNT(letters) - 1)];
-        taken += tkv_format_prometheus(kv, labels, NULL, 0, &needed) == TKV_OK;
+        taken += tkv_print_report(kv, TKV_REPORT_PROMETHEUS, labels, NULL, 0, &needed) == TKV_OK;
         free(labels);
     }
     CHECK(taken > 10 && taken < 1000);
-    CHECK_EQ(tkv_format_prometheus(NULL, NULL, buf, sizeof buf, NULL), TKV_ERR_ARG);
+    CHECK_EQ(tkv_print_report(NULL, TKV_REPORT_PROMETHEUS, NULL, buf, sizeof buf, NULL), TKV_ERR_ARG);
     free(text);
     tkv_destroy(kv);
 }
@@ -1059,12 +1102,12 @@ int main(int argc, char **argv) {
     RUN(every_field_has_a_row);
     RUN(words_are_the_names);
     RUN(new_kinds_of_fields);
-    RUN(policies);
+    RUN(pressure_keys);
     RUN(any_bytes);
     RUN(presets_of_designs);
     RUN(tier_for_age);
     RUN(tiers_follow_ages);
-    RUN(state_says_what_there_is);
+    RUN(report_has_what_there_is);
     RUN(prometheus_lines);
     RUN(figures_are_in_order);
     return tkv_test_end();

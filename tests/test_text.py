@@ -15,7 +15,7 @@ PROGRAM = r"""
 #include <stdio.h>
 static char text[1 << 18];
 static int said(tkv_status st) {
-    if (st) fprintf(stderr, "%s\n", tkv_status_text(st));
+    if (st) fprintf(stderr, "%s\n", tkv_get_status_text(st));
     else fputs(text, stdout);
     return st != TKV_OK;
 }
@@ -23,44 +23,44 @@ int main(int argc, char **argv) {
     tkv_config cfg = {0};
     tkv_layer_config layers[3] = {{{0}}};
     float frequencies[8];
-    tkv_config_room room = {layers, 3, NULL, 0, frequencies, 8};
+    tkv_config_arrays room = {layers, 3, NULL, 0, frequencies, 8};
     float row[2 * 16], out[2 * 16];
     char reason[200];
     tkv_cache *kv;
     int n, i, seq, bad = 0;
     if (argc < 3) return 2;
-    if (tkv_config_parse(&cfg, &room, argv[2], strlen(argv[2]), reason, sizeof reason) ||
-        tkv_config_validate(&cfg, reason, sizeof reason) || tkv_create(&cfg, &kv)) {
+    if (tkv_parse_config(&cfg, &room, argv[2], strlen(argv[2]), reason, sizeof reason) ||
+        tkv_validate_config(&cfg, reason, sizeof reason) || tkv_create(&cfg, &kv)) {
         fprintf(stderr, "%s\n", reason);
         return 1;
     }
     for (n = 0; n < 1400; n++) {
         for (i = 0; i < 32; i++) row[i] = (float)((n * 32 + i) * 7919 % 257 - 128) * 0.01f;
         seq = n % 7 == 6 ? 2 : 0;
-        for (i = 0; i < cfg.n_layers; i++) {
+        for (i = 0; i < cfg.model.n_layers; i++) {
             if (!layers[i].no_cache && !layers[i].share_kv) bad |= tkv_append(kv, seq, i, row, row, 1) != TKV_OK;
             if (!layers[i].no_cache) bad |= tkv_attend(kv, seq, i, row, 1, out) != TKV_OK;
         }
     }
-    if (argv[1][0] == 's') bad |= said(tkv_state_json(kv, text, sizeof text, NULL));
-    if (argv[1][0] == 'p') bad |= said(tkv_format_prometheus(kv, argc > 3 ? argv[3] : NULL, text, sizeof text, NULL));
-    if (argv[1][0] == 'c') bad |= said(tkv_config_print(&cfg, 1, text, sizeof text, NULL));
-    if (argv[1][0] == 't') bad |= said(tkv_config_print(&cfg, 0, text, sizeof text, NULL));
+    if (argv[1][0] == 's') bad |= said(tkv_print_report(kv, TKV_REPORT_JSON, NULL, text, sizeof text, NULL));
+    if (argv[1][0] == 'p') bad |= said(tkv_print_report(kv, TKV_REPORT_PROMETHEUS, argc > 3 ? argv[3] : NULL, text, sizeof text, NULL));
+    if (argv[1][0] == 'c') bad |= said(tkv_print_config(&cfg, 1, text, sizeof text, NULL));
+    if (argv[1][0] == 't') bad |= said(tkv_print_config(&cfg, 0, text, sizeof text, NULL));
     tkv_destroy(kv);
     return bad;
 }
 """
 
 CONFIG = """
-n_layers = 3        # the second has no cache, the third shares that of the first
-n_heads = 2
-head_dim = 16
-max_seqs = 4
-archive = a25/r20
-quality_every = 4
-quality_heads = 1
-rope.dim = 16
-rope.frequencies = 1, .5, .25, .125, 1e-2, 1e-3, 1e-4, 1e-5
+model.n_layers = 3        # the second has no cache, the third shares that of the first
+model.n_heads = 2
+model.head_dim = 16
+limits.max_seqs = 4
+tiers.archive = a25/r20
+meter.every = 4
+meter.heads = 1
+model.rope.dim = 16
+model.rope.frequencies = 1, .5, .25, .125, 1e-2, 1e-3, 1e-4, 1e-5
 layers[1].no_cache = true
 layers[2].share_kv = 1
 """
@@ -82,9 +82,9 @@ class Reports(unittest.TestCase):
 
     def test_config_is_json(self):
         said = json.loads(self.dump("config"))
-        self.assertEqual(said["n_layers"], 3)
-        self.assertEqual(said["archive"], "a25/r20")
-        self.assertEqual(said["rope.frequencies"], [1, .5, .25, .125, 1e-2, 1e-3, 1e-4, 1e-5])
+        self.assertEqual(said["model.n_layers"], 3)
+        self.assertEqual(said["tiers.archive"], "a25/r20")
+        self.assertEqual(said["model.rope.frequencies"], [1, .5, .25, .125, 1e-2, 1e-3, 1e-4, 1e-5])
         self.assertIs(said["layers[1].no_cache"], True)
         self.assertEqual(self.dump("config", json.dumps(said)), self.dump("config"))
         self.assertEqual(self.dump("config", json.dumps(said, indent=4)), self.dump("config"))
@@ -95,8 +95,8 @@ class Reports(unittest.TestCase):
         self.assertEqual([s["seq"] for s in said["lengths"]], [0, 2])
         for seq, tokens in zip(said["lengths"], (1200, 200)):
             self.assertEqual(seq["tokens"], tokens)
-            self.assertEqual(seq["len"], [tokens, None, None])
-            self.assertEqual(sum(seq[t][0] for t in ("hot", "warm", "archive", "dropped")), tokens)
+            self.assertEqual(seq["length"], [tokens, None, None])
+            self.assertEqual(sum(seq[t][0] for t in ("hot", "warm", "archive", "expired")), tokens)
         self.assertGreater(said["lengths"][0]["archive"][0], 0)
         self.assertEqual(said["formats"]["archive"], ["a25/r20", None, None])
         self.assertEqual(said["formats"]["calibrated_layers"], 1)
@@ -111,7 +111,7 @@ class Reports(unittest.TestCase):
         self.assertGreater(said["quality"]["kl"], 0)
 
     def test_state_without_a_meter(self):
-        config = CONFIG.replace("quality_heads = 1", "quality_heads = 0")
+        config = CONFIG.replace("meter.heads = 1", "meter.heads = 0")
         self.assertIsNone(json.loads(self.dump("state", config))["quality"])
         self.assertNotIn("tkv_quality", self.dump("prometheus", config))
 
@@ -136,10 +136,10 @@ class Reports(unittest.TestCase):
         self.assertEqual(sum(s.value for s in families["tkv_memory_bytes"].samples), one("tkv_memory_held_bytes"))
         self.assertEqual(one("tkv_memory_held_bytes"), state["memory"]["total"])
         tokens = {s.labels["tier"]: s.value for s in families["tkv_tokens"].samples}
-        tokens["spilled"] = one("tkv_tokens_spilled")  # of those of the tiers
-        tokens["missing"] = one("tkv_tokens_missing")  # in no tier
+        tokens["offloaded"] = one("tkv_tokens_offloaded")  # of those of the tiers
+        tokens["discarded"] = one("tkv_tokens_discarded")  # in no tier
         self.assertEqual(tokens, state["tokens"])
-        del tokens["spilled"]
+        del tokens["offloaded"]
         self.assertEqual(sum(tokens.values()), 1400)
         self.assertEqual(one("tkv_quality_samples"), state["quality"]["samples"])
         self.assertEqual(families["tkv_quality_samples"].samples[0].name, "tkv_quality_samples_total")

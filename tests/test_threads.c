@@ -103,7 +103,7 @@ typedef struct contents {
     tkv_format hot, warm, archive;
     int shared; /* 1: instead, A and R: a table is made on the way */
     int meter;  /* 1: the quality meter watches all heads */
-    int every;  /* cfg.importance_every */
+    int every;  /* cfg.importance.sample_every */
     int out;    /* 1: with workers, old blocks are outside RAM */
 } contents;
 
@@ -124,40 +124,40 @@ static int from_outside(void *user, uint32_t key, size_t offset, void *bytes, si
 }
 
 static tkv_cache *filled(const contents *c, workers *w) {
-    tkv_config cfg = tkv_config_default();
+    tkv_config cfg = tkv_default_config();
     tkv_cache *kv = NULL;
     tkv_rng rng = tkv_rng_seed(8);
     float *k, *v;
     int seq, i;
-    cfg.n_layers = 1;
-    cfg.n_heads = HEADS;
-    cfg.n_kv_heads = KV_HEADS;
-    cfg.head_dim = DK;
-    cfg.v_head_dim = DV;
-    cfg.max_seqs = 3;
-    cfg.hot_tokens = 50;
-    cfg.warm_tokens = 200;
-    cfg.hot.k = cfg.hot.v = c->hot;
-    cfg.warm.k = cfg.warm.v = c->warm;
-    cfg.archive.k = cfg.archive.v = c->archive;
+    cfg.model.n_layers = 1;
+    cfg.model.n_heads = HEADS;
+    cfg.model.n_kv_heads = KV_HEADS;
+    cfg.model.head_dim = DK;
+    cfg.model.v_head_dim = DV;
+    cfg.limits.max_seqs = 3;
+    cfg.tiers.hot_tokens = 50;
+    cfg.tiers.warm_tokens = 200;
+    cfg.tiers.hot.k = cfg.tiers.hot.v = c->hot;
+    cfg.tiers.warm.k = cfg.tiers.warm.v = c->warm;
+    cfg.tiers.archive.k = cfg.tiers.archive.v = c->archive;
     if (c->shared) {
-        cfg.warm.k = TKV_A40;
-        cfg.warm.v = TKV_R40;
-        cfg.archive.k = TKV_A25;
-        cfg.archive.v = TKV_R15;
+        cfg.tiers.warm.k = TKV_A40;
+        cfg.tiers.warm.v = TKV_R40;
+        cfg.tiers.archive.k = TKV_A25;
+        cfg.tiers.archive.v = TKV_R15;
     }
     if (c->meter) {
-        cfg.quality_heads = KV_HEADS;
-        cfg.quality_every = 1;
-        cfg.quality_tokens = 512; /* some blocks have no copy */
+        cfg.meter.heads = KV_HEADS;
+        cfg.meter.every = 1;
+        cfg.meter.tokens = 512; /* some blocks have no copy */
     }
-    cfg.importance_every = c->every;
-    cfg.isa = tkv_test_isa();
+    cfg.importance.sample_every = c->every;
+    cfg.host.isa = tkv_test_isa();
     if (w) {
-        cfg.parallel_for = parallel_for;
-        cfg.parallel_user = w;
+        cfg.host.parallel_for = parallel_for;
+        cfg.host.parallel_user = w;
     }
-    if (w && c->out) cfg.spill.store = put_outside, cfg.spill.fetch = from_outside;
+    if (w && c->out) cfg.offload.write = put_outside, cfg.offload.read = from_outside;
     if (tkv_create(&cfg, &kv) != TKV_OK) fail_hard("no cache");
     k = (float *)calloc(100 * KV_HEADS * DK, sizeof(float));
     v = (float *)calloc(100 * KV_HEADS * DV, sizeof(float));
@@ -172,7 +172,7 @@ static tkv_cache *filled(const contents *c, workers *w) {
     free(k);
     free(v);
     for (seq = 0; seq < 3 && w && c->out; seq++) {
-        CHECK_EQ(tkv_spill(kv, seq, 0, 100, &i), TKV_OK);
+        CHECK_EQ(tkv_offload(kv, seq, 0, 100, &i), TKV_OK);
         CHECK(seq > 0 || i > 8);
     }
     return kv;
@@ -197,13 +197,13 @@ static tkv_status make_call(tkv_cache *kv, int which, const float *q, outputs *o
     p.out = o->out;
     p.n = which == SMALL ? 5 : which == PREFILL ? MAX_ROWS : 1;
     p.lse = o->lse;
-    if (which != DECODE && which != SMALL) p.mass = o->mass;
+    if (which != DECODE && which != SMALL) p.scores = o->mass;
     if (which == BATCH) {
         p.batch = rows;
         p.n_batch = 3;
         p.softcap = 4.0f;
         p.window = 500;
-        p.mass_stride = 3000;
+        p.score_stride = 3000;
     }
     return tkv_attend_ex(kv, &p);
 }
@@ -327,10 +327,10 @@ static void *attend_again(void *arg) {
         c->errors += make_call(c->kv, which, c->q, c->o) != TKV_OK;
         c->wrong += !same(c->o, &c->want[which]);
         c->errors += tkv_read(c->kv, 0, 0, 40 * i, 1, k, NULL) != TKV_OK;
-        st = tkv_importance_of(c->kv, 0, 0, 30 * i, 100, weights, NULL);
+        st = tkv_get_importance(c->kv, 0, 0, 30 * i, 100, weights, NULL);
         c->errors += st != TKV_OK && st != TKV_ERR_CONFIG; /* which says that nothing is gathered */
-        c->errors += tkv_layer_len(c->kv, 0, 0) != c->tokens;
-        c->errors += tkv_quality(c->kv, &figures) != TKV_OK || figures.top1 > 1.0;
+        c->errors += tkv_get_length(c->kv, 0, 0) != c->tokens;
+        c->errors += tkv_get_quality(c->kv, TKV_ALL_LAYERS, &figures) != TKV_OK || figures.top1 > 1.0;
     }
     return NULL;
 }
@@ -401,11 +401,11 @@ static size_t table_of(tkv_cache *kv, uint8_t *table) {
     size_t bytes = 0;
     memset(k, 0, sizeof k);
     memset(v, 0, sizeof v);
-    CHECK_EQ(tkv_calibrated_layers(kv), 0);
+    CHECK_EQ(calibrated_layers(kv), 0);
     CHECK_EQ(tkv_append(kv, 1, 0, k, v, 2), TKV_OK); /* the 512th token; the next one makes the table */
     CHECK_EQ(tkv_append(kv, 1, 0, k, v, 1), TKV_OK);
-    CHECK_EQ(tkv_calibrated_layers(kv), 1);
-    CHECK_EQ(tkv_calibration_save(kv, table, TABLE, &bytes), TKV_OK);
+    CHECK_EQ(calibrated_layers(kv), 1);
+    CHECK_EQ(tkv_save_calibration(kv, table, TABLE, &bytes), TKV_OK);
     return bytes;
 }
 
@@ -475,7 +475,7 @@ static void check_figures(const contents *c) {
     }
     memset(&first, 0, sizeof first);
     memset(&info, 0, sizeof info);
-    CHECK_EQ(tkv_quality(plain, &first), TKV_OK);
+    CHECK_EQ(tkv_get_quality(plain, TKV_ALL_LAYERS, &first), TKV_OK);
     CHECK(first.samples > 0 && first.kl > 0.0 && first.coverage > 0.1 && first.coverage < 1.0);
     tkv_destroy(plain);
     for (i = 0; i < 4; i++) {
@@ -491,7 +491,7 @@ static void check_figures(const contents *c) {
                 CHECK(same(&o, &want[which]));
             }
         }
-        CHECK_EQ(tkv_quality(kv, &info), TKV_OK);
+        CHECK_EQ(tkv_get_quality(kv, TKV_ALL_LAYERS, &info), TKV_OK);
         CHECK_MEM(&info, &first, sizeof info);
         CHECK_EQ(tkv_check(kv, NULL, 0), TKV_OK);
         tkv_destroy(kv);
@@ -528,7 +528,7 @@ TEST(importance_does_not_depend_on_threads) {
         CHECK_EQ(make_call(kv, which, q, &o), TKV_OK);
         CHECK(same(&o, &want[which]));
     }
-    CHECK_EQ(tkv_importance_of(kv, 0, 0, 0, 800, first, NULL), TKV_OK);
+    CHECK_EQ(tkv_get_importance(kv, 0, 0, 0, 800, first, NULL), TKV_OK);
     CHECK(first[10] > .001f); /* the age of a token that old counts for nothing */
     tkv_destroy(kv);
     for (i = 0; i < 4; i++) {
@@ -544,7 +544,7 @@ TEST(importance_does_not_depend_on_threads) {
                 CHECK(same(&o, &want[which]));
             }
         }
-        CHECK_EQ(tkv_importance_of(kv, 0, 0, 0, 800, now, NULL), TKV_OK);
+        CHECK_EQ(tkv_get_importance(kv, 0, 0, 0, 800, now, NULL), TKV_OK);
         CHECK_MEM(now, first, sizeof first);
         CHECK_EQ(tkv_check(kv, NULL, 0), TKV_OK);
         tkv_destroy(kv);
@@ -599,11 +599,11 @@ static int stack_of(stack_call *c, unsigned char *stack) {
 }
 
 TEST(stack_is_as_promised) {
-    static const tkv_pair pairs[] = {{TKV_F16, TKV_F16},      {TKV_Q8, TKV_Q8},
-                                     {TKV_KIVI4, TKV_KIVI2},  {TKV_A30, TKV_R30},
-                                     {TKV_A40, TKV_R15},      {TKV_KVQUANT4, TKV_KVQUANT3},
-                                     {TKV_SQUAT4, TKV_KIVI4}, {TKV_SUBSPACE4, TKV_SUBSPACE2},
-                                     {TKV_FP8_E4M3, TKV_FP4}};
+    static const tkv_format_pair pairs[] = {{TKV_F16, TKV_F16},      {TKV_Q8, TKV_Q8},
+                                            {TKV_KIVI4, TKV_KIVI2},  {TKV_A30, TKV_R30},
+                                            {TKV_A40, TKV_R15},      {TKV_KVQUANT4, TKV_KVQUANT3},
+                                            {TKV_SQUAT4, TKV_KIVI4}, {TKV_SUBSPACE4, TKV_SUBSPACE2},
+                                            {TKV_FP8_E4M3, TKV_FP4}};
     static const int queries[] = {0, 1, QUERIES};
     unsigned char *stack = NULL;
     float *x = (float *)calloc(64 * WIDE, sizeof *x), *out = (float *)calloc(QUERIES * 8 * WIDE, sizeof *out);
@@ -614,30 +614,31 @@ TEST(stack_is_as_promised) {
     tkv_rng_fill(&rng, x, 64 * WIDE, 1.0);
     for (i = 0; i < (int)(sizeof pairs / sizeof *pairs); i++)
         for (meter = 0; meter < 3; meter++) { /* 2: no meter, but blocks outside */
-            tkv_config cfg = tkv_config_default();
-            cfg.n_layers = 1, cfg.n_heads = 8, cfg.n_kv_heads = 1, cfg.head_dim = WIDE;
-            cfg.warm = cfg.archive = pairs[i];
-            cfg.rope.dim = WIDE;
-            cfg.quality_heads = meter % 2;
-            cfg.quality_every = meter % 2;
-            cfg.importance_every = 1;
-            if (meter == 2) cfg.spill.store = put_outside, cfg.spill.fetch = from_outside;
-            cfg.isa = tkv_test_isa();
+            tkv_config cfg = tkv_default_config();
+            cfg.model.n_layers = 1, cfg.model.n_heads = 8, cfg.model.n_kv_heads = 1,
+            cfg.model.head_dim = WIDE;
+            cfg.tiers.warm = cfg.tiers.archive = pairs[i];
+            cfg.model.rope.dim = WIDE;
+            cfg.meter.heads = meter % 2;
+            cfg.meter.every = meter % 2;
+            cfg.importance.sample_every = 1;
+            if (meter == 2) cfg.offload.write = put_outside, cfg.offload.read = from_outside;
+            cfg.host.isa = tkv_test_isa();
             memset(&c, 0, sizeof c);
             c.x = x, c.out = out;
             if (tkv_create(&cfg, &c.kv) != TKV_OK) fail_hard("no cache");
             for (t = 0; t < 4; t++) CHECK_EQ(tkv_append(c.kv, 0, 0, x, x, 64), TKV_OK);
-            CHECK_EQ(tkv_flush(c.kv, 0, TKV_FLUSH_FULL), TKV_OK);
+            CHECK_EQ(tkv_seq_flush(c.kv, 0, TKV_FLUSH_FULL), TKV_OK);
             CHECK_EQ(tkv_append(c.kv, 0, 0, x, x, 64), TKV_OK);
             spilled = 0;
-            if (meter == 2) CHECK_EQ(tkv_spill(c.kv, 0, 0, 8, &spilled), TKV_OK);
+            if (meter == 2) CHECK_EQ(tkv_offload(c.kv, 0, 0, 8, &spilled), TKV_OK);
             CHECK_EQ(spilled > 1, meter == 2);
             for (t = 0; t < 3; t++) {
                 c.n = queries[t];
                 used = stack_of(&c, stack);
                 CHECK_MSG(used <= PROMISED + (spilled && c.n ? FETCHING : 0),
-                          "%d bytes: %s, %d queries, meter %d", used, tkv_format_name(pairs[i].k), c.n,
-                          meter);
+                          "%d bytes: %s, %d queries, meter %d", used,
+                          tkv_get_name(TKV_NAME_FORMAT, pairs[i].k), c.n, meter);
                 most = used > most ? used : most;
             }
             tkv_destroy(c.kv);
@@ -658,7 +659,7 @@ static void *scorer(void *arg) {
     tkv_feedback *f = (tkv_feedback *)arg;
     tkv_rng r = tkv_rng_seed(5);
     int n;
-    for (n = 0; n < SCORES_EACH; n++) (void)tkv_feedback_observe(f, (float)(.94 + .06 * tkv_rng_uniform(&r)));
+    for (n = 0; n < SCORES_EACH; n++) (void)tkv_observe_score(f, (float)(.94 + .06 * tkv_rng_uniform(&r)));
     return NULL;
 }
 
@@ -671,22 +672,22 @@ TEST(scores_from_many_threads) {
     tkv_feedback_info info;
     tkv_advice a;
     int i, n, bad = 0, hot = 64, level = 1, finer = 0, cheaper = 0;
-    CHECK_EQ(tkv_feedback_init(&f, NULL, NULL), TKV_OK);
+    CHECK_EQ(tkv_init_feedback(&f, NULL, NULL, 0), TKV_OK);
     for (i = 0; i < SCORE_THREADS; i++)
         if (pthread_create(&thread[i], NULL, scorer, &f)) fail_hard("no thread");
     for (n = 0; n < 2000; n++) { /* what is read always fits together */
-        bad += tkv_feedback_advise(&f, hot, level, &a) != TKV_OK;
+        bad += tkv_get_advice(&f, hot, level, &a) != TKV_OK;
         finer += a.kind == TKV_ADVICE_FINER;
         cheaper += a.kind == TKV_ADVICE_CHEAPER;
         hot = a.hot_tokens;
         level = a.level;
-        bad += tkv_feedback_read(&f, 1000, &info) != TKV_OK;
+        bad += tkv_get_feedback(&f, 1000, &info) != TKV_OK;
         bad += info.n > 0 && (info.least < .94f || info.least > info.average || info.average > info.most);
         bad += (uint64_t)info.n != (info.scores < 1000 ? info.scores : 1000);
     }
     for (i = 0; i < SCORE_THREADS; i++) CHECK_EQ(pthread_join(thread[i], NULL), 0);
     CHECK_EQ(bad, 0);
-    CHECK_EQ(tkv_feedback_read(&f, 0, &info), TKV_OK);
+    CHECK_EQ(tkv_get_feedback(&f, 0, &info), TKV_OK);
     CHECK_EQ(info.scores, SCORE_THREADS * SCORES_EACH);
     CHECK_EQ(info.finer, finer);
     CHECK_EQ(info.cheaper, cheaper);
@@ -697,7 +698,7 @@ TEST(scores_from_many_threads) {
 static void *sampled_row(void *user) {
     int i;
     for (i = 0; i < 3000; i++)
-        if (tkv_observe((tkv_cache *)user, (float)(i % 100) / 100.0f) != TKV_OK) fail_hard("observe");
+        if (tkv_report_pressure((tkv_cache *)user, (float)(i % 100) / 100.0f) != TKV_OK) fail_hard("observe");
     return NULL;
 }
 
@@ -707,12 +708,12 @@ TEST(pressure_from_many_threads) {
 #else
     static float k[32], v[32];
     pthread_t thread[SCORE_THREADS];
-    tkv_config cfg = tkv_config_default();
+    tkv_config cfg = tkv_default_config();
     tkv_cache *kv = NULL;
     int i, bad = 0;
-    cfg.n_layers = cfg.n_heads = 1;
-    cfg.head_dim = 32;
-    cfg.budget_bytes = 1000 * 1000;
+    cfg.model.n_layers = cfg.model.n_heads = 1;
+    cfg.model.head_dim = 32;
+    cfg.budget.bytes = 1000 * 1000;
     CHECK_EQ(tkv_create(&cfg, &kv), TKV_OK);
     for (i = 0; i < SCORE_THREADS; i++)
         if (pthread_create(&thread[i], NULL, sampled_row, kv)) fail_hard("no thread");

@@ -1,6 +1,6 @@
 /*
  * test_thresholds.c - the threshold store: order, lookup and transfer, by hand and against a plain search. Also
- * the text to the byte, every kind of damage to it, and callbacks.
+ * the text to the byte, and every kind of damage to it.
  */
 #include "kit.h"
 
@@ -22,7 +22,7 @@ static tkv_threshold entry(const char *model, int layer, int context, double sco
 
 static void put(tkv_thresholds *t, const char *model, int layer, int context, double score) {
     const tkv_threshold e = entry(model, layer, context, score);
-    CHECK_EQ(tkv_thresholds_put(t, &e), TKV_OK);
+    CHECK_EQ(tkv_put_threshold(t, &e), TKV_OK);
 }
 
 /* Context of what is found, or the status. */
@@ -31,9 +31,19 @@ static int find(const tkv_thresholds *t, const char *model, int layer, int conte
     tkv_status st;
     memset(&e, 0x5a, sizeof e);
     same = e;
-    st = tkv_thresholds_find(t, model, layer, context, &e);
+    st = tkv_find_thresholds(t, model, layer, context, &e, 1, NULL);
     if (st) CHECK_MEM(&e, &same, sizeof e);
     return st ? (int)st : e.context;
+}
+
+/* The number of entries found, at most `most`. */
+static int find_some(const tkv_thresholds *t, const char *model, int layer, int context, tkv_threshold *out,
+                     int most) {
+    int found = -1;
+    const tkv_status st = tkv_find_thresholds(t, model, layer, context, out, most, &found);
+    CHECK_EQ(st, found > 0 ? TKV_OK : TKV_ERR_RANGE);
+    CHECK_LE(0, found);
+    return found;
 }
 
 static const char *const some_names[] = {"a", "aa",          "b",        "a model with blanks",
@@ -42,10 +52,10 @@ static const char *const some_names[] = {"a", "aa",          "b",        "a mode
 static tkv_threshold any_entry(tkv_rng *r) {
     static const tkv_format k[] = {TKV_FORMAT_DEFAULT, TKV_A15, TKV_SQUAT2, TKV_KIVI2, TKV_F32};
     static const tkv_format v[] = {TKV_FORMAT_DEFAULT, TKV_R10, TKV_KVQUANT2, TKV_FP8_E4M3, TKV_Q8};
-    static const int lengths[] = {0, TKV_NONE, TKV_ALL, 1, 64, 0x3fffffff};
+    static const int lengths[] = {0, TKV_OFF, TKV_UNLIMITED, 1, 64, 0x3fffffff};
     tkv_threshold e = entry(some_names[tkv_rng_below(r, COUNT(some_names))], tkv_rng_below(r, 4),
                             1 + tkv_rng_below(r, 20), tkv_rng_uniform(r));
-    if (e.layer == 3) e.layer = TKV_ALL;
+    if (e.layer == 3) e.layer = TKV_ALL_LAYERS;
     e.hot_tokens = lengths[tkv_rng_below(r, COUNT(lengths))];
     e.warm_tokens = lengths[tkv_rng_below(r, COUNT(lengths))];
     e.samples = tkv_rng_below(r, 3);
@@ -56,23 +66,24 @@ static tkv_threshold any_entry(tkv_rng *r) {
 static void fill(tkv_thresholds *t, tkv_rng *r, int times) {
     while (times--) {
         const tkv_threshold e = any_entry(r);
-        CHECK_EQ(tkv_thresholds_put(t, &e), TKV_OK);
+        CHECK_EQ(tkv_put_threshold(t, &e), TKV_OK);
     }
 }
 
 /* >>putting */
 TEST(puts_in_order) {
     static const char *const names[] = {"a", "a", "a", "b", "b"};
-    static const int layers[] = {TKV_ALL, TKV_ALL, 5, 0, 0}, contexts[] = {512, 1024, 512, 100, 200};
+    static const int layers[] = {TKV_ALL_LAYERS, TKV_ALL_LAYERS, 5, 0, 0},
+                     contexts[] = {512, 1024, 512, 100, 200};
     tkv_threshold memory[5];
     tkv_thresholds t = {memory, 0, 5};
     tkv_threshold e;
     int i;
     put(&t, "b", 0, 200, .9);
-    put(&t, "a", TKV_ALL, 1024, .9);
+    put(&t, "a", TKV_ALL_LAYERS, 1024, .9);
     put(&t, "b", 0, 100, .9);
     put(&t, "a", 5, 512, .9);
-    put(&t, "a", TKV_ALL, 512, .9);
+    put(&t, "a", TKV_ALL_LAYERS, 512, .9);
     CHECK_EQ(t.n, 5);
     for (i = 0; i < 5; i++) {
         CHECK_STR(memory[i].model, names[i]);
@@ -83,9 +94,9 @@ TEST(puts_in_order) {
     CHECK_EQ(t.n, 5);
     CHECK_NEAR(memory[2].score, .5, 0);
     e = entry("c", 0, 1, .9);
-    CHECK_EQ(tkv_thresholds_put(&t, &e), TKV_ERR_CAPACITY);
+    CHECK_EQ(tkv_put_threshold(&t, &e), TKV_ERR_CAPACITY);
     CHECK_EQ(t.n, 5);
-    CHECK_EQ(tkv_thresholds_put(&t, &memory[3]), TKV_OK); /* one of its own */
+    CHECK_EQ(tkv_put_threshold(&t, &memory[3]), TKV_OK); /* one of its own */
 }
 
 TEST(keeps_millionths) {
@@ -105,18 +116,19 @@ TEST(keeps_millionths) {
 }
 
 TEST(refuses_bad_entries) {
-    static const int layers[] = {-1, -3, 4096}, contexts[] = {0, -1, TKV_ALL, 0x40000000};
+    static const int layers[] = {-1, -2, 4096}, contexts[] = {0, -1, TKV_UNLIMITED, 0x40000000};
     static const int lengths[] = {-3, 0x40000000};
     static const char *const names[] = {"", " a", "a ", "a\nb", "\t", "\x7f"};
     tkv_threshold memory[4], e;
     tkv_thresholds t = {memory, 0, 4}, bad;
+    size_t needed = 7;
     int i, good = 0;
     put(&t, "a", 0, 1, .9);
 #define BAD(change)                                                                                          \
     do {                                                                                                     \
         e = entry("m", 1, 2, .5);                                                                            \
         change;                                                                                              \
-        good += tkv_thresholds_put(&t, &e) != TKV_ERR_ARG;                                                   \
+        good += tkv_put_threshold(&t, &e) != TKV_ERR_ARG;                                                    \
     } while (0)
     for (i = 0; i < COUNT(layers); i++) BAD(e.layer = layers[i]);
     for (i = 0; i < COUNT(contexts); i++) BAD(e.context = contexts[i]);
@@ -137,27 +149,29 @@ TEST(refuses_bad_entries) {
     CHECK_EQ(good, 0);
     CHECK_EQ(t.n, 1);
     e = entry("m", 1, 2, .5);
-    CHECK_EQ(tkv_thresholds_put(NULL, &e), TKV_ERR_ARG);
-    CHECK_EQ(tkv_thresholds_put(&t, NULL), TKV_ERR_ARG);
+    CHECK_EQ(tkv_put_threshold(NULL, &e), TKV_ERR_ARG);
+    CHECK_EQ(tkv_put_threshold(&t, NULL), TKV_ERR_ARG);
     bad = t;
     bad.n = 5;
-    CHECK_EQ(tkv_thresholds_put(&bad, &e), TKV_ERR_ARG);
+    CHECK_EQ(tkv_put_threshold(&bad, &e), TKV_ERR_ARG);
     bad.n = -1;
-    CHECK_EQ(tkv_thresholds_put(&bad, &e), TKV_ERR_ARG);
+    CHECK_EQ(tkv_put_threshold(&bad, &e), TKV_ERR_ARG);
     bad = t;
     bad.entry = NULL;
-    CHECK_EQ(tkv_thresholds_put(&bad, &e), TKV_ERR_ARG);
+    CHECK_EQ(tkv_put_threshold(&bad, &e), TKV_ERR_ARG);
     memset(&bad, 0, sizeof bad); /* a store without room */
-    CHECK_EQ(tkv_thresholds_put(&bad, &e), TKV_ERR_CAPACITY);
+    CHECK_EQ(tkv_put_threshold(&bad, &e), TKV_ERR_CAPACITY);
     memory[1] = memory[0]; /* an array that somebody filled by hand: twice the same */
     t.n = 2;
-    CHECK_EQ(tkv_thresholds_put(&t, &e), TKV_ERR_ARG);
-    CHECK_EQ(tkv_thresholds_find(&t, "a", 0, 1, &e), TKV_ERR_ARG);
-    CHECK_EQ(tkv_thresholds_print(&t, NULL, 0, NULL), TKV_ERR_ARG);
+    CHECK_EQ(tkv_put_threshold(&t, &e), TKV_ERR_ARG);
+    CHECK_EQ(tkv_find_thresholds(&t, "a", 0, 1, &e, 1, NULL), TKV_ERR_ARG);
+    CHECK_EQ(tkv_print_thresholds(&t, NULL, 0, &needed), TKV_ERR_ARG);
+    CHECK_EQ(needed, 7);
     memory[1].context = 2;
-    CHECK_EQ(tkv_thresholds_find(&t, "a", 0, 1, &e), TKV_OK);
+    CHECK_EQ(tkv_print_thresholds(&t, NULL, 0, &needed), TKV_OK);
+    CHECK_EQ(tkv_find_thresholds(&t, "a", 0, 1, &e, 1, NULL), TKV_OK);
     memset(memory[1].model, 'x', sizeof memory[1].model);
-    CHECK_EQ(tkv_thresholds_find(&t, "a", 0, 1, &e), TKV_ERR_ARG);
+    CHECK_EQ(tkv_find_thresholds(&t, "a", 0, 1, &e, 1, NULL), TKV_ERR_ARG);
 }
 
 /* >>finding */
@@ -165,30 +179,31 @@ TEST(finds_the_nearest) {
     tkv_threshold memory[16], e;
     tkv_thresholds t = {memory, 0, 16};
     CHECK_EQ(find(&t, "m", 0, 100), TKV_ERR_RANGE);
-    put(&t, "m", TKV_ALL, 1000, .9);
-    put(&t, "m", TKV_ALL, 4000, .9);
+    put(&t, "m", TKV_ALL_LAYERS, 1000, .9);
+    put(&t, "m", TKV_ALL_LAYERS, 4000, .9);
     put(&t, "m", 3, 8000, .9);
-    put(&t, "n", TKV_ALL, 2000, .9);
+    put(&t, "n", TKV_ALL_LAYERS, 2000, .9);
     put(&t, "n", 7, 10, .9);
-    CHECK_EQ(find(&t, "m", TKV_ALL, 1), 1000);
-    CHECK_EQ(find(&t, "m", TKV_ALL, 2499), 1000);
-    CHECK_EQ(find(&t, "m", TKV_ALL, 2501), 4000);
-    CHECK_EQ(find(&t, "m", TKV_ALL, 0x3fffffff), 4000); /* never another layer's */
+    CHECK_EQ(find(&t, "m", TKV_ALL_LAYERS, 1), 1000);
+    CHECK_EQ(find(&t, "m", TKV_ALL_LAYERS, 2499), 1000);
+    CHECK_EQ(find(&t, "m", TKV_ALL_LAYERS, 2501), 4000);
+    CHECK_EQ(find(&t, "m", TKV_ALL_LAYERS, 0x3fffffff), 4000); /* never another layer's */
     CHECK_EQ(find(&t, "m", 2, 9000), 4000);
     CHECK_EQ(find(&t, "m", 3, 1000), 8000); /* its own before all layers' */
     CHECK_EQ(find(&t, "n", 3, 10), 2000);
     CHECK_EQ(find(&t, "M", 3, 10), TKV_ERR_RANGE);
     CHECK_EQ(find(&t, "", 3, 10), TKV_ERR_RANGE);
-    CHECK_EQ(find(&t, "m", TKV_NONE, 10), TKV_ERR_RANGE);
+    CHECK_EQ(find(&t, "m", TKV_OFF, 10), TKV_ERR_RANGE);
+    CHECK_EQ(find(&t, "m", TKV_UNLIMITED, 10), TKV_ERR_RANGE); /* a length, not a layer */
     CHECK_EQ(find(&t, "m", 4096, 10), TKV_ERR_RANGE);
     CHECK_EQ(find(&t, "m", 3, 0), TKV_ERR_RANGE);
-    CHECK_EQ(tkv_thresholds_find(&t, NULL, 0, 1, &e), TKV_ERR_ARG);
-    CHECK_EQ(tkv_thresholds_find(&t, "m", 0, 1, NULL), TKV_ERR_ARG);
-    CHECK_EQ(tkv_thresholds_find(NULL, "m", 0, 1, &e), TKV_ERR_ARG);
+    CHECK_EQ(tkv_find_thresholds(&t, NULL, 0, 1, &e, 1, NULL), TKV_ERR_ARG);
+    CHECK_EQ(tkv_find_thresholds(&t, "m", 0, 1, NULL, 1, NULL), TKV_ERR_ARG);
+    CHECK_EQ(tkv_find_thresholds(NULL, "m", 0, 1, &e, 1, NULL), TKV_ERR_ARG);
     t.n = 0;
     put(&t, "m", 7, 10, .9); /* one of layer 7 says nothing of layer 3 */
     CHECK_EQ(find(&t, "m", 3, 10), TKV_ERR_RANGE);
-    CHECK_EQ(find(&t, "m", TKV_ALL, 10), TKV_ERR_RANGE);
+    CHECK_EQ(find(&t, "m", TKV_ALL_LAYERS, 10), TKV_ERR_RANGE);
 }
 
 /* Of two that are equally near: the better score, more samples, the longer context. */
@@ -205,7 +220,7 @@ TEST(ties) {
     CHECK_EQ(find(&t, "m", 0, 150), 200);
     e = entry("m", 0, 100, .91);
     e.samples = 101;
-    CHECK_EQ(tkv_thresholds_put(&t, &e), TKV_OK);
+    CHECK_EQ(tkv_put_threshold(&t, &e), TKV_OK);
     CHECK_EQ(find(&t, "m", 0, 150), 100);
 }
 
@@ -216,11 +231,11 @@ TEST(candidates) {
     tkv_rng r = tkv_rng_seed(7);
     int most, i, k, round;
     put(&t, "m", 0, 100, .5);
-    for (i = 1; i <= 30; i++) put(&t, "m", TKV_ALL, 10 * i, .5);
-    CHECK_EQ(tkv_thresholds_candidates(&t, "m", 0, 155, got, TKV_THRESHOLD_CANDIDATES), 10);
+    for (i = 1; i <= 30; i++) put(&t, "m", TKV_ALL_LAYERS, 10 * i, .5);
+    CHECK_EQ(find_some(&t, "m", 0, 155, got, TKV_THRESHOLD_CANDIDATES), 10);
     CHECK_EQ(got[0].layer, 0);
     for (i = 1; i < 10; i++) { /* 160, 150, 170, 140, ...: 155 lies between, the longer one first */
-        CHECK_EQ(got[i].layer, TKV_ALL);
+        CHECK_EQ(got[i].layer, TKV_ALL_LAYERS);
         CHECK_EQ(got[i].context, 155 + (i % 2 ? 5 * i : -5 * (i - 1)));
     }
     t.n = 0;
@@ -228,16 +243,16 @@ TEST(candidates) {
     memset(&mark, 0x5a, sizeof mark);
     for (round = 0; round < 300; round++) {
         const char *model = some_names[round % COUNT(some_names)];
-        const int layer = round % 4 == 3 ? TKV_ALL : round % 4, context = 1 + tkv_rng_below(&r, 22);
+        const int layer = round % 4 == 3 ? TKV_ALL_LAYERS : round % 4, context = 1 + tkv_rng_below(&r, 22);
         int n, want = 0;
         most = 1 + tkv_rng_below(&r, TKV_THRESHOLD_CANDIDATES);
         for (i = 0; i <= TKV_THRESHOLD_CANDIDATES; i++) got[i] = mark;
-        n = tkv_thresholds_candidates(&t, model, layer, context, got, most);
+        n = find_some(&t, model, layer, context, got, most);
         CHECK_MEM(&got[most], &mark, sizeof mark);
         for (i = 0; i < t.n; i++) { /* everyone who may be there is, or the last is better */
             const tkv_threshold *e = &t.entry[i], *last = &got[n > 0 ? n - 1 : 0];
             int in = 0, d = abs(e->context - context);
-            if (strcmp(e->model, model) != 0 || (e->layer != layer && e->layer != TKV_ALL)) continue;
+            if (strcmp(e->model, model) != 0 || (e->layer != layer && e->layer != TKV_ALL_LAYERS)) continue;
             want++;
             for (k = 0; k < n; k++) in += memcmp(e, &got[k], sizeof *e) == 0;
             CHECK(in == 1 ||
@@ -250,10 +265,14 @@ TEST(candidates) {
                       ? abs(got[k - 1].context - context) <= abs(got[k].context - context)
                       : got[k - 1].layer == layer);
     }
-    CHECK_EQ(tkv_thresholds_candidates(&t, "a", 0, 1, got, 0), 0);
-    CHECK_EQ(tkv_thresholds_candidates(&t, "a", 0, 1, NULL, 1), 0);
-    CHECK_EQ(tkv_thresholds_candidates(&t, NULL, 0, 1, got, 1), 0);
-    CHECK_EQ(tkv_thresholds_candidates(NULL, "a", 0, 1, got, 1), 0);
+    got[0] = mark;
+    CHECK_EQ(find_some(&t, "nobody", 0, 1, got, TKV_THRESHOLD_CANDIDATES), 0);
+    CHECK_EQ(tkv_find_thresholds(&t, "a", 0, 1, got, 0, &i), TKV_ERR_ARG);
+    CHECK_EQ(tkv_find_thresholds(&t, "a", 0, 1, got, -1, &i), TKV_ERR_ARG);
+    CHECK_EQ(tkv_find_thresholds(&t, "a", 0, 1, NULL, 1, &i), TKV_ERR_ARG);
+    CHECK_EQ(tkv_find_thresholds(&t, NULL, 0, 1, got, 1, &i), TKV_ERR_ARG);
+    CHECK_EQ(tkv_find_thresholds(NULL, "a", 0, 1, got, 1, &i), TKV_ERR_ARG);
+    CHECK_MEM(&got[0], &mark, sizeof mark);
 }
 
 /* >>another model */
@@ -261,44 +280,44 @@ TEST(transfers) {
     tkv_threshold memory[8], before[8], e;
     tkv_thresholds t = {memory, 0, 8};
     put(&t, "base", 0, 100, .9);
-    put(&t, "base", TKV_ALL, 100, .8);
-    put(&t, "base", TKV_ALL, 200, 1);
-    put(&t, "other", TKV_ALL, 5, 1);
-    put(&t, "tuned", TKV_ALL, 200, .7);
-    CHECK_EQ(tkv_thresholds_transfer(&t, "base", "tuned", 0), TKV_OK);
+    put(&t, "base", TKV_ALL_LAYERS, 100, .8);
+    put(&t, "base", TKV_ALL_LAYERS, 200, 1);
+    put(&t, "other", TKV_ALL_LAYERS, 5, 1);
+    put(&t, "tuned", TKV_ALL_LAYERS, 200, .7);
+    CHECK_EQ(tkv_copy_thresholds(&t, "base", "tuned", 0), TKV_OK);
     CHECK_EQ(t.n, 7);
-    CHECK_EQ(tkv_thresholds_find(&t, "tuned", 0, 100, &e), TKV_OK);
+    CHECK_EQ(tkv_find_thresholds(&t, "tuned", 0, 100, &e, 1, NULL), TKV_OK);
     CHECK_NEAR(e.score, .81, 1e-6);
     CHECK_EQ(e.samples, 0);
     CHECK_EQ(e.layer, 0);
     CHECK_EQ(e.hot_tokens, 64);
-    CHECK_EQ(tkv_thresholds_find(&t, "tuned", 1, 100, &e), TKV_OK);
+    CHECK_EQ(tkv_find_thresholds(&t, "tuned", 1, 100, &e, 1, NULL), TKV_OK);
     CHECK_NEAR(e.score, .72, 1e-6);
-    CHECK_EQ(tkv_thresholds_find(&t, "tuned", 1, 200, &e), TKV_OK); /* was measured: stays */
+    CHECK_EQ(tkv_find_thresholds(&t, "tuned", 1, 200, &e, 1, NULL), TKV_OK); /* was measured: stays */
     CHECK_NEAR(e.score, .7, 1e-6);
     CHECK_EQ(e.samples, 100);
-    CHECK_EQ(tkv_thresholds_find(&t, "base", 1, 200, &e), TKV_OK);
+    CHECK_EQ(tkv_find_thresholds(&t, "base", 1, 200, &e, 1, NULL), TKV_OK);
     CHECK_NEAR(e.score, 1, 0);
-    CHECK_EQ(tkv_thresholds_transfer(&t, "base", "tuned", .5f), TKV_OK); /* nothing is left to do */
+    CHECK_EQ(tkv_copy_thresholds(&t, "base", "tuned", .5f), TKV_OK); /* nothing is left to do */
     CHECK_EQ(t.n, 7);
     memcpy(before, memory, 7 * sizeof *memory);
-    CHECK_EQ(tkv_thresholds_transfer(&t, "base", "a new one", .5f), TKV_ERR_CAPACITY);
-    CHECK_EQ(tkv_thresholds_transfer(&t, "nobody", "a new one", .5f), TKV_ERR_RANGE);
-    CHECK_EQ(tkv_thresholds_transfer(&t, "base", "base", .5f), TKV_ERR_ARG);
-    CHECK_EQ(tkv_thresholds_transfer(&t, "base", "", .5f), TKV_ERR_ARG);
-    CHECK_EQ(tkv_thresholds_transfer(&t, "base", "x", 1.5f), TKV_ERR_ARG);
-    CHECK_EQ(tkv_thresholds_transfer(&t, "base", "x", -.5f), TKV_ERR_ARG);
-    CHECK_EQ(tkv_thresholds_transfer(&t, "base", "x", tkv_test_float(0x7fc00000u)), TKV_ERR_ARG);
-    CHECK_EQ(tkv_thresholds_transfer(&t, NULL, "x", 1), TKV_ERR_ARG);
-    CHECK_EQ(tkv_thresholds_transfer(&t, "base", NULL, 1), TKV_ERR_ARG);
-    CHECK_EQ(tkv_thresholds_transfer(NULL, "base", "x", 1), TKV_ERR_ARG);
+    CHECK_EQ(tkv_copy_thresholds(&t, "base", "a new one", .5f), TKV_ERR_CAPACITY);
+    CHECK_EQ(tkv_copy_thresholds(&t, "nobody", "a new one", .5f), TKV_ERR_RANGE);
+    CHECK_EQ(tkv_copy_thresholds(&t, "base", "base", .5f), TKV_ERR_ARG);
+    CHECK_EQ(tkv_copy_thresholds(&t, "base", "", .5f), TKV_ERR_ARG);
+    CHECK_EQ(tkv_copy_thresholds(&t, "base", "x", 1.5f), TKV_ERR_ARG);
+    CHECK_EQ(tkv_copy_thresholds(&t, "base", "x", -.5f), TKV_ERR_ARG);
+    CHECK_EQ(tkv_copy_thresholds(&t, "base", "x", tkv_test_float(0x7fc00000u)), TKV_ERR_ARG);
+    CHECK_EQ(tkv_copy_thresholds(&t, NULL, "x", 1), TKV_ERR_ARG);
+    CHECK_EQ(tkv_copy_thresholds(&t, "base", NULL, 1), TKV_ERR_ARG);
+    CHECK_EQ(tkv_copy_thresholds(NULL, "base", "x", 1), TKV_ERR_ARG);
     CHECK_EQ(t.n, 7);
     CHECK_MEM(memory, before, 7 * sizeof *memory);
     t.n = 0;
     put(&t, "m", 0, 1, .9);
     put(&t, "m", 0, 2, .9);
     put(&t, "m", 0, 3, .9);
-    CHECK_EQ(tkv_thresholds_transfer(&t, "m", "a", 1), TKV_OK); /* goes before what it is copied from */
+    CHECK_EQ(tkv_copy_thresholds(&t, "m", "a", 1), TKV_OK); /* goes before what it is copied from */
     CHECK_EQ(t.n, 6);
     CHECK_EQ(find(&t, "a", 0, 3), 3);
     CHECK_EQ(find(&t, "m", 0, 1), 1);
@@ -307,7 +326,7 @@ TEST(transfers) {
     t.n = 0;
     put(&t, "m", 0, 1, .9);
     put(&t, "m", 0, 2, .9);
-    CHECK_EQ(tkv_thresholds_transfer(&t, memory[0].model, "a", 1), TKV_OK); /* a name that moves */
+    CHECK_EQ(tkv_copy_thresholds(&t, memory[0].model, "a", 1), TKV_OK); /* a name that moves */
     CHECK_EQ(t.n, 4);
     CHECK_STR(memory[1].model, "a");
     CHECK_STR(memory[2].model, "m");
@@ -332,7 +351,7 @@ static tkv_status parse(tkv_thresholds *t, const char *text, size_t size, char *
     tkv_status st;
     if (!copy) exit(2);
     memcpy(copy, text, size);
-    st = tkv_thresholds_parse(t, copy, size, reason, room);
+    st = tkv_parse_thresholds(t, copy, size, reason, room);
     free(copy);
     return st;
 }
@@ -342,30 +361,37 @@ TEST(text_by_hand) {
     tkv_thresholds t = {memory, 0, 4}, u = {back, 0, 4};
     char text[512], want[512], reason[100] = "x";
     size_t n, need = 0;
-    put(&t, "SmolLM2-135M", TKV_ALL, 4096, .9812);
+    put(&t, "SmolLM2-135M", TKV_ALL_LAYERS, 4096, .9812);
     memory[0].samples = 128;
-    e = entry("SmolLM2-135M", TKV_ALL, 8192, 1);
-    e.hot_tokens = TKV_NONE;
-    e.warm_tokens = TKV_ALL;
+    e = entry("SmolLM2-135M", TKV_ALL_LAYERS, 8192, 1);
+    e.hot_tokens = TKV_OFF;
+    e.warm_tokens = TKV_UNLIMITED;
     e.archive = pair_of(TKV_FORMAT_DEFAULT, TKV_FORMAT_DEFAULT);
     e.samples = 0;
-    CHECK_EQ(tkv_thresholds_put(&t, &e), TKV_OK);
+    CHECK_EQ(tkv_put_threshold(&t, &e), TKV_OK);
     e = entry("a model with blanks", 3, 512, .000001);
     e.hot_tokens = 0;
     e.warm_tokens = 1;
     e.archive = pair_of(TKV_KIVI2, TKV_KVQUANT2);
     e.samples = 0x7fffffff;
-    CHECK_EQ(tkv_thresholds_put(&t, &e), TKV_OK);
+    CHECK_EQ(tkv_put_threshold(&t, &e), TKV_OK);
     n = with_sum(want, example);
-    CHECK_EQ(tkv_thresholds_print(&t, NULL, 0, &need), TKV_OK);
-    CHECK_EQ(need, n);
+    CHECK_EQ(tkv_print_thresholds(&t, NULL, 0, &need), TKV_OK);
+    CHECK_EQ(need, n + 1); /* the final zero counts */
     memset(text, '#', sizeof text);
-    CHECK_EQ(tkv_thresholds_print(&t, text, n, NULL), TKV_OK);
-    CHECK_MEM(text, want, n);
-    CHECK_EQ(text[n], '#');
+    CHECK_EQ(tkv_print_thresholds(&t, text, n + 1, NULL), TKV_OK);
+    CHECK_STR(text, want);
+    CHECK_EQ(text[n + 1], '#');
     memset(text, '#', sizeof text);
-    CHECK_EQ(tkv_thresholds_print(&t, text, n - 1, &need), TKV_ERR_ARG);
+    need = 0;
+    CHECK_EQ(tkv_print_thresholds(&t, text, n, &need), TKV_ERR_CAPACITY);
+    CHECK_EQ(need, n + 1);
+    CHECK_EQ(tkv_print_thresholds(&t, text, 0, NULL), TKV_ERR_CAPACITY);
     CHECK_EQ(text[0], '#');
+    CHECK_EQ(tkv_print_thresholds(&t, NULL, 0, NULL), TKV_ERR_ARG);
+    CHECK_EQ(tkv_print_thresholds(&t, NULL, sizeof text, NULL), TKV_ERR_ARG);
+    CHECK_EQ(tkv_print_thresholds(NULL, text, sizeof text, &need), TKV_ERR_ARG);
+    CHECK_EQ(need, n + 1);
     CHECK_EQ(parse(&u, want, n, reason, sizeof reason), TKV_OK);
     CHECK_STR(reason, "");
     CHECK_EQ(u.n, 3);
@@ -387,14 +413,15 @@ TEST(text_and_back) {
         tkv_thresholds t = {memory, 0, 400}, u = {back, 0, 400};
         size_t n = 0, m = 0;
         fill(&t, &r, tkv_rng_below(&r, 400));
-        CHECK_EQ(tkv_thresholds_print(&t, text, sizeof text, &n), TKV_OK);
-        CHECK_EQ(parse(&u, text, n, NULL, 0), TKV_OK);
+        CHECK_EQ(tkv_print_thresholds(&t, text, sizeof text, &n), TKV_OK);
+        CHECK_EQ(n, strlen(text) + 1);
+        CHECK_EQ(parse(&u, text, n - 1, NULL, 0), TKV_OK);
         CHECK_EQ(u.n, t.n);
         CHECK_MEM(back, memory, (size_t)t.n * sizeof *memory);
-        CHECK_EQ(tkv_thresholds_print(&u, again, sizeof again, &m), TKV_OK);
+        CHECK_EQ(tkv_print_thresholds(&u, again, sizeof again, &m), TKV_OK);
         CHECK_EQ(m, n);
         CHECK_MEM(again, text, n);
-        for (u.n = 0, i = t.n - 1; i >= 0; i--) CHECK_EQ(tkv_thresholds_put(&u, &memory[i]), TKV_OK);
+        for (u.n = 0, i = t.n - 1; i >= 0; i--) CHECK_EQ(tkv_put_threshold(&u, &memory[i]), TKV_OK);
         CHECK_MEM(back, memory, (size_t)t.n * sizeof *memory);
     }
 }
@@ -409,7 +436,7 @@ typedef struct victim {
 static void victim_init(victim *v) {
     memset(v, 0, sizeof *v);
     v->t.entry = v->memory;
-    v->t.room = 8;
+    v->t.capacity = 8;
     put(&v->t, "kept", 1, 2, .5);
     memcpy(v->before, v->memory, sizeof v->before);
 }
@@ -420,7 +447,7 @@ static void damaged(victim *v, const char *text, size_t size) {
     v->passed += st == TKV_OK;
     CHECK_EQ(st, TKV_ERR_DATA);
     CHECK(strncmp(reason, "line ", 5) == 0 && strlen(reason) > 10);
-    CHECK(v->t.n == 1 && v->t.room == 8 && memcmp(v->memory, v->before, sizeof v->before) == 0);
+    CHECK(v->t.n == 1 && v->t.capacity == 8 && memcmp(v->memory, v->before, sizeof v->before) == 0);
 }
 
 TEST(truncated) {
@@ -429,9 +456,9 @@ TEST(truncated) {
     size_t n = with_sum(text, example), i;
     victim_init(&v);
     for (i = 0; i < n; i++) damaged(&v, text, i);
-    CHECK_EQ(tkv_thresholds_parse(&v.t, NULL, 0, NULL, 0), TKV_ERR_DATA);
-    CHECK_EQ(tkv_thresholds_parse(&v.t, NULL, 1, NULL, 0), TKV_ERR_ARG);
-    CHECK_EQ(tkv_thresholds_parse(NULL, text, n, NULL, 0), TKV_ERR_ARG);
+    CHECK_EQ(tkv_parse_thresholds(&v.t, NULL, 0, NULL, 0), TKV_ERR_DATA);
+    CHECK_EQ(tkv_parse_thresholds(&v.t, NULL, 1, NULL, 0), TKV_ERR_ARG);
+    CHECK_EQ(tkv_parse_thresholds(NULL, text, n, NULL, 0), TKV_ERR_ARG);
     for (i = 0; i < 256; i++) { /* too long */
         text[n] = (char)i;
         damaged(&v, text, n + 1);
@@ -467,9 +494,10 @@ TEST(flipped) {
             (void)with_sum(text, changed);
             if (parse(&t, text, n, NULL, 0)) continue;
             taken++;
-            CHECK_EQ(tkv_thresholds_print(&t, again, sizeof again, &m), TKV_OK);
-            CHECK_EQ(m, n);
+            CHECK_EQ(tkv_print_thresholds(&t, again, sizeof again, &m), TKV_OK);
+            CHECK_EQ(m, n + 1);
             CHECK_MEM(again, text, n);
+            CHECK_EQ(again[n], 0);
         }
     CHECK(taken > 1000); /* other digits, other names */
 }
@@ -531,7 +559,7 @@ TEST(hostile_lines) {
         reason[0] = 0;
         (void)parse(&v.t, text, n, reason, sizeof reason);
         CHECK_MSG(strncmp(reason, cases[i].says, strlen(cases[i].says)) == 0, "case %d: %s", i, reason);
-        CHECK_EQ(tkv_thresholds_parse(&v.t, text, n, reason, 6), TKV_ERR_DATA); /* cut to the room there is */
+        CHECK_EQ(tkv_parse_thresholds(&v.t, text, n, reason, 6), TKV_ERR_DATA); /* cut to the room there is */
         CHECK_EQ(strlen(reason), 5);
     }
     CHECK_EQ(v.passed, 0);
@@ -577,9 +605,10 @@ TEST(random_bytes) {
         n = with_sum(text, body);
         if (parse(&t, text, n, NULL, 0)) continue;
         taken++;
-        CHECK_EQ(tkv_thresholds_print(&t, again, sizeof again, &m), TKV_OK);
-        CHECK_EQ(m, n);
+        CHECK_EQ(tkv_print_thresholds(&t, again, sizeof again, &m), TKV_OK);
+        CHECK_EQ(m, n + 1);
         CHECK_MEM(again, text, n);
+        CHECK_EQ(again[n], 0);
     }
     CHECK(taken > 0);
     CHECK_EQ(v.passed, 0);
@@ -599,87 +628,6 @@ TEST(no_room) {
     CHECK_MEM(memory, before, sizeof before);
 }
 
-/* >>callbacks */
-typedef struct tape { /* of a program that stores texts somewhere */
-    char text[512];
-    size_t n, at;
-    int step;   /* bytes a read gives at most */
-    int closed; /* fails after so many calls; 0: never */
-    int lies;   /* 1: says that it gave more than it was asked for */
-} tape;
-
-static int tape_write(void *user, const char *bytes, size_t size) {
-    tape *p = (tape *)user;
-    if (p->closed && --p->closed == 0) return 1;
-    if (size > sizeof p->text - p->n) return 1;
-    memcpy(p->text + p->n, bytes, size);
-    p->n += size;
-    return 0;
-}
-
-static ptrdiff_t tape_read(void *user, char *bytes, size_t size) {
-    tape *p = (tape *)user;
-    size_t n = p->n - p->at;
-    if (p->closed && --p->closed == 0) return -1;
-    if (p->lies) return (ptrdiff_t)size + 1;
-    n = n < size ? n : size;
-    n = n < (size_t)p->step ? n : (size_t)p->step;
-    memcpy(bytes, p->text + p->at, n);
-    p->at += n;
-    return (ptrdiff_t)n;
-}
-
-TEST(callbacks) {
-    static tape p;
-    tkv_threshold memory[4], back[4];
-    tkv_thresholds t = {memory, 0, 4}, u = {back, 0, 4};
-    char text[512], work[512], reason[100];
-    const size_t n = with_sum(text, example);
-    int i;
-    CHECK_EQ(parse(&t, text, n, NULL, 0), TKV_OK);
-    CHECK_EQ(tkv_thresholds_save(&t, tape_write, &p), TKV_OK);
-    CHECK_EQ(p.n, n);
-    CHECK_MEM(p.text, text, n);
-    for (i = 1; i <= 5; i++) { /* a title, three entries, a sum */
-        tape q;
-        memset(&q, 0, sizeof q);
-        q.closed = i;
-        CHECK_EQ(tkv_thresholds_save(&t, tape_write, &q), TKV_ERR_CAPACITY);
-    }
-    for (p.step = 1; p.step <= 512; p.step *= 2) {
-        p.at = 0;
-        u.n = 0;
-        CHECK_EQ(tkv_thresholds_load(&u, tape_read, &p, work, p.step % 3 ? n : sizeof work, reason, 100),
-                 TKV_OK);
-        CHECK_EQ(u.n, 3);
-        CHECK_MEM(back, memory, 3 * sizeof *memory);
-        p.at = 0;
-        u.n = 0;
-        CHECK_EQ(tkv_thresholds_load(&u, tape_read, &p, work, n - 1, reason, 100), TKV_ERR_CAPACITY);
-        CHECK(strstr(reason, "longer than the work space"));
-        p.at = 0;
-        p.closed = 2;
-        CHECK_EQ(tkv_thresholds_load(&u, tape_read, &p, work, sizeof work, reason, 100), TKV_ERR_DATA);
-        CHECK(strstr(reason, "has failed"));
-        p.at = 1;
-        p.closed = 0;
-        CHECK_EQ(tkv_thresholds_load(&u, tape_read, &p, work, sizeof work, reason, 100), TKV_ERR_DATA);
-        CHECK(strstr(reason, "line 1"));
-        p.at = 0;
-        p.lies = 1;
-        CHECK_EQ(tkv_thresholds_load(&u, tape_read, &p, work, sizeof work, reason, 100), TKV_ERR_DATA);
-        CHECK(strstr(reason, "has failed"));
-        p.lies = 0;
-        CHECK_EQ(u.n, 0);
-    }
-    CHECK_EQ(tkv_thresholds_save(&t, NULL, &p), TKV_ERR_ARG);
-    CHECK_EQ(tkv_thresholds_save(NULL, tape_write, &p), TKV_ERR_ARG);
-    CHECK_EQ(tkv_thresholds_load(&t, NULL, &p, work, sizeof work, NULL, 0), TKV_ERR_ARG);
-    CHECK_EQ(tkv_thresholds_load(&t, tape_read, &p, NULL, 0, NULL, 0), TKV_ERR_ARG);
-    p.at = 0;
-    CHECK_EQ(tkv_thresholds_load(NULL, tape_read, &p, work, sizeof work, NULL, 0), TKV_ERR_ARG);
-}
-
 int main(int argc, char **argv) {
     tkv_test_begin(argc, argv);
     RUN(puts_in_order);
@@ -696,6 +644,5 @@ int main(int argc, char **argv) {
     RUN(hostile_lines);
     RUN(random_bytes);
     RUN(no_room);
-    RUN(callbacks);
     return tkv_test_end();
 }

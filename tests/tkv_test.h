@@ -26,7 +26,7 @@
  *
  * Environment:
  *     TKV_ISA          auto, scalar, avx2, avx512, neon or wasm: forces the kernels. Tests put tkv_test_isa() into
- *                      cfg.isa.
+ *                      cfg.host.isa.
  *     TKV_TEST_QUICK   1: slow tests run a smaller version (tkv_test_quick()). Set under emulators.
  *     TKV_DATA         directory of models and texts (tkv_test_data()). Default: ../shared/data
  */
@@ -169,11 +169,33 @@ static inline int tkv_test_quick(void) {
     return s && *s && strcmp(s, "0") != 0;
 }
 
+/* >>conveniences over the interface */
+static inline int isa_available(tkv_isa isa) {
+    tkv_build_info build;
+    return tkv_get_build(NULL, &build) == TKV_OK && (build.isa_mask >> (int)isa & 1u) != 0;
+}
+
+static inline tkv_isa isa_of(const tkv_cache *kv) {
+    tkv_build_info build;
+    return tkv_get_build(kv, &build) == TKV_OK ? build.isa : TKV_ISA_AUTO;
+}
+
+static inline int calibrated_layers(const tkv_cache *kv) {
+    tkv_calibration_info info;
+    return tkv_get_calibration(kv, &info) == TKV_OK ? info.n_calibrated : 0;
+}
+
+static inline tkv_format format_named(const char *name) { /* TKV_FORMAT_DEFAULT: there is no such format */
+    int value = TKV_FORMAT_DEFAULT;
+    (void)tkv_find_name(TKV_NAME_FORMAT, name, &value);
+    return (tkv_format)value;
+}
+
 static inline tkv_isa tkv_test_isa(void) { /* TKV_ISA_COUNT if TKV_ISA is no known name */
     const char *s = getenv("TKV_ISA");
     int isa = TKV_ISA_AUTO;
     if (!s || !*s) return TKV_ISA_AUTO;
-    while (isa < TKV_ISA_COUNT && strcmp(s, tkv_isa_name((tkv_isa)isa)) != 0) isa++;
+    while (isa < TKV_ISA_COUNT && strcmp(s, tkv_get_name(TKV_NAME_ISA, (tkv_isa)isa)) != 0) isa++;
     return (tkv_isa)isa;
 }
 
@@ -182,8 +204,7 @@ static inline tkv_isa tkv_test_isa(void) { /* TKV_ISA_COUNT if TKV_ISA is no kno
 static inline int tkv_test_isas(tkv_isa *list) {
     int isa, n = 0;
     for (isa = TKV_ISA_SCALAR; isa < TKV_ISA_COUNT; isa++)
-        if (tkv_isa_available((tkv_isa)isa) &&
-            (tkv_test_isa() == TKV_ISA_AUTO || tkv_test_isa() == (tkv_isa)isa))
+        if (isa_available((tkv_isa)isa) && (tkv_test_isa() == TKV_ISA_AUTO || tkv_test_isa() == (tkv_isa)isa))
             list[n++] = (tkv_isa)isa;
     return n;
 }
@@ -255,9 +276,9 @@ static inline void tkv_test_begin(int argc, char **argv) {
         printf("TKV_ISA is \"%s\": use auto, scalar, avx2, avx512, neon or wasm\n", getenv("TKV_ISA"));
         exit(2);
     }
-    if (isa != TKV_ISA_AUTO && !tkv_isa_available(isa)) {
+    if (isa != TKV_ISA_AUTO && !isa_available(isa)) {
         tkv_test_.dead = 1;
-        if (!tkv_test_.list) printf("%s is not available here\n", tkv_isa_name(isa));
+        if (!tkv_test_.list) printf("%s is not available here\n", tkv_get_name(TKV_NAME_ISA, isa));
     }
 }
 

@@ -2,7 +2,7 @@
 """Builds tieredkv.h from src/ and tieredkv_cuda.cu from src/cuda/. Standard library only, any Python 3; the same
 bytes on any machine.
 
-    python3 tools/amalgamate.py            write both
+    python3 tools/amalgamate.py            write both, and src/prefix.h
     python3 tools/amalgamate.py --check    compare them with what would be written
     python3 tools/amalgamate.py --list     print the parts of tieredkv.h in order
 
@@ -134,6 +134,55 @@ def build(product):
     return "".join(out).encode("ascii", "replace"), parts
 
 
+PREFIX = "src/prefix.h"
+PREFIX_TOP = """/*
+ * prefix.h - the names that TKV_PREFIX changes: all public functions and types. tools/amalgamate.py makes this file
+ * from api.h.
+ *
+ * >>prefix. A prefix lets two copies of the library live in one program: #define TKV_PREFIX mygame_ before every
+ * include.
+ */
+#ifndef TKV_PREFIX_H
+#define TKV_PREFIX_H
+
+#ifdef TKV_PREFIX
+#define TKV_PASTE2_(a, b) a##b
+#define TKV_PASTE_(a, b) TKV_PASTE2_(a, b)
+#define TKV_NAME_(name) TKV_PASTE_(TKV_PREFIX, name)
+"""
+COMMENT = re.compile(r"/\*.*?\*/", re.S)
+
+
+def prefix_text():
+    """The text of src/prefix.h: every function and type that src/api.h declares."""
+    with open(os.path.join(ROOT, "src", "api.h")) as f:
+        api = COMMENT.sub("", f.read())
+    names = set(re.findall(r"^TKV_API\b[^;]*?\b(tkv_\w+)\(", api, re.M))
+    names |= set(re.findall(r"^(?:typedef )?(?:struct|enum) (tkv_\w+)", api, re.M))
+    names |= set(re.findall(r"^typedef [^;{]*\(\*(tkv_\w+)\)", api, re.M))
+    return PREFIX_TOP + "".join("#define %s TKV_NAME_(%s)\n" % (n, n) for n in sorted(names)) + """#endif
+
+#endif /* TKV_PREFIX_H */
+"""
+
+
+def update(path, text, check):
+    """Writes a file that differs, or with `check` says so. Returns 1 if it says so."""
+    out = os.path.join(ROOT, path)
+    old = None
+    if os.path.exists(out):
+        with open(out, "rb") as f:
+            old = f.read()
+    if old == text:  # an unchanged file keeps its time: make has nothing to do
+        return 0
+    if check:
+        sys.stderr.write("%s is not what src/ makes of it. Run: %s\n" % (path, COMMAND))
+        return 1
+    with open(out, "wb") as f:
+        f.write(text)
+    return 0
+
+
 def main(args):
     if args not in ([], ["--check"], ["--list"]):
         sys.stderr.write(__doc__)
@@ -144,6 +193,9 @@ def main(args):
         if not os.path.exists(os.path.join(ROOT, p.src, p.list)):
             sys.stderr.write("%s/%s is missing\n" % (p.src, p.list))
             return 1
+    status = 0
+    if os.path.exists(os.path.join(ROOT, "src", "api.h")):
+        status = update(PREFIX, prefix_text().encode("ascii"), args != [])
     built = [build(p) for p in products]
     if errors:
         sys.stderr.write("\n".join(errors) + "\n")
@@ -151,19 +203,8 @@ def main(args):
     if args == ["--list"]:
         print("\n".join(built[0][1]))
         return 0
-    status = 0
     for p, (text, _) in zip(products, built):
-        out = os.path.join(ROOT, p.out)
-        old = None
-        if os.path.exists(out):
-            with open(out, "rb") as f:
-                old = f.read()
-        if args == ["--check"] and old != text:
-            sys.stderr.write("%s is not what %s/ makes of it. Run: %s\n" % (p.out, p.src, COMMAND))
-            status = 1
-        elif old != text:  # an unchanged file keeps its time: make has nothing to do
-            with open(out, "wb") as f:
-                f.write(text)
+        status |= update(p.out, text, args == ["--check"])
     return status
 
 

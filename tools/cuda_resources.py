@@ -47,30 +47,30 @@ HOST = """
 #include "tests/cuda_on_cpu.h"
 #include "tieredkv_cuda.cu"
 int main(int argc, char **argv) {
-    tkv_config cfg = tkv_config_default();
+    tkv_config cfg = tkv_default_config();
     tkvcu_desc desc = {&cfg, 0, 0, 1};
     size_t cache, work, shared;
     tkvcu *cu;
-    cfg.n_layers = 1;
-    cfg.n_heads = 32;
-    cfg.n_kv_heads = 8;
-    cfg.max_tokens = 4096;
-    cfg.allocation_unit = 16;
-    cfg.head_dim = atoi(argv[2]);
-    if (argc < 4 || tkv_config_preset(&cfg, argv[1]) || tkvcu_query(&desc, &cache, &work, NULL, 0)) return 1;
+    cfg.model.n_layers = 1;
+    cfg.model.n_heads = 32;
+    cfg.model.n_kv_heads = 8;
+    cfg.limits.max_tokens = 4096;
+    cfg.format.allocation_unit = 16;
+    cfg.model.head_dim = atoi(argv[2]);
+    if (argc < 4 || tkv_apply_preset(&cfg, argv[1]) || tkvcu_query(&desc, &cache, &work, NULL, 0)) return 1;
     cache = (cache + 255) / 256 * 256;
     if (tkvcu_create(&desc, aligned_alloc(256, cache), cache, aligned_alloc(256, (work + 255) / 256 * 256), work,
                      NULL, &cu)) return 1;
     if (!strcmp(argv[3], "threads")) {
-        const tkvcu_appender a = tkvcu_appender_of(cfg.head_dim);
+        const tkvcu_appender a = tkvcu_appender_of(cfg.model.head_dim);
         printf("append %d %zu combine %d 0 trim %d 0", a.threads, a.shared, TKVCU_COMBINE_THREADS, TKVCU_TRIMMERS);
         printf(" prefill1 %d %zu prefill2 %d %zu", TKVCU_PREFILL_THREADS,
-               cfg.head_dim == 64 ? sizeof(tkvcu_prefill<64, 1>) : sizeof(tkvcu_prefill<128, 1>), TKVCU_PREFILL_THREADS,
-               cfg.head_dim == 64 ? sizeof(tkvcu_prefill<64, 2>) : sizeof(tkvcu_prefill<128, 2>));
+               cfg.model.head_dim == 64 ? sizeof(tkvcu_prefill<64, 1>) : sizeof(tkvcu_prefill<128, 1>), TKVCU_PREFILL_THREADS,
+               cfg.model.head_dim == 64 ? sizeof(tkvcu_prefill<64, 2>) : sizeof(tkvcu_prefill<128, 2>));
         return 0;
     }
     for (int nt = 1; nt <= 2; nt++) {
-        tkvcu_attend_of(&cu->split, cfg.head_dim, nt, &shared);
+        tkvcu_attend_of(&cu->split, cfg.model.head_dim, nt, &shared);
         printf("%d %zu ", cu->split.groups, shared);
     }
     const tkvcu_side *s = tkvcu_view_of(cu, 0)->side + atoi(argv[3]) * 8 * 2;

@@ -85,10 +85,10 @@ static tkv_status tkvi_call_init(tkvi_call *c, tkv_cache *kv, const tkv_attend_p
     c->one.n = p->n;
     c->rows = p->batch ? p->batch : &c->one;
     c->n_rows = p->batch ? p->n_batch : 1;
-    if (p->layer < 0 || p->layer >= cfg->n_layers || c->n_rows < 0 || c->n_rows > cfg->max_seqs)
+    if (p->layer < 0 || p->layer >= cfg->model.n_layers || c->n_rows < 0 || c->n_rows > cfg->limits.max_seqs)
         return TKV_ERR_ARG;
     c->plan = &kv->tables.plan[p->layer];
-    if (c->plan->stored < 0 || p->window < TKV_NONE) return TKV_ERR_ARG;
+    if (c->plan->stored < 0 || p->window < TKV_OFF) return TKV_ERR_ARG;
     c->collect_stats = kv->tables.plan[c->plan->stored].allocates && kv->seen[c->plan->stored] >= 0;
     c->metric = kv->tables.plan[c->plan->stored].squat && kv->query_stats[c->plan->stored].tokens >= 0;
     for (i = 0; kv->meter && i < kv->meter->n; i++)
@@ -96,17 +96,18 @@ static tkv_status tkvi_call_init(tkvi_call *c, tkv_cache *kv, const tkv_attend_p
 #if defined(__GNUC__) || defined(__clang__) /* attention scores need atomics */
     if (kv->pool.token_meta && kv->mass.mode) c->mass = &kv->mass;
 #endif
-    c->heads_per_kv = cfg->n_heads / cfg->n_kv_heads;
+    c->heads_per_kv = cfg->model.n_heads / cfg->model.n_kv_heads;
     c->tell = TKVI_ROWS;
     if (c->mass && c->mass->heads && c->heads_per_kv < TKVI_ROWS) /* keeps all heads of a query in one tile */
         c->tell -= TKVI_ROWS % c->heads_per_kv;
     c->tile = c->tell;
-    c->window = p->window == TKV_NONE ? 0 : p->window ? p->window : c->plan->window;
+    c->window = p->window == TKV_OFF ? 0 : p->window ? p->window : c->plan->window;
     for (i = 0; i < c->n_rows; i++) {
         const tkvi_list *list;
         int64_t oldest;
         int len;
-        if (c->rows[i].seq < 0 || c->rows[i].seq >= cfg->max_seqs || c->rows[i].n < 0) return TKV_ERR_ARG;
+        if (c->rows[i].seq < 0 || c->rows[i].seq >= cfg->limits.max_seqs || c->rows[i].n < 0)
+            return TKV_ERR_ARG;
         list = tkvi_list_of(kv, c->rows[i].seq, c->plan->stored);
         len = list->len;
         if (!p->non_causal && c->rows[i].n > len) return TKV_ERR_RANGE;
@@ -116,26 +117,27 @@ static tkv_status tkvi_call_init(tkvi_call *c, tkv_cache *kv, const tkv_attend_p
         if (kv->pool.n_discarded && c->rows[i].n &&
             tkvi_sees_discarded(kv, c->rows[i].seq, c->plan->stored, oldest))
             return TKV_ERR_NO_SOURCE;
-        rows += (int64_t)c->rows[i].n * cfg->n_heads;
+        rows += (int64_t)c->rows[i].n * cfg->model.n_heads;
         longest = tkvi_max(longest, len);
     }
-    if (!p->q || !p->out || (p->mass && !p->lse)) return TKV_ERR_ARG;
+    if (!p->q || !p->out || (p->scores && !p->lse)) return TKV_ERR_ARG;
     if ((unsigned)p->q_type > TKV_TYPE_BF16 || (unsigned)p->out_type > TKV_TYPE_BF16) return TKV_ERR_ARG;
-    if (rows > TKVI_FOREVER || p->mask_bits_n < 0 || (p->mask_bits && !p->mask_bits_n)) return TKV_ERR_ARG;
-    if (p->mask_bits && p->mask_bits_n > cfg->max_tokens) return TKV_ERR_ARG;
+    if (rows > TKVI_FOREVER || p->n_mask_bits < 0 || (p->mask_bits && !p->n_mask_bits)) return TKV_ERR_ARG;
+    if (p->mask_bits && p->n_mask_bits > cfg->limits.max_tokens) return TKV_ERR_ARG;
     if (!tkvi_is_finite(p->scale) || !tkvi_is_finite(p->softcap) || p->softcap < 0.0f) return TKV_ERR_ARG;
-    for (i = 0; p->alibi && i < cfg->n_heads; i++)
-        if (!tkvi_is_finite(p->alibi[i])) return TKV_ERR_ARG;
-    c->scale = p->scale != 0.0f ? p->scale : cfg->scale;
-    c->q_head = p->q_head_stride ? p->q_head_stride : cfg->head_dim;
-    c->q_row = p->q_row_stride ? p->q_row_stride : (ptrdiff_t)cfg->n_heads * cfg->head_dim;
-    c->out_head = p->out_head_stride ? p->out_head_stride : cfg->v_head_dim;
-    c->out_row = p->out_row_stride ? p->out_row_stride : (ptrdiff_t)cfg->n_heads * cfg->v_head_dim;
+    for (i = 0; p->alibi_slopes && i < cfg->model.n_heads; i++)
+        if (!tkvi_is_finite(p->alibi_slopes[i])) return TKV_ERR_ARG;
+    c->scale = p->scale != 0.0f ? p->scale : cfg->model.scale;
+    c->q_head = p->q_head_stride ? p->q_head_stride : cfg->model.head_dim;
+    c->q_row = p->q_row_stride ? p->q_row_stride : (ptrdiff_t)cfg->model.n_heads * cfg->model.head_dim;
+    c->out_head = p->out_head_stride ? p->out_head_stride : cfg->model.v_head_dim;
+    c->out_row =
+        p->out_row_stride ? p->out_row_stride : (ptrdiff_t)cfg->model.n_heads * cfg->model.v_head_dim;
     c->mask_stride = p->mask_stride ? p->mask_stride : longest;
     c->bits_stride =
-        p->mask_bits_stride ? p->mask_bits_stride : p->mask_bits_n / 64 + (p->mask_bits_n % 64 > 0);
-    c->mass_stride = p->mass_stride ? p->mass_stride : longest;
-    return p->mass && c->mass_stride < longest ? TKV_ERR_ARG : TKV_OK;
+        p->mask_bits_stride ? p->mask_bits_stride : p->n_mask_bits / 64 + (p->n_mask_bits % 64 > 0);
+    c->mass_stride = p->score_stride ? p->score_stride : longest;
+    return p->scores && c->mass_stride < longest ? TKV_ERR_ARG : TKV_OK;
 }
 
 /* >>work tile: query rows of one KV head of one sequence */
@@ -188,14 +190,14 @@ static void tkvi_work_tile_init(tkvi_work_tile *u, const tkvi_call *c, int item,
     u->head = head;
     u->first = tile * c->tile;
     u->rows = tkvi_min(c->tile, u->n_queries * c->heads_per_kv - u->first);
-    u->k_pad = tkvi_round_up(cfg->head_dim, 16);
-    u->v_pad = tkvi_round_up(cfg->v_head_dim, 16);
+    u->k_pad = tkvi_round_up(cfg->model.head_dim, 16);
+    u->v_pad = tkvi_round_up(cfg->model.v_head_dim, 16);
     u->chunk =
         tkvi_max(TKVI_MIN_SPLIT_BLOCKS, (u->list->n + TKVI_MAX_TILE_SPLITS - 1) / TKVI_MAX_TILE_SPLITS);
     u->n_chunks = (u->list->n + u->chunk - 1) / u->chunk;
     u->low = u->all_high = u->list->len;
     u->high = u->all_low = 0;
-    u->changes = c->p->softcap > 0.0f || c->p->alibi || c->p->mask || c->p->mask_bits;
+    u->changes = c->p->softcap > 0.0f || c->p->alibi_slopes || c->p->mask || c->p->mask_bits;
     for (r = 0; r < u->rows; r++) {
         int low, high;
         tkvi_visible(u, tkvi_query_of(u, r), &low, &high);
@@ -277,7 +279,7 @@ static void tkvi_reference_key(const tkvi_work_tile *u, float *ref) {
     int last = u->list->n - 1, from, i, c;
     memset(ref, 0, TKV_MAX_HEAD_DIM * sizeof *ref);
     if (last < 0) return;
-    from = last > 0 && tkvi_tier_at(u->list, last - 1) == TKV_HOT ? last - 1 : last;
+    from = last > 0 && tkvi_tier_at(u->list, last - 1) == TKV_TIER_HOT ? last - 1 : last;
     for (i = 0; i < 3; i++) { /* first and last key of block `from`, then the newest key */
         int block = i < 2 ? from : last, n = tkvi_block_tokens(u->call->kv, u->list, u->ids, block);
         const uint8_t *bytes;
@@ -288,7 +290,7 @@ static void tkvi_reference_key(const tkvi_work_tile *u, float *ref) {
         tkvi_values(&rec->k, u->call->kv->kernels->helpers, bytes,
                     i == 0 ? 0 : n - 1 - (i == 1 && from == last && n > 2), 1, key[i], 0);
     }
-    for (c = 0; c < u->call->kv->tables.cfg.head_dim; c++) {
+    for (c = 0; c < u->call->kv->tables.cfg.model.head_dim; c++) {
         float a = key[0][c], b = key[1][c], x = key[2][c], lo = a < b ? a : b, hi = a < b ? b : a;
         float middle = x < lo ? lo : x > hi ? hi : x;
         lo = x < lo ? x : lo;
@@ -316,7 +318,7 @@ static float tkvi_no_origin(void) { return tkvi_from_bits(0x7fc00000u); }
 static float tkvi_load_query(const tkvi_work_tile *u, int r, const float *ref, float *row) {
     const tkvi_call *c = u->call;
     const ptrdiff_t at = (u->seq_row + tkvi_query_of(u, r)) * c->q_row + tkvi_head_of(u, r) * c->q_head;
-    int dim = c->kv->tables.cfg.head_dim, i, k;
+    int dim = c->kv->tables.cfg.model.head_dim, i, k;
     double sum[16] = {0.0}, origin = 0.0;
     uint32_t exponent[16] = {0}, most = 0;
     if (c->p->q_type == TKV_TYPE_F32) memcpy(row, (const char *)c->p->q + 4 * at, (size_t)dim * 4);
@@ -374,9 +376,9 @@ static float tkvi_mask_bias(float m) {
 /* The score s of row r for the key at position j, after softcap, ALiBi and masks. The row must see the key. */
 static float tkvi_adjust_score(const tkvi_work_tile *u, int r, float origin, int j, float s) {
     const tkv_attend_params *p = u->call->p;
-    const int query = tkvi_query_of(u, r), row = u->seq_row + query, bit = j - u->list->len + p->mask_bits_n;
+    const int query = tkvi_query_of(u, r), row = u->seq_row + query, bit = j - u->list->len + p->n_mask_bits;
     if (p->softcap > 0.0f) s = p->softcap * tanhf((s + origin) / p->softcap);
-    if (p->alibi) s += p->alibi[tkvi_head_of(u, r)] * (float)(j - tkvi_position(u, query));
+    if (p->alibi_slopes) s += p->alibi_slopes[tkvi_head_of(u, r)] * (float)(j - tkvi_position(u, query));
     if (p->mask) {
         const float bias = tkvi_mask_bias(p->mask[row * u->call->mask_stride + j]);
         if (TKVI_IS_HIDDEN(bias)) return TKVI_HIDDEN;
@@ -425,7 +427,7 @@ static int tkvi_block_scores(const tkvi_work_tile *u, tkvi_queries *q, int i, fl
     kv->kernels->k[rec->k.format->stored](
         &rec->k, bytes, tkvi_next_record(u, i), rec->k.order ? q->sorted : q->q,
         rec->k.order ? q->sorted + u->rows * u->k_pad : q->ref, u->rows,
-        tkvi_block_tokens(kv, u->list, u->ids, i), tkvi_planes(&rec->k, kv->tables.cfg.precise), scores);
+        tkvi_block_tokens(kv, u->list, u->ids, i), tkvi_planes(&rec->k, kv->tables.cfg.host.precise), scores);
     if (u->changes || tkvi_has_hidden(u, i, start, end)) {
         int at[TKVI_BLOCK];
         tkvi_slot_positions(u, i, at);
@@ -504,7 +506,7 @@ static TKVI_NOINLINE void tkvi_attend_split(const tkvi_work_tile *u, tkvi_querie
         tkvi_begin_space(u, sums, space);
         kv->kernels->v[rec->v.format->stored](&rec->v, bytes, next ? next + rec->v_at : NULL, p, u->rows,
                                               tkvi_block_tokens(kv, u->list, u->ids, i),
-                                              tkvi_planes(&rec->v, kv->tables.cfg.precise),
+                                              tkvi_planes(&rec->v, kv->tables.cfg.host.precise),
                                               sums->o + space * stride);
     }
 }
@@ -559,7 +561,7 @@ static void tkvi_empty_nonfinite(const tkvi_work_tile *u, const float *origins, 
 static TKVI_NOINLINE void tkvi_collect_stats(const tkvi_work_tile *u, const tkvi_queries *q,
                                              const tkvi_sums *s) {
     tkv_cache *kv = u->call->kv;
-    int dim = kv->tables.cfg.head_dim, layer = u->call->plan->stored, r, c;
+    int dim = kv->tables.cfg.model.head_dim, layer = u->call->plan->stored, r, c;
     int64_t *asked = tkvi_q_sq_sum_of(kv, layer, u->head),
             *far_attention = tkvi_far_attention_of(kv, layer, u->head);
     tkvi_lock(&kv->learning);
@@ -623,7 +625,7 @@ static uint64_t tkvi_comparison_begin(const tkvi_work_tile *u, const tkvi_head_p
     }
     for (i = u->list->sinks; i < u->list->n; i++) {
         int start = tkvi_block_start(kv, u->ids, i), end = tkvi_block_end(kv, u->list, u->ids, i), copied;
-        if (kv->tables.coding[kv->pool.block[u->ids[i]].coding].key == plan->now.key[TKV_HOT]) continue;
+        if (kv->tables.coding[kv->pool.block[u->ids[i]].coding].key == plan->now.key[TKV_TIER_HOT]) continue;
         copied = tkvi_head_probe_copy(m, g, start, &from) != NULL && !kv->pool.block[u->ids[i]].packed;
         for (r = 0; r < u->rows; r++) {
             int low, high, n;
@@ -675,7 +677,7 @@ static TKVI_NOINLINE void tkvi_comparison_blocks(const tkvi_work_tile *u, tkvi_q
                                                  const tkvi_head_probe *g, tkvi_comparison *rows, float *o) {
     const tkv_cache *kv = u->call->kv;
     const tkvi_record *exact =
-        &kv->tables.coding[kv->tables.plan[u->call->plan->stored].now.coding[TKV_HOT]].record[u->head];
+        &kv->tables.coding[kv->tables.plan[u->call->plan->stored].now.coding[TKV_TIER_HOT]].record[u->head];
     TKVI_ALIGNED float scores[TKVI_ROWS * TKVI_BLOCK], cached[TKVI_ROWS * TKVI_BLOCK],
         p[TKVI_ROWS * TKVI_BLOCK];
     int i, r, from = 0, stride = TKVI_ROWS * u->v_pad;
@@ -704,14 +706,14 @@ static TKVI_NOINLINE void tkvi_comparison_blocks(const tkvi_work_tile *u, tkvi_q
         bytes = copy ? copy + rec->v_at : any ? tkvi_bytes_of(u, i, TKV_V) : NULL;
         if (any && bytes)
             kv->kernels->v[rec->v.format->stored](&rec->v, bytes, NULL, p, u->rows, n,
-                                                  tkvi_planes(&rec->v, kv->tables.cfg.precise),
+                                                  tkvi_planes(&rec->v, kv->tables.cfg.host.precise),
                                                   o + (rec->v.format->rotated ? stride : 0));
     }
 }
 
 /* row: [v_head_dim] sum of p v of row r, with rotated values rotated back. Without sink logit and division by l. */
 static void tkvi_output_row(const tkvi_work_tile *u, int r, const float *o, int rotated, float *row) {
-    int dim = u->call->kv->tables.cfg.v_head_dim, i;
+    int dim = u->call->kv->tables.cfg.model.v_head_dim, i;
     memset(row, 0, TKV_MAX_HEAD_DIM * sizeof *row);
     if (rotated) {
         memcpy(row, o + (TKVI_ROWS + r) * u->v_pad, (size_t)u->v_pad * sizeof *row);
@@ -731,8 +733,8 @@ static void tkvi_comparison_end(const tkvi_work_tile *u, const tkvi_queries *q, 
     double a, b, d = 0.0, size = 0.0;
     uint64_t divergence;
     int i, head = tkvi_head_of(u, r);
-    if (p->sinks && tkvi_is_finite(p->sinks[head])) {
-        double sink = (double)p->sinks[head] - (p->softcap > 0.0f ? 0.0 : (double)q->origin[r]);
+    if (p->sink_logits && tkvi_is_finite(p->sink_logits[head])) {
+        double sink = (double)p->sink_logits[head] - (p->softcap > 0.0f ? 0.0 : (double)q->origin[r]);
         lse = lse > sink ? lse + log1p(exp(sink - lse)) : sink + log1p(exp(lse - sink));
         cached = cached > sink ? cached + log1p(exp(sink - cached)) : sink + log1p(exp(cached - sink));
     }
@@ -740,7 +742,7 @@ static void tkvi_comparison_end(const tkvi_work_tile *u, const tkvi_queries *q, 
     b = exp((double)s->m[r] - cached);
     tkvi_output_row(u, r, o, tkvi_spaces(u) > 1, x);
     tkvi_output_row(u, r, s->o, s->any[1] > 0.0f, y);
-    for (i = 0; i < u->call->kv->tables.cfg.v_head_dim; i++) {
+    for (i = 0; i < u->call->kv->tables.cfg.model.v_head_dim; i++) {
         double e = (double)x[i] * a - (double)y[i] * b;
         d += e * e;
         size += (double)x[i] * a * ((double)x[i] * a);
@@ -784,7 +786,7 @@ static TKVI_NOINLINE void tkvi_update_error_sums(const tkvi_work_tile *u, tkvi_q
 static TKVI_NOINLINE void tkvi_finish(const tkvi_work_tile *u, const float *origins, const tkvi_sums *s,
                                       int rotated) {
     const tkvi_call *c = u->call;
-    int dim = c->kv->tables.cfg.v_head_dim, r, i, k;
+    int dim = c->kv->tables.cfg.model.v_head_dim, r, i, k;
     float *m = s->m, *l = s->l, *o = s->o;
     for (r = 0; r < u->rows; r++) {
         int head = tkvi_head_of(u, r), query = u->seq_row + tkvi_query_of(u, r), empty = !(l[r] > 0.0f);
@@ -796,8 +798,8 @@ static TKVI_NOINLINE void tkvi_finish(const tkvi_work_tile *u, const float *orig
             tkvi_rotate_back(turned, dim);
             for (i = 0; i < dim; i++) row[i] += turned[i];
         }
-        if (c->p->sinks && tkvi_is_finite(c->p->sinks[head]) && tkvi_is_finite(m[r])) {
-            float sink = c->p->sinks[head] - origin;
+        if (c->p->sink_logits && tkvi_is_finite(c->p->sink_logits[head]) && tkvi_is_finite(m[r])) {
+            float sink = c->p->sink_logits[head] - origin;
             if (empty) {
                 m[r] = sink;
                 l[r] = 1.0f;
@@ -819,7 +821,7 @@ static TKVI_NOINLINE void tkvi_finish(const tkvi_work_tile *u, const float *orig
         else
             for (i = 0; i < dim; i++) tkvi_save_element(c->p->out, c->p->out_type, at + i, row[i]);
         if (c->p->lse)
-            c->p->lse[(ptrdiff_t)query * c->kv->tables.cfg.n_heads + head] =
+            c->p->lse[(ptrdiff_t)query * c->kv->tables.cfg.model.n_heads + head] =
                 l[r] > 0.0f ? m[r] + logf(l[r]) + origin : tkvi_from_bits(0xff800000u);
     }
 }
@@ -828,7 +830,7 @@ static TKVI_NOINLINE void tkvi_finish(const tkvi_work_tile *u, const float *orig
 /* The first sampled row from r on, or u->rows. Layers and heads sample different positions to spread the work. */
 static int tkvi_next_sampled(const tkvi_work_tile *u, int r) {
     const tkvi_token_scores *m = u->call->mass;
-    const int64_t unit = (int64_t)u->call->p->layer * u->call->kv->tables.cfg.n_kv_heads + u->head;
+    const int64_t unit = (int64_t)u->call->p->layer * u->call->kv->tables.cfg.model.n_kv_heads + u->head;
     if (!m) return u->rows;
     for (; r < u->rows; r++) {
         const int at = tkvi_position(u, tkvi_query_of(u, r));
@@ -879,7 +881,7 @@ static void tkvi_score_blocks(const tkvi_work_tile *u, const float *lse, int fir
     tkvi_load_queries(u, q);
     for (r = 0; r < u->rows; r++) {
         low[r] = m->importance.low;
-        if (m->mode->need == TKV_EVICT_NEEDS_LOWS && !(low[r] > 0.0f))
+        if (m->mode->need == TKVI_NEEDS_LOW_COUNTS && !(low[r] > 0.0f))
             low[r] = 1.0f / (float)tkvi_max(1, tkvi_keys_seen(u, tkvi_query_of(u, r)));
     }
     for (i = first; i < last; i++) {
@@ -927,13 +929,13 @@ typedef struct tkvi_work {
 
 static int tkvi_count_work_tiles(const tkvi_call *c) {
     int i, n = 0;
-    for (i = 0; i < c->n_rows; i++) n += tkvi_tiles_of(c, c->rows[i].n) * c->kv->tables.cfg.n_kv_heads;
+    for (i = 0; i < c->n_rows; i++) n += tkvi_tiles_of(c, c->rows[i].n) * c->kv->tables.cfg.model.n_kv_heads;
     return n;
 }
 
 /* Fills in the work tile with this number. */
 static void tkvi_find_work_tile(const tkvi_call *c, int number, tkvi_work_tile *u) {
-    int i, row = 0, heads = c->kv->tables.cfg.n_kv_heads;
+    int i, row = 0, heads = c->kv->tables.cfg.model.n_kv_heads;
     for (i = 0;; i++) {
         int tiles = tkvi_tiles_of(c, c->rows[i].n);
         if (number < tiles * heads) { /* all tiles of a head in a row: its records stay in the CPU cache */
@@ -1131,7 +1133,7 @@ static TKVI_NOINLINE void tkvi_prefill_blocks(const tkvi_work_tile *u, tkvi_pref
             if (rec->v.format->rotated != rotated || end <= u->low || start >= u->high) continue;
             if (!bytes) bytes = tkvi_bytes_of(u, i, TKV_K);
             if (!bytes) return;
-            many->k(&rec->k, bytes, next, &q, n, tkvi_planes(&rec->k, kv->tables.cfg.precise), scores);
+            many->k(&rec->k, bytes, next, &q, n, tkvi_planes(&rec->k, kv->tables.cfg.host.precise), scores);
             if (u->changes || b->gone || b->packed)
                 tkvi_adjust_score_lanes(u, sums->origin, i, lanes, scores);
             w.low = tkvi_visible_lanes(u, i, start, end, low, high) ? low : NULL;
@@ -1140,9 +1142,9 @@ static TKVI_NOINLINE void tkvi_prefill_blocks(const tkvi_work_tile *u, tkvi_pref
             bytes = tkvi_bytes_of(u, i, TKV_V);
             if (!bytes) return;
             many->v(&rec->v, bytes, next ? next + rec->v_at : NULL, scores, lanes, n,
-                    tkvi_planes(&rec->v, kv->tables.cfg.precise), sums->o);
+                    tkvi_planes(&rec->v, kv->tables.cfg.host.precise), sums->o);
         }
-        if (rotated) many->rotate_back(sums->o, kv->tables.cfg.v_head_dim, lanes);
+        if (rotated) many->rotate_back(sums->o, kv->tables.cfg.model.v_head_dim, lanes);
     }
 }
 
@@ -1238,7 +1240,7 @@ static void tkvi_run_prefill(void *ctx, int index) {
 static const tkvi_prefill *tkvi_prefill_for(const tkvi_call *c) {
     const tkv_cache *kv = c->kv;
     int i, b;
-    if (c->p->mass) return NULL;
+    if (c->p->scores) return NULL;
     for (i = 0; i < c->n_rows; i++) {
         const tkvi_list *list = tkvi_list_of(kv, c->rows[i].seq, c->plan->stored);
         const uint32_t *ids = tkvi_ids(kv, c->rows[i].seq, c->plan->stored);
@@ -1290,13 +1292,13 @@ static void tkvi_run_score_output(void *ctx, int index) {
         if (index * TKVI_TOKEN_SCORE_CHUNK >= last) continue;
         tkvi_load_queries(&u, &q);
         for (i = index * TKVI_TOKEN_SCORE_CHUNK; i < last; i++) {
-            float *mass = c->p->mass + u.item * c->mass_stride;
+            float *mass = c->p->scores + u.item * c->mass_stride;
             int at[TKVI_BLOCK];
             if (!tkvi_block_scores(&u, &q, i, scores)) continue;
             tkvi_slot_positions(&u, i, at);
             for (r = 0; r < u.rows; r++) {
                 int row = u.seq_row + tkvi_query_of(&u, r);
-                float lse = c->p->lse[(ptrdiff_t)row * c->kv->tables.cfg.n_heads + tkvi_head_of(&u, r)];
+                float lse = c->p->lse[(ptrdiff_t)row * c->kv->tables.cfg.model.n_heads + tkvi_head_of(&u, r)];
                 const float *s = scores + r * TKVI_BLOCK;
                 if (!tkvi_is_finite(lse)) continue; /* the row sees no key */
                 if (c->p->softcap <= 0.0f) lse -= q.origin[r];
@@ -1310,8 +1312,8 @@ static void tkvi_run_score_output(void *ctx, int index) {
 /* Runs task 0 .. n-1, with the config's parallel_for if there is one. */
 static void tkvi_for(const tkv_cache *kv, int n, tkv_task task, void *ctx) {
     int i;
-    if (kv->tables.cfg.parallel_for && n > 1)
-        kv->tables.cfg.parallel_for(kv->tables.cfg.parallel_user, n, task, ctx);
+    if (kv->tables.cfg.host.parallel_for && n > 1)
+        kv->tables.cfg.host.parallel_for(kv->tables.cfg.host.parallel_user, n, task, ctx);
     else
         for (i = 0; i < n; i++) task(ctx, i);
 }
@@ -1353,14 +1355,14 @@ TKV_API tkv_status tkv_attend_ex(tkv_cache *kv, const tkv_attend_params *p) {
     for (i = 0; i < c.n_rows; i++) {
         const tkvi_list *list = tkvi_list_of(kv, c.rows[i].seq, c.plan->stored);
         longest = tkvi_max(longest, list->n);
-        if (p->mass) memset(p->mass + i * c.mass_stride, 0, (size_t)list->len * sizeof(float));
+        if (p->scores) memset(p->scores + i * c.mass_stride, 0, (size_t)list->len * sizeof(float));
     }
     if (w.n_units == 0) return TKV_OK;
     w.n_chunks =
         tkvi_min(TKVI_MAX_TILE_SPLITS, (longest + TKVI_MIN_SPLIT_BLOCKS - 1) / TKVI_MIN_SPLIT_BLOCKS);
     few = w.n_chunks > 1 && w.n_units <= TKVI_FEW_WORK_TILES && /* not by thread count: same bits */
           w.n_units * w.n_chunks <= TKVI_MAX_SPLITS;
-    if (few && kv->tables.cfg.parallel_for && tkvi_take_split_sums(kv)) {
+    if (few && kv->tables.cfg.host.parallel_for && tkvi_take_split_sums(kv)) {
         w.parts = kv->parts;
         tkvi_run(&w, w.n_units * w.n_chunks, 1, tkvi_run_split);
         tkvi_run(&w, w.n_units, 0, tkvi_run_work_tile);
@@ -1369,12 +1371,12 @@ TKV_API tkv_status tkv_attend_ex(tkv_cache *kv, const tkv_attend_params *p) {
     } else if (few || !(c.many = tkvi_prefill_for(&c))) {
         tkvi_run(&w, w.n_units, 1, tkvi_run_work_tile);
     } else {
-        c.tile = tkvi_prefill_lanes(tkvi_max(kv->tables.cfg.head_dim, kv->tables.cfg.v_head_dim));
+        c.tile = tkvi_prefill_lanes(tkvi_max(kv->tables.cfg.model.head_dim, kv->tables.cfg.model.v_head_dim));
         c.tile -= c.tile % c.tell;
         tkvi_run(&w, tkvi_count_work_tiles(&c), 1, tkvi_run_prefill);
         c.tile = c.tell;
     }
-    if (p->mass && !failed)
+    if (p->scores && !failed)
         tkvi_run(&w, (longest + TKVI_TOKEN_SCORE_CHUNK - 1) / TKVI_TOKEN_SCORE_CHUNK, 1,
                  tkvi_run_score_output);
     if (failed) return failed & TKVI_FAILED_IO ? TKV_ERR_IO : TKV_ERR_DATA;
@@ -1392,8 +1394,8 @@ TKV_API tkv_status tkv_attend(tkv_cache *kv, int seq, int layer, const float *q,
     return tkv_attend_ex(kv, &p);
 }
 
-TKV_API void tkv_merge_lse(float *out, float *lse, const float *out2, const float *lse2, int n_rows,
-                           int dim) {
+TKV_API void tkv_merge_attention(float *out, float *lse, const float *out2, const float *lse2, int n_rows,
+                                 int dim) {
     int r, i;
     for (r = 0; r < n_rows && dim > 0; r++) {
         int have = tkvi_is_finite(lse[r]), have2 = tkvi_is_finite(lse2[r]);

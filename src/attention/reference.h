@@ -24,22 +24,22 @@ static double tkvi_ref_logit(const tkvi_call *c, int item, int row, int query, i
         if (TKVI_IS_HIDDEN(bias)) return 0.0;
         add = (double)bias;
     }
-    if (p->mask_bits && j >= len - p->mask_bits_n) {
-        int bit = j - (len - p->mask_bits_n);
+    if (p->mask_bits && j >= len - p->n_mask_bits) {
+        int bit = j - (len - p->n_mask_bits);
         if (!(p->mask_bits[row * c->bits_stride + bit / 64] >> bit % 64 & 1)) return 0.0;
     }
     *seen = 1;
-    for (i = 0; i < c->kv->tables.cfg.head_dim; i++)
+    for (i = 0; i < c->kv->tables.cfg.model.head_dim; i++)
         s += (double)tkvi_element(p->q, p->q_type, row * c->q_row + head * c->q_head + i) * (double)key[i];
     s *= (double)c->scale;
     if (p->softcap > 0.0f) s = (double)p->softcap * tanh(s / (double)p->softcap);
-    if (p->alibi) s += (double)p->alibi[head] * (double)(j - at);
+    if (p->alibi_slopes) s += (double)p->alibi_slopes[head] * (double)(j - at);
     return s + add;
 }
 
 static int tkvi_ref_is_finite(const tkvi_call *c, int row, int head) {
     int i, finite = 1;
-    for (i = 0; i < c->kv->tables.cfg.head_dim; i++)
+    for (i = 0; i < c->kv->tables.cfg.model.head_dim; i++)
         finite &= tkvi_is_finite(tkvi_element(c->p->q, c->p->q_type, row * c->q_row + head * c->q_head + i));
     return finite;
 }
@@ -57,13 +57,13 @@ static tkv_status tkvi_ref_row(const tkvi_call *c, int item, int row, int query,
     ptrdiff_t at = row * c->out_row + head * c->out_head;
     memset(out, 0, sizeof out);
     room[0].key = room[1].key = TKVI_NIL;
-    if (c->p->sinks && tkvi_is_finite(c->p->sinks[head])) {
-        top = (double)c->p->sinks[head];
+    if (c->p->sink_logits && tkvi_is_finite(c->p->sink_logits[head])) {
+        top = (double)c->p->sink_logits[head];
         any = 1;
     }
     for (pass = 0; pass < 3; pass++) {
-        if (pass == 1 && finite && c->p->sinks && tkvi_is_finite(c->p->sinks[head]))
-            sum = exp((double)c->p->sinks[head] - top);
+        if (pass == 1 && finite && c->p->sink_logits && tkvi_is_finite(c->p->sink_logits[head]))
+            sum = exp((double)c->p->sink_logits[head] - top);
         for (i = 0; i < list->n; i++) {
             const tkvi_block *b = &kv->pool.block[ids[i]];
             const tkvi_record *rec = &kv->tables.coding[b->coding].record[head / c->heads_per_kv];
@@ -93,20 +93,20 @@ static tkv_status tkvi_ref_row(const tkvi_call *c, int item, int row, int query,
                 }
                 w = exp(s - top);
                 if (pass == 2) {
-                    c->p->mass[item * c->mass_stride + j] += (float)(w / sum);
+                    c->p->scores[item * c->mass_stride + j] += (float)(w / sum);
                     continue;
                 }
                 sum += w;
                 tkvi_decode_side(&rec->v, v, t, 1, x, 0);
-                for (ch = 0; ch < cfg->v_head_dim; ch++) out[ch] += w * (double)x[ch];
+                for (ch = 0; ch < cfg->model.v_head_dim; ch++) out[ch] += w * (double)x[ch];
             }
         }
-        if (pass == 1 && !c->p->mass) break;
+        if (pass == 1 && !c->p->scores) break;
     }
-    for (i = 0; i < cfg->v_head_dim; i++)
+    for (i = 0; i < cfg->model.v_head_dim; i++)
         tkvi_save_element(c->p->out, c->p->out_type, at + i, sum > 0.0 ? (float)(out[i] / sum) : 0.0f);
     if (c->p->lse)
-        c->p->lse[(ptrdiff_t)row * cfg->n_heads + head] =
+        c->p->lse[(ptrdiff_t)row * cfg->model.n_heads + head] =
             sum > 0.0 ? (float)(top + log(sum)) : tkvi_from_bits(0xff800000u);
     return TKV_OK;
 }
@@ -117,11 +117,11 @@ TKV_API tkv_status tkv_attend_reference(tkv_cache *kv, const tkv_attend_params *
     tkv_status st = tkvi_call_init(&c, kv, p);
     if (st) return st;
     for (item = 0; item < c.n_rows; item++) {
-        if (p->mass)
-            memset(p->mass + item * c.mass_stride, 0,
+        if (p->scores)
+            memset(p->scores + item * c.mass_stride, 0,
                    (size_t)tkvi_list_of(kv, c.rows[item].seq, c.plan->stored)->len * sizeof(float));
         for (query = 0; query < c.rows[item].n; query++, row++)
-            for (head = 0; head < kv->tables.cfg.n_heads && !st; head++)
+            for (head = 0; head < kv->tables.cfg.model.n_heads && !st; head++)
                 st = tkvi_ref_row(&c, item, row, query, head);
     }
     return st;

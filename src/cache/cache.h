@@ -55,7 +55,7 @@ typedef struct tkvi_seq {
 #define TKVI_FIRST_TABLE_TOKENS 512
 #define TKVI_SECOND_TABLE_TOKENS 2048
 #define TKVI_FAR 128
-#define TKVI_IN_PLACE_VERSIONS 2 /* table versions; more only come with tkv_calibration_refresh */
+#define TKVI_IN_PLACE_VERSIONS 2 /* table versions; more only come with tkv_refresh_calibration */
 
 /* Progress of the query statistics of a layer whose encoder needs them (learn/squat_queries.h). */
 typedef struct tkvi_query_stats {
@@ -95,8 +95,8 @@ struct tkv_cache {
     float *solve;       /* [packed] work space; packed = head_dim (head_dim + 1) / 2 */
     tkvi_meter *meter;  /* NULL: none (cache/meter.h) */
     /* The budget (reclaim/budget.h). */
-    tkv_policy policy;
-    float outside;          /* memory pressure from the caller (tkv_observe), 0 .. 1 */
+    tkv_pressure policy;
+    float outside;          /* memory pressure from the caller (tkv_report_pressure), 0 .. 1 */
     size_t bytes_per_block; /* of one hot block in every layer; layers open them at the same token */
     int moved;              /* 1: tkv_set_hot_tokens was called; blocks may be older than their tier allows */
     int64_t recode_backlog; /* bytes that recoding must still free to pay for appended tokens */
@@ -122,30 +122,32 @@ struct tkv_cache {
 };
 
 static tkvi_list *tkvi_list_of(const tkv_cache *kv, int seq, int layer) {
-    return kv->list + (size_t)seq * (size_t)kv->tables.cfg.n_layers + (size_t)layer;
+    return kv->list + (size_t)seq * (size_t)kv->tables.cfg.model.n_layers + (size_t)layer;
 }
 
 static int64_t *tkvi_q_sq_sum_of(const tkv_cache *kv, int layer, int head) {
     const tkv_config *cfg = &kv->tables.cfg;
-    return kv->asked + ((size_t)layer * (size_t)cfg->n_kv_heads + (size_t)head) * (size_t)cfg->head_dim;
+    return kv->asked +
+           ((size_t)layer * (size_t)cfg->model.n_kv_heads + (size_t)head) * (size_t)cfg->model.head_dim;
 }
 
 static int64_t *tkvi_far_attention_of(const tkv_cache *kv, int layer, int head) {
-    return kv->far_attention + (size_t)layer * (size_t)kv->tables.cfg.n_kv_heads + (size_t)head;
+    return kv->far_attention + (size_t)layer * (size_t)kv->tables.cfg.model.n_kv_heads + (size_t)head;
 }
 
 static int64_t *tkvi_query_stats_of(const tkv_cache *kv, int layer, int head) {
     const tkv_config *cfg = &kv->tables.cfg;
-    size_t dim = (size_t)cfg->head_dim;
-    return kv->metric + ((size_t)layer * (size_t)cfg->n_kv_heads + (size_t)head) * (dim * (dim + 1) / 2);
+    size_t dim = (size_t)cfg->model.head_dim;
+    return kv->metric +
+           ((size_t)layer * (size_t)cfg->model.n_kv_heads + (size_t)head) * (dim * (dim + 1) / 2);
 }
 
 /* NULL where no format is a SQUAT format. */
 static uint16_t *tkvi_feedback_of(const tkv_cache *kv, int layer, int head) {
     const tkv_config *cfg = &kv->tables.cfg;
-    size_t at = (size_t)layer * (size_t)cfg->n_kv_heads + (size_t)head;
+    size_t at = (size_t)layer * (size_t)cfg->model.n_kv_heads + (size_t)head;
     if (!kv->feedback) return NULL;
-    return kv->feedback + at * tkvi_feedback_count(cfg->head_dim, cfg->squat_block);
+    return kv->feedback + at * tkvi_feedback_count(cfg->model.head_dim, cfg->format.squat_block);
 }
 
 static uint32_t *tkvi_ids(const tkv_cache *kv, int seq, int layer) {
@@ -176,7 +178,7 @@ static uint64_t tkvi_live_mask(const tkvi_block *b, int slots) {
 /* Can this block hold anchors? Only the sink block can: it alone has a capacity below 64. Its positions can be far
  * apart, so each takes two entries of `where` (32 bits). */
 static int tkvi_has_long_positions(const tkv_cache *kv, const tkvi_block *b) {
-    return kv->tables.cfg.n_anchors > 0 && kv->tables.coding[b->coding].tokens < TKVI_BLOCK;
+    return kv->tables.cfg.tiers.n_anchors > 0 && kv->tables.coding[b->coding].tokens < TKVI_BLOCK;
 }
 
 /* Position of the token in a slot of block `id`. */
@@ -235,7 +237,7 @@ static int tkvi_move_token_meta(tkv_cache *kv, uint32_t to, int at, uint32_t fro
 
 /* Is `coding` the format of the layer's hot tier? */
 static int tkvi_is_hot_coding(const tkv_cache *kv, int layer, int coding) {
-    return kv->tables.coding[coding].key == kv->tables.plan[layer].now.key[TKV_HOT];
+    return kv->tables.coding[coding].key == kv->tables.plan[layer].now.key[TKV_TIER_HOT];
 }
 
 /* Tokens that left every window are kept for this many more tokens. A truncation of the hot tail needs them. */
@@ -244,9 +246,9 @@ static int tkvi_expiry_margin(const tkvi_plan *p) {
 }
 
 static tkv_tier tkvi_tier_at(const tkvi_list *list, int i) {
-    if (i < list->sinks) return TKV_HOT;
-    if (i < list->sinks + list->archive) return TKV_ARCHIVE;
-    return i < list->sinks + list->archive + list->warm ? TKV_WARM : TKV_HOT;
+    if (i < list->sinks) return TKV_TIER_HOT;
+    if (i < list->sinks + list->archive) return TKV_TIER_ARCHIVE;
+    return i < list->sinks + list->archive + list->warm ? TKV_TIER_WARM : TKV_TIER_HOT;
 }
 
 /* Calls `visit` for up to 16 hot or warm blocks of a head, whose values are the most accurate. Order: the newest
@@ -260,7 +262,7 @@ static int tkvi_each_block(const tkv_cache *kv, int layer, int head, tkvi_visit 
     int seq, age, had = -1, found = 0;
     for (age = 1; had < found && found < TKVI_LEARN_BLOCKS; age++) {
         had = found;
-        for (seq = 0; seq < kv->tables.cfg.max_seqs && found < TKVI_LEARN_BLOCKS; seq++) {
+        for (seq = 0; seq < kv->tables.cfg.limits.max_seqs && found < TKVI_LEARN_BLOCKS; seq++) {
             const tkvi_list *list = tkvi_list_of(kv, seq, layer);
             const uint32_t *ids = tkvi_ids(kv, seq, layer);
             const int i = list->n - age;
@@ -300,7 +302,7 @@ static tkv_status tkvi_fail(tkv_cache *kv, tkv_status st, const char *what, int6
 static void tkvi_emit_event(tkv_cache *kv, tkv_event_kind kind, int layer, int from, int to, size_t bytes,
                             const char *text) {
     tkv_event e;
-    if (!kv->tables.cfg.on_event) return;
+    if (!kv->tables.cfg.host.on_event) return;
     memset(&e, 0, sizeof e);
     e.kind = kind;
     e.seq = -1;
@@ -309,12 +311,12 @@ static void tkvi_emit_event(tkv_cache *kv, tkv_event_kind kind, int layer, int f
     e.to = to;
     e.bytes = bytes;
     e.text = text;
-    kv->tables.cfg.on_event(kv->tables.cfg.event_user, &e);
+    kv->tables.cfg.host.on_event(kv->tables.cfg.host.event_user, &e);
 }
 
 static void tkvi_emit_evicted(tkv_cache *kv, int seq, int layer, const int *positions, int n) {
     tkv_event e;
-    if (!kv->tables.cfg.on_event) return;
+    if (!kv->tables.cfg.host.on_event) return;
     memset(&e, 0, sizeof e);
     e.kind = TKV_EVENT_EVICT;
     e.seq = seq;
@@ -323,34 +325,34 @@ static void tkvi_emit_evicted(tkv_cache *kv, int seq, int layer, const int *posi
     e.positions = positions;
     e.n = n;
     e.text = "tokens were dropped";
-    kv->tables.cfg.on_event(kv->tables.cfg.event_user, &e);
+    kv->tables.cfg.host.on_event(kv->tables.cfg.host.event_user, &e);
 }
 
 static void tkvi_emit_offloaded(tkv_cache *kv, int seq, int layer, int i) {
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
     tkv_event e;
-    if (!kv->tables.cfg.on_event) return;
+    if (!kv->tables.cfg.host.on_event) return;
     memset(&e, 0, sizeof e);
-    e.kind = TKV_EVENT_SPILL;
+    e.kind = TKV_EVENT_OFFLOAD;
     e.seq = seq;
     e.layer = layer;
     e.from = tkvi_block_start(kv, ids, i);
     e.to = tkvi_block_end(kv, list, ids, i);
     e.bytes = kv->tables.coding[kv->pool.block[ids[i]].coding].bytes.total;
     e.text = "a block went outside RAM";
-    kv->tables.cfg.on_event(kv->tables.cfg.event_user, &e);
+    kv->tables.cfg.host.on_event(kv->tables.cfg.host.event_user, &e);
 }
 
 /* >>memory of statistics: allocated while some layer collects them */
 static size_t tkvi_q_sq_sum_bytes(const tkv_config *cfg) {
-    return tkvi_align_up((size_t)cfg->n_layers * (size_t)cfg->n_kv_heads * (size_t)cfg->head_dim *
-                         sizeof(int64_t));
+    return tkvi_align_up((size_t)cfg->model.n_layers * (size_t)cfg->model.n_kv_heads *
+                         (size_t)cfg->model.head_dim * sizeof(int64_t));
 }
 
 static size_t tkvi_stats_bytes(const tkv_config *cfg) {
     return tkvi_q_sq_sum_bytes(cfg) +
-           tkvi_align_up((size_t)cfg->n_layers * (size_t)cfg->n_kv_heads * sizeof(int64_t));
+           tkvi_align_up((size_t)cfg->model.n_layers * (size_t)cfg->model.n_kv_heads * sizeof(int64_t));
 }
 
 /* Allocates the statistics if a format needs them. Returns 0 without memory, and has then changed nothing. */
@@ -379,28 +381,29 @@ typedef struct tkvi_sizes {
 } tkvi_sizes;
 
 static int tkvi_fixed_sizes(const tkvi_derived_config *h, tkvi_sizes *s) {
-    size_t seqs = (size_t)h->cfg.max_seqs, n;
-    int k_pad = tkvi_round_up(h->cfg.head_dim, 16), v_pad = tkvi_round_up(h->cfg.v_head_dim, 16);
+    size_t seqs = (size_t)h->cfg.limits.max_seqs, n;
+    int k_pad = tkvi_round_up(h->cfg.model.head_dim, 16), v_pad = tkvi_round_up(h->cfg.model.v_head_dim, 16);
     memset(s, 0, sizeof *s);
     s->cache = tkvi_align_up(sizeof(tkv_cache));
     s->tables = tkvi_align_up(tkvi_tables_bytes(h));
     if (!tkvi_mul(seqs, sizeof(tkvi_seq), &n)) return 0;
     s->seqs = tkvi_align_up(n);
-    if (!tkvi_mul(seqs, (size_t)h->cfg.n_layers, &n) || !tkvi_mul(n, sizeof(tkvi_list), &n)) return 0;
+    if (!tkvi_mul(seqs, (size_t)h->cfg.model.n_layers, &n) || !tkvi_mul(n, sizeof(tkvi_list), &n)) return 0;
     s->lists = tkvi_align_up(n);
     if (!tkvi_mul(seqs + 9, (size_t)h->n_classes * sizeof(int64_t), &n)) return 0;
     s->counts = tkvi_align_up(n);
     s->recode = tkvi_align_up((size_t)((k_pad + v_pad) * TKVI_BLOCK) * sizeof(float));
-    if (h->cfg.parallel_for)
+    if (h->cfg.host.parallel_for)
         s->parts = tkvi_align_up((size_t)(TKVI_MAX_SPLITS * TKVI_SUMS_FLOATS(v_pad)) * sizeof(float));
-    if (h->any_shared || h->any_kvquant) s->seen = tkvi_align_up((size_t)h->cfg.n_layers * sizeof(int));
+    if (h->any_shared || h->any_kvquant) s->seen = tkvi_align_up((size_t)h->cfg.model.n_layers * sizeof(int));
     if (h->any_squat) {
-        size_t dim = (size_t)h->cfg.head_dim, packed = dim * (dim + 1) / 2;
-        n = (size_t)h->cfg.n_layers * (size_t)h->cfg.n_kv_heads;
-        s->query_stats = tkvi_align_up((size_t)h->cfg.n_layers * sizeof(tkvi_query_stats));
+        size_t dim = (size_t)h->cfg.model.head_dim, packed = dim * (dim + 1) / 2;
+        n = (size_t)h->cfg.model.n_layers * (size_t)h->cfg.model.n_kv_heads;
+        s->query_stats = tkvi_align_up((size_t)h->cfg.model.n_layers * sizeof(tkvi_query_stats));
         if (!tkvi_mul(n, packed * sizeof(int64_t), &s->metric)) return 0;
         s->metric = tkvi_align_up(s->metric);
-        s->feedback = n * tkvi_feedback_count(h->cfg.head_dim, h->cfg.squat_block) * sizeof(uint16_t);
+        s->feedback =
+            n * tkvi_feedback_count(h->cfg.model.head_dim, h->cfg.format.squat_block) * sizeof(uint16_t);
         s->feedback = tkvi_align_up(s->feedback);
         s->solve = tkvi_align_up(packed * sizeof(float));
     }
@@ -413,7 +416,7 @@ static int tkvi_fixed_sizes(const tkvi_derived_config *h, tkvi_sizes *s) {
            tkvi_add(s->total, s->recode, &s->total) && tkvi_add(s->total, s->parts, &s->total);
 }
 
-/* Bytes that tkv_memory reports as tables. */
+/* Bytes that tkv_get_memory reports as tables. */
 static size_t tkvi_table_bytes(const tkvi_sizes *s) {
     return s->tables + s->seen + s->query_stats + s->metric + s->feedback + s->meter;
 }
@@ -441,10 +444,10 @@ static tkv_status tkvi_build(tkvi_derived_config *h, const tkvi_heap *from, tkv_
     tkv_cache *kv;
     int c;
     size_t classes = (size_t)h->n_classes;
-    const tkvi_kernels *kernels = tkvi_kernels_for(h->cfg.isa);
+    const tkvi_kernels *kernels = tkvi_kernels_for(h->cfg.host.isa);
     if (!kernels) return TKV_ERR_ISA;
     if (!tkvi_fixed_sizes(h, &s)) return TKV_ERR_CONFIG;
-    if (h->cfg.budget_bytes && h->cfg.budget_bytes < tkvi_least_budget(h, &s)) return TKV_ERR_BUDGET;
+    if (h->cfg.budget.bytes && h->cfg.budget.bytes < tkvi_least_budget(h, &s)) return TKV_ERR_BUDGET;
     at = (uint8_t *)tkvi_get(&heap, s.total);
     if (!at) return TKV_ERR_NOMEM;
     memset(at, 0, s.total - s.solve - s.recode - s.parts - s.shadow);
@@ -457,7 +460,7 @@ static tkv_status tkvi_build(tkvi_derived_config *h, const tkvi_heap *from, tkv_
     kv->list = (tkvi_list *)(void *)at;
     at += s.lists;
     kv->promised = (int64_t *)(void *)at;
-    kv->peak_live = kv->promised + (size_t)h->cfg.max_seqs * classes;
+    kv->peak_live = kv->promised + (size_t)h->cfg.limits.max_seqs * classes;
     kv->pool.live = kv->peak_live + 2 * classes;
     kv->pool.promised = kv->pool.live + classes;
     kv->need = kv->pool.promised + classes;
@@ -465,7 +468,7 @@ static tkv_status tkvi_build(tkvi_derived_config *h, const tkvi_heap *from, tkv_
     at += s.counts;
     if (s.seen) {
         kv->seen = (int *)(void *)at;
-        for (c = 0; c < h->cfg.n_layers; c++) /* layers that need no table collect nothing */
+        for (c = 0; c < h->cfg.model.n_layers; c++) /* layers that need no table collect nothing */
             if (!tkvi_plan_learns(&kv->tables.plan[c])) kv->seen[c] = -1;
     }
     at += s.seen;
@@ -496,14 +499,14 @@ static tkv_status tkvi_build(tkvi_derived_config *h, const tkvi_heap *from, tkv_
     kv->pool.free_page = kv->pool.free_block = TKVI_NIL;
     for (c = 0; c < h->n_classes; c++) kv->pool.room[c] = TKVI_NIL;
     tkvi_token_score_init(&kv->mass, &kv->tables.cfg);
-    (void)tkv_policy_init(&kv->policy, &h->cfg.policy, NULL);
-    kv->policy.cfg = h->cfg.policy; /* its defaults are filled in, so 0 means level 0 */
+    (void)tkv_init_pressure(&kv->policy, &h->cfg.budget.pressure, NULL, 0);
+    kv->policy.cfg = h->cfg.budget.pressure; /* its defaults are filled in, so 0 means level 0 */
     kv->relax_at = (size_t)-1;
     kv->pool.spare = h->spare;
-    for (c = 0; c < h->cfg.n_layers; c++)
+    for (c = 0; c < h->cfg.model.n_layers; c++)
         if (kv->tables.plan[c].stored == c)
-            kv->bytes_per_block += kv->tables.coding[kv->tables.plan[c].now.coding[TKV_HOT]].bytes.total;
-    if (h->cfg.budget_bytes) kv->pool.kept_free_pages = tkvi_free_pages_to_keep(kv);
+            kv->bytes_per_block += kv->tables.coding[kv->tables.plan[c].now.coding[TKV_TIER_HOT]].bytes.total;
+    if (h->cfg.budget.bytes) kv->pool.kept_free_pages = tkvi_free_pages_to_keep(kv);
     *out = kv;
     return TKV_OK;
 }
@@ -533,13 +536,13 @@ static size_t tkvi_learning_held(const tkv_cache *kv) {
 /* >>work space of eviction (reclaim/evict_tokens.h): bytes for each block of the longest list */
 #define TKVI_CHOICE (TKVI_BLOCK * (sizeof(int) + 2 * sizeof(float) + 1) + 2 * sizeof(uint64_t))
 
-static size_t tkvi_choice_entry(const tkv_config *cfg) { return cfg->evict.kind ? TKVI_CHOICE : 0; }
+static size_t tkvi_choice_entry(const tkv_config *cfg) { return cfg->evict.policy ? TKVI_CHOICE : 0; }
 
 /* >>creation and destruction */
 /* Sets up the heap with the config's allocator, or with malloc and free. */
 static tkv_status tkvi_heap_of(const tkv_config *cfg, tkvi_heap *heap, char *reason, size_t size) {
     memset(heap, 0, sizeof *heap);
-    heap->from = cfg->allocator;
+    heap->from = cfg->host.allocator;
 #ifndef TKV_NO_MALLOC
     if (!heap->from.alloc) {
         heap->from.alloc = tkvi_malloc;
@@ -547,7 +550,7 @@ static tkv_status tkvi_heap_of(const tkv_config *cfg, tkvi_heap *heap, char *rea
     }
 #endif
     if (heap->from.alloc) return TKV_OK;
-    return tkvi_bad(reason, size, "allocator", 0, "it must be set, as TKV_NO_MALLOC leaves malloc out");
+    return tkvi_bad(reason, size, "host.allocator", 0, "it must be set, as TKV_NO_MALLOC leaves malloc out");
 }
 
 /* Writes the reason for an error of tkvi_build. */
@@ -557,12 +560,12 @@ static tkv_status tkvi_append_unbuilt(tkv_status st, const tkvi_derived_config *
     tkvi_sizes s;
     const int fits = tkvi_fixed_sizes(h, &s);
     if (st == TKV_ERR_ISA) {
-        tkvi_append_text(&t, "isa is ");
-        tkvi_append_text(&t, tkv_isa_name(h->cfg.isa));
+        tkvi_append_text(&t, "host.isa is ");
+        tkvi_append_text(&t, tkvi_isa_name(h->cfg.host.isa));
         tkvi_append_text(&t, "; these kernels are not in this program, or this machine cannot run them");
     } else if (st == TKV_ERR_BUDGET) {
-        tkvi_append_text(&t, "budget_bytes is ");
-        tkvi_append_int(&t, (int64_t)h->cfg.budget_bytes);
+        tkvi_append_text(&t, "budget.bytes is ");
+        tkvi_append_int(&t, (int64_t)h->cfg.budget.bytes);
         tkvi_append_text(&t, "; it must be at least ");
         tkvi_append_int(&t, (int64_t)tkvi_least_budget(h, &s));
         tkvi_append_text(&t, " for an empty cache and its first tokens");
@@ -571,15 +574,16 @@ static tkv_status tkvi_append_unbuilt(tkv_status st, const tkvi_derived_config *
         tkvi_append_int(&t, fits ? (int64_t)s.total : 0);
         tkvi_append_text(&t, " bytes");
     } else {
-        tkvi_append_text(&t, "max_seqs is ");
-        tkvi_append_int(&t, h->cfg.max_seqs);
+        tkvi_append_text(&t, "limits.max_seqs is ");
+        tkvi_append_int(&t, h->cfg.limits.max_seqs);
         tkvi_append_text(&t,
                          "; so many sequences of these layers take more bytes than this machine can address");
     }
     return st;
 }
 
-TKV_API tkv_status tkv_create_ex(const tkv_config *cfg, tkv_cache **out, char *reason, size_t size) {
+/* Creates a cache; `reason` gets a sentence about an error. */
+static tkv_status tkvi_create(const tkv_config *cfg, tkv_cache **out, char *reason, size_t size) {
     tkvi_heap heap;
     tkvi_derived_config shape;
     tkv_cache *kv;
@@ -591,9 +595,9 @@ TKV_API tkv_status tkv_create_ex(const tkv_config *cfg, tkv_cache **out, char *r
     }
     if (!st) st = tkvi_heap_of(cfg, &heap, reason, size);
     if (st) return st;
-    heap.limit = shape.cfg.budget_bytes;
+    heap.limit = shape.cfg.budget.bytes;
     st = tkvi_build(&shape, &heap, &kv);
-    if (!st && shape.cfg.budget_bytes && kv->tables.version_bytes &&
+    if (!st && shape.cfg.budget.bytes && kv->tables.version_bytes &&
         !tkvi_version_ready(kv, 0)) { /* reserved now: it must not fail later */
         tkv_destroy(kv);
         st = TKV_ERR_NOMEM;
@@ -604,7 +608,7 @@ TKV_API tkv_status tkv_create_ex(const tkv_config *cfg, tkv_cache **out, char *r
 }
 
 TKV_API tkv_status tkv_create(const tkv_config *cfg, tkv_cache **out) {
-    return tkv_create_ex(cfg, out, NULL, 0);
+    return tkvi_create(cfg, out, NULL, 0);
 }
 
 TKV_API void tkv_destroy(tkv_cache *kv) {
@@ -620,9 +624,9 @@ TKV_API void tkv_destroy(tkv_cache *kv) {
     for (i = 0; i < kv->pool.n_pages; i++) tkvi_put(&kv->heap, kv->pool.page[i].bytes, kv->tables.page_bytes);
     tkvi_put(&kv->heap, kv->pool.page, kv->pool.page_cap * sizeof(tkvi_page));
     tkvi_put(&kv->heap, kv->pool.block, kv->pool.block_cap * tkvi_block_entry(&kv->tables.cfg));
-    for (s = 0; s < kv->tables.cfg.max_seqs; s++)
+    for (s = 0; s < kv->tables.cfg.limits.max_seqs; s++)
         tkvi_put(&kv->heap, kv->seq[s].block,
-                 (size_t)kv->seq[s].cap * (size_t)kv->tables.cfg.n_layers * sizeof(uint32_t));
+                 (size_t)kv->seq[s].cap * (size_t)kv->tables.cfg.model.n_layers * sizeof(uint32_t));
     for (s = 0; s < TKVI_VERSIONS; s++)
         tkvi_put(&kv->heap, kv->tables.version[s].bytes, kv->tables.version_bytes);
     tkvi_put_stats(kv);
@@ -649,7 +653,7 @@ static int tkvi_grow_choice(tkv_cache *kv, uint32_t cap) {
 static int tkvi_grow_lists(tkv_cache *kv, int seq, int want) {
     tkvi_seq *s = &kv->seq[seq];
     uint32_t cap = tkvi_cap_for(want), *bigger;
-    size_t layers = (size_t)kv->tables.cfg.n_layers, bytes;
+    size_t layers = (size_t)kv->tables.cfg.model.n_layers, bytes;
     size_t l;
     if (!tkvi_grow_choice(kv, cap)) return 0;
     if (cap <= s->cap) return 1;
@@ -669,16 +673,17 @@ static int tkvi_grow_lists(tkv_cache *kv, int seq, int want) {
 /* most[tier]: the most blocks that one layer of one sequence can have at max_tokens, without sinks. Partial blocks
  * that a flush closes are not counted. */
 static void tkvi_most_blocks(const tkv_config *cfg, const tkvi_plan *p, int64_t *most) {
-    int64_t tokens = cfg->max_tokens - p->sink, all, tier;
+    int64_t tokens = cfg->limits.max_tokens - p->sink, all, tier;
     if (tokens < 0) tokens = 0;
     all = (tokens + TKVI_BLOCK - 1) / TKVI_BLOCK;
-    most[TKV_HOT] = ((int64_t)p->now.hot + TKVI_BLOCK - 1 + cfg->max_append + TKVI_BLOCK - 1) / TKVI_BLOCK;
-    most[TKV_WARM] = ((int64_t)p->now.warm + TKVI_BLOCK - 1) / TKVI_BLOCK;
-    most[TKV_ARCHIVE] = (tokens - p->now.warm) / TKVI_BLOCK; /* a flush can move all hot tokens here */
-    if (p->keep && most[TKV_ARCHIVE] > ((int64_t)p->keep + tkvi_expiry_margin(p)) / TKVI_BLOCK + 2)
-        most[TKV_ARCHIVE] = ((int64_t)p->keep + tkvi_expiry_margin(p)) / TKVI_BLOCK + 2;
+    most[TKV_TIER_HOT] =
+        ((int64_t)p->now.hot + TKVI_BLOCK - 1 + cfg->limits.max_append + TKVI_BLOCK - 1) / TKVI_BLOCK;
+    most[TKV_TIER_WARM] = ((int64_t)p->now.warm + TKVI_BLOCK - 1) / TKVI_BLOCK;
+    most[TKV_TIER_ARCHIVE] = (tokens - p->now.warm) / TKVI_BLOCK; /* a flush can move all hot tokens here */
+    if (p->keep && most[TKV_TIER_ARCHIVE] > ((int64_t)p->keep + tkvi_expiry_margin(p)) / TKVI_BLOCK + 2)
+        most[TKV_TIER_ARCHIVE] = ((int64_t)p->keep + tkvi_expiry_margin(p)) / TKVI_BLOCK + 2;
     for (tier = 0; tier < TKV_TIER_COUNT; tier++) {
-        if (most[tier] < 0 || (p->now.hot == TKVI_FOREVER && tier != TKV_HOT)) most[tier] = 0;
+        if (most[tier] < 0 || (p->now.hot == TKVI_FOREVER && tier != TKV_TIER_HOT)) most[tier] = 0;
         if (most[tier] > all) most[tier] = all;
     }
 }
@@ -691,15 +696,15 @@ typedef struct tkvi_most {
 
 /* Sizes under a budget: tables at their largest, and as many pages as the rest of the budget allows. */
 static tkv_status tkvi_most_within(const tkvi_derived_config *h, const tkvi_sizes *fixed, tkvi_most *m) {
-    const size_t budget = h->cfg.budget_bytes, layers = (size_t)h->cfg.n_layers;
-    const int64_t list = (int64_t)h->cfg.max_tokens / TKVI_BLOCK + 4;
-    uint64_t blocks = (uint64_t)list * (uint64_t)h->n_stored * (uint64_t)h->cfg.max_seqs;
+    const size_t budget = h->cfg.budget.bytes, layers = (size_t)h->cfg.model.n_layers;
+    const int64_t list = (int64_t)h->cfg.limits.max_tokens / TKVI_BLOCK + 4;
+    uint64_t blocks = (uint64_t)list * (uint64_t)h->n_stored * (uint64_t)h->cfg.limits.max_seqs;
     size_t rest = 0, lists;
     if (budget < tkvi_least_budget(h, fixed)) return TKV_ERR_BUDGET;
     if (blocks > 0x3fffffff) return TKV_ERR_CONFIG;
     m->list_cap = tkvi_cap_for(list);
     if (!tkvi_mul((size_t)m->list_cap * sizeof(uint32_t), layers, &lists) ||
-        !tkvi_mul(tkvi_align_up(lists), (size_t)h->cfg.max_seqs, &lists) ||
+        !tkvi_mul(tkvi_align_up(lists), (size_t)h->cfg.limits.max_seqs, &lists) ||
         !tkvi_add(lists, fixed->total, &rest) ||
         !tkvi_add(tkvi_align_up(m->list_cap * tkvi_choice_entry(&h->cfg)), rest, &rest) ||
         !tkvi_add(TKVI_IN_PLACE_VERSIONS * tkvi_version_bytes(h), rest, &rest) ||
@@ -709,7 +714,7 @@ static tkv_status tkvi_most_within(const tkvi_derived_config *h, const tkvi_size
     if (m->pages > 0x3fffffff) m->pages = 0x3fffffff;
     for (; m->pages > h->spare; m->pages--) { /* the block and page tables need bytes, too */
         size_t pages = (size_t)m->pages * h->page_bytes, n;
-        uint64_t fit = h->cfg.spill.store || h->cfg.remat ? blocks : 64u * (uint64_t)m->pages;
+        uint64_t fit = h->cfg.offload.write || h->cfg.budget.discard ? blocks : 64u * (uint64_t)m->pages;
         m->block_cap = tkvi_cap_for((int64_t)(fit < blocks ? fit : blocks) + h->n_classes);
         m->page_cap = tkvi_cap_for(m->pages);
         n = tkvi_align_up(m->block_cap * tkvi_block_entry(&h->cfg)) +
@@ -732,8 +737,8 @@ static tkv_status tkvi_most_of(tkvi_derived_config *h, tkvi_most *m) {
     memset(live, 0, sizeof live);
     memset(wait, 0, sizeof wait);
     if (!tkvi_fixed_sizes(h, &fixed)) return TKV_ERR_CONFIG;
-    if (h->cfg.budget_bytes) return tkvi_most_within(h, &fixed, m);
-    for (i = 0; i < h->cfg.n_layers; i++) {
+    if (h->cfg.budget.bytes) return tkvi_most_within(h, &fixed, m);
+    for (i = 0; i < h->cfg.model.n_layers; i++) {
         tkvi_plan p;
         (void)tkvi_plan_of(h, i, &p, rule);
         if (p.stored != i) continue;
@@ -742,21 +747,21 @@ static tkv_status tkvi_most_of(tkvi_derived_config *h, tkvi_most *m) {
         for (tier = 0; tier < TKV_TIER_COUNT; tier++) {
             live[h->class_of[p.now.key[tier]]] += most[tier];
             /* blocks that wait for a table, in all sequences together */
-            if (tier != TKV_ARCHIVE && tkvi_plan_learns(&p))
+            if (tier != TKV_TIER_ARCHIVE && tkvi_plan_learns(&p))
                 wait[h->class_of[p.now.key[tier]]] += TKVI_FIRST_TABLE_TOKENS / TKVI_BLOCK;
         }
     }
     for (c = 0; c < h->n_classes; c++) {
-        live[c] = live[c] * h->cfg.max_seqs + wait[c];
+        live[c] = live[c] * h->cfg.limits.max_seqs + wait[c];
         blocks += live[c];
         m->pages += tkvi_pages_for(&h->size_class[c], live[c] + 1); /* + 1: recoding needs a second slot */
     }
     if (blocks > 0x3fffffff || m->pages > 0x3fffffff) return TKV_ERR_CONFIG;
     m->page_cap = tkvi_cap_for(m->pages);
     m->block_cap = tkvi_cap_for(blocks + h->n_classes);
-    m->list_cap = tkvi_cap_for(h->cfg.max_tokens / TKVI_BLOCK + 4);
-    if (!tkvi_mul((size_t)m->list_cap * sizeof(uint32_t), (size_t)h->cfg.n_layers, &n) ||
-        !tkvi_mul(tkvi_align_up(n), (size_t)h->cfg.max_seqs, &n) ||
+    m->list_cap = tkvi_cap_for(h->cfg.limits.max_tokens / TKVI_BLOCK + 4);
+    if (!tkvi_mul((size_t)m->list_cap * sizeof(uint32_t), (size_t)h->cfg.model.n_layers, &n) ||
+        !tkvi_mul(tkvi_align_up(n), (size_t)h->cfg.limits.max_seqs, &n) ||
         !tkvi_mul((size_t)m->pages, h->page_bytes, &pages) || !tkvi_add(n, fixed.total, &m->bytes) ||
         !tkvi_add(tkvi_align_up(m->list_cap * tkvi_choice_entry(&h->cfg)), m->bytes, &m->bytes) ||
         !tkvi_add(pages, m->bytes, &m->bytes) ||
@@ -770,21 +775,32 @@ static tkv_status tkvi_most_of(tkvi_derived_config *h, tkvi_most *m) {
 
 static tkv_status tkvi_derive_in_place(const tkv_config *cfg, tkvi_derived_config *h, tkvi_most *m) {
     tkv_status st = tkvi_validate(cfg, h, NULL, 0);
-    if (!st && cfg->max_tokens == 0) st = TKV_ERR_CONFIG;
+    if (!st && cfg->limits.max_tokens == 0) st = TKV_ERR_CONFIG;
     if (!st) st = tkvi_most_of(h, m);
     return st;
 }
 
-TKV_API tkv_status tkv_required_bytes(const tkv_config *cfg, size_t *bytes) {
+/* The most bytes that the cache stores under one key of cfg.offload: a block, and two checksums per KV head. */
+static size_t tkvi_offload_bytes(const tkvi_derived_config *h) {
+    size_t bytes = 0;
+    int i;
+    for (i = 0; i < h->n_keys; i++)
+        if (h->bytes[i].total > bytes) bytes = h->bytes[i].total;
+    return bytes + 2u * TKVI_OFFLOAD_CHECKSUM * (size_t)h->cfg.model.n_kv_heads;
+}
+
+TKV_API tkv_status tkv_get_required_bytes(const tkv_config *cfg, size_t *in_place, size_t *offload) {
     tkvi_derived_config h;
     tkvi_most m;
-    tkv_status st = tkvi_derive_in_place(cfg, &h, &m);
-    if (!bytes) return TKV_ERR_ARG;
-    if (!st) *bytes = m.bytes;
+    tkv_status st;
+    if (!in_place && !offload) return TKV_ERR_ARG;
+    st = in_place ? tkvi_derive_in_place(cfg, &h, &m) : tkvi_validate(cfg, &h, NULL, 0);
+    if (!st && in_place) *in_place = m.bytes;
+    if (!st && offload) *offload = tkvi_offload_bytes(&h);
     return st;
 }
 
-TKV_API tkv_status tkv_init_in_place(const tkv_config *cfg, void *mem, size_t bytes, tkv_cache **out) {
+TKV_API tkv_status tkv_create_in_place(const tkv_config *cfg, void *mem, size_t bytes, tkv_cache **out) {
     tkvi_derived_config h;
     tkvi_most m;
     tkvi_heap heap;
@@ -812,13 +828,13 @@ TKV_API tkv_status tkv_init_in_place(const tkv_config *cfg, void *mem, size_t by
     for (i = 0; i < TKVI_IN_PLACE_VERSIONS && kv->tables.version_bytes; i++)
         if (!tkvi_version_ready(kv, i)) return TKV_ERR_CAPACITY;
     if (!tkvi_grow_blocks(&kv->pool, m.block_cap)) return TKV_ERR_CAPACITY;
-    for (i = 0; i < h.cfg.max_seqs; i++)
+    for (i = 0; i < h.cfg.limits.max_seqs; i++)
         if (!tkvi_grow_lists(kv, i, (int)m.list_cap)) return TKV_ERR_CAPACITY;
     if (!tkvi_grow_pages(&kv->pool, m.page_cap)) return TKV_ERR_CAPACITY;
     while ((int64_t)kv->pool.n_pages < m.pages)
         if (!tkvi_add_page(&kv->pool)) return TKV_ERR_CAPACITY;
     kv->arena.closed = 1;
-    if (h.cfg.budget_bytes) kv->tables.cfg.budget_bytes = kv->heap.held; /* bytes really held: whole pages */
+    if (h.cfg.budget.bytes) kv->tables.cfg.budget.bytes = kv->heap.held; /* bytes really held: whole pages */
     *out = kv;
     return TKV_OK;
 }

@@ -8,7 +8,7 @@
 #include "cache/cache.h"
 
 static int tkvi_has_seq(const tkv_cache *kv, int seq) {
-    return kv && seq >= 0 && seq < kv->tables.cfg.max_seqs;
+    return kv && seq >= 0 && seq < kv->tables.cfg.limits.max_seqs;
 }
 
 static tkv_status tkvi_refuse_seq(tkv_cache *kv, int seq) {
@@ -17,7 +17,7 @@ static tkv_status tkvi_refuse_seq(tkv_cache *kv, int seq) {
 
 /* The layer whose blocks `layer` reads. Returns -1 for a bad sequence or layer, and for a layer without a cache. */
 static int tkvi_stored_layer(const tkv_cache *kv, int seq, int layer) {
-    if (!tkvi_has_seq(kv, seq) || layer < 0 || layer >= kv->tables.cfg.n_layers) return -1;
+    if (!tkvi_has_seq(kv, seq) || layer < 0 || layer >= kv->tables.cfg.model.n_layers) return -1;
     return kv->tables.plan[layer].stored;
 }
 
@@ -30,20 +30,16 @@ static tkv_status tkvi_refuse_layer(tkv_cache *kv, int layer) {
     return tkvi_fail(kv, TKV_ERR_ARG, "there is no layer", layer, " with K and V of its own");
 }
 
-TKV_API int tkv_layer_len(const tkv_cache *kv, int seq, int layer) {
-    layer = tkvi_stored_layer(kv, seq, layer);
-    return layer < 0 ? 0 : tkvi_list_of(kv, seq, layer)->len;
-}
-
-TKV_API int tkv_seq_len(const tkv_cache *kv, int seq) {
-    int layer, len = -1;
+TKV_API int tkv_get_length(const tkv_cache *kv, int seq, int layer) {
+    int i, least = TKVI_FOREVER;
+    if (layer != TKV_ALL_LAYERS) {
+        layer = tkvi_stored_layer(kv, seq, layer);
+        return layer < 0 ? 0 : tkvi_list_of(kv, seq, layer)->len;
+    }
     if (!tkvi_has_seq(kv, seq)) return 0;
-    for (layer = 0; layer < kv->tables.cfg.n_layers; layer++)
-        if (kv->tables.plan[layer].stored == layer) {
-            int n = tkvi_list_of(kv, seq, layer)->len;
-            len = len < 0 ? n : tkvi_min(len, n);
-        }
-    return len;
+    for (i = 0; i < kv->tables.cfg.model.n_layers; i++)
+        if (kv->tables.plan[i].stored == i) least = tkvi_min(least, tkvi_list_of(kv, seq, i)->len);
+    return least;
 }
 
 #endif /* TKVI_CACHE_LOOKUP_H */

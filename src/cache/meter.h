@@ -4,8 +4,8 @@
  * A head probe watches one KV head of one layer. When a block leaves the hot tier, the probe copies the exact
  * record. For sampled queries, attention/attend.h computes attention a second time. It then reads the copies in
  * place of the coded blocks. Hot blocks need no copy: they are exact in the cache. Coded blocks are never
- * truncated, so truncation and tkv_abort do not change the copies. All memory is allocated at creation, so nothing
- * can fail later.
+ * truncated, so truncation and tkv_seq_abort do not change the copies. All memory is allocated at creation, so
+ * nothing can fail later.
  *
  * When a probe is full, it deletes every second copy. From then on it copies every second block, then every fourth,
  * and so on. So the copies lie evenly over the sequence.
@@ -45,11 +45,11 @@ typedef struct tkvi_meter {
 
 /* >>counts and sizes */
 static int tkvi_meter_heads(const tkvi_derived_config *h) {
-    return tkvi_min(h->cfg.quality_heads, h->n_stored * h->cfg.n_kv_heads);
+    return tkvi_min(h->cfg.meter.heads, h->n_stored * h->cfg.model.n_kv_heads);
 }
 
 static int tkvi_meter_slots(const tkvi_derived_config *h) {
-    return (tkvi_min(h->cfg.quality_tokens, h->cfg.max_tokens) + TKVI_BLOCK - 1) / TKVI_BLOCK;
+    return (tkvi_min(h->cfg.meter.tokens, h->cfg.limits.max_tokens) + TKVI_BLOCK - 1) / TKVI_BLOCK;
 }
 
 /* *tables: bytes of the meter without the copies. *copies: bytes of the copies. Returns 0 on overflow. */
@@ -66,9 +66,9 @@ static int tkvi_meter_sizes(const tkvi_derived_config *h, size_t *tables, size_t
  * one query. The period keeps all comparisons at or below 4 / 800 = 0.5 % of attention. One task runs a comparison:
  * with 16 threads its share of the time is up to 16 times that, hence the long period. */
 static int tkvi_meter_every(const tkvi_derived_config *h) {
-    int64_t units = (int64_t)h->n_stored * h->cfg.n_kv_heads;
+    int64_t units = (int64_t)h->n_stored * h->cfg.model.n_kv_heads;
     int every = 32;
-    if (h->cfg.quality_every) return h->cfg.quality_every;
+    if (h->cfg.meter.every) return h->cfg.meter.every;
     while ((int64_t)every * units < 800 * (int64_t)tkvi_meter_heads(h)) every *= 2;
     return every;
 }
@@ -81,7 +81,7 @@ static void tkvi_meter_place(tkvi_meter *m, const tkvi_tables *t, int n_stored) 
         int at = i % n_stored, which = m->n < n_stored ? (2 * i + 1) * n_stored / (2 * m->n) : at;
         for (layer = 0; t->plan[layer].stored != layer || which-- > 0;) layer++;
         m->head_probe[i].layer = layer;
-        m->head_probe[i].head = (at + i / n_stored) % t->cfg.n_kv_heads;
+        m->head_probe[i].head = (at + i / n_stored) % t->cfg.model.n_kv_heads;
         m->head_probe[i].phase = (int)((int64_t)i * m->every / m->n);
     }
 }

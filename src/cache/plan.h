@@ -35,7 +35,7 @@ typedef struct tkvi_bytes { /* bytes of a block, all heads */
 /* Layout of a block in one pair of formats. Blocks refer to it by number (tkvi_block.coding). If the layer has a
  * table, it has codings of its own, one for each version of the table. All versions have the same size. */
 typedef struct tkvi_coding {
-    tkv_pair pair;
+    tkv_format_pair pair;
     int key;             /* index into tkvi_derived_config.key */
     int tokens;          /* capacity: 64, or that of the sink block */
     int size_class;      /* index into size_class */
@@ -80,7 +80,7 @@ static int tkvi_plan_learns(const tkvi_plan *p) { return p->allocates || p->kvqu
 #define TKVI_MAX_CODINGS 128
 
 typedef struct tkvi_key {
-    tkv_pair pair;
+    tkv_format_pair pair;
     int tokens;
 } tkvi_key;
 
@@ -150,7 +150,7 @@ static tkvi_tier_spec *tkvi_rules_of(const tkvi_tables *t, int layer) {
 static void tkvi_take_level(tkvi_tables *t, int level) {
     int i;
     t->level = level;
-    for (i = 0; i < t->cfg.n_layers; i++)
+    for (i = 0; i < t->cfg.model.n_layers; i++)
         if (t->plan[i].stored == i) t->plan[i].now = tkvi_rules_of(t, i)[level];
 }
 
@@ -166,54 +166,55 @@ static tkv_status tkvi_bad(char *reason, size_t size, const char *field, int64_t
     return TKV_ERR_CONFIG;
 }
 
-/* The same for a field of layers[layer], or of the config if layer is -1. */
-static tkv_status tkvi_bad_in(char *reason, size_t size, int layer, const char *field, int64_t value,
+/* The same, with the name of the struct that has the field, such as "tiers." */
+static tkv_status tkvi_bad_in(char *reason, size_t size, const char *owner, const char *field, int64_t value,
                               const char *want) {
     char name[64];
     tkvi_text t = tkvi_text_begin(name, sizeof name);
-    if (layer >= 0) {
-        tkvi_append_text(&t, "layers[");
-        tkvi_append_int(&t, layer);
-        tkvi_append_text(&t, "].");
-    }
+    tkvi_append_text(&t, owner);
     tkvi_append_text(&t, field);
     return tkvi_bad(reason, size, name, value, want);
 }
 
-/* Checks the fields that a layer can override: of the config (layer -1), or of one layer. */
-static tkv_status tkvi_validate_tiers(const tkv_layer_config *c, int layer, char *reason, size_t size) {
+static tkv_status tkvi_validate_window(int window, const char *owner, char *reason, size_t size) {
+    if (window < TKV_OFF || window > TKVI_FOREVER)
+        return tkvi_bad_in(reason, size, owner, "window", window,
+                           "it must be 1 to 2^30 - 1, 0 (default) or TKV_OFF");
+    return TKV_OK;
+}
+
+/* Checks tiers: those of the config, of one layer, or of one level of the ladder. `owner` as in tkvi_bad_in. */
+static tkv_status tkvi_validate_tiers(const tkv_layer_config *c, const char *owner, char *reason,
+                                      size_t size) {
     static const char *const pair_name[TKV_TIER_COUNT][2] = {
         {"hot.k", "hot.v"}, {"warm.k", "warm.v"}, {"archive.k", "archive.v"}};
-    const tkv_pair *pair[TKV_TIER_COUNT];
+    const tkv_format_pair *pair[TKV_TIER_COUNT];
     int i, side;
-    pair[TKV_HOT] = &c->hot;
-    pair[TKV_WARM] = &c->warm;
-    pair[TKV_ARCHIVE] = &c->archive;
+    pair[TKV_TIER_HOT] = &c->hot;
+    pair[TKV_TIER_WARM] = &c->warm;
+    pair[TKV_TIER_ARCHIVE] = &c->archive;
     for (i = 0; i < TKV_TIER_COUNT; i++)
         for (side = 0; side < 2; side++) {
             tkv_format f = side ? pair[i]->v : pair[i]->k;
             if (f != TKV_FORMAT_DEFAULT && !tkvi_format_known(f))
-                return tkvi_bad_in(reason, size, layer, pair_name[i][side], (int)f,
+                return tkvi_bad_in(reason, size, owner, pair_name[i][side], (int)f,
                                    "it must be a tkv_format");
             if (f != TKV_FORMAT_DEFAULT && !tkvi_format_stores(&tkvi_formats[f], side ? TKV_V : TKV_K))
-                return tkvi_bad_in(reason, size, layer, pair_name[i][side], (int)f,
+                return tkvi_bad_in(reason, size, owner, pair_name[i][side], (int)f,
                                    side ? "this format stores K only" : "this format stores V only");
-            if (i == TKV_HOT && f != TKV_FORMAT_DEFAULT && !tkvi_is_exact(&tkvi_formats[f]))
-                return tkvi_bad_in(reason, size, layer, pair_name[i][side], (int)f,
+            if (i == TKV_TIER_HOT && f != TKV_FORMAT_DEFAULT && !tkvi_is_exact(&tkvi_formats[f]))
+                return tkvi_bad_in(reason, size, owner, pair_name[i][side], (int)f,
                                    "the hot tier takes TKV_F32, TKV_F16 or TKV_BF16");
         }
-    if (c->sink_tokens < TKV_NONE || c->sink_tokens > TKVI_BLOCK)
-        return tkvi_bad_in(reason, size, layer, "sink_tokens", c->sink_tokens,
-                           "it must be 1 to 64, 0 (default) or TKV_NONE");
-    if (c->hot_tokens < TKV_ALL || c->hot_tokens > TKVI_FOREVER)
-        return tkvi_bad_in(reason, size, layer, "hot_tokens", c->hot_tokens,
-                           "it must be 1 to 2^30 - 1, 0 (default), TKV_NONE or TKV_ALL");
-    if (c->warm_tokens < TKV_ALL || c->warm_tokens > TKVI_FOREVER)
-        return tkvi_bad_in(reason, size, layer, "warm_tokens", c->warm_tokens,
-                           "it must be 1 to 2^30 - 1, 0 (default), TKV_NONE or TKV_ALL");
-    if (c->window < TKV_NONE || c->window > TKVI_FOREVER)
-        return tkvi_bad_in(reason, size, layer, "window", c->window,
-                           "it must be 1 to 2^30 - 1, 0 (default) or TKV_NONE");
+    if (c->sink_tokens < TKV_OFF || c->sink_tokens > TKVI_BLOCK)
+        return tkvi_bad_in(reason, size, owner, "sink_tokens", c->sink_tokens,
+                           "it must be 1 to 64, 0 (default) or TKV_OFF");
+    if (c->hot_tokens < TKV_UNLIMITED || c->hot_tokens > TKVI_FOREVER)
+        return tkvi_bad_in(reason, size, owner, "hot_tokens", c->hot_tokens,
+                           "it must be 1 to 2^30 - 1, 0 (default), TKV_OFF or TKV_UNLIMITED");
+    if (c->warm_tokens < TKV_UNLIMITED || c->warm_tokens > TKVI_FOREVER)
+        return tkvi_bad_in(reason, size, owner, "warm_tokens", c->warm_tokens,
+                           "it must be 1 to 2^30 - 1, 0 (default), TKV_OFF or TKV_UNLIMITED");
     return TKV_OK;
 }
 
@@ -221,55 +222,67 @@ static tkv_status tkvi_validate_tiers(const tkv_layer_config *c, int layer, char
 static tkv_layer_config tkvi_cache_wide(const tkv_config *cfg) {
     tkv_layer_config c;
     memset(&c, 0, sizeof c);
-    c.hot = cfg->hot;
-    c.warm = cfg->warm;
-    c.archive = cfg->archive;
-    c.sink_tokens = cfg->sink_tokens;
-    c.hot_tokens = cfg->hot_tokens;
-    c.warm_tokens = cfg->warm_tokens;
-    c.window = cfg->window;
+    c.hot = cfg->tiers.hot;
+    c.warm = cfg->tiers.warm;
+    c.archive = cfg->tiers.archive;
+    c.sink_tokens = cfg->tiers.sink_tokens;
+    c.hot_tokens = cfg->tiers.hot_tokens;
+    c.warm_tokens = cfg->tiers.warm_tokens;
+    c.window = cfg->model.window;
     return c;
+}
+
+/* Writes the name of a list's entry, such as "layers[3]." */
+static void tkvi_name_entry(char *owner, size_t size, const char *list, int index) {
+    tkvi_text t = tkvi_text_begin(owner, size);
+    tkvi_append_text(&t, list);
+    tkvi_append_int(&t, index);
+    tkvi_append_text(&t, "].");
 }
 
 static tkv_status tkvi_validate_layers(const tkv_config *cfg, char *reason, size_t size) {
     int i, cached = 0;
-    for (i = 0; i < cfg->n_layers; i++) {
+    for (i = 0; i < cfg->model.n_layers; i++) {
         const tkv_layer_config *c = &cfg->layers[i];
-        tkv_status st = tkvi_validate_tiers(c, i, reason, size);
+        char owner[32];
+        tkv_status st;
+        tkvi_name_entry(owner, sizeof owner, "layers[", i);
+        st = tkvi_validate_tiers(c, owner, reason, size);
+        if (!st) st = tkvi_validate_window(c->window, owner, reason, size);
         if (st) return st;
         if (c->no_cache != 0 && c->no_cache != 1)
-            return tkvi_bad_in(reason, size, i, "no_cache", c->no_cache, "it must be 0 or 1");
+            return tkvi_bad_in(reason, size, owner, "no_cache", c->no_cache, "it must be 0 or 1");
         if (c->share_kv < 0 || c->share_kv > i)
-            return tkvi_bad_in(reason, size, i, "share_kv", c->share_kv,
+            return tkvi_bad_in(reason, size, owner, "share_kv", c->share_kv,
                                "it must be 0, or 1 + the index of an earlier layer");
         if (c->share_kv &&
             (c->no_cache || cfg->layers[c->share_kv - 1].no_cache || cfg->layers[c->share_kv - 1].share_kv))
-            return tkvi_bad_in(reason, size, i, "share_kv", c->share_kv,
+            return tkvi_bad_in(reason, size, owner, "share_kv", c->share_kv,
                                "both layers need a cache, and the other one its own");
         cached += !c->no_cache;
     }
     if (!cached)
-        return tkvi_bad(reason, size, "layers", cfg->n_layers, "at least one layer must have a cache");
+        return tkvi_bad(reason, size, "layers", cfg->model.n_layers, "at least one layer must have a cache");
     return TKV_OK;
 }
 
-TKV_API tkv_config tkv_config_default(void) {
+TKV_API tkv_config tkv_default_config(void) {
     tkv_config cfg;
     memset(&cfg, 0, sizeof cfg);
     return cfg;
 }
 
-TKV_API size_t tkv_config_size(void) { return sizeof(tkv_config); }
-
 /* >>resolve */
-/* A length in tokens: the layer's, else the config's, else the default. TKV_NONE is 0, TKV_ALL is TKVI_FOREVER. */
+/* A length in tokens: the layer's, else the config's, else the default. TKV_OFF is 0, TKV_UNLIMITED is
+ * TKVI_FOREVER. */
 static int tkvi_length(int of_layer, int of_cache, int standard) {
     int n = of_layer ? of_layer : of_cache ? of_cache : standard;
-    return n == TKV_NONE ? 0 : n == TKV_ALL ? TKVI_FOREVER : n;
+    return n == TKV_OFF ? 0 : n == TKV_UNLIMITED ? TKVI_FOREVER : n;
 }
 
-static tkv_pair tkvi_pair(tkv_pair of_layer, tkv_pair of_cache, tkv_format k, tkv_format v) {
-    tkv_pair p;
+static tkv_format_pair tkvi_pair(tkv_format_pair of_layer, tkv_format_pair of_cache, tkv_format k,
+                                 tkv_format v) {
+    tkv_format_pair p;
     p.k = of_layer.k ? of_layer.k : of_cache.k ? of_cache.k : k;
     p.v = of_layer.v ? of_layer.v : of_cache.v ? of_cache.v : v;
     return p;
@@ -277,7 +290,8 @@ static tkv_pair tkvi_pair(tkv_pair of_layer, tkv_pair of_cache, tkv_format k, tk
 
 /* Lengths and format pairs of one layer at a level of the ladder. `pair` gets hot, warm, archive. A value that the
  * layer itself sets holds at every level. */
-static tkvi_plan tkvi_resolve(const tkv_config *cfg, const tkv_level *level, int layer, tkv_pair *pair) {
+static tkvi_plan tkvi_resolve(const tkv_config *cfg, const tkv_level *level, int layer,
+                              tkv_format_pair *pair) {
     tkv_layer_config wide = tkvi_cache_wide(cfg), none;
     const tkv_layer_config *c = cfg->layers ? &cfg->layers[layer] : &none;
     tkvi_plan p;
@@ -287,27 +301,27 @@ static tkvi_plan tkvi_resolve(const tkv_config *cfg, const tkv_level *level, int
     p.sink = tkvi_length(c->sink_tokens, wide.sink_tokens, 4);
     p.now.hot = tkvi_length(c->hot_tokens, level->hot_tokens ? level->hot_tokens : wide.hot_tokens, 64);
     p.now.warm = tkvi_length(c->warm_tokens, level->warm_tokens ? level->warm_tokens : wide.warm_tokens, 448);
-    p.window = tkvi_length(c->window, wide.window, TKV_NONE);
+    p.window = tkvi_length(c->window, wide.window, TKV_OFF);
     wide.warm = tkvi_pair(level->warm, wide.warm, TKV_A40, TKV_R40);
     wide.archive = tkvi_pair(level->archive, wide.archive, TKV_A30, TKV_R30);
-    pair[TKV_HOT] = tkvi_pair(c->hot, wide.hot, TKV_F16, TKV_F16);
-    pair[TKV_WARM] = tkvi_pair(c->warm, wide.warm, TKV_A40, TKV_R40);
-    pair[TKV_ARCHIVE] = tkvi_pair(c->archive, wide.archive, TKV_A30, TKV_R30);
+    pair[TKV_TIER_HOT] = tkvi_pair(c->hot, wide.hot, TKV_F16, TKV_F16);
+    pair[TKV_TIER_WARM] = tkvi_pair(c->warm, wide.warm, TKV_A40, TKV_R40);
+    pair[TKV_TIER_ARCHIVE] = tkvi_pair(c->archive, wide.archive, TKV_A30, TKV_R30);
     return p;
 }
 
 static void tkvi_fill_defaults(tkv_config *cfg) {
-    if (!cfg->n_kv_heads) cfg->n_kv_heads = cfg->n_heads;
-    if (!cfg->v_head_dim) cfg->v_head_dim = cfg->head_dim;
-    if (!(cfg->scale > 0.0f)) cfg->scale = (float)(1.0 / sqrt((double)cfg->head_dim));
-    if (!cfg->max_seqs) cfg->max_seqs = 1;
-    if (!cfg->max_append) cfg->max_append = 512;
-    if (!cfg->group_size) cfg->group_size = 64;
-    if (!cfg->allocation_unit) cfg->allocation_unit = 4;
-    if (!cfg->squat_block) cfg->squat_block = 16;
-    if (!cfg->subspaces) cfg->subspaces = 4;
-    if (!cfg->max_tokens) cfg->max_tokens = TKVI_FOREVER;
-    if (!cfg->quality_tokens) cfg->quality_tokens = 2048;
+    if (!cfg->model.n_kv_heads) cfg->model.n_kv_heads = cfg->model.n_heads;
+    if (!cfg->model.v_head_dim) cfg->model.v_head_dim = cfg->model.head_dim;
+    if (!(cfg->model.scale > 0.0f)) cfg->model.scale = (float)(1.0 / sqrt((double)cfg->model.head_dim));
+    if (!cfg->limits.max_seqs) cfg->limits.max_seqs = 1;
+    if (!cfg->limits.max_append) cfg->limits.max_append = 512;
+    if (!cfg->format.group_size) cfg->format.group_size = 64;
+    if (!cfg->format.allocation_unit) cfg->format.allocation_unit = 4;
+    if (!cfg->format.squat_block) cfg->format.squat_block = 16;
+    if (!cfg->format.subspaces) cfg->format.subspaces = 4;
+    if (!cfg->limits.max_tokens) cfg->limits.max_tokens = TKVI_FOREVER;
+    if (!cfg->meter.tokens) cfg->meter.tokens = 2048;
 #if !defined(__GNUC__) && !defined(__clang__)
     cfg->quality_heads = 0; /* the meter needs atomics (cache/meter.h) */
 #endif
@@ -316,10 +330,10 @@ static void tkvi_fill_defaults(tkv_config *cfg) {
 /* >>ladder: the default one. Under a budget, level 0 is exact, and further levels compress more. Without a budget,
  * the only level is the plan of the config. */
 static const tkv_level tkvi_ladder_exact = {
-    TKV_ALL, 0, {TKV_FORMAT_DEFAULT, TKV_FORMAT_DEFAULT}, {TKV_FORMAT_DEFAULT, TKV_FORMAT_DEFAULT}};
+    TKV_UNLIMITED, 0, {TKV_FORMAT_DEFAULT, TKV_FORMAT_DEFAULT}, {TKV_FORMAT_DEFAULT, TKV_FORMAT_DEFAULT}};
 static const tkv_level tkvi_ladder_steps[] = {
-    {0, TKV_ALL, {TKV_Q8, TKV_Q8}, {TKV_Q8, TKV_Q8}},
-    {0, TKV_ALL, {TKV_A40, TKV_R40}, {TKV_A40, TKV_R40}},
+    {0, TKV_UNLIMITED, {TKV_Q8, TKV_Q8}, {TKV_Q8, TKV_Q8}},
+    {0, TKV_UNLIMITED, {TKV_A40, TKV_R40}, {TKV_A40, TKV_R40}},
     {0,
      0,
      {TKV_FORMAT_DEFAULT, TKV_FORMAT_DEFAULT},
@@ -330,16 +344,16 @@ static const tkv_level tkvi_ladder_steps[] = {
 
 static int tkvi_levels_of(const tkv_config *cfg) {
     const int steps = (int)(sizeof tkvi_ladder_steps / sizeof *tkvi_ladder_steps);
-    return cfg->ladder ? cfg->n_levels : cfg->budget_bytes ? 1 + steps : 1;
+    return cfg->budget.ladder ? cfg->budget.n_levels : cfg->budget.bytes ? 1 + steps : 1;
 }
 
 /* Fills in the config of the pressure controller for the number of levels. Missing thresholds repeat the last one.
  * Returns NULL, or a sentence on the error. */
-static const char *tkvi_policy_for(const tkv_config *cfg, tkv_policy_config *full) {
-    tkv_policy_config p = cfg->policy;
+static const char *tkvi_policy_for(const tkv_config *cfg, tkv_pressure_config *full) {
+    tkv_pressure_config p = cfg->budget.pressure;
     int steps = tkvi_levels_of(cfg) - 1, i, any = 0, n;
     for (i = 0; i < TKV_MAX_LEVELS - 1; i++) any |= tkvi_bits(p.threshold[i]) != 0;
-    for (i = 0; i < 2 && !any; i++) p.threshold[i] = tkvi_profiles[0].cfg.threshold[i];
+    for (i = 0; i < 2 && !any; i++) p.threshold[i] = tkvi_profile_of(&p)->threshold[i];
     n = tkvi_policy_levels(&p);
     for (i = n; i < TKV_MAX_LEVELS - 1; i++)
         if (tkvi_bits(p.threshold[i]) != 0)
@@ -348,7 +362,7 @@ static const char *tkvi_policy_for(const tkv_config *cfg, tkv_policy_config *ful
     for (i = tkvi_max(steps, 1); i < TKV_MAX_LEVELS - 1; i++) p.threshold[i] = 0.0f;
     if (steps == 0) { /* one level: the controller has no choice */
         if (p.max_level > 0 || p.min_level != 0) return "there is one level only, 0";
-        p.max_level = TKV_NONE;
+        p.max_level = TKV_OFF;
     }
     return tkvi_policy_fill(&p, full);
 }
@@ -358,14 +372,14 @@ static void tkvi_ladder_of(const tkv_config *cfg, tkvi_derived_config *h) {
     int i, steps = (int)(sizeof tkvi_ladder_steps / sizeof *tkvi_ladder_steps);
     h->n_levels = tkvi_levels_of(cfg);
     memset(h->ladder, 0, sizeof h->ladder);
-    for (i = 0; i < h->n_levels && cfg->ladder; i++) h->ladder[i] = cfg->ladder[i];
-    if (cfg->ladder || !cfg->budget_bytes) return;
+    for (i = 0; i < h->n_levels && cfg->budget.ladder; i++) h->ladder[i] = cfg->budget.ladder[i];
+    if (cfg->budget.ladder || !cfg->budget.bytes) return;
     h->ladder[0] = tkvi_ladder_exact;
     for (i = 0; i < steps; i++) h->ladder[i + 1] = tkvi_ladder_steps[i];
 }
 
 /* Index of the key for a pair and a capacity in tokens. A new key is added. Returns -1 when there are too many. */
-static int tkvi_find_key(tkvi_derived_config *h, tkv_pair pair, int tokens) {
+static int tkvi_find_key(tkvi_derived_config *h, tkv_format_pair pair, int tokens) {
     int i;
     for (i = 0; i < h->n_keys; i++)
         if (h->key[i].pair.k == pair.k && h->key[i].pair.v == pair.v && h->key[i].tokens == tokens) return i;
@@ -379,29 +393,31 @@ static int tkvi_find_key(tkvi_derived_config *h, tkv_pair pair, int tokens) {
 static void tkvi_record_init(tkvi_record *r, const tkv_config *cfg, tkvi_key key, const tkvi_share *k,
                              const tkvi_share *v) {
     tkvi_options o;
-    o.group = cfg->group_size;
-    o.fit = cfg->fit;
-    o.rotate = cfg->rotate;
-    o.center_k = cfg->center_k;
-    o.feedback_unit = cfg->squat_block;
-    o.parts = cfg->subspaces;
-    o.kvquant = cfg->kvquant;
+    o.group = cfg->format.group_size;
+    o.fit = cfg->format.fit;
+    o.rotate = cfg->format.rotate;
+    o.center_k = cfg->format.center_k;
+    o.feedback_unit = cfg->format.squat_block;
+    o.parts = cfg->format.subspaces;
+    o.kvquant = cfg->format.kvquant;
     o.tabled = 1;
-    tkvi_side_make(&r->k, &tkvi_formats[key.pair.k], TKV_K, cfg->head_dim, key.tokens, &o, k);
-    tkvi_side_make(&r->v, &tkvi_formats[key.pair.v], TKV_V, cfg->v_head_dim, key.tokens, &o, v);
+    tkvi_side_make(&r->k, &tkvi_formats[key.pair.k], TKV_K, cfg->model.head_dim, key.tokens, &o, k);
+    tkvi_side_make(&r->v, &tkvi_formats[key.pair.v], TKV_V, cfg->model.v_head_dim, key.tokens, &o, v);
     r->at = 0;
     r->v_at = r->k.bytes;
 }
 
-static int tkvi_pair_allocates(tkv_pair p) { return tkvi_formats[p.k].shared || tkvi_formats[p.v].shared; }
+static int tkvi_pair_allocates(tkv_format_pair p) {
+    return tkvi_formats[p.k].shared || tkvi_formats[p.v].shared;
+}
 
-static int tkvi_pair_kvquant(tkv_pair p) { return tkvi_is_kvquant(p.k) || tkvi_is_kvquant(p.v); }
+static int tkvi_pair_kvquant(tkv_format_pair p) { return tkvi_is_kvquant(p.k) || tkvi_is_kvquant(p.v); }
 
 /* Bytes of a block, all heads. Where heads share bytes, their sum is fixed, however it is split. Returns 0 if a
  * block is too large. */
 static int tkvi_key_bytes(const tkv_config *cfg, tkvi_key key, tkvi_bytes *b) {
     tkvi_record r;
-    int64_t heads = cfg->n_kv_heads, k, v, meta, total;
+    int64_t heads = cfg->model.n_kv_heads, k, v, meta, total;
     tkvi_record_init(&r, cfg, key, NULL, NULL);
     k = heads * (int64_t)r.k.code_bytes;
     v = heads * (int64_t)r.v.code_bytes;
@@ -409,7 +425,7 @@ static int tkvi_key_bytes(const tkv_config *cfg, tkvi_key key, tkvi_bytes *b) {
     total = heads * (int64_t)(r.k.bytes + r.v.bytes);
     if (tkvi_formats[key.pair.k].shared) {
         total -= heads * (int64_t)tkvi_align_up(r.k.code_bytes);
-        k = heads * 32 * tkvi_head_budget(tkvi_formats[key.pair.k].bits, cfg->head_dim, r.k.pad);
+        k = heads * 32 * tkvi_head_budget(tkvi_formats[key.pair.k].bits, cfg->model.head_dim, r.k.pad);
         k = (k + 63) / 64 * 64;
         total += k;
     }
@@ -467,12 +483,12 @@ static size_t tkvi_page_size(const tkvi_class *classes, const int64_t *blocks, i
  * smaller). The page size is chosen for these numbers. */
 static void tkvi_usual_blocks(const tkvi_derived_config *h, const tkvi_plan *p, const tkvi_tier_spec *r,
                               int64_t *blocks) {
-    int64_t left = (tkvi_min(h->cfg.max_tokens, 4096) - p->sink + TKVI_BLOCK - 1) / TKVI_BLOCK, n;
+    int64_t left = (tkvi_min(h->cfg.limits.max_tokens, 4096) - p->sink + TKVI_BLOCK - 1) / TKVI_BLOCK, n;
     int64_t most[TKV_TIER_COUNT];
     int tier;
-    most[TKV_HOT] = r->hot / TKVI_BLOCK + 1; /* + 1: the partial block */
-    most[TKV_WARM] = (r->warm + TKVI_BLOCK - 1) / TKVI_BLOCK;
-    most[TKV_ARCHIVE] = TKVI_FOREVER;
+    most[TKV_TIER_HOT] = r->hot / TKVI_BLOCK + 1; /* + 1: the partial block */
+    most[TKV_TIER_WARM] = (r->warm + TKVI_BLOCK - 1) / TKVI_BLOCK;
+    most[TKV_TIER_ARCHIVE] = TKVI_FOREVER;
     if (p->sink) blocks[p->sink_coding]++;
     for (tier = 0; tier < TKV_TIER_COUNT && left > 0; tier++) {
         n = left < most[tier] ? left : most[tier];
@@ -484,13 +500,13 @@ static void tkvi_usual_blocks(const tkvi_derived_config *h, const tkvi_plan *p, 
 /* Can blocks ever reach this tier? If not, its format needs no table. A flush can empty the hot tier, unless that
  * tier holds all tokens. */
 static int tkvi_reached(const tkv_config *cfg, const tkvi_tier_spec *r, int tier) {
-    if (tier != TKV_HOT && r->hot == TKVI_FOREVER) return 0;
-    return tier != TKV_ARCHIVE || r->warm < cfg->max_tokens;
+    if (tier != TKV_TIER_HOT && r->hot == TKVI_FOREVER) return 0;
+    return tier != TKV_TIER_ARCHIVE || r->warm < cfg->limits.max_tokens;
 }
 
 /* Fills in the tiers of a layer at a level. Adds their format pairs to h->key. Returns 0 if there are too many. */
 static int tkvi_tier_spec_of(tkvi_derived_config *h, int layer, int level, tkvi_plan *p, tkvi_tier_spec *r) {
-    tkv_pair pair[TKV_TIER_COUNT];
+    tkv_format_pair pair[TKV_TIER_COUNT];
     int tier, fits = 1;
     *r = tkvi_resolve(&h->cfg, &h->ladder[level], layer, pair).now;
     for (tier = 0; tier < TKV_TIER_COUNT; tier++) {
@@ -509,21 +525,21 @@ static int tkvi_tier_spec_of(tkvi_derived_config *h, int layer, int level, tkvi_
 
 /* Fills in the plan of one layer and its tiers at each level. p->now is that of policy.min_level. */
 static tkv_status tkvi_plan_of(tkvi_derived_config *h, int layer, tkvi_plan *p, tkvi_tier_spec *rule) {
-    tkv_pair unused[TKV_TIER_COUNT], pair[TKV_TIER_COUNT];
+    tkv_format_pair unused[TKV_TIER_COUNT], pair[TKV_TIER_COUNT];
     int level, other, fits = 1;
     *p = tkvi_resolve(&h->cfg, &h->ladder[0], layer, pair);
     if (p->stored != layer)
         return TKV_OK; /* the layer reads another layer's blocks, or none: only its window matters */
     p->keep = p->window;
-    for (other = layer + 1; h->cfg.layers && p->keep && other < h->cfg.n_layers; other++)
+    for (other = layer + 1; h->cfg.layers && p->keep && other < h->cfg.model.n_layers; other++)
         if (h->cfg.layers[other].share_kv == layer + 1) {
             int window = tkvi_resolve(&h->cfg, &h->ladder[0], other, unused).window;
             p->keep = window && window < p->keep ? p->keep : window;
         }
     for (level = 0; level < h->n_levels; level++) fits &= tkvi_tier_spec_of(h, layer, level, p, &rule[level]);
-    p->now = rule[h->cfg.policy.min_level];
-    p->sink_coding =
-        p->sink ? tkvi_find_key(h, pair[TKV_HOT], p->sink + h->cfg.n_anchors) : p->now.coding[TKV_HOT];
+    p->now = rule[h->cfg.budget.pressure.min_level];
+    p->sink_coding = p->sink ? tkvi_find_key(h, pair[TKV_TIER_HOT], p->sink + h->cfg.tiers.n_anchors)
+                             : p->now.coding[TKV_TIER_HOT];
     fits &= p->sink_coding >= 0;
     h->any_squat |= p->squat;
     h->any_shared |= p->allocates;
@@ -537,7 +553,7 @@ static void tkvi_own_codings(tkvi_tier_spec *rule, int n_levels, int *next) {
     for (at = 0; at < n_levels * TKV_TIER_COUNT; at++) {
         tkvi_tier_spec *r = &rule[at / TKV_TIER_COUNT];
         const int tier = at % TKV_TIER_COUNT;
-        if (tier == TKV_HOT || !r->shared[tier]) continue;
+        if (tier == TKV_TIER_HOT || !r->shared[tier]) continue;
         for (before = 0; before < at; before++) {
             const tkvi_tier_spec *b = &rule[before / TKV_TIER_COUNT];
             if (b->shared[before % TKV_TIER_COUNT] && b->key[before % TKV_TIER_COUNT] == r->key[tier]) break;
@@ -557,11 +573,11 @@ static int tkvi_recode_pages_of(tkvi_derived_config *h) {
     tkvi_tier_spec rule[TKV_MAX_LEVELS];
     uint8_t opens[TKV_MAX_LEVELS][TKVI_MAX_CODINGS] = {{0}};
     int level, most = 1, i, c, tier;
-    for (i = 0; i < h->cfg.n_layers; i++) {
+    for (i = 0; i < h->cfg.model.n_layers; i++) {
         tkvi_plan p;
         (void)tkvi_plan_of(h, i, &p, rule);
         for (level = 0; level < h->n_levels && p.stored == i; level++)
-            for (tier = TKV_WARM; tier < TKV_TIER_COUNT && rule[level].hot != TKVI_FOREVER; tier++)
+            for (tier = TKV_TIER_WARM; tier < TKV_TIER_COUNT && rule[level].hot != TKVI_FOREVER; tier++)
                 opens[level][h->class_of[rule[level].key[tier]]] = 1;
     }
     for (level = 0; level < h->n_levels; level++) {
@@ -582,19 +598,19 @@ static tkv_status tkvi_derive_config(const tkv_config *cfg, tkvi_derived_config 
     h->cfg = *cfg;
     tkvi_fill_defaults(&h->cfg);
     tkvi_ladder_of(cfg, h);
-    (void)tkvi_policy_for(cfg, &h->cfg.policy);
-    for (i = 0; i < h->cfg.n_layers; i++) {
+    (void)tkvi_policy_for(cfg, &h->cfg.budget.pressure);
+    for (i = 0; i < h->cfg.model.n_layers; i++) {
         if (tkvi_plan_of(h, i, &p, rule)) return TKV_ERR_CONFIG;
         if (p.stored != i) continue;
         tkvi_own_codings(rule, h->n_levels, &h->n_codings);
         for (level = 0; level < h->n_levels; level++) tkvi_usual_blocks(h, &p, &rule[level], of_key);
-        hot[p.now.key[TKV_HOT]] = 1;
+        hot[p.now.key[TKV_TIER_HOT]] = 1;
         h->n_stored++;
     }
     h->n_codings += h->n_keys;
     if (h->n_codings > 0xffff) return TKV_ERR_CONFIG;
     if ((h->any_shared || h->any_kvquant) &&
-        (uint64_t)h->cfg.n_layers * (uint64_t)h->cfg.n_kv_heads > ((size_t)-1 >> 16))
+        (uint64_t)h->cfg.model.n_layers * (uint64_t)h->cfg.model.n_kv_heads > ((size_t)-1 >> 16))
         return TKV_ERR_CONFIG; /* a table has about 8 KB for each head at most */
     for (i = 0; i < h->n_keys; i++) {
         if (!tkvi_key_bytes(&h->cfg, h->key[i], &h->bytes[i])) return TKV_ERR_CONFIG;
@@ -604,12 +620,12 @@ static tkv_status tkvi_derive_config(const tkv_config *cfg, tkvi_derived_config 
         if (c == h->n_classes) h->n_classes++;
         h->class_of[i] = c;
         of_class[c] += of_key[i];
-        if (hot[i] && h->bytes[i].total / (size_t)h->cfg.n_kv_heads > h->hot_record)
-            h->hot_record = h->bytes[i].total / (size_t)h->cfg.n_kv_heads;
+        if (hot[i] && h->bytes[i].total / (size_t)h->cfg.model.n_kv_heads > h->hot_record)
+            h->hot_record = h->bytes[i].total / (size_t)h->cfg.model.n_kv_heads;
     }
     for (c = 0; c < h->n_classes; c++) /* blocks, mean of all levels */
         of_class[c] = (of_class[c] + h->n_levels - 1) / h->n_levels;
-    h->spare = h->cfg.budget_bytes ? tkvi_recode_pages_of(h) : 0;
+    h->spare = h->cfg.budget.bytes ? tkvi_recode_pages_of(h) : 0;
     h->page_bytes = tkvi_page_size(h->size_class, of_class, h->n_classes, h->spare);
     for (c = 0; c < h->n_classes; c++)
         h->size_class[c].slots = tkvi_slots_of(&h->size_class[c], h->page_bytes);
@@ -620,41 +636,34 @@ static tkv_status tkvi_derive_config(const tkv_config *cfg, tkvi_derived_config 
 static int tkvi_whole(float x) { return tkvi_is_finite(x) ? (int)tkvi_clampf(floorf(x), -1e9f, 1e9f) : -1; }
 
 static tkv_status tkvi_validate_ladder(const tkv_config *cfg, char *reason, size_t size) {
+    tkv_status st = TKV_OK;
     int i;
-    for (i = 0; i < cfg->n_levels; i++) {
+    for (i = 0; i < cfg->budget.n_levels && !st; i++) {
         tkv_layer_config c;
-        tkv_status st;
-        char why[160];
+        char owner[32];
         memset(&c, 0, sizeof c);
-        c.hot_tokens = cfg->ladder[i].hot_tokens;
-        c.warm_tokens = cfg->ladder[i].warm_tokens;
-        c.warm = cfg->ladder[i].warm;
-        c.archive = cfg->ladder[i].archive;
-        st = tkvi_validate_tiers(&c, -1, why, sizeof why);
-        if (st) {
-            tkvi_text t = tkvi_text_begin(reason, reason ? size : 0);
-            tkvi_append_text(&t, "ladder[");
-            tkvi_append_int(&t, i);
-            tkvi_append_text(&t, "].");
-            tkvi_append_text(&t, why);
-            return st;
-        }
+        c.hot_tokens = cfg->budget.ladder[i].hot_tokens;
+        c.warm_tokens = cfg->budget.ladder[i].warm_tokens;
+        c.warm = cfg->budget.ladder[i].warm;
+        c.archive = cfg->budget.ladder[i].archive;
+        tkvi_name_entry(owner, sizeof owner, "budget.ladder[", i);
+        st = tkvi_validate_tiers(&c, owner, reason, size);
     }
-    return TKV_OK;
+    return st;
 }
 
-/* The reason why cfg->n_anchors is wrong, or NULL. Anchors lie in the sink block, and they never expire. */
+/* The reason why cfg->tiers.n_anchors is wrong, or NULL. Anchors lie in the sink block, and they never expire. */
 static const char *tkvi_anchor_fault(const tkv_config *cfg) {
-    tkv_pair unused[TKV_TIER_COUNT];
+    tkv_format_pair unused[TKV_TIER_COUNT];
     tkv_level none;
     int i;
     memset(&none, 0, sizeof none);
-    for (i = 0; i < cfg->n_layers; i++) {
+    for (i = 0; i < cfg->model.n_layers; i++) {
         const tkvi_plan p = tkvi_resolve(cfg, &none, i, unused);
         if (p.stored < 0) continue;
         if (p.window) return "it must be 0 where a layer has a window";
         if (p.stored == i && p.sink == 0) return "it must be 0 where a layer has no sinks";
-        if (p.sink + cfg->n_anchors > 32) return "it must be at most 32 less the sinks";
+        if (p.sink + cfg->tiers.n_anchors > 32) return "it must be at most 32 less the sinks";
     }
     return NULL;
 }
@@ -665,8 +674,8 @@ static tkv_status tkvi_validate_host(const tkv_config *cfg, char *reason, size_t
         return tkvi_bad(
             reason, size, cfg->start_canary ? "start_canary" : "end_canary", 1,
             "it must be 0: fill the config with zeros before setting fields, and use one header everywhere");
-    if (!cfg->allocator.alloc != !cfg->allocator.release)
-        return tkvi_bad(reason, size, "allocator", cfg->allocator.alloc ? 1 : 0,
+    if (!cfg->host.allocator.alloc != !cfg->host.allocator.release)
+        return tkvi_bad(reason, size, "host.allocator", cfg->host.allocator.alloc ? 1 : 0,
                         "alloc and release must both be set, or neither");
     return TKV_OK;
 }
@@ -684,108 +693,114 @@ static tkv_status tkvi_validate(const tkv_config *cfg, tkvi_derived_config *shap
     if (cfg->field < (lo) || cfg->field > (hi)) return tkvi_bad(reason, size, #field, cfg->field, want)
     st = tkvi_validate_host(cfg, reason, size);
     if (st) return st;
-    TKVI_RANGE_(n_layers, 1, TKVI_MAX_LAYERS, "it must be 1 to 4096");
-    TKVI_RANGE_(n_heads, 1, 65536, "it must be 1 to 65536");
-    TKVI_RANGE_(n_kv_heads, 0, 65536, "it must be 1 to 65536, or 0 for as many as n_heads");
-    if (cfg->n_kv_heads && cfg->n_heads % cfg->n_kv_heads)
-        return tkvi_bad(reason, size, "n_heads", cfg->n_heads, "it must be a multiple of n_kv_heads");
-    TKVI_RANGE_(head_dim, 1, TKV_MAX_HEAD_DIM, "it must be 1 to 256");
-    TKVI_RANGE_(v_head_dim, 0, TKV_MAX_HEAD_DIM, "it must be 1 to 256, or 0 for head_dim");
-    if (!tkvi_is_finite(cfg->scale) || cfg->scale < 0.0f)
-        return tkvi_bad(reason, size, "scale", tkvi_whole(cfg->scale),
+    TKVI_RANGE_(model.n_layers, 1, TKVI_MAX_LAYERS, "it must be 1 to 4096");
+    TKVI_RANGE_(model.n_heads, 1, 65536, "it must be 1 to 65536");
+    TKVI_RANGE_(model.n_kv_heads, 0, 65536, "it must be 1 to 65536, or 0 for as many as model.n_heads");
+    if (cfg->model.n_kv_heads && cfg->model.n_heads % cfg->model.n_kv_heads)
+        return tkvi_bad(reason, size, "model.n_heads", cfg->model.n_heads,
+                        "it must be a multiple of model.n_kv_heads");
+    TKVI_RANGE_(model.head_dim, 1, TKV_MAX_HEAD_DIM, "it must be 1 to 256");
+    TKVI_RANGE_(model.v_head_dim, 0, TKV_MAX_HEAD_DIM, "it must be 1 to 256, or 0 for model.head_dim");
+    if (!tkvi_is_finite(cfg->model.scale) || cfg->model.scale < 0.0f)
+        return tkvi_bad(reason, size, "model.scale", tkvi_whole(cfg->model.scale),
                         "it must be a positive number, or 0 for 1/sqrt(head_dim)");
-    TKVI_RANGE_(max_seqs, 0, 1 << 20, "it must be 1 to 2^20, or 0 for 1");
-    TKVI_RANGE_(max_tokens, 0, TKVI_FOREVER, "it must be 1 to 2^30 - 1, or 0 to grow");
-    TKVI_RANGE_(max_append, 0, 1 << 20, "it must be 1 to 2^20, or 0 for 512");
-    if (cfg->group_size != 0 && cfg->group_size != 32 && cfg->group_size != 64)
-        return tkvi_bad(reason, size, "group_size", cfg->group_size, "it must be 64 or 32");
-    if (cfg->allocation_unit != 0 && cfg->allocation_unit != 4 && cfg->allocation_unit != 16)
-        return tkvi_bad(reason, size, "allocation_unit", cfg->allocation_unit, "it must be 4 or 16");
-    if (tkvi_bad_fit(cfg->fit))
-        return tkvi_bad(reason, size, "fit", cfg->fit,
+    TKVI_RANGE_(limits.max_seqs, 0, 1 << 20, "it must be 1 to 2^20, or 0 for 1");
+    TKVI_RANGE_(limits.max_tokens, 0, TKVI_FOREVER, "it must be 1 to 2^30 - 1, or 0 to grow");
+    TKVI_RANGE_(limits.max_append, 0, 1 << 20, "it must be 1 to 2^20, or 0 for 512");
+    if (cfg->format.group_size != 0 && cfg->format.group_size != 32 && cfg->format.group_size != 64)
+        return tkvi_bad(reason, size, "format.group_size", cfg->format.group_size, "it must be 64 or 32");
+    if (cfg->format.allocation_unit != 0 && cfg->format.allocation_unit != 4 &&
+        cfg->format.allocation_unit != 16)
+        return tkvi_bad(reason, size, "format.allocation_unit", cfg->format.allocation_unit,
+                        "it must be 4 or 16");
+    if (tkvi_bad_fit(cfg->format.fit))
+        return tkvi_bad(reason, size, "format.fit", cfg->format.fit,
                         "it must be bits of tkv_fit, NORM and UNBIASED not together");
-    TKVI_RANGE_(rotate, 0, 3, "it must be TKV_ROTATE_K, TKV_ROTATE_V, both or 0");
-    TKVI_RANGE_(center_k, 0, 1, "it must be 0 or 1");
-    TKVI_RANGE_(remat, 0, 1, "it must be 0 or 1");
-    TKVI_RANGE_(subspaces, 0, 16, "it must be 1 to 16, or 0 for 4");
-    TKVI_RANGE_(kvquant, 0, 15, "it must be bits of tkv_kvquant");
-    wrong = tkvi_rope_fault(&cfg->rope, cfg->head_dim, &field, &value);
+    TKVI_RANGE_(format.rotate, 0, 3, "it must be TKV_ROTATE_K, TKV_ROTATE_V, both or 0");
+    TKVI_RANGE_(format.center_k, 0, 1, "it must be 0 or 1");
+    TKVI_RANGE_(budget.discard, 0, 1, "it must be 0 or 1");
+    TKVI_RANGE_(format.subspaces, 0, 16, "it must be 1 to 16, or 0 for 4");
+    TKVI_RANGE_(format.kvquant, 0, 15, "it must be bits of tkv_kvquant");
+    wrong = tkvi_rope_fault(&cfg->model.rope, cfg->model.head_dim, &field, &value);
     if (wrong) return tkvi_bad(reason, size, field, tkvi_whole(value), wrong);
-    if (cfg->squat_block != 0 && cfg->squat_block != 16 && cfg->squat_block != 64)
-        return tkvi_bad(reason, size, "squat_block", cfg->squat_block, "it must be 16 or 64");
-    if ((unsigned)cfg->nonfinite > TKV_NONFINITE_SATURATE)
-        return tkvi_bad(reason, size, "nonfinite", (int)cfg->nonfinite, "it must be a tkv_nonfinite");
-    TKVI_RANGE_(precise, 0, 1, "it must be 0 or 1");
-    TKVI_RANGE_(quality_heads, 0, TKV_QUALITY_HEADS, "it must be 1 to 64, or 0 for no meter");
-    if (cfg->quality_tokens != 0 &&
-        (cfg->quality_tokens < 2 * TKVI_BLOCK || cfg->quality_tokens > TKVI_FOREVER))
-        return tkvi_bad(reason, size, "quality_tokens", cfg->quality_tokens,
+    if (cfg->format.squat_block != 0 && cfg->format.squat_block != 16 && cfg->format.squat_block != 64)
+        return tkvi_bad(reason, size, "format.squat_block", cfg->format.squat_block, "it must be 16 or 64");
+    if ((unsigned)cfg->host.nonfinite > TKV_NONFINITE_SATURATE)
+        return tkvi_bad(reason, size, "host.nonfinite", (int)cfg->host.nonfinite,
+                        "it must be a tkv_nonfinite");
+    TKVI_RANGE_(host.precise, 0, 1, "it must be 0 or 1");
+    TKVI_RANGE_(meter.heads, 0, TKV_MAX_METER_HEADS, "it must be 1 to 64, or 0 for no meter");
+    if (cfg->meter.tokens != 0 && (cfg->meter.tokens < 2 * TKVI_BLOCK || cfg->meter.tokens > TKVI_FOREVER))
+        return tkvi_bad(reason, size, "meter.tokens", cfg->meter.tokens,
                         "it must be 128 to 2^30 - 1, or 0 for 2048");
-    TKVI_RANGE_(n_levels, 0, TKV_MAX_LEVELS, "it must be 1 to 8, the entries of ladder");
-    if (!cfg->ladder != !cfg->n_levels)
-        return tkvi_bad(reason, size, "n_levels", cfg->n_levels,
+    TKVI_RANGE_(budget.n_levels, 0, TKV_MAX_LEVELS, "it must be 1 to 8, the entries of ladder");
+    if (!cfg->budget.ladder != !cfg->budget.n_levels)
+        return tkvi_bad(reason, size, "budget.n_levels", cfg->budget.n_levels,
                         "ladder and n_levels must both be set, or neither");
-    TKVI_RANGE_(quality_every, 0, TKVI_FOREVER, "it must be 1 to 2^30 - 1, or 0 for what costs little");
-    TKVI_RANGE_(evict_tokens, 0, TKVI_FOREVER,
+    TKVI_RANGE_(meter.every, 0, TKVI_FOREVER, "it must be 1 to 2^30 - 1, or 0 for what costs little");
+    TKVI_RANGE_(evict.keep_tokens, 0, TKVI_FOREVER,
                 "it must be 1 to 2^30 - 1, or 0 for what the budget has room for");
-    TKVI_RANGE_(n_anchors, 0, 28, "it must be 1 to 28, or 0 for none");
-    TKVI_RANGE_(importance_every, 0, TKVI_FOREVER,
+    TKVI_RANGE_(tiers.n_anchors, 0, 28, "it must be 1 to 28, or 0 for none");
+    TKVI_RANGE_(importance.sample_every, 0, TKVI_FOREVER,
                 "it must be 1 to 2^30 - 1, or 0 for what the policy needs");
     {
         tkv_evict_config evict;
         tkv_importance_config importance;
         if (!tkvi_evict_fill(&cfg->evict, &evict))
-            return tkvi_bad(reason, size, "evict", (int)cfg->evict.kind, "one of its fields is out of range");
+            return tkvi_bad(reason, size, "evict", (int)cfg->evict.policy,
+                            "one of its fields is out of range");
         if (!tkvi_importance_fill(&cfg->importance, &importance))
             return tkvi_bad(reason, size, "importance", (int)cfg->importance.strategy,
                             "one of its fields is out of range");
     }
-    if ((unsigned)cfg->isa >= TKV_ISA_COUNT)
-        return tkvi_bad(reason, size, "isa", (int)cfg->isa, "it must be a tkv_isa");
+    if ((unsigned)cfg->host.isa >= TKV_ISA_COUNT)
+        return tkvi_bad(reason, size, "host.isa", (int)cfg->host.isa, "it must be a tkv_isa");
 #undef TKVI_RANGE_
-    if (!cfg->spill.store != !cfg->spill.fetch)
-        return tkvi_bad(reason, size, "spill.store", cfg->spill.store ? 1 : 0,
-                        "store and fetch must both be set, or neither");
-    if (cfg->spill.keep_exact < 0 || cfg->spill.keep_exact > 1)
-        return tkvi_bad(reason, size, "spill.keep_exact", cfg->spill.keep_exact, "it must be 0 or 1");
+    if (!cfg->offload.write != !cfg->offload.read)
+        return tkvi_bad(reason, size, "offload.write", cfg->offload.write ? 1 : 0,
+                        "write and read must both be set, or neither");
+    if (cfg->offload.keep_exact < 0 || cfg->offload.keep_exact > 1)
+        return tkvi_bad(reason, size, "offload.keep_exact", cfg->offload.keep_exact, "it must be 0 or 1");
     wide = tkvi_cache_wide(cfg);
-    st = tkvi_validate_tiers(&wide, -1, reason, size);
+    st = tkvi_validate_tiers(&wide, "tiers.", reason, size);
+    if (!st) st = tkvi_validate_window(wide.window, "model.", reason, size);
     if (!st && cfg->layers) st = tkvi_validate_layers(cfg, reason, size);
-    if (!st && cfg->ladder) st = tkvi_validate_ladder(cfg, reason, size);
+    if (!st && cfg->budget.ladder) st = tkvi_validate_ladder(cfg, reason, size);
     if (!st) {
-        tkv_policy_config full;
+        tkv_pressure_config full;
         wrong = tkvi_policy_for(cfg, &full);
         if (wrong) {
             tkvi_text t = tkvi_text_begin(reason, reason ? size : 0);
-            tkvi_append_text(&t, "policy: ");
+            tkvi_append_text(&t, "budget.pressure: ");
             tkvi_append_text(&t, wrong);
             return TKV_ERR_CONFIG;
         }
     }
-    if (!st && cfg->n_anchors && tkvi_anchor_fault(cfg))
-        return tkvi_bad(reason, size, "n_anchors", cfg->n_anchors, tkvi_anchor_fault(cfg));
+    if (!st && cfg->tiers.n_anchors && tkvi_anchor_fault(cfg))
+        return tkvi_bad(reason, size, "tiers.n_anchors", cfg->tiers.n_anchors, tkvi_anchor_fault(cfg));
     if (!st && tkvi_derive_config(cfg, shape))
-        return tkvi_bad(reason, size, "layers", cfg->n_layers,
+        return tkvi_bad(reason, size, "layers", cfg->model.n_layers,
                         "their formats and sinks make too many kinds of blocks, or blocks of too many bytes");
-    if (!st && shape->any_kvquant_keys && !cfg->rope.dim && !(cfg->kvquant & TKV_KVQUANT_POST_ROPE))
-        return tkvi_bad(reason, size, "rope.dim", 0,
-                        "KVQUANT codes keys as before RoPE: set rope to the model's, or kvquant to "
+    if (!st && shape->any_kvquant_keys && !cfg->model.rope.dim &&
+        !(cfg->format.kvquant & TKV_KVQUANT_POST_ROPE))
+        return tkvi_bad(reason, size, "model.rope.dim", 0,
+                        "KVQUANT codes keys as before RoPE: set model.rope, or format.kvquant to "
                         "TKV_KVQUANT_POST_ROPE for keys as they come");
-    if (!st && cfg->spill.store) { /* attention has a fetch buffer of this size on its stack */
+    if (!st && cfg->offload.write) { /* attention has a fetch buffer of this size on its stack */
         int i;
         for (i = 0; i < shape->n_keys; i++) {
             tkvi_record r;
             tkvi_record_init(&r, &shape->cfg, shape->key[i], NULL, NULL);
             if (r.k.bytes > TKVI_OFFLOAD_SIDE || r.v.bytes > TKVI_OFFLOAD_SIDE)
                 return tkvi_bad(
-                    reason, size, "spill.store", 1,
-                    "heads of more than 128 channels in F32 are too large to be spilled: take F16");
+                    reason, size, "offload.write", 1,
+                    "heads of more than 128 channels in F32 are too large to be offloaded: take F16");
         }
     }
     return st;
 }
 
-TKV_API tkv_status tkv_config_validate(const tkv_config *cfg, char *reason, size_t size) {
+TKV_API tkv_status tkv_validate_config(const tkv_config *cfg, char *reason, size_t size) {
     tkvi_derived_config shape;
     return tkvi_validate(cfg, &shape, reason, size);
 }
@@ -796,7 +811,7 @@ typedef struct tkvi_table_sizes {
 } tkvi_table_sizes;
 
 static size_t tkvi_table_sizes_of(const tkvi_derived_config *h, tkvi_table_sizes *s) {
-    size_t layers = (size_t)h->cfg.n_layers, heads = (size_t)h->cfg.n_kv_heads;
+    size_t layers = (size_t)h->cfg.model.n_layers, heads = (size_t)h->cfg.model.n_kv_heads;
     s->plan = tkvi_align_up(layers * sizeof(tkvi_plan));
     s->rule = tkvi_align_up(layers * (size_t)h->n_levels * sizeof(tkvi_tier_spec));
     s->coding = tkvi_align_up((size_t)h->n_codings * sizeof(tkvi_coding));
@@ -820,14 +835,14 @@ typedef struct tkvi_version_sizes {
 
 static size_t tkvi_version_sizes_of(const tkv_config *cfg, int own, int shared, int kvquant,
                                     tkvi_version_sizes *s) {
-    size_t layers = (size_t)cfg->n_layers, heads = (size_t)cfg->n_kv_heads;
-    size_t sets = shared ? layers * heads : 0, pad = (size_t)tkvi_round_up(cfg->head_dim, 16);
+    size_t layers = (size_t)cfg->model.n_layers, heads = (size_t)cfg->model.n_kv_heads;
+    size_t sets = shared ? layers * heads : 0, pad = (size_t)tkvi_round_up(cfg->model.head_dim, 16);
     s->record = tkvi_align_up((size_t)own * heads * sizeof(tkvi_record));
     s->head = tkvi_align_up(sets * sizeof(tkvi_head));
     s->channel = tkvi_align_up(sets * pad);
     s->mean = tkvi_align_up(sets * pad * sizeof(float));
     s->kvquant = kvquant ? tkvi_align_up(layers * sizeof(tkvi_kvquant)) : 0;
-    s->range = kvquant ? tkvi_align_up(layers * heads * 2 * (size_t)cfg->head_dim * sizeof(float)) : 0;
+    s->range = kvquant ? tkvi_align_up(layers * heads * 2 * (size_t)cfg->model.head_dim * sizeof(float)) : 0;
     return s->record + s->head + 2 * s->channel + s->mean + s->kvquant + s->range;
 }
 
@@ -842,7 +857,7 @@ static void tkvi_version_build(tkvi_tables *t, int version, uint8_t *mem) {
     tkvi_version *v = &t->version[version];
     tkvi_version_sizes s;
     int own = (t->n_codings - t->n_keys) / TKVI_VERSIONS, i;
-    size_t heads = (size_t)t->cfg.n_kv_heads, pad = (size_t)tkvi_round_up(t->cfg.head_dim, 16), n;
+    size_t heads = (size_t)t->cfg.model.n_kv_heads, pad = (size_t)tkvi_round_up(t->cfg.model.head_dim, 16), n;
     (void)tkvi_version_sizes_of(&t->cfg, own, t->any_shared, t->any_kvquant, &s);
     v->bytes = mem;
     v->record = (tkvi_record *)(void *)mem;
@@ -854,7 +869,7 @@ static void tkvi_version_build(tkvi_tables *t, int version, uint8_t *mem) {
         v->importance = mem + s.head;
         v->channel = v->importance + s.channel;
         v->mean = (float *)(void *)(v->channel + s.channel);
-        for (n = 0; n < (size_t)t->cfg.n_layers * heads; n++) {
+        for (n = 0; n < (size_t)t->cfg.model.n_layers * heads; n++) {
             v->head[n].importance = v->importance + n * pad;
             v->head[n].order = v->channel + n * pad;
             v->head[n].mean = v->mean + n * pad;
@@ -868,7 +883,7 @@ static void tkvi_version_build(tkvi_tables *t, int version, uint8_t *mem) {
 
 /* [n_kv_heads]: the heads in one version of a layer's table. */
 static tkvi_head *tkvi_heads_of(const tkvi_tables *t, int layer, int version) {
-    return t->version[version].head + (size_t)layer * (size_t)t->cfg.n_kv_heads;
+    return t->version[version].head + (size_t)layer * (size_t)t->cfg.model.n_kv_heads;
 }
 
 static void tkvi_coding_init(tkvi_coding *c, const tkvi_derived_config *h, int key) {
@@ -883,7 +898,8 @@ static void tkvi_coding_init(tkvi_coding *c, const tkvi_derived_config *h, int k
 static void tkvi_coding_share(const tkvi_tables *t, tkvi_coding *c, const tkvi_head *heads) {
     const tkvi_format *k = &tkvi_formats[c->pair.k], *v = &tkvi_formats[c->pair.v];
     const tkv_config *cfg = &t->cfg;
-    int head, pad = tkvi_round_up(cfg->head_dim, 16), n = cfg->n_kv_heads, unit = cfg->allocation_unit / 4;
+    int head, pad = tkvi_round_up(cfg->model.head_dim, 16), n = cfg->model.n_kv_heads,
+              unit = cfg->format.allocation_unit / 4;
     tkvi_key key;
     size_t at = 0;
     key.pair = c->pair;
@@ -891,7 +907,7 @@ static void tkvi_coding_share(const tkvi_tables *t, tkvi_coding *c, const tkvi_h
     tkvi_record_init(&c->record[0], cfg, key, NULL, NULL);
     for (head = 1; head < n; head++) c->record[head] = c->record[0];
     if (heads && k->shared) {
-        tkvi_share_k(heads, n, k->bits, cfg->head_dim, pad, unit, t->split);
+        tkvi_share_k(heads, n, k->bits, cfg->model.head_dim, pad, unit, t->split);
         for (head = 0; head < n; head++) {
             tkvi_share share;
             memset(&share, 0, sizeof share);
@@ -899,7 +915,8 @@ static void tkvi_coding_share(const tkvi_tables *t, tkvi_coding *c, const tkvi_h
             share.top = heads[head].k_top;
             share.order = heads[head].order;
             share.mean = heads[head].mean;
-            tkvi_side_init(&c->record[head].k, k, TKV_K, cfg->head_dim, cfg->group_size, c->tokens, &share);
+            tkvi_side_init(&c->record[head].k, k, TKV_K, cfg->model.head_dim, cfg->format.group_size,
+                           c->tokens, &share);
         }
     }
     if (heads && v->shared) {
@@ -909,7 +926,8 @@ static void tkvi_coding_share(const tkvi_tables *t, tkvi_coding *c, const tkvi_h
             memset(&share, 0, sizeof share);
             share.half_bits = t->split[head];
             share.top = heads[head].v_top;
-            tkvi_side_init(&c->record[head].v, v, TKV_V, cfg->v_head_dim, cfg->group_size, c->tokens, &share);
+            tkvi_side_init(&c->record[head].v, v, TKV_V, cfg->model.v_head_dim, cfg->format.group_size,
+                           c->tokens, &share);
         }
     }
     for (head = 0; head < n; head++) {
@@ -926,23 +944,23 @@ static tkvi_kvquant *tkvi_kvquant_of(const tkvi_tables *t, int layer, int versio
 
 /* The ranges of a head's channels: radius [head_dim], middle [head_dim]. */
 static float *tkvi_kvquant_range_of(const tkvi_tables *t, int layer, int version, int head) {
-    size_t set = (size_t)layer * (size_t)t->cfg.n_kv_heads + (size_t)head;
-    return t->version[version].kvquant_range + set * 2u * (size_t)t->cfg.head_dim;
+    size_t set = (size_t)layer * (size_t)t->cfg.model.n_kv_heads + (size_t)head;
+    return t->version[version].kvquant_range + set * 2u * (size_t)t->cfg.model.head_dim;
 }
 
 /* The RoPE that KVQUANT undoes before it codes keys. NULL: keys are coded as given. */
 static const tkvi_rope *tkvi_kvquant_rope(const tkvi_tables *t) {
-    return t->rope->pairs && !(t->cfg.kvquant & TKV_KVQUANT_POST_ROPE) ? t->rope : NULL;
+    return t->rope->pairs && !(t->cfg.format.kvquant & TKV_KVQUANT_POST_ROPE) ? t->rope : NULL;
 }
 
 /* Connects the KVQUANT sides of a coding to a version of the layer's table. */
 static void tkvi_coding_kvquant(const tkvi_tables *t, tkvi_coding *c, int layer, int version) {
     int head;
-    for (head = 0; head < t->cfg.n_kv_heads; head++) {
+    for (head = 0; head < t->cfg.model.n_kv_heads; head++) {
         tkvi_record *r = &c->record[head];
         r->k.table = r->v.table = tkvi_kvquant_of(t, layer, version);
         r->k.radius = tkvi_kvquant_range_of(t, layer, version, head);
-        r->k.middle = r->k.radius + t->cfg.head_dim;
+        r->k.middle = r->k.radius + t->cfg.model.head_dim;
         r->k.rope = tkvi_kvquant_rope(t);
     }
 }
@@ -972,15 +990,16 @@ static void tkvi_tables_build(tkvi_tables *t, tkvi_derived_config *h, uint8_t *m
     mem += s.record;
     t->split = h->any_shared ? (int *)(void *)mem : NULL;
     t->current = (int8_t *)(mem += s.split);
-    memset(t->current, -1, (size_t)h->cfg.n_layers);
+    memset(t->current, -1, (size_t)h->cfg.model.n_layers);
     if (h->any_kvquant) {
         t->rope = (tkvi_rope *)(void *)(mem + s.current);
-        tkvi_rope_make(t->rope, &h->cfg.rope);
+        tkvi_rope_make(t->rope, &h->cfg.model.rope);
     }
-    for (i = 0; i < h->n_keys; i++) t->coding[i].record = record + (size_t)i * (size_t)h->cfg.n_kv_heads;
+    for (i = 0; i < h->n_keys; i++)
+        t->coding[i].record = record + (size_t)i * (size_t)h->cfg.model.n_kv_heads;
     for (i = 0; i < h->n_keys; i++) tkvi_coding_init(&t->coding[i], h, i);
     for (i = 0; i < h->n_classes; i++) t->size_class[i] = h->size_class[i];
-    for (i = 0; i < h->cfg.n_layers; i++) {
+    for (i = 0; i < h->cfg.model.n_layers; i++) {
         tkvi_plan *p = &t->plan[i];
         tkvi_tier_spec *rule = tkvi_rules_of(t, i);
         (void)tkvi_plan_of(h, i, p, rule); /* h has all keys, so none is added */
@@ -991,12 +1010,12 @@ static void tkvi_tables_build(tkvi_tables *t, tkvi_derived_config *h, uint8_t *m
                 tkvi_coding_init(&t->coding[rule[n / TKV_TIER_COUNT].coding[n % TKV_TIER_COUNT] + v], h,
                                  rule[n / TKV_TIER_COUNT].key[n % TKV_TIER_COUNT]);
     }
-    tkvi_take_level(t, h->cfg.policy.min_level);
+    tkvi_take_level(t, h->cfg.budget.pressure.min_level);
     for (i = 0; i < h->n_keys; i++)
         tkvi_coding_share(t, &t->coding[i], NULL); /* the others wait for a table */
     t->cfg.layers = NULL;
-    t->cfg.ladder = NULL;
-    t->cfg.rope.frequencies = NULL;
+    t->cfg.budget.ladder = NULL;
+    t->cfg.model.rope.frequencies = NULL;
 }
 
 #endif /* TKVI_CACHE_PLAN_H */

@@ -78,7 +78,7 @@ typedef struct tkvi_pool {
     uint64_t marks;                           /* last mark given out, 47 bits (reclaim/offload.h) */
     uint32_t *room;                           /* per class: first page of the partial-page list */
     int64_t *live;                            /* per class: slots in use */
-    int64_t *promised;                        /* per class: slots reserved by tkv_reserve, all sequences */
+    int64_t *promised; /* per class: slots reserved by tkv_seq_reserve, all sequences */
 } tkvi_pool;
 
 /* >>pages */
@@ -122,7 +122,8 @@ static uint32_t tkvi_cap_for(int64_t want) {
 }
 
 static int tkvi_keeps_token_meta(const tkv_config *cfg) {
-    return cfg->evict.kind != TKV_EVICT_NONE || cfg->importance_every > 0 || cfg->n_anchors > 0;
+    return cfg->evict.policy != TKV_EVICT_NONE || cfg->importance.sample_every > 0 ||
+           cfg->tiers.n_anchors > 0;
 }
 
 /* Bytes of an entry of the block table, its token_meta included. */
@@ -366,8 +367,8 @@ static uint64_t tkvi_mark_of(const tkvi_block *b, tkvi_stored_as what) {
 static uint32_t tkvi_store_key(uint32_t id, tkvi_stored_as what) { return 2 * id + (uint32_t)what; }
 
 static void tkvi_erase_key(const tkvi_pool *pool, uint32_t id, tkvi_stored_as what) {
-    const tkv_spill_config *s = &pool->tables->cfg.spill;
-    if (s->drop) s->drop(s->user, tkvi_store_key(id, what));
+    const tkv_offload_config *s = &pool->tables->cfg.offload;
+    if (s->erase) s->erase(s->user, tkvi_store_key(id, what));
 }
 
 /* Erases the exact copy in the store. Needed when tokens of the block move to other slots, or the block dies. */

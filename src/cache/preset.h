@@ -13,7 +13,7 @@ typedef struct tkvi_preset {
     const char *name;
     int below; /* of rows with one name, the first with max_tokens < below is taken; 0: any max_tokens */
     int hot_tokens, warm_tokens;
-    tkv_pair warm, archive;
+    tkv_format_pair warm, archive;
 } tkvi_preset;
 
 static const tkvi_preset tkvi_presets[] = {
@@ -40,16 +40,17 @@ static const tkvi_preset tkvi_presets[] = {
     {"akv", 0, 1024, 2048, {TKV_KIVI4, TKV_KIVI4}, {TKV_KIVI2, TKV_KIVI2}},
     {"akv_quality", 0, 2048, 2048, {TKV_KIVI4, TKV_KIVI4}, {TKV_KIVI2, TKV_KIVI2}},
     {"aggressive", 0, 512, 4096, {TKV_KIVI2, TKV_KIVI2}, {TKV_KIVI2, TKV_KIVI2}},
-    {"k4v4", 0, 256, TKV_NONE, {TKV_KIVI4, TKV_KIVI4}, {TKV_KIVI4, TKV_KIVI4}},
-    {"k4v3", 0, 128, TKV_NONE, {TKV_KIVI4, TKV_KIVI3}, {TKV_KIVI4, TKV_KIVI3}},
-    {"k4v2", 0, 128, TKV_NONE, {TKV_KIVI4, TKV_KIVI2}, {TKV_KIVI4, TKV_KIVI2}},
-    {"k3v3", 0, 128, TKV_NONE, {TKV_KIVI3, TKV_KIVI3}, {TKV_KIVI3, TKV_KIVI3}},
-    {"k2v2", 0, 64, TKV_NONE, {TKV_KIVI2, TKV_KIVI2}, {TKV_KIVI2, TKV_KIVI2}},
+    {"k4v4", 0, 256, TKV_OFF, {TKV_KIVI4, TKV_KIVI4}, {TKV_KIVI4, TKV_KIVI4}},
+    {"k4v3", 0, 128, TKV_OFF, {TKV_KIVI4, TKV_KIVI3}, {TKV_KIVI4, TKV_KIVI3}},
+    {"k4v2", 0, 128, TKV_OFF, {TKV_KIVI4, TKV_KIVI2}, {TKV_KIVI4, TKV_KIVI2}},
+    {"k3v3", 0, 128, TKV_OFF, {TKV_KIVI3, TKV_KIVI3}, {TKV_KIVI3, TKV_KIVI3}},
+    {"k2v2", 0, 64, TKV_OFF, {TKV_KIVI2, TKV_KIVI2}, {TKV_KIVI2, TKV_KIVI2}},
 };
 
 #define TKVI_PRESETS ((int)(sizeof tkvi_presets / sizeof *tkvi_presets))
 
-TKV_API const char *tkv_preset_name(int i) {
+/* The name of preset i = 0, 1, ...; NULL after the last. */
+static const char *tkvi_preset_name(int i) {
     int row;
     for (row = 0; row < TKVI_PRESETS && i >= 0; row++) {
         int again = row > 0 && strcmp(tkvi_presets[row].name, tkvi_presets[row - 1].name) == 0;
@@ -58,28 +59,28 @@ TKV_API const char *tkv_preset_name(int i) {
     return NULL;
 }
 
-TKV_API tkv_status tkv_config_preset(tkv_config *cfg, const char *name) {
+TKV_API tkv_status tkv_apply_preset(tkv_config *cfg, const char *name) {
     int i;
     for (i = 0; cfg && name && i < TKVI_PRESETS; i++) {
         int below = tkvi_presets[i].below;
         if (strcmp(name, tkvi_presets[i].name) != 0) continue;
-        if (below && (cfg->max_tokens == 0 || cfg->max_tokens >= below)) continue;
-        cfg->sink_tokens = 0; /* 0 is the default: 4 sinks; below, 64 hot and 448 warm */
-        cfg->hot_tokens = tkvi_presets[i].hot_tokens;
-        cfg->warm_tokens = tkvi_presets[i].warm_tokens;
-        cfg->hot.k = cfg->hot.v = TKV_FORMAT_DEFAULT;
-        cfg->warm = tkvi_presets[i].warm;
-        cfg->archive = tkvi_presets[i].archive;
+        if (below && (cfg->limits.max_tokens == 0 || cfg->limits.max_tokens >= below)) continue;
+        cfg->tiers.sink_tokens = 0; /* 0 is the default: 4 sinks; below, 64 hot and 448 warm */
+        cfg->tiers.hot_tokens = tkvi_presets[i].hot_tokens;
+        cfg->tiers.warm_tokens = tkvi_presets[i].warm_tokens;
+        cfg->tiers.hot.k = cfg->tiers.hot.v = TKV_FORMAT_DEFAULT;
+        cfg->tiers.warm = tkvi_presets[i].warm;
+        cfg->tiers.archive = tkvi_presets[i].archive;
         return TKV_OK;
     }
     return TKV_ERR_ARG;
 }
 
-TKV_API tkv_tier tkv_tier_for_age(const tkv_config *cfg, int age) {
-    const int hot = tkvi_length(cfg ? cfg->hot_tokens : 0, 0, 64);
-    const int warm = tkvi_length(cfg ? cfg->warm_tokens : 0, 0, 448);
-    if (age < hot) return TKV_HOT;
-    return (int64_t)age < (int64_t)hot + warm ? TKV_WARM : TKV_ARCHIVE;
+TKV_API tkv_tier tkv_compute_tier(const tkv_config *cfg, int age) {
+    const int hot = tkvi_length(cfg ? cfg->tiers.hot_tokens : 0, 0, 64);
+    const int warm = tkvi_length(cfg ? cfg->tiers.warm_tokens : 0, 0, 448);
+    if (age < hot) return TKV_TIER_HOT;
+    return (int64_t)age < (int64_t)hot + warm ? TKV_TIER_WARM : TKV_TIER_ARCHIVE;
 }
 
 #endif /* TKVI_CACHE_PRESET_H */

@@ -316,6 +316,13 @@ static void tkvi_append_int(tkvi_text *t, int64_t n) {
     tkvi_append_text(t, digits + i);
 }
 
+/* Writes `why` to the caller's buffer, which may be NULL, and returns st. */
+static tkv_status tkvi_give_reason(tkv_status st, const char *why, char *reason, size_t size) {
+    tkvi_text t = tkvi_text_begin(reason, reason ? size : 0);
+    tkvi_append_text(&t, why);
+    return st;
+}
+
 /* >>locks: spin locks for a few instructions. Compilers without __atomic builtins get no lock (see the callers). */
 static void tkvi_lock(int *lock) {
 #if defined(__GNUC__) || defined(__clang__)

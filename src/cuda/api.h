@@ -37,8 +37,8 @@
  *
  * What it holds: formats A, R, KIVI and Q8 in warm and archive tiers, F16 or BF16 in hot tier and sinks;
  * head_dim (of K and V, the same) 64 or 128; up to 16 query heads on a KV head. A formats want
- * cfg.allocation_unit = 16, KIVI and Q8 cfg.group_size = 64. Windows hide tokens here and drop none. What the
- * config says of budgets, ladders, eviction, spilling, recomputation, anchors and meters must be zero.
+ * cfg.format.allocation_unit = 16, KIVI and Q8 cfg.format.group_size = 64. Windows hide tokens here and drop none.
+ * What the config says of budgets, ladders, eviction, spilling, recomputation, anchors and meters must be zero.
  *
  * Bytes: blocks are those of the host, byte for byte, so import and export copy them; encoding is the code of
  * tieredkv.h, so a cache that grows here has the bytes that it would have there.
@@ -73,7 +73,7 @@ extern "C" {
 
 /* Bits of the device's word. */
 #define TKVCU_WORD_FULL 1u       /* a sequence would have had more than max_tokens */
-#define TKVCU_WORD_NOT_FINITE 2u /* NaN or infinity in k or v, and cfg.nonfinite says to refuse them */
+#define TKVCU_WORD_NOT_FINITE 2u /* NaN or infinity in k or v, and cfg.host.nonfinite says to refuse them */
 #define TKVCU_WORD_SEQUENCE 4u   /* a d_seq_map names a sequence that there is not */
 #define TKVCU_WORD_INEXACT 8u    /* tkvcu_trim would have cut compressed tokens */
 
@@ -84,13 +84,13 @@ typedef struct CUstream_st *tkvcu_stream; /* cudaStream_t */
 /* >>life */
 typedef struct tkvcu_desc {
     const tkv_config *cfg; /* the model and the plan; read by tkvcu_create, not kept */
-    int n_seqs;            /* 0: cfg->max_seqs */
-    int max_tokens;        /* of a sequence; 0: cfg->max_tokens, which must not be 0 then */
+    int n_seqs;            /* 0: cfg->limits.max_seqs */
+    int max_tokens;        /* of a sequence; 0: cfg->limits.max_tokens, which must not be 0 then */
     int max_queries;       /* of a sequence in one tkvcu_attend, up to 64; 0: 1. Work takes more above 8 */
 } tkvcu_desc;
 
 /* Bytes of both pieces. Asks no GPU. TKV_ERR_CONFIG or TKVCU_ERR_UNSUPPORTED: `reason` (NULL, or `size`
- * bytes) gets a sentence. The hot tier has room for a chunk of cfg->max_append tokens (as an import brings
+ * bytes) gets a sentence. The hot tier has room for a chunk of cfg->limits.max_append tokens (as an import brings
  * it): a smaller one saves memory. O(layers). */
 int tkvcu_query(const tkvcu_desc *desc, size_t *cache_bytes, size_t *work_bytes, char *reason, size_t size);
 /* An empty cache in the caller's device memory, which must be aligned to 256 bytes and outlive it. Until
@@ -108,7 +108,7 @@ void tkvcu_destroy(tkvcu *cu); /* the handle's host memory; NULL is fine. The de
 int tkvcu_tables(tkvcu *cu, const tkv_cache *kv, tkvcu_stream stream);
 /* Sequence seq becomes a copy of kv's host_seq, tables included. Refused, nothing changed: TKV_ERR_CAPACITY
  * (too long, or more blocks wait in a tier than there is room for: a prompt of less than 512 tokens in A and R
- * formats has no table yet; tkv_calibration_freeze makes it, tkv_begin and tkv_commit move the blocks);
+ * formats has no table yet; tkv_freeze_calibration makes it, tkv_seq_begin and tkv_seq_commit move the blocks);
  * TKV_ERR_STATE (an open step; other tables); TKVCU_ERR_UNSUPPORTED (holes, blocks that windows dropped, that
  * are outside RAM, that a flush made short). O(bytes). */
 int tkvcu_import(tkvcu *cu, int seq, const tkv_cache *kv, int host_seq, tkvcu_stream stream);
@@ -120,7 +120,7 @@ int tkvcu_export(tkvcu *cu, int seq, tkv_cache *kv, int host_seq, tkvcu_stream s
 /* >>use. d_seq_map: NULL, or device memory: n_seqs entries, entry i names the sequence of row i of k, v, q
  * and out; a negative one skips the row. In an append no sequence may be named twice. NULL: row i is sequence
  * i, for all. */
-/* n_tokens (1 .. TKVCU_MAX_APPEND, at most cfg->max_append) new tokens for each row. d_k, d_v:
+/* n_tokens (1 .. TKVCU_MAX_APPEND, at most cfg->limits.max_append) new tokens for each row. d_k, d_v:
  * [row][n_tokens][n_kv_heads][head_dim], packed, aligned as their type, keys after RoPE. First what is due moves
  * down a tier, as in tkv_append. Sets bits FULL, NOT_FINITE, SEQUENCE. Cost: O(values), and an encoding per 64
  * tokens. */
@@ -130,7 +130,7 @@ int tkvcu_append(tkvcu *cu, int layer, const void *d_k, const void *d_v, tkv_typ
 typedef struct tkvcu_attend_params { /* zero means default */
     float scale;                     /* of q.k; 0: the config's */
     float softcap;                   /* 0: none */
-    int window;                      /* newest keys that a query sees; 0: the layer's; TKV_NONE: all */
+    int window;                      /* newest keys that a query sees; 0: the layer's; TKV_OFF: all */
     const float *d_sinks;            /* NULL, or device memory: a learned logit per query head */
 } tkvcu_attend_params;
 /* Attention of the last n_queries (1 .. max_queries) tokens of each row's sequence, causal among themselves.

@@ -3,8 +3,8 @@
  * before the append. Also cuts. All is decided from device memory, so that a graph can be captured once.
  *
  * A CTA for each row of the batch, KV head and side. Each sees the same state and does its part of the same
- * blocks; the one that is last to have done that (a ticket in the list) writes the new state down. New rows are stored
- * after the ticket: nobody reads them within this kernel.
+ * blocks; the one that is last to have done that (a ticket in the list) writes the new state down. New rows are
+ * stored after the ticket: nobody reads them within this kernel.
  */
 #ifndef TKVCU_APPEND_H
 #define TKVCU_APPEND_H

@@ -16,7 +16,8 @@
  *     global --cp.async--> two slots, for a K side and a V side
  *     K: q times a channel's scale -> 16 bits, two columns of bytes; S = codes q     tokens x columns, bytes
  *     softmax of the unit; the running maximum moves only when it has grown by more than 4 (in log2)
- *     V: weight times a token's scale -> 16 bits, two columns of bytes, through shared memory into the second operand's
+ *     V: weight times a token's scale -> 16 bits, two columns of bytes, through shared memory into the second
+ *     operand's
  *        order; O += codes P                                                         channels x columns, bytes
  *
  * Columns are the queries of the KV head's group of query heads. Each one takes two columns of a product,

@@ -14,14 +14,14 @@ int tkvcu_append(tkvcu *cu, int layer, const void *d_k, const void *d_v, tkv_typ
     tkvcu_appender a;
     if (!cu) return TKV_ERR_ARG;
     t = &cu->host->tables;
-    if (layer < 0 || layer >= t->cfg.n_layers || t->plan[layer].stored != layer)
+    if (layer < 0 || layer >= t->cfg.model.n_layers || t->plan[layer].stored != layer)
         return tkvcu_fail(cu, TKV_ERR_ARG, "there is no K and V of its own in layer", layer, "");
     if (!d_k || !d_v) return tkvcu_fail(cu, TKV_ERR_ARG, "k or v is missing", 0, NULL);
     if ((unsigned)type > TKV_TYPE_BF16)
         return tkvcu_fail(cu, TKV_ERR_ARG, "type must be a tkv_type", 0, NULL);
-    if (n_tokens < 1 || n_tokens > tkvi_min(TKVCU_MAX_APPEND, t->cfg.max_append))
+    if (n_tokens < 1 || n_tokens > tkvi_min(TKVCU_MAX_APPEND, t->cfg.limits.max_append))
         return tkvcu_fail(cu, TKV_ERR_ARG, "n_tokens is", n_tokens,
-                          "; it must be 1 to 64, cfg.max_append at most");
+                          "; it must be 1 to 64, cfg.limits.max_append at most");
     p = &t->plan[layer];
     memset(&c, 0, sizeof c);
     c.x[0] = d_k;
@@ -34,13 +34,13 @@ int tkvcu_append(tkvcu *cu, int layer, const void *d_k, const void *d_v, tkv_typ
     c.max_tokens = cu->max_tokens;
     c.hot = p->now.hot;
     c.warm = p->now.warm;
-    c.same = p->now.key[TKV_WARM] == p->now.key[TKV_ARCHIVE];
-    c.fit = t->cfg.fit;
-    c.saturate = t->cfg.nonfinite == TKV_NONFINITE_SATURATE;
+    c.same = p->now.key[TKV_TIER_WARM] == p->now.key[TKV_TIER_ARCHIVE];
+    c.fit = t->cfg.format.fit;
+    c.saturate = t->cfg.host.nonfinite == TKV_NONFINITE_SATURATE;
     cu->used[layer] |= (uint8_t)(1u << tkvi_max(0, t->current[layer]));
     cu->appended[layer] = 1;
-    a = tkvcu_appender_of(t->cfg.head_dim);
-    TKVCU_LAUNCH(a.kernel, dim3(2u * (unsigned)t->cfg.n_kv_heads, (unsigned)cu->n_seqs),
+    a = tkvcu_appender_of(t->cfg.model.head_dim);
+    TKVCU_LAUNCH(a.kernel, dim3(2u * (unsigned)t->cfg.model.n_kv_heads, (unsigned)cu->n_seqs),
                  dim3((unsigned)a.threads), a.shared, stream, cu->view[layer], c);
     return tkvcu_launched(cu);
 }
@@ -61,7 +61,7 @@ int tkvcu_attend(tkvcu *cu, int layer, const void *d_q, tkv_type type, int n_que
         return tkvcu_fail(cu, TKV_ERR_ARG, "type must be a tkv_type", 0, NULL);
     if (n_queries < 1 || n_queries > cu->max_queries)
         return tkvcu_fail(cu, TKV_ERR_ARG, "n_queries is", n_queries, "; it must be 1 to max_queries");
-    if (!tkvi_is_finite(p->scale) || !tkvi_is_finite(p->softcap) || p->softcap < 0.0f || p->window < TKV_NONE)
+    if (!tkvi_is_finite(p->scale) || !tkvi_is_finite(p->softcap) || p->softcap < 0.0f || p->window < TKV_OFF)
         return tkvcu_fail(cu, TKV_ERR_ARG, "scale, softcap or window is out of range", 0, NULL);
     memset(&c, 0, sizeof c);
     c.q = d_q;
@@ -72,9 +72,9 @@ int tkvcu_attend(tkvcu *cu, int layer, const void *d_q, tkv_type type, int n_que
     c.word = cu->word;
     c.type = type;
     c.n_queries = n_queries;
-    c.window = p->window == TKV_NONE ? 0 : p->window ? p->window : cu->host->tables.plan[layer].window;
+    c.window = p->window == TKV_OFF ? 0 : p->window ? p->window : cu->host->tables.plan[layer].window;
     c.window = tkvi_min(c.window, cu->max_tokens + TKVCU_MAX_QUERIES);
-    c.scale = p->scale != 0.0f ? p->scale : cfg->scale;
+    c.scale = p->scale != 0.0f ? p->scale : cfg->model.scale;
     c.softcap = p->softcap;
     return tkvcu_checked(cu, n_queries > TKVCU_DECODE_QUERIES
                                  ? tkvcu_prefill_launch(cu->prefill, &cu->split, v, &c, cfg, stream)
@@ -85,7 +85,7 @@ int tkvcu_trim(tkvcu *cu, const int32_t *d_lengths, tkvcu_stream stream) {
     if (!cu) return TKV_ERR_ARG;
     if (!d_lengths) return tkvcu_fail(cu, TKV_ERR_ARG, "the lengths are missing", 0, NULL);
     TKVCU_LAUNCH(tkvcu_trim_kernel, dim3((unsigned)(cu->n_seqs + TKVCU_TRIMMERS - 1) / TKVCU_TRIMMERS),
-                 dim3(TKVCU_TRIMMERS), 0, stream, cu->layer, cu->lists, cu->host->tables.cfg.n_layers,
+                 dim3(TKVCU_TRIMMERS), 0, stream, cu->layer, cu->lists, cu->host->tables.cfg.model.n_layers,
                  cu->n_seqs, d_lengths, cu->word);
     return tkvcu_launched(cu);
 }
@@ -115,7 +115,7 @@ const char *tkvcu_strerror(int status) {
         return "a call of the CUDA runtime failed: tkvcu_last_error has what it said";
     if (status == TKVCU_ERR_UNSUPPORTED) return "tieredkv.h can do this, tieredkv_cuda.cu cannot";
     if (status > TKV_OK || status <= TKV_STATUS_LAST_) return "not a status";
-    return tkv_status_text((tkv_status)status);
+    return tkv_get_status_text((tkv_status)status);
 }
 
 const char *tkvcu_last_error(const tkvcu *cu) { return cu ? cu->error : ""; }

@@ -147,19 +147,19 @@ typedef struct tkvcu_split { /* what is the same in all calls */
 
 /* Columns: the queries of a group of query heads; 4 or 8 of them to a block of threads. */
 static int tkvcu_n_tiles(const tkv_config *cfg, int n_queries) {
-    return cfg->n_heads / cfg->n_kv_heads * n_queries > 4 ? 2 : 1;
+    return cfg->model.n_heads / cfg->model.n_kv_heads * n_queries > 4 ? 2 : 1;
 }
 
 static int tkvcu_chunks(const tkv_config *cfg, int n_queries) {
     const int columns = 4 * tkvcu_n_tiles(cfg, n_queries);
-    return (cfg->n_heads / cfg->n_kv_heads * n_queries + columns - 1) / columns;
+    return (cfg->model.n_heads / cfg->model.n_kv_heads * n_queries + columns - 1) / columns;
 }
 
 /* Bytes that attention of up to so many queries needs. */
 static size_t tkvcu_split_bytes(const tkv_config *cfg, int n_seqs, int max_queries) {
-    const size_t slots = TKVCU_MAX_BLOCKS + (size_t)n_seqs * (size_t)cfg->n_kv_heads * TKVCU_PARTS;
+    const size_t slots = TKVCU_MAX_BLOCKS + (size_t)n_seqs * (size_t)cfg->model.n_kv_heads * TKVCU_PARTS;
     const size_t columns = (size_t)(tkvcu_chunks(cfg, max_queries) * 4 * tkvcu_n_tiles(cfg, max_queries));
-    return slots * columns * (size_t)(cfg->head_dim + 2) * sizeof(float);
+    return slots * columns * (size_t)(cfg->model.head_dim + 2) * sizeof(float);
 }
 
 /* Makes room for sides of these kinds (host memory). Those of A and R: the largest that any table gives a
@@ -206,7 +206,7 @@ static cudaError_t tkvcu_split_ready(tkvcu_split *s, const tkv_config *cfg, int 
     for (n = 1; n <= tkvcu_n_tiles(cfg, max_queries) && e == cudaSuccess && *fits; n++) {
         tkvcu_grid *grid = &s->grid[n - 1];
         int resident = 1;
-        grid->kernel = tkvcu_attend_of(s, cfg->head_dim, n, &grid->shared);
+        grid->kernel = tkvcu_attend_of(s, cfg->model.head_dim, n, &grid->shared);
         *fits = grid->shared <= (size_t)most;
         if (!*fits) break;
         e = cudaFuncSetAttribute(grid->kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, most);

@@ -79,14 +79,16 @@ static int tkvcu_kind(tkv_format f) {
     return f >= TKV_R40 && f <= TKV_R10 ? TKVCU_R : -1;
 }
 
-static const char *tkvcu_pair_fault(const tkv_config *cfg, tkv_pair pair, int exact) {
+static const char *tkvcu_pair_fault(const tkv_config *cfg, tkv_format_pair pair, int exact) {
     const int k = tkvcu_kind(pair.k), v = tkvcu_kind(pair.v);
     if (k < 0 || v < 0) return "a format that is not read here";
     if (exact != (k == TKVCU_EXACT) || exact != (v == TKVCU_EXACT))
         return "warm and archive tier take KIVI, Q8, A and R formats here";
-    if ((k == TKVCU_KIVI || v == TKVCU_KIVI) && cfg->group_size != 64)
-        return "KIVI formats want cfg.group_size = 64";
-    return k == TKVCU_A && cfg->allocation_unit != 16 ? "A formats want cfg.allocation_unit = 16" : NULL;
+    if ((k == TKVCU_KIVI || v == TKVCU_KIVI) && cfg->format.group_size != 64)
+        return "KIVI formats want cfg.format.group_size = 64";
+    return k == TKVCU_A && cfg->format.allocation_unit != 16
+               ? "A formats want cfg.format.allocation_unit = 16"
+               : NULL;
 }
 
 static const char *tkvcu_config_fault(const tkv_config *cfg) {
@@ -94,16 +96,19 @@ static const char *tkvcu_config_fault(const tkv_config *cfg) {
         int wrong;
         const char *why;
     } rule[] = {
-        {cfg->head_dim != 64 && cfg->head_dim != 128, "head_dim must be 64 or 128"},
-        {cfg->v_head_dim && cfg->v_head_dim != cfg->head_dim, "v_head_dim must be head_dim"},
-        {cfg->n_kv_heads > 1024, "there are at most 1024 KV heads"},
-        {cfg->max_seqs > 65535, "there are at most 65535 sequences"},
-        {cfg->n_heads > TKVCU_MAX_GROUP * (cfg->n_kv_heads ? cfg->n_kv_heads : cfg->n_heads),
+        {cfg->model.head_dim != 64 && cfg->model.head_dim != 128, "head_dim must be 64 or 128"},
+        {cfg->model.v_head_dim && cfg->model.v_head_dim != cfg->model.head_dim,
+         "v_head_dim must be head_dim"},
+        {cfg->model.n_kv_heads > 1024, "there are at most 1024 KV heads"},
+        {cfg->limits.max_seqs > 65535, "there are at most 65535 sequences"},
+        {cfg->model.n_heads >
+             TKVCU_MAX_GROUP * (cfg->model.n_kv_heads ? cfg->model.n_kv_heads : cfg->model.n_heads),
          "there are at most 16 query heads on a KV head"},
-        {cfg->budget_bytes != 0 || cfg->n_levels != 0, "a budget or a ladder"},
-        {cfg->evict.kind != TKV_EVICT_NONE || cfg->n_anchors || cfg->importance_every, "eviction or anchors"},
-        {cfg->spill.store != NULL || cfg->remat, "spilling or recomputation"},
-        {cfg->quality_heads != 0, "a quality meter"},
+        {cfg->budget.bytes != 0 || cfg->budget.n_levels != 0, "a budget or a ladder"},
+        {cfg->evict.policy != TKV_EVICT_NONE || cfg->tiers.n_anchors || cfg->importance.sample_every,
+         "eviction or anchors"},
+        {cfg->offload.write != NULL || cfg->budget.discard, "spilling or recomputation"},
+        {cfg->meter.heads != 0, "a quality meter"},
     };
     size_t i;
     for (i = 0; i < sizeof rule / sizeof *rule; i++)
@@ -129,7 +134,8 @@ static void *tkvcu_take(tkvcu_arena *a, size_t n, size_t size) {
 
 /* A tier's blocks in a region; the sinks have a coding of their own, archive and warm as the tier is called.
  * */
-static const tkv_tier tkvcu_tier_of[TKVCU_REGIONS] = {TKV_ARCHIVE, TKV_WARM, TKV_HOT, TKV_HOT};
+static const tkv_tier tkvcu_tier_of[TKVCU_REGIONS] = {TKV_TIER_ARCHIVE, TKV_TIER_WARM, TKV_TIER_HOT,
+                                                      TKV_TIER_HOT};
 
 static int tkvcu_key_of(const tkvi_plan *p, int region) {
     return region == TKVCU_SINKS ? p->sink_coding : p->now.key[tkvcu_tier_of[region]];
@@ -145,11 +151,11 @@ typedef struct tkvcu_plan { /* what a description comes to */
 } tkvcu_plan;
 
 static size_t tkvcu_sides(const tkv_config *cfg) {
-    return (size_t)TKVI_VERSIONS * TKVCU_REGIONS * (size_t)cfg->n_kv_heads * 2;
+    return (size_t)TKVI_VERSIONS * TKVCU_REGIONS * (size_t)cfg->model.n_kv_heads * 2;
 }
 
 static size_t tkvcu_positions(const tkv_config *cfg) { /* of order and mean, of a layer */
-    return (size_t)TKVI_VERSIONS * (size_t)cfg->n_kv_heads * (size_t)cfg->head_dim;
+    return (size_t)TKVI_VERSIONS * (size_t)cfg->model.n_kv_heads * (size_t)cfg->model.head_dim;
 }
 
 /* The view of a layer with blocks of its own, its pieces taken from the arena. */
@@ -162,12 +168,13 @@ static void tkvcu_lay(const tkvcu_plan *d, int layer, const tkvi_plan *p, tkvcu_
     whole.keep = 0; /* windows drop nothing here */
     tkvi_most_blocks(cfg, &whole, most);
     /* While one head's block enters the ring another head's, in another block of threads, may not have left yet; and
-     * with another table it lies elsewhere in its place. So those that come never take the places of those that go. */
-    most[TKV_WARM] += most[TKV_HOT];
+     * with another table it lies elsewhere in its place. So those that come never take the places of those that
+     * go. */
+    most[TKV_TIER_WARM] += most[TKV_TIER_HOT];
     v->n_seqs = d->n_seqs;
-    v->n_heads = cfg->n_heads;
-    v->n_kv_heads = cfg->n_kv_heads;
-    v->head_dim = cfg->head_dim;
+    v->n_heads = cfg->model.n_heads;
+    v->n_kv_heads = cfg->model.n_kv_heads;
+    v->head_dim = cfg->model.head_dim;
     v->sinks = p->sink;
     v->max_blocks = tkvi_max(1, (d->max_tokens - p->sink + TKVI_BLOCK - 1) / TKVI_BLOCK);
     v->list = d->lists + (size_t)layer * (size_t)d->n_seqs;
@@ -194,25 +201,25 @@ static int tkvcu_plan_of(const tkvcu_desc *desc, tkvcu_plan *d, tkvcu_arena *a, 
     int i, r, st;
     if (!desc || !desc->cfg) return TKV_ERR_ARG;
     mine = *desc->cfg;
-    if (desc->n_seqs) mine.max_seqs = desc->n_seqs;
-    if (desc->max_tokens) mine.max_tokens = desc->max_tokens;
-    mine.isa = TKV_ISA_SCALAR;
+    if (desc->n_seqs) mine.limits.max_seqs = desc->n_seqs;
+    if (desc->max_tokens) mine.limits.max_tokens = desc->max_tokens;
+    mine.host.isa = TKV_ISA_SCALAR;
     st = tkvi_validate(&mine, &d->shape, reason, size);
     if (st) return st;
-    if (mine.max_tokens == 0)
+    if (mine.limits.max_tokens == 0)
         return tkvi_bad(reason, size, "max_tokens", 0, "the description or the config must have a number");
     if (desc->max_queries < 0 || desc->max_queries > TKVCU_MAX_QUERIES)
         return tkvi_bad(reason, size, "max_queries", desc->max_queries, "it must be 1 to 64, or 0 for 1");
     why = tkvcu_config_fault(&mine);
     if (why) return tkvcu_no(reason, size, why, -1);
-    d->n_seqs = cfg->max_seqs;
-    d->max_tokens = cfg->max_tokens;
+    d->n_seqs = cfg->limits.max_seqs;
+    d->max_tokens = cfg->limits.max_tokens;
     d->max_queries = desc->max_queries ? desc->max_queries : 1;
     d->word = (uint32_t *)tkvcu_take(a, 1, sizeof *d->word);
-    d->layer = (tkvcu_layer *)tkvcu_take(a, (size_t)cfg->n_layers, sizeof *d->layer);
-    d->lists = (tkvcu_list *)tkvcu_take(a, (size_t)cfg->n_layers * (size_t)d->n_seqs, sizeof *d->lists);
+    d->layer = (tkvcu_layer *)tkvcu_take(a, (size_t)cfg->model.n_layers, sizeof *d->layer);
+    d->lists = (tkvcu_list *)tkvcu_take(a, (size_t)cfg->model.n_layers * (size_t)d->n_seqs, sizeof *d->lists);
     d->stage = tkvcu_sides(cfg) * sizeof(tkvcu_side) + tkvcu_positions(cfg) * (sizeof(float) + 1);
-    for (i = 0; i < cfg->n_layers; i++) {
+    for (i = 0; i < cfg->model.n_layers; i++) {
         tkvi_plan p;
         tkvi_tier_spec rule[TKV_MAX_LEVELS];
         tkvcu_view v;
@@ -283,7 +290,7 @@ static const tkvi_coding *tkvcu_coding_of(const tkv_cache *kv, int layer, int re
 
 static int tkvcu_has_table(const tkv_cache *kv, int layer, int version) {
     const tkvi_plan *p = &kv->tables.plan[layer];
-    const int region = p->now.shared[TKV_WARM] ? TKVCU_WARM : TKVCU_ARCHIVE;
+    const int region = p->now.shared[TKV_TIER_WARM] ? TKVCU_WARM : TKVCU_ARCHIVE;
     return p->allocates && tkvcu_coding_of(kv, layer, region, version) != NULL;
 }
 
@@ -292,7 +299,8 @@ static int tkvcu_send(tkvcu *cu, int layer, cudaStream_t stream) {
     const tkv_cache *kv = cu->host;
     const tkv_config *cfg = &kv->tables.cfg;
     const tkvcu_view *v = &cu->view[layer];
-    const size_t heads = (size_t)cfg->n_kv_heads, pad = (size_t)cfg->head_dim, n = tkvcu_positions(cfg);
+    const size_t heads = (size_t)cfg->model.n_kv_heads, pad = (size_t)cfg->model.head_dim,
+                 n = tkvcu_positions(cfg);
     tkvcu_side *side = (tkvcu_side *)(void *)cu->stage;
     float *mean = (float *)(void *)(side + tkvcu_sides(cfg));
     uint8_t *order = (uint8_t *)(mean + n);
@@ -316,7 +324,7 @@ static int tkvcu_send(tkvcu *cu, int layer, cudaStream_t stream) {
             memcpy(mean + ((size_t)version * heads + h) * pad, head->mean, pad * sizeof *mean);
         }
     }
-    tkvcu_split_see(&cu->split, side, tkvcu_sides(cfg), cfg->head_dim);
+    tkvcu_split_see(&cu->split, side, tkvcu_sides(cfg), cfg->model.head_dim);
     info.version = tkvi_max(0, kv->tables.current[layer]);
     info.sinks = v->sinks;
     st = tkvcu_checked(cu, cudaMemcpyAsync((void *)(uintptr_t)v->side, side, tkvcu_sides(cfg) * sizeof *side,
@@ -336,16 +344,16 @@ static int tkvcu_send(tkvcu *cu, int layer, cudaStream_t stream) {
 /* Until better is known: all heads and channels alike. */
 static int tkvcu_equal_tables(tkv_cache *kv) {
     const tkv_config *cfg = &kv->tables.cfg;
-    const size_t pad = (size_t)cfg->head_dim;
+    const size_t pad = (size_t)cfg->model.head_dim;
     tkvi_version *to = &kv->tables.version[0];
     size_t h, c;
     int layer;
     if (!kv->tables.any_shared) return 1;
     if (!tkvi_version_ready(kv, 0)) return 0;
-    for (layer = 0; layer < cfg->n_layers; layer++) {
+    for (layer = 0; layer < cfg->model.n_layers; layer++) {
         if (!kv->tables.plan[layer].allocates) continue;
-        for (h = 0; h < (size_t)cfg->n_kv_heads; h++) {
-            const size_t at = ((size_t)layer * (size_t)cfg->n_kv_heads + h);
+        for (h = 0; h < (size_t)cfg->model.n_kv_heads; h++) {
+            const size_t at = ((size_t)layer * (size_t)cfg->model.n_kv_heads + h);
             to->head[at].k_top = to->head[at].v_top = TKVI_LOG_TOP_ALIKE;
             for (c = 0; c < pad; c++) {
                 to->importance[at * pad + c] = 1;
@@ -367,7 +375,7 @@ void tkvcu_destroy(tkvcu *cu) {
 
 /* The handle, in one piece. */
 static tkvcu *tkvcu_new(const tkvcu_plan *d) {
-    const size_t layers = (size_t)d->shape.cfg.n_layers;
+    const size_t layers = (size_t)d->shape.cfg.model.n_layers;
     const size_t head = tkvi_align_up(sizeof(tkvcu)), views = tkvi_align_up(layers * sizeof(tkvcu_view));
     uint8_t *mem = (uint8_t *)malloc(head + views + tkvi_align_up(d->stage) + 2 * layers);
     tkvcu *cu = (tkvcu *)(void *)mem;
@@ -388,7 +396,7 @@ static tkvcu *tkvcu_new(const tkvcu_plan *d) {
 
 /* Everything that kernels read before they have written it. */
 static int tkvcu_clear(tkvcu *cu, cudaStream_t stream) {
-    const int layers = cu->host->tables.cfg.n_layers;
+    const int layers = cu->host->tables.cfg.model.n_layers;
     int i, r, st = tkvcu_checked(cu, cudaMemsetAsync(cu->word, 0, sizeof *cu->word, stream));
     if (!st)
         st = tkvcu_checked(cu, cudaMemsetAsync(cu->layer, 0xff, (size_t)layers * sizeof *cu->layer, stream));
@@ -422,7 +430,7 @@ static int tkvcu_ready(tkvcu *cu, const tkv_config *cfg) {
     if (!st) st = tkvcu_attribute(cu, cudaDevAttrMultiProcessorCount, &processors);
     cudaFuncAttributes there;
     if (st) return st;
-    fits = tkvcu_appender_of(cfg->head_dim).shared <= (size_t)most;
+    fits = tkvcu_appender_of(cfg->model.head_dim).shared <= (size_t)most;
     st = tkvcu_checked(cu, tkvcu_split_ready(&cu->split, cfg, tkvi_min(cu->max_queries, TKVCU_DECODE_QUERIES),
                                              processors, most, &fits));
     if (!st && cu->max_queries > TKVCU_DECODE_QUERIES)
@@ -432,7 +440,7 @@ static int tkvcu_ready(tkvcu *cu, const tkv_config *cfg) {
     if (!st) st = tkvcu_checked(cu, cudaFuncGetAttributes(&there, tkvcu_combine_kernel));
     if (!st) st = tkvcu_checked(cu, cudaFuncGetAttributes(&there, tkvcu_trim_kernel));
     return st ? st
-              : tkvcu_checked(cu, cudaFuncSetAttribute(tkvcu_appender_of(cfg->head_dim).kernel,
+              : tkvcu_checked(cu, cudaFuncSetAttribute(tkvcu_appender_of(cfg->model.head_dim).kernel,
                                                        cudaFuncAttributeMaxDynamicSharedMemorySize, most));
 }
 
@@ -455,11 +463,11 @@ int tkvcu_create(const tkvcu_desc *desc, void *d_cache, size_t cache_bytes, void
     a.at = 0;
     (void)tkvcu_plan_of(desc, &d, &a, cu->view, NULL, 0);
     cfg = *desc->cfg;
-    cfg.max_seqs = 1;
-    cfg.max_tokens = d.max_tokens;
-    cfg.isa = TKV_ISA_SCALAR;
-    cfg.on_event = NULL;
-    cfg.parallel_for = NULL;
+    cfg.limits.max_seqs = 1;
+    cfg.limits.max_tokens = d.max_tokens;
+    cfg.host.isa = TKV_ISA_SCALAR;
+    cfg.host.on_event = NULL;
+    cfg.host.parallel_for = NULL;
     st = tkv_create(&cfg, &cu->host);
     if (!st && !tkvcu_equal_tables(cu->host)) st = TKV_ERR_NOMEM;
     if (!st) st = tkvcu_attribute(cu, cudaDevAttrComputeCapabilityMajor, &major);
@@ -476,7 +484,7 @@ int tkvcu_create(const tkvcu_desc *desc, void *d_cache, size_t cache_bytes, void
 /* The view that a layer reads; NULL: it has no cache, or there is no such layer. */
 static const tkvcu_view *tkvcu_view_of(const tkvcu *cu, int layer) {
     const tkvi_tables *t = &cu->host->tables;
-    if (layer < 0 || layer >= t->cfg.n_layers || t->plan[layer].stored < 0) return NULL;
+    if (layer < 0 || layer >= t->cfg.model.n_layers || t->plan[layer].stored < 0) return NULL;
     return &cu->view[t->plan[layer].stored];
 }
 

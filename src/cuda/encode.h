@@ -2,13 +2,13 @@
  * encode.h - one head's side of a block, decoded and encoded by the threads of a CTA: the steps of tieredkv.h's
  * functions, so the bytes are those of the host.
  *
- * A line is a channel of K or a token of V. 4 head_dim threads, so that each has 16 values of a line: of K's 64 tokens
- * four neighbours have every fourth, of V's channels head_dim / 16 neighbours have every such. All that a line is
- * summed up to are integers, or ends of a range: the same in any order.
+ * A line is a channel of K or a token of V. 4 head_dim threads, so that each has 16 values of a line: of K's 64
+ * tokens four neighbours have every fourth, of V's channels head_dim / 16 neighbours have every such. All that a
+ * line is summed up to are integers, or ends of a range: the same in any order.
  *
  * nvcc fuses a product and a sum where it can. In these functions that changes nothing: the products that
- * feed sums are exact, or made by an instruction that is not fused (tests/test_cuda_build.py looks at what it makes of
- * them).
+ * feed sums are exact, or made by an instruction that is not fused (tests/test_cuda_build.py looks at what it
+ * makes of them).
  */
 #ifndef TKVCU_ENCODE_H
 #define TKVCU_ENCODE_H
@@ -18,8 +18,8 @@
 #define TKVCU_PART 16 /* values of a line that a thread has */
 #define TKVCU_LINE 4  /* threads of a channel of K */
 
-/* Number of the thread, read anew each time: else the compiler carries all that follows from it, for every format, out
- * of the loop over blocks, into more registers than there are. */
+/* Number of the thread, read anew each time: else the compiler carries all that follows from it, for every format,
+ * out of the loop over blocks, into more registers than there are. */
 TKVCU_DEVICE int tkvcu_me(void) {
 #ifdef TKVCU_ON_CPU
     return (int)threadIdx.x;

@@ -845,20 +845,21 @@ typedef struct tkvcu_prefill_grid { /* for 64 or 128 rows to a block */
 } tkvcu_prefill_grid;
 
 static int tkvcu_m_tiles(const tkv_config *cfg, int n_queries) {
-    return cfg->n_heads / cfg->n_kv_heads * n_queries > 64 ? 2 : 1;
+    return cfg->model.n_heads / cfg->model.n_kv_heads * n_queries > 64 ? 2 : 1;
 }
 
 static int tkvcu_row_chunks(const tkv_config *cfg, int n_queries) {
     const int rows = 64 * tkvcu_m_tiles(cfg, n_queries);
-    return (cfg->n_heads / cfg->n_kv_heads * n_queries + rows - 1) / rows;
+    return (cfg->model.n_heads / cfg->model.n_kv_heads * n_queries + rows - 1) / rows;
 }
 
 /* Bytes of the workspace for up to so many queries, by either kernel. */
 static size_t tkvcu_work_bytes(const tkv_config *cfg, int n_seqs, int max_queries) {
     const size_t decode = tkvcu_split_bytes(cfg, n_seqs, tkvi_min(max_queries, TKVCU_DECODE_QUERIES));
     const size_t rows = 64 * (size_t)(tkvcu_m_tiles(cfg, max_queries) * tkvcu_row_chunks(cfg, max_queries));
-    const size_t slots = (size_t)n_seqs * (size_t)cfg->n_kv_heads * TKVCU_PARTS;
-    const size_t prefill = (TKVCU_PREFILL_ROWS + slots * rows) * (size_t)(cfg->head_dim + 2) * sizeof(float);
+    const size_t slots = (size_t)n_seqs * (size_t)cfg->model.n_kv_heads * TKVCU_PARTS;
+    const size_t prefill =
+        (TKVCU_PREFILL_ROWS + slots * rows) * (size_t)(cfg->model.head_dim + 2) * sizeof(float);
     return max_queries > TKVCU_DECODE_QUERIES && prefill > decode ? prefill : decode;
 }
 
@@ -876,8 +877,8 @@ static cudaError_t tkvcu_prefill_ready(tkvcu_prefill_grid grid[2], const tkv_con
     int i;
     for (i = 0; i < 2 && e == cudaSuccess && *fits; i++) {
         int resident = 1;
-        grid[i].kernel = row[cfg->head_dim == 128][i].kernel;
-        grid[i].shared = row[cfg->head_dim == 128][i].shared + sizeof(int) * (size_t)n_seqs;
+        grid[i].kernel = row[cfg->model.head_dim == 128][i].kernel;
+        grid[i].shared = row[cfg->model.head_dim == 128][i].shared + sizeof(int) * (size_t)n_seqs;
         *fits = grid[i].shared <= (size_t)most;
         if (!*fits) break;
         e = cudaFuncSetAttribute(grid[i].kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, most);

@@ -32,13 +32,14 @@ static int tkvcu_same_kind(tkvcu *cu, const tkv_cache *kv) {
     if (!kv) return tkvcu_fail(cu, TKV_ERR_ARG, "the cache is missing", 0, NULL);
     a = &cu->host->tables;
     b = &kv->tables;
-    if (a->cfg.n_layers != b->cfg.n_layers || a->cfg.n_heads != b->cfg.n_heads ||
-        a->cfg.n_kv_heads != b->cfg.n_kv_heads || a->cfg.head_dim != b->cfg.head_dim ||
-        a->cfg.v_head_dim != b->cfg.v_head_dim)
+    if (a->cfg.model.n_layers != b->cfg.model.n_layers || a->cfg.model.n_heads != b->cfg.model.n_heads ||
+        a->cfg.model.n_kv_heads != b->cfg.model.n_kv_heads ||
+        a->cfg.model.head_dim != b->cfg.model.head_dim || a->cfg.model.v_head_dim != b->cfg.model.v_head_dim)
         return tkvcu_fail(cu, TKV_ERR_CONFIG, "the cache is of another model", 0, NULL);
-    if (a->cfg.group_size != b->cfg.group_size || a->cfg.allocation_unit != b->cfg.allocation_unit)
+    if (a->cfg.format.group_size != b->cfg.format.group_size ||
+        a->cfg.format.allocation_unit != b->cfg.format.allocation_unit)
         what = "group_size or allocation_unit";
-    for (i = 0; i < a->cfg.n_layers && !what; i++) what = tkvcu_layer_differs(a, b, i);
+    for (i = 0; i < a->cfg.model.n_layers && !what; i++) what = tkvcu_layer_differs(a, b, i);
     if (what) return tkvcu_refuse(cu, TKV_ERR_CONFIG, "the cache has another plan: ", what);
     what = tkvcu_config_fault(&b->cfg);
     return what ? tkvcu_refuse(cu, TKVCU_ERR_UNSUPPORTED, "the cache has what cannot be here: ", what)
@@ -49,9 +50,9 @@ static int tkvcu_same_kind(tkvcu *cu, const tkv_cache *kv) {
 static int tkvcu_same_table(const tkv_cache *a, const tkv_cache *b, int layer, int version) {
     const tkvi_head *x = tkvi_heads_of(&a->tables, layer, version),
                     *y = tkvi_heads_of(&b->tables, layer, version);
-    const size_t pad = (size_t)a->tables.cfg.head_dim;
+    const size_t pad = (size_t)a->tables.cfg.model.head_dim;
     int h;
-    for (h = 0; h < a->tables.cfg.n_kv_heads; h++, x++, y++)
+    for (h = 0; h < a->tables.cfg.model.n_kv_heads; h++, x++, y++)
         if (x->reach != y->reach || x->k_weight != y->k_weight || x->k_top != y->k_top ||
             x->v_top != y->v_top || memcmp(x->importance, y->importance, pad) != 0 ||
             memcmp(x->order, y->order, pad) != 0 || memcmp(x->mean, y->mean, pad * sizeof(float)) != 0)
@@ -61,7 +62,7 @@ static int tkvcu_same_table(const tkv_cache *a, const tkv_cache *b, int layer, i
 
 /* A version of a layer's table as the other cache has it; it becomes the current one. */
 static void tkvcu_copy_table(tkv_cache *to, const tkv_cache *from, int layer, int version) {
-    const size_t pad = (size_t)to->tables.cfg.head_dim, heads = (size_t)to->tables.cfg.n_kv_heads;
+    const size_t pad = (size_t)to->tables.cfg.model.head_dim, heads = (size_t)to->tables.cfg.model.n_kv_heads;
     const size_t at = (size_t)layer * heads * pad;
     const tkvi_version *x = &from->tables.version[version];
     tkvi_version *y = &to->tables.version[version];
@@ -87,7 +88,7 @@ static int tkvcu_learned(const tkv_cache *kv, int layer) {
 /* Room for these tables, and nobody who needs others. */
 static int tkvcu_tables_fit(tkvcu *cu, const tkv_cache *kv) {
     int layer, v;
-    for (layer = 0; layer < kv->tables.cfg.n_layers; layer++)
+    for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++)
         for (v = 0; v < TKVI_VERSIONS && tkvcu_learned(kv, layer); v++) {
             if (!tkvcu_has_table(kv, layer, v)) continue;
             if (!tkvi_version_ready(cu->host, v))
@@ -101,7 +102,7 @@ static int tkvcu_tables_fit(tkvcu *cu, const tkv_cache *kv) {
 
 static int tkvcu_tables_take(tkvcu *cu, const tkv_cache *kv, cudaStream_t stream) {
     int layer, v, st = TKV_OK;
-    for (layer = 0; layer < kv->tables.cfg.n_layers && !st; layer++) {
+    for (layer = 0; layer < kv->tables.cfg.model.n_layers && !st; layer++) {
         int changed = 0;
         if (!tkvcu_learned(kv, layer)) continue;
         for (v = 0; v < TKVI_VERSIONS; v++) {
@@ -130,7 +131,7 @@ int tkvcu_tables(tkvcu *cu, const tkv_cache *kv, tkvcu_stream stream) {
 static int tkvcu_seq_ok(tkvcu *cu, int seq, const tkv_cache *kv, int host_seq) {
     if (seq < 0 || seq >= cu->n_seqs)
         return tkvcu_fail(cu, TKV_ERR_ARG, "there is no sequence", seq, " here");
-    if (host_seq < 0 || host_seq >= kv->tables.cfg.max_seqs)
+    if (host_seq < 0 || host_seq >= kv->tables.cfg.limits.max_seqs)
         return tkvcu_fail(cu, TKV_ERR_ARG, "there is no sequence", host_seq, " in the cache");
     if (kv->seq[host_seq].in_step)
         return tkvcu_fail(cu, TKV_ERR_STATE, "a step is open; commit or abort it first", 0, NULL);
@@ -174,10 +175,11 @@ static const char *tkvcu_list_large(const tkvcu *cu, const tkvi_list *list, int 
     if (list->len > cu->max_tokens) return "it is too long";
     if (list->archive > ring[TKVCU_ARCHIVE]) return "its archive is too long: it was flushed";
     if (list->warm > ring[TKVCU_WARM] - ring[TKVCU_HOT])
-        return "more blocks are warm than there is room for: tkv_begin and tkv_commit move them";
+        return "more blocks are warm than there is room for: tkv_seq_begin and tkv_seq_commit move them";
     if (list->n - list->sinks - list->archive - list->warm > ring[TKVCU_HOT])
-        return "more blocks are hot than there is room for: tkv_begin and tkv_commit move them, after "
-               "tkv_calibration_freeze where they wait for a table";
+        return "more blocks are hot than there is room for: tkv_seq_begin and tkv_seq_commit move them, "
+               "after "
+               "tkv_freeze_calibration where they wait for a table";
     return NULL;
 }
 
@@ -217,7 +219,7 @@ static int tkvcu_import_layer(tkvcu *cu, int seq, const tkv_cache *kv, int host_
 /* The most blocks of a layer. */
 static int tkvcu_most_blocks(const tkvcu *cu) {
     int i, most = 1;
-    for (i = 0; i < cu->host->tables.cfg.n_layers; i++) most = tkvi_max(most, cu->view[i].max_blocks);
+    for (i = 0; i < cu->host->tables.cfg.model.n_layers; i++) most = tkvi_max(most, cu->view[i].max_blocks);
     return most;
 }
 
@@ -228,7 +230,7 @@ int tkvcu_import(tkvcu *cu, int seq, const tkv_cache *kv, int host_seq, tkvcu_st
     st = tkvcu_same_kind(cu, kv);
     if (!st) st = tkvcu_seq_ok(cu, seq, kv, host_seq);
     if (!st) st = tkvcu_tables_fit(cu, kv);
-    for (layer = 0; !st && layer < kv->tables.cfg.n_layers; layer++) {
+    for (layer = 0; !st && layer < kv->tables.cfg.model.n_layers; layer++) {
         const char *why;
         if (kv->tables.plan[layer].stored != layer) continue;
         why = tkvcu_list_large(cu, tkvi_list_of(kv, host_seq, layer), layer);
@@ -240,7 +242,7 @@ int tkvcu_import(tkvcu *cu, int seq, const tkv_cache *kv, int host_seq, tkvcu_st
     version = (uint8_t *)malloc((size_t)tkvcu_most_blocks(cu));
     if (!version) return tkvcu_fail(cu, TKV_ERR_NOMEM, "no memory for versions", 0, NULL);
     st = tkvcu_tables_take(cu, kv, stream);
-    for (layer = 0; !st && layer < kv->tables.cfg.n_layers; layer++)
+    for (layer = 0; !st && layer < kv->tables.cfg.model.n_layers; layer++)
         if (kv->tables.plan[layer].stored == layer)
             st = tkvcu_import_layer(cu, seq, kv, host_seq, layer, version, stream);
     free(version);
@@ -256,7 +258,7 @@ typedef struct tkvcu_taken { /* of a sequence, read from the device */
 
 static int tkvcu_take_state(tkvcu *cu, int seq, tkvcu_taken *t, cudaStream_t stream) {
     int layer, st = TKV_OK;
-    for (layer = 0; layer < cu->host->tables.cfg.n_layers && !st; layer++) {
+    for (layer = 0; layer < cu->host->tables.cfg.model.n_layers && !st; layer++) {
         const tkvcu_view *v = &cu->view[layer];
         if (cu->host->tables.plan[layer].stored != layer) continue;
         st = tkvcu_checked(cu, cudaMemcpyAsync(&t->list[layer], &v->list[seq], sizeof *t->list,
@@ -305,13 +307,13 @@ static int tkvcu_tables_clash(const tkvcu *cu, const tkv_cache *kv, int layer, c
 static int tkvcu_export_ready(tkvcu *cu, tkv_cache *kv, int host_seq, const tkvcu_taken *t) {
     tkvi_peak dry_run = tkvi_begin_dry_run(kv);
     int layer, i, block, v, want = 1;
-    for (layer = 0; layer < kv->tables.cfg.n_layers; layer++) {
+    for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++) {
         const tkvi_plan *p = &kv->tables.plan[layer];
         const tkvi_list list = tkvcu_host_list(p, &t->list[layer]);
         if (p->stored != layer) continue;
-        if (list.len > kv->tables.cfg.max_tokens)
+        if (list.len > kv->tables.cfg.limits.max_tokens)
             return tkvcu_fail(cu, TKV_ERR_CAPACITY, "the cache's sequences have at most",
-                              kv->tables.cfg.max_tokens, " tokens");
+                              kv->tables.cfg.limits.max_tokens, " tokens");
         if (p->allocates && kv->tables.current[layer] >= 0 && tkvcu_tables_clash(cu, kv, layer, t))
             return tkvcu_fail(cu, TKV_ERR_STATE, "the cache has another table in layer", layer, "");
         for (v = 0; v < TKVI_VERSIONS && p->allocates && kv->tables.current[layer] < 0; v++)
@@ -362,11 +364,11 @@ int tkvcu_export(tkvcu *cu, int seq, tkv_cache *kv, int host_seq, tkvcu_stream s
     if (!cu) return TKV_ERR_ARG;
     st = tkvcu_same_kind(cu, kv);
     if (!st) st = tkvcu_seq_ok(cu, seq, kv, host_seq);
-    for (layer = 0; !st && layer < kv->tables.cfg.n_layers; layer++)
+    for (layer = 0; !st && layer < kv->tables.cfg.model.n_layers; layer++)
         if (tkvi_list_of(kv, host_seq, layer)->n)
             st = tkvcu_fail(cu, TKV_ERR_STATE, "not empty: sequence", host_seq, " of the cache");
     if (st) return st;
-    layers = (size_t)kv->tables.cfg.n_layers;
+    layers = (size_t)kv->tables.cfg.model.n_layers;
     t.most = tkvcu_most_blocks(cu);
     t.list = (tkvcu_list *)calloc(layers, sizeof *t.list);
     t.version = (uint8_t *)calloc(layers, (size_t)t.most);
@@ -374,11 +376,11 @@ int tkvcu_export(tkvcu *cu, int seq, tkv_cache *kv, int host_seq, tkvcu_stream s
                              : tkvcu_fail(cu, TKV_ERR_NOMEM, "no memory for versions", 0, NULL);
     if (!st) st = tkvcu_export_ready(cu, kv, host_seq, &t);
     if (!st) {
-        for (layer = 0; !st && layer < kv->tables.cfg.n_layers; layer++)
+        for (layer = 0; !st && layer < kv->tables.cfg.model.n_layers; layer++)
             if (kv->tables.plan[layer].stored == layer)
                 st = tkvcu_export_layer(cu, seq, kv, host_seq, layer, &t, stream);
         if (!st) st = tkvcu_checked(cu, cudaStreamSynchronize(stream));
-        if (st) (void)tkv_reset(kv, host_seq); /* what came is not whole */
+        if (st) (void)tkv_seq_reset(kv, host_seq); /* what came is not whole */
         else tkvi_release_unused(kv, host_seq);
     }
     free(t.list);

@@ -135,8 +135,8 @@ template <int W> TKVCU_DEVICE void tkvcu_planes(const tkvcu_v_tile<W> &x, int i,
     }
 }
 
-/* Where a lane's words of slab 0 of V lie in shared memory: of tiles 64 and 128 bytes apart, of the 1-bit part (before
- * the bytes that it begins at, a multiple of 512). */
+/* Where a lane's words of slab 0 of V lie in shared memory: of tiles 64 and 128 bytes apart, of the 1-bit part
+ * (before the bytes that it begins at, a multiple of 512). */
 struct tkvcu_v_at {
     tkvcu_at codes, narrow, wide, line;
 };

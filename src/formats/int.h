@@ -1,9 +1,9 @@
 /*
  * formats/int.h - INT8, INT4: integers -127 .. 127 and -7 .. 7, with one fp16 scale per token and 64 or 32
- * channels (cfg.group_size): largest |x| / 127 or / 7. This is the symmetric grid of QuaRot and of most int8
+ * channels (cfg.format.group_size): largest |x| / 127 or / 7. This is the symmetric grid of QuaRot and of most int8
  * caches. -128 and -8 are never written. A code is two's complement in a byte or half a byte. 8.25 and 4.25 bits a
- * value in groups of 64, 8.5 and 4.5 in groups of 32. Use cfg.rotate with INT4, because large channels ruin their
- * group otherwise.
+ * value in groups of 64, 8.5 and 4.5 in groups of 32. Use cfg.format.rotate with INT4, because large channels ruin
+ * their group otherwise.
  *
  * Bytes: formats/token.h.
  */

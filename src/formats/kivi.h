@@ -7,8 +7,8 @@
  *   decoded = scale * code + zero             coded against the rounded scale and zero, half to even
  *
  * scale * code is exact in a float (11 + 8 bits). So the decoded value has one rounding, and is the same with and
- * without FMA. A flat group has scale 0 and decodes to its fp16 value. Values saturate at +-65504. cfg.fit chooses
- * other scales and zeros (core/fit.h).
+ * without FMA. A flat group has scale 0 and decodes to its fp16 value. Values saturate at +-65504. cfg.format.fit
+ * chooses other scales and zeros (core/fit.h).
  *
  * Bytes of one side (tiles as in core/tile.h, all of one width):
  *   K: | tiles | scale fp16 [group][pad channels] | zero fp16 [group][pad channels] |   groups = 64 / group

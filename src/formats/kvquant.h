@@ -8,7 +8,7 @@
  * K has a static radius and middle for each channel, learned by learn/kvquant_tables.h. V has a radius and a
  * middle for each token, from its values without outliers.
  *
- * Keys are coded as they were before RoPE. The encoder inverts the rotation (core/rope.h; cfg.rope, the block's
+ * Keys are coded as they were before RoPE. The encoder inverts the rotation (core/rope.h; cfg.model.rope, the block's
  * start), and decoding applies it again, so all other code sees ordinary keys. A token has one slot per hundred
  * channels, rounded up. A slot holds an outlier: its channel, and the difference to its dense value. Decoding
  * reads all slots; free slots hold 0.
@@ -19,7 +19,7 @@
  * The paper has one range of values for all heads of a token. Here a record is one head, so each head has its own
  * range and its own slots: 32 bits per token and head in fp16, and shorter indices.
  *
- * Options (cfg.kvquant):
+ * Options (cfg.format.kvquant):
  *   POST_ROPE   codes keys as given, after RoPE
  *   UNIFORM     has evenly spaced levels
  *   NORM        decodes to levels that keep the variance (Q-Norm, core/codebook.h)
@@ -29,9 +29,9 @@
  *        K: | start of the block, int32 |      V: | radius fp16 [64] | middle fp16 [64] |
  * A row has the channels' codes, low bits first, and is padded to a whole byte.
  *
- * tkv_encode has no table of a layer. K then ends with | radius fp16 [dim] | middle fp16 [dim] |, from the block's
- * minimum and maximum, so there are no outliers. Levels are those of a normal distribution, or even ones with
- * UNIFORM. NORM does nothing. Attention decodes (TKVI_AS_DECODED; on x86 by kernels/decode_x86.h).
+ * tkv_encode_block has no table of a layer. K then ends with | radius fp16 [dim] | middle fp16 [dim] |, from the
+ * block's minimum and maximum, so there are no outliers. Levels are those of a normal distribution, or even ones
+ * with UNIFORM. NORM does nothing. Attention decodes (TKVI_AS_DECODED; on x86 by kernels/decode_x86.h).
  */
 #ifndef TKVI_FORMATS_KVQUANT_H
 #define TKVI_FORMATS_KVQUANT_H

@@ -11,7 +11,7 @@
  *
  * The paper cuts C to its largest directions, and adds lambda Q^T Q with lambda .001. C itself needs no
  * eigenvectors, and eta does not depend on the number of queries. The result is flat between eta 1 and 10. Blocks
- * of 16 are better than the authors' 64 (cfg.squat_block) at the same cost.
+ * of 16 are better than the authors' 64 (cfg.format.squat_block) at the same cost.
  *
  * U is fp16: for each channel, its factors on all channels after its block, channel after channel. Products and
  * their sums are computed in different functions, so that no compiler fuses them. So U is the same on every

@@ -1,5 +1,5 @@
 /*
- * formats/subspace.h - SUBSPACE4, SUBSPACE2: an orthogonal basis, and coordinates in cfg.subspaces parts per
+ * formats/subspace.h - SUBSPACE4, SUBSPACE2: an orthogonal basis, and coordinates in cfg.format.subspaces parts per
  * token, each part with its own minimum and maximum. Some caches call this method SQuat. The SQuat paper describes
  * another one (formats/squat.h).
  *
@@ -7,7 +7,7 @@
  *
  * Those caches need a learned basis. This basis needs no data, and makes the parts alike. Where a learned basis
  * works best, it is multiplied with such a rotation anyway (OSCAR, arXiv 2605.17757). Groups are coded as in KIVI,
- * with cfg.fit. The metadata add up: at head_dim 128, 2 bits in 4 parts are 3 bits a value, and in 8 parts 4.
+ * with cfg.format.fit. The metadata add up: at head_dim 128, 2 bits in 4 parts are 3 bits a value, and in 8 parts 4.
  *
  * Bytes: | codes [64 tokens][channels], low bits first, whole bytes | scale fp16 [64][parts] |
  *        zero fp16 [64][parts] |

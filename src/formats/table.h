@@ -127,11 +127,11 @@ static int tkvi_is_kvquant(tkv_format f) {
     return tkvi_formats[f].side[TKV_V].encode == tkvi_kvquant_v_encode;
 }
 
-TKV_API const char *tkv_format_name(tkv_format f) {
+static const char *tkvi_format_name(tkv_format f) {
     return tkvi_format_known(f) ? tkvi_formats[f].name : NULL;
 }
 
-TKV_API tkv_format tkv_format_from_name(const char *name) {
+static tkv_format tkvi_format_from_name(const char *name) {
     int f;
     for (f = 1; name && f < TKV_FORMAT_COUNT; f++)
         if (strcmp(name, tkvi_formats[f].name) == 0) return (tkv_format)f;
@@ -146,12 +146,12 @@ static int tkvi_codec_side(const tkv_codec *c, tkvi_side *s) {
     if (!c || !tkvi_format_known(c->format) || (c->side != TKV_K && c->side != TKV_V)) return 0;
     if (!tkvi_format_stores(&tkvi_formats[c->format], c->side)) return 0;
     memset(&o, 0, sizeof o);
-    o.group = c->group_size ? c->group_size : 64;
-    o.fit = c->fit;
-    o.rotate = c->rotate;
-    o.center_k = c->center_k;
-    o.parts = c->subspaces ? c->subspaces : 4;
-    o.kvquant = c->kvquant;
+    o.group = c->options.group_size ? c->options.group_size : 64;
+    o.fit = c->options.fit;
+    o.rotate = c->options.rotate;
+    o.center_k = c->options.center_k;
+    o.parts = c->options.subspaces ? c->options.subspaces : 4;
+    o.kvquant = c->options.kvquant;
     if (c->head_dim < 1 || c->head_dim > TKV_MAX_HEAD_DIM || (o.group != 64 && o.group != 32)) return 0;
     if (tkvi_bad_fit(o.fit) || (o.rotate & ~3) || (o.center_k & ~1) || o.parts < 1 || o.parts > 16) return 0;
     if ((o.kvquant & ~15) || c->position < 0) return 0;
@@ -164,23 +164,18 @@ static int tkvi_codec_side(const tkv_codec *c, tkvi_side *s) {
 /* Sets the RoPE of a side, if its format codes keys before RoPE. */
 static void tkvi_codec_rope(const tkv_codec *c, tkvi_side *s, tkvi_rope *rope) {
     if (c->side != TKV_K || !c->rope.dim || !tkvi_is_kvquant(c->format)) return;
-    if (c->kvquant & TKV_KVQUANT_POST_ROPE) return;
+    if (c->options.kvquant & TKV_KVQUANT_POST_ROPE) return;
     tkvi_rope_make(rope, &c->rope);
     s->rope = rope;
 }
 
-TKV_API size_t tkv_encoded_size(const tkv_codec *c) {
+TKV_API size_t tkv_get_block_bytes(const tkv_codec *c) {
     tkvi_side s;
     return tkvi_codec_side(c, &s) ? s.bytes : 0;
 }
 
-TKV_API double tkv_format_bits(const tkv_codec *c) {
-    tkvi_side s;
-    return tkvi_codec_side(c, &s) ? 8.0 * (double)s.bytes / ((double)s.dim * TKVI_BLOCK) : 0.0;
-}
-
-TKV_API tkv_status tkv_encode(const tkv_codec *c, const float *x, ptrdiff_t stride, int n_tokens, void *dst,
-                              size_t size) {
+TKV_API tkv_status tkv_encode_block(const tkv_codec *c, const float *x, ptrdiff_t stride, int n_tokens,
+                                    void *dst, size_t size) {
     tkvi_side s;
     tkvi_rope rope;
     int t, i;
@@ -196,8 +191,8 @@ TKV_API tkv_status tkv_encode(const tkv_codec *c, const float *x, ptrdiff_t stri
     return TKV_OK;
 }
 
-TKV_API tkv_status tkv_decode(const tkv_codec *c, const void *src, size_t size, int n_tokens, float *x,
-                              ptrdiff_t stride) {
+TKV_API tkv_status tkv_decode_block(const tkv_codec *c, const void *src, size_t size, int n_tokens, float *x,
+                                    ptrdiff_t stride) {
     tkvi_side s;
     tkvi_rope rope;
     if (!x || !src || !tkvi_codec_side(c, &s) || n_tokens < 1 || n_tokens > TKVI_BLOCK || size < s.bytes)

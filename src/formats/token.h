@@ -6,9 +6,11 @@
  *   x^ = scale * part * level[code]                  if the grid has parts: an E4M3 factor per 16 channels
  *
  * Products are exact in a float (11 + 4 + 2 or 11 + 8 bits). Two options change the bytes:
- *   cfg.rotate    the token is rotated by core/rotate.h before coding and rotated back after decoding. So large
+ *   cfg.format.rotate    the token is rotated by core/rotate.h before coding and rotated back after decoding. So
+ *   large
  *                 channels do not cost the others their bits (QuaRot, arXiv 2404.00456).
- *   cfg.center_k  K only: the encoder subtracts the block's mean of each channel first, and decoding adds it last.
+ *   cfg.format.center_k  K only: the encoder subtracts the block's mean of each channel first, and decoding adds
+ *   it last.
  *                 16 bits per channel and block, 1/4 bit a value. It needs no learning, and a block can be moved
  *                 or sent as it is.
  *
@@ -29,7 +31,7 @@
 typedef struct tkvi_grid {
     int bits;             /* of a code: 4 or 8 */
     float top;            /* the largest level */
-    int per_group, parts; /* 1: a scale per cfg.group_size channels, 0: one a token; 1: has factors */
+    int per_group, parts; /* 1: a scale per cfg.format.group_size channels, 0: one a token; 1: has factors */
     int (*code)(float y); /* code of the nearest level, half to even; any finite y */
     float (*level)(int code);
 } tkvi_grid;

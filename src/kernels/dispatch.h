@@ -79,9 +79,7 @@ static const tkvi_kernels *tkvi_kernels_for(tkv_isa isa) {
     return isa == TKV_ISA_AUTO || isa == TKV_ISA_SCALAR ? &tkvi_kernels_scalar : NULL;
 }
 
-TKV_API int tkv_isa_available(tkv_isa isa) { return tkvi_kernels_for(isa) != NULL; }
-
-TKV_API const char *tkv_isa_name(tkv_isa isa) {
+static const char *tkvi_isa_name(tkv_isa isa) {
     static const char *const names[TKV_ISA_COUNT] = {"auto", "scalar", "avx2", "avx512", "neon", "wasm"};
     return isa >= TKV_ISA_AUTO && isa < TKV_ISA_COUNT ? names[isa] : NULL;
 }

@@ -10,7 +10,7 @@
 
 #ifdef TKVI_X86
 
-/* -ffast-math divides vectors by a reciprocal, floats not: these bytes would not be those of tkv_encode. */
+/* -ffast-math divides vectors by a reciprocal, floats not: these bytes would not be those of tkv_encode_block. */
 #if defined(__FAST_MATH__) || defined(_M_FP_FAST)
 #define TKVI_OTHER_GROUPS 1
 #else

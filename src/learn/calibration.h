@@ -19,7 +19,7 @@
 
 #define TKVI_CALIBRATION_HEAD 24 /* bytes before the first layer */
 
-static size_t tkvi_head_bytes(const tkv_config *cfg) { return 6u + 4u * (size_t)cfg->head_dim; }
+static size_t tkvi_head_bytes(const tkv_config *cfg) { return 6u + 4u * (size_t)cfg->model.head_dim; }
 
 static uint64_t tkvi_fnv1a(const uint8_t *p, size_t n) { return tkvi_fnv1a_more(TKVI_FNV1A_START, p, n); }
 
@@ -32,10 +32,15 @@ static int tkvi_has_table(const tkv_cache *kv, int layer) {
     return tkvi_layer_learns(kv, layer) && kv->tables.current[layer] >= 0;
 }
 
-TKV_API int tkv_calibrated_layers(const tkv_cache *kv) {
-    int layer, n = 0;
-    for (layer = 0; kv && layer < kv->tables.cfg.n_layers; layer++) n += tkvi_has_table(kv, layer);
-    return n;
+TKV_API tkv_status tkv_get_calibration(const tkv_cache *kv, tkv_calibration_info *out) {
+    int layer;
+    if (!kv || !out) return TKV_ERR_ARG;
+    memset(out, 0, sizeof *out);
+    for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++) {
+        out->n_calibrated += tkvi_has_table(kv, layer);
+        out->n_learning += kv->seen && kv->seen[layer] >= 0;
+    }
+    return TKV_OK;
 }
 
 /* Returns the parts that the layer's table has or will have, as bits 1 and 2 of the format above. */
@@ -45,12 +50,12 @@ static int tkvi_table_parts(const tkv_cache *kv, int layer) {
 }
 
 static size_t tkvi_parts_bytes(const tkv_config *cfg, int parts) {
-    return (parts & 1 ? (size_t)cfg->n_kv_heads * tkvi_head_bytes(cfg) : 0u) +
+    return (parts & 1 ? (size_t)cfg->model.n_kv_heads * tkvi_head_bytes(cfg) : 0u) +
            (parts & 2 ? tkvi_kvquant_bytes(cfg) : 0u);
 }
 
 /* >>saving */
-TKV_API tkv_status tkv_calibration_save(const tkv_cache *kv, void *dst, size_t size, size_t *bytes) {
+TKV_API tkv_status tkv_save_calibration(const tkv_cache *kv, void *dst, size_t size, size_t *bytes) {
     const tkv_config *cfg;
     uint8_t *at = (uint8_t *)dst;
     uint64_t sum;
@@ -58,34 +63,34 @@ TKV_API tkv_status tkv_calibration_save(const tkv_cache *kv, void *dst, size_t s
     int layer, head, i;
     if (!kv || !bytes) return TKV_ERR_ARG;
     cfg = &kv->tables.cfg;
-    need = TKVI_CALIBRATION_HEAD + 4u * (size_t)cfg->n_layers + 8u;
-    for (layer = 0; layer < cfg->n_layers; layer++)
+    need = TKVI_CALIBRATION_HEAD + 4u * (size_t)cfg->model.n_layers + 8u;
+    for (layer = 0; layer < cfg->model.n_layers; layer++)
         if (tkvi_has_table(kv, layer)) need += tkvi_parts_bytes(cfg, tkvi_table_parts(kv, layer));
     *bytes = need;
     if (!dst) return TKV_OK;
     if (size < need) return TKV_ERR_ARG;
     memcpy(at, "TKVC", 4);
     tkvi_store32(at + 4, 1);
-    tkvi_store32(at + 8, (uint32_t)cfg->n_layers);
-    tkvi_store32(at + 12, (uint32_t)cfg->n_kv_heads);
-    tkvi_store32(at + 16, (uint32_t)cfg->head_dim);
-    tkvi_store32(at + 20, (uint32_t)cfg->v_head_dim);
+    tkvi_store32(at + 8, (uint32_t)cfg->model.n_layers);
+    tkvi_store32(at + 12, (uint32_t)cfg->model.n_kv_heads);
+    tkvi_store32(at + 16, (uint32_t)cfg->model.head_dim);
+    tkvi_store32(at + 20, (uint32_t)cfg->model.v_head_dim);
     at += TKVI_CALIBRATION_HEAD;
-    for (layer = 0; layer < cfg->n_layers; layer++) {
+    for (layer = 0; layer < cfg->model.n_layers; layer++) {
         int has = tkvi_has_table(kv, layer) ? tkvi_table_parts(kv, layer) : 0;
         tkvi_store32(at, (uint32_t)has);
         at += 4;
-        for (head = 0; (has & 1) && head < cfg->n_kv_heads; head++) {
+        for (head = 0; (has & 1) && head < cfg->model.n_kv_heads; head++) {
             const tkvi_head *h = &tkvi_heads_of(&kv->tables, layer, kv->tables.current[layer])[head];
             tkvi_store16(at, (uint16_t)h->reach);
             tkvi_store16(at + 2, (uint16_t)h->k_weight);
             at[4] = (uint8_t)h->k_top;
             at[5] = (uint8_t)h->v_top;
             at += 6;
-            memcpy(at, h->order, (size_t)cfg->head_dim);
-            memcpy(at + cfg->head_dim, h->importance, (size_t)cfg->head_dim);
-            at += 2 * cfg->head_dim;
-            for (i = 0; i < cfg->head_dim; i++, at += 2) tkvi_store16(at, tkvi_f32_to_f16(h->mean[i]));
+            memcpy(at, h->order, (size_t)cfg->model.head_dim);
+            memcpy(at + cfg->model.head_dim, h->importance, (size_t)cfg->model.head_dim);
+            at += 2 * cfg->model.head_dim;
+            for (i = 0; i < cfg->model.head_dim; i++, at += 2) tkvi_store16(at, tkvi_f32_to_f16(h->mean[i]));
         }
         if (has & 2) {
             tkvi_kvquant_save(&kv->tables, layer, kv->tables.current[layer], at);
@@ -104,7 +109,8 @@ static int tkvi_signed16(uint16_t x) { return x < 32768 ? x : x - 65536; }
 /* Returns whether one head's bytes are valid: a permutation of the channels, importance positive and not rising,
  * numbers in range. */
 static int tkvi_head_valid(const tkv_config *cfg, const uint8_t *at) {
-    const uint8_t *order = at + 6, *importance = order + cfg->head_dim, *mean = importance + cfg->head_dim;
+    const uint8_t *order = at + 6, *importance = order + cfg->model.head_dim,
+                  *mean = importance + cfg->model.head_dim;
     uint8_t seen[TKV_MAX_HEAD_DIM];
     int i, k_top = tkvi_signed_byte(at[4]), v_top = tkvi_signed_byte(at[5]);
     memset(seen, 0, sizeof seen);
@@ -114,8 +120,8 @@ static int tkvi_head_valid(const tkv_config *cfg, const uint8_t *at) {
         int weight = tkvi_signed16(tkvi_load16(at + 2 * i));
         if (weight < 4 * TKVI_LOG8_NONE || weight > -4 * TKVI_LOG8_NONE) return 0;
     }
-    for (i = 0; i < cfg->head_dim; i++) {
-        if (order[i] >= cfg->head_dim || seen[order[i]]++) return 0;
+    for (i = 0; i < cfg->model.head_dim; i++) {
+        if (order[i] >= cfg->model.head_dim || seen[order[i]]++) return 0;
         if (importance[i] == 0 || (i && importance[i] > importance[i - 1])) return 0;
         if ((tkvi_load16(mean + 2 * i) & 0x7c00u) == 0x7c00u) return 0;
     }
@@ -135,18 +141,18 @@ static const char *tkvi_calibration_wrong(const tkv_cache *kv, const uint8_t *sr
     end = src + size - 8;
     sum = tkvi_load32(end) | (uint64_t)tkvi_load32(end + 4) << 32;
     if (tkvi_fnv1a(src, size - 8) != sum) return "the calibration was damaged: its checksum is wrong";
-    if (tkvi_load32(src + 8) != (uint32_t)cfg->n_layers ||
-        tkvi_load32(src + 12) != (uint32_t)cfg->n_kv_heads ||
-        tkvi_load32(src + 16) != (uint32_t)cfg->head_dim ||
-        tkvi_load32(src + 20) != (uint32_t)cfg->v_head_dim)
+    if (tkvi_load32(src + 8) != (uint32_t)cfg->model.n_layers ||
+        tkvi_load32(src + 12) != (uint32_t)cfg->model.n_kv_heads ||
+        tkvi_load32(src + 16) != (uint32_t)cfg->model.head_dim ||
+        tkvi_load32(src + 20) != (uint32_t)cfg->model.v_head_dim)
         return "the calibration is of another model: layers, KV heads or head_dim differ";
-    for (layer = 0; layer < cfg->n_layers; layer++) {
+    for (layer = 0; layer < cfg->model.n_layers; layer++) {
         uint32_t has;
         if (end - at < 4) return "the calibration ends too early";
         has = tkvi_load32(at);
         at += 4;
         if (has > 3) return "the calibration has a layer that it cannot have";
-        for (head = 0; (has & 1) && head < cfg->n_kv_heads; head++) {
+        for (head = 0; (has & 1) && head < cfg->model.n_kv_heads; head++) {
             if ((size_t)(end - at) < tkvi_head_bytes(cfg)) return "the calibration ends too early";
             if (!tkvi_head_valid(cfg, at)) return "a head of the calibration makes no sense";
             at += tkvi_head_bytes(cfg);
@@ -156,7 +162,7 @@ static const char *tkvi_calibration_wrong(const tkv_cache *kv, const uint8_t *sr
             if (!tkvi_kvquant_valid(cfg, at)) return "ranges or levels of the calibration make no sense";
             if ((tkvi_table_parts(kv, layer) & 2) &&
                 (tkvi_load32(at) | (uint64_t)tkvi_load32(at + 4) << 32) != tkvi_kvquant_mode(&kv->tables))
-                return "the calibration was made with another cfg.rope or cfg.kvquant";
+                return "the calibration was made with another cfg.model.rope or cfg.format.kvquant";
             at += tkvi_kvquant_bytes(cfg);
         }
     }
@@ -166,11 +172,11 @@ static const char *tkvi_calibration_wrong(const tkv_cache *kv, const uint8_t *sr
 /* Copies one valid head into a version; positions from head_dim to the padding become unused. */
 static void tkvi_head_load(tkv_cache *kv, int layer, int version, int head, const uint8_t *at) {
     const tkv_config *cfg = &kv->tables.cfg;
-    size_t pad = (size_t)tkvi_round_up(cfg->head_dim, 16);
+    size_t pad = (size_t)tkvi_round_up(cfg->model.head_dim, 16);
     const tkvi_version *to = &kv->tables.version[version];
-    size_t n = (size_t)layer * (size_t)cfg->n_kv_heads + (size_t)head;
+    size_t n = (size_t)layer * (size_t)cfg->model.n_kv_heads + (size_t)head;
     tkvi_head *h = &to->head[n];
-    size_t i, dim = (size_t)cfg->head_dim;
+    size_t i, dim = (size_t)cfg->model.head_dim;
     h->reach = tkvi_signed16(tkvi_load16(at));
     h->k_weight = tkvi_signed16(tkvi_load16(at + 2));
     h->k_top = tkvi_signed_byte(at[4]);
@@ -186,7 +192,7 @@ static void tkvi_head_load(tkv_cache *kv, int layer, int version, int head, cons
 /* Fails if a sequence is in a step, because an abort would not restore the tables. */
 static tkv_status tkvi_between_steps(tkv_cache *kv) {
     int seq;
-    for (seq = 0; seq < kv->tables.cfg.max_seqs; seq++)
+    for (seq = 0; seq < kv->tables.cfg.limits.max_seqs; seq++)
         if (kv->seq[seq].in_step)
             return tkvi_fail(kv, TKV_ERR_STATE, "a step is open in sequence", seq,
                              "; commit or abort it first");
@@ -202,7 +208,7 @@ static tkv_status tkvi_version_for(tkv_cache *kv, int layer, int *version) {
     return tkvi_version_ready(kv, *version) ? TKV_OK : tkvi_no_table(kv);
 }
 
-TKV_API tkv_status tkv_calibration_load(tkv_cache *kv, const void *src, size_t size) {
+TKV_API tkv_status tkv_load_calibration(tkv_cache *kv, const void *src, size_t size) {
     const uint8_t *at;
     const char *wrong;
     tkv_status st;
@@ -215,12 +221,12 @@ TKV_API tkv_status tkv_calibration_load(tkv_cache *kv, const void *src, size_t s
     if (wrong) return tkvi_fail(kv, TKV_ERR_DATA, wrong, 0, NULL);
     for (pass = 0; pass < 2; pass++) { /* pass 0 allocates, so that a failure changes no table */
         at = (const uint8_t *)src + TKVI_CALIBRATION_HEAD;
-        for (layer = 0; layer < kv->tables.cfg.n_layers; layer++) {
+        for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++) {
             int has = (int)tkvi_load32(at), need = tkvi_table_parts(kv, layer), use;
             use = need && (has & need) == need; /* all parts that the layer needs, or none */
             at += 4;
             if (use && (st = tkvi_version_for(kv, layer, &version)) != TKV_OK) return st;
-            for (head = 0; pass && use && (need & 1) && head < kv->tables.cfg.n_kv_heads; head++)
+            for (head = 0; pass && use && (need & 1) && head < kv->tables.cfg.model.n_kv_heads; head++)
                 tkvi_head_load(kv, layer, version, head,
                                at + (size_t)head * tkvi_head_bytes(&kv->tables.cfg));
             if (pass && use && (need & 2))
@@ -243,7 +249,7 @@ static int tkvi_samples_finite(const float *x, size_t n, int positive) {
     return 1;
 }
 
-TKV_API tkv_status tkv_calibration_fit(tkv_cache *kv, const tkv_samples *s) {
+TKV_API tkv_status tkv_fit_calibration(tkv_cache *kv, const tkv_samples *s) {
     const tkv_config *cfg;
     tkvi_tokens_of from;
     tkv_status st;
@@ -252,7 +258,7 @@ TKV_API tkv_status tkv_calibration_fit(tkv_cache *kv, const tkv_samples *s) {
     if (!kv) return TKV_ERR_ARG;
     cfg = &kv->tables.cfg;
     if (!s || !s->k || !s->v) return tkvi_fail(kv, TKV_ERR_ARG, "the samples are missing", 0, NULL);
-    if (s->layer < 0 || s->layer >= cfg->n_layers)
+    if (s->layer < 0 || s->layer >= cfg->model.n_layers)
         return tkvi_fail(kv, TKV_ERR_ARG, "there is no layer", s->layer, "");
     if (tkvi_table_parts(kv, s->layer) != 2)
         return tkvi_fail(kv, TKV_ERR_ARG, "samples are for layers with KVQUANT formats, without A and R; not",
@@ -262,11 +268,11 @@ TKV_API tkv_status tkv_calibration_fit(tkv_cache *kv, const tkv_samples *s) {
         return tkvi_fail(kv, TKV_ERR_ARG, "start and length must be positions, not", s->start, "");
     st = tkvi_between_steps(kv);
     if (st) return st;
-    rows = (size_t)s->n * (size_t)cfg->n_kv_heads;
-    if (!tkvi_samples_finite(s->k, rows * (size_t)cfg->head_dim, 0) ||
-        !tkvi_samples_finite(s->v, rows * (size_t)cfg->v_head_dim, 0) ||
-        !tkvi_samples_finite(s->k_weight, rows * (size_t)cfg->head_dim, 1) ||
-        !tkvi_samples_finite(s->v_weight, rows * (size_t)cfg->v_head_dim, 1))
+    rows = (size_t)s->n * (size_t)cfg->model.n_kv_heads;
+    if (!tkvi_samples_finite(s->k, rows * (size_t)cfg->model.head_dim, 0) ||
+        !tkvi_samples_finite(s->v, rows * (size_t)cfg->model.v_head_dim, 0) ||
+        !tkvi_samples_finite(s->k_weight, rows * (size_t)cfg->model.head_dim, 1) ||
+        !tkvi_samples_finite(s->v_weight, rows * (size_t)cfg->model.v_head_dim, 1))
         return tkvi_fail(kv, TKV_ERR_NONFINITE,
                          "there is a NaN, an infinity or a negative weight in the samples", 0, NULL);
     st = tkvi_version_for(kv, s->layer, &version);
@@ -281,20 +287,20 @@ TKV_API tkv_status tkv_calibration_fit(tkv_cache *kv, const tkv_samples *s) {
 }
 
 /* >>freeze and refresh */
-TKV_API tkv_status tkv_calibration_freeze(tkv_cache *kv) {
+TKV_API tkv_status tkv_freeze_calibration(tkv_cache *kv) {
     tkv_status st;
     int layer, none = 0;
     if (!kv) return TKV_ERR_ARG;
     st = tkvi_between_steps(kv);
     if (st) return st;
-    for (layer = 0; layer < kv->tables.cfg.n_layers; layer++)
+    for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++)
         if (tkvi_layer_learns(kv, layer) && !tkvi_has_table(kv, layer)) {
             none = 1;
             if (tkvi_n_readable_tokens(kv, layer) < 1)
                 return tkvi_fail(kv, TKV_ERR_STATE, "there is nothing to learn from yet in layer", layer, "");
         }
     if (none && !tkvi_version_ready(kv, 0)) return tkvi_no_table(kv);
-    for (layer = 0; layer < kv->tables.cfg.n_layers; layer++) {
+    for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++) {
         int8_t had;
         if (!tkvi_layer_learns(kv, layer)) continue;
         if (!tkvi_has_table(kv, layer) && tkvi_begin_table(kv, layer, 1, &had))
@@ -304,13 +310,13 @@ TKV_API tkv_status tkv_calibration_freeze(tkv_cache *kv) {
     return tkvi_ok(kv);
 }
 
-TKV_API tkv_status tkv_calibration_refresh(tkv_cache *kv) {
+TKV_API tkv_status tkv_refresh_calibration(tkv_cache *kv) {
     tkv_status st;
     int layer;
     if (!kv) return TKV_ERR_ARG;
     st = tkvi_between_steps(kv);
     if (!st && !tkvi_get_stats(kv, &kv->heap)) st = tkvi_no_table(kv);
-    for (layer = 0; !st && layer < kv->tables.cfg.n_layers; layer++) {
+    for (layer = 0; !st && layer < kv->tables.cfg.model.n_layers; layer++) {
         if (tkvi_layer_learns(kv, layer) && tkvi_has_table(kv, layer)) tkvi_learned(kv, layer, 1);
         tkvi_query_stats_restart(kv, layer);
     }

@@ -29,12 +29,12 @@ static int tkvi_real(double x) { return tkvi_is_finite((float)x); }
 
 static float tkvi_score_cut(double x) { return x < 0.0 ? 0.0f : x > 1.0 ? 1.0f : (float)x; }
 
-TKV_API float tkv_score_from_ppl(double base, double ppl) {
+static float tkvi_score_of_perplexity(double base, double ppl) {
     if (!tkvi_real(base) || !tkvi_real(ppl) || base < 1.0 || ppl < 1.0) return -1.0f;
     return tkvi_score_cut(1.0 - (ppl - base) / base);
 }
 
-TKV_API float tkv_score_from_accuracy(double base, double accuracy) {
+static float tkvi_score_of_accuracy(double base, double accuracy) {
     if (!tkvi_real(base) || !tkvi_real(accuracy) || base <= 0.0 || accuracy < 0.0) return -1.0f;
     return tkvi_score_cut(accuracy / base);
 }
@@ -45,10 +45,21 @@ TKV_API float tkv_score_from_accuracy(double base, double accuracy) {
  * 3.4 for a model of 15M weights, and .2 to .4 for one of 3M. Errors of attention weights alone (kl, top1) leave
  * out the errors of V. Blocks without an exact copy are assumed to have the error of the others: hence the division
  * by coverage. */
-TKV_API float tkv_score_from_quality(const tkv_quality_info *q, double weight) {
+static float tkvi_score_of_meter(const tkv_quality_info *q, double weight) {
     if (!q || q->samples == 0 || !tkvi_real(q->coverage) || !tkvi_real(q->output_error)) return -1.0f;
     if (q->coverage < .05 || q->output_error < 0.0 || !tkvi_real(weight) || weight < 0.0) return -1.0f;
     return tkvi_score_cut(1.0 - (weight > 0.0 ? weight : 1.0) * q->output_error / q->coverage);
+}
+
+TKV_API tkv_status tkv_compute_score(const tkv_score_params *p, float *score) {
+    float x = -1.0f;
+    if (!p || !score) return TKV_ERR_ARG;
+    if (p->source == TKV_SCORE_METER) x = tkvi_score_of_meter(p->meter, p->weight);
+    if (p->source == TKV_SCORE_PERPLEXITY) x = tkvi_score_of_perplexity(p->base, p->value);
+    if (p->source == TKV_SCORE_ACCURACY) x = tkvi_score_of_accuracy(p->base, p->value);
+    if (x < 0.0f) return TKV_ERR_RANGE;
+    *score = x;
+    return TKV_OK;
 }
 
 /* >>the config */
@@ -56,19 +67,19 @@ static const char *tkvi_feedback_fill(const tkv_feedback_config *from, tkv_feedb
     *cfg = *from;
     if (tkvi_bits(cfg->target) == 0) cfg->target = .97f;
     if (cfg->cooldown == 0) cfg->cooldown = 8;
-    if (cfg->cooldown == TKV_NONE) cfg->cooldown = 0;
+    if (cfg->cooldown == TKV_OFF) cfg->cooldown = 0;
     if (cfg->max_hot == 0) cfg->max_hot = tkvi_max(cfg->min_hot, 1024);
     if (cfg->min_hot == 0) cfg->min_hot = tkvi_min(cfg->max_hot, 32);
     if (cfg->max_level == 0) cfg->max_level = tkvi_max(cfg->min_level, 3);
-    if (cfg->max_level == TKV_NONE) cfg->max_level = 0;
+    if (cfg->max_level == TKV_OFF) cfg->max_level = 0;
     if (!tkvi_is_finite(cfg->target) || cfg->target < .01f || cfg->target > .9999f)
         return "target must be from .01 to .9999";
     if (cfg->cooldown < 0 || cfg->cooldown > TKV_FEEDBACK_HISTORY)
-        return "cooldown must be at most 1000 scores, 0 for 8 or TKV_NONE";
+        return "cooldown must be at most 1000 scores, 0 for 8 or TKV_OFF";
     if (cfg->min_hot < 1 || cfg->max_hot < cfg->min_hot || cfg->max_hot > TKVI_FOREVER)
         return "min_hot and max_hot must be from 1 to 2^30 - 1, in this order";
     if (cfg->max_level < 0 || cfg->max_level >= TKV_MAX_LEVELS)
-        return "max_level must be below TKV_MAX_LEVELS, TKV_NONE or 0 for 3";
+        return "max_level must be below TKV_MAX_LEVELS, TKV_OFF or 0 for 3";
     if (cfg->min_level < 0 || cfg->min_level > cfg->max_level) return "min_level must be from 0 to max_level";
     return NULL;
 }
@@ -80,31 +91,20 @@ static void tkvi_feedback_restart(tkv_feedback *f, int wait) {
     f->low = f->gain = -1.0f;
 }
 
-TKV_API tkv_status tkv_feedback_init(tkv_feedback *f, const tkv_feedback_config *cfg, const char **reason) {
+TKV_API tkv_status tkv_init_feedback(tkv_feedback *f, const tkv_feedback_config *cfg, char *reason,
+                                     size_t size) {
     tkv_feedback_config none, full;
     const char *wrong;
     memset(&none, 0, sizeof none);
-    if (reason) *reason = "";
+    (void)tkvi_give_reason(TKV_OK, "", reason, size);
     if (!f) return TKV_ERR_ARG;
     wrong = tkvi_feedback_fill(cfg ? cfg : &none, &full);
-    if (wrong) {
-        if (reason) *reason = wrong;
-        return TKV_ERR_CONFIG;
-    }
+    if (wrong) return tkvi_give_reason(TKV_ERR_CONFIG, wrong, reason, size);
     memset(f, 0, sizeof *f);
     f->cfg = full;
     f->moved = 1;
     tkvi_feedback_restart(f, 0);
     return TKV_OK;
-}
-
-TKV_API void tkv_feedback_reset(tkv_feedback *f) {
-    if (!f) return;
-    tkvi_lock(&f->lock);
-    f->scores = f->refused = f->finer = f->cheaper = 0;
-    f->moved = 1;
-    tkvi_feedback_restart(f, 0);
-    tkvi_unlock(&f->lock);
 }
 
 /* Appends score x (units of 2^-24) to the ring and updates the sums of the newest 100. */
@@ -121,7 +121,7 @@ static void tkvi_feedback_add(tkv_feedback *f, uint64_t x) {
     f->squares += x * x;
 }
 
-TKV_API tkv_status tkv_feedback_observe(tkv_feedback *f, float score) {
+TKV_API tkv_status tkv_observe_score(tkv_feedback *f, float score) {
     int refused;
     if (!f) return TKV_ERR_ARG;
     refused = !tkvi_is_finite(score) || score < 0.0f || score > 1.0f;
@@ -257,7 +257,7 @@ static int tkvi_advise(tkv_feedback *f, tkv_advice *a) {
     return TKVI_ADVICE_MEETS;
 }
 
-TKV_API tkv_status tkv_feedback_advise(tkv_feedback *f, int hot_tokens, int level, tkv_advice *out) {
+TKV_API tkv_status tkv_get_advice(tkv_feedback *f, int hot_tokens, int level, tkv_advice *out) {
     tkv_advice a;
     int why;
     if (!f || !out || hot_tokens < 0 || hot_tokens > TKVI_FOREVER || level < 0 || level >= TKV_MAX_LEVELS)
@@ -282,7 +282,7 @@ TKV_API tkv_status tkv_feedback_advise(tkv_feedback *f, int hot_tokens, int leve
 }
 
 /* >>reports */
-TKV_API tkv_status tkv_feedback_read(tkv_feedback *f, int last, tkv_feedback_info *out) {
+TKV_API tkv_status tkv_get_feedback(tkv_feedback *f, int last, tkv_feedback_info *out) {
     tkv_feedback_info r;
     tkvi_scores s;
     uint64_t weighted = 0;

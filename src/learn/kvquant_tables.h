@@ -58,7 +58,7 @@ static void tkvi_walk(const tkvi_tokens_of *from, tkv_side side, int head, tkvi_
                       void *ctx) {
     const tkv_samples *s = from->samples;
     const tkv_config *cfg = &from->kv->tables.cfg;
-    size_t dim = (size_t)(side == TKV_K ? cfg->head_dim : cfg->v_head_dim);
+    size_t dim = (size_t)(side == TKV_K ? cfg->model.head_dim : cfg->model.v_head_dim);
     tkvi_token_walk w;
     float y[TKV_MAX_HEAD_DIM];
     int t;
@@ -68,7 +68,7 @@ static void tkvi_walk(const tkvi_tokens_of *from, tkv_side side, int head, tkvi_
     w.ctx = ctx;
     if (!s) (void)tkvi_each_block(from->kv, from->layer, head, tkvi_walk_block, &w);
     for (t = 0; s && t < s->n; t++) {
-        size_t at = ((size_t)t * (size_t)cfg->n_kv_heads + (size_t)head) * dim;
+        size_t at = ((size_t)t * (size_t)cfg->model.n_kv_heads + (size_t)head) * dim;
         const float *weight = side == TKV_K ? s->k_weight : s->v_weight;
         int64_t position = (int64_t)s->start + (s->length ? t % s->length : t);
         tkvi_kvquant_key(side == TKV_K ? tkvi_kvquant_rope(&from->kv->tables) : NULL,
@@ -117,12 +117,12 @@ static void tkvi_tails_add(void *ctx, const float *x, const float *weight) {
  * radii. A radius is an fp16 value, so its products with levels are exact. */
 static void tkvi_kvquant_learn_ranges(const tkvi_tokens_of *from, int head, int n, float *radius) {
     const tkv_config *cfg = &from->kv->tables.cfg;
-    float *middle = radius + cfg->head_dim;
+    float *middle = radius + cfg->model.head_dim;
     tkvi_tails s;
     int c;
-    s.keep = cfg->kvquant & TKV_KVQUANT_DENSE ? 1 : n / 200 + 1;
-    for (s.first = 0; s.first < cfg->head_dim; s.first += s.channels) {
-        s.channels = tkvi_min(TKVI_TAIL_ROOM / s.keep, cfg->head_dim - s.first);
+    s.keep = cfg->format.kvquant & TKV_KVQUANT_DENSE ? 1 : n / 200 + 1;
+    for (s.first = 0; s.first < cfg->model.head_dim; s.first += s.channels) {
+        s.channels = tkvi_min(TKVI_TAIL_ROOM / s.keep, cfg->model.head_dim - s.first);
         s.n = 0;
         tkvi_walk(from, TKV_K, head, tkvi_tails_add, &s);
         for (c = 0; c < s.channels; c++) {
@@ -183,10 +183,10 @@ static void tkvi_kvquant_learn_books(const tkvi_tokens_of *from, tkv_side side, 
     tkvi_kvquant_count s;
     int head, pass, bits;
     memset(&s, 0, sizeof s);
-    s.dim = side == TKV_K ? cfg->head_dim : cfg->v_head_dim;
-    s.slots = tkvi_kvquant_slots(s.dim, cfg->kvquant);
+    s.dim = side == TKV_K ? cfg->model.head_dim : cfg->model.v_head_dim;
+    s.slots = tkvi_kvquant_slots(s.dim, cfg->format.kvquant);
     for (pass = 0; pass < 2; pass++) {
-        for (head = 0; head < cfg->n_kv_heads; head++) {
+        for (head = 0; head < cfg->model.n_kv_heads; head++) {
             if (side == TKV_K) {
                 s.radius = tkvi_kvquant_range_of(t, from->layer, version, head);
                 s.middle = s.radius + s.dim;
@@ -198,7 +198,7 @@ static void tkvi_kvquant_learn_books(const tkvi_tokens_of *from, tkv_side side, 
         if (!tkvi_is_finite(s.by)) s.by = 3e38f;
     }
     for (bits = 2; bits <= 4; bits++) {
-        tkvi_book_make(s.count, bits, cfg->kvquant & TKV_KVQUANT_UNIFORM, &book[bits - 2]);
+        tkvi_book_make(s.count, bits, cfg->format.kvquant & TKV_KVQUANT_UNIFORM, &book[bits - 2]);
     }
 }
 
@@ -208,7 +208,7 @@ static void tkvi_kvquant_learn_from(const tkvi_tokens_of *from, int version) {
     tkvi_kvquant *table = tkvi_kvquant_of(&kv->tables, from->layer, version);
     int head, n = 0;
     tkvi_walk(from, TKV_K, 0, tkvi_count_tokens, &n);
-    for (head = 0; head < kv->tables.cfg.n_kv_heads; head++)
+    for (head = 0; head < kv->tables.cfg.model.n_kv_heads; head++)
         tkvi_kvquant_learn_ranges(from, head, n,
                                   tkvi_kvquant_range_of(&kv->tables, from->layer, version, head));
     tkvi_kvquant_learn_books(from, TKV_K, version, table->book[TKV_K]);
@@ -231,7 +231,7 @@ static void tkvi_kvquant_learn(tkv_cache *kv, int layer, int version) {
 #define TKVI_KVQUANT_BOOKS (2 * 2 * 28 * 2) /* bytes: sides, level and normed, 4 + 8 + 16, fp16 */
 
 static size_t tkvi_kvquant_bytes(const tkv_config *cfg) {
-    return 8u + TKVI_KVQUANT_BOOKS + 6u * (size_t)cfg->n_kv_heads * (size_t)cfg->head_dim;
+    return 8u + TKVI_KVQUANT_BOOKS + 6u * (size_t)cfg->model.n_kv_heads * (size_t)cfg->model.head_dim;
 }
 
 static uint64_t tkvi_kvquant_mode(const tkvi_tables *t) {
@@ -239,7 +239,7 @@ static uint64_t tkvi_kvquant_mode(const tkvi_tables *t) {
     uint64_t h = TKVI_FNV1A_START;
     uint8_t b[8];
     int j, k;
-    b[0] = (uint8_t)(t->cfg.kvquant & (TKV_KVQUANT_UNIFORM | TKV_KVQUANT_DENSE));
+    b[0] = (uint8_t)(t->cfg.format.kvquant & (TKV_KVQUANT_UNIFORM | TKV_KVQUANT_DENSE));
     b[1] = (uint8_t)(rope ? rope->pairs : 0);
     b[2] = (uint8_t)(rope ? rope->step : 0);
     h = tkvi_fnv1a_more(h, b, 3);
@@ -253,7 +253,7 @@ static uint64_t tkvi_kvquant_mode(const tkvi_tables *t) {
 static void tkvi_kvquant_save(const tkvi_tables *t, int layer, int version, uint8_t *at) {
     const tkvi_kvquant *table = tkvi_kvquant_of(t, layer, version);
     uint64_t mode = tkvi_kvquant_mode(t);
-    int side, bits, i, head, dim = t->cfg.head_dim;
+    int side, bits, i, head, dim = t->cfg.model.head_dim;
     tkvi_store32(at, (uint32_t)(mode & 0xffffffffu));
     tkvi_store32(at + 4, (uint32_t)(mode >> 32));
     at += 8;
@@ -263,7 +263,7 @@ static void tkvi_kvquant_save(const tkvi_tables *t, int layer, int version, uint
             for (i = 0; i < 1 << bits; i++, at += 2) tkvi_store16(at, tkvi_f32_to_f16(b->level[i]));
             for (i = 0; i < 1 << bits; i++, at += 2) tkvi_store16(at, tkvi_f32_to_f16(b->normed[i]));
         }
-    for (head = 0; head < t->cfg.n_kv_heads; head++) {
+    for (head = 0; head < t->cfg.model.n_kv_heads; head++) {
         const float *range = tkvi_kvquant_range_of(t, layer, version, head);
         for (i = 0; i < dim; i++, at += 2) tkvi_store16(at, tkvi_f32_to_f16(range[i]));
         for (i = 0; i < dim; i++, at += 4) tkvi_store32(at, tkvi_bits(range[dim + i]));
@@ -272,7 +272,7 @@ static void tkvi_kvquant_save(const tkvi_tables *t, int layer, int version, uint
 
 static void tkvi_kvquant_load(const tkvi_tables *t, int layer, int version, const uint8_t *at) {
     tkvi_kvquant *table = tkvi_kvquant_of(t, layer, version);
-    int side, bits, i, head, dim = t->cfg.head_dim;
+    int side, bits, i, head, dim = t->cfg.model.head_dim;
     at += 8;
     memset(table, 0, sizeof *table);
     for (side = 0; side < 2; side++)
@@ -281,7 +281,7 @@ static void tkvi_kvquant_load(const tkvi_tables *t, int layer, int version, cons
             for (i = 0; i < 1 << bits; i++, at += 2) b->level[i] = tkvi_half_at(at);
             for (i = 0; i < 1 << bits; i++, at += 2) b->normed[i] = tkvi_half_at(at);
         }
-    for (head = 0; head < t->cfg.n_kv_heads; head++) {
+    for (head = 0; head < t->cfg.model.n_kv_heads; head++) {
         float *range = tkvi_kvquant_range_of(t, layer, version, head);
         for (i = 0; i < dim; i++, at += 2) range[i] = tkvi_half_at(at);
         for (i = 0; i < dim; i++, at += 4) range[dim + i] = tkvi_from_bits(tkvi_load32(at));
@@ -301,10 +301,10 @@ static int tkvi_kvquant_valid(const tkv_config *cfg, const uint8_t *at) {
             before = x;
         }
     }
-    for (set = 0; set < cfg->n_kv_heads; set++) {
-        for (i = 0; i < cfg->head_dim; i++, at += 2) /* not negative, not infinite */
+    for (set = 0; set < cfg->model.n_kv_heads; set++) {
+        for (i = 0; i < cfg->model.head_dim; i++, at += 2) /* not negative, not infinite */
             if (tkvi_load16(at) >= 0x7c00u) return 0;
-        for (i = 0; i < cfg->head_dim; i++, at += 4) {
+        for (i = 0; i < cfg->model.head_dim; i++, at += 4) {
             float x = tkvi_from_bits(tkvi_load32(at));
             if (!tkvi_is_finite(x) || x < -131072.0f || x > 131072.0f) return 0;
         }

@@ -20,7 +20,7 @@
 /* Adds q q^T of one query [head_dim] that attention has scaled already. The caller holds kv->learning. */
 static void tkvi_query_stats_add(tkv_cache *kv, int layer, int head, const float *q) {
     int64_t *sum = tkvi_query_stats_of(kv, layer, head);
-    int x[TKV_MAX_HEAD_DIM], dim = kv->tables.cfg.head_dim, i, j;
+    int x[TKV_MAX_HEAD_DIM], dim = kv->tables.cfg.model.head_dim, i, j;
     for (i = 0; i < dim; i++) x[i] = (int)tkvi_counted(q[i] * 4096.0f, 1e6f);
     for (j = 0; j < dim; j++)
         for (i = 0; i <= j; i++) *sum++ += (int64_t)x[i] * x[j];
@@ -30,7 +30,7 @@ static void tkvi_query_stats_add(tkv_cache *kv, int layer, int head, const float
  * are. */
 static void tkvi_query_stats_use(tkv_cache *kv, int layer, int head) {
     const int64_t *sum = tkvi_query_stats_of(kv, layer, head);
-    int dim = kv->tables.cfg.head_dim, i, j;
+    int dim = kv->tables.cfg.model.head_dim, i, j;
     double trace = 0.0;
     float *p = kv->solve;
     for (i = 0; i < dim; i++) trace += (double)sum[tkvi_packed(i, i)];
@@ -40,8 +40,8 @@ static void tkvi_query_stats_use(tkv_cache *kv, int layer, int head) {
             double c = (double)sum[tkvi_packed(i, j)] * (TKVI_SQUAT_ETA * (double)dim) / trace;
             p[tkvi_packed(i, j)] = (float)(i == j ? 1.0 + c : c);
         }
-    tkvi_feedback_from(p, dim, kv->tables.cfg.squat_block);
-    tkvi_feedback_store(p, dim, kv->tables.cfg.squat_block, tkvi_feedback_of(kv, layer, head));
+    tkvi_feedback_from(p, dim, kv->tables.cfg.format.squat_block);
+    tkvi_feedback_store(p, dim, kv->tables.cfg.format.squat_block, tkvi_feedback_of(kv, layer, head));
 }
 
 /* Computes the factors of a layer when it is time. Runs between steps and allocates nothing. */
@@ -51,7 +51,7 @@ static void tkvi_query_stats_learn(tkv_cache *kv, int layer) {
     if (!query_stats || !kv->tables.plan[layer].squat) return;
     if (query_stats->tokens < tkvi_min(TKVI_FIRST_TABLE_TOKENS, tkvi_max(TKVI_BLOCK, 2 * query_stats->used)))
         return;
-    for (head = 0; head < kv->tables.cfg.n_kv_heads; head++) tkvi_query_stats_use(kv, layer, head);
+    for (head = 0; head < kv->tables.cfg.model.n_kv_heads; head++) tkvi_query_stats_use(kv, layer, head);
     query_stats->used = tkvi_min(TKVI_FIRST_TABLE_TOKENS, query_stats->tokens);
     if (query_stats->tokens >= TKVI_FIRST_TABLE_TOKENS) query_stats->tokens = -1;
 }
@@ -60,12 +60,12 @@ static void tkvi_query_stats_learn(tkv_cache *kv, int layer) {
 static void tkvi_query_stats_count(tkv_cache *kv, int layer, int n) {
     if (kv->query_stats && kv->query_stats[layer].tokens >= 0)
         kv->query_stats[layer].tokens =
-            tkvi_min(TKVI_FOREVER, kv->query_stats[layer].tokens + n); /* tkv_abort subtracts its part */
+            tkvi_min(TKVI_FOREVER, kv->query_stats[layer].tokens + n); /* tkv_seq_abort subtracts its part */
 }
 
 /* Starts collecting again from zero. The old factors stay in use until new ones are computed. */
 static void tkvi_query_stats_restart(tkv_cache *kv, int layer) {
-    size_t heads = (size_t)kv->tables.cfg.n_kv_heads, dim = (size_t)kv->tables.cfg.head_dim;
+    size_t heads = (size_t)kv->tables.cfg.model.n_kv_heads, dim = (size_t)kv->tables.cfg.model.head_dim;
     if (!kv->query_stats) return;
     kv->query_stats[layer].tokens = kv->query_stats[layer].used = 0;
     memset(tkvi_query_stats_of(kv, layer, 0), 0, heads * (dim * (dim + 1) / 2) * sizeof(int64_t));

@@ -11,7 +11,7 @@
  * When a layer has seen TKVI_FIRST_TABLE_TOKENS tokens, all sequences together, its next append makes the table.
  * Without a budget, blocks that are due earlier wait in the next better tier. At TKVI_SECOND_TABLE_TOKENS tokens
  * the layer gets a second, better version for later blocks. A block keeps the version that it was coded with. After
- * the second version collection stops, until tkv_calibration_refresh restarts it. bench/QUALITY.md compares these
+ * the second version collection stops, until tkv_refresh_calibration restarts it. bench/QUALITY.md compares these
  * tables with loaded ones.
  */
 #ifndef TKVI_LEARN_STATISTICS_H
@@ -53,20 +53,21 @@ typedef struct tkvi_gather {
 static void tkvi_gather_size(void *ctx, const tkvi_record *r, const uint8_t *bytes, int start, int n) {
     tkvi_gather *g = (tkvi_gather *)ctx;
     const tkv_config *cfg = &g->kv->tables.cfg;
-    float *k = g->kv->recode, *v = k + tkvi_round_up(cfg->head_dim, 16) * TKVI_BLOCK;
+    float *k = g->kv->recode, *v = k + tkvi_round_up(cfg->model.head_dim, 16) * TKVI_BLOCK;
     int t, c;
     (void)start;
-    tkvi_values(&r->k, g->kv->kernels->helpers, bytes, 0, n, k, (size_t)cfg->head_dim);
-    tkvi_values(&r->v, g->kv->kernels->helpers, bytes + r->v_at, 0, n, v, (size_t)cfg->v_head_dim);
+    tkvi_values(&r->k, g->kv->kernels->helpers, bytes, 0, n, k, (size_t)cfg->model.head_dim);
+    tkvi_values(&r->v, g->kv->kernels->helpers, bytes + r->v_at, 0, n, v, (size_t)cfg->model.v_head_dim);
     for (t = 0; t < n; t++) {
         float squares = 0.0f;
-        for (c = 0; c < cfg->head_dim; c++) {
-            float a = k[t * cfg->head_dim + c];
+        for (c = 0; c < cfg->model.head_dim; c++) {
+            float a = k[t * cfg->model.head_dim + c];
             a = a < 0.0f ? -a : a;
             g->k_most = a > g->k_most ? a : g->k_most;
         }
-        for (c = 0; c < cfg->v_head_dim; c++)
-            squares = tkvi_f32(squares + tkvi_f32(v[t * cfg->v_head_dim + c] * v[t * cfg->v_head_dim + c]));
+        for (c = 0; c < cfg->model.v_head_dim; c++)
+            squares = tkvi_f32(squares +
+                               tkvi_f32(v[t * cfg->model.v_head_dim + c] * v[t * cfg->model.v_head_dim + c]));
         g->v_most = squares > g->v_most ? squares : g->v_most;
         g->v_sum = tkvi_f32(g->v_sum + squares);
     }
@@ -85,11 +86,11 @@ static void tkvi_gather_sums(void *ctx, const tkvi_record *r, const uint8_t *byt
     float *k = g->kv->recode, by = tkvi_power_of_two(-g->down);
     int t, c;
     (void)start;
-    tkvi_values(&r->k, g->kv->kernels->helpers, bytes, 0, n, k, (size_t)cfg->head_dim);
-    for (c = 0; c < cfg->head_dim; c++) {
+    tkvi_values(&r->k, g->kv->kernels->helpers, bytes, 0, n, k, (size_t)cfg->model.head_dim);
+    for (c = 0; c < cfg->model.head_dim; c++) {
         int64_t sum = 0, squares = 0;
         for (t = 0; t < n; t++) {
-            int64_t x = (int64_t)(k[t * cfg->head_dim + c] * by);
+            int64_t x = (int64_t)(k[t * cfg->model.head_dim + c] * by);
             sum += x;
             squares += x * x;
         }
@@ -105,12 +106,12 @@ static void tkvi_gather_range(void *ctx, const tkvi_record *r, const uint8_t *by
     float *k = g->kv->recode;
     int t, c;
     (void)start;
-    tkvi_values(&r->k, g->kv->kernels->helpers, bytes, 0, n, k, (size_t)cfg->head_dim);
-    for (c = 0; c < cfg->head_dim; c++) {
+    tkvi_values(&r->k, g->kv->kernels->helpers, bytes, 0, n, k, (size_t)cfg->model.head_dim);
+    for (c = 0; c < cfg->model.head_dim; c++) {
         float low = k[c], high = k[c], mean = (float)((double)g->channel[c].sum / (double)g->tokens);
         mean *= tkvi_power_of_two(g->down);
         for (t = 1; t < n; t++) {
-            float x = k[t * cfg->head_dim + c];
+            float x = k[t * cfg->model.head_dim + c];
             low = x < low ? x : low;
             high = x > high ? x : high;
         }
@@ -123,9 +124,9 @@ static void tkvi_gather_range(void *ctx, const tkvi_record *r, const uint8_t *by
 /* Fills in one head of a version. Heads are not comparable until tkvi_learn_heads has set their reach. */
 static void tkvi_learn_head(tkv_cache *kv, int layer, int head, int version) {
     const tkv_config *cfg = &kv->tables.cfg;
-    int pad = tkvi_round_up(cfg->head_dim, 16), c, p, most = TKVI_LOG8_NONE * 2, rank[TKV_MAX_HEAD_DIM];
+    int pad = tkvi_round_up(cfg->model.head_dim, 16), c, p, most = TKVI_LOG8_NONE * 2, rank[TKV_MAX_HEAD_DIM];
     const tkvi_version *to = &kv->tables.version[version];
-    size_t at = (size_t)layer * (size_t)cfg->n_kv_heads + (size_t)head;
+    size_t at = (size_t)layer * (size_t)cfg->model.n_kv_heads + (size_t)head;
     tkvi_head *h = &to->head[at];
     uint8_t *importance = to->importance + at * (size_t)pad, *order = to->channel + at * (size_t)pad;
     float *mean = to->mean + at * (size_t)pad;
@@ -138,37 +139,37 @@ static void tkvi_learn_head(tkv_cache *kv, int layer, int head, int version) {
     g.down = (g.k_most > 0.0f ? (int)(tkvi_bits(g.k_most) >> 23) - 127 : 0) - 20;
     (void)tkvi_each_block(kv, layer, head, tkvi_gather_sums, &g);
     if (g.tokens) (void)tkvi_each_block(kv, layer, head, tkvi_gather_range, &g);
-    for (c = 0; c < cfg->head_dim; c++) any |= asked[c];
-    for (c = 0; c < cfg->head_dim; c++) {
+    for (c = 0; c < cfg->model.head_dim; c++) any |= asked[c];
+    for (c = 0; c < cfg->model.head_dim; c++) {
         rank[c] = tkvi_log8((float)g.channel[c].within) + (any ? tkvi_log8((float)asked[c]) : 0);
         most = tkvi_max(most, rank[c]);
     }
-    for (c = 0; c < cfg->head_dim && g.tokens < TKVI_LEARN_FEW; c++) /* few tokens: nearer to equal */
+    for (c = 0; c < cfg->model.head_dim && g.tokens < TKVI_LEARN_FEW; c++) /* few tokens: nearer to equal */
         rank[c] = most + (rank[c] - most) * (int)g.tokens / TKVI_LEARN_FEW;
     for (p = 0; p < pad; p++) { /* falling order, the lower index of equals first; then padding */
         int best = -1;
-        for (c = 0; c < cfg->head_dim && p < cfg->head_dim; c++)
+        for (c = 0; c < cfg->model.head_dim && p < cfg->model.head_dim; c++)
             if (rank[c] > -1000000 && (best < 0 || rank[c] > rank[best])) best = c;
         if (best < 0) best = p;
         order[p] = (uint8_t)best;
-        importance[p] = p < cfg->head_dim ? (uint8_t)tkvi_max(1, 255 + rank[best] - most) : (uint8_t)0;
+        importance[p] = p < cfg->model.head_dim ? (uint8_t)tkvi_max(1, 255 + rank[best] - most) : (uint8_t)0;
         mean[p] = 0.0f;
-        if (p < cfg->head_dim && g.tokens) {
+        if (p < cfg->model.head_dim && g.tokens) {
             float m = (float)((double)g.channel[best].sum / (double)g.tokens) * tkvi_power_of_two(g.down);
             mean[p] = tkvi_f16_to_f32(tkvi_f32_to_f16(m));
         }
-        if (p < cfg->head_dim) rank[best] = -2000000;
+        if (p < cfg->model.head_dim) rank[best] = -2000000;
     }
     h->reach = tkvi_log8((float)*tkvi_far_attention_of(kv, layer, head)) + tkvi_log8(g.v_sum);
     h->k_weight = most + 16 * g.down; /* undoes the head's unit, so that heads compare */
     h->k_top = tkvi_log_top(2.0f * g.range);
-    h->v_top = tkvi_log_top(2.0f * sqrtf(g.v_most / (float)cfg->v_head_dim));
+    h->v_top = tkvi_log_top(2.0f * sqrtf(g.v_most / (float)cfg->model.v_head_dim));
 }
 
 /* Fills in all heads of a version and makes reach relative to the largest of the layer. */
 static void tkvi_learn_heads(tkv_cache *kv, int layer, int version) {
     tkvi_head *heads = tkvi_heads_of(&kv->tables, layer, version);
-    int head, n = kv->tables.cfg.n_kv_heads, high = -(1 << 20);
+    int head, n = kv->tables.cfg.model.n_kv_heads, high = -(1 << 20);
     for (head = 0; head < n; head++) {
         tkvi_learn_head(kv, layer, head, version);
         high = tkvi_max(high, heads[head].reach);
@@ -188,7 +189,7 @@ static int tkvi_free_version(const tkv_cache *kv, int layer) {
     if (kv->tables.current[layer] < 0) return 0;
     used[(int)kv->tables.current[layer]] = 1;
     for (v = 0; v < TKVI_VERSIONS && kv->pool.keep_all; v++) used[v] |= !kv->tables.version[v].bytes;
-    for (seq = 0; seq < kv->tables.cfg.max_seqs; seq++) {
+    for (seq = 0; seq < kv->tables.cfg.limits.max_seqs; seq++) {
         const tkvi_list *list = tkvi_list_of(kv, seq, layer);
         const uint32_t *ids = tkvi_ids(kv, seq, layer);
         for (i = 0; i < list->n; i++) {
@@ -221,13 +222,13 @@ static void tkvi_table_use(tkv_cache *kv, int layer, int version) {
 /* Stops collecting for the layer; again 1: restarts it from zero. When the last layer stops, the memory of the
  * statistics is freed, except in place. */
 static void tkvi_learned(tkv_cache *kv, int layer, int again) {
-    size_t n = (size_t)kv->tables.cfg.n_kv_heads;
+    size_t n = (size_t)kv->tables.cfg.model.n_kv_heads;
     int any = kv->pool.keep_all, i;
     kv->seen[layer] = again ? 0 : -1;
-    for (i = 0; i < kv->tables.cfg.n_layers; i++) any |= kv->seen[i] >= 0;
+    for (i = 0; i < kv->tables.cfg.model.n_layers; i++) any |= kv->seen[i] >= 0;
     if (!any) tkvi_put_stats(kv);
     if (!kv->asked || !kv->tables.plan[layer].allocates) return;
-    memset(tkvi_q_sq_sum_of(kv, layer, 0), 0, n * (size_t)kv->tables.cfg.head_dim * sizeof(int64_t));
+    memset(tkvi_q_sq_sum_of(kv, layer, 0), 0, n * (size_t)kv->tables.cfg.model.head_dim * sizeof(int64_t));
     memset(tkvi_far_attention_of(kv, layer, 0), 0, n * sizeof(int64_t));
 }
 
@@ -236,7 +237,7 @@ static void tkvi_learned(tkv_cache *kv, int layer, int again) {
 static int64_t tkvi_n_readable_tokens(const tkv_cache *kv, int layer) {
     int64_t n = 0;
     int seq;
-    for (seq = 0; seq < kv->tables.cfg.max_seqs; seq++) {
+    for (seq = 0; seq < kv->tables.cfg.limits.max_seqs; seq++) {
         const tkvi_list *list = tkvi_list_of(kv, seq, layer);
         const uint32_t *ids = tkvi_ids(kv, seq, layer);
         int i = list->n;
@@ -250,7 +251,7 @@ static int64_t tkvi_n_readable_tokens(const tkv_cache *kv, int layer) {
  * blocks do not wait for tables, so layers take turns: making all tables at the same token would stall an
  * append. */
 static int tkvi_learn_due(const tkv_cache *kv, int layer, int forced) {
-    int first = kv->tables.current[layer] < 0, turn = kv->tables.cfg.budget_bytes ? layer % TKVI_BLOCK : 0;
+    int first = kv->tables.current[layer] < 0, turn = kv->tables.cfg.budget.bytes ? layer % TKVI_BLOCK : 0;
     forced = forced && first;
     if (!kv->seen ||
         kv->seen[layer] < (forced ? 0 : (first ? TKVI_FIRST_TABLE_TOKENS : TKVI_SECOND_TABLE_TOKENS) + turn))

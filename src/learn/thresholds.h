@@ -32,15 +32,15 @@ typedef struct tkvi_threshold_number {
     const char *name;
     size_t at; /* offset in tkv_threshold */
     int low, high;
-    int none, all; /* 1: TKV_NONE, TKV_ALL are valid */
+    int none, all; /* what the words none and all stand for; 0: the word is not valid */
 } tkvi_threshold_number;
 
 #define TKVI_THRESHOLD_AT(field) offsetof(tkv_threshold, field)
 static const tkvi_threshold_number tkvi_threshold_numbers[] = {
-    {"layer", TKVI_THRESHOLD_AT(layer), 0, TKVI_MAX_LAYERS - 1, 0, 1},
+    {"layer", TKVI_THRESHOLD_AT(layer), 0, TKVI_MAX_LAYERS - 1, 0, TKV_ALL_LAYERS},
     {"context", TKVI_THRESHOLD_AT(context), 1, TKVI_FOREVER, 0, 0},
-    {"hot_tokens", TKVI_THRESHOLD_AT(hot_tokens), 0, TKVI_FOREVER, 1, 1},
-    {"warm_tokens", TKVI_THRESHOLD_AT(warm_tokens), 0, TKVI_FOREVER, 1, 1},
+    {"hot_tokens", TKVI_THRESHOLD_AT(hot_tokens), 0, TKVI_FOREVER, TKV_OFF, TKV_UNLIMITED},
+    {"warm_tokens", TKVI_THRESHOLD_AT(warm_tokens), 0, TKVI_FOREVER, TKV_OFF, TKV_UNLIMITED},
     {"samples", TKVI_THRESHOLD_AT(samples), 0, 0x7fffffff, 0, 0},
 };
 #define TKVI_THRESHOLD_NUMBERS ((int)(sizeof tkvi_threshold_numbers / sizeof *tkvi_threshold_numbers))
@@ -52,7 +52,7 @@ static int tkvi_threshold_number_of(const tkv_threshold *e, int i) {
 }
 
 static int tkvi_number_valid(const tkvi_threshold_number *d, int x) {
-    return (x >= d->low && x <= d->high) || (x == TKV_NONE && d->none) || (x == TKV_ALL && d->all);
+    return (x >= d->low && x <= d->high) || (x < 0 && (x == d->none || x == d->all));
 }
 
 static int tkvi_store_format_valid(tkv_format f, tkv_side side) {
@@ -98,7 +98,7 @@ static int tkvi_threshold_order(const tkv_threshold *a, const tkv_threshold *b) 
 /* Returns whether the array is valid and sorted. The caller owns it, so every function checks it. */
 static int tkvi_thresholds_sound(const tkv_thresholds *t) {
     int i;
-    if (!t || t->n < 0 || t->n > t->room || (t->room > 0 && !t->entry)) return 0;
+    if (!t || t->n < 0 || t->n > t->capacity || (t->capacity > 0 && !t->entry)) return 0;
     for (i = 0; i < t->n; i++) {
         if (tkvi_threshold_wrong(&t->entry[i])) return 0;
         if (i && tkvi_threshold_order(&t->entry[i - 1], &t->entry[i]) >= 0) return 0;
@@ -125,13 +125,13 @@ static void tkvi_threshold_put(tkv_thresholds *t, const tkv_threshold *e) {
     to->score = tkvi_of_millionths(tkvi_millionths(e->score));
 }
 
-TKV_API tkv_status tkv_thresholds_put(tkv_thresholds *t, const tkv_threshold *e) {
+TKV_API tkv_status tkv_put_threshold(tkv_thresholds *t, const tkv_threshold *e) {
     tkv_threshold copy;
     int found;
     if (!tkvi_thresholds_sound(t) || !e || tkvi_threshold_wrong(e)) return TKV_ERR_ARG;
     copy = *e; /* e may point into the array */
     tkvi_threshold_place(t, &copy, &found);
-    if (!found && t->n == t->room) return TKV_ERR_CAPACITY;
+    if (!found && t->n == t->capacity) return TKV_ERR_CAPACITY;
     tkvi_threshold_put(t, &copy);
     return TKV_OK;
 }
@@ -160,32 +160,27 @@ static int tkvi_threshold_rank(const tkv_threshold *a, const tkv_threshold *b, i
     return 0;
 }
 
-TKV_API int tkv_thresholds_candidates(const tkv_thresholds *t, const char *model, int layer, int context,
-                                      tkv_threshold *out, int most) {
+TKV_API tkv_status tkv_find_thresholds(const tkv_thresholds *t, const char *model, int layer, int context,
+                                       tkv_threshold *out, int most, int *found) {
     int i, k, n = 0;
-    if (!tkvi_thresholds_sound(t) || !model || !out || most < 1) return 0;
-    if (!tkvi_number_valid(&tkvi_threshold_numbers[0], layer)) return 0;
-    if (!tkvi_number_valid(&tkvi_threshold_numbers[1], context)) return 0;
+    if (found) *found = 0;
+    if (!tkvi_thresholds_sound(t) || !model || !out || most < 1) return TKV_ERR_ARG;
+    if (!tkvi_number_valid(&tkvi_threshold_numbers[0], layer)) return TKV_ERR_RANGE;
+    if (!tkvi_number_valid(&tkvi_threshold_numbers[1], context)) return TKV_ERR_RANGE;
     for (i = 0; i < t->n; i++) {
         const tkv_threshold *e = &t->entry[i];
-        if ((e->layer != layer && e->layer != TKV_ALL) || strcmp(e->model, model) != 0) continue;
+        if ((e->layer != layer && e->layer != TKV_ALL_LAYERS) || strcmp(e->model, model) != 0) continue;
         for (k = n; k > 0 && tkvi_threshold_rank(e, &out[k - 1], layer, context) < 0; k--)
             if (k < most) out[k] = out[k - 1];
         if (k == most) continue;
         out[k] = *e;
         n += n < most;
     }
-    return n;
+    if (found) *found = n;
+    return n ? TKV_OK : TKV_ERR_RANGE;
 }
 
-TKV_API tkv_status tkv_thresholds_find(const tkv_thresholds *t, const char *model, int layer, int context,
-                                       tkv_threshold *out) {
-    if (!tkvi_thresholds_sound(t) || !model || !out) return TKV_ERR_ARG;
-    return tkv_thresholds_candidates(t, model, layer, context, out, 1) ? TKV_OK : TKV_ERR_RANGE;
-}
-
-TKV_API tkv_status tkv_thresholds_transfer(tkv_thresholds *t, const char *from, const char *to,
-                                           float discount) {
+TKV_API tkv_status tkv_copy_thresholds(tkv_thresholds *t, const char *from, const char *to, float discount) {
     char model[2][TKV_MODEL_NAME]; /* copies: from and to may point into the array */
     tkv_threshold e;
     int i, pass, found, any = 0, fresh = 0;
@@ -210,14 +205,17 @@ TKV_API tkv_status tkv_thresholds_transfer(tkv_thresholds *t, const char *from, 
             else tkvi_threshold_put(t, &e); /* may shift entry i: it is met again, and found */
         }
         if (!any) return TKV_ERR_RANGE;
-        if (pass == 0 && fresh > t->room - t->n) return TKV_ERR_CAPACITY;
+        if (pass == 0 && fresh > t->capacity - t->n) return TKV_ERR_CAPACITY;
     }
     return TKV_OK;
 }
 
 /* >>printing */
+/* Takes all the bytes and returns 0; another number stops. */
+typedef int (*tkvi_write_bytes)(void *user, const char *bytes, size_t size);
+
 typedef struct tkvi_printer {
-    tkv_write_bytes write;
+    tkvi_write_bytes write;
     void *user;
     uint64_t sum;
     int failed;
@@ -230,8 +228,8 @@ static void tkvi_print_line(tkvi_printer *p, tkvi_text *t, const char *line) {
 }
 
 static void tkvi_append_number(tkvi_text *t, int n) {
-    if (n == TKV_NONE) tkvi_append_text(t, "none");
-    else if (n == TKV_ALL) tkvi_append_text(t, "all");
+    if (n == TKV_OFF) tkvi_append_text(t, "none");
+    else if (n == TKV_UNLIMITED || n == TKV_ALL_LAYERS) tkvi_append_text(t, "all");
     else tkvi_append_int(t, n);
 }
 
@@ -276,7 +274,7 @@ static void tkvi_append_threshold(tkvi_text *t, const tkv_threshold *e) {
     tkvi_append_text(t, "\n");
 }
 
-TKV_API tkv_status tkv_thresholds_save(const tkv_thresholds *t, tkv_write_bytes write, void *user) {
+static tkv_status tkvi_thresholds_write(const tkv_thresholds *t, tkvi_write_bytes write, void *user) {
     char line[TKVI_THRESHOLD_LINE];
     tkvi_printer p;
     tkvi_text at = tkvi_text_begin(line, sizeof line);
@@ -312,17 +310,19 @@ static int tkvi_sheet_write(void *user, const char *bytes, size_t size) {
     return 0;
 }
 
-TKV_API tkv_status tkv_thresholds_print(const tkv_thresholds *t, char *dst, size_t size, size_t *bytes) {
+TKV_API tkv_status tkv_print_thresholds(const tkv_thresholds *t, char *buf, size_t size, size_t *needed) {
     tkvi_sheet p;
     p.at = NULL;
     p.used = 0;
-    if (tkv_thresholds_save(t, tkvi_sheet_write, &p)) return TKV_ERR_ARG;
-    if (bytes) *bytes = p.used;
-    if (!dst) return TKV_OK;
-    if (size < p.used) return TKV_ERR_ARG;
-    p.at = dst;
+    if (!buf && !needed) return TKV_ERR_ARG;
+    if (tkvi_thresholds_write(t, tkvi_sheet_write, &p)) return TKV_ERR_ARG;
+    if (needed) *needed = p.used + 1;
+    if (!buf) return TKV_OK;
+    if (size < p.used + 1) return TKV_ERR_CAPACITY;
+    buf[p.used] = 0;
+    p.at = buf;
     p.used = 0;
-    return tkv_thresholds_save(t, tkvi_sheet_write, &p);
+    return tkvi_thresholds_write(t, tkvi_sheet_write, &p);
 }
 
 /* >>reading. Functions return 0 for a field that differs from its printed form. */
@@ -351,8 +351,8 @@ static int tkvi_scan_digits(const char *s, int high) {
 static int tkvi_scan_number(tkvi_scan *s, const tkvi_threshold_number *d, int *x) {
     char word[16];
     if (!tkvi_scan_field(s, ' ', word, sizeof word)) return 0;
-    if (strcmp(word, "none") == 0) *x = TKV_NONE;
-    else if (strcmp(word, "all") == 0) *x = TKV_ALL;
+    if (strcmp(word, "none") == 0) *x = d->none;
+    else if (strcmp(word, "all") == 0) *x = d->all;
     else if ((*x = tkvi_scan_digits(word, d->high)) < 0) return 0;
     return tkvi_number_valid(d, *x);
 }
@@ -360,7 +360,7 @@ static int tkvi_scan_number(tkvi_scan *s, const tkvi_threshold_number *d, int *x
 static int tkvi_scan_format(tkvi_scan *s, tkv_side side, tkv_format *f) {
     char word[32];
     if (!tkvi_scan_field(s, ' ', word, sizeof word)) return 0;
-    *f = tkv_format_from_name(word);
+    *f = tkvi_format_from_name(word);
     return *f == TKV_FORMAT_DEFAULT ? strcmp(word, "default") == 0 : tkvi_store_format_valid(*f, side);
 }
 
@@ -442,52 +442,26 @@ static tkv_status tkvi_thresholds_scan(const char *src, size_t size, tkv_thresho
     return TKV_OK;
 }
 
-TKV_API tkv_status tkv_thresholds_parse(tkv_thresholds *t, const char *src, size_t size, char *reason,
+TKV_API tkv_status tkv_parse_thresholds(tkv_thresholds *t, const char *src, size_t size, char *reason,
                                         size_t reason_size) {
     tkvi_text why = tkvi_text_begin(reason, reason ? reason_size : 0);
     tkv_status st;
     int n;
-    if (!t || t->room < 0 || (t->room > 0 && !t->entry) || (!src && size)) {
+    if (!t || t->capacity < 0 || (t->capacity > 0 && !t->entry) || (!src && size)) {
         tkvi_append_text(&why, "the store or the text is missing");
         return TKV_ERR_ARG;
     }
     st = tkvi_thresholds_scan(size ? src : "", size, NULL, &n, &why);
     if (st) return st;
-    if (n > t->room) {
+    if (n > t->capacity) {
         tkvi_append_text(&why, "the text has ");
         tkvi_append_int(&why, n);
         tkvi_append_text(&why, " entries, the store has room for ");
-        tkvi_append_int(&why, t->room);
+        tkvi_append_int(&why, t->capacity);
         return TKV_ERR_CAPACITY;
     }
     (void)tkvi_thresholds_scan(src, size, t->entry, &t->n, &why); /* checked above: it cannot fail */
     return TKV_OK;
-}
-
-TKV_API tkv_status tkv_thresholds_load(tkv_thresholds *t, tkv_read_bytes read, void *user, char *work,
-                                       size_t size, char *reason, size_t reason_size) {
-    tkvi_text why = tkvi_text_begin(reason, reason ? reason_size : 0);
-    size_t used = 0;
-    if (!read || !work) {
-        tkvi_append_text(&why, "the function that reads or its work space is missing");
-        return TKV_ERR_ARG;
-    }
-    for (;;) {
-        char more;
-        const int full = used == size; /* asks for one more byte */
-        const ptrdiff_t got = full ? read(user, &more, 1) : read(user, work + used, size - used);
-        if (got == 0) break;
-        if (got < 0 || (size_t)got > (full ? 1u : size - used)) {
-            tkvi_append_text(&why, "the function that reads has failed");
-            return TKV_ERR_DATA;
-        }
-        if (full) {
-            tkvi_append_text(&why, "the text is longer than the work space");
-            return TKV_ERR_CAPACITY;
-        }
-        used += (size_t)got;
-    }
-    return tkv_thresholds_parse(t, work, used, reason, reason_size);
 }
 
 #endif /* TKVI_LEARN_THRESHOLDS_H */

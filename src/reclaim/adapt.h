@@ -1,5 +1,5 @@
 /*
- * reclaim/adapt.h - applies quality feedback to a cache (tkv_adapt).
+ * reclaim/adapt.h - applies quality feedback to a cache (tkv_adapt_plan).
  *
  *     quality scores -> advice (learn/feedback.h) -> hot_tokens and the level of the cache (reclaim/budget.h)
  */
@@ -17,7 +17,7 @@ static int tkvi_hot_tokens(const tkv_cache *kv) {
     for (away = 0; away < n; away++)
         for (side = -1; side <= 1; side += 2) {
             const int level = kv->tables.level + side * away;
-            for (layer = 0; layer < kv->tables.cfg.n_layers && level >= 0 && level < n; layer++) {
+            for (layer = 0; layer < kv->tables.cfg.model.n_layers && level >= 0 && level < n; layer++) {
                 const int hot = tkvi_rules_of(&kv->tables, layer)[level].hot;
                 if (kv->tables.plan[layer].stored == layer && hot != TKVI_FOREVER) return hot;
             }
@@ -25,21 +25,21 @@ static int tkvi_hot_tokens(const tkv_cache *kv) {
     return 0;
 }
 
-/* The level after a step of -1, 0 or 1, within cfg.policy. Under a budget it does not change: there memory pressure
- * decides the level. */
+/* The level after a step of -1, 0 or 1, within cfg.budget.pressure. Under a budget it does not change: there
+ * memory pressure decides the level. */
 static int tkvi_level_after_step(const tkv_cache *kv, int step) {
-    const tkv_policy_config *p = &kv->policy.cfg;
+    const tkv_pressure_config *p = &kv->policy.cfg;
     const int level = kv->tables.level + step;
     return tkvi_has_budget(kv) || level < p->min_level || level > p->max_level ? kv->tables.level : level;
 }
 
-TKV_API tkv_status tkv_adapt(tkv_cache *kv, tkv_feedback *f, tkv_advice *out) {
+TKV_API tkv_status tkv_adapt_plan(tkv_cache *kv, tkv_feedback *f, tkv_advice *out) {
     tkv_advice a;
     int hot;
     tkv_status st;
     if (!kv) return TKV_ERR_ARG;
     hot = tkvi_hot_tokens(kv);
-    st = tkv_feedback_advise(f, hot, kv->tables.level, &a);
+    st = tkv_get_advice(f, hot, kv->tables.level, &a);
     if (st) return tkvi_fail(kv, st, "the feedback is missing", 0, NULL);
     if (hot && a.hot_tokens != hot && !(kv->pool.keep_all && !tkvi_has_budget(kv)))
         st = tkv_set_hot_tokens(kv, a.hot_tokens);

@@ -7,8 +7,8 @@
  *                                      warm_tokens
  *
  * The age of a block is the number of tokens after it. Ageing runs at the start of an append or of a step, before
- * new tokens are stored, and in tkv_flush. So the tokens of a chunk are still exact when the chunk is attended to.
- * Ageing recodes whole blocks; only a flush may include the unfinished one.
+ * new tokens are stored, and in tkv_seq_flush. So the tokens of a chunk are still exact when the chunk is attended
+ * to. Ageing recodes whole blocks; only a flush may include the unfinished one.
  */
 #ifndef TKVI_RECLAIM_AGE_H
 #define TKVI_RECLAIM_AGE_H
@@ -20,12 +20,12 @@
  * hot. */
 static tkv_tier tkvi_tier_due(const tkvi_tier_spec *r, int hot, int end, int len) {
     int64_t age = (int64_t)len - end;
-    if (age < hot) return TKV_HOT;
-    return age < (int64_t)hot + r->warm ? TKV_WARM : TKV_ARCHIVE;
+    if (age < hot) return TKV_TIER_HOT;
+    return age < (int64_t)hot + r->warm ? TKV_TIER_WARM : TKV_TIER_ARCHIVE;
 }
 
 /* With a budget blocks are recoded when bytes are needed (reclaim/budget.h), without one when they are old. */
-static int tkvi_has_budget(const tkv_cache *kv) { return kv->tables.cfg.budget_bytes != 0; }
+static int tkvi_has_budget(const tkv_cache *kv) { return kv->tables.cfg.budget.bytes != 0; }
 
 /* The age in tokens at which ageing takes a layer's blocks from the hot tier. With a budget: never. */
 static int tkvi_hot_age(const tkv_cache *kv, int layer) {
@@ -64,12 +64,12 @@ static int tkvi_values_of(const tkvi_side *side, const tkvi_simd_ops *help, cons
 static void tkvi_encode_record(const tkv_cache *kv, int layer, int head, const tkvi_record *r, int start,
                                int n, uint8_t *dst) {
     const tkv_config *cfg = &kv->tables.cfg;
-    const float *k = kv->recode, *v = k + tkvi_round_up(cfg->head_dim, 16) * TKVI_BLOCK;
+    const float *k = kv->recode, *v = k + tkvi_round_up(cfg->model.head_dim, 16) * TKVI_BLOCK;
     tkvi_side to_k = r->k;
     to_k.feedback = tkvi_feedback_of(kv, layer, head);
     to_k.start = start;
-    tkvi_encode_side(&to_k, kv->kernels->helpers, k, (size_t)cfg->head_dim, n, dst);
-    tkvi_encode_side(&r->v, kv->kernels->helpers, v, (size_t)cfg->v_head_dim, n, dst + r->v_at);
+    tkvi_encode_side(&to_k, kv->kernels->helpers, k, (size_t)cfg->model.head_dim, n, dst);
+    tkvi_encode_side(&r->v, kv->kernels->helpers, v, (size_t)cfg->model.v_head_dim, n, dst + r->v_at);
 }
 
 /* Recodes all heads of a block from slot src to slot dst (a tkvi_rewrite). ctx: a tkvi_recoding. */
@@ -77,10 +77,10 @@ static void tkvi_recode(void *ctx, const uint8_t *src, uint8_t *dst) {
     const tkvi_recoding *r = (const tkvi_recoding *)ctx;
     const tkv_config *cfg = &r->kv->tables.cfg;
     const tkvi_simd_ops *help = r->kv->kernels->helpers;
-    float *k = r->kv->recode, *v = k + tkvi_round_up(cfg->head_dim, 16) * TKVI_BLOCK;
-    size_t dk = (size_t)cfg->head_dim, dv = (size_t)cfg->v_head_dim;
+    float *k = r->kv->recode, *v = k + tkvi_round_up(cfg->model.head_dim, 16) * TKVI_BLOCK;
+    size_t dk = (size_t)cfg->model.head_dim, dv = (size_t)cfg->model.v_head_dim;
     int h, n;
-    for (h = 0; h < cfg->n_kv_heads; h++) {
+    for (h = 0; h < cfg->model.n_kv_heads; h++) {
         const tkvi_record *a = &r->from->record[h], *b = &r->to->record[h];
         n = tkvi_values_of(&a->k, help, src + a->at, r->there, k, dk);
         (void)tkvi_values_of(&a->v, help, src + a->at + a->v_at, r->there, v, dv);
@@ -212,16 +212,17 @@ static void tkvi_age(tkv_cache *kv, int seq, int layer, int hot, int partial, tk
         int is_warm = i < now.sinks + now.archive + now.warm, end = tkvi_block_end(kv, &now, ids, i);
         int whole = i + 1 < now.n || end - tkvi_block_start(kv, ids, i) == TKVI_BLOCK;
         tkv_tier due = tkvi_tier_due(&p->now, hot, end, len);
-        while (tkvi_must_wait_for_table(kv, layer, due)) due = due == TKV_ARCHIVE ? TKV_WARM : TKV_HOT;
-        if (due == TKV_HOT || (!whole && !partial)) break;
-        if (is_warm && due == TKV_WARM) {
+        while (tkvi_must_wait_for_table(kv, layer, due))
+            due = due == TKV_TIER_ARCHIVE ? TKV_TIER_WARM : TKV_TIER_HOT;
+        if (due == TKV_TIER_HOT || (!whole && !partial)) break;
+        if (is_warm && due == TKV_TIER_WARM) {
             i = now.sinks + now.archive + now.warm - 1; /* the younger warm blocks stay as well */
             continue;
         }
         tkvi_demote(kv, seq, layer, i + (dry_run ? gone : 0), tkvi_coding_of(&kv->tables, layer, due),
                     dry_run);
         if (is_warm) now.warm--;
-        if (due == TKV_ARCHIVE) now.archive++;
+        if (due == TKV_TIER_ARCHIVE) now.archive++;
         else now.warm++;
     }
     if (!dry_run) *list = now;

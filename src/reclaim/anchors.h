@@ -96,7 +96,7 @@ static void tkvi_add_anchor(tkv_cache *kv, const uint32_t *ids, int i, int t, in
     const uint8_t *src = tkvi_block_bytes(&kv->pool, from);
     float row[TKV_MAX_HEAD_DIM];
     int h;
-    for (h = 0; h < cfg->n_kv_heads; h++) {
+    for (h = 0; h < cfg->model.n_kv_heads; h++) {
         const tkvi_record *r = &a->record[h], *s = &b->record[h];
         tkvi_values(&s->k, help, src + s->at, t, 1, row, 0);
         r->k.format->side[r->k.which].put(&r->k, help, row, slot, dst + r->at);
@@ -127,7 +127,7 @@ static void tkvi_choose_anchors(tkv_cache *kv, int seq, int layer, int i) {
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
     const tkvi_plan *p = &kv->tables.plan[layer];
-    const int first = p->sink, last = p->sink + kv->tables.cfg.n_anchors;
+    const int first = p->sink, last = p->sink + kv->tables.cfg.tiers.n_anchors;
     tkvi_block *sinks = &kv->pool.block[ids[0]], *b = &kv->pool.block[ids[i]];
     float a[TKVI_BLOCK], mine[TKVI_BLOCK];
     uint64_t there;

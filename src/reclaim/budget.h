@@ -57,7 +57,8 @@ static int tkvi_tail_free_slots(const tkv_cache *kv, const tkvi_plan *p, const t
                                 const uint32_t *ids) {
     int last = list->n - 1, room;
     if (last < 0) return 0;
-    if (last >= list->sinks && tkvi_tier_at(list, last) != TKV_HOT) return 0; /* flushed before it was full */
+    if (last >= list->sinks && tkvi_tier_at(list, last) != TKV_TIER_HOT)
+        return 0;                                   /* flushed before it was full */
     if (kv->pool.block[ids[last]].packed) return 0; /* the blocks after it were cut off */
     room = last < list->sinks ? p->sink : TKVI_BLOCK;
     return tkvi_max(0, room - (list->len - tkvi_block_start(kv, ids, last)));
@@ -83,10 +84,10 @@ static int tkvi_list_entries(const tkv_cache *kv, int seq, int layer, int n) {
 /* Entries of the longest list that a row of a memory request needs. layer < 0: of all layers. on_dry_run: 1 leaves
  * out the blocks that the forecast frees (tkvi_list.left). */
 static int tkvi_row_entries(const tkv_cache *kv, const tkv_rows *row, int layer, int on_dry_run) {
-    const int to = layer < 0 ? tkv_seq_len(kv, row->seq) + row->n : 0;
+    const int to = layer < 0 ? tkv_get_length(kv, row->seq, TKV_ALL_LAYERS) + row->n : 0;
     int l, want = 0;
     if (row->n == 0) return 0;
-    for (l = tkvi_max(layer, 0); l <= (layer < 0 ? kv->tables.cfg.n_layers - 1 : layer); l++) {
+    for (l = tkvi_max(layer, 0); l <= (layer < 0 ? kv->tables.cfg.model.n_layers - 1 : layer); l++) {
         const tkvi_list *list = tkvi_list_of(kv, row->seq, l);
         const int more = layer < 0 ? to - list->len : row->n, gone = on_dry_run ? list->n - list->left : 0;
         if (kv->tables.plan[l].stored == l && more > 0)
@@ -104,7 +105,7 @@ static size_t tkvi_index_growth(const tkv_cache *kv, int64_t blocks, int on_dry_
     for (i = 0; i < o->n_rows; i++) {
         const int want = tkvi_row_entries(kv, &o->rows[i], o->layer, on_dry_run);
         bytes += tkvi_growth(kv->seq[o->rows[i].seq].cap, want, sizeof(uint32_t)) *
-                 (size_t)kv->tables.cfg.n_layers;
+                 (size_t)kv->tables.cfg.model.n_layers;
         most = tkvi_max(most, want);
     }
     return bytes + tkvi_growth(kv->choice_cap, most, tkvi_choice_entry(&kv->tables.cfg));
@@ -193,19 +194,19 @@ static const tkvi_coding *tkvi_coding_at(const tkv_cache *kv, const tkvi_stale *
 /* 1 if any sequence has an open step. */
 static int tkvi_any_step(const tkv_cache *kv) {
     int seq, any = 0;
-    for (seq = 0; seq < kv->tables.cfg.max_seqs; seq++) any |= kv->seq[seq].in_step;
+    for (seq = 0; seq < kv->tables.cfg.limits.max_seqs; seq++) any |= kv->seq[seq].in_step;
     return any;
 }
 
-/* The tier that rule r demands for a block of a list; TKV_HOT: it must stay as it is. start, end: its positions.
+/* The tier that rule r demands for a block of a list; TKV_TIER_HOT: it must stay as it is. start, end: its positions.
  * last: 1 for the last block. tables: 1 if missing tables can be learned now; else blocks wait for them. */
 static tkv_tier tkvi_due_from(const tkv_cache *kv, int seq, int layer, int start, int end, int last,
                               const tkvi_tier_spec *r, int tables) {
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
     tkv_tier due = tkvi_tier_due(r, r->hot, end, kv->seq[seq].in_step ? list->step_len : list->len);
-    if (end > list->chunk || (last && end - start < TKVI_BLOCK)) return TKV_HOT;
+    if (end > list->chunk || (last && end - start < TKVI_BLOCK)) return TKV_TIER_HOT;
     while (r->shared[due] && kv->tables.current[layer] < 0 && !tables)
-        due = due == TKV_ARCHIVE ? TKV_WARM : TKV_HOT;
+        due = due == TKV_TIER_ARCHIVE ? TKV_TIER_WARM : TKV_TIER_HOT;
     return due;
 }
 
@@ -222,11 +223,11 @@ static tkv_tier tkvi_due(const tkv_cache *kv, int seq, int layer, int i, const t
  * is a range of consecutive blocks, so only counts change. */
 static void tkvi_count_recoded(tkvi_list *list, int i, tkv_tier due) {
     if (i >= list->sinks + list->archive + list->warm) list->warm++;
-    if (due == TKV_ARCHIVE && i >= list->sinks + list->archive) {
+    if (due == TKV_TIER_ARCHIVE && i >= list->sinks + list->archive) {
         list->warm--;
         list->archive++;
     }
-    if (due == TKV_ARCHIVE) list->tightest++;
+    if (due == TKV_TIER_ARCHIVE) list->tightest++;
     list->tight = tkvi_max(list->tight, i + 1 - list->sinks);
 }
 
@@ -238,13 +239,13 @@ static int tkvi_stale_in(tkv_cache *kv, int seq, int layer, int tables, tkvi_sta
     const tkvi_tier_spec *r = &kv->tables.plan[layer].now;
     for (;;) {
         int i = list->sinks + list->tightest;
-        tkv_tier due = i < list->n ? tkvi_due(kv, seq, layer, i, r, tables) : TKV_HOT;
+        tkv_tier due = i < list->n ? tkvi_due(kv, seq, layer, i, r, tables) : TKV_TIER_HOT;
         const tkvi_block *b;
-        if (due != TKV_ARCHIVE) {
+        if (due != TKV_TIER_ARCHIVE) {
             i = list->sinks + list->tight;
-            due = i < list->n ? tkvi_due(kv, seq, layer, i, r, tables) : TKV_HOT;
+            due = i < list->n ? tkvi_due(kv, seq, layer, i, r, tables) : TKV_TIER_HOT;
         }
-        if (due == TKV_HOT) return 0;
+        if (due == TKV_TIER_HOT) return 0;
         b = &kv->pool.block[ids[i]];
         s->coding = tkvi_coding_of(&kv->tables, layer, due);
         if (b->refs == 1 && !tkvi_is_offloaded(b) && tkvi_is_smaller(kv, b->coding, s->coding)) {
@@ -271,8 +272,8 @@ static int tkvi_has_slot(const tkv_cache *kv, int coding, tkvi_where where) {
  * includes blocks that wait for a table, as one can be learned from the present blocks. */
 static int tkvi_next_stale(tkv_cache *kv, tkvi_where where, int early, tkvi_stale *oldest) {
     int seq, layer, found = 0, most = -1, tables = early && !tkvi_any_step(kv);
-    for (seq = 0; seq < kv->tables.cfg.max_seqs; seq++)
-        for (layer = 0; layer < kv->tables.cfg.n_layers; layer++) {
+    for (seq = 0; seq < kv->tables.cfg.limits.max_seqs; seq++)
+        for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++) {
             const tkvi_list *list = tkvi_list_of(kv, seq, layer);
             tkvi_stale s;
             int age;
@@ -291,8 +292,8 @@ static tkv_status tkvi_over_budget(tkv_cache *kv, size_t bytes) {
     tkv_status st = tkvi_fail(kv, TKV_ERR_BUDGET, "the tightest level would need", (int64_t)bytes,
                               " bytes, more than the budget; reset a sequence or raise it");
     if (kv->store_failed)
-        st =
-            tkvi_fail(kv, TKV_ERR_BUDGET, "cfg.spill.store failed, and without it there is no room", 0, NULL);
+        st = tkvi_fail(kv, TKV_ERR_BUDGET, "cfg.offload.write failed, and without it there is no room", 0,
+                       NULL);
     kv->refused++;
     tkvi_emit_event(kv, TKV_EVENT_BUDGET, -1, -1, -1, bytes, kv->error);
     return st;
@@ -303,8 +304,8 @@ static tkv_status tkvi_over_budget(tkv_cache *kv, size_t bytes) {
 static int tkvi_offload_oldest(tkv_cache *kv) {
     int seq, layer, most = -1, of_seq = 0, of_layer = 0;
     if (!tkvi_can_store(kv)) return 0;
-    for (seq = 0; seq < kv->tables.cfg.max_seqs; seq++)
-        for (layer = 0; layer < kv->tables.cfg.n_layers; layer++) {
+    for (seq = 0; seq < kv->tables.cfg.limits.max_seqs; seq++)
+        for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++) {
             const int i = tkvi_next_to_offload(kv, seq, layer);
             int age;
             if (i < 0) continue;
@@ -322,16 +323,16 @@ static int tkvi_offload_oldest(tkv_cache *kv) {
 static void tkvi_end_reservations(tkv_cache *kv) {
     const size_t n = (size_t)kv->tables.n_classes;
     int seq;
-    memset(kv->promised, 0, (size_t)kv->tables.cfg.max_seqs * n * sizeof *kv->promised);
+    memset(kv->promised, 0, (size_t)kv->tables.cfg.limits.max_seqs * n * sizeof *kv->promised);
     memset(kv->pool.promised, 0, n * sizeof *kv->pool.promised);
-    for (seq = 0; seq < kv->tables.cfg.max_seqs; seq++) kv->seq[seq].reserved_len = 0;
+    for (seq = 0; seq < kv->tables.cfg.limits.max_seqs; seq++) kv->seq[seq].reserved_len = 0;
     tkvi_trim(&kv->pool);
 }
 
 /* Applies the plans of a level to all layers, also if the plans of the present level changed. All blocks then count
  * as not yet recoded. */
 static void tkvi_take_plans(tkv_cache *kv, int level) {
-    size_t i, lists = (size_t)kv->tables.cfg.max_seqs * (size_t)kv->tables.cfg.n_layers;
+    size_t i, lists = (size_t)kv->tables.cfg.limits.max_seqs * (size_t)kv->tables.cfg.model.n_layers;
     tkvi_take_level(&kv->tables, level);
     if (!tkvi_has_budget(kv)) tkvi_end_reservations(kv);
     for (i = 0; i < lists; i++) kv->list[i].tight = kv->list[i].tightest = 0;
@@ -367,7 +368,7 @@ static tkvi_spared tkvi_spared_by(const tkv_cache *kv, int seq, const tkvi_tier_
     memset(&s, 0, sizeof s);
     s.outside = !(reclaim_stages & TKVI_EVICT_ALL);
     if (reclaim_stages & TKVI_OUT) s.rule = rule;
-    if (reclaim_stages & TKVI_OUT && kv->tables.cfg.remat && tkvi_is_idle(kv, seq))
+    if (reclaim_stages & TKVI_OUT && kv->tables.cfg.budget.discard && tkvi_is_idle(kv, seq))
         s.vacant = tkvi_discardable_to(kv, seq, level);
     return s;
 }
@@ -375,9 +376,9 @@ static tkvi_spared tkvi_spared_by(const tkv_cache *kv, int seq, const tkvi_tier_
 /* 1 if the policy chooses the same victims whether or not blocks are recoded or offloaded before. Only then a dry
  * run can choose them. */
 static int tkvi_has_floor(const tkv_cache *kv) {
-    const tkv_evict_kind kind = kv->tables.cfg.evict.kind;
-    return kind && kind != TKV_EVICT_USER && !(tkv_evict_needs(kind) & TKV_EVICT_NEEDS_KEYS) &&
-           (!(tkv_evict_needs(kind) & TKV_EVICT_NEEDS_NORMS) || tkvi_keeps_norms(kv));
+    const tkv_evict_policy kind = kv->tables.cfg.evict.policy;
+    return kind && kind != TKV_EVICT_USER && !(tkvi_evict_needs(kind) & TKVI_NEEDS_KEYS) &&
+           (!(tkvi_evict_needs(kind) & TKVI_NEEDS_NORMS) || tkvi_keeps_norms(kv));
 }
 
 /* The floor of a list: the number of tokens that TKVI_FLOOR leaves. They are those that stay in any case, and
@@ -451,8 +452,8 @@ static int tkvi_dry_run_floor(tkv_cache *kv, int seq, int layer, const tkvi_spar
         mine->away = !mine->stays && tkvi_has_no_slot(kv, seq, layer, i, spared);
         if (r && i >= list->sinks && !mine->stays && !mine->away) {
             const tkv_tier due = tkvi_due(kv, seq, layer, i, r, tables);
-            if (due != TKV_HOT) mine->tier = due;
-            if (due != TKV_HOT && tkvi_is_smaller(kv, b->coding, r->coding[due]))
+            if (due != TKV_TIER_HOT) mine->tier = due;
+            if (due != TKV_TIER_HOT && tkvi_is_smaller(kv, b->coding, r->coding[due]))
                 mine->coding = r->coding[due];
         }
         if (i + 1 < list->n && mine->tokens == 0 && !mine->stays && !(n > 0 && mine[-1].stays)) continue;
@@ -479,8 +480,8 @@ static int tkvi_dry_run_sinks(const tkv_cache *kv, int seq, int layer, const tkv
 /* tkvi_discardable_to for the case that all layers are at their floor. */
 static int tkvi_dry_run_discardable_to(tkv_cache *kv, int seq, int level, const tkvi_spared *spared) {
     int layer, i, n, to = TKVI_FOREVER;
-    if (!kv->tables.cfg.remat || !tkvi_is_idle(kv, seq)) return 0;
-    for (layer = 0; layer < kv->tables.cfg.n_layers; layer++) {
+    if (!kv->tables.cfg.budget.discard || !tkvi_is_idle(kv, seq)) return 0;
+    for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++) {
         const int len = tkvi_list_of(kv, seq, layer)->len;
         const tkvi_tier_spec *r = &tkvi_rules_of(&kv->tables, layer)[level];
         tkvi_planned_block *dry_run;
@@ -521,7 +522,8 @@ static void tkvi_add_floor(tkv_cache *kv, int seq, int layer, int level, int rec
         if (first && reclaim_stages & TKVI_OUT && i >= sinks && !b->away) { /* now the other stages */
             const tkv_tier due =
                 tkvi_due_from(kv, seq, layer, b->start, end, i + 1 == list->left, r, !tkvi_any_step(kv));
-            if (due != TKV_HOT && tkvi_is_smaller(kv, b->coding, r->coding[due])) b->coding = r->coding[due];
+            if (due != TKV_TIER_HOT && tkvi_is_smaller(kv, b->coding, r->coding[due]))
+                b->coding = r->coding[due];
             b->away = end <= vacant ||
                       (tkvi_can_store(kv) && i + 2 < list->left && tkvi_is_old(kv, seq, layer, end, r));
         }
@@ -543,8 +545,9 @@ static tkv_tier tkvi_tier_after_recoding(const tkv_cache *kv, int seq, int layer
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const tkvi_block *b = &kv->pool.block[tkvi_ids(kv, seq, layer)[i]];
     const tkv_tier due = tkvi_due(kv, seq, layer, i, r, !tkvi_any_step(kv));
-    *coding = due != TKV_HOT && tkvi_is_smaller(kv, b->coding, r->coding[due]) ? r->coding[due] : b->coding;
-    return due != TKV_HOT ? due : tkvi_tier_at(list, i);
+    *coding =
+        due != TKV_TIER_HOT && tkvi_is_smaller(kv, b->coding, r->coding[due]) ? r->coding[due] : b->coding;
+    return due != TKV_TIER_HOT ? due : tkvi_tier_at(list, i);
 }
 
 /* Computes these bounds for a list. They are 0 in an open step, or if a block has several holders.
@@ -558,10 +561,11 @@ static tkvi_evict_bound tkvi_bound_eviction(const tkv_cache *kv, int seq, int la
                                             const tkvi_spared *spared) {
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
-    const int in_order = tkvi_evict_row_of(kv->tables.cfg.evict.kind)->in_order && !kv->tables.cfg.n_anchors;
+    const int in_order =
+        tkvi_evict_row_of(kv->tables.cfg.evict.policy)->in_order && !kv->tables.cfg.tiers.n_anchors;
     int i, stay, stretches = 1 + list->len / 32768, shared = 0, key = -1, out = 0, tokens_out = 0, tokens = 0;
     tkvi_evict_bound go = {0, 0, 0};
-    tkv_tier was = TKV_HOT;
+    tkv_tier was = TKV_TIER_HOT;
     if (kv->seq[seq].in_step || list->n == 0) return go;
     stay = tkvi_n_staying(kv, seq, layer, spared);
     for (i = 0; i < list->n; i++) {
@@ -661,8 +665,8 @@ static tkvi_forecast tkvi_at_level(tkv_cache *kv, int level, int reclaim_stages)
     int seq, layer, c, n = 0;
     o.on_dry_run = 1;
     memset(mixed, 0, (size_t)kv->tables.n_classes * sizeof *mixed);
-    for (seq = 0; seq < kv->tables.cfg.max_seqs; seq++)
-        for (layer = 0; layer < kv->tables.cfg.n_layers; layer++)
+    for (seq = 0; seq < kv->tables.cfg.limits.max_seqs; seq++)
+        for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++)
             if (reclaim_stages & TKVI_FLOOR && !kv->seq[seq].in_step && tkvi_list_of(kv, seq, layer)->n)
                 tkvi_add_floor(kv, seq, layer, level, reclaim_stages, &o);
             else tkvi_add_list_at(kv, seq, layer, level, reclaim_stages, &o);
@@ -692,17 +696,17 @@ static int tkvi_floor_fits(tkv_cache *kv, int share, size_t budget, size_t *byte
     int i, fits = 0;
     for (i = 0; i < 2 * n && !fits; i++) {
         /* recoding before the eviction makes anchors, which are not known yet */
-        if (kv->tables.cfg.n_anchors && !(ways[i % n] & TKVI_FIRST)) continue;
+        if (kv->tables.cfg.tiers.n_anchors && !(ways[i % n] & TKVI_FIRST)) continue;
         fits = tkvi_stages_fit(kv, TKVI_EVICT | TKVI_FLOOR | ways[i % n] | (i < n ? 0 : TKVI_EVICT_ALL),
                                share, budget, bytes);
     }
     return fits;
 }
 
-/* 1 if the memory request fits into the budget: as things are, at a level that cfg.policy allows, or at the last
- * level after more reclaim stages, in their order. It tries every level, because the last one need not take the
- * fewest bytes: more block sizes leave more pages that are not full. Sets kv->reclaim_stages. *bytes: the fewest
- * bytes found. */
+/* 1 if the memory request fits into the budget: as things are, at a level that cfg.budget.pressure allows, or at
+ * the last level after more reclaim stages, in their order. It tries every level, because the last one need not
+ * take the fewest bytes: more block sizes leave more pages that are not full. Sets kv->reclaim_stages. *bytes: the
+ * fewest bytes found. */
 static int tkvi_still_fits(tkv_cache *kv, size_t budget, size_t *bytes) {
     const tkv_config *cfg = &kv->tables.cfg;
     int level, share;
@@ -714,8 +718,9 @@ static int tkvi_still_fits(tkv_cache *kv, size_t budget, size_t *bytes) {
         *bytes = then < *bytes ? then : *bytes;
     }
     if (*bytes <= budget) return 1;
-    if ((tkvi_can_store(kv) || cfg->remat) && tkvi_stages_fit(kv, TKVI_OUT, 0, budget, bytes)) return 1;
-    if (!cfg->evict.kind) return 0;
+    if ((tkvi_can_store(kv) || cfg->budget.discard) && tkvi_stages_fit(kv, TKVI_OUT, 0, budget, bytes))
+        return 1;
+    if (!cfg->evict.policy) return 0;
     if (tkvi_stages_fit(kv, TKVI_OUT | TKVI_EVICT, 0, budget, bytes)) return 1;
     if (tkvi_stages_fit(kv, TKVI_OUT | TKVI_EVICT | TKVI_EVICT_ALL, 0, budget, bytes)) return 1;
     if (!tkvi_has_floor(kv) || !tkvi_floor_fits(kv, 0, budget, bytes)) return 0;
@@ -765,7 +770,7 @@ static size_t tkvi_recode_oldest(tkv_cache *kv, size_t within, int early) {
  * leave memory for the blocks that all layers of a sequence open at the same token. Level 0 recodes nothing:
  * (size_t)-1. */
 static size_t tkvi_soft_limit(const tkv_cache *kv, int level) {
-    const size_t budget = kv->tables.cfg.budget_bytes,
+    const size_t budget = kv->tables.cfg.budget.bytes,
                  bytes_per_block = kv->bytes_per_block + kv->bytes_per_block / 4;
     size_t soft;
     if (level == 0) return (size_t)-1;
@@ -781,30 +786,30 @@ static int tkvi_is_pressed(const tkv_cache *kv, int tenths) {
     return kv->tables.level > 0 && tkvi_in_use(kv) > (tenths < 10 ? soft / 10 * (size_t)tenths : soft);
 }
 
-/* Recodes the oldest stale block if it is time: memory is short (pressed), or the level is cfg.policy.min_level and
- * not 0. At that level stale blocks are recoded even if memory is free. Only pressure learns a table from few
- * tokens; else blocks wait for their table. Returns the bytes freed. */
+/* Recodes the oldest stale block if it is time: memory is short (pressed), or the level is
+ * cfg.budget.pressure.min_level and not 0. At that level stale blocks are recoded even if memory is free. Only
+ * pressure learns a table from few tokens; else blocks wait for their table. Returns the bytes freed. */
 static size_t tkvi_recode_if_due(tkv_cache *kv, int pressed) {
     const int level = kv->tables.level;
     if (!pressed && (level == 0 || level != kv->policy.cfg.min_level)) return 0;
-    return tkvi_recode_oldest(kv, kv->tables.cfg.budget_bytes, pressed);
+    return tkvi_recode_oldest(kv, kv->tables.cfg.budget.bytes, pressed);
 }
 
 /* Number of stale blocks at the present level: those in RAM with one holder. Without pressure,
- * cfg.policy.min_level does not count blocks that wait for a table: no work of now would recode them. */
+ * cfg.budget.pressure.min_level does not count blocks that wait for a table: no work of now would recode them. */
 static uint64_t tkvi_pending(const tkv_cache *kv) {
     uint64_t n = 0;
     const int waits_for_tables = kv->tables.level == kv->policy.cfg.min_level && !tkvi_is_pressed(kv, 10);
     const int tables = !tkvi_any_step(kv) && !waits_for_tables;
     int seq, layer, i;
-    for (seq = 0; seq < kv->tables.cfg.max_seqs; seq++)
-        for (layer = 0; layer < kv->tables.cfg.n_layers; layer++) {
+    for (seq = 0; seq < kv->tables.cfg.limits.max_seqs; seq++)
+        for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++) {
             const tkvi_list *list = tkvi_list_of(kv, seq, layer);
             const uint32_t *ids = tkvi_ids(kv, seq, layer);
             for (i = list->sinks + list->tightest; i < list->n; i++) {
                 tkv_tier due = tkvi_due(kv, seq, layer, i, &kv->tables.plan[layer].now, tables);
                 const tkvi_block *b = &kv->pool.block[ids[i]];
-                if (due == TKV_HOT) break;
+                if (due == TKV_TIER_HOT) break;
                 n += b->refs == 1 && !tkvi_is_offloaded(b) &&
                      tkvi_is_smaller(kv, b->coding, tkvi_coding_of(&kv->tables, layer, due));
             }
@@ -816,8 +821,8 @@ static uint64_t tkvi_pending(const tkv_cache *kv) {
  * blocks of each layer must fit as well. Else the next blocks could soon bring this level back. */
 static int tkvi_may_relax(tkv_cache *kv) {
     const int level = kv->tables.level;
-    const tkv_policy_config *p = &kv->policy.cfg;
-    const double budget = (double)kv->tables.cfg.budget_bytes;
+    const tkv_pressure_config *p = &kv->policy.cfg;
+    const double budget = (double)kv->tables.cfg.budget.bytes;
     tkvi_forecast looser;
     double bytes;
     if (tkvi_in_use(kv) >= kv->relax_at) return 0;
@@ -833,7 +838,7 @@ static int tkvi_may_relax(tkv_cache *kv) {
 /* 1 if a layer has not yet learned a table that some level uses. */
 static int tkvi_needs_tables(const tkv_cache *kv) {
     int i, lacks = 0;
-    for (i = 0; i < kv->tables.cfg.n_layers; i++)
+    for (i = 0; i < kv->tables.cfg.model.n_layers; i++)
         lacks |= kv->tables.plan[i].stored == i && tkvi_plan_learns(&kv->tables.plan[i]) &&
                  kv->tables.current[i] < 0;
     return lacks;
@@ -847,7 +852,7 @@ static void tkvi_learn_early(tkv_cache *kv) {
     if (tkvi_in_use(kv) + 2 * kv->bytes_per_block <
         tkvi_soft_limit(kv, kv->tables.level ? kv->tables.level : 1))
         return;
-    for (i = 0; i < kv->tables.cfg.n_layers; i++) {
+    for (i = 0; i < kv->tables.cfg.model.n_layers; i++) {
         const tkvi_plan *p = &kv->tables.plan[i];
         int8_t had;
         if (p->stored != i || !tkvi_plan_learns(p) || kv->tables.current[i] >= 0) continue;
@@ -856,11 +861,11 @@ static void tkvi_learn_early(tkv_cache *kv) {
 }
 
 /* Called with each append. Updates the average pressure and perhaps the level. If memory is short, or at
- * cfg.policy.min_level, blocks are recoded until they have freed 1.5 times the new bytes. So the work is spread
- * over the tokens. */
+ * cfg.budget.pressure.min_level, blocks are recoded until they have freed 1.5 times the new bytes. So the work is
+ * spread over the tokens. */
 static void tkvi_keep_pace(tkv_cache *kv, size_t new_bytes) {
-    const tkv_policy_config *p = &kv->policy.cfg;
-    const float own = (float)((double)tkvi_in_use(kv) / (double)kv->tables.cfg.budget_bytes);
+    const tkv_pressure_config *p = &kv->policy.cfg;
+    const float own = (float)((double)tkvi_in_use(kv) / (double)kv->tables.cfg.budget.bytes);
     float outside;
     int level = kv->tables.level, target;
     tkvi_stale s;
@@ -872,7 +877,7 @@ static void tkvi_keep_pace(tkv_cache *kv, size_t new_bytes) {
     level = kv->tables.level;
     kv->recode_backlog += (int64_t)(new_bytes + new_bytes / 2);
     if (kv->recode_backlog > 0 && level < p->max_level && !(tkvi_any_step(kv) && tkvi_needs_tables(kv)) &&
-        (target > level || tkvi_in_use(kv) + kv->bytes_per_block > kv->tables.cfg.budget_bytes) &&
+        (target > level || tkvi_in_use(kv) + kv->bytes_per_block > kv->tables.cfg.budget.bytes) &&
         !tkvi_next_stale(kv, TKVI_ANYWHERE, 1, &s))
         tkvi_go_to_level(kv, ++level);
     while (kv->recode_backlog > 0) {
@@ -888,12 +893,12 @@ static void tkvi_keep_pace(tkv_cache *kv, size_t new_bytes) {
 /* Evicts a batch of tokens, or with TKVI_FLOOR the next list (number *list) to its floor. 0: there is nothing left
  * to evict. */
 static int tkvi_evict_next(tkv_cache *kv, int *list) {
-    const int n = kv->tables.cfg.n_layers, all = (kv->reclaim_stages & TKVI_EVICT_ALL) != 0;
+    const int n = kv->tables.cfg.model.n_layers, all = (kv->reclaim_stages & TKVI_EVICT_ALL) != 0;
     int went = 0;
-    if (!kv->tables.cfg.evict.kind) return 0;
+    if (!kv->tables.cfg.evict.policy) return 0;
     if (!(kv->reclaim_stages & TKVI_FLOOR))
         return tkvi_evict_batch(kv, 0) || (all && tkvi_evict_batch(kv, 1));
-    for (; !went && *list < kv->tables.cfg.max_seqs * n; (*list)++)
+    for (; !went && *list < kv->tables.cfg.limits.max_seqs * n; (*list)++)
         went = tkvi_go_to_floor(kv, *list / n, *list % n, all);
     return went;
 }
@@ -929,23 +934,23 @@ static int tkvi_make_room(tkv_cache *kv, size_t budget) {
 }
 
 /* >>public */
-TKV_API tkv_status tkv_budget(const tkv_cache *kv, tkv_budget_info *out) {
+TKV_API tkv_status tkv_get_budget(const tkv_cache *kv, tkv_budget_info *out) {
     int i;
     if (!kv || !out) return TKV_ERR_ARG;
     memset(out, 0, sizeof *out);
-    out->budget = kv->tables.cfg.budget_bytes;
+    out->budget = kv->tables.cfg.budget.bytes;
     out->used = tkvi_in_use(kv);
     out->peak = kv->heap.peak;
     out->level = kv->tables.level;
     out->n_levels = kv->tables.n_levels;
-    out->policy = kv->policy.now;
+    out->pressure = kv->policy.now;
     for (i = 0; i < TKV_MAX_LEVELS; i++) out->recoded[i] = kv->recoded[i];
     out->demoted = kv->demoted;
     out->refused = kv->refused;
-    out->spilled = kv->spilled;
-    out->unstored = kv->unstored;
+    out->offloaded = kv->spilled;
+    out->unwritten = kv->unstored;
     out->promoted = kv->promoted;
-    out->dropped = kv->blocks_discarded;
+    out->discarded = kv->blocks_discarded;
     out->recomputed = kv->recomputed;
     out->evicted = kv->evicted;
     out->pending = tkvi_has_budget(kv) ? tkvi_pending(kv) : 0;
@@ -953,7 +958,7 @@ TKV_API tkv_status tkv_budget(const tkv_cache *kv, tkv_budget_info *out) {
 }
 
 TKV_API tkv_status tkv_set_budget(tkv_cache *kv, size_t bytes) {
-    const size_t had = kv ? kv->tables.cfg.budget_bytes : 0;
+    const size_t had = kv ? kv->tables.cfg.budget.bytes : 0;
     size_t takes;
     if (!kv) return TKV_ERR_ARG;
     if (!kv->tables.spare)
@@ -963,7 +968,7 @@ TKV_API tkv_status tkv_set_budget(tkv_cache *kv, size_t bytes) {
     if (kv->pool.keep_all && bytes > kv->heap.held) bytes = kv->heap.held;
     if (bytes == 0 && !had) return tkvi_ok(kv); /* no budget before and none now: reservations stay */
     if (bytes == 0) {
-        kv->tables.cfg.budget_bytes = kv->heap.limit = 0;
+        kv->tables.cfg.budget.bytes = kv->heap.limit = 0;
         tkvi_end_reservations(kv);
         kv->pool.spare = 0;
         kv->pool.kept_free_pages = 0;
@@ -985,9 +990,9 @@ TKV_API tkv_status tkv_set_budget(tkv_cache *kv, size_t bytes) {
         tkvi_trim(&kv->pool);
         return tkvi_over_budget(kv, takes);
     }
-    kv->tables.cfg.budget_bytes = bytes;
+    kv->tables.cfg.budget.bytes = bytes;
     if (!tkvi_make_room(kv, bytes)) {
-        kv->tables.cfg.budget_bytes = had;
+        kv->tables.cfg.budget.bytes = had;
         if (!had) kv->pool.spare = 0;
         return tkvi_over_budget(kv, takes);
     }
@@ -1004,7 +1009,7 @@ TKV_API tkv_status tkv_set_budget(tkv_cache *kv, size_t bytes) {
 TKV_API tkv_status tkv_set_level(tkv_cache *kv, int level) {
     if (!kv) return TKV_ERR_ARG;
     if (level < kv->policy.cfg.min_level || level > kv->policy.cfg.max_level)
-        return tkvi_fail(kv, TKV_ERR_ARG, "there is no level", level, " within cfg.policy");
+        return tkvi_fail(kv, TKV_ERR_ARG, "there is no level", level, " within cfg.budget.pressure");
     if (kv->pool.keep_all && !tkvi_has_budget(kv))
         return tkvi_fail(kv, TKV_ERR_ARG, "in place and without a budget the plan is fixed", 0, NULL);
     tkvi_go_to_level(kv, level);
@@ -1018,7 +1023,7 @@ TKV_API tkv_status tkv_set_hot_tokens(tkv_cache *kv, int hot_tokens) {
         return tkvi_fail(kv, TKV_ERR_ARG, "hot_tokens is", hot_tokens, "; it must be 1 to 2^30 - 2");
     if (kv->pool.keep_all && !tkvi_has_budget(kv))
         return tkvi_fail(kv, TKV_ERR_ARG, "in place and without a budget lengths are fixed", 0, NULL);
-    n = (size_t)kv->tables.cfg.n_layers * (size_t)kv->tables.n_levels;
+    n = (size_t)kv->tables.cfg.model.n_layers * (size_t)kv->tables.n_levels;
     for (i = 0; i < n; i++)
         if (kv->tables.rule[i].hot != TKVI_FOREVER) kv->tables.rule[i].hot = hot_tokens;
     tkvi_take_plans(kv, kv->tables.level);
@@ -1037,7 +1042,7 @@ TKV_API tkv_status tkv_maintain(tkv_cache *kv, int max_work, int *done) {
     return tkvi_ok(kv);
 }
 
-TKV_API tkv_status tkv_observe(tkv_cache *kv, float pressure) {
+TKV_API tkv_status tkv_report_pressure(tkv_cache *kv, float pressure) {
     if (!kv || !tkvi_is_finite(pressure)) return TKV_ERR_ARG;
     tkvi_lock(&kv->policy.lock);
     kv->outside = tkvi_clampf(pressure, 0.0f, 1.0f);

@@ -46,7 +46,7 @@ static int tkvi_sees_discarded(const tkv_cache *kv, int seq, int layer, int64_t 
 static int tkvi_discardable_to(const tkv_cache *kv, int seq, int level) {
     int layer, i, to = TKVI_FOREVER;
     if (kv->seq[seq].in_step) return 0;
-    for (layer = 0; layer < kv->tables.cfg.n_layers; layer++) {
+    for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++) {
         const tkvi_list *list = tkvi_list_of(kv, seq, layer);
         const uint32_t *ids = tkvi_ids(kv, seq, layer);
         const tkvi_tier_spec *r = &tkvi_rules_of(&kv->tables, layer)[level];
@@ -61,7 +61,7 @@ static int tkvi_discardable_to(const tkv_cache *kv, int seq, int level) {
  * with the lowest start counts. Returns 0 if no layer has such a block. */
 static int tkvi_first_in_ram(const tkv_cache *kv, int seq, int *start, int *end) {
     int layer, i, found = 0;
-    for (layer = 0; layer < kv->tables.cfg.n_layers; layer++) {
+    for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++) {
         const tkvi_list *list = tkvi_list_of(kv, seq, layer);
         const uint32_t *ids = tkvi_ids(kv, seq, layer);
         for (i = list->sinks; i < list->n && tkvi_is_offloaded(&kv->pool.block[ids[i]]);) i++;
@@ -79,7 +79,7 @@ static int tkvi_first_in_ram(const tkv_cache *kv, int seq, int *start, int *end)
 static size_t tkvi_discard_to(tkv_cache *kv, int seq, int to, int really, int *last) {
     size_t freed = 0;
     int layer, i;
-    for (layer = 0; layer < kv->tables.cfg.n_layers; layer++) {
+    for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++) {
         const tkvi_list *list = tkvi_list_of(kv, seq, layer);
         const uint32_t *ids = tkvi_ids(kv, seq, layer);
         for (i = list->sinks; i < list->n && tkvi_block_end(kv, list, ids, i) <= to; i++) {
@@ -110,7 +110,7 @@ static int tkvi_is_idle(const tkv_cache *kv, int seq) {
  * 0: there is nothing to discard. */
 static int tkvi_discard_idle(tkv_cache *kv) {
     int seq, start = 0, end = 0, from = -1, to = 0, last = 0;
-    for (seq = 0; kv->tables.cfg.remat && seq < kv->tables.cfg.max_seqs; seq++) {
+    for (seq = 0; kv->tables.cfg.budget.discard && seq < kv->tables.cfg.limits.max_seqs; seq++) {
         if (!tkvi_is_idle(kv, seq) || (from >= 0 && kv->seq[seq].used >= kv->seq[from].used)) continue;
         if (!tkvi_first_in_ram(kv, seq, &start, &end)) continue;
         end = tkvi_min(end, tkvi_discardable_to(kv, seq, kv->tables.level));

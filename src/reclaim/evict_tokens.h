@@ -42,7 +42,7 @@ static int tkvi_count(const tkv_cache *kv, int seq, int layer) {
 /* Index of the block at which a walk over the tokens from a position on begins. With anchors it is 0: the sinks'
  * block may hold any position. */
 static int tkvi_first_at(const tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int position) {
-    return kv->tables.cfg.n_anchors ? 0 : tkvi_max(0, tkvi_block_at(kv, list, ids, position));
+    return kv->tables.cfg.tiers.n_anchors ? 0 : tkvi_max(0, tkvi_block_at(kv, list, ids, position));
 }
 
 /* Mask of the pinned tokens of a block, without temporary pins that have ended. */
@@ -166,12 +166,12 @@ static void tkvi_join_blocks(tkv_cache *kv, int seq, int layer, int i, int count
     tkvi_block *a = &kv->pool.block[ids[i]], *b = &kv->pool.block[ids[i + 1]];
     const uint64_t here = tkvi_used_mask(kv, list, ids, i), left = tkvi_used_mask(kv, list, ids, i + 1);
     const uint64_t there = tkvi_first_bits(left, count);
-    const size_t dk = (size_t)cfg->head_dim, dv = (size_t)cfg->v_head_dim;
-    float *k = kv->recode, *v = k + tkvi_round_up(cfg->head_dim, 16) * TKVI_BLOCK;
+    const size_t dk = (size_t)cfg->model.head_dim, dv = (size_t)cfg->model.v_head_dim;
+    float *k = kv->recode, *v = k + tkvi_round_up(cfg->model.head_dim, 16) * TKVI_BLOCK;
     uint8_t *to = tkvi_block_bytes(&kv->pool, a);
     const uint8_t *from = tkvi_block_bytes(&kv->pool, b);
     int h;
-    for (h = 0; h < cfg->n_kv_heads; h++) {
+    for (h = 0; h < cfg->model.n_kv_heads; h++) {
         const tkvi_record *r = &kv->tables.coding[a->coding].record[h];
         const tkvi_record *s = &kv->tables.coding[b->coding].record[h];
         int n = tkvi_values_of(&r->k, help, to + r->at, here, k, dk);
@@ -237,7 +237,7 @@ static tkvi_choice tkvi_choice_of(const tkv_cache *kv) {
 /* Decodes the keys of the tokens in the mask `there` of a block, for one head. Keys of an offloaded block that
  * cannot be read are zeros: nothing is known of them. */
 static void tkvi_keys_of(const tkv_cache *kv, uint32_t id, int head, uint64_t there, float *out) {
-    const size_t dim = (size_t)kv->tables.cfg.head_dim;
+    const size_t dim = (size_t)kv->tables.cfg.model.head_dim;
     const tkvi_record *r = &kv->tables.coding[kv->pool.block[id].coding].record[head];
     const uint8_t *bytes;
     tkvi_fetch_buffer room;
@@ -249,7 +249,7 @@ static void tkvi_keys_of(const tkv_cache *kv, uint32_t id, int head, uint64_t th
 
 /* Norms of the keys of the tokens in the mask `there` of a block, each the mean of the KV heads. */
 static void tkvi_block_norms(const tkv_cache *kv, uint32_t id, uint64_t there, float *out) {
-    const int heads = kv->tables.cfg.n_kv_heads, dim = kv->tables.cfg.head_dim;
+    const int heads = kv->tables.cfg.model.n_kv_heads, dim = kv->tables.cfg.model.head_dim;
     int h, t, n = tkvi_bits_in(there);
     memset(out, 0, (size_t)n * sizeof *out);
     for (h = 0; h < heads; h++) {
@@ -262,7 +262,7 @@ static void tkvi_block_norms(const tkv_cache *kv, uint32_t id, uint64_t there, f
 static void tkvi_differing(const tkv_cache *kv, int seq, int layer, float *out, int n) {
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
-    const int heads = kv->tables.cfg.n_kv_heads, dim = kv->tables.cfg.head_dim;
+    const int heads = kv->tables.cfg.model.n_kv_heads, dim = kv->tables.cfg.model.head_dim;
     int h, i, t, pass, count, at;
     memset(out, 0, (size_t)n * sizeof *out);
     for (h = 0; h < heads; h++) {
@@ -302,7 +302,7 @@ static int tkvi_has_no_slot(const tkv_cache *kv, int seq, int layer, int i, cons
 }
 
 /* Builds the view of a layer's tokens for a policy. p: its pinned, priority and scores are indexed by position, or
- * NULL. needs: bits of tkv_evict_need. */
+ * NULL. needs: bits TKVI_NEEDS_. */
 static tkv_evict_view tkvi_build_view(tkv_cache *kv, int seq, int layer, const tkv_evict_params *p, int needs,
                                       const tkvi_spared *spared, tkvi_choice *c) {
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
@@ -320,30 +320,31 @@ static tkv_evict_view tkvi_build_view(tkv_cache *kv, int seq, int layer, const t
         float mass[TKVI_BLOCK];
         kv->pool.token_meta[ids[i]].temporary_pins &= pinned; /* else a merge could revive ended pins */
         tkvi_decay_to_now(kv, ids[i], list->len, newest, mass);
-        if (needs & TKV_EVICT_NEEDS_NORMS && !tkvi_keeps_norms(kv))
+        if (needs & TKVI_NEEDS_NORMS && !tkvi_keeps_norms(kv))
             tkvi_block_norms(kv, ids[i], there, c->value + c->n);
         for (t = 0; t < TKVI_BLOCK; t++) {
             int at;
             if (!(there >> t & 1)) continue;
             at = tkvi_slot_position(kv, ids[i], t);
             c->position[c->n] = at;
-            if (needs & TKV_EVICT_NEEDS_NORMS && tkvi_keeps_norms(kv))
+            if (needs & TKVI_NEEDS_NORMS && tkvi_keeps_norms(kv))
                 c->value[c->n] = tkvi_from_bits(kv->pool.token_meta[ids[i]].mass[t]);
-            if (!(needs & TKV_EVICT_NEEDS_NORMS)) c->value[c->n] = p && p->scores ? p->scores[at] : mass[t];
-            c->priority[c->n] = (signed char)(p && p->priority ? p->priority[at] : 0);
-            if (b->refs > 1 || stays || pinned >> t & 1 || (p && p->pinned && tkvi_has(p->pinned, at)))
+            if (!(needs & TKVI_NEEDS_NORMS)) c->value[c->n] = p && p->scores ? p->scores[at] : mass[t];
+            c->priority[c->n] = (signed char)(p && p->priorities ? p->priorities[at] : 0);
+            if (b->refs > 1 || stays || pinned >> t & 1 ||
+                (p && p->pinned_mask && tkvi_has(p->pinned_mask, at)))
                 tkvi_mark(c->pinned, c->n);
             c->n++;
         }
-        if (needs & TKV_EVICT_NEEDS_SCORES && !(p && p->scores)) /* importance as tkv_importance_of has it */
+        if (needs & TKVI_NEEDS_USER_SCORES && !(p && p->scores)) /* importance as tkv_get_importance has it */
             tkvi_importance_of_block(kv, c->position + first, c->value + first, c->n - first, list->len);
     }
     memset(&v, 0, sizeof v);
     v.n = c->n;
-    v.position = c->position;
-    v.pinned = c->pinned;
-    v.priority = c->priority;
-    v.mass = v.observed = v.last = v.norms = v.lows = v.scores = c->value;
+    v.positions = c->position;
+    v.pinned_mask = c->pinned;
+    v.priorities = c->priority;
+    v.total_scores = v.prompt_scores = v.last_scores = v.norms = v.low_counts = v.user_scores = c->value;
     return v;
 }
 
@@ -352,18 +353,18 @@ static tkv_evict_view tkvi_build_view(tkv_cache *kv, int seq, int layer, const t
 static int tkvi_layer_keep(const tkv_cache *kv, int seq, int layer, const tkv_evict_config *cfg, int keep) {
     int budget[TKVI_MAX_LAYERS], i, n = 0, mine = 0;
     tkv_evict_budget b;
-    if (tkvi_evict_row_of(cfg->kind)->shape == TKV_EVICT_UNIFORM) return keep;
-    for (i = 0; i < kv->tables.cfg.n_layers; i++) {
+    if (tkvi_evict_row_of(cfg->policy)->shape == TKV_EVICT_UNIFORM) return keep;
+    for (i = 0; i < kv->tables.cfg.model.n_layers; i++) {
         if (i == layer) mine = n;
         n += kv->tables.plan[i].stored == i;
     }
     memset(&b, 0, sizeof b);
-    b.shape = tkvi_evict_row_of(cfg->kind)->shape;
+    b.shape = tkvi_evict_row_of(cfg->policy)->shape;
     b.n_layers = n;
     b.total = (int64_t)n * keep;
     b.n_tokens = tkvi_list_of(kv, seq, layer)->len;
     b.window = cfg->recent_tokens;
-    return tkv_evict_budgets(&b, budget) ? keep : budget[mine];
+    return tkv_split_evict_budget(&b, budget) ? keep : budget[mine];
 }
 
 /* Marks the victims of a choice in the victim masks of their blocks (`chosen`). */
@@ -403,16 +404,16 @@ static void tkvi_apply_eviction(tkv_cache *kv, int seq, int layer, int press) {
 static tkv_status tkvi_choose(tkv_cache *kv, int seq, int layer, const tkv_evict_config *cfg,
                               const tkv_evict_params *p, int keep, const tkvi_spared *spared,
                               tkvi_choice *c) {
-    const int attention = TKV_EVICT_NEEDS_MASS | TKV_EVICT_NEEDS_OBSERVED | TKV_EVICT_NEEDS_LAST;
-    const int needs = p && p->scores ? TKV_EVICT_NEEDS_SCORES : tkv_evict_needs(cfg->kind);
+    const int attention = TKVI_NEEDS_TOTAL_SCORES | TKVI_NEEDS_PROMPT_SCORES | TKVI_NEEDS_LAST_SCORES;
+    const int needs = p && p->scores ? TKVI_NEEDS_USER_SCORES : tkvi_evict_needs(cfg->policy);
     tkv_evict_view v = tkvi_build_view(kv, seq, layer, p, needs, spared, c);
     tkv_evict_config by = *cfg;
     tkv_status st;
-    if (p && p->scores && !(tkv_evict_needs(cfg->kind) & attention)) by.kind = TKV_EVICT_SCORES;
+    if (p && p->scores && !(tkvi_evict_needs(cfg->policy) & attention)) by.policy = TKV_EVICT_SCORES;
     keep = tkvi_max(1, keep - (tkvi_count(kv, seq, layer) - c->n)); /* anchors stay */
-    if (needs & TKV_EVICT_NEEDS_KEYS) tkvi_differing(kv, seq, layer, c->score, c->n);
-    else if ((st = tkv_evict_score(&by, &v, c->score)) != TKV_OK) return st;
-    return tkv_evict_select(cfg, &v, c->score, keep, c->victims, NULL);
+    if (needs & TKVI_NEEDS_KEYS) tkvi_differing(kv, seq, layer, c->score, c->n);
+    else if ((st = tkvi_score_tokens(&by, &v, c->score)) != TKV_OK) return st;
+    return tkvi_select_victims(cfg, &v, c->score, keep, c->victims, NULL);
 }
 
 /* tkvi_choose by cfg.evict. If that fails (scores of a user may be NaN), it chooses the oldest tokens. Cannot
@@ -421,7 +422,7 @@ static void tkvi_choose_or_oldest(tkv_cache *kv, int seq, int layer, int keep, c
                                   tkvi_choice *c) {
     tkv_evict_config oldest = kv->tables.cfg.evict;
     if (tkvi_choose(kv, seq, layer, &oldest, NULL, keep, spared, c) == TKV_OK) return;
-    oldest.kind = TKV_EVICT_SLIDING;
+    oldest.policy = TKV_EVICT_SLIDING;
     (void)tkvi_choose(kv, seq, layer, &oldest, NULL, keep, spared, c);
 }
 
@@ -434,16 +435,16 @@ static void tkvi_evict_or_oldest(tkv_cache *kv, int seq, int layer, int keep, co
     tkvi_apply_eviction(kv, seq, layer, press);
 }
 
-/* Called before n more tokens. If the layer would exceed its share of cfg.evict_tokens, it evicts the excess, at
- * least a batch (tkv_evict_due). */
+/* Called before n more tokens. If the layer would exceed its share of cfg.evict.keep_tokens, it evicts the excess, at
+ * least a batch (tkvi_evict_due). */
 static void tkvi_evict_due_in(tkv_cache *kv, int seq, int layer, int n) {
     const tkv_config *cfg = &kv->tables.cfg;
     tkv_evict_config full;
     int count, due, keep, least;
-    if (!cfg->evict.kind || !cfg->evict_tokens || kv->tables.plan[layer].stored != layer) return;
+    if (!cfg->evict.policy || !cfg->evict.keep_tokens || kv->tables.plan[layer].stored != layer) return;
     count = tkvi_count(kv, seq, layer);
-    keep = tkvi_layer_keep(kv, seq, layer, &cfg->evict, cfg->evict_tokens);
-    due = tkv_evict_due(&cfg->evict, count, n, keep);
+    keep = tkvi_layer_keep(kv, seq, layer, &cfg->evict, cfg->evict.keep_tokens);
+    due = tkvi_evict_due(&cfg->evict, count, n, keep);
     (void)tkvi_evict_fill(&cfg->evict, &full);
     least = tkvi_min(full.sink_tokens + 1, keep / 2); /* the sinks stay, even if many tokens come at once */
     if (due > 0) tkvi_evict_or_oldest(kv, seq, layer, tkvi_max(count - due, least), NULL, 0);
@@ -466,7 +467,7 @@ static int tkvi_n_staying(const tkv_cache *kv, int seq, int layer, const tkvi_sp
     (void)tkvi_evict_fill(&kv->tables.cfg.evict, &cfg);
     n = (int64_t)cfg.sink_tokens + 2 * (int64_t)cfg.recent_tokens +
         TKVI_BLOCK; /* twice: rules/evict.h protects recent tokens in half of `keep` */
-    n += kv->tables.cfg.n_anchors;
+    n += kv->tables.cfg.tiers.n_anchors;
     for (i = 0; i < list->n; i++)
         n += tkvi_bits_in(spared->outside && tkvi_has_no_slot(kv, seq, layer, i, spared)
                               ? tkvi_live_mask_in(kv, list, ids, i)
@@ -482,8 +483,8 @@ static int tkvi_evict_batch(tkv_cache *kv, int outside_too) {
     tkvi_spared spared;
     memset(&spared, 0, sizeof spared);
     spared.outside = !outside_too;
-    for (seq = 0; seq < cfg->max_seqs && cfg->evict.kind; seq++)
-        for (layer = 0; layer < cfg->n_layers && !kv->seq[seq].in_step; layer++) {
+    for (seq = 0; seq < cfg->limits.max_seqs && cfg->evict.policy; seq++)
+        for (layer = 0; layer < cfg->model.n_layers && !kv->seq[seq].in_step; layer++) {
             const int n = tkvi_list_of(kv, seq, layer)->n ? tkvi_count(kv, seq, layer) : 0;
             const int spare = n ? n - tkvi_n_staying(kv, seq, layer, &spared) : 0;
             if (spare <= most) continue;

@@ -1,11 +1,11 @@
 /*
- * reclaim/offload.h - offloads blocks: writes them from RAM to the caller's store (cfg.spill) and reads single
+ * reclaim/offload.h - offloads blocks: writes them from RAM to the caller's store (cfg.offload) and reads single
  * records back. Which blocks are offloaded, and when: reclaim/budget.h, step/promote.h.
  *
  * A block is stored in its format, in pieces. Each KV head's record is one piece, or two (K, V) where it is larger
  * than TKVI_OFFLOAD_SIDE bytes. So attention reads only the bytes that it multiplies with.
  *
- *     key 2 * number: the offloaded block;  key 2 * number + 1: its exact copy (cfg.spill.keep_exact)
+ *     key 2 * number: the offloaded block;  key 2 * number + 1: its exact copy (cfg.offload.keep_exact)
  *     head h, at offset record[h].at + 16 h: K, [checksum 8,] V, checksum 8, little-endian
  *
  * The checksum of a piece is the XXH64 of its bytes. Its seed is the XXH64 of the key, the head and side, the start
@@ -66,16 +66,16 @@ static tkvi_piece tkvi_piece_of(const tkv_cache *kv, uint32_t id, tkvi_stored_as
 /* Writes a block that is in RAM to the store. 0: the store failed, and the key was erased. */
 static TKVI_NOINLINE int tkvi_store_block(tkv_cache *kv, uint32_t id, tkvi_stored_as what, uint64_t mark) {
     TKVI_ALIGNED uint8_t room[TKVI_OFFLOAD_ROOM];
-    const tkv_spill_config *s = &kv->tables.cfg.spill;
+    const tkv_offload_config *s = &kv->tables.cfg.offload;
     const tkvi_block *b = &kv->pool.block[id];
     const tkvi_coding *c = &kv->tables.coding[b->coding];
     int head, part;
-    for (head = 0; head < kv->tables.cfg.n_kv_heads; head++)
+    for (head = 0; head < kv->tables.cfg.model.n_kv_heads; head++)
         for (part = 0; part < tkvi_pieces(&c->record[head]); part++) {
             const tkvi_piece p = tkvi_piece_of(kv, id, what, b->coding, mark, head, part);
             memcpy(room, tkvi_block_bytes(&kv->pool, b) + p.from, p.bytes);
             tkvi_store64(room + p.bytes, tkvi_xxh64(p.seed, room, p.bytes));
-            if (s->store(s->user, p.key, p.at, room, p.bytes + TKVI_OFFLOAD_CHECKSUM) == 0) continue;
+            if (s->write(s->user, p.key, p.at, room, p.bytes + TKVI_OFFLOAD_CHECKSUM) == 0) continue;
             tkvi_erase_key(&kv->pool, id, what);
             kv->unstored++;
             return 0;
@@ -83,25 +83,25 @@ static TKVI_NOINLINE int tkvi_store_block(tkv_cache *kv, uint32_t id, tkvi_store
     return 1;
 }
 
-/* Called before a block is recoded. With cfg.spill.keep_exact it writes a copy of the exact bytes to the store, if
+/* Called before a block is recoded. With cfg.offload.keep_exact it writes a copy of the exact bytes to the store, if
  * the block has none. If the store fails, there is no copy, but the call goes on. */
 static void tkvi_store_exact_copy(tkv_cache *kv, int layer, uint32_t id) {
     tkvi_block *b = &kv->pool.block[id];
-    if (!kv->tables.cfg.spill.keep_exact || !kv->tables.cfg.spill.store || b->copy || b->refs > 1) return;
+    if (!kv->tables.cfg.offload.keep_exact || !kv->tables.cfg.offload.write || b->copy || b->refs > 1) return;
     if (!tkvi_is_hot_coding(kv, layer, b->coding)) return;
     b->copy_mark++;
     if (tkvi_store_block(kv, id, TKVI_COPY, b->copy_mark)) b->copy = (uint16_t)(b->coding + 1);
 }
 
 /* 1 if there is a store, and it has not failed in this call. */
-static int tkvi_can_store(const tkv_cache *kv) { return kv->tables.cfg.spill.store && !kv->store_failed; }
+static int tkvi_can_store(const tkv_cache *kv) { return kv->tables.cfg.offload.write && !kv->store_failed; }
 
 /* 1 if blocks that end before position `end` may be offloaded by age. At least the hot tokens of rule r must follow
- * them, and the last append must not have added to them. If r keeps all tokens hot, cfg.hot_tokens counts as it was
- * given. Its special values (0, TKV_NONE, TKV_ALL) set no age. */
+ * them, and the last append must not have added to them. If r keeps all tokens hot, cfg.tiers.hot_tokens counts as
+ * it was given. Its special values (0, TKV_OFF, TKV_UNLIMITED) set no age. */
 static int tkvi_is_old(const tkv_cache *kv, int seq, int layer, int end, const tkvi_tier_spec *r) {
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
-    int hot = r->hot != TKVI_FOREVER ? r->hot : kv->tables.cfg.hot_tokens;
+    int hot = r->hot != TKVI_FOREVER ? r->hot : kv->tables.cfg.tiers.hot_tokens;
     if (hot == TKVI_FOREVER) hot = TKVI_BLOCK; /* given as 2^30 - 1: the newest 64 stay */
     return end <= list->chunk && (kv->seq[seq].in_step ? list->step_len : list->len) - end >= hot;
 }
@@ -160,7 +160,7 @@ static int tkvi_offload_next(tkv_cache *kv, int seq, int layer) {
 static TKVI_NOINLINE tkv_status tkvi_read_piece(const tkv_cache *kv, uint32_t id, tkvi_stored_as what,
                                                 int head, tkv_side side, tkvi_fetch_buffer *room,
                                                 const uint8_t **bytes) {
-    const tkv_spill_config *s = &kv->tables.cfg.spill;
+    const tkv_offload_config *s = &kv->tables.cfg.offload;
     const tkvi_block *b = &kv->pool.block[id];
     const int coding = what == TKVI_COPY ? b->copy - 1 : b->coding;
     const tkvi_record *r = &kv->tables.coding[coding].record[head];
@@ -170,7 +170,7 @@ static TKVI_NOINLINE tkv_status tkvi_read_piece(const tkv_cache *kv, uint32_t id
     *bytes = room->bytes + (side == TKV_V && !part ? r->v_at : 0);
     if (room->key == p.key && room->head == head && room->part == part) return TKV_OK;
     room->key = TKVI_NIL;
-    if (s->fetch(s->user, p.key, p.at, room->bytes, p.bytes + TKVI_OFFLOAD_CHECKSUM)) return TKV_ERR_IO;
+    if (s->read(s->user, p.key, p.at, room->bytes, p.bytes + TKVI_OFFLOAD_CHECKSUM)) return TKV_ERR_IO;
     if (tkvi_load64(room->bytes + p.bytes) != tkvi_xxh64(p.seed, room->bytes, p.bytes)) return TKV_ERR_DATA;
     room->key = p.key;
     room->head = head;
@@ -191,12 +191,13 @@ static tkv_status tkvi_side_bytes(const tkv_cache *kv, uint32_t id, int head, tk
 
 /* Prefetch: announces to the store that a head's record of this offloaded block will be read soon. */
 static void tkvi_prefetch_record(const tkv_cache *kv, uint32_t id, int head) {
-    const tkv_spill_config *s = &kv->tables.cfg.spill;
+    const tkv_offload_config *s = &kv->tables.cfg.offload;
     const tkvi_block *b = &kv->pool.block[id];
-    if (s->ahead) {
+    if (s->prefetch) {
         const tkvi_record *r = &kv->tables.coding[b->coding].record[head];
-        s->ahead(s->user, tkvi_store_key(id, TKVI_ITSELF), r->at + TKVI_OFFLOAD_CHECKSUM * 2u * (size_t)head,
-                 r->v_at + r->v.bytes + 2u * TKVI_OFFLOAD_CHECKSUM);
+        s->prefetch(s->user, tkvi_store_key(id, TKVI_ITSELF),
+                    r->at + TKVI_OFFLOAD_CHECKSUM * 2u * (size_t)head,
+                    r->v_at + r->v.bytes + 2u * TKVI_OFFLOAD_CHECKSUM);
     }
 }
 

@@ -19,14 +19,14 @@
  * policy is KNORM and attention scores are not collected. Keys then need not be decoded for each eviction, and the
  * norms are those of the appended keys. */
 static int tkvi_keeps_norms(const tkv_cache *kv) {
-    return kv->tables.cfg.evict.kind == TKV_EVICT_KNORM && !kv->mass.mode;
+    return kv->tables.cfg.evict.policy == TKV_EVICT_KNORM && !kv->mass.mode;
 }
 
 /* 1 if this cache collects the attention scores that a policy needs, or if the policy needs none. */
-static int tkvi_gathers_for(const tkv_cache *kv, tkv_evict_kind kind) {
+static int tkvi_gathers_for(const tkv_cache *kv, tkv_evict_policy kind) {
     const int attention =
-        TKV_EVICT_NEEDS_MASS | TKV_EVICT_NEEDS_OBSERVED | TKV_EVICT_NEEDS_LAST | TKV_EVICT_NEEDS_LOWS;
-    const int need = tkv_evict_needs(kind) & attention;
+        TKVI_NEEDS_TOTAL_SCORES | TKVI_NEEDS_PROMPT_SCORES | TKVI_NEEDS_LAST_SCORES | TKVI_NEEDS_LOW_COUNTS;
+    const int need = tkvi_evict_needs(kind) & attention;
     return !need || (kv->mass.mode && kv->mass.mode->need == need);
 }
 
@@ -100,13 +100,13 @@ static void tkvi_decay_to_now(tkv_cache *kv, uint32_t id, int len, int newest, f
 /* Importance of n tokens, at most 64, at these positions. a: in, their attention scores of now; out, their
  * importance. */
 static void tkvi_importance_of_block(const tkv_cache *kv, const int *position, float *a, int n, int len) {
-    tkv_importance token[TKVI_BLOCK];
+    tkv_token_importance token[TKVI_BLOCK];
     int t;
     for (t = 0; t < n; t++) {
         token[t].attention = a[t];
         token[t].step = len - 1;
     }
-    (void)tkv_importance_read(&kv->mass.importance, token, position, n, len - 1, a);
+    (void)tkv_update_importance(&kv->mass.importance, token, position, NULL, n, len - 1, a);
 }
 
 /* After a list was cut: no step of its blocks lies beyond its length. New tokens begin with 0 (tkvi_store). */

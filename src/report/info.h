@@ -1,7 +1,7 @@
 /*
- * report/info.h - reports on a cache: tokens per tier, quality, bytes held (tkv_memory). tkv_estimate computes the
- * bytes from a config alone, tkv_max_context the longest context that fits a budget. tkv_check tests all
- * invariants. Only tkv_quality_reset changes the cache.
+ * report/info.h - reports on a cache: tokens per tier, quality, bytes held (tkv_get_memory). tkv_estimate_memory
+ * computes the bytes from a config alone, tkv_estimate_context the longest context that fits a budget. tkv_check
+ * tests all invariants. Only tkv_reset_quality changes the cache.
  */
 #ifndef TKVI_REPORT_INFO_H
 #define TKVI_REPORT_INFO_H
@@ -9,10 +9,9 @@
 #include "attention/reference.h"
 #include "step/sequence.h"
 #include "step/promote.h"
+#include "cache/preset.h"
 
-TKV_API int tkv_version(void) { return TKV_VERSION; }
-
-TKV_API const char *tkv_status_text(tkv_status s) {
+TKV_API const char *tkv_get_status_text(tkv_status s) {
 #define TKVI_STATUS_CASE_(name, value, text)                                                                 \
     if (s == name) return text;
     TKV_STATUS_LIST(TKVI_STATUS_CASE_)
@@ -20,72 +19,90 @@ TKV_API const char *tkv_status_text(tkv_status s) {
     return "unknown status";
 }
 
-TKV_API const char *tkv_last_error(const tkv_cache *kv) { return kv ? kv->error : ""; }
+TKV_API const char *tkv_get_last_error(const tkv_cache *kv) { return kv ? kv->error : ""; }
 
-TKV_API tkv_isa tkv_isa_of(const tkv_cache *kv) { return kv ? kv->kernels->isa : TKV_ISA_AUTO; }
-
-/* >>tokens */
-TKV_API tkv_status tkv_tier_counts(const tkv_cache *kv, int seq, int layer, tkv_tier_info *out) {
-    const tkvi_list *list;
-    const uint32_t *ids;
-    int i;
-    layer = tkvi_stored_layer(kv, seq, layer);
-    if (!out || layer < 0) return TKV_ERR_ARG;
+TKV_API tkv_status tkv_get_build(const tkv_cache *kv, tkv_build_info *out) {
+    int isa;
+    if (!out) return TKV_ERR_ARG;
     memset(out, 0, sizeof *out);
-    list = tkvi_list_of(kv, seq, layer);
-    ids = tkvi_ids(kv, seq, layer);
-    for (i = 0; i < list->n; i++) {
-        tkv_tier tier = tkvi_tier_at(list, i);
-        if (tkvi_is_discarded(&kv->pool.block[ids[i]])) {
-            out->missing += tkvi_bits_in(tkvi_live_mask_in(kv, list, ids, i));
-            continue;
-        }
-        out->tokens[tier] += tkvi_bits_in(tkvi_live_mask_in(kv, list, ids, i));
-        out->blocks[tier]++;
-        out->spilled += tkvi_is_offloaded(&kv->pool.block[ids[i]]);
-    }
-    out->dropped = list->dropped;
-    out->evicted = list->len - list->dropped - tkvi_count(kv, seq, layer);
+    out->version = TKV_VERSION;
+    out->config_bytes = sizeof(tkv_config);
+    for (isa = 0; isa < TKV_ISA_COUNT; isa++)
+        if (tkvi_kernels_for((tkv_isa)isa)) out->isa_mask |= 1u << isa;
+    out->isa = kv ? kv->kernels->isa : TKV_ISA_AUTO;
     return TKV_OK;
 }
 
-TKV_API tkv_status tkv_tier_of(const tkv_cache *kv, int seq, int layer, int token, tkv_tier *out) {
+/* >>names */
+static const char *tkvi_name_of_format(int value) { return tkvi_format_name((tkv_format)value); }
+static const char *tkvi_name_of_isa(int value) { return tkvi_isa_name((tkv_isa)value); }
+static const char *tkvi_name_of_evict(int value) { return tkvi_evict_name((tkv_evict_policy)value); }
+static const char *tkvi_name_of_importance(int value) {
+    return tkvi_importance_name((tkv_importance_strategy)value);
+}
+static const char *tkvi_name_of_profile(int value) { return tkvi_profile_name((tkv_pressure_profile)value); }
+
+/* In the order of tkv_name_kind. The values of a kind are numbers from 0 or 1 on, without gaps. */
+static const struct tkvi_names {
+    const char *(*name)(int value);
+    int first; /* the lowest value with a name */
+} tkvi_names[TKV_NAME_COUNT] = {{tkvi_name_of_format, 1},     {tkvi_name_of_isa, 0},
+                                {tkvi_preset_name, 0},        {tkvi_name_of_evict, 0},
+                                {tkvi_name_of_importance, 0}, {tkvi_name_of_profile, 0}};
+
+TKV_API const char *tkv_get_name(tkv_name_kind kind, int value) {
+    return (int)kind >= 0 && (int)kind < TKV_NAME_COUNT ? tkvi_names[kind].name(value) : NULL;
+}
+
+TKV_API tkv_status tkv_find_name(tkv_name_kind kind, const char *name, int *value) {
+    int i;
+    if ((int)kind < 0 || (int)kind >= TKV_NAME_COUNT || !name || !value) return TKV_ERR_ARG;
+    for (i = tkvi_names[kind].first; tkvi_names[kind].name(i); i++)
+        if (strcmp(name, tkvi_names[kind].name(i)) == 0) {
+            *value = i;
+            return TKV_OK;
+        }
+    return TKV_ERR_RANGE;
+}
+
+/* >>tokens */
+TKV_API tkv_status tkv_get_tiers(const tkv_cache *kv, int seq, int layer, int start, int n, uint8_t *tiers) {
     const tkvi_list *list;
     const uint32_t *ids;
     int i, slot;
     layer = tkvi_stored_layer(kv, seq, layer);
-    if (!out || layer < 0) return TKV_ERR_ARG;
+    if (layer < 0 || start < 0 || n < 0 || (n > 0 && !tiers)) return TKV_ERR_ARG;
     list = tkvi_list_of(kv, seq, layer);
     ids = tkvi_ids(kv, seq, layer);
-    if (token < list->dropped || token >= list->len) return TKV_ERR_RANGE;
-    i = tkvi_find_token(kv, list, ids, token, &slot);
-    if (i < 0) return TKV_ERR_RANGE;
-    if (tkvi_is_discarded(&kv->pool.block[ids[i]])) return TKV_ERR_NO_SOURCE;
-    *out = tkvi_tier_at(list, i);
-    return TKV_OK;
-}
-
-TKV_API tkv_status tkv_tier_pair(const tkv_cache *kv, int layer, tkv_tier tier, tkv_pair *out) {
-    layer = tkvi_stored_layer(kv, 0, layer);
-    if (!out || layer < 0 || (unsigned)tier >= TKV_TIER_COUNT) return TKV_ERR_ARG;
-    *out = kv->tables.coding[kv->tables.plan[layer].now.coding[tier]].pair;
+    if (start > list->len || n > list->len - start) return TKV_ERR_RANGE;
+    if (n == 0) return TKV_OK;
+    memset(tiers, TKV_TOKEN_GONE, (size_t)n);
+    for (i = tkvi_first_at(kv, list, ids, start); i < list->n; i++) {
+        const uint64_t live = tkvi_live_mask_in(kv, list, ids, i);
+        const int discarded = tkvi_is_discarded(&kv->pool.block[ids[i]]);
+        for (slot = 0; slot < TKVI_BLOCK; slot++) {
+            const int at = live >> slot & 1 ? tkvi_slot_position(kv, ids[i], slot) - start : -1;
+            if (at >= 0 && at < n)
+                tiers[at] = (uint8_t)(discarded ? (int)TKV_TOKEN_DISCARDED : (int)tkvi_tier_at(list, i));
+        }
+    }
     return TKV_OK;
 }
 
 /* >>quality */
-/* Sums of all head probes, or of those of one layer. layer -1: all. */
+/* Sums of all head probes, or of those of one layer. */
 static void tkvi_quality_sum(const tkv_cache *kv, int layer, tkv_quality_info *out) {
     tkvi_meter *m = kv->meter;
     tkvi_error_sums sum;
     double n;
     int i;
     memset(out, 0, sizeof *out);
-    out->seq = TKV_NONE;
+    out->seq = TKV_NO_SEQ;
     if (!m) return;
     memset(&sum, 0, sizeof sum);
     tkvi_lock(&m->lock);
     for (i = 0; i < m->n; i++)
-        if (layer < 0 || m->head_probe[i].layer == layer) {
+        if (layer == TKV_ALL_LAYERS || m->head_probe[i].layer == layer) {
             tkvi_error_sums_add(&sum, &m->head_probe[i].sum);
             out->heads++;
         }
@@ -102,20 +119,15 @@ static void tkvi_quality_sum(const tkv_cache *kv, int layer, tkv_quality_info *o
     out->top1 = (double)sum.agreed / n;
 }
 
-TKV_API tkv_status tkv_quality(const tkv_cache *kv, tkv_quality_info *out) {
+TKV_API tkv_status tkv_get_quality(const tkv_cache *kv, int layer, tkv_quality_info *out) {
     if (!kv || !out) return TKV_ERR_ARG;
-    tkvi_quality_sum(kv, -1, out);
-    return TKV_OK;
-}
-
-TKV_API tkv_status tkv_quality_of(const tkv_cache *kv, int layer, tkv_quality_info *out) {
-    layer = tkvi_stored_layer(kv, 0, layer);
-    if (!out || layer < 0) return TKV_ERR_ARG;
+    if (layer != TKV_ALL_LAYERS) layer = tkvi_stored_layer(kv, 0, layer);
+    if (layer < 0 && layer != TKV_ALL_LAYERS) return TKV_ERR_ARG;
     tkvi_quality_sum(kv, layer, out);
     return TKV_OK;
 }
 
-TKV_API tkv_status tkv_quality_reset(tkv_cache *kv) {
+TKV_API tkv_status tkv_reset_quality(tkv_cache *kv) {
     int i;
     if (!kv) return TKV_ERR_ARG;
     for (i = 0; kv->meter && i < kv->meter->n; i++)
@@ -127,9 +139,9 @@ TKV_API tkv_status tkv_quality_reset(tkv_cache *kv) {
 /* Adds the bytes and tokens of one block. Codes and metadata are what the formats use; the rest is padding. */
 static void tkvi_add_block(tkv_memory_info *m, tkv_tier tier, const tkvi_bytes *bytes, size_t tokens,
                            int spilled) {
-    tkv_tier_bytes *at = spilled ? &m->spilled : &m->tier[tier];
+    tkv_tier_bytes *at = spilled ? &m->offloaded : &m->tier[tier];
     m->tier[tier].tokens += tokens;
-    if (spilled) m->spilled.tokens += tokens;
+    if (spilled) m->offloaded.tokens += tokens;
     at->codes += bytes->codes;
     at->metadata += bytes->metadata;
 }
@@ -143,7 +155,8 @@ static void tkvi_sum_up(tkv_memory_info *m, const tkv_config *cfg, size_t page_b
         tokens += m->tier[tier].tokens;
     }
     m->slack += page_bytes - used;
-    m->fp16_bytes = tokens * (size_t)cfg->n_kv_heads * (size_t)(cfg->head_dim + cfg->v_head_dim) * 2u;
+    m->fp16_bytes =
+        tokens * (size_t)cfg->model.n_kv_heads * (size_t)(cfg->model.head_dim + cfg->model.v_head_dim) * 2u;
     m->ratio = m->total ? (double)m->fp16_bytes / (double)m->total : 0.0;
     m->ratio_f32 = 2.0 * m->ratio;
 }
@@ -175,41 +188,73 @@ static void tkvi_add_list(const tkv_cache *kv, int seq, int layer, int once, tkv
     }
 }
 
-TKV_API tkv_status tkv_memory(const tkv_cache *kv, tkv_memory_info *out) {
+TKV_API tkv_status tkv_get_memory(const tkv_cache *kv, tkv_memory_info *out) {
     const tkv_config *cfg;
     int seq, layer;
     if (!kv || !out) return TKV_ERR_ARG;
     cfg = &kv->tables.cfg;
     memset(out, 0, sizeof *out);
-    for (seq = 0; seq < cfg->max_seqs; seq++)
-        for (layer = 0; layer < cfg->n_layers; layer++) tkvi_add_list(kv, seq, layer, 1, out);
+    for (seq = 0; seq < cfg->limits.max_seqs; seq++)
+        for (layer = 0; layer < cfg->model.n_layers; layer++) tkvi_add_list(kv, seq, layer, 1, out);
     out->total = kv->heap.held;
     out->peak = kv->heap.peak;
     out->tables = kv->table_bytes + tkvi_learning_held(kv);
     out->scratch = kv->scratch_bytes;
-    out->shadow = kv->shadow_bytes;
+    out->exact_copies = kv->shadow_bytes;
     out->index = kv->heap.held - (size_t)kv->pool.n_pages * kv->tables.page_bytes - out->tables -
-                 out->scratch - out->shadow;
+                 out->scratch - out->exact_copies;
     tkvi_sum_up(out, cfg, (size_t)kv->pool.n_pages * kv->tables.page_bytes);
     return TKV_OK;
 }
 
-TKV_API tkv_status tkv_memory_of(const tkv_cache *kv, int seq, int layer, tkv_memory_info *out) {
-    const tkvi_list *list;
-    const uint32_t *ids;
+/* Sums up the blocks of one layer of one sequence. */
+static void tkvi_layer_memory(const tkv_cache *kv, int seq, int layer, tkv_memory_info *out) {
+    const tkvi_list *list = tkvi_list_of(kv, seq, layer);
+    const uint32_t *ids = tkvi_ids(kv, seq, layer);
     size_t bytes = 0;
     int i;
-    layer = tkvi_stored_layer(kv, seq, layer);
-    if (!out || layer < 0) return TKV_ERR_ARG;
-    memset(out, 0, sizeof *out);
-    list = tkvi_list_of(kv, seq, layer);
-    ids = tkvi_ids(kv, seq, layer);
     for (i = 0; i < list->n; i++)
         if (!tkvi_is_offloaded(&kv->pool.block[ids[i]]))
             bytes += kv->tables.coding[kv->pool.block[ids[i]].coding].bytes.total;
     tkvi_add_list(kv, seq, layer, 0, out);
     out->total = out->peak = bytes;
     tkvi_sum_up(out, &kv->tables.cfg, bytes);
+}
+
+/* Counts the tokens and blocks of a layer that has a cache of its own, or reads that of another layer. */
+static void tkvi_count_layer(const tkv_cache *kv, int seq, int layer, tkv_layer_info *out) {
+    const tkvi_list *list = tkvi_list_of(kv, seq, layer);
+    const uint32_t *ids = tkvi_ids(kv, seq, layer);
+    int i;
+    for (i = 0; i < list->n; i++) {
+        tkv_tier tier = tkvi_tier_at(list, i);
+        if (tkvi_is_discarded(&kv->pool.block[ids[i]])) {
+            out->discarded += tkvi_bits_in(tkvi_live_mask_in(kv, list, ids, i));
+            continue;
+        }
+        out->tokens[tier] += tkvi_bits_in(tkvi_live_mask_in(kv, list, ids, i));
+        out->blocks[tier]++;
+        out->offloaded += tkvi_is_offloaded(&kv->pool.block[ids[i]]);
+    }
+    out->expired = list->dropped;
+    out->evicted = list->len - list->dropped - tkvi_count(kv, seq, layer);
+}
+
+/* The formats of a tier's new blocks at the present level. */
+static tkv_format_pair tkvi_pair_now(const tkv_cache *kv, int layer, int tier) {
+    const tkvi_tables *t = &kv->tables;
+    return t->coding[t->plan[t->plan[layer].stored].now.coding[tier]].pair;
+}
+
+TKV_API tkv_status tkv_get_layer(const tkv_cache *kv, int seq, int layer, tkv_layer_info *out) {
+    int tier;
+    layer = tkvi_stored_layer(kv, seq, layer);
+    if (!out || layer < 0) return TKV_ERR_ARG;
+    memset(out, 0, sizeof *out);
+    out->length = tkvi_list_of(kv, seq, layer)->len;
+    tkvi_count_layer(kv, seq, layer, out);
+    tkvi_layer_memory(kv, seq, layer, &out->memory);
+    for (tier = 0; tier < TKV_TIER_COUNT; tier++) out->format[tier] = tkvi_pair_now(kv, layer, tier);
     return TKV_OK;
 }
 
@@ -239,14 +284,14 @@ static tkvi_layer_sum tkvi_layer_after(const tkvi_plan *p, int n, int waiting) {
     coded = tkvi_ended(whole, due - p->now.hot);
     archived = archived > gone ? archived : gone;
     coded = coded > archived ? coded : archived;
-    if (waiting && p->now.shared[TKV_ARCHIVE]) archived = gone;
-    if (waiting && p->now.shared[TKV_WARM]) coded = archived;
-    s.blocks[TKV_ARCHIVE] = archived - gone;
-    s.blocks[TKV_WARM] = coded - archived;
-    s.blocks[TKV_HOT] = whole - coded;
+    if (waiting && p->now.shared[TKV_TIER_ARCHIVE]) archived = gone;
+    if (waiting && p->now.shared[TKV_TIER_WARM]) coded = archived;
+    s.blocks[TKV_TIER_ARCHIVE] = archived - gone;
+    s.blocks[TKV_TIER_WARM] = coded - archived;
+    s.blocks[TKV_TIER_HOT] = whole - coded;
     for (tier = 0; tier < TKV_TIER_COUNT; tier++) s.tokens[tier] = s.blocks[tier] * TKVI_BLOCK;
-    s.tokens[TKV_HOT] += rest;
-    s.blocks[TKV_HOT] += rest > 0;
+    s.tokens[TKV_TIER_HOT] += rest;
+    s.blocks[TKV_TIER_HOT] += rest > 0;
     s.sink_tokens = p->keep && tokens > 0 && due >= margin ? 0 : tkvi_min(n, p->sink);
     return s;
 }
@@ -262,11 +307,11 @@ typedef struct tkvi_not_in_ram {
 static void tkvi_move_out_of_ram(tkv_memory_info *m, const tkvi_derived_config *h, const tkvi_plan *p,
                                  int n_tokens, int64_t n_seqs, const tkvi_not_in_ram *away,
                                  tkvi_layer_sum *s) {
-    static const tkv_tier order[TKV_TIER_COUNT] = {TKV_ARCHIVE, TKV_WARM, TKV_HOT};
-    const int64_t here = s->blocks[TKV_ARCHIVE] + s->blocks[TKV_WARM] + s->blocks[TKV_HOT];
+    static const tkv_tier order[TKV_TIER_COUNT] = {TKV_TIER_ARCHIVE, TKV_TIER_WARM, TKV_TIER_HOT};
+    const int64_t here = s->blocks[TKV_TIER_ARCHIVE] + s->blocks[TKV_TIER_WARM] + s->blocks[TKV_TIER_HOT];
     /* when the last block has just begun, which needs most memory */
     const int64_t blocks = (tkvi_max(0, n_tokens - p->sink) + TKVI_BLOCK - 1) / TKVI_BLOCK;
-    int64_t hot = p->now.hot != TKVI_FOREVER ? p->now.hot : h->cfg.hot_tokens, go, i;
+    int64_t hot = p->now.hot != TKVI_FOREVER ? p->now.hot : h->cfg.tiers.hot_tokens, go, i;
     if (hot == TKVI_FOREVER) hot = TKVI_BLOCK;
     go = tkvi_ended(blocks - 3, (blocks - 1) * TKVI_BLOCK - hot) - (blocks - here);
     if (go > away->blocks) go = away->blocks;
@@ -280,9 +325,9 @@ static void tkvi_move_out_of_ram(tkv_memory_info *m, const tkvi_derived_config *
             s->tokens[t] -= k * TKVI_BLOCK;
             continue;
         }
-        m->spilled.tokens += (size_t)(k * n_seqs) * TKVI_BLOCK;
-        m->spilled.codes += (size_t)(k * n_seqs) * bytes->codes;
-        m->spilled.metadata += (size_t)(k * n_seqs) * bytes->metadata;
+        m->offloaded.tokens += (size_t)(k * n_seqs) * TKVI_BLOCK;
+        m->offloaded.codes += (size_t)(k * n_seqs) * bytes->codes;
+        m->offloaded.metadata += (size_t)(k * n_seqs) * bytes->metadata;
     }
 }
 
@@ -300,10 +345,12 @@ static int64_t tkvi_add_layer(tkv_memory_info *m, const tkvi_derived_config *h, 
                               int n_tokens, int64_t n_seqs, int waiting, const tkvi_not_in_ram *away,
                               int64_t *live) {
     tkvi_layer_sum s = tkvi_layer_after(p, n_tokens, waiting);
-    int64_t here = (s.sink_tokens > 0) + s.blocks[TKV_HOT] + s.blocks[TKV_WARM] + s.blocks[TKV_ARCHIVE];
+    int64_t here =
+        (s.sink_tokens > 0) + s.blocks[TKV_TIER_HOT] + s.blocks[TKV_TIER_WARM] + s.blocks[TKV_TIER_ARCHIVE];
     int tier;
     if (away->blocks) tkvi_move_out_of_ram(m, h, p, n_tokens, n_seqs, away, &s);
-    if (s.sink_tokens) tkvi_add_blocks(m, h, p->sink_coding, TKV_HOT, n_seqs, s.sink_tokens * n_seqs, live);
+    if (s.sink_tokens)
+        tkvi_add_blocks(m, h, p->sink_coding, TKV_TIER_HOT, n_seqs, s.sink_tokens * n_seqs, live);
     for (tier = 0; tier < TKV_TIER_COUNT; tier++)
         tkvi_add_blocks(m, h, p->now.key[tier], (tkv_tier)tier, s.blocks[tier] * n_seqs,
                         s.tokens[tier] * n_seqs, live);
@@ -334,7 +381,7 @@ static tkv_status tkvi_estimate_at(tkvi_derived_config *h, int level, const tkvi
     tkvi_not_in_ram outside, missing;
     int i, c;
     const int idle = stretch->missing && n_seqs > 1 ? n_seqs - 1 : 0;
-    const size_t list = sizeof(uint32_t) * (size_t)h->cfg.n_layers * (size_t)n_seqs;
+    const size_t list = sizeof(uint32_t) * (size_t)h->cfg.model.n_layers * (size_t)n_seqs;
     outside.blocks = stretch->outside;
     missing.blocks = stretch->missing;
     outside.missing = 0;
@@ -342,7 +389,7 @@ static tkv_status tkvi_estimate_at(tkvi_derived_config *h, int level, const tkvi
     if (!tkvi_fixed_sizes(h, &fixed)) return TKV_ERR_CONFIG;
     memset(&m, 0, sizeof m);
     memset(live, 0, sizeof live);
-    for (i = 0; i < h->cfg.n_layers && n_tokens > 0 && n_seqs > 0; i++) {
+    for (i = 0; i < h->cfg.model.n_layers && n_tokens > 0 && n_seqs > 0; i++) {
         tkvi_plan p;
         int64_t waiting = 0, here;
         (void)tkvi_plan_of(h, i, &p, rule);
@@ -350,7 +397,7 @@ static tkv_status tkvi_estimate_at(tkvi_derived_config *h, int level, const tkvi
         if (p.stored != i) continue;
         if (tkvi_plan_learns(
                 &p)) { /* waiting: sequences stored before there is a table; under a budget it is made early */
-            waiting = h->cfg.budget_bytes ? 0 : tkvi_min(n_seqs, TKVI_FIRST_TABLE_TOKENS / n_tokens);
+            waiting = h->cfg.budget.bytes ? 0 : tkvi_min(n_seqs, TKVI_FIRST_TABLE_TOKENS / n_tokens);
             if ((int64_t)(n_tokens - p.sink) * n_seqs > TKVI_BLOCK) learned = (int64_t)n_tokens * n_seqs;
         }
         here = tkvi_add_layer(&m, h, &p, n_tokens, n_seqs - waiting - idle, 0, &outside, live);
@@ -369,18 +416,18 @@ static tkv_status tkvi_estimate_at(tkvi_derived_config *h, int level, const tkvi
     page_bytes -= h->page_bytes;
     m.tables = tkvi_table_bytes(&fixed);
     m.scratch = fixed.solve + fixed.recode + fixed.parts;
-    m.shadow = fixed.shadow;
-    m.index = fixed.total - m.tables - m.scratch - m.shadow;
+    m.exact_copies = fixed.shadow;
+    m.index = fixed.total - m.tables - m.scratch - m.exact_copies;
     if (h->any_shared && learned <= TKVI_SECOND_TABLE_TOKENS) m.tables += tkvi_stats_bytes(&h->cfg);
-    if (learned > TKVI_FIRST_TABLE_TOKENS || h->cfg.budget_bytes) m.tables += tkvi_version_bytes(h);
+    if (learned > TKVI_FIRST_TABLE_TOKENS || h->cfg.budget.bytes) m.tables += tkvi_version_bytes(h);
     if (learned > TKVI_SECOND_TABLE_TOKENS) m.tables += tkvi_version_bytes(h);
     if (all) {
         m.index += tkvi_cap_for(all) * tkvi_block_entry(&h->cfg) + tkvi_cap_for(pages) * sizeof(tkvi_page);
         m.index += (size_t)tkvi_cap_for(most + 1) * (list + tkvi_choice_entry(&h->cfg));
     }
-    m.total = m.index + m.tables + m.scratch + m.shadow + page_bytes;
+    m.total = m.index + m.tables + m.scratch + m.exact_copies + page_bytes;
     m.peak = m.total;
-    if (h->cfg.budget_bytes && all) /* a growing array exists twice for a moment: count its old size too */
+    if (h->cfg.budget.bytes && all) /* a growing array exists twice for a moment: count its old size too */
         m.peak += tkvi_cap_before(all) * tkvi_block_entry(&h->cfg) +
                   tkvi_cap_before(pages) * sizeof(tkvi_page) +
                   tkvi_cap_before(most + 1) * (list + tkvi_choice_entry(&h->cfg));
@@ -392,19 +439,19 @@ static tkv_status tkvi_estimate_at(tkvi_derived_config *h, int level, const tkvi
 /* Does this many tokens fit the budget at some level, or beyond the last one? *m: the estimate of the first way
  * that fits. Order: the levels, then offloading, then discarding. */
 static tkv_status tkvi_estimate_within(tkvi_derived_config *h, int n_tokens, int n_seqs, tkv_memory_info *m) {
-    const size_t budget = h->cfg.budget_bytes;
+    const size_t budget = h->cfg.budget.bytes;
     const int64_t most = (int64_t)n_tokens / TKVI_BLOCK + 1;
     tkvi_stretch stretch;
     int64_t low = 0, high;
     tkv_status st;
     int level;
     memset(&stretch, 0, sizeof stretch);
-    for (level = h->cfg.policy.min_level;; level++) {
+    for (level = h->cfg.budget.pressure.min_level;; level++) {
         st = tkvi_estimate_at(h, level, &stretch, n_tokens, n_seqs, m);
         if (st || !budget || m->peak <= budget) return st;
-        if (level == h->cfg.policy.max_level) break;
+        if (level == h->cfg.budget.pressure.max_level) break;
     }
-    if (h->cfg.spill.store) { /* the fewest offloaded blocks that fit, by bisection */
+    if (h->cfg.offload.write) { /* the fewest offloaded blocks that fit, by bisection */
         for (high = most; low < high;) {
             stretch.outside = low + (high - low) / 2;
             st = tkvi_estimate_at(h, level, &stretch, n_tokens, n_seqs, m);
@@ -415,7 +462,7 @@ static tkv_status tkvi_estimate_within(tkvi_derived_config *h, int n_tokens, int
         st = tkvi_estimate_at(h, level, &stretch, n_tokens, n_seqs, m);
         if (st || m->peak <= budget) return st;
     }
-    if (!h->cfg.remat) return TKV_ERR_BUDGET;
+    if (!h->cfg.budget.discard) return TKV_ERR_BUDGET;
     stretch.missing = most;
     st = tkvi_estimate_at(h, level, &stretch, n_tokens, n_seqs, m);
     return !st && m->peak > budget ? TKV_ERR_BUDGET : st;
@@ -427,22 +474,25 @@ static tkv_status tkvi_estimate_within(tkvi_derived_config *h, int n_tokens, int
 static int tkvi_eviction_floor(const tkvi_derived_config *h, int n_tokens) {
     tkv_evict_config cfg;
     int64_t n;
-    if (!h->cfg.evict.kind || !h->cfg.budget_bytes) return n_tokens;
+    if (!h->cfg.evict.policy || !h->cfg.budget.bytes) return n_tokens;
     (void)tkvi_evict_fill(&h->cfg.evict, &cfg);
     n = (int64_t)cfg.sink_tokens + 2 * (int64_t)cfg.recent_tokens + 4 * TKVI_BLOCK;
-    if (h->cfg.spill.store) n *= TKVI_BLOCK;
+    if (h->cfg.offload.write) n *= TKVI_BLOCK;
     return n < n_tokens ? (int)n : n_tokens;
 }
 
-TKV_API tkv_status tkv_estimate(const tkv_config *cfg, int n_tokens, int n_seqs, tkv_memory_info *out) {
+TKV_API tkv_status tkv_estimate_memory(const tkv_config *cfg, int n_tokens, int n_seqs,
+                                       tkv_memory_info *out) {
     tkvi_derived_config h;
     tkv_memory_info m;
     tkv_status st = tkvi_validate(cfg, &h, NULL, 0);
     int least, keep;
     if (st) return st;
-    if (!out || n_tokens < 0 || n_tokens > h.cfg.max_tokens || n_seqs < 0 || n_seqs > h.cfg.max_seqs)
+    if (!out || n_tokens < 0 || n_tokens > h.cfg.limits.max_tokens || n_seqs < 0 ||
+        n_seqs > h.cfg.limits.max_seqs)
         return TKV_ERR_ARG;
-    keep = h.cfg.evict.kind && h.cfg.evict_tokens ? tkvi_min(n_tokens, h.cfg.evict_tokens) : n_tokens;
+    keep = h.cfg.evict.policy && h.cfg.evict.keep_tokens ? tkvi_min(n_tokens, h.cfg.evict.keep_tokens)
+                                                         : n_tokens;
     st = tkvi_estimate_within(&h, keep, n_seqs, &m);
     if (st == TKV_ERR_BUDGET && (least = tkvi_eviction_floor(&h, keep)) < keep &&
         (st = tkvi_estimate_within(&h, least, n_seqs, &m)) == TKV_OK) {
@@ -457,15 +507,15 @@ TKV_API tkv_status tkv_estimate(const tkv_config *cfg, int n_tokens, int n_seqs,
     return st;
 }
 
-TKV_API tkv_status tkv_max_context(const tkv_config *cfg, int n_seqs, int *n_tokens) {
+TKV_API tkv_status tkv_estimate_context(const tkv_config *cfg, int n_seqs, int *n_tokens) {
     tkvi_derived_config h;
     tkv_memory_info m;
     tkv_status st = tkvi_validate(cfg, &h, NULL, 0);
     int low = 0, high, step, least; /* invariant: lengths up to low fit, high + 1 does not */
     if (st) return st;
-    if (!n_tokens || !h.cfg.budget_bytes || n_seqs < 1 || n_seqs > h.cfg.max_seqs) return TKV_ERR_ARG;
-    high = h.cfg.max_tokens;
-    least = h.cfg.evict.kind && h.cfg.evict_tokens ? tkvi_min(high, h.cfg.evict_tokens) : high;
+    if (!n_tokens || !h.cfg.budget.bytes || n_seqs < 1 || n_seqs > h.cfg.limits.max_seqs) return TKV_ERR_ARG;
+    high = h.cfg.limits.max_tokens;
+    least = h.cfg.evict.policy && h.cfg.evict.keep_tokens ? tkvi_min(high, h.cfg.evict.keep_tokens) : high;
     least = tkvi_eviction_floor(&h, least);
     if (least < high && tkvi_estimate_within(&h, least, n_seqs, &m) == TKV_OK) { /* eviction keeps it so */
         *n_tokens = high;
@@ -522,10 +572,10 @@ static tkv_status tkvi_check_ids(const tkvi_checker *k, int seq, int layer) {
  * tier's own format, or, with several levels, a store, or for a discarded block, any format of the ladder. */
 static int tkvi_is_format_of_tier(const tkv_cache *kv, int layer, int absent, tkv_tier tier, int key) {
     const tkvi_tier_spec *rule = tkvi_rules_of(&kv->tables, layer);
-    int i, t, one = kv->tables.n_levels == 1 && !kv->tables.cfg.spill.store && !absent;
+    int i, t, one = kv->tables.n_levels == 1 && !kv->tables.cfg.offload.write && !absent;
     for (i = 0; i < kv->tables.n_levels; i++)
         for (t = 0; t < TKV_TIER_COUNT; t++)
-            if (rule[i].key[t] == key && (one || tier == TKV_HOT ? t == (int)tier : 1)) return 1;
+            if (rule[i].key[t] == key && (one || tier == TKV_TIER_HOT ? t == (int)tier : 1)) return 1;
     return 0;
 }
 
@@ -552,7 +602,7 @@ static tkv_status tkvi_check_list(const tkvi_checker *k, int seq, int layer) {
             return tkvi_report_broken(k, "a block is counted as outside and is not, layer", layer);
     if (list->chunk < 0 || list->chunk > list->len)
         return tkvi_report_broken(k, "the last append began behind the end of layer", layer);
-    if (list->dropped < 0 || list->dropped > list->len || list->len > kv->tables.cfg.max_tokens)
+    if (list->dropped < 0 || list->dropped > list->len || list->len > kv->tables.cfg.limits.max_tokens)
         return tkvi_report_broken(k, "a length is out of range in layer", layer);
     if (kv->pool.token_meta ? list->n && list->len == list->dropped
                             : (list->n == 0) != (list->len == list->dropped))
@@ -584,14 +634,15 @@ static tkv_status tkvi_check_list(const tkvi_checker *k, int seq, int layer) {
                             : !tkvi_is_format_of_tier(kv, layer, tkvi_is_discarded(b), tier,
                                                       kv->tables.coding[b->coding].key))
             return tkvi_report_broken(k, "a block is not in its tier's format", (int64_t)ids[i]);
-        most = (int64_t)p->now.hot + kv->tables.cfg.max_append + (tier == TKV_WARM ? p->now.warm : 0);
+        most = (int64_t)p->now.hot + kv->tables.cfg.limits.max_append +
+               (tier == TKV_TIER_WARM ? p->now.warm : 0);
         if (tkvi_plan_learns(p)) most += TKVI_FIRST_TABLE_TOKENS;
         if (tkvi_is_offloaded(b) &&
-            (i < list->sinks || !(kv->tables.cfg.spill.store || tkvi_is_discarded(b))))
+            (i < list->sinks || !(kv->tables.cfg.offload.write || tkvi_is_discarded(b))))
             return tkvi_report_broken(k, "a block is outside that must not be", (int64_t)ids[i]);
         if (b->copy && b->copy > kv->tables.n_codings)
             return tkvi_report_broken(k, "a copy is in no known format", (int64_t)ids[i]);
-        if (i >= list->sinks && tier != TKV_ARCHIVE && age >= most && kv->tables.n_levels == 1 &&
+        if (i >= list->sinks && tier != TKV_TIER_ARCHIVE && age >= most && kv->tables.n_levels == 1 &&
             !tkvi_has_budget(kv) && !kv->moved)
             return tkvi_report_broken(k, "a block is in its tier for too long", (int64_t)ids[i]);
     }
@@ -663,7 +714,7 @@ static tkv_status tkvi_check_pool(const tkvi_checker *k) {
         chained = tkvi_chain(pool, pool->room[c], c, &used);
         if (chained != pages - full || used != in_class - full * size_class->slots)
             return tkvi_report_broken(k, "a page with room is not in its list, class", c);
-        for (seq = 0; seq < k->kv->tables.cfg.max_seqs; seq++)
+        for (seq = 0; seq < k->kv->tables.cfg.limits.max_seqs; seq++)
             promised += k->kv->promised[(size_t)seq * (size_t)pool->tables->n_classes + (size_t)c];
         if (promised != pool->promised[c])
             return tkvi_report_broken(k, "reservations are miscounted, class", c);
@@ -699,7 +750,7 @@ static tkv_status tkvi_check_meter(const tkvi_checker *k) {
     uint64_t places;
     int i, a;
     if (!m) return TKV_OK;
-    if (m->seq < -1 || m->seq >= k->kv->tables.cfg.max_seqs)
+    if (m->seq < -1 || m->seq >= k->kv->tables.cfg.limits.max_seqs)
         return tkvi_report_broken(k, "the meter watches a sequence that does not exist", m->seq);
     for (i = 0; i < m->n; i++) {
         const tkvi_head_probe *g = &m->head_probe[i];
@@ -721,7 +772,7 @@ static tkv_status tkvi_check_meter(const tkvi_checker *k) {
             while (block < list->n && tkvi_block_start(k->kv, ids, block) < g->start[a]) block++;
             if (block == list->n || tkvi_block_start(k->kv, ids, block) != g->start[a] ||
                 (k->kv->tables.coding[k->kv->pool.block[ids[block]].coding].key ==
-                     k->kv->tables.plan[g->layer].now.key[TKV_HOT] &&
+                     k->kv->tables.plan[g->layer].now.key[TKV_TIER_HOT] &&
                  !k->kv->pool.block[ids[block]].copy))
                 return tkvi_report_broken(k, "the meter has a copy of a block that is not coded, gauge", i);
         }
@@ -743,8 +794,8 @@ TKV_API tkv_status tkv_check(const tkv_cache *kv, char *reason, size_t size) {
     k.size = size;
     if (reason && size) *reason = 0;
     st = tkvi_check_pool(&k);
-    for (seq = 0; seq < kv->tables.cfg.max_seqs && !st; seq++)
-        for (layer = 0; layer < kv->tables.cfg.n_layers && !st; layer++) {
+    for (seq = 0; seq < kv->tables.cfg.limits.max_seqs && !st; seq++)
+        for (layer = 0; layer < kv->tables.cfg.model.n_layers && !st; layer++) {
             st = tkvi_check_ids(&k, seq, layer);
             if (!st) st = tkvi_check_list(&k, seq, layer);
             for (i = 0; i < tkvi_list_of(kv, seq, layer)->n && !st; i++)
@@ -756,21 +807,21 @@ TKV_API tkv_status tkv_check(const tkv_cache *kv, char *reason, size_t size) {
     if (kv->tables.level < 0 || kv->tables.level >= kv->tables.n_levels)
         return tkvi_report_broken(&k, "there is no level", kv->tables.level);
     if (tkvi_has_budget(kv) &&
-        (kv->pool.keep_all ? tkvi_in_use(kv) : kv->heap.held) > kv->tables.cfg.budget_bytes)
+        (kv->pool.keep_all ? tkvi_in_use(kv) : kv->heap.held) > kv->tables.cfg.budget.bytes)
         return tkvi_report_broken(&k, "more is held than the budget", (int64_t)kv->heap.held);
     if (refs != entries) return tkvi_report_broken(&k, "blocks count other holders than the lists have", 0);
     held = kv->fixed_bytes + tkvi_learning_held(kv) + kv->pool.n_pages * kv->tables.page_bytes +
            kv->choice_cap * tkvi_choice_entry(&kv->tables.cfg) + kv->pool.page_cap * sizeof(tkvi_page) +
            kv->pool.block_cap * tkvi_block_entry(&kv->tables.cfg);
-    for (seq = 0; seq < kv->tables.cfg.max_seqs; seq++)
-        held += (size_t)kv->seq[seq].cap * (size_t)kv->tables.cfg.n_layers * sizeof(uint32_t);
+    for (seq = 0; seq < kv->tables.cfg.limits.max_seqs; seq++)
+        held += (size_t)kv->seq[seq].cap * (size_t)kv->tables.cfg.model.n_layers * sizeof(uint32_t);
     if (held != kv->heap.held)
         return tkvi_report_broken(&k, "bytes held do not add up", (int64_t)kv->heap.held);
-    st = tkv_memory(kv, &m);
-    sum = m.tables + m.index + m.scratch + m.shadow + m.slack;
+    st = tkv_get_memory(kv, &m);
+    sum = m.tables + m.index + m.scratch + m.exact_copies + m.slack;
     for (tier = 0; tier < TKV_TIER_COUNT; tier++) sum += m.tier[tier].codes + m.tier[tier].metadata;
     if (st || sum != m.total)
-        return tkvi_report_broken(&k, "the parts of tkv_memory do not make its total", (int64_t)sum);
+        return tkvi_report_broken(&k, "the parts of tkv_get_memory do not make its total", (int64_t)sum);
     return TKV_OK;
 }
 

@@ -1,6 +1,6 @@
 /*
- * report/state.h - reports the state of a cache to programs, as JSON (tkv_state_json) and in the text format of
- * Prometheus (tkv_format_prometheus). A table has one row for each figure; both writers print that table. Nothing
+ * report/state.h - reports the state of a cache to programs, as JSON and in the text format of Prometheus
+ * (tkv_print_report). A table has one row for each figure; both writers print that table. Nothing
  * here changes the cache.
  *
  * To add a figure, add a field to tkvi_figures, fill it in tkvi_figures_of, and add a row. Rows of one section
@@ -15,10 +15,10 @@
 #include "report/info.h"
 #include "report/text.h"
 
-enum { TKVI_MEMORY, TKVI_TOKENS, TKVI_SEQUENCES, TKVI_BUDGET, TKVI_KEEPING, TKVI_QUALITY, TKVI_SECTIONS };
+enum { TKVI_MEMORY, TKVI_TOKENS, TKVI_SEQUENCES, TKVI_BUDGET, TKVI_RECLAIM, TKVI_QUALITY, TKVI_SECTIONS };
 
 static const char *const tkvi_section_names[TKVI_SECTIONS] = {"memory", "tokens",  "sequences",
-                                                              "budget", "keeping", "quality"};
+                                                              "budget", "reclaim", "quality"};
 
 /* All figures, copied once before printing, because readers may add to the meter meanwhile. */
 typedef struct tkvi_figures {
@@ -28,7 +28,7 @@ typedef struct tkvi_figures {
     tkv_memory_info memory;
     tkv_quality_info quality;
     tkv_budget_info budget;
-    uint64_t sequences, most_sequences, longest; /* not empty; cfg.max_seqs; tokens of the longest */
+    uint64_t sequences, most_sequences, longest; /* not empty; cfg.limits.max_seqs; tokens of the longest */
     uint64_t missing;                            /* tokens that a model must recompute */
 } tkvi_figures;
 
@@ -77,17 +77,18 @@ typedef struct tkvi_figure {
     TKVI_FIGURE(TKVI_MEMORY, name, tkvi_figure_size, memory.field, "tkv_memory_bytes", labels, help)
 
 static const tkvi_figure tkvi_figure_rows[] = {
-    TKVI_BYTES("hot_codes", tier[TKV_HOT].codes, "part=\"codes\",tier=\"hot\"",
+    TKVI_BYTES("hot_codes", tier[TKV_TIER_HOT].codes, "part=\"codes\",tier=\"hot\"",
                "Bytes held, by part and tier; their sum is tkv_memory_held_bytes."),
-    TKVI_BYTES("hot_metadata", tier[TKV_HOT].metadata, "part=\"metadata\",tier=\"hot\"", NULL),
-    TKVI_BYTES("warm_codes", tier[TKV_WARM].codes, "part=\"codes\",tier=\"warm\"", NULL),
-    TKVI_BYTES("warm_metadata", tier[TKV_WARM].metadata, "part=\"metadata\",tier=\"warm\"", NULL),
-    TKVI_BYTES("archive_codes", tier[TKV_ARCHIVE].codes, "part=\"codes\",tier=\"archive\"", NULL),
-    TKVI_BYTES("archive_metadata", tier[TKV_ARCHIVE].metadata, "part=\"metadata\",tier=\"archive\"", NULL),
+    TKVI_BYTES("hot_metadata", tier[TKV_TIER_HOT].metadata, "part=\"metadata\",tier=\"hot\"", NULL),
+    TKVI_BYTES("warm_codes", tier[TKV_TIER_WARM].codes, "part=\"codes\",tier=\"warm\"", NULL),
+    TKVI_BYTES("warm_metadata", tier[TKV_TIER_WARM].metadata, "part=\"metadata\",tier=\"warm\"", NULL),
+    TKVI_BYTES("archive_codes", tier[TKV_TIER_ARCHIVE].codes, "part=\"codes\",tier=\"archive\"", NULL),
+    TKVI_BYTES("archive_metadata", tier[TKV_TIER_ARCHIVE].metadata, "part=\"metadata\",tier=\"archive\"",
+               NULL),
     TKVI_BYTES("tables", tables, "part=\"tables\"", NULL),
     TKVI_BYTES("index", index, "part=\"index\"", NULL),
     TKVI_BYTES("scratch", scratch, "part=\"scratch\"", NULL),
-    TKVI_BYTES("shadow", shadow, "part=\"shadow\"", NULL),
+    TKVI_BYTES("exact_copies", exact_copies, "part=\"exact_copies\"", NULL),
     TKVI_BYTES("slack", slack, "part=\"slack\"", NULL),
     TKVI_FIGURE(TKVI_MEMORY, "total", tkvi_figure_size, memory.total, "tkv_memory_held_bytes", NULL,
                 "Bytes held, all together."),
@@ -98,56 +99,57 @@ static const tkvi_figure tkvi_figure_rows[] = {
     TKVI_FIGURE(TKVI_MEMORY, "ratio", tkvi_figure_double, memory.ratio, "tkv_memory_ratio", NULL,
                 "FP16 bytes over bytes held."),
     TKVI_FIGURE(TKVI_MEMORY, "ratio_f32", tkvi_figure_double, memory.ratio_f32, NULL, NULL, NULL),
-    TKVI_FIGURE(TKVI_TOKENS, "hot", tkvi_figure_size, memory.tier[TKV_HOT].tokens, "tkv_tokens",
+    TKVI_FIGURE(TKVI_TOKENS, "hot", tkvi_figure_size, memory.tier[TKV_TIER_HOT].tokens, "tkv_tokens",
                 "tier=\"hot\"",
                 "Tokens held, by tier, summed over layers; those that sequences share count once."),
-    TKVI_FIGURE(TKVI_TOKENS, "warm", tkvi_figure_size, memory.tier[TKV_WARM].tokens, "tkv_tokens",
+    TKVI_FIGURE(TKVI_TOKENS, "warm", tkvi_figure_size, memory.tier[TKV_TIER_WARM].tokens, "tkv_tokens",
                 "tier=\"warm\"", NULL),
-    TKVI_FIGURE(TKVI_TOKENS, "archive", tkvi_figure_size, memory.tier[TKV_ARCHIVE].tokens, "tkv_tokens",
+    TKVI_FIGURE(TKVI_TOKENS, "archive", tkvi_figure_size, memory.tier[TKV_TIER_ARCHIVE].tokens, "tkv_tokens",
                 "tier=\"archive\"", NULL),
-    TKVI_FIGURE(TKVI_TOKENS, "spilled", tkvi_figure_size, memory.spilled.tokens, "tkv_tokens_spilled", NULL,
-                "Tokens outside RAM; they count in their tier as well."),
-    TKVI_FIGURE(TKVI_TOKENS, "missing", tkvi_figure_count, missing, "tkv_tokens_missing", NULL,
+    TKVI_FIGURE(TKVI_TOKENS, "offloaded", tkvi_figure_size, memory.offloaded.tokens, "tkv_tokens_offloaded",
+                NULL, "Tokens outside RAM; they count in their tier as well."),
+    TKVI_FIGURE(TKVI_TOKENS, "discarded", tkvi_figure_count, missing, "tkv_tokens_discarded", NULL,
                 "Tokens that a model must compute again; they are in no tier."),
     TKVI_FIGURE(TKVI_SEQUENCES, "count", tkvi_figure_count, sequences, "tkv_sequences", NULL,
                 "Sequences that exist."),
     TKVI_FIGURE(TKVI_SEQUENCES, "most", tkvi_figure_count, most_sequences, "tkv_sequences_max", NULL,
-                "Sequences that there is room for."),
+                "Largest number of sequences."),
     TKVI_FIGURE(TKVI_SEQUENCES, "longest", tkvi_figure_count, longest, "tkv_sequence_tokens_max", NULL,
                 "Tokens of the longest sequence."),
     TKVI_FIGURE(TKVI_BUDGET, "bytes", tkvi_figure_size, budget.budget, "tkv_budget_bytes", NULL,
-                "Bytes that the cache may hold; 0: as many as it wants."),
+                "Limit of the bytes that the cache holds; 0: none."),
     TKVI_FIGURE(TKVI_BUDGET, "used", tkvi_figure_size, budget.used, "tkv_budget_used_bytes", NULL,
                 "Bytes that count against the budget."),
     TKVI_FIGURE(TKVI_BUDGET, "level", tkvi_figure_int, budget.level, "tkv_level", NULL,
                 "Level of the ladder, 0 the loosest."),
     TKVI_FIGURE(TKVI_BUDGET, "levels", tkvi_figure_int, budget.n_levels, NULL, NULL, NULL),
-    TKVI_FIGURE(TKVI_BUDGET, "pressure", tkvi_figure_float, budget.policy.average, "tkv_pressure_ratio", NULL,
-                "Moving average of bytes over the budget."),
-    TKVI_FIGURE(TKVI_BUDGET, "trend", tkvi_figure_float, budget.policy.trend, NULL, NULL, NULL),
-    TKVI_FIGURE(TKVI_BUDGET, "left", tkvi_figure_float, budget.policy.left, NULL, NULL, NULL),
-    TKVI_FIGURE(TKVI_BUDGET, "tightened", tkvi_figure_count, budget.policy.tightened,
+    TKVI_FIGURE(TKVI_BUDGET, "pressure", tkvi_figure_float, budget.pressure.average, "tkv_pressure_ratio",
+                NULL, "Moving average of bytes over the budget."),
+    TKVI_FIGURE(TKVI_BUDGET, "trend", tkvi_figure_float, budget.pressure.trend, NULL, NULL, NULL),
+    TKVI_FIGURE(TKVI_BUDGET, "samples_left", tkvi_figure_float, budget.pressure.samples_left, NULL, NULL,
+                NULL),
+    TKVI_FIGURE(TKVI_BUDGET, "tightened", tkvi_figure_count, budget.pressure.tightened,
                 "tkv_levels_tightened_total", NULL, "Levels down the ladder."),
-    TKVI_FIGURE(TKVI_BUDGET, "relaxed", tkvi_figure_count, budget.policy.relaxed, "tkv_levels_relaxed_total",
-                NULL, "Levels up the ladder."),
+    TKVI_FIGURE(TKVI_BUDGET, "relaxed", tkvi_figure_count, budget.pressure.relaxed,
+                "tkv_levels_relaxed_total", NULL, "Levels up the ladder."),
     TKVI_FIGURE(TKVI_BUDGET, "demoted", tkvi_figure_count, budget.demoted, "tkv_blocks_demoted_total", NULL,
                 "Blocks that were recoded."),
     TKVI_FIGURE(TKVI_BUDGET, "pending", tkvi_figure_count, budget.pending, "tkv_blocks_pending", NULL,
                 "Blocks that the present level would still recode."),
     TKVI_FIGURE(TKVI_BUDGET, "refused", tkvi_figure_count, budget.refused, "tkv_budget_refused_total", NULL,
-                "Calls that the budget had no room for."),
-    TKVI_FIGURE(TKVI_KEEPING, "evicted", tkvi_figure_count, budget.evicted, "tkv_tokens_evicted_total", NULL,
-                "Tokens of layers that were dropped for good."),
-    TKVI_FIGURE(TKVI_KEEPING, "spilled", tkvi_figure_count, budget.spilled, "tkv_blocks_spilled_total", NULL,
-                "Blocks that went outside RAM."),
-    TKVI_FIGURE(TKVI_KEEPING, "unstored", tkvi_figure_count, budget.unstored, "tkv_blocks_unstored_total",
-                NULL, "Blocks and exact copies that the store failed for."),
-    TKVI_FIGURE(TKVI_KEEPING, "promoted", tkvi_figure_count, budget.promoted, "tkv_blocks_promoted_total",
+                "Calls refused because the budget was full."),
+    TKVI_FIGURE(TKVI_RECLAIM, "evicted", tkvi_figure_count, budget.evicted, "tkv_tokens_evicted_total", NULL,
+                "Tokens that were evicted, counted per layer."),
+    TKVI_FIGURE(TKVI_RECLAIM, "offloaded", tkvi_figure_count, budget.offloaded, "tkv_blocks_offloaded_total",
+                NULL, "Blocks that were offloaded."),
+    TKVI_FIGURE(TKVI_RECLAIM, "unwritten", tkvi_figure_count, budget.unwritten, "tkv_blocks_unwritten_total",
+                NULL, "Blocks and exact copies that the store failed to write."),
+    TKVI_FIGURE(TKVI_RECLAIM, "promoted", tkvi_figure_count, budget.promoted, "tkv_blocks_promoted_total",
                 NULL, "Blocks that were brought back into RAM or to a better format."),
-    TKVI_FIGURE(TKVI_KEEPING, "dropped", tkvi_figure_count, budget.dropped, "tkv_blocks_dropped_total", NULL,
-                "Blocks that were dropped because a model can compute them again."),
-    TKVI_FIGURE(TKVI_KEEPING, "recomputed", tkvi_figure_count, budget.recomputed,
-                "tkv_blocks_recomputed_total", NULL, "Blocks that came back by that."),
+    TKVI_FIGURE(TKVI_RECLAIM, "discarded", tkvi_figure_count, budget.discarded, "tkv_blocks_discarded_total",
+                NULL, "Blocks that were discarded, to be recomputed."),
+    TKVI_FIGURE(TKVI_RECLAIM, "recomputed", tkvi_figure_count, budget.recomputed,
+                "tkv_blocks_recomputed_total", NULL, "Blocks that were recomputed."),
     TKVI_FIGURE(TKVI_QUALITY, "samples", tkvi_figure_count, quality.samples, "tkv_quality_samples_total",
                 NULL, "Comparisons of attention with exact keys and values."),
     TKVI_FIGURE(TKVI_QUALITY, "coverage", tkvi_figure_double, quality.coverage, "tkv_quality_coverage", NULL,
@@ -170,8 +172,8 @@ static const tkvi_figure tkvi_figure_rows[] = {
 /* The length of the sequence's longest layer; 0: the sequence is empty. */
 static int tkvi_seq_max_len(const tkv_cache *kv, int seq) {
     int layer, most = 0;
-    for (layer = 0; layer < kv->tables.cfg.n_layers; layer++)
-        most = tkvi_max(most, tkv_layer_len(kv, seq, layer));
+    for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++)
+        most = tkvi_max(most, tkv_get_length(kv, seq, layer));
     return most;
 }
 
@@ -179,8 +181,8 @@ static int tkvi_seq_max_len(const tkv_cache *kv, int seq) {
 static uint64_t tkvi_n_discarded_tokens(const tkv_cache *kv) {
     uint64_t n = 0;
     int seq, layer, i;
-    for (seq = 0; kv->pool.n_discarded && seq < kv->tables.cfg.max_seqs; seq++)
-        for (layer = 0; layer < kv->tables.cfg.n_layers; layer++) {
+    for (seq = 0; kv->pool.n_discarded && seq < kv->tables.cfg.limits.max_seqs; seq++)
+        for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++) {
             const tkvi_list *list = tkvi_list_of(kv, seq, layer);
             const uint32_t *ids = tkvi_ids(kv, seq, layer);
             for (i = 0; i < list->n; i++)
@@ -197,16 +199,16 @@ static tkv_status tkvi_figures_of(const tkv_cache *kv, tkvi_figures *f) {
     if (!kv) return TKV_ERR_ARG;
     f->kv = kv;
     f->has[TKVI_MEMORY] = f->has[TKVI_TOKENS] = f->has[TKVI_SEQUENCES] = 1;
-    st = tkv_memory(kv, &f->memory);
-    if (!st) st = tkv_quality(kv, &f->quality);
-    if (!st) st = tkv_budget(kv, &f->budget);
+    st = tkv_get_memory(kv, &f->memory);
+    if (!st) st = tkv_get_quality(kv, TKV_ALL_LAYERS, &f->quality);
+    if (!st) st = tkv_get_budget(kv, &f->budget);
     f->has[TKVI_BUDGET] = f->budget.n_levels > 1;
-    f->has[TKVI_KEEPING] = kv->tables.cfg.evict.kind || kv->tables.cfg.spill.store || kv->tables.cfg.remat ||
-                           kv->blocks_discarded;
+    f->has[TKVI_RECLAIM] = kv->tables.cfg.evict.policy || kv->tables.cfg.offload.write ||
+                           kv->tables.cfg.budget.discard || kv->blocks_discarded;
     f->has[TKVI_QUALITY] = f->quality.heads > 0;
     f->missing = tkvi_n_discarded_tokens(kv);
-    f->most_sequences = (uint64_t)kv->tables.cfg.max_seqs;
-    for (seq = 0; seq < kv->tables.cfg.max_seqs; seq++) {
+    f->most_sequences = (uint64_t)kv->tables.cfg.limits.max_seqs;
+    for (seq = 0; seq < kv->tables.cfg.limits.max_seqs; seq++) {
         const uint64_t tokens = (uint64_t)tkvi_seq_max_len(kv, seq);
         f->sequences += tokens > 0;
         f->longest = tokens > f->longest ? tokens : f->longest;
@@ -232,7 +234,7 @@ static void tkvi_print_layers(tkvi_out *o, const tkv_cache *kv, const char *name
     tkvi_print(o, ", \"");
     tkvi_print(o, name);
     tkvi_print(o, "\": [");
-    for (layer = 0; layer < kv->tables.cfg.n_layers; layer++) {
+    for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++) {
         tkvi_print_comma(o, layer);
         if (!tkvi_has_own_layer(kv, 0, layer)) tkvi_print(o, "null");
         else write(o, kv, seq, layer, which);
@@ -243,38 +245,36 @@ static void tkvi_print_layers(tkvi_out *o, const tkv_cache *kv, const char *name
 static const char *const tkvi_tier_names[TKV_TIER_COUNT] = {"hot", "warm", "archive"};
 
 static void tkvi_print_layer_pair(tkvi_out *o, const tkv_cache *kv, int seq, int layer, int tier) {
-    tkv_pair p = {TKV_FORMAT_DEFAULT, TKV_FORMAT_DEFAULT};
     (void)seq;
-    (void)tkv_tier_pair(kv, layer, (tkv_tier)tier, &p);
-    tkvi_print_pair(o, p);
+    tkvi_print_pair(o, tkvi_pair_now(kv, layer, tier));
 }
 
 /* Prints the layer's tokens in a tier; tier TKV_TIER_COUNT: its expired tokens. */
 static void tkvi_print_layer_tokens(tkvi_out *o, const tkv_cache *kv, int seq, int layer, int tier) {
-    tkv_tier_info info;
+    tkv_layer_info info;
     memset(&info, 0, sizeof info);
-    (void)tkv_tier_counts(kv, seq, layer, &info);
-    tkvi_print_int(o, tier == TKV_TIER_COUNT ? info.dropped : info.tokens[tier]);
+    (void)tkv_get_layer(kv, seq, layer, &info);
+    tkvi_print_int(o, tier == TKV_TIER_COUNT ? info.expired : info.tokens[tier]);
 }
 
 static void tkvi_print_layer_len(tkvi_out *o, const tkv_cache *kv, int seq, int layer, int which) {
     (void)which;
-    tkvi_print_int(o, tkv_layer_len(kv, seq, layer));
+    tkvi_print_int(o, tkv_get_length(kv, seq, layer));
 }
 
 static void tkvi_print_sequences(tkvi_out *o, const tkv_cache *kv) {
     int seq, tier, any = 0;
     tkvi_print(o, ",\n  \"lengths\": [");
-    for (seq = 0; seq < kv->tables.cfg.max_seqs; seq++) {
+    for (seq = 0; seq < kv->tables.cfg.limits.max_seqs; seq++) {
         if (!tkvi_seq_max_len(kv, seq)) continue;
         tkvi_print(o, any++ ? ",\n    {\"seq\": " : "\n    {\"seq\": ");
         tkvi_print_int(o, seq);
         tkvi_print(o, ", \"tokens\": ");
-        tkvi_print_int(o, tkv_seq_len(kv, seq));
-        tkvi_print_layers(o, kv, "len", tkvi_print_layer_len, seq, 0);
+        tkvi_print_int(o, tkv_get_length(kv, seq, TKV_ALL_LAYERS));
+        tkvi_print_layers(o, kv, "length", tkvi_print_layer_len, seq, 0);
         for (tier = 0; tier < TKV_TIER_COUNT; tier++)
             tkvi_print_layers(o, kv, tkvi_tier_names[tier], tkvi_print_layer_tokens, seq, tier);
-        tkvi_print_layers(o, kv, "dropped", tkvi_print_layer_tokens, seq, TKV_TIER_COUNT);
+        tkvi_print_layers(o, kv, "expired", tkvi_print_layer_tokens, seq, TKV_TIER_COUNT);
         tkvi_print(o, "}");
     }
     tkvi_print(o, any ? "\n  ]" : "]");
@@ -298,26 +298,22 @@ static void tkvi_print_section(tkvi_out *o, const tkvi_figures *f, int section) 
 static void tkvi_write_state(tkvi_out *o, const void *what) {
     const tkvi_figures *f = (const tkvi_figures *)what;
     const tkv_cache *kv = f->kv;
+    tkv_calibration_info calibration;
     int i;
+    (void)tkv_get_calibration(kv, &calibration);
     o->json = 2;
     tkvi_print(o, "{\n  \"version\": \"" TKV_VERSION_STRING "\",\n  \"isa\": \"");
-    tkvi_print(o, tkv_isa_name(tkv_isa_of(kv)));
+    tkvi_print(o, tkvi_isa_name(kv->kernels->isa));
     tkvi_print(o, "\",\n  \"config\": ");
     tkvi_write_config(o, &kv->tables.cfg);
     tkvi_print(o, ",\n  \"formats\": {\"calibrated_layers\": ");
-    tkvi_print_int(o, tkv_calibrated_layers(kv));
+    tkvi_print_int(o, calibration.n_calibrated);
     for (i = 0; i < TKV_TIER_COUNT; i++)
         tkvi_print_layers(o, kv, tkvi_tier_names[i], tkvi_print_layer_pair, 0, i);
     tkvi_print(o, "}");
     tkvi_print_sequences(o, kv);
     for (i = 0; i < TKVI_SECTIONS; i++) tkvi_print_section(o, f, i);
     tkvi_print(o, "\n}\n");
-}
-
-TKV_API tkv_status tkv_state_json(const tkv_cache *kv, char *buf, size_t size, size_t *needed) {
-    tkvi_figures f;
-    const tkv_status st = tkvi_figures_of(kv, &f);
-    return st ? st : tkvi_write_text(tkvi_write_state, &f, buf, size, needed);
 }
 
 /* >>Prometheus */
@@ -390,7 +386,7 @@ static void tkvi_write_prometheus(tkvi_out *o, const void *what) {
     tkvi_text t = tkvi_text_begin(about, sizeof about);
     int i;
     tkvi_append_text(&t, "version=\"" TKV_VERSION_STRING "\",isa=\"");
-    tkvi_append_text(&t, tkv_isa_name(tkv_isa_of(f->kv)));
+    tkvi_append_text(&t, tkvi_isa_name(f->kv->kernels->isa));
     tkvi_append_text(&t, "\"");
     tkvi_print_head(o, "tkv_info", "What the cache runs on.");
     tkvi_print_metric(o, f, "tkv_info", about);
@@ -405,12 +401,15 @@ static void tkvi_write_prometheus(tkvi_out *o, const void *what) {
     }
 }
 
-TKV_API tkv_status tkv_format_prometheus(const tkv_cache *kv, const char *labels, char *buf, size_t size,
-                                         size_t *needed) {
+TKV_API tkv_status tkv_print_report(const tkv_cache *kv, tkv_report_kind kind, const char *labels, char *buf,
+                                    size_t size, size_t *needed) {
+    static const tkvi_writer writers[TKV_REPORT_COUNT] = {tkvi_write_state, tkvi_write_prometheus};
     tkvi_figures f;
-    const tkv_status st = tkvi_figures_of(kv, &f);
+    tkv_status st;
+    if ((int)kind < 0 || (int)kind >= TKV_REPORT_COUNT) return TKV_ERR_ARG;
+    st = tkvi_figures_of(kv, &f);
     f.labels = labels;
-    return st ? st : tkvi_write_text(tkvi_write_prometheus, &f, buf, size, needed);
+    return st ? st : tkvi_write_text(writers[kind], &f, buf, size, needed);
 }
 
 #endif /* TKV_NO_REPORTS */

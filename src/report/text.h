@@ -11,7 +11,7 @@
  *                                        }
  *
  * A text is read three times. The first pass checks it and changes nothing of the caller's. The second pass
- * applies the preset (or profile), the third all other values.
+ * applies the preset, the third all other values.
  */
 #ifndef TKVI_REPORT_TEXT_H
 #define TKVI_REPORT_TEXT_H
@@ -79,7 +79,7 @@ static tkv_status tkvi_write_text(tkvi_writer write, const void *what, char *buf
     n = o.used;
     if (needed) *needed = n + 1;
     if (!buf) return needed ? TKV_OK : TKV_ERR_ARG;
-    if (size <= n) return TKV_ERR_ARG;
+    if (size <= n) return TKV_ERR_CAPACITY;
     memset(&o, 0, sizeof o);
     o.at = buf;
     o.room = n;
@@ -132,7 +132,7 @@ typedef struct tkvi_parser {
     const tkvi_fields *fields;
     int n_fields;
     void *base[TKVI_MAX_FIELDS]; /* the structs; not used for lists while checking */
-    const tkv_config_room *room;
+    const tkv_config_arrays *room;
     /* the place in the text */
     const char *text, *at, *end;
     int line, json, begun;
@@ -155,8 +155,7 @@ enum {
     TKVI_FLAGS,
     TKVI_NAME,
     TKVI_FREQUENCIES,
-    TKVI_PRESET,
-    TKVI_PROFILE
+    TKVI_PRESET
 };
 
 /* >>spans */
@@ -379,13 +378,13 @@ static int tkvi_read_format(tkvi_span s, tkv_format *out) {
     char name[16];
     if (s.n >= sizeof name) return 0;
     tkvi_copied(s, name, sizeof name);
-    *out = tkv_format_from_name(name);
+    *out = tkvi_format_from_name(name);
     return *out != TKV_FORMAT_DEFAULT || strcmp(name, "default") == 0;
 }
 
 /* Reads formats of K and V: a30/r20, or one name for both sides. */
 static int tkvi_read_pair(tkvi_parser *r, const tkvi_row *row, tkvi_span s, void *at) {
-    tkv_pair p;
+    tkv_format_pair p;
     const size_t n = s.n;
     const tkvi_span k = tkvi_split_front(&s, '/');
     (void)r;
@@ -398,12 +397,12 @@ static int tkvi_read_pair(tkvi_parser *r, const tkvi_row *row, tkvi_span s, void
 }
 
 static void tkvi_print_format(tkvi_out *o, tkv_format f) {
-    const char *name = f == TKV_FORMAT_DEFAULT ? "default" : tkv_format_name(f);
+    const char *name = f == TKV_FORMAT_DEFAULT ? "default" : tkvi_format_name(f);
     if (!name) o->bad = TKV_ERR_CONFIG;
     else tkvi_print(o, name);
 }
 
-static void tkvi_print_pair(tkvi_out *o, tkv_pair p) {
+static void tkvi_print_pair(tkvi_out *o, tkv_format_pair p) {
     tkvi_print_quote(o);
     tkvi_print_format(o, p.k);
     if (p.k != p.v) {
@@ -414,7 +413,7 @@ static void tkvi_print_pair(tkvi_out *o, tkv_pair p) {
 }
 
 static void tkvi_write_pair(const tkvi_row *row, const void *at, tkvi_out *o) {
-    tkv_pair p;
+    tkv_format_pair p;
     (void)row;
     memcpy(&p, at, sizeof p);
     tkvi_print_pair(o, p);
@@ -480,7 +479,7 @@ static void tkvi_write_name(const tkvi_row *row, const void *at, tkvi_out *o) {
     tkvi_print_quote(o);
 }
 
-/* Reads rope.frequencies into the caller's memory (tkv_config_room). */
+/* Reads rope.frequencies into the caller's memory (tkv_config_arrays). */
 static int tkvi_read_frequencies(tkvi_parser *r, const tkvi_row *row, tkvi_span s, void *at) {
     const int most = r->room && r->room->frequencies ? r->room->n_frequencies : 0;
     (void)row;
@@ -510,17 +509,7 @@ static int tkvi_read_preset(tkvi_parser *r, const tkvi_row *row, tkvi_span s, vo
     memset(&any, 0, sizeof any);
     if (s.n >= sizeof name) return 0;
     tkvi_copied(s, name, sizeof name);
-    return tkv_config_preset(at ? (tkv_config *)at : &any, name) == TKV_OK;
-}
-
-static int tkvi_read_profile(tkvi_parser *r, const tkvi_row *row, tkvi_span s, void *at) {
-    char name[32];
-    tkv_policy_config any;
-    (void)r;
-    (void)row;
-    if (s.n >= sizeof name) return 0;
-    tkvi_copied(s, name, sizeof name);
-    return tkv_policy_profile(at ? (tkv_policy_config *)at : &any, name) == TKV_OK;
+    return tkv_apply_preset(at ? (tkv_config *)at : &any, name) == TKV_OK;
 }
 
 static const tkvi_kind tkvi_kinds[] = {
@@ -528,19 +517,17 @@ static const tkvi_kind tkvi_kinds[] = {
     {"bytes, such as 65536, 512K, 1.5G, 64MiB", tkvi_read_size, tkvi_write_size},
     {"a number", tkvi_read_float, tkvi_write_float},
     {"numbers with commas between them", tkvi_read_floats, tkvi_write_floats},
-    {"formats of K and V, such as a30/r20, or one for both (tkv_format_name)", tkvi_read_pair,
-     tkvi_write_pair},
+    {"formats of K and V, such as a30/r20, or one for both (tkv_get_name)", tkvi_read_pair, tkvi_write_pair},
     {"names joined by +", tkvi_read_flags, tkvi_write_flags},
     {"a short name of letters, digits and _ - .", tkvi_read_name, tkvi_write_name},
-    {"rope.dim / 2 numbers with commas between them", tkvi_read_frequencies, tkvi_write_frequencies},
-    {"the name of a preset (tkv_preset_name)", tkvi_read_preset, NULL},
-    {"the name of a profile (tkv_policy_profile)", tkvi_read_profile, NULL},
+    {"model.rope.dim / 2 numbers with commas between them", tkvi_read_frequencies, tkvi_write_frequencies},
+    {"the name of a preset (tkv_get_name)", tkvi_read_preset, NULL},
 };
 
 /* >>the table of all fields */
 static const tkvi_word tkvi_words_switch[] = {{"false", 0}, {"true", 1}, {NULL, 0}};
-static const tkvi_word tkvi_words_none[] = {{"none", TKV_NONE}, {NULL, 0}};
-static const tkvi_word tkvi_words_length[] = {{"none", TKV_NONE}, {"all", TKV_ALL}, {NULL, 0}};
+static const tkvi_word tkvi_words_off[] = {{"off", TKV_OFF}, {NULL, 0}};
+static const tkvi_word tkvi_words_length[] = {{"off", TKV_OFF}, {"unlimited", TKV_UNLIMITED}, {NULL, 0}};
 static const tkvi_word tkvi_words_fit[] = {
     {"clip", TKV_FIT_CLIP}, {"norm", TKV_FIT_NORM}, {"unbiased", TKV_FIT_UNBIASED}, {NULL, 0}};
 static const tkvi_word tkvi_words_rotate[] = {{"k", TKV_ROTATE_K}, {"v", TKV_ROTATE_V}, {NULL, 0}};
@@ -558,6 +545,11 @@ static const tkvi_word tkvi_words_isa[] = {{"auto", TKV_ISA_AUTO},
                                            {"neon", TKV_ISA_NEON},
                                            {"wasm", TKV_ISA_WASM},
                                            {NULL, 0}};
+
+static const tkvi_word tkvi_words_profile[] = {{"default", TKV_PROFILE_DEFAULT},
+                                               {"fp16_only", TKV_PROFILE_FP16_ONLY},
+                                               {"aggressive", TKV_PROFILE_AGGRESSIVE},
+                                               {NULL, 0}};
 
 static const tkvi_word tkvi_words_evict[] = {{"none", TKV_EVICT_NONE},
                                              {"sliding", TKV_EVICT_SLIDING},
@@ -587,42 +579,40 @@ static const tkvi_word tkvi_words_importance[] = {{"hybrid", TKV_IMPORTANCE_HYBR
 
 static const tkvi_row tkvi_config_rows[] = {
     {"preset", TKVI_PRESET, 0, 0, NULL},
-    TKVI_ROW(tkv_config, n_layers, TKVI_INT, NULL),
-    TKVI_ROW(tkv_config, n_heads, TKVI_INT, NULL),
-    TKVI_ROW(tkv_config, n_kv_heads, TKVI_INT, NULL),
-    TKVI_ROW(tkv_config, head_dim, TKVI_INT, NULL),
-    TKVI_ROW(tkv_config, v_head_dim, TKVI_INT, NULL),
-    TKVI_ROW(tkv_config, scale, TKVI_FLOAT, NULL),
-    TKVI_ROW(tkv_config, max_seqs, TKVI_INT, NULL),
-    TKVI_ROW(tkv_config, max_tokens, TKVI_INT, NULL),
-    TKVI_ROW(tkv_config, max_append, TKVI_INT, NULL),
-    TKVI_ROW(tkv_config, sink_tokens, TKVI_INT, tkvi_words_none),
-    TKVI_ROW(tkv_config, hot_tokens, TKVI_INT, tkvi_words_length),
-    TKVI_ROW(tkv_config, warm_tokens, TKVI_INT, tkvi_words_length),
-    TKVI_ROW(tkv_config, window, TKVI_INT, tkvi_words_none),
-    TKVI_ROW(tkv_config, hot, TKVI_PAIR, NULL),
-    TKVI_ROW(tkv_config, warm, TKVI_PAIR, NULL),
-    TKVI_ROW(tkv_config, archive, TKVI_PAIR, NULL),
-    TKVI_ROW(tkv_config, group_size, TKVI_INT, NULL),
-    TKVI_ROW(tkv_config, allocation_unit, TKVI_INT, NULL),
-    TKVI_ROW(tkv_config, fit, TKVI_FLAGS, tkvi_words_fit),
-    TKVI_ROW(tkv_config, rotate, TKVI_FLAGS, tkvi_words_rotate),
-    TKVI_ROW(tkv_config, center_k, TKVI_INT, tkvi_words_switch),
-    TKVI_ROW(tkv_config, squat_block, TKVI_INT, NULL),
-    TKVI_ROW(tkv_config, subspaces, TKVI_INT, NULL),
-    TKVI_ROW(tkv_config, kvquant, TKVI_FLAGS, tkvi_words_kvquant),
-    TKVI_ROW(tkv_config, nonfinite, TKVI_INT, tkvi_words_nonfinite),
-    TKVI_ROW(tkv_config, precise, TKVI_INT, tkvi_words_switch),
-    TKVI_ROW(tkv_config, isa, TKVI_INT, tkvi_words_isa),
-    TKVI_ROW(tkv_config, quality_heads, TKVI_INT, NULL),
-    TKVI_ROW(tkv_config, quality_tokens, TKVI_INT, NULL),
-    TKVI_ROW(tkv_config, quality_every, TKVI_INT, NULL),
-    TKVI_ROW(tkv_config, budget_bytes, TKVI_SIZE, NULL),
-    TKVI_ROW(tkv_config, n_levels, TKVI_INT, NULL),
-    TKVI_ROW(tkv_config, evict_tokens, TKVI_INT, NULL),
-    TKVI_ROW(tkv_config, n_anchors, TKVI_INT, NULL),
-    TKVI_ROW(tkv_config, importance_every, TKVI_INT, NULL),
-    TKVI_ROW(tkv_config, remat, TKVI_INT, tkvi_words_switch),
+    TKVI_ROW(tkv_config, model.n_layers, TKVI_INT, NULL),
+    TKVI_ROW(tkv_config, model.n_heads, TKVI_INT, NULL),
+    TKVI_ROW(tkv_config, model.n_kv_heads, TKVI_INT, NULL),
+    TKVI_ROW(tkv_config, model.head_dim, TKVI_INT, NULL),
+    TKVI_ROW(tkv_config, model.v_head_dim, TKVI_INT, NULL),
+    TKVI_ROW(tkv_config, model.scale, TKVI_FLOAT, NULL),
+    TKVI_ROW(tkv_config, limits.max_seqs, TKVI_INT, NULL),
+    TKVI_ROW(tkv_config, limits.max_tokens, TKVI_INT, NULL),
+    TKVI_ROW(tkv_config, limits.max_append, TKVI_INT, NULL),
+    TKVI_ROW(tkv_config, tiers.sink_tokens, TKVI_INT, tkvi_words_off),
+    TKVI_ROW(tkv_config, tiers.hot_tokens, TKVI_INT, tkvi_words_length),
+    TKVI_ROW(tkv_config, tiers.warm_tokens, TKVI_INT, tkvi_words_length),
+    TKVI_ROW(tkv_config, model.window, TKVI_INT, tkvi_words_off),
+    TKVI_ROW(tkv_config, tiers.hot, TKVI_PAIR, NULL),
+    TKVI_ROW(tkv_config, tiers.warm, TKVI_PAIR, NULL),
+    TKVI_ROW(tkv_config, tiers.archive, TKVI_PAIR, NULL),
+    TKVI_ROW(tkv_config, format.group_size, TKVI_INT, NULL),
+    TKVI_ROW(tkv_config, format.allocation_unit, TKVI_INT, NULL),
+    TKVI_ROW(tkv_config, format.fit, TKVI_FLAGS, tkvi_words_fit),
+    TKVI_ROW(tkv_config, format.rotate, TKVI_FLAGS, tkvi_words_rotate),
+    TKVI_ROW(tkv_config, format.center_k, TKVI_INT, tkvi_words_switch),
+    TKVI_ROW(tkv_config, format.squat_block, TKVI_INT, NULL),
+    TKVI_ROW(tkv_config, format.subspaces, TKVI_INT, NULL),
+    TKVI_ROW(tkv_config, format.kvquant, TKVI_FLAGS, tkvi_words_kvquant),
+    TKVI_ROW(tkv_config, host.nonfinite, TKVI_INT, tkvi_words_nonfinite),
+    TKVI_ROW(tkv_config, host.precise, TKVI_INT, tkvi_words_switch),
+    TKVI_ROW(tkv_config, host.isa, TKVI_INT, tkvi_words_isa),
+    TKVI_ROW(tkv_config, meter.heads, TKVI_INT, NULL),
+    TKVI_ROW(tkv_config, meter.tokens, TKVI_INT, NULL),
+    TKVI_ROW(tkv_config, meter.every, TKVI_INT, NULL),
+    TKVI_ROW(tkv_config, budget.bytes, TKVI_SIZE, NULL),
+    TKVI_ROW(tkv_config, budget.n_levels, TKVI_INT, NULL),
+    TKVI_ROW(tkv_config, tiers.n_anchors, TKVI_INT, NULL),
+    TKVI_ROW(tkv_config, budget.discard, TKVI_INT, tkvi_words_switch),
 };
 
 static const tkvi_row tkvi_rope_rows[] = {
@@ -636,10 +626,10 @@ static const tkvi_row tkvi_rope_rows[] = {
 static const tkvi_row tkvi_layer_rows[] = {
     TKVI_ROW(tkv_layer_config, no_cache, TKVI_INT, tkvi_words_switch),
     TKVI_ROW(tkv_layer_config, share_kv, TKVI_INT, NULL),
-    TKVI_ROW(tkv_layer_config, sink_tokens, TKVI_INT, tkvi_words_none),
+    TKVI_ROW(tkv_layer_config, sink_tokens, TKVI_INT, tkvi_words_off),
     TKVI_ROW(tkv_layer_config, hot_tokens, TKVI_INT, tkvi_words_length),
     TKVI_ROW(tkv_layer_config, warm_tokens, TKVI_INT, tkvi_words_length),
-    TKVI_ROW(tkv_layer_config, window, TKVI_INT, tkvi_words_none),
+    TKVI_ROW(tkv_layer_config, window, TKVI_INT, tkvi_words_off),
     TKVI_ROW(tkv_layer_config, hot, TKVI_PAIR, NULL),
     TKVI_ROW(tkv_layer_config, warm, TKVI_PAIR, NULL),
     TKVI_ROW(tkv_layer_config, archive, TKVI_PAIR, NULL),
@@ -652,30 +642,31 @@ static const tkvi_row tkvi_level_rows[] = {
     TKVI_ROW(tkv_level, archive, TKVI_PAIR, NULL),
 };
 
-static const tkvi_row tkvi_policy_rows[] = {
-    {"profile", TKVI_PROFILE, 0, 0, NULL},
-    TKVI_ROW(tkv_policy_config, threshold, TKVI_FLOATS, NULL),
-    TKVI_ROW(tkv_policy_config, hysteresis, TKVI_FLOAT, NULL),
-    TKVI_ROW(tkv_policy_config, alpha, TKVI_FLOAT, NULL),
-    TKVI_ROW(tkv_policy_config, min_level, TKVI_INT, NULL),
-    TKVI_ROW(tkv_policy_config, max_level, TKVI_INT, tkvi_words_none),
+static const tkvi_row tkvi_pressure_rows[] = {
+    TKVI_ROW(tkv_pressure_config, profile, TKVI_INT, tkvi_words_profile),
+    TKVI_ROW(tkv_pressure_config, threshold, TKVI_FLOATS, NULL),
+    TKVI_ROW(tkv_pressure_config, hysteresis, TKVI_FLOAT, NULL),
+    TKVI_ROW(tkv_pressure_config, alpha, TKVI_FLOAT, NULL),
+    TKVI_ROW(tkv_pressure_config, min_level, TKVI_INT, NULL),
+    TKVI_ROW(tkv_pressure_config, max_level, TKVI_INT, tkvi_words_off),
 };
 
-static const tkvi_row tkvi_spill_fields[] = {
-    TKVI_ROW(tkv_spill_config, keep_exact, TKVI_INT, tkvi_words_switch),
+static const tkvi_row tkvi_offload_rows[] = {
+    TKVI_ROW(tkv_offload_config, keep_exact, TKVI_INT, tkvi_words_switch),
 };
 
-static const tkvi_row tkvi_evict_fields[] = {
-    TKVI_ROW(tkv_evict_config, kind, TKVI_INT, tkvi_words_evict),
-    TKVI_ROW(tkv_evict_config, sink_tokens, TKVI_INT, tkvi_words_none),
-    TKVI_ROW(tkv_evict_config, recent_tokens, TKVI_INT, tkvi_words_none),
+static const tkvi_row tkvi_evict_config_rows[] = {
+    TKVI_ROW(tkv_evict_config, policy, TKVI_INT, tkvi_words_evict),
+    TKVI_ROW(tkv_evict_config, keep_tokens, TKVI_INT, NULL),
+    TKVI_ROW(tkv_evict_config, sink_tokens, TKVI_INT, tkvi_words_off),
+    TKVI_ROW(tkv_evict_config, recent_tokens, TKVI_INT, tkvi_words_off),
     TKVI_ROW(tkv_evict_config, pool, TKVI_INT, NULL),
     TKVI_ROW(tkv_evict_config, seed, TKVI_INT, NULL),
     TKVI_ROW(tkv_evict_config, trigger, TKVI_FLOAT, NULL),
     TKVI_ROW(tkv_evict_config, batch, TKVI_INT, NULL),
 };
 
-static const tkvi_row tkvi_importance_fields[] = {
+static const tkvi_row tkvi_importance_rows[] = {
     TKVI_ROW(tkv_importance_config, strategy, TKVI_INT, tkvi_words_importance),
     TKVI_ROW(tkv_importance_config, decay, TKVI_FLOAT, NULL),
     TKVI_ROW(tkv_importance_config, attention, TKVI_FLOAT, NULL),
@@ -683,6 +674,7 @@ static const tkvi_row tkvi_importance_fields[] = {
     TKVI_ROW(tkv_importance_config, tau, TKVI_FLOAT, NULL),
     TKVI_ROW(tkv_importance_config, low, TKVI_FLOAT, NULL),
     TKVI_ROW(tkv_importance_config, heads, TKVI_INT, tkvi_words_heads),
+    TKVI_ROW(tkv_importance_config, sample_every, TKVI_INT, NULL),
 };
 
 #define TKVI_ROWS_OF(rows) rows, (int)(sizeof(rows) / sizeof *(rows))
@@ -694,9 +686,9 @@ typedef char tkvi_seen_is_enough[TKVI_LAYER_FIELDS + 512 <= 8 * TKVI_SEEN_BYTES 
 enum {
     TKVI_OF_CONFIG,
     TKVI_OF_ROPE,
-    TKVI_OF_POLICY,
+    TKVI_OF_PRESSURE,
     TKVI_OF_EVICT,
-    TKVI_OF_SPILL,
+    TKVI_OF_OFFLOAD,
     TKVI_OF_IMPORTANCE,
     TKVI_OF_LADDER,
     TKVI_OF_LAYERS,
@@ -705,35 +697,34 @@ enum {
 
 static const tkvi_fields tkvi_config_fields[TKVI_CONFIG_FIELDS] = {
     {NULL, 0, 0, 0, TKVI_ROWS_OF(tkvi_config_rows)},
-    {"rope", 0, offsetof(tkv_config, rope), 0, TKVI_ROWS_OF(tkvi_rope_rows)},
-    {"policy", 0, offsetof(tkv_config, policy), 0, TKVI_ROWS_OF(tkvi_policy_rows)},
-    {"evict", 0, offsetof(tkv_config, evict), 0, TKVI_ROWS_OF(tkvi_evict_fields)},
-    {"spill", 0, offsetof(tkv_config, spill), 0, TKVI_ROWS_OF(tkvi_spill_fields)},
-    {"importance", 0, offsetof(tkv_config, importance), 0, TKVI_ROWS_OF(tkvi_importance_fields)},
-    {"ladder", TKV_MAX_LEVELS, 0, sizeof(tkv_level), TKVI_ROWS_OF(tkvi_level_rows)},
+    {"model.rope", 0, offsetof(tkv_config, model.rope), 0, TKVI_ROWS_OF(tkvi_rope_rows)},
+    {"budget.pressure", 0, offsetof(tkv_config, budget.pressure), 0, TKVI_ROWS_OF(tkvi_pressure_rows)},
+    {"evict", 0, offsetof(tkv_config, evict), 0, TKVI_ROWS_OF(tkvi_evict_config_rows)},
+    {"offload", 0, offsetof(tkv_config, offload), 0, TKVI_ROWS_OF(tkvi_offload_rows)},
+    {"importance", 0, offsetof(tkv_config, importance), 0, TKVI_ROWS_OF(tkvi_importance_rows)},
+    {"budget.ladder", TKV_MAX_LEVELS, 0, sizeof(tkv_level), TKVI_ROWS_OF(tkvi_level_rows)},
     {"layers", TKVI_MAX_LAYERS, 0, sizeof(tkv_layer_config), TKVI_ROWS_OF(tkvi_layer_rows)},
 };
 
-/* The lists of a config: offsets of pointer and count in tkv_config, and in the caller's tkv_config_room. */
+/* The lists of a config: offsets of pointer and count in tkv_config, and in the caller's tkv_config_arrays. */
 typedef struct tkvi_array {
     int group;
     const char *count_name;
     size_t at, count;           /* in tkv_config */
-    size_t room_at, room_count; /* in tkv_config_room */
+    size_t room_at, room_count; /* in tkv_config_arrays */
 } tkvi_array;
 
-#define TKVI_ARRAY(group, field, count)                                                                      \
+#define TKVI_ARRAY(group, list, list_count, name, count)                                                     \
     {                                                                                                        \
-        group, #count, offsetof(tkv_config, field), offsetof(tkv_config, count),                             \
-            offsetof(tkv_config_room, field), offsetof(tkv_config_room, count)                               \
+        group, #list_count, offsetof(tkv_config, list), offsetof(tkv_config, list_count),                    \
+            offsetof(tkv_config_arrays, name), offsetof(tkv_config_arrays, count)                            \
     }
 
-static const tkvi_array tkvi_arrays[] = {TKVI_ARRAY(TKVI_OF_LAYERS, layers, n_layers),
-                                         TKVI_ARRAY(TKVI_OF_LADDER, ladder, n_levels)};
+static const tkvi_array tkvi_arrays[] = {
+    TKVI_ARRAY(TKVI_OF_LAYERS, layers, model.n_layers, layers, n_layers),
+    TKVI_ARRAY(TKVI_OF_LADDER, budget.ladder, budget.n_levels, ladder, n_levels)};
 
 #define TKVI_ARRAYS ((int)(sizeof tkvi_arrays / sizeof *tkvi_arrays))
-
-static const tkvi_fields tkvi_policy_fields = {NULL, 0, 0, 0, TKVI_ROWS_OF(tkvi_policy_rows)};
 
 /* >>errors: the line, the error, and what a valid text would have */
 static tkvi_text *tkvi_append_line(tkvi_parser *r, int line) {
@@ -764,7 +755,15 @@ static int tkvi_distance(const char *a, const char *b) {
     return row[n];
 }
 
-/* Appends the error for an unknown key, with the nearest known key. */
+/* The name of a field without its groups: n_layers of model.n_layers. */
+static const char *tkvi_last_part(const char *name) {
+    const char *last = name;
+    for (; *name; name++)
+        if (*name == '.') last = name + 1;
+    return last;
+}
+
+/* Appends the error for an unknown key, with the nearest known key. The key may lack its group. */
 static void tkvi_append_unknown(tkvi_parser *r) {
     tkvi_text *t = tkvi_append_line(r, r->key_line);
     char key[48], name[64];
@@ -783,7 +782,7 @@ static void tkvi_append_unknown(tkvi_parser *r) {
             if (r->fields[g].name) tkvi_append_text(&at, r->fields[g].name);
             if (r->fields[g].name) tkvi_append_text(&at, ".");
             tkvi_append_text(&at, r->fields[g].row[row].name);
-            distance = tkvi_distance(key, name);
+            distance = tkvi_min(tkvi_distance(key, name), tkvi_distance(key, tkvi_last_part(name)));
             if (distance >= best) continue;
             best = distance;
             best_g = g;
@@ -858,7 +857,7 @@ static int tkvi_scan_value(tkvi_parser *r, const char *ends) {
     if (tkvi_is_next(r, '"')) return tkvi_enclosed(r, '"', &r->value);
     if (tkvi_is_next(r, '[')) return tkvi_enclosed(r, ']', &r->value);
     if (tkvi_is_next(r, '{'))
-        return tkvi_unreadable(r, "an object in an object; write \"rope.dim\": 64 instead");
+        return tkvi_unreadable(r, "an object in an object; write \"model.rope.dim\": 64 instead");
     for (from = r->at; r->at < r->end && !tkvi_one_of(*r->at, ends);) r->at++;
     r->value = tkvi_trimmed(from, r->at);
     return 1;
@@ -1078,7 +1077,7 @@ static tkv_status tkvi_check_array(tkvi_parser *r, const tkvi_array *a, const tk
     tkvi_append_text(&t, r->fields[a->group].name);
     tkvi_append_text(&t, " is ");
     if (highest && n > room)
-        return tkvi_report_wrong_count(r, line, what, room, n, " or more (tkv_config_room)");
+        return tkvi_report_wrong_count(r, line, what, room, n, " or more (tkv_config_arrays)");
     return TKV_OK;
 }
 
@@ -1086,19 +1085,20 @@ static tkv_status tkvi_check_array(tkvi_parser *r, const tkvi_array *a, const tk
 static tkv_status tkvi_check_frequencies(tkvi_parser *r, const tkv_config *cfg, const tkv_config *was) {
     const int n = r->frequencies, line = r->frequencies_line;
     const int room = r->room && r->room->frequencies ? r->room->n_frequencies : 0;
-    if (n && n * 2 != cfg->rope.dim)
-        return tkvi_report_wrong_count(r, line, "rope.dim is ", cfg->rope.dim, 2 * n,
-                                       ", two for each of rope.frequencies");
+    if (n && n * 2 != cfg->model.rope.dim)
+        return tkvi_report_wrong_count(r, line, "model.rope.dim is ", cfg->model.rope.dim, 2 * n,
+                                       ", two for each of model.rope.frequencies");
     if (n > room)
-        return tkvi_report_wrong_count(r, line, "the program's room for rope.frequencies is ", room, n,
-                                       " or more (tkv_config_room)");
-    if (!n && was->rope.frequencies && cfg->rope.dim > was->rope.dim)
-        return tkvi_report_wrong_count(r, tkvi_line_of(r, "rope.dim"), "rope.dim is ", cfg->rope.dim,
-                                       was->rope.dim, " or less, as the program has frequencies");
+        return tkvi_report_wrong_count(r, line, "the program's room for model.rope.frequencies is ", room, n,
+                                       " or more (tkv_config_arrays)");
+    if (!n && was->model.rope.frequencies && cfg->model.rope.dim > was->model.rope.dim)
+        return tkvi_report_wrong_count(r, tkvi_line_of(r, "model.rope.dim"), "model.rope.dim is ",
+                                       cfg->model.rope.dim, was->model.rope.dim,
+                                       " or less, as the program has frequencies");
     return TKV_OK;
 }
 
-TKV_API tkv_status tkv_config_parse(tkv_config *cfg, const tkv_config_room *room, const char *text,
+TKV_API tkv_status tkv_parse_config(tkv_config *cfg, const tkv_config_arrays *room, const char *text,
                                     size_t size, char *reason, size_t reason_size) {
     tkvi_parser r;
     tkv_config full;
@@ -1122,22 +1122,6 @@ TKV_API tkv_status tkv_config_parse(tkv_config *cfg, const tkv_config_room *room
         memcpy((char *)&full + a->at, &list, sizeof list);
     }
     st = tkvi_parse_all(&r, TKVI_BEGIN);
-    if (!st) st = tkvi_parse_all(&r, TKVI_TAKE);
-    if (!st) *cfg = full;
-    return st;
-}
-
-TKV_API tkv_status tkv_policy_parse(tkv_policy_config *cfg, const char *text, size_t size, char *reason,
-                                    size_t reason_size) {
-    tkvi_parser r;
-    tkv_policy_config full;
-    tkv_status st;
-    if (reason && reason_size) *reason = 0;
-    if (!cfg || !text) return TKV_ERR_ARG;
-    full = *cfg;
-    tkvi_parse_begin(&r, &tkvi_policy_fields, 1, &full, text, size, reason, reason_size);
-    st = tkvi_parse_all(&r, TKVI_CHECK);
-    if (!st) st = tkvi_parse_all(&r, TKVI_BEGIN);
     if (!st) st = tkvi_parse_all(&r, TKVI_TAKE);
     if (!st) *cfg = full;
     return st;
@@ -1201,26 +1185,9 @@ static void tkvi_config_json(tkvi_out *o, const void *what) {
     tkvi_write_config(o, (const tkv_config *)what);
 }
 
-static void tkvi_policy_text(tkvi_out *o, const void *what) {
-    tkvi_write_fields(o, &tkvi_policy_fields, 0, what);
-}
-
-static void tkvi_policy_json(tkvi_out *o, const void *what) {
-    o->json = 1;
-    tkvi_print(o, "{");
-    tkvi_policy_text(o, what);
-    tkvi_print(o, "\n}\n");
-}
-
-TKV_API tkv_status tkv_config_print(const tkv_config *cfg, int json, char *buf, size_t size, size_t *needed) {
+TKV_API tkv_status tkv_print_config(const tkv_config *cfg, int json, char *buf, size_t size, size_t *needed) {
     if (!cfg) return TKV_ERR_ARG;
     return tkvi_write_text(json ? tkvi_config_json : tkvi_config_text, cfg, buf, size, needed);
-}
-
-TKV_API tkv_status tkv_policy_print(const tkv_policy_config *cfg, int json, char *buf, size_t size,
-                                    size_t *needed) {
-    if (!cfg) return TKV_ERR_ARG;
-    return tkvi_write_text(json ? tkvi_policy_json : tkvi_policy_text, cfg, buf, size, needed);
 }
 
 #endif /* TKV_NO_REPORTS */

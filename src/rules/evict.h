@@ -10,7 +10,7 @@
  *
  * To add a policy:
  *   1. write evict_NAME.h: paper, section and formula at its top, a tkvi_evict_score (a loop over v->n), its row;
- *   2. name it in tkv_evict_kind (api.h), and at the same place in tkvi_evict_rows below and in tkvi_words_evict
+ *   2. name it in tkv_evict_policy (api.h), and at the same place in tkvi_evict_rows below and in tkvi_words_evict
  *      (report/text.h); include the file here and list it in tieredkv.h.
  * No other code changes: cache, config and tests use the table. The row names the attention statistics that the
  * policy needs, and reclaim/scores.h collects them.
@@ -32,46 +32,36 @@
 #include "rules/evict_random.h"
 #include "rules/evict_given.h"
 
-/* >>the table, in the order of tkv_evict_kind */
-static const tkvi_evict_row *const tkvi_evict_rows[TKV_EVICT_KINDS] = {
+/* >>the table, in the order of tkv_evict_policy */
+static const tkvi_evict_row *const tkvi_evict_rows[TKV_EVICT_COUNT] = {
     &tkvi_evict_none,         &tkvi_evict_sliding, &tkvi_evict_h2o,    &tkvi_evict_snapkv,
     &tkvi_evict_pyramidkv,    &tkvi_evict_tova,    &tkvi_evict_knorm,  &tkvi_evict_keydiff,
     &tkvi_evict_scissorhands, &tkvi_evict_fifo,    &tkvi_evict_random, &tkvi_evict_scores,
     &tkvi_evict_user};
 
-static const tkvi_evict_row *tkvi_evict_row_of(tkv_evict_kind kind) {
-    return (int)kind >= 0 && (int)kind < TKV_EVICT_KINDS ? tkvi_evict_rows[kind] : NULL;
+static const tkvi_evict_row *tkvi_evict_row_of(tkv_evict_policy kind) {
+    return (int)kind >= 0 && (int)kind < TKV_EVICT_COUNT ? tkvi_evict_rows[kind] : NULL;
 }
 
-TKV_API const char *tkv_evict_name(tkv_evict_kind kind) {
+static const char *tkvi_evict_name(tkv_evict_policy kind) {
     const tkvi_evict_row *row = tkvi_evict_row_of(kind);
     return row ? row->name : NULL;
 }
 
-TKV_API tkv_status tkv_evict_from_name(const char *name, tkv_evict_kind *kind) {
-    int i;
-    for (i = 0; name && kind && i < TKV_EVICT_KINDS; i++)
-        if (strcmp(name, tkvi_evict_rows[i]->name) == 0) {
-            *kind = (tkv_evict_kind)i;
-            return TKV_OK;
-        }
-    return TKV_ERR_ARG;
-}
-
-TKV_API int tkv_evict_needs(tkv_evict_kind kind) {
+static int tkvi_evict_needs(tkv_evict_policy kind) {
     const tkvi_evict_row *row = tkvi_evict_row_of(kind);
     return row ? row->needs : 0;
 }
 
-/* Resolves a length of the config: TKV_NONE is 0, 0 is the default, -2 is returned for an invalid length. */
+/* Resolves a length of the config: TKV_OFF is 0, 0 is the default, -2 is returned for an invalid length. */
 static int tkvi_evict_length(int given, int otherwise) {
-    if (given == TKV_NONE) return 0;
+    if (given == TKV_OFF) return 0;
     return given == 0 ? otherwise : given < 0 ? -2 : given;
 }
 
 /* Copies *from to *cfg and fills in defaults. Returns the policy's row, or NULL if the config is invalid. */
 static const tkvi_evict_row *tkvi_evict_fill(const tkv_evict_config *from, tkv_evict_config *cfg) {
-    const tkvi_evict_row *row = from ? tkvi_evict_row_of(from->kind) : NULL;
+    const tkvi_evict_row *row = from ? tkvi_evict_row_of(from->policy) : NULL;
     if (!row) return NULL;
     *cfg = *from;
     cfg->sink_tokens = tkvi_evict_length(cfg->sink_tokens, row->sinks);
@@ -81,16 +71,16 @@ static const tkvi_evict_row *tkvi_evict_fill(const tkv_evict_config *from, tkv_e
     if (cfg->sink_tokens < 0 || cfg->recent_tokens < 0 || cfg->batch < 0) return NULL;
     if (cfg->pool < 1 || cfg->pool > 63 || cfg->pool % 2 == 0) return NULL;
     if (!tkvi_within(cfg->trigger, 1e-6f, 1.0f)) return NULL;
-    return cfg->kind == TKV_EVICT_USER && !cfg->scorer ? NULL : row;
+    return cfg->policy == TKV_EVICT_USER && !cfg->scorer ? NULL : row;
 }
 
 static int tkvi_view_is_sound(const tkv_evict_view *v) {
     int i, last = -1;
     if (!v || v->n < 0 || v->n >= 1 << 30) return 0;
-    for (i = 0; v->position && i < v->n; i++) {
+    for (i = 0; v->positions && i < v->n; i++) {
         if (!tkvi_is_live(v, i)) continue;
-        if (v->position[i] <= last) return 0;
-        last = v->position[i];
+        if (v->positions[i] <= last) return 0;
+        last = v->positions[i];
     }
     return 1;
 }
@@ -98,19 +88,20 @@ static int tkvi_view_is_sound(const tkv_evict_view *v) {
 static int tkvi_view_has(const tkv_evict_view *v, int needs) {
     const void *what[6];
     int i;
-    what[0] = v->mass;
-    what[1] = v->observed;
-    what[2] = v->last;
+    what[0] = v->total_scores;
+    what[1] = v->prompt_scores;
+    what[2] = v->last_scores;
     what[3] = v->norms;
     what[4] = v->keys;
-    what[5] = v->lows;
+    what[5] = v->low_counts;
     for (i = 0; i < 6; i++)
         if ((needs >> i & 1) && !what[i]) return 0;
-    if ((needs & TKV_EVICT_NEEDS_SCORES) && !v->scores) return 0;
-    return !(needs & TKV_EVICT_NEEDS_KEYS) || tkvi_keys_are_sound(v->keys, v->n, v->n_kv_heads, v->head_dim);
+    if ((needs & TKVI_NEEDS_USER_SCORES) && !v->user_scores) return 0;
+    return !(needs & TKVI_NEEDS_KEYS) || tkvi_keys_are_sound(v->keys, v->n, v->n_kv_heads, v->head_dim);
 }
 
-TKV_API tkv_status tkv_evict_score(const tkv_evict_config *cfg, const tkv_evict_view *view, float *score) {
+/* Scores all slots by the policy of cfg. Slots without a live token get 0. */
+static tkv_status tkvi_score_tokens(const tkv_evict_config *cfg, const tkv_evict_view *view, float *score) {
     tkv_evict_config full;
     const tkvi_evict_row *row = tkvi_evict_fill(cfg, &full);
     int i;
@@ -137,8 +128,10 @@ static void tkvi_evict_protect(const tkv_evict_config *cfg, int asked, int sinks
     r->recent = tkvi_max(0, tkvi_min(recent, keep - r->sinks));
 }
 
-TKV_API tkv_status tkv_evict_select(const tkv_evict_config *cfg, const tkv_evict_view *view,
-                                    const float *score, int keep, uint64_t *victims, tkv_evict_result *out) {
+/* Chooses the live tokens with the lowest scores, so that at most `keep` stay. Pinned tokens stay in any case. */
+static tkv_status tkvi_select_victims(const tkv_evict_config *cfg, const tkv_evict_view *view,
+                                      const float *score, int keep, uint64_t *victims,
+                                      tkv_evict_result *out) {
     tkv_evict_config full;
     tkv_evict_result r;
     tkvi_ranks ranks;
@@ -153,12 +146,12 @@ TKV_API tkv_status tkv_evict_select(const tkv_evict_config *cfg, const tkv_evict
             alive++;
             sinks += tkvi_position_of(view, i) < full.sink_tokens;
         }
-    if (full.kind == TKV_EVICT_NONE && alive > keep) return TKV_ERR_BUDGET;
+    if (full.policy == TKV_EVICT_NONE && alive > keep) return TKV_ERR_BUDGET;
     memset(&r, 0, sizeof r);
     tkvi_evict_protect(&full, cfg->recent_tokens, sinks, keep, &r);
     for (i = 0; i < tkvi_words(n); i++) victims[i] = 0; /* first a mask of tokens to keep */
     for (i = 0, older = 0; i < n; i++) {
-        const int there = tkvi_is_live(view, i), pinned = view->pinned && tkvi_has(view->pinned, i);
+        const int there = tkvi_is_live(view, i), pinned = view->pinned_mask && tkvi_has(view->pinned_mask, i);
         if (!there || pinned || older < r.sinks || older >= alive - r.recent) tkvi_mark(victims, i);
         else may_go++;
         older += there;
@@ -167,7 +160,7 @@ TKV_API tkv_status tkv_evict_select(const tkv_evict_config *cfg, const tkv_evict
     memset(&ranks, 0, sizeof ranks);
     ranks.n = n;
     ranks.score = score;
-    ranks.priority = view->priority;
+    ranks.priority = view->priorities;
     ranks.without = victims;
     if (go > 0) limit = tkvi_select(&ranks, go, &equal);
     for (i = 0; i < n; i++) { /* overwrites a word after its last read */
@@ -187,7 +180,15 @@ TKV_API tkv_status tkv_evict_select(const tkv_evict_config *cfg, const tkv_evict
     return TKV_OK;
 }
 
-TKV_API int tkv_evict_due(const tkv_evict_config *cfg, int n, int incoming, int budget) {
+TKV_API tkv_status tkv_select_victims(const tkv_evict_config *cfg, const tkv_evict_view *view, int keep,
+                                      float *score, uint64_t *victims, tkv_evict_result *out) {
+    const tkv_status st = tkvi_score_tokens(cfg, view, score);
+    return st ? st : tkvi_select_victims(cfg, view, score, keep, victims, out);
+}
+
+/* The number of tokens to evict before `incoming` tokens join n tokens under a budget of `budget` tokens: 0, a batch,
+ * or more if the budget requires it; never more than n. 0 for a bad argument. */
+static int tkvi_evict_due(const tkv_evict_config *cfg, int n, int incoming, int budget) {
     tkv_evict_config full;
     int64_t limit, due;
     int batch;
@@ -198,27 +199,6 @@ TKV_API int tkv_evict_due(const tkv_evict_config *cfg, int n, int incoming, int 
     batch = full.batch ? full.batch : tkvi_max(1, tkvi_min(64, budget / 8));
     due = due > batch ? due : batch;
     return due < n ? (int)due : n;
-}
-
-/* >>using the victim mask */
-TKV_API int tkv_evict_list(const uint64_t *mask, int n, int *out) {
-    int i, found = 0;
-    if (n > 0 && (!mask || !out)) return 0;
-    for (i = 0; i < n; i++)
-        if (tkvi_has(mask, i)) out[found++] = i;
-    return found;
-}
-
-TKV_API int tkv_evict_compact(const uint64_t *victims, int n, void *array, size_t size) {
-    char *at = (char *)array;
-    int i, kept = 0;
-    if (n > 0 && (!victims || !array)) return 0;
-    for (i = 0; i < n; i++) {
-        if (tkvi_has(victims, i)) continue;
-        if (kept < i) memcpy(at + (size_t)kept * size, at + (size_t)i * size, size);
-        kept++;
-    }
-    return kept;
 }
 
 /* >>budgets of layers: one line (rules/evict_policy.h) for each tkv_evict_shape. Every layer gets the whole part of
@@ -245,7 +225,7 @@ static int tkvi_line_count(const tkvi_line *line, int n_layers, int64_t r) {
     return count;
 }
 
-TKV_API tkv_status tkv_evict_budgets(const tkv_evict_budget *b, int *out) {
+TKV_API tkv_status tkv_split_evict_budget(const tkv_evict_budget *b, int *out) {
     tkv_evict_budget full;
     tkvi_line line;
     int64_t left, low = 0, high;

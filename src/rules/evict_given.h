@@ -1,6 +1,6 @@
 /*
  * rules/evict_given.h - two policies with scores from the caller. "scores" takes an array for all tokens, such as
- * the result of tkv_importance_read or of KVzip (arXiv 2505.23416). "user" calls cfg.scorer once for each live
+ * the result of tkv_update_importance or of KVzip (arXiv 2505.23416). "user" calls cfg.scorer once for each live
  * token.
  */
 #ifndef TKVI_RULES_EVICT_GIVEN_H
@@ -11,7 +11,7 @@
 static void tkvi_score_given(const tkv_evict_config *cfg, const tkv_evict_view *v, int recent, float *out) {
     (void)cfg;
     (void)recent;
-    tkvi_score_copy(v, v->scores, 1.0f, out);
+    tkvi_score_copy(v, v->user_scores, 1.0f, out);
 }
 
 static void tkvi_score_user(const tkv_evict_config *cfg, const tkv_evict_view *v, int recent, float *out) {
@@ -21,7 +21,7 @@ static void tkvi_score_user(const tkv_evict_config *cfg, const tkv_evict_view *v
         if (tkvi_is_live(v, i)) out[i] = cfg->scorer(cfg->user, v, i);
 }
 
-static const tkvi_evict_row tkvi_evict_scores = {"scores",          TKV_EVICT_NEEDS_SCORES, 4, 32, 0,
+static const tkvi_evict_row tkvi_evict_scores = {"scores",          TKVI_NEEDS_USER_SCORES, 4, 32, 0,
                                                  TKV_EVICT_UNIFORM, tkvi_score_given};
 static const tkvi_evict_row tkvi_evict_user = {"user", 0, 4, 32, 0, TKV_EVICT_UNIFORM, tkvi_score_user};
 

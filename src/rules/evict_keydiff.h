@@ -31,7 +31,7 @@ static double tkvi_anchor_length(const double *x, int dim) {
 }
 
 /* Returns the cosine of k and the anchor, 0 for a zero vector. length: |anchor|. A norm that is not finite is
- * returned as it is, so that tkv_evict_score reports TKV_ERR_NONFINITE. */
+ * returned as it is, so that tkvi_score_tokens reports TKV_ERR_NONFINITE. */
 static float tkvi_key_cosine(const float *k, const double *anchor, double length, int dim) {
     const double norm = tkvi_key_norm(k, dim) * length;
     if (!tkvi_is_finite((float)norm)) return (float)norm;
@@ -59,7 +59,7 @@ static void tkvi_score_keydiff(const tkv_evict_config *cfg, const tkv_evict_view
     }
 }
 
-static const tkvi_evict_row tkvi_evict_keydiff = {"keydiff",         TKV_EVICT_NEEDS_KEYS, 4, 32, 0,
+static const tkvi_evict_row tkvi_evict_keydiff = {"keydiff",         TKVI_NEEDS_KEYS,   4, 32, 0,
                                                   TKV_EVICT_UNIFORM, tkvi_score_keydiff};
 
 #endif /* TKVI_RULES_EVICT_KEYDIFF_H */

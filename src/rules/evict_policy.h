@@ -7,6 +7,17 @@
 
 #include "rules/importance.h"
 
+/* The inputs that a policy needs from tkv_evict_view, as bits. n is always needed. */
+enum {
+    TKVI_NEEDS_TOTAL_SCORES = 1, /* each bit is the view's array of that name */
+    TKVI_NEEDS_PROMPT_SCORES = 2,
+    TKVI_NEEDS_LAST_SCORES = 4,
+    TKVI_NEEDS_NORMS = 8,
+    TKVI_NEEDS_KEYS = 16,
+    TKVI_NEEDS_LOW_COUNTS = 32,
+    TKVI_NEEDS_USER_SCORES = 64
+};
+
 /* Writes out[i] for each live slot i; high scores stay. recent: length of the observation window, in slots at the
  * end (SnapKV). Entries of other slots are ignored. */
 typedef void (*tkvi_evict_score)(const tkv_evict_config *cfg, const tkv_evict_view *v, int recent,
@@ -31,7 +42,7 @@ static tkvi_line tkvi_line_uniform(const tkv_evict_budget *b) {
 
 typedef struct tkvi_evict_row {
     const char *name;
-    int needs;             /* inputs: bits of tkv_evict_need */
+    int needs;             /* inputs: bits TKVI_NEEDS_ */
     int sinks, recent;     /* protected tokens, where cfg has 0 */
     int in_order;          /* 1: evicts the oldest first, so blocks become empty one by one */
     tkv_evict_shape shape; /* of the budgets of layers */
@@ -40,9 +51,9 @@ typedef struct tkvi_evict_row {
 
 /* >>the view */
 /* Returns whether slot i holds a live token. */
-static int tkvi_is_live(const tkv_evict_view *v, int i) { return !v->alive || tkvi_has(v->alive, i); }
+static int tkvi_is_live(const tkv_evict_view *v, int i) { return !v->live_mask || tkvi_has(v->live_mask, i); }
 
-static int tkvi_position_of(const tkv_evict_view *v, int i) { return v->position ? v->position[i] : i; }
+static int tkvi_position_of(const tkv_evict_view *v, int i) { return v->positions ? v->positions[i] : i; }
 
 /* Copies ready scores of live slots, times sign. */
 static void tkvi_score_copy(const tkv_evict_view *v, const float *from, float sign, float *out) {

@@ -15,12 +15,12 @@ static void tkvi_score_lows(const tkv_evict_config *cfg, const tkv_evict_view *v
     int i;
     (void)cfg;
     (void)recent;
-    tkvi_score_copy(v, v->lows, 1.0f, out);
+    tkvi_score_copy(v, v->low_counts, 1.0f, out);
     for (i = 0; i < v->n; i++)
         if (tkvi_is_live(v, i) && out[i] > 0.0f) out[i] = -out[i];
 }
 
-static const tkvi_evict_row tkvi_evict_scissorhands = {"scissorhands",    TKV_EVICT_NEEDS_LOWS, 4, 32, 0,
+static const tkvi_evict_row tkvi_evict_scissorhands = {"scissorhands",    TKVI_NEEDS_LOW_COUNTS, 4, 32, 0,
                                                        TKV_EVICT_UNIFORM, tkvi_score_lows};
 
 #endif /* TKVI_RULES_EVICT_SCISSORHANDS_H */

@@ -20,7 +20,7 @@ static void tkvi_score_pooled(const tkv_evict_config *cfg, const tkv_evict_view 
         const int end = tkvi_min(before, i + half + 1);
         double sum = 0.0;
         for (j = tkvi_max(0, i - half); j < end; j++)
-            if (tkvi_is_live(v, j)) sum += (double)v->observed[j];
+            if (tkvi_is_live(v, j)) sum += (double)v->prompt_scores[j];
         out[i] = (float)(sum / cfg->pool);
         most = out[i] > most ? out[i] : most;
     }
@@ -28,7 +28,7 @@ static void tkvi_score_pooled(const tkv_evict_config *cfg, const tkv_evict_view 
         out[i] = most; /* a budget smaller than the window evicts from the window last, oldest first */
 }
 
-static const tkvi_evict_row tkvi_evict_snapkv = {"snapkv",          TKV_EVICT_NEEDS_OBSERVED, 4, 32, 0,
+static const tkvi_evict_row tkvi_evict_snapkv = {"snapkv",          TKVI_NEEDS_PROMPT_SCORES, 4, 32, 0,
                                                  TKV_EVICT_UNIFORM, tkvi_score_pooled};
 
 #endif /* TKVI_RULES_EVICT_SNAPKV_H */

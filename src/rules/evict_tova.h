@@ -12,10 +12,10 @@
 static void tkvi_score_last(const tkv_evict_config *cfg, const tkv_evict_view *v, int recent, float *out) {
     (void)cfg;
     (void)recent;
-    tkvi_score_copy(v, v->last, 1.0f, out);
+    tkvi_score_copy(v, v->last_scores, 1.0f, out);
 }
 
 static const tkvi_evict_row tkvi_evict_tova = {
-    "tova", TKV_EVICT_NEEDS_LAST, 4, 32, 0, TKV_EVICT_UNIFORM, tkvi_score_last};
+    "tova", TKVI_NEEDS_LAST_SCORES, 4, 32, 0, TKV_EVICT_UNIFORM, tkvi_score_last};
 
 #endif /* TKVI_RULES_EVICT_TOVA_H */

@@ -39,10 +39,10 @@ static const tkvi_strategy tkvi_strategies[] = {
 };
 
 static const tkvi_strategy *tkvi_strategy_of(tkv_importance_strategy s) {
-    return (int)s >= 0 && (int)s < TKV_IMPORTANCE_STRATEGIES ? &tkvi_strategies[s] : NULL;
+    return (int)s >= 0 && (int)s < TKV_IMPORTANCE_COUNT ? &tkvi_strategies[s] : NULL;
 }
 
-TKV_API const char *tkv_importance_name(tkv_importance_strategy strategy) {
+static const char *tkvi_importance_name(tkv_importance_strategy strategy) {
     const tkvi_strategy *s = tkvi_strategy_of(strategy);
     return s ? s->name : NULL;
 }
@@ -79,7 +79,7 @@ static double tkvi_power(double x, int n) {
     return y;
 }
 
-TKV_API tkv_status tkv_importance_add(const tkv_importance_config *cfg, tkv_importance *tokens,
+static tkv_status tkvi_add_importance(const tkv_importance_config *cfg, tkv_token_importance *tokens,
                                       const float *mass, int n, int now) {
     tkv_importance_config full;
     const tkvi_strategy *s;
@@ -104,8 +104,9 @@ TKV_API tkv_status tkv_importance_add(const tkv_importance_config *cfg, tkv_impo
     return TKV_OK;
 }
 
-TKV_API tkv_status tkv_importance_read(const tkv_importance_config *cfg, const tkv_importance *tokens,
-                                       const int *position, int n, int now, float *out) {
+static tkv_status tkvi_compute_importance(const tkv_importance_config *cfg,
+                                          const tkv_token_importance *tokens, const int *position, int n,
+                                          int now, float *out) {
     tkv_importance_config full;
     double fade;
     int i;
@@ -129,28 +130,18 @@ TKV_API tkv_status tkv_importance_read(const tkv_importance_config *cfg, const t
     return TKV_OK;
 }
 
-/* >>heads */
-TKV_API tkv_status tkv_importance_aggregate(tkv_importance_heads how, const float *weights, ptrdiff_t stride,
-                                            int n_heads, int n, float *out) {
-    int h, i;
-    if (n < 0 || n_heads < 1 || (n > 0 && (!weights || !out)) || (int)how < 0 || how > TKV_IMPORTANCE_SUM)
-        return TKV_ERR_ARG;
-    if (stride == 0) stride = n;
-    for (i = 0; i < n; i++) out[i] = weights[i];
-    for (h = 1; h < n_heads; h++) {
-        const float *w = weights + h * stride;
-        if (how == TKV_IMPORTANCE_MAX)
-            for (i = 0; i < n; i++) out[i] = w[i] > out[i] ? w[i] : out[i];
-        else
-            for (i = 0; i < n; i++) out[i] += w[i];
-    }
-    if (how == TKV_IMPORTANCE_MEAN)
-        for (i = 0; i < n; i++) out[i] /= (float)n_heads;
-    return TKV_OK;
+TKV_API tkv_status tkv_update_importance(const tkv_importance_config *cfg, tkv_token_importance *tokens,
+                                         const int *positions, const float *scores, int n, int now,
+                                         float *out) {
+    tkv_status st = TKV_OK;
+    if (!scores && !out && n != 0) return TKV_ERR_ARG;
+    if (scores) st = tkvi_add_importance(cfg, tokens, scores, n, now);
+    if (!st && out) st = tkvi_compute_importance(cfg, tokens, positions, n, now, out);
+    return st;
 }
 
 /* Upper bound of q.k by Quest (arXiv 2406.10774). The product of a channel is largest at one end of its range. */
-TKV_API float tkv_importance_bound(const float *q, const float *low, const float *high, int head_dim) {
+TKV_API float tkv_bound_score(const float *q, const float *low, const float *high, int head_dim) {
     double sum = 0.0;
     int c;
     if (!q || !low || !high) return 0.0f;
@@ -158,87 +149,30 @@ TKV_API float tkv_importance_bound(const float *q, const float *low, const float
     return (float)sum;
 }
 
-/* >>the k best */
-/* Returns whether i ranks before j: a better score, or an equal one and a lower index. */
-static int tkvi_before(const tkvi_ranks *r, int i, int j) {
-    const uint64_t a = tkvi_rank(r, i), b = tkvi_rank(r, j);
-    return a < b || (a == b && i < j);
-}
-
-/* Restores the heap out[n], worst slot at the top, by sinking out[at]. */
-static void tkvi_sink(const tkvi_ranks *r, int *out, int n, int at) {
-    for (;;) {
-        int child = 2 * at + 1, keep;
-        if (child >= n) return;
-        if (child + 1 < n && tkvi_before(r, out[child], out[child + 1])) child++;
-        if (tkvi_before(r, out[child], out[at])) return;
-        keep = out[at];
-        out[at] = out[child];
-        out[child] = keep;
-        at = child;
-    }
-}
-
-TKV_API tkv_status tkv_importance_top(const float *score, const uint64_t *without, int n, int k, int *out,
-                                      int *count) {
-    tkvi_ranks r;
-    uint64_t last = 0;
-    int i, equal = 0, found = 0, there = 0;
-    if (n < 0 || n >= 1 << 30 || k < 0 || !count || (n > 0 && (!score || (k > 0 && !out))))
-        return TKV_ERR_ARG;
-    memset(&r, 0, sizeof r);
-    r.n = n;
-    r.score = score;
-    r.without = without;
-    r.turn = 0xffffffffu;
-    for (i = 0; i < n; i++) {
-        if (!tkvi_takes_part(&r, i)) continue;
-        if (!tkvi_is_finite(score[i])) return TKV_ERR_NONFINITE;
-        there++;
-    }
-    k = tkvi_min(k, there);
-    *count = k;
-    if (k > 0) last = tkvi_select(&r, k, &equal);
-    for (i = 0; i < n && found < k; i++) {
-        uint64_t rank;
-        if (!tkvi_takes_part(&r, i)) continue;
-        rank = tkvi_rank(&r, i);
-        if (rank < last || (rank == last && equal-- > 0)) out[found++] = i;
-    }
-    for (i = k / 2; i-- > 0;) tkvi_sink(&r, out, k, i);
-    for (i = k; i-- > 1;) {
-        const int worst = out[0];
-        out[0] = out[i];
-        out[i] = worst;
-        tkvi_sink(&r, out, i, 0);
-    }
-    return TKV_OK;
-}
-
 /* >>promotion: candidates are offered one by one. A short sorted list keeps the best; its worst entry is removed
  * when a better one arrives. */
 typedef struct tkvi_promoting {
     float threshold;
     int now, cooldown, room, found;
-    int out[TKV_IMPORTANCE_PER_STEP]; /* [found] best first; of equals the one offered first */
-    float score[TKV_IMPORTANCE_PER_STEP];
+    int out[TKV_MAX_PROMOTIONS]; /* [found] best first; of equals the one offered first */
+    float score[TKV_MAX_PROMOTIONS];
     int waiting, no_source; /* above the threshold: must wait; has no more precise source */
 } tkvi_promoting;
 
 /* Starts the list of step `now`. room: promotions that this step still allows. Returns 0 if the config is
  * invalid. */
-static int tkvi_promoting_begin(tkvi_promoting *b, const tkv_importance_promotion *p, int now) {
+static int tkvi_promoting_begin(tkvi_promoting *b, const tkv_promotion_state *p, int now) {
     const int per_step = p->cfg.per_step ? p->cfg.per_step : 8;
     memset(b, 0, sizeof *b);
     b->threshold = tkvi_number(tkvi_or(p->cfg.threshold, .05f));
-    b->cooldown = p->cfg.cooldown == TKV_NONE ? 0 : p->cfg.cooldown ? p->cfg.cooldown : 4;
+    b->cooldown = p->cfg.cooldown == TKV_OFF ? 0 : p->cfg.cooldown ? p->cfg.cooldown : 4;
     b->now = now;
     b->room = tkvi_max(0, per_step - (now > p->step ? 0 : p->used));
-    return tkvi_is_finite(b->threshold) && per_step >= 1 && per_step <= TKV_IMPORTANCE_PER_STEP &&
+    return tkvi_is_finite(b->threshold) && per_step >= 1 && per_step <= TKV_MAX_PROMOTIONS &&
            b->cooldown >= 0;
 }
 
-/* Offers candidate i. source: whether it has a more precise source. moved: step of its last move, or TKV_NONE. */
+/* Offers candidate i. source: whether it has a more precise source. moved: step of its last move, or TKV_NEVER. */
 static void tkvi_promoting_offer(tkvi_promoting *b, int i, float score, int source, int moved) {
     int j;
     if (score < b->threshold) return;
@@ -246,7 +180,7 @@ static void tkvi_promoting_offer(tkvi_promoting *b, int i, float score, int sour
         b->no_source++;
         return;
     }
-    if ((moved != TKV_NONE && b->now - moved < b->cooldown) || b->room == 0 ||
+    if ((moved != TKV_NEVER && b->now - moved < b->cooldown) || b->room == 0 ||
         (b->found == b->room && score <= b->score[b->found - 1])) {
         b->waiting++;
         return;
@@ -262,36 +196,13 @@ static void tkvi_promoting_offer(tkvi_promoting *b, int i, float score, int sour
 }
 
 /* Counts the step: the first `done` entries of the list were promoted, the others wait. */
-static void tkvi_promoting_end(const tkvi_promoting *b, tkv_importance_promotion *p, int done) {
+static void tkvi_promoting_end(const tkvi_promoting *b, tkv_promotion_state *p, int done) {
     if (b->now > p->step) p->used = 0;
     p->step = b->now;
     p->used += done;
     p->promoted += (uint64_t)done;
     p->no_source += b->no_source > 0;
     p->waiting += (uint64_t)(b->waiting + b->found - done);
-}
-
-TKV_API tkv_status tkv_importance_promote(tkv_importance_promotion *p, const float *score,
-                                          const uint64_t *source, int *moved, int n, int now, int *out,
-                                          int *count) {
-    tkvi_promoting best;
-    int i;
-    if (!p || n < 0 || now < 0 || now < p->step || p->used < 0 || !count ||
-        (n > 0 && (!score || !moved || !out)))
-        return TKV_ERR_ARG;
-    if (!tkvi_promoting_begin(&best, p, now)) return TKV_ERR_CONFIG;
-    for (i = 0; i < n; i++) {
-        if (!tkvi_is_finite(score[i])) return TKV_ERR_NONFINITE;
-        if (moved[i] < TKV_NONE || moved[i] > now) return TKV_ERR_ARG;
-    }
-    for (i = 0; i < n; i++) tkvi_promoting_offer(&best, i, score[i], source && tkvi_has(source, i), moved[i]);
-    for (i = 0; i < best.found; i++) {
-        out[i] = best.out[i];
-        moved[out[i]] = now;
-    }
-    tkvi_promoting_end(&best, p, best.found);
-    *count = best.found;
-    return TKV_OK;
 }
 
 #endif /* TKVI_RULES_IMPORTANCE_H */

@@ -14,29 +14,25 @@
 
 #include "core/base.h"
 
-typedef struct tkvi_profile {
-    const char *name;
-    tkv_policy_config cfg;
-} tkvi_profile;
-
-static const tkvi_profile tkvi_profiles[] = {
-    {"default", {{.80f, .95f, 0, 0, 0, 0, 0}, .05f, .20f, 0, 2}},
-    {"fp16_only", {{.80f, .95f, 0, 0, 0, 0, 0}, .05f, .20f, 0, TKV_NONE}},
-    {"aggressive", {{.50f, .80f, 0, 0, 0, 0, 0}, .05f, .30f, 1, 2}},
+/* In the order of tkv_pressure_profile. */
+static const tkv_pressure_config tkvi_profiles[TKV_PROFILE_COUNT] = {
+    {TKV_PROFILE_DEFAULT, {.80f, .95f, 0, 0, 0, 0, 0}, .05f, .20f, 0, 0},
+    {TKV_PROFILE_FP16_ONLY, {.80f, .95f, 0, 0, 0, 0, 0}, .05f, .20f, 0, TKV_OFF},
+    {TKV_PROFILE_AGGRESSIVE, {.50f, .80f, 0, 0, 0, 0, 0}, .05f, .30f, 1, 0},
 };
 
-TKV_API tkv_status tkv_policy_profile(tkv_policy_config *cfg, const char *name) {
-    size_t i;
-    for (i = 0; cfg && name && i < sizeof tkvi_profiles / sizeof *tkvi_profiles; i++)
-        if (strcmp(name, tkvi_profiles[i].name) == 0) {
-            *cfg = tkvi_profiles[i].cfg;
-            return TKV_OK;
-        }
-    return TKV_ERR_ARG;
+static const char *tkvi_profile_name(tkv_pressure_profile p) {
+    static const char *const names[TKV_PROFILE_COUNT] = {"default", "fp16_only", "aggressive"};
+    return (int)p >= 0 && (int)p < TKV_PROFILE_COUNT ? names[p] : NULL;
+}
+
+/* Returns the profile of a config; the default one if it names none that exists. */
+static const tkv_pressure_config *tkvi_profile_of(const tkv_pressure_config *cfg) {
+    return &tkvi_profiles[tkvi_profile_name(cfg->profile) ? cfg->profile : TKV_PROFILE_DEFAULT];
 }
 
 /* Returns the number of thresholds, which is the highest level. */
-static int tkvi_policy_levels(const tkv_policy_config *cfg) {
+static int tkvi_policy_levels(const tkv_pressure_config *cfg) {
     int n = 0;
     while (n < TKV_MAX_LEVELS - 1 && (tkvi_bits(cfg->threshold[n]) & 0x7fffffffu) != 0) n++;
     return n;
@@ -46,16 +42,18 @@ static int tkvi_policy_levels(const tkv_policy_config *cfg) {
 static int tkvi_within(float x, float low, float high) { return tkvi_is_finite(x) && x >= low && x <= high; }
 
 /* Copies *from to *cfg and fills in defaults. Returns NULL, or the reason why the config is invalid. */
-static const char *tkvi_policy_fill(const tkv_policy_config *from, tkv_policy_config *cfg) {
+static const char *tkvi_policy_fill(const tkv_pressure_config *from, tkv_pressure_config *cfg) {
+    const tkv_pressure_config *profile = tkvi_profile_of(from);
     int i, n, any = 0;
     *cfg = *from;
+    if (!tkvi_profile_name(cfg->profile)) return "profile must be a tkv_pressure_profile";
     for (i = 0; i < TKV_MAX_LEVELS - 1; i++) any |= tkvi_bits(cfg->threshold[i]) != 0;
     if (!any) {
-        cfg->threshold[0] = tkvi_profiles[0].cfg.threshold[0];
-        cfg->threshold[1] = tkvi_profiles[0].cfg.threshold[1];
+        cfg->threshold[0] = profile->threshold[0];
+        cfg->threshold[1] = profile->threshold[1];
     }
-    cfg->hysteresis = tkvi_or(cfg->hysteresis, tkvi_profiles[0].cfg.hysteresis);
-    cfg->alpha = tkvi_or(cfg->alpha, tkvi_profiles[0].cfg.alpha);
+    cfg->hysteresis = tkvi_or(cfg->hysteresis, profile->hysteresis);
+    cfg->alpha = tkvi_or(cfg->alpha, profile->alpha);
     n = tkvi_policy_levels(cfg);
     for (i = 0; i < TKV_MAX_LEVELS - 1; i++) {
         if (i < n ? !tkvi_within(tkvi_number(cfg->threshold[i]), 0.0f, 1.0f)
@@ -68,71 +66,70 @@ static const char *tkvi_policy_fill(const tkv_policy_config *from, tkv_policy_co
     if (!tkvi_within(tkvi_number(cfg->hysteresis), 0.0f, 1.0f) ||
         (!tkvi_is_named_zero(cfg->threshold[i]) && cfg->hysteresis >= cfg->threshold[i]))
         return "hysteresis must be TKV_ZERO or above 0, and below the first threshold";
-    if (cfg->max_level == 0) cfg->max_level = n;
-    if (cfg->max_level == TKV_NONE) cfg->max_level = 0;
+    if (cfg->min_level == 0) cfg->min_level = profile->min_level;
+    if (cfg->max_level == 0) cfg->max_level = profile->max_level ? profile->max_level : n;
+    if (cfg->max_level == TKV_OFF) cfg->max_level = 0;
     if (cfg->max_level < 0 || cfg->max_level > n)
-        return "max_level must be a level, TKV_NONE or 0 for the last";
+        return "max_level must be a level, TKV_OFF or 0 for the last";
     if (cfg->min_level < 0 || cfg->min_level > cfg->max_level) return "min_level must be from 0 to max_level";
     return NULL;
 }
 
 /* Returns the pressure at which level i + 1 begins. */
-static float tkvi_threshold(const tkv_policy_config *cfg, int i) { return tkvi_number(cfg->threshold[i]); }
+static float tkvi_threshold(const tkv_pressure_config *cfg, int i) { return tkvi_number(cfg->threshold[i]); }
 
 /* Returns the pressure below which level i + 1 relaxes to level i. */
-static float tkvi_relax_below(const tkv_policy_config *cfg, int i) {
+static float tkvi_relax_below(const tkv_pressure_config *cfg, int i) {
     return tkvi_threshold(cfg, i) - tkvi_number(cfg->hysteresis);
 }
 
 /* Returns the level that follows `level` at this average: any number of levels up, or one down. */
-static int tkvi_policy_target(const tkv_policy_config *cfg, float average, int level) {
+static int tkvi_policy_target(const tkv_pressure_config *cfg, float average, int level) {
     int n = tkvi_policy_levels(cfg), had = level;
     while (level < n && average >= tkvi_threshold(cfg, level)) level++;
     if (level == had && level > 0 && average < tkvi_relax_below(cfg, level - 1)) level--;
     return tkvi_max(cfg->min_level, tkvi_min(cfg->max_level, level));
 }
 
-TKV_API int tkv_policy_target(const tkv_policy_config *cfg, float average, int level) {
-    tkv_policy_config full;
+TKV_API int tkv_compute_level(const tkv_pressure_config *cfg, float average, int level) {
+    tkv_pressure_config full;
     if (!cfg || tkvi_policy_fill(cfg, &full)) return 0;
     level = tkvi_max(full.min_level, tkvi_min(full.max_level, level));
     return tkvi_is_finite(average) ? tkvi_policy_target(&full, average, level) : level;
 }
 
 /* >>the controller */
-TKV_API tkv_status tkv_policy_init(tkv_policy *p, const tkv_policy_config *cfg, const char **reason) {
-    tkv_policy_config none, full;
+TKV_API tkv_status tkv_init_pressure(tkv_pressure *p, const tkv_pressure_config *cfg, char *reason,
+                                     size_t size) {
+    tkv_pressure_config none, full;
     const char *wrong;
     memset(&none, 0, sizeof none);
-    if (reason) *reason = "";
+    (void)tkvi_give_reason(TKV_OK, "", reason, size);
     if (!p) return TKV_ERR_ARG;
     wrong = tkvi_policy_fill(cfg ? cfg : &none, &full);
-    if (wrong) {
-        if (reason) *reason = wrong;
-        return TKV_ERR_CONFIG;
-    }
+    if (wrong) return tkvi_give_reason(TKV_ERR_CONFIG, wrong, reason, size);
     memset(p, 0, sizeof *p);
     p->cfg = full;
     p->now.level = full.min_level;
-    p->now.left = -1.0f;
+    p->now.samples_left = -1.0f;
     return TKV_OK;
 }
 
 /* Updates average, trend, peak and forecast with one finite pressure. The level stays. */
-static void tkvi_policy_take(tkv_policy *p, float pressure) {
-    tkv_policy_info *now = &p->now;
+static void tkvi_policy_take(tkv_pressure *p, float pressure) {
+    tkv_pressure_info *now = &p->now;
     const float x = pressure < 0.0f ? 0.0f : pressure > 1.0f ? 1.0f : pressure, a = p->cfg.alpha;
     const float step = now->samples ? x - now->last : 0.0f;
     now->average = now->samples ? now->average + a * (x - now->average) : x;
     now->trend += a * (step - now->trend);
     now->last = x;
     now->peak = x > now->peak ? x : now->peak;
-    now->left = now->trend > 1e-9f ? (1.0f - x) / now->trend : -1.0f;
+    now->samples_left = now->trend > 1e-9f ? (1.0f - x) / now->trend : -1.0f;
     now->samples++;
 }
 
 /* Sets the level and counts the levels moved. */
-static void tkvi_policy_move(tkv_policy_info *now, int level) {
+static void tkvi_policy_move(tkv_pressure_info *now, int level) {
     if (level > now->level) now->tightened += (uint64_t)(level - now->level);
     else now->relaxed += (uint64_t)(now->level - level);
     now->level = level;
@@ -140,13 +137,13 @@ static void tkvi_policy_move(tkv_policy_info *now, int level) {
 
 /* Takes one pressure and returns the level that follows `level`, without moving. A cache calls tkvi_policy_move
  * when it has moved. */
-static int tkvi_policy_sample(tkv_policy *p, float pressure, int level) {
+static int tkvi_policy_sample(tkv_pressure *p, float pressure, int level) {
     tkvi_policy_take(p, pressure);
     return tkvi_policy_target(&p->cfg, p->now.average, level);
 }
 
-TKV_API int tkv_policy_observe(tkv_policy *p, float pressure) {
-    tkv_policy_info *now;
+TKV_API int tkv_observe_pressure(tkv_pressure *p, float pressure) {
+    tkv_pressure_info *now;
     int level;
     if (!p) return 0;
     now = &p->now;
@@ -162,21 +159,12 @@ TKV_API int tkv_policy_observe(tkv_policy *p, float pressure) {
     return level;
 }
 
-TKV_API tkv_status tkv_policy_read(tkv_policy *p, tkv_policy_info *out) {
+TKV_API tkv_status tkv_get_pressure(tkv_pressure *p, tkv_pressure_info *out) {
     if (!p || !out) return TKV_ERR_ARG;
     tkvi_lock(&p->lock);
     *out = p->now;
     tkvi_unlock(&p->lock);
     return TKV_OK;
-}
-
-TKV_API void tkv_policy_reset(tkv_policy *p) {
-    if (!p) return;
-    tkvi_lock(&p->lock);
-    memset(&p->now, 0, sizeof p->now);
-    p->now.level = p->cfg.min_level;
-    p->now.left = -1.0f;
-    tkvi_unlock(&p->lock);
 }
 
 #endif /* TKVI_RULES_PRESSURE_H */

@@ -32,7 +32,7 @@ static const char *tkvi_remat_fill(const tkv_remat_config *from, tkv_remat_confi
     cfg->min_materialized = tkvi_evict_length(cfg->min_materialized, 512);
     cfg->sink_tokens = tkvi_evict_length(cfg->sink_tokens, 4);
     if (cfg->min_materialized < 0 || cfg->sink_tokens < 0)
-        return "min_materialized and sink_tokens must be lengths, TKV_NONE or 0 for 512 and 4";
+        return "min_materialized and sink_tokens must be lengths, TKV_OFF or 0 for 512 and 4";
     cfg->age_tokens = tkvi_or(cfg->age_tokens, 4096.0f);
     if (!tkvi_within(cfg->age_tokens, 1.0f, 1e9f)) return "age_tokens must be from 1 to 1e9";
     if (!tkvi_within((float)cfg->quantize_price, 0.0f, 1e30f))
@@ -42,16 +42,13 @@ static const char *tkvi_remat_fill(const tkv_remat_config *from, tkv_remat_confi
     return NULL;
 }
 
-TKV_API tkv_status tkv_remat_init(tkv_remat *r, const tkv_remat_config *cfg, const char **reason) {
+TKV_API tkv_status tkv_init_remat(tkv_remat *r, const tkv_remat_config *cfg, char *reason, size_t size) {
     tkv_remat_config full;
     const char *wrong;
-    if (reason) *reason = "";
+    (void)tkvi_give_reason(TKV_OK, "", reason, size);
     if (!r || !cfg) return TKV_ERR_ARG;
     wrong = tkvi_remat_fill(cfg, &full);
-    if (wrong) {
-        if (reason) *reason = wrong;
-        return TKV_ERR_CONFIG;
-    }
+    if (wrong) return tkvi_give_reason(TKV_ERR_CONFIG, wrong, reason, size);
     memset(r, 0, sizeof *r);
     r->cfg = full;
     return TKV_OK;
@@ -59,7 +56,7 @@ TKV_API tkv_status tkv_remat_init(tkv_remat *r, const tkv_remat_config *cfg, con
 
 /* >>the price. A token at position p takes 2 FLOPs for each weight of a layer. It sees about p keys, and each takes
  * 2 * n_heads * head_dim FLOPs for q.k and as many for the weighted sum of values. */
-TKV_API double tkv_remat_flops(const tkv_remat *r, int start, int end, int layers) {
+static double tkvi_remat_flops(const tkv_remat *r, int start, int end, int layers) {
     double attention;
     if (!r || start < 0 || end < start || layers < 0 || layers > r->cfg.n_layers) return -1.0;
     attention = 4.0 * r->cfg.n_heads * r->cfg.head_dim * (((double)start + end) / 2.0);
@@ -71,7 +68,7 @@ TKV_API double tkv_remat_flops(const tkv_remat *r, int start, int end, int layer
  * never used: the result is negative, so below any price. */
 static double tkvi_remat_expected(const tkv_remat *r, const tkv_remat_block *b, int now) {
     const double age = (double)now - (b->end - 1), use = (double)tkvi_or(b->use, 1.0f);
-    return tkv_remat_flops(r, b->start, b->end, b->layers) * use / (1.0 + age / (double)r->cfg.age_tokens);
+    return tkvi_remat_flops(r, b->start, b->end, b->layers) * use / (1.0 + age / (double)r->cfg.age_tokens);
 }
 
 /* Returns whether the n blocks follow one another without gaps and their fields are in range. */
@@ -89,12 +86,12 @@ static int tkvi_remat_is_sound(const tkv_remat *r, const tkv_remat_block *blocks
 /* >>the decision */
 /* Returns the bytes that quantizing block b frees. */
 static size_t tkvi_remat_saved(const tkv_remat_block *b) {
-    return !b->dropped && b->quantized_bytes < b->bytes ? b->bytes - b->quantized_bytes : 0;
+    return !b->discarded && b->quantized_bytes < b->bytes ? b->bytes - b->quantized_bytes : 0;
 }
 
 /* Returns whether one step can recompute block b alone. */
 static int tkvi_remat_fits_step(const tkv_remat *r, const tkv_remat_block *b) {
-    return r->cfg.step_flops <= 0.0 || tkv_remat_flops(r, b->start, b->end, b->layers) <= r->cfg.step_flops;
+    return r->cfg.step_flops <= 0.0 || tkvi_remat_flops(r, b->start, b->end, b->layers) <= r->cfg.step_flops;
 }
 
 typedef struct tkvi_remat_progress {
@@ -110,7 +107,7 @@ static void tkvi_remat_discard(const tkv_remat *r, const tkv_remat_block *blocks
                                int cheap, tkv_remat_action *action, tkvi_remat_progress *run) {
     for (; run->at < n && run->freed < need; run->at++) {
         const tkv_remat_block *b = blocks + run->at;
-        if (b->dropped || b->start < r->cfg.sink_tokens) continue;
+        if (b->discarded || b->start < r->cfg.sink_tokens) continue;
         if (run->held - (b->end - b->start) < r->cfg.min_materialized) return;
         if (cheap && tkvi_remat_expected(r, b, now) >= r->cfg.quantize_price * (double)b->bytes) return;
         if (!tkvi_remat_fits_step(r, b)) {
@@ -119,12 +116,12 @@ static void tkvi_remat_discard(const tkv_remat *r, const tkv_remat_block *blocks
         }
         run->freed += b->bytes - (action[run->at] == TKV_REMAT_QUANTIZE ? tkvi_remat_saved(b) : 0);
         run->held -= b->end - b->start;
-        action[run->at] = TKV_REMAT_EVICT;
+        action[run->at] = TKV_REMAT_DISCARD;
     }
 }
 
-TKV_API tkv_status tkv_remat_decide(tkv_remat *r, const tkv_remat_block *blocks, int n, int now,
-                                    float pressure, size_t need, tkv_remat_action *action, size_t *freed) {
+TKV_API tkv_status tkv_decide_discard(tkv_remat *r, const tkv_remat_block *blocks, int n, int now,
+                                      float pressure, size_t need, tkv_remat_action *action, size_t *freed) {
     tkvi_remat_progress run;
     size_t total = 0;
     int i;
@@ -134,7 +131,7 @@ TKV_API tkv_status tkv_remat_decide(tkv_remat *r, const tkv_remat_block *blocks,
     memset(&run, 0, sizeof run);
     for (i = 0; i < n; i++) {
         if (!tkvi_add(total, blocks[i].bytes, &total)) return TKV_ERR_ARG;
-        run.held += blocks[i].dropped ? 0 : blocks[i].end - blocks[i].start;
+        run.held += blocks[i].discarded ? 0 : blocks[i].end - blocks[i].start;
     }
     for (i = 0; i < n; i++) action[i] = TKV_REMAT_KEEP;
     if (pressure >= tkvi_number(r->cfg.threshold)) {
@@ -153,9 +150,9 @@ TKV_API tkv_status tkv_remat_decide(tkv_remat *r, const tkv_remat_block *blocks,
         }
     }
     for (i = 0; i < n; i++) {
-        if (blocks[i].dropped) continue;
+        if (blocks[i].discarded) continue;
         r->info.kept += action[i] == TKV_REMAT_KEEP;
-        r->info.evicted += action[i] == TKV_REMAT_EVICT;
+        r->info.discarded += action[i] == TKV_REMAT_DISCARD;
         r->info.quantized += action[i] == TKV_REMAT_QUANTIZE;
     }
     r->info.over_budget += (uint64_t)run.refused;
@@ -165,21 +162,21 @@ TKV_API tkv_status tkv_remat_decide(tkv_remat *r, const tkv_remat_block *blocks,
 }
 
 /* >>recomputing */
-TKV_API tkv_status tkv_remat_restore(tkv_remat *r, const tkv_remat_block *blocks, int n, int step, int *first,
+static tkv_status tkvi_remat_restore(tkv_remat *r, const tkv_remat_block *blocks, int n, int step, int *first,
                                      int *count) {
     int i, found = 0, at = 0;
     if (!tkvi_remat_is_sound(r, blocks, n) || step < r->step || !first || !count) return TKV_ERR_ARG;
     if (step > r->step) r->spent = 0.0;
     r->step = step;
-    while (at < n && !blocks[at].dropped) at++;
-    for (i = at; i < n && blocks[i].dropped; i++, found++) {
-        const double flops = tkv_remat_flops(r, blocks[i].start, blocks[i].end, blocks[i].layers);
+    while (at < n && !blocks[at].discarded) at++;
+    for (i = at; i < n && blocks[i].discarded; i++, found++) {
+        const double flops = tkvi_remat_flops(r, blocks[i].start, blocks[i].end, blocks[i].layers);
         if (r->cfg.step_flops > 0.0 && r->spent + flops > r->cfg.step_flops) break;
         r->spent += flops;
         r->info.flops += flops;
     }
     r->info.restored += (uint64_t)found;
-    for (; i < n; i++) r->info.waited += blocks[i].dropped != 0;
+    for (; i < n; i++) r->info.waited += blocks[i].discarded != 0;
     *first = at;
     *count = found;
     return TKV_OK;

@@ -2,7 +2,7 @@
  * rules/score_modes.h - how a cache accumulates attention scores per token. A mode is a row of a table, and a
  * config has at most one. The eviction policy of cfg.evict selects the mode by the input that it needs
  * (rules/evict.h). A policy without such an input leaves the choice to the strategy of cfg.importance. The strategy
- * then counts only if cfg.importance_every, cfg.n_anchors, or the policy "scores" or "user" asks for it.
+ * then counts only if cfg.importance.sample_every, cfg.tiers.n_anchors, or the policy "scores" or "user" asks for it.
  *
  *     weights p of a sampled query --say--> 64 floats of a block --rounded--> uint32 --join--> token_meta
  *
@@ -19,7 +19,7 @@
 #define TKVI_TOKEN_SCORE_MOST 2047.0f   /* largest score of one call: 2047 * 2^20 fits an int */
 #define TKVI_TOKEN_SCORE_EVERY 32
 #define TKVI_TOKEN_SCORE_RATE                                                                                \
-    4096 /* a sampled query stands for at most this many */ /* default of cfg.importance_every */
+    4096 /* a sampled query stands for at most this many */ /* default of cfg.importance.sample_every */
 
 /* >>adding the weights of a query to the scores of a block */
 /* s: logits [64], only to find hidden tokens. p: attention weights [64] of one query row. low: a weight below it
@@ -89,7 +89,7 @@ static void tkvi_join_largest(uint32_t *mass, const uint32_t *more) {
 
 /* >>the table */
 typedef struct tkvi_token_score_mode {
-    int need;   /* the bit of tkv_evict_need that selects this mode; 0: no policy needs it */
+    int need;   /* the bit TKVI_NEEDS_ that selects this mode; 0: no policy needs it */
     int fresh;  /* 1: each step starts at 0 and samples all newest queries; 0: samples one query in `every` */
     float sign; /* -1 where a high score is bad */
     float one;  /* a weight or count of 1 as an integer */
@@ -109,19 +109,19 @@ enum {
 };
 
 static const tkvi_token_score_mode tkvi_token_score_modes[TKVI_TOKEN_SCORE_MODES] = {
-    {TKV_EVICT_NEEDS_MASS, 0, 1.0f, TKVI_TOKEN_SCORE_ONE, 4096.0f, TKV_IMPORTANCE_SUM, tkvi_weight_sum,
+    {TKVI_NEEDS_TOTAL_SCORES, 0, 1.0f, TKVI_TOKEN_SCORE_ONE, 4096.0f, TKV_IMPORTANCE_SUM, tkvi_weight_sum,
      tkvi_join_sums},
     {0, 0, 1.0f, TKVI_TOKEN_SCORE_ONE, 0.0f, TKV_IMPORTANCE_MAX, tkvi_weight_largest, tkvi_join_largest},
-    {TKV_EVICT_NEEDS_LOWS, 0, -1.0f, TKVI_TOKEN_SCORE_LOW, 1.0f, TKV_IMPORTANCE_SUM, tkvi_weight_lows,
+    {TKVI_NEEDS_LOW_COUNTS, 0, -1.0f, TKVI_TOKEN_SCORE_LOW, 1.0f, TKV_IMPORTANCE_SUM, tkvi_weight_lows,
      tkvi_join_sums},
-    {TKV_EVICT_NEEDS_LAST, 1, 1.0f, TKVI_TOKEN_SCORE_ONE, 0.0f, TKV_IMPORTANCE_SUM, tkvi_weight_sum,
+    {TKVI_NEEDS_LAST_SCORES, 1, 1.0f, TKVI_TOKEN_SCORE_ONE, 0.0f, TKV_IMPORTANCE_SUM, tkvi_weight_sum,
      tkvi_join_sums},
-    {TKV_EVICT_NEEDS_OBSERVED, 1, 1.0f, TKVI_TOKEN_SCORE_ONE, 0.0f, TKV_IMPORTANCE_SUM, tkvi_weight_sum,
+    {TKVI_NEEDS_PROMPT_SCORES, 1, 1.0f, TKVI_TOKEN_SCORE_ONE, 0.0f, TKV_IMPORTANCE_SUM, tkvi_weight_sum,
      tkvi_join_sums},
 };
 
 /* In the order of tkv_importance_strategy. TKVI_TOKEN_SCORE_MODES: the strategy uses no attention. */
-static const int tkvi_token_score_of_strategy[TKV_IMPORTANCE_STRATEGIES] = {
+static const int tkvi_token_score_of_strategy[TKV_IMPORTANCE_COUNT] = {
     TKVI_TOKEN_SCORE_SUM, TKVI_TOKEN_SCORE_SUM, TKVI_TOKEN_SCORE_LARGEST, TKVI_TOKEN_SCORE_MODES,
     TKVI_TOKEN_SCORE_LOWS};
 
@@ -159,24 +159,24 @@ static void tkvi_token_score_heads(tkvi_token_scores *m, int n) {
 
 /* Derives *m from the config. m->mode stays NULL if the config uses no attention scores. */
 static void tkvi_token_score_init(tkvi_token_scores *m, const tkv_config *cfg) {
-    const tkv_evict_kind kind = cfg->evict.kind;
+    const tkv_evict_policy kind = cfg->evict.policy;
     tkv_evict_config evict;
     int i;
     memset(m, 0, sizeof *m);
     if (!tkvi_importance_fill(&cfg->importance, &m->importance) || !tkvi_evict_fill(&cfg->evict, &evict))
         return; /* cannot happen: a cache has a valid config */
-    m->every = cfg->importance_every ? cfg->importance_every : TKVI_TOKEN_SCORE_EVERY;
+    m->every = cfg->importance.sample_every ? cfg->importance.sample_every : TKVI_TOKEN_SCORE_EVERY;
     for (i = 0; i < TKVI_TOKEN_SCORE_MODES; i++)
-        if (tkv_evict_needs(kind) & tkvi_token_score_modes[i].need) m->mode = &tkvi_token_score_modes[i];
+        if (tkvi_evict_needs(kind) & tkvi_token_score_modes[i].need) m->mode = &tkvi_token_score_modes[i];
     if (m->mode) { /* a policy has no default decay */
         m->importance.decay = tkvi_or(cfg->importance.decay, 1.0f);
-        m->newest = m->mode->need == TKV_EVICT_NEEDS_LAST ? 1 : evict.recent_tokens;
-    } else if (cfg->importance_every > 0 || cfg->n_anchors > 0 || kind == TKV_EVICT_SCORES ||
+        m->newest = m->mode->need == TKVI_NEEDS_LAST_SCORES ? 1 : evict.recent_tokens;
+    } else if (cfg->importance.sample_every > 0 || cfg->tiers.n_anchors > 0 || kind == TKV_EVICT_SCORES ||
                kind == TKV_EVICT_USER) {
         i = tkvi_token_score_of_strategy[m->importance.strategy];
         if (i < TKVI_TOKEN_SCORE_MODES) m->mode = &tkvi_token_score_modes[i];
     }
-    if (m->mode) tkvi_token_score_heads(m, cfg->n_heads / cfg->n_kv_heads);
+    if (m->mode) tkvi_token_score_heads(m, cfg->model.n_heads / cfg->model.n_kv_heads);
 }
 
 #endif /* TKVI_RULES_SCORE_MODES_H */

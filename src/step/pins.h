@@ -1,22 +1,41 @@
 /*
- * step/pins.h - eviction on request. tkv_evict lets a policy choose the tokens; tkv_drop evicts the tokens that the
- * caller names. tkv_pin and tkv_pin_until protect tokens from eviction. tkv_alive reports the tokens that a layer
- * still holds.
+ * step/pins.h - eviction on request. tkv_evict evicts the tokens that a policy chooses, or those that the caller
+ * names. tkv_seq_pin protects tokens from eviction.
  */
 #ifndef TKVI_STEP_PINS_H
 #define TKVI_STEP_PINS_H
 
 #include "step/sequence.h"
 
-/* Can tokens of this sequence and layer (TKV_NONE: all layers) be evicted now? Sets the error if not. */
+/* Can tokens of this sequence and layer (TKV_ALL_LAYERS: all layers) be evicted now? Sets the error if not. */
 static tkv_status tkvi_evictable(tkv_cache *kv, int seq, int layer) {
     if (!tkvi_has_seq(kv, seq)) return tkvi_refuse_seq(kv, seq);
-    if (layer != TKV_NONE && !tkvi_has_own_layer(kv, seq, layer)) return tkvi_refuse_layer(kv, layer);
-    if (!kv->pool.tables->cfg.evict.kind)
+    if (layer != TKV_ALL_LAYERS && !tkvi_has_own_layer(kv, seq, layer)) return tkvi_refuse_layer(kv, layer);
+    if (!kv->pool.tables->cfg.evict.policy)
         return tkvi_fail(kv, TKV_ERR_STATE, "the cache was created without cfg.evict", 0, NULL);
     if (kv->seq[seq].in_step)
         return tkvi_fail(kv, TKV_ERR_STATE, "a step is open; commit or abort it first", 0, NULL);
     return TKV_OK;
+}
+
+/* Evicts the tokens of p->victims, except pinned ones. */
+static tkv_status tkvi_evict_named(tkv_cache *kv, const tkv_evict_params *p) {
+    const int last = p->layer == TKV_ALL_LAYERS ? kv->tables.cfg.model.n_layers - 1 : p->layer;
+    int l, i;
+    if (p->n_victims < 0) return tkvi_fail(kv, TKV_ERR_ARG, "n_victims is", p->n_victims, "");
+    for (l = tkvi_max(p->layer, 0); l <= last; l++) {
+        tkvi_choice c;
+        if (kv->tables.plan[l].stored != l || tkvi_list_of(kv, p->seq, l)->n == 0) continue;
+        (void)tkvi_build_view(kv, p->seq, l, NULL, 0, NULL, &c);
+        memset(c.victims, 0, (size_t)tkvi_words(c.n) * sizeof *c.victims);
+        for (i = 0; i < c.n; i++)
+            if (c.position[i] < p->n_victims && tkvi_has(p->victims, c.position[i]) && !tkvi_has(c.pinned, i))
+                tkvi_mark(c.victims, i);
+        tkvi_note_victims(kv, p->seq, l, &c);
+        tkvi_apply_eviction(kv, p->seq, l, 0);
+    }
+    tkvi_release_unused(kv, p->seq);
+    return tkvi_ok(kv);
 }
 
 TKV_API tkv_status tkv_evict(tkv_cache *kv, const tkv_evict_params *p) {
@@ -29,19 +48,21 @@ TKV_API tkv_status tkv_evict(tkv_cache *kv, const tkv_evict_params *p) {
     if (!p) return tkvi_fail(kv, TKV_ERR_ARG, "the parameters are missing", 0, NULL);
     st = tkvi_evictable(kv, p->seq, p->layer);
     if (st) return st;
+    if (p->victims) return tkvi_evict_named(kv, p);
     cfg = p->evict ? p->evict : &kv->tables.cfg.evict;
-    keep = p->keep ? p->keep : kv->tables.cfg.evict_tokens;
+    keep = p->keep ? p->keep : kv->tables.cfg.evict.keep_tokens;
     if (keep < 1)
-        return tkvi_fail(kv, TKV_ERR_ARG, "keep is", keep, "; it must be 1 or more, or cfg.evict_tokens");
+        return tkvi_fail(kv, TKV_ERR_ARG, "keep is", keep,
+                         "; it must be 1 or more, or cfg.evict.keep_tokens");
     if (!tkvi_evict_fill(cfg, &full))
         return tkvi_fail(kv, TKV_ERR_CONFIG, "evict has a field out of range", 0, NULL);
-    if (!p->scores && !tkvi_gathers_for(kv, cfg->kind))
+    if (!p->scores && !tkvi_gathers_for(kv, cfg->policy))
         return tkvi_fail(kv, TKV_ERR_CONFIG,
                          "cfg.evict and cfg.importance gather something else than this policy goes by", 0,
                          NULL);
     for (pass = 0; pass < 2; pass++) /* pass 0 chooses and can fail; pass 1 evicts and cannot fail */
-        for (layer = tkvi_max(p->layer, 0); layer <= (p->layer < 0 ? kv->tables.cfg.n_layers - 1 : p->layer);
-             layer++) {
+        for (layer = tkvi_max(p->layer, 0);
+             layer <= (p->layer == TKV_ALL_LAYERS ? kv->tables.cfg.model.n_layers - 1 : p->layer); layer++) {
             if (kv->tables.plan[layer].stored != layer || tkvi_list_of(kv, p->seq, layer)->n == 0) continue;
             if (pass) {
                 tkvi_apply_eviction(kv, p->seq, layer, 0);
@@ -56,36 +77,16 @@ TKV_API tkv_status tkv_evict(tkv_cache *kv, const tkv_evict_params *p) {
     return tkvi_ok(kv);
 }
 
-TKV_API tkv_status tkv_drop(tkv_cache *kv, int seq, int layer, const uint64_t *victims, int n) {
-    tkv_status st = tkvi_evictable(kv, seq, layer);
-    int l, i;
-    if (st) return st;
-    if (n < 0 || (n > 0 && !victims))
-        return tkvi_fail(kv, TKV_ERR_ARG, "victims are missing, or n is", n, "");
-    for (l = tkvi_max(layer, 0); l <= (layer < 0 ? kv->tables.cfg.n_layers - 1 : layer); l++) {
-        tkvi_choice c;
-        if (kv->tables.plan[l].stored != l || tkvi_list_of(kv, seq, l)->n == 0) continue;
-        (void)tkvi_build_view(kv, seq, l, NULL, 0, NULL, &c);
-        memset(c.victims, 0, (size_t)tkvi_words(c.n) * sizeof *c.victims);
-        for (i = 0; i < c.n; i++)
-            if (c.position[i] < n && tkvi_has(victims, c.position[i]) && !tkvi_has(c.pinned, i))
-                tkvi_mark(c.victims, i);
-        tkvi_note_victims(kv, seq, l, &c);
-        tkvi_apply_eviction(kv, seq, l, 0);
-    }
-    tkvi_release_unused(kv, seq);
-    return tkvi_ok(kv);
-}
-
-/* Pins the tokens at positions start .. start+n-1 in all layers. until: they stay pinned while the layer is shorter
- * than this many tokens; TKVI_FOREVER: without end; 0: removes their pins. */
-static tkv_status tkvi_pin(tkv_cache *kv, int seq, int start, int n, int until) {
-    tkv_status st = tkvi_evictable(kv, seq, TKV_NONE);
+TKV_API tkv_status tkv_seq_pin(tkv_cache *kv, int seq, int start, int n, int until) {
+    tkv_status st = tkvi_evictable(kv, seq, TKV_ALL_LAYERS);
     int layer, i, t;
     if (st) return st;
     if (start < 0 || n < 0 || n > TKVI_FOREVER - start)
         return tkvi_fail(kv, TKV_ERR_ARG, "start and n must be positions, not", start, "");
-    for (layer = 0; layer < kv->tables.cfg.n_layers; layer++) {
+    if (until != TKV_UNLIMITED && until != TKV_OFF && (until < 1 || until >= TKVI_FOREVER))
+        return tkvi_fail(kv, TKV_ERR_ARG, "until is", until,
+                         "; it must be a length of 1 to 2^30 - 2, TKV_UNLIMITED or TKV_OFF");
+    for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++) {
         const tkvi_list *list = tkvi_list_of(kv, seq, layer);
         const uint32_t *ids = tkvi_ids(kv, seq, layer);
         for (i = tkvi_first_at(kv, list, ids, tkvi_min(start, list->len - 1)); i < list->n; i++) {
@@ -97,8 +98,8 @@ static tkv_status tkvi_pin(tkv_cache *kv, int seq, int start, int n, int until) 
             }
             if (!these) continue;
             token_meta->temporary_pins &= tkvi_pinned_in(kv, list, ids[i]); /* removes pins that have ended */
-            if (until == TKVI_FOREVER) token_meta->pinned |= these;
-            else if (until) {
+            if (until == TKV_UNLIMITED) token_meta->pinned |= these;
+            else if (until != TKV_OFF) {
                 token_meta->until = tkvi_max(token_meta->temporary_pins ? token_meta->until : 0, until);
                 token_meta->temporary_pins |= these;
             } else {
@@ -108,37 +109,6 @@ static tkv_status tkvi_pin(tkv_cache *kv, int seq, int start, int n, int until) 
         }
     }
     return tkvi_ok(kv);
-}
-
-TKV_API tkv_status tkv_pin(tkv_cache *kv, int seq, int start, int n, int pinned) {
-    return tkvi_pin(kv, seq, start, n, pinned ? TKVI_FOREVER : 0);
-}
-
-TKV_API tkv_status tkv_pin_until(tkv_cache *kv, int seq, int start, int n, int length) {
-    if (kv && (length < 1 || length >= TKVI_FOREVER))
-        return tkvi_fail(kv, TKV_ERR_ARG, "length must be 1 to 2^30 - 2, not", length, "");
-    return tkvi_pin(kv, seq, start, n, length);
-}
-
-TKV_API tkv_status tkv_alive(const tkv_cache *kv, int seq, int layer, int start, int n, uint64_t *mask) {
-    const tkvi_list *list;
-    const uint32_t *ids;
-    int i, t;
-    layer = tkvi_stored_layer(kv, seq, layer);
-    if (layer < 0 || start < 0 || n < 0 || (n > 0 && !mask)) return TKV_ERR_ARG;
-    list = tkvi_list_of(kv, seq, layer);
-    ids = tkvi_ids(kv, seq, layer);
-    if (start > list->len || n > list->len - start) return TKV_ERR_RANGE;
-    if (n == 0) return TKV_OK;
-    memset(mask, 0, (size_t)tkvi_words(n) * sizeof *mask);
-    for (i = tkvi_first_at(kv, list, ids, start); i < list->n; i++) {
-        const uint64_t there = tkvi_live_mask_in(kv, list, ids, i);
-        for (t = 0; t < TKVI_BLOCK; t++) {
-            const int at = there >> t & 1 ? tkvi_slot_position(kv, ids[i], t) - start : -1;
-            if (at >= 0 && at < n) tkvi_mark(mask, at);
-        }
-    }
-    return TKV_OK;
 }
 
 #endif /* TKVI_STEP_PINS_H */

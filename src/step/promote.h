@@ -1,5 +1,5 @@
 /*
- * step/promote.h - offloads blocks on request (tkv_spill) and brings single blocks back into RAM (tkv_promote).
+ * step/promote.h - offloads blocks on request (tkv_offload) and brings single blocks back into RAM (tkv_promote).
  *
  * An offloaded block comes back in the format that it had. If an exact copy was kept (reclaim/offload.h), the block
  * comes back exact. A coded block in RAM without a copy stays as it is: decoding it would restore nothing.
@@ -9,36 +9,24 @@
 
 #include "step/sequence.h"
 
-TKV_API tkv_status tkv_spill_bytes(const tkv_config *cfg, size_t *bytes) {
-    tkvi_derived_config h;
-    tkv_status st = tkvi_validate(cfg, &h, NULL, 0);
-    int i;
-    if (!bytes) return TKV_ERR_ARG;
-    if (st) return st;
-    for (i = 0, *bytes = 0; i < h.n_keys; i++)
-        if (h.bytes[i].total > *bytes) *bytes = h.bytes[i].total;
-    *bytes += 2u * TKVI_OFFLOAD_CHECKSUM * (size_t)h.cfg.n_kv_heads;
-    return TKV_OK;
-}
-
-TKV_API tkv_status tkv_spill(tkv_cache *kv, int seq, int layer, int n_blocks, int *done) {
+TKV_API tkv_status tkv_offload(tkv_cache *kv, int seq, int layer, int n_blocks, int *done) {
     int l, i, n = 0;
     if (done) *done = 0;
     if (!tkvi_has_seq(kv, seq)) return tkvi_refuse_seq(kv, seq);
-    if (!kv->tables.cfg.spill.store)
-        return tkvi_fail(kv, TKV_ERR_ARG, "there is no cfg.spill to store blocks with", 0, NULL);
+    if (!kv->tables.cfg.offload.write)
+        return tkvi_fail(kv, TKV_ERR_ARG, "there is no cfg.offload to store blocks with", 0, NULL);
     if (n_blocks < 0) return tkvi_fail(kv, TKV_ERR_ARG, "n_blocks is", n_blocks, "; it must not be negative");
-    if (layer != TKV_ALL && !tkvi_has_own_layer(kv, seq, layer)) return tkvi_refuse_layer(kv, layer);
+    if (layer != TKV_ALL_LAYERS && !tkvi_has_own_layer(kv, seq, layer)) return tkvi_refuse_layer(kv, layer);
     kv->store_failed = 0;
-    for (l = 0; l < kv->tables.cfg.n_layers; l++) {
-        if (layer != TKV_ALL && l != layer) continue;
+    for (l = 0; l < kv->tables.cfg.model.n_layers; l++) {
+        if (layer != TKV_ALL_LAYERS && l != layer) continue;
         for (i = 0; i < n_blocks && tkvi_offload_next(kv, seq, l); i++) n++;
         if (kv->store_failed) break;
     }
     tkvi_trim(&kv->pool);
     if (done) *done = n;
     if (kv->store_failed)
-        return tkvi_fail(kv, TKV_ERR_IO, "cfg.spill.store failed; blocks that went are", n, "");
+        return tkvi_fail(kv, TKV_ERR_IO, "cfg.offload.write failed; blocks that went are", n, "");
     return tkvi_ok(kv);
 }
 
@@ -49,7 +37,7 @@ static tkv_status tkvi_promote_ready(tkv_cache *kv, int coding) {
     tkvi_peak_take(&dry_run, coding);
     if (tkvi_has_budget(kv)) {
         tkvi_set_request(kv, &dry_run, NULL, 0, -1);
-        if (tkvi_bytes_now(kv) > kv->tables.cfg.budget_bytes)
+        if (tkvi_bytes_now(kv) > kv->tables.cfg.budget.bytes)
             return tkvi_fail(kv, TKV_ERR_BUDGET, "the budget has no room for a block in a better format", 0,
                              NULL);
         tkvi_trim_to(&kv->pool, 0);
@@ -67,7 +55,7 @@ static TKVI_NOINLINE tkv_status tkvi_fetch_block(const tkv_cache *kv, uint32_t i
     int i;
     room.key = TKVI_NIL;
     memset(to, 0, c->bytes.total);
-    for (i = 0; i < 2 * kv->tables.cfg.n_kv_heads; i++) {
+    for (i = 0; i < 2 * kv->tables.cfg.model.n_kv_heads; i++) {
         const tkvi_record *r = &c->record[i / 2];
         const uint8_t *bytes;
         const tkv_status st = tkvi_read_piece(kv, id, what, i / 2, (tkv_side)(i % 2), &room, &bytes);
@@ -96,7 +84,7 @@ static tkv_status tkvi_promote_block(tkv_cache *kv, int seq, int layer, int i, i
     int coding, slot, old_slot;
     if (what < 0)
         return tkvi_fail(kv, TKV_ERR_NO_SOURCE, "nothing better is kept of the block at position", position,
-                         " (cfg.spill.keep_exact keeps it)");
+                         " (cfg.offload.keep_exact keeps it)");
     coding = what == TKVI_COPY ? b->copy - 1 : b->coding;
     st = tkvi_promote_ready(kv, coding);
     if (st) return st;
@@ -107,8 +95,8 @@ static tkv_status tkvi_promote_block(tkv_cache *kv, int seq, int layer, int i, i
         tkvi_give_slot(&kv->pool, page, slot);
         tkvi_trim(&kv->pool);
         return tkvi_fail(kv, st,
-                         st == TKV_ERR_IO ? "cfg.spill.fetch failed for the block at position"
-                                          : "what cfg.spill.fetch gave is not the block at position",
+                         st == TKV_ERR_IO ? "cfg.offload.read failed for the block at position"
+                                          : "what cfg.offload.read gave is not the block at position",
                          position, "; it stays as it is");
     }
     old_page = b->page;

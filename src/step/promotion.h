@@ -32,7 +32,7 @@ static void tkvi_offer_blocks(const tkvi_ranking *r, int layer, const tkv_promot
         /* After a cut, `moved` can lie behind the end of the list. */
         tkvi_promoting_offer(best, (int)r->ids[i], score,
                              tkvi_better_source(b) >= 0 || (p->compute && tkvi_is_discarded(b)),
-                             moved ? tkvi_min(moved - 1, best->now) : TKV_NONE);
+                             moved ? tkvi_min(moved - 1, best->now) : TKV_NEVER);
     }
 }
 
@@ -45,7 +45,7 @@ static int tkvi_place_of_block(const tkvi_ranking *r, uint32_t id) {
 }
 
 /* Promotes the candidates in order until one fails; *done counts the promoted blocks. Discarded blocks come back by
- * one tkv_recompute. Under a budget, making room for them may recode, offload, discard or evict other blocks. */
+ * one tkv_seq_recompute. Under a budget, making room for them may recode, offload, discard or evict other blocks. */
 static tkv_status tkvi_promote_candidates(const tkvi_ranking *r, int seq, int layer, const tkv_promotion *p,
                                           const tkvi_promoting *best, int *done) {
     tkv_cache *kv = r->kv;
@@ -60,8 +60,8 @@ static tkv_status tkvi_promote_candidates(const tkvi_ranking *r, int seq, int la
             continue;
         }
         if (tkvi_is_discarded(&kv->pool.block[id]) && !asked++)
-            st = tkv_recompute(kv, seq, p->remat, tkvi_max(best->now, p->remat->step), p->compute, p->user,
-                               NULL);
+            st = tkv_seq_recompute(kv, seq, p->remat, tkvi_max(best->now, p->remat->step), p->compute,
+                                   p->user, NULL);
         if (!asked || tkvi_is_discarded(&kv->pool.block[id])) continue;
         tkvi_note_move(kv, id, r->list->len);
         ++*done;
@@ -69,7 +69,7 @@ static tkv_status tkvi_promote_candidates(const tkvi_ranking *r, int seq, int la
     return st;
 }
 
-TKV_API tkv_status tkv_promote_by_importance(tkv_cache *kv, int seq, int layer, tkv_promotion *p) {
+TKV_API tkv_status tkv_promote_important(tkv_cache *kv, int seq, int layer, tkv_promotion *p) {
     tkvi_ranking r;
     tkvi_promoting best;
     tkv_status st;
@@ -80,7 +80,7 @@ TKV_API tkv_status tkv_promote_by_importance(tkv_cache *kv, int seq, int layer, 
         return tkvi_fail(kv, TKV_ERR_ARG, "p is missing, or it has compute without remat or the reverse", 0,
                          NULL);
     if (tkvi_ranking_init(&r, kv, seq, layer) || !kv->mass.mode)
-        return tkvi_fail(kv, TKV_ERR_CONFIG, "nothing is gathered: set cfg.importance_every", 0, NULL);
+        return tkvi_fail(kv, TKV_ERR_CONFIG, "nothing is gathered: set cfg.importance.sample_every", 0, NULL);
     if (r.list->len < p->by.step) p->by.step = p->by.used = 0; /* the list was cut: start the count anew */
     if (!tkvi_promoting_begin(&best, &p->by, r.list->len))
         return tkvi_fail(kv, TKV_ERR_CONFIG, "threshold, per_step or cooldown is out of range, per_step is",
@@ -95,7 +95,7 @@ TKV_API tkv_status tkv_promote_by_importance(tkv_cache *kv, int seq, int layer, 
     if (st) return st;
     if (p->no_source && !p->promoted && !p->waiting)
         return tkvi_fail(kv, TKV_ERR_NO_SOURCE, "nothing better is kept of blocks that matter:", p->no_source,
-                         " (cfg.spill.keep_exact keeps it)");
+                         " (cfg.offload.keep_exact keeps it)");
     return tkvi_ok(kv);
 }
 

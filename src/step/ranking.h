@@ -45,8 +45,8 @@ static int tkvi_ranking_block(const tkvi_ranking *r, int i, int *position, float
     return n;
 }
 
-TKV_API tkv_status tkv_importance_of(tkv_cache *kv, int seq, int layer, int start, int n, float *out,
-                                     uint64_t *gone) {
+TKV_API tkv_status tkv_get_importance(tkv_cache *kv, int seq, int layer, int start, int n, float *out,
+                                      uint64_t *gone) {
     tkvi_ranking r;
     tkv_status st = tkvi_ranking_init(&r, kv, seq, layer);
     int i, t;
@@ -74,8 +74,7 @@ TKV_API tkv_status tkv_importance_of(tkv_cache *kv, int seq, int layer, int star
     return TKV_OK;
 }
 
-TKV_API tkv_status tkv_importance_add_to(tkv_cache *kv, int seq, int layer, int start, int n,
-                                         const float *mass) {
+TKV_API tkv_status tkv_add_scores(tkv_cache *kv, int seq, int layer, int start, int n, const float *mass) {
     tkvi_ranking r;
     tkv_status st;
     float low;
@@ -86,7 +85,7 @@ TKV_API tkv_status tkv_importance_add_to(tkv_cache *kv, int seq, int layer, int 
         return tkvi_fail(kv, st, "there is no such sequence, or the layer has no K and V:", layer, "");
     if (st || !kv->mass.mode)
         return tkvi_fail(kv, TKV_ERR_CONFIG,
-                         "nothing is gathered: set cfg.importance_every, or a strategy or "
+                         "nothing is gathered: set cfg.importance.sample_every, or a strategy or "
                          "policy that counts attention",
                          0, NULL);
     if (n < 0 || (n > 0 && !mass))
@@ -119,8 +118,8 @@ static int tkvi_worse(const tkv_ranked *a, const tkv_ranked *b) {
     return a->importance < b->importance || (!(b->importance < a->importance) && a->position > b->position);
 }
 
-TKV_API tkv_status tkv_top_tokens(tkv_cache *kv, int seq, int layer, int k, int protect, tkv_ranked *out,
-                                  int *count) {
+TKV_API tkv_status tkv_find_top_tokens(tkv_cache *kv, int seq, int layer, int k, int protect, tkv_ranked *out,
+                                       int *count) {
     tkvi_ranking r;
     tkv_evict_config evict;
     tkv_status st = tkvi_ranking_init(&r, kv, seq, layer);

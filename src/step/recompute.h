@@ -1,5 +1,5 @@
 /*
- * step/recompute.h - discards blocks (reclaim/discard.h) by hand or as tkv_remat_decide decides, and takes their
+ * step/recompute.h - discards blocks (reclaim/discard.h) by hand or as tkv_decide_discard decides, and takes their
  * keys and values back when the caller's model has recomputed them.
  *
  * Recomputed keys and values are stored as an append stores them: first in the hot format, then recoded as the
@@ -20,7 +20,7 @@ static int tkvi_piece_end(const tkv_cache *kv, int seq, int at, int absent) {
     int layer, i, end = at + 1, had = at;
     while (had < end) {
         had = end;
-        for (layer = 0; layer < kv->tables.cfg.n_layers; layer++) {
+        for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++) {
             const tkvi_list *list = tkvi_list_of(kv, seq, layer);
             const uint32_t *ids = tkvi_ids(kv, seq, layer);
             i = list->n ? tkvi_block_at(kv, list, ids, tkvi_min(end - 1, list->len - 1)) : -1;
@@ -34,7 +34,7 @@ static int tkvi_piece_end(const tkv_cache *kv, int seq, int at, int absent) {
 /* The lowest position, `from` or above, at which a discarded block of any layer starts; -1: there is none. */
 static int tkvi_first_discarded(const tkv_cache *kv, int seq, int from) {
     int layer, i, first = -1;
-    for (layer = 0; kv->pool.n_discarded && layer < kv->tables.cfg.n_layers; layer++) {
+    for (layer = 0; kv->pool.n_discarded && layer < kv->tables.cfg.model.n_layers; layer++) {
         const tkvi_list *list = tkvi_list_of(kv, seq, layer);
         const uint32_t *ids = tkvi_ids(kv, seq, layer);
         for (i = 0; i < list->n; i++) {
@@ -47,7 +47,7 @@ static int tkvi_first_discarded(const tkv_cache *kv, int seq, int from) {
     return first;
 }
 
-TKV_API tkv_status tkv_remat_missing(const tkv_cache *kv, int seq, int *start, int *n) {
+TKV_API tkv_status tkv_seq_find_discarded(const tkv_cache *kv, int seq, int *start, int *n) {
     int at;
     if (!tkvi_has_seq(kv, seq) || !start || !n) return TKV_ERR_ARG;
     *start = *n = 0;
@@ -59,7 +59,7 @@ TKV_API tkv_status tkv_remat_missing(const tkv_cache *kv, int seq, int *start, i
     return TKV_OK;
 }
 
-/* Positions start .. end-1, all layers together, as tkv_remat_decide and tkv_remat_restore take them.
+/* Positions start .. end-1, all layers together, as tkv_decide_discard and tkvi_remat_restore take them.
  * quantized_bytes: the bytes that they would have at this level of the ladder. */
 static tkv_remat_block tkvi_remat_piece(const tkv_cache *kv, int seq, int start, int end, int level) {
     const int tables = !tkvi_any_step(kv);
@@ -68,7 +68,7 @@ static tkv_remat_block tkvi_remat_piece(const tkv_cache *kv, int seq, int start,
     memset(&piece, 0, sizeof piece);
     piece.start = start;
     piece.end = end;
-    for (layer = 0; layer < kv->tables.cfg.n_layers; layer++) {
+    for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++) {
         const tkvi_list *list = tkvi_list_of(kv, seq, layer);
         const uint32_t *ids = tkvi_ids(kv, seq, layer);
         for (i = 0; i < list->n && tkvi_block_start(kv, ids, i) < end; i++) {
@@ -76,7 +76,7 @@ static tkv_remat_block tkvi_remat_piece(const tkv_cache *kv, int seq, int start,
             const tkvi_tier_spec *r = &tkvi_rules_of(&kv->tables, layer)[level];
             size_t bytes = kv->tables.coding[b->coding].bytes.total, tight;
             if (tkvi_block_end(kv, list, ids, i) <= start) continue;
-            if (tkvi_is_discarded(b)) piece.dropped = 1;
+            if (tkvi_is_discarded(b)) piece.discarded = 1;
             if (tkvi_is_discarded(b)) piece.layers = layer + 1;
             if (tkvi_is_offloaded(b)) continue;
             tight = kv->tables.coding[r->coding[tkvi_due(kv, seq, layer, i, r, tables)]].bytes.total;
@@ -85,21 +85,21 @@ static tkv_remat_block tkvi_remat_piece(const tkv_cache *kv, int seq, int start,
                 tkvi_has_budget(kv) && i >= list->sinks && b->refs == 1 && tight < bytes ? tight : bytes;
         }
     }
-    if (!piece.dropped) piece.layers = 0;
+    if (!piece.discarded) piece.layers = 0;
     return piece;
 }
 
-/* The level that tkv_remat_free would recode to. */
+/* The level that tkv_seq_free_bytes would recode to. */
 static int tkvi_next_level(const tkv_cache *kv) {
     return tkvi_has_budget(kv) ? tkvi_min(kv->tables.level + 1, kv->policy.cfg.max_level) : kv->tables.level;
 }
 
-TKV_API tkv_status tkv_remat_blocks(const tkv_cache *kv, int seq, tkv_remat_block *out, int capacity,
-                                    int *n) {
+TKV_API tkv_status tkv_seq_list_blocks(const tkv_cache *kv, int seq, tkv_remat_block *out, int capacity,
+                                       int *n) {
     int at = TKVI_FOREVER, layer, len, end, count = 0;
     if (!tkvi_has_seq(kv, seq) || !n || capacity < 0 || (capacity > 0 && !out)) return TKV_ERR_ARG;
-    len = tkv_seq_len(kv, seq);
-    for (layer = 0; layer < kv->tables.cfg.n_layers; layer++)
+    len = tkv_get_length(kv, seq, TKV_ALL_LAYERS);
+    for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++)
         if (tkvi_list_of(kv, seq, layer)->n)
             at = tkvi_min(at, tkvi_block_start(kv, tkvi_ids(kv, seq, layer), 0));
     for (; at < len; at = end, count++) {
@@ -119,7 +119,7 @@ static tkv_status tkvi_remat_seq(tkv_cache *kv, int seq) {
     return TKV_OK;
 }
 
-TKV_API tkv_status tkv_remat_drop(tkv_cache *kv, int seq, int n_tokens, int *dropped) {
+TKV_API tkv_status tkv_seq_discard(tkv_cache *kv, int seq, int n_tokens, int *dropped) {
     tkv_status st = tkvi_remat_seq(kv, seq);
     int first, last, end;
     if (dropped) *dropped = 0;
@@ -133,22 +133,23 @@ TKV_API tkv_status tkv_remat_drop(tkv_cache *kv, int seq, int n_tokens, int *dro
     return tkvi_ok(kv);
 }
 
-TKV_API tkv_status tkv_remat_free(tkv_cache *kv, int seq, tkv_remat *r, float pressure, size_t need,
-                                  tkv_remat_block *blocks, tkv_remat_action *actions, int capacity,
-                                  size_t *freed) {
+TKV_API tkv_status tkv_seq_free_bytes(tkv_cache *kv, int seq, tkv_remat *r, float pressure, size_t need,
+                                      tkv_remat_block *blocks, tkv_remat_action *actions, int capacity,
+                                      size_t *freed) {
     tkv_status st = tkvi_remat_seq(kv, seq);
     size_t won = 0;
     int n = 0, i, to = 0, last = 0, tighten = 0;
     if (freed) *freed = 0;
     if (st) return st;
     if (!r) return tkvi_fail(kv, TKV_ERR_ARG, "r is missing", 0, NULL);
-    if (tkv_remat_blocks(kv, seq, blocks, capacity, &n) != TKV_OK || n > capacity)
+    if (tkv_seq_list_blocks(kv, seq, blocks, capacity, &n) != TKV_OK || n > capacity)
         return tkvi_fail(kv, TKV_ERR_ARG, "blocks is missing or too short: the sequence has", n,
-                         " blocks (tkv_remat_blocks)");
-    st = tkv_remat_decide(r, blocks, n, tkvi_max(0, tkv_seq_len(kv, seq) - 1), pressure, need, actions, NULL);
+                         " blocks (tkv_seq_list_blocks)");
+    st = tkv_decide_discard(r, blocks, n, tkvi_max(0, tkv_get_length(kv, seq, TKV_ALL_LAYERS) - 1), pressure,
+                            need, actions, NULL);
     if (st) return tkvi_fail(kv, st, "pressure is no number, or actions are missing", 0, NULL);
     for (i = 0; i < n; i++) {
-        if (actions[i] == TKV_REMAT_EVICT) to = blocks[i].end;
+        if (actions[i] == TKV_REMAT_DISCARD) to = blocks[i].end;
         tighten += actions[i] == TKV_REMAT_QUANTIZE;
     }
     to = tkvi_min(to, tkvi_discardable_to(kv, seq, kv->tables.level));
@@ -156,8 +157,8 @@ TKV_API tkv_status tkv_remat_free(tkv_cache *kv, int seq, tkv_remat *r, float pr
     if (tighten) {
         tkvi_clear_request(kv);
         tkvi_go_to_level(kv, tkvi_next_level(kv));
-        for (i = 0; i < tighten * kv->tables.cfg.n_layers && won < need; i++)
-            won += tkvi_recode_oldest(kv, kv->tables.cfg.budget_bytes, 1);
+        for (i = 0; i < tighten * kv->tables.cfg.model.n_layers && won < need; i++)
+            won += tkvi_recode_oldest(kv, kv->tables.cfg.budget.bytes, 1);
     }
     if (freed) *freed = won;
     tkvi_release_unused(kv, seq);
@@ -172,17 +173,18 @@ static int tkvi_restore_codings(const tkv_cache *kv, int seq, int layer, int i, 
     const tkvi_block *b = &kv->pool.block[tkvi_ids(kv, seq, layer)[i]];
     tkv_tier tier = tkvi_tier_at(tkvi_list_of(kv, seq, layer), i);
     int n = 0;
-    way[n++] = r->coding[TKV_HOT];
+    way[n++] = r->coding[TKV_TIER_HOT];
     if (b->previous_coding) way[n++] = b->previous_coding - 1;
     if (!tkvi_is_hot_coding(kv, layer, b->coding)) way[n++] = b->coding;
-    if (tier == TKV_ARCHIVE && r->warm == TKVI_FOREVER) tier = TKV_WARM; /* this level has no archive */
+    if (tier == TKV_TIER_ARCHIVE && r->warm == TKVI_FOREVER)
+        tier = TKV_TIER_WARM; /* this level has no archive */
     /* In a cache created with a budget the block keeps its coding. Without one it may have aged meanwhile. */
-    if (t->spare || tier == TKV_HOT || t->coding[b->coding].key == r->key[tier] ||
+    if (t->spare || tier == TKV_TIER_HOT || t->coding[b->coding].key == r->key[tier] ||
         tkvi_must_wait_for_table(kv, layer, tier))
         return n;
-    if (n == 1 && tier == TKV_ARCHIVE && r->key[TKV_WARM] != r->key[TKV_HOT] &&
-        !tkvi_must_wait_for_table(kv, layer, TKV_WARM))
-        way[n++] = tkvi_coding_of(t, layer, TKV_WARM);
+    if (n == 1 && tier == TKV_TIER_ARCHIVE && r->key[TKV_TIER_WARM] != r->key[TKV_TIER_HOT] &&
+        !tkvi_must_wait_for_table(kv, layer, TKV_TIER_WARM))
+        way[n++] = tkvi_coding_of(t, layer, TKV_TIER_WARM);
     if (t->coding[way[n - 1]].key != r->key[tier]) way[n++] = tkvi_coding_of(t, layer, tier);
     return n;
 }
@@ -194,7 +196,7 @@ static void tkvi_restore_block(tkv_cache *kv, int seq, int layer, int i, const t
     tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const uint32_t id = tkvi_ids(kv, seq, layer)[i];
     const int n = tkvi_block_tokens(kv, list, tkvi_ids(kv, seq, layer), i);
-    const int saturate = kv->tables.cfg.nonfinite == TKV_NONFINITE_SATURATE;
+    const int saturate = kv->tables.cfg.host.nonfinite == TKV_NONFINITE_SATURATE;
     const tkvi_coding *c;
     tkvi_block *b = &kv->pool.block[id];
     tkvi_recoding r;
@@ -210,7 +212,7 @@ static void tkvi_restore_block(tkv_cache *kv, int seq, int layer, int i, const t
     bytes = tkvi_block_bytes(&kv->pool, b);
     memset(bytes, 0, c->bytes.total);
     for (t = 0; t < n; t++)
-        for (h = 0; h < kv->tables.cfg.n_kv_heads; h++) {
+        for (h = 0; h < kv->tables.cfg.model.n_kv_heads; h++) {
             const tkvi_record *rec = &c->record[h];
             const int row = tkvi_slot_position(kv, id, t) - start;
             tkvi_store_row(&rec->k, kv->kernels->helpers, k, row, h, t, saturate, bytes + rec->at);
@@ -251,8 +253,8 @@ static tkvi_peak tkvi_dry_run_give(tkv_cache *kv, int seq, int layer, int first,
     return dry_run;
 }
 
-TKV_API tkv_status tkv_remat_give(tkv_cache *kv, int seq, int layer, int start, const float *k,
-                                  const float *v, int n) {
+TKV_API tkv_status tkv_restore(tkv_cache *kv, int seq, int layer, int start, const float *k, const float *v,
+                               int n) {
     tkv_status st = tkvi_remat_seq(kv, seq);
     tkvi_list *list;
     const uint32_t *ids;
@@ -276,30 +278,30 @@ TKV_API tkv_status tkv_remat_give(tkv_cache *kv, int seq, int layer, int start, 
         if (at >= start + n) break;
         if (at < start || end > start + n)
             return tkvi_fail(kv, TKV_ERR_RANGE, "whole blocks come back; here that is up to position", end,
-                             " (tkv_remat_missing)");
+                             " (tkv_seq_find_discarded)");
         if (first < 0) first = i;
         last = i + 1;
     }
     if (first < 0) return tkvi_ok(kv); /* this layer has discarded none of them */
     memset(&from_k, 0, sizeof from_k);
     from_k.data = k;
-    from_k.dim = kv->tables.cfg.head_dim;
+    from_k.dim = kv->tables.cfg.model.head_dim;
     from_k.head_stride = from_k.dim;
-    from_k.token_stride = (ptrdiff_t)kv->tables.cfg.n_kv_heads * from_k.dim;
+    from_k.token_stride = (ptrdiff_t)kv->tables.cfg.model.n_kv_heads * from_k.dim;
     from_v = from_k;
     from_v.data = v;
-    from_v.dim = kv->tables.cfg.v_head_dim;
+    from_v.dim = kv->tables.cfg.model.v_head_dim;
     from_v.head_stride = from_v.dim;
-    from_v.token_stride = (ptrdiff_t)kv->tables.cfg.n_kv_heads * from_v.dim;
-    if (kv->tables.cfg.nonfinite == TKV_NONFINITE_REFUSE &&
-        (!tkvi_source_finite(&from_k, n, kv->tables.cfg.n_kv_heads) ||
-         !tkvi_source_finite(&from_v, n, kv->tables.cfg.n_kv_heads)))
+    from_v.token_stride = (ptrdiff_t)kv->tables.cfg.model.n_kv_heads * from_v.dim;
+    if (kv->tables.cfg.host.nonfinite == TKV_NONFINITE_REFUSE &&
+        (!tkvi_source_finite(&from_k, n, kv->tables.cfg.model.n_kv_heads) ||
+         !tkvi_source_finite(&from_v, n, kv->tables.cfg.model.n_kv_heads)))
         return tkvi_fail(kv, TKV_ERR_NONFINITE, "there is a NaN or an infinity in k or v of layer", layer,
-                         " (cfg.nonfinite can saturate them)");
+                         " (cfg.host.nonfinite can saturate them)");
     kv->seq[seq].used = ++kv->clock;
     dry_run = tkvi_dry_run_give(kv, seq, layer, first, last);
     if (tkvi_has_budget(kv)) {
-        const size_t budget = kv->tables.cfg.budget_bytes;
+        const size_t budget = kv->tables.cfg.budget.bytes;
         size_t takes;
         tkvi_set_request(kv, &dry_run, NULL, 0, layer);
         if (!tkvi_fits_somewhere(kv, budget, &takes) || !tkvi_make_room(kv, budget))
@@ -316,8 +318,8 @@ TKV_API tkv_status tkv_remat_give(tkv_cache *kv, int seq, int layer, int start, 
     return tkvi_ok(kv);
 }
 
-TKV_API tkv_status tkv_recompute(tkv_cache *kv, int seq, tkv_remat *r, int step, tkv_compute compute,
-                                 void *user, int *missing) {
+TKV_API tkv_status tkv_seq_recompute(tkv_cache *kv, int seq, tkv_remat *r, int step, tkv_compute compute,
+                                     void *user, int *missing) {
     tkv_status st = tkvi_remat_seq(kv, seq);
     int start = 0, n = 0, layers, at, may = 1;
     if (missing) *missing = 0;
@@ -326,13 +328,13 @@ TKV_API tkv_status tkv_recompute(tkv_cache *kv, int seq, tkv_remat *r, int step,
         return tkvi_fail(kv, TKV_ERR_ARG, "r or compute is missing, or step is below the last one:", step,
                          "");
     while (may && !st) {
-        (void)tkv_remat_missing(kv, seq, &start, &n);
+        (void)tkv_seq_find_discarded(kv, seq, &start, &n);
         if (n == 0) break;
         for (at = start, layers = 0; at < start + n && may;) {
             const int end = tkvi_piece_end(kv, seq, at, 1);
             const tkv_remat_block piece = tkvi_remat_piece(kv, seq, at, end, kv->tables.level);
             int first;
-            if (tkv_remat_restore(r, &piece, 1, step, &first, &may))
+            if (tkvi_remat_restore(r, &piece, 1, step, &first, &may))
                 return tkvi_fail(kv, TKV_ERR_ARG, "r is of a model with fewer layers than", piece.layers, "");
             if (!may) break;
             layers = tkvi_max(layers, piece.layers);

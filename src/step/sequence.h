@@ -16,7 +16,7 @@
 #include "reclaim/budget.h"
 #include "reclaim/scores.h"
 
-/* The number of slots of a size class that tkv_reserve holds for a sequence. */
+/* The number of slots of a size class that tkv_seq_reserve holds for a sequence. */
 static int64_t *tkvi_reserved_slots(tkv_cache *kv, int seq, int size_class) {
     return &kv->promised[(size_t)seq * (size_t)kv->tables.n_classes + (size_t)size_class];
 }
@@ -29,24 +29,25 @@ static void tkvi_dry_run_append(tkv_cache *kv, int seq, int layer, int n, tkvi_p
     int sink, i, blocks = tkvi_new_blocks(kv, p, list, ids, n, &sink);
     if (tkvi_tail_free_slots(kv, p, list, ids) && kv->pool.block[ids[list->n - 1]].refs > 1)
         tkvi_peak_take(dry_run, kv->pool.block[ids[list->n - 1]].coding); /* a shared block is copied first */
-    for (i = 0; i < blocks; i++) tkvi_peak_take(dry_run, i < sink ? p->sink_coding : p->now.coding[TKV_HOT]);
+    for (i = 0; i < blocks; i++)
+        tkvi_peak_take(dry_run, i < sink ? p->sink_coding : p->now.coding[TKV_TIER_HOT]);
 }
 
 /* >>reservations */
-/* How many blocks of each tier a list may still gain: TKVI_FOREVER, without bound, under a budget or if tkv_flush
+/* How many blocks of each tier a list may still gain: TKVI_FOREVER, without bound, under a budget or if tkv_seq_flush
  * coded a block that was not full. */
 static void tkvi_max_new_blocks(const tkv_cache *kv, const tkvi_plan *p, const tkvi_list *list,
                                 const uint32_t *ids, int64_t *room) {
     int i, whole = 1;
     tkvi_most_blocks(&kv->tables.cfg, p, room);
     if (tkvi_plan_learns(p)) { /* blocks may have waited for a table */
-        room[TKV_HOT] += TKVI_FIRST_TABLE_TOKENS / TKVI_BLOCK;
-        room[TKV_WARM] += TKVI_FIRST_TABLE_TOKENS / TKVI_BLOCK;
+        room[TKV_TIER_HOT] += TKVI_FIRST_TABLE_TOKENS / TKVI_BLOCK;
+        room[TKV_TIER_WARM] += TKVI_FIRST_TABLE_TOKENS / TKVI_BLOCK;
     }
     for (i = list->sinks; i < list->n; i++) {
         tkv_tier tier = tkvi_tier_at(list, i);
         room[tier] -= kv->pool.block[ids[i]].refs == 1; /* slots of shared blocks are not given back */
-        if (tier != TKV_HOT)
+        if (tier != TKV_TIER_HOT)
             whole &= tkvi_block_end(kv, list, ids, i) - tkvi_block_start(kv, ids, i) == TKVI_BLOCK;
     }
     for (i = 0; i < TKV_TIER_COUNT && (!whole || tkvi_has_budget(kv)); i++) room[i] = TKVI_FOREVER;
@@ -68,8 +69,9 @@ static int tkvi_add_need(tkv_cache *kv, int seq, int layer, int sign, int64_t *l
     if (p->stored != layer || (kv->seq[seq].in_step ? list->step_len : list->len) >= len) return 0;
     memset(need, 0, sizeof need);
     blocks = tkvi_new_blocks(kv, p, list, ids, tkvi_max(0, len - list->len), &sink);
-    need[TKV_HOT] = blocks - sink;
-    if (tkvi_tail_free_slots(kv, p, list, ids) && kv->pool.block[ids[list->n - 1]].refs > 1) need[TKV_HOT]++;
+    need[TKV_TIER_HOT] = blocks - sink;
+    if (tkvi_tail_free_slots(kv, p, list, ids) && kv->pool.block[ids[list->n - 1]].refs > 1)
+        need[TKV_TIER_HOT]++;
     /* `at`: where the blocks end at that length. It does not depend on whether they are full now or cut later. */
     at = tkvi_min(len, list->len + tkvi_tail_free_slots(kv, p, list, ids));
     for (i = list->sinks + list->archive; i < list->n + blocks - sink; i++) {
@@ -78,8 +80,8 @@ static int tkvi_add_need(tkv_cache *kv, int seq, int layer, int sign, int64_t *l
         if (i >= list->n) at = tkvi_min(len, at + TKVI_BLOCK);
         due = tkvi_tier_due(&p->now, tkvi_hot_age(kv, layer),
                             i + 1 < list->n ? tkvi_block_end(kv, list, ids, i) : at, len);
-        need[TKV_WARM] += due != TKV_HOT && (i >= list->n || tkvi_tier_at(list, i) == TKV_HOT);
-        need[TKV_ARCHIVE] += due == TKV_ARCHIVE;
+        need[TKV_TIER_WARM] += due != TKV_TIER_HOT && (i >= list->n || tkvi_tier_at(list, i) == TKV_TIER_HOT);
+        need[TKV_TIER_ARCHIVE] += due == TKV_TIER_ARCHIVE;
     }
     tkvi_max_new_blocks(kv, p, list, ids, room);
     if (sink) live[coding[p->sink_coding].size_class] += sign;
@@ -99,7 +101,7 @@ static void tkvi_reserve_slots(tkv_cache *kv, int seq, int len) {
         mine[c] = 0;
     }
     kv->seq[seq].reserved_len = len;
-    for (layer = 0; layer < kv->tables.cfg.n_layers && len > 0; layer++)
+    for (layer = 0; layer < kv->tables.cfg.model.n_layers && len > 0; layer++)
         waiting |= tkvi_add_need(kv, seq, layer, 1, mine);
     for (c = 0; c < kv->tables.n_classes; c++) kv->pool.promised[c] += mine[c];
     if (!waiting) kv->seq[seq].reserved_len = 0;
@@ -136,7 +138,7 @@ static void tkvi_release_unused(tkv_cache *kv, int seq) {
 }
 
 /* >>storing tokens */
-typedef struct tkvi_source { /* K or V of an append, or of tkv_remat_give */
+typedef struct tkvi_source { /* K or V of an append, or of tkv_restore */
     const void *data;
     tkv_type type;
     ptrdiff_t token_stride, head_stride; /* in elements */
@@ -213,7 +215,8 @@ static uint32_t tkvi_open_block(tkv_cache *kv, int seq, int layer) {
         return id;
     }
     {
-        int sink = list->len == 0 && p->sink > 0, coding = sink ? p->sink_coding : p->now.coding[TKV_HOT];
+        int sink = list->len == 0 && p->sink > 0,
+            coding = sink ? p->sink_coding : p->now.coding[TKV_TIER_HOT];
         id = tkvi_new_block(&kv->pool, coding, list->len);
         memset(tkvi_block_bytes(&kv->pool, &kv->pool.block[id]), 0, kv->tables.coding[coding].bytes.total);
         list->sinks += sink;
@@ -239,7 +242,7 @@ static float tkvi_norm_of(const tkvi_source *k, int token, int heads, int satura
 static void tkvi_store(tkv_cache *kv, int seq, int layer, const tkvi_source *k, const tkvi_source *v,
                        int first, int n) {
     tkvi_list *list = tkvi_list_of(kv, seq, layer);
-    int t, h, saturate = kv->tables.cfg.nonfinite == TKV_NONFINITE_SATURATE;
+    int t, h, saturate = kv->tables.cfg.host.nonfinite == TKV_NONFINITE_SATURATE;
     if (!kv->seq[seq].in_step) list->chunk = list->len;
     for (t = 0; t < n; t++) {
         const uint32_t id = tkvi_open_block(kv, seq, layer);
@@ -253,10 +256,10 @@ static void tkvi_store(tkv_cache *kv, int seq, int layer, const tkvi_source *k, 
             kv->pool.token_meta[id].temporary_pins &= ~((uint64_t)1 << at);
             kv->pool.token_meta[id].mass[at] =
                 tkvi_keeps_norms(kv)
-                    ? tkvi_bits(tkvi_norm_of(k, first + t, kv->tables.cfg.n_kv_heads, saturate))
+                    ? tkvi_bits(tkvi_norm_of(k, first + t, kv->tables.cfg.model.n_kv_heads, saturate))
                     : 0;
         }
-        for (h = 0; h < kv->tables.cfg.n_kv_heads; h++) {
+        for (h = 0; h < kv->tables.cfg.model.n_kv_heads; h++) {
             const tkvi_record *r = &c->record[h];
             tkvi_store_row(&r->k, kv->kernels->helpers, k, first + t, h, at, saturate, bytes + r->at);
             tkvi_store_row(&r->v, kv->kernels->helpers, v, first + t, h, at, saturate,
@@ -271,12 +274,12 @@ static void tkvi_store(tkv_cache *kv, int seq, int layer, const tkvi_source *k, 
 static void tkvi_start_metering(tkv_cache *kv, int seq) {
     int layer, len = 0;
     if (!kv->meter || kv->meter->seq >= 0) return;
-    for (layer = 0; layer < kv->tables.cfg.n_layers; layer++) len |= tkvi_list_of(kv, seq, layer)->len;
+    for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++) len |= tkvi_list_of(kv, seq, layer)->len;
     if (len == 0) kv->meter->seq = seq;
 }
 
 /* Writes the error for an append at the wrong position. The check exists because a program that begins a new text
- * without tkv_reset would attend to the old one. */
+ * without tkv_seq_reset would attend to the old one. */
 static tkv_status tkvi_wrong_position(tkv_cache *kv, int seq, int layer, int position) {
     const int len = tkvi_list_of(kv, seq, layer)->len;
     tkvi_text t = tkvi_text_begin(kv->error, sizeof kv->error);
@@ -290,7 +293,7 @@ static tkv_status tkvi_wrong_position(tkv_cache *kv, int seq, int layer, int pos
     tkvi_append_int(&t, len);
     tkvi_append_text(&t, ", not ");
     tkvi_append_int(&t, position);
-    tkvi_append_text(&t, position < len ? ": call tkv_reset or tkv_truncate first"
+    tkvi_append_text(&t, position < len ? ": call tkv_seq_reset or tkv_seq_truncate first"
                                         : ": append those before it first");
     return TKV_ERR_RANGE;
 }
@@ -313,13 +316,13 @@ static tkv_status tkvi_check_rows(tkv_cache *kv, int layer, const tkv_rows *rows
         list = tkvi_list_of(kv, rows[i].seq, layer);
         if (positions && positions[i] != list->len)
             return tkvi_wrong_position(kv, rows[i].seq, layer, positions[i]);
-        room = cfg->max_append - (kv->seq[rows[i].seq].in_step ? list->len - list->step_len : 0);
+        room = cfg->limits.max_append - (kv->seq[rows[i].seq].in_step ? list->len - list->step_len : 0);
         if (rows[i].n > room)
             return tkvi_fail(kv, TKV_ERR_CAPACITY, "max_append leaves room for", room,
                              " more tokens here; append them in chunks");
-        if (rows[i].n > cfg->max_tokens - list->len)
-            return tkvi_fail(kv, TKV_ERR_CAPACITY, "max_tokens leaves room for", cfg->max_tokens - list->len,
-                             " more tokens");
+        if (rows[i].n > cfg->limits.max_tokens - list->len)
+            return tkvi_fail(kv, TKV_ERR_CAPACITY, "max_tokens leaves room for",
+                             cfg->limits.max_tokens - list->len, " more tokens");
         if (rows[i].n > TKVI_FOREVER - *total)
             return tkvi_fail(kv, TKV_ERR_CAPACITY, "the batch has more tokens than", TKVI_FOREVER, "");
         *total += rows[i].n;
@@ -364,9 +367,9 @@ TKV_API tkv_status tkv_append_ex(tkv_cache *kv, const tkv_append_params *p) {
     one.n = p->n;
     rows = p->batch ? p->batch : &one;
     n_rows = p->batch ? p->n_batch : 1;
-    if (n_rows < 0 || n_rows > cfg->max_seqs)
+    if (n_rows < 0 || n_rows > cfg->limits.max_seqs)
         return tkvi_fail(kv, TKV_ERR_ARG, "n_batch is", n_rows, "; it must be at most max_seqs");
-    if (p->layer < 0 || p->layer >= cfg->n_layers)
+    if (p->layer < 0 || p->layer >= cfg->model.n_layers)
         return tkvi_fail(kv, TKV_ERR_ARG, "there is no layer", p->layer, "");
     if (kv->tables.plan[p->layer].stored != p->layer)
         return tkvi_fail(kv, TKV_ERR_ARG, "layer", p->layer,
@@ -379,18 +382,21 @@ TKV_API tkv_status tkv_append_ex(tkv_cache *kv, const tkv_append_params *p) {
     if (!p->k || !p->v) return tkvi_fail(kv, TKV_ERR_ARG, "k or v is missing", 0, NULL);
     k.data = p->k;
     k.type = p->k_type;
-    k.dim = cfg->head_dim;
-    k.head_stride = p->k_head_stride ? p->k_head_stride : cfg->head_dim;
-    k.token_stride = p->k_token_stride ? p->k_token_stride : (ptrdiff_t)cfg->n_kv_heads * cfg->head_dim;
+    k.dim = cfg->model.head_dim;
+    k.head_stride = p->k_head_stride ? p->k_head_stride : cfg->model.head_dim;
+    k.token_stride =
+        p->k_token_stride ? p->k_token_stride : (ptrdiff_t)cfg->model.n_kv_heads * cfg->model.head_dim;
     v.data = p->v;
     v.type = p->v_type;
-    v.dim = cfg->v_head_dim;
-    v.head_stride = p->v_head_stride ? p->v_head_stride : cfg->v_head_dim;
-    v.token_stride = p->v_token_stride ? p->v_token_stride : (ptrdiff_t)cfg->n_kv_heads * cfg->v_head_dim;
-    if (cfg->nonfinite == TKV_NONFINITE_REFUSE &&
-        (!tkvi_source_finite(&k, total, cfg->n_kv_heads) || !tkvi_source_finite(&v, total, cfg->n_kv_heads)))
+    v.dim = cfg->model.v_head_dim;
+    v.head_stride = p->v_head_stride ? p->v_head_stride : cfg->model.v_head_dim;
+    v.token_stride =
+        p->v_token_stride ? p->v_token_stride : (ptrdiff_t)cfg->model.n_kv_heads * cfg->model.v_head_dim;
+    if (cfg->host.nonfinite == TKV_NONFINITE_REFUSE &&
+        (!tkvi_source_finite(&k, total, cfg->model.n_kv_heads) ||
+         !tkvi_source_finite(&v, total, cfg->model.n_kv_heads)))
         return tkvi_fail(kv, TKV_ERR_NONFINITE, "there is a NaN or an infinity in k or v of layer", p->layer,
-                         " (cfg.nonfinite can saturate them)");
+                         " (cfg.host.nonfinite can saturate them)");
     for (i = 0, open = 0; i < n_rows; i++) open |= kv->seq[rows[i].seq].in_step;
     had = kv->tables.current[p->layer];
     if (!open && !tkvi_begin_table(kv, p->layer, 0, &had)) goto no_table;
@@ -402,9 +408,10 @@ TKV_API tkv_status tkv_append_ex(tkv_cache *kv, const tkv_append_params *p) {
     tkvi_unprotect_last_append(kv, p->layer, rows, n_rows, 0);
     for (i = 0, kv->clock++; i < n_rows; i++) kv->seq[rows[i].seq].used = kv->clock;
     if (tkvi_has_budget(kv)) {
-        const size_t budget = cfg->budget_bytes,
-                     token = kv->tables.coding[kv->tables.plan[p->layer].now.coding[TKV_HOT]].bytes.total /
-                             TKVI_BLOCK;
+        const size_t budget = cfg->budget.bytes,
+                     token =
+                         kv->tables.coding[kv->tables.plan[p->layer].now.coding[TKV_TIER_HOT]].bytes.total /
+                         TKVI_BLOCK;
         size_t takes;
         int fits;
         tkvi_set_request(kv, &dry_run, rows, n_rows, p->layer);
@@ -439,7 +446,7 @@ TKV_API tkv_status tkv_append_ex(tkv_cache *kv, const tkv_append_params *p) {
     }
     if (kv->seen && kv->seen[p->layer] >= 0)
         kv->seen[p->layer] =
-            tkvi_min(TKVI_FOREVER, kv->seen[p->layer] + total); /* tkv_abort subtracts its part */
+            tkvi_min(TKVI_FOREVER, kv->seen[p->layer] + total); /* tkv_seq_abort subtracts its part */
     tkvi_query_stats_count(kv, p->layer, total);
     for (i = 0; i < n_rows; i++)
         tkvi_release_unused(kv, rows[i].seq); /* after all rows: they share the pages */
@@ -449,7 +456,7 @@ no_memory:
     tkvi_unprotect_last_append(kv, p->layer, rows, n_rows, 1);
 no_table:
     if (kv->pool.keep_all)
-        return tkvi_fail(kv, TKV_ERR_CAPACITY, "the memory given to tkv_init_in_place is full", 0, NULL);
+        return tkvi_fail(kv, TKV_ERR_CAPACITY, "the memory given to tkv_create_in_place is full", 0, NULL);
     return tkvi_fail(kv, TKV_ERR_NOMEM, "the allocator gave no memory for", total, " more tokens");
 }
 
@@ -470,11 +477,6 @@ TKV_API tkv_status tkv_append(tkv_cache *kv, int seq, int layer, const float *k,
     return tkvi_append(kv, seq, layer, NULL, k, v, n);
 }
 
-TKV_API tkv_status tkv_append_at(tkv_cache *kv, int seq, int layer, int position, const float *k,
-                                 const float *v, int n) {
-    return tkvi_append(kv, seq, layer, &position, k, v, n);
-}
-
 /* >>ageing: all layers of a sequence, or none */
 static int tkvi_has_blocks_to_age(const tkv_cache *kv, int seq, int layer) {
     return kv->tables.plan[layer].stored == layer && tkvi_list_of(kv, seq, layer)->n > 0;
@@ -483,7 +485,7 @@ static int tkvi_has_blocks_to_age(const tkv_cache *kv, int seq, int layer) {
 static tkv_status tkvi_age_all(tkv_cache *kv, int seq, int flush, int partial) {
     int8_t had[TKVI_MAX_LAYERS];
     tkvi_peak dry_run;
-    int layer, pass, n = kv->tables.cfg.n_layers, ready = 1;
+    int layer, pass, n = kv->tables.cfg.model.n_layers, ready = 1;
     for (layer = 0; layer < n; layer++) {
         had[layer] = kv->tables.current[layer];
         if (ready && tkvi_has_blocks_to_age(kv, seq, layer))
@@ -519,7 +521,7 @@ static tkv_status tkvi_age_all(tkv_cache *kv, int seq, int flush, int partial) {
     return tkvi_ok(kv);
 }
 
-TKV_API tkv_status tkv_flush(tkv_cache *kv, int seq, tkv_flush_mode mode) {
+TKV_API tkv_status tkv_seq_flush(tkv_cache *kv, int seq, tkv_flush_mode mode) {
     tkv_status st;
     if (!tkvi_has_seq(kv, seq)) return tkvi_refuse_seq(kv, seq);
     if ((unsigned)mode > TKV_FLUSH_ALL)
@@ -535,7 +537,7 @@ TKV_API tkv_status tkv_flush(tkv_cache *kv, int seq, tkv_flush_mode mode) {
 }
 
 /* >>steps */
-TKV_API tkv_status tkv_begin(tkv_cache *kv, int seq) {
+TKV_API tkv_status tkv_seq_begin(tkv_cache *kv, int seq) {
     tkv_status st;
     int layer;
     if (!tkvi_has_seq(kv, seq)) return tkvi_refuse_seq(kv, seq);
@@ -544,7 +546,7 @@ TKV_API tkv_status tkv_begin(tkv_cache *kv, int seq) {
     tkvi_learn_early(kv);
     st = tkvi_age_all(kv, seq, 0, 0);
     if (st) return st;
-    for (layer = 0; layer < kv->tables.cfg.n_layers; layer++) {
+    for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++) {
         tkvi_list *list = tkvi_list_of(kv, seq, layer);
         if (list->n) tkvi_evict_due_in(kv, seq, layer, 1);
         list->step_len = list->chunk = list->len;
@@ -553,11 +555,11 @@ TKV_API tkv_status tkv_begin(tkv_cache *kv, int seq) {
     return TKV_OK;
 }
 
-TKV_API tkv_status tkv_commit(tkv_cache *kv, int seq) {
+TKV_API tkv_status tkv_seq_commit(tkv_cache *kv, int seq) {
     int layer, n = -1;
     if (!tkvi_has_seq(kv, seq)) return tkvi_refuse_seq(kv, seq);
     if (!kv->seq[seq].in_step) return tkvi_fail(kv, TKV_ERR_STATE, "no step is open", 0, NULL);
-    for (layer = 0; layer < kv->tables.cfg.n_layers; layer++) {
+    for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++) {
         const tkvi_list *list = tkvi_list_of(kv, seq, layer);
         if (kv->tables.plan[layer].stored != layer) continue;
         if (n < 0) n = list->len - list->step_len;
@@ -600,12 +602,12 @@ static void tkvi_truncate_list(tkv_cache *kv, int seq, int layer, int len) {
     if (list->n > 1 && list->sinks) tkvi_cut_packed(kv, ids[0], len); /* anchors of the blocks cut off */
 }
 
-TKV_API tkv_status tkv_abort(tkv_cache *kv, int seq) {
+TKV_API tkv_status tkv_seq_abort(tkv_cache *kv, int seq) {
     int layer;
     if (!tkvi_has_seq(kv, seq)) return tkvi_refuse_seq(kv, seq);
     if (!kv->seq[seq].in_step) return tkvi_fail(kv, TKV_ERR_STATE, "no step is open", 0, NULL);
     kv->seq[seq].in_step = 0;
-    for (layer = 0; layer < kv->tables.cfg.n_layers; layer++) {
+    for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++) {
         const tkvi_list *list = tkvi_list_of(kv, seq, layer);
         int n = list->len - list->step_len;
         if (n <= 0) continue;
@@ -618,17 +620,17 @@ TKV_API tkv_status tkv_abort(tkv_cache *kv, int seq) {
     return tkvi_ok(kv);
 }
 
-TKV_API tkv_status tkv_reserve(tkv_cache *kv, int seq, int n) {
+TKV_API tkv_status tkv_seq_reserve(tkv_cache *kv, int seq, int n) {
     tkvi_peak dry_run;
     tkv_rows row;
     int len, layer, had, want, ready = 1;
     if (!tkvi_has_seq(kv, seq)) return tkvi_refuse_seq(kv, seq);
-    if (n < 1 || n > kv->tables.cfg.max_append)
+    if (n < 1 || n > kv->tables.cfg.limits.max_append)
         return tkvi_fail(kv, TKV_ERR_ARG, "n is", n, "; it must be 1 to max_append");
-    len = tkv_seq_len(kv, seq);
-    if (n > kv->tables.cfg.max_tokens - len)
-        return tkvi_fail(kv, TKV_ERR_CAPACITY, "max_tokens leaves room for", kv->tables.cfg.max_tokens - len,
-                         " more tokens");
+    len = tkv_get_length(kv, seq, TKV_ALL_LAYERS);
+    if (n > kv->tables.cfg.limits.max_tokens - len)
+        return tkvi_fail(kv, TKV_ERR_CAPACITY, "max_tokens leaves room for",
+                         kv->tables.cfg.limits.max_tokens - len, " more tokens");
     row.seq = seq;
     row.n = n;
     had = kv->seq[seq].reserved_len;
@@ -636,7 +638,7 @@ TKV_API tkv_status tkv_reserve(tkv_cache *kv, int seq, int n) {
     tkvi_reserve_slots(kv, seq, tkvi_max(had, len + n));
     dry_run = tkvi_begin_dry_run(kv);
     if (tkvi_has_budget(kv)) {
-        const size_t budget = kv->tables.cfg.budget_bytes;
+        const size_t budget = kv->tables.cfg.budget.bytes;
         size_t takes;
         tkvi_reserve_slots(kv, seq,
                            had); /* until there is room: recoding needs pages that are not reserved */
@@ -648,7 +650,7 @@ TKV_API tkv_status tkv_reserve(tkv_cache *kv, int seq, int n) {
         tkvi_reserve_slots(kv, seq, tkvi_max(had, len + n));
         dry_run = tkvi_begin_dry_run(kv);
     }
-    for (layer = 0; layer < kv->tables.cfg.n_layers && ready;
+    for (layer = 0; layer < kv->tables.cfg.model.n_layers && ready;
          layer++) /* the first table may become due; later ones can wait */
         if (kv->seen && kv->seen[layer] >= 0 && kv->tables.current[layer] < 0)
             ready = tkvi_version_ready(kv, 0);
@@ -661,14 +663,14 @@ TKV_API tkv_status tkv_reserve(tkv_cache *kv, int seq, int n) {
 }
 
 /* >>cutting */
-TKV_API tkv_status tkv_truncate(tkv_cache *kv, int seq, int n_tokens) {
+TKV_API tkv_status tkv_seq_truncate(tkv_cache *kv, int seq, int n_tokens) {
     int layer, i;
     int64_t taken;
     if (!tkvi_has_seq(kv, seq)) return tkvi_refuse_seq(kv, seq);
     if (n_tokens < 0) return tkvi_fail(kv, TKV_ERR_ARG, "n_tokens is", n_tokens, "; it must not be negative");
     if (kv->seq[seq].in_step)
         return tkvi_fail(kv, TKV_ERR_STATE, "a step is open; commit or abort it first", 0, NULL);
-    for (layer = 0; layer < kv->tables.cfg.n_layers; layer++) {
+    for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++) {
         const tkvi_plan *p = &kv->tables.plan[layer];
         const tkvi_list *list = tkvi_list_of(kv, seq, layer);
         const uint32_t *ids = tkvi_ids(kv, seq, layer);
@@ -683,7 +685,7 @@ TKV_API tkv_status tkv_truncate(tkv_cache *kv, int seq, int n_tokens) {
                              must, " must stay");
     }
     taken = tkvi_pages_taken(&kv->pool);
-    for (layer = 0; layer < kv->tables.cfg.n_layers; layer++)
+    for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++)
         if (tkvi_list_of(kv, seq, layer)->len > n_tokens) tkvi_truncate_list(kv, seq, layer, n_tokens);
     tkvi_release_unused(kv, seq);
     if (tkvi_pages_taken(&kv->pool) > taken) /* after evictions, tokens may need more blocks */
@@ -691,12 +693,12 @@ TKV_API tkv_status tkv_truncate(tkv_cache *kv, int seq, int n_tokens) {
     return tkvi_ok(kv);
 }
 
-TKV_API tkv_status tkv_reset(tkv_cache *kv, int seq) {
+TKV_API tkv_status tkv_seq_reset(tkv_cache *kv, int seq) {
     tkvi_seq *s;
     int layer;
     if (!tkvi_has_seq(kv, seq)) return tkvi_refuse_seq(kv, seq);
     s = &kv->seq[seq];
-    for (layer = 0; layer < kv->tables.cfg.n_layers; layer++) {
+    for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++) {
         tkvi_list *list = tkvi_list_of(kv, seq, layer);
         const uint32_t *ids = tkvi_ids(kv, seq, layer);
         while (list->n > 0) tkvi_release_block(&kv->pool, ids[--list->n]);
@@ -706,7 +708,8 @@ TKV_API tkv_status tkv_reset(tkv_cache *kv, int seq) {
     if (kv->meter && kv->meter->seq == seq) tkvi_meter_clear(kv->meter);
     tkvi_reserve_slots(kv, seq, 0);
     if (!kv->pool.keep_all) {
-        tkvi_put(&kv->heap, s->block, (size_t)s->cap * (size_t)kv->tables.cfg.n_layers * sizeof(uint32_t));
+        tkvi_put(&kv->heap, s->block,
+                 (size_t)s->cap * (size_t)kv->tables.cfg.model.n_layers * sizeof(uint32_t));
         s->block = NULL;
         s->cap = 0;
     }
@@ -737,16 +740,17 @@ TKV_API tkv_status tkv_read(tkv_cache *kv, int seq, int layer, int start, int n,
         if (at >= 0 && tkvi_is_discarded(&kv->pool.block[ids[at]])) return TKV_ERR_NO_SOURCE;
     }
     for (from = start; from < start + n; from = to) {
-        const size_t row = (size_t)(from - start) * (size_t)cfg->n_kv_heads;
+        const size_t row = (size_t)(from - start) * (size_t)cfg->model.n_kv_heads;
         const tkvi_coding *c;
         i = tkvi_find_token(kv, list, ids, from, &slot);
         if (i < 0) return TKV_ERR_RANGE;
         c = &kv->tables.coding[kv->pool.block[ids[i]].coding];
         to = tkvi_min(start + n, tkvi_block_end(kv, list, ids, i)); /* no token in between is evicted */
-        if (cfg->n_anchors) to = from + 1;                          /* unless one is an anchor */
-        for (h = 0; h < cfg->n_kv_heads; h++) {
+        if (cfg->tiers.n_anchors) to = from + 1;                    /* unless one is an anchor */
+        for (h = 0; h < cfg->model.n_kv_heads; h++) {
             const tkvi_record *r = &c->record[h];
-            size_t dk = (size_t)cfg->head_dim, dv = (size_t)cfg->v_head_dim, heads = (size_t)cfg->n_kv_heads;
+            size_t dk = (size_t)cfg->model.head_dim, dv = (size_t)cfg->model.v_head_dim,
+                   heads = (size_t)cfg->model.n_kv_heads;
             const uint8_t *bytes;
             tkv_status st = k ? tkvi_side_bytes(kv, ids[i], h, TKV_K, &room, &bytes) : TKV_OK;
             if (k && !st)

@@ -1,6 +1,7 @@
 /*
- * The implementation, and one aligned move of each kind at an odd address: gcc for 64-bit Windows may write such moves
- * (kernels/x86.h). The program faults, unless the assembler turned them into unaligned ones. Without AVX it does nothing.
+ * The implementation, and one aligned move of each kind at an odd address: gcc for 64-bit Windows may write such
+ * moves (kernels/x86.h). The program faults, unless the assembler turned them into unaligned ones. Without AVX it
+ * does nothing.
  */
 #define TIEREDKV_IMPLEMENTATION
 #include "../../tieredkv.h"
@@ -24,9 +25,11 @@ static TKVI_TARGET_AVX512 void move_avx512(unsigned char *at) {
 
 int main(void) {
     TKVI_ALIGNED unsigned char bytes[160] = {0};
-    if (tkv_isa_available(TKV_ISA_AVX2)) move_avx2(bytes);
+    tkv_build_info build;
+    if (tkv_get_build(NULL, &build) != TKV_OK) return 1;
+    if (build.isa_mask >> TKV_ISA_AVX2 & 1u) move_avx2(bytes);
 #ifdef TKVI_AVX512
-    if (tkv_isa_available(TKV_ISA_AVX512)) move_avx512(bytes);
+    if (build.isa_mask >> TKV_ISA_AVX512 & 1u) move_avx512(bytes);
 #endif
     return bytes[0];
 }

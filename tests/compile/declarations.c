@@ -3,4 +3,6 @@
 
 int declarations(const tkv_cache *kv);
 
-int declarations(const tkv_cache *kv) { return tkv_version() == TKV_VERSION && tkv_seq_len(kv, 0) == 0; }
+int declarations(const tkv_cache *kv) {
+    return tkv_get_build(kv, NULL) == TKV_ERR_ARG && tkv_get_length(kv, 0, TKV_ALL_LAYERS) == 0;
+}

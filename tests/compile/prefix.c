@@ -13,4 +13,4 @@
 
 int prefix(const tkv_cache *kv);
 
-int prefix(const tkv_cache *kv) { return tkv_seq_len(kv, 0); }
+int prefix(const tkv_cache *kv) { return tkv_get_length(kv, 0, TKV_ALL_LAYERS); }

@@ -1,0 +1,186 @@
+/*
+ * claims.c - the cheap figures of CLAIMS.md: bytes by arithmetic, the pressure controller's time, errors of formats.
+ *
+ * cc -O2 bench/claims.c examples/tieredkv.c -o claims -lm -pthread && ./claims
+ *
+ * `./claims bytes`: tkv_estimate_memory for shapes of models that other designs compute by hand. No model is run.
+ * `./claims archive`: bits per value of the archive tier by tkv_estimate_memory, and how many times that is below 16.
+ * `./claims time`: tkv_observe_pressure, the least of 40 runs of 100,000 calls, in ns of CPU time per call.
+ * `./claims errors`: a block of 64 tokens of 128 normal values, coded and decoded: root of the mean square error over
+ * that of the values, and over the range of 64 values that share a scale. A formats need a cache and stand in
+ * `append --only read`.
+ * Without a word: all of them.
+ */
+#ifndef _DEFAULT_SOURCE
+#define _DEFAULT_SOURCE /* clock_gettime */
+#endif
+#include "../tieredkv.h"
+
+#include "../examples/plan.h"
+#include "bench.h"
+
+enum { TOKENS = 64, DIM = 128, CALLS = 100000, RUNS = 40, BLOCKS = 100 };
+
+/* >>bytes */
+typedef struct shape {
+    const char *name;
+    int layers, heads, kv_heads, dim, tokens, seqs;
+} shape;
+
+static const shape shapes[] = {
+    {"540B, one KV head per query head", 118, 48, 48, 128, 2048, 512},
+    {"540B, one KV head", 118, 48, 1, 256, 2048, 512},
+    {"70B, 64 KV heads", 80, 64, 64, 128, 32768, 8},
+    {"70B, 8 KV heads", 80, 64, 8, 128, 32768, 8},
+    {"70B, 8 KV heads", 80, 64, 8, 128, 32768, 1},
+    {"8B, 8 KV heads", 32, 32, 8, 128, 131072, 1},
+    {"8B, 8 KV heads", 32, 32, 8, 128, 4096, 1},
+    {"7B, 32 KV heads", 32, 32, 32, 128, 2048, 1},
+    {"7B, 32 KV heads", 32, 32, 32, 128, 4096, 1},
+    {"7B, 32 KV heads", 32, 32, 32, 128, 16384, 1},
+};
+
+static const char *const plans[] = {"balanced", "compact",         "extreme",        "kivi",
+                                    "akv",      "64,none,a20/r15", "64,none,a15/r10"};
+
+static void set_plan(tkv_config *cfg, const char *plan) { /* a preset's name, or hot,warm,archive */
+    const char *wrong = NULL;
+    if (!strchr(plan, ',')) bench_must(tkv_apply_preset(cfg, plan), plan);
+    else wrong = plan_three(cfg, plan);
+    if (wrong) fprintf(stderr, "%s: %s\n", plan, wrong), exit(1);
+}
+
+static void print_bytes(void) {
+    size_t s, p;
+    printf("tkv_estimate_memory in GB (1e9 bytes), and times below FP16, everything included\n");
+    printf("%-34s %6s %5s %9s", "shape", "tokens", "seqs", "FP16");
+    for (p = 0; p < sizeof plans / sizeof *plans; p++) printf(" %17s", plans[p]);
+    printf("\n");
+    for (s = 0; s < sizeof shapes / sizeof *shapes; s++) {
+        const shape *m = &shapes[s];
+        for (p = 0; p < sizeof plans / sizeof *plans; p++) {
+            tkv_memory_info info;
+            tkv_config cfg = tkv_default_config();
+            set_plan(&cfg, plans[p]);
+            cfg.model.n_layers = m->layers, cfg.model.n_heads = m->heads, cfg.model.n_kv_heads = m->kv_heads;
+            cfg.model.head_dim = m->dim, cfg.limits.max_seqs = m->seqs;
+            bench_must(tkv_estimate_memory(&cfg, m->tokens, m->seqs, &info), plans[p]);
+            if (p == 0)
+                printf("%-34s %6d %5d %9.3f", m->name, m->tokens, m->seqs, (double)info.fp16_bytes / 1e9);
+            printf(" %9.3f (%5.2f)", (double)info.total / 1e9, info.ratio);
+        }
+        printf("\n");
+    }
+}
+
+/* >>archive: the bytes of that tier alone */
+static void print_archive(void) {
+    static const char *const pairs[] = {"q8",       "kivi4",   "kivi3",   "kivi2",   "squat2/kivi2",
+                                        "kvquant3", "int4",    "fp4",     "a40/r40", "a30/r30",
+                                        "a30/r20",  "a25/r20", "a20/r15", "a15/r15", "a15/r10"};
+    size_t i;
+    printf("the archive tier alone, head_dim 128, 8 KV heads: bits per value, codes and metadata\n");
+    for (i = 0; i < sizeof pairs / sizeof *pairs; i++) {
+        tkv_config cfg = tkv_default_config();
+        tkv_memory_info info;
+        const tkv_tier_bytes *archive = &info.tier[TKV_TIER_ARCHIVE];
+        char plan[64];
+        double bits;
+        snprintf(plan, sizeof plan, "64,none,%s", pairs[i]);
+        set_plan(&cfg, plan);
+        cfg.model.n_layers = 1, cfg.model.n_heads = 32, cfg.model.n_kv_heads = 8, cfg.model.head_dim = DIM;
+        cfg.format.kvquant = TKV_KVQUANT_POST_ROPE;
+        bench_must(tkv_estimate_memory(&cfg, 65536, 1, &info), plan);
+        bits =
+            8.0 * (double)(archive->codes + archive->metadata) / ((double)archive->tokens * 2.0 * 8.0 * DIM);
+        printf("%-13s %5.2f bits, %5.2f times below FP16\n", pairs[i], bits, 16.0 / bits);
+    }
+}
+
+/* >>errors */
+static tkv_codec codec_of(tkv_format format, tkv_side side) {
+    tkv_codec c;
+    memset(&c, 0, sizeof c);
+    c.format = format, c.side = side, c.head_dim = DIM;
+    c.options.kvquant = TKV_KVQUANT_POST_ROPE;
+    return c;
+}
+
+typedef struct error_sums {
+    double error, value, range;
+    int n_ranges;
+} error_sums;
+
+/* Groups of 64: a channel's tokens for K, half of a token's channels for V. */
+static void add_block(error_sums *s, const float *x, const float *y, int token_step, int channel_step) {
+    int g, i;
+    for (g = 0; g < TOKENS * DIM / 64; g++) {
+        int start = token_step == DIM ? g : g * 64; /* DIM: along tokens */
+        float least = x[start], most = x[start];
+        for (i = 0; i < 64; i++) {
+            int at = start + i * (token_step == DIM ? DIM : channel_step);
+            double d = (double)(y[at] - x[at]);
+            s->error += d * d, s->value += (double)(x[at] * x[at]);
+            least = x[at] < least ? x[at] : least, most = x[at] > most ? x[at] : most;
+        }
+        s->range += (double)(most - least), s->n_ranges++;
+    }
+}
+
+static void print_errors(void) {
+    static const char *const names[] = {"q8",       "kivi4",    "kivi3", "kivi2", "int8", "int4",    "fp4",
+                                        "fp8-e4m3", "fp8-e5m2", "r40",   "r30",   "r20",  "kvquant3"};
+    static float x[TOKENS * DIM], y[TOKENS * DIM];
+    static unsigned char bytes[65536];
+    size_t i;
+    printf("normal values, %d blocks: error of K and V over the values' size; over the range of 64 values\n",
+           BLOCKS);
+    for (i = 0; i < sizeof names / sizeof *names; i++) {
+        int side, b;
+        printf("%-9s", names[i]);
+        for (side = 0; side < 2; side++) {
+            tkv_codec c = codec_of(bench_format_named(names[i]), side ? TKV_V : TKV_K);
+            error_sums s = {0.0, 0.0, 0.0, 0};
+            uint64_t state = 7;
+            size_t size = tkv_get_block_bytes(&c);
+            if (size == 0 || size > sizeof bytes) {
+                printf("  %s -                ", side ? "V" : "K");
+                continue;
+            }
+            for (b = 0; b < BLOCKS; b++) {
+                bench_fill(&state, x, TOKENS * DIM);
+                bench_must(tkv_encode_block(&c, x, 0, TOKENS, bytes, size), names[i]);
+                bench_must(tkv_decode_block(&c, bytes, size, TOKENS, y, 0), names[i]);
+                add_block(&s, x, y, side ? 1 : DIM, 1);
+            }
+            printf("  %s %6.2f %%, %6.3f %%", side ? "V" : "K", 100.0 * sqrt(s.error / s.value),
+                   100.0 * sqrt(s.error / (BLOCKS * TOKENS * DIM)) / (s.range / s.n_ranges));
+        }
+        printf("\n");
+    }
+}
+
+/* >>time */
+static void print_time(void) {
+    tkv_pressure policy;
+    double least = 1.0;
+    int run, i, levels = 0;
+    bench_must(tkv_init_pressure(&policy, NULL, NULL, 0), "tkv_init_pressure");
+    for (run = 0; run < RUNS; run++) {
+        double t = bench_seconds(1);
+        for (i = 0; i < CALLS; i++) levels += tkv_observe_pressure(&policy, (float)(i & 1023) / 1024.0f);
+        t = (bench_seconds(1) - t) / CALLS;
+        least = t < least ? t : least;
+    }
+    printf("tkv_observe_pressure: %.1f ns a call, least of %d runs (levels add up to %d)\n", 1e9 * least,
+           RUNS, levels);
+}
+
+int main(int argc, char **argv) {
+    const char *what = argc > 1 ? argv[1] : "";
+    if (!*what || strcmp(what, "bytes") == 0) print_bytes();
+    if (!*what || strcmp(what, "archive") == 0) print_archive();
+    if (!*what || strcmp(what, "errors") == 0) print_errors();
+    if (!*what || strcmp(what, "time") == 0) print_time();
+    return 0;
+}
