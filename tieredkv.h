@@ -633,19 +633,19 @@ typedef struct tkv_event {
 } tkv_event;
 typedef void (*tkv_on_event)(void *user, const tkv_event *event);
 
-/* >>spill. A store outside RAM for old blocks, such as a file (copy examples/spill_file.h); see tkv_offload.
+/* >>offload. A store outside RAM for old blocks, such as a file (copy examples/spill_file.h); see tkv_offload.
  *
  * Layout: the cache writes each key as parts in rising order, without overlap, within tkv_get_required_bytes. It
  * reads back one whole part at a time, and never the bytes between parts.
  *
  * Calls: the functions run inside the call of the cache that needs them and must not call the cache. Several
- * threads may be in fetch and ahead at once, from tkv_attend or from cfg.host.parallel_for. The cache calls store and
- * drop from one thread at a time, while neither fetch nor ahead runs. store and fetch return 0 if they moved all
- * bytes, else another number.
+ * threads may be in `read` and `prefetch` at once, from tkv_attend or from cfg.host.parallel_for. The cache calls
+ * `write` and `erase` from one thread at a time, while neither `read` nor `prefetch` runs. `read` and `write` return
+ * 0 if they moved all bytes, else another number.
  *
  * Integrity: the cache adds an XXH64 to each part and checks it after reading. It finds lost, damaged and exchanged
  * parts. It does not protect against deliberate changes of the store. */
-typedef struct tkv_offload_config { /* set store and fetch, or neither */
+typedef struct tkv_offload_config { /* set write and read, or neither */
     /* writes `size` bytes of `key` at `offset` */
     int (*write)(void *user, uint32_t key, size_t offset, const void *bytes, size_t size);
     /* reads `size` bytes of `key` at `offset` */
@@ -1270,13 +1270,13 @@ TKV_API tkv_status tkv_seq_pin(tkv_cache *kv, int seq, int start, int n, int unt
  *
  * Queries are sampled, except for tova, snapkv and pyramidkv. Each KV head samples one of cfg.importance.sample_every
  * positions, and heads and layers take turns. 0 means one in 32, or none if the policy needs no scores. A sampled
- * query counts as importance_every queries, at most 4,096, so sums and counts estimate the whole at any sampling
+ * query counts as importance.sample_every queries, at most 4,096, so sums and counts estimate the whole at any sampling
  * rate.
  *
  * All calls between two appends form one step. Sums are multiplied by importance.decay for each token appended
  * since, so after a chunk of 64 by its 64th power. Decay 0 means the strategy's, or 1 if the policy decides. Sums
- * of newest queries start again with each step. Sums are limited to 4,095 * importance_every for
- * rates up to 256, else to 1,048,575. Counts are limited to 16,777,215 * importance_every and to 2^32 - 1.
+ * of newest queries start again with each step. Sums are limited to 4,095 * sample_every for
+ * rates up to 256, else to 1,048,575. Counts are limited to 16,777,215 * sample_every and to 2^32 - 1.
  *
  * Collecting does not change the output of tkv_attend. The sums do not depend on threads. Sampled queries cost
  * a second pass over their keys (bench/LOG.md). Collecting needs atomics (gcc, clang). Without atomics, only
@@ -1296,7 +1296,7 @@ TKV_API tkv_status tkv_get_importance(tkv_cache *kv, int seq, int layer, int sta
 /* Adds attention scores of the caller to tokens start to start + n - 1, as if attention had just given them. Tokens
  * not in the cache are skipped. No attention may run at the same time.
  *   mass   [n] scores, finite and not negative; each is limited to 2,047 and rounded to
- *          steps of importance_every / 2^20, at most 1/4096
+ *          steps of sample_every / 2^20, at most 1/4096
  * Errors: as tkv_get_importance, and also
  *   TKV_ERR_NONFINITE   a score is negative or not finite
  *   TKV_ERR_CONFIG      also with strategy "recency", if no scores are collected
@@ -1317,7 +1317,7 @@ typedef struct tkv_ranked {
 TKV_API tkv_status tkv_find_top_tokens(tkv_cache *kv, int seq, int layer, int k, int protect, tkv_ranked *out,
                                        int *count);
 
-/* >>spill and promotion. With cfg.offload.write, a full budget can offload blocks. When the last level allowed leaves
+/* >>offload and promotion. With cfg.offload.write, a full budget can offload blocks. When the last level allowed leaves
  * nothing to recode, the oldest blocks go to the store, as many as necessary. Their index entries stay in RAM:
  *   about 40 bytes   per block and layer
  *   432 bytes        more per block and layer with cfg.evict or cfg.importance.sample_every
@@ -1337,10 +1337,10 @@ TKV_API tkv_status tkv_find_top_tokens(tkv_cache *kv, int seq, int layer, int k,
  * tkv_attend, tkv_attend_ex, tkv_attend_reference and tkv_read return these errors for offloaded blocks. The output
  * is then undefined, and the cache is unchanged. Query statistics may include some of the queries. A retry is
  * allowed.
- *   TKV_ERR_IO     a fetch failed
+ *   TKV_ERR_IO     cfg.offload.read failed
  *   TKV_ERR_DATA   the bytes differ from those stored */
 /* Offloads the oldest blocks that may be offloaded, with or without a budget.
- *   layer      a layer, or TKV_UNLIMITED for every layer
+ *   layer      a layer, or TKV_ALL_LAYERS
  *   n_blocks   most blocks per layer
  *   done       (may be NULL) receives the number of blocks offloaded, after an error too
  * Errors:
@@ -1613,8 +1613,8 @@ TKV_API tkv_status tkv_fit_calibration(tkv_cache *kv, const tkv_samples *s);
  * all blocks is still estimated too low.
  *
  * tkv_attend returns the same bits with and without a meter. Figures do not depend on threads. Every call counts,
- * even a repeated one. tkv_create allocates the memory: per head, quality_tokens * (head_dim + v_head_dim) values
- * in the hot format (tkv_memory_info.shadow). The meter needs atomics (gcc, clang). Without atomics, there is no
+ * even a repeated one. tkv_create allocates the memory: per head, meter.tokens * (head_dim + v_head_dim) values
+ * in the hot format (tkv_memory_info.exact_copies). The meter needs atomics (gcc, clang). Without atomics, there is no
  * meter, and samples stay 0. */
 typedef struct tkv_quality_info {
     uint64_t samples;    /* number of comparisons: one query of one query head each */
@@ -1735,9 +1735,9 @@ TKV_API tkv_status tkv_adapt_plan(tkv_cache *kv, tkv_feedback *f, tkv_advice *ou
  * array of the caller's. A program can save it as a text with a checksum. No function allocates. */
 #define TKV_MODEL_NAME 64
 typedef struct tkv_threshold {
-    char model[TKV_MODEL_NAME];  /* 1 to 63 bytes, final zero; no control characters, no blank at an end */
-    int layer;                   /* layer, 0 to 4095, or TKV_UNLIMITED: the plan serves all layers together */
-    int context;                 /* context length in tokens, 1 to 2^30 - 1 */
+    char model[TKV_MODEL_NAME]; /* 1 to 63 bytes, final zero; no control characters, no blank at an end */
+    int layer;                  /* layer, 0 to 4095, or TKV_ALL_LAYERS: the plan serves all layers together */
+    int context;                /* context length in tokens, 1 to 2^30 - 1 */
     int hot_tokens, warm_tokens; /* as in tkv_config, with 0, TKV_OFF and TKV_UNLIMITED */
     tkv_format_pair archive;     /* formats of the archive tier */
     float score;                 /* mean quality score, 0 to 1; 1: no loss; rounded to millionths */
@@ -1870,7 +1870,7 @@ TKV_API tkv_status tkv_find_name(tkv_name_kind kind, const char *name, int *valu
 /* >>texts. A config as text has one of two forms: lines `key = value`, or one flat JSON object. A text that begins
  * with a brace is JSON. In lines, # begins a comment. Keys are names of fields. The text may be any bytes.
  *   key       n_layers, rope.dim, layers[3].window; for layers 0 to 5: layers[0-5].window
- *   length    a number, none or all
+ *   length    a number, off or unlimited
  *   switch    false or true
  *   formats   a30/r20 for K and V, or one name for both
  *   bits      names joined by +, such as fit = clip+norm
@@ -1901,7 +1901,7 @@ TKV_API tkv_status tkv_parse_config(tkv_config *cfg, const tkv_config_arrays *ro
  *   buf      [size] bytes; NULL only counts
  *   needed   (may be NULL) receives the bytes needed, final zero included
  * Errors:
- *   TKV_ERR_ARG      buf is too small; nothing is written
+ *   TKV_ERR_CAPACITY   buf is too small; nothing is written
  *   TKV_ERR_CONFIG   a field has no text (NaN, or no such format) */
 TKV_API tkv_status tkv_print_config(const tkv_config *cfg, int json, char *buf, size_t size, size_t *needed);
 
@@ -1968,9 +1968,9 @@ typedef struct tkv_token_importance { /* of one token; all zero: it never got at
 } tkv_token_importance;
 /* Adds one step's attention scores to n tokens, and computes their importance.
  *   positions   [n] positions; NULL: 0 to n - 1
- *   scores      NULL: adds none. [n] scores of step `now`, finite and not negative: tkv_attend_params.scores, or
- *   yours now         the step, 0 or more: for recency, the position of the newest token out         NULL, or [n]
- *   receives the importance at step `now`
+ *   scores      NULL: adds none. [n] scores of step `now`, finite and not negative
+ *   now         the step, 0 or more: for recency, the position of the newest token
+ *   out         NULL, or [n] receives the importance at step `now`
  * Errors, nothing changed:
  *   TKV_ERR_ARG         a missing pointer; `now` is negative, before a token's last step or before its position
  *   TKV_ERR_NONFINITE   a score is negative or not finite
@@ -12463,7 +12463,6 @@ typedef struct tkvi_ranks {
     const float *score;          /* finite */
     const signed char *priority; /* NULL, or the major sort key: the score decides within a priority */
     const uint64_t *without;     /* NULL, or a mask of slots to leave out */
-    uint32_t turn;               /* 0; all bits set: ranks the highest scores first */
 } tkvi_ranks;
 
 /* Returns slot i's rank, an integer in the order of priority, then score. A positive float gets its sign bit
@@ -12471,7 +12470,7 @@ typedef struct tkvi_ranks {
 static uint64_t tkvi_rank(const tkvi_ranks *r, int i) {
     const uint32_t bits = tkvi_bits(r->score[i]), u = bits == 0x80000000u ? 0u : bits;
     const uint32_t order = u ^ ((0u - (u >> 31)) | 0x80000000u);
-    return (uint64_t)(r->priority ? r->priority[i] + 128 : 0) << 32 | (order ^ r->turn);
+    return (uint64_t)(r->priority ? r->priority[i] + 128 : 0) << 32 | order;
 }
 
 static int tkvi_takes_part(const tkvi_ranks *r, int i) { return !r->without || !tkvi_has(r->without, i); }
@@ -12634,7 +12633,12 @@ TKV_API tkv_status tkv_update_importance(const tkv_importance_config *cfg, tkv_t
                                          const int *positions, const float *scores, int n, int now,
                                          float *out) {
     tkv_status st = TKV_OK;
+    int i;
     if (!scores && !out && n != 0) return TKV_ERR_ARG;
+    for (i = 0; out && i < n; i++) { /* before any token changes */
+        const int at = positions ? positions[i] : i;
+        if (at < 0 || at > now) return TKV_ERR_ARG;
+    }
     if (scores) st = tkvi_add_importance(cfg, tokens, scores, n, now);
     if (!st && out) st = tkvi_compute_importance(cfg, tokens, positions, n, now, out);
     return st;
@@ -17033,8 +17037,8 @@ static int tkvi_scan_digits(const char *s, int high) {
 static int tkvi_scan_number(tkvi_scan *s, const tkvi_threshold_number *d, int *x) {
     char word[16];
     if (!tkvi_scan_field(s, ' ', word, sizeof word)) return 0;
-    if (strcmp(word, "none") == 0) *x = d->none;
-    else if (strcmp(word, "all") == 0) *x = d->all;
+    if (d->none && strcmp(word, "none") == 0) *x = d->none;
+    else if (d->all && strcmp(word, "all") == 0) *x = d->all;
     else if ((*x = tkvi_scan_digits(word, d->high)) < 0) return 0;
     return tkvi_number_valid(d, *x);
 }
@@ -26401,14 +26405,16 @@ static void tkvi_print_section(tkvi_out *o, const tkvi_figures *f, int section) 
 static void tkvi_write_state(tkvi_out *o, const void *what) {
     const tkvi_figures *f = (const tkvi_figures *)what;
     const tkv_cache *kv = f->kv;
+    tkv_config cfg = kv->tables.cfg;
     tkv_calibration_info calibration;
     int i;
-    (void)tkv_get_calibration(kv, &calibration);
+    if (tkv_get_calibration(kv, &calibration)) return;
     o->json = 2;
     tkvi_print(o, "{\n  \"version\": \"" TKV_VERSION_STRING "\",\n  \"isa\": \"");
     tkvi_print(o, tkvi_isa_name(kv->kernels->isa));
     tkvi_print(o, "\",\n  \"config\": ");
-    tkvi_write_config(o, &kv->tables.cfg);
+    if (kv->tables.n_levels > 1 && !cfg.budget.pressure.max_level) cfg.budget.pressure.max_level = TKV_OFF;
+    tkvi_write_config(o, &cfg);
     tkvi_print(o, ",\n  \"formats\": {\"calibrated_layers\": ");
     tkvi_print_int(o, calibration.n_calibrated);
     for (i = 0; i < TKV_TIER_COUNT; i++)

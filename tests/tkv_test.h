@@ -195,7 +195,7 @@ static inline tkv_isa tkv_test_isa(void) { /* TKV_ISA_COUNT if TKV_ISA is no kno
     const char *s = getenv("TKV_ISA");
     int isa = TKV_ISA_AUTO;
     if (!s || !*s) return TKV_ISA_AUTO;
-    while (isa < TKV_ISA_COUNT && strcmp(s, tkv_get_name(TKV_NAME_ISA, (tkv_isa)isa)) != 0) isa++;
+    while (isa < TKV_ISA_COUNT && strcmp(s, tkv_get_name(TKV_NAME_ISA, isa)) != 0) isa++;
     return (tkv_isa)isa;
 }
 
@@ -278,7 +278,7 @@ static inline void tkv_test_begin(int argc, char **argv) {
     }
     if (isa != TKV_ISA_AUTO && !isa_available(isa)) {
         tkv_test_.dead = 1;
-        if (!tkv_test_.list) printf("%s is not available here\n", tkv_get_name(TKV_NAME_ISA, isa));
+        if (!tkv_test_.list) printf("%s is not available here\n", tkv_get_name(TKV_NAME_ISA, (int)isa));
     }
 }
 

@@ -351,8 +351,8 @@ static int tkvi_scan_digits(const char *s, int high) {
 static int tkvi_scan_number(tkvi_scan *s, const tkvi_threshold_number *d, int *x) {
     char word[16];
     if (!tkvi_scan_field(s, ' ', word, sizeof word)) return 0;
-    if (strcmp(word, "none") == 0) *x = d->none;
-    else if (strcmp(word, "all") == 0) *x = d->all;
+    if (d->none && strcmp(word, "none") == 0) *x = d->none;
+    else if (d->all && strcmp(word, "all") == 0) *x = d->all;
     else if ((*x = tkvi_scan_digits(word, d->high)) < 0) return 0;
     return tkvi_number_valid(d, *x);
 }

@@ -298,14 +298,16 @@ static void tkvi_print_section(tkvi_out *o, const tkvi_figures *f, int section) 
 static void tkvi_write_state(tkvi_out *o, const void *what) {
     const tkvi_figures *f = (const tkvi_figures *)what;
     const tkv_cache *kv = f->kv;
+    tkv_config cfg = kv->tables.cfg;
     tkv_calibration_info calibration;
     int i;
-    (void)tkv_get_calibration(kv, &calibration);
+    if (tkv_get_calibration(kv, &calibration)) return;
     o->json = 2;
     tkvi_print(o, "{\n  \"version\": \"" TKV_VERSION_STRING "\",\n  \"isa\": \"");
     tkvi_print(o, tkvi_isa_name(kv->kernels->isa));
     tkvi_print(o, "\",\n  \"config\": ");
-    tkvi_write_config(o, &kv->tables.cfg);
+    if (kv->tables.n_levels > 1 && !cfg.budget.pressure.max_level) cfg.budget.pressure.max_level = TKV_OFF;
+    tkvi_write_config(o, &cfg);
     tkvi_print(o, ",\n  \"formats\": {\"calibrated_layers\": ");
     tkvi_print_int(o, calibration.n_calibrated);
     for (i = 0; i < TKV_TIER_COUNT; i++)

@@ -134,7 +134,12 @@ TKV_API tkv_status tkv_update_importance(const tkv_importance_config *cfg, tkv_t
                                          const int *positions, const float *scores, int n, int now,
                                          float *out) {
     tkv_status st = TKV_OK;
+    int i;
     if (!scores && !out && n != 0) return TKV_ERR_ARG;
+    for (i = 0; out && i < n; i++) { /* before any token changes */
+        const int at = positions ? positions[i] : i;
+        if (at < 0 || at > now) return TKV_ERR_ARG;
+    }
     if (scores) st = tkvi_add_importance(cfg, tokens, scores, n, now);
     if (!st && out) st = tkvi_compute_importance(cfg, tokens, positions, n, now, out);
     return st;

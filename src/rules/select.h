@@ -23,7 +23,6 @@ typedef struct tkvi_ranks {
     const float *score;          /* finite */
     const signed char *priority; /* NULL, or the major sort key: the score decides within a priority */
     const uint64_t *without;     /* NULL, or a mask of slots to leave out */
-    uint32_t turn;               /* 0; all bits set: ranks the highest scores first */
 } tkvi_ranks;
 
 /* Returns slot i's rank, an integer in the order of priority, then score. A positive float gets its sign bit
@@ -31,7 +30,7 @@ typedef struct tkvi_ranks {
 static uint64_t tkvi_rank(const tkvi_ranks *r, int i) {
     const uint32_t bits = tkvi_bits(r->score[i]), u = bits == 0x80000000u ? 0u : bits;
     const uint32_t order = u ^ ((0u - (u >> 31)) | 0x80000000u);
-    return (uint64_t)(r->priority ? r->priority[i] + 128 : 0) << 32 | (order ^ r->turn);
+    return (uint64_t)(r->priority ? r->priority[i] + 128 : 0) << 32 | order;
 }
 
 static int tkvi_takes_part(const tkvi_ranks *r, int i) { return !r->without || !tkvi_has(r->without, i); }
