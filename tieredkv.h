@@ -2196,7 +2196,7 @@ TKVI_FN float tkvi_element(const void *data, tkv_type type, ptrdiff_t at) {
     return type == TKV_TYPE_F16 ? tkvi_f16_to_f32(h) : tkvi_bf16_to_f32(h);
 }
 
-static void tkvi_save_element(void *data, tkv_type type, ptrdiff_t at, float x) {
+static void tkvi_store_element(void *data, tkv_type type, ptrdiff_t at, float x) {
     uint16_t h;
     if (type == TKV_TYPE_F32) {
         memcpy((char *)data + at * 4, &x, 4);
@@ -2444,8 +2444,8 @@ static uint64_t tkvi_xxh64(uint64_t seed, const uint8_t *p, size_t n) {
 #define TKVI_CORE_LOG_SCALE_H
 
 
-#define TKVI_LOG_TOP 96      /* tops are -96 .. 96 */
-#define TKVI_LOG_TOP_ALIKE 8 /* without statistics: scales from 2^-8 to 2^8 */
+#define TKVI_LOG_TOP 96        /* tops are -96 .. 96 */
+#define TKVI_LOG_TOP_DEFAULT 8 /* without statistics: scales from 2^-8 to 2^8 */
 
 TKVI_CONSTANT uint16_t tkvi_log_mantissa[16] = {1024, 1069, 1117, 1166, 1218, 1272, 1328, 1387,
                                                 1448, 1512, 1579, 1649, 1722, 1798, 1878, 1961};
@@ -2474,9 +2474,9 @@ TKVI_FN int tkvi_log_code(float s, int top) {
 }
 
 /* A top for the largest known scale `most`, with about two octaves of headroom. Without a scale above 0 the top
- * is TKVI_LOG_TOP_ALIKE. */
+ * is TKVI_LOG_TOP_DEFAULT. */
 static int tkvi_log_top(float most) {
-    int top = most > 0.0f ? (int)(tkvi_bits(most) >> 23) - 127 + 3 : TKVI_LOG_TOP_ALIKE;
+    int top = most > 0.0f ? (int)(tkvi_bits(most) >> 23) - 127 + 3 : TKVI_LOG_TOP_DEFAULT;
     return top < -TKVI_LOG_TOP ? -TKVI_LOG_TOP : top > TKVI_LOG_TOP ? TKVI_LOG_TOP : top;
 }
 
@@ -2600,7 +2600,7 @@ static uint64_t tkvi_power63(uint64_t a, int n) {
 }
 
 /* Converts radians, 0 to 4, to turns: multiplies by 2^64 / 2 pi. */
-static uint64_t tkvi_turns(float radians) {
+static uint64_t tkvi_radians_to_turns(float radians) {
     uint32_t bits = tkvi_bits(radians), exponent = bits >> 23 & 255u, shift = 150u - exponent;
     uint64_t m = (bits & 0x7fffffu) | 0x800000u; /* radians = m / 2^shift */
     uint64_t high = 0x28be60dbu * m, low = 0x9391054au * m;
@@ -2655,8 +2655,8 @@ static const char *tkvi_rope_wrong(const tkv_rope *r, int head_dim) {
 #define TKVI_ROPE_NEAR 16
 
 typedef struct tkvi_rope {
-    int pairs, apart, step;              /* pair j is channels j * step and j * step + apart */
-    uint64_t turn[TKV_MAX_HEAD_DIM / 2]; /* [pairs] */
+    int pairs, apart, step;                   /* pair j is channels j * step and j * step + apart */
+    uint64_t frequency[TKV_MAX_HEAD_DIM / 2]; /* [pairs] */
     /* By position 0 .. 16, for kernels: tkvi_cos_sin would take longer than the rest of their work. */
     float cosine[TKVI_ROPE_NEAR + 1][TKV_MAX_HEAD_DIM / 2], sine[TKVI_ROPE_NEAR + 1][TKV_MAX_HEAD_DIM / 2];
 } tkvi_rope;
@@ -2666,7 +2666,7 @@ static void tkvi_cos_sin(uint64_t angle, float *cosine, float *sine);
 /* Makes the tables of a descriptor that passed tkvi_rope_fault. */
 static void tkvi_rope_make(tkvi_rope *rope, const tkv_rope *r) {
     float scale = r->scale > 0.0f ? r->scale : 1.0f, base = r->base > 0.0f ? r->base : 10000.0f;
-    uint64_t first = tkvi_turns(scale), ratio, power;
+    uint64_t first = tkvi_radians_to_turns(scale), ratio, power;
     int j, i;
     memset(rope, 0, sizeof *rope);
     rope->pairs = r->dim / 2;
@@ -2675,11 +2675,11 @@ static void tkvi_rope_make(tkvi_rope *rope, const tkv_rope *r) {
     if (rope->pairs == 0) return;
     ratio = power = tkvi_rope_ratio(base, rope->pairs);
     for (j = 0; j < rope->pairs; j++) {
-        rope->turn[j] = j ? tkvi_mul63(first, power) : first;
+        rope->frequency[j] = j ? tkvi_mul63(first, power) : first;
         if (j) power = tkvi_mul63(power, ratio);
-        if (r->frequencies) rope->turn[j] = tkvi_turns(tkvi_f32(r->frequencies[j] * scale));
+        if (r->frequencies) rope->frequency[j] = tkvi_radians_to_turns(tkvi_f32(r->frequencies[j] * scale));
         for (i = 0; i <= TKVI_ROPE_NEAR; i++)
-            tkvi_cos_sin((uint64_t)i * rope->turn[j], &rope->cosine[i][j], &rope->sine[i][j]);
+            tkvi_cos_sin((uint64_t)i * rope->frequency[j], &rope->cosine[i][j], &rope->sine[i][j]);
     }
 }
 
@@ -2722,7 +2722,7 @@ static void tkvi_rope_rotate(const tkvi_rope *rope, int64_t position, int back, 
     int j, n = rope->pairs;
     if (n < 1) return;
     for (j = 0; j < n; j++) {
-        tkvi_cos_sin((uint64_t)position * rope->turn[j], &c[j], &s[j]);
+        tkvi_cos_sin((uint64_t)position * rope->frequency[j], &c[j], &s[j]);
         if (back) s[j] = -s[j];
         a[j] = x[j * rope->step];
         b[j] = x[j * rope->step + rope->apart];
@@ -3410,7 +3410,7 @@ static void tkvi_runs_of(const tkvi_head *h, int pad, int unit, int budget, tkvi
 }
 
 /* Equal shares and equal channels: the first channels get the bits that are left over. */
-static void tkvi_share_alike(int quarters, int dim, int pad, tkvi_runs *runs) {
+static void tkvi_share_equally(int quarters, int dim, int pad, tkvi_runs *runs) {
     uint8_t importance[TKV_MAX_HEAD_DIM];
     tkvi_head h;
     memset(&h, 0, sizeof h);
@@ -3492,30 +3492,32 @@ struct tkvi_simd_ops;
 
 /* Decodes tokens first .. first+n-1 of a side. Every machine gets the same bits: a product that enters a sum is
  * exact, or another function computes it (no FMA). */
-typedef void (*tkvi_decoder)(const struct tkvi_side *s, const struct tkvi_simd_ops *help, const uint8_t *src,
+typedef void (*tkvi_decoder)(const struct tkvi_side *s, const struct tkvi_simd_ops *ops, const uint8_t *src,
                              int first, int n, float *x, size_t stride);
 
 /* >>simd_ops: steps of formats that an instruction set can replace. The scalar functions define them. */
 typedef struct tkvi_simd_ops {
-    void (*halves)(const uint8_t *src, int n, float *dst);        /* fp16 to float */
-    void (*to_halves)(const float *x, int n, uint8_t *dst);       /* finite floats to fp16 */
-    void (*logs)(const uint8_t *src, int n, int top, float *dst); /* core/log_scale.h */
-    /* Zero points: dst = scale * unit * (offset - middle) + mean; the product is exact. offset: signed bytes */
-    void (*zeros)(const uint8_t *offset, const float *scale, const float *mean, float unit, int middle, int n,
-                  float *dst);
-    void (*log_codes)(const float *x, int n, int top, uint8_t *dst); /* core/log_scale.h */
-    /* Encoding: packs a tile's codes into cleared bytes (core/tile.h); interleaves columns of K to a tile. */
+    void (*f16_to_f32)(const uint8_t *src, int n, float *dst);
+    void (*f32_to_f16)(const float *x, int n, uint8_t *dst);                   /* finite floats */
+    void (*decode_log_scales)(const uint8_t *src, int n, int top, float *dst); /* core/log_scale.h */
+    /* dst = scale * unit * (offset - middle) + mean. The product is exact. offset: signed bytes */
+    void (*decode_zero_points)(const uint8_t *offset, const float *scale, const float *mean, float unit,
+                               int middle, int n, float *dst);
+    void (*encode_log_scales)(const float *x, int n, int top, uint8_t *dst);
+    /* Packs the codes of a tile into cleared bytes (core/tile.h). */
     void (*pack_tile)(uint8_t *codes, const tkvi_tile_at *at, int width, const uint8_t *code);
+    /* Interleaves four columns of K into the codes of a tile. */
     void (*interleave)(uint8_t (*column)[TKVI_BLOCK], const uint8_t *channel, uint8_t *tile);
-    /* Codes, then metadata of 16 columns of K (formats/a.h). Codes and scales of tokens of V (formats/r.h). */
-    void (*columns)(struct tkvi_columns *c);
-    void (*settle)(struct tkvi_columns *c, int top);
-    void (*tokens)(const struct tkvi_side *s, const float *x, size_t stride, int n,
-                   uint8_t (*code)[TKVI_TILE_CODES], float *scale);
-    /* Codes and metadata of the groups of KIVI (formats/kivi.h). */
-    void (*groups)(const struct tkvi_side *s, const float *x, size_t stride, int n,
-                   uint8_t (*code)[TKVI_TILE_CODES], uint8_t *meta);
-    tkvi_decoder tiles; /* decodes a side of tiles (formats/tiles.h) */
+    /* Formats A: codes of 16 columns of K, then their metadata (formats/a.h). */
+    void (*encode_k_columns)(struct tkvi_columns *c);
+    void (*finalize_scales)(struct tkvi_columns *c, int top);
+    /* Formats R: codes and scales of n tokens of V (formats/r.h). */
+    void (*encode_v_tokens)(const struct tkvi_side *s, const float *x, size_t stride, int n,
+                            uint8_t (*code)[TKVI_TILE_CODES], float *scale);
+    /* KIVI: codes and metadata of all groups of a side (formats/kivi.h). */
+    void (*encode_groups)(const struct tkvi_side *s, const float *x, size_t stride, int n,
+                          uint8_t (*code)[TKVI_TILE_CODES], uint8_t *meta);
+    tkvi_decoder decode_tiles; /* formats/tiles.h */
 } tkvi_simd_ops;
 
 #define TKVI_LANES 16 /* columns or tokens that are coded together */
@@ -3543,22 +3545,22 @@ static int16_t *tkvi_column_u(tkvi_columns *c, int l, int t) {
     return &c->u[t / 4 * 2 + t % 2][l][t % 4 / 2];
 }
 
-static void tkvi_halves_scalar(const uint8_t *src, int n, float *dst) {
+static void tkvi_f16_to_f32_scalar(const uint8_t *src, int n, float *dst) {
     int i;
     for (i = 0; i < n; i++) dst[i] = tkvi_f16_to_f32(tkvi_load16(src + 2 * i));
 }
 
-static void tkvi_to_halves_scalar(const float *x, int n, uint8_t *dst) {
+static void tkvi_f32_to_f16_scalar(const float *x, int n, uint8_t *dst) {
     int i;
     for (i = 0; i < n; i++) tkvi_store16(dst + 2 * i, tkvi_f32_to_f16(x[i]));
 }
 
-static void tkvi_logs_scalar(const uint8_t *src, int n, int top, float *dst) {
+static void tkvi_decode_log_scales_scalar(const uint8_t *src, int n, int top, float *dst) {
     int i;
     for (i = 0; i < n; i++) dst[i] = tkvi_log_value(src[i], top);
 }
 
-static void tkvi_log_codes_scalar(const float *x, int n, int top, uint8_t *dst) {
+static void tkvi_encode_log_scales_scalar(const float *x, int n, int top, uint8_t *dst) {
     int i;
     for (i = 0; i < n; i++) dst[i] = (uint8_t)tkvi_log_code(x[i], top);
 }
@@ -3575,8 +3577,8 @@ TKVI_FN float tkvi_zero(int offset, float scale, float mean, float unit, int mid
     return tkvi_f32(tkvi_f32(scale * unit * (float)(tkvi_signed_byte(offset) - middle)) + mean);
 }
 
-static void tkvi_zeros_scalar(const uint8_t *offset, const float *scale, const float *mean, float unit,
-                              int middle, int n, float *dst) {
+static void tkvi_decode_zero_points_scalar(const uint8_t *offset, const float *scale, const float *mean,
+                                           float unit, int middle, int n, float *dst) {
     int i;
     for (i = 0; i < n; i++) dst[i] = tkvi_zero(offset[i], scale[i], mean[i], unit, middle);
 }
@@ -3586,18 +3588,17 @@ typedef struct tkvi_codec {
     /* Sets runs (unless a share did), groups, code_bytes, meta_bytes and levels, from dim, pad and group. */
     void (*layout)(struct tkvi_side *s);
     /* Writes the whole side. n: 1 .. 64 tokens; places beyond n get code 0. Same bytes on every machine. */
-    void (*encode)(const struct tkvi_side *s, const tkvi_simd_ops *help, const float *x, size_t stride, int n,
+    void (*encode)(const struct tkvi_side *s, const tkvi_simd_ops *ops, const float *x, size_t stride, int n,
                    uint8_t *dst);
     tkvi_decoder decode;
     /* Tile formats: value = scale * level + zero, level = code, or levels[code] if the side has a table.
      *   K: scale[group][position], groups along tokens, position = place in the channel order
      *   V: scale[group][token], groups along channels
      * NULL for exact formats. */
-    void (*meta)(const struct tkvi_side *s, const uint8_t *src, const tkvi_simd_ops *help, float *scale,
+    void (*meta)(const struct tkvi_side *s, const uint8_t *src, const tkvi_simd_ops *ops, float *scale,
                  float *zero);
     /* Exact formats: writes one token into a side that was cleared at creation. NULL for the others. */
-    void (*put)(const struct tkvi_side *s, const tkvi_simd_ops *help, const float *x, int token,
-                uint8_t *dst);
+    void (*put)(const struct tkvi_side *s, const tkvi_simd_ops *ops, const float *x, int token, uint8_t *dst);
 } tkvi_codec;
 
 /* Exact storage holds floats, so tokens can be added one by one and cut off again. */
@@ -3709,7 +3710,7 @@ static void tkvi_side_make(tkvi_side *s, const tkvi_format *format, tkv_side whi
     s->parts = (int8_t)o->parts;
     s->kvquant = (int8_t)o->kvquant;
     s->tabled = (int8_t)o->tabled;
-    s->top = TKVI_LOG_TOP_ALIKE;
+    s->top = TKVI_LOG_TOP_DEFAULT;
     if (share) {
         s->given = 1;
         s->runs = share->runs;
@@ -3732,15 +3733,15 @@ static void tkvi_side_init(tkvi_side *s, const tkvi_format *format, tkv_side whi
     tkvi_side_make(s, format, which, dim, tokens, &o, share);
 }
 
-static void tkvi_encode_side(const tkvi_side *s, const tkvi_simd_ops *help, const float *x, size_t stride,
+static void tkvi_encode_side(const tkvi_side *s, const tkvi_simd_ops *ops, const float *x, size_t stride,
                              int n, uint8_t *dst) {
-    s->format->side[s->which].encode(s, help, x, stride, n, dst);
+    s->format->side[s->which].encode(s, ops, x, stride, n, dst);
 }
 
 /* The result of tkvi_decode_side in formats/table.h, computed with the given simd_ops. */
-static void tkvi_values(const tkvi_side *s, const tkvi_simd_ops *help, const uint8_t *src, int first, int n,
+static void tkvi_values(const tkvi_side *s, const tkvi_simd_ops *ops, const uint8_t *src, int first, int n,
                         float *x, size_t stride) {
-    s->format->side[s->which].decode(s, help, src, first, n, x, stride);
+    s->format->side[s->which].decode(s, ops, src, first, n, x, stride);
 }
 
 #endif /* TKVI_CORE_FORMAT_H */
@@ -3775,15 +3776,15 @@ static float tkvi_load_bf16(const uint8_t *src) { return tkvi_bf16_to_f32(tkvi_l
 /* Write and read n values of a row. Reading goes 16 at a time into a local array: gcc -O2 vectorises only loops
  * of known length whose target cannot alias other memory. */
 #define TKVI_EXACT_ROW_(t, size)                                                                             \
-    static void tkvi_##t##_save(const tkvi_simd_ops *help, const float *x, int n, uint8_t *dst) {            \
+    static void tkvi_##t##_save(const tkvi_simd_ops *ops, const float *x, int n, uint8_t *dst) {             \
         int c;                                                                                               \
-        (void)help;                                                                                          \
+        (void)ops;                                                                                           \
         for (c = 0; c < n; c++) tkvi_store_##t(dst + c * (size), x[c]);                                      \
     }                                                                                                        \
-    static void tkvi_##t##_read(const tkvi_simd_ops *help, const uint8_t *src, int n, float *x) {            \
+    static void tkvi_##t##_read(const tkvi_simd_ops *ops, const uint8_t *src, int n, float *x) {             \
         float y[16];                                                                                         \
         int c, k;                                                                                            \
-        (void)help;                                                                                          \
+        (void)ops;                                                                                           \
         for (c = 0; c + 16 <= n; c += 16) {                                                                  \
             for (k = 0; k < 16; k++) y[k] = tkvi_load_##t(src + (c + k) * (size));                           \
             memcpy(x + c, y, sizeof y);                                                                      \
@@ -3794,33 +3795,33 @@ TKVI_EXACT_ROW_(f32, 4)
 TKVI_EXACT_ROW_(bf16, 2)
 #undef TKVI_EXACT_ROW_
 
-static void tkvi_f16_save(const tkvi_simd_ops *help, const float *x, int n, uint8_t *dst) {
-    help->to_halves(x, n, dst);
+static void tkvi_f16_save(const tkvi_simd_ops *ops, const float *x, int n, uint8_t *dst) {
+    ops->f32_to_f16(x, n, dst);
 }
 
-static void tkvi_f16_read(const tkvi_simd_ops *help, const uint8_t *src, int n, float *x) {
-    help->halves(src, n, x);
+static void tkvi_f16_read(const tkvi_simd_ops *ops, const uint8_t *src, int n, float *x) {
+    ops->f16_to_f32(src, n, x);
 }
 
 /* The functions of tkvi_codec for a type of `size` bytes. */
 #define TKVI_EXACT_CODEC_(t, size)                                                                           \
-    static void tkvi_##t##_put(const tkvi_side *s, const tkvi_simd_ops *help, const float *x, int token,     \
+    static void tkvi_##t##_put(const tkvi_side *s, const tkvi_simd_ops *ops, const float *x, int token,      \
                                uint8_t *dst) {                                                               \
         uint8_t *row = dst + token * s->pad * (size);                                                        \
-        tkvi_##t##_save(help, x, s->dim, row);                                                               \
+        tkvi_##t##_save(ops, x, s->dim, row);                                                                \
         memset(row + s->dim * (size), 0, (size_t)((s->pad - s->dim) * (size)));                              \
     }                                                                                                        \
-    static void tkvi_##t##_encode(const tkvi_side *s, const tkvi_simd_ops *help, const float *x,             \
+    static void tkvi_##t##_encode(const tkvi_side *s, const tkvi_simd_ops *ops, const float *x,              \
                                   size_t stride, int n, uint8_t *dst) {                                      \
         int i;                                                                                               \
         memset(dst, 0, s->bytes);                                                                            \
-        for (i = 0; i < n; i++) tkvi_##t##_put(s, help, x + (size_t)i * stride, i, dst);                     \
+        for (i = 0; i < n; i++) tkvi_##t##_put(s, ops, x + (size_t)i * stride, i, dst);                      \
     }                                                                                                        \
-    static void tkvi_##t##_decode(const tkvi_side *s, const tkvi_simd_ops *help, const uint8_t *src,         \
+    static void tkvi_##t##_decode(const tkvi_side *s, const tkvi_simd_ops *ops, const uint8_t *src,          \
                                   int first, int n, float *x, size_t stride) {                               \
         int i;                                                                                               \
         for (i = 0; i < n; i++)                                                                              \
-            tkvi_##t##_read(help, src + (first + i) * s->pad * (size), s->dim, x + (size_t)i * stride);      \
+            tkvi_##t##_read(ops, src + (first + i) * s->pad * (size), s->dim, x + (size_t)i * stride);       \
     }
 TKVI_EXACT_CODEC_(f32, 4)
 TKVI_EXACT_CODEC_(f16, 2)
@@ -3854,12 +3855,12 @@ TKVI_FN uint8_t *tkvi_v_code(tkvi_codes code, int lane, int token) { /* a pair o
     return &code[l / 16u * 4u + t / 16u][t % 16u / 4u * 64u + l % 16u * 4u + t % 4u];
 }
 
-static void tkvi_pack(const tkvi_side *s, const tkvi_simd_ops *help, tkvi_codes code, uint8_t *dst) {
+static void tkvi_pack(const tkvi_side *s, const tkvi_simd_ops *ops, tkvi_codes code, uint8_t *dst) {
     tkvi_tile_at at = tkvi_tiles(&s->runs);
     int width, i, number = 0;
     for (width = TKVI_MAX_WIDTH; width > 0; width--)
         for (i = 0; i < s->runs.n[width]; i++, number++) {
-            help->pack_tile(dst, &at, width, code[number]);
+            ops->pack_tile(dst, &at, width, code[number]);
             tkvi_next_tile(&at, width);
         }
 }
@@ -3883,12 +3884,12 @@ static void tkvi_k_values(const tkvi_side *s, int width, const uint8_t *tile, in
     }
 }
 
-static void tkvi_tiles_k_values(const tkvi_side *s, const tkvi_simd_ops *help, const uint8_t *src, int first,
+static void tkvi_tiles_k_values(const tkvi_side *s, const tkvi_simd_ops *ops, const uint8_t *src, int first,
                                 int n, float *x, size_t stride) {
     float scale[2 * TKV_MAX_HEAD_DIM], zero[2 * TKV_MAX_HEAD_DIM];
     tkvi_tile_at at = tkvi_tiles(&s->runs);
     int width, i, r, t, position = 0;
-    s->format->side[TKV_K].meta(s, src, help, scale, zero);
+    s->format->side[TKV_K].meta(s, src, ops, scale, zero);
     for (width = TKVI_MAX_WIDTH; width >= 0; width--) {
         int tiles = width ? s->runs.n[width] : (s->pad - position) / 4; /* width 0: channels without codes */
         for (i = 0; i < tiles; i++, position += 4) {
@@ -3918,12 +3919,12 @@ TKVI_FN float tkvi_v_value(const tkvi_side *s, int width, const uint8_t *tile, i
     return tkvi_f32(product + zero);
 }
 
-static void tkvi_tiles_v_values(const tkvi_side *s, const tkvi_simd_ops *help, const uint8_t *src, int first,
+static void tkvi_tiles_v_values(const tkvi_side *s, const tkvi_simd_ops *ops, const uint8_t *src, int first,
                                 int n, float *x, size_t stride) {
     float scale[TKVI_MAX_GROUPS * TKVI_BLOCK], zero[TKVI_MAX_GROUPS * TKVI_BLOCK];
     tkvi_tile_at at = tkvi_tiles(&s->runs);
     int width, i, t, c, slab = 0;
-    s->format->side[TKV_V].meta(s, src, help, scale, zero);
+    s->format->side[TKV_V].meta(s, src, ops, scale, zero);
     for (width = TKVI_MAX_WIDTH; width > 0; width--)
         for (i = 0; i < s->runs.n[width]; i++) {
             uint8_t tile[TKVI_TILE_CODES];
@@ -3943,15 +3944,15 @@ static void tkvi_tiles_v_values(const tkvi_side *s, const tkvi_simd_ops *help, c
 }
 
 /* >>both */
-static void tkvi_tiles_scalar(const tkvi_side *s, const tkvi_simd_ops *help, const uint8_t *src, int first,
-                              int n, float *x, size_t stride) {
-    if (s->which == TKV_K) tkvi_tiles_k_values(s, help, src, first, n, x, stride);
-    else tkvi_tiles_v_values(s, help, src, first, n, x, stride);
+static void tkvi_decode_tiles_scalar(const tkvi_side *s, const tkvi_simd_ops *ops, const uint8_t *src,
+                                     int first, int n, float *x, size_t stride) {
+    if (s->which == TKV_K) tkvi_tiles_k_values(s, ops, src, first, n, x, stride);
+    else tkvi_tiles_v_values(s, ops, src, first, n, x, stride);
 }
 
-static void tkvi_tiles_decode(const tkvi_side *s, const tkvi_simd_ops *help, const uint8_t *src, int first,
+static void tkvi_decode_tiles(const tkvi_side *s, const tkvi_simd_ops *ops, const uint8_t *src, int first,
                               int n, float *x, size_t stride) {
-    help->tiles(s, help, src, first, n, x, stride);
+    ops->decode_tiles(s, ops, src, first, n, x, stride);
 }
 
 #endif /* TKVI_FORMATS_TILES_H */
@@ -4055,8 +4056,8 @@ static void tkvi_kivi_row(const tkvi_side *s, const float *x, int g, int token, 
     for (c = 0; c < count; c++) *tkvi_v_code(code, first + c, token) = coded[c];
 }
 
-static void tkvi_groups_scalar(const tkvi_side *s, const float *x, size_t stride, int n, tkvi_codes code,
-                               uint8_t *meta) {
+static void tkvi_encode_groups_scalar(const tkvi_side *s, const float *x, size_t stride, int n,
+                                      tkvi_codes code, uint8_t *meta) {
     int i, g;
     for (i = 0; i < s->pad && s->which == TKV_K; i++)
         for (g = 0; g < s->groups && tkvi_channel(s, i) < s->dim; g++)
@@ -4065,28 +4066,28 @@ static void tkvi_groups_scalar(const tkvi_side *s, const float *x, size_t stride
         for (g = 0; g < s->groups; g++) tkvi_kivi_row(s, x + (size_t)i * stride, g, i, code, meta);
 }
 
-static void tkvi_kivi_encode(const tkvi_side *s, const tkvi_simd_ops *help, const float *x, size_t stride,
+static void tkvi_kivi_encode(const tkvi_side *s, const tkvi_simd_ops *ops, const float *x, size_t stride,
                              int n, uint8_t *dst) {
     TKVI_ALIGNED tkvi_codes code;
     memset(dst, 0, s->bytes);
     memset(code, 0, sizeof code);
-    help->groups(s, x, stride, n, code, dst + s->code_bytes);
-    tkvi_pack(s, help, code, dst);
+    ops->encode_groups(s, x, stride, n, code, dst + s->code_bytes);
+    tkvi_pack(s, ops, code, dst);
 }
 
-static void tkvi_kivi_meta(const uint8_t *m, int n, const tkvi_simd_ops *help, float *scale, float *zero) {
-    help->halves(m, n, scale);
-    help->halves(m + 2 * n, n, zero);
+static void tkvi_kivi_meta(const uint8_t *m, int n, const tkvi_simd_ops *ops, float *scale, float *zero) {
+    ops->f16_to_f32(m, n, scale);
+    ops->f16_to_f32(m + 2 * n, n, zero);
 }
 
-static void tkvi_kivi_k_meta(const tkvi_side *s, const uint8_t *src, const tkvi_simd_ops *help, float *scale,
+static void tkvi_kivi_k_meta(const tkvi_side *s, const uint8_t *src, const tkvi_simd_ops *ops, float *scale,
                              float *zero) {
-    tkvi_kivi_meta(src + s->code_bytes, s->groups * s->pad, help, scale, zero);
+    tkvi_kivi_meta(src + s->code_bytes, s->groups * s->pad, ops, scale, zero);
 }
 
-static void tkvi_kivi_v_meta(const tkvi_side *s, const uint8_t *src, const tkvi_simd_ops *help, float *scale,
+static void tkvi_kivi_v_meta(const tkvi_side *s, const uint8_t *src, const tkvi_simd_ops *ops, float *scale,
                              float *zero) {
-    tkvi_kivi_meta(src + s->code_bytes, s->groups * TKVI_BLOCK, help, scale, zero);
+    tkvi_kivi_meta(src + s->code_bytes, s->groups * TKVI_BLOCK, ops, scale, zero);
 }
 
 #endif /* TKVI_FORMATS_KIVI_H */
@@ -4190,13 +4191,13 @@ static const uint16_t *tkvi_feed(float *x, int stride, int n, int c, int end, in
     return u;
 }
 
-static void tkvi_squat_encode(const tkvi_side *s, const tkvi_simd_ops *help, const float *x, size_t stride,
+static void tkvi_squat_encode(const tkvi_side *s, const tkvi_simd_ops *ops, const float *x, size_t stride,
                               int n, uint8_t *dst) {
     tkvi_codes code;
     float y[TKVI_BLOCK * TKV_MAX_HEAD_DIM]; /* values; for coded channels their errors */
     int g, c, t, from;
     if (!s->feedback) {
-        tkvi_kivi_encode(s, help, x, stride, n, dst);
+        tkvi_kivi_encode(s, ops, x, stride, n, dst);
         return;
     }
     memset(dst, 0, s->bytes);
@@ -4223,7 +4224,7 @@ static void tkvi_squat_encode(const tkvi_side *s, const tkvi_simd_ops *help, con
             if (end < s->dim) u = tkvi_feed(y + first * s->pad, s->pad, count, from, end, s->dim, u);
         }
     }
-    tkvi_pack(s, help, code, dst);
+    tkvi_pack(s, ops, code, dst);
 }
 
 #endif /* TKVI_FORMATS_SQUAT_H */
@@ -4253,11 +4254,11 @@ static void tkvi_subspace_layout(tkvi_side *s) {
     s->meta_bytes = (size_t)(TKVI_BLOCK * s->groups * 4);
 }
 
-static void tkvi_subspace_encode(const tkvi_side *s, const tkvi_simd_ops *help, const float *x, size_t stride,
+static void tkvi_subspace_encode(const tkvi_side *s, const tkvi_simd_ops *ops, const float *x, size_t stride,
                                  int n, uint8_t *dst) {
     size_t row = s->code_bytes / TKVI_BLOCK;
     int per = 8 / s->format->bits, t, c, g;
-    (void)help;
+    (void)ops;
     memset(dst, 0, s->bytes);
     for (t = 0; t < n; t++) {
         float y[TKV_MAX_HEAD_DIM];
@@ -4276,11 +4277,11 @@ static void tkvi_subspace_encode(const tkvi_side *s, const tkvi_simd_ops *help, 
     }
 }
 
-static void tkvi_subspace_decode(const tkvi_side *s, const tkvi_simd_ops *help, const uint8_t *src, int first,
+static void tkvi_subspace_decode(const tkvi_side *s, const tkvi_simd_ops *ops, const uint8_t *src, int first,
                                  int n, float *x, size_t stride) {
     size_t row = s->code_bytes / TKVI_BLOCK;
     int bits = s->format->bits, per = 8 / bits, t, c, g;
-    (void)help;
+    (void)ops;
     for (t = first; t < first + n; t++) {
         const uint8_t *codes = src + (size_t)t * row;
         float *y = x + (size_t)(t - first) * stride;
@@ -4338,7 +4339,7 @@ static void tkvi_subspace_decode(const tkvi_side *s, const tkvi_simd_ops *help, 
  *      code = floor((low + step * (u + 1/2)) / scale - offset / unit + top / 2 + 1/2), cut to 0 .. top,
  *      and the offset of step 4, cut to +-127. A scale that is still 0 divides to an infinity
  * Missing tokens, and positions without a channel, have code 0. The metadata of positions without a channel is 0.
- * Without a table, positions are channels, means are 0, and tiles have the widths of tkvi_share_alike
+ * Without a table, positions are channels, means are 0, and tiles have the widths of tkvi_share_equally
  * (core/allocate.h).
  *
  * Bytes: | tiles, widest first | scale [pad] | offset [pad] |   a channel without bits: fp16 low byte | high byte
@@ -4370,7 +4371,7 @@ TKVI_CONSTANT tkvi_a_range tkvi_a_ranges[TKVI_A_CUTS] = {
     TKVI_A_RANGE_(1536, 1200, 900, 600, 400, 300)};
 
 static void tkvi_a_layout(tkvi_side *s) {
-    if (!s->given) tkvi_share_alike(s->format->bits, s->dim, s->pad, &s->runs);
+    if (!s->given) tkvi_share_equally(s->format->bits, s->dim, s->pad, &s->runs);
     s->groups = 1;
     s->group = TKVI_BLOCK;
     s->code_bytes = tkvi_runs_bytes(&s->runs);
@@ -4466,7 +4467,7 @@ static void tkvi_a_search(tkvi_columns *c, int l) {
     }
 }
 
-static void tkvi_columns_scalar(tkvi_columns *c) {
+static void tkvi_encode_k_columns_scalar(tkvi_columns *c) {
     int l;
     for (l = 0; l < TKVI_LANES; l++) {
         tkvi_a_integers(c, l);
@@ -4563,7 +4564,7 @@ TKVI_FN void tkvi_a_put(int width, int log, int by, float middle, uint8_t *scale
     *offset = (uint8_t)(width ? by : half >> 8);
 }
 
-static void tkvi_a_encode(const tkvi_side *s, const tkvi_simd_ops *help, const float *x, size_t stride, int n,
+static void tkvi_a_encode(const tkvi_side *s, const tkvi_simd_ops *ops, const float *x, size_t stride, int n,
                           uint8_t *dst) {
     TKVI_ALIGNED uint8_t column[TKV_MAX_HEAD_DIM][TKVI_BLOCK], tile[TKVI_TILE_CODES]; /* column: by channel */
     uint8_t channel[TKV_MAX_HEAD_DIM], widths[TKV_MAX_HEAD_DIM], log[TKV_MAX_HEAD_DIM], by[TKV_MAX_HEAD_DIM];
@@ -4591,8 +4592,8 @@ static void tkvi_a_encode(const tkvi_side *s, const tkvi_simd_ops *help, const f
         c.log = log + first;
         c.offset = by + first;
         c.middle = middle + first;
-        help->columns(&c);
-        help->settle(&c, s->top);
+        ops->encode_k_columns(&c);
+        ops->finalize_scales(&c, s->top);
         for (l = 0; c.beyond_mask >> l; l++)
             if (c.beyond_mask >> l & 1u) tkvi_a_recode(&c, l, s->top);
         for (l = c.lanes; l < TKVI_LANES; l++) {
@@ -4603,8 +4604,8 @@ static void tkvi_a_encode(const tkvi_side *s, const tkvi_simd_ops *help, const f
     }
     for (width = TKVI_MAX_WIDTH, p = 0; width > 0; width--) /* packs tiles in the order of positions */
         for (end = p + 4 * s->runs.n[width]; p < end; p += 4) {
-            help->interleave(column, channel + p, tile);
-            help->pack_tile(dst, &at, width, tile);
+            ops->interleave(column, channel + p, tile);
+            ops->pack_tile(dst, &at, width, tile);
             tkvi_next_tile(&at, width);
         }
     for (p = 0; p < s->pad; p++) {
@@ -4613,18 +4614,18 @@ static void tkvi_a_encode(const tkvi_side *s, const tkvi_simd_ops *help, const f
     }
 }
 
-static void tkvi_a_meta(const tkvi_side *s, const uint8_t *src, const tkvi_simd_ops *help, float *scale,
+static void tkvi_a_meta(const tkvi_side *s, const uint8_t *src, const tkvi_simd_ops *ops, float *scale,
                         float *zero) {
     static const float none[TKV_MAX_HEAD_DIM] = {0.0f};
     const uint8_t *log = src + s->code_bytes, *offset = log + s->pad;
     const float *mean = s->mean ? s->mean : none;
     int width, p = 0;
-    help->logs(log, s->pad, s->top, scale); /* channels without bits are overwritten below */
+    ops->decode_log_scales(log, s->pad, s->top, scale); /* channels without bits are overwritten below */
     for (width = TKVI_MAX_WIDTH; width > 0; width--) {
         int n = 4 * s->runs.n[width], unit = width <= 6 ? tkvi_a_unit[width] : 1;
         if (n == 0) continue;
-        help->zeros(offset + p, scale + p, mean + p, 1.0f / (float)unit, ((1 << width) - 1) * unit / 2, n,
-                    zero + p);
+        ops->decode_zero_points(offset + p, scale + p, mean + p, 1.0f / (float)unit,
+                                ((1 << width) - 1) * unit / 2, n, zero + p);
         p += n;
     }
     for (; p < s->pad; p++) {
@@ -4797,39 +4798,39 @@ static float tkvi_r_token(const tkvi_side *s, const float *x, int t, tkvi_codes 
     return tkvi_r_rotated(s, y, t, code);
 }
 
-static void tkvi_tokens_scalar(const tkvi_side *s, const float *x, size_t stride, int n, tkvi_codes code,
-                               float *scale) {
+static void tkvi_encode_v_tokens_scalar(const tkvi_side *s, const float *x, size_t stride, int n,
+                                        tkvi_codes code, float *scale) {
     int t;
     for (t = 0; t < n; t++) scale[t] = tkvi_r_token(s, x + (size_t)t * stride, t, code);
 }
 
 /* Clears codes of token t in lanes without a value. Returns its scale as stored. */
-TKVI_FN float tkvi_r_close(const tkvi_side *s, int t, int n, tkvi_codes code, float scale) {
+TKVI_FN float tkvi_r_finish(const tkvi_side *s, int t, int n, tkvi_codes code, float scale) {
     int lanes = s->pairs ? s->runs.n[3] * 4 + s->runs.n[2] * 4 : s->pad;
     int plain = s->pairs && !s->runs.n[2] ? lanes : lanes - (s->pad - s->dim), l;
     for (l = t < n && scale > 0.0f ? plain : 0; l < lanes; l++) *tkvi_v_code(code, l, t) = 0;
     return s->pairs ? tkvi_f32(scale * 64.0f) : scale; /* pairs have small steps: 64 fits the same window */
 }
 
-static void tkvi_r_encode(const tkvi_side *s, const tkvi_simd_ops *help, const float *x, size_t stride, int n,
+static void tkvi_r_encode(const tkvi_side *s, const tkvi_simd_ops *ops, const float *x, size_t stride, int n,
                           uint8_t *dst) {
     TKVI_ALIGNED tkvi_codes code;
     TKVI_ALIGNED float scale[TKVI_BLOCK];
     int t;
     memset(dst, 0, s->bytes);
     memset(scale, 0, sizeof scale);
-    help->tokens(s, x, stride, n, code, scale);
-    for (t = 0; t < TKVI_BLOCK; t++) scale[t] = tkvi_r_close(s, t, n, code, scale[t]);
-    help->log_codes(scale, TKVI_BLOCK, s->top, dst + s->code_bytes);
-    tkvi_pack(s, help, code, dst);
+    ops->encode_v_tokens(s, x, stride, n, code, scale);
+    for (t = 0; t < TKVI_BLOCK; t++) scale[t] = tkvi_r_finish(s, t, n, code, scale[t]);
+    ops->encode_log_scales(scale, TKVI_BLOCK, s->top, dst + s->code_bytes);
+    tkvi_pack(s, ops, code, dst);
 }
 
-static void tkvi_r_meta(const tkvi_side *s, const uint8_t *src, const tkvi_simd_ops *help, float *scale,
+static void tkvi_r_meta(const tkvi_side *s, const uint8_t *src, const tkvi_simd_ops *ops, float *scale,
                         float *zero) {
     const float middle = s->levels ? 0.0f : 0.5f * (float)((1 << s->half_bits / 2) - 1);
     const float by = s->pairs ? 1.0f / 64.0f : 1.0f;
     int t, k;
-    help->logs(src + s->code_bytes, TKVI_BLOCK, s->top, scale);
+    ops->decode_log_scales(src + s->code_bytes, TKVI_BLOCK, s->top, scale);
     for (t = 0; t < TKVI_BLOCK; t += 16) { /* local array of 16: vectorises also at -O2 */
         float x[16];
         for (k = 0; k < 16; k++) x[k] = scale[t + k] * by;
@@ -4920,7 +4921,7 @@ static const float *tkvi_kvquant_decoded(const tkvi_side *s, const tkvi_book *bo
     return s->kvquant & TKV_KVQUANT_NORM ? book->normed : book->level;
 }
 
-static float tkvi_half_at(const uint8_t *p) { return tkvi_f16_to_f32(tkvi_load16(p)); }
+static float tkvi_f16_at(const uint8_t *p) { return tkvi_f16_to_f32(tkvi_load16(p)); }
 
 /* The product is exact if radius is an fp16 value (11 bits). */
 static float tkvi_kvquant_value(float level, float radius, float middle) {
@@ -5002,19 +5003,19 @@ static int tkvi_kvquant_ranges_of(const tkvi_side *s, const uint8_t *src, tkvi_k
     r->radius = s->tabled ? s->radius : r->own[0];
     r->middle = s->tabled ? s->middle : r->own[1];
     for (c = 0; c < s->dim && !s->tabled; c++) {
-        r->own[0][c] = tkvi_half_at(own + 2 * c);
-        r->own[1][c] = tkvi_half_at(own + 2 * (s->dim + c));
+        r->own[0][c] = tkvi_f16_at(own + 2 * c);
+        r->own[1][c] = tkvi_f16_at(own + 2 * (s->dim + c));
     }
     return r->radius != NULL;
 }
 
-static void tkvi_kvquant_k_encode(const tkvi_side *s, const tkvi_simd_ops *help, const float *x,
-                                  size_t stride, int n, uint8_t *dst) {
+static void tkvi_kvquant_k_encode(const tkvi_side *s, const tkvi_simd_ops *ops, const float *x, size_t stride,
+                                  int n, uint8_t *dst) {
     tkvi_kvquant_ranges r;
     tkvi_kvquant_coder e;
     tkvi_book standard;
     int t, c, i;
-    (void)help;
+    (void)ops;
     memset(dst, 0, s->bytes);
     tkvi_store32(dst + s->code_bytes, (uint32_t)s->start);
     if (!s->tabled) tkvi_kvquant_own(s, x, stride, n, dst + tkvi_kvquant_places(s).own);
@@ -5078,12 +5079,12 @@ static void tkvi_kvquant_token_of(const float *x, int dim, int slots, tkvi_kvqua
     k->middle = tkvi_f16_to_f32(tkvi_f32_to_f16(k->middle));
 }
 
-static void tkvi_kvquant_v_encode(const tkvi_side *s, const tkvi_simd_ops *help, const float *x,
-                                  size_t stride, int n, uint8_t *dst) {
+static void tkvi_kvquant_v_encode(const tkvi_side *s, const tkvi_simd_ops *ops, const float *x, size_t stride,
+                                  int n, uint8_t *dst) {
     tkvi_kvquant_coder e;
     tkvi_book standard;
     int t, c, i;
-    (void)help;
+    (void)ops;
     memset(dst, 0, s->bytes);
     tkvi_kvquant_coder_init(&e, s, tkvi_kvquant_book(s, &standard));
     for (t = 0; t < n; t++) {
@@ -5125,11 +5126,11 @@ static void tkvi_kvquant_outliers(const tkvi_side *s, const uint8_t *src, int t,
     const uint8_t *p = src + tkvi_kvquant_places(s).slot + 3 * t * s->slots;
     int i;
     for (i = 0; i < s->slots; i++, p += 3)
-        if (p[0] < s->dim) y[p[0]] = tkvi_f32(y[p[0]] + tkvi_half_at(p + 1));
+        if (p[0] < s->dim) y[p[0]] = tkvi_f32(y[p[0]] + tkvi_f16_at(p + 1));
 }
 
-static void tkvi_kvquant_k_decode(const tkvi_side *s, const tkvi_simd_ops *help, const uint8_t *src,
-                                  int first, int n, float *x, size_t stride) {
+static void tkvi_kvquant_k_decode(const tkvi_side *s, const tkvi_simd_ops *ops, const uint8_t *src, int first,
+                                  int n, float *x, size_t stride) {
     size_t row = tkvi_kvquant_places(s).row;
     uint32_t stored = tkvi_load32(src + s->code_bytes);
     int64_t start = stored < 0x80000000u ? (int64_t)stored : (int64_t)stored - ((int64_t)1 << 32);
@@ -5137,7 +5138,7 @@ static void tkvi_kvquant_k_decode(const tkvi_side *s, const tkvi_simd_ops *help,
     tkvi_book standard;
     const float *level = tkvi_kvquant_decoded(s, tkvi_kvquant_book(s, &standard));
     int t, known = tkvi_kvquant_ranges_of(s, src, &r);
-    (void)help;
+    (void)ops;
     for (t = first; t < first + n; t++, x += stride) {
         if (!known) {
             memset(x, 0, (size_t)s->dim * sizeof *x);
@@ -5149,16 +5150,16 @@ static void tkvi_kvquant_k_decode(const tkvi_side *s, const tkvi_simd_ops *help,
     }
 }
 
-static void tkvi_kvquant_v_decode(const tkvi_side *s, const tkvi_simd_ops *help, const uint8_t *src,
-                                  int first, int n, float *x, size_t stride) {
+static void tkvi_kvquant_v_decode(const tkvi_side *s, const tkvi_simd_ops *ops, const uint8_t *src, int first,
+                                  int n, float *x, size_t stride) {
     size_t row = tkvi_kvquant_places(s).row;
     tkvi_book standard;
     const float *level = tkvi_kvquant_decoded(s, tkvi_kvquant_book(s, &standard));
     int t;
-    (void)help;
+    (void)ops;
     for (t = first; t < first + n; t++, x += stride) {
         const uint8_t *meta = src + s->code_bytes + 2 * t;
-        float radius = tkvi_half_at(meta), middle = tkvi_half_at(meta + 2 * TKVI_BLOCK);
+        float radius = tkvi_f16_at(meta), middle = tkvi_f16_at(meta + 2 * TKVI_BLOCK);
         tkvi_kvquant_dense(src + (size_t)t * row, s->format->bits, s->dim, level, &radius, &middle, 0, x);
         tkvi_kvquant_outliers(s, src, t, x);
     }
@@ -5258,12 +5259,12 @@ static void tkvi_token_codes(const tkvi_grid *grid, const float *y, int first, i
     }
 }
 
-static void tkvi_token_encode(const tkvi_side *s, const tkvi_simd_ops *help, const float *x, size_t stride,
+static void tkvi_token_encode(const tkvi_side *s, const tkvi_simd_ops *ops, const float *x, size_t stride,
                               int n, uint8_t *dst) {
     const tkvi_grid *grid = s->grid;
     tkvi_token_at at = tkvi_token_places(s);
     int t, c, g, p;
-    (void)help;
+    (void)ops;
     memset(dst, 0, s->bytes);
     if (s->center) tkvi_token_mean(x, stride, n, s->dim, dst + at.mean);
     for (t = 0; t < n; t++) {
@@ -5294,13 +5295,13 @@ static void tkvi_token_encode(const tkvi_side *s, const tkvi_simd_ops *help, con
     }
 }
 
-static void tkvi_token_decode(const tkvi_side *s, const tkvi_simd_ops *help, const uint8_t *src, int first,
+static void tkvi_token_decode(const tkvi_side *s, const tkvi_simd_ops *ops, const uint8_t *src, int first,
                               int n, float *x, size_t stride) {
     const tkvi_grid *grid = s->grid;
     tkvi_token_at at = tkvi_token_places(s);
     float level[256];
     int t, c;
-    (void)help;
+    (void)ops;
     for (c = 0; c < 1 << grid->bits; c++) level[c] = grid->level(c);
     for (t = first; t < first + n; t++) {
         const uint8_t *codes = src + (size_t)t * at.row;
@@ -5402,18 +5403,18 @@ static void tkvi_fp4_layout(tkvi_side *s) { tkvi_token_layout(s, &tkvi_grid_fp4)
     }
 #define TKVI_KIVI_                                                                                           \
     {                                                                                                        \
-        {tkvi_kivi_k_layout, tkvi_kivi_encode, tkvi_tiles_decode, tkvi_kivi_k_meta, NULL}, {                 \
-            tkvi_kivi_v_layout, tkvi_kivi_encode, tkvi_tiles_decode, tkvi_kivi_v_meta, NULL                  \
+        {tkvi_kivi_k_layout, tkvi_kivi_encode, tkvi_decode_tiles, tkvi_kivi_k_meta, NULL}, {                 \
+            tkvi_kivi_v_layout, tkvi_kivi_encode, tkvi_decode_tiles, tkvi_kivi_v_meta, NULL                  \
         }                                                                                                    \
     }
 
 #define TKVI_NO_SIDE_                                                                                        \
     { NULL, NULL, NULL, NULL, NULL }
 #define TKVI_A_                                                                                              \
-    { {tkvi_a_layout, tkvi_a_encode, tkvi_tiles_decode, tkvi_a_meta, NULL}, TKVI_NO_SIDE_ }
+    { {tkvi_a_layout, tkvi_a_encode, tkvi_decode_tiles, tkvi_a_meta, NULL}, TKVI_NO_SIDE_ }
 #define TKVI_R_                                                                                              \
     {                                                                                                        \
-        TKVI_NO_SIDE_, { tkvi_r_layout, tkvi_r_encode, tkvi_tiles_decode, tkvi_r_meta, NULL }                \
+        TKVI_NO_SIDE_, { tkvi_r_layout, tkvi_r_encode, tkvi_decode_tiles, tkvi_r_meta, NULL }                \
     }
 
 #define TKVI_TOKEN_(t)                                                                                       \
@@ -5423,7 +5424,7 @@ static void tkvi_fp4_layout(tkvi_side *s) { tkvi_token_layout(s, &tkvi_grid_fp4)
         }                                                                                                    \
     }
 #define TKVI_SQUAT_                                                                                          \
-    { {tkvi_kivi_k_layout, tkvi_squat_encode, tkvi_tiles_decode, tkvi_kivi_k_meta, NULL}, TKVI_NO_SIDE_ }
+    { {tkvi_kivi_k_layout, tkvi_squat_encode, tkvi_decode_tiles, tkvi_kivi_k_meta, NULL}, TKVI_NO_SIDE_ }
 #define TKVI_SUBSPACE_                                                                                       \
     {                                                                                                        \
         {tkvi_subspace_layout, tkvi_subspace_encode, tkvi_subspace_decode, NULL, NULL}, {                    \
@@ -5439,9 +5440,10 @@ static void tkvi_fp4_layout(tkvi_side *s) { tkvi_token_layout(s, &tkvi_grid_fp4)
     }
 
 static const tkvi_simd_ops tkvi_simd_ops_scalar = {
-    tkvi_halves_scalar,          tkvi_to_halves_scalar, tkvi_logs_scalar,       tkvi_zeros_scalar,
-    tkvi_log_codes_scalar,       tkvi_pack_tile,        tkvi_interleave_scalar, tkvi_columns_scalar,
-    tkvi_finalize_scales_scalar, tkvi_tokens_scalar,    tkvi_groups_scalar,     tkvi_tiles_scalar};
+    tkvi_f16_to_f32_scalar,         tkvi_f32_to_f16_scalar,        tkvi_decode_log_scales_scalar,
+    tkvi_decode_zero_points_scalar, tkvi_encode_log_scales_scalar, tkvi_pack_tile,
+    tkvi_interleave_scalar,         tkvi_encode_k_columns_scalar,  tkvi_finalize_scales_scalar,
+    tkvi_encode_v_tokens_scalar,    tkvi_encode_groups_scalar,     tkvi_decode_tiles_scalar};
 
 /* In the order of tkv_format. */
 static const tkvi_format tkvi_formats[TKV_FORMAT_COUNT] = {
@@ -5622,29 +5624,29 @@ TKV_API tkv_status tkv_decode(const tkv_codec *c, const void *src, size_t size, 
 #define TKVI_KERNELS_SCALAR_H
 
 
-#define TKVI_ROWS 8                 /* query rows per pass; a kernel's stack is proportional to it */
-#define TKVI_PLANE 127              /* largest weight of one limb in K */
-#define TKVI_PLANE_V 255            /* and in V */
-#define TKVI_TWO_PLANES (127 * 128) /* largest weight of two limbs */
-#define TKVI_WIDE 5                 /* tiles of this many bits or more have two limbs */
+#define TKVI_ROWS 8                    /* query rows per pass; a kernel's stack is proportional to it */
+#define TKVI_LIMB_MAX_K 127            /* largest weight of one limb in K */
+#define TKVI_LIMB_MAX_V 255            /* and in V */
+#define TKVI_TWO_LIMBS_MAX (127 * 128) /* largest weight of two limbs */
+#define TKVI_WIDE 5                    /* tiles of this many bits or more have two limbs */
 
 /* scores[row][64] = q[row] . (k[t] - ref). q: [rows][pad], zero beyond dim. ref: [pad]. n: tokens in the block.
  * Scores beyond n are finite and have no meaning. An exact side may end after n tokens: do not read further.
- * planes: number of limbs, see tkvi_planes.
+ * n_limbs: 1 or 2, see tkvi_n_limbs.
  * `next` is the same side of the next block, or NULL. The kernel prefetches its s->bytes line by line between the
  * products. Prefetching all at once would stall, and hardware prefetchers stop at the end of a record. */
 typedef void (*tkvi_k_kernel)(const tkvi_side *s, const uint8_t *src, const uint8_t *next, const float *q,
-                              const float *ref, int rows, int n, int planes, float *scores);
+                              const float *ref, int rows, int n, int n_limbs, float *scores);
 /* out[row][pad] += sum_t p[row][t] v[t]. p: [rows][64], not negative, zero beyond n. */
 typedef void (*tkvi_v_kernel)(const tkvi_side *s, const uint8_t *src, const uint8_t *next, const float *p,
-                              int rows, int n, int planes, float *out);
+                              int rows, int n, int n_limbs, float *out);
 
 typedef struct tkvi_kernels {
     tkv_isa isa;
     const char *name;
     tkvi_k_kernel k[TKVI_STORAGE_COUNT];
     tkvi_v_kernel v[TKVI_STORAGE_COUNT];
-    const tkvi_simd_ops *helpers;
+    const tkvi_simd_ops *simd_ops;
     /* p[t] = exp(s[t] - maximum) for 64 scores, all <= maximum. It may be 0 below maximum - 87. Returns the sum. */
     float (*exp64)(const float *s, float maximum, float *p);
     float (*max64)(const float *s); /* the largest of 64 scores */
@@ -5676,7 +5678,7 @@ static int tkvi_softmax_rows(float (*max64)(const float *), float (*exp64)(const
 
 /* Limbs to ask a kernel for. 2: every weight has two. 1: the kernel decides by the width of tiles and by the
  * weights. */
-static int tkvi_planes(const tkvi_side *s, int precise) {
+static int tkvi_n_limbs(const tkvi_side *s, int precise) {
     int width;
     if (s->which == TKV_V)
         for (width = TKVI_MAX_WIDTH; width >= TKVI_WIDE; width--)
@@ -5708,16 +5710,16 @@ static void tkvi_exact_v(const tkvi_side *s, float (*load)(const uint8_t *), con
 
 #define TKVI_EXACT_KERNEL_(t)                                                                                \
     static void tkvi_##t##_k_scalar(const tkvi_side *s, const uint8_t *src, const uint8_t *next,             \
-                                    const float *q, const float *ref, int rows, int n, int planes,           \
+                                    const float *q, const float *ref, int rows, int n, int n_limbs,          \
                                     float *scores) {                                                         \
         (void)next;                                                                                          \
-        (void)planes;                                                                                        \
+        (void)n_limbs;                                                                                       \
         tkvi_exact_k(s, tkvi_load_##t, src, q, ref, rows, n, scores);                                        \
     }                                                                                                        \
     static void tkvi_##t##_v_scalar(const tkvi_side *s, const uint8_t *src, const uint8_t *next,             \
-                                    const float *p, int rows, int n, int planes, float *out) {               \
+                                    const float *p, int rows, int n, int n_limbs, float *out) {              \
         (void)next;                                                                                          \
-        (void)planes;                                                                                        \
+        (void)n_limbs;                                                                                       \
         tkvi_exact_v(s, tkvi_load_##t, src, p, rows, n, out);                                                \
     }
 TKVI_EXACT_KERNEL_(f32)
@@ -5737,7 +5739,7 @@ static const float tkvi_spread[2][TKVI_WIDE] = {{0.0f, 3.0f, 9.0f, 30.0f, 90.0f}
 static int tkvi_wide_k(const tkvi_side *s) { return s->format->shared ? TKVI_WIDE : TKVI_WIDE - 1; }
 
 /* Number of positions in such tiles. They come first. */
-static int tkvi_wide_places(const tkvi_side *s) {
+static int tkvi_n_wide_positions(const tkvi_side *s) {
     int width, n = 0;
     for (width = TKVI_MAX_WIDTH; width >= tkvi_wide_k(s); width--) n += 4 * s->runs.n[width];
     return n;
@@ -5762,9 +5764,9 @@ static float tkvi_coarse_v(const tkvi_side *s, int width) {
  * So the added error stays below a tenth. Per weight, in the same unit, rounding has the squared error
  * step^2 spread / 12 with step = most / top; the format has w^2. Hence the limit is sqrt(0.09 / 12). This bounds an
  * expectation: the error of one row can be twice as large. */
-#define TKVI_MAY_ERR(top) (0.09f * (float)(top) * (float)(top))
+#define TKVI_ERR_LIMIT(top) (0.09f * (float)(top) * (float)(top))
 #define TKVI_NEEDS_TWO(coarse, most, squares, top)                                                           \
-    ((coarse) * (most) * (most) > TKVI_MAY_ERR(top) * (squares))
+    ((coarse) * (most) * (most) > TKVI_ERR_LIMIT(top) * (squares))
 
 /* w times `by`, rounded and clamped to -top .. top. */
 static int tkvi_rounded(float w, float by, int top) {
@@ -5777,33 +5779,34 @@ static float tkvi_inverse(float top, float most) {
 }
 
 /* Weights of K as integers in units of the low limb. Returns the value of one unit. */
-static float tkvi_round_k(const tkvi_side *s, const float *w, int planes, int *rounded) {
+static float tkvi_round_k(const tkvi_side *s, const float *w, int n_limbs, int *rounded) {
     float most = tkvi_largest(w, s->pad), squares = 0.0f;
-    float one = tkvi_inverse((float)TKVI_PLANE, most), two = tkvi_inverse((float)TKVI_TWO_PLANES, most);
-    int wide = tkvi_wide_places(s), i;
+    float one = tkvi_inverse((float)TKVI_LIMB_MAX_K, most),
+          two = tkvi_inverse((float)TKVI_TWO_LIMBS_MAX, most);
+    int wide = tkvi_n_wide_positions(s), i;
     for (i = 0; i < s->pad; i++) squares += w[i] * w[i];
-    if (planes == 2 || TKVI_NEEDS_TWO(tkvi_coarse_k(s), most, squares, TKVI_PLANE)) wide = s->pad;
+    if (n_limbs == 2 || TKVI_NEEDS_TWO(tkvi_coarse_k(s), most, squares, TKVI_LIMB_MAX_K)) wide = s->pad;
     for (i = 0; i < s->pad; i++)
-        rounded[i] =
-            i < wide ? tkvi_rounded(w[i], two, TKVI_TWO_PLANES) : 128 * tkvi_rounded(w[i], one, TKVI_PLANE);
-    return two > 0.0f ? most / (float)TKVI_TWO_PLANES : 0.0f;
+        rounded[i] = i < wide ? tkvi_rounded(w[i], two, TKVI_TWO_LIMBS_MAX)
+                              : 128 * tkvi_rounded(w[i], one, TKVI_LIMB_MAX_K);
+    return two > 0.0f ? most / (float)TKVI_TWO_LIMBS_MAX : 0.0f;
 }
 
 /* The largest weight of V in one limb. Levels of a table are signed bytes, which leaves seven bits for weights. */
-static int tkvi_top_v(const tkvi_side *s) { return s->levels ? TKVI_PLANE : TKVI_PLANE_V; }
+static int tkvi_top_v(const tkvi_side *s) { return s->levels ? TKVI_LIMB_MAX_K : TKVI_LIMB_MAX_V; }
 
-static float tkvi_round_v(const tkvi_side *s, const float *w, int width, int planes, int *rounded) {
+static float tkvi_round_v(const tkvi_side *s, const float *w, int width, int n_limbs, int *rounded) {
     float most = tkvi_largest(w, TKVI_BLOCK), squares = 0.0f, by;
     int top = tkvi_top_v(s), t;
     for (t = 0; t < TKVI_BLOCK; t++) squares += w[t] * w[t];
-    if (planes == 2 || TKVI_NEEDS_TWO(tkvi_coarse_v(s, width), most, squares, top)) top = TKVI_TWO_PLANES;
+    if (n_limbs == 2 || TKVI_NEEDS_TWO(tkvi_coarse_v(s, width), most, squares, top)) top = TKVI_TWO_LIMBS_MAX;
     by = tkvi_inverse((float)top, most);
     for (t = 0; t < TKVI_BLOCK; t++) rounded[t] = tkvi_max(0, tkvi_rounded(w[t], by, top));
     return by > 0.0f ? most / (float)top : 0.0f;
 }
 
 static void tkvi_tiles_k_scalar(const tkvi_side *s, const uint8_t *src, const uint8_t *next, const float *q,
-                                const float *ref, int rows, int n, int planes, float *scores) {
+                                const float *ref, int rows, int n, int n_limbs, float *scores) {
     float scale[2 * TKV_MAX_HEAD_DIM], zero[2 * TKV_MAX_HEAD_DIM];
     int g, r, t, i, c;
     (void)next;
@@ -5814,7 +5817,7 @@ static void tkvi_tiles_k_scalar(const tkvi_side *s, const uint8_t *src, const ui
             int w[TKV_MAX_HEAD_DIM], sum[TKVI_BLOCK], width, position = 0;
             tkvi_tile_at at = tkvi_tiles(&s->runs);
             for (c = 0; c < s->pad; c++) folded[c] = q[r * s->pad + c] * scale[g * s->pad + c];
-            step = tkvi_round_k(s, folded, planes, w);
+            step = tkvi_round_k(s, folded, n_limbs, w);
             memset(sum, 0, sizeof sum);
             for (width = TKVI_MAX_WIDTH; width > 0; width--)
                 for (i = 0; i < s->runs.n[width]; i++, position += 4) {
@@ -5838,7 +5841,7 @@ static void tkvi_tiles_k_scalar(const tkvi_side *s, const uint8_t *src, const ui
 }
 
 static void tkvi_tiles_v_scalar(const tkvi_side *s, const uint8_t *src, const uint8_t *next, const float *p,
-                                int rows, int n, int planes, float *out) {
+                                int rows, int n, int n_limbs, float *out) {
     float scale[TKVI_MAX_GROUPS * TKVI_BLOCK], zero[TKVI_MAX_GROUPS * TKVI_BLOCK];
     int r, t, i, c, width, slab = 0; /* its first channel */
     tkvi_tile_at at = tkvi_tiles(&s->runs);
@@ -5858,7 +5861,7 @@ static void tkvi_tiles_v_scalar(const tkvi_side *s, const uint8_t *src, const ui
                 float folded[TKVI_BLOCK], step, rest = 0.0f, middle = 0.0f;
                 int w[TKVI_BLOCK], sum[32];
                 for (t = 0; t < TKVI_BLOCK; t++) folded[t] = t < n ? p[r * TKVI_BLOCK + t] * sc[t] : 0.0f;
-                step = tkvi_round_v(s, folded, width, planes, w);
+                step = tkvi_round_v(s, folded, width, n_limbs, w);
                 memset(sum, 0, sizeof sum);
                 for (t = 0; t < n; t++) {
                     const uint8_t *codes = tile[t / 16] + t % 16 / 4 * 64 + t % 4;
@@ -5892,11 +5895,11 @@ static float tkvi_float_dot(const float *a, const float *b, int n) {
 }
 
 static void tkvi_decoded_k(const tkvi_side *s, const uint8_t *src, const uint8_t *next, const float *q,
-                           const float *ref, int rows, int n, int planes, float *scores) {
+                           const float *ref, int rows, int n, int n_limbs, float *scores) {
     TKVI_ALIGNED float x[TKVI_AT_ONCE * TKV_MAX_HEAD_DIM];
     int from, t, c, r;
     (void)next;
-    (void)planes;
+    (void)n_limbs;
     memset(x, 0, sizeof x);
     memset(scores, 0, (size_t)(rows * TKVI_BLOCK) * sizeof(float));
     for (from = 0; from < n; from += TKVI_AT_ONCE) {
@@ -5912,11 +5915,11 @@ static void tkvi_decoded_k(const tkvi_side *s, const uint8_t *src, const uint8_t
 }
 
 static void tkvi_decoded_v(const tkvi_side *s, const uint8_t *src, const uint8_t *next, const float *p,
-                           int rows, int n, int planes, float *out) {
+                           int rows, int n, int n_limbs, float *out) {
     TKVI_ALIGNED float x[TKVI_AT_ONCE * TKV_MAX_HEAD_DIM];
     int from, t, c, k, r;
     (void)next;
-    (void)planes;
+    (void)n_limbs;
     memset(x, 0, sizeof x);
     for (from = 0; from < n; from += TKVI_AT_ONCE) {
         int count = tkvi_min(TKVI_AT_ONCE, n - from);
@@ -6043,19 +6046,19 @@ TKVI_UNALIGNED("vmovdqa64", "vmovdqu64");
 #endif
 
 /* The same value in every byte. gcc's _mm512_set1_epi8 is a list of 64 values, copied at every use. */
-TKVI_FLAT_AVX2 __m256i tkvi_all_avx2(int value) {
+TKVI_FLAT_AVX2 __m256i tkvi_splat_bytes_avx2(int value) {
     return _mm256_set1_epi32((int32_t)((uint32_t)value * 0x01010101u));
 }
 
 #ifdef TKVI_AVX512
-TKVI_FLAT_AVX512 __m512i tkvi_all_avx512(int value) {
+TKVI_FLAT_AVX512 __m512i tkvi_splat_bytes_avx512(int value) {
     return _mm512_set1_epi32((int32_t)((uint32_t)value * 0x01010101u));
 }
 #endif
 
 /* >>shared pieces, without vectors */
 /* Distance for prefetching: address p in this side corresponds to p + ahead in the next side. */
-TKVI_FLAT uintptr_t tkvi_ahead(const uint8_t *src, const uint8_t *next) {
+TKVI_FLAT uintptr_t tkvi_prefetch_distance(const uint8_t *src, const uint8_t *next) {
     return next ? (uintptr_t)next - (uintptr_t)src : 0u;
 }
 
@@ -6075,29 +6078,29 @@ TKVI_FLAT void tkvi_prefetch_bytes(const uint8_t *p, int n, uintptr_t ahead) {
 }
 
 /* Four weights of neighbouring channels or tokens, to be broadcast. */
-TKVI_FLAT int32_t tkvi_four(const int8_t *w) {
+TKVI_FLAT int32_t tkvi_load_four_weights(const int8_t *w) {
     int32_t x;
     memcpy(&x, w, 4);
     return x;
 }
 
-/* >>tiles: the part that does not depend on the instruction set. tkvi_steps has the part that does. */
+/* >>tiles: the part that does not depend on the instruction set. tkvi_tile_ops has the part that does. */
 enum { TKVI_W_BYTES = TKVI_ROWS * TKV_MAX_HEAD_DIM }; /* one limb of the weights of all rows */
 
 /* Parameters of a fold: multiply rows of q (K, by channel) or p (V, by token) by the scales of one group; round. */
-typedef struct tkvi_folding {
+typedef struct tkvi_fold_args {
     const float *x, *scale, *zero; /* x: [row][n] */
     const float *ref;              /* K */
     const uint8_t *centre2;        /* K: [n] twice tkvi_centre of the codes that a weight multiplies */
     float centre;                  /* V: tkvi_centre of the codes */
-    int middle;                    /* V: twice the centre of the codes after tkvi_steps.less was subtracted */
-    int n, planes, top; /* weights in a row; limbs, see tkvi_planes; V: the largest weight of one limb */
-    int wide;           /* K: the first `wide` weights always have two limbs */
-    float coarse;       /* see tkvi_coarse_k and tkvi_coarse_v */
+    int middle;          /* V: twice the centre of the codes after tkvi_tile_ops.v_bias was subtracted */
+    int n, n_limbs, top; /* weights in a row; limbs, see tkvi_n_limbs; V: the largest weight of one limb */
+    int wide;            /* K: the first `wide` weights always have two limbs */
+    float coarse;        /* see tkvi_coarse_k and tkvi_coarse_v */
     /* Out: [row][stride] weights of one limb, or hi, and lo. w is signed in K and unsigned in V; lo is 0..127. Each
      * row has space for a multiple of 64 weights. */
     int8_t *w, *lo;
-} tkvi_folding;
+} tkvi_fold_args;
 
 /* Turns the sum of one limb's products into an answer for row r: step * (sum w code - base) + rest. base is half
  * of sum w centre2, rounded down to an integer. rest makes up for the rounding. For the high limb rest also has
@@ -6117,8 +6120,9 @@ typedef struct tkvi_products {
     int width, slabs, n;        /* V: width of the codes, number of slabs, number of tokens */
     int pairs;                  /* V: a lane is a pair of channels, 16 apart */
     uintptr_t ahead;            /* 0: prefetch nothing */
-    int turn, turns;            /* prefetch only for tiles with (number & turns) == turn */
-    const uint8_t *rest, *end;  /* bytes behind the wide parts still to be prefetched, one line per tile */
+    int prefetch_phase,
+        prefetch_mask;         /* prefetch only for tiles with (number & prefetch_mask) == prefetch_phase */
+    const uint8_t *rest, *end; /* bytes behind the wide parts still to be prefetched, one line per tile */
     const int8_t *w; /* [row][TKV_MAX_HEAD_DIM in K, TKVI_BLOCK in V]; the last pass reads 1, 2 or 4 rows */
     int w_group;     /* K: bytes from the weights of tokens 0 .. 31 to those of 32 .. 63 */
     const tkvi_fold *fold, *fold_group; /* K: fold_group is for tokens 32 .. 63 */
@@ -6129,16 +6133,16 @@ typedef struct tkvi_products {
 
 typedef void (*tkvi_dot)(tkvi_products *d);
 
-typedef struct tkvi_steps {
-    const tkvi_simd_ops *helpers;
+typedef struct tkvi_tile_ops {
+    const tkvi_simd_ops *simd_ops;
     /* Fold and round all rows. f: one entry for each limb. K: returns the number of leading weights that have two
      * limbs in some row. Rows are folded four at a time. `lo` is written only as far as one of the four needs it.
      * V: returns the rows with two limbs, one bit each. */
-    int (*fold_k)(const tkvi_folding *a, int rows, tkvi_fold *f);
-    int (*fold_v)(const tkvi_folding *a, int rows, tkvi_fold *f);
+    int (*fold_k)(const tkvi_fold_args *a, int rows, tkvi_fold *f);
+    int (*fold_v)(const tkvi_fold_args *a, int rows, tkvi_fold *f);
     void (*dot)(tkvi_products *d, int rows);
-    int less; /* subtracted from 8-bit codes of V where they must be signed, else 0 */
-} tkvi_steps;
+    int v_bias; /* subtracted from 8-bit codes of V where they must be signed, else 0 */
+} tkvi_tile_ops;
 
 static void tkvi_products_set(tkvi_products *d, const tkvi_side *s, const uint8_t *src) {
     d->s = s;
@@ -6151,10 +6155,10 @@ static void tkvi_products_set(tkvi_products *d, const tkvi_side *s, const uint8_
 
 /* If the passes of both limbs read all tiles, each pass prefetches every other tile. This spreads the requests.
  * Otherwise the first pass prefetches everything. */
-static void tkvi_prefetch_in_turn(tkvi_products *d, uintptr_t ahead, int plane, int two) {
-    d->ahead = plane && !two ? 0 : ahead;
-    d->turn = plane && two;
-    d->turns = two != 0;
+static void tkvi_divide_prefetch(tkvi_products *d, uintptr_t ahead, int limb, int two) {
+    d->ahead = limb && !two ? 0 : ahead;
+    d->prefetch_phase = limb && two;
+    d->prefetch_mask = two != 0;
 }
 
 TKVI_FLAT void tkvi_prefetch_rest(tkvi_products *d) {
@@ -6175,16 +6179,16 @@ static void tkvi_dot_rows(tkvi_products *d, int rows, const tkvi_dot *dots) {
     }
 }
 
-static void tkvi_tiles_k(const tkvi_steps *v, const tkvi_side *s, const uint8_t *src, const uint8_t *next,
-                         const float *q, const float *ref, int rows, int planes, float *scores) {
+static void tkvi_tiles_k(const tkvi_tile_ops *v, const tkvi_side *s, const uint8_t *src, const uint8_t *next,
+                         const float *q, const float *ref, int rows, int n_limbs, float *scores) {
     TKVI_ALIGNED float scale[2 * TKV_MAX_HEAD_DIM], zero[2 * TKV_MAX_HEAD_DIM];
     TKVI_ALIGNED uint8_t centre2[TKV_MAX_HEAD_DIM];
     TKVI_ALIGNED int8_t w[2][2][TKVI_W_BYTES]; /* limb, group */
     tkvi_fold fold[2][2];                      /* group, limb */
-    tkvi_folding a;
+    tkvi_fold_args a;
     tkvi_products d;
-    int width, g, c = 0, plane, second = 0;
-    s->format->side[TKV_K].meta(s, src, v->helpers, scale, zero);
+    int width, g, c = 0, limb, second = 0;
+    s->format->side[TKV_K].meta(s, src, v->simd_ops, scale, zero);
     tkvi_products_set(&d, s, src);
     for (width = TKVI_MAX_WIDTH; width > 0; c += 4 * s->runs.n[width--])
         if (s->runs.n[width]) memset(centre2 + c, (1 << width) - 1, (size_t)(4 * s->runs.n[width]));
@@ -6193,8 +6197,8 @@ static void tkvi_tiles_k(const tkvi_steps *v, const tkvi_side *s, const uint8_t 
     a.ref = ref;
     a.centre2 = centre2;
     a.n = s->pad;
-    a.planes = planes;
-    a.wide = tkvi_wide_places(s);
+    a.n_limbs = n_limbs;
+    a.wide = tkvi_n_wide_positions(s);
     a.coarse = tkvi_coarse_k(s);
     if (s->groups == 2 || rows > 4) memset(w[1], 0, sizeof w[1]); /* fold_k may leave parts of lo unwritten */
     for (g = 0; g < s->groups; g++) {
@@ -6206,14 +6210,14 @@ static void tkvi_tiles_k(const tkvi_steps *v, const tkvi_side *s, const uint8_t 
     }
     d.w_group = s->groups == 2 ? (int)sizeof w[0][0] : 0;
     d.out_stride = TKVI_BLOCK;
-    for (plane = 0; plane < (second ? 2 : 1); plane++) {
-        d.w = w[plane][0];
-        d.tiles = plane ? (second + 3) / 4 : TKV_MAX_HEAD_DIM;
-        d.fold = &fold[0][plane];
-        d.fold_group = &fold[s->groups - 1][plane];
+    for (limb = 0; limb < (second ? 2 : 1); limb++) {
+        d.w = w[limb][0];
+        d.tiles = limb ? (second + 3) / 4 : TKV_MAX_HEAD_DIM;
+        d.fold = &fold[0][limb];
+        d.fold_group = &fold[s->groups - 1][limb];
         d.out = scores;
-        d.add = plane;
-        tkvi_prefetch_in_turn(&d, tkvi_ahead(src, next), plane, second >= s->pad);
+        d.add = limb;
+        tkvi_divide_prefetch(&d, tkvi_prefetch_distance(src, next), limb, second >= s->pad);
         v->dot(&d, rows);
     }
 }
@@ -6232,21 +6236,21 @@ static int tkvi_gather_rows(int which, int8_t *w, tkvi_fold *f) {
     return n;
 }
 
-static void tkvi_tiles_v(const tkvi_steps *v, const tkvi_side *s, const uint8_t *src, const uint8_t *next,
-                         const float *p, int rows, int n, int planes, float *out) {
+static void tkvi_tiles_v(const tkvi_tile_ops *v, const tkvi_side *s, const uint8_t *src, const uint8_t *next,
+                         const float *p, int rows, int n, int n_limbs, float *out) {
     TKVI_ALIGNED float scale[TKVI_MAX_GROUPS * TKVI_BLOCK], zero[TKVI_MAX_GROUPS * TKVI_BLOCK];
     TKVI_ALIGNED int8_t w[2][TKVI_ROWS * TKVI_BLOCK];
     tkvi_fold fold[2];
-    tkvi_folding a;
+    tkvi_fold_args a;
     tkvi_products d;
-    int width, i, g, slab = 0, plane, second;
-    s->format->side[TKV_V].meta(s, src, v->helpers, scale, zero);
+    int width, i, g, slab = 0, limb, second;
+    s->format->side[TKV_V].meta(s, src, v->simd_ops, scale, zero);
     tkvi_products_set(&d, s, src);
     a.x = p;
     a.w = w[0];
     a.lo = w[1];
     a.n = TKVI_BLOCK;
-    a.planes = planes;
+    a.n_limbs = n_limbs;
     a.top = tkvi_top_v(s);
     d.n = n;
     d.w_group = 0;
@@ -6254,7 +6258,7 @@ static void tkvi_tiles_v(const tkvi_steps *v, const tkvi_side *s, const uint8_t 
     d.add = 1;
     for (width = TKVI_MAX_WIDTH; width > 0; width--) {
         a.centre = tkvi_centre(s, width);
-        a.middle = s->levels ? 0 : (1 << width) - 1 - (width == 8 ? 2 * v->less : 0);
+        a.middle = s->levels ? 0 : (1 << width) - 1 - (width == 8 ? 2 * v->v_bias : 0);
         a.coarse = tkvi_coarse_v(s, width);
         d.width = width;
         d.pairs = s->pairs && width == 3;
@@ -6265,12 +6269,12 @@ static void tkvi_tiles_v(const tkvi_steps *v, const tkvi_side *s, const uint8_t 
             a.scale = scale + g * TKVI_BLOCK;
             a.zero = zero + g * TKVI_BLOCK;
             second = tkvi_gather_rows(v->fold_v(&a, rows, fold) & ((1 << rows) - 1), w[1], &fold[1]);
-            for (plane = 0; plane < (second ? 2 : 1); plane++) {
-                d.w = w[plane];
-                d.fold = &fold[plane];
+            for (limb = 0; limb < (second ? 2 : 1); limb++) {
+                d.w = w[limb];
+                d.fold = &fold[limb];
                 d.out = out + 16 * slab;
-                tkvi_prefetch_in_turn(&d, tkvi_ahead(src, next), plane, second);
-                v->dot(&d, plane ? second : rows);
+                tkvi_divide_prefetch(&d, tkvi_prefetch_distance(src, next), limb, second);
+                v->dot(&d, limb ? second : rows);
             }
             d.wide += 4 * d.slabs * tkvi_wide_bytes[width];
             d.half += 4 * d.slabs * tkvi_has_half[width];
@@ -6315,79 +6319,81 @@ typedef enum tkvi_code_kind {
 } tkvi_code_kind;
 
 /* A side as rows of codes. */
-typedef struct tkvi_reading {
+typedef struct tkvi_code_rows {
     const tkvi_side *s;
     const tkvi_rope *rope;
     const uint8_t *codes, *slots; /* slots: outliers of KVQUANT */
-    size_t row;
-    int bits, by_channel, shift, per; /* by[token * per + (channel >> shift)], plus[token] */
+    size_t row_bytes;             /* codes of one token */
+    /* by_channel 1: scale[c] and zero[c]. 0: scale[token * scales_per_token + (channel >> shift)] and zero[token]. */
+    int bits, by_channel, shift, scales_per_token;
     tkvi_code_kind kind;
-    const uint8_t *parts; /* E4M3 factors of 16 channels, to be multiplied into by: [token][per] */
+    const uint8_t *
+        factors; /* E4M3, of 16 channels each, to be multiplied into scale: [token][scales_per_token]; or NULL */
     uintptr_t ahead;
-    int vectors, pairs;                /* pairs: how many of the vectors are partners */
-    int at[TKV_MAX_HEAD_DIM / 16 + 2]; /* byte of a row where the codes of a vector begin */
+    int n_vectors, n_partners;                /* the first n_partners vectors hold RoPE partners */
+    int vector_at[TKV_MAX_HEAD_DIM / 16 + 2]; /* byte of a row where the codes of a vector begin */
     TKVI_ALIGNED float level[16];
-    TKVI_ALIGNED float by[TKVI_BLOCK * TKVI_MAX_GROUPS * 2], plus[TKV_MAX_HEAD_DIM + 32];
-} tkvi_reading;
+    TKVI_ALIGNED float scale[TKVI_BLOCK * TKVI_MAX_GROUPS * 2], zero[TKV_MAX_HEAD_DIM + 32];
+} tkvi_code_rows;
 
-#define TKVI_READ_FLOATS (TKV_MAX_HEAD_DIM + 32) /* of a row of q, at most */
+#define TKVI_VECTOR_FLOATS (TKV_MAX_HEAD_DIM + 32) /* of a row of q, at most */
 
-static void tkvi_reading_levels(tkvi_reading *r, const float *level,
-                                int bits) { /* any higher bits may stand */
+static void tkvi_set_level_table(tkvi_code_rows *r, const float *level,
+                                 int bits) { /* any higher bits may stand */
     int i;
     for (i = 0; i < 16; i++) r->level[i] = level[i & ((1 << bits) - 1)];
 }
 
-static int tkvi_reading_token(tkvi_reading *r, const uint8_t *src, const tkvi_simd_ops *help) {
+static int tkvi_open_token_rows(tkvi_code_rows *r, const uint8_t *src, const tkvi_simd_ops *ops) {
     const tkvi_side *s = r->s;
     const tkvi_token_at at = tkvi_token_places(s);
     float level[16];
     int c;
-    r->row = at.row;
+    r->row_bytes = at.row;
     r->bits = s->grid->bits;
-    r->per = s->groups;
+    r->scales_per_token = s->groups;
     r->shift = s->group == 32 ? 5 : s->group == 64 ? 6 : 8;
     if (r->bits == 4) {
         for (c = 0; c < 16; c++) level[c] = s->grid->level(c);
-        tkvi_reading_levels(r, level, 4);
+        tkvi_set_level_table(r, level, 4);
     } else {
         r->kind = s->grid == &tkvi_grid_int8   ? TKVI_CODES_INT8
                   : s->grid == &tkvi_grid_e4m3 ? TKVI_CODES_E4M3
                                                : TKVI_CODES_E5M2;
     }
     if (at.parts) {
-        r->parts = src + at.part;
-        r->per = at.parts;
+        r->factors = src + at.part;
+        r->scales_per_token = at.parts;
         r->shift = 4;
     }
-    help->halves(src + at.scale, TKVI_BLOCK * s->groups, r->by);
+    ops->f16_to_f32(src + at.scale, TKVI_BLOCK * s->groups, r->scale);
     return 1;
 }
 
 /* Where the vectors are; 0: not at whole bytes. */
-static int tkvi_reading_vectors(tkvi_reading *r) {
+static int tkvi_place_vectors(tkvi_code_rows *r) {
     const tkvi_rope *rope = r->rope;
     int c = 0, n = 0, i;
     if (rope) {
         for (i = 0; i < rope->pairs; i += 16) {
-            r->at[n++] = i * rope->step * r->bits / 8;
-            r->at[n++] = (rope->step == 2 ? 2 * i : i + rope->apart) * r->bits / 8;
+            r->vector_at[n++] = i * rope->step * r->bits / 8;
+            r->vector_at[n++] = (rope->step == 2 ? 2 * i : i + rope->apart) * r->bits / 8;
         }
         c = 2 * rope->pairs;
         if ((rope->step == 1 && rope->pairs * r->bits % 8) || (c < r->s->dim && c % 8)) return 0;
     }
-    r->pairs = n;
-    for (; c < r->s->dim; c += 16) r->at[n++] = c * r->bits / 8;
-    r->vectors = n;
+    r->n_partners = n;
+    for (; c < r->s->dim; c += 16) r->vector_at[n++] = c * r->bits / 8;
+    r->n_vectors = n;
     return 1;
 }
 
 /* Channels in the order of the vectors, the rest 0. */
-static void tkvi_reading_order(const tkvi_reading *r, const float *from, float *to) {
+static void tkvi_sort_by_vector(const tkvi_code_rows *r, const float *from, float *to) {
     const tkvi_rope *rope = r->rope;
     const int dim = r->s->dim;
     int i, j, c = 0;
-    if (16 * r->vectors > dim) memset(to, 0, (size_t)(16 * r->vectors) * sizeof *to);
+    if (16 * r->n_vectors > dim) memset(to, 0, (size_t)(16 * r->n_vectors) * sizeof *to);
     if (rope) {
         for (i = 0; i < rope->pairs; i += 16, to += 32) {
             const int n = tkvi_min(16, rope->pairs - i);
@@ -6407,66 +6413,66 @@ static void tkvi_reading_order(const tkvi_reading *r, const float *from, float *
 }
 
 /* What a side is read by; 0: nobody here knows it. */
-static int tkvi_reading_begin(tkvi_reading *r, const tkvi_side *s, const uint8_t *src, const uint8_t *next,
-                              const tkvi_simd_ops *help) {
+static int tkvi_open_code_rows(tkvi_code_rows *r, const tkvi_side *s, const uint8_t *src, const uint8_t *next,
+                               const tkvi_simd_ops *ops) {
     tkvi_kvquant_ranges own;
     tkvi_book standard;
     r->s = s;
     r->rope = s->rope && s->rope->pairs > 0 ? s->rope : NULL;
     r->codes = src;
-    r->ahead = tkvi_ahead(src, next);
-    r->slots = r->parts = NULL;
+    r->ahead = tkvi_prefetch_distance(src, next);
+    r->slots = r->factors = NULL;
     r->kind = TKVI_CODES_TABLE;
-    r->by_channel = r->per = r->shift = 0;
-    if (s->grid) return tkvi_reading_token(r, src, help) && tkvi_reading_vectors(r);
+    r->by_channel = r->scales_per_token = r->shift = 0;
+    if (s->grid) return tkvi_open_token_rows(r, src, ops) && tkvi_place_vectors(r);
     if (s->format->side[s->which].layout != tkvi_kvquant_layout) return 0;
-    r->row = tkvi_kvquant_places(s).row;
+    r->row_bytes = tkvi_kvquant_places(s).row;
     r->bits = s->format->bits;
-    if (!tkvi_reading_vectors(r)) return 0;
+    if (!tkvi_place_vectors(r)) return 0;
     if (s->slots) r->slots = src + tkvi_kvquant_places(s).slot;
-    tkvi_reading_levels(r, tkvi_kvquant_decoded(s, tkvi_kvquant_book(s, &standard)), r->bits);
+    tkvi_set_level_table(r, tkvi_kvquant_decoded(s, tkvi_kvquant_book(s, &standard)), r->bits);
     r->by_channel = s->which == TKV_K;
     if (r->by_channel) {
         if (!tkvi_kvquant_ranges_of(s, src, &own)) return 0;
-        tkvi_reading_order(r, own.radius, r->by);
-        tkvi_reading_order(r, own.middle, r->plus);
+        tkvi_sort_by_vector(r, own.radius, r->scale);
+        tkvi_sort_by_vector(r, own.middle, r->zero);
     } else {
-        r->per = 1;
+        r->scales_per_token = 1;
         r->shift = 8;
-        help->halves(src + s->code_bytes, TKVI_BLOCK, r->by);
-        help->halves(src + s->code_bytes + 2 * TKVI_BLOCK, TKVI_BLOCK, r->plus);
+        ops->f16_to_f32(src + s->code_bytes, TKVI_BLOCK, r->scale);
+        ops->f16_to_f32(src + s->code_bytes + 2 * TKVI_BLOCK, TKVI_BLOCK, r->zero);
     }
     return 1;
 }
 
 /* Between the products: what the next record has where token t of this one is. */
-TKVI_FLAT void tkvi_reading_prefetch(const tkvi_reading *r, int t) {
+TKVI_FLAT void tkvi_prefetch_code_row(const tkvi_code_rows *r, int t) {
     const tkvi_side *s = r->s;
-    tkvi_prefetch_bytes(r->codes + (size_t)t * r->row, (int)r->row, r->ahead);
+    tkvi_prefetch_bytes(r->codes + (size_t)t * r->row_bytes, (int)r->row_bytes, r->ahead);
     if (t % 4 == 0 && (size_t)(16 * t) < s->meta_bytes)
         tkvi_prefetch(r->codes + s->code_bytes + 16 * t, r->ahead);
 }
 
 /* Rows of floats as the kernels of the exact tiers see them. */
-static void tkvi_reading_scratch(const tkvi_reading *r, tkvi_side *plain) {
+static void tkvi_make_scratch_side(const tkvi_code_rows *r, tkvi_side *plain) {
     *plain = *r->s;
     plain->format = &tkvi_formats[TKV_F32];
-    plain->pad = (int16_t)(16 * r->vectors);
+    plain->pad = (int16_t)(16 * r->n_vectors);
 }
 
-TKVI_FLAT int32_t tkvi_int_at(const uint8_t *p) {
+TKVI_FLAT int32_t tkvi_load_int_x86(const uint8_t *p) {
     int32_t x;
     memcpy(&x, p, 4);
     return x;
 }
 
 /* Cosine and sine by which RoPE turns the block's first key: as tkvi_cos_sin, but in floats (1e-7). */
-static TKVI_TARGET_AVX2 void tkvi_reading_angles(const tkvi_reading *r, float *cosine, float *sine) {
-    const uint64_t start = (uint64_t)(int64_t)tkvi_int_at(r->codes + r->s->code_bytes);
+static TKVI_TARGET_AVX2 void tkvi_rope_start_angles(const tkvi_code_rows *r, float *cosine, float *sine) {
+    const uint64_t start = (uint64_t)(int64_t)tkvi_load_int_x86(r->codes + r->s->code_bytes);
     const __m256i one = _mm256_set1_epi32(1);
     TKVI_ALIGNED int32_t turns[TKV_MAX_HEAD_DIM / 2];
     int j;
-    for (j = 0; j < r->rope->pairs; j++) turns[j] = (int32_t)(uint32_t)(start * r->rope->turn[j] >> 32);
+    for (j = 0; j < r->rope->pairs; j++) turns[j] = (int32_t)(uint32_t)(start * r->rope->frequency[j] >> 32);
     for (; j % 16 != 0; j++) turns[j] = 0; /* vectors of 16 are read: no rubbish, which could be NaN */
     for (j = 0; j < tkvi_round_up(r->rope->pairs, 16); j += 8) {
         const __m256i p = _mm256_load_si256((const __m256i *)(const void *)(turns + j));
@@ -6495,58 +6501,58 @@ static TKVI_TARGET_AVX2 void tkvi_reading_angles(const tkvi_reading *r, float *c
 }
 
 /* Queries as vectors meet them: [row][16 * vectors]; and what every score is short of. */
-static void tkvi_reading_queries(const tkvi_reading *r, const float *q, const float *ref, int rows, float *to,
-                                 float *less) {
+static void tkvi_place_queries(const tkvi_code_rows *r, const float *q, const float *ref, int rows, float *to,
+                               float *less) {
     const tkvi_side *s = r->s;
     float plain[TKV_MAX_HEAD_DIM];
     int i, c;
     memcpy(plain, ref, (size_t)s->pad * sizeof(float));
     if (s->grid && s->center)
-        for (c = 0; c < s->dim; c++) plain[c] -= tkvi_half_at(r->codes + tkvi_token_places(s).mean + 2 * c);
+        for (c = 0; c < s->dim; c++) plain[c] -= tkvi_f16_at(r->codes + tkvi_token_places(s).mean + 2 * c);
     for (i = 0; i < rows; i++) less[i] = tkvi_float_dot(q + i * s->pad, plain, s->pad);
     for (i = 0; i < rows; i++) {
         memcpy(plain, q + i * s->pad, (size_t)s->pad * sizeof(float));
         if (s->grid && s->rotate) tkvi_rotate(plain, s->dim);
-        tkvi_reading_order(r, plain, to + 16 * i * r->vectors);
+        tkvi_sort_by_vector(r, plain, to + 16 * i * r->n_vectors);
     }
 }
 
 /* Where channel c is in the order of the vectors. */
-TKVI_FLAT int tkvi_reading_place(const tkvi_reading *r, int c) {
+TKVI_FLAT int tkvi_vector_place(const tkvi_code_rows *r, int c) {
     const tkvi_rope *rope = r->rope;
     int second, pair;
     if (!rope) return c;
-    if (c >= 2 * rope->pairs) return c - 2 * rope->pairs + 16 * r->pairs;
+    if (c >= 2 * rope->pairs) return c - 2 * rope->pairs + 16 * r->n_partners;
     second = rope->step == 2 ? c & 1 : c >= rope->apart;
     pair = rope->step == 2 ? c >> 1 : c - (second ? rope->apart : 0);
     return pair / 16 * 32 + pair % 16 + 16 * second;
 }
 
-TKVI_FLAT_AVX2 float tkvi_half_x86(const uint8_t *p) {
+TKVI_FLAT_AVX2 float tkvi_f16_x86(const uint8_t *p) {
     return _mm_cvtss_f32(_mm_cvtph_ps(_mm_cvtsi32_si128((int)tkvi_load16(p))));
 }
 
 /* Outliers of n keys into rows of zeros, [16 * vectors] each. Returns how many there are, and where. */
-static TKVI_TARGET_AVX2 int tkvi_outliers_k(const tkvi_reading *r, int from, int n, float *more,
-                                            float **where) {
+static TKVI_TARGET_AVX2 int tkvi_scatter_outliers_k(const tkvi_code_rows *r, int from, int n, float *more,
+                                                    float **where) {
     const uint8_t *p = r->slots + 3 * from * r->s->slots;
     int t, i, count = 0;
-    for (t = 0; t < n; t++, more += 16 * r->vectors)
+    for (t = 0; t < n; t++, more += 16 * r->n_vectors)
         for (i = 0; i < r->s->slots; i++, p += 3)
             if (p[0] < r->s->dim) {
-                where[count] = more + tkvi_reading_place(r, p[0]);
-                *where[count++] += tkvi_half_x86(p + 1);
+                where[count] = more + tkvi_vector_place(r, p[0]);
+                *where[count++] += tkvi_f16_x86(p + 1);
             }
     return count;
 }
 
-static TKVI_TARGET_AVX2 void tkvi_outliers_v(const tkvi_reading *r, const float *p, int rows, int n,
-                                             float *out) {
+static TKVI_TARGET_AVX2 void tkvi_add_outliers_v(const tkvi_code_rows *r, const float *p, int rows, int n,
+                                                 float *out) {
     const uint8_t *at = r->slots;
     int t, i, k;
     for (t = 0; t < n; t++)
         for (i = 0; i < r->s->slots; i++, at += 3) {
-            const float x = tkvi_half_x86(at + 1);
+            const float x = tkvi_f16_x86(at + 1);
             if (at[0] >= r->s->dim) continue;
             for (k = 0; k < rows; k++) out[k * r->s->pad + at[0]] += p[k * TKVI_BLOCK + t] * x;
         }
@@ -6555,14 +6561,14 @@ static TKVI_TARGET_AVX2 void tkvi_outliers_v(const tkvi_reading *r, const float 
 #endif /* TKVI_X86 */
 
 #endif /* TKVI_KERNELS_DECODE_X86_H */
-/* ======== kernels/transpose_x86.h ======== */
+/* ======== kernels/rotate_x86.h ======== */
 /*
- * kernels/transpose_x86.h - the rotation of core/rotate.h by vectors, in registers and with the scalar code's bits.
+ * kernels/rotate_x86.h - the rotation of core/rotate.h by vectors, in registers and with the scalar code's bits.
  * Encoders turn (kernels/avx2.h, kernels/avx512.h), decoding turns back (kernels/values_x86.h). A lane is a
  * channel; 16 channels and more. Calls kernels/x86.h.
  */
-#ifndef TKVI_KERNELS_TRANSPOSE_X86_H
-#define TKVI_KERNELS_TRANSPOSE_X86_H
+#ifndef TKVI_KERNELS_ROTATE_X86_H
+#define TKVI_KERNELS_ROTATE_X86_H
 
 
 #ifdef TKVI_X86
@@ -6570,16 +6576,16 @@ static TKVI_TARGET_AVX2 void tkvi_outliers_v(const tkvi_reading *r, const float 
 /* Intrinsics of sums are plain sums to gcc: -ffast-math takes those of several stages apart. Not what this names.
  * */
 #if defined(__GNUC__) || defined(__clang__)
-#define TKVI_AS_IT_IS(x) __asm__("" : "+v"(x))
+#define TKVI_KEEP_ORDER(x) __asm__("" : "+v"(x))
 #else
-#define TKVI_AS_IT_IS(x) ((void)0)
+#define TKVI_KEEP_ORDER(x) ((void)0)
 #endif
 
 /* >>AVX2 */
 TKVI_FLAT_AVX2 void tkvi_butterfly_avx2(__m256 *a, __m256 *b) {
     __m256 sum = _mm256_add_ps(*a, *b), less = _mm256_sub_ps(*a, *b);
-    TKVI_AS_IT_IS(sum);
-    TKVI_AS_IT_IS(less);
+    TKVI_KEEP_ORDER(sum);
+    TKVI_KEEP_ORDER(less);
     *a = sum;
     *b = less;
 }
@@ -6609,8 +6615,8 @@ TKVI_FLAT_AVX2 __m256 tkvi_flip_avx2(__m256 x, const float *flip) {
 
 /* 8 n neighbours, n up to 8, in registers, from x to y: flipped unless `flip` is NULL, then butterflies; what
  * is the last of a window times `by`, returning its largest sizes. */
-TKVI_FLAT_AVX2 __m256 tkvi_chunk_avx2(const float *x, const float *flip, float *y, float by, const int n,
-                                      const int last) {
+TKVI_FLAT_AVX2 __m256 tkvi_span_avx2(const float *x, const float *flip, float *y, float by, const int n,
+                                     const int last) {
     __m256 v[8], most = _mm256_setzero_ps();
     int i;
     TKVI_UNROLL
@@ -6634,21 +6640,21 @@ TKVI_FLAT_AVX2 __m256 tkvi_chunk_avx2(const float *x, const float *flip, float *
 }
 
 /* Chunks of 8 n, end values in all. Functions of their own: clang unrolls those. */
-#define TKVI_CHUNK_AVX2_(name, n, last)                                                                      \
-    static TKVI_TARGET_AVX2 __m256 tkvi_chunk##name##_avx2(const float *x, const float *flip, float *y,      \
-                                                           float by, int end) {                              \
+#define TKVI_SPAN_AVX2_(name, n, last)                                                                       \
+    static TKVI_TARGET_AVX2 __m256 tkvi_span##name##_avx2(const float *x, const float *flip, float *y,       \
+                                                          float by, int end) {                               \
         __m256 most = _mm256_setzero_ps();                                                                   \
         int i;                                                                                               \
         for (i = 0; i < end; i += 8 * n)                                                                     \
-            most = _mm256_max_ps(most, tkvi_chunk_avx2(x + i, flip ? flip + i : NULL, y + i, by, n, last));  \
+            most = _mm256_max_ps(most, tkvi_span_avx2(x + i, flip ? flip + i : NULL, y + i, by, n, last));   \
         return most;                                                                                         \
     }
-TKVI_CHUNK_AVX2_(1, 1, 1)
-TKVI_CHUNK_AVX2_(2, 2, 1)
-TKVI_CHUNK_AVX2_(4, 4, 1)
-TKVI_CHUNK_AVX2_(8, 8, 1)
-TKVI_CHUNK_AVX2_(8_first, 8, 0)
-#undef TKVI_CHUNK_AVX2_
+TKVI_SPAN_AVX2_(1, 1, 1)
+TKVI_SPAN_AVX2_(2, 2, 1)
+TKVI_SPAN_AVX2_(4, 4, 1)
+TKVI_SPAN_AVX2_(8, 8, 1)
+TKVI_SPAN_AVX2_(8_first, 8, 0)
+#undef TKVI_SPAN_AVX2_
 
 /* Butterflies at distance h over 2h values, a multiple of 8; times `by`. */
 TKVI_FLAT_AVX2 __m256 tkvi_across_avx2(float *x, float by, int h) {
@@ -6674,13 +6680,13 @@ static TKVI_NOINLINE TKVI_TARGET_AVX2 __m256 tkvi_window_avx2(const float *x, co
     __m256 most = _mm256_setzero_ps();
     int i;
     switch (log2n) {
-    case 3: return tkvi_chunk1_avx2(x, flip, y, by, 8);
-    case 4: return tkvi_chunk2_avx2(x, flip, y, by, 16);
-    case 5: return tkvi_chunk4_avx2(x, flip, y, by, 32);
-    case 6: return tkvi_chunk8_avx2(x, flip, y, by, 64);
+    case 3: return tkvi_span1_avx2(x, flip, y, by, 8);
+    case 4: return tkvi_span2_avx2(x, flip, y, by, 16);
+    case 5: return tkvi_span4_avx2(x, flip, y, by, 32);
+    case 6: return tkvi_span8_avx2(x, flip, y, by, 64);
     default: break;
     }
-    tkvi_chunk8_first_avx2(x, flip, y, 1.0f, n);
+    tkvi_span8_first_avx2(x, flip, y, 1.0f, n);
     for (i = 0; i < n; i += 128)
         most = _mm256_max_ps(most, tkvi_across_avx2(y + i, n == 128 ? by : 1.0f, 64));
     return n == 128 ? most : tkvi_across_avx2(y, by, 128);
@@ -6708,8 +6714,8 @@ static TKVI_TARGET_AVX2 void tkvi_flips_avx2(float *flip, int n) {
 
 TKVI_FLAT_AVX512 void tkvi_butterfly_avx512(__m512 *a, __m512 *b) {
     __m512 sum = _mm512_add_ps(*a, *b), less = _mm512_sub_ps(*a, *b);
-    TKVI_AS_IT_IS(sum);
-    TKVI_AS_IT_IS(less);
+    TKVI_KEEP_ORDER(sum);
+    TKVI_KEEP_ORDER(less);
     *a = sum;
     *b = less;
 }
@@ -6741,8 +6747,8 @@ TKVI_FLAT_AVX512 __m512 tkvi_flip_avx512(__m512 x, const float *flip) {
     return _mm512_xor_ps(x, _mm512_loadu_ps(flip));
 }
 
-TKVI_FLAT_AVX512 __m512 tkvi_chunk_avx512(const float *x, const float *flip, float *y, float by, const int n,
-                                          const int last) {
+TKVI_FLAT_AVX512 __m512 tkvi_span_avx512(const float *x, const float *flip, float *y, float by, const int n,
+                                         const int last) {
     __m512 v[8], most = _mm512_setzero_ps();
     int i;
     TKVI_UNROLL
@@ -6766,22 +6772,21 @@ TKVI_FLAT_AVX512 __m512 tkvi_chunk_avx512(const float *x, const float *flip, flo
 }
 
 /* Chunks of 16 n, end values in all. Functions of their own: clang unrolls those. */
-#define TKVI_CHUNK_AVX512_(name, n, last)                                                                    \
-    static TKVI_TARGET_AVX512 __m512 tkvi_chunk##name##_avx512(const float *x, const float *flip, float *y,  \
-                                                               float by, int end) {                          \
+#define TKVI_SPAN_AVX512_(name, n, last)                                                                     \
+    static TKVI_TARGET_AVX512 __m512 tkvi_span##name##_avx512(const float *x, const float *flip, float *y,   \
+                                                              float by, int end) {                           \
         __m512 most = _mm512_setzero_ps();                                                                   \
         int i;                                                                                               \
         for (i = 0; i < end; i += 16 * n)                                                                    \
-            most =                                                                                           \
-                _mm512_max_ps(most, tkvi_chunk_avx512(x + i, flip ? flip + i : NULL, y + i, by, n, last));   \
+            most = _mm512_max_ps(most, tkvi_span_avx512(x + i, flip ? flip + i : NULL, y + i, by, n, last)); \
         return most;                                                                                         \
     }
-TKVI_CHUNK_AVX512_(1, 1, 1)
-TKVI_CHUNK_AVX512_(2, 2, 1)
-TKVI_CHUNK_AVX512_(4, 4, 1)
-TKVI_CHUNK_AVX512_(8, 8, 1)
-TKVI_CHUNK_AVX512_(8_first, 8, 0)
-#undef TKVI_CHUNK_AVX512_
+TKVI_SPAN_AVX512_(1, 1, 1)
+TKVI_SPAN_AVX512_(2, 2, 1)
+TKVI_SPAN_AVX512_(4, 4, 1)
+TKVI_SPAN_AVX512_(8, 8, 1)
+TKVI_SPAN_AVX512_(8_first, 8, 0)
+#undef TKVI_SPAN_AVX512_
 
 static TKVI_NOINLINE TKVI_TARGET_AVX512 __m512 tkvi_window_avx512(const float *x, const float *flip, float *y,
                                                                   int log2n) {
@@ -6789,13 +6794,13 @@ static TKVI_NOINLINE TKVI_TARGET_AVX512 __m512 tkvi_window_avx512(const float *x
     __m512 most = _mm512_setzero_ps();
     int i;
     switch (log2n) {
-    case 4: return tkvi_chunk1_avx512(x, flip, y, by, 16);
-    case 5: return tkvi_chunk2_avx512(x, flip, y, by, 32);
-    case 6: return tkvi_chunk4_avx512(x, flip, y, by, 64);
-    case 7: return tkvi_chunk8_avx512(x, flip, y, by, 128);
+    case 4: return tkvi_span1_avx512(x, flip, y, by, 16);
+    case 5: return tkvi_span2_avx512(x, flip, y, by, 32);
+    case 6: return tkvi_span4_avx512(x, flip, y, by, 64);
+    case 7: return tkvi_span8_avx512(x, flip, y, by, 128);
     default: break;
     }
-    tkvi_chunk8_first_avx512(x, flip, y, 1.0f, 256);
+    tkvi_span8_first_avx512(x, flip, y, 1.0f, 256);
     for (i = 0; i < 128; i += 16) {
         __m512 a = _mm512_loadu_ps(y + i), b = _mm512_loadu_ps(y + 128 + i);
         tkvi_butterfly_avx512(&a, &b);
@@ -6815,7 +6820,7 @@ static TKVI_NOINLINE TKVI_TARGET_AVX512 __m512 tkvi_window_avx512(const float *x
 
 #endif /* TKVI_X86 */
 
-#endif /* TKVI_KERNELS_TRANSPOSE_X86_H */
+#endif /* TKVI_KERNELS_ROTATE_X86_H */
 /* ======== kernels/values_x86.h ======== */
 /*
  * kernels/values_x86.h - tokens of a side of tiles as floats, by vectors, with the bits of formats/tiles.h.
@@ -6831,7 +6836,7 @@ static TKVI_NOINLINE TKVI_TARGET_AVX512 __m512 tkvi_window_avx512(const float *x
  * Sorting for K stays within 16 bytes, so a column has its tokens in the order of its own: byte 16 k + 4 p + j is
  * token 16 p + 4 k + j.
  *
- * Calls kernels/transpose_x86.h and kernels/x86.h.
+ * Calls kernels/rotate_x86.h and kernels/x86.h.
  */
 #ifndef TKVI_KERNELS_VALUES_X86_H
 #define TKVI_KERNELS_VALUES_X86_H
@@ -6848,7 +6853,7 @@ typedef struct tkvi_tile_parts {
 } tkvi_tile_parts;
 
 /* Room for the codes of a side, and what its values are made of. */
-typedef struct tkvi_rows {
+typedef struct tkvi_decoded_rows {
     const tkvi_side *s;
     float *x;
     size_t stride;
@@ -6857,21 +6862,21 @@ typedef struct tkvi_rows {
     TKVI_ALIGNED uint8_t column[TKV_MAX_HEAD_DIM * TKVI_BLOCK]; /* K: [channel][64] */
     TKVI_ALIGNED float scale[2 * TKV_MAX_HEAD_DIM],
         zero[2 * TKV_MAX_HEAD_DIM]; /* K: [group][channel], V: [group][token] */
-} tkvi_rows;
+} tkvi_decoded_rows;
 
-typedef struct tkvi_row_steps {
+typedef struct tkvi_row_ops {
     /* Four columns of K. */
-    void (*columns)(const tkvi_tile_parts *t, uint8_t *const *column);
+    void (*unpack_columns)(const tkvi_tile_parts *t, uint8_t *const *column);
     /* 16 tokens of V, `stride` bytes from each to the next; with `upper` levels for 16 channels more. */
-    void (*slab)(const tkvi_tile_parts *t, const int8_t *upper, uint8_t *row, int stride);
-    void (*stand)(tkvi_rows *r);
+    void (*unpack_slab)(const tkvi_tile_parts *t, const int8_t *upper, uint8_t *row, int stride);
+    void (*transpose)(tkvi_decoded_rows *r);
     /* The first n channels of token t, as floats before any rotation: of K, of V, of V with levels */
-    void (*row[3])(const tkvi_rows *r, int t, int n, float *to);
-    void (*unrotate)(float *y, const float *signs, int dim, float *to); /* a rotated row; y is spoilt */
-} tkvi_row_steps;
+    void (*row_to_floats[3])(const tkvi_decoded_rows *r, int t, int n, float *to);
+    void (*rotate_back)(float *y, const float *signs, int dim, float *to); /* a rotated row; y is spoilt */
+} tkvi_row_ops;
 
-static tkvi_tile_parts tkvi_parts_of(const tkvi_side *s, const uint8_t *src, const tkvi_tile_at *at,
-                                     int width) {
+static tkvi_tile_parts tkvi_tile_parts_of(const tkvi_side *s, const uint8_t *src, const tkvi_tile_at *at,
+                                          int width) {
     tkvi_tile_parts t;
     t.low = src + at->wide;
     t.low_bits = width == 8 ? 8 : width >= 4 ? 4 : width >= 2 ? 2 : 0;
@@ -6882,25 +6887,25 @@ static tkvi_tile_parts tkvi_parts_of(const tkvi_side *s, const uint8_t *src, con
     return t;
 }
 
-static void tkvi_rows_k(const tkvi_row_steps *v, tkvi_rows *r, const uint8_t *src) {
+static void tkvi_unpack_rows_k(const tkvi_row_ops *v, tkvi_decoded_rows *r, const uint8_t *src) {
     const tkvi_side *s = r->s;
     tkvi_tile_at at = tkvi_tiles(&s->runs);
     int width, i, k, position = 0;
     for (width = TKVI_MAX_WIDTH; width > 0; width--)
         for (i = 0; i < s->runs.n[width]; i++, position += 4) {
-            const tkvi_tile_parts t = tkvi_parts_of(s, src, &at, width);
+            const tkvi_tile_parts t = tkvi_tile_parts_of(s, src, &at, width);
             uint8_t *column[4];
             for (k = 0; k < 4; k++) column[k] = r->column + TKVI_BLOCK * tkvi_channel(s, position + k);
-            v->columns(&t, column);
+            v->unpack_columns(&t, column);
             tkvi_next_tile(&at, width);
         }
     for (; position < s->pad; position++) /* channels without codes */
         memset(r->column + TKVI_BLOCK * tkvi_channel(s, position), 0, TKVI_BLOCK);
-    v->stand(r);
+    v->transpose(r);
 }
 
 /* Metadata of K by channel instead of by position. */
-static void tkvi_rows_order(const tkvi_side *s, float *x) {
+static void tkvi_sort_by_channel(const tkvi_side *s, float *x) {
     float plain[2 * TKV_MAX_HEAD_DIM];
     int g, i;
     memcpy(plain, x, (size_t)(s->groups * s->pad) * sizeof *x);
@@ -6908,7 +6913,7 @@ static void tkvi_rows_order(const tkvi_side *s, float *x) {
         for (i = 0; i < s->pad; i++) x[g * s->pad + s->order[i]] = plain[g * s->pad + i];
 }
 
-static void tkvi_rows_v(const tkvi_row_steps *v, tkvi_rows *r, const uint8_t *src) {
+static void tkvi_unpack_rows_v(const tkvi_row_ops *v, tkvi_decoded_rows *r, const uint8_t *src) {
     const tkvi_side *s = r->s;
     tkvi_tile_at at = tkvi_tiles(&s->runs);
     int width, i, slab = 0;
@@ -6918,8 +6923,8 @@ static void tkvi_rows_v(const tkvi_row_steps *v, tkvi_rows *r, const uint8_t *sr
         for (i = 0; i < s->runs.n[width]; i++) {
             const int from = i % 4 * 16;
             if (from < r->first + r->n && from + 16 > r->first) {
-                const tkvi_tile_parts t = tkvi_parts_of(s, src, &at, width);
-                v->slab(&t, upper, r->level + from * s->pad + slab, s->pad);
+                const tkvi_tile_parts t = tkvi_tile_parts_of(s, src, &at, width);
+                v->unpack_slab(&t, upper, r->level + from * s->pad + slab, s->pad);
             }
             tkvi_next_tile(&at, width);
             if (i % 4 == 3) slab += channels;
@@ -6928,11 +6933,11 @@ static void tkvi_rows_v(const tkvi_row_steps *v, tkvi_rows *r, const uint8_t *sr
 }
 
 /* All rows as floats, rotated ones turned back. */
-static void tkvi_rows_floats(const tkvi_row_steps *v, const tkvi_rows *r) {
+static void tkvi_rows_to_floats(const tkvi_row_ops *v, const tkvi_decoded_rows *r) {
     TKVI_ALIGNED float signs[TKV_MAX_HEAD_DIM], y[TKV_MAX_HEAD_DIM];
     const tkvi_side *s = r->s;
-    void (*row)(const tkvi_rows *, int, int, float *) =
-        v->row[s->which == TKV_V ? 1 + (s->levels != NULL) : 0];
+    void (*row)(const tkvi_decoded_rows *, int, int, float *) =
+        v->row_to_floats[s->which == TKV_V ? 1 + (s->levels != NULL) : 0];
     float *to = r->x;
     int t;
     if (s->format->rotated) tkvi_flips_avx2(signs, s->pad);
@@ -6942,33 +6947,34 @@ static void tkvi_rows_floats(const tkvi_row_steps *v, const tkvi_rows *r) {
             continue;
         }
         row(r, t, TKV_MAX_HEAD_DIM, y);
-        v->unrotate(y, signs, s->dim, to);
+        v->rotate_back(y, signs, s->dim, to);
     }
 }
 
-static void tkvi_tile_rows(const tkvi_row_steps *v, const tkvi_side *s, const tkvi_simd_ops *help,
-                           const uint8_t *src, int first, int n, float *x, size_t stride) {
-    tkvi_rows r;
+static void tkvi_decode_tile_rows(const tkvi_row_ops *v, const tkvi_side *s, const tkvi_simd_ops *ops,
+                                  const uint8_t *src, int first, int n, float *x, size_t stride) {
+    tkvi_decoded_rows r;
     r.s = s;
     r.x = x;
     r.stride = stride;
     r.first = first;
     r.n = n;
-    s->format->side[s->which].meta(s, src, help, r.scale, r.zero);
+    s->format->side[s->which].meta(s, src, ops, r.scale, r.zero);
     if (s->which == TKV_K) {
-        tkvi_rows_k(v, &r, src);
-        if (s->order) tkvi_rows_order(s, r.scale);
-        if (s->order) tkvi_rows_order(s, r.zero);
+        tkvi_unpack_rows_k(v, &r, src);
+        if (s->order) tkvi_sort_by_channel(s, r.scale);
+        if (s->order) tkvi_sort_by_channel(s, r.zero);
     } else {
-        tkvi_rows_v(v, &r, src);
+        tkvi_unpack_rows_v(v, &r, src);
     }
-    tkvi_rows_floats(v, &r);
+    tkvi_rows_to_floats(v, &r);
 }
 
 /* >>AVX2 */
-TKVI_FLAT_AVX2 __m256i tkvi_part_avx2(const uint8_t *p, int right, int bits) {
+TKVI_FLAT_AVX2 __m256i tkvi_load_field_avx2(const uint8_t *p, int right, int bits) {
     const __m256i x = _mm256_loadu_si256((const __m256i *)(const void *)p);
-    return _mm256_and_si256(_mm256_srl_epi16(x, _mm_cvtsi32_si128(right)), tkvi_all_avx2((1 << bits) - 1));
+    return _mm256_and_si256(_mm256_srl_epi16(x, _mm_cvtsi32_si128(right)),
+                            tkvi_splat_bytes_avx2((1 << bits) - 1));
 }
 
 /* Half h of plane p of a tile, in order of r: 8 times four neighbours with one r. */
@@ -6977,20 +6983,21 @@ TKVI_FLAT_AVX2 __m256i tkvi_tile_plane_avx2(const tkvi_tile_parts *t, int p, int
                                             1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
     const int at = p * t->low_bits;
     __m256i x = _mm256_setzero_si256();
-    if (t->low_bits) x = tkvi_part_avx2(t->low + at / 8 * 64 + 32 * h, at % 8, t->low_bits);
+    if (t->low_bits) x = tkvi_load_field_avx2(t->low + at / 8 * 64 + 32 * h, at % 8, t->low_bits);
     if (t->high_bits) {
-        const __m256i high = tkvi_part_avx2(t->high + 32 * h, t->high_at + p * t->high_bits, t->high_bits);
+        const __m256i high =
+            tkvi_load_field_avx2(t->high + 32 * h, t->high_at + p * t->high_bits, t->high_bits);
         x = _mm256_or_si256(x, _mm256_sll_epi16(high, _mm_cvtsi32_si128(t->low_bits)));
     }
     return _mm256_shuffle_epi8(x, sorted);
 }
 
-TKVI_FLAT_AVX2 __m256i tkvi_table_avx2(const int8_t *levels, __m256i code) {
+TKVI_FLAT_AVX2 __m256i tkvi_look_up_avx2(const int8_t *levels, __m256i code) {
     const __m128i table = _mm_loadu_si128((const __m128i *)(const void *)levels);
     return _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(table), code);
 }
 
-static TKVI_TARGET_AVX2 void tkvi_four_columns_avx2(const tkvi_tile_parts *t, uint8_t *const *column) {
+static TKVI_TARGET_AVX2 void tkvi_unpack_columns_avx2(const tkvi_tile_parts *t, uint8_t *const *column) {
     int h, p;
     for (h = 0; h < 2; h++) {
         __m256i x[4], a, b, c, d;
@@ -7008,31 +7015,31 @@ static TKVI_TARGET_AVX2 void tkvi_four_columns_avx2(const tkvi_tile_parts *t, ui
 }
 
 /* Rows of 16 codes of tokens `token` and `token` + 2. */
-TKVI_FLAT_AVX2 void tkvi_slab_rows_avx2(__m256i code, const int8_t *lower, const int8_t *upper, uint8_t *row,
-                                        int stride) {
-    __m256i x = lower ? tkvi_table_avx2(lower, code) : code;
+TKVI_FLAT_AVX2 void tkvi_store_slab_rows_avx2(__m256i code, const int8_t *lower, const int8_t *upper,
+                                              uint8_t *row, int stride) {
+    __m256i x = lower ? tkvi_look_up_avx2(lower, code) : code;
     _mm_storeu_si128((__m128i *)(void *)row, _mm256_castsi256_si128(x));
     _mm_storeu_si128((__m128i *)(void *)(row + 2 * stride), _mm256_extracti128_si256(x, 1));
     if (!upper) return;
-    x = tkvi_table_avx2(upper, code);
+    x = tkvi_look_up_avx2(upper, code);
     _mm_storeu_si128((__m128i *)(void *)(row + 16), _mm256_castsi256_si128(x));
     _mm_storeu_si128((__m128i *)(void *)(row + 2 * stride + 16), _mm256_extracti128_si256(x, 1));
 }
 
-static TKVI_TARGET_AVX2 void tkvi_slab_avx2(const tkvi_tile_parts *t, const int8_t *upper, uint8_t *row,
-                                            int stride) {
+static TKVI_TARGET_AVX2 void tkvi_unpack_slab_avx2(const tkvi_tile_parts *t, const int8_t *upper,
+                                                   uint8_t *row, int stride) {
     const __m256i by_token = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
     int p;
     for (p = 0; p < 4; p++, row += 4 * stride) {
         const __m256i a = _mm256_permutevar8x32_epi32(tkvi_tile_plane_avx2(t, p, 0), by_token);
         const __m256i b = _mm256_permutevar8x32_epi32(tkvi_tile_plane_avx2(t, p, 1), by_token);
-        tkvi_slab_rows_avx2(_mm256_unpacklo_epi64(a, b), t->levels, upper, row, stride);
-        tkvi_slab_rows_avx2(_mm256_unpackhi_epi64(a, b), t->levels, upper, row + stride, stride);
+        tkvi_store_slab_rows_avx2(_mm256_unpacklo_epi64(a, b), t->levels, upper, row, stride);
+        tkvi_store_slab_rows_avx2(_mm256_unpackhi_epi64(a, b), t->levels, upper, row + stride, stride);
     }
 }
 
 /* Bytes of vectors at distance h are interleaved: 16 x 16 bytes are turned when that was done with 8, 4, 2, 1. */
-TKVI_FLAT_AVX2 void tkvi_weaving_avx2(__m256i *x, const int h) {
+TKVI_FLAT_AVX2 void tkvi_interleave_bytes_avx2(__m256i *x, const int h) {
     int i;
     TKVI_UNROLL
     for (i = 0; i < 8; i++) {
@@ -7042,7 +7049,7 @@ TKVI_FLAT_AVX2 void tkvi_weaving_avx2(__m256i *x, const int h) {
     }
 }
 
-static TKVI_TARGET_AVX2 void tkvi_stand_rows_avx2(tkvi_rows *r) {
+static TKVI_TARGET_AVX2 void tkvi_transpose_columns_avx2(tkvi_decoded_rows *r) {
     const int pad = r->s->pad;
     int c, k, i;
     for (c = 0; c < pad; c += 16)
@@ -7053,10 +7060,10 @@ static TKVI_TARGET_AVX2 void tkvi_stand_rows_avx2(tkvi_rows *r) {
             TKVI_UNROLL
             for (i = 0; i < 16; i++)
                 x[i] = _mm256_loadu_si256((const __m256i *)(const void *)(from + TKVI_BLOCK * i));
-            tkvi_weaving_avx2(x, 8);
-            tkvi_weaving_avx2(x, 4);
-            tkvi_weaving_avx2(x, 2);
-            tkvi_weaving_avx2(x, 1);
+            tkvi_interleave_bytes_avx2(x, 8);
+            tkvi_interleave_bytes_avx2(x, 4);
+            tkvi_interleave_bytes_avx2(x, 2);
+            tkvi_interleave_bytes_avx2(x, 1);
             TKVI_UNROLL
             for (i = 0; i < 16; i++) {
                 uint8_t *row = to + (i / 4 * 16 + i % 4) * pad;
@@ -7067,17 +7074,17 @@ static TKVI_TARGET_AVX2 void tkvi_stand_rows_avx2(tkvi_rows *r) {
 }
 
 /* The first n (any number) of 8 lanes. */
-TKVI_FLAT_AVX2 __m256i tkvi_lanes_avx2(int n) {
+TKVI_FLAT_AVX2 __m256i tkvi_lane_mask_avx2(int n) {
     return _mm256_cmpgt_epi32(_mm256_set1_epi32(n), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
 }
 
-TKVI_FLAT_AVX2 void tkvi_save_some_avx2(float *to, __m256 x, int n) {
+TKVI_FLAT_AVX2 void tkvi_store_first_avx2(float *to, __m256 x, int n) {
     if (n >= 8) _mm256_storeu_ps(to, x);
-    else _mm256_maskstore_ps(to, tkvi_lanes_avx2(n), x);
+    else _mm256_maskstore_ps(to, tkvi_lane_mask_avx2(n), x);
 }
 
-TKVI_FLAT_AVX2 void tkvi_row_avx2(const tkvi_rows *r, int t, const int k, const int with_sign, int n,
-                                  float *to) {
+TKVI_FLAT_AVX2 void tkvi_row_to_floats_avx2(const tkvi_decoded_rows *r, int t, const int k,
+                                            const int with_sign, int n, float *to) {
     const tkvi_side *s = r->s;
     const uint8_t *level = r->level + t * s->pad;
     const float *scale = k ? r->scale + t * s->groups / TKVI_BLOCK * s->pad : r->scale + t;
@@ -7089,42 +7096,45 @@ TKVI_FLAT_AVX2 void tkvi_row_avx2(const tkvi_rows *r, int t, const int k, const 
             const __m128i bytes = _mm_loadl_epi64((const __m128i *)(const void *)(level + c));
             const __m256 x =
                 _mm256_cvtepi32_ps(with_sign ? _mm256_cvtepi8_epi32(bytes) : _mm256_cvtepu8_epi32(bytes));
-            tkvi_save_some_avx2(to + c,
-                                k ? _mm256_fmadd_ps(x, _mm256_loadu_ps(scale + c), _mm256_loadu_ps(zero + c))
-                                  : _mm256_fmadd_ps(x, by, plus),
-                                n - c);
+            tkvi_store_first_avx2(
+                to + c,
+                k ? _mm256_fmadd_ps(x, _mm256_loadu_ps(scale + c), _mm256_loadu_ps(zero + c))
+                  : _mm256_fmadd_ps(x, by, plus),
+                n - c);
         }
     }
 }
 
 #define TKVI_ROW_(name, k, with_sign)                                                                        \
-    static TKVI_TARGET_AVX2 void tkvi_row_##name##_avx2(const tkvi_rows *r, int t, int n, float *to) {       \
-        tkvi_row_avx2(r, t, k, with_sign, n, to);                                                            \
+    static TKVI_TARGET_AVX2 void tkvi_row_##name##_avx2(const tkvi_decoded_rows *r, int t, int n,            \
+                                                        float *to) {                                         \
+        tkvi_row_to_floats_avx2(r, t, k, with_sign, n, to);                                                  \
     }
 TKVI_ROW_(k, 1, 0)
 TKVI_ROW_(v, 0, 0)
 TKVI_ROW_(v_signed, 0, 1)
 #undef TKVI_ROW_
 
-static TKVI_TARGET_AVX2 void tkvi_unrotate_avx2(float *y, const float *signs, int dim, float *to) {
+static TKVI_TARGET_AVX2 void tkvi_rotate_row_back_avx2(float *y, const float *signs, int dim, float *to) {
     const int log2n = tkvi_log2_floor(dim), n = 1 << log2n;
     int c;
     if (n < dim) (void)tkvi_window_avx2(y + dim - n, NULL, y + dim - n, log2n);
     (void)tkvi_window_avx2(y, NULL, y, log2n);
     for (c = 0; c < dim; c += 8)
-        tkvi_save_some_avx2(to + c, _mm256_xor_ps(_mm256_load_ps(y + c), _mm256_load_ps(signs + c)), dim - c);
+        tkvi_store_first_avx2(to + c, _mm256_xor_ps(_mm256_load_ps(y + c), _mm256_load_ps(signs + c)),
+                              dim - c);
 }
 
-static const tkvi_row_steps tkvi_row_steps_avx2 = {tkvi_four_columns_avx2,
-                                                   tkvi_slab_avx2,
-                                                   tkvi_stand_rows_avx2,
-                                                   {tkvi_row_k_avx2, tkvi_row_v_avx2, tkvi_row_v_signed_avx2},
-                                                   tkvi_unrotate_avx2};
+static const tkvi_row_ops tkvi_row_ops_avx2 = {tkvi_unpack_columns_avx2,
+                                               tkvi_unpack_slab_avx2,
+                                               tkvi_transpose_columns_avx2,
+                                               {tkvi_row_k_avx2, tkvi_row_v_avx2, tkvi_row_v_signed_avx2},
+                                               tkvi_rotate_row_back_avx2};
 
-static void tkvi_tile_values_avx2(const tkvi_side *s, const tkvi_simd_ops *help, const uint8_t *src,
-                                  int first, int n, float *x, size_t stride) {
-    if (s->dim < 16) tkvi_tiles_scalar(s, help, src, first, n, x, stride);
-    else tkvi_tile_rows(&tkvi_row_steps_avx2, s, help, src, first, n, x, stride);
+static void tkvi_decode_tiles_avx2(const tkvi_side *s, const tkvi_simd_ops *ops, const uint8_t *src,
+                                   int first, int n, float *x, size_t stride) {
+    if (s->dim < 16) tkvi_decode_tiles_scalar(s, ops, src, first, n, x, stride);
+    else tkvi_decode_tile_rows(&tkvi_row_ops_avx2, s, ops, src, first, n, x, stride);
 }
 
 /* >>AVX-512 */
@@ -7136,9 +7146,10 @@ static void tkvi_tile_values_avx2(const tkvi_side *s, const tkvi_simd_ops *help,
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 #endif
 
-TKVI_FLAT_AVX512 __m512i tkvi_part_avx512(const uint8_t *p, int right, int bits) {
+TKVI_FLAT_AVX512 __m512i tkvi_load_field_avx512(const uint8_t *p, int right, int bits) {
     const __m512i x = _mm512_loadu_si512((const void *)p);
-    return _mm512_and_si512(_mm512_srl_epi16(x, _mm_cvtsi32_si128(right)), tkvi_all_avx512((1 << bits) - 1));
+    return _mm512_and_si512(_mm512_srl_epi16(x, _mm_cvtsi32_si128(right)),
+                            tkvi_splat_bytes_avx512((1 << bits) - 1));
 }
 
 /* Plane p of a tile, in order of r: 16 times four neighbours with one r. */
@@ -7146,20 +7157,20 @@ TKVI_FLAT_AVX512 __m512i tkvi_tile_plane_avx512(const tkvi_tile_parts *t, int p)
     const __m512i sorted = _mm512_set4_epi32(0x0f0b0703, 0x0e0a0602, 0x0d090501, 0x0c080400);
     const int at = p * t->low_bits;
     __m512i x = _mm512_setzero_si512();
-    if (t->low_bits) x = tkvi_part_avx512(t->low + at / 8 * 64, at % 8, t->low_bits);
+    if (t->low_bits) x = tkvi_load_field_avx512(t->low + at / 8 * 64, at % 8, t->low_bits);
     if (t->high_bits) {
-        const __m512i high = tkvi_part_avx512(t->high, t->high_at + p * t->high_bits, t->high_bits);
+        const __m512i high = tkvi_load_field_avx512(t->high, t->high_at + p * t->high_bits, t->high_bits);
         x = _mm512_or_si512(x, _mm512_sll_epi16(high, _mm_cvtsi32_si128(t->low_bits)));
     }
     return _mm512_shuffle_epi8(x, sorted);
 }
 
-TKVI_FLAT_AVX512 __m512i tkvi_table_avx512(const int8_t *levels, __m512i code) {
+TKVI_FLAT_AVX512 __m512i tkvi_look_up_avx512(const int8_t *levels, __m512i code) {
     const __m128i table = _mm_loadu_si128((const __m128i *)(const void *)levels);
     return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(table), code);
 }
 
-static TKVI_TARGET_AVX512 void tkvi_four_columns_avx512(const tkvi_tile_parts *t, uint8_t *const *column) {
+static TKVI_TARGET_AVX512 void tkvi_unpack_columns_avx512(const tkvi_tile_parts *t, uint8_t *const *column) {
     __m512i x[4], a, b, c, d;
     int p;
     TKVI_UNROLL
@@ -7175,25 +7186,25 @@ static TKVI_TARGET_AVX512 void tkvi_four_columns_avx512(const tkvi_tile_parts *t
 }
 
 /* The four quarters of a vector, `stride` bytes apart. */
-TKVI_FLAT_AVX512 void tkvi_save_quarters_avx512(uint8_t *to, int stride, __m512i x) {
+TKVI_FLAT_AVX512 void tkvi_store_quarters_avx512(uint8_t *to, int stride, __m512i x) {
     _mm_storeu_si128((__m128i *)(void *)to, _mm512_castsi512_si128(x));
     _mm_storeu_si128((__m128i *)(void *)(to + stride), _mm512_extracti32x4_epi32(x, 1));
     _mm_storeu_si128((__m128i *)(void *)(to + 2 * stride), _mm512_extracti32x4_epi32(x, 2));
     _mm_storeu_si128((__m128i *)(void *)(to + 3 * stride), _mm512_extracti32x4_epi32(x, 3));
 }
 
-static TKVI_TARGET_AVX512 void tkvi_slab_avx512(const tkvi_tile_parts *t, const int8_t *upper, uint8_t *row,
-                                                int stride) {
+static TKVI_TARGET_AVX512 void tkvi_unpack_slab_avx512(const tkvi_tile_parts *t, const int8_t *upper,
+                                                       uint8_t *row, int stride) {
     const __m512i by_token = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
     int p;
     for (p = 0; p < 4; p++, row += 4 * stride) {
         const __m512i x = _mm512_permutexvar_epi32(by_token, tkvi_tile_plane_avx512(t, p));
-        tkvi_save_quarters_avx512(row, stride, t->levels ? tkvi_table_avx512(t->levels, x) : x);
-        if (upper) tkvi_save_quarters_avx512(row + 16, stride, tkvi_table_avx512(upper, x));
+        tkvi_store_quarters_avx512(row, stride, t->levels ? tkvi_look_up_avx512(t->levels, x) : x);
+        if (upper) tkvi_store_quarters_avx512(row + 16, stride, tkvi_look_up_avx512(upper, x));
     }
 }
 
-TKVI_FLAT_AVX512 void tkvi_weaving_avx512(__m512i *x, const int h) {
+TKVI_FLAT_AVX512 void tkvi_interleave_bytes_avx512(__m512i *x, const int h) {
     int i;
     TKVI_UNROLL
     for (i = 0; i < 8; i++) {
@@ -7203,7 +7214,7 @@ TKVI_FLAT_AVX512 void tkvi_weaving_avx512(__m512i *x, const int h) {
     }
 }
 
-static TKVI_TARGET_AVX512 void tkvi_stand_rows_avx512(tkvi_rows *r) {
+static TKVI_TARGET_AVX512 void tkvi_transpose_columns_avx512(tkvi_decoded_rows *r) {
     const int pad = r->s->pad;
     int c, i;
     for (c = 0; c < pad; c += 16) {
@@ -7211,23 +7222,23 @@ static TKVI_TARGET_AVX512 void tkvi_stand_rows_avx512(tkvi_rows *r) {
         __m512i x[16];
         TKVI_UNROLL
         for (i = 0; i < 16; i++) x[i] = _mm512_load_si512((const void *)(from + TKVI_BLOCK * i));
-        tkvi_weaving_avx512(x, 8);
-        tkvi_weaving_avx512(x, 4);
-        tkvi_weaving_avx512(x, 2);
-        tkvi_weaving_avx512(x, 1);
+        tkvi_interleave_bytes_avx512(x, 8);
+        tkvi_interleave_bytes_avx512(x, 4);
+        tkvi_interleave_bytes_avx512(x, 2);
+        tkvi_interleave_bytes_avx512(x, 1);
         TKVI_UNROLL
         for (i = 0; i < 16; i++)
-            tkvi_save_quarters_avx512(r->level + (i / 4 * 16 + i % 4) * pad + c, 4 * pad, x[i]);
+            tkvi_store_quarters_avx512(r->level + (i / 4 * 16 + i % 4) * pad + c, 4 * pad, x[i]);
     }
 }
 
-TKVI_FLAT_AVX512 void tkvi_save_some_avx512(float *to, __m512 x, int n) {
+TKVI_FLAT_AVX512 void tkvi_store_first_avx512(float *to, __m512 x, int n) {
     if (n >= 16) _mm512_storeu_ps(to, x);
     else _mm512_mask_storeu_ps(to, (__mmask16)((1 << n) - 1), x);
 }
 
-TKVI_FLAT_AVX512 void tkvi_row_avx512(const tkvi_rows *r, int t, const int k, const int with_sign, int n,
-                                      float *to) {
+TKVI_FLAT_AVX512 void tkvi_row_to_floats_avx512(const tkvi_decoded_rows *r, int t, const int k,
+                                                const int with_sign, int n, float *to) {
     const tkvi_side *s = r->s;
     const uint8_t *level = r->level + t * s->pad;
     const float *scale = k ? r->scale + t * s->groups / TKVI_BLOCK * s->pad : r->scale + t;
@@ -7239,7 +7250,7 @@ TKVI_FLAT_AVX512 void tkvi_row_avx512(const tkvi_rows *r, int t, const int k, co
             const __m128i bytes = _mm_load_si128((const __m128i *)(const void *)(level + c));
             const __m512 x =
                 _mm512_cvtepi32_ps(with_sign ? _mm512_cvtepi8_epi32(bytes) : _mm512_cvtepu8_epi32(bytes));
-            tkvi_save_some_avx512(
+            tkvi_store_first_avx512(
                 to + c,
                 k ? _mm512_fmadd_ps(x, _mm512_loadu_ps(scale + c), _mm512_loadu_ps(zero + c))
                   : _mm512_fmadd_ps(x, by, plus),
@@ -7249,35 +7260,36 @@ TKVI_FLAT_AVX512 void tkvi_row_avx512(const tkvi_rows *r, int t, const int k, co
 }
 
 #define TKVI_ROW_(name, k, with_sign)                                                                        \
-    static TKVI_TARGET_AVX512 void tkvi_row_##name##_avx512(const tkvi_rows *r, int t, int n, float *to) {   \
-        tkvi_row_avx512(r, t, k, with_sign, n, to);                                                          \
+    static TKVI_TARGET_AVX512 void tkvi_row_##name##_avx512(const tkvi_decoded_rows *r, int t, int n,        \
+                                                            float *to) {                                     \
+        tkvi_row_to_floats_avx512(r, t, k, with_sign, n, to);                                                \
     }
 TKVI_ROW_(k, 1, 0)
 TKVI_ROW_(v, 0, 0)
 TKVI_ROW_(v_signed, 0, 1)
 #undef TKVI_ROW_
 
-static TKVI_TARGET_AVX512 void tkvi_unrotate_avx512(float *y, const float *signs, int dim, float *to) {
+static TKVI_TARGET_AVX512 void tkvi_rotate_row_back_avx512(float *y, const float *signs, int dim, float *to) {
     const int log2n = tkvi_log2_floor(dim), n = 1 << log2n;
     int c;
     if (n < dim) (void)tkvi_window_avx512(y + dim - n, NULL, y + dim - n, log2n);
     (void)tkvi_window_avx512(y, NULL, y, log2n);
     for (c = 0; c < dim; c += 16)
-        tkvi_save_some_avx512(to + c, _mm512_xor_ps(_mm512_load_ps(y + c), _mm512_load_ps(signs + c)),
-                              dim - c);
+        tkvi_store_first_avx512(to + c, _mm512_xor_ps(_mm512_load_ps(y + c), _mm512_load_ps(signs + c)),
+                                dim - c);
 }
 
-static const tkvi_row_steps tkvi_row_steps_avx512 = {
-    tkvi_four_columns_avx512,
-    tkvi_slab_avx512,
-    tkvi_stand_rows_avx512,
+static const tkvi_row_ops tkvi_row_ops_avx512 = {
+    tkvi_unpack_columns_avx512,
+    tkvi_unpack_slab_avx512,
+    tkvi_transpose_columns_avx512,
     {tkvi_row_k_avx512, tkvi_row_v_avx512, tkvi_row_v_signed_avx512},
-    tkvi_unrotate_avx512};
+    tkvi_rotate_row_back_avx512};
 
-static void tkvi_tile_values_avx512(const tkvi_side *s, const tkvi_simd_ops *help, const uint8_t *src,
-                                    int first, int n, float *x, size_t stride) {
-    if (s->dim < 16) tkvi_tiles_scalar(s, help, src, first, n, x, stride);
-    else tkvi_tile_rows(&tkvi_row_steps_avx512, s, help, src, first, n, x, stride);
+static void tkvi_decode_tiles_avx512(const tkvi_side *s, const tkvi_simd_ops *ops, const uint8_t *src,
+                                     int first, int n, float *x, size_t stride) {
+    if (s->dim < 16) tkvi_decode_tiles_scalar(s, ops, src, first, n, x, stride);
+    else tkvi_decode_tile_rows(&tkvi_row_ops_avx512, s, ops, src, first, n, x, stride);
 }
 
 #if defined(__GNUC__) && !defined(__clang__)
@@ -7302,24 +7314,24 @@ static void tkvi_tile_values_avx512(const tkvi_side *s, const tkvi_simd_ops *hel
 
 /* -ffast-math divides vectors by a reciprocal, floats not: these bytes would not be those of tkv_encode. */
 #if defined(__FAST_MATH__) || defined(_M_FP_FAST)
-#define TKVI_OTHER_GROUPS 1
+#define TKVI_INEXACT_DIVISION 1
 #else
-#define TKVI_OTHER_GROUPS 0
+#define TKVI_INEXACT_DIVISION 0
 #endif
 
 /* Cut to what halves hold. */
-TKVI_FLAT_AVX2 __m256 tkvi_group_cut_avx2(__m256 x) {
+TKVI_FLAT_AVX2 __m256 tkvi_clamp_f16_avx2(__m256 x) {
     const __m256 most = _mm256_set1_ps(TKVI_F16_MAX), least = _mm256_set1_ps(-TKVI_F16_MAX);
     return _mm256_max_ps(_mm256_min_ps(x, most), least);
 }
 
 /* Eight values from p, the lanes there are. */
-TKVI_FLAT_AVX2 __m256 tkvi_group_values_avx2(const float *p, __m256i lanes) {
-    return tkvi_group_cut_avx2(_mm256_maskload_ps(p, lanes));
+TKVI_FLAT_AVX2 __m256 tkvi_load_group_avx2(const float *p, __m256i lanes) {
+    return tkvi_clamp_f16_avx2(_mm256_maskload_ps(p, lanes));
 }
 
 /* Codes as integers; 0 where the scale is. */
-TKVI_FLAT_AVX2 __m256i tkvi_group_codes_avx2(__m256 x, __m256 scale, __m256 zero, float top) {
+TKVI_FLAT_AVX2 __m256i tkvi_group_to_codes_avx2(__m256 x, __m256 scale, __m256 zero, float top) {
     const __m256 none = _mm256_setzero_ps();
     __m256 y = _mm256_div_ps(_mm256_sub_ps(x, zero), scale);
     y = _mm256_and_ps(y, _mm256_cmp_ps(scale, none, _CMP_GT_OQ));
@@ -7327,9 +7339,9 @@ TKVI_FLAT_AVX2 __m256i tkvi_group_codes_avx2(__m256 x, __m256 scale, __m256 zero
 }
 
 /* Group g of eight columns of K, n tokens of the block being there. */
-TKVI_FLAT_AVX2 void tkvi_group_k_avx2(const tkvi_side *s, const float *x, size_t stride, int n, int g, int c,
-                                      tkvi_codes code, uint8_t *meta) {
-    const __m256i lanes = tkvi_lanes_avx2(s->dim - c);
+TKVI_FLAT_AVX2 void tkvi_encode_group_k_avx2(const tkvi_side *s, const float *x, size_t stride, int n, int g,
+                                             int c, tkvi_codes code, uint8_t *meta) {
+    const __m256i lanes = tkvi_lane_mask_avx2(s->dim - c);
     const float top = (float)((1 << s->format->bits) - 1);
     const int from = g * s->group, end = tkvi_min(n, from + s->group);
     uint8_t *at = meta + 2 * (g * s->pad + c);
@@ -7337,9 +7349,9 @@ TKVI_FLAT_AVX2 void tkvi_group_k_avx2(const tkvi_side *s, const float *x, size_t
     __m128i half;
     int t, k;
     x += c;
-    lo = hi = tkvi_group_values_avx2(x + (size_t)from * stride, lanes);
+    lo = hi = tkvi_load_group_avx2(x + (size_t)from * stride, lanes);
     for (t = from + 1; t < end; t++) {
-        const __m256 v = tkvi_group_values_avx2(x + (size_t)t * stride, lanes);
+        const __m256 v = tkvi_load_group_avx2(x + (size_t)t * stride, lanes);
         lo = _mm256_min_ps(v, lo);
         hi = _mm256_max_ps(v, hi);
     }
@@ -7355,8 +7367,8 @@ TKVI_FLAT_AVX2 void tkvi_group_k_avx2(const tkvi_side *s, const float *x, size_t
         for (k = 0; k < 4; k++) {
             v[k] = _mm256_setzero_si256();
             if (t + k < end)
-                v[k] = tkvi_group_codes_avx2(tkvi_group_values_avx2(x + (size_t)(t + k) * stride, lanes),
-                                             scale, zero, top);
+                v[k] = tkvi_group_to_codes_avx2(tkvi_load_group_avx2(x + (size_t)(t + k) * stride, lanes),
+                                                scale, zero, top);
         }
         v[0] = _mm256_packus_epi16(_mm256_packs_epi32(v[0], v[1]), _mm256_packs_epi32(v[2], v[3]));
         _mm_storeu_si128((__m128i *)(void *)(code[c / 4] + 4 * t), _mm256_castsi256_si128(v[0]));
@@ -7376,8 +7388,8 @@ TKVI_FLAT_AVX2 void tkvi_group_k_avx2(const tkvi_side *s, const float *x, size_t
     } while (0)
 
 /* Group g of tokens t .. t + 3; `row`: of each, that of a neighbour if it is not there. */
-TKVI_FLAT_AVX2 void tkvi_group_v_avx2(const tkvi_side *s, const float *const *row, int there, int g, int t,
-                                      tkvi_codes code, uint8_t *meta) {
+TKVI_FLAT_AVX2 void tkvi_encode_group_v_avx2(const tkvi_side *s, const float *const *row, int there, int g,
+                                             int t, tkvi_codes code, uint8_t *meta) {
     const float top = (float)((1 << s->format->bits) - 1);
     const int from = g * s->group, end = tkvi_min(s->dim, from + s->group);
     const __m128i some = _mm_cmpgt_epi32(_mm_set1_epi32(there), _mm_setr_epi32(0, 1, 2, 3));
@@ -7388,12 +7400,12 @@ TKVI_FLAT_AVX2 void tkvi_group_v_avx2(const tkvi_side *s, const float *const *ro
     __m128i half;
     int c, k;
     TKVI_UNROLL
-    for (k = 0; k < 4; k++) lo[k] = hi[k] = tkvi_group_cut_avx2(_mm256_broadcast_ss(row[k] + from));
+    for (k = 0; k < 4; k++) lo[k] = hi[k] = tkvi_clamp_f16_avx2(_mm256_broadcast_ss(row[k] + from));
     for (c = from; c < end; c += 8) {
-        const __m256i lanes = tkvi_lanes_avx2(end - c);
+        const __m256i lanes = tkvi_lane_mask_avx2(end - c);
         TKVI_UNROLL
         for (k = 0; k < 4; k++) {
-            const __m256 v = tkvi_group_values_avx2(row[k] + c, lanes), mask = _mm256_castsi256_ps(lanes);
+            const __m256 v = tkvi_load_group_avx2(row[k] + c, lanes), mask = _mm256_castsi256_ps(lanes);
             lo[k] = _mm256_blendv_ps(lo[k], _mm256_min_ps(v, lo[k]), mask);
             hi[k] = _mm256_blendv_ps(hi[k], _mm256_max_ps(v, hi[k]), mask);
         }
@@ -7408,12 +7420,12 @@ TKVI_FLAT_AVX2 void tkvi_group_v_avx2(const tkvi_side *s, const float *const *ro
     _mm_store_ps(zeros, _mm_cvtph_ps(half));
     _mm_storel_epi64((__m128i *)(void *)(at + 2 * s->groups * TKVI_BLOCK), half);
     for (c = from; c < end; c += 8) {
-        const __m256i lanes = tkvi_lanes_avx2(end - c);
+        const __m256i lanes = tkvi_lane_mask_avx2(end - c);
         __m256i v[4];
         TKVI_UNROLL
         for (k = 0; k < 4; k++)
-            v[k] = tkvi_group_codes_avx2(tkvi_group_values_avx2(row[k] + c, lanes), _mm256_set1_ps(scales[k]),
-                                         _mm256_set1_ps(zeros[k]), top);
+            v[k] = tkvi_group_to_codes_avx2(tkvi_load_group_avx2(row[k] + c, lanes),
+                                            _mm256_set1_ps(scales[k]), _mm256_set1_ps(zeros[k]), top);
         v[0] = _mm256_or_si256(v[0], _mm256_slli_epi32(v[1], 8));
         v[2] = _mm256_or_si256(v[2], _mm256_slli_epi32(v[3], 8));
         v[0] = _mm256_and_si256(_mm256_or_si256(v[0], _mm256_slli_epi32(v[2], 16)), lanes);
@@ -7422,25 +7434,25 @@ TKVI_FLAT_AVX2 void tkvi_group_v_avx2(const tkvi_side *s, const float *const *ro
     }
 }
 
-static TKVI_TARGET_AVX2 void tkvi_groups_avx2(const tkvi_side *s, const float *x, size_t stride, int n,
-                                              tkvi_codes code, uint8_t *meta) {
+static TKVI_TARGET_AVX2 void tkvi_encode_groups_avx2(const tkvi_side *s, const float *x, size_t stride, int n,
+                                                     tkvi_codes code, uint8_t *meta) {
     int g, c, t, k;
-    if (s->fit || s->order || TKVI_OTHER_GROUPS) {
-        tkvi_groups_scalar(s, x, stride, n, code, meta);
+    if (s->fit || s->order || TKVI_INEXACT_DIVISION) {
+        tkvi_encode_groups_scalar(s, x, stride, n, code, meta);
         return;
     }
     for (c = 0; c < s->dim && s->which == TKV_K; c += 8)
         for (g = 0; g * s->group < n && g < s->groups; g++)
-            tkvi_group_k_avx2(s, x, stride, n, g, c, code, meta);
+            tkvi_encode_group_k_avx2(s, x, stride, n, g, c, code, meta);
     for (t = 0; t < n && s->which == TKV_V; t += 4) {
         const float *row[4];
         for (k = 0; k < 4; k++) row[k] = x + (size_t)tkvi_min(t + k, n - 1) * stride;
-        for (g = 0; g < s->groups; g++) tkvi_group_v_avx2(s, row, n - t, g, t, code, meta);
+        for (g = 0; g < s->groups; g++) tkvi_encode_group_v_avx2(s, row, n - t, g, t, code, meta);
     }
 }
 
 #undef TKVI_ACROSS_FOUR_
-#undef TKVI_OTHER_GROUPS
+#undef TKVI_INEXACT_DIVISION
 
 #endif /* TKVI_X86 */
 
@@ -7457,15 +7469,15 @@ static TKVI_TARGET_AVX2 void tkvi_groups_avx2(const tkvi_side *s, const float *x
 #ifdef TKVI_X86
 
 /* >>pieces */
-TKVI_FLAT_AVX2 __m256i tkvi_bytes_avx2(const uint8_t *p) {
+TKVI_FLAT_AVX2 __m256i tkvi_load_bytes_avx2(const uint8_t *p) {
     return _mm256_loadu_si256((const __m256i *)(const void *)p);
 }
 
-TKVI_FLAT_AVX2 __m256i tkvi_ints_avx2(const int32_t *p) {
+TKVI_FLAT_AVX2 __m256i tkvi_load_ints_avx2(const int32_t *p) {
     return _mm256_loadu_si256((const __m256i *)(const void *)p);
 }
 
-TKVI_FLAT_AVX2 __m128i tkvi_bytes16_avx2(const uint8_t *p) {
+TKVI_FLAT_AVX2 __m128i tkvi_load_bytes16_avx2(const uint8_t *p) {
     return _mm_loadu_si128((const __m128i *)(const void *)p);
 }
 
@@ -7475,7 +7487,7 @@ TKVI_FLAT_AVX2 float tkvi_sum_avx2(__m256 a) {
     return _mm_cvtss_f32(_mm_add_ss(x, _mm_movehdup_ps(x)));
 }
 
-TKVI_FLAT_AVX2 float tkvi_most_avx2(__m256 a) {
+TKVI_FLAT_AVX2 float tkvi_max_avx2(__m256 a) {
     __m128 x = _mm_max_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
     x = _mm_max_ps(x, _mm_movehl_ps(x, x));
     return _mm_cvtss_f32(_mm_max_ss(x, _mm_movehdup_ps(x)));
@@ -7495,77 +7507,81 @@ TKVI_FLAT_AVX2 __m128 tkvi_max4_avx2(const __m256 *a) {
 }
 
 /* 8 values of an exact side. The branch goes the same way all the time. */
-TKVI_FLAT_AVX2 __m256 tkvi_values_avx2(tkvi_storage type, const uint8_t *row, int at) {
-    if (type == TKVI_AS_F16) return _mm256_cvtph_ps(tkvi_bytes16_avx2(row + 2 * at));
+TKVI_FLAT_AVX2 __m256 tkvi_load_values_avx2(tkvi_storage type, const uint8_t *row, int at) {
+    if (type == TKVI_AS_F16) return _mm256_cvtph_ps(tkvi_load_bytes16_avx2(row + 2 * at));
     if (type == TKVI_AS_BF16)
         return _mm256_castsi256_ps(
-            _mm256_slli_epi32(_mm256_cvtepu16_epi32(tkvi_bytes16_avx2(row + 2 * at)), 16));
-    return _mm256_castsi256_ps(tkvi_bytes_avx2(row + 4 * at));
+            _mm256_slli_epi32(_mm256_cvtepu16_epi32(tkvi_load_bytes16_avx2(row + 2 * at)), 16));
+    return _mm256_castsi256_ps(tkvi_load_bytes_avx2(row + 4 * at));
 }
 
-static TKVI_TARGET_AVX2 void tkvi_halves_avx2(const uint8_t *src, int n, float *dst) {
+static TKVI_TARGET_AVX2 void tkvi_f16_to_f32_avx2(const uint8_t *src, int n, float *dst) {
     int i;
     for (i = 0; i + 8 <= n; i += 8)
-        _mm256_storeu_ps(dst + i, _mm256_cvtph_ps(tkvi_bytes16_avx2(src + 2 * i)));
-    tkvi_halves_scalar(src + 2 * i, n - i, dst + i);
+        _mm256_storeu_ps(dst + i, _mm256_cvtph_ps(tkvi_load_bytes16_avx2(src + 2 * i)));
+    tkvi_f16_to_f32_scalar(src + 2 * i, n - i, dst + i);
 }
 
-static TKVI_TARGET_AVX2 void tkvi_to_halves_avx2(const float *x, int n, uint8_t *dst) {
+static TKVI_TARGET_AVX2 void tkvi_f32_to_f16_avx2(const float *x, int n, uint8_t *dst) {
     const __m256 most = _mm256_set1_ps(TKVI_F16_MAX), least = _mm256_set1_ps(-TKVI_F16_MAX);
     int i;
     for (i = 0; i + 8 <= n; i += 8) {
         const __m256 y = _mm256_max_ps(_mm256_min_ps(_mm256_loadu_ps(x + i), most), least);
         _mm_storeu_si128((__m128i *)(void *)(dst + 2 * i), _mm256_cvtps_ph(y, 0)); /* half to even */
     }
-    tkvi_to_halves_scalar(x + i, n - i, dst + 2 * i);
+    tkvi_f32_to_f16_scalar(x + i, n - i, dst + 2 * i);
 }
 
 /* n is a multiple of 4 here: four lanes. */
-TKVI_FLAT_AVX2 __m128i tkvi_4bytes_avx2(const uint8_t *src) {
+TKVI_FLAT_AVX2 __m128i tkvi_load_bytes4_avx2(const uint8_t *src) {
     int32_t x;
     memcpy(&x, src, 4);
     return _mm_cvtsi32_si128(x);
 }
 
 /* Eight of tkvi_log_value. */
-TKVI_FLAT_AVX2 __m256 tkvi_8logs_avx2(__m128i bytes, int top) {
+TKVI_FLAT_AVX2 __m256 tkvi_decode_8_log_scales_avx2(__m128i bytes, int top) {
     const __m256i base = _mm256_set1_epi32(1024), one = _mm256_set1_epi32(1);
     const uint8_t *mantissa = (const uint8_t *)tkvi_log_mantissa;
     __m256i code = _mm256_cvtepu8_epi32(bytes), x = _mm256_sub_epi32(code, one);
     __m256i bits = _mm256_add_epi32(_mm256_srai_epi32(x, 4), _mm256_set1_epi32(127 + top - 16));
     /* a table of 16: two of eight, and bit 3 chooses */
-    __m256i low = _mm256_permutevar8x32_epi32(_mm256_cvtepu16_epi32(tkvi_bytes16_avx2(mantissa)), x);
-    __m256i high = _mm256_permutevar8x32_epi32(_mm256_cvtepu16_epi32(tkvi_bytes16_avx2(mantissa + 16)), x);
+    __m256i low = _mm256_permutevar8x32_epi32(_mm256_cvtepu16_epi32(tkvi_load_bytes16_avx2(mantissa)), x);
+    __m256i high =
+        _mm256_permutevar8x32_epi32(_mm256_cvtepu16_epi32(tkvi_load_bytes16_avx2(mantissa + 16)), x);
     x = _mm256_castps_si256(_mm256_blendv_ps(_mm256_castsi256_ps(low), _mm256_castsi256_ps(high),
                                              _mm256_castsi256_ps(_mm256_slli_epi32(x, 28))));
     bits = _mm256_or_si256(_mm256_slli_epi32(bits, 23), _mm256_slli_epi32(_mm256_sub_epi32(x, base), 13));
     return _mm256_castsi256_ps(_mm256_andnot_si256(_mm256_cmpeq_epi32(code, _mm256_setzero_si256()), bits));
 }
 
-static TKVI_TARGET_AVX2 void tkvi_logs_avx2(const uint8_t *src, int n, int top, float *dst) {
+static TKVI_TARGET_AVX2 void tkvi_decode_log_scales_avx2(const uint8_t *src, int n, int top, float *dst) {
     int i;
     for (i = 0; i + 8 <= n; i += 8)
-        _mm256_storeu_ps(dst + i,
-                         tkvi_8logs_avx2(_mm_loadl_epi64((const __m128i *)(const void *)(src + i)), top));
+        _mm256_storeu_ps(dst + i, tkvi_decode_8_log_scales_avx2(
+                                      _mm_loadl_epi64((const __m128i *)(const void *)(src + i)), top));
     if (i + 4 <= n) {
-        _mm_storeu_ps(dst + i, _mm256_castps256_ps128(tkvi_8logs_avx2(tkvi_4bytes_avx2(src + i), top)));
+        _mm_storeu_ps(dst + i, _mm256_castps256_ps128(
+                                   tkvi_decode_8_log_scales_avx2(tkvi_load_bytes4_avx2(src + i), top)));
         i += 4;
     }
-    tkvi_logs_scalar(src + i, n - i, top, dst + i);
+    tkvi_decode_log_scales_scalar(src + i, n - i, top, dst + i);
 }
 
-static TKVI_TARGET_AVX2 void tkvi_zeros_avx2(const uint8_t *offset, const float *scale, const float *mean,
-                                             float unit, int middle, int n, float *dst) {
+static TKVI_TARGET_AVX2 void tkvi_decode_zero_points_avx2(const uint8_t *offset, const float *scale,
+                                                          const float *mean, float unit, int middle, int n,
+                                                          float *dst) {
     int i;
     for (i = 0; i + 4 <= n; i += 4) {
-        __m128i by = _mm_sub_epi32(_mm_cvtepi8_epi32(tkvi_4bytes_avx2(offset + i)), _mm_set1_epi32(middle));
+        __m128i by =
+            _mm_sub_epi32(_mm_cvtepi8_epi32(tkvi_load_bytes4_avx2(offset + i)), _mm_set1_epi32(middle));
         __m128 x = _mm_mul_ps(_mm_loadu_ps(scale + i), _mm_set1_ps(unit));
         _mm_storeu_ps(dst + i, _mm_fmadd_ps(x, _mm_cvtepi32_ps(by), _mm_loadu_ps(mean + i)));
     }
-    tkvi_zeros_scalar(offset + i, scale + i, mean + i, unit, middle, n - i, dst + i);
+    tkvi_decode_zero_points_scalar(offset + i, scale + i, mean + i, unit, middle, n - i, dst + i);
 }
 
-static TKVI_TARGET_AVX2 void tkvi_log_codes_avx2(const float *x, int n, int top, uint8_t *dst) {
+static TKVI_TARGET_AVX2 void tkvi_encode_log_scales_avx2(const float *x, int n, int top, uint8_t *dst) {
     int i, k;
     for (i = 0; i + 8 <= n; i += 8) {
         __m256 v = _mm256_loadu_ps(x + i);
@@ -7581,16 +7597,19 @@ static TKVI_TARGET_AVX2 void tkvi_log_codes_avx2(const float *x, int n, int top,
         low = _mm_packus_epi32(_mm256_castsi256_si128(code), _mm256_extracti128_si256(code, 1));
         _mm_storel_epi64((__m128i *)(void *)(dst + i), _mm_packus_epi16(low, low));
     }
-    tkvi_log_codes_scalar(x + i, n - i, top, dst + i);
+    tkvi_encode_log_scales_scalar(x + i, n - i, top, dst + i);
 }
 
 /* >>encoding: the same integers as the scalar code, and floats in the same order: the same bytes. AVX-512 has
  * longer vectors for the two steps that take the time, columns and tokens, and shares the others. */
-TKVI_FLAT_AVX2 void tkvi_save_avx2(uint8_t *p, __m256i x) { _mm256_storeu_si256((__m256i *)(void *)p, x); }
+TKVI_FLAT_AVX2 void tkvi_store_bytes_avx2(uint8_t *p, __m256i x) {
+    _mm256_storeu_si256((__m256i *)(void *)p, x);
+}
 
-/* Codes of four planes, cut to `bits`, side by side in bytes. */
-TKVI_FLAT_AVX2 __m256i tkvi_planes_avx2(const __m256i *code, const int shift, const int bits, const int n) {
-    const __m256i mask = tkvi_all_avx2((1 << bits) - 1);
+/* Codes of four n_limbs, cut to `bits`, side by side in bytes. */
+TKVI_FLAT_AVX2 __m256i tkvi_join_planes_avx2(const __m256i *code, const int shift, const int bits,
+                                             const int n) {
+    const __m256i mask = tkvi_splat_bytes_avx2((1 << bits) - 1);
     __m256i x = _mm256_and_si256(_mm256_srli_epi16(code[0], shift), mask);
     int p;
     TKVI_UNROLL
@@ -7607,24 +7626,25 @@ static TKVI_TARGET_AVX2 void tkvi_pack_tile_avx2(uint8_t *codes, const tkvi_tile
     for (j = 0; j < 64; j += 32, wide += 32, half += 32) { /* half of each plane */
         __m256i c[4], x;
         TKVI_UNROLL
-        for (p = 0; p < 4; p++) c[p] = tkvi_bytes_avx2(code + 64 * p + j);
+        for (p = 0; p < 4; p++) c[p] = tkvi_load_bytes_avx2(code + 64 * p + j);
         if (width == 8) {
             TKVI_UNROLL
-            for (p = 0; p < 4; p++) tkvi_save_avx2(wide + 64 * p, c[p]);
+            for (p = 0; p < 4; p++) tkvi_store_bytes_avx2(wide + 64 * p, c[p]);
         } else if (width >= 4) {
-            tkvi_save_avx2(wide, tkvi_planes_avx2(c, 0, 4, 2));
-            tkvi_save_avx2(wide + 64, tkvi_planes_avx2(c + 2, 0, 4, 2));
-            if (width == 6) tkvi_save_avx2(wide + 128, tkvi_planes_avx2(c, 4, 2, 4));
+            tkvi_store_bytes_avx2(wide, tkvi_join_planes_avx2(c, 0, 4, 2));
+            tkvi_store_bytes_avx2(wide + 64, tkvi_join_planes_avx2(c + 2, 0, 4, 2));
+            if (width == 6) tkvi_store_bytes_avx2(wide + 128, tkvi_join_planes_avx2(c, 4, 2, 4));
         } else if (width >= 2) {
-            tkvi_save_avx2(wide, tkvi_planes_avx2(c, 0, 2, 4));
+            tkvi_store_bytes_avx2(wide, tkvi_join_planes_avx2(c, 0, 2, 4));
         }
         if (!tkvi_has_half[width]) continue;
-        x = width == 5   ? tkvi_planes_avx2(c, 4, 1, 4)
-            : width == 3 ? tkvi_planes_avx2(c, 2, 1, 4)
-                         : tkvi_planes_avx2(c, 0, 1, 4);
+        x = width == 5   ? tkvi_join_planes_avx2(c, 4, 1, 4)
+            : width == 3 ? tkvi_join_planes_avx2(c, 2, 1, 4)
+                         : tkvi_join_planes_avx2(c, 0, 1, 4);
         if (upper)
-            x = _mm256_or_si256(_mm256_slli_epi16(x, 4), tkvi_bytes_avx2(half)); /* cleared, or the lower */
-        tkvi_save_avx2(half, x);
+            x = _mm256_or_si256(_mm256_slli_epi16(x, 4),
+                                tkvi_load_bytes_avx2(half)); /* cleared, or the lower */
+        tkvi_store_bytes_avx2(half, x);
     }
 }
 
@@ -7632,8 +7652,10 @@ static TKVI_TARGET_AVX2 void tkvi_interleave_avx2(uint8_t (*column)[TKVI_BLOCK],
                                                   uint8_t *tile) {
     int j;
     for (j = 0; j < TKVI_BLOCK; j += 16) {
-        __m128i a = tkvi_bytes16_avx2(column[channel[0]] + j), b = tkvi_bytes16_avx2(column[channel[1]] + j);
-        __m128i c = tkvi_bytes16_avx2(column[channel[2]] + j), d = tkvi_bytes16_avx2(column[channel[3]] + j);
+        __m128i a = tkvi_load_bytes16_avx2(column[channel[0]] + j),
+                b = tkvi_load_bytes16_avx2(column[channel[1]] + j);
+        __m128i c = tkvi_load_bytes16_avx2(column[channel[2]] + j),
+                d = tkvi_load_bytes16_avx2(column[channel[3]] + j);
         __m128i ab = _mm_unpacklo_epi8(a, b), cd = _mm_unpacklo_epi8(c, d),
                 *to = (__m128i *)(void *)(tile + 4 * j);
         _mm_storeu_si128(to, _mm_unpacklo_epi16(ab, cd));
@@ -7646,13 +7668,14 @@ static TKVI_TARGET_AVX2 void tkvi_interleave_avx2(uint8_t (*column)[TKVI_BLOCK],
 }
 
 /* Columns from rows: four[q][l] has four tokens of column l. 8 x 8 of them at a time. */
-static TKVI_TARGET_AVX2 void tkvi_stand_avx2(uint8_t (*code)[TKVI_BLOCK], int32_t (*four)[TKVI_LANES]) {
+static TKVI_TARGET_AVX2 void tkvi_transpose_codes_avx2(uint8_t (*code)[TKVI_BLOCK],
+                                                       int32_t (*four)[TKVI_LANES]) {
     int part, i;
     for (part = 0; part < 4; part++) {
         int l = part % 2 * 8, q = part / 2 * 8;
         __m256i a[8], b[8];
         TKVI_UNROLL
-        for (i = 0; i < 8; i++) a[i] = tkvi_ints_avx2(four[q + i] + l);
+        for (i = 0; i < 8; i++) a[i] = tkvi_load_ints_avx2(four[q + i] + l);
         TKVI_UNROLL
         for (i = 0; i < 8; i += 2) {
             b[i] = _mm256_unpacklo_epi32(a[i], a[i + 1]);
@@ -7667,8 +7690,8 @@ static TKVI_TARGET_AVX2 void tkvi_stand_avx2(uint8_t (*code)[TKVI_BLOCK], int32_
         }
         TKVI_UNROLL
         for (i = 0; i < 4; i++) {
-            tkvi_save_avx2(code[l + i] + 4 * q, _mm256_permute2x128_si256(a[i], a[i + 4], 0x20));
-            tkvi_save_avx2(code[l + i + 4] + 4 * q, _mm256_permute2x128_si256(a[i], a[i + 4], 0x31));
+            tkvi_store_bytes_avx2(code[l + i] + 4 * q, _mm256_permute2x128_si256(a[i], a[i + 4], 0x20));
+            tkvi_store_bytes_avx2(code[l + i + 4] + 4 * q, _mm256_permute2x128_si256(a[i], a[i + 4], 0x31));
         }
     }
 }
@@ -7679,7 +7702,7 @@ TKVI_FLAT_AVX2 __m128 tkvi_covariance_avx2(__m256d n, __m128i a, __m128i b, __m1
     return _mm256_cvtpd_ps(_mm256_sub_pd(x, _mm256_mul_pd(_mm256_cvtepi32_pd(a), _mm256_cvtepi32_pd(b))));
 }
 
-TKVI_FLAT_AVX2 __m128i tkvi_4ints_avx2(const int32_t *p) {
+TKVI_FLAT_AVX2 __m128i tkvi_load_ints4_avx2(const int32_t *p) {
     return _mm_loadu_si128((const __m128i *)(const void *)p);
 }
 
@@ -7692,22 +7715,22 @@ static TKVI_TARGET_AVX2 void tkvi_finalize_scales_avx2(tkvi_columns *c, int top)
     for (l = 0; l < TKVI_LANES; l++) unit[l] = (float)tkvi_a_unit[c->width[l]];
     c->beyond_mask = 0;
     for (l = 0; l < TKVI_LANES; l += 4) {
-        __m128i u = tkvi_4ints_avx2(c->sum_u + l), k = tkvi_4ints_avx2(c->sum_c + l);
-        __m128i width = _mm_cvtepu8_epi32(tkvi_4bytes_avx2(c->width + l));
-        __m128 var = tkvi_covariance_avx2(n, u, u, tkvi_4ints_avx2(c->sum_uu + l));
-        __m128 var_c = tkvi_covariance_avx2(n, k, k, tkvi_4ints_avx2(c->sum_cc + l));
-        __m128 cov = tkvi_covariance_avx2(n, k, u, tkvi_4ints_avx2(c->sum_cu + l));
+        __m128i u = tkvi_load_ints4_avx2(c->sum_u + l), k = tkvi_load_ints4_avx2(c->sum_c + l);
+        __m128i width = _mm_cvtepu8_epi32(tkvi_load_bytes4_avx2(c->width + l));
+        __m128 var = tkvi_covariance_avx2(n, u, u, tkvi_load_ints4_avx2(c->sum_uu + l));
+        __m128 var_c = tkvi_covariance_avx2(n, k, k, tkvi_load_ints4_avx2(c->sum_cc + l));
+        __m128 cov = tkvi_covariance_avx2(n, k, u, tkvi_load_ints4_avx2(c->sum_cu + l));
         __m128 x = _mm_blendv_ps(_mm_div_ps(var, cov), _mm_sqrt_ps(_mm_div_ps(var, var_c)),
                                  _mm_castsi128_ps(_mm_cmpeq_epi32(width, one)));
         x = _mm_mul_ps(x, _mm_loadu_ps(c->step + l));
         x = _mm_and_ps(x, _mm_and_ps(_mm_cmpgt_ps(cov, none), _mm_cmpgt_ps(var, none)));
         _mm_storeu_ps(scale + l, x);
     }
-    tkvi_log_codes_avx2(scale, TKVI_LANES, top, c->log);
-    tkvi_logs_avx2(c->log, TKVI_LANES, top, scale);
+    tkvi_encode_log_scales_avx2(scale, TKVI_LANES, top, c->log);
+    tkvi_decode_log_scales_avx2(c->log, TKVI_LANES, top, scale);
     for (l = 0; l < TKVI_LANES; l += 4) {
-        __m128i u = tkvi_4ints_avx2(c->sum_u + l), k = tkvi_4ints_avx2(c->sum_c + l);
-        __m128i width = _mm_cvtepu8_epi32(tkvi_4bytes_avx2(c->width + l));
+        __m128i u = tkvi_load_ints4_avx2(c->sum_u + l), k = tkvi_load_ints4_avx2(c->sum_c + l);
+        __m128i width = _mm_cvtepu8_epi32(tkvi_load_bytes4_avx2(c->width + l));
         __m128i tops = _mm_sub_epi32(_mm_sllv_epi32(one, width), one);
         __m128 by = _mm_loadu_ps(scale + l);
         __m128 mean_u = _mm_cvtepi32_ps(_mm_add_epi32(_mm_add_epi32(u, u), count));
@@ -7739,24 +7762,24 @@ typedef struct tkvi_range_avx2 {
     __m256i cut, by, top; /* in both halves of a lane */
 } tkvi_range_avx2;
 
-TKVI_FLAT_AVX2 __m256i tkvi_twice_avx2(__m256i x) { return _mm256_or_si256(x, _mm256_slli_epi32(x, 16)); }
+TKVI_FLAT_AVX2 __m256i tkvi_repeat16_avx2(__m256i x) { return _mm256_or_si256(x, _mm256_slli_epi32(x, 16)); }
 
 TKVI_FLAT_AVX2 tkvi_range_avx2 tkvi_range_of_avx2(int k, __m256i width) {
     const tkvi_a_range *r = &tkvi_a_ranges[k];
     const __m256i one = _mm256_set1_epi32(1);
     tkvi_range_avx2 range;
-    range.cut = tkvi_twice_avx2(_mm256_permutevar8x32_epi32(tkvi_ints_avx2(r->cut), width));
-    range.by = tkvi_twice_avx2(_mm256_permutevar8x32_epi32(tkvi_ints_avx2(r->by), width));
-    range.top = tkvi_twice_avx2(_mm256_sub_epi32(_mm256_sllv_epi32(one, width), one));
+    range.cut = tkvi_repeat16_avx2(_mm256_permutevar8x32_epi32(tkvi_load_ints_avx2(r->cut), width));
+    range.by = tkvi_repeat16_avx2(_mm256_permutevar8x32_epi32(tkvi_load_ints_avx2(r->by), width));
+    range.top = tkvi_repeat16_avx2(_mm256_sub_epi32(_mm256_sllv_epi32(one, width), one));
     return range;
 }
 
-TKVI_FLAT_AVX2 __m256i tkvi_cut_avx2(__m256i u, const tkvi_range_avx2 *r) { /* tkvi_cut_code */
+TKVI_FLAT_AVX2 __m256i tkvi_cut_codes_avx2(__m256i u, const tkvi_range_avx2 *r) { /* tkvi_cut_code */
     __m256i v = _mm256_mulhi_epu16(_mm256_subs_epu16(u, r->cut), r->by);
     return _mm256_min_epi16(_mm256_avg_epu16(v, _mm256_setzero_si256()), r->top);
 }
 
-TKVI_FLAT_AVX2 void tkvi_save_ints_avx2(int32_t *p, __m256i x) {
+TKVI_FLAT_AVX2 void tkvi_store_ints_avx2(int32_t *p, __m256i x) {
     _mm256_storeu_si256((__m256i *)(void *)p, x);
 }
 
@@ -7765,10 +7788,10 @@ TKVI_FLAT_AVX2 __m256i tkvi_select_avx2(__m256i a, __m256i b, __m256 mask) { /* 
 }
 
 /* Range and integers of columns l .. l + 7; 0 if values would have to be cut to +-1e30. */
-TKVI_FLAT_AVX2 int tkvi_integers_avx2(tkvi_columns *c, int l) {
+TKVI_FLAT_AVX2 int tkvi_columns_to_ints_avx2(tkvi_columns *c, int l) {
     const __m256 lowest = _mm256_set1_ps(-1e30f), highest = _mm256_set1_ps(1e30f);
     const __m256 mean = _mm256_loadu_ps(c->mean + l);
-    const __m256i lanes = tkvi_lanes_avx2(c->lanes - l);
+    const __m256i lanes = tkvi_lane_mask_avx2(c->lanes - l);
     __m256 low = highest, high = lowest, step, inverse, some;
     __m256i sum = _mm256_setzero_si256(), squares = sum;
     TKVI_ALIGNED float residual[TKVI_BLOCK][8];
@@ -7797,13 +7820,13 @@ TKVI_FLAT_AVX2 int tkvi_integers_avx2(tkvi_columns *c, int l) {
         squares = _mm256_add_epi32(squares, _mm256_madd_epi16(u, u));
         _mm256_storeu_si256((__m256i *)(void *)c->u[t][l], u);
     }
-    tkvi_save_ints_avx2(c->sum_u + l, sum);
-    tkvi_save_ints_avx2(c->sum_uu + l, squares);
+    tkvi_store_ints_avx2(c->sum_u + l, sum);
+    tkvi_store_ints_avx2(c->sum_uu + l, squares);
     return 1;
 }
 
-TKVI_FLAT_AVX2 void tkvi_search_avx2(tkvi_columns *c, int l, int32_t (*four)[TKVI_LANES]) {
-    const __m256i n = _mm256_set1_epi32(c->n), sum_u = tkvi_ints_avx2(c->sum_u + l);
+TKVI_FLAT_AVX2 void tkvi_search_range_avx2(tkvi_columns *c, int l, int32_t (*four)[TKVI_LANES]) {
+    const __m256i n = _mm256_set1_epi32(c->n), sum_u = tkvi_load_ints_avx2(c->sum_u + l);
     const __m256i width =
         _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)(const void *)(c->width + l)));
     __m256i sum_c = _mm256_setzero_si256(), sum_cc = sum_c, sum_cu = sum_c;
@@ -7816,7 +7839,7 @@ TKVI_FLAT_AVX2 void tkvi_search_avx2(tkvi_columns *c, int l, int32_t (*four)[TKV
         __m256 cov, var, score, better;
         for (t = 0; t < TKVI_BLOCK / 2; t++) {
             __m256i u = _mm256_loadu_si256((const __m256i *)(const void *)c->u[t][l]);
-            __m256i v = tkvi_cut_avx2(u, &range);
+            __m256i v = tkvi_cut_codes_avx2(u, &range);
             sum = _mm256_add_epi16(sum, v);
             squares = _mm256_add_epi32(squares, _mm256_madd_epi16(v, v));
             products = _mm256_add_epi32(products, _mm256_madd_epi16(v, u));
@@ -7836,46 +7859,46 @@ TKVI_FLAT_AVX2 void tkvi_search_avx2(tkvi_columns *c, int l, int32_t (*four)[TKV
         sum_cc = tkvi_select_avx2(sum_cc, squares, better);
         sum_cu = tkvi_select_avx2(sum_cu, products, better);
     }
-    tkvi_save_ints_avx2(c->sum_c + l, sum_c);
-    tkvi_save_ints_avx2(c->sum_cc + l, sum_cc);
-    tkvi_save_ints_avx2(c->sum_cu + l, sum_cu);
+    tkvi_store_ints_avx2(c->sum_c + l, sum_c);
+    tkvi_store_ints_avx2(c->sum_cc + l, sum_cc);
+    tkvi_store_ints_avx2(c->sum_cu + l, sum_cu);
     for (t = 0; t < TKVI_BLOCK / 4; t++) {
         __m256i a = _mm256_loadu_si256((const __m256i *)(const void *)c->u[2 * t][l]);
         __m256i b = _mm256_loadu_si256((const __m256i *)(const void *)c->u[2 * t + 1][l]);
-        b = _mm256_slli_epi32(tkvi_cut_avx2(b, &best), 8);
-        tkvi_save_ints_avx2(four[t] + l, _mm256_or_si256(tkvi_cut_avx2(a, &best), b));
+        b = _mm256_slli_epi32(tkvi_cut_codes_avx2(b, &best), 8);
+        tkvi_store_ints_avx2(four[t] + l, _mm256_or_si256(tkvi_cut_codes_avx2(a, &best), b));
     }
 }
 
-static TKVI_TARGET_AVX2 void tkvi_columns_avx2(tkvi_columns *c) {
+static TKVI_TARGET_AVX2 void tkvi_encode_k_columns_avx2(tkvi_columns *c) {
     TKVI_ALIGNED int32_t four[TKVI_BLOCK / 4][TKVI_LANES];
     int l;
     for (l = 0; l < TKVI_LANES; l += 8) {
-        if (!tkvi_integers_avx2(c, l)) {
-            tkvi_columns_scalar(c);
+        if (!tkvi_columns_to_ints_avx2(c, l)) {
+            tkvi_encode_k_columns_scalar(c);
             return;
         }
-        tkvi_search_avx2(c, l, four);
+        tkvi_search_range_avx2(c, l, four);
     }
-    tkvi_stand_avx2(c->code, four);
+    tkvi_transpose_codes_avx2(c->code, four);
 }
 
 /* Tokens: a lane of 32 bits for a channel. */
 /* A token rotated, and zeros to the next multiple of 32; returns its largest size. */
-TKVI_FLAT_AVX2 float tkvi_transpose_avx2(const tkvi_side *s, int log2n, const float *x, const float *flip,
-                                         float *y) {
+TKVI_FLAT_AVX2 float tkvi_rotate_token_avx2(const tkvi_side *s, int log2n, const float *x, const float *flip,
+                                            float *y) {
     const int n = 1 << log2n, end = tkvi_round_up(s->dim, 32);
     __m256 most;
     int c;
     for (c = n; c < end; c += 8) /* what is not in the first window */
-        _mm256_storeu_ps(y + c,
-                         tkvi_flip_avx2(_mm256_maskload_ps(x + c, tkvi_lanes_avx2(s->dim - c)), flip + c));
+        _mm256_storeu_ps(
+            y + c, tkvi_flip_avx2(_mm256_maskload_ps(x + c, tkvi_lane_mask_avx2(s->dim - c)), flip + c));
     most = tkvi_window_avx2(x, flip, y, log2n);
-    if (n == s->dim) return tkvi_most_avx2(most);
+    if (n == s->dim) return tkvi_max_avx2(most);
     most = tkvi_window_avx2(y + s->dim - n, NULL, y + s->dim - n, log2n);
     for (c = 0; c < s->dim - n; c += 8) /* some of them twice */
         most = _mm256_max_ps(most, _mm256_andnot_ps(_mm256_set1_ps(-0.0f), _mm256_loadu_ps(y + c)));
-    return tkvi_most_avx2(most);
+    return tkvi_max_avx2(most);
 }
 
 TKVI_FLAT_AVX2 int32_t tkvi_sum_ints_avx2(__m256i a) {
@@ -7886,7 +7909,7 @@ TKVI_FLAT_AVX2 int32_t tkvi_sum_ints_avx2(__m256i a) {
 
 /* A token as integers, 8 channels and the 8 that are 16 further packed as _mm256_packs_epi32 does it. Returns
  * the sum of squares. */
-TKVI_FLAT_AVX2 int32_t tkvi_whole_avx2(const float *y, float by, int end, int16_t *u) {
+TKVI_FLAT_AVX2 int32_t tkvi_token_to_ints_avx2(const float *y, float by, int end, int16_t *u) {
     const __m256 inverse = _mm256_set1_ps(by);
     const __m256i most = _mm256_set1_epi16(TKVI_R_MOST), least = _mm256_set1_epi16(-TKVI_R_MOST);
     __m256i squares = _mm256_setzero_si256();
@@ -7915,12 +7938,12 @@ TKVI_FLAT_AVX2 __m256i tkvi_second_avx2(__m256i u) {
 }
 
 /* Two vectors of small integers as one of pairs. */
-TKVI_FLAT_AVX2 __m256i tkvi_both_avx2(__m256i a, __m256i b) {
+TKVI_FLAT_AVX2 __m256i tkvi_make_pairs_avx2(__m256i a, __m256i b) {
     return _mm256_blend_epi16(a, _mm256_slli_epi32(b, 16), 0xaa);
 }
 
 /* Codes of a uniform grid for 8 + 8 channels, packed like u; adds <u, level>. */
-TKVI_FLAT_AVX2 __m256i tkvi_grid_avx2(const int16_t *u, float fine, int top, __m256i *sum) {
+TKVI_FLAT_AVX2 __m256i tkvi_encode_grid_avx2(const int16_t *u, float fine, int top, __m256i *sum) {
     const __m256i tops = _mm256_set1_epi16((short)top);
     const __m256 by = _mm256_set1_ps(fine);
     __m256i x = _mm256_loadu_si256((const __m256i *)(const void *)u), v;
@@ -7933,15 +7956,15 @@ TKVI_FLAT_AVX2 __m256i tkvi_grid_avx2(const int16_t *u, float fine, int top, __m
 
 /* Codes of 8 pairs, 0 .. 7 in lanes; adds <u, level>. The best score and the first code that has it win in
  * one maximum: eight times the score, and 7 - code. */
-TKVI_FLAT_AVX2 __m256i tkvi_pairs_avx2(const int16_t *u, float fine, __m256i *sum) {
+TKVI_FLAT_AVX2 __m256i tkvi_encode_pairs_avx2(const int16_t *u, float fine, __m256i *sum) {
     const __m256 by = _mm256_set1_ps(fine);
     const __m128i *point = (const __m128i *)(const void *)tkvi_r_pairs;
-    const __m256i level = tkvi_both_avx2(_mm256_cvtepi8_epi32(_mm_loadu_si128(point)),
-                                         _mm256_cvtepi8_epi32(_mm_loadu_si128(point + 1)));
+    const __m256i level = tkvi_make_pairs_avx2(_mm256_cvtepi8_epi32(_mm_loadu_si128(point)),
+                                               _mm256_cvtepi8_epi32(_mm_loadu_si128(point + 1)));
     __m256i x = _mm256_loadu_si256((const __m256i *)(const void *)u), a = tkvi_first_avx2(x);
     __m256i b = tkvi_second_avx2(x), best = _mm256_set1_epi32(INT32_MIN), code;
     int k;
-    x = tkvi_both_avx2(tkvi_floor_avx2(a, by), tkvi_floor_avx2(b, by));
+    x = tkvi_make_pairs_avx2(tkvi_floor_avx2(a, by), tkvi_floor_avx2(b, by));
     TKVI_UNROLL
     for (k = 0; k < 8; k++) {
         const int px = tkvi_r_pairs[k], py = tkvi_r_pairs[16 + k];
@@ -7950,15 +7973,15 @@ TKVI_FLAT_AVX2 __m256i tkvi_pairs_avx2(const int16_t *u, float fine, __m256i *su
         best = _mm256_max_epi32(best, _mm256_add_epi32(from, _mm256_madd_epi16(x, p)));
     }
     code = _mm256_andnot_si256(best, _mm256_set1_epi32(7));
-    x = _mm256_madd_epi16(tkvi_both_avx2(a, b), _mm256_permutevar8x32_epi32(level, code));
+    x = _mm256_madd_epi16(tkvi_make_pairs_avx2(a, b), _mm256_permutevar8x32_epi32(level, code));
     *sum = _mm256_add_epi32(*sum, x);
     return code;
 }
 
 /* Codes of four tokens; sum: twice <u, level> of each. u: [token][TKV_MAX_HEAD_DIM]; fine: [2][16], that of
  * grids and that of pairs. */
-TKVI_FLAT_AVX2 void tkvi_four_avx2(const tkvi_side *s, const int16_t *u, const float *fine, uint8_t *code,
-                                   int32_t *sum) {
+TKVI_FLAT_AVX2 void tkvi_encode_four_tokens_avx2(const tkvi_side *s, const int16_t *u, const float *fine,
+                                                 uint8_t *code, int32_t *sum) {
     const int pairs = s->pairs ? s->pad / 32 * 32 : 0, bits = s->pairs ? 2 : s->half_bits / 2;
     const int top = (1 << bits) - 1, second = 4 * TKVI_TILE_CODES;
     __m256i grid[4], pair[4], v[4];
@@ -7968,19 +7991,21 @@ TKVI_FLAT_AVX2 void tkvi_four_avx2(const tkvi_side *s, const int16_t *u, const f
     for (c = 0; c < pairs; c += 16, code += c % 32 ? 32 : second - 32) { /* c: of u; half a slab of pairs */
         TKVI_UNROLL
         for (r = 0; r < 4; r++)
-            v[r] = tkvi_pairs_avx2(u + r * TKV_MAX_HEAD_DIM + c, fine[TKVI_LANES + r], &pair[r]);
+            v[r] = tkvi_encode_pairs_avx2(u + r * TKV_MAX_HEAD_DIM + c, fine[TKVI_LANES + r], &pair[r]);
         v[0] = _mm256_or_si256(v[0], _mm256_slli_epi32(v[1], 8));
         v[2] = _mm256_or_si256(v[2], _mm256_slli_epi32(v[3], 8));
-        tkvi_save_avx2(code, _mm256_or_si256(v[0], _mm256_slli_epi32(v[2], 16)));
+        tkvi_store_bytes_avx2(code, _mm256_or_si256(v[0], _mm256_slli_epi32(v[2], 16)));
     }
     for (; c < tkvi_round_up(s->dim, 32);
          c += 16, code += c % 32 ? 32 : 2 * second - 32) { /* halves of two */
         TKVI_UNROLL
-        for (r = 0; r < 4; r++) v[r] = tkvi_grid_avx2(u + r * TKV_MAX_HEAD_DIM + c, fine[r], top, &grid[r]);
+        for (r = 0; r < 4; r++)
+            v[r] = tkvi_encode_grid_avx2(u + r * TKV_MAX_HEAD_DIM + c, fine[r], top, &grid[r]);
         v[0] = _mm256_or_si256(v[0], _mm256_slli_epi16(v[1], 8));
         v[2] = _mm256_or_si256(v[2], _mm256_slli_epi16(v[3], 8));
-        tkvi_save_avx2(code, _mm256_unpacklo_epi16(v[0], v[2]));
-        if (c / 32 * 32 + 16 < s->pad) tkvi_save_avx2(code + second, _mm256_unpackhi_epi16(v[0], v[2]));
+        tkvi_store_bytes_avx2(code, _mm256_unpacklo_epi16(v[0], v[2]));
+        if (c / 32 * 32 + 16 < s->pad)
+            tkvi_store_bytes_avx2(code + second, _mm256_unpackhi_epi16(v[0], v[2]));
     }
     TKVI_UNROLL
     for (r = 0; r < 4; r++) /* levels of the plain slab beside pairs: -120, -40, 40, 120, twice */
@@ -7989,8 +8014,8 @@ TKVI_FLAT_AVX2 void tkvi_four_avx2(const tkvi_side *s, const int16_t *u, const f
 
 /* 16 tokens at a time, a step for all of them before the next: what waits for a division or for the sum of a
  * vector is then one token of many. */
-static TKVI_TARGET_AVX2 void tkvi_tokens_avx2(const tkvi_side *s, const float *x, size_t stride, int n,
-                                              tkvi_codes code, float *scale) {
+static TKVI_TARGET_AVX2 void tkvi_encode_v_tokens_avx2(const tkvi_side *s, const float *x, size_t stride,
+                                                       int n, tkvi_codes code, float *scale) {
     TKVI_ALIGNED float y[TKVI_LANES][TKV_MAX_HEAD_DIM], most[TKVI_LANES], by[TKVI_LANES], fine[2][TKVI_LANES];
     TKVI_ALIGNED int16_t u[TKVI_LANES][TKV_MAX_HEAD_DIM];
     TKVI_ALIGNED int32_t squares[TKVI_LANES], sum[TKVI_LANES];
@@ -8000,7 +8025,7 @@ static TKVI_TARGET_AVX2 void tkvi_tokens_avx2(const tkvi_side *s, const float *x
     TKVI_ALIGNED float flip[TKV_MAX_HEAD_DIM];
     int first, t;
     if (s->dim < 8) {
-        tkvi_tokens_scalar(s, x, stride, n, code, scale);
+        tkvi_encode_v_tokens_scalar(s, x, stride, n, code, scale);
         return;
     }
     tkvi_flips_avx2(flip, tkvi_round_up(s->dim, 32));
@@ -8010,8 +8035,8 @@ static TKVI_TARGET_AVX2 void tkvi_tokens_avx2(const tkvi_side *s, const float *x
         memset(squares, 0, sizeof squares);
         memset(sum, 0, sizeof sum);
         for (t = 0; t < fours; t++) /* a token that is not there: its neighbour's codes, to be cleared */
-            most[t] = tkvi_transpose_avx2(s, log2n, x + (size_t)(first + tkvi_min(t, count - 1)) * stride,
-                                          flip, y[t]);
+            most[t] = tkvi_rotate_token_avx2(s, log2n, x + (size_t)(first + tkvi_min(t, count - 1)) * stride,
+                                             flip, y[t]);
         for (t = 0; t < TKVI_LANES; t += 8) {
             __m256 m = _mm256_min_ps(_mm256_loadu_ps(most + t), _mm256_set1_ps(1e30f));
             __m256 some = _mm256_cmp_ps(m, _mm256_set1_ps(1e-30f), _CMP_GT_OQ);
@@ -8019,37 +8044,38 @@ static TKVI_TARGET_AVX2 void tkvi_tokens_avx2(const tkvi_side *s, const float *x
             _mm256_storeu_ps(most + t, _mm256_and_ps(m, some));
         }
         for (t = 0; t < fours; t++)
-            squares[t] = tkvi_whole_avx2(y[t], by[t], tkvi_round_up(s->dim, 32), u[t]);
+            squares[t] = tkvi_token_to_ints_avx2(y[t], by[t], tkvi_round_up(s->dim, 32), u[t]);
         for (t = 0; t < TKVI_LANES; t += 8) {
-            __m256i v = _mm256_max_epi32(tkvi_ints_avx2(squares + t), _mm256_set1_epi32(1));
+            __m256i v = _mm256_max_epi32(tkvi_load_ints_avx2(squares + t), _mm256_set1_epi32(1));
             __m256 unit = _mm256_sqrt_ps(_mm256_div_ps(_mm256_cvtepi32_ps(v), dim));
             unit = _mm256_div_ps(_mm256_set1_ps(1.0f), unit);
             _mm256_storeu_ps(fine[0] + t, _mm256_div_ps(unit, grid));
             _mm256_storeu_ps(fine[1] + t, _mm256_mul_ps(unit, _mm256_set1_ps(16.0f * TKVI_R_UNIT)));
         }
         for (t = 0; t < fours; t += 4)
-            tkvi_four_avx2(s, u[t], fine[0] + t, code[first / 16] + 16 * t, sum + t);
+            tkvi_encode_four_tokens_avx2(s, u[t], fine[0] + t, code[first / 16] + 16 * t, sum + t);
         for (t = 0; t < TKVI_LANES; t += 8) {
-            __m256i v = tkvi_ints_avx2(squares + t);
+            __m256i v = tkvi_load_ints_avx2(squares + t);
             __m256 m = _mm256_loadu_ps(most + t), some = _mm256_cmp_ps(m, _mm256_setzero_ps(), _CMP_GT_OQ), w;
             w = _mm256_div_ps(_mm256_cvtepi32_ps(_mm256_add_epi32(v, v)),
-                              _mm256_cvtepi32_ps(tkvi_ints_avx2(sum + t)));
+                              _mm256_cvtepi32_ps(tkvi_load_ints_avx2(sum + t)));
             w = _mm256_and_ps(_mm256_mul_ps(_mm256_div_ps(m, whole), w), some);
-            _mm256_maskstore_ps(scale + first + t, tkvi_lanes_avx2(count - t), w);
+            _mm256_maskstore_ps(scale + first + t, tkvi_lane_mask_avx2(count - t), w);
         }
     }
 }
 
 static const tkvi_simd_ops tkvi_simd_ops_avx2 = {
-    tkvi_halves_avx2,          tkvi_to_halves_avx2, tkvi_logs_avx2,       tkvi_zeros_avx2,
-    tkvi_log_codes_avx2,       tkvi_pack_tile_avx2, tkvi_interleave_avx2, tkvi_columns_avx2,
-    tkvi_finalize_scales_avx2, tkvi_tokens_avx2,    tkvi_groups_avx2,     tkvi_tile_values_avx2};
+    tkvi_f16_to_f32_avx2,         tkvi_f32_to_f16_avx2,        tkvi_decode_log_scales_avx2,
+    tkvi_decode_zero_points_avx2, tkvi_encode_log_scales_avx2, tkvi_pack_tile_avx2,
+    tkvi_interleave_avx2,         tkvi_encode_k_columns_avx2,  tkvi_finalize_scales_avx2,
+    tkvi_encode_v_tokens_avx2,    tkvi_encode_groups_avx2,     tkvi_decode_tiles_avx2};
 
 static TKVI_TARGET_AVX2 float tkvi_max64_avx2(const float *s) {
     __m256 m = _mm256_loadu_ps(s);
     int t;
     for (t = 8; t < TKVI_BLOCK; t += 8) m = _mm256_max_ps(m, _mm256_loadu_ps(s + t));
-    return tkvi_most_avx2(m);
+    return tkvi_max_avx2(m);
 }
 
 /* exp(x) = 2^n exp(r), |r| <= ln 2 / 2; the polynomial is that of Cephes' expf, error 1e-7. */
@@ -8099,7 +8125,7 @@ TKVI_FLAT_AVX2 void tkvi_exact_k4_avx2(const tkvi_side *s, const uint8_t *src, u
             __m256 x[4], minus = _mm256_loadu_ps(ref + c);
             TKVI_UNROLL
             for (j = 0; j < nt; j++)
-                x[j] = _mm256_sub_ps(tkvi_values_avx2(s->format->stored, k[j], c), minus);
+                x[j] = _mm256_sub_ps(tkvi_load_values_avx2(s->format->stored, k[j], c), minus);
             TKVI_UNROLL
             for (r = 0; r < nr; r++) {
                 __m256 y = _mm256_loadu_ps(q + tkvi_min(r, rows - 1) * s->pad + c);
@@ -8126,13 +8152,13 @@ static TKVI_TARGET_AVX2 void tkvi_exact_rows_k_avx2(const tkvi_side *s, const ui
 }
 
 static TKVI_TARGET_AVX2 void tkvi_exact_k_avx2(const tkvi_side *s, const uint8_t *src, const uint8_t *next,
-                                               const float *q, const float *ref, int rows, int n, int planes,
+                                               const float *q, const float *ref, int rows, int n, int n_limbs,
                                                float *scores) {
     int r;
-    (void)planes;
+    (void)n_limbs;
     if (n < TKVI_BLOCK) memset(scores, 0, (size_t)(rows * TKVI_BLOCK) * sizeof(float));
     for (r = 0; r < rows; r += 4)
-        tkvi_exact_rows_k_avx2(s, src, tkvi_ahead(src, next), q + r * s->pad, ref, rows - r, n,
+        tkvi_exact_rows_k_avx2(s, src, tkvi_prefetch_distance(src, next), q + r * s->pad, ref, rows - r, n,
                                scores + r * TKVI_BLOCK);
 }
 
@@ -8147,7 +8173,7 @@ TKVI_FLAT_AVX2 void tkvi_exact_v4_avx2(const tkvi_side *s, const uint8_t *src, u
         __m256 x[2];
         tkvi_prefetch(src + first * s->format->bits / 8, ahead);
         TKVI_UNROLL
-        for (j = 0; j < 2; j++) x[j] = tkvi_values_avx2(s->format->stored, src, first + 8 * j);
+        for (j = 0; j < 2; j++) x[j] = tkvi_load_values_avx2(s->format->stored, src, first + 8 * j);
         TKVI_UNROLL
         for (r = 0; r < nr; r++) {
             __m256 y = _mm256_set1_ps(p[tkvi_min(r, rows - 1) * TKVI_BLOCK + t]);
@@ -8167,10 +8193,10 @@ TKVI_FLAT_AVX2 void tkvi_exact_v4_avx2(const tkvi_side *s, const uint8_t *src, u
 }
 
 static TKVI_TARGET_AVX2 void tkvi_exact_v_avx2(const tkvi_side *s, const uint8_t *src, const uint8_t *next,
-                                               const float *p, int rows, int n, int planes, float *out) {
-    uintptr_t ahead = tkvi_ahead(src, next);
+                                               const float *p, int rows, int n, int n_limbs, float *out) {
+    uintptr_t ahead = tkvi_prefetch_distance(src, next);
     int r, c;
-    (void)planes;
+    (void)n_limbs;
     for (r = 0; r < rows; r += 4)
         for (c = 0; c < s->pad; c += 16) {
             const float *x = p + r * TKVI_BLOCK;
@@ -8203,8 +8229,9 @@ TKVI_FLAT_AVX2 __m256 tkvi_e4m3_avx2(__m128i code) {
 }
 
 /* p: where the 16 channels begin; eight of them, from the middle if `half`. Of neighbours every second one. */
-TKVI_FLAT_AVX2 __m256 tkvi_level_avx2(const tkvi_reading *r, const tkvi_code_kind kind, const int neighbours,
-                                      const uint8_t *p, const int half, __m256i shift) {
+TKVI_FLAT_AVX2 __m256 tkvi_load_levels_avx2(const tkvi_code_rows *r, const tkvi_code_kind kind,
+                                            const int neighbours, const uint8_t *p, const int half,
+                                            __m256i shift) {
     __m256i x;
     __m256 low, high;
     if (kind != TKVI_CODES_TABLE) {
@@ -8213,29 +8240,30 @@ TKVI_FLAT_AVX2 __m256 tkvi_level_avx2(const tkvi_reading *r, const tkvi_code_kin
         return kind == TKVI_CODES_E4M3 ? tkvi_e4m3_avx2(bytes) : tkvi_e5m2_avx2(_mm256_cvtepu8_epi32(bytes));
     }
     p += half * r->bits * (neighbours ? 2 : 1);
-    x = _mm256_set1_epi32(tkvi_int_at(p));
-    if (neighbours) x = _mm256_inserti128_si256(x, _mm_set1_epi32(tkvi_int_at(p + r->bits)), 1);
+    x = _mm256_set1_epi32(tkvi_load_int_x86(p));
+    if (neighbours) x = _mm256_inserti128_si256(x, _mm_set1_epi32(tkvi_load_int_x86(p + r->bits)), 1);
     x = _mm256_srlv_epi32(x, shift);
     low = _mm256_permutevar8x32_ps(_mm256_load_ps(r->level), x); /* looks at 3 bits */
     high = _mm256_permutevar8x32_ps(_mm256_load_ps(r->level + 8), x);
     return _mm256_blendv_ps(low, high, _mm256_castsi256_ps(_mm256_slli_epi32(x, 28)));
 }
 
-static TKVI_TARGET_AVX2 void tkvi_parts_avx2(tkvi_reading *r) {
+static TKVI_TARGET_AVX2 void tkvi_fold_factors_avx2(tkvi_code_rows *r) {
     TKVI_ALIGNED float scale[TKVI_BLOCK];
     int t, c;
-    memcpy(scale, r->by, sizeof scale);
-    for (t = 0; t < TKVI_BLOCK * r->per; t += 8) {
-        const __m128i bytes = _mm_loadl_epi64((const __m128i *)(const void *)(r->parts + t));
-        _mm256_store_ps(r->by + t, tkvi_e4m3_avx2(bytes));
+    memcpy(scale, r->scale, sizeof scale);
+    for (t = 0; t < TKVI_BLOCK * r->scales_per_token; t += 8) {
+        const __m128i bytes = _mm_loadl_epi64((const __m128i *)(const void *)(r->factors + t));
+        _mm256_store_ps(r->scale + t, tkvi_e4m3_avx2(bytes));
     }
     for (t = 0; t < TKVI_BLOCK; t++)
-        for (c = 0; c < r->per; c++) r->by[t * r->per + c] *= scale[t];
+        for (c = 0; c < r->scales_per_token; c++) r->scale[t * r->scales_per_token + c] *= scale[t];
 }
 
 /* Tokens from .. from + n - 1 to x, [token][16 * vectors]. */
-TKVI_FLAT_AVX2 void tkvi_rows_of_avx2(const tkvi_reading *r, const tkvi_code_kind kind, const int by_channel,
-                                      const int neighbours, int from, int n, float *x) {
+TKVI_FLAT_AVX2 void tkvi_codes_to_floats_avx2(const tkvi_code_rows *r, const tkvi_code_kind kind,
+                                              const int by_channel, const int neighbours, int from, int n,
+                                              float *x) {
     const __m256i lane = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
     const __m256i step = _mm256_set1_epi32(r->bits * (neighbours ? 2 : 1));
     __m256i shift[2];
@@ -8243,22 +8271,23 @@ TKVI_FLAT_AVX2 void tkvi_rows_of_avx2(const tkvi_reading *r, const tkvi_code_kin
     shift[0] = _mm256_mullo_epi32(neighbours ? _mm256_and_si256(lane, _mm256_set1_epi32(3)) : lane, step);
     shift[1] = neighbours ? _mm256_add_epi32(shift[0], _mm256_set1_epi32(r->bits)) : shift[0];
     for (t = from; t < from + n; t++) {
-        const uint8_t *row = r->codes + (size_t)t * r->row;
-        const float *by = r->by + t * r->per;
-        const __m256 plus = _mm256_set1_ps(r->s->grid ? 0.0f : r->plus[t]);
-        tkvi_reading_prefetch(r, t);
-        for (v = 0; v < r->vectors; v++) {
-            const int spread = neighbours && v < r->pairs; /* channels that do not turn stand as they are */
+        const uint8_t *row = r->codes + (size_t)t * r->row_bytes;
+        const float *by = r->scale + t * r->scales_per_token;
+        const __m256 plus = _mm256_set1_ps(r->s->grid ? 0.0f : r->zero[t]);
+        tkvi_prefetch_code_row(r, t);
+        for (v = 0; v < r->n_vectors; v++) {
+            const int spread =
+                neighbours && v < r->n_partners; /* channels that do not turn stand as they are */
             TKVI_UNROLL
             for (h = 0; h < 2; h++, x += 8) {
                 const int c = 16 * v + 8 * h;
                 __m256 y;
-                if (spread) y = tkvi_level_avx2(r, kind, 1, row + r->at[v], h, shift[v & 1]);
+                if (spread) y = tkvi_load_levels_avx2(r, kind, 1, row + r->vector_at[v], h, shift[v & 1]);
                 else
-                    y = tkvi_level_avx2(r, kind, 0, row + r->at[v], h,
-                                        _mm256_mullo_epi32(lane, _mm256_set1_epi32(r->bits)));
+                    y = tkvi_load_levels_avx2(r, kind, 0, row + r->vector_at[v], h,
+                                              _mm256_mullo_epi32(lane, _mm256_set1_epi32(r->bits)));
                 if (by_channel)
-                    y = _mm256_fmadd_ps(y, _mm256_load_ps(r->by + c), _mm256_load_ps(r->plus + c));
+                    y = _mm256_fmadd_ps(y, _mm256_load_ps(r->scale + c), _mm256_load_ps(r->zero + c));
                 else y = _mm256_fmadd_ps(y, _mm256_set1_ps(by[c >> r->shift]), plus);
                 _mm256_store_ps(x, y);
             }
@@ -8266,22 +8295,22 @@ TKVI_FLAT_AVX2 void tkvi_rows_of_avx2(const tkvi_reading *r, const tkvi_code_kin
     }
 }
 
-static TKVI_TARGET_AVX2 void tkvi_rows_avx2(const tkvi_reading *r, int from, int n, float *x) {
-    if (r->kind == TKVI_CODES_INT8) tkvi_rows_of_avx2(r, TKVI_CODES_INT8, 0, 0, from, n, x);
-    else if (r->kind == TKVI_CODES_E4M3) tkvi_rows_of_avx2(r, TKVI_CODES_E4M3, 0, 0, from, n, x);
-    else if (r->kind == TKVI_CODES_E5M2) tkvi_rows_of_avx2(r, TKVI_CODES_E5M2, 0, 0, from, n, x);
-    else if (!r->by_channel) tkvi_rows_of_avx2(r, TKVI_CODES_TABLE, 0, 0, from, n, x);
-    else if (r->rope && r->rope->step == 2) tkvi_rows_of_avx2(r, TKVI_CODES_TABLE, 1, 1, from, n, x);
-    else tkvi_rows_of_avx2(r, TKVI_CODES_TABLE, 1, 0, from, n, x);
+static TKVI_TARGET_AVX2 void tkvi_decode_code_rows_avx2(const tkvi_code_rows *r, int from, int n, float *x) {
+    if (r->kind == TKVI_CODES_INT8) tkvi_codes_to_floats_avx2(r, TKVI_CODES_INT8, 0, 0, from, n, x);
+    else if (r->kind == TKVI_CODES_E4M3) tkvi_codes_to_floats_avx2(r, TKVI_CODES_E4M3, 0, 0, from, n, x);
+    else if (r->kind == TKVI_CODES_E5M2) tkvi_codes_to_floats_avx2(r, TKVI_CODES_E5M2, 0, 0, from, n, x);
+    else if (!r->by_channel) tkvi_codes_to_floats_avx2(r, TKVI_CODES_TABLE, 0, 0, from, n, x);
+    else if (r->rope && r->rope->step == 2) tkvi_codes_to_floats_avx2(r, TKVI_CODES_TABLE, 1, 1, from, n, x);
+    else tkvi_codes_to_floats_avx2(r, TKVI_CODES_TABLE, 1, 0, from, n, x);
 }
 
 /* Turns a row in the order of the vectors, by minus the angle if `back`. */
-static TKVI_TARGET_AVX2 void tkvi_transpose_row_avx2(const tkvi_reading *r, const float *cosine,
-                                                     const float *sine, int back, float *x) {
+static TKVI_TARGET_AVX2 void tkvi_rope_row_avx2(const tkvi_code_rows *r, const float *cosine,
+                                                const float *sine, int back, float *x) {
     const __m256 sign =
         _mm256_castsi256_ps(_mm256_set1_epi32(back ? INT32_MIN : 0)); /* -ffast-math has no -0 */
     int v, h;
-    for (v = 0; v < r->pairs; v += 2)
+    for (v = 0; v < r->n_partners; v += 2)
         for (h = 0; h < 2; h++) {
             float *at = x + 16 * v + 8 * h;
             const __m256 c = _mm256_loadu_ps(cosine + 8 * v + 8 * h), a = _mm256_load_ps(at);
@@ -8294,35 +8323,35 @@ static TKVI_TARGET_AVX2 void tkvi_transpose_row_avx2(const tkvi_reading *r, cons
 
 static TKVI_TARGET_AVX2 void tkvi_decoded_k_avx2(const tkvi_side *s, const uint8_t *src, const uint8_t *next,
                                                  const float *q, const float *ref, int rows, int n,
-                                                 int planes, float *scores) {
-    TKVI_ALIGNED float turned[TKVI_ROWS * TKVI_READ_FLOATS], x[TKVI_AT_ONCE * TKVI_READ_FLOATS];
-    TKVI_ALIGNED float first[2][TKV_MAX_HEAD_DIM / 2], none[TKVI_READ_FLOATS], less[TKVI_ROWS];
+                                                 int n_limbs, float *scores) {
+    TKVI_ALIGNED float turned[TKVI_ROWS * TKVI_VECTOR_FLOATS], x[TKVI_AT_ONCE * TKVI_VECTOR_FLOATS];
+    TKVI_ALIGNED float first[2][TKV_MAX_HEAD_DIM / 2], none[TKVI_VECTOR_FLOATS], less[TKVI_ROWS];
     float *where[TKVI_AT_ONCE * TKVI_KVQUANT_SLOTS];
-    tkvi_reading rd;
+    tkvi_code_rows rd;
     tkvi_side plain;
     int from, r, t;
-    if (!tkvi_reading_begin(&rd, s, src, next, &tkvi_simd_ops_avx2)) {
-        tkvi_decoded_k(s, src, next, q, ref, rows, n, planes, scores);
+    if (!tkvi_open_code_rows(&rd, s, src, next, &tkvi_simd_ops_avx2)) {
+        tkvi_decoded_k(s, src, next, q, ref, rows, n, n_limbs, scores);
         return;
     }
     if (n < TKVI_BLOCK) memset(scores, 0, (size_t)(rows * TKVI_BLOCK) * sizeof(float));
     memset(none, 0, sizeof none);
-    if (rd.parts) tkvi_parts_avx2(&rd);
-    tkvi_reading_queries(&rd, q, ref, rows, turned, less);
-    tkvi_reading_scratch(&rd, &plain);
-    if (rd.rope) tkvi_reading_angles(&rd, first[0], first[1]);
+    if (rd.factors) tkvi_fold_factors_avx2(&rd);
+    tkvi_place_queries(&rd, q, ref, rows, turned, less);
+    tkvi_make_scratch_side(&rd, &plain);
+    if (rd.rope) tkvi_rope_start_angles(&rd, first[0], first[1]);
     for (from = 0; from < n; from += TKVI_AT_ONCE) {
         const int count = tkvi_min(TKVI_AT_ONCE, n - from);
-        tkvi_rows_avx2(&rd, from, count, x);
-        if (rd.slots) (void)tkvi_outliers_k(&rd, from, count, x, where);
+        tkvi_decode_code_rows_avx2(&rd, from, count, x);
+        if (rd.slots) (void)tkvi_scatter_outliers_k(&rd, from, count, x, where);
         for (r = 0; r < rows && rd.rope; r++)
-            tkvi_transpose_row_avx2(&rd, from ? rd.rope->cosine[TKVI_ROPE_NEAR] : first[0],
-                                    from ? rd.rope->sine[TKVI_ROPE_NEAR] : first[1], 1,
-                                    turned + 16 * r * rd.vectors);
+            tkvi_rope_row_avx2(&rd, from ? rd.rope->cosine[TKVI_ROPE_NEAR] : first[0],
+                               from ? rd.rope->sine[TKVI_ROPE_NEAR] : first[1], 1,
+                               turned + 16 * r * rd.n_vectors);
         for (t = 1; t < count && rd.rope; t++)
-            tkvi_transpose_row_avx2(&rd, rd.rope->cosine[t], rd.rope->sine[t], 0, x + 16 * t * rd.vectors);
+            tkvi_rope_row_avx2(&rd, rd.rope->cosine[t], rd.rope->sine[t], 0, x + 16 * t * rd.n_vectors);
         for (r = 0; r < rows; r += 4)
-            tkvi_exact_rows_k_avx2(&plain, (const uint8_t *)x, 0, turned + 16 * r * rd.vectors, none,
+            tkvi_exact_rows_k_avx2(&plain, (const uint8_t *)x, 0, turned + 16 * r * rd.n_vectors, none,
                                    rows - r, count, scores + r * TKVI_BLOCK + from);
     }
     for (r = 0; r < rows; r++)
@@ -8330,51 +8359,51 @@ static TKVI_TARGET_AVX2 void tkvi_decoded_k_avx2(const tkvi_side *s, const uint8
 }
 
 static TKVI_TARGET_AVX2 void tkvi_decoded_v_avx2(const tkvi_side *s, const uint8_t *src, const uint8_t *next,
-                                                 const float *p, int rows, int n, int planes, float *out) {
-    TKVI_ALIGNED float x[TKVI_AT_ONCE * TKVI_READ_FLOATS], sum[TKVI_ROWS * TKV_MAX_HEAD_DIM];
-    tkvi_reading rd;
+                                                 const float *p, int rows, int n, int n_limbs, float *out) {
+    TKVI_ALIGNED float x[TKVI_AT_ONCE * TKVI_VECTOR_FLOATS], sum[TKVI_ROWS * TKV_MAX_HEAD_DIM];
+    tkvi_code_rows rd;
     tkvi_side plain;
     float *o = s->grid && s->rotate ? sum : out;
     int from, r, c;
-    if (!tkvi_reading_begin(&rd, s, src, next, &tkvi_simd_ops_avx2)) {
-        tkvi_decoded_v(s, src, next, p, rows, n, planes, out);
+    if (!tkvi_open_code_rows(&rd, s, src, next, &tkvi_simd_ops_avx2)) {
+        tkvi_decoded_v(s, src, next, p, rows, n, n_limbs, out);
         return;
     }
-    if (rd.parts) tkvi_parts_avx2(&rd);
+    if (rd.factors) tkvi_fold_factors_avx2(&rd);
     if (o == sum) memset(sum, 0, (size_t)(rows * s->pad) * sizeof(float));
-    tkvi_reading_scratch(&rd, &plain);
+    tkvi_make_scratch_side(&rd, &plain);
     for (from = 0; from < n; from += TKVI_AT_ONCE) {
         const int count = tkvi_min(TKVI_AT_ONCE, n - from);
-        tkvi_rows_avx2(&rd, from, count, x);
-        tkvi_exact_v_avx2(&plain, (const uint8_t *)x, NULL, p + from, rows, count, planes, o);
+        tkvi_decode_code_rows_avx2(&rd, from, count, x);
+        tkvi_exact_v_avx2(&plain, (const uint8_t *)x, NULL, p + from, rows, count, n_limbs, o);
     }
     for (r = 0; r < rows && o == sum; r++) {
         tkvi_rotate_back(sum + r * s->pad, s->dim);
         for (c = 0; c < s->dim; c++) out[r * s->pad + c] += sum[r * s->pad + c];
     }
-    if (rd.slots) tkvi_outliers_v(&rd, p, rows, n, out);
+    if (rd.slots) tkvi_add_outliers_v(&rd, p, rows, n, out);
 }
 
 /* >>tiles */
-TKVI_FLAT_AVX2 __m256i tkvi_levels_avx2(const int8_t *levels) {
+TKVI_FLAT_AVX2 __m256i tkvi_load_table_avx2(const int8_t *levels) {
     return _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)(const void *)levels));
 }
 
 /* 16-bit shifts move bits into the neighbour byte, the masks take them away. */
 TKVI_FLAT_AVX2 void tkvi_merge_avx2(__m256i *codes, __m256i a, __m256i b, int mask) {
-    const __m256i all = tkvi_all_avx2(mask);
+    const __m256i all = tkvi_splat_bytes_avx2(mask);
     codes[0] = _mm256_or_si256(codes[0], _mm256_and_si256(a, all));
     codes[1] = _mm256_or_si256(codes[1], _mm256_and_si256(b, all));
 }
 
 TKVI_FLAT_AVX2 __m256i tkvi_shifted_avx2(const uint8_t *p, int right) {
-    return _mm256_srl_epi16(tkvi_bytes_avx2(p), _mm_cvtsi32_si128(right));
+    return _mm256_srl_epi16(tkvi_load_bytes_avx2(p), _mm_cvtsi32_si128(right));
 }
 
 /* Half b (bytes 32b .. 32b + 31) of the codes of planes 2h and 2h + 1 of one tile, as bytes; see core/tile.h for
  * what stands where. Of 8-bit codes `part` says which four bits: whole ones would overflow 16-bit sums. */
-TKVI_FLAT_AVX2 void tkvi_codes_avx2(int width, const uint8_t *wide, const uint8_t *tops, int half, int h,
-                                    int b, int part, __m256i *codes) {
+TKVI_FLAT_AVX2 void tkvi_unpack_codes_avx2(int width, const uint8_t *wide, const uint8_t *tops, int half,
+                                           int h, int b, int part, __m256i *codes) {
     __m256i x;
     codes[0] = codes[1] = _mm256_setzero_si256();
     wide += 32 * b;
@@ -8384,7 +8413,7 @@ TKVI_FLAT_AVX2 void tkvi_codes_avx2(int width, const uint8_t *wide, const uint8_
         return;
     }
     if (width >= 4) {
-        x = tkvi_bytes_avx2(wide + 64 * h);
+        x = tkvi_load_bytes_avx2(wide + 64 * h);
         tkvi_merge_avx2(codes, x, _mm256_srli_epi16(x, 4), 15);
         if (width == 6) {
             x = tkvi_shifted_avx2(wide + 128, 4 * h);
@@ -8403,12 +8432,12 @@ TKVI_FLAT_AVX2 void tkvi_codes_avx2(int width, const uint8_t *wide, const uint8_
 }
 
 /* 16 weights of 16 bits in order. */
-TKVI_FLAT_AVX2 __m256i tkvi_shorts_avx2(__m256 a, __m256 b) {
+TKVI_FLAT_AVX2 __m256i tkvi_round_to_int16_avx2(__m256 a, __m256 b) {
     return _mm256_permute4x64_epi64(_mm256_packs_epi32(_mm256_cvtps_epi32(a), _mm256_cvtps_epi32(b)), 0xd8);
 }
 
 /* 16 weights of up to 8 bits as bytes. */
-TKVI_FLAT_AVX2 void tkvi_save_weights_avx2(int8_t *w, __m256i k, const int is_signed) {
+TKVI_FLAT_AVX2 void tkvi_store_weights_avx2(int8_t *w, __m256i k, const int is_signed) {
     const __m128i a = _mm256_castsi256_si128(k), b = _mm256_extracti128_si256(k, 1);
     _mm_storeu_si128((__m128i *)(void *)w, is_signed ? _mm_packs_epi16(a, b) : _mm_packus_epi16(a, b));
 }
@@ -8424,7 +8453,7 @@ TKVI_FLAT_AVX2 __m128 tkvi_inverse_avx2(__m128 top, __m128 m) {
 }
 
 /* What four rows of one plane say; middle: sum w centre2. */
-TKVI_FLAT_AVX2 void tkvi_plane_avx2(tkvi_fold *f, int first, __m128 step, __m128 rest, __m128i middle) {
+TKVI_FLAT_AVX2 void tkvi_store_fold_avx2(tkvi_fold *f, int first, __m128 step, __m128 rest, __m128i middle) {
     const __m128 odd = _mm_cvtepi32_ps(_mm_and_si128(middle, _mm_set1_epi32(1)));
     const __m128i row = _mm_add_epi32(_mm_setr_epi32(0, 1, 2, 3), _mm_set1_epi32(first));
     _mm_storeu_ps(f->step + first, step);
@@ -8433,14 +8462,15 @@ TKVI_FLAT_AVX2 void tkvi_plane_avx2(tkvi_fold *f, int first, __m128 step, __m128
     _mm_storeu_si128((__m128i *)(void *)(f->base + first), _mm_srai_epi32(middle, 1));
 }
 
-/* Which of four rows want two planes, by their largest weights and sums of squares. */
-TKVI_FLAT_AVX2 int tkvi_tower_avx2(const tkvi_folding *a, __m128 most, __m128 squares, int top) {
+/* Which of four rows want two n_limbs, by their largest weights and sums of squares. */
+TKVI_FLAT_AVX2 int tkvi_needs_two_avx2(const tkvi_fold_args *a, __m128 most, __m128 squares, int top) {
     return _mm_movemask_ps(_mm_cmpgt_ps(_mm_mul_ps(_mm_mul_ps(_mm_set1_ps(a->coarse), most), most),
-                                        _mm_mul_ps(_mm_set1_ps(TKVI_MAY_ERR(top)), squares)));
+                                        _mm_mul_ps(_mm_set1_ps(TKVI_ERR_LIMIT(top)), squares)));
 }
 
 /* Four rows go together so that their horizontal sums do. Rows that are not there repeat the last one. */
-TKVI_FLAT_AVX2 int tkvi_fold_k4_avx2(const tkvi_folding *a, int first, int left, const int nr, tkvi_fold *f) {
+TKVI_FLAT_AVX2 int tkvi_fold_k4_avx2(const tkvi_fold_args *a, int first, int left, const int nr,
+                                     tkvi_fold *f) {
     const __m256 no_sign = _mm256_castsi256_ps(_mm256_set1_epi32(0x7fffffff));
     const __m256i places = _mm256_setr_epi16(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
     const float *x[4];
@@ -8448,7 +8478,7 @@ TKVI_FLAT_AVX2 int tkvi_fold_k4_avx2(const tkvi_folding *a, int first, int left,
     __m256i middle[4], middle_lo[4];
     __m128 m, step;
     float by[4];
-    int i, r, tower, second = a->wide;
+    int i, r, two_mask, second = a->wide;
     TKVI_UNROLL
     for (r = 0; r < 4; r++) {
         x[r] = a->x + (first + tkvi_min(r, left - 1)) * a->n;
@@ -8471,48 +8501,50 @@ TKVI_FLAT_AVX2 int tkvi_fold_k4_avx2(const tkvi_folding *a, int first, int left,
         }
     }
     m = tkvi_max4_avx2(most);
-    tower = tkvi_tower_avx2(a, m, tkvi_sum4_avx2(squares), TKVI_PLANE);
-    if (a->planes == 2) tower = 15;
-    if (tower) second = a->n;
-    _mm_storeu_ps(by, tkvi_inverse_avx2(_mm_set1_ps((float)TKVI_PLANE), m));
-    step = _mm_div_ps(m, _mm_set1_ps((float)TKVI_PLANE));
+    two_mask = tkvi_needs_two_avx2(a, m, tkvi_sum4_avx2(squares), TKVI_LIMB_MAX_K);
+    if (a->n_limbs == 2) two_mask = 15;
+    if (two_mask) second = a->n;
+    _mm_storeu_ps(by, tkvi_inverse_avx2(_mm_set1_ps((float)TKVI_LIMB_MAX_K), m));
+    step = _mm_div_ps(m, _mm_set1_ps((float)TKVI_LIMB_MAX_K));
     for (i = 0; i < a->n; i += 16) {
         __m256 scale0 = _mm256_loadu_ps(a->scale + i), scale1 = _mm256_loadu_ps(a->scale + i + 8);
-        __m256i c = _mm256_cvtepu8_epi16(tkvi_bytes16_avx2(a->centre2 + i));
+        __m256i c = _mm256_cvtepu8_epi16(tkvi_load_bytes16_avx2(a->centre2 + i));
         TKVI_UNROLL
         for (r = 0; r < nr; r++) {
             const int at = (first + r) * TKV_MAX_HEAD_DIM + i;
             const __m256 inverse = _mm256_set1_ps(by[r]), fine = _mm256_set1_ps(128.0f);
             __m256 u = _mm256_mul_ps(_mm256_mul_ps(_mm256_loadu_ps(x[r] + i), scale0), inverse);
             __m256 v = _mm256_mul_ps(_mm256_mul_ps(_mm256_loadu_ps(x[r] + i + 8), scale1), inverse);
-            __m256i k = tkvi_shorts_avx2(u, v);
+            __m256i k = tkvi_round_to_int16_avx2(u, v);
             if (i < second) { /* full = 128 hi + lo, lo 0..127; narrow ones have no lo */
-                __m256i full = tkvi_shorts_avx2(_mm256_mul_ps(u, fine), _mm256_mul_ps(v, fine)), lo, wide;
-                wide = _mm256_set1_epi16((short)((tower >> r & 1 ? a->n : a->wide) - i));
+                __m256i full = tkvi_round_to_int16_avx2(_mm256_mul_ps(u, fine), _mm256_mul_ps(v, fine)), lo,
+                        wide;
+                wide = _mm256_set1_epi16((short)((two_mask >> r & 1 ? a->n : a->wide) - i));
                 wide = _mm256_cmpgt_epi16(wide, places);
                 lo = _mm256_and_si256(wide, _mm256_and_si256(full, _mm256_set1_epi16(127)));
                 middle_lo[r] = _mm256_add_epi32(middle_lo[r], _mm256_madd_epi16(lo, c));
-                tkvi_save_weights_avx2(a->lo + at, lo, 1);
+                tkvi_store_weights_avx2(a->lo + at, lo, 1);
                 k = _mm256_blendv_epi8(k, _mm256_srai_epi16(full, 7), wide);
             }
             middle[r] = _mm256_add_epi32(middle[r], _mm256_madd_epi16(k, c));
-            tkvi_save_weights_avx2(a->w + at, k, 1);
+            tkvi_store_weights_avx2(a->w + at, k, 1);
         }
     }
-    tkvi_plane_avx2(&f[0], first, step, tkvi_sum4_avx2(rest), tkvi_isum4_avx2(middle));
-    tkvi_plane_avx2(&f[1], first, _mm_mul_ps(step, _mm_set1_ps(1.0f / 128.0f)), _mm_setzero_ps(),
-                    tkvi_isum4_avx2(middle_lo));
+    tkvi_store_fold_avx2(&f[0], first, step, tkvi_sum4_avx2(rest), tkvi_isum4_avx2(middle));
+    tkvi_store_fold_avx2(&f[1], first, _mm_mul_ps(step, _mm_set1_ps(1.0f / 128.0f)), _mm_setzero_ps(),
+                         tkvi_isum4_avx2(middle_lo));
     return second;
 }
 
-TKVI_FLAT_AVX2 int tkvi_fold_v4_avx2(const tkvi_folding *a, int first, int left, const int nr, tkvi_fold *f) {
+TKVI_FLAT_AVX2 int tkvi_fold_v4_avx2(const tkvi_fold_args *a, int first, int left, const int nr,
+                                     tkvi_fold *f) {
     const float *p[4];
     const __m256 no_sign = _mm256_castsi256_ps(_mm256_set1_epi32(0x7fffffff));
     __m256 most[4], rest[4], squares[4];
     __m256i sum[4], sum_lo[4];
     __m128 m, step;
     float by[4], top[4];
-    int i, r, tower;
+    int i, r, two_mask;
     TKVI_UNROLL
     for (r = 0; r < 4; r++) {
         p[r] = a->x + (first + tkvi_min(r, left - 1)) * TKVI_BLOCK;
@@ -8531,10 +8563,10 @@ TKVI_FLAT_AVX2 int tkvi_fold_v4_avx2(const tkvi_folding *a, int first, int left,
         }
     }
     m = tkvi_max4_avx2(most);
-    tower = a->planes == 2 ? 15 : tkvi_tower_avx2(a, m, tkvi_sum4_avx2(squares), a->top);
-    for (r = 0; r < 4; r++) top[r] = tower >> r & 1 ? (float)TKVI_TWO_PLANES : (float)a->top;
+    two_mask = a->n_limbs == 2 ? 15 : tkvi_needs_two_avx2(a, m, tkvi_sum4_avx2(squares), a->top);
+    for (r = 0; r < 4; r++) top[r] = two_mask >> r & 1 ? (float)TKVI_TWO_LIMBS_MAX : (float)a->top;
     _mm_storeu_ps(by, tkvi_inverse_avx2(_mm_loadu_ps(top), m));
-    for (r = 0; r < 4; r++) top[r] = tower >> r & 1 ? (float)TKVI_PLANE : (float)a->top;
+    for (r = 0; r < 4; r++) top[r] = two_mask >> r & 1 ? (float)TKVI_LIMB_MAX_K : (float)a->top;
     step = _mm_div_ps(m, _mm_loadu_ps(top));
     for (i = 0; i < TKVI_BLOCK; i += 16) {
         const __m256 scale0 = _mm256_loadu_ps(a->scale + i), scale1 = _mm256_loadu_ps(a->scale + i + 8);
@@ -8544,27 +8576,27 @@ TKVI_FLAT_AVX2 int tkvi_fold_v4_avx2(const tkvi_folding *a, int first, int left,
             const __m256 inverse = _mm256_set1_ps(by[r]);
             __m256 u = _mm256_mul_ps(_mm256_loadu_ps(p[r] + i), scale0);
             __m256 v = _mm256_mul_ps(_mm256_loadu_ps(p[r] + i + 8), scale1);
-            __m256i k = tkvi_shorts_avx2(_mm256_mul_ps(u, inverse), _mm256_mul_ps(v, inverse));
+            __m256i k = tkvi_round_to_int16_avx2(_mm256_mul_ps(u, inverse), _mm256_mul_ps(v, inverse));
             k = _mm256_max_epi16(k, _mm256_setzero_si256());
-            if (tower) {
-                const int two = tower >> r & 1;
+            if (two_mask) {
+                const int two = two_mask >> r & 1;
                 const __m256i lo = _mm256_and_si256(k, _mm256_set1_epi16((short)(two ? 127 : 0)));
                 sum_lo[r] = _mm256_add_epi32(sum_lo[r], _mm256_madd_epi16(lo, _mm256_set1_epi16(1)));
-                tkvi_save_weights_avx2(a->lo + at, lo, 0);
+                tkvi_store_weights_avx2(a->lo + at, lo, 0);
                 if (two) k = _mm256_srai_epi16(k, 7);
             }
             sum[r] = _mm256_add_epi32(sum[r], _mm256_madd_epi16(k, _mm256_set1_epi16(1)));
-            tkvi_save_weights_avx2(a->w + at, k, 0);
+            tkvi_store_weights_avx2(a->w + at, k, 0);
         }
     }
-    tkvi_plane_avx2(&f[0], first, step, tkvi_sum4_avx2(rest),
-                    _mm_mullo_epi32(tkvi_isum4_avx2(sum), _mm_set1_epi32(a->middle)));
-    tkvi_plane_avx2(&f[1], first, _mm_mul_ps(step, _mm_set1_ps(1.0f / 128.0f)), _mm_setzero_ps(),
-                    _mm_mullo_epi32(tkvi_isum4_avx2(sum_lo), _mm_set1_epi32(a->middle)));
-    return tower;
+    tkvi_store_fold_avx2(&f[0], first, step, tkvi_sum4_avx2(rest),
+                         _mm_mullo_epi32(tkvi_isum4_avx2(sum), _mm_set1_epi32(a->middle)));
+    tkvi_store_fold_avx2(&f[1], first, _mm_mul_ps(step, _mm_set1_ps(1.0f / 128.0f)), _mm_setzero_ps(),
+                         _mm_mullo_epi32(tkvi_isum4_avx2(sum_lo), _mm_set1_epi32(a->middle)));
+    return two_mask;
 }
 
-static TKVI_TARGET_AVX2 int tkvi_fold_k_avx2(const tkvi_folding *a, int rows, tkvi_fold *f) {
+static TKVI_TARGET_AVX2 int tkvi_fold_k_avx2(const tkvi_fold_args *a, int rows, tkvi_fold *f) {
     int r, second = 0;
     for (r = 0; r < rows; r += 4)
         second = tkvi_max(second, rows - r == 1   ? tkvi_fold_k4_avx2(a, r, 1, 1, f)
@@ -8573,7 +8605,7 @@ static TKVI_TARGET_AVX2 int tkvi_fold_k_avx2(const tkvi_folding *a, int rows, tk
     return second;
 }
 
-static TKVI_TARGET_AVX2 int tkvi_fold_v_avx2(const tkvi_folding *a, int rows, tkvi_fold *f) {
+static TKVI_TARGET_AVX2 int tkvi_fold_v_avx2(const tkvi_fold_args *a, int rows, tkvi_fold *f) {
     int r, second = 0;
     for (r = 0; r < rows; r += 4)
         second |= (rows - r == 1   ? tkvi_fold_v4_avx2(a, r, 1, 1, f)
@@ -8584,7 +8616,8 @@ static TKVI_TARGET_AVX2 int tkvi_fold_v_avx2(const tkvi_folding *a, int rows, tk
 }
 
 /* Eight sums of row r become answers at out[at]. */
-TKVI_FLAT_AVX2 void tkvi_answer_avx2(const tkvi_products *d, const tkvi_fold *f, int r, int at, __m256i sum) {
+TKVI_FLAT_AVX2 void tkvi_store_answers_avx2(const tkvi_products *d, const tkvi_fold *f, int r, int at,
+                                            __m256i sum) {
     const __m256 x = _mm256_cvtepi32_ps(_mm256_sub_epi32(sum, _mm256_set1_epi32(f->base[d->first + r])));
     __m256 rest = _mm256_set1_ps(f->rest[d->first + r]);
     float *out = d->out + f->row[d->first + r] * d->out_stride + at;
@@ -8597,14 +8630,14 @@ TKVI_FLAT_AVX2 void tkvi_answer_avx2(const tkvi_products *d, const tkvi_fold *f,
  * the weights of V, which are the unsigned operand, 4 * 255 * 15. With a table, levels are the signed operand and
  * the size of a weight the unsigned one, 2 * 127 * 127: each pair of products goes to 32 bits by itself. `unit` is
  * 1, or 16 for the high nibbles of 8-bit codes. */
-TKVI_FLAT_AVX2 __m256i tkvi_two_avx2(const int v_side, __m256i c, __m256i u, __m256i e, __m256i v,
-                                     __m256i unit) {
+TKVI_FLAT_AVX2 __m256i tkvi_dot_codes_avx2(const int v_side, __m256i c, __m256i u, __m256i e, __m256i v,
+                                           __m256i unit) {
     const __m256i x = v_side ? _mm256_maddubs_epi16(u, c) : _mm256_maddubs_epi16(c, u);
     const __m256i y = v_side ? _mm256_maddubs_epi16(v, e) : _mm256_maddubs_epi16(e, v);
     return _mm256_madd_epi16(_mm256_add_epi16(x, y), unit);
 }
 
-TKVI_FLAT_AVX2 __m256i tkvi_leveled_avx2(__m256i c, __m256i u, __m256i table) {
+TKVI_FLAT_AVX2 __m256i tkvi_dot_levels_avx2(__m256i c, __m256i u, __m256i table) {
     __m256i x = _mm256_sign_epi8(_mm256_shuffle_epi8(table, c), u);
     return _mm256_madd_epi16(_mm256_maddubs_epi16(_mm256_abs_epi8(u), x), _mm256_set1_epi16(1));
 }
@@ -8614,40 +8647,41 @@ TKVI_FLAT_AVX2 __m256i tkvi_leveled_avx2(__m256i c, __m256i u, __m256i table) {
 #define TKVI_ZERO4_(r) __m256i a##r = _mm256_setzero_si256(), b##r = a##r;
 #define TKVI_MAC4_(r)                                                                                        \
     if (r < nw) {                                                                                            \
-        u = _mm256_set1_epi32(tkvi_four(w + r * stride));                                                    \
-        v = _mm256_set1_epi32(tkvi_four(w + r * stride + 4 * both));                                         \
-        a##r = _mm256_add_epi32(a##r, tkvi_two_avx2(v_side, c[0], u, e[0], v, unit));                        \
-        b##r = _mm256_add_epi32(b##r, tkvi_two_avx2(v_side, c[1], u, e[1], v, unit));                        \
+        u = _mm256_set1_epi32(tkvi_load_four_weights(w + r * stride));                                       \
+        v = _mm256_set1_epi32(tkvi_load_four_weights(w + r * stride + 4 * both));                            \
+        a##r = _mm256_add_epi32(a##r, tkvi_dot_codes_avx2(v_side, c[0], u, e[0], v, unit));                  \
+        b##r = _mm256_add_epi32(b##r, tkvi_dot_codes_avx2(v_side, c[1], u, e[1], v, unit));                  \
     }
-#define TKVI_LEVELED4_(r)                                                                                    \
+#define TKVI_MAC_LEVELS4_(r)                                                                                 \
     if (r < nw) {                                                                                            \
-        u = _mm256_set1_epi32(tkvi_four(w + r * stride));                                                    \
-        v = _mm256_set1_epi32(tkvi_four(w + r * stride + 4 * both));                                         \
-        a##r = _mm256_add_epi32(a##r, tkvi_leveled_avx2(c[0], u, table));                                    \
-        b##r = _mm256_add_epi32(b##r, tkvi_leveled_avx2(c[1], u, table));                                    \
+        u = _mm256_set1_epi32(tkvi_load_four_weights(w + r * stride));                                       \
+        v = _mm256_set1_epi32(tkvi_load_four_weights(w + r * stride + 4 * both));                            \
+        a##r = _mm256_add_epi32(a##r, tkvi_dot_levels_avx2(c[0], u, table));                                 \
+        b##r = _mm256_add_epi32(b##r, tkvi_dot_levels_avx2(c[1], u, table));                                 \
         if (both) {                                                                                          \
-            a##r = _mm256_add_epi32(a##r, tkvi_leveled_avx2(e[0], v, table));                                \
-            b##r = _mm256_add_epi32(b##r, tkvi_leveled_avx2(e[1], v, table));                                \
+            a##r = _mm256_add_epi32(a##r, tkvi_dot_levels_avx2(e[0], v, table));                             \
+            b##r = _mm256_add_epi32(b##r, tkvi_dot_levels_avx2(e[1], v, table));                             \
         }                                                                                                    \
     }
 #define TKVI_SAVE4_(r)                                                                                       \
     if (r < nw && r < d->rows) {                                                                             \
-        tkvi_answer_avx2(d, fold, r, at, a##r);                                                              \
-        tkvi_answer_avx2(d, fold, r, at + apart, b##r);                                                      \
+        tkvi_store_answers_avx2(d, fold, r, at, a##r);                                                       \
+        tkvi_store_answers_avx2(d, fold, r, at + apart, b##r);                                               \
     }
 
 /* Tiles of one width, two a step. */
 #define TKVI_PAIRS4_(width)                                                                                  \
     for (i = 0; i < n; i += 2, w += 8, tile += 2 * bytes) {                                                  \
         const int both = i + 1 < n;                                                                          \
-        if (d->ahead && (i / 2 & (4 * d->turns + 3)) == 4 * d->turn + 2 * h + b) {                           \
+        if (d->ahead && (i / 2 & (4 * d->prefetch_mask + 3)) == 4 * d->prefetch_phase + 2 * h + b) {         \
             tkvi_prefetch_bytes(tile, 2 * bytes, d->ahead);                                                  \
             tkvi_prefetch_rest(d);                                                                           \
             tkvi_prefetch_rest(d);                                                                           \
         }                                                                                                    \
-        tkvi_codes_avx2(width, tile, d->tops, half + i * has_half, h, b, part, c);                           \
+        tkvi_unpack_codes_avx2(width, tile, d->tops, half + i * has_half, h, b, part, c);                    \
         e[0] = e[1] = _mm256_setzero_si256();                                                                \
-        if (both) tkvi_codes_avx2(width, tile + bytes, d->tops, half + (i + 1) * has_half, h, b, part, e);   \
+        if (both)                                                                                            \
+            tkvi_unpack_codes_avx2(width, tile + bytes, d->tops, half + (i + 1) * has_half, h, b, part, e);  \
         TKVI_ROWS4_(TKVI_MAC4_)                                                                              \
     }
 
@@ -8708,25 +8742,25 @@ TKVI_FLAT_AVX2 void tkvi_dot_vs_avx2(tkvi_products *d, int skip, int upper, int 
     __m256i c[2], e[2], u, v, unit, table = unit = _mm256_setzero_si256();
     int t, h, part;
     TKVI_ROWS4_(TKVI_ZERO4_)
-    if (levels) table = tkvi_levels_avx2(levels + tkvi_level_table(d->s, width, upper));
+    if (levels) table = tkvi_load_table_avx2(levels + tkvi_level_table(d->s, width, upper));
     for (part = 0; part < 1 + (width == 8); part++) {
         const uint8_t *tile = d->wide + skip * bytes;
         const int8_t *w = d->w;
         int half = d->half + skip * has_half;
         unit = _mm256_set1_epi16(part ? 16 : 1);
         for (t = 0; t < n; t += 16) { /* a tile has 16 tokens, a plane four */
-            if (d->ahead && (t / 16 & d->turns) == d->turn) {
+            if (d->ahead && (t / 16 & d->prefetch_mask) == d->prefetch_phase) {
                 tkvi_prefetch_bytes(tile, bytes, d->ahead);
                 tkvi_prefetch_rest(d);
             }
             for (h = 0; h < 2; h++, w += 8) {
-                tkvi_codes_avx2(width, tile, d->tops, half, h, 0, part, c);
-                tkvi_codes_avx2(width, tile, d->tops, half, h, 1, part, e);
+                tkvi_unpack_codes_avx2(width, tile, d->tops, half, h, 0, part, c);
+                tkvi_unpack_codes_avx2(width, tile, d->tops, half, h, 1, part, e);
                 u = c[1];
                 c[1] = e[0];
                 e[0] = u;
                 if (levels) {
-                    TKVI_ROWS4_(TKVI_LEVELED4_)
+                    TKVI_ROWS4_(TKVI_MAC_LEVELS4_)
                 } else {
                     TKVI_ROWS4_(TKVI_MAC4_)
                 }
@@ -8754,7 +8788,7 @@ TKVI_SLAB4_(4_of_4, 4, NULL, 4)
 #undef TKVI_ROWS4_
 #undef TKVI_ZERO4_
 #undef TKVI_MAC4_
-#undef TKVI_LEVELED4_
+#undef TKVI_MAC_LEVELS4_
 #undef TKVI_SAVE4_
 
 static void tkvi_dot_slabs_avx2(tkvi_products *d, const tkvi_slab_dot dot) {
@@ -8780,18 +8814,18 @@ static void tkvi_dot_avx2(tkvi_products *d, int rows) {
     tkvi_dot_rows(d, rows, dots[d->s->which]);
 }
 
-static const tkvi_steps tkvi_steps_avx2 = {&tkvi_simd_ops_avx2, tkvi_fold_k_avx2, tkvi_fold_v_avx2,
-                                           tkvi_dot_avx2, 0};
+static const tkvi_tile_ops tkvi_tile_ops_avx2 = {&tkvi_simd_ops_avx2, tkvi_fold_k_avx2, tkvi_fold_v_avx2,
+                                                 tkvi_dot_avx2, 0};
 
 static void tkvi_tiles_k_avx2(const tkvi_side *s, const uint8_t *src, const uint8_t *next, const float *q,
-                              const float *ref, int rows, int n, int planes, float *scores) {
+                              const float *ref, int rows, int n, int n_limbs, float *scores) {
     (void)n;
-    tkvi_tiles_k(&tkvi_steps_avx2, s, src, next, q, ref, rows, planes, scores);
+    tkvi_tiles_k(&tkvi_tile_ops_avx2, s, src, next, q, ref, rows, n_limbs, scores);
 }
 
 static void tkvi_tiles_v_avx2(const tkvi_side *s, const uint8_t *src, const uint8_t *next, const float *p,
-                              int rows, int n, int planes, float *out) {
-    tkvi_tiles_v(&tkvi_steps_avx2, s, src, next, p, rows, n, planes, out);
+                              int rows, int n, int n_limbs, float *out) {
+    tkvi_tiles_v(&tkvi_tile_ops_avx2, s, src, next, p, rows, n, n_limbs, out);
 }
 
 static int tkvi_softmax_step_avx2(const float *s, int rows, float *m, float *sum, float *p) {
@@ -8838,27 +8872,29 @@ static const tkvi_kernels tkvi_kernels_avx2 = {
 #endif
 
 /* >>pieces */
-TKVI_FLAT_AVX512 __m512i tkvi_bytes_avx512(const uint8_t *p) { return _mm512_loadu_si512((const void *)p); }
+TKVI_FLAT_AVX512 __m512i tkvi_load_bytes_avx512(const uint8_t *p) {
+    return _mm512_loadu_si512((const void *)p);
+}
 
 /* 16 values of an exact side. The branch goes the same way all the time. */
-TKVI_FLAT_AVX512 __m512 tkvi_values_avx512(tkvi_storage type, const uint8_t *row, int at) {
+TKVI_FLAT_AVX512 __m512 tkvi_load_values_avx512(tkvi_storage type, const uint8_t *row, int at) {
     if (type == TKVI_AS_F16)
         return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)(const void *)(row + 2 * at)));
     if (type == TKVI_AS_BF16)
         return _mm512_castsi512_ps(_mm512_slli_epi32(
             _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)(const void *)(row + 2 * at))), 16));
-    return _mm512_castsi512_ps(tkvi_bytes_avx512(row + 4 * at));
+    return _mm512_castsi512_ps(tkvi_load_bytes_avx512(row + 4 * at));
 }
 
-static TKVI_TARGET_AVX512 void tkvi_halves_avx512(const uint8_t *src, int n, float *dst) {
+static TKVI_TARGET_AVX512 void tkvi_f16_to_f32_avx512(const uint8_t *src, int n, float *dst) {
     int i;
     for (i = 0; i + 16 <= n; i += 16)
         _mm512_storeu_ps(dst + i,
                          _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)(const void *)(src + 2 * i))));
-    tkvi_halves_scalar(src + 2 * i, n - i, dst + i);
+    tkvi_f16_to_f32_scalar(src + 2 * i, n - i, dst + i);
 }
 
-static TKVI_TARGET_AVX512 void tkvi_logs_avx512(const uint8_t *src, int n, int top, float *dst) {
+static TKVI_TARGET_AVX512 void tkvi_decode_log_scales_avx512(const uint8_t *src, int n, int top, float *dst) {
     const __m512i table = _mm512_slli_epi32(
         _mm512_sub_epi32(
             _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)(const void *)tkvi_log_mantissa)),
@@ -8877,8 +8913,9 @@ static TKVI_TARGET_AVX512 void tkvi_logs_avx512(const uint8_t *src, int n, int t
     }
 }
 
-static TKVI_TARGET_AVX512 void tkvi_zeros_avx512(const uint8_t *offset, const float *scale, const float *mean,
-                                                 float unit, int middle, int n, float *dst) {
+static TKVI_TARGET_AVX512 void tkvi_decode_zero_points_avx512(const uint8_t *offset, const float *scale,
+                                                              const float *mean, float unit, int middle,
+                                                              int n, float *dst) {
     int i;
     for (i = 0; i < n; i += 16) {
         const __mmask16 m = (__mmask16)(n - i >= 16 ? 0xffff : (1 << (n - i)) - 1);
@@ -8896,21 +8933,23 @@ typedef struct tkvi_range_avx512 {
     __m512i cut, by, top; /* in both halves of a lane */
 } tkvi_range_avx512;
 
-TKVI_FLAT_AVX512 __m512i tkvi_twice_avx512(__m512i x) { return _mm512_or_si512(x, _mm512_slli_epi32(x, 16)); }
+TKVI_FLAT_AVX512 __m512i tkvi_repeat16_avx512(__m512i x) {
+    return _mm512_or_si512(x, _mm512_slli_epi32(x, 16));
+}
 
 TKVI_FLAT_AVX512 tkvi_range_avx512 tkvi_range_of_avx512(int k, __m512i width) {
     const tkvi_a_range *r = &tkvi_a_ranges[k];
     tkvi_range_avx512 range;
     __m512i both = _mm512_loadu_si512((const void *)r->cut); /* cut, then by */
-    range.cut = tkvi_twice_avx512(_mm512_permutexvar_epi32(width, both));
+    range.cut = tkvi_repeat16_avx512(_mm512_permutexvar_epi32(width, both));
     range.by =
-        tkvi_twice_avx512(_mm512_permutexvar_epi32(_mm512_add_epi32(width, _mm512_set1_epi32(8)), both));
+        tkvi_repeat16_avx512(_mm512_permutexvar_epi32(_mm512_add_epi32(width, _mm512_set1_epi32(8)), both));
     range.top = _mm512_sub_epi32(_mm512_sllv_epi32(_mm512_set1_epi32(1), width), _mm512_set1_epi32(1));
-    range.top = tkvi_twice_avx512(range.top);
+    range.top = tkvi_repeat16_avx512(range.top);
     return range;
 }
 
-TKVI_FLAT_AVX512 __m512i tkvi_cut_avx512(__m512i u, const tkvi_range_avx512 *r) { /* tkvi_cut_code */
+TKVI_FLAT_AVX512 __m512i tkvi_cut_codes_avx512(__m512i u, const tkvi_range_avx512 *r) { /* tkvi_cut_code */
     __m512i v = _mm512_mulhi_epu16(_mm512_subs_epu16(u, r->cut), r->by);
     return _mm512_min_epi16(_mm512_avg_epu16(v, _mm512_setzero_si512()), r->top);
 }
@@ -8921,7 +8960,7 @@ TKVI_FLAT_AVX512 __m512 tkvi_covariance_avx512(int n, __m512i a, __m512i b, __m5
 }
 
 /* Range and integers of all columns; 0 if values would have to be cut to +-1e30. */
-TKVI_FLAT_AVX512 int tkvi_integers_avx512(tkvi_columns *c) {
+TKVI_FLAT_AVX512 int tkvi_columns_to_ints_avx512(tkvi_columns *c) {
     const __m512 lowest = _mm512_set1_ps(-1e30f), highest = _mm512_set1_ps(1e30f);
     const __m512 mean = _mm512_loadu_ps(c->mean);
     const __mmask16 lanes = (__mmask16)((1 << c->lanes) - 1);
@@ -8958,15 +8997,15 @@ TKVI_FLAT_AVX512 int tkvi_integers_avx512(tkvi_columns *c) {
     return 1;
 }
 
-static TKVI_TARGET_AVX512 void tkvi_columns_avx512(tkvi_columns *c) {
+static TKVI_TARGET_AVX512 void tkvi_encode_k_columns_avx512(tkvi_columns *c) {
     const __m512i width = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)(const void *)c->width));
     __m512i sum_c, sum_cc, sum_cu;
     __m512 most = _mm512_set1_ps(-1.0f);
     tkvi_range_avx512 best = tkvi_range_of_avx512(0, width);
     TKVI_ALIGNED int32_t four[TKVI_BLOCK / 4][TKVI_LANES];
     int t, k;
-    if (!tkvi_integers_avx512(c)) {
-        tkvi_columns_scalar(c);
+    if (!tkvi_columns_to_ints_avx512(c)) {
+        tkvi_encode_k_columns_scalar(c);
         return;
     }
     sum_c = sum_cc = sum_cu = _mm512_setzero_si512();
@@ -8976,7 +9015,7 @@ static TKVI_TARGET_AVX512 void tkvi_columns_avx512(tkvi_columns *c) {
         __m512 cov, var, score;
         __mmask16 better;
         for (t = 0; t < TKVI_BLOCK / 2; t++) {
-            __m512i u = _mm512_load_si512((const void *)c->u[t]), v = tkvi_cut_avx512(u, &range);
+            __m512i u = _mm512_load_si512((const void *)c->u[t]), v = tkvi_cut_codes_avx512(u, &range);
             sum = _mm512_add_epi16(sum, v);
             squares = _mm512_dpwssd_epi32(squares, v, v);
             products = _mm512_dpwssd_epi32(products, v, u);
@@ -8998,16 +9037,16 @@ static TKVI_TARGET_AVX512 void tkvi_columns_avx512(tkvi_columns *c) {
     _mm512_store_si512((void *)c->sum_cc, sum_cc);
     _mm512_store_si512((void *)c->sum_cu, sum_cu);
     for (t = 0; t < TKVI_BLOCK / 4; t++) {
-        __m512i a = tkvi_cut_avx512(_mm512_load_si512((const void *)c->u[2 * t]), &best);
-        __m512i b = tkvi_cut_avx512(_mm512_load_si512((const void *)c->u[2 * t + 1]), &best);
+        __m512i a = tkvi_cut_codes_avx512(_mm512_load_si512((const void *)c->u[2 * t]), &best);
+        __m512i b = tkvi_cut_codes_avx512(_mm512_load_si512((const void *)c->u[2 * t + 1]), &best);
         _mm512_store_si512((void *)four[t], _mm512_or_si512(a, _mm512_slli_epi32(b, 8)));
     }
-    tkvi_stand_avx2(c->code, four);
+    tkvi_transpose_codes_avx2(c->code, four);
 }
 
 /* Tokens: see kernels/avx2.h. */
-TKVI_FLAT_AVX512 float tkvi_transpose_avx512(const tkvi_side *s, int log2n, const float *x, const float *flip,
-                                             float *y) {
+TKVI_FLAT_AVX512 float tkvi_rotate_token_avx512(const tkvi_side *s, int log2n, const float *x,
+                                                const float *flip, float *y) {
     const int n = 1 << log2n, end = tkvi_round_up(s->dim, 32);
     __m512 most;
     int c;
@@ -9024,7 +9063,7 @@ TKVI_FLAT_AVX512 float tkvi_transpose_avx512(const tkvi_side *s, int log2n, cons
 
 /* A token as integers, 16 channels and the next 16 packed as _mm512_packs_epi32 does it. Returns the sum of
  * squares. */
-TKVI_FLAT_AVX512 int32_t tkvi_whole_avx512(const float *y, float by, int end, int16_t *u) {
+TKVI_FLAT_AVX512 int32_t tkvi_token_to_ints_avx512(const float *y, float by, int end, int16_t *u) {
     const __m512 inverse = _mm512_set1_ps(by);
     const __m512i most = _mm512_set1_epi16(TKVI_R_MOST), least = _mm512_set1_epi16(-TKVI_R_MOST);
     __m512i squares = _mm512_setzero_si512();
@@ -9044,7 +9083,7 @@ TKVI_FLAT_AVX512 __m512i tkvi_floor_avx512(__m512i u, __m512 by) {
                                     _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
 }
 
-/* The two halves of what tkvi_whole_avx512 has packed. */
+/* The two halves of what tkvi_token_to_ints_avx512 has packed. */
 TKVI_FLAT_AVX512 __m512i tkvi_first_avx512(__m512i u) {
     return _mm512_srai_epi32(_mm512_unpacklo_epi16(u, u), 16);
 }
@@ -9054,12 +9093,12 @@ TKVI_FLAT_AVX512 __m512i tkvi_second_avx512(__m512i u) {
 }
 
 /* Two vectors of small integers as one of pairs. */
-TKVI_FLAT_AVX512 __m512i tkvi_both_avx512(__m512i a, __m512i b) {
+TKVI_FLAT_AVX512 __m512i tkvi_make_pairs_avx512(__m512i a, __m512i b) {
     return _mm512_mask_blend_epi16(0xaaaaaaaau, a, _mm512_slli_epi32(b, 16));
 }
 
 /* Codes of a uniform grid for 16 + 16 channels, packed like u; adds <u, level>. */
-TKVI_FLAT_AVX512 __m512i tkvi_grid_avx512(const int16_t *u, float fine, int top, __m512i *sum) {
+TKVI_FLAT_AVX512 __m512i tkvi_encode_grid_avx512(const int16_t *u, float fine, int top, __m512i *sum) {
     const __m512i tops = _mm512_set1_epi16((short)top);
     const __m512 by = _mm512_set1_ps(fine);
     __m512i x = _mm512_load_si512((const void *)u), v;
@@ -9073,15 +9112,15 @@ TKVI_FLAT_AVX512 __m512i tkvi_grid_avx512(const int16_t *u, float fine, int top,
 
 /* Codes of 16 pairs, 0 .. 7 in lanes; adds <u, level>. The best score and the first code that has it win in
  * one maximum: eight times the score, and 7 - code. */
-TKVI_FLAT_AVX512 __m512i tkvi_pairs_avx512(const int16_t *u, float fine, __m512i *sum) {
+TKVI_FLAT_AVX512 __m512i tkvi_encode_pairs_avx512(const int16_t *u, float fine, __m512i *sum) {
     const __m512 by = _mm512_set1_ps(fine);
     const __m128i *point_at = (const __m128i *)(const void *)tkvi_r_pairs;
-    const __m512i level = tkvi_both_avx512(_mm512_cvtepi8_epi32(_mm_loadu_si128(point_at)),
-                                           _mm512_cvtepi8_epi32(_mm_loadu_si128(point_at + 1)));
+    const __m512i level = tkvi_make_pairs_avx512(_mm512_cvtepi8_epi32(_mm_loadu_si128(point_at)),
+                                                 _mm512_cvtepi8_epi32(_mm_loadu_si128(point_at + 1)));
     __m512i x = _mm512_load_si512((const void *)u), a = tkvi_first_avx512(x), b = tkvi_second_avx512(x);
     __m512i best = _mm512_set1_epi32(INT32_MIN), code;
     int k;
-    x = tkvi_both_avx512(tkvi_floor_avx512(a, by), tkvi_floor_avx512(b, by));
+    x = tkvi_make_pairs_avx512(tkvi_floor_avx512(a, by), tkvi_floor_avx512(b, by));
     TKVI_UNROLL
     for (k = 0; k < 8; k++) {
         const int px = tkvi_r_pairs[k], py = tkvi_r_pairs[16 + k];
@@ -9090,14 +9129,14 @@ TKVI_FLAT_AVX512 __m512i tkvi_pairs_avx512(const int16_t *u, float fine, __m512i
         best = _mm512_max_epi32(best, _mm512_dpwssd_epi32(from, x, point));
     }
     code = _mm512_andnot_si512(best, _mm512_set1_epi32(7));
-    *sum = _mm512_dpwssd_epi32(*sum, tkvi_both_avx512(a, b), _mm512_permutexvar_epi32(code, level));
+    *sum = _mm512_dpwssd_epi32(*sum, tkvi_make_pairs_avx512(a, b), _mm512_permutexvar_epi32(code, level));
     return code;
 }
 
 /* Codes of four tokens; sum: twice <u, level> of each. u: [token][TKV_MAX_HEAD_DIM]; fine: [2][16], that of
  * grids and that of pairs. */
-TKVI_FLAT_AVX512 void tkvi_four_avx512(const tkvi_side *s, const int16_t *u, const float *fine, uint8_t *code,
-                                       int32_t *sum) {
+TKVI_FLAT_AVX512 void tkvi_encode_four_tokens_avx512(const tkvi_side *s, const int16_t *u, const float *fine,
+                                                     uint8_t *code, int32_t *sum) {
     const int pairs = s->pairs ? s->pad / 32 * 32 : 0, bits = s->pairs ? 2 : s->half_bits / 2;
     const int top = (1 << bits) - 1;
     __m512i grid[4], pair[4], v[4];
@@ -9107,14 +9146,15 @@ TKVI_FLAT_AVX512 void tkvi_four_avx512(const tkvi_side *s, const int16_t *u, con
     for (c = 0; c < pairs; c += 32, code += 4 * TKVI_TILE_CODES) {
         TKVI_UNROLL
         for (r = 0; r < 4; r++)
-            v[r] = tkvi_pairs_avx512(u + r * TKV_MAX_HEAD_DIM + c, fine[TKVI_LANES + r], &pair[r]);
+            v[r] = tkvi_encode_pairs_avx512(u + r * TKV_MAX_HEAD_DIM + c, fine[TKVI_LANES + r], &pair[r]);
         v[0] = _mm512_or_si512(v[0], _mm512_slli_epi32(v[1], 8));
         v[2] = _mm512_or_si512(v[2], _mm512_slli_epi32(v[3], 8));
         _mm512_storeu_si512((void *)code, _mm512_or_si512(v[0], _mm512_slli_epi32(v[2], 16)));
     }
     for (; c < s->dim; c += 32, code += 8 * TKVI_TILE_CODES) { /* two slabs */
         TKVI_UNROLL
-        for (r = 0; r < 4; r++) v[r] = tkvi_grid_avx512(u + r * TKV_MAX_HEAD_DIM + c, fine[r], top, &grid[r]);
+        for (r = 0; r < 4; r++)
+            v[r] = tkvi_encode_grid_avx512(u + r * TKV_MAX_HEAD_DIM + c, fine[r], top, &grid[r]);
         v[0] = _mm512_or_si512(v[0], _mm512_slli_epi16(v[1], 8));
         v[2] = _mm512_or_si512(v[2], _mm512_slli_epi16(v[3], 8));
         _mm512_storeu_si512((void *)code, _mm512_unpacklo_epi16(v[0], v[2]));
@@ -9129,8 +9169,8 @@ TKVI_FLAT_AVX512 void tkvi_four_avx512(const tkvi_side *s, const int16_t *u, con
 
 /* 16 tokens at a time, a step for all of them before the next: what waits for a division or for the sum of a
  * vector is then one token of many. */
-static TKVI_TARGET_AVX512 void tkvi_tokens_avx512(const tkvi_side *s, const float *x, size_t stride, int n,
-                                                  tkvi_codes code, float *scale) {
+static TKVI_TARGET_AVX512 void tkvi_encode_v_tokens_avx512(const tkvi_side *s, const float *x, size_t stride,
+                                                           int n, tkvi_codes code, float *scale) {
     TKVI_ALIGNED float y[TKVI_LANES][TKV_MAX_HEAD_DIM], most[TKVI_LANES], by[TKVI_LANES], fine[2][TKVI_LANES];
     TKVI_ALIGNED int16_t u[TKVI_LANES][TKV_MAX_HEAD_DIM];
     TKVI_ALIGNED int32_t squares[TKVI_LANES], sum[TKVI_LANES];
@@ -9139,7 +9179,7 @@ static TKVI_TARGET_AVX512 void tkvi_tokens_avx512(const tkvi_side *s, const floa
     TKVI_ALIGNED float flip[TKV_MAX_HEAD_DIM];
     int first, t;
     if (s->dim < 16) {
-        tkvi_tokens_scalar(s, x, stride, n, code, scale);
+        tkvi_encode_v_tokens_scalar(s, x, stride, n, code, scale);
         return;
     }
     tkvi_flips_avx2(flip, tkvi_round_up(s->dim, 32));
@@ -9149,13 +9189,13 @@ static TKVI_TARGET_AVX512 void tkvi_tokens_avx512(const tkvi_side *s, const floa
         __m512 m, v;
         __mmask16 some;
         for (t = 0; t < fours; t++) /* a token that is not there: its neighbour's codes, to be cleared */
-            most[t] = tkvi_transpose_avx512(s, log2n, x + (size_t)(first + tkvi_min(t, count - 1)) * stride,
-                                            flip, y[t]);
+            most[t] = tkvi_rotate_token_avx512(
+                s, log2n, x + (size_t)(first + tkvi_min(t, count - 1)) * stride, flip, y[t]);
         m = _mm512_min_ps(_mm512_maskz_loadu_ps(there, most), _mm512_set1_ps(1e30f));
         some = _mm512_cmp_ps_mask(m, _mm512_set1_ps(1e-30f), _CMP_GT_OQ);
         _mm512_store_ps(by, _mm512_maskz_div_ps(some, _mm512_set1_ps((float)TKVI_R_MOST), m));
         for (t = 0; t < fours; t++)
-            squares[t] = tkvi_whole_avx512(y[t], by[t], tkvi_round_up(s->dim, 32), u[t]);
+            squares[t] = tkvi_token_to_ints_avx512(y[t], by[t], tkvi_round_up(s->dim, 32), u[t]);
         v = _mm512_cvtepi32_ps(
             _mm512_max_epi32(_mm512_maskz_loadu_epi32(there, squares), _mm512_set1_epi32(1)));
         v = _mm512_sqrt_ps(_mm512_div_ps(v, _mm512_set1_ps((float)s->dim)));
@@ -9163,7 +9203,7 @@ static TKVI_TARGET_AVX512 void tkvi_tokens_avx512(const tkvi_side *s, const floa
         _mm512_store_ps(fine[0], _mm512_div_ps(v, grid));
         _mm512_store_ps(fine[1], _mm512_mul_ps(v, _mm512_set1_ps(16.0f * TKVI_R_UNIT)));
         for (t = 0; t < fours; t += 4)
-            tkvi_four_avx512(s, u[t], fine[0] + t, code[first / 16] + 16 * t, sum + t);
+            tkvi_encode_four_tokens_avx512(s, u[t], fine[0] + t, code[first / 16] + 16 * t, sum + t);
         v = _mm512_cvtepi32_ps(_mm512_slli_epi32(_mm512_maskz_loadu_epi32(some, squares), 1));
         v = _mm512_div_ps(v, _mm512_cvtepi32_ps(_mm512_maskz_loadu_epi32(some, sum)));
         m = _mm512_div_ps(m, _mm512_set1_ps((float)TKVI_R_MOST));
@@ -9172,9 +9212,10 @@ static TKVI_TARGET_AVX512 void tkvi_tokens_avx512(const tkvi_side *s, const floa
 }
 
 static const tkvi_simd_ops tkvi_simd_ops_avx512 = {
-    tkvi_halves_avx512,        tkvi_to_halves_avx2, tkvi_logs_avx512,     tkvi_zeros_avx512,
-    tkvi_log_codes_avx2,       tkvi_pack_tile_avx2, tkvi_interleave_avx2, tkvi_columns_avx512,
-    tkvi_finalize_scales_avx2, tkvi_tokens_avx512,  tkvi_groups_avx2,     tkvi_tile_values_avx512};
+    tkvi_f16_to_f32_avx512,         tkvi_f32_to_f16_avx2,         tkvi_decode_log_scales_avx512,
+    tkvi_decode_zero_points_avx512, tkvi_encode_log_scales_avx2,  tkvi_pack_tile_avx2,
+    tkvi_interleave_avx2,           tkvi_encode_k_columns_avx512, tkvi_finalize_scales_avx2,
+    tkvi_encode_v_tokens_avx512,    tkvi_encode_groups_avx2,      tkvi_decode_tiles_avx512};
 
 static TKVI_TARGET_AVX512 float tkvi_max64_avx512(const float *s) {
     __m512 a = _mm512_max_ps(_mm512_loadu_ps(s), _mm512_loadu_ps(s + 16));
@@ -9260,7 +9301,7 @@ TKVI_FLAT_AVX512 void tkvi_exact_k4_avx512(const tkvi_side *s, const uint8_t *sr
             __m512 x[4], minus = _mm512_loadu_ps(ref + c);
             TKVI_UNROLL
             for (j = 0; j < 4; j++)
-                x[j] = _mm512_sub_ps(tkvi_values_avx512(s->format->stored, k[j], c), minus);
+                x[j] = _mm512_sub_ps(tkvi_load_values_avx512(s->format->stored, k[j], c), minus);
             TKVI_UNROLL
             for (r = 0; r < nr; r++) {
                 __m512 y = _mm512_loadu_ps(q + tkvi_min(r, rows - 1) * s->pad + c);
@@ -9285,12 +9326,12 @@ static TKVI_TARGET_AVX512 void tkvi_exact_rows_k_avx512(const tkvi_side *s, cons
 
 static TKVI_TARGET_AVX512 void tkvi_exact_k_avx512(const tkvi_side *s, const uint8_t *src,
                                                    const uint8_t *next, const float *q, const float *ref,
-                                                   int rows, int n, int planes, float *scores) {
+                                                   int rows, int n, int n_limbs, float *scores) {
     int r;
-    (void)planes;
+    (void)n_limbs;
     if (n < TKVI_BLOCK) memset(scores, 0, (size_t)(rows * TKVI_BLOCK) * sizeof(float));
     for (r = 0; r < rows; r += 4)
-        tkvi_exact_rows_k_avx512(s, src, tkvi_ahead(src, next), q + r * s->pad, ref, rows - r, n,
+        tkvi_exact_rows_k_avx512(s, src, tkvi_prefetch_distance(src, next), q + r * s->pad, ref, rows - r, n,
                                  scores + r * TKVI_BLOCK);
 }
 
@@ -9309,7 +9350,7 @@ TKVI_FLAT_AVX512 void tkvi_exact_v4_avx512(const tkvi_side *s, const uint8_t *sr
         __m512 x[4];
         TKVI_UNROLL
         for (j = 0; j < nv; j++) {
-            x[j] = tkvi_values_avx512(s->format->stored, src, first + 16 * j);
+            x[j] = tkvi_load_values_avx512(s->format->stored, src, first + 16 * j);
             tkvi_prefetch(src + (first + 16 * j) * s->format->bits / 8, ahead);
         }
         TKVI_UNROLL
@@ -9332,10 +9373,10 @@ TKVI_FLAT_AVX512 void tkvi_exact_v4_avx512(const tkvi_side *s, const uint8_t *sr
 
 static TKVI_TARGET_AVX512 void tkvi_exact_v_avx512(const tkvi_side *s, const uint8_t *src,
                                                    const uint8_t *next, const float *p, int rows, int n,
-                                                   int planes, float *out) {
-    uintptr_t ahead = tkvi_ahead(src, next);
+                                                   int n_limbs, float *out) {
+    uintptr_t ahead = tkvi_prefetch_distance(src, next);
     int r;
-    (void)planes;
+    (void)n_limbs;
     for (r = 0; r < rows; r += 4) {
         const float *x = p + r * TKVI_BLOCK;
         float *o = out + r * s->pad;
@@ -9371,12 +9412,12 @@ TKVI_FLAT_AVX512 __m512 tkvi_e4m3_avx512(__m128i code) {
 }
 
 /* How codes of a vector come apart: the two bytes that a code is in, and by how much it is shifted there. */
-typedef struct tkvi_apart_avx512 {
+typedef struct tkvi_code_fields_avx512 {
     __m512i pick[3], shift[3]; /* of partners, the first and the second; of 16 neighbours */
     __m512 level;
-} tkvi_apart_avx512;
+} tkvi_code_fields_avx512;
 
-TKVI_FLAT_AVX512 void tkvi_apart_of_avx512(const tkvi_reading *r, tkvi_apart_avx512 *a) {
+TKVI_FLAT_AVX512 void tkvi_code_fields_of_avx512(const tkvi_code_rows *r, tkvi_code_fields_avx512 *a) {
     const __m512i lane = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
     int k;
     for (k = 0; k < 3; k++) {
@@ -9393,8 +9434,8 @@ TKVI_FLAT_AVX512 void tkvi_apart_of_avx512(const tkvi_reading *r, tkvi_apart_avx
 
 /* 16 levels; those of a vector that is not whole end in rubbish. Which of the kinds of whole bytes it is, is asked
  * each time: the branch goes the same way all the time. */
-TKVI_FLAT_AVX512 __m512 tkvi_level_avx512(tkvi_code_kind kind, const uint8_t *p, const tkvi_apart_avx512 *a,
-                                          const int k) {
+TKVI_FLAT_AVX512 __m512 tkvi_load_levels_avx512(tkvi_code_kind kind, const uint8_t *p,
+                                                const tkvi_code_fields_avx512 *a, const int k) {
     const __m128i bytes = _mm_loadu_si128((const __m128i *)(const void *)p);
     __m512i x;
     if (kind == TKVI_CODES_INT8) return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes));
@@ -9405,51 +9446,52 @@ TKVI_FLAT_AVX512 __m512 tkvi_level_avx512(tkvi_code_kind kind, const uint8_t *p,
 }
 
 /* Factors of 16 channels into the scales of tokens. */
-static TKVI_TARGET_AVX512 void tkvi_parts_avx512(tkvi_reading *r) {
+static TKVI_TARGET_AVX512 void tkvi_fold_factors_avx512(tkvi_code_rows *r) {
     TKVI_ALIGNED float scale[TKVI_BLOCK];
     int t;
-    memcpy(scale, r->by, sizeof scale);
+    memcpy(scale, r->scale, sizeof scale);
     for (t = 0; t < TKVI_BLOCK; t++) { /* what stands behind a token's factors is overwritten by the next */
-        const __mmask16 some = (__mmask16)((1 << r->per) - 1);
-        const __m512 x = tkvi_e4m3_avx512(_mm_maskz_loadu_epi8(some, r->parts + t * r->per));
-        _mm512_storeu_ps(r->by + t * r->per, _mm512_mul_ps(x, _mm512_set1_ps(scale[t])));
+        const __mmask16 some = (__mmask16)((1 << r->scales_per_token) - 1);
+        const __m512 x = tkvi_e4m3_avx512(_mm_maskz_loadu_epi8(some, r->factors + t * r->scales_per_token));
+        _mm512_storeu_ps(r->scale + t * r->scales_per_token, _mm512_mul_ps(x, _mm512_set1_ps(scale[t])));
     }
 }
 
 /* 4 tokens x up to 4 rows, as tkvi_exact_k4_avx512; tokens from .. from + n - 1. */
-TKVI_FLAT_AVX512 void tkvi_decoded_k4_avx512(const tkvi_reading *rd, tkvi_code_kind kind,
+TKVI_FLAT_AVX512 void tkvi_decoded_k4_avx512(const tkvi_code_rows *rd, tkvi_code_kind kind,
                                              const int by_channel, const int turn, int from, int n,
                                              const float *q, const float *more, int rows, const int nr,
                                              float *scores) {
-    tkvi_apart_avx512 apart;
+    tkvi_code_fields_avx512 apart;
     int t, v, r, j;
-    tkvi_apart_of_avx512(rd, &apart);
+    tkvi_code_fields_of_avx512(rd, &apart);
     for (t = 0; t < n; t += 4) { /* a record has 64 rows, whatever n is */
         __m512 acc[4][4];
-        const uint8_t *const k = rd->codes + (size_t)(from + t) * rd->row;
-        const float *by = rd->by + (from + t) * rd->per, *m = more + 16 * t * rd->vectors;
+        const uint8_t *const k = rd->codes + (size_t)(from + t) * rd->row_bytes;
+        const float *by = rd->scale + (from + t) * rd->scales_per_token, *m = more + 16 * t * rd->n_vectors;
         const float *cosine = turn ? rd->rope->cosine[t] : NULL, *sine = turn ? rd->rope->sine[t] : NULL;
         TKVI_UNROLL
-        for (j = 0; j < 4; j++) tkvi_reading_prefetch(rd, from + t + j);
+        for (j = 0; j < 4; j++) tkvi_prefetch_code_row(rd, from + t + j);
         TKVI_UNROLL
         for (r = 0; r < nr; r++) {
             TKVI_UNROLL
             for (j = 0; j < 4; j++) acc[r][j] = _mm512_setzero_ps();
         }
         v = 0;
-        for (; v < (turn ? rd->pairs : 0); v += 2, cosine += 16, sine += 16, m += 32) {
-            const __m512 by0 = _mm512_load_ps(rd->by + 16 * v), by1 = _mm512_load_ps(rd->by + 16 * v + 16);
-            const __m512 plus0 = _mm512_load_ps(rd->plus + 16 * v);
-            const __m512 plus1 = _mm512_load_ps(rd->plus + 16 * v + 16);
+        for (; v < (turn ? rd->n_partners : 0); v += 2, cosine += 16, sine += 16, m += 32) {
+            const __m512 by0 = _mm512_load_ps(rd->scale + 16 * v),
+                         by1 = _mm512_load_ps(rd->scale + 16 * v + 16);
+            const __m512 plus0 = _mm512_load_ps(rd->zero + 16 * v);
+            const __m512 plus1 = _mm512_load_ps(rd->zero + 16 * v + 16);
             __m512 a[4], b[4];
             TKVI_UNROLL
             for (j = 0; j < 4; j++) {
                 const __m512 c = _mm512_loadu_ps(cosine + j * (TKV_MAX_HEAD_DIM / 2));
                 const __m512 d = _mm512_loadu_ps(sine + j * (TKV_MAX_HEAD_DIM / 2));
-                const uint8_t *kj = k + (size_t)j * rd->row;
-                const float *mj = m + 16 * j * rd->vectors;
-                __m512 x = tkvi_level_avx512(TKVI_CODES_TABLE, kj + rd->at[v], &apart, 0);
-                __m512 y = tkvi_level_avx512(TKVI_CODES_TABLE, kj + rd->at[v + 1], &apart, 1);
+                const uint8_t *kj = k + (size_t)j * rd->row_bytes;
+                const float *mj = m + 16 * j * rd->n_vectors;
+                __m512 x = tkvi_load_levels_avx512(TKVI_CODES_TABLE, kj + rd->vector_at[v], &apart, 0);
+                __m512 y = tkvi_load_levels_avx512(TKVI_CODES_TABLE, kj + rd->vector_at[v + 1], &apart, 1);
                 x = _mm512_add_ps(_mm512_fmadd_ps(x, by0, plus0), _mm512_load_ps(mj));
                 y = _mm512_add_ps(_mm512_fmadd_ps(y, by1, plus1), _mm512_load_ps(mj + 16));
                 a[j] = _mm512_fnmadd_ps(y, d, _mm512_mul_ps(x, c));
@@ -9457,29 +9499,29 @@ TKVI_FLAT_AVX512 void tkvi_decoded_k4_avx512(const tkvi_reading *rd, tkvi_code_k
             }
             TKVI_UNROLL
             for (r = 0; r < nr; r++) {
-                const float *y = q + 16 * tkvi_min(r, rows - 1) * rd->vectors + 16 * v;
+                const float *y = q + 16 * tkvi_min(r, rows - 1) * rd->n_vectors + 16 * v;
                 const __m512 y0 = _mm512_load_ps(y), y1 = _mm512_load_ps(y + 16);
                 TKVI_UNROLL
                 for (j = 0; j < 4; j++)
                     acc[r][j] = _mm512_fmadd_ps(b[j], y1, _mm512_fmadd_ps(a[j], y0, acc[r][j]));
             }
         }
-        for (; v < rd->vectors; v++, m += 16) {
-            const uint8_t *kv = k + rd->at[v];
+        for (; v < rd->n_vectors; v++, m += 16) {
+            const uint8_t *kv = k + rd->vector_at[v];
             const float *bv = by + (16 * v >> rd->shift);
             __m512 x[4];
             TKVI_UNROLL
             for (j = 0; j < 4; j++) {
-                x[j] = tkvi_level_avx512(kind, kv + (size_t)j * rd->row, &apart, 2);
+                x[j] = tkvi_load_levels_avx512(kind, kv + (size_t)j * rd->row_bytes, &apart, 2);
                 if (by_channel) {
-                    x[j] = _mm512_fmadd_ps(x[j], _mm512_load_ps(rd->by + 16 * v),
-                                           _mm512_load_ps(rd->plus + 16 * v));
-                    x[j] = _mm512_add_ps(x[j], _mm512_load_ps(m + 16 * j * rd->vectors));
-                } else x[j] = _mm512_mul_ps(x[j], _mm512_set1_ps(bv[j * rd->per]));
+                    x[j] = _mm512_fmadd_ps(x[j], _mm512_load_ps(rd->scale + 16 * v),
+                                           _mm512_load_ps(rd->zero + 16 * v));
+                    x[j] = _mm512_add_ps(x[j], _mm512_load_ps(m + 16 * j * rd->n_vectors));
+                } else x[j] = _mm512_mul_ps(x[j], _mm512_set1_ps(bv[j * rd->scales_per_token]));
             }
             TKVI_UNROLL
             for (r = 0; r < nr; r++) {
-                __m512 y = _mm512_load_ps(q + 16 * tkvi_min(r, rows - 1) * rd->vectors + 16 * v);
+                __m512 y = _mm512_load_ps(q + 16 * tkvi_min(r, rows - 1) * rd->n_vectors + 16 * v);
                 TKVI_UNROLL
                 for (j = 0; j < 4; j++) acc[r][j] = _mm512_fmadd_ps(x[j], y, acc[r][j]);
             }
@@ -9492,7 +9534,7 @@ TKVI_FLAT_AVX512 void tkvi_decoded_k4_avx512(const tkvi_reading *rd, tkvi_code_k
 
 /* Functions for codes in parts of bytes, with a table, and for whole bytes. */
 #define TKVI_DECODED_K_(name, kind, by_channel, turn)                                                        \
-    static TKVI_TARGET_AVX512 void tkvi_##name##_k_avx512(const tkvi_reading *rd, int from, int n,           \
+    static TKVI_TARGET_AVX512 void tkvi_##name##_k_avx512(const tkvi_code_rows *rd, int from, int n,         \
                                                           const float *q, const float *more, int rows,       \
                                                           float *scores) {                                   \
         if (rows == 1)                                                                                       \
@@ -9506,10 +9548,10 @@ TKVI_DECODED_K_(turning, TKVI_CODES_TABLE, 1, 1)
 #undef TKVI_DECODED_K_
 
 /* Turns 16 v channels in the order of the vectors back. */
-TKVI_FLAT_AVX512 void tkvi_transpose_back_avx512(const tkvi_reading *r, const float *cosine,
-                                                 const float *sine, float *x) {
+TKVI_FLAT_AVX512 void tkvi_rope_row_back_avx512(const tkvi_code_rows *r, const float *cosine,
+                                                const float *sine, float *x) {
     int v;
-    for (v = 0; v < r->pairs; v += 2, x += 32) {
+    for (v = 0; v < r->n_partners; v += 2, x += 32) {
         __m512 c = _mm512_loadu_ps(cosine + 8 * v), s = _mm512_loadu_ps(sine + 8 * v);
         __m512 a = _mm512_load_ps(x), b = _mm512_load_ps(x + 16);
         _mm512_store_ps(x, _mm512_fmadd_ps(b, s, _mm512_mul_ps(a, c)));
@@ -9519,35 +9561,35 @@ TKVI_FLAT_AVX512 void tkvi_transpose_back_avx512(const tkvi_reading *r, const fl
 
 static TKVI_TARGET_AVX512 void tkvi_decoded_k_avx512(const tkvi_side *s, const uint8_t *src,
                                                      const uint8_t *next, const float *q, const float *ref,
-                                                     int rows, int n, int planes, float *scores) {
-    static void (*const kinds[4])(const tkvi_reading *rd, int from, int n, const float *q, const float *more,
-                                  int rows, float *scores) = {tkvi_table_k_avx512, tkvi_bytes_k_avx512,
-                                                              tkvi_channels_k_avx512, tkvi_turning_k_avx512};
-    TKVI_ALIGNED float x[TKVI_ROWS * TKVI_READ_FLOATS], less[TKVI_ROWS];
-    TKVI_ALIGNED float more[TKVI_ROPE_NEAR * TKVI_READ_FLOATS]; /* outliers */
+                                                     int rows, int n, int n_limbs, float *scores) {
+    static void (*const kinds[4])(const tkvi_code_rows *rd, int from, int n, const float *q,
+                                  const float *more, int rows, float *scores) = {
+        tkvi_table_k_avx512, tkvi_bytes_k_avx512, tkvi_channels_k_avx512, tkvi_turning_k_avx512};
+    TKVI_ALIGNED float x[TKVI_ROWS * TKVI_VECTOR_FLOATS], less[TKVI_ROWS];
+    TKVI_ALIGNED float more[TKVI_ROPE_NEAR * TKVI_VECTOR_FLOATS]; /* outliers */
     float *where[TKVI_ROPE_NEAR * TKVI_KVQUANT_SLOTS];
     TKVI_ALIGNED float first[2][TKV_MAX_HEAD_DIM / 2]; /* cosine and sine of the block's start */
-    tkvi_reading rd;
+    tkvi_code_rows rd;
     int from, r, t, step, kind;
-    if (!tkvi_reading_begin(&rd, s, src, next, &tkvi_simd_ops_avx512)) {
-        tkvi_decoded_k(s, src, next, q, ref, rows, n, planes, scores);
+    if (!tkvi_open_code_rows(&rd, s, src, next, &tkvi_simd_ops_avx512)) {
+        tkvi_decoded_k(s, src, next, q, ref, rows, n, n_limbs, scores);
         return;
     }
     if (n < TKVI_BLOCK) memset(scores, 0, (size_t)(rows * TKVI_BLOCK) * sizeof(float));
-    if (rd.parts) tkvi_parts_avx512(&rd);
-    tkvi_reading_queries(&rd, q, ref, rows, x, less);
+    if (rd.factors) tkvi_fold_factors_avx512(&rd);
+    tkvi_place_queries(&rd, q, ref, rows, x, less);
     kind = rd.rope ? 3 : rd.by_channel ? 2 : rd.kind != TKVI_CODES_TABLE;
     step = rd.by_channel ? TKVI_ROPE_NEAR : TKVI_BLOCK;
-    if (rd.by_channel) memset(more, 0, (size_t)(16 * 16 * rd.vectors) * sizeof *more);
-    if (rd.rope) tkvi_reading_angles(&rd, first[0], first[1]);
+    if (rd.by_channel) memset(more, 0, (size_t)(16 * 16 * rd.n_vectors) * sizeof *more);
+    if (rd.rope) tkvi_rope_start_angles(&rd, first[0], first[1]);
     for (from = 0; from < n; from += step) {
         const int count = tkvi_min(step, n - from);
-        int out = rd.slots ? tkvi_outliers_k(&rd, from, count, more, where) : 0;
+        int out = rd.slots ? tkvi_scatter_outliers_k(&rd, from, count, more, where) : 0;
         for (r = 0; r < rows && rd.rope; r++)
-            tkvi_transpose_back_avx512(&rd, from ? rd.rope->cosine[step] : first[0],
-                                       from ? rd.rope->sine[step] : first[1], x + 16 * r * rd.vectors);
+            tkvi_rope_row_back_avx512(&rd, from ? rd.rope->cosine[step] : first[0],
+                                      from ? rd.rope->sine[step] : first[1], x + 16 * r * rd.n_vectors);
         for (r = 0; r < rows; r += 4)
-            kinds[kind](&rd, from, count, x + 16 * r * rd.vectors, more, rows - r,
+            kinds[kind](&rd, from, count, x + 16 * r * rd.n_vectors, more, rows - r,
                         scores + r * TKVI_BLOCK + from);
         while (out > 0) *where[--out] = 0.0f;
     }
@@ -9559,26 +9601,26 @@ static TKVI_TARGET_AVX512 void tkvi_decoded_k_avx512(const tkvi_side *s, const u
 }
 
 /* nv vectors of 16 channels x up to 4 rows, over all tokens. */
-TKVI_FLAT_AVX512 void tkvi_decoded_v4_avx512(const tkvi_reading *rd, tkvi_code_kind kind, const float *p,
+TKVI_FLAT_AVX512 void tkvi_decoded_v4_avx512(const tkvi_code_rows *rd, tkvi_code_kind kind, const float *p,
                                              int rows, int n, int first, const int nr, const int nv,
                                              float *out) {
     const uint8_t *src = rd->codes + first * rd->bits / 8;
-    const float *by = rd->by;
-    tkvi_apart_avx512 apart;
+    const float *by = rd->scale;
+    tkvi_code_fields_avx512 apart;
     int t, r, j;
     __m512 acc[4][4];
-    tkvi_apart_of_avx512(rd, &apart);
+    tkvi_code_fields_of_avx512(rd, &apart);
     TKVI_UNROLL
     for (r = 0; r < nr; r++) {
         TKVI_UNROLL
         for (j = 0; j < nv; j++) acc[r][j] = _mm512_setzero_ps();
     }
-    for (t = 0; t < n; t++, src += rd->row, by += rd->per) {
+    for (t = 0; t < n; t++, src += rd->row_bytes, by += rd->scales_per_token) {
         __m512 x[4];
-        if (first == 0) tkvi_reading_prefetch(rd, t);
+        if (first == 0) tkvi_prefetch_code_row(rd, t);
         TKVI_UNROLL
         for (j = 0; j < nv; j++) {
-            x[j] = tkvi_level_avx512(kind, src + 2 * j * rd->bits, &apart, 2);
+            x[j] = tkvi_load_levels_avx512(kind, src + 2 * j * rd->bits, &apart, 2);
             x[j] = _mm512_mul_ps(x[j], _mm512_set1_ps(by[(first + 16 * j) >> rd->shift]));
         }
         TKVI_UNROLL
@@ -9600,8 +9642,8 @@ TKVI_FLAT_AVX512 void tkvi_decoded_v4_avx512(const tkvi_reading *rd, tkvi_code_k
 }
 
 #define TKVI_DECODED_V_(name, kind)                                                                          \
-    static TKVI_TARGET_AVX512 void tkvi_##name##_v_avx512(const tkvi_reading *rd, const float *p, int rows,  \
-                                                          int n, float *out) {                               \
+    static TKVI_TARGET_AVX512 void tkvi_##name##_v_avx512(const tkvi_code_rows *rd, const float *p,          \
+                                                          int rows, int n, float *out) {                     \
         int c = 0;                                                                                           \
         for (; c + 64 <= rd->s->pad; c += 64) {                                                              \
             if (rows == 1) tkvi_decoded_v4_avx512(rd, kind, p, rows, n, c, 1, 4, out);                       \
@@ -9615,18 +9657,18 @@ TKVI_DECODED_V_(bytes, rd->kind)
 
 static TKVI_TARGET_AVX512 void tkvi_decoded_v_avx512(const tkvi_side *s, const uint8_t *src,
                                                      const uint8_t *next, const float *p, int rows, int n,
-                                                     int planes, float *out) {
-    static void (*const kinds[2])(const tkvi_reading *rd, const float *p, int rows, int n,
+                                                     int n_limbs, float *out) {
+    static void (*const kinds[2])(const tkvi_code_rows *rd, const float *p, int rows, int n,
                                   float *out) = {tkvi_table_v_avx512, tkvi_bytes_v_avx512};
     TKVI_ALIGNED float sum[TKVI_ROWS * TKV_MAX_HEAD_DIM];
-    tkvi_reading rd;
+    tkvi_code_rows rd;
     float *o = s->grid && s->rotate ? sum : out;
     int r, c, t;
-    if (!tkvi_reading_begin(&rd, s, src, next, &tkvi_simd_ops_avx512)) {
-        tkvi_decoded_v(s, src, next, p, rows, n, planes, out);
+    if (!tkvi_open_code_rows(&rd, s, src, next, &tkvi_simd_ops_avx512)) {
+        tkvi_decoded_v(s, src, next, p, rows, n, n_limbs, out);
         return;
     }
-    if (rd.parts) tkvi_parts_avx512(&rd);
+    if (rd.factors) tkvi_fold_factors_avx512(&rd);
     if (o == sum) memset(sum, 0, (size_t)(rows * s->pad) * sizeof(float));
     for (r = 0; r < rows; r += 4)
         kinds[rd.kind != TKVI_CODES_TABLE](&rd, p + r * TKVI_BLOCK, rows - r, n, o + r * s->pad);
@@ -9634,12 +9676,12 @@ static TKVI_TARGET_AVX512 void tkvi_decoded_v_avx512(const tkvi_side *s, const u
         tkvi_rotate_back(sum + r * s->pad, s->dim);
         for (c = 0; c < s->dim; c++) out[r * s->pad + c] += sum[r * s->pad + c];
     }
-    if (rd.slots) tkvi_outliers_v(&rd, p, rows, n, out);
+    if (rd.slots) tkvi_add_outliers_v(&rd, p, rows, n, out);
     for (r = 0; r < rows && !s->grid; r++) { /* the middles of KVQUANT */
         __m512 plus = _mm512_setzero_ps();
         for (t = 0; t < TKVI_BLOCK; t += 16)
             plus =
-                _mm512_fmadd_ps(_mm512_load_ps(rd.plus + t), _mm512_loadu_ps(p + r * TKVI_BLOCK + t), plus);
+                _mm512_fmadd_ps(_mm512_load_ps(rd.zero + t), _mm512_loadu_ps(p + r * TKVI_BLOCK + t), plus);
         plus = _mm512_set1_ps(_mm512_reduce_add_ps(plus));
         for (c = 0; c < s->pad; c += 16)
             _mm512_storeu_ps(out + r * s->pad + c,
@@ -9653,36 +9695,36 @@ static TKVI_TARGET_AVX512 void tkvi_decoded_v_avx512(const tkvi_side *s, const u
 TKVI_FLAT_AVX512 __m512i tkvi_field_avx512(__m512i x, const int right, const int mask) {
     if (right > 0) x = _mm512_srli_epi16(x, (unsigned char)right);
     if (right < 0) x = _mm512_slli_epi16(x, (unsigned char)-right);
-    return _mm512_and_si512(x, tkvi_all_avx512(mask));
+    return _mm512_and_si512(x, tkvi_splat_bytes_avx512(mask));
 }
 
 /* The codes of one tile as bytes, plane by plane; see core/tile.h for what stands where. */
-TKVI_FLAT_AVX512 void tkvi_planes_avx512(const int width, const uint8_t *wide, const uint8_t *tops, int half,
-                                         __m512i *code) {
+TKVI_FLAT_AVX512 void tkvi_unpack_tile_avx512(const int width, const uint8_t *wide, const uint8_t *tops,
+                                              int half, __m512i *code) {
     const int low = width >= 4 ? 4 : width >= 2 ? 2 : 0; /* bits that are not in the 1-bit half */
     int p;
     if (width == 8) {
         TKVI_UNROLL
-        for (p = 0; p < 4; p++) code[p] = tkvi_bytes_avx512(wide + 64 * p);
+        for (p = 0; p < 4; p++) code[p] = tkvi_load_bytes_avx512(wide + 64 * p);
         return;
     }
     if (low == 4) {
         TKVI_UNROLL
         for (p = 0; p < 4; p++)
-            code[p] = tkvi_field_avx512(tkvi_bytes_avx512(wide + p / 2 * 64), p % 2 * 4, 15);
+            code[p] = tkvi_field_avx512(tkvi_load_bytes_avx512(wide + p / 2 * 64), p % 2 * 4, 15);
     } else if (low == 2) {
-        const __m512i x = tkvi_bytes_avx512(wide);
+        const __m512i x = tkvi_load_bytes_avx512(wide);
         TKVI_UNROLL
         for (p = 0; p < 4; p++) code[p] = tkvi_field_avx512(x, 2 * p, 3);
     }
     if (width == 6) {
-        const __m512i x = tkvi_bytes_avx512(wide + 128);
+        const __m512i x = tkvi_load_bytes_avx512(wide + 128);
         TKVI_UNROLL
         for (p = 0; p < 4; p++) code[p] = _mm512_or_si512(code[p], tkvi_field_avx512(x, 2 * p - 4, 48));
     }
     if (width & 1) {
-        const __m512i x =
-            _mm512_srl_epi16(tkvi_bytes_avx512(tops + (half >> 1) * 64), _mm_cvtsi32_si128((half & 1) * 4));
+        const __m512i x = _mm512_srl_epi16(tkvi_load_bytes_avx512(tops + (half >> 1) * 64),
+                                           _mm_cvtsi32_si128((half & 1) * 4));
         TKVI_UNROLL
         for (p = 0; p < 4; p++) {
             const __m512i top = tkvi_field_avx512(x, p - low, 1 << low);
@@ -9692,7 +9734,7 @@ TKVI_FLAT_AVX512 void tkvi_planes_avx512(const int width, const uint8_t *wide, c
 }
 
 /* The 16 levels in each 128-bit quarter. */
-TKVI_FLAT_AVX512 __m512i tkvi_levels_avx512(const int8_t *levels) {
+TKVI_FLAT_AVX512 __m512i tkvi_load_table_avx512(const int8_t *levels) {
     return _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)(const void *)levels));
 }
 
@@ -9706,21 +9748,22 @@ TKVI_FLAT_AVX512 __m512i tkvi_nearest_avx512(__m512 x) {
     return _mm512_cvt_roundps_epi32(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
 }
 
-/* Which of four rows want two planes, by their largest weights and sums of squares. */
-TKVI_FLAT_AVX512 __mmask8 tkvi_tower_avx512(const tkvi_folding *a, __m128 most, __m128 squares, int top) {
+/* Which of four rows want two n_limbs, by their largest weights and sums of squares. */
+TKVI_FLAT_AVX512 __mmask8 tkvi_needs_two_avx512(const tkvi_fold_args *a, __m128 most, __m128 squares,
+                                                int top) {
     return _mm_cmp_ps_mask(_mm_mul_ps(_mm_mul_ps(_mm_set1_ps(a->coarse), most), most),
-                           _mm_mul_ps(_mm_set1_ps(TKVI_MAY_ERR(top)), squares), _CMP_GT_OQ);
+                           _mm_mul_ps(_mm_set1_ps(TKVI_ERR_LIMIT(top)), squares), _CMP_GT_OQ);
 }
 
 /* Four rows go together so that their horizontal sums do, four vectors so that they pack to one of bytes. Rows that
  * are not there repeat the last one. */
-TKVI_FLAT_AVX512 int tkvi_fold_k4_avx512(const tkvi_folding *a, int first, int left, const int nr,
+TKVI_FLAT_AVX512 int tkvi_fold_k4_avx512(const tkvi_fold_args *a, int first, int left, const int nr,
                                          tkvi_fold *f) {
     TKVI_ALIGNED float folded[4][TKV_MAX_HEAD_DIM];
     __m512 most[4], rest[4], squares[4];
     __m512i middle[4], middle_lo[4];
     __m128 m, step, inverse;
-    __mmask8 tower;
+    __mmask8 two_mask;
     TKVI_ALIGNED float by[4];
     int i, j, r, second = a->wide;
     TKVI_UNROLL
@@ -9750,15 +9793,15 @@ TKVI_FLAT_AVX512 int tkvi_fold_k4_avx512(const tkvi_folding *a, int first, int l
         for (r = 0; r < nr; r++) _mm512_store_ps(folded[r] + i, _mm512_setzero_ps());
     }
     m = tkvi_max4_avx512(most);
-    tower = tkvi_tower_avx512(a, m, tkvi_sum4_avx512(squares), TKVI_PLANE);
-    if (a->planes == 2) tower = 15;
-    if (tower) second = a->n;
+    two_mask = tkvi_needs_two_avx512(a, m, tkvi_sum4_avx512(squares), TKVI_LIMB_MAX_K);
+    if (a->n_limbs == 2) two_mask = 15;
+    if (two_mask) second = a->n;
     inverse = _mm_maskz_div_ps(_mm_cmp_ps_mask(m, _mm_set1_ps(1e-34f), _CMP_GT_OQ),
-                               _mm_set1_ps((float)TKVI_PLANE), m);
+                               _mm_set1_ps((float)TKVI_LIMB_MAX_K), m);
     _mm_store_ps(by, inverse);
-    step = _mm_div_ps(m, _mm_set1_ps((float)TKVI_PLANE));
+    step = _mm_div_ps(m, _mm_set1_ps((float)TKVI_LIMB_MAX_K));
     for (i = 0; i < a->n; i += 64) {
-        const __m512i c = tkvi_bytes_avx512(a->centre2 + i);
+        const __m512i c = tkvi_load_bytes_avx512(a->centre2 + i);
         TKVI_UNROLL
         for (r = 0; r < nr; r++) {
             const int at = (first + r) * TKV_MAX_HEAD_DIM + i;
@@ -9773,7 +9816,7 @@ TKVI_FLAT_AVX512 int tkvi_fold_k4_avx512(const tkvi_folding *a, int first, int l
             v[0] = _mm512_packs_epi32(v[0], v[1]);
             v[1] = _mm512_packs_epi32(v[2], v[3]);
             if (i < second) { /* v = 128 hi + lo, lo 0..127; narrow ones have no lo */
-                const int two = (tower >> r & 1) ? a->n - i : a->wide - i;
+                const int two = (two_mask >> r & 1) ? a->n - i : a->wide - i;
                 const __mmask64 wide = two >= 64 ? ~(__mmask64)0 : two > 0 ? ((__mmask64)1 << two) - 1 : 0;
                 __m512i u[4], full, lo;
                 TKVI_UNROLL
@@ -9796,20 +9839,20 @@ TKVI_FLAT_AVX512 int tkvi_fold_k4_avx512(const tkvi_folding *a, int first, int l
             middle[r] = _mm512_dpbusd_epi32(middle[r], c, v[0]);
         }
     }
-    tkvi_plane_avx2(&f[0], first, step, tkvi_sum4_avx512(rest), tkvi_isum4_avx512(middle));
-    tkvi_plane_avx2(&f[1], first, _mm_mul_ps(step, _mm_set1_ps(1.0f / 128.0f)), _mm_setzero_ps(),
-                    second ? tkvi_isum4_avx512(middle_lo) : _mm_setzero_si128());
+    tkvi_store_fold_avx2(&f[0], first, step, tkvi_sum4_avx512(rest), tkvi_isum4_avx512(middle));
+    tkvi_store_fold_avx2(&f[1], first, _mm_mul_ps(step, _mm_set1_ps(1.0f / 128.0f)), _mm_setzero_ps(),
+                         second ? tkvi_isum4_avx512(middle_lo) : _mm_setzero_si128());
     return second;
 }
 
 /* p has 64 tokens: it stays in registers from its products to its bytes. */
-TKVI_FLAT_AVX512 int tkvi_fold_v4_avx512(const tkvi_folding *a, int first, int left, const int nr,
+TKVI_FLAT_AVX512 int tkvi_fold_v4_avx512(const tkvi_fold_args *a, int first, int left, const int nr,
                                          tkvi_fold *f) {
     const __m512i ones = _mm512_set1_epi8(1), low = _mm512_set1_epi16(127);
     __m512 y[4][4], most[4], rest[4], squares[4];
     __m512i sum[4], sum_lo[4];
     __m128 m, top, step;
-    __mmask8 tower;
+    __mmask8 two_mask;
     TKVI_ALIGNED float by[4];
     int j, r;
     TKVI_UNROLL
@@ -9832,10 +9875,10 @@ TKVI_FLAT_AVX512 int tkvi_fold_v4_avx512(const tkvi_folding *a, int first, int l
         }
     }
     m = tkvi_max4_avx512(most);
-    tower = a->planes == 2 ? 15 : tkvi_tower_avx512(a, m, tkvi_sum4_avx512(squares), a->top);
-    top = _mm_mask_mov_ps(_mm_set1_ps((float)a->top), tower, _mm_set1_ps((float)TKVI_TWO_PLANES));
+    two_mask = a->n_limbs == 2 ? 15 : tkvi_needs_two_avx512(a, m, tkvi_sum4_avx512(squares), a->top);
+    top = _mm_mask_mov_ps(_mm_set1_ps((float)a->top), two_mask, _mm_set1_ps((float)TKVI_TWO_LIMBS_MAX));
     _mm_store_ps(by, _mm_maskz_div_ps(_mm_cmp_ps_mask(m, _mm_set1_ps(1e-34f), _CMP_GT_OQ), top, m));
-    top = _mm_mask_mov_ps(top, tower, _mm_set1_ps((float)TKVI_PLANE));
+    top = _mm_mask_mov_ps(top, two_mask, _mm_set1_ps((float)TKVI_LIMB_MAX_K));
     step = _mm_div_ps(m, top);
     TKVI_UNROLL
     for (r = 0; r < nr; r++) {
@@ -9846,8 +9889,8 @@ TKVI_FLAT_AVX512 int tkvi_fold_v4_avx512(const tkvi_folding *a, int first, int l
         for (j = 0; j < 4; j++) v[j] = tkvi_nearest_avx512(_mm512_mul_ps(y[r][j], inverse));
         v[0] = _mm512_packus_epi32(v[0], v[1]);
         v[1] = _mm512_packus_epi32(v[2], v[3]);
-        if (tower) {
-            if (tower >> r & 1) { /* 128 hi + lo, lo 0..127 */
+        if (two_mask) {
+            if (two_mask >> r & 1) { /* 128 hi + lo, lo 0..127 */
                 lo = tkvi_in_order_avx512(
                     _mm512_packus_epi16(_mm512_and_si512(v[0], low), _mm512_and_si512(v[1], low)));
                 v[0] = _mm512_srli_epi16(v[0], 7);
@@ -9860,15 +9903,15 @@ TKVI_FLAT_AVX512 int tkvi_fold_v4_avx512(const tkvi_folding *a, int first, int l
         _mm512_storeu_si512((void *)(a->w + at), v[0]);
         sum[r] = _mm512_dpbusd_epi32(sum[r], v[0], ones);
     }
-    tkvi_plane_avx2(&f[0], first, step, tkvi_sum4_avx512(rest),
-                    _mm_mullo_epi32(tkvi_isum4_avx512(sum), _mm_set1_epi32(a->middle)));
-    tkvi_plane_avx2(&f[1], first, _mm_mul_ps(step, _mm_set1_ps(1.0f / 128.0f)), _mm_setzero_ps(),
-                    tower ? _mm_mullo_epi32(tkvi_isum4_avx512(sum_lo), _mm_set1_epi32(a->middle))
-                          : _mm_setzero_si128());
-    return tower;
+    tkvi_store_fold_avx2(&f[0], first, step, tkvi_sum4_avx512(rest),
+                         _mm_mullo_epi32(tkvi_isum4_avx512(sum), _mm_set1_epi32(a->middle)));
+    tkvi_store_fold_avx2(&f[1], first, _mm_mul_ps(step, _mm_set1_ps(1.0f / 128.0f)), _mm_setzero_ps(),
+                         two_mask ? _mm_mullo_epi32(tkvi_isum4_avx512(sum_lo), _mm_set1_epi32(a->middle))
+                                  : _mm_setzero_si128());
+    return two_mask;
 }
 
-static TKVI_TARGET_AVX512 int tkvi_fold_k_avx512(const tkvi_folding *a, int rows, tkvi_fold *f) {
+static TKVI_TARGET_AVX512 int tkvi_fold_k_avx512(const tkvi_fold_args *a, int rows, tkvi_fold *f) {
     int r, second = 0;
     for (r = 0; r < rows; r += 4)
         second = tkvi_max(second, rows - r == 1   ? tkvi_fold_k4_avx512(a, r, 1, 1, f)
@@ -9877,7 +9920,7 @@ static TKVI_TARGET_AVX512 int tkvi_fold_k_avx512(const tkvi_folding *a, int rows
     return second;
 }
 
-static TKVI_TARGET_AVX512 int tkvi_fold_v_avx512(const tkvi_folding *a, int rows, tkvi_fold *f) {
+static TKVI_TARGET_AVX512 int tkvi_fold_v_avx512(const tkvi_fold_args *a, int rows, tkvi_fold *f) {
     int r, second = 0;
     for (r = 0; r < rows; r += 4)
         second |= (rows - r == 1   ? tkvi_fold_v4_avx512(a, r, 1, 1, f)
@@ -9888,8 +9931,8 @@ static TKVI_TARGET_AVX512 int tkvi_fold_v_avx512(const tkvi_folding *a, int rows
 }
 
 /* 16 sums of row r become answers at out[at]. */
-TKVI_FLAT_AVX512 void tkvi_answer_avx512(const tkvi_products *d, const tkvi_fold *f, int r, int at,
-                                         const int add, __m512i sum) {
+TKVI_FLAT_AVX512 void tkvi_store_answers_avx512(const tkvi_products *d, const tkvi_fold *f, int r, int at,
+                                                const int add, __m512i sum) {
     const __m512 x = _mm512_cvtepi32_ps(_mm512_sub_epi32(sum, _mm512_set1_epi32(f->base[d->first + r])));
     __m512 rest = _mm512_set1_ps(f->rest[d->first + r]);
     float *out = d->out + f->row[d->first + r] * d->out_stride + at;
@@ -9903,25 +9946,25 @@ TKVI_FLAT_AVX512 void tkvi_answer_avx512(const tkvi_products *d, const tkvi_fold
 #define TKVI_ZERO_(r) __m512i a##r = _mm512_setzero_si512(), b##r = a##r, c##r = a##r, d##r = a##r;
 #define TKVI_SAVE_(r)                                                                                        \
     if (r < nw && (nw < 4 || r < d->rows)) {                                                                 \
-        tkvi_answer_avx512(d, d->fold, r, 0, add, a##r);                                                     \
-        tkvi_answer_avx512(d, d->fold, r, 16, add, b##r);                                                    \
-        tkvi_answer_avx512(d, d->fold_group, r, 32, add, c##r);                                              \
-        tkvi_answer_avx512(d, d->fold_group, r, 48, add, d##r);                                              \
+        tkvi_store_answers_avx512(d, d->fold, r, 0, add, a##r);                                              \
+        tkvi_store_answers_avx512(d, d->fold, r, 16, add, b##r);                                             \
+        tkvi_store_answers_avx512(d, d->fold_group, r, 32, add, c##r);                                       \
+        tkvi_store_answers_avx512(d, d->fold_group, r, 48, add, d##r);                                       \
     }
 #define TKVI_MAC_(r)                                                                                         \
     if (r < nw) {                                                                                            \
-        four = _mm512_set1_epi32(tkvi_four(w + r * TKV_MAX_HEAD_DIM));                                       \
+        four = _mm512_set1_epi32(tkvi_load_four_weights(w + r * TKV_MAX_HEAD_DIM));                          \
         a##r = _mm512_dpbusd_epi32(a##r, x[0], four);                                                        \
         b##r = _mm512_dpbusd_epi32(b##r, x[1], four);                                                        \
-        four = _mm512_set1_epi32(tkvi_four(w + r * TKV_MAX_HEAD_DIM + d->w_group));                          \
+        four = _mm512_set1_epi32(tkvi_load_four_weights(w + r * TKV_MAX_HEAD_DIM + d->w_group));             \
         c##r = _mm512_dpbusd_epi32(c##r, x[2], four);                                                        \
         d##r = _mm512_dpbusd_epi32(d##r, x[3], four);                                                        \
     }
 #define TKVI_RUN_(width)                                                                                     \
     i = tkvi_min(s->runs.n[width], left);                                                                    \
     for (left -= i; i > 0; i--, w += 4) {                                                                    \
-        tkvi_planes_avx512(width, wide, d->tops, half, x);                                                   \
-        if (d->ahead && (i & d->turns) == d->turn) {                                                         \
+        tkvi_unpack_tile_avx512(width, wide, d->tops, half, x);                                              \
+        if (d->ahead && (i & d->prefetch_mask) == d->prefetch_phase) {                                       \
             tkvi_prefetch_bytes(wide, tkvi_wide_bytes[width], d->ahead);                                     \
             tkvi_prefetch_rest(d);                                                                           \
         }                                                                                                    \
@@ -9959,24 +10002,24 @@ TKVI_FLAT_AVX512 void tkvi_dot_k_avx512(tkvi_products *d, const int nw) {
 
 #define TKVI_MAC_(r)                                                                                         \
     if (r < nw) {                                                                                            \
-        four = _mm512_set1_epi32(tkvi_four(w + r * TKVI_BLOCK + 0));                                         \
+        four = _mm512_set1_epi32(tkvi_load_four_weights(w + r * TKVI_BLOCK + 0));                            \
         a##r = _mm512_dpbusd_epi32(a##r, four, x[0]);                                                        \
         b##r = _mm512_dpbusd_epi32(b##r, four, y[0]);                                                        \
-        four = _mm512_set1_epi32(tkvi_four(w + r * TKVI_BLOCK + 4));                                         \
+        four = _mm512_set1_epi32(tkvi_load_four_weights(w + r * TKVI_BLOCK + 4));                            \
         c##r = _mm512_dpbusd_epi32(c##r, four, x[1]);                                                        \
         d##r = _mm512_dpbusd_epi32(d##r, four, y[1]);                                                        \
-        four = _mm512_set1_epi32(tkvi_four(w + r * TKVI_BLOCK + 8));                                         \
+        four = _mm512_set1_epi32(tkvi_load_four_weights(w + r * TKVI_BLOCK + 8));                            \
         a##r = _mm512_dpbusd_epi32(a##r, four, x[2]);                                                        \
         b##r = _mm512_dpbusd_epi32(b##r, four, y[2]);                                                        \
-        four = _mm512_set1_epi32(tkvi_four(w + r * TKVI_BLOCK + 12));                                        \
+        four = _mm512_set1_epi32(tkvi_load_four_weights(w + r * TKVI_BLOCK + 12));                           \
         c##r = _mm512_dpbusd_epi32(c##r, four, x[3]);                                                        \
         d##r = _mm512_dpbusd_epi32(d##r, four, y[3]);                                                        \
     }
 #define TKVI_SAVE_(r)                                                                                        \
     if (r < nw && (nw < 4 || r < d->rows)) {                                                                 \
-        tkvi_answer_avx512(d, d->fold, r, at, 1, _mm512_add_epi32(a##r, c##r));                              \
+        tkvi_store_answers_avx512(d, d->fold, r, at, 1, _mm512_add_epi32(a##r, c##r));                       \
         if (how == TKVI_PAIRS || next)                                                                       \
-            tkvi_answer_avx512(d, d->fold, r, at + 16, 1, _mm512_add_epi32(b##r, d##r));                     \
+            tkvi_store_answers_avx512(d, d->fold, r, at + 16, 1, _mm512_add_epi32(b##r, d##r));              \
     }
 enum { TKVI_PLAIN, TKVI_TABLE, TKVI_PAIRS };
 
@@ -9993,24 +10036,25 @@ TKVI_FLAT_AVX512 void tkvi_dot_slabs_avx512(tkvi_products *d, int slab, const in
     int half = d->half + 4 * slab * has_half, t, p;
     TKVI_ROWS_(TKVI_ZERO_)
     if (how != TKVI_PLAIN) {
-        table = upper = tkvi_levels_avx512(d->s->levels + tkvi_level_table(d->s, width, 0));
-        if (how == TKVI_PAIRS) upper = tkvi_levels_avx512(d->s->levels + tkvi_level_table(d->s, width, 1));
+        table = upper = tkvi_load_table_avx512(d->s->levels + tkvi_level_table(d->s, width, 0));
+        if (how == TKVI_PAIRS)
+            upper = tkvi_load_table_avx512(d->s->levels + tkvi_level_table(d->s, width, 1));
     }
     for (t = 0; t < d->n; t += 16, w += 16) { /* a tile has 16 tokens, a plane four */
-        tkvi_planes_avx512(width, wide, d->tops, half, x);
+        tkvi_unpack_tile_avx512(width, wide, d->tops, half, x);
         if (how != TKVI_PAIRS)
-            tkvi_planes_avx512(width, wide + next * bytes, d->tops, half + next * has_half, y);
+            tkvi_unpack_tile_avx512(width, wide + next * bytes, d->tops, half + next * has_half, y);
         TKVI_UNROLL
         for (p = 0; p < 4; p++) {
             if (how != TKVI_PLAIN) {
                 y[p] = _mm512_shuffle_epi8(upper, how == TKVI_PAIRS ? x[p] : y[p]);
                 x[p] = _mm512_shuffle_epi8(table, x[p]);
             } else if (width == 8) {
-                x[p] = _mm512_xor_si512(x[p], tkvi_all_avx512(128));
-                y[p] = _mm512_xor_si512(y[p], tkvi_all_avx512(128));
+                x[p] = _mm512_xor_si512(x[p], tkvi_splat_bytes_avx512(128));
+                y[p] = _mm512_xor_si512(y[p], tkvi_splat_bytes_avx512(128));
             }
         }
-        if (d->ahead && (t / 16 & d->turns) == d->turn) {
+        if (d->ahead && (t / 16 & d->prefetch_mask) == d->prefetch_phase) {
             tkvi_prefetch_bytes(wide, bytes, d->ahead);
             if (next) tkvi_prefetch_bytes(wide + next * bytes, bytes, d->ahead);
             tkvi_prefetch_rest(d);
@@ -10030,7 +10074,7 @@ TKVI_FLAT_AVX512 void tkvi_dot_slabs_avx512(tkvi_products *d, int slab, const in
 
 /* What is seldom met (1, 5, 6 bits; one table): four rows, however many there are, and nothing constant, as each
  * kind takes a compiler its time. */
-static TKVI_TARGET_AVX512 void tkvi_dot_seldom_avx512(tkvi_products *d) {
+static TKVI_TARGET_AVX512 void tkvi_dot_rare_avx512(tkvi_products *d) {
     int i;
     for (i = 0; i < d->slabs; i += 2)
         tkvi_dot_slabs_avx512(d, i, d->width, d->s->levels ? TKVI_TABLE : TKVI_PLAIN, 4);
@@ -10049,7 +10093,7 @@ TKVI_FLAT_AVX512 void tkvi_dot_v_avx512(tkvi_products *d, const int nw) {
             TKVI_SLABS_(3)
             TKVI_SLABS_(4)
             TKVI_SLABS_(8)
-        default: tkvi_dot_seldom_avx512(d);
+        default: tkvi_dot_rare_avx512(d);
         }
 }
 #undef TKVI_SLABS_
@@ -10072,18 +10116,18 @@ static void tkvi_dot_avx512(tkvi_products *d, int rows) {
     tkvi_dot_rows(d, rows, dots[d->s->which]);
 }
 
-static const tkvi_steps tkvi_steps_avx512 = {&tkvi_simd_ops_avx512, tkvi_fold_k_avx512, tkvi_fold_v_avx512,
-                                             tkvi_dot_avx512, 128};
+static const tkvi_tile_ops tkvi_tile_ops_avx512 = {&tkvi_simd_ops_avx512, tkvi_fold_k_avx512,
+                                                   tkvi_fold_v_avx512, tkvi_dot_avx512, 128};
 
 static void tkvi_tiles_k_avx512(const tkvi_side *s, const uint8_t *src, const uint8_t *next, const float *q,
-                                const float *ref, int rows, int n, int planes, float *scores) {
+                                const float *ref, int rows, int n, int n_limbs, float *scores) {
     (void)n;
-    tkvi_tiles_k(&tkvi_steps_avx512, s, src, next, q, ref, rows, planes, scores);
+    tkvi_tiles_k(&tkvi_tile_ops_avx512, s, src, next, q, ref, rows, n_limbs, scores);
 }
 
 static void tkvi_tiles_v_avx512(const tkvi_side *s, const uint8_t *src, const uint8_t *next, const float *p,
-                                int rows, int n, int planes, float *out) {
-    tkvi_tiles_v(&tkvi_steps_avx512, s, src, next, p, rows, n, planes, out);
+                                int rows, int n, int n_limbs, float *out) {
+    tkvi_tiles_v(&tkvi_tile_ops_avx512, s, src, next, p, rows, n, n_limbs, out);
 }
 
 /* Four rows at once; rows that are not there repeat the last one. */
@@ -10178,61 +10222,61 @@ typedef uint8x16_t tkvi_b16;
 
 /* >>floats */
 TKVI_FLAT_128 tkvi_f4 tkvi_load_128(const float *p) { return vld1q_f32(p); }
-TKVI_FLAT_128 void tkvi_save_128(float *p, tkvi_f4 x) { vst1q_f32(p, x); }
-TKVI_FLAT_128 tkvi_f4 tkvi_all_128(float x) { return vdupq_n_f32(x); }
+TKVI_FLAT_128 void tkvi_store_128(float *p, tkvi_f4 x) { vst1q_f32(p, x); }
+TKVI_FLAT_128 tkvi_f4 tkvi_splat_128(float x) { return vdupq_n_f32(x); }
 TKVI_FLAT_128 tkvi_f4 tkvi_add_128(tkvi_f4 a, tkvi_f4 b) { return vaddq_f32(a, b); }
 TKVI_FLAT_128 tkvi_f4 tkvi_sub_128(tkvi_f4 a, tkvi_f4 b) { return vsubq_f32(a, b); }
 TKVI_FLAT_128 tkvi_f4 tkvi_mul_128(tkvi_f4 a, tkvi_f4 b) { return vmulq_f32(a, b); }
 TKVI_FLAT_128 tkvi_f4 tkvi_madd_128(tkvi_f4 a, tkvi_f4 x, tkvi_f4 y) { return vfmaq_f32(a, x, y); }
-TKVI_FLAT_128 tkvi_f4 tkvi_most_128(tkvi_f4 a, tkvi_f4 b) { return vmaxq_f32(a, b); }
-TKVI_FLAT_128 tkvi_f4 tkvi_size_128(tkvi_f4 x) { return vabsq_f32(x); }
-TKVI_FLAT_128 float tkvi_sum_128(tkvi_f4 x) { return vaddvq_f32(x); }
-TKVI_FLAT_128 float tkvi_largest_128(tkvi_f4 x) { return vmaxvq_f32(x); }
+TKVI_FLAT_128 tkvi_f4 tkvi_max_128(tkvi_f4 a, tkvi_f4 b) { return vmaxq_f32(a, b); }
+TKVI_FLAT_128 tkvi_f4 tkvi_abs_128(tkvi_f4 x) { return vabsq_f32(x); }
+TKVI_FLAT_128 float tkvi_sum_across_128(tkvi_f4 x) { return vaddvq_f32(x); }
+TKVI_FLAT_128 float tkvi_max_across_128(tkvi_f4 x) { return vmaxvq_f32(x); }
 
 /* y where x >= least, else 0. */
-TKVI_FLAT_128 tkvi_f4 tkvi_where_128(tkvi_f4 y, tkvi_f4 x, float least) {
+TKVI_FLAT_128 tkvi_f4 tkvi_zero_below_128(tkvi_f4 y, tkvi_f4 x, float least) {
     return vreinterpretq_f32_u32(vandq_u32(vreinterpretq_u32_f32(y), vcgeq_f32(x, vdupq_n_f32(least))));
 }
 
 /* The sums of four vectors. */
-TKVI_FLAT_128 tkvi_f4 tkvi_sums_128(tkvi_f4 a, tkvi_f4 b, tkvi_f4 c, tkvi_f4 d) {
+TKVI_FLAT_128 tkvi_f4 tkvi_sum4_128(tkvi_f4 a, tkvi_f4 b, tkvi_f4 c, tkvi_f4 d) {
     return vpaddq_f32(vpaddq_f32(a, b), vpaddq_f32(c, d));
 }
 
-TKVI_FLAT_128 tkvi_f4 tkvi_halves4_128(const uint8_t *p) {
+TKVI_FLAT_128 tkvi_f4 tkvi_load_finite_f16_128(const uint8_t *p) {
     return vcvt_f32_f16(vreinterpret_f16_u8(vld1_u8(p)));
 }
 
-TKVI_FLAT_128 tkvi_f4 tkvi_any_halves4_128(const uint8_t *p) { return tkvi_halves4_128(p); }
+TKVI_FLAT_128 tkvi_f4 tkvi_load_f16_128(const uint8_t *p) { return tkvi_load_finite_f16_128(p); }
 
-TKVI_FLAT_128 tkvi_f4 tkvi_bfloats4_128(const uint8_t *p) {
+TKVI_FLAT_128 tkvi_f4 tkvi_load_bf16_128(const uint8_t *p) {
     return vreinterpretq_f32_u32(vshll_n_u16(vreinterpret_u16_u8(vld1_u8(p)), 16));
 }
 
 /* >>integers */
-TKVI_FLAT_128 tkvi_i4 tkvi_ints_128(const int32_t *p) { return vld1q_s32(p); }
-TKVI_FLAT_128 void tkvi_save_ints_128(int32_t *p, tkvi_i4 x) { vst1q_s32(p, x); }
-TKVI_FLAT_128 tkvi_i4 tkvi_all_ints_128(int32_t x) { return vdupq_n_s32(x); }
+TKVI_FLAT_128 tkvi_i4 tkvi_load_ints_128(const int32_t *p) { return vld1q_s32(p); }
+TKVI_FLAT_128 void tkvi_store_ints_128(int32_t *p, tkvi_i4 x) { vst1q_s32(p, x); }
+TKVI_FLAT_128 tkvi_i4 tkvi_splat_ints_128(int32_t x) { return vdupq_n_s32(x); }
 TKVI_FLAT_128 tkvi_i4 tkvi_add_ints_128(tkvi_i4 a, tkvi_i4 b) { return vaddq_s32(a, b); }
 TKVI_FLAT_128 tkvi_i4 tkvi_sub_ints_128(tkvi_i4 a, tkvi_i4 b) { return vsubq_s32(a, b); }
 TKVI_FLAT_128 tkvi_i4 tkvi_mul_ints_128(tkvi_i4 a, tkvi_i4 b) { return vmulq_s32(a, b); }
-TKVI_FLAT_128 int32_t tkvi_sum_ints_128(tkvi_i4 x) { return vaddvq_s32(x); }
+TKVI_FLAT_128 int32_t tkvi_sum_ints_across_128(tkvi_i4 x) { return vaddvq_s32(x); }
 #define TKVI_LEFT_INTS_128(x, n) vshlq_n_s32(x, n)
 TKVI_FLAT_128 tkvi_i4 tkvi_nearest_128(tkvi_f4 x) { return vcvtnq_s32_f32(x); } /* ties to even */
-TKVI_FLAT_128 tkvi_f4 tkvi_float_128(tkvi_i4 x) { return vcvtq_f32_s32(x); }
-TKVI_FLAT_128 tkvi_f4 tkvi_bits_128(tkvi_i4 x) { return vreinterpretq_f32_s32(x); }
+TKVI_FLAT_128 tkvi_f4 tkvi_to_float_128(tkvi_i4 x) { return vcvtq_f32_s32(x); }
+TKVI_FLAT_128 tkvi_f4 tkvi_as_float_128(tkvi_i4 x) { return vreinterpretq_f32_s32(x); }
 
 /* Four signed bytes. */
-TKVI_FLAT_128 tkvi_i4 tkvi_bytes4_128(const uint8_t *p) {
+TKVI_FLAT_128 tkvi_i4 tkvi_load_bytes4_128(const uint8_t *p) {
     int32_t x;
     memcpy(&x, p, 4);
     return vmovl_s16(vget_low_s16(vmovl_s8(vreinterpret_s8_s32(vdup_n_s32(x)))));
 }
 
 /* >>bytes */
-TKVI_FLAT_128 tkvi_b16 tkvi_bytes_128(const uint8_t *p) { return vld1q_u8(p); }
-TKVI_FLAT_128 void tkvi_save_bytes_128(uint8_t *p, tkvi_b16 x) { vst1q_u8(p, x); }
-TKVI_FLAT_128 tkvi_b16 tkvi_all_bytes_128(int x) { return vdupq_n_u8((uint8_t)x); }
+TKVI_FLAT_128 tkvi_b16 tkvi_load_bytes_128(const uint8_t *p) { return vld1q_u8(p); }
+TKVI_FLAT_128 void tkvi_store_bytes_128(uint8_t *p, tkvi_b16 x) { vst1q_u8(p, x); }
+TKVI_FLAT_128 tkvi_b16 tkvi_splat_bytes_128(int x) { return vdupq_n_u8((uint8_t)x); }
 TKVI_FLAT_128 tkvi_b16 tkvi_and_128(tkvi_b16 a, tkvi_b16 b) { return vandq_u8(a, b); }
 TKVI_FLAT_128 tkvi_b16 tkvi_or_128(tkvi_b16 a, tkvi_b16 b) { return vorrq_u8(a, b); }
 TKVI_FLAT_128 tkvi_b16 tkvi_xor_128(tkvi_b16 a, tkvi_b16 b) { return veorq_u8(a, b); }
@@ -10253,8 +10297,8 @@ TKVI_FLAT_128 tkvi_b16 tkvi_zip2_pairs_128(tkvi_b16 a, tkvi_b16 b) {
 }
 
 /* >>products */
-#define TKVI_PASS_128 8 /* weight rows at once: 16 sums in registers */
-TKVI_FLAT_128 int tkvi_weight_rows_128(int planes) { return planes; }
+#define TKVI_MAX_PASS_128 8 /* weight rows at once: 16 sums in registers */
+TKVI_FLAT_128 int tkvi_weight_rows_128(int n_limbs) { return n_limbs; }
 typedef int8_t tkvi_weight;
 typedef int8x16_t tkvi_codes_128;
 typedef int8x16_t tkvi_quad_128;
@@ -10264,12 +10308,12 @@ TKVI_FLAT_128 tkvi_codes_128 tkvi_load_codes_128(const uint8_t *p) {
 }
 TKVI_FLAT_128 tkvi_quad_128 tkvi_load_quad_128(const tkvi_weight *w) { return vld1q_s8(w); }
 
-/* Weights of two steps of a row, the second one `further` on; of two planes, x = 128 high + low with low
+/* Weights of two steps of a row, the second one `further` on; of two n_limbs, x = 128 high + low with low
  * 0 .. 127, one after the other. */
-TKVI_FLAT_128 void tkvi_save_weights_128(tkvi_weight *w, int further, tkvi_i4 a, tkvi_i4 b,
-                                         const int planes) {
+TKVI_FLAT_128 void tkvi_store_weights_128(tkvi_weight *w, int further, tkvi_i4 a, tkvi_i4 b,
+                                          const int n_limbs) {
     const int16x8_t k = vcombine_s16(vmovn_s32(a), vmovn_s32(b));
-    if (planes == 2) {
+    if (n_limbs == 2) {
         const int32x2_t high = vreinterpret_s32_s8(vshrn_n_s16(k, 7));
         const int32x2_t low = vreinterpret_s32_s8(vmovn_s16(vandq_s16(k, vdupq_n_s16(127))));
         vst1_s8(w, vreinterpret_s8_s32(vzip1_s32(high, low)));
@@ -10340,66 +10384,68 @@ typedef v128_t tkvi_b16;
 
 /* >>floats */
 TKVI_FLAT_128 tkvi_f4 tkvi_load_128(const float *p) { return wasm_v128_load(p); }
-TKVI_FLAT_128 void tkvi_save_128(float *p, tkvi_f4 x) { wasm_v128_store(p, x); }
-TKVI_FLAT_128 tkvi_f4 tkvi_all_128(float x) { return wasm_f32x4_splat(x); }
+TKVI_FLAT_128 void tkvi_store_128(float *p, tkvi_f4 x) { wasm_v128_store(p, x); }
+TKVI_FLAT_128 tkvi_f4 tkvi_splat_128(float x) { return wasm_f32x4_splat(x); }
 TKVI_FLAT_128 tkvi_f4 tkvi_add_128(tkvi_f4 a, tkvi_f4 b) { return wasm_f32x4_add(a, b); }
 TKVI_FLAT_128 tkvi_f4 tkvi_sub_128(tkvi_f4 a, tkvi_f4 b) { return wasm_f32x4_sub(a, b); }
 TKVI_FLAT_128 tkvi_f4 tkvi_mul_128(tkvi_f4 a, tkvi_f4 b) { return wasm_f32x4_mul(a, b); }
 TKVI_FLAT_128 tkvi_f4 tkvi_madd_128(tkvi_f4 a, tkvi_f4 x, tkvi_f4 y) {
     return wasm_f32x4_add(a, wasm_f32x4_mul(x, y));
 }
-TKVI_FLAT_128 tkvi_f4 tkvi_most_128(tkvi_f4 a, tkvi_f4 b) { return wasm_f32x4_pmax(a, b); }
-TKVI_FLAT_128 tkvi_f4 tkvi_size_128(tkvi_f4 x) { return wasm_f32x4_abs(x); }
+TKVI_FLAT_128 tkvi_f4 tkvi_max_128(tkvi_f4 a, tkvi_f4 b) { return wasm_f32x4_pmax(a, b); }
+TKVI_FLAT_128 tkvi_f4 tkvi_abs_128(tkvi_f4 x) { return wasm_f32x4_abs(x); }
 
 /* The sums of four vectors. */
-TKVI_FLAT_128 tkvi_f4 tkvi_sums_128(tkvi_f4 a, tkvi_f4 b, tkvi_f4 c, tkvi_f4 d) {
+TKVI_FLAT_128 tkvi_f4 tkvi_sum4_128(tkvi_f4 a, tkvi_f4 b, tkvi_f4 c, tkvi_f4 d) {
     tkvi_f4 ab = wasm_f32x4_add(wasm_i32x4_shuffle(a, b, 0, 2, 4, 6), wasm_i32x4_shuffle(a, b, 1, 3, 5, 7));
     tkvi_f4 cd = wasm_f32x4_add(wasm_i32x4_shuffle(c, d, 0, 2, 4, 6), wasm_i32x4_shuffle(c, d, 1, 3, 5, 7));
     return wasm_f32x4_add(wasm_i32x4_shuffle(ab, cd, 0, 2, 4, 6), wasm_i32x4_shuffle(ab, cd, 1, 3, 5, 7));
 }
 
-TKVI_FLAT_128 float tkvi_sum_128(tkvi_f4 x) { return wasm_f32x4_extract_lane(tkvi_sums_128(x, x, x, x), 0); }
+TKVI_FLAT_128 float tkvi_sum_across_128(tkvi_f4 x) {
+    return wasm_f32x4_extract_lane(tkvi_sum4_128(x, x, x, x), 0);
+}
 
-TKVI_FLAT_128 float tkvi_largest_128(tkvi_f4 x) {
+TKVI_FLAT_128 float tkvi_max_across_128(tkvi_f4 x) {
     x = wasm_f32x4_pmax(x, wasm_i32x4_shuffle(x, x, 2, 3, 0, 1));
     return wasm_f32x4_extract_lane(wasm_f32x4_pmax(x, wasm_i32x4_shuffle(x, x, 1, 0, 3, 2)), 0);
 }
 
 /* y where x >= least, else 0. */
-TKVI_FLAT_128 tkvi_f4 tkvi_where_128(tkvi_f4 y, tkvi_f4 x, float least) {
+TKVI_FLAT_128 tkvi_f4 tkvi_zero_below_128(tkvi_f4 y, tkvi_f4 x, float least) {
     return wasm_v128_and(y, wasm_f32x4_ge(x, wasm_f32x4_splat(least)));
 }
 
 /* Finite halves: all bits moved to their places (the copies of the sign cut away), and scaled by 2^112, which is
  * right for subnormal ones too. */
-TKVI_FLAT_128 tkvi_f4 tkvi_halves4_128(const uint8_t *p) {
+TKVI_FLAT_128 tkvi_f4 tkvi_load_finite_f16_128(const uint8_t *p) {
     v128_t x = wasm_v128_and(wasm_i32x4_shl(wasm_i32x4_load16x4(p), 13), wasm_i32x4_const_splat(~0x70000000));
     return wasm_f32x4_mul(x, wasm_i32x4_const_splat(0x77800000));
 }
 
 /* Any: what was infinite or no number came out as 65536 and more, and gets the largest exponent. */
-TKVI_FLAT_128 tkvi_f4 tkvi_any_halves4_128(const uint8_t *p) {
-    v128_t x = tkvi_halves4_128(p);
+TKVI_FLAT_128 tkvi_f4 tkvi_load_f16_128(const uint8_t *p) {
+    v128_t x = tkvi_load_finite_f16_128(p);
     v128_t no_number = wasm_f32x4_ge(wasm_f32x4_abs(x), wasm_f32x4_const_splat(65536.0f));
     return wasm_v128_or(x, wasm_v128_and(no_number, wasm_i32x4_const_splat(0x7f800000)));
 }
 
-TKVI_FLAT_128 tkvi_f4 tkvi_bfloats4_128(const uint8_t *p) {
+TKVI_FLAT_128 tkvi_f4 tkvi_load_bf16_128(const uint8_t *p) {
     return wasm_i32x4_shl(wasm_u32x4_load16x4(p), 16);
 }
 
 /* >>integers */
-TKVI_FLAT_128 tkvi_i4 tkvi_ints_128(const int32_t *p) { return wasm_v128_load(p); }
-TKVI_FLAT_128 void tkvi_save_ints_128(int32_t *p, tkvi_i4 x) { wasm_v128_store(p, x); }
-TKVI_FLAT_128 tkvi_i4 tkvi_all_ints_128(int32_t x) { return wasm_i32x4_splat(x); }
+TKVI_FLAT_128 tkvi_i4 tkvi_load_ints_128(const int32_t *p) { return wasm_v128_load(p); }
+TKVI_FLAT_128 void tkvi_store_ints_128(int32_t *p, tkvi_i4 x) { wasm_v128_store(p, x); }
+TKVI_FLAT_128 tkvi_i4 tkvi_splat_ints_128(int32_t x) { return wasm_i32x4_splat(x); }
 TKVI_FLAT_128 tkvi_i4 tkvi_add_ints_128(tkvi_i4 a, tkvi_i4 b) { return wasm_i32x4_add(a, b); }
 TKVI_FLAT_128 tkvi_i4 tkvi_sub_ints_128(tkvi_i4 a, tkvi_i4 b) { return wasm_i32x4_sub(a, b); }
 TKVI_FLAT_128 tkvi_i4 tkvi_mul_ints_128(tkvi_i4 a, tkvi_i4 b) { return wasm_i32x4_mul(a, b); }
 #define TKVI_LEFT_INTS_128(x, n) wasm_i32x4_shl(x, n)
-TKVI_FLAT_128 tkvi_f4 tkvi_float_128(tkvi_i4 x) { return wasm_f32x4_convert_i32x4(x); }
-TKVI_FLAT_128 tkvi_f4 tkvi_bits_128(tkvi_i4 x) { return x; }
+TKVI_FLAT_128 tkvi_f4 tkvi_to_float_128(tkvi_i4 x) { return wasm_f32x4_convert_i32x4(x); }
+TKVI_FLAT_128 tkvi_f4 tkvi_as_float_128(tkvi_i4 x) { return x; }
 
-TKVI_FLAT_128 int32_t tkvi_sum_ints_128(tkvi_i4 x) {
+TKVI_FLAT_128 int32_t tkvi_sum_ints_across_128(tkvi_i4 x) {
     x = wasm_i32x4_add(x, wasm_i32x4_shuffle(x, x, 2, 3, 0, 1));
     return wasm_i32x4_extract_lane(x, 0) + wasm_i32x4_extract_lane(x, 1);
 }
@@ -10411,14 +10457,14 @@ TKVI_FLAT_128 tkvi_i4 tkvi_nearest_128(tkvi_f4 x) {
 }
 
 /* Four signed bytes. */
-TKVI_FLAT_128 tkvi_i4 tkvi_bytes4_128(const uint8_t *p) {
+TKVI_FLAT_128 tkvi_i4 tkvi_load_bytes4_128(const uint8_t *p) {
     return wasm_i32x4_extend_low_i16x8(wasm_i16x8_extend_low_i8x16(wasm_v128_load32_zero(p)));
 }
 
 /* >>bytes */
-TKVI_FLAT_128 tkvi_b16 tkvi_bytes_128(const uint8_t *p) { return wasm_v128_load(p); }
-TKVI_FLAT_128 void tkvi_save_bytes_128(uint8_t *p, tkvi_b16 x) { wasm_v128_store(p, x); }
-TKVI_FLAT_128 tkvi_b16 tkvi_all_bytes_128(int x) { return wasm_i8x16_splat((int8_t)x); }
+TKVI_FLAT_128 tkvi_b16 tkvi_load_bytes_128(const uint8_t *p) { return wasm_v128_load(p); }
+TKVI_FLAT_128 void tkvi_store_bytes_128(uint8_t *p, tkvi_b16 x) { wasm_v128_store(p, x); }
+TKVI_FLAT_128 tkvi_b16 tkvi_splat_bytes_128(int x) { return wasm_i8x16_splat((int8_t)x); }
 TKVI_FLAT_128 tkvi_b16 tkvi_and_128(tkvi_b16 a, tkvi_b16 b) { return wasm_v128_and(a, b); }
 TKVI_FLAT_128 tkvi_b16 tkvi_or_128(tkvi_b16 a, tkvi_b16 b) { return wasm_v128_or(a, b); }
 TKVI_FLAT_128 tkvi_b16 tkvi_xor_128(tkvi_b16 a, tkvi_b16 b) { return wasm_v128_xor(a, b); }
@@ -10445,10 +10491,10 @@ TKVI_FLAT_128 tkvi_b16 tkvi_zip2_pairs_128(tkvi_b16 a, tkvi_b16 b) {
 }
 
 /* >>products */
-#define TKVI_PASS_128                                                                                        \
+#define TKVI_MAX_PASS_128                                                                                    \
     4 /* weight rows at once: on x86 engines have 16 registers; 8 sums, 4 of codes, weights */
-TKVI_FLAT_128 int tkvi_weight_rows_128(int planes) {
-    (void)planes;
+TKVI_FLAT_128 int tkvi_weight_rows_128(int n_limbs) {
+    (void)n_limbs;
     return 1;
 }
 typedef int16_t tkvi_weight;
@@ -10467,10 +10513,10 @@ TKVI_FLAT_128 tkvi_codes_128 tkvi_load_codes_128(const uint8_t *p) {
 TKVI_FLAT_128 tkvi_quad_128 tkvi_load_quad_128(const tkvi_weight *w) { return w; }
 
 /* Weights of two steps of a row, r0 r2 r1 r3, the second one `further` on. */
-TKVI_FLAT_128 void tkvi_save_weights_128(tkvi_weight *w, int further, tkvi_i4 a, tkvi_i4 b,
-                                         const int planes) {
+TKVI_FLAT_128 void tkvi_store_weights_128(tkvi_weight *w, int further, tkvi_i4 a, tkvi_i4 b,
+                                          const int n_limbs) {
     const v128_t x = wasm_i16x8_shuffle(a, b, 0, 4, 2, 6, 8, 12, 10, 14);
-    (void)planes;
+    (void)n_limbs;
     wasm_v128_store64_lane(w, x, 0);
     wasm_v128_store64_lane(w + further, x, 1);
 }
@@ -10508,15 +10554,15 @@ TKVI_FLAT_128 tkvi_i4 tkvi_dot_128(tkvi_i4 sum, tkvi_codes_128 c, const tkvi_wei
 #ifdef TKVI_128
 
 /* >>helpers: those of metadata. Encoding is the scalar code's. */
-static void tkvi_halves_128(const uint8_t *src, int n, float *dst) {
+static void tkvi_f16_to_f32_128(const uint8_t *src, int n, float *dst) {
     int i;
-    for (i = 0; i + 4 <= n; i += 4) tkvi_save_128(dst + i, tkvi_any_halves4_128(src + 2 * i));
-    tkvi_halves_scalar(src + 2 * i, n - i, dst + i);
+    for (i = 0; i + 4 <= n; i += 4) tkvi_store_128(dst + i, tkvi_load_f16_128(src + 2 * i));
+    tkvi_f16_to_f32_scalar(src + 2 * i, n - i, dst + i);
 }
 
 /* tkvi_log_value byte by byte: with e the exponent and m the ten bits of the mantissa, a float's bytes are
  * 0, m << 5, e << 7 | m >> 3, e >> 1. */
-static void tkvi_logs_128(const uint8_t *src, int n, int top, float *dst) {
+static void tkvi_decode_log_scales_128(const uint8_t *src, int n, int top, float *dst) {
     uint8_t tables[2][16], *bytes = (uint8_t *)dst;
     tkvi_b16 table1, table2;
     int i;
@@ -10525,79 +10571,79 @@ static void tkvi_logs_128(const uint8_t *src, int n, int top, float *dst) {
         tables[0][i] = (uint8_t)(m << 5 & 255);
         tables[1][i] = (uint8_t)(m >> 3);
     }
-    table1 = tkvi_bytes_128(tables[0]);
-    table2 = tkvi_bytes_128(tables[1]);
+    table1 = tkvi_load_bytes_128(tables[0]);
+    table2 = tkvi_load_bytes_128(tables[1]);
     for (i = 0; i + 16 <= n; i += 16, bytes += 64) {
-        tkvi_b16 code = tkvi_bytes_128(src + i), some = tkvi_test_128(code, code);
-        tkvi_b16 x = tkvi_add_bytes_128(code, tkvi_all_bytes_128(-1));
-        tkvi_b16 k = tkvi_and_128(x, tkvi_all_bytes_128(15));
-        tkvi_b16 e = tkvi_add_bytes_128(TKVI_RIGHT_128(x, 4), tkvi_all_bytes_128(127 + top - 16));
+        tkvi_b16 code = tkvi_load_bytes_128(src + i), some = tkvi_test_128(code, code);
+        tkvi_b16 x = tkvi_add_bytes_128(code, tkvi_splat_bytes_128(-1));
+        tkvi_b16 k = tkvi_and_128(x, tkvi_splat_bytes_128(15));
+        tkvi_b16 e = tkvi_add_bytes_128(TKVI_RIGHT_128(x, 4), tkvi_splat_bytes_128(127 + top - 16));
         tkvi_b16 b1 = tkvi_and_128(tkvi_look_up_128(table1, k), some);
         tkvi_b16 b2 = tkvi_or_128(tkvi_look_up_128(table2, k), TKVI_LEFT_128(e, 7));
-        tkvi_b16 b3 = tkvi_and_128(TKVI_RIGHT_128(e, 1), some), zero = tkvi_all_bytes_128(0);
+        tkvi_b16 b3 = tkvi_and_128(TKVI_RIGHT_128(e, 1), some), zero = tkvi_splat_bytes_128(0);
         b2 = tkvi_and_128(b2, some);
         x = tkvi_zip1_128(zero, b1);
         k = tkvi_zip1_128(b2, b3);
-        tkvi_save_bytes_128(bytes, tkvi_zip1_pairs_128(x, k));
-        tkvi_save_bytes_128(bytes + 16, tkvi_zip2_pairs_128(x, k));
+        tkvi_store_bytes_128(bytes, tkvi_zip1_pairs_128(x, k));
+        tkvi_store_bytes_128(bytes + 16, tkvi_zip2_pairs_128(x, k));
         x = tkvi_zip2_128(zero, b1);
         k = tkvi_zip2_128(b2, b3);
-        tkvi_save_bytes_128(bytes + 32, tkvi_zip1_pairs_128(x, k));
-        tkvi_save_bytes_128(bytes + 48, tkvi_zip2_pairs_128(x, k));
+        tkvi_store_bytes_128(bytes + 32, tkvi_zip1_pairs_128(x, k));
+        tkvi_store_bytes_128(bytes + 48, tkvi_zip2_pairs_128(x, k));
     }
-    tkvi_logs_scalar(src + i, n - i, top, dst + i);
+    tkvi_decode_log_scales_scalar(src + i, n - i, top, dst + i);
 }
 
-static void tkvi_zeros_128(const uint8_t *offset, const float *scale, const float *mean, float unit,
-                           int middle, int n, float *dst) {
+static void tkvi_decode_zero_points_128(const uint8_t *offset, const float *scale, const float *mean,
+                                        float unit, int middle, int n, float *dst) {
     int i;
     for (i = 0; i + 4 <= n; i += 4) {
-        tkvi_i4 by = tkvi_sub_ints_128(tkvi_bytes4_128(offset + i), tkvi_all_ints_128(middle));
-        tkvi_f4 x = tkvi_mul_128(tkvi_load_128(scale + i), tkvi_all_128(unit));
-        tkvi_save_128(dst + i, tkvi_madd_128(tkvi_load_128(mean + i), x, tkvi_float_128(by)));
+        tkvi_i4 by = tkvi_sub_ints_128(tkvi_load_bytes4_128(offset + i), tkvi_splat_ints_128(middle));
+        tkvi_f4 x = tkvi_mul_128(tkvi_load_128(scale + i), tkvi_splat_128(unit));
+        tkvi_store_128(dst + i, tkvi_madd_128(tkvi_load_128(mean + i), x, tkvi_to_float_128(by)));
     }
-    tkvi_zeros_scalar(offset + i, scale + i, mean + i, unit, middle, n - i, dst + i);
+    tkvi_decode_zero_points_scalar(offset + i, scale + i, mean + i, unit, middle, n - i, dst + i);
 }
 
 static const tkvi_simd_ops tkvi_simd_ops_128 = {
-    tkvi_halves_128,        tkvi_to_halves_scalar, tkvi_logs_128,
-    tkvi_zeros_128,         tkvi_log_codes_scalar, tkvi_pack_tile,
-    tkvi_interleave_scalar, tkvi_columns_scalar,   tkvi_finalize_scales_scalar,
-    tkvi_tokens_scalar,     tkvi_groups_scalar,    tkvi_tiles_scalar};
+    tkvi_f16_to_f32_128,         tkvi_f32_to_f16_scalar,        tkvi_decode_log_scales_128,
+    tkvi_decode_zero_points_128, tkvi_encode_log_scales_scalar, tkvi_pack_tile,
+    tkvi_interleave_scalar,      tkvi_encode_k_columns_scalar,  tkvi_finalize_scales_scalar,
+    tkvi_encode_v_tokens_scalar, tkvi_encode_groups_scalar,     tkvi_decode_tiles_scalar};
 
 static float tkvi_max64_128(const float *s) {
     tkvi_f4 m = tkvi_load_128(s);
     int t;
-    for (t = 4; t < TKVI_BLOCK; t += 4) m = tkvi_most_128(m, tkvi_load_128(s + t));
-    return tkvi_largest_128(m);
+    for (t = 4; t < TKVI_BLOCK; t += 4) m = tkvi_max_128(m, tkvi_load_128(s + t));
+    return tkvi_max_across_128(m);
 }
 
 /* exp(x) = 2^n exp(r), |r| <= ln 2 / 2; the polynomial is that of Cephes' expf. */
 static float tkvi_exp64_128(const float *s, float maximum, float *p) {
     static const float factors[5] = {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f,
                                      5.0000001201e-1f};
-    tkvi_f4 sum = tkvi_all_128(0.0f);
+    tkvi_f4 sum = tkvi_splat_128(0.0f);
     int t, k;
     for (t = 0; t < TKVI_BLOCK; t += 4) {
-        tkvi_f4 from = tkvi_sub_128(tkvi_load_128(s + t), tkvi_all_128(maximum)), r, f, y;
-        tkvi_f4 x = tkvi_most_128(from, tkvi_all_128(-87.0f)); /* 2^n stays a normal number */
-        tkvi_i4 n = tkvi_nearest_128(tkvi_mul_128(x, tkvi_all_128(1.44269504f)));
-        f = tkvi_float_128(n);
-        r = tkvi_madd_128(x, f, tkvi_all_128(-0.693359375f));
-        r = tkvi_madd_128(r, f, tkvi_all_128(2.12194440e-4f));
-        y = tkvi_all_128(1.9875691500e-4f);
-        for (k = 0; k < 5; k++) y = tkvi_madd_128(tkvi_all_128(factors[k]), y, r);
-        y = tkvi_madd_128(tkvi_add_128(r, tkvi_all_128(1.0f)), y, tkvi_mul_128(r, r));
-        n = TKVI_LEFT_INTS_128(tkvi_add_ints_128(n, tkvi_all_ints_128(127)), 23);
-        y = tkvi_where_128(tkvi_mul_128(y, tkvi_bits_128(n)), from, -87.0f);
-        tkvi_save_128(p + t, y);
+        tkvi_f4 from = tkvi_sub_128(tkvi_load_128(s + t), tkvi_splat_128(maximum)), r, f, y;
+        tkvi_f4 x = tkvi_max_128(from, tkvi_splat_128(-87.0f)); /* 2^n stays a normal number */
+        tkvi_i4 n = tkvi_nearest_128(tkvi_mul_128(x, tkvi_splat_128(1.44269504f)));
+        f = tkvi_to_float_128(n);
+        r = tkvi_madd_128(x, f, tkvi_splat_128(-0.693359375f));
+        r = tkvi_madd_128(r, f, tkvi_splat_128(2.12194440e-4f));
+        y = tkvi_splat_128(1.9875691500e-4f);
+        for (k = 0; k < 5; k++) y = tkvi_madd_128(tkvi_splat_128(factors[k]), y, r);
+        y = tkvi_madd_128(tkvi_add_128(r, tkvi_splat_128(1.0f)), y, tkvi_mul_128(r, r));
+        n = TKVI_LEFT_INTS_128(tkvi_add_ints_128(n, tkvi_splat_ints_128(127)), 23);
+        y = tkvi_zero_below_128(tkvi_mul_128(y, tkvi_as_float_128(n)), from, -87.0f);
+        tkvi_store_128(p + t, y);
         sum = tkvi_add_128(sum, y);
     }
-    return tkvi_sum_128(sum);
+    return tkvi_sum_across_128(sum);
 }
 
 /* Rows that go together: as many as are left and registers allow, 1, 2, 4 or 8. */
-static int tkvi_pass_128(int left, int most) {
+static int tkvi_rows_in_pass_128(int left, int most) {
     int n = most;
     while (n > left) n /= 2;
     return n;
@@ -10605,7 +10651,7 @@ static int tkvi_pass_128(int left, int most) {
 
 /* >>exact tiers: a step is 4 channels of 4 tokens (K), or 16 channels of a token (V), in x0 .. x3 */
 #define TKVI_ROWS4_(X) X(0) X(1) X(2) X(3)
-#define TKVI_NONE4_(r) tkvi_f4 a##r = tkvi_all_128(0.0f), b##r = a##r, c##r = a##r, d##r = a##r;
+#define TKVI_NONE4_(r) tkvi_f4 a##r = tkvi_splat_128(0.0f), b##r = a##r, c##r = a##r, d##r = a##r;
 #define TKVI_MADD4_(r, from)                                                                                 \
     if (r < nr) {                                                                                            \
         y = from;                                                                                            \
@@ -10615,22 +10661,22 @@ static int tkvi_pass_128(int left, int most) {
         d##r = tkvi_madd_128(d##r, x3, y);                                                                   \
     }
 #define TKVI_MADD4_K_(r) TKVI_MADD4_(r, tkvi_load_128(q + r * pad + i))
-#define TKVI_MADD4_V_(r) TKVI_MADD4_(r, tkvi_all_128(p[r * TKVI_BLOCK + t]))
+#define TKVI_MADD4_V_(r) TKVI_MADD4_(r, tkvi_splat_128(p[r * TKVI_BLOCK + t]))
 #define TKVI_SAVE4_K_(r)                                                                                     \
-    if (r < nr) tkvi_save_128(scores + r * TKVI_BLOCK + t, tkvi_sums_128(a##r, b##r, c##r, d##r));
+    if (r < nr) tkvi_store_128(scores + r * TKVI_BLOCK + t, tkvi_sum4_128(a##r, b##r, c##r, d##r));
 #define TKVI_SAVE4_V_(r)                                                                                     \
     if (r < nr) {                                                                                            \
         o = out + r * pad + i;                                                                               \
-        tkvi_save_128(o, tkvi_add_128(tkvi_load_128(o), a##r));                                              \
-        tkvi_save_128(o + 4, tkvi_add_128(tkvi_load_128(o + 4), b##r));                                      \
-        tkvi_save_128(o + 8, tkvi_add_128(tkvi_load_128(o + 8), c##r));                                      \
-        tkvi_save_128(o + 12, tkvi_add_128(tkvi_load_128(o + 12), d##r));                                    \
+        tkvi_store_128(o, tkvi_add_128(tkvi_load_128(o), a##r));                                             \
+        tkvi_store_128(o + 4, tkvi_add_128(tkvi_load_128(o + 4), b##r));                                     \
+        tkvi_store_128(o + 8, tkvi_add_128(tkvi_load_128(o + 8), c##r));                                     \
+        tkvi_store_128(o + 12, tkvi_add_128(tkvi_load_128(o + 12), d##r));                                   \
     }
 
 /* 4 values from number i of a row. */
-TKVI_FLAT_128 tkvi_f4 tkvi_values_128(const tkvi_storage type, const uint8_t *row, int i) {
-    if (type == TKVI_AS_F16) return tkvi_halves4_128(row + 2 * i);
-    if (type == TKVI_AS_BF16) return tkvi_bfloats4_128(row + 2 * i);
+TKVI_FLAT_128 tkvi_f4 tkvi_load_values_128(const tkvi_storage type, const uint8_t *row, int i) {
+    if (type == TKVI_AS_F16) return tkvi_load_finite_f16_128(row + 2 * i);
+    if (type == TKVI_AS_BF16) return tkvi_load_bf16_128(row + 2 * i);
     return tkvi_load_128((const float *)(const void *)(row + 4 * i));
 }
 
@@ -10646,10 +10692,10 @@ TKVI_FLAT_128 void tkvi_exact_k4_128(const tkvi_storage type, const int nr, cons
         TKVI_ROWS4_(TKVI_NONE4_)
         for (i = 0; i < pad; i += 4) {
             tkvi_f4 y = tkvi_load_128(ref + i);
-            tkvi_f4 x0 = tkvi_sub_128(tkvi_values_128(type, k0, i), y);
-            tkvi_f4 x1 = tkvi_sub_128(tkvi_values_128(type, k1, i), y);
-            tkvi_f4 x2 = tkvi_sub_128(tkvi_values_128(type, k2, i), y);
-            tkvi_f4 x3 = tkvi_sub_128(tkvi_values_128(type, k3, i), y);
+            tkvi_f4 x0 = tkvi_sub_128(tkvi_load_values_128(type, k0, i), y);
+            tkvi_f4 x1 = tkvi_sub_128(tkvi_load_values_128(type, k1, i), y);
+            tkvi_f4 x2 = tkvi_sub_128(tkvi_load_values_128(type, k2, i), y);
+            tkvi_f4 x3 = tkvi_sub_128(tkvi_load_values_128(type, k3, i), y);
             TKVI_ROWS4_(TKVI_MADD4_K_)
         }
         TKVI_ROWS4_(TKVI_SAVE4_K_)
@@ -10665,8 +10711,8 @@ TKVI_FLAT_128 void tkvi_exact_v4_128(const tkvi_storage type, const int nr, cons
         float *o;
         TKVI_ROWS4_(TKVI_NONE4_)
         for (t = 0; t < n; t++, v += bytes) {
-            tkvi_f4 x0 = tkvi_values_128(type, v, i), x1 = tkvi_values_128(type, v, i + 4);
-            tkvi_f4 x2 = tkvi_values_128(type, v, i + 8), x3 = tkvi_values_128(type, v, i + 12), y;
+            tkvi_f4 x0 = tkvi_load_values_128(type, v, i), x1 = tkvi_load_values_128(type, v, i + 4);
+            tkvi_f4 x2 = tkvi_load_values_128(type, v, i + 8), x3 = tkvi_load_values_128(type, v, i + 12), y;
             TKVI_ROWS4_(TKVI_MADD4_V_)
         }
         TKVI_ROWS4_(TKVI_SAVE4_V_)
@@ -10675,26 +10721,26 @@ TKVI_FLAT_128 void tkvi_exact_v4_128(const tkvi_storage type, const int nr, cons
 
 #define TKVI_EXACT_128_(t, type)                                                                             \
     static void tkvi_##t##_k_128(const tkvi_side *s, const uint8_t *src, const uint8_t *next,                \
-                                 const float *q, const float *ref, int rows, int n, int planes,              \
+                                 const float *q, const float *ref, int rows, int n, int n_limbs,             \
                                  float *scores) {                                                            \
         int r, pass;                                                                                         \
         (void)next;                                                                                          \
-        (void)planes;                                                                                        \
+        (void)n_limbs;                                                                                       \
         if (n < TKVI_BLOCK) memset(scores, 0, (size_t)(rows * TKVI_BLOCK) * sizeof(float));                  \
         for (r = 0; r < rows; r += pass, q += pass * s->pad, scores += pass * TKVI_BLOCK) {                  \
-            pass = tkvi_pass_128(rows - r, 4);                                                               \
+            pass = tkvi_rows_in_pass_128(rows - r, 4);                                                       \
             if (pass == 4) tkvi_exact_k4_128(type, 4, s, src, q, ref, n, scores);                            \
             else if (pass == 2) tkvi_exact_k4_128(type, 2, s, src, q, ref, n, scores);                       \
             else tkvi_exact_k4_128(type, 1, s, src, q, ref, n, scores);                                      \
         }                                                                                                    \
     }                                                                                                        \
     static void tkvi_##t##_v_128(const tkvi_side *s, const uint8_t *src, const uint8_t *next,                \
-                                 const float *p, int rows, int n, int planes, float *out) {                  \
+                                 const float *p, int rows, int n, int n_limbs, float *out) {                 \
         int r, pass;                                                                                         \
         (void)next;                                                                                          \
-        (void)planes;                                                                                        \
+        (void)n_limbs;                                                                                       \
         for (r = 0; r < rows; r += pass, p += pass * TKVI_BLOCK, out += pass * s->pad) {                     \
-            pass = tkvi_pass_128(rows - r, 4);                                                               \
+            pass = tkvi_rows_in_pass_128(rows - r, 4);                                                       \
             if (pass == 4) tkvi_exact_v4_128(type, 4, s, src, p, n, out);                                    \
             else if (pass == 2) tkvi_exact_v4_128(type, 2, s, src, p, n, out);                               \
             else tkvi_exact_v4_128(type, 1, s, src, p, n, out);                                              \
@@ -10715,53 +10761,55 @@ TKVI_EXACT_128_(bf16, TKVI_AS_BF16)
 /* >>tiles */
 /* The top bit of four planes: bits from, from + 1, .. of x, to `bit` of the codes. */
 TKVI_FLAT_128 void tkvi_tops_128(tkvi_b16 *c, tkvi_b16 x, int from, int bit) {
-    const tkvi_b16 to = tkvi_all_bytes_128(bit);
-    c[0] = tkvi_or_128(c[0], tkvi_and_128(tkvi_test_128(x, tkvi_all_bytes_128(from)), to));
-    c[1] = tkvi_or_128(c[1], tkvi_and_128(tkvi_test_128(x, tkvi_all_bytes_128(2 * from)), to));
-    c[2] = tkvi_or_128(c[2], tkvi_and_128(tkvi_test_128(x, tkvi_all_bytes_128(4 * from)), to));
-    c[3] = tkvi_or_128(c[3], tkvi_and_128(tkvi_test_128(x, tkvi_all_bytes_128(8 * from)), to));
+    const tkvi_b16 to = tkvi_splat_bytes_128(bit);
+    c[0] = tkvi_or_128(c[0], tkvi_and_128(tkvi_test_128(x, tkvi_splat_bytes_128(from)), to));
+    c[1] = tkvi_or_128(c[1], tkvi_and_128(tkvi_test_128(x, tkvi_splat_bytes_128(2 * from)), to));
+    c[2] = tkvi_or_128(c[2], tkvi_and_128(tkvi_test_128(x, tkvi_splat_bytes_128(4 * from)), to));
+    c[3] = tkvi_or_128(c[3], tkvi_and_128(tkvi_test_128(x, tkvi_splat_bytes_128(8 * from)), to));
 }
 
-TKVI_FLAT_128 void tkvi_save_codes_128(uint8_t *code, const tkvi_b16 *c) {
-    tkvi_save_bytes_128(code, c[0]);
-    tkvi_save_bytes_128(code + 64, c[1]);
-    tkvi_save_bytes_128(code + 128, c[2]);
-    tkvi_save_bytes_128(code + 192, c[3]);
+TKVI_FLAT_128 void tkvi_store_codes_128(uint8_t *code, const tkvi_b16 *c) {
+    tkvi_store_bytes_128(code, c[0]);
+    tkvi_store_bytes_128(code + 64, c[1]);
+    tkvi_store_bytes_128(code + 128, c[2]);
+    tkvi_store_bytes_128(code + 192, c[3]);
 }
 
 /* A quarter of tkvi_unpack_tile: bytes j .. j + 15 of each plane. 8-bit codes become signed. */
 TKVI_FLAT_128 void tkvi_unpack4_128(const int width, const uint8_t *wide, const uint8_t *tops, int from,
                                     int j, tkvi_b16 *c) {
-    const tkvi_b16 two = tkvi_all_bytes_128(3), four = tkvi_all_bytes_128(15), six = tkvi_all_bytes_128(48);
-    tkvi_b16 x = tkvi_all_bytes_128(128), y;
-    c[0] = c[1] = c[2] = c[3] = tkvi_all_bytes_128(0);
+    const tkvi_b16 two = tkvi_splat_bytes_128(3), four = tkvi_splat_bytes_128(15),
+                   six = tkvi_splat_bytes_128(48);
+    tkvi_b16 x = tkvi_splat_bytes_128(128), y;
+    c[0] = c[1] = c[2] = c[3] = tkvi_splat_bytes_128(0);
     if (width == 8) {
-        c[0] = tkvi_xor_128(tkvi_bytes_128(wide + j), x);
-        c[1] = tkvi_xor_128(tkvi_bytes_128(wide + j + 64), x);
-        c[2] = tkvi_xor_128(tkvi_bytes_128(wide + j + 128), x);
-        c[3] = tkvi_xor_128(tkvi_bytes_128(wide + j + 192), x);
+        c[0] = tkvi_xor_128(tkvi_load_bytes_128(wide + j), x);
+        c[1] = tkvi_xor_128(tkvi_load_bytes_128(wide + j + 64), x);
+        c[2] = tkvi_xor_128(tkvi_load_bytes_128(wide + j + 128), x);
+        c[3] = tkvi_xor_128(tkvi_load_bytes_128(wide + j + 192), x);
     } else if (width >= 4) {
-        x = tkvi_bytes_128(wide + j);
-        y = tkvi_bytes_128(wide + j + 64);
+        x = tkvi_load_bytes_128(wide + j);
+        y = tkvi_load_bytes_128(wide + j + 64);
         c[0] = tkvi_and_128(x, four);
         c[1] = TKVI_RIGHT_128(x, 4);
         c[2] = tkvi_and_128(y, four);
         c[3] = TKVI_RIGHT_128(y, 4);
     } else if (width >= 2) {
-        x = tkvi_bytes_128(wide + j);
+        x = tkvi_load_bytes_128(wide + j);
         c[0] = tkvi_and_128(x, two);
         c[1] = tkvi_and_128(TKVI_RIGHT_128(x, 2), two);
         c[2] = tkvi_and_128(TKVI_RIGHT_128(x, 4), two);
         c[3] = TKVI_RIGHT_128(x, 6);
     }
     if (width == 6) {
-        x = tkvi_bytes_128(wide + j + 128);
+        x = tkvi_load_bytes_128(wide + j + 128);
         c[0] = tkvi_or_128(c[0], tkvi_and_128(TKVI_LEFT_128(x, 4), six));
         c[1] = tkvi_or_128(c[1], tkvi_and_128(TKVI_LEFT_128(x, 2), six));
         c[2] = tkvi_or_128(c[2], tkvi_and_128(x, six));
         c[3] = tkvi_or_128(c[3], tkvi_and_128(TKVI_RIGHT_128(x, 2), six));
     }
-    if (width & 1) tkvi_tops_128(c, tkvi_bytes_128(tops + j), from, width == 1 ? 1 : width == 3 ? 4 : 16);
+    if (width & 1)
+        tkvi_tops_128(c, tkvi_load_bytes_128(tops + j), from, width == 1 ? 1 : width == 3 ? 4 : 16);
 }
 
 TKVI_FLAT_128 void tkvi_unpack_width_128(const int width, const uint8_t *wide, const uint8_t *tops, int from,
@@ -10770,11 +10818,11 @@ TKVI_FLAT_128 void tkvi_unpack_width_128(const int width, const uint8_t *wide, c
     int j;
     for (j = 0; j < 64; j += 16) {
         tkvi_unpack4_128(width, wide, tops, from, j, c);
-        tkvi_save_codes_128(code + j, c);
+        tkvi_store_codes_128(code + j, c);
     }
 }
 
-static void tkvi_unpack_128(const uint8_t *codes, const tkvi_tile_at *at, int width, uint8_t *code) {
+static void tkvi_unpack_tile_128(const uint8_t *codes, const tkvi_tile_at *at, int width, uint8_t *code) {
     const uint8_t *wide = codes + at->wide, *tops = codes + at->halves + at->half / 2 * 64;
     const int from = at->half % 2 ? 16 : 1;
     switch (width) {
@@ -10789,11 +10837,12 @@ static void tkvi_unpack_128(const uint8_t *codes, const tkvi_tile_at *at, int wi
 }
 
 /* Codes to levels. */
-static void tkvi_level_128(const int8_t *levels, const uint8_t *code, int n, uint8_t *level) {
-    const tkvi_b16 table = tkvi_bytes_128((const uint8_t *)levels), mask = tkvi_all_bytes_128(15);
+static void tkvi_codes_to_levels_128(const int8_t *levels, const uint8_t *code, int n, uint8_t *level) {
+    const tkvi_b16 table = tkvi_load_bytes_128((const uint8_t *)levels), mask = tkvi_splat_bytes_128(15);
     int j;
     for (j = 0; j < n; j += 16)
-        tkvi_save_bytes_128(level + j, tkvi_look_up_128(table, tkvi_and_128(tkvi_bytes_128(code + j), mask)));
+        tkvi_store_bytes_128(level + j,
+                             tkvi_look_up_128(table, tkvi_and_128(tkvi_load_bytes_128(code + j), mask)));
 }
 
 static int tkvi_centre2_128(const tkvi_side *s, int width) { /* twice the centre of what is multiplied */
@@ -10802,7 +10851,7 @@ static int tkvi_centre2_128(const tkvi_side *s, int width) { /* twice the centre
 
 /* Four zeros with the part of the centre. */
 TKVI_FLAT_128 tkvi_f4 tkvi_centred_128(tkvi_f4 zero, const float *scale, float centre) {
-    return tkvi_madd_128(zero, tkvi_load_128(scale), tkvi_all_128(centre));
+    return tkvi_madd_128(zero, tkvi_load_128(scale), tkvi_splat_128(centre));
 }
 
 /* A row is folded: the answer is  half_step * (2 sum w code - middle) + rest  with
@@ -10815,45 +10864,45 @@ typedef struct tkvi_fold_128 {
 } tkvi_fold_128;
 
 /* What rows are folded by; `zero` has the centre's part in it, n is a multiple of 16. */
-typedef struct tkvi_folding_128 {
+typedef struct tkvi_fold_args_128 {
     const float *scale, *zero;
     const int32_t *centre2;
-    int n, planes, top, wide; /* top: the largest weight of one plane */
-    float coarse;             /* see TKVI_NEEDS_TWO */
+    int n, n_limbs, top, wide; /* top: the largest weight of one plane */
+    float coarse;              /* see TKVI_NEEDS_TWO */
     int unit; /* of a weight of 8 bits where there are some of 15: 128 in K; V has no mix in a row */
-} tkvi_folding_128;
+} tkvi_fold_args_128;
 
 /* Weights of a step: four of each weight row. A load may take rows with it that a pass does not use. */
 #define TKVI_QUAD_128 (4 * 2 * TKVI_ROWS)
 
 /* Row x times scale, and what is to be known of it before it is rounded. */
-static void tkvi_measure_128(const tkvi_folding_128 *a, const float *x, float *y, tkvi_fold_128 *f) {
-    tkvi_f4 most = tkvi_all_128(0.0f), rest = most, squares = most;
+static void tkvi_scale_row_128(const tkvi_fold_args_128 *a, const float *x, float *y, tkvi_fold_128 *f) {
+    tkvi_f4 most = tkvi_splat_128(0.0f), rest = most, squares = most;
     float all;
     int i;
     for (i = 0; i < a->n; i += 4) {
         tkvi_f4 v = tkvi_load_128(x + i), u = tkvi_mul_128(v, tkvi_load_128(a->scale + i));
-        most = tkvi_most_128(most, tkvi_size_128(u));
+        most = tkvi_max_128(most, tkvi_abs_128(u));
         rest = tkvi_madd_128(rest, v, tkvi_load_128(a->zero + i));
         squares = tkvi_madd_128(squares, u, u);
-        tkvi_save_128(y + i, u);
+        tkvi_store_128(y + i, u);
     }
-    f->most = tkvi_largest_128(most);
-    f->rest = tkvi_sum_128(rest);
-    all = tkvi_sum_128(squares);
-    f->wide = a->planes == 2 || TKVI_NEEDS_TWO(a->coarse, f->most, all, a->top) ? a->n : a->wide;
+    f->most = tkvi_max_across_128(most);
+    f->rest = tkvi_sum_across_128(rest);
+    all = tkvi_sum_across_128(squares);
+    f->wide = a->n_limbs == 2 || TKVI_NEEDS_TWO(a->coarse, f->most, all, a->top) ? a->n : a->wide;
 }
 
 /* y rounded. `two`: some row of the call has weights of 15 bits, so that all have two planes. */
-TKVI_FLAT_128 void tkvi_round_row_128(const tkvi_folding_128 *a, const float *y, const int two,
+TKVI_FLAT_128 void tkvi_round_row_128(const tkvi_fold_args_128 *a, const float *y, const int two,
                                       tkvi_weight *w, tkvi_fold_128 *f) {
     const int unit = two ? a->unit : 1;
     const int steps =
-        f->wide == a->n ? TKVI_TWO_PLANES : unit * a->top; /* of the row, in units of its sums */
-    const int some = f->most > 1e-34f;                     /* smaller ones contribute nothing */
-    const tkvi_f4 fine = tkvi_all_128(some ? (float)TKVI_TWO_PLANES / f->most : 0.0f);
-    const tkvi_f4 coarse = tkvi_all_128(some ? (float)a->top / f->most : 0.0f);
-    tkvi_i4 middle = tkvi_all_ints_128(0);
+        f->wide == a->n ? TKVI_TWO_LIMBS_MAX : unit * a->top; /* of the row, in units of its sums */
+    const int some = f->most > 1e-34f;                        /* smaller ones contribute nothing */
+    const tkvi_f4 fine = tkvi_splat_128(some ? (float)TKVI_TWO_LIMBS_MAX / f->most : 0.0f);
+    const tkvi_f4 coarse = tkvi_splat_128(some ? (float)a->top / f->most : 0.0f);
+    tkvi_i4 middle = tkvi_splat_ints_128(0);
     int i, k;
     for (i = 0; i < a->n; i += 8, w += 2 * TKVI_QUAD_128) {
         tkvi_i4 v[2];
@@ -10861,22 +10910,22 @@ TKVI_FLAT_128 void tkvi_round_row_128(const tkvi_folding_128 *a, const float *y,
             const int wide = i + 4 * k < f->wide;
             v[k] = tkvi_nearest_128(tkvi_mul_128(tkvi_load_128(y + i + 4 * k), wide ? fine : coarse));
             if (!wide && unit > 1) v[k] = TKVI_LEFT_INTS_128(v[k], 7);
-            middle =
-                tkvi_add_ints_128(middle, tkvi_mul_ints_128(v[k], tkvi_ints_128(a->centre2 + i + 4 * k)));
+            middle = tkvi_add_ints_128(middle,
+                                       tkvi_mul_ints_128(v[k], tkvi_load_ints_128(a->centre2 + i + 4 * k)));
         }
-        tkvi_save_weights_128(w, TKVI_QUAD_128, v[0], v[1], two ? 2 : 1);
+        tkvi_store_weights_128(w, TKVI_QUAD_128, v[0], v[1], two ? 2 : 1);
     }
-    f->middle = tkvi_sum_ints_128(middle);
+    f->middle = tkvi_sum_ints_across_128(middle);
     f->half_step = 0.5f * f->most / (float)steps;
 }
 
 /* All rows, x: [row][n]. Returns the planes that they have. */
-static int tkvi_fold_rows_128(const tkvi_folding_128 *a, const float *x, int rows, int two, tkvi_weight *w,
+static int tkvi_fold_rows_128(const tkvi_fold_args_128 *a, const float *x, int rows, int two, tkvi_weight *w,
                               tkvi_fold_128 *f) {
     TKVI_ALIGNED float y[TKVI_ROWS][TKV_MAX_HEAD_DIM];
     int r;
     for (r = 0; r < rows; r++) {
-        tkvi_measure_128(a, x + r * a->n, y[r], f + r);
+        tkvi_scale_row_128(a, x + r * a->n, y[r], f + r);
         two |= f[r].wide > 0;
     }
     for (r = 0; r < rows; r++, w += 4 * tkvi_weight_rows_128(1 + two)) {
@@ -10900,10 +10949,10 @@ typedef struct tkvi_dots_128 {
 #define TKVI_ROWS8_(X)                                                                                       \
     X(0, low, 0) X(1, low, 1) X(2, low, 2) X(3, low, 3) X(4, up, 0) X(5, up, 1) X(6, up, 2) X(7, up, 3)
 #define TKVI_BEGIN8_(r, quad, lane)                                                                          \
-    tkvi_i4 a##r = tkvi_all_ints_128(0), b##r = a##r;                                                        \
+    tkvi_i4 a##r = tkvi_splat_ints_128(0), b##r = a##r;                                                      \
     if (r < nw && d->add) {                                                                                  \
-        a##r = tkvi_ints_128(sum + r * TKVI_BLOCK);                                                          \
-        b##r = tkvi_ints_128(sum + r * TKVI_BLOCK + apart);                                                  \
+        a##r = tkvi_load_ints_128(sum + r * TKVI_BLOCK);                                                     \
+        b##r = tkvi_load_ints_128(sum + r * TKVI_BLOCK + apart);                                             \
     }
 #define TKVI_DOT8_(r, quad, lane)                                                                            \
     if (r < nw) {                                                                                            \
@@ -10912,8 +10961,8 @@ typedef struct tkvi_dots_128 {
     }
 #define TKVI_END8_(r, quad, lane)                                                                            \
     if (r < nw) {                                                                                            \
-        tkvi_save_ints_128(sum + r * TKVI_BLOCK, a##r);                                                      \
-        tkvi_save_ints_128(sum + r * TKVI_BLOCK + apart, b##r);                                              \
+        tkvi_store_ints_128(sum + r * TKVI_BLOCK, a##r);                                                     \
+        tkvi_store_ints_128(sum + r * TKVI_BLOCK + apart, b##r);                                             \
     }
 
 TKVI_FLAT_128 void tkvi_dot_rows_128(const tkvi_dots_128 *d, const tkvi_weight *w, int32_t *sum, const int nw,
@@ -10939,44 +10988,44 @@ TKVI_FLAT_128 void tkvi_dot_pass_128(const tkvi_dots_128 *d, const tkvi_weight *
     if (pass == 4) tkvi_dot_rows_128(d, w, sum, 4, no_sign);
     else if (pass == 2) tkvi_dot_rows_128(d, w, sum, 2, no_sign);
     else if (pass == 1) tkvi_dot_rows_128(d, w, sum, 1, no_sign);
-#if TKVI_PASS_128 == 8
+#if TKVI_MAX_PASS_128 == 8
     else tkvi_dot_rows_128(d, w, sum, 8, no_sign);
 #endif
 }
 
-static void tkvi_multiply_128(const tkvi_dots_128 *d, int weight_rows) {
+static void tkvi_dot_all_128(const tkvi_dots_128 *d, int weight_rows) {
     int r, pass;
     for (r = 0; r < weight_rows; r += pass) {
         const tkvi_weight *w = d->w + 4 * r;
         int32_t *sum = d->sum + r * TKVI_BLOCK;
-        pass = tkvi_pass_128(weight_rows - r, TKVI_PASS_128);
+        pass = tkvi_rows_in_pass_128(weight_rows - r, TKVI_MAX_PASS_128);
         if (d->no_sign) tkvi_dot_pass_128(d, w, sum, pass, 1);
         else tkvi_dot_pass_128(d, w, sum, pass, 0);
     }
 }
 
 /* n sums of row r, a multiple of 4, to answers. */
-static void tkvi_unfold_128(const int32_t *sum, int r, int planes, const tkvi_fold_128 *f, int n, int add,
-                            float *out) {
-    const tkvi_f4 half_step = tkvi_all_128(f[r].half_step), rest = tkvi_all_128(f[r].rest);
-    const tkvi_i4 middle = tkvi_all_ints_128(f[r].middle);
-    const int split = tkvi_weight_rows_128(planes) == 2;
+static void tkvi_store_answers_128(const int32_t *sum, int r, int n_limbs, const tkvi_fold_128 *f, int n,
+                                   int add, float *out) {
+    const tkvi_f4 half_step = tkvi_splat_128(f[r].half_step), rest = tkvi_splat_128(f[r].rest);
+    const tkvi_i4 middle = tkvi_splat_ints_128(f[r].middle);
+    const int split = tkvi_weight_rows_128(n_limbs) == 2;
     int i;
-    sum += r * tkvi_weight_rows_128(planes) * TKVI_BLOCK;
+    sum += r * tkvi_weight_rows_128(n_limbs) * TKVI_BLOCK;
     for (i = 0; i < n; i += 4) {
-        tkvi_i4 x = tkvi_ints_128(sum + i);
+        tkvi_i4 x = tkvi_load_ints_128(sum + i);
         tkvi_f4 y;
-        if (split) x = tkvi_add_ints_128(TKVI_LEFT_INTS_128(x, 7), tkvi_ints_128(sum + TKVI_BLOCK + i));
-        y = tkvi_float_128(tkvi_sub_ints_128(TKVI_LEFT_INTS_128(x, 1), middle));
+        if (split) x = tkvi_add_ints_128(TKVI_LEFT_INTS_128(x, 7), tkvi_load_ints_128(sum + TKVI_BLOCK + i));
+        y = tkvi_to_float_128(tkvi_sub_ints_128(TKVI_LEFT_INTS_128(x, 1), middle));
         y = tkvi_madd_128(rest, y, half_step);
-        tkvi_save_128(out + i, add ? tkvi_add_128(y, tkvi_load_128(out + i)) : y);
+        tkvi_store_128(out + i, add ? tkvi_add_128(y, tkvi_load_128(out + i)) : y);
     }
 }
 
-#define TKVI_CHUNK_128 32 /* tiles that are unpacked at a time: 8 KB */
+#define TKVI_BATCH_128 32 /* tiles that are unpacked at a time: 8 KB */
 
 /* Products of K: tiles first .. first + n - 1, which stand in `code`. */
-static void tkvi_chunk_k_128(const uint8_t *code, int first, int n, const tkvi_weight *w, int w_group,
+static void tkvi_batch_k_128(const uint8_t *code, int first, int n, const tkvi_weight *w, int w_group,
                              int weight_rows, int32_t *sum) {
     tkvi_dots_128 d;
     int b, h;
@@ -10991,15 +11040,15 @@ static void tkvi_chunk_k_128(const uint8_t *code, int first, int n, const tkvi_w
             d.codes = code + 128 * h + 16 * b;
             d.w = w + h * w_group + first * TKVI_QUAD_128;
             d.sum = sum + 32 * h + 4 * b;
-            tkvi_multiply_128(&d, weight_rows);
+            tkvi_dot_all_128(&d, weight_rows);
         }
 }
 
 static void tkvi_tiles_k_128(const tkvi_side *s, const uint8_t *src, const uint8_t *next, const float *q,
-                             const float *ref, int rows, int n, int planes, float *scores) {
+                             const float *ref, int rows, int n, int n_limbs, float *scores) {
     TKVI_ALIGNED float scale[2 * TKV_MAX_HEAD_DIM], zero[2 * TKV_MAX_HEAD_DIM];
     TKVI_ALIGNED int32_t centre2[TKV_MAX_HEAD_DIM];
-    TKVI_ALIGNED uint8_t code[TKVI_CHUNK_128 * TKVI_TILE_CODES];
+    TKVI_ALIGNED uint8_t code[TKVI_BATCH_128 * TKVI_TILE_CODES];
     TKVI_ALIGNED tkvi_weight w[2][TKV_MAX_HEAD_DIM / 4 * TKVI_QUAD_128];
     TKVI_ALIGNED int32_t sum[2 * TKVI_ROWS * TKVI_BLOCK];
     const int tokens = TKVI_BLOCK / s->groups;
@@ -11007,7 +11056,7 @@ static void tkvi_tiles_k_128(const tkvi_side *s, const uint8_t *src, const uint8
     tkvi_fold_128 fold[2][TKVI_ROWS];
     tkvi_tile_at at = tkvi_tiles(&s->runs);
     int width, i, g, r, c = 0, first = 0, here = 0, weight_rows;
-    tkvi_folding_128 a;
+    tkvi_fold_args_128 a;
     (void)next;
     (void)n;
     s->format->side[TKV_K].meta(s, src, &tkvi_simd_ops_128, scale, zero);
@@ -11015,55 +11064,55 @@ static void tkvi_tiles_k_128(const tkvi_side *s, const uint8_t *src, const uint8
         const int centre2_here = width ? tkvi_centre2_128(s, width) : 0;
         const float centre = width ? tkvi_centre(s, width) : 0.0f;
         for (i = width ? s->runs.n[width] : (s->pad - c) / 4; i > 0; i--, c += 4) {
-            tkvi_save_ints_128(centre2 + c, tkvi_all_ints_128(centre2_here));
+            tkvi_store_ints_128(centre2 + c, tkvi_splat_ints_128(centre2_here));
             for (g = 0; g < s->groups; g++) {
                 float *z = zero + g * s->pad + c;
                 const tkvi_f4 x = tkvi_sub_128(tkvi_load_128(z), tkvi_load_128(ref + c));
-                tkvi_save_128(z, tkvi_centred_128(x, scale + g * s->pad + c, centre));
+                tkvi_store_128(z, tkvi_centred_128(x, scale + g * s->pad + c, centre));
             }
         }
     }
     a.centre2 = centre2;
     a.n = s->pad;
-    a.planes = planes;
-    a.top = TKVI_PLANE;
+    a.n_limbs = n_limbs;
+    a.top = TKVI_LIMB_MAX_K;
     a.unit = 128;
-    a.wide = tkvi_wide_places(s);
+    a.wide = tkvi_n_wide_positions(s);
     a.coarse = tkvi_coarse_k(s);
-    planes = 1;
+    n_limbs = 1;
     for (g = 0; g < s->groups; g++) {
-        int had = planes;
+        int had = n_limbs;
         a.scale = scale + g * s->pad;
         a.zero = zero + g * s->pad;
-        planes = tkvi_fold_rows_128(&a, q, rows, had == 2, w[g], fold[g]);
-        if (g && planes > had) { /* groups have their planes in common */
+        n_limbs = tkvi_fold_rows_128(&a, q, rows, had == 2, w[g], fold[g]);
+        if (g && n_limbs > had) { /* groups have their planes in common */
             a.scale = scale;
             a.zero = zero;
             tkvi_fold_rows_128(&a, q, rows, 1, w[0], fold[0]);
         }
     }
-    weight_rows = rows * tkvi_weight_rows_128(planes);
+    weight_rows = rows * tkvi_weight_rows_128(n_limbs);
     memset(sum, 0, (size_t)(weight_rows * TKVI_BLOCK) * sizeof sum[0]); /* if there are no codes at all */
     for (width = TKVI_MAX_WIDTH; width > 0; width--)
         for (i = 0; i < s->runs.n[width]; i++) {
             uint8_t *to = code + here * TKVI_TILE_CODES;
-            tkvi_unpack_128(src, &at, width, to);
+            tkvi_unpack_tile_128(src, &at, width, to);
             tkvi_next_tile(&at, width);
-            if (++here < TKVI_CHUNK_128) continue;
-            tkvi_chunk_k_128(code, first, here, w[0], w_group, weight_rows, sum);
+            if (++here < TKVI_BATCH_128) continue;
+            tkvi_batch_k_128(code, first, here, w[0], w_group, weight_rows, sum);
             first += here;
             here = 0;
         }
-    if (here) tkvi_chunk_k_128(code, first, here, w[0], w_group, weight_rows, sum);
+    if (here) tkvi_batch_k_128(code, first, here, w[0], w_group, weight_rows, sum);
     for (r = 0; r < rows; r++)
         for (g = 0; g < s->groups; g++)
-            tkvi_unfold_128(sum + g * tokens, r, planes, fold[g], tokens, 0,
-                            scores + r * TKVI_BLOCK + g * tokens);
+            tkvi_store_answers_128(sum + g * tokens, r, n_limbs, fold[g], tokens, 0,
+                                   scores + r * TKVI_BLOCK + g * tokens);
 }
 
 /* Products of V for 16 channels, and the answers. */
 static void tkvi_slab_v_128(const uint8_t *code, int n, const tkvi_weight *w, const tkvi_fold_128 *fold,
-                            int rows, int planes, int no_sign, int pad, float *out) {
+                            int rows, int n_limbs, int no_sign, int pad, float *out) {
     TKVI_ALIGNED int32_t sum[2 * TKVI_ROWS * TKVI_BLOCK];
     tkvi_dots_128 d;
     int h, r;
@@ -11077,13 +11126,13 @@ static void tkvi_slab_v_128(const uint8_t *code, int n, const tkvi_weight *w, co
     for (h = 0; h < 2; h++) {
         d.codes = code + 32 * h;
         d.sum = sum + 8 * h;
-        tkvi_multiply_128(&d, rows * tkvi_weight_rows_128(planes));
+        tkvi_dot_all_128(&d, rows * tkvi_weight_rows_128(n_limbs));
     }
-    for (r = 0; r < rows; r++) tkvi_unfold_128(sum, r, planes, fold, 16, 1, out + r * pad);
+    for (r = 0; r < rows; r++) tkvi_store_answers_128(sum, r, n_limbs, fold, 16, 1, out + r * pad);
 }
 
 static void tkvi_tiles_v_128(const tkvi_side *s, const uint8_t *src, const uint8_t *next, const float *p,
-                             int rows, int n, int planes, float *out) {
+                             int rows, int n, int n_limbs, float *out) {
     TKVI_ALIGNED float scale[TKVI_MAX_GROUPS * TKVI_BLOCK], zero[TKVI_MAX_GROUPS * TKVI_BLOCK];
     TKVI_ALIGNED float z[TKVI_BLOCK];
     TKVI_ALIGNED int32_t centre2[TKVI_BLOCK];
@@ -11092,12 +11141,12 @@ static void tkvi_tiles_v_128(const tkvi_side *s, const uint8_t *src, const uint8
     tkvi_fold_128 fold[TKVI_ROWS];
     tkvi_tile_at at = tkvi_tiles(&s->runs);
     int width, i, k, t, g, two = 1, slab = 0; /* first channel */
-    tkvi_folding_128 a;
+    tkvi_fold_args_128 a;
     (void)next;
     a.zero = z;
     a.centre2 = centre2;
     a.n = TKVI_BLOCK;
-    a.planes = planes;
+    a.n_limbs = n_limbs;
     a.top = tkvi_top_v(s);
     a.unit = 1;
     a.wide = 0;
@@ -11110,22 +11159,22 @@ static void tkvi_tiles_v_128(const tkvi_side *s, const uint8_t *src, const uint8
                 g = slab / s->group;
                 for (t = 0; t < TKVI_BLOCK; t += 4) {
                     const tkvi_f4 x = tkvi_load_128(ze + t);
-                    tkvi_save_128(z + t, tkvi_centred_128(x, sc + t, tkvi_centre(s, width)));
-                    tkvi_save_ints_128(centre2 + t, tkvi_all_ints_128(tkvi_centre2_128(s, width)));
+                    tkvi_store_128(z + t, tkvi_centred_128(x, sc + t, tkvi_centre(s, width)));
+                    tkvi_store_ints_128(centre2 + t, tkvi_splat_ints_128(tkvi_centre2_128(s, width)));
                 }
                 a.scale = sc;
                 a.coarse = tkvi_coarse_v(s, width);
                 two = tkvi_fold_rows_128(&a, p, rows, 0, w, fold);
             }
             for (k = 0; k < 4; k++) {
-                if (16 * k < n) tkvi_unpack_128(src, &at, width, code + k * TKVI_TILE_CODES);
+                if (16 * k < n) tkvi_unpack_tile_128(src, &at, width, code + k * TKVI_TILE_CODES);
                 tkvi_next_tile(&at, width);
             }
             for (k = 0; k < channels; k += 16) { /* pairs: 32 channels, a table for each half */
                 const uint8_t *from = code;
                 if (s->levels) {
-                    tkvi_level_128(s->levels + tkvi_level_table(s, width, k / 16), code,
-                                   tkvi_round_up(n, 4) * 16, level);
+                    tkvi_codes_to_levels_128(s->levels + tkvi_level_table(s, width, k / 16), code,
+                                             tkvi_round_up(n, 4) * 16, level);
                     from = level;
                 }
                 tkvi_slab_v_128(from, n, w, fold, rows, two, !s->levels && width < 8, s->pad, out + slab + k);
@@ -11264,18 +11313,18 @@ TKV_API const char *tkv_isa_name(tkv_isa isa) {
 
 #define TKVI_PREFILL 32          /* the most rows */
 #define TKVI_PREFILL_FLOATS 4096 /* rows x channels, to keep the stack small: 16 rows beyond 128 channels */
-#define TKVI_LAZY 8.0f           /* weights may reach e^8 before m moves to the new maximum and sums shrink */
+#define TKVI_MAX_SLACK 8.0f      /* weights may reach e^8 before m moves to the new maximum and sums shrink */
 
 /* Parameters of softmax_step, which turns scores into weights in place. Arrays are [lanes]. */
-typedef struct tkvi_weighing {
+typedef struct tkvi_softmax_args {
     float *s; /* [64][lanes] scores, then p = exp(s - m) */
     int lanes;
     const int32_t *low, *high;  /* a lane sees tokens low .. high-1 of the block; NULL: all */
-    float *m, *l;               /* so far: maximum, up to TKVI_LAZY too low; sum of p */
+    float *m, *l;               /* so far: maximum, up to TKVI_MAX_SLACK too low; sum of p */
     float *shrink;              /* out: factor for the output sums, to be applied if 1 is returned */
     float *far_attention;       /* sum of p^2 so far, or NULL */
     const float *sampled_lanes; /* 1: this block counts for far_attention; 0: it does not; NULL: all 0 */
-} tkvi_weighing;
+} tkvi_softmax_args;
 
 /* Rows of queries, and a cache of folded queries that k keeps from block to block. */
 typedef struct tkvi_prefill_queries {
@@ -11285,9 +11334,9 @@ typedef struct tkvi_prefill_queries {
     TKVI_ALIGNED float sorted[TKV_MAX_HEAD_DIM]; /* ref by position in `order`, valid if coded > 0 */
     /* Queries folded with the scales of an earlier block, as integers. Later blocks mostly have similar scales. One
      * multiplication then makes their weights from these integers. */
-    TKVI_ALIGNED int16_t whole[TKVI_PREFILL_FLOATS]; /* by position, in a layout private to k */
-    TKVI_ALIGNED float inverse[TKV_MAX_HEAD_DIM];    /* 16384 / that scale; 0 if it is below 1e-34 */
-    TKVI_ALIGNED float unit[TKVI_PREFILL];           /* value of one count after that multiplication */
+    TKVI_ALIGNED int16_t folded[TKVI_PREFILL_FLOATS]; /* by position, in a layout private to k */
+    TKVI_ALIGNED float inverse[TKV_MAX_HEAD_DIM];     /* 16384 / that scale; 0 if it is below 1e-34 */
+    TKVI_ALIGNED float unit[TKVI_PREFILL];            /* value of one count after that multiplication */
     const uint8_t *order; /* channel at each position, as in tkvi_side; NULL: none */
     int coded;            /* number of positions with codes; 0: nothing is cached yet */
 } tkvi_prefill_queries;
@@ -11295,15 +11344,15 @@ typedef struct tkvi_prefill_queries {
 typedef struct tkvi_prefill {
     /* As tkvi_k_kernel and tkvi_v_kernel, with rows in lanes. scores: [64][lanes] */
     void (*k)(const tkvi_side *s, const uint8_t *src, const uint8_t *next, tkvi_prefill_queries *q, int n,
-              int planes, float *scores);
+              int n_limbs, float *scores);
     /* p: [64][lanes], zero beyond n; out: [channel][lanes] */
     void (*v)(const tkvi_side *s, const uint8_t *src, const uint8_t *next, const float *p, int lanes, int n,
-              int planes, float *out);
-    int (*softmax_step)(const tkvi_weighing *w); /* returns 1 if w->shrink must be applied to outputs */
+              int n_limbs, float *out);
+    int (*softmax_step)(const tkvi_softmax_args *w); /* returns 1 if w->shrink must be applied to outputs */
     void (*shrink)(float *x, int n, int lanes, const float *by); /* x: [n][lanes] */
     void (*rotate_back)(float *x, int dim, int lanes);           /* x: [dim][lanes] */
     /* Transposes 16 rows of x into lanes of y: y[i][r] = x[r][i] for i < n. n is a multiple of 16. */
-    void (*turn)(const float *x, int x_stride, int n, float *y, int y_stride);
+    void (*transpose)(const float *x, int x_stride, int n, float *y, int y_stride);
 } tkvi_prefill;
 
 static int tkvi_prefill_lanes(int pad) {
@@ -11333,8 +11382,8 @@ static int tkvi_prefill_lanes(int pad) {
 /* >>products */
 #define TKVI_EIGHT_(X) X(0) X(1) X(2) X(3) X(4) X(5) X(6) X(7)
 
-TKVI_FLAT_AVX512 void tkvi_prefill_out_avx512(__m512i sum, const float *by, const float *rest, const int add,
-                                              float *out) {
+TKVI_FLAT_AVX512 void tkvi_prefill_store_answers_avx512(__m512i sum, const float *by, const float *rest,
+                                                        const int add, float *out) {
     __m512 from = _mm512_loadu_ps(rest);
     if (add) from = _mm512_add_ps(from, _mm512_loadu_ps(out));
     _mm512_storeu_ps(out, _mm512_fmadd_ps(_mm512_cvtepi32_ps(sum), _mm512_loadu_ps(by), from));
@@ -11350,14 +11399,14 @@ TKVI_FLAT_AVX512 void tkvi_prefill_out_avx512(__m512i sum, const float *by, cons
     a##j = keys ? _mm512_dpbusd_epi32(a##j, four, wa) : _mm512_dpbusd_epi32(a##j, wa, four);                 \
     if (nv > 1) b##j = keys ? _mm512_dpbusd_epi32(b##j, four, wb) : _mm512_dpbusd_epi32(b##j, wb, four);
 #define TKVI_STEP_                                                                                           \
-    wa = tkvi_bytes_avx512(w);                                                                               \
-    wb = nv > 1 ? tkvi_bytes_avx512(w + 64) : wa;                                                            \
+    wa = tkvi_load_bytes_avx512(w);                                                                          \
+    wb = nv > 1 ? tkvi_load_bytes_avx512(w + 64) : wa;                                                       \
     TKVI_EIGHT_(TKVI_MAC_)                                                                                   \
     w += 64 * nv;                                                                                            \
     x += keys ? TKVI_BLOCK : 16;
 #define TKVI_OUT_(j)                                                                                         \
-    tkvi_prefill_out_avx512(a##j, by, rest, add, out + j * 16 * nv);                                         \
-    if (nv > 1) tkvi_prefill_out_avx512(b##j, by + 16, rest + 16, add, out + j * 16 * nv + 16);
+    tkvi_prefill_store_answers_avx512(a##j, by, rest, add, out + j * 16 * nv);                               \
+    if (nv > 1) tkvi_prefill_store_answers_avx512(b##j, by + 16, rest + 16, add, out + j * 16 * nv + 16);
 TKVI_FLAT_AVX512 void tkvi_prefill_eight_avx512(const uint8_t *w, const int32_t *x, int n, const float *by,
                                                 const float *rest, float *out, const int keys, const int nv,
                                                 const int add) {
@@ -11409,7 +11458,9 @@ TKVI_FLAT_AVX512 void tkvi_prefill_floats_avx512(const float *y, const float *x,
 #undef TKVI_OUT_
 #undef TKVI_EIGHT_
 
-enum { TKVI_PREFILL_WIDE = TKV_MAX_HEAD_DIM + 16 }; /* from one exact key to the next; not a power of 2 */
+enum {
+    TKVI_PREFILL_KEY_STRIDE = TKV_MAX_HEAD_DIM + 16
+}; /* from one exact key to the next; not a power of 2 */
 
 /* Sums of products for eight tokens or channels: out[8][lanes] = by * sum + rest, or more by that (`add`).
  * w: [n][lanes][4] weights; x: four codes each, of eight neighbours, [n][64 tokens or 16 channels]. */
@@ -11420,16 +11471,16 @@ enum { TKVI_PREFILL_WIDE = TKV_MAX_HEAD_DIM + 16 }; /* from one exact key to the
     }
 TKVI_PREFILL_PRODUCTS_(scores, 1, 1, 0)
 TKVI_PREFILL_PRODUCTS_(scores, 1, 2, 0)
-TKVI_PREFILL_PRODUCTS_(more, 1, 1, 1)
-TKVI_PREFILL_PRODUCTS_(more, 1, 2, 1)
-TKVI_PREFILL_PRODUCTS_(values, 0, 1, 1)
-TKVI_PREFILL_PRODUCTS_(values, 0, 2, 1)
+TKVI_PREFILL_PRODUCTS_(add_scores, 1, 1, 1)
+TKVI_PREFILL_PRODUCTS_(add_scores, 1, 2, 1)
+TKVI_PREFILL_PRODUCTS_(add_values, 0, 1, 1)
+TKVI_PREFILL_PRODUCTS_(add_values, 0, 2, 1)
 #undef TKVI_PREFILL_PRODUCTS_
 
 #define TKVI_PREFILL_FLOATS_(nv)                                                                             \
     static TKVI_NOINLINE TKVI_TARGET_AVX512 void tkvi_prefill_key##nv##_avx512(                              \
         const float *q, const float *x, int n, float *out) {                                                 \
-        tkvi_prefill_floats_avx512(q, x, n, 1, TKVI_PREFILL_WIDE, nv, 0, out);                               \
+        tkvi_prefill_floats_avx512(q, x, n, 1, TKVI_PREFILL_KEY_STRIDE, nv, 0, out);                         \
     }                                                                                                        \
     static TKVI_NOINLINE TKVI_TARGET_AVX512 void tkvi_prefill_value##nv##_avx512(                            \
         const float *p, const float *x, int n, float *out) {                                                 \
@@ -11444,7 +11495,7 @@ TKVI_PREFILL_FLOATS_(2)
 static TKVI_TARGET_AVX512 void tkvi_prefill_exact_k_avx512(const tkvi_side *s, const uint8_t *src,
                                                            uintptr_t ahead, const float *q, const float *ref,
                                                            int lanes, int n, float *scores) {
-    TKVI_ALIGNED float x[8 * TKVI_PREFILL_WIDE];
+    TKVI_ALIGNED float x[8 * TKVI_PREFILL_KEY_STRIDE];
     const int row_bytes = s->pad * s->format->bits / 8;
     int t, j, c;
     for (t = 0; t < TKVI_BLOCK; t += 8, scores += 8 * lanes) {
@@ -11456,9 +11507,9 @@ static TKVI_TARGET_AVX512 void tkvi_prefill_exact_k_avx512(const tkvi_side *s, c
             const uint8_t *row = src + tkvi_min(t + j, n - 1) * row_bytes;
             tkvi_prefetch_bytes(row, row_bytes, ahead);
             for (c = 0; c < s->pad; c += 16)
-                _mm512_storeu_ps(
-                    x + j * TKVI_PREFILL_WIDE + c,
-                    _mm512_sub_ps(tkvi_values_avx512(s->format->stored, row, c), _mm512_loadu_ps(ref + c)));
+                _mm512_storeu_ps(x + j * TKVI_PREFILL_KEY_STRIDE + c,
+                                 _mm512_sub_ps(tkvi_load_values_avx512(s->format->stored, row, c),
+                                               _mm512_loadu_ps(ref + c)));
         }
         if (lanes > 16) tkvi_prefill_key2_avx512(q, x, s->pad, scores);
         else tkvi_prefill_key1_avx512(q, x, s->pad, scores);
@@ -11474,7 +11525,7 @@ static TKVI_TARGET_AVX512 void tkvi_prefill_exact_v_avx512(const tkvi_side *s, c
     int t, c, j;
     for (c = 0; c < s->pad; c += 16) {
         for (t = 0; t < n; t++) {
-            _mm512_storeu_ps(x + 16 * t, tkvi_values_avx512(s->format->stored, src + t * row_bytes, c));
+            _mm512_storeu_ps(x + 16 * t, tkvi_load_values_avx512(s->format->stored, src + t * row_bytes, c));
             tkvi_prefetch(src + t * row_bytes + c * s->format->bits / 8, ahead);
         }
         for (j = 0; j < 16; j += 8, out += 8 * lanes) {
@@ -11486,11 +11537,11 @@ static TKVI_TARGET_AVX512 void tkvi_prefill_exact_v_avx512(const tkvi_side *s, c
 
 /* >>tiles */
 /* Four vectors of integers 0 .. 255, a byte each, side by side in their lanes. */
-TKVI_FLAT_AVX512 __m512i tkvi_prefill_four_avx512(const __m512i *x) {
-    const __m512i turn = _mm512_broadcast_i32x4(
+TKVI_FLAT_AVX512 __m512i tkvi_prefill_pack_bytes_avx512(const __m512i *x) {
+    const __m512i order = _mm512_broadcast_i32x4(
         _mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15)); /* 4 x 4 bytes */
     return _mm512_shuffle_epi8(
-        _mm512_packus_epi16(_mm512_packs_epi32(x[0], x[1]), _mm512_packs_epi32(x[2], x[3])), turn);
+        _mm512_packus_epi16(_mm512_packs_epi32(x[0], x[1]), _mm512_packs_epi32(x[2], x[3])), order);
 }
 
 /* top / most, 0 where weights are next to nothing */
@@ -11500,76 +11551,77 @@ TKVI_FLAT_AVX512 __m512 tkvi_prefill_inverse_avx512(__m512 most, float top) {
 }
 
 /* Would one plane be too coarse for any row? TKVI_NEEDS_TWO */
-TKVI_FLAT_AVX512 int tkvi_prefill_tower_avx512(float coarse, __m512 most, __m512 squares, int top) {
+TKVI_FLAT_AVX512 int tkvi_prefill_needs_two_avx512(float coarse, __m512 most, __m512 squares, int top) {
     return _mm512_cmp_ps_mask(_mm512_mul_ps(_mm512_mul_ps(_mm512_set1_ps(coarse), most), most),
-                              _mm512_mul_ps(_mm512_set1_ps(TKVI_MAY_ERR(top)), squares), _CMP_GT_OQ);
+                              _mm512_mul_ps(_mm512_set1_ps(TKVI_ERR_LIMIT(top)), squares), _CMP_GT_OQ);
 }
 
-static const float tkvi_prefill_none[TKVI_PREFILL] = {0.0f};
+static const float tkvi_prefill_zeros[TKVI_PREFILL] = {0.0f};
 
 /* Weights of rows, in each plane, and what turns integers into answers: by[0] * first + by[1] * second + rest. */
 typedef struct tkvi_prefill_fold {
     TKVI_ALIGNED uint8_t w[2][TKVI_PREFILL_FLOATS]; /* [tile or quad][lanes][4] */
     TKVI_ALIGNED float by[2][TKVI_PREFILL], rest[TKVI_PREFILL];
-    int second; /* so many tiles or quads have a second plane */
+    int n_second; /* so many tiles or quads have a second plane */
 } tkvi_prefill_fold;
 
-TKVI_FLAT_AVX512 void tkvi_prefill_steps_avx512(__m512 step, tkvi_prefill_fold *f, int v) {
+TKVI_FLAT_AVX512 void tkvi_prefill_store_steps_avx512(__m512 step, tkvi_prefill_fold *f, int v) {
     _mm512_store_ps(f->by[0] + 16 * v, step);
     _mm512_store_ps(f->by[1] + 16 * v, _mm512_mul_ps(step, _mm512_set1_ps(1.0f / 128.0f)));
 }
 
 /* Of n tokens or channels, both planes of weights. */
-static void tkvi_prefill_scores_avx512(const tkvi_prefill_fold *f, int lanes, int tiles, const int32_t *x,
-                                       int n, float *out) {
+static void tkvi_prefill_dot_k_avx512(const tkvi_prefill_fold *f, int lanes, int tiles, const int32_t *x,
+                                      int n, float *out) {
     for (; n > 0; n -= 8, x += 8, out += 8 * lanes) {
         if (lanes > 16) tkvi_prefill_scores2_avx512(f->w[0], x, tiles, f->by[0], f->rest, out);
         else tkvi_prefill_scores1_avx512(f->w[0], x, tiles, f->by[0], f->rest, out);
-        if (!f->second) continue;
-        if (lanes > 16) tkvi_prefill_more2_avx512(f->w[1], x, f->second, f->by[1], tkvi_prefill_none, out);
-        else tkvi_prefill_more1_avx512(f->w[1], x, f->second, f->by[1], tkvi_prefill_none, out);
+        if (!f->n_second) continue;
+        if (lanes > 16)
+            tkvi_prefill_add_scores2_avx512(f->w[1], x, f->n_second, f->by[1], tkvi_prefill_zeros, out);
+        else tkvi_prefill_add_scores1_avx512(f->w[1], x, f->n_second, f->by[1], tkvi_prefill_zeros, out);
     }
 }
 
-static void tkvi_prefill_values_avx512(const tkvi_prefill_fold *f, int lanes, int quads, const int32_t *x,
-                                       int n, float *out) {
+static void tkvi_prefill_dot_v_avx512(const tkvi_prefill_fold *f, int lanes, int quads, const int32_t *x,
+                                      int n, float *out) {
     for (; n > 0; n -= 8, x += 8, out += 8 * lanes) {
-        if (lanes > 16) tkvi_prefill_values2_avx512(f->w[0], x, quads, f->by[0], f->rest, out);
-        else tkvi_prefill_values1_avx512(f->w[0], x, quads, f->by[0], f->rest, out);
-        if (!f->second) continue;
-        if (lanes > 16) tkvi_prefill_values2_avx512(f->w[1], x, quads, f->by[1], tkvi_prefill_none, out);
-        else tkvi_prefill_values1_avx512(f->w[1], x, quads, f->by[1], tkvi_prefill_none, out);
+        if (lanes > 16) tkvi_prefill_add_values2_avx512(f->w[0], x, quads, f->by[0], f->rest, out);
+        else tkvi_prefill_add_values1_avx512(f->w[0], x, quads, f->by[0], f->rest, out);
+        if (!f->n_second) continue;
+        if (lanes > 16) tkvi_prefill_add_values2_avx512(f->w[1], x, quads, f->by[1], tkvi_prefill_zeros, out);
+        else tkvi_prefill_add_values1_avx512(f->w[1], x, quads, f->by[1], tkvi_prefill_zeros, out);
     }
 }
 
 /* Codes lie around `middle` / 2: takes that off, for the sums of weights, or of weights times middle, in each
  * plane. */
-TKVI_FLAT_AVX512 __m512 tkvi_prefill_less_avx512(__m512 rest, const tkvi_prefill_fold *f, int v,
-                                                 const __m512i *sum, float half) {
-    int plane;
-    for (plane = 0; plane < 2; plane++)
-        rest = _mm512_fnmadd_ps(_mm512_mul_ps(_mm512_load_ps(f->by[plane] + 16 * v), _mm512_set1_ps(half)),
-                                _mm512_cvtepi32_ps(sum[plane]), rest);
+TKVI_FLAT_AVX512 __m512 tkvi_prefill_subtract_middle_avx512(__m512 rest, const tkvi_prefill_fold *f, int v,
+                                                            const __m512i *sum, float half) {
+    int limb;
+    for (limb = 0; limb < 2; limb++)
+        rest = _mm512_fnmadd_ps(_mm512_mul_ps(_mm512_load_ps(f->by[limb] + 16 * v), _mm512_set1_ps(half)),
+                                _mm512_cvtepi32_ps(sum[limb]), rest);
     return rest;
 }
 
 /* One group of tokens of a block: scale and rest by position, `coded` of them have codes. */
-typedef struct tkvi_prefill_keys {
+typedef struct tkvi_prefill_k_args {
     const tkvi_side *s;
     tkvi_prefill_queries *q;
     const float *scale, *rest;
     const uint8_t *centre2; /* by position, twice the centre of codes */
-    int coded, wide, planes;
+    int coded, wide, n_limbs;
     float coarse;
-} tkvi_prefill_keys;
+} tkvi_prefill_k_args;
 
 /* K's weights are made in integers of 16 bits, two to a multiplication of floats: q folded with the scales of an
  * earlier block, times scale over that scale (1 is 16384). Rows 4 l, 4 l + 1 of 16 stand in quarter l of the first
  * of two vectors, 4 l + 2 and 4 l + 3 in the second, four channels each: packed to bytes they are in order. */
-enum { TKVI_PREFILL_ONE = 16384, TKVI_PREFILL_LEAST = TKVI_PREFILL_ONE / 16 };
+enum { TKVI_PREFILL_ONE = 16384, TKVI_PREFILL_MIN_RATIO = TKVI_PREFILL_ONE / 16 };
 
 /* Scales of this block over those of the other one; 0 if that one was too different. */
-TKVI_FLAT_AVX512 int tkvi_prefill_near_avx512(const tkvi_prefill_keys *a, int16_t *by) {
+TKVI_FLAT_AVX512 int tkvi_prefill_scale_ratios_avx512(const tkvi_prefill_k_args *a, int16_t *by) {
     const tkvi_prefill_queries *q = a->q;
     int c;
     if (q->coded != a->coded) return 0;
@@ -11578,7 +11630,7 @@ TKVI_FLAT_AVX512 int tkvi_prefill_near_avx512(const tkvi_prefill_keys *a, int16_
         const __m512i x = tkvi_nearest_avx512(_mm512_mul_ps(scale, inverse));
         const __mmask16 none = _mm512_cmp_ps_mask(scale, _mm512_setzero_ps(), _CMP_EQ_OQ);
         const __mmask16 zero = _mm512_cmp_ps_mask(inverse, _mm512_setzero_ps(), _CMP_EQ_OQ);
-        const __mmask16 inside = _mm512_cmpge_epi32_mask(x, _mm512_set1_epi32(TKVI_PREFILL_LEAST)) &
+        const __mmask16 inside = _mm512_cmpge_epi32_mask(x, _mm512_set1_epi32(TKVI_PREFILL_MIN_RATIO)) &
                                  _mm512_cmple_epi32_mask(x, _mm512_set1_epi32(2 * TKVI_PREFILL_ONE - 1));
         const __mmask16 there = (__mmask16)(a->coded - c >= 16 ? 0xffff : (1 << (a->coded - c)) - 1);
         if (there & ~((none & zero) | (inside & ~none))) return 0;
@@ -11588,7 +11640,7 @@ TKVI_FLAT_AVX512 int tkvi_prefill_near_avx512(const tkvi_prefill_keys *a, int16_
 }
 
 /* This block is that other one from now on, for the 16 rows of vector v. */
-static TKVI_TARGET_AVX512 void tkvi_prefill_anew_avx512(const tkvi_prefill_keys *a, int v) {
+static TKVI_TARGET_AVX512 void tkvi_prefill_cache_queries_avx512(const tkvi_prefill_k_args *a, int v) {
     const int lanes = a->q->lanes;
     const uint8_t *order = a->s->order;
     __m512 most = _mm512_setzero_ps(), times;
@@ -11600,7 +11652,7 @@ static TKVI_TARGET_AVX512 void tkvi_prefill_anew_avx512(const tkvi_prefill_keys 
     times = tkvi_prefill_inverse_avx512(most, 32767.0f);
     _mm512_store_ps(a->q->unit + 16 * v, _mm512_mul_ps(most, _mm512_set1_ps(2.0f / 32767.0f)));
     for (c = 0; c < a->coded; c += 4) {
-        int16_t *to = a->q->whole + c * lanes + 64 * v;
+        int16_t *to = a->q->folded + c * lanes + 64 * v;
         __m512i x[4], y[2];
         TKVI_UNROLL
         for (j = 0; j < 4; j++) {
@@ -11618,11 +11670,11 @@ static TKVI_TARGET_AVX512 void tkvi_prefill_anew_avx512(const tkvi_prefill_keys 
 }
 
 /* Tile c / 4 of 16 rows: their weights, still in 16 bits. */
-TKVI_FLAT_AVX512 void tkvi_prefill_pair_avx512(const int16_t *whole, const int16_t *by, __m512i *y) {
+TKVI_FLAT_AVX512 void tkvi_prefill_rescale_tile_avx512(const int16_t *folded, const int16_t *by, __m512i *y) {
     int64_t four;
     memcpy(&four, by, 8);
-    y[0] = _mm512_mulhrs_epi16(_mm512_load_si512((const void *)whole), _mm512_set1_epi64(four));
-    y[1] = _mm512_mulhrs_epi16(_mm512_load_si512((const void *)(whole + 32)), _mm512_set1_epi64(four));
+    y[0] = _mm512_mulhrs_epi16(_mm512_load_si512((const void *)folded), _mm512_set1_epi64(four));
+    y[1] = _mm512_mulhrs_epi16(_mm512_load_si512((const void *)(folded + 32)), _mm512_set1_epi64(four));
 }
 
 TKVI_FLAT_AVX512 __m512i tkvi_prefill_load4_avx512(const uint8_t *p) {
@@ -11632,17 +11684,17 @@ TKVI_FLAT_AVX512 __m512i tkvi_prefill_load4_avx512(const uint8_t *p) {
 }
 
 /* The 16 rows of vector v, `two`: with a second plane. Returns 1 if a row needs one and has none. */
-static TKVI_TARGET_AVX512 int tkvi_prefill_round_avx512(const tkvi_prefill_keys *a, const int16_t *by, int v,
-                                                        int two, tkvi_prefill_fold *f) {
+static TKVI_TARGET_AVX512 int tkvi_prefill_round_k_avx512(const tkvi_prefill_k_args *a, const int16_t *by,
+                                                          int v, int two, tkvi_prefill_fold *f) {
     const int lanes = a->q->lanes;
-    const int16_t *whole = a->q->whole + 64 * v;
+    const int16_t *folded = a->q->folded + 64 * v;
     const __m512i low = _mm512_set1_epi16(127);
     __m512i most[2], times[2], shift[2], y[2], sum[2], m, squares = _mm512_setzero_si512(), k, b, centre;
     __mmask16 some;
     int c, j;
     most[0] = most[1] = sum[0] = sum[1] = _mm512_setzero_si512();
     for (c = 0; c < a->coded; c += 4) {
-        tkvi_prefill_pair_avx512(whole + lanes * c, by + c, y);
+        tkvi_prefill_rescale_tile_avx512(folded + lanes * c, by + c, y);
         TKVI_UNROLL
         for (j = 0; j < 2; j++) most[j] = _mm512_max_epu16(most[j], _mm512_abs_epi16(y[j]));
     }
@@ -11658,9 +11710,9 @@ static TKVI_TARGET_AVX512 int tkvi_prefill_round_avx512(const tkvi_prefill_keys 
     k = _mm512_srli_epi32(_mm512_castps_si512(_mm512_cvtepi32_ps(m)),
                           23); /* vgetexpps: gcc 12's macro warns at -O0 */
     k = _mm512_sub_epi32(_mm512_set1_epi32(127 + 14), k);
-    b = _mm512_cvttps_epi32(_mm512_div_ps(_mm512_set1_ps((float)TKVI_PLANE * 32768.0f),
+    b = _mm512_cvttps_epi32(_mm512_div_ps(_mm512_set1_ps((float)TKVI_LIMB_MAX_K * 32768.0f),
                                           _mm512_cvtepi32_ps(_mm512_sllv_epi32(m, k))));
-    tkvi_prefill_steps_avx512(
+    tkvi_prefill_store_steps_avx512(
         _mm512_div_ps(_mm512_mul_ps(_mm512_load_ps(a->q->unit + 16 * v), _mm512_set1_ps(32768.0f)),
                       _mm512_cvtepi32_ps(_mm512_sllv_epi32(b, k))),
         f, v);
@@ -11676,7 +11728,7 @@ static TKVI_TARGET_AVX512 int tkvi_prefill_round_avx512(const tkvi_prefill_keys 
     }
     for (c = 0; c < two; c += 4) { /* 128 hi + lo */
         __m512i lo[2];
-        tkvi_prefill_pair_avx512(whole + lanes * c, by + c, y);
+        tkvi_prefill_rescale_tile_avx512(folded + lanes * c, by + c, y);
         TKVI_UNROLL
         for (j = 0; j < 2; j++) {
             y[j] = _mm512_mulhrs_epi16(_mm512_sllv_epi16(y[j], shift[j]), _mm512_slli_epi16(times[j], 7));
@@ -11695,24 +11747,25 @@ static TKVI_TARGET_AVX512 int tkvi_prefill_round_avx512(const tkvi_prefill_keys 
     TKVI_UNROLL
     for (j = 0; j < 2; j++) times[j] = _mm512_sllv_epi16(times[j], shift[j]);
     for (; c < a->coded; c += 4) {
-        tkvi_prefill_pair_avx512(whole + lanes * c, by + c, y);
+        tkvi_prefill_rescale_tile_avx512(folded + lanes * c, by + c, y);
         y[0] = _mm512_packs_epi16(_mm512_mulhrs_epi16(y[0], times[0]), _mm512_mulhrs_epi16(y[1], times[1]));
         centre = tkvi_prefill_load4_avx512(a->centre2 + c);
         squares = _mm512_dpbusd_epi32(squares, _mm512_abs_epi8(y[0]), _mm512_abs_epi8(y[0]));
         sum[0] = _mm512_dpbusd_epi32(sum[0], centre, y[0]);
         _mm512_store_si512((void *)(f->w[0] + lanes * c + 64 * v), y[0]);
     }
-    _mm512_store_ps(f->rest + 16 * v, tkvi_prefill_less_avx512(_mm512_setzero_ps(), f, v, sum, 0.5f));
+    _mm512_store_ps(f->rest + 16 * v,
+                    tkvi_prefill_subtract_middle_avx512(_mm512_setzero_ps(), f, v, sum, 0.5f));
     /* the largest weight is 127, or there is none */
     some = _mm512_test_epi32_mask(squares, squares);
-    return two < a->coded &&
-           tkvi_prefill_tower_avx512(a->coarse, _mm512_maskz_mov_ps(some, _mm512_set1_ps((float)TKVI_PLANE)),
-                                     _mm512_cvtepi32_ps(squares), TKVI_PLANE);
+    return two < a->coded && tkvi_prefill_needs_two_avx512(
+                                 a->coarse, _mm512_maskz_mov_ps(some, _mm512_set1_ps((float)TKVI_LIMB_MAX_K)),
+                                 _mm512_cvtepi32_ps(squares), TKVI_LIMB_MAX_K);
 }
 
 /* Adds what does not depend on codes, for the 16 rows of vector v. */
-static TKVI_TARGET_AVX512 void tkvi_prefill_rest_avx512(const tkvi_prefill_keys *a, int v,
-                                                        tkvi_prefill_fold *f) {
+static TKVI_TARGET_AVX512 void tkvi_prefill_add_rest_avx512(const tkvi_prefill_k_args *a, int v,
+                                                            tkvi_prefill_fold *f) {
     const int lanes = a->q->lanes;
     const uint8_t *order = a->s->order;
     __m512 rest[4];
@@ -11730,31 +11783,32 @@ static TKVI_TARGET_AVX512 void tkvi_prefill_rest_avx512(const tkvi_prefill_keys 
     _mm512_store_ps(f->rest + 16 * v, _mm512_add_ps(_mm512_load_ps(f->rest + 16 * v), rest[0]));
 }
 
-static TKVI_TARGET_AVX512 void tkvi_prefill_fold_k_avx512(const tkvi_prefill_keys *a, tkvi_prefill_fold *f) {
+static TKVI_TARGET_AVX512 void tkvi_prefill_fold_k_avx512(const tkvi_prefill_k_args *a,
+                                                          tkvi_prefill_fold *f) {
     TKVI_ALIGNED int16_t by[TKV_MAX_HEAD_DIM];
     const int nv = a->q->lanes / 16;
-    int c, v, two = a->planes == 2 ? a->coded : a->wide, tower = 0;
-    if (!tkvi_prefill_near_avx512(a, by)) {
+    int c, v, two = a->n_limbs == 2 ? a->coded : a->wide, two_mask = 0;
+    if (!tkvi_prefill_scale_ratios_avx512(a, by)) {
         a->q->coded = a->coded;
-        for (v = 0; v < nv; v++) tkvi_prefill_anew_avx512(a, v);
+        for (v = 0; v < nv; v++) tkvi_prefill_cache_queries_avx512(a, v);
         for (c = 0; c < a->coded; c++) {
             const int some = fabsf(a->scale[c]) > 1e-34f;
             a->q->inverse[c] = some ? (float)TKVI_PREFILL_ONE / a->scale[c] : 0.0f;
             by[c] = some ? TKVI_PREFILL_ONE : 0;
         }
     }
-    for (v = 0; v < nv; v++) tower |= tkvi_prefill_round_avx512(a, by, v, two, f);
-    if (tower) two = a->coded;
+    for (v = 0; v < nv; v++) two_mask |= tkvi_prefill_round_k_avx512(a, by, v, two, f);
+    if (two_mask) two = a->coded;
     for (v = 0; v < nv; v++) {
-        if (tower) (void)tkvi_prefill_round_avx512(a, by, v, two, f);
-        tkvi_prefill_rest_avx512(a, v, f);
+        if (two_mask) (void)tkvi_prefill_round_k_avx512(a, by, v, two, f);
+        tkvi_prefill_add_rest_avx512(a, v, f);
     }
-    f->second = two / 4;
+    f->n_second = two / 4;
 }
 
 #define TKVI_RUN_(width)                                                                                     \
     for (i = 0; i < s->runs.n[width]; i++, x += TKVI_TILE_CODES) {                                           \
-        tkvi_planes_avx512(width, wide, tops, half, y);                                                      \
+        tkvi_unpack_tile_avx512(width, wide, tops, half, y);                                                 \
         tkvi_prefetch_bytes(wide, tkvi_wide_bytes[width], ahead);                                            \
         wide += tkvi_wide_bytes[width];                                                                      \
         half += tkvi_has_half[width];                                                                        \
@@ -11779,8 +11833,9 @@ static TKVI_TARGET_AVX512 void tkvi_prefill_unpack_k_avx512(const tkvi_side *s, 
 #undef TKVI_RUN_
 
 /* zero - ref + centre * scale, in place of zero */
-static TKVI_TARGET_AVX512 void tkvi_prefill_rests_avx512(const tkvi_side *s, const uint8_t *centre2,
-                                                         const float *ref, const float *scale, float *zero) {
+static TKVI_TARGET_AVX512 void tkvi_prefill_fold_zeros_avx512(const tkvi_side *s, const uint8_t *centre2,
+                                                              const float *ref, const float *scale,
+                                                              float *zero) {
     const __m512 half = _mm512_set1_ps(0.5f);
     int c, g;
     for (c = 0; c < s->pad; c += 16) {
@@ -11796,13 +11851,13 @@ static TKVI_TARGET_AVX512 void tkvi_prefill_rests_avx512(const tkvi_side *s, con
 
 static TKVI_TARGET_AVX512 void tkvi_prefill_tiles_k_avx512(const tkvi_side *s, const uint8_t *src,
                                                            uintptr_t ahead, tkvi_prefill_queries *q,
-                                                           int planes, float *scores) {
+                                                           int n_limbs, float *scores) {
     TKVI_ALIGNED float scale[2 * TKV_MAX_HEAD_DIM], rest[2 * TKV_MAX_HEAD_DIM];
     TKVI_ALIGNED int32_t x[TKVI_BLOCK * TKV_MAX_HEAD_DIM / 4];
     TKVI_ALIGNED uint8_t centre2[TKV_MAX_HEAD_DIM];
     const int tokens = TKVI_BLOCK / s->groups;
     tkvi_prefill_fold fold;
-    tkvi_prefill_keys a;
+    tkvi_prefill_k_args a;
     int width, g, c;
     s->format->side[TKV_K].meta(s, src, &tkvi_simd_ops_avx512, scale, rest);
     tkvi_prefill_unpack_k_avx512(s, src, ahead, (uint8_t *)x);
@@ -11815,37 +11870,37 @@ static TKVI_TARGET_AVX512 void tkvi_prefill_tiles_k_avx512(const tkvi_side *s, c
         q->coded = 0;
         for (c = 0; c < s->pad; c++) q->sorted[c] = q->ref[s->order ? s->order[c] : c];
     }
-    tkvi_prefill_rests_avx512(s, centre2, q->sorted, scale, rest);
+    tkvi_prefill_fold_zeros_avx512(s, centre2, q->sorted, scale, rest);
     a.s = s;
     a.q = q;
     a.centre2 = centre2;
-    a.wide = tkvi_wide_places(s);
-    a.planes = planes;
+    a.wide = tkvi_n_wide_positions(s);
+    a.n_limbs = n_limbs;
     a.coarse = tkvi_coarse_k(s);
     for (g = 0; g < s->groups; g++) {
         a.scale = scale + g * s->pad;
         a.rest = rest + g * s->pad;
         tkvi_prefill_fold_k_avx512(&a, &fold);
-        tkvi_prefill_scores_avx512(&fold, q->lanes, a.coded / 4, x + g * tokens, tokens,
-                                   scores + g * tokens * q->lanes);
+        tkvi_prefill_dot_k_avx512(&fold, q->lanes, a.coded / 4, x + g * tokens, tokens,
+                                  scores + g * tokens * q->lanes);
     }
 }
 
 /* Channels of one width and group. */
-typedef struct tkvi_prefill_values {
+typedef struct tkvi_prefill_v_args {
     const float *p, *scale, *zero;
     float centre, middle, coarse; /* of the codes; the same of what is multiplied, twice */
-    int planes;
-} tkvi_prefill_values;
+    int n_limbs;
+} tkvi_prefill_v_args;
 
-TKVI_FLAT_AVX512 void tkvi_prefill_fold_v_avx512(const tkvi_prefill_values *a, const int nv,
+TKVI_FLAT_AVX512 void tkvi_prefill_fold_v_avx512(const tkvi_prefill_v_args *a, const int nv,
                                                  tkvi_prefill_fold *f) {
     const int lanes = 16 * nv;
     TKVI_ALIGNED float rest[TKVI_BLOCK];
-    const __m512i ones = tkvi_all_avx512(1);
+    const __m512i ones = tkvi_splat_bytes_avx512(1);
     __m512 most[2], sum[2], squares[2], by[2];
     __m512i all[2][2];
-    int t, v, j, tower = a->planes == 2, some = 0;
+    int t, v, j, two_mask = a->n_limbs == 2, some = 0;
     for (t = 0; t < TKVI_BLOCK; t += 16) {
         const __m512 y = _mm512_loadu_ps(a->scale + t);
         const __m512 z = _mm512_fmadd_ps(y, _mm512_set1_ps(a->centre), _mm512_loadu_ps(a->zero + t));
@@ -11862,7 +11917,8 @@ TKVI_FLAT_AVX512 void tkvi_prefill_fold_v_avx512(const tkvi_prefill_values *a, c
             most[v] = _mm512_max_ps(most[v], y);
         }
     }
-    for (t = 0; t < TKVI_BLOCK && a->coarse > TKVI_MAY_ERR(TKVI_PLANE_V); t++) { /* else no row needs two */
+    for (t = 0; t < TKVI_BLOCK && a->coarse > TKVI_ERR_LIMIT(TKVI_LIMB_MAX_V);
+         t++) { /* else no row needs two */
         TKVI_UNROLL
         for (v = 0; v < nv; v++) {
             const __m512 y =
@@ -11876,18 +11932,18 @@ TKVI_FLAT_AVX512 void tkvi_prefill_fold_v_avx512(const tkvi_prefill_values *a, c
             sum[v] =
                 _mm512_fmadd_ps(_mm512_loadu_ps(a->p + t * lanes + 16 * v), _mm512_set1_ps(rest[t]), sum[v]);
     }
-    if (a->coarse > TKVI_MAY_ERR(TKVI_PLANE_V)) {
+    if (a->coarse > TKVI_ERR_LIMIT(TKVI_LIMB_MAX_V)) {
         TKVI_UNROLL
         for (v = 0; v < nv; v++)
-            tower |= tkvi_prefill_tower_avx512(a->coarse, most[v], squares[v], TKVI_PLANE_V);
+            two_mask |= tkvi_prefill_needs_two_avx512(a->coarse, most[v], squares[v], TKVI_LIMB_MAX_V);
     }
-    f->second = tower ? TKVI_BLOCK / 4 : 0;
+    f->n_second = two_mask ? TKVI_BLOCK / 4 : 0;
     TKVI_UNROLL
     for (v = 0; v < nv; v++) {
-        const float top = tower ? (float)TKVI_TWO_PLANES : (float)TKVI_PLANE_V,
-                    first = tower ? (float)TKVI_PLANE : (float)TKVI_PLANE_V;
+        const float top = two_mask ? (float)TKVI_TWO_LIMBS_MAX : (float)TKVI_LIMB_MAX_V,
+                    first = two_mask ? (float)TKVI_LIMB_MAX_K : (float)TKVI_LIMB_MAX_V;
         by[v] = tkvi_prefill_inverse_avx512(most[v], top);
-        tkvi_prefill_steps_avx512(_mm512_mul_ps(most[v], _mm512_set1_ps(1.0f / first)), f, v);
+        tkvi_prefill_store_steps_avx512(_mm512_mul_ps(most[v], _mm512_set1_ps(1.0f / first)), f, v);
         all[v][0] = all[v][1] = _mm512_setzero_si512();
     }
     for (t = 0; t < TKVI_BLOCK; t += 4) {
@@ -11900,37 +11956,39 @@ TKVI_FLAT_AVX512 void tkvi_prefill_fold_v_avx512(const tkvi_prefill_values *a, c
                                                _mm512_set1_ps(a->scale[t + j]));
                 x[j] = tkvi_nearest_avx512(_mm512_mul_ps(y, by[v]));
             }
-            if (tower) { /* 128 hi + lo */
+            if (two_mask) { /* 128 hi + lo */
                 __m512i lo[4];
                 TKVI_UNROLL
                 for (j = 0; j < 4; j++) {
                     lo[j] = _mm512_and_si512(x[j], _mm512_set1_epi32(127));
                     x[j] = _mm512_srli_epi32(x[j], 7);
                 }
-                lo[0] = tkvi_prefill_four_avx512(lo);
+                lo[0] = tkvi_prefill_pack_bytes_avx512(lo);
                 all[v][1] = _mm512_dpbusd_epi32(all[v][1], lo[0], ones);
                 _mm512_store_si512((void *)(f->w[1] + t * lanes + 64 * v), lo[0]);
             }
-            x[0] = tkvi_prefill_four_avx512(x);
+            x[0] = tkvi_prefill_pack_bytes_avx512(x);
             all[v][0] = _mm512_dpbusd_epi32(all[v][0], x[0], ones);
             _mm512_store_si512((void *)(f->w[0] + t * lanes + 64 * v), x[0]);
         }
     }
     TKVI_UNROLL
     for (v = 0; v < nv; v++)
-        _mm512_store_ps(f->rest + 16 * v, tkvi_prefill_less_avx512(sum[v], f, v, all[v], 0.5f * a->middle));
+        _mm512_store_ps(f->rest + 16 * v,
+                        tkvi_prefill_subtract_middle_avx512(sum[v], f, v, all[v], 0.5f * a->middle));
 }
 
 /* One slab of 16 channels, or 32 if it is one of pairs, to signed bytes: [slab][quad of tokens][16 channels][4]. */
-TKVI_FLAT_AVX512 void tkvi_prefill_slab_avx512(const tkvi_side *s, const int width, const uint8_t *wide,
-                                               const uint8_t *tops, int half, int8_t *x) {
+TKVI_FLAT_AVX512 void tkvi_prefill_unpack_slab_avx512(const tkvi_side *s, const int width,
+                                                      const uint8_t *wide, const uint8_t *tops, int half,
+                                                      int8_t *x) {
     const int pairs = s->pairs && width == 3, levels = s->levels && width <= 4;
     __m512i y[4], table = _mm512_setzero_si512(), upper = table;
     int i, p;
-    if (levels) table = tkvi_levels_avx512(s->levels + tkvi_level_table(s, width, 0));
-    if (pairs) upper = tkvi_levels_avx512(s->levels + tkvi_level_table(s, width, 1));
+    if (levels) table = tkvi_load_table_avx512(s->levels + tkvi_level_table(s, width, 0));
+    if (pairs) upper = tkvi_load_table_avx512(s->levels + tkvi_level_table(s, width, 1));
     for (i = 0; i < 4; i++, x += TKVI_TILE_CODES) {
-        tkvi_planes_avx512(width, wide, tops, half, y);
+        tkvi_unpack_tile_avx512(width, wide, tops, half, y);
         wide += tkvi_wide_bytes[width];
         half += tkvi_has_half[width];
         TKVI_UNROLL
@@ -11939,14 +11997,14 @@ TKVI_FLAT_AVX512 void tkvi_prefill_slab_avx512(const tkvi_side *s, const int wid
             if (pairs)
                 _mm512_store_si512((void *)(to + 4 * TKVI_TILE_CODES), _mm512_shuffle_epi8(upper, y[p]));
             if (levels) y[p] = _mm512_shuffle_epi8(table, y[p]);
-            else if (width == 8) y[p] = _mm512_xor_si512(y[p], tkvi_all_avx512(128));
+            else if (width == 8) y[p] = _mm512_xor_si512(y[p], tkvi_splat_bytes_avx512(128));
             _mm512_store_si512((void *)to, y[p]);
         }
     }
 }
 
 #define TKVI_RUN_(bits)                                                                                      \
-    case bits: tkvi_prefill_slab_avx512(s, bits, wide, tops, half, x); break;
+    case bits: tkvi_prefill_unpack_slab_avx512(s, bits, wide, tops, half, x); break;
 static TKVI_TARGET_AVX512 void tkvi_prefill_unpack_v_avx512(const tkvi_side *s, int width,
                                                             const uint8_t *wide, const uint8_t *tops,
                                                             int half, int8_t *x) {
@@ -11965,16 +12023,16 @@ static TKVI_TARGET_AVX512 void tkvi_prefill_unpack_v_avx512(const tkvi_side *s, 
 
 static TKVI_TARGET_AVX512 void tkvi_prefill_tiles_v_avx512(const tkvi_side *s, const uint8_t *src,
                                                            uintptr_t ahead, const float *p, int lanes, int n,
-                                                           int planes, float *out) {
+                                                           int n_limbs, float *out) {
     TKVI_ALIGNED float scale[TKVI_MAX_GROUPS * TKVI_BLOCK], zero[TKVI_MAX_GROUPS * TKVI_BLOCK];
     TKVI_ALIGNED int32_t x[2 * TKVI_TILE_CODES];
     const uint8_t *wide = src, *tops = src + tkvi_tiles(&s->runs).halves;
     tkvi_prefill_fold fold;
-    tkvi_prefill_values a;
+    tkvi_prefill_v_args a;
     int width, i, c, half = 0, slab = 0;
     s->format->side[TKV_V].meta(s, src, &tkvi_simd_ops_avx512, scale, zero);
     a.p = p;
-    a.planes = planes;
+    a.n_limbs = n_limbs;
     tkvi_prefetch_bytes(tops, (int)(src + s->bytes - tops), ahead);
     for (width = TKVI_MAX_WIDTH; width > 0; width--) {
         const int slabs = tkvi_slab_channels(s, width) / 16;
@@ -11993,7 +12051,7 @@ static TKVI_TARGET_AVX512 void tkvi_prefill_tiles_v_avx512(const tkvi_side *s, c
             wide += 4 * tkvi_wide_bytes[width];
             half += 4 * tkvi_has_half[width];
             for (c = 0; c < slabs; c++, out += 16 * lanes)
-                tkvi_prefill_values_avx512(&fold, lanes, (n + 15) / 16 * 4, x + c * TKVI_TILE_CODES, 16, out);
+                tkvi_prefill_dot_v_avx512(&fold, lanes, (n + 15) / 16 * 4, x + c * TKVI_TILE_CODES, 16, out);
         }
     }
 }
@@ -12015,7 +12073,7 @@ TKVI_FLAT_AVX512 __m512 tkvi_prefill_exp_avx512(__m512 s, __m512 m) {
     return _mm512_maskz_scalef_ps(_mm512_cmp_ps_mask(x, _mm512_set1_ps(-125.0f), _CMP_GE_OQ), y, n);
 }
 
-static TKVI_TARGET_AVX512 int tkvi_prefill_weigh_avx512(const tkvi_weighing *w) {
+static TKVI_TARGET_AVX512 int tkvi_prefill_softmax_step_avx512(const tkvi_softmax_args *w) {
     const __m512 hidden = _mm512_set1_ps(TKVI_HIDDEN);
     int v, t, k, shrinks = 0;
     for (v = 0; v < w->lanes; v += 16) {
@@ -12043,7 +12101,7 @@ static TKVI_TARGET_AVX512 int tkvi_prefill_weigh_avx512(const tkvi_weighing *w) 
             }
         }
         most = _mm512_max_ps(_mm512_max_ps(tops[0], tops[1]), _mm512_max_ps(tops[2], tops[3]));
-        grows = _mm512_cmp_ps_mask(most, _mm512_add_ps(m, _mm512_set1_ps(TKVI_LAZY)), _CMP_GT_OQ);
+        grows = _mm512_cmp_ps_mask(most, _mm512_add_ps(m, _mm512_set1_ps(TKVI_MAX_SLACK)), _CMP_GT_OQ);
         before = _mm512_mask_cmp_ps_mask(grows, m, hidden, _CMP_GT_OQ);
         if (before) by = _mm512_mask_mov_ps(by, before, tkvi_exp_avx512(_mm512_sub_ps(m, most)));
         _mm512_storeu_ps(w->shrink + v, by);
@@ -12080,7 +12138,7 @@ static TKVI_TARGET_AVX512 void tkvi_prefill_shrink_avx512(float *x, int n, int l
 }
 
 /* core/rotate.h, rows in lanes */
-static TKVI_TARGET_AVX512 void tkvi_prefill_window_avx512(float *x, int n, int lanes) {
+static TKVI_TARGET_AVX512 void tkvi_prefill_butterflies_avx512(float *x, int n, int lanes) {
     int h, i, j, v;
     for (h = 1; h < n; h *= 2)
         for (i = 0; i < n; i += 2 * h)
@@ -12098,12 +12156,12 @@ static TKVI_TARGET_AVX512 void tkvi_prefill_rotate_back_avx512(float *x, int dim
     const int k = tkvi_log2_floor(dim), n = 1 << k;
     int i, v;
     if (n < dim) {
-        tkvi_prefill_window_avx512(x + (dim - n) * lanes, n, lanes);
+        tkvi_prefill_butterflies_avx512(x + (dim - n) * lanes, n, lanes);
         for (i = (dim - n) * lanes; i < dim * lanes; i += 16)
             _mm512_storeu_ps(x + i,
                              _mm512_mul_ps(_mm512_loadu_ps(x + i), _mm512_set1_ps(tkvi_hadamard_norm[k])));
     }
-    tkvi_prefill_window_avx512(x, n, lanes);
+    tkvi_prefill_butterflies_avx512(x, n, lanes);
     for (i = 0; i < dim; i++) {
         const float sign = tkvi_signs[i / 32] >> i % 32 & 1 ? -1.0f : 1.0f;
         const __m512 by = _mm512_set1_ps(i < n ? sign * tkvi_hadamard_norm[k] : sign);
@@ -12113,8 +12171,8 @@ static TKVI_TARGET_AVX512 void tkvi_prefill_rotate_back_avx512(float *x, int dim
 }
 
 /* 16 x 16 at a time */
-static TKVI_TARGET_AVX512 void tkvi_prefill_turn_avx512(const float *x, int x_stride, int n, float *y,
-                                                        int y_stride) {
+static TKVI_TARGET_AVX512 void tkvi_prefill_transpose_avx512(const float *x, int x_stride, int n, float *y,
+                                                             int y_stride) {
     int i, r, k;
     for (i = 0; i < n; i += 16) {
         __m512 a[16], b[16];
@@ -12147,23 +12205,23 @@ static TKVI_TARGET_AVX512 void tkvi_prefill_turn_avx512(const float *x, int x_st
 }
 
 static void tkvi_prefill_k_avx512(const tkvi_side *s, const uint8_t *src, const uint8_t *next,
-                                  tkvi_prefill_queries *q, int n, int planes, float *scores) {
-    const uintptr_t ahead = tkvi_ahead(src, next);
+                                  tkvi_prefill_queries *q, int n, int n_limbs, float *scores) {
+    const uintptr_t ahead = tkvi_prefetch_distance(src, next);
     if (tkvi_is_exact(s->format))
         tkvi_prefill_exact_k_avx512(s, src, ahead, q->q, q->ref, q->lanes, n, scores);
-    else tkvi_prefill_tiles_k_avx512(s, src, ahead, q, planes, scores);
+    else tkvi_prefill_tiles_k_avx512(s, src, ahead, q, n_limbs, scores);
 }
 
 static void tkvi_prefill_v_avx512(const tkvi_side *s, const uint8_t *src, const uint8_t *next, const float *p,
-                                  int lanes, int n, int planes, float *out) {
-    const uintptr_t ahead = tkvi_ahead(src, next);
+                                  int lanes, int n, int n_limbs, float *out) {
+    const uintptr_t ahead = tkvi_prefetch_distance(src, next);
     if (tkvi_is_exact(s->format)) tkvi_prefill_exact_v_avx512(s, src, ahead, p, lanes, n, out);
-    else tkvi_prefill_tiles_v_avx512(s, src, ahead, p, lanes, n, planes, out);
+    else tkvi_prefill_tiles_v_avx512(s, src, ahead, p, lanes, n, n_limbs, out);
 }
 
-static const tkvi_prefill tkvi_prefill_avx512 = {tkvi_prefill_k_avx512,           tkvi_prefill_v_avx512,
-                                                 tkvi_prefill_weigh_avx512,       tkvi_prefill_shrink_avx512,
-                                                 tkvi_prefill_rotate_back_avx512, tkvi_prefill_turn_avx512};
+static const tkvi_prefill tkvi_prefill_avx512 = {
+    tkvi_prefill_k_avx512,      tkvi_prefill_v_avx512,           tkvi_prefill_softmax_step_avx512,
+    tkvi_prefill_shrink_avx512, tkvi_prefill_rotate_back_avx512, tkvi_prefill_transpose_avx512};
 
 #if defined(__GNUC__) && !defined(__clang__)
 #pragma GCC diagnostic pop
@@ -17220,7 +17278,7 @@ typedef struct tkvi_token_walk {
 static void tkvi_walk_block(void *ctx, const tkvi_record *r, const uint8_t *bytes, int start, int n) {
     const tkvi_token_walk *w = (const tkvi_token_walk *)ctx;
     const tkvi_tables *tables = &w->from->kv->tables;
-    const tkvi_simd_ops *help = w->from->kv->kernels->helpers;
+    const tkvi_simd_ops *help = w->from->kv->kernels->simd_ops;
     int t, dim = w->side == TKV_K ? r->k.dim : r->v.dim;
     float *x = w->from->kv->recode, y[TKV_MAX_HEAD_DIM];
     if (w->side == TKV_K) tkvi_values(&r->k, help, bytes, 0, n, x, (size_t)dim);
@@ -17423,7 +17481,7 @@ static uint64_t tkvi_kvquant_mode(const tkvi_tables *t) {
     b[2] = (uint8_t)(rope ? rope->step : 0);
     h = tkvi_fnv1a_more(h, b, 3);
     for (j = 0; rope && j < rope->pairs; j++) {
-        for (k = 0; k < 8; k++) b[k] = (uint8_t)(rope->turn[j] >> 8 * k & 255u);
+        for (k = 0; k < 8; k++) b[k] = (uint8_t)(rope->frequency[j] >> 8 * k & 255u);
         h = tkvi_fnv1a_more(h, b, 8);
     }
     return h;
@@ -17457,12 +17515,12 @@ static void tkvi_kvquant_load(const tkvi_tables *t, int layer, int version, cons
     for (side = 0; side < 2; side++)
         for (bits = 2; bits <= 4; bits++) {
             tkvi_book *b = &table->book[side][bits - 2];
-            for (i = 0; i < 1 << bits; i++, at += 2) b->level[i] = tkvi_half_at(at);
-            for (i = 0; i < 1 << bits; i++, at += 2) b->normed[i] = tkvi_half_at(at);
+            for (i = 0; i < 1 << bits; i++, at += 2) b->level[i] = tkvi_f16_at(at);
+            for (i = 0; i < 1 << bits; i++, at += 2) b->normed[i] = tkvi_f16_at(at);
         }
     for (head = 0; head < t->cfg.n_kv_heads; head++) {
         float *range = tkvi_kvquant_range_of(t, layer, version, head);
-        for (i = 0; i < dim; i++, at += 2) range[i] = tkvi_half_at(at);
+        for (i = 0; i < dim; i++, at += 2) range[i] = tkvi_f16_at(at);
         for (i = 0; i < dim; i++, at += 4) range[dim + i] = tkvi_from_bits(tkvi_load32(at));
     }
 }
@@ -17475,7 +17533,7 @@ static int tkvi_kvquant_valid(const tkv_config *cfg, const uint8_t *at) {
     for (set = 0; set < 12; set++) {
         float most = set % 2 ? 8.0f : 1.0f, before = -most;
         for (i = 0, n = 4 << set / 2 % 3; i < n; i++, at += 2) {
-            float x = tkvi_half_at(at);
+            float x = tkvi_f16_at(at);
             if (!tkvi_is_finite(x) || x < before || x > most) return 0;
             before = x;
         }
@@ -17550,8 +17608,8 @@ static void tkvi_gather_size(void *ctx, const tkvi_record *r, const uint8_t *byt
     float *k = g->kv->recode, *v = k + tkvi_round_up(cfg->head_dim, 16) * TKVI_BLOCK;
     int t, c;
     (void)start;
-    tkvi_values(&r->k, g->kv->kernels->helpers, bytes, 0, n, k, (size_t)cfg->head_dim);
-    tkvi_values(&r->v, g->kv->kernels->helpers, bytes + r->v_at, 0, n, v, (size_t)cfg->v_head_dim);
+    tkvi_values(&r->k, g->kv->kernels->simd_ops, bytes, 0, n, k, (size_t)cfg->head_dim);
+    tkvi_values(&r->v, g->kv->kernels->simd_ops, bytes + r->v_at, 0, n, v, (size_t)cfg->v_head_dim);
     for (t = 0; t < n; t++) {
         float squares = 0.0f;
         for (c = 0; c < cfg->head_dim; c++) {
@@ -17579,7 +17637,7 @@ static void tkvi_gather_sums(void *ctx, const tkvi_record *r, const uint8_t *byt
     float *k = g->kv->recode, by = tkvi_power_of_two(-g->down);
     int t, c;
     (void)start;
-    tkvi_values(&r->k, g->kv->kernels->helpers, bytes, 0, n, k, (size_t)cfg->head_dim);
+    tkvi_values(&r->k, g->kv->kernels->simd_ops, bytes, 0, n, k, (size_t)cfg->head_dim);
     for (c = 0; c < cfg->head_dim; c++) {
         int64_t sum = 0, squares = 0;
         for (t = 0; t < n; t++) {
@@ -17599,7 +17657,7 @@ static void tkvi_gather_range(void *ctx, const tkvi_record *r, const uint8_t *by
     float *k = g->kv->recode;
     int t, c;
     (void)start;
-    tkvi_values(&r->k, g->kv->kernels->helpers, bytes, 0, n, k, (size_t)cfg->head_dim);
+    tkvi_values(&r->k, g->kv->kernels->simd_ops, bytes, 0, n, k, (size_t)cfg->head_dim);
     for (c = 0; c < cfg->head_dim; c++) {
         float low = k[c], high = k[c], mean = (float)((double)g->channel[c].sum / (double)g->tokens);
         mean *= tkvi_power_of_two(g->down);
@@ -18731,7 +18789,7 @@ static void tkvi_remove_anchor(tkv_cache *kv, const tkvi_list *list, const uint3
  * exact. Its slot t is marked as anchored, and attention does not read it. */
 static void tkvi_add_anchor(tkv_cache *kv, const uint32_t *ids, int i, int t, int slot) {
     const tkv_config *cfg = &kv->tables.cfg;
-    const tkvi_simd_ops *help = kv->kernels->helpers;
+    const tkvi_simd_ops *help = kv->kernels->simd_ops;
     tkvi_block *to = &kv->pool.block[ids[0]], *from = &kv->pool.block[ids[i]];
     const tkvi_coding *a = &kv->tables.coding[to->coding], *b = &kv->tables.coding[from->coding];
     uint8_t *dst = tkvi_block_bytes(&kv->pool, to);
@@ -18865,15 +18923,15 @@ static void tkvi_encode_record(const tkv_cache *kv, int layer, int head, const t
     tkvi_side to_k = r->k;
     to_k.feedback = tkvi_feedback_of(kv, layer, head);
     to_k.start = start;
-    tkvi_encode_side(&to_k, kv->kernels->helpers, k, (size_t)cfg->head_dim, n, dst);
-    tkvi_encode_side(&r->v, kv->kernels->helpers, v, (size_t)cfg->v_head_dim, n, dst + r->v_at);
+    tkvi_encode_side(&to_k, kv->kernels->simd_ops, k, (size_t)cfg->head_dim, n, dst);
+    tkvi_encode_side(&r->v, kv->kernels->simd_ops, v, (size_t)cfg->v_head_dim, n, dst + r->v_at);
 }
 
 /* Recodes all heads of a block from slot src to slot dst (a tkvi_rewrite). ctx: a tkvi_recoding. */
 static void tkvi_recode(void *ctx, const uint8_t *src, uint8_t *dst) {
     const tkvi_recoding *r = (const tkvi_recoding *)ctx;
     const tkv_config *cfg = &r->kv->tables.cfg;
-    const tkvi_simd_ops *help = r->kv->kernels->helpers;
+    const tkvi_simd_ops *help = r->kv->kernels->simd_ops;
     float *k = r->kv->recode, *v = k + tkvi_round_up(cfg->head_dim, 16) * TKVI_BLOCK;
     size_t dk = (size_t)cfg->head_dim, dv = (size_t)cfg->v_head_dim;
     int h, n;
@@ -19189,7 +19247,7 @@ static void tkvi_join_blocks(tkv_cache *kv, int seq, int layer, int i, int count
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
     const tkv_config *cfg = &kv->tables.cfg;
-    const tkvi_simd_ops *help = kv->kernels->helpers;
+    const tkvi_simd_ops *help = kv->kernels->simd_ops;
     tkvi_block *a = &kv->pool.block[ids[i]], *b = &kv->pool.block[ids[i + 1]];
     const uint64_t here = tkvi_used_mask(kv, list, ids, i), left = tkvi_used_mask(kv, list, ids, i + 1);
     const uint64_t there = tkvi_first_bits(left, count);
@@ -19271,7 +19329,7 @@ static void tkvi_keys_of(const tkv_cache *kv, uint32_t id, int head, uint64_t th
     room.key = TKVI_NIL;
     if (tkvi_side_bytes(kv, id, head, TKV_K, &room, &bytes))
         memset(out, 0, (size_t)tkvi_bits_in(there) * dim * sizeof *out);
-    else (void)tkvi_values_of(&r->k, kv->kernels->helpers, bytes, there, out, dim);
+    else (void)tkvi_values_of(&r->k, kv->kernels->simd_ops, bytes, there, out, dim);
 }
 
 /* Norms of the keys of the tokens in the mask `there` of a block, each the mean of the KV heads. */
@@ -20909,7 +20967,7 @@ static void tkvi_reference_key(const tkvi_work_tile *u, float *ref) {
         if (tkvi_is_discarded(&u->call->kv->pool.block[u->ids[block]])) return;
         if (!bytes) bytes = tkvi_bytes_of(u, block, TKV_K);
         if (!bytes) return;
-        tkvi_values(&rec->k, u->call->kv->kernels->helpers, bytes,
+        tkvi_values(&rec->k, u->call->kv->kernels->simd_ops, bytes,
                     i == 0 ? 0 : n - 1 - (i == 1 && from == last && n > 2), 1, key[i], 0);
     }
     for (c = 0; c < u->call->kv->tables.cfg.head_dim; c++) {
@@ -21049,7 +21107,7 @@ static int tkvi_block_scores(const tkvi_work_tile *u, tkvi_queries *q, int i, fl
     kv->kernels->k[rec->k.format->stored](
         &rec->k, bytes, tkvi_next_record(u, i), rec->k.order ? q->sorted : q->q,
         rec->k.order ? q->sorted + u->rows * u->k_pad : q->ref, u->rows,
-        tkvi_block_tokens(kv, u->list, u->ids, i), tkvi_planes(&rec->k, kv->tables.cfg.precise), scores);
+        tkvi_block_tokens(kv, u->list, u->ids, i), tkvi_n_limbs(&rec->k, kv->tables.cfg.precise), scores);
     if (u->changes || tkvi_has_hidden(u, i, start, end)) {
         int at[TKVI_BLOCK];
         tkvi_slot_positions(u, i, at);
@@ -21128,7 +21186,7 @@ static TKVI_NOINLINE void tkvi_attend_split(const tkvi_work_tile *u, tkvi_querie
         tkvi_begin_space(u, sums, space);
         kv->kernels->v[rec->v.format->stored](&rec->v, bytes, next ? next + rec->v_at : NULL, p, u->rows,
                                               tkvi_block_tokens(kv, u->list, u->ids, i),
-                                              tkvi_planes(&rec->v, kv->tables.cfg.precise),
+                                              tkvi_n_limbs(&rec->v, kv->tables.cfg.precise),
                                               sums->o + space * stride);
     }
 }
@@ -21328,7 +21386,7 @@ static TKVI_NOINLINE void tkvi_comparison_blocks(const tkvi_work_tile *u, tkvi_q
         bytes = copy ? copy + rec->v_at : any ? tkvi_bytes_of(u, i, TKV_V) : NULL;
         if (any && bytes)
             kv->kernels->v[rec->v.format->stored](&rec->v, bytes, NULL, p, u->rows, n,
-                                                  tkvi_planes(&rec->v, kv->tables.cfg.precise),
+                                                  tkvi_n_limbs(&rec->v, kv->tables.cfg.precise),
                                                   o + (rec->v.format->rotated ? stride : 0));
     }
 }
@@ -21441,7 +21499,7 @@ static TKVI_NOINLINE void tkvi_finish(const tkvi_work_tile *u, const float *orig
         }
         if (c->p->out_type == TKV_TYPE_F32) memcpy((char *)c->p->out + 4 * at, row, (size_t)dim * 4);
         else
-            for (i = 0; i < dim; i++) tkvi_save_element(c->p->out, c->p->out_type, at + i, row[i]);
+            for (i = 0; i < dim; i++) tkvi_store_element(c->p->out, c->p->out_type, at + i, row[i]);
         if (c->p->lse)
             c->p->lse[(ptrdiff_t)query * c->kv->tables.cfg.n_heads + head] =
                 l[r] > 0.0f ? m[r] + logf(l[r]) + origin : tkvi_from_bits(0xff800000u);
@@ -21670,7 +21728,7 @@ static TKVI_NOINLINE void tkvi_load_lanes(const tkvi_work_tile *u, const float *
         memset(rows, 0, (size_t)(16 * u->k_pad) * sizeof *rows);
         for (r = first; r < tkvi_min(first + 16, u->rows); r++)
             origin[r] = tkvi_load_query(u, r, ref, rows + (r - first) * u->k_pad);
-        u->call->many->turn(rows, u->k_pad, u->k_pad, q + first, lanes);
+        u->call->many->transpose(rows, u->k_pad, u->k_pad, q + first, lanes);
     }
 }
 
@@ -21726,7 +21784,7 @@ static TKVI_NOINLINE void tkvi_prefill_blocks(const tkvi_work_tile *u, tkvi_pref
     const tkvi_prefill *many = u->call->many;
     const int lanes = sums->lanes;
     tkvi_prefill_queries q;
-    tkvi_weighing w;
+    tkvi_softmax_args w;
     int i, r, rotated;
     q.lanes = lanes;
     q.coded = 0;
@@ -21755,7 +21813,7 @@ static TKVI_NOINLINE void tkvi_prefill_blocks(const tkvi_work_tile *u, tkvi_pref
             if (rec->v.format->rotated != rotated || end <= u->low || start >= u->high) continue;
             if (!bytes) bytes = tkvi_bytes_of(u, i, TKV_K);
             if (!bytes) return;
-            many->k(&rec->k, bytes, next, &q, n, tkvi_planes(&rec->k, kv->tables.cfg.precise), scores);
+            many->k(&rec->k, bytes, next, &q, n, tkvi_n_limbs(&rec->k, kv->tables.cfg.precise), scores);
             if (u->changes || b->gone || b->packed)
                 tkvi_adjust_score_lanes(u, sums->origin, i, lanes, scores);
             w.low = tkvi_visible_lanes(u, i, start, end, low, high) ? low : NULL;
@@ -21764,7 +21822,7 @@ static TKVI_NOINLINE void tkvi_prefill_blocks(const tkvi_work_tile *u, tkvi_pref
             bytes = tkvi_bytes_of(u, i, TKV_V);
             if (!bytes) return;
             many->v(&rec->v, bytes, next ? next + rec->v_at : NULL, scores, lanes, n,
-                    tkvi_planes(&rec->v, kv->tables.cfg.precise), sums->o);
+                    tkvi_n_limbs(&rec->v, kv->tables.cfg.precise), sums->o);
         }
         if (rotated) many->rotate_back(sums->o, kv->tables.cfg.v_head_dim, lanes);
     }
@@ -21813,8 +21871,8 @@ static TKVI_NOINLINE void tkvi_prefill_in_rows(const tkvi_work_tile *u, tkvi_pre
     memcpy(o, sums->o, (size_t)(u->v_pad * sums->lanes) * sizeof *o);
     for (r = 0; r < sums->lanes; r += 16)
         for (i = 0; i < u->v_pad; i += 16)
-            u->call->many->turn(o + i * sums->lanes + r, sums->lanes, 16, sums->o + r * u->v_pad + i,
-                                u->v_pad);
+            u->call->many->transpose(o + i * sums->lanes + r, sums->lanes, 16, sums->o + r * u->v_pad + i,
+                                     u->v_pad);
 }
 
 static TKVI_NOINLINE void tkvi_prefill_work_tile(const tkvi_work_tile *u) {
@@ -22145,7 +22203,7 @@ static tkv_status tkvi_ref_row(const tkvi_call *c, int item, int row, int query,
         if (pass == 1 && !c->p->mass) break;
     }
     for (i = 0; i < cfg->v_head_dim; i++)
-        tkvi_save_element(c->p->out, c->p->out_type, at + i, sum > 0.0 ? (float)(out[i] / sum) : 0.0f);
+        tkvi_store_element(c->p->out, c->p->out_type, at + i, sum > 0.0 ? (float)(out[i] / sum) : 0.0f);
     if (c->p->lse)
         c->p->lse[(ptrdiff_t)row * cfg->n_heads + head] =
             sum > 0.0 ? (float)(top + log(sum)) : tkvi_from_bits(0xff800000u);
@@ -22427,8 +22485,8 @@ static void tkvi_store(tkv_cache *kv, int seq, int layer, const tkvi_source *k, 
         }
         for (h = 0; h < kv->tables.cfg.n_kv_heads; h++) {
             const tkvi_record *r = &c->record[h];
-            tkvi_store_row(&r->k, kv->kernels->helpers, k, first + t, h, at, saturate, bytes + r->at);
-            tkvi_store_row(&r->v, kv->kernels->helpers, v, first + t, h, at, saturate,
+            tkvi_store_row(&r->k, kv->kernels->simd_ops, k, first + t, h, at, saturate, bytes + r->at);
+            tkvi_store_row(&r->v, kv->kernels->simd_ops, v, first + t, h, at, saturate,
                            bytes + r->at + r->v_at);
         }
         list->len++;
@@ -22895,7 +22953,7 @@ TKV_API tkv_status tkv_read(tkv_cache *kv, int seq, int layer, int start, int n,
     layer = tkvi_stored_layer(kv, seq, layer);
     if (layer < 0 || start < 0 || n < 0) return TKV_ERR_ARG;
     cfg = &kv->tables.cfg;
-    help = kv->kernels->helpers;
+    help = kv->kernels->simd_ops;
     list = tkvi_list_of(kv, seq, layer);
     ids = tkvi_ids(kv, seq, layer);
     if (start < list->dropped || start > list->len || n > list->len - start) return TKV_ERR_RANGE;
@@ -23434,8 +23492,8 @@ static void tkvi_restore_block(tkv_cache *kv, int seq, int layer, int i, const t
         for (h = 0; h < kv->tables.cfg.n_kv_heads; h++) {
             const tkvi_record *rec = &c->record[h];
             const int row = tkvi_slot_position(kv, id, t) - start;
-            tkvi_store_row(&rec->k, kv->kernels->helpers, k, row, h, t, saturate, bytes + rec->at);
-            tkvi_store_row(&rec->v, kv->kernels->helpers, v, row, h, t, saturate,
+            tkvi_store_row(&rec->k, kv->kernels->simd_ops, k, row, h, t, saturate, bytes + rec->at);
+            tkvi_store_row(&rec->v, kv->kernels->simd_ops, v, row, h, t, saturate,
                            bytes + rec->at + rec->v_at);
         }
     r.kv = kv;

@@ -819,7 +819,7 @@ template <int Dim> TKVCU_DEVICE void tkvcu_encode_r(tkvcu_desk<Dim> *d) {
     __syncwarp();
     if (part == 0) {
         const float scale = tkvi_r_scale(most, squares, sum);
-        d->meta[t] = (uint8_t)tkvi_log_code(tkvi_r_close(s, t, TKVI_BLOCK, d->code, scale), s->top);
+        d->meta[t] = (uint8_t)tkvi_log_code(tkvi_r_finish(s, t, TKVI_BLOCK, d->code, scale), s->top);
     }
 }
 
@@ -4325,7 +4325,7 @@ static int tkvcu_equal_tables(tkv_cache *kv) {
         if (!kv->tables.plan[layer].allocates) continue;
         for (h = 0; h < (size_t)cfg->n_kv_heads; h++) {
             const size_t at = ((size_t)layer * (size_t)cfg->n_kv_heads + h);
-            to->head[at].k_top = to->head[at].v_top = TKVI_LOG_TOP_ALIKE;
+            to->head[at].k_top = to->head[at].v_top = TKVI_LOG_TOP_DEFAULT;
             for (c = 0; c < pad; c++) {
                 to->importance[at * pad + c] = 1;
                 to->channel[at * pad + c] = (uint8_t)c;

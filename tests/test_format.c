@@ -992,8 +992,8 @@ TEST(bad_arguments_are_refused) {
 static void own_meta(const tkvi_side *s, const uint8_t *src, const tkvi_simd_ops *help, float *scale,
                      float *zero) {
     int n = s->groups * (s->which == TKV_K ? (int)s->pad : BLOCK);
-    help->halves(src + s->code_bytes, n, zero);
-    help->halves(src + s->code_bytes + 2 * n + 32, n, scale);
+    help->f16_to_f32(src + s->code_bytes, n, zero);
+    help->f16_to_f32(src + s->code_bytes + 2 * n + 32, n, scale);
 }
 
 static tkvi_format own_format(void) {
@@ -1002,9 +1002,9 @@ static tkvi_format own_format(void) {
     f.name = "own";
     f.bits = 2;
     f.stored = TKVI_AS_TILES;
-    f.side[TKV_K].decode = tkvi_tiles_decode;
+    f.side[TKV_K].decode = tkvi_decode_tiles;
     f.side[TKV_K].meta = own_meta;
-    f.side[TKV_V].decode = tkvi_tiles_decode;
+    f.side[TKV_V].decode = tkvi_decode_tiles;
     f.side[TKV_V].meta = own_meta;
     return f;
 }
@@ -1114,7 +1114,7 @@ static float next_float(float x, int up_or_down) { /* x > 0 */
 }
 
 TEST(logarithmic_scales) {
-    static const int tops[] = {-TKVI_LOG_TOP, -8, 0, TKVI_LOG_TOP_ALIKE, TKVI_LOG_TOP};
+    static const int tops[] = {-TKVI_LOG_TOP, -8, 0, TKVI_LOG_TOP_DEFAULT, TKVI_LOG_TOP};
     int i, code, e;
     for (code = 0; code < 16; code++) { /* 16 steps to the octave, 11 bits */
         CHECK_NEAR(tkvi_log_mantissa[code], 1024 * pow(2.0, code / 16.0), 0.5);
@@ -1155,7 +1155,7 @@ TEST(logarithmic_scales) {
         CHECK_LE(3.5 * (double)most, log_value(255, top));
         CHECK_LE(log_value(255, top), 9.0 * (double)most);
     }
-    CHECK_EQ(tkvi_log_top(0.0f), TKVI_LOG_TOP_ALIKE);
+    CHECK_EQ(tkvi_log_top(0.0f), TKVI_LOG_TOP_DEFAULT);
 }
 
 /* >>the rotation */

@@ -129,7 +129,7 @@ static void tkvi_runs_of(const tkvi_head *h, int pad, int unit, int budget, tkvi
 }
 
 /* Equal shares and equal channels: the first channels get the bits that are left over. */
-static void tkvi_share_alike(int quarters, int dim, int pad, tkvi_runs *runs) {
+static void tkvi_share_equally(int quarters, int dim, int pad, tkvi_runs *runs) {
     uint8_t importance[TKV_MAX_HEAD_DIM];
     tkvi_head h;
     memset(&h, 0, sizeof h);

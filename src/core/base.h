@@ -186,7 +186,7 @@ TKVI_FN float tkvi_element(const void *data, tkv_type type, ptrdiff_t at) {
     return type == TKV_TYPE_F16 ? tkvi_f16_to_f32(h) : tkvi_bf16_to_f32(h);
 }
 
-static void tkvi_save_element(void *data, tkv_type type, ptrdiff_t at, float x) {
+static void tkvi_store_element(void *data, tkv_type type, ptrdiff_t at, float x) {
     uint16_t h;
     if (type == TKV_TYPE_F32) {
         memcpy((char *)data + at * 4, &x, 4);

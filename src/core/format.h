@@ -36,30 +36,32 @@ struct tkvi_simd_ops;
 
 /* Decodes tokens first .. first+n-1 of a side. Every machine gets the same bits: a product that enters a sum is
  * exact, or another function computes it (no FMA). */
-typedef void (*tkvi_decoder)(const struct tkvi_side *s, const struct tkvi_simd_ops *help, const uint8_t *src,
+typedef void (*tkvi_decoder)(const struct tkvi_side *s, const struct tkvi_simd_ops *ops, const uint8_t *src,
                              int first, int n, float *x, size_t stride);
 
 /* >>simd_ops: steps of formats that an instruction set can replace. The scalar functions define them. */
 typedef struct tkvi_simd_ops {
-    void (*halves)(const uint8_t *src, int n, float *dst);        /* fp16 to float */
-    void (*to_halves)(const float *x, int n, uint8_t *dst);       /* finite floats to fp16 */
-    void (*logs)(const uint8_t *src, int n, int top, float *dst); /* core/log_scale.h */
-    /* Zero points: dst = scale * unit * (offset - middle) + mean; the product is exact. offset: signed bytes */
-    void (*zeros)(const uint8_t *offset, const float *scale, const float *mean, float unit, int middle, int n,
-                  float *dst);
-    void (*log_codes)(const float *x, int n, int top, uint8_t *dst); /* core/log_scale.h */
-    /* Encoding: packs a tile's codes into cleared bytes (core/tile.h); interleaves columns of K to a tile. */
+    void (*f16_to_f32)(const uint8_t *src, int n, float *dst);
+    void (*f32_to_f16)(const float *x, int n, uint8_t *dst);                   /* finite floats */
+    void (*decode_log_scales)(const uint8_t *src, int n, int top, float *dst); /* core/log_scale.h */
+    /* dst = scale * unit * (offset - middle) + mean. The product is exact. offset: signed bytes */
+    void (*decode_zero_points)(const uint8_t *offset, const float *scale, const float *mean, float unit,
+                               int middle, int n, float *dst);
+    void (*encode_log_scales)(const float *x, int n, int top, uint8_t *dst);
+    /* Packs the codes of a tile into cleared bytes (core/tile.h). */
     void (*pack_tile)(uint8_t *codes, const tkvi_tile_at *at, int width, const uint8_t *code);
+    /* Interleaves four columns of K into the codes of a tile. */
     void (*interleave)(uint8_t (*column)[TKVI_BLOCK], const uint8_t *channel, uint8_t *tile);
-    /* Codes, then metadata of 16 columns of K (formats/a.h). Codes and scales of tokens of V (formats/r.h). */
-    void (*columns)(struct tkvi_columns *c);
-    void (*settle)(struct tkvi_columns *c, int top);
-    void (*tokens)(const struct tkvi_side *s, const float *x, size_t stride, int n,
-                   uint8_t (*code)[TKVI_TILE_CODES], float *scale);
-    /* Codes and metadata of the groups of KIVI (formats/kivi.h). */
-    void (*groups)(const struct tkvi_side *s, const float *x, size_t stride, int n,
-                   uint8_t (*code)[TKVI_TILE_CODES], uint8_t *meta);
-    tkvi_decoder tiles; /* decodes a side of tiles (formats/tiles.h) */
+    /* Formats A: codes of 16 columns of K, then their metadata (formats/a.h). */
+    void (*encode_k_columns)(struct tkvi_columns *c);
+    void (*finalize_scales)(struct tkvi_columns *c, int top);
+    /* Formats R: codes and scales of n tokens of V (formats/r.h). */
+    void (*encode_v_tokens)(const struct tkvi_side *s, const float *x, size_t stride, int n,
+                            uint8_t (*code)[TKVI_TILE_CODES], float *scale);
+    /* KIVI: codes and metadata of all groups of a side (formats/kivi.h). */
+    void (*encode_groups)(const struct tkvi_side *s, const float *x, size_t stride, int n,
+                          uint8_t (*code)[TKVI_TILE_CODES], uint8_t *meta);
+    tkvi_decoder decode_tiles; /* formats/tiles.h */
 } tkvi_simd_ops;
 
 #define TKVI_LANES 16 /* columns or tokens that are coded together */
@@ -87,22 +89,22 @@ static int16_t *tkvi_column_u(tkvi_columns *c, int l, int t) {
     return &c->u[t / 4 * 2 + t % 2][l][t % 4 / 2];
 }
 
-static void tkvi_halves_scalar(const uint8_t *src, int n, float *dst) {
+static void tkvi_f16_to_f32_scalar(const uint8_t *src, int n, float *dst) {
     int i;
     for (i = 0; i < n; i++) dst[i] = tkvi_f16_to_f32(tkvi_load16(src + 2 * i));
 }
 
-static void tkvi_to_halves_scalar(const float *x, int n, uint8_t *dst) {
+static void tkvi_f32_to_f16_scalar(const float *x, int n, uint8_t *dst) {
     int i;
     for (i = 0; i < n; i++) tkvi_store16(dst + 2 * i, tkvi_f32_to_f16(x[i]));
 }
 
-static void tkvi_logs_scalar(const uint8_t *src, int n, int top, float *dst) {
+static void tkvi_decode_log_scales_scalar(const uint8_t *src, int n, int top, float *dst) {
     int i;
     for (i = 0; i < n; i++) dst[i] = tkvi_log_value(src[i], top);
 }
 
-static void tkvi_log_codes_scalar(const float *x, int n, int top, uint8_t *dst) {
+static void tkvi_encode_log_scales_scalar(const float *x, int n, int top, uint8_t *dst) {
     int i;
     for (i = 0; i < n; i++) dst[i] = (uint8_t)tkvi_log_code(x[i], top);
 }
@@ -119,8 +121,8 @@ TKVI_FN float tkvi_zero(int offset, float scale, float mean, float unit, int mid
     return tkvi_f32(tkvi_f32(scale * unit * (float)(tkvi_signed_byte(offset) - middle)) + mean);
 }
 
-static void tkvi_zeros_scalar(const uint8_t *offset, const float *scale, const float *mean, float unit,
-                              int middle, int n, float *dst) {
+static void tkvi_decode_zero_points_scalar(const uint8_t *offset, const float *scale, const float *mean,
+                                           float unit, int middle, int n, float *dst) {
     int i;
     for (i = 0; i < n; i++) dst[i] = tkvi_zero(offset[i], scale[i], mean[i], unit, middle);
 }
@@ -130,18 +132,17 @@ typedef struct tkvi_codec {
     /* Sets runs (unless a share did), groups, code_bytes, meta_bytes and levels, from dim, pad and group. */
     void (*layout)(struct tkvi_side *s);
     /* Writes the whole side. n: 1 .. 64 tokens; places beyond n get code 0. Same bytes on every machine. */
-    void (*encode)(const struct tkvi_side *s, const tkvi_simd_ops *help, const float *x, size_t stride, int n,
+    void (*encode)(const struct tkvi_side *s, const tkvi_simd_ops *ops, const float *x, size_t stride, int n,
                    uint8_t *dst);
     tkvi_decoder decode;
     /* Tile formats: value = scale * level + zero, level = code, or levels[code] if the side has a table.
      *   K: scale[group][position], groups along tokens, position = place in the channel order
      *   V: scale[group][token], groups along channels
      * NULL for exact formats. */
-    void (*meta)(const struct tkvi_side *s, const uint8_t *src, const tkvi_simd_ops *help, float *scale,
+    void (*meta)(const struct tkvi_side *s, const uint8_t *src, const tkvi_simd_ops *ops, float *scale,
                  float *zero);
     /* Exact formats: writes one token into a side that was cleared at creation. NULL for the others. */
-    void (*put)(const struct tkvi_side *s, const tkvi_simd_ops *help, const float *x, int token,
-                uint8_t *dst);
+    void (*put)(const struct tkvi_side *s, const tkvi_simd_ops *ops, const float *x, int token, uint8_t *dst);
 } tkvi_codec;
 
 /* Exact storage holds floats, so tokens can be added one by one and cut off again. */
@@ -253,7 +254,7 @@ static void tkvi_side_make(tkvi_side *s, const tkvi_format *format, tkv_side whi
     s->parts = (int8_t)o->parts;
     s->kvquant = (int8_t)o->kvquant;
     s->tabled = (int8_t)o->tabled;
-    s->top = TKVI_LOG_TOP_ALIKE;
+    s->top = TKVI_LOG_TOP_DEFAULT;
     if (share) {
         s->given = 1;
         s->runs = share->runs;
@@ -276,15 +277,15 @@ static void tkvi_side_init(tkvi_side *s, const tkvi_format *format, tkv_side whi
     tkvi_side_make(s, format, which, dim, tokens, &o, share);
 }
 
-static void tkvi_encode_side(const tkvi_side *s, const tkvi_simd_ops *help, const float *x, size_t stride,
+static void tkvi_encode_side(const tkvi_side *s, const tkvi_simd_ops *ops, const float *x, size_t stride,
                              int n, uint8_t *dst) {
-    s->format->side[s->which].encode(s, help, x, stride, n, dst);
+    s->format->side[s->which].encode(s, ops, x, stride, n, dst);
 }
 
 /* The result of tkvi_decode_side in formats/table.h, computed with the given simd_ops. */
-static void tkvi_values(const tkvi_side *s, const tkvi_simd_ops *help, const uint8_t *src, int first, int n,
+static void tkvi_values(const tkvi_side *s, const tkvi_simd_ops *ops, const uint8_t *src, int first, int n,
                         float *x, size_t stride) {
-    s->format->side[s->which].decode(s, help, src, first, n, x, stride);
+    s->format->side[s->which].decode(s, ops, src, first, n, x, stride);
 }
 
 #endif /* TKVI_CORE_FORMAT_H */

@@ -346,7 +346,7 @@ static int tkvcu_equal_tables(tkv_cache *kv) {
         if (!kv->tables.plan[layer].allocates) continue;
         for (h = 0; h < (size_t)cfg->n_kv_heads; h++) {
             const size_t at = ((size_t)layer * (size_t)cfg->n_kv_heads + h);
-            to->head[at].k_top = to->head[at].v_top = TKVI_LOG_TOP_ALIKE;
+            to->head[at].k_top = to->head[at].v_top = TKVI_LOG_TOP_DEFAULT;
             for (c = 0; c < pad; c++) {
                 to->importance[at * pad + c] = 1;
                 to->channel[at * pad + c] = (uint8_t)c;

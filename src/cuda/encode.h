@@ -401,7 +401,7 @@ template <int Dim> TKVCU_DEVICE void tkvcu_encode_r(tkvcu_desk<Dim> *d) {
     __syncwarp();
     if (part == 0) {
         const float scale = tkvi_r_scale(most, squares, sum);
-        d->meta[t] = (uint8_t)tkvi_log_code(tkvi_r_close(s, t, TKVI_BLOCK, d->code, scale), s->top);
+        d->meta[t] = (uint8_t)tkvi_log_code(tkvi_r_finish(s, t, TKVI_BLOCK, d->code, scale), s->top);
     }
 }
 

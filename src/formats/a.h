@@ -37,7 +37,7 @@
  *      code = floor((low + step * (u + 1/2)) / scale - offset / unit + top / 2 + 1/2), cut to 0 .. top,
  *      and the offset of step 4, cut to +-127. A scale that is still 0 divides to an infinity
  * Missing tokens, and positions without a channel, have code 0. The metadata of positions without a channel is 0.
- * Without a table, positions are channels, means are 0, and tiles have the widths of tkvi_share_alike
+ * Without a table, positions are channels, means are 0, and tiles have the widths of tkvi_share_equally
  * (core/allocate.h).
  *
  * Bytes: | tiles, widest first | scale [pad] | offset [pad] |   a channel without bits: fp16 low byte | high byte
@@ -72,7 +72,7 @@ TKVI_CONSTANT tkvi_a_range tkvi_a_ranges[TKVI_A_CUTS] = {
     TKVI_A_RANGE_(1536, 1200, 900, 600, 400, 300)};
 
 static void tkvi_a_layout(tkvi_side *s) {
-    if (!s->given) tkvi_share_alike(s->format->bits, s->dim, s->pad, &s->runs);
+    if (!s->given) tkvi_share_equally(s->format->bits, s->dim, s->pad, &s->runs);
     s->groups = 1;
     s->group = TKVI_BLOCK;
     s->code_bytes = tkvi_runs_bytes(&s->runs);
@@ -168,7 +168,7 @@ static void tkvi_a_search(tkvi_columns *c, int l) {
     }
 }
 
-static void tkvi_columns_scalar(tkvi_columns *c) {
+static void tkvi_encode_k_columns_scalar(tkvi_columns *c) {
     int l;
     for (l = 0; l < TKVI_LANES; l++) {
         tkvi_a_integers(c, l);
@@ -265,7 +265,7 @@ TKVI_FN void tkvi_a_put(int width, int log, int by, float middle, uint8_t *scale
     *offset = (uint8_t)(width ? by : half >> 8);
 }
 
-static void tkvi_a_encode(const tkvi_side *s, const tkvi_simd_ops *help, const float *x, size_t stride, int n,
+static void tkvi_a_encode(const tkvi_side *s, const tkvi_simd_ops *ops, const float *x, size_t stride, int n,
                           uint8_t *dst) {
     TKVI_ALIGNED uint8_t column[TKV_MAX_HEAD_DIM][TKVI_BLOCK], tile[TKVI_TILE_CODES]; /* column: by channel */
     uint8_t channel[TKV_MAX_HEAD_DIM], widths[TKV_MAX_HEAD_DIM], log[TKV_MAX_HEAD_DIM], by[TKV_MAX_HEAD_DIM];
@@ -293,8 +293,8 @@ static void tkvi_a_encode(const tkvi_side *s, const tkvi_simd_ops *help, const f
         c.log = log + first;
         c.offset = by + first;
         c.middle = middle + first;
-        help->columns(&c);
-        help->settle(&c, s->top);
+        ops->encode_k_columns(&c);
+        ops->finalize_scales(&c, s->top);
         for (l = 0; c.beyond_mask >> l; l++)
             if (c.beyond_mask >> l & 1u) tkvi_a_recode(&c, l, s->top);
         for (l = c.lanes; l < TKVI_LANES; l++) {
@@ -305,8 +305,8 @@ static void tkvi_a_encode(const tkvi_side *s, const tkvi_simd_ops *help, const f
     }
     for (width = TKVI_MAX_WIDTH, p = 0; width > 0; width--) /* packs tiles in the order of positions */
         for (end = p + 4 * s->runs.n[width]; p < end; p += 4) {
-            help->interleave(column, channel + p, tile);
-            help->pack_tile(dst, &at, width, tile);
+            ops->interleave(column, channel + p, tile);
+            ops->pack_tile(dst, &at, width, tile);
             tkvi_next_tile(&at, width);
         }
     for (p = 0; p < s->pad; p++) {
@@ -315,18 +315,18 @@ static void tkvi_a_encode(const tkvi_side *s, const tkvi_simd_ops *help, const f
     }
 }
 
-static void tkvi_a_meta(const tkvi_side *s, const uint8_t *src, const tkvi_simd_ops *help, float *scale,
+static void tkvi_a_meta(const tkvi_side *s, const uint8_t *src, const tkvi_simd_ops *ops, float *scale,
                         float *zero) {
     static const float none[TKV_MAX_HEAD_DIM] = {0.0f};
     const uint8_t *log = src + s->code_bytes, *offset = log + s->pad;
     const float *mean = s->mean ? s->mean : none;
     int width, p = 0;
-    help->logs(log, s->pad, s->top, scale); /* channels without bits are overwritten below */
+    ops->decode_log_scales(log, s->pad, s->top, scale); /* channels without bits are overwritten below */
     for (width = TKVI_MAX_WIDTH; width > 0; width--) {
         int n = 4 * s->runs.n[width], unit = width <= 6 ? tkvi_a_unit[width] : 1;
         if (n == 0) continue;
-        help->zeros(offset + p, scale + p, mean + p, 1.0f / (float)unit, ((1 << width) - 1) * unit / 2, n,
-                    zero + p);
+        ops->decode_zero_points(offset + p, scale + p, mean + p, 1.0f / (float)unit,
+                                ((1 << width) - 1) * unit / 2, n, zero + p);
         p += n;
     }
     for (; p < s->pad; p++) {

@@ -81,7 +81,7 @@ static const float *tkvi_kvquant_decoded(const tkvi_side *s, const tkvi_book *bo
     return s->kvquant & TKV_KVQUANT_NORM ? book->normed : book->level;
 }
 
-static float tkvi_half_at(const uint8_t *p) { return tkvi_f16_to_f32(tkvi_load16(p)); }
+static float tkvi_f16_at(const uint8_t *p) { return tkvi_f16_to_f32(tkvi_load16(p)); }
 
 /* The product is exact if radius is an fp16 value (11 bits). */
 static float tkvi_kvquant_value(float level, float radius, float middle) {
@@ -163,19 +163,19 @@ static int tkvi_kvquant_ranges_of(const tkvi_side *s, const uint8_t *src, tkvi_k
     r->radius = s->tabled ? s->radius : r->own[0];
     r->middle = s->tabled ? s->middle : r->own[1];
     for (c = 0; c < s->dim && !s->tabled; c++) {
-        r->own[0][c] = tkvi_half_at(own + 2 * c);
-        r->own[1][c] = tkvi_half_at(own + 2 * (s->dim + c));
+        r->own[0][c] = tkvi_f16_at(own + 2 * c);
+        r->own[1][c] = tkvi_f16_at(own + 2 * (s->dim + c));
     }
     return r->radius != NULL;
 }
 
-static void tkvi_kvquant_k_encode(const tkvi_side *s, const tkvi_simd_ops *help, const float *x,
-                                  size_t stride, int n, uint8_t *dst) {
+static void tkvi_kvquant_k_encode(const tkvi_side *s, const tkvi_simd_ops *ops, const float *x, size_t stride,
+                                  int n, uint8_t *dst) {
     tkvi_kvquant_ranges r;
     tkvi_kvquant_coder e;
     tkvi_book standard;
     int t, c, i;
-    (void)help;
+    (void)ops;
     memset(dst, 0, s->bytes);
     tkvi_store32(dst + s->code_bytes, (uint32_t)s->start);
     if (!s->tabled) tkvi_kvquant_own(s, x, stride, n, dst + tkvi_kvquant_places(s).own);
@@ -239,12 +239,12 @@ static void tkvi_kvquant_token_of(const float *x, int dim, int slots, tkvi_kvqua
     k->middle = tkvi_f16_to_f32(tkvi_f32_to_f16(k->middle));
 }
 
-static void tkvi_kvquant_v_encode(const tkvi_side *s, const tkvi_simd_ops *help, const float *x,
-                                  size_t stride, int n, uint8_t *dst) {
+static void tkvi_kvquant_v_encode(const tkvi_side *s, const tkvi_simd_ops *ops, const float *x, size_t stride,
+                                  int n, uint8_t *dst) {
     tkvi_kvquant_coder e;
     tkvi_book standard;
     int t, c, i;
-    (void)help;
+    (void)ops;
     memset(dst, 0, s->bytes);
     tkvi_kvquant_coder_init(&e, s, tkvi_kvquant_book(s, &standard));
     for (t = 0; t < n; t++) {
@@ -286,11 +286,11 @@ static void tkvi_kvquant_outliers(const tkvi_side *s, const uint8_t *src, int t,
     const uint8_t *p = src + tkvi_kvquant_places(s).slot + 3 * t * s->slots;
     int i;
     for (i = 0; i < s->slots; i++, p += 3)
-        if (p[0] < s->dim) y[p[0]] = tkvi_f32(y[p[0]] + tkvi_half_at(p + 1));
+        if (p[0] < s->dim) y[p[0]] = tkvi_f32(y[p[0]] + tkvi_f16_at(p + 1));
 }
 
-static void tkvi_kvquant_k_decode(const tkvi_side *s, const tkvi_simd_ops *help, const uint8_t *src,
-                                  int first, int n, float *x, size_t stride) {
+static void tkvi_kvquant_k_decode(const tkvi_side *s, const tkvi_simd_ops *ops, const uint8_t *src, int first,
+                                  int n, float *x, size_t stride) {
     size_t row = tkvi_kvquant_places(s).row;
     uint32_t stored = tkvi_load32(src + s->code_bytes);
     int64_t start = stored < 0x80000000u ? (int64_t)stored : (int64_t)stored - ((int64_t)1 << 32);
@@ -298,7 +298,7 @@ static void tkvi_kvquant_k_decode(const tkvi_side *s, const tkvi_simd_ops *help,
     tkvi_book standard;
     const float *level = tkvi_kvquant_decoded(s, tkvi_kvquant_book(s, &standard));
     int t, known = tkvi_kvquant_ranges_of(s, src, &r);
-    (void)help;
+    (void)ops;
     for (t = first; t < first + n; t++, x += stride) {
         if (!known) {
             memset(x, 0, (size_t)s->dim * sizeof *x);
@@ -310,16 +310,16 @@ static void tkvi_kvquant_k_decode(const tkvi_side *s, const tkvi_simd_ops *help,
     }
 }
 
-static void tkvi_kvquant_v_decode(const tkvi_side *s, const tkvi_simd_ops *help, const uint8_t *src,
-                                  int first, int n, float *x, size_t stride) {
+static void tkvi_kvquant_v_decode(const tkvi_side *s, const tkvi_simd_ops *ops, const uint8_t *src, int first,
+                                  int n, float *x, size_t stride) {
     size_t row = tkvi_kvquant_places(s).row;
     tkvi_book standard;
     const float *level = tkvi_kvquant_decoded(s, tkvi_kvquant_book(s, &standard));
     int t;
-    (void)help;
+    (void)ops;
     for (t = first; t < first + n; t++, x += stride) {
         const uint8_t *meta = src + s->code_bytes + 2 * t;
-        float radius = tkvi_half_at(meta), middle = tkvi_half_at(meta + 2 * TKVI_BLOCK);
+        float radius = tkvi_f16_at(meta), middle = tkvi_f16_at(meta + 2 * TKVI_BLOCK);
         tkvi_kvquant_dense(src + (size_t)t * row, s->format->bits, s->dim, level, &radius, &middle, 0, x);
         tkvi_kvquant_outliers(s, src, t, x);
     }

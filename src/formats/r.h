@@ -162,39 +162,39 @@ static float tkvi_r_token(const tkvi_side *s, const float *x, int t, tkvi_codes 
     return tkvi_r_rotated(s, y, t, code);
 }
 
-static void tkvi_tokens_scalar(const tkvi_side *s, const float *x, size_t stride, int n, tkvi_codes code,
-                               float *scale) {
+static void tkvi_encode_v_tokens_scalar(const tkvi_side *s, const float *x, size_t stride, int n,
+                                        tkvi_codes code, float *scale) {
     int t;
     for (t = 0; t < n; t++) scale[t] = tkvi_r_token(s, x + (size_t)t * stride, t, code);
 }
 
 /* Clears codes of token t in lanes without a value. Returns its scale as stored. */
-TKVI_FN float tkvi_r_close(const tkvi_side *s, int t, int n, tkvi_codes code, float scale) {
+TKVI_FN float tkvi_r_finish(const tkvi_side *s, int t, int n, tkvi_codes code, float scale) {
     int lanes = s->pairs ? s->runs.n[3] * 4 + s->runs.n[2] * 4 : s->pad;
     int plain = s->pairs && !s->runs.n[2] ? lanes : lanes - (s->pad - s->dim), l;
     for (l = t < n && scale > 0.0f ? plain : 0; l < lanes; l++) *tkvi_v_code(code, l, t) = 0;
     return s->pairs ? tkvi_f32(scale * 64.0f) : scale; /* pairs have small steps: 64 fits the same window */
 }
 
-static void tkvi_r_encode(const tkvi_side *s, const tkvi_simd_ops *help, const float *x, size_t stride, int n,
+static void tkvi_r_encode(const tkvi_side *s, const tkvi_simd_ops *ops, const float *x, size_t stride, int n,
                           uint8_t *dst) {
     TKVI_ALIGNED tkvi_codes code;
     TKVI_ALIGNED float scale[TKVI_BLOCK];
     int t;
     memset(dst, 0, s->bytes);
     memset(scale, 0, sizeof scale);
-    help->tokens(s, x, stride, n, code, scale);
-    for (t = 0; t < TKVI_BLOCK; t++) scale[t] = tkvi_r_close(s, t, n, code, scale[t]);
-    help->log_codes(scale, TKVI_BLOCK, s->top, dst + s->code_bytes);
-    tkvi_pack(s, help, code, dst);
+    ops->encode_v_tokens(s, x, stride, n, code, scale);
+    for (t = 0; t < TKVI_BLOCK; t++) scale[t] = tkvi_r_finish(s, t, n, code, scale[t]);
+    ops->encode_log_scales(scale, TKVI_BLOCK, s->top, dst + s->code_bytes);
+    tkvi_pack(s, ops, code, dst);
 }
 
-static void tkvi_r_meta(const tkvi_side *s, const uint8_t *src, const tkvi_simd_ops *help, float *scale,
+static void tkvi_r_meta(const tkvi_side *s, const uint8_t *src, const tkvi_simd_ops *ops, float *scale,
                         float *zero) {
     const float middle = s->levels ? 0.0f : 0.5f * (float)((1 << s->half_bits / 2) - 1);
     const float by = s->pairs ? 1.0f / 64.0f : 1.0f;
     int t, k;
-    help->logs(src + s->code_bytes, TKVI_BLOCK, s->top, scale);
+    ops->decode_log_scales(src + s->code_bytes, TKVI_BLOCK, s->top, scale);
     for (t = 0; t < TKVI_BLOCK; t += 16) { /* local array of 16: vectorises also at -O2 */
         float x[16];
         for (k = 0; k < 16; k++) x[k] = scale[t + k] * by;

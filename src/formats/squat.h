@@ -98,13 +98,13 @@ static const uint16_t *tkvi_feed(float *x, int stride, int n, int c, int end, in
     return u;
 }
 
-static void tkvi_squat_encode(const tkvi_side *s, const tkvi_simd_ops *help, const float *x, size_t stride,
+static void tkvi_squat_encode(const tkvi_side *s, const tkvi_simd_ops *ops, const float *x, size_t stride,
                               int n, uint8_t *dst) {
     tkvi_codes code;
     float y[TKVI_BLOCK * TKV_MAX_HEAD_DIM]; /* values; for coded channels their errors */
     int g, c, t, from;
     if (!s->feedback) {
-        tkvi_kivi_encode(s, help, x, stride, n, dst);
+        tkvi_kivi_encode(s, ops, x, stride, n, dst);
         return;
     }
     memset(dst, 0, s->bytes);
@@ -131,7 +131,7 @@ static void tkvi_squat_encode(const tkvi_side *s, const tkvi_simd_ops *help, con
             if (end < s->dim) u = tkvi_feed(y + first * s->pad, s->pad, count, from, end, s->dim, u);
         }
     }
-    tkvi_pack(s, help, code, dst);
+    tkvi_pack(s, ops, code, dst);
 }
 
 #endif /* TKVI_FORMATS_SQUAT_H */

@@ -1,10 +1,10 @@
 /*
- * kernels/transpose_x86.h - the rotation of core/rotate.h by vectors, in registers and with the scalar code's bits.
+ * kernels/rotate_x86.h - the rotation of core/rotate.h by vectors, in registers and with the scalar code's bits.
  * Encoders turn (kernels/avx2.h, kernels/avx512.h), decoding turns back (kernels/values_x86.h). A lane is a
  * channel; 16 channels and more. Calls kernels/x86.h.
  */
-#ifndef TKVI_KERNELS_TRANSPOSE_X86_H
-#define TKVI_KERNELS_TRANSPOSE_X86_H
+#ifndef TKVI_KERNELS_ROTATE_X86_H
+#define TKVI_KERNELS_ROTATE_X86_H
 
 #include "kernels/x86.h"
 
@@ -13,16 +13,16 @@
 /* Intrinsics of sums are plain sums to gcc: -ffast-math takes those of several stages apart. Not what this names.
  * */
 #if defined(__GNUC__) || defined(__clang__)
-#define TKVI_AS_IT_IS(x) __asm__("" : "+v"(x))
+#define TKVI_KEEP_ORDER(x) __asm__("" : "+v"(x))
 #else
-#define TKVI_AS_IT_IS(x) ((void)0)
+#define TKVI_KEEP_ORDER(x) ((void)0)
 #endif
 
 /* >>AVX2 */
 TKVI_FLAT_AVX2 void tkvi_butterfly_avx2(__m256 *a, __m256 *b) {
     __m256 sum = _mm256_add_ps(*a, *b), less = _mm256_sub_ps(*a, *b);
-    TKVI_AS_IT_IS(sum);
-    TKVI_AS_IT_IS(less);
+    TKVI_KEEP_ORDER(sum);
+    TKVI_KEEP_ORDER(less);
     *a = sum;
     *b = less;
 }
@@ -52,8 +52,8 @@ TKVI_FLAT_AVX2 __m256 tkvi_flip_avx2(__m256 x, const float *flip) {
 
 /* 8 n neighbours, n up to 8, in registers, from x to y: flipped unless `flip` is NULL, then butterflies; what
  * is the last of a window times `by`, returning its largest sizes. */
-TKVI_FLAT_AVX2 __m256 tkvi_chunk_avx2(const float *x, const float *flip, float *y, float by, const int n,
-                                      const int last) {
+TKVI_FLAT_AVX2 __m256 tkvi_span_avx2(const float *x, const float *flip, float *y, float by, const int n,
+                                     const int last) {
     __m256 v[8], most = _mm256_setzero_ps();
     int i;
     TKVI_UNROLL
@@ -77,21 +77,21 @@ TKVI_FLAT_AVX2 __m256 tkvi_chunk_avx2(const float *x, const float *flip, float *
 }
 
 /* Chunks of 8 n, end values in all. Functions of their own: clang unrolls those. */
-#define TKVI_CHUNK_AVX2_(name, n, last)                                                                      \
-    static TKVI_TARGET_AVX2 __m256 tkvi_chunk##name##_avx2(const float *x, const float *flip, float *y,      \
-                                                           float by, int end) {                              \
+#define TKVI_SPAN_AVX2_(name, n, last)                                                                       \
+    static TKVI_TARGET_AVX2 __m256 tkvi_span##name##_avx2(const float *x, const float *flip, float *y,       \
+                                                          float by, int end) {                               \
         __m256 most = _mm256_setzero_ps();                                                                   \
         int i;                                                                                               \
         for (i = 0; i < end; i += 8 * n)                                                                     \
-            most = _mm256_max_ps(most, tkvi_chunk_avx2(x + i, flip ? flip + i : NULL, y + i, by, n, last));  \
+            most = _mm256_max_ps(most, tkvi_span_avx2(x + i, flip ? flip + i : NULL, y + i, by, n, last));   \
         return most;                                                                                         \
     }
-TKVI_CHUNK_AVX2_(1, 1, 1)
-TKVI_CHUNK_AVX2_(2, 2, 1)
-TKVI_CHUNK_AVX2_(4, 4, 1)
-TKVI_CHUNK_AVX2_(8, 8, 1)
-TKVI_CHUNK_AVX2_(8_first, 8, 0)
-#undef TKVI_CHUNK_AVX2_
+TKVI_SPAN_AVX2_(1, 1, 1)
+TKVI_SPAN_AVX2_(2, 2, 1)
+TKVI_SPAN_AVX2_(4, 4, 1)
+TKVI_SPAN_AVX2_(8, 8, 1)
+TKVI_SPAN_AVX2_(8_first, 8, 0)
+#undef TKVI_SPAN_AVX2_
 
 /* Butterflies at distance h over 2h values, a multiple of 8; times `by`. */
 TKVI_FLAT_AVX2 __m256 tkvi_across_avx2(float *x, float by, int h) {
@@ -117,13 +117,13 @@ static TKVI_NOINLINE TKVI_TARGET_AVX2 __m256 tkvi_window_avx2(const float *x, co
     __m256 most = _mm256_setzero_ps();
     int i;
     switch (log2n) {
-    case 3: return tkvi_chunk1_avx2(x, flip, y, by, 8);
-    case 4: return tkvi_chunk2_avx2(x, flip, y, by, 16);
-    case 5: return tkvi_chunk4_avx2(x, flip, y, by, 32);
-    case 6: return tkvi_chunk8_avx2(x, flip, y, by, 64);
+    case 3: return tkvi_span1_avx2(x, flip, y, by, 8);
+    case 4: return tkvi_span2_avx2(x, flip, y, by, 16);
+    case 5: return tkvi_span4_avx2(x, flip, y, by, 32);
+    case 6: return tkvi_span8_avx2(x, flip, y, by, 64);
     default: break;
     }
-    tkvi_chunk8_first_avx2(x, flip, y, 1.0f, n);
+    tkvi_span8_first_avx2(x, flip, y, 1.0f, n);
     for (i = 0; i < n; i += 128)
         most = _mm256_max_ps(most, tkvi_across_avx2(y + i, n == 128 ? by : 1.0f, 64));
     return n == 128 ? most : tkvi_across_avx2(y, by, 128);
@@ -151,8 +151,8 @@ static TKVI_TARGET_AVX2 void tkvi_flips_avx2(float *flip, int n) {
 
 TKVI_FLAT_AVX512 void tkvi_butterfly_avx512(__m512 *a, __m512 *b) {
     __m512 sum = _mm512_add_ps(*a, *b), less = _mm512_sub_ps(*a, *b);
-    TKVI_AS_IT_IS(sum);
-    TKVI_AS_IT_IS(less);
+    TKVI_KEEP_ORDER(sum);
+    TKVI_KEEP_ORDER(less);
     *a = sum;
     *b = less;
 }
@@ -184,8 +184,8 @@ TKVI_FLAT_AVX512 __m512 tkvi_flip_avx512(__m512 x, const float *flip) {
     return _mm512_xor_ps(x, _mm512_loadu_ps(flip));
 }
 
-TKVI_FLAT_AVX512 __m512 tkvi_chunk_avx512(const float *x, const float *flip, float *y, float by, const int n,
-                                          const int last) {
+TKVI_FLAT_AVX512 __m512 tkvi_span_avx512(const float *x, const float *flip, float *y, float by, const int n,
+                                         const int last) {
     __m512 v[8], most = _mm512_setzero_ps();
     int i;
     TKVI_UNROLL
@@ -209,22 +209,21 @@ TKVI_FLAT_AVX512 __m512 tkvi_chunk_avx512(const float *x, const float *flip, flo
 }
 
 /* Chunks of 16 n, end values in all. Functions of their own: clang unrolls those. */
-#define TKVI_CHUNK_AVX512_(name, n, last)                                                                    \
-    static TKVI_TARGET_AVX512 __m512 tkvi_chunk##name##_avx512(const float *x, const float *flip, float *y,  \
-                                                               float by, int end) {                          \
+#define TKVI_SPAN_AVX512_(name, n, last)                                                                     \
+    static TKVI_TARGET_AVX512 __m512 tkvi_span##name##_avx512(const float *x, const float *flip, float *y,   \
+                                                              float by, int end) {                           \
         __m512 most = _mm512_setzero_ps();                                                                   \
         int i;                                                                                               \
         for (i = 0; i < end; i += 16 * n)                                                                    \
-            most =                                                                                           \
-                _mm512_max_ps(most, tkvi_chunk_avx512(x + i, flip ? flip + i : NULL, y + i, by, n, last));   \
+            most = _mm512_max_ps(most, tkvi_span_avx512(x + i, flip ? flip + i : NULL, y + i, by, n, last)); \
         return most;                                                                                         \
     }
-TKVI_CHUNK_AVX512_(1, 1, 1)
-TKVI_CHUNK_AVX512_(2, 2, 1)
-TKVI_CHUNK_AVX512_(4, 4, 1)
-TKVI_CHUNK_AVX512_(8, 8, 1)
-TKVI_CHUNK_AVX512_(8_first, 8, 0)
-#undef TKVI_CHUNK_AVX512_
+TKVI_SPAN_AVX512_(1, 1, 1)
+TKVI_SPAN_AVX512_(2, 2, 1)
+TKVI_SPAN_AVX512_(4, 4, 1)
+TKVI_SPAN_AVX512_(8, 8, 1)
+TKVI_SPAN_AVX512_(8_first, 8, 0)
+#undef TKVI_SPAN_AVX512_
 
 static TKVI_NOINLINE TKVI_TARGET_AVX512 __m512 tkvi_window_avx512(const float *x, const float *flip, float *y,
                                                                   int log2n) {
@@ -232,13 +231,13 @@ static TKVI_NOINLINE TKVI_TARGET_AVX512 __m512 tkvi_window_avx512(const float *x
     __m512 most = _mm512_setzero_ps();
     int i;
     switch (log2n) {
-    case 4: return tkvi_chunk1_avx512(x, flip, y, by, 16);
-    case 5: return tkvi_chunk2_avx512(x, flip, y, by, 32);
-    case 6: return tkvi_chunk4_avx512(x, flip, y, by, 64);
-    case 7: return tkvi_chunk8_avx512(x, flip, y, by, 128);
+    case 4: return tkvi_span1_avx512(x, flip, y, by, 16);
+    case 5: return tkvi_span2_avx512(x, flip, y, by, 32);
+    case 6: return tkvi_span4_avx512(x, flip, y, by, 64);
+    case 7: return tkvi_span8_avx512(x, flip, y, by, 128);
     default: break;
     }
-    tkvi_chunk8_first_avx512(x, flip, y, 1.0f, 256);
+    tkvi_span8_first_avx512(x, flip, y, 1.0f, 256);
     for (i = 0; i < 128; i += 16) {
         __m512 a = _mm512_loadu_ps(y + i), b = _mm512_loadu_ps(y + 128 + i);
         tkvi_butterfly_avx512(&a, &b);
@@ -258,4 +257,4 @@ static TKVI_NOINLINE TKVI_TARGET_AVX512 __m512 tkvi_window_avx512(const float *x
 
 #endif /* TKVI_X86 */
 
-#endif /* TKVI_KERNELS_TRANSPOSE_X86_H */
+#endif /* TKVI_KERNELS_ROTATE_X86_H */
