@@ -6028,7 +6028,7 @@ static const tkvi_kernels tkvi_kernels_scalar = {
 #define TKVI_FLAT_AVX2 TKVI_FLAT TKVI_TARGET_AVX2
 #define TKVI_FLAT_AVX512 TKVI_FLAT TKVI_TARGET_AVX512
 
-/* gcc for 64-bit Windows aligns the stack to 16 bytes only. It still saves vectors of 32 and 64 bytes there by
+/* gcc for 64-bit Windows aligns the stack to 16 bytes only. It still stores vectors of 32 and 64 bytes there with
  * aligned moves, which fault (GCC bug 54412; Debian's gcc is patched). Assembler macros make all aligned moves of
  * this file unaligned. That costs nothing where memory is aligned. LTO joins files, so .ifndef lets each macro be
  * defined only once. */
@@ -6087,7 +6087,7 @@ TKVI_FLAT int32_t tkvi_load_four_weights(const int8_t *w) {
 /* >>tiles: the part that does not depend on the instruction set. tkvi_tile_ops has the part that does. */
 enum { TKVI_W_BYTES = TKVI_ROWS * TKV_MAX_HEAD_DIM }; /* one limb of the weights of all rows */
 
-/* Parameters of a fold: multiply rows of q (K, by channel) or p (V, by token) by the scales of one group; round. */
+/* Parameters of a fold: multiply rows of q (K, by position) or p (V, by token) by the scales of one group; round. */
 typedef struct tkvi_fold_args {
     const float *x, *scale, *zero; /* x: [row][n] */
     const float *ref;              /* K */
@@ -6288,22 +6288,25 @@ static void tkvi_tiles_v(const tkvi_tile_ops *v, const tkvi_side *s, const uint8
 #endif /* TKVI_KERNELS_X86_H */
 /* ======== kernels/decode_x86.h ======== */
 /*
- * kernels/decode_x86.h - TKVI_AS_DECODED formats for attention on x86: codes become levels in registers, between
- * the load and the products. This file has what is the same with any vectors: where codes, levels and scales of a
- * side are, and what is done to the query instead of to each token. kernels/avx2.h and kernels/avx512.h have the
- * products. Calls kernels/x86.h.
+ * kernels/decode_x86.h - attention on TKVI_AS_DECODED formats on x86. Codes become levels in registers, so tokens
+ * need no decode function. kernels/avx2.h and kernels/avx512.h have the loops.
  *
- *     x[c] = level[code[c]] * by + plus     by, plus: of each channel (keys of KVQUANT), or of each token and
- *                                           2^shift channels (the rest)
- * and outliers, which are added to the answer. The query has the options of a format:
+ * This file locates codes, levels and scales of a side:
+ *
+ *     x[c] = level[code[c]] * scale + zero     scale, zero: per channel (keys of KVQuant), or per token. Scales per
+ *                                              token can also differ between groups of 2^shift channels.
+ *
+ * It also moves the options of a format from the tokens to the query, which costs less:
  *     center    q.(y + mean) = q.y + q.mean
- *     rotate    q.(turned back y) = (turned q).y; values are turned back after the sum
- *     RoPE      q.(k turned by start + t) = (q turned back by start).(k turned by t); positions of 0 .. 15 are
- *               in a table, and the query is turned back by 16 more after 16 tokens
- * and q.ref is taken off last: in floats, 1e-7 of a large bias is far below what these formats lose of it.
- * Sums are in another order than decode has them: attention is within rounding of it, not bit-identical.
+ *     rotate    q.(rotate back y) = (rotate q).y. The output of V is rotated back after the sum.
+ *     RoPE      q.(k rotated by start + t) = (q rotated back by start).(k rotated by t). Tables hold positions
+ *               0 .. 15. After every 16 tokens the query is rotated back by 16 more.
+ *     outliers  Outliers of K are added to the decoded keys, those of V to the output.
  *
- * Channels come in vectors of 16. Where keys turn, vectors 2i and 2i + 1 are the partners of 16 pairs.
+ * q.ref is subtracted last. The rounding of a large q.ref, 1e-7 of it, is far below the error of these formats.
+ * Sums have another order than in decode. So attention agrees with decode within rounding, not bit by bit.
+ *
+ * Channels come in vectors of 16. With RoPE, vectors 2i and 2i + 1 hold the partners of 16 pairs.
  */
 #ifndef TKVI_KERNELS_DECODE_X86_H
 #define TKVI_KERNELS_DECODE_X86_H
@@ -6312,7 +6315,7 @@ static void tkvi_tiles_v(const tkvi_tile_ops *v, const tkvi_side *s, const uint8
 #ifdef TKVI_X86
 
 typedef enum tkvi_code_kind {
-    TKVI_CODES_TABLE, /* 2 to 4 bits */
+    TKVI_CODES_TABLE, /* 2 to 4 bits, with a table of levels */
     TKVI_CODES_INT8,
     TKVI_CODES_E4M3,
     TKVI_CODES_E5M2
@@ -6322,7 +6325,7 @@ typedef enum tkvi_code_kind {
 typedef struct tkvi_code_rows {
     const tkvi_side *s;
     const tkvi_rope *rope;
-    const uint8_t *codes, *slots; /* slots: outliers of KVQUANT */
+    const uint8_t *codes, *slots; /* slots: outliers of KVQuant, or NULL */
     size_t row_bytes;             /* codes of one token */
     /* by_channel 1: scale[c] and zero[c]. 0: scale[token * scales_per_token + (channel >> shift)] and zero[token]. */
     int bits, by_channel, shift, scales_per_token;
@@ -6336,10 +6339,10 @@ typedef struct tkvi_code_rows {
     TKVI_ALIGNED float scale[TKVI_BLOCK * TKVI_MAX_GROUPS * 2], zero[TKV_MAX_HEAD_DIM + 32];
 } tkvi_code_rows;
 
-#define TKVI_VECTOR_FLOATS (TKV_MAX_HEAD_DIM + 32) /* of a row of q, at most */
+#define TKVI_VECTOR_FLOATS (TKV_MAX_HEAD_DIM + 32) /* largest size of a row in vector order */
 
-static void tkvi_set_level_table(tkvi_code_rows *r, const float *level,
-                                 int bits) { /* any higher bits may stand */
+/* Repeats the 2^bits levels, so that higher bits of an index make no difference. */
+static void tkvi_set_level_table(tkvi_code_rows *r, const float *level, int bits) {
     int i;
     for (i = 0; i < 16; i++) r->level[i] = level[i & ((1 << bits) - 1)];
 }
@@ -6370,7 +6373,7 @@ static int tkvi_open_token_rows(tkvi_code_rows *r, const uint8_t *src, const tkv
     return 1;
 }
 
-/* Where the vectors are; 0: not at whole bytes. */
+/* Locates the vectors in a row of codes. Returns 0 if a vector does not begin at a whole byte. */
 static int tkvi_place_vectors(tkvi_code_rows *r) {
     const tkvi_rope *rope = r->rope;
     int c = 0, n = 0, i;
@@ -6388,7 +6391,7 @@ static int tkvi_place_vectors(tkvi_code_rows *r) {
     return 1;
 }
 
-/* Channels in the order of the vectors, the rest 0. */
+/* Sorts channels into the order of the vectors. Lanes without a channel get 0. */
 static void tkvi_sort_by_vector(const tkvi_code_rows *r, const float *from, float *to) {
     const tkvi_rope *rope = r->rope;
     const int dim = r->s->dim;
@@ -6412,7 +6415,7 @@ static void tkvi_sort_by_vector(const tkvi_code_rows *r, const float *from, floa
     memcpy(to, from + c, (size_t)(dim - c) * sizeof *to);
 }
 
-/* What a side is read by; 0: nobody here knows it. */
+/* Prepares reading of a side. Returns 0 if this file does not support it. */
 static int tkvi_open_code_rows(tkvi_code_rows *r, const tkvi_side *s, const uint8_t *src, const uint8_t *next,
                                const tkvi_simd_ops *ops) {
     tkvi_kvquant_ranges own;
@@ -6445,7 +6448,7 @@ static int tkvi_open_code_rows(tkvi_code_rows *r, const tkvi_side *s, const uint
     return 1;
 }
 
-/* Between the products: what the next record has where token t of this one is. */
+/* Prefetches the bytes of the next record that correspond to token t of this one. */
 TKVI_FLAT void tkvi_prefetch_code_row(const tkvi_code_rows *r, int t) {
     const tkvi_side *s = r->s;
     tkvi_prefetch_bytes(r->codes + (size_t)t * r->row_bytes, (int)r->row_bytes, r->ahead);
@@ -6453,7 +6456,7 @@ TKVI_FLAT void tkvi_prefetch_code_row(const tkvi_code_rows *r, int t) {
         tkvi_prefetch(r->codes + s->code_bytes + 16 * t, r->ahead);
 }
 
-/* Rows of floats as the kernels of the exact tiers see them. */
+/* plain: out, a float side for rows in vector order, to be passed to kernels of the exact tiers. */
 static void tkvi_make_scratch_side(const tkvi_code_rows *r, tkvi_side *plain) {
     *plain = *r->s;
     plain->format = &tkvi_formats[TKV_F32];
@@ -6466,16 +6469,16 @@ TKVI_FLAT int32_t tkvi_load_int_x86(const uint8_t *p) {
     return x;
 }
 
-/* Cosine and sine by which RoPE turns the block's first key: as tkvi_cos_sin, but in floats (1e-7). */
+/* Cosine and sine by which RoPE angle the block's first key: as tkvi_cos_sin, but in floats (1e-7). */
 static TKVI_TARGET_AVX2 void tkvi_rope_start_angles(const tkvi_code_rows *r, float *cosine, float *sine) {
     const uint64_t start = (uint64_t)(int64_t)tkvi_load_int_x86(r->codes + r->s->code_bytes);
     const __m256i one = _mm256_set1_epi32(1);
-    TKVI_ALIGNED int32_t turns[TKV_MAX_HEAD_DIM / 2];
+    TKVI_ALIGNED int32_t angle[TKV_MAX_HEAD_DIM / 2];
     int j;
-    for (j = 0; j < r->rope->pairs; j++) turns[j] = (int32_t)(uint32_t)(start * r->rope->frequency[j] >> 32);
-    for (; j % 16 != 0; j++) turns[j] = 0; /* vectors of 16 are read: no rubbish, which could be NaN */
+    for (j = 0; j < r->rope->pairs; j++) angle[j] = (int32_t)(uint32_t)(start * r->rope->frequency[j] >> 32);
+    for (; j % 16 != 0; j++) angle[j] = 0; /* vectors of 16 are read, and must hold no NaN */
     for (j = 0; j < tkvi_round_up(r->rope->pairs, 16); j += 8) {
-        const __m256i p = _mm256_load_si256((const __m256i *)(const void *)(turns + j));
+        const __m256i p = _mm256_load_si256((const __m256i *)(const void *)(angle + j));
         const __m256i quarter = _mm256_srai_epi32(_mm256_add_epi32(p, _mm256_set1_epi32(0x20000000)), 30);
         const __m256 x =
             _mm256_mul_ps(_mm256_cvtepi32_ps(_mm256_sub_epi32(p, _mm256_slli_epi32(quarter, 30))),
@@ -6490,7 +6493,7 @@ static TKVI_TARGET_AVX2 void tkvi_rope_start_angles(const tkvi_code_rows *r, flo
         c = _mm256_fmadd_ps(c, z, _mm256_set1_ps(-0.5f));
         c = _mm256_fmadd_ps(c, z, _mm256_set1_ps(1.0f));
         swap = _mm256_castsi256_ps(_mm256_cmpeq_epi32(_mm256_and_si256(quarter, one), one));
-        y = _mm256_blendv_ps(s, c, swap); /* a quarter further: sine is cosine, cosine is -sine */
+        y = _mm256_blendv_ps(s, c, swap); /* in the next quarter, sine is cosine and cosine is -sine */
         c = _mm256_blendv_ps(c, s, swap);
         s = _mm256_xor_ps(y, _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_srli_epi32(quarter, 1), 31)));
         c = _mm256_xor_ps(c, _mm256_castsi256_ps(_mm256_slli_epi32(
@@ -6500,7 +6503,8 @@ static TKVI_TARGET_AVX2 void tkvi_rope_start_angles(const tkvi_code_rows *r, flo
     }
 }
 
-/* Queries as vectors meet them: [row][16 * vectors]; and what every score is short of. */
+/* to: out, the queries in the order of the vectors, [row][16 * n_vectors]. less: out, q.(ref - mean) of each row, to
+ * be subtracted from its scores. */
 static void tkvi_place_queries(const tkvi_code_rows *r, const float *q, const float *ref, int rows, float *to,
                                float *less) {
     const tkvi_side *s = r->s;
@@ -6517,7 +6521,7 @@ static void tkvi_place_queries(const tkvi_code_rows *r, const float *q, const fl
     }
 }
 
-/* Where channel c is in the order of the vectors. */
+/* Position of channel c in the order of the vectors. */
 TKVI_FLAT int tkvi_vector_place(const tkvi_code_rows *r, int c) {
     const tkvi_rope *rope = r->rope;
     int second, pair;
@@ -6532,7 +6536,7 @@ TKVI_FLAT_AVX2 float tkvi_f16_x86(const uint8_t *p) {
     return _mm_cvtss_f32(_mm_cvtph_ps(_mm_cvtsi32_si128((int)tkvi_load16(p))));
 }
 
-/* Outliers of n keys into rows of zeros, [16 * vectors] each. Returns how many there are, and where. */
+/* Adds the outliers of n keys to rows of 16 * n_vectors floats. where: out, their places. Returns their number. */
 static TKVI_TARGET_AVX2 int tkvi_scatter_outliers_k(const tkvi_code_rows *r, int from, int n, float *more,
                                                     float **where) {
     const uint8_t *p = r->slots + 3 * from * r->s->slots;
@@ -6563,9 +6567,11 @@ static TKVI_TARGET_AVX2 void tkvi_add_outliers_v(const tkvi_code_rows *r, const 
 #endif /* TKVI_KERNELS_DECODE_X86_H */
 /* ======== kernels/rotate_x86.h ======== */
 /*
- * kernels/rotate_x86.h - the rotation of core/rotate.h by vectors, in registers and with the scalar code's bits.
- * Encoders turn (kernels/avx2.h, kernels/avx512.h), decoding turns back (kernels/values_x86.h). A lane is a
- * channel; 16 channels and more. Calls kernels/x86.h.
+ * kernels/rotate_x86.h - the rotation of core/rotate.h with AVX2 and AVX-512. The results have the bits of the scalar
+ * code.
+ *
+ * Encoders rotate (kernels/avx2.h, kernels/avx512.h), and decoding rotates back (kernels/values_x86.h). A lane is a
+ * channel. AVX2 needs 8 channels or more, AVX-512 needs 16.
  */
 #ifndef TKVI_KERNELS_ROTATE_X86_H
 #define TKVI_KERNELS_ROTATE_X86_H
@@ -6573,8 +6579,8 @@ static TKVI_TARGET_AVX2 void tkvi_add_outliers_v(const tkvi_code_rows *r, const 
 
 #ifdef TKVI_X86
 
-/* Intrinsics of sums are plain sums to gcc: -ffast-math takes those of several stages apart. Not what this names.
- * */
+/* gcc treats intrinsics for sums as plain sums, and -ffast-math reorders the sums of several stages. This macro hides
+ * how x was computed, so its sums keep their order. */
 #if defined(__GNUC__) || defined(__clang__)
 #define TKVI_KEEP_ORDER(x) __asm__("" : "+v"(x))
 #else
@@ -6600,21 +6606,22 @@ TKVI_FLAT_AVX2 void tkvi_stage_avx2(__m256 *v, const int h, const int n) {
     }
 }
 
-/* Butterflies of 8 neighbours: the partner of each, plus or minus itself. The products are exact. */
+/* Butterflies within a vector: each lane becomes its partner plus or minus itself. The products are exact. */
 TKVI_FLAT_AVX2 __m256 tkvi_within_avx2(__m256 x) {
     x = _mm256_fmadd_ps(x, _mm256_setr_ps(1, -1, 1, -1, 1, -1, 1, -1), _mm256_permute_ps(x, 0xb1));
     x = _mm256_fmadd_ps(x, _mm256_setr_ps(1, 1, -1, -1, 1, 1, -1, -1), _mm256_permute_ps(x, 0x4e));
     return _mm256_fmadd_ps(x, _mm256_setr_ps(1, 1, 1, 1, -1, -1, -1, -1), _mm256_permute2f128_ps(x, x, 1));
 }
 
-/* Cut to what formats hold, and the sign changed where `flip` has one. */
+/* Clamps x to +-1e30, as formats do, and changes its sign where flip is -0. */
 TKVI_FLAT_AVX2 __m256 tkvi_flip_avx2(__m256 x, const float *flip) {
     x = _mm256_min_ps(_mm256_max_ps(x, _mm256_set1_ps(-1e30f)), _mm256_set1_ps(1e30f));
     return _mm256_xor_ps(x, _mm256_loadu_ps(flip));
 }
 
-/* 8 n neighbours, n up to 8, in registers, from x to y: flipped unless `flip` is NULL, then butterflies; what
- * is the last of a window times `by`, returning its largest sizes. */
+/* Butterflies over 8 n neighbours, n up to 8, in registers, from x to y. flip: sign changes before them, or NULL.
+ * last: 1: these butterflies end the window. The results are then multiplied by `by`, and their largest sizes
+ * returned. */
 TKVI_FLAT_AVX2 __m256 tkvi_span_avx2(const float *x, const float *flip, float *y, float by, const int n,
                                      const int last) {
     __m256 v[8], most = _mm256_setzero_ps();
@@ -6639,7 +6646,7 @@ TKVI_FLAT_AVX2 __m256 tkvi_span_avx2(const float *x, const float *flip, float *y
     return most;
 }
 
-/* Chunks of 8 n, end values in all. Functions of their own: clang unrolls those. */
+/* tkvi_span_avx2 for `end` values, 8 n at a time. Each size has a function of its own, because clang unrolls these. */
 #define TKVI_SPAN_AVX2_(name, n, last)                                                                       \
     static TKVI_TARGET_AVX2 __m256 tkvi_span##name##_avx2(const float *x, const float *flip, float *y,       \
                                                           float by, int end) {                               \
@@ -6656,7 +6663,7 @@ TKVI_SPAN_AVX2_(8, 8, 1)
 TKVI_SPAN_AVX2_(8_first, 8, 0)
 #undef TKVI_SPAN_AVX2_
 
-/* Butterflies at distance h over 2h values, a multiple of 8; times `by`. */
+/* Butterflies at distance h over 2h values, multiplied by `by`. h is a multiple of 8. Returns the largest sizes. */
 TKVI_FLAT_AVX2 __m256 tkvi_across_avx2(float *x, float by, int h) {
     __m256 most = _mm256_setzero_ps(), scale = _mm256_set1_ps(by), sign = _mm256_set1_ps(-0.0f);
     int i;
@@ -6672,7 +6679,8 @@ TKVI_FLAT_AVX2 __m256 tkvi_across_avx2(float *x, float by, int h) {
     return most;
 }
 
-/* tkvi_window of core/rotate.h, from x to y, for 8 channels and more; returns the largest sizes. */
+/* tkvi_window of core/rotate.h, from x to y, for 8 channels or more. flip: sign changes first, or NULL. Returns the
+ * largest sizes, by lane. */
 static TKVI_NOINLINE TKVI_TARGET_AVX2 __m256 tkvi_window_avx2(const float *x, const float *flip, float *y,
                                                               int log2n) {
     const float by = tkvi_hadamard_norm[log2n];
@@ -6692,7 +6700,7 @@ static TKVI_NOINLINE TKVI_TARGET_AVX2 __m256 tkvi_window_avx2(const float *x, co
     return n == 128 ? most : tkvi_across_avx2(y, by, 128);
 }
 
-/* Where core/rotate.h changes signs: -0 there, 0 elsewhere. */
+/* flip: out, -0 where core/rotate.h changes the sign, 0 elsewhere. */
 static TKVI_TARGET_AVX2 void tkvi_flips_avx2(float *flip, int n) {
     const __m256i bit = _mm256_setr_epi32(1, 2, 4, 8, 16, 32, 64, 128);
     int c;
@@ -6734,7 +6742,7 @@ TKVI_FLAT_AVX512 __m512 tkvi_plus_minus_avx512(__mmask16 minus) {
     return _mm512_mask_blend_ps(minus, _mm512_set1_ps(1.0f), _mm512_set1_ps(-1.0f));
 }
 
-/* Butterflies of 16 neighbours: the partner of each, plus or minus itself. */
+/* Butterflies within a vector: each lane becomes its partner plus or minus itself. */
 TKVI_FLAT_AVX512 __m512 tkvi_within_avx512(__m512 x) {
     x = _mm512_fmadd_ps(x, tkvi_plus_minus_avx512(0xaaaa), _mm512_permute_ps(x, 0xb1));
     x = _mm512_fmadd_ps(x, tkvi_plus_minus_avx512(0xcccc), _mm512_permute_ps(x, 0x4e));
@@ -6771,7 +6779,7 @@ TKVI_FLAT_AVX512 __m512 tkvi_span_avx512(const float *x, const float *flip, floa
     return most;
 }
 
-/* Chunks of 16 n, end values in all. Functions of their own: clang unrolls those. */
+/* tkvi_span_avx512 for `end` values, 16 n at a time. */
 #define TKVI_SPAN_AVX512_(name, n, last)                                                                     \
     static TKVI_TARGET_AVX512 __m512 tkvi_span##name##_avx512(const float *x, const float *flip, float *y,   \
                                                               float by, int end) {                           \
@@ -6823,18 +6831,19 @@ static TKVI_NOINLINE TKVI_TARGET_AVX512 __m512 tkvi_window_avx512(const float *x
 #endif /* TKVI_KERNELS_ROTATE_X86_H */
 /* ======== kernels/values_x86.h ======== */
 /*
- * kernels/values_x86.h - tokens of a side of tiles as floats, by vectors, with the bits of formats/tiles.h.
+ * kernels/values_x86.h - decodes a side of tiles to floats with AVX2 or AVX-512. The results have the same bits as
+ * those of formats/tiles.h.
  *
- * First all codes (or levels) become rows of bytes, [token][channel], then rows become floats, one product and one
- * sum each: the product is exact, so fusing them changes nothing, whatever the compiler's flags. Rotated rows are
- * turned back as core/rotate.h does it.
+ * First, all codes (or levels) become rows of bytes, [token][channel]. Then rows become floats, with one product
+ * and one sum each. The product is exact, so FMA changes no bit under any compiler flags. Rotated rows are rotated
+ * back, as in core/rotate.h.
  *
- *   V   a plane of a tile is 16 channels of four tokens: its bytes are sorted by token, 16 bytes for each
- *   K   a plane is 16 tokens of four channels, which can be anywhere in the head: its bytes are sorted by channel
- *       into columns of 64 tokens, and columns of 16 channels are turned into rows
+ *   V   A plane of a tile has 16 channels of four tokens. Its bytes are sorted by token, 16 bytes each.
+ *   K   A plane has 16 tokens of four channels, which can be anywhere in the head. Its bytes are sorted by channel,
+ *       into columns of 64 tokens. Then 16 columns at a time are transposed into rows.
  *
- * Sorting for K stays within 16 bytes, so a column has its tokens in the order of its own: byte 16 k + 4 p + j is
- * token 16 p + 4 k + j.
+ * Sorting for K stays within 16 bytes. So a column does not have its tokens in order: byte 16 k + 4 p + j is token
+ * 16 p + 4 k + j.
  *
  * Calls kernels/rotate_x86.h and kernels/x86.h.
  */
@@ -6844,15 +6853,15 @@ static TKVI_NOINLINE TKVI_TARGET_AVX512 __m512 tkvi_window_avx512(const float *x
 
 #ifdef TKVI_X86
 
-/* >>what is the same with any vectors */
-/* Codes of one tile: bits of one vector, above them bits of another (core/tile.h); 0 bits: of none. */
+/* >>both instruction sets */
+/* The two parts of a tile's codes (core/tile.h): code = low bits | high bits << low_bits. 0 bits: no such part. */
 typedef struct tkvi_tile_parts {
     const uint8_t *low, *high;
-    int low_bits, high_bits, high_at; /* high_at: shift of plane 0 */
-    const int8_t *levels;             /* NULL: codes are levels */
+    int low_bits, high_bits, high_at; /* high_at: position of plane 0's high bits in a byte */
+    const int8_t *levels;             /* NULL: level = code */
 } tkvi_tile_parts;
 
-/* Room for the codes of a side, and what its values are made of. */
+/* A side while it is decoded: tokens first .. first + n - 1 go to x, `stride` floats apart. */
 typedef struct tkvi_decoded_rows {
     const tkvi_side *s;
     float *x;
@@ -6865,14 +6874,16 @@ typedef struct tkvi_decoded_rows {
 } tkvi_decoded_rows;
 
 typedef struct tkvi_row_ops {
-    /* Four columns of K. */
+    /* Unpacks a tile of K into four columns. */
     void (*unpack_columns)(const tkvi_tile_parts *t, uint8_t *const *column);
-    /* 16 tokens of V, `stride` bytes from each to the next; with `upper` levels for 16 channels more. */
+    /* Unpacks a tile of V into the rows of 16 tokens, `stride` bytes apart. upper: NULL, or the levels of the second
+     * channels of pairs, which go to the next 16 bytes of a row. */
     void (*unpack_slab)(const tkvi_tile_parts *t, const int8_t *upper, uint8_t *row, int stride);
+    /* K: transposes r->column into r->level. */
     void (*transpose)(tkvi_decoded_rows *r);
-    /* The first n channels of token t, as floats before any rotation: of K, of V, of V with levels */
+    /* Converts the first n channels of token t to floats, without the rotation. For K, V, and V with levels. */
     void (*row_to_floats[3])(const tkvi_decoded_rows *r, int t, int n, float *to);
-    void (*rotate_back)(float *y, const float *signs, int dim, float *to); /* a rotated row; y is spoilt */
+    void (*rotate_back)(float *y, const float *signs, int dim, float *to); /* overwrites y */
 } tkvi_row_ops;
 
 static tkvi_tile_parts tkvi_tile_parts_of(const tkvi_side *s, const uint8_t *src, const tkvi_tile_at *at,
@@ -6904,7 +6915,7 @@ static void tkvi_unpack_rows_k(const tkvi_row_ops *v, tkvi_decoded_rows *r, cons
     v->transpose(r);
 }
 
-/* Metadata of K by channel instead of by position. */
+/* Sorts metadata of K from positions to channels. */
 static void tkvi_sort_by_channel(const tkvi_side *s, float *x) {
     float plain[2 * TKV_MAX_HEAD_DIM];
     int g, i;
@@ -6932,7 +6943,7 @@ static void tkvi_unpack_rows_v(const tkvi_row_ops *v, tkvi_decoded_rows *r, cons
     }
 }
 
-/* All rows as floats, rotated ones turned back. */
+/* Converts all rows to floats. Rotates them back if the format is rotated. */
 static void tkvi_rows_to_floats(const tkvi_row_ops *v, const tkvi_decoded_rows *r) {
     TKVI_ALIGNED float signs[TKV_MAX_HEAD_DIM], y[TKV_MAX_HEAD_DIM];
     const tkvi_side *s = r->s;
@@ -6977,7 +6988,7 @@ TKVI_FLAT_AVX2 __m256i tkvi_load_field_avx2(const uint8_t *p, int right, int bit
                             tkvi_splat_bytes_avx2((1 << bits) - 1));
 }
 
-/* Half h of plane p of a tile, in order of r: 8 times four neighbours with one r. */
+/* Half h of plane p of a tile. In each 16 bytes, codes are sorted by r (core/tile.h): four with r = 0, then 1 .. 3. */
 TKVI_FLAT_AVX2 __m256i tkvi_tile_plane_avx2(const tkvi_tile_parts *t, int p, int h) {
     const __m256i sorted = _mm256_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15, 0, 4, 8, 12,
                                             1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
@@ -7014,7 +7025,7 @@ static TKVI_TARGET_AVX2 void tkvi_unpack_columns_avx2(const tkvi_tile_parts *t, 
     }
 }
 
-/* Rows of 16 codes of tokens `token` and `token` + 2. */
+/* Stores 16 codes or levels of two tokens, which are two rows apart. */
 TKVI_FLAT_AVX2 void tkvi_store_slab_rows_avx2(__m256i code, const int8_t *lower, const int8_t *upper,
                                               uint8_t *row, int stride) {
     __m256i x = lower ? tkvi_look_up_avx2(lower, code) : code;
@@ -7038,7 +7049,7 @@ static TKVI_TARGET_AVX2 void tkvi_unpack_slab_avx2(const tkvi_tile_parts *t, con
     }
 }
 
-/* Bytes of vectors at distance h are interleaved: 16 x 16 bytes are turned when that was done with 8, 4, 2, 1. */
+/* Interleaves the bytes of vectors at distance h. Distances 8, 4, 2, 1 in this order transpose 16 x 16 bytes. */
 TKVI_FLAT_AVX2 void tkvi_interleave_bytes_avx2(__m256i *x, const int h) {
     int i;
     TKVI_UNROLL
@@ -7073,7 +7084,7 @@ static TKVI_TARGET_AVX2 void tkvi_transpose_columns_avx2(tkvi_decoded_rows *r) {
         }
 }
 
-/* The first n (any number) of 8 lanes. */
+/* Mask of the first n of 8 lanes. n can be any number. */
 TKVI_FLAT_AVX2 __m256i tkvi_lane_mask_avx2(int n) {
     return _mm256_cmpgt_epi32(_mm256_set1_epi32(n), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
 }
@@ -7152,7 +7163,7 @@ TKVI_FLAT_AVX512 __m512i tkvi_load_field_avx512(const uint8_t *p, int right, int
                             tkvi_splat_bytes_avx512((1 << bits) - 1));
 }
 
-/* Plane p of a tile, in order of r: 16 times four neighbours with one r. */
+/* Plane p of a tile. In each 16 bytes, codes are sorted by r (core/tile.h): four with r = 0, then 1 .. 3. */
 TKVI_FLAT_AVX512 __m512i tkvi_tile_plane_avx512(const tkvi_tile_parts *t, int p) {
     const __m512i sorted = _mm512_set4_epi32(0x0f0b0703, 0x0e0a0602, 0x0d090501, 0x0c080400);
     const int at = p * t->low_bits;
@@ -7185,7 +7196,7 @@ static TKVI_TARGET_AVX512 void tkvi_unpack_columns_avx512(const tkvi_tile_parts 
     _mm512_storeu_si512((void *)column[3], _mm512_unpackhi_epi64(c, d));
 }
 
-/* The four quarters of a vector, `stride` bytes apart. */
+/* Stores the four quarters of a vector, `stride` bytes apart. */
 TKVI_FLAT_AVX512 void tkvi_store_quarters_avx512(uint8_t *to, int stride, __m512i x) {
     _mm_storeu_si128((__m128i *)(void *)to, _mm512_castsi512_si128(x));
     _mm_storeu_si128((__m128i *)(void *)(to + stride), _mm512_extracti32x4_epi32(x, 1));
@@ -7302,9 +7313,8 @@ static void tkvi_decode_tiles_avx512(const tkvi_side *s, const tkvi_simd_ops *op
 #endif /* TKVI_KERNELS_VALUES_X86_H */
 /* ======== kernels/groups_x86.h ======== */
 /*
- * kernels/groups_x86.h - the groups of KIVI (formats/kivi.h) by AVX2: codes, scales and zeros with the scalar
- * code's bytes. K: a lane is a channel. V: four tokens together, whose codes share 32 bits of a tile. Calls
- * kernels/values_x86.h.
+ * kernels/groups_x86.h - encodes the groups of KIVI (formats/kivi.h) with AVX2. Codes, scales and zeros have the bytes
+ * of the scalar code. K: a lane is a channel. V: four tokens go together, because their codes share 32 bits of a tile.
  */
 #ifndef TKVI_KERNELS_GROUPS_X86_H
 #define TKVI_KERNELS_GROUPS_X86_H
@@ -7312,25 +7322,26 @@ static void tkvi_decode_tiles_avx512(const tkvi_side *s, const tkvi_simd_ops *op
 
 #ifdef TKVI_X86
 
-/* -ffast-math divides vectors by a reciprocal, floats not: these bytes would not be those of tkv_encode. */
+/* -ffast-math divides vectors by a reciprocal, but not floats. These bytes would then differ from those of
+ * tkv_encode, so the scalar code is used. */
 #if defined(__FAST_MATH__) || defined(_M_FP_FAST)
 #define TKVI_INEXACT_DIVISION 1
 #else
 #define TKVI_INEXACT_DIVISION 0
 #endif
 
-/* Cut to what halves hold. */
+/* Clamps to the range of fp16. */
 TKVI_FLAT_AVX2 __m256 tkvi_clamp_f16_avx2(__m256 x) {
     const __m256 most = _mm256_set1_ps(TKVI_F16_MAX), least = _mm256_set1_ps(-TKVI_F16_MAX);
     return _mm256_max_ps(_mm256_min_ps(x, most), least);
 }
 
-/* Eight values from p, the lanes there are. */
+/* Loads up to eight values, in the lanes of the mask. */
 TKVI_FLAT_AVX2 __m256 tkvi_load_group_avx2(const float *p, __m256i lanes) {
     return tkvi_clamp_f16_avx2(_mm256_maskload_ps(p, lanes));
 }
 
-/* Codes as integers; 0 where the scale is. */
+/* Codes as 32-bit integers. A scale of 0 gives code 0. */
 TKVI_FLAT_AVX2 __m256i tkvi_group_to_codes_avx2(__m256 x, __m256 scale, __m256 zero, float top) {
     const __m256 none = _mm256_setzero_ps();
     __m256 y = _mm256_div_ps(_mm256_sub_ps(x, zero), scale);
@@ -7338,7 +7349,7 @@ TKVI_FLAT_AVX2 __m256i tkvi_group_to_codes_avx2(__m256 x, __m256 scale, __m256 z
     return _mm256_cvtps_epi32(_mm256_min_ps(_mm256_max_ps(y, none), _mm256_set1_ps(top)));
 }
 
-/* Group g of eight columns of K, n tokens of the block being there. */
+/* Encodes group g of channels c .. c + 7 of K. n: tokens of the block. */
 TKVI_FLAT_AVX2 void tkvi_encode_group_k_avx2(const tkvi_side *s, const float *x, size_t stride, int n, int g,
                                              int c, tkvi_codes code, uint8_t *meta) {
     const __m256i lanes = tkvi_lane_mask_avx2(s->dim - c);
@@ -7376,7 +7387,7 @@ TKVI_FLAT_AVX2 void tkvi_encode_group_k_avx2(const tkvi_side *s, const float *x,
     }
 }
 
-/* Half the lanes of four vectors against the other half, then the four lanes of each against each other. */
+/* out: op over all lanes of each of four vectors. op is a minimum or maximum. */
 #define TKVI_ACROSS_FOUR_(op, x, out)                                                                        \
     do {                                                                                                     \
         __m128 a_ = op(_mm256_castps256_ps128((x)[0]), _mm256_extractf128_ps((x)[0], 1));                    \
@@ -7387,12 +7398,13 @@ TKVI_FLAT_AVX2 void tkvi_encode_group_k_avx2(const tkvi_side *s, const float *x,
         out = op(op(a_, b_), op(c_, d_));                                                                    \
     } while (0)
 
-/* Group g of tokens t .. t + 3; `row`: of each, that of a neighbour if it is not there. */
-TKVI_FLAT_AVX2 void tkvi_encode_group_v_avx2(const tkvi_side *s, const float *const *row, int there, int g,
+/* Encodes group g of tokens t .. t + 3 of V. Only the first n_tokens exist; rows of the others repeat the last one,
+ * and their scales and zeros become 0. */
+TKVI_FLAT_AVX2 void tkvi_encode_group_v_avx2(const tkvi_side *s, const float *const *row, int n_tokens, int g,
                                              int t, tkvi_codes code, uint8_t *meta) {
     const float top = (float)((1 << s->format->bits) - 1);
     const int from = g * s->group, end = tkvi_min(s->dim, from + s->group);
-    const __m128i some = _mm_cmpgt_epi32(_mm_set1_epi32(there), _mm_setr_epi32(0, 1, 2, 3));
+    const __m128i some = _mm_cmpgt_epi32(_mm_set1_epi32(n_tokens), _mm_setr_epi32(0, 1, 2, 3));
     uint8_t *at = meta + 2 * (g * TKVI_BLOCK + t);
     TKVI_ALIGNED float scales[4], zeros[4];
     __m256 lo[4], hi[4];
@@ -7459,8 +7471,9 @@ static TKVI_TARGET_AVX2 void tkvi_encode_groups_avx2(const tkvi_side *s, const f
 #endif /* TKVI_KERNELS_GROUPS_X86_H */
 /* ======== kernels/avx2.h ======== */
 /*
- * kernels/avx2.h - the kernels of kernels/scalar.h for AVX2 + FMA + F16C (Haswell, Zen and later). kernels/avx512.h
- * has the same functions with longer vectors; read them side by side. Calls kernels/x86.h.
+ * kernels/avx2.h - the kernels of kernels/scalar.h for AVX2, FMA and F16C (Haswell, Zen and later).
+ *
+ * kernels/avx512.h has the same functions with longer vectors. Read them side by side.
  */
 #ifndef TKVI_KERNELS_AVX2_H
 #define TKVI_KERNELS_AVX2_H
@@ -7506,7 +7519,7 @@ TKVI_FLAT_AVX2 __m128 tkvi_max4_avx2(const __m256 *a) {
     return _mm_max_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
 }
 
-/* 8 values of an exact side. The branch goes the same way all the time. */
+/* 8 values of an exact side. The branch is predicted: it goes one way for the whole side. */
 TKVI_FLAT_AVX2 __m256 tkvi_load_values_avx2(tkvi_storage type, const uint8_t *row, int at) {
     if (type == TKVI_AS_F16) return _mm256_cvtph_ps(tkvi_load_bytes16_avx2(row + 2 * at));
     if (type == TKVI_AS_BF16)
@@ -7532,20 +7545,19 @@ static TKVI_TARGET_AVX2 void tkvi_f32_to_f16_avx2(const float *x, int n, uint8_t
     tkvi_f32_to_f16_scalar(x + i, n - i, dst + 2 * i);
 }
 
-/* n is a multiple of 4 here: four lanes. */
 TKVI_FLAT_AVX2 __m128i tkvi_load_bytes4_avx2(const uint8_t *src) {
     int32_t x;
     memcpy(&x, src, 4);
     return _mm_cvtsi32_si128(x);
 }
 
-/* Eight of tkvi_log_value. */
+/* tkvi_log_value of eight bytes. */
 TKVI_FLAT_AVX2 __m256 tkvi_decode_8_log_scales_avx2(__m128i bytes, int top) {
     const __m256i base = _mm256_set1_epi32(1024), one = _mm256_set1_epi32(1);
     const uint8_t *mantissa = (const uint8_t *)tkvi_log_mantissa;
     __m256i code = _mm256_cvtepu8_epi32(bytes), x = _mm256_sub_epi32(code, one);
     __m256i bits = _mm256_add_epi32(_mm256_srai_epi32(x, 4), _mm256_set1_epi32(127 + top - 16));
-    /* a table of 16: two of eight, and bit 3 chooses */
+    /* looks up 16 mantissas as two tables of eight; bit 3 of x selects the table */
     __m256i low = _mm256_permutevar8x32_epi32(_mm256_cvtepu16_epi32(tkvi_load_bytes16_avx2(mantissa)), x);
     __m256i high =
         _mm256_permutevar8x32_epi32(_mm256_cvtepu16_epi32(tkvi_load_bytes16_avx2(mantissa + 16)), x);
@@ -7589,7 +7601,7 @@ static TKVI_TARGET_AVX2 void tkvi_encode_log_scales_avx2(const float *x, int n, 
         __m256i code = _mm256_sub_epi32(_mm256_srli_epi32(bits, 23), _mm256_set1_epi32(127 + top - 16));
         __m128i low;
         code = _mm256_add_epi32(_mm256_slli_epi32(code, 4), _mm256_set1_epi32(1));
-        for (k = 0; k < 16; k++) /* a step for each border that is not above */
+        for (k = 0; k < 16; k++) /* adds 1 for each border that the mantissa reaches */
             code = _mm256_sub_epi32(
                 code, _mm256_cmpgt_epi32(mantissa, _mm256_set1_epi32((int32_t)tkvi_log_border[k] - 1)));
         code = _mm256_min_epi32(_mm256_max_epi32(code, _mm256_set1_epi32(1)), _mm256_set1_epi32(255));
@@ -7600,13 +7612,13 @@ static TKVI_TARGET_AVX2 void tkvi_encode_log_scales_avx2(const float *x, int n, 
     tkvi_encode_log_scales_scalar(x + i, n - i, top, dst + i);
 }
 
-/* >>encoding: the same integers as the scalar code, and floats in the same order: the same bytes. AVX-512 has
- * longer vectors for the two steps that take the time, columns and tokens, and shares the others. */
+/* >>encoding: gives the bytes of the scalar code, because integers are the same and floats have the same order of
+ * operations. AVX-512 has its own versions of the two slow steps, K columns and V tokens, and shares the others. */
 TKVI_FLAT_AVX2 void tkvi_store_bytes_avx2(uint8_t *p, __m256i x) {
     _mm256_storeu_si256((__m256i *)(void *)p, x);
 }
 
-/* Codes of four n_limbs, cut to `bits`, side by side in bytes. */
+/* Joins n planes of codes into bytes: bits shift .. shift + bits - 1 of plane p go to bit p * bits of each byte. */
 TKVI_FLAT_AVX2 __m256i tkvi_join_planes_avx2(const __m256i *code, const int shift, const int bits,
                                              const int n) {
     const __m256i mask = tkvi_splat_bytes_avx2((1 << bits) - 1);
@@ -7623,7 +7635,7 @@ static TKVI_TARGET_AVX2 void tkvi_pack_tile_avx2(uint8_t *codes, const tkvi_tile
                                                  const uint8_t *code) {
     uint8_t *wide = codes + at->wide, *half = codes + at->halves + at->half / 2 * 64;
     int j, p, upper = at->half % 2;
-    for (j = 0; j < 64; j += 32, wide += 32, half += 32) { /* half of each plane */
+    for (j = 0; j < 64; j += 32, wide += 32, half += 32) { /* 32 of the 64 codes of each plane */
         __m256i c[4], x;
         TKVI_UNROLL
         for (p = 0; p < 4; p++) c[p] = tkvi_load_bytes_avx2(code + 64 * p + j);
@@ -7643,7 +7655,7 @@ static TKVI_TARGET_AVX2 void tkvi_pack_tile_avx2(uint8_t *codes, const tkvi_tile
                          : tkvi_join_planes_avx2(c, 0, 1, 4);
         if (upper)
             x = _mm256_or_si256(_mm256_slli_epi16(x, 4),
-                                tkvi_load_bytes_avx2(half)); /* cleared, or the lower */
+                                tkvi_load_bytes_avx2(half)); /* cleared, or has a lower half */
         tkvi_store_bytes_avx2(half, x);
     }
 }
@@ -7667,7 +7679,7 @@ static TKVI_TARGET_AVX2 void tkvi_interleave_avx2(uint8_t (*column)[TKVI_BLOCK],
     }
 }
 
-/* Columns from rows: four[q][l] has four tokens of column l. 8 x 8 of them at a time. */
+/* Transposes codes: four[q][l] has tokens 4q .. 4q + 3 of column l. Takes 8 x 8 of these words at a time. */
 static TKVI_TARGET_AVX2 void tkvi_transpose_codes_avx2(uint8_t (*code)[TKVI_BLOCK],
                                                        int32_t (*four)[TKVI_LANES]) {
     int part, i;
@@ -7696,7 +7708,7 @@ static TKVI_TARGET_AVX2 void tkvi_transpose_codes_avx2(uint8_t (*code)[TKVI_BLOC
     }
 }
 
-/* The covariance of core/fit.h, four at a time: integers below 2^53, exact as doubles. */
+/* tkvi_covariance of core/fit.h, four at a time. The integers are below 2^53, so doubles are exact. */
 TKVI_FLAT_AVX2 __m128 tkvi_covariance_avx2(__m256d n, __m128i a, __m128i b, __m128i products) {
     __m256d x = _mm256_mul_pd(n, _mm256_cvtepi32_pd(products));
     return _mm256_cvtpd_ps(_mm256_sub_pd(x, _mm256_mul_pd(_mm256_cvtepi32_pd(a), _mm256_cvtepi32_pd(b))));
@@ -7757,9 +7769,9 @@ static TKVI_TARGET_AVX2 void tkvi_finalize_scales_avx2(tkvi_columns *c, int top)
     }
 }
 
-/* Columns: a lane of 32 bits each, two tokens in it; eight of the 16 at a time. */
+/* K columns: a 32-bit lane is a column and has two tokens. Eight of the 16 columns go together. */
 typedef struct tkvi_range_avx2 {
-    __m256i cut, by, top; /* in both halves of a lane */
+    __m256i cut, by, top; /* each value stands in both halves of its lane */
 } tkvi_range_avx2;
 
 TKVI_FLAT_AVX2 __m256i tkvi_repeat16_avx2(__m256i x) { return _mm256_or_si256(x, _mm256_slli_epi32(x, 16)); }
@@ -7774,7 +7786,7 @@ TKVI_FLAT_AVX2 tkvi_range_avx2 tkvi_range_of_avx2(int k, __m256i width) {
     return range;
 }
 
-TKVI_FLAT_AVX2 __m256i tkvi_cut_codes_avx2(__m256i u, const tkvi_range_avx2 *r) { /* tkvi_cut_code */
+TKVI_FLAT_AVX2 __m256i tkvi_cut_codes_avx2(__m256i u, const tkvi_range_avx2 *r) { /* as tkvi_cut_code */
     __m256i v = _mm256_mulhi_epu16(_mm256_subs_epu16(u, r->cut), r->by);
     return _mm256_min_epi16(_mm256_avg_epu16(v, _mm256_setzero_si256()), r->top);
 }
@@ -7783,11 +7795,12 @@ TKVI_FLAT_AVX2 void tkvi_store_ints_avx2(int32_t *p, __m256i x) {
     _mm256_storeu_si256((__m256i *)(void *)p, x);
 }
 
-TKVI_FLAT_AVX2 __m256i tkvi_select_avx2(__m256i a, __m256i b, __m256 mask) { /* b where the mask is */
+TKVI_FLAT_AVX2 __m256i tkvi_select_avx2(__m256i a, __m256i b, __m256 mask) { /* b where the mask is set */
     return _mm256_castps_si256(_mm256_blendv_ps(_mm256_castsi256_ps(a), _mm256_castsi256_ps(b), mask));
 }
 
-/* Range and integers of columns l .. l + 7; 0 if values would have to be cut to +-1e30. */
+/* Computes range and integers of columns l .. l + 7. Returns 0 if a residual is beyond +-1e30, which this code does
+ * not clamp. */
 TKVI_FLAT_AVX2 int tkvi_columns_to_ints_avx2(tkvi_columns *c, int l) {
     const __m256 lowest = _mm256_set1_ps(-1e30f), highest = _mm256_set1_ps(1e30f);
     const __m256 mean = _mm256_loadu_ps(c->mean + l);
@@ -7811,7 +7824,7 @@ TKVI_FLAT_AVX2 int tkvi_columns_to_ints_avx2(tkvi_columns *c, int l) {
     _mm256_storeu_ps(c->low + l, low);
     _mm256_storeu_ps(c->step + l, _mm256_and_ps(step, some));
     for (t = 0; t < TKVI_BLOCK / 2; t++) {
-        const float *x = residual[t / 2 * 4 + t % 2]; /* as tkvi_column_u says */
+        const float *x = residual[t / 2 * 4 + t % 2]; /* in the order of tkvi_column_u */
         __m256 a = _mm256_mul_ps(_mm256_sub_ps(_mm256_loadu_ps(x), low), inverse);
         __m256 b = _mm256_mul_ps(_mm256_sub_ps(_mm256_loadu_ps(x + 16), low), inverse);
         __m256i u = _mm256_or_si256(_mm256_cvttps_epi32(a), _mm256_slli_epi32(_mm256_cvttps_epi32(b), 16));
@@ -7883,20 +7896,20 @@ static TKVI_TARGET_AVX2 void tkvi_encode_k_columns_avx2(tkvi_columns *c) {
     tkvi_transpose_codes_avx2(c->code, four);
 }
 
-/* Tokens: a lane of 32 bits for a channel. */
-/* A token rotated, and zeros to the next multiple of 32; returns its largest size. */
+/* V tokens: a 32-bit lane is a channel. */
+/* Rotates a token, and fills y with zeros to a multiple of 32 channels. Returns the largest |y|. */
 TKVI_FLAT_AVX2 float tkvi_rotate_token_avx2(const tkvi_side *s, int log2n, const float *x, const float *flip,
                                             float *y) {
     const int n = 1 << log2n, end = tkvi_round_up(s->dim, 32);
     __m256 most;
     int c;
-    for (c = n; c < end; c += 8) /* what is not in the first window */
+    for (c = n; c < end; c += 8) /* channels beyond the first window */
         _mm256_storeu_ps(
             y + c, tkvi_flip_avx2(_mm256_maskload_ps(x + c, tkvi_lane_mask_avx2(s->dim - c)), flip + c));
     most = tkvi_window_avx2(x, flip, y, log2n);
     if (n == s->dim) return tkvi_max_avx2(most);
     most = tkvi_window_avx2(y + s->dim - n, NULL, y + s->dim - n, log2n);
-    for (c = 0; c < s->dim - n; c += 8) /* some of them twice */
+    for (c = 0; c < s->dim - n; c += 8) /* may read channels of the last window again */
         most = _mm256_max_ps(most, _mm256_andnot_ps(_mm256_set1_ps(-0.0f), _mm256_loadu_ps(y + c)));
     return tkvi_max_avx2(most);
 }
@@ -7907,8 +7920,8 @@ TKVI_FLAT_AVX2 int32_t tkvi_sum_ints_avx2(__m256i a) {
     return _mm_cvtsi128_si32(_mm_add_epi32(x, _mm_shuffle_epi32(x, 0xb1)));
 }
 
-/* A token as integers, 8 channels and the 8 that are 16 further packed as _mm256_packs_epi32 does it. Returns
- * the sum of squares. */
+/* Converts a token to integers. A vector of u has channels c .. c + 7 and c + 16 .. c + 23, interleaved as
+ * _mm256_packs_epi32 leaves them. Returns the sum of squares. */
 TKVI_FLAT_AVX2 int32_t tkvi_token_to_ints_avx2(const float *y, float by, int end, int16_t *u) {
     const __m256 inverse = _mm256_set1_ps(by);
     const __m256i most = _mm256_set1_epi16(TKVI_R_MOST), least = _mm256_set1_epi16(-TKVI_R_MOST);
@@ -7928,7 +7941,7 @@ TKVI_FLAT_AVX2 __m256i tkvi_floor_avx2(__m256i u, __m256 by) {
     return _mm256_cvttps_epi32(_mm256_floor_ps(_mm256_mul_ps(_mm256_cvtepi32_ps(u), by)));
 }
 
-/* The two halves of what was packed. */
+/* Channels c .. c + 7 (first) and c + 16 .. c + 23 (second) of such a vector. */
 TKVI_FLAT_AVX2 __m256i tkvi_first_avx2(__m256i u) {
     return _mm256_srai_epi32(_mm256_unpacklo_epi16(u, u), 16);
 }
@@ -7937,12 +7950,12 @@ TKVI_FLAT_AVX2 __m256i tkvi_second_avx2(__m256i u) {
     return _mm256_srai_epi32(_mm256_unpackhi_epi16(u, u), 16);
 }
 
-/* Two vectors of small integers as one of pairs. */
+/* Joins two vectors of 16-bit values into one vector of pairs. */
 TKVI_FLAT_AVX2 __m256i tkvi_make_pairs_avx2(__m256i a, __m256i b) {
     return _mm256_blend_epi16(a, _mm256_slli_epi32(b, 16), 0xaa);
 }
 
-/* Codes of a uniform grid for 8 + 8 channels, packed like u; adds <u, level>. */
+/* Codes of a uniform grid for 8 + 8 channels, in the order of u. Adds u * level to *sum. */
 TKVI_FLAT_AVX2 __m256i tkvi_encode_grid_avx2(const int16_t *u, float fine, int top, __m256i *sum) {
     const __m256i tops = _mm256_set1_epi16((short)top);
     const __m256 by = _mm256_set1_ps(fine);
@@ -7954,8 +7967,8 @@ TKVI_FLAT_AVX2 __m256i tkvi_encode_grid_avx2(const int16_t *u, float fine, int t
     return v;
 }
 
-/* Codes of 8 pairs, 0 .. 7 in lanes; adds <u, level>. The best score and the first code that has it win in
- * one maximum: eight times the score, and 7 - code. */
+/* Codes 0 .. 7 of 8 pairs. Adds half of u * level to *sum (formats/r.h, step 5). One maximum of
+ * 8 * score + 7 - code finds the best score and the first code that reaches it. */
 TKVI_FLAT_AVX2 __m256i tkvi_encode_pairs_avx2(const int16_t *u, float fine, __m256i *sum) {
     const __m256 by = _mm256_set1_ps(fine);
     const __m128i *point = (const __m128i *)(const void *)tkvi_r_pairs;
@@ -7978,8 +7991,8 @@ TKVI_FLAT_AVX2 __m256i tkvi_encode_pairs_avx2(const int16_t *u, float fine, __m2
     return code;
 }
 
-/* Codes of four tokens; sum: twice <u, level> of each. u: [token][TKV_MAX_HEAD_DIM]; fine: [2][16], that of
- * grids and that of pairs. */
+/* Codes of four tokens. sum: out, the sum of u * level of each (formats/r.h, step 6). u: [token][TKV_MAX_HEAD_DIM].
+ * fine: [2][16], factors of u for the grid and for pairs. */
 TKVI_FLAT_AVX2 void tkvi_encode_four_tokens_avx2(const tkvi_side *s, const int16_t *u, const float *fine,
                                                  uint8_t *code, int32_t *sum) {
     const int pairs = s->pairs ? s->pad / 32 * 32 : 0, bits = s->pairs ? 2 : s->half_bits / 2;
@@ -7988,7 +8001,7 @@ TKVI_FLAT_AVX2 void tkvi_encode_four_tokens_avx2(const tkvi_side *s, const int16
     int c, r;
     TKVI_UNROLL
     for (r = 0; r < 4; r++) grid[r] = pair[r] = _mm256_setzero_si256();
-    for (c = 0; c < pairs; c += 16, code += c % 32 ? 32 : second - 32) { /* c: of u; half a slab of pairs */
+    for (c = 0; c < pairs; c += 16, code += c % 32 ? 32 : second - 32) { /* 8 of the 16 lanes of a slab */
         TKVI_UNROLL
         for (r = 0; r < 4; r++)
             v[r] = tkvi_encode_pairs_avx2(u + r * TKV_MAX_HEAD_DIM + c, fine[TKVI_LANES + r], &pair[r]);
@@ -7997,7 +8010,7 @@ TKVI_FLAT_AVX2 void tkvi_encode_four_tokens_avx2(const tkvi_side *s, const int16
         tkvi_store_bytes_avx2(code, _mm256_or_si256(v[0], _mm256_slli_epi32(v[2], 16)));
     }
     for (; c < tkvi_round_up(s->dim, 32);
-         c += 16, code += c % 32 ? 32 : 2 * second - 32) { /* halves of two */
+         c += 16, code += c % 32 ? 32 : 2 * second - 32) { /* 8 lanes of each of two slabs */
         TKVI_UNROLL
         for (r = 0; r < 4; r++)
             v[r] = tkvi_encode_grid_avx2(u + r * TKV_MAX_HEAD_DIM + c, fine[r], top, &grid[r]);
@@ -8008,12 +8021,12 @@ TKVI_FLAT_AVX2 void tkvi_encode_four_tokens_avx2(const tkvi_side *s, const int16
             tkvi_store_bytes_avx2(code + second, _mm256_unpackhi_epi16(v[0], v[2]));
     }
     TKVI_UNROLL
-    for (r = 0; r < 4; r++) /* levels of the plain slab beside pairs: -120, -40, 40, 120, twice */
+    for (r = 0; r < 4; r++) /* beside pairs, level = 2 * 40 * (2 code - 3) */
         sum[r] = 2 * tkvi_sum_ints_avx2(pair[r]) + (s->pairs ? 80 : 1) * tkvi_sum_ints_avx2(grid[r]);
 }
 
-/* 16 tokens at a time, a step for all of them before the next: what waits for a division or for the sum of a
- * vector is then one token of many. */
+/* Each step runs over 16 tokens before the next step starts. So divisions and horizontal sums of several tokens
+ * overlap. */
 static TKVI_TARGET_AVX2 void tkvi_encode_v_tokens_avx2(const tkvi_side *s, const float *x, size_t stride,
                                                        int n, tkvi_codes code, float *scale) {
     TKVI_ALIGNED float y[TKVI_LANES][TKV_MAX_HEAD_DIM], most[TKVI_LANES], by[TKVI_LANES], fine[2][TKVI_LANES];
@@ -8034,7 +8047,7 @@ static TKVI_TARGET_AVX2 void tkvi_encode_v_tokens_avx2(const tkvi_side *s, const
         memset(most, 0, sizeof most);
         memset(squares, 0, sizeof squares);
         memset(sum, 0, sizeof sum);
-        for (t = 0; t < fours; t++) /* a token that is not there: its neighbour's codes, to be cleared */
+        for (t = 0; t < fours; t++) /* missing tokens repeat the last one; the caller clears their codes */
             most[t] = tkvi_rotate_token_avx2(s, log2n, x + (size_t)(first + tkvi_min(t, count - 1)) * stride,
                                              flip, y[t]);
         for (t = 0; t < TKVI_LANES; t += 8) {
@@ -8078,7 +8091,7 @@ static TKVI_TARGET_AVX2 float tkvi_max64_avx2(const float *s) {
     return tkvi_max_avx2(m);
 }
 
-/* exp(x) = 2^n exp(r), |r| <= ln 2 / 2; the polynomial is that of Cephes' expf, error 1e-7. */
+/* exp(x) = 2^n exp(r), |r| <= ln 2 / 2. The polynomial is from expf of Cephes, with an error of 1e-7. */
 static TKVI_TARGET_AVX2 float tkvi_exp64_avx2(const float *s, float maximum, float *p) {
     __m256 sum = _mm256_setzero_ps();
     int t;
@@ -8105,7 +8118,7 @@ static TKVI_TARGET_AVX2 float tkvi_exp64_avx2(const float *s, float maximum, flo
 }
 
 /* >>exact tiers */
-/* nt tokens x nr rows; lanes are 8 channels. Tokens beyond n repeat the last one. */
+/* Scores of nr rows, nt tokens at a time. Lanes are 8 channels. Tokens beyond n repeat the last one. */
 TKVI_FLAT_AVX2 void tkvi_exact_k4_avx2(const tkvi_side *s, const uint8_t *src, uintptr_t ahead,
                                        const float *q, const float *ref, int rows, int n, const int nr,
                                        const int nt, float *scores) {
@@ -8142,7 +8155,7 @@ TKVI_FLAT_AVX2 void tkvi_exact_k4_avx2(const tkvi_side *s, const uint8_t *src, u
     }
 }
 
-/* The first four rows, or all that are left. */
+/* Scores of the first min(left, 4) rows. */
 static TKVI_TARGET_AVX2 void tkvi_exact_rows_k_avx2(const tkvi_side *s, const uint8_t *src, uintptr_t ahead,
                                                     const float *q, const float *ref, int left, int n,
                                                     float *scores) {
@@ -8162,7 +8175,7 @@ static TKVI_TARGET_AVX2 void tkvi_exact_k_avx2(const tkvi_side *s, const uint8_t
                                scores + r * TKVI_BLOCK);
 }
 
-/* 16 channels x nr rows, over all tokens. */
+/* Outputs of nr rows in 16 channels, over all tokens. */
 TKVI_FLAT_AVX2 void tkvi_exact_v4_avx2(const tkvi_side *s, const uint8_t *src, uintptr_t ahead,
                                        const float *p, int rows, int n, int first, const int nr, float *out) {
     int row_bytes = s->pad * s->format->bits / 8, t, r, j;
@@ -8208,8 +8221,9 @@ static TKVI_TARGET_AVX2 void tkvi_exact_v_avx2(const tkvi_side *s, const uint8_t
         }
 }
 
-/* >>decoded: see kernels/decode_x86.h. 16 tokens at a time into a scratch: 16 registers do not hold it all. */
-/* Levels of eight channels; see kernels/avx512.h. */
+/* >>decoded: see kernels/decode_x86.h. Tokens are decoded 16 at a time into a buffer, because 16 registers are too few
+ * to decode and multiply together. */
+/* Levels of eight codes; see kernels/avx512.h. */
 TKVI_FLAT_AVX2 __m256 tkvi_e5m2_avx2(__m256i code) {
     const __m256i size = _mm256_and_si256(code, _mm256_set1_epi32(127));
     const __m256i sign = _mm256_slli_epi32(_mm256_sub_epi32(code, size), 24);
@@ -8228,7 +8242,8 @@ TKVI_FLAT_AVX2 __m256 tkvi_e4m3_avx2(__m128i code) {
     return _mm256_mul_ps(_mm256_cvtph_ps(x), _mm256_set1_ps(4.0f));
 }
 
-/* p: where the 16 channels begin; eight of them, from the middle if `half`. Of neighbours every second one. */
+/* Levels of 8 of the 16 channels whose codes begin at p: the first 8, or the last 8 if half is 1. neighbours: 1:
+ * RoPE partners are neighbours, so the vector takes every second code. */
 TKVI_FLAT_AVX2 __m256 tkvi_load_levels_avx2(const tkvi_code_rows *r, const tkvi_code_kind kind,
                                             const int neighbours, const uint8_t *p, const int half,
                                             __m256i shift) {
@@ -8243,7 +8258,7 @@ TKVI_FLAT_AVX2 __m256 tkvi_load_levels_avx2(const tkvi_code_rows *r, const tkvi_
     x = _mm256_set1_epi32(tkvi_load_int_x86(p));
     if (neighbours) x = _mm256_inserti128_si256(x, _mm_set1_epi32(tkvi_load_int_x86(p + r->bits)), 1);
     x = _mm256_srlv_epi32(x, shift);
-    low = _mm256_permutevar8x32_ps(_mm256_load_ps(r->level), x); /* looks at 3 bits */
+    low = _mm256_permutevar8x32_ps(_mm256_load_ps(r->level), x); /* uses 3 bits of x */
     high = _mm256_permutevar8x32_ps(_mm256_load_ps(r->level + 8), x);
     return _mm256_blendv_ps(low, high, _mm256_castsi256_ps(_mm256_slli_epi32(x, 28)));
 }
@@ -8260,7 +8275,7 @@ static TKVI_TARGET_AVX2 void tkvi_fold_factors_avx2(tkvi_code_rows *r) {
         for (c = 0; c < r->scales_per_token; c++) r->scale[t * r->scales_per_token + c] *= scale[t];
 }
 
-/* Tokens from .. from + n - 1 to x, [token][16 * vectors]. */
+/* Decodes tokens from .. from + n - 1 to x, [token][16 * n_vectors]. */
 TKVI_FLAT_AVX2 void tkvi_codes_to_floats_avx2(const tkvi_code_rows *r, const tkvi_code_kind kind,
                                               const int by_channel, const int neighbours, int from, int n,
                                               float *x) {
@@ -8277,7 +8292,8 @@ TKVI_FLAT_AVX2 void tkvi_codes_to_floats_avx2(const tkvi_code_rows *r, const tkv
         tkvi_prefetch_code_row(r, t);
         for (v = 0; v < r->n_vectors; v++) {
             const int spread =
-                neighbours && v < r->n_partners; /* channels that do not turn stand as they are */
+                neighbours &&
+                v < r->n_partners; /* the other channels are not rotated, and keep their order */
             TKVI_UNROLL
             for (h = 0; h < 2; h++, x += 8) {
                 const int c = 16 * v + 8 * h;
@@ -8304,11 +8320,11 @@ static TKVI_TARGET_AVX2 void tkvi_decode_code_rows_avx2(const tkvi_code_rows *r,
     else tkvi_codes_to_floats_avx2(r, TKVI_CODES_TABLE, 1, 0, from, n, x);
 }
 
-/* Turns a row in the order of the vectors, by minus the angle if `back`. */
+/* Rotates a row in the order of the vectors as RoPE does. back: 1: by minus the angle. */
 static TKVI_TARGET_AVX2 void tkvi_rope_row_avx2(const tkvi_code_rows *r, const float *cosine,
                                                 const float *sine, int back, float *x) {
-    const __m256 sign =
-        _mm256_castsi256_ps(_mm256_set1_epi32(back ? INT32_MIN : 0)); /* -ffast-math has no -0 */
+    const __m256 sign = _mm256_castsi256_ps(
+        _mm256_set1_epi32(back ? INT32_MIN : 0)); /* from bits: -ffast-math drops the sign of -0.0f */
     int v, h;
     for (v = 0; v < r->n_partners; v += 2)
         for (h = 0; h < 2; h++) {
@@ -8324,7 +8340,7 @@ static TKVI_TARGET_AVX2 void tkvi_rope_row_avx2(const tkvi_code_rows *r, const f
 static TKVI_TARGET_AVX2 void tkvi_decoded_k_avx2(const tkvi_side *s, const uint8_t *src, const uint8_t *next,
                                                  const float *q, const float *ref, int rows, int n,
                                                  int n_limbs, float *scores) {
-    TKVI_ALIGNED float turned[TKVI_ROWS * TKVI_VECTOR_FLOATS], x[TKVI_AT_ONCE * TKVI_VECTOR_FLOATS];
+    TKVI_ALIGNED float rotated[TKVI_ROWS * TKVI_VECTOR_FLOATS], x[TKVI_AT_ONCE * TKVI_VECTOR_FLOATS];
     TKVI_ALIGNED float first[2][TKV_MAX_HEAD_DIM / 2], none[TKVI_VECTOR_FLOATS], less[TKVI_ROWS];
     float *where[TKVI_AT_ONCE * TKVI_KVQUANT_SLOTS];
     tkvi_code_rows rd;
@@ -8337,7 +8353,7 @@ static TKVI_TARGET_AVX2 void tkvi_decoded_k_avx2(const tkvi_side *s, const uint8
     if (n < TKVI_BLOCK) memset(scores, 0, (size_t)(rows * TKVI_BLOCK) * sizeof(float));
     memset(none, 0, sizeof none);
     if (rd.factors) tkvi_fold_factors_avx2(&rd);
-    tkvi_place_queries(&rd, q, ref, rows, turned, less);
+    tkvi_place_queries(&rd, q, ref, rows, rotated, less);
     tkvi_make_scratch_side(&rd, &plain);
     if (rd.rope) tkvi_rope_start_angles(&rd, first[0], first[1]);
     for (from = 0; from < n; from += TKVI_AT_ONCE) {
@@ -8347,11 +8363,11 @@ static TKVI_TARGET_AVX2 void tkvi_decoded_k_avx2(const tkvi_side *s, const uint8
         for (r = 0; r < rows && rd.rope; r++)
             tkvi_rope_row_avx2(&rd, from ? rd.rope->cosine[TKVI_ROPE_NEAR] : first[0],
                                from ? rd.rope->sine[TKVI_ROPE_NEAR] : first[1], 1,
-                               turned + 16 * r * rd.n_vectors);
+                               rotated + 16 * r * rd.n_vectors);
         for (t = 1; t < count && rd.rope; t++)
             tkvi_rope_row_avx2(&rd, rd.rope->cosine[t], rd.rope->sine[t], 0, x + 16 * t * rd.n_vectors);
         for (r = 0; r < rows; r += 4)
-            tkvi_exact_rows_k_avx2(&plain, (const uint8_t *)x, 0, turned + 16 * r * rd.n_vectors, none,
+            tkvi_exact_rows_k_avx2(&plain, (const uint8_t *)x, 0, rotated + 16 * r * rd.n_vectors, none,
                                    rows - r, count, scores + r * TKVI_BLOCK + from);
     }
     for (r = 0; r < rows; r++)
@@ -8389,7 +8405,7 @@ TKVI_FLAT_AVX2 __m256i tkvi_load_table_avx2(const int8_t *levels) {
     return _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)(const void *)levels));
 }
 
-/* 16-bit shifts move bits into the neighbour byte, the masks take them away. */
+/* Masks clear the bits that 16-bit shifts moved into the neighbour byte. */
 TKVI_FLAT_AVX2 void tkvi_merge_avx2(__m256i *codes, __m256i a, __m256i b, int mask) {
     const __m256i all = tkvi_splat_bytes_avx2(mask);
     codes[0] = _mm256_or_si256(codes[0], _mm256_and_si256(a, all));
@@ -8400,8 +8416,8 @@ TKVI_FLAT_AVX2 __m256i tkvi_shifted_avx2(const uint8_t *p, int right) {
     return _mm256_srl_epi16(tkvi_load_bytes_avx2(p), _mm_cvtsi32_si128(right));
 }
 
-/* Half b (bytes 32b .. 32b + 31) of the codes of planes 2h and 2h + 1 of one tile, as bytes; see core/tile.h for
- * what stands where. Of 8-bit codes `part` says which four bits: whole ones would overflow 16-bit sums. */
+/* Unpacks codes 32b .. 32b + 31 of planes 2h and 2h + 1 of a tile to bytes (core/tile.h). part: of 8-bit codes, 0
+ * takes the lower four bits and 1 the upper. All eight would overflow 16-bit sums. */
 TKVI_FLAT_AVX2 void tkvi_unpack_codes_avx2(int width, const uint8_t *wide, const uint8_t *tops, int half,
                                            int h, int b, int part, __m256i *codes) {
     __m256i x;
@@ -8431,12 +8447,12 @@ TKVI_FLAT_AVX2 void tkvi_unpack_codes_avx2(int width, const uint8_t *wide, const
     }
 }
 
-/* 16 weights of 16 bits in order. */
+/* Rounds 16 floats to 16-bit integers, in order. */
 TKVI_FLAT_AVX2 __m256i tkvi_round_to_int16_avx2(__m256 a, __m256 b) {
     return _mm256_permute4x64_epi64(_mm256_packs_epi32(_mm256_cvtps_epi32(a), _mm256_cvtps_epi32(b)), 0xd8);
 }
 
-/* 16 weights of up to 8 bits as bytes. */
+/* Stores 16 weights as bytes. */
 TKVI_FLAT_AVX2 void tkvi_store_weights_avx2(int8_t *w, __m256i k, const int is_signed) {
     const __m128i a = _mm256_castsi256_si128(k), b = _mm256_extracti128_si256(k, 1);
     _mm_storeu_si128((__m128i *)(void *)w, is_signed ? _mm_packs_epi16(a, b) : _mm_packus_epi16(a, b));
@@ -8447,12 +8463,12 @@ TKVI_FLAT_AVX2 __m128i tkvi_isum4_avx2(const __m256i *a) {
     return _mm_add_epi32(_mm256_castsi256_si128(x), _mm256_extracti128_si256(x, 1));
 }
 
-/* top / m, 0 where m is as good as 0. */
+/* top / m, or 0 where m is at most 1e-34. */
 TKVI_FLAT_AVX2 __m128 tkvi_inverse_avx2(__m128 top, __m128 m) {
     return _mm_and_ps(_mm_div_ps(top, m), _mm_cmpgt_ps(m, _mm_set1_ps(1e-34f)));
 }
 
-/* What four rows of one plane say; middle: sum w centre2. */
+/* Stores the fold of four rows and one limb. middle: sum w centre2. */
 TKVI_FLAT_AVX2 void tkvi_store_fold_avx2(tkvi_fold *f, int first, __m128 step, __m128 rest, __m128i middle) {
     const __m128 odd = _mm_cvtepi32_ps(_mm_and_si128(middle, _mm_set1_epi32(1)));
     const __m128i row = _mm_add_epi32(_mm_setr_epi32(0, 1, 2, 3), _mm_set1_epi32(first));
@@ -8462,13 +8478,13 @@ TKVI_FLAT_AVX2 void tkvi_store_fold_avx2(tkvi_fold *f, int first, __m128 step, _
     _mm_storeu_si128((__m128i *)(void *)(f->base + first), _mm_srai_epi32(middle, 1));
 }
 
-/* Which of four rows want two n_limbs, by their largest weights and sums of squares. */
+/* Bit r is set if row r of four needs two limbs (TKVI_NEEDS_TWO). */
 TKVI_FLAT_AVX2 int tkvi_needs_two_avx2(const tkvi_fold_args *a, __m128 most, __m128 squares, int top) {
     return _mm_movemask_ps(_mm_cmpgt_ps(_mm_mul_ps(_mm_mul_ps(_mm_set1_ps(a->coarse), most), most),
                                         _mm_mul_ps(_mm_set1_ps(TKVI_ERR_LIMIT(top)), squares)));
 }
 
-/* Four rows go together so that their horizontal sums do. Rows that are not there repeat the last one. */
+/* Folds four rows together, so that one sequence of horizontal sums serves all. Missing rows repeat the last. */
 TKVI_FLAT_AVX2 int tkvi_fold_k4_avx2(const tkvi_fold_args *a, int first, int left, const int nr,
                                      tkvi_fold *f) {
     const __m256 no_sign = _mm256_castsi256_ps(_mm256_set1_epi32(0x7fffffff));
@@ -8516,7 +8532,7 @@ TKVI_FLAT_AVX2 int tkvi_fold_k4_avx2(const tkvi_fold_args *a, int first, int lef
             __m256 u = _mm256_mul_ps(_mm256_mul_ps(_mm256_loadu_ps(x[r] + i), scale0), inverse);
             __m256 v = _mm256_mul_ps(_mm256_mul_ps(_mm256_loadu_ps(x[r] + i + 8), scale1), inverse);
             __m256i k = tkvi_round_to_int16_avx2(u, v);
-            if (i < second) { /* full = 128 hi + lo, lo 0..127; narrow ones have no lo */
+            if (i < second) { /* full = 128 * hi + lo, lo 0..127; one-limb weights have lo 0 */
                 __m256i full = tkvi_round_to_int16_avx2(_mm256_mul_ps(u, fine), _mm256_mul_ps(v, fine)), lo,
                         wide;
                 wide = _mm256_set1_epi16((short)((two_mask >> r & 1 ? a->n : a->wide) - i));
@@ -8615,7 +8631,7 @@ static TKVI_TARGET_AVX2 int tkvi_fold_v_avx2(const tkvi_fold_args *a, int rows, 
     return second;
 }
 
-/* Eight sums of row r become answers at out[at]. */
+/* Converts eight sums of row r to answers at out[at]. */
 TKVI_FLAT_AVX2 void tkvi_store_answers_avx2(const tkvi_products *d, const tkvi_fold *f, int r, int at,
                                             __m256i sum) {
     const __m256 x = _mm256_cvtepi32_ps(_mm256_sub_epi32(sum, _mm256_set1_epi32(f->base[d->first + r])));
@@ -8625,11 +8641,11 @@ TKVI_FLAT_AVX2 void tkvi_store_answers_avx2(const tkvi_products *d, const tkvi_f
     _mm256_storeu_ps(out, _mm256_fmadd_ps(x, _mm256_set1_ps(f->step[d->first + r]), rest));
 }
 
-/* The products of one step: codes c (of 4 channels or tokens) by weights u, codes e (of the next 4) by
- * weights v; c[0] and e[0] add to accumulator a, c[1] and e[1] to b. Two pairs fit 16 bits: 4 * 127 * 63, and with
- * the weights of V, which are the unsigned operand, 4 * 255 * 15. With a table, levels are the signed operand and
- * the size of a weight the unsigned one, 2 * 127 * 127: each pair of products goes to 32 bits by itself. `unit` is
- * 1, or 16 for the high nibbles of 8-bit codes. */
+/* The products of one step: codes c (of 4 channels or tokens) by weights u, and codes e (of the next 4) by weights
+ * v. Sums of c[0] and e[0] go to accumulator a, those of c[1] and e[1] to b.
+ *   Without a table: four products fit 16 bits. K: 4 * 127 * 63. V: weights are the unsigned operand, 4 * 255 * 15.
+ *   With a table: levels are signed, and |weight| is the unsigned operand. Only two products fit, 2 * 127 * 127.
+ * unit is 1, or 16 for the upper four bits of 8-bit codes. */
 TKVI_FLAT_AVX2 __m256i tkvi_dot_codes_avx2(const int v_side, __m256i c, __m256i u, __m256i e, __m256i v,
                                            __m256i unit) {
     const __m256i x = v_side ? _mm256_maddubs_epi16(u, c) : _mm256_maddubs_epi16(c, u);
@@ -8642,7 +8658,7 @@ TKVI_FLAT_AVX2 __m256i tkvi_dot_levels_avx2(__m256i c, __m256i u, __m256i table)
     return _mm256_madd_epi16(_mm256_maddubs_epi16(_mm256_abs_epi8(u), x), _mm256_set1_epi16(1));
 }
 
-/* Accumulators a0..a3 and b0..b3: named ones stay in registers with every compiler. */
+/* Accumulators a0 .. a3 and b0 .. b3. Named variables stay in registers with every compiler. */
 #define TKVI_ROWS4_(X) X(0) X(1) X(2) X(3)
 #define TKVI_ZERO4_(r) __m256i a##r = _mm256_setzero_si256(), b##r = a##r;
 #define TKVI_MAC4_(r)                                                                                        \
@@ -8669,7 +8685,7 @@ TKVI_FLAT_AVX2 __m256i tkvi_dot_levels_avx2(__m256i c, __m256i u, __m256i table)
         tkvi_store_answers_avx2(d, fold, r, at + apart, b##r);                                               \
     }
 
-/* Tiles of one width, two a step. */
+/* Multiplies n tiles of one width, two in a step. */
 #define TKVI_PAIRS4_(width)                                                                                  \
     for (i = 0; i < n; i += 2, w += 8, tile += 2 * bytes) {                                                  \
         const int both = i + 1 < n;                                                                          \
@@ -8685,7 +8701,7 @@ TKVI_FLAT_AVX2 __m256i tkvi_dot_levels_avx2(__m256i c, __m256i u, __m256i table)
         TKVI_ROWS4_(TKVI_MAC4_)                                                                              \
     }
 
-/* K: lanes are 8 tokens from 32h + 8b and 8 from 32h + 16 + 8b. RUN is TKVI_PAIRS4_ for the widths that are met. */
+/* K: lanes are tokens 32h + 8b .. + 7 (accumulator a) and 32h + 16 + 8b .. + 7 (b). RUN: TKVI_PAIRS4_ of the width. */
 #define TKVI_DOT_K4_(rows, RUN)                                                                              \
     static TKVI_TARGET_AVX2 void tkvi_dot_k##rows##_avx2(tkvi_products *d) {                                 \
         const int stride = TKV_MAX_HEAD_DIM, apart = 16, v_side = 0, nw = rows;                              \
@@ -8732,8 +8748,8 @@ TKVI_DOT_K4_(4, TKVI_COMMON4_)
 #undef TKVI_COMMON4_
 #undef TKVI_PAIRS4_
 
-/* V: lanes are channels 0 .. 7 and 8 .. 15 of one slab, which starts `skip` tiles on and whose answers go to
- * out[at]; `upper`: of the second channels of pairs. */
+/* V: lanes are channels 0 .. 7 and 8 .. 15 of one slab. The slab starts after `skip` tiles, and its answers go to
+ * out[at]. upper: 1: takes the second channels of pairs. */
 TKVI_FLAT_AVX2 void tkvi_dot_vs_avx2(tkvi_products *d, int skip, int upper, int at, const int width,
                                      const int8_t *levels, const int nw) {
     const int n = d->n, has_half = tkvi_has_half[width], bytes = tkvi_wide_bytes[width];
@@ -8772,7 +8788,7 @@ TKVI_FLAT_AVX2 void tkvi_dot_vs_avx2(tkvi_products *d, int skip, int upper, int 
     TKVI_ROWS4_(TKVI_SAVE4_)
 }
 
-/* What is met most, four rows of 2 to 4 bits, has its width as a constant. */
+/* The most frequent case, four rows with 2 to 4 bits, has its width as a constant. */
 typedef void (*tkvi_slab_dot)(tkvi_products *d, int skip, int upper, int at);
 #define TKVI_SLAB4_(name, width, levels, nw)                                                                 \
     static TKVI_TARGET_AVX2 void tkvi_slab_##name##_avx2(tkvi_products *d, int skip, int upper, int at) {    \
@@ -8805,7 +8821,7 @@ static void tkvi_dot_v4_avx2(tkvi_products *d) {
     tkvi_dot_slabs_avx2(d, d->s->levels || d->width > 4 ? tkvi_slab_4_avx2 : common[d->width]);
 }
 
-/* All rows, in the passes that registers allow: 1, 2 or 4. What rows beyond the last one add up to is left. */
+/* Multiplies all rows in passes of 1, 2 or 4. A pass of 4 discards the sums of rows beyond the last. */
 static void tkvi_dot_avx2(tkvi_products *d, int rows) {
     static const tkvi_dot dots[2][3] = {
         {tkvi_dot_k1_avx2, tkvi_dot_k2_avx2, tkvi_dot_k4_avx2},
@@ -8851,11 +8867,11 @@ static const tkvi_kernels tkvi_kernels_avx2 = {
  * kernels/avx512.h - the kernels of kernels/scalar.h for AVX-512 F, BW, DQ, VL and VNNI (Ice Lake, Zen 4 and
  * later).
  *
- * Two shapes do the work.
- *   Integers: two vectors of codes x up to 8 weight rows = 16 accumulators in registers. vpdpbusd multiplies
- *             unsigned codes by signed weights, four weights broadcast at a time. The width of a tile is
- *             looked at once per 16 products, by branches that go the same way for a whole run.
- *   Floats:   4 vectors x up to 4 query rows.
+ * Two shapes do the work, each with up to 16 accumulators in registers:
+ *   Integers: four vectors of codes by up to 4 weight rows. vpdpbusd multiplies unsigned bytes by signed ones: in K
+ *             unsigned codes by signed weights, in V unsigned weights by signed codes. Four weights are broadcast at
+ *             a time. Most widths have a loop of their own.
+ *   Floats:   four vectors by up to 4 query rows.
  * Both are written once, with the number of rows as a constant argument.
  */
 #ifndef TKVI_KERNELS_AVX512_H
@@ -8876,7 +8892,7 @@ TKVI_FLAT_AVX512 __m512i tkvi_load_bytes_avx512(const uint8_t *p) {
     return _mm512_loadu_si512((const void *)p);
 }
 
-/* 16 values of an exact side. The branch goes the same way all the time. */
+/* 16 values of an exact side. The branch is predicted: it goes one way for the whole side. */
 TKVI_FLAT_AVX512 __m512 tkvi_load_values_avx512(tkvi_storage type, const uint8_t *row, int at) {
     if (type == TKVI_AS_F16)
         return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)(const void *)(row + 2 * at)));
@@ -8907,7 +8923,7 @@ static TKVI_TARGET_AVX512 void tkvi_decode_log_scales_avx512(const uint8_t *src,
         __m512i code = _mm512_cvtepu8_epi32(_mm_maskz_loadu_epi8(m, src + i));
         __m512i x = _mm512_sub_epi32(code, _mm512_set1_epi32(1));
         __m512i bits = _mm512_slli_epi32(_mm512_add_epi32(_mm512_srai_epi32(x, 4), low), 23);
-        bits = _mm512_or_si512(bits, _mm512_permutexvar_epi32(x, table)); /* looks at 4 bits of x */
+        bits = _mm512_or_si512(bits, _mm512_permutexvar_epi32(x, table)); /* uses 4 bits of x */
         bits = _mm512_maskz_mov_epi32(_mm512_test_epi32_mask(code, code), bits);
         _mm512_mask_storeu_ps(dst + i, m, _mm512_castsi512_ps(bits));
     }
@@ -8928,9 +8944,9 @@ static TKVI_TARGET_AVX512 void tkvi_decode_zero_points_avx512(const uint8_t *off
 }
 
 /* >>encoding: see kernels/avx2.h */
-/* Columns: a lane of 32 bits each, two tokens in it. */
+/* K columns: a 32-bit lane is a column and has two tokens. */
 typedef struct tkvi_range_avx512 {
-    __m512i cut, by, top; /* in both halves of a lane */
+    __m512i cut, by, top; /* each value stands in both halves of its lane */
 } tkvi_range_avx512;
 
 TKVI_FLAT_AVX512 __m512i tkvi_repeat16_avx512(__m512i x) {
@@ -8949,7 +8965,7 @@ TKVI_FLAT_AVX512 tkvi_range_avx512 tkvi_range_of_avx512(int k, __m512i width) {
     return range;
 }
 
-TKVI_FLAT_AVX512 __m512i tkvi_cut_codes_avx512(__m512i u, const tkvi_range_avx512 *r) { /* tkvi_cut_code */
+TKVI_FLAT_AVX512 __m512i tkvi_cut_codes_avx512(__m512i u, const tkvi_range_avx512 *r) { /* as tkvi_cut_code */
     __m512i v = _mm512_mulhi_epu16(_mm512_subs_epu16(u, r->cut), r->by);
     return _mm512_min_epi16(_mm512_avg_epu16(v, _mm512_setzero_si512()), r->top);
 }
@@ -8959,7 +8975,8 @@ TKVI_FLAT_AVX512 __m512 tkvi_covariance_avx512(int n, __m512i a, __m512i b, __m5
         _mm512_sub_epi32(_mm512_mullo_epi32(_mm512_set1_epi32(n), products), _mm512_mullo_epi32(a, b)));
 }
 
-/* Range and integers of all columns; 0 if values would have to be cut to +-1e30. */
+/* Computes range and integers of all columns. Returns 0 if a residual is beyond +-1e30, which this code does not
+ * clamp. */
 TKVI_FLAT_AVX512 int tkvi_columns_to_ints_avx512(tkvi_columns *c) {
     const __m512 lowest = _mm512_set1_ps(-1e30f), highest = _mm512_set1_ps(1e30f);
     const __m512 mean = _mm512_loadu_ps(c->mean);
@@ -8983,7 +9000,7 @@ TKVI_FLAT_AVX512 int tkvi_columns_to_ints_avx512(tkvi_columns *c) {
     _mm512_store_ps(c->low, low);
     _mm512_store_ps(c->step, _mm512_maskz_mov_ps(some, step));
     for (t = 0; t < TKVI_BLOCK / 2; t++) {
-        const float *x = residual[t / 2 * 4 + t % 2]; /* as tkvi_column_u says */
+        const float *x = residual[t / 2 * 4 + t % 2]; /* in the order of tkvi_column_u */
         __m512 a = _mm512_mul_ps(_mm512_sub_ps(_mm512_load_ps(x), low), inverse);
         __m512 b = _mm512_mul_ps(_mm512_sub_ps(_mm512_load_ps(x + 2 * TKVI_LANES), low), inverse);
         __m512i u = _mm512_or_si512(_mm512_cvttps_epi32(a), _mm512_slli_epi32(_mm512_cvttps_epi32(b), 16));
@@ -9044,7 +9061,7 @@ static TKVI_TARGET_AVX512 void tkvi_encode_k_columns_avx512(tkvi_columns *c) {
     tkvi_transpose_codes_avx2(c->code, four);
 }
 
-/* Tokens: see kernels/avx2.h. */
+/* V tokens: see kernels/avx2.h. */
 TKVI_FLAT_AVX512 float tkvi_rotate_token_avx512(const tkvi_side *s, int log2n, const float *x,
                                                 const float *flip, float *y) {
     const int n = 1 << log2n, end = tkvi_round_up(s->dim, 32);
@@ -9061,8 +9078,8 @@ TKVI_FLAT_AVX512 float tkvi_rotate_token_avx512(const tkvi_side *s, int log2n, c
     return _mm512_reduce_max_ps(most);
 }
 
-/* A token as integers, 16 channels and the next 16 packed as _mm512_packs_epi32 does it. Returns the sum of
- * squares. */
+/* Converts a token to integers. A vector of u has channels c .. c + 15 and c + 16 .. c + 31, interleaved as
+ * _mm512_packs_epi32 leaves them. Returns the sum of squares. */
 TKVI_FLAT_AVX512 int32_t tkvi_token_to_ints_avx512(const float *y, float by, int end, int16_t *u) {
     const __m512 inverse = _mm512_set1_ps(by);
     const __m512i most = _mm512_set1_epi16(TKVI_R_MOST), least = _mm512_set1_epi16(-TKVI_R_MOST);
@@ -9083,7 +9100,7 @@ TKVI_FLAT_AVX512 __m512i tkvi_floor_avx512(__m512i u, __m512 by) {
                                     _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
 }
 
-/* The two halves of what tkvi_token_to_ints_avx512 has packed. */
+/* Channels c .. c + 15 (first) and c + 16 .. c + 31 (second) of such a vector. */
 TKVI_FLAT_AVX512 __m512i tkvi_first_avx512(__m512i u) {
     return _mm512_srai_epi32(_mm512_unpacklo_epi16(u, u), 16);
 }
@@ -9092,12 +9109,12 @@ TKVI_FLAT_AVX512 __m512i tkvi_second_avx512(__m512i u) {
     return _mm512_srai_epi32(_mm512_unpackhi_epi16(u, u), 16);
 }
 
-/* Two vectors of small integers as one of pairs. */
+/* Joins two vectors of 16-bit values into one vector of pairs. */
 TKVI_FLAT_AVX512 __m512i tkvi_make_pairs_avx512(__m512i a, __m512i b) {
     return _mm512_mask_blend_epi16(0xaaaaaaaau, a, _mm512_slli_epi32(b, 16));
 }
 
-/* Codes of a uniform grid for 16 + 16 channels, packed like u; adds <u, level>. */
+/* Codes of a uniform grid for 16 + 16 channels, in the order of u. Adds u * level to *sum. */
 TKVI_FLAT_AVX512 __m512i tkvi_encode_grid_avx512(const int16_t *u, float fine, int top, __m512i *sum) {
     const __m512i tops = _mm512_set1_epi16((short)top);
     const __m512 by = _mm512_set1_ps(fine);
@@ -9110,8 +9127,8 @@ TKVI_FLAT_AVX512 __m512i tkvi_encode_grid_avx512(const int16_t *u, float fine, i
     return v;
 }
 
-/* Codes of 16 pairs, 0 .. 7 in lanes; adds <u, level>. The best score and the first code that has it win in
- * one maximum: eight times the score, and 7 - code. */
+/* Codes 0 .. 7 of 16 pairs. Adds half of u * level to *sum (formats/r.h, step 5). One maximum of
+ * 8 * score + 7 - code finds the best score and the first code that reaches it. */
 TKVI_FLAT_AVX512 __m512i tkvi_encode_pairs_avx512(const int16_t *u, float fine, __m512i *sum) {
     const __m512 by = _mm512_set1_ps(fine);
     const __m128i *point_at = (const __m128i *)(const void *)tkvi_r_pairs;
@@ -9133,8 +9150,8 @@ TKVI_FLAT_AVX512 __m512i tkvi_encode_pairs_avx512(const int16_t *u, float fine, 
     return code;
 }
 
-/* Codes of four tokens; sum: twice <u, level> of each. u: [token][TKV_MAX_HEAD_DIM]; fine: [2][16], that of
- * grids and that of pairs. */
+/* Codes of four tokens. sum: out, the sum of u * level of each (formats/r.h, step 6). u: [token][TKV_MAX_HEAD_DIM].
+ * fine: [2][16], factors of u for the grid and for pairs. */
 TKVI_FLAT_AVX512 void tkvi_encode_four_tokens_avx512(const tkvi_side *s, const int16_t *u, const float *fine,
                                                      uint8_t *code, int32_t *sum) {
     const int pairs = s->pairs ? s->pad / 32 * 32 : 0, bits = s->pairs ? 2 : s->half_bits / 2;
@@ -9162,13 +9179,13 @@ TKVI_FLAT_AVX512 void tkvi_encode_four_tokens_avx512(const tkvi_side *s, const i
             _mm512_storeu_si512((void *)(code + 4 * TKVI_TILE_CODES), _mm512_unpackhi_epi16(v[0], v[2]));
     }
     TKVI_UNROLL
-    for (r = 0; r < 4; r++) /* levels of the plain slab beside pairs: -120, -40, 40, 120, twice */
+    for (r = 0; r < 4; r++) /* beside pairs, level = 2 * 40 * (2 code - 3) */
         sum[r] =
             2 * _mm512_reduce_add_epi32(pair[r]) + (s->pairs ? 80 : 1) * _mm512_reduce_add_epi32(grid[r]);
 }
 
-/* 16 tokens at a time, a step for all of them before the next: what waits for a division or for the sum of a
- * vector is then one token of many. */
+/* Each step runs over 16 tokens before the next step starts. So divisions and horizontal sums of several tokens
+ * overlap. */
 static TKVI_TARGET_AVX512 void tkvi_encode_v_tokens_avx512(const tkvi_side *s, const float *x, size_t stride,
                                                            int n, tkvi_codes code, float *scale) {
     TKVI_ALIGNED float y[TKVI_LANES][TKV_MAX_HEAD_DIM], most[TKVI_LANES], by[TKVI_LANES], fine[2][TKVI_LANES];
@@ -9185,19 +9202,19 @@ static TKVI_TARGET_AVX512 void tkvi_encode_v_tokens_avx512(const tkvi_side *s, c
     tkvi_flips_avx2(flip, tkvi_round_up(s->dim, 32));
     for (first = 0; first < n; first += TKVI_LANES) {
         const int count = tkvi_min(TKVI_LANES, n - first), fours = tkvi_round_up(count, 4);
-        const __mmask16 there = (__mmask16)((1 << count) - 1);
+        const __mmask16 present = (__mmask16)((1 << count) - 1);
         __m512 m, v;
         __mmask16 some;
-        for (t = 0; t < fours; t++) /* a token that is not there: its neighbour's codes, to be cleared */
+        for (t = 0; t < fours; t++) /* missing tokens repeat the last one; the caller clears their codes */
             most[t] = tkvi_rotate_token_avx512(
                 s, log2n, x + (size_t)(first + tkvi_min(t, count - 1)) * stride, flip, y[t]);
-        m = _mm512_min_ps(_mm512_maskz_loadu_ps(there, most), _mm512_set1_ps(1e30f));
+        m = _mm512_min_ps(_mm512_maskz_loadu_ps(present, most), _mm512_set1_ps(1e30f));
         some = _mm512_cmp_ps_mask(m, _mm512_set1_ps(1e-30f), _CMP_GT_OQ);
         _mm512_store_ps(by, _mm512_maskz_div_ps(some, _mm512_set1_ps((float)TKVI_R_MOST), m));
         for (t = 0; t < fours; t++)
             squares[t] = tkvi_token_to_ints_avx512(y[t], by[t], tkvi_round_up(s->dim, 32), u[t]);
         v = _mm512_cvtepi32_ps(
-            _mm512_max_epi32(_mm512_maskz_loadu_epi32(there, squares), _mm512_set1_epi32(1)));
+            _mm512_max_epi32(_mm512_maskz_loadu_epi32(present, squares), _mm512_set1_epi32(1)));
         v = _mm512_sqrt_ps(_mm512_div_ps(v, _mm512_set1_ps((float)s->dim)));
         v = _mm512_div_ps(_mm512_set1_ps(1.0f), v);
         _mm512_store_ps(fine[0], _mm512_div_ps(v, grid));
@@ -9207,7 +9224,7 @@ static TKVI_TARGET_AVX512 void tkvi_encode_v_tokens_avx512(const tkvi_side *s, c
         v = _mm512_cvtepi32_ps(_mm512_slli_epi32(_mm512_maskz_loadu_epi32(some, squares), 1));
         v = _mm512_div_ps(v, _mm512_cvtepi32_ps(_mm512_maskz_loadu_epi32(some, sum)));
         m = _mm512_div_ps(m, _mm512_set1_ps((float)TKVI_R_MOST));
-        _mm512_mask_storeu_ps(scale + first, there, _mm512_maskz_mul_ps(some, m, v));
+        _mm512_mask_storeu_ps(scale + first, present, _mm512_maskz_mul_ps(some, m, v));
     }
 }
 
@@ -9223,8 +9240,9 @@ static TKVI_TARGET_AVX512 float tkvi_max64_avx512(const float *s) {
     return _mm512_reduce_max_ps(_mm512_max_ps(a, b));
 }
 
-/* exp(x) for x <= 0, 0 below -87: 2^n 2^r with n + r = x log2 e, which comes in two parts: fused, the first product
- * loses nothing to n. The polynomial is a minimax fit of 2^r, |r| <= 1/2, with 2^0 = 1; error 9e-8. */
+/* exp(x) for x <= 0, and 0 for x < -87. It is 2^n 2^r with n + r = x log2 e. log2 e has two floats, and FMA subtracts
+ * n from the exact first product. The polynomial is a minimax fit of 2^r for |r| <= 1/2, with 2^0 = 1. The error is
+ * 9e-8. */
 TKVI_FLAT_AVX512 __m512 tkvi_exp_avx512(__m512 x) {
     const __mmask16 some = _mm512_cmp_ps_mask(x, _mm512_set1_ps(-87.0f), _CMP_GE_OQ);
     const __m512 log2e = _mm512_set1_ps(1.44269502f);
@@ -9252,7 +9270,7 @@ static TKVI_TARGET_AVX512 float tkvi_exp64_avx512(const float *s, float maximum,
 }
 
 /* >>exact tiers */
-/* Lane by lane the sums of four vectors: 4 x 16 -> 4. */
+/* Horizontal sums and maxima of four vectors. */
 TKVI_FLAT_AVX512 __m128 tkvi_sum4_avx512(const __m512 *a) {
     __m512 x = _mm512_add_ps(_mm512_unpacklo_ps(a[0], a[1]), _mm512_unpackhi_ps(a[0], a[1]));
     __m512 y = _mm512_add_ps(_mm512_unpacklo_ps(a[2], a[3]), _mm512_unpackhi_ps(a[2], a[3]));
@@ -9281,7 +9299,7 @@ TKVI_FLAT_AVX512 __m128i tkvi_isum4_avx512(const __m512i *a) {
     return _mm_add_epi32(_mm256_castsi256_si128(w), _mm256_extracti128_si256(w, 1));
 }
 
-/* 4 tokens x up to 4 rows; lanes are 16 channels. Tokens beyond n repeat the last one. */
+/* Scores of nr rows, 4 tokens at a time. Lanes are 16 channels. Tokens beyond n repeat the last one. */
 TKVI_FLAT_AVX512 void tkvi_exact_k4_avx512(const tkvi_side *s, const uint8_t *src, uintptr_t ahead,
                                            const float *q, const float *ref, int rows, int n, const int nr,
                                            float *scores) {
@@ -9315,7 +9333,7 @@ TKVI_FLAT_AVX512 void tkvi_exact_k4_avx512(const tkvi_side *s, const uint8_t *sr
     }
 }
 
-/* The first four rows, or all that are left. */
+/* Scores of the first min(left, 4) rows. */
 static TKVI_TARGET_AVX512 void tkvi_exact_rows_k_avx512(const tkvi_side *s, const uint8_t *src,
                                                         uintptr_t ahead, const float *q, const float *ref,
                                                         int left, int n, float *scores) {
@@ -9335,7 +9353,7 @@ static TKVI_TARGET_AVX512 void tkvi_exact_k_avx512(const tkvi_side *s, const uin
                                  scores + r * TKVI_BLOCK);
 }
 
-/* nv vectors of 16 channels x up to 4 rows, over all tokens. */
+/* Outputs of nr rows in nv vectors of 16 channels, over all tokens. */
 TKVI_FLAT_AVX512 void tkvi_exact_v4_avx512(const tkvi_side *s, const uint8_t *src, uintptr_t ahead,
                                            const float *p, int rows, int n, int first, const int nr,
                                            const int nv, float *out) {
@@ -9391,7 +9409,8 @@ static TKVI_TARGET_AVX512 void tkvi_exact_v_avx512(const tkvi_side *s, const uin
 }
 
 /* >>decoded: see kernels/decode_x86.h */
-/* Levels of E5M2; floats have more exponents, and no subnormals where these have them. */
+/* Levels of E5M2. Normal codes get the exponent of a float. Subnormal codes are normal numbers as floats, so they are
+ * converted from integers. */
 TKVI_FLAT_AVX512 __m512 tkvi_e5m2_avx512(__m512i code) {
     const __m512i size = _mm512_and_si512(code, _mm512_set1_epi32(127));
     const __m512i sign = _mm512_slli_epi32(_mm512_sub_epi32(code, size), 24);
@@ -9404,16 +9423,17 @@ TKVI_FLAT_AVX512 __m512 tkvi_e5m2_avx512(__m512i code) {
     return _mm512_castsi512_ps(_mm512_or_si512(x, sign));
 }
 
-/* Levels of E4M3, as halves: exponents have one bit less, so none of them is infinite. */
+/* Levels of E4M3, read as fp16. E4M3 has one exponent bit less, so no code becomes infinity or NaN. */
 TKVI_FLAT_AVX512 __m512 tkvi_e4m3_avx512(__m128i code) {
     __m256i x = _mm256_srai_epi16(_mm256_slli_epi16(_mm256_cvtepu8_epi16(code), 8), 1);
     x = _mm256_and_si256(x, _mm256_set1_epi16((int16_t)0xbfff));
     return _mm512_mul_ps(_mm512_cvtph_ps(x), _mm512_set1_ps(4.0f));
 }
 
-/* How codes of a vector come apart: the two bytes that a code is in, and by how much it is shifted there. */
+/* Positions of the codes of a vector: the two bytes that hold each code (pick), and its shift in them. Index 0 and 1:
+ * first and second RoPE partners. Index 2: 16 neighbours. */
 typedef struct tkvi_code_fields_avx512 {
-    __m512i pick[3], shift[3]; /* of partners, the first and the second; of 16 neighbours */
+    __m512i pick[3], shift[3];
     __m512 level;
 } tkvi_code_fields_avx512;
 
@@ -9432,8 +9452,7 @@ TKVI_FLAT_AVX512 void tkvi_code_fields_of_avx512(const tkvi_code_rows *r, tkvi_c
     a->level = _mm512_load_ps(r->level);
 }
 
-/* 16 levels; those of a vector that is not whole end in rubbish. Which of the kinds of whole bytes it is, is asked
- * each time: the branch goes the same way all the time. */
+/* 16 levels. Lanes beyond the last channel have no meaning. The branches are predicted: kind is one for a side. */
 TKVI_FLAT_AVX512 __m512 tkvi_load_levels_avx512(tkvi_code_kind kind, const uint8_t *p,
                                                 const tkvi_code_fields_avx512 *a, const int k) {
     const __m128i bytes = _mm_loadu_si128((const __m128i *)(const void *)p);
@@ -9442,34 +9461,35 @@ TKVI_FLAT_AVX512 __m512 tkvi_load_levels_avx512(tkvi_code_kind kind, const uint8
     if (kind == TKVI_CODES_E4M3) return tkvi_e4m3_avx512(bytes);
     if (kind == TKVI_CODES_E5M2) return tkvi_e5m2_avx512(_mm512_cvtepu8_epi32(bytes));
     x = _mm512_srlv_epi32(_mm512_shuffle_epi8(_mm512_broadcast_i32x4(bytes), a->pick[k]), a->shift[k]);
-    return _mm512_permutexvar_ps(x, a->level); /* looks at 4 bits */
+    return _mm512_permutexvar_ps(x, a->level); /* uses 4 bits of x */
 }
 
-/* Factors of 16 channels into the scales of tokens. */
+/* Multiplies the factors of 16 channels into the scales of tokens. */
 static TKVI_TARGET_AVX512 void tkvi_fold_factors_avx512(tkvi_code_rows *r) {
     TKVI_ALIGNED float scale[TKVI_BLOCK];
     int t;
     memcpy(scale, r->scale, sizeof scale);
-    for (t = 0; t < TKVI_BLOCK; t++) { /* what stands behind a token's factors is overwritten by the next */
+    for (t = 0; t < TKVI_BLOCK; t++) { /* the next token overwrites the lanes beyond this one's factors */
         const __mmask16 some = (__mmask16)((1 << r->scales_per_token) - 1);
         const __m512 x = tkvi_e4m3_avx512(_mm_maskz_loadu_epi8(some, r->factors + t * r->scales_per_token));
         _mm512_storeu_ps(r->scale + t * r->scales_per_token, _mm512_mul_ps(x, _mm512_set1_ps(scale[t])));
     }
 }
 
-/* 4 tokens x up to 4 rows, as tkvi_exact_k4_avx512; tokens from .. from + n - 1. */
+/* Scores of nr rows with tokens from .. from + n - 1, in the shape of tkvi_exact_k4_avx512. more: outliers, added
+ * to the keys. roped: 1: rotates the keys by RoPE. */
 TKVI_FLAT_AVX512 void tkvi_decoded_k4_avx512(const tkvi_code_rows *rd, tkvi_code_kind kind,
-                                             const int by_channel, const int turn, int from, int n,
+                                             const int by_channel, const int roped, int from, int n,
                                              const float *q, const float *more, int rows, const int nr,
                                              float *scores) {
     tkvi_code_fields_avx512 apart;
     int t, v, r, j;
     tkvi_code_fields_of_avx512(rd, &apart);
-    for (t = 0; t < n; t += 4) { /* a record has 64 rows, whatever n is */
+    for (t = 0; t < n; t += 4) { /* may read tokens beyond n: a record has 64 rows */
         __m512 acc[4][4];
         const uint8_t *const k = rd->codes + (size_t)(from + t) * rd->row_bytes;
         const float *by = rd->scale + (from + t) * rd->scales_per_token, *m = more + 16 * t * rd->n_vectors;
-        const float *cosine = turn ? rd->rope->cosine[t] : NULL, *sine = turn ? rd->rope->sine[t] : NULL;
+        const float *cosine = roped ? rd->rope->cosine[t] : NULL, *sine = roped ? rd->rope->sine[t] : NULL;
         TKVI_UNROLL
         for (j = 0; j < 4; j++) tkvi_prefetch_code_row(rd, from + t + j);
         TKVI_UNROLL
@@ -9478,7 +9498,7 @@ TKVI_FLAT_AVX512 void tkvi_decoded_k4_avx512(const tkvi_code_rows *rd, tkvi_code
             for (j = 0; j < 4; j++) acc[r][j] = _mm512_setzero_ps();
         }
         v = 0;
-        for (; v < (turn ? rd->n_partners : 0); v += 2, cosine += 16, sine += 16, m += 32) {
+        for (; v < (roped ? rd->n_partners : 0); v += 2, cosine += 16, sine += 16, m += 32) {
             const __m512 by0 = _mm512_load_ps(rd->scale + 16 * v),
                          by1 = _mm512_load_ps(rd->scale + 16 * v + 16);
             const __m512 plus0 = _mm512_load_ps(rd->zero + 16 * v);
@@ -9532,22 +9552,22 @@ TKVI_FLAT_AVX512 void tkvi_decoded_k4_avx512(const tkvi_code_rows *rd, tkvi_code
     }
 }
 
-/* Functions for codes in parts of bytes, with a table, and for whole bytes. */
-#define TKVI_DECODED_K_(name, kind, by_channel, turn)                                                        \
+/* Kernels for codes with a table of levels, for codes of whole bytes, and for keys of KVQuant without and with RoPE. */
+#define TKVI_DECODED_K_(name, kind, by_channel, roped)                                                       \
     static TKVI_TARGET_AVX512 void tkvi_##name##_k_avx512(const tkvi_code_rows *rd, int from, int n,         \
                                                           const float *q, const float *more, int rows,       \
                                                           float *scores) {                                   \
         if (rows == 1)                                                                                       \
-            tkvi_decoded_k4_avx512(rd, kind, by_channel, turn, from, n, q, more, rows, 1, scores);           \
-        else tkvi_decoded_k4_avx512(rd, kind, by_channel, turn, from, n, q, more, rows, 4, scores);          \
+            tkvi_decoded_k4_avx512(rd, kind, by_channel, roped, from, n, q, more, rows, 1, scores);          \
+        else tkvi_decoded_k4_avx512(rd, kind, by_channel, roped, from, n, q, more, rows, 4, scores);         \
     }
 TKVI_DECODED_K_(table, TKVI_CODES_TABLE, 0, 0)
 TKVI_DECODED_K_(bytes, rd->kind, 0, 0)
 TKVI_DECODED_K_(channels, TKVI_CODES_TABLE, 1, 0)
-TKVI_DECODED_K_(turning, TKVI_CODES_TABLE, 1, 1)
+TKVI_DECODED_K_(rope, TKVI_CODES_TABLE, 1, 1)
 #undef TKVI_DECODED_K_
 
-/* Turns 16 v channels in the order of the vectors back. */
+/* Inverts RoPE on a row in the order of the vectors. */
 TKVI_FLAT_AVX512 void tkvi_rope_row_back_avx512(const tkvi_code_rows *r, const float *cosine,
                                                 const float *sine, float *x) {
     int v;
@@ -9564,7 +9584,7 @@ static TKVI_TARGET_AVX512 void tkvi_decoded_k_avx512(const tkvi_side *s, const u
                                                      int rows, int n, int n_limbs, float *scores) {
     static void (*const kinds[4])(const tkvi_code_rows *rd, int from, int n, const float *q,
                                   const float *more, int rows, float *scores) = {
-        tkvi_table_k_avx512, tkvi_bytes_k_avx512, tkvi_channels_k_avx512, tkvi_turning_k_avx512};
+        tkvi_table_k_avx512, tkvi_bytes_k_avx512, tkvi_channels_k_avx512, tkvi_rope_k_avx512};
     TKVI_ALIGNED float x[TKVI_ROWS * TKVI_VECTOR_FLOATS], less[TKVI_ROWS];
     TKVI_ALIGNED float more[TKVI_ROPE_NEAR * TKVI_VECTOR_FLOATS]; /* outliers */
     float *where[TKVI_ROPE_NEAR * TKVI_KVQUANT_SLOTS];
@@ -9600,7 +9620,7 @@ static TKVI_TARGET_AVX512 void tkvi_decoded_k_avx512(const tkvi_side *s, const u
         }
 }
 
-/* nv vectors of 16 channels x up to 4 rows, over all tokens. */
+/* Outputs of nr rows in nv vectors of 16 channels, over all tokens. */
 TKVI_FLAT_AVX512 void tkvi_decoded_v4_avx512(const tkvi_code_rows *rd, tkvi_code_kind kind, const float *p,
                                              int rows, int n, int first, const int nr, const int nv,
                                              float *out) {
@@ -9677,7 +9697,7 @@ static TKVI_TARGET_AVX512 void tkvi_decoded_v_avx512(const tkvi_side *s, const u
         for (c = 0; c < s->dim; c++) out[r * s->pad + c] += sum[r * s->pad + c];
     }
     if (rd.slots) tkvi_add_outliers_v(&rd, p, rows, n, out);
-    for (r = 0; r < rows && !s->grid; r++) { /* the middles of KVQUANT */
+    for (r = 0; r < rows && !s->grid; r++) { /* KVQuant: adds the zero points of the tokens */
         __m512 plus = _mm512_setzero_ps();
         for (t = 0; t < TKVI_BLOCK; t += 16)
             plus =
@@ -9690,18 +9710,18 @@ static TKVI_TARGET_AVX512 void tkvi_decoded_v_avx512(const tkvi_side *s, const u
 }
 
 /* >>tiles */
-/* Codes shifted right by `right` where they stand (left if negative), `bits` of them masked out; the 16-bit shift
- * moves bits into the neighbour byte, the mask takes them away. */
+/* Shifts the bytes of x right by `right` bits (left if negative), and keeps the bits of mask. The mask clears the bits
+ * that the 16-bit shift moved into the neighbour byte. */
 TKVI_FLAT_AVX512 __m512i tkvi_field_avx512(__m512i x, const int right, const int mask) {
     if (right > 0) x = _mm512_srli_epi16(x, (unsigned char)right);
     if (right < 0) x = _mm512_slli_epi16(x, (unsigned char)-right);
     return _mm512_and_si512(x, tkvi_splat_bytes_avx512(mask));
 }
 
-/* The codes of one tile as bytes, plane by plane; see core/tile.h for what stands where. */
+/* Unpacks the codes of one tile to bytes, plane by plane (core/tile.h). */
 TKVI_FLAT_AVX512 void tkvi_unpack_tile_avx512(const int width, const uint8_t *wide, const uint8_t *tops,
                                               int half, __m512i *code) {
-    const int low = width >= 4 ? 4 : width >= 2 ? 2 : 0; /* bits that are not in the 1-bit half */
+    const int low = width >= 4 ? 4 : width >= 2 ? 2 : 0; /* bits of the first part of a tile */
     int p;
     if (width == 8) {
         TKVI_UNROLL
@@ -9733,12 +9753,12 @@ TKVI_FLAT_AVX512 void tkvi_unpack_tile_avx512(const int width, const uint8_t *wi
     }
 }
 
-/* The 16 levels in each 128-bit quarter. */
+/* Loads the 16 levels into each 128-bit quarter. */
 TKVI_FLAT_AVX512 __m512i tkvi_load_table_avx512(const int8_t *levels) {
     return _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)(const void *)levels));
 }
 
-/* 64 neighbours from four vectors that were packed to bytes. */
+/* Restores the order of 64 bytes that were packed from four vectors. */
 TKVI_FLAT_AVX512 __m512i tkvi_in_order_avx512(__m512i x) {
     return _mm512_permutexvar_epi32(_mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15),
                                     x);
@@ -9748,15 +9768,15 @@ TKVI_FLAT_AVX512 __m512i tkvi_nearest_avx512(__m512 x) {
     return _mm512_cvt_roundps_epi32(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
 }
 
-/* Which of four rows want two n_limbs, by their largest weights and sums of squares. */
+/* Bit r is set if row r of four needs two limbs (TKVI_NEEDS_TWO). */
 TKVI_FLAT_AVX512 __mmask8 tkvi_needs_two_avx512(const tkvi_fold_args *a, __m128 most, __m128 squares,
                                                 int top) {
     return _mm_cmp_ps_mask(_mm_mul_ps(_mm_mul_ps(_mm_set1_ps(a->coarse), most), most),
                            _mm_mul_ps(_mm_set1_ps(TKVI_ERR_LIMIT(top)), squares), _CMP_GT_OQ);
 }
 
-/* Four rows go together so that their horizontal sums do, four vectors so that they pack to one of bytes. Rows that
- * are not there repeat the last one. */
+/* Folds four rows together, so that one sequence of horizontal sums serves all. Missing rows repeat the last. Four
+ * vectors of floats give one vector of bytes. */
 TKVI_FLAT_AVX512 int tkvi_fold_k4_avx512(const tkvi_fold_args *a, int first, int left, const int nr,
                                          tkvi_fold *f) {
     TKVI_ALIGNED float folded[4][TKV_MAX_HEAD_DIM];
@@ -9815,7 +9835,7 @@ TKVI_FLAT_AVX512 int tkvi_fold_k4_avx512(const tkvi_fold_args *a, int first, int
             }
             v[0] = _mm512_packs_epi32(v[0], v[1]);
             v[1] = _mm512_packs_epi32(v[2], v[3]);
-            if (i < second) { /* v = 128 hi + lo, lo 0..127; narrow ones have no lo */
+            if (i < second) { /* u = 128 * hi + lo, lo 0..127; one-limb weights have lo 0 */
                 const int two = (two_mask >> r & 1) ? a->n - i : a->wide - i;
                 const __mmask64 wide = two >= 64 ? ~(__mmask64)0 : two > 0 ? ((__mmask64)1 << two) - 1 : 0;
                 __m512i u[4], full, lo;
@@ -9845,7 +9865,7 @@ TKVI_FLAT_AVX512 int tkvi_fold_k4_avx512(const tkvi_fold_args *a, int first, int
     return second;
 }
 
-/* p has 64 tokens: it stays in registers from its products to its bytes. */
+/* The 64 weights of a row stay in registers from folding to rounding. */
 TKVI_FLAT_AVX512 int tkvi_fold_v4_avx512(const tkvi_fold_args *a, int first, int left, const int nr,
                                          tkvi_fold *f) {
     const __m512i ones = _mm512_set1_epi8(1), low = _mm512_set1_epi16(127);
@@ -9890,7 +9910,7 @@ TKVI_FLAT_AVX512 int tkvi_fold_v4_avx512(const tkvi_fold_args *a, int first, int
         v[0] = _mm512_packus_epi32(v[0], v[1]);
         v[1] = _mm512_packus_epi32(v[2], v[3]);
         if (two_mask) {
-            if (two_mask >> r & 1) { /* 128 hi + lo, lo 0..127 */
+            if (two_mask >> r & 1) { /* v = 128 * hi + lo, lo 0..127 */
                 lo = tkvi_in_order_avx512(
                     _mm512_packus_epi16(_mm512_and_si512(v[0], low), _mm512_and_si512(v[1], low)));
                 v[0] = _mm512_srli_epi16(v[0], 7);
@@ -9930,7 +9950,7 @@ static TKVI_TARGET_AVX512 int tkvi_fold_v_avx512(const tkvi_fold_args *a, int ro
     return second;
 }
 
-/* 16 sums of row r become answers at out[at]. */
+/* Converts 16 sums of row r to answers at out[at]. */
 TKVI_FLAT_AVX512 void tkvi_store_answers_avx512(const tkvi_products *d, const tkvi_fold *f, int r, int at,
                                                 const int add, __m512i sum) {
     const __m512 x = _mm512_cvtepi32_ps(_mm512_sub_epi32(sum, _mm512_set1_epi32(f->base[d->first + r])));
@@ -9940,8 +9960,8 @@ TKVI_FLAT_AVX512 void tkvi_store_answers_avx512(const tkvi_products *d, const tk
     _mm512_storeu_ps(out, _mm512_fmadd_ps(x, _mm512_set1_ps(f->step[d->first + r]), rest));
 }
 
-/* Accumulators of four rows, one vector for each plane (K) or slab and parity of planes (V). Named ones stay in
- * registers with every compiler, arrays do not. */
+/* Accumulators of four rows: one vector for each plane (K), or for each slab and parity of the plane (V). Named
+ * variables stay in registers with every compiler; arrays do not. */
 #define TKVI_ROWS_(X) X(0) X(1) X(2) X(3)
 #define TKVI_ZERO_(r) __m512i a##r = _mm512_setzero_si512(), b##r = a##r, c##r = a##r, d##r = a##r;
 #define TKVI_SAVE_(r)                                                                                        \
@@ -9973,7 +9993,7 @@ TKVI_FLAT_AVX512 void tkvi_store_answers_avx512(const tkvi_products *d, const tk
         TKVI_ROWS_(TKVI_MAC_)                                                                                \
     }
 
-/* K: plane p of a tile is tokens 16p .. 16p + 15, its lanes. */
+/* K: the lanes of plane p are tokens 16p .. 16p + 15. */
 TKVI_FLAT_AVX512 void tkvi_dot_k_avx512(tkvi_products *d, const int nw) {
     const tkvi_side *s = d->s;
     const uint8_t *wide = d->wide;
@@ -10023,12 +10043,12 @@ TKVI_FLAT_AVX512 void tkvi_dot_k_avx512(tkvi_products *d, const int nw) {
     }
 enum { TKVI_PLAIN, TKVI_TABLE, TKVI_PAIRS };
 
-/* V: lanes are 16 channels of one slab (a, c) and of the next (b, d), or the two channels of pairs. Weights are the
- * unsigned operand, codes the signed one. Of an odd number of slabs the last is done twice. */
+/* V: lanes are 16 channels of one slab (a, c) and of the next (b, d). With pairs, they are the first and the second
+ * channels. If the last slab has no next one, its products are computed twice and stored once. */
 TKVI_FLAT_AVX512 void tkvi_dot_slabs_avx512(tkvi_products *d, int slab, const int width, const int how,
                                             const int nw) {
     const int bytes = tkvi_wide_bytes[width], has_half = tkvi_has_half[width];
-    const int next = how == TKVI_PAIRS || slab + 1 >= d->slabs ? 0 : 4; /* tiles from one slab to the other */
+    const int next = how == TKVI_PAIRS || slab + 1 >= d->slabs ? 0 : 4; /* tiles from this slab to the next */
     const uint8_t *wide = d->wide + 4 * slab * bytes;
     const int8_t *w = d->w;
     const int at = how == TKVI_PAIRS ? 32 * slab : 16 * slab;
@@ -10058,8 +10078,7 @@ TKVI_FLAT_AVX512 void tkvi_dot_slabs_avx512(tkvi_products *d, int slab, const in
             tkvi_prefetch_bytes(wide, bytes, d->ahead);
             if (next) tkvi_prefetch_bytes(wide + next * bytes, bytes, d->ahead);
             tkvi_prefetch_rest(d);
-            if (has_half)
-                tkvi_prefetch_rest(d); /* these two tiles have one line more, and there are scales */
+            if (has_half) tkvi_prefetch_rest(d); /* lines of the 1-bit halves and of the scales */
         }
         TKVI_ROWS_(TKVI_MAC_)
         wide += bytes;
@@ -10072,8 +10091,8 @@ TKVI_FLAT_AVX512 void tkvi_dot_slabs_avx512(tkvi_products *d, int slab, const in
 #undef TKVI_MAC_
 #undef TKVI_SAVE_
 
-/* What is seldom met (1, 5, 6 bits; one table): four rows, however many there are, and nothing constant, as each
- * kind takes a compiler its time. */
+/* Rare cases: 1, 5 and 6 bits, and levels without pairs. They always multiply four rows, and the width is no constant:
+ * every specialised kernel adds to the compile time. */
 static TKVI_TARGET_AVX512 void tkvi_dot_rare_avx512(tkvi_products *d) {
     int i;
     for (i = 0; i < d->slabs; i += 2)
@@ -10098,7 +10117,7 @@ TKVI_FLAT_AVX512 void tkvi_dot_v_avx512(tkvi_products *d, const int nw) {
 }
 #undef TKVI_SLABS_
 
-/* Each number of rows is a function of its own: clang 14 keeps the accumulators in memory otherwise. */
+/* Each number of rows has a function of its own. Otherwise clang 14 keeps the accumulators in memory. */
 #define TKVI_DOTS_AVX512_(nw)                                                                                \
     static TKVI_TARGET_AVX512 void tkvi_dot_k##nw##_avx512(tkvi_products *d) { tkvi_dot_k_avx512(d, nw); }   \
     static TKVI_TARGET_AVX512 void tkvi_dot_v##nw##_avx512(tkvi_products *d) { tkvi_dot_v_avx512(d, nw); }
@@ -10107,7 +10126,7 @@ TKVI_DOTS_AVX512_(2)
 TKVI_DOTS_AVX512_(4)
 #undef TKVI_DOTS_AVX512_
 
-/* All rows, in the passes that registers allow: 1, 2 or 4. What rows beyond the last one add up to is left. */
+/* Multiplies all rows in passes of 1, 2 or 4. A pass of 4 discards the sums of rows beyond the last. */
 static void tkvi_dot_avx512(tkvi_products *d, int rows) {
     static const tkvi_dot dots[2][3] = {
         {tkvi_dot_k1_avx512, tkvi_dot_k2_avx512, tkvi_dot_k4_avx512},
@@ -10130,13 +10149,13 @@ static void tkvi_tiles_v_avx512(const tkvi_side *s, const uint8_t *src, const ui
     tkvi_tiles_v(&tkvi_tile_ops_avx512, s, src, next, p, rows, n, n_limbs, out);
 }
 
-/* Four rows at once; rows that are not there repeat the last one. */
+/* Four rows at once. Missing rows repeat the last one. */
 static TKVI_TARGET_AVX512 int tkvi_softmax_step_avx512(const float *s, int rows, float *m, float *sum,
                                                        float *p) {
     int first, r, t, seen = 0;
     for (first = 0; first < rows; first += 4) {
         const int nr = tkvi_min(4, rows - first);
-        const __mmask8 there = (__mmask8)((1 << nr) - 1);
+        const __mmask8 present = (__mmask8)((1 << nr) - 1);
         const float *row[4];
         TKVI_ALIGNED float top[4];
         __m512 most[4], sums[4];
@@ -10151,9 +10170,10 @@ static TKVI_TARGET_AVX512 int tkvi_softmax_step_avx512(const float *s, int rows,
             sums[r] = _mm512_setzero_ps();
         }
         high = tkvi_max4_avx512(most);
-        sees = _mm_mask_cmp_ps_mask(there, high, _mm_set1_ps(TKVI_HIDDEN), _CMP_GT_OQ);
+        sees = _mm_mask_cmp_ps_mask(present, high, _mm_set1_ps(TKVI_HIDDEN), _CMP_GT_OQ);
         seen += (int)sees;
-        high = _mm_max_ps(high, _mm_maskz_loadu_ps(there, m + first)); /* hidden rows: 0, and exp of -1e30 */
+        high = _mm_max_ps(high, _mm_maskz_loadu_ps(
+                                    present, m + first)); /* a row that sees no key gets exp(-1e30 - 0) = 0 */
         _mm_mask_storeu_ps(m + first, sees, high);
         _mm_store_ps(top, _mm_maskz_mov_ps(sees, high));
         for (r = 0; r < nr; r++)
@@ -10163,7 +10183,7 @@ static TKVI_TARGET_AVX512 int tkvi_softmax_step_avx512(const float *s, int rows,
                 _mm512_storeu_ps(p + (first + r) * TKVI_BLOCK + t, y);
                 sums[r] = _mm512_add_ps(sums[r], y);
             }
-        _mm_mask_storeu_ps(sum + first, there, tkvi_sum4_avx512(sums));
+        _mm_mask_storeu_ps(sum + first, present, tkvi_sum4_avx512(sums));
     }
     return seen;
 }
@@ -10190,11 +10210,13 @@ static const tkvi_kernels tkvi_kernels_avx512 = {
 #endif /* TKVI_KERNELS_AVX512_H */
 /* ======== kernels/neon.h ======== */
 /*
- * kernels/neon.h - the pieces of kernels/vectors_128.h for NEON on AArch64, little-endian. Products of bytes are
- * one instruction (sdot) where the compiler is told of it: -march=armv8.2-a+dotprod, -mcpu=native, Apple's default.
+ * kernels/neon.h - the types and operations of kernels/vectors_128.h for NEON on little-endian AArch64.
  *
- * Weights are bytes, a row of them for each plane. Four neighbours of four rows are one vector, `quad`; sdot
- * picks the row by its lane.
+ * With the dot product extension, sdot computes a step in one instruction. Compilers use it with
+ * -march=armv8.2-a+dotprod or -mcpu=native, and by default for Apple. Other targets use widening products.
+ *
+ * Weights are bytes. Each limb of a query row has a weight row of its own. One vector, `quad`, has the four
+ * neighbouring weights of four weight rows. sdot selects the row by its lane.
  *
  *     codes   | t0: r0 r1 r2 r3 | t1: r0 r1 r2 r3 | t2 ...  | t3 ...  |   16 bytes: 4 tokens (V: channels) x 4
  *     quad    | row 0: r0 .. r3 | row 1           | row 2   | row 3   |
@@ -10233,12 +10255,12 @@ TKVI_FLAT_128 tkvi_f4 tkvi_abs_128(tkvi_f4 x) { return vabsq_f32(x); }
 TKVI_FLAT_128 float tkvi_sum_across_128(tkvi_f4 x) { return vaddvq_f32(x); }
 TKVI_FLAT_128 float tkvi_max_across_128(tkvi_f4 x) { return vmaxvq_f32(x); }
 
-/* y where x >= least, else 0. */
+/* y where x >= least, 0 elsewhere. */
 TKVI_FLAT_128 tkvi_f4 tkvi_zero_below_128(tkvi_f4 y, tkvi_f4 x, float least) {
     return vreinterpretq_f32_u32(vandq_u32(vreinterpretq_u32_f32(y), vcgeq_f32(x, vdupq_n_f32(least))));
 }
 
-/* The sums of four vectors. */
+/* Four horizontal sums. */
 TKVI_FLAT_128 tkvi_f4 tkvi_sum4_128(tkvi_f4 a, tkvi_f4 b, tkvi_f4 c, tkvi_f4 d) {
     return vpaddq_f32(vpaddq_f32(a, b), vpaddq_f32(c, d));
 }
@@ -10286,7 +10308,7 @@ TKVI_FLAT_128 tkvi_b16 tkvi_look_up_128(tkvi_b16 table, tkvi_b16 x) { return vqt
 #define TKVI_RIGHT_128(x, n) vshrq_n_u8(x, n)
 #define TKVI_LEFT_128(x, n) vshlq_n_u8(x, n)
 
-/* Neighbours a b: bytes, or pairs of them, of the first and of the second half. */
+/* Interleave the first (zip1) or second (zip2) halves of a and b, by bytes or by pairs of bytes. */
 TKVI_FLAT_128 tkvi_b16 tkvi_zip1_128(tkvi_b16 a, tkvi_b16 b) { return vzip1q_u8(a, b); }
 TKVI_FLAT_128 tkvi_b16 tkvi_zip2_128(tkvi_b16 a, tkvi_b16 b) { return vzip2q_u8(a, b); }
 TKVI_FLAT_128 tkvi_b16 tkvi_zip1_pairs_128(tkvi_b16 a, tkvi_b16 b) {
@@ -10297,7 +10319,7 @@ TKVI_FLAT_128 tkvi_b16 tkvi_zip2_pairs_128(tkvi_b16 a, tkvi_b16 b) {
 }
 
 /* >>products */
-#define TKVI_MAX_PASS_128 8 /* weight rows at once: 16 sums in registers */
+#define TKVI_MAX_PASS_128 8 /* weight rows in a pass: 16 sums in registers */
 TKVI_FLAT_128 int tkvi_weight_rows_128(int n_limbs) { return n_limbs; }
 typedef int8_t tkvi_weight;
 typedef int8x16_t tkvi_codes_128;
@@ -10308,8 +10330,8 @@ TKVI_FLAT_128 tkvi_codes_128 tkvi_load_codes_128(const uint8_t *p) {
 }
 TKVI_FLAT_128 tkvi_quad_128 tkvi_load_quad_128(const tkvi_weight *w) { return vld1q_s8(w); }
 
-/* Weights of two steps of a row, the second one `further` on; of two n_limbs, x = 128 high + low with low
- * 0 .. 127, one after the other. */
+/* Stores the weights of two steps of a row; the second step is `further` weights on. With two limbs, a weight is
+ * 128 * high + low, low is 0 .. 127, and the low limbs follow the high ones. */
 TKVI_FLAT_128 void tkvi_store_weights_128(tkvi_weight *w, int further, tkvi_i4 a, tkvi_i4 b,
                                           const int n_limbs) {
     const int16x8_t k = vcombine_s16(vmovn_s32(a), vmovn_s32(b));
@@ -10333,7 +10355,8 @@ TKVI_FLAT_128 void tkvi_store_weights_128(tkvi_weight *w, int further, tkvi_i4 a
                                                  vreinterpretq_u8_s8(quad), row))                            \
          : vdotq_laneq_s32(sum, codes, quad, row))
 #else
-/* Pairs of products fit 16 bits: 2 * 127 * 127, 2 * 128 * 127 of 8-bit codes, 2 * 63 * 255 without signs. */
+/* Sums of two products fit 16 bits: 2 * 128 * 127 for 8-bit codes, 2 * 127 * 127 for levels, and 2 * 63 * 255
+ * without signs. */
 TKVI_FLAT_128 tkvi_i4 tkvi_dot_128(const int no_sign, tkvi_i4 sum, tkvi_codes_128 c, tkvi_codes_128 w) {
     const uint8x16_t x = vreinterpretq_u8_s8(c), y = vreinterpretq_u8_s8(w);
     if (no_sign)
@@ -10351,11 +10374,11 @@ TKVI_FLAT_128 tkvi_i4 tkvi_dot_128(const int no_sign, tkvi_i4 sum, tkvi_codes_12
 #endif /* TKVI_KERNELS_NEON_H */
 /* ======== kernels/wasm.h ======== */
 /*
- * kernels/wasm.h - the pieces of kernels/vectors_128.h for WebAssembly, compiled with -msimd128.
+ * kernels/wasm.h - the types and operations of kernels/vectors_128.h for WebAssembly, compiled with -msimd128.
  *
- * The product there is one of 16 bits by pairs, i32x4.dot_i16x8_s: the bytes of a vector of codes are taken as
- * even and odd ones, widened by shifts alone, and both sums belong to the same token. Weights have 16 bits, so
- * that two planes cost what one does: a row holds both.
+ * WebAssembly has no product of bytes. i32x4.dot_i16x8_s multiplies 16-bit integers and adds pairs of products.
+ * Shifts widen the even and the odd bytes of a vector of codes. The sums of both belong to the same token. Weights
+ * have 16 bits and hold both limbs, so two limbs cost no more than one.
  *
  *     codes   | t0: r0 r1 r2 r3 | t1: r0 r1 r2 r3 | t2 ...  | t3 ...  |   16 bytes: 4 tokens (V: channels) x 4
  *     even    | t0: r0    r2    | t1: r0    r2    | t2 ...  | t3 ...  |   8 x 16 bits
@@ -10395,7 +10418,7 @@ TKVI_FLAT_128 tkvi_f4 tkvi_madd_128(tkvi_f4 a, tkvi_f4 x, tkvi_f4 y) {
 TKVI_FLAT_128 tkvi_f4 tkvi_max_128(tkvi_f4 a, tkvi_f4 b) { return wasm_f32x4_pmax(a, b); }
 TKVI_FLAT_128 tkvi_f4 tkvi_abs_128(tkvi_f4 x) { return wasm_f32x4_abs(x); }
 
-/* The sums of four vectors. */
+/* Four horizontal sums. */
 TKVI_FLAT_128 tkvi_f4 tkvi_sum4_128(tkvi_f4 a, tkvi_f4 b, tkvi_f4 c, tkvi_f4 d) {
     tkvi_f4 ab = wasm_f32x4_add(wasm_i32x4_shuffle(a, b, 0, 2, 4, 6), wasm_i32x4_shuffle(a, b, 1, 3, 5, 7));
     tkvi_f4 cd = wasm_f32x4_add(wasm_i32x4_shuffle(c, d, 0, 2, 4, 6), wasm_i32x4_shuffle(c, d, 1, 3, 5, 7));
@@ -10411,19 +10434,19 @@ TKVI_FLAT_128 float tkvi_max_across_128(tkvi_f4 x) {
     return wasm_f32x4_extract_lane(wasm_f32x4_pmax(x, wasm_i32x4_shuffle(x, x, 1, 0, 3, 2)), 0);
 }
 
-/* y where x >= least, else 0. */
+/* y where x >= least, 0 elsewhere. */
 TKVI_FLAT_128 tkvi_f4 tkvi_zero_below_128(tkvi_f4 y, tkvi_f4 x, float least) {
     return wasm_v128_and(y, wasm_f32x4_ge(x, wasm_f32x4_splat(least)));
 }
 
-/* Finite halves: all bits moved to their places (the copies of the sign cut away), and scaled by 2^112, which is
- * right for subnormal ones too. */
+/* Loads finite fp16 values. Shifts their bits into the places of a float, clears the copies of the sign bit, and
+ * multiplies by 2^112. This is also right for subnormals. */
 TKVI_FLAT_128 tkvi_f4 tkvi_load_finite_f16_128(const uint8_t *p) {
     v128_t x = wasm_v128_and(wasm_i32x4_shl(wasm_i32x4_load16x4(p), 13), wasm_i32x4_const_splat(~0x70000000));
     return wasm_f32x4_mul(x, wasm_i32x4_const_splat(0x77800000));
 }
 
-/* Any: what was infinite or no number came out as 65536 and more, and gets the largest exponent. */
+/* Loads any fp16 values. Infinity and NaN come out as 65536 or more in size, and get the largest exponent. */
 TKVI_FLAT_128 tkvi_f4 tkvi_load_f16_128(const uint8_t *p) {
     v128_t x = tkvi_load_finite_f16_128(p);
     v128_t no_number = wasm_f32x4_ge(wasm_f32x4_abs(x), wasm_f32x4_const_splat(65536.0f));
@@ -10450,7 +10473,7 @@ TKVI_FLAT_128 int32_t tkvi_sum_ints_across_128(tkvi_i4 x) {
     return wasm_i32x4_extract_lane(x, 0) + wasm_i32x4_extract_lane(x, 1);
 }
 
-/* As tkvi_rne does it: converting costs many instructions. */
+/* Rounds as tkvi_rne does: a conversion takes many instructions. */
 TKVI_FLAT_128 tkvi_i4 tkvi_nearest_128(tkvi_f4 x) {
     return wasm_i32x4_sub(wasm_f32x4_add(x, wasm_f32x4_const_splat(12582912.0f)),
                           wasm_i32x4_const_splat(0x4b400000));
@@ -10476,7 +10499,7 @@ TKVI_FLAT_128 tkvi_b16 tkvi_look_up_128(tkvi_b16 table, tkvi_b16 x) { return was
 #define TKVI_RIGHT_128(x, n) wasm_u8x16_shr(x, n)
 #define TKVI_LEFT_128(x, n) wasm_i8x16_shl(x, n)
 
-/* Neighbours a b: bytes, or pairs of them, of the first and of the second half. */
+/* Interleave the first (zip1) or second (zip2) halves of a and b, by bytes or by pairs of bytes. */
 TKVI_FLAT_128 tkvi_b16 tkvi_zip1_128(tkvi_b16 a, tkvi_b16 b) {
     return wasm_i8x16_shuffle(a, b, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
 }
@@ -10491,8 +10514,8 @@ TKVI_FLAT_128 tkvi_b16 tkvi_zip2_pairs_128(tkvi_b16 a, tkvi_b16 b) {
 }
 
 /* >>products */
-#define TKVI_MAX_PASS_128                                                                                    \
-    4 /* weight rows at once: on x86 engines have 16 registers; 8 sums, 4 of codes, weights */
+/* Weight rows in a pass. Engines on x86 have 16 registers: 8 for sums, 4 for codes, the rest for weights. */
+#define TKVI_MAX_PASS_128 4
 TKVI_FLAT_128 int tkvi_weight_rows_128(int n_limbs) {
     (void)n_limbs;
     return 1;
@@ -10512,7 +10535,7 @@ TKVI_FLAT_128 tkvi_codes_128 tkvi_load_codes_128(const uint8_t *p) {
 }
 TKVI_FLAT_128 tkvi_quad_128 tkvi_load_quad_128(const tkvi_weight *w) { return w; }
 
-/* Weights of two steps of a row, r0 r2 r1 r3, the second one `further` on. */
+/* Stores the weights of two steps of a row, each in the order r0 r2 r1 r3. The second step is `further` weights on. */
 TKVI_FLAT_128 void tkvi_store_weights_128(tkvi_weight *w, int further, tkvi_i4 a, tkvi_i4 b,
                                           const int n_limbs) {
     const v128_t x = wasm_i16x8_shuffle(a, b, 0, 4, 2, 6, 8, 12, 10, 14);
@@ -10525,7 +10548,7 @@ TKVI_FLAT_128 tkvi_i4 tkvi_dot_128(tkvi_i4 sum, tkvi_codes_128 c, const tkvi_wei
     sum = wasm_i32x4_add(sum, wasm_i32x4_dot_i16x8(c.even, wasm_v128_load32_splat(w)));
     return wasm_i32x4_add(sum, wasm_i32x4_dot_i16x8(c.odd, wasm_v128_load32_splat(w + 2)));
 }
-/* Weights of 16 bits do not ask for signs. */
+/* no_sign makes no difference: 16-bit weights can be 255. */
 #define TKVI_DOT_128(no_sign, sum, codes, quad, row)                                                         \
     ((void)(no_sign), tkvi_dot_128(sum, codes, (quad) + 4 * (row)))
 
@@ -10534,18 +10557,20 @@ TKVI_FLAT_128 tkvi_i4 tkvi_dot_128(tkvi_i4 sum, tkvi_codes_128 c, const tkvi_wei
 #endif /* TKVI_KERNELS_WASM_H */
 /* ======== kernels/vectors_128.h ======== */
 /*
- * kernels/vectors_128.h - the kernels of kernels/scalar.h with vectors of 128 bits, written once; kernels/neon.h or
- * kernels/wasm.h brings the pieces (types and operations end in _128). Which one, the compiler's flags say:
- * there is at most one such instruction set in a program.
+ * kernels/vectors_128.h - the kernels of kernels/scalar.h with vectors of 128 bits, for NEON and WebAssembly.
  *
- * A tile is unpacked to bytes, in the order of its codes, and those are multiplied for all rows: what unpacking
- * has to know of widths and tables is in one place, and the products are one loop for K and V. Its step:
+ * Types and operations that end in _128 come from kernels/neon.h or kernels/wasm.h. The target of the compiler
+ * selects one of them.
  *
- *     two vectors of 16 codes (four lanes of four each), times four weights of each row
+ * A tile is unpacked to bytes, in the order of its codes. Then these bytes are multiplied for all rows. So only
+ * unpacking depends on the width and the table of levels, and one loop of products serves K and V. A step of it
+ * multiplies two vectors of 16 codes (four lanes of four) by four weights of each row:
+ *
  *     K: a step is a tile.        lanes: tokens 16p + 4b .. + 3, p = 2h and 2h + 1;  weights of its 4 channels
- *     V: a step is four tokens.   lanes: channels 4b .. + 3, b = 2h and 2h + 1;      weights of these tokens
+ *     V: a step is four tokens.   lanes: channels 4b .. + 3, b = 2h and 2h + 1;      weights of its 4 tokens
  *
- * 8-bit codes are signed here, code - 128. Nothing is prefetched: `next` waits for a machine to measure on.
+ * 8-bit codes become signed: code - 128. These kernels do not prefetch `next`, because no machine to measure it
+ * was available.
  */
 #ifndef TKVI_KERNELS_VECTORS_128_H
 #define TKVI_KERNELS_VECTORS_128_H
@@ -10553,15 +10578,15 @@ TKVI_FLAT_128 tkvi_i4 tkvi_dot_128(tkvi_i4 sum, tkvi_codes_128 c, const tkvi_wei
 
 #ifdef TKVI_128
 
-/* >>helpers: those of metadata. Encoding is the scalar code's. */
+/* >>simd_ops: conversions of metadata. Encoding uses the scalar functions. */
 static void tkvi_f16_to_f32_128(const uint8_t *src, int n, float *dst) {
     int i;
     for (i = 0; i + 4 <= n; i += 4) tkvi_store_128(dst + i, tkvi_load_f16_128(src + 2 * i));
     tkvi_f16_to_f32_scalar(src + 2 * i, n - i, dst + i);
 }
 
-/* tkvi_log_value byte by byte: with e the exponent and m the ten bits of the mantissa, a float's bytes are
- * 0, m << 5, e << 7 | m >> 3, e >> 1. */
+/* tkvi_log_value, byte by byte. The bytes of the float are 0, m << 5, e << 7 | m >> 3, e >> 1, where e is the biased
+ * exponent and m the upper ten bits of the mantissa. */
 static void tkvi_decode_log_scales_128(const uint8_t *src, int n, int top, float *dst) {
     uint8_t tables[2][16], *bytes = (uint8_t *)dst;
     tkvi_b16 table1, table2;
@@ -10618,7 +10643,7 @@ static float tkvi_max64_128(const float *s) {
     return tkvi_max_across_128(m);
 }
 
-/* exp(x) = 2^n exp(r), |r| <= ln 2 / 2; the polynomial is that of Cephes' expf. */
+/* exp(x) = 2^n exp(r), |r| <= ln 2 / 2. The polynomial is from expf of Cephes. */
 static float tkvi_exp64_128(const float *s, float maximum, float *p) {
     static const float factors[5] = {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f,
                                      5.0000001201e-1f};
@@ -10642,14 +10667,14 @@ static float tkvi_exp64_128(const float *s, float maximum, float *p) {
     return tkvi_sum_across_128(sum);
 }
 
-/* Rows that go together: as many as are left and registers allow, 1, 2, 4 or 8. */
+/* Rows in the next pass: the largest power of 2 that is at most `left` and `most`. */
 static int tkvi_rows_in_pass_128(int left, int most) {
     int n = most;
     while (n > left) n /= 2;
     return n;
 }
 
-/* >>exact tiers: a step is 4 channels of 4 tokens (K), or 16 channels of a token (V), in x0 .. x3 */
+/* >>exact tiers: x0 .. x3 hold 4 channels of 4 tokens (K), or 16 channels of one token (V). */
 #define TKVI_ROWS4_(X) X(0) X(1) X(2) X(3)
 #define TKVI_NONE4_(r) tkvi_f4 a##r = tkvi_splat_128(0.0f), b##r = a##r, c##r = a##r, d##r = a##r;
 #define TKVI_MADD4_(r, from)                                                                                 \
@@ -10673,7 +10698,7 @@ static int tkvi_rows_in_pass_128(int left, int most) {
         tkvi_store_128(o + 12, tkvi_add_128(tkvi_load_128(o + 12), d##r));                                   \
     }
 
-/* 4 values from number i of a row. */
+/* Values i .. i + 3 of a row. */
 TKVI_FLAT_128 tkvi_f4 tkvi_load_values_128(const tkvi_storage type, const uint8_t *row, int i) {
     if (type == TKVI_AS_F16) return tkvi_load_finite_f16_128(row + 2 * i);
     if (type == TKVI_AS_BF16) return tkvi_load_bf16_128(row + 2 * i);
@@ -10759,7 +10784,7 @@ TKVI_EXACT_128_(bf16, TKVI_AS_BF16)
 #undef TKVI_SAVE4_V_
 
 /* >>tiles */
-/* The top bit of four planes: bits from, from + 1, .. of x, to `bit` of the codes. */
+/* Adds the top bit to the codes of four planes. Plane p has it where x & (from << p); it is worth `bit`. */
 TKVI_FLAT_128 void tkvi_tops_128(tkvi_b16 *c, tkvi_b16 x, int from, int bit) {
     const tkvi_b16 to = tkvi_splat_bytes_128(bit);
     c[0] = tkvi_or_128(c[0], tkvi_and_128(tkvi_test_128(x, tkvi_splat_bytes_128(from)), to));
@@ -10775,7 +10800,7 @@ TKVI_FLAT_128 void tkvi_store_codes_128(uint8_t *code, const tkvi_b16 *c) {
     tkvi_store_bytes_128(code + 192, c[3]);
 }
 
-/* A quarter of tkvi_unpack_tile: bytes j .. j + 15 of each plane. 8-bit codes become signed. */
+/* Unpacks codes j .. j + 15 of each plane. 8-bit codes become signed. */
 TKVI_FLAT_128 void tkvi_unpack4_128(const int width, const uint8_t *wide, const uint8_t *tops, int from,
                                     int j, tkvi_b16 *c) {
     const tkvi_b16 two = tkvi_splat_bytes_128(3), four = tkvi_splat_bytes_128(15),
@@ -10836,7 +10861,7 @@ static void tkvi_unpack_tile_128(const uint8_t *codes, const tkvi_tile_at *at, i
     }
 }
 
-/* Codes to levels. */
+/* Replaces n codes by their levels. */
 static void tkvi_codes_to_levels_128(const int8_t *levels, const uint8_t *code, int n, uint8_t *level) {
     const tkvi_b16 table = tkvi_load_bytes_128((const uint8_t *)levels), mask = tkvi_splat_bytes_128(15);
     int j;
@@ -10845,37 +10870,39 @@ static void tkvi_codes_to_levels_128(const int8_t *levels, const uint8_t *code, 
                              tkvi_look_up_128(table, tkvi_and_128(tkvi_load_bytes_128(code + j), mask)));
 }
 
-static int tkvi_centre2_128(const tkvi_side *s, int width) { /* twice the centre of what is multiplied */
+/* Twice the centre of the bytes that are multiplied. */
+static int tkvi_centre2_128(const tkvi_side *s, int width) {
     return s->levels ? 0 : width == 8 ? -1 : (1 << width) - 1;
 }
 
-/* Four zeros with the part of the centre. */
+/* zero + centre * scale, for four values. */
 TKVI_FLAT_128 tkvi_f4 tkvi_centred_128(tkvi_f4 zero, const float *scale, float centre) {
     return tkvi_madd_128(zero, tkvi_load_128(scale), tkvi_splat_128(centre));
 }
 
-/* A row is folded: the answer is  half_step * (2 sum w code - middle) + rest  with
- * middle = sum w centre2,  rest = sum x zero. */
+/* A folded row. Its answer is half_step * (2 * sum w code - middle) + rest, where middle = sum w centre2 and
+ * rest = sum x zero. */
 typedef struct tkvi_fold_128 {
     int32_t middle;
     float half_step, rest;
     float most; /* the largest weight before it is rounded */
-    int wide;   /* so many weights have 15 bits, the others 8 */
+    int wide;   /* number of leading weights with two limbs */
 } tkvi_fold_128;
 
-/* What rows are folded by; `zero` has the centre's part in it, n is a multiple of 16. */
+/* Parameters of folding. zero includes centre * scale (tkvi_centred_128). n is a multiple of 16. */
 typedef struct tkvi_fold_args_128 {
     const float *scale, *zero;
     const int32_t *centre2;
-    int n, n_limbs, top, wide; /* top: the largest weight of one plane */
-    float coarse;              /* see TKVI_NEEDS_TWO */
-    int unit; /* of a weight of 8 bits where there are some of 15: 128 in K; V has no mix in a row */
+    int n, n_limbs, top,
+        wide;     /* top: the largest weight of one limb; wide: leading weights always with two */
+    float coarse; /* see TKVI_NEEDS_TWO */
+    int unit; /* value of 1 in a one-limb weight beside two-limb ones: 128 in K. V: 1, because rows do not mix */
 } tkvi_fold_args_128;
 
-/* Weights of a step: four of each weight row. A load may take rows with it that a pass does not use. */
+/* Weights of a step: four of each weight row. A load may read rows that its pass does not use. */
 #define TKVI_QUAD_128 (4 * 2 * TKVI_ROWS)
 
-/* Row x times scale, and what is to be known of it before it is rounded. */
+/* y = x * scale, and the fields of *f that rounding needs. */
 static void tkvi_scale_row_128(const tkvi_fold_args_128 *a, const float *x, float *y, tkvi_fold_128 *f) {
     tkvi_f4 most = tkvi_splat_128(0.0f), rest = most, squares = most;
     float all;
@@ -10893,12 +10920,12 @@ static void tkvi_scale_row_128(const tkvi_fold_args_128 *a, const float *x, floa
     f->wide = a->n_limbs == 2 || TKVI_NEEDS_TWO(a->coarse, f->most, all, a->top) ? a->n : a->wide;
 }
 
-/* y rounded. `two`: some row of the call has weights of 15 bits, so that all have two planes. */
+/* Rounds y. two: 1 if some row of the call needs two limbs; then all rows are stored with two. */
 TKVI_FLAT_128 void tkvi_round_row_128(const tkvi_fold_args_128 *a, const float *y, const int two,
                                       tkvi_weight *w, tkvi_fold_128 *f) {
     const int unit = two ? a->unit : 1;
     const int steps =
-        f->wide == a->n ? TKVI_TWO_LIMBS_MAX : unit * a->top; /* of the row, in units of its sums */
+        f->wide == a->n ? TKVI_TWO_LIMBS_MAX : unit * a->top; /* the largest weight, in units of the sums */
     const int some = f->most > 1e-34f;                        /* smaller ones contribute nothing */
     const tkvi_f4 fine = tkvi_splat_128(some ? (float)TKVI_TWO_LIMBS_MAX / f->most : 0.0f);
     const tkvi_f4 coarse = tkvi_splat_128(some ? (float)a->top / f->most : 0.0f);
@@ -10906,7 +10933,7 @@ TKVI_FLAT_128 void tkvi_round_row_128(const tkvi_fold_args_128 *a, const float *
     int i, k;
     for (i = 0; i < a->n; i += 8, w += 2 * TKVI_QUAD_128) {
         tkvi_i4 v[2];
-        for (k = 0; k < 2; k++) { /* a tile's four weights are alike */
+        for (k = 0; k < 2; k++) { /* the four weights of a tile have equally many limbs */
             const int wide = i + 4 * k < f->wide;
             v[k] = tkvi_nearest_128(tkvi_mul_128(tkvi_load_128(y + i + 4 * k), wide ? fine : coarse));
             if (!wide && unit > 1) v[k] = TKVI_LEFT_INTS_128(v[k], 7);
@@ -10919,7 +10946,7 @@ TKVI_FLAT_128 void tkvi_round_row_128(const tkvi_fold_args_128 *a, const float *
     f->half_step = 0.5f * f->most / (float)steps;
 }
 
-/* All rows, x: [row][n]. Returns the planes that they have. */
+/* Folds and rounds all rows. x: [row][n]. two: 1 demands two limbs. Returns the number of limbs. */
 static int tkvi_fold_rows_128(const tkvi_fold_args_128 *a, const float *x, int rows, int two, tkvi_weight *w,
                               tkvi_fold_128 *f) {
     TKVI_ALIGNED float y[TKVI_ROWS][TKV_MAX_HEAD_DIM];
@@ -10935,15 +10962,15 @@ static int tkvi_fold_rows_128(const tkvi_fold_args_128 *a, const float *x, int r
     return 1 + two;
 }
 
-/* One loop of products: the steps as they are drawn above. */
+/* Parameters of a loop of products, in the steps of the drawing at the top. */
 typedef struct tkvi_dots_128 {
     const uint8_t *codes;
     int step, apart,
-        steps;            /* bytes from step to step and from a step's first vector to its second; how many */
+        steps;            /* bytes between steps; bytes between the two vectors of a step; number of steps */
     const tkvi_weight *w; /* [step][TKVI_QUAD_128] */
     int32_t *sum;         /* [weight row][TKVI_BLOCK] */
-    int sum_apart, add;   /* from the sums of a step's first vector to those of its second; sum += */
-    int no_sign;          /* neither codes nor weights have a sign, and these may be up to 255 */
+    int sum_apart, add;   /* distance between the sums of both vectors; add: sum += products, else sum = */
+    int no_sign;          /* 1: codes and weights are unsigned; weights are at most 255 */
 } tkvi_dots_128;
 
 #define TKVI_ROWS8_(X)                                                                                       \
@@ -11004,7 +11031,7 @@ static void tkvi_dot_all_128(const tkvi_dots_128 *d, int weight_rows) {
     }
 }
 
-/* n sums of row r, a multiple of 4, to answers. */
+/* Converts n sums of row r to answers. n is a multiple of 4. add: out += answers. */
 static void tkvi_store_answers_128(const int32_t *sum, int r, int n_limbs, const tkvi_fold_128 *f, int n,
                                    int add, float *out) {
     const tkvi_f4 half_step = tkvi_splat_128(f[r].half_step), rest = tkvi_splat_128(f[r].rest);
@@ -11024,7 +11051,7 @@ static void tkvi_store_answers_128(const int32_t *sum, int r, int n_limbs, const
 
 #define TKVI_BATCH_128 32 /* tiles that are unpacked at a time: 8 KB */
 
-/* Products of K: tiles first .. first + n - 1, which stand in `code`. */
+/* Products of K for tiles first .. first + n - 1, unpacked at `code`. */
 static void tkvi_batch_k_128(const uint8_t *code, int first, int n, const tkvi_weight *w, int w_group,
                              int weight_rows, int32_t *sum) {
     tkvi_dots_128 d;
@@ -11085,14 +11112,15 @@ static void tkvi_tiles_k_128(const tkvi_side *s, const uint8_t *src, const uint8
         a.scale = scale + g * s->pad;
         a.zero = zero + g * s->pad;
         n_limbs = tkvi_fold_rows_128(&a, q, rows, had == 2, w[g], fold[g]);
-        if (g && n_limbs > had) { /* groups have their planes in common */
+        if (g && n_limbs > had) { /* all groups must have equally many limbs */
             a.scale = scale;
             a.zero = zero;
             tkvi_fold_rows_128(&a, q, rows, 1, w[0], fold[0]);
         }
     }
     weight_rows = rows * tkvi_weight_rows_128(n_limbs);
-    memset(sum, 0, (size_t)(weight_rows * TKVI_BLOCK) * sizeof sum[0]); /* if there are no codes at all */
+    memset(sum, 0,
+           (size_t)(weight_rows * TKVI_BLOCK) * sizeof sum[0]); /* a side without codes has no products */
     for (width = TKVI_MAX_WIDTH; width > 0; width--)
         for (i = 0; i < s->runs.n[width]; i++) {
             uint8_t *to = code + here * TKVI_TILE_CODES;
@@ -11110,7 +11138,7 @@ static void tkvi_tiles_k_128(const tkvi_side *s, const uint8_t *src, const uint8
                                    scores + r * TKVI_BLOCK + g * tokens);
 }
 
-/* Products of V for 16 channels, and the answers. */
+/* Products and answers of V for 16 channels. */
 static void tkvi_slab_v_128(const uint8_t *code, int n, const tkvi_weight *w, const tkvi_fold_128 *fold,
                             int rows, int n_limbs, int no_sign, int pad, float *out) {
     TKVI_ALIGNED int32_t sum[2 * TKVI_ROWS * TKVI_BLOCK];
@@ -11170,7 +11198,7 @@ static void tkvi_tiles_v_128(const tkvi_side *s, const uint8_t *src, const uint8
                 if (16 * k < n) tkvi_unpack_tile_128(src, &at, width, code + k * TKVI_TILE_CODES);
                 tkvi_next_tile(&at, width);
             }
-            for (k = 0; k < channels; k += 16) { /* pairs: 32 channels, a table for each half */
+            for (k = 0; k < channels; k += 16) { /* pairs: 32 channels, with a table for each 16 */
                 const uint8_t *from = code;
                 if (s->levels) {
                     tkvi_codes_to_levels_128(s->levels + tkvi_level_table(s, width, k / 16), code,
@@ -11362,10 +11390,13 @@ static int tkvi_prefill_lanes(int pad) {
 #endif /* TKVI_KERNELS_PREFILL_H */
 /* ======== kernels/prefill_avx512.h ======== */
 /*
- * kernels/prefill_avx512.h - the kernels of kernels/prefill.h for AVX-512 VNNI, and who has such kernels.
+ * kernels/prefill_avx512.h - the kernels of kernels/prefill.h for AVX-512 VNNI. No other instruction set has any.
  *
- * One shape: 8 tokens or channels x 16 or 32 rows = 16 accumulators, of floats or of integers (vpdpbusd: codes of K
- * are the unsigned operand and weights the signed one; in V it is the other way round).
+ * All products have one shape: 8 tokens (K) or channels (V) by 16 or 32 rows. The sums take 8 or 16 registers, of
+ * floats or of integers. vpdpbusd multiplies unsigned bytes by signed ones. In K the codes are unsigned and the
+ * weights signed. In V the weights are unsigned and the codes signed.
+ *
+ * nv is the number of vectors of 16 rows, 1 or 2. v is the number of such a vector.
  */
 #ifndef TKVI_KERNELS_PREFILL_AVX512_H
 #define TKVI_KERNELS_PREFILL_AVX512_H
@@ -11389,9 +11420,9 @@ TKVI_FLAT_AVX512 void tkvi_prefill_store_answers_avx512(__m512i sum, const float
     _mm512_storeu_ps(out, _mm512_fmadd_ps(_mm512_cvtepi32_ps(sum), _mm512_loadu_ps(by), from));
 }
 
-/* Accumulator j of row vector a or b: a named variable each, in a function with one loop. Compilers then keep them
- * in registers; gcc 12 has two copies of each, as it converts them to lanes of 32 bits in the loop, if it can see
- * that they will be such. */
+/* a0 .. a7 are the sums of the first 16 rows, b0 .. b7 those of the next 16. As named variables, in a function with
+ * one loop, they stay in registers. TKVI_HIDE_ hides their later use as 32-bit lanes from gcc 12. Otherwise gcc
+ * converts them inside the loop and keeps two copies of each. */
 #define TKVI_HIDE_(j) __asm__("" : "+v"(a##j), "+v"(b##j));
 #define TKVI_FROM_(j) __m512i a##j = _mm512_setzero_si512(), b##j = a##j;
 #define TKVI_MAC_(j)                                                                                         \
@@ -11415,7 +11446,7 @@ TKVI_FLAT_AVX512 void tkvi_prefill_eight_avx512(const uint8_t *w, const int32_t 
     TKVI_EIGHT_(TKVI_FROM_)
     for (i = 0; i < n; i += keys ? 1 : 4) {
         TKVI_STEP_
-        if (!keys) { /* of 16 steps, mostly */
+        if (!keys) { /* n is a multiple of 4 */
             TKVI_STEP_
             TKVI_STEP_
             TKVI_STEP_
@@ -11430,7 +11461,7 @@ TKVI_FLAT_AVX512 void tkvi_prefill_eight_avx512(const uint8_t *w, const int32_t 
 #undef TKVI_MAC_
 #undef TKVI_OUT_
 
-/* The same in floats: out[j][lanes] = sum over n of y[n][lanes] x[n * step + j * apart], or more by that. */
+/* The same in floats: out[j][lanes] = sum over i < n of y[i][lanes] x[i * step + j * apart]. add: out += the sum. */
 #define TKVI_FROM_(j)                                                                                        \
     __m512 a##j = add ? _mm512_loadu_ps(out + j * 16 * nv) : _mm512_setzero_ps();                            \
     __m512 b##j = add && nv > 1 ? _mm512_loadu_ps(out + j * 16 * nv + 16) : _mm512_setzero_ps();
@@ -11458,12 +11489,11 @@ TKVI_FLAT_AVX512 void tkvi_prefill_floats_avx512(const float *y, const float *x,
 #undef TKVI_OUT_
 #undef TKVI_EIGHT_
 
-enum {
-    TKVI_PREFILL_KEY_STRIDE = TKV_MAX_HEAD_DIM + 16
-}; /* from one exact key to the next; not a power of 2 */
+/* Floats from one exact key to the next. A power of 2 would put the same channel of all keys into one cache set. */
+enum { TKVI_PREFILL_KEY_STRIDE = TKV_MAX_HEAD_DIM + 16 };
 
-/* Sums of products for eight tokens or channels: out[8][lanes] = by * sum + rest, or more by that (`add`).
- * w: [n][lanes][4] weights; x: four codes each, of eight neighbours, [n][64 tokens or 16 channels]. */
+/* Sums of products for eight tokens (K) or channels (V): out[8][lanes] = by * sum + rest. add: out += that.
+ * w: [n][lanes][4] weights. x: [n][64 tokens or 16 channels], four codes each; the first eight are read. */
 #define TKVI_PREFILL_PRODUCTS_(name, keys, nv, add)                                                          \
     static TKVI_NOINLINE TKVI_TARGET_AVX512 void tkvi_prefill_##name##nv##_avx512(                           \
         const uint8_t *w, const int32_t *x, int n, const float *by, const float *rest, float *out) {         \
@@ -11491,7 +11521,7 @@ TKVI_PREFILL_FLOATS_(2)
 #undef TKVI_PREFILL_FLOATS_
 
 /* >>exact tiers */
-/* 8 tokens at a time; those beyond n repeat the last one. */
+/* 8 tokens at a time. Tokens beyond n repeat the last one. */
 static TKVI_TARGET_AVX512 void tkvi_prefill_exact_k_avx512(const tkvi_side *s, const uint8_t *src,
                                                            uintptr_t ahead, const float *q, const float *ref,
                                                            int lanes, int n, float *scores) {
@@ -11516,7 +11546,6 @@ static TKVI_TARGET_AVX512 void tkvi_prefill_exact_k_avx512(const tkvi_side *s, c
     }
 }
 
-/* 16 channels at a time */
 static TKVI_TARGET_AVX512 void tkvi_prefill_exact_v_avx512(const tkvi_side *s, const uint8_t *src,
                                                            uintptr_t ahead, const float *p, int lanes, int n,
                                                            float *out) {
@@ -11536,21 +11565,21 @@ static TKVI_TARGET_AVX512 void tkvi_prefill_exact_v_avx512(const tkvi_side *s, c
 }
 
 /* >>tiles */
-/* Four vectors of integers 0 .. 255, a byte each, side by side in their lanes. */
+/* Packs integers 0 .. 255 of four vectors: lane l of the result has the bytes x[0][l], x[1][l], x[2][l], x[3][l]. */
 TKVI_FLAT_AVX512 __m512i tkvi_prefill_pack_bytes_avx512(const __m512i *x) {
     const __m512i order = _mm512_broadcast_i32x4(
-        _mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15)); /* 4 x 4 bytes */
+        _mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15)); /* transposes 4 x 4 bytes */
     return _mm512_shuffle_epi8(
         _mm512_packus_epi16(_mm512_packs_epi32(x[0], x[1]), _mm512_packs_epi32(x[2], x[3])), order);
 }
 
-/* top / most, 0 where weights are next to nothing */
+/* top / most, or 0 where most is at most 1e-34: such weights contribute nothing. */
 TKVI_FLAT_AVX512 __m512 tkvi_prefill_inverse_avx512(__m512 most, float top) {
     return _mm512_maskz_div_ps(_mm512_cmp_ps_mask(most, _mm512_set1_ps(1e-34f), _CMP_GT_OQ),
                                _mm512_set1_ps(top), most);
 }
 
-/* Would one plane be too coarse for any row? TKVI_NEEDS_TWO */
+/* Bit l is set if row l needs two limbs (TKVI_NEEDS_TWO). */
 TKVI_FLAT_AVX512 int tkvi_prefill_needs_two_avx512(float coarse, __m512 most, __m512 squares, int top) {
     return _mm512_cmp_ps_mask(_mm512_mul_ps(_mm512_mul_ps(_mm512_set1_ps(coarse), most), most),
                               _mm512_mul_ps(_mm512_set1_ps(TKVI_ERR_LIMIT(top)), squares), _CMP_GT_OQ);
@@ -11558,11 +11587,12 @@ TKVI_FLAT_AVX512 int tkvi_prefill_needs_two_avx512(float coarse, __m512 most, __
 
 static const float tkvi_prefill_zeros[TKVI_PREFILL] = {0.0f};
 
-/* Weights of rows, in each plane, and what turns integers into answers: by[0] * first + by[1] * second + rest. */
+/* Folded and rounded weights of all rows. Index 0 is the high or only limb, 1 the low limb. An answer is
+ * by[0] * sum[0] + by[1] * sum[1] + rest, where sum[i] is the sum of the products of limb i. */
 typedef struct tkvi_prefill_fold {
     TKVI_ALIGNED uint8_t w[2][TKVI_PREFILL_FLOATS]; /* [tile or quad][lanes][4] */
     TKVI_ALIGNED float by[2][TKVI_PREFILL], rest[TKVI_PREFILL];
-    int n_second; /* so many tiles or quads have a second plane */
+    int n_second; /* K: number of leading tiles that have a low limb. V: all quads of tokens, or 0. */
 } tkvi_prefill_fold;
 
 TKVI_FLAT_AVX512 void tkvi_prefill_store_steps_avx512(__m512 step, tkvi_prefill_fold *f, int v) {
@@ -11570,7 +11600,7 @@ TKVI_FLAT_AVX512 void tkvi_prefill_store_steps_avx512(__m512 step, tkvi_prefill_
     _mm512_store_ps(f->by[1] + 16 * v, _mm512_mul_ps(step, _mm512_set1_ps(1.0f / 128.0f)));
 }
 
-/* Of n tokens or channels, both planes of weights. */
+/* Answers for n tokens (K) or channels (V), from both limbs. */
 static void tkvi_prefill_dot_k_avx512(const tkvi_prefill_fold *f, int lanes, int tiles, const int32_t *x,
                                       int n, float *out) {
     for (; n > 0; n -= 8, x += 8, out += 8 * lanes) {
@@ -11594,8 +11624,9 @@ static void tkvi_prefill_dot_v_avx512(const tkvi_prefill_fold *f, int lanes, int
     }
 }
 
-/* Codes lie around `middle` / 2: takes that off, for the sums of weights, or of weights times middle, in each
- * plane. */
+/* Subtracts the part that the centre of the codes adds to the answers: half * by * sum of each limb.
+ *   K: sum is the sum of w centre2, and half is 0.5
+ *   V: sum is the sum of w, and half is 0.5 * middle */
 TKVI_FLAT_AVX512 __m512 tkvi_prefill_subtract_middle_avx512(__m512 rest, const tkvi_prefill_fold *f, int v,
                                                             const __m512i *sum, float half) {
     int limb;
@@ -11605,22 +11636,26 @@ TKVI_FLAT_AVX512 __m512 tkvi_prefill_subtract_middle_avx512(__m512 rest, const t
     return rest;
 }
 
-/* One group of tokens of a block: scale and rest by position, `coded` of them have codes. */
+/* One group of tokens of a block. */
 typedef struct tkvi_prefill_k_args {
     const tkvi_side *s;
     tkvi_prefill_queries *q;
-    const float *scale, *rest;
-    const uint8_t *centre2; /* by position, twice the centre of codes */
-    int coded, wide, n_limbs;
-    float coarse;
+    const float *scale, *rest; /* by position; rest: see tkvi_prefill_fold_zeros_avx512 */
+    const uint8_t *centre2;    /* by position, twice the centre of the codes */
+    int coded, wide, n_limbs;  /* coded: number of positions with codes; wide, n_limbs: see tkvi_fold_args */
+    float coarse;              /* see tkvi_coarse_k */
 } tkvi_prefill_k_args;
 
-/* K's weights are made in integers of 16 bits, two to a multiplication of floats: q folded with the scales of an
- * earlier block, times scale over that scale (1 is 16384). Rows 4 l, 4 l + 1 of 16 stand in quarter l of the first
- * of two vectors, 4 l + 2 and 4 l + 3 in the second, four channels each: packed to bytes they are in order. */
+/* Weights of K are computed in 16-bit integers: a vector has twice as many of them as floats. A weight is
+ * q->folded (the query times the scale of the cached block) times the ratio of this block's scale to that scale.
+ * A ratio of 1 is the integer 16384.
+ * Layout of q->folded: two vectors for each tile of four channels and 16 rows. Quarter l of the first vector has
+ * rows 4 l and 4 l + 1, four channels each. Quarter l of the second has rows 4 l + 2 and 4 l + 3. Packing both to
+ * bytes gives all rows in order. */
 enum { TKVI_PREFILL_ONE = 16384, TKVI_PREFILL_MIN_RATIO = TKVI_PREFILL_ONE / 16 };
 
-/* Scales of this block over those of the other one; 0 if that one was too different. */
+/* by: out, the ratios of this block's scales to the cached ones. Returns 0 if a ratio is outside 1/16 .. 2, or if
+ * the number of coded positions differs. */
 TKVI_FLAT_AVX512 int tkvi_prefill_scale_ratios_avx512(const tkvi_prefill_k_args *a, int16_t *by) {
     const tkvi_prefill_queries *q = a->q;
     int c;
@@ -11639,7 +11674,7 @@ TKVI_FLAT_AVX512 int tkvi_prefill_scale_ratios_avx512(const tkvi_prefill_k_args 
     return 1;
 }
 
-/* This block is that other one from now on, for the 16 rows of vector v. */
+/* Folds the queries of row vector v with the scales of this block, and caches them in q->folded. */
 static TKVI_TARGET_AVX512 void tkvi_prefill_cache_queries_avx512(const tkvi_prefill_k_args *a, int v) {
     const int lanes = a->q->lanes;
     const uint8_t *order = a->s->order;
@@ -11669,7 +11704,7 @@ static TKVI_TARGET_AVX512 void tkvi_prefill_cache_queries_avx512(const tkvi_pref
     }
 }
 
-/* Tile c / 4 of 16 rows: their weights, still in 16 bits. */
+/* The weights of 16 rows for one tile, in 16 bits, in the layout of q->folded. */
 TKVI_FLAT_AVX512 void tkvi_prefill_rescale_tile_avx512(const int16_t *folded, const int16_t *by, __m512i *y) {
     int64_t four;
     memcpy(&four, by, 8);
@@ -11683,7 +11718,8 @@ TKVI_FLAT_AVX512 __m512i tkvi_prefill_load4_avx512(const uint8_t *p) {
     return _mm512_set1_epi32(four);
 }
 
-/* The 16 rows of vector v, `two`: with a second plane. Returns 1 if a row needs one and has none. */
+/* Rounds the weights of row vector v. The first `two` positions get two limbs. Returns nonzero if a row needs two
+ * limbs everywhere and does not have them. */
 static TKVI_TARGET_AVX512 int tkvi_prefill_round_k_avx512(const tkvi_prefill_k_args *a, const int16_t *by,
                                                           int v, int two, tkvi_prefill_fold *f) {
     const int lanes = a->q->lanes;
@@ -11699,16 +11735,17 @@ static TKVI_TARGET_AVX512 int tkvi_prefill_round_k_avx512(const tkvi_prefill_k_a
         for (j = 0; j < 2; j++) most[j] = _mm512_max_epu16(most[j], _mm512_abs_epi16(y[j]));
     }
     TKVI_UNROLL
-    for (j = 0; j < 2; j++) { /* of four channels */
+    for (j = 0; j < 2; j++) { /* the largest of the four channels of each row */
         most[j] = _mm512_max_epu16(most[j], _mm512_ror_epi64(most[j], 32));
         most[j] = _mm512_max_epu16(most[j], _mm512_ror_epi64(most[j], 16));
         most[j] = _mm512_and_si512(most[j], _mm512_set1_epi64(0xffff));
     }
-    /* rows in order: most << k is 16384 and more; b = 127 / (most << k), 127 .. 254 */
+    /* m: the largest weights, rows in order. k: shift, so that m << k is 16384 .. 32767.
+     * b = 127 * 32768 / (m << k), which is 127 .. 254. Hence w * (b << k) / 32768 is a limb of -127 .. 127. */
     m = _mm512_shuffle_epi32(_mm512_or_si512(most[0], _mm512_slli_epi64(most[1], 32)), _MM_PERM_DBCA);
     m = _mm512_max_epi32(m, _mm512_set1_epi32(128));
-    k = _mm512_srli_epi32(_mm512_castps_si512(_mm512_cvtepi32_ps(m)),
-                          23); /* vgetexpps: gcc 12's macro warns at -O0 */
+    /* the exponent of m, from its bits: gcc 12 warns about _mm512_getexp_ps at -O0 */
+    k = _mm512_srli_epi32(_mm512_castps_si512(_mm512_cvtepi32_ps(m)), 23);
     k = _mm512_sub_epi32(_mm512_set1_epi32(127 + 14), k);
     b = _mm512_cvttps_epi32(_mm512_div_ps(_mm512_set1_ps((float)TKVI_LIMB_MAX_K * 32768.0f),
                                           _mm512_cvtepi32_ps(_mm512_sllv_epi32(m, k))));
@@ -11719,14 +11756,14 @@ static TKVI_TARGET_AVX512 int tkvi_prefill_round_k_avx512(const tkvi_prefill_k_a
     b = _mm512_shuffle_epi32(b, _MM_PERM_DBCA);
     k = _mm512_shuffle_epi32(k, _MM_PERM_DBCA);
     TKVI_UNROLL
-    for (j = 0; j < 2; j++) { /* to all four channels of a row */
+    for (j = 0; j < 2; j++) { /* copies b and k to all four channels of their row */
         const __m512i all =
             _mm512_broadcast_i32x4(j ? _mm_setr_epi8(4, 5, 4, 5, 4, 5, 4, 5, 12, 13, 12, 13, 12, 13, 12, 13)
                                      : _mm_setr_epi8(0, 1, 0, 1, 0, 1, 0, 1, 8, 9, 8, 9, 8, 9, 8, 9));
         times[j] = _mm512_shuffle_epi8(b, all);
         shift[j] = _mm512_shuffle_epi8(k, all);
     }
-    for (c = 0; c < two; c += 4) { /* 128 hi + lo */
+    for (c = 0; c < two; c += 4) { /* weight = 128 * hi + lo */
         __m512i lo[2];
         tkvi_prefill_rescale_tile_avx512(folded + lanes * c, by + c, y);
         TKVI_UNROLL
@@ -11756,14 +11793,14 @@ static TKVI_TARGET_AVX512 int tkvi_prefill_round_k_avx512(const tkvi_prefill_k_a
     }
     _mm512_store_ps(f->rest + 16 * v,
                     tkvi_prefill_subtract_middle_avx512(_mm512_setzero_ps(), f, v, sum, 0.5f));
-    /* the largest weight is 127, or there is none */
+    /* the largest rounded weight of a row is 127, unless all its weights are 0 */
     some = _mm512_test_epi32_mask(squares, squares);
     return two < a->coded && tkvi_prefill_needs_two_avx512(
                                  a->coarse, _mm512_maskz_mov_ps(some, _mm512_set1_ps((float)TKVI_LIMB_MAX_K)),
                                  _mm512_cvtepi32_ps(squares), TKVI_LIMB_MAX_K);
 }
 
-/* Adds what does not depend on codes, for the 16 rows of vector v. */
+/* Adds the part of the answers that does not depend on codes, sum of q rest, for row vector v. */
 static TKVI_TARGET_AVX512 void tkvi_prefill_add_rest_avx512(const tkvi_prefill_k_args *a, int v,
                                                             tkvi_prefill_fold *f) {
     const int lanes = a->q->lanes;
@@ -11815,7 +11852,7 @@ static TKVI_TARGET_AVX512 void tkvi_prefill_fold_k_avx512(const tkvi_prefill_k_a
         TKVI_UNROLL                                                                                          \
         for (p = 0; p < 4; p++) { _mm512_store_si512((void *)(x + 64 * p), y[p]); }                          \
     }
-/* All tiles to bytes: [tile][64 tokens][4] */
+/* Unpacks all tiles to bytes: [tile][64 tokens][4]. */
 static TKVI_TARGET_AVX512 void tkvi_prefill_unpack_k_avx512(const tkvi_side *s, const uint8_t *src,
                                                             uintptr_t ahead, uint8_t *x) {
     const uint8_t *wide = src, *tops = src + tkvi_tiles(&s->runs).halves;
@@ -11832,7 +11869,7 @@ static TKVI_TARGET_AVX512 void tkvi_prefill_unpack_k_avx512(const tkvi_side *s, 
 }
 #undef TKVI_RUN_
 
-/* zero - ref + centre * scale, in place of zero */
+/* Replaces zero by zero - ref + centre * scale. */
 static TKVI_TARGET_AVX512 void tkvi_prefill_fold_zeros_avx512(const tkvi_side *s, const uint8_t *centre2,
                                                               const float *ref, const float *scale,
                                                               float *zero) {
@@ -11865,7 +11902,7 @@ static TKVI_TARGET_AVX512 void tkvi_prefill_tiles_k_avx512(const tkvi_side *s, c
         memset(centre2 + c, (1 << width) - 1, (size_t)(4 * s->runs.n[width]));
     memset(centre2 + c, 0, (size_t)(s->pad - c));
     a.coded = c;
-    if (q->coded == 0 || q->order != s->order) { /* the same for all blocks, mostly */
+    if (q->coded == 0 || q->order != s->order) { /* most blocks of a head have the same order */
         q->order = s->order;
         q->coded = 0;
         for (c = 0; c < s->pad; c++) q->sorted[c] = q->ref[s->order ? s->order[c] : c];
@@ -11886,11 +11923,13 @@ static TKVI_TARGET_AVX512 void tkvi_prefill_tiles_k_avx512(const tkvi_side *s, c
     }
 }
 
-/* Channels of one width and group. */
+/* Channels of V that have one width and one group. */
 typedef struct tkvi_prefill_v_args {
     const float *p, *scale, *zero;
-    float centre, middle, coarse; /* of the codes; the same of what is multiplied, twice */
-    int n_limbs;
+    float centre; /* tkvi_centre of the codes */
+    float middle; /* twice the centre of the signed bytes that are multiplied */
+    float coarse; /* see tkvi_coarse_v */
+    int n_limbs;  /* see tkvi_n_limbs */
 } tkvi_prefill_v_args;
 
 TKVI_FLAT_AVX512 void tkvi_prefill_fold_v_avx512(const tkvi_prefill_v_args *a, const int nv,
@@ -11956,7 +11995,7 @@ TKVI_FLAT_AVX512 void tkvi_prefill_fold_v_avx512(const tkvi_prefill_v_args *a, c
                                                _mm512_set1_ps(a->scale[t + j]));
                 x[j] = tkvi_nearest_avx512(_mm512_mul_ps(y, by[v]));
             }
-            if (two_mask) { /* 128 hi + lo */
+            if (two_mask) { /* weight = 128 * hi + lo */
                 __m512i lo[4];
                 TKVI_UNROLL
                 for (j = 0; j < 4; j++) {
@@ -11978,7 +12017,8 @@ TKVI_FLAT_AVX512 void tkvi_prefill_fold_v_avx512(const tkvi_prefill_v_args *a, c
                         tkvi_prefill_subtract_middle_avx512(sum[v], f, v, all[v], 0.5f * a->middle));
 }
 
-/* One slab of 16 channels, or 32 if it is one of pairs, to signed bytes: [slab][quad of tokens][16 channels][4]. */
+/* Unpacks a slab of 16 channels, or of 32 if lanes are pairs, to signed bytes:
+ * [16 channels][quad of tokens][channel][4 tokens]. */
 TKVI_FLAT_AVX512 void tkvi_prefill_unpack_slab_avx512(const tkvi_side *s, const int width,
                                                       const uint8_t *wide, const uint8_t *tops, int half,
                                                       int8_t *x) {
@@ -12037,7 +12077,7 @@ static TKVI_TARGET_AVX512 void tkvi_prefill_tiles_v_avx512(const tkvi_side *s, c
     for (width = TKVI_MAX_WIDTH; width > 0; width--) {
         const int slabs = tkvi_slab_channels(s, width) / 16;
         for (i = 0; i < s->runs.n[width]; i += 4, slab += slabs) {
-            if (i == 0 || slab * 16 % s->group == 0) { /* a new group, or new codes */
+            if (i == 0 || slab * 16 % s->group == 0) { /* another width or another group */
                 a.scale = scale + slab * 16 / s->group * TKVI_BLOCK;
                 a.zero = zero + slab * 16 / s->group * TKVI_BLOCK;
                 a.centre = tkvi_centre(s, width);
@@ -12056,13 +12096,13 @@ static TKVI_TARGET_AVX512 void tkvi_prefill_tiles_v_avx512(const tkvi_side *s, c
     }
 }
 
-/* >>all */
+/* >>softmax, rotation, layout */
 #define TKVI_LOG2E 1.44269502f
-/* exp(s - m), m being multiplied by log2 e already; 0 below -87. As tkvi_exp_avx512, with less for the multipliers.
- * */
+/* exp(s - m / log2 e): the caller has multiplied m by log2 e. The result is 0 where s - m / log2 e is below -86.6.
+ * It has two multiplications fewer than tkvi_exp_avx512. */
 TKVI_FLAT_AVX512 __m512 tkvi_prefill_exp_avx512(__m512 s, __m512 m) {
     const __m512 x = _mm512_fmsub_ps(s, _mm512_set1_ps(TKVI_LOG2E), m);
-    const __m512 n = _mm512_cvtepi32_ps(_mm512_cvtps_epi32(x)); /* vrndscaleps: the same */
+    const __m512 n = _mm512_cvtepi32_ps(_mm512_cvtps_epi32(x)); /* rounds like vrndscaleps */
     const __m512 r = _mm512_sub_ps(x, n);
     __m512 y = _mm512_set1_ps(1.326472728e-03f);
     y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(9.671512657e-03f));
@@ -12108,7 +12148,7 @@ static TKVI_TARGET_AVX512 int tkvi_prefill_softmax_step_avx512(const tkvi_softma
         shrinks |= before;
         m = _mm512_mask_mov_ps(m, grows, most);
         _mm512_storeu_ps(w->m + v, m);
-        /* rows that have seen nothing: 0, and exp of -1e30 */
+        /* A row that has seen no key gets the maximum 0: exp(-1e30 - 0) is 0. */
         top = _mm512_maskz_mul_ps(_mm512_cmp_ps_mask(m, hidden, _CMP_GT_OQ), m, _mm512_set1_ps(TKVI_LOG2E));
         sum = squares = _mm512_setzero_ps();
         for (t = 0; t < TKVI_BLOCK; t++) {
@@ -12137,7 +12177,7 @@ static TKVI_TARGET_AVX512 void tkvi_prefill_shrink_avx512(float *x, int n, int l
             _mm512_storeu_ps(x + v, _mm512_mul_ps(_mm512_loadu_ps(x + v), _mm512_loadu_ps(by + v)));
 }
 
-/* core/rotate.h, rows in lanes */
+/* tkvi_butterflies of core/rotate.h, with rows in lanes. */
 static TKVI_TARGET_AVX512 void tkvi_prefill_butterflies_avx512(float *x, int n, int lanes) {
     int h, i, j, v;
     for (h = 1; h < n; h *= 2)
@@ -12170,7 +12210,7 @@ static TKVI_TARGET_AVX512 void tkvi_prefill_rotate_back_avx512(float *x, int dim
     }
 }
 
-/* 16 x 16 at a time */
+/* 16 x 16 floats at a time. */
 static TKVI_TARGET_AVX512 void tkvi_prefill_transpose_avx512(const float *x, int x_stride, int n, float *y,
                                                              int y_stride) {
     int i, r, k;
@@ -12229,7 +12269,7 @@ static const tkvi_prefill tkvi_prefill_avx512 = {
 
 #endif /* TKVI_AVX512 */
 
-/* NULL: 8 rows at a time, by kernels/scalar.h. */
+/* The prefill kernels of an instruction set. NULL: it has none, and the caller uses its kernels for 8 rows. */
 static const tkvi_prefill *tkvi_prefill_of(tkv_isa isa) {
 #ifdef TKVI_AVX512
     if (isa == TKV_ISA_AVX512) return &tkvi_prefill_avx512;

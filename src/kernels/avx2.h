@@ -1,6 +1,7 @@
 /*
- * kernels/avx2.h - the kernels of kernels/scalar.h for AVX2 + FMA + F16C (Haswell, Zen and later). kernels/avx512.h
- * has the same functions with longer vectors; read them side by side. Calls kernels/x86.h.
+ * kernels/avx2.h - the kernels of kernels/scalar.h for AVX2, FMA and F16C (Haswell, Zen and later).
+ *
+ * kernels/avx512.h has the same functions with longer vectors. Read them side by side.
  */
 #ifndef TKVI_KERNELS_AVX2_H
 #define TKVI_KERNELS_AVX2_H
@@ -48,7 +49,7 @@ TKVI_FLAT_AVX2 __m128 tkvi_max4_avx2(const __m256 *a) {
     return _mm_max_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
 }
 
-/* 8 values of an exact side. The branch goes the same way all the time. */
+/* 8 values of an exact side. The branch is predicted: it goes one way for the whole side. */
 TKVI_FLAT_AVX2 __m256 tkvi_load_values_avx2(tkvi_storage type, const uint8_t *row, int at) {
     if (type == TKVI_AS_F16) return _mm256_cvtph_ps(tkvi_load_bytes16_avx2(row + 2 * at));
     if (type == TKVI_AS_BF16)
@@ -74,20 +75,19 @@ static TKVI_TARGET_AVX2 void tkvi_f32_to_f16_avx2(const float *x, int n, uint8_t
     tkvi_f32_to_f16_scalar(x + i, n - i, dst + 2 * i);
 }
 
-/* n is a multiple of 4 here: four lanes. */
 TKVI_FLAT_AVX2 __m128i tkvi_load_bytes4_avx2(const uint8_t *src) {
     int32_t x;
     memcpy(&x, src, 4);
     return _mm_cvtsi32_si128(x);
 }
 
-/* Eight of tkvi_log_value. */
+/* tkvi_log_value of eight bytes. */
 TKVI_FLAT_AVX2 __m256 tkvi_decode_8_log_scales_avx2(__m128i bytes, int top) {
     const __m256i base = _mm256_set1_epi32(1024), one = _mm256_set1_epi32(1);
     const uint8_t *mantissa = (const uint8_t *)tkvi_log_mantissa;
     __m256i code = _mm256_cvtepu8_epi32(bytes), x = _mm256_sub_epi32(code, one);
     __m256i bits = _mm256_add_epi32(_mm256_srai_epi32(x, 4), _mm256_set1_epi32(127 + top - 16));
-    /* a table of 16: two of eight, and bit 3 chooses */
+    /* looks up 16 mantissas as two tables of eight; bit 3 of x selects the table */
     __m256i low = _mm256_permutevar8x32_epi32(_mm256_cvtepu16_epi32(tkvi_load_bytes16_avx2(mantissa)), x);
     __m256i high =
         _mm256_permutevar8x32_epi32(_mm256_cvtepu16_epi32(tkvi_load_bytes16_avx2(mantissa + 16)), x);
@@ -131,7 +131,7 @@ static TKVI_TARGET_AVX2 void tkvi_encode_log_scales_avx2(const float *x, int n, 
         __m256i code = _mm256_sub_epi32(_mm256_srli_epi32(bits, 23), _mm256_set1_epi32(127 + top - 16));
         __m128i low;
         code = _mm256_add_epi32(_mm256_slli_epi32(code, 4), _mm256_set1_epi32(1));
-        for (k = 0; k < 16; k++) /* a step for each border that is not above */
+        for (k = 0; k < 16; k++) /* adds 1 for each border that the mantissa reaches */
             code = _mm256_sub_epi32(
                 code, _mm256_cmpgt_epi32(mantissa, _mm256_set1_epi32((int32_t)tkvi_log_border[k] - 1)));
         code = _mm256_min_epi32(_mm256_max_epi32(code, _mm256_set1_epi32(1)), _mm256_set1_epi32(255));
@@ -142,13 +142,13 @@ static TKVI_TARGET_AVX2 void tkvi_encode_log_scales_avx2(const float *x, int n, 
     tkvi_encode_log_scales_scalar(x + i, n - i, top, dst + i);
 }
 
-/* >>encoding: the same integers as the scalar code, and floats in the same order: the same bytes. AVX-512 has
- * longer vectors for the two steps that take the time, columns and tokens, and shares the others. */
+/* >>encoding: gives the bytes of the scalar code, because integers are the same and floats have the same order of
+ * operations. AVX-512 has its own versions of the two slow steps, K columns and V tokens, and shares the others. */
 TKVI_FLAT_AVX2 void tkvi_store_bytes_avx2(uint8_t *p, __m256i x) {
     _mm256_storeu_si256((__m256i *)(void *)p, x);
 }
 
-/* Codes of four n_limbs, cut to `bits`, side by side in bytes. */
+/* Joins n planes of codes into bytes: bits shift .. shift + bits - 1 of plane p go to bit p * bits of each byte. */
 TKVI_FLAT_AVX2 __m256i tkvi_join_planes_avx2(const __m256i *code, const int shift, const int bits,
                                              const int n) {
     const __m256i mask = tkvi_splat_bytes_avx2((1 << bits) - 1);
@@ -165,7 +165,7 @@ static TKVI_TARGET_AVX2 void tkvi_pack_tile_avx2(uint8_t *codes, const tkvi_tile
                                                  const uint8_t *code) {
     uint8_t *wide = codes + at->wide, *half = codes + at->halves + at->half / 2 * 64;
     int j, p, upper = at->half % 2;
-    for (j = 0; j < 64; j += 32, wide += 32, half += 32) { /* half of each plane */
+    for (j = 0; j < 64; j += 32, wide += 32, half += 32) { /* 32 of the 64 codes of each plane */
         __m256i c[4], x;
         TKVI_UNROLL
         for (p = 0; p < 4; p++) c[p] = tkvi_load_bytes_avx2(code + 64 * p + j);
@@ -185,7 +185,7 @@ static TKVI_TARGET_AVX2 void tkvi_pack_tile_avx2(uint8_t *codes, const tkvi_tile
                          : tkvi_join_planes_avx2(c, 0, 1, 4);
         if (upper)
             x = _mm256_or_si256(_mm256_slli_epi16(x, 4),
-                                tkvi_load_bytes_avx2(half)); /* cleared, or the lower */
+                                tkvi_load_bytes_avx2(half)); /* cleared, or has a lower half */
         tkvi_store_bytes_avx2(half, x);
     }
 }
@@ -209,7 +209,7 @@ static TKVI_TARGET_AVX2 void tkvi_interleave_avx2(uint8_t (*column)[TKVI_BLOCK],
     }
 }
 
-/* Columns from rows: four[q][l] has four tokens of column l. 8 x 8 of them at a time. */
+/* Transposes codes: four[q][l] has tokens 4q .. 4q + 3 of column l. Takes 8 x 8 of these words at a time. */
 static TKVI_TARGET_AVX2 void tkvi_transpose_codes_avx2(uint8_t (*code)[TKVI_BLOCK],
                                                        int32_t (*four)[TKVI_LANES]) {
     int part, i;
@@ -238,7 +238,7 @@ static TKVI_TARGET_AVX2 void tkvi_transpose_codes_avx2(uint8_t (*code)[TKVI_BLOC
     }
 }
 
-/* The covariance of core/fit.h, four at a time: integers below 2^53, exact as doubles. */
+/* tkvi_covariance of core/fit.h, four at a time. The integers are below 2^53, so doubles are exact. */
 TKVI_FLAT_AVX2 __m128 tkvi_covariance_avx2(__m256d n, __m128i a, __m128i b, __m128i products) {
     __m256d x = _mm256_mul_pd(n, _mm256_cvtepi32_pd(products));
     return _mm256_cvtpd_ps(_mm256_sub_pd(x, _mm256_mul_pd(_mm256_cvtepi32_pd(a), _mm256_cvtepi32_pd(b))));
@@ -299,9 +299,9 @@ static TKVI_TARGET_AVX2 void tkvi_finalize_scales_avx2(tkvi_columns *c, int top)
     }
 }
 
-/* Columns: a lane of 32 bits each, two tokens in it; eight of the 16 at a time. */
+/* K columns: a 32-bit lane is a column and has two tokens. Eight of the 16 columns go together. */
 typedef struct tkvi_range_avx2 {
-    __m256i cut, by, top; /* in both halves of a lane */
+    __m256i cut, by, top; /* each value stands in both halves of its lane */
 } tkvi_range_avx2;
 
 TKVI_FLAT_AVX2 __m256i tkvi_repeat16_avx2(__m256i x) { return _mm256_or_si256(x, _mm256_slli_epi32(x, 16)); }
@@ -316,7 +316,7 @@ TKVI_FLAT_AVX2 tkvi_range_avx2 tkvi_range_of_avx2(int k, __m256i width) {
     return range;
 }
 
-TKVI_FLAT_AVX2 __m256i tkvi_cut_codes_avx2(__m256i u, const tkvi_range_avx2 *r) { /* tkvi_cut_code */
+TKVI_FLAT_AVX2 __m256i tkvi_cut_codes_avx2(__m256i u, const tkvi_range_avx2 *r) { /* as tkvi_cut_code */
     __m256i v = _mm256_mulhi_epu16(_mm256_subs_epu16(u, r->cut), r->by);
     return _mm256_min_epi16(_mm256_avg_epu16(v, _mm256_setzero_si256()), r->top);
 }
@@ -325,11 +325,12 @@ TKVI_FLAT_AVX2 void tkvi_store_ints_avx2(int32_t *p, __m256i x) {
     _mm256_storeu_si256((__m256i *)(void *)p, x);
 }
 
-TKVI_FLAT_AVX2 __m256i tkvi_select_avx2(__m256i a, __m256i b, __m256 mask) { /* b where the mask is */
+TKVI_FLAT_AVX2 __m256i tkvi_select_avx2(__m256i a, __m256i b, __m256 mask) { /* b where the mask is set */
     return _mm256_castps_si256(_mm256_blendv_ps(_mm256_castsi256_ps(a), _mm256_castsi256_ps(b), mask));
 }
 
-/* Range and integers of columns l .. l + 7; 0 if values would have to be cut to +-1e30. */
+/* Computes range and integers of columns l .. l + 7. Returns 0 if a residual is beyond +-1e30, which this code does
+ * not clamp. */
 TKVI_FLAT_AVX2 int tkvi_columns_to_ints_avx2(tkvi_columns *c, int l) {
     const __m256 lowest = _mm256_set1_ps(-1e30f), highest = _mm256_set1_ps(1e30f);
     const __m256 mean = _mm256_loadu_ps(c->mean + l);
@@ -353,7 +354,7 @@ TKVI_FLAT_AVX2 int tkvi_columns_to_ints_avx2(tkvi_columns *c, int l) {
     _mm256_storeu_ps(c->low + l, low);
     _mm256_storeu_ps(c->step + l, _mm256_and_ps(step, some));
     for (t = 0; t < TKVI_BLOCK / 2; t++) {
-        const float *x = residual[t / 2 * 4 + t % 2]; /* as tkvi_column_u says */
+        const float *x = residual[t / 2 * 4 + t % 2]; /* in the order of tkvi_column_u */
         __m256 a = _mm256_mul_ps(_mm256_sub_ps(_mm256_loadu_ps(x), low), inverse);
         __m256 b = _mm256_mul_ps(_mm256_sub_ps(_mm256_loadu_ps(x + 16), low), inverse);
         __m256i u = _mm256_or_si256(_mm256_cvttps_epi32(a), _mm256_slli_epi32(_mm256_cvttps_epi32(b), 16));
@@ -425,20 +426,20 @@ static TKVI_TARGET_AVX2 void tkvi_encode_k_columns_avx2(tkvi_columns *c) {
     tkvi_transpose_codes_avx2(c->code, four);
 }
 
-/* Tokens: a lane of 32 bits for a channel. */
-/* A token rotated, and zeros to the next multiple of 32; returns its largest size. */
+/* V tokens: a 32-bit lane is a channel. */
+/* Rotates a token, and fills y with zeros to a multiple of 32 channels. Returns the largest |y|. */
 TKVI_FLAT_AVX2 float tkvi_rotate_token_avx2(const tkvi_side *s, int log2n, const float *x, const float *flip,
                                             float *y) {
     const int n = 1 << log2n, end = tkvi_round_up(s->dim, 32);
     __m256 most;
     int c;
-    for (c = n; c < end; c += 8) /* what is not in the first window */
+    for (c = n; c < end; c += 8) /* channels beyond the first window */
         _mm256_storeu_ps(
             y + c, tkvi_flip_avx2(_mm256_maskload_ps(x + c, tkvi_lane_mask_avx2(s->dim - c)), flip + c));
     most = tkvi_window_avx2(x, flip, y, log2n);
     if (n == s->dim) return tkvi_max_avx2(most);
     most = tkvi_window_avx2(y + s->dim - n, NULL, y + s->dim - n, log2n);
-    for (c = 0; c < s->dim - n; c += 8) /* some of them twice */
+    for (c = 0; c < s->dim - n; c += 8) /* may read channels of the last window again */
         most = _mm256_max_ps(most, _mm256_andnot_ps(_mm256_set1_ps(-0.0f), _mm256_loadu_ps(y + c)));
     return tkvi_max_avx2(most);
 }
@@ -449,8 +450,8 @@ TKVI_FLAT_AVX2 int32_t tkvi_sum_ints_avx2(__m256i a) {
     return _mm_cvtsi128_si32(_mm_add_epi32(x, _mm_shuffle_epi32(x, 0xb1)));
 }
 
-/* A token as integers, 8 channels and the 8 that are 16 further packed as _mm256_packs_epi32 does it. Returns
- * the sum of squares. */
+/* Converts a token to integers. A vector of u has channels c .. c + 7 and c + 16 .. c + 23, interleaved as
+ * _mm256_packs_epi32 leaves them. Returns the sum of squares. */
 TKVI_FLAT_AVX2 int32_t tkvi_token_to_ints_avx2(const float *y, float by, int end, int16_t *u) {
     const __m256 inverse = _mm256_set1_ps(by);
     const __m256i most = _mm256_set1_epi16(TKVI_R_MOST), least = _mm256_set1_epi16(-TKVI_R_MOST);
@@ -470,7 +471,7 @@ TKVI_FLAT_AVX2 __m256i tkvi_floor_avx2(__m256i u, __m256 by) {
     return _mm256_cvttps_epi32(_mm256_floor_ps(_mm256_mul_ps(_mm256_cvtepi32_ps(u), by)));
 }
 
-/* The two halves of what was packed. */
+/* Channels c .. c + 7 (first) and c + 16 .. c + 23 (second) of such a vector. */
 TKVI_FLAT_AVX2 __m256i tkvi_first_avx2(__m256i u) {
     return _mm256_srai_epi32(_mm256_unpacklo_epi16(u, u), 16);
 }
@@ -479,12 +480,12 @@ TKVI_FLAT_AVX2 __m256i tkvi_second_avx2(__m256i u) {
     return _mm256_srai_epi32(_mm256_unpackhi_epi16(u, u), 16);
 }
 
-/* Two vectors of small integers as one of pairs. */
+/* Joins two vectors of 16-bit values into one vector of pairs. */
 TKVI_FLAT_AVX2 __m256i tkvi_make_pairs_avx2(__m256i a, __m256i b) {
     return _mm256_blend_epi16(a, _mm256_slli_epi32(b, 16), 0xaa);
 }
 
-/* Codes of a uniform grid for 8 + 8 channels, packed like u; adds <u, level>. */
+/* Codes of a uniform grid for 8 + 8 channels, in the order of u. Adds u * level to *sum. */
 TKVI_FLAT_AVX2 __m256i tkvi_encode_grid_avx2(const int16_t *u, float fine, int top, __m256i *sum) {
     const __m256i tops = _mm256_set1_epi16((short)top);
     const __m256 by = _mm256_set1_ps(fine);
@@ -496,8 +497,8 @@ TKVI_FLAT_AVX2 __m256i tkvi_encode_grid_avx2(const int16_t *u, float fine, int t
     return v;
 }
 
-/* Codes of 8 pairs, 0 .. 7 in lanes; adds <u, level>. The best score and the first code that has it win in
- * one maximum: eight times the score, and 7 - code. */
+/* Codes 0 .. 7 of 8 pairs. Adds half of u * level to *sum (formats/r.h, step 5). One maximum of
+ * 8 * score + 7 - code finds the best score and the first code that reaches it. */
 TKVI_FLAT_AVX2 __m256i tkvi_encode_pairs_avx2(const int16_t *u, float fine, __m256i *sum) {
     const __m256 by = _mm256_set1_ps(fine);
     const __m128i *point = (const __m128i *)(const void *)tkvi_r_pairs;
@@ -520,8 +521,8 @@ TKVI_FLAT_AVX2 __m256i tkvi_encode_pairs_avx2(const int16_t *u, float fine, __m2
     return code;
 }
 
-/* Codes of four tokens; sum: twice <u, level> of each. u: [token][TKV_MAX_HEAD_DIM]; fine: [2][16], that of
- * grids and that of pairs. */
+/* Codes of four tokens. sum: out, the sum of u * level of each (formats/r.h, step 6). u: [token][TKV_MAX_HEAD_DIM].
+ * fine: [2][16], factors of u for the grid and for pairs. */
 TKVI_FLAT_AVX2 void tkvi_encode_four_tokens_avx2(const tkvi_side *s, const int16_t *u, const float *fine,
                                                  uint8_t *code, int32_t *sum) {
     const int pairs = s->pairs ? s->pad / 32 * 32 : 0, bits = s->pairs ? 2 : s->half_bits / 2;
@@ -530,7 +531,7 @@ TKVI_FLAT_AVX2 void tkvi_encode_four_tokens_avx2(const tkvi_side *s, const int16
     int c, r;
     TKVI_UNROLL
     for (r = 0; r < 4; r++) grid[r] = pair[r] = _mm256_setzero_si256();
-    for (c = 0; c < pairs; c += 16, code += c % 32 ? 32 : second - 32) { /* c: of u; half a slab of pairs */
+    for (c = 0; c < pairs; c += 16, code += c % 32 ? 32 : second - 32) { /* 8 of the 16 lanes of a slab */
         TKVI_UNROLL
         for (r = 0; r < 4; r++)
             v[r] = tkvi_encode_pairs_avx2(u + r * TKV_MAX_HEAD_DIM + c, fine[TKVI_LANES + r], &pair[r]);
@@ -539,7 +540,7 @@ TKVI_FLAT_AVX2 void tkvi_encode_four_tokens_avx2(const tkvi_side *s, const int16
         tkvi_store_bytes_avx2(code, _mm256_or_si256(v[0], _mm256_slli_epi32(v[2], 16)));
     }
     for (; c < tkvi_round_up(s->dim, 32);
-         c += 16, code += c % 32 ? 32 : 2 * second - 32) { /* halves of two */
+         c += 16, code += c % 32 ? 32 : 2 * second - 32) { /* 8 lanes of each of two slabs */
         TKVI_UNROLL
         for (r = 0; r < 4; r++)
             v[r] = tkvi_encode_grid_avx2(u + r * TKV_MAX_HEAD_DIM + c, fine[r], top, &grid[r]);
@@ -550,12 +551,12 @@ TKVI_FLAT_AVX2 void tkvi_encode_four_tokens_avx2(const tkvi_side *s, const int16
             tkvi_store_bytes_avx2(code + second, _mm256_unpackhi_epi16(v[0], v[2]));
     }
     TKVI_UNROLL
-    for (r = 0; r < 4; r++) /* levels of the plain slab beside pairs: -120, -40, 40, 120, twice */
+    for (r = 0; r < 4; r++) /* beside pairs, level = 2 * 40 * (2 code - 3) */
         sum[r] = 2 * tkvi_sum_ints_avx2(pair[r]) + (s->pairs ? 80 : 1) * tkvi_sum_ints_avx2(grid[r]);
 }
 
-/* 16 tokens at a time, a step for all of them before the next: what waits for a division or for the sum of a
- * vector is then one token of many. */
+/* Each step runs over 16 tokens before the next step starts. So divisions and horizontal sums of several tokens
+ * overlap. */
 static TKVI_TARGET_AVX2 void tkvi_encode_v_tokens_avx2(const tkvi_side *s, const float *x, size_t stride,
                                                        int n, tkvi_codes code, float *scale) {
     TKVI_ALIGNED float y[TKVI_LANES][TKV_MAX_HEAD_DIM], most[TKVI_LANES], by[TKVI_LANES], fine[2][TKVI_LANES];
@@ -576,7 +577,7 @@ static TKVI_TARGET_AVX2 void tkvi_encode_v_tokens_avx2(const tkvi_side *s, const
         memset(most, 0, sizeof most);
         memset(squares, 0, sizeof squares);
         memset(sum, 0, sizeof sum);
-        for (t = 0; t < fours; t++) /* a token that is not there: its neighbour's codes, to be cleared */
+        for (t = 0; t < fours; t++) /* missing tokens repeat the last one; the caller clears their codes */
             most[t] = tkvi_rotate_token_avx2(s, log2n, x + (size_t)(first + tkvi_min(t, count - 1)) * stride,
                                              flip, y[t]);
         for (t = 0; t < TKVI_LANES; t += 8) {
@@ -620,7 +621,7 @@ static TKVI_TARGET_AVX2 float tkvi_max64_avx2(const float *s) {
     return tkvi_max_avx2(m);
 }
 
-/* exp(x) = 2^n exp(r), |r| <= ln 2 / 2; the polynomial is that of Cephes' expf, error 1e-7. */
+/* exp(x) = 2^n exp(r), |r| <= ln 2 / 2. The polynomial is from expf of Cephes, with an error of 1e-7. */
 static TKVI_TARGET_AVX2 float tkvi_exp64_avx2(const float *s, float maximum, float *p) {
     __m256 sum = _mm256_setzero_ps();
     int t;
@@ -647,7 +648,7 @@ static TKVI_TARGET_AVX2 float tkvi_exp64_avx2(const float *s, float maximum, flo
 }
 
 /* >>exact tiers */
-/* nt tokens x nr rows; lanes are 8 channels. Tokens beyond n repeat the last one. */
+/* Scores of nr rows, nt tokens at a time. Lanes are 8 channels. Tokens beyond n repeat the last one. */
 TKVI_FLAT_AVX2 void tkvi_exact_k4_avx2(const tkvi_side *s, const uint8_t *src, uintptr_t ahead,
                                        const float *q, const float *ref, int rows, int n, const int nr,
                                        const int nt, float *scores) {
@@ -684,7 +685,7 @@ TKVI_FLAT_AVX2 void tkvi_exact_k4_avx2(const tkvi_side *s, const uint8_t *src, u
     }
 }
 
-/* The first four rows, or all that are left. */
+/* Scores of the first min(left, 4) rows. */
 static TKVI_TARGET_AVX2 void tkvi_exact_rows_k_avx2(const tkvi_side *s, const uint8_t *src, uintptr_t ahead,
                                                     const float *q, const float *ref, int left, int n,
                                                     float *scores) {
@@ -704,7 +705,7 @@ static TKVI_TARGET_AVX2 void tkvi_exact_k_avx2(const tkvi_side *s, const uint8_t
                                scores + r * TKVI_BLOCK);
 }
 
-/* 16 channels x nr rows, over all tokens. */
+/* Outputs of nr rows in 16 channels, over all tokens. */
 TKVI_FLAT_AVX2 void tkvi_exact_v4_avx2(const tkvi_side *s, const uint8_t *src, uintptr_t ahead,
                                        const float *p, int rows, int n, int first, const int nr, float *out) {
     int row_bytes = s->pad * s->format->bits / 8, t, r, j;
@@ -750,8 +751,9 @@ static TKVI_TARGET_AVX2 void tkvi_exact_v_avx2(const tkvi_side *s, const uint8_t
         }
 }
 
-/* >>decoded: see kernels/decode_x86.h. 16 tokens at a time into a scratch: 16 registers do not hold it all. */
-/* Levels of eight channels; see kernels/avx512.h. */
+/* >>decoded: see kernels/decode_x86.h. Tokens are decoded 16 at a time into a buffer, because 16 registers are too few
+ * to decode and multiply together. */
+/* Levels of eight codes; see kernels/avx512.h. */
 TKVI_FLAT_AVX2 __m256 tkvi_e5m2_avx2(__m256i code) {
     const __m256i size = _mm256_and_si256(code, _mm256_set1_epi32(127));
     const __m256i sign = _mm256_slli_epi32(_mm256_sub_epi32(code, size), 24);
@@ -770,7 +772,8 @@ TKVI_FLAT_AVX2 __m256 tkvi_e4m3_avx2(__m128i code) {
     return _mm256_mul_ps(_mm256_cvtph_ps(x), _mm256_set1_ps(4.0f));
 }
 
-/* p: where the 16 channels begin; eight of them, from the middle if `half`. Of neighbours every second one. */
+/* Levels of 8 of the 16 channels whose codes begin at p: the first 8, or the last 8 if half is 1. neighbours: 1:
+ * RoPE partners are neighbours, so the vector takes every second code. */
 TKVI_FLAT_AVX2 __m256 tkvi_load_levels_avx2(const tkvi_code_rows *r, const tkvi_code_kind kind,
                                             const int neighbours, const uint8_t *p, const int half,
                                             __m256i shift) {
@@ -785,7 +788,7 @@ TKVI_FLAT_AVX2 __m256 tkvi_load_levels_avx2(const tkvi_code_rows *r, const tkvi_
     x = _mm256_set1_epi32(tkvi_load_int_x86(p));
     if (neighbours) x = _mm256_inserti128_si256(x, _mm_set1_epi32(tkvi_load_int_x86(p + r->bits)), 1);
     x = _mm256_srlv_epi32(x, shift);
-    low = _mm256_permutevar8x32_ps(_mm256_load_ps(r->level), x); /* looks at 3 bits */
+    low = _mm256_permutevar8x32_ps(_mm256_load_ps(r->level), x); /* uses 3 bits of x */
     high = _mm256_permutevar8x32_ps(_mm256_load_ps(r->level + 8), x);
     return _mm256_blendv_ps(low, high, _mm256_castsi256_ps(_mm256_slli_epi32(x, 28)));
 }
@@ -802,7 +805,7 @@ static TKVI_TARGET_AVX2 void tkvi_fold_factors_avx2(tkvi_code_rows *r) {
         for (c = 0; c < r->scales_per_token; c++) r->scale[t * r->scales_per_token + c] *= scale[t];
 }
 
-/* Tokens from .. from + n - 1 to x, [token][16 * vectors]. */
+/* Decodes tokens from .. from + n - 1 to x, [token][16 * n_vectors]. */
 TKVI_FLAT_AVX2 void tkvi_codes_to_floats_avx2(const tkvi_code_rows *r, const tkvi_code_kind kind,
                                               const int by_channel, const int neighbours, int from, int n,
                                               float *x) {
@@ -819,7 +822,8 @@ TKVI_FLAT_AVX2 void tkvi_codes_to_floats_avx2(const tkvi_code_rows *r, const tkv
         tkvi_prefetch_code_row(r, t);
         for (v = 0; v < r->n_vectors; v++) {
             const int spread =
-                neighbours && v < r->n_partners; /* channels that do not turn stand as they are */
+                neighbours &&
+                v < r->n_partners; /* the other channels are not rotated, and keep their order */
             TKVI_UNROLL
             for (h = 0; h < 2; h++, x += 8) {
                 const int c = 16 * v + 8 * h;
@@ -846,11 +850,11 @@ static TKVI_TARGET_AVX2 void tkvi_decode_code_rows_avx2(const tkvi_code_rows *r,
     else tkvi_codes_to_floats_avx2(r, TKVI_CODES_TABLE, 1, 0, from, n, x);
 }
 
-/* Turns a row in the order of the vectors, by minus the angle if `back`. */
+/* Rotates a row in the order of the vectors as RoPE does. back: 1: by minus the angle. */
 static TKVI_TARGET_AVX2 void tkvi_rope_row_avx2(const tkvi_code_rows *r, const float *cosine,
                                                 const float *sine, int back, float *x) {
-    const __m256 sign =
-        _mm256_castsi256_ps(_mm256_set1_epi32(back ? INT32_MIN : 0)); /* -ffast-math has no -0 */
+    const __m256 sign = _mm256_castsi256_ps(
+        _mm256_set1_epi32(back ? INT32_MIN : 0)); /* from bits: -ffast-math drops the sign of -0.0f */
     int v, h;
     for (v = 0; v < r->n_partners; v += 2)
         for (h = 0; h < 2; h++) {
@@ -866,7 +870,7 @@ static TKVI_TARGET_AVX2 void tkvi_rope_row_avx2(const tkvi_code_rows *r, const f
 static TKVI_TARGET_AVX2 void tkvi_decoded_k_avx2(const tkvi_side *s, const uint8_t *src, const uint8_t *next,
                                                  const float *q, const float *ref, int rows, int n,
                                                  int n_limbs, float *scores) {
-    TKVI_ALIGNED float turned[TKVI_ROWS * TKVI_VECTOR_FLOATS], x[TKVI_AT_ONCE * TKVI_VECTOR_FLOATS];
+    TKVI_ALIGNED float rotated[TKVI_ROWS * TKVI_VECTOR_FLOATS], x[TKVI_AT_ONCE * TKVI_VECTOR_FLOATS];
     TKVI_ALIGNED float first[2][TKV_MAX_HEAD_DIM / 2], none[TKVI_VECTOR_FLOATS], less[TKVI_ROWS];
     float *where[TKVI_AT_ONCE * TKVI_KVQUANT_SLOTS];
     tkvi_code_rows rd;
@@ -879,7 +883,7 @@ static TKVI_TARGET_AVX2 void tkvi_decoded_k_avx2(const tkvi_side *s, const uint8
     if (n < TKVI_BLOCK) memset(scores, 0, (size_t)(rows * TKVI_BLOCK) * sizeof(float));
     memset(none, 0, sizeof none);
     if (rd.factors) tkvi_fold_factors_avx2(&rd);
-    tkvi_place_queries(&rd, q, ref, rows, turned, less);
+    tkvi_place_queries(&rd, q, ref, rows, rotated, less);
     tkvi_make_scratch_side(&rd, &plain);
     if (rd.rope) tkvi_rope_start_angles(&rd, first[0], first[1]);
     for (from = 0; from < n; from += TKVI_AT_ONCE) {
@@ -889,11 +893,11 @@ static TKVI_TARGET_AVX2 void tkvi_decoded_k_avx2(const tkvi_side *s, const uint8
         for (r = 0; r < rows && rd.rope; r++)
             tkvi_rope_row_avx2(&rd, from ? rd.rope->cosine[TKVI_ROPE_NEAR] : first[0],
                                from ? rd.rope->sine[TKVI_ROPE_NEAR] : first[1], 1,
-                               turned + 16 * r * rd.n_vectors);
+                               rotated + 16 * r * rd.n_vectors);
         for (t = 1; t < count && rd.rope; t++)
             tkvi_rope_row_avx2(&rd, rd.rope->cosine[t], rd.rope->sine[t], 0, x + 16 * t * rd.n_vectors);
         for (r = 0; r < rows; r += 4)
-            tkvi_exact_rows_k_avx2(&plain, (const uint8_t *)x, 0, turned + 16 * r * rd.n_vectors, none,
+            tkvi_exact_rows_k_avx2(&plain, (const uint8_t *)x, 0, rotated + 16 * r * rd.n_vectors, none,
                                    rows - r, count, scores + r * TKVI_BLOCK + from);
     }
     for (r = 0; r < rows; r++)
@@ -931,7 +935,7 @@ TKVI_FLAT_AVX2 __m256i tkvi_load_table_avx2(const int8_t *levels) {
     return _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)(const void *)levels));
 }
 
-/* 16-bit shifts move bits into the neighbour byte, the masks take them away. */
+/* Masks clear the bits that 16-bit shifts moved into the neighbour byte. */
 TKVI_FLAT_AVX2 void tkvi_merge_avx2(__m256i *codes, __m256i a, __m256i b, int mask) {
     const __m256i all = tkvi_splat_bytes_avx2(mask);
     codes[0] = _mm256_or_si256(codes[0], _mm256_and_si256(a, all));
@@ -942,8 +946,8 @@ TKVI_FLAT_AVX2 __m256i tkvi_shifted_avx2(const uint8_t *p, int right) {
     return _mm256_srl_epi16(tkvi_load_bytes_avx2(p), _mm_cvtsi32_si128(right));
 }
 
-/* Half b (bytes 32b .. 32b + 31) of the codes of planes 2h and 2h + 1 of one tile, as bytes; see core/tile.h for
- * what stands where. Of 8-bit codes `part` says which four bits: whole ones would overflow 16-bit sums. */
+/* Unpacks codes 32b .. 32b + 31 of planes 2h and 2h + 1 of a tile to bytes (core/tile.h). part: of 8-bit codes, 0
+ * takes the lower four bits and 1 the upper. All eight would overflow 16-bit sums. */
 TKVI_FLAT_AVX2 void tkvi_unpack_codes_avx2(int width, const uint8_t *wide, const uint8_t *tops, int half,
                                            int h, int b, int part, __m256i *codes) {
     __m256i x;
@@ -973,12 +977,12 @@ TKVI_FLAT_AVX2 void tkvi_unpack_codes_avx2(int width, const uint8_t *wide, const
     }
 }
 
-/* 16 weights of 16 bits in order. */
+/* Rounds 16 floats to 16-bit integers, in order. */
 TKVI_FLAT_AVX2 __m256i tkvi_round_to_int16_avx2(__m256 a, __m256 b) {
     return _mm256_permute4x64_epi64(_mm256_packs_epi32(_mm256_cvtps_epi32(a), _mm256_cvtps_epi32(b)), 0xd8);
 }
 
-/* 16 weights of up to 8 bits as bytes. */
+/* Stores 16 weights as bytes. */
 TKVI_FLAT_AVX2 void tkvi_store_weights_avx2(int8_t *w, __m256i k, const int is_signed) {
     const __m128i a = _mm256_castsi256_si128(k), b = _mm256_extracti128_si256(k, 1);
     _mm_storeu_si128((__m128i *)(void *)w, is_signed ? _mm_packs_epi16(a, b) : _mm_packus_epi16(a, b));
@@ -989,12 +993,12 @@ TKVI_FLAT_AVX2 __m128i tkvi_isum4_avx2(const __m256i *a) {
     return _mm_add_epi32(_mm256_castsi256_si128(x), _mm256_extracti128_si256(x, 1));
 }
 
-/* top / m, 0 where m is as good as 0. */
+/* top / m, or 0 where m is at most 1e-34. */
 TKVI_FLAT_AVX2 __m128 tkvi_inverse_avx2(__m128 top, __m128 m) {
     return _mm_and_ps(_mm_div_ps(top, m), _mm_cmpgt_ps(m, _mm_set1_ps(1e-34f)));
 }
 
-/* What four rows of one plane say; middle: sum w centre2. */
+/* Stores the fold of four rows and one limb. middle: sum w centre2. */
 TKVI_FLAT_AVX2 void tkvi_store_fold_avx2(tkvi_fold *f, int first, __m128 step, __m128 rest, __m128i middle) {
     const __m128 odd = _mm_cvtepi32_ps(_mm_and_si128(middle, _mm_set1_epi32(1)));
     const __m128i row = _mm_add_epi32(_mm_setr_epi32(0, 1, 2, 3), _mm_set1_epi32(first));
@@ -1004,13 +1008,13 @@ TKVI_FLAT_AVX2 void tkvi_store_fold_avx2(tkvi_fold *f, int first, __m128 step, _
     _mm_storeu_si128((__m128i *)(void *)(f->base + first), _mm_srai_epi32(middle, 1));
 }
 
-/* Which of four rows want two n_limbs, by their largest weights and sums of squares. */
+/* Bit r is set if row r of four needs two limbs (TKVI_NEEDS_TWO). */
 TKVI_FLAT_AVX2 int tkvi_needs_two_avx2(const tkvi_fold_args *a, __m128 most, __m128 squares, int top) {
     return _mm_movemask_ps(_mm_cmpgt_ps(_mm_mul_ps(_mm_mul_ps(_mm_set1_ps(a->coarse), most), most),
                                         _mm_mul_ps(_mm_set1_ps(TKVI_ERR_LIMIT(top)), squares)));
 }
 
-/* Four rows go together so that their horizontal sums do. Rows that are not there repeat the last one. */
+/* Folds four rows together, so that one sequence of horizontal sums serves all. Missing rows repeat the last. */
 TKVI_FLAT_AVX2 int tkvi_fold_k4_avx2(const tkvi_fold_args *a, int first, int left, const int nr,
                                      tkvi_fold *f) {
     const __m256 no_sign = _mm256_castsi256_ps(_mm256_set1_epi32(0x7fffffff));
@@ -1058,7 +1062,7 @@ TKVI_FLAT_AVX2 int tkvi_fold_k4_avx2(const tkvi_fold_args *a, int first, int lef
             __m256 u = _mm256_mul_ps(_mm256_mul_ps(_mm256_loadu_ps(x[r] + i), scale0), inverse);
             __m256 v = _mm256_mul_ps(_mm256_mul_ps(_mm256_loadu_ps(x[r] + i + 8), scale1), inverse);
             __m256i k = tkvi_round_to_int16_avx2(u, v);
-            if (i < second) { /* full = 128 hi + lo, lo 0..127; narrow ones have no lo */
+            if (i < second) { /* full = 128 * hi + lo, lo 0..127; one-limb weights have lo 0 */
                 __m256i full = tkvi_round_to_int16_avx2(_mm256_mul_ps(u, fine), _mm256_mul_ps(v, fine)), lo,
                         wide;
                 wide = _mm256_set1_epi16((short)((two_mask >> r & 1 ? a->n : a->wide) - i));
@@ -1157,7 +1161,7 @@ static TKVI_TARGET_AVX2 int tkvi_fold_v_avx2(const tkvi_fold_args *a, int rows, 
     return second;
 }
 
-/* Eight sums of row r become answers at out[at]. */
+/* Converts eight sums of row r to answers at out[at]. */
 TKVI_FLAT_AVX2 void tkvi_store_answers_avx2(const tkvi_products *d, const tkvi_fold *f, int r, int at,
                                             __m256i sum) {
     const __m256 x = _mm256_cvtepi32_ps(_mm256_sub_epi32(sum, _mm256_set1_epi32(f->base[d->first + r])));
@@ -1167,11 +1171,11 @@ TKVI_FLAT_AVX2 void tkvi_store_answers_avx2(const tkvi_products *d, const tkvi_f
     _mm256_storeu_ps(out, _mm256_fmadd_ps(x, _mm256_set1_ps(f->step[d->first + r]), rest));
 }
 
-/* The products of one step: codes c (of 4 channels or tokens) by weights u, codes e (of the next 4) by
- * weights v; c[0] and e[0] add to accumulator a, c[1] and e[1] to b. Two pairs fit 16 bits: 4 * 127 * 63, and with
- * the weights of V, which are the unsigned operand, 4 * 255 * 15. With a table, levels are the signed operand and
- * the size of a weight the unsigned one, 2 * 127 * 127: each pair of products goes to 32 bits by itself. `unit` is
- * 1, or 16 for the high nibbles of 8-bit codes. */
+/* The products of one step: codes c (of 4 channels or tokens) by weights u, and codes e (of the next 4) by weights
+ * v. Sums of c[0] and e[0] go to accumulator a, those of c[1] and e[1] to b.
+ *   Without a table: four products fit 16 bits. K: 4 * 127 * 63. V: weights are the unsigned operand, 4 * 255 * 15.
+ *   With a table: levels are signed, and |weight| is the unsigned operand. Only two products fit, 2 * 127 * 127.
+ * unit is 1, or 16 for the upper four bits of 8-bit codes. */
 TKVI_FLAT_AVX2 __m256i tkvi_dot_codes_avx2(const int v_side, __m256i c, __m256i u, __m256i e, __m256i v,
                                            __m256i unit) {
     const __m256i x = v_side ? _mm256_maddubs_epi16(u, c) : _mm256_maddubs_epi16(c, u);
@@ -1184,7 +1188,7 @@ TKVI_FLAT_AVX2 __m256i tkvi_dot_levels_avx2(__m256i c, __m256i u, __m256i table)
     return _mm256_madd_epi16(_mm256_maddubs_epi16(_mm256_abs_epi8(u), x), _mm256_set1_epi16(1));
 }
 
-/* Accumulators a0..a3 and b0..b3: named ones stay in registers with every compiler. */
+/* Accumulators a0 .. a3 and b0 .. b3. Named variables stay in registers with every compiler. */
 #define TKVI_ROWS4_(X) X(0) X(1) X(2) X(3)
 #define TKVI_ZERO4_(r) __m256i a##r = _mm256_setzero_si256(), b##r = a##r;
 #define TKVI_MAC4_(r)                                                                                        \
@@ -1211,7 +1215,7 @@ TKVI_FLAT_AVX2 __m256i tkvi_dot_levels_avx2(__m256i c, __m256i u, __m256i table)
         tkvi_store_answers_avx2(d, fold, r, at + apart, b##r);                                               \
     }
 
-/* Tiles of one width, two a step. */
+/* Multiplies n tiles of one width, two in a step. */
 #define TKVI_PAIRS4_(width)                                                                                  \
     for (i = 0; i < n; i += 2, w += 8, tile += 2 * bytes) {                                                  \
         const int both = i + 1 < n;                                                                          \
@@ -1227,7 +1231,7 @@ TKVI_FLAT_AVX2 __m256i tkvi_dot_levels_avx2(__m256i c, __m256i u, __m256i table)
         TKVI_ROWS4_(TKVI_MAC4_)                                                                              \
     }
 
-/* K: lanes are 8 tokens from 32h + 8b and 8 from 32h + 16 + 8b. RUN is TKVI_PAIRS4_ for the widths that are met. */
+/* K: lanes are tokens 32h + 8b .. + 7 (accumulator a) and 32h + 16 + 8b .. + 7 (b). RUN: TKVI_PAIRS4_ of the width. */
 #define TKVI_DOT_K4_(rows, RUN)                                                                              \
     static TKVI_TARGET_AVX2 void tkvi_dot_k##rows##_avx2(tkvi_products *d) {                                 \
         const int stride = TKV_MAX_HEAD_DIM, apart = 16, v_side = 0, nw = rows;                              \
@@ -1274,8 +1278,8 @@ TKVI_DOT_K4_(4, TKVI_COMMON4_)
 #undef TKVI_COMMON4_
 #undef TKVI_PAIRS4_
 
-/* V: lanes are channels 0 .. 7 and 8 .. 15 of one slab, which starts `skip` tiles on and whose answers go to
- * out[at]; `upper`: of the second channels of pairs. */
+/* V: lanes are channels 0 .. 7 and 8 .. 15 of one slab. The slab starts after `skip` tiles, and its answers go to
+ * out[at]. upper: 1: takes the second channels of pairs. */
 TKVI_FLAT_AVX2 void tkvi_dot_vs_avx2(tkvi_products *d, int skip, int upper, int at, const int width,
                                      const int8_t *levels, const int nw) {
     const int n = d->n, has_half = tkvi_has_half[width], bytes = tkvi_wide_bytes[width];
@@ -1314,7 +1318,7 @@ TKVI_FLAT_AVX2 void tkvi_dot_vs_avx2(tkvi_products *d, int skip, int upper, int 
     TKVI_ROWS4_(TKVI_SAVE4_)
 }
 
-/* What is met most, four rows of 2 to 4 bits, has its width as a constant. */
+/* The most frequent case, four rows with 2 to 4 bits, has its width as a constant. */
 typedef void (*tkvi_slab_dot)(tkvi_products *d, int skip, int upper, int at);
 #define TKVI_SLAB4_(name, width, levels, nw)                                                                 \
     static TKVI_TARGET_AVX2 void tkvi_slab_##name##_avx2(tkvi_products *d, int skip, int upper, int at) {    \
@@ -1347,7 +1351,7 @@ static void tkvi_dot_v4_avx2(tkvi_products *d) {
     tkvi_dot_slabs_avx2(d, d->s->levels || d->width > 4 ? tkvi_slab_4_avx2 : common[d->width]);
 }
 
-/* All rows, in the passes that registers allow: 1, 2 or 4. What rows beyond the last one add up to is left. */
+/* Multiplies all rows in passes of 1, 2 or 4. A pass of 4 discards the sums of rows beyond the last. */
 static void tkvi_dot_avx2(tkvi_products *d, int rows) {
     static const tkvi_dot dots[2][3] = {
         {tkvi_dot_k1_avx2, tkvi_dot_k2_avx2, tkvi_dot_k4_avx2},

@@ -2,11 +2,11 @@
  * kernels/avx512.h - the kernels of kernels/scalar.h for AVX-512 F, BW, DQ, VL and VNNI (Ice Lake, Zen 4 and
  * later).
  *
- * Two shapes do the work.
- *   Integers: two vectors of codes x up to 8 weight rows = 16 accumulators in registers. vpdpbusd multiplies
- *             unsigned codes by signed weights, four weights broadcast at a time. The width of a tile is
- *             looked at once per 16 products, by branches that go the same way for a whole run.
- *   Floats:   4 vectors x up to 4 query rows.
+ * Two shapes do the work, each with up to 16 accumulators in registers:
+ *   Integers: four vectors of codes by up to 4 weight rows. vpdpbusd multiplies unsigned bytes by signed ones: in K
+ *             unsigned codes by signed weights, in V unsigned weights by signed codes. Four weights are broadcast at
+ *             a time. Most widths have a loop of their own.
+ *   Floats:   four vectors by up to 4 query rows.
  * Both are written once, with the number of rows as a constant argument.
  */
 #ifndef TKVI_KERNELS_AVX512_H
@@ -28,7 +28,7 @@ TKVI_FLAT_AVX512 __m512i tkvi_load_bytes_avx512(const uint8_t *p) {
     return _mm512_loadu_si512((const void *)p);
 }
 
-/* 16 values of an exact side. The branch goes the same way all the time. */
+/* 16 values of an exact side. The branch is predicted: it goes one way for the whole side. */
 TKVI_FLAT_AVX512 __m512 tkvi_load_values_avx512(tkvi_storage type, const uint8_t *row, int at) {
     if (type == TKVI_AS_F16)
         return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)(const void *)(row + 2 * at)));
@@ -59,7 +59,7 @@ static TKVI_TARGET_AVX512 void tkvi_decode_log_scales_avx512(const uint8_t *src,
         __m512i code = _mm512_cvtepu8_epi32(_mm_maskz_loadu_epi8(m, src + i));
         __m512i x = _mm512_sub_epi32(code, _mm512_set1_epi32(1));
         __m512i bits = _mm512_slli_epi32(_mm512_add_epi32(_mm512_srai_epi32(x, 4), low), 23);
-        bits = _mm512_or_si512(bits, _mm512_permutexvar_epi32(x, table)); /* looks at 4 bits of x */
+        bits = _mm512_or_si512(bits, _mm512_permutexvar_epi32(x, table)); /* uses 4 bits of x */
         bits = _mm512_maskz_mov_epi32(_mm512_test_epi32_mask(code, code), bits);
         _mm512_mask_storeu_ps(dst + i, m, _mm512_castsi512_ps(bits));
     }
@@ -80,9 +80,9 @@ static TKVI_TARGET_AVX512 void tkvi_decode_zero_points_avx512(const uint8_t *off
 }
 
 /* >>encoding: see kernels/avx2.h */
-/* Columns: a lane of 32 bits each, two tokens in it. */
+/* K columns: a 32-bit lane is a column and has two tokens. */
 typedef struct tkvi_range_avx512 {
-    __m512i cut, by, top; /* in both halves of a lane */
+    __m512i cut, by, top; /* each value stands in both halves of its lane */
 } tkvi_range_avx512;
 
 TKVI_FLAT_AVX512 __m512i tkvi_repeat16_avx512(__m512i x) {
@@ -101,7 +101,7 @@ TKVI_FLAT_AVX512 tkvi_range_avx512 tkvi_range_of_avx512(int k, __m512i width) {
     return range;
 }
 
-TKVI_FLAT_AVX512 __m512i tkvi_cut_codes_avx512(__m512i u, const tkvi_range_avx512 *r) { /* tkvi_cut_code */
+TKVI_FLAT_AVX512 __m512i tkvi_cut_codes_avx512(__m512i u, const tkvi_range_avx512 *r) { /* as tkvi_cut_code */
     __m512i v = _mm512_mulhi_epu16(_mm512_subs_epu16(u, r->cut), r->by);
     return _mm512_min_epi16(_mm512_avg_epu16(v, _mm512_setzero_si512()), r->top);
 }
@@ -111,7 +111,8 @@ TKVI_FLAT_AVX512 __m512 tkvi_covariance_avx512(int n, __m512i a, __m512i b, __m5
         _mm512_sub_epi32(_mm512_mullo_epi32(_mm512_set1_epi32(n), products), _mm512_mullo_epi32(a, b)));
 }
 
-/* Range and integers of all columns; 0 if values would have to be cut to +-1e30. */
+/* Computes range and integers of all columns. Returns 0 if a residual is beyond +-1e30, which this code does not
+ * clamp. */
 TKVI_FLAT_AVX512 int tkvi_columns_to_ints_avx512(tkvi_columns *c) {
     const __m512 lowest = _mm512_set1_ps(-1e30f), highest = _mm512_set1_ps(1e30f);
     const __m512 mean = _mm512_loadu_ps(c->mean);
@@ -135,7 +136,7 @@ TKVI_FLAT_AVX512 int tkvi_columns_to_ints_avx512(tkvi_columns *c) {
     _mm512_store_ps(c->low, low);
     _mm512_store_ps(c->step, _mm512_maskz_mov_ps(some, step));
     for (t = 0; t < TKVI_BLOCK / 2; t++) {
-        const float *x = residual[t / 2 * 4 + t % 2]; /* as tkvi_column_u says */
+        const float *x = residual[t / 2 * 4 + t % 2]; /* in the order of tkvi_column_u */
         __m512 a = _mm512_mul_ps(_mm512_sub_ps(_mm512_load_ps(x), low), inverse);
         __m512 b = _mm512_mul_ps(_mm512_sub_ps(_mm512_load_ps(x + 2 * TKVI_LANES), low), inverse);
         __m512i u = _mm512_or_si512(_mm512_cvttps_epi32(a), _mm512_slli_epi32(_mm512_cvttps_epi32(b), 16));
@@ -196,7 +197,7 @@ static TKVI_TARGET_AVX512 void tkvi_encode_k_columns_avx512(tkvi_columns *c) {
     tkvi_transpose_codes_avx2(c->code, four);
 }
 
-/* Tokens: see kernels/avx2.h. */
+/* V tokens: see kernels/avx2.h. */
 TKVI_FLAT_AVX512 float tkvi_rotate_token_avx512(const tkvi_side *s, int log2n, const float *x,
                                                 const float *flip, float *y) {
     const int n = 1 << log2n, end = tkvi_round_up(s->dim, 32);
@@ -213,8 +214,8 @@ TKVI_FLAT_AVX512 float tkvi_rotate_token_avx512(const tkvi_side *s, int log2n, c
     return _mm512_reduce_max_ps(most);
 }
 
-/* A token as integers, 16 channels and the next 16 packed as _mm512_packs_epi32 does it. Returns the sum of
- * squares. */
+/* Converts a token to integers. A vector of u has channels c .. c + 15 and c + 16 .. c + 31, interleaved as
+ * _mm512_packs_epi32 leaves them. Returns the sum of squares. */
 TKVI_FLAT_AVX512 int32_t tkvi_token_to_ints_avx512(const float *y, float by, int end, int16_t *u) {
     const __m512 inverse = _mm512_set1_ps(by);
     const __m512i most = _mm512_set1_epi16(TKVI_R_MOST), least = _mm512_set1_epi16(-TKVI_R_MOST);
@@ -235,7 +236,7 @@ TKVI_FLAT_AVX512 __m512i tkvi_floor_avx512(__m512i u, __m512 by) {
                                     _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
 }
 
-/* The two halves of what tkvi_token_to_ints_avx512 has packed. */
+/* Channels c .. c + 15 (first) and c + 16 .. c + 31 (second) of such a vector. */
 TKVI_FLAT_AVX512 __m512i tkvi_first_avx512(__m512i u) {
     return _mm512_srai_epi32(_mm512_unpacklo_epi16(u, u), 16);
 }
@@ -244,12 +245,12 @@ TKVI_FLAT_AVX512 __m512i tkvi_second_avx512(__m512i u) {
     return _mm512_srai_epi32(_mm512_unpackhi_epi16(u, u), 16);
 }
 
-/* Two vectors of small integers as one of pairs. */
+/* Joins two vectors of 16-bit values into one vector of pairs. */
 TKVI_FLAT_AVX512 __m512i tkvi_make_pairs_avx512(__m512i a, __m512i b) {
     return _mm512_mask_blend_epi16(0xaaaaaaaau, a, _mm512_slli_epi32(b, 16));
 }
 
-/* Codes of a uniform grid for 16 + 16 channels, packed like u; adds <u, level>. */
+/* Codes of a uniform grid for 16 + 16 channels, in the order of u. Adds u * level to *sum. */
 TKVI_FLAT_AVX512 __m512i tkvi_encode_grid_avx512(const int16_t *u, float fine, int top, __m512i *sum) {
     const __m512i tops = _mm512_set1_epi16((short)top);
     const __m512 by = _mm512_set1_ps(fine);
@@ -262,8 +263,8 @@ TKVI_FLAT_AVX512 __m512i tkvi_encode_grid_avx512(const int16_t *u, float fine, i
     return v;
 }
 
-/* Codes of 16 pairs, 0 .. 7 in lanes; adds <u, level>. The best score and the first code that has it win in
- * one maximum: eight times the score, and 7 - code. */
+/* Codes 0 .. 7 of 16 pairs. Adds half of u * level to *sum (formats/r.h, step 5). One maximum of
+ * 8 * score + 7 - code finds the best score and the first code that reaches it. */
 TKVI_FLAT_AVX512 __m512i tkvi_encode_pairs_avx512(const int16_t *u, float fine, __m512i *sum) {
     const __m512 by = _mm512_set1_ps(fine);
     const __m128i *point_at = (const __m128i *)(const void *)tkvi_r_pairs;
@@ -285,8 +286,8 @@ TKVI_FLAT_AVX512 __m512i tkvi_encode_pairs_avx512(const int16_t *u, float fine, 
     return code;
 }
 
-/* Codes of four tokens; sum: twice <u, level> of each. u: [token][TKV_MAX_HEAD_DIM]; fine: [2][16], that of
- * grids and that of pairs. */
+/* Codes of four tokens. sum: out, the sum of u * level of each (formats/r.h, step 6). u: [token][TKV_MAX_HEAD_DIM].
+ * fine: [2][16], factors of u for the grid and for pairs. */
 TKVI_FLAT_AVX512 void tkvi_encode_four_tokens_avx512(const tkvi_side *s, const int16_t *u, const float *fine,
                                                      uint8_t *code, int32_t *sum) {
     const int pairs = s->pairs ? s->pad / 32 * 32 : 0, bits = s->pairs ? 2 : s->half_bits / 2;
@@ -314,13 +315,13 @@ TKVI_FLAT_AVX512 void tkvi_encode_four_tokens_avx512(const tkvi_side *s, const i
             _mm512_storeu_si512((void *)(code + 4 * TKVI_TILE_CODES), _mm512_unpackhi_epi16(v[0], v[2]));
     }
     TKVI_UNROLL
-    for (r = 0; r < 4; r++) /* levels of the plain slab beside pairs: -120, -40, 40, 120, twice */
+    for (r = 0; r < 4; r++) /* beside pairs, level = 2 * 40 * (2 code - 3) */
         sum[r] =
             2 * _mm512_reduce_add_epi32(pair[r]) + (s->pairs ? 80 : 1) * _mm512_reduce_add_epi32(grid[r]);
 }
 
-/* 16 tokens at a time, a step for all of them before the next: what waits for a division or for the sum of a
- * vector is then one token of many. */
+/* Each step runs over 16 tokens before the next step starts. So divisions and horizontal sums of several tokens
+ * overlap. */
 static TKVI_TARGET_AVX512 void tkvi_encode_v_tokens_avx512(const tkvi_side *s, const float *x, size_t stride,
                                                            int n, tkvi_codes code, float *scale) {
     TKVI_ALIGNED float y[TKVI_LANES][TKV_MAX_HEAD_DIM], most[TKVI_LANES], by[TKVI_LANES], fine[2][TKVI_LANES];
@@ -337,19 +338,19 @@ static TKVI_TARGET_AVX512 void tkvi_encode_v_tokens_avx512(const tkvi_side *s, c
     tkvi_flips_avx2(flip, tkvi_round_up(s->dim, 32));
     for (first = 0; first < n; first += TKVI_LANES) {
         const int count = tkvi_min(TKVI_LANES, n - first), fours = tkvi_round_up(count, 4);
-        const __mmask16 there = (__mmask16)((1 << count) - 1);
+        const __mmask16 present = (__mmask16)((1 << count) - 1);
         __m512 m, v;
         __mmask16 some;
-        for (t = 0; t < fours; t++) /* a token that is not there: its neighbour's codes, to be cleared */
+        for (t = 0; t < fours; t++) /* missing tokens repeat the last one; the caller clears their codes */
             most[t] = tkvi_rotate_token_avx512(
                 s, log2n, x + (size_t)(first + tkvi_min(t, count - 1)) * stride, flip, y[t]);
-        m = _mm512_min_ps(_mm512_maskz_loadu_ps(there, most), _mm512_set1_ps(1e30f));
+        m = _mm512_min_ps(_mm512_maskz_loadu_ps(present, most), _mm512_set1_ps(1e30f));
         some = _mm512_cmp_ps_mask(m, _mm512_set1_ps(1e-30f), _CMP_GT_OQ);
         _mm512_store_ps(by, _mm512_maskz_div_ps(some, _mm512_set1_ps((float)TKVI_R_MOST), m));
         for (t = 0; t < fours; t++)
             squares[t] = tkvi_token_to_ints_avx512(y[t], by[t], tkvi_round_up(s->dim, 32), u[t]);
         v = _mm512_cvtepi32_ps(
-            _mm512_max_epi32(_mm512_maskz_loadu_epi32(there, squares), _mm512_set1_epi32(1)));
+            _mm512_max_epi32(_mm512_maskz_loadu_epi32(present, squares), _mm512_set1_epi32(1)));
         v = _mm512_sqrt_ps(_mm512_div_ps(v, _mm512_set1_ps((float)s->dim)));
         v = _mm512_div_ps(_mm512_set1_ps(1.0f), v);
         _mm512_store_ps(fine[0], _mm512_div_ps(v, grid));
@@ -359,7 +360,7 @@ static TKVI_TARGET_AVX512 void tkvi_encode_v_tokens_avx512(const tkvi_side *s, c
         v = _mm512_cvtepi32_ps(_mm512_slli_epi32(_mm512_maskz_loadu_epi32(some, squares), 1));
         v = _mm512_div_ps(v, _mm512_cvtepi32_ps(_mm512_maskz_loadu_epi32(some, sum)));
         m = _mm512_div_ps(m, _mm512_set1_ps((float)TKVI_R_MOST));
-        _mm512_mask_storeu_ps(scale + first, there, _mm512_maskz_mul_ps(some, m, v));
+        _mm512_mask_storeu_ps(scale + first, present, _mm512_maskz_mul_ps(some, m, v));
     }
 }
 
@@ -375,8 +376,9 @@ static TKVI_TARGET_AVX512 float tkvi_max64_avx512(const float *s) {
     return _mm512_reduce_max_ps(_mm512_max_ps(a, b));
 }
 
-/* exp(x) for x <= 0, 0 below -87: 2^n 2^r with n + r = x log2 e, which comes in two parts: fused, the first product
- * loses nothing to n. The polynomial is a minimax fit of 2^r, |r| <= 1/2, with 2^0 = 1; error 9e-8. */
+/* exp(x) for x <= 0, and 0 for x < -87. It is 2^n 2^r with n + r = x log2 e. log2 e has two floats, and FMA subtracts
+ * n from the exact first product. The polynomial is a minimax fit of 2^r for |r| <= 1/2, with 2^0 = 1. The error is
+ * 9e-8. */
 TKVI_FLAT_AVX512 __m512 tkvi_exp_avx512(__m512 x) {
     const __mmask16 some = _mm512_cmp_ps_mask(x, _mm512_set1_ps(-87.0f), _CMP_GE_OQ);
     const __m512 log2e = _mm512_set1_ps(1.44269502f);
@@ -404,7 +406,7 @@ static TKVI_TARGET_AVX512 float tkvi_exp64_avx512(const float *s, float maximum,
 }
 
 /* >>exact tiers */
-/* Lane by lane the sums of four vectors: 4 x 16 -> 4. */
+/* Horizontal sums and maxima of four vectors. */
 TKVI_FLAT_AVX512 __m128 tkvi_sum4_avx512(const __m512 *a) {
     __m512 x = _mm512_add_ps(_mm512_unpacklo_ps(a[0], a[1]), _mm512_unpackhi_ps(a[0], a[1]));
     __m512 y = _mm512_add_ps(_mm512_unpacklo_ps(a[2], a[3]), _mm512_unpackhi_ps(a[2], a[3]));
@@ -433,7 +435,7 @@ TKVI_FLAT_AVX512 __m128i tkvi_isum4_avx512(const __m512i *a) {
     return _mm_add_epi32(_mm256_castsi256_si128(w), _mm256_extracti128_si256(w, 1));
 }
 
-/* 4 tokens x up to 4 rows; lanes are 16 channels. Tokens beyond n repeat the last one. */
+/* Scores of nr rows, 4 tokens at a time. Lanes are 16 channels. Tokens beyond n repeat the last one. */
 TKVI_FLAT_AVX512 void tkvi_exact_k4_avx512(const tkvi_side *s, const uint8_t *src, uintptr_t ahead,
                                            const float *q, const float *ref, int rows, int n, const int nr,
                                            float *scores) {
@@ -467,7 +469,7 @@ TKVI_FLAT_AVX512 void tkvi_exact_k4_avx512(const tkvi_side *s, const uint8_t *sr
     }
 }
 
-/* The first four rows, or all that are left. */
+/* Scores of the first min(left, 4) rows. */
 static TKVI_TARGET_AVX512 void tkvi_exact_rows_k_avx512(const tkvi_side *s, const uint8_t *src,
                                                         uintptr_t ahead, const float *q, const float *ref,
                                                         int left, int n, float *scores) {
@@ -487,7 +489,7 @@ static TKVI_TARGET_AVX512 void tkvi_exact_k_avx512(const tkvi_side *s, const uin
                                  scores + r * TKVI_BLOCK);
 }
 
-/* nv vectors of 16 channels x up to 4 rows, over all tokens. */
+/* Outputs of nr rows in nv vectors of 16 channels, over all tokens. */
 TKVI_FLAT_AVX512 void tkvi_exact_v4_avx512(const tkvi_side *s, const uint8_t *src, uintptr_t ahead,
                                            const float *p, int rows, int n, int first, const int nr,
                                            const int nv, float *out) {
@@ -543,7 +545,8 @@ static TKVI_TARGET_AVX512 void tkvi_exact_v_avx512(const tkvi_side *s, const uin
 }
 
 /* >>decoded: see kernels/decode_x86.h */
-/* Levels of E5M2; floats have more exponents, and no subnormals where these have them. */
+/* Levels of E5M2. Normal codes get the exponent of a float. Subnormal codes are normal numbers as floats, so they are
+ * converted from integers. */
 TKVI_FLAT_AVX512 __m512 tkvi_e5m2_avx512(__m512i code) {
     const __m512i size = _mm512_and_si512(code, _mm512_set1_epi32(127));
     const __m512i sign = _mm512_slli_epi32(_mm512_sub_epi32(code, size), 24);
@@ -556,16 +559,17 @@ TKVI_FLAT_AVX512 __m512 tkvi_e5m2_avx512(__m512i code) {
     return _mm512_castsi512_ps(_mm512_or_si512(x, sign));
 }
 
-/* Levels of E4M3, as halves: exponents have one bit less, so none of them is infinite. */
+/* Levels of E4M3, read as fp16. E4M3 has one exponent bit less, so no code becomes infinity or NaN. */
 TKVI_FLAT_AVX512 __m512 tkvi_e4m3_avx512(__m128i code) {
     __m256i x = _mm256_srai_epi16(_mm256_slli_epi16(_mm256_cvtepu8_epi16(code), 8), 1);
     x = _mm256_and_si256(x, _mm256_set1_epi16((int16_t)0xbfff));
     return _mm512_mul_ps(_mm512_cvtph_ps(x), _mm512_set1_ps(4.0f));
 }
 
-/* How codes of a vector come apart: the two bytes that a code is in, and by how much it is shifted there. */
+/* Positions of the codes of a vector: the two bytes that hold each code (pick), and its shift in them. Index 0 and 1:
+ * first and second RoPE partners. Index 2: 16 neighbours. */
 typedef struct tkvi_code_fields_avx512 {
-    __m512i pick[3], shift[3]; /* of partners, the first and the second; of 16 neighbours */
+    __m512i pick[3], shift[3];
     __m512 level;
 } tkvi_code_fields_avx512;
 
@@ -584,8 +588,7 @@ TKVI_FLAT_AVX512 void tkvi_code_fields_of_avx512(const tkvi_code_rows *r, tkvi_c
     a->level = _mm512_load_ps(r->level);
 }
 
-/* 16 levels; those of a vector that is not whole end in rubbish. Which of the kinds of whole bytes it is, is asked
- * each time: the branch goes the same way all the time. */
+/* 16 levels. Lanes beyond the last channel have no meaning. The branches are predicted: kind is one for a side. */
 TKVI_FLAT_AVX512 __m512 tkvi_load_levels_avx512(tkvi_code_kind kind, const uint8_t *p,
                                                 const tkvi_code_fields_avx512 *a, const int k) {
     const __m128i bytes = _mm_loadu_si128((const __m128i *)(const void *)p);
@@ -594,34 +597,35 @@ TKVI_FLAT_AVX512 __m512 tkvi_load_levels_avx512(tkvi_code_kind kind, const uint8
     if (kind == TKVI_CODES_E4M3) return tkvi_e4m3_avx512(bytes);
     if (kind == TKVI_CODES_E5M2) return tkvi_e5m2_avx512(_mm512_cvtepu8_epi32(bytes));
     x = _mm512_srlv_epi32(_mm512_shuffle_epi8(_mm512_broadcast_i32x4(bytes), a->pick[k]), a->shift[k]);
-    return _mm512_permutexvar_ps(x, a->level); /* looks at 4 bits */
+    return _mm512_permutexvar_ps(x, a->level); /* uses 4 bits of x */
 }
 
-/* Factors of 16 channels into the scales of tokens. */
+/* Multiplies the factors of 16 channels into the scales of tokens. */
 static TKVI_TARGET_AVX512 void tkvi_fold_factors_avx512(tkvi_code_rows *r) {
     TKVI_ALIGNED float scale[TKVI_BLOCK];
     int t;
     memcpy(scale, r->scale, sizeof scale);
-    for (t = 0; t < TKVI_BLOCK; t++) { /* what stands behind a token's factors is overwritten by the next */
+    for (t = 0; t < TKVI_BLOCK; t++) { /* the next token overwrites the lanes beyond this one's factors */
         const __mmask16 some = (__mmask16)((1 << r->scales_per_token) - 1);
         const __m512 x = tkvi_e4m3_avx512(_mm_maskz_loadu_epi8(some, r->factors + t * r->scales_per_token));
         _mm512_storeu_ps(r->scale + t * r->scales_per_token, _mm512_mul_ps(x, _mm512_set1_ps(scale[t])));
     }
 }
 
-/* 4 tokens x up to 4 rows, as tkvi_exact_k4_avx512; tokens from .. from + n - 1. */
+/* Scores of nr rows with tokens from .. from + n - 1, in the shape of tkvi_exact_k4_avx512. more: outliers, added
+ * to the keys. roped: 1: rotates the keys by RoPE. */
 TKVI_FLAT_AVX512 void tkvi_decoded_k4_avx512(const tkvi_code_rows *rd, tkvi_code_kind kind,
-                                             const int by_channel, const int turn, int from, int n,
+                                             const int by_channel, const int roped, int from, int n,
                                              const float *q, const float *more, int rows, const int nr,
                                              float *scores) {
     tkvi_code_fields_avx512 apart;
     int t, v, r, j;
     tkvi_code_fields_of_avx512(rd, &apart);
-    for (t = 0; t < n; t += 4) { /* a record has 64 rows, whatever n is */
+    for (t = 0; t < n; t += 4) { /* may read tokens beyond n: a record has 64 rows */
         __m512 acc[4][4];
         const uint8_t *const k = rd->codes + (size_t)(from + t) * rd->row_bytes;
         const float *by = rd->scale + (from + t) * rd->scales_per_token, *m = more + 16 * t * rd->n_vectors;
-        const float *cosine = turn ? rd->rope->cosine[t] : NULL, *sine = turn ? rd->rope->sine[t] : NULL;
+        const float *cosine = roped ? rd->rope->cosine[t] : NULL, *sine = roped ? rd->rope->sine[t] : NULL;
         TKVI_UNROLL
         for (j = 0; j < 4; j++) tkvi_prefetch_code_row(rd, from + t + j);
         TKVI_UNROLL
@@ -630,7 +634,7 @@ TKVI_FLAT_AVX512 void tkvi_decoded_k4_avx512(const tkvi_code_rows *rd, tkvi_code
             for (j = 0; j < 4; j++) acc[r][j] = _mm512_setzero_ps();
         }
         v = 0;
-        for (; v < (turn ? rd->n_partners : 0); v += 2, cosine += 16, sine += 16, m += 32) {
+        for (; v < (roped ? rd->n_partners : 0); v += 2, cosine += 16, sine += 16, m += 32) {
             const __m512 by0 = _mm512_load_ps(rd->scale + 16 * v),
                          by1 = _mm512_load_ps(rd->scale + 16 * v + 16);
             const __m512 plus0 = _mm512_load_ps(rd->zero + 16 * v);
@@ -684,22 +688,22 @@ TKVI_FLAT_AVX512 void tkvi_decoded_k4_avx512(const tkvi_code_rows *rd, tkvi_code
     }
 }
 
-/* Functions for codes in parts of bytes, with a table, and for whole bytes. */
-#define TKVI_DECODED_K_(name, kind, by_channel, turn)                                                        \
+/* Kernels for codes with a table of levels, for codes of whole bytes, and for keys of KVQuant without and with RoPE. */
+#define TKVI_DECODED_K_(name, kind, by_channel, roped)                                                       \
     static TKVI_TARGET_AVX512 void tkvi_##name##_k_avx512(const tkvi_code_rows *rd, int from, int n,         \
                                                           const float *q, const float *more, int rows,       \
                                                           float *scores) {                                   \
         if (rows == 1)                                                                                       \
-            tkvi_decoded_k4_avx512(rd, kind, by_channel, turn, from, n, q, more, rows, 1, scores);           \
-        else tkvi_decoded_k4_avx512(rd, kind, by_channel, turn, from, n, q, more, rows, 4, scores);          \
+            tkvi_decoded_k4_avx512(rd, kind, by_channel, roped, from, n, q, more, rows, 1, scores);          \
+        else tkvi_decoded_k4_avx512(rd, kind, by_channel, roped, from, n, q, more, rows, 4, scores);         \
     }
 TKVI_DECODED_K_(table, TKVI_CODES_TABLE, 0, 0)
 TKVI_DECODED_K_(bytes, rd->kind, 0, 0)
 TKVI_DECODED_K_(channels, TKVI_CODES_TABLE, 1, 0)
-TKVI_DECODED_K_(turning, TKVI_CODES_TABLE, 1, 1)
+TKVI_DECODED_K_(rope, TKVI_CODES_TABLE, 1, 1)
 #undef TKVI_DECODED_K_
 
-/* Turns 16 v channels in the order of the vectors back. */
+/* Inverts RoPE on a row in the order of the vectors. */
 TKVI_FLAT_AVX512 void tkvi_rope_row_back_avx512(const tkvi_code_rows *r, const float *cosine,
                                                 const float *sine, float *x) {
     int v;
@@ -716,7 +720,7 @@ static TKVI_TARGET_AVX512 void tkvi_decoded_k_avx512(const tkvi_side *s, const u
                                                      int rows, int n, int n_limbs, float *scores) {
     static void (*const kinds[4])(const tkvi_code_rows *rd, int from, int n, const float *q,
                                   const float *more, int rows, float *scores) = {
-        tkvi_table_k_avx512, tkvi_bytes_k_avx512, tkvi_channels_k_avx512, tkvi_turning_k_avx512};
+        tkvi_table_k_avx512, tkvi_bytes_k_avx512, tkvi_channels_k_avx512, tkvi_rope_k_avx512};
     TKVI_ALIGNED float x[TKVI_ROWS * TKVI_VECTOR_FLOATS], less[TKVI_ROWS];
     TKVI_ALIGNED float more[TKVI_ROPE_NEAR * TKVI_VECTOR_FLOATS]; /* outliers */
     float *where[TKVI_ROPE_NEAR * TKVI_KVQUANT_SLOTS];
@@ -752,7 +756,7 @@ static TKVI_TARGET_AVX512 void tkvi_decoded_k_avx512(const tkvi_side *s, const u
         }
 }
 
-/* nv vectors of 16 channels x up to 4 rows, over all tokens. */
+/* Outputs of nr rows in nv vectors of 16 channels, over all tokens. */
 TKVI_FLAT_AVX512 void tkvi_decoded_v4_avx512(const tkvi_code_rows *rd, tkvi_code_kind kind, const float *p,
                                              int rows, int n, int first, const int nr, const int nv,
                                              float *out) {
@@ -829,7 +833,7 @@ static TKVI_TARGET_AVX512 void tkvi_decoded_v_avx512(const tkvi_side *s, const u
         for (c = 0; c < s->dim; c++) out[r * s->pad + c] += sum[r * s->pad + c];
     }
     if (rd.slots) tkvi_add_outliers_v(&rd, p, rows, n, out);
-    for (r = 0; r < rows && !s->grid; r++) { /* the middles of KVQUANT */
+    for (r = 0; r < rows && !s->grid; r++) { /* KVQuant: adds the zero points of the tokens */
         __m512 plus = _mm512_setzero_ps();
         for (t = 0; t < TKVI_BLOCK; t += 16)
             plus =
@@ -842,18 +846,18 @@ static TKVI_TARGET_AVX512 void tkvi_decoded_v_avx512(const tkvi_side *s, const u
 }
 
 /* >>tiles */
-/* Codes shifted right by `right` where they stand (left if negative), `bits` of them masked out; the 16-bit shift
- * moves bits into the neighbour byte, the mask takes them away. */
+/* Shifts the bytes of x right by `right` bits (left if negative), and keeps the bits of mask. The mask clears the bits
+ * that the 16-bit shift moved into the neighbour byte. */
 TKVI_FLAT_AVX512 __m512i tkvi_field_avx512(__m512i x, const int right, const int mask) {
     if (right > 0) x = _mm512_srli_epi16(x, (unsigned char)right);
     if (right < 0) x = _mm512_slli_epi16(x, (unsigned char)-right);
     return _mm512_and_si512(x, tkvi_splat_bytes_avx512(mask));
 }
 
-/* The codes of one tile as bytes, plane by plane; see core/tile.h for what stands where. */
+/* Unpacks the codes of one tile to bytes, plane by plane (core/tile.h). */
 TKVI_FLAT_AVX512 void tkvi_unpack_tile_avx512(const int width, const uint8_t *wide, const uint8_t *tops,
                                               int half, __m512i *code) {
-    const int low = width >= 4 ? 4 : width >= 2 ? 2 : 0; /* bits that are not in the 1-bit half */
+    const int low = width >= 4 ? 4 : width >= 2 ? 2 : 0; /* bits of the first part of a tile */
     int p;
     if (width == 8) {
         TKVI_UNROLL
@@ -885,12 +889,12 @@ TKVI_FLAT_AVX512 void tkvi_unpack_tile_avx512(const int width, const uint8_t *wi
     }
 }
 
-/* The 16 levels in each 128-bit quarter. */
+/* Loads the 16 levels into each 128-bit quarter. */
 TKVI_FLAT_AVX512 __m512i tkvi_load_table_avx512(const int8_t *levels) {
     return _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)(const void *)levels));
 }
 
-/* 64 neighbours from four vectors that were packed to bytes. */
+/* Restores the order of 64 bytes that were packed from four vectors. */
 TKVI_FLAT_AVX512 __m512i tkvi_in_order_avx512(__m512i x) {
     return _mm512_permutexvar_epi32(_mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15),
                                     x);
@@ -900,15 +904,15 @@ TKVI_FLAT_AVX512 __m512i tkvi_nearest_avx512(__m512 x) {
     return _mm512_cvt_roundps_epi32(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
 }
 
-/* Which of four rows want two n_limbs, by their largest weights and sums of squares. */
+/* Bit r is set if row r of four needs two limbs (TKVI_NEEDS_TWO). */
 TKVI_FLAT_AVX512 __mmask8 tkvi_needs_two_avx512(const tkvi_fold_args *a, __m128 most, __m128 squares,
                                                 int top) {
     return _mm_cmp_ps_mask(_mm_mul_ps(_mm_mul_ps(_mm_set1_ps(a->coarse), most), most),
                            _mm_mul_ps(_mm_set1_ps(TKVI_ERR_LIMIT(top)), squares), _CMP_GT_OQ);
 }
 
-/* Four rows go together so that their horizontal sums do, four vectors so that they pack to one of bytes. Rows that
- * are not there repeat the last one. */
+/* Folds four rows together, so that one sequence of horizontal sums serves all. Missing rows repeat the last. Four
+ * vectors of floats give one vector of bytes. */
 TKVI_FLAT_AVX512 int tkvi_fold_k4_avx512(const tkvi_fold_args *a, int first, int left, const int nr,
                                          tkvi_fold *f) {
     TKVI_ALIGNED float folded[4][TKV_MAX_HEAD_DIM];
@@ -967,7 +971,7 @@ TKVI_FLAT_AVX512 int tkvi_fold_k4_avx512(const tkvi_fold_args *a, int first, int
             }
             v[0] = _mm512_packs_epi32(v[0], v[1]);
             v[1] = _mm512_packs_epi32(v[2], v[3]);
-            if (i < second) { /* v = 128 hi + lo, lo 0..127; narrow ones have no lo */
+            if (i < second) { /* u = 128 * hi + lo, lo 0..127; one-limb weights have lo 0 */
                 const int two = (two_mask >> r & 1) ? a->n - i : a->wide - i;
                 const __mmask64 wide = two >= 64 ? ~(__mmask64)0 : two > 0 ? ((__mmask64)1 << two) - 1 : 0;
                 __m512i u[4], full, lo;
@@ -997,7 +1001,7 @@ TKVI_FLAT_AVX512 int tkvi_fold_k4_avx512(const tkvi_fold_args *a, int first, int
     return second;
 }
 
-/* p has 64 tokens: it stays in registers from its products to its bytes. */
+/* The 64 weights of a row stay in registers from folding to rounding. */
 TKVI_FLAT_AVX512 int tkvi_fold_v4_avx512(const tkvi_fold_args *a, int first, int left, const int nr,
                                          tkvi_fold *f) {
     const __m512i ones = _mm512_set1_epi8(1), low = _mm512_set1_epi16(127);
@@ -1042,7 +1046,7 @@ TKVI_FLAT_AVX512 int tkvi_fold_v4_avx512(const tkvi_fold_args *a, int first, int
         v[0] = _mm512_packus_epi32(v[0], v[1]);
         v[1] = _mm512_packus_epi32(v[2], v[3]);
         if (two_mask) {
-            if (two_mask >> r & 1) { /* 128 hi + lo, lo 0..127 */
+            if (two_mask >> r & 1) { /* v = 128 * hi + lo, lo 0..127 */
                 lo = tkvi_in_order_avx512(
                     _mm512_packus_epi16(_mm512_and_si512(v[0], low), _mm512_and_si512(v[1], low)));
                 v[0] = _mm512_srli_epi16(v[0], 7);
@@ -1082,7 +1086,7 @@ static TKVI_TARGET_AVX512 int tkvi_fold_v_avx512(const tkvi_fold_args *a, int ro
     return second;
 }
 
-/* 16 sums of row r become answers at out[at]. */
+/* Converts 16 sums of row r to answers at out[at]. */
 TKVI_FLAT_AVX512 void tkvi_store_answers_avx512(const tkvi_products *d, const tkvi_fold *f, int r, int at,
                                                 const int add, __m512i sum) {
     const __m512 x = _mm512_cvtepi32_ps(_mm512_sub_epi32(sum, _mm512_set1_epi32(f->base[d->first + r])));
@@ -1092,8 +1096,8 @@ TKVI_FLAT_AVX512 void tkvi_store_answers_avx512(const tkvi_products *d, const tk
     _mm512_storeu_ps(out, _mm512_fmadd_ps(x, _mm512_set1_ps(f->step[d->first + r]), rest));
 }
 
-/* Accumulators of four rows, one vector for each plane (K) or slab and parity of planes (V). Named ones stay in
- * registers with every compiler, arrays do not. */
+/* Accumulators of four rows: one vector for each plane (K), or for each slab and parity of the plane (V). Named
+ * variables stay in registers with every compiler; arrays do not. */
 #define TKVI_ROWS_(X) X(0) X(1) X(2) X(3)
 #define TKVI_ZERO_(r) __m512i a##r = _mm512_setzero_si512(), b##r = a##r, c##r = a##r, d##r = a##r;
 #define TKVI_SAVE_(r)                                                                                        \
@@ -1125,7 +1129,7 @@ TKVI_FLAT_AVX512 void tkvi_store_answers_avx512(const tkvi_products *d, const tk
         TKVI_ROWS_(TKVI_MAC_)                                                                                \
     }
 
-/* K: plane p of a tile is tokens 16p .. 16p + 15, its lanes. */
+/* K: the lanes of plane p are tokens 16p .. 16p + 15. */
 TKVI_FLAT_AVX512 void tkvi_dot_k_avx512(tkvi_products *d, const int nw) {
     const tkvi_side *s = d->s;
     const uint8_t *wide = d->wide;
@@ -1175,12 +1179,12 @@ TKVI_FLAT_AVX512 void tkvi_dot_k_avx512(tkvi_products *d, const int nw) {
     }
 enum { TKVI_PLAIN, TKVI_TABLE, TKVI_PAIRS };
 
-/* V: lanes are 16 channels of one slab (a, c) and of the next (b, d), or the two channels of pairs. Weights are the
- * unsigned operand, codes the signed one. Of an odd number of slabs the last is done twice. */
+/* V: lanes are 16 channels of one slab (a, c) and of the next (b, d). With pairs, they are the first and the second
+ * channels. If the last slab has no next one, its products are computed twice and stored once. */
 TKVI_FLAT_AVX512 void tkvi_dot_slabs_avx512(tkvi_products *d, int slab, const int width, const int how,
                                             const int nw) {
     const int bytes = tkvi_wide_bytes[width], has_half = tkvi_has_half[width];
-    const int next = how == TKVI_PAIRS || slab + 1 >= d->slabs ? 0 : 4; /* tiles from one slab to the other */
+    const int next = how == TKVI_PAIRS || slab + 1 >= d->slabs ? 0 : 4; /* tiles from this slab to the next */
     const uint8_t *wide = d->wide + 4 * slab * bytes;
     const int8_t *w = d->w;
     const int at = how == TKVI_PAIRS ? 32 * slab : 16 * slab;
@@ -1210,8 +1214,7 @@ TKVI_FLAT_AVX512 void tkvi_dot_slabs_avx512(tkvi_products *d, int slab, const in
             tkvi_prefetch_bytes(wide, bytes, d->ahead);
             if (next) tkvi_prefetch_bytes(wide + next * bytes, bytes, d->ahead);
             tkvi_prefetch_rest(d);
-            if (has_half)
-                tkvi_prefetch_rest(d); /* these two tiles have one line more, and there are scales */
+            if (has_half) tkvi_prefetch_rest(d); /* lines of the 1-bit halves and of the scales */
         }
         TKVI_ROWS_(TKVI_MAC_)
         wide += bytes;
@@ -1224,8 +1227,8 @@ TKVI_FLAT_AVX512 void tkvi_dot_slabs_avx512(tkvi_products *d, int slab, const in
 #undef TKVI_MAC_
 #undef TKVI_SAVE_
 
-/* What is seldom met (1, 5, 6 bits; one table): four rows, however many there are, and nothing constant, as each
- * kind takes a compiler its time. */
+/* Rare cases: 1, 5 and 6 bits, and levels without pairs. They always multiply four rows, and the width is no constant:
+ * every specialised kernel adds to the compile time. */
 static TKVI_TARGET_AVX512 void tkvi_dot_rare_avx512(tkvi_products *d) {
     int i;
     for (i = 0; i < d->slabs; i += 2)
@@ -1250,7 +1253,7 @@ TKVI_FLAT_AVX512 void tkvi_dot_v_avx512(tkvi_products *d, const int nw) {
 }
 #undef TKVI_SLABS_
 
-/* Each number of rows is a function of its own: clang 14 keeps the accumulators in memory otherwise. */
+/* Each number of rows has a function of its own. Otherwise clang 14 keeps the accumulators in memory. */
 #define TKVI_DOTS_AVX512_(nw)                                                                                \
     static TKVI_TARGET_AVX512 void tkvi_dot_k##nw##_avx512(tkvi_products *d) { tkvi_dot_k_avx512(d, nw); }   \
     static TKVI_TARGET_AVX512 void tkvi_dot_v##nw##_avx512(tkvi_products *d) { tkvi_dot_v_avx512(d, nw); }
@@ -1259,7 +1262,7 @@ TKVI_DOTS_AVX512_(2)
 TKVI_DOTS_AVX512_(4)
 #undef TKVI_DOTS_AVX512_
 
-/* All rows, in the passes that registers allow: 1, 2 or 4. What rows beyond the last one add up to is left. */
+/* Multiplies all rows in passes of 1, 2 or 4. A pass of 4 discards the sums of rows beyond the last. */
 static void tkvi_dot_avx512(tkvi_products *d, int rows) {
     static const tkvi_dot dots[2][3] = {
         {tkvi_dot_k1_avx512, tkvi_dot_k2_avx512, tkvi_dot_k4_avx512},
@@ -1282,13 +1285,13 @@ static void tkvi_tiles_v_avx512(const tkvi_side *s, const uint8_t *src, const ui
     tkvi_tiles_v(&tkvi_tile_ops_avx512, s, src, next, p, rows, n, n_limbs, out);
 }
 
-/* Four rows at once; rows that are not there repeat the last one. */
+/* Four rows at once. Missing rows repeat the last one. */
 static TKVI_TARGET_AVX512 int tkvi_softmax_step_avx512(const float *s, int rows, float *m, float *sum,
                                                        float *p) {
     int first, r, t, seen = 0;
     for (first = 0; first < rows; first += 4) {
         const int nr = tkvi_min(4, rows - first);
-        const __mmask8 there = (__mmask8)((1 << nr) - 1);
+        const __mmask8 present = (__mmask8)((1 << nr) - 1);
         const float *row[4];
         TKVI_ALIGNED float top[4];
         __m512 most[4], sums[4];
@@ -1303,9 +1306,10 @@ static TKVI_TARGET_AVX512 int tkvi_softmax_step_avx512(const float *s, int rows,
             sums[r] = _mm512_setzero_ps();
         }
         high = tkvi_max4_avx512(most);
-        sees = _mm_mask_cmp_ps_mask(there, high, _mm_set1_ps(TKVI_HIDDEN), _CMP_GT_OQ);
+        sees = _mm_mask_cmp_ps_mask(present, high, _mm_set1_ps(TKVI_HIDDEN), _CMP_GT_OQ);
         seen += (int)sees;
-        high = _mm_max_ps(high, _mm_maskz_loadu_ps(there, m + first)); /* hidden rows: 0, and exp of -1e30 */
+        high = _mm_max_ps(high, _mm_maskz_loadu_ps(
+                                    present, m + first)); /* a row that sees no key gets exp(-1e30 - 0) = 0 */
         _mm_mask_storeu_ps(m + first, sees, high);
         _mm_store_ps(top, _mm_maskz_mov_ps(sees, high));
         for (r = 0; r < nr; r++)
@@ -1315,7 +1319,7 @@ static TKVI_TARGET_AVX512 int tkvi_softmax_step_avx512(const float *s, int rows,
                 _mm512_storeu_ps(p + (first + r) * TKVI_BLOCK + t, y);
                 sums[r] = _mm512_add_ps(sums[r], y);
             }
-        _mm_mask_storeu_ps(sum + first, there, tkvi_sum4_avx512(sums));
+        _mm_mask_storeu_ps(sum + first, present, tkvi_sum4_avx512(sums));
     }
     return seen;
 }

@@ -1,20 +1,23 @@
 /*
- * kernels/decode_x86.h - TKVI_AS_DECODED formats for attention on x86: codes become levels in registers, between
- * the load and the products. This file has what is the same with any vectors: where codes, levels and scales of a
- * side are, and what is done to the query instead of to each token. kernels/avx2.h and kernels/avx512.h have the
- * products. Calls kernels/x86.h.
+ * kernels/decode_x86.h - attention on TKVI_AS_DECODED formats on x86. Codes become levels in registers, so tokens
+ * need no decode function. kernels/avx2.h and kernels/avx512.h have the loops.
  *
- *     x[c] = level[code[c]] * by + plus     by, plus: of each channel (keys of KVQUANT), or of each token and
- *                                           2^shift channels (the rest)
- * and outliers, which are added to the answer. The query has the options of a format:
+ * This file locates codes, levels and scales of a side:
+ *
+ *     x[c] = level[code[c]] * scale + zero     scale, zero: per channel (keys of KVQuant), or per token. Scales per
+ *                                              token can also differ between groups of 2^shift channels.
+ *
+ * It also moves the options of a format from the tokens to the query, which costs less:
  *     center    q.(y + mean) = q.y + q.mean
- *     rotate    q.(turned back y) = (turned q).y; values are turned back after the sum
- *     RoPE      q.(k turned by start + t) = (q turned back by start).(k turned by t); positions of 0 .. 15 are
- *               in a table, and the query is turned back by 16 more after 16 tokens
- * and q.ref is taken off last: in floats, 1e-7 of a large bias is far below what these formats lose of it.
- * Sums are in another order than decode has them: attention is within rounding of it, not bit-identical.
+ *     rotate    q.(rotate back y) = (rotate q).y. The output of V is rotated back after the sum.
+ *     RoPE      q.(k rotated by start + t) = (q rotated back by start).(k rotated by t). Tables hold positions
+ *               0 .. 15. After every 16 tokens the query is rotated back by 16 more.
+ *     outliers  Outliers of K are added to the decoded keys, those of V to the output.
  *
- * Channels come in vectors of 16. Where keys turn, vectors 2i and 2i + 1 are the partners of 16 pairs.
+ * q.ref is subtracted last. The rounding of a large q.ref, 1e-7 of it, is far below the error of these formats.
+ * Sums have another order than in decode. So attention agrees with decode within rounding, not bit by bit.
+ *
+ * Channels come in vectors of 16. With RoPE, vectors 2i and 2i + 1 hold the partners of 16 pairs.
  */
 #ifndef TKVI_KERNELS_DECODE_X86_H
 #define TKVI_KERNELS_DECODE_X86_H
@@ -24,7 +27,7 @@
 #ifdef TKVI_X86
 
 typedef enum tkvi_code_kind {
-    TKVI_CODES_TABLE, /* 2 to 4 bits */
+    TKVI_CODES_TABLE, /* 2 to 4 bits, with a table of levels */
     TKVI_CODES_INT8,
     TKVI_CODES_E4M3,
     TKVI_CODES_E5M2
@@ -34,7 +37,7 @@ typedef enum tkvi_code_kind {
 typedef struct tkvi_code_rows {
     const tkvi_side *s;
     const tkvi_rope *rope;
-    const uint8_t *codes, *slots; /* slots: outliers of KVQUANT */
+    const uint8_t *codes, *slots; /* slots: outliers of KVQuant, or NULL */
     size_t row_bytes;             /* codes of one token */
     /* by_channel 1: scale[c] and zero[c]. 0: scale[token * scales_per_token + (channel >> shift)] and zero[token]. */
     int bits, by_channel, shift, scales_per_token;
@@ -48,10 +51,10 @@ typedef struct tkvi_code_rows {
     TKVI_ALIGNED float scale[TKVI_BLOCK * TKVI_MAX_GROUPS * 2], zero[TKV_MAX_HEAD_DIM + 32];
 } tkvi_code_rows;
 
-#define TKVI_VECTOR_FLOATS (TKV_MAX_HEAD_DIM + 32) /* of a row of q, at most */
+#define TKVI_VECTOR_FLOATS (TKV_MAX_HEAD_DIM + 32) /* largest size of a row in vector order */
 
-static void tkvi_set_level_table(tkvi_code_rows *r, const float *level,
-                                 int bits) { /* any higher bits may stand */
+/* Repeats the 2^bits levels, so that higher bits of an index make no difference. */
+static void tkvi_set_level_table(tkvi_code_rows *r, const float *level, int bits) {
     int i;
     for (i = 0; i < 16; i++) r->level[i] = level[i & ((1 << bits) - 1)];
 }
@@ -82,7 +85,7 @@ static int tkvi_open_token_rows(tkvi_code_rows *r, const uint8_t *src, const tkv
     return 1;
 }
 
-/* Where the vectors are; 0: not at whole bytes. */
+/* Locates the vectors in a row of codes. Returns 0 if a vector does not begin at a whole byte. */
 static int tkvi_place_vectors(tkvi_code_rows *r) {
     const tkvi_rope *rope = r->rope;
     int c = 0, n = 0, i;
@@ -100,7 +103,7 @@ static int tkvi_place_vectors(tkvi_code_rows *r) {
     return 1;
 }
 
-/* Channels in the order of the vectors, the rest 0. */
+/* Sorts channels into the order of the vectors. Lanes without a channel get 0. */
 static void tkvi_sort_by_vector(const tkvi_code_rows *r, const float *from, float *to) {
     const tkvi_rope *rope = r->rope;
     const int dim = r->s->dim;
@@ -124,7 +127,7 @@ static void tkvi_sort_by_vector(const tkvi_code_rows *r, const float *from, floa
     memcpy(to, from + c, (size_t)(dim - c) * sizeof *to);
 }
 
-/* What a side is read by; 0: nobody here knows it. */
+/* Prepares reading of a side. Returns 0 if this file does not support it. */
 static int tkvi_open_code_rows(tkvi_code_rows *r, const tkvi_side *s, const uint8_t *src, const uint8_t *next,
                                const tkvi_simd_ops *ops) {
     tkvi_kvquant_ranges own;
@@ -157,7 +160,7 @@ static int tkvi_open_code_rows(tkvi_code_rows *r, const tkvi_side *s, const uint
     return 1;
 }
 
-/* Between the products: what the next record has where token t of this one is. */
+/* Prefetches the bytes of the next record that correspond to token t of this one. */
 TKVI_FLAT void tkvi_prefetch_code_row(const tkvi_code_rows *r, int t) {
     const tkvi_side *s = r->s;
     tkvi_prefetch_bytes(r->codes + (size_t)t * r->row_bytes, (int)r->row_bytes, r->ahead);
@@ -165,7 +168,7 @@ TKVI_FLAT void tkvi_prefetch_code_row(const tkvi_code_rows *r, int t) {
         tkvi_prefetch(r->codes + s->code_bytes + 16 * t, r->ahead);
 }
 
-/* Rows of floats as the kernels of the exact tiers see them. */
+/* plain: out, a float side for rows in vector order, to be passed to kernels of the exact tiers. */
 static void tkvi_make_scratch_side(const tkvi_code_rows *r, tkvi_side *plain) {
     *plain = *r->s;
     plain->format = &tkvi_formats[TKV_F32];
@@ -178,16 +181,16 @@ TKVI_FLAT int32_t tkvi_load_int_x86(const uint8_t *p) {
     return x;
 }
 
-/* Cosine and sine by which RoPE turns the block's first key: as tkvi_cos_sin, but in floats (1e-7). */
+/* Cosines and sines of RoPE for the block's first key. As tkvi_cos_sin, but in floats, with an error of 1e-7. */
 static TKVI_TARGET_AVX2 void tkvi_rope_start_angles(const tkvi_code_rows *r, float *cosine, float *sine) {
     const uint64_t start = (uint64_t)(int64_t)tkvi_load_int_x86(r->codes + r->s->code_bytes);
     const __m256i one = _mm256_set1_epi32(1);
-    TKVI_ALIGNED int32_t turns[TKV_MAX_HEAD_DIM / 2];
+    TKVI_ALIGNED int32_t angle[TKV_MAX_HEAD_DIM / 2];
     int j;
-    for (j = 0; j < r->rope->pairs; j++) turns[j] = (int32_t)(uint32_t)(start * r->rope->frequency[j] >> 32);
-    for (; j % 16 != 0; j++) turns[j] = 0; /* vectors of 16 are read: no rubbish, which could be NaN */
+    for (j = 0; j < r->rope->pairs; j++) angle[j] = (int32_t)(uint32_t)(start * r->rope->frequency[j] >> 32);
+    for (; j % 16 != 0; j++) angle[j] = 0; /* vectors of 16 are read, and must hold no NaN */
     for (j = 0; j < tkvi_round_up(r->rope->pairs, 16); j += 8) {
-        const __m256i p = _mm256_load_si256((const __m256i *)(const void *)(turns + j));
+        const __m256i p = _mm256_load_si256((const __m256i *)(const void *)(angle + j));
         const __m256i quarter = _mm256_srai_epi32(_mm256_add_epi32(p, _mm256_set1_epi32(0x20000000)), 30);
         const __m256 x =
             _mm256_mul_ps(_mm256_cvtepi32_ps(_mm256_sub_epi32(p, _mm256_slli_epi32(quarter, 30))),
@@ -202,7 +205,7 @@ static TKVI_TARGET_AVX2 void tkvi_rope_start_angles(const tkvi_code_rows *r, flo
         c = _mm256_fmadd_ps(c, z, _mm256_set1_ps(-0.5f));
         c = _mm256_fmadd_ps(c, z, _mm256_set1_ps(1.0f));
         swap = _mm256_castsi256_ps(_mm256_cmpeq_epi32(_mm256_and_si256(quarter, one), one));
-        y = _mm256_blendv_ps(s, c, swap); /* a quarter further: sine is cosine, cosine is -sine */
+        y = _mm256_blendv_ps(s, c, swap); /* in the next quarter, sine is cosine and cosine is -sine */
         c = _mm256_blendv_ps(c, s, swap);
         s = _mm256_xor_ps(y, _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_srli_epi32(quarter, 1), 31)));
         c = _mm256_xor_ps(c, _mm256_castsi256_ps(_mm256_slli_epi32(
@@ -212,7 +215,8 @@ static TKVI_TARGET_AVX2 void tkvi_rope_start_angles(const tkvi_code_rows *r, flo
     }
 }
 
-/* Queries as vectors meet them: [row][16 * vectors]; and what every score is short of. */
+/* to: out, the queries in the order of the vectors, [row][16 * n_vectors]. less: out, q.(ref - mean) of each row, to
+ * be subtracted from its scores. */
 static void tkvi_place_queries(const tkvi_code_rows *r, const float *q, const float *ref, int rows, float *to,
                                float *less) {
     const tkvi_side *s = r->s;
@@ -229,7 +233,7 @@ static void tkvi_place_queries(const tkvi_code_rows *r, const float *q, const fl
     }
 }
 
-/* Where channel c is in the order of the vectors. */
+/* Position of channel c in the order of the vectors. */
 TKVI_FLAT int tkvi_vector_place(const tkvi_code_rows *r, int c) {
     const tkvi_rope *rope = r->rope;
     int second, pair;
@@ -244,7 +248,7 @@ TKVI_FLAT_AVX2 float tkvi_f16_x86(const uint8_t *p) {
     return _mm_cvtss_f32(_mm_cvtph_ps(_mm_cvtsi32_si128((int)tkvi_load16(p))));
 }
 
-/* Outliers of n keys into rows of zeros, [16 * vectors] each. Returns how many there are, and where. */
+/* Adds the outliers of n keys to rows of 16 * n_vectors floats. where: out, their places. Returns their number. */
 static TKVI_TARGET_AVX2 int tkvi_scatter_outliers_k(const tkvi_code_rows *r, int from, int n, float *more,
                                                     float **where) {
     const uint8_t *p = r->slots + 3 * from * r->s->slots;

@@ -1,7 +1,6 @@
 /*
- * kernels/groups_x86.h - the groups of KIVI (formats/kivi.h) by AVX2: codes, scales and zeros with the scalar
- * code's bytes. K: a lane is a channel. V: four tokens together, whose codes share 32 bits of a tile. Calls
- * kernels/values_x86.h.
+ * kernels/groups_x86.h - encodes the groups of KIVI (formats/kivi.h) with AVX2. Codes, scales and zeros have the bytes
+ * of the scalar code. K: a lane is a channel. V: four tokens go together, because their codes share 32 bits of a tile.
  */
 #ifndef TKVI_KERNELS_GROUPS_X86_H
 #define TKVI_KERNELS_GROUPS_X86_H
@@ -10,25 +9,26 @@
 
 #ifdef TKVI_X86
 
-/* -ffast-math divides vectors by a reciprocal, floats not: these bytes would not be those of tkv_encode. */
+/* -ffast-math divides vectors by a reciprocal, but not floats. These bytes would then differ from those of
+ * tkv_encode, so the scalar code is used. */
 #if defined(__FAST_MATH__) || defined(_M_FP_FAST)
 #define TKVI_INEXACT_DIVISION 1
 #else
 #define TKVI_INEXACT_DIVISION 0
 #endif
 
-/* Cut to what halves hold. */
+/* Clamps to the range of fp16. */
 TKVI_FLAT_AVX2 __m256 tkvi_clamp_f16_avx2(__m256 x) {
     const __m256 most = _mm256_set1_ps(TKVI_F16_MAX), least = _mm256_set1_ps(-TKVI_F16_MAX);
     return _mm256_max_ps(_mm256_min_ps(x, most), least);
 }
 
-/* Eight values from p, the lanes there are. */
+/* Loads up to eight values, in the lanes of the mask. */
 TKVI_FLAT_AVX2 __m256 tkvi_load_group_avx2(const float *p, __m256i lanes) {
     return tkvi_clamp_f16_avx2(_mm256_maskload_ps(p, lanes));
 }
 
-/* Codes as integers; 0 where the scale is. */
+/* Codes as 32-bit integers. A scale of 0 gives code 0. */
 TKVI_FLAT_AVX2 __m256i tkvi_group_to_codes_avx2(__m256 x, __m256 scale, __m256 zero, float top) {
     const __m256 none = _mm256_setzero_ps();
     __m256 y = _mm256_div_ps(_mm256_sub_ps(x, zero), scale);
@@ -36,7 +36,7 @@ TKVI_FLAT_AVX2 __m256i tkvi_group_to_codes_avx2(__m256 x, __m256 scale, __m256 z
     return _mm256_cvtps_epi32(_mm256_min_ps(_mm256_max_ps(y, none), _mm256_set1_ps(top)));
 }
 
-/* Group g of eight columns of K, n tokens of the block being there. */
+/* Encodes group g of channels c .. c + 7 of K. n: tokens of the block. */
 TKVI_FLAT_AVX2 void tkvi_encode_group_k_avx2(const tkvi_side *s, const float *x, size_t stride, int n, int g,
                                              int c, tkvi_codes code, uint8_t *meta) {
     const __m256i lanes = tkvi_lane_mask_avx2(s->dim - c);
@@ -74,7 +74,7 @@ TKVI_FLAT_AVX2 void tkvi_encode_group_k_avx2(const tkvi_side *s, const float *x,
     }
 }
 
-/* Half the lanes of four vectors against the other half, then the four lanes of each against each other. */
+/* out: op over all lanes of each of four vectors. op is a minimum or maximum. */
 #define TKVI_ACROSS_FOUR_(op, x, out)                                                                        \
     do {                                                                                                     \
         __m128 a_ = op(_mm256_castps256_ps128((x)[0]), _mm256_extractf128_ps((x)[0], 1));                    \
@@ -85,12 +85,13 @@ TKVI_FLAT_AVX2 void tkvi_encode_group_k_avx2(const tkvi_side *s, const float *x,
         out = op(op(a_, b_), op(c_, d_));                                                                    \
     } while (0)
 
-/* Group g of tokens t .. t + 3; `row`: of each, that of a neighbour if it is not there. */
-TKVI_FLAT_AVX2 void tkvi_encode_group_v_avx2(const tkvi_side *s, const float *const *row, int there, int g,
+/* Encodes group g of tokens t .. t + 3 of V. Only the first n_tokens exist; rows of the others repeat the last one,
+ * and their scales and zeros become 0. */
+TKVI_FLAT_AVX2 void tkvi_encode_group_v_avx2(const tkvi_side *s, const float *const *row, int n_tokens, int g,
                                              int t, tkvi_codes code, uint8_t *meta) {
     const float top = (float)((1 << s->format->bits) - 1);
     const int from = g * s->group, end = tkvi_min(s->dim, from + s->group);
-    const __m128i some = _mm_cmpgt_epi32(_mm_set1_epi32(there), _mm_setr_epi32(0, 1, 2, 3));
+    const __m128i some = _mm_cmpgt_epi32(_mm_set1_epi32(n_tokens), _mm_setr_epi32(0, 1, 2, 3));
     uint8_t *at = meta + 2 * (g * TKVI_BLOCK + t);
     TKVI_ALIGNED float scales[4], zeros[4];
     __m256 lo[4], hi[4];

@@ -1,8 +1,11 @@
 /*
- * kernels/prefill_avx512.h - the kernels of kernels/prefill.h for AVX-512 VNNI, and who has such kernels.
+ * kernels/prefill_avx512.h - the kernels of kernels/prefill.h for AVX-512 VNNI. No other instruction set has any.
  *
- * One shape: 8 tokens or channels x 16 or 32 rows = 16 accumulators, of floats or of integers (vpdpbusd: codes of K
- * are the unsigned operand and weights the signed one; in V it is the other way round).
+ * All products have one shape: 8 tokens (K) or channels (V) by 16 or 32 rows. The sums take 8 or 16 registers, of
+ * floats or of integers. vpdpbusd multiplies unsigned bytes by signed ones. In K the codes are unsigned and the
+ * weights signed. In V the weights are unsigned and the codes signed.
+ *
+ * nv is the number of vectors of 16 rows, 1 or 2. v is the number of such a vector.
  */
 #ifndef TKVI_KERNELS_PREFILL_AVX512_H
 #define TKVI_KERNELS_PREFILL_AVX512_H
@@ -27,9 +30,9 @@ TKVI_FLAT_AVX512 void tkvi_prefill_store_answers_avx512(__m512i sum, const float
     _mm512_storeu_ps(out, _mm512_fmadd_ps(_mm512_cvtepi32_ps(sum), _mm512_loadu_ps(by), from));
 }
 
-/* Accumulator j of row vector a or b: a named variable each, in a function with one loop. Compilers then keep them
- * in registers; gcc 12 has two copies of each, as it converts them to lanes of 32 bits in the loop, if it can see
- * that they will be such. */
+/* a0 .. a7 are the sums of the first 16 rows, b0 .. b7 those of the next 16. As named variables, in a function with
+ * one loop, they stay in registers. TKVI_HIDE_ hides their later use as 32-bit lanes from gcc 12. Otherwise gcc
+ * converts them inside the loop and keeps two copies of each. */
 #define TKVI_HIDE_(j) __asm__("" : "+v"(a##j), "+v"(b##j));
 #define TKVI_FROM_(j) __m512i a##j = _mm512_setzero_si512(), b##j = a##j;
 #define TKVI_MAC_(j)                                                                                         \
@@ -53,7 +56,7 @@ TKVI_FLAT_AVX512 void tkvi_prefill_eight_avx512(const uint8_t *w, const int32_t 
     TKVI_EIGHT_(TKVI_FROM_)
     for (i = 0; i < n; i += keys ? 1 : 4) {
         TKVI_STEP_
-        if (!keys) { /* of 16 steps, mostly */
+        if (!keys) { /* n is a multiple of 4 */
             TKVI_STEP_
             TKVI_STEP_
             TKVI_STEP_
@@ -68,7 +71,7 @@ TKVI_FLAT_AVX512 void tkvi_prefill_eight_avx512(const uint8_t *w, const int32_t 
 #undef TKVI_MAC_
 #undef TKVI_OUT_
 
-/* The same in floats: out[j][lanes] = sum over n of y[n][lanes] x[n * step + j * apart], or more by that. */
+/* The same in floats: out[j][lanes] = sum over i < n of y[i][lanes] x[i * step + j * apart]. add: out += the sum. */
 #define TKVI_FROM_(j)                                                                                        \
     __m512 a##j = add ? _mm512_loadu_ps(out + j * 16 * nv) : _mm512_setzero_ps();                            \
     __m512 b##j = add && nv > 1 ? _mm512_loadu_ps(out + j * 16 * nv + 16) : _mm512_setzero_ps();
@@ -96,12 +99,11 @@ TKVI_FLAT_AVX512 void tkvi_prefill_floats_avx512(const float *y, const float *x,
 #undef TKVI_OUT_
 #undef TKVI_EIGHT_
 
-enum {
-    TKVI_PREFILL_KEY_STRIDE = TKV_MAX_HEAD_DIM + 16
-}; /* from one exact key to the next; not a power of 2 */
+/* Floats from one exact key to the next. A power of 2 would put the same channel of all keys into one cache set. */
+enum { TKVI_PREFILL_KEY_STRIDE = TKV_MAX_HEAD_DIM + 16 };
 
-/* Sums of products for eight tokens or channels: out[8][lanes] = by * sum + rest, or more by that (`add`).
- * w: [n][lanes][4] weights; x: four codes each, of eight neighbours, [n][64 tokens or 16 channels]. */
+/* Sums of products for eight tokens (K) or channels (V): out[8][lanes] = by * sum + rest. add: out += that.
+ * w: [n][lanes][4] weights. x: [n][64 tokens or 16 channels], four codes each; the first eight are read. */
 #define TKVI_PREFILL_PRODUCTS_(name, keys, nv, add)                                                          \
     static TKVI_NOINLINE TKVI_TARGET_AVX512 void tkvi_prefill_##name##nv##_avx512(                           \
         const uint8_t *w, const int32_t *x, int n, const float *by, const float *rest, float *out) {         \
@@ -129,7 +131,7 @@ TKVI_PREFILL_FLOATS_(2)
 #undef TKVI_PREFILL_FLOATS_
 
 /* >>exact tiers */
-/* 8 tokens at a time; those beyond n repeat the last one. */
+/* 8 tokens at a time. Tokens beyond n repeat the last one. */
 static TKVI_TARGET_AVX512 void tkvi_prefill_exact_k_avx512(const tkvi_side *s, const uint8_t *src,
                                                            uintptr_t ahead, const float *q, const float *ref,
                                                            int lanes, int n, float *scores) {
@@ -154,7 +156,6 @@ static TKVI_TARGET_AVX512 void tkvi_prefill_exact_k_avx512(const tkvi_side *s, c
     }
 }
 
-/* 16 channels at a time */
 static TKVI_TARGET_AVX512 void tkvi_prefill_exact_v_avx512(const tkvi_side *s, const uint8_t *src,
                                                            uintptr_t ahead, const float *p, int lanes, int n,
                                                            float *out) {
@@ -174,21 +175,21 @@ static TKVI_TARGET_AVX512 void tkvi_prefill_exact_v_avx512(const tkvi_side *s, c
 }
 
 /* >>tiles */
-/* Four vectors of integers 0 .. 255, a byte each, side by side in their lanes. */
+/* Packs integers 0 .. 255 of four vectors: lane l of the result has the bytes x[0][l], x[1][l], x[2][l], x[3][l]. */
 TKVI_FLAT_AVX512 __m512i tkvi_prefill_pack_bytes_avx512(const __m512i *x) {
     const __m512i order = _mm512_broadcast_i32x4(
-        _mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15)); /* 4 x 4 bytes */
+        _mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15)); /* transposes 4 x 4 bytes */
     return _mm512_shuffle_epi8(
         _mm512_packus_epi16(_mm512_packs_epi32(x[0], x[1]), _mm512_packs_epi32(x[2], x[3])), order);
 }
 
-/* top / most, 0 where weights are next to nothing */
+/* top / most, or 0 where most is at most 1e-34: such weights contribute nothing. */
 TKVI_FLAT_AVX512 __m512 tkvi_prefill_inverse_avx512(__m512 most, float top) {
     return _mm512_maskz_div_ps(_mm512_cmp_ps_mask(most, _mm512_set1_ps(1e-34f), _CMP_GT_OQ),
                                _mm512_set1_ps(top), most);
 }
 
-/* Would one plane be too coarse for any row? TKVI_NEEDS_TWO */
+/* Bit l is set if row l needs two limbs (TKVI_NEEDS_TWO). */
 TKVI_FLAT_AVX512 int tkvi_prefill_needs_two_avx512(float coarse, __m512 most, __m512 squares, int top) {
     return _mm512_cmp_ps_mask(_mm512_mul_ps(_mm512_mul_ps(_mm512_set1_ps(coarse), most), most),
                               _mm512_mul_ps(_mm512_set1_ps(TKVI_ERR_LIMIT(top)), squares), _CMP_GT_OQ);
@@ -196,11 +197,12 @@ TKVI_FLAT_AVX512 int tkvi_prefill_needs_two_avx512(float coarse, __m512 most, __
 
 static const float tkvi_prefill_zeros[TKVI_PREFILL] = {0.0f};
 
-/* Weights of rows, in each plane, and what turns integers into answers: by[0] * first + by[1] * second + rest. */
+/* Folded and rounded weights of all rows. Index 0 is the high or only limb, 1 the low limb. An answer is
+ * by[0] * sum[0] + by[1] * sum[1] + rest, where sum[i] is the sum of the products of limb i. */
 typedef struct tkvi_prefill_fold {
     TKVI_ALIGNED uint8_t w[2][TKVI_PREFILL_FLOATS]; /* [tile or quad][lanes][4] */
     TKVI_ALIGNED float by[2][TKVI_PREFILL], rest[TKVI_PREFILL];
-    int n_second; /* so many tiles or quads have a second plane */
+    int n_second; /* K: number of leading tiles that have a low limb. V: all quads of tokens, or 0. */
 } tkvi_prefill_fold;
 
 TKVI_FLAT_AVX512 void tkvi_prefill_store_steps_avx512(__m512 step, tkvi_prefill_fold *f, int v) {
@@ -208,7 +210,7 @@ TKVI_FLAT_AVX512 void tkvi_prefill_store_steps_avx512(__m512 step, tkvi_prefill_
     _mm512_store_ps(f->by[1] + 16 * v, _mm512_mul_ps(step, _mm512_set1_ps(1.0f / 128.0f)));
 }
 
-/* Of n tokens or channels, both planes of weights. */
+/* Answers for n tokens (K) or channels (V), from both limbs. */
 static void tkvi_prefill_dot_k_avx512(const tkvi_prefill_fold *f, int lanes, int tiles, const int32_t *x,
                                       int n, float *out) {
     for (; n > 0; n -= 8, x += 8, out += 8 * lanes) {
@@ -232,8 +234,9 @@ static void tkvi_prefill_dot_v_avx512(const tkvi_prefill_fold *f, int lanes, int
     }
 }
 
-/* Codes lie around `middle` / 2: takes that off, for the sums of weights, or of weights times middle, in each
- * plane. */
+/* Subtracts the part that the centre of the codes adds to the answers: half * by * sum of each limb.
+ *   K: sum is the sum of w centre2, and half is 0.5
+ *   V: sum is the sum of w, and half is 0.5 * middle */
 TKVI_FLAT_AVX512 __m512 tkvi_prefill_subtract_middle_avx512(__m512 rest, const tkvi_prefill_fold *f, int v,
                                                             const __m512i *sum, float half) {
     int limb;
@@ -243,22 +246,26 @@ TKVI_FLAT_AVX512 __m512 tkvi_prefill_subtract_middle_avx512(__m512 rest, const t
     return rest;
 }
 
-/* One group of tokens of a block: scale and rest by position, `coded` of them have codes. */
+/* One group of tokens of a block. */
 typedef struct tkvi_prefill_k_args {
     const tkvi_side *s;
     tkvi_prefill_queries *q;
-    const float *scale, *rest;
-    const uint8_t *centre2; /* by position, twice the centre of codes */
-    int coded, wide, n_limbs;
-    float coarse;
+    const float *scale, *rest; /* by position; rest: see tkvi_prefill_fold_zeros_avx512 */
+    const uint8_t *centre2;    /* by position, twice the centre of the codes */
+    int coded, wide, n_limbs;  /* coded: number of positions with codes; wide, n_limbs: see tkvi_fold_args */
+    float coarse;              /* see tkvi_coarse_k */
 } tkvi_prefill_k_args;
 
-/* K's weights are made in integers of 16 bits, two to a multiplication of floats: q folded with the scales of an
- * earlier block, times scale over that scale (1 is 16384). Rows 4 l, 4 l + 1 of 16 stand in quarter l of the first
- * of two vectors, 4 l + 2 and 4 l + 3 in the second, four channels each: packed to bytes they are in order. */
+/* Weights of K are computed in 16-bit integers: a vector has twice as many of them as floats. A weight is
+ * q->folded (the query times the scale of the cached block) times the ratio of this block's scale to that scale.
+ * A ratio of 1 is the integer 16384.
+ * Layout of q->folded: two vectors for each tile of four channels and 16 rows. Quarter l of the first vector has
+ * rows 4 l and 4 l + 1, four channels each. Quarter l of the second has rows 4 l + 2 and 4 l + 3. Packing both to
+ * bytes gives all rows in order. */
 enum { TKVI_PREFILL_ONE = 16384, TKVI_PREFILL_MIN_RATIO = TKVI_PREFILL_ONE / 16 };
 
-/* Scales of this block over those of the other one; 0 if that one was too different. */
+/* by: out, the ratios of this block's scales to the cached ones. Returns 0 if a ratio is outside 1/16 .. 2, or if
+ * the number of coded positions differs. */
 TKVI_FLAT_AVX512 int tkvi_prefill_scale_ratios_avx512(const tkvi_prefill_k_args *a, int16_t *by) {
     const tkvi_prefill_queries *q = a->q;
     int c;
@@ -277,7 +284,7 @@ TKVI_FLAT_AVX512 int tkvi_prefill_scale_ratios_avx512(const tkvi_prefill_k_args 
     return 1;
 }
 
-/* This block is that other one from now on, for the 16 rows of vector v. */
+/* Folds the queries of row vector v with the scales of this block, and caches them in q->folded. */
 static TKVI_TARGET_AVX512 void tkvi_prefill_cache_queries_avx512(const tkvi_prefill_k_args *a, int v) {
     const int lanes = a->q->lanes;
     const uint8_t *order = a->s->order;
@@ -307,7 +314,7 @@ static TKVI_TARGET_AVX512 void tkvi_prefill_cache_queries_avx512(const tkvi_pref
     }
 }
 
-/* Tile c / 4 of 16 rows: their weights, still in 16 bits. */
+/* The weights of 16 rows for one tile, in 16 bits, in the layout of q->folded. */
 TKVI_FLAT_AVX512 void tkvi_prefill_rescale_tile_avx512(const int16_t *folded, const int16_t *by, __m512i *y) {
     int64_t four;
     memcpy(&four, by, 8);
@@ -321,7 +328,8 @@ TKVI_FLAT_AVX512 __m512i tkvi_prefill_load4_avx512(const uint8_t *p) {
     return _mm512_set1_epi32(four);
 }
 
-/* The 16 rows of vector v, `two`: with a second plane. Returns 1 if a row needs one and has none. */
+/* Rounds the weights of row vector v. The first `two` positions get two limbs. Returns nonzero if a row needs two
+ * limbs everywhere and does not have them. */
 static TKVI_TARGET_AVX512 int tkvi_prefill_round_k_avx512(const tkvi_prefill_k_args *a, const int16_t *by,
                                                           int v, int two, tkvi_prefill_fold *f) {
     const int lanes = a->q->lanes;
@@ -337,16 +345,17 @@ static TKVI_TARGET_AVX512 int tkvi_prefill_round_k_avx512(const tkvi_prefill_k_a
         for (j = 0; j < 2; j++) most[j] = _mm512_max_epu16(most[j], _mm512_abs_epi16(y[j]));
     }
     TKVI_UNROLL
-    for (j = 0; j < 2; j++) { /* of four channels */
+    for (j = 0; j < 2; j++) { /* the largest of the four channels of each row */
         most[j] = _mm512_max_epu16(most[j], _mm512_ror_epi64(most[j], 32));
         most[j] = _mm512_max_epu16(most[j], _mm512_ror_epi64(most[j], 16));
         most[j] = _mm512_and_si512(most[j], _mm512_set1_epi64(0xffff));
     }
-    /* rows in order: most << k is 16384 and more; b = 127 / (most << k), 127 .. 254 */
+    /* m: the largest weights, rows in order. k: shift, so that m << k is 16384 .. 32767.
+     * b = 127 * 32768 / (m << k), which is 127 .. 254. Hence w * (b << k) / 32768 is a limb of -127 .. 127. */
     m = _mm512_shuffle_epi32(_mm512_or_si512(most[0], _mm512_slli_epi64(most[1], 32)), _MM_PERM_DBCA);
     m = _mm512_max_epi32(m, _mm512_set1_epi32(128));
-    k = _mm512_srli_epi32(_mm512_castps_si512(_mm512_cvtepi32_ps(m)),
-                          23); /* vgetexpps: gcc 12's macro warns at -O0 */
+    /* the exponent of m, from its bits: gcc 12 warns about _mm512_getexp_ps at -O0 */
+    k = _mm512_srli_epi32(_mm512_castps_si512(_mm512_cvtepi32_ps(m)), 23);
     k = _mm512_sub_epi32(_mm512_set1_epi32(127 + 14), k);
     b = _mm512_cvttps_epi32(_mm512_div_ps(_mm512_set1_ps((float)TKVI_LIMB_MAX_K * 32768.0f),
                                           _mm512_cvtepi32_ps(_mm512_sllv_epi32(m, k))));
@@ -357,14 +366,14 @@ static TKVI_TARGET_AVX512 int tkvi_prefill_round_k_avx512(const tkvi_prefill_k_a
     b = _mm512_shuffle_epi32(b, _MM_PERM_DBCA);
     k = _mm512_shuffle_epi32(k, _MM_PERM_DBCA);
     TKVI_UNROLL
-    for (j = 0; j < 2; j++) { /* to all four channels of a row */
+    for (j = 0; j < 2; j++) { /* copies b and k to all four channels of their row */
         const __m512i all =
             _mm512_broadcast_i32x4(j ? _mm_setr_epi8(4, 5, 4, 5, 4, 5, 4, 5, 12, 13, 12, 13, 12, 13, 12, 13)
                                      : _mm_setr_epi8(0, 1, 0, 1, 0, 1, 0, 1, 8, 9, 8, 9, 8, 9, 8, 9));
         times[j] = _mm512_shuffle_epi8(b, all);
         shift[j] = _mm512_shuffle_epi8(k, all);
     }
-    for (c = 0; c < two; c += 4) { /* 128 hi + lo */
+    for (c = 0; c < two; c += 4) { /* weight = 128 * hi + lo */
         __m512i lo[2];
         tkvi_prefill_rescale_tile_avx512(folded + lanes * c, by + c, y);
         TKVI_UNROLL
@@ -394,14 +403,14 @@ static TKVI_TARGET_AVX512 int tkvi_prefill_round_k_avx512(const tkvi_prefill_k_a
     }
     _mm512_store_ps(f->rest + 16 * v,
                     tkvi_prefill_subtract_middle_avx512(_mm512_setzero_ps(), f, v, sum, 0.5f));
-    /* the largest weight is 127, or there is none */
+    /* the largest rounded weight of a row is 127, unless all its weights are 0 */
     some = _mm512_test_epi32_mask(squares, squares);
     return two < a->coded && tkvi_prefill_needs_two_avx512(
                                  a->coarse, _mm512_maskz_mov_ps(some, _mm512_set1_ps((float)TKVI_LIMB_MAX_K)),
                                  _mm512_cvtepi32_ps(squares), TKVI_LIMB_MAX_K);
 }
 
-/* Adds what does not depend on codes, for the 16 rows of vector v. */
+/* Adds the part of the answers that does not depend on codes, sum of q rest, for row vector v. */
 static TKVI_TARGET_AVX512 void tkvi_prefill_add_rest_avx512(const tkvi_prefill_k_args *a, int v,
                                                             tkvi_prefill_fold *f) {
     const int lanes = a->q->lanes;
@@ -453,7 +462,7 @@ static TKVI_TARGET_AVX512 void tkvi_prefill_fold_k_avx512(const tkvi_prefill_k_a
         TKVI_UNROLL                                                                                          \
         for (p = 0; p < 4; p++) { _mm512_store_si512((void *)(x + 64 * p), y[p]); }                          \
     }
-/* All tiles to bytes: [tile][64 tokens][4] */
+/* Unpacks all tiles to bytes: [tile][64 tokens][4]. */
 static TKVI_TARGET_AVX512 void tkvi_prefill_unpack_k_avx512(const tkvi_side *s, const uint8_t *src,
                                                             uintptr_t ahead, uint8_t *x) {
     const uint8_t *wide = src, *tops = src + tkvi_tiles(&s->runs).halves;
@@ -470,7 +479,7 @@ static TKVI_TARGET_AVX512 void tkvi_prefill_unpack_k_avx512(const tkvi_side *s, 
 }
 #undef TKVI_RUN_
 
-/* zero - ref + centre * scale, in place of zero */
+/* Replaces zero by zero - ref + centre * scale. */
 static TKVI_TARGET_AVX512 void tkvi_prefill_fold_zeros_avx512(const tkvi_side *s, const uint8_t *centre2,
                                                               const float *ref, const float *scale,
                                                               float *zero) {
@@ -503,7 +512,7 @@ static TKVI_TARGET_AVX512 void tkvi_prefill_tiles_k_avx512(const tkvi_side *s, c
         memset(centre2 + c, (1 << width) - 1, (size_t)(4 * s->runs.n[width]));
     memset(centre2 + c, 0, (size_t)(s->pad - c));
     a.coded = c;
-    if (q->coded == 0 || q->order != s->order) { /* the same for all blocks, mostly */
+    if (q->coded == 0 || q->order != s->order) { /* most blocks of a head have the same order */
         q->order = s->order;
         q->coded = 0;
         for (c = 0; c < s->pad; c++) q->sorted[c] = q->ref[s->order ? s->order[c] : c];
@@ -524,11 +533,13 @@ static TKVI_TARGET_AVX512 void tkvi_prefill_tiles_k_avx512(const tkvi_side *s, c
     }
 }
 
-/* Channels of one width and group. */
+/* Channels of V that have one width and one group. */
 typedef struct tkvi_prefill_v_args {
     const float *p, *scale, *zero;
-    float centre, middle, coarse; /* of the codes; the same of what is multiplied, twice */
-    int n_limbs;
+    float centre; /* tkvi_centre of the codes */
+    float middle; /* twice the centre of the signed bytes that are multiplied */
+    float coarse; /* see tkvi_coarse_v */
+    int n_limbs;  /* see tkvi_n_limbs */
 } tkvi_prefill_v_args;
 
 TKVI_FLAT_AVX512 void tkvi_prefill_fold_v_avx512(const tkvi_prefill_v_args *a, const int nv,
@@ -594,7 +605,7 @@ TKVI_FLAT_AVX512 void tkvi_prefill_fold_v_avx512(const tkvi_prefill_v_args *a, c
                                                _mm512_set1_ps(a->scale[t + j]));
                 x[j] = tkvi_nearest_avx512(_mm512_mul_ps(y, by[v]));
             }
-            if (two_mask) { /* 128 hi + lo */
+            if (two_mask) { /* weight = 128 * hi + lo */
                 __m512i lo[4];
                 TKVI_UNROLL
                 for (j = 0; j < 4; j++) {
@@ -616,7 +627,8 @@ TKVI_FLAT_AVX512 void tkvi_prefill_fold_v_avx512(const tkvi_prefill_v_args *a, c
                         tkvi_prefill_subtract_middle_avx512(sum[v], f, v, all[v], 0.5f * a->middle));
 }
 
-/* One slab of 16 channels, or 32 if it is one of pairs, to signed bytes: [slab][quad of tokens][16 channels][4]. */
+/* Unpacks a slab of 16 channels, or of 32 if lanes are pairs, to signed bytes:
+ * [16 channels][quad of tokens][channel][4 tokens]. */
 TKVI_FLAT_AVX512 void tkvi_prefill_unpack_slab_avx512(const tkvi_side *s, const int width,
                                                       const uint8_t *wide, const uint8_t *tops, int half,
                                                       int8_t *x) {
@@ -675,7 +687,7 @@ static TKVI_TARGET_AVX512 void tkvi_prefill_tiles_v_avx512(const tkvi_side *s, c
     for (width = TKVI_MAX_WIDTH; width > 0; width--) {
         const int slabs = tkvi_slab_channels(s, width) / 16;
         for (i = 0; i < s->runs.n[width]; i += 4, slab += slabs) {
-            if (i == 0 || slab * 16 % s->group == 0) { /* a new group, or new codes */
+            if (i == 0 || slab * 16 % s->group == 0) { /* another width or another group */
                 a.scale = scale + slab * 16 / s->group * TKVI_BLOCK;
                 a.zero = zero + slab * 16 / s->group * TKVI_BLOCK;
                 a.centre = tkvi_centre(s, width);
@@ -694,13 +706,13 @@ static TKVI_TARGET_AVX512 void tkvi_prefill_tiles_v_avx512(const tkvi_side *s, c
     }
 }
 
-/* >>all */
+/* >>softmax, rotation, layout */
 #define TKVI_LOG2E 1.44269502f
-/* exp(s - m), m being multiplied by log2 e already; 0 below -87. As tkvi_exp_avx512, with less for the multipliers.
- * */
+/* exp(s - m / log2 e): the caller has multiplied m by log2 e. The result is 0 where s - m / log2 e is below -86.6.
+ * It has two multiplications fewer than tkvi_exp_avx512. */
 TKVI_FLAT_AVX512 __m512 tkvi_prefill_exp_avx512(__m512 s, __m512 m) {
     const __m512 x = _mm512_fmsub_ps(s, _mm512_set1_ps(TKVI_LOG2E), m);
-    const __m512 n = _mm512_cvtepi32_ps(_mm512_cvtps_epi32(x)); /* vrndscaleps: the same */
+    const __m512 n = _mm512_cvtepi32_ps(_mm512_cvtps_epi32(x)); /* rounds like vrndscaleps */
     const __m512 r = _mm512_sub_ps(x, n);
     __m512 y = _mm512_set1_ps(1.326472728e-03f);
     y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(9.671512657e-03f));
@@ -746,7 +758,7 @@ static TKVI_TARGET_AVX512 int tkvi_prefill_softmax_step_avx512(const tkvi_softma
         shrinks |= before;
         m = _mm512_mask_mov_ps(m, grows, most);
         _mm512_storeu_ps(w->m + v, m);
-        /* rows that have seen nothing: 0, and exp of -1e30 */
+        /* A row that has seen no key gets the maximum 0: exp(-1e30 - 0) is 0. */
         top = _mm512_maskz_mul_ps(_mm512_cmp_ps_mask(m, hidden, _CMP_GT_OQ), m, _mm512_set1_ps(TKVI_LOG2E));
         sum = squares = _mm512_setzero_ps();
         for (t = 0; t < TKVI_BLOCK; t++) {
@@ -775,7 +787,7 @@ static TKVI_TARGET_AVX512 void tkvi_prefill_shrink_avx512(float *x, int n, int l
             _mm512_storeu_ps(x + v, _mm512_mul_ps(_mm512_loadu_ps(x + v), _mm512_loadu_ps(by + v)));
 }
 
-/* core/rotate.h, rows in lanes */
+/* tkvi_butterflies of core/rotate.h, with rows in lanes. */
 static TKVI_TARGET_AVX512 void tkvi_prefill_butterflies_avx512(float *x, int n, int lanes) {
     int h, i, j, v;
     for (h = 1; h < n; h *= 2)
@@ -808,7 +820,7 @@ static TKVI_TARGET_AVX512 void tkvi_prefill_rotate_back_avx512(float *x, int dim
     }
 }
 
-/* 16 x 16 at a time */
+/* 16 x 16 floats at a time. */
 static TKVI_TARGET_AVX512 void tkvi_prefill_transpose_avx512(const float *x, int x_stride, int n, float *y,
                                                              int y_stride) {
     int i, r, k;
@@ -867,7 +879,7 @@ static const tkvi_prefill tkvi_prefill_avx512 = {
 
 #endif /* TKVI_AVX512 */
 
-/* NULL: 8 rows at a time, by kernels/scalar.h. */
+/* The prefill kernels of an instruction set. NULL: it has none, and the caller uses its kernels for 8 rows. */
 static const tkvi_prefill *tkvi_prefill_of(tkv_isa isa) {
 #ifdef TKVI_AVX512
     if (isa == TKV_ISA_AVX512) return &tkvi_prefill_avx512;

@@ -1,7 +1,9 @@
 /*
- * kernels/rotate_x86.h - the rotation of core/rotate.h by vectors, in registers and with the scalar code's bits.
- * Encoders turn (kernels/avx2.h, kernels/avx512.h), decoding turns back (kernels/values_x86.h). A lane is a
- * channel; 16 channels and more. Calls kernels/x86.h.
+ * kernels/rotate_x86.h - the rotation of core/rotate.h with AVX2 and AVX-512. The results have the bits of the scalar
+ * code.
+ *
+ * Encoders rotate (kernels/avx2.h, kernels/avx512.h), and decoding rotates back (kernels/values_x86.h). A lane is a
+ * channel. AVX2 needs 8 channels or more, AVX-512 needs 16.
  */
 #ifndef TKVI_KERNELS_ROTATE_X86_H
 #define TKVI_KERNELS_ROTATE_X86_H
@@ -10,8 +12,8 @@
 
 #ifdef TKVI_X86
 
-/* Intrinsics of sums are plain sums to gcc: -ffast-math takes those of several stages apart. Not what this names.
- * */
+/* gcc treats intrinsics for sums as plain sums, and -ffast-math reorders the sums of several stages. This macro hides
+ * how x was computed, so its sums keep their order. */
 #if defined(__GNUC__) || defined(__clang__)
 #define TKVI_KEEP_ORDER(x) __asm__("" : "+v"(x))
 #else
@@ -37,21 +39,22 @@ TKVI_FLAT_AVX2 void tkvi_stage_avx2(__m256 *v, const int h, const int n) {
     }
 }
 
-/* Butterflies of 8 neighbours: the partner of each, plus or minus itself. The products are exact. */
+/* Butterflies within a vector: each lane becomes its partner plus or minus itself. The products are exact. */
 TKVI_FLAT_AVX2 __m256 tkvi_within_avx2(__m256 x) {
     x = _mm256_fmadd_ps(x, _mm256_setr_ps(1, -1, 1, -1, 1, -1, 1, -1), _mm256_permute_ps(x, 0xb1));
     x = _mm256_fmadd_ps(x, _mm256_setr_ps(1, 1, -1, -1, 1, 1, -1, -1), _mm256_permute_ps(x, 0x4e));
     return _mm256_fmadd_ps(x, _mm256_setr_ps(1, 1, 1, 1, -1, -1, -1, -1), _mm256_permute2f128_ps(x, x, 1));
 }
 
-/* Cut to what formats hold, and the sign changed where `flip` has one. */
+/* Clamps x to +-1e30, as formats do, and changes its sign where flip is -0. */
 TKVI_FLAT_AVX2 __m256 tkvi_flip_avx2(__m256 x, const float *flip) {
     x = _mm256_min_ps(_mm256_max_ps(x, _mm256_set1_ps(-1e30f)), _mm256_set1_ps(1e30f));
     return _mm256_xor_ps(x, _mm256_loadu_ps(flip));
 }
 
-/* 8 n neighbours, n up to 8, in registers, from x to y: flipped unless `flip` is NULL, then butterflies; what
- * is the last of a window times `by`, returning its largest sizes. */
+/* Butterflies over 8 n neighbours, n up to 8, in registers, from x to y. flip: sign changes before them, or NULL.
+ * last: 1: these butterflies end the window. The results are then multiplied by `by`, and their largest sizes
+ * returned. */
 TKVI_FLAT_AVX2 __m256 tkvi_span_avx2(const float *x, const float *flip, float *y, float by, const int n,
                                      const int last) {
     __m256 v[8], most = _mm256_setzero_ps();
@@ -76,7 +79,7 @@ TKVI_FLAT_AVX2 __m256 tkvi_span_avx2(const float *x, const float *flip, float *y
     return most;
 }
 
-/* Chunks of 8 n, end values in all. Functions of their own: clang unrolls those. */
+/* tkvi_span_avx2 for `end` values, 8 n at a time. Each size has a function of its own, because clang unrolls these. */
 #define TKVI_SPAN_AVX2_(name, n, last)                                                                       \
     static TKVI_TARGET_AVX2 __m256 tkvi_span##name##_avx2(const float *x, const float *flip, float *y,       \
                                                           float by, int end) {                               \
@@ -93,7 +96,7 @@ TKVI_SPAN_AVX2_(8, 8, 1)
 TKVI_SPAN_AVX2_(8_first, 8, 0)
 #undef TKVI_SPAN_AVX2_
 
-/* Butterflies at distance h over 2h values, a multiple of 8; times `by`. */
+/* Butterflies at distance h over 2h values, multiplied by `by`. h is a multiple of 8. Returns the largest sizes. */
 TKVI_FLAT_AVX2 __m256 tkvi_across_avx2(float *x, float by, int h) {
     __m256 most = _mm256_setzero_ps(), scale = _mm256_set1_ps(by), sign = _mm256_set1_ps(-0.0f);
     int i;
@@ -109,7 +112,8 @@ TKVI_FLAT_AVX2 __m256 tkvi_across_avx2(float *x, float by, int h) {
     return most;
 }
 
-/* tkvi_window of core/rotate.h, from x to y, for 8 channels and more; returns the largest sizes. */
+/* tkvi_window of core/rotate.h, from x to y, for 8 channels or more. flip: sign changes first, or NULL. Returns the
+ * largest sizes, by lane. */
 static TKVI_NOINLINE TKVI_TARGET_AVX2 __m256 tkvi_window_avx2(const float *x, const float *flip, float *y,
                                                               int log2n) {
     const float by = tkvi_hadamard_norm[log2n];
@@ -129,7 +133,7 @@ static TKVI_NOINLINE TKVI_TARGET_AVX2 __m256 tkvi_window_avx2(const float *x, co
     return n == 128 ? most : tkvi_across_avx2(y, by, 128);
 }
 
-/* Where core/rotate.h changes signs: -0 there, 0 elsewhere. */
+/* flip: out, -0 where core/rotate.h changes the sign, 0 elsewhere. */
 static TKVI_TARGET_AVX2 void tkvi_flips_avx2(float *flip, int n) {
     const __m256i bit = _mm256_setr_epi32(1, 2, 4, 8, 16, 32, 64, 128);
     int c;
@@ -171,7 +175,7 @@ TKVI_FLAT_AVX512 __m512 tkvi_plus_minus_avx512(__mmask16 minus) {
     return _mm512_mask_blend_ps(minus, _mm512_set1_ps(1.0f), _mm512_set1_ps(-1.0f));
 }
 
-/* Butterflies of 16 neighbours: the partner of each, plus or minus itself. */
+/* Butterflies within a vector: each lane becomes its partner plus or minus itself. */
 TKVI_FLAT_AVX512 __m512 tkvi_within_avx512(__m512 x) {
     x = _mm512_fmadd_ps(x, tkvi_plus_minus_avx512(0xaaaa), _mm512_permute_ps(x, 0xb1));
     x = _mm512_fmadd_ps(x, tkvi_plus_minus_avx512(0xcccc), _mm512_permute_ps(x, 0x4e));
@@ -208,7 +212,7 @@ TKVI_FLAT_AVX512 __m512 tkvi_span_avx512(const float *x, const float *flip, floa
     return most;
 }
 
-/* Chunks of 16 n, end values in all. Functions of their own: clang unrolls those. */
+/* tkvi_span_avx512 for `end` values, 16 n at a time. */
 #define TKVI_SPAN_AVX512_(name, n, last)                                                                     \
     static TKVI_TARGET_AVX512 __m512 tkvi_span##name##_avx512(const float *x, const float *flip, float *y,   \
                                                               float by, int end) {                           \

@@ -1,16 +1,17 @@
 /*
- * kernels/values_x86.h - tokens of a side of tiles as floats, by vectors, with the bits of formats/tiles.h.
+ * kernels/values_x86.h - decodes a side of tiles to floats with AVX2 or AVX-512. The results have the same bits as
+ * those of formats/tiles.h.
  *
- * First all codes (or levels) become rows of bytes, [token][channel], then rows become floats, one product and one
- * sum each: the product is exact, so fusing them changes nothing, whatever the compiler's flags. Rotated rows are
- * turned back as core/rotate.h does it.
+ * First, all codes (or levels) become rows of bytes, [token][channel]. Then rows become floats, with one product
+ * and one sum each. The product is exact, so FMA changes no bit under any compiler flags. Rotated rows are rotated
+ * back, as in core/rotate.h.
  *
- *   V   a plane of a tile is 16 channels of four tokens: its bytes are sorted by token, 16 bytes for each
- *   K   a plane is 16 tokens of four channels, which can be anywhere in the head: its bytes are sorted by channel
- *       into columns of 64 tokens, and columns of 16 channels are turned into rows
+ *   V   A plane of a tile has 16 channels of four tokens. Its bytes are sorted by token, 16 bytes each.
+ *   K   A plane has 16 tokens of four channels, which can be anywhere in the head. Its bytes are sorted by channel,
+ *       into columns of 64 tokens. Then 16 columns at a time are transposed into rows.
  *
- * Sorting for K stays within 16 bytes, so a column has its tokens in the order of its own: byte 16 k + 4 p + j is
- * token 16 p + 4 k + j.
+ * Sorting for K stays within 16 bytes. So a column does not have its tokens in order: byte 16 k + 4 p + j is token
+ * 16 p + 4 k + j.
  *
  * Calls kernels/rotate_x86.h and kernels/x86.h.
  */
@@ -21,15 +22,15 @@
 
 #ifdef TKVI_X86
 
-/* >>what is the same with any vectors */
-/* Codes of one tile: bits of one vector, above them bits of another (core/tile.h); 0 bits: of none. */
+/* >>both instruction sets */
+/* The two parts of a tile's codes (core/tile.h): code = low bits | high bits << low_bits. 0 bits: no such part. */
 typedef struct tkvi_tile_parts {
     const uint8_t *low, *high;
-    int low_bits, high_bits, high_at; /* high_at: shift of plane 0 */
-    const int8_t *levels;             /* NULL: codes are levels */
+    int low_bits, high_bits, high_at; /* high_at: position of plane 0's high bits in a byte */
+    const int8_t *levels;             /* NULL: level = code */
 } tkvi_tile_parts;
 
-/* Room for the codes of a side, and what its values are made of. */
+/* A side while it is decoded: tokens first .. first + n - 1 go to x, `stride` floats apart. */
 typedef struct tkvi_decoded_rows {
     const tkvi_side *s;
     float *x;
@@ -42,14 +43,16 @@ typedef struct tkvi_decoded_rows {
 } tkvi_decoded_rows;
 
 typedef struct tkvi_row_ops {
-    /* Four columns of K. */
+    /* Unpacks a tile of K into four columns. */
     void (*unpack_columns)(const tkvi_tile_parts *t, uint8_t *const *column);
-    /* 16 tokens of V, `stride` bytes from each to the next; with `upper` levels for 16 channels more. */
+    /* Unpacks a tile of V into the rows of 16 tokens, `stride` bytes apart. upper: NULL, or the levels of the second
+     * channels of pairs, which go to the next 16 bytes of a row. */
     void (*unpack_slab)(const tkvi_tile_parts *t, const int8_t *upper, uint8_t *row, int stride);
+    /* K: transposes r->column into r->level. */
     void (*transpose)(tkvi_decoded_rows *r);
-    /* The first n channels of token t, as floats before any rotation: of K, of V, of V with levels */
+    /* Converts the first n channels of token t to floats, without the rotation. For K, V, and V with levels. */
     void (*row_to_floats[3])(const tkvi_decoded_rows *r, int t, int n, float *to);
-    void (*rotate_back)(float *y, const float *signs, int dim, float *to); /* a rotated row; y is spoilt */
+    void (*rotate_back)(float *y, const float *signs, int dim, float *to); /* overwrites y */
 } tkvi_row_ops;
 
 static tkvi_tile_parts tkvi_tile_parts_of(const tkvi_side *s, const uint8_t *src, const tkvi_tile_at *at,
@@ -81,7 +84,7 @@ static void tkvi_unpack_rows_k(const tkvi_row_ops *v, tkvi_decoded_rows *r, cons
     v->transpose(r);
 }
 
-/* Metadata of K by channel instead of by position. */
+/* Sorts metadata of K from positions to channels. */
 static void tkvi_sort_by_channel(const tkvi_side *s, float *x) {
     float plain[2 * TKV_MAX_HEAD_DIM];
     int g, i;
@@ -109,7 +112,7 @@ static void tkvi_unpack_rows_v(const tkvi_row_ops *v, tkvi_decoded_rows *r, cons
     }
 }
 
-/* All rows as floats, rotated ones turned back. */
+/* Converts all rows to floats. Rotates them back if the format is rotated. */
 static void tkvi_rows_to_floats(const tkvi_row_ops *v, const tkvi_decoded_rows *r) {
     TKVI_ALIGNED float signs[TKV_MAX_HEAD_DIM], y[TKV_MAX_HEAD_DIM];
     const tkvi_side *s = r->s;
@@ -154,7 +157,7 @@ TKVI_FLAT_AVX2 __m256i tkvi_load_field_avx2(const uint8_t *p, int right, int bit
                             tkvi_splat_bytes_avx2((1 << bits) - 1));
 }
 
-/* Half h of plane p of a tile, in order of r: 8 times four neighbours with one r. */
+/* Half h of plane p of a tile. In each 16 bytes, codes are sorted by r (core/tile.h): four with r = 0, then 1 .. 3. */
 TKVI_FLAT_AVX2 __m256i tkvi_tile_plane_avx2(const tkvi_tile_parts *t, int p, int h) {
     const __m256i sorted = _mm256_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15, 0, 4, 8, 12,
                                             1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
@@ -191,7 +194,7 @@ static TKVI_TARGET_AVX2 void tkvi_unpack_columns_avx2(const tkvi_tile_parts *t, 
     }
 }
 
-/* Rows of 16 codes of tokens `token` and `token` + 2. */
+/* Stores 16 codes or levels of two tokens, which are two rows apart. */
 TKVI_FLAT_AVX2 void tkvi_store_slab_rows_avx2(__m256i code, const int8_t *lower, const int8_t *upper,
                                               uint8_t *row, int stride) {
     __m256i x = lower ? tkvi_look_up_avx2(lower, code) : code;
@@ -215,7 +218,7 @@ static TKVI_TARGET_AVX2 void tkvi_unpack_slab_avx2(const tkvi_tile_parts *t, con
     }
 }
 
-/* Bytes of vectors at distance h are interleaved: 16 x 16 bytes are turned when that was done with 8, 4, 2, 1. */
+/* Interleaves the bytes of vectors at distance h. Distances 8, 4, 2, 1 in this order transpose 16 x 16 bytes. */
 TKVI_FLAT_AVX2 void tkvi_interleave_bytes_avx2(__m256i *x, const int h) {
     int i;
     TKVI_UNROLL
@@ -250,7 +253,7 @@ static TKVI_TARGET_AVX2 void tkvi_transpose_columns_avx2(tkvi_decoded_rows *r) {
         }
 }
 
-/* The first n (any number) of 8 lanes. */
+/* Mask of the first n of 8 lanes. n can be any number. */
 TKVI_FLAT_AVX2 __m256i tkvi_lane_mask_avx2(int n) {
     return _mm256_cmpgt_epi32(_mm256_set1_epi32(n), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
 }
@@ -329,7 +332,7 @@ TKVI_FLAT_AVX512 __m512i tkvi_load_field_avx512(const uint8_t *p, int right, int
                             tkvi_splat_bytes_avx512((1 << bits) - 1));
 }
 
-/* Plane p of a tile, in order of r: 16 times four neighbours with one r. */
+/* Plane p of a tile. In each 16 bytes, codes are sorted by r (core/tile.h): four with r = 0, then 1 .. 3. */
 TKVI_FLAT_AVX512 __m512i tkvi_tile_plane_avx512(const tkvi_tile_parts *t, int p) {
     const __m512i sorted = _mm512_set4_epi32(0x0f0b0703, 0x0e0a0602, 0x0d090501, 0x0c080400);
     const int at = p * t->low_bits;
@@ -362,7 +365,7 @@ static TKVI_TARGET_AVX512 void tkvi_unpack_columns_avx512(const tkvi_tile_parts 
     _mm512_storeu_si512((void *)column[3], _mm512_unpackhi_epi64(c, d));
 }
 
-/* The four quarters of a vector, `stride` bytes apart. */
+/* Stores the four quarters of a vector, `stride` bytes apart. */
 TKVI_FLAT_AVX512 void tkvi_store_quarters_avx512(uint8_t *to, int stride, __m512i x) {
     _mm_storeu_si128((__m128i *)(void *)to, _mm512_castsi512_si128(x));
     _mm_storeu_si128((__m128i *)(void *)(to + stride), _mm512_extracti32x4_epi32(x, 1));

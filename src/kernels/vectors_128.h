@@ -1,16 +1,18 @@
 /*
- * kernels/vectors_128.h - the kernels of kernels/scalar.h with vectors of 128 bits, written once; kernels/neon.h or
- * kernels/wasm.h brings the pieces (types and operations end in _128). Which one, the compiler's flags say:
- * there is at most one such instruction set in a program.
+ * kernels/vectors_128.h - the kernels of kernels/scalar.h with vectors of 128 bits, for NEON and WebAssembly.
  *
- * A tile is unpacked to bytes, in the order of its codes, and those are multiplied for all rows: what unpacking
- * has to know of widths and tables is in one place, and the products are one loop for K and V. Its step:
+ * Types and operations that end in _128 come from kernels/neon.h or kernels/wasm.h. The target of the compiler
+ * selects one of them.
  *
- *     two vectors of 16 codes (four lanes of four each), times four weights of each row
+ * A tile is unpacked to bytes, in the order of its codes. Then these bytes are multiplied for all rows. So only
+ * unpacking depends on the width and the table of levels, and one loop of products serves K and V. A step of it
+ * multiplies two vectors of 16 codes (four lanes of four) by four weights of each row:
+ *
  *     K: a step is a tile.        lanes: tokens 16p + 4b .. + 3, p = 2h and 2h + 1;  weights of its 4 channels
- *     V: a step is four tokens.   lanes: channels 4b .. + 3, b = 2h and 2h + 1;      weights of these tokens
+ *     V: a step is four tokens.   lanes: channels 4b .. + 3, b = 2h and 2h + 1;      weights of its 4 tokens
  *
- * 8-bit codes are signed here, code - 128. Nothing is prefetched: `next` waits for a machine to measure on.
+ * 8-bit codes become signed: code - 128. These kernels do not prefetch `next`, because no machine to measure it
+ * was available.
  */
 #ifndef TKVI_KERNELS_VECTORS_128_H
 #define TKVI_KERNELS_VECTORS_128_H
@@ -20,15 +22,15 @@
 
 #ifdef TKVI_128
 
-/* >>helpers: those of metadata. Encoding is the scalar code's. */
+/* >>simd_ops: conversions of metadata. Encoding uses the scalar functions. */
 static void tkvi_f16_to_f32_128(const uint8_t *src, int n, float *dst) {
     int i;
     for (i = 0; i + 4 <= n; i += 4) tkvi_store_128(dst + i, tkvi_load_f16_128(src + 2 * i));
     tkvi_f16_to_f32_scalar(src + 2 * i, n - i, dst + i);
 }
 
-/* tkvi_log_value byte by byte: with e the exponent and m the ten bits of the mantissa, a float's bytes are
- * 0, m << 5, e << 7 | m >> 3, e >> 1. */
+/* tkvi_log_value, byte by byte. The bytes of the float are 0, m << 5, e << 7 | m >> 3, e >> 1, where e is the biased
+ * exponent and m the upper ten bits of the mantissa. */
 static void tkvi_decode_log_scales_128(const uint8_t *src, int n, int top, float *dst) {
     uint8_t tables[2][16], *bytes = (uint8_t *)dst;
     tkvi_b16 table1, table2;
@@ -85,7 +87,7 @@ static float tkvi_max64_128(const float *s) {
     return tkvi_max_across_128(m);
 }
 
-/* exp(x) = 2^n exp(r), |r| <= ln 2 / 2; the polynomial is that of Cephes' expf. */
+/* exp(x) = 2^n exp(r), |r| <= ln 2 / 2. The polynomial is from expf of Cephes. */
 static float tkvi_exp64_128(const float *s, float maximum, float *p) {
     static const float factors[5] = {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f,
                                      5.0000001201e-1f};
@@ -109,14 +111,14 @@ static float tkvi_exp64_128(const float *s, float maximum, float *p) {
     return tkvi_sum_across_128(sum);
 }
 
-/* Rows that go together: as many as are left and registers allow, 1, 2, 4 or 8. */
+/* Rows in the next pass: the largest power of 2 that is at most `left` and `most`. */
 static int tkvi_rows_in_pass_128(int left, int most) {
     int n = most;
     while (n > left) n /= 2;
     return n;
 }
 
-/* >>exact tiers: a step is 4 channels of 4 tokens (K), or 16 channels of a token (V), in x0 .. x3 */
+/* >>exact tiers: x0 .. x3 hold 4 channels of 4 tokens (K), or 16 channels of one token (V). */
 #define TKVI_ROWS4_(X) X(0) X(1) X(2) X(3)
 #define TKVI_NONE4_(r) tkvi_f4 a##r = tkvi_splat_128(0.0f), b##r = a##r, c##r = a##r, d##r = a##r;
 #define TKVI_MADD4_(r, from)                                                                                 \
@@ -140,7 +142,7 @@ static int tkvi_rows_in_pass_128(int left, int most) {
         tkvi_store_128(o + 12, tkvi_add_128(tkvi_load_128(o + 12), d##r));                                   \
     }
 
-/* 4 values from number i of a row. */
+/* Values i .. i + 3 of a row. */
 TKVI_FLAT_128 tkvi_f4 tkvi_load_values_128(const tkvi_storage type, const uint8_t *row, int i) {
     if (type == TKVI_AS_F16) return tkvi_load_finite_f16_128(row + 2 * i);
     if (type == TKVI_AS_BF16) return tkvi_load_bf16_128(row + 2 * i);
@@ -226,7 +228,7 @@ TKVI_EXACT_128_(bf16, TKVI_AS_BF16)
 #undef TKVI_SAVE4_V_
 
 /* >>tiles */
-/* The top bit of four planes: bits from, from + 1, .. of x, to `bit` of the codes. */
+/* Adds the top bit to the codes of four planes. Plane p has it where x & (from << p); it is worth `bit`. */
 TKVI_FLAT_128 void tkvi_tops_128(tkvi_b16 *c, tkvi_b16 x, int from, int bit) {
     const tkvi_b16 to = tkvi_splat_bytes_128(bit);
     c[0] = tkvi_or_128(c[0], tkvi_and_128(tkvi_test_128(x, tkvi_splat_bytes_128(from)), to));
@@ -242,7 +244,7 @@ TKVI_FLAT_128 void tkvi_store_codes_128(uint8_t *code, const tkvi_b16 *c) {
     tkvi_store_bytes_128(code + 192, c[3]);
 }
 
-/* A quarter of tkvi_unpack_tile: bytes j .. j + 15 of each plane. 8-bit codes become signed. */
+/* Unpacks codes j .. j + 15 of each plane. 8-bit codes become signed. */
 TKVI_FLAT_128 void tkvi_unpack4_128(const int width, const uint8_t *wide, const uint8_t *tops, int from,
                                     int j, tkvi_b16 *c) {
     const tkvi_b16 two = tkvi_splat_bytes_128(3), four = tkvi_splat_bytes_128(15),
@@ -303,7 +305,7 @@ static void tkvi_unpack_tile_128(const uint8_t *codes, const tkvi_tile_at *at, i
     }
 }
 
-/* Codes to levels. */
+/* Replaces n codes by their levels. */
 static void tkvi_codes_to_levels_128(const int8_t *levels, const uint8_t *code, int n, uint8_t *level) {
     const tkvi_b16 table = tkvi_load_bytes_128((const uint8_t *)levels), mask = tkvi_splat_bytes_128(15);
     int j;
@@ -312,37 +314,39 @@ static void tkvi_codes_to_levels_128(const int8_t *levels, const uint8_t *code, 
                              tkvi_look_up_128(table, tkvi_and_128(tkvi_load_bytes_128(code + j), mask)));
 }
 
-static int tkvi_centre2_128(const tkvi_side *s, int width) { /* twice the centre of what is multiplied */
+/* Twice the centre of the bytes that are multiplied. */
+static int tkvi_centre2_128(const tkvi_side *s, int width) {
     return s->levels ? 0 : width == 8 ? -1 : (1 << width) - 1;
 }
 
-/* Four zeros with the part of the centre. */
+/* zero + centre * scale, for four values. */
 TKVI_FLAT_128 tkvi_f4 tkvi_centred_128(tkvi_f4 zero, const float *scale, float centre) {
     return tkvi_madd_128(zero, tkvi_load_128(scale), tkvi_splat_128(centre));
 }
 
-/* A row is folded: the answer is  half_step * (2 sum w code - middle) + rest  with
- * middle = sum w centre2,  rest = sum x zero. */
+/* A folded row. Its answer is half_step * (2 * sum w code - middle) + rest, where middle = sum w centre2 and
+ * rest = sum x zero. */
 typedef struct tkvi_fold_128 {
     int32_t middle;
     float half_step, rest;
     float most; /* the largest weight before it is rounded */
-    int wide;   /* so many weights have 15 bits, the others 8 */
+    int wide;   /* number of leading weights with two limbs */
 } tkvi_fold_128;
 
-/* What rows are folded by; `zero` has the centre's part in it, n is a multiple of 16. */
+/* Parameters of folding. zero includes centre * scale (tkvi_centred_128). n is a multiple of 16. */
 typedef struct tkvi_fold_args_128 {
     const float *scale, *zero;
     const int32_t *centre2;
-    int n, n_limbs, top, wide; /* top: the largest weight of one plane */
-    float coarse;              /* see TKVI_NEEDS_TWO */
-    int unit; /* of a weight of 8 bits where there are some of 15: 128 in K; V has no mix in a row */
+    int n, n_limbs, top,
+        wide;     /* top: the largest weight of one limb; wide: leading weights always with two */
+    float coarse; /* see TKVI_NEEDS_TWO */
+    int unit; /* value of 1 in a one-limb weight beside two-limb ones: 128 in K. V: 1, because rows do not mix */
 } tkvi_fold_args_128;
 
-/* Weights of a step: four of each weight row. A load may take rows with it that a pass does not use. */
+/* Weights of a step: four of each weight row. A load may read rows that its pass does not use. */
 #define TKVI_QUAD_128 (4 * 2 * TKVI_ROWS)
 
-/* Row x times scale, and what is to be known of it before it is rounded. */
+/* y = x * scale, and the fields of *f that rounding needs. */
 static void tkvi_scale_row_128(const tkvi_fold_args_128 *a, const float *x, float *y, tkvi_fold_128 *f) {
     tkvi_f4 most = tkvi_splat_128(0.0f), rest = most, squares = most;
     float all;
@@ -360,12 +364,12 @@ static void tkvi_scale_row_128(const tkvi_fold_args_128 *a, const float *x, floa
     f->wide = a->n_limbs == 2 || TKVI_NEEDS_TWO(a->coarse, f->most, all, a->top) ? a->n : a->wide;
 }
 
-/* y rounded. `two`: some row of the call has weights of 15 bits, so that all have two planes. */
+/* Rounds y. two: 1 if some row of the call needs two limbs; then all rows are stored with two. */
 TKVI_FLAT_128 void tkvi_round_row_128(const tkvi_fold_args_128 *a, const float *y, const int two,
                                       tkvi_weight *w, tkvi_fold_128 *f) {
     const int unit = two ? a->unit : 1;
     const int steps =
-        f->wide == a->n ? TKVI_TWO_LIMBS_MAX : unit * a->top; /* of the row, in units of its sums */
+        f->wide == a->n ? TKVI_TWO_LIMBS_MAX : unit * a->top; /* the largest weight, in units of the sums */
     const int some = f->most > 1e-34f;                        /* smaller ones contribute nothing */
     const tkvi_f4 fine = tkvi_splat_128(some ? (float)TKVI_TWO_LIMBS_MAX / f->most : 0.0f);
     const tkvi_f4 coarse = tkvi_splat_128(some ? (float)a->top / f->most : 0.0f);
@@ -373,7 +377,7 @@ TKVI_FLAT_128 void tkvi_round_row_128(const tkvi_fold_args_128 *a, const float *
     int i, k;
     for (i = 0; i < a->n; i += 8, w += 2 * TKVI_QUAD_128) {
         tkvi_i4 v[2];
-        for (k = 0; k < 2; k++) { /* a tile's four weights are alike */
+        for (k = 0; k < 2; k++) { /* the four weights of a tile have equally many limbs */
             const int wide = i + 4 * k < f->wide;
             v[k] = tkvi_nearest_128(tkvi_mul_128(tkvi_load_128(y + i + 4 * k), wide ? fine : coarse));
             if (!wide && unit > 1) v[k] = TKVI_LEFT_INTS_128(v[k], 7);
@@ -386,7 +390,7 @@ TKVI_FLAT_128 void tkvi_round_row_128(const tkvi_fold_args_128 *a, const float *
     f->half_step = 0.5f * f->most / (float)steps;
 }
 
-/* All rows, x: [row][n]. Returns the planes that they have. */
+/* Folds and rounds all rows. x: [row][n]. two: 1 demands two limbs. Returns the number of limbs. */
 static int tkvi_fold_rows_128(const tkvi_fold_args_128 *a, const float *x, int rows, int two, tkvi_weight *w,
                               tkvi_fold_128 *f) {
     TKVI_ALIGNED float y[TKVI_ROWS][TKV_MAX_HEAD_DIM];
@@ -402,15 +406,15 @@ static int tkvi_fold_rows_128(const tkvi_fold_args_128 *a, const float *x, int r
     return 1 + two;
 }
 
-/* One loop of products: the steps as they are drawn above. */
+/* Parameters of a loop of products, in the steps of the drawing at the top. */
 typedef struct tkvi_dots_128 {
     const uint8_t *codes;
     int step, apart,
-        steps;            /* bytes from step to step and from a step's first vector to its second; how many */
+        steps;            /* bytes between steps; bytes between the two vectors of a step; number of steps */
     const tkvi_weight *w; /* [step][TKVI_QUAD_128] */
     int32_t *sum;         /* [weight row][TKVI_BLOCK] */
-    int sum_apart, add;   /* from the sums of a step's first vector to those of its second; sum += */
-    int no_sign;          /* neither codes nor weights have a sign, and these may be up to 255 */
+    int sum_apart, add;   /* distance between the sums of both vectors; add: sum += products, else sum = */
+    int no_sign;          /* 1: codes and weights are unsigned; weights are at most 255 */
 } tkvi_dots_128;
 
 #define TKVI_ROWS8_(X)                                                                                       \
@@ -471,7 +475,7 @@ static void tkvi_dot_all_128(const tkvi_dots_128 *d, int weight_rows) {
     }
 }
 
-/* n sums of row r, a multiple of 4, to answers. */
+/* Converts n sums of row r to answers. n is a multiple of 4. add: out += answers. */
 static void tkvi_store_answers_128(const int32_t *sum, int r, int n_limbs, const tkvi_fold_128 *f, int n,
                                    int add, float *out) {
     const tkvi_f4 half_step = tkvi_splat_128(f[r].half_step), rest = tkvi_splat_128(f[r].rest);
@@ -491,7 +495,7 @@ static void tkvi_store_answers_128(const int32_t *sum, int r, int n_limbs, const
 
 #define TKVI_BATCH_128 32 /* tiles that are unpacked at a time: 8 KB */
 
-/* Products of K: tiles first .. first + n - 1, which stand in `code`. */
+/* Products of K for tiles first .. first + n - 1, unpacked at `code`. */
 static void tkvi_batch_k_128(const uint8_t *code, int first, int n, const tkvi_weight *w, int w_group,
                              int weight_rows, int32_t *sum) {
     tkvi_dots_128 d;
@@ -552,14 +556,15 @@ static void tkvi_tiles_k_128(const tkvi_side *s, const uint8_t *src, const uint8
         a.scale = scale + g * s->pad;
         a.zero = zero + g * s->pad;
         n_limbs = tkvi_fold_rows_128(&a, q, rows, had == 2, w[g], fold[g]);
-        if (g && n_limbs > had) { /* groups have their planes in common */
+        if (g && n_limbs > had) { /* all groups must have equally many limbs */
             a.scale = scale;
             a.zero = zero;
             tkvi_fold_rows_128(&a, q, rows, 1, w[0], fold[0]);
         }
     }
     weight_rows = rows * tkvi_weight_rows_128(n_limbs);
-    memset(sum, 0, (size_t)(weight_rows * TKVI_BLOCK) * sizeof sum[0]); /* if there are no codes at all */
+    memset(sum, 0,
+           (size_t)(weight_rows * TKVI_BLOCK) * sizeof sum[0]); /* a side without codes has no products */
     for (width = TKVI_MAX_WIDTH; width > 0; width--)
         for (i = 0; i < s->runs.n[width]; i++) {
             uint8_t *to = code + here * TKVI_TILE_CODES;
@@ -577,7 +582,7 @@ static void tkvi_tiles_k_128(const tkvi_side *s, const uint8_t *src, const uint8
                                    scores + r * TKVI_BLOCK + g * tokens);
 }
 
-/* Products of V for 16 channels, and the answers. */
+/* Products and answers of V for 16 channels. */
 static void tkvi_slab_v_128(const uint8_t *code, int n, const tkvi_weight *w, const tkvi_fold_128 *fold,
                             int rows, int n_limbs, int no_sign, int pad, float *out) {
     TKVI_ALIGNED int32_t sum[2 * TKVI_ROWS * TKVI_BLOCK];
@@ -637,7 +642,7 @@ static void tkvi_tiles_v_128(const tkvi_side *s, const uint8_t *src, const uint8
                 if (16 * k < n) tkvi_unpack_tile_128(src, &at, width, code + k * TKVI_TILE_CODES);
                 tkvi_next_tile(&at, width);
             }
-            for (k = 0; k < channels; k += 16) { /* pairs: 32 channels, a table for each half */
+            for (k = 0; k < channels; k += 16) { /* pairs: 32 channels, with a table for each 16 */
                 const uint8_t *from = code;
                 if (s->levels) {
                     tkvi_codes_to_levels_128(s->levels + tkvi_level_table(s, width, k / 16), code,

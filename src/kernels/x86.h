@@ -55,7 +55,7 @@
 #define TKVI_FLAT_AVX2 TKVI_FLAT TKVI_TARGET_AVX2
 #define TKVI_FLAT_AVX512 TKVI_FLAT TKVI_TARGET_AVX512
 
-/* gcc for 64-bit Windows aligns the stack to 16 bytes only. It still saves vectors of 32 and 64 bytes there by
+/* gcc for 64-bit Windows aligns the stack to 16 bytes only. It still stores vectors of 32 and 64 bytes there with
  * aligned moves, which fault (GCC bug 54412; Debian's gcc is patched). Assembler macros make all aligned moves of
  * this file unaligned. That costs nothing where memory is aligned. LTO joins files, so .ifndef lets each macro be
  * defined only once. */
@@ -114,7 +114,7 @@ TKVI_FLAT int32_t tkvi_load_four_weights(const int8_t *w) {
 /* >>tiles: the part that does not depend on the instruction set. tkvi_tile_ops has the part that does. */
 enum { TKVI_W_BYTES = TKVI_ROWS * TKV_MAX_HEAD_DIM }; /* one limb of the weights of all rows */
 
-/* Parameters of a fold: multiply rows of q (K, by channel) or p (V, by token) by the scales of one group; round. */
+/* Parameters of a fold: multiply rows of q (K, by position) or p (V, by token) by the scales of one group; round. */
 typedef struct tkvi_fold_args {
     const float *x, *scale, *zero; /* x: [row][n] */
     const float *ref;              /* K */
