@@ -2011,7 +2011,7 @@ extern "C" {
 /* ======== core/base.h ======== */
 /*
  * core/base.h - the foundation of all other files: bits of floats, half floats, rounding, checked sizes, memory,
- * short texts without stdio. Calls libc's memcpy, memset, memmove and, unless TKV_NO_MALLOC, malloc and free.
+ * short texts without stdio, spin locks. It calls memcpy and, without TKV_NO_MALLOC, malloc and free.
  *
  * The application compiles this header with its own flags. The code therefore takes four precautions:
  *
@@ -2100,7 +2100,7 @@ TKVI_FN double tkvi_f64(double x) {
 }
 
 /* Not inlined, so that no compiler fuses these products into a sum (FMA). */
-static TKVI_NOINLINE void tkvi_multiplied(float *dst, const float *x, const float *y, int n) {
+static TKVI_NOINLINE void tkvi_multiply(float *dst, const float *x, const float *y, int n) {
     int i;
     for (i = 0; i < n; i++) dst[i] = tkvi_f32(x[i] * y[i]);
 }
@@ -2234,11 +2234,11 @@ typedef struct tkvi_heap {
 #ifndef TKV_NO_MALLOC
 /* malloc aligns to 8 or 16 only. The pointer that malloc returned is stored just before the aligned block. */
 static void *tkvi_malloc(void *user, size_t size, size_t align) {
-    size_t room;
+    size_t padded;
     char *raw, *p;
     (void)user;
-    if (!tkvi_add(size, align + sizeof(void *), &room)) return NULL;
-    raw = (char *)malloc(room);
+    if (!tkvi_add(size, align + sizeof(void *), &padded)) return NULL;
+    raw = (char *)malloc(padded);
     if (!raw) return NULL;
     p = raw + sizeof(void *);
     p += (align - (size_t)((uintptr_t)p & (align - 1u))) & (align - 1u);
@@ -2516,7 +2516,7 @@ static TKVI_NOINLINE void tkvi_butterflies(float *x, int n) {
 }
 
 /* Not inlined: otherwise a compiler may fuse these products into the sums of another function. */
-static TKVI_NOINLINE void tkvi_times(float *x, int n, float by) {
+static TKVI_NOINLINE void tkvi_scale(float *x, int n, float by) {
     int i;
     for (i = 0; i < n; i++) x[i] = tkvi_f32(x[i] * by);
 }
@@ -2532,7 +2532,7 @@ TKVI_CONSTANT float tkvi_hadamard_norm[9] = {
 
 static void tkvi_window(float *x, int n, int log2n) {
     tkvi_butterflies(x, n);
-    tkvi_times(x, n, tkvi_hadamard_norm[log2n]);
+    tkvi_scale(x, n, tkvi_hadamard_norm[log2n]);
 }
 
 static int tkvi_log2_floor(int n) {
@@ -2568,10 +2568,10 @@ static void tkvi_rotate_back(float *x, int dim) {
  * Everything up to the cosine is integer arithmetic. So every machine gets the same bits under any flags, and the
  * angle at position one million is as precise as the first:
  *
- *     frequencies  in turns of 2^64 (a sum of them wraps where a turn is full), without pow or libm: the integer
- *                  root of 1 / base is found bit by bit
- *     angles       the upper 32 bits of such a sum
- *     sine, cosine Taylor's series in 31 bits about the nearest quarter (error 2e-9)
+ *     frequencies  integers; 2^64 is a full turn, so sums wrap where a turn is full. They need neither pow nor libm:
+ *                  the integer root of 1 / base is found bit by bit.
+ *     angles       multiples of a frequency; the upper 32 bits are used
+ *     sine, cosine Taylor series in 31 bits about the nearest quarter turn (error 2e-9)
  *
  * Products and their sums are computed in different functions, so that no compiler fuses them.
  */
@@ -2579,7 +2579,7 @@ static void tkvi_rotate_back(float *x, int dim) {
 #define TKVI_CORE_ROPE_H
 
 
-/* >>frequencies, in turns of 2^64 a position */
+/* >>frequencies: angle per position, where 2^64 is a full turn */
 /* The upper 64 bits of a product. */
 static uint64_t tkvi_mul_high(uint64_t a, uint64_t b) {
     uint64_t al = a & 0xffffffffu, ah = a >> 32, bl = b & 0xffffffffu, bh = b >> 32;
@@ -2645,7 +2645,7 @@ static const char *tkvi_rope_fault(const tkv_rope *r, int head_dim, const char *
     return NULL;
 }
 
-static const char *tkvi_rope_wrong(const tkv_rope *r, int head_dim) {
+static const char *tkvi_rope_has_fault(const tkv_rope *r, int head_dim) {
     const char *field;
     float value;
     return tkvi_rope_fault(r, head_dim, &field, &value);
@@ -2702,7 +2702,7 @@ static void tkvi_cos_sin(uint64_t angle, float *cosine, float *sine) {
     t = one - (z * t >> 31) / 6u;
     s = (int32_t)((x * t >> 31) >> 1);
     if (negative) s = -s;
-    if (quarter & 1u) { /* a quarter further: cos is -sin, sin is cos */
+    if (quarter & 1u) { /* in the next quarter, cos is -sin and sin is cos */
         int32_t was = c;
         c = -s;
         s = was;
@@ -2727,11 +2727,11 @@ static void tkvi_rope_rotate(const tkvi_rope *rope, int64_t position, int back, 
         a[j] = x[j * rope->step];
         b[j] = x[j * rope->step + rope->apart];
     }
-    tkvi_multiplied(ac, a, c, n);
-    tkvi_multiplied(bs, b, s, n);
+    tkvi_multiply(ac, a, c, n);
+    tkvi_multiply(bs, b, s, n);
     for (j = 0; j < n; j++) x[j * rope->step] = tkvi_f32(ac[j] - bs[j]);
-    tkvi_multiplied(bs, b, c, n);
-    tkvi_multiplied(ac, a, s, n);
+    tkvi_multiply(bs, b, c, n);
+    tkvi_multiply(ac, a, s, n);
     for (j = 0; j < n; j++) x[j * rope->step + rope->apart] = tkvi_f32(bs[j] + ac[j]);
 }
 
@@ -2760,8 +2760,8 @@ static void tkvi_rope_rotate(const tkvi_rope *rope, int64_t position, int back, 
  *   1 bit    half a 64-byte vector that two tiles share: tile A has bits 0..3 of byte j (plane = bit), tile B 4..7
  *   3, 5     the 2- or 4-bit part, and the top bit as a 1-bit half
  *
- * A record's codes are runs of tiles, widest first. All 1-bit halves stand together at the end, in the order of
- * their tiles. So every load is a whole aligned 64-byte vector:
+ * The tiles of a side are grouped by width, widest first. All 1-bit halves stand together at the end, in the order
+ * of their tiles. So every load is a whole aligned 64-byte vector:
  *
  *   [8-bit tiles][6][5 without top bits][4][3 without top bits][2] [1-bit halves of the 5-, 3- and 1-bit tiles]
  */
@@ -2777,23 +2777,23 @@ TKVI_CONSTANT uint16_t tkvi_wide_bytes[TKVI_MAX_WIDTH + 1] = {0, 0, 64, 64, 128,
 TKVI_CONSTANT uint8_t tkvi_has_half[TKVI_MAX_WIDTH + 1] = {0, 1, 0, 1, 0, 1, 0, 0, 0};
 
 /* Number of tiles of each width in the codes of a side. */
-typedef struct tkvi_runs {
+typedef struct tkvi_tile_counts {
     uint16_t n[TKVI_MAX_WIDTH + 1];
-} tkvi_runs;
+} tkvi_tile_counts;
 
-/* Cursor of a reader or writer of tiles. tkvi_tiles starts it, tkvi_next_tile moves it on. */
+/* Cursor of a reader or writer of tiles. tkvi_first_tile starts it, tkvi_next_tile moves it on. */
 typedef struct tkvi_tile_at {
     size_t wide, halves; /* byte offsets of this tile's wide part and of the first 1-bit vector */
     int half;            /* number of the next 1-bit half */
 } tkvi_tile_at;
 
-TKVI_FN tkvi_tile_at tkvi_tiles(const tkvi_runs *runs) {
+TKVI_FN tkvi_tile_at tkvi_first_tile(const tkvi_tile_counts *tiles) {
     tkvi_tile_at at;
     int w;
     at.wide = 0;
     at.halves = 0;
     at.half = 0;
-    for (w = 1; w <= TKVI_MAX_WIDTH; w++) at.halves += (size_t)runs->n[w] * tkvi_wide_bytes[w];
+    for (w = 1; w <= TKVI_MAX_WIDTH; w++) at.halves += (size_t)tiles->n[w] * tkvi_wide_bytes[w];
     return at;
 }
 
@@ -2802,9 +2802,9 @@ TKVI_FN void tkvi_next_tile(tkvi_tile_at *at, int width) {
     at->half += tkvi_has_half[width];
 }
 
-static size_t tkvi_runs_bytes(const tkvi_runs *runs) {
-    size_t halves = (size_t)runs->n[1] + runs->n[3] + runs->n[5];
-    return tkvi_tiles(runs).halves + (halves + 1) / 2 * 64;
+static size_t tkvi_tiles_bytes(const tkvi_tile_counts *tiles) {
+    size_t halves = (size_t)tiles->n[1] + tiles->n[3] + tiles->n[5];
+    return tkvi_first_tile(tiles).halves + (halves + 1) / 2 * 64;
 }
 
 /* The functions below handle eight codes at a time, as bytes of a word. No byte carries into the next. */
@@ -2847,7 +2847,7 @@ TKVI_FN void tkvi_unpack_planes(const uint8_t *src, uint8_t *code, int bits, int
         }
 }
 
-/* Packs bit `bit` of a tile's codes: the lower half of each byte at v (up 0), or the upper half (up 4). */
+/* Packs bit `bit` of a tile's codes into the lower half of each byte at v (up 0), or into the upper half (up 4). */
 TKVI_FN void tkvi_pack_half(uint8_t *v, const uint8_t *code, int bit, int up, int from, int end) {
     int p, j;
     for (j = from; j < end; j += 8) {
@@ -2970,8 +2970,9 @@ static int tkvi_e5m2_code(float x) { return tkvi_mini_code(&tkvi_e5m2, x); }
  * core/fit.h - better scale and zero for a min/max group than minimum and maximum give (tkv_fit). Only the encoder
  * changes: bytes and decoding are those of KIVI.
  *
- *   TKV_FIT_CLIP      the range of least squared error out of 12, 1 to 0.45 of it about its middle. At 2 bits
- *                     the error of Gaussian groups falls by a third; at 4 bits it hardly changes.
+ *   TKV_FIT_CLIP      tries 12 ranges about the middle, from the full range down to 0.45 of it, and takes the one
+ *                     with the least squared error. At 2 bits the error of Gaussian groups falls by a third. At
+ *                     4 bits it hardly changes.
  *   TKV_FIT_NORM      codes stay; scale and zero change until mean and variance are those of the values.
  *                     Otherwise coarse groups decode with too much variance, and the softmax gives them too much
  *                     weight beside exact ones.
@@ -2979,8 +2980,8 @@ static int tkvi_e5m2_code(float x) { return tkvi_mini_code(&tkvi_e5m2, x); }
  *
  * Keep the sinks exact. All queries read these tokens most, and a clipped range damages them.
  *
- * Values are cut to 12 bits between minimum and maximum. All sums after that are integers, so every machine gets
- * the same result in any order.
+ * Values become integers of 12 bits between minimum and maximum. All sums after that are integers, so every machine
+ * gets the same result in any order.
  */
 #ifndef TKVI_CORE_FIT_H
 #define TKVI_CORE_FIT_H
@@ -3287,7 +3288,7 @@ static void tkvi_book_make(int64_t *count, int bits, int uniform, tkvi_book *boo
  * A bit saves weight * (D(b) - D(b + 1)), where D(b) is the error of a unit Gaussian at b bits. The code keeps the
  * logarithm of that saving, in integers of 1/32 octave, so every machine computes the same table.
  * Savings fall along the bits of a channel and along the sorted channels. So the greedy method takes exactly the
- * steps that save more than some level. A binary search finds that level, for any number of heads.
+ * steps that save at least some threshold. A binary search finds that threshold, for any number of heads.
  *
  *   K: weight of a tile = reach of its head * E[q_c^2] var(k_c), geometric mean of its channels;   0 .. 6 bits
  *   V: weight of a head = its reach (how strongly it reads far tokens);                             1 .. 4 bits
@@ -3308,7 +3309,8 @@ typedef struct tkvi_head {
     const float *mean;         /* K: [pad] static mean at each position */
 } tkvi_head;
 
-/* Steps of an item from few bits to many. gain: log2 of the error saved per unit of cost, in 1/32 octave. */
+/* Steps of an item from few bits to many. gain: log2 of the error saved per unit of cost, in 1/32 octave. If all steps
+ * cost the same, gain may be per step: that only shifts the threshold. */
 typedef struct tkvi_ladder {
     int steps;
     int16_t gain[6];
@@ -3331,13 +3333,15 @@ static int tkvi_score(const tkvi_head *h, int unit, int i) {
     return sum == 0 ? TKVI_SCORE_NONE : 4 * h->k_weight + sum / unit;
 }
 
-/* Cost of all steps of a head whose saving reaches `level`. taken: NULL, or out: items that take step k. */
-static int tkvi_climb(const tkvi_head *h, const tkvi_ladder *l, int unit, int items, int level, int *taken) {
+/* Cost of all steps of a head whose saving reaches the threshold. taken: NULL, or out: number of items that take
+ * step k. */
+static int tkvi_cost_at(const tkvi_head *h, const tkvi_ladder *l, int unit, int items, int threshold,
+                        int *taken) {
     int i, k, cost = 0;
     if (taken) memset(taken, 0, 6 * sizeof *taken);
     for (i = 0; i < items; i++) {
         int score = tkvi_score(h, unit, i);
-        for (k = 0; k < l->steps && score + l->gain[k] >= level; k++) {
+        for (k = 0; k < l->steps && score + l->gain[k] >= threshold; k++) {
             cost += l->cost[k] * tkvi_max(unit, 1);
             if (taken) taken[k]++;
         }
@@ -3345,42 +3349,44 @@ static int tkvi_climb(const tkvi_head *h, const tkvi_ladder *l, int unit, int it
     return cost;
 }
 
-#define TKVI_LEVEL_LOW (-24000) /* beyond any score: a loaded table gives at most 4 * 4800 + 4 * 255 */
-#define TKVI_LEVEL_HIGH 24000
+#define TKVI_THRESHOLD_LOW (-24000) /* beyond any score: a loaded table gives at most 4 * 4800 + 4 * 255 */
+#define TKVI_THRESHOLD_HIGH 24000
 
-/* The lowest level at which the heads, each limited to `cap`, stay within the budget. */
-static int tkvi_find_level(const tkvi_head *heads, int n_heads, const tkvi_ladder *l, int unit, int items,
-                           int cap, int64_t budget) {
-    int low = TKVI_LEVEL_LOW, high = TKVI_LEVEL_HIGH, h; /* `high` fits the budget, `low - 1` may not */
+/* The lowest threshold at which the heads, each limited to `cap`, stay within the budget. */
+static int tkvi_find_threshold(const tkvi_head *heads, int n_heads, const tkvi_ladder *l, int unit, int items,
+                               int cap, int64_t budget) {
+    int low = TKVI_THRESHOLD_LOW, high = TKVI_THRESHOLD_HIGH, h; /* high fits the budget; low - 1 may not */
     while (low < high) {
-        int level = low + (high - low) / 2;
+        int threshold = low + (high - low) / 2;
         int64_t sum = 0;
         for (h = 0; h < n_heads; h++)
-            sum += tkvi_min(cap, tkvi_climb(&heads[h], l, unit, items, level, NULL));
-        if (sum <= budget) high = level;
-        else low = level + 1;
+            sum += tkvi_min(cap, tkvi_cost_at(&heads[h], l, unit, items, threshold, NULL));
+        if (sum <= budget) high = threshold;
+        else low = threshold + 1;
     }
     return high;
 }
 
-/* Splits a budget among the heads; cost[h] is the share of head h. The level leaves a rest, too small for all
- * steps just below it. Pass 0 gives each head the same fraction of the steps it still lacks. Pass 1 gives one
- * step each, and pass 2 all that a head lacks, in the order of heads. V has one item a head: whole steps, so
- * only pass 2. */
-static void tkvi_split(const tkvi_head *heads, int n_heads, const tkvi_ladder *l, int unit, int items,
-                       int cap, int64_t budget, int *cost) {
-    int level = tkvi_find_level(heads, n_heads, l, unit, items, cap, budget), h, pass,
+/* Splits a budget among the heads. cost: out, the share of each head. The threshold leaves a rest, which is too small
+ * for all steps just below it. Three passes in the order of heads hand it out:
+ *   0  each head gets the same fraction of the steps that it did not get
+ *   1  each head gets one step
+ *   2  each head gets all its remaining steps
+ * A head of V is one item, which takes whole steps. So V has only pass 2. */
+static void tkvi_split_budget(const tkvi_head *heads, int n_heads, const tkvi_ladder *l, int unit, int items,
+                              int cap, int64_t budget, int *cost) {
+    int threshold = tkvi_find_threshold(heads, n_heads, l, unit, items, cap, budget), h, pass,
         step = tkvi_max(unit, 1);
     int64_t wanted = 0, left;
     for (h = 0; h < n_heads; h++) {
-        cost[h] = tkvi_min(cap, tkvi_climb(&heads[h], l, unit, items, level, NULL));
+        cost[h] = tkvi_min(cap, tkvi_cost_at(&heads[h], l, unit, items, threshold, NULL));
         budget -= cost[h];
-        wanted += tkvi_min(cap, tkvi_climb(&heads[h], l, unit, items, level - 1, NULL)) - cost[h];
+        wanted += tkvi_min(cap, tkvi_cost_at(&heads[h], l, unit, items, threshold - 1, NULL)) - cost[h];
     }
     left = budget;
-    for (pass = unit ? 0 : 2; pass < 3 && level > TKVI_LEVEL_LOW; pass++)
+    for (pass = unit ? 0 : 2; pass < 3 && threshold > TKVI_THRESHOLD_LOW; pass++)
         for (h = 0; h < n_heads && budget > 0; h++) {
-            int more = tkvi_min(cap, tkvi_climb(&heads[h], l, unit, items, level - 1, NULL)) - cost[h];
+            int more = tkvi_min(cap, tkvi_cost_at(&heads[h], l, unit, items, threshold - 1, NULL)) - cost[h];
             if (pass == 0) more = (int)(more * left / wanted);
             if (pass == 1) more = tkvi_min(more, step);
             more = (int)(more < budget ? more : budget) / step * step;
@@ -3398,26 +3404,26 @@ static int tkvi_head_budget(int quarters, int dim, int pad) {
 }
 
 /* Turns a head's number of tile bits into the widths of its tiles. */
-static void tkvi_runs_of(const tkvi_head *h, int pad, int unit, int budget, tkvi_runs *runs) {
-    int items = pad / 4 / unit, taken[6], more[6], k, rest, level;
-    level = tkvi_find_level(h, 1, &tkvi_ladder_k, unit, items, 1 << 20, budget);
-    rest = budget - tkvi_climb(h, &tkvi_ladder_k, unit, items, level, taken);
-    (void)tkvi_climb(h, &tkvi_ladder_k, unit, items, level - 1, more);
-    for (k = 0; k < 6; k++) /* the rest buys steps just below the level, narrow widths first */
+static void tkvi_choose_widths(const tkvi_head *h, int pad, int unit, int budget, tkvi_tile_counts *tiles) {
+    int items = pad / 4 / unit, taken[6], more[6], k, rest, threshold;
+    threshold = tkvi_find_threshold(h, 1, &tkvi_ladder_k, unit, items, 1 << 20, budget);
+    rest = budget - tkvi_cost_at(h, &tkvi_ladder_k, unit, items, threshold, taken);
+    (void)tkvi_cost_at(h, &tkvi_ladder_k, unit, items, threshold - 1, more);
+    for (k = 0; k < 6; k++) /* the rest buys steps just below the threshold, narrow widths first */
         for (; taken[k] < more[k] && rest >= unit; rest -= unit) taken[k]++;
-    memset(runs, 0, sizeof *runs);
-    for (k = 0; k < 6; k++) runs->n[k + 1] = (uint16_t)((taken[k] - (k < 5 ? taken[k + 1] : 0)) * unit);
+    memset(tiles, 0, sizeof *tiles);
+    for (k = 0; k < 6; k++) tiles->n[k + 1] = (uint16_t)((taken[k] - (k < 5 ? taken[k + 1] : 0)) * unit);
 }
 
 /* Equal shares and equal channels: the first channels get the bits that are left over. */
-static void tkvi_share_equally(int quarters, int dim, int pad, tkvi_runs *runs) {
+static void tkvi_share_equally(int quarters, int dim, int pad, tkvi_tile_counts *tiles) {
     uint8_t importance[TKV_MAX_HEAD_DIM];
     tkvi_head h;
     memset(&h, 0, sizeof h);
     memset(importance, 0, sizeof importance);
     memset(importance, 1, (size_t)dim);
     h.importance = importance;
-    tkvi_runs_of(&h, pad, 1, tkvi_head_budget(quarters, dim, pad), runs);
+    tkvi_choose_widths(&h, pad, 1, tkvi_head_budget(quarters, dim, pad), tiles);
 }
 
 /* Splits a layer's budget among its heads, at most 4 bits a channel. budget[h]: out, tile bits of head h. Two tile
@@ -3425,15 +3431,15 @@ static void tkvi_share_equally(int quarters, int dim, int pad, tkvi_runs *runs) 
 static void tkvi_share_k(const tkvi_head *heads, int n_heads, int quarters, int dim, int pad, int unit,
                          int *budget) {
     int h, odd = 0;
-    tkvi_split(heads, n_heads, &tkvi_ladder_k, unit, pad / 4 / unit, pad,
-               (int64_t)n_heads * tkvi_head_budget(quarters, dim, pad), budget);
+    tkvi_split_budget(heads, n_heads, &tkvi_ladder_k, unit, pad / 4 / unit, pad,
+                      (int64_t)n_heads * tkvi_head_budget(quarters, dim, pad), budget);
     for (h = 0; h < n_heads; h++)
         if (budget[h] % 2) {
             budget[h] += odd ? -1 : 1;
             odd = !odd;
         }
-    for (h = n_heads - 1; h >= 0 && odd;
-         h--) /* an odd number of budgets was odd: the last one took a bit too many */
+    /* After an odd number of odd budgets the sum is one bit too high. The last head that can gives two bits back. */
+    for (h = n_heads - 1; h >= 0 && odd; h--)
         if (budget[h] >= 2) {
             budget[h] -= 2;
             odd = 0;
@@ -3444,7 +3450,7 @@ static void tkvi_share_k(const tkvi_head *heads, int n_heads, int quarters, int 
 static void tkvi_share_v(const tkvi_head *heads, int n_heads, int quarters, int *half_bits) {
     const tkvi_ladder *l = quarters < 8 ? &tkvi_ladder_v_low : &tkvi_ladder_v;
     int h;
-    tkvi_split(heads, n_heads, l, 0, 1, 6, (int64_t)n_heads * (quarters - 4) / 2, half_bits);
+    tkvi_split_budget(heads, n_heads, l, 0, 1, 6, (int64_t)n_heads * (quarters - 4) / 2, half_bits);
     for (h = 0; h < n_heads; h++) half_bits[h] += 2;
 }
 
@@ -3467,12 +3473,12 @@ static int64_t tkvi_budget_v(int64_t heads, int quarters, int pad) {
  *
  * Sizes, demotion, reading, attention and the tests find the format through the table. New formats are of two
  * kinds:
- *   tiles (core/tile.h)   The integer kernels of every instruction set run on it unchanged. Widths, channel order
- *                         and level table are free. Only `meta` is its own.
- *   TKVI_AS_DECODED       It needs layout, encode and decode. Attention decodes 16 tokens at a time. On x86,
- *                         vectors can read rows of codes with a table of levels, if kernels/decode_x86.h knows
- *                         their places.
- *                         If each token has a grid and a scale, formats/token.h has all three functions.
+ *   TKVI_AS_TILES     Tiles of core/tile.h. The integer kernels of every instruction set run on them unchanged.
+ *                     Widths, channel order and table of levels are free. The format writes layout, encode and
+ *                     meta; decode is tkvi_decode_tiles.
+ *   TKVI_AS_DECODED   Any bytes. The format writes layout, encode and decode, and attention decodes 16 tokens at a
+ *                     time. If each token has a grid and a scale, formats/token.h has all three functions. On x86,
+ *                     kernels/decode_x86.h is faster than decode, for the formats that it supports.
  *
  * A side in memory is codes (a multiple of 64 bytes), then metadata, padded to 64 bytes. A record is the K side,
  * then the V side, of one head.
@@ -3585,7 +3591,7 @@ static void tkvi_decode_zero_points_scalar(const uint8_t *offset, const float *s
 
 /* Functions of one side of a format. x is [token][stride] floats; channels from side->dim on are not touched. */
 typedef struct tkvi_codec {
-    /* Sets runs (unless a share did), groups, code_bytes, meta_bytes and levels, from dim, pad and group. */
+    /* Sets tiles (unless a share did), groups, code_bytes, meta_bytes and levels, from dim, pad and group. */
     void (*layout)(struct tkvi_side *s);
     /* Writes the whole side. n: 1 .. 64 tokens; places beyond n get code 0. Same bytes on every machine. */
     void (*encode)(const struct tkvi_side *s, const tkvi_simd_ops *ops, const float *x, size_t stride, int n,
@@ -3622,11 +3628,11 @@ typedef struct tkvi_format {
 
 /* The share of one head's side in its layer's table (learn/statistics.h). A side without one takes equal shares. */
 typedef struct tkvi_share {
-    tkvi_runs runs;       /* K: tiles by width */
-    int half_bits;        /* V: bits of a value, in half bits */
-    int top;              /* top of its log-scale window (core/log_scale.h) */
-    const uint8_t *order; /* K: channel at each position, [pad] */
-    const float *mean;    /* K: static mean at each position, [pad]; fp16 values */
+    tkvi_tile_counts tiles; /* K: by width */
+    int half_bits;          /* V: bits of a value, in half bits */
+    int top;                /* top of its log-scale window (core/log_scale.h) */
+    const uint8_t *order;   /* K: channel at each position, [pad] */
+    const float *mean;      /* K: static mean at each position, [pad]; fp16 values */
 } tkvi_share;
 
 /* Options of the caller. A format reads only its own. */
@@ -3648,18 +3654,18 @@ typedef struct tkvi_side {
     const tkvi_format *format;
     size_t code_bytes, meta_bytes, bytes;
     tkv_side which;
-    tkvi_runs runs;   /* tiles by width */
-    int16_t dim, pad; /* channels, and channels rounded up to 16 */
-    int16_t group;    /* values per scale: 64, 32, or TKV_MAX_HEAD_DIM (one scale a token) */
-    int16_t groups;   /* K: along the 64 tokens; V: along the channels */
-    int8_t tokens;    /* capacity: 64, or fewer in an exact side */
+    tkvi_tile_counts tiles; /* by width */
+    int16_t dim, pad;       /* channels, and channels rounded up to 16 */
+    int16_t group;          /* values per scale: 64, 32, or TKV_MAX_HEAD_DIM (one scale a token) */
+    int16_t groups;         /* K: along the 64 tokens; V: along the channels */
+    int8_t tokens;          /* capacity: 64, or fewer in an exact side */
     int8_t pairs; /* V: 1: a tile of 16 lanes holds 32 channels; levels has 16 more for the second channels */
-    int8_t given, half_bits; /* 1: a share set runs or half_bits; V: see tkvi_share */
-    int16_t top;             /* see tkvi_share */
-    int8_t fit;              /* KIVI: see core/fit.h */
-    int8_t rotate, center;   /* formats/token.h */
-    int8_t parts;            /* formats/subspace.h */
-    int8_t feedback_unit;    /* SQuat: channels coded together (formats/squat.h) */
+    int8_t has_share, half_bits; /* 1: a share set tiles or half_bits; V: see tkvi_share */
+    int16_t top;                 /* see tkvi_share */
+    int8_t fit;                  /* KIVI: see core/fit.h */
+    int8_t rotate, center;       /* formats/token.h */
+    int8_t parts;                /* formats/subspace.h */
+    int8_t feedback_unit;        /* SQuat: channels coded together (formats/squat.h) */
     int8_t kvquant, tabled,
         slots;            /* formats/kvquant.h: options; 1: its layer has a table; outliers per token */
     int32_t start;        /* formats/kvquant.h: position of the first token of the block */
@@ -3712,8 +3718,8 @@ static void tkvi_side_make(tkvi_side *s, const tkvi_format *format, tkv_side whi
     s->tabled = (int8_t)o->tabled;
     s->top = TKVI_LOG_TOP_DEFAULT;
     if (share) {
-        s->given = 1;
-        s->runs = share->runs;
+        s->has_share = 1;
+        s->tiles = share->tiles;
         s->half_bits = (int8_t)share->half_bits;
         s->top = (int16_t)share->top;
         s->order = share->order;
@@ -3751,8 +3757,8 @@ static void tkvi_values(const tkvi_side *s, const tkvi_simd_ops *ops, const uint
  *
  *   K and V: [token][channel], channels padded to 16 with zeros, values little-endian, no metadata
  *
- * Rows make an append one contiguous write, and a cut a smaller count. A side can also hold fewer than 64 tokens
- * (side->tokens): the side of the sinks has only theirs.
+ * In rows, an append is one contiguous write, and cutting off tokens only lowers a count. A side can also hold fewer
+ * than 64 tokens (side->tokens): the side of the sinks has space for the sinks only.
  */
 #ifndef TKVI_FORMATS_EXACT_H
 #define TKVI_FORMATS_EXACT_H
@@ -3856,10 +3862,10 @@ TKVI_FN uint8_t *tkvi_v_code(tkvi_codes code, int lane, int token) { /* a pair o
 }
 
 static void tkvi_pack(const tkvi_side *s, const tkvi_simd_ops *ops, tkvi_codes code, uint8_t *dst) {
-    tkvi_tile_at at = tkvi_tiles(&s->runs);
+    tkvi_tile_at at = tkvi_first_tile(&s->tiles);
     int width, i, number = 0;
     for (width = TKVI_MAX_WIDTH; width > 0; width--)
-        for (i = 0; i < s->runs.n[width]; i++, number++) {
+        for (i = 0; i < s->tiles.n[width]; i++, number++) {
             ops->pack_tile(dst, &at, width, code[number]);
             tkvi_next_tile(&at, width);
         }
@@ -3887,11 +3893,11 @@ static void tkvi_k_values(const tkvi_side *s, int width, const uint8_t *tile, in
 static void tkvi_tiles_k_values(const tkvi_side *s, const tkvi_simd_ops *ops, const uint8_t *src, int first,
                                 int n, float *x, size_t stride) {
     float scale[2 * TKV_MAX_HEAD_DIM], zero[2 * TKV_MAX_HEAD_DIM];
-    tkvi_tile_at at = tkvi_tiles(&s->runs);
+    tkvi_tile_at at = tkvi_first_tile(&s->tiles);
     int width, i, r, t, position = 0;
     s->format->side[TKV_K].meta(s, src, ops, scale, zero);
     for (width = TKVI_MAX_WIDTH; width >= 0; width--) {
-        int tiles = width ? s->runs.n[width] : (s->pad - position) / 4; /* width 0: channels without codes */
+        int tiles = width ? s->tiles.n[width] : (s->pad - position) / 4; /* width 0: channels without codes */
         for (i = 0; i < tiles; i++, position += 4) {
             uint8_t tile[TKVI_TILE_CODES];
             if (width) {
@@ -3922,11 +3928,11 @@ TKVI_FN float tkvi_v_value(const tkvi_side *s, int width, const uint8_t *tile, i
 static void tkvi_tiles_v_values(const tkvi_side *s, const tkvi_simd_ops *ops, const uint8_t *src, int first,
                                 int n, float *x, size_t stride) {
     float scale[TKVI_MAX_GROUPS * TKVI_BLOCK], zero[TKVI_MAX_GROUPS * TKVI_BLOCK];
-    tkvi_tile_at at = tkvi_tiles(&s->runs);
+    tkvi_tile_at at = tkvi_first_tile(&s->tiles);
     int width, i, t, c, slab = 0;
     s->format->side[TKV_V].meta(s, src, ops, scale, zero);
     for (width = TKVI_MAX_WIDTH; width > 0; width--)
-        for (i = 0; i < s->runs.n[width]; i++) {
+        for (i = 0; i < s->tiles.n[width]; i++) {
             uint8_t tile[TKVI_TILE_CODES];
             int from = i % 4 * 16;
             tkvi_unpack_tile(src, &at, width, tile);
@@ -4021,15 +4027,15 @@ static void tkvi_kivi_group(const float *x, int n, int bits, int fit, uint8_t *c
 
 static void tkvi_kivi_k_layout(tkvi_side *s) {
     s->groups = TKVI_BLOCK / s->group;
-    s->runs.n[s->format->bits] = (uint16_t)(s->pad / 4);
-    s->code_bytes = tkvi_runs_bytes(&s->runs);
+    s->tiles.n[s->format->bits] = (uint16_t)(s->pad / 4);
+    s->code_bytes = tkvi_tiles_bytes(&s->tiles);
     s->meta_bytes = (size_t)(s->groups * s->pad * 4);
 }
 
 static void tkvi_kivi_v_layout(tkvi_side *s) {
     s->groups = (int16_t)((s->dim + s->group - 1) / s->group);
-    s->runs.n[s->format->bits] = (uint16_t)(s->pad / 4); /* 4 tiles per 16 channels */
-    s->code_bytes = tkvi_runs_bytes(&s->runs);
+    s->tiles.n[s->format->bits] = (uint16_t)(s->pad / 4); /* 4 tiles per 16 channels */
+    s->code_bytes = tkvi_tiles_bytes(&s->tiles);
     s->meta_bytes = (size_t)(s->groups * TKVI_BLOCK * 4);
 }
 
@@ -4127,7 +4133,7 @@ static size_t tkvi_feedback_count(int dim, int unit) {
 /* Element i <= j of a symmetric matrix, packed by columns. */
 static int tkvi_packed(int i, int j) { return j * (j + 1) / 2 + i; }
 
-static TKVI_NOINLINE void tkvi_scaled(float *dst, const float *x, float by, int n) {
+static TKVI_NOINLINE void tkvi_multiply_by(float *dst, const float *x, float by, int n) {
     int i;
     for (i = 0; i < n; i++) dst[i] = tkvi_f32(x[i] * by);
 }
@@ -4140,7 +4146,7 @@ static void tkvi_factor(float *p, int dim) {
         for (k = j + 1; k < dim; k++) {
             const float *r = p + tkvi_packed(0, k);
             float product[TKV_MAX_HEAD_DIM];
-            tkvi_scaled(product, r, r[j], j + 1);
+            tkvi_multiply_by(product, r, r[j], j + 1);
             for (i = 0; i <= j; i++) column[i] = tkvi_f32(column[i] - product[i]);
         }
         root =
@@ -4161,7 +4167,7 @@ static void tkvi_feedback_from(float *p, int dim, int unit) {
             int end = from + unit;
             for (f = end; f < dim; f++) {
                 float *r = p + tkvi_packed(0, f), sum = -r[c];
-                tkvi_multiplied(product, r + end, u + end, f - end);
+                tkvi_multiply(product, r + end, u + end, f - end);
                 for (k = 0; k < f - end; k++) sum = tkvi_f32(sum - product[k]);
                 r[c] = u[f] = tkvi_f32(sum / r[f]);
             }
@@ -4177,14 +4183,15 @@ static void tkvi_feedback_store(const float *p, int dim, int unit, uint16_t *u) 
 
 /* >>encoder */
 /* Adds the errors of channels c .. end-1 to all channels from `end` on, in n rows. Returns the next place in u. */
-static const uint16_t *tkvi_feed(float *x, int stride, int n, int c, int end, int dim, const uint16_t *u) {
+static const uint16_t *tkvi_feed_back(float *x, int stride, int n, int c, int end, int dim,
+                                      const uint16_t *u) {
     int f, t, later = dim - end;
     for (; c < end; c++) {
         float factor[TKV_MAX_HEAD_DIM], product[TKV_MAX_HEAD_DIM];
         for (f = 0; f < later; f++) factor[f] = tkvi_f16_to_f32(*u++);
         for (t = 0; t < n; t++) {
             float *row = x + t * stride;
-            tkvi_scaled(product, factor, row[c], later);
+            tkvi_multiply_by(product, factor, row[c], later);
             for (f = 0; f < later; f++) row[end + f] = tkvi_f32(row[end + f] + product[f]);
         }
     }
@@ -4221,7 +4228,7 @@ static void tkvi_squat_encode(const tkvi_side *s, const tkvi_simd_ops *ops, cons
                     y[t * s->pad + c] = tkvi_f32(tkvi_f32(product + zero) - y[t * s->pad + c]);
                 }
             }
-            if (end < s->dim) u = tkvi_feed(y + first * s->pad, s->pad, count, from, end, s->dim, u);
+            if (end < s->dim) u = tkvi_feed_back(y + first * s->pad, s->pad, count, from, end, s->dim, u);
         }
     }
     tkvi_pack(s, ops, code, dst);
@@ -4327,12 +4334,13 @@ static void tkvi_subspace_decode(const tkvi_side *s, const tkvi_simd_ops *ops, c
  *      and the mean m = low + step * ((2 sum(u) + n) / 2n), sum and last product in double. A channel without
  *      bits stores m as a float, then fp16, and is done
  *   2. for each cut of the table below: by = floor(131072 top / (4096 - 2 cut)),
- *      code = min(top, (floor(max(0, u - cut) * by / 65536) + 1) / 2), halves down;
+ *      code = min(top, floor((floor(max(0, u - cut) * by / 65536) + 1) / 2));
  *      score = cov(code, u) / var(code) * cov(code, u), or 0 if var(code) is 0; the first best score wins.
  *      cov and var are n^2 times the usual ones, n sum(ab) - sum(a) sum(b): integers, then floats
  *   3. scale = var(u) / cov(code, u) * step, with one bit sqrt(var(u) / var(code)) * step; 0 if either is 0.
  *      From here on it is the value of its byte
- *   4. offset (double) = (m / scale - (2 sum(code) - n top) / 2n) * unit, cut to +-128, halves up; 0 if scale is 0
+ *   4. offset (double) = (m / scale - (2 sum(code) - n top) / 2n) * unit, cut to +-128, rounded to nearest (ties
+ *      up); 0 if scale is 0
  *   5. if offset is beyond +-127, or scale is 0 and m is not: scale = the larger of it and |m| unit / 120 (double,
  *      then float), as a byte;
  *      a first offset = (m / scale - 1/2) * unit, cut to +-127; then anew, in double,
@@ -4371,10 +4379,10 @@ TKVI_CONSTANT tkvi_a_range tkvi_a_ranges[TKVI_A_CUTS] = {
     TKVI_A_RANGE_(1536, 1200, 900, 600, 400, 300)};
 
 static void tkvi_a_layout(tkvi_side *s) {
-    if (!s->given) tkvi_share_equally(s->format->bits, s->dim, s->pad, &s->runs);
+    if (!s->has_share) tkvi_share_equally(s->format->bits, s->dim, s->pad, &s->tiles);
     s->groups = 1;
     s->group = TKVI_BLOCK;
-    s->code_bytes = tkvi_runs_bytes(&s->runs);
+    s->code_bytes = tkvi_tiles_bytes(&s->tiles);
     s->meta_bytes = (size_t)(2 * s->pad);
 }
 
@@ -4490,7 +4498,7 @@ TKVI_FN int tkvi_a_offset(double mean, float scale, int sum_c, int n, int width)
     return (int)tkvi_f64(v + 1000.5) - 1000;
 }
 
-/* Computes the metadata of a column. Returns 1 if they cannot reach its mean. */
+/* Computes the metadata of a column. Returns 1 if scale and offset cannot reach its mean (step 5). */
 TKVI_FN int tkvi_a_finalize_scales(const tkvi_column *c, int top, uint8_t *log, uint8_t *offset,
                                    float *middle) {
     double mean = tkvi_a_mean(c);
@@ -4519,8 +4527,8 @@ static void tkvi_finalize_scales_scalar(tkvi_columns *c, int top) {
     }
 }
 
-/* The next four functions recode a column whose mean is far from the static one: only a larger scale lets the
- * offset reach it (step 5). This one returns the byte of that scale, and gives the first offset. */
+/* The next four functions recode a column whose mean is far from the static one. Only a larger scale lets the offset
+ * reach it (step 5). tkvi_a_far returns the byte of that scale. *offset: out, the first offset. */
 TKVI_FN int tkvi_a_far(const tkvi_column *c, int log, int top, int *offset) {
     double mean = tkvi_a_mean(c), size = mean < 0.0 ? -mean : mean, unit = (double)tkvi_a_unit[c->width];
     log = tkvi_max(log, tkvi_log_code(tkvi_f32((float)tkvi_f64(size * unit / 120.0)), top));
@@ -4570,12 +4578,12 @@ static void tkvi_a_encode(const tkvi_side *s, const tkvi_simd_ops *ops, const fl
     uint8_t channel[TKV_MAX_HEAD_DIM], widths[TKV_MAX_HEAD_DIM], log[TKV_MAX_HEAD_DIM], by[TKV_MAX_HEAD_DIM];
     float mean[TKV_MAX_HEAD_DIM], middle[TKV_MAX_HEAD_DIM];
     uint8_t *scale = dst + s->code_bytes, *offset = scale + s->pad;
-    tkvi_tile_at at = tkvi_tiles(&s->runs);
+    tkvi_tile_at at = tkvi_first_tile(&s->tiles);
     int width, p, first, end, l;
     tkvi_columns c;
     memset(dst, 0, s->bytes);
     for (width = TKVI_MAX_WIDTH, p = 0; width >= 0; width--)
-        for (end = width ? p + 4 * s->runs.n[width] : s->pad; p < end; p++) {
+        for (end = width ? p + 4 * s->tiles.n[width] : s->pad; p < end; p++) {
             int from = tkvi_channel(s, p);
             channel[p] = (uint8_t)from;
             widths[from] = (uint8_t)width;
@@ -4603,7 +4611,7 @@ static void tkvi_a_encode(const tkvi_side *s, const tkvi_simd_ops *ops, const fl
         }
     }
     for (width = TKVI_MAX_WIDTH, p = 0; width > 0; width--) /* packs tiles in the order of positions */
-        for (end = p + 4 * s->runs.n[width]; p < end; p += 4) {
+        for (end = p + 4 * s->tiles.n[width]; p < end; p += 4) {
             ops->interleave(column, channel + p, tile);
             ops->pack_tile(dst, &at, width, tile);
             tkvi_next_tile(&at, width);
@@ -4622,7 +4630,7 @@ static void tkvi_a_meta(const tkvi_side *s, const uint8_t *src, const tkvi_simd_
     int width, p = 0;
     ops->decode_log_scales(log, s->pad, s->top, scale); /* channels without bits are overwritten below */
     for (width = TKVI_MAX_WIDTH; width > 0; width--) {
-        int n = 4 * s->runs.n[width], unit = width <= 6 ? tkvi_a_unit[width] : 1;
+        int n = 4 * s->tiles.n[width], unit = width <= 6 ? tkvi_a_unit[width] : 1;
         if (n == 0) continue;
         ops->decode_zero_points(offset + p, scale + p, mean + p, 1.0f / (float)unit,
                                 ((1 << width) - 1) * unit / 2, n, zero + p);
@@ -4686,19 +4694,19 @@ TKVI_CONSTANT int8_t tkvi_r_pairs[48] = {27,   -27, -78, 78,  32,  127, -32,  -1
 
 static void tkvi_r_layout(tkvi_side *s) {
     int slabs = s->pad / 16;
-    if (!s->given) s->half_bits = (int8_t)(s->format->bits / 2);
-    memset(&s->runs, 0, sizeof s->runs);
+    if (!s->has_share) s->half_bits = (int8_t)(s->format->bits / 2);
+    memset(&s->tiles, 0, sizeof s->tiles);
     if (s->half_bits == 3) {
-        s->runs.n[3] = (uint16_t)(slabs / 2 * 4);
-        s->runs.n[2] = (uint16_t)(slabs % 2 * 4);
+        s->tiles.n[3] = (uint16_t)(slabs / 2 * 4);
+        s->tiles.n[2] = (uint16_t)(slabs % 2 * 4);
         s->levels = tkvi_r_pairs;
         s->pairs = 1;
     } else {
-        s->runs.n[s->half_bits / 2] = (uint16_t)(slabs * 4);
+        s->tiles.n[s->half_bits / 2] = (uint16_t)(slabs * 4);
     }
     s->groups = 1;
     s->group = TKV_MAX_HEAD_DIM;
-    s->code_bytes = tkvi_runs_bytes(&s->runs);
+    s->code_bytes = tkvi_tiles_bytes(&s->tiles);
     s->meta_bytes = TKVI_BLOCK;
 }
 
@@ -4806,8 +4814,8 @@ static void tkvi_encode_v_tokens_scalar(const tkvi_side *s, const float *x, size
 
 /* Clears codes of token t in lanes without a value. Returns its scale as stored. */
 TKVI_FN float tkvi_r_finish(const tkvi_side *s, int t, int n, tkvi_codes code, float scale) {
-    int lanes = s->pairs ? s->runs.n[3] * 4 + s->runs.n[2] * 4 : s->pad;
-    int plain = s->pairs && !s->runs.n[2] ? lanes : lanes - (s->pad - s->dim), l;
+    int lanes = s->pairs ? s->tiles.n[3] * 4 + s->tiles.n[2] * 4 : s->pad;
+    int plain = s->pairs && !s->tiles.n[2] ? lanes : lanes - (s->pad - s->dim), l;
     for (l = t < n && scale > 0.0f ? plain : 0; l < lanes; l++) *tkvi_v_code(code, l, t) = 0;
     return s->pairs ? tkvi_f32(scale * 64.0f) : scale; /* pairs have small steps: 64 fits the same window */
 }
@@ -4843,8 +4851,8 @@ static void tkvi_r_meta(const tkvi_side *s, const uint8_t *src, const tkvi_simd_
 /* ======== formats/kvquant.h ======== */
 /*
  * formats/kvquant.h - KVQUANT4, KVQUANT3, KVQUANT2: KVQuant (arXiv 2401.18079, section 3). The levels follow the
- * distribution of the values: one set for all keys of a layer, one for all its values. A few values far out have
- * slots of their own.
+ * distribution of the data: a layer has one set for all keys and one for all values. A few outliers of each token
+ * have slots of their own.
  *
  *     x^ = radius * level[code] + middle + outlier
  *
@@ -4855,8 +4863,8 @@ static void tkvi_r_meta(const tkvi_side *s, const uint8_t *src, const tkvi_simd_
  * start), and decoding applies it again, so all other code sees ordinary keys. A token has one slot per hundred
  * channels, rounded up. A slot holds an outlier: its channel, and the difference to its dense value. Decoding
  * reads all slots; free slots hold 0.
- *   K   outliers lie beyond the channel's range, the 0.5 % and 99.5 % percentiles. They have the code of that end.
- *       If there are more outliers than slots, the largest differences get the slots.
+ *   K   outliers lie beyond the channel's range, the 0.5 % and 99.5 % percentiles. They have the code of the nearer
+ *       end. If outliers outnumber the slots, the largest differences get the slots.
  *   V   the slots take the lowest and the highest values. The split between both ends is the one that leaves the
  *       smallest range. Outliers have the lower of the two middle codes.
  * The paper has one range of values for all heads of a token. Here a record is one head, so each head has its own
@@ -4959,11 +4967,11 @@ static void tkvi_kvquant_put(uint8_t *row, int bits, int c, int code) {
     if (wide > 255) row[at / 8 + 1] = (uint8_t)(row[at / 8 + 1] | wide >> 8);
 }
 
-static void tkvi_kvquant_slot(const tkvi_side *s, uint8_t *dst, int t, int slot, int c, float lacks) {
+static void tkvi_kvquant_slot(const tkvi_side *s, uint8_t *dst, int t, int slot, int c, float error) {
     /* one array of records: gcc 12 -O2 loses reads of two arrays that advance together from one pointer */
     uint8_t *p = dst + tkvi_kvquant_places(s).slot + 3 * (t * s->slots + slot);
     p[0] = (uint8_t)c;
-    tkvi_store16(p + 1, tkvi_f32_to_f16(lacks + 0.0f));
+    tkvi_store16(p + 1, tkvi_f32_to_f16(error + 0.0f));
 }
 
 /* >>K */
@@ -5023,7 +5031,7 @@ static void tkvi_kvquant_k_encode(const tkvi_side *s, const tkvi_simd_ops *ops, 
     tkvi_kvquant_coder_init(&e, s, tkvi_kvquant_book(s, &standard));
     for (t = 0; t < n; t++) {
         uint8_t *row = dst + (size_t)t * tkvi_kvquant_places(s).row;
-        float y[TKV_MAX_HEAD_DIM], most[TKVI_KVQUANT_SLOTS] = {0.0f}, lacks[TKVI_KVQUANT_SLOTS] = {0.0f};
+        float y[TKV_MAX_HEAD_DIM], most[TKVI_KVQUANT_SLOTS] = {0.0f}, error[TKVI_KVQUANT_SLOTS] = {0.0f};
         int at[TKVI_KVQUANT_SLOTS] = {0};
         tkvi_kvquant_key(s->rope, x + (size_t)t * stride, s->dim, (int64_t)s->start + t, y);
         for (c = 0; c < s->dim; c++) {
@@ -5036,11 +5044,11 @@ static void tkvi_kvquant_k_encode(const tkvi_side *s, const tkvi_simd_ops *ops, 
             for (slot = s->slots; slot > 0 && size > most[slot - 1]; slot--) continue;
             for (i = s->slots - 1; i >= slot; i--) { /* sorted: largest first, equals by channel */
                 most[i] = i > slot ? most[i - 1] : size;
-                lacks[i] = i > slot ? lacks[i - 1] : y[c];
+                error[i] = i > slot ? error[i - 1] : y[c];
                 at[i] = i > slot ? at[i - 1] : c;
             }
         }
-        for (i = 0; i < s->slots; i++) tkvi_kvquant_slot(s, dst, t, i, at[i], lacks[i]);
+        for (i = 0; i < s->slots; i++) tkvi_kvquant_slot(s, dst, t, i, at[i], error[i]);
     }
 }
 
@@ -5500,10 +5508,10 @@ static void tkvi_decode_side(const tkvi_side *s, const uint8_t *src, int first, 
 
 static int tkvi_format_known(tkv_format f) { return f > TKV_FORMAT_DEFAULT && f < TKV_FORMAT_COUNT; }
 
-/* Does its encoder need statistics of queries (learn/squat_queries.h)? */
+/* True if the encoder needs statistics of queries (learn/squat_queries.h). */
 static int tkvi_is_squat(tkv_format f) { return tkvi_formats[f].side[TKV_K].encode == tkvi_squat_encode; }
 
-/* Does it need a table of the layer (learn/kvquant_tables.h)? */
+/* True if the format uses a table of the layer (learn/kvquant_tables.h). */
 static int tkvi_is_kvquant(tkv_format f) {
     return tkvi_formats[f].side[TKV_V].encode == tkvi_kvquant_v_encode;
 }
@@ -5536,7 +5544,7 @@ static int tkvi_codec_side(const tkv_codec *c, tkvi_side *s) {
     if (c->head_dim < 1 || c->head_dim > TKV_MAX_HEAD_DIM || (o.group != 64 && o.group != 32)) return 0;
     if (tkvi_bad_fit(o.fit) || (o.rotate & ~3) || (o.center_k & ~1) || o.parts < 1 || o.parts > 16) return 0;
     if ((o.kvquant & ~15) || c->position < 0) return 0;
-    if (c->side == TKV_K && tkvi_rope_wrong(&c->rope, c->head_dim)) return 0;
+    if (c->side == TKV_K && tkvi_rope_has_fault(&c->rope, c->head_dim)) return 0;
     tkvi_side_make(s, &tkvi_formats[c->format], c->side, c->head_dim, TKVI_BLOCK, &o, NULL);
     s->start = c->position;
     return 1;
@@ -5682,7 +5690,7 @@ static int tkvi_n_limbs(const tkvi_side *s, int precise) {
     int width;
     if (s->which == TKV_V)
         for (width = TKVI_MAX_WIDTH; width >= TKVI_WIDE; width--)
-            if (s->runs.n[width]) return 2;
+            if (s->tiles.n[width]) return 2;
     return precise ? 2 : 1;
 }
 
@@ -5741,7 +5749,7 @@ static int tkvi_wide_k(const tkvi_side *s) { return s->format->shared ? TKVI_WID
 /* Number of positions in such tiles. They come first. */
 static int tkvi_n_wide_positions(const tkvi_side *s) {
     int width, n = 0;
-    for (width = TKVI_MAX_WIDTH; width >= tkvi_wide_k(s); width--) n += 4 * s->runs.n[width];
+    for (width = TKVI_MAX_WIDTH; width >= tkvi_wide_k(s); width--) n += 4 * s->tiles.n[width];
     return n;
 }
 
@@ -5751,7 +5759,7 @@ static float tkvi_coarse_k(const tkvi_side *s) {
     float sum = 0.0f;
     int width;
     for (width = 1; width < tkvi_wide_k(s); width++)
-        sum += tkvi_spread[!s->format->shared][width] * (float)(4 * s->runs.n[width]);
+        sum += tkvi_spread[!s->format->shared][width] * (float)(4 * s->tiles.n[width]);
     return sum;
 }
 
@@ -5815,12 +5823,12 @@ static void tkvi_tiles_k_scalar(const tkvi_side *s, const uint8_t *src, const ui
         for (g = 0; g < s->groups; g++) {
             float folded[TKV_MAX_HEAD_DIM], step, rest = 0.0f, middle = 0.0f;
             int w[TKV_MAX_HEAD_DIM], sum[TKVI_BLOCK], width, position = 0;
-            tkvi_tile_at at = tkvi_tiles(&s->runs);
+            tkvi_tile_at at = tkvi_first_tile(&s->tiles);
             for (c = 0; c < s->pad; c++) folded[c] = q[r * s->pad + c] * scale[g * s->pad + c];
             step = tkvi_round_k(s, folded, n_limbs, w);
             memset(sum, 0, sizeof sum);
             for (width = TKVI_MAX_WIDTH; width > 0; width--)
-                for (i = 0; i < s->runs.n[width]; i++, position += 4) {
+                for (i = 0; i < s->tiles.n[width]; i++, position += 4) {
                     uint8_t tile[TKVI_TILE_CODES];
                     float centre = tkvi_centre(s, width);
                     tkvi_unpack_tile(src, &at, width, tile);
@@ -5844,11 +5852,11 @@ static void tkvi_tiles_v_scalar(const tkvi_side *s, const uint8_t *src, const ui
                                 int rows, int n, int n_limbs, float *out) {
     float scale[TKVI_MAX_GROUPS * TKVI_BLOCK], zero[TKVI_MAX_GROUPS * TKVI_BLOCK];
     int r, t, i, c, width, slab = 0; /* its first channel */
-    tkvi_tile_at at = tkvi_tiles(&s->runs);
+    tkvi_tile_at at = tkvi_first_tile(&s->tiles);
     (void)next;
     s->format->side[TKV_V].meta(s, src, &tkvi_simd_ops_scalar, scale, zero);
     for (width = TKVI_MAX_WIDTH; width > 0; width--)
-        for (i = 0; i < s->runs.n[width]; i += 4) { /* a slab */
+        for (i = 0; i < s->tiles.n[width]; i += 4) { /* a slab */
             uint8_t tile[4][TKVI_TILE_CODES];
             const float *sc = scale + slab / s->group * TKVI_BLOCK, *z = zero + slab / s->group * TKVI_BLOCK;
             float centre = tkvi_centre(s, width);
@@ -6147,7 +6155,7 @@ typedef struct tkvi_tile_ops {
 static void tkvi_products_set(tkvi_products *d, const tkvi_side *s, const uint8_t *src) {
     d->s = s;
     d->wide = src;
-    d->tops = src + tkvi_tiles(&s->runs).halves;
+    d->tops = src + tkvi_first_tile(&s->tiles).halves;
     d->rest = d->tops;
     d->end = src + s->bytes;
     d->half = 0;
@@ -6190,8 +6198,8 @@ static void tkvi_tiles_k(const tkvi_tile_ops *v, const tkvi_side *s, const uint8
     int width, g, c = 0, limb, second = 0;
     s->format->side[TKV_K].meta(s, src, v->simd_ops, scale, zero);
     tkvi_products_set(&d, s, src);
-    for (width = TKVI_MAX_WIDTH; width > 0; c += 4 * s->runs.n[width--])
-        if (s->runs.n[width]) memset(centre2 + c, (1 << width) - 1, (size_t)(4 * s->runs.n[width]));
+    for (width = TKVI_MAX_WIDTH; width > 0; c += 4 * s->tiles.n[width--])
+        if (s->tiles.n[width]) memset(centre2 + c, (1 << width) - 1, (size_t)(4 * s->tiles.n[width]));
     if (c < s->pad) memset(centre2 + c, 0, (size_t)(s->pad - c));
     a.x = q;
     a.ref = ref;
@@ -6262,8 +6270,8 @@ static void tkvi_tiles_v(const tkvi_tile_ops *v, const tkvi_side *s, const uint8
         a.coarse = tkvi_coarse_v(s, width);
         d.width = width;
         d.pairs = s->pairs && width == 3;
-        for (i = 0; i < s->runs.n[width]; i += 4 * d.slabs) { /* slabs of 16 lanes in one group */
-            const int left = (s->runs.n[width] - i) / 4 << d.pairs, in_group = s->group / 16;
+        for (i = 0; i < s->tiles.n[width]; i += 4 * d.slabs) { /* slabs of 16 lanes in one group */
+            const int left = (s->tiles.n[width] - i) / 4 << d.pairs, in_group = s->group / 16;
             g = slab / in_group;
             d.slabs = tkvi_min(left, in_group - slab % in_group) >> d.pairs;
             a.scale = scale + g * TKVI_BLOCK;
@@ -6469,7 +6477,7 @@ TKVI_FLAT int32_t tkvi_load_int_x86(const uint8_t *p) {
     return x;
 }
 
-/* Cosine and sine by which RoPE angle the block's first key: as tkvi_cos_sin, but in floats (1e-7). */
+/* Cosines and sines of RoPE for the block's first key. As tkvi_cos_sin, but in floats, with an error of 1e-7. */
 static TKVI_TARGET_AVX2 void tkvi_rope_start_angles(const tkvi_code_rows *r, float *cosine, float *sine) {
     const uint64_t start = (uint64_t)(int64_t)tkvi_load_int_x86(r->codes + r->s->code_bytes);
     const __m256i one = _mm256_set1_epi32(1);
@@ -6622,8 +6630,8 @@ TKVI_FLAT_AVX2 __m256 tkvi_flip_avx2(__m256 x, const float *flip) {
 /* Butterflies over 8 n neighbours, n up to 8, in registers, from x to y. flip: sign changes before them, or NULL.
  * last: 1: these butterflies end the window. The results are then multiplied by `by`, and their largest sizes
  * returned. */
-TKVI_FLAT_AVX2 __m256 tkvi_span_avx2(const float *x, const float *flip, float *y, float by, const int n,
-                                     const int last) {
+TKVI_FLAT_AVX2 __m256 tkvi_hadamard_avx2(const float *x, const float *flip, float *y, float by, const int n,
+                                         const int last) {
     __m256 v[8], most = _mm256_setzero_ps();
     int i;
     TKVI_UNROLL
@@ -6646,22 +6654,23 @@ TKVI_FLAT_AVX2 __m256 tkvi_span_avx2(const float *x, const float *flip, float *y
     return most;
 }
 
-/* tkvi_span_avx2 for `end` values, 8 n at a time. Each size has a function of its own, because clang unrolls these. */
-#define TKVI_SPAN_AVX2_(name, n, last)                                                                       \
-    static TKVI_TARGET_AVX2 __m256 tkvi_span##name##_avx2(const float *x, const float *flip, float *y,       \
-                                                          float by, int end) {                               \
+/* tkvi_hadamard_avx2 for `end` values, 8 n at a time. Each size is a function: clang unrolls these. */
+#define TKVI_HADAMARD_AVX2_(name, n, last)                                                                   \
+    static TKVI_TARGET_AVX2 __m256 tkvi_hadamard##name##_avx2(const float *x, const float *flip, float *y,   \
+                                                              float by, int end) {                           \
         __m256 most = _mm256_setzero_ps();                                                                   \
         int i;                                                                                               \
         for (i = 0; i < end; i += 8 * n)                                                                     \
-            most = _mm256_max_ps(most, tkvi_span_avx2(x + i, flip ? flip + i : NULL, y + i, by, n, last));   \
+            most =                                                                                           \
+                _mm256_max_ps(most, tkvi_hadamard_avx2(x + i, flip ? flip + i : NULL, y + i, by, n, last));  \
         return most;                                                                                         \
     }
-TKVI_SPAN_AVX2_(1, 1, 1)
-TKVI_SPAN_AVX2_(2, 2, 1)
-TKVI_SPAN_AVX2_(4, 4, 1)
-TKVI_SPAN_AVX2_(8, 8, 1)
-TKVI_SPAN_AVX2_(8_first, 8, 0)
-#undef TKVI_SPAN_AVX2_
+TKVI_HADAMARD_AVX2_(1, 1, 1)
+TKVI_HADAMARD_AVX2_(2, 2, 1)
+TKVI_HADAMARD_AVX2_(4, 4, 1)
+TKVI_HADAMARD_AVX2_(8, 8, 1)
+TKVI_HADAMARD_AVX2_(8_first, 8, 0)
+#undef TKVI_HADAMARD_AVX2_
 
 /* Butterflies at distance h over 2h values, multiplied by `by`. h is a multiple of 8. Returns the largest sizes. */
 TKVI_FLAT_AVX2 __m256 tkvi_across_avx2(float *x, float by, int h) {
@@ -6688,13 +6697,13 @@ static TKVI_NOINLINE TKVI_TARGET_AVX2 __m256 tkvi_window_avx2(const float *x, co
     __m256 most = _mm256_setzero_ps();
     int i;
     switch (log2n) {
-    case 3: return tkvi_span1_avx2(x, flip, y, by, 8);
-    case 4: return tkvi_span2_avx2(x, flip, y, by, 16);
-    case 5: return tkvi_span4_avx2(x, flip, y, by, 32);
-    case 6: return tkvi_span8_avx2(x, flip, y, by, 64);
+    case 3: return tkvi_hadamard1_avx2(x, flip, y, by, 8);
+    case 4: return tkvi_hadamard2_avx2(x, flip, y, by, 16);
+    case 5: return tkvi_hadamard4_avx2(x, flip, y, by, 32);
+    case 6: return tkvi_hadamard8_avx2(x, flip, y, by, 64);
     default: break;
     }
-    tkvi_span8_first_avx2(x, flip, y, 1.0f, n);
+    tkvi_hadamard8_first_avx2(x, flip, y, 1.0f, n);
     for (i = 0; i < n; i += 128)
         most = _mm256_max_ps(most, tkvi_across_avx2(y + i, n == 128 ? by : 1.0f, 64));
     return n == 128 ? most : tkvi_across_avx2(y, by, 128);
@@ -6755,8 +6764,8 @@ TKVI_FLAT_AVX512 __m512 tkvi_flip_avx512(__m512 x, const float *flip) {
     return _mm512_xor_ps(x, _mm512_loadu_ps(flip));
 }
 
-TKVI_FLAT_AVX512 __m512 tkvi_span_avx512(const float *x, const float *flip, float *y, float by, const int n,
-                                         const int last) {
+TKVI_FLAT_AVX512 __m512 tkvi_hadamard_avx512(const float *x, const float *flip, float *y, float by,
+                                             const int n, const int last) {
     __m512 v[8], most = _mm512_setzero_ps();
     int i;
     TKVI_UNROLL
@@ -6779,22 +6788,23 @@ TKVI_FLAT_AVX512 __m512 tkvi_span_avx512(const float *x, const float *flip, floa
     return most;
 }
 
-/* tkvi_span_avx512 for `end` values, 16 n at a time. */
-#define TKVI_SPAN_AVX512_(name, n, last)                                                                     \
-    static TKVI_TARGET_AVX512 __m512 tkvi_span##name##_avx512(const float *x, const float *flip, float *y,   \
-                                                              float by, int end) {                           \
+/* tkvi_hadamard_avx512 for `end` values, 16 n at a time. */
+#define TKVI_HADAMARD_AVX512_(name, n, last)                                                                 \
+    static TKVI_TARGET_AVX512 __m512 tkvi_hadamard##name##_avx512(const float *x, const float *flip,         \
+                                                                  float *y, float by, int end) {             \
         __m512 most = _mm512_setzero_ps();                                                                   \
         int i;                                                                                               \
         for (i = 0; i < end; i += 16 * n)                                                                    \
-            most = _mm512_max_ps(most, tkvi_span_avx512(x + i, flip ? flip + i : NULL, y + i, by, n, last)); \
+            most = _mm512_max_ps(most,                                                                       \
+                                 tkvi_hadamard_avx512(x + i, flip ? flip + i : NULL, y + i, by, n, last));   \
         return most;                                                                                         \
     }
-TKVI_SPAN_AVX512_(1, 1, 1)
-TKVI_SPAN_AVX512_(2, 2, 1)
-TKVI_SPAN_AVX512_(4, 4, 1)
-TKVI_SPAN_AVX512_(8, 8, 1)
-TKVI_SPAN_AVX512_(8_first, 8, 0)
-#undef TKVI_SPAN_AVX512_
+TKVI_HADAMARD_AVX512_(1, 1, 1)
+TKVI_HADAMARD_AVX512_(2, 2, 1)
+TKVI_HADAMARD_AVX512_(4, 4, 1)
+TKVI_HADAMARD_AVX512_(8, 8, 1)
+TKVI_HADAMARD_AVX512_(8_first, 8, 0)
+#undef TKVI_HADAMARD_AVX512_
 
 static TKVI_NOINLINE TKVI_TARGET_AVX512 __m512 tkvi_window_avx512(const float *x, const float *flip, float *y,
                                                                   int log2n) {
@@ -6802,13 +6812,13 @@ static TKVI_NOINLINE TKVI_TARGET_AVX512 __m512 tkvi_window_avx512(const float *x
     __m512 most = _mm512_setzero_ps();
     int i;
     switch (log2n) {
-    case 4: return tkvi_span1_avx512(x, flip, y, by, 16);
-    case 5: return tkvi_span2_avx512(x, flip, y, by, 32);
-    case 6: return tkvi_span4_avx512(x, flip, y, by, 64);
-    case 7: return tkvi_span8_avx512(x, flip, y, by, 128);
+    case 4: return tkvi_hadamard1_avx512(x, flip, y, by, 16);
+    case 5: return tkvi_hadamard2_avx512(x, flip, y, by, 32);
+    case 6: return tkvi_hadamard4_avx512(x, flip, y, by, 64);
+    case 7: return tkvi_hadamard8_avx512(x, flip, y, by, 128);
     default: break;
     }
-    tkvi_span8_first_avx512(x, flip, y, 1.0f, 256);
+    tkvi_hadamard8_first_avx512(x, flip, y, 1.0f, 256);
     for (i = 0; i < 128; i += 16) {
         __m512 a = _mm512_loadu_ps(y + i), b = _mm512_loadu_ps(y + 128 + i);
         tkvi_butterfly_avx512(&a, &b);
@@ -6900,10 +6910,10 @@ static tkvi_tile_parts tkvi_tile_parts_of(const tkvi_side *s, const uint8_t *src
 
 static void tkvi_unpack_rows_k(const tkvi_row_ops *v, tkvi_decoded_rows *r, const uint8_t *src) {
     const tkvi_side *s = r->s;
-    tkvi_tile_at at = tkvi_tiles(&s->runs);
+    tkvi_tile_at at = tkvi_first_tile(&s->tiles);
     int width, i, k, position = 0;
     for (width = TKVI_MAX_WIDTH; width > 0; width--)
-        for (i = 0; i < s->runs.n[width]; i++, position += 4) {
+        for (i = 0; i < s->tiles.n[width]; i++, position += 4) {
             const tkvi_tile_parts t = tkvi_tile_parts_of(s, src, &at, width);
             uint8_t *column[4];
             for (k = 0; k < 4; k++) column[k] = r->column + TKVI_BLOCK * tkvi_channel(s, position + k);
@@ -6926,12 +6936,12 @@ static void tkvi_sort_by_channel(const tkvi_side *s, float *x) {
 
 static void tkvi_unpack_rows_v(const tkvi_row_ops *v, tkvi_decoded_rows *r, const uint8_t *src) {
     const tkvi_side *s = r->s;
-    tkvi_tile_at at = tkvi_tiles(&s->runs);
+    tkvi_tile_at at = tkvi_first_tile(&s->tiles);
     int width, i, slab = 0;
     for (width = TKVI_MAX_WIDTH; width > 0; width--) {
         const int channels = tkvi_slab_channels(s, width);
         const int8_t *upper = channels == 32 ? s->levels + tkvi_level_table(s, width, 1) : NULL;
-        for (i = 0; i < s->runs.n[width]; i++) {
+        for (i = 0; i < s->tiles.n[width]; i++) {
             const int from = i % 4 * 16;
             if (from < r->first + r->n && from + 16 > r->first) {
                 const tkvi_tile_parts t = tkvi_tile_parts_of(s, src, &at, width);
@@ -8716,7 +8726,7 @@ TKVI_FLAT_AVX2 __m256i tkvi_dot_levels_avx2(__m256i c, __m256i u, __m256i table)
             TKVI_ROWS4_(TKVI_ZERO4_)                                                                         \
             for (width = TKVI_MAX_WIDTH; width > 0; width--) {                                               \
                 const int bytes = tkvi_wide_bytes[width], has_half = tkvi_has_half[width];                   \
-                const int n = tkvi_min(d->s->runs.n[width], left);                                           \
+                const int n = tkvi_min(d->s->tiles.n[width], left);                                          \
                 left -= n;                                                                                   \
                 for (part = 0; part < 1 + (width == 8); part++) {                                            \
                     const uint8_t *tile = wide;                                                              \
@@ -9981,7 +9991,7 @@ TKVI_FLAT_AVX512 void tkvi_store_answers_avx512(const tkvi_products *d, const tk
         d##r = _mm512_dpbusd_epi32(d##r, x[3], four);                                                        \
     }
 #define TKVI_RUN_(width)                                                                                     \
-    i = tkvi_min(s->runs.n[width], left);                                                                    \
+    i = tkvi_min(s->tiles.n[width], left);                                                                   \
     for (left -= i; i > 0; i--, w += 4) {                                                                    \
         tkvi_unpack_tile_avx512(width, wide, d->tops, half, x);                                              \
         if (d->ahead && (i & d->prefetch_mask) == d->prefetch_phase) {                                       \
@@ -11081,7 +11091,7 @@ static void tkvi_tiles_k_128(const tkvi_side *s, const uint8_t *src, const uint8
     const int tokens = TKVI_BLOCK / s->groups;
     const int w_group = s->groups == 2 ? (int)(sizeof w[0] / sizeof w[0][0]) : 0;
     tkvi_fold_128 fold[2][TKVI_ROWS];
-    tkvi_tile_at at = tkvi_tiles(&s->runs);
+    tkvi_tile_at at = tkvi_first_tile(&s->tiles);
     int width, i, g, r, c = 0, first = 0, here = 0, weight_rows;
     tkvi_fold_args_128 a;
     (void)next;
@@ -11090,7 +11100,7 @@ static void tkvi_tiles_k_128(const tkvi_side *s, const uint8_t *src, const uint8
     for (width = TKVI_MAX_WIDTH; width >= 0; width--) { /* 0: channels without codes */
         const int centre2_here = width ? tkvi_centre2_128(s, width) : 0;
         const float centre = width ? tkvi_centre(s, width) : 0.0f;
-        for (i = width ? s->runs.n[width] : (s->pad - c) / 4; i > 0; i--, c += 4) {
+        for (i = width ? s->tiles.n[width] : (s->pad - c) / 4; i > 0; i--, c += 4) {
             tkvi_store_ints_128(centre2 + c, tkvi_splat_ints_128(centre2_here));
             for (g = 0; g < s->groups; g++) {
                 float *z = zero + g * s->pad + c;
@@ -11122,7 +11132,7 @@ static void tkvi_tiles_k_128(const tkvi_side *s, const uint8_t *src, const uint8
     memset(sum, 0,
            (size_t)(weight_rows * TKVI_BLOCK) * sizeof sum[0]); /* a side without codes has no products */
     for (width = TKVI_MAX_WIDTH; width > 0; width--)
-        for (i = 0; i < s->runs.n[width]; i++) {
+        for (i = 0; i < s->tiles.n[width]; i++) {
             uint8_t *to = code + here * TKVI_TILE_CODES;
             tkvi_unpack_tile_128(src, &at, width, to);
             tkvi_next_tile(&at, width);
@@ -11167,7 +11177,7 @@ static void tkvi_tiles_v_128(const tkvi_side *s, const uint8_t *src, const uint8
     TKVI_ALIGNED uint8_t code[4 * TKVI_TILE_CODES], level[4 * TKVI_TILE_CODES];
     TKVI_ALIGNED tkvi_weight w[TKVI_BLOCK / 4 * TKVI_QUAD_128];
     tkvi_fold_128 fold[TKVI_ROWS];
-    tkvi_tile_at at = tkvi_tiles(&s->runs);
+    tkvi_tile_at at = tkvi_first_tile(&s->tiles);
     int width, i, k, t, g, two = 1, slab = 0; /* first channel */
     tkvi_fold_args_128 a;
     (void)next;
@@ -11180,7 +11190,7 @@ static void tkvi_tiles_v_128(const tkvi_side *s, const uint8_t *src, const uint8
     a.wide = 0;
     s->format->side[TKV_V].meta(s, src, &tkvi_simd_ops_128, scale, zero);
     for (width = TKVI_MAX_WIDTH; width > 0; width--)
-        for (i = 0, g = -1; i < s->runs.n[width]; i += 4) {
+        for (i = 0, g = -1; i < s->tiles.n[width]; i += 4) {
             const int channels = tkvi_slab_channels(s, width);
             if (g != slab / s->group) {
                 const float *sc = scale + slab / s->group * TKVI_BLOCK, *ze = zero + (sc - scale);
@@ -11844,7 +11854,7 @@ static TKVI_TARGET_AVX512 void tkvi_prefill_fold_k_avx512(const tkvi_prefill_k_a
 }
 
 #define TKVI_RUN_(width)                                                                                     \
-    for (i = 0; i < s->runs.n[width]; i++, x += TKVI_TILE_CODES) {                                           \
+    for (i = 0; i < s->tiles.n[width]; i++, x += TKVI_TILE_CODES) {                                          \
         tkvi_unpack_tile_avx512(width, wide, tops, half, y);                                                 \
         tkvi_prefetch_bytes(wide, tkvi_wide_bytes[width], ahead);                                            \
         wide += tkvi_wide_bytes[width];                                                                      \
@@ -11855,7 +11865,7 @@ static TKVI_TARGET_AVX512 void tkvi_prefill_fold_k_avx512(const tkvi_prefill_k_a
 /* Unpacks all tiles to bytes: [tile][64 tokens][4]. */
 static TKVI_TARGET_AVX512 void tkvi_prefill_unpack_k_avx512(const tkvi_side *s, const uint8_t *src,
                                                             uintptr_t ahead, uint8_t *x) {
-    const uint8_t *wide = src, *tops = src + tkvi_tiles(&s->runs).halves;
+    const uint8_t *wide = src, *tops = src + tkvi_first_tile(&s->tiles).halves;
     __m512i y[4];
     int half = 0, i, p;
     TKVI_RUN_(8)
@@ -11898,8 +11908,8 @@ static TKVI_TARGET_AVX512 void tkvi_prefill_tiles_k_avx512(const tkvi_side *s, c
     int width, g, c;
     s->format->side[TKV_K].meta(s, src, &tkvi_simd_ops_avx512, scale, rest);
     tkvi_prefill_unpack_k_avx512(s, src, ahead, (uint8_t *)x);
-    for (width = TKVI_MAX_WIDTH, c = 0; width > 0; c += 4 * s->runs.n[width--])
-        memset(centre2 + c, (1 << width) - 1, (size_t)(4 * s->runs.n[width]));
+    for (width = TKVI_MAX_WIDTH, c = 0; width > 0; c += 4 * s->tiles.n[width--])
+        memset(centre2 + c, (1 << width) - 1, (size_t)(4 * s->tiles.n[width]));
     memset(centre2 + c, 0, (size_t)(s->pad - c));
     a.coded = c;
     if (q->coded == 0 || q->order != s->order) { /* most blocks of a head have the same order */
@@ -12066,7 +12076,7 @@ static TKVI_TARGET_AVX512 void tkvi_prefill_tiles_v_avx512(const tkvi_side *s, c
                                                            int n_limbs, float *out) {
     TKVI_ALIGNED float scale[TKVI_MAX_GROUPS * TKVI_BLOCK], zero[TKVI_MAX_GROUPS * TKVI_BLOCK];
     TKVI_ALIGNED int32_t x[2 * TKVI_TILE_CODES];
-    const uint8_t *wide = src, *tops = src + tkvi_tiles(&s->runs).halves;
+    const uint8_t *wide = src, *tops = src + tkvi_first_tile(&s->tiles).halves;
     tkvi_prefill_fold fold;
     tkvi_prefill_v_args a;
     int width, i, c, half = 0, slab = 0;
@@ -12076,7 +12086,7 @@ static TKVI_TARGET_AVX512 void tkvi_prefill_tiles_v_avx512(const tkvi_side *s, c
     tkvi_prefetch_bytes(tops, (int)(src + s->bytes - tops), ahead);
     for (width = TKVI_MAX_WIDTH; width > 0; width--) {
         const int slabs = tkvi_slab_channels(s, width) / 16;
-        for (i = 0; i < s->runs.n[width]; i += 4, slab += slabs) {
+        for (i = 0; i < s->tiles.n[width]; i += 4, slab += slabs) {
             if (i == 0 || slab * 16 % s->group == 0) { /* another width or another group */
                 a.scale = scale + slab * 16 / s->group * TKVI_BLOCK;
                 a.zero = zero + slab * 16 / s->group * TKVI_BLOCK;
@@ -14767,7 +14777,7 @@ static void tkvi_coding_share(const tkvi_tables *t, tkvi_coding *c, const tkvi_h
         for (head = 0; head < n; head++) {
             tkvi_share share;
             memset(&share, 0, sizeof share);
-            tkvi_runs_of(&heads[head], pad, unit, t->split[head], &share.runs);
+            tkvi_choose_widths(&heads[head], pad, unit, t->split[head], &share.tiles);
             share.top = heads[head].k_top;
             share.order = heads[head].order;
             share.mean = heads[head].mean;

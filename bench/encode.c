@@ -53,7 +53,7 @@ static const tkvi_share *learned(table *t, const tkvi_format *f, tkv_side which,
     t->share.top = TKVI_LOG_TOP_DEFAULT;
     t->share.half_bits = f->bits / 2;
     if (which == TKV_K) {
-        tkvi_runs_of(&head, pad, 1, tkvi_head_budget(f->bits, dim, pad), &t->share.runs);
+        tkvi_choose_widths(&head, pad, 1, tkvi_head_budget(f->bits, dim, pad), &t->share.tiles);
         t->share.order = t->order;
         t->share.mean = t->mean;
     }

@@ -64,7 +64,7 @@ static int get_share(tkvi_share *s, int pad) {
     memset(s, 0, sizeof *s);
     for (i = 1; i <= TKVI_MAX_WIDTH; i++) {
         if (!get(&u)) return 0;
-        s->runs.n[i] = (uint16_t)u;
+        s->tiles.n[i] = (uint16_t)u;
     }
     if (!get(&u)) return 0;
     s->half_bits = (int)u;

@@ -144,7 +144,7 @@ static void make_side(tkv_rng *rng, made_side *m, tkv_side which, int dim, int g
         int w = width ? width : widths[tkv_rng_below(rng, 7)], n = left;
         while (with_levels && which == TKV_V && w > 4) w = widths[tkv_rng_below(rng, 7)];
         if (!width) n = unit * (1 + tkv_rng_below(rng, left / unit));
-        s->runs.n[w] = (uint16_t)(s->runs.n[w] + n);
+        s->tiles.n[w] = (uint16_t)(s->tiles.n[w] + n);
         left -= n;
     }
     if (with_order) {
@@ -157,7 +157,7 @@ static void make_side(tkv_rng *rng, made_side *m, tkv_side which, int dim, int g
         m->levels[tkv_rng_below(rng, 16)] = -127;
         s->levels = m->levels;
     }
-    s->code_bytes = tkvi_runs_bytes(&s->runs);
+    s->code_bytes = tkvi_tiles_bytes(&s->tiles);
     s->meta_bytes = (size_t)(s->groups * (which == TKV_K ? s->pad : TKVI_BLOCK) * 4);
     s->bytes = tkvi_align_up(s->code_bytes) + tkvi_align_up(s->meta_bytes);
 }
@@ -177,7 +177,7 @@ static void make_shared(tkv_rng *rng, made_side *m, tkv_side which, int dim, int
     }
     while (left > 0) {
         int w = width ? width : tkv_rng_below(rng, 7), n = width ? left : 1 + tkv_rng_below(rng, left);
-        if (w) share.runs.n[w] = (uint16_t)(share.runs.n[w] + n);
+        if (w) share.tiles.n[w] = (uint16_t)(share.tiles.n[w] + n);
         left -= n;
     }
     make_order(rng, m->order, dim, pad);
@@ -191,7 +191,7 @@ static void make_shared(tkv_rng *rng, made_side *m, tkv_side which, int dim, int
 /* Metadata of A and R: scales around `scale`, a few of them 0; any offsets; block means around `zero`. */
 static void fill_shared_meta(tkv_rng *rng, const tkvi_side *s, uint8_t *meta, double scale, double zero) {
     int n = s->which == TKV_K ? s->pad : TKVI_BLOCK, coded = 0, width, i;
-    for (width = 1; width <= TKVI_MAX_WIDTH; width++) coded += 4 * s->runs.n[width];
+    for (width = 1; width <= TKVI_MAX_WIDTH; width++) coded += 4 * s->tiles.n[width];
     if (s->which == TKV_V) coded = n;
     for (i = 0; i < n; i++) {
         double size = tkv_rng_below(rng, 20) == 0 ? 0.0 : scale * (0.1 + tkv_rng_uniform(rng));
@@ -206,10 +206,10 @@ static void fill_shared_meta(tkv_rng *rng, const tkvi_side *s, uint8_t *meta, do
  * them. */
 static void fill_side(tkv_rng *rng, const tkvi_side *s, uint8_t *src, int n, double scale, double zero) {
     int count = s->groups * (s->which == TKV_K ? s->pad : TKVI_BLOCK), i, width, t, number = 0;
-    tkvi_tile_at at = tkvi_tiles(&s->runs);
+    tkvi_tile_at at = tkvi_first_tile(&s->tiles);
     memset(src, 0, s->bytes);
     for (width = TKVI_MAX_WIDTH; width > 0; width--)
-        for (i = 0; i < s->runs.n[width]; i++, number++) {
+        for (i = 0; i < s->tiles.n[width]; i++, number++) {
             uint8_t code[TKVI_TILE_CODES];
             for (t = 0; t < TKVI_TILE_CODES; t++) {
                 int token = s->which == TKV_K ? t / 4 : 16 * (number % 4) + t / 64 * 4 + t % 4;
@@ -238,7 +238,7 @@ typedef struct decoded {
 
 static void decode_side(const tkvi_side *s, const uint8_t *src, decoded *d) {
     static float scale[TKVI_MAX_GROUPS * TKVI_BLOCK], zero[TKVI_MAX_GROUPS * TKVI_BLOCK];
-    tkvi_tile_at at = tkvi_tiles(&s->runs);
+    tkvi_tile_at at = tkvi_first_tile(&s->tiles);
     int width, i, j, t, number = 0, slab = 0, k = s->which == TKV_K;
     s->format->side[s->which].meta(s, src, &tkvi_simd_ops_scalar, scale, zero);
     memset(d, 0, sizeof *d);
@@ -249,7 +249,7 @@ static void decode_side(const tkvi_side *s, const uint8_t *src, decoded *d) {
             d->zero[t][k ? tkvi_channel(s, j) : j] = (double)zero[m];
         }
     for (width = TKVI_MAX_WIDTH; width > 0; width--)
-        for (i = 0; i < s->runs.n[width]; i++, number++) {
+        for (i = 0; i < s->tiles.n[width]; i++, number++) {
             uint8_t code[TKVI_TILE_CODES];
             int channels = k ? 0 : tkvi_slab_channels(s, width);
             tkvi_unpack_tile(src, &at, width, code);
@@ -925,19 +925,19 @@ TEST(packing) {
             static uint8_t column[TKV_MAX_HEAD_DIM][TKVI_BLOCK], want[8192];
             uint8_t channel[4], tile[TKVI_TILE_CODES], woven[TKVI_TILE_CODES], *got;
             tkv_rng rng = tkv_rng_seed((uint64_t)(19000 + k));
-            tkvi_runs runs;
+            tkvi_tile_counts runs;
             tkvi_tile_at at;
             size_t bytes;
             fence fd;
             memset(&runs, 0, sizeof runs);
             for (w = 0; w < 7; w++) runs.n[widths_up[w]] = (uint16_t)tkv_rng_below(&rng, 4);
-            bytes = tkvi_runs_bytes(&runs);
+            bytes = tkvi_tiles_bytes(&runs);
             got = (uint8_t *)fence_get(&fd, bytes, k % 2);
             memset(want, 0, sizeof want);
             if (bytes) memset(got, 0, bytes);
             for (j = 0; j < TKV_MAX_HEAD_DIM * TKVI_BLOCK; j++)
                 column[j / TKVI_BLOCK][j % TKVI_BLOCK] = (uint8_t)tkv_rng_below(&rng, 256);
-            at = tkvi_tiles(&runs);
+            at = tkvi_first_tile(&runs);
             for (w = 0; w < 7; w++)
                 for (j = 0; j < 4 * runs.n[widths_up[w]]; j++) {
                     channel[j % 4] = (uint8_t)tkv_rng_below(&rng, TKV_MAX_HEAD_DIM);
@@ -1072,7 +1072,7 @@ TEST(tiles_largest) {
                 for (c = 0; c < 16; c++) m.levels[c] = (int8_t)(k & 16 ? -127 : 127);
                 m.s.format = &test_formats[0];
                 memset(src, 0, sizeof src);
-                at = tkvi_tiles(&m.s.runs);
+                at = tkvi_first_tile(&m.s.tiles);
                 for (c = 0; c < TKVI_TILE_CODES; c++) code_bytes[c] = (uint8_t)((1 << width) - 1);
                 for (c = 0; c < m.s.pad / 4; c++) {
                     tkvi_pack_tile(src, &at, width, code_bytes);
@@ -1199,7 +1199,7 @@ TEST(goals) {
             tkvi_share share;
             double own, bound;
             memset(&share, 0, sizeof share);
-            if (kf->shared) tkvi_share_equally(kf->bits, GOAL_DIM, GOAL_DIM, &share.runs);
+            if (kf->shared) tkvi_share_equally(kf->bits, GOAL_DIM, GOAL_DIM, &share.tiles);
             share.top = 8;
             share.order = order;
             share.mean = mean;

@@ -8,12 +8,12 @@
  *
  * Sizes, demotion, reading, attention and the tests find the format through the table. New formats are of two
  * kinds:
- *   tiles (core/tile.h)   The integer kernels of every instruction set run on it unchanged. Widths, channel order
- *                         and level table are free. Only `meta` is its own.
- *   TKVI_AS_DECODED       It needs layout, encode and decode. Attention decodes 16 tokens at a time. On x86,
- *                         vectors can read rows of codes with a table of levels, if kernels/decode_x86.h knows
- *                         their places.
- *                         If each token has a grid and a scale, formats/token.h has all three functions.
+ *   TKVI_AS_TILES     Tiles of core/tile.h. The integer kernels of every instruction set run on them unchanged.
+ *                     Widths, channel order and table of levels are free. The format writes layout, encode and
+ *                     meta; decode is tkvi_decode_tiles.
+ *   TKVI_AS_DECODED   Any bytes. The format writes layout, encode and decode, and attention decodes 16 tokens at a
+ *                     time. If each token has a grid and a scale, formats/token.h has all three functions. On x86,
+ *                     kernels/decode_x86.h is faster than decode, for the formats that it supports.
  *
  * A side in memory is codes (a multiple of 64 bytes), then metadata, padded to 64 bytes. A record is the K side,
  * then the V side, of one head.
@@ -129,7 +129,7 @@ static void tkvi_decode_zero_points_scalar(const uint8_t *offset, const float *s
 
 /* Functions of one side of a format. x is [token][stride] floats; channels from side->dim on are not touched. */
 typedef struct tkvi_codec {
-    /* Sets runs (unless a share did), groups, code_bytes, meta_bytes and levels, from dim, pad and group. */
+    /* Sets tiles (unless a share did), groups, code_bytes, meta_bytes and levels, from dim, pad and group. */
     void (*layout)(struct tkvi_side *s);
     /* Writes the whole side. n: 1 .. 64 tokens; places beyond n get code 0. Same bytes on every machine. */
     void (*encode)(const struct tkvi_side *s, const tkvi_simd_ops *ops, const float *x, size_t stride, int n,
@@ -166,11 +166,11 @@ typedef struct tkvi_format {
 
 /* The share of one head's side in its layer's table (learn/statistics.h). A side without one takes equal shares. */
 typedef struct tkvi_share {
-    tkvi_runs runs;       /* K: tiles by width */
-    int half_bits;        /* V: bits of a value, in half bits */
-    int top;              /* top of its log-scale window (core/log_scale.h) */
-    const uint8_t *order; /* K: channel at each position, [pad] */
-    const float *mean;    /* K: static mean at each position, [pad]; fp16 values */
+    tkvi_tile_counts tiles; /* K: by width */
+    int half_bits;          /* V: bits of a value, in half bits */
+    int top;                /* top of its log-scale window (core/log_scale.h) */
+    const uint8_t *order;   /* K: channel at each position, [pad] */
+    const float *mean;      /* K: static mean at each position, [pad]; fp16 values */
 } tkvi_share;
 
 /* Options of the caller. A format reads only its own. */
@@ -192,18 +192,18 @@ typedef struct tkvi_side {
     const tkvi_format *format;
     size_t code_bytes, meta_bytes, bytes;
     tkv_side which;
-    tkvi_runs runs;   /* tiles by width */
-    int16_t dim, pad; /* channels, and channels rounded up to 16 */
-    int16_t group;    /* values per scale: 64, 32, or TKV_MAX_HEAD_DIM (one scale a token) */
-    int16_t groups;   /* K: along the 64 tokens; V: along the channels */
-    int8_t tokens;    /* capacity: 64, or fewer in an exact side */
+    tkvi_tile_counts tiles; /* by width */
+    int16_t dim, pad;       /* channels, and channels rounded up to 16 */
+    int16_t group;          /* values per scale: 64, 32, or TKV_MAX_HEAD_DIM (one scale a token) */
+    int16_t groups;         /* K: along the 64 tokens; V: along the channels */
+    int8_t tokens;          /* capacity: 64, or fewer in an exact side */
     int8_t pairs; /* V: 1: a tile of 16 lanes holds 32 channels; levels has 16 more for the second channels */
-    int8_t given, half_bits; /* 1: a share set runs or half_bits; V: see tkvi_share */
-    int16_t top;             /* see tkvi_share */
-    int8_t fit;              /* KIVI: see core/fit.h */
-    int8_t rotate, center;   /* formats/token.h */
-    int8_t parts;            /* formats/subspace.h */
-    int8_t feedback_unit;    /* SQuat: channels coded together (formats/squat.h) */
+    int8_t has_share, half_bits; /* 1: a share set tiles or half_bits; V: see tkvi_share */
+    int16_t top;                 /* see tkvi_share */
+    int8_t fit;                  /* KIVI: see core/fit.h */
+    int8_t rotate, center;       /* formats/token.h */
+    int8_t parts;                /* formats/subspace.h */
+    int8_t feedback_unit;        /* SQuat: channels coded together (formats/squat.h) */
     int8_t kvquant, tabled,
         slots;            /* formats/kvquant.h: options; 1: its layer has a table; outliers per token */
     int32_t start;        /* formats/kvquant.h: position of the first token of the block */
@@ -256,8 +256,8 @@ static void tkvi_side_make(tkvi_side *s, const tkvi_format *format, tkv_side whi
     s->tabled = (int8_t)o->tabled;
     s->top = TKVI_LOG_TOP_DEFAULT;
     if (share) {
-        s->given = 1;
-        s->runs = share->runs;
+        s->has_share = 1;
+        s->tiles = share->tiles;
         s->half_bits = (int8_t)share->half_bits;
         s->top = (int16_t)share->top;
         s->order = share->order;

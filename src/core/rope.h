@@ -9,10 +9,10 @@
  * Everything up to the cosine is integer arithmetic. So every machine gets the same bits under any flags, and the
  * angle at position one million is as precise as the first:
  *
- *     frequencies  in turns of 2^64 (a sum of them wraps where a turn is full), without pow or libm: the integer
- *                  root of 1 / base is found bit by bit
- *     angles       the upper 32 bits of such a sum
- *     sine, cosine Taylor's series in 31 bits about the nearest quarter (error 2e-9)
+ *     frequencies  integers; 2^64 is a full turn, so sums wrap where a turn is full. They need neither pow nor libm:
+ *                  the integer root of 1 / base is found bit by bit.
+ *     angles       multiples of a frequency; the upper 32 bits are used
+ *     sine, cosine Taylor series in 31 bits about the nearest quarter turn (error 2e-9)
  *
  * Products and their sums are computed in different functions, so that no compiler fuses them.
  */
@@ -21,7 +21,7 @@
 
 #include "core/base.h"
 
-/* >>frequencies, in turns of 2^64 a position */
+/* >>frequencies: angle per position, where 2^64 is a full turn */
 /* The upper 64 bits of a product. */
 static uint64_t tkvi_mul_high(uint64_t a, uint64_t b) {
     uint64_t al = a & 0xffffffffu, ah = a >> 32, bl = b & 0xffffffffu, bh = b >> 32;
@@ -87,7 +87,7 @@ static const char *tkvi_rope_fault(const tkv_rope *r, int head_dim, const char *
     return NULL;
 }
 
-static const char *tkvi_rope_wrong(const tkv_rope *r, int head_dim) {
+static const char *tkvi_rope_has_fault(const tkv_rope *r, int head_dim) {
     const char *field;
     float value;
     return tkvi_rope_fault(r, head_dim, &field, &value);
@@ -144,7 +144,7 @@ static void tkvi_cos_sin(uint64_t angle, float *cosine, float *sine) {
     t = one - (z * t >> 31) / 6u;
     s = (int32_t)((x * t >> 31) >> 1);
     if (negative) s = -s;
-    if (quarter & 1u) { /* a quarter further: cos is -sin, sin is cos */
+    if (quarter & 1u) { /* in the next quarter, cos is -sin and sin is cos */
         int32_t was = c;
         c = -s;
         s = was;
@@ -169,11 +169,11 @@ static void tkvi_rope_rotate(const tkvi_rope *rope, int64_t position, int back, 
         a[j] = x[j * rope->step];
         b[j] = x[j * rope->step + rope->apart];
     }
-    tkvi_multiplied(ac, a, c, n);
-    tkvi_multiplied(bs, b, s, n);
+    tkvi_multiply(ac, a, c, n);
+    tkvi_multiply(bs, b, s, n);
     for (j = 0; j < n; j++) x[j * rope->step] = tkvi_f32(ac[j] - bs[j]);
-    tkvi_multiplied(bs, b, c, n);
-    tkvi_multiplied(ac, a, s, n);
+    tkvi_multiply(bs, b, c, n);
+    tkvi_multiply(ac, a, s, n);
     for (j = 0; j < n; j++) x[j * rope->step + rope->apart] = tkvi_f32(bs[j] + ac[j]);
 }
 

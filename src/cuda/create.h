@@ -263,7 +263,7 @@ static tkvcu_side tkvcu_side_of(const tkvi_side *s, size_t at, int32_t table) {
     if (d.kind == TKVCU_A) {
         d.slabs[0] = (uint8_t)(s->pad / 16);
         for (w = 1; w <= 6; w++) {
-            d.slabs[w] = (uint8_t)(s->runs.n[w] / 4);
+            d.slabs[w] = (uint8_t)(s->tiles.n[w] / 4);
             d.slabs[0] = (uint8_t)(d.slabs[0] - d.slabs[w]);
         }
     }

@@ -25,12 +25,13 @@
  *      and the mean m = low + step * ((2 sum(u) + n) / 2n), sum and last product in double. A channel without
  *      bits stores m as a float, then fp16, and is done
  *   2. for each cut of the table below: by = floor(131072 top / (4096 - 2 cut)),
- *      code = min(top, (floor(max(0, u - cut) * by / 65536) + 1) / 2), halves down;
+ *      code = min(top, floor((floor(max(0, u - cut) * by / 65536) + 1) / 2));
  *      score = cov(code, u) / var(code) * cov(code, u), or 0 if var(code) is 0; the first best score wins.
  *      cov and var are n^2 times the usual ones, n sum(ab) - sum(a) sum(b): integers, then floats
  *   3. scale = var(u) / cov(code, u) * step, with one bit sqrt(var(u) / var(code)) * step; 0 if either is 0.
  *      From here on it is the value of its byte
- *   4. offset (double) = (m / scale - (2 sum(code) - n top) / 2n) * unit, cut to +-128, halves up; 0 if scale is 0
+ *   4. offset (double) = (m / scale - (2 sum(code) - n top) / 2n) * unit, cut to +-128, rounded to nearest (ties
+ *      up); 0 if scale is 0
  *   5. if offset is beyond +-127, or scale is 0 and m is not: scale = the larger of it and |m| unit / 120 (double,
  *      then float), as a byte;
  *      a first offset = (m / scale - 1/2) * unit, cut to +-127; then anew, in double,
@@ -72,10 +73,10 @@ TKVI_CONSTANT tkvi_a_range tkvi_a_ranges[TKVI_A_CUTS] = {
     TKVI_A_RANGE_(1536, 1200, 900, 600, 400, 300)};
 
 static void tkvi_a_layout(tkvi_side *s) {
-    if (!s->given) tkvi_share_equally(s->format->bits, s->dim, s->pad, &s->runs);
+    if (!s->has_share) tkvi_share_equally(s->format->bits, s->dim, s->pad, &s->tiles);
     s->groups = 1;
     s->group = TKVI_BLOCK;
-    s->code_bytes = tkvi_runs_bytes(&s->runs);
+    s->code_bytes = tkvi_tiles_bytes(&s->tiles);
     s->meta_bytes = (size_t)(2 * s->pad);
 }
 
@@ -191,7 +192,7 @@ TKVI_FN int tkvi_a_offset(double mean, float scale, int sum_c, int n, int width)
     return (int)tkvi_f64(v + 1000.5) - 1000;
 }
 
-/* Computes the metadata of a column. Returns 1 if they cannot reach its mean. */
+/* Computes the metadata of a column. Returns 1 if scale and offset cannot reach its mean (step 5). */
 TKVI_FN int tkvi_a_finalize_scales(const tkvi_column *c, int top, uint8_t *log, uint8_t *offset,
                                    float *middle) {
     double mean = tkvi_a_mean(c);
@@ -220,8 +221,8 @@ static void tkvi_finalize_scales_scalar(tkvi_columns *c, int top) {
     }
 }
 
-/* The next four functions recode a column whose mean is far from the static one: only a larger scale lets the
- * offset reach it (step 5). This one returns the byte of that scale, and gives the first offset. */
+/* The next four functions recode a column whose mean is far from the static one. Only a larger scale lets the offset
+ * reach it (step 5). tkvi_a_far returns the byte of that scale. *offset: out, the first offset. */
 TKVI_FN int tkvi_a_far(const tkvi_column *c, int log, int top, int *offset) {
     double mean = tkvi_a_mean(c), size = mean < 0.0 ? -mean : mean, unit = (double)tkvi_a_unit[c->width];
     log = tkvi_max(log, tkvi_log_code(tkvi_f32((float)tkvi_f64(size * unit / 120.0)), top));
@@ -271,12 +272,12 @@ static void tkvi_a_encode(const tkvi_side *s, const tkvi_simd_ops *ops, const fl
     uint8_t channel[TKV_MAX_HEAD_DIM], widths[TKV_MAX_HEAD_DIM], log[TKV_MAX_HEAD_DIM], by[TKV_MAX_HEAD_DIM];
     float mean[TKV_MAX_HEAD_DIM], middle[TKV_MAX_HEAD_DIM];
     uint8_t *scale = dst + s->code_bytes, *offset = scale + s->pad;
-    tkvi_tile_at at = tkvi_tiles(&s->runs);
+    tkvi_tile_at at = tkvi_first_tile(&s->tiles);
     int width, p, first, end, l;
     tkvi_columns c;
     memset(dst, 0, s->bytes);
     for (width = TKVI_MAX_WIDTH, p = 0; width >= 0; width--)
-        for (end = width ? p + 4 * s->runs.n[width] : s->pad; p < end; p++) {
+        for (end = width ? p + 4 * s->tiles.n[width] : s->pad; p < end; p++) {
             int from = tkvi_channel(s, p);
             channel[p] = (uint8_t)from;
             widths[from] = (uint8_t)width;
@@ -304,7 +305,7 @@ static void tkvi_a_encode(const tkvi_side *s, const tkvi_simd_ops *ops, const fl
         }
     }
     for (width = TKVI_MAX_WIDTH, p = 0; width > 0; width--) /* packs tiles in the order of positions */
-        for (end = p + 4 * s->runs.n[width]; p < end; p += 4) {
+        for (end = p + 4 * s->tiles.n[width]; p < end; p += 4) {
             ops->interleave(column, channel + p, tile);
             ops->pack_tile(dst, &at, width, tile);
             tkvi_next_tile(&at, width);
@@ -323,7 +324,7 @@ static void tkvi_a_meta(const tkvi_side *s, const uint8_t *src, const tkvi_simd_
     int width, p = 0;
     ops->decode_log_scales(log, s->pad, s->top, scale); /* channels without bits are overwritten below */
     for (width = TKVI_MAX_WIDTH; width > 0; width--) {
-        int n = 4 * s->runs.n[width], unit = width <= 6 ? tkvi_a_unit[width] : 1;
+        int n = 4 * s->tiles.n[width], unit = width <= 6 ? tkvi_a_unit[width] : 1;
         if (n == 0) continue;
         ops->decode_zero_points(offset + p, scale + p, mean + p, 1.0f / (float)unit,
                                 ((1 << width) - 1) * unit / 2, n, zero + p);

@@ -3,8 +3,8 @@
  *
  *   K and V: [token][channel], channels padded to 16 with zeros, values little-endian, no metadata
  *
- * Rows make an append one contiguous write, and a cut a smaller count. A side can also hold fewer than 64 tokens
- * (side->tokens): the side of the sinks has only theirs.
+ * In rows, an append is one contiguous write, and cutting off tokens only lowers a count. A side can also hold fewer
+ * than 64 tokens (side->tokens): the side of the sinks has space for the sinks only.
  */
 #ifndef TKVI_FORMATS_EXACT_H
 #define TKVI_FORMATS_EXACT_H

@@ -64,15 +64,15 @@ static void tkvi_kivi_group(const float *x, int n, int bits, int fit, uint8_t *c
 
 static void tkvi_kivi_k_layout(tkvi_side *s) {
     s->groups = TKVI_BLOCK / s->group;
-    s->runs.n[s->format->bits] = (uint16_t)(s->pad / 4);
-    s->code_bytes = tkvi_runs_bytes(&s->runs);
+    s->tiles.n[s->format->bits] = (uint16_t)(s->pad / 4);
+    s->code_bytes = tkvi_tiles_bytes(&s->tiles);
     s->meta_bytes = (size_t)(s->groups * s->pad * 4);
 }
 
 static void tkvi_kivi_v_layout(tkvi_side *s) {
     s->groups = (int16_t)((s->dim + s->group - 1) / s->group);
-    s->runs.n[s->format->bits] = (uint16_t)(s->pad / 4); /* 4 tiles per 16 channels */
-    s->code_bytes = tkvi_runs_bytes(&s->runs);
+    s->tiles.n[s->format->bits] = (uint16_t)(s->pad / 4); /* 4 tiles per 16 channels */
+    s->code_bytes = tkvi_tiles_bytes(&s->tiles);
     s->meta_bytes = (size_t)(s->groups * TKVI_BLOCK * 4);
 }
 

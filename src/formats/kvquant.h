@@ -1,7 +1,7 @@
 /*
  * formats/kvquant.h - KVQUANT4, KVQUANT3, KVQUANT2: KVQuant (arXiv 2401.18079, section 3). The levels follow the
- * distribution of the values: one set for all keys of a layer, one for all its values. A few values far out have
- * slots of their own.
+ * distribution of the data: a layer has one set for all keys and one for all values. A few outliers of each token
+ * have slots of their own.
  *
  *     x^ = radius * level[code] + middle + outlier
  *
@@ -12,8 +12,8 @@
  * start), and decoding applies it again, so all other code sees ordinary keys. A token has one slot per hundred
  * channels, rounded up. A slot holds an outlier: its channel, and the difference to its dense value. Decoding
  * reads all slots; free slots hold 0.
- *   K   outliers lie beyond the channel's range, the 0.5 % and 99.5 % percentiles. They have the code of that end.
- *       If there are more outliers than slots, the largest differences get the slots.
+ *   K   outliers lie beyond the channel's range, the 0.5 % and 99.5 % percentiles. They have the code of the nearer
+ *       end. If outliers outnumber the slots, the largest differences get the slots.
  *   V   the slots take the lowest and the highest values. The split between both ends is the one that leaves the
  *       smallest range. Outliers have the lower of the two middle codes.
  * The paper has one range of values for all heads of a token. Here a record is one head, so each head has its own
@@ -119,11 +119,11 @@ static void tkvi_kvquant_put(uint8_t *row, int bits, int c, int code) {
     if (wide > 255) row[at / 8 + 1] = (uint8_t)(row[at / 8 + 1] | wide >> 8);
 }
 
-static void tkvi_kvquant_slot(const tkvi_side *s, uint8_t *dst, int t, int slot, int c, float lacks) {
+static void tkvi_kvquant_slot(const tkvi_side *s, uint8_t *dst, int t, int slot, int c, float error) {
     /* one array of records: gcc 12 -O2 loses reads of two arrays that advance together from one pointer */
     uint8_t *p = dst + tkvi_kvquant_places(s).slot + 3 * (t * s->slots + slot);
     p[0] = (uint8_t)c;
-    tkvi_store16(p + 1, tkvi_f32_to_f16(lacks + 0.0f));
+    tkvi_store16(p + 1, tkvi_f32_to_f16(error + 0.0f));
 }
 
 /* >>K */
@@ -183,7 +183,7 @@ static void tkvi_kvquant_k_encode(const tkvi_side *s, const tkvi_simd_ops *ops, 
     tkvi_kvquant_coder_init(&e, s, tkvi_kvquant_book(s, &standard));
     for (t = 0; t < n; t++) {
         uint8_t *row = dst + (size_t)t * tkvi_kvquant_places(s).row;
-        float y[TKV_MAX_HEAD_DIM], most[TKVI_KVQUANT_SLOTS] = {0.0f}, lacks[TKVI_KVQUANT_SLOTS] = {0.0f};
+        float y[TKV_MAX_HEAD_DIM], most[TKVI_KVQUANT_SLOTS] = {0.0f}, error[TKVI_KVQUANT_SLOTS] = {0.0f};
         int at[TKVI_KVQUANT_SLOTS] = {0};
         tkvi_kvquant_key(s->rope, x + (size_t)t * stride, s->dim, (int64_t)s->start + t, y);
         for (c = 0; c < s->dim; c++) {
@@ -196,11 +196,11 @@ static void tkvi_kvquant_k_encode(const tkvi_side *s, const tkvi_simd_ops *ops, 
             for (slot = s->slots; slot > 0 && size > most[slot - 1]; slot--) continue;
             for (i = s->slots - 1; i >= slot; i--) { /* sorted: largest first, equals by channel */
                 most[i] = i > slot ? most[i - 1] : size;
-                lacks[i] = i > slot ? lacks[i - 1] : y[c];
+                error[i] = i > slot ? error[i - 1] : y[c];
                 at[i] = i > slot ? at[i - 1] : c;
             }
         }
-        for (i = 0; i < s->slots; i++) tkvi_kvquant_slot(s, dst, t, i, at[i], lacks[i]);
+        for (i = 0; i < s->slots; i++) tkvi_kvquant_slot(s, dst, t, i, at[i], error[i]);
     }
 }
 

@@ -50,19 +50,19 @@ TKVI_CONSTANT int8_t tkvi_r_pairs[48] = {27,   -27, -78, 78,  32,  127, -32,  -1
 
 static void tkvi_r_layout(tkvi_side *s) {
     int slabs = s->pad / 16;
-    if (!s->given) s->half_bits = (int8_t)(s->format->bits / 2);
-    memset(&s->runs, 0, sizeof s->runs);
+    if (!s->has_share) s->half_bits = (int8_t)(s->format->bits / 2);
+    memset(&s->tiles, 0, sizeof s->tiles);
     if (s->half_bits == 3) {
-        s->runs.n[3] = (uint16_t)(slabs / 2 * 4);
-        s->runs.n[2] = (uint16_t)(slabs % 2 * 4);
+        s->tiles.n[3] = (uint16_t)(slabs / 2 * 4);
+        s->tiles.n[2] = (uint16_t)(slabs % 2 * 4);
         s->levels = tkvi_r_pairs;
         s->pairs = 1;
     } else {
-        s->runs.n[s->half_bits / 2] = (uint16_t)(slabs * 4);
+        s->tiles.n[s->half_bits / 2] = (uint16_t)(slabs * 4);
     }
     s->groups = 1;
     s->group = TKV_MAX_HEAD_DIM;
-    s->code_bytes = tkvi_runs_bytes(&s->runs);
+    s->code_bytes = tkvi_tiles_bytes(&s->tiles);
     s->meta_bytes = TKVI_BLOCK;
 }
 
@@ -170,8 +170,8 @@ static void tkvi_encode_v_tokens_scalar(const tkvi_side *s, const float *x, size
 
 /* Clears codes of token t in lanes without a value. Returns its scale as stored. */
 TKVI_FN float tkvi_r_finish(const tkvi_side *s, int t, int n, tkvi_codes code, float scale) {
-    int lanes = s->pairs ? s->runs.n[3] * 4 + s->runs.n[2] * 4 : s->pad;
-    int plain = s->pairs && !s->runs.n[2] ? lanes : lanes - (s->pad - s->dim), l;
+    int lanes = s->pairs ? s->tiles.n[3] * 4 + s->tiles.n[2] * 4 : s->pad;
+    int plain = s->pairs && !s->tiles.n[2] ? lanes : lanes - (s->pad - s->dim), l;
     for (l = t < n && scale > 0.0f ? plain : 0; l < lanes; l++) *tkvi_v_code(code, l, t) = 0;
     return s->pairs ? tkvi_f32(scale * 64.0f) : scale; /* pairs have small steps: 64 fits the same window */
 }

@@ -120,10 +120,10 @@ static void tkvi_decode_side(const tkvi_side *s, const uint8_t *src, int first, 
 
 static int tkvi_format_known(tkv_format f) { return f > TKV_FORMAT_DEFAULT && f < TKV_FORMAT_COUNT; }
 
-/* Does its encoder need statistics of queries (learn/squat_queries.h)? */
+/* True if the encoder needs statistics of queries (learn/squat_queries.h). */
 static int tkvi_is_squat(tkv_format f) { return tkvi_formats[f].side[TKV_K].encode == tkvi_squat_encode; }
 
-/* Does it need a table of the layer (learn/kvquant_tables.h)? */
+/* True if the format uses a table of the layer (learn/kvquant_tables.h). */
 static int tkvi_is_kvquant(tkv_format f) {
     return tkvi_formats[f].side[TKV_V].encode == tkvi_kvquant_v_encode;
 }
@@ -156,7 +156,7 @@ static int tkvi_codec_side(const tkv_codec *c, tkvi_side *s) {
     if (c->head_dim < 1 || c->head_dim > TKV_MAX_HEAD_DIM || (o.group != 64 && o.group != 32)) return 0;
     if (tkvi_bad_fit(o.fit) || (o.rotate & ~3) || (o.center_k & ~1) || o.parts < 1 || o.parts > 16) return 0;
     if ((o.kvquant & ~15) || c->position < 0) return 0;
-    if (c->side == TKV_K && tkvi_rope_wrong(&c->rope, c->head_dim)) return 0;
+    if (c->side == TKV_K && tkvi_rope_has_fault(&c->rope, c->head_dim)) return 0;
     tkvi_side_make(s, &tkvi_formats[c->format], c->side, c->head_dim, TKVI_BLOCK, &o, NULL);
     s->start = c->position;
     return 1;

@@ -25,10 +25,10 @@ TKVI_FN uint8_t *tkvi_v_code(tkvi_codes code, int lane, int token) { /* a pair o
 }
 
 static void tkvi_pack(const tkvi_side *s, const tkvi_simd_ops *ops, tkvi_codes code, uint8_t *dst) {
-    tkvi_tile_at at = tkvi_tiles(&s->runs);
+    tkvi_tile_at at = tkvi_first_tile(&s->tiles);
     int width, i, number = 0;
     for (width = TKVI_MAX_WIDTH; width > 0; width--)
-        for (i = 0; i < s->runs.n[width]; i++, number++) {
+        for (i = 0; i < s->tiles.n[width]; i++, number++) {
             ops->pack_tile(dst, &at, width, code[number]);
             tkvi_next_tile(&at, width);
         }
@@ -56,11 +56,11 @@ static void tkvi_k_values(const tkvi_side *s, int width, const uint8_t *tile, in
 static void tkvi_tiles_k_values(const tkvi_side *s, const tkvi_simd_ops *ops, const uint8_t *src, int first,
                                 int n, float *x, size_t stride) {
     float scale[2 * TKV_MAX_HEAD_DIM], zero[2 * TKV_MAX_HEAD_DIM];
-    tkvi_tile_at at = tkvi_tiles(&s->runs);
+    tkvi_tile_at at = tkvi_first_tile(&s->tiles);
     int width, i, r, t, position = 0;
     s->format->side[TKV_K].meta(s, src, ops, scale, zero);
     for (width = TKVI_MAX_WIDTH; width >= 0; width--) {
-        int tiles = width ? s->runs.n[width] : (s->pad - position) / 4; /* width 0: channels without codes */
+        int tiles = width ? s->tiles.n[width] : (s->pad - position) / 4; /* width 0: channels without codes */
         for (i = 0; i < tiles; i++, position += 4) {
             uint8_t tile[TKVI_TILE_CODES];
             if (width) {
@@ -91,11 +91,11 @@ TKVI_FN float tkvi_v_value(const tkvi_side *s, int width, const uint8_t *tile, i
 static void tkvi_tiles_v_values(const tkvi_side *s, const tkvi_simd_ops *ops, const uint8_t *src, int first,
                                 int n, float *x, size_t stride) {
     float scale[TKVI_MAX_GROUPS * TKVI_BLOCK], zero[TKVI_MAX_GROUPS * TKVI_BLOCK];
-    tkvi_tile_at at = tkvi_tiles(&s->runs);
+    tkvi_tile_at at = tkvi_first_tile(&s->tiles);
     int width, i, t, c, slab = 0;
     s->format->side[TKV_V].meta(s, src, ops, scale, zero);
     for (width = TKVI_MAX_WIDTH; width > 0; width--)
-        for (i = 0; i < s->runs.n[width]; i++) {
+        for (i = 0; i < s->tiles.n[width]; i++) {
             uint8_t tile[TKVI_TILE_CODES];
             int from = i % 4 * 16;
             tkvi_unpack_tile(src, &at, width, tile);

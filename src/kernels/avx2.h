@@ -1246,7 +1246,7 @@ TKVI_FLAT_AVX2 __m256i tkvi_dot_levels_avx2(__m256i c, __m256i u, __m256i table)
             TKVI_ROWS4_(TKVI_ZERO4_)                                                                         \
             for (width = TKVI_MAX_WIDTH; width > 0; width--) {                                               \
                 const int bytes = tkvi_wide_bytes[width], has_half = tkvi_has_half[width];                   \
-                const int n = tkvi_min(d->s->runs.n[width], left);                                           \
+                const int n = tkvi_min(d->s->tiles.n[width], left);                                          \
                 left -= n;                                                                                   \
                 for (part = 0; part < 1 + (width == 8); part++) {                                            \
                     const uint8_t *tile = wide;                                                              \

@@ -1117,7 +1117,7 @@ TKVI_FLAT_AVX512 void tkvi_store_answers_avx512(const tkvi_products *d, const tk
         d##r = _mm512_dpbusd_epi32(d##r, x[3], four);                                                        \
     }
 #define TKVI_RUN_(width)                                                                                     \
-    i = tkvi_min(s->runs.n[width], left);                                                                    \
+    i = tkvi_min(s->tiles.n[width], left);                                                                   \
     for (left -= i; i > 0; i--, w += 4) {                                                                    \
         tkvi_unpack_tile_avx512(width, wide, d->tops, half, x);                                              \
         if (d->ahead && (i & d->prefetch_mask) == d->prefetch_phase) {                                       \

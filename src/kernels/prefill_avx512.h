@@ -454,7 +454,7 @@ static TKVI_TARGET_AVX512 void tkvi_prefill_fold_k_avx512(const tkvi_prefill_k_a
 }
 
 #define TKVI_RUN_(width)                                                                                     \
-    for (i = 0; i < s->runs.n[width]; i++, x += TKVI_TILE_CODES) {                                           \
+    for (i = 0; i < s->tiles.n[width]; i++, x += TKVI_TILE_CODES) {                                          \
         tkvi_unpack_tile_avx512(width, wide, tops, half, y);                                                 \
         tkvi_prefetch_bytes(wide, tkvi_wide_bytes[width], ahead);                                            \
         wide += tkvi_wide_bytes[width];                                                                      \
@@ -465,7 +465,7 @@ static TKVI_TARGET_AVX512 void tkvi_prefill_fold_k_avx512(const tkvi_prefill_k_a
 /* Unpacks all tiles to bytes: [tile][64 tokens][4]. */
 static TKVI_TARGET_AVX512 void tkvi_prefill_unpack_k_avx512(const tkvi_side *s, const uint8_t *src,
                                                             uintptr_t ahead, uint8_t *x) {
-    const uint8_t *wide = src, *tops = src + tkvi_tiles(&s->runs).halves;
+    const uint8_t *wide = src, *tops = src + tkvi_first_tile(&s->tiles).halves;
     __m512i y[4];
     int half = 0, i, p;
     TKVI_RUN_(8)
@@ -508,8 +508,8 @@ static TKVI_TARGET_AVX512 void tkvi_prefill_tiles_k_avx512(const tkvi_side *s, c
     int width, g, c;
     s->format->side[TKV_K].meta(s, src, &tkvi_simd_ops_avx512, scale, rest);
     tkvi_prefill_unpack_k_avx512(s, src, ahead, (uint8_t *)x);
-    for (width = TKVI_MAX_WIDTH, c = 0; width > 0; c += 4 * s->runs.n[width--])
-        memset(centre2 + c, (1 << width) - 1, (size_t)(4 * s->runs.n[width]));
+    for (width = TKVI_MAX_WIDTH, c = 0; width > 0; c += 4 * s->tiles.n[width--])
+        memset(centre2 + c, (1 << width) - 1, (size_t)(4 * s->tiles.n[width]));
     memset(centre2 + c, 0, (size_t)(s->pad - c));
     a.coded = c;
     if (q->coded == 0 || q->order != s->order) { /* most blocks of a head have the same order */
@@ -676,7 +676,7 @@ static TKVI_TARGET_AVX512 void tkvi_prefill_tiles_v_avx512(const tkvi_side *s, c
                                                            int n_limbs, float *out) {
     TKVI_ALIGNED float scale[TKVI_MAX_GROUPS * TKVI_BLOCK], zero[TKVI_MAX_GROUPS * TKVI_BLOCK];
     TKVI_ALIGNED int32_t x[2 * TKVI_TILE_CODES];
-    const uint8_t *wide = src, *tops = src + tkvi_tiles(&s->runs).halves;
+    const uint8_t *wide = src, *tops = src + tkvi_first_tile(&s->tiles).halves;
     tkvi_prefill_fold fold;
     tkvi_prefill_v_args a;
     int width, i, c, half = 0, slab = 0;
@@ -686,7 +686,7 @@ static TKVI_TARGET_AVX512 void tkvi_prefill_tiles_v_avx512(const tkvi_side *s, c
     tkvi_prefetch_bytes(tops, (int)(src + s->bytes - tops), ahead);
     for (width = TKVI_MAX_WIDTH; width > 0; width--) {
         const int slabs = tkvi_slab_channels(s, width) / 16;
-        for (i = 0; i < s->runs.n[width]; i += 4, slab += slabs) {
+        for (i = 0; i < s->tiles.n[width]; i += 4, slab += slabs) {
             if (i == 0 || slab * 16 % s->group == 0) { /* another width or another group */
                 a.scale = scale + slab * 16 / s->group * TKVI_BLOCK;
                 a.zero = zero + slab * 16 / s->group * TKVI_BLOCK;

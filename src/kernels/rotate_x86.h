@@ -55,8 +55,8 @@ TKVI_FLAT_AVX2 __m256 tkvi_flip_avx2(__m256 x, const float *flip) {
 /* Butterflies over 8 n neighbours, n up to 8, in registers, from x to y. flip: sign changes before them, or NULL.
  * last: 1: these butterflies end the window. The results are then multiplied by `by`, and their largest sizes
  * returned. */
-TKVI_FLAT_AVX2 __m256 tkvi_span_avx2(const float *x, const float *flip, float *y, float by, const int n,
-                                     const int last) {
+TKVI_FLAT_AVX2 __m256 tkvi_hadamard_avx2(const float *x, const float *flip, float *y, float by, const int n,
+                                         const int last) {
     __m256 v[8], most = _mm256_setzero_ps();
     int i;
     TKVI_UNROLL
@@ -79,22 +79,23 @@ TKVI_FLAT_AVX2 __m256 tkvi_span_avx2(const float *x, const float *flip, float *y
     return most;
 }
 
-/* tkvi_span_avx2 for `end` values, 8 n at a time. Each size has a function of its own, because clang unrolls these. */
-#define TKVI_SPAN_AVX2_(name, n, last)                                                                       \
-    static TKVI_TARGET_AVX2 __m256 tkvi_span##name##_avx2(const float *x, const float *flip, float *y,       \
-                                                          float by, int end) {                               \
+/* tkvi_hadamard_avx2 for `end` values, 8 n at a time. Each size is a function: clang unrolls these. */
+#define TKVI_HADAMARD_AVX2_(name, n, last)                                                                   \
+    static TKVI_TARGET_AVX2 __m256 tkvi_hadamard##name##_avx2(const float *x, const float *flip, float *y,   \
+                                                              float by, int end) {                           \
         __m256 most = _mm256_setzero_ps();                                                                   \
         int i;                                                                                               \
         for (i = 0; i < end; i += 8 * n)                                                                     \
-            most = _mm256_max_ps(most, tkvi_span_avx2(x + i, flip ? flip + i : NULL, y + i, by, n, last));   \
+            most =                                                                                           \
+                _mm256_max_ps(most, tkvi_hadamard_avx2(x + i, flip ? flip + i : NULL, y + i, by, n, last));  \
         return most;                                                                                         \
     }
-TKVI_SPAN_AVX2_(1, 1, 1)
-TKVI_SPAN_AVX2_(2, 2, 1)
-TKVI_SPAN_AVX2_(4, 4, 1)
-TKVI_SPAN_AVX2_(8, 8, 1)
-TKVI_SPAN_AVX2_(8_first, 8, 0)
-#undef TKVI_SPAN_AVX2_
+TKVI_HADAMARD_AVX2_(1, 1, 1)
+TKVI_HADAMARD_AVX2_(2, 2, 1)
+TKVI_HADAMARD_AVX2_(4, 4, 1)
+TKVI_HADAMARD_AVX2_(8, 8, 1)
+TKVI_HADAMARD_AVX2_(8_first, 8, 0)
+#undef TKVI_HADAMARD_AVX2_
 
 /* Butterflies at distance h over 2h values, multiplied by `by`. h is a multiple of 8. Returns the largest sizes. */
 TKVI_FLAT_AVX2 __m256 tkvi_across_avx2(float *x, float by, int h) {
@@ -121,13 +122,13 @@ static TKVI_NOINLINE TKVI_TARGET_AVX2 __m256 tkvi_window_avx2(const float *x, co
     __m256 most = _mm256_setzero_ps();
     int i;
     switch (log2n) {
-    case 3: return tkvi_span1_avx2(x, flip, y, by, 8);
-    case 4: return tkvi_span2_avx2(x, flip, y, by, 16);
-    case 5: return tkvi_span4_avx2(x, flip, y, by, 32);
-    case 6: return tkvi_span8_avx2(x, flip, y, by, 64);
+    case 3: return tkvi_hadamard1_avx2(x, flip, y, by, 8);
+    case 4: return tkvi_hadamard2_avx2(x, flip, y, by, 16);
+    case 5: return tkvi_hadamard4_avx2(x, flip, y, by, 32);
+    case 6: return tkvi_hadamard8_avx2(x, flip, y, by, 64);
     default: break;
     }
-    tkvi_span8_first_avx2(x, flip, y, 1.0f, n);
+    tkvi_hadamard8_first_avx2(x, flip, y, 1.0f, n);
     for (i = 0; i < n; i += 128)
         most = _mm256_max_ps(most, tkvi_across_avx2(y + i, n == 128 ? by : 1.0f, 64));
     return n == 128 ? most : tkvi_across_avx2(y, by, 128);
@@ -188,8 +189,8 @@ TKVI_FLAT_AVX512 __m512 tkvi_flip_avx512(__m512 x, const float *flip) {
     return _mm512_xor_ps(x, _mm512_loadu_ps(flip));
 }
 
-TKVI_FLAT_AVX512 __m512 tkvi_span_avx512(const float *x, const float *flip, float *y, float by, const int n,
-                                         const int last) {
+TKVI_FLAT_AVX512 __m512 tkvi_hadamard_avx512(const float *x, const float *flip, float *y, float by,
+                                             const int n, const int last) {
     __m512 v[8], most = _mm512_setzero_ps();
     int i;
     TKVI_UNROLL
@@ -212,22 +213,23 @@ TKVI_FLAT_AVX512 __m512 tkvi_span_avx512(const float *x, const float *flip, floa
     return most;
 }
 
-/* tkvi_span_avx512 for `end` values, 16 n at a time. */
-#define TKVI_SPAN_AVX512_(name, n, last)                                                                     \
-    static TKVI_TARGET_AVX512 __m512 tkvi_span##name##_avx512(const float *x, const float *flip, float *y,   \
-                                                              float by, int end) {                           \
+/* tkvi_hadamard_avx512 for `end` values, 16 n at a time. */
+#define TKVI_HADAMARD_AVX512_(name, n, last)                                                                 \
+    static TKVI_TARGET_AVX512 __m512 tkvi_hadamard##name##_avx512(const float *x, const float *flip,         \
+                                                                  float *y, float by, int end) {             \
         __m512 most = _mm512_setzero_ps();                                                                   \
         int i;                                                                                               \
         for (i = 0; i < end; i += 16 * n)                                                                    \
-            most = _mm512_max_ps(most, tkvi_span_avx512(x + i, flip ? flip + i : NULL, y + i, by, n, last)); \
+            most = _mm512_max_ps(most,                                                                       \
+                                 tkvi_hadamard_avx512(x + i, flip ? flip + i : NULL, y + i, by, n, last));   \
         return most;                                                                                         \
     }
-TKVI_SPAN_AVX512_(1, 1, 1)
-TKVI_SPAN_AVX512_(2, 2, 1)
-TKVI_SPAN_AVX512_(4, 4, 1)
-TKVI_SPAN_AVX512_(8, 8, 1)
-TKVI_SPAN_AVX512_(8_first, 8, 0)
-#undef TKVI_SPAN_AVX512_
+TKVI_HADAMARD_AVX512_(1, 1, 1)
+TKVI_HADAMARD_AVX512_(2, 2, 1)
+TKVI_HADAMARD_AVX512_(4, 4, 1)
+TKVI_HADAMARD_AVX512_(8, 8, 1)
+TKVI_HADAMARD_AVX512_(8_first, 8, 0)
+#undef TKVI_HADAMARD_AVX512_
 
 static TKVI_NOINLINE TKVI_TARGET_AVX512 __m512 tkvi_window_avx512(const float *x, const float *flip, float *y,
                                                                   int log2n) {
@@ -235,13 +237,13 @@ static TKVI_NOINLINE TKVI_TARGET_AVX512 __m512 tkvi_window_avx512(const float *x
     __m512 most = _mm512_setzero_ps();
     int i;
     switch (log2n) {
-    case 4: return tkvi_span1_avx512(x, flip, y, by, 16);
-    case 5: return tkvi_span2_avx512(x, flip, y, by, 32);
-    case 6: return tkvi_span4_avx512(x, flip, y, by, 64);
-    case 7: return tkvi_span8_avx512(x, flip, y, by, 128);
+    case 4: return tkvi_hadamard1_avx512(x, flip, y, by, 16);
+    case 5: return tkvi_hadamard2_avx512(x, flip, y, by, 32);
+    case 6: return tkvi_hadamard4_avx512(x, flip, y, by, 64);
+    case 7: return tkvi_hadamard8_avx512(x, flip, y, by, 128);
     default: break;
     }
-    tkvi_span8_first_avx512(x, flip, y, 1.0f, 256);
+    tkvi_hadamard8_first_avx512(x, flip, y, 1.0f, 256);
     for (i = 0; i < 128; i += 16) {
         __m512 a = _mm512_loadu_ps(y + i), b = _mm512_loadu_ps(y + 128 + i);
         tkvi_butterfly_avx512(&a, &b);

@@ -89,7 +89,7 @@ static int tkvi_n_limbs(const tkvi_side *s, int precise) {
     int width;
     if (s->which == TKV_V)
         for (width = TKVI_MAX_WIDTH; width >= TKVI_WIDE; width--)
-            if (s->runs.n[width]) return 2;
+            if (s->tiles.n[width]) return 2;
     return precise ? 2 : 1;
 }
 
@@ -148,7 +148,7 @@ static int tkvi_wide_k(const tkvi_side *s) { return s->format->shared ? TKVI_WID
 /* Number of positions in such tiles. They come first. */
 static int tkvi_n_wide_positions(const tkvi_side *s) {
     int width, n = 0;
-    for (width = TKVI_MAX_WIDTH; width >= tkvi_wide_k(s); width--) n += 4 * s->runs.n[width];
+    for (width = TKVI_MAX_WIDTH; width >= tkvi_wide_k(s); width--) n += 4 * s->tiles.n[width];
     return n;
 }
 
@@ -158,7 +158,7 @@ static float tkvi_coarse_k(const tkvi_side *s) {
     float sum = 0.0f;
     int width;
     for (width = 1; width < tkvi_wide_k(s); width++)
-        sum += tkvi_spread[!s->format->shared][width] * (float)(4 * s->runs.n[width]);
+        sum += tkvi_spread[!s->format->shared][width] * (float)(4 * s->tiles.n[width]);
     return sum;
 }
 
@@ -222,12 +222,12 @@ static void tkvi_tiles_k_scalar(const tkvi_side *s, const uint8_t *src, const ui
         for (g = 0; g < s->groups; g++) {
             float folded[TKV_MAX_HEAD_DIM], step, rest = 0.0f, middle = 0.0f;
             int w[TKV_MAX_HEAD_DIM], sum[TKVI_BLOCK], width, position = 0;
-            tkvi_tile_at at = tkvi_tiles(&s->runs);
+            tkvi_tile_at at = tkvi_first_tile(&s->tiles);
             for (c = 0; c < s->pad; c++) folded[c] = q[r * s->pad + c] * scale[g * s->pad + c];
             step = tkvi_round_k(s, folded, n_limbs, w);
             memset(sum, 0, sizeof sum);
             for (width = TKVI_MAX_WIDTH; width > 0; width--)
-                for (i = 0; i < s->runs.n[width]; i++, position += 4) {
+                for (i = 0; i < s->tiles.n[width]; i++, position += 4) {
                     uint8_t tile[TKVI_TILE_CODES];
                     float centre = tkvi_centre(s, width);
                     tkvi_unpack_tile(src, &at, width, tile);
@@ -251,11 +251,11 @@ static void tkvi_tiles_v_scalar(const tkvi_side *s, const uint8_t *src, const ui
                                 int rows, int n, int n_limbs, float *out) {
     float scale[TKVI_MAX_GROUPS * TKVI_BLOCK], zero[TKVI_MAX_GROUPS * TKVI_BLOCK];
     int r, t, i, c, width, slab = 0; /* its first channel */
-    tkvi_tile_at at = tkvi_tiles(&s->runs);
+    tkvi_tile_at at = tkvi_first_tile(&s->tiles);
     (void)next;
     s->format->side[TKV_V].meta(s, src, &tkvi_simd_ops_scalar, scale, zero);
     for (width = TKVI_MAX_WIDTH; width > 0; width--)
-        for (i = 0; i < s->runs.n[width]; i += 4) { /* a slab */
+        for (i = 0; i < s->tiles.n[width]; i += 4) { /* a slab */
             uint8_t tile[4][TKVI_TILE_CODES];
             const float *sc = scale + slab / s->group * TKVI_BLOCK, *z = zero + slab / s->group * TKVI_BLOCK;
             float centre = tkvi_centre(s, width);

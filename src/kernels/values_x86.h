@@ -69,10 +69,10 @@ static tkvi_tile_parts tkvi_tile_parts_of(const tkvi_side *s, const uint8_t *src
 
 static void tkvi_unpack_rows_k(const tkvi_row_ops *v, tkvi_decoded_rows *r, const uint8_t *src) {
     const tkvi_side *s = r->s;
-    tkvi_tile_at at = tkvi_tiles(&s->runs);
+    tkvi_tile_at at = tkvi_first_tile(&s->tiles);
     int width, i, k, position = 0;
     for (width = TKVI_MAX_WIDTH; width > 0; width--)
-        for (i = 0; i < s->runs.n[width]; i++, position += 4) {
+        for (i = 0; i < s->tiles.n[width]; i++, position += 4) {
             const tkvi_tile_parts t = tkvi_tile_parts_of(s, src, &at, width);
             uint8_t *column[4];
             for (k = 0; k < 4; k++) column[k] = r->column + TKVI_BLOCK * tkvi_channel(s, position + k);
@@ -95,12 +95,12 @@ static void tkvi_sort_by_channel(const tkvi_side *s, float *x) {
 
 static void tkvi_unpack_rows_v(const tkvi_row_ops *v, tkvi_decoded_rows *r, const uint8_t *src) {
     const tkvi_side *s = r->s;
-    tkvi_tile_at at = tkvi_tiles(&s->runs);
+    tkvi_tile_at at = tkvi_first_tile(&s->tiles);
     int width, i, slab = 0;
     for (width = TKVI_MAX_WIDTH; width > 0; width--) {
         const int channels = tkvi_slab_channels(s, width);
         const int8_t *upper = channels == 32 ? s->levels + tkvi_level_table(s, width, 1) : NULL;
-        for (i = 0; i < s->runs.n[width]; i++) {
+        for (i = 0; i < s->tiles.n[width]; i++) {
             const int from = i % 4 * 16;
             if (from < r->first + r->n && from + 16 > r->first) {
                 const tkvi_tile_parts t = tkvi_tile_parts_of(s, src, &at, width);

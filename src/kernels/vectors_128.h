@@ -525,7 +525,7 @@ static void tkvi_tiles_k_128(const tkvi_side *s, const uint8_t *src, const uint8
     const int tokens = TKVI_BLOCK / s->groups;
     const int w_group = s->groups == 2 ? (int)(sizeof w[0] / sizeof w[0][0]) : 0;
     tkvi_fold_128 fold[2][TKVI_ROWS];
-    tkvi_tile_at at = tkvi_tiles(&s->runs);
+    tkvi_tile_at at = tkvi_first_tile(&s->tiles);
     int width, i, g, r, c = 0, first = 0, here = 0, weight_rows;
     tkvi_fold_args_128 a;
     (void)next;
@@ -534,7 +534,7 @@ static void tkvi_tiles_k_128(const tkvi_side *s, const uint8_t *src, const uint8
     for (width = TKVI_MAX_WIDTH; width >= 0; width--) { /* 0: channels without codes */
         const int centre2_here = width ? tkvi_centre2_128(s, width) : 0;
         const float centre = width ? tkvi_centre(s, width) : 0.0f;
-        for (i = width ? s->runs.n[width] : (s->pad - c) / 4; i > 0; i--, c += 4) {
+        for (i = width ? s->tiles.n[width] : (s->pad - c) / 4; i > 0; i--, c += 4) {
             tkvi_store_ints_128(centre2 + c, tkvi_splat_ints_128(centre2_here));
             for (g = 0; g < s->groups; g++) {
                 float *z = zero + g * s->pad + c;
@@ -566,7 +566,7 @@ static void tkvi_tiles_k_128(const tkvi_side *s, const uint8_t *src, const uint8
     memset(sum, 0,
            (size_t)(weight_rows * TKVI_BLOCK) * sizeof sum[0]); /* a side without codes has no products */
     for (width = TKVI_MAX_WIDTH; width > 0; width--)
-        for (i = 0; i < s->runs.n[width]; i++) {
+        for (i = 0; i < s->tiles.n[width]; i++) {
             uint8_t *to = code + here * TKVI_TILE_CODES;
             tkvi_unpack_tile_128(src, &at, width, to);
             tkvi_next_tile(&at, width);
@@ -611,7 +611,7 @@ static void tkvi_tiles_v_128(const tkvi_side *s, const uint8_t *src, const uint8
     TKVI_ALIGNED uint8_t code[4 * TKVI_TILE_CODES], level[4 * TKVI_TILE_CODES];
     TKVI_ALIGNED tkvi_weight w[TKVI_BLOCK / 4 * TKVI_QUAD_128];
     tkvi_fold_128 fold[TKVI_ROWS];
-    tkvi_tile_at at = tkvi_tiles(&s->runs);
+    tkvi_tile_at at = tkvi_first_tile(&s->tiles);
     int width, i, k, t, g, two = 1, slab = 0; /* first channel */
     tkvi_fold_args_128 a;
     (void)next;
@@ -624,7 +624,7 @@ static void tkvi_tiles_v_128(const tkvi_side *s, const uint8_t *src, const uint8
     a.wide = 0;
     s->format->side[TKV_V].meta(s, src, &tkvi_simd_ops_128, scale, zero);
     for (width = TKVI_MAX_WIDTH; width > 0; width--)
-        for (i = 0, g = -1; i < s->runs.n[width]; i += 4) {
+        for (i = 0, g = -1; i < s->tiles.n[width]; i += 4) {
             const int channels = tkvi_slab_channels(s, width);
             if (g != slab / s->group) {
                 const float *sc = scale + slab / s->group * TKVI_BLOCK, *ze = zero + (sc - scale);

@@ -174,7 +174,7 @@ typedef struct tkvi_tile_ops {
 static void tkvi_products_set(tkvi_products *d, const tkvi_side *s, const uint8_t *src) {
     d->s = s;
     d->wide = src;
-    d->tops = src + tkvi_tiles(&s->runs).halves;
+    d->tops = src + tkvi_first_tile(&s->tiles).halves;
     d->rest = d->tops;
     d->end = src + s->bytes;
     d->half = 0;
@@ -217,8 +217,8 @@ static void tkvi_tiles_k(const tkvi_tile_ops *v, const tkvi_side *s, const uint8
     int width, g, c = 0, limb, second = 0;
     s->format->side[TKV_K].meta(s, src, v->simd_ops, scale, zero);
     tkvi_products_set(&d, s, src);
-    for (width = TKVI_MAX_WIDTH; width > 0; c += 4 * s->runs.n[width--])
-        if (s->runs.n[width]) memset(centre2 + c, (1 << width) - 1, (size_t)(4 * s->runs.n[width]));
+    for (width = TKVI_MAX_WIDTH; width > 0; c += 4 * s->tiles.n[width--])
+        if (s->tiles.n[width]) memset(centre2 + c, (1 << width) - 1, (size_t)(4 * s->tiles.n[width]));
     if (c < s->pad) memset(centre2 + c, 0, (size_t)(s->pad - c));
     a.x = q;
     a.ref = ref;
@@ -289,8 +289,8 @@ static void tkvi_tiles_v(const tkvi_tile_ops *v, const tkvi_side *s, const uint8
         a.coarse = tkvi_coarse_v(s, width);
         d.width = width;
         d.pairs = s->pairs && width == 3;
-        for (i = 0; i < s->runs.n[width]; i += 4 * d.slabs) { /* slabs of 16 lanes in one group */
-            const int left = (s->runs.n[width] - i) / 4 << d.pairs, in_group = s->group / 16;
+        for (i = 0; i < s->tiles.n[width]; i += 4 * d.slabs) { /* slabs of 16 lanes in one group */
+            const int left = (s->tiles.n[width] - i) / 4 << d.pairs, in_group = s->group / 16;
             g = slab / in_group;
             d.slabs = tkvi_min(left, in_group - slab % in_group) >> d.pairs;
             a.scale = scale + g * TKVI_BLOCK;
