@@ -4330,9 +4330,9 @@ static void tkvi_subspace_decode(const tkvi_side *s, const tkvi_simd_ops *ops, c
  * Step by step. Numbers are floats unless a step names double, and each operation is rounded. n tokens,
  * top = 2^bits - 1:
  *   1. x - mean, cut to +-1e30; low and high are its ends; step = (high - low) / 4096, 0 if not above 1e-36;
- *      u = min(4095, floor((x - low) * (1 / step))), 0 without a step. A token is nearly low + step * (u + 1/2),
- *      and the mean m = low + step * ((2 sum(u) + n) / 2n), sum and last product in double. A channel without
- *      bits stores m as a float, then fp16, and is done
+ *      u = min(4095, floor((x - low) * (1 / step))), 0 without a step. A token is nearly low + step * (u + 1/2).
+ *      The mean is m = low + step * ((2 sum(u) + n) / 2n), with the sum and the last product in double. A channel
+ *      without bits stores m as a float, then fp16, and is done
  *   2. for each cut of the table below: by = floor(131072 top / (4096 - 2 cut)),
  *      code = min(top, floor((floor(max(0, u - cut) * by / 65536) + 1) / 2));
  *      score = cov(code, u) / var(code) * cov(code, u), or 0 if var(code) is 0; the first best score wins.
@@ -4716,7 +4716,7 @@ TKVI_FN int tkvi_floor(float x) {
     return i - ((float)i > x);
 }
 
-/* Code of a pair of channels. fine: 1/16 levels per integer. Adds twice <u, level> to the sum. */
+/* Code of a pair of channels. fine: 1/16 levels per integer. Adds u * level of both channels to the sum (step 5). */
 TKVI_FN int tkvi_r_pair(int u, int v, float fine, int32_t *sum) {
     int a = tkvi_floor(tkvi_f32((float)u * fine)),
         b = tkvi_floor(tkvi_f32((float)v * fine)); /* a, b in 1/16 of a level */
@@ -6597,11 +6597,11 @@ static TKVI_TARGET_AVX2 void tkvi_add_outliers_v(const tkvi_code_rows *r, const 
 
 /* >>AVX2 */
 TKVI_FLAT_AVX2 void tkvi_butterfly_avx2(__m256 *a, __m256 *b) {
-    __m256 sum = _mm256_add_ps(*a, *b), less = _mm256_sub_ps(*a, *b);
+    __m256 sum = _mm256_add_ps(*a, *b), difference = _mm256_sub_ps(*a, *b);
     TKVI_KEEP_ORDER(sum);
-    TKVI_KEEP_ORDER(less);
+    TKVI_KEEP_ORDER(difference);
     *a = sum;
-    *b = less;
+    *b = difference;
 }
 
 /* Butterflies of n vectors at distance h. */
@@ -6730,11 +6730,11 @@ static TKVI_TARGET_AVX2 void tkvi_flips_avx2(float *flip, int n) {
 #endif
 
 TKVI_FLAT_AVX512 void tkvi_butterfly_avx512(__m512 *a, __m512 *b) {
-    __m512 sum = _mm512_add_ps(*a, *b), less = _mm512_sub_ps(*a, *b);
+    __m512 sum = _mm512_add_ps(*a, *b), difference = _mm512_sub_ps(*a, *b);
     TKVI_KEEP_ORDER(sum);
-    TKVI_KEEP_ORDER(less);
+    TKVI_KEEP_ORDER(difference);
     *a = sum;
-    *b = less;
+    *b = difference;
 }
 
 /* Butterflies of n vectors at distance h. */
@@ -10595,8 +10595,8 @@ static void tkvi_f16_to_f32_128(const uint8_t *src, int n, float *dst) {
     tkvi_f16_to_f32_scalar(src + 2 * i, n - i, dst + i);
 }
 
-/* tkvi_log_value, byte by byte. The bytes of the float are 0, m << 5, e << 7 | m >> 3, e >> 1, where e is the biased
- * exponent and m the upper ten bits of the mantissa. */
+/* tkvi_log_value, byte by byte. The bytes of the float are 0, m << 5, e << 7 | m >> 3, e >> 1. Here e is the biased
+ * exponent, and m the upper ten bits of the mantissa. */
 static void tkvi_decode_log_scales_128(const uint8_t *src, int n, int top, float *dst) {
     uint8_t tables[2][16], *bytes = (uint8_t *)dst;
     tkvi_b16 table1, table2;
@@ -10890,8 +10890,8 @@ TKVI_FLAT_128 tkvi_f4 tkvi_centred_128(tkvi_f4 zero, const float *scale, float c
     return tkvi_madd_128(zero, tkvi_load_128(scale), tkvi_splat_128(centre));
 }
 
-/* A folded row. Its answer is half_step * (2 * sum w code - middle) + rest, where middle = sum w centre2 and
- * rest = sum x zero. */
+/* A folded row. Its answer is half_step * (2 * sum w code - middle) + rest.
+ * middle = sum w centre2; rest = sum x zero. */
 typedef struct tkvi_fold_128 {
     int32_t middle;
     float half_step, rest;

@@ -21,9 +21,9 @@
  * Step by step. Numbers are floats unless a step names double, and each operation is rounded. n tokens,
  * top = 2^bits - 1:
  *   1. x - mean, cut to +-1e30; low and high are its ends; step = (high - low) / 4096, 0 if not above 1e-36;
- *      u = min(4095, floor((x - low) * (1 / step))), 0 without a step. A token is nearly low + step * (u + 1/2),
- *      and the mean m = low + step * ((2 sum(u) + n) / 2n), sum and last product in double. A channel without
- *      bits stores m as a float, then fp16, and is done
+ *      u = min(4095, floor((x - low) * (1 / step))), 0 without a step. A token is nearly low + step * (u + 1/2).
+ *      The mean is m = low + step * ((2 sum(u) + n) / 2n), with the sum and the last product in double. A channel
+ *      without bits stores m as a float, then fp16, and is done
  *   2. for each cut of the table below: by = floor(131072 top / (4096 - 2 cut)),
  *      code = min(top, floor((floor(max(0, u - cut) * by / 65536) + 1) / 2));
  *      score = cov(code, u) / var(code) * cov(code, u), or 0 if var(code) is 0; the first best score wins.

@@ -72,7 +72,7 @@ TKVI_FN int tkvi_floor(float x) {
     return i - ((float)i > x);
 }
 
-/* Code of a pair of channels. fine: 1/16 levels per integer. Adds twice <u, level> to the sum. */
+/* Code of a pair of channels. fine: 1/16 levels per integer. Adds u * level of both channels to the sum (step 5). */
 TKVI_FN int tkvi_r_pair(int u, int v, float fine, int32_t *sum) {
     int a = tkvi_floor(tkvi_f32((float)u * fine)),
         b = tkvi_floor(tkvi_f32((float)v * fine)); /* a, b in 1/16 of a level */

@@ -22,11 +22,11 @@
 
 /* >>AVX2 */
 TKVI_FLAT_AVX2 void tkvi_butterfly_avx2(__m256 *a, __m256 *b) {
-    __m256 sum = _mm256_add_ps(*a, *b), less = _mm256_sub_ps(*a, *b);
+    __m256 sum = _mm256_add_ps(*a, *b), difference = _mm256_sub_ps(*a, *b);
     TKVI_KEEP_ORDER(sum);
-    TKVI_KEEP_ORDER(less);
+    TKVI_KEEP_ORDER(difference);
     *a = sum;
-    *b = less;
+    *b = difference;
 }
 
 /* Butterflies of n vectors at distance h. */
@@ -155,11 +155,11 @@ static TKVI_TARGET_AVX2 void tkvi_flips_avx2(float *flip, int n) {
 #endif
 
 TKVI_FLAT_AVX512 void tkvi_butterfly_avx512(__m512 *a, __m512 *b) {
-    __m512 sum = _mm512_add_ps(*a, *b), less = _mm512_sub_ps(*a, *b);
+    __m512 sum = _mm512_add_ps(*a, *b), difference = _mm512_sub_ps(*a, *b);
     TKVI_KEEP_ORDER(sum);
-    TKVI_KEEP_ORDER(less);
+    TKVI_KEEP_ORDER(difference);
     *a = sum;
-    *b = less;
+    *b = difference;
 }
 
 /* Butterflies of n vectors at distance h. */

@@ -29,8 +29,8 @@ static void tkvi_f16_to_f32_128(const uint8_t *src, int n, float *dst) {
     tkvi_f16_to_f32_scalar(src + 2 * i, n - i, dst + i);
 }
 
-/* tkvi_log_value, byte by byte. The bytes of the float are 0, m << 5, e << 7 | m >> 3, e >> 1, where e is the biased
- * exponent and m the upper ten bits of the mantissa. */
+/* tkvi_log_value, byte by byte. The bytes of the float are 0, m << 5, e << 7 | m >> 3, e >> 1. Here e is the biased
+ * exponent, and m the upper ten bits of the mantissa. */
 static void tkvi_decode_log_scales_128(const uint8_t *src, int n, int top, float *dst) {
     uint8_t tables[2][16], *bytes = (uint8_t *)dst;
     tkvi_b16 table1, table2;
@@ -324,8 +324,8 @@ TKVI_FLAT_128 tkvi_f4 tkvi_centred_128(tkvi_f4 zero, const float *scale, float c
     return tkvi_madd_128(zero, tkvi_load_128(scale), tkvi_splat_128(centre));
 }
 
-/* A folded row. Its answer is half_step * (2 * sum w code - middle) + rest, where middle = sum w centre2 and
- * rest = sum x zero. */
+/* A folded row. Its answer is half_step * (2 * sum w code - middle) + rest.
+ * middle = sum w centre2; rest = sum x zero. */
 typedef struct tkvi_fold_128 {
     int32_t middle;
     float half_step, rest;
