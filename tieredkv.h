@@ -1270,8 +1270,8 @@ TKV_API tkv_status tkv_seq_pin(tkv_cache *kv, int seq, int start, int n, int unt
  *
  * Queries are sampled, except for tova, snapkv and pyramidkv. Each KV head samples one of cfg.importance.sample_every
  * positions, and heads and layers take turns. 0 means one in 32, or none if the policy needs no scores. A sampled
- * query counts as importance.sample_every queries, at most 4,096, so sums and counts estimate the whole at any sampling
- * rate.
+ * query counts as importance.sample_every queries, at most 4,096, so sums and counts estimate the whole at any
+ * sampling rate.
  *
  * All calls between two appends form one step. Sums are multiplied by importance.decay for each token appended
  * since, so after a chunk of 64 by its 64th power. Decay 0 means the strategy's, or 1 if the policy decides. Sums
@@ -1317,8 +1317,9 @@ typedef struct tkv_ranked {
 TKV_API tkv_status tkv_find_top_tokens(tkv_cache *kv, int seq, int layer, int k, int protect, tkv_ranked *out,
                                        int *count);
 
-/* >>offload and promotion. With cfg.offload.write, a full budget can offload blocks. When the last level allowed leaves
- * nothing to recode, the oldest blocks go to the store, as many as necessary. Their index entries stay in RAM:
+/* >>offload and promotion. With cfg.offload.write, a full budget can offload blocks. When the last level allowed
+ * leaves nothing to recode, the oldest blocks go to the store, as many as necessary. Their index entries stay in
+ * RAM:
  *   about 40 bytes   per block and layer
  *   432 bytes        more per block and layer with cfg.evict or cfg.importance.sample_every
  *   about 850 bytes  per block of the longest list with cfg.evict
@@ -1614,8 +1615,8 @@ TKV_API tkv_status tkv_fit_calibration(tkv_cache *kv, const tkv_samples *s);
  *
  * tkv_attend returns the same bits with and without a meter. Figures do not depend on threads. Every call counts,
  * even a repeated one. tkv_create allocates the memory: per head, meter.tokens * (head_dim + v_head_dim) values
- * in the hot format (tkv_memory_info.exact_copies). The meter needs atomics (gcc, clang). Without atomics, there is no
- * meter, and samples stay 0. */
+ * in the hot format (tkv_memory_info.exact_copies). The meter needs atomics (gcc, clang). Without atomics, there
+ * is no meter, and samples stay 0. */
 typedef struct tkv_quality_info {
     uint64_t samples;    /* number of comparisons: one query of one query head each */
     double coverage;     /* of the coded keys that samples saw, the share with a copy, 0 to 1; 1 if none */
@@ -2096,7 +2097,7 @@ extern "C" {
 /* ======== core/base.h ======== */
 /*
  * core/base.h - the foundation of all other files: bits of floats, half floats, rounding, checked sizes, memory,
- * short texts without stdio. Calls libc's memcpy, memset, memmove and, unless TKV_NO_MALLOC, malloc and free.
+ * short texts without stdio, spin locks. It calls memcpy and, without TKV_NO_MALLOC, malloc and free.
  *
  * The application compiles this header with its own flags. The code therefore takes four precautions:
  *
@@ -2185,7 +2186,7 @@ TKVI_FN double tkvi_f64(double x) {
 }
 
 /* Not inlined, so that no compiler fuses these products into a sum (FMA). */
-static TKVI_NOINLINE void tkvi_multiplied(float *dst, const float *x, const float *y, int n) {
+static TKVI_NOINLINE void tkvi_multiply(float *dst, const float *x, const float *y, int n) {
     int i;
     for (i = 0; i < n; i++) dst[i] = tkvi_f32(x[i] * y[i]);
 }
@@ -2281,7 +2282,7 @@ TKVI_FN float tkvi_element(const void *data, tkv_type type, ptrdiff_t at) {
     return type == TKV_TYPE_F16 ? tkvi_f16_to_f32(h) : tkvi_bf16_to_f32(h);
 }
 
-static void tkvi_save_element(void *data, tkv_type type, ptrdiff_t at, float x) {
+static void tkvi_store_element(void *data, tkv_type type, ptrdiff_t at, float x) {
     uint16_t h;
     if (type == TKV_TYPE_F32) {
         memcpy((char *)data + at * 4, &x, 4);
@@ -2319,11 +2320,11 @@ typedef struct tkvi_heap {
 #ifndef TKV_NO_MALLOC
 /* malloc aligns to 8 or 16 only. The pointer that malloc returned is stored just before the aligned block. */
 static void *tkvi_malloc(void *user, size_t size, size_t align) {
-    size_t room;
+    size_t padded;
     char *raw, *p;
     (void)user;
-    if (!tkvi_add(size, align + sizeof(void *), &room)) return NULL;
-    raw = (char *)malloc(room);
+    if (!tkvi_add(size, align + sizeof(void *), &padded)) return NULL;
+    raw = (char *)malloc(padded);
     if (!raw) return NULL;
     p = raw + sizeof(void *);
     p += (align - (size_t)((uintptr_t)p & (align - 1u))) & (align - 1u);
@@ -2536,8 +2537,8 @@ static uint64_t tkvi_xxh64(uint64_t seed, const uint8_t *p, size_t n) {
 #define TKVI_CORE_LOG_SCALE_H
 
 
-#define TKVI_LOG_TOP 96      /* tops are -96 .. 96 */
-#define TKVI_LOG_TOP_ALIKE 8 /* without statistics: scales from 2^-8 to 2^8 */
+#define TKVI_LOG_TOP 96        /* tops are -96 .. 96 */
+#define TKVI_LOG_TOP_DEFAULT 8 /* without statistics: scales from 2^-8 to 2^8 */
 
 TKVI_CONSTANT uint16_t tkvi_log_mantissa[16] = {1024, 1069, 1117, 1166, 1218, 1272, 1328, 1387,
                                                 1448, 1512, 1579, 1649, 1722, 1798, 1878, 1961};
@@ -2566,9 +2567,9 @@ TKVI_FN int tkvi_log_code(float s, int top) {
 }
 
 /* A top for the largest known scale `most`, with about two octaves of headroom. Without a scale above 0 the top
- * is TKVI_LOG_TOP_ALIKE. */
+ * is TKVI_LOG_TOP_DEFAULT. */
 static int tkvi_log_top(float most) {
-    int top = most > 0.0f ? (int)(tkvi_bits(most) >> 23) - 127 + 3 : TKVI_LOG_TOP_ALIKE;
+    int top = most > 0.0f ? (int)(tkvi_bits(most) >> 23) - 127 + 3 : TKVI_LOG_TOP_DEFAULT;
     return top < -TKVI_LOG_TOP ? -TKVI_LOG_TOP : top > TKVI_LOG_TOP ? TKVI_LOG_TOP : top;
 }
 
@@ -2608,7 +2609,7 @@ static TKVI_NOINLINE void tkvi_butterflies(float *x, int n) {
 }
 
 /* Not inlined: otherwise a compiler may fuse these products into the sums of another function. */
-static TKVI_NOINLINE void tkvi_times(float *x, int n, float by) {
+static TKVI_NOINLINE void tkvi_scale(float *x, int n, float by) {
     int i;
     for (i = 0; i < n; i++) x[i] = tkvi_f32(x[i] * by);
 }
@@ -2624,7 +2625,7 @@ TKVI_CONSTANT float tkvi_hadamard_norm[9] = {
 
 static void tkvi_window(float *x, int n, int log2n) {
     tkvi_butterflies(x, n);
-    tkvi_times(x, n, tkvi_hadamard_norm[log2n]);
+    tkvi_scale(x, n, tkvi_hadamard_norm[log2n]);
 }
 
 static int tkvi_log2_floor(int n) {
@@ -2660,10 +2661,10 @@ static void tkvi_rotate_back(float *x, int dim) {
  * Everything up to the cosine is integer arithmetic. So every machine gets the same bits under any flags, and the
  * angle at position one million is as precise as the first:
  *
- *     frequencies  in turns of 2^64 (a sum of them wraps where a turn is full), without pow or libm: the integer
- *                  root of 1 / base is found bit by bit
- *     angles       the upper 32 bits of such a sum
- *     sine, cosine Taylor's series in 31 bits about the nearest quarter (error 2e-9)
+ *     frequencies  integers; 2^64 is a full turn, so sums wrap where a turn is full. They need neither pow nor libm:
+ *                  the integer root of 1 / base is found bit by bit.
+ *     angles       multiples of a frequency; the upper 32 bits are used
+ *     sine, cosine Taylor series in 31 bits about the nearest quarter turn (error 2e-9)
  *
  * Products and their sums are computed in different functions, so that no compiler fuses them.
  */
@@ -2671,7 +2672,7 @@ static void tkvi_rotate_back(float *x, int dim) {
 #define TKVI_CORE_ROPE_H
 
 
-/* >>frequencies, in turns of 2^64 a position */
+/* >>frequencies: angle per position, where 2^64 is a full turn */
 /* The upper 64 bits of a product. */
 static uint64_t tkvi_mul_high(uint64_t a, uint64_t b) {
     uint64_t al = a & 0xffffffffu, ah = a >> 32, bl = b & 0xffffffffu, bh = b >> 32;
@@ -2692,7 +2693,7 @@ static uint64_t tkvi_power63(uint64_t a, int n) {
 }
 
 /* Converts radians, 0 to 4, to turns: multiplies by 2^64 / 2 pi. */
-static uint64_t tkvi_turns(float radians) {
+static uint64_t tkvi_radians_to_turns(float radians) {
     uint32_t bits = tkvi_bits(radians), exponent = bits >> 23 & 255u, shift = 150u - exponent;
     uint64_t m = (bits & 0x7fffffu) | 0x800000u; /* radians = m / 2^shift */
     uint64_t high = 0x28be60dbu * m, low = 0x9391054au * m;
@@ -2737,7 +2738,7 @@ static const char *tkvi_rope_fault(const tkv_rope *r, int head_dim, const char *
     return NULL;
 }
 
-static const char *tkvi_rope_wrong(const tkv_rope *r, int head_dim) {
+static const char *tkvi_rope_has_fault(const tkv_rope *r, int head_dim) {
     const char *field;
     float value;
     return tkvi_rope_fault(r, head_dim, &field, &value);
@@ -2747,8 +2748,8 @@ static const char *tkvi_rope_wrong(const tkv_rope *r, int head_dim) {
 #define TKVI_ROPE_NEAR 16
 
 typedef struct tkvi_rope {
-    int pairs, apart, step;              /* pair j is channels j * step and j * step + apart */
-    uint64_t turn[TKV_MAX_HEAD_DIM / 2]; /* [pairs] */
+    int pairs, apart, step;                   /* pair j is channels j * step and j * step + apart */
+    uint64_t frequency[TKV_MAX_HEAD_DIM / 2]; /* [pairs] */
     /* By position 0 .. 16, for kernels: tkvi_cos_sin would take longer than the rest of their work. */
     float cosine[TKVI_ROPE_NEAR + 1][TKV_MAX_HEAD_DIM / 2], sine[TKVI_ROPE_NEAR + 1][TKV_MAX_HEAD_DIM / 2];
 } tkvi_rope;
@@ -2758,7 +2759,7 @@ static void tkvi_cos_sin(uint64_t angle, float *cosine, float *sine);
 /* Makes the tables of a descriptor that passed tkvi_rope_fault. */
 static void tkvi_rope_make(tkvi_rope *rope, const tkv_rope *r) {
     float scale = r->scale > 0.0f ? r->scale : 1.0f, base = r->base > 0.0f ? r->base : 10000.0f;
-    uint64_t first = tkvi_turns(scale), ratio, power;
+    uint64_t first = tkvi_radians_to_turns(scale), ratio, power;
     int j, i;
     memset(rope, 0, sizeof *rope);
     rope->pairs = r->dim / 2;
@@ -2767,11 +2768,11 @@ static void tkvi_rope_make(tkvi_rope *rope, const tkv_rope *r) {
     if (rope->pairs == 0) return;
     ratio = power = tkvi_rope_ratio(base, rope->pairs);
     for (j = 0; j < rope->pairs; j++) {
-        rope->turn[j] = j ? tkvi_mul63(first, power) : first;
+        rope->frequency[j] = j ? tkvi_mul63(first, power) : first;
         if (j) power = tkvi_mul63(power, ratio);
-        if (r->frequencies) rope->turn[j] = tkvi_turns(tkvi_f32(r->frequencies[j] * scale));
+        if (r->frequencies) rope->frequency[j] = tkvi_radians_to_turns(tkvi_f32(r->frequencies[j] * scale));
         for (i = 0; i <= TKVI_ROPE_NEAR; i++)
-            tkvi_cos_sin((uint64_t)i * rope->turn[j], &rope->cosine[i][j], &rope->sine[i][j]);
+            tkvi_cos_sin((uint64_t)i * rope->frequency[j], &rope->cosine[i][j], &rope->sine[i][j]);
     }
 }
 
@@ -2794,7 +2795,7 @@ static void tkvi_cos_sin(uint64_t angle, float *cosine, float *sine) {
     t = one - (z * t >> 31) / 6u;
     s = (int32_t)((x * t >> 31) >> 1);
     if (negative) s = -s;
-    if (quarter & 1u) { /* a quarter further: cos is -sin, sin is cos */
+    if (quarter & 1u) { /* in the next quarter, cos is -sin and sin is cos */
         int32_t was = c;
         c = -s;
         s = was;
@@ -2814,16 +2815,16 @@ static void tkvi_rope_rotate(const tkvi_rope *rope, int64_t position, int back, 
     int j, n = rope->pairs;
     if (n < 1) return;
     for (j = 0; j < n; j++) {
-        tkvi_cos_sin((uint64_t)position * rope->turn[j], &c[j], &s[j]);
+        tkvi_cos_sin((uint64_t)position * rope->frequency[j], &c[j], &s[j]);
         if (back) s[j] = -s[j];
         a[j] = x[j * rope->step];
         b[j] = x[j * rope->step + rope->apart];
     }
-    tkvi_multiplied(ac, a, c, n);
-    tkvi_multiplied(bs, b, s, n);
+    tkvi_multiply(ac, a, c, n);
+    tkvi_multiply(bs, b, s, n);
     for (j = 0; j < n; j++) x[j * rope->step] = tkvi_f32(ac[j] - bs[j]);
-    tkvi_multiplied(bs, b, c, n);
-    tkvi_multiplied(ac, a, s, n);
+    tkvi_multiply(bs, b, c, n);
+    tkvi_multiply(ac, a, s, n);
     for (j = 0; j < n; j++) x[j * rope->step + rope->apart] = tkvi_f32(bs[j] + ac[j]);
 }
 
@@ -2852,8 +2853,8 @@ static void tkvi_rope_rotate(const tkvi_rope *rope, int64_t position, int back, 
  *   1 bit    half a 64-byte vector that two tiles share: tile A has bits 0..3 of byte j (plane = bit), tile B 4..7
  *   3, 5     the 2- or 4-bit part, and the top bit as a 1-bit half
  *
- * A record's codes are runs of tiles, widest first. All 1-bit halves stand together at the end, in the order of
- * their tiles. So every load is a whole aligned 64-byte vector:
+ * The tiles of a side are grouped by width, widest first. All 1-bit halves stand together at the end, in the order
+ * of their tiles. So every load is a whole aligned 64-byte vector:
  *
  *   [8-bit tiles][6][5 without top bits][4][3 without top bits][2] [1-bit halves of the 5-, 3- and 1-bit tiles]
  */
@@ -2869,23 +2870,23 @@ TKVI_CONSTANT uint16_t tkvi_wide_bytes[TKVI_MAX_WIDTH + 1] = {0, 0, 64, 64, 128,
 TKVI_CONSTANT uint8_t tkvi_has_half[TKVI_MAX_WIDTH + 1] = {0, 1, 0, 1, 0, 1, 0, 0, 0};
 
 /* Number of tiles of each width in the codes of a side. */
-typedef struct tkvi_runs {
+typedef struct tkvi_tile_counts {
     uint16_t n[TKVI_MAX_WIDTH + 1];
-} tkvi_runs;
+} tkvi_tile_counts;
 
-/* Cursor of a reader or writer of tiles. tkvi_tiles starts it, tkvi_next_tile moves it on. */
+/* Cursor of a reader or writer of tiles. tkvi_first_tile starts it, tkvi_next_tile moves it on. */
 typedef struct tkvi_tile_at {
     size_t wide, halves; /* byte offsets of this tile's wide part and of the first 1-bit vector */
     int half;            /* number of the next 1-bit half */
 } tkvi_tile_at;
 
-TKVI_FN tkvi_tile_at tkvi_tiles(const tkvi_runs *runs) {
+TKVI_FN tkvi_tile_at tkvi_first_tile(const tkvi_tile_counts *tiles) {
     tkvi_tile_at at;
     int w;
     at.wide = 0;
     at.halves = 0;
     at.half = 0;
-    for (w = 1; w <= TKVI_MAX_WIDTH; w++) at.halves += (size_t)runs->n[w] * tkvi_wide_bytes[w];
+    for (w = 1; w <= TKVI_MAX_WIDTH; w++) at.halves += (size_t)tiles->n[w] * tkvi_wide_bytes[w];
     return at;
 }
 
@@ -2894,9 +2895,9 @@ TKVI_FN void tkvi_next_tile(tkvi_tile_at *at, int width) {
     at->half += tkvi_has_half[width];
 }
 
-static size_t tkvi_runs_bytes(const tkvi_runs *runs) {
-    size_t halves = (size_t)runs->n[1] + runs->n[3] + runs->n[5];
-    return tkvi_tiles(runs).halves + (halves + 1) / 2 * 64;
+static size_t tkvi_tiles_bytes(const tkvi_tile_counts *tiles) {
+    size_t halves = (size_t)tiles->n[1] + tiles->n[3] + tiles->n[5];
+    return tkvi_first_tile(tiles).halves + (halves + 1) / 2 * 64;
 }
 
 /* The functions below handle eight codes at a time, as bytes of a word. No byte carries into the next. */
@@ -2939,7 +2940,7 @@ TKVI_FN void tkvi_unpack_planes(const uint8_t *src, uint8_t *code, int bits, int
         }
 }
 
-/* Packs bit `bit` of a tile's codes: the lower half of each byte at v (up 0), or the upper half (up 4). */
+/* Packs bit `bit` of a tile's codes into the lower half of each byte at v (up 0), or into the upper half (up 4). */
 TKVI_FN void tkvi_pack_half(uint8_t *v, const uint8_t *code, int bit, int up, int from, int end) {
     int p, j;
     for (j = from; j < end; j += 8) {
@@ -3062,8 +3063,9 @@ static int tkvi_e5m2_code(float x) { return tkvi_mini_code(&tkvi_e5m2, x); }
  * core/fit.h - better scale and zero for a min/max group than minimum and maximum give (tkv_fit). Only the encoder
  * changes: bytes and decoding are those of KIVI.
  *
- *   TKV_FIT_CLIP      the range of least squared error out of 12, 1 to 0.45 of it about its middle. At 2 bits
- *                     the error of Gaussian groups falls by a third; at 4 bits it hardly changes.
+ *   TKV_FIT_CLIP      tries 12 ranges about the middle, from the full range down to 0.45 of it, and takes the one
+ *                     with the least squared error. At 2 bits the error of Gaussian groups falls by a third. At
+ *                     4 bits it hardly changes.
  *   TKV_FIT_NORM      codes stay; scale and zero change until mean and variance are those of the values.
  *                     Otherwise coarse groups decode with too much variance, and the softmax gives them too much
  *                     weight beside exact ones.
@@ -3071,8 +3073,8 @@ static int tkvi_e5m2_code(float x) { return tkvi_mini_code(&tkvi_e5m2, x); }
  *
  * Keep the sinks exact. All queries read these tokens most, and a clipped range damages them.
  *
- * Values are cut to 12 bits between minimum and maximum. All sums after that are integers, so every machine gets
- * the same result in any order.
+ * Values become integers of 12 bits between minimum and maximum. All sums after that are integers, so every machine
+ * gets the same result in any order.
  */
 #ifndef TKVI_CORE_FIT_H
 #define TKVI_CORE_FIT_H
@@ -3379,7 +3381,7 @@ static void tkvi_book_make(int64_t *count, int bits, int uniform, tkvi_book *boo
  * A bit saves weight * (D(b) - D(b + 1)), where D(b) is the error of a unit Gaussian at b bits. The code keeps the
  * logarithm of that saving, in integers of 1/32 octave, so every machine computes the same table.
  * Savings fall along the bits of a channel and along the sorted channels. So the greedy method takes exactly the
- * steps that save more than some level. A binary search finds that level, for any number of heads.
+ * steps that save at least some threshold. A binary search finds that threshold, for any number of heads.
  *
  *   K: weight of a tile = reach of its head * E[q_c^2] var(k_c), geometric mean of its channels;   0 .. 6 bits
  *   V: weight of a head = its reach (how strongly it reads far tokens);                             1 .. 4 bits
@@ -3400,7 +3402,8 @@ typedef struct tkvi_head {
     const float *mean;         /* K: [pad] static mean at each position */
 } tkvi_head;
 
-/* Steps of an item from few bits to many. gain: log2 of the error saved per unit of cost, in 1/32 octave. */
+/* Steps of an item from few bits to many. gain: log2 of the error saved per unit of cost, in 1/32 octave. If all
+ * steps cost the same, gain may be per step: that only shifts the threshold. */
 typedef struct tkvi_ladder {
     int steps;
     int16_t gain[6];
@@ -3423,13 +3426,15 @@ static int tkvi_score(const tkvi_head *h, int unit, int i) {
     return sum == 0 ? TKVI_SCORE_NONE : 4 * h->k_weight + sum / unit;
 }
 
-/* Cost of all steps of a head whose saving reaches `level`. taken: NULL, or out: items that take step k. */
-static int tkvi_climb(const tkvi_head *h, const tkvi_ladder *l, int unit, int items, int level, int *taken) {
+/* Cost of all steps of a head whose saving reaches the threshold. taken: NULL, or out: number of items that take
+ * step k. */
+static int tkvi_cost_at(const tkvi_head *h, const tkvi_ladder *l, int unit, int items, int threshold,
+                        int *taken) {
     int i, k, cost = 0;
     if (taken) memset(taken, 0, 6 * sizeof *taken);
     for (i = 0; i < items; i++) {
         int score = tkvi_score(h, unit, i);
-        for (k = 0; k < l->steps && score + l->gain[k] >= level; k++) {
+        for (k = 0; k < l->steps && score + l->gain[k] >= threshold; k++) {
             cost += l->cost[k] * tkvi_max(unit, 1);
             if (taken) taken[k]++;
         }
@@ -3437,42 +3442,44 @@ static int tkvi_climb(const tkvi_head *h, const tkvi_ladder *l, int unit, int it
     return cost;
 }
 
-#define TKVI_LEVEL_LOW (-24000) /* beyond any score: a loaded table gives at most 4 * 4800 + 4 * 255 */
-#define TKVI_LEVEL_HIGH 24000
+#define TKVI_THRESHOLD_LOW (-24000) /* beyond any score: a loaded table gives at most 4 * 4800 + 4 * 255 */
+#define TKVI_THRESHOLD_HIGH 24000
 
-/* The lowest level at which the heads, each limited to `cap`, stay within the budget. */
-static int tkvi_find_level(const tkvi_head *heads, int n_heads, const tkvi_ladder *l, int unit, int items,
-                           int cap, int64_t budget) {
-    int low = TKVI_LEVEL_LOW, high = TKVI_LEVEL_HIGH, h; /* `high` fits the budget, `low - 1` may not */
+/* The lowest threshold at which the heads, each limited to `cap`, stay within the budget. */
+static int tkvi_find_threshold(const tkvi_head *heads, int n_heads, const tkvi_ladder *l, int unit, int items,
+                               int cap, int64_t budget) {
+    int low = TKVI_THRESHOLD_LOW, high = TKVI_THRESHOLD_HIGH, h; /* high fits the budget; low - 1 may not */
     while (low < high) {
-        int level = low + (high - low) / 2;
+        int threshold = low + (high - low) / 2;
         int64_t sum = 0;
         for (h = 0; h < n_heads; h++)
-            sum += tkvi_min(cap, tkvi_climb(&heads[h], l, unit, items, level, NULL));
-        if (sum <= budget) high = level;
-        else low = level + 1;
+            sum += tkvi_min(cap, tkvi_cost_at(&heads[h], l, unit, items, threshold, NULL));
+        if (sum <= budget) high = threshold;
+        else low = threshold + 1;
     }
     return high;
 }
 
-/* Splits a budget among the heads; cost[h] is the share of head h. The level leaves a rest, too small for all
- * steps just below it. Pass 0 gives each head the same fraction of the steps it still lacks. Pass 1 gives one
- * step each, and pass 2 all that a head lacks, in the order of heads. V has one item a head: whole steps, so
- * only pass 2. */
-static void tkvi_split(const tkvi_head *heads, int n_heads, const tkvi_ladder *l, int unit, int items,
-                       int cap, int64_t budget, int *cost) {
-    int level = tkvi_find_level(heads, n_heads, l, unit, items, cap, budget), h, pass,
+/* Splits a budget among the heads. cost: out, the share of each head. The threshold leaves a rest, which is too small
+ * for all steps just below it. Three passes in the order of heads hand it out:
+ *   0  each head gets the same fraction of the steps that it did not get
+ *   1  each head gets one step
+ *   2  each head gets all its remaining steps
+ * A head of V is one item, which takes whole steps. So V has only pass 2. */
+static void tkvi_split_budget(const tkvi_head *heads, int n_heads, const tkvi_ladder *l, int unit, int items,
+                              int cap, int64_t budget, int *cost) {
+    int threshold = tkvi_find_threshold(heads, n_heads, l, unit, items, cap, budget), h, pass,
         step = tkvi_max(unit, 1);
     int64_t wanted = 0, left;
     for (h = 0; h < n_heads; h++) {
-        cost[h] = tkvi_min(cap, tkvi_climb(&heads[h], l, unit, items, level, NULL));
+        cost[h] = tkvi_min(cap, tkvi_cost_at(&heads[h], l, unit, items, threshold, NULL));
         budget -= cost[h];
-        wanted += tkvi_min(cap, tkvi_climb(&heads[h], l, unit, items, level - 1, NULL)) - cost[h];
+        wanted += tkvi_min(cap, tkvi_cost_at(&heads[h], l, unit, items, threshold - 1, NULL)) - cost[h];
     }
     left = budget;
-    for (pass = unit ? 0 : 2; pass < 3 && level > TKVI_LEVEL_LOW; pass++)
+    for (pass = unit ? 0 : 2; pass < 3 && threshold > TKVI_THRESHOLD_LOW; pass++)
         for (h = 0; h < n_heads && budget > 0; h++) {
-            int more = tkvi_min(cap, tkvi_climb(&heads[h], l, unit, items, level - 1, NULL)) - cost[h];
+            int more = tkvi_min(cap, tkvi_cost_at(&heads[h], l, unit, items, threshold - 1, NULL)) - cost[h];
             if (pass == 0) more = (int)(more * left / wanted);
             if (pass == 1) more = tkvi_min(more, step);
             more = (int)(more < budget ? more : budget) / step * step;
@@ -3490,26 +3497,26 @@ static int tkvi_head_budget(int quarters, int dim, int pad) {
 }
 
 /* Turns a head's number of tile bits into the widths of its tiles. */
-static void tkvi_runs_of(const tkvi_head *h, int pad, int unit, int budget, tkvi_runs *runs) {
-    int items = pad / 4 / unit, taken[6], more[6], k, rest, level;
-    level = tkvi_find_level(h, 1, &tkvi_ladder_k, unit, items, 1 << 20, budget);
-    rest = budget - tkvi_climb(h, &tkvi_ladder_k, unit, items, level, taken);
-    (void)tkvi_climb(h, &tkvi_ladder_k, unit, items, level - 1, more);
-    for (k = 0; k < 6; k++) /* the rest buys steps just below the level, narrow widths first */
+static void tkvi_choose_widths(const tkvi_head *h, int pad, int unit, int budget, tkvi_tile_counts *tiles) {
+    int items = pad / 4 / unit, taken[6], more[6], k, rest, threshold;
+    threshold = tkvi_find_threshold(h, 1, &tkvi_ladder_k, unit, items, 1 << 20, budget);
+    rest = budget - tkvi_cost_at(h, &tkvi_ladder_k, unit, items, threshold, taken);
+    (void)tkvi_cost_at(h, &tkvi_ladder_k, unit, items, threshold - 1, more);
+    for (k = 0; k < 6; k++) /* the rest buys steps just below the threshold, narrow widths first */
         for (; taken[k] < more[k] && rest >= unit; rest -= unit) taken[k]++;
-    memset(runs, 0, sizeof *runs);
-    for (k = 0; k < 6; k++) runs->n[k + 1] = (uint16_t)((taken[k] - (k < 5 ? taken[k + 1] : 0)) * unit);
+    memset(tiles, 0, sizeof *tiles);
+    for (k = 0; k < 6; k++) tiles->n[k + 1] = (uint16_t)((taken[k] - (k < 5 ? taken[k + 1] : 0)) * unit);
 }
 
 /* Equal shares and equal channels: the first channels get the bits that are left over. */
-static void tkvi_share_alike(int quarters, int dim, int pad, tkvi_runs *runs) {
+static void tkvi_share_equally(int quarters, int dim, int pad, tkvi_tile_counts *tiles) {
     uint8_t importance[TKV_MAX_HEAD_DIM];
     tkvi_head h;
     memset(&h, 0, sizeof h);
     memset(importance, 0, sizeof importance);
     memset(importance, 1, (size_t)dim);
     h.importance = importance;
-    tkvi_runs_of(&h, pad, 1, tkvi_head_budget(quarters, dim, pad), runs);
+    tkvi_choose_widths(&h, pad, 1, tkvi_head_budget(quarters, dim, pad), tiles);
 }
 
 /* Splits a layer's budget among its heads, at most 4 bits a channel. budget[h]: out, tile bits of head h. Two tile
@@ -3517,15 +3524,15 @@ static void tkvi_share_alike(int quarters, int dim, int pad, tkvi_runs *runs) {
 static void tkvi_share_k(const tkvi_head *heads, int n_heads, int quarters, int dim, int pad, int unit,
                          int *budget) {
     int h, odd = 0;
-    tkvi_split(heads, n_heads, &tkvi_ladder_k, unit, pad / 4 / unit, pad,
-               (int64_t)n_heads * tkvi_head_budget(quarters, dim, pad), budget);
+    tkvi_split_budget(heads, n_heads, &tkvi_ladder_k, unit, pad / 4 / unit, pad,
+                      (int64_t)n_heads * tkvi_head_budget(quarters, dim, pad), budget);
     for (h = 0; h < n_heads; h++)
         if (budget[h] % 2) {
             budget[h] += odd ? -1 : 1;
             odd = !odd;
         }
-    for (h = n_heads - 1; h >= 0 && odd;
-         h--) /* an odd number of budgets was odd: the last one took a bit too many */
+    /* After an odd number of odd budgets the sum is one bit too high. The last head that can gives two bits back. */
+    for (h = n_heads - 1; h >= 0 && odd; h--)
         if (budget[h] >= 2) {
             budget[h] -= 2;
             odd = 0;
@@ -3536,7 +3543,7 @@ static void tkvi_share_k(const tkvi_head *heads, int n_heads, int quarters, int 
 static void tkvi_share_v(const tkvi_head *heads, int n_heads, int quarters, int *half_bits) {
     const tkvi_ladder *l = quarters < 8 ? &tkvi_ladder_v_low : &tkvi_ladder_v;
     int h;
-    tkvi_split(heads, n_heads, l, 0, 1, 6, (int64_t)n_heads * (quarters - 4) / 2, half_bits);
+    tkvi_split_budget(heads, n_heads, l, 0, 1, 6, (int64_t)n_heads * (quarters - 4) / 2, half_bits);
     for (h = 0; h < n_heads; h++) half_bits[h] += 2;
 }
 
@@ -3559,12 +3566,12 @@ static int64_t tkvi_budget_v(int64_t heads, int quarters, int pad) {
  *
  * Sizes, demotion, reading, attention and the tests find the format through the table. New formats are of two
  * kinds:
- *   tiles (core/tile.h)   The integer kernels of every instruction set run on it unchanged. Widths, channel order
- *                         and level table are free. Only `meta` is its own.
- *   TKVI_AS_DECODED       It needs layout, encode and decode. Attention decodes 16 tokens at a time. On x86,
- *                         vectors can read rows of codes with a table of levels, if kernels/decode_x86.h knows
- *                         their places.
- *                         If each token has a grid and a scale, formats/token.h has all three functions.
+ *   TKVI_AS_TILES     Tiles of core/tile.h. The integer kernels of every instruction set run on them unchanged.
+ *                     Widths, channel order and table of levels are free. The format writes layout, encode and
+ *                     meta; decode is tkvi_decode_tiles.
+ *   TKVI_AS_DECODED   Any bytes. The format writes layout, encode and decode, and attention decodes 16 tokens at a
+ *                     time. If each token has a grid and a scale, formats/token.h has all three functions. On x86,
+ *                     kernels/decode_x86.h is faster than decode, for the formats that it supports.
  *
  * A side in memory is codes (a multiple of 64 bytes), then metadata, padded to 64 bytes. A record is the K side,
  * then the V side, of one head.
@@ -3584,30 +3591,32 @@ struct tkvi_simd_ops;
 
 /* Decodes tokens first .. first+n-1 of a side. Every machine gets the same bits: a product that enters a sum is
  * exact, or another function computes it (no FMA). */
-typedef void (*tkvi_decoder)(const struct tkvi_side *s, const struct tkvi_simd_ops *help, const uint8_t *src,
+typedef void (*tkvi_decoder)(const struct tkvi_side *s, const struct tkvi_simd_ops *ops, const uint8_t *src,
                              int first, int n, float *x, size_t stride);
 
 /* >>simd_ops: steps of formats that an instruction set can replace. The scalar functions define them. */
 typedef struct tkvi_simd_ops {
-    void (*halves)(const uint8_t *src, int n, float *dst);        /* fp16 to float */
-    void (*to_halves)(const float *x, int n, uint8_t *dst);       /* finite floats to fp16 */
-    void (*logs)(const uint8_t *src, int n, int top, float *dst); /* core/log_scale.h */
-    /* Zero points: dst = scale * unit * (offset - middle) + mean; the product is exact. offset: signed bytes */
-    void (*zeros)(const uint8_t *offset, const float *scale, const float *mean, float unit, int middle, int n,
-                  float *dst);
-    void (*log_codes)(const float *x, int n, int top, uint8_t *dst); /* core/log_scale.h */
-    /* Encoding: packs a tile's codes into cleared bytes (core/tile.h); interleaves columns of K to a tile. */
+    void (*f16_to_f32)(const uint8_t *src, int n, float *dst);
+    void (*f32_to_f16)(const float *x, int n, uint8_t *dst);                   /* finite floats */
+    void (*decode_log_scales)(const uint8_t *src, int n, int top, float *dst); /* core/log_scale.h */
+    /* dst = scale * unit * (offset - middle) + mean. The product is exact. offset: signed bytes */
+    void (*decode_zero_points)(const uint8_t *offset, const float *scale, const float *mean, float unit,
+                               int middle, int n, float *dst);
+    void (*encode_log_scales)(const float *x, int n, int top, uint8_t *dst);
+    /* Packs the codes of a tile into cleared bytes (core/tile.h). */
     void (*pack_tile)(uint8_t *codes, const tkvi_tile_at *at, int width, const uint8_t *code);
+    /* Interleaves four columns of K into the codes of a tile. */
     void (*interleave)(uint8_t (*column)[TKVI_BLOCK], const uint8_t *channel, uint8_t *tile);
-    /* Codes, then metadata of 16 columns of K (formats/a.h). Codes and scales of tokens of V (formats/r.h). */
-    void (*columns)(struct tkvi_columns *c);
-    void (*settle)(struct tkvi_columns *c, int top);
-    void (*tokens)(const struct tkvi_side *s, const float *x, size_t stride, int n,
-                   uint8_t (*code)[TKVI_TILE_CODES], float *scale);
-    /* Codes and metadata of the groups of KIVI (formats/kivi.h). */
-    void (*groups)(const struct tkvi_side *s, const float *x, size_t stride, int n,
-                   uint8_t (*code)[TKVI_TILE_CODES], uint8_t *meta);
-    tkvi_decoder tiles; /* decodes a side of tiles (formats/tiles.h) */
+    /* Formats A: codes of 16 columns of K, then their metadata (formats/a.h). */
+    void (*encode_k_columns)(struct tkvi_columns *c);
+    void (*finalize_scales)(struct tkvi_columns *c, int top);
+    /* Formats R: codes and scales of n tokens of V (formats/r.h). */
+    void (*encode_v_tokens)(const struct tkvi_side *s, const float *x, size_t stride, int n,
+                            uint8_t (*code)[TKVI_TILE_CODES], float *scale);
+    /* KIVI: codes and metadata of all groups of a side (formats/kivi.h). */
+    void (*encode_groups)(const struct tkvi_side *s, const float *x, size_t stride, int n,
+                          uint8_t (*code)[TKVI_TILE_CODES], uint8_t *meta);
+    tkvi_decoder decode_tiles; /* formats/tiles.h */
 } tkvi_simd_ops;
 
 #define TKVI_LANES 16 /* columns or tokens that are coded together */
@@ -3635,22 +3644,22 @@ static int16_t *tkvi_column_u(tkvi_columns *c, int l, int t) {
     return &c->u[t / 4 * 2 + t % 2][l][t % 4 / 2];
 }
 
-static void tkvi_halves_scalar(const uint8_t *src, int n, float *dst) {
+static void tkvi_f16_to_f32_scalar(const uint8_t *src, int n, float *dst) {
     int i;
     for (i = 0; i < n; i++) dst[i] = tkvi_f16_to_f32(tkvi_load16(src + 2 * i));
 }
 
-static void tkvi_to_halves_scalar(const float *x, int n, uint8_t *dst) {
+static void tkvi_f32_to_f16_scalar(const float *x, int n, uint8_t *dst) {
     int i;
     for (i = 0; i < n; i++) tkvi_store16(dst + 2 * i, tkvi_f32_to_f16(x[i]));
 }
 
-static void tkvi_logs_scalar(const uint8_t *src, int n, int top, float *dst) {
+static void tkvi_decode_log_scales_scalar(const uint8_t *src, int n, int top, float *dst) {
     int i;
     for (i = 0; i < n; i++) dst[i] = tkvi_log_value(src[i], top);
 }
 
-static void tkvi_log_codes_scalar(const float *x, int n, int top, uint8_t *dst) {
+static void tkvi_encode_log_scales_scalar(const float *x, int n, int top, uint8_t *dst) {
     int i;
     for (i = 0; i < n; i++) dst[i] = (uint8_t)tkvi_log_code(x[i], top);
 }
@@ -3667,29 +3676,28 @@ TKVI_FN float tkvi_zero(int offset, float scale, float mean, float unit, int mid
     return tkvi_f32(tkvi_f32(scale * unit * (float)(tkvi_signed_byte(offset) - middle)) + mean);
 }
 
-static void tkvi_zeros_scalar(const uint8_t *offset, const float *scale, const float *mean, float unit,
-                              int middle, int n, float *dst) {
+static void tkvi_decode_zero_points_scalar(const uint8_t *offset, const float *scale, const float *mean,
+                                           float unit, int middle, int n, float *dst) {
     int i;
     for (i = 0; i < n; i++) dst[i] = tkvi_zero(offset[i], scale[i], mean[i], unit, middle);
 }
 
 /* Functions of one side of a format. x is [token][stride] floats; channels from side->dim on are not touched. */
 typedef struct tkvi_codec {
-    /* Sets runs (unless a share did), groups, code_bytes, meta_bytes and levels, from dim, pad and group. */
+    /* Sets tiles (unless a share did), groups, code_bytes, meta_bytes and levels, from dim, pad and group. */
     void (*layout)(struct tkvi_side *s);
     /* Writes the whole side. n: 1 .. 64 tokens; places beyond n get code 0. Same bytes on every machine. */
-    void (*encode)(const struct tkvi_side *s, const tkvi_simd_ops *help, const float *x, size_t stride, int n,
+    void (*encode)(const struct tkvi_side *s, const tkvi_simd_ops *ops, const float *x, size_t stride, int n,
                    uint8_t *dst);
     tkvi_decoder decode;
     /* Tile formats: value = scale * level + zero, level = code, or levels[code] if the side has a table.
      *   K: scale[group][position], groups along tokens, position = place in the channel order
      *   V: scale[group][token], groups along channels
      * NULL for exact formats. */
-    void (*meta)(const struct tkvi_side *s, const uint8_t *src, const tkvi_simd_ops *help, float *scale,
+    void (*meta)(const struct tkvi_side *s, const uint8_t *src, const tkvi_simd_ops *ops, float *scale,
                  float *zero);
     /* Exact formats: writes one token into a side that was cleared at creation. NULL for the others. */
-    void (*put)(const struct tkvi_side *s, const tkvi_simd_ops *help, const float *x, int token,
-                uint8_t *dst);
+    void (*put)(const struct tkvi_side *s, const tkvi_simd_ops *ops, const float *x, int token, uint8_t *dst);
 } tkvi_codec;
 
 /* Exact storage holds floats, so tokens can be added one by one and cut off again. */
@@ -3713,11 +3721,11 @@ typedef struct tkvi_format {
 
 /* The share of one head's side in its layer's table (learn/statistics.h). A side without one takes equal shares. */
 typedef struct tkvi_share {
-    tkvi_runs runs;       /* K: tiles by width */
-    int half_bits;        /* V: bits of a value, in half bits */
-    int top;              /* top of its log-scale window (core/log_scale.h) */
-    const uint8_t *order; /* K: channel at each position, [pad] */
-    const float *mean;    /* K: static mean at each position, [pad]; fp16 values */
+    tkvi_tile_counts tiles; /* K: by width */
+    int half_bits;          /* V: bits of a value, in half bits */
+    int top;                /* top of its log-scale window (core/log_scale.h) */
+    const uint8_t *order;   /* K: channel at each position, [pad] */
+    const float *mean;      /* K: static mean at each position, [pad]; fp16 values */
 } tkvi_share;
 
 /* Options of the caller. A format reads only its own. */
@@ -3739,18 +3747,18 @@ typedef struct tkvi_side {
     const tkvi_format *format;
     size_t code_bytes, meta_bytes, bytes;
     tkv_side which;
-    tkvi_runs runs;   /* tiles by width */
-    int16_t dim, pad; /* channels, and channels rounded up to 16 */
-    int16_t group;    /* values per scale: 64, 32, or TKV_MAX_HEAD_DIM (one scale a token) */
-    int16_t groups;   /* K: along the 64 tokens; V: along the channels */
-    int8_t tokens;    /* capacity: 64, or fewer in an exact side */
+    tkvi_tile_counts tiles; /* by width */
+    int16_t dim, pad;       /* channels, and channels rounded up to 16 */
+    int16_t group;          /* values per scale: 64, 32, or TKV_MAX_HEAD_DIM (one scale a token) */
+    int16_t groups;         /* K: along the 64 tokens; V: along the channels */
+    int8_t tokens;          /* capacity: 64, or fewer in an exact side */
     int8_t pairs; /* V: 1: a tile of 16 lanes holds 32 channels; levels has 16 more for the second channels */
-    int8_t given, half_bits; /* 1: a share set runs or half_bits; V: see tkvi_share */
-    int16_t top;             /* see tkvi_share */
-    int8_t fit;              /* KIVI: see core/fit.h */
-    int8_t rotate, center;   /* formats/token.h */
-    int8_t parts;            /* formats/subspace.h */
-    int8_t feedback_unit;    /* SQuat: channels coded together (formats/squat.h) */
+    int8_t has_share, half_bits; /* 1: a share set tiles or half_bits; V: see tkvi_share */
+    int16_t top;                 /* see tkvi_share */
+    int8_t fit;                  /* KIVI: see core/fit.h */
+    int8_t rotate, center;       /* formats/token.h */
+    int8_t parts;                /* formats/subspace.h */
+    int8_t feedback_unit;        /* SQuat: channels coded together (formats/squat.h) */
     int8_t kvquant, tabled,
         slots;            /* formats/kvquant.h: options; 1: its layer has a table; outliers per token */
     int32_t start;        /* formats/kvquant.h: position of the first token of the block */
@@ -3801,10 +3809,10 @@ static void tkvi_side_make(tkvi_side *s, const tkvi_format *format, tkv_side whi
     s->parts = (int8_t)o->parts;
     s->kvquant = (int8_t)o->kvquant;
     s->tabled = (int8_t)o->tabled;
-    s->top = TKVI_LOG_TOP_ALIKE;
+    s->top = TKVI_LOG_TOP_DEFAULT;
     if (share) {
-        s->given = 1;
-        s->runs = share->runs;
+        s->has_share = 1;
+        s->tiles = share->tiles;
         s->half_bits = (int8_t)share->half_bits;
         s->top = (int16_t)share->top;
         s->order = share->order;
@@ -3824,15 +3832,15 @@ static void tkvi_side_init(tkvi_side *s, const tkvi_format *format, tkv_side whi
     tkvi_side_make(s, format, which, dim, tokens, &o, share);
 }
 
-static void tkvi_encode_side(const tkvi_side *s, const tkvi_simd_ops *help, const float *x, size_t stride,
+static void tkvi_encode_side(const tkvi_side *s, const tkvi_simd_ops *ops, const float *x, size_t stride,
                              int n, uint8_t *dst) {
-    s->format->side[s->which].encode(s, help, x, stride, n, dst);
+    s->format->side[s->which].encode(s, ops, x, stride, n, dst);
 }
 
 /* The result of tkvi_decode_side in formats/table.h, computed with the given simd_ops. */
-static void tkvi_values(const tkvi_side *s, const tkvi_simd_ops *help, const uint8_t *src, int first, int n,
+static void tkvi_values(const tkvi_side *s, const tkvi_simd_ops *ops, const uint8_t *src, int first, int n,
                         float *x, size_t stride) {
-    s->format->side[s->which].decode(s, help, src, first, n, x, stride);
+    s->format->side[s->which].decode(s, ops, src, first, n, x, stride);
 }
 
 #endif /* TKVI_CORE_FORMAT_H */
@@ -3842,8 +3850,8 @@ static void tkvi_values(const tkvi_side *s, const tkvi_simd_ops *help, const uin
  *
  *   K and V: [token][channel], channels padded to 16 with zeros, values little-endian, no metadata
  *
- * Rows make an append one contiguous write, and a cut a smaller count. A side can also hold fewer than 64 tokens
- * (side->tokens): the side of the sinks has only theirs.
+ * In rows, an append is one contiguous write, and cutting off tokens only lowers a count. A side can also hold fewer
+ * than 64 tokens (side->tokens): the side of the sinks has space for the sinks only.
  */
 #ifndef TKVI_FORMATS_EXACT_H
 #define TKVI_FORMATS_EXACT_H
@@ -3867,15 +3875,15 @@ static float tkvi_load_bf16(const uint8_t *src) { return tkvi_bf16_to_f32(tkvi_l
 /* Write and read n values of a row. Reading goes 16 at a time into a local array: gcc -O2 vectorises only loops
  * of known length whose target cannot alias other memory. */
 #define TKVI_EXACT_ROW_(t, size)                                                                             \
-    static void tkvi_##t##_save(const tkvi_simd_ops *help, const float *x, int n, uint8_t *dst) {            \
+    static void tkvi_##t##_save(const tkvi_simd_ops *ops, const float *x, int n, uint8_t *dst) {             \
         int c;                                                                                               \
-        (void)help;                                                                                          \
+        (void)ops;                                                                                           \
         for (c = 0; c < n; c++) tkvi_store_##t(dst + c * (size), x[c]);                                      \
     }                                                                                                        \
-    static void tkvi_##t##_read(const tkvi_simd_ops *help, const uint8_t *src, int n, float *x) {            \
+    static void tkvi_##t##_read(const tkvi_simd_ops *ops, const uint8_t *src, int n, float *x) {             \
         float y[16];                                                                                         \
         int c, k;                                                                                            \
-        (void)help;                                                                                          \
+        (void)ops;                                                                                           \
         for (c = 0; c + 16 <= n; c += 16) {                                                                  \
             for (k = 0; k < 16; k++) y[k] = tkvi_load_##t(src + (c + k) * (size));                           \
             memcpy(x + c, y, sizeof y);                                                                      \
@@ -3886,33 +3894,33 @@ TKVI_EXACT_ROW_(f32, 4)
 TKVI_EXACT_ROW_(bf16, 2)
 #undef TKVI_EXACT_ROW_
 
-static void tkvi_f16_save(const tkvi_simd_ops *help, const float *x, int n, uint8_t *dst) {
-    help->to_halves(x, n, dst);
+static void tkvi_f16_save(const tkvi_simd_ops *ops, const float *x, int n, uint8_t *dst) {
+    ops->f32_to_f16(x, n, dst);
 }
 
-static void tkvi_f16_read(const tkvi_simd_ops *help, const uint8_t *src, int n, float *x) {
-    help->halves(src, n, x);
+static void tkvi_f16_read(const tkvi_simd_ops *ops, const uint8_t *src, int n, float *x) {
+    ops->f16_to_f32(src, n, x);
 }
 
 /* The functions of tkvi_codec for a type of `size` bytes. */
 #define TKVI_EXACT_CODEC_(t, size)                                                                           \
-    static void tkvi_##t##_put(const tkvi_side *s, const tkvi_simd_ops *help, const float *x, int token,     \
+    static void tkvi_##t##_put(const tkvi_side *s, const tkvi_simd_ops *ops, const float *x, int token,      \
                                uint8_t *dst) {                                                               \
         uint8_t *row = dst + token * s->pad * (size);                                                        \
-        tkvi_##t##_save(help, x, s->dim, row);                                                               \
+        tkvi_##t##_save(ops, x, s->dim, row);                                                                \
         memset(row + s->dim * (size), 0, (size_t)((s->pad - s->dim) * (size)));                              \
     }                                                                                                        \
-    static void tkvi_##t##_encode(const tkvi_side *s, const tkvi_simd_ops *help, const float *x,             \
+    static void tkvi_##t##_encode(const tkvi_side *s, const tkvi_simd_ops *ops, const float *x,              \
                                   size_t stride, int n, uint8_t *dst) {                                      \
         int i;                                                                                               \
         memset(dst, 0, s->bytes);                                                                            \
-        for (i = 0; i < n; i++) tkvi_##t##_put(s, help, x + (size_t)i * stride, i, dst);                     \
+        for (i = 0; i < n; i++) tkvi_##t##_put(s, ops, x + (size_t)i * stride, i, dst);                      \
     }                                                                                                        \
-    static void tkvi_##t##_decode(const tkvi_side *s, const tkvi_simd_ops *help, const uint8_t *src,         \
+    static void tkvi_##t##_decode(const tkvi_side *s, const tkvi_simd_ops *ops, const uint8_t *src,          \
                                   int first, int n, float *x, size_t stride) {                               \
         int i;                                                                                               \
         for (i = 0; i < n; i++)                                                                              \
-            tkvi_##t##_read(help, src + (first + i) * s->pad * (size), s->dim, x + (size_t)i * stride);      \
+            tkvi_##t##_read(ops, src + (first + i) * s->pad * (size), s->dim, x + (size_t)i * stride);       \
     }
 TKVI_EXACT_CODEC_(f32, 4)
 TKVI_EXACT_CODEC_(f16, 2)
@@ -3946,12 +3954,12 @@ TKVI_FN uint8_t *tkvi_v_code(tkvi_codes code, int lane, int token) { /* a pair o
     return &code[l / 16u * 4u + t / 16u][t % 16u / 4u * 64u + l % 16u * 4u + t % 4u];
 }
 
-static void tkvi_pack(const tkvi_side *s, const tkvi_simd_ops *help, tkvi_codes code, uint8_t *dst) {
-    tkvi_tile_at at = tkvi_tiles(&s->runs);
+static void tkvi_pack(const tkvi_side *s, const tkvi_simd_ops *ops, tkvi_codes code, uint8_t *dst) {
+    tkvi_tile_at at = tkvi_first_tile(&s->tiles);
     int width, i, number = 0;
     for (width = TKVI_MAX_WIDTH; width > 0; width--)
-        for (i = 0; i < s->runs.n[width]; i++, number++) {
-            help->pack_tile(dst, &at, width, code[number]);
+        for (i = 0; i < s->tiles.n[width]; i++, number++) {
+            ops->pack_tile(dst, &at, width, code[number]);
             tkvi_next_tile(&at, width);
         }
 }
@@ -3975,14 +3983,14 @@ static void tkvi_k_values(const tkvi_side *s, int width, const uint8_t *tile, in
     }
 }
 
-static void tkvi_tiles_k_values(const tkvi_side *s, const tkvi_simd_ops *help, const uint8_t *src, int first,
+static void tkvi_tiles_k_values(const tkvi_side *s, const tkvi_simd_ops *ops, const uint8_t *src, int first,
                                 int n, float *x, size_t stride) {
     float scale[2 * TKV_MAX_HEAD_DIM], zero[2 * TKV_MAX_HEAD_DIM];
-    tkvi_tile_at at = tkvi_tiles(&s->runs);
+    tkvi_tile_at at = tkvi_first_tile(&s->tiles);
     int width, i, r, t, position = 0;
-    s->format->side[TKV_K].meta(s, src, help, scale, zero);
+    s->format->side[TKV_K].meta(s, src, ops, scale, zero);
     for (width = TKVI_MAX_WIDTH; width >= 0; width--) {
-        int tiles = width ? s->runs.n[width] : (s->pad - position) / 4; /* width 0: channels without codes */
+        int tiles = width ? s->tiles.n[width] : (s->pad - position) / 4; /* width 0: channels without codes */
         for (i = 0; i < tiles; i++, position += 4) {
             uint8_t tile[TKVI_TILE_CODES];
             if (width) {
@@ -4010,14 +4018,14 @@ TKVI_FN float tkvi_v_value(const tkvi_side *s, int width, const uint8_t *tile, i
     return tkvi_f32(product + zero);
 }
 
-static void tkvi_tiles_v_values(const tkvi_side *s, const tkvi_simd_ops *help, const uint8_t *src, int first,
+static void tkvi_tiles_v_values(const tkvi_side *s, const tkvi_simd_ops *ops, const uint8_t *src, int first,
                                 int n, float *x, size_t stride) {
     float scale[TKVI_MAX_GROUPS * TKVI_BLOCK], zero[TKVI_MAX_GROUPS * TKVI_BLOCK];
-    tkvi_tile_at at = tkvi_tiles(&s->runs);
+    tkvi_tile_at at = tkvi_first_tile(&s->tiles);
     int width, i, t, c, slab = 0;
-    s->format->side[TKV_V].meta(s, src, help, scale, zero);
+    s->format->side[TKV_V].meta(s, src, ops, scale, zero);
     for (width = TKVI_MAX_WIDTH; width > 0; width--)
-        for (i = 0; i < s->runs.n[width]; i++) {
+        for (i = 0; i < s->tiles.n[width]; i++) {
             uint8_t tile[TKVI_TILE_CODES];
             int from = i % 4 * 16;
             tkvi_unpack_tile(src, &at, width, tile);
@@ -4035,15 +4043,15 @@ static void tkvi_tiles_v_values(const tkvi_side *s, const tkvi_simd_ops *help, c
 }
 
 /* >>both */
-static void tkvi_tiles_scalar(const tkvi_side *s, const tkvi_simd_ops *help, const uint8_t *src, int first,
-                              int n, float *x, size_t stride) {
-    if (s->which == TKV_K) tkvi_tiles_k_values(s, help, src, first, n, x, stride);
-    else tkvi_tiles_v_values(s, help, src, first, n, x, stride);
+static void tkvi_decode_tiles_scalar(const tkvi_side *s, const tkvi_simd_ops *ops, const uint8_t *src,
+                                     int first, int n, float *x, size_t stride) {
+    if (s->which == TKV_K) tkvi_tiles_k_values(s, ops, src, first, n, x, stride);
+    else tkvi_tiles_v_values(s, ops, src, first, n, x, stride);
 }
 
-static void tkvi_tiles_decode(const tkvi_side *s, const tkvi_simd_ops *help, const uint8_t *src, int first,
+static void tkvi_decode_tiles(const tkvi_side *s, const tkvi_simd_ops *ops, const uint8_t *src, int first,
                               int n, float *x, size_t stride) {
-    help->tiles(s, help, src, first, n, x, stride);
+    ops->decode_tiles(s, ops, src, first, n, x, stride);
 }
 
 #endif /* TKVI_FORMATS_TILES_H */
@@ -4112,15 +4120,15 @@ static void tkvi_kivi_group(const float *x, int n, int bits, int fit, uint8_t *c
 
 static void tkvi_kivi_k_layout(tkvi_side *s) {
     s->groups = TKVI_BLOCK / s->group;
-    s->runs.n[s->format->bits] = (uint16_t)(s->pad / 4);
-    s->code_bytes = tkvi_runs_bytes(&s->runs);
+    s->tiles.n[s->format->bits] = (uint16_t)(s->pad / 4);
+    s->code_bytes = tkvi_tiles_bytes(&s->tiles);
     s->meta_bytes = (size_t)(s->groups * s->pad * 4);
 }
 
 static void tkvi_kivi_v_layout(tkvi_side *s) {
     s->groups = (int16_t)((s->dim + s->group - 1) / s->group);
-    s->runs.n[s->format->bits] = (uint16_t)(s->pad / 4); /* 4 tiles per 16 channels */
-    s->code_bytes = tkvi_runs_bytes(&s->runs);
+    s->tiles.n[s->format->bits] = (uint16_t)(s->pad / 4); /* 4 tiles per 16 channels */
+    s->code_bytes = tkvi_tiles_bytes(&s->tiles);
     s->meta_bytes = (size_t)(s->groups * TKVI_BLOCK * 4);
 }
 
@@ -4147,8 +4155,8 @@ static void tkvi_kivi_row(const tkvi_side *s, const float *x, int g, int token, 
     for (c = 0; c < count; c++) *tkvi_v_code(code, first + c, token) = coded[c];
 }
 
-static void tkvi_groups_scalar(const tkvi_side *s, const float *x, size_t stride, int n, tkvi_codes code,
-                               uint8_t *meta) {
+static void tkvi_encode_groups_scalar(const tkvi_side *s, const float *x, size_t stride, int n,
+                                      tkvi_codes code, uint8_t *meta) {
     int i, g;
     for (i = 0; i < s->pad && s->which == TKV_K; i++)
         for (g = 0; g < s->groups && tkvi_channel(s, i) < s->dim; g++)
@@ -4157,28 +4165,28 @@ static void tkvi_groups_scalar(const tkvi_side *s, const float *x, size_t stride
         for (g = 0; g < s->groups; g++) tkvi_kivi_row(s, x + (size_t)i * stride, g, i, code, meta);
 }
 
-static void tkvi_kivi_encode(const tkvi_side *s, const tkvi_simd_ops *help, const float *x, size_t stride,
+static void tkvi_kivi_encode(const tkvi_side *s, const tkvi_simd_ops *ops, const float *x, size_t stride,
                              int n, uint8_t *dst) {
     TKVI_ALIGNED tkvi_codes code;
     memset(dst, 0, s->bytes);
     memset(code, 0, sizeof code);
-    help->groups(s, x, stride, n, code, dst + s->code_bytes);
-    tkvi_pack(s, help, code, dst);
+    ops->encode_groups(s, x, stride, n, code, dst + s->code_bytes);
+    tkvi_pack(s, ops, code, dst);
 }
 
-static void tkvi_kivi_meta(const uint8_t *m, int n, const tkvi_simd_ops *help, float *scale, float *zero) {
-    help->halves(m, n, scale);
-    help->halves(m + 2 * n, n, zero);
+static void tkvi_kivi_meta(const uint8_t *m, int n, const tkvi_simd_ops *ops, float *scale, float *zero) {
+    ops->f16_to_f32(m, n, scale);
+    ops->f16_to_f32(m + 2 * n, n, zero);
 }
 
-static void tkvi_kivi_k_meta(const tkvi_side *s, const uint8_t *src, const tkvi_simd_ops *help, float *scale,
+static void tkvi_kivi_k_meta(const tkvi_side *s, const uint8_t *src, const tkvi_simd_ops *ops, float *scale,
                              float *zero) {
-    tkvi_kivi_meta(src + s->code_bytes, s->groups * s->pad, help, scale, zero);
+    tkvi_kivi_meta(src + s->code_bytes, s->groups * s->pad, ops, scale, zero);
 }
 
-static void tkvi_kivi_v_meta(const tkvi_side *s, const uint8_t *src, const tkvi_simd_ops *help, float *scale,
+static void tkvi_kivi_v_meta(const tkvi_side *s, const uint8_t *src, const tkvi_simd_ops *ops, float *scale,
                              float *zero) {
-    tkvi_kivi_meta(src + s->code_bytes, s->groups * TKVI_BLOCK, help, scale, zero);
+    tkvi_kivi_meta(src + s->code_bytes, s->groups * TKVI_BLOCK, ops, scale, zero);
 }
 
 #endif /* TKVI_FORMATS_KIVI_H */
@@ -4218,7 +4226,7 @@ static size_t tkvi_feedback_count(int dim, int unit) {
 /* Element i <= j of a symmetric matrix, packed by columns. */
 static int tkvi_packed(int i, int j) { return j * (j + 1) / 2 + i; }
 
-static TKVI_NOINLINE void tkvi_scaled(float *dst, const float *x, float by, int n) {
+static TKVI_NOINLINE void tkvi_multiply_by(float *dst, const float *x, float by, int n) {
     int i;
     for (i = 0; i < n; i++) dst[i] = tkvi_f32(x[i] * by);
 }
@@ -4231,7 +4239,7 @@ static void tkvi_factor(float *p, int dim) {
         for (k = j + 1; k < dim; k++) {
             const float *r = p + tkvi_packed(0, k);
             float product[TKV_MAX_HEAD_DIM];
-            tkvi_scaled(product, r, r[j], j + 1);
+            tkvi_multiply_by(product, r, r[j], j + 1);
             for (i = 0; i <= j; i++) column[i] = tkvi_f32(column[i] - product[i]);
         }
         root =
@@ -4252,7 +4260,7 @@ static void tkvi_feedback_from(float *p, int dim, int unit) {
             int end = from + unit;
             for (f = end; f < dim; f++) {
                 float *r = p + tkvi_packed(0, f), sum = -r[c];
-                tkvi_multiplied(product, r + end, u + end, f - end);
+                tkvi_multiply(product, r + end, u + end, f - end);
                 for (k = 0; k < f - end; k++) sum = tkvi_f32(sum - product[k]);
                 r[c] = u[f] = tkvi_f32(sum / r[f]);
             }
@@ -4268,27 +4276,28 @@ static void tkvi_feedback_store(const float *p, int dim, int unit, uint16_t *u) 
 
 /* >>encoder */
 /* Adds the errors of channels c .. end-1 to all channels from `end` on, in n rows. Returns the next place in u. */
-static const uint16_t *tkvi_feed(float *x, int stride, int n, int c, int end, int dim, const uint16_t *u) {
+static const uint16_t *tkvi_feed_back(float *x, int stride, int n, int c, int end, int dim,
+                                      const uint16_t *u) {
     int f, t, later = dim - end;
     for (; c < end; c++) {
         float factor[TKV_MAX_HEAD_DIM], product[TKV_MAX_HEAD_DIM];
         for (f = 0; f < later; f++) factor[f] = tkvi_f16_to_f32(*u++);
         for (t = 0; t < n; t++) {
             float *row = x + t * stride;
-            tkvi_scaled(product, factor, row[c], later);
+            tkvi_multiply_by(product, factor, row[c], later);
             for (f = 0; f < later; f++) row[end + f] = tkvi_f32(row[end + f] + product[f]);
         }
     }
     return u;
 }
 
-static void tkvi_squat_encode(const tkvi_side *s, const tkvi_simd_ops *help, const float *x, size_t stride,
+static void tkvi_squat_encode(const tkvi_side *s, const tkvi_simd_ops *ops, const float *x, size_t stride,
                               int n, uint8_t *dst) {
     tkvi_codes code;
     float y[TKVI_BLOCK * TKV_MAX_HEAD_DIM]; /* values; for coded channels their errors */
     int g, c, t, from;
     if (!s->feedback) {
-        tkvi_kivi_encode(s, help, x, stride, n, dst);
+        tkvi_kivi_encode(s, ops, x, stride, n, dst);
         return;
     }
     memset(dst, 0, s->bytes);
@@ -4312,10 +4321,10 @@ static void tkvi_squat_encode(const tkvi_side *s, const tkvi_simd_ops *help, con
                     y[t * s->pad + c] = tkvi_f32(tkvi_f32(product + zero) - y[t * s->pad + c]);
                 }
             }
-            if (end < s->dim) u = tkvi_feed(y + first * s->pad, s->pad, count, from, end, s->dim, u);
+            if (end < s->dim) u = tkvi_feed_back(y + first * s->pad, s->pad, count, from, end, s->dim, u);
         }
     }
-    tkvi_pack(s, help, code, dst);
+    tkvi_pack(s, ops, code, dst);
 }
 
 #endif /* TKVI_FORMATS_SQUAT_H */
@@ -4345,11 +4354,11 @@ static void tkvi_subspace_layout(tkvi_side *s) {
     s->meta_bytes = (size_t)(TKVI_BLOCK * s->groups * 4);
 }
 
-static void tkvi_subspace_encode(const tkvi_side *s, const tkvi_simd_ops *help, const float *x, size_t stride,
+static void tkvi_subspace_encode(const tkvi_side *s, const tkvi_simd_ops *ops, const float *x, size_t stride,
                                  int n, uint8_t *dst) {
     size_t row = s->code_bytes / TKVI_BLOCK;
     int per = 8 / s->format->bits, t, c, g;
-    (void)help;
+    (void)ops;
     memset(dst, 0, s->bytes);
     for (t = 0; t < n; t++) {
         float y[TKV_MAX_HEAD_DIM];
@@ -4368,11 +4377,11 @@ static void tkvi_subspace_encode(const tkvi_side *s, const tkvi_simd_ops *help, 
     }
 }
 
-static void tkvi_subspace_decode(const tkvi_side *s, const tkvi_simd_ops *help, const uint8_t *src, int first,
+static void tkvi_subspace_decode(const tkvi_side *s, const tkvi_simd_ops *ops, const uint8_t *src, int first,
                                  int n, float *x, size_t stride) {
     size_t row = s->code_bytes / TKVI_BLOCK;
     int bits = s->format->bits, per = 8 / bits, t, c, g;
-    (void)help;
+    (void)ops;
     for (t = first; t < first + n; t++) {
         const uint8_t *codes = src + (size_t)t * row;
         float *y = x + (size_t)(t - first) * stride;
@@ -4414,23 +4423,24 @@ static void tkvi_subspace_decode(const tkvi_side *s, const tkvi_simd_ops *help, 
  * Step by step. Numbers are floats unless a step names double, and each operation is rounded. n tokens,
  * top = 2^bits - 1:
  *   1. x - mean, cut to +-1e30; low and high are its ends; step = (high - low) / 4096, 0 if not above 1e-36;
- *      u = min(4095, floor((x - low) * (1 / step))), 0 without a step. A token is nearly low + step * (u + 1/2),
- *      and the mean m = low + step * ((2 sum(u) + n) / 2n), sum and last product in double. A channel without
- *      bits stores m as a float, then fp16, and is done
+ *      u = min(4095, floor((x - low) * (1 / step))), 0 without a step. A token is nearly low + step * (u + 1/2).
+ *      The mean is m = low + step * ((2 sum(u) + n) / 2n), with the sum and the last product in double. A channel
+ *      without bits stores m as a float, then fp16, and is done
  *   2. for each cut of the table below: by = floor(131072 top / (4096 - 2 cut)),
- *      code = min(top, (floor(max(0, u - cut) * by / 65536) + 1) / 2), halves down;
+ *      code = min(top, floor((floor(max(0, u - cut) * by / 65536) + 1) / 2));
  *      score = cov(code, u) / var(code) * cov(code, u), or 0 if var(code) is 0; the first best score wins.
  *      cov and var are n^2 times the usual ones, n sum(ab) - sum(a) sum(b): integers, then floats
  *   3. scale = var(u) / cov(code, u) * step, with one bit sqrt(var(u) / var(code)) * step; 0 if either is 0.
  *      From here on it is the value of its byte
- *   4. offset (double) = (m / scale - (2 sum(code) - n top) / 2n) * unit, cut to +-128, halves up; 0 if scale is 0
+ *   4. offset (double) = (m / scale - (2 sum(code) - n top) / 2n) * unit, cut to +-128, rounded to nearest (ties
+ *      up); 0 if scale is 0
  *   5. if offset is beyond +-127, or scale is 0 and m is not: scale = the larger of it and |m| unit / 120 (double,
  *      then float), as a byte;
  *      a first offset = (m / scale - 1/2) * unit, cut to +-127; then anew, in double,
  *      code = floor((low + step * (u + 1/2)) / scale - offset / unit + top / 2 + 1/2), cut to 0 .. top,
  *      and the offset of step 4, cut to +-127. A scale that is still 0 divides to an infinity
  * Missing tokens, and positions without a channel, have code 0. The metadata of positions without a channel is 0.
- * Without a table, positions are channels, means are 0, and tiles have the widths of tkvi_share_alike
+ * Without a table, positions are channels, means are 0, and tiles have the widths of tkvi_share_equally
  * (core/allocate.h).
  *
  * Bytes: | tiles, widest first | scale [pad] | offset [pad] |   a channel without bits: fp16 low byte | high byte
@@ -4462,10 +4472,10 @@ TKVI_CONSTANT tkvi_a_range tkvi_a_ranges[TKVI_A_CUTS] = {
     TKVI_A_RANGE_(1536, 1200, 900, 600, 400, 300)};
 
 static void tkvi_a_layout(tkvi_side *s) {
-    if (!s->given) tkvi_share_alike(s->format->bits, s->dim, s->pad, &s->runs);
+    if (!s->has_share) tkvi_share_equally(s->format->bits, s->dim, s->pad, &s->tiles);
     s->groups = 1;
     s->group = TKVI_BLOCK;
-    s->code_bytes = tkvi_runs_bytes(&s->runs);
+    s->code_bytes = tkvi_tiles_bytes(&s->tiles);
     s->meta_bytes = (size_t)(2 * s->pad);
 }
 
@@ -4558,7 +4568,7 @@ static void tkvi_a_search(tkvi_columns *c, int l) {
     }
 }
 
-static void tkvi_columns_scalar(tkvi_columns *c) {
+static void tkvi_encode_k_columns_scalar(tkvi_columns *c) {
     int l;
     for (l = 0; l < TKVI_LANES; l++) {
         tkvi_a_integers(c, l);
@@ -4581,7 +4591,7 @@ TKVI_FN int tkvi_a_offset(double mean, float scale, int sum_c, int n, int width)
     return (int)tkvi_f64(v + 1000.5) - 1000;
 }
 
-/* Computes the metadata of a column. Returns 1 if they cannot reach its mean. */
+/* Computes the metadata of a column. Returns 1 if scale and offset cannot reach its mean (step 5). */
 TKVI_FN int tkvi_a_finalize_scales(const tkvi_column *c, int top, uint8_t *log, uint8_t *offset,
                                    float *middle) {
     double mean = tkvi_a_mean(c);
@@ -4610,8 +4620,8 @@ static void tkvi_finalize_scales_scalar(tkvi_columns *c, int top) {
     }
 }
 
-/* The next four functions recode a column whose mean is far from the static one: only a larger scale lets the
- * offset reach it (step 5). This one returns the byte of that scale, and gives the first offset. */
+/* The next four functions recode a column whose mean is far from the static one. Only a larger scale lets the offset
+ * reach it (step 5). tkvi_a_far returns the byte of that scale. *offset: out, the first offset. */
 TKVI_FN int tkvi_a_far(const tkvi_column *c, int log, int top, int *offset) {
     double mean = tkvi_a_mean(c), size = mean < 0.0 ? -mean : mean, unit = (double)tkvi_a_unit[c->width];
     log = tkvi_max(log, tkvi_log_code(tkvi_f32((float)tkvi_f64(size * unit / 120.0)), top));
@@ -4655,18 +4665,18 @@ TKVI_FN void tkvi_a_put(int width, int log, int by, float middle, uint8_t *scale
     *offset = (uint8_t)(width ? by : half >> 8);
 }
 
-static void tkvi_a_encode(const tkvi_side *s, const tkvi_simd_ops *help, const float *x, size_t stride, int n,
+static void tkvi_a_encode(const tkvi_side *s, const tkvi_simd_ops *ops, const float *x, size_t stride, int n,
                           uint8_t *dst) {
     TKVI_ALIGNED uint8_t column[TKV_MAX_HEAD_DIM][TKVI_BLOCK], tile[TKVI_TILE_CODES]; /* column: by channel */
     uint8_t channel[TKV_MAX_HEAD_DIM], widths[TKV_MAX_HEAD_DIM], log[TKV_MAX_HEAD_DIM], by[TKV_MAX_HEAD_DIM];
     float mean[TKV_MAX_HEAD_DIM], middle[TKV_MAX_HEAD_DIM];
     uint8_t *scale = dst + s->code_bytes, *offset = scale + s->pad;
-    tkvi_tile_at at = tkvi_tiles(&s->runs);
+    tkvi_tile_at at = tkvi_first_tile(&s->tiles);
     int width, p, first, end, l;
     tkvi_columns c;
     memset(dst, 0, s->bytes);
     for (width = TKVI_MAX_WIDTH, p = 0; width >= 0; width--)
-        for (end = width ? p + 4 * s->runs.n[width] : s->pad; p < end; p++) {
+        for (end = width ? p + 4 * s->tiles.n[width] : s->pad; p < end; p++) {
             int from = tkvi_channel(s, p);
             channel[p] = (uint8_t)from;
             widths[from] = (uint8_t)width;
@@ -4683,8 +4693,8 @@ static void tkvi_a_encode(const tkvi_side *s, const tkvi_simd_ops *help, const f
         c.log = log + first;
         c.offset = by + first;
         c.middle = middle + first;
-        help->columns(&c);
-        help->settle(&c, s->top);
+        ops->encode_k_columns(&c);
+        ops->finalize_scales(&c, s->top);
         for (l = 0; c.beyond_mask >> l; l++)
             if (c.beyond_mask >> l & 1u) tkvi_a_recode(&c, l, s->top);
         for (l = c.lanes; l < TKVI_LANES; l++) {
@@ -4694,9 +4704,9 @@ static void tkvi_a_encode(const tkvi_side *s, const tkvi_simd_ops *help, const f
         }
     }
     for (width = TKVI_MAX_WIDTH, p = 0; width > 0; width--) /* packs tiles in the order of positions */
-        for (end = p + 4 * s->runs.n[width]; p < end; p += 4) {
-            help->interleave(column, channel + p, tile);
-            help->pack_tile(dst, &at, width, tile);
+        for (end = p + 4 * s->tiles.n[width]; p < end; p += 4) {
+            ops->interleave(column, channel + p, tile);
+            ops->pack_tile(dst, &at, width, tile);
             tkvi_next_tile(&at, width);
         }
     for (p = 0; p < s->pad; p++) {
@@ -4705,18 +4715,18 @@ static void tkvi_a_encode(const tkvi_side *s, const tkvi_simd_ops *help, const f
     }
 }
 
-static void tkvi_a_meta(const tkvi_side *s, const uint8_t *src, const tkvi_simd_ops *help, float *scale,
+static void tkvi_a_meta(const tkvi_side *s, const uint8_t *src, const tkvi_simd_ops *ops, float *scale,
                         float *zero) {
     static const float none[TKV_MAX_HEAD_DIM] = {0.0f};
     const uint8_t *log = src + s->code_bytes, *offset = log + s->pad;
     const float *mean = s->mean ? s->mean : none;
     int width, p = 0;
-    help->logs(log, s->pad, s->top, scale); /* channels without bits are overwritten below */
+    ops->decode_log_scales(log, s->pad, s->top, scale); /* channels without bits are overwritten below */
     for (width = TKVI_MAX_WIDTH; width > 0; width--) {
-        int n = 4 * s->runs.n[width], unit = width <= 6 ? tkvi_a_unit[width] : 1;
+        int n = 4 * s->tiles.n[width], unit = width <= 6 ? tkvi_a_unit[width] : 1;
         if (n == 0) continue;
-        help->zeros(offset + p, scale + p, mean + p, 1.0f / (float)unit, ((1 << width) - 1) * unit / 2, n,
-                    zero + p);
+        ops->decode_zero_points(offset + p, scale + p, mean + p, 1.0f / (float)unit,
+                                ((1 << width) - 1) * unit / 2, n, zero + p);
         p += n;
     }
     for (; p < s->pad; p++) {
@@ -4777,19 +4787,19 @@ TKVI_CONSTANT int8_t tkvi_r_pairs[48] = {27,   -27, -78, 78,  32,  127, -32,  -1
 
 static void tkvi_r_layout(tkvi_side *s) {
     int slabs = s->pad / 16;
-    if (!s->given) s->half_bits = (int8_t)(s->format->bits / 2);
-    memset(&s->runs, 0, sizeof s->runs);
+    if (!s->has_share) s->half_bits = (int8_t)(s->format->bits / 2);
+    memset(&s->tiles, 0, sizeof s->tiles);
     if (s->half_bits == 3) {
-        s->runs.n[3] = (uint16_t)(slabs / 2 * 4);
-        s->runs.n[2] = (uint16_t)(slabs % 2 * 4);
+        s->tiles.n[3] = (uint16_t)(slabs / 2 * 4);
+        s->tiles.n[2] = (uint16_t)(slabs % 2 * 4);
         s->levels = tkvi_r_pairs;
         s->pairs = 1;
     } else {
-        s->runs.n[s->half_bits / 2] = (uint16_t)(slabs * 4);
+        s->tiles.n[s->half_bits / 2] = (uint16_t)(slabs * 4);
     }
     s->groups = 1;
     s->group = TKV_MAX_HEAD_DIM;
-    s->code_bytes = tkvi_runs_bytes(&s->runs);
+    s->code_bytes = tkvi_tiles_bytes(&s->tiles);
     s->meta_bytes = TKVI_BLOCK;
 }
 
@@ -4799,7 +4809,7 @@ TKVI_FN int tkvi_floor(float x) {
     return i - ((float)i > x);
 }
 
-/* Code of a pair of channels. fine: 1/16 levels per integer. Adds twice <u, level> to the sum. */
+/* Code of a pair of channels. fine: 1/16 levels per integer. Adds u * level of both channels to the sum (step 5). */
 TKVI_FN int tkvi_r_pair(int u, int v, float fine, int32_t *sum) {
     int a = tkvi_floor(tkvi_f32((float)u * fine)),
         b = tkvi_floor(tkvi_f32((float)v * fine)); /* a, b in 1/16 of a level */
@@ -4889,39 +4899,39 @@ static float tkvi_r_token(const tkvi_side *s, const float *x, int t, tkvi_codes 
     return tkvi_r_rotated(s, y, t, code);
 }
 
-static void tkvi_tokens_scalar(const tkvi_side *s, const float *x, size_t stride, int n, tkvi_codes code,
-                               float *scale) {
+static void tkvi_encode_v_tokens_scalar(const tkvi_side *s, const float *x, size_t stride, int n,
+                                        tkvi_codes code, float *scale) {
     int t;
     for (t = 0; t < n; t++) scale[t] = tkvi_r_token(s, x + (size_t)t * stride, t, code);
 }
 
 /* Clears codes of token t in lanes without a value. Returns its scale as stored. */
-TKVI_FN float tkvi_r_close(const tkvi_side *s, int t, int n, tkvi_codes code, float scale) {
-    int lanes = s->pairs ? s->runs.n[3] * 4 + s->runs.n[2] * 4 : s->pad;
-    int plain = s->pairs && !s->runs.n[2] ? lanes : lanes - (s->pad - s->dim), l;
+TKVI_FN float tkvi_r_finish(const tkvi_side *s, int t, int n, tkvi_codes code, float scale) {
+    int lanes = s->pairs ? s->tiles.n[3] * 4 + s->tiles.n[2] * 4 : s->pad;
+    int plain = s->pairs && !s->tiles.n[2] ? lanes : lanes - (s->pad - s->dim), l;
     for (l = t < n && scale > 0.0f ? plain : 0; l < lanes; l++) *tkvi_v_code(code, l, t) = 0;
     return s->pairs ? tkvi_f32(scale * 64.0f) : scale; /* pairs have small steps: 64 fits the same window */
 }
 
-static void tkvi_r_encode(const tkvi_side *s, const tkvi_simd_ops *help, const float *x, size_t stride, int n,
+static void tkvi_r_encode(const tkvi_side *s, const tkvi_simd_ops *ops, const float *x, size_t stride, int n,
                           uint8_t *dst) {
     TKVI_ALIGNED tkvi_codes code;
     TKVI_ALIGNED float scale[TKVI_BLOCK];
     int t;
     memset(dst, 0, s->bytes);
     memset(scale, 0, sizeof scale);
-    help->tokens(s, x, stride, n, code, scale);
-    for (t = 0; t < TKVI_BLOCK; t++) scale[t] = tkvi_r_close(s, t, n, code, scale[t]);
-    help->log_codes(scale, TKVI_BLOCK, s->top, dst + s->code_bytes);
-    tkvi_pack(s, help, code, dst);
+    ops->encode_v_tokens(s, x, stride, n, code, scale);
+    for (t = 0; t < TKVI_BLOCK; t++) scale[t] = tkvi_r_finish(s, t, n, code, scale[t]);
+    ops->encode_log_scales(scale, TKVI_BLOCK, s->top, dst + s->code_bytes);
+    tkvi_pack(s, ops, code, dst);
 }
 
-static void tkvi_r_meta(const tkvi_side *s, const uint8_t *src, const tkvi_simd_ops *help, float *scale,
+static void tkvi_r_meta(const tkvi_side *s, const uint8_t *src, const tkvi_simd_ops *ops, float *scale,
                         float *zero) {
     const float middle = s->levels ? 0.0f : 0.5f * (float)((1 << s->half_bits / 2) - 1);
     const float by = s->pairs ? 1.0f / 64.0f : 1.0f;
     int t, k;
-    help->logs(src + s->code_bytes, TKVI_BLOCK, s->top, scale);
+    ops->decode_log_scales(src + s->code_bytes, TKVI_BLOCK, s->top, scale);
     for (t = 0; t < TKVI_BLOCK; t += 16) { /* local array of 16: vectorises also at -O2 */
         float x[16];
         for (k = 0; k < 16; k++) x[k] = scale[t + k] * by;
@@ -4934,8 +4944,8 @@ static void tkvi_r_meta(const tkvi_side *s, const uint8_t *src, const tkvi_simd_
 /* ======== formats/kvquant.h ======== */
 /*
  * formats/kvquant.h - KVQUANT4, KVQUANT3, KVQUANT2: KVQuant (arXiv 2401.18079, section 3). The levels follow the
- * distribution of the values: one set for all keys of a layer, one for all its values. A few values far out have
- * slots of their own.
+ * distribution of the data: a layer has one set for all keys and one for all values. A few outliers of each token
+ * have slots of their own.
  *
  *     x^ = radius * level[code] + middle + outlier
  *
@@ -4946,8 +4956,8 @@ static void tkvi_r_meta(const tkvi_side *s, const uint8_t *src, const tkvi_simd_
  * start), and decoding applies it again, so all other code sees ordinary keys. A token has one slot per hundred
  * channels, rounded up. A slot holds an outlier: its channel, and the difference to its dense value. Decoding
  * reads all slots; free slots hold 0.
- *   K   outliers lie beyond the channel's range, the 0.5 % and 99.5 % percentiles. They have the code of that end.
- *       If there are more outliers than slots, the largest differences get the slots.
+ *   K   outliers lie beyond the channel's range, the 0.5 % and 99.5 % percentiles. They have the code of the nearer
+ *       end. If outliers outnumber the slots, the largest differences get the slots.
  *   V   the slots take the lowest and the highest values. The split between both ends is the one that leaves the
  *       smallest range. Outliers have the lower of the two middle codes.
  * The paper has one range of values for all heads of a token. Here a record is one head, so each head has its own
@@ -5012,7 +5022,7 @@ static const float *tkvi_kvquant_decoded(const tkvi_side *s, const tkvi_book *bo
     return s->kvquant & TKV_KVQUANT_NORM ? book->normed : book->level;
 }
 
-static float tkvi_half_at(const uint8_t *p) { return tkvi_f16_to_f32(tkvi_load16(p)); }
+static float tkvi_f16_at(const uint8_t *p) { return tkvi_f16_to_f32(tkvi_load16(p)); }
 
 /* The product is exact if radius is an fp16 value (11 bits). */
 static float tkvi_kvquant_value(float level, float radius, float middle) {
@@ -5050,11 +5060,11 @@ static void tkvi_kvquant_put(uint8_t *row, int bits, int c, int code) {
     if (wide > 255) row[at / 8 + 1] = (uint8_t)(row[at / 8 + 1] | wide >> 8);
 }
 
-static void tkvi_kvquant_slot(const tkvi_side *s, uint8_t *dst, int t, int slot, int c, float lacks) {
+static void tkvi_kvquant_slot(const tkvi_side *s, uint8_t *dst, int t, int slot, int c, float error) {
     /* one array of records: gcc 12 -O2 loses reads of two arrays that advance together from one pointer */
     uint8_t *p = dst + tkvi_kvquant_places(s).slot + 3 * (t * s->slots + slot);
     p[0] = (uint8_t)c;
-    tkvi_store16(p + 1, tkvi_f32_to_f16(lacks + 0.0f));
+    tkvi_store16(p + 1, tkvi_f32_to_f16(error + 0.0f));
 }
 
 /* >>K */
@@ -5094,19 +5104,19 @@ static int tkvi_kvquant_ranges_of(const tkvi_side *s, const uint8_t *src, tkvi_k
     r->radius = s->tabled ? s->radius : r->own[0];
     r->middle = s->tabled ? s->middle : r->own[1];
     for (c = 0; c < s->dim && !s->tabled; c++) {
-        r->own[0][c] = tkvi_half_at(own + 2 * c);
-        r->own[1][c] = tkvi_half_at(own + 2 * (s->dim + c));
+        r->own[0][c] = tkvi_f16_at(own + 2 * c);
+        r->own[1][c] = tkvi_f16_at(own + 2 * (s->dim + c));
     }
     return r->radius != NULL;
 }
 
-static void tkvi_kvquant_k_encode(const tkvi_side *s, const tkvi_simd_ops *help, const float *x,
-                                  size_t stride, int n, uint8_t *dst) {
+static void tkvi_kvquant_k_encode(const tkvi_side *s, const tkvi_simd_ops *ops, const float *x, size_t stride,
+                                  int n, uint8_t *dst) {
     tkvi_kvquant_ranges r;
     tkvi_kvquant_coder e;
     tkvi_book standard;
     int t, c, i;
-    (void)help;
+    (void)ops;
     memset(dst, 0, s->bytes);
     tkvi_store32(dst + s->code_bytes, (uint32_t)s->start);
     if (!s->tabled) tkvi_kvquant_own(s, x, stride, n, dst + tkvi_kvquant_places(s).own);
@@ -5114,7 +5124,7 @@ static void tkvi_kvquant_k_encode(const tkvi_side *s, const tkvi_simd_ops *help,
     tkvi_kvquant_coder_init(&e, s, tkvi_kvquant_book(s, &standard));
     for (t = 0; t < n; t++) {
         uint8_t *row = dst + (size_t)t * tkvi_kvquant_places(s).row;
-        float y[TKV_MAX_HEAD_DIM], most[TKVI_KVQUANT_SLOTS] = {0.0f}, lacks[TKVI_KVQUANT_SLOTS] = {0.0f};
+        float y[TKV_MAX_HEAD_DIM], most[TKVI_KVQUANT_SLOTS] = {0.0f}, error[TKVI_KVQUANT_SLOTS] = {0.0f};
         int at[TKVI_KVQUANT_SLOTS] = {0};
         tkvi_kvquant_key(s->rope, x + (size_t)t * stride, s->dim, (int64_t)s->start + t, y);
         for (c = 0; c < s->dim; c++) {
@@ -5127,11 +5137,11 @@ static void tkvi_kvquant_k_encode(const tkvi_side *s, const tkvi_simd_ops *help,
             for (slot = s->slots; slot > 0 && size > most[slot - 1]; slot--) continue;
             for (i = s->slots - 1; i >= slot; i--) { /* sorted: largest first, equals by channel */
                 most[i] = i > slot ? most[i - 1] : size;
-                lacks[i] = i > slot ? lacks[i - 1] : y[c];
+                error[i] = i > slot ? error[i - 1] : y[c];
                 at[i] = i > slot ? at[i - 1] : c;
             }
         }
-        for (i = 0; i < s->slots; i++) tkvi_kvquant_slot(s, dst, t, i, at[i], lacks[i]);
+        for (i = 0; i < s->slots; i++) tkvi_kvquant_slot(s, dst, t, i, at[i], error[i]);
     }
 }
 
@@ -5170,12 +5180,12 @@ static void tkvi_kvquant_token_of(const float *x, int dim, int slots, tkvi_kvqua
     k->middle = tkvi_f16_to_f32(tkvi_f32_to_f16(k->middle));
 }
 
-static void tkvi_kvquant_v_encode(const tkvi_side *s, const tkvi_simd_ops *help, const float *x,
-                                  size_t stride, int n, uint8_t *dst) {
+static void tkvi_kvquant_v_encode(const tkvi_side *s, const tkvi_simd_ops *ops, const float *x, size_t stride,
+                                  int n, uint8_t *dst) {
     tkvi_kvquant_coder e;
     tkvi_book standard;
     int t, c, i;
-    (void)help;
+    (void)ops;
     memset(dst, 0, s->bytes);
     tkvi_kvquant_coder_init(&e, s, tkvi_kvquant_book(s, &standard));
     for (t = 0; t < n; t++) {
@@ -5217,11 +5227,11 @@ static void tkvi_kvquant_outliers(const tkvi_side *s, const uint8_t *src, int t,
     const uint8_t *p = src + tkvi_kvquant_places(s).slot + 3 * t * s->slots;
     int i;
     for (i = 0; i < s->slots; i++, p += 3)
-        if (p[0] < s->dim) y[p[0]] = tkvi_f32(y[p[0]] + tkvi_half_at(p + 1));
+        if (p[0] < s->dim) y[p[0]] = tkvi_f32(y[p[0]] + tkvi_f16_at(p + 1));
 }
 
-static void tkvi_kvquant_k_decode(const tkvi_side *s, const tkvi_simd_ops *help, const uint8_t *src,
-                                  int first, int n, float *x, size_t stride) {
+static void tkvi_kvquant_k_decode(const tkvi_side *s, const tkvi_simd_ops *ops, const uint8_t *src, int first,
+                                  int n, float *x, size_t stride) {
     size_t row = tkvi_kvquant_places(s).row;
     uint32_t stored = tkvi_load32(src + s->code_bytes);
     int64_t start = stored < 0x80000000u ? (int64_t)stored : (int64_t)stored - ((int64_t)1 << 32);
@@ -5229,7 +5239,7 @@ static void tkvi_kvquant_k_decode(const tkvi_side *s, const tkvi_simd_ops *help,
     tkvi_book standard;
     const float *level = tkvi_kvquant_decoded(s, tkvi_kvquant_book(s, &standard));
     int t, known = tkvi_kvquant_ranges_of(s, src, &r);
-    (void)help;
+    (void)ops;
     for (t = first; t < first + n; t++, x += stride) {
         if (!known) {
             memset(x, 0, (size_t)s->dim * sizeof *x);
@@ -5241,16 +5251,16 @@ static void tkvi_kvquant_k_decode(const tkvi_side *s, const tkvi_simd_ops *help,
     }
 }
 
-static void tkvi_kvquant_v_decode(const tkvi_side *s, const tkvi_simd_ops *help, const uint8_t *src,
-                                  int first, int n, float *x, size_t stride) {
+static void tkvi_kvquant_v_decode(const tkvi_side *s, const tkvi_simd_ops *ops, const uint8_t *src, int first,
+                                  int n, float *x, size_t stride) {
     size_t row = tkvi_kvquant_places(s).row;
     tkvi_book standard;
     const float *level = tkvi_kvquant_decoded(s, tkvi_kvquant_book(s, &standard));
     int t;
-    (void)help;
+    (void)ops;
     for (t = first; t < first + n; t++, x += stride) {
         const uint8_t *meta = src + s->code_bytes + 2 * t;
-        float radius = tkvi_half_at(meta), middle = tkvi_half_at(meta + 2 * TKVI_BLOCK);
+        float radius = tkvi_f16_at(meta), middle = tkvi_f16_at(meta + 2 * TKVI_BLOCK);
         tkvi_kvquant_dense(src + (size_t)t * row, s->format->bits, s->dim, level, &radius, &middle, 0, x);
         tkvi_kvquant_outliers(s, src, t, x);
     }
@@ -5352,12 +5362,12 @@ static void tkvi_token_codes(const tkvi_grid *grid, const float *y, int first, i
     }
 }
 
-static void tkvi_token_encode(const tkvi_side *s, const tkvi_simd_ops *help, const float *x, size_t stride,
+static void tkvi_token_encode(const tkvi_side *s, const tkvi_simd_ops *ops, const float *x, size_t stride,
                               int n, uint8_t *dst) {
     const tkvi_grid *grid = s->grid;
     tkvi_token_at at = tkvi_token_places(s);
     int t, c, g, p;
-    (void)help;
+    (void)ops;
     memset(dst, 0, s->bytes);
     if (s->center) tkvi_token_mean(x, stride, n, s->dim, dst + at.mean);
     for (t = 0; t < n; t++) {
@@ -5388,13 +5398,13 @@ static void tkvi_token_encode(const tkvi_side *s, const tkvi_simd_ops *help, con
     }
 }
 
-static void tkvi_token_decode(const tkvi_side *s, const tkvi_simd_ops *help, const uint8_t *src, int first,
+static void tkvi_token_decode(const tkvi_side *s, const tkvi_simd_ops *ops, const uint8_t *src, int first,
                               int n, float *x, size_t stride) {
     const tkvi_grid *grid = s->grid;
     tkvi_token_at at = tkvi_token_places(s);
     float level[256];
     int t, c;
-    (void)help;
+    (void)ops;
     for (c = 0; c < 1 << grid->bits; c++) level[c] = grid->level(c);
     for (t = first; t < first + n; t++) {
         const uint8_t *codes = src + (size_t)t * at.row;
@@ -5496,18 +5506,18 @@ static void tkvi_fp4_layout(tkvi_side *s) { tkvi_token_layout(s, &tkvi_grid_fp4)
     }
 #define TKVI_KIVI_                                                                                           \
     {                                                                                                        \
-        {tkvi_kivi_k_layout, tkvi_kivi_encode, tkvi_tiles_decode, tkvi_kivi_k_meta, NULL}, {                 \
-            tkvi_kivi_v_layout, tkvi_kivi_encode, tkvi_tiles_decode, tkvi_kivi_v_meta, NULL                  \
+        {tkvi_kivi_k_layout, tkvi_kivi_encode, tkvi_decode_tiles, tkvi_kivi_k_meta, NULL}, {                 \
+            tkvi_kivi_v_layout, tkvi_kivi_encode, tkvi_decode_tiles, tkvi_kivi_v_meta, NULL                  \
         }                                                                                                    \
     }
 
 #define TKVI_NO_SIDE_                                                                                        \
     { NULL, NULL, NULL, NULL, NULL }
 #define TKVI_A_                                                                                              \
-    { {tkvi_a_layout, tkvi_a_encode, tkvi_tiles_decode, tkvi_a_meta, NULL}, TKVI_NO_SIDE_ }
+    { {tkvi_a_layout, tkvi_a_encode, tkvi_decode_tiles, tkvi_a_meta, NULL}, TKVI_NO_SIDE_ }
 #define TKVI_R_                                                                                              \
     {                                                                                                        \
-        TKVI_NO_SIDE_, { tkvi_r_layout, tkvi_r_encode, tkvi_tiles_decode, tkvi_r_meta, NULL }                \
+        TKVI_NO_SIDE_, { tkvi_r_layout, tkvi_r_encode, tkvi_decode_tiles, tkvi_r_meta, NULL }                \
     }
 
 #define TKVI_TOKEN_(t)                                                                                       \
@@ -5517,7 +5527,7 @@ static void tkvi_fp4_layout(tkvi_side *s) { tkvi_token_layout(s, &tkvi_grid_fp4)
         }                                                                                                    \
     }
 #define TKVI_SQUAT_                                                                                          \
-    { {tkvi_kivi_k_layout, tkvi_squat_encode, tkvi_tiles_decode, tkvi_kivi_k_meta, NULL}, TKVI_NO_SIDE_ }
+    { {tkvi_kivi_k_layout, tkvi_squat_encode, tkvi_decode_tiles, tkvi_kivi_k_meta, NULL}, TKVI_NO_SIDE_ }
 #define TKVI_SUBSPACE_                                                                                       \
     {                                                                                                        \
         {tkvi_subspace_layout, tkvi_subspace_encode, tkvi_subspace_decode, NULL, NULL}, {                    \
@@ -5533,9 +5543,10 @@ static void tkvi_fp4_layout(tkvi_side *s) { tkvi_token_layout(s, &tkvi_grid_fp4)
     }
 
 static const tkvi_simd_ops tkvi_simd_ops_scalar = {
-    tkvi_halves_scalar,          tkvi_to_halves_scalar, tkvi_logs_scalar,       tkvi_zeros_scalar,
-    tkvi_log_codes_scalar,       tkvi_pack_tile,        tkvi_interleave_scalar, tkvi_columns_scalar,
-    tkvi_finalize_scales_scalar, tkvi_tokens_scalar,    tkvi_groups_scalar,     tkvi_tiles_scalar};
+    tkvi_f16_to_f32_scalar,         tkvi_f32_to_f16_scalar,        tkvi_decode_log_scales_scalar,
+    tkvi_decode_zero_points_scalar, tkvi_encode_log_scales_scalar, tkvi_pack_tile,
+    tkvi_interleave_scalar,         tkvi_encode_k_columns_scalar,  tkvi_finalize_scales_scalar,
+    tkvi_encode_v_tokens_scalar,    tkvi_encode_groups_scalar,     tkvi_decode_tiles_scalar};
 
 /* In the order of tkv_format. */
 static const tkvi_format tkvi_formats[TKV_FORMAT_COUNT] = {
@@ -5592,10 +5603,10 @@ static void tkvi_decode_side(const tkvi_side *s, const uint8_t *src, int first, 
 
 static int tkvi_format_known(tkv_format f) { return f > TKV_FORMAT_DEFAULT && f < TKV_FORMAT_COUNT; }
 
-/* Does its encoder need statistics of queries (learn/squat_queries.h)? */
+/* True if the encoder needs statistics of queries (learn/squat_queries.h). */
 static int tkvi_is_squat(tkv_format f) { return tkvi_formats[f].side[TKV_K].encode == tkvi_squat_encode; }
 
-/* Does it need a table of the layer (learn/kvquant_tables.h)? */
+/* True if the format uses a table of the layer (learn/kvquant_tables.h). */
 static int tkvi_is_kvquant(tkv_format f) {
     return tkvi_formats[f].side[TKV_V].encode == tkvi_kvquant_v_encode;
 }
@@ -5628,7 +5639,7 @@ static int tkvi_codec_side(const tkv_codec *c, tkvi_side *s) {
     if (c->head_dim < 1 || c->head_dim > TKV_MAX_HEAD_DIM || (o.group != 64 && o.group != 32)) return 0;
     if (tkvi_bad_fit(o.fit) || (o.rotate & ~3) || (o.center_k & ~1) || o.parts < 1 || o.parts > 16) return 0;
     if ((o.kvquant & ~15) || c->position < 0) return 0;
-    if (c->side == TKV_K && tkvi_rope_wrong(&c->rope, c->head_dim)) return 0;
+    if (c->side == TKV_K && tkvi_rope_has_fault(&c->rope, c->head_dim)) return 0;
     tkvi_side_make(s, &tkvi_formats[c->format], c->side, c->head_dim, TKVI_BLOCK, &o, NULL);
     s->start = c->position;
     return 1;
@@ -5711,29 +5722,29 @@ TKV_API tkv_status tkv_decode_block(const tkv_codec *c, const void *src, size_t 
 #define TKVI_KERNELS_SCALAR_H
 
 
-#define TKVI_ROWS 8                 /* query rows per pass; a kernel's stack is proportional to it */
-#define TKVI_PLANE 127              /* largest weight of one limb in K */
-#define TKVI_PLANE_V 255            /* and in V */
-#define TKVI_TWO_PLANES (127 * 128) /* largest weight of two limbs */
-#define TKVI_WIDE 5                 /* tiles of this many bits or more have two limbs */
+#define TKVI_ROWS 8                    /* query rows per pass; a kernel's stack is proportional to it */
+#define TKVI_LIMB_MAX_K 127            /* largest weight of one limb in K */
+#define TKVI_LIMB_MAX_V 255            /* and in V */
+#define TKVI_TWO_LIMBS_MAX (127 * 128) /* largest weight of two limbs */
+#define TKVI_WIDE 5                    /* tiles of this many bits or more have two limbs */
 
 /* scores[row][64] = q[row] . (k[t] - ref). q: [rows][pad], zero beyond dim. ref: [pad]. n: tokens in the block.
  * Scores beyond n are finite and have no meaning. An exact side may end after n tokens: do not read further.
- * planes: number of limbs, see tkvi_planes.
+ * n_limbs: 1 or 2, see tkvi_n_limbs.
  * `next` is the same side of the next block, or NULL. The kernel prefetches its s->bytes line by line between the
  * products. Prefetching all at once would stall, and hardware prefetchers stop at the end of a record. */
 typedef void (*tkvi_k_kernel)(const tkvi_side *s, const uint8_t *src, const uint8_t *next, const float *q,
-                              const float *ref, int rows, int n, int planes, float *scores);
+                              const float *ref, int rows, int n, int n_limbs, float *scores);
 /* out[row][pad] += sum_t p[row][t] v[t]. p: [rows][64], not negative, zero beyond n. */
 typedef void (*tkvi_v_kernel)(const tkvi_side *s, const uint8_t *src, const uint8_t *next, const float *p,
-                              int rows, int n, int planes, float *out);
+                              int rows, int n, int n_limbs, float *out);
 
 typedef struct tkvi_kernels {
     tkv_isa isa;
     const char *name;
     tkvi_k_kernel k[TKVI_STORAGE_COUNT];
     tkvi_v_kernel v[TKVI_STORAGE_COUNT];
-    const tkvi_simd_ops *helpers;
+    const tkvi_simd_ops *simd_ops;
     /* p[t] = exp(s[t] - maximum) for 64 scores, all <= maximum. It may be 0 below maximum - 87. Returns the sum. */
     float (*exp64)(const float *s, float maximum, float *p);
     float (*max64)(const float *s); /* the largest of 64 scores */
@@ -5765,11 +5776,11 @@ static int tkvi_softmax_rows(float (*max64)(const float *), float (*exp64)(const
 
 /* Limbs to ask a kernel for. 2: every weight has two. 1: the kernel decides by the width of tiles and by the
  * weights. */
-static int tkvi_planes(const tkvi_side *s, int precise) {
+static int tkvi_n_limbs(const tkvi_side *s, int precise) {
     int width;
     if (s->which == TKV_V)
         for (width = TKVI_MAX_WIDTH; width >= TKVI_WIDE; width--)
-            if (s->runs.n[width]) return 2;
+            if (s->tiles.n[width]) return 2;
     return precise ? 2 : 1;
 }
 
@@ -5797,16 +5808,16 @@ static void tkvi_exact_v(const tkvi_side *s, float (*load)(const uint8_t *), con
 
 #define TKVI_EXACT_KERNEL_(t)                                                                                \
     static void tkvi_##t##_k_scalar(const tkvi_side *s, const uint8_t *src, const uint8_t *next,             \
-                                    const float *q, const float *ref, int rows, int n, int planes,           \
+                                    const float *q, const float *ref, int rows, int n, int n_limbs,          \
                                     float *scores) {                                                         \
         (void)next;                                                                                          \
-        (void)planes;                                                                                        \
+        (void)n_limbs;                                                                                       \
         tkvi_exact_k(s, tkvi_load_##t, src, q, ref, rows, n, scores);                                        \
     }                                                                                                        \
     static void tkvi_##t##_v_scalar(const tkvi_side *s, const uint8_t *src, const uint8_t *next,             \
-                                    const float *p, int rows, int n, int planes, float *out) {               \
+                                    const float *p, int rows, int n, int n_limbs, float *out) {              \
         (void)next;                                                                                          \
-        (void)planes;                                                                                        \
+        (void)n_limbs;                                                                                       \
         tkvi_exact_v(s, tkvi_load_##t, src, p, rows, n, out);                                                \
     }
 TKVI_EXACT_KERNEL_(f32)
@@ -5826,9 +5837,9 @@ static const float tkvi_spread[2][TKVI_WIDE] = {{0.0f, 3.0f, 9.0f, 30.0f, 90.0f}
 static int tkvi_wide_k(const tkvi_side *s) { return s->format->shared ? TKVI_WIDE : TKVI_WIDE - 1; }
 
 /* Number of positions in such tiles. They come first. */
-static int tkvi_wide_places(const tkvi_side *s) {
+static int tkvi_n_wide_positions(const tkvi_side *s) {
     int width, n = 0;
-    for (width = TKVI_MAX_WIDTH; width >= tkvi_wide_k(s); width--) n += 4 * s->runs.n[width];
+    for (width = TKVI_MAX_WIDTH; width >= tkvi_wide_k(s); width--) n += 4 * s->tiles.n[width];
     return n;
 }
 
@@ -5838,7 +5849,7 @@ static float tkvi_coarse_k(const tkvi_side *s) {
     float sum = 0.0f;
     int width;
     for (width = 1; width < tkvi_wide_k(s); width++)
-        sum += tkvi_spread[!s->format->shared][width] * (float)(4 * s->runs.n[width]);
+        sum += tkvi_spread[!s->format->shared][width] * (float)(4 * s->tiles.n[width]);
     return sum;
 }
 
@@ -5851,9 +5862,9 @@ static float tkvi_coarse_v(const tkvi_side *s, int width) {
  * So the added error stays below a tenth. Per weight, in the same unit, rounding has the squared error
  * step^2 spread / 12 with step = most / top; the format has w^2. Hence the limit is sqrt(0.09 / 12). This bounds an
  * expectation: the error of one row can be twice as large. */
-#define TKVI_MAY_ERR(top) (0.09f * (float)(top) * (float)(top))
+#define TKVI_ERR_LIMIT(top) (0.09f * (float)(top) * (float)(top))
 #define TKVI_NEEDS_TWO(coarse, most, squares, top)                                                           \
-    ((coarse) * (most) * (most) > TKVI_MAY_ERR(top) * (squares))
+    ((coarse) * (most) * (most) > TKVI_ERR_LIMIT(top) * (squares))
 
 /* w times `by`, rounded and clamped to -top .. top. */
 static int tkvi_rounded(float w, float by, int top) {
@@ -5866,33 +5877,34 @@ static float tkvi_inverse(float top, float most) {
 }
 
 /* Weights of K as integers in units of the low limb. Returns the value of one unit. */
-static float tkvi_round_k(const tkvi_side *s, const float *w, int planes, int *rounded) {
+static float tkvi_round_k(const tkvi_side *s, const float *w, int n_limbs, int *rounded) {
     float most = tkvi_largest(w, s->pad), squares = 0.0f;
-    float one = tkvi_inverse((float)TKVI_PLANE, most), two = tkvi_inverse((float)TKVI_TWO_PLANES, most);
-    int wide = tkvi_wide_places(s), i;
+    float one = tkvi_inverse((float)TKVI_LIMB_MAX_K, most),
+          two = tkvi_inverse((float)TKVI_TWO_LIMBS_MAX, most);
+    int wide = tkvi_n_wide_positions(s), i;
     for (i = 0; i < s->pad; i++) squares += w[i] * w[i];
-    if (planes == 2 || TKVI_NEEDS_TWO(tkvi_coarse_k(s), most, squares, TKVI_PLANE)) wide = s->pad;
+    if (n_limbs == 2 || TKVI_NEEDS_TWO(tkvi_coarse_k(s), most, squares, TKVI_LIMB_MAX_K)) wide = s->pad;
     for (i = 0; i < s->pad; i++)
-        rounded[i] =
-            i < wide ? tkvi_rounded(w[i], two, TKVI_TWO_PLANES) : 128 * tkvi_rounded(w[i], one, TKVI_PLANE);
-    return two > 0.0f ? most / (float)TKVI_TWO_PLANES : 0.0f;
+        rounded[i] = i < wide ? tkvi_rounded(w[i], two, TKVI_TWO_LIMBS_MAX)
+                              : 128 * tkvi_rounded(w[i], one, TKVI_LIMB_MAX_K);
+    return two > 0.0f ? most / (float)TKVI_TWO_LIMBS_MAX : 0.0f;
 }
 
 /* The largest weight of V in one limb. Levels of a table are signed bytes, which leaves seven bits for weights. */
-static int tkvi_top_v(const tkvi_side *s) { return s->levels ? TKVI_PLANE : TKVI_PLANE_V; }
+static int tkvi_top_v(const tkvi_side *s) { return s->levels ? TKVI_LIMB_MAX_K : TKVI_LIMB_MAX_V; }
 
-static float tkvi_round_v(const tkvi_side *s, const float *w, int width, int planes, int *rounded) {
+static float tkvi_round_v(const tkvi_side *s, const float *w, int width, int n_limbs, int *rounded) {
     float most = tkvi_largest(w, TKVI_BLOCK), squares = 0.0f, by;
     int top = tkvi_top_v(s), t;
     for (t = 0; t < TKVI_BLOCK; t++) squares += w[t] * w[t];
-    if (planes == 2 || TKVI_NEEDS_TWO(tkvi_coarse_v(s, width), most, squares, top)) top = TKVI_TWO_PLANES;
+    if (n_limbs == 2 || TKVI_NEEDS_TWO(tkvi_coarse_v(s, width), most, squares, top)) top = TKVI_TWO_LIMBS_MAX;
     by = tkvi_inverse((float)top, most);
     for (t = 0; t < TKVI_BLOCK; t++) rounded[t] = tkvi_max(0, tkvi_rounded(w[t], by, top));
     return by > 0.0f ? most / (float)top : 0.0f;
 }
 
 static void tkvi_tiles_k_scalar(const tkvi_side *s, const uint8_t *src, const uint8_t *next, const float *q,
-                                const float *ref, int rows, int n, int planes, float *scores) {
+                                const float *ref, int rows, int n, int n_limbs, float *scores) {
     float scale[2 * TKV_MAX_HEAD_DIM], zero[2 * TKV_MAX_HEAD_DIM];
     int g, r, t, i, c;
     (void)next;
@@ -5901,12 +5913,12 @@ static void tkvi_tiles_k_scalar(const tkvi_side *s, const uint8_t *src, const ui
         for (g = 0; g < s->groups; g++) {
             float folded[TKV_MAX_HEAD_DIM], step, rest = 0.0f, middle = 0.0f;
             int w[TKV_MAX_HEAD_DIM], sum[TKVI_BLOCK], width, position = 0;
-            tkvi_tile_at at = tkvi_tiles(&s->runs);
+            tkvi_tile_at at = tkvi_first_tile(&s->tiles);
             for (c = 0; c < s->pad; c++) folded[c] = q[r * s->pad + c] * scale[g * s->pad + c];
-            step = tkvi_round_k(s, folded, planes, w);
+            step = tkvi_round_k(s, folded, n_limbs, w);
             memset(sum, 0, sizeof sum);
             for (width = TKVI_MAX_WIDTH; width > 0; width--)
-                for (i = 0; i < s->runs.n[width]; i++, position += 4) {
+                for (i = 0; i < s->tiles.n[width]; i++, position += 4) {
                     uint8_t tile[TKVI_TILE_CODES];
                     float centre = tkvi_centre(s, width);
                     tkvi_unpack_tile(src, &at, width, tile);
@@ -5927,14 +5939,14 @@ static void tkvi_tiles_k_scalar(const tkvi_side *s, const uint8_t *src, const ui
 }
 
 static void tkvi_tiles_v_scalar(const tkvi_side *s, const uint8_t *src, const uint8_t *next, const float *p,
-                                int rows, int n, int planes, float *out) {
+                                int rows, int n, int n_limbs, float *out) {
     float scale[TKVI_MAX_GROUPS * TKVI_BLOCK], zero[TKVI_MAX_GROUPS * TKVI_BLOCK];
     int r, t, i, c, width, slab = 0; /* its first channel */
-    tkvi_tile_at at = tkvi_tiles(&s->runs);
+    tkvi_tile_at at = tkvi_first_tile(&s->tiles);
     (void)next;
     s->format->side[TKV_V].meta(s, src, &tkvi_simd_ops_scalar, scale, zero);
     for (width = TKVI_MAX_WIDTH; width > 0; width--)
-        for (i = 0; i < s->runs.n[width]; i += 4) { /* a slab */
+        for (i = 0; i < s->tiles.n[width]; i += 4) { /* a slab */
             uint8_t tile[4][TKVI_TILE_CODES];
             const float *sc = scale + slab / s->group * TKVI_BLOCK, *z = zero + slab / s->group * TKVI_BLOCK;
             float centre = tkvi_centre(s, width);
@@ -5947,7 +5959,7 @@ static void tkvi_tiles_v_scalar(const tkvi_side *s, const uint8_t *src, const ui
                 float folded[TKVI_BLOCK], step, rest = 0.0f, middle = 0.0f;
                 int w[TKVI_BLOCK], sum[32];
                 for (t = 0; t < TKVI_BLOCK; t++) folded[t] = t < n ? p[r * TKVI_BLOCK + t] * sc[t] : 0.0f;
-                step = tkvi_round_v(s, folded, width, planes, w);
+                step = tkvi_round_v(s, folded, width, n_limbs, w);
                 memset(sum, 0, sizeof sum);
                 for (t = 0; t < n; t++) {
                     const uint8_t *codes = tile[t / 16] + t % 16 / 4 * 64 + t % 4;
@@ -5981,11 +5993,11 @@ static float tkvi_float_dot(const float *a, const float *b, int n) {
 }
 
 static void tkvi_decoded_k(const tkvi_side *s, const uint8_t *src, const uint8_t *next, const float *q,
-                           const float *ref, int rows, int n, int planes, float *scores) {
+                           const float *ref, int rows, int n, int n_limbs, float *scores) {
     TKVI_ALIGNED float x[TKVI_AT_ONCE * TKV_MAX_HEAD_DIM];
     int from, t, c, r;
     (void)next;
-    (void)planes;
+    (void)n_limbs;
     memset(x, 0, sizeof x);
     memset(scores, 0, (size_t)(rows * TKVI_BLOCK) * sizeof(float));
     for (from = 0; from < n; from += TKVI_AT_ONCE) {
@@ -6001,11 +6013,11 @@ static void tkvi_decoded_k(const tkvi_side *s, const uint8_t *src, const uint8_t
 }
 
 static void tkvi_decoded_v(const tkvi_side *s, const uint8_t *src, const uint8_t *next, const float *p,
-                           int rows, int n, int planes, float *out) {
+                           int rows, int n, int n_limbs, float *out) {
     TKVI_ALIGNED float x[TKVI_AT_ONCE * TKV_MAX_HEAD_DIM];
     int from, t, c, k, r;
     (void)next;
-    (void)planes;
+    (void)n_limbs;
     memset(x, 0, sizeof x);
     for (from = 0; from < n; from += TKVI_AT_ONCE) {
         int count = tkvi_min(TKVI_AT_ONCE, n - from);
@@ -6114,7 +6126,7 @@ static const tkvi_kernels tkvi_kernels_scalar = {
 #define TKVI_FLAT_AVX2 TKVI_FLAT TKVI_TARGET_AVX2
 #define TKVI_FLAT_AVX512 TKVI_FLAT TKVI_TARGET_AVX512
 
-/* gcc for 64-bit Windows aligns the stack to 16 bytes only. It still saves vectors of 32 and 64 bytes there by
+/* gcc for 64-bit Windows aligns the stack to 16 bytes only. It still stores vectors of 32 and 64 bytes there with
  * aligned moves, which fault (GCC bug 54412; Debian's gcc is patched). Assembler macros make all aligned moves of
  * this file unaligned. That costs nothing where memory is aligned. LTO joins files, so .ifndef lets each macro be
  * defined only once. */
@@ -6132,19 +6144,19 @@ TKVI_UNALIGNED("vmovdqa64", "vmovdqu64");
 #endif
 
 /* The same value in every byte. gcc's _mm512_set1_epi8 is a list of 64 values, copied at every use. */
-TKVI_FLAT_AVX2 __m256i tkvi_all_avx2(int value) {
+TKVI_FLAT_AVX2 __m256i tkvi_splat_bytes_avx2(int value) {
     return _mm256_set1_epi32((int32_t)((uint32_t)value * 0x01010101u));
 }
 
 #ifdef TKVI_AVX512
-TKVI_FLAT_AVX512 __m512i tkvi_all_avx512(int value) {
+TKVI_FLAT_AVX512 __m512i tkvi_splat_bytes_avx512(int value) {
     return _mm512_set1_epi32((int32_t)((uint32_t)value * 0x01010101u));
 }
 #endif
 
 /* >>shared pieces, without vectors */
 /* Distance for prefetching: address p in this side corresponds to p + ahead in the next side. */
-TKVI_FLAT uintptr_t tkvi_ahead(const uint8_t *src, const uint8_t *next) {
+TKVI_FLAT uintptr_t tkvi_prefetch_distance(const uint8_t *src, const uint8_t *next) {
     return next ? (uintptr_t)next - (uintptr_t)src : 0u;
 }
 
@@ -6164,29 +6176,29 @@ TKVI_FLAT void tkvi_prefetch_bytes(const uint8_t *p, int n, uintptr_t ahead) {
 }
 
 /* Four weights of neighbouring channels or tokens, to be broadcast. */
-TKVI_FLAT int32_t tkvi_four(const int8_t *w) {
+TKVI_FLAT int32_t tkvi_load_four_weights(const int8_t *w) {
     int32_t x;
     memcpy(&x, w, 4);
     return x;
 }
 
-/* >>tiles: the part that does not depend on the instruction set. tkvi_steps has the part that does. */
+/* >>tiles: the part that does not depend on the instruction set. tkvi_tile_ops has the part that does. */
 enum { TKVI_W_BYTES = TKVI_ROWS * TKV_MAX_HEAD_DIM }; /* one limb of the weights of all rows */
 
-/* Parameters of a fold: multiply rows of q (K, by channel) or p (V, by token) by the scales of one group; round. */
-typedef struct tkvi_folding {
+/* Parameters of a fold: multiply rows of q (K, by position) or p (V, by token) by the scales of one group; round. */
+typedef struct tkvi_fold_args {
     const float *x, *scale, *zero; /* x: [row][n] */
     const float *ref;              /* K */
     const uint8_t *centre2;        /* K: [n] twice tkvi_centre of the codes that a weight multiplies */
     float centre;                  /* V: tkvi_centre of the codes */
-    int middle;                    /* V: twice the centre of the codes after tkvi_steps.less was subtracted */
-    int n, planes, top; /* weights in a row; limbs, see tkvi_planes; V: the largest weight of one limb */
-    int wide;           /* K: the first `wide` weights always have two limbs */
-    float coarse;       /* see tkvi_coarse_k and tkvi_coarse_v */
+    int middle;          /* V: twice the centre of the codes after tkvi_tile_ops.v_bias was subtracted */
+    int n, n_limbs, top; /* weights in a row; limbs, see tkvi_n_limbs; V: the largest weight of one limb */
+    int wide;            /* K: the first `wide` weights always have two limbs */
+    float coarse;        /* see tkvi_coarse_k and tkvi_coarse_v */
     /* Out: [row][stride] weights of one limb, or hi, and lo. w is signed in K and unsigned in V; lo is 0..127. Each
      * row has space for a multiple of 64 weights. */
     int8_t *w, *lo;
-} tkvi_folding;
+} tkvi_fold_args;
 
 /* Turns the sum of one limb's products into an answer for row r: step * (sum w code - base) + rest. base is half
  * of sum w centre2, rounded down to an integer. rest makes up for the rounding. For the high limb rest also has
@@ -6206,8 +6218,9 @@ typedef struct tkvi_products {
     int width, slabs, n;        /* V: width of the codes, number of slabs, number of tokens */
     int pairs;                  /* V: a lane is a pair of channels, 16 apart */
     uintptr_t ahead;            /* 0: prefetch nothing */
-    int turn, turns;            /* prefetch only for tiles with (number & turns) == turn */
-    const uint8_t *rest, *end;  /* bytes behind the wide parts still to be prefetched, one line per tile */
+    int prefetch_phase,
+        prefetch_mask;         /* prefetch only for tiles with (number & prefetch_mask) == prefetch_phase */
+    const uint8_t *rest, *end; /* bytes behind the wide parts still to be prefetched, one line per tile */
     const int8_t *w; /* [row][TKV_MAX_HEAD_DIM in K, TKVI_BLOCK in V]; the last pass reads 1, 2 or 4 rows */
     int w_group;     /* K: bytes from the weights of tokens 0 .. 31 to those of 32 .. 63 */
     const tkvi_fold *fold, *fold_group; /* K: fold_group is for tokens 32 .. 63 */
@@ -6218,21 +6231,21 @@ typedef struct tkvi_products {
 
 typedef void (*tkvi_dot)(tkvi_products *d);
 
-typedef struct tkvi_steps {
-    const tkvi_simd_ops *helpers;
+typedef struct tkvi_tile_ops {
+    const tkvi_simd_ops *simd_ops;
     /* Fold and round all rows. f: one entry for each limb. K: returns the number of leading weights that have two
      * limbs in some row. Rows are folded four at a time. `lo` is written only as far as one of the four needs it.
      * V: returns the rows with two limbs, one bit each. */
-    int (*fold_k)(const tkvi_folding *a, int rows, tkvi_fold *f);
-    int (*fold_v)(const tkvi_folding *a, int rows, tkvi_fold *f);
+    int (*fold_k)(const tkvi_fold_args *a, int rows, tkvi_fold *f);
+    int (*fold_v)(const tkvi_fold_args *a, int rows, tkvi_fold *f);
     void (*dot)(tkvi_products *d, int rows);
-    int less; /* subtracted from 8-bit codes of V where they must be signed, else 0 */
-} tkvi_steps;
+    int v_bias; /* subtracted from 8-bit codes of V where they must be signed, else 0 */
+} tkvi_tile_ops;
 
 static void tkvi_products_set(tkvi_products *d, const tkvi_side *s, const uint8_t *src) {
     d->s = s;
     d->wide = src;
-    d->tops = src + tkvi_tiles(&s->runs).halves;
+    d->tops = src + tkvi_first_tile(&s->tiles).halves;
     d->rest = d->tops;
     d->end = src + s->bytes;
     d->half = 0;
@@ -6240,10 +6253,10 @@ static void tkvi_products_set(tkvi_products *d, const tkvi_side *s, const uint8_
 
 /* If the passes of both limbs read all tiles, each pass prefetches every other tile. This spreads the requests.
  * Otherwise the first pass prefetches everything. */
-static void tkvi_prefetch_in_turn(tkvi_products *d, uintptr_t ahead, int plane, int two) {
-    d->ahead = plane && !two ? 0 : ahead;
-    d->turn = plane && two;
-    d->turns = two != 0;
+static void tkvi_divide_prefetch(tkvi_products *d, uintptr_t ahead, int limb, int two) {
+    d->ahead = limb && !two ? 0 : ahead;
+    d->prefetch_phase = limb && two;
+    d->prefetch_mask = two != 0;
 }
 
 TKVI_FLAT void tkvi_prefetch_rest(tkvi_products *d) {
@@ -6264,26 +6277,26 @@ static void tkvi_dot_rows(tkvi_products *d, int rows, const tkvi_dot *dots) {
     }
 }
 
-static void tkvi_tiles_k(const tkvi_steps *v, const tkvi_side *s, const uint8_t *src, const uint8_t *next,
-                         const float *q, const float *ref, int rows, int planes, float *scores) {
+static void tkvi_tiles_k(const tkvi_tile_ops *v, const tkvi_side *s, const uint8_t *src, const uint8_t *next,
+                         const float *q, const float *ref, int rows, int n_limbs, float *scores) {
     TKVI_ALIGNED float scale[2 * TKV_MAX_HEAD_DIM], zero[2 * TKV_MAX_HEAD_DIM];
     TKVI_ALIGNED uint8_t centre2[TKV_MAX_HEAD_DIM];
     TKVI_ALIGNED int8_t w[2][2][TKVI_W_BYTES]; /* limb, group */
     tkvi_fold fold[2][2];                      /* group, limb */
-    tkvi_folding a;
+    tkvi_fold_args a;
     tkvi_products d;
-    int width, g, c = 0, plane, second = 0;
-    s->format->side[TKV_K].meta(s, src, v->helpers, scale, zero);
+    int width, g, c = 0, limb, second = 0;
+    s->format->side[TKV_K].meta(s, src, v->simd_ops, scale, zero);
     tkvi_products_set(&d, s, src);
-    for (width = TKVI_MAX_WIDTH; width > 0; c += 4 * s->runs.n[width--])
-        if (s->runs.n[width]) memset(centre2 + c, (1 << width) - 1, (size_t)(4 * s->runs.n[width]));
+    for (width = TKVI_MAX_WIDTH; width > 0; c += 4 * s->tiles.n[width--])
+        if (s->tiles.n[width]) memset(centre2 + c, (1 << width) - 1, (size_t)(4 * s->tiles.n[width]));
     if (c < s->pad) memset(centre2 + c, 0, (size_t)(s->pad - c));
     a.x = q;
     a.ref = ref;
     a.centre2 = centre2;
     a.n = s->pad;
-    a.planes = planes;
-    a.wide = tkvi_wide_places(s);
+    a.n_limbs = n_limbs;
+    a.wide = tkvi_n_wide_positions(s);
     a.coarse = tkvi_coarse_k(s);
     if (s->groups == 2 || rows > 4) memset(w[1], 0, sizeof w[1]); /* fold_k may leave parts of lo unwritten */
     for (g = 0; g < s->groups; g++) {
@@ -6295,14 +6308,14 @@ static void tkvi_tiles_k(const tkvi_steps *v, const tkvi_side *s, const uint8_t 
     }
     d.w_group = s->groups == 2 ? (int)sizeof w[0][0] : 0;
     d.out_stride = TKVI_BLOCK;
-    for (plane = 0; plane < (second ? 2 : 1); plane++) {
-        d.w = w[plane][0];
-        d.tiles = plane ? (second + 3) / 4 : TKV_MAX_HEAD_DIM;
-        d.fold = &fold[0][plane];
-        d.fold_group = &fold[s->groups - 1][plane];
+    for (limb = 0; limb < (second ? 2 : 1); limb++) {
+        d.w = w[limb][0];
+        d.tiles = limb ? (second + 3) / 4 : TKV_MAX_HEAD_DIM;
+        d.fold = &fold[0][limb];
+        d.fold_group = &fold[s->groups - 1][limb];
         d.out = scores;
-        d.add = plane;
-        tkvi_prefetch_in_turn(&d, tkvi_ahead(src, next), plane, second >= s->pad);
+        d.add = limb;
+        tkvi_divide_prefetch(&d, tkvi_prefetch_distance(src, next), limb, second >= s->pad);
         v->dot(&d, rows);
     }
 }
@@ -6321,21 +6334,21 @@ static int tkvi_gather_rows(int which, int8_t *w, tkvi_fold *f) {
     return n;
 }
 
-static void tkvi_tiles_v(const tkvi_steps *v, const tkvi_side *s, const uint8_t *src, const uint8_t *next,
-                         const float *p, int rows, int n, int planes, float *out) {
+static void tkvi_tiles_v(const tkvi_tile_ops *v, const tkvi_side *s, const uint8_t *src, const uint8_t *next,
+                         const float *p, int rows, int n, int n_limbs, float *out) {
     TKVI_ALIGNED float scale[TKVI_MAX_GROUPS * TKVI_BLOCK], zero[TKVI_MAX_GROUPS * TKVI_BLOCK];
     TKVI_ALIGNED int8_t w[2][TKVI_ROWS * TKVI_BLOCK];
     tkvi_fold fold[2];
-    tkvi_folding a;
+    tkvi_fold_args a;
     tkvi_products d;
-    int width, i, g, slab = 0, plane, second;
-    s->format->side[TKV_V].meta(s, src, v->helpers, scale, zero);
+    int width, i, g, slab = 0, limb, second;
+    s->format->side[TKV_V].meta(s, src, v->simd_ops, scale, zero);
     tkvi_products_set(&d, s, src);
     a.x = p;
     a.w = w[0];
     a.lo = w[1];
     a.n = TKVI_BLOCK;
-    a.planes = planes;
+    a.n_limbs = n_limbs;
     a.top = tkvi_top_v(s);
     d.n = n;
     d.w_group = 0;
@@ -6343,23 +6356,23 @@ static void tkvi_tiles_v(const tkvi_steps *v, const tkvi_side *s, const uint8_t 
     d.add = 1;
     for (width = TKVI_MAX_WIDTH; width > 0; width--) {
         a.centre = tkvi_centre(s, width);
-        a.middle = s->levels ? 0 : (1 << width) - 1 - (width == 8 ? 2 * v->less : 0);
+        a.middle = s->levels ? 0 : (1 << width) - 1 - (width == 8 ? 2 * v->v_bias : 0);
         a.coarse = tkvi_coarse_v(s, width);
         d.width = width;
         d.pairs = s->pairs && width == 3;
-        for (i = 0; i < s->runs.n[width]; i += 4 * d.slabs) { /* slabs of 16 lanes in one group */
-            const int left = (s->runs.n[width] - i) / 4 << d.pairs, in_group = s->group / 16;
+        for (i = 0; i < s->tiles.n[width]; i += 4 * d.slabs) { /* slabs of 16 lanes in one group */
+            const int left = (s->tiles.n[width] - i) / 4 << d.pairs, in_group = s->group / 16;
             g = slab / in_group;
             d.slabs = tkvi_min(left, in_group - slab % in_group) >> d.pairs;
             a.scale = scale + g * TKVI_BLOCK;
             a.zero = zero + g * TKVI_BLOCK;
             second = tkvi_gather_rows(v->fold_v(&a, rows, fold) & ((1 << rows) - 1), w[1], &fold[1]);
-            for (plane = 0; plane < (second ? 2 : 1); plane++) {
-                d.w = w[plane];
-                d.fold = &fold[plane];
+            for (limb = 0; limb < (second ? 2 : 1); limb++) {
+                d.w = w[limb];
+                d.fold = &fold[limb];
                 d.out = out + 16 * slab;
-                tkvi_prefetch_in_turn(&d, tkvi_ahead(src, next), plane, second);
-                v->dot(&d, plane ? second : rows);
+                tkvi_divide_prefetch(&d, tkvi_prefetch_distance(src, next), limb, second);
+                v->dot(&d, limb ? second : rows);
             }
             d.wide += 4 * d.slabs * tkvi_wide_bytes[width];
             d.half += 4 * d.slabs * tkvi_has_half[width];
@@ -6373,22 +6386,25 @@ static void tkvi_tiles_v(const tkvi_steps *v, const tkvi_side *s, const uint8_t 
 #endif /* TKVI_KERNELS_X86_H */
 /* ======== kernels/decode_x86.h ======== */
 /*
- * kernels/decode_x86.h - TKVI_AS_DECODED formats for attention on x86: codes become levels in registers, between
- * the load and the products. This file has what is the same with any vectors: where codes, levels and scales of a
- * side are, and what is done to the query instead of to each token. kernels/avx2.h and kernels/avx512.h have the
- * products. Calls kernels/x86.h.
+ * kernels/decode_x86.h - attention on TKVI_AS_DECODED formats on x86. Codes become levels in registers, so tokens
+ * need no decode function. kernels/avx2.h and kernels/avx512.h have the loops.
  *
- *     x[c] = level[code[c]] * by + plus     by, plus: of each channel (keys of KVQUANT), or of each token and
- *                                           2^shift channels (the rest)
- * and outliers, which are added to the answer. The query has the options of a format:
+ * This file locates codes, levels and scales of a side:
+ *
+ *     x[c] = level[code[c]] * scale + zero     scale, zero: per channel (keys of KVQuant), or per token. Scales per
+ *                                              token can also differ between groups of 2^shift channels.
+ *
+ * It also moves the options of a format from the tokens to the query, which costs less:
  *     center    q.(y + mean) = q.y + q.mean
- *     rotate    q.(turned back y) = (turned q).y; values are turned back after the sum
- *     RoPE      q.(k turned by start + t) = (q turned back by start).(k turned by t); positions of 0 .. 15 are
- *               in a table, and the query is turned back by 16 more after 16 tokens
- * and q.ref is taken off last: in floats, 1e-7 of a large bias is far below what these formats lose of it.
- * Sums are in another order than decode has them: attention is within rounding of it, not bit-identical.
+ *     rotate    q.(rotate back y) = (rotate q).y. The output of V is rotated back after the sum.
+ *     RoPE      q.(k rotated by start + t) = (q rotated back by start).(k rotated by t). Tables hold positions
+ *               0 .. 15. After every 16 tokens the query is rotated back by 16 more.
+ *     outliers  Outliers of K are added to the decoded keys, those of V to the output.
  *
- * Channels come in vectors of 16. Where keys turn, vectors 2i and 2i + 1 are the partners of 16 pairs.
+ * q.ref is subtracted last. The rounding of a large q.ref, 1e-7 of it, is far below the error of these formats.
+ * Sums have another order than in decode. So attention agrees with decode within rounding, not bit by bit.
+ *
+ * Channels come in vectors of 16. With RoPE, vectors 2i and 2i + 1 hold the partners of 16 pairs.
  */
 #ifndef TKVI_KERNELS_DECODE_X86_H
 #define TKVI_KERNELS_DECODE_X86_H
@@ -6397,86 +6413,88 @@ static void tkvi_tiles_v(const tkvi_steps *v, const tkvi_side *s, const uint8_t 
 #ifdef TKVI_X86
 
 typedef enum tkvi_code_kind {
-    TKVI_CODES_TABLE, /* 2 to 4 bits */
+    TKVI_CODES_TABLE, /* 2 to 4 bits, with a table of levels */
     TKVI_CODES_INT8,
     TKVI_CODES_E4M3,
     TKVI_CODES_E5M2
 } tkvi_code_kind;
 
 /* A side as rows of codes. */
-typedef struct tkvi_reading {
+typedef struct tkvi_code_rows {
     const tkvi_side *s;
     const tkvi_rope *rope;
-    const uint8_t *codes, *slots; /* slots: outliers of KVQUANT */
-    size_t row;
-    int bits, by_channel, shift, per; /* by[token * per + (channel >> shift)], plus[token] */
+    const uint8_t *codes, *slots; /* slots: outliers of KVQuant, or NULL */
+    size_t row_bytes;             /* codes of one token */
+    /* by_channel 1: scale[c] and zero[c]. 0: scale[token * scales_per_token + (channel >> shift)] and zero[token]. */
+    int bits, by_channel, shift, scales_per_token;
     tkvi_code_kind kind;
-    const uint8_t *parts; /* E4M3 factors of 16 channels, to be multiplied into by: [token][per] */
+    const uint8_t *
+        factors; /* E4M3, of 16 channels each, to be multiplied into scale: [token][scales_per_token]; or NULL */
     uintptr_t ahead;
-    int vectors, pairs;                /* pairs: how many of the vectors are partners */
-    int at[TKV_MAX_HEAD_DIM / 16 + 2]; /* byte of a row where the codes of a vector begin */
+    int n_vectors, n_partners;                /* the first n_partners vectors hold RoPE partners */
+    int vector_at[TKV_MAX_HEAD_DIM / 16 + 2]; /* byte of a row where the codes of a vector begin */
     TKVI_ALIGNED float level[16];
-    TKVI_ALIGNED float by[TKVI_BLOCK * TKVI_MAX_GROUPS * 2], plus[TKV_MAX_HEAD_DIM + 32];
-} tkvi_reading;
+    TKVI_ALIGNED float scale[TKVI_BLOCK * TKVI_MAX_GROUPS * 2], zero[TKV_MAX_HEAD_DIM + 32];
+} tkvi_code_rows;
 
-#define TKVI_READ_FLOATS (TKV_MAX_HEAD_DIM + 32) /* of a row of q, at most */
+#define TKVI_VECTOR_FLOATS (TKV_MAX_HEAD_DIM + 32) /* largest size of a row in vector order */
 
-static void tkvi_reading_levels(tkvi_reading *r, const float *level,
-                                int bits) { /* any higher bits may stand */
+/* Repeats the 2^bits levels, so that higher bits of an index make no difference. */
+static void tkvi_set_level_table(tkvi_code_rows *r, const float *level, int bits) {
     int i;
     for (i = 0; i < 16; i++) r->level[i] = level[i & ((1 << bits) - 1)];
 }
 
-static int tkvi_reading_token(tkvi_reading *r, const uint8_t *src, const tkvi_simd_ops *help) {
+static int tkvi_open_token_rows(tkvi_code_rows *r, const uint8_t *src, const tkvi_simd_ops *ops) {
     const tkvi_side *s = r->s;
     const tkvi_token_at at = tkvi_token_places(s);
     float level[16];
     int c;
-    r->row = at.row;
+    r->row_bytes = at.row;
     r->bits = s->grid->bits;
-    r->per = s->groups;
+    r->scales_per_token = s->groups;
     r->shift = s->group == 32 ? 5 : s->group == 64 ? 6 : 8;
     if (r->bits == 4) {
         for (c = 0; c < 16; c++) level[c] = s->grid->level(c);
-        tkvi_reading_levels(r, level, 4);
+        tkvi_set_level_table(r, level, 4);
     } else {
         r->kind = s->grid == &tkvi_grid_int8   ? TKVI_CODES_INT8
                   : s->grid == &tkvi_grid_e4m3 ? TKVI_CODES_E4M3
                                                : TKVI_CODES_E5M2;
     }
     if (at.parts) {
-        r->parts = src + at.part;
-        r->per = at.parts;
+        r->factors = src + at.part;
+        r->scales_per_token = at.parts;
         r->shift = 4;
     }
-    help->halves(src + at.scale, TKVI_BLOCK * s->groups, r->by);
+    ops->f16_to_f32(src + at.scale, TKVI_BLOCK * s->groups, r->scale);
     return 1;
 }
 
-/* Where the vectors are; 0: not at whole bytes. */
-static int tkvi_reading_vectors(tkvi_reading *r) {
+/* Locates the vectors in a row of codes. Returns 0 if a vector does not begin at a whole byte. */
+static int tkvi_place_vectors(tkvi_code_rows *r) {
     const tkvi_rope *rope = r->rope;
     int c = 0, n = 0, i;
     if (rope) {
         for (i = 0; i < rope->pairs; i += 16) {
-            r->at[n++] = i * rope->step * r->bits / 8;
-            r->at[n++] = (rope->step == 2 ? 2 * i : i + rope->apart) * r->bits / 8;
+            r->vector_at[n++] = i * rope->step * r->bits / 8;
+            r->vector_at[n++] = (rope->step == 2 ? 2 * i : i + rope->apart) * r->bits / 8;
         }
         c = 2 * rope->pairs;
         if ((rope->step == 1 && rope->pairs * r->bits % 8) || (c < r->s->dim && c % 8)) return 0;
     }
-    r->pairs = n;
-    for (; c < r->s->dim; c += 16) r->at[n++] = c * r->bits / 8;
-    r->vectors = n;
+    r->n_partners = n;
+    for (; c < r->s->dim; c += 16) r->vector_at[n++] = c * r->bits / 8;
+    r->n_vectors = n;
     return 1;
 }
 
-/* Channels in the order of the vectors, the rest 0. */
-static void tkvi_reading_order(const tkvi_reading *r, const float *from, float *to) {
+/* Sorts channels into the order of the vectors. Lanes without a channel get 0. */
+static void tkvi_sort_by_vector(const tkvi_code_rows *r, const float *from, float *to) {
     const tkvi_rope *rope = r->rope;
     const int dim = r->s->dim;
     int i, j, c = 0;
-    if (16 * r->vectors > dim) memset(to, 0, (size_t)(16 * r->vectors) * sizeof *to);
+    if (16 * r->n_vectors > dim) memset(to, 0, (size_t)(16 * r->n_vectors) * sizeof *to);
     if (rope) {
         for (i = 0; i < rope->pairs; i += 16, to += 32) {
             const int n = tkvi_min(16, rope->pairs - i);
@@ -6495,70 +6513,70 @@ static void tkvi_reading_order(const tkvi_reading *r, const float *from, float *
     memcpy(to, from + c, (size_t)(dim - c) * sizeof *to);
 }
 
-/* What a side is read by; 0: nobody here knows it. */
-static int tkvi_reading_begin(tkvi_reading *r, const tkvi_side *s, const uint8_t *src, const uint8_t *next,
-                              const tkvi_simd_ops *help) {
+/* Prepares reading of a side. Returns 0 if this file does not support it. */
+static int tkvi_open_code_rows(tkvi_code_rows *r, const tkvi_side *s, const uint8_t *src, const uint8_t *next,
+                               const tkvi_simd_ops *ops) {
     tkvi_kvquant_ranges own;
     tkvi_book standard;
     r->s = s;
     r->rope = s->rope && s->rope->pairs > 0 ? s->rope : NULL;
     r->codes = src;
-    r->ahead = tkvi_ahead(src, next);
-    r->slots = r->parts = NULL;
+    r->ahead = tkvi_prefetch_distance(src, next);
+    r->slots = r->factors = NULL;
     r->kind = TKVI_CODES_TABLE;
-    r->by_channel = r->per = r->shift = 0;
-    if (s->grid) return tkvi_reading_token(r, src, help) && tkvi_reading_vectors(r);
+    r->by_channel = r->scales_per_token = r->shift = 0;
+    if (s->grid) return tkvi_open_token_rows(r, src, ops) && tkvi_place_vectors(r);
     if (s->format->side[s->which].layout != tkvi_kvquant_layout) return 0;
-    r->row = tkvi_kvquant_places(s).row;
+    r->row_bytes = tkvi_kvquant_places(s).row;
     r->bits = s->format->bits;
-    if (!tkvi_reading_vectors(r)) return 0;
+    if (!tkvi_place_vectors(r)) return 0;
     if (s->slots) r->slots = src + tkvi_kvquant_places(s).slot;
-    tkvi_reading_levels(r, tkvi_kvquant_decoded(s, tkvi_kvquant_book(s, &standard)), r->bits);
+    tkvi_set_level_table(r, tkvi_kvquant_decoded(s, tkvi_kvquant_book(s, &standard)), r->bits);
     r->by_channel = s->which == TKV_K;
     if (r->by_channel) {
         if (!tkvi_kvquant_ranges_of(s, src, &own)) return 0;
-        tkvi_reading_order(r, own.radius, r->by);
-        tkvi_reading_order(r, own.middle, r->plus);
+        tkvi_sort_by_vector(r, own.radius, r->scale);
+        tkvi_sort_by_vector(r, own.middle, r->zero);
     } else {
-        r->per = 1;
+        r->scales_per_token = 1;
         r->shift = 8;
-        help->halves(src + s->code_bytes, TKVI_BLOCK, r->by);
-        help->halves(src + s->code_bytes + 2 * TKVI_BLOCK, TKVI_BLOCK, r->plus);
+        ops->f16_to_f32(src + s->code_bytes, TKVI_BLOCK, r->scale);
+        ops->f16_to_f32(src + s->code_bytes + 2 * TKVI_BLOCK, TKVI_BLOCK, r->zero);
     }
     return 1;
 }
 
-/* Between the products: what the next record has where token t of this one is. */
-TKVI_FLAT void tkvi_reading_prefetch(const tkvi_reading *r, int t) {
+/* Prefetches the bytes of the next record that correspond to token t of this one. */
+TKVI_FLAT void tkvi_prefetch_code_row(const tkvi_code_rows *r, int t) {
     const tkvi_side *s = r->s;
-    tkvi_prefetch_bytes(r->codes + (size_t)t * r->row, (int)r->row, r->ahead);
+    tkvi_prefetch_bytes(r->codes + (size_t)t * r->row_bytes, (int)r->row_bytes, r->ahead);
     if (t % 4 == 0 && (size_t)(16 * t) < s->meta_bytes)
         tkvi_prefetch(r->codes + s->code_bytes + 16 * t, r->ahead);
 }
 
-/* Rows of floats as the kernels of the exact tiers see them. */
-static void tkvi_reading_scratch(const tkvi_reading *r, tkvi_side *plain) {
+/* plain: out, a float side for rows in vector order, to be passed to kernels of the exact tiers. */
+static void tkvi_make_scratch_side(const tkvi_code_rows *r, tkvi_side *plain) {
     *plain = *r->s;
     plain->format = &tkvi_formats[TKV_F32];
-    plain->pad = (int16_t)(16 * r->vectors);
+    plain->pad = (int16_t)(16 * r->n_vectors);
 }
 
-TKVI_FLAT int32_t tkvi_int_at(const uint8_t *p) {
+TKVI_FLAT int32_t tkvi_load_int_x86(const uint8_t *p) {
     int32_t x;
     memcpy(&x, p, 4);
     return x;
 }
 
-/* Cosine and sine by which RoPE turns the block's first key: as tkvi_cos_sin, but in floats (1e-7). */
-static TKVI_TARGET_AVX2 void tkvi_reading_angles(const tkvi_reading *r, float *cosine, float *sine) {
-    const uint64_t start = (uint64_t)(int64_t)tkvi_int_at(r->codes + r->s->code_bytes);
+/* Cosines and sines of RoPE for the block's first key. As tkvi_cos_sin, but in floats, with an error of 1e-7. */
+static TKVI_TARGET_AVX2 void tkvi_rope_start_angles(const tkvi_code_rows *r, float *cosine, float *sine) {
+    const uint64_t start = (uint64_t)(int64_t)tkvi_load_int_x86(r->codes + r->s->code_bytes);
     const __m256i one = _mm256_set1_epi32(1);
-    TKVI_ALIGNED int32_t turns[TKV_MAX_HEAD_DIM / 2];
+    TKVI_ALIGNED int32_t angle[TKV_MAX_HEAD_DIM / 2];
     int j;
-    for (j = 0; j < r->rope->pairs; j++) turns[j] = (int32_t)(uint32_t)(start * r->rope->turn[j] >> 32);
-    for (; j % 16 != 0; j++) turns[j] = 0; /* vectors of 16 are read: no rubbish, which could be NaN */
+    for (j = 0; j < r->rope->pairs; j++) angle[j] = (int32_t)(uint32_t)(start * r->rope->frequency[j] >> 32);
+    for (; j % 16 != 0; j++) angle[j] = 0; /* vectors of 16 are read, and must hold no NaN */
     for (j = 0; j < tkvi_round_up(r->rope->pairs, 16); j += 8) {
-        const __m256i p = _mm256_load_si256((const __m256i *)(const void *)(turns + j));
+        const __m256i p = _mm256_load_si256((const __m256i *)(const void *)(angle + j));
         const __m256i quarter = _mm256_srai_epi32(_mm256_add_epi32(p, _mm256_set1_epi32(0x20000000)), 30);
         const __m256 x =
             _mm256_mul_ps(_mm256_cvtepi32_ps(_mm256_sub_epi32(p, _mm256_slli_epi32(quarter, 30))),
@@ -6573,7 +6591,7 @@ static TKVI_TARGET_AVX2 void tkvi_reading_angles(const tkvi_reading *r, float *c
         c = _mm256_fmadd_ps(c, z, _mm256_set1_ps(-0.5f));
         c = _mm256_fmadd_ps(c, z, _mm256_set1_ps(1.0f));
         swap = _mm256_castsi256_ps(_mm256_cmpeq_epi32(_mm256_and_si256(quarter, one), one));
-        y = _mm256_blendv_ps(s, c, swap); /* a quarter further: sine is cosine, cosine is -sine */
+        y = _mm256_blendv_ps(s, c, swap); /* in the next quarter, sine is cosine and cosine is -sine */
         c = _mm256_blendv_ps(c, s, swap);
         s = _mm256_xor_ps(y, _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_srli_epi32(quarter, 1), 31)));
         c = _mm256_xor_ps(c, _mm256_castsi256_ps(_mm256_slli_epi32(
@@ -6583,59 +6601,60 @@ static TKVI_TARGET_AVX2 void tkvi_reading_angles(const tkvi_reading *r, float *c
     }
 }
 
-/* Queries as vectors meet them: [row][16 * vectors]; and what every score is short of. */
-static void tkvi_reading_queries(const tkvi_reading *r, const float *q, const float *ref, int rows, float *to,
-                                 float *less) {
+/* to: out, the queries in the order of the vectors, [row][16 * n_vectors]. less: out, q.(ref - mean) of each row, to
+ * be subtracted from its scores. */
+static void tkvi_place_queries(const tkvi_code_rows *r, const float *q, const float *ref, int rows, float *to,
+                               float *less) {
     const tkvi_side *s = r->s;
     float plain[TKV_MAX_HEAD_DIM];
     int i, c;
     memcpy(plain, ref, (size_t)s->pad * sizeof(float));
     if (s->grid && s->center)
-        for (c = 0; c < s->dim; c++) plain[c] -= tkvi_half_at(r->codes + tkvi_token_places(s).mean + 2 * c);
+        for (c = 0; c < s->dim; c++) plain[c] -= tkvi_f16_at(r->codes + tkvi_token_places(s).mean + 2 * c);
     for (i = 0; i < rows; i++) less[i] = tkvi_float_dot(q + i * s->pad, plain, s->pad);
     for (i = 0; i < rows; i++) {
         memcpy(plain, q + i * s->pad, (size_t)s->pad * sizeof(float));
         if (s->grid && s->rotate) tkvi_rotate(plain, s->dim);
-        tkvi_reading_order(r, plain, to + 16 * i * r->vectors);
+        tkvi_sort_by_vector(r, plain, to + 16 * i * r->n_vectors);
     }
 }
 
-/* Where channel c is in the order of the vectors. */
-TKVI_FLAT int tkvi_reading_place(const tkvi_reading *r, int c) {
+/* Position of channel c in the order of the vectors. */
+TKVI_FLAT int tkvi_vector_place(const tkvi_code_rows *r, int c) {
     const tkvi_rope *rope = r->rope;
     int second, pair;
     if (!rope) return c;
-    if (c >= 2 * rope->pairs) return c - 2 * rope->pairs + 16 * r->pairs;
+    if (c >= 2 * rope->pairs) return c - 2 * rope->pairs + 16 * r->n_partners;
     second = rope->step == 2 ? c & 1 : c >= rope->apart;
     pair = rope->step == 2 ? c >> 1 : c - (second ? rope->apart : 0);
     return pair / 16 * 32 + pair % 16 + 16 * second;
 }
 
-TKVI_FLAT_AVX2 float tkvi_half_x86(const uint8_t *p) {
+TKVI_FLAT_AVX2 float tkvi_f16_x86(const uint8_t *p) {
     return _mm_cvtss_f32(_mm_cvtph_ps(_mm_cvtsi32_si128((int)tkvi_load16(p))));
 }
 
-/* Outliers of n keys into rows of zeros, [16 * vectors] each. Returns how many there are, and where. */
-static TKVI_TARGET_AVX2 int tkvi_outliers_k(const tkvi_reading *r, int from, int n, float *more,
-                                            float **where) {
+/* Adds the outliers of n keys to rows of 16 * n_vectors floats. where: out, their places. Returns their number. */
+static TKVI_TARGET_AVX2 int tkvi_scatter_outliers_k(const tkvi_code_rows *r, int from, int n, float *more,
+                                                    float **where) {
     const uint8_t *p = r->slots + 3 * from * r->s->slots;
     int t, i, count = 0;
-    for (t = 0; t < n; t++, more += 16 * r->vectors)
+    for (t = 0; t < n; t++, more += 16 * r->n_vectors)
         for (i = 0; i < r->s->slots; i++, p += 3)
             if (p[0] < r->s->dim) {
-                where[count] = more + tkvi_reading_place(r, p[0]);
-                *where[count++] += tkvi_half_x86(p + 1);
+                where[count] = more + tkvi_vector_place(r, p[0]);
+                *where[count++] += tkvi_f16_x86(p + 1);
             }
     return count;
 }
 
-static TKVI_TARGET_AVX2 void tkvi_outliers_v(const tkvi_reading *r, const float *p, int rows, int n,
-                                             float *out) {
+static TKVI_TARGET_AVX2 void tkvi_add_outliers_v(const tkvi_code_rows *r, const float *p, int rows, int n,
+                                                 float *out) {
     const uint8_t *at = r->slots;
     int t, i, k;
     for (t = 0; t < n; t++)
         for (i = 0; i < r->s->slots; i++, at += 3) {
-            const float x = tkvi_half_x86(at + 1);
+            const float x = tkvi_f16_x86(at + 1);
             if (at[0] >= r->s->dim) continue;
             for (k = 0; k < rows; k++) out[k * r->s->pad + at[0]] += p[k * TKVI_BLOCK + t] * x;
         }
@@ -6644,33 +6663,35 @@ static TKVI_TARGET_AVX2 void tkvi_outliers_v(const tkvi_reading *r, const float 
 #endif /* TKVI_X86 */
 
 #endif /* TKVI_KERNELS_DECODE_X86_H */
-/* ======== kernels/transpose_x86.h ======== */
+/* ======== kernels/rotate_x86.h ======== */
 /*
- * kernels/transpose_x86.h - the rotation of core/rotate.h by vectors, in registers and with the scalar code's bits.
- * Encoders turn (kernels/avx2.h, kernels/avx512.h), decoding turns back (kernels/values_x86.h). A lane is a
- * channel; 16 channels and more. Calls kernels/x86.h.
+ * kernels/rotate_x86.h - the rotation of core/rotate.h with AVX2 and AVX-512. The results have the bits of the scalar
+ * code.
+ *
+ * Encoders rotate (kernels/avx2.h, kernels/avx512.h), and decoding rotates back (kernels/values_x86.h). A lane is a
+ * channel. AVX2 needs 8 channels or more, AVX-512 needs 16.
  */
-#ifndef TKVI_KERNELS_TRANSPOSE_X86_H
-#define TKVI_KERNELS_TRANSPOSE_X86_H
+#ifndef TKVI_KERNELS_ROTATE_X86_H
+#define TKVI_KERNELS_ROTATE_X86_H
 
 
 #ifdef TKVI_X86
 
-/* Intrinsics of sums are plain sums to gcc: -ffast-math takes those of several stages apart. Not what this names.
- * */
+/* gcc treats intrinsics for sums as plain sums, and -ffast-math reorders the sums of several stages. This macro hides
+ * how x was computed, so its sums keep their order. */
 #if defined(__GNUC__) || defined(__clang__)
-#define TKVI_AS_IT_IS(x) __asm__("" : "+v"(x))
+#define TKVI_KEEP_ORDER(x) __asm__("" : "+v"(x))
 #else
-#define TKVI_AS_IT_IS(x) ((void)0)
+#define TKVI_KEEP_ORDER(x) ((void)0)
 #endif
 
 /* >>AVX2 */
 TKVI_FLAT_AVX2 void tkvi_butterfly_avx2(__m256 *a, __m256 *b) {
-    __m256 sum = _mm256_add_ps(*a, *b), less = _mm256_sub_ps(*a, *b);
-    TKVI_AS_IT_IS(sum);
-    TKVI_AS_IT_IS(less);
+    __m256 sum = _mm256_add_ps(*a, *b), difference = _mm256_sub_ps(*a, *b);
+    TKVI_KEEP_ORDER(sum);
+    TKVI_KEEP_ORDER(difference);
     *a = sum;
-    *b = less;
+    *b = difference;
 }
 
 /* Butterflies of n vectors at distance h. */
@@ -6683,23 +6704,24 @@ TKVI_FLAT_AVX2 void tkvi_stage_avx2(__m256 *v, const int h, const int n) {
     }
 }
 
-/* Butterflies of 8 neighbours: the partner of each, plus or minus itself. The products are exact. */
+/* Butterflies within a vector: each lane becomes its partner plus or minus itself. The products are exact. */
 TKVI_FLAT_AVX2 __m256 tkvi_within_avx2(__m256 x) {
     x = _mm256_fmadd_ps(x, _mm256_setr_ps(1, -1, 1, -1, 1, -1, 1, -1), _mm256_permute_ps(x, 0xb1));
     x = _mm256_fmadd_ps(x, _mm256_setr_ps(1, 1, -1, -1, 1, 1, -1, -1), _mm256_permute_ps(x, 0x4e));
     return _mm256_fmadd_ps(x, _mm256_setr_ps(1, 1, 1, 1, -1, -1, -1, -1), _mm256_permute2f128_ps(x, x, 1));
 }
 
-/* Cut to what formats hold, and the sign changed where `flip` has one. */
+/* Clamps x to +-1e30, as formats do, and changes its sign where flip is -0. */
 TKVI_FLAT_AVX2 __m256 tkvi_flip_avx2(__m256 x, const float *flip) {
     x = _mm256_min_ps(_mm256_max_ps(x, _mm256_set1_ps(-1e30f)), _mm256_set1_ps(1e30f));
     return _mm256_xor_ps(x, _mm256_loadu_ps(flip));
 }
 
-/* 8 n neighbours, n up to 8, in registers, from x to y: flipped unless `flip` is NULL, then butterflies; what
- * is the last of a window times `by`, returning its largest sizes. */
-TKVI_FLAT_AVX2 __m256 tkvi_chunk_avx2(const float *x, const float *flip, float *y, float by, const int n,
-                                      const int last) {
+/* Butterflies over 8 n neighbours, n up to 8, in registers, from x to y. flip: sign changes before them, or NULL.
+ * last: 1: these butterflies end the window. The results are then multiplied by `by`, and their largest sizes
+ * returned. */
+TKVI_FLAT_AVX2 __m256 tkvi_hadamard_avx2(const float *x, const float *flip, float *y, float by, const int n,
+                                         const int last) {
     __m256 v[8], most = _mm256_setzero_ps();
     int i;
     TKVI_UNROLL
@@ -6722,24 +6744,25 @@ TKVI_FLAT_AVX2 __m256 tkvi_chunk_avx2(const float *x, const float *flip, float *
     return most;
 }
 
-/* Chunks of 8 n, end values in all. Functions of their own: clang unrolls those. */
-#define TKVI_CHUNK_AVX2_(name, n, last)                                                                      \
-    static TKVI_TARGET_AVX2 __m256 tkvi_chunk##name##_avx2(const float *x, const float *flip, float *y,      \
-                                                           float by, int end) {                              \
+/* tkvi_hadamard_avx2 for `end` values, 8 n at a time. Each size is a function: clang unrolls these. */
+#define TKVI_HADAMARD_AVX2_(name, n, last)                                                                   \
+    static TKVI_TARGET_AVX2 __m256 tkvi_hadamard##name##_avx2(const float *x, const float *flip, float *y,   \
+                                                              float by, int end) {                           \
         __m256 most = _mm256_setzero_ps();                                                                   \
         int i;                                                                                               \
         for (i = 0; i < end; i += 8 * n)                                                                     \
-            most = _mm256_max_ps(most, tkvi_chunk_avx2(x + i, flip ? flip + i : NULL, y + i, by, n, last));  \
+            most =                                                                                           \
+                _mm256_max_ps(most, tkvi_hadamard_avx2(x + i, flip ? flip + i : NULL, y + i, by, n, last));  \
         return most;                                                                                         \
     }
-TKVI_CHUNK_AVX2_(1, 1, 1)
-TKVI_CHUNK_AVX2_(2, 2, 1)
-TKVI_CHUNK_AVX2_(4, 4, 1)
-TKVI_CHUNK_AVX2_(8, 8, 1)
-TKVI_CHUNK_AVX2_(8_first, 8, 0)
-#undef TKVI_CHUNK_AVX2_
+TKVI_HADAMARD_AVX2_(1, 1, 1)
+TKVI_HADAMARD_AVX2_(2, 2, 1)
+TKVI_HADAMARD_AVX2_(4, 4, 1)
+TKVI_HADAMARD_AVX2_(8, 8, 1)
+TKVI_HADAMARD_AVX2_(8_first, 8, 0)
+#undef TKVI_HADAMARD_AVX2_
 
-/* Butterflies at distance h over 2h values, a multiple of 8; times `by`. */
+/* Butterflies at distance h over 2h values, multiplied by `by`. h is a multiple of 8. Returns the largest sizes. */
 TKVI_FLAT_AVX2 __m256 tkvi_across_avx2(float *x, float by, int h) {
     __m256 most = _mm256_setzero_ps(), scale = _mm256_set1_ps(by), sign = _mm256_set1_ps(-0.0f);
     int i;
@@ -6755,7 +6778,8 @@ TKVI_FLAT_AVX2 __m256 tkvi_across_avx2(float *x, float by, int h) {
     return most;
 }
 
-/* tkvi_window of core/rotate.h, from x to y, for 8 channels and more; returns the largest sizes. */
+/* tkvi_window of core/rotate.h, from x to y, for 8 channels or more. flip: sign changes first, or NULL. Returns the
+ * largest sizes, by lane. */
 static TKVI_NOINLINE TKVI_TARGET_AVX2 __m256 tkvi_window_avx2(const float *x, const float *flip, float *y,
                                                               int log2n) {
     const float by = tkvi_hadamard_norm[log2n];
@@ -6763,19 +6787,19 @@ static TKVI_NOINLINE TKVI_TARGET_AVX2 __m256 tkvi_window_avx2(const float *x, co
     __m256 most = _mm256_setzero_ps();
     int i;
     switch (log2n) {
-    case 3: return tkvi_chunk1_avx2(x, flip, y, by, 8);
-    case 4: return tkvi_chunk2_avx2(x, flip, y, by, 16);
-    case 5: return tkvi_chunk4_avx2(x, flip, y, by, 32);
-    case 6: return tkvi_chunk8_avx2(x, flip, y, by, 64);
+    case 3: return tkvi_hadamard1_avx2(x, flip, y, by, 8);
+    case 4: return tkvi_hadamard2_avx2(x, flip, y, by, 16);
+    case 5: return tkvi_hadamard4_avx2(x, flip, y, by, 32);
+    case 6: return tkvi_hadamard8_avx2(x, flip, y, by, 64);
     default: break;
     }
-    tkvi_chunk8_first_avx2(x, flip, y, 1.0f, n);
+    tkvi_hadamard8_first_avx2(x, flip, y, 1.0f, n);
     for (i = 0; i < n; i += 128)
         most = _mm256_max_ps(most, tkvi_across_avx2(y + i, n == 128 ? by : 1.0f, 64));
     return n == 128 ? most : tkvi_across_avx2(y, by, 128);
 }
 
-/* Where core/rotate.h changes signs: -0 there, 0 elsewhere. */
+/* flip: out, -0 where core/rotate.h changes the sign, 0 elsewhere. */
 static TKVI_TARGET_AVX2 void tkvi_flips_avx2(float *flip, int n) {
     const __m256i bit = _mm256_setr_epi32(1, 2, 4, 8, 16, 32, 64, 128);
     int c;
@@ -6796,11 +6820,11 @@ static TKVI_TARGET_AVX2 void tkvi_flips_avx2(float *flip, int n) {
 #endif
 
 TKVI_FLAT_AVX512 void tkvi_butterfly_avx512(__m512 *a, __m512 *b) {
-    __m512 sum = _mm512_add_ps(*a, *b), less = _mm512_sub_ps(*a, *b);
-    TKVI_AS_IT_IS(sum);
-    TKVI_AS_IT_IS(less);
+    __m512 sum = _mm512_add_ps(*a, *b), difference = _mm512_sub_ps(*a, *b);
+    TKVI_KEEP_ORDER(sum);
+    TKVI_KEEP_ORDER(difference);
     *a = sum;
-    *b = less;
+    *b = difference;
 }
 
 /* Butterflies of n vectors at distance h. */
@@ -6817,7 +6841,7 @@ TKVI_FLAT_AVX512 __m512 tkvi_plus_minus_avx512(__mmask16 minus) {
     return _mm512_mask_blend_ps(minus, _mm512_set1_ps(1.0f), _mm512_set1_ps(-1.0f));
 }
 
-/* Butterflies of 16 neighbours: the partner of each, plus or minus itself. */
+/* Butterflies within a vector: each lane becomes its partner plus or minus itself. */
 TKVI_FLAT_AVX512 __m512 tkvi_within_avx512(__m512 x) {
     x = _mm512_fmadd_ps(x, tkvi_plus_minus_avx512(0xaaaa), _mm512_permute_ps(x, 0xb1));
     x = _mm512_fmadd_ps(x, tkvi_plus_minus_avx512(0xcccc), _mm512_permute_ps(x, 0x4e));
@@ -6830,8 +6854,8 @@ TKVI_FLAT_AVX512 __m512 tkvi_flip_avx512(__m512 x, const float *flip) {
     return _mm512_xor_ps(x, _mm512_loadu_ps(flip));
 }
 
-TKVI_FLAT_AVX512 __m512 tkvi_chunk_avx512(const float *x, const float *flip, float *y, float by, const int n,
-                                          const int last) {
+TKVI_FLAT_AVX512 __m512 tkvi_hadamard_avx512(const float *x, const float *flip, float *y, float by,
+                                             const int n, const int last) {
     __m512 v[8], most = _mm512_setzero_ps();
     int i;
     TKVI_UNROLL
@@ -6854,23 +6878,23 @@ TKVI_FLAT_AVX512 __m512 tkvi_chunk_avx512(const float *x, const float *flip, flo
     return most;
 }
 
-/* Chunks of 16 n, end values in all. Functions of their own: clang unrolls those. */
-#define TKVI_CHUNK_AVX512_(name, n, last)                                                                    \
-    static TKVI_TARGET_AVX512 __m512 tkvi_chunk##name##_avx512(const float *x, const float *flip, float *y,  \
-                                                               float by, int end) {                          \
+/* tkvi_hadamard_avx512 for `end` values, 16 n at a time. */
+#define TKVI_HADAMARD_AVX512_(name, n, last)                                                                 \
+    static TKVI_TARGET_AVX512 __m512 tkvi_hadamard##name##_avx512(const float *x, const float *flip,         \
+                                                                  float *y, float by, int end) {             \
         __m512 most = _mm512_setzero_ps();                                                                   \
         int i;                                                                                               \
         for (i = 0; i < end; i += 16 * n)                                                                    \
-            most =                                                                                           \
-                _mm512_max_ps(most, tkvi_chunk_avx512(x + i, flip ? flip + i : NULL, y + i, by, n, last));   \
+            most = _mm512_max_ps(most,                                                                       \
+                                 tkvi_hadamard_avx512(x + i, flip ? flip + i : NULL, y + i, by, n, last));   \
         return most;                                                                                         \
     }
-TKVI_CHUNK_AVX512_(1, 1, 1)
-TKVI_CHUNK_AVX512_(2, 2, 1)
-TKVI_CHUNK_AVX512_(4, 4, 1)
-TKVI_CHUNK_AVX512_(8, 8, 1)
-TKVI_CHUNK_AVX512_(8_first, 8, 0)
-#undef TKVI_CHUNK_AVX512_
+TKVI_HADAMARD_AVX512_(1, 1, 1)
+TKVI_HADAMARD_AVX512_(2, 2, 1)
+TKVI_HADAMARD_AVX512_(4, 4, 1)
+TKVI_HADAMARD_AVX512_(8, 8, 1)
+TKVI_HADAMARD_AVX512_(8_first, 8, 0)
+#undef TKVI_HADAMARD_AVX512_
 
 static TKVI_NOINLINE TKVI_TARGET_AVX512 __m512 tkvi_window_avx512(const float *x, const float *flip, float *y,
                                                                   int log2n) {
@@ -6878,13 +6902,13 @@ static TKVI_NOINLINE TKVI_TARGET_AVX512 __m512 tkvi_window_avx512(const float *x
     __m512 most = _mm512_setzero_ps();
     int i;
     switch (log2n) {
-    case 4: return tkvi_chunk1_avx512(x, flip, y, by, 16);
-    case 5: return tkvi_chunk2_avx512(x, flip, y, by, 32);
-    case 6: return tkvi_chunk4_avx512(x, flip, y, by, 64);
-    case 7: return tkvi_chunk8_avx512(x, flip, y, by, 128);
+    case 4: return tkvi_hadamard1_avx512(x, flip, y, by, 16);
+    case 5: return tkvi_hadamard2_avx512(x, flip, y, by, 32);
+    case 6: return tkvi_hadamard4_avx512(x, flip, y, by, 64);
+    case 7: return tkvi_hadamard8_avx512(x, flip, y, by, 128);
     default: break;
     }
-    tkvi_chunk8_first_avx512(x, flip, y, 1.0f, 256);
+    tkvi_hadamard8_first_avx512(x, flip, y, 1.0f, 256);
     for (i = 0; i < 128; i += 16) {
         __m512 a = _mm512_loadu_ps(y + i), b = _mm512_loadu_ps(y + 128 + i);
         tkvi_butterfly_avx512(&a, &b);
@@ -6904,23 +6928,24 @@ static TKVI_NOINLINE TKVI_TARGET_AVX512 __m512 tkvi_window_avx512(const float *x
 
 #endif /* TKVI_X86 */
 
-#endif /* TKVI_KERNELS_TRANSPOSE_X86_H */
+#endif /* TKVI_KERNELS_ROTATE_X86_H */
 /* ======== kernels/values_x86.h ======== */
 /*
- * kernels/values_x86.h - tokens of a side of tiles as floats, by vectors, with the bits of formats/tiles.h.
+ * kernels/values_x86.h - decodes a side of tiles to floats with AVX2 or AVX-512. The results have the same bits as
+ * those of formats/tiles.h.
  *
- * First all codes (or levels) become rows of bytes, [token][channel], then rows become floats, one product and one
- * sum each: the product is exact, so fusing them changes nothing, whatever the compiler's flags. Rotated rows are
- * turned back as core/rotate.h does it.
+ * First, all codes (or levels) become rows of bytes, [token][channel]. Then rows become floats, with one product
+ * and one sum each. The product is exact, so FMA changes no bit under any compiler flags. Rotated rows are rotated
+ * back, as in core/rotate.h.
  *
- *   V   a plane of a tile is 16 channels of four tokens: its bytes are sorted by token, 16 bytes for each
- *   K   a plane is 16 tokens of four channels, which can be anywhere in the head: its bytes are sorted by channel
- *       into columns of 64 tokens, and columns of 16 channels are turned into rows
+ *   V   A plane of a tile has 16 channels of four tokens. Its bytes are sorted by token, 16 bytes each.
+ *   K   A plane has 16 tokens of four channels, which can be anywhere in the head. Its bytes are sorted by channel,
+ *       into columns of 64 tokens. Then 16 columns at a time are transposed into rows.
  *
- * Sorting for K stays within 16 bytes, so a column has its tokens in the order of its own: byte 16 k + 4 p + j is
- * token 16 p + 4 k + j.
+ * Sorting for K stays within 16 bytes. So a column does not have its tokens in order: byte 16 k + 4 p + j is token
+ * 16 p + 4 k + j.
  *
- * Calls kernels/transpose_x86.h and kernels/x86.h.
+ * Calls kernels/rotate_x86.h and kernels/x86.h.
  */
 #ifndef TKVI_KERNELS_VALUES_X86_H
 #define TKVI_KERNELS_VALUES_X86_H
@@ -6928,16 +6953,16 @@ static TKVI_NOINLINE TKVI_TARGET_AVX512 __m512 tkvi_window_avx512(const float *x
 
 #ifdef TKVI_X86
 
-/* >>what is the same with any vectors */
-/* Codes of one tile: bits of one vector, above them bits of another (core/tile.h); 0 bits: of none. */
+/* >>both instruction sets */
+/* The two parts of a tile's codes (core/tile.h): code = low bits | high bits << low_bits. 0 bits: no such part. */
 typedef struct tkvi_tile_parts {
     const uint8_t *low, *high;
-    int low_bits, high_bits, high_at; /* high_at: shift of plane 0 */
-    const int8_t *levels;             /* NULL: codes are levels */
+    int low_bits, high_bits, high_at; /* high_at: position of plane 0's high bits in a byte */
+    const int8_t *levels;             /* NULL: level = code */
 } tkvi_tile_parts;
 
-/* Room for the codes of a side, and what its values are made of. */
-typedef struct tkvi_rows {
+/* A side while it is decoded: tokens first .. first + n - 1 go to x, `stride` floats apart. */
+typedef struct tkvi_decoded_rows {
     const tkvi_side *s;
     float *x;
     size_t stride;
@@ -6946,21 +6971,23 @@ typedef struct tkvi_rows {
     TKVI_ALIGNED uint8_t column[TKV_MAX_HEAD_DIM * TKVI_BLOCK]; /* K: [channel][64] */
     TKVI_ALIGNED float scale[2 * TKV_MAX_HEAD_DIM],
         zero[2 * TKV_MAX_HEAD_DIM]; /* K: [group][channel], V: [group][token] */
-} tkvi_rows;
+} tkvi_decoded_rows;
 
-typedef struct tkvi_row_steps {
-    /* Four columns of K. */
-    void (*columns)(const tkvi_tile_parts *t, uint8_t *const *column);
-    /* 16 tokens of V, `stride` bytes from each to the next; with `upper` levels for 16 channels more. */
-    void (*slab)(const tkvi_tile_parts *t, const int8_t *upper, uint8_t *row, int stride);
-    void (*stand)(tkvi_rows *r);
-    /* The first n channels of token t, as floats before any rotation: of K, of V, of V with levels */
-    void (*row[3])(const tkvi_rows *r, int t, int n, float *to);
-    void (*unrotate)(float *y, const float *signs, int dim, float *to); /* a rotated row; y is spoilt */
-} tkvi_row_steps;
+typedef struct tkvi_row_ops {
+    /* Unpacks a tile of K into four columns. */
+    void (*unpack_columns)(const tkvi_tile_parts *t, uint8_t *const *column);
+    /* Unpacks a tile of V into the rows of 16 tokens, `stride` bytes apart. upper: NULL, or the levels of the second
+     * channels of pairs, which go to the next 16 bytes of a row. */
+    void (*unpack_slab)(const tkvi_tile_parts *t, const int8_t *upper, uint8_t *row, int stride);
+    /* K: transposes r->column into r->level. */
+    void (*transpose)(tkvi_decoded_rows *r);
+    /* Converts the first n channels of token t to floats, without the rotation. For K, V, and V with levels. */
+    void (*row_to_floats[3])(const tkvi_decoded_rows *r, int t, int n, float *to);
+    void (*rotate_back)(float *y, const float *signs, int dim, float *to); /* overwrites y */
+} tkvi_row_ops;
 
-static tkvi_tile_parts tkvi_parts_of(const tkvi_side *s, const uint8_t *src, const tkvi_tile_at *at,
-                                     int width) {
+static tkvi_tile_parts tkvi_tile_parts_of(const tkvi_side *s, const uint8_t *src, const tkvi_tile_at *at,
+                                          int width) {
     tkvi_tile_parts t;
     t.low = src + at->wide;
     t.low_bits = width == 8 ? 8 : width >= 4 ? 4 : width >= 2 ? 2 : 0;
@@ -6971,25 +6998,25 @@ static tkvi_tile_parts tkvi_parts_of(const tkvi_side *s, const uint8_t *src, con
     return t;
 }
 
-static void tkvi_rows_k(const tkvi_row_steps *v, tkvi_rows *r, const uint8_t *src) {
+static void tkvi_unpack_rows_k(const tkvi_row_ops *v, tkvi_decoded_rows *r, const uint8_t *src) {
     const tkvi_side *s = r->s;
-    tkvi_tile_at at = tkvi_tiles(&s->runs);
+    tkvi_tile_at at = tkvi_first_tile(&s->tiles);
     int width, i, k, position = 0;
     for (width = TKVI_MAX_WIDTH; width > 0; width--)
-        for (i = 0; i < s->runs.n[width]; i++, position += 4) {
-            const tkvi_tile_parts t = tkvi_parts_of(s, src, &at, width);
+        for (i = 0; i < s->tiles.n[width]; i++, position += 4) {
+            const tkvi_tile_parts t = tkvi_tile_parts_of(s, src, &at, width);
             uint8_t *column[4];
             for (k = 0; k < 4; k++) column[k] = r->column + TKVI_BLOCK * tkvi_channel(s, position + k);
-            v->columns(&t, column);
+            v->unpack_columns(&t, column);
             tkvi_next_tile(&at, width);
         }
     for (; position < s->pad; position++) /* channels without codes */
         memset(r->column + TKVI_BLOCK * tkvi_channel(s, position), 0, TKVI_BLOCK);
-    v->stand(r);
+    v->transpose(r);
 }
 
-/* Metadata of K by channel instead of by position. */
-static void tkvi_rows_order(const tkvi_side *s, float *x) {
+/* Sorts metadata of K from positions to channels. */
+static void tkvi_sort_by_channel(const tkvi_side *s, float *x) {
     float plain[2 * TKV_MAX_HEAD_DIM];
     int g, i;
     memcpy(plain, x, (size_t)(s->groups * s->pad) * sizeof *x);
@@ -6997,18 +7024,18 @@ static void tkvi_rows_order(const tkvi_side *s, float *x) {
         for (i = 0; i < s->pad; i++) x[g * s->pad + s->order[i]] = plain[g * s->pad + i];
 }
 
-static void tkvi_rows_v(const tkvi_row_steps *v, tkvi_rows *r, const uint8_t *src) {
+static void tkvi_unpack_rows_v(const tkvi_row_ops *v, tkvi_decoded_rows *r, const uint8_t *src) {
     const tkvi_side *s = r->s;
-    tkvi_tile_at at = tkvi_tiles(&s->runs);
+    tkvi_tile_at at = tkvi_first_tile(&s->tiles);
     int width, i, slab = 0;
     for (width = TKVI_MAX_WIDTH; width > 0; width--) {
         const int channels = tkvi_slab_channels(s, width);
         const int8_t *upper = channels == 32 ? s->levels + tkvi_level_table(s, width, 1) : NULL;
-        for (i = 0; i < s->runs.n[width]; i++) {
+        for (i = 0; i < s->tiles.n[width]; i++) {
             const int from = i % 4 * 16;
             if (from < r->first + r->n && from + 16 > r->first) {
-                const tkvi_tile_parts t = tkvi_parts_of(s, src, &at, width);
-                v->slab(&t, upper, r->level + from * s->pad + slab, s->pad);
+                const tkvi_tile_parts t = tkvi_tile_parts_of(s, src, &at, width);
+                v->unpack_slab(&t, upper, r->level + from * s->pad + slab, s->pad);
             }
             tkvi_next_tile(&at, width);
             if (i % 4 == 3) slab += channels;
@@ -7016,12 +7043,12 @@ static void tkvi_rows_v(const tkvi_row_steps *v, tkvi_rows *r, const uint8_t *sr
     }
 }
 
-/* All rows as floats, rotated ones turned back. */
-static void tkvi_rows_floats(const tkvi_row_steps *v, const tkvi_rows *r) {
+/* Converts all rows to floats. Rotates them back if the format is rotated. */
+static void tkvi_rows_to_floats(const tkvi_row_ops *v, const tkvi_decoded_rows *r) {
     TKVI_ALIGNED float signs[TKV_MAX_HEAD_DIM], y[TKV_MAX_HEAD_DIM];
     const tkvi_side *s = r->s;
-    void (*row)(const tkvi_rows *, int, int, float *) =
-        v->row[s->which == TKV_V ? 1 + (s->levels != NULL) : 0];
+    void (*row)(const tkvi_decoded_rows *, int, int, float *) =
+        v->row_to_floats[s->which == TKV_V ? 1 + (s->levels != NULL) : 0];
     float *to = r->x;
     int t;
     if (s->format->rotated) tkvi_flips_avx2(signs, s->pad);
@@ -7031,55 +7058,58 @@ static void tkvi_rows_floats(const tkvi_row_steps *v, const tkvi_rows *r) {
             continue;
         }
         row(r, t, TKV_MAX_HEAD_DIM, y);
-        v->unrotate(y, signs, s->dim, to);
+        v->rotate_back(y, signs, s->dim, to);
     }
 }
 
-static void tkvi_tile_rows(const tkvi_row_steps *v, const tkvi_side *s, const tkvi_simd_ops *help,
-                           const uint8_t *src, int first, int n, float *x, size_t stride) {
-    tkvi_rows r;
+static void tkvi_decode_tile_rows(const tkvi_row_ops *v, const tkvi_side *s, const tkvi_simd_ops *ops,
+                                  const uint8_t *src, int first, int n, float *x, size_t stride) {
+    tkvi_decoded_rows r;
     r.s = s;
     r.x = x;
     r.stride = stride;
     r.first = first;
     r.n = n;
-    s->format->side[s->which].meta(s, src, help, r.scale, r.zero);
+    s->format->side[s->which].meta(s, src, ops, r.scale, r.zero);
     if (s->which == TKV_K) {
-        tkvi_rows_k(v, &r, src);
-        if (s->order) tkvi_rows_order(s, r.scale);
-        if (s->order) tkvi_rows_order(s, r.zero);
+        tkvi_unpack_rows_k(v, &r, src);
+        if (s->order) tkvi_sort_by_channel(s, r.scale);
+        if (s->order) tkvi_sort_by_channel(s, r.zero);
     } else {
-        tkvi_rows_v(v, &r, src);
+        tkvi_unpack_rows_v(v, &r, src);
     }
-    tkvi_rows_floats(v, &r);
+    tkvi_rows_to_floats(v, &r);
 }
 
 /* >>AVX2 */
-TKVI_FLAT_AVX2 __m256i tkvi_part_avx2(const uint8_t *p, int right, int bits) {
+TKVI_FLAT_AVX2 __m256i tkvi_load_field_avx2(const uint8_t *p, int right, int bits) {
     const __m256i x = _mm256_loadu_si256((const __m256i *)(const void *)p);
-    return _mm256_and_si256(_mm256_srl_epi16(x, _mm_cvtsi32_si128(right)), tkvi_all_avx2((1 << bits) - 1));
+    return _mm256_and_si256(_mm256_srl_epi16(x, _mm_cvtsi32_si128(right)),
+                            tkvi_splat_bytes_avx2((1 << bits) - 1));
 }
 
-/* Half h of plane p of a tile, in order of r: 8 times four neighbours with one r. */
+/* Half h of plane p of a tile. In each 16 bytes, codes are sorted by r (core/tile.h): four with r = 0, then 1 ..
+ * 3. */
 TKVI_FLAT_AVX2 __m256i tkvi_tile_plane_avx2(const tkvi_tile_parts *t, int p, int h) {
     const __m256i sorted = _mm256_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15, 0, 4, 8, 12,
                                             1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
     const int at = p * t->low_bits;
     __m256i x = _mm256_setzero_si256();
-    if (t->low_bits) x = tkvi_part_avx2(t->low + at / 8 * 64 + 32 * h, at % 8, t->low_bits);
+    if (t->low_bits) x = tkvi_load_field_avx2(t->low + at / 8 * 64 + 32 * h, at % 8, t->low_bits);
     if (t->high_bits) {
-        const __m256i high = tkvi_part_avx2(t->high + 32 * h, t->high_at + p * t->high_bits, t->high_bits);
+        const __m256i high =
+            tkvi_load_field_avx2(t->high + 32 * h, t->high_at + p * t->high_bits, t->high_bits);
         x = _mm256_or_si256(x, _mm256_sll_epi16(high, _mm_cvtsi32_si128(t->low_bits)));
     }
     return _mm256_shuffle_epi8(x, sorted);
 }
 
-TKVI_FLAT_AVX2 __m256i tkvi_table_avx2(const int8_t *levels, __m256i code) {
+TKVI_FLAT_AVX2 __m256i tkvi_look_up_avx2(const int8_t *levels, __m256i code) {
     const __m128i table = _mm_loadu_si128((const __m128i *)(const void *)levels);
     return _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(table), code);
 }
 
-static TKVI_TARGET_AVX2 void tkvi_four_columns_avx2(const tkvi_tile_parts *t, uint8_t *const *column) {
+static TKVI_TARGET_AVX2 void tkvi_unpack_columns_avx2(const tkvi_tile_parts *t, uint8_t *const *column) {
     int h, p;
     for (h = 0; h < 2; h++) {
         __m256i x[4], a, b, c, d;
@@ -7096,32 +7126,32 @@ static TKVI_TARGET_AVX2 void tkvi_four_columns_avx2(const tkvi_tile_parts *t, ui
     }
 }
 
-/* Rows of 16 codes of tokens `token` and `token` + 2. */
-TKVI_FLAT_AVX2 void tkvi_slab_rows_avx2(__m256i code, const int8_t *lower, const int8_t *upper, uint8_t *row,
-                                        int stride) {
-    __m256i x = lower ? tkvi_table_avx2(lower, code) : code;
+/* Stores 16 codes or levels of two tokens, which are two rows apart. */
+TKVI_FLAT_AVX2 void tkvi_store_slab_rows_avx2(__m256i code, const int8_t *lower, const int8_t *upper,
+                                              uint8_t *row, int stride) {
+    __m256i x = lower ? tkvi_look_up_avx2(lower, code) : code;
     _mm_storeu_si128((__m128i *)(void *)row, _mm256_castsi256_si128(x));
     _mm_storeu_si128((__m128i *)(void *)(row + 2 * stride), _mm256_extracti128_si256(x, 1));
     if (!upper) return;
-    x = tkvi_table_avx2(upper, code);
+    x = tkvi_look_up_avx2(upper, code);
     _mm_storeu_si128((__m128i *)(void *)(row + 16), _mm256_castsi256_si128(x));
     _mm_storeu_si128((__m128i *)(void *)(row + 2 * stride + 16), _mm256_extracti128_si256(x, 1));
 }
 
-static TKVI_TARGET_AVX2 void tkvi_slab_avx2(const tkvi_tile_parts *t, const int8_t *upper, uint8_t *row,
-                                            int stride) {
+static TKVI_TARGET_AVX2 void tkvi_unpack_slab_avx2(const tkvi_tile_parts *t, const int8_t *upper,
+                                                   uint8_t *row, int stride) {
     const __m256i by_token = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
     int p;
     for (p = 0; p < 4; p++, row += 4 * stride) {
         const __m256i a = _mm256_permutevar8x32_epi32(tkvi_tile_plane_avx2(t, p, 0), by_token);
         const __m256i b = _mm256_permutevar8x32_epi32(tkvi_tile_plane_avx2(t, p, 1), by_token);
-        tkvi_slab_rows_avx2(_mm256_unpacklo_epi64(a, b), t->levels, upper, row, stride);
-        tkvi_slab_rows_avx2(_mm256_unpackhi_epi64(a, b), t->levels, upper, row + stride, stride);
+        tkvi_store_slab_rows_avx2(_mm256_unpacklo_epi64(a, b), t->levels, upper, row, stride);
+        tkvi_store_slab_rows_avx2(_mm256_unpackhi_epi64(a, b), t->levels, upper, row + stride, stride);
     }
 }
 
-/* Bytes of vectors at distance h are interleaved: 16 x 16 bytes are turned when that was done with 8, 4, 2, 1. */
-TKVI_FLAT_AVX2 void tkvi_weaving_avx2(__m256i *x, const int h) {
+/* Interleaves the bytes of vectors at distance h. Distances 8, 4, 2, 1 in this order transpose 16 x 16 bytes. */
+TKVI_FLAT_AVX2 void tkvi_interleave_bytes_avx2(__m256i *x, const int h) {
     int i;
     TKVI_UNROLL
     for (i = 0; i < 8; i++) {
@@ -7131,7 +7161,7 @@ TKVI_FLAT_AVX2 void tkvi_weaving_avx2(__m256i *x, const int h) {
     }
 }
 
-static TKVI_TARGET_AVX2 void tkvi_stand_rows_avx2(tkvi_rows *r) {
+static TKVI_TARGET_AVX2 void tkvi_transpose_columns_avx2(tkvi_decoded_rows *r) {
     const int pad = r->s->pad;
     int c, k, i;
     for (c = 0; c < pad; c += 16)
@@ -7142,10 +7172,10 @@ static TKVI_TARGET_AVX2 void tkvi_stand_rows_avx2(tkvi_rows *r) {
             TKVI_UNROLL
             for (i = 0; i < 16; i++)
                 x[i] = _mm256_loadu_si256((const __m256i *)(const void *)(from + TKVI_BLOCK * i));
-            tkvi_weaving_avx2(x, 8);
-            tkvi_weaving_avx2(x, 4);
-            tkvi_weaving_avx2(x, 2);
-            tkvi_weaving_avx2(x, 1);
+            tkvi_interleave_bytes_avx2(x, 8);
+            tkvi_interleave_bytes_avx2(x, 4);
+            tkvi_interleave_bytes_avx2(x, 2);
+            tkvi_interleave_bytes_avx2(x, 1);
             TKVI_UNROLL
             for (i = 0; i < 16; i++) {
                 uint8_t *row = to + (i / 4 * 16 + i % 4) * pad;
@@ -7155,18 +7185,18 @@ static TKVI_TARGET_AVX2 void tkvi_stand_rows_avx2(tkvi_rows *r) {
         }
 }
 
-/* The first n (any number) of 8 lanes. */
-TKVI_FLAT_AVX2 __m256i tkvi_lanes_avx2(int n) {
+/* Mask of the first n of 8 lanes. n can be any number. */
+TKVI_FLAT_AVX2 __m256i tkvi_lane_mask_avx2(int n) {
     return _mm256_cmpgt_epi32(_mm256_set1_epi32(n), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
 }
 
-TKVI_FLAT_AVX2 void tkvi_save_some_avx2(float *to, __m256 x, int n) {
+TKVI_FLAT_AVX2 void tkvi_store_first_avx2(float *to, __m256 x, int n) {
     if (n >= 8) _mm256_storeu_ps(to, x);
-    else _mm256_maskstore_ps(to, tkvi_lanes_avx2(n), x);
+    else _mm256_maskstore_ps(to, tkvi_lane_mask_avx2(n), x);
 }
 
-TKVI_FLAT_AVX2 void tkvi_row_avx2(const tkvi_rows *r, int t, const int k, const int with_sign, int n,
-                                  float *to) {
+TKVI_FLAT_AVX2 void tkvi_row_to_floats_avx2(const tkvi_decoded_rows *r, int t, const int k,
+                                            const int with_sign, int n, float *to) {
     const tkvi_side *s = r->s;
     const uint8_t *level = r->level + t * s->pad;
     const float *scale = k ? r->scale + t * s->groups / TKVI_BLOCK * s->pad : r->scale + t;
@@ -7178,42 +7208,45 @@ TKVI_FLAT_AVX2 void tkvi_row_avx2(const tkvi_rows *r, int t, const int k, const 
             const __m128i bytes = _mm_loadl_epi64((const __m128i *)(const void *)(level + c));
             const __m256 x =
                 _mm256_cvtepi32_ps(with_sign ? _mm256_cvtepi8_epi32(bytes) : _mm256_cvtepu8_epi32(bytes));
-            tkvi_save_some_avx2(to + c,
-                                k ? _mm256_fmadd_ps(x, _mm256_loadu_ps(scale + c), _mm256_loadu_ps(zero + c))
-                                  : _mm256_fmadd_ps(x, by, plus),
-                                n - c);
+            tkvi_store_first_avx2(
+                to + c,
+                k ? _mm256_fmadd_ps(x, _mm256_loadu_ps(scale + c), _mm256_loadu_ps(zero + c))
+                  : _mm256_fmadd_ps(x, by, plus),
+                n - c);
         }
     }
 }
 
 #define TKVI_ROW_(name, k, with_sign)                                                                        \
-    static TKVI_TARGET_AVX2 void tkvi_row_##name##_avx2(const tkvi_rows *r, int t, int n, float *to) {       \
-        tkvi_row_avx2(r, t, k, with_sign, n, to);                                                            \
+    static TKVI_TARGET_AVX2 void tkvi_row_##name##_avx2(const tkvi_decoded_rows *r, int t, int n,            \
+                                                        float *to) {                                         \
+        tkvi_row_to_floats_avx2(r, t, k, with_sign, n, to);                                                  \
     }
 TKVI_ROW_(k, 1, 0)
 TKVI_ROW_(v, 0, 0)
 TKVI_ROW_(v_signed, 0, 1)
 #undef TKVI_ROW_
 
-static TKVI_TARGET_AVX2 void tkvi_unrotate_avx2(float *y, const float *signs, int dim, float *to) {
+static TKVI_TARGET_AVX2 void tkvi_rotate_row_back_avx2(float *y, const float *signs, int dim, float *to) {
     const int log2n = tkvi_log2_floor(dim), n = 1 << log2n;
     int c;
     if (n < dim) (void)tkvi_window_avx2(y + dim - n, NULL, y + dim - n, log2n);
     (void)tkvi_window_avx2(y, NULL, y, log2n);
     for (c = 0; c < dim; c += 8)
-        tkvi_save_some_avx2(to + c, _mm256_xor_ps(_mm256_load_ps(y + c), _mm256_load_ps(signs + c)), dim - c);
+        tkvi_store_first_avx2(to + c, _mm256_xor_ps(_mm256_load_ps(y + c), _mm256_load_ps(signs + c)),
+                              dim - c);
 }
 
-static const tkvi_row_steps tkvi_row_steps_avx2 = {tkvi_four_columns_avx2,
-                                                   tkvi_slab_avx2,
-                                                   tkvi_stand_rows_avx2,
-                                                   {tkvi_row_k_avx2, tkvi_row_v_avx2, tkvi_row_v_signed_avx2},
-                                                   tkvi_unrotate_avx2};
+static const tkvi_row_ops tkvi_row_ops_avx2 = {tkvi_unpack_columns_avx2,
+                                               tkvi_unpack_slab_avx2,
+                                               tkvi_transpose_columns_avx2,
+                                               {tkvi_row_k_avx2, tkvi_row_v_avx2, tkvi_row_v_signed_avx2},
+                                               tkvi_rotate_row_back_avx2};
 
-static void tkvi_tile_values_avx2(const tkvi_side *s, const tkvi_simd_ops *help, const uint8_t *src,
-                                  int first, int n, float *x, size_t stride) {
-    if (s->dim < 16) tkvi_tiles_scalar(s, help, src, first, n, x, stride);
-    else tkvi_tile_rows(&tkvi_row_steps_avx2, s, help, src, first, n, x, stride);
+static void tkvi_decode_tiles_avx2(const tkvi_side *s, const tkvi_simd_ops *ops, const uint8_t *src,
+                                   int first, int n, float *x, size_t stride) {
+    if (s->dim < 16) tkvi_decode_tiles_scalar(s, ops, src, first, n, x, stride);
+    else tkvi_decode_tile_rows(&tkvi_row_ops_avx2, s, ops, src, first, n, x, stride);
 }
 
 /* >>AVX-512 */
@@ -7225,30 +7258,31 @@ static void tkvi_tile_values_avx2(const tkvi_side *s, const tkvi_simd_ops *help,
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 #endif
 
-TKVI_FLAT_AVX512 __m512i tkvi_part_avx512(const uint8_t *p, int right, int bits) {
+TKVI_FLAT_AVX512 __m512i tkvi_load_field_avx512(const uint8_t *p, int right, int bits) {
     const __m512i x = _mm512_loadu_si512((const void *)p);
-    return _mm512_and_si512(_mm512_srl_epi16(x, _mm_cvtsi32_si128(right)), tkvi_all_avx512((1 << bits) - 1));
+    return _mm512_and_si512(_mm512_srl_epi16(x, _mm_cvtsi32_si128(right)),
+                            tkvi_splat_bytes_avx512((1 << bits) - 1));
 }
 
-/* Plane p of a tile, in order of r: 16 times four neighbours with one r. */
+/* Plane p of a tile. In each 16 bytes, codes are sorted by r (core/tile.h): four with r = 0, then 1 .. 3. */
 TKVI_FLAT_AVX512 __m512i tkvi_tile_plane_avx512(const tkvi_tile_parts *t, int p) {
     const __m512i sorted = _mm512_set4_epi32(0x0f0b0703, 0x0e0a0602, 0x0d090501, 0x0c080400);
     const int at = p * t->low_bits;
     __m512i x = _mm512_setzero_si512();
-    if (t->low_bits) x = tkvi_part_avx512(t->low + at / 8 * 64, at % 8, t->low_bits);
+    if (t->low_bits) x = tkvi_load_field_avx512(t->low + at / 8 * 64, at % 8, t->low_bits);
     if (t->high_bits) {
-        const __m512i high = tkvi_part_avx512(t->high, t->high_at + p * t->high_bits, t->high_bits);
+        const __m512i high = tkvi_load_field_avx512(t->high, t->high_at + p * t->high_bits, t->high_bits);
         x = _mm512_or_si512(x, _mm512_sll_epi16(high, _mm_cvtsi32_si128(t->low_bits)));
     }
     return _mm512_shuffle_epi8(x, sorted);
 }
 
-TKVI_FLAT_AVX512 __m512i tkvi_table_avx512(const int8_t *levels, __m512i code) {
+TKVI_FLAT_AVX512 __m512i tkvi_look_up_avx512(const int8_t *levels, __m512i code) {
     const __m128i table = _mm_loadu_si128((const __m128i *)(const void *)levels);
     return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(table), code);
 }
 
-static TKVI_TARGET_AVX512 void tkvi_four_columns_avx512(const tkvi_tile_parts *t, uint8_t *const *column) {
+static TKVI_TARGET_AVX512 void tkvi_unpack_columns_avx512(const tkvi_tile_parts *t, uint8_t *const *column) {
     __m512i x[4], a, b, c, d;
     int p;
     TKVI_UNROLL
@@ -7263,26 +7297,26 @@ static TKVI_TARGET_AVX512 void tkvi_four_columns_avx512(const tkvi_tile_parts *t
     _mm512_storeu_si512((void *)column[3], _mm512_unpackhi_epi64(c, d));
 }
 
-/* The four quarters of a vector, `stride` bytes apart. */
-TKVI_FLAT_AVX512 void tkvi_save_quarters_avx512(uint8_t *to, int stride, __m512i x) {
+/* Stores the four quarters of a vector, `stride` bytes apart. */
+TKVI_FLAT_AVX512 void tkvi_store_quarters_avx512(uint8_t *to, int stride, __m512i x) {
     _mm_storeu_si128((__m128i *)(void *)to, _mm512_castsi512_si128(x));
     _mm_storeu_si128((__m128i *)(void *)(to + stride), _mm512_extracti32x4_epi32(x, 1));
     _mm_storeu_si128((__m128i *)(void *)(to + 2 * stride), _mm512_extracti32x4_epi32(x, 2));
     _mm_storeu_si128((__m128i *)(void *)(to + 3 * stride), _mm512_extracti32x4_epi32(x, 3));
 }
 
-static TKVI_TARGET_AVX512 void tkvi_slab_avx512(const tkvi_tile_parts *t, const int8_t *upper, uint8_t *row,
-                                                int stride) {
+static TKVI_TARGET_AVX512 void tkvi_unpack_slab_avx512(const tkvi_tile_parts *t, const int8_t *upper,
+                                                       uint8_t *row, int stride) {
     const __m512i by_token = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
     int p;
     for (p = 0; p < 4; p++, row += 4 * stride) {
         const __m512i x = _mm512_permutexvar_epi32(by_token, tkvi_tile_plane_avx512(t, p));
-        tkvi_save_quarters_avx512(row, stride, t->levels ? tkvi_table_avx512(t->levels, x) : x);
-        if (upper) tkvi_save_quarters_avx512(row + 16, stride, tkvi_table_avx512(upper, x));
+        tkvi_store_quarters_avx512(row, stride, t->levels ? tkvi_look_up_avx512(t->levels, x) : x);
+        if (upper) tkvi_store_quarters_avx512(row + 16, stride, tkvi_look_up_avx512(upper, x));
     }
 }
 
-TKVI_FLAT_AVX512 void tkvi_weaving_avx512(__m512i *x, const int h) {
+TKVI_FLAT_AVX512 void tkvi_interleave_bytes_avx512(__m512i *x, const int h) {
     int i;
     TKVI_UNROLL
     for (i = 0; i < 8; i++) {
@@ -7292,7 +7326,7 @@ TKVI_FLAT_AVX512 void tkvi_weaving_avx512(__m512i *x, const int h) {
     }
 }
 
-static TKVI_TARGET_AVX512 void tkvi_stand_rows_avx512(tkvi_rows *r) {
+static TKVI_TARGET_AVX512 void tkvi_transpose_columns_avx512(tkvi_decoded_rows *r) {
     const int pad = r->s->pad;
     int c, i;
     for (c = 0; c < pad; c += 16) {
@@ -7300,23 +7334,23 @@ static TKVI_TARGET_AVX512 void tkvi_stand_rows_avx512(tkvi_rows *r) {
         __m512i x[16];
         TKVI_UNROLL
         for (i = 0; i < 16; i++) x[i] = _mm512_load_si512((const void *)(from + TKVI_BLOCK * i));
-        tkvi_weaving_avx512(x, 8);
-        tkvi_weaving_avx512(x, 4);
-        tkvi_weaving_avx512(x, 2);
-        tkvi_weaving_avx512(x, 1);
+        tkvi_interleave_bytes_avx512(x, 8);
+        tkvi_interleave_bytes_avx512(x, 4);
+        tkvi_interleave_bytes_avx512(x, 2);
+        tkvi_interleave_bytes_avx512(x, 1);
         TKVI_UNROLL
         for (i = 0; i < 16; i++)
-            tkvi_save_quarters_avx512(r->level + (i / 4 * 16 + i % 4) * pad + c, 4 * pad, x[i]);
+            tkvi_store_quarters_avx512(r->level + (i / 4 * 16 + i % 4) * pad + c, 4 * pad, x[i]);
     }
 }
 
-TKVI_FLAT_AVX512 void tkvi_save_some_avx512(float *to, __m512 x, int n) {
+TKVI_FLAT_AVX512 void tkvi_store_first_avx512(float *to, __m512 x, int n) {
     if (n >= 16) _mm512_storeu_ps(to, x);
     else _mm512_mask_storeu_ps(to, (__mmask16)((1 << n) - 1), x);
 }
 
-TKVI_FLAT_AVX512 void tkvi_row_avx512(const tkvi_rows *r, int t, const int k, const int with_sign, int n,
-                                      float *to) {
+TKVI_FLAT_AVX512 void tkvi_row_to_floats_avx512(const tkvi_decoded_rows *r, int t, const int k,
+                                                const int with_sign, int n, float *to) {
     const tkvi_side *s = r->s;
     const uint8_t *level = r->level + t * s->pad;
     const float *scale = k ? r->scale + t * s->groups / TKVI_BLOCK * s->pad : r->scale + t;
@@ -7328,7 +7362,7 @@ TKVI_FLAT_AVX512 void tkvi_row_avx512(const tkvi_rows *r, int t, const int k, co
             const __m128i bytes = _mm_load_si128((const __m128i *)(const void *)(level + c));
             const __m512 x =
                 _mm512_cvtepi32_ps(with_sign ? _mm512_cvtepi8_epi32(bytes) : _mm512_cvtepu8_epi32(bytes));
-            tkvi_save_some_avx512(
+            tkvi_store_first_avx512(
                 to + c,
                 k ? _mm512_fmadd_ps(x, _mm512_loadu_ps(scale + c), _mm512_loadu_ps(zero + c))
                   : _mm512_fmadd_ps(x, by, plus),
@@ -7338,35 +7372,36 @@ TKVI_FLAT_AVX512 void tkvi_row_avx512(const tkvi_rows *r, int t, const int k, co
 }
 
 #define TKVI_ROW_(name, k, with_sign)                                                                        \
-    static TKVI_TARGET_AVX512 void tkvi_row_##name##_avx512(const tkvi_rows *r, int t, int n, float *to) {   \
-        tkvi_row_avx512(r, t, k, with_sign, n, to);                                                          \
+    static TKVI_TARGET_AVX512 void tkvi_row_##name##_avx512(const tkvi_decoded_rows *r, int t, int n,        \
+                                                            float *to) {                                     \
+        tkvi_row_to_floats_avx512(r, t, k, with_sign, n, to);                                                \
     }
 TKVI_ROW_(k, 1, 0)
 TKVI_ROW_(v, 0, 0)
 TKVI_ROW_(v_signed, 0, 1)
 #undef TKVI_ROW_
 
-static TKVI_TARGET_AVX512 void tkvi_unrotate_avx512(float *y, const float *signs, int dim, float *to) {
+static TKVI_TARGET_AVX512 void tkvi_rotate_row_back_avx512(float *y, const float *signs, int dim, float *to) {
     const int log2n = tkvi_log2_floor(dim), n = 1 << log2n;
     int c;
     if (n < dim) (void)tkvi_window_avx512(y + dim - n, NULL, y + dim - n, log2n);
     (void)tkvi_window_avx512(y, NULL, y, log2n);
     for (c = 0; c < dim; c += 16)
-        tkvi_save_some_avx512(to + c, _mm512_xor_ps(_mm512_load_ps(y + c), _mm512_load_ps(signs + c)),
-                              dim - c);
+        tkvi_store_first_avx512(to + c, _mm512_xor_ps(_mm512_load_ps(y + c), _mm512_load_ps(signs + c)),
+                                dim - c);
 }
 
-static const tkvi_row_steps tkvi_row_steps_avx512 = {
-    tkvi_four_columns_avx512,
-    tkvi_slab_avx512,
-    tkvi_stand_rows_avx512,
+static const tkvi_row_ops tkvi_row_ops_avx512 = {
+    tkvi_unpack_columns_avx512,
+    tkvi_unpack_slab_avx512,
+    tkvi_transpose_columns_avx512,
     {tkvi_row_k_avx512, tkvi_row_v_avx512, tkvi_row_v_signed_avx512},
-    tkvi_unrotate_avx512};
+    tkvi_rotate_row_back_avx512};
 
-static void tkvi_tile_values_avx512(const tkvi_side *s, const tkvi_simd_ops *help, const uint8_t *src,
-                                    int first, int n, float *x, size_t stride) {
-    if (s->dim < 16) tkvi_tiles_scalar(s, help, src, first, n, x, stride);
-    else tkvi_tile_rows(&tkvi_row_steps_avx512, s, help, src, first, n, x, stride);
+static void tkvi_decode_tiles_avx512(const tkvi_side *s, const tkvi_simd_ops *ops, const uint8_t *src,
+                                     int first, int n, float *x, size_t stride) {
+    if (s->dim < 16) tkvi_decode_tiles_scalar(s, ops, src, first, n, x, stride);
+    else tkvi_decode_tile_rows(&tkvi_row_ops_avx512, s, ops, src, first, n, x, stride);
 }
 
 #if defined(__GNUC__) && !defined(__clang__)
@@ -7379,9 +7414,9 @@ static void tkvi_tile_values_avx512(const tkvi_side *s, const tkvi_simd_ops *hel
 #endif /* TKVI_KERNELS_VALUES_X86_H */
 /* ======== kernels/groups_x86.h ======== */
 /*
- * kernels/groups_x86.h - the groups of KIVI (formats/kivi.h) by AVX2: codes, scales and zeros with the scalar
- * code's bytes. K: a lane is a channel. V: four tokens together, whose codes share 32 bits of a tile. Calls
- * kernels/values_x86.h.
+ * kernels/groups_x86.h - encodes the groups of KIVI (formats/kivi.h) with AVX2. Codes, scales and zeros have the
+ * bytes of the scalar code. K: a lane is a channel. V: four tokens go together, because their codes share 32 bits
+ * of a tile.
  */
 #ifndef TKVI_KERNELS_GROUPS_X86_H
 #define TKVI_KERNELS_GROUPS_X86_H
@@ -7389,36 +7424,37 @@ static void tkvi_tile_values_avx512(const tkvi_side *s, const tkvi_simd_ops *hel
 
 #ifdef TKVI_X86
 
-/* -ffast-math divides vectors by a reciprocal, floats not: these bytes would not be those of tkv_encode_block. */
+/* -ffast-math divides vectors by a reciprocal, but not floats. These bytes would then differ from those of
+ * tkv_encode_block, so the scalar code is used. */
 #if defined(__FAST_MATH__) || defined(_M_FP_FAST)
-#define TKVI_OTHER_GROUPS 1
+#define TKVI_INEXACT_DIVISION 1
 #else
-#define TKVI_OTHER_GROUPS 0
+#define TKVI_INEXACT_DIVISION 0
 #endif
 
-/* Cut to what halves hold. */
-TKVI_FLAT_AVX2 __m256 tkvi_group_cut_avx2(__m256 x) {
+/* Clamps to the range of fp16. */
+TKVI_FLAT_AVX2 __m256 tkvi_clamp_f16_avx2(__m256 x) {
     const __m256 most = _mm256_set1_ps(TKVI_F16_MAX), least = _mm256_set1_ps(-TKVI_F16_MAX);
     return _mm256_max_ps(_mm256_min_ps(x, most), least);
 }
 
-/* Eight values from p, the lanes there are. */
-TKVI_FLAT_AVX2 __m256 tkvi_group_values_avx2(const float *p, __m256i lanes) {
-    return tkvi_group_cut_avx2(_mm256_maskload_ps(p, lanes));
+/* Loads up to eight values, in the lanes of the mask. */
+TKVI_FLAT_AVX2 __m256 tkvi_load_group_avx2(const float *p, __m256i lanes) {
+    return tkvi_clamp_f16_avx2(_mm256_maskload_ps(p, lanes));
 }
 
-/* Codes as integers; 0 where the scale is. */
-TKVI_FLAT_AVX2 __m256i tkvi_group_codes_avx2(__m256 x, __m256 scale, __m256 zero, float top) {
+/* Codes as 32-bit integers. A scale of 0 gives code 0. */
+TKVI_FLAT_AVX2 __m256i tkvi_group_to_codes_avx2(__m256 x, __m256 scale, __m256 zero, float top) {
     const __m256 none = _mm256_setzero_ps();
     __m256 y = _mm256_div_ps(_mm256_sub_ps(x, zero), scale);
     y = _mm256_and_ps(y, _mm256_cmp_ps(scale, none, _CMP_GT_OQ));
     return _mm256_cvtps_epi32(_mm256_min_ps(_mm256_max_ps(y, none), _mm256_set1_ps(top)));
 }
 
-/* Group g of eight columns of K, n tokens of the block being there. */
-TKVI_FLAT_AVX2 void tkvi_group_k_avx2(const tkvi_side *s, const float *x, size_t stride, int n, int g, int c,
-                                      tkvi_codes code, uint8_t *meta) {
-    const __m256i lanes = tkvi_lanes_avx2(s->dim - c);
+/* Encodes group g of channels c .. c + 7 of K. n: tokens of the block. */
+TKVI_FLAT_AVX2 void tkvi_encode_group_k_avx2(const tkvi_side *s, const float *x, size_t stride, int n, int g,
+                                             int c, tkvi_codes code, uint8_t *meta) {
+    const __m256i lanes = tkvi_lane_mask_avx2(s->dim - c);
     const float top = (float)((1 << s->format->bits) - 1);
     const int from = g * s->group, end = tkvi_min(n, from + s->group);
     uint8_t *at = meta + 2 * (g * s->pad + c);
@@ -7426,9 +7462,9 @@ TKVI_FLAT_AVX2 void tkvi_group_k_avx2(const tkvi_side *s, const float *x, size_t
     __m128i half;
     int t, k;
     x += c;
-    lo = hi = tkvi_group_values_avx2(x + (size_t)from * stride, lanes);
+    lo = hi = tkvi_load_group_avx2(x + (size_t)from * stride, lanes);
     for (t = from + 1; t < end; t++) {
-        const __m256 v = tkvi_group_values_avx2(x + (size_t)t * stride, lanes);
+        const __m256 v = tkvi_load_group_avx2(x + (size_t)t * stride, lanes);
         lo = _mm256_min_ps(v, lo);
         hi = _mm256_max_ps(v, hi);
     }
@@ -7444,8 +7480,8 @@ TKVI_FLAT_AVX2 void tkvi_group_k_avx2(const tkvi_side *s, const float *x, size_t
         for (k = 0; k < 4; k++) {
             v[k] = _mm256_setzero_si256();
             if (t + k < end)
-                v[k] = tkvi_group_codes_avx2(tkvi_group_values_avx2(x + (size_t)(t + k) * stride, lanes),
-                                             scale, zero, top);
+                v[k] = tkvi_group_to_codes_avx2(tkvi_load_group_avx2(x + (size_t)(t + k) * stride, lanes),
+                                                scale, zero, top);
         }
         v[0] = _mm256_packus_epi16(_mm256_packs_epi32(v[0], v[1]), _mm256_packs_epi32(v[2], v[3]));
         _mm_storeu_si128((__m128i *)(void *)(code[c / 4] + 4 * t), _mm256_castsi256_si128(v[0]));
@@ -7453,7 +7489,7 @@ TKVI_FLAT_AVX2 void tkvi_group_k_avx2(const tkvi_side *s, const float *x, size_t
     }
 }
 
-/* Half the lanes of four vectors against the other half, then the four lanes of each against each other. */
+/* out: op over all lanes of each of four vectors. op is a minimum or maximum. */
 #define TKVI_ACROSS_FOUR_(op, x, out)                                                                        \
     do {                                                                                                     \
         __m128 a_ = op(_mm256_castps256_ps128((x)[0]), _mm256_extractf128_ps((x)[0], 1));                    \
@@ -7464,12 +7500,13 @@ TKVI_FLAT_AVX2 void tkvi_group_k_avx2(const tkvi_side *s, const float *x, size_t
         out = op(op(a_, b_), op(c_, d_));                                                                    \
     } while (0)
 
-/* Group g of tokens t .. t + 3; `row`: of each, that of a neighbour if it is not there. */
-TKVI_FLAT_AVX2 void tkvi_group_v_avx2(const tkvi_side *s, const float *const *row, int there, int g, int t,
-                                      tkvi_codes code, uint8_t *meta) {
+/* Encodes group g of tokens t .. t + 3 of V. Only the first n_tokens exist; rows of the others repeat the last one,
+ * and their scales and zeros become 0. */
+TKVI_FLAT_AVX2 void tkvi_encode_group_v_avx2(const tkvi_side *s, const float *const *row, int n_tokens, int g,
+                                             int t, tkvi_codes code, uint8_t *meta) {
     const float top = (float)((1 << s->format->bits) - 1);
     const int from = g * s->group, end = tkvi_min(s->dim, from + s->group);
-    const __m128i some = _mm_cmpgt_epi32(_mm_set1_epi32(there), _mm_setr_epi32(0, 1, 2, 3));
+    const __m128i some = _mm_cmpgt_epi32(_mm_set1_epi32(n_tokens), _mm_setr_epi32(0, 1, 2, 3));
     uint8_t *at = meta + 2 * (g * TKVI_BLOCK + t);
     TKVI_ALIGNED float scales[4], zeros[4];
     __m256 lo[4], hi[4];
@@ -7477,12 +7514,12 @@ TKVI_FLAT_AVX2 void tkvi_group_v_avx2(const tkvi_side *s, const float *const *ro
     __m128i half;
     int c, k;
     TKVI_UNROLL
-    for (k = 0; k < 4; k++) lo[k] = hi[k] = tkvi_group_cut_avx2(_mm256_broadcast_ss(row[k] + from));
+    for (k = 0; k < 4; k++) lo[k] = hi[k] = tkvi_clamp_f16_avx2(_mm256_broadcast_ss(row[k] + from));
     for (c = from; c < end; c += 8) {
-        const __m256i lanes = tkvi_lanes_avx2(end - c);
+        const __m256i lanes = tkvi_lane_mask_avx2(end - c);
         TKVI_UNROLL
         for (k = 0; k < 4; k++) {
-            const __m256 v = tkvi_group_values_avx2(row[k] + c, lanes), mask = _mm256_castsi256_ps(lanes);
+            const __m256 v = tkvi_load_group_avx2(row[k] + c, lanes), mask = _mm256_castsi256_ps(lanes);
             lo[k] = _mm256_blendv_ps(lo[k], _mm256_min_ps(v, lo[k]), mask);
             hi[k] = _mm256_blendv_ps(hi[k], _mm256_max_ps(v, hi[k]), mask);
         }
@@ -7497,12 +7534,12 @@ TKVI_FLAT_AVX2 void tkvi_group_v_avx2(const tkvi_side *s, const float *const *ro
     _mm_store_ps(zeros, _mm_cvtph_ps(half));
     _mm_storel_epi64((__m128i *)(void *)(at + 2 * s->groups * TKVI_BLOCK), half);
     for (c = from; c < end; c += 8) {
-        const __m256i lanes = tkvi_lanes_avx2(end - c);
+        const __m256i lanes = tkvi_lane_mask_avx2(end - c);
         __m256i v[4];
         TKVI_UNROLL
         for (k = 0; k < 4; k++)
-            v[k] = tkvi_group_codes_avx2(tkvi_group_values_avx2(row[k] + c, lanes), _mm256_set1_ps(scales[k]),
-                                         _mm256_set1_ps(zeros[k]), top);
+            v[k] = tkvi_group_to_codes_avx2(tkvi_load_group_avx2(row[k] + c, lanes),
+                                            _mm256_set1_ps(scales[k]), _mm256_set1_ps(zeros[k]), top);
         v[0] = _mm256_or_si256(v[0], _mm256_slli_epi32(v[1], 8));
         v[2] = _mm256_or_si256(v[2], _mm256_slli_epi32(v[3], 8));
         v[0] = _mm256_and_si256(_mm256_or_si256(v[0], _mm256_slli_epi32(v[2], 16)), lanes);
@@ -7511,33 +7548,34 @@ TKVI_FLAT_AVX2 void tkvi_group_v_avx2(const tkvi_side *s, const float *const *ro
     }
 }
 
-static TKVI_TARGET_AVX2 void tkvi_groups_avx2(const tkvi_side *s, const float *x, size_t stride, int n,
-                                              tkvi_codes code, uint8_t *meta) {
+static TKVI_TARGET_AVX2 void tkvi_encode_groups_avx2(const tkvi_side *s, const float *x, size_t stride, int n,
+                                                     tkvi_codes code, uint8_t *meta) {
     int g, c, t, k;
-    if (s->fit || s->order || TKVI_OTHER_GROUPS) {
-        tkvi_groups_scalar(s, x, stride, n, code, meta);
+    if (s->fit || s->order || TKVI_INEXACT_DIVISION) {
+        tkvi_encode_groups_scalar(s, x, stride, n, code, meta);
         return;
     }
     for (c = 0; c < s->dim && s->which == TKV_K; c += 8)
         for (g = 0; g * s->group < n && g < s->groups; g++)
-            tkvi_group_k_avx2(s, x, stride, n, g, c, code, meta);
+            tkvi_encode_group_k_avx2(s, x, stride, n, g, c, code, meta);
     for (t = 0; t < n && s->which == TKV_V; t += 4) {
         const float *row[4];
         for (k = 0; k < 4; k++) row[k] = x + (size_t)tkvi_min(t + k, n - 1) * stride;
-        for (g = 0; g < s->groups; g++) tkvi_group_v_avx2(s, row, n - t, g, t, code, meta);
+        for (g = 0; g < s->groups; g++) tkvi_encode_group_v_avx2(s, row, n - t, g, t, code, meta);
     }
 }
 
 #undef TKVI_ACROSS_FOUR_
-#undef TKVI_OTHER_GROUPS
+#undef TKVI_INEXACT_DIVISION
 
 #endif /* TKVI_X86 */
 
 #endif /* TKVI_KERNELS_GROUPS_X86_H */
 /* ======== kernels/avx2.h ======== */
 /*
- * kernels/avx2.h - the kernels of kernels/scalar.h for AVX2 + FMA + F16C (Haswell, Zen and later). kernels/avx512.h
- * has the same functions with longer vectors; read them side by side. Calls kernels/x86.h.
+ * kernels/avx2.h - the kernels of kernels/scalar.h for AVX2, FMA and F16C (Haswell, Zen and later).
+ *
+ * kernels/avx512.h has the same functions with longer vectors. Read them side by side.
  */
 #ifndef TKVI_KERNELS_AVX2_H
 #define TKVI_KERNELS_AVX2_H
@@ -7546,15 +7584,15 @@ static TKVI_TARGET_AVX2 void tkvi_groups_avx2(const tkvi_side *s, const float *x
 #ifdef TKVI_X86
 
 /* >>pieces */
-TKVI_FLAT_AVX2 __m256i tkvi_bytes_avx2(const uint8_t *p) {
+TKVI_FLAT_AVX2 __m256i tkvi_load_bytes_avx2(const uint8_t *p) {
     return _mm256_loadu_si256((const __m256i *)(const void *)p);
 }
 
-TKVI_FLAT_AVX2 __m256i tkvi_ints_avx2(const int32_t *p) {
+TKVI_FLAT_AVX2 __m256i tkvi_load_ints_avx2(const int32_t *p) {
     return _mm256_loadu_si256((const __m256i *)(const void *)p);
 }
 
-TKVI_FLAT_AVX2 __m128i tkvi_bytes16_avx2(const uint8_t *p) {
+TKVI_FLAT_AVX2 __m128i tkvi_load_bytes16_avx2(const uint8_t *p) {
     return _mm_loadu_si128((const __m128i *)(const void *)p);
 }
 
@@ -7564,7 +7602,7 @@ TKVI_FLAT_AVX2 float tkvi_sum_avx2(__m256 a) {
     return _mm_cvtss_f32(_mm_add_ss(x, _mm_movehdup_ps(x)));
 }
 
-TKVI_FLAT_AVX2 float tkvi_most_avx2(__m256 a) {
+TKVI_FLAT_AVX2 float tkvi_max_avx2(__m256 a) {
     __m128 x = _mm_max_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
     x = _mm_max_ps(x, _mm_movehl_ps(x, x));
     return _mm_cvtss_f32(_mm_max_ss(x, _mm_movehdup_ps(x)));
@@ -7583,78 +7621,81 @@ TKVI_FLAT_AVX2 __m128 tkvi_max4_avx2(const __m256 *a) {
     return _mm_max_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
 }
 
-/* 8 values of an exact side. The branch goes the same way all the time. */
-TKVI_FLAT_AVX2 __m256 tkvi_values_avx2(tkvi_storage type, const uint8_t *row, int at) {
-    if (type == TKVI_AS_F16) return _mm256_cvtph_ps(tkvi_bytes16_avx2(row + 2 * at));
+/* 8 values of an exact side. The branch is predicted: it goes one way for the whole side. */
+TKVI_FLAT_AVX2 __m256 tkvi_load_values_avx2(tkvi_storage type, const uint8_t *row, int at) {
+    if (type == TKVI_AS_F16) return _mm256_cvtph_ps(tkvi_load_bytes16_avx2(row + 2 * at));
     if (type == TKVI_AS_BF16)
         return _mm256_castsi256_ps(
-            _mm256_slli_epi32(_mm256_cvtepu16_epi32(tkvi_bytes16_avx2(row + 2 * at)), 16));
-    return _mm256_castsi256_ps(tkvi_bytes_avx2(row + 4 * at));
+            _mm256_slli_epi32(_mm256_cvtepu16_epi32(tkvi_load_bytes16_avx2(row + 2 * at)), 16));
+    return _mm256_castsi256_ps(tkvi_load_bytes_avx2(row + 4 * at));
 }
 
-static TKVI_TARGET_AVX2 void tkvi_halves_avx2(const uint8_t *src, int n, float *dst) {
+static TKVI_TARGET_AVX2 void tkvi_f16_to_f32_avx2(const uint8_t *src, int n, float *dst) {
     int i;
     for (i = 0; i + 8 <= n; i += 8)
-        _mm256_storeu_ps(dst + i, _mm256_cvtph_ps(tkvi_bytes16_avx2(src + 2 * i)));
-    tkvi_halves_scalar(src + 2 * i, n - i, dst + i);
+        _mm256_storeu_ps(dst + i, _mm256_cvtph_ps(tkvi_load_bytes16_avx2(src + 2 * i)));
+    tkvi_f16_to_f32_scalar(src + 2 * i, n - i, dst + i);
 }
 
-static TKVI_TARGET_AVX2 void tkvi_to_halves_avx2(const float *x, int n, uint8_t *dst) {
+static TKVI_TARGET_AVX2 void tkvi_f32_to_f16_avx2(const float *x, int n, uint8_t *dst) {
     const __m256 most = _mm256_set1_ps(TKVI_F16_MAX), least = _mm256_set1_ps(-TKVI_F16_MAX);
     int i;
     for (i = 0; i + 8 <= n; i += 8) {
         const __m256 y = _mm256_max_ps(_mm256_min_ps(_mm256_loadu_ps(x + i), most), least);
         _mm_storeu_si128((__m128i *)(void *)(dst + 2 * i), _mm256_cvtps_ph(y, 0)); /* half to even */
     }
-    tkvi_to_halves_scalar(x + i, n - i, dst + 2 * i);
+    tkvi_f32_to_f16_scalar(x + i, n - i, dst + 2 * i);
 }
 
-/* n is a multiple of 4 here: four lanes. */
-TKVI_FLAT_AVX2 __m128i tkvi_4bytes_avx2(const uint8_t *src) {
+TKVI_FLAT_AVX2 __m128i tkvi_load_bytes4_avx2(const uint8_t *src) {
     int32_t x;
     memcpy(&x, src, 4);
     return _mm_cvtsi32_si128(x);
 }
 
-/* Eight of tkvi_log_value. */
-TKVI_FLAT_AVX2 __m256 tkvi_8logs_avx2(__m128i bytes, int top) {
+/* tkvi_log_value of eight bytes. */
+TKVI_FLAT_AVX2 __m256 tkvi_decode_8_log_scales_avx2(__m128i bytes, int top) {
     const __m256i base = _mm256_set1_epi32(1024), one = _mm256_set1_epi32(1);
     const uint8_t *mantissa = (const uint8_t *)tkvi_log_mantissa;
     __m256i code = _mm256_cvtepu8_epi32(bytes), x = _mm256_sub_epi32(code, one);
     __m256i bits = _mm256_add_epi32(_mm256_srai_epi32(x, 4), _mm256_set1_epi32(127 + top - 16));
-    /* a table of 16: two of eight, and bit 3 chooses */
-    __m256i low = _mm256_permutevar8x32_epi32(_mm256_cvtepu16_epi32(tkvi_bytes16_avx2(mantissa)), x);
-    __m256i high = _mm256_permutevar8x32_epi32(_mm256_cvtepu16_epi32(tkvi_bytes16_avx2(mantissa + 16)), x);
+    /* looks up 16 mantissas as two tables of eight; bit 3 of x selects the table */
+    __m256i low = _mm256_permutevar8x32_epi32(_mm256_cvtepu16_epi32(tkvi_load_bytes16_avx2(mantissa)), x);
+    __m256i high =
+        _mm256_permutevar8x32_epi32(_mm256_cvtepu16_epi32(tkvi_load_bytes16_avx2(mantissa + 16)), x);
     x = _mm256_castps_si256(_mm256_blendv_ps(_mm256_castsi256_ps(low), _mm256_castsi256_ps(high),
                                              _mm256_castsi256_ps(_mm256_slli_epi32(x, 28))));
     bits = _mm256_or_si256(_mm256_slli_epi32(bits, 23), _mm256_slli_epi32(_mm256_sub_epi32(x, base), 13));
     return _mm256_castsi256_ps(_mm256_andnot_si256(_mm256_cmpeq_epi32(code, _mm256_setzero_si256()), bits));
 }
 
-static TKVI_TARGET_AVX2 void tkvi_logs_avx2(const uint8_t *src, int n, int top, float *dst) {
+static TKVI_TARGET_AVX2 void tkvi_decode_log_scales_avx2(const uint8_t *src, int n, int top, float *dst) {
     int i;
     for (i = 0; i + 8 <= n; i += 8)
-        _mm256_storeu_ps(dst + i,
-                         tkvi_8logs_avx2(_mm_loadl_epi64((const __m128i *)(const void *)(src + i)), top));
+        _mm256_storeu_ps(dst + i, tkvi_decode_8_log_scales_avx2(
+                                      _mm_loadl_epi64((const __m128i *)(const void *)(src + i)), top));
     if (i + 4 <= n) {
-        _mm_storeu_ps(dst + i, _mm256_castps256_ps128(tkvi_8logs_avx2(tkvi_4bytes_avx2(src + i), top)));
+        _mm_storeu_ps(dst + i, _mm256_castps256_ps128(
+                                   tkvi_decode_8_log_scales_avx2(tkvi_load_bytes4_avx2(src + i), top)));
         i += 4;
     }
-    tkvi_logs_scalar(src + i, n - i, top, dst + i);
+    tkvi_decode_log_scales_scalar(src + i, n - i, top, dst + i);
 }
 
-static TKVI_TARGET_AVX2 void tkvi_zeros_avx2(const uint8_t *offset, const float *scale, const float *mean,
-                                             float unit, int middle, int n, float *dst) {
+static TKVI_TARGET_AVX2 void tkvi_decode_zero_points_avx2(const uint8_t *offset, const float *scale,
+                                                          const float *mean, float unit, int middle, int n,
+                                                          float *dst) {
     int i;
     for (i = 0; i + 4 <= n; i += 4) {
-        __m128i by = _mm_sub_epi32(_mm_cvtepi8_epi32(tkvi_4bytes_avx2(offset + i)), _mm_set1_epi32(middle));
+        __m128i by =
+            _mm_sub_epi32(_mm_cvtepi8_epi32(tkvi_load_bytes4_avx2(offset + i)), _mm_set1_epi32(middle));
         __m128 x = _mm_mul_ps(_mm_loadu_ps(scale + i), _mm_set1_ps(unit));
         _mm_storeu_ps(dst + i, _mm_fmadd_ps(x, _mm_cvtepi32_ps(by), _mm_loadu_ps(mean + i)));
     }
-    tkvi_zeros_scalar(offset + i, scale + i, mean + i, unit, middle, n - i, dst + i);
+    tkvi_decode_zero_points_scalar(offset + i, scale + i, mean + i, unit, middle, n - i, dst + i);
 }
 
-static TKVI_TARGET_AVX2 void tkvi_log_codes_avx2(const float *x, int n, int top, uint8_t *dst) {
+static TKVI_TARGET_AVX2 void tkvi_encode_log_scales_avx2(const float *x, int n, int top, uint8_t *dst) {
     int i, k;
     for (i = 0; i + 8 <= n; i += 8) {
         __m256 v = _mm256_loadu_ps(x + i);
@@ -7662,7 +7703,7 @@ static TKVI_TARGET_AVX2 void tkvi_log_codes_avx2(const float *x, int n, int top,
         __m256i code = _mm256_sub_epi32(_mm256_srli_epi32(bits, 23), _mm256_set1_epi32(127 + top - 16));
         __m128i low;
         code = _mm256_add_epi32(_mm256_slli_epi32(code, 4), _mm256_set1_epi32(1));
-        for (k = 0; k < 16; k++) /* a step for each border that is not above */
+        for (k = 0; k < 16; k++) /* adds 1 for each border that the mantissa reaches */
             code = _mm256_sub_epi32(
                 code, _mm256_cmpgt_epi32(mantissa, _mm256_set1_epi32((int32_t)tkvi_log_border[k] - 1)));
         code = _mm256_min_epi32(_mm256_max_epi32(code, _mm256_set1_epi32(1)), _mm256_set1_epi32(255));
@@ -7670,16 +7711,19 @@ static TKVI_TARGET_AVX2 void tkvi_log_codes_avx2(const float *x, int n, int top,
         low = _mm_packus_epi32(_mm256_castsi256_si128(code), _mm256_extracti128_si256(code, 1));
         _mm_storel_epi64((__m128i *)(void *)(dst + i), _mm_packus_epi16(low, low));
     }
-    tkvi_log_codes_scalar(x + i, n - i, top, dst + i);
+    tkvi_encode_log_scales_scalar(x + i, n - i, top, dst + i);
 }
 
-/* >>encoding: the same integers as the scalar code, and floats in the same order: the same bytes. AVX-512 has
- * longer vectors for the two steps that take the time, columns and tokens, and shares the others. */
-TKVI_FLAT_AVX2 void tkvi_save_avx2(uint8_t *p, __m256i x) { _mm256_storeu_si256((__m256i *)(void *)p, x); }
+/* >>encoding: gives the bytes of the scalar code, because integers are the same and floats have the same order of
+ * operations. AVX-512 has its own versions of the two slow steps, K columns and V tokens, and shares the others. */
+TKVI_FLAT_AVX2 void tkvi_store_bytes_avx2(uint8_t *p, __m256i x) {
+    _mm256_storeu_si256((__m256i *)(void *)p, x);
+}
 
-/* Codes of four planes, cut to `bits`, side by side in bytes. */
-TKVI_FLAT_AVX2 __m256i tkvi_planes_avx2(const __m256i *code, const int shift, const int bits, const int n) {
-    const __m256i mask = tkvi_all_avx2((1 << bits) - 1);
+/* Joins n planes of codes into bytes: bits shift .. shift + bits - 1 of plane p go to bit p * bits of each byte. */
+TKVI_FLAT_AVX2 __m256i tkvi_join_planes_avx2(const __m256i *code, const int shift, const int bits,
+                                             const int n) {
+    const __m256i mask = tkvi_splat_bytes_avx2((1 << bits) - 1);
     __m256i x = _mm256_and_si256(_mm256_srli_epi16(code[0], shift), mask);
     int p;
     TKVI_UNROLL
@@ -7693,27 +7737,28 @@ static TKVI_TARGET_AVX2 void tkvi_pack_tile_avx2(uint8_t *codes, const tkvi_tile
                                                  const uint8_t *code) {
     uint8_t *wide = codes + at->wide, *half = codes + at->halves + at->half / 2 * 64;
     int j, p, upper = at->half % 2;
-    for (j = 0; j < 64; j += 32, wide += 32, half += 32) { /* half of each plane */
+    for (j = 0; j < 64; j += 32, wide += 32, half += 32) { /* 32 of the 64 codes of each plane */
         __m256i c[4], x;
         TKVI_UNROLL
-        for (p = 0; p < 4; p++) c[p] = tkvi_bytes_avx2(code + 64 * p + j);
+        for (p = 0; p < 4; p++) c[p] = tkvi_load_bytes_avx2(code + 64 * p + j);
         if (width == 8) {
             TKVI_UNROLL
-            for (p = 0; p < 4; p++) tkvi_save_avx2(wide + 64 * p, c[p]);
+            for (p = 0; p < 4; p++) tkvi_store_bytes_avx2(wide + 64 * p, c[p]);
         } else if (width >= 4) {
-            tkvi_save_avx2(wide, tkvi_planes_avx2(c, 0, 4, 2));
-            tkvi_save_avx2(wide + 64, tkvi_planes_avx2(c + 2, 0, 4, 2));
-            if (width == 6) tkvi_save_avx2(wide + 128, tkvi_planes_avx2(c, 4, 2, 4));
+            tkvi_store_bytes_avx2(wide, tkvi_join_planes_avx2(c, 0, 4, 2));
+            tkvi_store_bytes_avx2(wide + 64, tkvi_join_planes_avx2(c + 2, 0, 4, 2));
+            if (width == 6) tkvi_store_bytes_avx2(wide + 128, tkvi_join_planes_avx2(c, 4, 2, 4));
         } else if (width >= 2) {
-            tkvi_save_avx2(wide, tkvi_planes_avx2(c, 0, 2, 4));
+            tkvi_store_bytes_avx2(wide, tkvi_join_planes_avx2(c, 0, 2, 4));
         }
         if (!tkvi_has_half[width]) continue;
-        x = width == 5   ? tkvi_planes_avx2(c, 4, 1, 4)
-            : width == 3 ? tkvi_planes_avx2(c, 2, 1, 4)
-                         : tkvi_planes_avx2(c, 0, 1, 4);
+        x = width == 5   ? tkvi_join_planes_avx2(c, 4, 1, 4)
+            : width == 3 ? tkvi_join_planes_avx2(c, 2, 1, 4)
+                         : tkvi_join_planes_avx2(c, 0, 1, 4);
         if (upper)
-            x = _mm256_or_si256(_mm256_slli_epi16(x, 4), tkvi_bytes_avx2(half)); /* cleared, or the lower */
-        tkvi_save_avx2(half, x);
+            x = _mm256_or_si256(_mm256_slli_epi16(x, 4),
+                                tkvi_load_bytes_avx2(half)); /* cleared, or has a lower half */
+        tkvi_store_bytes_avx2(half, x);
     }
 }
 
@@ -7721,8 +7766,10 @@ static TKVI_TARGET_AVX2 void tkvi_interleave_avx2(uint8_t (*column)[TKVI_BLOCK],
                                                   uint8_t *tile) {
     int j;
     for (j = 0; j < TKVI_BLOCK; j += 16) {
-        __m128i a = tkvi_bytes16_avx2(column[channel[0]] + j), b = tkvi_bytes16_avx2(column[channel[1]] + j);
-        __m128i c = tkvi_bytes16_avx2(column[channel[2]] + j), d = tkvi_bytes16_avx2(column[channel[3]] + j);
+        __m128i a = tkvi_load_bytes16_avx2(column[channel[0]] + j),
+                b = tkvi_load_bytes16_avx2(column[channel[1]] + j);
+        __m128i c = tkvi_load_bytes16_avx2(column[channel[2]] + j),
+                d = tkvi_load_bytes16_avx2(column[channel[3]] + j);
         __m128i ab = _mm_unpacklo_epi8(a, b), cd = _mm_unpacklo_epi8(c, d),
                 *to = (__m128i *)(void *)(tile + 4 * j);
         _mm_storeu_si128(to, _mm_unpacklo_epi16(ab, cd));
@@ -7734,14 +7781,15 @@ static TKVI_TARGET_AVX2 void tkvi_interleave_avx2(uint8_t (*column)[TKVI_BLOCK],
     }
 }
 
-/* Columns from rows: four[q][l] has four tokens of column l. 8 x 8 of them at a time. */
-static TKVI_TARGET_AVX2 void tkvi_stand_avx2(uint8_t (*code)[TKVI_BLOCK], int32_t (*four)[TKVI_LANES]) {
+/* Transposes codes: four[q][l] has tokens 4q .. 4q + 3 of column l. Takes 8 x 8 of these words at a time. */
+static TKVI_TARGET_AVX2 void tkvi_transpose_codes_avx2(uint8_t (*code)[TKVI_BLOCK],
+                                                       int32_t (*four)[TKVI_LANES]) {
     int part, i;
     for (part = 0; part < 4; part++) {
         int l = part % 2 * 8, q = part / 2 * 8;
         __m256i a[8], b[8];
         TKVI_UNROLL
-        for (i = 0; i < 8; i++) a[i] = tkvi_ints_avx2(four[q + i] + l);
+        for (i = 0; i < 8; i++) a[i] = tkvi_load_ints_avx2(four[q + i] + l);
         TKVI_UNROLL
         for (i = 0; i < 8; i += 2) {
             b[i] = _mm256_unpacklo_epi32(a[i], a[i + 1]);
@@ -7756,19 +7804,19 @@ static TKVI_TARGET_AVX2 void tkvi_stand_avx2(uint8_t (*code)[TKVI_BLOCK], int32_
         }
         TKVI_UNROLL
         for (i = 0; i < 4; i++) {
-            tkvi_save_avx2(code[l + i] + 4 * q, _mm256_permute2x128_si256(a[i], a[i + 4], 0x20));
-            tkvi_save_avx2(code[l + i + 4] + 4 * q, _mm256_permute2x128_si256(a[i], a[i + 4], 0x31));
+            tkvi_store_bytes_avx2(code[l + i] + 4 * q, _mm256_permute2x128_si256(a[i], a[i + 4], 0x20));
+            tkvi_store_bytes_avx2(code[l + i + 4] + 4 * q, _mm256_permute2x128_si256(a[i], a[i + 4], 0x31));
         }
     }
 }
 
-/* The covariance of core/fit.h, four at a time: integers below 2^53, exact as doubles. */
+/* tkvi_covariance of core/fit.h, four at a time. The integers are below 2^53, so doubles are exact. */
 TKVI_FLAT_AVX2 __m128 tkvi_covariance_avx2(__m256d n, __m128i a, __m128i b, __m128i products) {
     __m256d x = _mm256_mul_pd(n, _mm256_cvtepi32_pd(products));
     return _mm256_cvtpd_ps(_mm256_sub_pd(x, _mm256_mul_pd(_mm256_cvtepi32_pd(a), _mm256_cvtepi32_pd(b))));
 }
 
-TKVI_FLAT_AVX2 __m128i tkvi_4ints_avx2(const int32_t *p) {
+TKVI_FLAT_AVX2 __m128i tkvi_load_ints4_avx2(const int32_t *p) {
     return _mm_loadu_si128((const __m128i *)(const void *)p);
 }
 
@@ -7781,22 +7829,22 @@ static TKVI_TARGET_AVX2 void tkvi_finalize_scales_avx2(tkvi_columns *c, int top)
     for (l = 0; l < TKVI_LANES; l++) unit[l] = (float)tkvi_a_unit[c->width[l]];
     c->beyond_mask = 0;
     for (l = 0; l < TKVI_LANES; l += 4) {
-        __m128i u = tkvi_4ints_avx2(c->sum_u + l), k = tkvi_4ints_avx2(c->sum_c + l);
-        __m128i width = _mm_cvtepu8_epi32(tkvi_4bytes_avx2(c->width + l));
-        __m128 var = tkvi_covariance_avx2(n, u, u, tkvi_4ints_avx2(c->sum_uu + l));
-        __m128 var_c = tkvi_covariance_avx2(n, k, k, tkvi_4ints_avx2(c->sum_cc + l));
-        __m128 cov = tkvi_covariance_avx2(n, k, u, tkvi_4ints_avx2(c->sum_cu + l));
+        __m128i u = tkvi_load_ints4_avx2(c->sum_u + l), k = tkvi_load_ints4_avx2(c->sum_c + l);
+        __m128i width = _mm_cvtepu8_epi32(tkvi_load_bytes4_avx2(c->width + l));
+        __m128 var = tkvi_covariance_avx2(n, u, u, tkvi_load_ints4_avx2(c->sum_uu + l));
+        __m128 var_c = tkvi_covariance_avx2(n, k, k, tkvi_load_ints4_avx2(c->sum_cc + l));
+        __m128 cov = tkvi_covariance_avx2(n, k, u, tkvi_load_ints4_avx2(c->sum_cu + l));
         __m128 x = _mm_blendv_ps(_mm_div_ps(var, cov), _mm_sqrt_ps(_mm_div_ps(var, var_c)),
                                  _mm_castsi128_ps(_mm_cmpeq_epi32(width, one)));
         x = _mm_mul_ps(x, _mm_loadu_ps(c->step + l));
         x = _mm_and_ps(x, _mm_and_ps(_mm_cmpgt_ps(cov, none), _mm_cmpgt_ps(var, none)));
         _mm_storeu_ps(scale + l, x);
     }
-    tkvi_log_codes_avx2(scale, TKVI_LANES, top, c->log);
-    tkvi_logs_avx2(c->log, TKVI_LANES, top, scale);
+    tkvi_encode_log_scales_avx2(scale, TKVI_LANES, top, c->log);
+    tkvi_decode_log_scales_avx2(c->log, TKVI_LANES, top, scale);
     for (l = 0; l < TKVI_LANES; l += 4) {
-        __m128i u = tkvi_4ints_avx2(c->sum_u + l), k = tkvi_4ints_avx2(c->sum_c + l);
-        __m128i width = _mm_cvtepu8_epi32(tkvi_4bytes_avx2(c->width + l));
+        __m128i u = tkvi_load_ints4_avx2(c->sum_u + l), k = tkvi_load_ints4_avx2(c->sum_c + l);
+        __m128i width = _mm_cvtepu8_epi32(tkvi_load_bytes4_avx2(c->width + l));
         __m128i tops = _mm_sub_epi32(_mm_sllv_epi32(one, width), one);
         __m128 by = _mm_loadu_ps(scale + l);
         __m128 mean_u = _mm_cvtepi32_ps(_mm_add_epi32(_mm_add_epi32(u, u), count));
@@ -7823,41 +7871,42 @@ static TKVI_TARGET_AVX2 void tkvi_finalize_scales_avx2(tkvi_columns *c, int top)
     }
 }
 
-/* Columns: a lane of 32 bits each, two tokens in it; eight of the 16 at a time. */
+/* K columns: a 32-bit lane is a column and has two tokens. Eight of the 16 columns go together. */
 typedef struct tkvi_range_avx2 {
-    __m256i cut, by, top; /* in both halves of a lane */
+    __m256i cut, by, top; /* each value stands in both halves of its lane */
 } tkvi_range_avx2;
 
-TKVI_FLAT_AVX2 __m256i tkvi_twice_avx2(__m256i x) { return _mm256_or_si256(x, _mm256_slli_epi32(x, 16)); }
+TKVI_FLAT_AVX2 __m256i tkvi_repeat16_avx2(__m256i x) { return _mm256_or_si256(x, _mm256_slli_epi32(x, 16)); }
 
 TKVI_FLAT_AVX2 tkvi_range_avx2 tkvi_range_of_avx2(int k, __m256i width) {
     const tkvi_a_range *r = &tkvi_a_ranges[k];
     const __m256i one = _mm256_set1_epi32(1);
     tkvi_range_avx2 range;
-    range.cut = tkvi_twice_avx2(_mm256_permutevar8x32_epi32(tkvi_ints_avx2(r->cut), width));
-    range.by = tkvi_twice_avx2(_mm256_permutevar8x32_epi32(tkvi_ints_avx2(r->by), width));
-    range.top = tkvi_twice_avx2(_mm256_sub_epi32(_mm256_sllv_epi32(one, width), one));
+    range.cut = tkvi_repeat16_avx2(_mm256_permutevar8x32_epi32(tkvi_load_ints_avx2(r->cut), width));
+    range.by = tkvi_repeat16_avx2(_mm256_permutevar8x32_epi32(tkvi_load_ints_avx2(r->by), width));
+    range.top = tkvi_repeat16_avx2(_mm256_sub_epi32(_mm256_sllv_epi32(one, width), one));
     return range;
 }
 
-TKVI_FLAT_AVX2 __m256i tkvi_cut_avx2(__m256i u, const tkvi_range_avx2 *r) { /* tkvi_cut_code */
+TKVI_FLAT_AVX2 __m256i tkvi_cut_codes_avx2(__m256i u, const tkvi_range_avx2 *r) { /* as tkvi_cut_code */
     __m256i v = _mm256_mulhi_epu16(_mm256_subs_epu16(u, r->cut), r->by);
     return _mm256_min_epi16(_mm256_avg_epu16(v, _mm256_setzero_si256()), r->top);
 }
 
-TKVI_FLAT_AVX2 void tkvi_save_ints_avx2(int32_t *p, __m256i x) {
+TKVI_FLAT_AVX2 void tkvi_store_ints_avx2(int32_t *p, __m256i x) {
     _mm256_storeu_si256((__m256i *)(void *)p, x);
 }
 
-TKVI_FLAT_AVX2 __m256i tkvi_select_avx2(__m256i a, __m256i b, __m256 mask) { /* b where the mask is */
+TKVI_FLAT_AVX2 __m256i tkvi_select_avx2(__m256i a, __m256i b, __m256 mask) { /* b where the mask is set */
     return _mm256_castps_si256(_mm256_blendv_ps(_mm256_castsi256_ps(a), _mm256_castsi256_ps(b), mask));
 }
 
-/* Range and integers of columns l .. l + 7; 0 if values would have to be cut to +-1e30. */
-TKVI_FLAT_AVX2 int tkvi_integers_avx2(tkvi_columns *c, int l) {
+/* Computes range and integers of columns l .. l + 7. Returns 0 if a residual is beyond +-1e30, which this code does
+ * not clamp. */
+TKVI_FLAT_AVX2 int tkvi_columns_to_ints_avx2(tkvi_columns *c, int l) {
     const __m256 lowest = _mm256_set1_ps(-1e30f), highest = _mm256_set1_ps(1e30f);
     const __m256 mean = _mm256_loadu_ps(c->mean + l);
-    const __m256i lanes = tkvi_lanes_avx2(c->lanes - l);
+    const __m256i lanes = tkvi_lane_mask_avx2(c->lanes - l);
     __m256 low = highest, high = lowest, step, inverse, some;
     __m256i sum = _mm256_setzero_si256(), squares = sum;
     TKVI_ALIGNED float residual[TKVI_BLOCK][8];
@@ -7877,7 +7926,7 @@ TKVI_FLAT_AVX2 int tkvi_integers_avx2(tkvi_columns *c, int l) {
     _mm256_storeu_ps(c->low + l, low);
     _mm256_storeu_ps(c->step + l, _mm256_and_ps(step, some));
     for (t = 0; t < TKVI_BLOCK / 2; t++) {
-        const float *x = residual[t / 2 * 4 + t % 2]; /* as tkvi_column_u says */
+        const float *x = residual[t / 2 * 4 + t % 2]; /* in the order of tkvi_column_u */
         __m256 a = _mm256_mul_ps(_mm256_sub_ps(_mm256_loadu_ps(x), low), inverse);
         __m256 b = _mm256_mul_ps(_mm256_sub_ps(_mm256_loadu_ps(x + 16), low), inverse);
         __m256i u = _mm256_or_si256(_mm256_cvttps_epi32(a), _mm256_slli_epi32(_mm256_cvttps_epi32(b), 16));
@@ -7886,13 +7935,13 @@ TKVI_FLAT_AVX2 int tkvi_integers_avx2(tkvi_columns *c, int l) {
         squares = _mm256_add_epi32(squares, _mm256_madd_epi16(u, u));
         _mm256_storeu_si256((__m256i *)(void *)c->u[t][l], u);
     }
-    tkvi_save_ints_avx2(c->sum_u + l, sum);
-    tkvi_save_ints_avx2(c->sum_uu + l, squares);
+    tkvi_store_ints_avx2(c->sum_u + l, sum);
+    tkvi_store_ints_avx2(c->sum_uu + l, squares);
     return 1;
 }
 
-TKVI_FLAT_AVX2 void tkvi_search_avx2(tkvi_columns *c, int l, int32_t (*four)[TKVI_LANES]) {
-    const __m256i n = _mm256_set1_epi32(c->n), sum_u = tkvi_ints_avx2(c->sum_u + l);
+TKVI_FLAT_AVX2 void tkvi_search_range_avx2(tkvi_columns *c, int l, int32_t (*four)[TKVI_LANES]) {
+    const __m256i n = _mm256_set1_epi32(c->n), sum_u = tkvi_load_ints_avx2(c->sum_u + l);
     const __m256i width =
         _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)(const void *)(c->width + l)));
     __m256i sum_c = _mm256_setzero_si256(), sum_cc = sum_c, sum_cu = sum_c;
@@ -7905,7 +7954,7 @@ TKVI_FLAT_AVX2 void tkvi_search_avx2(tkvi_columns *c, int l, int32_t (*four)[TKV
         __m256 cov, var, score, better;
         for (t = 0; t < TKVI_BLOCK / 2; t++) {
             __m256i u = _mm256_loadu_si256((const __m256i *)(const void *)c->u[t][l]);
-            __m256i v = tkvi_cut_avx2(u, &range);
+            __m256i v = tkvi_cut_codes_avx2(u, &range);
             sum = _mm256_add_epi16(sum, v);
             squares = _mm256_add_epi32(squares, _mm256_madd_epi16(v, v));
             products = _mm256_add_epi32(products, _mm256_madd_epi16(v, u));
@@ -7925,46 +7974,46 @@ TKVI_FLAT_AVX2 void tkvi_search_avx2(tkvi_columns *c, int l, int32_t (*four)[TKV
         sum_cc = tkvi_select_avx2(sum_cc, squares, better);
         sum_cu = tkvi_select_avx2(sum_cu, products, better);
     }
-    tkvi_save_ints_avx2(c->sum_c + l, sum_c);
-    tkvi_save_ints_avx2(c->sum_cc + l, sum_cc);
-    tkvi_save_ints_avx2(c->sum_cu + l, sum_cu);
+    tkvi_store_ints_avx2(c->sum_c + l, sum_c);
+    tkvi_store_ints_avx2(c->sum_cc + l, sum_cc);
+    tkvi_store_ints_avx2(c->sum_cu + l, sum_cu);
     for (t = 0; t < TKVI_BLOCK / 4; t++) {
         __m256i a = _mm256_loadu_si256((const __m256i *)(const void *)c->u[2 * t][l]);
         __m256i b = _mm256_loadu_si256((const __m256i *)(const void *)c->u[2 * t + 1][l]);
-        b = _mm256_slli_epi32(tkvi_cut_avx2(b, &best), 8);
-        tkvi_save_ints_avx2(four[t] + l, _mm256_or_si256(tkvi_cut_avx2(a, &best), b));
+        b = _mm256_slli_epi32(tkvi_cut_codes_avx2(b, &best), 8);
+        tkvi_store_ints_avx2(four[t] + l, _mm256_or_si256(tkvi_cut_codes_avx2(a, &best), b));
     }
 }
 
-static TKVI_TARGET_AVX2 void tkvi_columns_avx2(tkvi_columns *c) {
+static TKVI_TARGET_AVX2 void tkvi_encode_k_columns_avx2(tkvi_columns *c) {
     TKVI_ALIGNED int32_t four[TKVI_BLOCK / 4][TKVI_LANES];
     int l;
     for (l = 0; l < TKVI_LANES; l += 8) {
-        if (!tkvi_integers_avx2(c, l)) {
-            tkvi_columns_scalar(c);
+        if (!tkvi_columns_to_ints_avx2(c, l)) {
+            tkvi_encode_k_columns_scalar(c);
             return;
         }
-        tkvi_search_avx2(c, l, four);
+        tkvi_search_range_avx2(c, l, four);
     }
-    tkvi_stand_avx2(c->code, four);
+    tkvi_transpose_codes_avx2(c->code, four);
 }
 
-/* Tokens: a lane of 32 bits for a channel. */
-/* A token rotated, and zeros to the next multiple of 32; returns its largest size. */
-TKVI_FLAT_AVX2 float tkvi_transpose_avx2(const tkvi_side *s, int log2n, const float *x, const float *flip,
-                                         float *y) {
+/* V tokens: a 32-bit lane is a channel. */
+/* Rotates a token, and fills y with zeros to a multiple of 32 channels. Returns the largest |y|. */
+TKVI_FLAT_AVX2 float tkvi_rotate_token_avx2(const tkvi_side *s, int log2n, const float *x, const float *flip,
+                                            float *y) {
     const int n = 1 << log2n, end = tkvi_round_up(s->dim, 32);
     __m256 most;
     int c;
-    for (c = n; c < end; c += 8) /* what is not in the first window */
-        _mm256_storeu_ps(y + c,
-                         tkvi_flip_avx2(_mm256_maskload_ps(x + c, tkvi_lanes_avx2(s->dim - c)), flip + c));
+    for (c = n; c < end; c += 8) /* channels beyond the first window */
+        _mm256_storeu_ps(
+            y + c, tkvi_flip_avx2(_mm256_maskload_ps(x + c, tkvi_lane_mask_avx2(s->dim - c)), flip + c));
     most = tkvi_window_avx2(x, flip, y, log2n);
-    if (n == s->dim) return tkvi_most_avx2(most);
+    if (n == s->dim) return tkvi_max_avx2(most);
     most = tkvi_window_avx2(y + s->dim - n, NULL, y + s->dim - n, log2n);
-    for (c = 0; c < s->dim - n; c += 8) /* some of them twice */
+    for (c = 0; c < s->dim - n; c += 8) /* may read channels of the last window again */
         most = _mm256_max_ps(most, _mm256_andnot_ps(_mm256_set1_ps(-0.0f), _mm256_loadu_ps(y + c)));
-    return tkvi_most_avx2(most);
+    return tkvi_max_avx2(most);
 }
 
 TKVI_FLAT_AVX2 int32_t tkvi_sum_ints_avx2(__m256i a) {
@@ -7973,9 +8022,9 @@ TKVI_FLAT_AVX2 int32_t tkvi_sum_ints_avx2(__m256i a) {
     return _mm_cvtsi128_si32(_mm_add_epi32(x, _mm_shuffle_epi32(x, 0xb1)));
 }
 
-/* A token as integers, 8 channels and the 8 that are 16 further packed as _mm256_packs_epi32 does it. Returns
- * the sum of squares. */
-TKVI_FLAT_AVX2 int32_t tkvi_whole_avx2(const float *y, float by, int end, int16_t *u) {
+/* Converts a token to integers. A vector of u has channels c .. c + 7 and c + 16 .. c + 23, interleaved as
+ * _mm256_packs_epi32 leaves them. Returns the sum of squares. */
+TKVI_FLAT_AVX2 int32_t tkvi_token_to_ints_avx2(const float *y, float by, int end, int16_t *u) {
     const __m256 inverse = _mm256_set1_ps(by);
     const __m256i most = _mm256_set1_epi16(TKVI_R_MOST), least = _mm256_set1_epi16(-TKVI_R_MOST);
     __m256i squares = _mm256_setzero_si256();
@@ -7994,7 +8043,7 @@ TKVI_FLAT_AVX2 __m256i tkvi_floor_avx2(__m256i u, __m256 by) {
     return _mm256_cvttps_epi32(_mm256_floor_ps(_mm256_mul_ps(_mm256_cvtepi32_ps(u), by)));
 }
 
-/* The two halves of what was packed. */
+/* Channels c .. c + 7 (first) and c + 16 .. c + 23 (second) of such a vector. */
 TKVI_FLAT_AVX2 __m256i tkvi_first_avx2(__m256i u) {
     return _mm256_srai_epi32(_mm256_unpacklo_epi16(u, u), 16);
 }
@@ -8003,13 +8052,13 @@ TKVI_FLAT_AVX2 __m256i tkvi_second_avx2(__m256i u) {
     return _mm256_srai_epi32(_mm256_unpackhi_epi16(u, u), 16);
 }
 
-/* Two vectors of small integers as one of pairs. */
-TKVI_FLAT_AVX2 __m256i tkvi_both_avx2(__m256i a, __m256i b) {
+/* Joins two vectors of 16-bit values into one vector of pairs. */
+TKVI_FLAT_AVX2 __m256i tkvi_make_pairs_avx2(__m256i a, __m256i b) {
     return _mm256_blend_epi16(a, _mm256_slli_epi32(b, 16), 0xaa);
 }
 
-/* Codes of a uniform grid for 8 + 8 channels, packed like u; adds <u, level>. */
-TKVI_FLAT_AVX2 __m256i tkvi_grid_avx2(const int16_t *u, float fine, int top, __m256i *sum) {
+/* Codes of a uniform grid for 8 + 8 channels, in the order of u. Adds u * level to *sum. */
+TKVI_FLAT_AVX2 __m256i tkvi_encode_grid_avx2(const int16_t *u, float fine, int top, __m256i *sum) {
     const __m256i tops = _mm256_set1_epi16((short)top);
     const __m256 by = _mm256_set1_ps(fine);
     __m256i x = _mm256_loadu_si256((const __m256i *)(const void *)u), v;
@@ -8020,17 +8069,17 @@ TKVI_FLAT_AVX2 __m256i tkvi_grid_avx2(const int16_t *u, float fine, int top, __m
     return v;
 }
 
-/* Codes of 8 pairs, 0 .. 7 in lanes; adds <u, level>. The best score and the first code that has it win in
- * one maximum: eight times the score, and 7 - code. */
-TKVI_FLAT_AVX2 __m256i tkvi_pairs_avx2(const int16_t *u, float fine, __m256i *sum) {
+/* Codes 0 .. 7 of 8 pairs. Adds half of u * level to *sum (formats/r.h, step 5). One maximum of
+ * 8 * score + 7 - code finds the best score and the first code that reaches it. */
+TKVI_FLAT_AVX2 __m256i tkvi_encode_pairs_avx2(const int16_t *u, float fine, __m256i *sum) {
     const __m256 by = _mm256_set1_ps(fine);
     const __m128i *point = (const __m128i *)(const void *)tkvi_r_pairs;
-    const __m256i level = tkvi_both_avx2(_mm256_cvtepi8_epi32(_mm_loadu_si128(point)),
-                                         _mm256_cvtepi8_epi32(_mm_loadu_si128(point + 1)));
+    const __m256i level = tkvi_make_pairs_avx2(_mm256_cvtepi8_epi32(_mm_loadu_si128(point)),
+                                               _mm256_cvtepi8_epi32(_mm_loadu_si128(point + 1)));
     __m256i x = _mm256_loadu_si256((const __m256i *)(const void *)u), a = tkvi_first_avx2(x);
     __m256i b = tkvi_second_avx2(x), best = _mm256_set1_epi32(INT32_MIN), code;
     int k;
-    x = tkvi_both_avx2(tkvi_floor_avx2(a, by), tkvi_floor_avx2(b, by));
+    x = tkvi_make_pairs_avx2(tkvi_floor_avx2(a, by), tkvi_floor_avx2(b, by));
     TKVI_UNROLL
     for (k = 0; k < 8; k++) {
         const int px = tkvi_r_pairs[k], py = tkvi_r_pairs[16 + k];
@@ -8039,47 +8088,49 @@ TKVI_FLAT_AVX2 __m256i tkvi_pairs_avx2(const int16_t *u, float fine, __m256i *su
         best = _mm256_max_epi32(best, _mm256_add_epi32(from, _mm256_madd_epi16(x, p)));
     }
     code = _mm256_andnot_si256(best, _mm256_set1_epi32(7));
-    x = _mm256_madd_epi16(tkvi_both_avx2(a, b), _mm256_permutevar8x32_epi32(level, code));
+    x = _mm256_madd_epi16(tkvi_make_pairs_avx2(a, b), _mm256_permutevar8x32_epi32(level, code));
     *sum = _mm256_add_epi32(*sum, x);
     return code;
 }
 
-/* Codes of four tokens; sum: twice <u, level> of each. u: [token][TKV_MAX_HEAD_DIM]; fine: [2][16], that of
- * grids and that of pairs. */
-TKVI_FLAT_AVX2 void tkvi_four_avx2(const tkvi_side *s, const int16_t *u, const float *fine, uint8_t *code,
-                                   int32_t *sum) {
+/* Codes of four tokens. sum: out, the sum of u * level of each (formats/r.h, step 6). u: [token][TKV_MAX_HEAD_DIM].
+ * fine: [2][16], factors of u for the grid and for pairs. */
+TKVI_FLAT_AVX2 void tkvi_encode_four_tokens_avx2(const tkvi_side *s, const int16_t *u, const float *fine,
+                                                 uint8_t *code, int32_t *sum) {
     const int pairs = s->pairs ? s->pad / 32 * 32 : 0, bits = s->pairs ? 2 : s->half_bits / 2;
     const int top = (1 << bits) - 1, second = 4 * TKVI_TILE_CODES;
     __m256i grid[4], pair[4], v[4];
     int c, r;
     TKVI_UNROLL
     for (r = 0; r < 4; r++) grid[r] = pair[r] = _mm256_setzero_si256();
-    for (c = 0; c < pairs; c += 16, code += c % 32 ? 32 : second - 32) { /* c: of u; half a slab of pairs */
+    for (c = 0; c < pairs; c += 16, code += c % 32 ? 32 : second - 32) { /* 8 of the 16 lanes of a slab */
         TKVI_UNROLL
         for (r = 0; r < 4; r++)
-            v[r] = tkvi_pairs_avx2(u + r * TKV_MAX_HEAD_DIM + c, fine[TKVI_LANES + r], &pair[r]);
+            v[r] = tkvi_encode_pairs_avx2(u + r * TKV_MAX_HEAD_DIM + c, fine[TKVI_LANES + r], &pair[r]);
         v[0] = _mm256_or_si256(v[0], _mm256_slli_epi32(v[1], 8));
         v[2] = _mm256_or_si256(v[2], _mm256_slli_epi32(v[3], 8));
-        tkvi_save_avx2(code, _mm256_or_si256(v[0], _mm256_slli_epi32(v[2], 16)));
+        tkvi_store_bytes_avx2(code, _mm256_or_si256(v[0], _mm256_slli_epi32(v[2], 16)));
     }
     for (; c < tkvi_round_up(s->dim, 32);
-         c += 16, code += c % 32 ? 32 : 2 * second - 32) { /* halves of two */
+         c += 16, code += c % 32 ? 32 : 2 * second - 32) { /* 8 lanes of each of two slabs */
         TKVI_UNROLL
-        for (r = 0; r < 4; r++) v[r] = tkvi_grid_avx2(u + r * TKV_MAX_HEAD_DIM + c, fine[r], top, &grid[r]);
+        for (r = 0; r < 4; r++)
+            v[r] = tkvi_encode_grid_avx2(u + r * TKV_MAX_HEAD_DIM + c, fine[r], top, &grid[r]);
         v[0] = _mm256_or_si256(v[0], _mm256_slli_epi16(v[1], 8));
         v[2] = _mm256_or_si256(v[2], _mm256_slli_epi16(v[3], 8));
-        tkvi_save_avx2(code, _mm256_unpacklo_epi16(v[0], v[2]));
-        if (c / 32 * 32 + 16 < s->pad) tkvi_save_avx2(code + second, _mm256_unpackhi_epi16(v[0], v[2]));
+        tkvi_store_bytes_avx2(code, _mm256_unpacklo_epi16(v[0], v[2]));
+        if (c / 32 * 32 + 16 < s->pad)
+            tkvi_store_bytes_avx2(code + second, _mm256_unpackhi_epi16(v[0], v[2]));
     }
     TKVI_UNROLL
-    for (r = 0; r < 4; r++) /* levels of the plain slab beside pairs: -120, -40, 40, 120, twice */
+    for (r = 0; r < 4; r++) /* beside pairs, level = 2 * 40 * (2 code - 3) */
         sum[r] = 2 * tkvi_sum_ints_avx2(pair[r]) + (s->pairs ? 80 : 1) * tkvi_sum_ints_avx2(grid[r]);
 }
 
-/* 16 tokens at a time, a step for all of them before the next: what waits for a division or for the sum of a
- * vector is then one token of many. */
-static TKVI_TARGET_AVX2 void tkvi_tokens_avx2(const tkvi_side *s, const float *x, size_t stride, int n,
-                                              tkvi_codes code, float *scale) {
+/* Each step runs over 16 tokens before the next step starts. So divisions and horizontal sums of several tokens
+ * overlap. */
+static TKVI_TARGET_AVX2 void tkvi_encode_v_tokens_avx2(const tkvi_side *s, const float *x, size_t stride,
+                                                       int n, tkvi_codes code, float *scale) {
     TKVI_ALIGNED float y[TKVI_LANES][TKV_MAX_HEAD_DIM], most[TKVI_LANES], by[TKVI_LANES], fine[2][TKVI_LANES];
     TKVI_ALIGNED int16_t u[TKVI_LANES][TKV_MAX_HEAD_DIM];
     TKVI_ALIGNED int32_t squares[TKVI_LANES], sum[TKVI_LANES];
@@ -8089,7 +8140,7 @@ static TKVI_TARGET_AVX2 void tkvi_tokens_avx2(const tkvi_side *s, const float *x
     TKVI_ALIGNED float flip[TKV_MAX_HEAD_DIM];
     int first, t;
     if (s->dim < 8) {
-        tkvi_tokens_scalar(s, x, stride, n, code, scale);
+        tkvi_encode_v_tokens_scalar(s, x, stride, n, code, scale);
         return;
     }
     tkvi_flips_avx2(flip, tkvi_round_up(s->dim, 32));
@@ -8098,9 +8149,9 @@ static TKVI_TARGET_AVX2 void tkvi_tokens_avx2(const tkvi_side *s, const float *x
         memset(most, 0, sizeof most);
         memset(squares, 0, sizeof squares);
         memset(sum, 0, sizeof sum);
-        for (t = 0; t < fours; t++) /* a token that is not there: its neighbour's codes, to be cleared */
-            most[t] = tkvi_transpose_avx2(s, log2n, x + (size_t)(first + tkvi_min(t, count - 1)) * stride,
-                                          flip, y[t]);
+        for (t = 0; t < fours; t++) /* missing tokens repeat the last one; the caller clears their codes */
+            most[t] = tkvi_rotate_token_avx2(s, log2n, x + (size_t)(first + tkvi_min(t, count - 1)) * stride,
+                                             flip, y[t]);
         for (t = 0; t < TKVI_LANES; t += 8) {
             __m256 m = _mm256_min_ps(_mm256_loadu_ps(most + t), _mm256_set1_ps(1e30f));
             __m256 some = _mm256_cmp_ps(m, _mm256_set1_ps(1e-30f), _CMP_GT_OQ);
@@ -8108,40 +8159,41 @@ static TKVI_TARGET_AVX2 void tkvi_tokens_avx2(const tkvi_side *s, const float *x
             _mm256_storeu_ps(most + t, _mm256_and_ps(m, some));
         }
         for (t = 0; t < fours; t++)
-            squares[t] = tkvi_whole_avx2(y[t], by[t], tkvi_round_up(s->dim, 32), u[t]);
+            squares[t] = tkvi_token_to_ints_avx2(y[t], by[t], tkvi_round_up(s->dim, 32), u[t]);
         for (t = 0; t < TKVI_LANES; t += 8) {
-            __m256i v = _mm256_max_epi32(tkvi_ints_avx2(squares + t), _mm256_set1_epi32(1));
+            __m256i v = _mm256_max_epi32(tkvi_load_ints_avx2(squares + t), _mm256_set1_epi32(1));
             __m256 unit = _mm256_sqrt_ps(_mm256_div_ps(_mm256_cvtepi32_ps(v), dim));
             unit = _mm256_div_ps(_mm256_set1_ps(1.0f), unit);
             _mm256_storeu_ps(fine[0] + t, _mm256_div_ps(unit, grid));
             _mm256_storeu_ps(fine[1] + t, _mm256_mul_ps(unit, _mm256_set1_ps(16.0f * TKVI_R_UNIT)));
         }
         for (t = 0; t < fours; t += 4)
-            tkvi_four_avx2(s, u[t], fine[0] + t, code[first / 16] + 16 * t, sum + t);
+            tkvi_encode_four_tokens_avx2(s, u[t], fine[0] + t, code[first / 16] + 16 * t, sum + t);
         for (t = 0; t < TKVI_LANES; t += 8) {
-            __m256i v = tkvi_ints_avx2(squares + t);
+            __m256i v = tkvi_load_ints_avx2(squares + t);
             __m256 m = _mm256_loadu_ps(most + t), some = _mm256_cmp_ps(m, _mm256_setzero_ps(), _CMP_GT_OQ), w;
             w = _mm256_div_ps(_mm256_cvtepi32_ps(_mm256_add_epi32(v, v)),
-                              _mm256_cvtepi32_ps(tkvi_ints_avx2(sum + t)));
+                              _mm256_cvtepi32_ps(tkvi_load_ints_avx2(sum + t)));
             w = _mm256_and_ps(_mm256_mul_ps(_mm256_div_ps(m, whole), w), some);
-            _mm256_maskstore_ps(scale + first + t, tkvi_lanes_avx2(count - t), w);
+            _mm256_maskstore_ps(scale + first + t, tkvi_lane_mask_avx2(count - t), w);
         }
     }
 }
 
 static const tkvi_simd_ops tkvi_simd_ops_avx2 = {
-    tkvi_halves_avx2,          tkvi_to_halves_avx2, tkvi_logs_avx2,       tkvi_zeros_avx2,
-    tkvi_log_codes_avx2,       tkvi_pack_tile_avx2, tkvi_interleave_avx2, tkvi_columns_avx2,
-    tkvi_finalize_scales_avx2, tkvi_tokens_avx2,    tkvi_groups_avx2,     tkvi_tile_values_avx2};
+    tkvi_f16_to_f32_avx2,         tkvi_f32_to_f16_avx2,        tkvi_decode_log_scales_avx2,
+    tkvi_decode_zero_points_avx2, tkvi_encode_log_scales_avx2, tkvi_pack_tile_avx2,
+    tkvi_interleave_avx2,         tkvi_encode_k_columns_avx2,  tkvi_finalize_scales_avx2,
+    tkvi_encode_v_tokens_avx2,    tkvi_encode_groups_avx2,     tkvi_decode_tiles_avx2};
 
 static TKVI_TARGET_AVX2 float tkvi_max64_avx2(const float *s) {
     __m256 m = _mm256_loadu_ps(s);
     int t;
     for (t = 8; t < TKVI_BLOCK; t += 8) m = _mm256_max_ps(m, _mm256_loadu_ps(s + t));
-    return tkvi_most_avx2(m);
+    return tkvi_max_avx2(m);
 }
 
-/* exp(x) = 2^n exp(r), |r| <= ln 2 / 2; the polynomial is that of Cephes' expf, error 1e-7. */
+/* exp(x) = 2^n exp(r), |r| <= ln 2 / 2. The polynomial is from expf of Cephes, with an error of 1e-7. */
 static TKVI_TARGET_AVX2 float tkvi_exp64_avx2(const float *s, float maximum, float *p) {
     __m256 sum = _mm256_setzero_ps();
     int t;
@@ -8168,7 +8220,7 @@ static TKVI_TARGET_AVX2 float tkvi_exp64_avx2(const float *s, float maximum, flo
 }
 
 /* >>exact tiers */
-/* nt tokens x nr rows; lanes are 8 channels. Tokens beyond n repeat the last one. */
+/* Scores of nr rows, nt tokens at a time. Lanes are 8 channels. Tokens beyond n repeat the last one. */
 TKVI_FLAT_AVX2 void tkvi_exact_k4_avx2(const tkvi_side *s, const uint8_t *src, uintptr_t ahead,
                                        const float *q, const float *ref, int rows, int n, const int nr,
                                        const int nt, float *scores) {
@@ -8188,7 +8240,7 @@ TKVI_FLAT_AVX2 void tkvi_exact_k4_avx2(const tkvi_side *s, const uint8_t *src, u
             __m256 x[4], minus = _mm256_loadu_ps(ref + c);
             TKVI_UNROLL
             for (j = 0; j < nt; j++)
-                x[j] = _mm256_sub_ps(tkvi_values_avx2(s->format->stored, k[j], c), minus);
+                x[j] = _mm256_sub_ps(tkvi_load_values_avx2(s->format->stored, k[j], c), minus);
             TKVI_UNROLL
             for (r = 0; r < nr; r++) {
                 __m256 y = _mm256_loadu_ps(q + tkvi_min(r, rows - 1) * s->pad + c);
@@ -8205,7 +8257,7 @@ TKVI_FLAT_AVX2 void tkvi_exact_k4_avx2(const tkvi_side *s, const uint8_t *src, u
     }
 }
 
-/* The first four rows, or all that are left. */
+/* Scores of the first min(left, 4) rows. */
 static TKVI_TARGET_AVX2 void tkvi_exact_rows_k_avx2(const tkvi_side *s, const uint8_t *src, uintptr_t ahead,
                                                     const float *q, const float *ref, int left, int n,
                                                     float *scores) {
@@ -8215,17 +8267,17 @@ static TKVI_TARGET_AVX2 void tkvi_exact_rows_k_avx2(const tkvi_side *s, const ui
 }
 
 static TKVI_TARGET_AVX2 void tkvi_exact_k_avx2(const tkvi_side *s, const uint8_t *src, const uint8_t *next,
-                                               const float *q, const float *ref, int rows, int n, int planes,
+                                               const float *q, const float *ref, int rows, int n, int n_limbs,
                                                float *scores) {
     int r;
-    (void)planes;
+    (void)n_limbs;
     if (n < TKVI_BLOCK) memset(scores, 0, (size_t)(rows * TKVI_BLOCK) * sizeof(float));
     for (r = 0; r < rows; r += 4)
-        tkvi_exact_rows_k_avx2(s, src, tkvi_ahead(src, next), q + r * s->pad, ref, rows - r, n,
+        tkvi_exact_rows_k_avx2(s, src, tkvi_prefetch_distance(src, next), q + r * s->pad, ref, rows - r, n,
                                scores + r * TKVI_BLOCK);
 }
 
-/* 16 channels x nr rows, over all tokens. */
+/* Outputs of nr rows in 16 channels, over all tokens. */
 TKVI_FLAT_AVX2 void tkvi_exact_v4_avx2(const tkvi_side *s, const uint8_t *src, uintptr_t ahead,
                                        const float *p, int rows, int n, int first, const int nr, float *out) {
     int row_bytes = s->pad * s->format->bits / 8, t, r, j;
@@ -8236,7 +8288,7 @@ TKVI_FLAT_AVX2 void tkvi_exact_v4_avx2(const tkvi_side *s, const uint8_t *src, u
         __m256 x[2];
         tkvi_prefetch(src + first * s->format->bits / 8, ahead);
         TKVI_UNROLL
-        for (j = 0; j < 2; j++) x[j] = tkvi_values_avx2(s->format->stored, src, first + 8 * j);
+        for (j = 0; j < 2; j++) x[j] = tkvi_load_values_avx2(s->format->stored, src, first + 8 * j);
         TKVI_UNROLL
         for (r = 0; r < nr; r++) {
             __m256 y = _mm256_set1_ps(p[tkvi_min(r, rows - 1) * TKVI_BLOCK + t]);
@@ -8256,10 +8308,10 @@ TKVI_FLAT_AVX2 void tkvi_exact_v4_avx2(const tkvi_side *s, const uint8_t *src, u
 }
 
 static TKVI_TARGET_AVX2 void tkvi_exact_v_avx2(const tkvi_side *s, const uint8_t *src, const uint8_t *next,
-                                               const float *p, int rows, int n, int planes, float *out) {
-    uintptr_t ahead = tkvi_ahead(src, next);
+                                               const float *p, int rows, int n, int n_limbs, float *out) {
+    uintptr_t ahead = tkvi_prefetch_distance(src, next);
     int r, c;
-    (void)planes;
+    (void)n_limbs;
     for (r = 0; r < rows; r += 4)
         for (c = 0; c < s->pad; c += 16) {
             const float *x = p + r * TKVI_BLOCK;
@@ -8271,8 +8323,9 @@ static TKVI_TARGET_AVX2 void tkvi_exact_v_avx2(const tkvi_side *s, const uint8_t
         }
 }
 
-/* >>decoded: see kernels/decode_x86.h. 16 tokens at a time into a scratch: 16 registers do not hold it all. */
-/* Levels of eight channels; see kernels/avx512.h. */
+/* >>decoded: see kernels/decode_x86.h. Tokens are decoded 16 at a time into a buffer, because 16 registers are too
+ * few to decode and multiply together. */
+/* Levels of eight codes; see kernels/avx512.h. */
 TKVI_FLAT_AVX2 __m256 tkvi_e5m2_avx2(__m256i code) {
     const __m256i size = _mm256_and_si256(code, _mm256_set1_epi32(127));
     const __m256i sign = _mm256_slli_epi32(_mm256_sub_epi32(code, size), 24);
@@ -8291,9 +8344,11 @@ TKVI_FLAT_AVX2 __m256 tkvi_e4m3_avx2(__m128i code) {
     return _mm256_mul_ps(_mm256_cvtph_ps(x), _mm256_set1_ps(4.0f));
 }
 
-/* p: where the 16 channels begin; eight of them, from the middle if `half`. Of neighbours every second one. */
-TKVI_FLAT_AVX2 __m256 tkvi_level_avx2(const tkvi_reading *r, const tkvi_code_kind kind, const int neighbours,
-                                      const uint8_t *p, const int half, __m256i shift) {
+/* Levels of 8 of the 16 channels whose codes begin at p: the first 8, or the last 8 if half is 1. neighbours: 1:
+ * RoPE partners are neighbours, so the vector takes every second code. */
+TKVI_FLAT_AVX2 __m256 tkvi_load_levels_avx2(const tkvi_code_rows *r, const tkvi_code_kind kind,
+                                            const int neighbours, const uint8_t *p, const int half,
+                                            __m256i shift) {
     __m256i x;
     __m256 low, high;
     if (kind != TKVI_CODES_TABLE) {
@@ -8302,29 +8357,30 @@ TKVI_FLAT_AVX2 __m256 tkvi_level_avx2(const tkvi_reading *r, const tkvi_code_kin
         return kind == TKVI_CODES_E4M3 ? tkvi_e4m3_avx2(bytes) : tkvi_e5m2_avx2(_mm256_cvtepu8_epi32(bytes));
     }
     p += half * r->bits * (neighbours ? 2 : 1);
-    x = _mm256_set1_epi32(tkvi_int_at(p));
-    if (neighbours) x = _mm256_inserti128_si256(x, _mm_set1_epi32(tkvi_int_at(p + r->bits)), 1);
+    x = _mm256_set1_epi32(tkvi_load_int_x86(p));
+    if (neighbours) x = _mm256_inserti128_si256(x, _mm_set1_epi32(tkvi_load_int_x86(p + r->bits)), 1);
     x = _mm256_srlv_epi32(x, shift);
-    low = _mm256_permutevar8x32_ps(_mm256_load_ps(r->level), x); /* looks at 3 bits */
+    low = _mm256_permutevar8x32_ps(_mm256_load_ps(r->level), x); /* uses 3 bits of x */
     high = _mm256_permutevar8x32_ps(_mm256_load_ps(r->level + 8), x);
     return _mm256_blendv_ps(low, high, _mm256_castsi256_ps(_mm256_slli_epi32(x, 28)));
 }
 
-static TKVI_TARGET_AVX2 void tkvi_parts_avx2(tkvi_reading *r) {
+static TKVI_TARGET_AVX2 void tkvi_fold_factors_avx2(tkvi_code_rows *r) {
     TKVI_ALIGNED float scale[TKVI_BLOCK];
     int t, c;
-    memcpy(scale, r->by, sizeof scale);
-    for (t = 0; t < TKVI_BLOCK * r->per; t += 8) {
-        const __m128i bytes = _mm_loadl_epi64((const __m128i *)(const void *)(r->parts + t));
-        _mm256_store_ps(r->by + t, tkvi_e4m3_avx2(bytes));
+    memcpy(scale, r->scale, sizeof scale);
+    for (t = 0; t < TKVI_BLOCK * r->scales_per_token; t += 8) {
+        const __m128i bytes = _mm_loadl_epi64((const __m128i *)(const void *)(r->factors + t));
+        _mm256_store_ps(r->scale + t, tkvi_e4m3_avx2(bytes));
     }
     for (t = 0; t < TKVI_BLOCK; t++)
-        for (c = 0; c < r->per; c++) r->by[t * r->per + c] *= scale[t];
+        for (c = 0; c < r->scales_per_token; c++) r->scale[t * r->scales_per_token + c] *= scale[t];
 }
 
-/* Tokens from .. from + n - 1 to x, [token][16 * vectors]. */
-TKVI_FLAT_AVX2 void tkvi_rows_of_avx2(const tkvi_reading *r, const tkvi_code_kind kind, const int by_channel,
-                                      const int neighbours, int from, int n, float *x) {
+/* Decodes tokens from .. from + n - 1 to x, [token][16 * n_vectors]. */
+TKVI_FLAT_AVX2 void tkvi_codes_to_floats_avx2(const tkvi_code_rows *r, const tkvi_code_kind kind,
+                                              const int by_channel, const int neighbours, int from, int n,
+                                              float *x) {
     const __m256i lane = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
     const __m256i step = _mm256_set1_epi32(r->bits * (neighbours ? 2 : 1));
     __m256i shift[2];
@@ -8332,22 +8388,24 @@ TKVI_FLAT_AVX2 void tkvi_rows_of_avx2(const tkvi_reading *r, const tkvi_code_kin
     shift[0] = _mm256_mullo_epi32(neighbours ? _mm256_and_si256(lane, _mm256_set1_epi32(3)) : lane, step);
     shift[1] = neighbours ? _mm256_add_epi32(shift[0], _mm256_set1_epi32(r->bits)) : shift[0];
     for (t = from; t < from + n; t++) {
-        const uint8_t *row = r->codes + (size_t)t * r->row;
-        const float *by = r->by + t * r->per;
-        const __m256 plus = _mm256_set1_ps(r->s->grid ? 0.0f : r->plus[t]);
-        tkvi_reading_prefetch(r, t);
-        for (v = 0; v < r->vectors; v++) {
-            const int spread = neighbours && v < r->pairs; /* channels that do not turn stand as they are */
+        const uint8_t *row = r->codes + (size_t)t * r->row_bytes;
+        const float *by = r->scale + t * r->scales_per_token;
+        const __m256 plus = _mm256_set1_ps(r->s->grid ? 0.0f : r->zero[t]);
+        tkvi_prefetch_code_row(r, t);
+        for (v = 0; v < r->n_vectors; v++) {
+            const int spread =
+                neighbours &&
+                v < r->n_partners; /* the other channels are not rotated, and keep their order */
             TKVI_UNROLL
             for (h = 0; h < 2; h++, x += 8) {
                 const int c = 16 * v + 8 * h;
                 __m256 y;
-                if (spread) y = tkvi_level_avx2(r, kind, 1, row + r->at[v], h, shift[v & 1]);
+                if (spread) y = tkvi_load_levels_avx2(r, kind, 1, row + r->vector_at[v], h, shift[v & 1]);
                 else
-                    y = tkvi_level_avx2(r, kind, 0, row + r->at[v], h,
-                                        _mm256_mullo_epi32(lane, _mm256_set1_epi32(r->bits)));
+                    y = tkvi_load_levels_avx2(r, kind, 0, row + r->vector_at[v], h,
+                                              _mm256_mullo_epi32(lane, _mm256_set1_epi32(r->bits)));
                 if (by_channel)
-                    y = _mm256_fmadd_ps(y, _mm256_load_ps(r->by + c), _mm256_load_ps(r->plus + c));
+                    y = _mm256_fmadd_ps(y, _mm256_load_ps(r->scale + c), _mm256_load_ps(r->zero + c));
                 else y = _mm256_fmadd_ps(y, _mm256_set1_ps(by[c >> r->shift]), plus);
                 _mm256_store_ps(x, y);
             }
@@ -8355,22 +8413,22 @@ TKVI_FLAT_AVX2 void tkvi_rows_of_avx2(const tkvi_reading *r, const tkvi_code_kin
     }
 }
 
-static TKVI_TARGET_AVX2 void tkvi_rows_avx2(const tkvi_reading *r, int from, int n, float *x) {
-    if (r->kind == TKVI_CODES_INT8) tkvi_rows_of_avx2(r, TKVI_CODES_INT8, 0, 0, from, n, x);
-    else if (r->kind == TKVI_CODES_E4M3) tkvi_rows_of_avx2(r, TKVI_CODES_E4M3, 0, 0, from, n, x);
-    else if (r->kind == TKVI_CODES_E5M2) tkvi_rows_of_avx2(r, TKVI_CODES_E5M2, 0, 0, from, n, x);
-    else if (!r->by_channel) tkvi_rows_of_avx2(r, TKVI_CODES_TABLE, 0, 0, from, n, x);
-    else if (r->rope && r->rope->step == 2) tkvi_rows_of_avx2(r, TKVI_CODES_TABLE, 1, 1, from, n, x);
-    else tkvi_rows_of_avx2(r, TKVI_CODES_TABLE, 1, 0, from, n, x);
+static TKVI_TARGET_AVX2 void tkvi_decode_code_rows_avx2(const tkvi_code_rows *r, int from, int n, float *x) {
+    if (r->kind == TKVI_CODES_INT8) tkvi_codes_to_floats_avx2(r, TKVI_CODES_INT8, 0, 0, from, n, x);
+    else if (r->kind == TKVI_CODES_E4M3) tkvi_codes_to_floats_avx2(r, TKVI_CODES_E4M3, 0, 0, from, n, x);
+    else if (r->kind == TKVI_CODES_E5M2) tkvi_codes_to_floats_avx2(r, TKVI_CODES_E5M2, 0, 0, from, n, x);
+    else if (!r->by_channel) tkvi_codes_to_floats_avx2(r, TKVI_CODES_TABLE, 0, 0, from, n, x);
+    else if (r->rope && r->rope->step == 2) tkvi_codes_to_floats_avx2(r, TKVI_CODES_TABLE, 1, 1, from, n, x);
+    else tkvi_codes_to_floats_avx2(r, TKVI_CODES_TABLE, 1, 0, from, n, x);
 }
 
-/* Turns a row in the order of the vectors, by minus the angle if `back`. */
-static TKVI_TARGET_AVX2 void tkvi_transpose_row_avx2(const tkvi_reading *r, const float *cosine,
-                                                     const float *sine, int back, float *x) {
-    const __m256 sign =
-        _mm256_castsi256_ps(_mm256_set1_epi32(back ? INT32_MIN : 0)); /* -ffast-math has no -0 */
+/* Rotates a row in the order of the vectors as RoPE does. back: 1: by minus the angle. */
+static TKVI_TARGET_AVX2 void tkvi_rope_row_avx2(const tkvi_code_rows *r, const float *cosine,
+                                                const float *sine, int back, float *x) {
+    const __m256 sign = _mm256_castsi256_ps(
+        _mm256_set1_epi32(back ? INT32_MIN : 0)); /* from bits: -ffast-math drops the sign of -0.0f */
     int v, h;
-    for (v = 0; v < r->pairs; v += 2)
+    for (v = 0; v < r->n_partners; v += 2)
         for (h = 0; h < 2; h++) {
             float *at = x + 16 * v + 8 * h;
             const __m256 c = _mm256_loadu_ps(cosine + 8 * v + 8 * h), a = _mm256_load_ps(at);
@@ -8383,35 +8441,35 @@ static TKVI_TARGET_AVX2 void tkvi_transpose_row_avx2(const tkvi_reading *r, cons
 
 static TKVI_TARGET_AVX2 void tkvi_decoded_k_avx2(const tkvi_side *s, const uint8_t *src, const uint8_t *next,
                                                  const float *q, const float *ref, int rows, int n,
-                                                 int planes, float *scores) {
-    TKVI_ALIGNED float turned[TKVI_ROWS * TKVI_READ_FLOATS], x[TKVI_AT_ONCE * TKVI_READ_FLOATS];
-    TKVI_ALIGNED float first[2][TKV_MAX_HEAD_DIM / 2], none[TKVI_READ_FLOATS], less[TKVI_ROWS];
+                                                 int n_limbs, float *scores) {
+    TKVI_ALIGNED float rotated[TKVI_ROWS * TKVI_VECTOR_FLOATS], x[TKVI_AT_ONCE * TKVI_VECTOR_FLOATS];
+    TKVI_ALIGNED float first[2][TKV_MAX_HEAD_DIM / 2], none[TKVI_VECTOR_FLOATS], less[TKVI_ROWS];
     float *where[TKVI_AT_ONCE * TKVI_KVQUANT_SLOTS];
-    tkvi_reading rd;
+    tkvi_code_rows rd;
     tkvi_side plain;
     int from, r, t;
-    if (!tkvi_reading_begin(&rd, s, src, next, &tkvi_simd_ops_avx2)) {
-        tkvi_decoded_k(s, src, next, q, ref, rows, n, planes, scores);
+    if (!tkvi_open_code_rows(&rd, s, src, next, &tkvi_simd_ops_avx2)) {
+        tkvi_decoded_k(s, src, next, q, ref, rows, n, n_limbs, scores);
         return;
     }
     if (n < TKVI_BLOCK) memset(scores, 0, (size_t)(rows * TKVI_BLOCK) * sizeof(float));
     memset(none, 0, sizeof none);
-    if (rd.parts) tkvi_parts_avx2(&rd);
-    tkvi_reading_queries(&rd, q, ref, rows, turned, less);
-    tkvi_reading_scratch(&rd, &plain);
-    if (rd.rope) tkvi_reading_angles(&rd, first[0], first[1]);
+    if (rd.factors) tkvi_fold_factors_avx2(&rd);
+    tkvi_place_queries(&rd, q, ref, rows, rotated, less);
+    tkvi_make_scratch_side(&rd, &plain);
+    if (rd.rope) tkvi_rope_start_angles(&rd, first[0], first[1]);
     for (from = 0; from < n; from += TKVI_AT_ONCE) {
         const int count = tkvi_min(TKVI_AT_ONCE, n - from);
-        tkvi_rows_avx2(&rd, from, count, x);
-        if (rd.slots) (void)tkvi_outliers_k(&rd, from, count, x, where);
+        tkvi_decode_code_rows_avx2(&rd, from, count, x);
+        if (rd.slots) (void)tkvi_scatter_outliers_k(&rd, from, count, x, where);
         for (r = 0; r < rows && rd.rope; r++)
-            tkvi_transpose_row_avx2(&rd, from ? rd.rope->cosine[TKVI_ROPE_NEAR] : first[0],
-                                    from ? rd.rope->sine[TKVI_ROPE_NEAR] : first[1], 1,
-                                    turned + 16 * r * rd.vectors);
+            tkvi_rope_row_avx2(&rd, from ? rd.rope->cosine[TKVI_ROPE_NEAR] : first[0],
+                               from ? rd.rope->sine[TKVI_ROPE_NEAR] : first[1], 1,
+                               rotated + 16 * r * rd.n_vectors);
         for (t = 1; t < count && rd.rope; t++)
-            tkvi_transpose_row_avx2(&rd, rd.rope->cosine[t], rd.rope->sine[t], 0, x + 16 * t * rd.vectors);
+            tkvi_rope_row_avx2(&rd, rd.rope->cosine[t], rd.rope->sine[t], 0, x + 16 * t * rd.n_vectors);
         for (r = 0; r < rows; r += 4)
-            tkvi_exact_rows_k_avx2(&plain, (const uint8_t *)x, 0, turned + 16 * r * rd.vectors, none,
+            tkvi_exact_rows_k_avx2(&plain, (const uint8_t *)x, 0, rotated + 16 * r * rd.n_vectors, none,
                                    rows - r, count, scores + r * TKVI_BLOCK + from);
     }
     for (r = 0; r < rows; r++)
@@ -8419,51 +8477,51 @@ static TKVI_TARGET_AVX2 void tkvi_decoded_k_avx2(const tkvi_side *s, const uint8
 }
 
 static TKVI_TARGET_AVX2 void tkvi_decoded_v_avx2(const tkvi_side *s, const uint8_t *src, const uint8_t *next,
-                                                 const float *p, int rows, int n, int planes, float *out) {
-    TKVI_ALIGNED float x[TKVI_AT_ONCE * TKVI_READ_FLOATS], sum[TKVI_ROWS * TKV_MAX_HEAD_DIM];
-    tkvi_reading rd;
+                                                 const float *p, int rows, int n, int n_limbs, float *out) {
+    TKVI_ALIGNED float x[TKVI_AT_ONCE * TKVI_VECTOR_FLOATS], sum[TKVI_ROWS * TKV_MAX_HEAD_DIM];
+    tkvi_code_rows rd;
     tkvi_side plain;
     float *o = s->grid && s->rotate ? sum : out;
     int from, r, c;
-    if (!tkvi_reading_begin(&rd, s, src, next, &tkvi_simd_ops_avx2)) {
-        tkvi_decoded_v(s, src, next, p, rows, n, planes, out);
+    if (!tkvi_open_code_rows(&rd, s, src, next, &tkvi_simd_ops_avx2)) {
+        tkvi_decoded_v(s, src, next, p, rows, n, n_limbs, out);
         return;
     }
-    if (rd.parts) tkvi_parts_avx2(&rd);
+    if (rd.factors) tkvi_fold_factors_avx2(&rd);
     if (o == sum) memset(sum, 0, (size_t)(rows * s->pad) * sizeof(float));
-    tkvi_reading_scratch(&rd, &plain);
+    tkvi_make_scratch_side(&rd, &plain);
     for (from = 0; from < n; from += TKVI_AT_ONCE) {
         const int count = tkvi_min(TKVI_AT_ONCE, n - from);
-        tkvi_rows_avx2(&rd, from, count, x);
-        tkvi_exact_v_avx2(&plain, (const uint8_t *)x, NULL, p + from, rows, count, planes, o);
+        tkvi_decode_code_rows_avx2(&rd, from, count, x);
+        tkvi_exact_v_avx2(&plain, (const uint8_t *)x, NULL, p + from, rows, count, n_limbs, o);
     }
     for (r = 0; r < rows && o == sum; r++) {
         tkvi_rotate_back(sum + r * s->pad, s->dim);
         for (c = 0; c < s->dim; c++) out[r * s->pad + c] += sum[r * s->pad + c];
     }
-    if (rd.slots) tkvi_outliers_v(&rd, p, rows, n, out);
+    if (rd.slots) tkvi_add_outliers_v(&rd, p, rows, n, out);
 }
 
 /* >>tiles */
-TKVI_FLAT_AVX2 __m256i tkvi_levels_avx2(const int8_t *levels) {
+TKVI_FLAT_AVX2 __m256i tkvi_load_table_avx2(const int8_t *levels) {
     return _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)(const void *)levels));
 }
 
-/* 16-bit shifts move bits into the neighbour byte, the masks take them away. */
+/* Masks clear the bits that 16-bit shifts moved into the neighbour byte. */
 TKVI_FLAT_AVX2 void tkvi_merge_avx2(__m256i *codes, __m256i a, __m256i b, int mask) {
-    const __m256i all = tkvi_all_avx2(mask);
+    const __m256i all = tkvi_splat_bytes_avx2(mask);
     codes[0] = _mm256_or_si256(codes[0], _mm256_and_si256(a, all));
     codes[1] = _mm256_or_si256(codes[1], _mm256_and_si256(b, all));
 }
 
 TKVI_FLAT_AVX2 __m256i tkvi_shifted_avx2(const uint8_t *p, int right) {
-    return _mm256_srl_epi16(tkvi_bytes_avx2(p), _mm_cvtsi32_si128(right));
+    return _mm256_srl_epi16(tkvi_load_bytes_avx2(p), _mm_cvtsi32_si128(right));
 }
 
-/* Half b (bytes 32b .. 32b + 31) of the codes of planes 2h and 2h + 1 of one tile, as bytes; see core/tile.h for
- * what stands where. Of 8-bit codes `part` says which four bits: whole ones would overflow 16-bit sums. */
-TKVI_FLAT_AVX2 void tkvi_codes_avx2(int width, const uint8_t *wide, const uint8_t *tops, int half, int h,
-                                    int b, int part, __m256i *codes) {
+/* Unpacks codes 32b .. 32b + 31 of planes 2h and 2h + 1 of a tile to bytes (core/tile.h). part: of 8-bit codes, 0
+ * takes the lower four bits and 1 the upper. All eight would overflow 16-bit sums. */
+TKVI_FLAT_AVX2 void tkvi_unpack_codes_avx2(int width, const uint8_t *wide, const uint8_t *tops, int half,
+                                           int h, int b, int part, __m256i *codes) {
     __m256i x;
     codes[0] = codes[1] = _mm256_setzero_si256();
     wide += 32 * b;
@@ -8473,7 +8531,7 @@ TKVI_FLAT_AVX2 void tkvi_codes_avx2(int width, const uint8_t *wide, const uint8_
         return;
     }
     if (width >= 4) {
-        x = tkvi_bytes_avx2(wide + 64 * h);
+        x = tkvi_load_bytes_avx2(wide + 64 * h);
         tkvi_merge_avx2(codes, x, _mm256_srli_epi16(x, 4), 15);
         if (width == 6) {
             x = tkvi_shifted_avx2(wide + 128, 4 * h);
@@ -8491,13 +8549,13 @@ TKVI_FLAT_AVX2 void tkvi_codes_avx2(int width, const uint8_t *wide, const uint8_
     }
 }
 
-/* 16 weights of 16 bits in order. */
-TKVI_FLAT_AVX2 __m256i tkvi_shorts_avx2(__m256 a, __m256 b) {
+/* Rounds 16 floats to 16-bit integers, in order. */
+TKVI_FLAT_AVX2 __m256i tkvi_round_to_int16_avx2(__m256 a, __m256 b) {
     return _mm256_permute4x64_epi64(_mm256_packs_epi32(_mm256_cvtps_epi32(a), _mm256_cvtps_epi32(b)), 0xd8);
 }
 
-/* 16 weights of up to 8 bits as bytes. */
-TKVI_FLAT_AVX2 void tkvi_save_weights_avx2(int8_t *w, __m256i k, const int is_signed) {
+/* Stores 16 weights as bytes. */
+TKVI_FLAT_AVX2 void tkvi_store_weights_avx2(int8_t *w, __m256i k, const int is_signed) {
     const __m128i a = _mm256_castsi256_si128(k), b = _mm256_extracti128_si256(k, 1);
     _mm_storeu_si128((__m128i *)(void *)w, is_signed ? _mm_packs_epi16(a, b) : _mm_packus_epi16(a, b));
 }
@@ -8507,13 +8565,13 @@ TKVI_FLAT_AVX2 __m128i tkvi_isum4_avx2(const __m256i *a) {
     return _mm_add_epi32(_mm256_castsi256_si128(x), _mm256_extracti128_si256(x, 1));
 }
 
-/* top / m, 0 where m is as good as 0. */
+/* top / m, or 0 where m is at most 1e-34. */
 TKVI_FLAT_AVX2 __m128 tkvi_inverse_avx2(__m128 top, __m128 m) {
     return _mm_and_ps(_mm_div_ps(top, m), _mm_cmpgt_ps(m, _mm_set1_ps(1e-34f)));
 }
 
-/* What four rows of one plane say; middle: sum w centre2. */
-TKVI_FLAT_AVX2 void tkvi_plane_avx2(tkvi_fold *f, int first, __m128 step, __m128 rest, __m128i middle) {
+/* Stores the fold of four rows and one limb. middle: sum w centre2. */
+TKVI_FLAT_AVX2 void tkvi_store_fold_avx2(tkvi_fold *f, int first, __m128 step, __m128 rest, __m128i middle) {
     const __m128 odd = _mm_cvtepi32_ps(_mm_and_si128(middle, _mm_set1_epi32(1)));
     const __m128i row = _mm_add_epi32(_mm_setr_epi32(0, 1, 2, 3), _mm_set1_epi32(first));
     _mm_storeu_ps(f->step + first, step);
@@ -8522,14 +8580,15 @@ TKVI_FLAT_AVX2 void tkvi_plane_avx2(tkvi_fold *f, int first, __m128 step, __m128
     _mm_storeu_si128((__m128i *)(void *)(f->base + first), _mm_srai_epi32(middle, 1));
 }
 
-/* Which of four rows want two planes, by their largest weights and sums of squares. */
-TKVI_FLAT_AVX2 int tkvi_tower_avx2(const tkvi_folding *a, __m128 most, __m128 squares, int top) {
+/* Bit r is set if row r of four needs two limbs (TKVI_NEEDS_TWO). */
+TKVI_FLAT_AVX2 int tkvi_needs_two_avx2(const tkvi_fold_args *a, __m128 most, __m128 squares, int top) {
     return _mm_movemask_ps(_mm_cmpgt_ps(_mm_mul_ps(_mm_mul_ps(_mm_set1_ps(a->coarse), most), most),
-                                        _mm_mul_ps(_mm_set1_ps(TKVI_MAY_ERR(top)), squares)));
+                                        _mm_mul_ps(_mm_set1_ps(TKVI_ERR_LIMIT(top)), squares)));
 }
 
-/* Four rows go together so that their horizontal sums do. Rows that are not there repeat the last one. */
-TKVI_FLAT_AVX2 int tkvi_fold_k4_avx2(const tkvi_folding *a, int first, int left, const int nr, tkvi_fold *f) {
+/* Folds four rows together, so that one sequence of horizontal sums serves all. Missing rows repeat the last. */
+TKVI_FLAT_AVX2 int tkvi_fold_k4_avx2(const tkvi_fold_args *a, int first, int left, const int nr,
+                                     tkvi_fold *f) {
     const __m256 no_sign = _mm256_castsi256_ps(_mm256_set1_epi32(0x7fffffff));
     const __m256i places = _mm256_setr_epi16(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
     const float *x[4];
@@ -8537,7 +8596,7 @@ TKVI_FLAT_AVX2 int tkvi_fold_k4_avx2(const tkvi_folding *a, int first, int left,
     __m256i middle[4], middle_lo[4];
     __m128 m, step;
     float by[4];
-    int i, r, tower, second = a->wide;
+    int i, r, two_mask, second = a->wide;
     TKVI_UNROLL
     for (r = 0; r < 4; r++) {
         x[r] = a->x + (first + tkvi_min(r, left - 1)) * a->n;
@@ -8560,48 +8619,50 @@ TKVI_FLAT_AVX2 int tkvi_fold_k4_avx2(const tkvi_folding *a, int first, int left,
         }
     }
     m = tkvi_max4_avx2(most);
-    tower = tkvi_tower_avx2(a, m, tkvi_sum4_avx2(squares), TKVI_PLANE);
-    if (a->planes == 2) tower = 15;
-    if (tower) second = a->n;
-    _mm_storeu_ps(by, tkvi_inverse_avx2(_mm_set1_ps((float)TKVI_PLANE), m));
-    step = _mm_div_ps(m, _mm_set1_ps((float)TKVI_PLANE));
+    two_mask = tkvi_needs_two_avx2(a, m, tkvi_sum4_avx2(squares), TKVI_LIMB_MAX_K);
+    if (a->n_limbs == 2) two_mask = 15;
+    if (two_mask) second = a->n;
+    _mm_storeu_ps(by, tkvi_inverse_avx2(_mm_set1_ps((float)TKVI_LIMB_MAX_K), m));
+    step = _mm_div_ps(m, _mm_set1_ps((float)TKVI_LIMB_MAX_K));
     for (i = 0; i < a->n; i += 16) {
         __m256 scale0 = _mm256_loadu_ps(a->scale + i), scale1 = _mm256_loadu_ps(a->scale + i + 8);
-        __m256i c = _mm256_cvtepu8_epi16(tkvi_bytes16_avx2(a->centre2 + i));
+        __m256i c = _mm256_cvtepu8_epi16(tkvi_load_bytes16_avx2(a->centre2 + i));
         TKVI_UNROLL
         for (r = 0; r < nr; r++) {
             const int at = (first + r) * TKV_MAX_HEAD_DIM + i;
             const __m256 inverse = _mm256_set1_ps(by[r]), fine = _mm256_set1_ps(128.0f);
             __m256 u = _mm256_mul_ps(_mm256_mul_ps(_mm256_loadu_ps(x[r] + i), scale0), inverse);
             __m256 v = _mm256_mul_ps(_mm256_mul_ps(_mm256_loadu_ps(x[r] + i + 8), scale1), inverse);
-            __m256i k = tkvi_shorts_avx2(u, v);
-            if (i < second) { /* full = 128 hi + lo, lo 0..127; narrow ones have no lo */
-                __m256i full = tkvi_shorts_avx2(_mm256_mul_ps(u, fine), _mm256_mul_ps(v, fine)), lo, wide;
-                wide = _mm256_set1_epi16((short)((tower >> r & 1 ? a->n : a->wide) - i));
+            __m256i k = tkvi_round_to_int16_avx2(u, v);
+            if (i < second) { /* full = 128 * hi + lo, lo 0..127; one-limb weights have lo 0 */
+                __m256i full = tkvi_round_to_int16_avx2(_mm256_mul_ps(u, fine), _mm256_mul_ps(v, fine)), lo,
+                        wide;
+                wide = _mm256_set1_epi16((short)((two_mask >> r & 1 ? a->n : a->wide) - i));
                 wide = _mm256_cmpgt_epi16(wide, places);
                 lo = _mm256_and_si256(wide, _mm256_and_si256(full, _mm256_set1_epi16(127)));
                 middle_lo[r] = _mm256_add_epi32(middle_lo[r], _mm256_madd_epi16(lo, c));
-                tkvi_save_weights_avx2(a->lo + at, lo, 1);
+                tkvi_store_weights_avx2(a->lo + at, lo, 1);
                 k = _mm256_blendv_epi8(k, _mm256_srai_epi16(full, 7), wide);
             }
             middle[r] = _mm256_add_epi32(middle[r], _mm256_madd_epi16(k, c));
-            tkvi_save_weights_avx2(a->w + at, k, 1);
+            tkvi_store_weights_avx2(a->w + at, k, 1);
         }
     }
-    tkvi_plane_avx2(&f[0], first, step, tkvi_sum4_avx2(rest), tkvi_isum4_avx2(middle));
-    tkvi_plane_avx2(&f[1], first, _mm_mul_ps(step, _mm_set1_ps(1.0f / 128.0f)), _mm_setzero_ps(),
-                    tkvi_isum4_avx2(middle_lo));
+    tkvi_store_fold_avx2(&f[0], first, step, tkvi_sum4_avx2(rest), tkvi_isum4_avx2(middle));
+    tkvi_store_fold_avx2(&f[1], first, _mm_mul_ps(step, _mm_set1_ps(1.0f / 128.0f)), _mm_setzero_ps(),
+                         tkvi_isum4_avx2(middle_lo));
     return second;
 }
 
-TKVI_FLAT_AVX2 int tkvi_fold_v4_avx2(const tkvi_folding *a, int first, int left, const int nr, tkvi_fold *f) {
+TKVI_FLAT_AVX2 int tkvi_fold_v4_avx2(const tkvi_fold_args *a, int first, int left, const int nr,
+                                     tkvi_fold *f) {
     const float *p[4];
     const __m256 no_sign = _mm256_castsi256_ps(_mm256_set1_epi32(0x7fffffff));
     __m256 most[4], rest[4], squares[4];
     __m256i sum[4], sum_lo[4];
     __m128 m, step;
     float by[4], top[4];
-    int i, r, tower;
+    int i, r, two_mask;
     TKVI_UNROLL
     for (r = 0; r < 4; r++) {
         p[r] = a->x + (first + tkvi_min(r, left - 1)) * TKVI_BLOCK;
@@ -8620,10 +8681,10 @@ TKVI_FLAT_AVX2 int tkvi_fold_v4_avx2(const tkvi_folding *a, int first, int left,
         }
     }
     m = tkvi_max4_avx2(most);
-    tower = a->planes == 2 ? 15 : tkvi_tower_avx2(a, m, tkvi_sum4_avx2(squares), a->top);
-    for (r = 0; r < 4; r++) top[r] = tower >> r & 1 ? (float)TKVI_TWO_PLANES : (float)a->top;
+    two_mask = a->n_limbs == 2 ? 15 : tkvi_needs_two_avx2(a, m, tkvi_sum4_avx2(squares), a->top);
+    for (r = 0; r < 4; r++) top[r] = two_mask >> r & 1 ? (float)TKVI_TWO_LIMBS_MAX : (float)a->top;
     _mm_storeu_ps(by, tkvi_inverse_avx2(_mm_loadu_ps(top), m));
-    for (r = 0; r < 4; r++) top[r] = tower >> r & 1 ? (float)TKVI_PLANE : (float)a->top;
+    for (r = 0; r < 4; r++) top[r] = two_mask >> r & 1 ? (float)TKVI_LIMB_MAX_K : (float)a->top;
     step = _mm_div_ps(m, _mm_loadu_ps(top));
     for (i = 0; i < TKVI_BLOCK; i += 16) {
         const __m256 scale0 = _mm256_loadu_ps(a->scale + i), scale1 = _mm256_loadu_ps(a->scale + i + 8);
@@ -8633,27 +8694,27 @@ TKVI_FLAT_AVX2 int tkvi_fold_v4_avx2(const tkvi_folding *a, int first, int left,
             const __m256 inverse = _mm256_set1_ps(by[r]);
             __m256 u = _mm256_mul_ps(_mm256_loadu_ps(p[r] + i), scale0);
             __m256 v = _mm256_mul_ps(_mm256_loadu_ps(p[r] + i + 8), scale1);
-            __m256i k = tkvi_shorts_avx2(_mm256_mul_ps(u, inverse), _mm256_mul_ps(v, inverse));
+            __m256i k = tkvi_round_to_int16_avx2(_mm256_mul_ps(u, inverse), _mm256_mul_ps(v, inverse));
             k = _mm256_max_epi16(k, _mm256_setzero_si256());
-            if (tower) {
-                const int two = tower >> r & 1;
+            if (two_mask) {
+                const int two = two_mask >> r & 1;
                 const __m256i lo = _mm256_and_si256(k, _mm256_set1_epi16((short)(two ? 127 : 0)));
                 sum_lo[r] = _mm256_add_epi32(sum_lo[r], _mm256_madd_epi16(lo, _mm256_set1_epi16(1)));
-                tkvi_save_weights_avx2(a->lo + at, lo, 0);
+                tkvi_store_weights_avx2(a->lo + at, lo, 0);
                 if (two) k = _mm256_srai_epi16(k, 7);
             }
             sum[r] = _mm256_add_epi32(sum[r], _mm256_madd_epi16(k, _mm256_set1_epi16(1)));
-            tkvi_save_weights_avx2(a->w + at, k, 0);
+            tkvi_store_weights_avx2(a->w + at, k, 0);
         }
     }
-    tkvi_plane_avx2(&f[0], first, step, tkvi_sum4_avx2(rest),
-                    _mm_mullo_epi32(tkvi_isum4_avx2(sum), _mm_set1_epi32(a->middle)));
-    tkvi_plane_avx2(&f[1], first, _mm_mul_ps(step, _mm_set1_ps(1.0f / 128.0f)), _mm_setzero_ps(),
-                    _mm_mullo_epi32(tkvi_isum4_avx2(sum_lo), _mm_set1_epi32(a->middle)));
-    return tower;
+    tkvi_store_fold_avx2(&f[0], first, step, tkvi_sum4_avx2(rest),
+                         _mm_mullo_epi32(tkvi_isum4_avx2(sum), _mm_set1_epi32(a->middle)));
+    tkvi_store_fold_avx2(&f[1], first, _mm_mul_ps(step, _mm_set1_ps(1.0f / 128.0f)), _mm_setzero_ps(),
+                         _mm_mullo_epi32(tkvi_isum4_avx2(sum_lo), _mm_set1_epi32(a->middle)));
+    return two_mask;
 }
 
-static TKVI_TARGET_AVX2 int tkvi_fold_k_avx2(const tkvi_folding *a, int rows, tkvi_fold *f) {
+static TKVI_TARGET_AVX2 int tkvi_fold_k_avx2(const tkvi_fold_args *a, int rows, tkvi_fold *f) {
     int r, second = 0;
     for (r = 0; r < rows; r += 4)
         second = tkvi_max(second, rows - r == 1   ? tkvi_fold_k4_avx2(a, r, 1, 1, f)
@@ -8662,7 +8723,7 @@ static TKVI_TARGET_AVX2 int tkvi_fold_k_avx2(const tkvi_folding *a, int rows, tk
     return second;
 }
 
-static TKVI_TARGET_AVX2 int tkvi_fold_v_avx2(const tkvi_folding *a, int rows, tkvi_fold *f) {
+static TKVI_TARGET_AVX2 int tkvi_fold_v_avx2(const tkvi_fold_args *a, int rows, tkvi_fold *f) {
     int r, second = 0;
     for (r = 0; r < rows; r += 4)
         second |= (rows - r == 1   ? tkvi_fold_v4_avx2(a, r, 1, 1, f)
@@ -8672,8 +8733,9 @@ static TKVI_TARGET_AVX2 int tkvi_fold_v_avx2(const tkvi_folding *a, int rows, tk
     return second;
 }
 
-/* Eight sums of row r become answers at out[at]. */
-TKVI_FLAT_AVX2 void tkvi_answer_avx2(const tkvi_products *d, const tkvi_fold *f, int r, int at, __m256i sum) {
+/* Converts eight sums of row r to answers at out[at]. */
+TKVI_FLAT_AVX2 void tkvi_store_answers_avx2(const tkvi_products *d, const tkvi_fold *f, int r, int at,
+                                            __m256i sum) {
     const __m256 x = _mm256_cvtepi32_ps(_mm256_sub_epi32(sum, _mm256_set1_epi32(f->base[d->first + r])));
     __m256 rest = _mm256_set1_ps(f->rest[d->first + r]);
     float *out = d->out + f->row[d->first + r] * d->out_stride + at;
@@ -8681,66 +8743,68 @@ TKVI_FLAT_AVX2 void tkvi_answer_avx2(const tkvi_products *d, const tkvi_fold *f,
     _mm256_storeu_ps(out, _mm256_fmadd_ps(x, _mm256_set1_ps(f->step[d->first + r]), rest));
 }
 
-/* The products of one step: codes c (of 4 channels or tokens) by weights u, codes e (of the next 4) by
- * weights v; c[0] and e[0] add to accumulator a, c[1] and e[1] to b. Two pairs fit 16 bits: 4 * 127 * 63, and with
- * the weights of V, which are the unsigned operand, 4 * 255 * 15. With a table, levels are the signed operand and
- * the size of a weight the unsigned one, 2 * 127 * 127: each pair of products goes to 32 bits by itself. `unit` is
- * 1, or 16 for the high nibbles of 8-bit codes. */
-TKVI_FLAT_AVX2 __m256i tkvi_two_avx2(const int v_side, __m256i c, __m256i u, __m256i e, __m256i v,
-                                     __m256i unit) {
+/* The products of one step: codes c (of 4 channels or tokens) by weights u, and codes e (of the next 4) by weights
+ * v. Sums of c[0] and e[0] go to accumulator a, those of c[1] and e[1] to b.
+ *   Without a table: four products fit 16 bits. K: 4 * 127 * 63. V: weights are the unsigned operand, 4 * 255 * 15.
+ *   With a table: levels are signed, and |weight| is the unsigned operand. Only two products fit, 2 * 127 * 127.
+ * unit is 1, or 16 for the upper four bits of 8-bit codes. */
+TKVI_FLAT_AVX2 __m256i tkvi_dot_codes_avx2(const int v_side, __m256i c, __m256i u, __m256i e, __m256i v,
+                                           __m256i unit) {
     const __m256i x = v_side ? _mm256_maddubs_epi16(u, c) : _mm256_maddubs_epi16(c, u);
     const __m256i y = v_side ? _mm256_maddubs_epi16(v, e) : _mm256_maddubs_epi16(e, v);
     return _mm256_madd_epi16(_mm256_add_epi16(x, y), unit);
 }
 
-TKVI_FLAT_AVX2 __m256i tkvi_leveled_avx2(__m256i c, __m256i u, __m256i table) {
+TKVI_FLAT_AVX2 __m256i tkvi_dot_levels_avx2(__m256i c, __m256i u, __m256i table) {
     __m256i x = _mm256_sign_epi8(_mm256_shuffle_epi8(table, c), u);
     return _mm256_madd_epi16(_mm256_maddubs_epi16(_mm256_abs_epi8(u), x), _mm256_set1_epi16(1));
 }
 
-/* Accumulators a0..a3 and b0..b3: named ones stay in registers with every compiler. */
+/* Accumulators a0 .. a3 and b0 .. b3. Named variables stay in registers with every compiler. */
 #define TKVI_ROWS4_(X) X(0) X(1) X(2) X(3)
 #define TKVI_ZERO4_(r) __m256i a##r = _mm256_setzero_si256(), b##r = a##r;
 #define TKVI_MAC4_(r)                                                                                        \
     if (r < nw) {                                                                                            \
-        u = _mm256_set1_epi32(tkvi_four(w + r * stride));                                                    \
-        v = _mm256_set1_epi32(tkvi_four(w + r * stride + 4 * both));                                         \
-        a##r = _mm256_add_epi32(a##r, tkvi_two_avx2(v_side, c[0], u, e[0], v, unit));                        \
-        b##r = _mm256_add_epi32(b##r, tkvi_two_avx2(v_side, c[1], u, e[1], v, unit));                        \
+        u = _mm256_set1_epi32(tkvi_load_four_weights(w + r * stride));                                       \
+        v = _mm256_set1_epi32(tkvi_load_four_weights(w + r * stride + 4 * both));                            \
+        a##r = _mm256_add_epi32(a##r, tkvi_dot_codes_avx2(v_side, c[0], u, e[0], v, unit));                  \
+        b##r = _mm256_add_epi32(b##r, tkvi_dot_codes_avx2(v_side, c[1], u, e[1], v, unit));                  \
     }
-#define TKVI_LEVELED4_(r)                                                                                    \
+#define TKVI_MAC_LEVELS4_(r)                                                                                 \
     if (r < nw) {                                                                                            \
-        u = _mm256_set1_epi32(tkvi_four(w + r * stride));                                                    \
-        v = _mm256_set1_epi32(tkvi_four(w + r * stride + 4 * both));                                         \
-        a##r = _mm256_add_epi32(a##r, tkvi_leveled_avx2(c[0], u, table));                                    \
-        b##r = _mm256_add_epi32(b##r, tkvi_leveled_avx2(c[1], u, table));                                    \
+        u = _mm256_set1_epi32(tkvi_load_four_weights(w + r * stride));                                       \
+        v = _mm256_set1_epi32(tkvi_load_four_weights(w + r * stride + 4 * both));                            \
+        a##r = _mm256_add_epi32(a##r, tkvi_dot_levels_avx2(c[0], u, table));                                 \
+        b##r = _mm256_add_epi32(b##r, tkvi_dot_levels_avx2(c[1], u, table));                                 \
         if (both) {                                                                                          \
-            a##r = _mm256_add_epi32(a##r, tkvi_leveled_avx2(e[0], v, table));                                \
-            b##r = _mm256_add_epi32(b##r, tkvi_leveled_avx2(e[1], v, table));                                \
+            a##r = _mm256_add_epi32(a##r, tkvi_dot_levels_avx2(e[0], v, table));                             \
+            b##r = _mm256_add_epi32(b##r, tkvi_dot_levels_avx2(e[1], v, table));                             \
         }                                                                                                    \
     }
 #define TKVI_SAVE4_(r)                                                                                       \
     if (r < nw && r < d->rows) {                                                                             \
-        tkvi_answer_avx2(d, fold, r, at, a##r);                                                              \
-        tkvi_answer_avx2(d, fold, r, at + apart, b##r);                                                      \
+        tkvi_store_answers_avx2(d, fold, r, at, a##r);                                                       \
+        tkvi_store_answers_avx2(d, fold, r, at + apart, b##r);                                               \
     }
 
-/* Tiles of one width, two a step. */
+/* Multiplies n tiles of one width, two in a step. */
 #define TKVI_PAIRS4_(width)                                                                                  \
     for (i = 0; i < n; i += 2, w += 8, tile += 2 * bytes) {                                                  \
         const int both = i + 1 < n;                                                                          \
-        if (d->ahead && (i / 2 & (4 * d->turns + 3)) == 4 * d->turn + 2 * h + b) {                           \
+        if (d->ahead && (i / 2 & (4 * d->prefetch_mask + 3)) == 4 * d->prefetch_phase + 2 * h + b) {         \
             tkvi_prefetch_bytes(tile, 2 * bytes, d->ahead);                                                  \
             tkvi_prefetch_rest(d);                                                                           \
             tkvi_prefetch_rest(d);                                                                           \
         }                                                                                                    \
-        tkvi_codes_avx2(width, tile, d->tops, half + i * has_half, h, b, part, c);                           \
+        tkvi_unpack_codes_avx2(width, tile, d->tops, half + i * has_half, h, b, part, c);                    \
         e[0] = e[1] = _mm256_setzero_si256();                                                                \
-        if (both) tkvi_codes_avx2(width, tile + bytes, d->tops, half + (i + 1) * has_half, h, b, part, e);   \
+        if (both)                                                                                            \
+            tkvi_unpack_codes_avx2(width, tile + bytes, d->tops, half + (i + 1) * has_half, h, b, part, e);  \
         TKVI_ROWS4_(TKVI_MAC4_)                                                                              \
     }
 
-/* K: lanes are 8 tokens from 32h + 8b and 8 from 32h + 16 + 8b. RUN is TKVI_PAIRS4_ for the widths that are met. */
+/* K: lanes are tokens 32h + 8b .. + 7 (accumulator a) and 32h + 16 + 8b .. + 7 (b). RUN: TKVI_PAIRS4_ of the
+ * width. */
 #define TKVI_DOT_K4_(rows, RUN)                                                                              \
     static TKVI_TARGET_AVX2 void tkvi_dot_k##rows##_avx2(tkvi_products *d) {                                 \
         const int stride = TKV_MAX_HEAD_DIM, apart = 16, v_side = 0, nw = rows;                              \
@@ -8755,7 +8819,7 @@ TKVI_FLAT_AVX2 __m256i tkvi_leveled_avx2(__m256i c, __m256i u, __m256i table) {
             TKVI_ROWS4_(TKVI_ZERO4_)                                                                         \
             for (width = TKVI_MAX_WIDTH; width > 0; width--) {                                               \
                 const int bytes = tkvi_wide_bytes[width], has_half = tkvi_has_half[width];                   \
-                const int n = tkvi_min(d->s->runs.n[width], left);                                           \
+                const int n = tkvi_min(d->s->tiles.n[width], left);                                          \
                 left -= n;                                                                                   \
                 for (part = 0; part < 1 + (width == 8); part++) {                                            \
                     const uint8_t *tile = wide;                                                              \
@@ -8787,8 +8851,8 @@ TKVI_DOT_K4_(4, TKVI_COMMON4_)
 #undef TKVI_COMMON4_
 #undef TKVI_PAIRS4_
 
-/* V: lanes are channels 0 .. 7 and 8 .. 15 of one slab, which starts `skip` tiles on and whose answers go to
- * out[at]; `upper`: of the second channels of pairs. */
+/* V: lanes are channels 0 .. 7 and 8 .. 15 of one slab. The slab starts after `skip` tiles, and its answers go to
+ * out[at]. upper: 1: takes the second channels of pairs. */
 TKVI_FLAT_AVX2 void tkvi_dot_vs_avx2(tkvi_products *d, int skip, int upper, int at, const int width,
                                      const int8_t *levels, const int nw) {
     const int n = d->n, has_half = tkvi_has_half[width], bytes = tkvi_wide_bytes[width];
@@ -8797,25 +8861,25 @@ TKVI_FLAT_AVX2 void tkvi_dot_vs_avx2(tkvi_products *d, int skip, int upper, int 
     __m256i c[2], e[2], u, v, unit, table = unit = _mm256_setzero_si256();
     int t, h, part;
     TKVI_ROWS4_(TKVI_ZERO4_)
-    if (levels) table = tkvi_levels_avx2(levels + tkvi_level_table(d->s, width, upper));
+    if (levels) table = tkvi_load_table_avx2(levels + tkvi_level_table(d->s, width, upper));
     for (part = 0; part < 1 + (width == 8); part++) {
         const uint8_t *tile = d->wide + skip * bytes;
         const int8_t *w = d->w;
         int half = d->half + skip * has_half;
         unit = _mm256_set1_epi16(part ? 16 : 1);
         for (t = 0; t < n; t += 16) { /* a tile has 16 tokens, a plane four */
-            if (d->ahead && (t / 16 & d->turns) == d->turn) {
+            if (d->ahead && (t / 16 & d->prefetch_mask) == d->prefetch_phase) {
                 tkvi_prefetch_bytes(tile, bytes, d->ahead);
                 tkvi_prefetch_rest(d);
             }
             for (h = 0; h < 2; h++, w += 8) {
-                tkvi_codes_avx2(width, tile, d->tops, half, h, 0, part, c);
-                tkvi_codes_avx2(width, tile, d->tops, half, h, 1, part, e);
+                tkvi_unpack_codes_avx2(width, tile, d->tops, half, h, 0, part, c);
+                tkvi_unpack_codes_avx2(width, tile, d->tops, half, h, 1, part, e);
                 u = c[1];
                 c[1] = e[0];
                 e[0] = u;
                 if (levels) {
-                    TKVI_ROWS4_(TKVI_LEVELED4_)
+                    TKVI_ROWS4_(TKVI_MAC_LEVELS4_)
                 } else {
                     TKVI_ROWS4_(TKVI_MAC4_)
                 }
@@ -8827,7 +8891,7 @@ TKVI_FLAT_AVX2 void tkvi_dot_vs_avx2(tkvi_products *d, int skip, int upper, int 
     TKVI_ROWS4_(TKVI_SAVE4_)
 }
 
-/* What is met most, four rows of 2 to 4 bits, has its width as a constant. */
+/* The most frequent case, four rows with 2 to 4 bits, has its width as a constant. */
 typedef void (*tkvi_slab_dot)(tkvi_products *d, int skip, int upper, int at);
 #define TKVI_SLAB4_(name, width, levels, nw)                                                                 \
     static TKVI_TARGET_AVX2 void tkvi_slab_##name##_avx2(tkvi_products *d, int skip, int upper, int at) {    \
@@ -8843,7 +8907,7 @@ TKVI_SLAB4_(4_of_4, 4, NULL, 4)
 #undef TKVI_ROWS4_
 #undef TKVI_ZERO4_
 #undef TKVI_MAC4_
-#undef TKVI_LEVELED4_
+#undef TKVI_MAC_LEVELS4_
 #undef TKVI_SAVE4_
 
 static void tkvi_dot_slabs_avx2(tkvi_products *d, const tkvi_slab_dot dot) {
@@ -8860,7 +8924,7 @@ static void tkvi_dot_v4_avx2(tkvi_products *d) {
     tkvi_dot_slabs_avx2(d, d->s->levels || d->width > 4 ? tkvi_slab_4_avx2 : common[d->width]);
 }
 
-/* All rows, in the passes that registers allow: 1, 2 or 4. What rows beyond the last one add up to is left. */
+/* Multiplies all rows in passes of 1, 2 or 4. A pass of 4 discards the sums of rows beyond the last. */
 static void tkvi_dot_avx2(tkvi_products *d, int rows) {
     static const tkvi_dot dots[2][3] = {
         {tkvi_dot_k1_avx2, tkvi_dot_k2_avx2, tkvi_dot_k4_avx2},
@@ -8869,18 +8933,18 @@ static void tkvi_dot_avx2(tkvi_products *d, int rows) {
     tkvi_dot_rows(d, rows, dots[d->s->which]);
 }
 
-static const tkvi_steps tkvi_steps_avx2 = {&tkvi_simd_ops_avx2, tkvi_fold_k_avx2, tkvi_fold_v_avx2,
-                                           tkvi_dot_avx2, 0};
+static const tkvi_tile_ops tkvi_tile_ops_avx2 = {&tkvi_simd_ops_avx2, tkvi_fold_k_avx2, tkvi_fold_v_avx2,
+                                                 tkvi_dot_avx2, 0};
 
 static void tkvi_tiles_k_avx2(const tkvi_side *s, const uint8_t *src, const uint8_t *next, const float *q,
-                              const float *ref, int rows, int n, int planes, float *scores) {
+                              const float *ref, int rows, int n, int n_limbs, float *scores) {
     (void)n;
-    tkvi_tiles_k(&tkvi_steps_avx2, s, src, next, q, ref, rows, planes, scores);
+    tkvi_tiles_k(&tkvi_tile_ops_avx2, s, src, next, q, ref, rows, n_limbs, scores);
 }
 
 static void tkvi_tiles_v_avx2(const tkvi_side *s, const uint8_t *src, const uint8_t *next, const float *p,
-                              int rows, int n, int planes, float *out) {
-    tkvi_tiles_v(&tkvi_steps_avx2, s, src, next, p, rows, n, planes, out);
+                              int rows, int n, int n_limbs, float *out) {
+    tkvi_tiles_v(&tkvi_tile_ops_avx2, s, src, next, p, rows, n, n_limbs, out);
 }
 
 static int tkvi_softmax_step_avx2(const float *s, int rows, float *m, float *sum, float *p) {
@@ -8906,11 +8970,11 @@ static const tkvi_kernels tkvi_kernels_avx2 = {
  * kernels/avx512.h - the kernels of kernels/scalar.h for AVX-512 F, BW, DQ, VL and VNNI (Ice Lake, Zen 4 and
  * later).
  *
- * Two shapes do the work.
- *   Integers: two vectors of codes x up to 8 weight rows = 16 accumulators in registers. vpdpbusd multiplies
- *             unsigned codes by signed weights, four weights broadcast at a time. The width of a tile is
- *             looked at once per 16 products, by branches that go the same way for a whole run.
- *   Floats:   4 vectors x up to 4 query rows.
+ * Two shapes do the work, each with up to 16 accumulators in registers:
+ *   Integers: four vectors of codes by up to 4 weight rows. vpdpbusd multiplies unsigned bytes by signed ones: in K
+ *             unsigned codes by signed weights, in V unsigned weights by signed codes. Four weights are broadcast at
+ *             a time. Most widths have a loop of their own.
+ *   Floats:   four vectors by up to 4 query rows.
  * Both are written once, with the number of rows as a constant argument.
  */
 #ifndef TKVI_KERNELS_AVX512_H
@@ -8927,27 +8991,29 @@ static const tkvi_kernels tkvi_kernels_avx2 = {
 #endif
 
 /* >>pieces */
-TKVI_FLAT_AVX512 __m512i tkvi_bytes_avx512(const uint8_t *p) { return _mm512_loadu_si512((const void *)p); }
+TKVI_FLAT_AVX512 __m512i tkvi_load_bytes_avx512(const uint8_t *p) {
+    return _mm512_loadu_si512((const void *)p);
+}
 
-/* 16 values of an exact side. The branch goes the same way all the time. */
-TKVI_FLAT_AVX512 __m512 tkvi_values_avx512(tkvi_storage type, const uint8_t *row, int at) {
+/* 16 values of an exact side. The branch is predicted: it goes one way for the whole side. */
+TKVI_FLAT_AVX512 __m512 tkvi_load_values_avx512(tkvi_storage type, const uint8_t *row, int at) {
     if (type == TKVI_AS_F16)
         return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)(const void *)(row + 2 * at)));
     if (type == TKVI_AS_BF16)
         return _mm512_castsi512_ps(_mm512_slli_epi32(
             _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)(const void *)(row + 2 * at))), 16));
-    return _mm512_castsi512_ps(tkvi_bytes_avx512(row + 4 * at));
+    return _mm512_castsi512_ps(tkvi_load_bytes_avx512(row + 4 * at));
 }
 
-static TKVI_TARGET_AVX512 void tkvi_halves_avx512(const uint8_t *src, int n, float *dst) {
+static TKVI_TARGET_AVX512 void tkvi_f16_to_f32_avx512(const uint8_t *src, int n, float *dst) {
     int i;
     for (i = 0; i + 16 <= n; i += 16)
         _mm512_storeu_ps(dst + i,
                          _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)(const void *)(src + 2 * i))));
-    tkvi_halves_scalar(src + 2 * i, n - i, dst + i);
+    tkvi_f16_to_f32_scalar(src + 2 * i, n - i, dst + i);
 }
 
-static TKVI_TARGET_AVX512 void tkvi_logs_avx512(const uint8_t *src, int n, int top, float *dst) {
+static TKVI_TARGET_AVX512 void tkvi_decode_log_scales_avx512(const uint8_t *src, int n, int top, float *dst) {
     const __m512i table = _mm512_slli_epi32(
         _mm512_sub_epi32(
             _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)(const void *)tkvi_log_mantissa)),
@@ -8960,14 +9026,15 @@ static TKVI_TARGET_AVX512 void tkvi_logs_avx512(const uint8_t *src, int n, int t
         __m512i code = _mm512_cvtepu8_epi32(_mm_maskz_loadu_epi8(m, src + i));
         __m512i x = _mm512_sub_epi32(code, _mm512_set1_epi32(1));
         __m512i bits = _mm512_slli_epi32(_mm512_add_epi32(_mm512_srai_epi32(x, 4), low), 23);
-        bits = _mm512_or_si512(bits, _mm512_permutexvar_epi32(x, table)); /* looks at 4 bits of x */
+        bits = _mm512_or_si512(bits, _mm512_permutexvar_epi32(x, table)); /* uses 4 bits of x */
         bits = _mm512_maskz_mov_epi32(_mm512_test_epi32_mask(code, code), bits);
         _mm512_mask_storeu_ps(dst + i, m, _mm512_castsi512_ps(bits));
     }
 }
 
-static TKVI_TARGET_AVX512 void tkvi_zeros_avx512(const uint8_t *offset, const float *scale, const float *mean,
-                                                 float unit, int middle, int n, float *dst) {
+static TKVI_TARGET_AVX512 void tkvi_decode_zero_points_avx512(const uint8_t *offset, const float *scale,
+                                                              const float *mean, float unit, int middle,
+                                                              int n, float *dst) {
     int i;
     for (i = 0; i < n; i += 16) {
         const __mmask16 m = (__mmask16)(n - i >= 16 ? 0xffff : (1 << (n - i)) - 1);
@@ -8980,26 +9047,28 @@ static TKVI_TARGET_AVX512 void tkvi_zeros_avx512(const uint8_t *offset, const fl
 }
 
 /* >>encoding: see kernels/avx2.h */
-/* Columns: a lane of 32 bits each, two tokens in it. */
+/* K columns: a 32-bit lane is a column and has two tokens. */
 typedef struct tkvi_range_avx512 {
-    __m512i cut, by, top; /* in both halves of a lane */
+    __m512i cut, by, top; /* each value stands in both halves of its lane */
 } tkvi_range_avx512;
 
-TKVI_FLAT_AVX512 __m512i tkvi_twice_avx512(__m512i x) { return _mm512_or_si512(x, _mm512_slli_epi32(x, 16)); }
+TKVI_FLAT_AVX512 __m512i tkvi_repeat16_avx512(__m512i x) {
+    return _mm512_or_si512(x, _mm512_slli_epi32(x, 16));
+}
 
 TKVI_FLAT_AVX512 tkvi_range_avx512 tkvi_range_of_avx512(int k, __m512i width) {
     const tkvi_a_range *r = &tkvi_a_ranges[k];
     tkvi_range_avx512 range;
     __m512i both = _mm512_loadu_si512((const void *)r->cut); /* cut, then by */
-    range.cut = tkvi_twice_avx512(_mm512_permutexvar_epi32(width, both));
+    range.cut = tkvi_repeat16_avx512(_mm512_permutexvar_epi32(width, both));
     range.by =
-        tkvi_twice_avx512(_mm512_permutexvar_epi32(_mm512_add_epi32(width, _mm512_set1_epi32(8)), both));
+        tkvi_repeat16_avx512(_mm512_permutexvar_epi32(_mm512_add_epi32(width, _mm512_set1_epi32(8)), both));
     range.top = _mm512_sub_epi32(_mm512_sllv_epi32(_mm512_set1_epi32(1), width), _mm512_set1_epi32(1));
-    range.top = tkvi_twice_avx512(range.top);
+    range.top = tkvi_repeat16_avx512(range.top);
     return range;
 }
 
-TKVI_FLAT_AVX512 __m512i tkvi_cut_avx512(__m512i u, const tkvi_range_avx512 *r) { /* tkvi_cut_code */
+TKVI_FLAT_AVX512 __m512i tkvi_cut_codes_avx512(__m512i u, const tkvi_range_avx512 *r) { /* as tkvi_cut_code */
     __m512i v = _mm512_mulhi_epu16(_mm512_subs_epu16(u, r->cut), r->by);
     return _mm512_min_epi16(_mm512_avg_epu16(v, _mm512_setzero_si512()), r->top);
 }
@@ -9009,8 +9078,9 @@ TKVI_FLAT_AVX512 __m512 tkvi_covariance_avx512(int n, __m512i a, __m512i b, __m5
         _mm512_sub_epi32(_mm512_mullo_epi32(_mm512_set1_epi32(n), products), _mm512_mullo_epi32(a, b)));
 }
 
-/* Range and integers of all columns; 0 if values would have to be cut to +-1e30. */
-TKVI_FLAT_AVX512 int tkvi_integers_avx512(tkvi_columns *c) {
+/* Computes range and integers of all columns. Returns 0 if a residual is beyond +-1e30, which this code does not
+ * clamp. */
+TKVI_FLAT_AVX512 int tkvi_columns_to_ints_avx512(tkvi_columns *c) {
     const __m512 lowest = _mm512_set1_ps(-1e30f), highest = _mm512_set1_ps(1e30f);
     const __m512 mean = _mm512_loadu_ps(c->mean);
     const __mmask16 lanes = (__mmask16)((1 << c->lanes) - 1);
@@ -9033,7 +9103,7 @@ TKVI_FLAT_AVX512 int tkvi_integers_avx512(tkvi_columns *c) {
     _mm512_store_ps(c->low, low);
     _mm512_store_ps(c->step, _mm512_maskz_mov_ps(some, step));
     for (t = 0; t < TKVI_BLOCK / 2; t++) {
-        const float *x = residual[t / 2 * 4 + t % 2]; /* as tkvi_column_u says */
+        const float *x = residual[t / 2 * 4 + t % 2]; /* in the order of tkvi_column_u */
         __m512 a = _mm512_mul_ps(_mm512_sub_ps(_mm512_load_ps(x), low), inverse);
         __m512 b = _mm512_mul_ps(_mm512_sub_ps(_mm512_load_ps(x + 2 * TKVI_LANES), low), inverse);
         __m512i u = _mm512_or_si512(_mm512_cvttps_epi32(a), _mm512_slli_epi32(_mm512_cvttps_epi32(b), 16));
@@ -9047,15 +9117,15 @@ TKVI_FLAT_AVX512 int tkvi_integers_avx512(tkvi_columns *c) {
     return 1;
 }
 
-static TKVI_TARGET_AVX512 void tkvi_columns_avx512(tkvi_columns *c) {
+static TKVI_TARGET_AVX512 void tkvi_encode_k_columns_avx512(tkvi_columns *c) {
     const __m512i width = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)(const void *)c->width));
     __m512i sum_c, sum_cc, sum_cu;
     __m512 most = _mm512_set1_ps(-1.0f);
     tkvi_range_avx512 best = tkvi_range_of_avx512(0, width);
     TKVI_ALIGNED int32_t four[TKVI_BLOCK / 4][TKVI_LANES];
     int t, k;
-    if (!tkvi_integers_avx512(c)) {
-        tkvi_columns_scalar(c);
+    if (!tkvi_columns_to_ints_avx512(c)) {
+        tkvi_encode_k_columns_scalar(c);
         return;
     }
     sum_c = sum_cc = sum_cu = _mm512_setzero_si512();
@@ -9065,7 +9135,7 @@ static TKVI_TARGET_AVX512 void tkvi_columns_avx512(tkvi_columns *c) {
         __m512 cov, var, score;
         __mmask16 better;
         for (t = 0; t < TKVI_BLOCK / 2; t++) {
-            __m512i u = _mm512_load_si512((const void *)c->u[t]), v = tkvi_cut_avx512(u, &range);
+            __m512i u = _mm512_load_si512((const void *)c->u[t]), v = tkvi_cut_codes_avx512(u, &range);
             sum = _mm512_add_epi16(sum, v);
             squares = _mm512_dpwssd_epi32(squares, v, v);
             products = _mm512_dpwssd_epi32(products, v, u);
@@ -9087,16 +9157,16 @@ static TKVI_TARGET_AVX512 void tkvi_columns_avx512(tkvi_columns *c) {
     _mm512_store_si512((void *)c->sum_cc, sum_cc);
     _mm512_store_si512((void *)c->sum_cu, sum_cu);
     for (t = 0; t < TKVI_BLOCK / 4; t++) {
-        __m512i a = tkvi_cut_avx512(_mm512_load_si512((const void *)c->u[2 * t]), &best);
-        __m512i b = tkvi_cut_avx512(_mm512_load_si512((const void *)c->u[2 * t + 1]), &best);
+        __m512i a = tkvi_cut_codes_avx512(_mm512_load_si512((const void *)c->u[2 * t]), &best);
+        __m512i b = tkvi_cut_codes_avx512(_mm512_load_si512((const void *)c->u[2 * t + 1]), &best);
         _mm512_store_si512((void *)four[t], _mm512_or_si512(a, _mm512_slli_epi32(b, 8)));
     }
-    tkvi_stand_avx2(c->code, four);
+    tkvi_transpose_codes_avx2(c->code, four);
 }
 
-/* Tokens: see kernels/avx2.h. */
-TKVI_FLAT_AVX512 float tkvi_transpose_avx512(const tkvi_side *s, int log2n, const float *x, const float *flip,
-                                             float *y) {
+/* V tokens: see kernels/avx2.h. */
+TKVI_FLAT_AVX512 float tkvi_rotate_token_avx512(const tkvi_side *s, int log2n, const float *x,
+                                                const float *flip, float *y) {
     const int n = 1 << log2n, end = tkvi_round_up(s->dim, 32);
     __m512 most;
     int c;
@@ -9111,9 +9181,9 @@ TKVI_FLAT_AVX512 float tkvi_transpose_avx512(const tkvi_side *s, int log2n, cons
     return _mm512_reduce_max_ps(most);
 }
 
-/* A token as integers, 16 channels and the next 16 packed as _mm512_packs_epi32 does it. Returns the sum of
- * squares. */
-TKVI_FLAT_AVX512 int32_t tkvi_whole_avx512(const float *y, float by, int end, int16_t *u) {
+/* Converts a token to integers. A vector of u has channels c .. c + 15 and c + 16 .. c + 31, interleaved as
+ * _mm512_packs_epi32 leaves them. Returns the sum of squares. */
+TKVI_FLAT_AVX512 int32_t tkvi_token_to_ints_avx512(const float *y, float by, int end, int16_t *u) {
     const __m512 inverse = _mm512_set1_ps(by);
     const __m512i most = _mm512_set1_epi16(TKVI_R_MOST), least = _mm512_set1_epi16(-TKVI_R_MOST);
     __m512i squares = _mm512_setzero_si512();
@@ -9133,7 +9203,7 @@ TKVI_FLAT_AVX512 __m512i tkvi_floor_avx512(__m512i u, __m512 by) {
                                     _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
 }
 
-/* The two halves of what tkvi_whole_avx512 has packed. */
+/* Channels c .. c + 15 (first) and c + 16 .. c + 31 (second) of such a vector. */
 TKVI_FLAT_AVX512 __m512i tkvi_first_avx512(__m512i u) {
     return _mm512_srai_epi32(_mm512_unpacklo_epi16(u, u), 16);
 }
@@ -9142,13 +9212,13 @@ TKVI_FLAT_AVX512 __m512i tkvi_second_avx512(__m512i u) {
     return _mm512_srai_epi32(_mm512_unpackhi_epi16(u, u), 16);
 }
 
-/* Two vectors of small integers as one of pairs. */
-TKVI_FLAT_AVX512 __m512i tkvi_both_avx512(__m512i a, __m512i b) {
+/* Joins two vectors of 16-bit values into one vector of pairs. */
+TKVI_FLAT_AVX512 __m512i tkvi_make_pairs_avx512(__m512i a, __m512i b) {
     return _mm512_mask_blend_epi16(0xaaaaaaaau, a, _mm512_slli_epi32(b, 16));
 }
 
-/* Codes of a uniform grid for 16 + 16 channels, packed like u; adds <u, level>. */
-TKVI_FLAT_AVX512 __m512i tkvi_grid_avx512(const int16_t *u, float fine, int top, __m512i *sum) {
+/* Codes of a uniform grid for 16 + 16 channels, in the order of u. Adds u * level to *sum. */
+TKVI_FLAT_AVX512 __m512i tkvi_encode_grid_avx512(const int16_t *u, float fine, int top, __m512i *sum) {
     const __m512i tops = _mm512_set1_epi16((short)top);
     const __m512 by = _mm512_set1_ps(fine);
     __m512i x = _mm512_load_si512((const void *)u), v;
@@ -9160,17 +9230,17 @@ TKVI_FLAT_AVX512 __m512i tkvi_grid_avx512(const int16_t *u, float fine, int top,
     return v;
 }
 
-/* Codes of 16 pairs, 0 .. 7 in lanes; adds <u, level>. The best score and the first code that has it win in
- * one maximum: eight times the score, and 7 - code. */
-TKVI_FLAT_AVX512 __m512i tkvi_pairs_avx512(const int16_t *u, float fine, __m512i *sum) {
+/* Codes 0 .. 7 of 16 pairs. Adds half of u * level to *sum (formats/r.h, step 5). One maximum of
+ * 8 * score + 7 - code finds the best score and the first code that reaches it. */
+TKVI_FLAT_AVX512 __m512i tkvi_encode_pairs_avx512(const int16_t *u, float fine, __m512i *sum) {
     const __m512 by = _mm512_set1_ps(fine);
     const __m128i *point_at = (const __m128i *)(const void *)tkvi_r_pairs;
-    const __m512i level = tkvi_both_avx512(_mm512_cvtepi8_epi32(_mm_loadu_si128(point_at)),
-                                           _mm512_cvtepi8_epi32(_mm_loadu_si128(point_at + 1)));
+    const __m512i level = tkvi_make_pairs_avx512(_mm512_cvtepi8_epi32(_mm_loadu_si128(point_at)),
+                                                 _mm512_cvtepi8_epi32(_mm_loadu_si128(point_at + 1)));
     __m512i x = _mm512_load_si512((const void *)u), a = tkvi_first_avx512(x), b = tkvi_second_avx512(x);
     __m512i best = _mm512_set1_epi32(INT32_MIN), code;
     int k;
-    x = tkvi_both_avx512(tkvi_floor_avx512(a, by), tkvi_floor_avx512(b, by));
+    x = tkvi_make_pairs_avx512(tkvi_floor_avx512(a, by), tkvi_floor_avx512(b, by));
     TKVI_UNROLL
     for (k = 0; k < 8; k++) {
         const int px = tkvi_r_pairs[k], py = tkvi_r_pairs[16 + k];
@@ -9179,14 +9249,14 @@ TKVI_FLAT_AVX512 __m512i tkvi_pairs_avx512(const int16_t *u, float fine, __m512i
         best = _mm512_max_epi32(best, _mm512_dpwssd_epi32(from, x, point));
     }
     code = _mm512_andnot_si512(best, _mm512_set1_epi32(7));
-    *sum = _mm512_dpwssd_epi32(*sum, tkvi_both_avx512(a, b), _mm512_permutexvar_epi32(code, level));
+    *sum = _mm512_dpwssd_epi32(*sum, tkvi_make_pairs_avx512(a, b), _mm512_permutexvar_epi32(code, level));
     return code;
 }
 
-/* Codes of four tokens; sum: twice <u, level> of each. u: [token][TKV_MAX_HEAD_DIM]; fine: [2][16], that of
- * grids and that of pairs. */
-TKVI_FLAT_AVX512 void tkvi_four_avx512(const tkvi_side *s, const int16_t *u, const float *fine, uint8_t *code,
-                                       int32_t *sum) {
+/* Codes of four tokens. sum: out, the sum of u * level of each (formats/r.h, step 6). u: [token][TKV_MAX_HEAD_DIM].
+ * fine: [2][16], factors of u for the grid and for pairs. */
+TKVI_FLAT_AVX512 void tkvi_encode_four_tokens_avx512(const tkvi_side *s, const int16_t *u, const float *fine,
+                                                     uint8_t *code, int32_t *sum) {
     const int pairs = s->pairs ? s->pad / 32 * 32 : 0, bits = s->pairs ? 2 : s->half_bits / 2;
     const int top = (1 << bits) - 1;
     __m512i grid[4], pair[4], v[4];
@@ -9196,14 +9266,15 @@ TKVI_FLAT_AVX512 void tkvi_four_avx512(const tkvi_side *s, const int16_t *u, con
     for (c = 0; c < pairs; c += 32, code += 4 * TKVI_TILE_CODES) {
         TKVI_UNROLL
         for (r = 0; r < 4; r++)
-            v[r] = tkvi_pairs_avx512(u + r * TKV_MAX_HEAD_DIM + c, fine[TKVI_LANES + r], &pair[r]);
+            v[r] = tkvi_encode_pairs_avx512(u + r * TKV_MAX_HEAD_DIM + c, fine[TKVI_LANES + r], &pair[r]);
         v[0] = _mm512_or_si512(v[0], _mm512_slli_epi32(v[1], 8));
         v[2] = _mm512_or_si512(v[2], _mm512_slli_epi32(v[3], 8));
         _mm512_storeu_si512((void *)code, _mm512_or_si512(v[0], _mm512_slli_epi32(v[2], 16)));
     }
     for (; c < s->dim; c += 32, code += 8 * TKVI_TILE_CODES) { /* two slabs */
         TKVI_UNROLL
-        for (r = 0; r < 4; r++) v[r] = tkvi_grid_avx512(u + r * TKV_MAX_HEAD_DIM + c, fine[r], top, &grid[r]);
+        for (r = 0; r < 4; r++)
+            v[r] = tkvi_encode_grid_avx512(u + r * TKV_MAX_HEAD_DIM + c, fine[r], top, &grid[r]);
         v[0] = _mm512_or_si512(v[0], _mm512_slli_epi16(v[1], 8));
         v[2] = _mm512_or_si512(v[2], _mm512_slli_epi16(v[3], 8));
         _mm512_storeu_si512((void *)code, _mm512_unpacklo_epi16(v[0], v[2]));
@@ -9211,15 +9282,15 @@ TKVI_FLAT_AVX512 void tkvi_four_avx512(const tkvi_side *s, const int16_t *u, con
             _mm512_storeu_si512((void *)(code + 4 * TKVI_TILE_CODES), _mm512_unpackhi_epi16(v[0], v[2]));
     }
     TKVI_UNROLL
-    for (r = 0; r < 4; r++) /* levels of the plain slab beside pairs: -120, -40, 40, 120, twice */
+    for (r = 0; r < 4; r++) /* beside pairs, level = 2 * 40 * (2 code - 3) */
         sum[r] =
             2 * _mm512_reduce_add_epi32(pair[r]) + (s->pairs ? 80 : 1) * _mm512_reduce_add_epi32(grid[r]);
 }
 
-/* 16 tokens at a time, a step for all of them before the next: what waits for a division or for the sum of a
- * vector is then one token of many. */
-static TKVI_TARGET_AVX512 void tkvi_tokens_avx512(const tkvi_side *s, const float *x, size_t stride, int n,
-                                                  tkvi_codes code, float *scale) {
+/* Each step runs over 16 tokens before the next step starts. So divisions and horizontal sums of several tokens
+ * overlap. */
+static TKVI_TARGET_AVX512 void tkvi_encode_v_tokens_avx512(const tkvi_side *s, const float *x, size_t stride,
+                                                           int n, tkvi_codes code, float *scale) {
     TKVI_ALIGNED float y[TKVI_LANES][TKV_MAX_HEAD_DIM], most[TKVI_LANES], by[TKVI_LANES], fine[2][TKVI_LANES];
     TKVI_ALIGNED int16_t u[TKVI_LANES][TKV_MAX_HEAD_DIM];
     TKVI_ALIGNED int32_t squares[TKVI_LANES], sum[TKVI_LANES];
@@ -9228,42 +9299,43 @@ static TKVI_TARGET_AVX512 void tkvi_tokens_avx512(const tkvi_side *s, const floa
     TKVI_ALIGNED float flip[TKV_MAX_HEAD_DIM];
     int first, t;
     if (s->dim < 16) {
-        tkvi_tokens_scalar(s, x, stride, n, code, scale);
+        tkvi_encode_v_tokens_scalar(s, x, stride, n, code, scale);
         return;
     }
     tkvi_flips_avx2(flip, tkvi_round_up(s->dim, 32));
     for (first = 0; first < n; first += TKVI_LANES) {
         const int count = tkvi_min(TKVI_LANES, n - first), fours = tkvi_round_up(count, 4);
-        const __mmask16 there = (__mmask16)((1 << count) - 1);
+        const __mmask16 present = (__mmask16)((1 << count) - 1);
         __m512 m, v;
         __mmask16 some;
-        for (t = 0; t < fours; t++) /* a token that is not there: its neighbour's codes, to be cleared */
-            most[t] = tkvi_transpose_avx512(s, log2n, x + (size_t)(first + tkvi_min(t, count - 1)) * stride,
-                                            flip, y[t]);
-        m = _mm512_min_ps(_mm512_maskz_loadu_ps(there, most), _mm512_set1_ps(1e30f));
+        for (t = 0; t < fours; t++) /* missing tokens repeat the last one; the caller clears their codes */
+            most[t] = tkvi_rotate_token_avx512(
+                s, log2n, x + (size_t)(first + tkvi_min(t, count - 1)) * stride, flip, y[t]);
+        m = _mm512_min_ps(_mm512_maskz_loadu_ps(present, most), _mm512_set1_ps(1e30f));
         some = _mm512_cmp_ps_mask(m, _mm512_set1_ps(1e-30f), _CMP_GT_OQ);
         _mm512_store_ps(by, _mm512_maskz_div_ps(some, _mm512_set1_ps((float)TKVI_R_MOST), m));
         for (t = 0; t < fours; t++)
-            squares[t] = tkvi_whole_avx512(y[t], by[t], tkvi_round_up(s->dim, 32), u[t]);
+            squares[t] = tkvi_token_to_ints_avx512(y[t], by[t], tkvi_round_up(s->dim, 32), u[t]);
         v = _mm512_cvtepi32_ps(
-            _mm512_max_epi32(_mm512_maskz_loadu_epi32(there, squares), _mm512_set1_epi32(1)));
+            _mm512_max_epi32(_mm512_maskz_loadu_epi32(present, squares), _mm512_set1_epi32(1)));
         v = _mm512_sqrt_ps(_mm512_div_ps(v, _mm512_set1_ps((float)s->dim)));
         v = _mm512_div_ps(_mm512_set1_ps(1.0f), v);
         _mm512_store_ps(fine[0], _mm512_div_ps(v, grid));
         _mm512_store_ps(fine[1], _mm512_mul_ps(v, _mm512_set1_ps(16.0f * TKVI_R_UNIT)));
         for (t = 0; t < fours; t += 4)
-            tkvi_four_avx512(s, u[t], fine[0] + t, code[first / 16] + 16 * t, sum + t);
+            tkvi_encode_four_tokens_avx512(s, u[t], fine[0] + t, code[first / 16] + 16 * t, sum + t);
         v = _mm512_cvtepi32_ps(_mm512_slli_epi32(_mm512_maskz_loadu_epi32(some, squares), 1));
         v = _mm512_div_ps(v, _mm512_cvtepi32_ps(_mm512_maskz_loadu_epi32(some, sum)));
         m = _mm512_div_ps(m, _mm512_set1_ps((float)TKVI_R_MOST));
-        _mm512_mask_storeu_ps(scale + first, there, _mm512_maskz_mul_ps(some, m, v));
+        _mm512_mask_storeu_ps(scale + first, present, _mm512_maskz_mul_ps(some, m, v));
     }
 }
 
 static const tkvi_simd_ops tkvi_simd_ops_avx512 = {
-    tkvi_halves_avx512,        tkvi_to_halves_avx2, tkvi_logs_avx512,     tkvi_zeros_avx512,
-    tkvi_log_codes_avx2,       tkvi_pack_tile_avx2, tkvi_interleave_avx2, tkvi_columns_avx512,
-    tkvi_finalize_scales_avx2, tkvi_tokens_avx512,  tkvi_groups_avx2,     tkvi_tile_values_avx512};
+    tkvi_f16_to_f32_avx512,         tkvi_f32_to_f16_avx2,         tkvi_decode_log_scales_avx512,
+    tkvi_decode_zero_points_avx512, tkvi_encode_log_scales_avx2,  tkvi_pack_tile_avx2,
+    tkvi_interleave_avx2,           tkvi_encode_k_columns_avx512, tkvi_finalize_scales_avx2,
+    tkvi_encode_v_tokens_avx512,    tkvi_encode_groups_avx2,      tkvi_decode_tiles_avx512};
 
 static TKVI_TARGET_AVX512 float tkvi_max64_avx512(const float *s) {
     __m512 a = _mm512_max_ps(_mm512_loadu_ps(s), _mm512_loadu_ps(s + 16));
@@ -9271,8 +9343,9 @@ static TKVI_TARGET_AVX512 float tkvi_max64_avx512(const float *s) {
     return _mm512_reduce_max_ps(_mm512_max_ps(a, b));
 }
 
-/* exp(x) for x <= 0, 0 below -87: 2^n 2^r with n + r = x log2 e, which comes in two parts: fused, the first product
- * loses nothing to n. The polynomial is a minimax fit of 2^r, |r| <= 1/2, with 2^0 = 1; error 9e-8. */
+/* exp(x) for x <= 0, and 0 for x < -87. It is 2^n 2^r with n + r = x log2 e. log2 e has two floats, and FMA subtracts
+ * n from the exact first product. The polynomial is a minimax fit of 2^r for |r| <= 1/2, with 2^0 = 1. The error is
+ * 9e-8. */
 TKVI_FLAT_AVX512 __m512 tkvi_exp_avx512(__m512 x) {
     const __mmask16 some = _mm512_cmp_ps_mask(x, _mm512_set1_ps(-87.0f), _CMP_GE_OQ);
     const __m512 log2e = _mm512_set1_ps(1.44269502f);
@@ -9300,7 +9373,7 @@ static TKVI_TARGET_AVX512 float tkvi_exp64_avx512(const float *s, float maximum,
 }
 
 /* >>exact tiers */
-/* Lane by lane the sums of four vectors: 4 x 16 -> 4. */
+/* Horizontal sums and maxima of four vectors. */
 TKVI_FLAT_AVX512 __m128 tkvi_sum4_avx512(const __m512 *a) {
     __m512 x = _mm512_add_ps(_mm512_unpacklo_ps(a[0], a[1]), _mm512_unpackhi_ps(a[0], a[1]));
     __m512 y = _mm512_add_ps(_mm512_unpacklo_ps(a[2], a[3]), _mm512_unpackhi_ps(a[2], a[3]));
@@ -9329,7 +9402,7 @@ TKVI_FLAT_AVX512 __m128i tkvi_isum4_avx512(const __m512i *a) {
     return _mm_add_epi32(_mm256_castsi256_si128(w), _mm256_extracti128_si256(w, 1));
 }
 
-/* 4 tokens x up to 4 rows; lanes are 16 channels. Tokens beyond n repeat the last one. */
+/* Scores of nr rows, 4 tokens at a time. Lanes are 16 channels. Tokens beyond n repeat the last one. */
 TKVI_FLAT_AVX512 void tkvi_exact_k4_avx512(const tkvi_side *s, const uint8_t *src, uintptr_t ahead,
                                            const float *q, const float *ref, int rows, int n, const int nr,
                                            float *scores) {
@@ -9349,7 +9422,7 @@ TKVI_FLAT_AVX512 void tkvi_exact_k4_avx512(const tkvi_side *s, const uint8_t *sr
             __m512 x[4], minus = _mm512_loadu_ps(ref + c);
             TKVI_UNROLL
             for (j = 0; j < 4; j++)
-                x[j] = _mm512_sub_ps(tkvi_values_avx512(s->format->stored, k[j], c), minus);
+                x[j] = _mm512_sub_ps(tkvi_load_values_avx512(s->format->stored, k[j], c), minus);
             TKVI_UNROLL
             for (r = 0; r < nr; r++) {
                 __m512 y = _mm512_loadu_ps(q + tkvi_min(r, rows - 1) * s->pad + c);
@@ -9363,7 +9436,7 @@ TKVI_FLAT_AVX512 void tkvi_exact_k4_avx512(const tkvi_side *s, const uint8_t *sr
     }
 }
 
-/* The first four rows, or all that are left. */
+/* Scores of the first min(left, 4) rows. */
 static TKVI_TARGET_AVX512 void tkvi_exact_rows_k_avx512(const tkvi_side *s, const uint8_t *src,
                                                         uintptr_t ahead, const float *q, const float *ref,
                                                         int left, int n, float *scores) {
@@ -9374,16 +9447,16 @@ static TKVI_TARGET_AVX512 void tkvi_exact_rows_k_avx512(const tkvi_side *s, cons
 
 static TKVI_TARGET_AVX512 void tkvi_exact_k_avx512(const tkvi_side *s, const uint8_t *src,
                                                    const uint8_t *next, const float *q, const float *ref,
-                                                   int rows, int n, int planes, float *scores) {
+                                                   int rows, int n, int n_limbs, float *scores) {
     int r;
-    (void)planes;
+    (void)n_limbs;
     if (n < TKVI_BLOCK) memset(scores, 0, (size_t)(rows * TKVI_BLOCK) * sizeof(float));
     for (r = 0; r < rows; r += 4)
-        tkvi_exact_rows_k_avx512(s, src, tkvi_ahead(src, next), q + r * s->pad, ref, rows - r, n,
+        tkvi_exact_rows_k_avx512(s, src, tkvi_prefetch_distance(src, next), q + r * s->pad, ref, rows - r, n,
                                  scores + r * TKVI_BLOCK);
 }
 
-/* nv vectors of 16 channels x up to 4 rows, over all tokens. */
+/* Outputs of nr rows in nv vectors of 16 channels, over all tokens. */
 TKVI_FLAT_AVX512 void tkvi_exact_v4_avx512(const tkvi_side *s, const uint8_t *src, uintptr_t ahead,
                                            const float *p, int rows, int n, int first, const int nr,
                                            const int nv, float *out) {
@@ -9398,7 +9471,7 @@ TKVI_FLAT_AVX512 void tkvi_exact_v4_avx512(const tkvi_side *s, const uint8_t *sr
         __m512 x[4];
         TKVI_UNROLL
         for (j = 0; j < nv; j++) {
-            x[j] = tkvi_values_avx512(s->format->stored, src, first + 16 * j);
+            x[j] = tkvi_load_values_avx512(s->format->stored, src, first + 16 * j);
             tkvi_prefetch(src + (first + 16 * j) * s->format->bits / 8, ahead);
         }
         TKVI_UNROLL
@@ -9421,10 +9494,10 @@ TKVI_FLAT_AVX512 void tkvi_exact_v4_avx512(const tkvi_side *s, const uint8_t *sr
 
 static TKVI_TARGET_AVX512 void tkvi_exact_v_avx512(const tkvi_side *s, const uint8_t *src,
                                                    const uint8_t *next, const float *p, int rows, int n,
-                                                   int planes, float *out) {
-    uintptr_t ahead = tkvi_ahead(src, next);
+                                                   int n_limbs, float *out) {
+    uintptr_t ahead = tkvi_prefetch_distance(src, next);
     int r;
-    (void)planes;
+    (void)n_limbs;
     for (r = 0; r < rows; r += 4) {
         const float *x = p + r * TKVI_BLOCK;
         float *o = out + r * s->pad;
@@ -9439,7 +9512,8 @@ static TKVI_TARGET_AVX512 void tkvi_exact_v_avx512(const tkvi_side *s, const uin
 }
 
 /* >>decoded: see kernels/decode_x86.h */
-/* Levels of E5M2; floats have more exponents, and no subnormals where these have them. */
+/* Levels of E5M2. Normal codes get the exponent of a float. Subnormal codes are normal numbers as floats, so they are
+ * converted from integers. */
 TKVI_FLAT_AVX512 __m512 tkvi_e5m2_avx512(__m512i code) {
     const __m512i size = _mm512_and_si512(code, _mm512_set1_epi32(127));
     const __m512i sign = _mm512_slli_epi32(_mm512_sub_epi32(code, size), 24);
@@ -9452,20 +9526,21 @@ TKVI_FLAT_AVX512 __m512 tkvi_e5m2_avx512(__m512i code) {
     return _mm512_castsi512_ps(_mm512_or_si512(x, sign));
 }
 
-/* Levels of E4M3, as halves: exponents have one bit less, so none of them is infinite. */
+/* Levels of E4M3, read as fp16. E4M3 has one exponent bit less, so no code becomes infinity or NaN. */
 TKVI_FLAT_AVX512 __m512 tkvi_e4m3_avx512(__m128i code) {
     __m256i x = _mm256_srai_epi16(_mm256_slli_epi16(_mm256_cvtepu8_epi16(code), 8), 1);
     x = _mm256_and_si256(x, _mm256_set1_epi16((int16_t)0xbfff));
     return _mm512_mul_ps(_mm512_cvtph_ps(x), _mm512_set1_ps(4.0f));
 }
 
-/* How codes of a vector come apart: the two bytes that a code is in, and by how much it is shifted there. */
-typedef struct tkvi_apart_avx512 {
-    __m512i pick[3], shift[3]; /* of partners, the first and the second; of 16 neighbours */
+/* Positions of the codes of a vector: the two bytes that hold each code (pick), and its shift in them. Index 0 and 1:
+ * first and second RoPE partners. Index 2: 16 neighbours. */
+typedef struct tkvi_code_fields_avx512 {
+    __m512i pick[3], shift[3];
     __m512 level;
-} tkvi_apart_avx512;
+} tkvi_code_fields_avx512;
 
-TKVI_FLAT_AVX512 void tkvi_apart_of_avx512(const tkvi_reading *r, tkvi_apart_avx512 *a) {
+TKVI_FLAT_AVX512 void tkvi_code_fields_of_avx512(const tkvi_code_rows *r, tkvi_code_fields_avx512 *a) {
     const __m512i lane = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
     int k;
     for (k = 0; k < 3; k++) {
@@ -9480,65 +9555,66 @@ TKVI_FLAT_AVX512 void tkvi_apart_of_avx512(const tkvi_reading *r, tkvi_apart_avx
     a->level = _mm512_load_ps(r->level);
 }
 
-/* 16 levels; those of a vector that is not whole end in rubbish. Which of the kinds of whole bytes it is, is asked
- * each time: the branch goes the same way all the time. */
-TKVI_FLAT_AVX512 __m512 tkvi_level_avx512(tkvi_code_kind kind, const uint8_t *p, const tkvi_apart_avx512 *a,
-                                          const int k) {
+/* 16 levels. Lanes beyond the last channel have no meaning. The branches are predicted: kind is one for a side. */
+TKVI_FLAT_AVX512 __m512 tkvi_load_levels_avx512(tkvi_code_kind kind, const uint8_t *p,
+                                                const tkvi_code_fields_avx512 *a, const int k) {
     const __m128i bytes = _mm_loadu_si128((const __m128i *)(const void *)p);
     __m512i x;
     if (kind == TKVI_CODES_INT8) return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes));
     if (kind == TKVI_CODES_E4M3) return tkvi_e4m3_avx512(bytes);
     if (kind == TKVI_CODES_E5M2) return tkvi_e5m2_avx512(_mm512_cvtepu8_epi32(bytes));
     x = _mm512_srlv_epi32(_mm512_shuffle_epi8(_mm512_broadcast_i32x4(bytes), a->pick[k]), a->shift[k]);
-    return _mm512_permutexvar_ps(x, a->level); /* looks at 4 bits */
+    return _mm512_permutexvar_ps(x, a->level); /* uses 4 bits of x */
 }
 
-/* Factors of 16 channels into the scales of tokens. */
-static TKVI_TARGET_AVX512 void tkvi_parts_avx512(tkvi_reading *r) {
+/* Multiplies the factors of 16 channels into the scales of tokens. */
+static TKVI_TARGET_AVX512 void tkvi_fold_factors_avx512(tkvi_code_rows *r) {
     TKVI_ALIGNED float scale[TKVI_BLOCK];
     int t;
-    memcpy(scale, r->by, sizeof scale);
-    for (t = 0; t < TKVI_BLOCK; t++) { /* what stands behind a token's factors is overwritten by the next */
-        const __mmask16 some = (__mmask16)((1 << r->per) - 1);
-        const __m512 x = tkvi_e4m3_avx512(_mm_maskz_loadu_epi8(some, r->parts + t * r->per));
-        _mm512_storeu_ps(r->by + t * r->per, _mm512_mul_ps(x, _mm512_set1_ps(scale[t])));
+    memcpy(scale, r->scale, sizeof scale);
+    for (t = 0; t < TKVI_BLOCK; t++) { /* the next token overwrites the lanes beyond this one's factors */
+        const __mmask16 some = (__mmask16)((1 << r->scales_per_token) - 1);
+        const __m512 x = tkvi_e4m3_avx512(_mm_maskz_loadu_epi8(some, r->factors + t * r->scales_per_token));
+        _mm512_storeu_ps(r->scale + t * r->scales_per_token, _mm512_mul_ps(x, _mm512_set1_ps(scale[t])));
     }
 }
 
-/* 4 tokens x up to 4 rows, as tkvi_exact_k4_avx512; tokens from .. from + n - 1. */
-TKVI_FLAT_AVX512 void tkvi_decoded_k4_avx512(const tkvi_reading *rd, tkvi_code_kind kind,
-                                             const int by_channel, const int turn, int from, int n,
+/* Scores of nr rows with tokens from .. from + n - 1, in the shape of tkvi_exact_k4_avx512. more: outliers, added
+ * to the keys. roped: 1: rotates the keys by RoPE. */
+TKVI_FLAT_AVX512 void tkvi_decoded_k4_avx512(const tkvi_code_rows *rd, tkvi_code_kind kind,
+                                             const int by_channel, const int roped, int from, int n,
                                              const float *q, const float *more, int rows, const int nr,
                                              float *scores) {
-    tkvi_apart_avx512 apart;
+    tkvi_code_fields_avx512 apart;
     int t, v, r, j;
-    tkvi_apart_of_avx512(rd, &apart);
-    for (t = 0; t < n; t += 4) { /* a record has 64 rows, whatever n is */
+    tkvi_code_fields_of_avx512(rd, &apart);
+    for (t = 0; t < n; t += 4) { /* may read tokens beyond n: a record has 64 rows */
         __m512 acc[4][4];
-        const uint8_t *const k = rd->codes + (size_t)(from + t) * rd->row;
-        const float *by = rd->by + (from + t) * rd->per, *m = more + 16 * t * rd->vectors;
-        const float *cosine = turn ? rd->rope->cosine[t] : NULL, *sine = turn ? rd->rope->sine[t] : NULL;
+        const uint8_t *const k = rd->codes + (size_t)(from + t) * rd->row_bytes;
+        const float *by = rd->scale + (from + t) * rd->scales_per_token, *m = more + 16 * t * rd->n_vectors;
+        const float *cosine = roped ? rd->rope->cosine[t] : NULL, *sine = roped ? rd->rope->sine[t] : NULL;
         TKVI_UNROLL
-        for (j = 0; j < 4; j++) tkvi_reading_prefetch(rd, from + t + j);
+        for (j = 0; j < 4; j++) tkvi_prefetch_code_row(rd, from + t + j);
         TKVI_UNROLL
         for (r = 0; r < nr; r++) {
             TKVI_UNROLL
             for (j = 0; j < 4; j++) acc[r][j] = _mm512_setzero_ps();
         }
         v = 0;
-        for (; v < (turn ? rd->pairs : 0); v += 2, cosine += 16, sine += 16, m += 32) {
-            const __m512 by0 = _mm512_load_ps(rd->by + 16 * v), by1 = _mm512_load_ps(rd->by + 16 * v + 16);
-            const __m512 plus0 = _mm512_load_ps(rd->plus + 16 * v);
-            const __m512 plus1 = _mm512_load_ps(rd->plus + 16 * v + 16);
+        for (; v < (roped ? rd->n_partners : 0); v += 2, cosine += 16, sine += 16, m += 32) {
+            const __m512 by0 = _mm512_load_ps(rd->scale + 16 * v),
+                         by1 = _mm512_load_ps(rd->scale + 16 * v + 16);
+            const __m512 plus0 = _mm512_load_ps(rd->zero + 16 * v);
+            const __m512 plus1 = _mm512_load_ps(rd->zero + 16 * v + 16);
             __m512 a[4], b[4];
             TKVI_UNROLL
             for (j = 0; j < 4; j++) {
                 const __m512 c = _mm512_loadu_ps(cosine + j * (TKV_MAX_HEAD_DIM / 2));
                 const __m512 d = _mm512_loadu_ps(sine + j * (TKV_MAX_HEAD_DIM / 2));
-                const uint8_t *kj = k + (size_t)j * rd->row;
-                const float *mj = m + 16 * j * rd->vectors;
-                __m512 x = tkvi_level_avx512(TKVI_CODES_TABLE, kj + rd->at[v], &apart, 0);
-                __m512 y = tkvi_level_avx512(TKVI_CODES_TABLE, kj + rd->at[v + 1], &apart, 1);
+                const uint8_t *kj = k + (size_t)j * rd->row_bytes;
+                const float *mj = m + 16 * j * rd->n_vectors;
+                __m512 x = tkvi_load_levels_avx512(TKVI_CODES_TABLE, kj + rd->vector_at[v], &apart, 0);
+                __m512 y = tkvi_load_levels_avx512(TKVI_CODES_TABLE, kj + rd->vector_at[v + 1], &apart, 1);
                 x = _mm512_add_ps(_mm512_fmadd_ps(x, by0, plus0), _mm512_load_ps(mj));
                 y = _mm512_add_ps(_mm512_fmadd_ps(y, by1, plus1), _mm512_load_ps(mj + 16));
                 a[j] = _mm512_fnmadd_ps(y, d, _mm512_mul_ps(x, c));
@@ -9546,29 +9622,29 @@ TKVI_FLAT_AVX512 void tkvi_decoded_k4_avx512(const tkvi_reading *rd, tkvi_code_k
             }
             TKVI_UNROLL
             for (r = 0; r < nr; r++) {
-                const float *y = q + 16 * tkvi_min(r, rows - 1) * rd->vectors + 16 * v;
+                const float *y = q + 16 * tkvi_min(r, rows - 1) * rd->n_vectors + 16 * v;
                 const __m512 y0 = _mm512_load_ps(y), y1 = _mm512_load_ps(y + 16);
                 TKVI_UNROLL
                 for (j = 0; j < 4; j++)
                     acc[r][j] = _mm512_fmadd_ps(b[j], y1, _mm512_fmadd_ps(a[j], y0, acc[r][j]));
             }
         }
-        for (; v < rd->vectors; v++, m += 16) {
-            const uint8_t *kv = k + rd->at[v];
+        for (; v < rd->n_vectors; v++, m += 16) {
+            const uint8_t *kv = k + rd->vector_at[v];
             const float *bv = by + (16 * v >> rd->shift);
             __m512 x[4];
             TKVI_UNROLL
             for (j = 0; j < 4; j++) {
-                x[j] = tkvi_level_avx512(kind, kv + (size_t)j * rd->row, &apart, 2);
+                x[j] = tkvi_load_levels_avx512(kind, kv + (size_t)j * rd->row_bytes, &apart, 2);
                 if (by_channel) {
-                    x[j] = _mm512_fmadd_ps(x[j], _mm512_load_ps(rd->by + 16 * v),
-                                           _mm512_load_ps(rd->plus + 16 * v));
-                    x[j] = _mm512_add_ps(x[j], _mm512_load_ps(m + 16 * j * rd->vectors));
-                } else x[j] = _mm512_mul_ps(x[j], _mm512_set1_ps(bv[j * rd->per]));
+                    x[j] = _mm512_fmadd_ps(x[j], _mm512_load_ps(rd->scale + 16 * v),
+                                           _mm512_load_ps(rd->zero + 16 * v));
+                    x[j] = _mm512_add_ps(x[j], _mm512_load_ps(m + 16 * j * rd->n_vectors));
+                } else x[j] = _mm512_mul_ps(x[j], _mm512_set1_ps(bv[j * rd->scales_per_token]));
             }
             TKVI_UNROLL
             for (r = 0; r < nr; r++) {
-                __m512 y = _mm512_load_ps(q + 16 * tkvi_min(r, rows - 1) * rd->vectors + 16 * v);
+                __m512 y = _mm512_load_ps(q + 16 * tkvi_min(r, rows - 1) * rd->n_vectors + 16 * v);
                 TKVI_UNROLL
                 for (j = 0; j < 4; j++) acc[r][j] = _mm512_fmadd_ps(x[j], y, acc[r][j]);
             }
@@ -9579,26 +9655,27 @@ TKVI_FLAT_AVX512 void tkvi_decoded_k4_avx512(const tkvi_reading *rd, tkvi_code_k
     }
 }
 
-/* Functions for codes in parts of bytes, with a table, and for whole bytes. */
-#define TKVI_DECODED_K_(name, kind, by_channel, turn)                                                        \
-    static TKVI_TARGET_AVX512 void tkvi_##name##_k_avx512(const tkvi_reading *rd, int from, int n,           \
+/* Kernels for codes with a table of levels, for codes of whole bytes, and for keys of KVQuant without and with
+ * RoPE. */
+#define TKVI_DECODED_K_(name, kind, by_channel, roped)                                                       \
+    static TKVI_TARGET_AVX512 void tkvi_##name##_k_avx512(const tkvi_code_rows *rd, int from, int n,         \
                                                           const float *q, const float *more, int rows,       \
                                                           float *scores) {                                   \
         if (rows == 1)                                                                                       \
-            tkvi_decoded_k4_avx512(rd, kind, by_channel, turn, from, n, q, more, rows, 1, scores);           \
-        else tkvi_decoded_k4_avx512(rd, kind, by_channel, turn, from, n, q, more, rows, 4, scores);          \
+            tkvi_decoded_k4_avx512(rd, kind, by_channel, roped, from, n, q, more, rows, 1, scores);          \
+        else tkvi_decoded_k4_avx512(rd, kind, by_channel, roped, from, n, q, more, rows, 4, scores);         \
     }
 TKVI_DECODED_K_(table, TKVI_CODES_TABLE, 0, 0)
 TKVI_DECODED_K_(bytes, rd->kind, 0, 0)
 TKVI_DECODED_K_(channels, TKVI_CODES_TABLE, 1, 0)
-TKVI_DECODED_K_(turning, TKVI_CODES_TABLE, 1, 1)
+TKVI_DECODED_K_(rope, TKVI_CODES_TABLE, 1, 1)
 #undef TKVI_DECODED_K_
 
-/* Turns 16 v channels in the order of the vectors back. */
-TKVI_FLAT_AVX512 void tkvi_transpose_back_avx512(const tkvi_reading *r, const float *cosine,
-                                                 const float *sine, float *x) {
+/* Inverts RoPE on a row in the order of the vectors. */
+TKVI_FLAT_AVX512 void tkvi_rope_row_back_avx512(const tkvi_code_rows *r, const float *cosine,
+                                                const float *sine, float *x) {
     int v;
-    for (v = 0; v < r->pairs; v += 2, x += 32) {
+    for (v = 0; v < r->n_partners; v += 2, x += 32) {
         __m512 c = _mm512_loadu_ps(cosine + 8 * v), s = _mm512_loadu_ps(sine + 8 * v);
         __m512 a = _mm512_load_ps(x), b = _mm512_load_ps(x + 16);
         _mm512_store_ps(x, _mm512_fmadd_ps(b, s, _mm512_mul_ps(a, c)));
@@ -9608,35 +9685,35 @@ TKVI_FLAT_AVX512 void tkvi_transpose_back_avx512(const tkvi_reading *r, const fl
 
 static TKVI_TARGET_AVX512 void tkvi_decoded_k_avx512(const tkvi_side *s, const uint8_t *src,
                                                      const uint8_t *next, const float *q, const float *ref,
-                                                     int rows, int n, int planes, float *scores) {
-    static void (*const kinds[4])(const tkvi_reading *rd, int from, int n, const float *q, const float *more,
-                                  int rows, float *scores) = {tkvi_table_k_avx512, tkvi_bytes_k_avx512,
-                                                              tkvi_channels_k_avx512, tkvi_turning_k_avx512};
-    TKVI_ALIGNED float x[TKVI_ROWS * TKVI_READ_FLOATS], less[TKVI_ROWS];
-    TKVI_ALIGNED float more[TKVI_ROPE_NEAR * TKVI_READ_FLOATS]; /* outliers */
+                                                     int rows, int n, int n_limbs, float *scores) {
+    static void (*const kinds[4])(const tkvi_code_rows *rd, int from, int n, const float *q,
+                                  const float *more, int rows, float *scores) = {
+        tkvi_table_k_avx512, tkvi_bytes_k_avx512, tkvi_channels_k_avx512, tkvi_rope_k_avx512};
+    TKVI_ALIGNED float x[TKVI_ROWS * TKVI_VECTOR_FLOATS], less[TKVI_ROWS];
+    TKVI_ALIGNED float more[TKVI_ROPE_NEAR * TKVI_VECTOR_FLOATS]; /* outliers */
     float *where[TKVI_ROPE_NEAR * TKVI_KVQUANT_SLOTS];
     TKVI_ALIGNED float first[2][TKV_MAX_HEAD_DIM / 2]; /* cosine and sine of the block's start */
-    tkvi_reading rd;
+    tkvi_code_rows rd;
     int from, r, t, step, kind;
-    if (!tkvi_reading_begin(&rd, s, src, next, &tkvi_simd_ops_avx512)) {
-        tkvi_decoded_k(s, src, next, q, ref, rows, n, planes, scores);
+    if (!tkvi_open_code_rows(&rd, s, src, next, &tkvi_simd_ops_avx512)) {
+        tkvi_decoded_k(s, src, next, q, ref, rows, n, n_limbs, scores);
         return;
     }
     if (n < TKVI_BLOCK) memset(scores, 0, (size_t)(rows * TKVI_BLOCK) * sizeof(float));
-    if (rd.parts) tkvi_parts_avx512(&rd);
-    tkvi_reading_queries(&rd, q, ref, rows, x, less);
+    if (rd.factors) tkvi_fold_factors_avx512(&rd);
+    tkvi_place_queries(&rd, q, ref, rows, x, less);
     kind = rd.rope ? 3 : rd.by_channel ? 2 : rd.kind != TKVI_CODES_TABLE;
     step = rd.by_channel ? TKVI_ROPE_NEAR : TKVI_BLOCK;
-    if (rd.by_channel) memset(more, 0, (size_t)(16 * 16 * rd.vectors) * sizeof *more);
-    if (rd.rope) tkvi_reading_angles(&rd, first[0], first[1]);
+    if (rd.by_channel) memset(more, 0, (size_t)(16 * 16 * rd.n_vectors) * sizeof *more);
+    if (rd.rope) tkvi_rope_start_angles(&rd, first[0], first[1]);
     for (from = 0; from < n; from += step) {
         const int count = tkvi_min(step, n - from);
-        int out = rd.slots ? tkvi_outliers_k(&rd, from, count, more, where) : 0;
+        int out = rd.slots ? tkvi_scatter_outliers_k(&rd, from, count, more, where) : 0;
         for (r = 0; r < rows && rd.rope; r++)
-            tkvi_transpose_back_avx512(&rd, from ? rd.rope->cosine[step] : first[0],
-                                       from ? rd.rope->sine[step] : first[1], x + 16 * r * rd.vectors);
+            tkvi_rope_row_back_avx512(&rd, from ? rd.rope->cosine[step] : first[0],
+                                      from ? rd.rope->sine[step] : first[1], x + 16 * r * rd.n_vectors);
         for (r = 0; r < rows; r += 4)
-            kinds[kind](&rd, from, count, x + 16 * r * rd.vectors, more, rows - r,
+            kinds[kind](&rd, from, count, x + 16 * r * rd.n_vectors, more, rows - r,
                         scores + r * TKVI_BLOCK + from);
         while (out > 0) *where[--out] = 0.0f;
     }
@@ -9647,27 +9724,27 @@ static TKVI_TARGET_AVX512 void tkvi_decoded_k_avx512(const tkvi_side *s, const u
         }
 }
 
-/* nv vectors of 16 channels x up to 4 rows, over all tokens. */
-TKVI_FLAT_AVX512 void tkvi_decoded_v4_avx512(const tkvi_reading *rd, tkvi_code_kind kind, const float *p,
+/* Outputs of nr rows in nv vectors of 16 channels, over all tokens. */
+TKVI_FLAT_AVX512 void tkvi_decoded_v4_avx512(const tkvi_code_rows *rd, tkvi_code_kind kind, const float *p,
                                              int rows, int n, int first, const int nr, const int nv,
                                              float *out) {
     const uint8_t *src = rd->codes + first * rd->bits / 8;
-    const float *by = rd->by;
-    tkvi_apart_avx512 apart;
+    const float *by = rd->scale;
+    tkvi_code_fields_avx512 apart;
     int t, r, j;
     __m512 acc[4][4];
-    tkvi_apart_of_avx512(rd, &apart);
+    tkvi_code_fields_of_avx512(rd, &apart);
     TKVI_UNROLL
     for (r = 0; r < nr; r++) {
         TKVI_UNROLL
         for (j = 0; j < nv; j++) acc[r][j] = _mm512_setzero_ps();
     }
-    for (t = 0; t < n; t++, src += rd->row, by += rd->per) {
+    for (t = 0; t < n; t++, src += rd->row_bytes, by += rd->scales_per_token) {
         __m512 x[4];
-        if (first == 0) tkvi_reading_prefetch(rd, t);
+        if (first == 0) tkvi_prefetch_code_row(rd, t);
         TKVI_UNROLL
         for (j = 0; j < nv; j++) {
-            x[j] = tkvi_level_avx512(kind, src + 2 * j * rd->bits, &apart, 2);
+            x[j] = tkvi_load_levels_avx512(kind, src + 2 * j * rd->bits, &apart, 2);
             x[j] = _mm512_mul_ps(x[j], _mm512_set1_ps(by[(first + 16 * j) >> rd->shift]));
         }
         TKVI_UNROLL
@@ -9689,8 +9766,8 @@ TKVI_FLAT_AVX512 void tkvi_decoded_v4_avx512(const tkvi_reading *rd, tkvi_code_k
 }
 
 #define TKVI_DECODED_V_(name, kind)                                                                          \
-    static TKVI_TARGET_AVX512 void tkvi_##name##_v_avx512(const tkvi_reading *rd, const float *p, int rows,  \
-                                                          int n, float *out) {                               \
+    static TKVI_TARGET_AVX512 void tkvi_##name##_v_avx512(const tkvi_code_rows *rd, const float *p,          \
+                                                          int rows, int n, float *out) {                     \
         int c = 0;                                                                                           \
         for (; c + 64 <= rd->s->pad; c += 64) {                                                              \
             if (rows == 1) tkvi_decoded_v4_avx512(rd, kind, p, rows, n, c, 1, 4, out);                       \
@@ -9704,18 +9781,18 @@ TKVI_DECODED_V_(bytes, rd->kind)
 
 static TKVI_TARGET_AVX512 void tkvi_decoded_v_avx512(const tkvi_side *s, const uint8_t *src,
                                                      const uint8_t *next, const float *p, int rows, int n,
-                                                     int planes, float *out) {
-    static void (*const kinds[2])(const tkvi_reading *rd, const float *p, int rows, int n,
+                                                     int n_limbs, float *out) {
+    static void (*const kinds[2])(const tkvi_code_rows *rd, const float *p, int rows, int n,
                                   float *out) = {tkvi_table_v_avx512, tkvi_bytes_v_avx512};
     TKVI_ALIGNED float sum[TKVI_ROWS * TKV_MAX_HEAD_DIM];
-    tkvi_reading rd;
+    tkvi_code_rows rd;
     float *o = s->grid && s->rotate ? sum : out;
     int r, c, t;
-    if (!tkvi_reading_begin(&rd, s, src, next, &tkvi_simd_ops_avx512)) {
-        tkvi_decoded_v(s, src, next, p, rows, n, planes, out);
+    if (!tkvi_open_code_rows(&rd, s, src, next, &tkvi_simd_ops_avx512)) {
+        tkvi_decoded_v(s, src, next, p, rows, n, n_limbs, out);
         return;
     }
-    if (rd.parts) tkvi_parts_avx512(&rd);
+    if (rd.factors) tkvi_fold_factors_avx512(&rd);
     if (o == sum) memset(sum, 0, (size_t)(rows * s->pad) * sizeof(float));
     for (r = 0; r < rows; r += 4)
         kinds[rd.kind != TKVI_CODES_TABLE](&rd, p + r * TKVI_BLOCK, rows - r, n, o + r * s->pad);
@@ -9723,12 +9800,12 @@ static TKVI_TARGET_AVX512 void tkvi_decoded_v_avx512(const tkvi_side *s, const u
         tkvi_rotate_back(sum + r * s->pad, s->dim);
         for (c = 0; c < s->dim; c++) out[r * s->pad + c] += sum[r * s->pad + c];
     }
-    if (rd.slots) tkvi_outliers_v(&rd, p, rows, n, out);
-    for (r = 0; r < rows && !s->grid; r++) { /* the middles of KVQUANT */
+    if (rd.slots) tkvi_add_outliers_v(&rd, p, rows, n, out);
+    for (r = 0; r < rows && !s->grid; r++) { /* KVQuant: adds the zero points of the tokens */
         __m512 plus = _mm512_setzero_ps();
         for (t = 0; t < TKVI_BLOCK; t += 16)
             plus =
-                _mm512_fmadd_ps(_mm512_load_ps(rd.plus + t), _mm512_loadu_ps(p + r * TKVI_BLOCK + t), plus);
+                _mm512_fmadd_ps(_mm512_load_ps(rd.zero + t), _mm512_loadu_ps(p + r * TKVI_BLOCK + t), plus);
         plus = _mm512_set1_ps(_mm512_reduce_add_ps(plus));
         for (c = 0; c < s->pad; c += 16)
             _mm512_storeu_ps(out + r * s->pad + c,
@@ -9737,41 +9814,41 @@ static TKVI_TARGET_AVX512 void tkvi_decoded_v_avx512(const tkvi_side *s, const u
 }
 
 /* >>tiles */
-/* Codes shifted right by `right` where they stand (left if negative), `bits` of them masked out; the 16-bit shift
- * moves bits into the neighbour byte, the mask takes them away. */
+/* Shifts the bytes of x right by `right` bits (left if negative), and keeps the bits of mask. The mask clears the
+ * bits that the 16-bit shift moved into the neighbour byte. */
 TKVI_FLAT_AVX512 __m512i tkvi_field_avx512(__m512i x, const int right, const int mask) {
     if (right > 0) x = _mm512_srli_epi16(x, (unsigned char)right);
     if (right < 0) x = _mm512_slli_epi16(x, (unsigned char)-right);
-    return _mm512_and_si512(x, tkvi_all_avx512(mask));
+    return _mm512_and_si512(x, tkvi_splat_bytes_avx512(mask));
 }
 
-/* The codes of one tile as bytes, plane by plane; see core/tile.h for what stands where. */
-TKVI_FLAT_AVX512 void tkvi_planes_avx512(const int width, const uint8_t *wide, const uint8_t *tops, int half,
-                                         __m512i *code) {
-    const int low = width >= 4 ? 4 : width >= 2 ? 2 : 0; /* bits that are not in the 1-bit half */
+/* Unpacks the codes of one tile to bytes, plane by plane (core/tile.h). */
+TKVI_FLAT_AVX512 void tkvi_unpack_tile_avx512(const int width, const uint8_t *wide, const uint8_t *tops,
+                                              int half, __m512i *code) {
+    const int low = width >= 4 ? 4 : width >= 2 ? 2 : 0; /* bits of the first part of a tile */
     int p;
     if (width == 8) {
         TKVI_UNROLL
-        for (p = 0; p < 4; p++) code[p] = tkvi_bytes_avx512(wide + 64 * p);
+        for (p = 0; p < 4; p++) code[p] = tkvi_load_bytes_avx512(wide + 64 * p);
         return;
     }
     if (low == 4) {
         TKVI_UNROLL
         for (p = 0; p < 4; p++)
-            code[p] = tkvi_field_avx512(tkvi_bytes_avx512(wide + p / 2 * 64), p % 2 * 4, 15);
+            code[p] = tkvi_field_avx512(tkvi_load_bytes_avx512(wide + p / 2 * 64), p % 2 * 4, 15);
     } else if (low == 2) {
-        const __m512i x = tkvi_bytes_avx512(wide);
+        const __m512i x = tkvi_load_bytes_avx512(wide);
         TKVI_UNROLL
         for (p = 0; p < 4; p++) code[p] = tkvi_field_avx512(x, 2 * p, 3);
     }
     if (width == 6) {
-        const __m512i x = tkvi_bytes_avx512(wide + 128);
+        const __m512i x = tkvi_load_bytes_avx512(wide + 128);
         TKVI_UNROLL
         for (p = 0; p < 4; p++) code[p] = _mm512_or_si512(code[p], tkvi_field_avx512(x, 2 * p - 4, 48));
     }
     if (width & 1) {
-        const __m512i x =
-            _mm512_srl_epi16(tkvi_bytes_avx512(tops + (half >> 1) * 64), _mm_cvtsi32_si128((half & 1) * 4));
+        const __m512i x = _mm512_srl_epi16(tkvi_load_bytes_avx512(tops + (half >> 1) * 64),
+                                           _mm_cvtsi32_si128((half & 1) * 4));
         TKVI_UNROLL
         for (p = 0; p < 4; p++) {
             const __m512i top = tkvi_field_avx512(x, p - low, 1 << low);
@@ -9780,12 +9857,12 @@ TKVI_FLAT_AVX512 void tkvi_planes_avx512(const int width, const uint8_t *wide, c
     }
 }
 
-/* The 16 levels in each 128-bit quarter. */
-TKVI_FLAT_AVX512 __m512i tkvi_levels_avx512(const int8_t *levels) {
+/* Loads the 16 levels into each 128-bit quarter. */
+TKVI_FLAT_AVX512 __m512i tkvi_load_table_avx512(const int8_t *levels) {
     return _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)(const void *)levels));
 }
 
-/* 64 neighbours from four vectors that were packed to bytes. */
+/* Restores the order of 64 bytes that were packed from four vectors. */
 TKVI_FLAT_AVX512 __m512i tkvi_in_order_avx512(__m512i x) {
     return _mm512_permutexvar_epi32(_mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15),
                                     x);
@@ -9795,21 +9872,22 @@ TKVI_FLAT_AVX512 __m512i tkvi_nearest_avx512(__m512 x) {
     return _mm512_cvt_roundps_epi32(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
 }
 
-/* Which of four rows want two planes, by their largest weights and sums of squares. */
-TKVI_FLAT_AVX512 __mmask8 tkvi_tower_avx512(const tkvi_folding *a, __m128 most, __m128 squares, int top) {
+/* Bit r is set if row r of four needs two limbs (TKVI_NEEDS_TWO). */
+TKVI_FLAT_AVX512 __mmask8 tkvi_needs_two_avx512(const tkvi_fold_args *a, __m128 most, __m128 squares,
+                                                int top) {
     return _mm_cmp_ps_mask(_mm_mul_ps(_mm_mul_ps(_mm_set1_ps(a->coarse), most), most),
-                           _mm_mul_ps(_mm_set1_ps(TKVI_MAY_ERR(top)), squares), _CMP_GT_OQ);
+                           _mm_mul_ps(_mm_set1_ps(TKVI_ERR_LIMIT(top)), squares), _CMP_GT_OQ);
 }
 
-/* Four rows go together so that their horizontal sums do, four vectors so that they pack to one of bytes. Rows that
- * are not there repeat the last one. */
-TKVI_FLAT_AVX512 int tkvi_fold_k4_avx512(const tkvi_folding *a, int first, int left, const int nr,
+/* Folds four rows together, so that one sequence of horizontal sums serves all. Missing rows repeat the last. Four
+ * vectors of floats give one vector of bytes. */
+TKVI_FLAT_AVX512 int tkvi_fold_k4_avx512(const tkvi_fold_args *a, int first, int left, const int nr,
                                          tkvi_fold *f) {
     TKVI_ALIGNED float folded[4][TKV_MAX_HEAD_DIM];
     __m512 most[4], rest[4], squares[4];
     __m512i middle[4], middle_lo[4];
     __m128 m, step, inverse;
-    __mmask8 tower;
+    __mmask8 two_mask;
     TKVI_ALIGNED float by[4];
     int i, j, r, second = a->wide;
     TKVI_UNROLL
@@ -9839,15 +9917,15 @@ TKVI_FLAT_AVX512 int tkvi_fold_k4_avx512(const tkvi_folding *a, int first, int l
         for (r = 0; r < nr; r++) _mm512_store_ps(folded[r] + i, _mm512_setzero_ps());
     }
     m = tkvi_max4_avx512(most);
-    tower = tkvi_tower_avx512(a, m, tkvi_sum4_avx512(squares), TKVI_PLANE);
-    if (a->planes == 2) tower = 15;
-    if (tower) second = a->n;
+    two_mask = tkvi_needs_two_avx512(a, m, tkvi_sum4_avx512(squares), TKVI_LIMB_MAX_K);
+    if (a->n_limbs == 2) two_mask = 15;
+    if (two_mask) second = a->n;
     inverse = _mm_maskz_div_ps(_mm_cmp_ps_mask(m, _mm_set1_ps(1e-34f), _CMP_GT_OQ),
-                               _mm_set1_ps((float)TKVI_PLANE), m);
+                               _mm_set1_ps((float)TKVI_LIMB_MAX_K), m);
     _mm_store_ps(by, inverse);
-    step = _mm_div_ps(m, _mm_set1_ps((float)TKVI_PLANE));
+    step = _mm_div_ps(m, _mm_set1_ps((float)TKVI_LIMB_MAX_K));
     for (i = 0; i < a->n; i += 64) {
-        const __m512i c = tkvi_bytes_avx512(a->centre2 + i);
+        const __m512i c = tkvi_load_bytes_avx512(a->centre2 + i);
         TKVI_UNROLL
         for (r = 0; r < nr; r++) {
             const int at = (first + r) * TKV_MAX_HEAD_DIM + i;
@@ -9861,8 +9939,8 @@ TKVI_FLAT_AVX512 int tkvi_fold_k4_avx512(const tkvi_folding *a, int first, int l
             }
             v[0] = _mm512_packs_epi32(v[0], v[1]);
             v[1] = _mm512_packs_epi32(v[2], v[3]);
-            if (i < second) { /* v = 128 hi + lo, lo 0..127; narrow ones have no lo */
-                const int two = (tower >> r & 1) ? a->n - i : a->wide - i;
+            if (i < second) { /* u = 128 * hi + lo, lo 0..127; one-limb weights have lo 0 */
+                const int two = (two_mask >> r & 1) ? a->n - i : a->wide - i;
                 const __mmask64 wide = two >= 64 ? ~(__mmask64)0 : two > 0 ? ((__mmask64)1 << two) - 1 : 0;
                 __m512i u[4], full, lo;
                 TKVI_UNROLL
@@ -9885,20 +9963,20 @@ TKVI_FLAT_AVX512 int tkvi_fold_k4_avx512(const tkvi_folding *a, int first, int l
             middle[r] = _mm512_dpbusd_epi32(middle[r], c, v[0]);
         }
     }
-    tkvi_plane_avx2(&f[0], first, step, tkvi_sum4_avx512(rest), tkvi_isum4_avx512(middle));
-    tkvi_plane_avx2(&f[1], first, _mm_mul_ps(step, _mm_set1_ps(1.0f / 128.0f)), _mm_setzero_ps(),
-                    second ? tkvi_isum4_avx512(middle_lo) : _mm_setzero_si128());
+    tkvi_store_fold_avx2(&f[0], first, step, tkvi_sum4_avx512(rest), tkvi_isum4_avx512(middle));
+    tkvi_store_fold_avx2(&f[1], first, _mm_mul_ps(step, _mm_set1_ps(1.0f / 128.0f)), _mm_setzero_ps(),
+                         second ? tkvi_isum4_avx512(middle_lo) : _mm_setzero_si128());
     return second;
 }
 
-/* p has 64 tokens: it stays in registers from its products to its bytes. */
-TKVI_FLAT_AVX512 int tkvi_fold_v4_avx512(const tkvi_folding *a, int first, int left, const int nr,
+/* The 64 weights of a row stay in registers from folding to rounding. */
+TKVI_FLAT_AVX512 int tkvi_fold_v4_avx512(const tkvi_fold_args *a, int first, int left, const int nr,
                                          tkvi_fold *f) {
     const __m512i ones = _mm512_set1_epi8(1), low = _mm512_set1_epi16(127);
     __m512 y[4][4], most[4], rest[4], squares[4];
     __m512i sum[4], sum_lo[4];
     __m128 m, top, step;
-    __mmask8 tower;
+    __mmask8 two_mask;
     TKVI_ALIGNED float by[4];
     int j, r;
     TKVI_UNROLL
@@ -9921,10 +9999,10 @@ TKVI_FLAT_AVX512 int tkvi_fold_v4_avx512(const tkvi_folding *a, int first, int l
         }
     }
     m = tkvi_max4_avx512(most);
-    tower = a->planes == 2 ? 15 : tkvi_tower_avx512(a, m, tkvi_sum4_avx512(squares), a->top);
-    top = _mm_mask_mov_ps(_mm_set1_ps((float)a->top), tower, _mm_set1_ps((float)TKVI_TWO_PLANES));
+    two_mask = a->n_limbs == 2 ? 15 : tkvi_needs_two_avx512(a, m, tkvi_sum4_avx512(squares), a->top);
+    top = _mm_mask_mov_ps(_mm_set1_ps((float)a->top), two_mask, _mm_set1_ps((float)TKVI_TWO_LIMBS_MAX));
     _mm_store_ps(by, _mm_maskz_div_ps(_mm_cmp_ps_mask(m, _mm_set1_ps(1e-34f), _CMP_GT_OQ), top, m));
-    top = _mm_mask_mov_ps(top, tower, _mm_set1_ps((float)TKVI_PLANE));
+    top = _mm_mask_mov_ps(top, two_mask, _mm_set1_ps((float)TKVI_LIMB_MAX_K));
     step = _mm_div_ps(m, top);
     TKVI_UNROLL
     for (r = 0; r < nr; r++) {
@@ -9935,8 +10013,8 @@ TKVI_FLAT_AVX512 int tkvi_fold_v4_avx512(const tkvi_folding *a, int first, int l
         for (j = 0; j < 4; j++) v[j] = tkvi_nearest_avx512(_mm512_mul_ps(y[r][j], inverse));
         v[0] = _mm512_packus_epi32(v[0], v[1]);
         v[1] = _mm512_packus_epi32(v[2], v[3]);
-        if (tower) {
-            if (tower >> r & 1) { /* 128 hi + lo, lo 0..127 */
+        if (two_mask) {
+            if (two_mask >> r & 1) { /* v = 128 * hi + lo, lo 0..127 */
                 lo = tkvi_in_order_avx512(
                     _mm512_packus_epi16(_mm512_and_si512(v[0], low), _mm512_and_si512(v[1], low)));
                 v[0] = _mm512_srli_epi16(v[0], 7);
@@ -9949,15 +10027,15 @@ TKVI_FLAT_AVX512 int tkvi_fold_v4_avx512(const tkvi_folding *a, int first, int l
         _mm512_storeu_si512((void *)(a->w + at), v[0]);
         sum[r] = _mm512_dpbusd_epi32(sum[r], v[0], ones);
     }
-    tkvi_plane_avx2(&f[0], first, step, tkvi_sum4_avx512(rest),
-                    _mm_mullo_epi32(tkvi_isum4_avx512(sum), _mm_set1_epi32(a->middle)));
-    tkvi_plane_avx2(&f[1], first, _mm_mul_ps(step, _mm_set1_ps(1.0f / 128.0f)), _mm_setzero_ps(),
-                    tower ? _mm_mullo_epi32(tkvi_isum4_avx512(sum_lo), _mm_set1_epi32(a->middle))
-                          : _mm_setzero_si128());
-    return tower;
+    tkvi_store_fold_avx2(&f[0], first, step, tkvi_sum4_avx512(rest),
+                         _mm_mullo_epi32(tkvi_isum4_avx512(sum), _mm_set1_epi32(a->middle)));
+    tkvi_store_fold_avx2(&f[1], first, _mm_mul_ps(step, _mm_set1_ps(1.0f / 128.0f)), _mm_setzero_ps(),
+                         two_mask ? _mm_mullo_epi32(tkvi_isum4_avx512(sum_lo), _mm_set1_epi32(a->middle))
+                                  : _mm_setzero_si128());
+    return two_mask;
 }
 
-static TKVI_TARGET_AVX512 int tkvi_fold_k_avx512(const tkvi_folding *a, int rows, tkvi_fold *f) {
+static TKVI_TARGET_AVX512 int tkvi_fold_k_avx512(const tkvi_fold_args *a, int rows, tkvi_fold *f) {
     int r, second = 0;
     for (r = 0; r < rows; r += 4)
         second = tkvi_max(second, rows - r == 1   ? tkvi_fold_k4_avx512(a, r, 1, 1, f)
@@ -9966,7 +10044,7 @@ static TKVI_TARGET_AVX512 int tkvi_fold_k_avx512(const tkvi_folding *a, int rows
     return second;
 }
 
-static TKVI_TARGET_AVX512 int tkvi_fold_v_avx512(const tkvi_folding *a, int rows, tkvi_fold *f) {
+static TKVI_TARGET_AVX512 int tkvi_fold_v_avx512(const tkvi_fold_args *a, int rows, tkvi_fold *f) {
     int r, second = 0;
     for (r = 0; r < rows; r += 4)
         second |= (rows - r == 1   ? tkvi_fold_v4_avx512(a, r, 1, 1, f)
@@ -9976,9 +10054,9 @@ static TKVI_TARGET_AVX512 int tkvi_fold_v_avx512(const tkvi_folding *a, int rows
     return second;
 }
 
-/* 16 sums of row r become answers at out[at]. */
-TKVI_FLAT_AVX512 void tkvi_answer_avx512(const tkvi_products *d, const tkvi_fold *f, int r, int at,
-                                         const int add, __m512i sum) {
+/* Converts 16 sums of row r to answers at out[at]. */
+TKVI_FLAT_AVX512 void tkvi_store_answers_avx512(const tkvi_products *d, const tkvi_fold *f, int r, int at,
+                                                const int add, __m512i sum) {
     const __m512 x = _mm512_cvtepi32_ps(_mm512_sub_epi32(sum, _mm512_set1_epi32(f->base[d->first + r])));
     __m512 rest = _mm512_set1_ps(f->rest[d->first + r]);
     float *out = d->out + f->row[d->first + r] * d->out_stride + at;
@@ -9986,31 +10064,31 @@ TKVI_FLAT_AVX512 void tkvi_answer_avx512(const tkvi_products *d, const tkvi_fold
     _mm512_storeu_ps(out, _mm512_fmadd_ps(x, _mm512_set1_ps(f->step[d->first + r]), rest));
 }
 
-/* Accumulators of four rows, one vector for each plane (K) or slab and parity of planes (V). Named ones stay in
- * registers with every compiler, arrays do not. */
+/* Accumulators of four rows: one vector for each plane (K), or for each slab and parity of the plane (V). Named
+ * variables stay in registers with every compiler; arrays do not. */
 #define TKVI_ROWS_(X) X(0) X(1) X(2) X(3)
 #define TKVI_ZERO_(r) __m512i a##r = _mm512_setzero_si512(), b##r = a##r, c##r = a##r, d##r = a##r;
 #define TKVI_SAVE_(r)                                                                                        \
     if (r < nw && (nw < 4 || r < d->rows)) {                                                                 \
-        tkvi_answer_avx512(d, d->fold, r, 0, add, a##r);                                                     \
-        tkvi_answer_avx512(d, d->fold, r, 16, add, b##r);                                                    \
-        tkvi_answer_avx512(d, d->fold_group, r, 32, add, c##r);                                              \
-        tkvi_answer_avx512(d, d->fold_group, r, 48, add, d##r);                                              \
+        tkvi_store_answers_avx512(d, d->fold, r, 0, add, a##r);                                              \
+        tkvi_store_answers_avx512(d, d->fold, r, 16, add, b##r);                                             \
+        tkvi_store_answers_avx512(d, d->fold_group, r, 32, add, c##r);                                       \
+        tkvi_store_answers_avx512(d, d->fold_group, r, 48, add, d##r);                                       \
     }
 #define TKVI_MAC_(r)                                                                                         \
     if (r < nw) {                                                                                            \
-        four = _mm512_set1_epi32(tkvi_four(w + r * TKV_MAX_HEAD_DIM));                                       \
+        four = _mm512_set1_epi32(tkvi_load_four_weights(w + r * TKV_MAX_HEAD_DIM));                          \
         a##r = _mm512_dpbusd_epi32(a##r, x[0], four);                                                        \
         b##r = _mm512_dpbusd_epi32(b##r, x[1], four);                                                        \
-        four = _mm512_set1_epi32(tkvi_four(w + r * TKV_MAX_HEAD_DIM + d->w_group));                          \
+        four = _mm512_set1_epi32(tkvi_load_four_weights(w + r * TKV_MAX_HEAD_DIM + d->w_group));             \
         c##r = _mm512_dpbusd_epi32(c##r, x[2], four);                                                        \
         d##r = _mm512_dpbusd_epi32(d##r, x[3], four);                                                        \
     }
 #define TKVI_RUN_(width)                                                                                     \
-    i = tkvi_min(s->runs.n[width], left);                                                                    \
+    i = tkvi_min(s->tiles.n[width], left);                                                                   \
     for (left -= i; i > 0; i--, w += 4) {                                                                    \
-        tkvi_planes_avx512(width, wide, d->tops, half, x);                                                   \
-        if (d->ahead && (i & d->turns) == d->turn) {                                                         \
+        tkvi_unpack_tile_avx512(width, wide, d->tops, half, x);                                              \
+        if (d->ahead && (i & d->prefetch_mask) == d->prefetch_phase) {                                       \
             tkvi_prefetch_bytes(wide, tkvi_wide_bytes[width], d->ahead);                                     \
             tkvi_prefetch_rest(d);                                                                           \
         }                                                                                                    \
@@ -10019,7 +10097,7 @@ TKVI_FLAT_AVX512 void tkvi_answer_avx512(const tkvi_products *d, const tkvi_fold
         TKVI_ROWS_(TKVI_MAC_)                                                                                \
     }
 
-/* K: plane p of a tile is tokens 16p .. 16p + 15, its lanes. */
+/* K: the lanes of plane p are tokens 16p .. 16p + 15. */
 TKVI_FLAT_AVX512 void tkvi_dot_k_avx512(tkvi_products *d, const int nw) {
     const tkvi_side *s = d->s;
     const uint8_t *wide = d->wide;
@@ -10048,33 +10126,33 @@ TKVI_FLAT_AVX512 void tkvi_dot_k_avx512(tkvi_products *d, const int nw) {
 
 #define TKVI_MAC_(r)                                                                                         \
     if (r < nw) {                                                                                            \
-        four = _mm512_set1_epi32(tkvi_four(w + r * TKVI_BLOCK + 0));                                         \
+        four = _mm512_set1_epi32(tkvi_load_four_weights(w + r * TKVI_BLOCK + 0));                            \
         a##r = _mm512_dpbusd_epi32(a##r, four, x[0]);                                                        \
         b##r = _mm512_dpbusd_epi32(b##r, four, y[0]);                                                        \
-        four = _mm512_set1_epi32(tkvi_four(w + r * TKVI_BLOCK + 4));                                         \
+        four = _mm512_set1_epi32(tkvi_load_four_weights(w + r * TKVI_BLOCK + 4));                            \
         c##r = _mm512_dpbusd_epi32(c##r, four, x[1]);                                                        \
         d##r = _mm512_dpbusd_epi32(d##r, four, y[1]);                                                        \
-        four = _mm512_set1_epi32(tkvi_four(w + r * TKVI_BLOCK + 8));                                         \
+        four = _mm512_set1_epi32(tkvi_load_four_weights(w + r * TKVI_BLOCK + 8));                            \
         a##r = _mm512_dpbusd_epi32(a##r, four, x[2]);                                                        \
         b##r = _mm512_dpbusd_epi32(b##r, four, y[2]);                                                        \
-        four = _mm512_set1_epi32(tkvi_four(w + r * TKVI_BLOCK + 12));                                        \
+        four = _mm512_set1_epi32(tkvi_load_four_weights(w + r * TKVI_BLOCK + 12));                           \
         c##r = _mm512_dpbusd_epi32(c##r, four, x[3]);                                                        \
         d##r = _mm512_dpbusd_epi32(d##r, four, y[3]);                                                        \
     }
 #define TKVI_SAVE_(r)                                                                                        \
     if (r < nw && (nw < 4 || r < d->rows)) {                                                                 \
-        tkvi_answer_avx512(d, d->fold, r, at, 1, _mm512_add_epi32(a##r, c##r));                              \
+        tkvi_store_answers_avx512(d, d->fold, r, at, 1, _mm512_add_epi32(a##r, c##r));                       \
         if (how == TKVI_PAIRS || next)                                                                       \
-            tkvi_answer_avx512(d, d->fold, r, at + 16, 1, _mm512_add_epi32(b##r, d##r));                     \
+            tkvi_store_answers_avx512(d, d->fold, r, at + 16, 1, _mm512_add_epi32(b##r, d##r));              \
     }
 enum { TKVI_PLAIN, TKVI_TABLE, TKVI_PAIRS };
 
-/* V: lanes are 16 channels of one slab (a, c) and of the next (b, d), or the two channels of pairs. Weights are the
- * unsigned operand, codes the signed one. Of an odd number of slabs the last is done twice. */
+/* V: lanes are 16 channels of one slab (a, c) and of the next (b, d). With pairs, they are the first and the second
+ * channels. If the last slab has no next one, its products are computed twice and stored once. */
 TKVI_FLAT_AVX512 void tkvi_dot_slabs_avx512(tkvi_products *d, int slab, const int width, const int how,
                                             const int nw) {
     const int bytes = tkvi_wide_bytes[width], has_half = tkvi_has_half[width];
-    const int next = how == TKVI_PAIRS || slab + 1 >= d->slabs ? 0 : 4; /* tiles from one slab to the other */
+    const int next = how == TKVI_PAIRS || slab + 1 >= d->slabs ? 0 : 4; /* tiles from this slab to the next */
     const uint8_t *wide = d->wide + 4 * slab * bytes;
     const int8_t *w = d->w;
     const int at = how == TKVI_PAIRS ? 32 * slab : 16 * slab;
@@ -10082,29 +10160,29 @@ TKVI_FLAT_AVX512 void tkvi_dot_slabs_avx512(tkvi_products *d, int slab, const in
     int half = d->half + 4 * slab * has_half, t, p;
     TKVI_ROWS_(TKVI_ZERO_)
     if (how != TKVI_PLAIN) {
-        table = upper = tkvi_levels_avx512(d->s->levels + tkvi_level_table(d->s, width, 0));
-        if (how == TKVI_PAIRS) upper = tkvi_levels_avx512(d->s->levels + tkvi_level_table(d->s, width, 1));
+        table = upper = tkvi_load_table_avx512(d->s->levels + tkvi_level_table(d->s, width, 0));
+        if (how == TKVI_PAIRS)
+            upper = tkvi_load_table_avx512(d->s->levels + tkvi_level_table(d->s, width, 1));
     }
     for (t = 0; t < d->n; t += 16, w += 16) { /* a tile has 16 tokens, a plane four */
-        tkvi_planes_avx512(width, wide, d->tops, half, x);
+        tkvi_unpack_tile_avx512(width, wide, d->tops, half, x);
         if (how != TKVI_PAIRS)
-            tkvi_planes_avx512(width, wide + next * bytes, d->tops, half + next * has_half, y);
+            tkvi_unpack_tile_avx512(width, wide + next * bytes, d->tops, half + next * has_half, y);
         TKVI_UNROLL
         for (p = 0; p < 4; p++) {
             if (how != TKVI_PLAIN) {
                 y[p] = _mm512_shuffle_epi8(upper, how == TKVI_PAIRS ? x[p] : y[p]);
                 x[p] = _mm512_shuffle_epi8(table, x[p]);
             } else if (width == 8) {
-                x[p] = _mm512_xor_si512(x[p], tkvi_all_avx512(128));
-                y[p] = _mm512_xor_si512(y[p], tkvi_all_avx512(128));
+                x[p] = _mm512_xor_si512(x[p], tkvi_splat_bytes_avx512(128));
+                y[p] = _mm512_xor_si512(y[p], tkvi_splat_bytes_avx512(128));
             }
         }
-        if (d->ahead && (t / 16 & d->turns) == d->turn) {
+        if (d->ahead && (t / 16 & d->prefetch_mask) == d->prefetch_phase) {
             tkvi_prefetch_bytes(wide, bytes, d->ahead);
             if (next) tkvi_prefetch_bytes(wide + next * bytes, bytes, d->ahead);
             tkvi_prefetch_rest(d);
-            if (has_half)
-                tkvi_prefetch_rest(d); /* these two tiles have one line more, and there are scales */
+            if (has_half) tkvi_prefetch_rest(d); /* lines of the 1-bit halves and of the scales */
         }
         TKVI_ROWS_(TKVI_MAC_)
         wide += bytes;
@@ -10117,9 +10195,9 @@ TKVI_FLAT_AVX512 void tkvi_dot_slabs_avx512(tkvi_products *d, int slab, const in
 #undef TKVI_MAC_
 #undef TKVI_SAVE_
 
-/* What is seldom met (1, 5, 6 bits; one table): four rows, however many there are, and nothing constant, as each
- * kind takes a compiler its time. */
-static TKVI_TARGET_AVX512 void tkvi_dot_seldom_avx512(tkvi_products *d) {
+/* Rare cases: 1, 5 and 6 bits, and levels without pairs. They always multiply four rows, and the width is no
+ * constant: every specialised kernel adds to the compile time. */
+static TKVI_TARGET_AVX512 void tkvi_dot_rare_avx512(tkvi_products *d) {
     int i;
     for (i = 0; i < d->slabs; i += 2)
         tkvi_dot_slabs_avx512(d, i, d->width, d->s->levels ? TKVI_TABLE : TKVI_PLAIN, 4);
@@ -10138,12 +10216,12 @@ TKVI_FLAT_AVX512 void tkvi_dot_v_avx512(tkvi_products *d, const int nw) {
             TKVI_SLABS_(3)
             TKVI_SLABS_(4)
             TKVI_SLABS_(8)
-        default: tkvi_dot_seldom_avx512(d);
+        default: tkvi_dot_rare_avx512(d);
         }
 }
 #undef TKVI_SLABS_
 
-/* Each number of rows is a function of its own: clang 14 keeps the accumulators in memory otherwise. */
+/* Each number of rows has a function of its own. Otherwise clang 14 keeps the accumulators in memory. */
 #define TKVI_DOTS_AVX512_(nw)                                                                                \
     static TKVI_TARGET_AVX512 void tkvi_dot_k##nw##_avx512(tkvi_products *d) { tkvi_dot_k_avx512(d, nw); }   \
     static TKVI_TARGET_AVX512 void tkvi_dot_v##nw##_avx512(tkvi_products *d) { tkvi_dot_v_avx512(d, nw); }
@@ -10152,7 +10230,7 @@ TKVI_DOTS_AVX512_(2)
 TKVI_DOTS_AVX512_(4)
 #undef TKVI_DOTS_AVX512_
 
-/* All rows, in the passes that registers allow: 1, 2 or 4. What rows beyond the last one add up to is left. */
+/* Multiplies all rows in passes of 1, 2 or 4. A pass of 4 discards the sums of rows beyond the last. */
 static void tkvi_dot_avx512(tkvi_products *d, int rows) {
     static const tkvi_dot dots[2][3] = {
         {tkvi_dot_k1_avx512, tkvi_dot_k2_avx512, tkvi_dot_k4_avx512},
@@ -10161,27 +10239,27 @@ static void tkvi_dot_avx512(tkvi_products *d, int rows) {
     tkvi_dot_rows(d, rows, dots[d->s->which]);
 }
 
-static const tkvi_steps tkvi_steps_avx512 = {&tkvi_simd_ops_avx512, tkvi_fold_k_avx512, tkvi_fold_v_avx512,
-                                             tkvi_dot_avx512, 128};
+static const tkvi_tile_ops tkvi_tile_ops_avx512 = {&tkvi_simd_ops_avx512, tkvi_fold_k_avx512,
+                                                   tkvi_fold_v_avx512, tkvi_dot_avx512, 128};
 
 static void tkvi_tiles_k_avx512(const tkvi_side *s, const uint8_t *src, const uint8_t *next, const float *q,
-                                const float *ref, int rows, int n, int planes, float *scores) {
+                                const float *ref, int rows, int n, int n_limbs, float *scores) {
     (void)n;
-    tkvi_tiles_k(&tkvi_steps_avx512, s, src, next, q, ref, rows, planes, scores);
+    tkvi_tiles_k(&tkvi_tile_ops_avx512, s, src, next, q, ref, rows, n_limbs, scores);
 }
 
 static void tkvi_tiles_v_avx512(const tkvi_side *s, const uint8_t *src, const uint8_t *next, const float *p,
-                                int rows, int n, int planes, float *out) {
-    tkvi_tiles_v(&tkvi_steps_avx512, s, src, next, p, rows, n, planes, out);
+                                int rows, int n, int n_limbs, float *out) {
+    tkvi_tiles_v(&tkvi_tile_ops_avx512, s, src, next, p, rows, n, n_limbs, out);
 }
 
-/* Four rows at once; rows that are not there repeat the last one. */
+/* Four rows at once. Missing rows repeat the last one. */
 static TKVI_TARGET_AVX512 int tkvi_softmax_step_avx512(const float *s, int rows, float *m, float *sum,
                                                        float *p) {
     int first, r, t, seen = 0;
     for (first = 0; first < rows; first += 4) {
         const int nr = tkvi_min(4, rows - first);
-        const __mmask8 there = (__mmask8)((1 << nr) - 1);
+        const __mmask8 present = (__mmask8)((1 << nr) - 1);
         const float *row[4];
         TKVI_ALIGNED float top[4];
         __m512 most[4], sums[4];
@@ -10196,9 +10274,10 @@ static TKVI_TARGET_AVX512 int tkvi_softmax_step_avx512(const float *s, int rows,
             sums[r] = _mm512_setzero_ps();
         }
         high = tkvi_max4_avx512(most);
-        sees = _mm_mask_cmp_ps_mask(there, high, _mm_set1_ps(TKVI_HIDDEN), _CMP_GT_OQ);
+        sees = _mm_mask_cmp_ps_mask(present, high, _mm_set1_ps(TKVI_HIDDEN), _CMP_GT_OQ);
         seen += (int)sees;
-        high = _mm_max_ps(high, _mm_maskz_loadu_ps(there, m + first)); /* hidden rows: 0, and exp of -1e30 */
+        high = _mm_max_ps(high, _mm_maskz_loadu_ps(
+                                    present, m + first)); /* a row that sees no key gets exp(-1e30 - 0) = 0 */
         _mm_mask_storeu_ps(m + first, sees, high);
         _mm_store_ps(top, _mm_maskz_mov_ps(sees, high));
         for (r = 0; r < nr; r++)
@@ -10208,7 +10287,7 @@ static TKVI_TARGET_AVX512 int tkvi_softmax_step_avx512(const float *s, int rows,
                 _mm512_storeu_ps(p + (first + r) * TKVI_BLOCK + t, y);
                 sums[r] = _mm512_add_ps(sums[r], y);
             }
-        _mm_mask_storeu_ps(sum + first, there, tkvi_sum4_avx512(sums));
+        _mm_mask_storeu_ps(sum + first, present, tkvi_sum4_avx512(sums));
     }
     return seen;
 }
@@ -10235,11 +10314,13 @@ static const tkvi_kernels tkvi_kernels_avx512 = {
 #endif /* TKVI_KERNELS_AVX512_H */
 /* ======== kernels/neon.h ======== */
 /*
- * kernels/neon.h - the pieces of kernels/vectors_128.h for NEON on AArch64, little-endian. Products of bytes are
- * one instruction (sdot) where the compiler is told of it: -march=armv8.2-a+dotprod, -mcpu=native, Apple's default.
+ * kernels/neon.h - the types and operations of kernels/vectors_128.h for NEON on little-endian AArch64.
  *
- * Weights are bytes, a row of them for each plane. Four neighbours of four rows are one vector, `quad`; sdot
- * picks the row by its lane.
+ * With the dot product extension, sdot computes a step in one instruction. Compilers use it with
+ * -march=armv8.2-a+dotprod or -mcpu=native, and by default for Apple. Other targets use widening products.
+ *
+ * Weights are bytes. Each limb of a query row has a weight row of its own. One vector, `quad`, has the four
+ * neighbouring weights of four weight rows. sdot selects the row by its lane.
  *
  *     codes   | t0: r0 r1 r2 r3 | t1: r0 r1 r2 r3 | t2 ...  | t3 ...  |   16 bytes: 4 tokens (V: channels) x 4
  *     quad    | row 0: r0 .. r3 | row 1           | row 2   | row 3   |
@@ -10267,61 +10348,61 @@ typedef uint8x16_t tkvi_b16;
 
 /* >>floats */
 TKVI_FLAT_128 tkvi_f4 tkvi_load_128(const float *p) { return vld1q_f32(p); }
-TKVI_FLAT_128 void tkvi_save_128(float *p, tkvi_f4 x) { vst1q_f32(p, x); }
-TKVI_FLAT_128 tkvi_f4 tkvi_all_128(float x) { return vdupq_n_f32(x); }
+TKVI_FLAT_128 void tkvi_store_128(float *p, tkvi_f4 x) { vst1q_f32(p, x); }
+TKVI_FLAT_128 tkvi_f4 tkvi_splat_128(float x) { return vdupq_n_f32(x); }
 TKVI_FLAT_128 tkvi_f4 tkvi_add_128(tkvi_f4 a, tkvi_f4 b) { return vaddq_f32(a, b); }
 TKVI_FLAT_128 tkvi_f4 tkvi_sub_128(tkvi_f4 a, tkvi_f4 b) { return vsubq_f32(a, b); }
 TKVI_FLAT_128 tkvi_f4 tkvi_mul_128(tkvi_f4 a, tkvi_f4 b) { return vmulq_f32(a, b); }
 TKVI_FLAT_128 tkvi_f4 tkvi_madd_128(tkvi_f4 a, tkvi_f4 x, tkvi_f4 y) { return vfmaq_f32(a, x, y); }
-TKVI_FLAT_128 tkvi_f4 tkvi_most_128(tkvi_f4 a, tkvi_f4 b) { return vmaxq_f32(a, b); }
-TKVI_FLAT_128 tkvi_f4 tkvi_size_128(tkvi_f4 x) { return vabsq_f32(x); }
-TKVI_FLAT_128 float tkvi_sum_128(tkvi_f4 x) { return vaddvq_f32(x); }
-TKVI_FLAT_128 float tkvi_largest_128(tkvi_f4 x) { return vmaxvq_f32(x); }
+TKVI_FLAT_128 tkvi_f4 tkvi_max_128(tkvi_f4 a, tkvi_f4 b) { return vmaxq_f32(a, b); }
+TKVI_FLAT_128 tkvi_f4 tkvi_abs_128(tkvi_f4 x) { return vabsq_f32(x); }
+TKVI_FLAT_128 float tkvi_sum_across_128(tkvi_f4 x) { return vaddvq_f32(x); }
+TKVI_FLAT_128 float tkvi_max_across_128(tkvi_f4 x) { return vmaxvq_f32(x); }
 
-/* y where x >= least, else 0. */
-TKVI_FLAT_128 tkvi_f4 tkvi_where_128(tkvi_f4 y, tkvi_f4 x, float least) {
+/* y where x >= least, 0 elsewhere. */
+TKVI_FLAT_128 tkvi_f4 tkvi_zero_below_128(tkvi_f4 y, tkvi_f4 x, float least) {
     return vreinterpretq_f32_u32(vandq_u32(vreinterpretq_u32_f32(y), vcgeq_f32(x, vdupq_n_f32(least))));
 }
 
-/* The sums of four vectors. */
-TKVI_FLAT_128 tkvi_f4 tkvi_sums_128(tkvi_f4 a, tkvi_f4 b, tkvi_f4 c, tkvi_f4 d) {
+/* Four horizontal sums. */
+TKVI_FLAT_128 tkvi_f4 tkvi_sum4_128(tkvi_f4 a, tkvi_f4 b, tkvi_f4 c, tkvi_f4 d) {
     return vpaddq_f32(vpaddq_f32(a, b), vpaddq_f32(c, d));
 }
 
-TKVI_FLAT_128 tkvi_f4 tkvi_halves4_128(const uint8_t *p) {
+TKVI_FLAT_128 tkvi_f4 tkvi_load_finite_f16_128(const uint8_t *p) {
     return vcvt_f32_f16(vreinterpret_f16_u8(vld1_u8(p)));
 }
 
-TKVI_FLAT_128 tkvi_f4 tkvi_any_halves4_128(const uint8_t *p) { return tkvi_halves4_128(p); }
+TKVI_FLAT_128 tkvi_f4 tkvi_load_f16_128(const uint8_t *p) { return tkvi_load_finite_f16_128(p); }
 
-TKVI_FLAT_128 tkvi_f4 tkvi_bfloats4_128(const uint8_t *p) {
+TKVI_FLAT_128 tkvi_f4 tkvi_load_bf16_128(const uint8_t *p) {
     return vreinterpretq_f32_u32(vshll_n_u16(vreinterpret_u16_u8(vld1_u8(p)), 16));
 }
 
 /* >>integers */
-TKVI_FLAT_128 tkvi_i4 tkvi_ints_128(const int32_t *p) { return vld1q_s32(p); }
-TKVI_FLAT_128 void tkvi_save_ints_128(int32_t *p, tkvi_i4 x) { vst1q_s32(p, x); }
-TKVI_FLAT_128 tkvi_i4 tkvi_all_ints_128(int32_t x) { return vdupq_n_s32(x); }
+TKVI_FLAT_128 tkvi_i4 tkvi_load_ints_128(const int32_t *p) { return vld1q_s32(p); }
+TKVI_FLAT_128 void tkvi_store_ints_128(int32_t *p, tkvi_i4 x) { vst1q_s32(p, x); }
+TKVI_FLAT_128 tkvi_i4 tkvi_splat_ints_128(int32_t x) { return vdupq_n_s32(x); }
 TKVI_FLAT_128 tkvi_i4 tkvi_add_ints_128(tkvi_i4 a, tkvi_i4 b) { return vaddq_s32(a, b); }
 TKVI_FLAT_128 tkvi_i4 tkvi_sub_ints_128(tkvi_i4 a, tkvi_i4 b) { return vsubq_s32(a, b); }
 TKVI_FLAT_128 tkvi_i4 tkvi_mul_ints_128(tkvi_i4 a, tkvi_i4 b) { return vmulq_s32(a, b); }
-TKVI_FLAT_128 int32_t tkvi_sum_ints_128(tkvi_i4 x) { return vaddvq_s32(x); }
+TKVI_FLAT_128 int32_t tkvi_sum_ints_across_128(tkvi_i4 x) { return vaddvq_s32(x); }
 #define TKVI_LEFT_INTS_128(x, n) vshlq_n_s32(x, n)
 TKVI_FLAT_128 tkvi_i4 tkvi_nearest_128(tkvi_f4 x) { return vcvtnq_s32_f32(x); } /* ties to even */
-TKVI_FLAT_128 tkvi_f4 tkvi_float_128(tkvi_i4 x) { return vcvtq_f32_s32(x); }
-TKVI_FLAT_128 tkvi_f4 tkvi_bits_128(tkvi_i4 x) { return vreinterpretq_f32_s32(x); }
+TKVI_FLAT_128 tkvi_f4 tkvi_to_float_128(tkvi_i4 x) { return vcvtq_f32_s32(x); }
+TKVI_FLAT_128 tkvi_f4 tkvi_as_float_128(tkvi_i4 x) { return vreinterpretq_f32_s32(x); }
 
 /* Four signed bytes. */
-TKVI_FLAT_128 tkvi_i4 tkvi_bytes4_128(const uint8_t *p) {
+TKVI_FLAT_128 tkvi_i4 tkvi_load_bytes4_128(const uint8_t *p) {
     int32_t x;
     memcpy(&x, p, 4);
     return vmovl_s16(vget_low_s16(vmovl_s8(vreinterpret_s8_s32(vdup_n_s32(x)))));
 }
 
 /* >>bytes */
-TKVI_FLAT_128 tkvi_b16 tkvi_bytes_128(const uint8_t *p) { return vld1q_u8(p); }
-TKVI_FLAT_128 void tkvi_save_bytes_128(uint8_t *p, tkvi_b16 x) { vst1q_u8(p, x); }
-TKVI_FLAT_128 tkvi_b16 tkvi_all_bytes_128(int x) { return vdupq_n_u8((uint8_t)x); }
+TKVI_FLAT_128 tkvi_b16 tkvi_load_bytes_128(const uint8_t *p) { return vld1q_u8(p); }
+TKVI_FLAT_128 void tkvi_store_bytes_128(uint8_t *p, tkvi_b16 x) { vst1q_u8(p, x); }
+TKVI_FLAT_128 tkvi_b16 tkvi_splat_bytes_128(int x) { return vdupq_n_u8((uint8_t)x); }
 TKVI_FLAT_128 tkvi_b16 tkvi_and_128(tkvi_b16 a, tkvi_b16 b) { return vandq_u8(a, b); }
 TKVI_FLAT_128 tkvi_b16 tkvi_or_128(tkvi_b16 a, tkvi_b16 b) { return vorrq_u8(a, b); }
 TKVI_FLAT_128 tkvi_b16 tkvi_xor_128(tkvi_b16 a, tkvi_b16 b) { return veorq_u8(a, b); }
@@ -10331,7 +10412,7 @@ TKVI_FLAT_128 tkvi_b16 tkvi_look_up_128(tkvi_b16 table, tkvi_b16 x) { return vqt
 #define TKVI_RIGHT_128(x, n) vshrq_n_u8(x, n)
 #define TKVI_LEFT_128(x, n) vshlq_n_u8(x, n)
 
-/* Neighbours a b: bytes, or pairs of them, of the first and of the second half. */
+/* Interleave the first (zip1) or second (zip2) halves of a and b, by bytes or by pairs of bytes. */
 TKVI_FLAT_128 tkvi_b16 tkvi_zip1_128(tkvi_b16 a, tkvi_b16 b) { return vzip1q_u8(a, b); }
 TKVI_FLAT_128 tkvi_b16 tkvi_zip2_128(tkvi_b16 a, tkvi_b16 b) { return vzip2q_u8(a, b); }
 TKVI_FLAT_128 tkvi_b16 tkvi_zip1_pairs_128(tkvi_b16 a, tkvi_b16 b) {
@@ -10342,8 +10423,8 @@ TKVI_FLAT_128 tkvi_b16 tkvi_zip2_pairs_128(tkvi_b16 a, tkvi_b16 b) {
 }
 
 /* >>products */
-#define TKVI_PASS_128 8 /* weight rows at once: 16 sums in registers */
-TKVI_FLAT_128 int tkvi_weight_rows_128(int planes) { return planes; }
+#define TKVI_MAX_PASS_128 8 /* weight rows in a pass: 16 sums in registers */
+TKVI_FLAT_128 int tkvi_weight_rows_128(int n_limbs) { return n_limbs; }
 typedef int8_t tkvi_weight;
 typedef int8x16_t tkvi_codes_128;
 typedef int8x16_t tkvi_quad_128;
@@ -10353,12 +10434,12 @@ TKVI_FLAT_128 tkvi_codes_128 tkvi_load_codes_128(const uint8_t *p) {
 }
 TKVI_FLAT_128 tkvi_quad_128 tkvi_load_quad_128(const tkvi_weight *w) { return vld1q_s8(w); }
 
-/* Weights of two steps of a row, the second one `further` on; of two planes, x = 128 high + low with low
- * 0 .. 127, one after the other. */
-TKVI_FLAT_128 void tkvi_save_weights_128(tkvi_weight *w, int further, tkvi_i4 a, tkvi_i4 b,
-                                         const int planes) {
+/* Stores the weights of two steps of a row; the second step is `further` weights on. With two limbs, a weight is
+ * 128 * high + low, low is 0 .. 127, and the low limbs follow the high ones. */
+TKVI_FLAT_128 void tkvi_store_weights_128(tkvi_weight *w, int further, tkvi_i4 a, tkvi_i4 b,
+                                          const int n_limbs) {
     const int16x8_t k = vcombine_s16(vmovn_s32(a), vmovn_s32(b));
-    if (planes == 2) {
+    if (n_limbs == 2) {
         const int32x2_t high = vreinterpret_s32_s8(vshrn_n_s16(k, 7));
         const int32x2_t low = vreinterpret_s32_s8(vmovn_s16(vandq_s16(k, vdupq_n_s16(127))));
         vst1_s8(w, vreinterpret_s8_s32(vzip1_s32(high, low)));
@@ -10378,7 +10459,8 @@ TKVI_FLAT_128 void tkvi_save_weights_128(tkvi_weight *w, int further, tkvi_i4 a,
                                                  vreinterpretq_u8_s8(quad), row))                            \
          : vdotq_laneq_s32(sum, codes, quad, row))
 #else
-/* Pairs of products fit 16 bits: 2 * 127 * 127, 2 * 128 * 127 of 8-bit codes, 2 * 63 * 255 without signs. */
+/* Sums of two products fit 16 bits: 2 * 128 * 127 for 8-bit codes, 2 * 127 * 127 for levels, and 2 * 63 * 255
+ * without signs. */
 TKVI_FLAT_128 tkvi_i4 tkvi_dot_128(const int no_sign, tkvi_i4 sum, tkvi_codes_128 c, tkvi_codes_128 w) {
     const uint8x16_t x = vreinterpretq_u8_s8(c), y = vreinterpretq_u8_s8(w);
     if (no_sign)
@@ -10396,11 +10478,11 @@ TKVI_FLAT_128 tkvi_i4 tkvi_dot_128(const int no_sign, tkvi_i4 sum, tkvi_codes_12
 #endif /* TKVI_KERNELS_NEON_H */
 /* ======== kernels/wasm.h ======== */
 /*
- * kernels/wasm.h - the pieces of kernels/vectors_128.h for WebAssembly, compiled with -msimd128.
+ * kernels/wasm.h - the types and operations of kernels/vectors_128.h for WebAssembly, compiled with -msimd128.
  *
- * The product there is one of 16 bits by pairs, i32x4.dot_i16x8_s: the bytes of a vector of codes are taken as
- * even and odd ones, widened by shifts alone, and both sums belong to the same token. Weights have 16 bits, so
- * that two planes cost what one does: a row holds both.
+ * WebAssembly has no product of bytes. i32x4.dot_i16x8_s multiplies 16-bit integers and adds pairs of products.
+ * Shifts widen the even and the odd bytes of a vector of codes. The sums of both belong to the same token. Weights
+ * have 16 bits and hold both limbs, so two limbs cost no more than one.
  *
  *     codes   | t0: r0 r1 r2 r3 | t1: r0 r1 r2 r3 | t2 ...  | t3 ...  |   16 bytes: 4 tokens (V: channels) x 4
  *     even    | t0: r0    r2    | t1: r0    r2    | t2 ...  | t3 ...  |   8 x 16 bits
@@ -10429,85 +10511,87 @@ typedef v128_t tkvi_b16;
 
 /* >>floats */
 TKVI_FLAT_128 tkvi_f4 tkvi_load_128(const float *p) { return wasm_v128_load(p); }
-TKVI_FLAT_128 void tkvi_save_128(float *p, tkvi_f4 x) { wasm_v128_store(p, x); }
-TKVI_FLAT_128 tkvi_f4 tkvi_all_128(float x) { return wasm_f32x4_splat(x); }
+TKVI_FLAT_128 void tkvi_store_128(float *p, tkvi_f4 x) { wasm_v128_store(p, x); }
+TKVI_FLAT_128 tkvi_f4 tkvi_splat_128(float x) { return wasm_f32x4_splat(x); }
 TKVI_FLAT_128 tkvi_f4 tkvi_add_128(tkvi_f4 a, tkvi_f4 b) { return wasm_f32x4_add(a, b); }
 TKVI_FLAT_128 tkvi_f4 tkvi_sub_128(tkvi_f4 a, tkvi_f4 b) { return wasm_f32x4_sub(a, b); }
 TKVI_FLAT_128 tkvi_f4 tkvi_mul_128(tkvi_f4 a, tkvi_f4 b) { return wasm_f32x4_mul(a, b); }
 TKVI_FLAT_128 tkvi_f4 tkvi_madd_128(tkvi_f4 a, tkvi_f4 x, tkvi_f4 y) {
     return wasm_f32x4_add(a, wasm_f32x4_mul(x, y));
 }
-TKVI_FLAT_128 tkvi_f4 tkvi_most_128(tkvi_f4 a, tkvi_f4 b) { return wasm_f32x4_pmax(a, b); }
-TKVI_FLAT_128 tkvi_f4 tkvi_size_128(tkvi_f4 x) { return wasm_f32x4_abs(x); }
+TKVI_FLAT_128 tkvi_f4 tkvi_max_128(tkvi_f4 a, tkvi_f4 b) { return wasm_f32x4_pmax(a, b); }
+TKVI_FLAT_128 tkvi_f4 tkvi_abs_128(tkvi_f4 x) { return wasm_f32x4_abs(x); }
 
-/* The sums of four vectors. */
-TKVI_FLAT_128 tkvi_f4 tkvi_sums_128(tkvi_f4 a, tkvi_f4 b, tkvi_f4 c, tkvi_f4 d) {
+/* Four horizontal sums. */
+TKVI_FLAT_128 tkvi_f4 tkvi_sum4_128(tkvi_f4 a, tkvi_f4 b, tkvi_f4 c, tkvi_f4 d) {
     tkvi_f4 ab = wasm_f32x4_add(wasm_i32x4_shuffle(a, b, 0, 2, 4, 6), wasm_i32x4_shuffle(a, b, 1, 3, 5, 7));
     tkvi_f4 cd = wasm_f32x4_add(wasm_i32x4_shuffle(c, d, 0, 2, 4, 6), wasm_i32x4_shuffle(c, d, 1, 3, 5, 7));
     return wasm_f32x4_add(wasm_i32x4_shuffle(ab, cd, 0, 2, 4, 6), wasm_i32x4_shuffle(ab, cd, 1, 3, 5, 7));
 }
 
-TKVI_FLAT_128 float tkvi_sum_128(tkvi_f4 x) { return wasm_f32x4_extract_lane(tkvi_sums_128(x, x, x, x), 0); }
+TKVI_FLAT_128 float tkvi_sum_across_128(tkvi_f4 x) {
+    return wasm_f32x4_extract_lane(tkvi_sum4_128(x, x, x, x), 0);
+}
 
-TKVI_FLAT_128 float tkvi_largest_128(tkvi_f4 x) {
+TKVI_FLAT_128 float tkvi_max_across_128(tkvi_f4 x) {
     x = wasm_f32x4_pmax(x, wasm_i32x4_shuffle(x, x, 2, 3, 0, 1));
     return wasm_f32x4_extract_lane(wasm_f32x4_pmax(x, wasm_i32x4_shuffle(x, x, 1, 0, 3, 2)), 0);
 }
 
-/* y where x >= least, else 0. */
-TKVI_FLAT_128 tkvi_f4 tkvi_where_128(tkvi_f4 y, tkvi_f4 x, float least) {
+/* y where x >= least, 0 elsewhere. */
+TKVI_FLAT_128 tkvi_f4 tkvi_zero_below_128(tkvi_f4 y, tkvi_f4 x, float least) {
     return wasm_v128_and(y, wasm_f32x4_ge(x, wasm_f32x4_splat(least)));
 }
 
-/* Finite halves: all bits moved to their places (the copies of the sign cut away), and scaled by 2^112, which is
- * right for subnormal ones too. */
-TKVI_FLAT_128 tkvi_f4 tkvi_halves4_128(const uint8_t *p) {
+/* Loads finite fp16 values. Shifts their bits into the places of a float, clears the copies of the sign bit, and
+ * multiplies by 2^112. This is also right for subnormals. */
+TKVI_FLAT_128 tkvi_f4 tkvi_load_finite_f16_128(const uint8_t *p) {
     v128_t x = wasm_v128_and(wasm_i32x4_shl(wasm_i32x4_load16x4(p), 13), wasm_i32x4_const_splat(~0x70000000));
     return wasm_f32x4_mul(x, wasm_i32x4_const_splat(0x77800000));
 }
 
-/* Any: what was infinite or no number came out as 65536 and more, and gets the largest exponent. */
-TKVI_FLAT_128 tkvi_f4 tkvi_any_halves4_128(const uint8_t *p) {
-    v128_t x = tkvi_halves4_128(p);
+/* Loads any fp16 values. Infinity and NaN come out as 65536 or more in size, and get the largest exponent. */
+TKVI_FLAT_128 tkvi_f4 tkvi_load_f16_128(const uint8_t *p) {
+    v128_t x = tkvi_load_finite_f16_128(p);
     v128_t no_number = wasm_f32x4_ge(wasm_f32x4_abs(x), wasm_f32x4_const_splat(65536.0f));
     return wasm_v128_or(x, wasm_v128_and(no_number, wasm_i32x4_const_splat(0x7f800000)));
 }
 
-TKVI_FLAT_128 tkvi_f4 tkvi_bfloats4_128(const uint8_t *p) {
+TKVI_FLAT_128 tkvi_f4 tkvi_load_bf16_128(const uint8_t *p) {
     return wasm_i32x4_shl(wasm_u32x4_load16x4(p), 16);
 }
 
 /* >>integers */
-TKVI_FLAT_128 tkvi_i4 tkvi_ints_128(const int32_t *p) { return wasm_v128_load(p); }
-TKVI_FLAT_128 void tkvi_save_ints_128(int32_t *p, tkvi_i4 x) { wasm_v128_store(p, x); }
-TKVI_FLAT_128 tkvi_i4 tkvi_all_ints_128(int32_t x) { return wasm_i32x4_splat(x); }
+TKVI_FLAT_128 tkvi_i4 tkvi_load_ints_128(const int32_t *p) { return wasm_v128_load(p); }
+TKVI_FLAT_128 void tkvi_store_ints_128(int32_t *p, tkvi_i4 x) { wasm_v128_store(p, x); }
+TKVI_FLAT_128 tkvi_i4 tkvi_splat_ints_128(int32_t x) { return wasm_i32x4_splat(x); }
 TKVI_FLAT_128 tkvi_i4 tkvi_add_ints_128(tkvi_i4 a, tkvi_i4 b) { return wasm_i32x4_add(a, b); }
 TKVI_FLAT_128 tkvi_i4 tkvi_sub_ints_128(tkvi_i4 a, tkvi_i4 b) { return wasm_i32x4_sub(a, b); }
 TKVI_FLAT_128 tkvi_i4 tkvi_mul_ints_128(tkvi_i4 a, tkvi_i4 b) { return wasm_i32x4_mul(a, b); }
 #define TKVI_LEFT_INTS_128(x, n) wasm_i32x4_shl(x, n)
-TKVI_FLAT_128 tkvi_f4 tkvi_float_128(tkvi_i4 x) { return wasm_f32x4_convert_i32x4(x); }
-TKVI_FLAT_128 tkvi_f4 tkvi_bits_128(tkvi_i4 x) { return x; }
+TKVI_FLAT_128 tkvi_f4 tkvi_to_float_128(tkvi_i4 x) { return wasm_f32x4_convert_i32x4(x); }
+TKVI_FLAT_128 tkvi_f4 tkvi_as_float_128(tkvi_i4 x) { return x; }
 
-TKVI_FLAT_128 int32_t tkvi_sum_ints_128(tkvi_i4 x) {
+TKVI_FLAT_128 int32_t tkvi_sum_ints_across_128(tkvi_i4 x) {
     x = wasm_i32x4_add(x, wasm_i32x4_shuffle(x, x, 2, 3, 0, 1));
     return wasm_i32x4_extract_lane(x, 0) + wasm_i32x4_extract_lane(x, 1);
 }
 
-/* As tkvi_rne does it: converting costs many instructions. */
+/* Rounds as tkvi_rne does: a conversion takes many instructions. */
 TKVI_FLAT_128 tkvi_i4 tkvi_nearest_128(tkvi_f4 x) {
     return wasm_i32x4_sub(wasm_f32x4_add(x, wasm_f32x4_const_splat(12582912.0f)),
                           wasm_i32x4_const_splat(0x4b400000));
 }
 
 /* Four signed bytes. */
-TKVI_FLAT_128 tkvi_i4 tkvi_bytes4_128(const uint8_t *p) {
+TKVI_FLAT_128 tkvi_i4 tkvi_load_bytes4_128(const uint8_t *p) {
     return wasm_i32x4_extend_low_i16x8(wasm_i16x8_extend_low_i8x16(wasm_v128_load32_zero(p)));
 }
 
 /* >>bytes */
-TKVI_FLAT_128 tkvi_b16 tkvi_bytes_128(const uint8_t *p) { return wasm_v128_load(p); }
-TKVI_FLAT_128 void tkvi_save_bytes_128(uint8_t *p, tkvi_b16 x) { wasm_v128_store(p, x); }
-TKVI_FLAT_128 tkvi_b16 tkvi_all_bytes_128(int x) { return wasm_i8x16_splat((int8_t)x); }
+TKVI_FLAT_128 tkvi_b16 tkvi_load_bytes_128(const uint8_t *p) { return wasm_v128_load(p); }
+TKVI_FLAT_128 void tkvi_store_bytes_128(uint8_t *p, tkvi_b16 x) { wasm_v128_store(p, x); }
+TKVI_FLAT_128 tkvi_b16 tkvi_splat_bytes_128(int x) { return wasm_i8x16_splat((int8_t)x); }
 TKVI_FLAT_128 tkvi_b16 tkvi_and_128(tkvi_b16 a, tkvi_b16 b) { return wasm_v128_and(a, b); }
 TKVI_FLAT_128 tkvi_b16 tkvi_or_128(tkvi_b16 a, tkvi_b16 b) { return wasm_v128_or(a, b); }
 TKVI_FLAT_128 tkvi_b16 tkvi_xor_128(tkvi_b16 a, tkvi_b16 b) { return wasm_v128_xor(a, b); }
@@ -10519,7 +10603,7 @@ TKVI_FLAT_128 tkvi_b16 tkvi_look_up_128(tkvi_b16 table, tkvi_b16 x) { return was
 #define TKVI_RIGHT_128(x, n) wasm_u8x16_shr(x, n)
 #define TKVI_LEFT_128(x, n) wasm_i8x16_shl(x, n)
 
-/* Neighbours a b: bytes, or pairs of them, of the first and of the second half. */
+/* Interleave the first (zip1) or second (zip2) halves of a and b, by bytes or by pairs of bytes. */
 TKVI_FLAT_128 tkvi_b16 tkvi_zip1_128(tkvi_b16 a, tkvi_b16 b) {
     return wasm_i8x16_shuffle(a, b, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
 }
@@ -10534,10 +10618,10 @@ TKVI_FLAT_128 tkvi_b16 tkvi_zip2_pairs_128(tkvi_b16 a, tkvi_b16 b) {
 }
 
 /* >>products */
-#define TKVI_PASS_128                                                                                        \
-    4 /* weight rows at once: on x86 engines have 16 registers; 8 sums, 4 of codes, weights */
-TKVI_FLAT_128 int tkvi_weight_rows_128(int planes) {
-    (void)planes;
+/* Weight rows in a pass. Engines on x86 have 16 registers: 8 for sums, 4 for codes, the rest for weights. */
+#define TKVI_MAX_PASS_128 4
+TKVI_FLAT_128 int tkvi_weight_rows_128(int n_limbs) {
+    (void)n_limbs;
     return 1;
 }
 typedef int16_t tkvi_weight;
@@ -10555,11 +10639,12 @@ TKVI_FLAT_128 tkvi_codes_128 tkvi_load_codes_128(const uint8_t *p) {
 }
 TKVI_FLAT_128 tkvi_quad_128 tkvi_load_quad_128(const tkvi_weight *w) { return w; }
 
-/* Weights of two steps of a row, r0 r2 r1 r3, the second one `further` on. */
-TKVI_FLAT_128 void tkvi_save_weights_128(tkvi_weight *w, int further, tkvi_i4 a, tkvi_i4 b,
-                                         const int planes) {
+/* Stores the weights of two steps of a row, each in the order r0 r2 r1 r3. The second step is `further` weights
+ * on. */
+TKVI_FLAT_128 void tkvi_store_weights_128(tkvi_weight *w, int further, tkvi_i4 a, tkvi_i4 b,
+                                          const int n_limbs) {
     const v128_t x = wasm_i16x8_shuffle(a, b, 0, 4, 2, 6, 8, 12, 10, 14);
-    (void)planes;
+    (void)n_limbs;
     wasm_v128_store64_lane(w, x, 0);
     wasm_v128_store64_lane(w + further, x, 1);
 }
@@ -10568,7 +10653,7 @@ TKVI_FLAT_128 tkvi_i4 tkvi_dot_128(tkvi_i4 sum, tkvi_codes_128 c, const tkvi_wei
     sum = wasm_i32x4_add(sum, wasm_i32x4_dot_i16x8(c.even, wasm_v128_load32_splat(w)));
     return wasm_i32x4_add(sum, wasm_i32x4_dot_i16x8(c.odd, wasm_v128_load32_splat(w + 2)));
 }
-/* Weights of 16 bits do not ask for signs. */
+/* no_sign makes no difference: 16-bit weights can be 255. */
 #define TKVI_DOT_128(no_sign, sum, codes, quad, row)                                                         \
     ((void)(no_sign), tkvi_dot_128(sum, codes, (quad) + 4 * (row)))
 
@@ -10577,18 +10662,20 @@ TKVI_FLAT_128 tkvi_i4 tkvi_dot_128(tkvi_i4 sum, tkvi_codes_128 c, const tkvi_wei
 #endif /* TKVI_KERNELS_WASM_H */
 /* ======== kernels/vectors_128.h ======== */
 /*
- * kernels/vectors_128.h - the kernels of kernels/scalar.h with vectors of 128 bits, written once; kernels/neon.h or
- * kernels/wasm.h brings the pieces (types and operations end in _128). Which one, the compiler's flags say:
- * there is at most one such instruction set in a program.
+ * kernels/vectors_128.h - the kernels of kernels/scalar.h with vectors of 128 bits, for NEON and WebAssembly.
  *
- * A tile is unpacked to bytes, in the order of its codes, and those are multiplied for all rows: what unpacking
- * has to know of widths and tables is in one place, and the products are one loop for K and V. Its step:
+ * Types and operations that end in _128 come from kernels/neon.h or kernels/wasm.h. The target of the compiler
+ * selects one of them.
  *
- *     two vectors of 16 codes (four lanes of four each), times four weights of each row
+ * A tile is unpacked to bytes, in the order of its codes. Then these bytes are multiplied for all rows. So only
+ * unpacking depends on the width and the table of levels, and one loop of products serves K and V. A step of it
+ * multiplies two vectors of 16 codes (four lanes of four) by four weights of each row:
+ *
  *     K: a step is a tile.        lanes: tokens 16p + 4b .. + 3, p = 2h and 2h + 1;  weights of its 4 channels
- *     V: a step is four tokens.   lanes: channels 4b .. + 3, b = 2h and 2h + 1;      weights of these tokens
+ *     V: a step is four tokens.   lanes: channels 4b .. + 3, b = 2h and 2h + 1;      weights of its 4 tokens
  *
- * 8-bit codes are signed here, code - 128. Nothing is prefetched: `next` waits for a machine to measure on.
+ * 8-bit codes become signed: code - 128. These kernels do not prefetch `next`, because no machine to measure it
+ * was available.
  */
 #ifndef TKVI_KERNELS_VECTORS_128_H
 #define TKVI_KERNELS_VECTORS_128_H
@@ -10596,16 +10683,16 @@ TKVI_FLAT_128 tkvi_i4 tkvi_dot_128(tkvi_i4 sum, tkvi_codes_128 c, const tkvi_wei
 
 #ifdef TKVI_128
 
-/* >>helpers: those of metadata. Encoding is the scalar code's. */
-static void tkvi_halves_128(const uint8_t *src, int n, float *dst) {
+/* >>simd_ops: conversions of metadata. Encoding uses the scalar functions. */
+static void tkvi_f16_to_f32_128(const uint8_t *src, int n, float *dst) {
     int i;
-    for (i = 0; i + 4 <= n; i += 4) tkvi_save_128(dst + i, tkvi_any_halves4_128(src + 2 * i));
-    tkvi_halves_scalar(src + 2 * i, n - i, dst + i);
+    for (i = 0; i + 4 <= n; i += 4) tkvi_store_128(dst + i, tkvi_load_f16_128(src + 2 * i));
+    tkvi_f16_to_f32_scalar(src + 2 * i, n - i, dst + i);
 }
 
-/* tkvi_log_value byte by byte: with e the exponent and m the ten bits of the mantissa, a float's bytes are
- * 0, m << 5, e << 7 | m >> 3, e >> 1. */
-static void tkvi_logs_128(const uint8_t *src, int n, int top, float *dst) {
+/* tkvi_log_value, byte by byte. The bytes of the float are 0, m << 5, e << 7 | m >> 3, e >> 1. Here e is the biased
+ * exponent, and m the upper ten bits of the mantissa. */
+static void tkvi_decode_log_scales_128(const uint8_t *src, int n, int top, float *dst) {
     uint8_t tables[2][16], *bytes = (uint8_t *)dst;
     tkvi_b16 table1, table2;
     int i;
@@ -10614,87 +10701,87 @@ static void tkvi_logs_128(const uint8_t *src, int n, int top, float *dst) {
         tables[0][i] = (uint8_t)(m << 5 & 255);
         tables[1][i] = (uint8_t)(m >> 3);
     }
-    table1 = tkvi_bytes_128(tables[0]);
-    table2 = tkvi_bytes_128(tables[1]);
+    table1 = tkvi_load_bytes_128(tables[0]);
+    table2 = tkvi_load_bytes_128(tables[1]);
     for (i = 0; i + 16 <= n; i += 16, bytes += 64) {
-        tkvi_b16 code = tkvi_bytes_128(src + i), some = tkvi_test_128(code, code);
-        tkvi_b16 x = tkvi_add_bytes_128(code, tkvi_all_bytes_128(-1));
-        tkvi_b16 k = tkvi_and_128(x, tkvi_all_bytes_128(15));
-        tkvi_b16 e = tkvi_add_bytes_128(TKVI_RIGHT_128(x, 4), tkvi_all_bytes_128(127 + top - 16));
+        tkvi_b16 code = tkvi_load_bytes_128(src + i), some = tkvi_test_128(code, code);
+        tkvi_b16 x = tkvi_add_bytes_128(code, tkvi_splat_bytes_128(-1));
+        tkvi_b16 k = tkvi_and_128(x, tkvi_splat_bytes_128(15));
+        tkvi_b16 e = tkvi_add_bytes_128(TKVI_RIGHT_128(x, 4), tkvi_splat_bytes_128(127 + top - 16));
         tkvi_b16 b1 = tkvi_and_128(tkvi_look_up_128(table1, k), some);
         tkvi_b16 b2 = tkvi_or_128(tkvi_look_up_128(table2, k), TKVI_LEFT_128(e, 7));
-        tkvi_b16 b3 = tkvi_and_128(TKVI_RIGHT_128(e, 1), some), zero = tkvi_all_bytes_128(0);
+        tkvi_b16 b3 = tkvi_and_128(TKVI_RIGHT_128(e, 1), some), zero = tkvi_splat_bytes_128(0);
         b2 = tkvi_and_128(b2, some);
         x = tkvi_zip1_128(zero, b1);
         k = tkvi_zip1_128(b2, b3);
-        tkvi_save_bytes_128(bytes, tkvi_zip1_pairs_128(x, k));
-        tkvi_save_bytes_128(bytes + 16, tkvi_zip2_pairs_128(x, k));
+        tkvi_store_bytes_128(bytes, tkvi_zip1_pairs_128(x, k));
+        tkvi_store_bytes_128(bytes + 16, tkvi_zip2_pairs_128(x, k));
         x = tkvi_zip2_128(zero, b1);
         k = tkvi_zip2_128(b2, b3);
-        tkvi_save_bytes_128(bytes + 32, tkvi_zip1_pairs_128(x, k));
-        tkvi_save_bytes_128(bytes + 48, tkvi_zip2_pairs_128(x, k));
+        tkvi_store_bytes_128(bytes + 32, tkvi_zip1_pairs_128(x, k));
+        tkvi_store_bytes_128(bytes + 48, tkvi_zip2_pairs_128(x, k));
     }
-    tkvi_logs_scalar(src + i, n - i, top, dst + i);
+    tkvi_decode_log_scales_scalar(src + i, n - i, top, dst + i);
 }
 
-static void tkvi_zeros_128(const uint8_t *offset, const float *scale, const float *mean, float unit,
-                           int middle, int n, float *dst) {
+static void tkvi_decode_zero_points_128(const uint8_t *offset, const float *scale, const float *mean,
+                                        float unit, int middle, int n, float *dst) {
     int i;
     for (i = 0; i + 4 <= n; i += 4) {
-        tkvi_i4 by = tkvi_sub_ints_128(tkvi_bytes4_128(offset + i), tkvi_all_ints_128(middle));
-        tkvi_f4 x = tkvi_mul_128(tkvi_load_128(scale + i), tkvi_all_128(unit));
-        tkvi_save_128(dst + i, tkvi_madd_128(tkvi_load_128(mean + i), x, tkvi_float_128(by)));
+        tkvi_i4 by = tkvi_sub_ints_128(tkvi_load_bytes4_128(offset + i), tkvi_splat_ints_128(middle));
+        tkvi_f4 x = tkvi_mul_128(tkvi_load_128(scale + i), tkvi_splat_128(unit));
+        tkvi_store_128(dst + i, tkvi_madd_128(tkvi_load_128(mean + i), x, tkvi_to_float_128(by)));
     }
-    tkvi_zeros_scalar(offset + i, scale + i, mean + i, unit, middle, n - i, dst + i);
+    tkvi_decode_zero_points_scalar(offset + i, scale + i, mean + i, unit, middle, n - i, dst + i);
 }
 
 static const tkvi_simd_ops tkvi_simd_ops_128 = {
-    tkvi_halves_128,        tkvi_to_halves_scalar, tkvi_logs_128,
-    tkvi_zeros_128,         tkvi_log_codes_scalar, tkvi_pack_tile,
-    tkvi_interleave_scalar, tkvi_columns_scalar,   tkvi_finalize_scales_scalar,
-    tkvi_tokens_scalar,     tkvi_groups_scalar,    tkvi_tiles_scalar};
+    tkvi_f16_to_f32_128,         tkvi_f32_to_f16_scalar,        tkvi_decode_log_scales_128,
+    tkvi_decode_zero_points_128, tkvi_encode_log_scales_scalar, tkvi_pack_tile,
+    tkvi_interleave_scalar,      tkvi_encode_k_columns_scalar,  tkvi_finalize_scales_scalar,
+    tkvi_encode_v_tokens_scalar, tkvi_encode_groups_scalar,     tkvi_decode_tiles_scalar};
 
 static float tkvi_max64_128(const float *s) {
     tkvi_f4 m = tkvi_load_128(s);
     int t;
-    for (t = 4; t < TKVI_BLOCK; t += 4) m = tkvi_most_128(m, tkvi_load_128(s + t));
-    return tkvi_largest_128(m);
+    for (t = 4; t < TKVI_BLOCK; t += 4) m = tkvi_max_128(m, tkvi_load_128(s + t));
+    return tkvi_max_across_128(m);
 }
 
-/* exp(x) = 2^n exp(r), |r| <= ln 2 / 2; the polynomial is that of Cephes' expf. */
+/* exp(x) = 2^n exp(r), |r| <= ln 2 / 2. The polynomial is from expf of Cephes. */
 static float tkvi_exp64_128(const float *s, float maximum, float *p) {
     static const float factors[5] = {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f,
                                      5.0000001201e-1f};
-    tkvi_f4 sum = tkvi_all_128(0.0f);
+    tkvi_f4 sum = tkvi_splat_128(0.0f);
     int t, k;
     for (t = 0; t < TKVI_BLOCK; t += 4) {
-        tkvi_f4 from = tkvi_sub_128(tkvi_load_128(s + t), tkvi_all_128(maximum)), r, f, y;
-        tkvi_f4 x = tkvi_most_128(from, tkvi_all_128(-87.0f)); /* 2^n stays a normal number */
-        tkvi_i4 n = tkvi_nearest_128(tkvi_mul_128(x, tkvi_all_128(1.44269504f)));
-        f = tkvi_float_128(n);
-        r = tkvi_madd_128(x, f, tkvi_all_128(-0.693359375f));
-        r = tkvi_madd_128(r, f, tkvi_all_128(2.12194440e-4f));
-        y = tkvi_all_128(1.9875691500e-4f);
-        for (k = 0; k < 5; k++) y = tkvi_madd_128(tkvi_all_128(factors[k]), y, r);
-        y = tkvi_madd_128(tkvi_add_128(r, tkvi_all_128(1.0f)), y, tkvi_mul_128(r, r));
-        n = TKVI_LEFT_INTS_128(tkvi_add_ints_128(n, tkvi_all_ints_128(127)), 23);
-        y = tkvi_where_128(tkvi_mul_128(y, tkvi_bits_128(n)), from, -87.0f);
-        tkvi_save_128(p + t, y);
+        tkvi_f4 from = tkvi_sub_128(tkvi_load_128(s + t), tkvi_splat_128(maximum)), r, f, y;
+        tkvi_f4 x = tkvi_max_128(from, tkvi_splat_128(-87.0f)); /* 2^n stays a normal number */
+        tkvi_i4 n = tkvi_nearest_128(tkvi_mul_128(x, tkvi_splat_128(1.44269504f)));
+        f = tkvi_to_float_128(n);
+        r = tkvi_madd_128(x, f, tkvi_splat_128(-0.693359375f));
+        r = tkvi_madd_128(r, f, tkvi_splat_128(2.12194440e-4f));
+        y = tkvi_splat_128(1.9875691500e-4f);
+        for (k = 0; k < 5; k++) y = tkvi_madd_128(tkvi_splat_128(factors[k]), y, r);
+        y = tkvi_madd_128(tkvi_add_128(r, tkvi_splat_128(1.0f)), y, tkvi_mul_128(r, r));
+        n = TKVI_LEFT_INTS_128(tkvi_add_ints_128(n, tkvi_splat_ints_128(127)), 23);
+        y = tkvi_zero_below_128(tkvi_mul_128(y, tkvi_as_float_128(n)), from, -87.0f);
+        tkvi_store_128(p + t, y);
         sum = tkvi_add_128(sum, y);
     }
-    return tkvi_sum_128(sum);
+    return tkvi_sum_across_128(sum);
 }
 
-/* Rows that go together: as many as are left and registers allow, 1, 2, 4 or 8. */
-static int tkvi_pass_128(int left, int most) {
+/* Rows in the next pass: the largest power of 2 that is at most `left` and `most`. */
+static int tkvi_rows_in_pass_128(int left, int most) {
     int n = most;
     while (n > left) n /= 2;
     return n;
 }
 
-/* >>exact tiers: a step is 4 channels of 4 tokens (K), or 16 channels of a token (V), in x0 .. x3 */
+/* >>exact tiers: x0 .. x3 hold 4 channels of 4 tokens (K), or 16 channels of one token (V). */
 #define TKVI_ROWS4_(X) X(0) X(1) X(2) X(3)
-#define TKVI_NONE4_(r) tkvi_f4 a##r = tkvi_all_128(0.0f), b##r = a##r, c##r = a##r, d##r = a##r;
+#define TKVI_NONE4_(r) tkvi_f4 a##r = tkvi_splat_128(0.0f), b##r = a##r, c##r = a##r, d##r = a##r;
 #define TKVI_MADD4_(r, from)                                                                                 \
     if (r < nr) {                                                                                            \
         y = from;                                                                                            \
@@ -10704,22 +10791,22 @@ static int tkvi_pass_128(int left, int most) {
         d##r = tkvi_madd_128(d##r, x3, y);                                                                   \
     }
 #define TKVI_MADD4_K_(r) TKVI_MADD4_(r, tkvi_load_128(q + r * pad + i))
-#define TKVI_MADD4_V_(r) TKVI_MADD4_(r, tkvi_all_128(p[r * TKVI_BLOCK + t]))
+#define TKVI_MADD4_V_(r) TKVI_MADD4_(r, tkvi_splat_128(p[r * TKVI_BLOCK + t]))
 #define TKVI_SAVE4_K_(r)                                                                                     \
-    if (r < nr) tkvi_save_128(scores + r * TKVI_BLOCK + t, tkvi_sums_128(a##r, b##r, c##r, d##r));
+    if (r < nr) tkvi_store_128(scores + r * TKVI_BLOCK + t, tkvi_sum4_128(a##r, b##r, c##r, d##r));
 #define TKVI_SAVE4_V_(r)                                                                                     \
     if (r < nr) {                                                                                            \
         o = out + r * pad + i;                                                                               \
-        tkvi_save_128(o, tkvi_add_128(tkvi_load_128(o), a##r));                                              \
-        tkvi_save_128(o + 4, tkvi_add_128(tkvi_load_128(o + 4), b##r));                                      \
-        tkvi_save_128(o + 8, tkvi_add_128(tkvi_load_128(o + 8), c##r));                                      \
-        tkvi_save_128(o + 12, tkvi_add_128(tkvi_load_128(o + 12), d##r));                                    \
+        tkvi_store_128(o, tkvi_add_128(tkvi_load_128(o), a##r));                                             \
+        tkvi_store_128(o + 4, tkvi_add_128(tkvi_load_128(o + 4), b##r));                                     \
+        tkvi_store_128(o + 8, tkvi_add_128(tkvi_load_128(o + 8), c##r));                                     \
+        tkvi_store_128(o + 12, tkvi_add_128(tkvi_load_128(o + 12), d##r));                                   \
     }
 
-/* 4 values from number i of a row. */
-TKVI_FLAT_128 tkvi_f4 tkvi_values_128(const tkvi_storage type, const uint8_t *row, int i) {
-    if (type == TKVI_AS_F16) return tkvi_halves4_128(row + 2 * i);
-    if (type == TKVI_AS_BF16) return tkvi_bfloats4_128(row + 2 * i);
+/* Values i .. i + 3 of a row. */
+TKVI_FLAT_128 tkvi_f4 tkvi_load_values_128(const tkvi_storage type, const uint8_t *row, int i) {
+    if (type == TKVI_AS_F16) return tkvi_load_finite_f16_128(row + 2 * i);
+    if (type == TKVI_AS_BF16) return tkvi_load_bf16_128(row + 2 * i);
     return tkvi_load_128((const float *)(const void *)(row + 4 * i));
 }
 
@@ -10735,10 +10822,10 @@ TKVI_FLAT_128 void tkvi_exact_k4_128(const tkvi_storage type, const int nr, cons
         TKVI_ROWS4_(TKVI_NONE4_)
         for (i = 0; i < pad; i += 4) {
             tkvi_f4 y = tkvi_load_128(ref + i);
-            tkvi_f4 x0 = tkvi_sub_128(tkvi_values_128(type, k0, i), y);
-            tkvi_f4 x1 = tkvi_sub_128(tkvi_values_128(type, k1, i), y);
-            tkvi_f4 x2 = tkvi_sub_128(tkvi_values_128(type, k2, i), y);
-            tkvi_f4 x3 = tkvi_sub_128(tkvi_values_128(type, k3, i), y);
+            tkvi_f4 x0 = tkvi_sub_128(tkvi_load_values_128(type, k0, i), y);
+            tkvi_f4 x1 = tkvi_sub_128(tkvi_load_values_128(type, k1, i), y);
+            tkvi_f4 x2 = tkvi_sub_128(tkvi_load_values_128(type, k2, i), y);
+            tkvi_f4 x3 = tkvi_sub_128(tkvi_load_values_128(type, k3, i), y);
             TKVI_ROWS4_(TKVI_MADD4_K_)
         }
         TKVI_ROWS4_(TKVI_SAVE4_K_)
@@ -10754,8 +10841,8 @@ TKVI_FLAT_128 void tkvi_exact_v4_128(const tkvi_storage type, const int nr, cons
         float *o;
         TKVI_ROWS4_(TKVI_NONE4_)
         for (t = 0; t < n; t++, v += bytes) {
-            tkvi_f4 x0 = tkvi_values_128(type, v, i), x1 = tkvi_values_128(type, v, i + 4);
-            tkvi_f4 x2 = tkvi_values_128(type, v, i + 8), x3 = tkvi_values_128(type, v, i + 12), y;
+            tkvi_f4 x0 = tkvi_load_values_128(type, v, i), x1 = tkvi_load_values_128(type, v, i + 4);
+            tkvi_f4 x2 = tkvi_load_values_128(type, v, i + 8), x3 = tkvi_load_values_128(type, v, i + 12), y;
             TKVI_ROWS4_(TKVI_MADD4_V_)
         }
         TKVI_ROWS4_(TKVI_SAVE4_V_)
@@ -10764,26 +10851,26 @@ TKVI_FLAT_128 void tkvi_exact_v4_128(const tkvi_storage type, const int nr, cons
 
 #define TKVI_EXACT_128_(t, type)                                                                             \
     static void tkvi_##t##_k_128(const tkvi_side *s, const uint8_t *src, const uint8_t *next,                \
-                                 const float *q, const float *ref, int rows, int n, int planes,              \
+                                 const float *q, const float *ref, int rows, int n, int n_limbs,             \
                                  float *scores) {                                                            \
         int r, pass;                                                                                         \
         (void)next;                                                                                          \
-        (void)planes;                                                                                        \
+        (void)n_limbs;                                                                                       \
         if (n < TKVI_BLOCK) memset(scores, 0, (size_t)(rows * TKVI_BLOCK) * sizeof(float));                  \
         for (r = 0; r < rows; r += pass, q += pass * s->pad, scores += pass * TKVI_BLOCK) {                  \
-            pass = tkvi_pass_128(rows - r, 4);                                                               \
+            pass = tkvi_rows_in_pass_128(rows - r, 4);                                                       \
             if (pass == 4) tkvi_exact_k4_128(type, 4, s, src, q, ref, n, scores);                            \
             else if (pass == 2) tkvi_exact_k4_128(type, 2, s, src, q, ref, n, scores);                       \
             else tkvi_exact_k4_128(type, 1, s, src, q, ref, n, scores);                                      \
         }                                                                                                    \
     }                                                                                                        \
     static void tkvi_##t##_v_128(const tkvi_side *s, const uint8_t *src, const uint8_t *next,                \
-                                 const float *p, int rows, int n, int planes, float *out) {                  \
+                                 const float *p, int rows, int n, int n_limbs, float *out) {                 \
         int r, pass;                                                                                         \
         (void)next;                                                                                          \
-        (void)planes;                                                                                        \
+        (void)n_limbs;                                                                                       \
         for (r = 0; r < rows; r += pass, p += pass * TKVI_BLOCK, out += pass * s->pad) {                     \
-            pass = tkvi_pass_128(rows - r, 4);                                                               \
+            pass = tkvi_rows_in_pass_128(rows - r, 4);                                                       \
             if (pass == 4) tkvi_exact_v4_128(type, 4, s, src, p, n, out);                                    \
             else if (pass == 2) tkvi_exact_v4_128(type, 2, s, src, p, n, out);                               \
             else tkvi_exact_v4_128(type, 1, s, src, p, n, out);                                              \
@@ -10802,55 +10889,57 @@ TKVI_EXACT_128_(bf16, TKVI_AS_BF16)
 #undef TKVI_SAVE4_V_
 
 /* >>tiles */
-/* The top bit of four planes: bits from, from + 1, .. of x, to `bit` of the codes. */
+/* Adds the top bit to the codes of four planes. Plane p has it where x & (from << p); it is worth `bit`. */
 TKVI_FLAT_128 void tkvi_tops_128(tkvi_b16 *c, tkvi_b16 x, int from, int bit) {
-    const tkvi_b16 to = tkvi_all_bytes_128(bit);
-    c[0] = tkvi_or_128(c[0], tkvi_and_128(tkvi_test_128(x, tkvi_all_bytes_128(from)), to));
-    c[1] = tkvi_or_128(c[1], tkvi_and_128(tkvi_test_128(x, tkvi_all_bytes_128(2 * from)), to));
-    c[2] = tkvi_or_128(c[2], tkvi_and_128(tkvi_test_128(x, tkvi_all_bytes_128(4 * from)), to));
-    c[3] = tkvi_or_128(c[3], tkvi_and_128(tkvi_test_128(x, tkvi_all_bytes_128(8 * from)), to));
+    const tkvi_b16 to = tkvi_splat_bytes_128(bit);
+    c[0] = tkvi_or_128(c[0], tkvi_and_128(tkvi_test_128(x, tkvi_splat_bytes_128(from)), to));
+    c[1] = tkvi_or_128(c[1], tkvi_and_128(tkvi_test_128(x, tkvi_splat_bytes_128(2 * from)), to));
+    c[2] = tkvi_or_128(c[2], tkvi_and_128(tkvi_test_128(x, tkvi_splat_bytes_128(4 * from)), to));
+    c[3] = tkvi_or_128(c[3], tkvi_and_128(tkvi_test_128(x, tkvi_splat_bytes_128(8 * from)), to));
 }
 
-TKVI_FLAT_128 void tkvi_save_codes_128(uint8_t *code, const tkvi_b16 *c) {
-    tkvi_save_bytes_128(code, c[0]);
-    tkvi_save_bytes_128(code + 64, c[1]);
-    tkvi_save_bytes_128(code + 128, c[2]);
-    tkvi_save_bytes_128(code + 192, c[3]);
+TKVI_FLAT_128 void tkvi_store_codes_128(uint8_t *code, const tkvi_b16 *c) {
+    tkvi_store_bytes_128(code, c[0]);
+    tkvi_store_bytes_128(code + 64, c[1]);
+    tkvi_store_bytes_128(code + 128, c[2]);
+    tkvi_store_bytes_128(code + 192, c[3]);
 }
 
-/* A quarter of tkvi_unpack_tile: bytes j .. j + 15 of each plane. 8-bit codes become signed. */
+/* Unpacks codes j .. j + 15 of each plane. 8-bit codes become signed. */
 TKVI_FLAT_128 void tkvi_unpack4_128(const int width, const uint8_t *wide, const uint8_t *tops, int from,
                                     int j, tkvi_b16 *c) {
-    const tkvi_b16 two = tkvi_all_bytes_128(3), four = tkvi_all_bytes_128(15), six = tkvi_all_bytes_128(48);
-    tkvi_b16 x = tkvi_all_bytes_128(128), y;
-    c[0] = c[1] = c[2] = c[3] = tkvi_all_bytes_128(0);
+    const tkvi_b16 two = tkvi_splat_bytes_128(3), four = tkvi_splat_bytes_128(15),
+                   six = tkvi_splat_bytes_128(48);
+    tkvi_b16 x = tkvi_splat_bytes_128(128), y;
+    c[0] = c[1] = c[2] = c[3] = tkvi_splat_bytes_128(0);
     if (width == 8) {
-        c[0] = tkvi_xor_128(tkvi_bytes_128(wide + j), x);
-        c[1] = tkvi_xor_128(tkvi_bytes_128(wide + j + 64), x);
-        c[2] = tkvi_xor_128(tkvi_bytes_128(wide + j + 128), x);
-        c[3] = tkvi_xor_128(tkvi_bytes_128(wide + j + 192), x);
+        c[0] = tkvi_xor_128(tkvi_load_bytes_128(wide + j), x);
+        c[1] = tkvi_xor_128(tkvi_load_bytes_128(wide + j + 64), x);
+        c[2] = tkvi_xor_128(tkvi_load_bytes_128(wide + j + 128), x);
+        c[3] = tkvi_xor_128(tkvi_load_bytes_128(wide + j + 192), x);
     } else if (width >= 4) {
-        x = tkvi_bytes_128(wide + j);
-        y = tkvi_bytes_128(wide + j + 64);
+        x = tkvi_load_bytes_128(wide + j);
+        y = tkvi_load_bytes_128(wide + j + 64);
         c[0] = tkvi_and_128(x, four);
         c[1] = TKVI_RIGHT_128(x, 4);
         c[2] = tkvi_and_128(y, four);
         c[3] = TKVI_RIGHT_128(y, 4);
     } else if (width >= 2) {
-        x = tkvi_bytes_128(wide + j);
+        x = tkvi_load_bytes_128(wide + j);
         c[0] = tkvi_and_128(x, two);
         c[1] = tkvi_and_128(TKVI_RIGHT_128(x, 2), two);
         c[2] = tkvi_and_128(TKVI_RIGHT_128(x, 4), two);
         c[3] = TKVI_RIGHT_128(x, 6);
     }
     if (width == 6) {
-        x = tkvi_bytes_128(wide + j + 128);
+        x = tkvi_load_bytes_128(wide + j + 128);
         c[0] = tkvi_or_128(c[0], tkvi_and_128(TKVI_LEFT_128(x, 4), six));
         c[1] = tkvi_or_128(c[1], tkvi_and_128(TKVI_LEFT_128(x, 2), six));
         c[2] = tkvi_or_128(c[2], tkvi_and_128(x, six));
         c[3] = tkvi_or_128(c[3], tkvi_and_128(TKVI_RIGHT_128(x, 2), six));
     }
-    if (width & 1) tkvi_tops_128(c, tkvi_bytes_128(tops + j), from, width == 1 ? 1 : width == 3 ? 4 : 16);
+    if (width & 1)
+        tkvi_tops_128(c, tkvi_load_bytes_128(tops + j), from, width == 1 ? 1 : width == 3 ? 4 : 16);
 }
 
 TKVI_FLAT_128 void tkvi_unpack_width_128(const int width, const uint8_t *wide, const uint8_t *tops, int from,
@@ -10859,11 +10948,11 @@ TKVI_FLAT_128 void tkvi_unpack_width_128(const int width, const uint8_t *wide, c
     int j;
     for (j = 0; j < 64; j += 16) {
         tkvi_unpack4_128(width, wide, tops, from, j, c);
-        tkvi_save_codes_128(code + j, c);
+        tkvi_store_codes_128(code + j, c);
     }
 }
 
-static void tkvi_unpack_128(const uint8_t *codes, const tkvi_tile_at *at, int width, uint8_t *code) {
+static void tkvi_unpack_tile_128(const uint8_t *codes, const tkvi_tile_at *at, int width, uint8_t *code) {
     const uint8_t *wide = codes + at->wide, *tops = codes + at->halves + at->half / 2 * 64;
     const int from = at->half % 2 ? 16 : 1;
     switch (width) {
@@ -10877,95 +10966,98 @@ static void tkvi_unpack_128(const uint8_t *codes, const tkvi_tile_at *at, int wi
     }
 }
 
-/* Codes to levels. */
-static void tkvi_level_128(const int8_t *levels, const uint8_t *code, int n, uint8_t *level) {
-    const tkvi_b16 table = tkvi_bytes_128((const uint8_t *)levels), mask = tkvi_all_bytes_128(15);
+/* Replaces n codes by their levels. */
+static void tkvi_codes_to_levels_128(const int8_t *levels, const uint8_t *code, int n, uint8_t *level) {
+    const tkvi_b16 table = tkvi_load_bytes_128((const uint8_t *)levels), mask = tkvi_splat_bytes_128(15);
     int j;
     for (j = 0; j < n; j += 16)
-        tkvi_save_bytes_128(level + j, tkvi_look_up_128(table, tkvi_and_128(tkvi_bytes_128(code + j), mask)));
+        tkvi_store_bytes_128(level + j,
+                             tkvi_look_up_128(table, tkvi_and_128(tkvi_load_bytes_128(code + j), mask)));
 }
 
-static int tkvi_centre2_128(const tkvi_side *s, int width) { /* twice the centre of what is multiplied */
+/* Twice the centre of the bytes that are multiplied. */
+static int tkvi_centre2_128(const tkvi_side *s, int width) {
     return s->levels ? 0 : width == 8 ? -1 : (1 << width) - 1;
 }
 
-/* Four zeros with the part of the centre. */
+/* zero + centre * scale, for four values. */
 TKVI_FLAT_128 tkvi_f4 tkvi_centred_128(tkvi_f4 zero, const float *scale, float centre) {
-    return tkvi_madd_128(zero, tkvi_load_128(scale), tkvi_all_128(centre));
+    return tkvi_madd_128(zero, tkvi_load_128(scale), tkvi_splat_128(centre));
 }
 
-/* A row is folded: the answer is  half_step * (2 sum w code - middle) + rest  with
- * middle = sum w centre2,  rest = sum x zero. */
+/* A folded row. Its answer is half_step * (2 * sum w code - middle) + rest.
+ * middle = sum w centre2; rest = sum x zero. */
 typedef struct tkvi_fold_128 {
     int32_t middle;
     float half_step, rest;
     float most; /* the largest weight before it is rounded */
-    int wide;   /* so many weights have 15 bits, the others 8 */
+    int wide;   /* number of leading weights with two limbs */
 } tkvi_fold_128;
 
-/* What rows are folded by; `zero` has the centre's part in it, n is a multiple of 16. */
-typedef struct tkvi_folding_128 {
+/* Parameters of folding. zero includes centre * scale (tkvi_centred_128). n is a multiple of 16. */
+typedef struct tkvi_fold_args_128 {
     const float *scale, *zero;
     const int32_t *centre2;
-    int n, planes, top, wide; /* top: the largest weight of one plane */
-    float coarse;             /* see TKVI_NEEDS_TWO */
-    int unit; /* of a weight of 8 bits where there are some of 15: 128 in K; V has no mix in a row */
-} tkvi_folding_128;
+    int n, n_limbs, top,
+        wide;     /* top: the largest weight of one limb; wide: leading weights always with two */
+    float coarse; /* see TKVI_NEEDS_TWO */
+    int unit; /* value of 1 in a one-limb weight beside two-limb ones: 128 in K. V: 1, because rows do not mix */
+} tkvi_fold_args_128;
 
-/* Weights of a step: four of each weight row. A load may take rows with it that a pass does not use. */
+/* Weights of a step: four of each weight row. A load may read rows that its pass does not use. */
 #define TKVI_QUAD_128 (4 * 2 * TKVI_ROWS)
 
-/* Row x times scale, and what is to be known of it before it is rounded. */
-static void tkvi_measure_128(const tkvi_folding_128 *a, const float *x, float *y, tkvi_fold_128 *f) {
-    tkvi_f4 most = tkvi_all_128(0.0f), rest = most, squares = most;
+/* y = x * scale, and the fields of *f that rounding needs. */
+static void tkvi_scale_row_128(const tkvi_fold_args_128 *a, const float *x, float *y, tkvi_fold_128 *f) {
+    tkvi_f4 most = tkvi_splat_128(0.0f), rest = most, squares = most;
     float all;
     int i;
     for (i = 0; i < a->n; i += 4) {
         tkvi_f4 v = tkvi_load_128(x + i), u = tkvi_mul_128(v, tkvi_load_128(a->scale + i));
-        most = tkvi_most_128(most, tkvi_size_128(u));
+        most = tkvi_max_128(most, tkvi_abs_128(u));
         rest = tkvi_madd_128(rest, v, tkvi_load_128(a->zero + i));
         squares = tkvi_madd_128(squares, u, u);
-        tkvi_save_128(y + i, u);
+        tkvi_store_128(y + i, u);
     }
-    f->most = tkvi_largest_128(most);
-    f->rest = tkvi_sum_128(rest);
-    all = tkvi_sum_128(squares);
-    f->wide = a->planes == 2 || TKVI_NEEDS_TWO(a->coarse, f->most, all, a->top) ? a->n : a->wide;
+    f->most = tkvi_max_across_128(most);
+    f->rest = tkvi_sum_across_128(rest);
+    all = tkvi_sum_across_128(squares);
+    f->wide = a->n_limbs == 2 || TKVI_NEEDS_TWO(a->coarse, f->most, all, a->top) ? a->n : a->wide;
 }
 
-/* y rounded. `two`: some row of the call has weights of 15 bits, so that all have two planes. */
-TKVI_FLAT_128 void tkvi_round_row_128(const tkvi_folding_128 *a, const float *y, const int two,
+/* Rounds y. two: 1 if some row of the call needs two limbs; then all rows are stored with two. */
+TKVI_FLAT_128 void tkvi_round_row_128(const tkvi_fold_args_128 *a, const float *y, const int two,
                                       tkvi_weight *w, tkvi_fold_128 *f) {
     const int unit = two ? a->unit : 1;
     const int steps =
-        f->wide == a->n ? TKVI_TWO_PLANES : unit * a->top; /* of the row, in units of its sums */
-    const int some = f->most > 1e-34f;                     /* smaller ones contribute nothing */
-    const tkvi_f4 fine = tkvi_all_128(some ? (float)TKVI_TWO_PLANES / f->most : 0.0f);
-    const tkvi_f4 coarse = tkvi_all_128(some ? (float)a->top / f->most : 0.0f);
-    tkvi_i4 middle = tkvi_all_ints_128(0);
+        f->wide == a->n ? TKVI_TWO_LIMBS_MAX : unit * a->top; /* the largest weight, in units of the sums */
+    const int some = f->most > 1e-34f;                        /* smaller ones contribute nothing */
+    const tkvi_f4 fine = tkvi_splat_128(some ? (float)TKVI_TWO_LIMBS_MAX / f->most : 0.0f);
+    const tkvi_f4 coarse = tkvi_splat_128(some ? (float)a->top / f->most : 0.0f);
+    tkvi_i4 middle = tkvi_splat_ints_128(0);
     int i, k;
     for (i = 0; i < a->n; i += 8, w += 2 * TKVI_QUAD_128) {
         tkvi_i4 v[2];
-        for (k = 0; k < 2; k++) { /* a tile's four weights are alike */
+        for (k = 0; k < 2; k++) { /* the four weights of a tile have equally many limbs */
             const int wide = i + 4 * k < f->wide;
             v[k] = tkvi_nearest_128(tkvi_mul_128(tkvi_load_128(y + i + 4 * k), wide ? fine : coarse));
             if (!wide && unit > 1) v[k] = TKVI_LEFT_INTS_128(v[k], 7);
-            middle =
-                tkvi_add_ints_128(middle, tkvi_mul_ints_128(v[k], tkvi_ints_128(a->centre2 + i + 4 * k)));
+            middle = tkvi_add_ints_128(middle,
+                                       tkvi_mul_ints_128(v[k], tkvi_load_ints_128(a->centre2 + i + 4 * k)));
         }
-        tkvi_save_weights_128(w, TKVI_QUAD_128, v[0], v[1], two ? 2 : 1);
+        tkvi_store_weights_128(w, TKVI_QUAD_128, v[0], v[1], two ? 2 : 1);
     }
-    f->middle = tkvi_sum_ints_128(middle);
+    f->middle = tkvi_sum_ints_across_128(middle);
     f->half_step = 0.5f * f->most / (float)steps;
 }
 
-/* All rows, x: [row][n]. Returns the planes that they have. */
-static int tkvi_fold_rows_128(const tkvi_folding_128 *a, const float *x, int rows, int two, tkvi_weight *w,
+/* Folds and rounds all rows. x: [row][n]. two: 1 demands two limbs. Returns the number of limbs. */
+static int tkvi_fold_rows_128(const tkvi_fold_args_128 *a, const float *x, int rows, int two, tkvi_weight *w,
                               tkvi_fold_128 *f) {
     TKVI_ALIGNED float y[TKVI_ROWS][TKV_MAX_HEAD_DIM];
     int r;
     for (r = 0; r < rows; r++) {
-        tkvi_measure_128(a, x + r * a->n, y[r], f + r);
+        tkvi_scale_row_128(a, x + r * a->n, y[r], f + r);
         two |= f[r].wide > 0;
     }
     for (r = 0; r < rows; r++, w += 4 * tkvi_weight_rows_128(1 + two)) {
@@ -10975,24 +11067,24 @@ static int tkvi_fold_rows_128(const tkvi_folding_128 *a, const float *x, int row
     return 1 + two;
 }
 
-/* One loop of products: the steps as they are drawn above. */
+/* Parameters of a loop of products, in the steps of the drawing at the top. */
 typedef struct tkvi_dots_128 {
     const uint8_t *codes;
     int step, apart,
-        steps;            /* bytes from step to step and from a step's first vector to its second; how many */
+        steps;            /* bytes between steps; bytes between the two vectors of a step; number of steps */
     const tkvi_weight *w; /* [step][TKVI_QUAD_128] */
     int32_t *sum;         /* [weight row][TKVI_BLOCK] */
-    int sum_apart, add;   /* from the sums of a step's first vector to those of its second; sum += */
-    int no_sign;          /* neither codes nor weights have a sign, and these may be up to 255 */
+    int sum_apart, add;   /* distance between the sums of both vectors; add: sum += products, else sum = */
+    int no_sign;          /* 1: codes and weights are unsigned; weights are at most 255 */
 } tkvi_dots_128;
 
 #define TKVI_ROWS8_(X)                                                                                       \
     X(0, low, 0) X(1, low, 1) X(2, low, 2) X(3, low, 3) X(4, up, 0) X(5, up, 1) X(6, up, 2) X(7, up, 3)
 #define TKVI_BEGIN8_(r, quad, lane)                                                                          \
-    tkvi_i4 a##r = tkvi_all_ints_128(0), b##r = a##r;                                                        \
+    tkvi_i4 a##r = tkvi_splat_ints_128(0), b##r = a##r;                                                      \
     if (r < nw && d->add) {                                                                                  \
-        a##r = tkvi_ints_128(sum + r * TKVI_BLOCK);                                                          \
-        b##r = tkvi_ints_128(sum + r * TKVI_BLOCK + apart);                                                  \
+        a##r = tkvi_load_ints_128(sum + r * TKVI_BLOCK);                                                     \
+        b##r = tkvi_load_ints_128(sum + r * TKVI_BLOCK + apart);                                             \
     }
 #define TKVI_DOT8_(r, quad, lane)                                                                            \
     if (r < nw) {                                                                                            \
@@ -11001,8 +11093,8 @@ typedef struct tkvi_dots_128 {
     }
 #define TKVI_END8_(r, quad, lane)                                                                            \
     if (r < nw) {                                                                                            \
-        tkvi_save_ints_128(sum + r * TKVI_BLOCK, a##r);                                                      \
-        tkvi_save_ints_128(sum + r * TKVI_BLOCK + apart, b##r);                                              \
+        tkvi_store_ints_128(sum + r * TKVI_BLOCK, a##r);                                                     \
+        tkvi_store_ints_128(sum + r * TKVI_BLOCK + apart, b##r);                                             \
     }
 
 TKVI_FLAT_128 void tkvi_dot_rows_128(const tkvi_dots_128 *d, const tkvi_weight *w, int32_t *sum, const int nw,
@@ -11028,44 +11120,44 @@ TKVI_FLAT_128 void tkvi_dot_pass_128(const tkvi_dots_128 *d, const tkvi_weight *
     if (pass == 4) tkvi_dot_rows_128(d, w, sum, 4, no_sign);
     else if (pass == 2) tkvi_dot_rows_128(d, w, sum, 2, no_sign);
     else if (pass == 1) tkvi_dot_rows_128(d, w, sum, 1, no_sign);
-#if TKVI_PASS_128 == 8
+#if TKVI_MAX_PASS_128 == 8
     else tkvi_dot_rows_128(d, w, sum, 8, no_sign);
 #endif
 }
 
-static void tkvi_multiply_128(const tkvi_dots_128 *d, int weight_rows) {
+static void tkvi_dot_all_128(const tkvi_dots_128 *d, int weight_rows) {
     int r, pass;
     for (r = 0; r < weight_rows; r += pass) {
         const tkvi_weight *w = d->w + 4 * r;
         int32_t *sum = d->sum + r * TKVI_BLOCK;
-        pass = tkvi_pass_128(weight_rows - r, TKVI_PASS_128);
+        pass = tkvi_rows_in_pass_128(weight_rows - r, TKVI_MAX_PASS_128);
         if (d->no_sign) tkvi_dot_pass_128(d, w, sum, pass, 1);
         else tkvi_dot_pass_128(d, w, sum, pass, 0);
     }
 }
 
-/* n sums of row r, a multiple of 4, to answers. */
-static void tkvi_unfold_128(const int32_t *sum, int r, int planes, const tkvi_fold_128 *f, int n, int add,
-                            float *out) {
-    const tkvi_f4 half_step = tkvi_all_128(f[r].half_step), rest = tkvi_all_128(f[r].rest);
-    const tkvi_i4 middle = tkvi_all_ints_128(f[r].middle);
-    const int split = tkvi_weight_rows_128(planes) == 2;
+/* Converts n sums of row r to answers. n is a multiple of 4. add: out += answers. */
+static void tkvi_store_answers_128(const int32_t *sum, int r, int n_limbs, const tkvi_fold_128 *f, int n,
+                                   int add, float *out) {
+    const tkvi_f4 half_step = tkvi_splat_128(f[r].half_step), rest = tkvi_splat_128(f[r].rest);
+    const tkvi_i4 middle = tkvi_splat_ints_128(f[r].middle);
+    const int split = tkvi_weight_rows_128(n_limbs) == 2;
     int i;
-    sum += r * tkvi_weight_rows_128(planes) * TKVI_BLOCK;
+    sum += r * tkvi_weight_rows_128(n_limbs) * TKVI_BLOCK;
     for (i = 0; i < n; i += 4) {
-        tkvi_i4 x = tkvi_ints_128(sum + i);
+        tkvi_i4 x = tkvi_load_ints_128(sum + i);
         tkvi_f4 y;
-        if (split) x = tkvi_add_ints_128(TKVI_LEFT_INTS_128(x, 7), tkvi_ints_128(sum + TKVI_BLOCK + i));
-        y = tkvi_float_128(tkvi_sub_ints_128(TKVI_LEFT_INTS_128(x, 1), middle));
+        if (split) x = tkvi_add_ints_128(TKVI_LEFT_INTS_128(x, 7), tkvi_load_ints_128(sum + TKVI_BLOCK + i));
+        y = tkvi_to_float_128(tkvi_sub_ints_128(TKVI_LEFT_INTS_128(x, 1), middle));
         y = tkvi_madd_128(rest, y, half_step);
-        tkvi_save_128(out + i, add ? tkvi_add_128(y, tkvi_load_128(out + i)) : y);
+        tkvi_store_128(out + i, add ? tkvi_add_128(y, tkvi_load_128(out + i)) : y);
     }
 }
 
-#define TKVI_CHUNK_128 32 /* tiles that are unpacked at a time: 8 KB */
+#define TKVI_BATCH_128 32 /* tiles that are unpacked at a time: 8 KB */
 
-/* Products of K: tiles first .. first + n - 1, which stand in `code`. */
-static void tkvi_chunk_k_128(const uint8_t *code, int first, int n, const tkvi_weight *w, int w_group,
+/* Products of K for tiles first .. first + n - 1, unpacked at `code`. */
+static void tkvi_batch_k_128(const uint8_t *code, int first, int n, const tkvi_weight *w, int w_group,
                              int weight_rows, int32_t *sum) {
     tkvi_dots_128 d;
     int b, h;
@@ -11080,79 +11172,80 @@ static void tkvi_chunk_k_128(const uint8_t *code, int first, int n, const tkvi_w
             d.codes = code + 128 * h + 16 * b;
             d.w = w + h * w_group + first * TKVI_QUAD_128;
             d.sum = sum + 32 * h + 4 * b;
-            tkvi_multiply_128(&d, weight_rows);
+            tkvi_dot_all_128(&d, weight_rows);
         }
 }
 
 static void tkvi_tiles_k_128(const tkvi_side *s, const uint8_t *src, const uint8_t *next, const float *q,
-                             const float *ref, int rows, int n, int planes, float *scores) {
+                             const float *ref, int rows, int n, int n_limbs, float *scores) {
     TKVI_ALIGNED float scale[2 * TKV_MAX_HEAD_DIM], zero[2 * TKV_MAX_HEAD_DIM];
     TKVI_ALIGNED int32_t centre2[TKV_MAX_HEAD_DIM];
-    TKVI_ALIGNED uint8_t code[TKVI_CHUNK_128 * TKVI_TILE_CODES];
+    TKVI_ALIGNED uint8_t code[TKVI_BATCH_128 * TKVI_TILE_CODES];
     TKVI_ALIGNED tkvi_weight w[2][TKV_MAX_HEAD_DIM / 4 * TKVI_QUAD_128];
     TKVI_ALIGNED int32_t sum[2 * TKVI_ROWS * TKVI_BLOCK];
     const int tokens = TKVI_BLOCK / s->groups;
     const int w_group = s->groups == 2 ? (int)(sizeof w[0] / sizeof w[0][0]) : 0;
     tkvi_fold_128 fold[2][TKVI_ROWS];
-    tkvi_tile_at at = tkvi_tiles(&s->runs);
+    tkvi_tile_at at = tkvi_first_tile(&s->tiles);
     int width, i, g, r, c = 0, first = 0, here = 0, weight_rows;
-    tkvi_folding_128 a;
+    tkvi_fold_args_128 a;
     (void)next;
     (void)n;
     s->format->side[TKV_K].meta(s, src, &tkvi_simd_ops_128, scale, zero);
     for (width = TKVI_MAX_WIDTH; width >= 0; width--) { /* 0: channels without codes */
         const int centre2_here = width ? tkvi_centre2_128(s, width) : 0;
         const float centre = width ? tkvi_centre(s, width) : 0.0f;
-        for (i = width ? s->runs.n[width] : (s->pad - c) / 4; i > 0; i--, c += 4) {
-            tkvi_save_ints_128(centre2 + c, tkvi_all_ints_128(centre2_here));
+        for (i = width ? s->tiles.n[width] : (s->pad - c) / 4; i > 0; i--, c += 4) {
+            tkvi_store_ints_128(centre2 + c, tkvi_splat_ints_128(centre2_here));
             for (g = 0; g < s->groups; g++) {
                 float *z = zero + g * s->pad + c;
                 const tkvi_f4 x = tkvi_sub_128(tkvi_load_128(z), tkvi_load_128(ref + c));
-                tkvi_save_128(z, tkvi_centred_128(x, scale + g * s->pad + c, centre));
+                tkvi_store_128(z, tkvi_centred_128(x, scale + g * s->pad + c, centre));
             }
         }
     }
     a.centre2 = centre2;
     a.n = s->pad;
-    a.planes = planes;
-    a.top = TKVI_PLANE;
+    a.n_limbs = n_limbs;
+    a.top = TKVI_LIMB_MAX_K;
     a.unit = 128;
-    a.wide = tkvi_wide_places(s);
+    a.wide = tkvi_n_wide_positions(s);
     a.coarse = tkvi_coarse_k(s);
-    planes = 1;
+    n_limbs = 1;
     for (g = 0; g < s->groups; g++) {
-        int had = planes;
+        int had = n_limbs;
         a.scale = scale + g * s->pad;
         a.zero = zero + g * s->pad;
-        planes = tkvi_fold_rows_128(&a, q, rows, had == 2, w[g], fold[g]);
-        if (g && planes > had) { /* groups have their planes in common */
+        n_limbs = tkvi_fold_rows_128(&a, q, rows, had == 2, w[g], fold[g]);
+        if (g && n_limbs > had) { /* all groups must have equally many limbs */
             a.scale = scale;
             a.zero = zero;
             tkvi_fold_rows_128(&a, q, rows, 1, w[0], fold[0]);
         }
     }
-    weight_rows = rows * tkvi_weight_rows_128(planes);
-    memset(sum, 0, (size_t)(weight_rows * TKVI_BLOCK) * sizeof sum[0]); /* if there are no codes at all */
+    weight_rows = rows * tkvi_weight_rows_128(n_limbs);
+    memset(sum, 0,
+           (size_t)(weight_rows * TKVI_BLOCK) * sizeof sum[0]); /* a side without codes has no products */
     for (width = TKVI_MAX_WIDTH; width > 0; width--)
-        for (i = 0; i < s->runs.n[width]; i++) {
+        for (i = 0; i < s->tiles.n[width]; i++) {
             uint8_t *to = code + here * TKVI_TILE_CODES;
-            tkvi_unpack_128(src, &at, width, to);
+            tkvi_unpack_tile_128(src, &at, width, to);
             tkvi_next_tile(&at, width);
-            if (++here < TKVI_CHUNK_128) continue;
-            tkvi_chunk_k_128(code, first, here, w[0], w_group, weight_rows, sum);
+            if (++here < TKVI_BATCH_128) continue;
+            tkvi_batch_k_128(code, first, here, w[0], w_group, weight_rows, sum);
             first += here;
             here = 0;
         }
-    if (here) tkvi_chunk_k_128(code, first, here, w[0], w_group, weight_rows, sum);
+    if (here) tkvi_batch_k_128(code, first, here, w[0], w_group, weight_rows, sum);
     for (r = 0; r < rows; r++)
         for (g = 0; g < s->groups; g++)
-            tkvi_unfold_128(sum + g * tokens, r, planes, fold[g], tokens, 0,
-                            scores + r * TKVI_BLOCK + g * tokens);
+            tkvi_store_answers_128(sum + g * tokens, r, n_limbs, fold[g], tokens, 0,
+                                   scores + r * TKVI_BLOCK + g * tokens);
 }
 
-/* Products of V for 16 channels, and the answers. */
+/* Products and answers of V for 16 channels. */
 static void tkvi_slab_v_128(const uint8_t *code, int n, const tkvi_weight *w, const tkvi_fold_128 *fold,
-                            int rows, int planes, int no_sign, int pad, float *out) {
+                            int rows, int n_limbs, int no_sign, int pad, float *out) {
     TKVI_ALIGNED int32_t sum[2 * TKVI_ROWS * TKVI_BLOCK];
     tkvi_dots_128 d;
     int h, r;
@@ -11166,55 +11259,55 @@ static void tkvi_slab_v_128(const uint8_t *code, int n, const tkvi_weight *w, co
     for (h = 0; h < 2; h++) {
         d.codes = code + 32 * h;
         d.sum = sum + 8 * h;
-        tkvi_multiply_128(&d, rows * tkvi_weight_rows_128(planes));
+        tkvi_dot_all_128(&d, rows * tkvi_weight_rows_128(n_limbs));
     }
-    for (r = 0; r < rows; r++) tkvi_unfold_128(sum, r, planes, fold, 16, 1, out + r * pad);
+    for (r = 0; r < rows; r++) tkvi_store_answers_128(sum, r, n_limbs, fold, 16, 1, out + r * pad);
 }
 
 static void tkvi_tiles_v_128(const tkvi_side *s, const uint8_t *src, const uint8_t *next, const float *p,
-                             int rows, int n, int planes, float *out) {
+                             int rows, int n, int n_limbs, float *out) {
     TKVI_ALIGNED float scale[TKVI_MAX_GROUPS * TKVI_BLOCK], zero[TKVI_MAX_GROUPS * TKVI_BLOCK];
     TKVI_ALIGNED float z[TKVI_BLOCK];
     TKVI_ALIGNED int32_t centre2[TKVI_BLOCK];
     TKVI_ALIGNED uint8_t code[4 * TKVI_TILE_CODES], level[4 * TKVI_TILE_CODES];
     TKVI_ALIGNED tkvi_weight w[TKVI_BLOCK / 4 * TKVI_QUAD_128];
     tkvi_fold_128 fold[TKVI_ROWS];
-    tkvi_tile_at at = tkvi_tiles(&s->runs);
+    tkvi_tile_at at = tkvi_first_tile(&s->tiles);
     int width, i, k, t, g, two = 1, slab = 0; /* first channel */
-    tkvi_folding_128 a;
+    tkvi_fold_args_128 a;
     (void)next;
     a.zero = z;
     a.centre2 = centre2;
     a.n = TKVI_BLOCK;
-    a.planes = planes;
+    a.n_limbs = n_limbs;
     a.top = tkvi_top_v(s);
     a.unit = 1;
     a.wide = 0;
     s->format->side[TKV_V].meta(s, src, &tkvi_simd_ops_128, scale, zero);
     for (width = TKVI_MAX_WIDTH; width > 0; width--)
-        for (i = 0, g = -1; i < s->runs.n[width]; i += 4) {
+        for (i = 0, g = -1; i < s->tiles.n[width]; i += 4) {
             const int channels = tkvi_slab_channels(s, width);
             if (g != slab / s->group) {
                 const float *sc = scale + slab / s->group * TKVI_BLOCK, *ze = zero + (sc - scale);
                 g = slab / s->group;
                 for (t = 0; t < TKVI_BLOCK; t += 4) {
                     const tkvi_f4 x = tkvi_load_128(ze + t);
-                    tkvi_save_128(z + t, tkvi_centred_128(x, sc + t, tkvi_centre(s, width)));
-                    tkvi_save_ints_128(centre2 + t, tkvi_all_ints_128(tkvi_centre2_128(s, width)));
+                    tkvi_store_128(z + t, tkvi_centred_128(x, sc + t, tkvi_centre(s, width)));
+                    tkvi_store_ints_128(centre2 + t, tkvi_splat_ints_128(tkvi_centre2_128(s, width)));
                 }
                 a.scale = sc;
                 a.coarse = tkvi_coarse_v(s, width);
                 two = tkvi_fold_rows_128(&a, p, rows, 0, w, fold);
             }
             for (k = 0; k < 4; k++) {
-                if (16 * k < n) tkvi_unpack_128(src, &at, width, code + k * TKVI_TILE_CODES);
+                if (16 * k < n) tkvi_unpack_tile_128(src, &at, width, code + k * TKVI_TILE_CODES);
                 tkvi_next_tile(&at, width);
             }
-            for (k = 0; k < channels; k += 16) { /* pairs: 32 channels, a table for each half */
+            for (k = 0; k < channels; k += 16) { /* pairs: 32 channels, with a table for each 16 */
                 const uint8_t *from = code;
                 if (s->levels) {
-                    tkvi_level_128(s->levels + tkvi_level_table(s, width, k / 16), code,
-                                   tkvi_round_up(n, 4) * 16, level);
+                    tkvi_codes_to_levels_128(s->levels + tkvi_level_table(s, width, k / 16), code,
+                                             tkvi_round_up(n, 4) * 16, level);
                     from = level;
                 }
                 tkvi_slab_v_128(from, n, w, fold, rows, two, !s->levels && width < 8, s->pad, out + slab + k);
@@ -11351,18 +11444,18 @@ static const char *tkvi_isa_name(tkv_isa isa) {
 
 #define TKVI_PREFILL 32          /* the most rows */
 #define TKVI_PREFILL_FLOATS 4096 /* rows x channels, to keep the stack small: 16 rows beyond 128 channels */
-#define TKVI_LAZY 8.0f           /* weights may reach e^8 before m moves to the new maximum and sums shrink */
+#define TKVI_MAX_SLACK 8.0f      /* weights may reach e^8 before m moves to the new maximum and sums shrink */
 
 /* Parameters of softmax_step, which turns scores into weights in place. Arrays are [lanes]. */
-typedef struct tkvi_weighing {
+typedef struct tkvi_softmax_args {
     float *s; /* [64][lanes] scores, then p = exp(s - m) */
     int lanes;
     const int32_t *low, *high;  /* a lane sees tokens low .. high-1 of the block; NULL: all */
-    float *m, *l;               /* so far: maximum, up to TKVI_LAZY too low; sum of p */
+    float *m, *l;               /* so far: maximum, up to TKVI_MAX_SLACK too low; sum of p */
     float *shrink;              /* out: factor for the output sums, to be applied if 1 is returned */
     float *far_attention;       /* sum of p^2 so far, or NULL */
     const float *sampled_lanes; /* 1: this block counts for far_attention; 0: it does not; NULL: all 0 */
-} tkvi_weighing;
+} tkvi_softmax_args;
 
 /* Rows of queries, and a cache of folded queries that k keeps from block to block. */
 typedef struct tkvi_prefill_queries {
@@ -11372,9 +11465,9 @@ typedef struct tkvi_prefill_queries {
     TKVI_ALIGNED float sorted[TKV_MAX_HEAD_DIM]; /* ref by position in `order`, valid if coded > 0 */
     /* Queries folded with the scales of an earlier block, as integers. Later blocks mostly have similar scales. One
      * multiplication then makes their weights from these integers. */
-    TKVI_ALIGNED int16_t whole[TKVI_PREFILL_FLOATS]; /* by position, in a layout private to k */
-    TKVI_ALIGNED float inverse[TKV_MAX_HEAD_DIM];    /* 16384 / that scale; 0 if it is below 1e-34 */
-    TKVI_ALIGNED float unit[TKVI_PREFILL];           /* value of one count after that multiplication */
+    TKVI_ALIGNED int16_t folded[TKVI_PREFILL_FLOATS]; /* by position, in a layout private to k */
+    TKVI_ALIGNED float inverse[TKV_MAX_HEAD_DIM];     /* 16384 / that scale; 0 if it is below 1e-34 */
+    TKVI_ALIGNED float unit[TKVI_PREFILL];            /* value of one count after that multiplication */
     const uint8_t *order; /* channel at each position, as in tkvi_side; NULL: none */
     int coded;            /* number of positions with codes; 0: nothing is cached yet */
 } tkvi_prefill_queries;
@@ -11382,15 +11475,15 @@ typedef struct tkvi_prefill_queries {
 typedef struct tkvi_prefill {
     /* As tkvi_k_kernel and tkvi_v_kernel, with rows in lanes. scores: [64][lanes] */
     void (*k)(const tkvi_side *s, const uint8_t *src, const uint8_t *next, tkvi_prefill_queries *q, int n,
-              int planes, float *scores);
+              int n_limbs, float *scores);
     /* p: [64][lanes], zero beyond n; out: [channel][lanes] */
     void (*v)(const tkvi_side *s, const uint8_t *src, const uint8_t *next, const float *p, int lanes, int n,
-              int planes, float *out);
-    int (*softmax_step)(const tkvi_weighing *w); /* returns 1 if w->shrink must be applied to outputs */
+              int n_limbs, float *out);
+    int (*softmax_step)(const tkvi_softmax_args *w); /* returns 1 if w->shrink must be applied to outputs */
     void (*shrink)(float *x, int n, int lanes, const float *by); /* x: [n][lanes] */
     void (*rotate_back)(float *x, int dim, int lanes);           /* x: [dim][lanes] */
     /* Transposes 16 rows of x into lanes of y: y[i][r] = x[r][i] for i < n. n is a multiple of 16. */
-    void (*turn)(const float *x, int x_stride, int n, float *y, int y_stride);
+    void (*transpose)(const float *x, int x_stride, int n, float *y, int y_stride);
 } tkvi_prefill;
 
 static int tkvi_prefill_lanes(int pad) {
@@ -11400,10 +11493,13 @@ static int tkvi_prefill_lanes(int pad) {
 #endif /* TKVI_KERNELS_PREFILL_H */
 /* ======== kernels/prefill_avx512.h ======== */
 /*
- * kernels/prefill_avx512.h - the kernels of kernels/prefill.h for AVX-512 VNNI, and who has such kernels.
+ * kernels/prefill_avx512.h - the kernels of kernels/prefill.h for AVX-512 VNNI. No other instruction set has any.
  *
- * One shape: 8 tokens or channels x 16 or 32 rows = 16 accumulators, of floats or of integers (vpdpbusd: codes of K
- * are the unsigned operand and weights the signed one; in V it is the other way round).
+ * All products have one shape: 8 tokens (K) or channels (V) by 16 or 32 rows. The sums take 8 or 16 registers, of
+ * floats or of integers. vpdpbusd multiplies unsigned bytes by signed ones. In K the codes are unsigned and the
+ * weights signed. In V the weights are unsigned and the codes signed.
+ *
+ * nv is the number of vectors of 16 rows, 1 or 2. v is the number of such a vector.
  */
 #ifndef TKVI_KERNELS_PREFILL_AVX512_H
 #define TKVI_KERNELS_PREFILL_AVX512_H
@@ -11420,16 +11516,16 @@ static int tkvi_prefill_lanes(int pad) {
 /* >>products */
 #define TKVI_EIGHT_(X) X(0) X(1) X(2) X(3) X(4) X(5) X(6) X(7)
 
-TKVI_FLAT_AVX512 void tkvi_prefill_out_avx512(__m512i sum, const float *by, const float *rest, const int add,
-                                              float *out) {
+TKVI_FLAT_AVX512 void tkvi_prefill_store_answers_avx512(__m512i sum, const float *by, const float *rest,
+                                                        const int add, float *out) {
     __m512 from = _mm512_loadu_ps(rest);
     if (add) from = _mm512_add_ps(from, _mm512_loadu_ps(out));
     _mm512_storeu_ps(out, _mm512_fmadd_ps(_mm512_cvtepi32_ps(sum), _mm512_loadu_ps(by), from));
 }
 
-/* Accumulator j of row vector a or b: a named variable each, in a function with one loop. Compilers then keep them
- * in registers; gcc 12 has two copies of each, as it converts them to lanes of 32 bits in the loop, if it can see
- * that they will be such. */
+/* a0 .. a7 are the sums of the first 16 rows, b0 .. b7 those of the next 16. As named variables, in a function with
+ * one loop, they stay in registers. TKVI_HIDE_ hides their later use as 32-bit lanes from gcc 12. Otherwise gcc
+ * converts them inside the loop and keeps two copies of each. */
 #define TKVI_HIDE_(j) __asm__("" : "+v"(a##j), "+v"(b##j));
 #define TKVI_FROM_(j) __m512i a##j = _mm512_setzero_si512(), b##j = a##j;
 #define TKVI_MAC_(j)                                                                                         \
@@ -11437,14 +11533,14 @@ TKVI_FLAT_AVX512 void tkvi_prefill_out_avx512(__m512i sum, const float *by, cons
     a##j = keys ? _mm512_dpbusd_epi32(a##j, four, wa) : _mm512_dpbusd_epi32(a##j, wa, four);                 \
     if (nv > 1) b##j = keys ? _mm512_dpbusd_epi32(b##j, four, wb) : _mm512_dpbusd_epi32(b##j, wb, four);
 #define TKVI_STEP_                                                                                           \
-    wa = tkvi_bytes_avx512(w);                                                                               \
-    wb = nv > 1 ? tkvi_bytes_avx512(w + 64) : wa;                                                            \
+    wa = tkvi_load_bytes_avx512(w);                                                                          \
+    wb = nv > 1 ? tkvi_load_bytes_avx512(w + 64) : wa;                                                       \
     TKVI_EIGHT_(TKVI_MAC_)                                                                                   \
     w += 64 * nv;                                                                                            \
     x += keys ? TKVI_BLOCK : 16;
 #define TKVI_OUT_(j)                                                                                         \
-    tkvi_prefill_out_avx512(a##j, by, rest, add, out + j * 16 * nv);                                         \
-    if (nv > 1) tkvi_prefill_out_avx512(b##j, by + 16, rest + 16, add, out + j * 16 * nv + 16);
+    tkvi_prefill_store_answers_avx512(a##j, by, rest, add, out + j * 16 * nv);                               \
+    if (nv > 1) tkvi_prefill_store_answers_avx512(b##j, by + 16, rest + 16, add, out + j * 16 * nv + 16);
 TKVI_FLAT_AVX512 void tkvi_prefill_eight_avx512(const uint8_t *w, const int32_t *x, int n, const float *by,
                                                 const float *rest, float *out, const int keys, const int nv,
                                                 const int add) {
@@ -11453,7 +11549,7 @@ TKVI_FLAT_AVX512 void tkvi_prefill_eight_avx512(const uint8_t *w, const int32_t 
     TKVI_EIGHT_(TKVI_FROM_)
     for (i = 0; i < n; i += keys ? 1 : 4) {
         TKVI_STEP_
-        if (!keys) { /* of 16 steps, mostly */
+        if (!keys) { /* n is a multiple of 4 */
             TKVI_STEP_
             TKVI_STEP_
             TKVI_STEP_
@@ -11468,7 +11564,7 @@ TKVI_FLAT_AVX512 void tkvi_prefill_eight_avx512(const uint8_t *w, const int32_t 
 #undef TKVI_MAC_
 #undef TKVI_OUT_
 
-/* The same in floats: out[j][lanes] = sum over n of y[n][lanes] x[n * step + j * apart], or more by that. */
+/* The same in floats: out[j][lanes] = sum over i < n of y[i][lanes] x[i * step + j * apart]. add: out += the sum. */
 #define TKVI_FROM_(j)                                                                                        \
     __m512 a##j = add ? _mm512_loadu_ps(out + j * 16 * nv) : _mm512_setzero_ps();                            \
     __m512 b##j = add && nv > 1 ? _mm512_loadu_ps(out + j * 16 * nv + 16) : _mm512_setzero_ps();
@@ -11496,10 +11592,11 @@ TKVI_FLAT_AVX512 void tkvi_prefill_floats_avx512(const float *y, const float *x,
 #undef TKVI_OUT_
 #undef TKVI_EIGHT_
 
-enum { TKVI_PREFILL_WIDE = TKV_MAX_HEAD_DIM + 16 }; /* from one exact key to the next; not a power of 2 */
+/* Floats from one exact key to the next. A power of 2 would put the same channel of all keys into one cache set. */
+enum { TKVI_PREFILL_KEY_STRIDE = TKV_MAX_HEAD_DIM + 16 };
 
-/* Sums of products for eight tokens or channels: out[8][lanes] = by * sum + rest, or more by that (`add`).
- * w: [n][lanes][4] weights; x: four codes each, of eight neighbours, [n][64 tokens or 16 channels]. */
+/* Sums of products for eight tokens (K) or channels (V): out[8][lanes] = by * sum + rest. add: out += that.
+ * w: [n][lanes][4] weights. x: [n][64 tokens or 16 channels], four codes each; the first eight are read. */
 #define TKVI_PREFILL_PRODUCTS_(name, keys, nv, add)                                                          \
     static TKVI_NOINLINE TKVI_TARGET_AVX512 void tkvi_prefill_##name##nv##_avx512(                           \
         const uint8_t *w, const int32_t *x, int n, const float *by, const float *rest, float *out) {         \
@@ -11507,16 +11604,16 @@ enum { TKVI_PREFILL_WIDE = TKV_MAX_HEAD_DIM + 16 }; /* from one exact key to the
     }
 TKVI_PREFILL_PRODUCTS_(scores, 1, 1, 0)
 TKVI_PREFILL_PRODUCTS_(scores, 1, 2, 0)
-TKVI_PREFILL_PRODUCTS_(more, 1, 1, 1)
-TKVI_PREFILL_PRODUCTS_(more, 1, 2, 1)
-TKVI_PREFILL_PRODUCTS_(values, 0, 1, 1)
-TKVI_PREFILL_PRODUCTS_(values, 0, 2, 1)
+TKVI_PREFILL_PRODUCTS_(add_scores, 1, 1, 1)
+TKVI_PREFILL_PRODUCTS_(add_scores, 1, 2, 1)
+TKVI_PREFILL_PRODUCTS_(add_values, 0, 1, 1)
+TKVI_PREFILL_PRODUCTS_(add_values, 0, 2, 1)
 #undef TKVI_PREFILL_PRODUCTS_
 
 #define TKVI_PREFILL_FLOATS_(nv)                                                                             \
     static TKVI_NOINLINE TKVI_TARGET_AVX512 void tkvi_prefill_key##nv##_avx512(                              \
         const float *q, const float *x, int n, float *out) {                                                 \
-        tkvi_prefill_floats_avx512(q, x, n, 1, TKVI_PREFILL_WIDE, nv, 0, out);                               \
+        tkvi_prefill_floats_avx512(q, x, n, 1, TKVI_PREFILL_KEY_STRIDE, nv, 0, out);                         \
     }                                                                                                        \
     static TKVI_NOINLINE TKVI_TARGET_AVX512 void tkvi_prefill_value##nv##_avx512(                            \
         const float *p, const float *x, int n, float *out) {                                                 \
@@ -11527,11 +11624,11 @@ TKVI_PREFILL_FLOATS_(2)
 #undef TKVI_PREFILL_FLOATS_
 
 /* >>exact tiers */
-/* 8 tokens at a time; those beyond n repeat the last one. */
+/* 8 tokens at a time. Tokens beyond n repeat the last one. */
 static TKVI_TARGET_AVX512 void tkvi_prefill_exact_k_avx512(const tkvi_side *s, const uint8_t *src,
                                                            uintptr_t ahead, const float *q, const float *ref,
                                                            int lanes, int n, float *scores) {
-    TKVI_ALIGNED float x[8 * TKVI_PREFILL_WIDE];
+    TKVI_ALIGNED float x[8 * TKVI_PREFILL_KEY_STRIDE];
     const int row_bytes = s->pad * s->format->bits / 8;
     int t, j, c;
     for (t = 0; t < TKVI_BLOCK; t += 8, scores += 8 * lanes) {
@@ -11543,16 +11640,15 @@ static TKVI_TARGET_AVX512 void tkvi_prefill_exact_k_avx512(const tkvi_side *s, c
             const uint8_t *row = src + tkvi_min(t + j, n - 1) * row_bytes;
             tkvi_prefetch_bytes(row, row_bytes, ahead);
             for (c = 0; c < s->pad; c += 16)
-                _mm512_storeu_ps(
-                    x + j * TKVI_PREFILL_WIDE + c,
-                    _mm512_sub_ps(tkvi_values_avx512(s->format->stored, row, c), _mm512_loadu_ps(ref + c)));
+                _mm512_storeu_ps(x + j * TKVI_PREFILL_KEY_STRIDE + c,
+                                 _mm512_sub_ps(tkvi_load_values_avx512(s->format->stored, row, c),
+                                               _mm512_loadu_ps(ref + c)));
         }
         if (lanes > 16) tkvi_prefill_key2_avx512(q, x, s->pad, scores);
         else tkvi_prefill_key1_avx512(q, x, s->pad, scores);
     }
 }
 
-/* 16 channels at a time */
 static TKVI_TARGET_AVX512 void tkvi_prefill_exact_v_avx512(const tkvi_side *s, const uint8_t *src,
                                                            uintptr_t ahead, const float *p, int lanes, int n,
                                                            float *out) {
@@ -11561,7 +11657,7 @@ static TKVI_TARGET_AVX512 void tkvi_prefill_exact_v_avx512(const tkvi_side *s, c
     int t, c, j;
     for (c = 0; c < s->pad; c += 16) {
         for (t = 0; t < n; t++) {
-            _mm512_storeu_ps(x + 16 * t, tkvi_values_avx512(s->format->stored, src + t * row_bytes, c));
+            _mm512_storeu_ps(x + 16 * t, tkvi_load_values_avx512(s->format->stored, src + t * row_bytes, c));
             tkvi_prefetch(src + t * row_bytes + c * s->format->bits / 8, ahead);
         }
         for (j = 0; j < 16; j += 8, out += 8 * lanes) {
@@ -11572,91 +11668,98 @@ static TKVI_TARGET_AVX512 void tkvi_prefill_exact_v_avx512(const tkvi_side *s, c
 }
 
 /* >>tiles */
-/* Four vectors of integers 0 .. 255, a byte each, side by side in their lanes. */
-TKVI_FLAT_AVX512 __m512i tkvi_prefill_four_avx512(const __m512i *x) {
-    const __m512i turn = _mm512_broadcast_i32x4(
-        _mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15)); /* 4 x 4 bytes */
+/* Packs integers 0 .. 255 of four vectors: lane l of the result has the bytes x[0][l], x[1][l], x[2][l], x[3][l]. */
+TKVI_FLAT_AVX512 __m512i tkvi_prefill_pack_bytes_avx512(const __m512i *x) {
+    const __m512i order = _mm512_broadcast_i32x4(
+        _mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15)); /* transposes 4 x 4 bytes */
     return _mm512_shuffle_epi8(
-        _mm512_packus_epi16(_mm512_packs_epi32(x[0], x[1]), _mm512_packs_epi32(x[2], x[3])), turn);
+        _mm512_packus_epi16(_mm512_packs_epi32(x[0], x[1]), _mm512_packs_epi32(x[2], x[3])), order);
 }
 
-/* top / most, 0 where weights are next to nothing */
+/* top / most, or 0 where most is at most 1e-34: such weights contribute nothing. */
 TKVI_FLAT_AVX512 __m512 tkvi_prefill_inverse_avx512(__m512 most, float top) {
     return _mm512_maskz_div_ps(_mm512_cmp_ps_mask(most, _mm512_set1_ps(1e-34f), _CMP_GT_OQ),
                                _mm512_set1_ps(top), most);
 }
 
-/* Would one plane be too coarse for any row? TKVI_NEEDS_TWO */
-TKVI_FLAT_AVX512 int tkvi_prefill_tower_avx512(float coarse, __m512 most, __m512 squares, int top) {
+/* Bit l is set if row l needs two limbs (TKVI_NEEDS_TWO). */
+TKVI_FLAT_AVX512 int tkvi_prefill_needs_two_avx512(float coarse, __m512 most, __m512 squares, int top) {
     return _mm512_cmp_ps_mask(_mm512_mul_ps(_mm512_mul_ps(_mm512_set1_ps(coarse), most), most),
-                              _mm512_mul_ps(_mm512_set1_ps(TKVI_MAY_ERR(top)), squares), _CMP_GT_OQ);
+                              _mm512_mul_ps(_mm512_set1_ps(TKVI_ERR_LIMIT(top)), squares), _CMP_GT_OQ);
 }
 
-static const float tkvi_prefill_none[TKVI_PREFILL] = {0.0f};
+static const float tkvi_prefill_zeros[TKVI_PREFILL] = {0.0f};
 
-/* Weights of rows, in each plane, and what turns integers into answers: by[0] * first + by[1] * second + rest. */
+/* Folded and rounded weights of all rows. Index 0 is the high or only limb, 1 the low limb. An answer is
+ * by[0] * sum[0] + by[1] * sum[1] + rest, where sum[i] is the sum of the products of limb i. */
 typedef struct tkvi_prefill_fold {
     TKVI_ALIGNED uint8_t w[2][TKVI_PREFILL_FLOATS]; /* [tile or quad][lanes][4] */
     TKVI_ALIGNED float by[2][TKVI_PREFILL], rest[TKVI_PREFILL];
-    int second; /* so many tiles or quads have a second plane */
+    int n_second; /* K: number of leading tiles that have a low limb. V: all quads of tokens, or 0. */
 } tkvi_prefill_fold;
 
-TKVI_FLAT_AVX512 void tkvi_prefill_steps_avx512(__m512 step, tkvi_prefill_fold *f, int v) {
+TKVI_FLAT_AVX512 void tkvi_prefill_store_steps_avx512(__m512 step, tkvi_prefill_fold *f, int v) {
     _mm512_store_ps(f->by[0] + 16 * v, step);
     _mm512_store_ps(f->by[1] + 16 * v, _mm512_mul_ps(step, _mm512_set1_ps(1.0f / 128.0f)));
 }
 
-/* Of n tokens or channels, both planes of weights. */
-static void tkvi_prefill_scores_avx512(const tkvi_prefill_fold *f, int lanes, int tiles, const int32_t *x,
-                                       int n, float *out) {
+/* Answers for n tokens (K) or channels (V), from both limbs. */
+static void tkvi_prefill_dot_k_avx512(const tkvi_prefill_fold *f, int lanes, int tiles, const int32_t *x,
+                                      int n, float *out) {
     for (; n > 0; n -= 8, x += 8, out += 8 * lanes) {
         if (lanes > 16) tkvi_prefill_scores2_avx512(f->w[0], x, tiles, f->by[0], f->rest, out);
         else tkvi_prefill_scores1_avx512(f->w[0], x, tiles, f->by[0], f->rest, out);
-        if (!f->second) continue;
-        if (lanes > 16) tkvi_prefill_more2_avx512(f->w[1], x, f->second, f->by[1], tkvi_prefill_none, out);
-        else tkvi_prefill_more1_avx512(f->w[1], x, f->second, f->by[1], tkvi_prefill_none, out);
+        if (!f->n_second) continue;
+        if (lanes > 16)
+            tkvi_prefill_add_scores2_avx512(f->w[1], x, f->n_second, f->by[1], tkvi_prefill_zeros, out);
+        else tkvi_prefill_add_scores1_avx512(f->w[1], x, f->n_second, f->by[1], tkvi_prefill_zeros, out);
     }
 }
 
-static void tkvi_prefill_values_avx512(const tkvi_prefill_fold *f, int lanes, int quads, const int32_t *x,
-                                       int n, float *out) {
+static void tkvi_prefill_dot_v_avx512(const tkvi_prefill_fold *f, int lanes, int quads, const int32_t *x,
+                                      int n, float *out) {
     for (; n > 0; n -= 8, x += 8, out += 8 * lanes) {
-        if (lanes > 16) tkvi_prefill_values2_avx512(f->w[0], x, quads, f->by[0], f->rest, out);
-        else tkvi_prefill_values1_avx512(f->w[0], x, quads, f->by[0], f->rest, out);
-        if (!f->second) continue;
-        if (lanes > 16) tkvi_prefill_values2_avx512(f->w[1], x, quads, f->by[1], tkvi_prefill_none, out);
-        else tkvi_prefill_values1_avx512(f->w[1], x, quads, f->by[1], tkvi_prefill_none, out);
+        if (lanes > 16) tkvi_prefill_add_values2_avx512(f->w[0], x, quads, f->by[0], f->rest, out);
+        else tkvi_prefill_add_values1_avx512(f->w[0], x, quads, f->by[0], f->rest, out);
+        if (!f->n_second) continue;
+        if (lanes > 16) tkvi_prefill_add_values2_avx512(f->w[1], x, quads, f->by[1], tkvi_prefill_zeros, out);
+        else tkvi_prefill_add_values1_avx512(f->w[1], x, quads, f->by[1], tkvi_prefill_zeros, out);
     }
 }
 
-/* Codes lie around `middle` / 2: takes that off, for the sums of weights, or of weights times middle, in each
- * plane. */
-TKVI_FLAT_AVX512 __m512 tkvi_prefill_less_avx512(__m512 rest, const tkvi_prefill_fold *f, int v,
-                                                 const __m512i *sum, float half) {
-    int plane;
-    for (plane = 0; plane < 2; plane++)
-        rest = _mm512_fnmadd_ps(_mm512_mul_ps(_mm512_load_ps(f->by[plane] + 16 * v), _mm512_set1_ps(half)),
-                                _mm512_cvtepi32_ps(sum[plane]), rest);
+/* Subtracts the part that the centre of the codes adds to the answers: half * by * sum of each limb.
+ *   K: sum is the sum of w centre2, and half is 0.5
+ *   V: sum is the sum of w, and half is 0.5 * middle */
+TKVI_FLAT_AVX512 __m512 tkvi_prefill_subtract_middle_avx512(__m512 rest, const tkvi_prefill_fold *f, int v,
+                                                            const __m512i *sum, float half) {
+    int limb;
+    for (limb = 0; limb < 2; limb++)
+        rest = _mm512_fnmadd_ps(_mm512_mul_ps(_mm512_load_ps(f->by[limb] + 16 * v), _mm512_set1_ps(half)),
+                                _mm512_cvtepi32_ps(sum[limb]), rest);
     return rest;
 }
 
-/* One group of tokens of a block: scale and rest by position, `coded` of them have codes. */
-typedef struct tkvi_prefill_keys {
+/* One group of tokens of a block. */
+typedef struct tkvi_prefill_k_args {
     const tkvi_side *s;
     tkvi_prefill_queries *q;
-    const float *scale, *rest;
-    const uint8_t *centre2; /* by position, twice the centre of codes */
-    int coded, wide, planes;
-    float coarse;
-} tkvi_prefill_keys;
+    const float *scale, *rest; /* by position; rest: see tkvi_prefill_fold_zeros_avx512 */
+    const uint8_t *centre2;    /* by position, twice the centre of the codes */
+    int coded, wide, n_limbs;  /* coded: number of positions with codes; wide, n_limbs: see tkvi_fold_args */
+    float coarse;              /* see tkvi_coarse_k */
+} tkvi_prefill_k_args;
 
-/* K's weights are made in integers of 16 bits, two to a multiplication of floats: q folded with the scales of an
- * earlier block, times scale over that scale (1 is 16384). Rows 4 l, 4 l + 1 of 16 stand in quarter l of the first
- * of two vectors, 4 l + 2 and 4 l + 3 in the second, four channels each: packed to bytes they are in order. */
-enum { TKVI_PREFILL_ONE = 16384, TKVI_PREFILL_LEAST = TKVI_PREFILL_ONE / 16 };
+/* Weights of K are computed in 16-bit integers: a vector has twice as many of them as floats. A weight is
+ * q->folded (the query times the scale of the cached block) times the ratio of this block's scale to that scale.
+ * A ratio of 1 is the integer 16384.
+ * Layout of q->folded: two vectors for each tile of four channels and 16 rows. Quarter l of the first vector has
+ * rows 4 l and 4 l + 1, four channels each. Quarter l of the second has rows 4 l + 2 and 4 l + 3. Packing both to
+ * bytes gives all rows in order. */
+enum { TKVI_PREFILL_ONE = 16384, TKVI_PREFILL_MIN_RATIO = TKVI_PREFILL_ONE / 16 };
 
-/* Scales of this block over those of the other one; 0 if that one was too different. */
-TKVI_FLAT_AVX512 int tkvi_prefill_near_avx512(const tkvi_prefill_keys *a, int16_t *by) {
+/* by: out, the ratios of this block's scales to the cached ones. Returns 0 if a ratio is outside 1/16 .. 2, or if
+ * the number of coded positions differs. */
+TKVI_FLAT_AVX512 int tkvi_prefill_scale_ratios_avx512(const tkvi_prefill_k_args *a, int16_t *by) {
     const tkvi_prefill_queries *q = a->q;
     int c;
     if (q->coded != a->coded) return 0;
@@ -11665,7 +11768,7 @@ TKVI_FLAT_AVX512 int tkvi_prefill_near_avx512(const tkvi_prefill_keys *a, int16_
         const __m512i x = tkvi_nearest_avx512(_mm512_mul_ps(scale, inverse));
         const __mmask16 none = _mm512_cmp_ps_mask(scale, _mm512_setzero_ps(), _CMP_EQ_OQ);
         const __mmask16 zero = _mm512_cmp_ps_mask(inverse, _mm512_setzero_ps(), _CMP_EQ_OQ);
-        const __mmask16 inside = _mm512_cmpge_epi32_mask(x, _mm512_set1_epi32(TKVI_PREFILL_LEAST)) &
+        const __mmask16 inside = _mm512_cmpge_epi32_mask(x, _mm512_set1_epi32(TKVI_PREFILL_MIN_RATIO)) &
                                  _mm512_cmple_epi32_mask(x, _mm512_set1_epi32(2 * TKVI_PREFILL_ONE - 1));
         const __mmask16 there = (__mmask16)(a->coded - c >= 16 ? 0xffff : (1 << (a->coded - c)) - 1);
         if (there & ~((none & zero) | (inside & ~none))) return 0;
@@ -11674,8 +11777,8 @@ TKVI_FLAT_AVX512 int tkvi_prefill_near_avx512(const tkvi_prefill_keys *a, int16_
     return 1;
 }
 
-/* This block is that other one from now on, for the 16 rows of vector v. */
-static TKVI_TARGET_AVX512 void tkvi_prefill_anew_avx512(const tkvi_prefill_keys *a, int v) {
+/* Folds the queries of row vector v with the scales of this block, and caches them in q->folded. */
+static TKVI_TARGET_AVX512 void tkvi_prefill_cache_queries_avx512(const tkvi_prefill_k_args *a, int v) {
     const int lanes = a->q->lanes;
     const uint8_t *order = a->s->order;
     __m512 most = _mm512_setzero_ps(), times;
@@ -11687,7 +11790,7 @@ static TKVI_TARGET_AVX512 void tkvi_prefill_anew_avx512(const tkvi_prefill_keys 
     times = tkvi_prefill_inverse_avx512(most, 32767.0f);
     _mm512_store_ps(a->q->unit + 16 * v, _mm512_mul_ps(most, _mm512_set1_ps(2.0f / 32767.0f)));
     for (c = 0; c < a->coded; c += 4) {
-        int16_t *to = a->q->whole + c * lanes + 64 * v;
+        int16_t *to = a->q->folded + c * lanes + 64 * v;
         __m512i x[4], y[2];
         TKVI_UNROLL
         for (j = 0; j < 4; j++) {
@@ -11704,12 +11807,12 @@ static TKVI_TARGET_AVX512 void tkvi_prefill_anew_avx512(const tkvi_prefill_keys 
     }
 }
 
-/* Tile c / 4 of 16 rows: their weights, still in 16 bits. */
-TKVI_FLAT_AVX512 void tkvi_prefill_pair_avx512(const int16_t *whole, const int16_t *by, __m512i *y) {
+/* The weights of 16 rows for one tile, in 16 bits, in the layout of q->folded. */
+TKVI_FLAT_AVX512 void tkvi_prefill_rescale_tile_avx512(const int16_t *folded, const int16_t *by, __m512i *y) {
     int64_t four;
     memcpy(&four, by, 8);
-    y[0] = _mm512_mulhrs_epi16(_mm512_load_si512((const void *)whole), _mm512_set1_epi64(four));
-    y[1] = _mm512_mulhrs_epi16(_mm512_load_si512((const void *)(whole + 32)), _mm512_set1_epi64(four));
+    y[0] = _mm512_mulhrs_epi16(_mm512_load_si512((const void *)folded), _mm512_set1_epi64(four));
+    y[1] = _mm512_mulhrs_epi16(_mm512_load_si512((const void *)(folded + 32)), _mm512_set1_epi64(four));
 }
 
 TKVI_FLAT_AVX512 __m512i tkvi_prefill_load4_avx512(const uint8_t *p) {
@@ -11718,52 +11821,54 @@ TKVI_FLAT_AVX512 __m512i tkvi_prefill_load4_avx512(const uint8_t *p) {
     return _mm512_set1_epi32(four);
 }
 
-/* The 16 rows of vector v, `two`: with a second plane. Returns 1 if a row needs one and has none. */
-static TKVI_TARGET_AVX512 int tkvi_prefill_round_avx512(const tkvi_prefill_keys *a, const int16_t *by, int v,
-                                                        int two, tkvi_prefill_fold *f) {
+/* Rounds the weights of row vector v. The first `two` positions get two limbs. Returns nonzero if a row needs two
+ * limbs everywhere and does not have them. */
+static TKVI_TARGET_AVX512 int tkvi_prefill_round_k_avx512(const tkvi_prefill_k_args *a, const int16_t *by,
+                                                          int v, int two, tkvi_prefill_fold *f) {
     const int lanes = a->q->lanes;
-    const int16_t *whole = a->q->whole + 64 * v;
+    const int16_t *folded = a->q->folded + 64 * v;
     const __m512i low = _mm512_set1_epi16(127);
     __m512i most[2], times[2], shift[2], y[2], sum[2], m, squares = _mm512_setzero_si512(), k, b, centre;
     __mmask16 some;
     int c, j;
     most[0] = most[1] = sum[0] = sum[1] = _mm512_setzero_si512();
     for (c = 0; c < a->coded; c += 4) {
-        tkvi_prefill_pair_avx512(whole + lanes * c, by + c, y);
+        tkvi_prefill_rescale_tile_avx512(folded + lanes * c, by + c, y);
         TKVI_UNROLL
         for (j = 0; j < 2; j++) most[j] = _mm512_max_epu16(most[j], _mm512_abs_epi16(y[j]));
     }
     TKVI_UNROLL
-    for (j = 0; j < 2; j++) { /* of four channels */
+    for (j = 0; j < 2; j++) { /* the largest of the four channels of each row */
         most[j] = _mm512_max_epu16(most[j], _mm512_ror_epi64(most[j], 32));
         most[j] = _mm512_max_epu16(most[j], _mm512_ror_epi64(most[j], 16));
         most[j] = _mm512_and_si512(most[j], _mm512_set1_epi64(0xffff));
     }
-    /* rows in order: most << k is 16384 and more; b = 127 / (most << k), 127 .. 254 */
+    /* m: the largest weights, rows in order. k: shift, so that m << k is 16384 .. 32767.
+     * b = 127 * 32768 / (m << k), which is 127 .. 254. Hence w * (b << k) / 32768 is a limb of -127 .. 127. */
     m = _mm512_shuffle_epi32(_mm512_or_si512(most[0], _mm512_slli_epi64(most[1], 32)), _MM_PERM_DBCA);
     m = _mm512_max_epi32(m, _mm512_set1_epi32(128));
-    k = _mm512_srli_epi32(_mm512_castps_si512(_mm512_cvtepi32_ps(m)),
-                          23); /* vgetexpps: gcc 12's macro warns at -O0 */
+    /* the exponent of m, from its bits: gcc 12 warns about _mm512_getexp_ps at -O0 */
+    k = _mm512_srli_epi32(_mm512_castps_si512(_mm512_cvtepi32_ps(m)), 23);
     k = _mm512_sub_epi32(_mm512_set1_epi32(127 + 14), k);
-    b = _mm512_cvttps_epi32(_mm512_div_ps(_mm512_set1_ps((float)TKVI_PLANE * 32768.0f),
+    b = _mm512_cvttps_epi32(_mm512_div_ps(_mm512_set1_ps((float)TKVI_LIMB_MAX_K * 32768.0f),
                                           _mm512_cvtepi32_ps(_mm512_sllv_epi32(m, k))));
-    tkvi_prefill_steps_avx512(
+    tkvi_prefill_store_steps_avx512(
         _mm512_div_ps(_mm512_mul_ps(_mm512_load_ps(a->q->unit + 16 * v), _mm512_set1_ps(32768.0f)),
                       _mm512_cvtepi32_ps(_mm512_sllv_epi32(b, k))),
         f, v);
     b = _mm512_shuffle_epi32(b, _MM_PERM_DBCA);
     k = _mm512_shuffle_epi32(k, _MM_PERM_DBCA);
     TKVI_UNROLL
-    for (j = 0; j < 2; j++) { /* to all four channels of a row */
+    for (j = 0; j < 2; j++) { /* copies b and k to all four channels of their row */
         const __m512i all =
             _mm512_broadcast_i32x4(j ? _mm_setr_epi8(4, 5, 4, 5, 4, 5, 4, 5, 12, 13, 12, 13, 12, 13, 12, 13)
                                      : _mm_setr_epi8(0, 1, 0, 1, 0, 1, 0, 1, 8, 9, 8, 9, 8, 9, 8, 9));
         times[j] = _mm512_shuffle_epi8(b, all);
         shift[j] = _mm512_shuffle_epi8(k, all);
     }
-    for (c = 0; c < two; c += 4) { /* 128 hi + lo */
+    for (c = 0; c < two; c += 4) { /* weight = 128 * hi + lo */
         __m512i lo[2];
-        tkvi_prefill_pair_avx512(whole + lanes * c, by + c, y);
+        tkvi_prefill_rescale_tile_avx512(folded + lanes * c, by + c, y);
         TKVI_UNROLL
         for (j = 0; j < 2; j++) {
             y[j] = _mm512_mulhrs_epi16(_mm512_sllv_epi16(y[j], shift[j]), _mm512_slli_epi16(times[j], 7));
@@ -11782,24 +11887,25 @@ static TKVI_TARGET_AVX512 int tkvi_prefill_round_avx512(const tkvi_prefill_keys 
     TKVI_UNROLL
     for (j = 0; j < 2; j++) times[j] = _mm512_sllv_epi16(times[j], shift[j]);
     for (; c < a->coded; c += 4) {
-        tkvi_prefill_pair_avx512(whole + lanes * c, by + c, y);
+        tkvi_prefill_rescale_tile_avx512(folded + lanes * c, by + c, y);
         y[0] = _mm512_packs_epi16(_mm512_mulhrs_epi16(y[0], times[0]), _mm512_mulhrs_epi16(y[1], times[1]));
         centre = tkvi_prefill_load4_avx512(a->centre2 + c);
         squares = _mm512_dpbusd_epi32(squares, _mm512_abs_epi8(y[0]), _mm512_abs_epi8(y[0]));
         sum[0] = _mm512_dpbusd_epi32(sum[0], centre, y[0]);
         _mm512_store_si512((void *)(f->w[0] + lanes * c + 64 * v), y[0]);
     }
-    _mm512_store_ps(f->rest + 16 * v, tkvi_prefill_less_avx512(_mm512_setzero_ps(), f, v, sum, 0.5f));
-    /* the largest weight is 127, or there is none */
+    _mm512_store_ps(f->rest + 16 * v,
+                    tkvi_prefill_subtract_middle_avx512(_mm512_setzero_ps(), f, v, sum, 0.5f));
+    /* the largest rounded weight of a row is 127, unless all its weights are 0 */
     some = _mm512_test_epi32_mask(squares, squares);
-    return two < a->coded &&
-           tkvi_prefill_tower_avx512(a->coarse, _mm512_maskz_mov_ps(some, _mm512_set1_ps((float)TKVI_PLANE)),
-                                     _mm512_cvtepi32_ps(squares), TKVI_PLANE);
+    return two < a->coded && tkvi_prefill_needs_two_avx512(
+                                 a->coarse, _mm512_maskz_mov_ps(some, _mm512_set1_ps((float)TKVI_LIMB_MAX_K)),
+                                 _mm512_cvtepi32_ps(squares), TKVI_LIMB_MAX_K);
 }
 
-/* Adds what does not depend on codes, for the 16 rows of vector v. */
-static TKVI_TARGET_AVX512 void tkvi_prefill_rest_avx512(const tkvi_prefill_keys *a, int v,
-                                                        tkvi_prefill_fold *f) {
+/* Adds the part of the answers that does not depend on codes, sum of q rest, for row vector v. */
+static TKVI_TARGET_AVX512 void tkvi_prefill_add_rest_avx512(const tkvi_prefill_k_args *a, int v,
+                                                            tkvi_prefill_fold *f) {
     const int lanes = a->q->lanes;
     const uint8_t *order = a->s->order;
     __m512 rest[4];
@@ -11817,41 +11923,42 @@ static TKVI_TARGET_AVX512 void tkvi_prefill_rest_avx512(const tkvi_prefill_keys 
     _mm512_store_ps(f->rest + 16 * v, _mm512_add_ps(_mm512_load_ps(f->rest + 16 * v), rest[0]));
 }
 
-static TKVI_TARGET_AVX512 void tkvi_prefill_fold_k_avx512(const tkvi_prefill_keys *a, tkvi_prefill_fold *f) {
+static TKVI_TARGET_AVX512 void tkvi_prefill_fold_k_avx512(const tkvi_prefill_k_args *a,
+                                                          tkvi_prefill_fold *f) {
     TKVI_ALIGNED int16_t by[TKV_MAX_HEAD_DIM];
     const int nv = a->q->lanes / 16;
-    int c, v, two = a->planes == 2 ? a->coded : a->wide, tower = 0;
-    if (!tkvi_prefill_near_avx512(a, by)) {
+    int c, v, two = a->n_limbs == 2 ? a->coded : a->wide, two_mask = 0;
+    if (!tkvi_prefill_scale_ratios_avx512(a, by)) {
         a->q->coded = a->coded;
-        for (v = 0; v < nv; v++) tkvi_prefill_anew_avx512(a, v);
+        for (v = 0; v < nv; v++) tkvi_prefill_cache_queries_avx512(a, v);
         for (c = 0; c < a->coded; c++) {
             const int some = fabsf(a->scale[c]) > 1e-34f;
             a->q->inverse[c] = some ? (float)TKVI_PREFILL_ONE / a->scale[c] : 0.0f;
             by[c] = some ? TKVI_PREFILL_ONE : 0;
         }
     }
-    for (v = 0; v < nv; v++) tower |= tkvi_prefill_round_avx512(a, by, v, two, f);
-    if (tower) two = a->coded;
+    for (v = 0; v < nv; v++) two_mask |= tkvi_prefill_round_k_avx512(a, by, v, two, f);
+    if (two_mask) two = a->coded;
     for (v = 0; v < nv; v++) {
-        if (tower) (void)tkvi_prefill_round_avx512(a, by, v, two, f);
-        tkvi_prefill_rest_avx512(a, v, f);
+        if (two_mask) (void)tkvi_prefill_round_k_avx512(a, by, v, two, f);
+        tkvi_prefill_add_rest_avx512(a, v, f);
     }
-    f->second = two / 4;
+    f->n_second = two / 4;
 }
 
 #define TKVI_RUN_(width)                                                                                     \
-    for (i = 0; i < s->runs.n[width]; i++, x += TKVI_TILE_CODES) {                                           \
-        tkvi_planes_avx512(width, wide, tops, half, y);                                                      \
+    for (i = 0; i < s->tiles.n[width]; i++, x += TKVI_TILE_CODES) {                                          \
+        tkvi_unpack_tile_avx512(width, wide, tops, half, y);                                                 \
         tkvi_prefetch_bytes(wide, tkvi_wide_bytes[width], ahead);                                            \
         wide += tkvi_wide_bytes[width];                                                                      \
         half += tkvi_has_half[width];                                                                        \
         TKVI_UNROLL                                                                                          \
         for (p = 0; p < 4; p++) { _mm512_store_si512((void *)(x + 64 * p), y[p]); }                          \
     }
-/* All tiles to bytes: [tile][64 tokens][4] */
+/* Unpacks all tiles to bytes: [tile][64 tokens][4]. */
 static TKVI_TARGET_AVX512 void tkvi_prefill_unpack_k_avx512(const tkvi_side *s, const uint8_t *src,
                                                             uintptr_t ahead, uint8_t *x) {
-    const uint8_t *wide = src, *tops = src + tkvi_tiles(&s->runs).halves;
+    const uint8_t *wide = src, *tops = src + tkvi_first_tile(&s->tiles).halves;
     __m512i y[4];
     int half = 0, i, p;
     TKVI_RUN_(8)
@@ -11865,9 +11972,10 @@ static TKVI_TARGET_AVX512 void tkvi_prefill_unpack_k_avx512(const tkvi_side *s, 
 }
 #undef TKVI_RUN_
 
-/* zero - ref + centre * scale, in place of zero */
-static TKVI_TARGET_AVX512 void tkvi_prefill_rests_avx512(const tkvi_side *s, const uint8_t *centre2,
-                                                         const float *ref, const float *scale, float *zero) {
+/* Replaces zero by zero - ref + centre * scale. */
+static TKVI_TARGET_AVX512 void tkvi_prefill_fold_zeros_avx512(const tkvi_side *s, const uint8_t *centre2,
+                                                              const float *ref, const float *scale,
+                                                              float *zero) {
     const __m512 half = _mm512_set1_ps(0.5f);
     int c, g;
     for (c = 0; c < s->pad; c += 16) {
@@ -11883,56 +11991,58 @@ static TKVI_TARGET_AVX512 void tkvi_prefill_rests_avx512(const tkvi_side *s, con
 
 static TKVI_TARGET_AVX512 void tkvi_prefill_tiles_k_avx512(const tkvi_side *s, const uint8_t *src,
                                                            uintptr_t ahead, tkvi_prefill_queries *q,
-                                                           int planes, float *scores) {
+                                                           int n_limbs, float *scores) {
     TKVI_ALIGNED float scale[2 * TKV_MAX_HEAD_DIM], rest[2 * TKV_MAX_HEAD_DIM];
     TKVI_ALIGNED int32_t x[TKVI_BLOCK * TKV_MAX_HEAD_DIM / 4];
     TKVI_ALIGNED uint8_t centre2[TKV_MAX_HEAD_DIM];
     const int tokens = TKVI_BLOCK / s->groups;
     tkvi_prefill_fold fold;
-    tkvi_prefill_keys a;
+    tkvi_prefill_k_args a;
     int width, g, c;
     s->format->side[TKV_K].meta(s, src, &tkvi_simd_ops_avx512, scale, rest);
     tkvi_prefill_unpack_k_avx512(s, src, ahead, (uint8_t *)x);
-    for (width = TKVI_MAX_WIDTH, c = 0; width > 0; c += 4 * s->runs.n[width--])
-        memset(centre2 + c, (1 << width) - 1, (size_t)(4 * s->runs.n[width]));
+    for (width = TKVI_MAX_WIDTH, c = 0; width > 0; c += 4 * s->tiles.n[width--])
+        memset(centre2 + c, (1 << width) - 1, (size_t)(4 * s->tiles.n[width]));
     memset(centre2 + c, 0, (size_t)(s->pad - c));
     a.coded = c;
-    if (q->coded == 0 || q->order != s->order) { /* the same for all blocks, mostly */
+    if (q->coded == 0 || q->order != s->order) { /* most blocks of a head have the same order */
         q->order = s->order;
         q->coded = 0;
         for (c = 0; c < s->pad; c++) q->sorted[c] = q->ref[s->order ? s->order[c] : c];
     }
-    tkvi_prefill_rests_avx512(s, centre2, q->sorted, scale, rest);
+    tkvi_prefill_fold_zeros_avx512(s, centre2, q->sorted, scale, rest);
     a.s = s;
     a.q = q;
     a.centre2 = centre2;
-    a.wide = tkvi_wide_places(s);
-    a.planes = planes;
+    a.wide = tkvi_n_wide_positions(s);
+    a.n_limbs = n_limbs;
     a.coarse = tkvi_coarse_k(s);
     for (g = 0; g < s->groups; g++) {
         a.scale = scale + g * s->pad;
         a.rest = rest + g * s->pad;
         tkvi_prefill_fold_k_avx512(&a, &fold);
-        tkvi_prefill_scores_avx512(&fold, q->lanes, a.coded / 4, x + g * tokens, tokens,
-                                   scores + g * tokens * q->lanes);
+        tkvi_prefill_dot_k_avx512(&fold, q->lanes, a.coded / 4, x + g * tokens, tokens,
+                                  scores + g * tokens * q->lanes);
     }
 }
 
-/* Channels of one width and group. */
-typedef struct tkvi_prefill_values {
+/* Channels of V that have one width and one group. */
+typedef struct tkvi_prefill_v_args {
     const float *p, *scale, *zero;
-    float centre, middle, coarse; /* of the codes; the same of what is multiplied, twice */
-    int planes;
-} tkvi_prefill_values;
+    float centre; /* tkvi_centre of the codes */
+    float middle; /* twice the centre of the signed bytes that are multiplied */
+    float coarse; /* see tkvi_coarse_v */
+    int n_limbs;  /* see tkvi_n_limbs */
+} tkvi_prefill_v_args;
 
-TKVI_FLAT_AVX512 void tkvi_prefill_fold_v_avx512(const tkvi_prefill_values *a, const int nv,
+TKVI_FLAT_AVX512 void tkvi_prefill_fold_v_avx512(const tkvi_prefill_v_args *a, const int nv,
                                                  tkvi_prefill_fold *f) {
     const int lanes = 16 * nv;
     TKVI_ALIGNED float rest[TKVI_BLOCK];
-    const __m512i ones = tkvi_all_avx512(1);
+    const __m512i ones = tkvi_splat_bytes_avx512(1);
     __m512 most[2], sum[2], squares[2], by[2];
     __m512i all[2][2];
-    int t, v, j, tower = a->planes == 2, some = 0;
+    int t, v, j, two_mask = a->n_limbs == 2, some = 0;
     for (t = 0; t < TKVI_BLOCK; t += 16) {
         const __m512 y = _mm512_loadu_ps(a->scale + t);
         const __m512 z = _mm512_fmadd_ps(y, _mm512_set1_ps(a->centre), _mm512_loadu_ps(a->zero + t));
@@ -11949,7 +12059,8 @@ TKVI_FLAT_AVX512 void tkvi_prefill_fold_v_avx512(const tkvi_prefill_values *a, c
             most[v] = _mm512_max_ps(most[v], y);
         }
     }
-    for (t = 0; t < TKVI_BLOCK && a->coarse > TKVI_MAY_ERR(TKVI_PLANE_V); t++) { /* else no row needs two */
+    for (t = 0; t < TKVI_BLOCK && a->coarse > TKVI_ERR_LIMIT(TKVI_LIMB_MAX_V);
+         t++) { /* else no row needs two */
         TKVI_UNROLL
         for (v = 0; v < nv; v++) {
             const __m512 y =
@@ -11963,18 +12074,18 @@ TKVI_FLAT_AVX512 void tkvi_prefill_fold_v_avx512(const tkvi_prefill_values *a, c
             sum[v] =
                 _mm512_fmadd_ps(_mm512_loadu_ps(a->p + t * lanes + 16 * v), _mm512_set1_ps(rest[t]), sum[v]);
     }
-    if (a->coarse > TKVI_MAY_ERR(TKVI_PLANE_V)) {
+    if (a->coarse > TKVI_ERR_LIMIT(TKVI_LIMB_MAX_V)) {
         TKVI_UNROLL
         for (v = 0; v < nv; v++)
-            tower |= tkvi_prefill_tower_avx512(a->coarse, most[v], squares[v], TKVI_PLANE_V);
+            two_mask |= tkvi_prefill_needs_two_avx512(a->coarse, most[v], squares[v], TKVI_LIMB_MAX_V);
     }
-    f->second = tower ? TKVI_BLOCK / 4 : 0;
+    f->n_second = two_mask ? TKVI_BLOCK / 4 : 0;
     TKVI_UNROLL
     for (v = 0; v < nv; v++) {
-        const float top = tower ? (float)TKVI_TWO_PLANES : (float)TKVI_PLANE_V,
-                    first = tower ? (float)TKVI_PLANE : (float)TKVI_PLANE_V;
+        const float top = two_mask ? (float)TKVI_TWO_LIMBS_MAX : (float)TKVI_LIMB_MAX_V,
+                    first = two_mask ? (float)TKVI_LIMB_MAX_K : (float)TKVI_LIMB_MAX_V;
         by[v] = tkvi_prefill_inverse_avx512(most[v], top);
-        tkvi_prefill_steps_avx512(_mm512_mul_ps(most[v], _mm512_set1_ps(1.0f / first)), f, v);
+        tkvi_prefill_store_steps_avx512(_mm512_mul_ps(most[v], _mm512_set1_ps(1.0f / first)), f, v);
         all[v][0] = all[v][1] = _mm512_setzero_si512();
     }
     for (t = 0; t < TKVI_BLOCK; t += 4) {
@@ -11987,37 +12098,40 @@ TKVI_FLAT_AVX512 void tkvi_prefill_fold_v_avx512(const tkvi_prefill_values *a, c
                                                _mm512_set1_ps(a->scale[t + j]));
                 x[j] = tkvi_nearest_avx512(_mm512_mul_ps(y, by[v]));
             }
-            if (tower) { /* 128 hi + lo */
+            if (two_mask) { /* weight = 128 * hi + lo */
                 __m512i lo[4];
                 TKVI_UNROLL
                 for (j = 0; j < 4; j++) {
                     lo[j] = _mm512_and_si512(x[j], _mm512_set1_epi32(127));
                     x[j] = _mm512_srli_epi32(x[j], 7);
                 }
-                lo[0] = tkvi_prefill_four_avx512(lo);
+                lo[0] = tkvi_prefill_pack_bytes_avx512(lo);
                 all[v][1] = _mm512_dpbusd_epi32(all[v][1], lo[0], ones);
                 _mm512_store_si512((void *)(f->w[1] + t * lanes + 64 * v), lo[0]);
             }
-            x[0] = tkvi_prefill_four_avx512(x);
+            x[0] = tkvi_prefill_pack_bytes_avx512(x);
             all[v][0] = _mm512_dpbusd_epi32(all[v][0], x[0], ones);
             _mm512_store_si512((void *)(f->w[0] + t * lanes + 64 * v), x[0]);
         }
     }
     TKVI_UNROLL
     for (v = 0; v < nv; v++)
-        _mm512_store_ps(f->rest + 16 * v, tkvi_prefill_less_avx512(sum[v], f, v, all[v], 0.5f * a->middle));
+        _mm512_store_ps(f->rest + 16 * v,
+                        tkvi_prefill_subtract_middle_avx512(sum[v], f, v, all[v], 0.5f * a->middle));
 }
 
-/* One slab of 16 channels, or 32 if it is one of pairs, to signed bytes: [slab][quad of tokens][16 channels][4]. */
-TKVI_FLAT_AVX512 void tkvi_prefill_slab_avx512(const tkvi_side *s, const int width, const uint8_t *wide,
-                                               const uint8_t *tops, int half, int8_t *x) {
+/* Unpacks a slab of 16 channels, or of 32 if lanes are pairs, to signed bytes:
+ * [16 channels][quad of tokens][channel][4 tokens]. */
+TKVI_FLAT_AVX512 void tkvi_prefill_unpack_slab_avx512(const tkvi_side *s, const int width,
+                                                      const uint8_t *wide, const uint8_t *tops, int half,
+                                                      int8_t *x) {
     const int pairs = s->pairs && width == 3, levels = s->levels && width <= 4;
     __m512i y[4], table = _mm512_setzero_si512(), upper = table;
     int i, p;
-    if (levels) table = tkvi_levels_avx512(s->levels + tkvi_level_table(s, width, 0));
-    if (pairs) upper = tkvi_levels_avx512(s->levels + tkvi_level_table(s, width, 1));
+    if (levels) table = tkvi_load_table_avx512(s->levels + tkvi_level_table(s, width, 0));
+    if (pairs) upper = tkvi_load_table_avx512(s->levels + tkvi_level_table(s, width, 1));
     for (i = 0; i < 4; i++, x += TKVI_TILE_CODES) {
-        tkvi_planes_avx512(width, wide, tops, half, y);
+        tkvi_unpack_tile_avx512(width, wide, tops, half, y);
         wide += tkvi_wide_bytes[width];
         half += tkvi_has_half[width];
         TKVI_UNROLL
@@ -12026,14 +12140,14 @@ TKVI_FLAT_AVX512 void tkvi_prefill_slab_avx512(const tkvi_side *s, const int wid
             if (pairs)
                 _mm512_store_si512((void *)(to + 4 * TKVI_TILE_CODES), _mm512_shuffle_epi8(upper, y[p]));
             if (levels) y[p] = _mm512_shuffle_epi8(table, y[p]);
-            else if (width == 8) y[p] = _mm512_xor_si512(y[p], tkvi_all_avx512(128));
+            else if (width == 8) y[p] = _mm512_xor_si512(y[p], tkvi_splat_bytes_avx512(128));
             _mm512_store_si512((void *)to, y[p]);
         }
     }
 }
 
 #define TKVI_RUN_(bits)                                                                                      \
-    case bits: tkvi_prefill_slab_avx512(s, bits, wide, tops, half, x); break;
+    case bits: tkvi_prefill_unpack_slab_avx512(s, bits, wide, tops, half, x); break;
 static TKVI_TARGET_AVX512 void tkvi_prefill_unpack_v_avx512(const tkvi_side *s, int width,
                                                             const uint8_t *wide, const uint8_t *tops,
                                                             int half, int8_t *x) {
@@ -12052,21 +12166,21 @@ static TKVI_TARGET_AVX512 void tkvi_prefill_unpack_v_avx512(const tkvi_side *s, 
 
 static TKVI_TARGET_AVX512 void tkvi_prefill_tiles_v_avx512(const tkvi_side *s, const uint8_t *src,
                                                            uintptr_t ahead, const float *p, int lanes, int n,
-                                                           int planes, float *out) {
+                                                           int n_limbs, float *out) {
     TKVI_ALIGNED float scale[TKVI_MAX_GROUPS * TKVI_BLOCK], zero[TKVI_MAX_GROUPS * TKVI_BLOCK];
     TKVI_ALIGNED int32_t x[2 * TKVI_TILE_CODES];
-    const uint8_t *wide = src, *tops = src + tkvi_tiles(&s->runs).halves;
+    const uint8_t *wide = src, *tops = src + tkvi_first_tile(&s->tiles).halves;
     tkvi_prefill_fold fold;
-    tkvi_prefill_values a;
+    tkvi_prefill_v_args a;
     int width, i, c, half = 0, slab = 0;
     s->format->side[TKV_V].meta(s, src, &tkvi_simd_ops_avx512, scale, zero);
     a.p = p;
-    a.planes = planes;
+    a.n_limbs = n_limbs;
     tkvi_prefetch_bytes(tops, (int)(src + s->bytes - tops), ahead);
     for (width = TKVI_MAX_WIDTH; width > 0; width--) {
         const int slabs = tkvi_slab_channels(s, width) / 16;
-        for (i = 0; i < s->runs.n[width]; i += 4, slab += slabs) {
-            if (i == 0 || slab * 16 % s->group == 0) { /* a new group, or new codes */
+        for (i = 0; i < s->tiles.n[width]; i += 4, slab += slabs) {
+            if (i == 0 || slab * 16 % s->group == 0) { /* another width or another group */
                 a.scale = scale + slab * 16 / s->group * TKVI_BLOCK;
                 a.zero = zero + slab * 16 / s->group * TKVI_BLOCK;
                 a.centre = tkvi_centre(s, width);
@@ -12080,18 +12194,18 @@ static TKVI_TARGET_AVX512 void tkvi_prefill_tiles_v_avx512(const tkvi_side *s, c
             wide += 4 * tkvi_wide_bytes[width];
             half += 4 * tkvi_has_half[width];
             for (c = 0; c < slabs; c++, out += 16 * lanes)
-                tkvi_prefill_values_avx512(&fold, lanes, (n + 15) / 16 * 4, x + c * TKVI_TILE_CODES, 16, out);
+                tkvi_prefill_dot_v_avx512(&fold, lanes, (n + 15) / 16 * 4, x + c * TKVI_TILE_CODES, 16, out);
         }
     }
 }
 
-/* >>all */
+/* >>softmax, rotation, layout */
 #define TKVI_LOG2E 1.44269502f
-/* exp(s - m), m being multiplied by log2 e already; 0 below -87. As tkvi_exp_avx512, with less for the multipliers.
- * */
+/* exp(s - m / log2 e): the caller has multiplied m by log2 e. The result is 0 where s - m / log2 e is below -86.6.
+ * It has two multiplications fewer than tkvi_exp_avx512. */
 TKVI_FLAT_AVX512 __m512 tkvi_prefill_exp_avx512(__m512 s, __m512 m) {
     const __m512 x = _mm512_fmsub_ps(s, _mm512_set1_ps(TKVI_LOG2E), m);
-    const __m512 n = _mm512_cvtepi32_ps(_mm512_cvtps_epi32(x)); /* vrndscaleps: the same */
+    const __m512 n = _mm512_cvtepi32_ps(_mm512_cvtps_epi32(x)); /* rounds like vrndscaleps */
     const __m512 r = _mm512_sub_ps(x, n);
     __m512 y = _mm512_set1_ps(1.326472728e-03f);
     y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(9.671512657e-03f));
@@ -12102,7 +12216,7 @@ TKVI_FLAT_AVX512 __m512 tkvi_prefill_exp_avx512(__m512 s, __m512 m) {
     return _mm512_maskz_scalef_ps(_mm512_cmp_ps_mask(x, _mm512_set1_ps(-125.0f), _CMP_GE_OQ), y, n);
 }
 
-static TKVI_TARGET_AVX512 int tkvi_prefill_weigh_avx512(const tkvi_weighing *w) {
+static TKVI_TARGET_AVX512 int tkvi_prefill_softmax_step_avx512(const tkvi_softmax_args *w) {
     const __m512 hidden = _mm512_set1_ps(TKVI_HIDDEN);
     int v, t, k, shrinks = 0;
     for (v = 0; v < w->lanes; v += 16) {
@@ -12130,14 +12244,14 @@ static TKVI_TARGET_AVX512 int tkvi_prefill_weigh_avx512(const tkvi_weighing *w) 
             }
         }
         most = _mm512_max_ps(_mm512_max_ps(tops[0], tops[1]), _mm512_max_ps(tops[2], tops[3]));
-        grows = _mm512_cmp_ps_mask(most, _mm512_add_ps(m, _mm512_set1_ps(TKVI_LAZY)), _CMP_GT_OQ);
+        grows = _mm512_cmp_ps_mask(most, _mm512_add_ps(m, _mm512_set1_ps(TKVI_MAX_SLACK)), _CMP_GT_OQ);
         before = _mm512_mask_cmp_ps_mask(grows, m, hidden, _CMP_GT_OQ);
         if (before) by = _mm512_mask_mov_ps(by, before, tkvi_exp_avx512(_mm512_sub_ps(m, most)));
         _mm512_storeu_ps(w->shrink + v, by);
         shrinks |= before;
         m = _mm512_mask_mov_ps(m, grows, most);
         _mm512_storeu_ps(w->m + v, m);
-        /* rows that have seen nothing: 0, and exp of -1e30 */
+        /* A row that has seen no key gets the maximum 0: exp(-1e30 - 0) is 0. */
         top = _mm512_maskz_mul_ps(_mm512_cmp_ps_mask(m, hidden, _CMP_GT_OQ), m, _mm512_set1_ps(TKVI_LOG2E));
         sum = squares = _mm512_setzero_ps();
         for (t = 0; t < TKVI_BLOCK; t++) {
@@ -12166,8 +12280,8 @@ static TKVI_TARGET_AVX512 void tkvi_prefill_shrink_avx512(float *x, int n, int l
             _mm512_storeu_ps(x + v, _mm512_mul_ps(_mm512_loadu_ps(x + v), _mm512_loadu_ps(by + v)));
 }
 
-/* core/rotate.h, rows in lanes */
-static TKVI_TARGET_AVX512 void tkvi_prefill_window_avx512(float *x, int n, int lanes) {
+/* tkvi_butterflies of core/rotate.h, with rows in lanes. */
+static TKVI_TARGET_AVX512 void tkvi_prefill_butterflies_avx512(float *x, int n, int lanes) {
     int h, i, j, v;
     for (h = 1; h < n; h *= 2)
         for (i = 0; i < n; i += 2 * h)
@@ -12185,12 +12299,12 @@ static TKVI_TARGET_AVX512 void tkvi_prefill_rotate_back_avx512(float *x, int dim
     const int k = tkvi_log2_floor(dim), n = 1 << k;
     int i, v;
     if (n < dim) {
-        tkvi_prefill_window_avx512(x + (dim - n) * lanes, n, lanes);
+        tkvi_prefill_butterflies_avx512(x + (dim - n) * lanes, n, lanes);
         for (i = (dim - n) * lanes; i < dim * lanes; i += 16)
             _mm512_storeu_ps(x + i,
                              _mm512_mul_ps(_mm512_loadu_ps(x + i), _mm512_set1_ps(tkvi_hadamard_norm[k])));
     }
-    tkvi_prefill_window_avx512(x, n, lanes);
+    tkvi_prefill_butterflies_avx512(x, n, lanes);
     for (i = 0; i < dim; i++) {
         const float sign = tkvi_signs[i / 32] >> i % 32 & 1 ? -1.0f : 1.0f;
         const __m512 by = _mm512_set1_ps(i < n ? sign * tkvi_hadamard_norm[k] : sign);
@@ -12199,9 +12313,9 @@ static TKVI_TARGET_AVX512 void tkvi_prefill_rotate_back_avx512(float *x, int dim
     }
 }
 
-/* 16 x 16 at a time */
-static TKVI_TARGET_AVX512 void tkvi_prefill_turn_avx512(const float *x, int x_stride, int n, float *y,
-                                                        int y_stride) {
+/* 16 x 16 floats at a time. */
+static TKVI_TARGET_AVX512 void tkvi_prefill_transpose_avx512(const float *x, int x_stride, int n, float *y,
+                                                             int y_stride) {
     int i, r, k;
     for (i = 0; i < n; i += 16) {
         __m512 a[16], b[16];
@@ -12234,23 +12348,23 @@ static TKVI_TARGET_AVX512 void tkvi_prefill_turn_avx512(const float *x, int x_st
 }
 
 static void tkvi_prefill_k_avx512(const tkvi_side *s, const uint8_t *src, const uint8_t *next,
-                                  tkvi_prefill_queries *q, int n, int planes, float *scores) {
-    const uintptr_t ahead = tkvi_ahead(src, next);
+                                  tkvi_prefill_queries *q, int n, int n_limbs, float *scores) {
+    const uintptr_t ahead = tkvi_prefetch_distance(src, next);
     if (tkvi_is_exact(s->format))
         tkvi_prefill_exact_k_avx512(s, src, ahead, q->q, q->ref, q->lanes, n, scores);
-    else tkvi_prefill_tiles_k_avx512(s, src, ahead, q, planes, scores);
+    else tkvi_prefill_tiles_k_avx512(s, src, ahead, q, n_limbs, scores);
 }
 
 static void tkvi_prefill_v_avx512(const tkvi_side *s, const uint8_t *src, const uint8_t *next, const float *p,
-                                  int lanes, int n, int planes, float *out) {
-    const uintptr_t ahead = tkvi_ahead(src, next);
+                                  int lanes, int n, int n_limbs, float *out) {
+    const uintptr_t ahead = tkvi_prefetch_distance(src, next);
     if (tkvi_is_exact(s->format)) tkvi_prefill_exact_v_avx512(s, src, ahead, p, lanes, n, out);
-    else tkvi_prefill_tiles_v_avx512(s, src, ahead, p, lanes, n, planes, out);
+    else tkvi_prefill_tiles_v_avx512(s, src, ahead, p, lanes, n, n_limbs, out);
 }
 
-static const tkvi_prefill tkvi_prefill_avx512 = {tkvi_prefill_k_avx512,           tkvi_prefill_v_avx512,
-                                                 tkvi_prefill_weigh_avx512,       tkvi_prefill_shrink_avx512,
-                                                 tkvi_prefill_rotate_back_avx512, tkvi_prefill_turn_avx512};
+static const tkvi_prefill tkvi_prefill_avx512 = {
+    tkvi_prefill_k_avx512,      tkvi_prefill_v_avx512,           tkvi_prefill_softmax_step_avx512,
+    tkvi_prefill_shrink_avx512, tkvi_prefill_rotate_back_avx512, tkvi_prefill_transpose_avx512};
 
 #if defined(__GNUC__) && !defined(__clang__)
 #pragma GCC diagnostic pop
@@ -12258,7 +12372,7 @@ static const tkvi_prefill tkvi_prefill_avx512 = {tkvi_prefill_k_avx512,         
 
 #endif /* TKVI_AVX512 */
 
-/* NULL: 8 rows at a time, by kernels/scalar.h. */
+/* The prefill kernels of an instruction set. NULL: it has none, and the caller uses its kernels for 8 rows. */
 static const tkvi_prefill *tkvi_prefill_of(tkv_isa isa) {
 #ifdef TKVI_AVX512
     if (isa == TKV_ISA_AVX512) return &tkvi_prefill_avx512;
@@ -14651,7 +14765,7 @@ static void tkvi_coding_share(const tkvi_tables *t, tkvi_coding *c, const tkvi_h
         for (head = 0; head < n; head++) {
             tkvi_share share;
             memset(&share, 0, sizeof share);
-            tkvi_runs_of(&heads[head], pad, unit, t->split[head], &share.runs);
+            tkvi_choose_widths(&heads[head], pad, unit, t->split[head], &share.tiles);
             share.top = heads[head].k_top;
             share.order = heads[head].order;
             share.mean = heads[head].mean;
@@ -17193,7 +17307,7 @@ typedef struct tkvi_token_walk {
 static void tkvi_walk_block(void *ctx, const tkvi_record *r, const uint8_t *bytes, int start, int n) {
     const tkvi_token_walk *w = (const tkvi_token_walk *)ctx;
     const tkvi_tables *tables = &w->from->kv->tables;
-    const tkvi_simd_ops *help = w->from->kv->kernels->helpers;
+    const tkvi_simd_ops *help = w->from->kv->kernels->simd_ops;
     int t, dim = w->side == TKV_K ? r->k.dim : r->v.dim;
     float *x = w->from->kv->recode, y[TKV_MAX_HEAD_DIM];
     if (w->side == TKV_K) tkvi_values(&r->k, help, bytes, 0, n, x, (size_t)dim);
@@ -17396,7 +17510,7 @@ static uint64_t tkvi_kvquant_mode(const tkvi_tables *t) {
     b[2] = (uint8_t)(rope ? rope->step : 0);
     h = tkvi_fnv1a_more(h, b, 3);
     for (j = 0; rope && j < rope->pairs; j++) {
-        for (k = 0; k < 8; k++) b[k] = (uint8_t)(rope->turn[j] >> 8 * k & 255u);
+        for (k = 0; k < 8; k++) b[k] = (uint8_t)(rope->frequency[j] >> 8 * k & 255u);
         h = tkvi_fnv1a_more(h, b, 8);
     }
     return h;
@@ -17430,12 +17544,12 @@ static void tkvi_kvquant_load(const tkvi_tables *t, int layer, int version, cons
     for (side = 0; side < 2; side++)
         for (bits = 2; bits <= 4; bits++) {
             tkvi_book *b = &table->book[side][bits - 2];
-            for (i = 0; i < 1 << bits; i++, at += 2) b->level[i] = tkvi_half_at(at);
-            for (i = 0; i < 1 << bits; i++, at += 2) b->normed[i] = tkvi_half_at(at);
+            for (i = 0; i < 1 << bits; i++, at += 2) b->level[i] = tkvi_f16_at(at);
+            for (i = 0; i < 1 << bits; i++, at += 2) b->normed[i] = tkvi_f16_at(at);
         }
     for (head = 0; head < t->cfg.model.n_kv_heads; head++) {
         float *range = tkvi_kvquant_range_of(t, layer, version, head);
-        for (i = 0; i < dim; i++, at += 2) range[i] = tkvi_half_at(at);
+        for (i = 0; i < dim; i++, at += 2) range[i] = tkvi_f16_at(at);
         for (i = 0; i < dim; i++, at += 4) range[dim + i] = tkvi_from_bits(tkvi_load32(at));
     }
 }
@@ -17448,7 +17562,7 @@ static int tkvi_kvquant_valid(const tkv_config *cfg, const uint8_t *at) {
     for (set = 0; set < 12; set++) {
         float most = set % 2 ? 8.0f : 1.0f, before = -most;
         for (i = 0, n = 4 << set / 2 % 3; i < n; i++, at += 2) {
-            float x = tkvi_half_at(at);
+            float x = tkvi_f16_at(at);
             if (!tkvi_is_finite(x) || x < before || x > most) return 0;
             before = x;
         }
@@ -17523,8 +17637,8 @@ static void tkvi_gather_size(void *ctx, const tkvi_record *r, const uint8_t *byt
     float *k = g->kv->recode, *v = k + tkvi_round_up(cfg->model.head_dim, 16) * TKVI_BLOCK;
     int t, c;
     (void)start;
-    tkvi_values(&r->k, g->kv->kernels->helpers, bytes, 0, n, k, (size_t)cfg->model.head_dim);
-    tkvi_values(&r->v, g->kv->kernels->helpers, bytes + r->v_at, 0, n, v, (size_t)cfg->model.v_head_dim);
+    tkvi_values(&r->k, g->kv->kernels->simd_ops, bytes, 0, n, k, (size_t)cfg->model.head_dim);
+    tkvi_values(&r->v, g->kv->kernels->simd_ops, bytes + r->v_at, 0, n, v, (size_t)cfg->model.v_head_dim);
     for (t = 0; t < n; t++) {
         float squares = 0.0f;
         for (c = 0; c < cfg->model.head_dim; c++) {
@@ -17553,7 +17667,7 @@ static void tkvi_gather_sums(void *ctx, const tkvi_record *r, const uint8_t *byt
     float *k = g->kv->recode, by = tkvi_power_of_two(-g->down);
     int t, c;
     (void)start;
-    tkvi_values(&r->k, g->kv->kernels->helpers, bytes, 0, n, k, (size_t)cfg->model.head_dim);
+    tkvi_values(&r->k, g->kv->kernels->simd_ops, bytes, 0, n, k, (size_t)cfg->model.head_dim);
     for (c = 0; c < cfg->model.head_dim; c++) {
         int64_t sum = 0, squares = 0;
         for (t = 0; t < n; t++) {
@@ -17573,7 +17687,7 @@ static void tkvi_gather_range(void *ctx, const tkvi_record *r, const uint8_t *by
     float *k = g->kv->recode;
     int t, c;
     (void)start;
-    tkvi_values(&r->k, g->kv->kernels->helpers, bytes, 0, n, k, (size_t)cfg->model.head_dim);
+    tkvi_values(&r->k, g->kv->kernels->simd_ops, bytes, 0, n, k, (size_t)cfg->model.head_dim);
     for (c = 0; c < cfg->model.head_dim; c++) {
         float low = k[c], high = k[c], mean = (float)((double)g->channel[c].sum / (double)g->tokens);
         mean *= tkvi_power_of_two(g->down);
@@ -18712,7 +18826,7 @@ static void tkvi_remove_anchor(tkv_cache *kv, const tkvi_list *list, const uint3
  * exact. Its slot t is marked as anchored, and attention does not read it. */
 static void tkvi_add_anchor(tkv_cache *kv, const uint32_t *ids, int i, int t, int slot) {
     const tkv_config *cfg = &kv->tables.cfg;
-    const tkvi_simd_ops *help = kv->kernels->helpers;
+    const tkvi_simd_ops *help = kv->kernels->simd_ops;
     tkvi_block *to = &kv->pool.block[ids[0]], *from = &kv->pool.block[ids[i]];
     const tkvi_coding *a = &kv->tables.coding[to->coding], *b = &kv->tables.coding[from->coding];
     uint8_t *dst = tkvi_block_bytes(&kv->pool, to);
@@ -18846,15 +18960,15 @@ static void tkvi_encode_record(const tkv_cache *kv, int layer, int head, const t
     tkvi_side to_k = r->k;
     to_k.feedback = tkvi_feedback_of(kv, layer, head);
     to_k.start = start;
-    tkvi_encode_side(&to_k, kv->kernels->helpers, k, (size_t)cfg->model.head_dim, n, dst);
-    tkvi_encode_side(&r->v, kv->kernels->helpers, v, (size_t)cfg->model.v_head_dim, n, dst + r->v_at);
+    tkvi_encode_side(&to_k, kv->kernels->simd_ops, k, (size_t)cfg->model.head_dim, n, dst);
+    tkvi_encode_side(&r->v, kv->kernels->simd_ops, v, (size_t)cfg->model.v_head_dim, n, dst + r->v_at);
 }
 
 /* Recodes all heads of a block from slot src to slot dst (a tkvi_rewrite). ctx: a tkvi_recoding. */
 static void tkvi_recode(void *ctx, const uint8_t *src, uint8_t *dst) {
     const tkvi_recoding *r = (const tkvi_recoding *)ctx;
     const tkv_config *cfg = &r->kv->tables.cfg;
-    const tkvi_simd_ops *help = r->kv->kernels->helpers;
+    const tkvi_simd_ops *help = r->kv->kernels->simd_ops;
     float *k = r->kv->recode, *v = k + tkvi_round_up(cfg->model.head_dim, 16) * TKVI_BLOCK;
     size_t dk = (size_t)cfg->model.head_dim, dv = (size_t)cfg->model.v_head_dim;
     int h, n;
@@ -19171,7 +19285,7 @@ static void tkvi_join_blocks(tkv_cache *kv, int seq, int layer, int i, int count
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
     const tkv_config *cfg = &kv->tables.cfg;
-    const tkvi_simd_ops *help = kv->kernels->helpers;
+    const tkvi_simd_ops *help = kv->kernels->simd_ops;
     tkvi_block *a = &kv->pool.block[ids[i]], *b = &kv->pool.block[ids[i + 1]];
     const uint64_t here = tkvi_used_mask(kv, list, ids, i), left = tkvi_used_mask(kv, list, ids, i + 1);
     const uint64_t there = tkvi_first_bits(left, count);
@@ -19253,7 +19367,7 @@ static void tkvi_keys_of(const tkv_cache *kv, uint32_t id, int head, uint64_t th
     room.key = TKVI_NIL;
     if (tkvi_side_bytes(kv, id, head, TKV_K, &room, &bytes))
         memset(out, 0, (size_t)tkvi_bits_in(there) * dim * sizeof *out);
-    else (void)tkvi_values_of(&r->k, kv->kernels->helpers, bytes, there, out, dim);
+    else (void)tkvi_values_of(&r->k, kv->kernels->simd_ops, bytes, there, out, dim);
 }
 
 /* Norms of the keys of the tokens in the mask `there` of a block, each the mean of the KV heads. */
@@ -20899,7 +21013,7 @@ static void tkvi_reference_key(const tkvi_work_tile *u, float *ref) {
         if (tkvi_is_discarded(&u->call->kv->pool.block[u->ids[block]])) return;
         if (!bytes) bytes = tkvi_bytes_of(u, block, TKV_K);
         if (!bytes) return;
-        tkvi_values(&rec->k, u->call->kv->kernels->helpers, bytes,
+        tkvi_values(&rec->k, u->call->kv->kernels->simd_ops, bytes,
                     i == 0 ? 0 : n - 1 - (i == 1 && from == last && n > 2), 1, key[i], 0);
     }
     for (c = 0; c < u->call->kv->tables.cfg.model.head_dim; c++) {
@@ -21036,10 +21150,11 @@ static int tkvi_block_scores(const tkvi_work_tile *u, tkvi_queries *q, int i, fl
     if (!bytes) bytes = tkvi_bytes_of(u, i, TKV_K);
     if (!bytes) return 0;
     if (rec->k.order) tkvi_sort_queries(u, q, rec->k.order);
-    kv->kernels->k[rec->k.format->stored](
-        &rec->k, bytes, tkvi_next_record(u, i), rec->k.order ? q->sorted : q->q,
-        rec->k.order ? q->sorted + u->rows * u->k_pad : q->ref, u->rows,
-        tkvi_block_tokens(kv, u->list, u->ids, i), tkvi_planes(&rec->k, kv->tables.cfg.host.precise), scores);
+    kv->kernels->k[rec->k.format->stored](&rec->k, bytes, tkvi_next_record(u, i),
+                                          rec->k.order ? q->sorted : q->q,
+                                          rec->k.order ? q->sorted + u->rows * u->k_pad : q->ref, u->rows,
+                                          tkvi_block_tokens(kv, u->list, u->ids, i),
+                                          tkvi_n_limbs(&rec->k, kv->tables.cfg.host.precise), scores);
     if (u->changes || tkvi_has_hidden(u, i, start, end)) {
         int at[TKVI_BLOCK];
         tkvi_slot_positions(u, i, at);
@@ -21118,7 +21233,7 @@ static TKVI_NOINLINE void tkvi_attend_split(const tkvi_work_tile *u, tkvi_querie
         tkvi_begin_space(u, sums, space);
         kv->kernels->v[rec->v.format->stored](&rec->v, bytes, next ? next + rec->v_at : NULL, p, u->rows,
                                               tkvi_block_tokens(kv, u->list, u->ids, i),
-                                              tkvi_planes(&rec->v, kv->tables.cfg.host.precise),
+                                              tkvi_n_limbs(&rec->v, kv->tables.cfg.host.precise),
                                               sums->o + space * stride);
     }
 }
@@ -21318,7 +21433,7 @@ static TKVI_NOINLINE void tkvi_comparison_blocks(const tkvi_work_tile *u, tkvi_q
         bytes = copy ? copy + rec->v_at : any ? tkvi_bytes_of(u, i, TKV_V) : NULL;
         if (any && bytes)
             kv->kernels->v[rec->v.format->stored](&rec->v, bytes, NULL, p, u->rows, n,
-                                                  tkvi_planes(&rec->v, kv->tables.cfg.host.precise),
+                                                  tkvi_n_limbs(&rec->v, kv->tables.cfg.host.precise),
                                                   o + (rec->v.format->rotated ? stride : 0));
     }
 }
@@ -21431,7 +21546,7 @@ static TKVI_NOINLINE void tkvi_finish(const tkvi_work_tile *u, const float *orig
         }
         if (c->p->out_type == TKV_TYPE_F32) memcpy((char *)c->p->out + 4 * at, row, (size_t)dim * 4);
         else
-            for (i = 0; i < dim; i++) tkvi_save_element(c->p->out, c->p->out_type, at + i, row[i]);
+            for (i = 0; i < dim; i++) tkvi_store_element(c->p->out, c->p->out_type, at + i, row[i]);
         if (c->p->lse)
             c->p->lse[(ptrdiff_t)query * c->kv->tables.cfg.model.n_heads + head] =
                 l[r] > 0.0f ? m[r] + logf(l[r]) + origin : tkvi_from_bits(0xff800000u);
@@ -21660,7 +21775,7 @@ static TKVI_NOINLINE void tkvi_load_lanes(const tkvi_work_tile *u, const float *
         memset(rows, 0, (size_t)(16 * u->k_pad) * sizeof *rows);
         for (r = first; r < tkvi_min(first + 16, u->rows); r++)
             origin[r] = tkvi_load_query(u, r, ref, rows + (r - first) * u->k_pad);
-        u->call->many->turn(rows, u->k_pad, u->k_pad, q + first, lanes);
+        u->call->many->transpose(rows, u->k_pad, u->k_pad, q + first, lanes);
     }
 }
 
@@ -21716,7 +21831,7 @@ static TKVI_NOINLINE void tkvi_prefill_blocks(const tkvi_work_tile *u, tkvi_pref
     const tkvi_prefill *many = u->call->many;
     const int lanes = sums->lanes;
     tkvi_prefill_queries q;
-    tkvi_weighing w;
+    tkvi_softmax_args w;
     int i, r, rotated;
     q.lanes = lanes;
     q.coded = 0;
@@ -21745,7 +21860,7 @@ static TKVI_NOINLINE void tkvi_prefill_blocks(const tkvi_work_tile *u, tkvi_pref
             if (rec->v.format->rotated != rotated || end <= u->low || start >= u->high) continue;
             if (!bytes) bytes = tkvi_bytes_of(u, i, TKV_K);
             if (!bytes) return;
-            many->k(&rec->k, bytes, next, &q, n, tkvi_planes(&rec->k, kv->tables.cfg.host.precise), scores);
+            many->k(&rec->k, bytes, next, &q, n, tkvi_n_limbs(&rec->k, kv->tables.cfg.host.precise), scores);
             if (u->changes || b->gone || b->packed)
                 tkvi_adjust_score_lanes(u, sums->origin, i, lanes, scores);
             w.low = tkvi_visible_lanes(u, i, start, end, low, high) ? low : NULL;
@@ -21754,7 +21869,7 @@ static TKVI_NOINLINE void tkvi_prefill_blocks(const tkvi_work_tile *u, tkvi_pref
             bytes = tkvi_bytes_of(u, i, TKV_V);
             if (!bytes) return;
             many->v(&rec->v, bytes, next ? next + rec->v_at : NULL, scores, lanes, n,
-                    tkvi_planes(&rec->v, kv->tables.cfg.host.precise), sums->o);
+                    tkvi_n_limbs(&rec->v, kv->tables.cfg.host.precise), sums->o);
         }
         if (rotated) many->rotate_back(sums->o, kv->tables.cfg.model.v_head_dim, lanes);
     }
@@ -21803,8 +21918,8 @@ static TKVI_NOINLINE void tkvi_prefill_in_rows(const tkvi_work_tile *u, tkvi_pre
     memcpy(o, sums->o, (size_t)(u->v_pad * sums->lanes) * sizeof *o);
     for (r = 0; r < sums->lanes; r += 16)
         for (i = 0; i < u->v_pad; i += 16)
-            u->call->many->turn(o + i * sums->lanes + r, sums->lanes, 16, sums->o + r * u->v_pad + i,
-                                u->v_pad);
+            u->call->many->transpose(o + i * sums->lanes + r, sums->lanes, 16, sums->o + r * u->v_pad + i,
+                                     u->v_pad);
 }
 
 static TKVI_NOINLINE void tkvi_prefill_work_tile(const tkvi_work_tile *u) {
@@ -22135,7 +22250,7 @@ static tkv_status tkvi_ref_row(const tkvi_call *c, int item, int row, int query,
         if (pass == 1 && !c->p->scores) break;
     }
     for (i = 0; i < cfg->model.v_head_dim; i++)
-        tkvi_save_element(c->p->out, c->p->out_type, at + i, sum > 0.0 ? (float)(out[i] / sum) : 0.0f);
+        tkvi_store_element(c->p->out, c->p->out_type, at + i, sum > 0.0 ? (float)(out[i] / sum) : 0.0f);
     if (c->p->lse)
         c->p->lse[(ptrdiff_t)row * cfg->model.n_heads + head] =
             sum > 0.0 ? (float)(top + log(sum)) : tkvi_from_bits(0xff800000u);
@@ -22420,8 +22535,8 @@ static void tkvi_store(tkv_cache *kv, int seq, int layer, const tkvi_source *k, 
         }
         for (h = 0; h < kv->tables.cfg.model.n_kv_heads; h++) {
             const tkvi_record *r = &c->record[h];
-            tkvi_store_row(&r->k, kv->kernels->helpers, k, first + t, h, at, saturate, bytes + r->at);
-            tkvi_store_row(&r->v, kv->kernels->helpers, v, first + t, h, at, saturate,
+            tkvi_store_row(&r->k, kv->kernels->simd_ops, k, first + t, h, at, saturate, bytes + r->at);
+            tkvi_store_row(&r->v, kv->kernels->simd_ops, v, first + t, h, at, saturate,
                            bytes + r->at + r->v_at);
         }
         list->len++;
@@ -22888,7 +23003,7 @@ TKV_API tkv_status tkv_read(tkv_cache *kv, int seq, int layer, int start, int n,
     layer = tkvi_stored_layer(kv, seq, layer);
     if (layer < 0 || start < 0 || n < 0) return TKV_ERR_ARG;
     cfg = &kv->tables.cfg;
-    help = kv->kernels->helpers;
+    help = kv->kernels->simd_ops;
     list = tkvi_list_of(kv, seq, layer);
     ids = tkvi_ids(kv, seq, layer);
     if (start < list->dropped || start > list->len || n > list->len - start) return TKV_ERR_RANGE;
@@ -23388,8 +23503,8 @@ static void tkvi_restore_block(tkv_cache *kv, int seq, int layer, int i, const t
         for (h = 0; h < kv->tables.cfg.model.n_kv_heads; h++) {
             const tkvi_record *rec = &c->record[h];
             const int row = tkvi_slot_position(kv, id, t) - start;
-            tkvi_store_row(&rec->k, kv->kernels->helpers, k, row, h, t, saturate, bytes + rec->at);
-            tkvi_store_row(&rec->v, kv->kernels->helpers, v, row, h, t, saturate,
+            tkvi_store_row(&rec->k, kv->kernels->simd_ops, k, row, h, t, saturate, bytes + rec->at);
+            tkvi_store_row(&rec->v, kv->kernels->simd_ops, v, row, h, t, saturate,
                            bytes + rec->at + rec->v_at);
         }
     r.kv = kv;

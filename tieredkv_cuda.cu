@@ -509,10 +509,10 @@ TKVCU_DEVICE void tkvcu_side_open(const tkvcu_view *v, const tkvcu_side *d, int 
         s->fit = (int8_t)fit;
         s->group = d->group;
         s->groups = (int16_t)((which ? v->head_dim : TKVI_BLOCK) / d->group);
-        s->runs.n[f->bits] = (uint16_t)(s->pad / 4);
+        s->tiles.n[f->bits] = (uint16_t)(s->pad / 4);
     }
     if (d->kind == TKVCU_A) {
-        for (w = 1; w <= 6; w++) s->runs.n[w] = (uint16_t)(4 * d->slabs[w]);
+        for (w = 1; w <= 6; w++) s->tiles.n[w] = (uint16_t)(4 * d->slabs[w]);
         if (d->table >= 0) {
             s->order = v->order + d->table;
             s->mean = v->mean + d->table;
@@ -523,16 +523,16 @@ TKVCU_DEVICE void tkvcu_side_open(const tkvcu_view *v, const tkvcu_side *d, int 
         s->half_bits = (int8_t)d->half_bits;
         s->pairs = d->half_bits == 3;
         if (s->pairs) s->levels = tkvi_r_pairs;
-        s->runs.n[s->pairs ? 3 : d->half_bits / 2] = (uint16_t)(s->pad / 4 / (s->pairs ? 2 : 1));
+        s->tiles.n[s->pairs ? 3 : d->half_bits / 2] = (uint16_t)(s->pad / 4 / (s->pairs ? 2 : 1));
     }
 }
 
 /* Width of tile i, 0: there are not so many; and where it lies. */
 TKVCU_DEVICE int tkvcu_tile_of(const tkvi_side *s, int i, tkvi_tile_at *at) {
     int width;
-    *at = tkvi_tiles(&s->runs);
+    *at = tkvi_first_tile(&s->tiles);
     for (width = TKVI_MAX_WIDTH; width > 0; width--) {
-        const int n = s->runs.n[width], skip = i < n ? i : n;
+        const int n = s->tiles.n[width], skip = i < n ? i : n;
         at->wide += (size_t)skip * tkvi_wide_bytes[width];
         at->half += skip * tkvi_has_half[width];
         if (i < n) break;
@@ -545,7 +545,7 @@ TKVCU_DEVICE int tkvcu_tile_of(const tkvi_side *s, int i, tkvi_tile_at *at) {
 TKVCU_DEVICE int tkvcu_width_at(const tkvi_side *s, int position) {
     int width, end = 0;
     for (width = TKVI_MAX_WIDTH; width > 0; width--) {
-        end += 4 * s->runs.n[width];
+        end += 4 * s->tiles.n[width];
         if (position < end) return width;
     }
     return 0;
@@ -819,7 +819,7 @@ template <int Dim> TKVCU_DEVICE void tkvcu_encode_r(tkvcu_desk<Dim> *d) {
     __syncwarp();
     if (part == 0) {
         const float scale = tkvi_r_scale(most, squares, sum);
-        d->meta[t] = (uint8_t)tkvi_log_code(tkvi_r_close(s, t, TKVI_BLOCK, d->code, scale), s->top);
+        d->meta[t] = (uint8_t)tkvi_log_code(tkvi_r_finish(s, t, TKVI_BLOCK, d->code, scale), s->top);
     }
 }
 
@@ -4251,7 +4251,7 @@ static tkvcu_side tkvcu_side_of(const tkvi_side *s, size_t at, int32_t table) {
     if (d.kind == TKVCU_A) {
         d.slabs[0] = (uint8_t)(s->pad / 16);
         for (w = 1; w <= 6; w++) {
-            d.slabs[w] = (uint8_t)(s->runs.n[w] / 4);
+            d.slabs[w] = (uint8_t)(s->tiles.n[w] / 4);
             d.slabs[0] = (uint8_t)(d.slabs[0] - d.slabs[w]);
         }
     }
@@ -4335,7 +4335,7 @@ static int tkvcu_equal_tables(tkv_cache *kv) {
         if (!kv->tables.plan[layer].allocates) continue;
         for (h = 0; h < (size_t)cfg->model.n_kv_heads; h++) {
             const size_t at = ((size_t)layer * (size_t)cfg->model.n_kv_heads + h);
-            to->head[at].k_top = to->head[at].v_top = TKVI_LOG_TOP_ALIKE;
+            to->head[at].k_top = to->head[at].v_top = TKVI_LOG_TOP_DEFAULT;
             for (c = 0; c < pad; c++) {
                 to->importance[at * pad + c] = 1;
                 to->channel[at * pad + c] = (uint8_t)c;

@@ -50,10 +50,10 @@ static const tkvi_share *learned(table *t, const tkvi_format *f, tkv_side which,
     }
     for (i = 0; i < dim; i++) t->mean[i] = tkvi_f16_to_f32(tkvi_f32_to_f16(bench_gauss(&rng)));
     head.importance = t->importance;
-    t->share.top = TKVI_LOG_TOP_ALIKE;
+    t->share.top = TKVI_LOG_TOP_DEFAULT;
     t->share.half_bits = f->bits / 2;
     if (which == TKV_K) {
-        tkvi_runs_of(&head, pad, 1, tkvi_head_budget(f->bits, dim, pad), &t->share.runs);
+        tkvi_choose_widths(&head, pad, 1, tkvi_head_budget(f->bits, dim, pad), &t->share.tiles);
         t->share.order = t->order;
         t->share.mean = t->mean;
     }
@@ -83,7 +83,7 @@ static void measure(const char *name, tkv_format format, tkv_side which, const c
         const tkvi_kernels *kernels = tkvi_kernels_for((tkv_isa)isa);
         const tkvi_simd_ops *help;
         if (!kernels || (only && strcmp(only, kernels->name) != 0)) continue;
-        help = kernels->helpers;
+        help = kernels->simd_ops;
         encode(&s, help, x, n, got);
         if (memcmp(want, got, BLOCKS * s.bytes) != 0) {
             fprintf(stderr, "%s: other bytes than scalar\n", tkv_get_name(TKV_NAME_ISA, (tkv_isa)isa));

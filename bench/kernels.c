@@ -51,13 +51,13 @@ static uint8_t *coded(tkvi_side *s, tkv_format f, tkv_side which, int dim, uint6
 static void attend(const tkvi_kernels *kernels, block *b, int rows) {
     int r;
     kernels->k[b->k.format->stored](&b->k, b->keys, NULL, b->q, b->ref, rows, TKVI_BLOCK,
-                                    tkvi_planes(&b->k, 0), b->scores);
+                                    tkvi_n_limbs(&b->k, 0), b->scores);
     for (r = 0; r < rows; r++) {
         float *s = b->scores + r * TKVI_BLOCK;
         kernels->exp64(s, kernels->max64(s), s);
     }
     kernels->v[b->v.format->stored](&b->v, b->values, NULL, b->scores, rows, TKVI_BLOCK,
-                                    tkvi_planes(&b->v, 0), b->out);
+                                    tkvi_n_limbs(&b->v, 0), b->out);
 }
 
 static void check(const tkvi_kernels *kernels, block *b, int rows) {

@@ -965,8 +965,8 @@ TKV_API tkv_status tkv_seq_pin(tkv_cache *kv, int seq, int start, int n, int unt
  *
  * Queries are sampled, except for tova, snapkv and pyramidkv. Each KV head samples one of cfg.importance.sample_every
  * positions, and heads and layers take turns. 0 means one in 32, or none if the policy needs no scores. A sampled
- * query counts as importance.sample_every queries, at most 4,096, so sums and counts estimate the whole at any sampling
- * rate.
+ * query counts as importance.sample_every queries, at most 4,096, so sums and counts estimate the whole at any
+ * sampling rate.
  *
  * All calls between two appends form one step. Sums are multiplied by importance.decay for each token appended
  * since, so after a chunk of 64 by its 64th power. Decay 0 means the strategy's, or 1 if the policy decides. Sums
@@ -1012,8 +1012,9 @@ typedef struct tkv_ranked {
 TKV_API tkv_status tkv_find_top_tokens(tkv_cache *kv, int seq, int layer, int k, int protect, tkv_ranked *out,
                                        int *count);
 
-/* >>offload and promotion. With cfg.offload.write, a full budget can offload blocks. When the last level allowed leaves
- * nothing to recode, the oldest blocks go to the store, as many as necessary. Their index entries stay in RAM:
+/* >>offload and promotion. With cfg.offload.write, a full budget can offload blocks. When the last level allowed
+ * leaves nothing to recode, the oldest blocks go to the store, as many as necessary. Their index entries stay in
+ * RAM:
  *   about 40 bytes   per block and layer
  *   432 bytes        more per block and layer with cfg.evict or cfg.importance.sample_every
  *   about 850 bytes  per block of the longest list with cfg.evict
@@ -1309,8 +1310,8 @@ TKV_API tkv_status tkv_fit_calibration(tkv_cache *kv, const tkv_samples *s);
  *
  * tkv_attend returns the same bits with and without a meter. Figures do not depend on threads. Every call counts,
  * even a repeated one. tkv_create allocates the memory: per head, meter.tokens * (head_dim + v_head_dim) values
- * in the hot format (tkv_memory_info.exact_copies). The meter needs atomics (gcc, clang). Without atomics, there is no
- * meter, and samples stay 0. */
+ * in the hot format (tkv_memory_info.exact_copies). The meter needs atomics (gcc, clang). Without atomics, there
+ * is no meter, and samples stay 0. */
 typedef struct tkv_quality_info {
     uint64_t samples;    /* number of comparisons: one query of one query head each */
     double coverage;     /* of the coded keys that samples saw, the share with a copy, 0 to 1; 1 if none */

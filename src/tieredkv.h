@@ -57,7 +57,7 @@ extern "C" {
 #include "kernels/scalar.h"
 #include "kernels/x86.h"
 #include "kernels/decode_x86.h"
-#include "kernels/transpose_x86.h"
+#include "kernels/rotate_x86.h"
 #include "kernels/values_x86.h"
 #include "kernels/groups_x86.h"
 #include "kernels/avx2.h"

@@ -8,7 +8,7 @@
  *
  *     A R C G S   TKV_ERR_ARG, _RANGE, _CAPACITY, _CONFIG, _STATE      O   TKV_OK (or the number 0, or NULL)
  *     +           a number above 0, or a name                          *   any answer
- *     .           not called: the number is a size of memory, larger than what the test has, or another row tries it
+ *     .           not called: the test has less memory than this number says, or another row tries the value
  *
  * TKV_OFF is -1 and TKV_UNLIMITED is -2, so every row tries them. Rows whose N is another sentinel try that one.
  *
@@ -283,11 +283,11 @@ static int parse_room(rig *r, size_t at, int x) {
     return tkv_parse_config(&cfg, &room, text, sizeof text - 1, NULL, 0);
 }
 
-/* The value of the name that belongs to value 1. */
+/* Finds the name of value 1. Returns 1 if that gives 1 again. */
 static int find_first(rig *r, tkv_name_kind kind) {
     const char *name = tkv_get_name(kind, 1);
     const tkv_status st = tkv_find_name(kind, name ? name : "no such kind", &r->o.a);
-    return st ? (int)st : r->o.a;
+    return st ? (int)st : r->o.a == 1;
 }
 
 static void try_plans(rig *r) {
@@ -772,7 +772,7 @@ static void try_stores(rig *r) {
 }
 
 /* >>importance */
-/* What tkv_update_importance does: adds scores, computes the importance, both or neither. */
+/* A mode says what tkv_update_importance does: it adds scores, computes the importance, both or neither. */
 enum { ADD = 1, COMPUTE = 2 };
 
 /* An error must leave the tokens as they were. */
@@ -787,7 +787,7 @@ static int update(rig *r, const tkv_importance_config *cfg, int mode, tkv_token_
     return st;
 }
 
-/* The step of the last token and its position. */
+/* Token 3 has this step and this position. */
 static int importance(rig *r, int mode, int n, int now, int step, int position) {
     tkv_token_importance tokens[4];
     int positions[4] = {0, 1, 2, 3};
@@ -797,7 +797,7 @@ static int importance(rig *r, int mode, int n, int now, int step, int position) 
     return update(r, NULL, mode, tokens, positions, n, now);
 }
 
-/* Positions 0 to 3, because none are given. */
+/* Without an array of positions, tokens have positions 0 to 3. */
 static int importance_plain(rig *r, int mode, int now) {
     tkv_token_importance tokens[4];
     memset(tokens, 0, sizeof tokens);

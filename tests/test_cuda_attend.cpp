@@ -20,13 +20,13 @@ typedef struct packed { /* of one width, as they lie in a slot */
 
 static void pack(packed *x, int width, tkv_rng *rng) {
     uint8_t mem[sizeof x->slot];
-    tkvi_runs runs;
+    tkvi_tile_counts runs;
     tkvi_tile_at at;
     size_t i;
     memset(&runs, 0, sizeof runs);
     memset(mem, 0, sizeof mem);
     runs.n[width] = PACKED;
-    at = tkvi_tiles(&runs);
+    at = tkvi_first_tile(&runs);
     x->halves = (uint32_t)at.halves;
     for (i = 0; i < PACKED; i++) {
         int j;

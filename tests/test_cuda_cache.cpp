@@ -343,9 +343,9 @@ TEST(types_of_input) {
             for (step = 0; step < 80; step++)
                 for (p.layer = 0; p.layer < 2; p.layer++) {
                     for (i = 0; i < values; i++) { /* a half can become infinite */
-                        tkvi_save_element(x.data(), p.k_type, i, (float)(3e4 * tkv_rng_gauss(&r.rng)));
+                        tkvi_store_element(x.data(), p.k_type, i, (float)(3e4 * tkv_rng_gauss(&r.rng)));
                         if (!tkvi_is_finite(tkvi_element(x.data(), p.k_type, i)))
-                            tkvi_save_element(x.data(), p.k_type, i, 0.0f);
+                            tkvi_store_element(x.data(), p.k_type, i, 0.0f);
                     }
                     put(&r.k, x.data(), x.size());
                     CHECK_EQ(tkv_append_ex(r.kv, &p), TKV_OK);

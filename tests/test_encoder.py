@@ -64,7 +64,7 @@ static int get_share(tkvi_share *s, int pad) {
     memset(s, 0, sizeof *s);
     for (i = 1; i <= TKVI_MAX_WIDTH; i++) {
         if (!get(&u)) return 0;
-        s->runs.n[i] = (uint16_t)u;
+        s->tiles.n[i] = (uint16_t)u;
     }
     if (!get(&u)) return 0;
     s->half_bits = (int)u;
@@ -108,7 +108,7 @@ int main(void) {
             if (!dst) return 1;
             again = dst + s.bytes;
             memset(dst, 0xa5, 2 * s.bytes);
-            tkvi_encode_side(&s, tkvi_kernels_for(TKV_ISA_AUTO)->helpers, x, h[5], (int)h[4], dst);
+            tkvi_encode_side(&s, tkvi_kernels_for(TKV_ISA_AUTO)->simd_ops, x, h[5], (int)h[4], dst);
             tkvi_encode_side(&s, &tkvi_simd_ops_scalar, x, h[5], (int)h[4], again);
             size = s.bytes;
             encoded = (tkv_status)-(memcmp(dst, again, size) != 0);

@@ -125,16 +125,16 @@ static int random_widths(tkv_rng *r, int *widths, int most) {
     return n;
 }
 
-static tkvi_runs runs_of(const int *widths, int n) {
-    tkvi_runs runs;
+static tkvi_tile_counts runs_of(const int *widths, int n) {
+    tkvi_tile_counts runs;
     int i;
     memset(&runs, 0, sizeof runs);
     for (i = 0; i < n; i++) runs.n[widths[i]]++;
     return runs;
 }
 
-static tkvi_tile_at tile_at(const tkvi_runs *runs, const int *widths, int tile) {
-    tkvi_tile_at at = tkvi_tiles(runs);
+static tkvi_tile_at tile_at(const tkvi_tile_counts *runs, const int *widths, int tile) {
+    tkvi_tile_at at = tkvi_first_tile(runs);
     int i;
     for (i = 0; i < tile; i++) tkvi_next_tile(&at, widths[i]);
     return at;
@@ -142,8 +142,8 @@ static tkvi_tile_at tile_at(const tkvi_runs *runs, const int *widths, int tile) 
 
 /* One code bit set gives one bit in the bytes, the documented one, and is read from it. */
 static void check_single_bits(const int *widths, int n) {
-    tkvi_runs runs = runs_of(widths, n);
-    size_t size = tkvi_runs_bytes(&runs);
+    tkvi_tile_counts runs = runs_of(widths, n);
+    size_t size = tkvi_tiles_bytes(&runs);
     uint8_t code[TKVI_TILE_CODES], back[TKVI_TILE_CODES];
     int tile, q, b, k;
     CHECK_EQ(size, run_bytes(widths, n));
@@ -180,8 +180,8 @@ TEST(tile_bits) {
 /* The drawing once more, without `place`: bytes written out by hand. */
 TEST(tile_bits_literal) {
     static const int two[] = {2}, four[] = {4}, three[] = {3, 3, 3};
-    tkvi_runs runs = runs_of(two, 1);
-    tkvi_tile_at at = tkvi_tiles(&runs);
+    tkvi_tile_counts runs = runs_of(two, 1);
+    tkvi_tile_at at = tkvi_first_tile(&runs);
     uint8_t code[TKVI_TILE_CODES];
     memset(code, 0, sizeof code);
     memset(bytes, 0, ROOM);
@@ -192,15 +192,15 @@ TEST(tile_bits_literal) {
     tkvi_pack_tile(bytes, &at, 2, code);
     CHECK_EQ(bytes[21], 1 | 2 << 2 | 3 << 4 | 1 << 6);
     CHECK_EQ(bytes[20] | bytes[22], 0);
-    CHECK_EQ(tkvi_runs_bytes(&runs), 64);
+    CHECK_EQ(tkvi_tiles_bytes(&runs), 64);
 
     runs = runs_of(four, 1);
-    at = tkvi_tiles(&runs);
+    at = tkvi_first_tile(&runs);
     memset(bytes, 0, ROOM);
     tkvi_pack_tile(bytes, &at, 4, code);
     CHECK_EQ(bytes[21], 1 | 2 << 4);
     CHECK_EQ(bytes[64 + 21], 3 | 1 << 4);
-    CHECK_EQ(tkvi_runs_bytes(&runs), 128);
+    CHECK_EQ(tkvi_tiles_bytes(&runs), 128);
 
     code[64 * 2 + 4 * 5 + 1] = 7;
     runs = runs_of(three, 3);
@@ -209,7 +209,7 @@ TEST(tile_bits_literal) {
     tkvi_pack_tile(bytes, &at, 3, code);
     CHECK_EQ(bytes[64 + 21], 1 | 2 << 2 | 3 << 4 | 1 << 6);
     CHECK_EQ(bytes[192 + 21], 1 << (4 + 2)); /* the second half of the first vector behind three tiles */
-    CHECK_EQ(tkvi_runs_bytes(&runs), 192 + 128);
+    CHECK_EQ(tkvi_tiles_bytes(&runs), 192 + 128);
 }
 
 TEST(tile_round_trip) {
@@ -217,9 +217,9 @@ TEST(tile_round_trip) {
     int round, rounds = tkv_test_quick() ? 40 : 300;
     for (round = 0; round < rounds; round++) {
         int widths[16], n = random_widths(&r, widths, 16), tile, q, wrong = 0;
-        tkvi_runs runs = runs_of(widths, n);
-        tkvi_tile_at at = tkvi_tiles(&runs);
-        size_t size = tkvi_runs_bytes(&runs), i;
+        tkvi_tile_counts runs = runs_of(widths, n);
+        tkvi_tile_at at = tkvi_first_tile(&runs);
+        size_t size = tkvi_tiles_bytes(&runs), i;
         uint8_t code[16][TKVI_TILE_CODES], back[TKVI_TILE_CODES];
         memset(bytes, 0, ROOM);
         memset(other, 0, ROOM);
@@ -238,7 +238,7 @@ TEST(tile_round_trip) {
         CHECK_MEM(bytes, other, size);
         for (i = size; i < size + 64; i++) wrong += bytes[i] != 0x5a;
         CHECK_EQ(wrong, 0);
-        at = tkvi_tiles(&runs);
+        at = tkvi_first_tile(&runs);
         for (tile = 0; tile < n; tile++) {
             tkvi_unpack_tile(bytes, &at, widths[tile], back);
             tkvi_next_tile(&at, widths[tile]);
@@ -992,8 +992,8 @@ TEST(bad_arguments_are_refused) {
 static void own_meta(const tkvi_side *s, const uint8_t *src, const tkvi_simd_ops *help, float *scale,
                      float *zero) {
     int n = s->groups * (s->which == TKV_K ? (int)s->pad : BLOCK);
-    help->halves(src + s->code_bytes, n, zero);
-    help->halves(src + s->code_bytes + 2 * n + 32, n, scale);
+    help->f16_to_f32(src + s->code_bytes, n, zero);
+    help->f16_to_f32(src + s->code_bytes + 2 * n + 32, n, scale);
 }
 
 static tkvi_format own_format(void) {
@@ -1002,9 +1002,9 @@ static tkvi_format own_format(void) {
     f.name = "own";
     f.bits = 2;
     f.stored = TKVI_AS_TILES;
-    f.side[TKV_K].decode = tkvi_tiles_decode;
+    f.side[TKV_K].decode = tkvi_decode_tiles;
     f.side[TKV_K].meta = own_meta;
-    f.side[TKV_V].decode = tkvi_tiles_decode;
+    f.side[TKV_V].decode = tkvi_decode_tiles;
     f.side[TKV_V].meta = own_meta;
     return f;
 }
@@ -1055,8 +1055,8 @@ TEST(mixed_widths) {
         s.pairs = (int8_t)pairs;
         if (pairs) tiles = widths_of_pairs(widths, pad);
         else widths_of_a_side(&r, widths, tiles, side ? 4 : 1, tabled ? 4 : 8);
-        s.runs = runs_of(widths, tiles);
-        s.code_bytes = tkvi_runs_bytes(&s.runs);
+        s.tiles = runs_of(widths, tiles);
+        s.code_bytes = tkvi_tiles_bytes(&s.tiles);
         for (i = 0; i < 48; i++) levels[i] = (int8_t)(tkv_rng_below(&r, 255) - 127);
         if (tabled || pairs) s.levels = levels;
         for (i = 0; i < pad; i++) order[i] = (uint8_t)i;
@@ -1114,7 +1114,7 @@ static float next_float(float x, int up_or_down) { /* x > 0 */
 }
 
 TEST(logarithmic_scales) {
-    static const int tops[] = {-TKVI_LOG_TOP, -8, 0, TKVI_LOG_TOP_ALIKE, TKVI_LOG_TOP};
+    static const int tops[] = {-TKVI_LOG_TOP, -8, 0, TKVI_LOG_TOP_DEFAULT, TKVI_LOG_TOP};
     int i, code, e;
     for (code = 0; code < 16; code++) { /* 16 steps to the octave, 11 bits */
         CHECK_NEAR(tkvi_log_mantissa[code], 1024 * pow(2.0, code / 16.0), 0.5);
@@ -1155,7 +1155,7 @@ TEST(logarithmic_scales) {
         CHECK_LE(3.5 * (double)most, log_value(255, top));
         CHECK_LE(log_value(255, top), 9.0 * (double)most);
     }
-    CHECK_EQ(tkvi_log_top(0.0f), TKVI_LOG_TOP_ALIKE);
+    CHECK_EQ(tkvi_log_top(0.0f), TKVI_LOG_TOP_DEFAULT);
 }
 
 /* >>the rotation */
@@ -1248,7 +1248,7 @@ static void random_sharers(tkv_rng *r, sharers *s, int n, int dim, int unit, int
     }
 }
 
-static int bits_of_runs(const tkvi_runs *runs) {
+static int bits_of_runs(const tkvi_tile_counts *runs) {
     int w, sum = 0;
     for (w = 1; w <= 8; w++) sum += w * runs->n[w];
     return sum;
@@ -1300,10 +1300,10 @@ TEST(tiles_of_a_head_are_the_greedy_ones) {
     for (round = 0; round < rounds; round++) {
         int dim = sizes[tkv_rng_below(&r, COUNT(sizes))], unit = round % 3 ? 1 : 4, spent[MANY], i, budget;
         int count[9] = {0};
-        tkvi_runs runs;
+        tkvi_tile_counts runs;
         random_sharers(&r, &s, 1, dim, unit, 0);
         budget = tkv_rng_below(&r, s.pad + 8);
-        tkvi_runs_of(&s.head[0], s.pad, unit, budget, &runs);
+        tkvi_choose_widths(&s.head[0], s.pad, unit, budget, &runs);
         (void)greedy(&s, budget, 1 << 20, bits, spent);
         CHECK_EQ(bits_of_runs(&runs), spent[0]);
         CHECK_LE(spent[0], budget);
@@ -1333,7 +1333,7 @@ TEST(heads_share_what_there_is) {
         compared += !tie;
         for (h = 0; h < n; h++) {
             int most = (dim + 4 * unit - 1) / (4 * unit) * 6 * unit;
-            tkvi_runs runs;
+            tkvi_tile_counts runs;
             sum += budget[h];
             CHECK(budget[h] % 2 == 0 && budget[h] >= 0);
             CHECK_LE(budget[h], s.pad + 1); /* 4 bits a channel */
@@ -1342,7 +1342,7 @@ TEST(heads_share_what_there_is) {
             if (!tie)
                 CHECK_MSG(abs(budget[h] - spent[h]) <= 2, "head %d of %d, dim %d, unit %d: %d, greedy %d", h,
                           n, dim, unit, budget[h], spent[h]);
-            tkvi_runs_of(&s.head[h], s.pad, unit, budget[h], &runs);
+            tkvi_choose_widths(&s.head[h], s.pad, unit, budget[h], &runs);
             CHECK_LE(bits_of_runs(&runs), budget[h]);
             if (budget[h] <= most) CHECK_LE(budget[h] - bits_of_runs(&runs), unit - 1);
         }
@@ -1416,7 +1416,7 @@ static tkvi_side k_side(owned_share *o, tkv_rng *r, int dim, int width, float me
     tkvi_side s;
     int i, pad = up(dim, 16);
     memset(o, 0, sizeof *o);
-    if (width) o->share.runs.n[width] = (uint16_t)(pad / 4);
+    if (width) o->share.tiles.n[width] = (uint16_t)(pad / 4);
     for (i = 0; i < pad; i++) o->order[i] = (uint8_t)i;
     for (i = dim - 1; i > 0; i--) {
         int j = tkv_rng_below(r, i + 1);

@@ -77,15 +77,15 @@ static int fence_put(fence *f) {
 static void meta_halves(const tkvi_side *s, const uint8_t *src, const tkvi_simd_ops *help, float *scale,
                         float *zero) {
     int n = s->groups * (s->which == TKV_K ? s->pad : TKVI_BLOCK);
-    help->halves(src + s->code_bytes, n, scale);
-    help->halves(src + s->code_bytes + 2 * n, n, zero);
+    help->f16_to_f32(src + s->code_bytes, n, scale);
+    help->f16_to_f32(src + s->code_bytes + 2 * n, n, zero);
 }
 
 /* The same scales, and zeros in eighths of them (8 signed bits): another format with other numbers. */
 static void meta_bytes(const tkvi_side *s, const uint8_t *src, const tkvi_simd_ops *help, float *scale,
                        float *zero) {
     int n = s->groups * (s->which == TKV_K ? s->pad : TKVI_BLOCK), i;
-    help->halves(src + s->code_bytes, n, scale);
+    help->f16_to_f32(src + s->code_bytes, n, scale);
     for (i = 0; i < n; i++) {
         int byte = src[s->code_bytes + (size_t)(2 * n + i)];
         zero[i] = (float)(byte < 128 ? byte : byte - 256) * 0.125f * scale[i];
@@ -144,7 +144,7 @@ static void make_side(tkv_rng *rng, made_side *m, tkv_side which, int dim, int g
         int w = width ? width : widths[tkv_rng_below(rng, 7)], n = left;
         while (with_levels && which == TKV_V && w > 4) w = widths[tkv_rng_below(rng, 7)];
         if (!width) n = unit * (1 + tkv_rng_below(rng, left / unit));
-        s->runs.n[w] = (uint16_t)(s->runs.n[w] + n);
+        s->tiles.n[w] = (uint16_t)(s->tiles.n[w] + n);
         left -= n;
     }
     if (with_order) {
@@ -157,7 +157,7 @@ static void make_side(tkv_rng *rng, made_side *m, tkv_side which, int dim, int g
         m->levels[tkv_rng_below(rng, 16)] = -127;
         s->levels = m->levels;
     }
-    s->code_bytes = tkvi_runs_bytes(&s->runs);
+    s->code_bytes = tkvi_tiles_bytes(&s->tiles);
     s->meta_bytes = (size_t)(s->groups * (which == TKV_K ? s->pad : TKVI_BLOCK) * 4);
     s->bytes = tkvi_align_up(s->code_bytes) + tkvi_align_up(s->meta_bytes);
 }
@@ -177,7 +177,7 @@ static void make_shared(tkv_rng *rng, made_side *m, tkv_side which, int dim, int
     }
     while (left > 0) {
         int w = width ? width : tkv_rng_below(rng, 7), n = width ? left : 1 + tkv_rng_below(rng, left);
-        if (w) share.runs.n[w] = (uint16_t)(share.runs.n[w] + n);
+        if (w) share.tiles.n[w] = (uint16_t)(share.tiles.n[w] + n);
         left -= n;
     }
     make_order(rng, m->order, dim, pad);
@@ -191,7 +191,7 @@ static void make_shared(tkv_rng *rng, made_side *m, tkv_side which, int dim, int
 /* Metadata of A and R: scales around `scale`, a few of them 0; any offsets; block means around `zero`. */
 static void fill_shared_meta(tkv_rng *rng, const tkvi_side *s, uint8_t *meta, double scale, double zero) {
     int n = s->which == TKV_K ? s->pad : TKVI_BLOCK, coded = 0, width, i;
-    for (width = 1; width <= TKVI_MAX_WIDTH; width++) coded += 4 * s->runs.n[width];
+    for (width = 1; width <= TKVI_MAX_WIDTH; width++) coded += 4 * s->tiles.n[width];
     if (s->which == TKV_V) coded = n;
     for (i = 0; i < n; i++) {
         double size = tkv_rng_below(rng, 20) == 0 ? 0.0 : scale * (0.1 + tkv_rng_uniform(rng));
@@ -206,10 +206,10 @@ static void fill_shared_meta(tkv_rng *rng, const tkvi_side *s, uint8_t *meta, do
  * them. */
 static void fill_side(tkv_rng *rng, const tkvi_side *s, uint8_t *src, int n, double scale, double zero) {
     int count = s->groups * (s->which == TKV_K ? s->pad : TKVI_BLOCK), i, width, t, number = 0;
-    tkvi_tile_at at = tkvi_tiles(&s->runs);
+    tkvi_tile_at at = tkvi_first_tile(&s->tiles);
     memset(src, 0, s->bytes);
     for (width = TKVI_MAX_WIDTH; width > 0; width--)
-        for (i = 0; i < s->runs.n[width]; i++, number++) {
+        for (i = 0; i < s->tiles.n[width]; i++, number++) {
             uint8_t code[TKVI_TILE_CODES];
             for (t = 0; t < TKVI_TILE_CODES; t++) {
                 int token = s->which == TKV_K ? t / 4 : 16 * (number % 4) + t / 64 * 4 + t % 4;
@@ -238,7 +238,7 @@ typedef struct decoded {
 
 static void decode_side(const tkvi_side *s, const uint8_t *src, decoded *d) {
     static float scale[TKVI_MAX_GROUPS * TKVI_BLOCK], zero[TKVI_MAX_GROUPS * TKVI_BLOCK];
-    tkvi_tile_at at = tkvi_tiles(&s->runs);
+    tkvi_tile_at at = tkvi_first_tile(&s->tiles);
     int width, i, j, t, number = 0, slab = 0, k = s->which == TKV_K;
     s->format->side[s->which].meta(s, src, &tkvi_simd_ops_scalar, scale, zero);
     memset(d, 0, sizeof *d);
@@ -249,7 +249,7 @@ static void decode_side(const tkvi_side *s, const uint8_t *src, decoded *d) {
             d->zero[t][k ? tkvi_channel(s, j) : j] = (double)zero[m];
         }
     for (width = TKVI_MAX_WIDTH; width > 0; width--)
-        for (i = 0; i < s->runs.n[width]; i++, number++) {
+        for (i = 0; i < s->tiles.n[width]; i++, number++) {
             uint8_t code[TKVI_TILE_CODES];
             int channels = k ? 0 : tkvi_slab_channels(s, width);
             tkvi_unpack_tile(src, &at, width, code);
@@ -275,7 +275,7 @@ static int rounds(int n) { return tkv_test_quick() ? (n + 7) / 8 : n; }
 
 /* >>one case: a side of tiles and rows of q or p */
 typedef struct tile_case {
-    int dim, group, width, order, levels, rows, n, planes;
+    int dim, group, width, order, levels, rows, n, n_limbs;
     int shared; /* a side of A (width 0: a mix) or R (width: half bits) instead of one made by hand */
     double zero;
     int peaked; /* one weight far above the rest */
@@ -293,7 +293,7 @@ static tile_case random_case(tkv_rng *rng) {
     c.levels = (c.width == 0 || c.width <= 4) && tkv_rng_below(rng, 3) == 0;
     c.rows = 1 + tkv_rng_below(rng, TKVI_ROWS);
     c.n = tkv_rng_below(rng, 2) ? TKVI_BLOCK : 1 + tkv_rng_below(rng, TKVI_BLOCK);
-    c.planes = 1 + tkv_rng_below(rng, 2);
+    c.n_limbs = 1 + tkv_rng_below(rng, 2);
     c.zero = tkv_rng_below(rng, 4) ? 3.0 : 600.0;
     c.peaked = tkv_rng_below(rng, 3) == 0;
     c.front = tkv_rng_below(rng, 2);
@@ -302,9 +302,9 @@ static tile_case random_case(tkv_rng *rng) {
 }
 
 static void say_case(const tile_case *c, const char *side, const char *isa) {
-    printf("    %s %s: dim %d group %d width %d order %d levels %d rows %d n %d planes %d shared %d zero %g "
+    printf("    %s %s: dim %d group %d width %d order %d levels %d rows %d n %d n_limbs %d shared %d zero %g "
            "peaked %d\n",
-           isa, side, c->dim, c->group, c->width, c->order, c->levels, c->rows, c->n, c->planes, c->shared,
+           isa, side, c->dim, c->group, c->width, c->order, c->levels, c->rows, c->n, c->n_limbs, c->shared,
            c->zero, c->peaked);
 }
 
@@ -356,12 +356,12 @@ static tile_result run_k(tkv_rng *rng, const tile_case *c, const tkvi_kernels *k
     for (r = 0; r <= c->rows; r++) /* kernels get them in the order of the codes */
         for (ch = 0; ch < s->pad; ch++)
             (r < c->rows ? sorted + r * s->pad : sorted_ref)[ch] = q[r * s->pad + tkvi_channel(s, ch)];
-    tkvi_kernels_scalar.k[TKVI_AS_TILES](s, src, NULL, sorted, sorted_ref, c->rows, c->n, c->planes, scalar);
+    tkvi_kernels_scalar.k[TKVI_AS_TILES](s, src, NULL, sorted, sorted_ref, c->rows, c->n, c->n_limbs, scalar);
     kernels->k[TKVI_AS_TILES](s, src,
                               c->ahead == 0   ? NULL
                               : c->ahead == 1 ? src
                                               : src + 4096,
-                              sorted, sorted_ref, c->rows, c->n, c->planes, out);
+                              sorted, sorted_ref, c->rows, c->n, c->n_limbs, out);
     for (r = 0; r < c->rows; r++)
         for (t = 0; t < TKVI_BLOCK; t++) {
             double want = 0.0, spread = 0.0, size = 0.0, most = 0.0, bound;
@@ -377,7 +377,8 @@ static tile_result run_k(tkv_rng *rng, const tile_case *c, const tkvi_kernels *k
                 size += fabs(x) * (fabs(d.zero[t][ch]) * 0.06 + fabs(zero)); /* zero - ref cancels, rounded */
                 if (w > most) most = w;
             }
-            bound = 0.5 * most / (c->planes == 2 ? TKVI_TWO_PLANES : TKVI_PLANE) * spread + 2e-6 * size;
+            bound =
+                0.5 * most / (c->n_limbs == 2 ? TKVI_TWO_LIMBS_MAX : TKVI_LIMB_MAX_K) * spread + 2e-6 * size;
             if (bound == 0.0) bound = 1e-30;
             worst(&res.error, fabs(got - want) / bound);
             worst(&res.answer, fabs(want) / bound);
@@ -397,7 +398,7 @@ static tile_result run_v(tkv_rng *rng, const tile_case *c, const tkvi_kernels *k
     const tkvi_side *s = &m.s;
     uint8_t *src;
     float *p, *out;
-    int r, t, ch, g, planes = c->planes;
+    int r, t, ch, g, n_limbs = c->n_limbs;
     memset(&res, 0, sizeof res);
     res.finite = 1;
     if (c->shared) make_shared(rng, &m, TKV_V, c->dim, c->width, 0.0);
@@ -407,7 +408,7 @@ static tile_result run_v(tkv_rng *rng, const tile_case *c, const tkvi_kernels *k
     out = (float *)fence_get(&fo, (size_t)(c->rows * s->pad) * sizeof(float), 0);
     fill_side(rng, s, src, c->n, 0.5, c->zero > 100.0 ? 30.0 : 1.0);
     decode_side(s, src, &d);
-    if (planes < tkvi_planes(s, 0)) planes = tkvi_planes(s, 0); /* fewer are not asked for */
+    if (n_limbs < tkvi_n_limbs(s, 0)) n_limbs = tkvi_n_limbs(s, 0); /* fewer are not asked for */
     for (r = 0; r < c->rows; r++)
         for (t = 0; t < TKVI_BLOCK; t++) {
             double x = c->peaked ? 1e-4 * tkv_rng_uniform(rng) : tkv_rng_uniform(rng);
@@ -417,12 +418,12 @@ static tile_result run_v(tkv_rng *rng, const tile_case *c, const tkvi_kernels *k
     tkv_rng_fill(rng, start, (size_t)(c->rows * s->pad), 1.0);
     memcpy(scalar, start, sizeof scalar);
     memcpy(out, start, (size_t)(c->rows * s->pad) * sizeof(float));
-    tkvi_kernels_scalar.v[TKVI_AS_TILES](s, src, NULL, p, c->rows, c->n, planes, scalar);
+    tkvi_kernels_scalar.v[TKVI_AS_TILES](s, src, NULL, p, c->rows, c->n, n_limbs, scalar);
     kernels->v[TKVI_AS_TILES](s, src,
                               c->ahead == 0   ? NULL
                               : c->ahead == 1 ? src
                                               : src + 4096,
-                              p, c->rows, c->n, planes, out);
+                              p, c->rows, c->n, n_limbs, out);
     for (r = 0; r < c->rows; r++)
         for (ch = 0; ch < s->pad; ch++) {
             double want = 0.0, spread = 0.0, size = fabs((double)start[r * s->pad + ch]), most = 0.0, bound;
@@ -435,7 +436,7 @@ static tile_result run_v(tkv_rng *rng, const tile_case *c, const tkvi_kernels *k
                     x * (d.scale[t][ch] * (s->levels ? 127.0 : 2.0 * d.centre[t][ch]) + fabs(d.zero[t][ch]));
                 if (x * d.scale[t][ch] > most) most = x * d.scale[t][ch];
             }
-            bound = 0.5 * most / (planes == 2 ? TKVI_TWO_PLANES : tkvi_top_v(s)) * spread + 2e-6 * size;
+            bound = 0.5 * most / (n_limbs == 2 ? TKVI_TWO_LIMBS_MAX : tkvi_top_v(s)) * spread + 2e-6 * size;
             if (!tkv_test_is_finite(got)) res.finite = 0;
             worst(&res.error, fabs(got - (double)start[r * s->pad + ch] - want) / bound);
             worst(&res.answer, fabs(want) / bound);
@@ -506,7 +507,7 @@ TEST(halves) {
     for (i = 0; i < count; i++) {
         const tkvi_kernels *kernels = tkvi_kernels_for(list[i]);
         int wrong = 0;
-        kernels->helpers->halves(src, 65536, dst);
+        kernels->simd_ops->f16_to_f32(src, 65536, dst);
         for (h = 0; h < 65536; h++) {
             int nan = (h & 0x7fff) > 0x7c00; /* a signalling one may come out quiet */
             if (nan ? !tkv_test_is_nan((double)dst[h])
@@ -519,7 +520,7 @@ TEST(halves) {
             uint8_t *s = (uint8_t *)fence_get(&fs, (size_t)(2 * n), 0);
             float *d = (float *)fence_get(&fd, (size_t)n * sizeof(float), 0);
             memcpy(s, src + 2 * 1000, (size_t)(2 * n));
-            kernels->helpers->halves(s, n, d);
+            kernels->simd_ops->f16_to_f32(s, n, d);
             CHECK_MEM(d, dst + 1000, (size_t)n * sizeof(float));
             CHECK(fence_put(&fs) & fence_put(&fd));
         }
@@ -542,9 +543,9 @@ TEST(to_halves) {
         x[4 * h + 3] = tkvi_from_bits((tkvi_bits(half) + 1) | (uint32_t)(h & 1) << 31);
     }
     for (i = 0; i < count; i++) {
-        const tkvi_simd_ops *help = tkvi_kernels_for(list[i])->helpers;
+        const tkvi_simd_ops *help = tkvi_kernels_for(list[i])->simd_ops;
         int wrong = 0;
-        help->to_halves(x, 4 * 0x7c01, got);
+        help->f32_to_f16(x, 4 * 0x7c01, got);
         for (h = 0; h < 4 * 0x7c01; h++) wrong += tkvi_load16(got + 2 * h) != tkvi_f32_to_f16(x[h]);
         CHECK_EQ(wrong, 0);
         for (n = 0; n < 70; n++) { /* any length, nothing beyond */
@@ -552,7 +553,7 @@ TEST(to_halves) {
             float *s = (float *)fence_get(&fs, (size_t)n * sizeof(float), 0);
             uint8_t *d = (uint8_t *)fence_get(&fd, (size_t)(2 * n), 0);
             memcpy(s, x + 4 * 0x3c00, (size_t)n * sizeof(float));
-            help->to_halves(s, n, d);
+            help->f32_to_f16(s, n, d);
             CHECK_MEM(d, got + 8 * 0x3c00, (size_t)(2 * n));
             CHECK(fence_put(&fs) & fence_put(&fd));
         }
@@ -567,13 +568,13 @@ TEST(logarithmic_scales) {
     float want[256], got[256];
     for (k = 0; k < 256; k++) src[k] = (uint8_t)k;
     for (i = 0; i < count; i++) {
-        const tkvi_simd_ops *help = tkvi_kernels_for(list[i])->helpers;
+        const tkvi_simd_ops *help = tkvi_kernels_for(list[i])->simd_ops;
         for (top = -TKVI_LOG_TOP; top <= TKVI_LOG_TOP; top++) {
             for (k = 0; k < 256; k++) /* as drawn in core/log_scale.h */
                 want[k] = k == 0 ? 0.0f
                                  : (float)ldexp((double)tkvi_log_mantissa[(k - 1) % 16] / 1024.0,
                                                 top - 16 + (k - 1) / 16);
-            help->logs(src, 256, top, got);
+            help->decode_log_scales(src, 256, top, got);
             CHECK_MEM(got, want, sizeof want);
         }
         for (n = 0; n < 70; n++) {
@@ -581,8 +582,8 @@ TEST(logarithmic_scales) {
             uint8_t *s = (uint8_t *)fence_get(&fs, (size_t)n, 0);
             float *d = (float *)fence_get(&fd, (size_t)n * sizeof(float), 0);
             memcpy(s, src + 30, (size_t)n);
-            help->logs(s, n, 8, d);
-            tkvi_logs_scalar(src + 30, n, 8, want);
+            help->decode_log_scales(s, n, 8, d);
+            tkvi_decode_log_scales_scalar(src + 30, n, 8, want);
             CHECK_MEM(d, want, (size_t)n * sizeof(float));
             CHECK(fence_put(&fs) & fence_put(&fd));
         }
@@ -594,7 +595,7 @@ TEST(zeros_of_allocated_keys) {
     tkv_isa list[TKV_ISA_COUNT];
     int count = tkv_test_isas(list), i, k, n;
     for (i = 0; i < count; i++) {
-        const tkvi_simd_ops *help = tkvi_kernels_for(list[i])->helpers;
+        const tkvi_simd_ops *help = tkvi_kernels_for(list[i])->simd_ops;
         tkv_rng rng = tkv_rng_seed(13);
         for (k = 0; k < rounds(1400); k++) {
             static const int units[3] = {8, 4, 1};
@@ -613,7 +614,7 @@ TEST(zeros_of_allocated_keys) {
                 scale[j] = tkvi_log_value(tkv_rng_below(&rng, 256), top);
                 mean[j] = tkvi_f16_to_f32(tkvi_f32_to_f16((float)(600.0 * tkv_rng_gauss(&rng))));
             }
-            help->zeros(offset, scale, mean, 1.0f / (float)unit, middle, n, dst);
+            help->decode_zero_points(offset, scale, mean, 1.0f / (float)unit, middle, n, dst);
             for (j = 0; j < n;
                  j++) { /* exact in double: 20 bits, 11 bits, while they are not too far apart */
                 double product = (double)scale[j] * (tkvi_signed_byte(offset[j]) - middle) / unit;
@@ -756,7 +757,7 @@ static void decode_side_of(tkv_rng *rng, const decode_case *c, tkv_side which, m
         make_side(rng, m, which, c->dim, tkv_rng_below(rng, 2) ? 64 : 32, c->width, tkv_rng_below(rng, 2),
                   levels);
         *rotated = *m->s.format;
-        rotated->side[TKV_K].decode = rotated->side[TKV_V].decode = tkvi_tiles_decode;
+        rotated->side[TKV_K].decode = rotated->side[TKV_V].decode = tkvi_decode_tiles;
         rotated->rotated = c->kind;
         m->s.format = rotated;
     }
@@ -802,7 +803,7 @@ TEST(values_of_tokens) {
             c.n =
                 tkv_rng_below(&rng, 3) ? TKVI_BLOCK - c.first : 1 + tkv_rng_below(&rng, TKVI_BLOCK - c.first);
             c.stride = c.dim + (tkv_rng_below(&rng, 2) ? tkv_rng_below(&rng, 9) : 0);
-            CHECK_MSG(decodes_alike(kernels->helpers, &c, which, (uint64_t)k),
+            CHECK_MSG(decodes_alike(kernels->simd_ops, &c, which, (uint64_t)k),
                       "%s %s: dim %d kind %d width %d first %d n %d stride %d", kernels->name,
                       which == TKV_K ? "K" : "V", c.dim, c.kind, c.width, c.first, c.n, c.stride);
         }
@@ -820,7 +821,7 @@ TEST(tiles_every_width) {
                 tile_case c = random_case(&rng);
                 c.width = widths[w];
                 c.levels = widths[w] <= 4 && k % 4 == 3;
-                c.planes = 1 + k % 2;
+                c.n_limbs = 1 + k % 2;
                 c.group = k / 2 % 2 ? 32 : 64;
                 c.rows = 1 + k % TKVI_ROWS;
                 check_case(&c, (uint64_t)(1000 * w + k), list[i], &answers);
@@ -893,21 +894,21 @@ TEST(codes_of_logarithmic_scales) {
     x[n++] = tkvi_from_bits(1);
     x[n++] = FLT_MAX;
     for (i = 0; i < count; i++) {
-        const tkvi_simd_ops *help = tkvi_kernels_for(list[i])->helpers;
+        const tkvi_simd_ops *help = tkvi_kernels_for(list[i])->simd_ops;
         for (k = 0; k < 70; k++) {
             fence fs, fd;
             float *s = (float *)fence_get(&fs, (size_t)k * sizeof(float), 0);
             uint8_t *d = (uint8_t *)fence_get(&fd, (size_t)k, 0);
             memcpy(s, x + 50 * k, (size_t)k * sizeof(float));
-            tkvi_log_codes_scalar(s, k, 8, want);
-            help->log_codes(s, k, 8, d);
+            tkvi_encode_log_scales_scalar(s, k, 8, want);
+            help->encode_log_scales(s, k, 8, d);
             CHECK_MEM(d, want, (size_t)k);
             CHECK(fence_put(&fs) & fence_put(&fd));
         }
         for (top = -TKVI_LOG_TOP; top <= TKVI_LOG_TOP; top += 8) {
             static uint8_t got[4096];
-            tkvi_log_codes_scalar(x, n, top, want);
-            help->log_codes(x, n, top, got);
+            tkvi_encode_log_scales_scalar(x, n, top, want);
+            help->encode_log_scales(x, n, top, got);
             CHECK_MEM(got, want, (size_t)n);
         }
     }
@@ -919,24 +920,24 @@ TEST(packing) {
     tkv_isa list[TKV_ISA_COUNT];
     int count = tkv_test_isas(list), i, k, w, j;
     for (i = 0; i < count; i++) {
-        const tkvi_simd_ops *help = tkvi_kernels_for(list[i])->helpers;
+        const tkvi_simd_ops *help = tkvi_kernels_for(list[i])->simd_ops;
         for (k = 0; k < rounds(200); k++) {
             static uint8_t column[TKV_MAX_HEAD_DIM][TKVI_BLOCK], want[8192];
             uint8_t channel[4], tile[TKVI_TILE_CODES], woven[TKVI_TILE_CODES], *got;
             tkv_rng rng = tkv_rng_seed((uint64_t)(19000 + k));
-            tkvi_runs runs;
+            tkvi_tile_counts runs;
             tkvi_tile_at at;
             size_t bytes;
             fence fd;
             memset(&runs, 0, sizeof runs);
             for (w = 0; w < 7; w++) runs.n[widths_up[w]] = (uint16_t)tkv_rng_below(&rng, 4);
-            bytes = tkvi_runs_bytes(&runs);
+            bytes = tkvi_tiles_bytes(&runs);
             got = (uint8_t *)fence_get(&fd, bytes, k % 2);
             memset(want, 0, sizeof want);
             if (bytes) memset(got, 0, bytes);
             for (j = 0; j < TKV_MAX_HEAD_DIM * TKVI_BLOCK; j++)
                 column[j / TKVI_BLOCK][j % TKVI_BLOCK] = (uint8_t)tkv_rng_below(&rng, 256);
-            at = tkvi_tiles(&runs);
+            at = tkvi_first_tile(&runs);
             for (w = 0; w < 7; w++)
                 for (j = 0; j < 4 * runs.n[widths_up[w]]; j++) {
                     channel[j % 4] = (uint8_t)tkv_rng_below(&rng, TKV_MAX_HEAD_DIM);
@@ -1009,7 +1010,7 @@ TEST(encoding) {
             int v = k % 2, kind = k / 2 % KINDS, n = k % 13 == 0 ? 1 : c.n;
             made_side m;
             make_shared(&rng, &m, v ? TKV_V : TKV_K, c.dim, v ? half_bits[k / 2 % 5] : k / 2 % 8 % 7, c.zero);
-            check_encoding(&rng, &m.s, tkvi_kernels_for(list[i])->helpers, kind, n,
+            check_encoding(&rng, &m.s, tkvi_kernels_for(list[i])->simd_ops, kind, n,
                            c.dim + (k % 5 == 0 ? 7 : 0), k / 4);
         }
 }
@@ -1035,7 +1036,7 @@ TEST(encoding_of_every_format) {
                     tkvi_side s;
                     tkvi_side_init(&s, format, (tkv_side)which, dim, k % 2 ? 64 : 32, TKVI_BLOCK, NULL);
                     if (s.bytes == 0) continue;
-                    check_encoding(&rng, &s, tkvi_kernels_for(list[i])->helpers, kind, n, dim, k / 2);
+                    check_encoding(&rng, &s, tkvi_kernels_for(list[i])->simd_ops, kind, n, dim, k / 2);
                 }
             }
 }
@@ -1057,11 +1058,11 @@ TEST(tiles_largest) {
     for (i = 0; i < count; i++)
         for (w = 0; w < 7; w++)
             for (k = 0; k < 32;
-                 k++) { /* bits of k: levels, planes, V, sign of the weights of K, sign of the levels */
+                 k++) { /* bits of k: levels, n_limbs, V, sign of the weights of K, sign of the levels */
                 const tkvi_kernels *kernels = tkvi_kernels_for(list[i]);
                 tkv_rng rng = tkv_rng_seed(1);
                 made_side m;
-                int width = widths[w], planes = k & 2 ? 2 : 1, r, c, n, terms, levels = (k & 1) != 0;
+                int width = widths[w], n_limbs = k & 2 ? 2 : 1, r, c, n, terms, levels = (k & 1) != 0;
                 float sign = (k & 12) == 8 ? -1.0f : 1.0f;
                 double code, want;
                 uint8_t code_bytes[TKVI_TILE_CODES];
@@ -1071,7 +1072,7 @@ TEST(tiles_largest) {
                 for (c = 0; c < 16; c++) m.levels[c] = (int8_t)(k & 16 ? -127 : 127);
                 m.s.format = &test_formats[0];
                 memset(src, 0, sizeof src);
-                at = tkvi_tiles(&m.s.runs);
+                at = tkvi_first_tile(&m.s.tiles);
                 for (c = 0; c < TKVI_TILE_CODES; c++) code_bytes[c] = (uint8_t)((1 << width) - 1);
                 for (c = 0; c < m.s.pad / 4; c++) {
                     tkvi_pack_tile(src, &at, width, code_bytes);
@@ -1085,9 +1086,9 @@ TEST(tiles_largest) {
                 code = levels ? (k & 16 ? -127.0 : 127.0) : (double)((1 << width) - 1);
                 terms = k & 4 ? TKVI_BLOCK : 256;
                 want = (double)sign * code * terms;
-                planes = tkvi_max(planes, tkvi_planes(&m.s, 0));
-                if (k & 4) kernels->v[TKVI_AS_TILES](&m.s, src, NULL, q, TKVI_ROWS, TKVI_BLOCK, planes, out);
-                else kernels->k[TKVI_AS_TILES](&m.s, src, NULL, q, ref, TKVI_ROWS, TKVI_BLOCK, planes, out);
+                n_limbs = tkvi_max(n_limbs, tkvi_n_limbs(&m.s, 0));
+                if (k & 4) kernels->v[TKVI_AS_TILES](&m.s, src, NULL, q, TKVI_ROWS, TKVI_BLOCK, n_limbs, out);
+                else kernels->k[TKVI_AS_TILES](&m.s, src, NULL, q, ref, TKVI_ROWS, TKVI_BLOCK, n_limbs, out);
                 for (r = 0; r < TKVI_ROWS; r++)
                     for (c = 0; c < (k & 4 ? 256 : TKVI_BLOCK); c++)
                         CHECK_NEAR(out[r * (k & 4 ? 256 : TKVI_BLOCK) + c], want, fabs(want) * 1e-6);
@@ -1101,11 +1102,11 @@ TEST(tiles_nothing) {
     static uint8_t src[1 << 16];
     static float q[TKVI_ROWS * TKV_MAX_HEAD_DIM], ref[TKV_MAX_HEAD_DIM], out[TKVI_ROWS * TKV_MAX_HEAD_DIM];
     for (i = 0; i < count; i++)
-        for (k = 0; k < 12; k++) { /* K, V  x  zero q, tiny q, zero scales  x  planes */
+        for (k = 0; k < 12; k++) { /* K, V  x  zero q, tiny q, zero scales  x  n_limbs */
             const tkvi_kernels *kernels = tkvi_kernels_for(list[i]);
             tkv_rng rng = tkv_rng_seed((uint64_t)k);
             made_side m;
-            int v = k % 2, kind = k / 2 % 3, planes = 1 + k / 6;
+            int v = k % 2, kind = k / 2 % 3, n_limbs = 1 + k / 6;
             double want;
             make_side(&rng, &m, v ? TKV_V : TKV_K, 128, 64, 4, 0, 0);
             m.s.format = &test_formats[0];
@@ -1116,8 +1117,8 @@ TEST(tiles_nothing) {
             }
             for (c = 0; c < m.s.pad; c++) ref[c] = kind == 2 ? -1.0f : 0.0f;
             want = v ? 5.0 : kind == 2 ? 128.0 : 0.0;
-            if (v) kernels->v[TKVI_AS_TILES](&m.s, src, NULL, q, TKVI_ROWS, TKVI_BLOCK, planes, out);
-            else kernels->k[TKVI_AS_TILES](&m.s, src, NULL, q, ref, TKVI_ROWS, TKVI_BLOCK, planes, out);
+            if (v) kernels->v[TKVI_AS_TILES](&m.s, src, NULL, q, TKVI_ROWS, TKVI_BLOCK, n_limbs, out);
+            else kernels->k[TKVI_AS_TILES](&m.s, src, NULL, q, ref, TKVI_ROWS, TKVI_BLOCK, n_limbs, out);
             for (c = 0; c < TKVI_ROWS * (v ? 128 : TKVI_BLOCK); c++)
                 CHECK_NEAR(out[c], want, 1e-30 + want * 1e-6);
         }
@@ -1198,7 +1199,7 @@ TEST(goals) {
             tkvi_share share;
             double own, bound;
             memset(&share, 0, sizeof share);
-            if (kf->shared) tkvi_share_alike(kf->bits, GOAL_DIM, GOAL_DIM, &share.runs);
+            if (kf->shared) tkvi_share_equally(kf->bits, GOAL_DIM, GOAL_DIM, &share.tiles);
             share.top = 8;
             share.order = order;
             share.mean = mean;
@@ -1234,7 +1235,7 @@ TEST(goals) {
                 }
                 for (b = 0; b < GOAL_BLOCKS; b++) {
                     kernels->k[kf->stored](&ks, g.ks[b], NULL, sorted, sorted + TKVI_ROWS * GOAL_DIM,
-                                           TKVI_ROWS, TKVI_BLOCK, tkvi_planes(&ks, 0), s[b]);
+                                           TKVI_ROWS, TKVI_BLOCK, tkvi_n_limbs(&ks, 0), s[b]);
                     for (r = 0; r < TKVI_ROWS; r++) {
                         float m = kernels->max64(s[b] + r * TKVI_BLOCK);
                         if (m > maximum[r]) maximum[r] = m;
@@ -1243,7 +1244,7 @@ TEST(goals) {
                 for (b = 0; b < GOAL_BLOCKS; b++) {
                     for (r = 0; r < TKVI_ROWS; r++)
                         sum[r] += kernels->exp64(s[b] + r * TKVI_BLOCK, maximum[r], p + r * TKVI_BLOCK);
-                    kernels->v[vf->stored](&vs, g.vs[b], NULL, p, TKVI_ROWS, TKVI_BLOCK, tkvi_planes(&vs, 0),
+                    kernels->v[vf->stored](&vs, g.vs[b], NULL, p, TKVI_ROWS, TKVI_BLOCK, tkvi_n_limbs(&vs, 0),
                                            out);
                 }
                 for (r = 0; r < TKVI_ROWS && vf->rotated; r++) tkvi_rotate_back(out + r * GOAL_DIM, GOAL_DIM);

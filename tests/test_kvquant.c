@@ -107,7 +107,7 @@ TEST(rope_against_double) {
                 if (dim != 12) continue;
                 r.frequencies = given;
             }
-            CHECK(tkvi_rope_wrong(&r, 256) == NULL);
+            CHECK(tkvi_rope_has_fault(&r, 256) == NULL);
             tkvi_rope_make(&rope, &r);
             for (p = 0; p < COUNT(positions); p++)
                 for (k = 0; k < 2; k++) {
@@ -136,23 +136,23 @@ TEST(rope_refuses) {
     tkv_rope r = rope_of(64, 0, 0, 0);
     tkv_config cfg = tkv_default_config();
     char reason[200];
-    CHECK(tkvi_rope_wrong(&r, 64) == NULL);
-    CHECK(tkvi_rope_wrong(&r, 63) != NULL);
+    CHECK(tkvi_rope_has_fault(&r, 64) == NULL);
+    CHECK(tkvi_rope_has_fault(&r, 63) != NULL);
     r = rope_of(63, 0, 0, 0);
-    CHECK(tkvi_rope_wrong(&r, 64) != NULL);
+    CHECK(tkvi_rope_has_fault(&r, 64) != NULL);
     r = rope_of(-2, 0, 0, 0);
-    CHECK(tkvi_rope_wrong(&r, 64) != NULL);
+    CHECK(tkvi_rope_has_fault(&r, 64) != NULL);
     r = rope_of(2, 1.5, 0, 0);
-    CHECK(tkvi_rope_wrong(&r, 64) != NULL);
+    CHECK(tkvi_rope_has_fault(&r, 64) != NULL);
     r = rope_of(2, 0, 2, 0);
-    CHECK(tkvi_rope_wrong(&r, 64) != NULL);
+    CHECK(tkvi_rope_has_fault(&r, 64) != NULL);
     r = rope_of(2, 0, 0, 4.5);
-    CHECK(tkvi_rope_wrong(&r, 64) != NULL);
+    CHECK(tkvi_rope_has_fault(&r, 64) != NULL);
     r = rope_of(2, 0, 0, -1);
-    CHECK(tkvi_rope_wrong(&r, 64) != NULL);
+    CHECK(tkvi_rope_has_fault(&r, 64) != NULL);
     r = rope_of(4, 0, 0, 0);
     r.frequencies = bad;
-    CHECK(tkvi_rope_wrong(&r, 64) != NULL);
+    CHECK(tkvi_rope_has_fault(&r, 64) != NULL);
     cfg.model.n_layers = cfg.model.n_heads = 1;
     cfg.model.head_dim = 32;
     cfg.model.rope.dim = 34;

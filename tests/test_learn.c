@@ -161,7 +161,7 @@ static void losses_of(tkv_cache *kv, int what, int seq, int layer, double *loss)
 }
 
 /* >>what a table says */
-static int tile_bits(const tkvi_runs *runs) {
+static int tile_bits(const tkvi_tile_counts *runs) {
     int w, sum = 0;
     for (w = 1; w <= TKVI_MAX_WIDTH; w++) sum += w * runs->n[w];
     return sum;
@@ -207,13 +207,13 @@ static void table_is_sound(const tkv_cache *kv, int layer, const char *what) {
             CHECK_EQ(r->v_at, r->k.bytes);
             CHECK_EQ(r->at % 64, 0);
             at += r->k.bytes + r->v.bytes;
-            k_bits += tile_bits(&r->k.runs);
+            k_bits += tile_bits(&r->k.tiles);
             v_half_bits += r->v.half_bits;
             if (kf->shared) {
                 int tiles = 0;
-                for (i = 1; i <= TKVI_MAX_WIDTH; i++) tiles += r->k.runs.n[i];
-                CHECK(tiles <= pad / 4 && r->k.runs.n[8] == 0);
-                CHECK_LE(tile_bits(&r->k.runs), most + 1);
+                for (i = 1; i <= TKVI_MAX_WIDTH; i++) tiles += r->k.tiles.n[i];
+                CHECK(tiles <= pad / 4 && r->k.tiles.n[8] == 0);
+                CHECK_LE(tile_bits(&r->k.tiles), most + 1);
             }
             if (vf->shared) CHECK(r->v.half_bits >= 2 && r->v.half_bits <= 8);
         }
@@ -769,8 +769,8 @@ TEST(heads_that_look_far_get_more) {
         far_and_near(kv, LEARN + 1, swap, 200);
         table_is_sound(kv, 0, "far and near");
         r = coding_of(kv, 0, TKV_TIER_ARCHIVE)->record;
-        CHECK_MSG(tile_bits(&r[swap].k.runs) > tile_bits(&r[1 - swap].k.runs), "K: far %d, near %d",
-                  tile_bits(&r[swap].k.runs), tile_bits(&r[1 - swap].k.runs));
+        CHECK_MSG(tile_bits(&r[swap].k.tiles) > tile_bits(&r[1 - swap].k.tiles), "K: far %d, near %d",
+                  tile_bits(&r[swap].k.tiles), tile_bits(&r[1 - swap].k.tiles));
         CHECK_MSG(r[swap].v.half_bits > r[1 - swap].v.half_bits, "V: far %d, near %d", r[swap].v.half_bits,
                   r[1 - swap].v.half_bits);
         CHECK_EQ(r[0].v.half_bits + r[1].v.half_bits, 8);

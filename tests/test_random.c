@@ -84,7 +84,7 @@ static tkv_cache *kv;
 static void through_table(int layer, mlist *m, int tier, int start, int n) {
     static uint8_t bytes[64 * 1024];
 #ifdef __FAST_MATH__ /* only there do vectors give other bytes */
-    const tkvi_simd_ops *helpers = kv->kernels->helpers;
+    const tkvi_simd_ops *helpers = kv->kernels->simd_ops;
 #else
     const tkvi_simd_ops *helpers = &tkvi_simd_ops_scalar;
 #endif

@@ -287,7 +287,7 @@ static void tkvi_reference_key(const tkvi_work_tile *u, float *ref) {
         if (tkvi_is_discarded(&u->call->kv->pool.block[u->ids[block]])) return;
         if (!bytes) bytes = tkvi_bytes_of(u, block, TKV_K);
         if (!bytes) return;
-        tkvi_values(&rec->k, u->call->kv->kernels->helpers, bytes,
+        tkvi_values(&rec->k, u->call->kv->kernels->simd_ops, bytes,
                     i == 0 ? 0 : n - 1 - (i == 1 && from == last && n > 2), 1, key[i], 0);
     }
     for (c = 0; c < u->call->kv->tables.cfg.model.head_dim; c++) {
@@ -424,10 +424,11 @@ static int tkvi_block_scores(const tkvi_work_tile *u, tkvi_queries *q, int i, fl
     if (!bytes) bytes = tkvi_bytes_of(u, i, TKV_K);
     if (!bytes) return 0;
     if (rec->k.order) tkvi_sort_queries(u, q, rec->k.order);
-    kv->kernels->k[rec->k.format->stored](
-        &rec->k, bytes, tkvi_next_record(u, i), rec->k.order ? q->sorted : q->q,
-        rec->k.order ? q->sorted + u->rows * u->k_pad : q->ref, u->rows,
-        tkvi_block_tokens(kv, u->list, u->ids, i), tkvi_planes(&rec->k, kv->tables.cfg.host.precise), scores);
+    kv->kernels->k[rec->k.format->stored](&rec->k, bytes, tkvi_next_record(u, i),
+                                          rec->k.order ? q->sorted : q->q,
+                                          rec->k.order ? q->sorted + u->rows * u->k_pad : q->ref, u->rows,
+                                          tkvi_block_tokens(kv, u->list, u->ids, i),
+                                          tkvi_n_limbs(&rec->k, kv->tables.cfg.host.precise), scores);
     if (u->changes || tkvi_has_hidden(u, i, start, end)) {
         int at[TKVI_BLOCK];
         tkvi_slot_positions(u, i, at);
@@ -506,7 +507,7 @@ static TKVI_NOINLINE void tkvi_attend_split(const tkvi_work_tile *u, tkvi_querie
         tkvi_begin_space(u, sums, space);
         kv->kernels->v[rec->v.format->stored](&rec->v, bytes, next ? next + rec->v_at : NULL, p, u->rows,
                                               tkvi_block_tokens(kv, u->list, u->ids, i),
-                                              tkvi_planes(&rec->v, kv->tables.cfg.host.precise),
+                                              tkvi_n_limbs(&rec->v, kv->tables.cfg.host.precise),
                                               sums->o + space * stride);
     }
 }
@@ -706,7 +707,7 @@ static TKVI_NOINLINE void tkvi_comparison_blocks(const tkvi_work_tile *u, tkvi_q
         bytes = copy ? copy + rec->v_at : any ? tkvi_bytes_of(u, i, TKV_V) : NULL;
         if (any && bytes)
             kv->kernels->v[rec->v.format->stored](&rec->v, bytes, NULL, p, u->rows, n,
-                                                  tkvi_planes(&rec->v, kv->tables.cfg.host.precise),
+                                                  tkvi_n_limbs(&rec->v, kv->tables.cfg.host.precise),
                                                   o + (rec->v.format->rotated ? stride : 0));
     }
 }
@@ -819,7 +820,7 @@ static TKVI_NOINLINE void tkvi_finish(const tkvi_work_tile *u, const float *orig
         }
         if (c->p->out_type == TKV_TYPE_F32) memcpy((char *)c->p->out + 4 * at, row, (size_t)dim * 4);
         else
-            for (i = 0; i < dim; i++) tkvi_save_element(c->p->out, c->p->out_type, at + i, row[i]);
+            for (i = 0; i < dim; i++) tkvi_store_element(c->p->out, c->p->out_type, at + i, row[i]);
         if (c->p->lse)
             c->p->lse[(ptrdiff_t)query * c->kv->tables.cfg.model.n_heads + head] =
                 l[r] > 0.0f ? m[r] + logf(l[r]) + origin : tkvi_from_bits(0xff800000u);
@@ -1048,7 +1049,7 @@ static TKVI_NOINLINE void tkvi_load_lanes(const tkvi_work_tile *u, const float *
         memset(rows, 0, (size_t)(16 * u->k_pad) * sizeof *rows);
         for (r = first; r < tkvi_min(first + 16, u->rows); r++)
             origin[r] = tkvi_load_query(u, r, ref, rows + (r - first) * u->k_pad);
-        u->call->many->turn(rows, u->k_pad, u->k_pad, q + first, lanes);
+        u->call->many->transpose(rows, u->k_pad, u->k_pad, q + first, lanes);
     }
 }
 
@@ -1104,7 +1105,7 @@ static TKVI_NOINLINE void tkvi_prefill_blocks(const tkvi_work_tile *u, tkvi_pref
     const tkvi_prefill *many = u->call->many;
     const int lanes = sums->lanes;
     tkvi_prefill_queries q;
-    tkvi_weighing w;
+    tkvi_softmax_args w;
     int i, r, rotated;
     q.lanes = lanes;
     q.coded = 0;
@@ -1133,7 +1134,7 @@ static TKVI_NOINLINE void tkvi_prefill_blocks(const tkvi_work_tile *u, tkvi_pref
             if (rec->v.format->rotated != rotated || end <= u->low || start >= u->high) continue;
             if (!bytes) bytes = tkvi_bytes_of(u, i, TKV_K);
             if (!bytes) return;
-            many->k(&rec->k, bytes, next, &q, n, tkvi_planes(&rec->k, kv->tables.cfg.host.precise), scores);
+            many->k(&rec->k, bytes, next, &q, n, tkvi_n_limbs(&rec->k, kv->tables.cfg.host.precise), scores);
             if (u->changes || b->gone || b->packed)
                 tkvi_adjust_score_lanes(u, sums->origin, i, lanes, scores);
             w.low = tkvi_visible_lanes(u, i, start, end, low, high) ? low : NULL;
@@ -1142,7 +1143,7 @@ static TKVI_NOINLINE void tkvi_prefill_blocks(const tkvi_work_tile *u, tkvi_pref
             bytes = tkvi_bytes_of(u, i, TKV_V);
             if (!bytes) return;
             many->v(&rec->v, bytes, next ? next + rec->v_at : NULL, scores, lanes, n,
-                    tkvi_planes(&rec->v, kv->tables.cfg.host.precise), sums->o);
+                    tkvi_n_limbs(&rec->v, kv->tables.cfg.host.precise), sums->o);
         }
         if (rotated) many->rotate_back(sums->o, kv->tables.cfg.model.v_head_dim, lanes);
     }
@@ -1191,8 +1192,8 @@ static TKVI_NOINLINE void tkvi_prefill_in_rows(const tkvi_work_tile *u, tkvi_pre
     memcpy(o, sums->o, (size_t)(u->v_pad * sums->lanes) * sizeof *o);
     for (r = 0; r < sums->lanes; r += 16)
         for (i = 0; i < u->v_pad; i += 16)
-            u->call->many->turn(o + i * sums->lanes + r, sums->lanes, 16, sums->o + r * u->v_pad + i,
-                                u->v_pad);
+            u->call->many->transpose(o + i * sums->lanes + r, sums->lanes, 16, sums->o + r * u->v_pad + i,
+                                     u->v_pad);
 }
 
 static TKVI_NOINLINE void tkvi_prefill_work_tile(const tkvi_work_tile *u) {

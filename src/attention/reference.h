@@ -104,7 +104,7 @@ static tkv_status tkvi_ref_row(const tkvi_call *c, int item, int row, int query,
         if (pass == 1 && !c->p->scores) break;
     }
     for (i = 0; i < cfg->model.v_head_dim; i++)
-        tkvi_save_element(c->p->out, c->p->out_type, at + i, sum > 0.0 ? (float)(out[i] / sum) : 0.0f);
+        tkvi_store_element(c->p->out, c->p->out_type, at + i, sum > 0.0 ? (float)(out[i] / sum) : 0.0f);
     if (c->p->lse)
         c->p->lse[(ptrdiff_t)row * cfg->model.n_heads + head] =
             sum > 0.0 ? (float)(top + log(sum)) : tkvi_from_bits(0xff800000u);

@@ -911,7 +911,7 @@ static void tkvi_coding_share(const tkvi_tables *t, tkvi_coding *c, const tkvi_h
         for (head = 0; head < n; head++) {
             tkvi_share share;
             memset(&share, 0, sizeof share);
-            tkvi_runs_of(&heads[head], pad, unit, t->split[head], &share.runs);
+            tkvi_choose_widths(&heads[head], pad, unit, t->split[head], &share.tiles);
             share.top = heads[head].k_top;
             share.order = heads[head].order;
             share.mean = heads[head].mean;

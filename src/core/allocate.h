@@ -5,7 +5,7 @@
  * A bit saves weight * (D(b) - D(b + 1)), where D(b) is the error of a unit Gaussian at b bits. The code keeps the
  * logarithm of that saving, in integers of 1/32 octave, so every machine computes the same table.
  * Savings fall along the bits of a channel and along the sorted channels. So the greedy method takes exactly the
- * steps that save more than some level. A binary search finds that level, for any number of heads.
+ * steps that save at least some threshold. A binary search finds that threshold, for any number of heads.
  *
  *   K: weight of a tile = reach of its head * E[q_c^2] var(k_c), geometric mean of its channels;   0 .. 6 bits
  *   V: weight of a head = its reach (how strongly it reads far tokens);                             1 .. 4 bits
@@ -27,7 +27,8 @@ typedef struct tkvi_head {
     const float *mean;         /* K: [pad] static mean at each position */
 } tkvi_head;
 
-/* Steps of an item from few bits to many. gain: log2 of the error saved per unit of cost, in 1/32 octave. */
+/* Steps of an item from few bits to many. gain: log2 of the error saved per unit of cost, in 1/32 octave. If all
+ * steps cost the same, gain may be per step: that only shifts the threshold. */
 typedef struct tkvi_ladder {
     int steps;
     int16_t gain[6];
@@ -50,13 +51,15 @@ static int tkvi_score(const tkvi_head *h, int unit, int i) {
     return sum == 0 ? TKVI_SCORE_NONE : 4 * h->k_weight + sum / unit;
 }
 
-/* Cost of all steps of a head whose saving reaches `level`. taken: NULL, or out: items that take step k. */
-static int tkvi_climb(const tkvi_head *h, const tkvi_ladder *l, int unit, int items, int level, int *taken) {
+/* Cost of all steps of a head whose saving reaches the threshold. taken: NULL, or out: number of items that take
+ * step k. */
+static int tkvi_cost_at(const tkvi_head *h, const tkvi_ladder *l, int unit, int items, int threshold,
+                        int *taken) {
     int i, k, cost = 0;
     if (taken) memset(taken, 0, 6 * sizeof *taken);
     for (i = 0; i < items; i++) {
         int score = tkvi_score(h, unit, i);
-        for (k = 0; k < l->steps && score + l->gain[k] >= level; k++) {
+        for (k = 0; k < l->steps && score + l->gain[k] >= threshold; k++) {
             cost += l->cost[k] * tkvi_max(unit, 1);
             if (taken) taken[k]++;
         }
@@ -64,42 +67,44 @@ static int tkvi_climb(const tkvi_head *h, const tkvi_ladder *l, int unit, int it
     return cost;
 }
 
-#define TKVI_LEVEL_LOW (-24000) /* beyond any score: a loaded table gives at most 4 * 4800 + 4 * 255 */
-#define TKVI_LEVEL_HIGH 24000
+#define TKVI_THRESHOLD_LOW (-24000) /* beyond any score: a loaded table gives at most 4 * 4800 + 4 * 255 */
+#define TKVI_THRESHOLD_HIGH 24000
 
-/* The lowest level at which the heads, each limited to `cap`, stay within the budget. */
-static int tkvi_find_level(const tkvi_head *heads, int n_heads, const tkvi_ladder *l, int unit, int items,
-                           int cap, int64_t budget) {
-    int low = TKVI_LEVEL_LOW, high = TKVI_LEVEL_HIGH, h; /* `high` fits the budget, `low - 1` may not */
+/* The lowest threshold at which the heads, each limited to `cap`, stay within the budget. */
+static int tkvi_find_threshold(const tkvi_head *heads, int n_heads, const tkvi_ladder *l, int unit, int items,
+                               int cap, int64_t budget) {
+    int low = TKVI_THRESHOLD_LOW, high = TKVI_THRESHOLD_HIGH, h; /* high fits the budget; low - 1 may not */
     while (low < high) {
-        int level = low + (high - low) / 2;
+        int threshold = low + (high - low) / 2;
         int64_t sum = 0;
         for (h = 0; h < n_heads; h++)
-            sum += tkvi_min(cap, tkvi_climb(&heads[h], l, unit, items, level, NULL));
-        if (sum <= budget) high = level;
-        else low = level + 1;
+            sum += tkvi_min(cap, tkvi_cost_at(&heads[h], l, unit, items, threshold, NULL));
+        if (sum <= budget) high = threshold;
+        else low = threshold + 1;
     }
     return high;
 }
 
-/* Splits a budget among the heads; cost[h] is the share of head h. The level leaves a rest, too small for all
- * steps just below it. Pass 0 gives each head the same fraction of the steps it still lacks. Pass 1 gives one
- * step each, and pass 2 all that a head lacks, in the order of heads. V has one item a head: whole steps, so
- * only pass 2. */
-static void tkvi_split(const tkvi_head *heads, int n_heads, const tkvi_ladder *l, int unit, int items,
-                       int cap, int64_t budget, int *cost) {
-    int level = tkvi_find_level(heads, n_heads, l, unit, items, cap, budget), h, pass,
+/* Splits a budget among the heads. cost: out, the share of each head. The threshold leaves a rest, which is too small
+ * for all steps just below it. Three passes in the order of heads hand it out:
+ *   0  each head gets the same fraction of the steps that it did not get
+ *   1  each head gets one step
+ *   2  each head gets all its remaining steps
+ * A head of V is one item, which takes whole steps. So V has only pass 2. */
+static void tkvi_split_budget(const tkvi_head *heads, int n_heads, const tkvi_ladder *l, int unit, int items,
+                              int cap, int64_t budget, int *cost) {
+    int threshold = tkvi_find_threshold(heads, n_heads, l, unit, items, cap, budget), h, pass,
         step = tkvi_max(unit, 1);
     int64_t wanted = 0, left;
     for (h = 0; h < n_heads; h++) {
-        cost[h] = tkvi_min(cap, tkvi_climb(&heads[h], l, unit, items, level, NULL));
+        cost[h] = tkvi_min(cap, tkvi_cost_at(&heads[h], l, unit, items, threshold, NULL));
         budget -= cost[h];
-        wanted += tkvi_min(cap, tkvi_climb(&heads[h], l, unit, items, level - 1, NULL)) - cost[h];
+        wanted += tkvi_min(cap, tkvi_cost_at(&heads[h], l, unit, items, threshold - 1, NULL)) - cost[h];
     }
     left = budget;
-    for (pass = unit ? 0 : 2; pass < 3 && level > TKVI_LEVEL_LOW; pass++)
+    for (pass = unit ? 0 : 2; pass < 3 && threshold > TKVI_THRESHOLD_LOW; pass++)
         for (h = 0; h < n_heads && budget > 0; h++) {
-            int more = tkvi_min(cap, tkvi_climb(&heads[h], l, unit, items, level - 1, NULL)) - cost[h];
+            int more = tkvi_min(cap, tkvi_cost_at(&heads[h], l, unit, items, threshold - 1, NULL)) - cost[h];
             if (pass == 0) more = (int)(more * left / wanted);
             if (pass == 1) more = tkvi_min(more, step);
             more = (int)(more < budget ? more : budget) / step * step;
@@ -117,26 +122,26 @@ static int tkvi_head_budget(int quarters, int dim, int pad) {
 }
 
 /* Turns a head's number of tile bits into the widths of its tiles. */
-static void tkvi_runs_of(const tkvi_head *h, int pad, int unit, int budget, tkvi_runs *runs) {
-    int items = pad / 4 / unit, taken[6], more[6], k, rest, level;
-    level = tkvi_find_level(h, 1, &tkvi_ladder_k, unit, items, 1 << 20, budget);
-    rest = budget - tkvi_climb(h, &tkvi_ladder_k, unit, items, level, taken);
-    (void)tkvi_climb(h, &tkvi_ladder_k, unit, items, level - 1, more);
-    for (k = 0; k < 6; k++) /* the rest buys steps just below the level, narrow widths first */
+static void tkvi_choose_widths(const tkvi_head *h, int pad, int unit, int budget, tkvi_tile_counts *tiles) {
+    int items = pad / 4 / unit, taken[6], more[6], k, rest, threshold;
+    threshold = tkvi_find_threshold(h, 1, &tkvi_ladder_k, unit, items, 1 << 20, budget);
+    rest = budget - tkvi_cost_at(h, &tkvi_ladder_k, unit, items, threshold, taken);
+    (void)tkvi_cost_at(h, &tkvi_ladder_k, unit, items, threshold - 1, more);
+    for (k = 0; k < 6; k++) /* the rest buys steps just below the threshold, narrow widths first */
         for (; taken[k] < more[k] && rest >= unit; rest -= unit) taken[k]++;
-    memset(runs, 0, sizeof *runs);
-    for (k = 0; k < 6; k++) runs->n[k + 1] = (uint16_t)((taken[k] - (k < 5 ? taken[k + 1] : 0)) * unit);
+    memset(tiles, 0, sizeof *tiles);
+    for (k = 0; k < 6; k++) tiles->n[k + 1] = (uint16_t)((taken[k] - (k < 5 ? taken[k + 1] : 0)) * unit);
 }
 
 /* Equal shares and equal channels: the first channels get the bits that are left over. */
-static void tkvi_share_alike(int quarters, int dim, int pad, tkvi_runs *runs) {
+static void tkvi_share_equally(int quarters, int dim, int pad, tkvi_tile_counts *tiles) {
     uint8_t importance[TKV_MAX_HEAD_DIM];
     tkvi_head h;
     memset(&h, 0, sizeof h);
     memset(importance, 0, sizeof importance);
     memset(importance, 1, (size_t)dim);
     h.importance = importance;
-    tkvi_runs_of(&h, pad, 1, tkvi_head_budget(quarters, dim, pad), runs);
+    tkvi_choose_widths(&h, pad, 1, tkvi_head_budget(quarters, dim, pad), tiles);
 }
 
 /* Splits a layer's budget among its heads, at most 4 bits a channel. budget[h]: out, tile bits of head h. Two tile
@@ -144,15 +149,15 @@ static void tkvi_share_alike(int quarters, int dim, int pad, tkvi_runs *runs) {
 static void tkvi_share_k(const tkvi_head *heads, int n_heads, int quarters, int dim, int pad, int unit,
                          int *budget) {
     int h, odd = 0;
-    tkvi_split(heads, n_heads, &tkvi_ladder_k, unit, pad / 4 / unit, pad,
-               (int64_t)n_heads * tkvi_head_budget(quarters, dim, pad), budget);
+    tkvi_split_budget(heads, n_heads, &tkvi_ladder_k, unit, pad / 4 / unit, pad,
+                      (int64_t)n_heads * tkvi_head_budget(quarters, dim, pad), budget);
     for (h = 0; h < n_heads; h++)
         if (budget[h] % 2) {
             budget[h] += odd ? -1 : 1;
             odd = !odd;
         }
-    for (h = n_heads - 1; h >= 0 && odd;
-         h--) /* an odd number of budgets was odd: the last one took a bit too many */
+    /* After an odd number of odd budgets the sum is one bit too high. The last head that can gives two bits back. */
+    for (h = n_heads - 1; h >= 0 && odd; h--)
         if (budget[h] >= 2) {
             budget[h] -= 2;
             odd = 0;
@@ -163,7 +168,7 @@ static void tkvi_share_k(const tkvi_head *heads, int n_heads, int quarters, int 
 static void tkvi_share_v(const tkvi_head *heads, int n_heads, int quarters, int *half_bits) {
     const tkvi_ladder *l = quarters < 8 ? &tkvi_ladder_v_low : &tkvi_ladder_v;
     int h;
-    tkvi_split(heads, n_heads, l, 0, 1, 6, (int64_t)n_heads * (quarters - 4) / 2, half_bits);
+    tkvi_split_budget(heads, n_heads, l, 0, 1, 6, (int64_t)n_heads * (quarters - 4) / 2, half_bits);
     for (h = 0; h < n_heads; h++) half_bits[h] += 2;
 }
 

@@ -1,6 +1,6 @@
 /*
  * core/base.h - the foundation of all other files: bits of floats, half floats, rounding, checked sizes, memory,
- * short texts without stdio. Calls libc's memcpy, memset, memmove and, unless TKV_NO_MALLOC, malloc and free.
+ * short texts without stdio, spin locks. It calls memcpy and, without TKV_NO_MALLOC, malloc and free.
  *
  * The application compiles this header with its own flags. The code therefore takes four precautions:
  *
@@ -90,7 +90,7 @@ TKVI_FN double tkvi_f64(double x) {
 }
 
 /* Not inlined, so that no compiler fuses these products into a sum (FMA). */
-static TKVI_NOINLINE void tkvi_multiplied(float *dst, const float *x, const float *y, int n) {
+static TKVI_NOINLINE void tkvi_multiply(float *dst, const float *x, const float *y, int n) {
     int i;
     for (i = 0; i < n; i++) dst[i] = tkvi_f32(x[i] * y[i]);
 }
@@ -186,7 +186,7 @@ TKVI_FN float tkvi_element(const void *data, tkv_type type, ptrdiff_t at) {
     return type == TKV_TYPE_F16 ? tkvi_f16_to_f32(h) : tkvi_bf16_to_f32(h);
 }
 
-static void tkvi_save_element(void *data, tkv_type type, ptrdiff_t at, float x) {
+static void tkvi_store_element(void *data, tkv_type type, ptrdiff_t at, float x) {
     uint16_t h;
     if (type == TKV_TYPE_F32) {
         memcpy((char *)data + at * 4, &x, 4);
@@ -224,11 +224,11 @@ typedef struct tkvi_heap {
 #ifndef TKV_NO_MALLOC
 /* malloc aligns to 8 or 16 only. The pointer that malloc returned is stored just before the aligned block. */
 static void *tkvi_malloc(void *user, size_t size, size_t align) {
-    size_t room;
+    size_t padded;
     char *raw, *p;
     (void)user;
-    if (!tkvi_add(size, align + sizeof(void *), &room)) return NULL;
-    raw = (char *)malloc(room);
+    if (!tkvi_add(size, align + sizeof(void *), &padded)) return NULL;
+    raw = (char *)malloc(padded);
     if (!raw) return NULL;
     p = raw + sizeof(void *);
     p += (align - (size_t)((uintptr_t)p & (align - 1u))) & (align - 1u);

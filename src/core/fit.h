@@ -2,8 +2,9 @@
  * core/fit.h - better scale and zero for a min/max group than minimum and maximum give (tkv_fit). Only the encoder
  * changes: bytes and decoding are those of KIVI.
  *
- *   TKV_FIT_CLIP      the range of least squared error out of 12, 1 to 0.45 of it about its middle. At 2 bits
- *                     the error of Gaussian groups falls by a third; at 4 bits it hardly changes.
+ *   TKV_FIT_CLIP      tries 12 ranges about the middle, from the full range down to 0.45 of it, and takes the one
+ *                     with the least squared error. At 2 bits the error of Gaussian groups falls by a third. At
+ *                     4 bits it hardly changes.
  *   TKV_FIT_NORM      codes stay; scale and zero change until mean and variance are those of the values.
  *                     Otherwise coarse groups decode with too much variance, and the softmax gives them too much
  *                     weight beside exact ones.
@@ -11,8 +12,8 @@
  *
  * Keep the sinks exact. All queries read these tokens most, and a clipped range damages them.
  *
- * Values are cut to 12 bits between minimum and maximum. All sums after that are integers, so every machine gets
- * the same result in any order.
+ * Values become integers of 12 bits between minimum and maximum. All sums after that are integers, so every machine
+ * gets the same result in any order.
  */
 #ifndef TKVI_CORE_FIT_H
 #define TKVI_CORE_FIT_H

@@ -8,12 +8,12 @@
  *
  * Sizes, demotion, reading, attention and the tests find the format through the table. New formats are of two
  * kinds:
- *   tiles (core/tile.h)   The integer kernels of every instruction set run on it unchanged. Widths, channel order
- *                         and level table are free. Only `meta` is its own.
- *   TKVI_AS_DECODED       It needs layout, encode and decode. Attention decodes 16 tokens at a time. On x86,
- *                         vectors can read rows of codes with a table of levels, if kernels/decode_x86.h knows
- *                         their places.
- *                         If each token has a grid and a scale, formats/token.h has all three functions.
+ *   TKVI_AS_TILES     Tiles of core/tile.h. The integer kernels of every instruction set run on them unchanged.
+ *                     Widths, channel order and table of levels are free. The format writes layout, encode and
+ *                     meta; decode is tkvi_decode_tiles.
+ *   TKVI_AS_DECODED   Any bytes. The format writes layout, encode and decode, and attention decodes 16 tokens at a
+ *                     time. If each token has a grid and a scale, formats/token.h has all three functions. On x86,
+ *                     kernels/decode_x86.h is faster than decode, for the formats that it supports.
  *
  * A side in memory is codes (a multiple of 64 bytes), then metadata, padded to 64 bytes. A record is the K side,
  * then the V side, of one head.
@@ -36,30 +36,32 @@ struct tkvi_simd_ops;
 
 /* Decodes tokens first .. first+n-1 of a side. Every machine gets the same bits: a product that enters a sum is
  * exact, or another function computes it (no FMA). */
-typedef void (*tkvi_decoder)(const struct tkvi_side *s, const struct tkvi_simd_ops *help, const uint8_t *src,
+typedef void (*tkvi_decoder)(const struct tkvi_side *s, const struct tkvi_simd_ops *ops, const uint8_t *src,
                              int first, int n, float *x, size_t stride);
 
 /* >>simd_ops: steps of formats that an instruction set can replace. The scalar functions define them. */
 typedef struct tkvi_simd_ops {
-    void (*halves)(const uint8_t *src, int n, float *dst);        /* fp16 to float */
-    void (*to_halves)(const float *x, int n, uint8_t *dst);       /* finite floats to fp16 */
-    void (*logs)(const uint8_t *src, int n, int top, float *dst); /* core/log_scale.h */
-    /* Zero points: dst = scale * unit * (offset - middle) + mean; the product is exact. offset: signed bytes */
-    void (*zeros)(const uint8_t *offset, const float *scale, const float *mean, float unit, int middle, int n,
-                  float *dst);
-    void (*log_codes)(const float *x, int n, int top, uint8_t *dst); /* core/log_scale.h */
-    /* Encoding: packs a tile's codes into cleared bytes (core/tile.h); interleaves columns of K to a tile. */
+    void (*f16_to_f32)(const uint8_t *src, int n, float *dst);
+    void (*f32_to_f16)(const float *x, int n, uint8_t *dst);                   /* finite floats */
+    void (*decode_log_scales)(const uint8_t *src, int n, int top, float *dst); /* core/log_scale.h */
+    /* dst = scale * unit * (offset - middle) + mean. The product is exact. offset: signed bytes */
+    void (*decode_zero_points)(const uint8_t *offset, const float *scale, const float *mean, float unit,
+                               int middle, int n, float *dst);
+    void (*encode_log_scales)(const float *x, int n, int top, uint8_t *dst);
+    /* Packs the codes of a tile into cleared bytes (core/tile.h). */
     void (*pack_tile)(uint8_t *codes, const tkvi_tile_at *at, int width, const uint8_t *code);
+    /* Interleaves four columns of K into the codes of a tile. */
     void (*interleave)(uint8_t (*column)[TKVI_BLOCK], const uint8_t *channel, uint8_t *tile);
-    /* Codes, then metadata of 16 columns of K (formats/a.h). Codes and scales of tokens of V (formats/r.h). */
-    void (*columns)(struct tkvi_columns *c);
-    void (*settle)(struct tkvi_columns *c, int top);
-    void (*tokens)(const struct tkvi_side *s, const float *x, size_t stride, int n,
-                   uint8_t (*code)[TKVI_TILE_CODES], float *scale);
-    /* Codes and metadata of the groups of KIVI (formats/kivi.h). */
-    void (*groups)(const struct tkvi_side *s, const float *x, size_t stride, int n,
-                   uint8_t (*code)[TKVI_TILE_CODES], uint8_t *meta);
-    tkvi_decoder tiles; /* decodes a side of tiles (formats/tiles.h) */
+    /* Formats A: codes of 16 columns of K, then their metadata (formats/a.h). */
+    void (*encode_k_columns)(struct tkvi_columns *c);
+    void (*finalize_scales)(struct tkvi_columns *c, int top);
+    /* Formats R: codes and scales of n tokens of V (formats/r.h). */
+    void (*encode_v_tokens)(const struct tkvi_side *s, const float *x, size_t stride, int n,
+                            uint8_t (*code)[TKVI_TILE_CODES], float *scale);
+    /* KIVI: codes and metadata of all groups of a side (formats/kivi.h). */
+    void (*encode_groups)(const struct tkvi_side *s, const float *x, size_t stride, int n,
+                          uint8_t (*code)[TKVI_TILE_CODES], uint8_t *meta);
+    tkvi_decoder decode_tiles; /* formats/tiles.h */
 } tkvi_simd_ops;
 
 #define TKVI_LANES 16 /* columns or tokens that are coded together */
@@ -87,22 +89,22 @@ static int16_t *tkvi_column_u(tkvi_columns *c, int l, int t) {
     return &c->u[t / 4 * 2 + t % 2][l][t % 4 / 2];
 }
 
-static void tkvi_halves_scalar(const uint8_t *src, int n, float *dst) {
+static void tkvi_f16_to_f32_scalar(const uint8_t *src, int n, float *dst) {
     int i;
     for (i = 0; i < n; i++) dst[i] = tkvi_f16_to_f32(tkvi_load16(src + 2 * i));
 }
 
-static void tkvi_to_halves_scalar(const float *x, int n, uint8_t *dst) {
+static void tkvi_f32_to_f16_scalar(const float *x, int n, uint8_t *dst) {
     int i;
     for (i = 0; i < n; i++) tkvi_store16(dst + 2 * i, tkvi_f32_to_f16(x[i]));
 }
 
-static void tkvi_logs_scalar(const uint8_t *src, int n, int top, float *dst) {
+static void tkvi_decode_log_scales_scalar(const uint8_t *src, int n, int top, float *dst) {
     int i;
     for (i = 0; i < n; i++) dst[i] = tkvi_log_value(src[i], top);
 }
 
-static void tkvi_log_codes_scalar(const float *x, int n, int top, uint8_t *dst) {
+static void tkvi_encode_log_scales_scalar(const float *x, int n, int top, uint8_t *dst) {
     int i;
     for (i = 0; i < n; i++) dst[i] = (uint8_t)tkvi_log_code(x[i], top);
 }
@@ -119,29 +121,28 @@ TKVI_FN float tkvi_zero(int offset, float scale, float mean, float unit, int mid
     return tkvi_f32(tkvi_f32(scale * unit * (float)(tkvi_signed_byte(offset) - middle)) + mean);
 }
 
-static void tkvi_zeros_scalar(const uint8_t *offset, const float *scale, const float *mean, float unit,
-                              int middle, int n, float *dst) {
+static void tkvi_decode_zero_points_scalar(const uint8_t *offset, const float *scale, const float *mean,
+                                           float unit, int middle, int n, float *dst) {
     int i;
     for (i = 0; i < n; i++) dst[i] = tkvi_zero(offset[i], scale[i], mean[i], unit, middle);
 }
 
 /* Functions of one side of a format. x is [token][stride] floats; channels from side->dim on are not touched. */
 typedef struct tkvi_codec {
-    /* Sets runs (unless a share did), groups, code_bytes, meta_bytes and levels, from dim, pad and group. */
+    /* Sets tiles (unless a share did), groups, code_bytes, meta_bytes and levels, from dim, pad and group. */
     void (*layout)(struct tkvi_side *s);
     /* Writes the whole side. n: 1 .. 64 tokens; places beyond n get code 0. Same bytes on every machine. */
-    void (*encode)(const struct tkvi_side *s, const tkvi_simd_ops *help, const float *x, size_t stride, int n,
+    void (*encode)(const struct tkvi_side *s, const tkvi_simd_ops *ops, const float *x, size_t stride, int n,
                    uint8_t *dst);
     tkvi_decoder decode;
     /* Tile formats: value = scale * level + zero, level = code, or levels[code] if the side has a table.
      *   K: scale[group][position], groups along tokens, position = place in the channel order
      *   V: scale[group][token], groups along channels
      * NULL for exact formats. */
-    void (*meta)(const struct tkvi_side *s, const uint8_t *src, const tkvi_simd_ops *help, float *scale,
+    void (*meta)(const struct tkvi_side *s, const uint8_t *src, const tkvi_simd_ops *ops, float *scale,
                  float *zero);
     /* Exact formats: writes one token into a side that was cleared at creation. NULL for the others. */
-    void (*put)(const struct tkvi_side *s, const tkvi_simd_ops *help, const float *x, int token,
-                uint8_t *dst);
+    void (*put)(const struct tkvi_side *s, const tkvi_simd_ops *ops, const float *x, int token, uint8_t *dst);
 } tkvi_codec;
 
 /* Exact storage holds floats, so tokens can be added one by one and cut off again. */
@@ -165,11 +166,11 @@ typedef struct tkvi_format {
 
 /* The share of one head's side in its layer's table (learn/statistics.h). A side without one takes equal shares. */
 typedef struct tkvi_share {
-    tkvi_runs runs;       /* K: tiles by width */
-    int half_bits;        /* V: bits of a value, in half bits */
-    int top;              /* top of its log-scale window (core/log_scale.h) */
-    const uint8_t *order; /* K: channel at each position, [pad] */
-    const float *mean;    /* K: static mean at each position, [pad]; fp16 values */
+    tkvi_tile_counts tiles; /* K: by width */
+    int half_bits;          /* V: bits of a value, in half bits */
+    int top;                /* top of its log-scale window (core/log_scale.h) */
+    const uint8_t *order;   /* K: channel at each position, [pad] */
+    const float *mean;      /* K: static mean at each position, [pad]; fp16 values */
 } tkvi_share;
 
 /* Options of the caller. A format reads only its own. */
@@ -191,18 +192,18 @@ typedef struct tkvi_side {
     const tkvi_format *format;
     size_t code_bytes, meta_bytes, bytes;
     tkv_side which;
-    tkvi_runs runs;   /* tiles by width */
-    int16_t dim, pad; /* channels, and channels rounded up to 16 */
-    int16_t group;    /* values per scale: 64, 32, or TKV_MAX_HEAD_DIM (one scale a token) */
-    int16_t groups;   /* K: along the 64 tokens; V: along the channels */
-    int8_t tokens;    /* capacity: 64, or fewer in an exact side */
+    tkvi_tile_counts tiles; /* by width */
+    int16_t dim, pad;       /* channels, and channels rounded up to 16 */
+    int16_t group;          /* values per scale: 64, 32, or TKV_MAX_HEAD_DIM (one scale a token) */
+    int16_t groups;         /* K: along the 64 tokens; V: along the channels */
+    int8_t tokens;          /* capacity: 64, or fewer in an exact side */
     int8_t pairs; /* V: 1: a tile of 16 lanes holds 32 channels; levels has 16 more for the second channels */
-    int8_t given, half_bits; /* 1: a share set runs or half_bits; V: see tkvi_share */
-    int16_t top;             /* see tkvi_share */
-    int8_t fit;              /* KIVI: see core/fit.h */
-    int8_t rotate, center;   /* formats/token.h */
-    int8_t parts;            /* formats/subspace.h */
-    int8_t feedback_unit;    /* SQuat: channels coded together (formats/squat.h) */
+    int8_t has_share, half_bits; /* 1: a share set tiles or half_bits; V: see tkvi_share */
+    int16_t top;                 /* see tkvi_share */
+    int8_t fit;                  /* KIVI: see core/fit.h */
+    int8_t rotate, center;       /* formats/token.h */
+    int8_t parts;                /* formats/subspace.h */
+    int8_t feedback_unit;        /* SQuat: channels coded together (formats/squat.h) */
     int8_t kvquant, tabled,
         slots;            /* formats/kvquant.h: options; 1: its layer has a table; outliers per token */
     int32_t start;        /* formats/kvquant.h: position of the first token of the block */
@@ -253,10 +254,10 @@ static void tkvi_side_make(tkvi_side *s, const tkvi_format *format, tkv_side whi
     s->parts = (int8_t)o->parts;
     s->kvquant = (int8_t)o->kvquant;
     s->tabled = (int8_t)o->tabled;
-    s->top = TKVI_LOG_TOP_ALIKE;
+    s->top = TKVI_LOG_TOP_DEFAULT;
     if (share) {
-        s->given = 1;
-        s->runs = share->runs;
+        s->has_share = 1;
+        s->tiles = share->tiles;
         s->half_bits = (int8_t)share->half_bits;
         s->top = (int16_t)share->top;
         s->order = share->order;
@@ -276,15 +277,15 @@ static void tkvi_side_init(tkvi_side *s, const tkvi_format *format, tkv_side whi
     tkvi_side_make(s, format, which, dim, tokens, &o, share);
 }
 
-static void tkvi_encode_side(const tkvi_side *s, const tkvi_simd_ops *help, const float *x, size_t stride,
+static void tkvi_encode_side(const tkvi_side *s, const tkvi_simd_ops *ops, const float *x, size_t stride,
                              int n, uint8_t *dst) {
-    s->format->side[s->which].encode(s, help, x, stride, n, dst);
+    s->format->side[s->which].encode(s, ops, x, stride, n, dst);
 }
 
 /* The result of tkvi_decode_side in formats/table.h, computed with the given simd_ops. */
-static void tkvi_values(const tkvi_side *s, const tkvi_simd_ops *help, const uint8_t *src, int first, int n,
+static void tkvi_values(const tkvi_side *s, const tkvi_simd_ops *ops, const uint8_t *src, int first, int n,
                         float *x, size_t stride) {
-    s->format->side[s->which].decode(s, help, src, first, n, x, stride);
+    s->format->side[s->which].decode(s, ops, src, first, n, x, stride);
 }
 
 #endif /* TKVI_CORE_FORMAT_H */

@@ -16,8 +16,8 @@
 
 #include "core/base.h"
 
-#define TKVI_LOG_TOP 96      /* tops are -96 .. 96 */
-#define TKVI_LOG_TOP_ALIKE 8 /* without statistics: scales from 2^-8 to 2^8 */
+#define TKVI_LOG_TOP 96        /* tops are -96 .. 96 */
+#define TKVI_LOG_TOP_DEFAULT 8 /* without statistics: scales from 2^-8 to 2^8 */
 
 TKVI_CONSTANT uint16_t tkvi_log_mantissa[16] = {1024, 1069, 1117, 1166, 1218, 1272, 1328, 1387,
                                                 1448, 1512, 1579, 1649, 1722, 1798, 1878, 1961};
@@ -46,9 +46,9 @@ TKVI_FN int tkvi_log_code(float s, int top) {
 }
 
 /* A top for the largest known scale `most`, with about two octaves of headroom. Without a scale above 0 the top
- * is TKVI_LOG_TOP_ALIKE. */
+ * is TKVI_LOG_TOP_DEFAULT. */
 static int tkvi_log_top(float most) {
-    int top = most > 0.0f ? (int)(tkvi_bits(most) >> 23) - 127 + 3 : TKVI_LOG_TOP_ALIKE;
+    int top = most > 0.0f ? (int)(tkvi_bits(most) >> 23) - 127 + 3 : TKVI_LOG_TOP_DEFAULT;
     return top < -TKVI_LOG_TOP ? -TKVI_LOG_TOP : top > TKVI_LOG_TOP ? TKVI_LOG_TOP : top;
 }
 

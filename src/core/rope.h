@@ -9,10 +9,10 @@
  * Everything up to the cosine is integer arithmetic. So every machine gets the same bits under any flags, and the
  * angle at position one million is as precise as the first:
  *
- *     frequencies  in turns of 2^64 (a sum of them wraps where a turn is full), without pow or libm: the integer
- *                  root of 1 / base is found bit by bit
- *     angles       the upper 32 bits of such a sum
- *     sine, cosine Taylor's series in 31 bits about the nearest quarter (error 2e-9)
+ *     frequencies  integers; 2^64 is a full turn, so sums wrap where a turn is full. They need neither pow nor libm:
+ *                  the integer root of 1 / base is found bit by bit.
+ *     angles       multiples of a frequency; the upper 32 bits are used
+ *     sine, cosine Taylor series in 31 bits about the nearest quarter turn (error 2e-9)
  *
  * Products and their sums are computed in different functions, so that no compiler fuses them.
  */
@@ -21,7 +21,7 @@
 
 #include "core/base.h"
 
-/* >>frequencies, in turns of 2^64 a position */
+/* >>frequencies: angle per position, where 2^64 is a full turn */
 /* The upper 64 bits of a product. */
 static uint64_t tkvi_mul_high(uint64_t a, uint64_t b) {
     uint64_t al = a & 0xffffffffu, ah = a >> 32, bl = b & 0xffffffffu, bh = b >> 32;
@@ -42,7 +42,7 @@ static uint64_t tkvi_power63(uint64_t a, int n) {
 }
 
 /* Converts radians, 0 to 4, to turns: multiplies by 2^64 / 2 pi. */
-static uint64_t tkvi_turns(float radians) {
+static uint64_t tkvi_radians_to_turns(float radians) {
     uint32_t bits = tkvi_bits(radians), exponent = bits >> 23 & 255u, shift = 150u - exponent;
     uint64_t m = (bits & 0x7fffffu) | 0x800000u; /* radians = m / 2^shift */
     uint64_t high = 0x28be60dbu * m, low = 0x9391054au * m;
@@ -87,7 +87,7 @@ static const char *tkvi_rope_fault(const tkv_rope *r, int head_dim, const char *
     return NULL;
 }
 
-static const char *tkvi_rope_wrong(const tkv_rope *r, int head_dim) {
+static const char *tkvi_rope_has_fault(const tkv_rope *r, int head_dim) {
     const char *field;
     float value;
     return tkvi_rope_fault(r, head_dim, &field, &value);
@@ -97,8 +97,8 @@ static const char *tkvi_rope_wrong(const tkv_rope *r, int head_dim) {
 #define TKVI_ROPE_NEAR 16
 
 typedef struct tkvi_rope {
-    int pairs, apart, step;              /* pair j is channels j * step and j * step + apart */
-    uint64_t turn[TKV_MAX_HEAD_DIM / 2]; /* [pairs] */
+    int pairs, apart, step;                   /* pair j is channels j * step and j * step + apart */
+    uint64_t frequency[TKV_MAX_HEAD_DIM / 2]; /* [pairs] */
     /* By position 0 .. 16, for kernels: tkvi_cos_sin would take longer than the rest of their work. */
     float cosine[TKVI_ROPE_NEAR + 1][TKV_MAX_HEAD_DIM / 2], sine[TKVI_ROPE_NEAR + 1][TKV_MAX_HEAD_DIM / 2];
 } tkvi_rope;
@@ -108,7 +108,7 @@ static void tkvi_cos_sin(uint64_t angle, float *cosine, float *sine);
 /* Makes the tables of a descriptor that passed tkvi_rope_fault. */
 static void tkvi_rope_make(tkvi_rope *rope, const tkv_rope *r) {
     float scale = r->scale > 0.0f ? r->scale : 1.0f, base = r->base > 0.0f ? r->base : 10000.0f;
-    uint64_t first = tkvi_turns(scale), ratio, power;
+    uint64_t first = tkvi_radians_to_turns(scale), ratio, power;
     int j, i;
     memset(rope, 0, sizeof *rope);
     rope->pairs = r->dim / 2;
@@ -117,11 +117,11 @@ static void tkvi_rope_make(tkvi_rope *rope, const tkv_rope *r) {
     if (rope->pairs == 0) return;
     ratio = power = tkvi_rope_ratio(base, rope->pairs);
     for (j = 0; j < rope->pairs; j++) {
-        rope->turn[j] = j ? tkvi_mul63(first, power) : first;
+        rope->frequency[j] = j ? tkvi_mul63(first, power) : first;
         if (j) power = tkvi_mul63(power, ratio);
-        if (r->frequencies) rope->turn[j] = tkvi_turns(tkvi_f32(r->frequencies[j] * scale));
+        if (r->frequencies) rope->frequency[j] = tkvi_radians_to_turns(tkvi_f32(r->frequencies[j] * scale));
         for (i = 0; i <= TKVI_ROPE_NEAR; i++)
-            tkvi_cos_sin((uint64_t)i * rope->turn[j], &rope->cosine[i][j], &rope->sine[i][j]);
+            tkvi_cos_sin((uint64_t)i * rope->frequency[j], &rope->cosine[i][j], &rope->sine[i][j]);
     }
 }
 
@@ -144,7 +144,7 @@ static void tkvi_cos_sin(uint64_t angle, float *cosine, float *sine) {
     t = one - (z * t >> 31) / 6u;
     s = (int32_t)((x * t >> 31) >> 1);
     if (negative) s = -s;
-    if (quarter & 1u) { /* a quarter further: cos is -sin, sin is cos */
+    if (quarter & 1u) { /* in the next quarter, cos is -sin and sin is cos */
         int32_t was = c;
         c = -s;
         s = was;
@@ -164,16 +164,16 @@ static void tkvi_rope_rotate(const tkvi_rope *rope, int64_t position, int back, 
     int j, n = rope->pairs;
     if (n < 1) return;
     for (j = 0; j < n; j++) {
-        tkvi_cos_sin((uint64_t)position * rope->turn[j], &c[j], &s[j]);
+        tkvi_cos_sin((uint64_t)position * rope->frequency[j], &c[j], &s[j]);
         if (back) s[j] = -s[j];
         a[j] = x[j * rope->step];
         b[j] = x[j * rope->step + rope->apart];
     }
-    tkvi_multiplied(ac, a, c, n);
-    tkvi_multiplied(bs, b, s, n);
+    tkvi_multiply(ac, a, c, n);
+    tkvi_multiply(bs, b, s, n);
     for (j = 0; j < n; j++) x[j * rope->step] = tkvi_f32(ac[j] - bs[j]);
-    tkvi_multiplied(bs, b, c, n);
-    tkvi_multiplied(ac, a, s, n);
+    tkvi_multiply(bs, b, c, n);
+    tkvi_multiply(ac, a, s, n);
     for (j = 0; j < n; j++) x[j * rope->step + rope->apart] = tkvi_f32(bs[j] + ac[j]);
 }
 

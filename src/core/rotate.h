@@ -33,7 +33,7 @@ static TKVI_NOINLINE void tkvi_butterflies(float *x, int n) {
 }
 
 /* Not inlined: otherwise a compiler may fuse these products into the sums of another function. */
-static TKVI_NOINLINE void tkvi_times(float *x, int n, float by) {
+static TKVI_NOINLINE void tkvi_scale(float *x, int n, float by) {
     int i;
     for (i = 0; i < n; i++) x[i] = tkvi_f32(x[i] * by);
 }
@@ -49,7 +49,7 @@ TKVI_CONSTANT float tkvi_hadamard_norm[9] = {
 
 static void tkvi_window(float *x, int n, int log2n) {
     tkvi_butterflies(x, n);
-    tkvi_times(x, n, tkvi_hadamard_norm[log2n]);
+    tkvi_scale(x, n, tkvi_hadamard_norm[log2n]);
 }
 
 static int tkvi_log2_floor(int n) {

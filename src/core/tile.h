@@ -21,8 +21,8 @@
  *   1 bit    half a 64-byte vector that two tiles share: tile A has bits 0..3 of byte j (plane = bit), tile B 4..7
  *   3, 5     the 2- or 4-bit part, and the top bit as a 1-bit half
  *
- * A record's codes are runs of tiles, widest first. All 1-bit halves stand together at the end, in the order of
- * their tiles. So every load is a whole aligned 64-byte vector:
+ * The tiles of a side are grouped by width, widest first. All 1-bit halves stand together at the end, in the order
+ * of their tiles. So every load is a whole aligned 64-byte vector:
  *
  *   [8-bit tiles][6][5 without top bits][4][3 without top bits][2] [1-bit halves of the 5-, 3- and 1-bit tiles]
  */
@@ -39,23 +39,23 @@ TKVI_CONSTANT uint16_t tkvi_wide_bytes[TKVI_MAX_WIDTH + 1] = {0, 0, 64, 64, 128,
 TKVI_CONSTANT uint8_t tkvi_has_half[TKVI_MAX_WIDTH + 1] = {0, 1, 0, 1, 0, 1, 0, 0, 0};
 
 /* Number of tiles of each width in the codes of a side. */
-typedef struct tkvi_runs {
+typedef struct tkvi_tile_counts {
     uint16_t n[TKVI_MAX_WIDTH + 1];
-} tkvi_runs;
+} tkvi_tile_counts;
 
-/* Cursor of a reader or writer of tiles. tkvi_tiles starts it, tkvi_next_tile moves it on. */
+/* Cursor of a reader or writer of tiles. tkvi_first_tile starts it, tkvi_next_tile moves it on. */
 typedef struct tkvi_tile_at {
     size_t wide, halves; /* byte offsets of this tile's wide part and of the first 1-bit vector */
     int half;            /* number of the next 1-bit half */
 } tkvi_tile_at;
 
-TKVI_FN tkvi_tile_at tkvi_tiles(const tkvi_runs *runs) {
+TKVI_FN tkvi_tile_at tkvi_first_tile(const tkvi_tile_counts *tiles) {
     tkvi_tile_at at;
     int w;
     at.wide = 0;
     at.halves = 0;
     at.half = 0;
-    for (w = 1; w <= TKVI_MAX_WIDTH; w++) at.halves += (size_t)runs->n[w] * tkvi_wide_bytes[w];
+    for (w = 1; w <= TKVI_MAX_WIDTH; w++) at.halves += (size_t)tiles->n[w] * tkvi_wide_bytes[w];
     return at;
 }
 
@@ -64,9 +64,9 @@ TKVI_FN void tkvi_next_tile(tkvi_tile_at *at, int width) {
     at->half += tkvi_has_half[width];
 }
 
-static size_t tkvi_runs_bytes(const tkvi_runs *runs) {
-    size_t halves = (size_t)runs->n[1] + runs->n[3] + runs->n[5];
-    return tkvi_tiles(runs).halves + (halves + 1) / 2 * 64;
+static size_t tkvi_tiles_bytes(const tkvi_tile_counts *tiles) {
+    size_t halves = (size_t)tiles->n[1] + tiles->n[3] + tiles->n[5];
+    return tkvi_first_tile(tiles).halves + (halves + 1) / 2 * 64;
 }
 
 /* The functions below handle eight codes at a time, as bytes of a word. No byte carries into the next. */
@@ -109,7 +109,7 @@ TKVI_FN void tkvi_unpack_planes(const uint8_t *src, uint8_t *code, int bits, int
         }
 }
 
-/* Packs bit `bit` of a tile's codes: the lower half of each byte at v (up 0), or the upper half (up 4). */
+/* Packs bit `bit` of a tile's codes into the lower half of each byte at v (up 0), or into the upper half (up 4). */
 TKVI_FN void tkvi_pack_half(uint8_t *v, const uint8_t *code, int bit, int up, int from, int end) {
     int p, j;
     for (j = from; j < end; j += 8) {

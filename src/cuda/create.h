@@ -270,7 +270,7 @@ static tkvcu_side tkvcu_side_of(const tkvi_side *s, size_t at, int32_t table) {
     if (d.kind == TKVCU_A) {
         d.slabs[0] = (uint8_t)(s->pad / 16);
         for (w = 1; w <= 6; w++) {
-            d.slabs[w] = (uint8_t)(s->runs.n[w] / 4);
+            d.slabs[w] = (uint8_t)(s->tiles.n[w] / 4);
             d.slabs[0] = (uint8_t)(d.slabs[0] - d.slabs[w]);
         }
     }
@@ -354,7 +354,7 @@ static int tkvcu_equal_tables(tkv_cache *kv) {
         if (!kv->tables.plan[layer].allocates) continue;
         for (h = 0; h < (size_t)cfg->model.n_kv_heads; h++) {
             const size_t at = ((size_t)layer * (size_t)cfg->model.n_kv_heads + h);
-            to->head[at].k_top = to->head[at].v_top = TKVI_LOG_TOP_ALIKE;
+            to->head[at].k_top = to->head[at].v_top = TKVI_LOG_TOP_DEFAULT;
             for (c = 0; c < pad; c++) {
                 to->importance[at * pad + c] = 1;
                 to->channel[at * pad + c] = (uint8_t)c;

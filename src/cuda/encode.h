@@ -91,10 +91,10 @@ TKVCU_DEVICE void tkvcu_side_open(const tkvcu_view *v, const tkvcu_side *d, int 
         s->fit = (int8_t)fit;
         s->group = d->group;
         s->groups = (int16_t)((which ? v->head_dim : TKVI_BLOCK) / d->group);
-        s->runs.n[f->bits] = (uint16_t)(s->pad / 4);
+        s->tiles.n[f->bits] = (uint16_t)(s->pad / 4);
     }
     if (d->kind == TKVCU_A) {
-        for (w = 1; w <= 6; w++) s->runs.n[w] = (uint16_t)(4 * d->slabs[w]);
+        for (w = 1; w <= 6; w++) s->tiles.n[w] = (uint16_t)(4 * d->slabs[w]);
         if (d->table >= 0) {
             s->order = v->order + d->table;
             s->mean = v->mean + d->table;
@@ -105,16 +105,16 @@ TKVCU_DEVICE void tkvcu_side_open(const tkvcu_view *v, const tkvcu_side *d, int 
         s->half_bits = (int8_t)d->half_bits;
         s->pairs = d->half_bits == 3;
         if (s->pairs) s->levels = tkvi_r_pairs;
-        s->runs.n[s->pairs ? 3 : d->half_bits / 2] = (uint16_t)(s->pad / 4 / (s->pairs ? 2 : 1));
+        s->tiles.n[s->pairs ? 3 : d->half_bits / 2] = (uint16_t)(s->pad / 4 / (s->pairs ? 2 : 1));
     }
 }
 
 /* Width of tile i, 0: there are not so many; and where it lies. */
 TKVCU_DEVICE int tkvcu_tile_of(const tkvi_side *s, int i, tkvi_tile_at *at) {
     int width;
-    *at = tkvi_tiles(&s->runs);
+    *at = tkvi_first_tile(&s->tiles);
     for (width = TKVI_MAX_WIDTH; width > 0; width--) {
-        const int n = s->runs.n[width], skip = i < n ? i : n;
+        const int n = s->tiles.n[width], skip = i < n ? i : n;
         at->wide += (size_t)skip * tkvi_wide_bytes[width];
         at->half += skip * tkvi_has_half[width];
         if (i < n) break;
@@ -127,7 +127,7 @@ TKVCU_DEVICE int tkvcu_tile_of(const tkvi_side *s, int i, tkvi_tile_at *at) {
 TKVCU_DEVICE int tkvcu_width_at(const tkvi_side *s, int position) {
     int width, end = 0;
     for (width = TKVI_MAX_WIDTH; width > 0; width--) {
-        end += 4 * s->runs.n[width];
+        end += 4 * s->tiles.n[width];
         if (position < end) return width;
     }
     return 0;
@@ -401,7 +401,7 @@ template <int Dim> TKVCU_DEVICE void tkvcu_encode_r(tkvcu_desk<Dim> *d) {
     __syncwarp();
     if (part == 0) {
         const float scale = tkvi_r_scale(most, squares, sum);
-        d->meta[t] = (uint8_t)tkvi_log_code(tkvi_r_close(s, t, TKVI_BLOCK, d->code, scale), s->top);
+        d->meta[t] = (uint8_t)tkvi_log_code(tkvi_r_finish(s, t, TKVI_BLOCK, d->code, scale), s->top);
     }
 }
 

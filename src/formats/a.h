@@ -21,23 +21,24 @@
  * Step by step. Numbers are floats unless a step names double, and each operation is rounded. n tokens,
  * top = 2^bits - 1:
  *   1. x - mean, cut to +-1e30; low and high are its ends; step = (high - low) / 4096, 0 if not above 1e-36;
- *      u = min(4095, floor((x - low) * (1 / step))), 0 without a step. A token is nearly low + step * (u + 1/2),
- *      and the mean m = low + step * ((2 sum(u) + n) / 2n), sum and last product in double. A channel without
- *      bits stores m as a float, then fp16, and is done
+ *      u = min(4095, floor((x - low) * (1 / step))), 0 without a step. A token is nearly low + step * (u + 1/2).
+ *      The mean is m = low + step * ((2 sum(u) + n) / 2n), with the sum and the last product in double. A channel
+ *      without bits stores m as a float, then fp16, and is done
  *   2. for each cut of the table below: by = floor(131072 top / (4096 - 2 cut)),
- *      code = min(top, (floor(max(0, u - cut) * by / 65536) + 1) / 2), halves down;
+ *      code = min(top, floor((floor(max(0, u - cut) * by / 65536) + 1) / 2));
  *      score = cov(code, u) / var(code) * cov(code, u), or 0 if var(code) is 0; the first best score wins.
  *      cov and var are n^2 times the usual ones, n sum(ab) - sum(a) sum(b): integers, then floats
  *   3. scale = var(u) / cov(code, u) * step, with one bit sqrt(var(u) / var(code)) * step; 0 if either is 0.
  *      From here on it is the value of its byte
- *   4. offset (double) = (m / scale - (2 sum(code) - n top) / 2n) * unit, cut to +-128, halves up; 0 if scale is 0
+ *   4. offset (double) = (m / scale - (2 sum(code) - n top) / 2n) * unit, cut to +-128, rounded to nearest (ties
+ *      up); 0 if scale is 0
  *   5. if offset is beyond +-127, or scale is 0 and m is not: scale = the larger of it and |m| unit / 120 (double,
  *      then float), as a byte;
  *      a first offset = (m / scale - 1/2) * unit, cut to +-127; then anew, in double,
  *      code = floor((low + step * (u + 1/2)) / scale - offset / unit + top / 2 + 1/2), cut to 0 .. top,
  *      and the offset of step 4, cut to +-127. A scale that is still 0 divides to an infinity
  * Missing tokens, and positions without a channel, have code 0. The metadata of positions without a channel is 0.
- * Without a table, positions are channels, means are 0, and tiles have the widths of tkvi_share_alike
+ * Without a table, positions are channels, means are 0, and tiles have the widths of tkvi_share_equally
  * (core/allocate.h).
  *
  * Bytes: | tiles, widest first | scale [pad] | offset [pad] |   a channel without bits: fp16 low byte | high byte
@@ -72,10 +73,10 @@ TKVI_CONSTANT tkvi_a_range tkvi_a_ranges[TKVI_A_CUTS] = {
     TKVI_A_RANGE_(1536, 1200, 900, 600, 400, 300)};
 
 static void tkvi_a_layout(tkvi_side *s) {
-    if (!s->given) tkvi_share_alike(s->format->bits, s->dim, s->pad, &s->runs);
+    if (!s->has_share) tkvi_share_equally(s->format->bits, s->dim, s->pad, &s->tiles);
     s->groups = 1;
     s->group = TKVI_BLOCK;
-    s->code_bytes = tkvi_runs_bytes(&s->runs);
+    s->code_bytes = tkvi_tiles_bytes(&s->tiles);
     s->meta_bytes = (size_t)(2 * s->pad);
 }
 
@@ -168,7 +169,7 @@ static void tkvi_a_search(tkvi_columns *c, int l) {
     }
 }
 
-static void tkvi_columns_scalar(tkvi_columns *c) {
+static void tkvi_encode_k_columns_scalar(tkvi_columns *c) {
     int l;
     for (l = 0; l < TKVI_LANES; l++) {
         tkvi_a_integers(c, l);
@@ -191,7 +192,7 @@ TKVI_FN int tkvi_a_offset(double mean, float scale, int sum_c, int n, int width)
     return (int)tkvi_f64(v + 1000.5) - 1000;
 }
 
-/* Computes the metadata of a column. Returns 1 if they cannot reach its mean. */
+/* Computes the metadata of a column. Returns 1 if scale and offset cannot reach its mean (step 5). */
 TKVI_FN int tkvi_a_finalize_scales(const tkvi_column *c, int top, uint8_t *log, uint8_t *offset,
                                    float *middle) {
     double mean = tkvi_a_mean(c);
@@ -220,8 +221,8 @@ static void tkvi_finalize_scales_scalar(tkvi_columns *c, int top) {
     }
 }
 
-/* The next four functions recode a column whose mean is far from the static one: only a larger scale lets the
- * offset reach it (step 5). This one returns the byte of that scale, and gives the first offset. */
+/* The next four functions recode a column whose mean is far from the static one. Only a larger scale lets the offset
+ * reach it (step 5). tkvi_a_far returns the byte of that scale. *offset: out, the first offset. */
 TKVI_FN int tkvi_a_far(const tkvi_column *c, int log, int top, int *offset) {
     double mean = tkvi_a_mean(c), size = mean < 0.0 ? -mean : mean, unit = (double)tkvi_a_unit[c->width];
     log = tkvi_max(log, tkvi_log_code(tkvi_f32((float)tkvi_f64(size * unit / 120.0)), top));
@@ -265,18 +266,18 @@ TKVI_FN void tkvi_a_put(int width, int log, int by, float middle, uint8_t *scale
     *offset = (uint8_t)(width ? by : half >> 8);
 }
 
-static void tkvi_a_encode(const tkvi_side *s, const tkvi_simd_ops *help, const float *x, size_t stride, int n,
+static void tkvi_a_encode(const tkvi_side *s, const tkvi_simd_ops *ops, const float *x, size_t stride, int n,
                           uint8_t *dst) {
     TKVI_ALIGNED uint8_t column[TKV_MAX_HEAD_DIM][TKVI_BLOCK], tile[TKVI_TILE_CODES]; /* column: by channel */
     uint8_t channel[TKV_MAX_HEAD_DIM], widths[TKV_MAX_HEAD_DIM], log[TKV_MAX_HEAD_DIM], by[TKV_MAX_HEAD_DIM];
     float mean[TKV_MAX_HEAD_DIM], middle[TKV_MAX_HEAD_DIM];
     uint8_t *scale = dst + s->code_bytes, *offset = scale + s->pad;
-    tkvi_tile_at at = tkvi_tiles(&s->runs);
+    tkvi_tile_at at = tkvi_first_tile(&s->tiles);
     int width, p, first, end, l;
     tkvi_columns c;
     memset(dst, 0, s->bytes);
     for (width = TKVI_MAX_WIDTH, p = 0; width >= 0; width--)
-        for (end = width ? p + 4 * s->runs.n[width] : s->pad; p < end; p++) {
+        for (end = width ? p + 4 * s->tiles.n[width] : s->pad; p < end; p++) {
             int from = tkvi_channel(s, p);
             channel[p] = (uint8_t)from;
             widths[from] = (uint8_t)width;
@@ -293,8 +294,8 @@ static void tkvi_a_encode(const tkvi_side *s, const tkvi_simd_ops *help, const f
         c.log = log + first;
         c.offset = by + first;
         c.middle = middle + first;
-        help->columns(&c);
-        help->settle(&c, s->top);
+        ops->encode_k_columns(&c);
+        ops->finalize_scales(&c, s->top);
         for (l = 0; c.beyond_mask >> l; l++)
             if (c.beyond_mask >> l & 1u) tkvi_a_recode(&c, l, s->top);
         for (l = c.lanes; l < TKVI_LANES; l++) {
@@ -304,9 +305,9 @@ static void tkvi_a_encode(const tkvi_side *s, const tkvi_simd_ops *help, const f
         }
     }
     for (width = TKVI_MAX_WIDTH, p = 0; width > 0; width--) /* packs tiles in the order of positions */
-        for (end = p + 4 * s->runs.n[width]; p < end; p += 4) {
-            help->interleave(column, channel + p, tile);
-            help->pack_tile(dst, &at, width, tile);
+        for (end = p + 4 * s->tiles.n[width]; p < end; p += 4) {
+            ops->interleave(column, channel + p, tile);
+            ops->pack_tile(dst, &at, width, tile);
             tkvi_next_tile(&at, width);
         }
     for (p = 0; p < s->pad; p++) {
@@ -315,18 +316,18 @@ static void tkvi_a_encode(const tkvi_side *s, const tkvi_simd_ops *help, const f
     }
 }
 
-static void tkvi_a_meta(const tkvi_side *s, const uint8_t *src, const tkvi_simd_ops *help, float *scale,
+static void tkvi_a_meta(const tkvi_side *s, const uint8_t *src, const tkvi_simd_ops *ops, float *scale,
                         float *zero) {
     static const float none[TKV_MAX_HEAD_DIM] = {0.0f};
     const uint8_t *log = src + s->code_bytes, *offset = log + s->pad;
     const float *mean = s->mean ? s->mean : none;
     int width, p = 0;
-    help->logs(log, s->pad, s->top, scale); /* channels without bits are overwritten below */
+    ops->decode_log_scales(log, s->pad, s->top, scale); /* channels without bits are overwritten below */
     for (width = TKVI_MAX_WIDTH; width > 0; width--) {
-        int n = 4 * s->runs.n[width], unit = width <= 6 ? tkvi_a_unit[width] : 1;
+        int n = 4 * s->tiles.n[width], unit = width <= 6 ? tkvi_a_unit[width] : 1;
         if (n == 0) continue;
-        help->zeros(offset + p, scale + p, mean + p, 1.0f / (float)unit, ((1 << width) - 1) * unit / 2, n,
-                    zero + p);
+        ops->decode_zero_points(offset + p, scale + p, mean + p, 1.0f / (float)unit,
+                                ((1 << width) - 1) * unit / 2, n, zero + p);
         p += n;
     }
     for (; p < s->pad; p++) {

@@ -3,8 +3,8 @@
  *
  *   K and V: [token][channel], channels padded to 16 with zeros, values little-endian, no metadata
  *
- * Rows make an append one contiguous write, and a cut a smaller count. A side can also hold fewer than 64 tokens
- * (side->tokens): the side of the sinks has only theirs.
+ * In rows, an append is one contiguous write, and cutting off tokens only lowers a count. A side can also hold fewer
+ * than 64 tokens (side->tokens): the side of the sinks has space for the sinks only.
  */
 #ifndef TKVI_FORMATS_EXACT_H
 #define TKVI_FORMATS_EXACT_H
@@ -29,15 +29,15 @@ static float tkvi_load_bf16(const uint8_t *src) { return tkvi_bf16_to_f32(tkvi_l
 /* Write and read n values of a row. Reading goes 16 at a time into a local array: gcc -O2 vectorises only loops
  * of known length whose target cannot alias other memory. */
 #define TKVI_EXACT_ROW_(t, size)                                                                             \
-    static void tkvi_##t##_save(const tkvi_simd_ops *help, const float *x, int n, uint8_t *dst) {            \
+    static void tkvi_##t##_save(const tkvi_simd_ops *ops, const float *x, int n, uint8_t *dst) {             \
         int c;                                                                                               \
-        (void)help;                                                                                          \
+        (void)ops;                                                                                           \
         for (c = 0; c < n; c++) tkvi_store_##t(dst + c * (size), x[c]);                                      \
     }                                                                                                        \
-    static void tkvi_##t##_read(const tkvi_simd_ops *help, const uint8_t *src, int n, float *x) {            \
+    static void tkvi_##t##_read(const tkvi_simd_ops *ops, const uint8_t *src, int n, float *x) {             \
         float y[16];                                                                                         \
         int c, k;                                                                                            \
-        (void)help;                                                                                          \
+        (void)ops;                                                                                           \
         for (c = 0; c + 16 <= n; c += 16) {                                                                  \
             for (k = 0; k < 16; k++) y[k] = tkvi_load_##t(src + (c + k) * (size));                           \
             memcpy(x + c, y, sizeof y);                                                                      \
@@ -48,33 +48,33 @@ TKVI_EXACT_ROW_(f32, 4)
 TKVI_EXACT_ROW_(bf16, 2)
 #undef TKVI_EXACT_ROW_
 
-static void tkvi_f16_save(const tkvi_simd_ops *help, const float *x, int n, uint8_t *dst) {
-    help->to_halves(x, n, dst);
+static void tkvi_f16_save(const tkvi_simd_ops *ops, const float *x, int n, uint8_t *dst) {
+    ops->f32_to_f16(x, n, dst);
 }
 
-static void tkvi_f16_read(const tkvi_simd_ops *help, const uint8_t *src, int n, float *x) {
-    help->halves(src, n, x);
+static void tkvi_f16_read(const tkvi_simd_ops *ops, const uint8_t *src, int n, float *x) {
+    ops->f16_to_f32(src, n, x);
 }
 
 /* The functions of tkvi_codec for a type of `size` bytes. */
 #define TKVI_EXACT_CODEC_(t, size)                                                                           \
-    static void tkvi_##t##_put(const tkvi_side *s, const tkvi_simd_ops *help, const float *x, int token,     \
+    static void tkvi_##t##_put(const tkvi_side *s, const tkvi_simd_ops *ops, const float *x, int token,      \
                                uint8_t *dst) {                                                               \
         uint8_t *row = dst + token * s->pad * (size);                                                        \
-        tkvi_##t##_save(help, x, s->dim, row);                                                               \
+        tkvi_##t##_save(ops, x, s->dim, row);                                                                \
         memset(row + s->dim * (size), 0, (size_t)((s->pad - s->dim) * (size)));                              \
     }                                                                                                        \
-    static void tkvi_##t##_encode(const tkvi_side *s, const tkvi_simd_ops *help, const float *x,             \
+    static void tkvi_##t##_encode(const tkvi_side *s, const tkvi_simd_ops *ops, const float *x,              \
                                   size_t stride, int n, uint8_t *dst) {                                      \
         int i;                                                                                               \
         memset(dst, 0, s->bytes);                                                                            \
-        for (i = 0; i < n; i++) tkvi_##t##_put(s, help, x + (size_t)i * stride, i, dst);                     \
+        for (i = 0; i < n; i++) tkvi_##t##_put(s, ops, x + (size_t)i * stride, i, dst);                      \
     }                                                                                                        \
-    static void tkvi_##t##_decode(const tkvi_side *s, const tkvi_simd_ops *help, const uint8_t *src,         \
+    static void tkvi_##t##_decode(const tkvi_side *s, const tkvi_simd_ops *ops, const uint8_t *src,          \
                                   int first, int n, float *x, size_t stride) {                               \
         int i;                                                                                               \
         for (i = 0; i < n; i++)                                                                              \
-            tkvi_##t##_read(help, src + (first + i) * s->pad * (size), s->dim, x + (size_t)i * stride);      \
+            tkvi_##t##_read(ops, src + (first + i) * s->pad * (size), s->dim, x + (size_t)i * stride);       \
     }
 TKVI_EXACT_CODEC_(f32, 4)
 TKVI_EXACT_CODEC_(f16, 2)

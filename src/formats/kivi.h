@@ -64,15 +64,15 @@ static void tkvi_kivi_group(const float *x, int n, int bits, int fit, uint8_t *c
 
 static void tkvi_kivi_k_layout(tkvi_side *s) {
     s->groups = TKVI_BLOCK / s->group;
-    s->runs.n[s->format->bits] = (uint16_t)(s->pad / 4);
-    s->code_bytes = tkvi_runs_bytes(&s->runs);
+    s->tiles.n[s->format->bits] = (uint16_t)(s->pad / 4);
+    s->code_bytes = tkvi_tiles_bytes(&s->tiles);
     s->meta_bytes = (size_t)(s->groups * s->pad * 4);
 }
 
 static void tkvi_kivi_v_layout(tkvi_side *s) {
     s->groups = (int16_t)((s->dim + s->group - 1) / s->group);
-    s->runs.n[s->format->bits] = (uint16_t)(s->pad / 4); /* 4 tiles per 16 channels */
-    s->code_bytes = tkvi_runs_bytes(&s->runs);
+    s->tiles.n[s->format->bits] = (uint16_t)(s->pad / 4); /* 4 tiles per 16 channels */
+    s->code_bytes = tkvi_tiles_bytes(&s->tiles);
     s->meta_bytes = (size_t)(s->groups * TKVI_BLOCK * 4);
 }
 
@@ -99,8 +99,8 @@ static void tkvi_kivi_row(const tkvi_side *s, const float *x, int g, int token, 
     for (c = 0; c < count; c++) *tkvi_v_code(code, first + c, token) = coded[c];
 }
 
-static void tkvi_groups_scalar(const tkvi_side *s, const float *x, size_t stride, int n, tkvi_codes code,
-                               uint8_t *meta) {
+static void tkvi_encode_groups_scalar(const tkvi_side *s, const float *x, size_t stride, int n,
+                                      tkvi_codes code, uint8_t *meta) {
     int i, g;
     for (i = 0; i < s->pad && s->which == TKV_K; i++)
         for (g = 0; g < s->groups && tkvi_channel(s, i) < s->dim; g++)
@@ -109,28 +109,28 @@ static void tkvi_groups_scalar(const tkvi_side *s, const float *x, size_t stride
         for (g = 0; g < s->groups; g++) tkvi_kivi_row(s, x + (size_t)i * stride, g, i, code, meta);
 }
 
-static void tkvi_kivi_encode(const tkvi_side *s, const tkvi_simd_ops *help, const float *x, size_t stride,
+static void tkvi_kivi_encode(const tkvi_side *s, const tkvi_simd_ops *ops, const float *x, size_t stride,
                              int n, uint8_t *dst) {
     TKVI_ALIGNED tkvi_codes code;
     memset(dst, 0, s->bytes);
     memset(code, 0, sizeof code);
-    help->groups(s, x, stride, n, code, dst + s->code_bytes);
-    tkvi_pack(s, help, code, dst);
+    ops->encode_groups(s, x, stride, n, code, dst + s->code_bytes);
+    tkvi_pack(s, ops, code, dst);
 }
 
-static void tkvi_kivi_meta(const uint8_t *m, int n, const tkvi_simd_ops *help, float *scale, float *zero) {
-    help->halves(m, n, scale);
-    help->halves(m + 2 * n, n, zero);
+static void tkvi_kivi_meta(const uint8_t *m, int n, const tkvi_simd_ops *ops, float *scale, float *zero) {
+    ops->f16_to_f32(m, n, scale);
+    ops->f16_to_f32(m + 2 * n, n, zero);
 }
 
-static void tkvi_kivi_k_meta(const tkvi_side *s, const uint8_t *src, const tkvi_simd_ops *help, float *scale,
+static void tkvi_kivi_k_meta(const tkvi_side *s, const uint8_t *src, const tkvi_simd_ops *ops, float *scale,
                              float *zero) {
-    tkvi_kivi_meta(src + s->code_bytes, s->groups * s->pad, help, scale, zero);
+    tkvi_kivi_meta(src + s->code_bytes, s->groups * s->pad, ops, scale, zero);
 }
 
-static void tkvi_kivi_v_meta(const tkvi_side *s, const uint8_t *src, const tkvi_simd_ops *help, float *scale,
+static void tkvi_kivi_v_meta(const tkvi_side *s, const uint8_t *src, const tkvi_simd_ops *ops, float *scale,
                              float *zero) {
-    tkvi_kivi_meta(src + s->code_bytes, s->groups * TKVI_BLOCK, help, scale, zero);
+    tkvi_kivi_meta(src + s->code_bytes, s->groups * TKVI_BLOCK, ops, scale, zero);
 }
 
 #endif /* TKVI_FORMATS_KIVI_H */

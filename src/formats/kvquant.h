@@ -1,7 +1,7 @@
 /*
  * formats/kvquant.h - KVQUANT4, KVQUANT3, KVQUANT2: KVQuant (arXiv 2401.18079, section 3). The levels follow the
- * distribution of the values: one set for all keys of a layer, one for all its values. A few values far out have
- * slots of their own.
+ * distribution of the data: a layer has one set for all keys and one for all values. A few outliers of each token
+ * have slots of their own.
  *
  *     x^ = radius * level[code] + middle + outlier
  *
@@ -12,8 +12,8 @@
  * start), and decoding applies it again, so all other code sees ordinary keys. A token has one slot per hundred
  * channels, rounded up. A slot holds an outlier: its channel, and the difference to its dense value. Decoding
  * reads all slots; free slots hold 0.
- *   K   outliers lie beyond the channel's range, the 0.5 % and 99.5 % percentiles. They have the code of that end.
- *       If there are more outliers than slots, the largest differences get the slots.
+ *   K   outliers lie beyond the channel's range, the 0.5 % and 99.5 % percentiles. They have the code of the nearer
+ *       end. If outliers outnumber the slots, the largest differences get the slots.
  *   V   the slots take the lowest and the highest values. The split between both ends is the one that leaves the
  *       smallest range. Outliers have the lower of the two middle codes.
  * The paper has one range of values for all heads of a token. Here a record is one head, so each head has its own
@@ -81,7 +81,7 @@ static const float *tkvi_kvquant_decoded(const tkvi_side *s, const tkvi_book *bo
     return s->kvquant & TKV_KVQUANT_NORM ? book->normed : book->level;
 }
 
-static float tkvi_half_at(const uint8_t *p) { return tkvi_f16_to_f32(tkvi_load16(p)); }
+static float tkvi_f16_at(const uint8_t *p) { return tkvi_f16_to_f32(tkvi_load16(p)); }
 
 /* The product is exact if radius is an fp16 value (11 bits). */
 static float tkvi_kvquant_value(float level, float radius, float middle) {
@@ -119,11 +119,11 @@ static void tkvi_kvquant_put(uint8_t *row, int bits, int c, int code) {
     if (wide > 255) row[at / 8 + 1] = (uint8_t)(row[at / 8 + 1] | wide >> 8);
 }
 
-static void tkvi_kvquant_slot(const tkvi_side *s, uint8_t *dst, int t, int slot, int c, float lacks) {
+static void tkvi_kvquant_slot(const tkvi_side *s, uint8_t *dst, int t, int slot, int c, float error) {
     /* one array of records: gcc 12 -O2 loses reads of two arrays that advance together from one pointer */
     uint8_t *p = dst + tkvi_kvquant_places(s).slot + 3 * (t * s->slots + slot);
     p[0] = (uint8_t)c;
-    tkvi_store16(p + 1, tkvi_f32_to_f16(lacks + 0.0f));
+    tkvi_store16(p + 1, tkvi_f32_to_f16(error + 0.0f));
 }
 
 /* >>K */
@@ -163,19 +163,19 @@ static int tkvi_kvquant_ranges_of(const tkvi_side *s, const uint8_t *src, tkvi_k
     r->radius = s->tabled ? s->radius : r->own[0];
     r->middle = s->tabled ? s->middle : r->own[1];
     for (c = 0; c < s->dim && !s->tabled; c++) {
-        r->own[0][c] = tkvi_half_at(own + 2 * c);
-        r->own[1][c] = tkvi_half_at(own + 2 * (s->dim + c));
+        r->own[0][c] = tkvi_f16_at(own + 2 * c);
+        r->own[1][c] = tkvi_f16_at(own + 2 * (s->dim + c));
     }
     return r->radius != NULL;
 }
 
-static void tkvi_kvquant_k_encode(const tkvi_side *s, const tkvi_simd_ops *help, const float *x,
-                                  size_t stride, int n, uint8_t *dst) {
+static void tkvi_kvquant_k_encode(const tkvi_side *s, const tkvi_simd_ops *ops, const float *x, size_t stride,
+                                  int n, uint8_t *dst) {
     tkvi_kvquant_ranges r;
     tkvi_kvquant_coder e;
     tkvi_book standard;
     int t, c, i;
-    (void)help;
+    (void)ops;
     memset(dst, 0, s->bytes);
     tkvi_store32(dst + s->code_bytes, (uint32_t)s->start);
     if (!s->tabled) tkvi_kvquant_own(s, x, stride, n, dst + tkvi_kvquant_places(s).own);
@@ -183,7 +183,7 @@ static void tkvi_kvquant_k_encode(const tkvi_side *s, const tkvi_simd_ops *help,
     tkvi_kvquant_coder_init(&e, s, tkvi_kvquant_book(s, &standard));
     for (t = 0; t < n; t++) {
         uint8_t *row = dst + (size_t)t * tkvi_kvquant_places(s).row;
-        float y[TKV_MAX_HEAD_DIM], most[TKVI_KVQUANT_SLOTS] = {0.0f}, lacks[TKVI_KVQUANT_SLOTS] = {0.0f};
+        float y[TKV_MAX_HEAD_DIM], most[TKVI_KVQUANT_SLOTS] = {0.0f}, error[TKVI_KVQUANT_SLOTS] = {0.0f};
         int at[TKVI_KVQUANT_SLOTS] = {0};
         tkvi_kvquant_key(s->rope, x + (size_t)t * stride, s->dim, (int64_t)s->start + t, y);
         for (c = 0; c < s->dim; c++) {
@@ -196,11 +196,11 @@ static void tkvi_kvquant_k_encode(const tkvi_side *s, const tkvi_simd_ops *help,
             for (slot = s->slots; slot > 0 && size > most[slot - 1]; slot--) continue;
             for (i = s->slots - 1; i >= slot; i--) { /* sorted: largest first, equals by channel */
                 most[i] = i > slot ? most[i - 1] : size;
-                lacks[i] = i > slot ? lacks[i - 1] : y[c];
+                error[i] = i > slot ? error[i - 1] : y[c];
                 at[i] = i > slot ? at[i - 1] : c;
             }
         }
-        for (i = 0; i < s->slots; i++) tkvi_kvquant_slot(s, dst, t, i, at[i], lacks[i]);
+        for (i = 0; i < s->slots; i++) tkvi_kvquant_slot(s, dst, t, i, at[i], error[i]);
     }
 }
 
@@ -239,12 +239,12 @@ static void tkvi_kvquant_token_of(const float *x, int dim, int slots, tkvi_kvqua
     k->middle = tkvi_f16_to_f32(tkvi_f32_to_f16(k->middle));
 }
 
-static void tkvi_kvquant_v_encode(const tkvi_side *s, const tkvi_simd_ops *help, const float *x,
-                                  size_t stride, int n, uint8_t *dst) {
+static void tkvi_kvquant_v_encode(const tkvi_side *s, const tkvi_simd_ops *ops, const float *x, size_t stride,
+                                  int n, uint8_t *dst) {
     tkvi_kvquant_coder e;
     tkvi_book standard;
     int t, c, i;
-    (void)help;
+    (void)ops;
     memset(dst, 0, s->bytes);
     tkvi_kvquant_coder_init(&e, s, tkvi_kvquant_book(s, &standard));
     for (t = 0; t < n; t++) {
@@ -286,11 +286,11 @@ static void tkvi_kvquant_outliers(const tkvi_side *s, const uint8_t *src, int t,
     const uint8_t *p = src + tkvi_kvquant_places(s).slot + 3 * t * s->slots;
     int i;
     for (i = 0; i < s->slots; i++, p += 3)
-        if (p[0] < s->dim) y[p[0]] = tkvi_f32(y[p[0]] + tkvi_half_at(p + 1));
+        if (p[0] < s->dim) y[p[0]] = tkvi_f32(y[p[0]] + tkvi_f16_at(p + 1));
 }
 
-static void tkvi_kvquant_k_decode(const tkvi_side *s, const tkvi_simd_ops *help, const uint8_t *src,
-                                  int first, int n, float *x, size_t stride) {
+static void tkvi_kvquant_k_decode(const tkvi_side *s, const tkvi_simd_ops *ops, const uint8_t *src, int first,
+                                  int n, float *x, size_t stride) {
     size_t row = tkvi_kvquant_places(s).row;
     uint32_t stored = tkvi_load32(src + s->code_bytes);
     int64_t start = stored < 0x80000000u ? (int64_t)stored : (int64_t)stored - ((int64_t)1 << 32);
@@ -298,7 +298,7 @@ static void tkvi_kvquant_k_decode(const tkvi_side *s, const tkvi_simd_ops *help,
     tkvi_book standard;
     const float *level = tkvi_kvquant_decoded(s, tkvi_kvquant_book(s, &standard));
     int t, known = tkvi_kvquant_ranges_of(s, src, &r);
-    (void)help;
+    (void)ops;
     for (t = first; t < first + n; t++, x += stride) {
         if (!known) {
             memset(x, 0, (size_t)s->dim * sizeof *x);
@@ -310,16 +310,16 @@ static void tkvi_kvquant_k_decode(const tkvi_side *s, const tkvi_simd_ops *help,
     }
 }
 
-static void tkvi_kvquant_v_decode(const tkvi_side *s, const tkvi_simd_ops *help, const uint8_t *src,
-                                  int first, int n, float *x, size_t stride) {
+static void tkvi_kvquant_v_decode(const tkvi_side *s, const tkvi_simd_ops *ops, const uint8_t *src, int first,
+                                  int n, float *x, size_t stride) {
     size_t row = tkvi_kvquant_places(s).row;
     tkvi_book standard;
     const float *level = tkvi_kvquant_decoded(s, tkvi_kvquant_book(s, &standard));
     int t;
-    (void)help;
+    (void)ops;
     for (t = first; t < first + n; t++, x += stride) {
         const uint8_t *meta = src + s->code_bytes + 2 * t;
-        float radius = tkvi_half_at(meta), middle = tkvi_half_at(meta + 2 * TKVI_BLOCK);
+        float radius = tkvi_f16_at(meta), middle = tkvi_f16_at(meta + 2 * TKVI_BLOCK);
         tkvi_kvquant_dense(src + (size_t)t * row, s->format->bits, s->dim, level, &radius, &middle, 0, x);
         tkvi_kvquant_outliers(s, src, t, x);
     }

@@ -50,19 +50,19 @@ TKVI_CONSTANT int8_t tkvi_r_pairs[48] = {27,   -27, -78, 78,  32,  127, -32,  -1
 
 static void tkvi_r_layout(tkvi_side *s) {
     int slabs = s->pad / 16;
-    if (!s->given) s->half_bits = (int8_t)(s->format->bits / 2);
-    memset(&s->runs, 0, sizeof s->runs);
+    if (!s->has_share) s->half_bits = (int8_t)(s->format->bits / 2);
+    memset(&s->tiles, 0, sizeof s->tiles);
     if (s->half_bits == 3) {
-        s->runs.n[3] = (uint16_t)(slabs / 2 * 4);
-        s->runs.n[2] = (uint16_t)(slabs % 2 * 4);
+        s->tiles.n[3] = (uint16_t)(slabs / 2 * 4);
+        s->tiles.n[2] = (uint16_t)(slabs % 2 * 4);
         s->levels = tkvi_r_pairs;
         s->pairs = 1;
     } else {
-        s->runs.n[s->half_bits / 2] = (uint16_t)(slabs * 4);
+        s->tiles.n[s->half_bits / 2] = (uint16_t)(slabs * 4);
     }
     s->groups = 1;
     s->group = TKV_MAX_HEAD_DIM;
-    s->code_bytes = tkvi_runs_bytes(&s->runs);
+    s->code_bytes = tkvi_tiles_bytes(&s->tiles);
     s->meta_bytes = TKVI_BLOCK;
 }
 
@@ -72,7 +72,7 @@ TKVI_FN int tkvi_floor(float x) {
     return i - ((float)i > x);
 }
 
-/* Code of a pair of channels. fine: 1/16 levels per integer. Adds twice <u, level> to the sum. */
+/* Code of a pair of channels. fine: 1/16 levels per integer. Adds u * level of both channels to the sum (step 5). */
 TKVI_FN int tkvi_r_pair(int u, int v, float fine, int32_t *sum) {
     int a = tkvi_floor(tkvi_f32((float)u * fine)),
         b = tkvi_floor(tkvi_f32((float)v * fine)); /* a, b in 1/16 of a level */
@@ -162,39 +162,39 @@ static float tkvi_r_token(const tkvi_side *s, const float *x, int t, tkvi_codes 
     return tkvi_r_rotated(s, y, t, code);
 }
 
-static void tkvi_tokens_scalar(const tkvi_side *s, const float *x, size_t stride, int n, tkvi_codes code,
-                               float *scale) {
+static void tkvi_encode_v_tokens_scalar(const tkvi_side *s, const float *x, size_t stride, int n,
+                                        tkvi_codes code, float *scale) {
     int t;
     for (t = 0; t < n; t++) scale[t] = tkvi_r_token(s, x + (size_t)t * stride, t, code);
 }
 
 /* Clears codes of token t in lanes without a value. Returns its scale as stored. */
-TKVI_FN float tkvi_r_close(const tkvi_side *s, int t, int n, tkvi_codes code, float scale) {
-    int lanes = s->pairs ? s->runs.n[3] * 4 + s->runs.n[2] * 4 : s->pad;
-    int plain = s->pairs && !s->runs.n[2] ? lanes : lanes - (s->pad - s->dim), l;
+TKVI_FN float tkvi_r_finish(const tkvi_side *s, int t, int n, tkvi_codes code, float scale) {
+    int lanes = s->pairs ? s->tiles.n[3] * 4 + s->tiles.n[2] * 4 : s->pad;
+    int plain = s->pairs && !s->tiles.n[2] ? lanes : lanes - (s->pad - s->dim), l;
     for (l = t < n && scale > 0.0f ? plain : 0; l < lanes; l++) *tkvi_v_code(code, l, t) = 0;
     return s->pairs ? tkvi_f32(scale * 64.0f) : scale; /* pairs have small steps: 64 fits the same window */
 }
 
-static void tkvi_r_encode(const tkvi_side *s, const tkvi_simd_ops *help, const float *x, size_t stride, int n,
+static void tkvi_r_encode(const tkvi_side *s, const tkvi_simd_ops *ops, const float *x, size_t stride, int n,
                           uint8_t *dst) {
     TKVI_ALIGNED tkvi_codes code;
     TKVI_ALIGNED float scale[TKVI_BLOCK];
     int t;
     memset(dst, 0, s->bytes);
     memset(scale, 0, sizeof scale);
-    help->tokens(s, x, stride, n, code, scale);
-    for (t = 0; t < TKVI_BLOCK; t++) scale[t] = tkvi_r_close(s, t, n, code, scale[t]);
-    help->log_codes(scale, TKVI_BLOCK, s->top, dst + s->code_bytes);
-    tkvi_pack(s, help, code, dst);
+    ops->encode_v_tokens(s, x, stride, n, code, scale);
+    for (t = 0; t < TKVI_BLOCK; t++) scale[t] = tkvi_r_finish(s, t, n, code, scale[t]);
+    ops->encode_log_scales(scale, TKVI_BLOCK, s->top, dst + s->code_bytes);
+    tkvi_pack(s, ops, code, dst);
 }
 
-static void tkvi_r_meta(const tkvi_side *s, const uint8_t *src, const tkvi_simd_ops *help, float *scale,
+static void tkvi_r_meta(const tkvi_side *s, const uint8_t *src, const tkvi_simd_ops *ops, float *scale,
                         float *zero) {
     const float middle = s->levels ? 0.0f : 0.5f * (float)((1 << s->half_bits / 2) - 1);
     const float by = s->pairs ? 1.0f / 64.0f : 1.0f;
     int t, k;
-    help->logs(src + s->code_bytes, TKVI_BLOCK, s->top, scale);
+    ops->decode_log_scales(src + s->code_bytes, TKVI_BLOCK, s->top, scale);
     for (t = 0; t < TKVI_BLOCK; t += 16) { /* local array of 16: vectorises also at -O2 */
         float x[16];
         for (k = 0; k < 16; k++) x[k] = scale[t + k] * by;

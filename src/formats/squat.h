@@ -34,7 +34,7 @@ static size_t tkvi_feedback_count(int dim, int unit) {
 /* Element i <= j of a symmetric matrix, packed by columns. */
 static int tkvi_packed(int i, int j) { return j * (j + 1) / 2 + i; }
 
-static TKVI_NOINLINE void tkvi_scaled(float *dst, const float *x, float by, int n) {
+static TKVI_NOINLINE void tkvi_multiply_by(float *dst, const float *x, float by, int n) {
     int i;
     for (i = 0; i < n; i++) dst[i] = tkvi_f32(x[i] * by);
 }
@@ -47,7 +47,7 @@ static void tkvi_factor(float *p, int dim) {
         for (k = j + 1; k < dim; k++) {
             const float *r = p + tkvi_packed(0, k);
             float product[TKV_MAX_HEAD_DIM];
-            tkvi_scaled(product, r, r[j], j + 1);
+            tkvi_multiply_by(product, r, r[j], j + 1);
             for (i = 0; i <= j; i++) column[i] = tkvi_f32(column[i] - product[i]);
         }
         root =
@@ -68,7 +68,7 @@ static void tkvi_feedback_from(float *p, int dim, int unit) {
             int end = from + unit;
             for (f = end; f < dim; f++) {
                 float *r = p + tkvi_packed(0, f), sum = -r[c];
-                tkvi_multiplied(product, r + end, u + end, f - end);
+                tkvi_multiply(product, r + end, u + end, f - end);
                 for (k = 0; k < f - end; k++) sum = tkvi_f32(sum - product[k]);
                 r[c] = u[f] = tkvi_f32(sum / r[f]);
             }
@@ -84,27 +84,28 @@ static void tkvi_feedback_store(const float *p, int dim, int unit, uint16_t *u) 
 
 /* >>encoder */
 /* Adds the errors of channels c .. end-1 to all channels from `end` on, in n rows. Returns the next place in u. */
-static const uint16_t *tkvi_feed(float *x, int stride, int n, int c, int end, int dim, const uint16_t *u) {
+static const uint16_t *tkvi_feed_back(float *x, int stride, int n, int c, int end, int dim,
+                                      const uint16_t *u) {
     int f, t, later = dim - end;
     for (; c < end; c++) {
         float factor[TKV_MAX_HEAD_DIM], product[TKV_MAX_HEAD_DIM];
         for (f = 0; f < later; f++) factor[f] = tkvi_f16_to_f32(*u++);
         for (t = 0; t < n; t++) {
             float *row = x + t * stride;
-            tkvi_scaled(product, factor, row[c], later);
+            tkvi_multiply_by(product, factor, row[c], later);
             for (f = 0; f < later; f++) row[end + f] = tkvi_f32(row[end + f] + product[f]);
         }
     }
     return u;
 }
 
-static void tkvi_squat_encode(const tkvi_side *s, const tkvi_simd_ops *help, const float *x, size_t stride,
+static void tkvi_squat_encode(const tkvi_side *s, const tkvi_simd_ops *ops, const float *x, size_t stride,
                               int n, uint8_t *dst) {
     tkvi_codes code;
     float y[TKVI_BLOCK * TKV_MAX_HEAD_DIM]; /* values; for coded channels their errors */
     int g, c, t, from;
     if (!s->feedback) {
-        tkvi_kivi_encode(s, help, x, stride, n, dst);
+        tkvi_kivi_encode(s, ops, x, stride, n, dst);
         return;
     }
     memset(dst, 0, s->bytes);
@@ -128,10 +129,10 @@ static void tkvi_squat_encode(const tkvi_side *s, const tkvi_simd_ops *help, con
                     y[t * s->pad + c] = tkvi_f32(tkvi_f32(product + zero) - y[t * s->pad + c]);
                 }
             }
-            if (end < s->dim) u = tkvi_feed(y + first * s->pad, s->pad, count, from, end, s->dim, u);
+            if (end < s->dim) u = tkvi_feed_back(y + first * s->pad, s->pad, count, from, end, s->dim, u);
         }
     }
-    tkvi_pack(s, help, code, dst);
+    tkvi_pack(s, ops, code, dst);
 }
 
 #endif /* TKVI_FORMATS_SQUAT_H */

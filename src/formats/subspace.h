@@ -24,11 +24,11 @@ static void tkvi_subspace_layout(tkvi_side *s) {
     s->meta_bytes = (size_t)(TKVI_BLOCK * s->groups * 4);
 }
 
-static void tkvi_subspace_encode(const tkvi_side *s, const tkvi_simd_ops *help, const float *x, size_t stride,
+static void tkvi_subspace_encode(const tkvi_side *s, const tkvi_simd_ops *ops, const float *x, size_t stride,
                                  int n, uint8_t *dst) {
     size_t row = s->code_bytes / TKVI_BLOCK;
     int per = 8 / s->format->bits, t, c, g;
-    (void)help;
+    (void)ops;
     memset(dst, 0, s->bytes);
     for (t = 0; t < n; t++) {
         float y[TKV_MAX_HEAD_DIM];
@@ -47,11 +47,11 @@ static void tkvi_subspace_encode(const tkvi_side *s, const tkvi_simd_ops *help, 
     }
 }
 
-static void tkvi_subspace_decode(const tkvi_side *s, const tkvi_simd_ops *help, const uint8_t *src, int first,
+static void tkvi_subspace_decode(const tkvi_side *s, const tkvi_simd_ops *ops, const uint8_t *src, int first,
                                  int n, float *x, size_t stride) {
     size_t row = s->code_bytes / TKVI_BLOCK;
     int bits = s->format->bits, per = 8 / bits, t, c, g;
-    (void)help;
+    (void)ops;
     for (t = first; t < first + n; t++) {
         const uint8_t *codes = src + (size_t)t * row;
         float *y = x + (size_t)(t - first) * stride;

@@ -23,18 +23,18 @@
     }
 #define TKVI_KIVI_                                                                                           \
     {                                                                                                        \
-        {tkvi_kivi_k_layout, tkvi_kivi_encode, tkvi_tiles_decode, tkvi_kivi_k_meta, NULL}, {                 \
-            tkvi_kivi_v_layout, tkvi_kivi_encode, tkvi_tiles_decode, tkvi_kivi_v_meta, NULL                  \
+        {tkvi_kivi_k_layout, tkvi_kivi_encode, tkvi_decode_tiles, tkvi_kivi_k_meta, NULL}, {                 \
+            tkvi_kivi_v_layout, tkvi_kivi_encode, tkvi_decode_tiles, tkvi_kivi_v_meta, NULL                  \
         }                                                                                                    \
     }
 
 #define TKVI_NO_SIDE_                                                                                        \
     { NULL, NULL, NULL, NULL, NULL }
 #define TKVI_A_                                                                                              \
-    { {tkvi_a_layout, tkvi_a_encode, tkvi_tiles_decode, tkvi_a_meta, NULL}, TKVI_NO_SIDE_ }
+    { {tkvi_a_layout, tkvi_a_encode, tkvi_decode_tiles, tkvi_a_meta, NULL}, TKVI_NO_SIDE_ }
 #define TKVI_R_                                                                                              \
     {                                                                                                        \
-        TKVI_NO_SIDE_, { tkvi_r_layout, tkvi_r_encode, tkvi_tiles_decode, tkvi_r_meta, NULL }                \
+        TKVI_NO_SIDE_, { tkvi_r_layout, tkvi_r_encode, tkvi_decode_tiles, tkvi_r_meta, NULL }                \
     }
 
 #define TKVI_TOKEN_(t)                                                                                       \
@@ -44,7 +44,7 @@
         }                                                                                                    \
     }
 #define TKVI_SQUAT_                                                                                          \
-    { {tkvi_kivi_k_layout, tkvi_squat_encode, tkvi_tiles_decode, tkvi_kivi_k_meta, NULL}, TKVI_NO_SIDE_ }
+    { {tkvi_kivi_k_layout, tkvi_squat_encode, tkvi_decode_tiles, tkvi_kivi_k_meta, NULL}, TKVI_NO_SIDE_ }
 #define TKVI_SUBSPACE_                                                                                       \
     {                                                                                                        \
         {tkvi_subspace_layout, tkvi_subspace_encode, tkvi_subspace_decode, NULL, NULL}, {                    \
@@ -60,9 +60,10 @@
     }
 
 static const tkvi_simd_ops tkvi_simd_ops_scalar = {
-    tkvi_halves_scalar,          tkvi_to_halves_scalar, tkvi_logs_scalar,       tkvi_zeros_scalar,
-    tkvi_log_codes_scalar,       tkvi_pack_tile,        tkvi_interleave_scalar, tkvi_columns_scalar,
-    tkvi_finalize_scales_scalar, tkvi_tokens_scalar,    tkvi_groups_scalar,     tkvi_tiles_scalar};
+    tkvi_f16_to_f32_scalar,         tkvi_f32_to_f16_scalar,        tkvi_decode_log_scales_scalar,
+    tkvi_decode_zero_points_scalar, tkvi_encode_log_scales_scalar, tkvi_pack_tile,
+    tkvi_interleave_scalar,         tkvi_encode_k_columns_scalar,  tkvi_finalize_scales_scalar,
+    tkvi_encode_v_tokens_scalar,    tkvi_encode_groups_scalar,     tkvi_decode_tiles_scalar};
 
 /* In the order of tkv_format. */
 static const tkvi_format tkvi_formats[TKV_FORMAT_COUNT] = {
@@ -119,10 +120,10 @@ static void tkvi_decode_side(const tkvi_side *s, const uint8_t *src, int first, 
 
 static int tkvi_format_known(tkv_format f) { return f > TKV_FORMAT_DEFAULT && f < TKV_FORMAT_COUNT; }
 
-/* Does its encoder need statistics of queries (learn/squat_queries.h)? */
+/* True if the encoder needs statistics of queries (learn/squat_queries.h). */
 static int tkvi_is_squat(tkv_format f) { return tkvi_formats[f].side[TKV_K].encode == tkvi_squat_encode; }
 
-/* Does it need a table of the layer (learn/kvquant_tables.h)? */
+/* True if the format uses a table of the layer (learn/kvquant_tables.h). */
 static int tkvi_is_kvquant(tkv_format f) {
     return tkvi_formats[f].side[TKV_V].encode == tkvi_kvquant_v_encode;
 }
@@ -155,7 +156,7 @@ static int tkvi_codec_side(const tkv_codec *c, tkvi_side *s) {
     if (c->head_dim < 1 || c->head_dim > TKV_MAX_HEAD_DIM || (o.group != 64 && o.group != 32)) return 0;
     if (tkvi_bad_fit(o.fit) || (o.rotate & ~3) || (o.center_k & ~1) || o.parts < 1 || o.parts > 16) return 0;
     if ((o.kvquant & ~15) || c->position < 0) return 0;
-    if (c->side == TKV_K && tkvi_rope_wrong(&c->rope, c->head_dim)) return 0;
+    if (c->side == TKV_K && tkvi_rope_has_fault(&c->rope, c->head_dim)) return 0;
     tkvi_side_make(s, &tkvi_formats[c->format], c->side, c->head_dim, TKVI_BLOCK, &o, NULL);
     s->start = c->position;
     return 1;

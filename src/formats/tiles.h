@@ -24,12 +24,12 @@ TKVI_FN uint8_t *tkvi_v_code(tkvi_codes code, int lane, int token) { /* a pair o
     return &code[l / 16u * 4u + t / 16u][t % 16u / 4u * 64u + l % 16u * 4u + t % 4u];
 }
 
-static void tkvi_pack(const tkvi_side *s, const tkvi_simd_ops *help, tkvi_codes code, uint8_t *dst) {
-    tkvi_tile_at at = tkvi_tiles(&s->runs);
+static void tkvi_pack(const tkvi_side *s, const tkvi_simd_ops *ops, tkvi_codes code, uint8_t *dst) {
+    tkvi_tile_at at = tkvi_first_tile(&s->tiles);
     int width, i, number = 0;
     for (width = TKVI_MAX_WIDTH; width > 0; width--)
-        for (i = 0; i < s->runs.n[width]; i++, number++) {
-            help->pack_tile(dst, &at, width, code[number]);
+        for (i = 0; i < s->tiles.n[width]; i++, number++) {
+            ops->pack_tile(dst, &at, width, code[number]);
             tkvi_next_tile(&at, width);
         }
 }
@@ -53,14 +53,14 @@ static void tkvi_k_values(const tkvi_side *s, int width, const uint8_t *tile, in
     }
 }
 
-static void tkvi_tiles_k_values(const tkvi_side *s, const tkvi_simd_ops *help, const uint8_t *src, int first,
+static void tkvi_tiles_k_values(const tkvi_side *s, const tkvi_simd_ops *ops, const uint8_t *src, int first,
                                 int n, float *x, size_t stride) {
     float scale[2 * TKV_MAX_HEAD_DIM], zero[2 * TKV_MAX_HEAD_DIM];
-    tkvi_tile_at at = tkvi_tiles(&s->runs);
+    tkvi_tile_at at = tkvi_first_tile(&s->tiles);
     int width, i, r, t, position = 0;
-    s->format->side[TKV_K].meta(s, src, help, scale, zero);
+    s->format->side[TKV_K].meta(s, src, ops, scale, zero);
     for (width = TKVI_MAX_WIDTH; width >= 0; width--) {
-        int tiles = width ? s->runs.n[width] : (s->pad - position) / 4; /* width 0: channels without codes */
+        int tiles = width ? s->tiles.n[width] : (s->pad - position) / 4; /* width 0: channels without codes */
         for (i = 0; i < tiles; i++, position += 4) {
             uint8_t tile[TKVI_TILE_CODES];
             if (width) {
@@ -88,14 +88,14 @@ TKVI_FN float tkvi_v_value(const tkvi_side *s, int width, const uint8_t *tile, i
     return tkvi_f32(product + zero);
 }
 
-static void tkvi_tiles_v_values(const tkvi_side *s, const tkvi_simd_ops *help, const uint8_t *src, int first,
+static void tkvi_tiles_v_values(const tkvi_side *s, const tkvi_simd_ops *ops, const uint8_t *src, int first,
                                 int n, float *x, size_t stride) {
     float scale[TKVI_MAX_GROUPS * TKVI_BLOCK], zero[TKVI_MAX_GROUPS * TKVI_BLOCK];
-    tkvi_tile_at at = tkvi_tiles(&s->runs);
+    tkvi_tile_at at = tkvi_first_tile(&s->tiles);
     int width, i, t, c, slab = 0;
-    s->format->side[TKV_V].meta(s, src, help, scale, zero);
+    s->format->side[TKV_V].meta(s, src, ops, scale, zero);
     for (width = TKVI_MAX_WIDTH; width > 0; width--)
-        for (i = 0; i < s->runs.n[width]; i++) {
+        for (i = 0; i < s->tiles.n[width]; i++) {
             uint8_t tile[TKVI_TILE_CODES];
             int from = i % 4 * 16;
             tkvi_unpack_tile(src, &at, width, tile);
@@ -113,15 +113,15 @@ static void tkvi_tiles_v_values(const tkvi_side *s, const tkvi_simd_ops *help, c
 }
 
 /* >>both */
-static void tkvi_tiles_scalar(const tkvi_side *s, const tkvi_simd_ops *help, const uint8_t *src, int first,
-                              int n, float *x, size_t stride) {
-    if (s->which == TKV_K) tkvi_tiles_k_values(s, help, src, first, n, x, stride);
-    else tkvi_tiles_v_values(s, help, src, first, n, x, stride);
+static void tkvi_decode_tiles_scalar(const tkvi_side *s, const tkvi_simd_ops *ops, const uint8_t *src,
+                                     int first, int n, float *x, size_t stride) {
+    if (s->which == TKV_K) tkvi_tiles_k_values(s, ops, src, first, n, x, stride);
+    else tkvi_tiles_v_values(s, ops, src, first, n, x, stride);
 }
 
-static void tkvi_tiles_decode(const tkvi_side *s, const tkvi_simd_ops *help, const uint8_t *src, int first,
+static void tkvi_decode_tiles(const tkvi_side *s, const tkvi_simd_ops *ops, const uint8_t *src, int first,
                               int n, float *x, size_t stride) {
-    help->tiles(s, help, src, first, n, x, stride);
+    ops->decode_tiles(s, ops, src, first, n, x, stride);
 }
 
 #endif /* TKVI_FORMATS_TILES_H */

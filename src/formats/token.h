@@ -94,12 +94,12 @@ static void tkvi_token_codes(const tkvi_grid *grid, const float *y, int first, i
     }
 }
 
-static void tkvi_token_encode(const tkvi_side *s, const tkvi_simd_ops *help, const float *x, size_t stride,
+static void tkvi_token_encode(const tkvi_side *s, const tkvi_simd_ops *ops, const float *x, size_t stride,
                               int n, uint8_t *dst) {
     const tkvi_grid *grid = s->grid;
     tkvi_token_at at = tkvi_token_places(s);
     int t, c, g, p;
-    (void)help;
+    (void)ops;
     memset(dst, 0, s->bytes);
     if (s->center) tkvi_token_mean(x, stride, n, s->dim, dst + at.mean);
     for (t = 0; t < n; t++) {
@@ -130,13 +130,13 @@ static void tkvi_token_encode(const tkvi_side *s, const tkvi_simd_ops *help, con
     }
 }
 
-static void tkvi_token_decode(const tkvi_side *s, const tkvi_simd_ops *help, const uint8_t *src, int first,
+static void tkvi_token_decode(const tkvi_side *s, const tkvi_simd_ops *ops, const uint8_t *src, int first,
                               int n, float *x, size_t stride) {
     const tkvi_grid *grid = s->grid;
     tkvi_token_at at = tkvi_token_places(s);
     float level[256];
     int t, c;
-    (void)help;
+    (void)ops;
     for (c = 0; c < 1 << grid->bits; c++) level[c] = grid->level(c);
     for (t = first; t < first + n; t++) {
         const uint8_t *codes = src + (size_t)t * at.row;

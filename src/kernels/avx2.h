@@ -1,6 +1,7 @@
 /*
- * kernels/avx2.h - the kernels of kernels/scalar.h for AVX2 + FMA + F16C (Haswell, Zen and later). kernels/avx512.h
- * has the same functions with longer vectors; read them side by side. Calls kernels/x86.h.
+ * kernels/avx2.h - the kernels of kernels/scalar.h for AVX2, FMA and F16C (Haswell, Zen and later).
+ *
+ * kernels/avx512.h has the same functions with longer vectors. Read them side by side.
  */
 #ifndef TKVI_KERNELS_AVX2_H
 #define TKVI_KERNELS_AVX2_H
@@ -11,15 +12,15 @@
 #ifdef TKVI_X86
 
 /* >>pieces */
-TKVI_FLAT_AVX2 __m256i tkvi_bytes_avx2(const uint8_t *p) {
+TKVI_FLAT_AVX2 __m256i tkvi_load_bytes_avx2(const uint8_t *p) {
     return _mm256_loadu_si256((const __m256i *)(const void *)p);
 }
 
-TKVI_FLAT_AVX2 __m256i tkvi_ints_avx2(const int32_t *p) {
+TKVI_FLAT_AVX2 __m256i tkvi_load_ints_avx2(const int32_t *p) {
     return _mm256_loadu_si256((const __m256i *)(const void *)p);
 }
 
-TKVI_FLAT_AVX2 __m128i tkvi_bytes16_avx2(const uint8_t *p) {
+TKVI_FLAT_AVX2 __m128i tkvi_load_bytes16_avx2(const uint8_t *p) {
     return _mm_loadu_si128((const __m128i *)(const void *)p);
 }
 
@@ -29,7 +30,7 @@ TKVI_FLAT_AVX2 float tkvi_sum_avx2(__m256 a) {
     return _mm_cvtss_f32(_mm_add_ss(x, _mm_movehdup_ps(x)));
 }
 
-TKVI_FLAT_AVX2 float tkvi_most_avx2(__m256 a) {
+TKVI_FLAT_AVX2 float tkvi_max_avx2(__m256 a) {
     __m128 x = _mm_max_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
     x = _mm_max_ps(x, _mm_movehl_ps(x, x));
     return _mm_cvtss_f32(_mm_max_ss(x, _mm_movehdup_ps(x)));
@@ -48,78 +49,81 @@ TKVI_FLAT_AVX2 __m128 tkvi_max4_avx2(const __m256 *a) {
     return _mm_max_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
 }
 
-/* 8 values of an exact side. The branch goes the same way all the time. */
-TKVI_FLAT_AVX2 __m256 tkvi_values_avx2(tkvi_storage type, const uint8_t *row, int at) {
-    if (type == TKVI_AS_F16) return _mm256_cvtph_ps(tkvi_bytes16_avx2(row + 2 * at));
+/* 8 values of an exact side. The branch is predicted: it goes one way for the whole side. */
+TKVI_FLAT_AVX2 __m256 tkvi_load_values_avx2(tkvi_storage type, const uint8_t *row, int at) {
+    if (type == TKVI_AS_F16) return _mm256_cvtph_ps(tkvi_load_bytes16_avx2(row + 2 * at));
     if (type == TKVI_AS_BF16)
         return _mm256_castsi256_ps(
-            _mm256_slli_epi32(_mm256_cvtepu16_epi32(tkvi_bytes16_avx2(row + 2 * at)), 16));
-    return _mm256_castsi256_ps(tkvi_bytes_avx2(row + 4 * at));
+            _mm256_slli_epi32(_mm256_cvtepu16_epi32(tkvi_load_bytes16_avx2(row + 2 * at)), 16));
+    return _mm256_castsi256_ps(tkvi_load_bytes_avx2(row + 4 * at));
 }
 
-static TKVI_TARGET_AVX2 void tkvi_halves_avx2(const uint8_t *src, int n, float *dst) {
+static TKVI_TARGET_AVX2 void tkvi_f16_to_f32_avx2(const uint8_t *src, int n, float *dst) {
     int i;
     for (i = 0; i + 8 <= n; i += 8)
-        _mm256_storeu_ps(dst + i, _mm256_cvtph_ps(tkvi_bytes16_avx2(src + 2 * i)));
-    tkvi_halves_scalar(src + 2 * i, n - i, dst + i);
+        _mm256_storeu_ps(dst + i, _mm256_cvtph_ps(tkvi_load_bytes16_avx2(src + 2 * i)));
+    tkvi_f16_to_f32_scalar(src + 2 * i, n - i, dst + i);
 }
 
-static TKVI_TARGET_AVX2 void tkvi_to_halves_avx2(const float *x, int n, uint8_t *dst) {
+static TKVI_TARGET_AVX2 void tkvi_f32_to_f16_avx2(const float *x, int n, uint8_t *dst) {
     const __m256 most = _mm256_set1_ps(TKVI_F16_MAX), least = _mm256_set1_ps(-TKVI_F16_MAX);
     int i;
     for (i = 0; i + 8 <= n; i += 8) {
         const __m256 y = _mm256_max_ps(_mm256_min_ps(_mm256_loadu_ps(x + i), most), least);
         _mm_storeu_si128((__m128i *)(void *)(dst + 2 * i), _mm256_cvtps_ph(y, 0)); /* half to even */
     }
-    tkvi_to_halves_scalar(x + i, n - i, dst + 2 * i);
+    tkvi_f32_to_f16_scalar(x + i, n - i, dst + 2 * i);
 }
 
-/* n is a multiple of 4 here: four lanes. */
-TKVI_FLAT_AVX2 __m128i tkvi_4bytes_avx2(const uint8_t *src) {
+TKVI_FLAT_AVX2 __m128i tkvi_load_bytes4_avx2(const uint8_t *src) {
     int32_t x;
     memcpy(&x, src, 4);
     return _mm_cvtsi32_si128(x);
 }
 
-/* Eight of tkvi_log_value. */
-TKVI_FLAT_AVX2 __m256 tkvi_8logs_avx2(__m128i bytes, int top) {
+/* tkvi_log_value of eight bytes. */
+TKVI_FLAT_AVX2 __m256 tkvi_decode_8_log_scales_avx2(__m128i bytes, int top) {
     const __m256i base = _mm256_set1_epi32(1024), one = _mm256_set1_epi32(1);
     const uint8_t *mantissa = (const uint8_t *)tkvi_log_mantissa;
     __m256i code = _mm256_cvtepu8_epi32(bytes), x = _mm256_sub_epi32(code, one);
     __m256i bits = _mm256_add_epi32(_mm256_srai_epi32(x, 4), _mm256_set1_epi32(127 + top - 16));
-    /* a table of 16: two of eight, and bit 3 chooses */
-    __m256i low = _mm256_permutevar8x32_epi32(_mm256_cvtepu16_epi32(tkvi_bytes16_avx2(mantissa)), x);
-    __m256i high = _mm256_permutevar8x32_epi32(_mm256_cvtepu16_epi32(tkvi_bytes16_avx2(mantissa + 16)), x);
+    /* looks up 16 mantissas as two tables of eight; bit 3 of x selects the table */
+    __m256i low = _mm256_permutevar8x32_epi32(_mm256_cvtepu16_epi32(tkvi_load_bytes16_avx2(mantissa)), x);
+    __m256i high =
+        _mm256_permutevar8x32_epi32(_mm256_cvtepu16_epi32(tkvi_load_bytes16_avx2(mantissa + 16)), x);
     x = _mm256_castps_si256(_mm256_blendv_ps(_mm256_castsi256_ps(low), _mm256_castsi256_ps(high),
                                              _mm256_castsi256_ps(_mm256_slli_epi32(x, 28))));
     bits = _mm256_or_si256(_mm256_slli_epi32(bits, 23), _mm256_slli_epi32(_mm256_sub_epi32(x, base), 13));
     return _mm256_castsi256_ps(_mm256_andnot_si256(_mm256_cmpeq_epi32(code, _mm256_setzero_si256()), bits));
 }
 
-static TKVI_TARGET_AVX2 void tkvi_logs_avx2(const uint8_t *src, int n, int top, float *dst) {
+static TKVI_TARGET_AVX2 void tkvi_decode_log_scales_avx2(const uint8_t *src, int n, int top, float *dst) {
     int i;
     for (i = 0; i + 8 <= n; i += 8)
-        _mm256_storeu_ps(dst + i,
-                         tkvi_8logs_avx2(_mm_loadl_epi64((const __m128i *)(const void *)(src + i)), top));
+        _mm256_storeu_ps(dst + i, tkvi_decode_8_log_scales_avx2(
+                                      _mm_loadl_epi64((const __m128i *)(const void *)(src + i)), top));
     if (i + 4 <= n) {
-        _mm_storeu_ps(dst + i, _mm256_castps256_ps128(tkvi_8logs_avx2(tkvi_4bytes_avx2(src + i), top)));
+        _mm_storeu_ps(dst + i, _mm256_castps256_ps128(
+                                   tkvi_decode_8_log_scales_avx2(tkvi_load_bytes4_avx2(src + i), top)));
         i += 4;
     }
-    tkvi_logs_scalar(src + i, n - i, top, dst + i);
+    tkvi_decode_log_scales_scalar(src + i, n - i, top, dst + i);
 }
 
-static TKVI_TARGET_AVX2 void tkvi_zeros_avx2(const uint8_t *offset, const float *scale, const float *mean,
-                                             float unit, int middle, int n, float *dst) {
+static TKVI_TARGET_AVX2 void tkvi_decode_zero_points_avx2(const uint8_t *offset, const float *scale,
+                                                          const float *mean, float unit, int middle, int n,
+                                                          float *dst) {
     int i;
     for (i = 0; i + 4 <= n; i += 4) {
-        __m128i by = _mm_sub_epi32(_mm_cvtepi8_epi32(tkvi_4bytes_avx2(offset + i)), _mm_set1_epi32(middle));
+        __m128i by =
+            _mm_sub_epi32(_mm_cvtepi8_epi32(tkvi_load_bytes4_avx2(offset + i)), _mm_set1_epi32(middle));
         __m128 x = _mm_mul_ps(_mm_loadu_ps(scale + i), _mm_set1_ps(unit));
         _mm_storeu_ps(dst + i, _mm_fmadd_ps(x, _mm_cvtepi32_ps(by), _mm_loadu_ps(mean + i)));
     }
-    tkvi_zeros_scalar(offset + i, scale + i, mean + i, unit, middle, n - i, dst + i);
+    tkvi_decode_zero_points_scalar(offset + i, scale + i, mean + i, unit, middle, n - i, dst + i);
 }
 
-static TKVI_TARGET_AVX2 void tkvi_log_codes_avx2(const float *x, int n, int top, uint8_t *dst) {
+static TKVI_TARGET_AVX2 void tkvi_encode_log_scales_avx2(const float *x, int n, int top, uint8_t *dst) {
     int i, k;
     for (i = 0; i + 8 <= n; i += 8) {
         __m256 v = _mm256_loadu_ps(x + i);
@@ -127,7 +131,7 @@ static TKVI_TARGET_AVX2 void tkvi_log_codes_avx2(const float *x, int n, int top,
         __m256i code = _mm256_sub_epi32(_mm256_srli_epi32(bits, 23), _mm256_set1_epi32(127 + top - 16));
         __m128i low;
         code = _mm256_add_epi32(_mm256_slli_epi32(code, 4), _mm256_set1_epi32(1));
-        for (k = 0; k < 16; k++) /* a step for each border that is not above */
+        for (k = 0; k < 16; k++) /* adds 1 for each border that the mantissa reaches */
             code = _mm256_sub_epi32(
                 code, _mm256_cmpgt_epi32(mantissa, _mm256_set1_epi32((int32_t)tkvi_log_border[k] - 1)));
         code = _mm256_min_epi32(_mm256_max_epi32(code, _mm256_set1_epi32(1)), _mm256_set1_epi32(255));
@@ -135,16 +139,19 @@ static TKVI_TARGET_AVX2 void tkvi_log_codes_avx2(const float *x, int n, int top,
         low = _mm_packus_epi32(_mm256_castsi256_si128(code), _mm256_extracti128_si256(code, 1));
         _mm_storel_epi64((__m128i *)(void *)(dst + i), _mm_packus_epi16(low, low));
     }
-    tkvi_log_codes_scalar(x + i, n - i, top, dst + i);
+    tkvi_encode_log_scales_scalar(x + i, n - i, top, dst + i);
 }
 
-/* >>encoding: the same integers as the scalar code, and floats in the same order: the same bytes. AVX-512 has
- * longer vectors for the two steps that take the time, columns and tokens, and shares the others. */
-TKVI_FLAT_AVX2 void tkvi_save_avx2(uint8_t *p, __m256i x) { _mm256_storeu_si256((__m256i *)(void *)p, x); }
+/* >>encoding: gives the bytes of the scalar code, because integers are the same and floats have the same order of
+ * operations. AVX-512 has its own versions of the two slow steps, K columns and V tokens, and shares the others. */
+TKVI_FLAT_AVX2 void tkvi_store_bytes_avx2(uint8_t *p, __m256i x) {
+    _mm256_storeu_si256((__m256i *)(void *)p, x);
+}
 
-/* Codes of four planes, cut to `bits`, side by side in bytes. */
-TKVI_FLAT_AVX2 __m256i tkvi_planes_avx2(const __m256i *code, const int shift, const int bits, const int n) {
-    const __m256i mask = tkvi_all_avx2((1 << bits) - 1);
+/* Joins n planes of codes into bytes: bits shift .. shift + bits - 1 of plane p go to bit p * bits of each byte. */
+TKVI_FLAT_AVX2 __m256i tkvi_join_planes_avx2(const __m256i *code, const int shift, const int bits,
+                                             const int n) {
+    const __m256i mask = tkvi_splat_bytes_avx2((1 << bits) - 1);
     __m256i x = _mm256_and_si256(_mm256_srli_epi16(code[0], shift), mask);
     int p;
     TKVI_UNROLL
@@ -158,27 +165,28 @@ static TKVI_TARGET_AVX2 void tkvi_pack_tile_avx2(uint8_t *codes, const tkvi_tile
                                                  const uint8_t *code) {
     uint8_t *wide = codes + at->wide, *half = codes + at->halves + at->half / 2 * 64;
     int j, p, upper = at->half % 2;
-    for (j = 0; j < 64; j += 32, wide += 32, half += 32) { /* half of each plane */
+    for (j = 0; j < 64; j += 32, wide += 32, half += 32) { /* 32 of the 64 codes of each plane */
         __m256i c[4], x;
         TKVI_UNROLL
-        for (p = 0; p < 4; p++) c[p] = tkvi_bytes_avx2(code + 64 * p + j);
+        for (p = 0; p < 4; p++) c[p] = tkvi_load_bytes_avx2(code + 64 * p + j);
         if (width == 8) {
             TKVI_UNROLL
-            for (p = 0; p < 4; p++) tkvi_save_avx2(wide + 64 * p, c[p]);
+            for (p = 0; p < 4; p++) tkvi_store_bytes_avx2(wide + 64 * p, c[p]);
         } else if (width >= 4) {
-            tkvi_save_avx2(wide, tkvi_planes_avx2(c, 0, 4, 2));
-            tkvi_save_avx2(wide + 64, tkvi_planes_avx2(c + 2, 0, 4, 2));
-            if (width == 6) tkvi_save_avx2(wide + 128, tkvi_planes_avx2(c, 4, 2, 4));
+            tkvi_store_bytes_avx2(wide, tkvi_join_planes_avx2(c, 0, 4, 2));
+            tkvi_store_bytes_avx2(wide + 64, tkvi_join_planes_avx2(c + 2, 0, 4, 2));
+            if (width == 6) tkvi_store_bytes_avx2(wide + 128, tkvi_join_planes_avx2(c, 4, 2, 4));
         } else if (width >= 2) {
-            tkvi_save_avx2(wide, tkvi_planes_avx2(c, 0, 2, 4));
+            tkvi_store_bytes_avx2(wide, tkvi_join_planes_avx2(c, 0, 2, 4));
         }
         if (!tkvi_has_half[width]) continue;
-        x = width == 5   ? tkvi_planes_avx2(c, 4, 1, 4)
-            : width == 3 ? tkvi_planes_avx2(c, 2, 1, 4)
-                         : tkvi_planes_avx2(c, 0, 1, 4);
+        x = width == 5   ? tkvi_join_planes_avx2(c, 4, 1, 4)
+            : width == 3 ? tkvi_join_planes_avx2(c, 2, 1, 4)
+                         : tkvi_join_planes_avx2(c, 0, 1, 4);
         if (upper)
-            x = _mm256_or_si256(_mm256_slli_epi16(x, 4), tkvi_bytes_avx2(half)); /* cleared, or the lower */
-        tkvi_save_avx2(half, x);
+            x = _mm256_or_si256(_mm256_slli_epi16(x, 4),
+                                tkvi_load_bytes_avx2(half)); /* cleared, or has a lower half */
+        tkvi_store_bytes_avx2(half, x);
     }
 }
 
@@ -186,8 +194,10 @@ static TKVI_TARGET_AVX2 void tkvi_interleave_avx2(uint8_t (*column)[TKVI_BLOCK],
                                                   uint8_t *tile) {
     int j;
     for (j = 0; j < TKVI_BLOCK; j += 16) {
-        __m128i a = tkvi_bytes16_avx2(column[channel[0]] + j), b = tkvi_bytes16_avx2(column[channel[1]] + j);
-        __m128i c = tkvi_bytes16_avx2(column[channel[2]] + j), d = tkvi_bytes16_avx2(column[channel[3]] + j);
+        __m128i a = tkvi_load_bytes16_avx2(column[channel[0]] + j),
+                b = tkvi_load_bytes16_avx2(column[channel[1]] + j);
+        __m128i c = tkvi_load_bytes16_avx2(column[channel[2]] + j),
+                d = tkvi_load_bytes16_avx2(column[channel[3]] + j);
         __m128i ab = _mm_unpacklo_epi8(a, b), cd = _mm_unpacklo_epi8(c, d),
                 *to = (__m128i *)(void *)(tile + 4 * j);
         _mm_storeu_si128(to, _mm_unpacklo_epi16(ab, cd));
@@ -199,14 +209,15 @@ static TKVI_TARGET_AVX2 void tkvi_interleave_avx2(uint8_t (*column)[TKVI_BLOCK],
     }
 }
 
-/* Columns from rows: four[q][l] has four tokens of column l. 8 x 8 of them at a time. */
-static TKVI_TARGET_AVX2 void tkvi_stand_avx2(uint8_t (*code)[TKVI_BLOCK], int32_t (*four)[TKVI_LANES]) {
+/* Transposes codes: four[q][l] has tokens 4q .. 4q + 3 of column l. Takes 8 x 8 of these words at a time. */
+static TKVI_TARGET_AVX2 void tkvi_transpose_codes_avx2(uint8_t (*code)[TKVI_BLOCK],
+                                                       int32_t (*four)[TKVI_LANES]) {
     int part, i;
     for (part = 0; part < 4; part++) {
         int l = part % 2 * 8, q = part / 2 * 8;
         __m256i a[8], b[8];
         TKVI_UNROLL
-        for (i = 0; i < 8; i++) a[i] = tkvi_ints_avx2(four[q + i] + l);
+        for (i = 0; i < 8; i++) a[i] = tkvi_load_ints_avx2(four[q + i] + l);
         TKVI_UNROLL
         for (i = 0; i < 8; i += 2) {
             b[i] = _mm256_unpacklo_epi32(a[i], a[i + 1]);
@@ -221,19 +232,19 @@ static TKVI_TARGET_AVX2 void tkvi_stand_avx2(uint8_t (*code)[TKVI_BLOCK], int32_
         }
         TKVI_UNROLL
         for (i = 0; i < 4; i++) {
-            tkvi_save_avx2(code[l + i] + 4 * q, _mm256_permute2x128_si256(a[i], a[i + 4], 0x20));
-            tkvi_save_avx2(code[l + i + 4] + 4 * q, _mm256_permute2x128_si256(a[i], a[i + 4], 0x31));
+            tkvi_store_bytes_avx2(code[l + i] + 4 * q, _mm256_permute2x128_si256(a[i], a[i + 4], 0x20));
+            tkvi_store_bytes_avx2(code[l + i + 4] + 4 * q, _mm256_permute2x128_si256(a[i], a[i + 4], 0x31));
         }
     }
 }
 
-/* The covariance of core/fit.h, four at a time: integers below 2^53, exact as doubles. */
+/* tkvi_covariance of core/fit.h, four at a time. The integers are below 2^53, so doubles are exact. */
 TKVI_FLAT_AVX2 __m128 tkvi_covariance_avx2(__m256d n, __m128i a, __m128i b, __m128i products) {
     __m256d x = _mm256_mul_pd(n, _mm256_cvtepi32_pd(products));
     return _mm256_cvtpd_ps(_mm256_sub_pd(x, _mm256_mul_pd(_mm256_cvtepi32_pd(a), _mm256_cvtepi32_pd(b))));
 }
 
-TKVI_FLAT_AVX2 __m128i tkvi_4ints_avx2(const int32_t *p) {
+TKVI_FLAT_AVX2 __m128i tkvi_load_ints4_avx2(const int32_t *p) {
     return _mm_loadu_si128((const __m128i *)(const void *)p);
 }
 
@@ -246,22 +257,22 @@ static TKVI_TARGET_AVX2 void tkvi_finalize_scales_avx2(tkvi_columns *c, int top)
     for (l = 0; l < TKVI_LANES; l++) unit[l] = (float)tkvi_a_unit[c->width[l]];
     c->beyond_mask = 0;
     for (l = 0; l < TKVI_LANES; l += 4) {
-        __m128i u = tkvi_4ints_avx2(c->sum_u + l), k = tkvi_4ints_avx2(c->sum_c + l);
-        __m128i width = _mm_cvtepu8_epi32(tkvi_4bytes_avx2(c->width + l));
-        __m128 var = tkvi_covariance_avx2(n, u, u, tkvi_4ints_avx2(c->sum_uu + l));
-        __m128 var_c = tkvi_covariance_avx2(n, k, k, tkvi_4ints_avx2(c->sum_cc + l));
-        __m128 cov = tkvi_covariance_avx2(n, k, u, tkvi_4ints_avx2(c->sum_cu + l));
+        __m128i u = tkvi_load_ints4_avx2(c->sum_u + l), k = tkvi_load_ints4_avx2(c->sum_c + l);
+        __m128i width = _mm_cvtepu8_epi32(tkvi_load_bytes4_avx2(c->width + l));
+        __m128 var = tkvi_covariance_avx2(n, u, u, tkvi_load_ints4_avx2(c->sum_uu + l));
+        __m128 var_c = tkvi_covariance_avx2(n, k, k, tkvi_load_ints4_avx2(c->sum_cc + l));
+        __m128 cov = tkvi_covariance_avx2(n, k, u, tkvi_load_ints4_avx2(c->sum_cu + l));
         __m128 x = _mm_blendv_ps(_mm_div_ps(var, cov), _mm_sqrt_ps(_mm_div_ps(var, var_c)),
                                  _mm_castsi128_ps(_mm_cmpeq_epi32(width, one)));
         x = _mm_mul_ps(x, _mm_loadu_ps(c->step + l));
         x = _mm_and_ps(x, _mm_and_ps(_mm_cmpgt_ps(cov, none), _mm_cmpgt_ps(var, none)));
         _mm_storeu_ps(scale + l, x);
     }
-    tkvi_log_codes_avx2(scale, TKVI_LANES, top, c->log);
-    tkvi_logs_avx2(c->log, TKVI_LANES, top, scale);
+    tkvi_encode_log_scales_avx2(scale, TKVI_LANES, top, c->log);
+    tkvi_decode_log_scales_avx2(c->log, TKVI_LANES, top, scale);
     for (l = 0; l < TKVI_LANES; l += 4) {
-        __m128i u = tkvi_4ints_avx2(c->sum_u + l), k = tkvi_4ints_avx2(c->sum_c + l);
-        __m128i width = _mm_cvtepu8_epi32(tkvi_4bytes_avx2(c->width + l));
+        __m128i u = tkvi_load_ints4_avx2(c->sum_u + l), k = tkvi_load_ints4_avx2(c->sum_c + l);
+        __m128i width = _mm_cvtepu8_epi32(tkvi_load_bytes4_avx2(c->width + l));
         __m128i tops = _mm_sub_epi32(_mm_sllv_epi32(one, width), one);
         __m128 by = _mm_loadu_ps(scale + l);
         __m128 mean_u = _mm_cvtepi32_ps(_mm_add_epi32(_mm_add_epi32(u, u), count));
@@ -288,41 +299,42 @@ static TKVI_TARGET_AVX2 void tkvi_finalize_scales_avx2(tkvi_columns *c, int top)
     }
 }
 
-/* Columns: a lane of 32 bits each, two tokens in it; eight of the 16 at a time. */
+/* K columns: a 32-bit lane is a column and has two tokens. Eight of the 16 columns go together. */
 typedef struct tkvi_range_avx2 {
-    __m256i cut, by, top; /* in both halves of a lane */
+    __m256i cut, by, top; /* each value stands in both halves of its lane */
 } tkvi_range_avx2;
 
-TKVI_FLAT_AVX2 __m256i tkvi_twice_avx2(__m256i x) { return _mm256_or_si256(x, _mm256_slli_epi32(x, 16)); }
+TKVI_FLAT_AVX2 __m256i tkvi_repeat16_avx2(__m256i x) { return _mm256_or_si256(x, _mm256_slli_epi32(x, 16)); }
 
 TKVI_FLAT_AVX2 tkvi_range_avx2 tkvi_range_of_avx2(int k, __m256i width) {
     const tkvi_a_range *r = &tkvi_a_ranges[k];
     const __m256i one = _mm256_set1_epi32(1);
     tkvi_range_avx2 range;
-    range.cut = tkvi_twice_avx2(_mm256_permutevar8x32_epi32(tkvi_ints_avx2(r->cut), width));
-    range.by = tkvi_twice_avx2(_mm256_permutevar8x32_epi32(tkvi_ints_avx2(r->by), width));
-    range.top = tkvi_twice_avx2(_mm256_sub_epi32(_mm256_sllv_epi32(one, width), one));
+    range.cut = tkvi_repeat16_avx2(_mm256_permutevar8x32_epi32(tkvi_load_ints_avx2(r->cut), width));
+    range.by = tkvi_repeat16_avx2(_mm256_permutevar8x32_epi32(tkvi_load_ints_avx2(r->by), width));
+    range.top = tkvi_repeat16_avx2(_mm256_sub_epi32(_mm256_sllv_epi32(one, width), one));
     return range;
 }
 
-TKVI_FLAT_AVX2 __m256i tkvi_cut_avx2(__m256i u, const tkvi_range_avx2 *r) { /* tkvi_cut_code */
+TKVI_FLAT_AVX2 __m256i tkvi_cut_codes_avx2(__m256i u, const tkvi_range_avx2 *r) { /* as tkvi_cut_code */
     __m256i v = _mm256_mulhi_epu16(_mm256_subs_epu16(u, r->cut), r->by);
     return _mm256_min_epi16(_mm256_avg_epu16(v, _mm256_setzero_si256()), r->top);
 }
 
-TKVI_FLAT_AVX2 void tkvi_save_ints_avx2(int32_t *p, __m256i x) {
+TKVI_FLAT_AVX2 void tkvi_store_ints_avx2(int32_t *p, __m256i x) {
     _mm256_storeu_si256((__m256i *)(void *)p, x);
 }
 
-TKVI_FLAT_AVX2 __m256i tkvi_select_avx2(__m256i a, __m256i b, __m256 mask) { /* b where the mask is */
+TKVI_FLAT_AVX2 __m256i tkvi_select_avx2(__m256i a, __m256i b, __m256 mask) { /* b where the mask is set */
     return _mm256_castps_si256(_mm256_blendv_ps(_mm256_castsi256_ps(a), _mm256_castsi256_ps(b), mask));
 }
 
-/* Range and integers of columns l .. l + 7; 0 if values would have to be cut to +-1e30. */
-TKVI_FLAT_AVX2 int tkvi_integers_avx2(tkvi_columns *c, int l) {
+/* Computes range and integers of columns l .. l + 7. Returns 0 if a residual is beyond +-1e30, which this code does
+ * not clamp. */
+TKVI_FLAT_AVX2 int tkvi_columns_to_ints_avx2(tkvi_columns *c, int l) {
     const __m256 lowest = _mm256_set1_ps(-1e30f), highest = _mm256_set1_ps(1e30f);
     const __m256 mean = _mm256_loadu_ps(c->mean + l);
-    const __m256i lanes = tkvi_lanes_avx2(c->lanes - l);
+    const __m256i lanes = tkvi_lane_mask_avx2(c->lanes - l);
     __m256 low = highest, high = lowest, step, inverse, some;
     __m256i sum = _mm256_setzero_si256(), squares = sum;
     TKVI_ALIGNED float residual[TKVI_BLOCK][8];
@@ -342,7 +354,7 @@ TKVI_FLAT_AVX2 int tkvi_integers_avx2(tkvi_columns *c, int l) {
     _mm256_storeu_ps(c->low + l, low);
     _mm256_storeu_ps(c->step + l, _mm256_and_ps(step, some));
     for (t = 0; t < TKVI_BLOCK / 2; t++) {
-        const float *x = residual[t / 2 * 4 + t % 2]; /* as tkvi_column_u says */
+        const float *x = residual[t / 2 * 4 + t % 2]; /* in the order of tkvi_column_u */
         __m256 a = _mm256_mul_ps(_mm256_sub_ps(_mm256_loadu_ps(x), low), inverse);
         __m256 b = _mm256_mul_ps(_mm256_sub_ps(_mm256_loadu_ps(x + 16), low), inverse);
         __m256i u = _mm256_or_si256(_mm256_cvttps_epi32(a), _mm256_slli_epi32(_mm256_cvttps_epi32(b), 16));
@@ -351,13 +363,13 @@ TKVI_FLAT_AVX2 int tkvi_integers_avx2(tkvi_columns *c, int l) {
         squares = _mm256_add_epi32(squares, _mm256_madd_epi16(u, u));
         _mm256_storeu_si256((__m256i *)(void *)c->u[t][l], u);
     }
-    tkvi_save_ints_avx2(c->sum_u + l, sum);
-    tkvi_save_ints_avx2(c->sum_uu + l, squares);
+    tkvi_store_ints_avx2(c->sum_u + l, sum);
+    tkvi_store_ints_avx2(c->sum_uu + l, squares);
     return 1;
 }
 
-TKVI_FLAT_AVX2 void tkvi_search_avx2(tkvi_columns *c, int l, int32_t (*four)[TKVI_LANES]) {
-    const __m256i n = _mm256_set1_epi32(c->n), sum_u = tkvi_ints_avx2(c->sum_u + l);
+TKVI_FLAT_AVX2 void tkvi_search_range_avx2(tkvi_columns *c, int l, int32_t (*four)[TKVI_LANES]) {
+    const __m256i n = _mm256_set1_epi32(c->n), sum_u = tkvi_load_ints_avx2(c->sum_u + l);
     const __m256i width =
         _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)(const void *)(c->width + l)));
     __m256i sum_c = _mm256_setzero_si256(), sum_cc = sum_c, sum_cu = sum_c;
@@ -370,7 +382,7 @@ TKVI_FLAT_AVX2 void tkvi_search_avx2(tkvi_columns *c, int l, int32_t (*four)[TKV
         __m256 cov, var, score, better;
         for (t = 0; t < TKVI_BLOCK / 2; t++) {
             __m256i u = _mm256_loadu_si256((const __m256i *)(const void *)c->u[t][l]);
-            __m256i v = tkvi_cut_avx2(u, &range);
+            __m256i v = tkvi_cut_codes_avx2(u, &range);
             sum = _mm256_add_epi16(sum, v);
             squares = _mm256_add_epi32(squares, _mm256_madd_epi16(v, v));
             products = _mm256_add_epi32(products, _mm256_madd_epi16(v, u));
@@ -390,46 +402,46 @@ TKVI_FLAT_AVX2 void tkvi_search_avx2(tkvi_columns *c, int l, int32_t (*four)[TKV
         sum_cc = tkvi_select_avx2(sum_cc, squares, better);
         sum_cu = tkvi_select_avx2(sum_cu, products, better);
     }
-    tkvi_save_ints_avx2(c->sum_c + l, sum_c);
-    tkvi_save_ints_avx2(c->sum_cc + l, sum_cc);
-    tkvi_save_ints_avx2(c->sum_cu + l, sum_cu);
+    tkvi_store_ints_avx2(c->sum_c + l, sum_c);
+    tkvi_store_ints_avx2(c->sum_cc + l, sum_cc);
+    tkvi_store_ints_avx2(c->sum_cu + l, sum_cu);
     for (t = 0; t < TKVI_BLOCK / 4; t++) {
         __m256i a = _mm256_loadu_si256((const __m256i *)(const void *)c->u[2 * t][l]);
         __m256i b = _mm256_loadu_si256((const __m256i *)(const void *)c->u[2 * t + 1][l]);
-        b = _mm256_slli_epi32(tkvi_cut_avx2(b, &best), 8);
-        tkvi_save_ints_avx2(four[t] + l, _mm256_or_si256(tkvi_cut_avx2(a, &best), b));
+        b = _mm256_slli_epi32(tkvi_cut_codes_avx2(b, &best), 8);
+        tkvi_store_ints_avx2(four[t] + l, _mm256_or_si256(tkvi_cut_codes_avx2(a, &best), b));
     }
 }
 
-static TKVI_TARGET_AVX2 void tkvi_columns_avx2(tkvi_columns *c) {
+static TKVI_TARGET_AVX2 void tkvi_encode_k_columns_avx2(tkvi_columns *c) {
     TKVI_ALIGNED int32_t four[TKVI_BLOCK / 4][TKVI_LANES];
     int l;
     for (l = 0; l < TKVI_LANES; l += 8) {
-        if (!tkvi_integers_avx2(c, l)) {
-            tkvi_columns_scalar(c);
+        if (!tkvi_columns_to_ints_avx2(c, l)) {
+            tkvi_encode_k_columns_scalar(c);
             return;
         }
-        tkvi_search_avx2(c, l, four);
+        tkvi_search_range_avx2(c, l, four);
     }
-    tkvi_stand_avx2(c->code, four);
+    tkvi_transpose_codes_avx2(c->code, four);
 }
 
-/* Tokens: a lane of 32 bits for a channel. */
-/* A token rotated, and zeros to the next multiple of 32; returns its largest size. */
-TKVI_FLAT_AVX2 float tkvi_transpose_avx2(const tkvi_side *s, int log2n, const float *x, const float *flip,
-                                         float *y) {
+/* V tokens: a 32-bit lane is a channel. */
+/* Rotates a token, and fills y with zeros to a multiple of 32 channels. Returns the largest |y|. */
+TKVI_FLAT_AVX2 float tkvi_rotate_token_avx2(const tkvi_side *s, int log2n, const float *x, const float *flip,
+                                            float *y) {
     const int n = 1 << log2n, end = tkvi_round_up(s->dim, 32);
     __m256 most;
     int c;
-    for (c = n; c < end; c += 8) /* what is not in the first window */
-        _mm256_storeu_ps(y + c,
-                         tkvi_flip_avx2(_mm256_maskload_ps(x + c, tkvi_lanes_avx2(s->dim - c)), flip + c));
+    for (c = n; c < end; c += 8) /* channels beyond the first window */
+        _mm256_storeu_ps(
+            y + c, tkvi_flip_avx2(_mm256_maskload_ps(x + c, tkvi_lane_mask_avx2(s->dim - c)), flip + c));
     most = tkvi_window_avx2(x, flip, y, log2n);
-    if (n == s->dim) return tkvi_most_avx2(most);
+    if (n == s->dim) return tkvi_max_avx2(most);
     most = tkvi_window_avx2(y + s->dim - n, NULL, y + s->dim - n, log2n);
-    for (c = 0; c < s->dim - n; c += 8) /* some of them twice */
+    for (c = 0; c < s->dim - n; c += 8) /* may read channels of the last window again */
         most = _mm256_max_ps(most, _mm256_andnot_ps(_mm256_set1_ps(-0.0f), _mm256_loadu_ps(y + c)));
-    return tkvi_most_avx2(most);
+    return tkvi_max_avx2(most);
 }
 
 TKVI_FLAT_AVX2 int32_t tkvi_sum_ints_avx2(__m256i a) {
@@ -438,9 +450,9 @@ TKVI_FLAT_AVX2 int32_t tkvi_sum_ints_avx2(__m256i a) {
     return _mm_cvtsi128_si32(_mm_add_epi32(x, _mm_shuffle_epi32(x, 0xb1)));
 }
 
-/* A token as integers, 8 channels and the 8 that are 16 further packed as _mm256_packs_epi32 does it. Returns
- * the sum of squares. */
-TKVI_FLAT_AVX2 int32_t tkvi_whole_avx2(const float *y, float by, int end, int16_t *u) {
+/* Converts a token to integers. A vector of u has channels c .. c + 7 and c + 16 .. c + 23, interleaved as
+ * _mm256_packs_epi32 leaves them. Returns the sum of squares. */
+TKVI_FLAT_AVX2 int32_t tkvi_token_to_ints_avx2(const float *y, float by, int end, int16_t *u) {
     const __m256 inverse = _mm256_set1_ps(by);
     const __m256i most = _mm256_set1_epi16(TKVI_R_MOST), least = _mm256_set1_epi16(-TKVI_R_MOST);
     __m256i squares = _mm256_setzero_si256();
@@ -459,7 +471,7 @@ TKVI_FLAT_AVX2 __m256i tkvi_floor_avx2(__m256i u, __m256 by) {
     return _mm256_cvttps_epi32(_mm256_floor_ps(_mm256_mul_ps(_mm256_cvtepi32_ps(u), by)));
 }
 
-/* The two halves of what was packed. */
+/* Channels c .. c + 7 (first) and c + 16 .. c + 23 (second) of such a vector. */
 TKVI_FLAT_AVX2 __m256i tkvi_first_avx2(__m256i u) {
     return _mm256_srai_epi32(_mm256_unpacklo_epi16(u, u), 16);
 }
@@ -468,13 +480,13 @@ TKVI_FLAT_AVX2 __m256i tkvi_second_avx2(__m256i u) {
     return _mm256_srai_epi32(_mm256_unpackhi_epi16(u, u), 16);
 }
 
-/* Two vectors of small integers as one of pairs. */
-TKVI_FLAT_AVX2 __m256i tkvi_both_avx2(__m256i a, __m256i b) {
+/* Joins two vectors of 16-bit values into one vector of pairs. */
+TKVI_FLAT_AVX2 __m256i tkvi_make_pairs_avx2(__m256i a, __m256i b) {
     return _mm256_blend_epi16(a, _mm256_slli_epi32(b, 16), 0xaa);
 }
 
-/* Codes of a uniform grid for 8 + 8 channels, packed like u; adds <u, level>. */
-TKVI_FLAT_AVX2 __m256i tkvi_grid_avx2(const int16_t *u, float fine, int top, __m256i *sum) {
+/* Codes of a uniform grid for 8 + 8 channels, in the order of u. Adds u * level to *sum. */
+TKVI_FLAT_AVX2 __m256i tkvi_encode_grid_avx2(const int16_t *u, float fine, int top, __m256i *sum) {
     const __m256i tops = _mm256_set1_epi16((short)top);
     const __m256 by = _mm256_set1_ps(fine);
     __m256i x = _mm256_loadu_si256((const __m256i *)(const void *)u), v;
@@ -485,17 +497,17 @@ TKVI_FLAT_AVX2 __m256i tkvi_grid_avx2(const int16_t *u, float fine, int top, __m
     return v;
 }
 
-/* Codes of 8 pairs, 0 .. 7 in lanes; adds <u, level>. The best score and the first code that has it win in
- * one maximum: eight times the score, and 7 - code. */
-TKVI_FLAT_AVX2 __m256i tkvi_pairs_avx2(const int16_t *u, float fine, __m256i *sum) {
+/* Codes 0 .. 7 of 8 pairs. Adds half of u * level to *sum (formats/r.h, step 5). One maximum of
+ * 8 * score + 7 - code finds the best score and the first code that reaches it. */
+TKVI_FLAT_AVX2 __m256i tkvi_encode_pairs_avx2(const int16_t *u, float fine, __m256i *sum) {
     const __m256 by = _mm256_set1_ps(fine);
     const __m128i *point = (const __m128i *)(const void *)tkvi_r_pairs;
-    const __m256i level = tkvi_both_avx2(_mm256_cvtepi8_epi32(_mm_loadu_si128(point)),
-                                         _mm256_cvtepi8_epi32(_mm_loadu_si128(point + 1)));
+    const __m256i level = tkvi_make_pairs_avx2(_mm256_cvtepi8_epi32(_mm_loadu_si128(point)),
+                                               _mm256_cvtepi8_epi32(_mm_loadu_si128(point + 1)));
     __m256i x = _mm256_loadu_si256((const __m256i *)(const void *)u), a = tkvi_first_avx2(x);
     __m256i b = tkvi_second_avx2(x), best = _mm256_set1_epi32(INT32_MIN), code;
     int k;
-    x = tkvi_both_avx2(tkvi_floor_avx2(a, by), tkvi_floor_avx2(b, by));
+    x = tkvi_make_pairs_avx2(tkvi_floor_avx2(a, by), tkvi_floor_avx2(b, by));
     TKVI_UNROLL
     for (k = 0; k < 8; k++) {
         const int px = tkvi_r_pairs[k], py = tkvi_r_pairs[16 + k];
@@ -504,47 +516,49 @@ TKVI_FLAT_AVX2 __m256i tkvi_pairs_avx2(const int16_t *u, float fine, __m256i *su
         best = _mm256_max_epi32(best, _mm256_add_epi32(from, _mm256_madd_epi16(x, p)));
     }
     code = _mm256_andnot_si256(best, _mm256_set1_epi32(7));
-    x = _mm256_madd_epi16(tkvi_both_avx2(a, b), _mm256_permutevar8x32_epi32(level, code));
+    x = _mm256_madd_epi16(tkvi_make_pairs_avx2(a, b), _mm256_permutevar8x32_epi32(level, code));
     *sum = _mm256_add_epi32(*sum, x);
     return code;
 }
 
-/* Codes of four tokens; sum: twice <u, level> of each. u: [token][TKV_MAX_HEAD_DIM]; fine: [2][16], that of
- * grids and that of pairs. */
-TKVI_FLAT_AVX2 void tkvi_four_avx2(const tkvi_side *s, const int16_t *u, const float *fine, uint8_t *code,
-                                   int32_t *sum) {
+/* Codes of four tokens. sum: out, the sum of u * level of each (formats/r.h, step 6). u: [token][TKV_MAX_HEAD_DIM].
+ * fine: [2][16], factors of u for the grid and for pairs. */
+TKVI_FLAT_AVX2 void tkvi_encode_four_tokens_avx2(const tkvi_side *s, const int16_t *u, const float *fine,
+                                                 uint8_t *code, int32_t *sum) {
     const int pairs = s->pairs ? s->pad / 32 * 32 : 0, bits = s->pairs ? 2 : s->half_bits / 2;
     const int top = (1 << bits) - 1, second = 4 * TKVI_TILE_CODES;
     __m256i grid[4], pair[4], v[4];
     int c, r;
     TKVI_UNROLL
     for (r = 0; r < 4; r++) grid[r] = pair[r] = _mm256_setzero_si256();
-    for (c = 0; c < pairs; c += 16, code += c % 32 ? 32 : second - 32) { /* c: of u; half a slab of pairs */
+    for (c = 0; c < pairs; c += 16, code += c % 32 ? 32 : second - 32) { /* 8 of the 16 lanes of a slab */
         TKVI_UNROLL
         for (r = 0; r < 4; r++)
-            v[r] = tkvi_pairs_avx2(u + r * TKV_MAX_HEAD_DIM + c, fine[TKVI_LANES + r], &pair[r]);
+            v[r] = tkvi_encode_pairs_avx2(u + r * TKV_MAX_HEAD_DIM + c, fine[TKVI_LANES + r], &pair[r]);
         v[0] = _mm256_or_si256(v[0], _mm256_slli_epi32(v[1], 8));
         v[2] = _mm256_or_si256(v[2], _mm256_slli_epi32(v[3], 8));
-        tkvi_save_avx2(code, _mm256_or_si256(v[0], _mm256_slli_epi32(v[2], 16)));
+        tkvi_store_bytes_avx2(code, _mm256_or_si256(v[0], _mm256_slli_epi32(v[2], 16)));
     }
     for (; c < tkvi_round_up(s->dim, 32);
-         c += 16, code += c % 32 ? 32 : 2 * second - 32) { /* halves of two */
+         c += 16, code += c % 32 ? 32 : 2 * second - 32) { /* 8 lanes of each of two slabs */
         TKVI_UNROLL
-        for (r = 0; r < 4; r++) v[r] = tkvi_grid_avx2(u + r * TKV_MAX_HEAD_DIM + c, fine[r], top, &grid[r]);
+        for (r = 0; r < 4; r++)
+            v[r] = tkvi_encode_grid_avx2(u + r * TKV_MAX_HEAD_DIM + c, fine[r], top, &grid[r]);
         v[0] = _mm256_or_si256(v[0], _mm256_slli_epi16(v[1], 8));
         v[2] = _mm256_or_si256(v[2], _mm256_slli_epi16(v[3], 8));
-        tkvi_save_avx2(code, _mm256_unpacklo_epi16(v[0], v[2]));
-        if (c / 32 * 32 + 16 < s->pad) tkvi_save_avx2(code + second, _mm256_unpackhi_epi16(v[0], v[2]));
+        tkvi_store_bytes_avx2(code, _mm256_unpacklo_epi16(v[0], v[2]));
+        if (c / 32 * 32 + 16 < s->pad)
+            tkvi_store_bytes_avx2(code + second, _mm256_unpackhi_epi16(v[0], v[2]));
     }
     TKVI_UNROLL
-    for (r = 0; r < 4; r++) /* levels of the plain slab beside pairs: -120, -40, 40, 120, twice */
+    for (r = 0; r < 4; r++) /* beside pairs, level = 2 * 40 * (2 code - 3) */
         sum[r] = 2 * tkvi_sum_ints_avx2(pair[r]) + (s->pairs ? 80 : 1) * tkvi_sum_ints_avx2(grid[r]);
 }
 
-/* 16 tokens at a time, a step for all of them before the next: what waits for a division or for the sum of a
- * vector is then one token of many. */
-static TKVI_TARGET_AVX2 void tkvi_tokens_avx2(const tkvi_side *s, const float *x, size_t stride, int n,
-                                              tkvi_codes code, float *scale) {
+/* Each step runs over 16 tokens before the next step starts. So divisions and horizontal sums of several tokens
+ * overlap. */
+static TKVI_TARGET_AVX2 void tkvi_encode_v_tokens_avx2(const tkvi_side *s, const float *x, size_t stride,
+                                                       int n, tkvi_codes code, float *scale) {
     TKVI_ALIGNED float y[TKVI_LANES][TKV_MAX_HEAD_DIM], most[TKVI_LANES], by[TKVI_LANES], fine[2][TKVI_LANES];
     TKVI_ALIGNED int16_t u[TKVI_LANES][TKV_MAX_HEAD_DIM];
     TKVI_ALIGNED int32_t squares[TKVI_LANES], sum[TKVI_LANES];
@@ -554,7 +568,7 @@ static TKVI_TARGET_AVX2 void tkvi_tokens_avx2(const tkvi_side *s, const float *x
     TKVI_ALIGNED float flip[TKV_MAX_HEAD_DIM];
     int first, t;
     if (s->dim < 8) {
-        tkvi_tokens_scalar(s, x, stride, n, code, scale);
+        tkvi_encode_v_tokens_scalar(s, x, stride, n, code, scale);
         return;
     }
     tkvi_flips_avx2(flip, tkvi_round_up(s->dim, 32));
@@ -563,9 +577,9 @@ static TKVI_TARGET_AVX2 void tkvi_tokens_avx2(const tkvi_side *s, const float *x
         memset(most, 0, sizeof most);
         memset(squares, 0, sizeof squares);
         memset(sum, 0, sizeof sum);
-        for (t = 0; t < fours; t++) /* a token that is not there: its neighbour's codes, to be cleared */
-            most[t] = tkvi_transpose_avx2(s, log2n, x + (size_t)(first + tkvi_min(t, count - 1)) * stride,
-                                          flip, y[t]);
+        for (t = 0; t < fours; t++) /* missing tokens repeat the last one; the caller clears their codes */
+            most[t] = tkvi_rotate_token_avx2(s, log2n, x + (size_t)(first + tkvi_min(t, count - 1)) * stride,
+                                             flip, y[t]);
         for (t = 0; t < TKVI_LANES; t += 8) {
             __m256 m = _mm256_min_ps(_mm256_loadu_ps(most + t), _mm256_set1_ps(1e30f));
             __m256 some = _mm256_cmp_ps(m, _mm256_set1_ps(1e-30f), _CMP_GT_OQ);
@@ -573,40 +587,41 @@ static TKVI_TARGET_AVX2 void tkvi_tokens_avx2(const tkvi_side *s, const float *x
             _mm256_storeu_ps(most + t, _mm256_and_ps(m, some));
         }
         for (t = 0; t < fours; t++)
-            squares[t] = tkvi_whole_avx2(y[t], by[t], tkvi_round_up(s->dim, 32), u[t]);
+            squares[t] = tkvi_token_to_ints_avx2(y[t], by[t], tkvi_round_up(s->dim, 32), u[t]);
         for (t = 0; t < TKVI_LANES; t += 8) {
-            __m256i v = _mm256_max_epi32(tkvi_ints_avx2(squares + t), _mm256_set1_epi32(1));
+            __m256i v = _mm256_max_epi32(tkvi_load_ints_avx2(squares + t), _mm256_set1_epi32(1));
             __m256 unit = _mm256_sqrt_ps(_mm256_div_ps(_mm256_cvtepi32_ps(v), dim));
             unit = _mm256_div_ps(_mm256_set1_ps(1.0f), unit);
             _mm256_storeu_ps(fine[0] + t, _mm256_div_ps(unit, grid));
             _mm256_storeu_ps(fine[1] + t, _mm256_mul_ps(unit, _mm256_set1_ps(16.0f * TKVI_R_UNIT)));
         }
         for (t = 0; t < fours; t += 4)
-            tkvi_four_avx2(s, u[t], fine[0] + t, code[first / 16] + 16 * t, sum + t);
+            tkvi_encode_four_tokens_avx2(s, u[t], fine[0] + t, code[first / 16] + 16 * t, sum + t);
         for (t = 0; t < TKVI_LANES; t += 8) {
-            __m256i v = tkvi_ints_avx2(squares + t);
+            __m256i v = tkvi_load_ints_avx2(squares + t);
             __m256 m = _mm256_loadu_ps(most + t), some = _mm256_cmp_ps(m, _mm256_setzero_ps(), _CMP_GT_OQ), w;
             w = _mm256_div_ps(_mm256_cvtepi32_ps(_mm256_add_epi32(v, v)),
-                              _mm256_cvtepi32_ps(tkvi_ints_avx2(sum + t)));
+                              _mm256_cvtepi32_ps(tkvi_load_ints_avx2(sum + t)));
             w = _mm256_and_ps(_mm256_mul_ps(_mm256_div_ps(m, whole), w), some);
-            _mm256_maskstore_ps(scale + first + t, tkvi_lanes_avx2(count - t), w);
+            _mm256_maskstore_ps(scale + first + t, tkvi_lane_mask_avx2(count - t), w);
         }
     }
 }
 
 static const tkvi_simd_ops tkvi_simd_ops_avx2 = {
-    tkvi_halves_avx2,          tkvi_to_halves_avx2, tkvi_logs_avx2,       tkvi_zeros_avx2,
-    tkvi_log_codes_avx2,       tkvi_pack_tile_avx2, tkvi_interleave_avx2, tkvi_columns_avx2,
-    tkvi_finalize_scales_avx2, tkvi_tokens_avx2,    tkvi_groups_avx2,     tkvi_tile_values_avx2};
+    tkvi_f16_to_f32_avx2,         tkvi_f32_to_f16_avx2,        tkvi_decode_log_scales_avx2,
+    tkvi_decode_zero_points_avx2, tkvi_encode_log_scales_avx2, tkvi_pack_tile_avx2,
+    tkvi_interleave_avx2,         tkvi_encode_k_columns_avx2,  tkvi_finalize_scales_avx2,
+    tkvi_encode_v_tokens_avx2,    tkvi_encode_groups_avx2,     tkvi_decode_tiles_avx2};
 
 static TKVI_TARGET_AVX2 float tkvi_max64_avx2(const float *s) {
     __m256 m = _mm256_loadu_ps(s);
     int t;
     for (t = 8; t < TKVI_BLOCK; t += 8) m = _mm256_max_ps(m, _mm256_loadu_ps(s + t));
-    return tkvi_most_avx2(m);
+    return tkvi_max_avx2(m);
 }
 
-/* exp(x) = 2^n exp(r), |r| <= ln 2 / 2; the polynomial is that of Cephes' expf, error 1e-7. */
+/* exp(x) = 2^n exp(r), |r| <= ln 2 / 2. The polynomial is from expf of Cephes, with an error of 1e-7. */
 static TKVI_TARGET_AVX2 float tkvi_exp64_avx2(const float *s, float maximum, float *p) {
     __m256 sum = _mm256_setzero_ps();
     int t;
@@ -633,7 +648,7 @@ static TKVI_TARGET_AVX2 float tkvi_exp64_avx2(const float *s, float maximum, flo
 }
 
 /* >>exact tiers */
-/* nt tokens x nr rows; lanes are 8 channels. Tokens beyond n repeat the last one. */
+/* Scores of nr rows, nt tokens at a time. Lanes are 8 channels. Tokens beyond n repeat the last one. */
 TKVI_FLAT_AVX2 void tkvi_exact_k4_avx2(const tkvi_side *s, const uint8_t *src, uintptr_t ahead,
                                        const float *q, const float *ref, int rows, int n, const int nr,
                                        const int nt, float *scores) {
@@ -653,7 +668,7 @@ TKVI_FLAT_AVX2 void tkvi_exact_k4_avx2(const tkvi_side *s, const uint8_t *src, u
             __m256 x[4], minus = _mm256_loadu_ps(ref + c);
             TKVI_UNROLL
             for (j = 0; j < nt; j++)
-                x[j] = _mm256_sub_ps(tkvi_values_avx2(s->format->stored, k[j], c), minus);
+                x[j] = _mm256_sub_ps(tkvi_load_values_avx2(s->format->stored, k[j], c), minus);
             TKVI_UNROLL
             for (r = 0; r < nr; r++) {
                 __m256 y = _mm256_loadu_ps(q + tkvi_min(r, rows - 1) * s->pad + c);
@@ -670,7 +685,7 @@ TKVI_FLAT_AVX2 void tkvi_exact_k4_avx2(const tkvi_side *s, const uint8_t *src, u
     }
 }
 
-/* The first four rows, or all that are left. */
+/* Scores of the first min(left, 4) rows. */
 static TKVI_TARGET_AVX2 void tkvi_exact_rows_k_avx2(const tkvi_side *s, const uint8_t *src, uintptr_t ahead,
                                                     const float *q, const float *ref, int left, int n,
                                                     float *scores) {
@@ -680,17 +695,17 @@ static TKVI_TARGET_AVX2 void tkvi_exact_rows_k_avx2(const tkvi_side *s, const ui
 }
 
 static TKVI_TARGET_AVX2 void tkvi_exact_k_avx2(const tkvi_side *s, const uint8_t *src, const uint8_t *next,
-                                               const float *q, const float *ref, int rows, int n, int planes,
+                                               const float *q, const float *ref, int rows, int n, int n_limbs,
                                                float *scores) {
     int r;
-    (void)planes;
+    (void)n_limbs;
     if (n < TKVI_BLOCK) memset(scores, 0, (size_t)(rows * TKVI_BLOCK) * sizeof(float));
     for (r = 0; r < rows; r += 4)
-        tkvi_exact_rows_k_avx2(s, src, tkvi_ahead(src, next), q + r * s->pad, ref, rows - r, n,
+        tkvi_exact_rows_k_avx2(s, src, tkvi_prefetch_distance(src, next), q + r * s->pad, ref, rows - r, n,
                                scores + r * TKVI_BLOCK);
 }
 
-/* 16 channels x nr rows, over all tokens. */
+/* Outputs of nr rows in 16 channels, over all tokens. */
 TKVI_FLAT_AVX2 void tkvi_exact_v4_avx2(const tkvi_side *s, const uint8_t *src, uintptr_t ahead,
                                        const float *p, int rows, int n, int first, const int nr, float *out) {
     int row_bytes = s->pad * s->format->bits / 8, t, r, j;
@@ -701,7 +716,7 @@ TKVI_FLAT_AVX2 void tkvi_exact_v4_avx2(const tkvi_side *s, const uint8_t *src, u
         __m256 x[2];
         tkvi_prefetch(src + first * s->format->bits / 8, ahead);
         TKVI_UNROLL
-        for (j = 0; j < 2; j++) x[j] = tkvi_values_avx2(s->format->stored, src, first + 8 * j);
+        for (j = 0; j < 2; j++) x[j] = tkvi_load_values_avx2(s->format->stored, src, first + 8 * j);
         TKVI_UNROLL
         for (r = 0; r < nr; r++) {
             __m256 y = _mm256_set1_ps(p[tkvi_min(r, rows - 1) * TKVI_BLOCK + t]);
@@ -721,10 +736,10 @@ TKVI_FLAT_AVX2 void tkvi_exact_v4_avx2(const tkvi_side *s, const uint8_t *src, u
 }
 
 static TKVI_TARGET_AVX2 void tkvi_exact_v_avx2(const tkvi_side *s, const uint8_t *src, const uint8_t *next,
-                                               const float *p, int rows, int n, int planes, float *out) {
-    uintptr_t ahead = tkvi_ahead(src, next);
+                                               const float *p, int rows, int n, int n_limbs, float *out) {
+    uintptr_t ahead = tkvi_prefetch_distance(src, next);
     int r, c;
-    (void)planes;
+    (void)n_limbs;
     for (r = 0; r < rows; r += 4)
         for (c = 0; c < s->pad; c += 16) {
             const float *x = p + r * TKVI_BLOCK;
@@ -736,8 +751,9 @@ static TKVI_TARGET_AVX2 void tkvi_exact_v_avx2(const tkvi_side *s, const uint8_t
         }
 }
 
-/* >>decoded: see kernels/decode_x86.h. 16 tokens at a time into a scratch: 16 registers do not hold it all. */
-/* Levels of eight channels; see kernels/avx512.h. */
+/* >>decoded: see kernels/decode_x86.h. Tokens are decoded 16 at a time into a buffer, because 16 registers are too
+ * few to decode and multiply together. */
+/* Levels of eight codes; see kernels/avx512.h. */
 TKVI_FLAT_AVX2 __m256 tkvi_e5m2_avx2(__m256i code) {
     const __m256i size = _mm256_and_si256(code, _mm256_set1_epi32(127));
     const __m256i sign = _mm256_slli_epi32(_mm256_sub_epi32(code, size), 24);
@@ -756,9 +772,11 @@ TKVI_FLAT_AVX2 __m256 tkvi_e4m3_avx2(__m128i code) {
     return _mm256_mul_ps(_mm256_cvtph_ps(x), _mm256_set1_ps(4.0f));
 }
 
-/* p: where the 16 channels begin; eight of them, from the middle if `half`. Of neighbours every second one. */
-TKVI_FLAT_AVX2 __m256 tkvi_level_avx2(const tkvi_reading *r, const tkvi_code_kind kind, const int neighbours,
-                                      const uint8_t *p, const int half, __m256i shift) {
+/* Levels of 8 of the 16 channels whose codes begin at p: the first 8, or the last 8 if half is 1. neighbours: 1:
+ * RoPE partners are neighbours, so the vector takes every second code. */
+TKVI_FLAT_AVX2 __m256 tkvi_load_levels_avx2(const tkvi_code_rows *r, const tkvi_code_kind kind,
+                                            const int neighbours, const uint8_t *p, const int half,
+                                            __m256i shift) {
     __m256i x;
     __m256 low, high;
     if (kind != TKVI_CODES_TABLE) {
@@ -767,29 +785,30 @@ TKVI_FLAT_AVX2 __m256 tkvi_level_avx2(const tkvi_reading *r, const tkvi_code_kin
         return kind == TKVI_CODES_E4M3 ? tkvi_e4m3_avx2(bytes) : tkvi_e5m2_avx2(_mm256_cvtepu8_epi32(bytes));
     }
     p += half * r->bits * (neighbours ? 2 : 1);
-    x = _mm256_set1_epi32(tkvi_int_at(p));
-    if (neighbours) x = _mm256_inserti128_si256(x, _mm_set1_epi32(tkvi_int_at(p + r->bits)), 1);
+    x = _mm256_set1_epi32(tkvi_load_int_x86(p));
+    if (neighbours) x = _mm256_inserti128_si256(x, _mm_set1_epi32(tkvi_load_int_x86(p + r->bits)), 1);
     x = _mm256_srlv_epi32(x, shift);
-    low = _mm256_permutevar8x32_ps(_mm256_load_ps(r->level), x); /* looks at 3 bits */
+    low = _mm256_permutevar8x32_ps(_mm256_load_ps(r->level), x); /* uses 3 bits of x */
     high = _mm256_permutevar8x32_ps(_mm256_load_ps(r->level + 8), x);
     return _mm256_blendv_ps(low, high, _mm256_castsi256_ps(_mm256_slli_epi32(x, 28)));
 }
 
-static TKVI_TARGET_AVX2 void tkvi_parts_avx2(tkvi_reading *r) {
+static TKVI_TARGET_AVX2 void tkvi_fold_factors_avx2(tkvi_code_rows *r) {
     TKVI_ALIGNED float scale[TKVI_BLOCK];
     int t, c;
-    memcpy(scale, r->by, sizeof scale);
-    for (t = 0; t < TKVI_BLOCK * r->per; t += 8) {
-        const __m128i bytes = _mm_loadl_epi64((const __m128i *)(const void *)(r->parts + t));
-        _mm256_store_ps(r->by + t, tkvi_e4m3_avx2(bytes));
+    memcpy(scale, r->scale, sizeof scale);
+    for (t = 0; t < TKVI_BLOCK * r->scales_per_token; t += 8) {
+        const __m128i bytes = _mm_loadl_epi64((const __m128i *)(const void *)(r->factors + t));
+        _mm256_store_ps(r->scale + t, tkvi_e4m3_avx2(bytes));
     }
     for (t = 0; t < TKVI_BLOCK; t++)
-        for (c = 0; c < r->per; c++) r->by[t * r->per + c] *= scale[t];
+        for (c = 0; c < r->scales_per_token; c++) r->scale[t * r->scales_per_token + c] *= scale[t];
 }
 
-/* Tokens from .. from + n - 1 to x, [token][16 * vectors]. */
-TKVI_FLAT_AVX2 void tkvi_rows_of_avx2(const tkvi_reading *r, const tkvi_code_kind kind, const int by_channel,
-                                      const int neighbours, int from, int n, float *x) {
+/* Decodes tokens from .. from + n - 1 to x, [token][16 * n_vectors]. */
+TKVI_FLAT_AVX2 void tkvi_codes_to_floats_avx2(const tkvi_code_rows *r, const tkvi_code_kind kind,
+                                              const int by_channel, const int neighbours, int from, int n,
+                                              float *x) {
     const __m256i lane = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
     const __m256i step = _mm256_set1_epi32(r->bits * (neighbours ? 2 : 1));
     __m256i shift[2];
@@ -797,22 +816,24 @@ TKVI_FLAT_AVX2 void tkvi_rows_of_avx2(const tkvi_reading *r, const tkvi_code_kin
     shift[0] = _mm256_mullo_epi32(neighbours ? _mm256_and_si256(lane, _mm256_set1_epi32(3)) : lane, step);
     shift[1] = neighbours ? _mm256_add_epi32(shift[0], _mm256_set1_epi32(r->bits)) : shift[0];
     for (t = from; t < from + n; t++) {
-        const uint8_t *row = r->codes + (size_t)t * r->row;
-        const float *by = r->by + t * r->per;
-        const __m256 plus = _mm256_set1_ps(r->s->grid ? 0.0f : r->plus[t]);
-        tkvi_reading_prefetch(r, t);
-        for (v = 0; v < r->vectors; v++) {
-            const int spread = neighbours && v < r->pairs; /* channels that do not turn stand as they are */
+        const uint8_t *row = r->codes + (size_t)t * r->row_bytes;
+        const float *by = r->scale + t * r->scales_per_token;
+        const __m256 plus = _mm256_set1_ps(r->s->grid ? 0.0f : r->zero[t]);
+        tkvi_prefetch_code_row(r, t);
+        for (v = 0; v < r->n_vectors; v++) {
+            const int spread =
+                neighbours &&
+                v < r->n_partners; /* the other channels are not rotated, and keep their order */
             TKVI_UNROLL
             for (h = 0; h < 2; h++, x += 8) {
                 const int c = 16 * v + 8 * h;
                 __m256 y;
-                if (spread) y = tkvi_level_avx2(r, kind, 1, row + r->at[v], h, shift[v & 1]);
+                if (spread) y = tkvi_load_levels_avx2(r, kind, 1, row + r->vector_at[v], h, shift[v & 1]);
                 else
-                    y = tkvi_level_avx2(r, kind, 0, row + r->at[v], h,
-                                        _mm256_mullo_epi32(lane, _mm256_set1_epi32(r->bits)));
+                    y = tkvi_load_levels_avx2(r, kind, 0, row + r->vector_at[v], h,
+                                              _mm256_mullo_epi32(lane, _mm256_set1_epi32(r->bits)));
                 if (by_channel)
-                    y = _mm256_fmadd_ps(y, _mm256_load_ps(r->by + c), _mm256_load_ps(r->plus + c));
+                    y = _mm256_fmadd_ps(y, _mm256_load_ps(r->scale + c), _mm256_load_ps(r->zero + c));
                 else y = _mm256_fmadd_ps(y, _mm256_set1_ps(by[c >> r->shift]), plus);
                 _mm256_store_ps(x, y);
             }
@@ -820,22 +841,22 @@ TKVI_FLAT_AVX2 void tkvi_rows_of_avx2(const tkvi_reading *r, const tkvi_code_kin
     }
 }
 
-static TKVI_TARGET_AVX2 void tkvi_rows_avx2(const tkvi_reading *r, int from, int n, float *x) {
-    if (r->kind == TKVI_CODES_INT8) tkvi_rows_of_avx2(r, TKVI_CODES_INT8, 0, 0, from, n, x);
-    else if (r->kind == TKVI_CODES_E4M3) tkvi_rows_of_avx2(r, TKVI_CODES_E4M3, 0, 0, from, n, x);
-    else if (r->kind == TKVI_CODES_E5M2) tkvi_rows_of_avx2(r, TKVI_CODES_E5M2, 0, 0, from, n, x);
-    else if (!r->by_channel) tkvi_rows_of_avx2(r, TKVI_CODES_TABLE, 0, 0, from, n, x);
-    else if (r->rope && r->rope->step == 2) tkvi_rows_of_avx2(r, TKVI_CODES_TABLE, 1, 1, from, n, x);
-    else tkvi_rows_of_avx2(r, TKVI_CODES_TABLE, 1, 0, from, n, x);
+static TKVI_TARGET_AVX2 void tkvi_decode_code_rows_avx2(const tkvi_code_rows *r, int from, int n, float *x) {
+    if (r->kind == TKVI_CODES_INT8) tkvi_codes_to_floats_avx2(r, TKVI_CODES_INT8, 0, 0, from, n, x);
+    else if (r->kind == TKVI_CODES_E4M3) tkvi_codes_to_floats_avx2(r, TKVI_CODES_E4M3, 0, 0, from, n, x);
+    else if (r->kind == TKVI_CODES_E5M2) tkvi_codes_to_floats_avx2(r, TKVI_CODES_E5M2, 0, 0, from, n, x);
+    else if (!r->by_channel) tkvi_codes_to_floats_avx2(r, TKVI_CODES_TABLE, 0, 0, from, n, x);
+    else if (r->rope && r->rope->step == 2) tkvi_codes_to_floats_avx2(r, TKVI_CODES_TABLE, 1, 1, from, n, x);
+    else tkvi_codes_to_floats_avx2(r, TKVI_CODES_TABLE, 1, 0, from, n, x);
 }
 
-/* Turns a row in the order of the vectors, by minus the angle if `back`. */
-static TKVI_TARGET_AVX2 void tkvi_transpose_row_avx2(const tkvi_reading *r, const float *cosine,
-                                                     const float *sine, int back, float *x) {
-    const __m256 sign =
-        _mm256_castsi256_ps(_mm256_set1_epi32(back ? INT32_MIN : 0)); /* -ffast-math has no -0 */
+/* Rotates a row in the order of the vectors as RoPE does. back: 1: by minus the angle. */
+static TKVI_TARGET_AVX2 void tkvi_rope_row_avx2(const tkvi_code_rows *r, const float *cosine,
+                                                const float *sine, int back, float *x) {
+    const __m256 sign = _mm256_castsi256_ps(
+        _mm256_set1_epi32(back ? INT32_MIN : 0)); /* from bits: -ffast-math drops the sign of -0.0f */
     int v, h;
-    for (v = 0; v < r->pairs; v += 2)
+    for (v = 0; v < r->n_partners; v += 2)
         for (h = 0; h < 2; h++) {
             float *at = x + 16 * v + 8 * h;
             const __m256 c = _mm256_loadu_ps(cosine + 8 * v + 8 * h), a = _mm256_load_ps(at);
@@ -848,35 +869,35 @@ static TKVI_TARGET_AVX2 void tkvi_transpose_row_avx2(const tkvi_reading *r, cons
 
 static TKVI_TARGET_AVX2 void tkvi_decoded_k_avx2(const tkvi_side *s, const uint8_t *src, const uint8_t *next,
                                                  const float *q, const float *ref, int rows, int n,
-                                                 int planes, float *scores) {
-    TKVI_ALIGNED float turned[TKVI_ROWS * TKVI_READ_FLOATS], x[TKVI_AT_ONCE * TKVI_READ_FLOATS];
-    TKVI_ALIGNED float first[2][TKV_MAX_HEAD_DIM / 2], none[TKVI_READ_FLOATS], less[TKVI_ROWS];
+                                                 int n_limbs, float *scores) {
+    TKVI_ALIGNED float rotated[TKVI_ROWS * TKVI_VECTOR_FLOATS], x[TKVI_AT_ONCE * TKVI_VECTOR_FLOATS];
+    TKVI_ALIGNED float first[2][TKV_MAX_HEAD_DIM / 2], none[TKVI_VECTOR_FLOATS], less[TKVI_ROWS];
     float *where[TKVI_AT_ONCE * TKVI_KVQUANT_SLOTS];
-    tkvi_reading rd;
+    tkvi_code_rows rd;
     tkvi_side plain;
     int from, r, t;
-    if (!tkvi_reading_begin(&rd, s, src, next, &tkvi_simd_ops_avx2)) {
-        tkvi_decoded_k(s, src, next, q, ref, rows, n, planes, scores);
+    if (!tkvi_open_code_rows(&rd, s, src, next, &tkvi_simd_ops_avx2)) {
+        tkvi_decoded_k(s, src, next, q, ref, rows, n, n_limbs, scores);
         return;
     }
     if (n < TKVI_BLOCK) memset(scores, 0, (size_t)(rows * TKVI_BLOCK) * sizeof(float));
     memset(none, 0, sizeof none);
-    if (rd.parts) tkvi_parts_avx2(&rd);
-    tkvi_reading_queries(&rd, q, ref, rows, turned, less);
-    tkvi_reading_scratch(&rd, &plain);
-    if (rd.rope) tkvi_reading_angles(&rd, first[0], first[1]);
+    if (rd.factors) tkvi_fold_factors_avx2(&rd);
+    tkvi_place_queries(&rd, q, ref, rows, rotated, less);
+    tkvi_make_scratch_side(&rd, &plain);
+    if (rd.rope) tkvi_rope_start_angles(&rd, first[0], first[1]);
     for (from = 0; from < n; from += TKVI_AT_ONCE) {
         const int count = tkvi_min(TKVI_AT_ONCE, n - from);
-        tkvi_rows_avx2(&rd, from, count, x);
-        if (rd.slots) (void)tkvi_outliers_k(&rd, from, count, x, where);
+        tkvi_decode_code_rows_avx2(&rd, from, count, x);
+        if (rd.slots) (void)tkvi_scatter_outliers_k(&rd, from, count, x, where);
         for (r = 0; r < rows && rd.rope; r++)
-            tkvi_transpose_row_avx2(&rd, from ? rd.rope->cosine[TKVI_ROPE_NEAR] : first[0],
-                                    from ? rd.rope->sine[TKVI_ROPE_NEAR] : first[1], 1,
-                                    turned + 16 * r * rd.vectors);
+            tkvi_rope_row_avx2(&rd, from ? rd.rope->cosine[TKVI_ROPE_NEAR] : first[0],
+                               from ? rd.rope->sine[TKVI_ROPE_NEAR] : first[1], 1,
+                               rotated + 16 * r * rd.n_vectors);
         for (t = 1; t < count && rd.rope; t++)
-            tkvi_transpose_row_avx2(&rd, rd.rope->cosine[t], rd.rope->sine[t], 0, x + 16 * t * rd.vectors);
+            tkvi_rope_row_avx2(&rd, rd.rope->cosine[t], rd.rope->sine[t], 0, x + 16 * t * rd.n_vectors);
         for (r = 0; r < rows; r += 4)
-            tkvi_exact_rows_k_avx2(&plain, (const uint8_t *)x, 0, turned + 16 * r * rd.vectors, none,
+            tkvi_exact_rows_k_avx2(&plain, (const uint8_t *)x, 0, rotated + 16 * r * rd.n_vectors, none,
                                    rows - r, count, scores + r * TKVI_BLOCK + from);
     }
     for (r = 0; r < rows; r++)
@@ -884,51 +905,51 @@ static TKVI_TARGET_AVX2 void tkvi_decoded_k_avx2(const tkvi_side *s, const uint8
 }
 
 static TKVI_TARGET_AVX2 void tkvi_decoded_v_avx2(const tkvi_side *s, const uint8_t *src, const uint8_t *next,
-                                                 const float *p, int rows, int n, int planes, float *out) {
-    TKVI_ALIGNED float x[TKVI_AT_ONCE * TKVI_READ_FLOATS], sum[TKVI_ROWS * TKV_MAX_HEAD_DIM];
-    tkvi_reading rd;
+                                                 const float *p, int rows, int n, int n_limbs, float *out) {
+    TKVI_ALIGNED float x[TKVI_AT_ONCE * TKVI_VECTOR_FLOATS], sum[TKVI_ROWS * TKV_MAX_HEAD_DIM];
+    tkvi_code_rows rd;
     tkvi_side plain;
     float *o = s->grid && s->rotate ? sum : out;
     int from, r, c;
-    if (!tkvi_reading_begin(&rd, s, src, next, &tkvi_simd_ops_avx2)) {
-        tkvi_decoded_v(s, src, next, p, rows, n, planes, out);
+    if (!tkvi_open_code_rows(&rd, s, src, next, &tkvi_simd_ops_avx2)) {
+        tkvi_decoded_v(s, src, next, p, rows, n, n_limbs, out);
         return;
     }
-    if (rd.parts) tkvi_parts_avx2(&rd);
+    if (rd.factors) tkvi_fold_factors_avx2(&rd);
     if (o == sum) memset(sum, 0, (size_t)(rows * s->pad) * sizeof(float));
-    tkvi_reading_scratch(&rd, &plain);
+    tkvi_make_scratch_side(&rd, &plain);
     for (from = 0; from < n; from += TKVI_AT_ONCE) {
         const int count = tkvi_min(TKVI_AT_ONCE, n - from);
-        tkvi_rows_avx2(&rd, from, count, x);
-        tkvi_exact_v_avx2(&plain, (const uint8_t *)x, NULL, p + from, rows, count, planes, o);
+        tkvi_decode_code_rows_avx2(&rd, from, count, x);
+        tkvi_exact_v_avx2(&plain, (const uint8_t *)x, NULL, p + from, rows, count, n_limbs, o);
     }
     for (r = 0; r < rows && o == sum; r++) {
         tkvi_rotate_back(sum + r * s->pad, s->dim);
         for (c = 0; c < s->dim; c++) out[r * s->pad + c] += sum[r * s->pad + c];
     }
-    if (rd.slots) tkvi_outliers_v(&rd, p, rows, n, out);
+    if (rd.slots) tkvi_add_outliers_v(&rd, p, rows, n, out);
 }
 
 /* >>tiles */
-TKVI_FLAT_AVX2 __m256i tkvi_levels_avx2(const int8_t *levels) {
+TKVI_FLAT_AVX2 __m256i tkvi_load_table_avx2(const int8_t *levels) {
     return _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)(const void *)levels));
 }
 
-/* 16-bit shifts move bits into the neighbour byte, the masks take them away. */
+/* Masks clear the bits that 16-bit shifts moved into the neighbour byte. */
 TKVI_FLAT_AVX2 void tkvi_merge_avx2(__m256i *codes, __m256i a, __m256i b, int mask) {
-    const __m256i all = tkvi_all_avx2(mask);
+    const __m256i all = tkvi_splat_bytes_avx2(mask);
     codes[0] = _mm256_or_si256(codes[0], _mm256_and_si256(a, all));
     codes[1] = _mm256_or_si256(codes[1], _mm256_and_si256(b, all));
 }
 
 TKVI_FLAT_AVX2 __m256i tkvi_shifted_avx2(const uint8_t *p, int right) {
-    return _mm256_srl_epi16(tkvi_bytes_avx2(p), _mm_cvtsi32_si128(right));
+    return _mm256_srl_epi16(tkvi_load_bytes_avx2(p), _mm_cvtsi32_si128(right));
 }
 
-/* Half b (bytes 32b .. 32b + 31) of the codes of planes 2h and 2h + 1 of one tile, as bytes; see core/tile.h for
- * what stands where. Of 8-bit codes `part` says which four bits: whole ones would overflow 16-bit sums. */
-TKVI_FLAT_AVX2 void tkvi_codes_avx2(int width, const uint8_t *wide, const uint8_t *tops, int half, int h,
-                                    int b, int part, __m256i *codes) {
+/* Unpacks codes 32b .. 32b + 31 of planes 2h and 2h + 1 of a tile to bytes (core/tile.h). part: of 8-bit codes, 0
+ * takes the lower four bits and 1 the upper. All eight would overflow 16-bit sums. */
+TKVI_FLAT_AVX2 void tkvi_unpack_codes_avx2(int width, const uint8_t *wide, const uint8_t *tops, int half,
+                                           int h, int b, int part, __m256i *codes) {
     __m256i x;
     codes[0] = codes[1] = _mm256_setzero_si256();
     wide += 32 * b;
@@ -938,7 +959,7 @@ TKVI_FLAT_AVX2 void tkvi_codes_avx2(int width, const uint8_t *wide, const uint8_
         return;
     }
     if (width >= 4) {
-        x = tkvi_bytes_avx2(wide + 64 * h);
+        x = tkvi_load_bytes_avx2(wide + 64 * h);
         tkvi_merge_avx2(codes, x, _mm256_srli_epi16(x, 4), 15);
         if (width == 6) {
             x = tkvi_shifted_avx2(wide + 128, 4 * h);
@@ -956,13 +977,13 @@ TKVI_FLAT_AVX2 void tkvi_codes_avx2(int width, const uint8_t *wide, const uint8_
     }
 }
 
-/* 16 weights of 16 bits in order. */
-TKVI_FLAT_AVX2 __m256i tkvi_shorts_avx2(__m256 a, __m256 b) {
+/* Rounds 16 floats to 16-bit integers, in order. */
+TKVI_FLAT_AVX2 __m256i tkvi_round_to_int16_avx2(__m256 a, __m256 b) {
     return _mm256_permute4x64_epi64(_mm256_packs_epi32(_mm256_cvtps_epi32(a), _mm256_cvtps_epi32(b)), 0xd8);
 }
 
-/* 16 weights of up to 8 bits as bytes. */
-TKVI_FLAT_AVX2 void tkvi_save_weights_avx2(int8_t *w, __m256i k, const int is_signed) {
+/* Stores 16 weights as bytes. */
+TKVI_FLAT_AVX2 void tkvi_store_weights_avx2(int8_t *w, __m256i k, const int is_signed) {
     const __m128i a = _mm256_castsi256_si128(k), b = _mm256_extracti128_si256(k, 1);
     _mm_storeu_si128((__m128i *)(void *)w, is_signed ? _mm_packs_epi16(a, b) : _mm_packus_epi16(a, b));
 }
@@ -972,13 +993,13 @@ TKVI_FLAT_AVX2 __m128i tkvi_isum4_avx2(const __m256i *a) {
     return _mm_add_epi32(_mm256_castsi256_si128(x), _mm256_extracti128_si256(x, 1));
 }
 
-/* top / m, 0 where m is as good as 0. */
+/* top / m, or 0 where m is at most 1e-34. */
 TKVI_FLAT_AVX2 __m128 tkvi_inverse_avx2(__m128 top, __m128 m) {
     return _mm_and_ps(_mm_div_ps(top, m), _mm_cmpgt_ps(m, _mm_set1_ps(1e-34f)));
 }
 
-/* What four rows of one plane say; middle: sum w centre2. */
-TKVI_FLAT_AVX2 void tkvi_plane_avx2(tkvi_fold *f, int first, __m128 step, __m128 rest, __m128i middle) {
+/* Stores the fold of four rows and one limb. middle: sum w centre2. */
+TKVI_FLAT_AVX2 void tkvi_store_fold_avx2(tkvi_fold *f, int first, __m128 step, __m128 rest, __m128i middle) {
     const __m128 odd = _mm_cvtepi32_ps(_mm_and_si128(middle, _mm_set1_epi32(1)));
     const __m128i row = _mm_add_epi32(_mm_setr_epi32(0, 1, 2, 3), _mm_set1_epi32(first));
     _mm_storeu_ps(f->step + first, step);
@@ -987,14 +1008,15 @@ TKVI_FLAT_AVX2 void tkvi_plane_avx2(tkvi_fold *f, int first, __m128 step, __m128
     _mm_storeu_si128((__m128i *)(void *)(f->base + first), _mm_srai_epi32(middle, 1));
 }
 
-/* Which of four rows want two planes, by their largest weights and sums of squares. */
-TKVI_FLAT_AVX2 int tkvi_tower_avx2(const tkvi_folding *a, __m128 most, __m128 squares, int top) {
+/* Bit r is set if row r of four needs two limbs (TKVI_NEEDS_TWO). */
+TKVI_FLAT_AVX2 int tkvi_needs_two_avx2(const tkvi_fold_args *a, __m128 most, __m128 squares, int top) {
     return _mm_movemask_ps(_mm_cmpgt_ps(_mm_mul_ps(_mm_mul_ps(_mm_set1_ps(a->coarse), most), most),
-                                        _mm_mul_ps(_mm_set1_ps(TKVI_MAY_ERR(top)), squares)));
+                                        _mm_mul_ps(_mm_set1_ps(TKVI_ERR_LIMIT(top)), squares)));
 }
 
-/* Four rows go together so that their horizontal sums do. Rows that are not there repeat the last one. */
-TKVI_FLAT_AVX2 int tkvi_fold_k4_avx2(const tkvi_folding *a, int first, int left, const int nr, tkvi_fold *f) {
+/* Folds four rows together, so that one sequence of horizontal sums serves all. Missing rows repeat the last. */
+TKVI_FLAT_AVX2 int tkvi_fold_k4_avx2(const tkvi_fold_args *a, int first, int left, const int nr,
+                                     tkvi_fold *f) {
     const __m256 no_sign = _mm256_castsi256_ps(_mm256_set1_epi32(0x7fffffff));
     const __m256i places = _mm256_setr_epi16(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
     const float *x[4];
@@ -1002,7 +1024,7 @@ TKVI_FLAT_AVX2 int tkvi_fold_k4_avx2(const tkvi_folding *a, int first, int left,
     __m256i middle[4], middle_lo[4];
     __m128 m, step;
     float by[4];
-    int i, r, tower, second = a->wide;
+    int i, r, two_mask, second = a->wide;
     TKVI_UNROLL
     for (r = 0; r < 4; r++) {
         x[r] = a->x + (first + tkvi_min(r, left - 1)) * a->n;
@@ -1025,48 +1047,50 @@ TKVI_FLAT_AVX2 int tkvi_fold_k4_avx2(const tkvi_folding *a, int first, int left,
         }
     }
     m = tkvi_max4_avx2(most);
-    tower = tkvi_tower_avx2(a, m, tkvi_sum4_avx2(squares), TKVI_PLANE);
-    if (a->planes == 2) tower = 15;
-    if (tower) second = a->n;
-    _mm_storeu_ps(by, tkvi_inverse_avx2(_mm_set1_ps((float)TKVI_PLANE), m));
-    step = _mm_div_ps(m, _mm_set1_ps((float)TKVI_PLANE));
+    two_mask = tkvi_needs_two_avx2(a, m, tkvi_sum4_avx2(squares), TKVI_LIMB_MAX_K);
+    if (a->n_limbs == 2) two_mask = 15;
+    if (two_mask) second = a->n;
+    _mm_storeu_ps(by, tkvi_inverse_avx2(_mm_set1_ps((float)TKVI_LIMB_MAX_K), m));
+    step = _mm_div_ps(m, _mm_set1_ps((float)TKVI_LIMB_MAX_K));
     for (i = 0; i < a->n; i += 16) {
         __m256 scale0 = _mm256_loadu_ps(a->scale + i), scale1 = _mm256_loadu_ps(a->scale + i + 8);
-        __m256i c = _mm256_cvtepu8_epi16(tkvi_bytes16_avx2(a->centre2 + i));
+        __m256i c = _mm256_cvtepu8_epi16(tkvi_load_bytes16_avx2(a->centre2 + i));
         TKVI_UNROLL
         for (r = 0; r < nr; r++) {
             const int at = (first + r) * TKV_MAX_HEAD_DIM + i;
             const __m256 inverse = _mm256_set1_ps(by[r]), fine = _mm256_set1_ps(128.0f);
             __m256 u = _mm256_mul_ps(_mm256_mul_ps(_mm256_loadu_ps(x[r] + i), scale0), inverse);
             __m256 v = _mm256_mul_ps(_mm256_mul_ps(_mm256_loadu_ps(x[r] + i + 8), scale1), inverse);
-            __m256i k = tkvi_shorts_avx2(u, v);
-            if (i < second) { /* full = 128 hi + lo, lo 0..127; narrow ones have no lo */
-                __m256i full = tkvi_shorts_avx2(_mm256_mul_ps(u, fine), _mm256_mul_ps(v, fine)), lo, wide;
-                wide = _mm256_set1_epi16((short)((tower >> r & 1 ? a->n : a->wide) - i));
+            __m256i k = tkvi_round_to_int16_avx2(u, v);
+            if (i < second) { /* full = 128 * hi + lo, lo 0..127; one-limb weights have lo 0 */
+                __m256i full = tkvi_round_to_int16_avx2(_mm256_mul_ps(u, fine), _mm256_mul_ps(v, fine)), lo,
+                        wide;
+                wide = _mm256_set1_epi16((short)((two_mask >> r & 1 ? a->n : a->wide) - i));
                 wide = _mm256_cmpgt_epi16(wide, places);
                 lo = _mm256_and_si256(wide, _mm256_and_si256(full, _mm256_set1_epi16(127)));
                 middle_lo[r] = _mm256_add_epi32(middle_lo[r], _mm256_madd_epi16(lo, c));
-                tkvi_save_weights_avx2(a->lo + at, lo, 1);
+                tkvi_store_weights_avx2(a->lo + at, lo, 1);
                 k = _mm256_blendv_epi8(k, _mm256_srai_epi16(full, 7), wide);
             }
             middle[r] = _mm256_add_epi32(middle[r], _mm256_madd_epi16(k, c));
-            tkvi_save_weights_avx2(a->w + at, k, 1);
+            tkvi_store_weights_avx2(a->w + at, k, 1);
         }
     }
-    tkvi_plane_avx2(&f[0], first, step, tkvi_sum4_avx2(rest), tkvi_isum4_avx2(middle));
-    tkvi_plane_avx2(&f[1], first, _mm_mul_ps(step, _mm_set1_ps(1.0f / 128.0f)), _mm_setzero_ps(),
-                    tkvi_isum4_avx2(middle_lo));
+    tkvi_store_fold_avx2(&f[0], first, step, tkvi_sum4_avx2(rest), tkvi_isum4_avx2(middle));
+    tkvi_store_fold_avx2(&f[1], first, _mm_mul_ps(step, _mm_set1_ps(1.0f / 128.0f)), _mm_setzero_ps(),
+                         tkvi_isum4_avx2(middle_lo));
     return second;
 }
 
-TKVI_FLAT_AVX2 int tkvi_fold_v4_avx2(const tkvi_folding *a, int first, int left, const int nr, tkvi_fold *f) {
+TKVI_FLAT_AVX2 int tkvi_fold_v4_avx2(const tkvi_fold_args *a, int first, int left, const int nr,
+                                     tkvi_fold *f) {
     const float *p[4];
     const __m256 no_sign = _mm256_castsi256_ps(_mm256_set1_epi32(0x7fffffff));
     __m256 most[4], rest[4], squares[4];
     __m256i sum[4], sum_lo[4];
     __m128 m, step;
     float by[4], top[4];
-    int i, r, tower;
+    int i, r, two_mask;
     TKVI_UNROLL
     for (r = 0; r < 4; r++) {
         p[r] = a->x + (first + tkvi_min(r, left - 1)) * TKVI_BLOCK;
@@ -1085,10 +1109,10 @@ TKVI_FLAT_AVX2 int tkvi_fold_v4_avx2(const tkvi_folding *a, int first, int left,
         }
     }
     m = tkvi_max4_avx2(most);
-    tower = a->planes == 2 ? 15 : tkvi_tower_avx2(a, m, tkvi_sum4_avx2(squares), a->top);
-    for (r = 0; r < 4; r++) top[r] = tower >> r & 1 ? (float)TKVI_TWO_PLANES : (float)a->top;
+    two_mask = a->n_limbs == 2 ? 15 : tkvi_needs_two_avx2(a, m, tkvi_sum4_avx2(squares), a->top);
+    for (r = 0; r < 4; r++) top[r] = two_mask >> r & 1 ? (float)TKVI_TWO_LIMBS_MAX : (float)a->top;
     _mm_storeu_ps(by, tkvi_inverse_avx2(_mm_loadu_ps(top), m));
-    for (r = 0; r < 4; r++) top[r] = tower >> r & 1 ? (float)TKVI_PLANE : (float)a->top;
+    for (r = 0; r < 4; r++) top[r] = two_mask >> r & 1 ? (float)TKVI_LIMB_MAX_K : (float)a->top;
     step = _mm_div_ps(m, _mm_loadu_ps(top));
     for (i = 0; i < TKVI_BLOCK; i += 16) {
         const __m256 scale0 = _mm256_loadu_ps(a->scale + i), scale1 = _mm256_loadu_ps(a->scale + i + 8);
@@ -1098,27 +1122,27 @@ TKVI_FLAT_AVX2 int tkvi_fold_v4_avx2(const tkvi_folding *a, int first, int left,
             const __m256 inverse = _mm256_set1_ps(by[r]);
             __m256 u = _mm256_mul_ps(_mm256_loadu_ps(p[r] + i), scale0);
             __m256 v = _mm256_mul_ps(_mm256_loadu_ps(p[r] + i + 8), scale1);
-            __m256i k = tkvi_shorts_avx2(_mm256_mul_ps(u, inverse), _mm256_mul_ps(v, inverse));
+            __m256i k = tkvi_round_to_int16_avx2(_mm256_mul_ps(u, inverse), _mm256_mul_ps(v, inverse));
             k = _mm256_max_epi16(k, _mm256_setzero_si256());
-            if (tower) {
-                const int two = tower >> r & 1;
+            if (two_mask) {
+                const int two = two_mask >> r & 1;
                 const __m256i lo = _mm256_and_si256(k, _mm256_set1_epi16((short)(two ? 127 : 0)));
                 sum_lo[r] = _mm256_add_epi32(sum_lo[r], _mm256_madd_epi16(lo, _mm256_set1_epi16(1)));
-                tkvi_save_weights_avx2(a->lo + at, lo, 0);
+                tkvi_store_weights_avx2(a->lo + at, lo, 0);
                 if (two) k = _mm256_srai_epi16(k, 7);
             }
             sum[r] = _mm256_add_epi32(sum[r], _mm256_madd_epi16(k, _mm256_set1_epi16(1)));
-            tkvi_save_weights_avx2(a->w + at, k, 0);
+            tkvi_store_weights_avx2(a->w + at, k, 0);
         }
     }
-    tkvi_plane_avx2(&f[0], first, step, tkvi_sum4_avx2(rest),
-                    _mm_mullo_epi32(tkvi_isum4_avx2(sum), _mm_set1_epi32(a->middle)));
-    tkvi_plane_avx2(&f[1], first, _mm_mul_ps(step, _mm_set1_ps(1.0f / 128.0f)), _mm_setzero_ps(),
-                    _mm_mullo_epi32(tkvi_isum4_avx2(sum_lo), _mm_set1_epi32(a->middle)));
-    return tower;
+    tkvi_store_fold_avx2(&f[0], first, step, tkvi_sum4_avx2(rest),
+                         _mm_mullo_epi32(tkvi_isum4_avx2(sum), _mm_set1_epi32(a->middle)));
+    tkvi_store_fold_avx2(&f[1], first, _mm_mul_ps(step, _mm_set1_ps(1.0f / 128.0f)), _mm_setzero_ps(),
+                         _mm_mullo_epi32(tkvi_isum4_avx2(sum_lo), _mm_set1_epi32(a->middle)));
+    return two_mask;
 }
 
-static TKVI_TARGET_AVX2 int tkvi_fold_k_avx2(const tkvi_folding *a, int rows, tkvi_fold *f) {
+static TKVI_TARGET_AVX2 int tkvi_fold_k_avx2(const tkvi_fold_args *a, int rows, tkvi_fold *f) {
     int r, second = 0;
     for (r = 0; r < rows; r += 4)
         second = tkvi_max(second, rows - r == 1   ? tkvi_fold_k4_avx2(a, r, 1, 1, f)
@@ -1127,7 +1151,7 @@ static TKVI_TARGET_AVX2 int tkvi_fold_k_avx2(const tkvi_folding *a, int rows, tk
     return second;
 }
 
-static TKVI_TARGET_AVX2 int tkvi_fold_v_avx2(const tkvi_folding *a, int rows, tkvi_fold *f) {
+static TKVI_TARGET_AVX2 int tkvi_fold_v_avx2(const tkvi_fold_args *a, int rows, tkvi_fold *f) {
     int r, second = 0;
     for (r = 0; r < rows; r += 4)
         second |= (rows - r == 1   ? tkvi_fold_v4_avx2(a, r, 1, 1, f)
@@ -1137,8 +1161,9 @@ static TKVI_TARGET_AVX2 int tkvi_fold_v_avx2(const tkvi_folding *a, int rows, tk
     return second;
 }
 
-/* Eight sums of row r become answers at out[at]. */
-TKVI_FLAT_AVX2 void tkvi_answer_avx2(const tkvi_products *d, const tkvi_fold *f, int r, int at, __m256i sum) {
+/* Converts eight sums of row r to answers at out[at]. */
+TKVI_FLAT_AVX2 void tkvi_store_answers_avx2(const tkvi_products *d, const tkvi_fold *f, int r, int at,
+                                            __m256i sum) {
     const __m256 x = _mm256_cvtepi32_ps(_mm256_sub_epi32(sum, _mm256_set1_epi32(f->base[d->first + r])));
     __m256 rest = _mm256_set1_ps(f->rest[d->first + r]);
     float *out = d->out + f->row[d->first + r] * d->out_stride + at;
@@ -1146,66 +1171,68 @@ TKVI_FLAT_AVX2 void tkvi_answer_avx2(const tkvi_products *d, const tkvi_fold *f,
     _mm256_storeu_ps(out, _mm256_fmadd_ps(x, _mm256_set1_ps(f->step[d->first + r]), rest));
 }
 
-/* The products of one step: codes c (of 4 channels or tokens) by weights u, codes e (of the next 4) by
- * weights v; c[0] and e[0] add to accumulator a, c[1] and e[1] to b. Two pairs fit 16 bits: 4 * 127 * 63, and with
- * the weights of V, which are the unsigned operand, 4 * 255 * 15. With a table, levels are the signed operand and
- * the size of a weight the unsigned one, 2 * 127 * 127: each pair of products goes to 32 bits by itself. `unit` is
- * 1, or 16 for the high nibbles of 8-bit codes. */
-TKVI_FLAT_AVX2 __m256i tkvi_two_avx2(const int v_side, __m256i c, __m256i u, __m256i e, __m256i v,
-                                     __m256i unit) {
+/* The products of one step: codes c (of 4 channels or tokens) by weights u, and codes e (of the next 4) by weights
+ * v. Sums of c[0] and e[0] go to accumulator a, those of c[1] and e[1] to b.
+ *   Without a table: four products fit 16 bits. K: 4 * 127 * 63. V: weights are the unsigned operand, 4 * 255 * 15.
+ *   With a table: levels are signed, and |weight| is the unsigned operand. Only two products fit, 2 * 127 * 127.
+ * unit is 1, or 16 for the upper four bits of 8-bit codes. */
+TKVI_FLAT_AVX2 __m256i tkvi_dot_codes_avx2(const int v_side, __m256i c, __m256i u, __m256i e, __m256i v,
+                                           __m256i unit) {
     const __m256i x = v_side ? _mm256_maddubs_epi16(u, c) : _mm256_maddubs_epi16(c, u);
     const __m256i y = v_side ? _mm256_maddubs_epi16(v, e) : _mm256_maddubs_epi16(e, v);
     return _mm256_madd_epi16(_mm256_add_epi16(x, y), unit);
 }
 
-TKVI_FLAT_AVX2 __m256i tkvi_leveled_avx2(__m256i c, __m256i u, __m256i table) {
+TKVI_FLAT_AVX2 __m256i tkvi_dot_levels_avx2(__m256i c, __m256i u, __m256i table) {
     __m256i x = _mm256_sign_epi8(_mm256_shuffle_epi8(table, c), u);
     return _mm256_madd_epi16(_mm256_maddubs_epi16(_mm256_abs_epi8(u), x), _mm256_set1_epi16(1));
 }
 
-/* Accumulators a0..a3 and b0..b3: named ones stay in registers with every compiler. */
+/* Accumulators a0 .. a3 and b0 .. b3. Named variables stay in registers with every compiler. */
 #define TKVI_ROWS4_(X) X(0) X(1) X(2) X(3)
 #define TKVI_ZERO4_(r) __m256i a##r = _mm256_setzero_si256(), b##r = a##r;
 #define TKVI_MAC4_(r)                                                                                        \
     if (r < nw) {                                                                                            \
-        u = _mm256_set1_epi32(tkvi_four(w + r * stride));                                                    \
-        v = _mm256_set1_epi32(tkvi_four(w + r * stride + 4 * both));                                         \
-        a##r = _mm256_add_epi32(a##r, tkvi_two_avx2(v_side, c[0], u, e[0], v, unit));                        \
-        b##r = _mm256_add_epi32(b##r, tkvi_two_avx2(v_side, c[1], u, e[1], v, unit));                        \
+        u = _mm256_set1_epi32(tkvi_load_four_weights(w + r * stride));                                       \
+        v = _mm256_set1_epi32(tkvi_load_four_weights(w + r * stride + 4 * both));                            \
+        a##r = _mm256_add_epi32(a##r, tkvi_dot_codes_avx2(v_side, c[0], u, e[0], v, unit));                  \
+        b##r = _mm256_add_epi32(b##r, tkvi_dot_codes_avx2(v_side, c[1], u, e[1], v, unit));                  \
     }
-#define TKVI_LEVELED4_(r)                                                                                    \
+#define TKVI_MAC_LEVELS4_(r)                                                                                 \
     if (r < nw) {                                                                                            \
-        u = _mm256_set1_epi32(tkvi_four(w + r * stride));                                                    \
-        v = _mm256_set1_epi32(tkvi_four(w + r * stride + 4 * both));                                         \
-        a##r = _mm256_add_epi32(a##r, tkvi_leveled_avx2(c[0], u, table));                                    \
-        b##r = _mm256_add_epi32(b##r, tkvi_leveled_avx2(c[1], u, table));                                    \
+        u = _mm256_set1_epi32(tkvi_load_four_weights(w + r * stride));                                       \
+        v = _mm256_set1_epi32(tkvi_load_four_weights(w + r * stride + 4 * both));                            \
+        a##r = _mm256_add_epi32(a##r, tkvi_dot_levels_avx2(c[0], u, table));                                 \
+        b##r = _mm256_add_epi32(b##r, tkvi_dot_levels_avx2(c[1], u, table));                                 \
         if (both) {                                                                                          \
-            a##r = _mm256_add_epi32(a##r, tkvi_leveled_avx2(e[0], v, table));                                \
-            b##r = _mm256_add_epi32(b##r, tkvi_leveled_avx2(e[1], v, table));                                \
+            a##r = _mm256_add_epi32(a##r, tkvi_dot_levels_avx2(e[0], v, table));                             \
+            b##r = _mm256_add_epi32(b##r, tkvi_dot_levels_avx2(e[1], v, table));                             \
         }                                                                                                    \
     }
 #define TKVI_SAVE4_(r)                                                                                       \
     if (r < nw && r < d->rows) {                                                                             \
-        tkvi_answer_avx2(d, fold, r, at, a##r);                                                              \
-        tkvi_answer_avx2(d, fold, r, at + apart, b##r);                                                      \
+        tkvi_store_answers_avx2(d, fold, r, at, a##r);                                                       \
+        tkvi_store_answers_avx2(d, fold, r, at + apart, b##r);                                               \
     }
 
-/* Tiles of one width, two a step. */
+/* Multiplies n tiles of one width, two in a step. */
 #define TKVI_PAIRS4_(width)                                                                                  \
     for (i = 0; i < n; i += 2, w += 8, tile += 2 * bytes) {                                                  \
         const int both = i + 1 < n;                                                                          \
-        if (d->ahead && (i / 2 & (4 * d->turns + 3)) == 4 * d->turn + 2 * h + b) {                           \
+        if (d->ahead && (i / 2 & (4 * d->prefetch_mask + 3)) == 4 * d->prefetch_phase + 2 * h + b) {         \
             tkvi_prefetch_bytes(tile, 2 * bytes, d->ahead);                                                  \
             tkvi_prefetch_rest(d);                                                                           \
             tkvi_prefetch_rest(d);                                                                           \
         }                                                                                                    \
-        tkvi_codes_avx2(width, tile, d->tops, half + i * has_half, h, b, part, c);                           \
+        tkvi_unpack_codes_avx2(width, tile, d->tops, half + i * has_half, h, b, part, c);                    \
         e[0] = e[1] = _mm256_setzero_si256();                                                                \
-        if (both) tkvi_codes_avx2(width, tile + bytes, d->tops, half + (i + 1) * has_half, h, b, part, e);   \
+        if (both)                                                                                            \
+            tkvi_unpack_codes_avx2(width, tile + bytes, d->tops, half + (i + 1) * has_half, h, b, part, e);  \
         TKVI_ROWS4_(TKVI_MAC4_)                                                                              \
     }
 
-/* K: lanes are 8 tokens from 32h + 8b and 8 from 32h + 16 + 8b. RUN is TKVI_PAIRS4_ for the widths that are met. */
+/* K: lanes are tokens 32h + 8b .. + 7 (accumulator a) and 32h + 16 + 8b .. + 7 (b). RUN: TKVI_PAIRS4_ of the
+ * width. */
 #define TKVI_DOT_K4_(rows, RUN)                                                                              \
     static TKVI_TARGET_AVX2 void tkvi_dot_k##rows##_avx2(tkvi_products *d) {                                 \
         const int stride = TKV_MAX_HEAD_DIM, apart = 16, v_side = 0, nw = rows;                              \
@@ -1220,7 +1247,7 @@ TKVI_FLAT_AVX2 __m256i tkvi_leveled_avx2(__m256i c, __m256i u, __m256i table) {
             TKVI_ROWS4_(TKVI_ZERO4_)                                                                         \
             for (width = TKVI_MAX_WIDTH; width > 0; width--) {                                               \
                 const int bytes = tkvi_wide_bytes[width], has_half = tkvi_has_half[width];                   \
-                const int n = tkvi_min(d->s->runs.n[width], left);                                           \
+                const int n = tkvi_min(d->s->tiles.n[width], left);                                          \
                 left -= n;                                                                                   \
                 for (part = 0; part < 1 + (width == 8); part++) {                                            \
                     const uint8_t *tile = wide;                                                              \
@@ -1252,8 +1279,8 @@ TKVI_DOT_K4_(4, TKVI_COMMON4_)
 #undef TKVI_COMMON4_
 #undef TKVI_PAIRS4_
 
-/* V: lanes are channels 0 .. 7 and 8 .. 15 of one slab, which starts `skip` tiles on and whose answers go to
- * out[at]; `upper`: of the second channels of pairs. */
+/* V: lanes are channels 0 .. 7 and 8 .. 15 of one slab. The slab starts after `skip` tiles, and its answers go to
+ * out[at]. upper: 1: takes the second channels of pairs. */
 TKVI_FLAT_AVX2 void tkvi_dot_vs_avx2(tkvi_products *d, int skip, int upper, int at, const int width,
                                      const int8_t *levels, const int nw) {
     const int n = d->n, has_half = tkvi_has_half[width], bytes = tkvi_wide_bytes[width];
@@ -1262,25 +1289,25 @@ TKVI_FLAT_AVX2 void tkvi_dot_vs_avx2(tkvi_products *d, int skip, int upper, int 
     __m256i c[2], e[2], u, v, unit, table = unit = _mm256_setzero_si256();
     int t, h, part;
     TKVI_ROWS4_(TKVI_ZERO4_)
-    if (levels) table = tkvi_levels_avx2(levels + tkvi_level_table(d->s, width, upper));
+    if (levels) table = tkvi_load_table_avx2(levels + tkvi_level_table(d->s, width, upper));
     for (part = 0; part < 1 + (width == 8); part++) {
         const uint8_t *tile = d->wide + skip * bytes;
         const int8_t *w = d->w;
         int half = d->half + skip * has_half;
         unit = _mm256_set1_epi16(part ? 16 : 1);
         for (t = 0; t < n; t += 16) { /* a tile has 16 tokens, a plane four */
-            if (d->ahead && (t / 16 & d->turns) == d->turn) {
+            if (d->ahead && (t / 16 & d->prefetch_mask) == d->prefetch_phase) {
                 tkvi_prefetch_bytes(tile, bytes, d->ahead);
                 tkvi_prefetch_rest(d);
             }
             for (h = 0; h < 2; h++, w += 8) {
-                tkvi_codes_avx2(width, tile, d->tops, half, h, 0, part, c);
-                tkvi_codes_avx2(width, tile, d->tops, half, h, 1, part, e);
+                tkvi_unpack_codes_avx2(width, tile, d->tops, half, h, 0, part, c);
+                tkvi_unpack_codes_avx2(width, tile, d->tops, half, h, 1, part, e);
                 u = c[1];
                 c[1] = e[0];
                 e[0] = u;
                 if (levels) {
-                    TKVI_ROWS4_(TKVI_LEVELED4_)
+                    TKVI_ROWS4_(TKVI_MAC_LEVELS4_)
                 } else {
                     TKVI_ROWS4_(TKVI_MAC4_)
                 }
@@ -1292,7 +1319,7 @@ TKVI_FLAT_AVX2 void tkvi_dot_vs_avx2(tkvi_products *d, int skip, int upper, int 
     TKVI_ROWS4_(TKVI_SAVE4_)
 }
 
-/* What is met most, four rows of 2 to 4 bits, has its width as a constant. */
+/* The most frequent case, four rows with 2 to 4 bits, has its width as a constant. */
 typedef void (*tkvi_slab_dot)(tkvi_products *d, int skip, int upper, int at);
 #define TKVI_SLAB4_(name, width, levels, nw)                                                                 \
     static TKVI_TARGET_AVX2 void tkvi_slab_##name##_avx2(tkvi_products *d, int skip, int upper, int at) {    \
@@ -1308,7 +1335,7 @@ TKVI_SLAB4_(4_of_4, 4, NULL, 4)
 #undef TKVI_ROWS4_
 #undef TKVI_ZERO4_
 #undef TKVI_MAC4_
-#undef TKVI_LEVELED4_
+#undef TKVI_MAC_LEVELS4_
 #undef TKVI_SAVE4_
 
 static void tkvi_dot_slabs_avx2(tkvi_products *d, const tkvi_slab_dot dot) {
@@ -1325,7 +1352,7 @@ static void tkvi_dot_v4_avx2(tkvi_products *d) {
     tkvi_dot_slabs_avx2(d, d->s->levels || d->width > 4 ? tkvi_slab_4_avx2 : common[d->width]);
 }
 
-/* All rows, in the passes that registers allow: 1, 2 or 4. What rows beyond the last one add up to is left. */
+/* Multiplies all rows in passes of 1, 2 or 4. A pass of 4 discards the sums of rows beyond the last. */
 static void tkvi_dot_avx2(tkvi_products *d, int rows) {
     static const tkvi_dot dots[2][3] = {
         {tkvi_dot_k1_avx2, tkvi_dot_k2_avx2, tkvi_dot_k4_avx2},
@@ -1334,18 +1361,18 @@ static void tkvi_dot_avx2(tkvi_products *d, int rows) {
     tkvi_dot_rows(d, rows, dots[d->s->which]);
 }
 
-static const tkvi_steps tkvi_steps_avx2 = {&tkvi_simd_ops_avx2, tkvi_fold_k_avx2, tkvi_fold_v_avx2,
-                                           tkvi_dot_avx2, 0};
+static const tkvi_tile_ops tkvi_tile_ops_avx2 = {&tkvi_simd_ops_avx2, tkvi_fold_k_avx2, tkvi_fold_v_avx2,
+                                                 tkvi_dot_avx2, 0};
 
 static void tkvi_tiles_k_avx2(const tkvi_side *s, const uint8_t *src, const uint8_t *next, const float *q,
-                              const float *ref, int rows, int n, int planes, float *scores) {
+                              const float *ref, int rows, int n, int n_limbs, float *scores) {
     (void)n;
-    tkvi_tiles_k(&tkvi_steps_avx2, s, src, next, q, ref, rows, planes, scores);
+    tkvi_tiles_k(&tkvi_tile_ops_avx2, s, src, next, q, ref, rows, n_limbs, scores);
 }
 
 static void tkvi_tiles_v_avx2(const tkvi_side *s, const uint8_t *src, const uint8_t *next, const float *p,
-                              int rows, int n, int planes, float *out) {
-    tkvi_tiles_v(&tkvi_steps_avx2, s, src, next, p, rows, n, planes, out);
+                              int rows, int n, int n_limbs, float *out) {
+    tkvi_tiles_v(&tkvi_tile_ops_avx2, s, src, next, p, rows, n, n_limbs, out);
 }
 
 static int tkvi_softmax_step_avx2(const float *s, int rows, float *m, float *sum, float *p) {

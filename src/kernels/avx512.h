@@ -2,11 +2,11 @@
  * kernels/avx512.h - the kernels of kernels/scalar.h for AVX-512 F, BW, DQ, VL and VNNI (Ice Lake, Zen 4 and
  * later).
  *
- * Two shapes do the work.
- *   Integers: two vectors of codes x up to 8 weight rows = 16 accumulators in registers. vpdpbusd multiplies
- *             unsigned codes by signed weights, four weights broadcast at a time. The width of a tile is
- *             looked at once per 16 products, by branches that go the same way for a whole run.
- *   Floats:   4 vectors x up to 4 query rows.
+ * Two shapes do the work, each with up to 16 accumulators in registers:
+ *   Integers: four vectors of codes by up to 4 weight rows. vpdpbusd multiplies unsigned bytes by signed ones: in K
+ *             unsigned codes by signed weights, in V unsigned weights by signed codes. Four weights are broadcast at
+ *             a time. Most widths have a loop of their own.
+ *   Floats:   four vectors by up to 4 query rows.
  * Both are written once, with the number of rows as a constant argument.
  */
 #ifndef TKVI_KERNELS_AVX512_H
@@ -24,27 +24,29 @@
 #endif
 
 /* >>pieces */
-TKVI_FLAT_AVX512 __m512i tkvi_bytes_avx512(const uint8_t *p) { return _mm512_loadu_si512((const void *)p); }
+TKVI_FLAT_AVX512 __m512i tkvi_load_bytes_avx512(const uint8_t *p) {
+    return _mm512_loadu_si512((const void *)p);
+}
 
-/* 16 values of an exact side. The branch goes the same way all the time. */
-TKVI_FLAT_AVX512 __m512 tkvi_values_avx512(tkvi_storage type, const uint8_t *row, int at) {
+/* 16 values of an exact side. The branch is predicted: it goes one way for the whole side. */
+TKVI_FLAT_AVX512 __m512 tkvi_load_values_avx512(tkvi_storage type, const uint8_t *row, int at) {
     if (type == TKVI_AS_F16)
         return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)(const void *)(row + 2 * at)));
     if (type == TKVI_AS_BF16)
         return _mm512_castsi512_ps(_mm512_slli_epi32(
             _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)(const void *)(row + 2 * at))), 16));
-    return _mm512_castsi512_ps(tkvi_bytes_avx512(row + 4 * at));
+    return _mm512_castsi512_ps(tkvi_load_bytes_avx512(row + 4 * at));
 }
 
-static TKVI_TARGET_AVX512 void tkvi_halves_avx512(const uint8_t *src, int n, float *dst) {
+static TKVI_TARGET_AVX512 void tkvi_f16_to_f32_avx512(const uint8_t *src, int n, float *dst) {
     int i;
     for (i = 0; i + 16 <= n; i += 16)
         _mm512_storeu_ps(dst + i,
                          _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)(const void *)(src + 2 * i))));
-    tkvi_halves_scalar(src + 2 * i, n - i, dst + i);
+    tkvi_f16_to_f32_scalar(src + 2 * i, n - i, dst + i);
 }
 
-static TKVI_TARGET_AVX512 void tkvi_logs_avx512(const uint8_t *src, int n, int top, float *dst) {
+static TKVI_TARGET_AVX512 void tkvi_decode_log_scales_avx512(const uint8_t *src, int n, int top, float *dst) {
     const __m512i table = _mm512_slli_epi32(
         _mm512_sub_epi32(
             _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)(const void *)tkvi_log_mantissa)),
@@ -57,14 +59,15 @@ static TKVI_TARGET_AVX512 void tkvi_logs_avx512(const uint8_t *src, int n, int t
         __m512i code = _mm512_cvtepu8_epi32(_mm_maskz_loadu_epi8(m, src + i));
         __m512i x = _mm512_sub_epi32(code, _mm512_set1_epi32(1));
         __m512i bits = _mm512_slli_epi32(_mm512_add_epi32(_mm512_srai_epi32(x, 4), low), 23);
-        bits = _mm512_or_si512(bits, _mm512_permutexvar_epi32(x, table)); /* looks at 4 bits of x */
+        bits = _mm512_or_si512(bits, _mm512_permutexvar_epi32(x, table)); /* uses 4 bits of x */
         bits = _mm512_maskz_mov_epi32(_mm512_test_epi32_mask(code, code), bits);
         _mm512_mask_storeu_ps(dst + i, m, _mm512_castsi512_ps(bits));
     }
 }
 
-static TKVI_TARGET_AVX512 void tkvi_zeros_avx512(const uint8_t *offset, const float *scale, const float *mean,
-                                                 float unit, int middle, int n, float *dst) {
+static TKVI_TARGET_AVX512 void tkvi_decode_zero_points_avx512(const uint8_t *offset, const float *scale,
+                                                              const float *mean, float unit, int middle,
+                                                              int n, float *dst) {
     int i;
     for (i = 0; i < n; i += 16) {
         const __mmask16 m = (__mmask16)(n - i >= 16 ? 0xffff : (1 << (n - i)) - 1);
@@ -77,26 +80,28 @@ static TKVI_TARGET_AVX512 void tkvi_zeros_avx512(const uint8_t *offset, const fl
 }
 
 /* >>encoding: see kernels/avx2.h */
-/* Columns: a lane of 32 bits each, two tokens in it. */
+/* K columns: a 32-bit lane is a column and has two tokens. */
 typedef struct tkvi_range_avx512 {
-    __m512i cut, by, top; /* in both halves of a lane */
+    __m512i cut, by, top; /* each value stands in both halves of its lane */
 } tkvi_range_avx512;
 
-TKVI_FLAT_AVX512 __m512i tkvi_twice_avx512(__m512i x) { return _mm512_or_si512(x, _mm512_slli_epi32(x, 16)); }
+TKVI_FLAT_AVX512 __m512i tkvi_repeat16_avx512(__m512i x) {
+    return _mm512_or_si512(x, _mm512_slli_epi32(x, 16));
+}
 
 TKVI_FLAT_AVX512 tkvi_range_avx512 tkvi_range_of_avx512(int k, __m512i width) {
     const tkvi_a_range *r = &tkvi_a_ranges[k];
     tkvi_range_avx512 range;
     __m512i both = _mm512_loadu_si512((const void *)r->cut); /* cut, then by */
-    range.cut = tkvi_twice_avx512(_mm512_permutexvar_epi32(width, both));
+    range.cut = tkvi_repeat16_avx512(_mm512_permutexvar_epi32(width, both));
     range.by =
-        tkvi_twice_avx512(_mm512_permutexvar_epi32(_mm512_add_epi32(width, _mm512_set1_epi32(8)), both));
+        tkvi_repeat16_avx512(_mm512_permutexvar_epi32(_mm512_add_epi32(width, _mm512_set1_epi32(8)), both));
     range.top = _mm512_sub_epi32(_mm512_sllv_epi32(_mm512_set1_epi32(1), width), _mm512_set1_epi32(1));
-    range.top = tkvi_twice_avx512(range.top);
+    range.top = tkvi_repeat16_avx512(range.top);
     return range;
 }
 
-TKVI_FLAT_AVX512 __m512i tkvi_cut_avx512(__m512i u, const tkvi_range_avx512 *r) { /* tkvi_cut_code */
+TKVI_FLAT_AVX512 __m512i tkvi_cut_codes_avx512(__m512i u, const tkvi_range_avx512 *r) { /* as tkvi_cut_code */
     __m512i v = _mm512_mulhi_epu16(_mm512_subs_epu16(u, r->cut), r->by);
     return _mm512_min_epi16(_mm512_avg_epu16(v, _mm512_setzero_si512()), r->top);
 }
@@ -106,8 +111,9 @@ TKVI_FLAT_AVX512 __m512 tkvi_covariance_avx512(int n, __m512i a, __m512i b, __m5
         _mm512_sub_epi32(_mm512_mullo_epi32(_mm512_set1_epi32(n), products), _mm512_mullo_epi32(a, b)));
 }
 
-/* Range and integers of all columns; 0 if values would have to be cut to +-1e30. */
-TKVI_FLAT_AVX512 int tkvi_integers_avx512(tkvi_columns *c) {
+/* Computes range and integers of all columns. Returns 0 if a residual is beyond +-1e30, which this code does not
+ * clamp. */
+TKVI_FLAT_AVX512 int tkvi_columns_to_ints_avx512(tkvi_columns *c) {
     const __m512 lowest = _mm512_set1_ps(-1e30f), highest = _mm512_set1_ps(1e30f);
     const __m512 mean = _mm512_loadu_ps(c->mean);
     const __mmask16 lanes = (__mmask16)((1 << c->lanes) - 1);
@@ -130,7 +136,7 @@ TKVI_FLAT_AVX512 int tkvi_integers_avx512(tkvi_columns *c) {
     _mm512_store_ps(c->low, low);
     _mm512_store_ps(c->step, _mm512_maskz_mov_ps(some, step));
     for (t = 0; t < TKVI_BLOCK / 2; t++) {
-        const float *x = residual[t / 2 * 4 + t % 2]; /* as tkvi_column_u says */
+        const float *x = residual[t / 2 * 4 + t % 2]; /* in the order of tkvi_column_u */
         __m512 a = _mm512_mul_ps(_mm512_sub_ps(_mm512_load_ps(x), low), inverse);
         __m512 b = _mm512_mul_ps(_mm512_sub_ps(_mm512_load_ps(x + 2 * TKVI_LANES), low), inverse);
         __m512i u = _mm512_or_si512(_mm512_cvttps_epi32(a), _mm512_slli_epi32(_mm512_cvttps_epi32(b), 16));
@@ -144,15 +150,15 @@ TKVI_FLAT_AVX512 int tkvi_integers_avx512(tkvi_columns *c) {
     return 1;
 }
 
-static TKVI_TARGET_AVX512 void tkvi_columns_avx512(tkvi_columns *c) {
+static TKVI_TARGET_AVX512 void tkvi_encode_k_columns_avx512(tkvi_columns *c) {
     const __m512i width = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)(const void *)c->width));
     __m512i sum_c, sum_cc, sum_cu;
     __m512 most = _mm512_set1_ps(-1.0f);
     tkvi_range_avx512 best = tkvi_range_of_avx512(0, width);
     TKVI_ALIGNED int32_t four[TKVI_BLOCK / 4][TKVI_LANES];
     int t, k;
-    if (!tkvi_integers_avx512(c)) {
-        tkvi_columns_scalar(c);
+    if (!tkvi_columns_to_ints_avx512(c)) {
+        tkvi_encode_k_columns_scalar(c);
         return;
     }
     sum_c = sum_cc = sum_cu = _mm512_setzero_si512();
@@ -162,7 +168,7 @@ static TKVI_TARGET_AVX512 void tkvi_columns_avx512(tkvi_columns *c) {
         __m512 cov, var, score;
         __mmask16 better;
         for (t = 0; t < TKVI_BLOCK / 2; t++) {
-            __m512i u = _mm512_load_si512((const void *)c->u[t]), v = tkvi_cut_avx512(u, &range);
+            __m512i u = _mm512_load_si512((const void *)c->u[t]), v = tkvi_cut_codes_avx512(u, &range);
             sum = _mm512_add_epi16(sum, v);
             squares = _mm512_dpwssd_epi32(squares, v, v);
             products = _mm512_dpwssd_epi32(products, v, u);
@@ -184,16 +190,16 @@ static TKVI_TARGET_AVX512 void tkvi_columns_avx512(tkvi_columns *c) {
     _mm512_store_si512((void *)c->sum_cc, sum_cc);
     _mm512_store_si512((void *)c->sum_cu, sum_cu);
     for (t = 0; t < TKVI_BLOCK / 4; t++) {
-        __m512i a = tkvi_cut_avx512(_mm512_load_si512((const void *)c->u[2 * t]), &best);
-        __m512i b = tkvi_cut_avx512(_mm512_load_si512((const void *)c->u[2 * t + 1]), &best);
+        __m512i a = tkvi_cut_codes_avx512(_mm512_load_si512((const void *)c->u[2 * t]), &best);
+        __m512i b = tkvi_cut_codes_avx512(_mm512_load_si512((const void *)c->u[2 * t + 1]), &best);
         _mm512_store_si512((void *)four[t], _mm512_or_si512(a, _mm512_slli_epi32(b, 8)));
     }
-    tkvi_stand_avx2(c->code, four);
+    tkvi_transpose_codes_avx2(c->code, four);
 }
 
-/* Tokens: see kernels/avx2.h. */
-TKVI_FLAT_AVX512 float tkvi_transpose_avx512(const tkvi_side *s, int log2n, const float *x, const float *flip,
-                                             float *y) {
+/* V tokens: see kernels/avx2.h. */
+TKVI_FLAT_AVX512 float tkvi_rotate_token_avx512(const tkvi_side *s, int log2n, const float *x,
+                                                const float *flip, float *y) {
     const int n = 1 << log2n, end = tkvi_round_up(s->dim, 32);
     __m512 most;
     int c;
@@ -208,9 +214,9 @@ TKVI_FLAT_AVX512 float tkvi_transpose_avx512(const tkvi_side *s, int log2n, cons
     return _mm512_reduce_max_ps(most);
 }
 
-/* A token as integers, 16 channels and the next 16 packed as _mm512_packs_epi32 does it. Returns the sum of
- * squares. */
-TKVI_FLAT_AVX512 int32_t tkvi_whole_avx512(const float *y, float by, int end, int16_t *u) {
+/* Converts a token to integers. A vector of u has channels c .. c + 15 and c + 16 .. c + 31, interleaved as
+ * _mm512_packs_epi32 leaves them. Returns the sum of squares. */
+TKVI_FLAT_AVX512 int32_t tkvi_token_to_ints_avx512(const float *y, float by, int end, int16_t *u) {
     const __m512 inverse = _mm512_set1_ps(by);
     const __m512i most = _mm512_set1_epi16(TKVI_R_MOST), least = _mm512_set1_epi16(-TKVI_R_MOST);
     __m512i squares = _mm512_setzero_si512();
@@ -230,7 +236,7 @@ TKVI_FLAT_AVX512 __m512i tkvi_floor_avx512(__m512i u, __m512 by) {
                                     _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
 }
 
-/* The two halves of what tkvi_whole_avx512 has packed. */
+/* Channels c .. c + 15 (first) and c + 16 .. c + 31 (second) of such a vector. */
 TKVI_FLAT_AVX512 __m512i tkvi_first_avx512(__m512i u) {
     return _mm512_srai_epi32(_mm512_unpacklo_epi16(u, u), 16);
 }
@@ -239,13 +245,13 @@ TKVI_FLAT_AVX512 __m512i tkvi_second_avx512(__m512i u) {
     return _mm512_srai_epi32(_mm512_unpackhi_epi16(u, u), 16);
 }
 
-/* Two vectors of small integers as one of pairs. */
-TKVI_FLAT_AVX512 __m512i tkvi_both_avx512(__m512i a, __m512i b) {
+/* Joins two vectors of 16-bit values into one vector of pairs. */
+TKVI_FLAT_AVX512 __m512i tkvi_make_pairs_avx512(__m512i a, __m512i b) {
     return _mm512_mask_blend_epi16(0xaaaaaaaau, a, _mm512_slli_epi32(b, 16));
 }
 
-/* Codes of a uniform grid for 16 + 16 channels, packed like u; adds <u, level>. */
-TKVI_FLAT_AVX512 __m512i tkvi_grid_avx512(const int16_t *u, float fine, int top, __m512i *sum) {
+/* Codes of a uniform grid for 16 + 16 channels, in the order of u. Adds u * level to *sum. */
+TKVI_FLAT_AVX512 __m512i tkvi_encode_grid_avx512(const int16_t *u, float fine, int top, __m512i *sum) {
     const __m512i tops = _mm512_set1_epi16((short)top);
     const __m512 by = _mm512_set1_ps(fine);
     __m512i x = _mm512_load_si512((const void *)u), v;
@@ -257,17 +263,17 @@ TKVI_FLAT_AVX512 __m512i tkvi_grid_avx512(const int16_t *u, float fine, int top,
     return v;
 }
 
-/* Codes of 16 pairs, 0 .. 7 in lanes; adds <u, level>. The best score and the first code that has it win in
- * one maximum: eight times the score, and 7 - code. */
-TKVI_FLAT_AVX512 __m512i tkvi_pairs_avx512(const int16_t *u, float fine, __m512i *sum) {
+/* Codes 0 .. 7 of 16 pairs. Adds half of u * level to *sum (formats/r.h, step 5). One maximum of
+ * 8 * score + 7 - code finds the best score and the first code that reaches it. */
+TKVI_FLAT_AVX512 __m512i tkvi_encode_pairs_avx512(const int16_t *u, float fine, __m512i *sum) {
     const __m512 by = _mm512_set1_ps(fine);
     const __m128i *point_at = (const __m128i *)(const void *)tkvi_r_pairs;
-    const __m512i level = tkvi_both_avx512(_mm512_cvtepi8_epi32(_mm_loadu_si128(point_at)),
-                                           _mm512_cvtepi8_epi32(_mm_loadu_si128(point_at + 1)));
+    const __m512i level = tkvi_make_pairs_avx512(_mm512_cvtepi8_epi32(_mm_loadu_si128(point_at)),
+                                                 _mm512_cvtepi8_epi32(_mm_loadu_si128(point_at + 1)));
     __m512i x = _mm512_load_si512((const void *)u), a = tkvi_first_avx512(x), b = tkvi_second_avx512(x);
     __m512i best = _mm512_set1_epi32(INT32_MIN), code;
     int k;
-    x = tkvi_both_avx512(tkvi_floor_avx512(a, by), tkvi_floor_avx512(b, by));
+    x = tkvi_make_pairs_avx512(tkvi_floor_avx512(a, by), tkvi_floor_avx512(b, by));
     TKVI_UNROLL
     for (k = 0; k < 8; k++) {
         const int px = tkvi_r_pairs[k], py = tkvi_r_pairs[16 + k];
@@ -276,14 +282,14 @@ TKVI_FLAT_AVX512 __m512i tkvi_pairs_avx512(const int16_t *u, float fine, __m512i
         best = _mm512_max_epi32(best, _mm512_dpwssd_epi32(from, x, point));
     }
     code = _mm512_andnot_si512(best, _mm512_set1_epi32(7));
-    *sum = _mm512_dpwssd_epi32(*sum, tkvi_both_avx512(a, b), _mm512_permutexvar_epi32(code, level));
+    *sum = _mm512_dpwssd_epi32(*sum, tkvi_make_pairs_avx512(a, b), _mm512_permutexvar_epi32(code, level));
     return code;
 }
 
-/* Codes of four tokens; sum: twice <u, level> of each. u: [token][TKV_MAX_HEAD_DIM]; fine: [2][16], that of
- * grids and that of pairs. */
-TKVI_FLAT_AVX512 void tkvi_four_avx512(const tkvi_side *s, const int16_t *u, const float *fine, uint8_t *code,
-                                       int32_t *sum) {
+/* Codes of four tokens. sum: out, the sum of u * level of each (formats/r.h, step 6). u: [token][TKV_MAX_HEAD_DIM].
+ * fine: [2][16], factors of u for the grid and for pairs. */
+TKVI_FLAT_AVX512 void tkvi_encode_four_tokens_avx512(const tkvi_side *s, const int16_t *u, const float *fine,
+                                                     uint8_t *code, int32_t *sum) {
     const int pairs = s->pairs ? s->pad / 32 * 32 : 0, bits = s->pairs ? 2 : s->half_bits / 2;
     const int top = (1 << bits) - 1;
     __m512i grid[4], pair[4], v[4];
@@ -293,14 +299,15 @@ TKVI_FLAT_AVX512 void tkvi_four_avx512(const tkvi_side *s, const int16_t *u, con
     for (c = 0; c < pairs; c += 32, code += 4 * TKVI_TILE_CODES) {
         TKVI_UNROLL
         for (r = 0; r < 4; r++)
-            v[r] = tkvi_pairs_avx512(u + r * TKV_MAX_HEAD_DIM + c, fine[TKVI_LANES + r], &pair[r]);
+            v[r] = tkvi_encode_pairs_avx512(u + r * TKV_MAX_HEAD_DIM + c, fine[TKVI_LANES + r], &pair[r]);
         v[0] = _mm512_or_si512(v[0], _mm512_slli_epi32(v[1], 8));
         v[2] = _mm512_or_si512(v[2], _mm512_slli_epi32(v[3], 8));
         _mm512_storeu_si512((void *)code, _mm512_or_si512(v[0], _mm512_slli_epi32(v[2], 16)));
     }
     for (; c < s->dim; c += 32, code += 8 * TKVI_TILE_CODES) { /* two slabs */
         TKVI_UNROLL
-        for (r = 0; r < 4; r++) v[r] = tkvi_grid_avx512(u + r * TKV_MAX_HEAD_DIM + c, fine[r], top, &grid[r]);
+        for (r = 0; r < 4; r++)
+            v[r] = tkvi_encode_grid_avx512(u + r * TKV_MAX_HEAD_DIM + c, fine[r], top, &grid[r]);
         v[0] = _mm512_or_si512(v[0], _mm512_slli_epi16(v[1], 8));
         v[2] = _mm512_or_si512(v[2], _mm512_slli_epi16(v[3], 8));
         _mm512_storeu_si512((void *)code, _mm512_unpacklo_epi16(v[0], v[2]));
@@ -308,15 +315,15 @@ TKVI_FLAT_AVX512 void tkvi_four_avx512(const tkvi_side *s, const int16_t *u, con
             _mm512_storeu_si512((void *)(code + 4 * TKVI_TILE_CODES), _mm512_unpackhi_epi16(v[0], v[2]));
     }
     TKVI_UNROLL
-    for (r = 0; r < 4; r++) /* levels of the plain slab beside pairs: -120, -40, 40, 120, twice */
+    for (r = 0; r < 4; r++) /* beside pairs, level = 2 * 40 * (2 code - 3) */
         sum[r] =
             2 * _mm512_reduce_add_epi32(pair[r]) + (s->pairs ? 80 : 1) * _mm512_reduce_add_epi32(grid[r]);
 }
 
-/* 16 tokens at a time, a step for all of them before the next: what waits for a division or for the sum of a
- * vector is then one token of many. */
-static TKVI_TARGET_AVX512 void tkvi_tokens_avx512(const tkvi_side *s, const float *x, size_t stride, int n,
-                                                  tkvi_codes code, float *scale) {
+/* Each step runs over 16 tokens before the next step starts. So divisions and horizontal sums of several tokens
+ * overlap. */
+static TKVI_TARGET_AVX512 void tkvi_encode_v_tokens_avx512(const tkvi_side *s, const float *x, size_t stride,
+                                                           int n, tkvi_codes code, float *scale) {
     TKVI_ALIGNED float y[TKVI_LANES][TKV_MAX_HEAD_DIM], most[TKVI_LANES], by[TKVI_LANES], fine[2][TKVI_LANES];
     TKVI_ALIGNED int16_t u[TKVI_LANES][TKV_MAX_HEAD_DIM];
     TKVI_ALIGNED int32_t squares[TKVI_LANES], sum[TKVI_LANES];
@@ -325,42 +332,43 @@ static TKVI_TARGET_AVX512 void tkvi_tokens_avx512(const tkvi_side *s, const floa
     TKVI_ALIGNED float flip[TKV_MAX_HEAD_DIM];
     int first, t;
     if (s->dim < 16) {
-        tkvi_tokens_scalar(s, x, stride, n, code, scale);
+        tkvi_encode_v_tokens_scalar(s, x, stride, n, code, scale);
         return;
     }
     tkvi_flips_avx2(flip, tkvi_round_up(s->dim, 32));
     for (first = 0; first < n; first += TKVI_LANES) {
         const int count = tkvi_min(TKVI_LANES, n - first), fours = tkvi_round_up(count, 4);
-        const __mmask16 there = (__mmask16)((1 << count) - 1);
+        const __mmask16 present = (__mmask16)((1 << count) - 1);
         __m512 m, v;
         __mmask16 some;
-        for (t = 0; t < fours; t++) /* a token that is not there: its neighbour's codes, to be cleared */
-            most[t] = tkvi_transpose_avx512(s, log2n, x + (size_t)(first + tkvi_min(t, count - 1)) * stride,
-                                            flip, y[t]);
-        m = _mm512_min_ps(_mm512_maskz_loadu_ps(there, most), _mm512_set1_ps(1e30f));
+        for (t = 0; t < fours; t++) /* missing tokens repeat the last one; the caller clears their codes */
+            most[t] = tkvi_rotate_token_avx512(
+                s, log2n, x + (size_t)(first + tkvi_min(t, count - 1)) * stride, flip, y[t]);
+        m = _mm512_min_ps(_mm512_maskz_loadu_ps(present, most), _mm512_set1_ps(1e30f));
         some = _mm512_cmp_ps_mask(m, _mm512_set1_ps(1e-30f), _CMP_GT_OQ);
         _mm512_store_ps(by, _mm512_maskz_div_ps(some, _mm512_set1_ps((float)TKVI_R_MOST), m));
         for (t = 0; t < fours; t++)
-            squares[t] = tkvi_whole_avx512(y[t], by[t], tkvi_round_up(s->dim, 32), u[t]);
+            squares[t] = tkvi_token_to_ints_avx512(y[t], by[t], tkvi_round_up(s->dim, 32), u[t]);
         v = _mm512_cvtepi32_ps(
-            _mm512_max_epi32(_mm512_maskz_loadu_epi32(there, squares), _mm512_set1_epi32(1)));
+            _mm512_max_epi32(_mm512_maskz_loadu_epi32(present, squares), _mm512_set1_epi32(1)));
         v = _mm512_sqrt_ps(_mm512_div_ps(v, _mm512_set1_ps((float)s->dim)));
         v = _mm512_div_ps(_mm512_set1_ps(1.0f), v);
         _mm512_store_ps(fine[0], _mm512_div_ps(v, grid));
         _mm512_store_ps(fine[1], _mm512_mul_ps(v, _mm512_set1_ps(16.0f * TKVI_R_UNIT)));
         for (t = 0; t < fours; t += 4)
-            tkvi_four_avx512(s, u[t], fine[0] + t, code[first / 16] + 16 * t, sum + t);
+            tkvi_encode_four_tokens_avx512(s, u[t], fine[0] + t, code[first / 16] + 16 * t, sum + t);
         v = _mm512_cvtepi32_ps(_mm512_slli_epi32(_mm512_maskz_loadu_epi32(some, squares), 1));
         v = _mm512_div_ps(v, _mm512_cvtepi32_ps(_mm512_maskz_loadu_epi32(some, sum)));
         m = _mm512_div_ps(m, _mm512_set1_ps((float)TKVI_R_MOST));
-        _mm512_mask_storeu_ps(scale + first, there, _mm512_maskz_mul_ps(some, m, v));
+        _mm512_mask_storeu_ps(scale + first, present, _mm512_maskz_mul_ps(some, m, v));
     }
 }
 
 static const tkvi_simd_ops tkvi_simd_ops_avx512 = {
-    tkvi_halves_avx512,        tkvi_to_halves_avx2, tkvi_logs_avx512,     tkvi_zeros_avx512,
-    tkvi_log_codes_avx2,       tkvi_pack_tile_avx2, tkvi_interleave_avx2, tkvi_columns_avx512,
-    tkvi_finalize_scales_avx2, tkvi_tokens_avx512,  tkvi_groups_avx2,     tkvi_tile_values_avx512};
+    tkvi_f16_to_f32_avx512,         tkvi_f32_to_f16_avx2,         tkvi_decode_log_scales_avx512,
+    tkvi_decode_zero_points_avx512, tkvi_encode_log_scales_avx2,  tkvi_pack_tile_avx2,
+    tkvi_interleave_avx2,           tkvi_encode_k_columns_avx512, tkvi_finalize_scales_avx2,
+    tkvi_encode_v_tokens_avx512,    tkvi_encode_groups_avx2,      tkvi_decode_tiles_avx512};
 
 static TKVI_TARGET_AVX512 float tkvi_max64_avx512(const float *s) {
     __m512 a = _mm512_max_ps(_mm512_loadu_ps(s), _mm512_loadu_ps(s + 16));
@@ -368,8 +376,9 @@ static TKVI_TARGET_AVX512 float tkvi_max64_avx512(const float *s) {
     return _mm512_reduce_max_ps(_mm512_max_ps(a, b));
 }
 
-/* exp(x) for x <= 0, 0 below -87: 2^n 2^r with n + r = x log2 e, which comes in two parts: fused, the first product
- * loses nothing to n. The polynomial is a minimax fit of 2^r, |r| <= 1/2, with 2^0 = 1; error 9e-8. */
+/* exp(x) for x <= 0, and 0 for x < -87. It is 2^n 2^r with n + r = x log2 e. log2 e has two floats, and FMA subtracts
+ * n from the exact first product. The polynomial is a minimax fit of 2^r for |r| <= 1/2, with 2^0 = 1. The error is
+ * 9e-8. */
 TKVI_FLAT_AVX512 __m512 tkvi_exp_avx512(__m512 x) {
     const __mmask16 some = _mm512_cmp_ps_mask(x, _mm512_set1_ps(-87.0f), _CMP_GE_OQ);
     const __m512 log2e = _mm512_set1_ps(1.44269502f);
@@ -397,7 +406,7 @@ static TKVI_TARGET_AVX512 float tkvi_exp64_avx512(const float *s, float maximum,
 }
 
 /* >>exact tiers */
-/* Lane by lane the sums of four vectors: 4 x 16 -> 4. */
+/* Horizontal sums and maxima of four vectors. */
 TKVI_FLAT_AVX512 __m128 tkvi_sum4_avx512(const __m512 *a) {
     __m512 x = _mm512_add_ps(_mm512_unpacklo_ps(a[0], a[1]), _mm512_unpackhi_ps(a[0], a[1]));
     __m512 y = _mm512_add_ps(_mm512_unpacklo_ps(a[2], a[3]), _mm512_unpackhi_ps(a[2], a[3]));
@@ -426,7 +435,7 @@ TKVI_FLAT_AVX512 __m128i tkvi_isum4_avx512(const __m512i *a) {
     return _mm_add_epi32(_mm256_castsi256_si128(w), _mm256_extracti128_si256(w, 1));
 }
 
-/* 4 tokens x up to 4 rows; lanes are 16 channels. Tokens beyond n repeat the last one. */
+/* Scores of nr rows, 4 tokens at a time. Lanes are 16 channels. Tokens beyond n repeat the last one. */
 TKVI_FLAT_AVX512 void tkvi_exact_k4_avx512(const tkvi_side *s, const uint8_t *src, uintptr_t ahead,
                                            const float *q, const float *ref, int rows, int n, const int nr,
                                            float *scores) {
@@ -446,7 +455,7 @@ TKVI_FLAT_AVX512 void tkvi_exact_k4_avx512(const tkvi_side *s, const uint8_t *sr
             __m512 x[4], minus = _mm512_loadu_ps(ref + c);
             TKVI_UNROLL
             for (j = 0; j < 4; j++)
-                x[j] = _mm512_sub_ps(tkvi_values_avx512(s->format->stored, k[j], c), minus);
+                x[j] = _mm512_sub_ps(tkvi_load_values_avx512(s->format->stored, k[j], c), minus);
             TKVI_UNROLL
             for (r = 0; r < nr; r++) {
                 __m512 y = _mm512_loadu_ps(q + tkvi_min(r, rows - 1) * s->pad + c);
@@ -460,7 +469,7 @@ TKVI_FLAT_AVX512 void tkvi_exact_k4_avx512(const tkvi_side *s, const uint8_t *sr
     }
 }
 
-/* The first four rows, or all that are left. */
+/* Scores of the first min(left, 4) rows. */
 static TKVI_TARGET_AVX512 void tkvi_exact_rows_k_avx512(const tkvi_side *s, const uint8_t *src,
                                                         uintptr_t ahead, const float *q, const float *ref,
                                                         int left, int n, float *scores) {
@@ -471,16 +480,16 @@ static TKVI_TARGET_AVX512 void tkvi_exact_rows_k_avx512(const tkvi_side *s, cons
 
 static TKVI_TARGET_AVX512 void tkvi_exact_k_avx512(const tkvi_side *s, const uint8_t *src,
                                                    const uint8_t *next, const float *q, const float *ref,
-                                                   int rows, int n, int planes, float *scores) {
+                                                   int rows, int n, int n_limbs, float *scores) {
     int r;
-    (void)planes;
+    (void)n_limbs;
     if (n < TKVI_BLOCK) memset(scores, 0, (size_t)(rows * TKVI_BLOCK) * sizeof(float));
     for (r = 0; r < rows; r += 4)
-        tkvi_exact_rows_k_avx512(s, src, tkvi_ahead(src, next), q + r * s->pad, ref, rows - r, n,
+        tkvi_exact_rows_k_avx512(s, src, tkvi_prefetch_distance(src, next), q + r * s->pad, ref, rows - r, n,
                                  scores + r * TKVI_BLOCK);
 }
 
-/* nv vectors of 16 channels x up to 4 rows, over all tokens. */
+/* Outputs of nr rows in nv vectors of 16 channels, over all tokens. */
 TKVI_FLAT_AVX512 void tkvi_exact_v4_avx512(const tkvi_side *s, const uint8_t *src, uintptr_t ahead,
                                            const float *p, int rows, int n, int first, const int nr,
                                            const int nv, float *out) {
@@ -495,7 +504,7 @@ TKVI_FLAT_AVX512 void tkvi_exact_v4_avx512(const tkvi_side *s, const uint8_t *sr
         __m512 x[4];
         TKVI_UNROLL
         for (j = 0; j < nv; j++) {
-            x[j] = tkvi_values_avx512(s->format->stored, src, first + 16 * j);
+            x[j] = tkvi_load_values_avx512(s->format->stored, src, first + 16 * j);
             tkvi_prefetch(src + (first + 16 * j) * s->format->bits / 8, ahead);
         }
         TKVI_UNROLL
@@ -518,10 +527,10 @@ TKVI_FLAT_AVX512 void tkvi_exact_v4_avx512(const tkvi_side *s, const uint8_t *sr
 
 static TKVI_TARGET_AVX512 void tkvi_exact_v_avx512(const tkvi_side *s, const uint8_t *src,
                                                    const uint8_t *next, const float *p, int rows, int n,
-                                                   int planes, float *out) {
-    uintptr_t ahead = tkvi_ahead(src, next);
+                                                   int n_limbs, float *out) {
+    uintptr_t ahead = tkvi_prefetch_distance(src, next);
     int r;
-    (void)planes;
+    (void)n_limbs;
     for (r = 0; r < rows; r += 4) {
         const float *x = p + r * TKVI_BLOCK;
         float *o = out + r * s->pad;
@@ -536,7 +545,8 @@ static TKVI_TARGET_AVX512 void tkvi_exact_v_avx512(const tkvi_side *s, const uin
 }
 
 /* >>decoded: see kernels/decode_x86.h */
-/* Levels of E5M2; floats have more exponents, and no subnormals where these have them. */
+/* Levels of E5M2. Normal codes get the exponent of a float. Subnormal codes are normal numbers as floats, so they are
+ * converted from integers. */
 TKVI_FLAT_AVX512 __m512 tkvi_e5m2_avx512(__m512i code) {
     const __m512i size = _mm512_and_si512(code, _mm512_set1_epi32(127));
     const __m512i sign = _mm512_slli_epi32(_mm512_sub_epi32(code, size), 24);
@@ -549,20 +559,21 @@ TKVI_FLAT_AVX512 __m512 tkvi_e5m2_avx512(__m512i code) {
     return _mm512_castsi512_ps(_mm512_or_si512(x, sign));
 }
 
-/* Levels of E4M3, as halves: exponents have one bit less, so none of them is infinite. */
+/* Levels of E4M3, read as fp16. E4M3 has one exponent bit less, so no code becomes infinity or NaN. */
 TKVI_FLAT_AVX512 __m512 tkvi_e4m3_avx512(__m128i code) {
     __m256i x = _mm256_srai_epi16(_mm256_slli_epi16(_mm256_cvtepu8_epi16(code), 8), 1);
     x = _mm256_and_si256(x, _mm256_set1_epi16((int16_t)0xbfff));
     return _mm512_mul_ps(_mm512_cvtph_ps(x), _mm512_set1_ps(4.0f));
 }
 
-/* How codes of a vector come apart: the two bytes that a code is in, and by how much it is shifted there. */
-typedef struct tkvi_apart_avx512 {
-    __m512i pick[3], shift[3]; /* of partners, the first and the second; of 16 neighbours */
+/* Positions of the codes of a vector: the two bytes that hold each code (pick), and its shift in them. Index 0 and 1:
+ * first and second RoPE partners. Index 2: 16 neighbours. */
+typedef struct tkvi_code_fields_avx512 {
+    __m512i pick[3], shift[3];
     __m512 level;
-} tkvi_apart_avx512;
+} tkvi_code_fields_avx512;
 
-TKVI_FLAT_AVX512 void tkvi_apart_of_avx512(const tkvi_reading *r, tkvi_apart_avx512 *a) {
+TKVI_FLAT_AVX512 void tkvi_code_fields_of_avx512(const tkvi_code_rows *r, tkvi_code_fields_avx512 *a) {
     const __m512i lane = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
     int k;
     for (k = 0; k < 3; k++) {
@@ -577,65 +588,66 @@ TKVI_FLAT_AVX512 void tkvi_apart_of_avx512(const tkvi_reading *r, tkvi_apart_avx
     a->level = _mm512_load_ps(r->level);
 }
 
-/* 16 levels; those of a vector that is not whole end in rubbish. Which of the kinds of whole bytes it is, is asked
- * each time: the branch goes the same way all the time. */
-TKVI_FLAT_AVX512 __m512 tkvi_level_avx512(tkvi_code_kind kind, const uint8_t *p, const tkvi_apart_avx512 *a,
-                                          const int k) {
+/* 16 levels. Lanes beyond the last channel have no meaning. The branches are predicted: kind is one for a side. */
+TKVI_FLAT_AVX512 __m512 tkvi_load_levels_avx512(tkvi_code_kind kind, const uint8_t *p,
+                                                const tkvi_code_fields_avx512 *a, const int k) {
     const __m128i bytes = _mm_loadu_si128((const __m128i *)(const void *)p);
     __m512i x;
     if (kind == TKVI_CODES_INT8) return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes));
     if (kind == TKVI_CODES_E4M3) return tkvi_e4m3_avx512(bytes);
     if (kind == TKVI_CODES_E5M2) return tkvi_e5m2_avx512(_mm512_cvtepu8_epi32(bytes));
     x = _mm512_srlv_epi32(_mm512_shuffle_epi8(_mm512_broadcast_i32x4(bytes), a->pick[k]), a->shift[k]);
-    return _mm512_permutexvar_ps(x, a->level); /* looks at 4 bits */
+    return _mm512_permutexvar_ps(x, a->level); /* uses 4 bits of x */
 }
 
-/* Factors of 16 channels into the scales of tokens. */
-static TKVI_TARGET_AVX512 void tkvi_parts_avx512(tkvi_reading *r) {
+/* Multiplies the factors of 16 channels into the scales of tokens. */
+static TKVI_TARGET_AVX512 void tkvi_fold_factors_avx512(tkvi_code_rows *r) {
     TKVI_ALIGNED float scale[TKVI_BLOCK];
     int t;
-    memcpy(scale, r->by, sizeof scale);
-    for (t = 0; t < TKVI_BLOCK; t++) { /* what stands behind a token's factors is overwritten by the next */
-        const __mmask16 some = (__mmask16)((1 << r->per) - 1);
-        const __m512 x = tkvi_e4m3_avx512(_mm_maskz_loadu_epi8(some, r->parts + t * r->per));
-        _mm512_storeu_ps(r->by + t * r->per, _mm512_mul_ps(x, _mm512_set1_ps(scale[t])));
+    memcpy(scale, r->scale, sizeof scale);
+    for (t = 0; t < TKVI_BLOCK; t++) { /* the next token overwrites the lanes beyond this one's factors */
+        const __mmask16 some = (__mmask16)((1 << r->scales_per_token) - 1);
+        const __m512 x = tkvi_e4m3_avx512(_mm_maskz_loadu_epi8(some, r->factors + t * r->scales_per_token));
+        _mm512_storeu_ps(r->scale + t * r->scales_per_token, _mm512_mul_ps(x, _mm512_set1_ps(scale[t])));
     }
 }
 
-/* 4 tokens x up to 4 rows, as tkvi_exact_k4_avx512; tokens from .. from + n - 1. */
-TKVI_FLAT_AVX512 void tkvi_decoded_k4_avx512(const tkvi_reading *rd, tkvi_code_kind kind,
-                                             const int by_channel, const int turn, int from, int n,
+/* Scores of nr rows with tokens from .. from + n - 1, in the shape of tkvi_exact_k4_avx512. more: outliers, added
+ * to the keys. roped: 1: rotates the keys by RoPE. */
+TKVI_FLAT_AVX512 void tkvi_decoded_k4_avx512(const tkvi_code_rows *rd, tkvi_code_kind kind,
+                                             const int by_channel, const int roped, int from, int n,
                                              const float *q, const float *more, int rows, const int nr,
                                              float *scores) {
-    tkvi_apart_avx512 apart;
+    tkvi_code_fields_avx512 apart;
     int t, v, r, j;
-    tkvi_apart_of_avx512(rd, &apart);
-    for (t = 0; t < n; t += 4) { /* a record has 64 rows, whatever n is */
+    tkvi_code_fields_of_avx512(rd, &apart);
+    for (t = 0; t < n; t += 4) { /* may read tokens beyond n: a record has 64 rows */
         __m512 acc[4][4];
-        const uint8_t *const k = rd->codes + (size_t)(from + t) * rd->row;
-        const float *by = rd->by + (from + t) * rd->per, *m = more + 16 * t * rd->vectors;
-        const float *cosine = turn ? rd->rope->cosine[t] : NULL, *sine = turn ? rd->rope->sine[t] : NULL;
+        const uint8_t *const k = rd->codes + (size_t)(from + t) * rd->row_bytes;
+        const float *by = rd->scale + (from + t) * rd->scales_per_token, *m = more + 16 * t * rd->n_vectors;
+        const float *cosine = roped ? rd->rope->cosine[t] : NULL, *sine = roped ? rd->rope->sine[t] : NULL;
         TKVI_UNROLL
-        for (j = 0; j < 4; j++) tkvi_reading_prefetch(rd, from + t + j);
+        for (j = 0; j < 4; j++) tkvi_prefetch_code_row(rd, from + t + j);
         TKVI_UNROLL
         for (r = 0; r < nr; r++) {
             TKVI_UNROLL
             for (j = 0; j < 4; j++) acc[r][j] = _mm512_setzero_ps();
         }
         v = 0;
-        for (; v < (turn ? rd->pairs : 0); v += 2, cosine += 16, sine += 16, m += 32) {
-            const __m512 by0 = _mm512_load_ps(rd->by + 16 * v), by1 = _mm512_load_ps(rd->by + 16 * v + 16);
-            const __m512 plus0 = _mm512_load_ps(rd->plus + 16 * v);
-            const __m512 plus1 = _mm512_load_ps(rd->plus + 16 * v + 16);
+        for (; v < (roped ? rd->n_partners : 0); v += 2, cosine += 16, sine += 16, m += 32) {
+            const __m512 by0 = _mm512_load_ps(rd->scale + 16 * v),
+                         by1 = _mm512_load_ps(rd->scale + 16 * v + 16);
+            const __m512 plus0 = _mm512_load_ps(rd->zero + 16 * v);
+            const __m512 plus1 = _mm512_load_ps(rd->zero + 16 * v + 16);
             __m512 a[4], b[4];
             TKVI_UNROLL
             for (j = 0; j < 4; j++) {
                 const __m512 c = _mm512_loadu_ps(cosine + j * (TKV_MAX_HEAD_DIM / 2));
                 const __m512 d = _mm512_loadu_ps(sine + j * (TKV_MAX_HEAD_DIM / 2));
-                const uint8_t *kj = k + (size_t)j * rd->row;
-                const float *mj = m + 16 * j * rd->vectors;
-                __m512 x = tkvi_level_avx512(TKVI_CODES_TABLE, kj + rd->at[v], &apart, 0);
-                __m512 y = tkvi_level_avx512(TKVI_CODES_TABLE, kj + rd->at[v + 1], &apart, 1);
+                const uint8_t *kj = k + (size_t)j * rd->row_bytes;
+                const float *mj = m + 16 * j * rd->n_vectors;
+                __m512 x = tkvi_load_levels_avx512(TKVI_CODES_TABLE, kj + rd->vector_at[v], &apart, 0);
+                __m512 y = tkvi_load_levels_avx512(TKVI_CODES_TABLE, kj + rd->vector_at[v + 1], &apart, 1);
                 x = _mm512_add_ps(_mm512_fmadd_ps(x, by0, plus0), _mm512_load_ps(mj));
                 y = _mm512_add_ps(_mm512_fmadd_ps(y, by1, plus1), _mm512_load_ps(mj + 16));
                 a[j] = _mm512_fnmadd_ps(y, d, _mm512_mul_ps(x, c));
@@ -643,29 +655,29 @@ TKVI_FLAT_AVX512 void tkvi_decoded_k4_avx512(const tkvi_reading *rd, tkvi_code_k
             }
             TKVI_UNROLL
             for (r = 0; r < nr; r++) {
-                const float *y = q + 16 * tkvi_min(r, rows - 1) * rd->vectors + 16 * v;
+                const float *y = q + 16 * tkvi_min(r, rows - 1) * rd->n_vectors + 16 * v;
                 const __m512 y0 = _mm512_load_ps(y), y1 = _mm512_load_ps(y + 16);
                 TKVI_UNROLL
                 for (j = 0; j < 4; j++)
                     acc[r][j] = _mm512_fmadd_ps(b[j], y1, _mm512_fmadd_ps(a[j], y0, acc[r][j]));
             }
         }
-        for (; v < rd->vectors; v++, m += 16) {
-            const uint8_t *kv = k + rd->at[v];
+        for (; v < rd->n_vectors; v++, m += 16) {
+            const uint8_t *kv = k + rd->vector_at[v];
             const float *bv = by + (16 * v >> rd->shift);
             __m512 x[4];
             TKVI_UNROLL
             for (j = 0; j < 4; j++) {
-                x[j] = tkvi_level_avx512(kind, kv + (size_t)j * rd->row, &apart, 2);
+                x[j] = tkvi_load_levels_avx512(kind, kv + (size_t)j * rd->row_bytes, &apart, 2);
                 if (by_channel) {
-                    x[j] = _mm512_fmadd_ps(x[j], _mm512_load_ps(rd->by + 16 * v),
-                                           _mm512_load_ps(rd->plus + 16 * v));
-                    x[j] = _mm512_add_ps(x[j], _mm512_load_ps(m + 16 * j * rd->vectors));
-                } else x[j] = _mm512_mul_ps(x[j], _mm512_set1_ps(bv[j * rd->per]));
+                    x[j] = _mm512_fmadd_ps(x[j], _mm512_load_ps(rd->scale + 16 * v),
+                                           _mm512_load_ps(rd->zero + 16 * v));
+                    x[j] = _mm512_add_ps(x[j], _mm512_load_ps(m + 16 * j * rd->n_vectors));
+                } else x[j] = _mm512_mul_ps(x[j], _mm512_set1_ps(bv[j * rd->scales_per_token]));
             }
             TKVI_UNROLL
             for (r = 0; r < nr; r++) {
-                __m512 y = _mm512_load_ps(q + 16 * tkvi_min(r, rows - 1) * rd->vectors + 16 * v);
+                __m512 y = _mm512_load_ps(q + 16 * tkvi_min(r, rows - 1) * rd->n_vectors + 16 * v);
                 TKVI_UNROLL
                 for (j = 0; j < 4; j++) acc[r][j] = _mm512_fmadd_ps(x[j], y, acc[r][j]);
             }
@@ -676,26 +688,27 @@ TKVI_FLAT_AVX512 void tkvi_decoded_k4_avx512(const tkvi_reading *rd, tkvi_code_k
     }
 }
 
-/* Functions for codes in parts of bytes, with a table, and for whole bytes. */
-#define TKVI_DECODED_K_(name, kind, by_channel, turn)                                                        \
-    static TKVI_TARGET_AVX512 void tkvi_##name##_k_avx512(const tkvi_reading *rd, int from, int n,           \
+/* Kernels for codes with a table of levels, for codes of whole bytes, and for keys of KVQuant without and with
+ * RoPE. */
+#define TKVI_DECODED_K_(name, kind, by_channel, roped)                                                       \
+    static TKVI_TARGET_AVX512 void tkvi_##name##_k_avx512(const tkvi_code_rows *rd, int from, int n,         \
                                                           const float *q, const float *more, int rows,       \
                                                           float *scores) {                                   \
         if (rows == 1)                                                                                       \
-            tkvi_decoded_k4_avx512(rd, kind, by_channel, turn, from, n, q, more, rows, 1, scores);           \
-        else tkvi_decoded_k4_avx512(rd, kind, by_channel, turn, from, n, q, more, rows, 4, scores);          \
+            tkvi_decoded_k4_avx512(rd, kind, by_channel, roped, from, n, q, more, rows, 1, scores);          \
+        else tkvi_decoded_k4_avx512(rd, kind, by_channel, roped, from, n, q, more, rows, 4, scores);         \
     }
 TKVI_DECODED_K_(table, TKVI_CODES_TABLE, 0, 0)
 TKVI_DECODED_K_(bytes, rd->kind, 0, 0)
 TKVI_DECODED_K_(channels, TKVI_CODES_TABLE, 1, 0)
-TKVI_DECODED_K_(turning, TKVI_CODES_TABLE, 1, 1)
+TKVI_DECODED_K_(rope, TKVI_CODES_TABLE, 1, 1)
 #undef TKVI_DECODED_K_
 
-/* Turns 16 v channels in the order of the vectors back. */
-TKVI_FLAT_AVX512 void tkvi_transpose_back_avx512(const tkvi_reading *r, const float *cosine,
-                                                 const float *sine, float *x) {
+/* Inverts RoPE on a row in the order of the vectors. */
+TKVI_FLAT_AVX512 void tkvi_rope_row_back_avx512(const tkvi_code_rows *r, const float *cosine,
+                                                const float *sine, float *x) {
     int v;
-    for (v = 0; v < r->pairs; v += 2, x += 32) {
+    for (v = 0; v < r->n_partners; v += 2, x += 32) {
         __m512 c = _mm512_loadu_ps(cosine + 8 * v), s = _mm512_loadu_ps(sine + 8 * v);
         __m512 a = _mm512_load_ps(x), b = _mm512_load_ps(x + 16);
         _mm512_store_ps(x, _mm512_fmadd_ps(b, s, _mm512_mul_ps(a, c)));
@@ -705,35 +718,35 @@ TKVI_FLAT_AVX512 void tkvi_transpose_back_avx512(const tkvi_reading *r, const fl
 
 static TKVI_TARGET_AVX512 void tkvi_decoded_k_avx512(const tkvi_side *s, const uint8_t *src,
                                                      const uint8_t *next, const float *q, const float *ref,
-                                                     int rows, int n, int planes, float *scores) {
-    static void (*const kinds[4])(const tkvi_reading *rd, int from, int n, const float *q, const float *more,
-                                  int rows, float *scores) = {tkvi_table_k_avx512, tkvi_bytes_k_avx512,
-                                                              tkvi_channels_k_avx512, tkvi_turning_k_avx512};
-    TKVI_ALIGNED float x[TKVI_ROWS * TKVI_READ_FLOATS], less[TKVI_ROWS];
-    TKVI_ALIGNED float more[TKVI_ROPE_NEAR * TKVI_READ_FLOATS]; /* outliers */
+                                                     int rows, int n, int n_limbs, float *scores) {
+    static void (*const kinds[4])(const tkvi_code_rows *rd, int from, int n, const float *q,
+                                  const float *more, int rows, float *scores) = {
+        tkvi_table_k_avx512, tkvi_bytes_k_avx512, tkvi_channels_k_avx512, tkvi_rope_k_avx512};
+    TKVI_ALIGNED float x[TKVI_ROWS * TKVI_VECTOR_FLOATS], less[TKVI_ROWS];
+    TKVI_ALIGNED float more[TKVI_ROPE_NEAR * TKVI_VECTOR_FLOATS]; /* outliers */
     float *where[TKVI_ROPE_NEAR * TKVI_KVQUANT_SLOTS];
     TKVI_ALIGNED float first[2][TKV_MAX_HEAD_DIM / 2]; /* cosine and sine of the block's start */
-    tkvi_reading rd;
+    tkvi_code_rows rd;
     int from, r, t, step, kind;
-    if (!tkvi_reading_begin(&rd, s, src, next, &tkvi_simd_ops_avx512)) {
-        tkvi_decoded_k(s, src, next, q, ref, rows, n, planes, scores);
+    if (!tkvi_open_code_rows(&rd, s, src, next, &tkvi_simd_ops_avx512)) {
+        tkvi_decoded_k(s, src, next, q, ref, rows, n, n_limbs, scores);
         return;
     }
     if (n < TKVI_BLOCK) memset(scores, 0, (size_t)(rows * TKVI_BLOCK) * sizeof(float));
-    if (rd.parts) tkvi_parts_avx512(&rd);
-    tkvi_reading_queries(&rd, q, ref, rows, x, less);
+    if (rd.factors) tkvi_fold_factors_avx512(&rd);
+    tkvi_place_queries(&rd, q, ref, rows, x, less);
     kind = rd.rope ? 3 : rd.by_channel ? 2 : rd.kind != TKVI_CODES_TABLE;
     step = rd.by_channel ? TKVI_ROPE_NEAR : TKVI_BLOCK;
-    if (rd.by_channel) memset(more, 0, (size_t)(16 * 16 * rd.vectors) * sizeof *more);
-    if (rd.rope) tkvi_reading_angles(&rd, first[0], first[1]);
+    if (rd.by_channel) memset(more, 0, (size_t)(16 * 16 * rd.n_vectors) * sizeof *more);
+    if (rd.rope) tkvi_rope_start_angles(&rd, first[0], first[1]);
     for (from = 0; from < n; from += step) {
         const int count = tkvi_min(step, n - from);
-        int out = rd.slots ? tkvi_outliers_k(&rd, from, count, more, where) : 0;
+        int out = rd.slots ? tkvi_scatter_outliers_k(&rd, from, count, more, where) : 0;
         for (r = 0; r < rows && rd.rope; r++)
-            tkvi_transpose_back_avx512(&rd, from ? rd.rope->cosine[step] : first[0],
-                                       from ? rd.rope->sine[step] : first[1], x + 16 * r * rd.vectors);
+            tkvi_rope_row_back_avx512(&rd, from ? rd.rope->cosine[step] : first[0],
+                                      from ? rd.rope->sine[step] : first[1], x + 16 * r * rd.n_vectors);
         for (r = 0; r < rows; r += 4)
-            kinds[kind](&rd, from, count, x + 16 * r * rd.vectors, more, rows - r,
+            kinds[kind](&rd, from, count, x + 16 * r * rd.n_vectors, more, rows - r,
                         scores + r * TKVI_BLOCK + from);
         while (out > 0) *where[--out] = 0.0f;
     }
@@ -744,27 +757,27 @@ static TKVI_TARGET_AVX512 void tkvi_decoded_k_avx512(const tkvi_side *s, const u
         }
 }
 
-/* nv vectors of 16 channels x up to 4 rows, over all tokens. */
-TKVI_FLAT_AVX512 void tkvi_decoded_v4_avx512(const tkvi_reading *rd, tkvi_code_kind kind, const float *p,
+/* Outputs of nr rows in nv vectors of 16 channels, over all tokens. */
+TKVI_FLAT_AVX512 void tkvi_decoded_v4_avx512(const tkvi_code_rows *rd, tkvi_code_kind kind, const float *p,
                                              int rows, int n, int first, const int nr, const int nv,
                                              float *out) {
     const uint8_t *src = rd->codes + first * rd->bits / 8;
-    const float *by = rd->by;
-    tkvi_apart_avx512 apart;
+    const float *by = rd->scale;
+    tkvi_code_fields_avx512 apart;
     int t, r, j;
     __m512 acc[4][4];
-    tkvi_apart_of_avx512(rd, &apart);
+    tkvi_code_fields_of_avx512(rd, &apart);
     TKVI_UNROLL
     for (r = 0; r < nr; r++) {
         TKVI_UNROLL
         for (j = 0; j < nv; j++) acc[r][j] = _mm512_setzero_ps();
     }
-    for (t = 0; t < n; t++, src += rd->row, by += rd->per) {
+    for (t = 0; t < n; t++, src += rd->row_bytes, by += rd->scales_per_token) {
         __m512 x[4];
-        if (first == 0) tkvi_reading_prefetch(rd, t);
+        if (first == 0) tkvi_prefetch_code_row(rd, t);
         TKVI_UNROLL
         for (j = 0; j < nv; j++) {
-            x[j] = tkvi_level_avx512(kind, src + 2 * j * rd->bits, &apart, 2);
+            x[j] = tkvi_load_levels_avx512(kind, src + 2 * j * rd->bits, &apart, 2);
             x[j] = _mm512_mul_ps(x[j], _mm512_set1_ps(by[(first + 16 * j) >> rd->shift]));
         }
         TKVI_UNROLL
@@ -786,8 +799,8 @@ TKVI_FLAT_AVX512 void tkvi_decoded_v4_avx512(const tkvi_reading *rd, tkvi_code_k
 }
 
 #define TKVI_DECODED_V_(name, kind)                                                                          \
-    static TKVI_TARGET_AVX512 void tkvi_##name##_v_avx512(const tkvi_reading *rd, const float *p, int rows,  \
-                                                          int n, float *out) {                               \
+    static TKVI_TARGET_AVX512 void tkvi_##name##_v_avx512(const tkvi_code_rows *rd, const float *p,          \
+                                                          int rows, int n, float *out) {                     \
         int c = 0;                                                                                           \
         for (; c + 64 <= rd->s->pad; c += 64) {                                                              \
             if (rows == 1) tkvi_decoded_v4_avx512(rd, kind, p, rows, n, c, 1, 4, out);                       \
@@ -801,18 +814,18 @@ TKVI_DECODED_V_(bytes, rd->kind)
 
 static TKVI_TARGET_AVX512 void tkvi_decoded_v_avx512(const tkvi_side *s, const uint8_t *src,
                                                      const uint8_t *next, const float *p, int rows, int n,
-                                                     int planes, float *out) {
-    static void (*const kinds[2])(const tkvi_reading *rd, const float *p, int rows, int n,
+                                                     int n_limbs, float *out) {
+    static void (*const kinds[2])(const tkvi_code_rows *rd, const float *p, int rows, int n,
                                   float *out) = {tkvi_table_v_avx512, tkvi_bytes_v_avx512};
     TKVI_ALIGNED float sum[TKVI_ROWS * TKV_MAX_HEAD_DIM];
-    tkvi_reading rd;
+    tkvi_code_rows rd;
     float *o = s->grid && s->rotate ? sum : out;
     int r, c, t;
-    if (!tkvi_reading_begin(&rd, s, src, next, &tkvi_simd_ops_avx512)) {
-        tkvi_decoded_v(s, src, next, p, rows, n, planes, out);
+    if (!tkvi_open_code_rows(&rd, s, src, next, &tkvi_simd_ops_avx512)) {
+        tkvi_decoded_v(s, src, next, p, rows, n, n_limbs, out);
         return;
     }
-    if (rd.parts) tkvi_parts_avx512(&rd);
+    if (rd.factors) tkvi_fold_factors_avx512(&rd);
     if (o == sum) memset(sum, 0, (size_t)(rows * s->pad) * sizeof(float));
     for (r = 0; r < rows; r += 4)
         kinds[rd.kind != TKVI_CODES_TABLE](&rd, p + r * TKVI_BLOCK, rows - r, n, o + r * s->pad);
@@ -820,12 +833,12 @@ static TKVI_TARGET_AVX512 void tkvi_decoded_v_avx512(const tkvi_side *s, const u
         tkvi_rotate_back(sum + r * s->pad, s->dim);
         for (c = 0; c < s->dim; c++) out[r * s->pad + c] += sum[r * s->pad + c];
     }
-    if (rd.slots) tkvi_outliers_v(&rd, p, rows, n, out);
-    for (r = 0; r < rows && !s->grid; r++) { /* the middles of KVQUANT */
+    if (rd.slots) tkvi_add_outliers_v(&rd, p, rows, n, out);
+    for (r = 0; r < rows && !s->grid; r++) { /* KVQuant: adds the zero points of the tokens */
         __m512 plus = _mm512_setzero_ps();
         for (t = 0; t < TKVI_BLOCK; t += 16)
             plus =
-                _mm512_fmadd_ps(_mm512_load_ps(rd.plus + t), _mm512_loadu_ps(p + r * TKVI_BLOCK + t), plus);
+                _mm512_fmadd_ps(_mm512_load_ps(rd.zero + t), _mm512_loadu_ps(p + r * TKVI_BLOCK + t), plus);
         plus = _mm512_set1_ps(_mm512_reduce_add_ps(plus));
         for (c = 0; c < s->pad; c += 16)
             _mm512_storeu_ps(out + r * s->pad + c,
@@ -834,41 +847,41 @@ static TKVI_TARGET_AVX512 void tkvi_decoded_v_avx512(const tkvi_side *s, const u
 }
 
 /* >>tiles */
-/* Codes shifted right by `right` where they stand (left if negative), `bits` of them masked out; the 16-bit shift
- * moves bits into the neighbour byte, the mask takes them away. */
+/* Shifts the bytes of x right by `right` bits (left if negative), and keeps the bits of mask. The mask clears the
+ * bits that the 16-bit shift moved into the neighbour byte. */
 TKVI_FLAT_AVX512 __m512i tkvi_field_avx512(__m512i x, const int right, const int mask) {
     if (right > 0) x = _mm512_srli_epi16(x, (unsigned char)right);
     if (right < 0) x = _mm512_slli_epi16(x, (unsigned char)-right);
-    return _mm512_and_si512(x, tkvi_all_avx512(mask));
+    return _mm512_and_si512(x, tkvi_splat_bytes_avx512(mask));
 }
 
-/* The codes of one tile as bytes, plane by plane; see core/tile.h for what stands where. */
-TKVI_FLAT_AVX512 void tkvi_planes_avx512(const int width, const uint8_t *wide, const uint8_t *tops, int half,
-                                         __m512i *code) {
-    const int low = width >= 4 ? 4 : width >= 2 ? 2 : 0; /* bits that are not in the 1-bit half */
+/* Unpacks the codes of one tile to bytes, plane by plane (core/tile.h). */
+TKVI_FLAT_AVX512 void tkvi_unpack_tile_avx512(const int width, const uint8_t *wide, const uint8_t *tops,
+                                              int half, __m512i *code) {
+    const int low = width >= 4 ? 4 : width >= 2 ? 2 : 0; /* bits of the first part of a tile */
     int p;
     if (width == 8) {
         TKVI_UNROLL
-        for (p = 0; p < 4; p++) code[p] = tkvi_bytes_avx512(wide + 64 * p);
+        for (p = 0; p < 4; p++) code[p] = tkvi_load_bytes_avx512(wide + 64 * p);
         return;
     }
     if (low == 4) {
         TKVI_UNROLL
         for (p = 0; p < 4; p++)
-            code[p] = tkvi_field_avx512(tkvi_bytes_avx512(wide + p / 2 * 64), p % 2 * 4, 15);
+            code[p] = tkvi_field_avx512(tkvi_load_bytes_avx512(wide + p / 2 * 64), p % 2 * 4, 15);
     } else if (low == 2) {
-        const __m512i x = tkvi_bytes_avx512(wide);
+        const __m512i x = tkvi_load_bytes_avx512(wide);
         TKVI_UNROLL
         for (p = 0; p < 4; p++) code[p] = tkvi_field_avx512(x, 2 * p, 3);
     }
     if (width == 6) {
-        const __m512i x = tkvi_bytes_avx512(wide + 128);
+        const __m512i x = tkvi_load_bytes_avx512(wide + 128);
         TKVI_UNROLL
         for (p = 0; p < 4; p++) code[p] = _mm512_or_si512(code[p], tkvi_field_avx512(x, 2 * p - 4, 48));
     }
     if (width & 1) {
-        const __m512i x =
-            _mm512_srl_epi16(tkvi_bytes_avx512(tops + (half >> 1) * 64), _mm_cvtsi32_si128((half & 1) * 4));
+        const __m512i x = _mm512_srl_epi16(tkvi_load_bytes_avx512(tops + (half >> 1) * 64),
+                                           _mm_cvtsi32_si128((half & 1) * 4));
         TKVI_UNROLL
         for (p = 0; p < 4; p++) {
             const __m512i top = tkvi_field_avx512(x, p - low, 1 << low);
@@ -877,12 +890,12 @@ TKVI_FLAT_AVX512 void tkvi_planes_avx512(const int width, const uint8_t *wide, c
     }
 }
 
-/* The 16 levels in each 128-bit quarter. */
-TKVI_FLAT_AVX512 __m512i tkvi_levels_avx512(const int8_t *levels) {
+/* Loads the 16 levels into each 128-bit quarter. */
+TKVI_FLAT_AVX512 __m512i tkvi_load_table_avx512(const int8_t *levels) {
     return _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)(const void *)levels));
 }
 
-/* 64 neighbours from four vectors that were packed to bytes. */
+/* Restores the order of 64 bytes that were packed from four vectors. */
 TKVI_FLAT_AVX512 __m512i tkvi_in_order_avx512(__m512i x) {
     return _mm512_permutexvar_epi32(_mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15),
                                     x);
@@ -892,21 +905,22 @@ TKVI_FLAT_AVX512 __m512i tkvi_nearest_avx512(__m512 x) {
     return _mm512_cvt_roundps_epi32(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
 }
 
-/* Which of four rows want two planes, by their largest weights and sums of squares. */
-TKVI_FLAT_AVX512 __mmask8 tkvi_tower_avx512(const tkvi_folding *a, __m128 most, __m128 squares, int top) {
+/* Bit r is set if row r of four needs two limbs (TKVI_NEEDS_TWO). */
+TKVI_FLAT_AVX512 __mmask8 tkvi_needs_two_avx512(const tkvi_fold_args *a, __m128 most, __m128 squares,
+                                                int top) {
     return _mm_cmp_ps_mask(_mm_mul_ps(_mm_mul_ps(_mm_set1_ps(a->coarse), most), most),
-                           _mm_mul_ps(_mm_set1_ps(TKVI_MAY_ERR(top)), squares), _CMP_GT_OQ);
+                           _mm_mul_ps(_mm_set1_ps(TKVI_ERR_LIMIT(top)), squares), _CMP_GT_OQ);
 }
 
-/* Four rows go together so that their horizontal sums do, four vectors so that they pack to one of bytes. Rows that
- * are not there repeat the last one. */
-TKVI_FLAT_AVX512 int tkvi_fold_k4_avx512(const tkvi_folding *a, int first, int left, const int nr,
+/* Folds four rows together, so that one sequence of horizontal sums serves all. Missing rows repeat the last. Four
+ * vectors of floats give one vector of bytes. */
+TKVI_FLAT_AVX512 int tkvi_fold_k4_avx512(const tkvi_fold_args *a, int first, int left, const int nr,
                                          tkvi_fold *f) {
     TKVI_ALIGNED float folded[4][TKV_MAX_HEAD_DIM];
     __m512 most[4], rest[4], squares[4];
     __m512i middle[4], middle_lo[4];
     __m128 m, step, inverse;
-    __mmask8 tower;
+    __mmask8 two_mask;
     TKVI_ALIGNED float by[4];
     int i, j, r, second = a->wide;
     TKVI_UNROLL
@@ -936,15 +950,15 @@ TKVI_FLAT_AVX512 int tkvi_fold_k4_avx512(const tkvi_folding *a, int first, int l
         for (r = 0; r < nr; r++) _mm512_store_ps(folded[r] + i, _mm512_setzero_ps());
     }
     m = tkvi_max4_avx512(most);
-    tower = tkvi_tower_avx512(a, m, tkvi_sum4_avx512(squares), TKVI_PLANE);
-    if (a->planes == 2) tower = 15;
-    if (tower) second = a->n;
+    two_mask = tkvi_needs_two_avx512(a, m, tkvi_sum4_avx512(squares), TKVI_LIMB_MAX_K);
+    if (a->n_limbs == 2) two_mask = 15;
+    if (two_mask) second = a->n;
     inverse = _mm_maskz_div_ps(_mm_cmp_ps_mask(m, _mm_set1_ps(1e-34f), _CMP_GT_OQ),
-                               _mm_set1_ps((float)TKVI_PLANE), m);
+                               _mm_set1_ps((float)TKVI_LIMB_MAX_K), m);
     _mm_store_ps(by, inverse);
-    step = _mm_div_ps(m, _mm_set1_ps((float)TKVI_PLANE));
+    step = _mm_div_ps(m, _mm_set1_ps((float)TKVI_LIMB_MAX_K));
     for (i = 0; i < a->n; i += 64) {
-        const __m512i c = tkvi_bytes_avx512(a->centre2 + i);
+        const __m512i c = tkvi_load_bytes_avx512(a->centre2 + i);
         TKVI_UNROLL
         for (r = 0; r < nr; r++) {
             const int at = (first + r) * TKV_MAX_HEAD_DIM + i;
@@ -958,8 +972,8 @@ TKVI_FLAT_AVX512 int tkvi_fold_k4_avx512(const tkvi_folding *a, int first, int l
             }
             v[0] = _mm512_packs_epi32(v[0], v[1]);
             v[1] = _mm512_packs_epi32(v[2], v[3]);
-            if (i < second) { /* v = 128 hi + lo, lo 0..127; narrow ones have no lo */
-                const int two = (tower >> r & 1) ? a->n - i : a->wide - i;
+            if (i < second) { /* u = 128 * hi + lo, lo 0..127; one-limb weights have lo 0 */
+                const int two = (two_mask >> r & 1) ? a->n - i : a->wide - i;
                 const __mmask64 wide = two >= 64 ? ~(__mmask64)0 : two > 0 ? ((__mmask64)1 << two) - 1 : 0;
                 __m512i u[4], full, lo;
                 TKVI_UNROLL
@@ -982,20 +996,20 @@ TKVI_FLAT_AVX512 int tkvi_fold_k4_avx512(const tkvi_folding *a, int first, int l
             middle[r] = _mm512_dpbusd_epi32(middle[r], c, v[0]);
         }
     }
-    tkvi_plane_avx2(&f[0], first, step, tkvi_sum4_avx512(rest), tkvi_isum4_avx512(middle));
-    tkvi_plane_avx2(&f[1], first, _mm_mul_ps(step, _mm_set1_ps(1.0f / 128.0f)), _mm_setzero_ps(),
-                    second ? tkvi_isum4_avx512(middle_lo) : _mm_setzero_si128());
+    tkvi_store_fold_avx2(&f[0], first, step, tkvi_sum4_avx512(rest), tkvi_isum4_avx512(middle));
+    tkvi_store_fold_avx2(&f[1], first, _mm_mul_ps(step, _mm_set1_ps(1.0f / 128.0f)), _mm_setzero_ps(),
+                         second ? tkvi_isum4_avx512(middle_lo) : _mm_setzero_si128());
     return second;
 }
 
-/* p has 64 tokens: it stays in registers from its products to its bytes. */
-TKVI_FLAT_AVX512 int tkvi_fold_v4_avx512(const tkvi_folding *a, int first, int left, const int nr,
+/* The 64 weights of a row stay in registers from folding to rounding. */
+TKVI_FLAT_AVX512 int tkvi_fold_v4_avx512(const tkvi_fold_args *a, int first, int left, const int nr,
                                          tkvi_fold *f) {
     const __m512i ones = _mm512_set1_epi8(1), low = _mm512_set1_epi16(127);
     __m512 y[4][4], most[4], rest[4], squares[4];
     __m512i sum[4], sum_lo[4];
     __m128 m, top, step;
-    __mmask8 tower;
+    __mmask8 two_mask;
     TKVI_ALIGNED float by[4];
     int j, r;
     TKVI_UNROLL
@@ -1018,10 +1032,10 @@ TKVI_FLAT_AVX512 int tkvi_fold_v4_avx512(const tkvi_folding *a, int first, int l
         }
     }
     m = tkvi_max4_avx512(most);
-    tower = a->planes == 2 ? 15 : tkvi_tower_avx512(a, m, tkvi_sum4_avx512(squares), a->top);
-    top = _mm_mask_mov_ps(_mm_set1_ps((float)a->top), tower, _mm_set1_ps((float)TKVI_TWO_PLANES));
+    two_mask = a->n_limbs == 2 ? 15 : tkvi_needs_two_avx512(a, m, tkvi_sum4_avx512(squares), a->top);
+    top = _mm_mask_mov_ps(_mm_set1_ps((float)a->top), two_mask, _mm_set1_ps((float)TKVI_TWO_LIMBS_MAX));
     _mm_store_ps(by, _mm_maskz_div_ps(_mm_cmp_ps_mask(m, _mm_set1_ps(1e-34f), _CMP_GT_OQ), top, m));
-    top = _mm_mask_mov_ps(top, tower, _mm_set1_ps((float)TKVI_PLANE));
+    top = _mm_mask_mov_ps(top, two_mask, _mm_set1_ps((float)TKVI_LIMB_MAX_K));
     step = _mm_div_ps(m, top);
     TKVI_UNROLL
     for (r = 0; r < nr; r++) {
@@ -1032,8 +1046,8 @@ TKVI_FLAT_AVX512 int tkvi_fold_v4_avx512(const tkvi_folding *a, int first, int l
         for (j = 0; j < 4; j++) v[j] = tkvi_nearest_avx512(_mm512_mul_ps(y[r][j], inverse));
         v[0] = _mm512_packus_epi32(v[0], v[1]);
         v[1] = _mm512_packus_epi32(v[2], v[3]);
-        if (tower) {
-            if (tower >> r & 1) { /* 128 hi + lo, lo 0..127 */
+        if (two_mask) {
+            if (two_mask >> r & 1) { /* v = 128 * hi + lo, lo 0..127 */
                 lo = tkvi_in_order_avx512(
                     _mm512_packus_epi16(_mm512_and_si512(v[0], low), _mm512_and_si512(v[1], low)));
                 v[0] = _mm512_srli_epi16(v[0], 7);
@@ -1046,15 +1060,15 @@ TKVI_FLAT_AVX512 int tkvi_fold_v4_avx512(const tkvi_folding *a, int first, int l
         _mm512_storeu_si512((void *)(a->w + at), v[0]);
         sum[r] = _mm512_dpbusd_epi32(sum[r], v[0], ones);
     }
-    tkvi_plane_avx2(&f[0], first, step, tkvi_sum4_avx512(rest),
-                    _mm_mullo_epi32(tkvi_isum4_avx512(sum), _mm_set1_epi32(a->middle)));
-    tkvi_plane_avx2(&f[1], first, _mm_mul_ps(step, _mm_set1_ps(1.0f / 128.0f)), _mm_setzero_ps(),
-                    tower ? _mm_mullo_epi32(tkvi_isum4_avx512(sum_lo), _mm_set1_epi32(a->middle))
-                          : _mm_setzero_si128());
-    return tower;
+    tkvi_store_fold_avx2(&f[0], first, step, tkvi_sum4_avx512(rest),
+                         _mm_mullo_epi32(tkvi_isum4_avx512(sum), _mm_set1_epi32(a->middle)));
+    tkvi_store_fold_avx2(&f[1], first, _mm_mul_ps(step, _mm_set1_ps(1.0f / 128.0f)), _mm_setzero_ps(),
+                         two_mask ? _mm_mullo_epi32(tkvi_isum4_avx512(sum_lo), _mm_set1_epi32(a->middle))
+                                  : _mm_setzero_si128());
+    return two_mask;
 }
 
-static TKVI_TARGET_AVX512 int tkvi_fold_k_avx512(const tkvi_folding *a, int rows, tkvi_fold *f) {
+static TKVI_TARGET_AVX512 int tkvi_fold_k_avx512(const tkvi_fold_args *a, int rows, tkvi_fold *f) {
     int r, second = 0;
     for (r = 0; r < rows; r += 4)
         second = tkvi_max(second, rows - r == 1   ? tkvi_fold_k4_avx512(a, r, 1, 1, f)
@@ -1063,7 +1077,7 @@ static TKVI_TARGET_AVX512 int tkvi_fold_k_avx512(const tkvi_folding *a, int rows
     return second;
 }
 
-static TKVI_TARGET_AVX512 int tkvi_fold_v_avx512(const tkvi_folding *a, int rows, tkvi_fold *f) {
+static TKVI_TARGET_AVX512 int tkvi_fold_v_avx512(const tkvi_fold_args *a, int rows, tkvi_fold *f) {
     int r, second = 0;
     for (r = 0; r < rows; r += 4)
         second |= (rows - r == 1   ? tkvi_fold_v4_avx512(a, r, 1, 1, f)
@@ -1073,9 +1087,9 @@ static TKVI_TARGET_AVX512 int tkvi_fold_v_avx512(const tkvi_folding *a, int rows
     return second;
 }
 
-/* 16 sums of row r become answers at out[at]. */
-TKVI_FLAT_AVX512 void tkvi_answer_avx512(const tkvi_products *d, const tkvi_fold *f, int r, int at,
-                                         const int add, __m512i sum) {
+/* Converts 16 sums of row r to answers at out[at]. */
+TKVI_FLAT_AVX512 void tkvi_store_answers_avx512(const tkvi_products *d, const tkvi_fold *f, int r, int at,
+                                                const int add, __m512i sum) {
     const __m512 x = _mm512_cvtepi32_ps(_mm512_sub_epi32(sum, _mm512_set1_epi32(f->base[d->first + r])));
     __m512 rest = _mm512_set1_ps(f->rest[d->first + r]);
     float *out = d->out + f->row[d->first + r] * d->out_stride + at;
@@ -1083,31 +1097,31 @@ TKVI_FLAT_AVX512 void tkvi_answer_avx512(const tkvi_products *d, const tkvi_fold
     _mm512_storeu_ps(out, _mm512_fmadd_ps(x, _mm512_set1_ps(f->step[d->first + r]), rest));
 }
 
-/* Accumulators of four rows, one vector for each plane (K) or slab and parity of planes (V). Named ones stay in
- * registers with every compiler, arrays do not. */
+/* Accumulators of four rows: one vector for each plane (K), or for each slab and parity of the plane (V). Named
+ * variables stay in registers with every compiler; arrays do not. */
 #define TKVI_ROWS_(X) X(0) X(1) X(2) X(3)
 #define TKVI_ZERO_(r) __m512i a##r = _mm512_setzero_si512(), b##r = a##r, c##r = a##r, d##r = a##r;
 #define TKVI_SAVE_(r)                                                                                        \
     if (r < nw && (nw < 4 || r < d->rows)) {                                                                 \
-        tkvi_answer_avx512(d, d->fold, r, 0, add, a##r);                                                     \
-        tkvi_answer_avx512(d, d->fold, r, 16, add, b##r);                                                    \
-        tkvi_answer_avx512(d, d->fold_group, r, 32, add, c##r);                                              \
-        tkvi_answer_avx512(d, d->fold_group, r, 48, add, d##r);                                              \
+        tkvi_store_answers_avx512(d, d->fold, r, 0, add, a##r);                                              \
+        tkvi_store_answers_avx512(d, d->fold, r, 16, add, b##r);                                             \
+        tkvi_store_answers_avx512(d, d->fold_group, r, 32, add, c##r);                                       \
+        tkvi_store_answers_avx512(d, d->fold_group, r, 48, add, d##r);                                       \
     }
 #define TKVI_MAC_(r)                                                                                         \
     if (r < nw) {                                                                                            \
-        four = _mm512_set1_epi32(tkvi_four(w + r * TKV_MAX_HEAD_DIM));                                       \
+        four = _mm512_set1_epi32(tkvi_load_four_weights(w + r * TKV_MAX_HEAD_DIM));                          \
         a##r = _mm512_dpbusd_epi32(a##r, x[0], four);                                                        \
         b##r = _mm512_dpbusd_epi32(b##r, x[1], four);                                                        \
-        four = _mm512_set1_epi32(tkvi_four(w + r * TKV_MAX_HEAD_DIM + d->w_group));                          \
+        four = _mm512_set1_epi32(tkvi_load_four_weights(w + r * TKV_MAX_HEAD_DIM + d->w_group));             \
         c##r = _mm512_dpbusd_epi32(c##r, x[2], four);                                                        \
         d##r = _mm512_dpbusd_epi32(d##r, x[3], four);                                                        \
     }
 #define TKVI_RUN_(width)                                                                                     \
-    i = tkvi_min(s->runs.n[width], left);                                                                    \
+    i = tkvi_min(s->tiles.n[width], left);                                                                   \
     for (left -= i; i > 0; i--, w += 4) {                                                                    \
-        tkvi_planes_avx512(width, wide, d->tops, half, x);                                                   \
-        if (d->ahead && (i & d->turns) == d->turn) {                                                         \
+        tkvi_unpack_tile_avx512(width, wide, d->tops, half, x);                                              \
+        if (d->ahead && (i & d->prefetch_mask) == d->prefetch_phase) {                                       \
             tkvi_prefetch_bytes(wide, tkvi_wide_bytes[width], d->ahead);                                     \
             tkvi_prefetch_rest(d);                                                                           \
         }                                                                                                    \
@@ -1116,7 +1130,7 @@ TKVI_FLAT_AVX512 void tkvi_answer_avx512(const tkvi_products *d, const tkvi_fold
         TKVI_ROWS_(TKVI_MAC_)                                                                                \
     }
 
-/* K: plane p of a tile is tokens 16p .. 16p + 15, its lanes. */
+/* K: the lanes of plane p are tokens 16p .. 16p + 15. */
 TKVI_FLAT_AVX512 void tkvi_dot_k_avx512(tkvi_products *d, const int nw) {
     const tkvi_side *s = d->s;
     const uint8_t *wide = d->wide;
@@ -1145,33 +1159,33 @@ TKVI_FLAT_AVX512 void tkvi_dot_k_avx512(tkvi_products *d, const int nw) {
 
 #define TKVI_MAC_(r)                                                                                         \
     if (r < nw) {                                                                                            \
-        four = _mm512_set1_epi32(tkvi_four(w + r * TKVI_BLOCK + 0));                                         \
+        four = _mm512_set1_epi32(tkvi_load_four_weights(w + r * TKVI_BLOCK + 0));                            \
         a##r = _mm512_dpbusd_epi32(a##r, four, x[0]);                                                        \
         b##r = _mm512_dpbusd_epi32(b##r, four, y[0]);                                                        \
-        four = _mm512_set1_epi32(tkvi_four(w + r * TKVI_BLOCK + 4));                                         \
+        four = _mm512_set1_epi32(tkvi_load_four_weights(w + r * TKVI_BLOCK + 4));                            \
         c##r = _mm512_dpbusd_epi32(c##r, four, x[1]);                                                        \
         d##r = _mm512_dpbusd_epi32(d##r, four, y[1]);                                                        \
-        four = _mm512_set1_epi32(tkvi_four(w + r * TKVI_BLOCK + 8));                                         \
+        four = _mm512_set1_epi32(tkvi_load_four_weights(w + r * TKVI_BLOCK + 8));                            \
         a##r = _mm512_dpbusd_epi32(a##r, four, x[2]);                                                        \
         b##r = _mm512_dpbusd_epi32(b##r, four, y[2]);                                                        \
-        four = _mm512_set1_epi32(tkvi_four(w + r * TKVI_BLOCK + 12));                                        \
+        four = _mm512_set1_epi32(tkvi_load_four_weights(w + r * TKVI_BLOCK + 12));                           \
         c##r = _mm512_dpbusd_epi32(c##r, four, x[3]);                                                        \
         d##r = _mm512_dpbusd_epi32(d##r, four, y[3]);                                                        \
     }
 #define TKVI_SAVE_(r)                                                                                        \
     if (r < nw && (nw < 4 || r < d->rows)) {                                                                 \
-        tkvi_answer_avx512(d, d->fold, r, at, 1, _mm512_add_epi32(a##r, c##r));                              \
+        tkvi_store_answers_avx512(d, d->fold, r, at, 1, _mm512_add_epi32(a##r, c##r));                       \
         if (how == TKVI_PAIRS || next)                                                                       \
-            tkvi_answer_avx512(d, d->fold, r, at + 16, 1, _mm512_add_epi32(b##r, d##r));                     \
+            tkvi_store_answers_avx512(d, d->fold, r, at + 16, 1, _mm512_add_epi32(b##r, d##r));              \
     }
 enum { TKVI_PLAIN, TKVI_TABLE, TKVI_PAIRS };
 
-/* V: lanes are 16 channels of one slab (a, c) and of the next (b, d), or the two channels of pairs. Weights are the
- * unsigned operand, codes the signed one. Of an odd number of slabs the last is done twice. */
+/* V: lanes are 16 channels of one slab (a, c) and of the next (b, d). With pairs, they are the first and the second
+ * channels. If the last slab has no next one, its products are computed twice and stored once. */
 TKVI_FLAT_AVX512 void tkvi_dot_slabs_avx512(tkvi_products *d, int slab, const int width, const int how,
                                             const int nw) {
     const int bytes = tkvi_wide_bytes[width], has_half = tkvi_has_half[width];
-    const int next = how == TKVI_PAIRS || slab + 1 >= d->slabs ? 0 : 4; /* tiles from one slab to the other */
+    const int next = how == TKVI_PAIRS || slab + 1 >= d->slabs ? 0 : 4; /* tiles from this slab to the next */
     const uint8_t *wide = d->wide + 4 * slab * bytes;
     const int8_t *w = d->w;
     const int at = how == TKVI_PAIRS ? 32 * slab : 16 * slab;
@@ -1179,29 +1193,29 @@ TKVI_FLAT_AVX512 void tkvi_dot_slabs_avx512(tkvi_products *d, int slab, const in
     int half = d->half + 4 * slab * has_half, t, p;
     TKVI_ROWS_(TKVI_ZERO_)
     if (how != TKVI_PLAIN) {
-        table = upper = tkvi_levels_avx512(d->s->levels + tkvi_level_table(d->s, width, 0));
-        if (how == TKVI_PAIRS) upper = tkvi_levels_avx512(d->s->levels + tkvi_level_table(d->s, width, 1));
+        table = upper = tkvi_load_table_avx512(d->s->levels + tkvi_level_table(d->s, width, 0));
+        if (how == TKVI_PAIRS)
+            upper = tkvi_load_table_avx512(d->s->levels + tkvi_level_table(d->s, width, 1));
     }
     for (t = 0; t < d->n; t += 16, w += 16) { /* a tile has 16 tokens, a plane four */
-        tkvi_planes_avx512(width, wide, d->tops, half, x);
+        tkvi_unpack_tile_avx512(width, wide, d->tops, half, x);
         if (how != TKVI_PAIRS)
-            tkvi_planes_avx512(width, wide + next * bytes, d->tops, half + next * has_half, y);
+            tkvi_unpack_tile_avx512(width, wide + next * bytes, d->tops, half + next * has_half, y);
         TKVI_UNROLL
         for (p = 0; p < 4; p++) {
             if (how != TKVI_PLAIN) {
                 y[p] = _mm512_shuffle_epi8(upper, how == TKVI_PAIRS ? x[p] : y[p]);
                 x[p] = _mm512_shuffle_epi8(table, x[p]);
             } else if (width == 8) {
-                x[p] = _mm512_xor_si512(x[p], tkvi_all_avx512(128));
-                y[p] = _mm512_xor_si512(y[p], tkvi_all_avx512(128));
+                x[p] = _mm512_xor_si512(x[p], tkvi_splat_bytes_avx512(128));
+                y[p] = _mm512_xor_si512(y[p], tkvi_splat_bytes_avx512(128));
             }
         }
-        if (d->ahead && (t / 16 & d->turns) == d->turn) {
+        if (d->ahead && (t / 16 & d->prefetch_mask) == d->prefetch_phase) {
             tkvi_prefetch_bytes(wide, bytes, d->ahead);
             if (next) tkvi_prefetch_bytes(wide + next * bytes, bytes, d->ahead);
             tkvi_prefetch_rest(d);
-            if (has_half)
-                tkvi_prefetch_rest(d); /* these two tiles have one line more, and there are scales */
+            if (has_half) tkvi_prefetch_rest(d); /* lines of the 1-bit halves and of the scales */
         }
         TKVI_ROWS_(TKVI_MAC_)
         wide += bytes;
@@ -1214,9 +1228,9 @@ TKVI_FLAT_AVX512 void tkvi_dot_slabs_avx512(tkvi_products *d, int slab, const in
 #undef TKVI_MAC_
 #undef TKVI_SAVE_
 
-/* What is seldom met (1, 5, 6 bits; one table): four rows, however many there are, and nothing constant, as each
- * kind takes a compiler its time. */
-static TKVI_TARGET_AVX512 void tkvi_dot_seldom_avx512(tkvi_products *d) {
+/* Rare cases: 1, 5 and 6 bits, and levels without pairs. They always multiply four rows, and the width is no
+ * constant: every specialised kernel adds to the compile time. */
+static TKVI_TARGET_AVX512 void tkvi_dot_rare_avx512(tkvi_products *d) {
     int i;
     for (i = 0; i < d->slabs; i += 2)
         tkvi_dot_slabs_avx512(d, i, d->width, d->s->levels ? TKVI_TABLE : TKVI_PLAIN, 4);
@@ -1235,12 +1249,12 @@ TKVI_FLAT_AVX512 void tkvi_dot_v_avx512(tkvi_products *d, const int nw) {
             TKVI_SLABS_(3)
             TKVI_SLABS_(4)
             TKVI_SLABS_(8)
-        default: tkvi_dot_seldom_avx512(d);
+        default: tkvi_dot_rare_avx512(d);
         }
 }
 #undef TKVI_SLABS_
 
-/* Each number of rows is a function of its own: clang 14 keeps the accumulators in memory otherwise. */
+/* Each number of rows has a function of its own. Otherwise clang 14 keeps the accumulators in memory. */
 #define TKVI_DOTS_AVX512_(nw)                                                                                \
     static TKVI_TARGET_AVX512 void tkvi_dot_k##nw##_avx512(tkvi_products *d) { tkvi_dot_k_avx512(d, nw); }   \
     static TKVI_TARGET_AVX512 void tkvi_dot_v##nw##_avx512(tkvi_products *d) { tkvi_dot_v_avx512(d, nw); }
@@ -1249,7 +1263,7 @@ TKVI_DOTS_AVX512_(2)
 TKVI_DOTS_AVX512_(4)
 #undef TKVI_DOTS_AVX512_
 
-/* All rows, in the passes that registers allow: 1, 2 or 4. What rows beyond the last one add up to is left. */
+/* Multiplies all rows in passes of 1, 2 or 4. A pass of 4 discards the sums of rows beyond the last. */
 static void tkvi_dot_avx512(tkvi_products *d, int rows) {
     static const tkvi_dot dots[2][3] = {
         {tkvi_dot_k1_avx512, tkvi_dot_k2_avx512, tkvi_dot_k4_avx512},
@@ -1258,27 +1272,27 @@ static void tkvi_dot_avx512(tkvi_products *d, int rows) {
     tkvi_dot_rows(d, rows, dots[d->s->which]);
 }
 
-static const tkvi_steps tkvi_steps_avx512 = {&tkvi_simd_ops_avx512, tkvi_fold_k_avx512, tkvi_fold_v_avx512,
-                                             tkvi_dot_avx512, 128};
+static const tkvi_tile_ops tkvi_tile_ops_avx512 = {&tkvi_simd_ops_avx512, tkvi_fold_k_avx512,
+                                                   tkvi_fold_v_avx512, tkvi_dot_avx512, 128};
 
 static void tkvi_tiles_k_avx512(const tkvi_side *s, const uint8_t *src, const uint8_t *next, const float *q,
-                                const float *ref, int rows, int n, int planes, float *scores) {
+                                const float *ref, int rows, int n, int n_limbs, float *scores) {
     (void)n;
-    tkvi_tiles_k(&tkvi_steps_avx512, s, src, next, q, ref, rows, planes, scores);
+    tkvi_tiles_k(&tkvi_tile_ops_avx512, s, src, next, q, ref, rows, n_limbs, scores);
 }
 
 static void tkvi_tiles_v_avx512(const tkvi_side *s, const uint8_t *src, const uint8_t *next, const float *p,
-                                int rows, int n, int planes, float *out) {
-    tkvi_tiles_v(&tkvi_steps_avx512, s, src, next, p, rows, n, planes, out);
+                                int rows, int n, int n_limbs, float *out) {
+    tkvi_tiles_v(&tkvi_tile_ops_avx512, s, src, next, p, rows, n, n_limbs, out);
 }
 
-/* Four rows at once; rows that are not there repeat the last one. */
+/* Four rows at once. Missing rows repeat the last one. */
 static TKVI_TARGET_AVX512 int tkvi_softmax_step_avx512(const float *s, int rows, float *m, float *sum,
                                                        float *p) {
     int first, r, t, seen = 0;
     for (first = 0; first < rows; first += 4) {
         const int nr = tkvi_min(4, rows - first);
-        const __mmask8 there = (__mmask8)((1 << nr) - 1);
+        const __mmask8 present = (__mmask8)((1 << nr) - 1);
         const float *row[4];
         TKVI_ALIGNED float top[4];
         __m512 most[4], sums[4];
@@ -1293,9 +1307,10 @@ static TKVI_TARGET_AVX512 int tkvi_softmax_step_avx512(const float *s, int rows,
             sums[r] = _mm512_setzero_ps();
         }
         high = tkvi_max4_avx512(most);
-        sees = _mm_mask_cmp_ps_mask(there, high, _mm_set1_ps(TKVI_HIDDEN), _CMP_GT_OQ);
+        sees = _mm_mask_cmp_ps_mask(present, high, _mm_set1_ps(TKVI_HIDDEN), _CMP_GT_OQ);
         seen += (int)sees;
-        high = _mm_max_ps(high, _mm_maskz_loadu_ps(there, m + first)); /* hidden rows: 0, and exp of -1e30 */
+        high = _mm_max_ps(high, _mm_maskz_loadu_ps(
+                                    present, m + first)); /* a row that sees no key gets exp(-1e30 - 0) = 0 */
         _mm_mask_storeu_ps(m + first, sees, high);
         _mm_store_ps(top, _mm_maskz_mov_ps(sees, high));
         for (r = 0; r < nr; r++)
@@ -1305,7 +1320,7 @@ static TKVI_TARGET_AVX512 int tkvi_softmax_step_avx512(const float *s, int rows,
                 _mm512_storeu_ps(p + (first + r) * TKVI_BLOCK + t, y);
                 sums[r] = _mm512_add_ps(sums[r], y);
             }
-        _mm_mask_storeu_ps(sum + first, there, tkvi_sum4_avx512(sums));
+        _mm_mask_storeu_ps(sum + first, present, tkvi_sum4_avx512(sums));
     }
     return seen;
 }

@@ -1,7 +1,7 @@
 /*
- * kernels/groups_x86.h - the groups of KIVI (formats/kivi.h) by AVX2: codes, scales and zeros with the scalar
- * code's bytes. K: a lane is a channel. V: four tokens together, whose codes share 32 bits of a tile. Calls
- * kernels/values_x86.h.
+ * kernels/groups_x86.h - encodes the groups of KIVI (formats/kivi.h) with AVX2. Codes, scales and zeros have the
+ * bytes of the scalar code. K: a lane is a channel. V: four tokens go together, because their codes share 32 bits
+ * of a tile.
  */
 #ifndef TKVI_KERNELS_GROUPS_X86_H
 #define TKVI_KERNELS_GROUPS_X86_H
@@ -10,36 +10,37 @@
 
 #ifdef TKVI_X86
 
-/* -ffast-math divides vectors by a reciprocal, floats not: these bytes would not be those of tkv_encode_block. */
+/* -ffast-math divides vectors by a reciprocal, but not floats. These bytes would then differ from those of
+ * tkv_encode_block, so the scalar code is used. */
 #if defined(__FAST_MATH__) || defined(_M_FP_FAST)
-#define TKVI_OTHER_GROUPS 1
+#define TKVI_INEXACT_DIVISION 1
 #else
-#define TKVI_OTHER_GROUPS 0
+#define TKVI_INEXACT_DIVISION 0
 #endif
 
-/* Cut to what halves hold. */
-TKVI_FLAT_AVX2 __m256 tkvi_group_cut_avx2(__m256 x) {
+/* Clamps to the range of fp16. */
+TKVI_FLAT_AVX2 __m256 tkvi_clamp_f16_avx2(__m256 x) {
     const __m256 most = _mm256_set1_ps(TKVI_F16_MAX), least = _mm256_set1_ps(-TKVI_F16_MAX);
     return _mm256_max_ps(_mm256_min_ps(x, most), least);
 }
 
-/* Eight values from p, the lanes there are. */
-TKVI_FLAT_AVX2 __m256 tkvi_group_values_avx2(const float *p, __m256i lanes) {
-    return tkvi_group_cut_avx2(_mm256_maskload_ps(p, lanes));
+/* Loads up to eight values, in the lanes of the mask. */
+TKVI_FLAT_AVX2 __m256 tkvi_load_group_avx2(const float *p, __m256i lanes) {
+    return tkvi_clamp_f16_avx2(_mm256_maskload_ps(p, lanes));
 }
 
-/* Codes as integers; 0 where the scale is. */
-TKVI_FLAT_AVX2 __m256i tkvi_group_codes_avx2(__m256 x, __m256 scale, __m256 zero, float top) {
+/* Codes as 32-bit integers. A scale of 0 gives code 0. */
+TKVI_FLAT_AVX2 __m256i tkvi_group_to_codes_avx2(__m256 x, __m256 scale, __m256 zero, float top) {
     const __m256 none = _mm256_setzero_ps();
     __m256 y = _mm256_div_ps(_mm256_sub_ps(x, zero), scale);
     y = _mm256_and_ps(y, _mm256_cmp_ps(scale, none, _CMP_GT_OQ));
     return _mm256_cvtps_epi32(_mm256_min_ps(_mm256_max_ps(y, none), _mm256_set1_ps(top)));
 }
 
-/* Group g of eight columns of K, n tokens of the block being there. */
-TKVI_FLAT_AVX2 void tkvi_group_k_avx2(const tkvi_side *s, const float *x, size_t stride, int n, int g, int c,
-                                      tkvi_codes code, uint8_t *meta) {
-    const __m256i lanes = tkvi_lanes_avx2(s->dim - c);
+/* Encodes group g of channels c .. c + 7 of K. n: tokens of the block. */
+TKVI_FLAT_AVX2 void tkvi_encode_group_k_avx2(const tkvi_side *s, const float *x, size_t stride, int n, int g,
+                                             int c, tkvi_codes code, uint8_t *meta) {
+    const __m256i lanes = tkvi_lane_mask_avx2(s->dim - c);
     const float top = (float)((1 << s->format->bits) - 1);
     const int from = g * s->group, end = tkvi_min(n, from + s->group);
     uint8_t *at = meta + 2 * (g * s->pad + c);
@@ -47,9 +48,9 @@ TKVI_FLAT_AVX2 void tkvi_group_k_avx2(const tkvi_side *s, const float *x, size_t
     __m128i half;
     int t, k;
     x += c;
-    lo = hi = tkvi_group_values_avx2(x + (size_t)from * stride, lanes);
+    lo = hi = tkvi_load_group_avx2(x + (size_t)from * stride, lanes);
     for (t = from + 1; t < end; t++) {
-        const __m256 v = tkvi_group_values_avx2(x + (size_t)t * stride, lanes);
+        const __m256 v = tkvi_load_group_avx2(x + (size_t)t * stride, lanes);
         lo = _mm256_min_ps(v, lo);
         hi = _mm256_max_ps(v, hi);
     }
@@ -65,8 +66,8 @@ TKVI_FLAT_AVX2 void tkvi_group_k_avx2(const tkvi_side *s, const float *x, size_t
         for (k = 0; k < 4; k++) {
             v[k] = _mm256_setzero_si256();
             if (t + k < end)
-                v[k] = tkvi_group_codes_avx2(tkvi_group_values_avx2(x + (size_t)(t + k) * stride, lanes),
-                                             scale, zero, top);
+                v[k] = tkvi_group_to_codes_avx2(tkvi_load_group_avx2(x + (size_t)(t + k) * stride, lanes),
+                                                scale, zero, top);
         }
         v[0] = _mm256_packus_epi16(_mm256_packs_epi32(v[0], v[1]), _mm256_packs_epi32(v[2], v[3]));
         _mm_storeu_si128((__m128i *)(void *)(code[c / 4] + 4 * t), _mm256_castsi256_si128(v[0]));
@@ -74,7 +75,7 @@ TKVI_FLAT_AVX2 void tkvi_group_k_avx2(const tkvi_side *s, const float *x, size_t
     }
 }
 
-/* Half the lanes of four vectors against the other half, then the four lanes of each against each other. */
+/* out: op over all lanes of each of four vectors. op is a minimum or maximum. */
 #define TKVI_ACROSS_FOUR_(op, x, out)                                                                        \
     do {                                                                                                     \
         __m128 a_ = op(_mm256_castps256_ps128((x)[0]), _mm256_extractf128_ps((x)[0], 1));                    \
@@ -85,12 +86,13 @@ TKVI_FLAT_AVX2 void tkvi_group_k_avx2(const tkvi_side *s, const float *x, size_t
         out = op(op(a_, b_), op(c_, d_));                                                                    \
     } while (0)
 
-/* Group g of tokens t .. t + 3; `row`: of each, that of a neighbour if it is not there. */
-TKVI_FLAT_AVX2 void tkvi_group_v_avx2(const tkvi_side *s, const float *const *row, int there, int g, int t,
-                                      tkvi_codes code, uint8_t *meta) {
+/* Encodes group g of tokens t .. t + 3 of V. Only the first n_tokens exist; rows of the others repeat the last one,
+ * and their scales and zeros become 0. */
+TKVI_FLAT_AVX2 void tkvi_encode_group_v_avx2(const tkvi_side *s, const float *const *row, int n_tokens, int g,
+                                             int t, tkvi_codes code, uint8_t *meta) {
     const float top = (float)((1 << s->format->bits) - 1);
     const int from = g * s->group, end = tkvi_min(s->dim, from + s->group);
-    const __m128i some = _mm_cmpgt_epi32(_mm_set1_epi32(there), _mm_setr_epi32(0, 1, 2, 3));
+    const __m128i some = _mm_cmpgt_epi32(_mm_set1_epi32(n_tokens), _mm_setr_epi32(0, 1, 2, 3));
     uint8_t *at = meta + 2 * (g * TKVI_BLOCK + t);
     TKVI_ALIGNED float scales[4], zeros[4];
     __m256 lo[4], hi[4];
@@ -98,12 +100,12 @@ TKVI_FLAT_AVX2 void tkvi_group_v_avx2(const tkvi_side *s, const float *const *ro
     __m128i half;
     int c, k;
     TKVI_UNROLL
-    for (k = 0; k < 4; k++) lo[k] = hi[k] = tkvi_group_cut_avx2(_mm256_broadcast_ss(row[k] + from));
+    for (k = 0; k < 4; k++) lo[k] = hi[k] = tkvi_clamp_f16_avx2(_mm256_broadcast_ss(row[k] + from));
     for (c = from; c < end; c += 8) {
-        const __m256i lanes = tkvi_lanes_avx2(end - c);
+        const __m256i lanes = tkvi_lane_mask_avx2(end - c);
         TKVI_UNROLL
         for (k = 0; k < 4; k++) {
-            const __m256 v = tkvi_group_values_avx2(row[k] + c, lanes), mask = _mm256_castsi256_ps(lanes);
+            const __m256 v = tkvi_load_group_avx2(row[k] + c, lanes), mask = _mm256_castsi256_ps(lanes);
             lo[k] = _mm256_blendv_ps(lo[k], _mm256_min_ps(v, lo[k]), mask);
             hi[k] = _mm256_blendv_ps(hi[k], _mm256_max_ps(v, hi[k]), mask);
         }
@@ -118,12 +120,12 @@ TKVI_FLAT_AVX2 void tkvi_group_v_avx2(const tkvi_side *s, const float *const *ro
     _mm_store_ps(zeros, _mm_cvtph_ps(half));
     _mm_storel_epi64((__m128i *)(void *)(at + 2 * s->groups * TKVI_BLOCK), half);
     for (c = from; c < end; c += 8) {
-        const __m256i lanes = tkvi_lanes_avx2(end - c);
+        const __m256i lanes = tkvi_lane_mask_avx2(end - c);
         __m256i v[4];
         TKVI_UNROLL
         for (k = 0; k < 4; k++)
-            v[k] = tkvi_group_codes_avx2(tkvi_group_values_avx2(row[k] + c, lanes), _mm256_set1_ps(scales[k]),
-                                         _mm256_set1_ps(zeros[k]), top);
+            v[k] = tkvi_group_to_codes_avx2(tkvi_load_group_avx2(row[k] + c, lanes),
+                                            _mm256_set1_ps(scales[k]), _mm256_set1_ps(zeros[k]), top);
         v[0] = _mm256_or_si256(v[0], _mm256_slli_epi32(v[1], 8));
         v[2] = _mm256_or_si256(v[2], _mm256_slli_epi32(v[3], 8));
         v[0] = _mm256_and_si256(_mm256_or_si256(v[0], _mm256_slli_epi32(v[2], 16)), lanes);
@@ -132,25 +134,25 @@ TKVI_FLAT_AVX2 void tkvi_group_v_avx2(const tkvi_side *s, const float *const *ro
     }
 }
 
-static TKVI_TARGET_AVX2 void tkvi_groups_avx2(const tkvi_side *s, const float *x, size_t stride, int n,
-                                              tkvi_codes code, uint8_t *meta) {
+static TKVI_TARGET_AVX2 void tkvi_encode_groups_avx2(const tkvi_side *s, const float *x, size_t stride, int n,
+                                                     tkvi_codes code, uint8_t *meta) {
     int g, c, t, k;
-    if (s->fit || s->order || TKVI_OTHER_GROUPS) {
-        tkvi_groups_scalar(s, x, stride, n, code, meta);
+    if (s->fit || s->order || TKVI_INEXACT_DIVISION) {
+        tkvi_encode_groups_scalar(s, x, stride, n, code, meta);
         return;
     }
     for (c = 0; c < s->dim && s->which == TKV_K; c += 8)
         for (g = 0; g * s->group < n && g < s->groups; g++)
-            tkvi_group_k_avx2(s, x, stride, n, g, c, code, meta);
+            tkvi_encode_group_k_avx2(s, x, stride, n, g, c, code, meta);
     for (t = 0; t < n && s->which == TKV_V; t += 4) {
         const float *row[4];
         for (k = 0; k < 4; k++) row[k] = x + (size_t)tkvi_min(t + k, n - 1) * stride;
-        for (g = 0; g < s->groups; g++) tkvi_group_v_avx2(s, row, n - t, g, t, code, meta);
+        for (g = 0; g < s->groups; g++) tkvi_encode_group_v_avx2(s, row, n - t, g, t, code, meta);
     }
 }
 
 #undef TKVI_ACROSS_FOUR_
-#undef TKVI_OTHER_GROUPS
+#undef TKVI_INEXACT_DIVISION
 
 #endif /* TKVI_X86 */
 

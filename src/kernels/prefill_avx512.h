@@ -1,8 +1,11 @@
 /*
- * kernels/prefill_avx512.h - the kernels of kernels/prefill.h for AVX-512 VNNI, and who has such kernels.
+ * kernels/prefill_avx512.h - the kernels of kernels/prefill.h for AVX-512 VNNI. No other instruction set has any.
  *
- * One shape: 8 tokens or channels x 16 or 32 rows = 16 accumulators, of floats or of integers (vpdpbusd: codes of K
- * are the unsigned operand and weights the signed one; in V it is the other way round).
+ * All products have one shape: 8 tokens (K) or channels (V) by 16 or 32 rows. The sums take 8 or 16 registers, of
+ * floats or of integers. vpdpbusd multiplies unsigned bytes by signed ones. In K the codes are unsigned and the
+ * weights signed. In V the weights are unsigned and the codes signed.
+ *
+ * nv is the number of vectors of 16 rows, 1 or 2. v is the number of such a vector.
  */
 #ifndef TKVI_KERNELS_PREFILL_AVX512_H
 #define TKVI_KERNELS_PREFILL_AVX512_H
@@ -20,16 +23,16 @@
 /* >>products */
 #define TKVI_EIGHT_(X) X(0) X(1) X(2) X(3) X(4) X(5) X(6) X(7)
 
-TKVI_FLAT_AVX512 void tkvi_prefill_out_avx512(__m512i sum, const float *by, const float *rest, const int add,
-                                              float *out) {
+TKVI_FLAT_AVX512 void tkvi_prefill_store_answers_avx512(__m512i sum, const float *by, const float *rest,
+                                                        const int add, float *out) {
     __m512 from = _mm512_loadu_ps(rest);
     if (add) from = _mm512_add_ps(from, _mm512_loadu_ps(out));
     _mm512_storeu_ps(out, _mm512_fmadd_ps(_mm512_cvtepi32_ps(sum), _mm512_loadu_ps(by), from));
 }
 
-/* Accumulator j of row vector a or b: a named variable each, in a function with one loop. Compilers then keep them
- * in registers; gcc 12 has two copies of each, as it converts them to lanes of 32 bits in the loop, if it can see
- * that they will be such. */
+/* a0 .. a7 are the sums of the first 16 rows, b0 .. b7 those of the next 16. As named variables, in a function with
+ * one loop, they stay in registers. TKVI_HIDE_ hides their later use as 32-bit lanes from gcc 12. Otherwise gcc
+ * converts them inside the loop and keeps two copies of each. */
 #define TKVI_HIDE_(j) __asm__("" : "+v"(a##j), "+v"(b##j));
 #define TKVI_FROM_(j) __m512i a##j = _mm512_setzero_si512(), b##j = a##j;
 #define TKVI_MAC_(j)                                                                                         \
@@ -37,14 +40,14 @@ TKVI_FLAT_AVX512 void tkvi_prefill_out_avx512(__m512i sum, const float *by, cons
     a##j = keys ? _mm512_dpbusd_epi32(a##j, four, wa) : _mm512_dpbusd_epi32(a##j, wa, four);                 \
     if (nv > 1) b##j = keys ? _mm512_dpbusd_epi32(b##j, four, wb) : _mm512_dpbusd_epi32(b##j, wb, four);
 #define TKVI_STEP_                                                                                           \
-    wa = tkvi_bytes_avx512(w);                                                                               \
-    wb = nv > 1 ? tkvi_bytes_avx512(w + 64) : wa;                                                            \
+    wa = tkvi_load_bytes_avx512(w);                                                                          \
+    wb = nv > 1 ? tkvi_load_bytes_avx512(w + 64) : wa;                                                       \
     TKVI_EIGHT_(TKVI_MAC_)                                                                                   \
     w += 64 * nv;                                                                                            \
     x += keys ? TKVI_BLOCK : 16;
 #define TKVI_OUT_(j)                                                                                         \
-    tkvi_prefill_out_avx512(a##j, by, rest, add, out + j * 16 * nv);                                         \
-    if (nv > 1) tkvi_prefill_out_avx512(b##j, by + 16, rest + 16, add, out + j * 16 * nv + 16);
+    tkvi_prefill_store_answers_avx512(a##j, by, rest, add, out + j * 16 * nv);                               \
+    if (nv > 1) tkvi_prefill_store_answers_avx512(b##j, by + 16, rest + 16, add, out + j * 16 * nv + 16);
 TKVI_FLAT_AVX512 void tkvi_prefill_eight_avx512(const uint8_t *w, const int32_t *x, int n, const float *by,
                                                 const float *rest, float *out, const int keys, const int nv,
                                                 const int add) {
@@ -53,7 +56,7 @@ TKVI_FLAT_AVX512 void tkvi_prefill_eight_avx512(const uint8_t *w, const int32_t 
     TKVI_EIGHT_(TKVI_FROM_)
     for (i = 0; i < n; i += keys ? 1 : 4) {
         TKVI_STEP_
-        if (!keys) { /* of 16 steps, mostly */
+        if (!keys) { /* n is a multiple of 4 */
             TKVI_STEP_
             TKVI_STEP_
             TKVI_STEP_
@@ -68,7 +71,7 @@ TKVI_FLAT_AVX512 void tkvi_prefill_eight_avx512(const uint8_t *w, const int32_t 
 #undef TKVI_MAC_
 #undef TKVI_OUT_
 
-/* The same in floats: out[j][lanes] = sum over n of y[n][lanes] x[n * step + j * apart], or more by that. */
+/* The same in floats: out[j][lanes] = sum over i < n of y[i][lanes] x[i * step + j * apart]. add: out += the sum. */
 #define TKVI_FROM_(j)                                                                                        \
     __m512 a##j = add ? _mm512_loadu_ps(out + j * 16 * nv) : _mm512_setzero_ps();                            \
     __m512 b##j = add && nv > 1 ? _mm512_loadu_ps(out + j * 16 * nv + 16) : _mm512_setzero_ps();
@@ -96,10 +99,11 @@ TKVI_FLAT_AVX512 void tkvi_prefill_floats_avx512(const float *y, const float *x,
 #undef TKVI_OUT_
 #undef TKVI_EIGHT_
 
-enum { TKVI_PREFILL_WIDE = TKV_MAX_HEAD_DIM + 16 }; /* from one exact key to the next; not a power of 2 */
+/* Floats from one exact key to the next. A power of 2 would put the same channel of all keys into one cache set. */
+enum { TKVI_PREFILL_KEY_STRIDE = TKV_MAX_HEAD_DIM + 16 };
 
-/* Sums of products for eight tokens or channels: out[8][lanes] = by * sum + rest, or more by that (`add`).
- * w: [n][lanes][4] weights; x: four codes each, of eight neighbours, [n][64 tokens or 16 channels]. */
+/* Sums of products for eight tokens (K) or channels (V): out[8][lanes] = by * sum + rest. add: out += that.
+ * w: [n][lanes][4] weights. x: [n][64 tokens or 16 channels], four codes each; the first eight are read. */
 #define TKVI_PREFILL_PRODUCTS_(name, keys, nv, add)                                                          \
     static TKVI_NOINLINE TKVI_TARGET_AVX512 void tkvi_prefill_##name##nv##_avx512(                           \
         const uint8_t *w, const int32_t *x, int n, const float *by, const float *rest, float *out) {         \
@@ -107,16 +111,16 @@ enum { TKVI_PREFILL_WIDE = TKV_MAX_HEAD_DIM + 16 }; /* from one exact key to the
     }
 TKVI_PREFILL_PRODUCTS_(scores, 1, 1, 0)
 TKVI_PREFILL_PRODUCTS_(scores, 1, 2, 0)
-TKVI_PREFILL_PRODUCTS_(more, 1, 1, 1)
-TKVI_PREFILL_PRODUCTS_(more, 1, 2, 1)
-TKVI_PREFILL_PRODUCTS_(values, 0, 1, 1)
-TKVI_PREFILL_PRODUCTS_(values, 0, 2, 1)
+TKVI_PREFILL_PRODUCTS_(add_scores, 1, 1, 1)
+TKVI_PREFILL_PRODUCTS_(add_scores, 1, 2, 1)
+TKVI_PREFILL_PRODUCTS_(add_values, 0, 1, 1)
+TKVI_PREFILL_PRODUCTS_(add_values, 0, 2, 1)
 #undef TKVI_PREFILL_PRODUCTS_
 
 #define TKVI_PREFILL_FLOATS_(nv)                                                                             \
     static TKVI_NOINLINE TKVI_TARGET_AVX512 void tkvi_prefill_key##nv##_avx512(                              \
         const float *q, const float *x, int n, float *out) {                                                 \
-        tkvi_prefill_floats_avx512(q, x, n, 1, TKVI_PREFILL_WIDE, nv, 0, out);                               \
+        tkvi_prefill_floats_avx512(q, x, n, 1, TKVI_PREFILL_KEY_STRIDE, nv, 0, out);                         \
     }                                                                                                        \
     static TKVI_NOINLINE TKVI_TARGET_AVX512 void tkvi_prefill_value##nv##_avx512(                            \
         const float *p, const float *x, int n, float *out) {                                                 \
@@ -127,11 +131,11 @@ TKVI_PREFILL_FLOATS_(2)
 #undef TKVI_PREFILL_FLOATS_
 
 /* >>exact tiers */
-/* 8 tokens at a time; those beyond n repeat the last one. */
+/* 8 tokens at a time. Tokens beyond n repeat the last one. */
 static TKVI_TARGET_AVX512 void tkvi_prefill_exact_k_avx512(const tkvi_side *s, const uint8_t *src,
                                                            uintptr_t ahead, const float *q, const float *ref,
                                                            int lanes, int n, float *scores) {
-    TKVI_ALIGNED float x[8 * TKVI_PREFILL_WIDE];
+    TKVI_ALIGNED float x[8 * TKVI_PREFILL_KEY_STRIDE];
     const int row_bytes = s->pad * s->format->bits / 8;
     int t, j, c;
     for (t = 0; t < TKVI_BLOCK; t += 8, scores += 8 * lanes) {
@@ -143,16 +147,15 @@ static TKVI_TARGET_AVX512 void tkvi_prefill_exact_k_avx512(const tkvi_side *s, c
             const uint8_t *row = src + tkvi_min(t + j, n - 1) * row_bytes;
             tkvi_prefetch_bytes(row, row_bytes, ahead);
             for (c = 0; c < s->pad; c += 16)
-                _mm512_storeu_ps(
-                    x + j * TKVI_PREFILL_WIDE + c,
-                    _mm512_sub_ps(tkvi_values_avx512(s->format->stored, row, c), _mm512_loadu_ps(ref + c)));
+                _mm512_storeu_ps(x + j * TKVI_PREFILL_KEY_STRIDE + c,
+                                 _mm512_sub_ps(tkvi_load_values_avx512(s->format->stored, row, c),
+                                               _mm512_loadu_ps(ref + c)));
         }
         if (lanes > 16) tkvi_prefill_key2_avx512(q, x, s->pad, scores);
         else tkvi_prefill_key1_avx512(q, x, s->pad, scores);
     }
 }
 
-/* 16 channels at a time */
 static TKVI_TARGET_AVX512 void tkvi_prefill_exact_v_avx512(const tkvi_side *s, const uint8_t *src,
                                                            uintptr_t ahead, const float *p, int lanes, int n,
                                                            float *out) {
@@ -161,7 +164,7 @@ static TKVI_TARGET_AVX512 void tkvi_prefill_exact_v_avx512(const tkvi_side *s, c
     int t, c, j;
     for (c = 0; c < s->pad; c += 16) {
         for (t = 0; t < n; t++) {
-            _mm512_storeu_ps(x + 16 * t, tkvi_values_avx512(s->format->stored, src + t * row_bytes, c));
+            _mm512_storeu_ps(x + 16 * t, tkvi_load_values_avx512(s->format->stored, src + t * row_bytes, c));
             tkvi_prefetch(src + t * row_bytes + c * s->format->bits / 8, ahead);
         }
         for (j = 0; j < 16; j += 8, out += 8 * lanes) {
@@ -172,91 +175,98 @@ static TKVI_TARGET_AVX512 void tkvi_prefill_exact_v_avx512(const tkvi_side *s, c
 }
 
 /* >>tiles */
-/* Four vectors of integers 0 .. 255, a byte each, side by side in their lanes. */
-TKVI_FLAT_AVX512 __m512i tkvi_prefill_four_avx512(const __m512i *x) {
-    const __m512i turn = _mm512_broadcast_i32x4(
-        _mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15)); /* 4 x 4 bytes */
+/* Packs integers 0 .. 255 of four vectors: lane l of the result has the bytes x[0][l], x[1][l], x[2][l], x[3][l]. */
+TKVI_FLAT_AVX512 __m512i tkvi_prefill_pack_bytes_avx512(const __m512i *x) {
+    const __m512i order = _mm512_broadcast_i32x4(
+        _mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15)); /* transposes 4 x 4 bytes */
     return _mm512_shuffle_epi8(
-        _mm512_packus_epi16(_mm512_packs_epi32(x[0], x[1]), _mm512_packs_epi32(x[2], x[3])), turn);
+        _mm512_packus_epi16(_mm512_packs_epi32(x[0], x[1]), _mm512_packs_epi32(x[2], x[3])), order);
 }
 
-/* top / most, 0 where weights are next to nothing */
+/* top / most, or 0 where most is at most 1e-34: such weights contribute nothing. */
 TKVI_FLAT_AVX512 __m512 tkvi_prefill_inverse_avx512(__m512 most, float top) {
     return _mm512_maskz_div_ps(_mm512_cmp_ps_mask(most, _mm512_set1_ps(1e-34f), _CMP_GT_OQ),
                                _mm512_set1_ps(top), most);
 }
 
-/* Would one plane be too coarse for any row? TKVI_NEEDS_TWO */
-TKVI_FLAT_AVX512 int tkvi_prefill_tower_avx512(float coarse, __m512 most, __m512 squares, int top) {
+/* Bit l is set if row l needs two limbs (TKVI_NEEDS_TWO). */
+TKVI_FLAT_AVX512 int tkvi_prefill_needs_two_avx512(float coarse, __m512 most, __m512 squares, int top) {
     return _mm512_cmp_ps_mask(_mm512_mul_ps(_mm512_mul_ps(_mm512_set1_ps(coarse), most), most),
-                              _mm512_mul_ps(_mm512_set1_ps(TKVI_MAY_ERR(top)), squares), _CMP_GT_OQ);
+                              _mm512_mul_ps(_mm512_set1_ps(TKVI_ERR_LIMIT(top)), squares), _CMP_GT_OQ);
 }
 
-static const float tkvi_prefill_none[TKVI_PREFILL] = {0.0f};
+static const float tkvi_prefill_zeros[TKVI_PREFILL] = {0.0f};
 
-/* Weights of rows, in each plane, and what turns integers into answers: by[0] * first + by[1] * second + rest. */
+/* Folded and rounded weights of all rows. Index 0 is the high or only limb, 1 the low limb. An answer is
+ * by[0] * sum[0] + by[1] * sum[1] + rest, where sum[i] is the sum of the products of limb i. */
 typedef struct tkvi_prefill_fold {
     TKVI_ALIGNED uint8_t w[2][TKVI_PREFILL_FLOATS]; /* [tile or quad][lanes][4] */
     TKVI_ALIGNED float by[2][TKVI_PREFILL], rest[TKVI_PREFILL];
-    int second; /* so many tiles or quads have a second plane */
+    int n_second; /* K: number of leading tiles that have a low limb. V: all quads of tokens, or 0. */
 } tkvi_prefill_fold;
 
-TKVI_FLAT_AVX512 void tkvi_prefill_steps_avx512(__m512 step, tkvi_prefill_fold *f, int v) {
+TKVI_FLAT_AVX512 void tkvi_prefill_store_steps_avx512(__m512 step, tkvi_prefill_fold *f, int v) {
     _mm512_store_ps(f->by[0] + 16 * v, step);
     _mm512_store_ps(f->by[1] + 16 * v, _mm512_mul_ps(step, _mm512_set1_ps(1.0f / 128.0f)));
 }
 
-/* Of n tokens or channels, both planes of weights. */
-static void tkvi_prefill_scores_avx512(const tkvi_prefill_fold *f, int lanes, int tiles, const int32_t *x,
-                                       int n, float *out) {
+/* Answers for n tokens (K) or channels (V), from both limbs. */
+static void tkvi_prefill_dot_k_avx512(const tkvi_prefill_fold *f, int lanes, int tiles, const int32_t *x,
+                                      int n, float *out) {
     for (; n > 0; n -= 8, x += 8, out += 8 * lanes) {
         if (lanes > 16) tkvi_prefill_scores2_avx512(f->w[0], x, tiles, f->by[0], f->rest, out);
         else tkvi_prefill_scores1_avx512(f->w[0], x, tiles, f->by[0], f->rest, out);
-        if (!f->second) continue;
-        if (lanes > 16) tkvi_prefill_more2_avx512(f->w[1], x, f->second, f->by[1], tkvi_prefill_none, out);
-        else tkvi_prefill_more1_avx512(f->w[1], x, f->second, f->by[1], tkvi_prefill_none, out);
+        if (!f->n_second) continue;
+        if (lanes > 16)
+            tkvi_prefill_add_scores2_avx512(f->w[1], x, f->n_second, f->by[1], tkvi_prefill_zeros, out);
+        else tkvi_prefill_add_scores1_avx512(f->w[1], x, f->n_second, f->by[1], tkvi_prefill_zeros, out);
     }
 }
 
-static void tkvi_prefill_values_avx512(const tkvi_prefill_fold *f, int lanes, int quads, const int32_t *x,
-                                       int n, float *out) {
+static void tkvi_prefill_dot_v_avx512(const tkvi_prefill_fold *f, int lanes, int quads, const int32_t *x,
+                                      int n, float *out) {
     for (; n > 0; n -= 8, x += 8, out += 8 * lanes) {
-        if (lanes > 16) tkvi_prefill_values2_avx512(f->w[0], x, quads, f->by[0], f->rest, out);
-        else tkvi_prefill_values1_avx512(f->w[0], x, quads, f->by[0], f->rest, out);
-        if (!f->second) continue;
-        if (lanes > 16) tkvi_prefill_values2_avx512(f->w[1], x, quads, f->by[1], tkvi_prefill_none, out);
-        else tkvi_prefill_values1_avx512(f->w[1], x, quads, f->by[1], tkvi_prefill_none, out);
+        if (lanes > 16) tkvi_prefill_add_values2_avx512(f->w[0], x, quads, f->by[0], f->rest, out);
+        else tkvi_prefill_add_values1_avx512(f->w[0], x, quads, f->by[0], f->rest, out);
+        if (!f->n_second) continue;
+        if (lanes > 16) tkvi_prefill_add_values2_avx512(f->w[1], x, quads, f->by[1], tkvi_prefill_zeros, out);
+        else tkvi_prefill_add_values1_avx512(f->w[1], x, quads, f->by[1], tkvi_prefill_zeros, out);
     }
 }
 
-/* Codes lie around `middle` / 2: takes that off, for the sums of weights, or of weights times middle, in each
- * plane. */
-TKVI_FLAT_AVX512 __m512 tkvi_prefill_less_avx512(__m512 rest, const tkvi_prefill_fold *f, int v,
-                                                 const __m512i *sum, float half) {
-    int plane;
-    for (plane = 0; plane < 2; plane++)
-        rest = _mm512_fnmadd_ps(_mm512_mul_ps(_mm512_load_ps(f->by[plane] + 16 * v), _mm512_set1_ps(half)),
-                                _mm512_cvtepi32_ps(sum[plane]), rest);
+/* Subtracts the part that the centre of the codes adds to the answers: half * by * sum of each limb.
+ *   K: sum is the sum of w centre2, and half is 0.5
+ *   V: sum is the sum of w, and half is 0.5 * middle */
+TKVI_FLAT_AVX512 __m512 tkvi_prefill_subtract_middle_avx512(__m512 rest, const tkvi_prefill_fold *f, int v,
+                                                            const __m512i *sum, float half) {
+    int limb;
+    for (limb = 0; limb < 2; limb++)
+        rest = _mm512_fnmadd_ps(_mm512_mul_ps(_mm512_load_ps(f->by[limb] + 16 * v), _mm512_set1_ps(half)),
+                                _mm512_cvtepi32_ps(sum[limb]), rest);
     return rest;
 }
 
-/* One group of tokens of a block: scale and rest by position, `coded` of them have codes. */
-typedef struct tkvi_prefill_keys {
+/* One group of tokens of a block. */
+typedef struct tkvi_prefill_k_args {
     const tkvi_side *s;
     tkvi_prefill_queries *q;
-    const float *scale, *rest;
-    const uint8_t *centre2; /* by position, twice the centre of codes */
-    int coded, wide, planes;
-    float coarse;
-} tkvi_prefill_keys;
+    const float *scale, *rest; /* by position; rest: see tkvi_prefill_fold_zeros_avx512 */
+    const uint8_t *centre2;    /* by position, twice the centre of the codes */
+    int coded, wide, n_limbs;  /* coded: number of positions with codes; wide, n_limbs: see tkvi_fold_args */
+    float coarse;              /* see tkvi_coarse_k */
+} tkvi_prefill_k_args;
 
-/* K's weights are made in integers of 16 bits, two to a multiplication of floats: q folded with the scales of an
- * earlier block, times scale over that scale (1 is 16384). Rows 4 l, 4 l + 1 of 16 stand in quarter l of the first
- * of two vectors, 4 l + 2 and 4 l + 3 in the second, four channels each: packed to bytes they are in order. */
-enum { TKVI_PREFILL_ONE = 16384, TKVI_PREFILL_LEAST = TKVI_PREFILL_ONE / 16 };
+/* Weights of K are computed in 16-bit integers: a vector has twice as many of them as floats. A weight is
+ * q->folded (the query times the scale of the cached block) times the ratio of this block's scale to that scale.
+ * A ratio of 1 is the integer 16384.
+ * Layout of q->folded: two vectors for each tile of four channels and 16 rows. Quarter l of the first vector has
+ * rows 4 l and 4 l + 1, four channels each. Quarter l of the second has rows 4 l + 2 and 4 l + 3. Packing both to
+ * bytes gives all rows in order. */
+enum { TKVI_PREFILL_ONE = 16384, TKVI_PREFILL_MIN_RATIO = TKVI_PREFILL_ONE / 16 };
 
-/* Scales of this block over those of the other one; 0 if that one was too different. */
-TKVI_FLAT_AVX512 int tkvi_prefill_near_avx512(const tkvi_prefill_keys *a, int16_t *by) {
+/* by: out, the ratios of this block's scales to the cached ones. Returns 0 if a ratio is outside 1/16 .. 2, or if
+ * the number of coded positions differs. */
+TKVI_FLAT_AVX512 int tkvi_prefill_scale_ratios_avx512(const tkvi_prefill_k_args *a, int16_t *by) {
     const tkvi_prefill_queries *q = a->q;
     int c;
     if (q->coded != a->coded) return 0;
@@ -265,7 +275,7 @@ TKVI_FLAT_AVX512 int tkvi_prefill_near_avx512(const tkvi_prefill_keys *a, int16_
         const __m512i x = tkvi_nearest_avx512(_mm512_mul_ps(scale, inverse));
         const __mmask16 none = _mm512_cmp_ps_mask(scale, _mm512_setzero_ps(), _CMP_EQ_OQ);
         const __mmask16 zero = _mm512_cmp_ps_mask(inverse, _mm512_setzero_ps(), _CMP_EQ_OQ);
-        const __mmask16 inside = _mm512_cmpge_epi32_mask(x, _mm512_set1_epi32(TKVI_PREFILL_LEAST)) &
+        const __mmask16 inside = _mm512_cmpge_epi32_mask(x, _mm512_set1_epi32(TKVI_PREFILL_MIN_RATIO)) &
                                  _mm512_cmple_epi32_mask(x, _mm512_set1_epi32(2 * TKVI_PREFILL_ONE - 1));
         const __mmask16 there = (__mmask16)(a->coded - c >= 16 ? 0xffff : (1 << (a->coded - c)) - 1);
         if (there & ~((none & zero) | (inside & ~none))) return 0;
@@ -274,8 +284,8 @@ TKVI_FLAT_AVX512 int tkvi_prefill_near_avx512(const tkvi_prefill_keys *a, int16_
     return 1;
 }
 
-/* This block is that other one from now on, for the 16 rows of vector v. */
-static TKVI_TARGET_AVX512 void tkvi_prefill_anew_avx512(const tkvi_prefill_keys *a, int v) {
+/* Folds the queries of row vector v with the scales of this block, and caches them in q->folded. */
+static TKVI_TARGET_AVX512 void tkvi_prefill_cache_queries_avx512(const tkvi_prefill_k_args *a, int v) {
     const int lanes = a->q->lanes;
     const uint8_t *order = a->s->order;
     __m512 most = _mm512_setzero_ps(), times;
@@ -287,7 +297,7 @@ static TKVI_TARGET_AVX512 void tkvi_prefill_anew_avx512(const tkvi_prefill_keys 
     times = tkvi_prefill_inverse_avx512(most, 32767.0f);
     _mm512_store_ps(a->q->unit + 16 * v, _mm512_mul_ps(most, _mm512_set1_ps(2.0f / 32767.0f)));
     for (c = 0; c < a->coded; c += 4) {
-        int16_t *to = a->q->whole + c * lanes + 64 * v;
+        int16_t *to = a->q->folded + c * lanes + 64 * v;
         __m512i x[4], y[2];
         TKVI_UNROLL
         for (j = 0; j < 4; j++) {
@@ -304,12 +314,12 @@ static TKVI_TARGET_AVX512 void tkvi_prefill_anew_avx512(const tkvi_prefill_keys 
     }
 }
 
-/* Tile c / 4 of 16 rows: their weights, still in 16 bits. */
-TKVI_FLAT_AVX512 void tkvi_prefill_pair_avx512(const int16_t *whole, const int16_t *by, __m512i *y) {
+/* The weights of 16 rows for one tile, in 16 bits, in the layout of q->folded. */
+TKVI_FLAT_AVX512 void tkvi_prefill_rescale_tile_avx512(const int16_t *folded, const int16_t *by, __m512i *y) {
     int64_t four;
     memcpy(&four, by, 8);
-    y[0] = _mm512_mulhrs_epi16(_mm512_load_si512((const void *)whole), _mm512_set1_epi64(four));
-    y[1] = _mm512_mulhrs_epi16(_mm512_load_si512((const void *)(whole + 32)), _mm512_set1_epi64(four));
+    y[0] = _mm512_mulhrs_epi16(_mm512_load_si512((const void *)folded), _mm512_set1_epi64(four));
+    y[1] = _mm512_mulhrs_epi16(_mm512_load_si512((const void *)(folded + 32)), _mm512_set1_epi64(four));
 }
 
 TKVI_FLAT_AVX512 __m512i tkvi_prefill_load4_avx512(const uint8_t *p) {
@@ -318,52 +328,54 @@ TKVI_FLAT_AVX512 __m512i tkvi_prefill_load4_avx512(const uint8_t *p) {
     return _mm512_set1_epi32(four);
 }
 
-/* The 16 rows of vector v, `two`: with a second plane. Returns 1 if a row needs one and has none. */
-static TKVI_TARGET_AVX512 int tkvi_prefill_round_avx512(const tkvi_prefill_keys *a, const int16_t *by, int v,
-                                                        int two, tkvi_prefill_fold *f) {
+/* Rounds the weights of row vector v. The first `two` positions get two limbs. Returns nonzero if a row needs two
+ * limbs everywhere and does not have them. */
+static TKVI_TARGET_AVX512 int tkvi_prefill_round_k_avx512(const tkvi_prefill_k_args *a, const int16_t *by,
+                                                          int v, int two, tkvi_prefill_fold *f) {
     const int lanes = a->q->lanes;
-    const int16_t *whole = a->q->whole + 64 * v;
+    const int16_t *folded = a->q->folded + 64 * v;
     const __m512i low = _mm512_set1_epi16(127);
     __m512i most[2], times[2], shift[2], y[2], sum[2], m, squares = _mm512_setzero_si512(), k, b, centre;
     __mmask16 some;
     int c, j;
     most[0] = most[1] = sum[0] = sum[1] = _mm512_setzero_si512();
     for (c = 0; c < a->coded; c += 4) {
-        tkvi_prefill_pair_avx512(whole + lanes * c, by + c, y);
+        tkvi_prefill_rescale_tile_avx512(folded + lanes * c, by + c, y);
         TKVI_UNROLL
         for (j = 0; j < 2; j++) most[j] = _mm512_max_epu16(most[j], _mm512_abs_epi16(y[j]));
     }
     TKVI_UNROLL
-    for (j = 0; j < 2; j++) { /* of four channels */
+    for (j = 0; j < 2; j++) { /* the largest of the four channels of each row */
         most[j] = _mm512_max_epu16(most[j], _mm512_ror_epi64(most[j], 32));
         most[j] = _mm512_max_epu16(most[j], _mm512_ror_epi64(most[j], 16));
         most[j] = _mm512_and_si512(most[j], _mm512_set1_epi64(0xffff));
     }
-    /* rows in order: most << k is 16384 and more; b = 127 / (most << k), 127 .. 254 */
+    /* m: the largest weights, rows in order. k: shift, so that m << k is 16384 .. 32767.
+     * b = 127 * 32768 / (m << k), which is 127 .. 254. Hence w * (b << k) / 32768 is a limb of -127 .. 127. */
     m = _mm512_shuffle_epi32(_mm512_or_si512(most[0], _mm512_slli_epi64(most[1], 32)), _MM_PERM_DBCA);
     m = _mm512_max_epi32(m, _mm512_set1_epi32(128));
-    k = _mm512_srli_epi32(_mm512_castps_si512(_mm512_cvtepi32_ps(m)),
-                          23); /* vgetexpps: gcc 12's macro warns at -O0 */
+    /* the exponent of m, from its bits: gcc 12 warns about _mm512_getexp_ps at -O0 */
+    k = _mm512_srli_epi32(_mm512_castps_si512(_mm512_cvtepi32_ps(m)), 23);
     k = _mm512_sub_epi32(_mm512_set1_epi32(127 + 14), k);
-    b = _mm512_cvttps_epi32(_mm512_div_ps(_mm512_set1_ps((float)TKVI_PLANE * 32768.0f),
+    b = _mm512_cvttps_epi32(_mm512_div_ps(_mm512_set1_ps((float)TKVI_LIMB_MAX_K * 32768.0f),
                                           _mm512_cvtepi32_ps(_mm512_sllv_epi32(m, k))));
-    tkvi_prefill_steps_avx512(
+    tkvi_prefill_store_steps_avx512(
         _mm512_div_ps(_mm512_mul_ps(_mm512_load_ps(a->q->unit + 16 * v), _mm512_set1_ps(32768.0f)),
                       _mm512_cvtepi32_ps(_mm512_sllv_epi32(b, k))),
         f, v);
     b = _mm512_shuffle_epi32(b, _MM_PERM_DBCA);
     k = _mm512_shuffle_epi32(k, _MM_PERM_DBCA);
     TKVI_UNROLL
-    for (j = 0; j < 2; j++) { /* to all four channels of a row */
+    for (j = 0; j < 2; j++) { /* copies b and k to all four channels of their row */
         const __m512i all =
             _mm512_broadcast_i32x4(j ? _mm_setr_epi8(4, 5, 4, 5, 4, 5, 4, 5, 12, 13, 12, 13, 12, 13, 12, 13)
                                      : _mm_setr_epi8(0, 1, 0, 1, 0, 1, 0, 1, 8, 9, 8, 9, 8, 9, 8, 9));
         times[j] = _mm512_shuffle_epi8(b, all);
         shift[j] = _mm512_shuffle_epi8(k, all);
     }
-    for (c = 0; c < two; c += 4) { /* 128 hi + lo */
+    for (c = 0; c < two; c += 4) { /* weight = 128 * hi + lo */
         __m512i lo[2];
-        tkvi_prefill_pair_avx512(whole + lanes * c, by + c, y);
+        tkvi_prefill_rescale_tile_avx512(folded + lanes * c, by + c, y);
         TKVI_UNROLL
         for (j = 0; j < 2; j++) {
             y[j] = _mm512_mulhrs_epi16(_mm512_sllv_epi16(y[j], shift[j]), _mm512_slli_epi16(times[j], 7));
@@ -382,24 +394,25 @@ static TKVI_TARGET_AVX512 int tkvi_prefill_round_avx512(const tkvi_prefill_keys 
     TKVI_UNROLL
     for (j = 0; j < 2; j++) times[j] = _mm512_sllv_epi16(times[j], shift[j]);
     for (; c < a->coded; c += 4) {
-        tkvi_prefill_pair_avx512(whole + lanes * c, by + c, y);
+        tkvi_prefill_rescale_tile_avx512(folded + lanes * c, by + c, y);
         y[0] = _mm512_packs_epi16(_mm512_mulhrs_epi16(y[0], times[0]), _mm512_mulhrs_epi16(y[1], times[1]));
         centre = tkvi_prefill_load4_avx512(a->centre2 + c);
         squares = _mm512_dpbusd_epi32(squares, _mm512_abs_epi8(y[0]), _mm512_abs_epi8(y[0]));
         sum[0] = _mm512_dpbusd_epi32(sum[0], centre, y[0]);
         _mm512_store_si512((void *)(f->w[0] + lanes * c + 64 * v), y[0]);
     }
-    _mm512_store_ps(f->rest + 16 * v, tkvi_prefill_less_avx512(_mm512_setzero_ps(), f, v, sum, 0.5f));
-    /* the largest weight is 127, or there is none */
+    _mm512_store_ps(f->rest + 16 * v,
+                    tkvi_prefill_subtract_middle_avx512(_mm512_setzero_ps(), f, v, sum, 0.5f));
+    /* the largest rounded weight of a row is 127, unless all its weights are 0 */
     some = _mm512_test_epi32_mask(squares, squares);
-    return two < a->coded &&
-           tkvi_prefill_tower_avx512(a->coarse, _mm512_maskz_mov_ps(some, _mm512_set1_ps((float)TKVI_PLANE)),
-                                     _mm512_cvtepi32_ps(squares), TKVI_PLANE);
+    return two < a->coded && tkvi_prefill_needs_two_avx512(
+                                 a->coarse, _mm512_maskz_mov_ps(some, _mm512_set1_ps((float)TKVI_LIMB_MAX_K)),
+                                 _mm512_cvtepi32_ps(squares), TKVI_LIMB_MAX_K);
 }
 
-/* Adds what does not depend on codes, for the 16 rows of vector v. */
-static TKVI_TARGET_AVX512 void tkvi_prefill_rest_avx512(const tkvi_prefill_keys *a, int v,
-                                                        tkvi_prefill_fold *f) {
+/* Adds the part of the answers that does not depend on codes, sum of q rest, for row vector v. */
+static TKVI_TARGET_AVX512 void tkvi_prefill_add_rest_avx512(const tkvi_prefill_k_args *a, int v,
+                                                            tkvi_prefill_fold *f) {
     const int lanes = a->q->lanes;
     const uint8_t *order = a->s->order;
     __m512 rest[4];
@@ -417,41 +430,42 @@ static TKVI_TARGET_AVX512 void tkvi_prefill_rest_avx512(const tkvi_prefill_keys 
     _mm512_store_ps(f->rest + 16 * v, _mm512_add_ps(_mm512_load_ps(f->rest + 16 * v), rest[0]));
 }
 
-static TKVI_TARGET_AVX512 void tkvi_prefill_fold_k_avx512(const tkvi_prefill_keys *a, tkvi_prefill_fold *f) {
+static TKVI_TARGET_AVX512 void tkvi_prefill_fold_k_avx512(const tkvi_prefill_k_args *a,
+                                                          tkvi_prefill_fold *f) {
     TKVI_ALIGNED int16_t by[TKV_MAX_HEAD_DIM];
     const int nv = a->q->lanes / 16;
-    int c, v, two = a->planes == 2 ? a->coded : a->wide, tower = 0;
-    if (!tkvi_prefill_near_avx512(a, by)) {
+    int c, v, two = a->n_limbs == 2 ? a->coded : a->wide, two_mask = 0;
+    if (!tkvi_prefill_scale_ratios_avx512(a, by)) {
         a->q->coded = a->coded;
-        for (v = 0; v < nv; v++) tkvi_prefill_anew_avx512(a, v);
+        for (v = 0; v < nv; v++) tkvi_prefill_cache_queries_avx512(a, v);
         for (c = 0; c < a->coded; c++) {
             const int some = fabsf(a->scale[c]) > 1e-34f;
             a->q->inverse[c] = some ? (float)TKVI_PREFILL_ONE / a->scale[c] : 0.0f;
             by[c] = some ? TKVI_PREFILL_ONE : 0;
         }
     }
-    for (v = 0; v < nv; v++) tower |= tkvi_prefill_round_avx512(a, by, v, two, f);
-    if (tower) two = a->coded;
+    for (v = 0; v < nv; v++) two_mask |= tkvi_prefill_round_k_avx512(a, by, v, two, f);
+    if (two_mask) two = a->coded;
     for (v = 0; v < nv; v++) {
-        if (tower) (void)tkvi_prefill_round_avx512(a, by, v, two, f);
-        tkvi_prefill_rest_avx512(a, v, f);
+        if (two_mask) (void)tkvi_prefill_round_k_avx512(a, by, v, two, f);
+        tkvi_prefill_add_rest_avx512(a, v, f);
     }
-    f->second = two / 4;
+    f->n_second = two / 4;
 }
 
 #define TKVI_RUN_(width)                                                                                     \
-    for (i = 0; i < s->runs.n[width]; i++, x += TKVI_TILE_CODES) {                                           \
-        tkvi_planes_avx512(width, wide, tops, half, y);                                                      \
+    for (i = 0; i < s->tiles.n[width]; i++, x += TKVI_TILE_CODES) {                                          \
+        tkvi_unpack_tile_avx512(width, wide, tops, half, y);                                                 \
         tkvi_prefetch_bytes(wide, tkvi_wide_bytes[width], ahead);                                            \
         wide += tkvi_wide_bytes[width];                                                                      \
         half += tkvi_has_half[width];                                                                        \
         TKVI_UNROLL                                                                                          \
         for (p = 0; p < 4; p++) { _mm512_store_si512((void *)(x + 64 * p), y[p]); }                          \
     }
-/* All tiles to bytes: [tile][64 tokens][4] */
+/* Unpacks all tiles to bytes: [tile][64 tokens][4]. */
 static TKVI_TARGET_AVX512 void tkvi_prefill_unpack_k_avx512(const tkvi_side *s, const uint8_t *src,
                                                             uintptr_t ahead, uint8_t *x) {
-    const uint8_t *wide = src, *tops = src + tkvi_tiles(&s->runs).halves;
+    const uint8_t *wide = src, *tops = src + tkvi_first_tile(&s->tiles).halves;
     __m512i y[4];
     int half = 0, i, p;
     TKVI_RUN_(8)
@@ -465,9 +479,10 @@ static TKVI_TARGET_AVX512 void tkvi_prefill_unpack_k_avx512(const tkvi_side *s, 
 }
 #undef TKVI_RUN_
 
-/* zero - ref + centre * scale, in place of zero */
-static TKVI_TARGET_AVX512 void tkvi_prefill_rests_avx512(const tkvi_side *s, const uint8_t *centre2,
-                                                         const float *ref, const float *scale, float *zero) {
+/* Replaces zero by zero - ref + centre * scale. */
+static TKVI_TARGET_AVX512 void tkvi_prefill_fold_zeros_avx512(const tkvi_side *s, const uint8_t *centre2,
+                                                              const float *ref, const float *scale,
+                                                              float *zero) {
     const __m512 half = _mm512_set1_ps(0.5f);
     int c, g;
     for (c = 0; c < s->pad; c += 16) {
@@ -483,56 +498,58 @@ static TKVI_TARGET_AVX512 void tkvi_prefill_rests_avx512(const tkvi_side *s, con
 
 static TKVI_TARGET_AVX512 void tkvi_prefill_tiles_k_avx512(const tkvi_side *s, const uint8_t *src,
                                                            uintptr_t ahead, tkvi_prefill_queries *q,
-                                                           int planes, float *scores) {
+                                                           int n_limbs, float *scores) {
     TKVI_ALIGNED float scale[2 * TKV_MAX_HEAD_DIM], rest[2 * TKV_MAX_HEAD_DIM];
     TKVI_ALIGNED int32_t x[TKVI_BLOCK * TKV_MAX_HEAD_DIM / 4];
     TKVI_ALIGNED uint8_t centre2[TKV_MAX_HEAD_DIM];
     const int tokens = TKVI_BLOCK / s->groups;
     tkvi_prefill_fold fold;
-    tkvi_prefill_keys a;
+    tkvi_prefill_k_args a;
     int width, g, c;
     s->format->side[TKV_K].meta(s, src, &tkvi_simd_ops_avx512, scale, rest);
     tkvi_prefill_unpack_k_avx512(s, src, ahead, (uint8_t *)x);
-    for (width = TKVI_MAX_WIDTH, c = 0; width > 0; c += 4 * s->runs.n[width--])
-        memset(centre2 + c, (1 << width) - 1, (size_t)(4 * s->runs.n[width]));
+    for (width = TKVI_MAX_WIDTH, c = 0; width > 0; c += 4 * s->tiles.n[width--])
+        memset(centre2 + c, (1 << width) - 1, (size_t)(4 * s->tiles.n[width]));
     memset(centre2 + c, 0, (size_t)(s->pad - c));
     a.coded = c;
-    if (q->coded == 0 || q->order != s->order) { /* the same for all blocks, mostly */
+    if (q->coded == 0 || q->order != s->order) { /* most blocks of a head have the same order */
         q->order = s->order;
         q->coded = 0;
         for (c = 0; c < s->pad; c++) q->sorted[c] = q->ref[s->order ? s->order[c] : c];
     }
-    tkvi_prefill_rests_avx512(s, centre2, q->sorted, scale, rest);
+    tkvi_prefill_fold_zeros_avx512(s, centre2, q->sorted, scale, rest);
     a.s = s;
     a.q = q;
     a.centre2 = centre2;
-    a.wide = tkvi_wide_places(s);
-    a.planes = planes;
+    a.wide = tkvi_n_wide_positions(s);
+    a.n_limbs = n_limbs;
     a.coarse = tkvi_coarse_k(s);
     for (g = 0; g < s->groups; g++) {
         a.scale = scale + g * s->pad;
         a.rest = rest + g * s->pad;
         tkvi_prefill_fold_k_avx512(&a, &fold);
-        tkvi_prefill_scores_avx512(&fold, q->lanes, a.coded / 4, x + g * tokens, tokens,
-                                   scores + g * tokens * q->lanes);
+        tkvi_prefill_dot_k_avx512(&fold, q->lanes, a.coded / 4, x + g * tokens, tokens,
+                                  scores + g * tokens * q->lanes);
     }
 }
 
-/* Channels of one width and group. */
-typedef struct tkvi_prefill_values {
+/* Channels of V that have one width and one group. */
+typedef struct tkvi_prefill_v_args {
     const float *p, *scale, *zero;
-    float centre, middle, coarse; /* of the codes; the same of what is multiplied, twice */
-    int planes;
-} tkvi_prefill_values;
+    float centre; /* tkvi_centre of the codes */
+    float middle; /* twice the centre of the signed bytes that are multiplied */
+    float coarse; /* see tkvi_coarse_v */
+    int n_limbs;  /* see tkvi_n_limbs */
+} tkvi_prefill_v_args;
 
-TKVI_FLAT_AVX512 void tkvi_prefill_fold_v_avx512(const tkvi_prefill_values *a, const int nv,
+TKVI_FLAT_AVX512 void tkvi_prefill_fold_v_avx512(const tkvi_prefill_v_args *a, const int nv,
                                                  tkvi_prefill_fold *f) {
     const int lanes = 16 * nv;
     TKVI_ALIGNED float rest[TKVI_BLOCK];
-    const __m512i ones = tkvi_all_avx512(1);
+    const __m512i ones = tkvi_splat_bytes_avx512(1);
     __m512 most[2], sum[2], squares[2], by[2];
     __m512i all[2][2];
-    int t, v, j, tower = a->planes == 2, some = 0;
+    int t, v, j, two_mask = a->n_limbs == 2, some = 0;
     for (t = 0; t < TKVI_BLOCK; t += 16) {
         const __m512 y = _mm512_loadu_ps(a->scale + t);
         const __m512 z = _mm512_fmadd_ps(y, _mm512_set1_ps(a->centre), _mm512_loadu_ps(a->zero + t));
@@ -549,7 +566,8 @@ TKVI_FLAT_AVX512 void tkvi_prefill_fold_v_avx512(const tkvi_prefill_values *a, c
             most[v] = _mm512_max_ps(most[v], y);
         }
     }
-    for (t = 0; t < TKVI_BLOCK && a->coarse > TKVI_MAY_ERR(TKVI_PLANE_V); t++) { /* else no row needs two */
+    for (t = 0; t < TKVI_BLOCK && a->coarse > TKVI_ERR_LIMIT(TKVI_LIMB_MAX_V);
+         t++) { /* else no row needs two */
         TKVI_UNROLL
         for (v = 0; v < nv; v++) {
             const __m512 y =
@@ -563,18 +581,18 @@ TKVI_FLAT_AVX512 void tkvi_prefill_fold_v_avx512(const tkvi_prefill_values *a, c
             sum[v] =
                 _mm512_fmadd_ps(_mm512_loadu_ps(a->p + t * lanes + 16 * v), _mm512_set1_ps(rest[t]), sum[v]);
     }
-    if (a->coarse > TKVI_MAY_ERR(TKVI_PLANE_V)) {
+    if (a->coarse > TKVI_ERR_LIMIT(TKVI_LIMB_MAX_V)) {
         TKVI_UNROLL
         for (v = 0; v < nv; v++)
-            tower |= tkvi_prefill_tower_avx512(a->coarse, most[v], squares[v], TKVI_PLANE_V);
+            two_mask |= tkvi_prefill_needs_two_avx512(a->coarse, most[v], squares[v], TKVI_LIMB_MAX_V);
     }
-    f->second = tower ? TKVI_BLOCK / 4 : 0;
+    f->n_second = two_mask ? TKVI_BLOCK / 4 : 0;
     TKVI_UNROLL
     for (v = 0; v < nv; v++) {
-        const float top = tower ? (float)TKVI_TWO_PLANES : (float)TKVI_PLANE_V,
-                    first = tower ? (float)TKVI_PLANE : (float)TKVI_PLANE_V;
+        const float top = two_mask ? (float)TKVI_TWO_LIMBS_MAX : (float)TKVI_LIMB_MAX_V,
+                    first = two_mask ? (float)TKVI_LIMB_MAX_K : (float)TKVI_LIMB_MAX_V;
         by[v] = tkvi_prefill_inverse_avx512(most[v], top);
-        tkvi_prefill_steps_avx512(_mm512_mul_ps(most[v], _mm512_set1_ps(1.0f / first)), f, v);
+        tkvi_prefill_store_steps_avx512(_mm512_mul_ps(most[v], _mm512_set1_ps(1.0f / first)), f, v);
         all[v][0] = all[v][1] = _mm512_setzero_si512();
     }
     for (t = 0; t < TKVI_BLOCK; t += 4) {
@@ -587,37 +605,40 @@ TKVI_FLAT_AVX512 void tkvi_prefill_fold_v_avx512(const tkvi_prefill_values *a, c
                                                _mm512_set1_ps(a->scale[t + j]));
                 x[j] = tkvi_nearest_avx512(_mm512_mul_ps(y, by[v]));
             }
-            if (tower) { /* 128 hi + lo */
+            if (two_mask) { /* weight = 128 * hi + lo */
                 __m512i lo[4];
                 TKVI_UNROLL
                 for (j = 0; j < 4; j++) {
                     lo[j] = _mm512_and_si512(x[j], _mm512_set1_epi32(127));
                     x[j] = _mm512_srli_epi32(x[j], 7);
                 }
-                lo[0] = tkvi_prefill_four_avx512(lo);
+                lo[0] = tkvi_prefill_pack_bytes_avx512(lo);
                 all[v][1] = _mm512_dpbusd_epi32(all[v][1], lo[0], ones);
                 _mm512_store_si512((void *)(f->w[1] + t * lanes + 64 * v), lo[0]);
             }
-            x[0] = tkvi_prefill_four_avx512(x);
+            x[0] = tkvi_prefill_pack_bytes_avx512(x);
             all[v][0] = _mm512_dpbusd_epi32(all[v][0], x[0], ones);
             _mm512_store_si512((void *)(f->w[0] + t * lanes + 64 * v), x[0]);
         }
     }
     TKVI_UNROLL
     for (v = 0; v < nv; v++)
-        _mm512_store_ps(f->rest + 16 * v, tkvi_prefill_less_avx512(sum[v], f, v, all[v], 0.5f * a->middle));
+        _mm512_store_ps(f->rest + 16 * v,
+                        tkvi_prefill_subtract_middle_avx512(sum[v], f, v, all[v], 0.5f * a->middle));
 }
 
-/* One slab of 16 channels, or 32 if it is one of pairs, to signed bytes: [slab][quad of tokens][16 channels][4]. */
-TKVI_FLAT_AVX512 void tkvi_prefill_slab_avx512(const tkvi_side *s, const int width, const uint8_t *wide,
-                                               const uint8_t *tops, int half, int8_t *x) {
+/* Unpacks a slab of 16 channels, or of 32 if lanes are pairs, to signed bytes:
+ * [16 channels][quad of tokens][channel][4 tokens]. */
+TKVI_FLAT_AVX512 void tkvi_prefill_unpack_slab_avx512(const tkvi_side *s, const int width,
+                                                      const uint8_t *wide, const uint8_t *tops, int half,
+                                                      int8_t *x) {
     const int pairs = s->pairs && width == 3, levels = s->levels && width <= 4;
     __m512i y[4], table = _mm512_setzero_si512(), upper = table;
     int i, p;
-    if (levels) table = tkvi_levels_avx512(s->levels + tkvi_level_table(s, width, 0));
-    if (pairs) upper = tkvi_levels_avx512(s->levels + tkvi_level_table(s, width, 1));
+    if (levels) table = tkvi_load_table_avx512(s->levels + tkvi_level_table(s, width, 0));
+    if (pairs) upper = tkvi_load_table_avx512(s->levels + tkvi_level_table(s, width, 1));
     for (i = 0; i < 4; i++, x += TKVI_TILE_CODES) {
-        tkvi_planes_avx512(width, wide, tops, half, y);
+        tkvi_unpack_tile_avx512(width, wide, tops, half, y);
         wide += tkvi_wide_bytes[width];
         half += tkvi_has_half[width];
         TKVI_UNROLL
@@ -626,14 +647,14 @@ TKVI_FLAT_AVX512 void tkvi_prefill_slab_avx512(const tkvi_side *s, const int wid
             if (pairs)
                 _mm512_store_si512((void *)(to + 4 * TKVI_TILE_CODES), _mm512_shuffle_epi8(upper, y[p]));
             if (levels) y[p] = _mm512_shuffle_epi8(table, y[p]);
-            else if (width == 8) y[p] = _mm512_xor_si512(y[p], tkvi_all_avx512(128));
+            else if (width == 8) y[p] = _mm512_xor_si512(y[p], tkvi_splat_bytes_avx512(128));
             _mm512_store_si512((void *)to, y[p]);
         }
     }
 }
 
 #define TKVI_RUN_(bits)                                                                                      \
-    case bits: tkvi_prefill_slab_avx512(s, bits, wide, tops, half, x); break;
+    case bits: tkvi_prefill_unpack_slab_avx512(s, bits, wide, tops, half, x); break;
 static TKVI_TARGET_AVX512 void tkvi_prefill_unpack_v_avx512(const tkvi_side *s, int width,
                                                             const uint8_t *wide, const uint8_t *tops,
                                                             int half, int8_t *x) {
@@ -652,21 +673,21 @@ static TKVI_TARGET_AVX512 void tkvi_prefill_unpack_v_avx512(const tkvi_side *s, 
 
 static TKVI_TARGET_AVX512 void tkvi_prefill_tiles_v_avx512(const tkvi_side *s, const uint8_t *src,
                                                            uintptr_t ahead, const float *p, int lanes, int n,
-                                                           int planes, float *out) {
+                                                           int n_limbs, float *out) {
     TKVI_ALIGNED float scale[TKVI_MAX_GROUPS * TKVI_BLOCK], zero[TKVI_MAX_GROUPS * TKVI_BLOCK];
     TKVI_ALIGNED int32_t x[2 * TKVI_TILE_CODES];
-    const uint8_t *wide = src, *tops = src + tkvi_tiles(&s->runs).halves;
+    const uint8_t *wide = src, *tops = src + tkvi_first_tile(&s->tiles).halves;
     tkvi_prefill_fold fold;
-    tkvi_prefill_values a;
+    tkvi_prefill_v_args a;
     int width, i, c, half = 0, slab = 0;
     s->format->side[TKV_V].meta(s, src, &tkvi_simd_ops_avx512, scale, zero);
     a.p = p;
-    a.planes = planes;
+    a.n_limbs = n_limbs;
     tkvi_prefetch_bytes(tops, (int)(src + s->bytes - tops), ahead);
     for (width = TKVI_MAX_WIDTH; width > 0; width--) {
         const int slabs = tkvi_slab_channels(s, width) / 16;
-        for (i = 0; i < s->runs.n[width]; i += 4, slab += slabs) {
-            if (i == 0 || slab * 16 % s->group == 0) { /* a new group, or new codes */
+        for (i = 0; i < s->tiles.n[width]; i += 4, slab += slabs) {
+            if (i == 0 || slab * 16 % s->group == 0) { /* another width or another group */
                 a.scale = scale + slab * 16 / s->group * TKVI_BLOCK;
                 a.zero = zero + slab * 16 / s->group * TKVI_BLOCK;
                 a.centre = tkvi_centre(s, width);
@@ -680,18 +701,18 @@ static TKVI_TARGET_AVX512 void tkvi_prefill_tiles_v_avx512(const tkvi_side *s, c
             wide += 4 * tkvi_wide_bytes[width];
             half += 4 * tkvi_has_half[width];
             for (c = 0; c < slabs; c++, out += 16 * lanes)
-                tkvi_prefill_values_avx512(&fold, lanes, (n + 15) / 16 * 4, x + c * TKVI_TILE_CODES, 16, out);
+                tkvi_prefill_dot_v_avx512(&fold, lanes, (n + 15) / 16 * 4, x + c * TKVI_TILE_CODES, 16, out);
         }
     }
 }
 
-/* >>all */
+/* >>softmax, rotation, layout */
 #define TKVI_LOG2E 1.44269502f
-/* exp(s - m), m being multiplied by log2 e already; 0 below -87. As tkvi_exp_avx512, with less for the multipliers.
- * */
+/* exp(s - m / log2 e): the caller has multiplied m by log2 e. The result is 0 where s - m / log2 e is below -86.6.
+ * It has two multiplications fewer than tkvi_exp_avx512. */
 TKVI_FLAT_AVX512 __m512 tkvi_prefill_exp_avx512(__m512 s, __m512 m) {
     const __m512 x = _mm512_fmsub_ps(s, _mm512_set1_ps(TKVI_LOG2E), m);
-    const __m512 n = _mm512_cvtepi32_ps(_mm512_cvtps_epi32(x)); /* vrndscaleps: the same */
+    const __m512 n = _mm512_cvtepi32_ps(_mm512_cvtps_epi32(x)); /* rounds like vrndscaleps */
     const __m512 r = _mm512_sub_ps(x, n);
     __m512 y = _mm512_set1_ps(1.326472728e-03f);
     y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(9.671512657e-03f));
@@ -702,7 +723,7 @@ TKVI_FLAT_AVX512 __m512 tkvi_prefill_exp_avx512(__m512 s, __m512 m) {
     return _mm512_maskz_scalef_ps(_mm512_cmp_ps_mask(x, _mm512_set1_ps(-125.0f), _CMP_GE_OQ), y, n);
 }
 
-static TKVI_TARGET_AVX512 int tkvi_prefill_weigh_avx512(const tkvi_weighing *w) {
+static TKVI_TARGET_AVX512 int tkvi_prefill_softmax_step_avx512(const tkvi_softmax_args *w) {
     const __m512 hidden = _mm512_set1_ps(TKVI_HIDDEN);
     int v, t, k, shrinks = 0;
     for (v = 0; v < w->lanes; v += 16) {
@@ -730,14 +751,14 @@ static TKVI_TARGET_AVX512 int tkvi_prefill_weigh_avx512(const tkvi_weighing *w) 
             }
         }
         most = _mm512_max_ps(_mm512_max_ps(tops[0], tops[1]), _mm512_max_ps(tops[2], tops[3]));
-        grows = _mm512_cmp_ps_mask(most, _mm512_add_ps(m, _mm512_set1_ps(TKVI_LAZY)), _CMP_GT_OQ);
+        grows = _mm512_cmp_ps_mask(most, _mm512_add_ps(m, _mm512_set1_ps(TKVI_MAX_SLACK)), _CMP_GT_OQ);
         before = _mm512_mask_cmp_ps_mask(grows, m, hidden, _CMP_GT_OQ);
         if (before) by = _mm512_mask_mov_ps(by, before, tkvi_exp_avx512(_mm512_sub_ps(m, most)));
         _mm512_storeu_ps(w->shrink + v, by);
         shrinks |= before;
         m = _mm512_mask_mov_ps(m, grows, most);
         _mm512_storeu_ps(w->m + v, m);
-        /* rows that have seen nothing: 0, and exp of -1e30 */
+        /* A row that has seen no key gets the maximum 0: exp(-1e30 - 0) is 0. */
         top = _mm512_maskz_mul_ps(_mm512_cmp_ps_mask(m, hidden, _CMP_GT_OQ), m, _mm512_set1_ps(TKVI_LOG2E));
         sum = squares = _mm512_setzero_ps();
         for (t = 0; t < TKVI_BLOCK; t++) {
@@ -766,8 +787,8 @@ static TKVI_TARGET_AVX512 void tkvi_prefill_shrink_avx512(float *x, int n, int l
             _mm512_storeu_ps(x + v, _mm512_mul_ps(_mm512_loadu_ps(x + v), _mm512_loadu_ps(by + v)));
 }
 
-/* core/rotate.h, rows in lanes */
-static TKVI_TARGET_AVX512 void tkvi_prefill_window_avx512(float *x, int n, int lanes) {
+/* tkvi_butterflies of core/rotate.h, with rows in lanes. */
+static TKVI_TARGET_AVX512 void tkvi_prefill_butterflies_avx512(float *x, int n, int lanes) {
     int h, i, j, v;
     for (h = 1; h < n; h *= 2)
         for (i = 0; i < n; i += 2 * h)
@@ -785,12 +806,12 @@ static TKVI_TARGET_AVX512 void tkvi_prefill_rotate_back_avx512(float *x, int dim
     const int k = tkvi_log2_floor(dim), n = 1 << k;
     int i, v;
     if (n < dim) {
-        tkvi_prefill_window_avx512(x + (dim - n) * lanes, n, lanes);
+        tkvi_prefill_butterflies_avx512(x + (dim - n) * lanes, n, lanes);
         for (i = (dim - n) * lanes; i < dim * lanes; i += 16)
             _mm512_storeu_ps(x + i,
                              _mm512_mul_ps(_mm512_loadu_ps(x + i), _mm512_set1_ps(tkvi_hadamard_norm[k])));
     }
-    tkvi_prefill_window_avx512(x, n, lanes);
+    tkvi_prefill_butterflies_avx512(x, n, lanes);
     for (i = 0; i < dim; i++) {
         const float sign = tkvi_signs[i / 32] >> i % 32 & 1 ? -1.0f : 1.0f;
         const __m512 by = _mm512_set1_ps(i < n ? sign * tkvi_hadamard_norm[k] : sign);
@@ -799,9 +820,9 @@ static TKVI_TARGET_AVX512 void tkvi_prefill_rotate_back_avx512(float *x, int dim
     }
 }
 
-/* 16 x 16 at a time */
-static TKVI_TARGET_AVX512 void tkvi_prefill_turn_avx512(const float *x, int x_stride, int n, float *y,
-                                                        int y_stride) {
+/* 16 x 16 floats at a time. */
+static TKVI_TARGET_AVX512 void tkvi_prefill_transpose_avx512(const float *x, int x_stride, int n, float *y,
+                                                             int y_stride) {
     int i, r, k;
     for (i = 0; i < n; i += 16) {
         __m512 a[16], b[16];
@@ -834,23 +855,23 @@ static TKVI_TARGET_AVX512 void tkvi_prefill_turn_avx512(const float *x, int x_st
 }
 
 static void tkvi_prefill_k_avx512(const tkvi_side *s, const uint8_t *src, const uint8_t *next,
-                                  tkvi_prefill_queries *q, int n, int planes, float *scores) {
-    const uintptr_t ahead = tkvi_ahead(src, next);
+                                  tkvi_prefill_queries *q, int n, int n_limbs, float *scores) {
+    const uintptr_t ahead = tkvi_prefetch_distance(src, next);
     if (tkvi_is_exact(s->format))
         tkvi_prefill_exact_k_avx512(s, src, ahead, q->q, q->ref, q->lanes, n, scores);
-    else tkvi_prefill_tiles_k_avx512(s, src, ahead, q, planes, scores);
+    else tkvi_prefill_tiles_k_avx512(s, src, ahead, q, n_limbs, scores);
 }
 
 static void tkvi_prefill_v_avx512(const tkvi_side *s, const uint8_t *src, const uint8_t *next, const float *p,
-                                  int lanes, int n, int planes, float *out) {
-    const uintptr_t ahead = tkvi_ahead(src, next);
+                                  int lanes, int n, int n_limbs, float *out) {
+    const uintptr_t ahead = tkvi_prefetch_distance(src, next);
     if (tkvi_is_exact(s->format)) tkvi_prefill_exact_v_avx512(s, src, ahead, p, lanes, n, out);
-    else tkvi_prefill_tiles_v_avx512(s, src, ahead, p, lanes, n, planes, out);
+    else tkvi_prefill_tiles_v_avx512(s, src, ahead, p, lanes, n, n_limbs, out);
 }
 
-static const tkvi_prefill tkvi_prefill_avx512 = {tkvi_prefill_k_avx512,           tkvi_prefill_v_avx512,
-                                                 tkvi_prefill_weigh_avx512,       tkvi_prefill_shrink_avx512,
-                                                 tkvi_prefill_rotate_back_avx512, tkvi_prefill_turn_avx512};
+static const tkvi_prefill tkvi_prefill_avx512 = {
+    tkvi_prefill_k_avx512,      tkvi_prefill_v_avx512,           tkvi_prefill_softmax_step_avx512,
+    tkvi_prefill_shrink_avx512, tkvi_prefill_rotate_back_avx512, tkvi_prefill_transpose_avx512};
 
 #if defined(__GNUC__) && !defined(__clang__)
 #pragma GCC diagnostic pop
@@ -858,7 +879,7 @@ static const tkvi_prefill tkvi_prefill_avx512 = {tkvi_prefill_k_avx512,         
 
 #endif /* TKVI_AVX512 */
 
-/* NULL: 8 rows at a time, by kernels/scalar.h. */
+/* The prefill kernels of an instruction set. NULL: it has none, and the caller uses its kernels for 8 rows. */
 static const tkvi_prefill *tkvi_prefill_of(tkv_isa isa) {
 #ifdef TKVI_AVX512
     if (isa == TKV_ISA_AVX512) return &tkvi_prefill_avx512;

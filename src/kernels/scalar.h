@@ -31,29 +31,29 @@
 
 #include "formats/table.h"
 
-#define TKVI_ROWS 8                 /* query rows per pass; a kernel's stack is proportional to it */
-#define TKVI_PLANE 127              /* largest weight of one limb in K */
-#define TKVI_PLANE_V 255            /* and in V */
-#define TKVI_TWO_PLANES (127 * 128) /* largest weight of two limbs */
-#define TKVI_WIDE 5                 /* tiles of this many bits or more have two limbs */
+#define TKVI_ROWS 8                    /* query rows per pass; a kernel's stack is proportional to it */
+#define TKVI_LIMB_MAX_K 127            /* largest weight of one limb in K */
+#define TKVI_LIMB_MAX_V 255            /* and in V */
+#define TKVI_TWO_LIMBS_MAX (127 * 128) /* largest weight of two limbs */
+#define TKVI_WIDE 5                    /* tiles of this many bits or more have two limbs */
 
 /* scores[row][64] = q[row] . (k[t] - ref). q: [rows][pad], zero beyond dim. ref: [pad]. n: tokens in the block.
  * Scores beyond n are finite and have no meaning. An exact side may end after n tokens: do not read further.
- * planes: number of limbs, see tkvi_planes.
+ * n_limbs: 1 or 2, see tkvi_n_limbs.
  * `next` is the same side of the next block, or NULL. The kernel prefetches its s->bytes line by line between the
  * products. Prefetching all at once would stall, and hardware prefetchers stop at the end of a record. */
 typedef void (*tkvi_k_kernel)(const tkvi_side *s, const uint8_t *src, const uint8_t *next, const float *q,
-                              const float *ref, int rows, int n, int planes, float *scores);
+                              const float *ref, int rows, int n, int n_limbs, float *scores);
 /* out[row][pad] += sum_t p[row][t] v[t]. p: [rows][64], not negative, zero beyond n. */
 typedef void (*tkvi_v_kernel)(const tkvi_side *s, const uint8_t *src, const uint8_t *next, const float *p,
-                              int rows, int n, int planes, float *out);
+                              int rows, int n, int n_limbs, float *out);
 
 typedef struct tkvi_kernels {
     tkv_isa isa;
     const char *name;
     tkvi_k_kernel k[TKVI_STORAGE_COUNT];
     tkvi_v_kernel v[TKVI_STORAGE_COUNT];
-    const tkvi_simd_ops *helpers;
+    const tkvi_simd_ops *simd_ops;
     /* p[t] = exp(s[t] - maximum) for 64 scores, all <= maximum. It may be 0 below maximum - 87. Returns the sum. */
     float (*exp64)(const float *s, float maximum, float *p);
     float (*max64)(const float *s); /* the largest of 64 scores */
@@ -85,11 +85,11 @@ static int tkvi_softmax_rows(float (*max64)(const float *), float (*exp64)(const
 
 /* Limbs to ask a kernel for. 2: every weight has two. 1: the kernel decides by the width of tiles and by the
  * weights. */
-static int tkvi_planes(const tkvi_side *s, int precise) {
+static int tkvi_n_limbs(const tkvi_side *s, int precise) {
     int width;
     if (s->which == TKV_V)
         for (width = TKVI_MAX_WIDTH; width >= TKVI_WIDE; width--)
-            if (s->runs.n[width]) return 2;
+            if (s->tiles.n[width]) return 2;
     return precise ? 2 : 1;
 }
 
@@ -117,16 +117,16 @@ static void tkvi_exact_v(const tkvi_side *s, float (*load)(const uint8_t *), con
 
 #define TKVI_EXACT_KERNEL_(t)                                                                                \
     static void tkvi_##t##_k_scalar(const tkvi_side *s, const uint8_t *src, const uint8_t *next,             \
-                                    const float *q, const float *ref, int rows, int n, int planes,           \
+                                    const float *q, const float *ref, int rows, int n, int n_limbs,          \
                                     float *scores) {                                                         \
         (void)next;                                                                                          \
-        (void)planes;                                                                                        \
+        (void)n_limbs;                                                                                       \
         tkvi_exact_k(s, tkvi_load_##t, src, q, ref, rows, n, scores);                                        \
     }                                                                                                        \
     static void tkvi_##t##_v_scalar(const tkvi_side *s, const uint8_t *src, const uint8_t *next,             \
-                                    const float *p, int rows, int n, int planes, float *out) {               \
+                                    const float *p, int rows, int n, int n_limbs, float *out) {              \
         (void)next;                                                                                          \
-        (void)planes;                                                                                        \
+        (void)n_limbs;                                                                                       \
         tkvi_exact_v(s, tkvi_load_##t, src, p, rows, n, out);                                                \
     }
 TKVI_EXACT_KERNEL_(f32)
@@ -146,9 +146,9 @@ static const float tkvi_spread[2][TKVI_WIDE] = {{0.0f, 3.0f, 9.0f, 30.0f, 90.0f}
 static int tkvi_wide_k(const tkvi_side *s) { return s->format->shared ? TKVI_WIDE : TKVI_WIDE - 1; }
 
 /* Number of positions in such tiles. They come first. */
-static int tkvi_wide_places(const tkvi_side *s) {
+static int tkvi_n_wide_positions(const tkvi_side *s) {
     int width, n = 0;
-    for (width = TKVI_MAX_WIDTH; width >= tkvi_wide_k(s); width--) n += 4 * s->runs.n[width];
+    for (width = TKVI_MAX_WIDTH; width >= tkvi_wide_k(s); width--) n += 4 * s->tiles.n[width];
     return n;
 }
 
@@ -158,7 +158,7 @@ static float tkvi_coarse_k(const tkvi_side *s) {
     float sum = 0.0f;
     int width;
     for (width = 1; width < tkvi_wide_k(s); width++)
-        sum += tkvi_spread[!s->format->shared][width] * (float)(4 * s->runs.n[width]);
+        sum += tkvi_spread[!s->format->shared][width] * (float)(4 * s->tiles.n[width]);
     return sum;
 }
 
@@ -171,9 +171,9 @@ static float tkvi_coarse_v(const tkvi_side *s, int width) {
  * So the added error stays below a tenth. Per weight, in the same unit, rounding has the squared error
  * step^2 spread / 12 with step = most / top; the format has w^2. Hence the limit is sqrt(0.09 / 12). This bounds an
  * expectation: the error of one row can be twice as large. */
-#define TKVI_MAY_ERR(top) (0.09f * (float)(top) * (float)(top))
+#define TKVI_ERR_LIMIT(top) (0.09f * (float)(top) * (float)(top))
 #define TKVI_NEEDS_TWO(coarse, most, squares, top)                                                           \
-    ((coarse) * (most) * (most) > TKVI_MAY_ERR(top) * (squares))
+    ((coarse) * (most) * (most) > TKVI_ERR_LIMIT(top) * (squares))
 
 /* w times `by`, rounded and clamped to -top .. top. */
 static int tkvi_rounded(float w, float by, int top) {
@@ -186,33 +186,34 @@ static float tkvi_inverse(float top, float most) {
 }
 
 /* Weights of K as integers in units of the low limb. Returns the value of one unit. */
-static float tkvi_round_k(const tkvi_side *s, const float *w, int planes, int *rounded) {
+static float tkvi_round_k(const tkvi_side *s, const float *w, int n_limbs, int *rounded) {
     float most = tkvi_largest(w, s->pad), squares = 0.0f;
-    float one = tkvi_inverse((float)TKVI_PLANE, most), two = tkvi_inverse((float)TKVI_TWO_PLANES, most);
-    int wide = tkvi_wide_places(s), i;
+    float one = tkvi_inverse((float)TKVI_LIMB_MAX_K, most),
+          two = tkvi_inverse((float)TKVI_TWO_LIMBS_MAX, most);
+    int wide = tkvi_n_wide_positions(s), i;
     for (i = 0; i < s->pad; i++) squares += w[i] * w[i];
-    if (planes == 2 || TKVI_NEEDS_TWO(tkvi_coarse_k(s), most, squares, TKVI_PLANE)) wide = s->pad;
+    if (n_limbs == 2 || TKVI_NEEDS_TWO(tkvi_coarse_k(s), most, squares, TKVI_LIMB_MAX_K)) wide = s->pad;
     for (i = 0; i < s->pad; i++)
-        rounded[i] =
-            i < wide ? tkvi_rounded(w[i], two, TKVI_TWO_PLANES) : 128 * tkvi_rounded(w[i], one, TKVI_PLANE);
-    return two > 0.0f ? most / (float)TKVI_TWO_PLANES : 0.0f;
+        rounded[i] = i < wide ? tkvi_rounded(w[i], two, TKVI_TWO_LIMBS_MAX)
+                              : 128 * tkvi_rounded(w[i], one, TKVI_LIMB_MAX_K);
+    return two > 0.0f ? most / (float)TKVI_TWO_LIMBS_MAX : 0.0f;
 }
 
 /* The largest weight of V in one limb. Levels of a table are signed bytes, which leaves seven bits for weights. */
-static int tkvi_top_v(const tkvi_side *s) { return s->levels ? TKVI_PLANE : TKVI_PLANE_V; }
+static int tkvi_top_v(const tkvi_side *s) { return s->levels ? TKVI_LIMB_MAX_K : TKVI_LIMB_MAX_V; }
 
-static float tkvi_round_v(const tkvi_side *s, const float *w, int width, int planes, int *rounded) {
+static float tkvi_round_v(const tkvi_side *s, const float *w, int width, int n_limbs, int *rounded) {
     float most = tkvi_largest(w, TKVI_BLOCK), squares = 0.0f, by;
     int top = tkvi_top_v(s), t;
     for (t = 0; t < TKVI_BLOCK; t++) squares += w[t] * w[t];
-    if (planes == 2 || TKVI_NEEDS_TWO(tkvi_coarse_v(s, width), most, squares, top)) top = TKVI_TWO_PLANES;
+    if (n_limbs == 2 || TKVI_NEEDS_TWO(tkvi_coarse_v(s, width), most, squares, top)) top = TKVI_TWO_LIMBS_MAX;
     by = tkvi_inverse((float)top, most);
     for (t = 0; t < TKVI_BLOCK; t++) rounded[t] = tkvi_max(0, tkvi_rounded(w[t], by, top));
     return by > 0.0f ? most / (float)top : 0.0f;
 }
 
 static void tkvi_tiles_k_scalar(const tkvi_side *s, const uint8_t *src, const uint8_t *next, const float *q,
-                                const float *ref, int rows, int n, int planes, float *scores) {
+                                const float *ref, int rows, int n, int n_limbs, float *scores) {
     float scale[2 * TKV_MAX_HEAD_DIM], zero[2 * TKV_MAX_HEAD_DIM];
     int g, r, t, i, c;
     (void)next;
@@ -221,12 +222,12 @@ static void tkvi_tiles_k_scalar(const tkvi_side *s, const uint8_t *src, const ui
         for (g = 0; g < s->groups; g++) {
             float folded[TKV_MAX_HEAD_DIM], step, rest = 0.0f, middle = 0.0f;
             int w[TKV_MAX_HEAD_DIM], sum[TKVI_BLOCK], width, position = 0;
-            tkvi_tile_at at = tkvi_tiles(&s->runs);
+            tkvi_tile_at at = tkvi_first_tile(&s->tiles);
             for (c = 0; c < s->pad; c++) folded[c] = q[r * s->pad + c] * scale[g * s->pad + c];
-            step = tkvi_round_k(s, folded, planes, w);
+            step = tkvi_round_k(s, folded, n_limbs, w);
             memset(sum, 0, sizeof sum);
             for (width = TKVI_MAX_WIDTH; width > 0; width--)
-                for (i = 0; i < s->runs.n[width]; i++, position += 4) {
+                for (i = 0; i < s->tiles.n[width]; i++, position += 4) {
                     uint8_t tile[TKVI_TILE_CODES];
                     float centre = tkvi_centre(s, width);
                     tkvi_unpack_tile(src, &at, width, tile);
@@ -247,14 +248,14 @@ static void tkvi_tiles_k_scalar(const tkvi_side *s, const uint8_t *src, const ui
 }
 
 static void tkvi_tiles_v_scalar(const tkvi_side *s, const uint8_t *src, const uint8_t *next, const float *p,
-                                int rows, int n, int planes, float *out) {
+                                int rows, int n, int n_limbs, float *out) {
     float scale[TKVI_MAX_GROUPS * TKVI_BLOCK], zero[TKVI_MAX_GROUPS * TKVI_BLOCK];
     int r, t, i, c, width, slab = 0; /* its first channel */
-    tkvi_tile_at at = tkvi_tiles(&s->runs);
+    tkvi_tile_at at = tkvi_first_tile(&s->tiles);
     (void)next;
     s->format->side[TKV_V].meta(s, src, &tkvi_simd_ops_scalar, scale, zero);
     for (width = TKVI_MAX_WIDTH; width > 0; width--)
-        for (i = 0; i < s->runs.n[width]; i += 4) { /* a slab */
+        for (i = 0; i < s->tiles.n[width]; i += 4) { /* a slab */
             uint8_t tile[4][TKVI_TILE_CODES];
             const float *sc = scale + slab / s->group * TKVI_BLOCK, *z = zero + slab / s->group * TKVI_BLOCK;
             float centre = tkvi_centre(s, width);
@@ -267,7 +268,7 @@ static void tkvi_tiles_v_scalar(const tkvi_side *s, const uint8_t *src, const ui
                 float folded[TKVI_BLOCK], step, rest = 0.0f, middle = 0.0f;
                 int w[TKVI_BLOCK], sum[32];
                 for (t = 0; t < TKVI_BLOCK; t++) folded[t] = t < n ? p[r * TKVI_BLOCK + t] * sc[t] : 0.0f;
-                step = tkvi_round_v(s, folded, width, planes, w);
+                step = tkvi_round_v(s, folded, width, n_limbs, w);
                 memset(sum, 0, sizeof sum);
                 for (t = 0; t < n; t++) {
                     const uint8_t *codes = tile[t / 16] + t % 16 / 4 * 64 + t % 4;
@@ -301,11 +302,11 @@ static float tkvi_float_dot(const float *a, const float *b, int n) {
 }
 
 static void tkvi_decoded_k(const tkvi_side *s, const uint8_t *src, const uint8_t *next, const float *q,
-                           const float *ref, int rows, int n, int planes, float *scores) {
+                           const float *ref, int rows, int n, int n_limbs, float *scores) {
     TKVI_ALIGNED float x[TKVI_AT_ONCE * TKV_MAX_HEAD_DIM];
     int from, t, c, r;
     (void)next;
-    (void)planes;
+    (void)n_limbs;
     memset(x, 0, sizeof x);
     memset(scores, 0, (size_t)(rows * TKVI_BLOCK) * sizeof(float));
     for (from = 0; from < n; from += TKVI_AT_ONCE) {
@@ -321,11 +322,11 @@ static void tkvi_decoded_k(const tkvi_side *s, const uint8_t *src, const uint8_t
 }
 
 static void tkvi_decoded_v(const tkvi_side *s, const uint8_t *src, const uint8_t *next, const float *p,
-                           int rows, int n, int planes, float *out) {
+                           int rows, int n, int n_limbs, float *out) {
     TKVI_ALIGNED float x[TKVI_AT_ONCE * TKV_MAX_HEAD_DIM];
     int from, t, c, k, r;
     (void)next;
-    (void)planes;
+    (void)n_limbs;
     memset(x, 0, sizeof x);
     for (from = 0; from < n; from += TKVI_AT_ONCE) {
         int count = tkvi_min(TKVI_AT_ONCE, n - from);

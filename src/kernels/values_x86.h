@@ -1,36 +1,37 @@
 /*
- * kernels/values_x86.h - tokens of a side of tiles as floats, by vectors, with the bits of formats/tiles.h.
+ * kernels/values_x86.h - decodes a side of tiles to floats with AVX2 or AVX-512. The results have the same bits as
+ * those of formats/tiles.h.
  *
- * First all codes (or levels) become rows of bytes, [token][channel], then rows become floats, one product and one
- * sum each: the product is exact, so fusing them changes nothing, whatever the compiler's flags. Rotated rows are
- * turned back as core/rotate.h does it.
+ * First, all codes (or levels) become rows of bytes, [token][channel]. Then rows become floats, with one product
+ * and one sum each. The product is exact, so FMA changes no bit under any compiler flags. Rotated rows are rotated
+ * back, as in core/rotate.h.
  *
- *   V   a plane of a tile is 16 channels of four tokens: its bytes are sorted by token, 16 bytes for each
- *   K   a plane is 16 tokens of four channels, which can be anywhere in the head: its bytes are sorted by channel
- *       into columns of 64 tokens, and columns of 16 channels are turned into rows
+ *   V   A plane of a tile has 16 channels of four tokens. Its bytes are sorted by token, 16 bytes each.
+ *   K   A plane has 16 tokens of four channels, which can be anywhere in the head. Its bytes are sorted by channel,
+ *       into columns of 64 tokens. Then 16 columns at a time are transposed into rows.
  *
- * Sorting for K stays within 16 bytes, so a column has its tokens in the order of its own: byte 16 k + 4 p + j is
- * token 16 p + 4 k + j.
+ * Sorting for K stays within 16 bytes. So a column does not have its tokens in order: byte 16 k + 4 p + j is token
+ * 16 p + 4 k + j.
  *
- * Calls kernels/transpose_x86.h and kernels/x86.h.
+ * Calls kernels/rotate_x86.h and kernels/x86.h.
  */
 #ifndef TKVI_KERNELS_VALUES_X86_H
 #define TKVI_KERNELS_VALUES_X86_H
 
-#include "kernels/transpose_x86.h"
+#include "kernels/rotate_x86.h"
 
 #ifdef TKVI_X86
 
-/* >>what is the same with any vectors */
-/* Codes of one tile: bits of one vector, above them bits of another (core/tile.h); 0 bits: of none. */
+/* >>both instruction sets */
+/* The two parts of a tile's codes (core/tile.h): code = low bits | high bits << low_bits. 0 bits: no such part. */
 typedef struct tkvi_tile_parts {
     const uint8_t *low, *high;
-    int low_bits, high_bits, high_at; /* high_at: shift of plane 0 */
-    const int8_t *levels;             /* NULL: codes are levels */
+    int low_bits, high_bits, high_at; /* high_at: position of plane 0's high bits in a byte */
+    const int8_t *levels;             /* NULL: level = code */
 } tkvi_tile_parts;
 
-/* Room for the codes of a side, and what its values are made of. */
-typedef struct tkvi_rows {
+/* A side while it is decoded: tokens first .. first + n - 1 go to x, `stride` floats apart. */
+typedef struct tkvi_decoded_rows {
     const tkvi_side *s;
     float *x;
     size_t stride;
@@ -39,21 +40,23 @@ typedef struct tkvi_rows {
     TKVI_ALIGNED uint8_t column[TKV_MAX_HEAD_DIM * TKVI_BLOCK]; /* K: [channel][64] */
     TKVI_ALIGNED float scale[2 * TKV_MAX_HEAD_DIM],
         zero[2 * TKV_MAX_HEAD_DIM]; /* K: [group][channel], V: [group][token] */
-} tkvi_rows;
+} tkvi_decoded_rows;
 
-typedef struct tkvi_row_steps {
-    /* Four columns of K. */
-    void (*columns)(const tkvi_tile_parts *t, uint8_t *const *column);
-    /* 16 tokens of V, `stride` bytes from each to the next; with `upper` levels for 16 channels more. */
-    void (*slab)(const tkvi_tile_parts *t, const int8_t *upper, uint8_t *row, int stride);
-    void (*stand)(tkvi_rows *r);
-    /* The first n channels of token t, as floats before any rotation: of K, of V, of V with levels */
-    void (*row[3])(const tkvi_rows *r, int t, int n, float *to);
-    void (*unrotate)(float *y, const float *signs, int dim, float *to); /* a rotated row; y is spoilt */
-} tkvi_row_steps;
+typedef struct tkvi_row_ops {
+    /* Unpacks a tile of K into four columns. */
+    void (*unpack_columns)(const tkvi_tile_parts *t, uint8_t *const *column);
+    /* Unpacks a tile of V into the rows of 16 tokens, `stride` bytes apart. upper: NULL, or the levels of the second
+     * channels of pairs, which go to the next 16 bytes of a row. */
+    void (*unpack_slab)(const tkvi_tile_parts *t, const int8_t *upper, uint8_t *row, int stride);
+    /* K: transposes r->column into r->level. */
+    void (*transpose)(tkvi_decoded_rows *r);
+    /* Converts the first n channels of token t to floats, without the rotation. For K, V, and V with levels. */
+    void (*row_to_floats[3])(const tkvi_decoded_rows *r, int t, int n, float *to);
+    void (*rotate_back)(float *y, const float *signs, int dim, float *to); /* overwrites y */
+} tkvi_row_ops;
 
-static tkvi_tile_parts tkvi_parts_of(const tkvi_side *s, const uint8_t *src, const tkvi_tile_at *at,
-                                     int width) {
+static tkvi_tile_parts tkvi_tile_parts_of(const tkvi_side *s, const uint8_t *src, const tkvi_tile_at *at,
+                                          int width) {
     tkvi_tile_parts t;
     t.low = src + at->wide;
     t.low_bits = width == 8 ? 8 : width >= 4 ? 4 : width >= 2 ? 2 : 0;
@@ -64,25 +67,25 @@ static tkvi_tile_parts tkvi_parts_of(const tkvi_side *s, const uint8_t *src, con
     return t;
 }
 
-static void tkvi_rows_k(const tkvi_row_steps *v, tkvi_rows *r, const uint8_t *src) {
+static void tkvi_unpack_rows_k(const tkvi_row_ops *v, tkvi_decoded_rows *r, const uint8_t *src) {
     const tkvi_side *s = r->s;
-    tkvi_tile_at at = tkvi_tiles(&s->runs);
+    tkvi_tile_at at = tkvi_first_tile(&s->tiles);
     int width, i, k, position = 0;
     for (width = TKVI_MAX_WIDTH; width > 0; width--)
-        for (i = 0; i < s->runs.n[width]; i++, position += 4) {
-            const tkvi_tile_parts t = tkvi_parts_of(s, src, &at, width);
+        for (i = 0; i < s->tiles.n[width]; i++, position += 4) {
+            const tkvi_tile_parts t = tkvi_tile_parts_of(s, src, &at, width);
             uint8_t *column[4];
             for (k = 0; k < 4; k++) column[k] = r->column + TKVI_BLOCK * tkvi_channel(s, position + k);
-            v->columns(&t, column);
+            v->unpack_columns(&t, column);
             tkvi_next_tile(&at, width);
         }
     for (; position < s->pad; position++) /* channels without codes */
         memset(r->column + TKVI_BLOCK * tkvi_channel(s, position), 0, TKVI_BLOCK);
-    v->stand(r);
+    v->transpose(r);
 }
 
-/* Metadata of K by channel instead of by position. */
-static void tkvi_rows_order(const tkvi_side *s, float *x) {
+/* Sorts metadata of K from positions to channels. */
+static void tkvi_sort_by_channel(const tkvi_side *s, float *x) {
     float plain[2 * TKV_MAX_HEAD_DIM];
     int g, i;
     memcpy(plain, x, (size_t)(s->groups * s->pad) * sizeof *x);
@@ -90,18 +93,18 @@ static void tkvi_rows_order(const tkvi_side *s, float *x) {
         for (i = 0; i < s->pad; i++) x[g * s->pad + s->order[i]] = plain[g * s->pad + i];
 }
 
-static void tkvi_rows_v(const tkvi_row_steps *v, tkvi_rows *r, const uint8_t *src) {
+static void tkvi_unpack_rows_v(const tkvi_row_ops *v, tkvi_decoded_rows *r, const uint8_t *src) {
     const tkvi_side *s = r->s;
-    tkvi_tile_at at = tkvi_tiles(&s->runs);
+    tkvi_tile_at at = tkvi_first_tile(&s->tiles);
     int width, i, slab = 0;
     for (width = TKVI_MAX_WIDTH; width > 0; width--) {
         const int channels = tkvi_slab_channels(s, width);
         const int8_t *upper = channels == 32 ? s->levels + tkvi_level_table(s, width, 1) : NULL;
-        for (i = 0; i < s->runs.n[width]; i++) {
+        for (i = 0; i < s->tiles.n[width]; i++) {
             const int from = i % 4 * 16;
             if (from < r->first + r->n && from + 16 > r->first) {
-                const tkvi_tile_parts t = tkvi_parts_of(s, src, &at, width);
-                v->slab(&t, upper, r->level + from * s->pad + slab, s->pad);
+                const tkvi_tile_parts t = tkvi_tile_parts_of(s, src, &at, width);
+                v->unpack_slab(&t, upper, r->level + from * s->pad + slab, s->pad);
             }
             tkvi_next_tile(&at, width);
             if (i % 4 == 3) slab += channels;
@@ -109,12 +112,12 @@ static void tkvi_rows_v(const tkvi_row_steps *v, tkvi_rows *r, const uint8_t *sr
     }
 }
 
-/* All rows as floats, rotated ones turned back. */
-static void tkvi_rows_floats(const tkvi_row_steps *v, const tkvi_rows *r) {
+/* Converts all rows to floats. Rotates them back if the format is rotated. */
+static void tkvi_rows_to_floats(const tkvi_row_ops *v, const tkvi_decoded_rows *r) {
     TKVI_ALIGNED float signs[TKV_MAX_HEAD_DIM], y[TKV_MAX_HEAD_DIM];
     const tkvi_side *s = r->s;
-    void (*row)(const tkvi_rows *, int, int, float *) =
-        v->row[s->which == TKV_V ? 1 + (s->levels != NULL) : 0];
+    void (*row)(const tkvi_decoded_rows *, int, int, float *) =
+        v->row_to_floats[s->which == TKV_V ? 1 + (s->levels != NULL) : 0];
     float *to = r->x;
     int t;
     if (s->format->rotated) tkvi_flips_avx2(signs, s->pad);
@@ -124,55 +127,58 @@ static void tkvi_rows_floats(const tkvi_row_steps *v, const tkvi_rows *r) {
             continue;
         }
         row(r, t, TKV_MAX_HEAD_DIM, y);
-        v->unrotate(y, signs, s->dim, to);
+        v->rotate_back(y, signs, s->dim, to);
     }
 }
 
-static void tkvi_tile_rows(const tkvi_row_steps *v, const tkvi_side *s, const tkvi_simd_ops *help,
-                           const uint8_t *src, int first, int n, float *x, size_t stride) {
-    tkvi_rows r;
+static void tkvi_decode_tile_rows(const tkvi_row_ops *v, const tkvi_side *s, const tkvi_simd_ops *ops,
+                                  const uint8_t *src, int first, int n, float *x, size_t stride) {
+    tkvi_decoded_rows r;
     r.s = s;
     r.x = x;
     r.stride = stride;
     r.first = first;
     r.n = n;
-    s->format->side[s->which].meta(s, src, help, r.scale, r.zero);
+    s->format->side[s->which].meta(s, src, ops, r.scale, r.zero);
     if (s->which == TKV_K) {
-        tkvi_rows_k(v, &r, src);
-        if (s->order) tkvi_rows_order(s, r.scale);
-        if (s->order) tkvi_rows_order(s, r.zero);
+        tkvi_unpack_rows_k(v, &r, src);
+        if (s->order) tkvi_sort_by_channel(s, r.scale);
+        if (s->order) tkvi_sort_by_channel(s, r.zero);
     } else {
-        tkvi_rows_v(v, &r, src);
+        tkvi_unpack_rows_v(v, &r, src);
     }
-    tkvi_rows_floats(v, &r);
+    tkvi_rows_to_floats(v, &r);
 }
 
 /* >>AVX2 */
-TKVI_FLAT_AVX2 __m256i tkvi_part_avx2(const uint8_t *p, int right, int bits) {
+TKVI_FLAT_AVX2 __m256i tkvi_load_field_avx2(const uint8_t *p, int right, int bits) {
     const __m256i x = _mm256_loadu_si256((const __m256i *)(const void *)p);
-    return _mm256_and_si256(_mm256_srl_epi16(x, _mm_cvtsi32_si128(right)), tkvi_all_avx2((1 << bits) - 1));
+    return _mm256_and_si256(_mm256_srl_epi16(x, _mm_cvtsi32_si128(right)),
+                            tkvi_splat_bytes_avx2((1 << bits) - 1));
 }
 
-/* Half h of plane p of a tile, in order of r: 8 times four neighbours with one r. */
+/* Half h of plane p of a tile. In each 16 bytes, codes are sorted by r (core/tile.h): four with r = 0, then 1 ..
+ * 3. */
 TKVI_FLAT_AVX2 __m256i tkvi_tile_plane_avx2(const tkvi_tile_parts *t, int p, int h) {
     const __m256i sorted = _mm256_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15, 0, 4, 8, 12,
                                             1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
     const int at = p * t->low_bits;
     __m256i x = _mm256_setzero_si256();
-    if (t->low_bits) x = tkvi_part_avx2(t->low + at / 8 * 64 + 32 * h, at % 8, t->low_bits);
+    if (t->low_bits) x = tkvi_load_field_avx2(t->low + at / 8 * 64 + 32 * h, at % 8, t->low_bits);
     if (t->high_bits) {
-        const __m256i high = tkvi_part_avx2(t->high + 32 * h, t->high_at + p * t->high_bits, t->high_bits);
+        const __m256i high =
+            tkvi_load_field_avx2(t->high + 32 * h, t->high_at + p * t->high_bits, t->high_bits);
         x = _mm256_or_si256(x, _mm256_sll_epi16(high, _mm_cvtsi32_si128(t->low_bits)));
     }
     return _mm256_shuffle_epi8(x, sorted);
 }
 
-TKVI_FLAT_AVX2 __m256i tkvi_table_avx2(const int8_t *levels, __m256i code) {
+TKVI_FLAT_AVX2 __m256i tkvi_look_up_avx2(const int8_t *levels, __m256i code) {
     const __m128i table = _mm_loadu_si128((const __m128i *)(const void *)levels);
     return _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(table), code);
 }
 
-static TKVI_TARGET_AVX2 void tkvi_four_columns_avx2(const tkvi_tile_parts *t, uint8_t *const *column) {
+static TKVI_TARGET_AVX2 void tkvi_unpack_columns_avx2(const tkvi_tile_parts *t, uint8_t *const *column) {
     int h, p;
     for (h = 0; h < 2; h++) {
         __m256i x[4], a, b, c, d;
@@ -189,32 +195,32 @@ static TKVI_TARGET_AVX2 void tkvi_four_columns_avx2(const tkvi_tile_parts *t, ui
     }
 }
 
-/* Rows of 16 codes of tokens `token` and `token` + 2. */
-TKVI_FLAT_AVX2 void tkvi_slab_rows_avx2(__m256i code, const int8_t *lower, const int8_t *upper, uint8_t *row,
-                                        int stride) {
-    __m256i x = lower ? tkvi_table_avx2(lower, code) : code;
+/* Stores 16 codes or levels of two tokens, which are two rows apart. */
+TKVI_FLAT_AVX2 void tkvi_store_slab_rows_avx2(__m256i code, const int8_t *lower, const int8_t *upper,
+                                              uint8_t *row, int stride) {
+    __m256i x = lower ? tkvi_look_up_avx2(lower, code) : code;
     _mm_storeu_si128((__m128i *)(void *)row, _mm256_castsi256_si128(x));
     _mm_storeu_si128((__m128i *)(void *)(row + 2 * stride), _mm256_extracti128_si256(x, 1));
     if (!upper) return;
-    x = tkvi_table_avx2(upper, code);
+    x = tkvi_look_up_avx2(upper, code);
     _mm_storeu_si128((__m128i *)(void *)(row + 16), _mm256_castsi256_si128(x));
     _mm_storeu_si128((__m128i *)(void *)(row + 2 * stride + 16), _mm256_extracti128_si256(x, 1));
 }
 
-static TKVI_TARGET_AVX2 void tkvi_slab_avx2(const tkvi_tile_parts *t, const int8_t *upper, uint8_t *row,
-                                            int stride) {
+static TKVI_TARGET_AVX2 void tkvi_unpack_slab_avx2(const tkvi_tile_parts *t, const int8_t *upper,
+                                                   uint8_t *row, int stride) {
     const __m256i by_token = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
     int p;
     for (p = 0; p < 4; p++, row += 4 * stride) {
         const __m256i a = _mm256_permutevar8x32_epi32(tkvi_tile_plane_avx2(t, p, 0), by_token);
         const __m256i b = _mm256_permutevar8x32_epi32(tkvi_tile_plane_avx2(t, p, 1), by_token);
-        tkvi_slab_rows_avx2(_mm256_unpacklo_epi64(a, b), t->levels, upper, row, stride);
-        tkvi_slab_rows_avx2(_mm256_unpackhi_epi64(a, b), t->levels, upper, row + stride, stride);
+        tkvi_store_slab_rows_avx2(_mm256_unpacklo_epi64(a, b), t->levels, upper, row, stride);
+        tkvi_store_slab_rows_avx2(_mm256_unpackhi_epi64(a, b), t->levels, upper, row + stride, stride);
     }
 }
 
-/* Bytes of vectors at distance h are interleaved: 16 x 16 bytes are turned when that was done with 8, 4, 2, 1. */
-TKVI_FLAT_AVX2 void tkvi_weaving_avx2(__m256i *x, const int h) {
+/* Interleaves the bytes of vectors at distance h. Distances 8, 4, 2, 1 in this order transpose 16 x 16 bytes. */
+TKVI_FLAT_AVX2 void tkvi_interleave_bytes_avx2(__m256i *x, const int h) {
     int i;
     TKVI_UNROLL
     for (i = 0; i < 8; i++) {
@@ -224,7 +230,7 @@ TKVI_FLAT_AVX2 void tkvi_weaving_avx2(__m256i *x, const int h) {
     }
 }
 
-static TKVI_TARGET_AVX2 void tkvi_stand_rows_avx2(tkvi_rows *r) {
+static TKVI_TARGET_AVX2 void tkvi_transpose_columns_avx2(tkvi_decoded_rows *r) {
     const int pad = r->s->pad;
     int c, k, i;
     for (c = 0; c < pad; c += 16)
@@ -235,10 +241,10 @@ static TKVI_TARGET_AVX2 void tkvi_stand_rows_avx2(tkvi_rows *r) {
             TKVI_UNROLL
             for (i = 0; i < 16; i++)
                 x[i] = _mm256_loadu_si256((const __m256i *)(const void *)(from + TKVI_BLOCK * i));
-            tkvi_weaving_avx2(x, 8);
-            tkvi_weaving_avx2(x, 4);
-            tkvi_weaving_avx2(x, 2);
-            tkvi_weaving_avx2(x, 1);
+            tkvi_interleave_bytes_avx2(x, 8);
+            tkvi_interleave_bytes_avx2(x, 4);
+            tkvi_interleave_bytes_avx2(x, 2);
+            tkvi_interleave_bytes_avx2(x, 1);
             TKVI_UNROLL
             for (i = 0; i < 16; i++) {
                 uint8_t *row = to + (i / 4 * 16 + i % 4) * pad;
@@ -248,18 +254,18 @@ static TKVI_TARGET_AVX2 void tkvi_stand_rows_avx2(tkvi_rows *r) {
         }
 }
 
-/* The first n (any number) of 8 lanes. */
-TKVI_FLAT_AVX2 __m256i tkvi_lanes_avx2(int n) {
+/* Mask of the first n of 8 lanes. n can be any number. */
+TKVI_FLAT_AVX2 __m256i tkvi_lane_mask_avx2(int n) {
     return _mm256_cmpgt_epi32(_mm256_set1_epi32(n), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
 }
 
-TKVI_FLAT_AVX2 void tkvi_save_some_avx2(float *to, __m256 x, int n) {
+TKVI_FLAT_AVX2 void tkvi_store_first_avx2(float *to, __m256 x, int n) {
     if (n >= 8) _mm256_storeu_ps(to, x);
-    else _mm256_maskstore_ps(to, tkvi_lanes_avx2(n), x);
+    else _mm256_maskstore_ps(to, tkvi_lane_mask_avx2(n), x);
 }
 
-TKVI_FLAT_AVX2 void tkvi_row_avx2(const tkvi_rows *r, int t, const int k, const int with_sign, int n,
-                                  float *to) {
+TKVI_FLAT_AVX2 void tkvi_row_to_floats_avx2(const tkvi_decoded_rows *r, int t, const int k,
+                                            const int with_sign, int n, float *to) {
     const tkvi_side *s = r->s;
     const uint8_t *level = r->level + t * s->pad;
     const float *scale = k ? r->scale + t * s->groups / TKVI_BLOCK * s->pad : r->scale + t;
@@ -271,42 +277,45 @@ TKVI_FLAT_AVX2 void tkvi_row_avx2(const tkvi_rows *r, int t, const int k, const 
             const __m128i bytes = _mm_loadl_epi64((const __m128i *)(const void *)(level + c));
             const __m256 x =
                 _mm256_cvtepi32_ps(with_sign ? _mm256_cvtepi8_epi32(bytes) : _mm256_cvtepu8_epi32(bytes));
-            tkvi_save_some_avx2(to + c,
-                                k ? _mm256_fmadd_ps(x, _mm256_loadu_ps(scale + c), _mm256_loadu_ps(zero + c))
-                                  : _mm256_fmadd_ps(x, by, plus),
-                                n - c);
+            tkvi_store_first_avx2(
+                to + c,
+                k ? _mm256_fmadd_ps(x, _mm256_loadu_ps(scale + c), _mm256_loadu_ps(zero + c))
+                  : _mm256_fmadd_ps(x, by, plus),
+                n - c);
         }
     }
 }
 
 #define TKVI_ROW_(name, k, with_sign)                                                                        \
-    static TKVI_TARGET_AVX2 void tkvi_row_##name##_avx2(const tkvi_rows *r, int t, int n, float *to) {       \
-        tkvi_row_avx2(r, t, k, with_sign, n, to);                                                            \
+    static TKVI_TARGET_AVX2 void tkvi_row_##name##_avx2(const tkvi_decoded_rows *r, int t, int n,            \
+                                                        float *to) {                                         \
+        tkvi_row_to_floats_avx2(r, t, k, with_sign, n, to);                                                  \
     }
 TKVI_ROW_(k, 1, 0)
 TKVI_ROW_(v, 0, 0)
 TKVI_ROW_(v_signed, 0, 1)
 #undef TKVI_ROW_
 
-static TKVI_TARGET_AVX2 void tkvi_unrotate_avx2(float *y, const float *signs, int dim, float *to) {
+static TKVI_TARGET_AVX2 void tkvi_rotate_row_back_avx2(float *y, const float *signs, int dim, float *to) {
     const int log2n = tkvi_log2_floor(dim), n = 1 << log2n;
     int c;
     if (n < dim) (void)tkvi_window_avx2(y + dim - n, NULL, y + dim - n, log2n);
     (void)tkvi_window_avx2(y, NULL, y, log2n);
     for (c = 0; c < dim; c += 8)
-        tkvi_save_some_avx2(to + c, _mm256_xor_ps(_mm256_load_ps(y + c), _mm256_load_ps(signs + c)), dim - c);
+        tkvi_store_first_avx2(to + c, _mm256_xor_ps(_mm256_load_ps(y + c), _mm256_load_ps(signs + c)),
+                              dim - c);
 }
 
-static const tkvi_row_steps tkvi_row_steps_avx2 = {tkvi_four_columns_avx2,
-                                                   tkvi_slab_avx2,
-                                                   tkvi_stand_rows_avx2,
-                                                   {tkvi_row_k_avx2, tkvi_row_v_avx2, tkvi_row_v_signed_avx2},
-                                                   tkvi_unrotate_avx2};
+static const tkvi_row_ops tkvi_row_ops_avx2 = {tkvi_unpack_columns_avx2,
+                                               tkvi_unpack_slab_avx2,
+                                               tkvi_transpose_columns_avx2,
+                                               {tkvi_row_k_avx2, tkvi_row_v_avx2, tkvi_row_v_signed_avx2},
+                                               tkvi_rotate_row_back_avx2};
 
-static void tkvi_tile_values_avx2(const tkvi_side *s, const tkvi_simd_ops *help, const uint8_t *src,
-                                  int first, int n, float *x, size_t stride) {
-    if (s->dim < 16) tkvi_tiles_scalar(s, help, src, first, n, x, stride);
-    else tkvi_tile_rows(&tkvi_row_steps_avx2, s, help, src, first, n, x, stride);
+static void tkvi_decode_tiles_avx2(const tkvi_side *s, const tkvi_simd_ops *ops, const uint8_t *src,
+                                   int first, int n, float *x, size_t stride) {
+    if (s->dim < 16) tkvi_decode_tiles_scalar(s, ops, src, first, n, x, stride);
+    else tkvi_decode_tile_rows(&tkvi_row_ops_avx2, s, ops, src, first, n, x, stride);
 }
 
 /* >>AVX-512 */
@@ -318,30 +327,31 @@ static void tkvi_tile_values_avx2(const tkvi_side *s, const tkvi_simd_ops *help,
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 #endif
 
-TKVI_FLAT_AVX512 __m512i tkvi_part_avx512(const uint8_t *p, int right, int bits) {
+TKVI_FLAT_AVX512 __m512i tkvi_load_field_avx512(const uint8_t *p, int right, int bits) {
     const __m512i x = _mm512_loadu_si512((const void *)p);
-    return _mm512_and_si512(_mm512_srl_epi16(x, _mm_cvtsi32_si128(right)), tkvi_all_avx512((1 << bits) - 1));
+    return _mm512_and_si512(_mm512_srl_epi16(x, _mm_cvtsi32_si128(right)),
+                            tkvi_splat_bytes_avx512((1 << bits) - 1));
 }
 
-/* Plane p of a tile, in order of r: 16 times four neighbours with one r. */
+/* Plane p of a tile. In each 16 bytes, codes are sorted by r (core/tile.h): four with r = 0, then 1 .. 3. */
 TKVI_FLAT_AVX512 __m512i tkvi_tile_plane_avx512(const tkvi_tile_parts *t, int p) {
     const __m512i sorted = _mm512_set4_epi32(0x0f0b0703, 0x0e0a0602, 0x0d090501, 0x0c080400);
     const int at = p * t->low_bits;
     __m512i x = _mm512_setzero_si512();
-    if (t->low_bits) x = tkvi_part_avx512(t->low + at / 8 * 64, at % 8, t->low_bits);
+    if (t->low_bits) x = tkvi_load_field_avx512(t->low + at / 8 * 64, at % 8, t->low_bits);
     if (t->high_bits) {
-        const __m512i high = tkvi_part_avx512(t->high, t->high_at + p * t->high_bits, t->high_bits);
+        const __m512i high = tkvi_load_field_avx512(t->high, t->high_at + p * t->high_bits, t->high_bits);
         x = _mm512_or_si512(x, _mm512_sll_epi16(high, _mm_cvtsi32_si128(t->low_bits)));
     }
     return _mm512_shuffle_epi8(x, sorted);
 }
 
-TKVI_FLAT_AVX512 __m512i tkvi_table_avx512(const int8_t *levels, __m512i code) {
+TKVI_FLAT_AVX512 __m512i tkvi_look_up_avx512(const int8_t *levels, __m512i code) {
     const __m128i table = _mm_loadu_si128((const __m128i *)(const void *)levels);
     return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(table), code);
 }
 
-static TKVI_TARGET_AVX512 void tkvi_four_columns_avx512(const tkvi_tile_parts *t, uint8_t *const *column) {
+static TKVI_TARGET_AVX512 void tkvi_unpack_columns_avx512(const tkvi_tile_parts *t, uint8_t *const *column) {
     __m512i x[4], a, b, c, d;
     int p;
     TKVI_UNROLL
@@ -356,26 +366,26 @@ static TKVI_TARGET_AVX512 void tkvi_four_columns_avx512(const tkvi_tile_parts *t
     _mm512_storeu_si512((void *)column[3], _mm512_unpackhi_epi64(c, d));
 }
 
-/* The four quarters of a vector, `stride` bytes apart. */
-TKVI_FLAT_AVX512 void tkvi_save_quarters_avx512(uint8_t *to, int stride, __m512i x) {
+/* Stores the four quarters of a vector, `stride` bytes apart. */
+TKVI_FLAT_AVX512 void tkvi_store_quarters_avx512(uint8_t *to, int stride, __m512i x) {
     _mm_storeu_si128((__m128i *)(void *)to, _mm512_castsi512_si128(x));
     _mm_storeu_si128((__m128i *)(void *)(to + stride), _mm512_extracti32x4_epi32(x, 1));
     _mm_storeu_si128((__m128i *)(void *)(to + 2 * stride), _mm512_extracti32x4_epi32(x, 2));
     _mm_storeu_si128((__m128i *)(void *)(to + 3 * stride), _mm512_extracti32x4_epi32(x, 3));
 }
 
-static TKVI_TARGET_AVX512 void tkvi_slab_avx512(const tkvi_tile_parts *t, const int8_t *upper, uint8_t *row,
-                                                int stride) {
+static TKVI_TARGET_AVX512 void tkvi_unpack_slab_avx512(const tkvi_tile_parts *t, const int8_t *upper,
+                                                       uint8_t *row, int stride) {
     const __m512i by_token = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
     int p;
     for (p = 0; p < 4; p++, row += 4 * stride) {
         const __m512i x = _mm512_permutexvar_epi32(by_token, tkvi_tile_plane_avx512(t, p));
-        tkvi_save_quarters_avx512(row, stride, t->levels ? tkvi_table_avx512(t->levels, x) : x);
-        if (upper) tkvi_save_quarters_avx512(row + 16, stride, tkvi_table_avx512(upper, x));
+        tkvi_store_quarters_avx512(row, stride, t->levels ? tkvi_look_up_avx512(t->levels, x) : x);
+        if (upper) tkvi_store_quarters_avx512(row + 16, stride, tkvi_look_up_avx512(upper, x));
     }
 }
 
-TKVI_FLAT_AVX512 void tkvi_weaving_avx512(__m512i *x, const int h) {
+TKVI_FLAT_AVX512 void tkvi_interleave_bytes_avx512(__m512i *x, const int h) {
     int i;
     TKVI_UNROLL
     for (i = 0; i < 8; i++) {
@@ -385,7 +395,7 @@ TKVI_FLAT_AVX512 void tkvi_weaving_avx512(__m512i *x, const int h) {
     }
 }
 
-static TKVI_TARGET_AVX512 void tkvi_stand_rows_avx512(tkvi_rows *r) {
+static TKVI_TARGET_AVX512 void tkvi_transpose_columns_avx512(tkvi_decoded_rows *r) {
     const int pad = r->s->pad;
     int c, i;
     for (c = 0; c < pad; c += 16) {
@@ -393,23 +403,23 @@ static TKVI_TARGET_AVX512 void tkvi_stand_rows_avx512(tkvi_rows *r) {
         __m512i x[16];
         TKVI_UNROLL
         for (i = 0; i < 16; i++) x[i] = _mm512_load_si512((const void *)(from + TKVI_BLOCK * i));
-        tkvi_weaving_avx512(x, 8);
-        tkvi_weaving_avx512(x, 4);
-        tkvi_weaving_avx512(x, 2);
-        tkvi_weaving_avx512(x, 1);
+        tkvi_interleave_bytes_avx512(x, 8);
+        tkvi_interleave_bytes_avx512(x, 4);
+        tkvi_interleave_bytes_avx512(x, 2);
+        tkvi_interleave_bytes_avx512(x, 1);
         TKVI_UNROLL
         for (i = 0; i < 16; i++)
-            tkvi_save_quarters_avx512(r->level + (i / 4 * 16 + i % 4) * pad + c, 4 * pad, x[i]);
+            tkvi_store_quarters_avx512(r->level + (i / 4 * 16 + i % 4) * pad + c, 4 * pad, x[i]);
     }
 }
 
-TKVI_FLAT_AVX512 void tkvi_save_some_avx512(float *to, __m512 x, int n) {
+TKVI_FLAT_AVX512 void tkvi_store_first_avx512(float *to, __m512 x, int n) {
     if (n >= 16) _mm512_storeu_ps(to, x);
     else _mm512_mask_storeu_ps(to, (__mmask16)((1 << n) - 1), x);
 }
 
-TKVI_FLAT_AVX512 void tkvi_row_avx512(const tkvi_rows *r, int t, const int k, const int with_sign, int n,
-                                      float *to) {
+TKVI_FLAT_AVX512 void tkvi_row_to_floats_avx512(const tkvi_decoded_rows *r, int t, const int k,
+                                                const int with_sign, int n, float *to) {
     const tkvi_side *s = r->s;
     const uint8_t *level = r->level + t * s->pad;
     const float *scale = k ? r->scale + t * s->groups / TKVI_BLOCK * s->pad : r->scale + t;
@@ -421,7 +431,7 @@ TKVI_FLAT_AVX512 void tkvi_row_avx512(const tkvi_rows *r, int t, const int k, co
             const __m128i bytes = _mm_load_si128((const __m128i *)(const void *)(level + c));
             const __m512 x =
                 _mm512_cvtepi32_ps(with_sign ? _mm512_cvtepi8_epi32(bytes) : _mm512_cvtepu8_epi32(bytes));
-            tkvi_save_some_avx512(
+            tkvi_store_first_avx512(
                 to + c,
                 k ? _mm512_fmadd_ps(x, _mm512_loadu_ps(scale + c), _mm512_loadu_ps(zero + c))
                   : _mm512_fmadd_ps(x, by, plus),
@@ -431,35 +441,36 @@ TKVI_FLAT_AVX512 void tkvi_row_avx512(const tkvi_rows *r, int t, const int k, co
 }
 
 #define TKVI_ROW_(name, k, with_sign)                                                                        \
-    static TKVI_TARGET_AVX512 void tkvi_row_##name##_avx512(const tkvi_rows *r, int t, int n, float *to) {   \
-        tkvi_row_avx512(r, t, k, with_sign, n, to);                                                          \
+    static TKVI_TARGET_AVX512 void tkvi_row_##name##_avx512(const tkvi_decoded_rows *r, int t, int n,        \
+                                                            float *to) {                                     \
+        tkvi_row_to_floats_avx512(r, t, k, with_sign, n, to);                                                \
     }
 TKVI_ROW_(k, 1, 0)
 TKVI_ROW_(v, 0, 0)
 TKVI_ROW_(v_signed, 0, 1)
 #undef TKVI_ROW_
 
-static TKVI_TARGET_AVX512 void tkvi_unrotate_avx512(float *y, const float *signs, int dim, float *to) {
+static TKVI_TARGET_AVX512 void tkvi_rotate_row_back_avx512(float *y, const float *signs, int dim, float *to) {
     const int log2n = tkvi_log2_floor(dim), n = 1 << log2n;
     int c;
     if (n < dim) (void)tkvi_window_avx512(y + dim - n, NULL, y + dim - n, log2n);
     (void)tkvi_window_avx512(y, NULL, y, log2n);
     for (c = 0; c < dim; c += 16)
-        tkvi_save_some_avx512(to + c, _mm512_xor_ps(_mm512_load_ps(y + c), _mm512_load_ps(signs + c)),
-                              dim - c);
+        tkvi_store_first_avx512(to + c, _mm512_xor_ps(_mm512_load_ps(y + c), _mm512_load_ps(signs + c)),
+                                dim - c);
 }
 
-static const tkvi_row_steps tkvi_row_steps_avx512 = {
-    tkvi_four_columns_avx512,
-    tkvi_slab_avx512,
-    tkvi_stand_rows_avx512,
+static const tkvi_row_ops tkvi_row_ops_avx512 = {
+    tkvi_unpack_columns_avx512,
+    tkvi_unpack_slab_avx512,
+    tkvi_transpose_columns_avx512,
     {tkvi_row_k_avx512, tkvi_row_v_avx512, tkvi_row_v_signed_avx512},
-    tkvi_unrotate_avx512};
+    tkvi_rotate_row_back_avx512};
 
-static void tkvi_tile_values_avx512(const tkvi_side *s, const tkvi_simd_ops *help, const uint8_t *src,
-                                    int first, int n, float *x, size_t stride) {
-    if (s->dim < 16) tkvi_tiles_scalar(s, help, src, first, n, x, stride);
-    else tkvi_tile_rows(&tkvi_row_steps_avx512, s, help, src, first, n, x, stride);
+static void tkvi_decode_tiles_avx512(const tkvi_side *s, const tkvi_simd_ops *ops, const uint8_t *src,
+                                     int first, int n, float *x, size_t stride) {
+    if (s->dim < 16) tkvi_decode_tiles_scalar(s, ops, src, first, n, x, stride);
+    else tkvi_decode_tile_rows(&tkvi_row_ops_avx512, s, ops, src, first, n, x, stride);
 }
 
 #if defined(__GNUC__) && !defined(__clang__)

@@ -1,9 +1,9 @@
 /*
- * kernels/wasm.h - the pieces of kernels/vectors_128.h for WebAssembly, compiled with -msimd128.
+ * kernels/wasm.h - the types and operations of kernels/vectors_128.h for WebAssembly, compiled with -msimd128.
  *
- * The product there is one of 16 bits by pairs, i32x4.dot_i16x8_s: the bytes of a vector of codes are taken as
- * even and odd ones, widened by shifts alone, and both sums belong to the same token. Weights have 16 bits, so
- * that two planes cost what one does: a row holds both.
+ * WebAssembly has no product of bytes. i32x4.dot_i16x8_s multiplies 16-bit integers and adds pairs of products.
+ * Shifts widen the even and the odd bytes of a vector of codes. The sums of both belong to the same token. Weights
+ * have 16 bits and hold both limbs, so two limbs cost no more than one.
  *
  *     codes   | t0: r0 r1 r2 r3 | t1: r0 r1 r2 r3 | t2 ...  | t3 ...  |   16 bytes: 4 tokens (V: channels) x 4
  *     even    | t0: r0    r2    | t1: r0    r2    | t2 ...  | t3 ...  |   8 x 16 bits
@@ -33,85 +33,87 @@ typedef v128_t tkvi_b16;
 
 /* >>floats */
 TKVI_FLAT_128 tkvi_f4 tkvi_load_128(const float *p) { return wasm_v128_load(p); }
-TKVI_FLAT_128 void tkvi_save_128(float *p, tkvi_f4 x) { wasm_v128_store(p, x); }
-TKVI_FLAT_128 tkvi_f4 tkvi_all_128(float x) { return wasm_f32x4_splat(x); }
+TKVI_FLAT_128 void tkvi_store_128(float *p, tkvi_f4 x) { wasm_v128_store(p, x); }
+TKVI_FLAT_128 tkvi_f4 tkvi_splat_128(float x) { return wasm_f32x4_splat(x); }
 TKVI_FLAT_128 tkvi_f4 tkvi_add_128(tkvi_f4 a, tkvi_f4 b) { return wasm_f32x4_add(a, b); }
 TKVI_FLAT_128 tkvi_f4 tkvi_sub_128(tkvi_f4 a, tkvi_f4 b) { return wasm_f32x4_sub(a, b); }
 TKVI_FLAT_128 tkvi_f4 tkvi_mul_128(tkvi_f4 a, tkvi_f4 b) { return wasm_f32x4_mul(a, b); }
 TKVI_FLAT_128 tkvi_f4 tkvi_madd_128(tkvi_f4 a, tkvi_f4 x, tkvi_f4 y) {
     return wasm_f32x4_add(a, wasm_f32x4_mul(x, y));
 }
-TKVI_FLAT_128 tkvi_f4 tkvi_most_128(tkvi_f4 a, tkvi_f4 b) { return wasm_f32x4_pmax(a, b); }
-TKVI_FLAT_128 tkvi_f4 tkvi_size_128(tkvi_f4 x) { return wasm_f32x4_abs(x); }
+TKVI_FLAT_128 tkvi_f4 tkvi_max_128(tkvi_f4 a, tkvi_f4 b) { return wasm_f32x4_pmax(a, b); }
+TKVI_FLAT_128 tkvi_f4 tkvi_abs_128(tkvi_f4 x) { return wasm_f32x4_abs(x); }
 
-/* The sums of four vectors. */
-TKVI_FLAT_128 tkvi_f4 tkvi_sums_128(tkvi_f4 a, tkvi_f4 b, tkvi_f4 c, tkvi_f4 d) {
+/* Four horizontal sums. */
+TKVI_FLAT_128 tkvi_f4 tkvi_sum4_128(tkvi_f4 a, tkvi_f4 b, tkvi_f4 c, tkvi_f4 d) {
     tkvi_f4 ab = wasm_f32x4_add(wasm_i32x4_shuffle(a, b, 0, 2, 4, 6), wasm_i32x4_shuffle(a, b, 1, 3, 5, 7));
     tkvi_f4 cd = wasm_f32x4_add(wasm_i32x4_shuffle(c, d, 0, 2, 4, 6), wasm_i32x4_shuffle(c, d, 1, 3, 5, 7));
     return wasm_f32x4_add(wasm_i32x4_shuffle(ab, cd, 0, 2, 4, 6), wasm_i32x4_shuffle(ab, cd, 1, 3, 5, 7));
 }
 
-TKVI_FLAT_128 float tkvi_sum_128(tkvi_f4 x) { return wasm_f32x4_extract_lane(tkvi_sums_128(x, x, x, x), 0); }
+TKVI_FLAT_128 float tkvi_sum_across_128(tkvi_f4 x) {
+    return wasm_f32x4_extract_lane(tkvi_sum4_128(x, x, x, x), 0);
+}
 
-TKVI_FLAT_128 float tkvi_largest_128(tkvi_f4 x) {
+TKVI_FLAT_128 float tkvi_max_across_128(tkvi_f4 x) {
     x = wasm_f32x4_pmax(x, wasm_i32x4_shuffle(x, x, 2, 3, 0, 1));
     return wasm_f32x4_extract_lane(wasm_f32x4_pmax(x, wasm_i32x4_shuffle(x, x, 1, 0, 3, 2)), 0);
 }
 
-/* y where x >= least, else 0. */
-TKVI_FLAT_128 tkvi_f4 tkvi_where_128(tkvi_f4 y, tkvi_f4 x, float least) {
+/* y where x >= least, 0 elsewhere. */
+TKVI_FLAT_128 tkvi_f4 tkvi_zero_below_128(tkvi_f4 y, tkvi_f4 x, float least) {
     return wasm_v128_and(y, wasm_f32x4_ge(x, wasm_f32x4_splat(least)));
 }
 
-/* Finite halves: all bits moved to their places (the copies of the sign cut away), and scaled by 2^112, which is
- * right for subnormal ones too. */
-TKVI_FLAT_128 tkvi_f4 tkvi_halves4_128(const uint8_t *p) {
+/* Loads finite fp16 values. Shifts their bits into the places of a float, clears the copies of the sign bit, and
+ * multiplies by 2^112. This is also right for subnormals. */
+TKVI_FLAT_128 tkvi_f4 tkvi_load_finite_f16_128(const uint8_t *p) {
     v128_t x = wasm_v128_and(wasm_i32x4_shl(wasm_i32x4_load16x4(p), 13), wasm_i32x4_const_splat(~0x70000000));
     return wasm_f32x4_mul(x, wasm_i32x4_const_splat(0x77800000));
 }
 
-/* Any: what was infinite or no number came out as 65536 and more, and gets the largest exponent. */
-TKVI_FLAT_128 tkvi_f4 tkvi_any_halves4_128(const uint8_t *p) {
-    v128_t x = tkvi_halves4_128(p);
+/* Loads any fp16 values. Infinity and NaN come out as 65536 or more in size, and get the largest exponent. */
+TKVI_FLAT_128 tkvi_f4 tkvi_load_f16_128(const uint8_t *p) {
+    v128_t x = tkvi_load_finite_f16_128(p);
     v128_t no_number = wasm_f32x4_ge(wasm_f32x4_abs(x), wasm_f32x4_const_splat(65536.0f));
     return wasm_v128_or(x, wasm_v128_and(no_number, wasm_i32x4_const_splat(0x7f800000)));
 }
 
-TKVI_FLAT_128 tkvi_f4 tkvi_bfloats4_128(const uint8_t *p) {
+TKVI_FLAT_128 tkvi_f4 tkvi_load_bf16_128(const uint8_t *p) {
     return wasm_i32x4_shl(wasm_u32x4_load16x4(p), 16);
 }
 
 /* >>integers */
-TKVI_FLAT_128 tkvi_i4 tkvi_ints_128(const int32_t *p) { return wasm_v128_load(p); }
-TKVI_FLAT_128 void tkvi_save_ints_128(int32_t *p, tkvi_i4 x) { wasm_v128_store(p, x); }
-TKVI_FLAT_128 tkvi_i4 tkvi_all_ints_128(int32_t x) { return wasm_i32x4_splat(x); }
+TKVI_FLAT_128 tkvi_i4 tkvi_load_ints_128(const int32_t *p) { return wasm_v128_load(p); }
+TKVI_FLAT_128 void tkvi_store_ints_128(int32_t *p, tkvi_i4 x) { wasm_v128_store(p, x); }
+TKVI_FLAT_128 tkvi_i4 tkvi_splat_ints_128(int32_t x) { return wasm_i32x4_splat(x); }
 TKVI_FLAT_128 tkvi_i4 tkvi_add_ints_128(tkvi_i4 a, tkvi_i4 b) { return wasm_i32x4_add(a, b); }
 TKVI_FLAT_128 tkvi_i4 tkvi_sub_ints_128(tkvi_i4 a, tkvi_i4 b) { return wasm_i32x4_sub(a, b); }
 TKVI_FLAT_128 tkvi_i4 tkvi_mul_ints_128(tkvi_i4 a, tkvi_i4 b) { return wasm_i32x4_mul(a, b); }
 #define TKVI_LEFT_INTS_128(x, n) wasm_i32x4_shl(x, n)
-TKVI_FLAT_128 tkvi_f4 tkvi_float_128(tkvi_i4 x) { return wasm_f32x4_convert_i32x4(x); }
-TKVI_FLAT_128 tkvi_f4 tkvi_bits_128(tkvi_i4 x) { return x; }
+TKVI_FLAT_128 tkvi_f4 tkvi_to_float_128(tkvi_i4 x) { return wasm_f32x4_convert_i32x4(x); }
+TKVI_FLAT_128 tkvi_f4 tkvi_as_float_128(tkvi_i4 x) { return x; }
 
-TKVI_FLAT_128 int32_t tkvi_sum_ints_128(tkvi_i4 x) {
+TKVI_FLAT_128 int32_t tkvi_sum_ints_across_128(tkvi_i4 x) {
     x = wasm_i32x4_add(x, wasm_i32x4_shuffle(x, x, 2, 3, 0, 1));
     return wasm_i32x4_extract_lane(x, 0) + wasm_i32x4_extract_lane(x, 1);
 }
 
-/* As tkvi_rne does it: converting costs many instructions. */
+/* Rounds as tkvi_rne does: a conversion takes many instructions. */
 TKVI_FLAT_128 tkvi_i4 tkvi_nearest_128(tkvi_f4 x) {
     return wasm_i32x4_sub(wasm_f32x4_add(x, wasm_f32x4_const_splat(12582912.0f)),
                           wasm_i32x4_const_splat(0x4b400000));
 }
 
 /* Four signed bytes. */
-TKVI_FLAT_128 tkvi_i4 tkvi_bytes4_128(const uint8_t *p) {
+TKVI_FLAT_128 tkvi_i4 tkvi_load_bytes4_128(const uint8_t *p) {
     return wasm_i32x4_extend_low_i16x8(wasm_i16x8_extend_low_i8x16(wasm_v128_load32_zero(p)));
 }
 
 /* >>bytes */
-TKVI_FLAT_128 tkvi_b16 tkvi_bytes_128(const uint8_t *p) { return wasm_v128_load(p); }
-TKVI_FLAT_128 void tkvi_save_bytes_128(uint8_t *p, tkvi_b16 x) { wasm_v128_store(p, x); }
-TKVI_FLAT_128 tkvi_b16 tkvi_all_bytes_128(int x) { return wasm_i8x16_splat((int8_t)x); }
+TKVI_FLAT_128 tkvi_b16 tkvi_load_bytes_128(const uint8_t *p) { return wasm_v128_load(p); }
+TKVI_FLAT_128 void tkvi_store_bytes_128(uint8_t *p, tkvi_b16 x) { wasm_v128_store(p, x); }
+TKVI_FLAT_128 tkvi_b16 tkvi_splat_bytes_128(int x) { return wasm_i8x16_splat((int8_t)x); }
 TKVI_FLAT_128 tkvi_b16 tkvi_and_128(tkvi_b16 a, tkvi_b16 b) { return wasm_v128_and(a, b); }
 TKVI_FLAT_128 tkvi_b16 tkvi_or_128(tkvi_b16 a, tkvi_b16 b) { return wasm_v128_or(a, b); }
 TKVI_FLAT_128 tkvi_b16 tkvi_xor_128(tkvi_b16 a, tkvi_b16 b) { return wasm_v128_xor(a, b); }
@@ -123,7 +125,7 @@ TKVI_FLAT_128 tkvi_b16 tkvi_look_up_128(tkvi_b16 table, tkvi_b16 x) { return was
 #define TKVI_RIGHT_128(x, n) wasm_u8x16_shr(x, n)
 #define TKVI_LEFT_128(x, n) wasm_i8x16_shl(x, n)
 
-/* Neighbours a b: bytes, or pairs of them, of the first and of the second half. */
+/* Interleave the first (zip1) or second (zip2) halves of a and b, by bytes or by pairs of bytes. */
 TKVI_FLAT_128 tkvi_b16 tkvi_zip1_128(tkvi_b16 a, tkvi_b16 b) {
     return wasm_i8x16_shuffle(a, b, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
 }
@@ -138,10 +140,10 @@ TKVI_FLAT_128 tkvi_b16 tkvi_zip2_pairs_128(tkvi_b16 a, tkvi_b16 b) {
 }
 
 /* >>products */
-#define TKVI_PASS_128                                                                                        \
-    4 /* weight rows at once: on x86 engines have 16 registers; 8 sums, 4 of codes, weights */
-TKVI_FLAT_128 int tkvi_weight_rows_128(int planes) {
-    (void)planes;
+/* Weight rows in a pass. Engines on x86 have 16 registers: 8 for sums, 4 for codes, the rest for weights. */
+#define TKVI_MAX_PASS_128 4
+TKVI_FLAT_128 int tkvi_weight_rows_128(int n_limbs) {
+    (void)n_limbs;
     return 1;
 }
 typedef int16_t tkvi_weight;
@@ -159,11 +161,12 @@ TKVI_FLAT_128 tkvi_codes_128 tkvi_load_codes_128(const uint8_t *p) {
 }
 TKVI_FLAT_128 tkvi_quad_128 tkvi_load_quad_128(const tkvi_weight *w) { return w; }
 
-/* Weights of two steps of a row, r0 r2 r1 r3, the second one `further` on. */
-TKVI_FLAT_128 void tkvi_save_weights_128(tkvi_weight *w, int further, tkvi_i4 a, tkvi_i4 b,
-                                         const int planes) {
+/* Stores the weights of two steps of a row, each in the order r0 r2 r1 r3. The second step is `further` weights
+ * on. */
+TKVI_FLAT_128 void tkvi_store_weights_128(tkvi_weight *w, int further, tkvi_i4 a, tkvi_i4 b,
+                                          const int n_limbs) {
     const v128_t x = wasm_i16x8_shuffle(a, b, 0, 4, 2, 6, 8, 12, 10, 14);
-    (void)planes;
+    (void)n_limbs;
     wasm_v128_store64_lane(w, x, 0);
     wasm_v128_store64_lane(w + further, x, 1);
 }
@@ -172,7 +175,7 @@ TKVI_FLAT_128 tkvi_i4 tkvi_dot_128(tkvi_i4 sum, tkvi_codes_128 c, const tkvi_wei
     sum = wasm_i32x4_add(sum, wasm_i32x4_dot_i16x8(c.even, wasm_v128_load32_splat(w)));
     return wasm_i32x4_add(sum, wasm_i32x4_dot_i16x8(c.odd, wasm_v128_load32_splat(w + 2)));
 }
-/* Weights of 16 bits do not ask for signs. */
+/* no_sign makes no difference: 16-bit weights can be 255. */
 #define TKVI_DOT_128(no_sign, sum, codes, quad, row)                                                         \
     ((void)(no_sign), tkvi_dot_128(sum, codes, (quad) + 4 * (row)))
 

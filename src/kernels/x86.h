@@ -55,7 +55,7 @@
 #define TKVI_FLAT_AVX2 TKVI_FLAT TKVI_TARGET_AVX2
 #define TKVI_FLAT_AVX512 TKVI_FLAT TKVI_TARGET_AVX512
 
-/* gcc for 64-bit Windows aligns the stack to 16 bytes only. It still saves vectors of 32 and 64 bytes there by
+/* gcc for 64-bit Windows aligns the stack to 16 bytes only. It still stores vectors of 32 and 64 bytes there with
  * aligned moves, which fault (GCC bug 54412; Debian's gcc is patched). Assembler macros make all aligned moves of
  * this file unaligned. That costs nothing where memory is aligned. LTO joins files, so .ifndef lets each macro be
  * defined only once. */
@@ -73,19 +73,19 @@ TKVI_UNALIGNED("vmovdqa64", "vmovdqu64");
 #endif
 
 /* The same value in every byte. gcc's _mm512_set1_epi8 is a list of 64 values, copied at every use. */
-TKVI_FLAT_AVX2 __m256i tkvi_all_avx2(int value) {
+TKVI_FLAT_AVX2 __m256i tkvi_splat_bytes_avx2(int value) {
     return _mm256_set1_epi32((int32_t)((uint32_t)value * 0x01010101u));
 }
 
 #ifdef TKVI_AVX512
-TKVI_FLAT_AVX512 __m512i tkvi_all_avx512(int value) {
+TKVI_FLAT_AVX512 __m512i tkvi_splat_bytes_avx512(int value) {
     return _mm512_set1_epi32((int32_t)((uint32_t)value * 0x01010101u));
 }
 #endif
 
 /* >>shared pieces, without vectors */
 /* Distance for prefetching: address p in this side corresponds to p + ahead in the next side. */
-TKVI_FLAT uintptr_t tkvi_ahead(const uint8_t *src, const uint8_t *next) {
+TKVI_FLAT uintptr_t tkvi_prefetch_distance(const uint8_t *src, const uint8_t *next) {
     return next ? (uintptr_t)next - (uintptr_t)src : 0u;
 }
 
@@ -105,29 +105,29 @@ TKVI_FLAT void tkvi_prefetch_bytes(const uint8_t *p, int n, uintptr_t ahead) {
 }
 
 /* Four weights of neighbouring channels or tokens, to be broadcast. */
-TKVI_FLAT int32_t tkvi_four(const int8_t *w) {
+TKVI_FLAT int32_t tkvi_load_four_weights(const int8_t *w) {
     int32_t x;
     memcpy(&x, w, 4);
     return x;
 }
 
-/* >>tiles: the part that does not depend on the instruction set. tkvi_steps has the part that does. */
+/* >>tiles: the part that does not depend on the instruction set. tkvi_tile_ops has the part that does. */
 enum { TKVI_W_BYTES = TKVI_ROWS * TKV_MAX_HEAD_DIM }; /* one limb of the weights of all rows */
 
-/* Parameters of a fold: multiply rows of q (K, by channel) or p (V, by token) by the scales of one group; round. */
-typedef struct tkvi_folding {
+/* Parameters of a fold: multiply rows of q (K, by position) or p (V, by token) by the scales of one group; round. */
+typedef struct tkvi_fold_args {
     const float *x, *scale, *zero; /* x: [row][n] */
     const float *ref;              /* K */
     const uint8_t *centre2;        /* K: [n] twice tkvi_centre of the codes that a weight multiplies */
     float centre;                  /* V: tkvi_centre of the codes */
-    int middle;                    /* V: twice the centre of the codes after tkvi_steps.less was subtracted */
-    int n, planes, top; /* weights in a row; limbs, see tkvi_planes; V: the largest weight of one limb */
-    int wide;           /* K: the first `wide` weights always have two limbs */
-    float coarse;       /* see tkvi_coarse_k and tkvi_coarse_v */
+    int middle;          /* V: twice the centre of the codes after tkvi_tile_ops.v_bias was subtracted */
+    int n, n_limbs, top; /* weights in a row; limbs, see tkvi_n_limbs; V: the largest weight of one limb */
+    int wide;            /* K: the first `wide` weights always have two limbs */
+    float coarse;        /* see tkvi_coarse_k and tkvi_coarse_v */
     /* Out: [row][stride] weights of one limb, or hi, and lo. w is signed in K and unsigned in V; lo is 0..127. Each
      * row has space for a multiple of 64 weights. */
     int8_t *w, *lo;
-} tkvi_folding;
+} tkvi_fold_args;
 
 /* Turns the sum of one limb's products into an answer for row r: step * (sum w code - base) + rest. base is half
  * of sum w centre2, rounded down to an integer. rest makes up for the rounding. For the high limb rest also has
@@ -147,8 +147,9 @@ typedef struct tkvi_products {
     int width, slabs, n;        /* V: width of the codes, number of slabs, number of tokens */
     int pairs;                  /* V: a lane is a pair of channels, 16 apart */
     uintptr_t ahead;            /* 0: prefetch nothing */
-    int turn, turns;            /* prefetch only for tiles with (number & turns) == turn */
-    const uint8_t *rest, *end;  /* bytes behind the wide parts still to be prefetched, one line per tile */
+    int prefetch_phase,
+        prefetch_mask;         /* prefetch only for tiles with (number & prefetch_mask) == prefetch_phase */
+    const uint8_t *rest, *end; /* bytes behind the wide parts still to be prefetched, one line per tile */
     const int8_t *w; /* [row][TKV_MAX_HEAD_DIM in K, TKVI_BLOCK in V]; the last pass reads 1, 2 or 4 rows */
     int w_group;     /* K: bytes from the weights of tokens 0 .. 31 to those of 32 .. 63 */
     const tkvi_fold *fold, *fold_group; /* K: fold_group is for tokens 32 .. 63 */
@@ -159,21 +160,21 @@ typedef struct tkvi_products {
 
 typedef void (*tkvi_dot)(tkvi_products *d);
 
-typedef struct tkvi_steps {
-    const tkvi_simd_ops *helpers;
+typedef struct tkvi_tile_ops {
+    const tkvi_simd_ops *simd_ops;
     /* Fold and round all rows. f: one entry for each limb. K: returns the number of leading weights that have two
      * limbs in some row. Rows are folded four at a time. `lo` is written only as far as one of the four needs it.
      * V: returns the rows with two limbs, one bit each. */
-    int (*fold_k)(const tkvi_folding *a, int rows, tkvi_fold *f);
-    int (*fold_v)(const tkvi_folding *a, int rows, tkvi_fold *f);
+    int (*fold_k)(const tkvi_fold_args *a, int rows, tkvi_fold *f);
+    int (*fold_v)(const tkvi_fold_args *a, int rows, tkvi_fold *f);
     void (*dot)(tkvi_products *d, int rows);
-    int less; /* subtracted from 8-bit codes of V where they must be signed, else 0 */
-} tkvi_steps;
+    int v_bias; /* subtracted from 8-bit codes of V where they must be signed, else 0 */
+} tkvi_tile_ops;
 
 static void tkvi_products_set(tkvi_products *d, const tkvi_side *s, const uint8_t *src) {
     d->s = s;
     d->wide = src;
-    d->tops = src + tkvi_tiles(&s->runs).halves;
+    d->tops = src + tkvi_first_tile(&s->tiles).halves;
     d->rest = d->tops;
     d->end = src + s->bytes;
     d->half = 0;
@@ -181,10 +182,10 @@ static void tkvi_products_set(tkvi_products *d, const tkvi_side *s, const uint8_
 
 /* If the passes of both limbs read all tiles, each pass prefetches every other tile. This spreads the requests.
  * Otherwise the first pass prefetches everything. */
-static void tkvi_prefetch_in_turn(tkvi_products *d, uintptr_t ahead, int plane, int two) {
-    d->ahead = plane && !two ? 0 : ahead;
-    d->turn = plane && two;
-    d->turns = two != 0;
+static void tkvi_divide_prefetch(tkvi_products *d, uintptr_t ahead, int limb, int two) {
+    d->ahead = limb && !two ? 0 : ahead;
+    d->prefetch_phase = limb && two;
+    d->prefetch_mask = two != 0;
 }
 
 TKVI_FLAT void tkvi_prefetch_rest(tkvi_products *d) {
@@ -205,26 +206,26 @@ static void tkvi_dot_rows(tkvi_products *d, int rows, const tkvi_dot *dots) {
     }
 }
 
-static void tkvi_tiles_k(const tkvi_steps *v, const tkvi_side *s, const uint8_t *src, const uint8_t *next,
-                         const float *q, const float *ref, int rows, int planes, float *scores) {
+static void tkvi_tiles_k(const tkvi_tile_ops *v, const tkvi_side *s, const uint8_t *src, const uint8_t *next,
+                         const float *q, const float *ref, int rows, int n_limbs, float *scores) {
     TKVI_ALIGNED float scale[2 * TKV_MAX_HEAD_DIM], zero[2 * TKV_MAX_HEAD_DIM];
     TKVI_ALIGNED uint8_t centre2[TKV_MAX_HEAD_DIM];
     TKVI_ALIGNED int8_t w[2][2][TKVI_W_BYTES]; /* limb, group */
     tkvi_fold fold[2][2];                      /* group, limb */
-    tkvi_folding a;
+    tkvi_fold_args a;
     tkvi_products d;
-    int width, g, c = 0, plane, second = 0;
-    s->format->side[TKV_K].meta(s, src, v->helpers, scale, zero);
+    int width, g, c = 0, limb, second = 0;
+    s->format->side[TKV_K].meta(s, src, v->simd_ops, scale, zero);
     tkvi_products_set(&d, s, src);
-    for (width = TKVI_MAX_WIDTH; width > 0; c += 4 * s->runs.n[width--])
-        if (s->runs.n[width]) memset(centre2 + c, (1 << width) - 1, (size_t)(4 * s->runs.n[width]));
+    for (width = TKVI_MAX_WIDTH; width > 0; c += 4 * s->tiles.n[width--])
+        if (s->tiles.n[width]) memset(centre2 + c, (1 << width) - 1, (size_t)(4 * s->tiles.n[width]));
     if (c < s->pad) memset(centre2 + c, 0, (size_t)(s->pad - c));
     a.x = q;
     a.ref = ref;
     a.centre2 = centre2;
     a.n = s->pad;
-    a.planes = planes;
-    a.wide = tkvi_wide_places(s);
+    a.n_limbs = n_limbs;
+    a.wide = tkvi_n_wide_positions(s);
     a.coarse = tkvi_coarse_k(s);
     if (s->groups == 2 || rows > 4) memset(w[1], 0, sizeof w[1]); /* fold_k may leave parts of lo unwritten */
     for (g = 0; g < s->groups; g++) {
@@ -236,14 +237,14 @@ static void tkvi_tiles_k(const tkvi_steps *v, const tkvi_side *s, const uint8_t 
     }
     d.w_group = s->groups == 2 ? (int)sizeof w[0][0] : 0;
     d.out_stride = TKVI_BLOCK;
-    for (plane = 0; plane < (second ? 2 : 1); plane++) {
-        d.w = w[plane][0];
-        d.tiles = plane ? (second + 3) / 4 : TKV_MAX_HEAD_DIM;
-        d.fold = &fold[0][plane];
-        d.fold_group = &fold[s->groups - 1][plane];
+    for (limb = 0; limb < (second ? 2 : 1); limb++) {
+        d.w = w[limb][0];
+        d.tiles = limb ? (second + 3) / 4 : TKV_MAX_HEAD_DIM;
+        d.fold = &fold[0][limb];
+        d.fold_group = &fold[s->groups - 1][limb];
         d.out = scores;
-        d.add = plane;
-        tkvi_prefetch_in_turn(&d, tkvi_ahead(src, next), plane, second >= s->pad);
+        d.add = limb;
+        tkvi_divide_prefetch(&d, tkvi_prefetch_distance(src, next), limb, second >= s->pad);
         v->dot(&d, rows);
     }
 }
@@ -262,21 +263,21 @@ static int tkvi_gather_rows(int which, int8_t *w, tkvi_fold *f) {
     return n;
 }
 
-static void tkvi_tiles_v(const tkvi_steps *v, const tkvi_side *s, const uint8_t *src, const uint8_t *next,
-                         const float *p, int rows, int n, int planes, float *out) {
+static void tkvi_tiles_v(const tkvi_tile_ops *v, const tkvi_side *s, const uint8_t *src, const uint8_t *next,
+                         const float *p, int rows, int n, int n_limbs, float *out) {
     TKVI_ALIGNED float scale[TKVI_MAX_GROUPS * TKVI_BLOCK], zero[TKVI_MAX_GROUPS * TKVI_BLOCK];
     TKVI_ALIGNED int8_t w[2][TKVI_ROWS * TKVI_BLOCK];
     tkvi_fold fold[2];
-    tkvi_folding a;
+    tkvi_fold_args a;
     tkvi_products d;
-    int width, i, g, slab = 0, plane, second;
-    s->format->side[TKV_V].meta(s, src, v->helpers, scale, zero);
+    int width, i, g, slab = 0, limb, second;
+    s->format->side[TKV_V].meta(s, src, v->simd_ops, scale, zero);
     tkvi_products_set(&d, s, src);
     a.x = p;
     a.w = w[0];
     a.lo = w[1];
     a.n = TKVI_BLOCK;
-    a.planes = planes;
+    a.n_limbs = n_limbs;
     a.top = tkvi_top_v(s);
     d.n = n;
     d.w_group = 0;
@@ -284,23 +285,23 @@ static void tkvi_tiles_v(const tkvi_steps *v, const tkvi_side *s, const uint8_t 
     d.add = 1;
     for (width = TKVI_MAX_WIDTH; width > 0; width--) {
         a.centre = tkvi_centre(s, width);
-        a.middle = s->levels ? 0 : (1 << width) - 1 - (width == 8 ? 2 * v->less : 0);
+        a.middle = s->levels ? 0 : (1 << width) - 1 - (width == 8 ? 2 * v->v_bias : 0);
         a.coarse = tkvi_coarse_v(s, width);
         d.width = width;
         d.pairs = s->pairs && width == 3;
-        for (i = 0; i < s->runs.n[width]; i += 4 * d.slabs) { /* slabs of 16 lanes in one group */
-            const int left = (s->runs.n[width] - i) / 4 << d.pairs, in_group = s->group / 16;
+        for (i = 0; i < s->tiles.n[width]; i += 4 * d.slabs) { /* slabs of 16 lanes in one group */
+            const int left = (s->tiles.n[width] - i) / 4 << d.pairs, in_group = s->group / 16;
             g = slab / in_group;
             d.slabs = tkvi_min(left, in_group - slab % in_group) >> d.pairs;
             a.scale = scale + g * TKVI_BLOCK;
             a.zero = zero + g * TKVI_BLOCK;
             second = tkvi_gather_rows(v->fold_v(&a, rows, fold) & ((1 << rows) - 1), w[1], &fold[1]);
-            for (plane = 0; plane < (second ? 2 : 1); plane++) {
-                d.w = w[plane];
-                d.fold = &fold[plane];
+            for (limb = 0; limb < (second ? 2 : 1); limb++) {
+                d.w = w[limb];
+                d.fold = &fold[limb];
                 d.out = out + 16 * slab;
-                tkvi_prefetch_in_turn(&d, tkvi_ahead(src, next), plane, second);
-                v->dot(&d, plane ? second : rows);
+                tkvi_divide_prefetch(&d, tkvi_prefetch_distance(src, next), limb, second);
+                v->dot(&d, limb ? second : rows);
             }
             d.wide += 4 * d.slabs * tkvi_wide_bytes[width];
             d.half += 4 * d.slabs * tkvi_has_half[width];

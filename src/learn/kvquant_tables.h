@@ -41,7 +41,7 @@ typedef struct tkvi_token_walk {
 static void tkvi_walk_block(void *ctx, const tkvi_record *r, const uint8_t *bytes, int start, int n) {
     const tkvi_token_walk *w = (const tkvi_token_walk *)ctx;
     const tkvi_tables *tables = &w->from->kv->tables;
-    const tkvi_simd_ops *help = w->from->kv->kernels->helpers;
+    const tkvi_simd_ops *help = w->from->kv->kernels->simd_ops;
     int t, dim = w->side == TKV_K ? r->k.dim : r->v.dim;
     float *x = w->from->kv->recode, y[TKV_MAX_HEAD_DIM];
     if (w->side == TKV_K) tkvi_values(&r->k, help, bytes, 0, n, x, (size_t)dim);
@@ -244,7 +244,7 @@ static uint64_t tkvi_kvquant_mode(const tkvi_tables *t) {
     b[2] = (uint8_t)(rope ? rope->step : 0);
     h = tkvi_fnv1a_more(h, b, 3);
     for (j = 0; rope && j < rope->pairs; j++) {
-        for (k = 0; k < 8; k++) b[k] = (uint8_t)(rope->turn[j] >> 8 * k & 255u);
+        for (k = 0; k < 8; k++) b[k] = (uint8_t)(rope->frequency[j] >> 8 * k & 255u);
         h = tkvi_fnv1a_more(h, b, 8);
     }
     return h;
@@ -278,12 +278,12 @@ static void tkvi_kvquant_load(const tkvi_tables *t, int layer, int version, cons
     for (side = 0; side < 2; side++)
         for (bits = 2; bits <= 4; bits++) {
             tkvi_book *b = &table->book[side][bits - 2];
-            for (i = 0; i < 1 << bits; i++, at += 2) b->level[i] = tkvi_half_at(at);
-            for (i = 0; i < 1 << bits; i++, at += 2) b->normed[i] = tkvi_half_at(at);
+            for (i = 0; i < 1 << bits; i++, at += 2) b->level[i] = tkvi_f16_at(at);
+            for (i = 0; i < 1 << bits; i++, at += 2) b->normed[i] = tkvi_f16_at(at);
         }
     for (head = 0; head < t->cfg.model.n_kv_heads; head++) {
         float *range = tkvi_kvquant_range_of(t, layer, version, head);
-        for (i = 0; i < dim; i++, at += 2) range[i] = tkvi_half_at(at);
+        for (i = 0; i < dim; i++, at += 2) range[i] = tkvi_f16_at(at);
         for (i = 0; i < dim; i++, at += 4) range[dim + i] = tkvi_from_bits(tkvi_load32(at));
     }
 }
@@ -296,7 +296,7 @@ static int tkvi_kvquant_valid(const tkv_config *cfg, const uint8_t *at) {
     for (set = 0; set < 12; set++) {
         float most = set % 2 ? 8.0f : 1.0f, before = -most;
         for (i = 0, n = 4 << set / 2 % 3; i < n; i++, at += 2) {
-            float x = tkvi_half_at(at);
+            float x = tkvi_f16_at(at);
             if (!tkvi_is_finite(x) || x < before || x > most) return 0;
             before = x;
         }

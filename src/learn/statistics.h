@@ -56,8 +56,8 @@ static void tkvi_gather_size(void *ctx, const tkvi_record *r, const uint8_t *byt
     float *k = g->kv->recode, *v = k + tkvi_round_up(cfg->model.head_dim, 16) * TKVI_BLOCK;
     int t, c;
     (void)start;
-    tkvi_values(&r->k, g->kv->kernels->helpers, bytes, 0, n, k, (size_t)cfg->model.head_dim);
-    tkvi_values(&r->v, g->kv->kernels->helpers, bytes + r->v_at, 0, n, v, (size_t)cfg->model.v_head_dim);
+    tkvi_values(&r->k, g->kv->kernels->simd_ops, bytes, 0, n, k, (size_t)cfg->model.head_dim);
+    tkvi_values(&r->v, g->kv->kernels->simd_ops, bytes + r->v_at, 0, n, v, (size_t)cfg->model.v_head_dim);
     for (t = 0; t < n; t++) {
         float squares = 0.0f;
         for (c = 0; c < cfg->model.head_dim; c++) {
@@ -86,7 +86,7 @@ static void tkvi_gather_sums(void *ctx, const tkvi_record *r, const uint8_t *byt
     float *k = g->kv->recode, by = tkvi_power_of_two(-g->down);
     int t, c;
     (void)start;
-    tkvi_values(&r->k, g->kv->kernels->helpers, bytes, 0, n, k, (size_t)cfg->model.head_dim);
+    tkvi_values(&r->k, g->kv->kernels->simd_ops, bytes, 0, n, k, (size_t)cfg->model.head_dim);
     for (c = 0; c < cfg->model.head_dim; c++) {
         int64_t sum = 0, squares = 0;
         for (t = 0; t < n; t++) {
@@ -106,7 +106,7 @@ static void tkvi_gather_range(void *ctx, const tkvi_record *r, const uint8_t *by
     float *k = g->kv->recode;
     int t, c;
     (void)start;
-    tkvi_values(&r->k, g->kv->kernels->helpers, bytes, 0, n, k, (size_t)cfg->model.head_dim);
+    tkvi_values(&r->k, g->kv->kernels->simd_ops, bytes, 0, n, k, (size_t)cfg->model.head_dim);
     for (c = 0; c < cfg->model.head_dim; c++) {
         float low = k[c], high = k[c], mean = (float)((double)g->channel[c].sum / (double)g->tokens);
         mean *= tkvi_power_of_two(g->down);

@@ -68,15 +68,15 @@ static void tkvi_encode_record(const tkv_cache *kv, int layer, int head, const t
     tkvi_side to_k = r->k;
     to_k.feedback = tkvi_feedback_of(kv, layer, head);
     to_k.start = start;
-    tkvi_encode_side(&to_k, kv->kernels->helpers, k, (size_t)cfg->model.head_dim, n, dst);
-    tkvi_encode_side(&r->v, kv->kernels->helpers, v, (size_t)cfg->model.v_head_dim, n, dst + r->v_at);
+    tkvi_encode_side(&to_k, kv->kernels->simd_ops, k, (size_t)cfg->model.head_dim, n, dst);
+    tkvi_encode_side(&r->v, kv->kernels->simd_ops, v, (size_t)cfg->model.v_head_dim, n, dst + r->v_at);
 }
 
 /* Recodes all heads of a block from slot src to slot dst (a tkvi_rewrite). ctx: a tkvi_recoding. */
 static void tkvi_recode(void *ctx, const uint8_t *src, uint8_t *dst) {
     const tkvi_recoding *r = (const tkvi_recoding *)ctx;
     const tkv_config *cfg = &r->kv->tables.cfg;
-    const tkvi_simd_ops *help = r->kv->kernels->helpers;
+    const tkvi_simd_ops *help = r->kv->kernels->simd_ops;
     float *k = r->kv->recode, *v = k + tkvi_round_up(cfg->model.head_dim, 16) * TKVI_BLOCK;
     size_t dk = (size_t)cfg->model.head_dim, dv = (size_t)cfg->model.v_head_dim;
     int h, n;

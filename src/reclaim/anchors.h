@@ -89,7 +89,7 @@ static void tkvi_remove_anchor(tkv_cache *kv, const tkvi_list *list, const uint3
  * exact. Its slot t is marked as anchored, and attention does not read it. */
 static void tkvi_add_anchor(tkv_cache *kv, const uint32_t *ids, int i, int t, int slot) {
     const tkv_config *cfg = &kv->tables.cfg;
-    const tkvi_simd_ops *help = kv->kernels->helpers;
+    const tkvi_simd_ops *help = kv->kernels->simd_ops;
     tkvi_block *to = &kv->pool.block[ids[0]], *from = &kv->pool.block[ids[i]];
     const tkvi_coding *a = &kv->tables.coding[to->coding], *b = &kv->tables.coding[from->coding];
     uint8_t *dst = tkvi_block_bytes(&kv->pool, to);

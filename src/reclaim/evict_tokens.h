@@ -162,7 +162,7 @@ static void tkvi_join_blocks(tkv_cache *kv, int seq, int layer, int i, int count
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
     const tkv_config *cfg = &kv->tables.cfg;
-    const tkvi_simd_ops *help = kv->kernels->helpers;
+    const tkvi_simd_ops *help = kv->kernels->simd_ops;
     tkvi_block *a = &kv->pool.block[ids[i]], *b = &kv->pool.block[ids[i + 1]];
     const uint64_t here = tkvi_used_mask(kv, list, ids, i), left = tkvi_used_mask(kv, list, ids, i + 1);
     const uint64_t there = tkvi_first_bits(left, count);
@@ -244,7 +244,7 @@ static void tkvi_keys_of(const tkv_cache *kv, uint32_t id, int head, uint64_t th
     room.key = TKVI_NIL;
     if (tkvi_side_bytes(kv, id, head, TKV_K, &room, &bytes))
         memset(out, 0, (size_t)tkvi_bits_in(there) * dim * sizeof *out);
-    else (void)tkvi_values_of(&r->k, kv->kernels->helpers, bytes, there, out, dim);
+    else (void)tkvi_values_of(&r->k, kv->kernels->simd_ops, bytes, there, out, dim);
 }
 
 /* Norms of the keys of the tokens in the mask `there` of a block, each the mean of the KV heads. */

@@ -215,8 +215,8 @@ static void tkvi_restore_block(tkv_cache *kv, int seq, int layer, int i, const t
         for (h = 0; h < kv->tables.cfg.model.n_kv_heads; h++) {
             const tkvi_record *rec = &c->record[h];
             const int row = tkvi_slot_position(kv, id, t) - start;
-            tkvi_store_row(&rec->k, kv->kernels->helpers, k, row, h, t, saturate, bytes + rec->at);
-            tkvi_store_row(&rec->v, kv->kernels->helpers, v, row, h, t, saturate,
+            tkvi_store_row(&rec->k, kv->kernels->simd_ops, k, row, h, t, saturate, bytes + rec->at);
+            tkvi_store_row(&rec->v, kv->kernels->simd_ops, v, row, h, t, saturate,
                            bytes + rec->at + rec->v_at);
         }
     r.kv = kv;

@@ -261,8 +261,8 @@ static void tkvi_store(tkv_cache *kv, int seq, int layer, const tkvi_source *k, 
         }
         for (h = 0; h < kv->tables.cfg.model.n_kv_heads; h++) {
             const tkvi_record *r = &c->record[h];
-            tkvi_store_row(&r->k, kv->kernels->helpers, k, first + t, h, at, saturate, bytes + r->at);
-            tkvi_store_row(&r->v, kv->kernels->helpers, v, first + t, h, at, saturate,
+            tkvi_store_row(&r->k, kv->kernels->simd_ops, k, first + t, h, at, saturate, bytes + r->at);
+            tkvi_store_row(&r->v, kv->kernels->simd_ops, v, first + t, h, at, saturate,
                            bytes + r->at + r->v_at);
         }
         list->len++;
@@ -729,7 +729,7 @@ TKV_API tkv_status tkv_read(tkv_cache *kv, int seq, int layer, int start, int n,
     layer = tkvi_stored_layer(kv, seq, layer);
     if (layer < 0 || start < 0 || n < 0) return TKV_ERR_ARG;
     cfg = &kv->tables.cfg;
-    help = kv->kernels->helpers;
+    help = kv->kernels->simd_ops;
     list = tkvi_list_of(kv, seq, layer);
     ids = tkvi_ids(kv, seq, layer);
     if (start < list->dropped || start > list->len || n > list->len - start) return TKV_ERR_RANGE;
