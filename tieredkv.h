@@ -877,7 +877,7 @@ TKV_API tkv_status tkv_attend(tkv_cache *kv, int seq, int layer, const float *q,
 /* The logit of query i (row), key j (position) and head h results from these steps, in this order:
  *   s = scale * q.k
  *   s = softcap * tanh(s / softcap)   with a softcap
- *   s = s + alibi[h] * (j - pos(i))   with ALiBi
+ *   s = s + alibi_slopes[h] * (j - pos(i))   with ALiBi
  *   s = s + mask[i][j]                with a mask
  * A row that sees no key gets zeros, and -inf as its log-sum-exp. A row whose query or logits are not finite sees
  * no key and no learned sink. Keys with a mask of 1e30 or more tie: each gets an attention score of 1. The library
@@ -905,16 +905,16 @@ typedef struct tkv_attend_params {
      * or below -1e30, hide the key. Numbers above 1e30 count as 1e30. Stride 0: the longest sequence's length. */
     const float *mask;
     ptrdiff_t mask_stride;
-    /* NULL, or bits for a draft tree. They cover the last mask_bits_n tokens of the sequence, at most max_tokens.
+    /* NULL, or bits for a draft tree. They cover the last n_mask_bits tokens of the sequence, at most max_tokens.
      * Bit j % 64 of mask_bits[row * mask_bits_stride + j / 64] stands for the j-th token of them. The row sees the
-     * token if the bit is set. It sees all older tokens. Stride 0: the words that mask_bits_n needs. */
+     * token if the bit is set. It sees all older tokens. Stride 0: the words that n_mask_bits needs. */
     const uint64_t *mask_bits;
     ptrdiff_t mask_bits_stride;
     int n_mask_bits;
     /* NULL, or output: log-sum-exp [row][n_heads], learned sinks included */
     float *lse;
     /* NULL, or output (needs lse): the attention score of each key position, summed over rows and heads. Each entry
-     * of the batch has an array of mass_stride floats. mass_stride is at least the longest length; 0: that length.
+     * of the batch has an array of score_stride floats. score_stride is at least the longest length; 0: that length.
      * This costs a second pass over the keys. */
     float *scores;
     ptrdiff_t score_stride;
@@ -1870,12 +1870,12 @@ TKV_API tkv_status tkv_find_name(tkv_name_kind kind, const char *name, int *valu
 
 /* >>texts. A config as text has one of two forms: lines `key = value`, or one flat JSON object. A text that begins
  * with a brace is JSON. In lines, # begins a comment. Keys are names of fields. The text may be any bytes.
- *   key       n_layers, rope.dim, layers[3].window; for layers 0 to 5: layers[0-5].window
+ *   key       model.n_layers, model.rope.dim, layers[3].window; for layers 0 to 5: layers[0-5].window
  *   length    a number, off or unlimited
  *   switch    false or true
  *   formats   a30/r20 for K and V, or one name for both
- *   bits      names joined by +, such as fit = clip+norm
- *   preset    a name for tkv_apply_preset; applied before all keys except max_tokens
+ *   bits      names joined by +, such as format.fit = clip+norm
+ *   preset    a name for tkv_apply_preset; applied before all keys except limits.max_tokens
  * The macro TKV_NO_REPORTS removes all functions of this section. */
 /* Memory of the caller for the arrays of a parsed config. It must live as long as the config uses them. */
 typedef struct tkv_config_arrays {

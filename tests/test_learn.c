@@ -825,7 +825,7 @@ TEST(heads_with_large_keys_get_more) {
         }
         table_is_sound(kv, 0, "large keys");
         for (head = 0; head < KV_HEADS; head++)
-            bits[head] = tile_bits(&coding_of(kv, 0, TKV_TIER_ARCHIVE)->record[head].k.runs);
+            bits[head] = tile_bits(&coding_of(kv, 0, TKV_TIER_ARCHIVE)->record[head].k.tiles);
         if (log2 < 0) CHECK_MSG(bits[0] > bits[1], "2^%d: %d and %d", log2, bits[0], bits[1]);
         if (log2 > 0) CHECK_MSG(bits[0] < bits[1], "2^%d: %d and %d", log2, bits[0], bits[1]);
         if (log2 == 0) CHECK_LE(abs(bits[0] - bits[1]), 4);
