@@ -1625,7 +1625,7 @@ typedef struct tkv_quality_info {
     double kl_max;       /* largest KL divergence of a sample, in nats; at most 16 */
     double top1;         /* share of samples with one strongest key on both sides; ignores learned sinks */
     int heads, every;    /* KV heads watched; positions from one measurement of a head to its next */
-    int seq;             /* the sequence watched; TKV_OFF before one has begun */
+    int seq;             /* the sequence watched; TKV_NO_SEQ before one has begun */
 } tkv_quality_info;
 /* Reports all samples since creation or tkv_reset_quality. Without samples, the measured values are 0. Without a
  * meter, all fields are 0 and seq is TKV_NO_SEQ.
@@ -12668,6 +12668,7 @@ static const tkvi_strategy *tkvi_importance_fill(const tkv_importance_config *fr
     memset(cfg, 0, sizeof *cfg);
     if (from) *cfg = *from;
     s = tkvi_strategy_of(cfg->strategy);
+    if (cfg->sample_every < 0 || cfg->sample_every >= 1 << 30) return NULL;
     if (!s || (int)cfg->heads < 0 || cfg->heads > TKV_IMPORTANCE_SUM) return NULL;
     cfg->decay = tkvi_or(cfg->decay, s->decay);
     cfg->attention = tkvi_or(cfg->attention, s->attention);
@@ -12746,10 +12747,12 @@ static tkv_status tkvi_compute_importance(const tkv_importance_config *cfg,
 TKV_API tkv_status tkv_update_importance(const tkv_importance_config *cfg, tkv_token_importance *tokens,
                                          const int *positions, const float *scores, int n, int now,
                                          float *out) {
+    tkv_importance_config full;
     tkv_status st = TKV_OK;
     int i;
-    if (!scores && !out && n != 0) return TKV_ERR_ARG;
-    for (i = 0; out && i < n; i++) { /* before any token changes */
+    if (n < 0 || now < 0 || (n > 0 && !scores && !out)) return TKV_ERR_ARG;
+    if (!tkvi_importance_fill(cfg, &full)) return TKV_ERR_CONFIG;
+    for (i = 0; i < n; i++) { /* before any token changes */
         const int at = positions ? positions[i] : i;
         if (at < 0 || at > now) return TKV_ERR_ARG;
     }
@@ -13284,6 +13287,7 @@ static const tkvi_evict_row *tkvi_evict_fill(const tkv_evict_config *from, tkv_e
     cfg->recent_tokens = tkvi_evict_length(cfg->recent_tokens, row->recent);
     cfg->pool = cfg->pool == 0 ? 5 : cfg->pool;
     cfg->trigger = tkvi_or(cfg->trigger, 1.0f);
+    if (cfg->keep_tokens < 0 || cfg->keep_tokens >= 1 << 30) return NULL;
     if (cfg->sink_tokens < 0 || cfg->recent_tokens < 0 || cfg->batch < 0) return NULL;
     if (cfg->pool < 1 || cfg->pool > 63 || cfg->pool % 2 == 0) return NULL;
     if (!tkvi_within(cfg->trigger, 1e-6f, 1.0f)) return NULL;
@@ -13398,7 +13402,9 @@ static tkv_status tkvi_select_victims(const tkv_evict_config *cfg, const tkv_evi
 
 TKV_API tkv_status tkv_select_victims(const tkv_evict_config *cfg, const tkv_evict_view *view, int keep,
                                       float *score, uint64_t *victims, tkv_evict_result *out) {
-    const tkv_status st = tkvi_score_tokens(cfg, view, score);
+    tkv_status st;
+    if (keep < 0 || (view && view->n > 0 && !victims)) return TKV_ERR_ARG;
+    st = tkvi_score_tokens(cfg, view, score);
     return st ? st : tkvi_select_victims(cfg, view, score, keep, victims, out);
 }
 
@@ -15488,7 +15494,7 @@ static void tkvi_meter_place(tkvi_meter *m, const tkvi_tables *t, int n_stored) 
 /* Deletes all copies. The meter then watches the next sequence that begins. */
 static void tkvi_meter_clear(tkvi_meter *m) {
     int i, k;
-    m->seq = -1;
+    m->seq = TKV_NO_SEQ;
     for (i = 0; i < m->n; i++) {
         m->head_probe[i].n = 0;
         m->head_probe[i].stride = 1;
@@ -16523,7 +16529,7 @@ static float tkvi_score_of_meter(const tkv_quality_info *q, double weight) {
 
 TKV_API tkv_status tkv_compute_score(const tkv_score_params *p, float *score) {
     float x = -1.0f;
-    if (!p || !score) return TKV_ERR_ARG;
+    if (!p || !score || (p->source == TKV_SCORE_METER && !p->meter)) return TKV_ERR_ARG;
     if (p->source == TKV_SCORE_METER) x = tkvi_score_of_meter(p->meter, p->weight);
     if (p->source == TKV_SCORE_PERPLEXITY) x = tkvi_score_of_perplexity(p->base, p->value);
     if (p->source == TKV_SCORE_ACCURACY) x = tkvi_score_of_accuracy(p->base, p->value);

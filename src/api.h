@@ -1320,7 +1320,7 @@ typedef struct tkv_quality_info {
     double kl_max;       /* largest KL divergence of a sample, in nats; at most 16 */
     double top1;         /* share of samples with one strongest key on both sides; ignores learned sinks */
     int heads, every;    /* KV heads watched; positions from one measurement of a head to its next */
-    int seq;             /* the sequence watched; TKV_OFF before one has begun */
+    int seq;             /* the sequence watched; TKV_NO_SEQ before one has begun */
 } tkv_quality_info;
 /* Reports all samples since creation or tkv_reset_quality. Without samples, the measured values are 0. Without a
  * meter, all fields are 0 and seq is TKV_NO_SEQ.

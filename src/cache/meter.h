@@ -89,7 +89,7 @@ static void tkvi_meter_place(tkvi_meter *m, const tkvi_tables *t, int n_stored) 
 /* Deletes all copies. The meter then watches the next sequence that begins. */
 static void tkvi_meter_clear(tkvi_meter *m) {
     int i, k;
-    m->seq = -1;
+    m->seq = TKV_NO_SEQ;
     for (i = 0; i < m->n; i++) {
         m->head_probe[i].n = 0;
         m->head_probe[i].stride = 1;

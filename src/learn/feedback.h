@@ -53,7 +53,7 @@ static float tkvi_score_of_meter(const tkv_quality_info *q, double weight) {
 
 TKV_API tkv_status tkv_compute_score(const tkv_score_params *p, float *score) {
     float x = -1.0f;
-    if (!p || !score) return TKV_ERR_ARG;
+    if (!p || !score || (p->source == TKV_SCORE_METER && !p->meter)) return TKV_ERR_ARG;
     if (p->source == TKV_SCORE_METER) x = tkvi_score_of_meter(p->meter, p->weight);
     if (p->source == TKV_SCORE_PERPLEXITY) x = tkvi_score_of_perplexity(p->base, p->value);
     if (p->source == TKV_SCORE_ACCURACY) x = tkvi_score_of_accuracy(p->base, p->value);

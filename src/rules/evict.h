@@ -68,6 +68,7 @@ static const tkvi_evict_row *tkvi_evict_fill(const tkv_evict_config *from, tkv_e
     cfg->recent_tokens = tkvi_evict_length(cfg->recent_tokens, row->recent);
     cfg->pool = cfg->pool == 0 ? 5 : cfg->pool;
     cfg->trigger = tkvi_or(cfg->trigger, 1.0f);
+    if (cfg->keep_tokens < 0 || cfg->keep_tokens >= 1 << 30) return NULL;
     if (cfg->sink_tokens < 0 || cfg->recent_tokens < 0 || cfg->batch < 0) return NULL;
     if (cfg->pool < 1 || cfg->pool > 63 || cfg->pool % 2 == 0) return NULL;
     if (!tkvi_within(cfg->trigger, 1e-6f, 1.0f)) return NULL;
@@ -182,7 +183,9 @@ static tkv_status tkvi_select_victims(const tkv_evict_config *cfg, const tkv_evi
 
 TKV_API tkv_status tkv_select_victims(const tkv_evict_config *cfg, const tkv_evict_view *view, int keep,
                                       float *score, uint64_t *victims, tkv_evict_result *out) {
-    const tkv_status st = tkvi_score_tokens(cfg, view, score);
+    tkv_status st;
+    if (keep < 0 || (view && view->n > 0 && !victims)) return TKV_ERR_ARG;
+    st = tkvi_score_tokens(cfg, view, score);
     return st ? st : tkvi_select_victims(cfg, view, score, keep, victims, out);
 }
 

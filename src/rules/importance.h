@@ -55,6 +55,7 @@ static const tkvi_strategy *tkvi_importance_fill(const tkv_importance_config *fr
     memset(cfg, 0, sizeof *cfg);
     if (from) *cfg = *from;
     s = tkvi_strategy_of(cfg->strategy);
+    if (cfg->sample_every < 0 || cfg->sample_every >= 1 << 30) return NULL;
     if (!s || (int)cfg->heads < 0 || cfg->heads > TKV_IMPORTANCE_SUM) return NULL;
     cfg->decay = tkvi_or(cfg->decay, s->decay);
     cfg->attention = tkvi_or(cfg->attention, s->attention);
@@ -133,10 +134,12 @@ static tkv_status tkvi_compute_importance(const tkv_importance_config *cfg,
 TKV_API tkv_status tkv_update_importance(const tkv_importance_config *cfg, tkv_token_importance *tokens,
                                          const int *positions, const float *scores, int n, int now,
                                          float *out) {
+    tkv_importance_config full;
     tkv_status st = TKV_OK;
     int i;
-    if (!scores && !out && n != 0) return TKV_ERR_ARG;
-    for (i = 0; out && i < n; i++) { /* before any token changes */
+    if (n < 0 || now < 0 || (n > 0 && !scores && !out)) return TKV_ERR_ARG;
+    if (!tkvi_importance_fill(cfg, &full)) return TKV_ERR_CONFIG;
+    for (i = 0; i < n; i++) { /* before any token changes */
         const int at = positions ? positions[i] : i;
         if (at < 0 || at > now) return TKV_ERR_ARG;
     }
