@@ -15894,7 +15894,7 @@ static void tkvi_emit_event(tkv_cache *kv, tkv_event_kind kind, int layer, int f
     if (!kv->tables.cfg.host.on_event) return;
     memset(&e, 0, sizeof e);
     e.kind = kind;
-    e.seq = -1;
+    e.seq = TKV_NO_SEQ;
     e.layer = layer;
     e.from = from;
     e.to = to;
@@ -15910,10 +15910,9 @@ static void tkvi_emit_evicted(tkv_cache *kv, int seq, int layer, const int *posi
     e.kind = TKV_EVENT_EVICT;
     e.seq = seq;
     e.layer = layer;
-    e.from = e.to = -1;
     e.positions = positions;
     e.n = n;
-    e.text = "tokens were dropped";
+    e.text = "tokens were evicted";
     kv->tables.cfg.host.on_event(kv->tables.cfg.host.event_user, &e);
 }
 
@@ -19924,7 +19923,7 @@ static tkv_status tkvi_over_budget(tkv_cache *kv, size_t bytes) {
         st = tkvi_fail(kv, TKV_ERR_BUDGET, "cfg.offload.write failed, and without it there is no room", 0,
                        NULL);
     kv->refused++;
-    tkvi_emit_event(kv, TKV_EVENT_BUDGET, -1, -1, -1, bytes, kv->error);
+    tkvi_emit_event(kv, TKV_EVENT_BUDGET, TKV_ALL_LAYERS, 0, 0, bytes, kv->error);
     return st;
 }
 
@@ -19974,7 +19973,7 @@ static void tkvi_go_to_level(tkv_cache *kv, int level) {
     tkvi_take_plans(kv, level);
     kv->relax_at = (size_t)-1;
     tkvi_policy_move(&kv->policy.now, level);
-    tkvi_emit_event(kv, TKV_EVENT_LEVEL, -1, from, level, tkvi_in_use(kv),
+    tkvi_emit_event(kv, TKV_EVENT_LEVEL, TKV_ALL_LAYERS, from, level, tkvi_in_use(kv),
                     level > from ? "memory is short: old tokens get tighter"
                                  : "memory is free again: new tokens are looser");
 }

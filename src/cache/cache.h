@@ -305,7 +305,7 @@ static void tkvi_emit_event(tkv_cache *kv, tkv_event_kind kind, int layer, int f
     if (!kv->tables.cfg.host.on_event) return;
     memset(&e, 0, sizeof e);
     e.kind = kind;
-    e.seq = -1;
+    e.seq = TKV_NO_SEQ;
     e.layer = layer;
     e.from = from;
     e.to = to;
@@ -321,10 +321,9 @@ static void tkvi_emit_evicted(tkv_cache *kv, int seq, int layer, const int *posi
     e.kind = TKV_EVENT_EVICT;
     e.seq = seq;
     e.layer = layer;
-    e.from = e.to = -1;
     e.positions = positions;
     e.n = n;
-    e.text = "tokens were dropped";
+    e.text = "tokens were evicted";
     kv->tables.cfg.host.on_event(kv->tables.cfg.host.event_user, &e);
 }
 

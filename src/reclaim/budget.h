@@ -295,7 +295,7 @@ static tkv_status tkvi_over_budget(tkv_cache *kv, size_t bytes) {
         st = tkvi_fail(kv, TKV_ERR_BUDGET, "cfg.offload.write failed, and without it there is no room", 0,
                        NULL);
     kv->refused++;
-    tkvi_emit_event(kv, TKV_EVENT_BUDGET, -1, -1, -1, bytes, kv->error);
+    tkvi_emit_event(kv, TKV_EVENT_BUDGET, TKV_ALL_LAYERS, 0, 0, bytes, kv->error);
     return st;
 }
 
@@ -345,7 +345,7 @@ static void tkvi_go_to_level(tkv_cache *kv, int level) {
     tkvi_take_plans(kv, level);
     kv->relax_at = (size_t)-1;
     tkvi_policy_move(&kv->policy.now, level);
-    tkvi_emit_event(kv, TKV_EVENT_LEVEL, -1, from, level, tkvi_in_use(kv),
+    tkvi_emit_event(kv, TKV_EVENT_LEVEL, TKV_ALL_LAYERS, from, level, tkvi_in_use(kv),
                     level > from ? "memory is short: old tokens get tighter"
                                  : "memory is free again: new tokens are looser");
 }
