@@ -14640,12 +14640,12 @@ static tkv_status tkvi_validate(const tkv_config *cfg, tkvi_derived_config *shap
         return tkvi_bad(reason, size, "tiers.n_anchors", cfg->tiers.n_anchors, tkvi_anchor_fault(cfg));
     if (!st && tkvi_derive_config(cfg, shape))
         return tkvi_bad(reason, size, "layers", cfg->model.n_layers,
-                        "their formats and sinks make too many kinds of blocks, or blocks of too many bytes");
+                        "their formats and sinks need too many block layouts, or too large blocks");
     if (!st && shape->any_kvquant_keys && !cfg->model.rope.dim &&
         !(cfg->format.kvquant & TKV_KVQUANT_POST_ROPE))
         return tkvi_bad(reason, size, "model.rope.dim", 0,
-                        "KVQUANT codes keys as before RoPE: set model.rope, or format.kvquant to "
-                        "TKV_KVQUANT_POST_ROPE for keys as they come");
+                        "KVQUANT undoes RoPE before it codes keys: set model.rope, or set format.kvquant to "
+                        "TKV_KVQUANT_POST_ROPE to code keys as appended");
     if (!st && cfg->offload.write) { /* attention has a fetch buffer of this size on its stack */
         int i;
         for (i = 0; i < shape->n_keys; i++) {
@@ -15928,7 +15928,7 @@ static void tkvi_emit_offloaded(tkv_cache *kv, int seq, int layer, int i) {
     e.from = tkvi_block_start(kv, ids, i);
     e.to = tkvi_block_end(kv, list, ids, i);
     e.bytes = kv->tables.coding[kv->pool.block[ids[i]].coding].bytes.total;
-    e.text = "a block went outside RAM";
+    e.text = "a block was offloaded";
     kv->tables.cfg.host.on_event(kv->tables.cfg.host.event_user, &e);
 }
 
@@ -16164,8 +16164,7 @@ static tkv_status tkvi_append_unbuilt(tkv_status st, const tkvi_derived_config *
     } else {
         tkvi_append_text(&t, "limits.max_seqs is ");
         tkvi_append_int(&t, h->cfg.limits.max_seqs);
-        tkvi_append_text(&t,
-                         "; so many sequences of these layers take more bytes than this machine can address");
+        tkvi_append_text(&t, "; that number of sequences takes more bytes than this machine can address");
     }
     return st;
 }
@@ -17225,7 +17224,7 @@ static tkv_status tkvi_thresholds_scan(const char *src, size_t size, tkv_thresho
     s.line = 1;
     *n = 0;
     if (!tkvi_starts_with(&s, TKVI_THRESHOLDS_TITLE))
-        return tkvi_scan_bad(&s, "this is no threshold store", "", reason);
+        return tkvi_scan_bad(&s, "these bytes are not a threshold store", "", reason);
     if (!tkvi_starts_with(&s, title))
         return tkvi_scan_bad(&s, "the store is of another version: ask the library that wrote it", "",
                              reason);
@@ -18102,7 +18101,7 @@ static const char *tkvi_calibration_wrong(const tkv_cache *kv, const uint8_t *sr
     uint64_t sum;
     int layer, head;
     if (size < TKVI_CALIBRATION_HEAD + 8u || memcmp(src, "TKVC", 4) != 0)
-        return "these bytes are no calibration";
+        return "these bytes are not a calibration";
     if (tkvi_load32(src + 4) != 1) return "the calibration is of another version";
     at = src + TKVI_CALIBRATION_HEAD;
     end = src + size - 8;
@@ -18118,15 +18117,15 @@ static const char *tkvi_calibration_wrong(const tkv_cache *kv, const uint8_t *sr
         if (end - at < 4) return "the calibration ends too early";
         has = tkvi_load32(at);
         at += 4;
-        if (has > 3) return "the calibration has a layer that it cannot have";
+        if (has > 3) return "the calibration has a layer that this cache does not have";
         for (head = 0; (has & 1) && head < cfg->model.n_kv_heads; head++) {
             if ((size_t)(end - at) < tkvi_head_bytes(cfg)) return "the calibration ends too early";
-            if (!tkvi_head_valid(cfg, at)) return "a head of the calibration makes no sense";
+            if (!tkvi_head_valid(cfg, at)) return "a head of the calibration has invalid values";
             at += tkvi_head_bytes(cfg);
         }
         if (has & 2) {
             if ((size_t)(end - at) < tkvi_kvquant_bytes(cfg)) return "the calibration ends too early";
-            if (!tkvi_kvquant_valid(cfg, at)) return "ranges or levels of the calibration make no sense";
+            if (!tkvi_kvquant_valid(cfg, at)) return "the calibration has invalid ranges or levels";
             if ((tkvi_table_parts(kv, layer) & 2) &&
                 (tkvi_load32(at) | (uint64_t)tkvi_load32(at + 4) << 32) != tkvi_kvquant_mode(&kv->tables))
                 return "the calibration was made with another cfg.model.rope or cfg.format.kvquant";
@@ -18240,8 +18239,8 @@ TKV_API tkv_status tkv_fit_calibration(tkv_cache *kv, const tkv_samples *s) {
         !tkvi_samples_finite(s->v, rows * (size_t)cfg->model.v_head_dim, 0) ||
         !tkvi_samples_finite(s->k_weight, rows * (size_t)cfg->model.head_dim, 1) ||
         !tkvi_samples_finite(s->v_weight, rows * (size_t)cfg->model.v_head_dim, 1))
-        return tkvi_fail(kv, TKV_ERR_NONFINITE,
-                         "there is a NaN, an infinity or a negative weight in the samples", 0, NULL);
+        return tkvi_fail(kv, TKV_ERR_NONFINITE, "a NaN, an infinity or a negative weight is in the samples",
+                         0, NULL);
     st = tkvi_version_for(kv, s->layer, &version);
     if (st) return st;
     from.kv = kv;
@@ -18264,7 +18263,7 @@ TKV_API tkv_status tkv_freeze_calibration(tkv_cache *kv) {
         if (tkvi_layer_learns(kv, layer) && !tkvi_has_table(kv, layer)) {
             none = 1;
             if (tkvi_n_readable_tokens(kv, layer) < 1)
-                return tkvi_fail(kv, TKV_ERR_STATE, "there is nothing to learn from yet in layer", layer, "");
+                return tkvi_fail(kv, TKV_ERR_STATE, "no tokens to learn from are in layer", layer, "");
         }
     if (none && !tkvi_version_ready(kv, 0)) return tkvi_no_table(kv);
     for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++) {
@@ -19917,7 +19916,7 @@ static int tkvi_next_stale(tkv_cache *kv, tkvi_where where, int early, tkvi_stal
 
 /* Error for an operation that does not fit at the last level either. bytes: the fewest that it would take. */
 static tkv_status tkvi_over_budget(tkv_cache *kv, size_t bytes) {
-    tkv_status st = tkvi_fail(kv, TKV_ERR_BUDGET, "the tightest level would need", (int64_t)bytes,
+    tkv_status st = tkvi_fail(kv, TKV_ERR_BUDGET, "the last level would need", (int64_t)bytes,
                               " bytes, more than the budget; reset a sequence or raise it");
     if (kv->store_failed)
         st = tkvi_fail(kv, TKV_ERR_BUDGET, "cfg.offload.write failed, and without it there is no room", 0,
@@ -19974,8 +19973,8 @@ static void tkvi_go_to_level(tkv_cache *kv, int level) {
     kv->relax_at = (size_t)-1;
     tkvi_policy_move(&kv->policy.now, level);
     tkvi_emit_event(kv, TKV_EVENT_LEVEL, TKV_ALL_LAYERS, from, level, tkvi_in_use(kv),
-                    level > from ? "memory is short: old tokens get tighter"
-                                 : "memory is free again: new tokens are looser");
+                    level > from ? "the pressure rose: old tokens get fewer bits"
+                                 : "the pressure fell: new tokens get more bits");
 }
 
 /* >>reclaim stages: bits. A forecast at a level recodes all stale blocks. TKVI_LOOSEN replaces that. The other bits
@@ -22674,7 +22673,7 @@ TKV_API tkv_status tkv_append_ex(tkv_cache *kv, const tkv_append_params *p) {
     if (cfg->host.nonfinite == TKV_NONFINITE_REFUSE &&
         (!tkvi_source_finite(&k, total, cfg->model.n_kv_heads) ||
          !tkvi_source_finite(&v, total, cfg->model.n_kv_heads)))
-        return tkvi_fail(kv, TKV_ERR_NONFINITE, "there is a NaN or an infinity in k or v of layer", p->layer,
+        return tkvi_fail(kv, TKV_ERR_NONFINITE, "a NaN or an infinity is in k or v of layer", p->layer,
                          " (cfg.host.nonfinite can saturate them)");
     for (i = 0, open = 0; i < n_rows; i++) open |= kv->seq[rows[i].seq].in_step;
     had = kv->tables.current[p->layer];
@@ -22843,7 +22842,7 @@ TKV_API tkv_status tkv_seq_commit(tkv_cache *kv, int seq) {
         if (kv->tables.plan[layer].stored != layer) continue;
         if (n < 0) n = list->len - list->step_len;
         if (list->len - list->step_len != n)
-            return tkvi_fail(kv, TKV_ERR_STATE, "not as many tokens as the first layer got: layer", layer,
+            return tkvi_fail(kv, TKV_ERR_STATE, "another number of tokens than the first layer: layer", layer,
                              "");
     }
     kv->seq[seq].in_step = 0;
@@ -22960,8 +22959,9 @@ TKV_API tkv_status tkv_seq_truncate(tkv_cache *kv, int seq, int n_tokens) {
         for (i = list->n; kv->pool.n_offloaded && i-- > 0 && tkvi_block_end(kv, list, ids, i) > must;)
             if (tkvi_is_offloaded(&kv->pool.block[ids[i]])) must = tkvi_block_end(kv, list, ids, i);
         if (n_tokens < must)
-            return tkvi_fail(kv, TKV_ERR_INEXACT, "older tokens are compressed, outside or gone; at least",
-                             must, " must stay");
+            return tkvi_fail(kv, TKV_ERR_INEXACT,
+                             "older tokens are compressed, offloaded, discarded or evicted; at least", must,
+                             " must stay");
     }
     taken = tkvi_pages_taken(&kv->pool);
     for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++)
@@ -23104,7 +23104,7 @@ TKV_API tkv_status tkv_evict(tkv_cache *kv, const tkv_evict_params *p) {
         return tkvi_fail(kv, TKV_ERR_CONFIG, "evict has a field out of range", 0, NULL);
     if (!p->scores && !tkvi_gathers_for(kv, cfg->policy))
         return tkvi_fail(kv, TKV_ERR_CONFIG,
-                         "cfg.evict and cfg.importance gather something else than this policy goes by", 0,
+                         "this policy needs scores that cfg.evict and cfg.importance do not collect", 0,
                          NULL);
     for (pass = 0; pass < 2; pass++) /* pass 0 chooses and can fail; pass 1 evicts and cannot fail */
         for (layer = tkvi_max(p->layer, 0);
@@ -23117,7 +23117,7 @@ TKV_API tkv_status tkv_evict(tkv_cache *kv, const tkv_evict_params *p) {
             st = tkvi_choose(kv, p->seq, layer, cfg, p, tkvi_layer_keep(kv, p->seq, layer, &full, keep), NULL,
                              &c);
             if (!st) tkvi_note_victims(kv, p->seq, layer, &c);
-            if (st) return tkvi_fail(kv, st, "no scores that can be compared in layer", layer, "");
+            if (st) return tkvi_fail(kv, st, "the scores are not finite in layer", layer, "");
         }
     tkvi_release_unused(kv, p->seq);
     return tkvi_ok(kv);
@@ -23174,7 +23174,7 @@ TKV_API tkv_status tkv_offload(tkv_cache *kv, int seq, int layer, int n_blocks, 
     if (done) *done = 0;
     if (!tkvi_has_seq(kv, seq)) return tkvi_refuse_seq(kv, seq);
     if (!kv->tables.cfg.offload.write)
-        return tkvi_fail(kv, TKV_ERR_ARG, "there is no cfg.offload to store blocks with", 0, NULL);
+        return tkvi_fail(kv, TKV_ERR_ARG, "the cache was created without cfg.offload", 0, NULL);
     if (n_blocks < 0) return tkvi_fail(kv, TKV_ERR_ARG, "n_blocks is", n_blocks, "; it must not be negative");
     if (layer != TKV_ALL_LAYERS && !tkvi_has_own_layer(kv, seq, layer)) return tkvi_refuse_layer(kv, layer);
     kv->store_failed = 0;
@@ -23186,7 +23186,8 @@ TKV_API tkv_status tkv_offload(tkv_cache *kv, int seq, int layer, int n_blocks, 
     tkvi_trim(&kv->pool);
     if (done) *done = n;
     if (kv->store_failed)
-        return tkvi_fail(kv, TKV_ERR_IO, "cfg.offload.write failed; blocks that went are", n, "");
+        return tkvi_fail(kv, TKV_ERR_IO, "cfg.offload.write failed; the number of blocks offloaded is", n,
+                         "");
     return tkvi_ok(kv);
 }
 
@@ -23243,7 +23244,7 @@ static tkv_status tkvi_promote_block(tkv_cache *kv, int seq, int layer, int i, i
     uint32_t page, old_page;
     int coding, slot, old_slot;
     if (what < 0)
-        return tkvi_fail(kv, TKV_ERR_NO_SOURCE, "nothing better is kept of the block at position", position,
+        return tkvi_fail(kv, TKV_ERR_NO_SOURCE, "no better source is kept of the block at position", position,
                          " (cfg.offload.keep_exact keeps it)");
     coding = what == TKVI_COPY ? b->copy - 1 : b->coding;
     st = tkvi_promote_ready(kv, coding);
@@ -23255,8 +23256,9 @@ static tkv_status tkvi_promote_block(tkv_cache *kv, int seq, int layer, int i, i
         tkvi_give_slot(&kv->pool, page, slot);
         tkvi_trim(&kv->pool);
         return tkvi_fail(kv, st,
-                         st == TKV_ERR_IO ? "cfg.offload.read failed for the block at position"
-                                          : "what cfg.offload.read gave is not the block at position",
+                         st == TKV_ERR_IO
+                             ? "cfg.offload.read failed for the block at position"
+                             : "cfg.offload.read returned damaged bytes of the block at position",
                          position, "; it stays as it is");
     }
     old_page = b->page;
@@ -23283,11 +23285,11 @@ TKV_API tkv_status tkv_promote(tkv_cache *kv, int seq, int layer, int position) 
     if (!tkvi_has_own_layer(kv, seq, layer)) return tkvi_refuse_layer(kv, layer);
     list = tkvi_list_of(kv, seq, layer);
     if (position < list->dropped || position >= list->len)
-        return tkvi_fail(kv, TKV_ERR_RANGE, "there is no token at position", position, "");
+        return tkvi_fail(kv, TKV_ERR_RANGE, "no token is held at position", position, "");
     i = tkvi_block_at(kv, list, tkvi_ids(kv, seq, layer), position);
     place = i < 0 ? -1 : tkvi_place_in(kv, list, tkvi_ids(kv, seq, layer), i, position);
     if (place < 0 || !(tkvi_used_mask(kv, list, tkvi_ids(kv, seq, layer), i) >> place & 1))
-        return tkvi_fail(kv, TKV_ERR_RANGE, "it was dropped, the token at position", position, "");
+        return tkvi_fail(kv, TKV_ERR_RANGE, "evicted or expired: the token at position", position, "");
     return tkvi_promote_block(kv, seq, layer, i, position);
 }
 
@@ -23440,7 +23442,7 @@ TKV_API tkv_status tkv_seq_free_bytes(tkv_cache *kv, int seq, tkv_remat *r, floa
                          " blocks (tkv_seq_list_blocks)");
     st = tkv_decide_discard(r, blocks, n, tkvi_max(0, tkv_get_length(kv, seq, TKV_ALL_LAYERS) - 1), pressure,
                             need, actions, NULL);
-    if (st) return tkvi_fail(kv, st, "pressure is no number, or actions are missing", 0, NULL);
+    if (st) return tkvi_fail(kv, st, "pressure is not finite, or actions are missing", 0, NULL);
     for (i = 0; i < n; i++) {
         if (actions[i] == TKV_REMAT_DISCARD) to = blocks[i].end;
         tighten += actions[i] == TKV_REMAT_QUANTIZE;
@@ -23566,11 +23568,11 @@ TKV_API tkv_status tkv_restore(tkv_cache *kv, int seq, int layer, int start, con
         const int at = tkvi_block_start(kv, ids, i), end = tkvi_block_end(kv, list, ids, i);
         if (!tkvi_is_discarded(&kv->pool.block[ids[i]])) continue;
         if (first < 0 && end <= start)
-            return tkvi_fail(kv, TKV_ERR_STATE, "tokens come back front to back; first those from", at,
+            return tkvi_fail(kv, TKV_ERR_STATE, "tokens are restored front to back; next are those from", at,
                              " on");
         if (at >= start + n) break;
         if (at < start || end > start + n)
-            return tkvi_fail(kv, TKV_ERR_RANGE, "whole blocks come back; here that is up to position", end,
+            return tkvi_fail(kv, TKV_ERR_RANGE, "whole blocks are restored; this one ends at position", end,
                              " (tkv_seq_find_discarded)");
         if (first < 0) first = i;
         last = i + 1;
@@ -23589,7 +23591,7 @@ TKV_API tkv_status tkv_restore(tkv_cache *kv, int seq, int layer, int start, con
     if (kv->tables.cfg.host.nonfinite == TKV_NONFINITE_REFUSE &&
         (!tkvi_source_finite(&from_k, n, kv->tables.cfg.model.n_kv_heads) ||
          !tkvi_source_finite(&from_v, n, kv->tables.cfg.model.n_kv_heads)))
-        return tkvi_fail(kv, TKV_ERR_NONFINITE, "there is a NaN or an infinity in k or v of layer", layer,
+        return tkvi_fail(kv, TKV_ERR_NONFINITE, "a NaN or an infinity is in k or v of layer", layer,
                          " (cfg.host.nonfinite can saturate them)");
     kv->seq[seq].used = ++kv->clock;
     dry_run = tkvi_dry_run_give(kv, seq, layer, first, last);
@@ -23603,7 +23605,7 @@ TKV_API tkv_status tkv_restore(tkv_cache *kv, int seq, int layer, int start, con
     }
     if (!tkvi_peak_ready(&kv->pool, &dry_run))
         return tkvi_fail(kv, kv->pool.keep_all ? TKV_ERR_CAPACITY : TKV_ERR_NOMEM,
-                         "no memory for what comes back, tokens", n, "");
+                         "no memory to restore tokens, in number", n, "");
     for (i = first; i < last; i++)
         if (tkvi_is_discarded(&kv->pool.block[ids[i]]))
             tkvi_restore_block(kv, seq, layer, i, &from_k, &from_v, start);
@@ -23646,7 +23648,7 @@ TKV_API tkv_status tkv_seq_recompute(tkv_cache *kv, int seq, tkv_remat *r, int s
         }
     if (!st) return tkvi_ok(kv);
     if (st == TKV_ERR_STATE)
-        return tkvi_fail(kv, st, "compute gave not all that was asked for, from position", start, " on");
+        return tkvi_fail(kv, st, "compute did not restore all tokens from position", start, " on");
     return kv->error[0] ? st : tkvi_fail(kv, st, "compute failed at position", start, "");
 }
 
@@ -23737,17 +23739,18 @@ TKV_API tkv_status tkv_add_scores(tkv_cache *kv, int seq, int layer, int start, 
     if (st == TKV_ERR_ARG)
         return tkvi_fail(kv, st, "there is no such sequence, or the layer has no K and V:", layer, "");
     if (st || !kv->mass.mode)
-        return tkvi_fail(kv, TKV_ERR_CONFIG,
-                         "nothing is gathered: set cfg.importance.sample_every, or a strategy or "
-                         "policy that counts attention",
-                         0, NULL);
+        return tkvi_fail(
+            kv, TKV_ERR_CONFIG,
+            "no attention scores are collected: set cfg.importance.sample_every, or a strategy or "
+            "policy that counts attention",
+            0, NULL);
     if (n < 0 || (n > 0 && !mass))
-        return tkvi_fail(kv, TKV_ERR_ARG, "mass must be an array of n numbers, and n is", n, "");
+        return tkvi_fail(kv, TKV_ERR_ARG, "scores must have n numbers, and n is", n, "");
     if (start < 0 || start > r.list->len || n > r.list->len - start)
         return tkvi_fail(kv, TKV_ERR_RANGE, "the layer has", r.list->len, " tokens; start + n goes beyond");
     for (i = 0; i < n; i++)
         if (!tkvi_within(mass[i], 0.0f, FLT_MAX))
-            return tkvi_fail(kv, TKV_ERR_NONFINITE, "mass must be finite and not negative; entry", i,
+            return tkvi_fail(kv, TKV_ERR_NONFINITE, "scores must be finite and not negative; entry", i,
                              " is not");
     low = tkvi_or(kv->mass.importance.low, 1.0f / (float)tkvi_max(1, n));
     for (i = 0; i < r.list->n; i++) {
@@ -23888,7 +23891,8 @@ TKV_API tkv_status tkv_promote_important(tkv_cache *kv, int seq, int layer, tkv_
         return tkvi_fail(kv, TKV_ERR_ARG, "p is missing, or it has compute without remat or the reverse", 0,
                          NULL);
     if (tkvi_ranking_init(&r, kv, seq, layer) || !kv->mass.mode)
-        return tkvi_fail(kv, TKV_ERR_CONFIG, "nothing is gathered: set cfg.importance.sample_every", 0, NULL);
+        return tkvi_fail(kv, TKV_ERR_CONFIG,
+                         "no attention scores are collected: set cfg.importance.sample_every", 0, NULL);
     if (r.list->len < p->by.step) p->by.step = p->by.used = 0; /* the list was cut: start the count anew */
     if (!tkvi_promoting_begin(&best, &p->by, r.list->len))
         return tkvi_fail(kv, TKV_ERR_CONFIG, "threshold, per_step or cooldown is out of range, per_step is",
@@ -23902,7 +23906,7 @@ TKV_API tkv_status tkv_promote_important(tkv_cache *kv, int seq, int layer, tkv_
     p->no_source = best.no_source;
     if (st) return st;
     if (p->no_source && !p->promoted && !p->waiting)
-        return tkvi_fail(kv, TKV_ERR_NO_SOURCE, "nothing better is kept of blocks that matter:", p->no_source,
+        return tkvi_fail(kv, TKV_ERR_NO_SOURCE, "no better source is kept of important blocks:", p->no_source,
                          " (cfg.offload.keep_exact keeps it)");
     return tkvi_ok(kv);
 }
@@ -24467,7 +24471,7 @@ static tkv_status tkvi_check_ids(const tkvi_checker *k, int seq, int layer) {
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
     int i;
     if (list->n < 0 || (uint32_t)list->n > kv->seq[seq].cap)
-        return tkvi_report_broken(k, "a list is longer than its room", layer);
+        return tkvi_report_broken(k, "a list is longer than its array", layer);
     for (i = 0; i < list->n; i++)
         if (ids[i] >= kv->pool.block_cap || kv->pool.block[ids[i]].refs == 0 ||
             kv->pool.block[ids[i]].coding >= kv->tables.n_codings)
@@ -24501,30 +24505,30 @@ static tkv_status tkvi_check_list(const tkvi_checker *k, int seq, int layer) {
         return tkvi_report_broken(k, "tier counts do not fit the list of layer", layer);
     if (list->tightest < 0 || list->tightest > list->tight || list->tightest > list->archive ||
         list->tight > list->archive + list->warm)
-        return tkvi_report_broken(k, "blocks of the hot tail count as tight in layer", layer);
+        return tkvi_report_broken(k, "blocks of the hot tail count as recoded in layer", layer);
     if (list->out < 0 || list->out > list->n - list->sinks)
-        return tkvi_report_broken(k, "more blocks are counted as outside than there are, layer", layer);
+        return tkvi_report_broken(k, "more blocks are counted as offloaded than exist, layer", layer);
     for (i = 0; i < list->out; i++)
         if (!tkvi_is_offloaded(&kv->pool.block[ids[list->sinks + i]]))
-            return tkvi_report_broken(k, "a block is counted as outside and is not, layer", layer);
+            return tkvi_report_broken(k, "a block in RAM is counted as offloaded, layer", layer);
     if (list->chunk < 0 || list->chunk > list->len)
         return tkvi_report_broken(k, "the last append began behind the end of layer", layer);
     if (list->dropped < 0 || list->dropped > list->len || list->len > kv->tables.cfg.limits.max_tokens)
         return tkvi_report_broken(k, "a length is out of range in layer", layer);
     if (kv->pool.token_meta ? list->n && list->len == list->dropped
                             : (list->n == 0) != (list->len == list->dropped))
-        return tkvi_report_broken(k, "tokens without blocks, or blocks without, in layer", layer);
+        return tkvi_report_broken(k, "tokens without blocks, or blocks without tokens, in layer", layer);
     if (list->n && (kv->pool.token_meta ? tkvi_block_start(kv, ids, 0) < list->dropped
                                         : tkvi_block_start(kv, ids, 0) != list->dropped))
-        return tkvi_report_broken(k, "the first block does not follow what was dropped, layer", layer);
+        return tkvi_report_broken(k, "the first block does not follow the expired tokens, layer", layer);
     for (i = 0; i < list->n; i++) {
         const tkvi_block *b = &kv->pool.block[ids[i]];
         int64_t end = tkvi_block_end(kv, list, ids, i), age = list->len - end, most;
         tkv_tier tier = tkvi_tier_at(list, i);
         if (end <= b->start || tkvi_block_tokens(kv, list, ids, i) > kv->tables.coding[b->coding].tokens)
-            return tkvi_report_broken(k, "a block has no tokens or more than its room", (int64_t)ids[i]);
+            return tkvi_report_broken(k, "a block has no tokens, or more than its capacity", (int64_t)ids[i]);
         if ((b->gone || b->packed) && (!kv->pool.token_meta || b->packed < 0))
-            return tkvi_report_broken(k, "tokens are gone where none can be dropped", (int64_t)ids[i]);
+            return tkvi_report_broken(k, "tokens are evicted where none can be", (int64_t)ids[i]);
         for (t = 0, last = -1; t < b->packed && !tkvi_has_long_positions(kv, b); t++) {
             if (!(tkvi_used_mask(kv, list, ids, i) >> t & 1)) continue;
             if (tkvi_slot_position(kv, ids[i], t) >= end || tkvi_slot_position(kv, ids[i], t) <= last)
@@ -24532,7 +24536,7 @@ static tkv_status tkvi_check_list(const tkvi_checker *k, int seq, int layer) {
             last = tkvi_slot_position(kv, ids[i], t);
         }
         if (kv->pool.token_meta && (kv->pool.token_meta[ids[i]].anchored & ~b->gone))
-            return tkvi_report_broken(k, "a token is an anchor and in its block", (int64_t)ids[i]);
+            return tkvi_report_broken(k, "a token is an anchor and live in its block", (int64_t)ids[i]);
         for (t = 0; t < TKVI_BLOCK && kv->pool.token_meta; t++)
             if (kv->pool.token_meta[ids[i]].anchored >> t & 1 &&
                 tkvi_find_token(kv, list, ids, tkvi_slot_position(kv, ids[i], t), &slot) != 0)
@@ -24546,7 +24550,7 @@ static tkv_status tkvi_check_list(const tkvi_checker *k, int seq, int layer) {
         if (tkvi_plan_learns(p)) most += TKVI_FIRST_TABLE_TOKENS;
         if (tkvi_is_offloaded(b) &&
             (i < list->sinks || !(kv->tables.cfg.offload.write || tkvi_is_discarded(b))))
-            return tkvi_report_broken(k, "a block is outside that must not be", (int64_t)ids[i]);
+            return tkvi_report_broken(k, "a block is offloaded that must stay in RAM", (int64_t)ids[i]);
         if (b->copy && b->copy > kv->tables.n_codings)
             return tkvi_report_broken(k, "a copy is in no known format", (int64_t)ids[i]);
         if (i >= list->sinks && tier != TKV_TIER_ARCHIVE && age >= most && kv->tables.n_levels == 1 &&
@@ -24620,7 +24624,7 @@ static tkv_status tkvi_check_pool(const tkvi_checker *k) {
             return tkvi_report_broken(k, "more pages than blocks need, class", c);
         chained = tkvi_chain(pool, pool->room[c], c, &used);
         if (chained != pages - full || used != in_class - full * size_class->slots)
-            return tkvi_report_broken(k, "a page with room is not in its list, class", c);
+            return tkvi_report_broken(k, "a partial page is not in its list, class", c);
         for (seq = 0; seq < k->kv->tables.cfg.limits.max_seqs; seq++)
             promised += k->kv->promised[(size_t)seq * (size_t)pool->tables->n_classes + (size_t)c];
         if (promised != pool->promised[c])
@@ -24629,11 +24633,11 @@ static tkv_status tkvi_check_pool(const tkvi_checker *k) {
     }
     for (i = 0, n = 0; i < pool->block_cap; i++)
         n += pool->block[i].refs && tkvi_is_offloaded(&pool->block[i]);
-    if (n != (int64_t)pool->n_offloaded) return tkvi_report_broken(k, "blocks outside are miscounted", n);
+    if (n != (int64_t)pool->n_offloaded) return tkvi_report_broken(k, "offloaded blocks are miscounted", n);
     for (i = 0, used = 0; i < pool->block_cap; i++)
         used += pool->block[i].refs && tkvi_is_discarded(&pool->block[i]);
     if (used != (int64_t)pool->n_discarded)
-        return tkvi_report_broken(k, "blocks that nobody has are miscounted", used);
+        return tkvi_report_broken(k, "discarded blocks are miscounted", used);
     live += n;
     if (live != (int64_t)pool->n_blocks) return tkvi_report_broken(k, "blocks and slots disagree", live);
     for (i = pool->free_block, n = 0; i != TKVI_NIL; i = pool->block[i].page, n++)
@@ -24657,31 +24661,32 @@ static tkv_status tkvi_check_meter(const tkvi_checker *k) {
     uint64_t places;
     int i, a;
     if (!m) return TKV_OK;
-    if (m->seq < -1 || m->seq >= k->kv->tables.cfg.limits.max_seqs)
+    if (m->seq != TKV_NO_SEQ && (m->seq < 0 || m->seq >= k->kv->tables.cfg.limits.max_seqs))
         return tkvi_report_broken(k, "the meter watches a sequence that does not exist", m->seq);
     for (i = 0; i < m->n; i++) {
         const tkvi_head_probe *g = &m->head_probe[i];
         const tkvi_list *list = m->seq < 0 ? NULL : tkvi_list_of(k->kv, m->seq, g->layer);
         int block = 0;
         if (g->n < 0 || g->n > m->slots || (g->n && !list) || g->stride < 1)
-            return tkvi_report_broken(k, "the meter has copies of nothing, gauge", i);
+            return tkvi_report_broken(k, "the meter has copies without blocks, head probe", i);
         for (a = 0, places = 0; a < m->slots; a++) {
             if (g->slot[a] < 0 || g->slot[a] >= m->slots)
-                return tkvi_report_broken(k, "a copy of the meter has no place, gauge", i);
+                return tkvi_report_broken(k, "a copy of the meter has no slot, head probe", i);
             places += tkvi_scatter((uint32_t)g->slot[a]) - tkvi_scatter((uint32_t)a);
         }
-        if (places) return tkvi_report_broken(k, "two copies of the meter in one place, gauge", i);
+        if (places) return tkvi_report_broken(k, "two copies of the meter share a slot, head probe", i);
         for (a = 0; a < g->n; a++) {
             const uint32_t *ids = tkvi_ids(k->kv, m->seq, g->layer);
             if (a && g->start[a] <= g->start[a - 1])
-                return tkvi_report_broken(k, "copies out of order, gauge", i);
+                return tkvi_report_broken(k, "copies out of order, head probe", i);
             if (g->start[a] < list->dropped) continue;
             while (block < list->n && tkvi_block_start(k->kv, ids, block) < g->start[a]) block++;
             if (block == list->n || tkvi_block_start(k->kv, ids, block) != g->start[a] ||
                 (k->kv->tables.coding[k->kv->pool.block[ids[block]].coding].key ==
                      k->kv->tables.plan[g->layer].now.key[TKV_TIER_HOT] &&
                  !k->kv->pool.block[ids[block]].copy))
-                return tkvi_report_broken(k, "the meter has a copy of a block that is not coded, gauge", i);
+                return tkvi_report_broken(k, "the meter has a copy of a block that is not coded, head probe",
+                                          i);
         }
     }
     return TKV_OK;

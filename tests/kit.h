@@ -74,7 +74,10 @@ static inline tkv_status pair_now(const tkv_cache *kv, int layer, tkv_tier tier,
 static inline tkv_status tier_of(const tkv_cache *kv, int seq, int layer, int token, tkv_tier *out) {
     uint8_t tier = 0;
     const tkv_status st = tkv_get_tiers(kv, seq, layer, token, 1, &tier);
-    if (st) return st == TKV_ERR_ARG && token < 0 && tkv_get_length(kv, seq, layer) ? TKV_ERR_RANGE : st;
+    tkv_layer_info info;
+    if (st == TKV_ERR_ARG && token < 0 && tkv_get_layer(kv, seq, layer, &info) == TKV_OK)
+        return TKV_ERR_RANGE;
+    if (st) return st;
     if (tier == TKV_TOKEN_GONE) return TKV_ERR_RANGE;
     if (tier == TKV_TOKEN_DISCARDED) return TKV_ERR_NO_SOURCE;
     *out = (tkv_tier)tier;

@@ -785,20 +785,20 @@ TEST(configs_that_are_refused) {
         cfg = config(TKV_KIVI4, TKV_KIVI4);
         cfg.meter.heads = heads[i];
         CHECK_EQ(tkv_validate_config(&cfg, reason, sizeof reason), TKV_ERR_CONFIG);
-        CHECK(strstr(reason, "quality_heads is ") == reason);
+        CHECK(strstr(reason, "meter.heads is ") == reason);
         CHECK_EQ(tkv_create(&cfg, &kv), TKV_ERR_CONFIG);
     }
     for (i = 0; i < COUNT(tokens); i++) {
         cfg = config(TKV_KIVI4, TKV_KIVI4);
         cfg.meter.tokens = tokens[i];
         CHECK_EQ(tkv_validate_config(&cfg, reason, sizeof reason), TKV_ERR_CONFIG);
-        CHECK(strstr(reason, "quality_tokens is ") == reason);
+        CHECK(strstr(reason, "meter.tokens is ") == reason);
     }
     for (i = 0; i < COUNT(every); i++) {
         cfg = config(TKV_KIVI4, TKV_KIVI4);
         cfg.meter.every = every[i];
         CHECK_EQ(tkv_validate_config(&cfg, reason, sizeof reason), TKV_ERR_CONFIG);
-        CHECK(strstr(reason, "quality_every is ") == reason);
+        CHECK(strstr(reason, "meter.every is ") == reason);
     }
     CHECK(kv == NULL);
     cfg = config(TKV_KIVI4, TKV_KIVI4);

@@ -331,7 +331,7 @@ TEST(wrong_arguments) {
     kv = make(&cfg);
     p = none_yet();
     CHECK_EQ(tkv_promote_important(kv, 0, 0, &p), TKV_ERR_CONFIG);
-    CHECK_MSG(strstr(tkv_get_last_error(kv), "importance_every") != NULL, "%s", tkv_get_last_error(kv));
+    CHECK_MSG(strstr(tkv_get_last_error(kv), "sample_every") != NULL, "%s", tkv_get_last_error(kv));
     end(kv, &d);
 }
 

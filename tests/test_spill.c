@@ -433,14 +433,14 @@ TEST(it_is_told) { /* an event for each block, and figures */
     test_store_for(&d, &cfg);
     kv = make(&cfg);
     for (n = 0; n < 9; n++) CHECK_EQ(append_both(kv, NULL, 1, CHUNK), TKV_OK);
-    CHECK(says(kv, "tkv_blocks_spilled_total", 0));
+    CHECK(says(kv, "tkv_blocks_offloaded_total", 0));
     all = spill_all(kv, 1);
     CHECK(all > 10);
     CHECK_EQ(b.spills, all);
     CHECK_EQ(b.wrong, 0);
     CHECK_EQ(tkv_get_memory(kv, &m), TKV_OK);
     CHECK_LE(m.offloaded.codes + m.offloaded.metadata, b.bytes);
-    CHECK(says(kv, "tkv_blocks_spilled_total", all));
+    CHECK(says(kv, "tkv_blocks_offloaded_total", all));
     CHECK(says(kv, "tkv_tokens_offloaded", all * BLOCK));
     CHECK(says(kv, "tkv_tokens_discarded", 0));
     CHECK_EQ(append_both(kv, NULL, 1, CHUNK), TKV_OK);
@@ -478,7 +478,8 @@ TEST(store_fails) {
                 sound(kv);
                 if (!st) continue;
                 refused++;
-                CHECK_MSG(strstr(tkv_get_last_error(kv), "store") != NULL, "%s", tkv_get_last_error(kv));
+                CHECK_MSG(strstr(tkv_get_last_error(kv), "cfg.offload.write") != NULL, "%s",
+                          tkv_get_last_error(kv));
                 CHECK_EQ(budget_of(kv).unwritten, 1);
                 CHECK_EQ(d.stores, at);
                 CHECK_EQ(tkv_append(kv, 0, n, k_in, v_in, 20), TKV_OK);
@@ -940,7 +941,7 @@ TEST(config_says_what_is_wrong) {
     test_store_for(&d, &cfg);
     cfg.offload.read = NULL;
     CHECK_EQ(tkv_validate_config(&cfg, reason, sizeof reason), TKV_ERR_CONFIG);
-    CHECK_MSG(strstr(reason, "spill") != NULL, "%s", reason);
+    CHECK_MSG(strstr(reason, "offload.") == reason, "%s", reason);
     cfg.offload.read = test_store_fetch;
     cfg.offload.keep_exact = 2;
     CHECK_EQ(tkv_validate_config(&cfg, reason, sizeof reason), TKV_ERR_CONFIG);

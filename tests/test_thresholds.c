@@ -506,8 +506,8 @@ TEST(hostile_lines) {
     static const struct {
         const char *text, *says;
     } cases[] = {
-        {"", "line 1: this is no threshold store"},
-        {"hello", "line 1: this is no threshold store"},
+        {"", "line 1: these bytes are not a threshold store"},
+        {"hello", "line 1: these bytes are not a threshold store"},
         {"tieredkv-thresholds 2\n", "line 1: the store is of another version"},
         {"tieredkv-thresholds 10\n", "line 1: the store is of another version"},
         {"tieredkv-thresholds 1\r\n", "line 1: the store is of another version"},

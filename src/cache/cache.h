@@ -339,7 +339,7 @@ static void tkvi_emit_offloaded(tkv_cache *kv, int seq, int layer, int i) {
     e.from = tkvi_block_start(kv, ids, i);
     e.to = tkvi_block_end(kv, list, ids, i);
     e.bytes = kv->tables.coding[kv->pool.block[ids[i]].coding].bytes.total;
-    e.text = "a block went outside RAM";
+    e.text = "a block was offloaded";
     kv->tables.cfg.host.on_event(kv->tables.cfg.host.event_user, &e);
 }
 
@@ -575,8 +575,7 @@ static tkv_status tkvi_append_unbuilt(tkv_status st, const tkvi_derived_config *
     } else {
         tkvi_append_text(&t, "limits.max_seqs is ");
         tkvi_append_int(&t, h->cfg.limits.max_seqs);
-        tkvi_append_text(&t,
-                         "; so many sequences of these layers take more bytes than this machine can address");
+        tkvi_append_text(&t, "; that number of sequences takes more bytes than this machine can address");
     }
     return st;
 }

@@ -780,12 +780,12 @@ static tkv_status tkvi_validate(const tkv_config *cfg, tkvi_derived_config *shap
         return tkvi_bad(reason, size, "tiers.n_anchors", cfg->tiers.n_anchors, tkvi_anchor_fault(cfg));
     if (!st && tkvi_derive_config(cfg, shape))
         return tkvi_bad(reason, size, "layers", cfg->model.n_layers,
-                        "their formats and sinks make too many kinds of blocks, or blocks of too many bytes");
+                        "their formats and sinks need too many block layouts, or too large blocks");
     if (!st && shape->any_kvquant_keys && !cfg->model.rope.dim &&
         !(cfg->format.kvquant & TKV_KVQUANT_POST_ROPE))
         return tkvi_bad(reason, size, "model.rope.dim", 0,
-                        "KVQUANT codes keys as before RoPE: set model.rope, or format.kvquant to "
-                        "TKV_KVQUANT_POST_ROPE for keys as they come");
+                        "KVQUANT undoes RoPE before it codes keys: set model.rope, or set format.kvquant to "
+                        "TKV_KVQUANT_POST_ROPE to code keys as appended");
     if (!st && cfg->offload.write) { /* attention has a fetch buffer of this size on its stack */
         int i;
         for (i = 0; i < shape->n_keys; i++) {

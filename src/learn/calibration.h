@@ -135,7 +135,7 @@ static const char *tkvi_calibration_wrong(const tkv_cache *kv, const uint8_t *sr
     uint64_t sum;
     int layer, head;
     if (size < TKVI_CALIBRATION_HEAD + 8u || memcmp(src, "TKVC", 4) != 0)
-        return "these bytes are no calibration";
+        return "these bytes are not a calibration";
     if (tkvi_load32(src + 4) != 1) return "the calibration is of another version";
     at = src + TKVI_CALIBRATION_HEAD;
     end = src + size - 8;
@@ -151,15 +151,15 @@ static const char *tkvi_calibration_wrong(const tkv_cache *kv, const uint8_t *sr
         if (end - at < 4) return "the calibration ends too early";
         has = tkvi_load32(at);
         at += 4;
-        if (has > 3) return "the calibration has a layer that it cannot have";
+        if (has > 3) return "the calibration has a layer that this cache does not have";
         for (head = 0; (has & 1) && head < cfg->model.n_kv_heads; head++) {
             if ((size_t)(end - at) < tkvi_head_bytes(cfg)) return "the calibration ends too early";
-            if (!tkvi_head_valid(cfg, at)) return "a head of the calibration makes no sense";
+            if (!tkvi_head_valid(cfg, at)) return "a head of the calibration has invalid values";
             at += tkvi_head_bytes(cfg);
         }
         if (has & 2) {
             if ((size_t)(end - at) < tkvi_kvquant_bytes(cfg)) return "the calibration ends too early";
-            if (!tkvi_kvquant_valid(cfg, at)) return "ranges or levels of the calibration make no sense";
+            if (!tkvi_kvquant_valid(cfg, at)) return "the calibration has invalid ranges or levels";
             if ((tkvi_table_parts(kv, layer) & 2) &&
                 (tkvi_load32(at) | (uint64_t)tkvi_load32(at + 4) << 32) != tkvi_kvquant_mode(&kv->tables))
                 return "the calibration was made with another cfg.model.rope or cfg.format.kvquant";
@@ -273,8 +273,8 @@ TKV_API tkv_status tkv_fit_calibration(tkv_cache *kv, const tkv_samples *s) {
         !tkvi_samples_finite(s->v, rows * (size_t)cfg->model.v_head_dim, 0) ||
         !tkvi_samples_finite(s->k_weight, rows * (size_t)cfg->model.head_dim, 1) ||
         !tkvi_samples_finite(s->v_weight, rows * (size_t)cfg->model.v_head_dim, 1))
-        return tkvi_fail(kv, TKV_ERR_NONFINITE,
-                         "there is a NaN, an infinity or a negative weight in the samples", 0, NULL);
+        return tkvi_fail(kv, TKV_ERR_NONFINITE, "a NaN, an infinity or a negative weight is in the samples",
+                         0, NULL);
     st = tkvi_version_for(kv, s->layer, &version);
     if (st) return st;
     from.kv = kv;
@@ -297,7 +297,7 @@ TKV_API tkv_status tkv_freeze_calibration(tkv_cache *kv) {
         if (tkvi_layer_learns(kv, layer) && !tkvi_has_table(kv, layer)) {
             none = 1;
             if (tkvi_n_readable_tokens(kv, layer) < 1)
-                return tkvi_fail(kv, TKV_ERR_STATE, "there is nothing to learn from yet in layer", layer, "");
+                return tkvi_fail(kv, TKV_ERR_STATE, "no tokens to learn from are in layer", layer, "");
         }
     if (none && !tkvi_version_ready(kv, 0)) return tkvi_no_table(kv);
     for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++) {

@@ -420,7 +420,7 @@ static tkv_status tkvi_thresholds_scan(const char *src, size_t size, tkv_thresho
     s.line = 1;
     *n = 0;
     if (!tkvi_starts_with(&s, TKVI_THRESHOLDS_TITLE))
-        return tkvi_scan_bad(&s, "this is no threshold store", "", reason);
+        return tkvi_scan_bad(&s, "these bytes are not a threshold store", "", reason);
     if (!tkvi_starts_with(&s, title))
         return tkvi_scan_bad(&s, "the store is of another version: ask the library that wrote it", "",
                              reason);

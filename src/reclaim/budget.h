@@ -289,7 +289,7 @@ static int tkvi_next_stale(tkv_cache *kv, tkvi_where where, int early, tkvi_stal
 
 /* Error for an operation that does not fit at the last level either. bytes: the fewest that it would take. */
 static tkv_status tkvi_over_budget(tkv_cache *kv, size_t bytes) {
-    tkv_status st = tkvi_fail(kv, TKV_ERR_BUDGET, "the tightest level would need", (int64_t)bytes,
+    tkv_status st = tkvi_fail(kv, TKV_ERR_BUDGET, "the last level would need", (int64_t)bytes,
                               " bytes, more than the budget; reset a sequence or raise it");
     if (kv->store_failed)
         st = tkvi_fail(kv, TKV_ERR_BUDGET, "cfg.offload.write failed, and without it there is no room", 0,
@@ -346,8 +346,8 @@ static void tkvi_go_to_level(tkv_cache *kv, int level) {
     kv->relax_at = (size_t)-1;
     tkvi_policy_move(&kv->policy.now, level);
     tkvi_emit_event(kv, TKV_EVENT_LEVEL, TKV_ALL_LAYERS, from, level, tkvi_in_use(kv),
-                    level > from ? "memory is short: old tokens get tighter"
-                                 : "memory is free again: new tokens are looser");
+                    level > from ? "the pressure rose: old tokens get fewer bits"
+                                 : "the pressure fell: new tokens get more bits");
 }
 
 /* >>reclaim stages: bits. A forecast at a level recodes all stale blocks. TKVI_LOOSEN replaces that. The other bits

@@ -560,7 +560,7 @@ static tkv_status tkvi_check_ids(const tkvi_checker *k, int seq, int layer) {
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
     int i;
     if (list->n < 0 || (uint32_t)list->n > kv->seq[seq].cap)
-        return tkvi_report_broken(k, "a list is longer than its room", layer);
+        return tkvi_report_broken(k, "a list is longer than its array", layer);
     for (i = 0; i < list->n; i++)
         if (ids[i] >= kv->pool.block_cap || kv->pool.block[ids[i]].refs == 0 ||
             kv->pool.block[ids[i]].coding >= kv->tables.n_codings)
@@ -594,30 +594,30 @@ static tkv_status tkvi_check_list(const tkvi_checker *k, int seq, int layer) {
         return tkvi_report_broken(k, "tier counts do not fit the list of layer", layer);
     if (list->tightest < 0 || list->tightest > list->tight || list->tightest > list->archive ||
         list->tight > list->archive + list->warm)
-        return tkvi_report_broken(k, "blocks of the hot tail count as tight in layer", layer);
+        return tkvi_report_broken(k, "blocks of the hot tail count as recoded in layer", layer);
     if (list->out < 0 || list->out > list->n - list->sinks)
-        return tkvi_report_broken(k, "more blocks are counted as outside than there are, layer", layer);
+        return tkvi_report_broken(k, "more blocks are counted as offloaded than exist, layer", layer);
     for (i = 0; i < list->out; i++)
         if (!tkvi_is_offloaded(&kv->pool.block[ids[list->sinks + i]]))
-            return tkvi_report_broken(k, "a block is counted as outside and is not, layer", layer);
+            return tkvi_report_broken(k, "a block in RAM is counted as offloaded, layer", layer);
     if (list->chunk < 0 || list->chunk > list->len)
         return tkvi_report_broken(k, "the last append began behind the end of layer", layer);
     if (list->dropped < 0 || list->dropped > list->len || list->len > kv->tables.cfg.limits.max_tokens)
         return tkvi_report_broken(k, "a length is out of range in layer", layer);
     if (kv->pool.token_meta ? list->n && list->len == list->dropped
                             : (list->n == 0) != (list->len == list->dropped))
-        return tkvi_report_broken(k, "tokens without blocks, or blocks without, in layer", layer);
+        return tkvi_report_broken(k, "tokens without blocks, or blocks without tokens, in layer", layer);
     if (list->n && (kv->pool.token_meta ? tkvi_block_start(kv, ids, 0) < list->dropped
                                         : tkvi_block_start(kv, ids, 0) != list->dropped))
-        return tkvi_report_broken(k, "the first block does not follow what was dropped, layer", layer);
+        return tkvi_report_broken(k, "the first block does not follow the expired tokens, layer", layer);
     for (i = 0; i < list->n; i++) {
         const tkvi_block *b = &kv->pool.block[ids[i]];
         int64_t end = tkvi_block_end(kv, list, ids, i), age = list->len - end, most;
         tkv_tier tier = tkvi_tier_at(list, i);
         if (end <= b->start || tkvi_block_tokens(kv, list, ids, i) > kv->tables.coding[b->coding].tokens)
-            return tkvi_report_broken(k, "a block has no tokens or more than its room", (int64_t)ids[i]);
+            return tkvi_report_broken(k, "a block has no tokens, or more than its capacity", (int64_t)ids[i]);
         if ((b->gone || b->packed) && (!kv->pool.token_meta || b->packed < 0))
-            return tkvi_report_broken(k, "tokens are gone where none can be dropped", (int64_t)ids[i]);
+            return tkvi_report_broken(k, "tokens are evicted where none can be", (int64_t)ids[i]);
         for (t = 0, last = -1; t < b->packed && !tkvi_has_long_positions(kv, b); t++) {
             if (!(tkvi_used_mask(kv, list, ids, i) >> t & 1)) continue;
             if (tkvi_slot_position(kv, ids[i], t) >= end || tkvi_slot_position(kv, ids[i], t) <= last)
@@ -625,7 +625,7 @@ static tkv_status tkvi_check_list(const tkvi_checker *k, int seq, int layer) {
             last = tkvi_slot_position(kv, ids[i], t);
         }
         if (kv->pool.token_meta && (kv->pool.token_meta[ids[i]].anchored & ~b->gone))
-            return tkvi_report_broken(k, "a token is an anchor and in its block", (int64_t)ids[i]);
+            return tkvi_report_broken(k, "a token is an anchor and live in its block", (int64_t)ids[i]);
         for (t = 0; t < TKVI_BLOCK && kv->pool.token_meta; t++)
             if (kv->pool.token_meta[ids[i]].anchored >> t & 1 &&
                 tkvi_find_token(kv, list, ids, tkvi_slot_position(kv, ids[i], t), &slot) != 0)
@@ -639,7 +639,7 @@ static tkv_status tkvi_check_list(const tkvi_checker *k, int seq, int layer) {
         if (tkvi_plan_learns(p)) most += TKVI_FIRST_TABLE_TOKENS;
         if (tkvi_is_offloaded(b) &&
             (i < list->sinks || !(kv->tables.cfg.offload.write || tkvi_is_discarded(b))))
-            return tkvi_report_broken(k, "a block is outside that must not be", (int64_t)ids[i]);
+            return tkvi_report_broken(k, "a block is offloaded that must stay in RAM", (int64_t)ids[i]);
         if (b->copy && b->copy > kv->tables.n_codings)
             return tkvi_report_broken(k, "a copy is in no known format", (int64_t)ids[i]);
         if (i >= list->sinks && tier != TKV_TIER_ARCHIVE && age >= most && kv->tables.n_levels == 1 &&
@@ -713,7 +713,7 @@ static tkv_status tkvi_check_pool(const tkvi_checker *k) {
             return tkvi_report_broken(k, "more pages than blocks need, class", c);
         chained = tkvi_chain(pool, pool->room[c], c, &used);
         if (chained != pages - full || used != in_class - full * size_class->slots)
-            return tkvi_report_broken(k, "a page with room is not in its list, class", c);
+            return tkvi_report_broken(k, "a partial page is not in its list, class", c);
         for (seq = 0; seq < k->kv->tables.cfg.limits.max_seqs; seq++)
             promised += k->kv->promised[(size_t)seq * (size_t)pool->tables->n_classes + (size_t)c];
         if (promised != pool->promised[c])
@@ -722,11 +722,11 @@ static tkv_status tkvi_check_pool(const tkvi_checker *k) {
     }
     for (i = 0, n = 0; i < pool->block_cap; i++)
         n += pool->block[i].refs && tkvi_is_offloaded(&pool->block[i]);
-    if (n != (int64_t)pool->n_offloaded) return tkvi_report_broken(k, "blocks outside are miscounted", n);
+    if (n != (int64_t)pool->n_offloaded) return tkvi_report_broken(k, "offloaded blocks are miscounted", n);
     for (i = 0, used = 0; i < pool->block_cap; i++)
         used += pool->block[i].refs && tkvi_is_discarded(&pool->block[i]);
     if (used != (int64_t)pool->n_discarded)
-        return tkvi_report_broken(k, "blocks that nobody has are miscounted", used);
+        return tkvi_report_broken(k, "discarded blocks are miscounted", used);
     live += n;
     if (live != (int64_t)pool->n_blocks) return tkvi_report_broken(k, "blocks and slots disagree", live);
     for (i = pool->free_block, n = 0; i != TKVI_NIL; i = pool->block[i].page, n++)
@@ -750,31 +750,32 @@ static tkv_status tkvi_check_meter(const tkvi_checker *k) {
     uint64_t places;
     int i, a;
     if (!m) return TKV_OK;
-    if (m->seq < -1 || m->seq >= k->kv->tables.cfg.limits.max_seqs)
+    if (m->seq != TKV_NO_SEQ && (m->seq < 0 || m->seq >= k->kv->tables.cfg.limits.max_seqs))
         return tkvi_report_broken(k, "the meter watches a sequence that does not exist", m->seq);
     for (i = 0; i < m->n; i++) {
         const tkvi_head_probe *g = &m->head_probe[i];
         const tkvi_list *list = m->seq < 0 ? NULL : tkvi_list_of(k->kv, m->seq, g->layer);
         int block = 0;
         if (g->n < 0 || g->n > m->slots || (g->n && !list) || g->stride < 1)
-            return tkvi_report_broken(k, "the meter has copies of nothing, gauge", i);
+            return tkvi_report_broken(k, "the meter has copies without blocks, head probe", i);
         for (a = 0, places = 0; a < m->slots; a++) {
             if (g->slot[a] < 0 || g->slot[a] >= m->slots)
-                return tkvi_report_broken(k, "a copy of the meter has no place, gauge", i);
+                return tkvi_report_broken(k, "a copy of the meter has no slot, head probe", i);
             places += tkvi_scatter((uint32_t)g->slot[a]) - tkvi_scatter((uint32_t)a);
         }
-        if (places) return tkvi_report_broken(k, "two copies of the meter in one place, gauge", i);
+        if (places) return tkvi_report_broken(k, "two copies of the meter share a slot, head probe", i);
         for (a = 0; a < g->n; a++) {
             const uint32_t *ids = tkvi_ids(k->kv, m->seq, g->layer);
             if (a && g->start[a] <= g->start[a - 1])
-                return tkvi_report_broken(k, "copies out of order, gauge", i);
+                return tkvi_report_broken(k, "copies out of order, head probe", i);
             if (g->start[a] < list->dropped) continue;
             while (block < list->n && tkvi_block_start(k->kv, ids, block) < g->start[a]) block++;
             if (block == list->n || tkvi_block_start(k->kv, ids, block) != g->start[a] ||
                 (k->kv->tables.coding[k->kv->pool.block[ids[block]].coding].key ==
                      k->kv->tables.plan[g->layer].now.key[TKV_TIER_HOT] &&
                  !k->kv->pool.block[ids[block]].copy))
-                return tkvi_report_broken(k, "the meter has a copy of a block that is not coded, gauge", i);
+                return tkvi_report_broken(k, "the meter has a copy of a block that is not coded, head probe",
+                                          i);
         }
     }
     return TKV_OK;

@@ -58,7 +58,7 @@ TKV_API tkv_status tkv_evict(tkv_cache *kv, const tkv_evict_params *p) {
         return tkvi_fail(kv, TKV_ERR_CONFIG, "evict has a field out of range", 0, NULL);
     if (!p->scores && !tkvi_gathers_for(kv, cfg->policy))
         return tkvi_fail(kv, TKV_ERR_CONFIG,
-                         "cfg.evict and cfg.importance gather something else than this policy goes by", 0,
+                         "this policy needs scores that cfg.evict and cfg.importance do not collect", 0,
                          NULL);
     for (pass = 0; pass < 2; pass++) /* pass 0 chooses and can fail; pass 1 evicts and cannot fail */
         for (layer = tkvi_max(p->layer, 0);
@@ -71,7 +71,7 @@ TKV_API tkv_status tkv_evict(tkv_cache *kv, const tkv_evict_params *p) {
             st = tkvi_choose(kv, p->seq, layer, cfg, p, tkvi_layer_keep(kv, p->seq, layer, &full, keep), NULL,
                              &c);
             if (!st) tkvi_note_victims(kv, p->seq, layer, &c);
-            if (st) return tkvi_fail(kv, st, "no scores that can be compared in layer", layer, "");
+            if (st) return tkvi_fail(kv, st, "the scores are not finite in layer", layer, "");
         }
     tkvi_release_unused(kv, p->seq);
     return tkvi_ok(kv);

@@ -14,7 +14,7 @@ TKV_API tkv_status tkv_offload(tkv_cache *kv, int seq, int layer, int n_blocks, 
     if (done) *done = 0;
     if (!tkvi_has_seq(kv, seq)) return tkvi_refuse_seq(kv, seq);
     if (!kv->tables.cfg.offload.write)
-        return tkvi_fail(kv, TKV_ERR_ARG, "there is no cfg.offload to store blocks with", 0, NULL);
+        return tkvi_fail(kv, TKV_ERR_ARG, "the cache was created without cfg.offload", 0, NULL);
     if (n_blocks < 0) return tkvi_fail(kv, TKV_ERR_ARG, "n_blocks is", n_blocks, "; it must not be negative");
     if (layer != TKV_ALL_LAYERS && !tkvi_has_own_layer(kv, seq, layer)) return tkvi_refuse_layer(kv, layer);
     kv->store_failed = 0;
@@ -26,7 +26,8 @@ TKV_API tkv_status tkv_offload(tkv_cache *kv, int seq, int layer, int n_blocks, 
     tkvi_trim(&kv->pool);
     if (done) *done = n;
     if (kv->store_failed)
-        return tkvi_fail(kv, TKV_ERR_IO, "cfg.offload.write failed; blocks that went are", n, "");
+        return tkvi_fail(kv, TKV_ERR_IO, "cfg.offload.write failed; the number of blocks offloaded is", n,
+                         "");
     return tkvi_ok(kv);
 }
 
@@ -83,7 +84,7 @@ static tkv_status tkvi_promote_block(tkv_cache *kv, int seq, int layer, int i, i
     uint32_t page, old_page;
     int coding, slot, old_slot;
     if (what < 0)
-        return tkvi_fail(kv, TKV_ERR_NO_SOURCE, "nothing better is kept of the block at position", position,
+        return tkvi_fail(kv, TKV_ERR_NO_SOURCE, "no better source is kept of the block at position", position,
                          " (cfg.offload.keep_exact keeps it)");
     coding = what == TKVI_COPY ? b->copy - 1 : b->coding;
     st = tkvi_promote_ready(kv, coding);
@@ -95,8 +96,9 @@ static tkv_status tkvi_promote_block(tkv_cache *kv, int seq, int layer, int i, i
         tkvi_give_slot(&kv->pool, page, slot);
         tkvi_trim(&kv->pool);
         return tkvi_fail(kv, st,
-                         st == TKV_ERR_IO ? "cfg.offload.read failed for the block at position"
-                                          : "what cfg.offload.read gave is not the block at position",
+                         st == TKV_ERR_IO
+                             ? "cfg.offload.read failed for the block at position"
+                             : "cfg.offload.read returned damaged bytes of the block at position",
                          position, "; it stays as it is");
     }
     old_page = b->page;
@@ -123,11 +125,11 @@ TKV_API tkv_status tkv_promote(tkv_cache *kv, int seq, int layer, int position) 
     if (!tkvi_has_own_layer(kv, seq, layer)) return tkvi_refuse_layer(kv, layer);
     list = tkvi_list_of(kv, seq, layer);
     if (position < list->dropped || position >= list->len)
-        return tkvi_fail(kv, TKV_ERR_RANGE, "there is no token at position", position, "");
+        return tkvi_fail(kv, TKV_ERR_RANGE, "no token is held at position", position, "");
     i = tkvi_block_at(kv, list, tkvi_ids(kv, seq, layer), position);
     place = i < 0 ? -1 : tkvi_place_in(kv, list, tkvi_ids(kv, seq, layer), i, position);
     if (place < 0 || !(tkvi_used_mask(kv, list, tkvi_ids(kv, seq, layer), i) >> place & 1))
-        return tkvi_fail(kv, TKV_ERR_RANGE, "it was dropped, the token at position", position, "");
+        return tkvi_fail(kv, TKV_ERR_RANGE, "evicted or expired: the token at position", position, "");
     return tkvi_promote_block(kv, seq, layer, i, position);
 }
 

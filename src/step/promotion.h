@@ -80,7 +80,8 @@ TKV_API tkv_status tkv_promote_important(tkv_cache *kv, int seq, int layer, tkv_
         return tkvi_fail(kv, TKV_ERR_ARG, "p is missing, or it has compute without remat or the reverse", 0,
                          NULL);
     if (tkvi_ranking_init(&r, kv, seq, layer) || !kv->mass.mode)
-        return tkvi_fail(kv, TKV_ERR_CONFIG, "nothing is gathered: set cfg.importance.sample_every", 0, NULL);
+        return tkvi_fail(kv, TKV_ERR_CONFIG,
+                         "no attention scores are collected: set cfg.importance.sample_every", 0, NULL);
     if (r.list->len < p->by.step) p->by.step = p->by.used = 0; /* the list was cut: start the count anew */
     if (!tkvi_promoting_begin(&best, &p->by, r.list->len))
         return tkvi_fail(kv, TKV_ERR_CONFIG, "threshold, per_step or cooldown is out of range, per_step is",
@@ -94,7 +95,7 @@ TKV_API tkv_status tkv_promote_important(tkv_cache *kv, int seq, int layer, tkv_
     p->no_source = best.no_source;
     if (st) return st;
     if (p->no_source && !p->promoted && !p->waiting)
-        return tkvi_fail(kv, TKV_ERR_NO_SOURCE, "nothing better is kept of blocks that matter:", p->no_source,
+        return tkvi_fail(kv, TKV_ERR_NO_SOURCE, "no better source is kept of important blocks:", p->no_source,
                          " (cfg.offload.keep_exact keeps it)");
     return tkvi_ok(kv);
 }

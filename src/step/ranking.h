@@ -84,17 +84,18 @@ TKV_API tkv_status tkv_add_scores(tkv_cache *kv, int seq, int layer, int start, 
     if (st == TKV_ERR_ARG)
         return tkvi_fail(kv, st, "there is no such sequence, or the layer has no K and V:", layer, "");
     if (st || !kv->mass.mode)
-        return tkvi_fail(kv, TKV_ERR_CONFIG,
-                         "nothing is gathered: set cfg.importance.sample_every, or a strategy or "
-                         "policy that counts attention",
-                         0, NULL);
+        return tkvi_fail(
+            kv, TKV_ERR_CONFIG,
+            "no attention scores are collected: set cfg.importance.sample_every, or a strategy or "
+            "policy that counts attention",
+            0, NULL);
     if (n < 0 || (n > 0 && !mass))
-        return tkvi_fail(kv, TKV_ERR_ARG, "mass must be an array of n numbers, and n is", n, "");
+        return tkvi_fail(kv, TKV_ERR_ARG, "scores must have n numbers, and n is", n, "");
     if (start < 0 || start > r.list->len || n > r.list->len - start)
         return tkvi_fail(kv, TKV_ERR_RANGE, "the layer has", r.list->len, " tokens; start + n goes beyond");
     for (i = 0; i < n; i++)
         if (!tkvi_within(mass[i], 0.0f, FLT_MAX))
-            return tkvi_fail(kv, TKV_ERR_NONFINITE, "mass must be finite and not negative; entry", i,
+            return tkvi_fail(kv, TKV_ERR_NONFINITE, "scores must be finite and not negative; entry", i,
                              " is not");
     low = tkvi_or(kv->mass.importance.low, 1.0f / (float)tkvi_max(1, n));
     for (i = 0; i < r.list->n; i++) {

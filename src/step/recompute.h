@@ -147,7 +147,7 @@ TKV_API tkv_status tkv_seq_free_bytes(tkv_cache *kv, int seq, tkv_remat *r, floa
                          " blocks (tkv_seq_list_blocks)");
     st = tkv_decide_discard(r, blocks, n, tkvi_max(0, tkv_get_length(kv, seq, TKV_ALL_LAYERS) - 1), pressure,
                             need, actions, NULL);
-    if (st) return tkvi_fail(kv, st, "pressure is no number, or actions are missing", 0, NULL);
+    if (st) return tkvi_fail(kv, st, "pressure is not finite, or actions are missing", 0, NULL);
     for (i = 0; i < n; i++) {
         if (actions[i] == TKV_REMAT_DISCARD) to = blocks[i].end;
         tighten += actions[i] == TKV_REMAT_QUANTIZE;
@@ -273,11 +273,11 @@ TKV_API tkv_status tkv_restore(tkv_cache *kv, int seq, int layer, int start, con
         const int at = tkvi_block_start(kv, ids, i), end = tkvi_block_end(kv, list, ids, i);
         if (!tkvi_is_discarded(&kv->pool.block[ids[i]])) continue;
         if (first < 0 && end <= start)
-            return tkvi_fail(kv, TKV_ERR_STATE, "tokens come back front to back; first those from", at,
+            return tkvi_fail(kv, TKV_ERR_STATE, "tokens are restored front to back; next are those from", at,
                              " on");
         if (at >= start + n) break;
         if (at < start || end > start + n)
-            return tkvi_fail(kv, TKV_ERR_RANGE, "whole blocks come back; here that is up to position", end,
+            return tkvi_fail(kv, TKV_ERR_RANGE, "whole blocks are restored; this one ends at position", end,
                              " (tkv_seq_find_discarded)");
         if (first < 0) first = i;
         last = i + 1;
@@ -296,7 +296,7 @@ TKV_API tkv_status tkv_restore(tkv_cache *kv, int seq, int layer, int start, con
     if (kv->tables.cfg.host.nonfinite == TKV_NONFINITE_REFUSE &&
         (!tkvi_source_finite(&from_k, n, kv->tables.cfg.model.n_kv_heads) ||
          !tkvi_source_finite(&from_v, n, kv->tables.cfg.model.n_kv_heads)))
-        return tkvi_fail(kv, TKV_ERR_NONFINITE, "there is a NaN or an infinity in k or v of layer", layer,
+        return tkvi_fail(kv, TKV_ERR_NONFINITE, "a NaN or an infinity is in k or v of layer", layer,
                          " (cfg.host.nonfinite can saturate them)");
     kv->seq[seq].used = ++kv->clock;
     dry_run = tkvi_dry_run_give(kv, seq, layer, first, last);
@@ -310,7 +310,7 @@ TKV_API tkv_status tkv_restore(tkv_cache *kv, int seq, int layer, int start, con
     }
     if (!tkvi_peak_ready(&kv->pool, &dry_run))
         return tkvi_fail(kv, kv->pool.keep_all ? TKV_ERR_CAPACITY : TKV_ERR_NOMEM,
-                         "no memory for what comes back, tokens", n, "");
+                         "no memory to restore tokens, in number", n, "");
     for (i = first; i < last; i++)
         if (tkvi_is_discarded(&kv->pool.block[ids[i]]))
             tkvi_restore_block(kv, seq, layer, i, &from_k, &from_v, start);
@@ -353,7 +353,7 @@ TKV_API tkv_status tkv_seq_recompute(tkv_cache *kv, int seq, tkv_remat *r, int s
         }
     if (!st) return tkvi_ok(kv);
     if (st == TKV_ERR_STATE)
-        return tkvi_fail(kv, st, "compute gave not all that was asked for, from position", start, " on");
+        return tkvi_fail(kv, st, "compute did not restore all tokens from position", start, " on");
     return kv->error[0] ? st : tkvi_fail(kv, st, "compute failed at position", start, "");
 }
 

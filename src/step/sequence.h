@@ -395,7 +395,7 @@ TKV_API tkv_status tkv_append_ex(tkv_cache *kv, const tkv_append_params *p) {
     if (cfg->host.nonfinite == TKV_NONFINITE_REFUSE &&
         (!tkvi_source_finite(&k, total, cfg->model.n_kv_heads) ||
          !tkvi_source_finite(&v, total, cfg->model.n_kv_heads)))
-        return tkvi_fail(kv, TKV_ERR_NONFINITE, "there is a NaN or an infinity in k or v of layer", p->layer,
+        return tkvi_fail(kv, TKV_ERR_NONFINITE, "a NaN or an infinity is in k or v of layer", p->layer,
                          " (cfg.host.nonfinite can saturate them)");
     for (i = 0, open = 0; i < n_rows; i++) open |= kv->seq[rows[i].seq].in_step;
     had = kv->tables.current[p->layer];
@@ -564,7 +564,7 @@ TKV_API tkv_status tkv_seq_commit(tkv_cache *kv, int seq) {
         if (kv->tables.plan[layer].stored != layer) continue;
         if (n < 0) n = list->len - list->step_len;
         if (list->len - list->step_len != n)
-            return tkvi_fail(kv, TKV_ERR_STATE, "not as many tokens as the first layer got: layer", layer,
+            return tkvi_fail(kv, TKV_ERR_STATE, "another number of tokens than the first layer: layer", layer,
                              "");
     }
     kv->seq[seq].in_step = 0;
@@ -681,8 +681,9 @@ TKV_API tkv_status tkv_seq_truncate(tkv_cache *kv, int seq, int n_tokens) {
         for (i = list->n; kv->pool.n_offloaded && i-- > 0 && tkvi_block_end(kv, list, ids, i) > must;)
             if (tkvi_is_offloaded(&kv->pool.block[ids[i]])) must = tkvi_block_end(kv, list, ids, i);
         if (n_tokens < must)
-            return tkvi_fail(kv, TKV_ERR_INEXACT, "older tokens are compressed, outside or gone; at least",
-                             must, " must stay");
+            return tkvi_fail(kv, TKV_ERR_INEXACT,
+                             "older tokens are compressed, offloaded, discarded or evicted; at least", must,
+                             " must stay");
     }
     taken = tkvi_pages_taken(&kv->pool);
     for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++)
