@@ -13,16 +13,94 @@
  *                                      (tieredkv.c: the two lines above. No -m flags: kernels are chosen at run
  *                                      time)
  *
- * WHAT IT IS
- *   The library stores K and V of every layer and computes the attention over them. Tokens are stored exactly at
- *   first. When 64 of them are old enough, they are coded together: in 4 bits at first, in 3 or 2 bits later.
- *   Queries read all tiers through one softmax. In A, R, KIVI, SQUAT and Q8 formats they multiply the packed codes.
- *   The other coded formats are decoded a little at a time, on the stack; the cache never stores decoded values.
- * WHAT IT IS NOT
- *   The library contains no model, no tokenizer and no sampling. It does not apply RoPE: keys must arrive rotated
- *   (KVQUANT formats undo the rotation inside). It starts no threads, opens no files and uses no network.
+ * CONTENTS                                       RECIPES
+ *    1 What it is and is not
+ *    2 Compile it once                           R1 compile once: two files
+ *    3 First program
+ *    4 Words
+ *    5 Appending and attending                   R8 attention over two sets of keys
+ *    6 Configuration                             R9 a config as text, and back
+ *    7 Memory and budgets                        R5 a budget
+ *                                                R2 a chat without end in a fixed arena
+ *                                                R7 small contexts
+ *    8 Steps and an even frame time              R4 an even frame time
+ *    9 Long texts
+ *   10 Quality                                   R3 loading a calibration
+ *   11 Bytes
+ *   12 Numerics
+ *   13 Errors, threads, SIMD                     R6 threads of a pool
+ *   14 Reports
+ *   15 The CUDA companion
  *
- * EXAMPLE
+ * The declarations below this manual define each function: shapes, errors, cost and source. The manual names the
+ * functions for each purpose, and what to expect of them. `cfg.x` is a field of tkv_config.
+ *
+ *
+ * 1. WHAT IT IS AND IS NOT
+ *
+ *   The library stores K and V of every layer and computes the attention over them. Tokens are stored exactly at
+ *   first. When 64 of them are old enough, they are coded together: in 4 bits at first, in 3 or 2 bits later. Queries
+ *   read all tiers through one softmax. In A, R, KIVI, SQUAT and Q8 formats they multiply the packed codes. The other
+ *   coded formats are decoded a little at a time, on the stack. The cache never stores decoded values.
+ *
+ *   It contains no model, no tokenizer and no sampling. It does not apply RoPE: keys must arrive rotated. (KVQUANT
+ *   formats undo the rotation inside.) It starts no threads, opens no files and uses no network.
+ *
+ *   These things are not possible today:
+ *     - Positions of stored tokens cannot be shifted.
+ *     - Only exact tokens can be cut off the end of a sequence (tkv_seq_truncate).
+ *     - A sequence cannot be forked, saved or loaded. No two sequences share blocks.
+ *     - A head has at most 256 channels. The cache stores them padded to a multiple of 16.
+ *
+ *
+ * 2. COMPILE IT ONCE
+ *
+ *   The header has declarations and, behind TIEREDKV_IMPLEMENTATION, the function bodies. One file of the program
+ *   defines that macro. The bodies are long, so give them a file of their own. It is then compiled once, and not
+ *   again while you work. The file may be C99 or C++11, and later versions of both.
+ *
+ * Recipe R1: compile once: two files
+ *     // file: tieredkv.c
+ *     #define TIEREDKV_IMPLEMENTATION
+ *     #include "tieredkv.h"
+ *     // file: program.c
+ *     #include "tieredkv.h"
+ *     #include <stdio.h>
+ *
+ *     int main(void) {
+ *         tkv_build_info build;
+ *         if (tkv_get_build(NULL, &build) != TKV_OK) return 1;
+ *         if (build.version != TKV_VERSION || build.config_bytes != sizeof(tkv_config)) {
+ *             puts("tieredkv.c and program.c were compiled with different headers");
+ *             return 1;
+ *         }
+ *         printf("version %s, %zu bytes of config\n", TKV_VERSION_STRING, build.config_bytes);
+ *         return 0;
+ *     }
+ * End of recipe
+ *
+ *   Options are macros. Define them before the include. None changes a declaration or a struct.
+ *
+ *   macro                    where              effect
+ *   TIEREDKV_IMPLEMENTATION  one file           emits the function bodies
+ *   TKV_STATIC               any, implies it    makes everything static: a private copy in this file
+ *   TKV_PREFIX name_         every include      prefixes public functions and types: two copies in one program
+ *   TKV_API decl             every include      stands before public functions (dllexport, visibility)
+ *   TKV_NO_MALLOC            implementation     no malloc and free: cfg.host.allocator or tkv_create_in_place only
+ *   TKV_NO_SIMD              implementation     leaves out all kernels but the scalar ones
+ *   TKV_NO_AVX512            implementation     leaves out the AVX-512 kernels
+ *   TKV_NO_REPORTS           implementation     leaves out configs as text, and reports as JSON and Prometheus
+ *
+ *   The TKV_NO_ macros shorten compiling and the object. Each switch saves this much:
+ *
+ * <<switches>>
+ *
+ *   A build with TKV_NO_REPORTS has no tkv_parse_config, tkv_print_config and tkv_print_report. tkv_create_ex then
+ *   answers a text with TKV_ERR_UNSUPPORTED.
+ *
+ *
+ * 3. FIRST PROGRAM
+ *
  *   tkv_config cfg = {0};                                      // zero means default, everywhere
  *   cfg.model.n_layers = 32; cfg.model.n_heads = 32; cfg.model.n_kv_heads = 8; cfg.model.head_dim = 128;
  *   tkv_cache *kv;
@@ -33,18 +111,21 @@
  *       tkv_attend(kv, 0, layer, q, n, out);                   // [n][32][128], causal over everything so far
  *   tkv_destroy(kv);
  *
- * OPTIONS (define them before the include; none changes a declaration or a struct)
- *   macro                    where              effect
- *   TIEREDKV_IMPLEMENTATION  one file           emits the function bodies
- *   TKV_STATIC               any, implies it    makes everything static: a private copy in this file
- *   TKV_PREFIX name_         every include      prefixes public functions: two copies in one program
- *   TKV_API decl             every include      stands before public functions (dllexport, visibility)
- *   TKV_NO_MALLOC            implementation     no malloc and free: cfg.host.allocator or tkv_create_in_place only
- *   TKV_NO_SIMD              implementation     leaves out all kernels but the scalar ones
- *   TKV_NO_AVX512            implementation     leaves out the AVX-512 kernels
- *   TKV_NO_REPORTS           implementation     leaves out configs as text, state as JSON and Prometheus
+ *   examples/quickstart.c is this program with every status checked. examples/generate.c runs a real model.
  *
- * CONCEPTS
+ *   The recipes of this manual are compiled and run by tests/test_manual.py. Except for R1, each stands inside main.
+ *   Lines above `// main:` stand before it. A recipe may use these names:
+ *     cfg                      defaults, and a model of 2 layers, 4 query heads and 2 KV heads of 32 channels.
+ *                              An append has at most 64 tokens.
+ *     LAYERS, HEADS, DIM       2, 4 and 32
+ *     run_model(n)             stands for your model: fills k, v and q with n tokens of one layer
+ *     k, v, q, out             arrays for 64 tokens
+ *     kv, st, reason           a cache pointer, a status, and a text of 200 bytes
+ *   The end of main destroys kv. The headers of libc and POSIX that the recipes need are included.
+ *
+ *
+ * 4. WORDS
+ *
  *   cache      all state for one model: n_layers layers, up to max_seqs sequences
  *   sequence   one conversation or beam; its tokens have positions 0, 1, 2, ... Each sequence has blocks of its
  *              own: no call shares blocks yet
@@ -54,31 +135,477 @@
  *   format     how a block stores K or V (tkv_format); K and V are chosen separately
  *   tier       HOT: exact - the sinks (first sink_tokens) and the tail (at least hot_tokens newest)
  *              WARM: the warm_tokens before the tail, 4 bits;  ARCHIVE: everything older, 3 or 2 bits
+ *   anchors    important tokens that stay exact beside the sinks (cfg.tiers.n_anchors)
  *   plan       formats and lengths of the tiers, per layer if wanted
+ *   ladder     plans from loose to tight, called levels; a cache under a budget goes along them
+ *   pressure   bytes used / bytes allowed, as a moving average
+ *   table      what a layer of an A, R or KVQUANT format has learned; a calibration is the tables of a cache
  *
  *   position   0 ...... 3 | 4 ................................... | ................. | ............ now
  *   tier       sinks: HOT | ARCHIVE                               | WARM              | tail: HOT
  *
  *   An append first moves the blocks that are due, then stores the new tokens. A block is due for WARM when its
- *   newest token is hot_tokens old, and for ARCHIVE at hot_tokens + warm_tokens. A chunk is therefore exact while
- *   its own queries run. With a budget, blocks move when bytes are needed instead (tkv_get_budget).
+ *   newest token is hot_tokens old, and for ARCHIVE at hot_tokens + warm_tokens. A chunk is therefore exact while its
+ *   own queries run. With a budget, blocks move when bytes are needed instead (tkv_get_budget).
  *
+ *   Four words name tokens that are not in RAM:
  *   offloaded  a block that lies in the caller's store, a file say; attention fetches it from there (cfg.offload)
  *   discarded  a block whose bytes were given up; the caller's model must recompute it before attention needs it
  *              (cfg.budget.discard)
  *   evicted    a token that a policy or the caller removed for good (cfg.evict, tkv_evict)
  *   expired    a token that every sliding window has passed, and that was then removed
  *
- * BYTES (drawn in full at the parts that define them: core/tile.h, formats/exact.h, formats/kivi.h)
+ *   All four keep their positions. The length of a sequence (tkv_get_length) counts every token ever appended.
+ *
+ *
+ * 5. APPENDING AND ATTENDING
+ *
+ *   Chunks. tkv_append takes 1 to cfg.limits.max_append tokens of one layer, oldest first. Layers are independent:
+ *   append to each when its K and V are ready. A chunk stays exact until the next append to its layer.
+ *
+ *   Causality. Append first, attend then. tkv_attend takes the queries of the last n tokens. Query i of them sees all
+ *   older tokens, and those of the chunk up to its own. n may be less than the chunk.
+ *
+ *   Shapes. tkv_append and tkv_attend take packed floats. tkv_append_ex and tkv_attend_ex take strides, and F32, F16
+ *   or BF16. Query head h reads KV head h / (n_heads / n_kv_heads). Any whole ratio works.
+ *
+ *   Ragged batches. `batch` lists sequences with a number of tokens each. The rows of all entries follow one another.
+ *   tkv_append_ex stores all entries or none.
+ *
+ *   tkv_attend_params holds everything else that changes a logit:
+ *     scale, softcap, alibi_slopes    factors and offsets of the logits
+ *     sink_logits                     learned logits that join the softmax without a value
+ *     window                          newest keys that a query sees
+ *     mask                            floats that are added to the logits
+ *     mask_bits, n_mask_bits          bits over the newest tokens, for trees of draft tokens
+ *     non_causal                      every query sees every key
+ *
+ *   Windows. cfg.model.window sets a sliding window for all layers, cfg.layers one for each layer. A window hides the
+ *   sinks, too. When every window has passed a token, the cache removes it: it has expired. An old query or a wider
+ *   window that would need it gets TKV_ERR_RANGE. A window in tkv_attend_params hides keys but removes none.
+ *
+ *   Layers. A layer can read K and V of an earlier layer (share_kv), or have none (no_cache).
+ *
+ *   Outputs. `lse` is the log-sum-exp of the logits. `scores` is the attention that each key received, at the cost of
+ *   a second pass over the keys. tkv_read decodes K and V of any tier.
+ *
+ *   Parts. Attention over two sets of keys is joined by their log-sum-exps. The sets can be two sequences, two caches
+ *   or two machines. Give the keys of each set the rotation of their place in the whole text.
+ *
+ * Recipe R8: attention over two sets of keys
+ *     float part[3][4 * 32], lse[3][4], worst = 0.0f;
+ *     cfg.limits.max_seqs = 3;
+ *     if (tkv_create(&cfg, &kv)) return 1;
+ *     for (int seq = 0; seq < 2; seq++) {                  // 0: a document; 1: a question; 2: both
+ *         run_model(64);
+ *         if (tkv_append(kv, seq, 0, k, v, 64) || tkv_append(kv, 2, 0, k, v, 64)) return 1;
+ *     }
+ *     for (int seq = 0; seq < 3; seq++) {                  // one query, at the end of each
+ *         tkv_attend_params p = {0};
+ *         p.seq = seq;
+ *         p.n = 1;
+ *         p.q = q;
+ *         p.out = part[seq];
+ *         p.lse = lse[seq];
+ *         if (tkv_attend_ex(kv, &p)) return 1;
+ *     }
+ *     tkv_merge_attention(part[0], lse[0], part[1], lse[1], HEADS, DIM);
+ *     for (int i = 0; i < HEADS * DIM; i++) {
+ *         float error = part[0][i] - part[2][i];
+ *         if (error > worst || -error > worst) worst = error < 0.0f ? -error : error;
+ *     }
+ *     printf("merged and whole differ by %s 1e-5\n", worst < 1e-5f ? "less than" : "more than");
+ * End of recipe
+ *
+ *
+ * 6. CONFIGURATION
+ *
+ *   Zero means default in every field. Fill a config with zeros first: `tkv_config cfg = {0};`, or
+ *   tkv_default_config. tkv_validate_config and tkv_create_ex name the field that is wrong and the values allowed.
+ *   The groups:
+ *     model        layers, heads, channels, window, scale, RoPE; n_layers, n_heads and head_dim are required
+ *     limits       sequences, tokens per sequence, tokens per append
+ *     tiers        lengths and formats of sinks, tail, warm tier and archive; anchors
+ *     format       options of formats; each format ignores those of others
+ *     layers       exceptions by layer
+ *     budget       bytes, ladder, pressure controller, discarding
+ *     evict        the policy that removes tokens, and when
+ *     importance   how tokens are rated
+ *     offload      the store of the program for old blocks
+ *     meter        the quality meter
+ *     host         allocator, threads, events, instruction set, NaNs
+ *
+ *   Lengths have sentinels. TKV_OFF means that this part is off. TKV_UNLIMITED means that this tier takes all tokens
+ *   and that later tiers stay empty. `cfg.tiers.hot_tokens = TKV_UNLIMITED` makes an exact cache. TKV_ZERO is the
+ *   number 0 in float fields whose 0 means default.
+ *
+ *   Presets. tkv_apply_preset sets lengths and formats of the tiers to a named plan. Bits per value of archived
+ *   tokens, metadata included: "quality" 4.06, "balanced" 3.06 (the default), "compact" 2.31, "extreme" 1.81.
+ *   Measured on SmolLM2-135M, two windows of 4,096 tokens of WikiText-2 (make quality, bench/QUALITY.md):
+ *
+ *   plan                          bits   KL divergence to exact   perplexity
+ *   quality                       4.06   .0016                    +0.1 %
+ *   balanced                      3.06   .0032                    +0.4 %
+ *   archive A30 + R20             2.56   .0053                    +0.6 %
+ *   compact                       2.31   .0068                    +0.7 %
+ *   extreme                       1.81   .0137                    +1.0 %
+ *   archive and warm KIVI4        4.50   .0041                    +0.5 %
+ *   warm KIVI4, archive KIVI2     2.50   .169                     +16.8 %
+ *
+ *   Larger models, texts above 8,192 tokens and other languages were not tested.
+ *
+ *   Formats, and when to use which:
+ *     F16           hot tier, the default
+ *     BF16          hot tier, where values exceed 65504
+ *     F32           hot tier, for references
+ *     A40 .. A15    keys. They lose least at each number of bits measured. They learn from the first 512 tokens of
+ *                   a layer, unless a calibration is loaded.
+ *     R40 .. R10    values; the same
+ *     Q8            K and V, nearly exact, about half of the bytes of F16
+ *     KIVI4         K and V, 4.5 bits, without learning: for small contexts (R7)
+ *     KIVI3, KIVI2  for comparison with KIVI; A and R lose less at fewer bits
+ *     INT8, INT4    tokens coded one by one. INT4 loses much less with cfg.format.rotate and cfg.format.center_k.
+ *     FP8, FP4      tokens coded one by one, as floats. Use FP4 with cfg.format.rotate.
+ *     SQUAT         keys, with the bytes and the decoding of KIVI, for comparison with SQuat
+ *     SUBSPACE, KVQUANT   for comparison with their papers. KVQUANT needs cfg.model.rope, or
+ *                   TKV_KVQUANT_POST_ROPE.
+ *   INT, FP, SUBSPACE and KVQUANT formats are decoded before each product, so attention takes longer.
+ *
+ *   Why A and R lose little: a query does not weigh the channels of a key alike. Channels that queries weigh and that
+ *   vary get up to 6 bits, the others fewer or none. Values have no such channels. They are rotated until one small
+ *   grid fits all channels. Heads that attend far back get more of their layer's bytes.
+ *
+ *   Layers. cfg.layers points to n_layers settings, and 0 takes the cache's value. The array is read during creation
+ *   and not kept.
+ *
+ *   Texts. A config can be a text: lines `key = value`, or one flat JSON object. A key is the path of a field, such
+ *   as tiers.hot_tokens or layers[0-5].window. The values `off` and `unlimited` are the sentinels of lengths. An
+ *   error names the line and the nearest correct key. tkv_create_ex takes a text together with a config of callbacks.
+ *
+ * Recipe R9: a config as text, and back
+ *     const char text[] = "preset = compact            # what follows overrides it\n"
+ *                         "model.n_layers = 32\n"
+ *                         "model.n_heads = 32\n"
+ *                         "model.n_kv_heads = 8\n"
+ *                         "model.head_dim = 128\n"
+ *                         "tiers.archive = a25/r20     # keys / values\n"
+ *                         "layers[0-1].warm = q8       # exceptions, by layer\n";
+ *     static tkv_layer_config layers[32];              // memory for the exceptions
+ *     const tkv_config_arrays arrays = {layers, 32, NULL, 0, NULL, 0};
+ *     char back[1000];
+ *     cfg = tkv_default_config();
+ *     if (tkv_parse_config(&cfg, &arrays, text, strlen(text), reason, sizeof reason)) return puts(reason), 1;
+ *     if (tkv_validate_config(&cfg, reason, sizeof reason)) return puts(reason), 1;
+ *     if (tkv_print_config(&cfg, 1, back, sizeof back, NULL)) return 1;   // 1: JSON
+ *     puts(back);
+ *     if (tkv_parse_config(&cfg, NULL, "tiers.hot_tokenz = 9", 20, reason, sizeof reason)) puts(reason);
+ *     kv = NULL;
+ * End of recipe
+ *
+ *
+ * 7. MEMORY AND BUDGETS
+ *
+ *   Counting. All memory comes from cfg.host.allocator, as pages and a few growing tables. It is counted to the byte
+ *   (tkv_get_memory). Pages hold blocks of one size, so blocks of different sizes do not fragment memory. tkv_attend
+ *   never allocates. An append gets all memory that it needs before it stores a token. If that fails, no token is
+ *   stored. tkv_estimate_memory forecasts the bytes of a config without a cache.
+ *
+ *   In place. tkv_create_in_place works inside one buffer of yours and never allocates. tkv_get_required_bytes gives
+ *   the size of the buffer. It needs cfg.limits.max_tokens. Under a budget, the size is the budget.
+ *
+ *   Budget. cfg.budget.bytes limits all memory of the cache at every moment: pages, tables, index and work space. The
+ *   cache stays exact while memory is free. When the budget is full, old blocks are first coded in fewer bits, a few
+ *   with each append, oldest first. The default ladder:
+ *
+ *     level 0   everything exact                          level 3   the plan of the config
+ *     level 1   8 bits behind hot_tokens                  level 4   archive A25 + R20
+ *     level 2   4 bits behind hot_tokens                  level 5   archive A20 + R15
+ *
+ *   After the ladder, the stages of chapter 9 follow, if the config has them. If all of them together free too
+ *   little, the call returns TKV_ERR_BUDGET and stores nothing.
+ *
+ *   Pressure. The pressure is bytes used / budget, as a moving average. It starts level 1 at 80 % and the other
+ *   levels at 95 %. cfg.budget.pressure has the thresholds, and the first and last level allowed. tkv_report_pressure
+ *   adds a pressure from elsewhere, such as that of the whole process.
+ *
+ *   With cfg.budget.pressure.min_level = 3, blocks are coded by age from the first token on, even while memory is
+ *   free. The default level 0 keeps more precision, and codes more blocks later.
+ *
+ *   Measured: SmolLM2-135M read 3,840 tokens of WikiText-2 under a quarter of the bytes of FP16. The cache took at
+ *   most 99.8 % of its budget. The perplexity was 17.789, and 17.795 with an exact cache. The command:
+ *     make budget MODEL=... BUDGETS=25% ARGS='-f wiki.test.raw -c 4096 -n 256 --compare'
+ *
+ *   Events. cfg.host.on_event receives each change of level and each refusal. The callback runs inside the call that
+ *   causes the event. It may call reports of the cache, and no other function of it.
+ *
+ *   Reserve. tkv_seq_reserve takes the memory of the next tokens in advance, in all layers. If it succeeds, the
+ *   appends of that number of tokens cannot fail for memory. Under a budget, reserve before each chunk: a refusal
+ *   then comes before the first layer has stored anything.
+ *
+ * Recipe R5: a budget
+ *     static void on_event(void *user, const tkv_event *e) {
+ *         (void)user;
+ *         if (e->kind == TKV_EVENT_LEVEL) printf("level %d\n", e->to);
+ *         if (e->kind == TKV_EVENT_BUDGET) printf("refused, it needs %zu bytes\n", e->bytes);
+ *     }
+ *     // main:
+ *     cfg.budget.bytes = 400000;                           // of everything that the cache holds
+ *     cfg.host.on_event = on_event;
+ *     if (tkv_create_ex(&cfg, NULL, 0, &kv, reason, sizeof reason)) return puts(reason), 1;
+ *     for (int n = 0; n < 6400; n += 64) {
+ *         st = tkv_seq_reserve(kv, 0, 64);                 // memory in all layers, or no change
+ *         if (st == TKV_ERR_BUDGET) {                      // the tightest level is full
+ *             printf("full at %d tokens\n", tkv_get_length(kv, 0, TKV_ALL_LAYERS));
+ *             if (tkv_set_budget(kv, 800000)) return 1;    // or tkv_seq_reset of another sequence
+ *             st = tkv_seq_reserve(kv, 0, 64);
+ *         }
+ *         if (st) return puts(tkv_get_last_error(kv)), 1;
+ *         for (int layer = 0; layer < LAYERS; layer++) {
+ *             run_model(64);
+ *             if (tkv_append(kv, 0, layer, k, v, 64) || tkv_attend(kv, 0, layer, q, 64, out)) return 1;
+ *         }
+ *     }
+ *     tkv_budget_info info;
+ *     if (tkv_get_budget(kv, &info)) return 1;
+ *     printf("%d tokens, peak %s the budget\n", tkv_get_length(kv, 0, 0),
+ *            info.peak <= info.budget ? "within" : "above");
+ * End of recipe
+ *
+ *   TKV_ERR_BUDGET means that the last level allowed has nothing left to recode. The length of every layer is as
+ *   before. A program can raise the budget, reset another sequence, or allow a stage of chapter 9.
+ *
+ *   A chat without end. A window or sliding eviction keeps the memory of a cache constant, however long the text
+ *   gets. With an allocator, max_tokens 0 and keep_tokens 1024, the bytes were constant over 1.1 million tokens.
+ *   These limits remain:
+ *     - Positions only rise, as evicted and expired tokens keep theirs. A sequence ends at cfg.limits.max_tokens, by
+ *       default 2^30 - 1, with TKV_ERR_CAPACITY. The model's own context may end earlier.
+ *     - In place, the index must have memory for all of max_tokens from the beginning. A window takes 4 bytes per
+ *       layer for each 64 positions. Eviction takes about 850 bytes more for each 64 positions, in all.
+ *     - In place without a budget, eviction needs the bytes of max_tokens as if all tokens stayed. So set a budget.
+ *   At its end a sequence is reset. The model then computes the newest part of the text again, from position 0 on.
+ *
+ * Recipe R2: a chat without end in a fixed arena
+ *     static unsigned char arena[1 << 20];
+ *     cfg.budget.bytes = sizeof arena;                     // first, old tokens are compressed, down the ladder
+ *     cfg.evict.policy = TKV_EVICT_SLIDING;                // then the oldest go, except four sinks
+ *     cfg.limits.max_tokens = 16384;                       // positions until a restart
+ *     if (tkv_create_in_place(&cfg, arena, sizeof arena, &kv)) return 1;
+ *     int restarts = 0;
+ *     for (int turn = 0; turn < 400; turn++) {             // of 64 tokens each
+ *         int again = 0;
+ *         if (tkv_get_length(kv, 0, TKV_ALL_LAYERS) + 64 > cfg.limits.max_tokens) {
+ *             if (tkv_seq_reset(kv, 0)) return 1;
+ *             restarts++;
+ *             again = 8;                                   // the newest 512 tokens, computed again
+ *         }
+ *         for (int chunk = 0; chunk <= again; chunk++) {
+ *             for (int layer = 0; layer < LAYERS; layer++) {
+ *                 run_model(64);
+ *                 if (tkv_append(kv, 0, layer, k, v, 64)) return puts(tkv_get_last_error(kv)), 1;
+ *                 if (tkv_attend(kv, 0, layer, q, 1, out)) return 1;
+ *             }
+ *         }
+ *     }
+ *     tkv_layer_info info;
+ *     if (tkv_get_layer(kv, 0, 0, &info)) return 1;
+ *     printf("25600 tokens, %d restart, %d held, %d evicted\n", restarts, info.length - info.evicted, info.evicted);
+ * End of recipe
+ *
+ *   Small contexts. A cache has costs that do not grow with its tokens. tkv_estimate_memory with one token shows
+ *   them: the block of that token, tables, index and work space. A block has room for 64 tokens from its first token
+ *   on. The exact part of the default plan is 4 sinks and 64 to 127 tokens. A and R formats code nothing before a
+ *   layer has seen 512 tokens. Up to there, the default plan takes more bytes than plain FP16. Three things help
+ *   below about 500 tokens:
+ *     - A loaded calibration (R3): A and R formats then code from their first block on.
+ *     - A format that learns nothing, such as KIVI4.
+ *     - A shorter tail: hot_tokens = 16 keeps 16 to 79 newest tokens exact.
+ *   The ratio is the bytes of plain FP16 / the bytes of the cache. The third row was measured, because an estimate
+ *   assumes that no calibration is loaded. For the model in R7:
+ *
+ *     tokens                                128    192    256    384    512
+ *     default plan                          0.90   0.92   0.94   0.95   0.96
+ *     KIVI4 behind 16 hot tokens            1.30   1.66   1.90   2.24   2.47
+ *     default, calibration, 16 hot tokens   1.30   1.72   1.95   2.34   2.60
+ *
+ *   These are tokens that come one by one. A chunk is exact until the next append, so use small chunks.
+ *
+ * Recipe R7: small contexts
+ *     const int tokens[] = {1, 128, 256, 512};
+ *     cfg.model.n_layers = 30;                             // SmolLM2-135M
+ *     cfg.model.n_heads = 9;
+ *     cfg.model.n_kv_heads = 3;
+ *     cfg.model.head_dim = 64;
+ *     tkv_config small = cfg;
+ *     small.tiers.hot_tokens = 16;
+ *     small.tiers.warm_tokens = TKV_UNLIMITED;             // one format behind the tail
+ *     small.tiers.warm.k = TKV_KIVI4;                      // it learns nothing, so the first block is coded
+ *     small.tiers.warm.v = TKV_KIVI4;
+ *     for (int i = 0; i < 4; i++) {
+ *         tkv_memory_info a, b;
+ *         if (tkv_estimate_memory(&cfg, tokens[i], 1, &a)) return 1;
+ *         if (tkv_estimate_memory(&small, tokens[i], 1, &b)) return 1;
+ *         printf("%d tokens: default %zu bytes, ratio %.2f; small %zu bytes, ratio %.2f\n", tokens[i], a.total,
+ *                a.ratio, b.total, b.ratio);
+ *     }
+ *     kv = NULL;
+ * End of recipe
+ *
+ *
+ * 8. STEPS AND AN EVEN FRAME TIME
+ *
+ *   Steps. tkv_seq_begin, the appends of all layers and tkv_seq_commit are one unit. tkv_seq_abort removes the tokens
+ *   of an open step, so every layer is as long as before. An append inside a step codes no blocks: tkv_seq_begin does
+ *   this work. A step has at most max_append tokens per layer. Use a step where a failure in one layer must not leave
+ *   layers of different lengths, and for draft tokens that may be refused.
+ *
+ *   Work comes in blocks. After each 64 tokens, each layer has one block to code for WARM and one for ARCHIVE. With
+ *   equal lengths, all layers are due at the same token. Without care, that token takes longer than its neighbours.
+ *     tkv_seq_reserve   takes the memory of the next tokens now
+ *     tkv_seq_flush     TKV_FLUSH_DUE codes now what the next append would code anyway
+ *     tkv_maintain      under a budget: codes at most max_work blocks, until a tenth of the bytes is free
+ *   Call tkv_maintain in an idle moment, with as many blocks as fit into it. What it leaves is coded by the appends,
+ *   a few blocks each. Without a budget tkv_maintain does nothing: use tkv_seq_flush. max_work of twice the number of
+ *   layers per token leaves nothing to the appends. A learning layer makes its tables during two appends, at 512 and
+ *   2,048 tokens. A loaded calibration (R3) avoids that.
+ *
+ * Recipe R4: an even frame time
+ *     cfg.budget.bytes = 4 << 20;                          // tkv_maintain works under a budget only
+ *     cfg.budget.pressure.min_level = 3;                   // the plan of the config from the first token on
+ *     if (tkv_create(&cfg, &kv)) return 1;
+ *     int idle = 0, done;
+ *     for (int frame = 0; frame < 2000; frame++) {
+ *         // Between frames: code up to 4 blocks, and take the memory of the next token.
+ *         if (tkv_maintain(kv, 2 * LAYERS, &done)) return 1;
+ *         if (tkv_seq_reserve(kv, 0, 1)) return 1;
+ *         idle += done;
+ *         // In the frame: one token.
+ *         for (int layer = 0; layer < LAYERS; layer++) {
+ *             run_model(1);
+ *             if (tkv_append(kv, 0, layer, k, v, 1) || tkv_attend(kv, 0, layer, q, 1, out)) return 1;
+ *         }
+ *     }
+ *     tkv_budget_info info;
+ *     if (tkv_get_budget(kv, &info)) return 1;
+ *     printf("%d blocks coded between frames, %d in frames\n", idle, (int)info.demoted - idle);
+ * End of recipe
+ *
+ *
+ * 9. LONG TEXTS
+ *
+ *   A text can need more bytes than there are. These are the means, in the order of what is lost. A full budget uses
+ *   those that the config allows, in this order.
+ *
+ *   Compress. The ladder of chapter 7 comes first. All tokens stay part of attention.
+ *
+ *   Offload. cfg.offload is four functions of yours: write, read, prefetch and erase. The oldest blocks leave RAM for
+ *   your store and stay part of attention, with the same bits. An XXH64 is checked for every part that comes back.
+ *   Copy examples/spill_file.h for a file. tkv_offload offloads at once. Measured: `./spill --tokens 1M` keeps 62 MB
+ *   of cache under a budget of 6.2 MB (examples/spill.c). About 40 bytes per block and layer stay in RAM, and 432
+ *   more with cfg.evict.
+ *
+ *   Discard. cfg.budget.discard gives up blocks of sequences that wait, in all layers, oldest first. Before such a
+ *   sequence goes on, tkv_seq_recompute has your model compute their K and V again. The bytes are then those of
+ *   before. Until then, attention that needs them returns TKV_ERR_NO_SOURCE. examples/recompute.c has two
+ *   conversations in 75 % of the bytes of both. Both texts and all logits are the same to the bit.
+ *
+ *   Evict. cfg.evict removes tokens for good. With keep_tokens, each layer keeps that number. With keep_tokens 0,
+ *   tokens go when a byte budget has no other way out. Tokens that stay keep their positions and rotation.
+ *     tkv_evict              evicts now, for example at the end of a prompt, or the tokens of a mask
+ *     tkv_seq_pin            keeps tokens, such as a system prompt, for good or up to a length
+ *     tkv_find_top_tokens    the most important tokens of a layer
+ *     tkv_get_tiers          the tier of each token, or its state (tkv_token_state)
+ *     tkv_add_scores         adds attention scores of your own
+ *
+ *   Eviction is the last means, and it is off by default. With SmolLM2 and windows of 4,096 tokens, every policy was
+ *   measured with a quarter of the tokens. Its KL divergence is about 9 times that of the default tiers, or more. It
+ *   takes more bytes, too. Of five passkeys it finds one at most; the tightest tiers find all five (bench/QUALITY.md,
+ *   Dropping tokens). So compress first. Add 16 anchors where bytes are free: the divergence is .0023 instead of
+ *   .0032, for 6 % more bytes. Evict from the tiers by a sliding window where old text may be forgotten. The bytes
+ *   are then 7.1 times fewer than FP16, the divergence is .0096, and two passkeys are found.
+ *
+ *   Cost. A cache samples one query in 32 for attention scores: 1.5 to 2.8 % of the time of attention
+ *   (build/bench/mass). TOVA, SnapKV and PyramidKV need the newest queries. While decoding, every query is one of
+ *   them, which costs 58 to 70 %. Random eviction leaves holes in blocks. Attention over them takes 9 to 41 % longer
+ *   than over full blocks (bench/LOG.md).
+ *
+ *   Promote. tkv_promote brings a block back to a better form: an offloaded one into RAM, a coded one to exact if
+ *   cfg.offload.keep_exact kept its exact bytes. tkv_promote_important does so for the most important blocks, a few
+ *   at each step. Decoding restores nothing: without a better source the status is TKV_ERR_NO_SOURCE.
+ *
+ *
+ * 10. QUALITY
+ *
+ *   Calibration. A and R formats learn which channels and heads attention reads most. A layer makes a first table
+ *   after 512 tokens, over all sequences, and a better one after 2,048. It then stops learning. Blocks that are due
+ *   before the first table stay in the next better tier until then. tkv_save_calibration gives the tables as bytes,
+ *   which are the same on every machine. A cache that loads them compresses from its first block on.
+ *   tkv_refresh_calibration learns again, for example after a change of subject. tkv_freeze_calibration makes missing
+ *   tables at once and stops learning.
+ *
+ * Recipe R3: loading a calibration
+ *     size_t size;
+ *     if (tkv_create(&cfg, &kv)) return 1;
+ *     for (int n = 0; n < 2112; n += 64) {                 // a table is final at the first append after 2,048 tokens
+ *         for (int layer = 0; layer < LAYERS; layer++) {
+ *             run_model(64);
+ *             if (tkv_append(kv, 0, layer, k, v, 64) || tkv_attend(kv, 0, layer, q, 64, out)) return 1;
+ *         }
+ *     }
+ *     tkv_calibration_info info;
+ *     if (tkv_get_calibration(kv, &info)) return 1;
+ *     if (info.n_learning) puts("not final yet: append more tokens");
+ *     if (tkv_save_calibration(kv, NULL, 0, &size)) return 1;           // NULL only counts
+ *     void *bytes = malloc(size);
+ *     if (!bytes || tkv_save_calibration(kv, bytes, size, &size)) return 1;
+ *     tkv_destroy(kv);                                     // the bytes can go to a file here
+ *
+ *     if (tkv_create(&cfg, &kv)) return 1;                 // another cache of the same model
+ *     st = tkv_load_calibration(kv, bytes, size);
+ *     if (st == TKV_ERR_DATA) puts("damaged, or of another model: the cache learns by itself");
+ *     else if (st) return puts(tkv_get_last_error(kv)), 1;
+ *     for (int n = 0; n < 256; n += 64) {
+ *         run_model(64);
+ *         if (tkv_append(kv, 0, 0, k, v, 64)) return 1;
+ *     }
+ *     tkv_layer_info layer;
+ *     if (tkv_get_layer(kv, 0, 0, &layer)) return 1;
+ *     printf("%zu bytes; %d of 256 tokens are compressed\n", size, layer.tokens[TKV_TIER_WARM]);
+ *     free(bytes);
+ * End of recipe
+ *
+ *   Meter. cfg.meter.heads = 4 watches four KV heads while the cache runs. For sampled queries it compares attention
+ *   with attention over exact copies. tkv_get_quality gives the mean error of the output, KL divergences, and how
+ *   often the strongest key is the same. It takes at most 0.5 % of the time of attention, and 4 MB at head_dim 128.
+ *   Output bits are the same with and without it.
+ *
+ *   Feedback. A score is 0 to 1, and 1 means no loss. tkv_compute_score makes one from the meter, from perplexities
+ *   or from a task's accuracy. tkv_observe_score hands it to a controller of yours. tkv_adapt_plan asks the
+ *   controller for advice on hot tokens and level, and follows it. Reset the meter between scores, every few hundred
+ *   tokens. In 1,636 simulated drifts, quality was back after 86 scores at most (build/tests/test_feedback
+ *   converges).
+ *
+ *   Thresholds. A threshold store keeps plans that were good, by model, layer and context length. It is an array of
+ *   yours. tkv_put_threshold adds a plan, and tkv_find_thresholds finds the nearest for the next cache.
+ *   tkv_print_thresholds and tkv_parse_thresholds make it a text with a checksum.
+ *
+ *
+ * 11. BYTES
+ *
+ *   They are drawn in full at the parts that define them: core/tile.h, formats/exact.h, formats/kivi.h.
+ *
  *   exact      [token][channel] little-endian, channels padded to 16
  *   coded      tiles of 256 codes, 1 to 6 or 8 bits each; KIVI: fp16 scale and zero per group of 64 or 32;
  *              A and R: scales of one byte, channels in an order that the cache learned (formats/a.h, formats/r.h)
  *              INT, FP, SUBSPACE: [token][channel] codes, then scales (formats/token.h, formats/subspace.h)
  *              KVQUANT: [token][channel] codes, then slots for outliers (formats/kvquant.h)
- *   tkv_encode_block gives these bytes for one head's block. They are the same on every machine and instruction
- *   set, with the compiler's default floating-point flags. They decode to the same floats under any flags.
  *
- * NUMERICS
+ *   tkv_encode_block gives these bytes for one head's block. They are the same on every machine and instruction set,
+ *   with the compiler's default floating-point flags. They decode to the same floats under any flags.
+ *   tkv_get_block_bytes gives their number. Metadata is always included.
+ *
+ *
+ * 12. NUMERICS
+ *
  *   decoded value     scale * code + zero with one rounding: bit-identical everywhere
  *   attention         The reference is double precision on the decoded values. The error is at most 1e-5 for F32,
  *                     and 2e-3 for F16 and BF16. In coded tiers it is compared with the format's own error. The
@@ -94,24 +621,109 @@
  *   threads           results are bit-identical with any number of threads, and without threads
  *   not guaranteed    the same bits of attention on different instruction sets
  *
- * MEMORY
- *   All memory comes from cfg.host.allocator, as pages and a few growing tables. It is counted to the byte
- *   (tkv_get_memory). tkv_attend never allocates. An append gets all memory that it needs before it stores a
- *   token; if that fails, no token is stored. tkv_create_in_place works inside one buffer of yours and never
- *   allocates. When a budget is full (cfg.budget.bytes), old blocks are first coded in fewer bits. After that they
- *   can be offloaded: they leave RAM and stay part of attention (cfg.offload). Blocks of idle sequences can be
- *   discarded: your model recomputes them before the sequence goes on (cfg.budget.discard). Last, tokens can be
- *   evicted (cfg.evict).
+ *   tkv_attend_reference computes the reference: slowly, in double, on the decoded values.
  *
- * ERRORS   Every function that can fail returns a tkv_status. After an error the cache is as it was, unless the
- *          comment of the function names an exception. tkv_get_last_error gives the sentence for the last mutating
- *          call. Where there is no cache yet, tkv_create_ex writes the sentence to a buffer
- *          of yours. The latter reads a config as text.
- * THREADS  A cache allows one writer at a time. Readers may run side by side between writes: tkv_attend, tkv_read
- *          and everything that takes a const tkv_cache. Different caches are independent.
- * SIMD     x86: AVX2+FMA+F16C, or AVX-512 F/BW/VL/DQ/VNNI, found by cpuid at tkv_create; cfg.host.isa forces one.
- *          AArch64: NEON, with dot products where the compiler may use them (-march=armv8.2-a+dotprod and later).
- *          WebAssembly: with -msimd128. Elsewhere: scalar C.
+ *
+ * 13. ERRORS, THREADS, SIMD
+ *
+ *   Errors. Every function that can fail returns a tkv_status. After an error the cache is as it was, unless the
+ *   comment of the function names an exception. tkv_get_last_error gives the sentence for the last mutating call.
+ *   Where there is no cache yet, tkv_create_ex writes the sentence to a buffer of yours. The library never aborts and
+ *   prints nothing. tkv_check tests all invariants of a cache, for tests and for suspicion.
+ *
+ *   Threads. A cache allows one writer at a time. Readers may run side by side between writes: tkv_attend, tkv_read
+ *   and everything that takes a const tkv_cache. Different caches are independent. The library has no global
+ *   variables that change.
+ *
+ *   The library starts no threads. With cfg.host.parallel_for, it hands tasks to a function of yours. The function
+ *   runs each task once, in any order, on any threads, and returns when all are done. Its work space counts in the
+ *   bytes of the cache. tkv_attend uses at most 128 KiB of stack, and 36 KiB more with cfg.offload: give worker
+ *   threads that much.
+ *
+ * Recipe R6: threads of a pool
+ *     enum { THREADS = 3 };
+ *     typedef struct worker {
+ *         sem_t begin, end;
+ *         tkv_task task;
+ *         void *ctx;
+ *         int first, n_tasks, n_done;
+ *     } worker;
+ *     static void *run_worker(void *user) {
+ *         worker *w = (worker *)user;
+ *         while (!sem_wait(&w->begin)) {
+ *             for (int i = w->first; i < w->n_tasks; i += THREADS) {
+ *                 w->task(w->ctx, i);
+ *                 w->n_done++;
+ *             }
+ *             sem_post(&w->end);
+ *         }
+ *         return NULL;
+ *     }
+ *     static void parallel_for(void *user, int n_tasks, tkv_task task, void *ctx) {
+ *         worker *pool = (worker *)user;
+ *         for (int t = 0; t < THREADS; t++) {
+ *             pool[t].task = task;
+ *             pool[t].ctx = ctx;
+ *             pool[t].n_tasks = n_tasks;
+ *             sem_post(&pool[t].begin);
+ *         }
+ *         for (int t = 0; t < THREADS; t++) sem_wait(&pool[t].end);
+ *     }
+ *     // main:
+ *     static worker pool[THREADS];                         // they wait until the program ends
+ *     static float alone[sizeof out / sizeof *out];
+ *     for (int t = 0; t < THREADS; t++) {
+ *         pthread_t thread;
+ *         pool[t].first = t;
+ *         if (sem_init(&pool[t].begin, 0, 0) || sem_init(&pool[t].end, 0, 0)) return 1;
+ *         if (pthread_create(&thread, NULL, run_worker, &pool[t])) return 1;
+ *     }
+ *     run_model(64);
+ *     for (int with = 0; with < 2; with++) {               // the same work without and with threads
+ *         cfg.host.parallel_for = with ? parallel_for : NULL;
+ *         cfg.host.parallel_user = pool;
+ *         tkv_destroy(kv);
+ *         if (tkv_create(&cfg, &kv)) return 1;
+ *         for (int n = 0; n < 1024; n += 64)
+ *             if (tkv_append(kv, 0, 0, k, v, 64) || tkv_attend(kv, 0, 0, q, 64, out)) return 1;
+ *         if (!with) memcpy(alone, out, sizeof out);
+ *     }
+ *     printf("%s bits, %s\n", memcmp(alone, out, sizeof out) ? "other" : "the same",
+ *            pool[0].n_done ? "with tasks" : "without tasks");
+ * End of recipe
+ *
+ *   Learning from attention, attention scores and the meter use atomics (gcc, clang).
+ *
+ *   SIMD. x86: AVX2+FMA+F16C, or AVX-512 F/BW/VL/DQ/VNNI, found by cpuid at tkv_create; cfg.host.isa forces one.
+ *   AArch64: NEON, with dot products where the compiler may use them (-march=armv8.2-a+dotprod and later).
+ *   WebAssembly: with -msimd128. Elsewhere: scalar C. The scalar code defines every result. With NEON and WebAssembly
+ *   SIMD, encoding is scalar. tkv_get_build names the instruction sets here, and that of a cache.
+ *
+ *
+ * 14. REPORTS
+ *
+ *   tkv_get_memory    bytes by tier and by purpose; their sum is what the allocator handed out
+ *   tkv_get_layer     tokens and blocks of one layer of a sequence by tier, and its bytes
+ *   tkv_get_tiers     the tier of each token, or its state (tkv_token_state)
+ *   tkv_get_budget    level, pressure, and counts of what was recoded, offloaded, discarded, evicted and refused
+ *   tkv_get_quality   the figures of the meter
+ *   tkv_print_report  all of this as JSON, or as text for Prometheus with labels of yours:
+ *
+ *     tkv_memory_bytes{part="codes",tier="archive",model="demo"} 4333568
+ *
+ *   The library writes to your buffer. The file, the socket and the HTTP header are yours. Reports take a const
+ *   cache, so they may run beside attention. All texts follow one convention: (buf, size, needed), final zero
+ *   included. buf NULL only counts.
+ *
+ *
+ * 15. THE CUDA COMPANION
+ *
+ *   tieredkv_cuda.cu is one more file, for compute capability 8.0 and later. It keeps the same blocks, byte for byte,
+ *   in device memory of yours. It appends with encoding and demotion on the device, and attends with 1 to 64 queries
+ *   on the compressed tiers. tkvcu_import copies a sequence of the CPU to the device, and tkvcu_export copies it
+ *   back. Calls captured once into a CUDA graph replay at any length. It has formats A, R, KIVI and Q8, F16 or BF16
+ *   in the hot tier, and heads of 64 or 128 channels. It has no budgets, eviction, offloading, anchors and meters.
+ *   The comment at its top is its manual; examples/cuda_decode.cu is a program.
  */
 
 /* ======== prefix.h ======== */
@@ -1128,7 +1740,7 @@ TKV_API tkv_status tkv_report_pressure(tkv_cache *kv, float pressure);
  * be twice as large, because arrays keep the size to which they grew. `peak` equals total. Prompts in large chunks
  * have a higher peak, because a chunk is exact until the next append. With cfg.evict.keep_tokens, the forecast limits
  * n_tokens to it. With cfg.budget.pressure.min_level under a budget, the cache can hold up to an eighth more,
- * because blocks are recoded a few at a time.
+ * because blocks are recoded a few at a time. The forecast assumes that no calibration is loaded.
  *
  * Under a budget, the forecast takes the first case that fits:
  *   1. a level of the ladder;
@@ -1554,10 +2166,13 @@ typedef struct tkv_calibration_info {
 /* Reports the tables. Errors: TKV_ERR_ARG. Cost: O(layers). */
 TKV_API tkv_status tkv_get_calibration(const tkv_cache *kv, tkv_calibration_info *out);
 /* Saves the tables. The bytes are the same on every machine. Layers without a table are left out.
- *   dst     [size] bytes; NULL only counts
- *   bytes   receives the number of bytes needed
- * Errors: TKV_ERR_ARG   dst is too small; nothing is written */
-TKV_API tkv_status tkv_save_calibration(const tkv_cache *kv, void *dst, size_t size, size_t *bytes);
+ *   buf      [size] bytes; NULL only counts
+ *   needed   (may be NULL if buf is not) receives the number of bytes
+ * Errors:
+ *   TKV_ERR_CAPACITY   buf is too small; nothing is written
+ *   TKV_ERR_ARG        a pointer is missing
+ * Cost: O(bytes). */
+TKV_API tkv_status tkv_save_calibration(const tkv_cache *kv, void *buf, size_t size, size_t *needed);
 /* Loads saved tables. They serve the blocks coded from now on; stored blocks keep their table. Any bytes are safe
  * to try. The formats may differ from those of the cache that saved. A layer whose statistics were not saved
  * continues to learn (A and R formats share one kind, KVQUANT has another).
@@ -18021,20 +18636,20 @@ static size_t tkvi_parts_bytes(const tkv_config *cfg, int parts) {
 }
 
 /* >>saving */
-TKV_API tkv_status tkv_save_calibration(const tkv_cache *kv, void *dst, size_t size, size_t *bytes) {
+TKV_API tkv_status tkv_save_calibration(const tkv_cache *kv, void *buf, size_t size, size_t *needed) {
     const tkv_config *cfg;
-    uint8_t *at = (uint8_t *)dst;
+    uint8_t *at = (uint8_t *)buf;
     uint64_t sum;
     size_t need;
     int layer, head, i;
-    if (!kv || !bytes) return TKV_ERR_ARG;
+    if (!kv || (!buf && !needed)) return TKV_ERR_ARG;
     cfg = &kv->tables.cfg;
     need = TKVI_CALIBRATION_HEAD + 4u * (size_t)cfg->model.n_layers + 8u;
     for (layer = 0; layer < cfg->model.n_layers; layer++)
         if (tkvi_has_table(kv, layer)) need += tkvi_parts_bytes(cfg, tkvi_table_parts(kv, layer));
-    *bytes = need;
-    if (!dst) return TKV_OK;
-    if (size < need) return TKV_ERR_ARG;
+    if (needed) *needed = need;
+    if (!buf) return TKV_OK;
+    if (size < need) return TKV_ERR_CAPACITY;
     memcpy(at, "TKVC", 4);
     tkvi_store32(at + 4, 1);
     tkvi_store32(at + 8, (uint32_t)cfg->model.n_layers);
@@ -18063,7 +18678,7 @@ TKV_API tkv_status tkv_save_calibration(const tkv_cache *kv, void *dst, size_t s
             at += tkvi_kvquant_bytes(cfg);
         }
     }
-    sum = tkvi_fnv1a((const uint8_t *)dst, need - 8u);
+    sum = tkvi_fnv1a((const uint8_t *)buf, need - 8u);
     tkvi_store32(at, (uint32_t)sum);
     tkvi_store32(at + 4, (uint32_t)(sum >> 32));
     return TKV_OK;

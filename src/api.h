@@ -823,7 +823,7 @@ TKV_API tkv_status tkv_report_pressure(tkv_cache *kv, float pressure);
  * be twice as large, because arrays keep the size to which they grew. `peak` equals total. Prompts in large chunks
  * have a higher peak, because a chunk is exact until the next append. With cfg.evict.keep_tokens, the forecast limits
  * n_tokens to it. With cfg.budget.pressure.min_level under a budget, the cache can hold up to an eighth more,
- * because blocks are recoded a few at a time.
+ * because blocks are recoded a few at a time. The forecast assumes that no calibration is loaded.
  *
  * Under a budget, the forecast takes the first case that fits:
  *   1. a level of the ladder;
@@ -1249,10 +1249,13 @@ typedef struct tkv_calibration_info {
 /* Reports the tables. Errors: TKV_ERR_ARG. Cost: O(layers). */
 TKV_API tkv_status tkv_get_calibration(const tkv_cache *kv, tkv_calibration_info *out);
 /* Saves the tables. The bytes are the same on every machine. Layers without a table are left out.
- *   dst     [size] bytes; NULL only counts
- *   bytes   receives the number of bytes needed
- * Errors: TKV_ERR_ARG   dst is too small; nothing is written */
-TKV_API tkv_status tkv_save_calibration(const tkv_cache *kv, void *dst, size_t size, size_t *bytes);
+ *   buf      [size] bytes; NULL only counts
+ *   needed   (may be NULL if buf is not) receives the number of bytes
+ * Errors:
+ *   TKV_ERR_CAPACITY   buf is too small; nothing is written
+ *   TKV_ERR_ARG        a pointer is missing
+ * Cost: O(bytes). */
+TKV_API tkv_status tkv_save_calibration(const tkv_cache *kv, void *buf, size_t size, size_t *needed);
 /* Loads saved tables. They serve the blocks coded from now on; stored blocks keep their table. Any bytes are safe
  * to try. The formats may differ from those of the cache that saved. A layer whose statistics were not saved
  * continues to learn (A and R formats share one kind, KVQUANT has another).

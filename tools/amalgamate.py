@@ -166,7 +166,7 @@ def prefix_text():
 """
 
 
-def update(path, text, check):
+def update(path, text, check, source="src"):
     """Writes a file that differs, or with `check` says so. Returns 1 if it says so."""
     out = os.path.join(ROOT, path)
     old = None
@@ -176,7 +176,7 @@ def update(path, text, check):
     if old == text:  # an unchanged file keeps its time: make has nothing to do
         return 0
     if check:
-        sys.stderr.write("%s is not what src/ makes of it. Run: %s\n" % (path, COMMAND))
+        sys.stderr.write("%s is not what %s/ makes of it. Run: %s\n" % (path, source, COMMAND))
         return 1
     with open(out, "wb") as f:
         f.write(text)
@@ -204,7 +204,7 @@ def main(args):
         print("\n".join(built[0][1]))
         return 0
     for p, (text, _) in zip(products, built):
-        status |= update(p.out, text, args == ["--check"])
+        status |= update(p.out, text, args == ["--check"], p.src)
     return status
 
 

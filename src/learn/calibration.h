@@ -55,20 +55,20 @@ static size_t tkvi_parts_bytes(const tkv_config *cfg, int parts) {
 }
 
 /* >>saving */
-TKV_API tkv_status tkv_save_calibration(const tkv_cache *kv, void *dst, size_t size, size_t *bytes) {
+TKV_API tkv_status tkv_save_calibration(const tkv_cache *kv, void *buf, size_t size, size_t *needed) {
     const tkv_config *cfg;
-    uint8_t *at = (uint8_t *)dst;
+    uint8_t *at = (uint8_t *)buf;
     uint64_t sum;
     size_t need;
     int layer, head, i;
-    if (!kv || !bytes) return TKV_ERR_ARG;
+    if (!kv || (!buf && !needed)) return TKV_ERR_ARG;
     cfg = &kv->tables.cfg;
     need = TKVI_CALIBRATION_HEAD + 4u * (size_t)cfg->model.n_layers + 8u;
     for (layer = 0; layer < cfg->model.n_layers; layer++)
         if (tkvi_has_table(kv, layer)) need += tkvi_parts_bytes(cfg, tkvi_table_parts(kv, layer));
-    *bytes = need;
-    if (!dst) return TKV_OK;
-    if (size < need) return TKV_ERR_ARG;
+    if (needed) *needed = need;
+    if (!buf) return TKV_OK;
+    if (size < need) return TKV_ERR_CAPACITY;
     memcpy(at, "TKVC", 4);
     tkvi_store32(at + 4, 1);
     tkvi_store32(at + 8, (uint32_t)cfg->model.n_layers);
@@ -97,7 +97,7 @@ TKV_API tkv_status tkv_save_calibration(const tkv_cache *kv, void *dst, size_t s
             at += tkvi_kvquant_bytes(cfg);
         }
     }
-    sum = tkvi_fnv1a((const uint8_t *)dst, need - 8u);
+    sum = tkvi_fnv1a((const uint8_t *)buf, need - 8u);
     tkvi_store32(at, (uint32_t)sum);
     tkvi_store32(at + 4, (uint32_t)(sum >> 32));
     return TKV_OK;

@@ -1,0 +1,279 @@
+#!/usr/bin/env python3
+"""The manual at the top of the header (src/manual.h): its chapters are numbered, and its recipes compile, run and
+print what they should. CC is the compiler (cc).
+
+A recipe is the lines between ` * Recipe R<n>: title` and ` * End of recipe`. Each code line begins with ` *     `.
+R1 is two files, under lines `// file: name`. The other recipes stand inside main, and lines above `// main:` before it.
+"""
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import unittest
+
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+CC = os.environ.get("CC", "cc").split()
+FLAGS = ["-O1", "-std=c99", "-Wall", "-Wextra", "-Werror"]
+
+# The names that chapter 3 of the manual promises to a recipe.
+PRELUDE = """
+#define _XOPEN_SOURCE 600
+#include "tieredkv.h"
+#include <pthread.h>
+#include <semaphore.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+enum { LAYERS = 2, HEADS = 4, KV_HEADS = 2, DIM = 32, TOKENS = 64 };
+float k[TOKENS * KV_HEADS * DIM], v[TOKENS * KV_HEADS * DIM];
+float q[TOKENS * HEADS * DIM], out[TOKENS * HEADS * DIM];
+tkv_config cfg;
+tkv_cache *kv;
+tkv_status st;
+char reason[200];
+static void fill(float *x, int n) {
+    static unsigned state = 1;
+    for (int i = 0; i < n; i++) {
+        state = state * 1664525u + 1013904223u;
+        x[i] = (float)(state >> 8) / 8388608.0f - 1.0f;
+    }
+}
+static void run_model(int n) {
+    fill(k, n * KV_HEADS * DIM);
+    fill(v, n * KV_HEADS * DIM);
+    fill(q, n * HEADS * DIM);
+}
+"""
+MAIN = """
+int main(void) {
+    cfg = tkv_default_config();
+    cfg.model.n_layers = LAYERS;
+    cfg.model.n_heads = HEADS;
+    cfg.model.n_kv_heads = KV_HEADS;
+    cfg.model.head_dim = DIM;
+    cfg.limits.max_append = TOKENS;
+    run_model(1);
+%s
+    tkv_destroy(kv);
+    return 0;
+}
+"""
+
+
+def read(*names):
+    with open(os.path.join(ROOT, *names), encoding="ascii") as f:
+        return f.read()
+
+
+def recipes(text):
+    """Number -> code of each recipe."""
+    found = {}
+    for number, body in re.findall(r"^ \* Recipe (R\d+): [^\n]+\n(.*?)^ \* End of recipe$", text, re.M | re.S):
+        code = []
+        for line in body.splitlines():
+            if line != " *" and not line.startswith(" *     "):
+                raise ValueError("%s: not a line of code: %s" % (number, line))
+            code.append(line[7:])
+        if number in found:
+            raise ValueError("%s is there twice" % number)
+        found[number] = "\n".join(code) + "\n"
+    return found
+
+
+def program(code):
+    """A whole program of a recipe."""
+    before, mark, inside = code.rpartition("// main:\n")
+    return PRELUDE + before + MAIN % inside
+
+
+class Recipes(unittest.TestCase):
+    @classmethod
+    def setUpClass(cls):
+        cls.place = tempfile.mkdtemp()
+        cls.recipes = recipes(read("src", "manual.h"))
+        header, made = os.path.join(ROOT, "tieredkv.h"), os.path.join(ROOT, "build", "tieredkv.o")
+        cls.library = os.path.join(cls.place, "tieredkv.o")
+        shutil.copy(header, cls.place)  # the recipes stand beside the header, as in a program
+        newer = os.path.exists(made) and os.path.getmtime(made) > os.path.getmtime(header)
+        if newer and CC == ["cc"] and cls.links(made):
+            cls.library = made
+        else:
+            source = os.path.join(cls.place, "library.c")
+            with open(source, "w") as f:
+                f.write('#define TIEREDKV_IMPLEMENTATION\n#include "tieredkv.h"\n')
+            subprocess.run(CC + ["-O1", "-DTKV_NO_SIMD", "-c", source, "-o", cls.library], check=True)
+
+    @classmethod
+    def links(cls, made):
+        """Whether the object that make left links without other flags, such as those of a sanitizer."""
+        build = CC + ["-x", "c", "-", "-x", "none", made, "-o", os.path.join(cls.place, "try"), "-lm"]
+        text = b"void tkv_destroy(void *); int main(void) { tkv_destroy(0); return 0; }"
+        return subprocess.run(build, input=text, stderr=subprocess.DEVNULL).returncode == 0
+
+    @classmethod
+    def tearDownClass(cls):
+        shutil.rmtree(cls.place)
+
+    def run_text(self, name, text):
+        """Compiles a program, links it with the library and returns what it prints."""
+        source, binary = os.path.join(self.place, name + ".c"), os.path.join(self.place, name)
+        with open(source, "w") as f:
+            f.write(text)
+        build = subprocess.run(CC + FLAGS + [source, self.library, "-o", binary, "-lm", "-pthread"],
+                               stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        self.assertEqual(build.returncode, 0, "%s: %s" % (name, build.stdout.decode()))
+        done = subprocess.run([binary], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=120)
+        self.assertEqual(done.returncode, 0, "%s: %s" % (name, done.stdout.decode()))
+        if os.environ.get("SHOW"):
+            sys.stderr.write("%s prints:\n%s" % (name, done.stdout.decode()))
+        return done.stdout.decode()
+
+    def run_recipe(self, number):
+        self.assertIn(number, self.recipes)
+        return self.run_text(number, program(self.recipes[number]))
+
+    def test_contents_name_every_recipe(self):
+        contents = read("src", "manual.h").partition("CONTENTS")[2].partition("1. WHAT IT IS")[0]
+        self.assertEqual(set(re.findall(r"\bR\d+\b", contents)), set(self.recipes))
+        self.assertLessEqual({"R%d" % i for i in range(1, 8)}, set(self.recipes))
+        titles = dict(re.findall(r"^ \* Recipe (R\d+): (.+)$", read("src", "manual.h"), re.M))
+        for number, title in titles.items():
+            self.assertRegex(contents, r"\b%s %s\n" % (number, re.escape(title)))
+
+    def test_r1_compile_once(self):
+        self.assertIn("R1", self.recipes)
+        files = dict(re.findall(r"^// file: (\S+)\n(.*?)(?=^// file: |\Z)", self.recipes["R1"], re.M | re.S))
+        self.assertEqual(sorted(files), ["program.c", "tieredkv.c"])
+        # The library is compiled once for all recipes, from these two lines.
+        self.assertEqual(files["tieredkv.c"], '#define TIEREDKV_IMPLEMENTATION\n#include "tieredkv.h"\n')
+        self.assertRegex(self.run_text("R1", files["program.c"]), r"^version \d+\.\d+\.\d+, \d+ bytes of config\n$")
+
+    def test_r2_chat_without_end(self):
+        said = re.match(r"^25600 tokens, (\d+) restart, (\d+) held, (\d+) evicted\n$", self.run_recipe("R2"))
+        self.assertTrue(said)
+        restarts, held, evicted = (int(n) for n in said.groups())
+        self.assertEqual(restarts, 1)
+        self.assertEqual(held + evicted, 25600 - 16384 + 512)  # positions since the restart
+        self.assertGreater(held, 2000)
+        self.assertGreater(evicted, 1000)
+
+    def test_r3_loading_a_calibration(self):
+        self.assertRegex(self.run_recipe("R3"), r"^\d+ bytes; 64 of 256 tokens are compressed\n$")
+
+    def test_r4_even_frame_time(self):
+        said = re.match(r"^(\d+) blocks coded between frames, (\d+) in frames\n$", self.run_recipe("R4"))
+        self.assertTrue(said)
+        self.assertGreater(int(said.group(1)), 90)
+        self.assertLessEqual(int(said.group(2)), 2)  # when a layer makes a table
+
+    def test_r5_budget(self):
+        lines = self.run_recipe("R5").splitlines()
+        self.assertEqual(lines[:5], ["level %d" % i for i in range(1, 6)])
+        self.assertRegex(lines[5], r"^refused, it needs 4\d\d\d\d\d bytes$")
+        self.assertRegex(lines[6], r"^full at 2\d\d\d tokens$")
+        self.assertEqual(lines[-1], "6400 tokens, peak within the budget")
+        self.assertEqual(sum(line.startswith("refused") for line in lines), 1)
+
+    def test_r6_threads(self):
+        self.assertEqual(self.run_recipe("R6"), "the same bits, with tasks\n")
+
+    def test_r7_small_contexts(self):
+        rows = re.findall(r"^(\d+) tokens: default (\d+) bytes, ratio ([\d.]+); "
+                          r"small (\d+) bytes, ratio ([\d.]+)$", self.run_recipe("R7"), re.M)
+        self.assertEqual([int(row[0]) for row in rows], [1, 128, 256, 512])
+        ratios = {int(row[0]): (row[2], row[4]) for row in rows}
+        table = read("src", "manual.h").partition("Small contexts.")[2]
+        columns = [int(n) for n in re.search(r"^ \*     tokens +(.*)$", table, re.M).group(1).split()]
+        for i, name in enumerate(("default plan", "KIVI4 behind 16 hot tokens")):
+            figures = dict(zip(columns, re.search(r"^ \*     %s +(.*)$" % name, table, re.M).group(1).split()))
+            for tokens in (128, 256, 512):  # the table of the manual has these numbers
+                self.assertAlmostEqual(float(ratios[tokens][i]), float(figures[tokens]), delta=.015)
+
+    def test_r8_two_sets_of_keys(self):
+        self.assertEqual(self.run_recipe("R8"), "merged and whole differ by less than 1e-5\n")
+
+    def test_r9_config_as_text(self):
+        said = self.run_recipe("R9")
+        for line in ('"model.n_layers": 32', '"tiers.archive": "a25/r20"', '"layers[1].warm": "q8"'):
+            self.assertIn(line, said)
+        self.assertRegex(said, r"line 1: tiers.hot_tokenz is no key; the nearest one is tiers.hot_tokens\n$")
+
+
+class Extraction(unittest.TestCase):
+    """The test finds what is wrong."""
+
+    TEXT = " * Recipe R3: title\n *     int a;\n *\n *         a++;\n * End of recipe\n"
+
+    def test_code(self):
+        self.assertEqual(recipes(self.TEXT), {"R3": "int a;\n\n    a++;\n"})
+
+    def test_text_in_a_recipe(self):
+        self.assertRaises(ValueError, recipes, self.TEXT.replace(" *         a", " * a"))
+
+    def test_the_same_number_twice(self):
+        self.assertRaises(ValueError, recipes, self.TEXT * 2)
+
+    def test_no_end(self):
+        self.assertEqual(recipes(self.TEXT.replace("End of", "end")), {})
+
+
+def sentences(text):
+    """Sentences of the prose, without recipes, tables, lists and drawings."""
+    text = re.sub(r"^ \* Recipe .*?^ \* End of recipe$", " *", text, flags=re.M | re.S)
+    lines = [line[3:].rstrip() if line.startswith(" * ") else "" for line in text.splitlines()]
+    for paragraph in "\n".join(lines).split("\n\n"):
+        rows = [row for row in paragraph.split("\n") if row]
+        if any(re.match(r"   ", row) or re.search(r"\S {2,}\S", row) for row in rows):
+            rows = [row for row in rows if re.match(r"  \S", row) and not re.search(r"\S {2,}\S", row)]
+        for sentence in re.split(r"(?<=[.:;?!])\s+", " ".join(row.strip() for row in rows)):
+            yield sentence
+
+
+class Form(unittest.TestCase):
+    def test_chapters_are_numbered(self):
+        text = read("src", "manual.h")
+        chapters = re.findall(r"^ \* (\d+)\. ([A-Z].*)$", text, re.M)
+        self.assertGreaterEqual(len(chapters), 15)
+        self.assertEqual([int(number) for number, _ in chapters], list(range(1, len(chapters) + 1)))
+        contents = re.findall(r"^ \* +(\d+) ([A-Z].*?)(?:  .*)?$", text.partition("\n * 1. ")[0], re.M)
+        self.assertEqual([(n, title.lower()) for n, title in contents], [(n, title.lower()) for n, title in chapters])
+        references = [int(n) for n in re.findall(r"\bchapter\s(?:\*\s+)?(\d+)", text)]
+        self.assertLessEqual(set(references), set(range(1, len(chapters) + 1)))
+
+    def test_lines(self):
+        for i, line in enumerate(read("src", "manual.h").splitlines(), 1):
+            self.assertLessEqual(len(line), 120, "line %d" % i)
+            self.assertEqual(line, line.rstrip(), "line %d" % i)
+
+    def test_one_comment(self):
+        text = read("src", "manual.h")
+        self.assertEqual((text.count("/*"), text.count("*/")), (1, 1))
+
+    def test_sentences_are_short(self):
+        long = [s for s in sentences(read("src", "manual.h")) if len(s.split()) > 25]
+        self.assertEqual(long, [])
+
+    def test_names_exist(self):
+        text = read("src", "manual.h")
+        known = set(re.findall(r"\w+", read("src", "api.h") + read("src", "cuda", "api.h")))
+        known |= {"TKV_PREFIX", "TKV_NO_MALLOC", "TKV_NO_AVX512", "tkv_memory_bytes"}  # macros, a name of Prometheus
+        names = {name for name in re.findall(r"\b(?:tkv|tkvcu|TKV)_\w+\b", text) if not name.endswith("_")}
+        self.assertGreater(len(names), 80)
+        self.assertEqual(names - known, set())
+        fields = set(re.findall(r"\bcfg\.(\w+(?:\.\w+)*)", text))
+        self.assertGreater(len(fields), 20)
+        self.assertEqual({field for field in fields if not set(field.split(".")) <= known | {"x"}}, set())
+        for path in set(re.findall(r"\b(?:core|formats|examples|tests|bench)/\w+\.\w+\b", text)):
+            self.assertTrue(any(os.path.exists(os.path.join(ROOT, base, path)) for base in ("", "src")), path)
+
+
+if __name__ == "__main__":
+    os.chdir(ROOT)
+    result = unittest.main(exit=False, verbosity=1).result
+    bad = len(result.failures) + len(result.errors)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    print("%d passed, %d failed" % (result.testsRun - bad, bad))
+    sys.exit(bad != 0)
