@@ -15301,7 +15301,7 @@ static int tkvi_peak_ready(tkvi_pool *pool, const tkvi_peak *k) {
  * cache/meter.h - the quality meter: exact copies of blocks of some heads, and the error sums from comparisons.
  *
  * A head probe watches one KV head of one layer. When a block leaves the hot tier, the probe copies the exact
- * record. For sampled queries, attention/attend.h computes attention a second time. It then reads the copies in
+ * record. For sampled queries, attention/compare.h computes attention a second time. It then reads the copies in
  * place of the coded blocks. Hot blocks need no copy: they are exact in the cache. Coded blocks are never
  * truncated, so truncation and tkv_abort do not change the copies. All memory is allocated at creation, so nothing
  * can fail later.
@@ -16393,7 +16393,8 @@ typedef struct tkvi_consumer {
 } tkvi_consumer;
 
 #define TKVI_MAX_CONSUMERS 8
-#define TKVI_CONSUMER_BYTES 26624 /* limit of state_bytes, all consumers together, each rounded up to 64 */
+/* Limit of state_bytes, all consumers together, each rounded up to 64 (tests/test_mass.c checks it). */
+#define TKVI_CONSUMER_BYTES 26624
 
 /* Bits of all rows. */
 static unsigned tkvi_all_rows(const tkvi_tile_view *v) { return (1u << v->rows) - 1u; }
@@ -17601,7 +17602,7 @@ static int tkvi_kvquant_valid(const tkv_config *cfg, const uint8_t *at) {
  *   weight of a channel of K = sum of q^2 of its queries * its variance within blocks
  *   reach of a head          = sum of p^2 over keys more than TKVI_FAR tokens back * sum of |v|^2
  *
- * attention/attend.h collects q^2 and p^2 for one query in eight. It adds integers, so results do not depend on the
+ * learn/sample_queries.h collects q^2 and p^2 for one query in eight. It adds integers, so results do not depend on the
  * order of threads. Keys and values are read from the newest hot and warm blocks (tkvi_each_block).
  *
  * When a layer has seen TKVI_FIRST_TABLE_TOKENS tokens, all sequences together, its next append makes the table.
@@ -18383,8 +18384,8 @@ TKV_API tkv_status tkv_calibration_refresh(tkv_cache *kv) {
 #endif /* TKVI_LEARN_CALIBRATION_H */
 /* ======== reclaim/scores.h ======== */
 /*
- * reclaim/scores.h - attention scores: how much attention each token got. attention/attend.h collects them while it
- * runs. The token_meta of each block stores them (cache/pool.h).
+ * reclaim/scores.h - attention scores: how much attention each token got. reclaim/sample_scores.h collects them while
+ * attention runs. The token_meta of each block stores them (cache/pool.h).
  *
  * A row of a table defines how scores are formed (rules/score_modes.h). All calls between two appends are one step.
  * The stamp of a step is the length of the list. The first call that reaches a block in a step decays the scores of
@@ -20979,16 +20980,15 @@ typedef struct tkvi_call {
     int heads_per_kv;
     const tkvi_prefill *many; /* prefill kernels; NULL: work tiles of at most TKVI_ROWS rows */
     int tile;                 /* rows of a work tile */
-    int eight;                /* most rows that consumers see at once: 8, or fewer to keep queries whole */
+    int view_rows;            /* most rows that consumers see at once: 8, or fewer to keep queries whole */
     float scale;
     ptrdiff_t q_row, q_head, out_row, out_head, mask_stride, bits_stride, mass_stride;
     tkvi_fetch_buffer *room; /* the task's buffer for offloaded records; NULL: no block is offloaded */
     int *failed;             /* bits of tkvi_failure, shared by all tasks */
-    const tkvi_consumer *const *consumer; /* [n_consumers] */
-    int n_consumers;                      /* 0: none */
-    unsigned
-        observing[TKVI_OBSERVES_KINDS]; /* consumers that take part in the call, by kind: bit i for row i */
-    unsigned want_far;                  /* those of them that want far_attention */
+    const tkvi_consumer *const *consumer;    /* [n_consumers] */
+    int n_consumers;                         /* 0: none */
+    unsigned observing[TKVI_OBSERVES_KINDS]; /* by kind, consumers that take part: bit i for consumer[i] */
+    unsigned want_far;                       /* those that want far_attention */
 } tkvi_call;
 
 /* Errors with offloaded blocks. Tasks then skip their remaining work, and the call fails. */
@@ -21029,7 +21029,7 @@ static tkv_status tkvi_call_init(tkvi_call *c, tkv_cache *kv, const tkv_attend_p
     c->plan = &kv->tables.plan[p->layer];
     if (c->plan->stored < 0 || p->window < TKV_NONE) return TKV_ERR_ARG;
     c->heads_per_kv = cfg->n_heads / cfg->n_kv_heads;
-    c->tile = c->eight = TKVI_ROWS;
+    c->tile = c->view_rows = TKVI_ROWS;
     c->window = p->window == TKV_NONE ? 0 : p->window ? p->window : c->plan->window;
     for (i = 0; i < c->n_rows; i++) {
         const tkvi_list *list;
@@ -21077,9 +21077,9 @@ static void tkvi_call_consumers(tkvi_call *c, const tkvi_consumer *const *consum
         if (wants) c->observing[consumer[i]->observes] |= 1u << i;
         if (wants & TKVI_WANTS_FAR_SUMS) c->want_far |= 1u << i;
         if (wants & TKVI_WANTS_WHOLE_QUERIES && c->heads_per_kv < TKVI_ROWS)
-            c->eight = TKVI_ROWS - TKVI_ROWS % c->heads_per_kv;
+            c->view_rows = TKVI_ROWS - TKVI_ROWS % c->heads_per_kv;
     }
-    c->tile = c->eight;
+    c->tile = c->view_rows;
 }
 
 /* >>work tile: query rows of one KV head of one sequence */
@@ -21116,11 +21116,11 @@ static void tkvi_visible(const tkvi_work_tile *u, int query, int *low, int *high
     *low = window && at + 1 > window ? at + 1 - window : 0;
 }
 
-/* The rows from `first` on as a work tile of at most call->eight rows. */
+/* The rows from `first` on as a work tile of at most call->view_rows rows. */
 static tkvi_work_tile tkvi_eight_rows(const tkvi_work_tile *u, int first) {
     tkvi_work_tile eight = *u;
     eight.first += first;
-    eight.rows = tkvi_min(u->call->eight, u->rows - first);
+    eight.rows = tkvi_min(u->call->view_rows, u->rows - first);
     return eight;
 }
 
@@ -21149,7 +21149,7 @@ static TKVI_NOINLINE uint32_t tkvi_far_rows(const tkvi_work_tile *u) {
     const tkvi_call *c = u->call;
     uint32_t rows = 0;
     int first, i;
-    for (first = 0; first < u->rows; first += c->eight) {
+    for (first = 0; first < u->rows; first += c->view_rows) {
         const tkvi_work_tile eight = tkvi_eight_rows(u, first);
         tkvi_tile_view v;
         tkvi_view_init(&eight, &v);
@@ -21682,6 +21682,7 @@ static TKVI_NOINLINE void tkvi_observe_blocks(tkvi_observers *o, tkvi_queries *q
         for (k = 0; k < c->n_consumers; k++)
             if (o->observed[k]) c->consumer[k]->observe(&o->view, i, scores, tkvi_observer_state(o, k));
     }
+    o->view.scoring = NULL;
 }
 
 static void tkvi_observers_end(tkvi_observers *o) {
@@ -22011,7 +22012,7 @@ static TKVI_NOINLINE void tkvi_prefill_work_tile(const tkvi_work_tile *u, float 
     tkvi_prefill_blocks(u, &sums);
     if (tkvi_failed(u->call)) return;
     tkvi_prefill_in_rows(u, &sums);
-    for (first = 0; first < u->rows; first += u->call->eight)
+    for (first = 0; first < u->rows; first += u->call->view_rows)
         tkvi_prefill_finish(u, &sums, first, lse + first);
 }
 
@@ -22043,7 +22044,7 @@ static void tkvi_run_prefill(void *ctx, int index) {
     int first;
     tkvi_find_work_tile(w->call, index, &u);
     tkvi_prefill_work_tile(&u, lse);
-    for (first = 0; second && first < u.rows && !tkvi_failed(w->call); first += w->call->eight) {
+    for (first = 0; second && first < u.rows && !tkvi_failed(w->call); first += w->call->view_rows) {
         const tkvi_work_tile eight = tkvi_eight_rows(&u, first);
         if (tkvi_is_observed(&eight, second)) tkvi_prefill_observe(w, &eight, lse + first);
     }
@@ -22166,7 +22167,7 @@ static tkv_status tkvi_attend(tkv_cache *kv, const tkv_attend_params *p, const t
         tkvi_run(&w, w.n_units, 1, tkvi_run_work_tile);
     } else {
         c.tile = tkvi_prefill_lanes(tkvi_max(kv->tables.cfg.head_dim, kv->tables.cfg.v_head_dim));
-        c.tile -= c.tile % c.eight;
+        c.tile -= c.tile % c.view_rows;
         tkvi_run(&w, tkvi_count_work_tiles(&c), 1, tkvi_run_prefill);
     }
     if (!failed && tkvi_any_sampled(&w))

@@ -45,16 +45,15 @@ typedef struct tkvi_call {
     int heads_per_kv;
     const tkvi_prefill *many; /* prefill kernels; NULL: work tiles of at most TKVI_ROWS rows */
     int tile;                 /* rows of a work tile */
-    int eight;                /* most rows that consumers see at once: 8, or fewer to keep queries whole */
+    int view_rows;            /* most rows that consumers see at once: 8, or fewer to keep queries whole */
     float scale;
     ptrdiff_t q_row, q_head, out_row, out_head, mask_stride, bits_stride, mass_stride;
     tkvi_fetch_buffer *room; /* the task's buffer for offloaded records; NULL: no block is offloaded */
     int *failed;             /* bits of tkvi_failure, shared by all tasks */
-    const tkvi_consumer *const *consumer; /* [n_consumers] */
-    int n_consumers;                      /* 0: none */
-    unsigned
-        observing[TKVI_OBSERVES_KINDS]; /* consumers that take part in the call, by kind: bit i for row i */
-    unsigned want_far;                  /* those of them that want far_attention */
+    const tkvi_consumer *const *consumer;    /* [n_consumers] */
+    int n_consumers;                         /* 0: none */
+    unsigned observing[TKVI_OBSERVES_KINDS]; /* by kind, consumers that take part: bit i for consumer[i] */
+    unsigned want_far;                       /* those that want far_attention */
 } tkvi_call;
 
 /* Errors with offloaded blocks. Tasks then skip their remaining work, and the call fails. */
@@ -95,7 +94,7 @@ static tkv_status tkvi_call_init(tkvi_call *c, tkv_cache *kv, const tkv_attend_p
     c->plan = &kv->tables.plan[p->layer];
     if (c->plan->stored < 0 || p->window < TKV_NONE) return TKV_ERR_ARG;
     c->heads_per_kv = cfg->n_heads / cfg->n_kv_heads;
-    c->tile = c->eight = TKVI_ROWS;
+    c->tile = c->view_rows = TKVI_ROWS;
     c->window = p->window == TKV_NONE ? 0 : p->window ? p->window : c->plan->window;
     for (i = 0; i < c->n_rows; i++) {
         const tkvi_list *list;
@@ -143,9 +142,9 @@ static void tkvi_call_consumers(tkvi_call *c, const tkvi_consumer *const *consum
         if (wants) c->observing[consumer[i]->observes] |= 1u << i;
         if (wants & TKVI_WANTS_FAR_SUMS) c->want_far |= 1u << i;
         if (wants & TKVI_WANTS_WHOLE_QUERIES && c->heads_per_kv < TKVI_ROWS)
-            c->eight = TKVI_ROWS - TKVI_ROWS % c->heads_per_kv;
+            c->view_rows = TKVI_ROWS - TKVI_ROWS % c->heads_per_kv;
     }
-    c->tile = c->eight;
+    c->tile = c->view_rows;
 }
 
 /* >>work tile: query rows of one KV head of one sequence */
@@ -182,11 +181,11 @@ static void tkvi_visible(const tkvi_work_tile *u, int query, int *low, int *high
     *low = window && at + 1 > window ? at + 1 - window : 0;
 }
 
-/* The rows from `first` on as a work tile of at most call->eight rows. */
+/* The rows from `first` on as a work tile of at most call->view_rows rows. */
 static tkvi_work_tile tkvi_eight_rows(const tkvi_work_tile *u, int first) {
     tkvi_work_tile eight = *u;
     eight.first += first;
-    eight.rows = tkvi_min(u->call->eight, u->rows - first);
+    eight.rows = tkvi_min(u->call->view_rows, u->rows - first);
     return eight;
 }
 
@@ -215,7 +214,7 @@ static TKVI_NOINLINE uint32_t tkvi_far_rows(const tkvi_work_tile *u) {
     const tkvi_call *c = u->call;
     uint32_t rows = 0;
     int first, i;
-    for (first = 0; first < u->rows; first += c->eight) {
+    for (first = 0; first < u->rows; first += c->view_rows) {
         const tkvi_work_tile eight = tkvi_eight_rows(u, first);
         tkvi_tile_view v;
         tkvi_view_init(&eight, &v);
@@ -748,6 +747,7 @@ static TKVI_NOINLINE void tkvi_observe_blocks(tkvi_observers *o, tkvi_queries *q
         for (k = 0; k < c->n_consumers; k++)
             if (o->observed[k]) c->consumer[k]->observe(&o->view, i, scores, tkvi_observer_state(o, k));
     }
+    o->view.scoring = NULL;
 }
 
 static void tkvi_observers_end(tkvi_observers *o) {
@@ -1077,7 +1077,7 @@ static TKVI_NOINLINE void tkvi_prefill_work_tile(const tkvi_work_tile *u, float 
     tkvi_prefill_blocks(u, &sums);
     if (tkvi_failed(u->call)) return;
     tkvi_prefill_in_rows(u, &sums);
-    for (first = 0; first < u->rows; first += u->call->eight)
+    for (first = 0; first < u->rows; first += u->call->view_rows)
         tkvi_prefill_finish(u, &sums, first, lse + first);
 }
 
@@ -1109,7 +1109,7 @@ static void tkvi_run_prefill(void *ctx, int index) {
     int first;
     tkvi_find_work_tile(w->call, index, &u);
     tkvi_prefill_work_tile(&u, lse);
-    for (first = 0; second && first < u.rows && !tkvi_failed(w->call); first += w->call->eight) {
+    for (first = 0; second && first < u.rows && !tkvi_failed(w->call); first += w->call->view_rows) {
         const tkvi_work_tile eight = tkvi_eight_rows(&u, first);
         if (tkvi_is_observed(&eight, second)) tkvi_prefill_observe(w, &eight, lse + first);
     }
@@ -1232,7 +1232,7 @@ static tkv_status tkvi_attend(tkv_cache *kv, const tkv_attend_params *p, const t
         tkvi_run(&w, w.n_units, 1, tkvi_run_work_tile);
     } else {
         c.tile = tkvi_prefill_lanes(tkvi_max(kv->tables.cfg.head_dim, kv->tables.cfg.v_head_dim));
-        c.tile -= c.tile % c.eight;
+        c.tile -= c.tile % c.view_rows;
         tkvi_run(&w, tkvi_count_work_tiles(&c), 1, tkvi_run_prefill);
     }
     if (!failed && tkvi_any_sampled(&w))

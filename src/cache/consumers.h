@@ -85,7 +85,8 @@ typedef struct tkvi_consumer {
 } tkvi_consumer;
 
 #define TKVI_MAX_CONSUMERS 8
-#define TKVI_CONSUMER_BYTES 26624 /* limit of state_bytes, all consumers together, each rounded up to 64 */
+/* Limit of state_bytes, all consumers together, each rounded up to 64 (tests/test_mass.c checks it). */
+#define TKVI_CONSUMER_BYTES 26624
 
 /* Bits of all rows. */
 static unsigned tkvi_all_rows(const tkvi_tile_view *v) { return (1u << v->rows) - 1u; }
