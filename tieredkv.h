@@ -16023,7 +16023,7 @@ static int tkvi_peak_ready(tkvi_pool *pool, const tkvi_peak *k) {
  * cache/meter.h - the quality meter: exact copies of blocks of some heads, and the error sums from comparisons.
  *
  * A head probe watches one KV head of one layer. When a block leaves the hot tier, the probe copies the exact
- * record. For sampled queries, attention/attend.h computes attention a second time. It then reads the copies in
+ * record. For sampled queries, attention/compare.h computes attention a second time. It then reads the copies in
  * place of the coded blocks. Hot blocks need no copy: they are exact in the cache. Coded blocks are never
  * truncated, so truncation and tkv_seq_abort do not change the copies. All memory is allocated at creation, so
  * nothing can fail later.
@@ -17042,6 +17042,108 @@ TKV_API tkv_status tkv_create_in_place(const tkv_config *cfg, void *mem, size_t 
 }
 
 #endif /* TKVI_CACHE_CACHE_H */
+/* ======== cache/consumers.h ======== */
+/*
+ * cache/consumers.h - consumers of attention: parts of the library that observe attention while it runs. They learn
+ * from its queries, measure its errors, or add up its weights per token.
+ *
+ * A consumer is a row of type tkvi_consumer. step/consumers.h has the table of all rows. attention/attend.h serves
+ * the rows, and does not know what they do:
+ *
+ *     first pass     attention itself
+ *     begin          the consumer gets the queries and the sums of the first pass
+ *     second pass    the keys of sampled rows once more: each block is scored once, for all consumers together,
+ *     observe        and each consumer gets the scores of the block
+ *     end
+ *
+ * To add one, write a file with the functions and the row, in the folder that the consumer belongs to. Then add the
+ * row to the table. Readers of a cache run at the same time: what they add must be integers under a lock, so that
+ * results do not depend on the order of threads. Only TKVI_OBSERVES_CALL promises an order.
+ */
+#ifndef TKVI_CACHE_CONSUMERS_H
+#define TKVI_CACHE_CONSUMERS_H
+
+
+/* Partial results of attention over one split, or over several merged splits. p = exp(score - m). */
+typedef struct tkvi_sums {
+    float *m, *l;         /* [TKVI_ROWS] largest score; sum of p */
+    float *far_attention; /* [TKVI_ROWS] sum of p^2 over far keys, for rows of consumers that want it */
+    float *any;           /* [2] not 0: that half of o is in use; else its contents are undefined */
+    float *o;             /* [2][TKVI_ROWS][v_pad] sum of p v: of plain formats, of rotated formats */
+} tkvi_sums;
+
+/* Up to 8 query rows of one KV head of one sequence. Rows of one query, its query heads, follow one another. */
+typedef struct tkvi_tile_view {
+    tkv_cache *kv;
+    const tkv_attend_params *params;
+    const tkvi_list *list;
+    const uint32_t *ids;
+    int seq, head;           /* sequence; KV head */
+    int layer, stored;       /* layer of the call; layer that has the blocks */
+    int rows;                /* number of rows */
+    int position[TKVI_ROWS]; /* of each row's query */
+    int low[TKVI_ROWS];      /* keys that a row sees by causality and window: low .. high-1 */
+    int high[TKVI_ROWS];     /* see low */
+    const float *q;          /* [rows][q_stride] scaled queries; in `begin` only */
+    int q_stride;            /* head_dim, rounded up to 16 */
+    const tkvi_sums *sums;   /* results of the first pass without sink logits; in `begin` only; can be NULL */
+    float origin[TKVI_ROWS]; /* scale q.ref of each row; scores are relative to it (attention/attend.h) */
+    float lse[TKVI_ROWS];    /* log-sum-exp relative to it, with sink logits; TKVI_HIDDEN: sees no key */
+    const struct tkvi_work_tile *tile;  /* for consumers in attention/ */
+    const struct tkvi_scoring *scoring; /* for consumers in attention/, in `observe` only */
+} tkvi_tile_view;
+
+/* What a consumer observes. It decides how attention schedules the second pass. */
+typedef enum tkvi_observes {
+    /* Queries and sums of the first pass. No second pass. `sums` is there in `begin`, once per row. */
+    TKVI_OBSERVES_QUERIES,
+    /* All blocks in order, in one task. `sums` is there and comes from the same kernels as the scores. */
+    TKVI_OBSERVES_TILE,
+    /* Ranges of blocks in any order, each with its own begin and end. `sums` can be NULL. */
+    TKVI_OBSERVES_BLOCKS,
+    /* As TKVI_OBSERVES_BLOCKS. All work tiles come in order to each range of blocks, and no two tasks have one
+     * range. Both passes use the same kernels. `lse` is not set: params->lse has it. */
+    TKVI_OBSERVES_CALL,
+    TKVI_OBSERVES_KINDS
+} tkvi_observes;
+
+/* Bits that tkvi_consumer.wants returns. */
+typedef enum tkvi_want {
+    TKVI_WANTS_CALL = 1,         /* the consumer takes part in this call */
+    TKVI_WANTS_FAR_SUMS = 2,     /* the first pass fills in sums->far_attention of its rows */
+    TKVI_WANTS_WHOLE_QUERIES = 4 /* all query heads of a query stay in one work tile, if they are at most 8 */
+} tkvi_want;
+
+typedef struct tkvi_consumer {
+    tkvi_observes observes;
+    size_t state_bytes; /* of the memory that begin, observe and end share; it is not cleared */
+    /* Returns bits of tkvi_want; 0: the consumer has nothing to do in this call. */
+    int (*wants)(const tkv_cache *kv, const tkv_attend_params *p, int stored);
+    /* The rows that the consumer samples, bit r for row r. q, sums, origin and lse are not set yet. */
+    unsigned (*sample)(const tkvi_tile_view *v);
+    /* rows: what `sample` returned, not 0. Returns the rows that `observe` needs, a subset. NULL: all of them. */
+    unsigned (*begin)(const tkvi_tile_view *v, unsigned rows, void *state);
+    /* scores: [8][64] of block i, TKVI_HIDDEN where a row does not see a token. Other rows are undefined. */
+    void (*observe)(const tkvi_tile_view *v, int i, const float *scores, void *state);
+    void (*end)(const tkvi_tile_view *v, void *state); /* NULL: nothing to do */
+} tkvi_consumer;
+
+#define TKVI_MAX_CONSUMERS 8
+/* Limit of state_bytes, all consumers together, each rounded up to 64 (tests/test_mass.c checks it). */
+#define TKVI_CONSUMER_BYTES 26624
+
+/* Bits of all rows. */
+static unsigned tkvi_all_rows(const tkvi_tile_view *v) { return (1u << v->rows) - 1u; }
+
+/* Bits of the rows whose query is at position p with (p + shift) % every == 0. */
+static unsigned tkvi_rows_every(const tkvi_tile_view *v, int64_t shift, int every) {
+    unsigned rows = 0;
+    int r;
+    for (r = 0; r < v->rows; r++) rows |= (unsigned)((v->position[r] + shift) % every == 0) << r;
+    return rows;
+}
+
+#endif /* TKVI_CACHE_CONSUMERS_H */
 /* ======== cache/lookup.h ======== */
 /*
  * cache/lookup.h - checks the numbers of sequences and layers, and returns their lengths. Every public function
@@ -18206,8 +18308,8 @@ static int tkvi_kvquant_valid(const tkv_config *cfg, const uint8_t *at) {
  *   weight of a channel of K = sum of q^2 of its queries * its variance within blocks
  *   reach of a head          = sum of p^2 over keys more than TKVI_FAR tokens back * sum of |v|^2
  *
- * attention/attend.h collects q^2 and p^2 for one query in eight. It adds integers, so results do not depend on the
- * order of threads. Keys and values are read from the newest hot and warm blocks (tkvi_each_block).
+ * learn/sample_queries.h collects q^2 and p^2 for one query in eight. It adds integers, so results do not depend
+ * on the order of threads. Keys and values are read from the newest hot and warm blocks (tkvi_each_block).
  *
  * When a layer has seen TKVI_FIRST_TABLE_TOKENS tokens, all sequences together, its next append makes the table.
  * Without a budget, blocks that are due earlier wait in the next better tier. At TKVI_SECOND_TABLE_TOKENS tokens
@@ -18581,6 +18683,94 @@ static void tkvi_query_stats_restart(tkv_cache *kv, int layer) {
 }
 
 #endif /* TKVI_LEARN_SQUAT_QUERIES_H */
+/* ======== learn/sample_queries.h ======== */
+/*
+ * learn/sample_queries.h - the two consumers that learn from the queries of attention: statistics for tables
+ * (learn/statistics.h), and q q^T for the factors of SQUAT formats (learn/squat_queries.h).
+ *
+ * Both take what the first pass has anyway. A second pass over the keys could also add up far attention, but its
+ * sums round differently, and it takes longer (bench/LOG.md, Consumers of attention).
+ */
+#ifndef TKVI_LEARN_SAMPLE_QUERIES_H
+#define TKVI_LEARN_SAMPLE_QUERIES_H
+
+
+#define TKVI_STATS_EVERY 8 /* positions from one query that is sampled for statistics to the next */
+
+/* Statistics need atomics. Without them tables come from the keys alone. */
+#if defined(__GNUC__) || defined(__clang__)
+#define TKVI_CAN_SAMPLE_QUERIES 1
+#else
+#define TKVI_CAN_SAMPLE_QUERIES 0
+#endif
+
+/* >>statistics for tables */
+static int tkvi_stats_want(const tkv_cache *kv, const tkv_attend_params *p, int stored) {
+    (void)p;
+    if (!TKVI_CAN_SAMPLE_QUERIES || !kv->tables.plan[stored].allocates || kv->seen[stored] < 0) return 0;
+    return TKVI_WANTS_CALL | TKVI_WANTS_FAR_SUMS;
+}
+
+static unsigned tkvi_stats_sample(const tkvi_tile_view *v) { return tkvi_rows_every(v, 1, TKVI_STATS_EVERY); }
+
+/* Adds the sampled rows to the layer's statistics. Integer sums do not depend on the order of threads. */
+static TKVI_NOINLINE unsigned tkvi_stats_begin(const tkvi_tile_view *v, unsigned rows, void *state) {
+    tkv_cache *kv = v->kv;
+    int dim = kv->tables.cfg.model.head_dim, r, c;
+    int64_t *asked = tkvi_q_sq_sum_of(kv, v->stored, v->head),
+            *far_attention = tkvi_far_attention_of(kv, v->stored, v->head);
+    const float *l = v->sums->l;
+    (void)state;
+    tkvi_lock(&kv->learning);
+    for (r = 0; r < v->rows; r++) {
+        if (!(rows >> r & 1)) continue;
+        for (c = 0; c < dim; c++) {
+            float x = v->q[r * v->q_stride + c]; /* queries can have NaN; the clamp keeps squares finite */
+            x = tkvi_is_finite(x) ? tkvi_clampf(x, -1e6f, 1e6f) : 0.0f;
+            asked[c] += tkvi_counted(x * x * 16777216.0f, 1e12f);
+        }
+        if (l[r] > 0.0f)
+            *far_attention += tkvi_counted(v->sums->far_attention[r] / (l[r] * l[r]) * 16777216.0f, 1e12f);
+    }
+    tkvi_unlock(&kv->learning);
+    return 0;
+}
+
+static const tkvi_consumer tkvi_stats_consumer = {
+    TKVI_OBSERVES_QUERIES, 0, tkvi_stats_want, tkvi_stats_sample, tkvi_stats_begin, NULL, NULL};
+
+/* >>query statistics of SQUAT formats */
+static int tkvi_query_stats_want(const tkv_cache *kv, const tkv_attend_params *p, int stored) {
+    (void)p;
+    return TKVI_CAN_SAMPLE_QUERIES && kv->tables.plan[stored].squat && kv->query_stats[stored].tokens >= 0
+               ? TKVI_WANTS_CALL
+               : 0;
+}
+
+static unsigned tkvi_query_stats_sample(const tkvi_tile_view *v) {
+    return tkvi_rows_every(v, 0, TKVI_QUERY_STATS_EVERY);
+}
+
+/* Adds q q^T of the sampled rows to the layer's statistics of queries. */
+static TKVI_NOINLINE unsigned tkvi_query_stats_begin(const tkvi_tile_view *v, unsigned rows, void *state) {
+    int r;
+    (void)state;
+    tkvi_lock(&v->kv->learning);
+    for (r = 0; r < v->rows; r++)
+        if (rows >> r & 1) tkvi_query_stats_add(v->kv, v->stored, v->head, v->q + r * v->q_stride);
+    tkvi_unlock(&v->kv->learning);
+    return 0;
+}
+
+static const tkvi_consumer tkvi_query_stats_consumer = {TKVI_OBSERVES_QUERIES,
+                                                        0,
+                                                        tkvi_query_stats_want,
+                                                        tkvi_query_stats_sample,
+                                                        tkvi_query_stats_begin,
+                                                        NULL,
+                                                        NULL};
+
+#endif /* TKVI_LEARN_SAMPLE_QUERIES_H */
 /* ======== learn/calibration.h ======== */
 /*
  * learn/calibration.h - saves, loads, fits, freezes and refreshes the tables of learn/statistics.h. A calibration
@@ -18907,8 +19097,8 @@ TKV_API tkv_status tkv_refresh_calibration(tkv_cache *kv) {
 #endif /* TKVI_LEARN_CALIBRATION_H */
 /* ======== reclaim/scores.h ======== */
 /*
- * reclaim/scores.h - attention scores: how much attention each token got. attention/attend.h collects them while it
- * runs. The token_meta of each block stores them (cache/pool.h).
+ * reclaim/scores.h - attention scores: how much attention each token got. reclaim/sample_scores.h collects them while
+ * attention runs. The token_meta of each block stores them (cache/pool.h).
  *
  * A row of a table defines how scores are formed (rules/score_modes.h). All calls between two appends are one step.
  * The stamp of a step is the length of the list. The first call that reaches a block in a step decays the scores of
@@ -19028,6 +19218,126 @@ static void tkvi_token_score_cut(tkv_cache *kv, const tkvi_list *list, const uin
 }
 
 #endif /* TKVI_RECLAIM_SCORES_H */
+/* ======== reclaim/sample_scores.h ======== */
+/*
+ * reclaim/sample_scores.h - the consumer that collects attention scores of tokens (reclaim/scores.h). It samples
+ * queries, and adds the softmax weights of their keys to token_meta.
+ */
+#ifndef TKVI_RECLAIM_SAMPLE_SCORES_H
+#define TKVI_RECLAIM_SAMPLE_SCORES_H
+
+
+typedef struct tkvi_score_sampling {
+    unsigned rows;
+    float low[TKVI_ROWS]; /* weights below it count as low */
+} tkvi_score_sampling;
+
+/* If query heads are combined first, the heads of a query must be in one work tile. */
+static int tkvi_scores_want(const tkv_cache *kv, const tkv_attend_params *p, int stored) {
+    (void)p;
+    (void)stored;
+#if defined(__GNUC__) || defined(__clang__)
+    if (kv->pool.token_meta && kv->mass.mode)
+        return TKVI_WANTS_CALL | (kv->mass.heads ? TKVI_WANTS_WHOLE_QUERIES : 0);
+#endif
+    (void)kv; /* attention scores need atomics */
+    return 0;
+}
+
+/* Layers and heads sample different positions to spread the work. */
+static unsigned tkvi_scores_sample(const tkvi_tile_view *v) {
+    const tkvi_token_scores *m = &v->kv->mass;
+    unsigned rows = 0;
+    int r;
+    if (!m->mode->fresh)
+        return tkvi_rows_every(v, (int64_t)v->layer * v->kv->tables.cfg.model.n_kv_heads + v->head, m->every);
+    for (r = 0; r < v->rows; r++) rows |= (unsigned)(v->position[r] >= v->list->len - m->newest) << r;
+    return rows;
+}
+
+/* Number of live keys that a row sees by causality and window. */
+static int tkvi_keys_seen(const tkvi_tile_view *v, int r) {
+    int i, t, n = 0;
+    for (i = 0; i < v->list->n; i++) {
+        const tkvi_block *b = &v->kv->pool.block[v->ids[i]];
+        const int slots = tkvi_block_tokens(v->kv, v->list, v->ids, i);
+        if (b->gone == 0 && !b->packed) {
+            n += tkvi_max(0, tkvi_min(v->high[r], b->start + slots) - tkvi_max(v->low[r], b->start));
+            continue;
+        }
+        for (t = 0; t < slots; t++) {
+            const int at = tkvi_slot_position(v->kv, v->ids[i], t);
+            n += at >= v->low[r] && at < v->high[r] && (tkvi_live_mask(b, slots) >> t & 1);
+        }
+    }
+    return n;
+}
+
+/* An even share of the keys that a row sees is the default of `low`. */
+static unsigned tkvi_scores_begin(const tkvi_tile_view *v, unsigned rows, void *state) {
+    tkvi_score_sampling *s = (tkvi_score_sampling *)state;
+    const tkvi_token_scores *m = &v->kv->mass;
+    int r;
+    s->rows = rows;
+    for (r = 0; r < v->rows; r++) {
+        s->low[r] = m->importance.low;
+        if (rows >> r & 1 && m->mode->need == TKVI_NEEDS_LOW_COUNTS && !(s->low[r] > 0.0f))
+            s->low[r] = 1.0f / (float)tkvi_max(1, tkvi_keys_seen(v, r));
+    }
+    return rows;
+}
+
+/* p: [64] softmax weights of row r. Returns 0, with zeros in p, if lse is not finite or the row sees no key. */
+static int tkvi_weights_of(const tkvi_tile_view *v, const float *scores, int r, float *p) {
+    if (tkvi_is_finite(v->lse[r]) && !TKVI_IS_HIDDEN(v->lse[r])) {
+        (void)v->kv->kernels->exp64(scores + r * TKVI_BLOCK, v->lse[r], p);
+        return 1;
+    }
+    memset(p, 0, TKVI_BLOCK * sizeof *p);
+    return 0;
+}
+
+/* Adds the attention weights of rows first .. last-1 to token_meta of block i. */
+static void tkvi_scores_add(const tkvi_tile_view *v, int i, const float *scores, const float *low, int first,
+                            int last) {
+    TKVI_ALIGNED float p[TKVI_BLOCK], added[TKVI_BLOCK], more[TKVI_BLOCK];
+    const tkvi_token_scores *m = &v->kv->mass;
+    const uint64_t gone = v->kv->pool.block[v->ids[i]].gone;
+    int r, t, end;
+    memset(added, 0, sizeof added);
+    for (r = first; r < last; r = end) {
+        int any = tkvi_weights_of(v, scores, r, p);
+        for (end = r + 1; m->heads && end < last && v->position[end] == v->position[r]; end++) {
+            any |= tkvi_weights_of(v, scores, end, more);
+            m->heads(NULL, more, 0.0f, p);
+        }
+        if (any) m->mode->say(scores + r * TKVI_BLOCK, p, low[r], added);
+    }
+    for (t = 0; t < TKVI_BLOCK && gone; t++)
+        if (gone >> t & 1) added[t] = 0.0f;
+    tkvi_token_score_add(v->kv, v->ids[i], v->list->len, added, m->one);
+}
+
+/* Sampled rows that follow one another are added up before their sum is rounded to integers. */
+static TKVI_NOINLINE void tkvi_scores_observe(const tkvi_tile_view *v, int i, const float *scores,
+                                              void *state) {
+    const tkvi_score_sampling *s = (const tkvi_score_sampling *)state;
+    int first, last;
+    for (first = 0; s->rows >> first; first = last + 1) {
+        for (last = first; s->rows >> last & 1;) last++;
+        if (last > first) tkvi_scores_add(v, i, scores, s->low, first, last);
+    }
+}
+
+static const tkvi_consumer tkvi_score_consumer = {TKVI_OBSERVES_BLOCKS,
+                                                  sizeof(tkvi_score_sampling),
+                                                  tkvi_scores_want,
+                                                  tkvi_scores_sample,
+                                                  tkvi_scores_begin,
+                                                  tkvi_scores_observe,
+                                                  NULL};
+
+#endif /* TKVI_RECLAIM_SAMPLE_SCORES_H */
 /* ======== reclaim/offload.h ======== */
 /*
  * reclaim/offload.h - offloads blocks: writes them from RAM to the caller's store (cfg.offload) and reads single
@@ -21368,8 +21678,13 @@ TKV_API tkv_status tkv_adapt_plan(tkv_cache *kv, tkv_feedback *f, tkv_advice *ou
  * scale q.ref is added where the absolute logit matters: softcap, sink logits, log-sum-exp.
  *
  * Online softmax: Milakov and Gimelshein (arXiv 1805.02867). Split over keys and merge by log-sum-exp:
- * Flash-Decoding, FlashAttention-2 (arXiv 2307.08691, section 3). Attention does not change K and V. It only adds
- * to statistics, attention scores and error sums.
+ * Flash-Decoding, FlashAttention-2 (arXiv 2307.08691, section 3). Attention does not change K and V.
+ *
+ * Consumers observe attention: cache/consumers.h. After the first pass over the keys a second one scores the sampled
+ * rows again, once for all consumers:
+ *
+ *     in the task of a work tile        all blocks in order
+ *     one task per range of blocks      all work tiles in order; for consumers that can or must have it so
  */
 #ifndef TKVI_ATTENTION_ATTEND_H
 #define TKVI_ATTENTION_ATTEND_H
@@ -21386,15 +21701,15 @@ typedef struct tkvi_call {
     int heads_per_kv;
     const tkvi_prefill *many; /* prefill kernels; NULL: work tiles of at most TKVI_ROWS rows */
     int tile;                 /* rows of a work tile */
-    int tell;                 /* rows that are scored together (tkvi_gather_scores) */
+    int view_rows;            /* most rows that consumers see at once: 8, or fewer to keep queries whole */
     float scale;
     ptrdiff_t q_row, q_head, out_row, out_head, mask_stride, bits_stride, mass_stride;
-    int collect_stats;             /* 1: the layer collects statistics (learn/statistics.h) */
-    int metric;                    /* 1: the layer collects statistics of queries (learn/squat_queries.h) */
-    int meter;                     /* 1: a head probe watches the layer (cache/meter.h) */
-    tkvi_fetch_buffer *room;       /* the task's buffer for offloaded records; NULL: no block is offloaded */
-    int *failed;                   /* bits of tkvi_failure, shared by all tasks */
-    const tkvi_token_scores *mass; /* how attention scores are collected; NULL: they are not */
+    tkvi_fetch_buffer *room; /* the task's buffer for offloaded records; NULL: no block is offloaded */
+    int *failed;             /* bits of tkvi_failure, shared by all tasks */
+    const tkvi_consumer *const *consumer;    /* [n_consumers] */
+    int n_consumers;                         /* 0: none */
+    unsigned observing[TKVI_OBSERVES_KINDS]; /* by kind, consumers that take part: bit i for consumer[i] */
+    unsigned want_far;                       /* those that want far_attention */
 } tkvi_call;
 
 /* Errors with offloaded blocks. Tasks then skip their remaining work, and the call fails. */
@@ -21434,18 +21749,8 @@ static tkv_status tkvi_call_init(tkvi_call *c, tkv_cache *kv, const tkv_attend_p
         return TKV_ERR_ARG;
     c->plan = &kv->tables.plan[p->layer];
     if (c->plan->stored < 0 || p->window < TKV_OFF) return TKV_ERR_ARG;
-    c->collect_stats = kv->tables.plan[c->plan->stored].allocates && kv->seen[c->plan->stored] >= 0;
-    c->metric = kv->tables.plan[c->plan->stored].squat && kv->query_stats[c->plan->stored].tokens >= 0;
-    for (i = 0; kv->meter && i < kv->meter->n; i++)
-        c->meter |= kv->meter->head_probe[i].layer == c->plan->stored;
-#if defined(__GNUC__) || defined(__clang__) /* attention scores need atomics */
-    if (kv->pool.token_meta && kv->mass.mode) c->mass = &kv->mass;
-#endif
     c->heads_per_kv = cfg->model.n_heads / cfg->model.n_kv_heads;
-    c->tell = TKVI_ROWS;
-    if (c->mass && c->mass->heads && c->heads_per_kv < TKVI_ROWS) /* keeps all heads of a query in one tile */
-        c->tell -= TKVI_ROWS % c->heads_per_kv;
-    c->tile = c->tell;
+    c->tile = c->view_rows = TKVI_ROWS;
     c->window = p->window == TKV_OFF ? 0 : p->window ? p->window : c->plan->window;
     for (i = 0; i < c->n_rows; i++) {
         const tkvi_list *list;
@@ -21485,6 +21790,21 @@ static tkv_status tkvi_call_init(tkvi_call *c, tkv_cache *kv, const tkv_attend_p
     return p->scores && c->mass_stride < longest ? TKV_ERR_ARG : TKV_OK;
 }
 
+/* Finds the consumers that take part in the call. */
+static void tkvi_call_consumers(tkvi_call *c, const tkvi_consumer *const *consumer, int n) {
+    int i;
+    c->consumer = consumer;
+    c->n_consumers = n;
+    for (i = 0; i < n; i++) {
+        const int wants = consumer[i]->wants(c->kv, c->p, c->plan->stored);
+        if (wants) c->observing[consumer[i]->observes] |= 1u << i;
+        if (wants & TKVI_WANTS_FAR_SUMS) c->want_far |= 1u << i;
+        if (wants & TKVI_WANTS_WHOLE_QUERIES && c->heads_per_kv < TKVI_ROWS)
+            c->view_rows = TKVI_ROWS - TKVI_ROWS % c->heads_per_kv;
+    }
+    c->tile = c->view_rows;
+}
+
 /* >>work tile: query rows of one KV head of one sequence */
 typedef struct tkvi_work_tile {
     const tkvi_call *call;
@@ -21499,6 +21819,7 @@ typedef struct tkvi_work_tile {
     int low, high;         /* positions that some row sees: low .. high-1 */
     int all_low, all_high; /* positions that all rows see: all_low .. all_high-1 */
     int changes;           /* 1: softcap, ALiBi or masks change the scores */
+    uint32_t far_rows;     /* bit r: row r adds to far_attention */
 } tkvi_work_tile;
 
 /* Row r of a work tile: its query, and its query head. */
@@ -21516,6 +21837,49 @@ static void tkvi_visible(const tkvi_work_tile *u, int query, int *low, int *high
     int at = tkvi_position(u, query), window = u->call->window;
     *high = u->call->p->non_causal ? u->list->len : at + 1;
     *low = window && at + 1 > window ? at + 1 - window : 0;
+}
+
+/* The rows from `first` on as a work tile of at most call->view_rows rows. */
+static tkvi_work_tile tkvi_eight_rows(const tkvi_work_tile *u, int first) {
+    tkvi_work_tile eight = *u;
+    eight.first += first;
+    eight.rows = tkvi_min(u->call->view_rows, u->rows - first);
+    return eight;
+}
+
+/* Fills in what tkvi_consumer.sample reads. The tile has at most 8 rows. */
+static void tkvi_view_init(const tkvi_work_tile *u, tkvi_tile_view *v) {
+    int r;
+    v->kv = u->call->kv;
+    v->params = u->call->p;
+    v->list = u->list;
+    v->ids = u->ids;
+    v->seq = u->call->rows[u->item].seq;
+    v->head = u->head;
+    v->layer = u->call->p->layer;
+    v->stored = u->call->plan->stored;
+    v->rows = u->rows;
+    v->tile = u;
+    for (r = 0; r < u->rows; r++) {
+        const int query = tkvi_query_of(u, r);
+        v->position[r] = tkvi_position(u, query);
+        tkvi_visible(u, query, &v->low[r], &v->high[r]);
+    }
+}
+
+/* Bits of the rows that add to far_attention. */
+static TKVI_NOINLINE uint32_t tkvi_far_rows(const tkvi_work_tile *u) {
+    const tkvi_call *c = u->call;
+    uint32_t rows = 0;
+    int first, i;
+    for (first = 0; first < u->rows; first += c->view_rows) {
+        const tkvi_work_tile eight = tkvi_eight_rows(u, first);
+        tkvi_tile_view v;
+        tkvi_view_init(&eight, &v);
+        for (i = 0; i < c->n_consumers; i++)
+            if (c->want_far >> i & 1) rows |= (uint32_t)c->consumer[i]->sample(&v) << first;
+    }
+    return rows;
 }
 
 static int tkvi_tiles_of(const tkvi_call *c, int n_queries) {
@@ -21551,6 +21915,7 @@ static void tkvi_work_tile_init(tkvi_work_tile *u, const tkvi_call *c, int item,
         u->all_low = tkvi_max(u->all_low, low);
         u->all_high = tkvi_min(u->all_high, high);
     }
+    u->far_rows = c->want_far ? tkvi_far_rows(u) : 0;
 }
 
 /* Query rows of a work tile, scaled and padded with zeros; the reference key; each row's origin. */
@@ -21561,14 +21926,6 @@ typedef struct tkvi_queries {
     const uint8_t *order; /* order of channels in `sorted`; NULL: `sorted` is not filled in */
     float sorted[(TKVI_ROWS + 1) * TKV_MAX_HEAD_DIM]; /* [rows + 1][k_pad] queries, then the reference key */
 } tkvi_queries;
-
-/* Partial results of attention over one split, or over several merged splits. p = exp(score - m). */
-typedef struct tkvi_sums {
-    float *m, *l;         /* [TKVI_ROWS] largest score; sum of p */
-    float *far_attention; /* [TKVI_ROWS] sum of p^2 over far keys */
-    float *any;           /* [2] not 0: that half of o is in use; else its contents are undefined */
-    float *o;             /* [2][TKVI_ROWS][v_pad] sum of p v: of plain formats, of rotated formats */
-} tkvi_sums;
 
 /* Halves of o that the cache's formats need: 1, or 2 with a rotated format. */
 static int tkvi_spaces(const tkvi_work_tile *u) { return 1 + u->call->kv->tables.any_rotated; }
@@ -21789,19 +22146,14 @@ static void tkvi_shrink(float *x, int n, float by) { /* n is a multiple of 16: v
         for (k = 0; k < 16; k++) x[i + k] *= by;
 }
 
-/* Is row r's query sampled for statistics? One position in eight is. */
-static int tkvi_is_sampled(const tkvi_work_tile *u, int r) {
-    return u->call->collect_stats && tkvi_position(u, tkvi_query_of(u, r)) % 8 == 7;
-}
-
-/* Adds the sums of p^2 of block i to far_attention of the sampled rows. The sink block does not count, nor a block
- * that ends less than TKVI_FAR before the query. */
+/* Adds the sums of p^2 of block i to far_attention of the rows that want it. The sink block does not count, nor a
+ * block that ends less than TKVI_FAR before the query. */
 static TKVI_NOINLINE void tkvi_add_far(const tkvi_work_tile *u, int i, const float *p, float *far_attention) {
     int end = tkvi_block_end(u->call->kv, u->list, u->ids, i), r, t, k;
     if (i < u->list->sinks) return;
     for (r = 0; r < u->rows; r++) {
         float sum[16] = {0};
-        if (!tkvi_is_sampled(u, r) || end + TKVI_FAR > tkvi_position(u, tkvi_query_of(u, r))) continue;
+        if (!(u->far_rows >> r & 1) || end + TKVI_FAR > tkvi_position(u, tkvi_query_of(u, r))) continue;
         for (t = 0; t < TKVI_BLOCK; t += 16)
             for (k = 0; k < 16; k++) sum[k] += p[r * TKVI_BLOCK + t + k] * p[r * TKVI_BLOCK + t + k];
         for (k = 0; k < 16; k++) far_attention[r] += sum[k];
@@ -21844,7 +22196,7 @@ static TKVI_NOINLINE void tkvi_attend_split(const tkvi_work_tile *u, tkvi_querie
             }
             sums->l[r] += sum[r];
         }
-        if (u->call->collect_stats) tkvi_add_far(u, i, p, sums->far_attention);
+        if (u->far_rows) tkvi_add_far(u, i, p, sums->far_attention);
         rec = tkvi_record_of(u, i, &bytes);
         bytes = tkvi_bytes_of(u, i, TKV_V);
         if (!bytes) return;
@@ -21902,231 +22254,6 @@ static void tkvi_empty_nonfinite(const tkvi_work_tile *u, const float *origins, 
         }
 }
 
-/* Adds the sampled rows to the layer's statistics. Integer sums do not depend on the order of threads. */
-#if defined(__GNUC__) || defined(__clang__)
-static TKVI_NOINLINE void tkvi_collect_stats(const tkvi_work_tile *u, const tkvi_queries *q,
-                                             const tkvi_sums *s) {
-    tkv_cache *kv = u->call->kv;
-    int dim = kv->tables.cfg.model.head_dim, layer = u->call->plan->stored, r, c;
-    int64_t *asked = tkvi_q_sq_sum_of(kv, layer, u->head),
-            *far_attention = tkvi_far_attention_of(kv, layer, u->head);
-    tkvi_lock(&kv->learning);
-    for (r = 0; r < u->rows; r++) {
-        if (!tkvi_is_sampled(u, r)) continue;
-        for (c = 0; c < dim; c++) {
-            float x = q->q[r * u->k_pad + c]; /* queries can have NaN; the clamp keeps squares finite */
-            x = tkvi_is_finite(x) ? tkvi_clampf(x, -1e6f, 1e6f) : 0.0f;
-            asked[c] += tkvi_counted(x * x * 16777216.0f, 1e12f);
-        }
-        if (s->l[r] > 0.0f)
-            *far_attention += tkvi_counted(s->far_attention[r] / (s->l[r] * s->l[r]) * 16777216.0f, 1e12f);
-    }
-    tkvi_unlock(&kv->learning);
-}
-
-/* Adds q q^T of every TKVI_QUERY_STATS_EVERY-th position to the layer's statistics of queries. */
-static TKVI_NOINLINE void tkvi_collect_query_stats(const tkvi_work_tile *u, const tkvi_queries *q) {
-    tkv_cache *kv = u->call->kv;
-    int layer = u->call->plan->stored, r;
-    tkvi_lock(&kv->learning);
-    for (r = 0; r < u->rows; r++)
-        if (tkvi_position(u, tkvi_query_of(u, r)) % TKVI_QUERY_STATS_EVERY == 0)
-            tkvi_query_stats_add(kv, layer, u->head, q->q + r * u->k_pad);
-    tkvi_unlock(&kv->learning);
-}
-#else /* statistics need atomics; without them tables come from the keys alone */
-static void tkvi_collect_query_stats(const tkvi_work_tile *u, const tkvi_queries *q) {
-    (void)u;
-    (void)q;
-}
-
-static void tkvi_collect_stats(const tkvi_work_tile *u, const tkvi_queries *q, const tkvi_sums *s) {
-    (void)u;
-    (void)q;
-    (void)s;
-}
-#endif
-
-/* >>comparison with exact: attention a second time, with exact copies in place of coded blocks (cache/meter.h) */
-typedef struct tkvi_comparison { /* of a row */
-    int sampled;
-    uint64_t keys, kept; /* coded keys that the row sees; those of them with a copy */
-    double l, shift;     /* sums over keys, p = exp(exact - m): of p; of p (exact - cached score) */
-    float m, cached_m;   /* largest exact score; largest cached score */
-    float choice;        /* the exact score of the key with the largest cached score */
-} tkvi_comparison;
-
-/* Marks the sampled rows, and counts their coded keys and those with a copy. Returns the latter, over all rows. */
-static uint64_t tkvi_comparison_begin(const tkvi_work_tile *u, const tkvi_head_probe *g,
-                                      tkvi_comparison *rows) {
-    const tkv_cache *kv = u->call->kv;
-    const tkvi_meter *m = kv->meter;
-    const tkvi_plan *plan = &kv->tables.plan[u->call->plan->stored];
-    int i, r, from = 0;
-    uint64_t kept = 0;
-    for (r = 0; r < u->rows; r++) {
-        memset(&rows[r], 0, sizeof rows[r]);
-        rows[r].sampled = (tkvi_position(u, tkvi_query_of(u, r)) + g->phase) % m->every == 0;
-        rows[r].m = rows[r].cached_m = TKVI_HIDDEN;
-    }
-    for (i = u->list->sinks; i < u->list->n; i++) {
-        int start = tkvi_block_start(kv, u->ids, i), end = tkvi_block_end(kv, u->list, u->ids, i), copied;
-        if (kv->tables.coding[kv->pool.block[u->ids[i]].coding].key == plan->now.key[TKV_TIER_HOT]) continue;
-        copied = tkvi_head_probe_copy(m, g, start, &from) != NULL && !kv->pool.block[u->ids[i]].packed;
-        for (r = 0; r < u->rows; r++) {
-            int low, high, n;
-            if (!rows[r].sampled) continue;
-            tkvi_visible(u, tkvi_query_of(u, r), &low, &high);
-            n = tkvi_min(high, end) - tkvi_max(low, start);
-            if (n <= 0) continue;
-            rows[r].keys += (uint64_t)n;
-            if (copied) rows[r].kept += (uint64_t)n;
-            if (copied) kept += (uint64_t)n;
-        }
-    }
-    return kept;
-}
-
-/* Adds one block to a row's comparison. s, c: [64] exact and cached scores. w: [64] gets the weights of the exact
- * scores. Returns 0 if the row sees no key of the block. */
-static int tkvi_comparison_add(const tkvi_work_tile *u, int r, tkvi_comparison *row, const float *s,
-                               const float *c, float *w, float *o) {
-    const tkvi_kernels *kernels = u->call->kv->kernels;
-    float most = kernels->max64(s), cached_most = kernels->max64(c);
-    double shift = 0.0;
-    int t, space;
-    if (TKVI_IS_HIDDEN(most)) {
-        memset(w, 0, TKVI_BLOCK * sizeof(float));
-        return 0;
-    }
-    if (most > row->m) {
-        float shrink = TKVI_IS_HIDDEN(row->m) ? 0.0f : expf(row->m - most);
-        for (space = 0; space < tkvi_spaces(u); space++)
-            tkvi_shrink(o + (space * TKVI_ROWS + r) * u->v_pad, u->v_pad, shrink);
-        row->l *= (double)shrink;
-        row->shift *= (double)shrink;
-        row->m = most;
-    }
-    if (cached_most > row->cached_m) {
-        row->cached_m = cached_most;
-        for (t = 0; t < TKVI_BLOCK && c[t] < cached_most;) t++;
-        row->choice = s[t % TKVI_BLOCK];
-    }
-    row->l += (double)kernels->exp64(s, row->m, w);
-    for (t = 0; t < TKVI_BLOCK; t++) shift += (double)(w[t] * (s[t] - c[t])); /* a hidden key adds 0 */
-    row->shift += shift;
-    return 1;
-}
-
-/* Attention of the sampled rows over all blocks, with copies where there are some. o: as tkvi_sums.o. */
-static TKVI_NOINLINE void tkvi_comparison_blocks(const tkvi_work_tile *u, tkvi_queries *q,
-                                                 const tkvi_head_probe *g, tkvi_comparison *rows, float *o) {
-    const tkv_cache *kv = u->call->kv;
-    const tkvi_record *exact =
-        &kv->tables.coding[kv->tables.plan[u->call->plan->stored].now.coding[TKV_TIER_HOT]].record[u->head];
-    TKVI_ALIGNED float scores[TKVI_ROWS * TKVI_BLOCK], cached[TKVI_ROWS * TKVI_BLOCK],
-        p[TKVI_ROWS * TKVI_BLOCK];
-    int i, r, from = 0, stride = TKVI_ROWS * u->v_pad;
-    memset(o, 0, (size_t)(tkvi_spaces(u) * stride) * sizeof(float));
-    for (i = 0; i < u->list->n; i++) {
-        const int start = tkvi_block_start(kv, u->ids, i), n = tkvi_block_tokens(kv, u->list, u->ids, i);
-        int any = 0, at[TKVI_BLOCK];
-        const uint8_t *bytes, *copy = tkvi_head_probe_copy(kv->meter, g, start, &from);
-        const tkvi_record *rec;
-        if (kv->pool.block[u->ids[i]].packed) copy = NULL; /* it has other tokens */
-        rec = copy ? exact : tkvi_record_of(u, i, &bytes);
-        if (!tkvi_block_scores(u, q, i, cached)) continue;
-        if (copy) {
-            bytes = copy;
-            kv->kernels->k[rec->k.format->stored](&rec->k, bytes, NULL, q->q, q->ref, u->rows, n, 1, scores);
-            tkvi_slot_positions(u, i, at);
-            for (r = 0; r < u->rows; r++) tkvi_adjust_scores(u, r, q->origin[r], at, scores + r * TKVI_BLOCK);
-        } else {
-            memcpy(scores, cached, sizeof scores);
-        }
-        memset(p, 0, sizeof p);
-        for (r = 0; r < u->rows; r++)
-            if (rows[r].sampled)
-                any |= tkvi_comparison_add(u, r, &rows[r], scores + r * TKVI_BLOCK, cached + r * TKVI_BLOCK,
-                                           p + r * TKVI_BLOCK, o);
-        bytes = copy ? copy + rec->v_at : any ? tkvi_bytes_of(u, i, TKV_V) : NULL;
-        if (any && bytes)
-            kv->kernels->v[rec->v.format->stored](&rec->v, bytes, NULL, p, u->rows, n,
-                                                  tkvi_n_limbs(&rec->v, kv->tables.cfg.host.precise),
-                                                  o + (rec->v.format->rotated ? stride : 0));
-    }
-}
-
-/* row: [v_head_dim] sum of p v of row r, with rotated values rotated back. Without sink logit and division by l. */
-static void tkvi_output_row(const tkvi_work_tile *u, int r, const float *o, int rotated, float *row) {
-    int dim = u->call->kv->tables.cfg.model.v_head_dim, i;
-    memset(row, 0, TKV_MAX_HEAD_DIM * sizeof *row);
-    if (rotated) {
-        memcpy(row, o + (TKVI_ROWS + r) * u->v_pad, (size_t)u->v_pad * sizeof *row);
-        tkvi_rotate_back(row, dim);
-    }
-    for (i = 0; i < dim; i++) row[i] += o[r * u->v_pad + i];
-}
-
-/* Adds a row's comparison to error_sums: agreement of the top key, KL(exact || cached), |out - exact|^2 /
- * |exact|^2. s: sums over the cached blocks. o: as s->o, with the copies. */
-static void tkvi_comparison_end(const tkvi_work_tile *u, const tkvi_queries *q, int r,
-                                const tkvi_comparison *row, const tkvi_sums *s, const float *o,
-                                tkvi_error_sums *error_sums) {
-    const tkv_attend_params *p = u->call->p;
-    float x[TKV_MAX_HEAD_DIM], y[TKV_MAX_HEAD_DIM];
-    double lse = (double)row->m + log(row->l), cached = (double)s->m[r] + log((double)s->l[r]);
-    double a, b, d = 0.0, size = 0.0;
-    uint64_t divergence;
-    int i, head = tkvi_head_of(u, r);
-    if (p->sink_logits && tkvi_is_finite(p->sink_logits[head])) {
-        double sink = (double)p->sink_logits[head] - (p->softcap > 0.0f ? 0.0 : (double)q->origin[r]);
-        lse = lse > sink ? lse + log1p(exp(sink - lse)) : sink + log1p(exp(lse - sink));
-        cached = cached > sink ? cached + log1p(exp(sink - cached)) : sink + log1p(exp(cached - sink));
-    }
-    a = exp((double)row->m - lse);
-    b = exp((double)s->m[r] - cached);
-    tkvi_output_row(u, r, o, tkvi_spaces(u) > 1, x);
-    tkvi_output_row(u, r, s->o, s->any[1] > 0.0f, y);
-    for (i = 0; i < u->call->kv->tables.cfg.model.v_head_dim; i++) {
-        double e = (double)x[i] * a - (double)y[i] * b;
-        d += e * e;
-        size += (double)x[i] * a * ((double)x[i] * a);
-    }
-    divergence = tkvi_meter_fixed(row->shift * a - lse + cached);
-    error_sums->agreed += row->choice >= row->m;
-    error_sums->error += tkvi_meter_fixed(d > 0.0 ? (size > 0.0 ? d / size : (double)TKVI_METER_MOST) : 0.0);
-    error_sums->divergence += divergence;
-    if (divergence > error_sums->worst) error_sums->worst = divergence;
-}
-
-/* Adds the sampled rows of a work tile to its head probe. Does not change `s`. Overwrites `work`. */
-static TKVI_NOINLINE void tkvi_update_error_sums(const tkvi_work_tile *u, tkvi_queries *q, const tkvi_sums *s,
-                                                 const tkvi_sums *work) {
-    tkvi_meter *m = u->call->kv->meter;
-    tkvi_head_probe *g = tkvi_head_probe_of(m, u->call->plan->stored, u->head);
-    tkvi_comparison rows[TKVI_ROWS];
-    tkvi_error_sums error_sums;
-    uint64_t kept;
-    int r;
-    if (!g || u->call->rows[u->item].seq != m->seq) return;
-    memset(&error_sums, 0, sizeof error_sums);
-    kept = tkvi_comparison_begin(u, g, rows);
-    if (kept) tkvi_comparison_blocks(u, q, g, rows, work->o);
-    for (r = 0; r < u->rows; r++) {
-        if (!rows[r].sampled || !(s->l[r] > 0.0f)) continue; /* the row sees no key */
-        error_sums.samples++;
-        error_sums.keys += rows[r].keys;
-        error_sums.kept += rows[r].kept;
-        if (rows[r].kept && rows[r].l > 0.0) tkvi_comparison_end(u, q, r, &rows[r], s, work->o, &error_sums);
-        else error_sums.agreed++; /* no copy, no difference */
-    }
-    if (!error_sums.samples) return;
-    tkvi_lock(&m->lock);
-    tkvi_error_sums_add(&g->sum, &error_sums);
-    tkvi_unlock(&m->lock);
-}
-
 /* Writes out and lse of a work tile's rows, after it adds the sink logits to the sums. rotated: 1 if the second
  * half of o is in use. It is then rotated back first. */
 static TKVI_NOINLINE void tkvi_finish(const tkvi_work_tile *u, const float *origins, const tkvi_sums *s,
@@ -22172,97 +22299,149 @@ static TKVI_NOINLINE void tkvi_finish(const tkvi_work_tile *u, const float *orig
     }
 }
 
-/* >>attention scores of tokens: a second pass over the keys for sampled rows, with known sums (reclaim/scores.h) */
-/* The first sampled row from r on, or u->rows. Layers and heads sample different positions to spread the work. */
-static int tkvi_next_sampled(const tkvi_work_tile *u, int r) {
-    const tkvi_token_scores *m = u->call->mass;
-    const int64_t unit = (int64_t)u->call->p->layer * u->call->kv->tables.cfg.model.n_kv_heads + u->head;
-    if (!m) return u->rows;
-    for (; r < u->rows; r++) {
-        const int at = tkvi_position(u, tkvi_query_of(u, r));
-        if (m->mode->fresh ? at >= u->list->len - m->newest : (at + unit) % m->every == 0) break;
-    }
-    return r;
-}
+/* >>second pass: the keys of sampled rows once more, for all consumers together */
+#define TKVI_RANGE_BLOCKS 16 /* blocks per task, where tasks are ranges of blocks */
 
-/* Number of live keys that a query sees by causality and window. */
-static int tkvi_keys_seen(const tkvi_work_tile *u, int query) {
-    const tkv_cache *kv = u->call->kv;
-    int low, high, i, t, n = 0;
-    tkvi_visible(u, query, &low, &high);
-    for (i = 0; i < u->list->n; i++) {
-        const tkvi_block *b = &kv->pool.block[u->ids[i]];
-        const int slots = tkvi_block_tokens(kv, u->list, u->ids, i);
-        if (b->gone == 0 && !b->packed) {
-            n += tkvi_max(0, tkvi_min(high, b->start + slots) - tkvi_max(low, b->start));
-            continue;
-        }
-        for (t = 0; t < slots; t++) {
-            const int at = tkvi_slot_position(kv, u->ids[i], t);
-            n += at >= low && at < high && (tkvi_live_mask(b, slots) >> t & 1);
-        }
-    }
-    return n;
-}
+/* The rows that are scored, as tkvi_consumer.observe gets them. */
+typedef struct tkvi_scoring {
+    tkvi_work_tile tile; /* rows first, first + 1, ... of the view */
+    int first;
+    tkvi_queries *q; /* of these rows */
+} tkvi_scoring;
 
-/* p: [64] softmax weights of row r. Returns 0, with zeros in p, if lse is not finite or the row sees no key. */
-static int tkvi_weights_of(const tkvi_work_tile *u, const float *scores, float lse, int r, float *p) {
-    if (tkvi_is_finite(lse) && !TKVI_IS_HIDDEN(lse)) {
-        (void)u->call->kv->kernels->exp64(scores + r * TKVI_BLOCK, lse, p);
-        return 1;
-    }
-    memset(p, 0, TKVI_BLOCK * sizeof *p);
+/* The consumers that sample rows of a work tile, in one task. */
+typedef struct tkvi_observers {
+    tkvi_tile_view view;
+    unsigned sampled[TKVI_MAX_CONSUMERS];  /* the rows that each consumer samples; 0: it takes no part */
+    unsigned observed[TKVI_MAX_CONSUMERS]; /* those of them whose blocks it observes */
+    unsigned char *state;                  /* [TKVI_CONSUMER_BYTES] memory of all consumers */
+} tkvi_observers;
+
+/* Memory on the stack with two uses, one after the other: sums of a split, then the states of consumers. */
+typedef union tkvi_work_memory {
+    TKVI_ALIGNED float sums[TKVI_SUMS_FLOATS(TKV_MAX_HEAD_DIM)];
+    unsigned char states[TKVI_CONSUMER_BYTES];
+    double aligns; /* the least alignment, also where TKVI_ALIGNED is empty */
+} tkvi_work_memory;
+
+/* Does a consumer of `set` sample any row of the tile? */
+static int tkvi_is_observed(const tkvi_work_tile *u, unsigned set) {
+    const tkvi_call *c = u->call;
+    tkvi_tile_view v;
+    int i;
+    if (!set) return 0;
+    tkvi_view_init(u, &v);
+    for (i = 0; i < c->n_consumers; i++)
+        if (set >> i & 1 && c->consumer[i]->sample(&v)) return 1;
     return 0;
 }
 
-/* Adds the attention weights of all rows to token_meta of blocks first .. last-1. lse: [rows] log-sum-exp, relative
- * to the reference key. Overwrites q. */
-static void tkvi_score_blocks(const tkvi_work_tile *u, const float *lse, int first, int last,
-                              tkvi_queries *q) {
-    TKVI_ALIGNED float scores[TKVI_ROWS * TKVI_BLOCK], p[TKVI_BLOCK], said[TKVI_BLOCK], more[TKVI_BLOCK];
-    const tkvi_token_scores *m = u->call->mass;
-    tkv_cache *kv = u->call->kv;
-    float low[TKVI_ROWS];
-    int i, r, t, end, any;
-    tkvi_load_queries(u, q);
-    for (r = 0; r < u->rows; r++) {
-        low[r] = m->importance.low;
-        if (m->mode->need == TKVI_NEEDS_LOW_COUNTS && !(low[r] > 0.0f))
-            low[r] = 1.0f / (float)tkvi_max(1, tkvi_keys_seen(u, tkvi_query_of(u, r)));
+/* Lets the consumers of `set` sample rows. Their states go to `memory`. Returns 0 if they sample none. */
+static int tkvi_observers_select(tkvi_observers *o, const tkvi_work_tile *u, unsigned set,
+                                 tkvi_work_memory *memory) {
+    const tkvi_call *c = u->call;
+    unsigned any = 0;
+    int i;
+    if (!set) return 0;
+    o->state = memory->states;
+    tkvi_view_init(u, &o->view);
+    for (i = 0; i < c->n_consumers; i++) {
+        o->sampled[i] = set >> i & 1 ? c->consumer[i]->sample(&o->view) : 0;
+        any |= o->sampled[i];
     }
-    for (i = first; i < last; i++) {
-        const uint64_t gone = kv->pool.block[u->ids[i]].gone;
-        if (!tkvi_block_scores(u, q, i, scores)) continue;
-        memset(said, 0, sizeof said);
-        for (r = 0; r < u->rows; r = end) {
-            any = tkvi_weights_of(u, scores, lse[r], r, p);
-            for (end = r + 1; m->heads && end < u->rows && tkvi_query_of(u, end) == tkvi_query_of(u, r);
-                 end++) {
-                any |= tkvi_weights_of(u, scores, lse[end], end, more);
-                m->heads(NULL, more, 0.0f, p);
-            }
-            if (any) m->mode->say(scores + r * TKVI_BLOCK, p, low[r], said);
-        }
-        for (t = 0; t < TKVI_BLOCK && gone; t++)
-            if (gone >> t & 1) said[t] = 0.0f;
-        tkvi_token_score_add(kv, u->ids[i], u->list->len, said, m->one);
+    return any != 0;
+}
+
+/* Memory of consumer i for its state. */
+static void *tkvi_observer_state(tkvi_observers *o, int i) {
+    const tkvi_call *c = o->view.tile->call;
+    size_t at = 0;
+    int k;
+    for (k = 0; k < i; k++) at += tkvi_align_up(c->consumer[k]->state_bytes);
+    return o->state + at;
+}
+
+/* Begins the selected consumers. sums: of the first pass, before tkvi_finish; NULL if they are not known. */
+static void tkvi_observers_begin(tkvi_observers *o, const tkvi_queries *q, const tkvi_sums *sums) {
+    const tkvi_work_tile *u = o->view.tile;
+    int i;
+    o->view.q = q->q;
+    o->view.q_stride = u->k_pad;
+    o->view.sums = sums;
+    memcpy(o->view.origin, q->origin, (size_t)u->rows * sizeof(float));
+    for (i = 0; i < u->call->n_consumers; i++) {
+        const tkvi_consumer *consumer = u->call->consumer[i];
+        o->observed[i] = o->sampled[i];
+        if (o->sampled[i] && consumer->begin)
+            o->observed[i] = consumer->begin(&o->view, o->sampled[i], tkvi_observer_state(o, i));
     }
 }
 
-/* Re-scores the sampled rows over blocks first .. last-1 and adds their attention weights to token_meta. s: final
- * sums. Overwrites q. */
-static TKVI_NOINLINE void tkvi_gather_scores(const tkvi_work_tile *u, const tkvi_sums *s, int first, int last,
-                                             tkvi_queries *q) {
-    int r, end;
-    for (r = tkvi_next_sampled(u, 0); r < u->rows; r = tkvi_next_sampled(u, end)) {
-        tkvi_work_tile sampled_tile = *u;
-        float lse[TKVI_ROWS];
-        for (end = r; end < u->rows && tkvi_next_sampled(u, end) == end; end++)
-            lse[end - r] = s->l[end] > 0.0f ? s->m[end] + logf(s->l[end]) : TKVI_HIDDEN;
-        sampled_tile.first += r;
-        sampled_tile.rows = end - r;
-        tkvi_score_blocks(&sampled_tile, lse, first, last, q);
+/* lse: [rows] log-sum-exp from sums that tkvi_finish has added the sink logits to; TKVI_HIDDEN: no key. */
+static void tkvi_log_sums(const tkvi_work_tile *u, const tkvi_sums *s, float *lse) {
+    int r;
+    for (r = 0; r < u->rows; r++) lse[r] = s->l[r] > 0.0f ? s->m[r] + logf(s->l[r]) : TKVI_HIDDEN;
+}
+
+/* Scores blocks first .. last-1 for the observed rows, from the first such row to the last, and hands each block to
+ * the consumers. q: the queries of the whole tile. Overwrites q. */
+static TKVI_NOINLINE void tkvi_observe_blocks(tkvi_observers *o, tkvi_queries *q, int first, int last) {
+    TKVI_ALIGNED float scores[TKVI_ROWS * TKVI_BLOCK];
+    const tkvi_work_tile *u = o->view.tile;
+    const tkvi_call *c = u->call;
+    tkvi_scoring s;
+    unsigned rows = 0;
+    int i, k;
+    for (k = 0; k < c->n_consumers; k++) rows |= o->observed[k];
+    if (!rows) return;
+    s.tile = *u;
+    s.q = q;
+    for (s.first = 0; !(rows >> s.first & 1);) s.first++;
+    for (s.tile.rows = 0; rows >> s.first >> s.tile.rows;) s.tile.rows++;
+    s.tile.first += s.first;
+    if (s.tile.rows < u->rows) tkvi_load_queries(&s.tile, q);
+    o->view.scoring = &s;
+    for (i = first; i < last; i++) {
+        if (!tkvi_block_scores(&s.tile, q, i, scores + s.first * TKVI_BLOCK)) continue;
+        for (k = 0; k < c->n_consumers; k++)
+            if (o->observed[k]) c->consumer[k]->observe(&o->view, i, scores, tkvi_observer_state(o, k));
     }
+    o->view.scoring = NULL;
+}
+
+static void tkvi_observers_end(tkvi_observers *o) {
+    const tkvi_call *c = o->view.tile->call;
+    int i;
+    for (i = 0; i < c->n_consumers; i++)
+        if (o->sampled[i] && c->consumer[i]->end) c->consumer[i]->end(&o->view, tkvi_observer_state(o, i));
+}
+
+/* Finishes a work tile, and serves the consumers of `set`. Overwrites q. */
+static TKVI_NOINLINE void tkvi_finish_observed(const tkvi_work_tile *u, tkvi_queries *q,
+                                               const tkvi_sums *sums, unsigned set,
+                                               tkvi_work_memory *memory) {
+    tkvi_observers o;
+    const int observed = tkvi_observers_select(&o, u, set, memory);
+    if (observed) tkvi_observers_begin(&o, q, sums);
+    tkvi_finish(u, q->origin, sums, sums->any[1] > 0.0f);
+    if (!observed) return;
+    tkvi_log_sums(u, sums, o.view.lse);
+    tkvi_observe_blocks(&o, q, 0, u->list->n);
+    tkvi_observers_end(&o);
+}
+
+/* scores: [8][64] of the tokens of block i, for the observed rows, from another record with the same tokens. Its
+ * format must not reorder channels. */
+static void tkvi_score_record(const tkvi_scoring *s, const tkvi_record *rec, const uint8_t *bytes, int i,
+                              float *scores) {
+    const tkvi_work_tile *u = &s->tile;
+    const tkv_cache *kv = u->call->kv;
+    int at[TKVI_BLOCK], r;
+    scores += s->first * TKVI_BLOCK;
+    kv->kernels->k[rec->k.format->stored](&rec->k, bytes, NULL, s->q->q, s->q->ref, u->rows,
+                                          tkvi_block_tokens(kv, u->list, u->ids, i), 1, scores);
+    tkvi_slot_positions(u, i, at);
+    for (r = 0; r < u->rows; r++) tkvi_adjust_scores(u, r, s->q->origin[r], at, scores + r * TKVI_BLOCK);
 }
 
 /* >>work: work tiles, serial or parallel, whole or in splits */
@@ -22270,6 +22449,8 @@ typedef struct tkvi_work {
     const tkvi_call *call;
     int n_units, n_chunks; /* work tiles; most splits of one */
     float *parts;          /* [n_units][n_chunks] sums of splits; NULL: work tiles are not split */
+    unsigned by_tile;      /* consumers that tasks of work tiles serve: bit i for row i */
+    unsigned by_range;     /* consumers that tasks of ranges of blocks serve */
     tkv_task task;         /* the task inside tkvi_run_fetching */
 } tkvi_work;
 
@@ -22330,50 +22511,65 @@ static void tkvi_merge_splits(const tkvi_work *w, int index, const tkvi_work_til
 /* Task: a whole work tile, or, after tkvi_run_split, the merge of its splits. */
 static void tkvi_run_work_tile(void *ctx, int index) {
     const tkvi_work *w = (const tkvi_work *)ctx;
-    TKVI_ALIGNED float all[TKVI_SUMS_FLOATS(TKV_MAX_HEAD_DIM)], here[TKVI_SUMS_FLOATS(TKV_MAX_HEAD_DIM)];
+    TKVI_ALIGNED float all[TKVI_SUMS_FLOATS(TKV_MAX_HEAD_DIM)];
+    tkvi_work_memory here;
     TKVI_ALIGNED tkvi_queries q;
     tkvi_sums sums, part;
     tkvi_work_tile u;
     tkvi_find_work_tile(w->call, index, &u);
     tkvi_load_queries(&u, &q);
     sums = tkvi_sums_in(all, u.v_pad);
-    part = tkvi_sums_in(here, u.v_pad);
+    part = tkvi_sums_in(here.sums, u.v_pad);
     tkvi_merge_splits(w, index, &u, &q, &sums, &part);
     if (tkvi_failed(w->call)) return;
     tkvi_empty_nonfinite(&u, q.origin, &sums);
-    if (w->call->collect_stats) tkvi_collect_stats(&u, &q, &sums);
-    if (w->call->metric) tkvi_collect_query_stats(&u, &q);
-    if (w->call->meter) tkvi_update_error_sums(&u, &q, &sums, &part);
-    tkvi_finish(&u, q.origin, &sums, sums.any[1] > 0.0f);
-    if (!w->parts) {
-        tkvi_gather_scores(&u, &sums, 0, u.list->n, &q);
-    } else if (tkvi_next_sampled(&u, 0) < u.rows) { /* tkvi_run_gather needs m and l */
+    if (w->by_tile) tkvi_finish_observed(&u, &q, &sums, w->by_tile, &here);
+    else tkvi_finish(&u, q.origin, &sums, sums.any[1] > 0.0f);
+    if (w->parts && w->by_range) { /* tkvi_observe_range needs m and l with sink logits */
         part = tkvi_split_at(w, &u, index, 0);
         memcpy(part.m, sums.m, (size_t)u.rows * sizeof(float));
         memcpy(part.l, sums.l, (size_t)u.rows * sizeof(float));
     }
 }
 
-/* Task: attention scores of one split of one work tile, after tkvi_run_work_tile. */
-static void tkvi_run_gather(void *ctx, int index) {
-    const tkvi_work *w = (const tkvi_work *)ctx;
-    const int unit = index / w->n_chunks, chunk = index % w->n_chunks;
-    tkvi_sums sums;
+/* The second pass over blocks first .. last-1 of a work tile, for w->by_range. */
+static TKVI_NOINLINE void tkvi_observe_range(const tkvi_work *w, const tkvi_work_tile *u, int number,
+                                             int first, int last) {
+    tkvi_work_memory memory;
+    tkvi_observers o;
     TKVI_ALIGNED tkvi_queries q;
-    tkvi_work_tile u;
-    tkvi_find_work_tile(w->call, unit, &u);
-    if (chunk >= u.n_chunks) return;
-    sums = tkvi_split_at(w, &u, unit, 0);
-    tkvi_gather_scores(&u, &sums, chunk * u.chunk, tkvi_min(u.list->n, (chunk + 1) * u.chunk), &q);
+    if (!tkvi_observers_select(&o, u, w->by_range, &memory)) return;
+    tkvi_load_queries(u, &q);
+    tkvi_observers_begin(&o, &q, NULL);
+    if (w->parts) {
+        const tkvi_sums sums = tkvi_split_at(w, u, number, 0);
+        tkvi_log_sums(u, &sums, o.view.lse);
+    }
+    tkvi_observe_blocks(&o, &q, first, last);
+    tkvi_observers_end(&o);
 }
 
-/* Does any work tile have a sampled row? If not, no thread needs to wake up. */
+/* Task: the second pass over one range of blocks, for all work tiles in order. */
+static void tkvi_run_range(void *ctx, int index) {
+    const tkvi_work *w = (const tkvi_work *)ctx;
+    int number;
+    for (number = 0; number < w->n_units; number++) {
+        tkvi_work_tile u;
+        int last;
+        tkvi_find_work_tile(w->call, number, &u);
+        last = tkvi_min(u.list->n, (index + 1) * TKVI_RANGE_BLOCKS);
+        if (index * TKVI_RANGE_BLOCKS < last)
+            tkvi_observe_range(w, &u, number, index * TKVI_RANGE_BLOCKS, last);
+    }
+}
+
+/* Does a consumer of w->by_range sample any row? If not, no thread needs to wake up. */
 static int tkvi_any_sampled(const tkvi_work *w) {
     int i, any = 0;
-    for (i = 0; i < w->n_units && w->call->mass && !any; i++) {
+    for (i = 0; i < w->n_units && w->by_range && !any; i++) {
         tkvi_work_tile u;
         tkvi_find_work_tile(w->call, i, &u);
-        any = tkvi_next_sampled(&u, 0) < u.rows;
+        any = tkvi_is_observed(&u, w->by_range);
     }
     return any;
 }
@@ -22432,10 +22628,10 @@ static TKVI_NOINLINE void tkvi_adjust_score_lanes(const tkvi_work_tile *u, const
  * are 0. */
 static int tkvi_sample_lanes(const tkvi_work_tile *u, int i, int end, float *sampled_lanes) {
     int r, any = 0;
-    if (!u->call->collect_stats || i < u->list->sinks) return 0;
+    if (!u->far_rows || i < u->list->sinks) return 0;
     memset(sampled_lanes, 0, TKVI_PREFILL * sizeof *sampled_lanes);
     for (r = 0; r < u->rows; r++)
-        if (tkvi_is_sampled(u, r) && end + TKVI_FAR <= tkvi_position(u, tkvi_query_of(u, r))) {
+        if (u->far_rows >> r & 1 && end + TKVI_FAR <= tkvi_position(u, tkvi_query_of(u, r))) {
             sampled_lanes[r] = 1.0f;
             any = 1;
         }
@@ -22467,8 +22663,8 @@ static TKVI_NOINLINE void tkvi_prefill_blocks(const tkvi_work_tile *u, tkvi_pref
     w.l = sums->l;
     w.shrink = shrink;
     w.high = high;
-    /* A new maximum scales far_attention of all lanes, not only of sampled ones. */
-    w.far_attention = u->call->collect_stats ? sums->far_attention : NULL;
+    /* A new maximum scales far_attention of all lanes, not only of far_rows. */
+    w.far_attention = u->call->want_far ? sums->far_attention : NULL;
     for (rotated = kv->tables.any_rotated; rotated >= 0; rotated--) {
         for (i = 0; i < u->list->n; i++) {
             int start = tkvi_block_start(kv, u->ids, i), end = tkvi_visible_end(u, i);
@@ -22494,40 +22690,31 @@ static TKVI_NOINLINE void tkvi_prefill_blocks(const tkvi_work_tile *u, tkvi_pref
     }
 }
 
-/* Collects statistics of up to 8 rows. */
-static TKVI_NOINLINE void tkvi_prefill_collect_stats(const tkvi_work_tile *u, const tkvi_sums *sums) {
+/* Serves the consumers of queries, for up to 8 rows. */
+static TKVI_NOINLINE void tkvi_prefill_observe_queries(const tkvi_work_tile *u, const tkvi_sums *sums) {
+    tkvi_work_memory memory;
+    tkvi_observers o;
     TKVI_ALIGNED tkvi_queries q;
+    if (!tkvi_observers_select(&o, u, u->call->observing[TKVI_OBSERVES_QUERIES], &memory)) return;
     tkvi_load_queries(u, &q);
-    if (u->call->collect_stats) tkvi_collect_stats(u, &q, sums);
-    if (u->call->metric) tkvi_collect_query_stats(u, &q);
+    tkvi_observers_begin(&o, &q, sums);
+    tkvi_observers_end(&o);
 }
 
-/* Adds attention scores of up to 8 rows. */
-static TKVI_NOINLINE void tkvi_prefill_gather(const tkvi_work_tile *u, const tkvi_sums *sums) {
-    TKVI_ALIGNED tkvi_queries q;
-    tkvi_gather_scores(u, sums, 0, u->list->n, &q);
-}
-
-/* The rows from `first` on as a work tile of call->tell rows at most: 8, or fewer to keep all heads of a query. */
-static tkvi_work_tile tkvi_prefill_eight(const tkvi_work_tile *u, int first) {
-    tkvi_work_tile eight = *u;
-    eight.first += first;
-    eight.rows = tkvi_min(u->call->tell, u->rows - first);
-    return eight;
-}
-
-/* Finishes up to 8 rows: statistics, out and lse, attention scores. */
-static TKVI_NOINLINE void tkvi_prefill_finish(const tkvi_work_tile *u, tkvi_prefill_sums *from, int first) {
-    const tkvi_work_tile eight = tkvi_prefill_eight(u, first);
+/* Finishes up to 8 rows: consumers of queries, out and lse. lse: [rows] relative to the reference key. */
+static TKVI_NOINLINE void tkvi_prefill_finish(const tkvi_work_tile *u, tkvi_prefill_sums *from, int first,
+                                              float *lse) {
+    const tkvi_work_tile eight = tkvi_eight_rows(u, first);
     tkvi_sums sums;
     sums.o = from->o + first * u->v_pad;
     sums.m = from->m + first;
     sums.l = from->l + first;
     sums.far_attention = from->far_attention + first;
+    sums.any = NULL;
     tkvi_empty_nonfinite(&eight, from->origin + first, &sums);
-    if (u->call->collect_stats || u->call->metric) tkvi_prefill_collect_stats(&eight, &sums);
+    if (u->call->observing[TKVI_OBSERVES_QUERIES]) tkvi_prefill_observe_queries(&eight, &sums);
     tkvi_finish(&eight, from->origin + first, &sums, 0);
-    if (u->call->mass) tkvi_prefill_gather(&eight, &sums);
+    tkvi_log_sums(&eight, &sums, lse);
 }
 
 /* Transposes o from [v_pad][lanes] to [lanes][v_pad]. */
@@ -22541,52 +22728,58 @@ static TKVI_NOINLINE void tkvi_prefill_in_rows(const tkvi_work_tile *u, tkvi_pre
                                      u->v_pad);
 }
 
-static TKVI_NOINLINE void tkvi_prefill_work_tile(const tkvi_work_tile *u) {
+/* lse: [rows], as tkvi_prefill_finish. */
+static TKVI_NOINLINE void tkvi_prefill_work_tile(const tkvi_work_tile *u, float *lse) {
     tkvi_prefill_sums sums;
     int first;
     sums.lanes = u->rows > 16 ? TKVI_PREFILL : 16;
     tkvi_prefill_blocks(u, &sums);
     if (tkvi_failed(u->call)) return;
     tkvi_prefill_in_rows(u, &sums);
-    for (first = 0; first < u->rows; first += u->call->tell) tkvi_prefill_finish(u, &sums, first);
+    for (first = 0; first < u->rows; first += u->call->view_rows)
+        tkvi_prefill_finish(u, &sums, first, lse + first);
 }
 
-/* Measures up to 8 rows. Prefill kernels round in another way than the kernels of kernels/scalar.h, which the
- * comparison uses. So the sampled rows are computed again with those. */
-static TKVI_NOINLINE void tkvi_prefill_measure(const tkvi_work *w, const tkvi_work_tile *u) {
-    TKVI_ALIGNED float all[TKVI_SUMS_FLOATS(TKV_MAX_HEAD_DIM)], here[TKVI_SUMS_FLOATS(TKV_MAX_HEAD_DIM)];
+/* The second pass over up to 8 rows, for w->by_tile. Prefill kernels round in another way than the kernels of
+ * kernels/scalar.h, which score the blocks. A consumer that needs sums of the same kernels gets them here. */
+static TKVI_NOINLINE void tkvi_prefill_observe(const tkvi_work *w, const tkvi_work_tile *u,
+                                               const float *lse) {
+    TKVI_ALIGNED float all[TKVI_SUMS_FLOATS(TKV_MAX_HEAD_DIM)];
+    tkvi_work_memory here;
     TKVI_ALIGNED tkvi_queries q;
-    const tkvi_meter *m = u->call->kv->meter;
-    const tkvi_head_probe *g = tkvi_head_probe_of(u->call->kv->meter, u->call->plan->stored, u->head);
-    const tkvi_sums sums = tkvi_sums_in(all, u->v_pad), part = tkvi_sums_in(here, u->v_pad);
-    int r, samples = 0;
-    for (r = 0; g && r < u->rows; r++)
-        samples |= (tkvi_position(u, tkvi_query_of(u, r)) + g->phase) % m->every == 0;
-    if (!samples) return;
+    const tkvi_sums sums = tkvi_sums_in(all, u->v_pad), part = tkvi_sums_in(here.sums, u->v_pad);
+    tkvi_observers o;
     tkvi_load_queries(u, &q);
-    tkvi_merge_splits(w, 0, u, &q, &sums, &part);
-    tkvi_update_error_sums(u, &q, &sums, &part);
+    if (tkvi_is_observed(u, u->call->observing[TKVI_OBSERVES_TILE]))
+        tkvi_merge_splits(w, 0, u, &q, &sums, &part);
+    if (!tkvi_observers_select(&o, u, w->by_tile & ~u->call->observing[TKVI_OBSERVES_QUERIES], &here)) return;
+    tkvi_observers_begin(&o, &q, &sums);
+    memcpy(o.view.lse, lse, (size_t)u->rows * sizeof *lse);
+    tkvi_observe_blocks(&o, &q, 0, u->list->n);
+    tkvi_observers_end(&o);
 }
 
 /* Task: one work tile with prefill kernels. */
 static void tkvi_run_prefill(void *ctx, int index) {
     const tkvi_work *w = (const tkvi_work *)ctx;
+    const unsigned second = w->by_tile & ~w->call->observing[TKVI_OBSERVES_QUERIES];
+    float lse[TKVI_PREFILL];
     tkvi_work_tile u;
     int first;
     tkvi_find_work_tile(w->call, index, &u);
-    tkvi_prefill_work_tile(&u);
-    for (first = 0; first < u.rows && w->call->meter && !tkvi_failed(w->call); first += w->call->tell) {
-        const tkvi_work_tile eight = tkvi_prefill_eight(&u, first);
-        tkvi_prefill_measure(w, &eight);
+    tkvi_prefill_work_tile(&u, lse);
+    for (first = 0; second && first < u.rows && !tkvi_failed(w->call); first += w->call->view_rows) {
+        const tkvi_work_tile eight = tkvi_eight_rows(&u, first);
+        if (tkvi_is_observed(&eight, second)) tkvi_prefill_observe(w, &eight, lse + first);
     }
 }
 
 /* Prefill kernels for the call, or NULL. Each sequence needs 16 query rows or more, in formats that the kernels
- * read. Not for p->mass: its second pass must compute the same scores again. */
+ * read. Not for TKVI_OBSERVES_CALL: both passes must compute the same scores. */
 static const tkvi_prefill *tkvi_prefill_for(const tkvi_call *c) {
     const tkv_cache *kv = c->kv;
     int i, b;
-    if (c->p->scores) return NULL;
+    if (c->observing[TKVI_OBSERVES_CALL]) return NULL;
     for (i = 0; i < c->n_rows; i++) {
         const tkvi_list *list = tkvi_list_of(kv, c->rows[i].seq, c->plan->stored);
         const uint32_t *ids = tkvi_ids(kv, c->rows[i].seq, c->plan->stored);
@@ -22617,42 +22810,6 @@ static void tkvi_release_split_sums(tkv_cache *kv) {
 #else
     (void)kv;
 #endif
-}
-
-/* >>p->mass: a second pass over the keys, with known log-sum-exp. One task per range of blocks, so no two tasks
- * write to one position. */
-#define TKVI_TOKEN_SCORE_CHUNK 16 /* blocks per task */
-
-/* Task: adds the softmax weights of all rows to p->mass, for one range of blocks. */
-static void tkvi_run_score_output(void *ctx, int index) {
-    const tkvi_work *w = (const tkvi_work *)ctx;
-    const tkvi_call *c = w->call;
-    float scores[TKVI_ROWS * TKVI_BLOCK];
-    int number, i, r, t;
-    for (number = 0; number < w->n_units; number++) {
-        TKVI_ALIGNED tkvi_queries q;
-        tkvi_work_tile u;
-        int last;
-        tkvi_find_work_tile(c, number, &u);
-        last = tkvi_min(u.list->n, (index + 1) * TKVI_TOKEN_SCORE_CHUNK);
-        if (index * TKVI_TOKEN_SCORE_CHUNK >= last) continue;
-        tkvi_load_queries(&u, &q);
-        for (i = index * TKVI_TOKEN_SCORE_CHUNK; i < last; i++) {
-            float *mass = c->p->scores + u.item * c->mass_stride;
-            int at[TKVI_BLOCK];
-            if (!tkvi_block_scores(&u, &q, i, scores)) continue;
-            tkvi_slot_positions(&u, i, at);
-            for (r = 0; r < u.rows; r++) {
-                int row = u.seq_row + tkvi_query_of(&u, r);
-                float lse = c->p->lse[(ptrdiff_t)row * c->kv->tables.cfg.model.n_heads + tkvi_head_of(&u, r)];
-                const float *s = scores + r * TKVI_BLOCK;
-                if (!tkvi_is_finite(lse)) continue; /* the row sees no key */
-                if (c->p->softcap <= 0.0f) lse -= q.origin[r];
-                for (t = 0; t < TKVI_BLOCK; t++)
-                    if (!TKVI_IS_HIDDEN(s[t])) mass[at[t]] += expf(tkvi_clampf(s[t] - lse, -87.0f, 0.0f));
-            }
-        }
-    }
 }
 
 /* Runs task 0 .. n-1, with the config's parallel_for if there is one. */
@@ -22686,13 +22843,30 @@ static void tkvi_run(tkvi_work *w, int n, int together, tkv_task task) {
         for (i = 0; i < n; i++) run(w, i);
 }
 
-/* >>public */
-TKV_API tkv_status tkv_attend_ex(tkv_cache *kv, const tkv_attend_params *p) {
+/* >>the call */
+/* Divides the consumers of a call between tasks of work tiles and tasks of ranges of blocks. Ranges are for those
+ * that must have work tiles in order. With splits they are also for those that need no order, as more tasks. */
+static void tkvi_share_consumers(tkvi_work *w) {
+    const tkvi_call *c = w->call;
+    const int serial = !w->parts && (!c->kv->tables.cfg.host.parallel_for || w->n_units == 1);
+    w->by_tile = c->observing[TKVI_OBSERVES_QUERIES] | c->observing[TKVI_OBSERVES_TILE];
+    w->by_range = c->observing[TKVI_OBSERVES_CALL];
+    if (w->parts) w->by_range |= c->observing[TKVI_OBSERVES_BLOCKS];
+    else w->by_tile |= c->observing[TKVI_OBSERVES_BLOCKS];
+    if (!serial) return;
+    w->by_tile |= w->by_range;
+    w->by_range = 0;
+}
+
+/* Attention with consumers. Checks the call, and runs it. */
+static tkv_status tkvi_attend(tkv_cache *kv, const tkv_attend_params *p, const tkvi_consumer *const *consumer,
+                              int n_consumers) {
     tkvi_call c;
     tkvi_work w;
     int i, few, longest = 0, failed = 0;
     tkv_status st = tkvi_call_init(&c, kv, p);
     if (st) return st;
+    tkvi_call_consumers(&c, consumer, n_consumers);
     c.failed = &failed;
     w.call = &c;
     w.n_units = tkvi_count_work_tiles(&c);
@@ -22708,36 +22882,23 @@ TKV_API tkv_status tkv_attend_ex(tkv_cache *kv, const tkv_attend_params *p) {
         tkvi_min(TKVI_MAX_TILE_SPLITS, (longest + TKVI_MIN_SPLIT_BLOCKS - 1) / TKVI_MIN_SPLIT_BLOCKS);
     few = w.n_chunks > 1 && w.n_units <= TKVI_FEW_WORK_TILES && /* not by thread count: same bits */
           w.n_units * w.n_chunks <= TKVI_MAX_SPLITS;
-    if (few && kv->tables.cfg.host.parallel_for && tkvi_take_split_sums(kv)) {
-        w.parts = kv->parts;
+    if (few && kv->tables.cfg.host.parallel_for && tkvi_take_split_sums(kv)) w.parts = kv->parts;
+    tkvi_share_consumers(&w);
+    if (w.parts) {
         tkvi_run(&w, w.n_units * w.n_chunks, 1, tkvi_run_split);
         tkvi_run(&w, w.n_units, 0, tkvi_run_work_tile);
-        if (!failed && tkvi_any_sampled(&w)) tkvi_run(&w, w.n_units * w.n_chunks, 1, tkvi_run_gather);
-        tkvi_release_split_sums(kv);
     } else if (few || !(c.many = tkvi_prefill_for(&c))) {
         tkvi_run(&w, w.n_units, 1, tkvi_run_work_tile);
     } else {
         c.tile = tkvi_prefill_lanes(tkvi_max(kv->tables.cfg.model.head_dim, kv->tables.cfg.model.v_head_dim));
-        c.tile -= c.tile % c.tell;
+        c.tile -= c.tile % c.view_rows;
         tkvi_run(&w, tkvi_count_work_tiles(&c), 1, tkvi_run_prefill);
-        c.tile = c.tell;
     }
-    if (p->scores && !failed)
-        tkvi_run(&w, (longest + TKVI_TOKEN_SCORE_CHUNK - 1) / TKVI_TOKEN_SCORE_CHUNK, 1,
-                 tkvi_run_score_output);
+    if (!failed && tkvi_any_sampled(&w))
+        tkvi_run(&w, (longest + TKVI_RANGE_BLOCKS - 1) / TKVI_RANGE_BLOCKS, 1, tkvi_run_range);
+    if (w.parts) tkvi_release_split_sums(kv);
     if (failed) return failed & TKVI_FAILED_IO ? TKV_ERR_IO : TKV_ERR_DATA;
     return TKV_OK;
-}
-
-TKV_API tkv_status tkv_attend(tkv_cache *kv, int seq, int layer, const float *q, int n, float *out) {
-    tkv_attend_params p;
-    memset(&p, 0, sizeof p);
-    p.seq = seq;
-    p.layer = layer;
-    p.n = n;
-    p.q = q;
-    p.out = out;
-    return tkv_attend_ex(kv, &p);
 }
 
 TKV_API void tkv_merge_attention(float *out, float *lse, const float *out2, const float *lse2, int n_rows,
@@ -22763,6 +22924,259 @@ TKV_API void tkv_merge_attention(float *out, float *lse, const float *out2, cons
 }
 
 #endif /* TKVI_ATTENTION_ATTEND_H */
+/* ======== attention/compare.h ======== */
+/*
+ * attention/compare.h - the consumer of the quality meter (cache/meter.h): attention a second time, with exact copies
+ * in place of coded blocks. It compares weights and output of both.
+ */
+#ifndef TKVI_ATTENTION_COMPARE_H
+#define TKVI_ATTENTION_COMPARE_H
+
+
+typedef struct tkvi_comparison { /* of a row */
+    uint64_t keys, kept;         /* coded keys that the row sees; those of them with a copy */
+    double l, shift;             /* sums over keys, p = exp(exact - m): of p; of p (exact - cached score) */
+    float m, cached_m;           /* largest exact score; largest cached score */
+    float choice;                /* the exact score of the key with the largest cached score */
+    float first_m, first_l;      /* m and l of the first pass */
+} tkvi_comparison;
+
+typedef struct tkvi_comparing {
+    unsigned rows; /* sampled rows that see a key */
+    int from;      /* place in the list of copies (tkvi_head_probe_copy) */
+    tkvi_comparison row[TKVI_ROWS];
+    float cached[TKVI_ROWS * TKV_MAX_HEAD_DIM]; /* tkvi_output_row of the first pass */
+    float o[2 * TKVI_ROWS * TKV_MAX_HEAD_DIM];  /* as tkvi_sums.o, with the copies */
+} tkvi_comparing;
+
+static int tkvi_comparison_wants(const tkv_cache *kv, const tkv_attend_params *p, int stored) {
+    int i;
+    (void)p;
+    for (i = 0; kv->meter && i < kv->meter->n; i++)
+        if (kv->meter->head_probe[i].layer == stored) return TKVI_WANTS_CALL;
+    return 0;
+}
+
+static unsigned tkvi_comparison_sample(const tkvi_tile_view *v) {
+    const tkvi_meter *m = v->kv->meter;
+    const tkvi_head_probe *g = tkvi_head_probe_of(m, v->stored, v->head);
+    return g && v->seq == m->seq ? tkvi_rows_every(v, g->phase, m->every) : 0;
+}
+
+/* Counts the coded keys of the rows, and those with a copy. */
+static void tkvi_comparison_count(const tkvi_tile_view *v, const tkvi_head_probe *g, tkvi_comparing *c) {
+    const tkv_cache *kv = v->kv;
+    int i, r, from = 0;
+    for (i = v->list->sinks; i < v->list->n; i++) {
+        const tkvi_block *b = &kv->pool.block[v->ids[i]];
+        int end = tkvi_block_end(kv, v->list, v->ids, i), copied;
+        if (tkvi_is_hot_coding(kv, v->stored, b->coding)) continue;
+        copied = tkvi_head_probe_copy(kv->meter, g, b->start, &from) != NULL && !b->packed;
+        for (r = 0; r < v->rows; r++) {
+            const int n = tkvi_min(v->high[r], end) - tkvi_max(v->low[r], b->start);
+            if (!(c->rows >> r & 1) || n <= 0) continue;
+            c->row[r].keys += (uint64_t)n;
+            if (copied) c->row[r].kept += (uint64_t)n;
+        }
+    }
+}
+
+/* row: [v_head_dim] sum of p v of row r, with rotated values rotated back. Without sink logit and division by l. */
+static void tkvi_output_row(const tkvi_work_tile *u, int r, const float *o, int rotated, float *row) {
+    int dim = u->call->kv->tables.cfg.model.v_head_dim, i;
+    memset(row, 0, TKV_MAX_HEAD_DIM * sizeof *row);
+    if (rotated) {
+        memcpy(row, o + (TKVI_ROWS + r) * u->v_pad, (size_t)u->v_pad * sizeof *row);
+        tkvi_rotate_back(row, dim);
+    }
+    for (i = 0; i < dim; i++) row[i] += o[r * u->v_pad + i];
+}
+
+/* Returns the rows with a copy to compare with. Without one there is no difference. */
+static TKVI_NOINLINE unsigned tkvi_comparison_begin(const tkvi_tile_view *v, unsigned rows, void *state) {
+    tkvi_comparing *c = (tkvi_comparing *)state;
+    const tkvi_sums *s = v->sums;
+    unsigned compared = 0;
+    int r;
+    c->rows = 0;
+    c->from = 0;
+    for (r = 0; r < v->rows; r++) {
+        tkvi_comparison *row = &c->row[r];
+        memset(row, 0, sizeof *row);
+        row->m = row->cached_m = TKVI_HIDDEN;
+        row->first_m = s->m[r];
+        row->first_l = s->l[r];
+        if (s->l[r] > 0.0f) c->rows |= rows & 1u << r;
+    }
+    tkvi_comparison_count(v, tkvi_head_probe_of(v->kv->meter, v->stored, v->head), c);
+    for (r = 0; r < v->rows; r++) {
+        if (!c->row[r].kept) continue;
+        compared |= 1u << r;
+        tkvi_output_row(v->tile, r, s->o, s->any[1] > 0.0f, c->cached + r * TKV_MAX_HEAD_DIM);
+    }
+    if (compared)
+        memset(c->o, 0, (size_t)(tkvi_spaces(v->tile) * TKVI_ROWS * v->tile->v_pad) * sizeof(float));
+    return compared;
+}
+
+/* Adds one block to row r. s, cached: [64] exact and cached scores. w: [64] gets the weights of the exact scores.
+ * Returns 0 if the row sees no key of the block. */
+static int tkvi_comparison_add(const tkvi_work_tile *u, int r, tkvi_comparing *c, const float *s,
+                               const float *cached, float *w) {
+    const tkvi_kernels *kernels = u->call->kv->kernels;
+    float most = kernels->max64(s), cached_most = kernels->max64(cached);
+    tkvi_comparison *row = &c->row[r];
+    double shift = 0.0;
+    int t, space;
+    if (TKVI_IS_HIDDEN(most)) return 0;
+    if (most > row->m) {
+        float shrink = TKVI_IS_HIDDEN(row->m) ? 0.0f : expf(row->m - most);
+        for (space = 0; space < tkvi_spaces(u); space++)
+            tkvi_shrink(c->o + (space * TKVI_ROWS + r) * u->v_pad, u->v_pad, shrink);
+        row->l *= (double)shrink;
+        row->shift *= (double)shrink;
+        row->m = most;
+    }
+    if (cached_most > row->cached_m) {
+        row->cached_m = cached_most;
+        for (t = 0; t < TKVI_BLOCK && cached[t] < cached_most;) t++;
+        row->choice = s[t % TKVI_BLOCK];
+    }
+    row->l += (double)kernels->exp64(s, row->m, w);
+    for (t = 0; t < TKVI_BLOCK; t++) shift += (double)(w[t] * (s[t] - cached[t])); /* a hidden key adds 0 */
+    row->shift += shift;
+    return 1;
+}
+
+/* Attention of the compared rows over block i, with its copy if there is one. */
+static TKVI_NOINLINE void tkvi_comparison_observe(const tkvi_tile_view *v, int i, const float *cached,
+                                                  void *state) {
+    TKVI_ALIGNED float scores[TKVI_ROWS * TKVI_BLOCK], p[TKVI_ROWS * TKVI_BLOCK];
+    const tkv_cache *kv = v->kv;
+    const tkvi_scoring *scoring = v->scoring;
+    const tkvi_work_tile *u = &scoring->tile;
+    const int first = scoring->first, coding = kv->tables.plan[v->stored].now.coding[TKV_TIER_HOT];
+    const int n = tkvi_block_tokens(kv, v->list, v->ids, i), start = tkvi_block_start(kv, v->ids, i);
+    tkvi_comparing *c = (tkvi_comparing *)state;
+    const uint8_t *bytes, *copy;
+    const tkvi_record *rec = tkvi_record_of(u, i, &bytes);
+    int r, any = 0;
+    copy =
+        tkvi_head_probe_copy(kv->meter, tkvi_head_probe_of(kv->meter, v->stored, v->head), start, &c->from);
+    if (kv->pool.block[v->ids[i]].packed) copy = NULL; /* it has other tokens */
+    if (copy) {
+        rec = &kv->tables.coding[coding].record[v->head];
+        tkvi_score_record(scoring, rec, copy, i, scores);
+    }
+    memset(p, 0, sizeof p);
+    for (r = 0; r < v->rows; r++)
+        if (c->row[r].kept)
+            any |= tkvi_comparison_add(v->tile, r, c, (copy ? scores : cached) + r * TKVI_BLOCK,
+                                       cached + r * TKVI_BLOCK, p + r * TKVI_BLOCK);
+    bytes = copy ? copy + rec->v_at : any ? tkvi_bytes_of(u, i, TKV_V) : NULL;
+    if (any && bytes)
+        kv->kernels->v[rec->v.format->stored](&rec->v, bytes, NULL, p + first * TKVI_BLOCK, u->rows, n,
+                                              tkvi_n_limbs(&rec->v, kv->tables.cfg.host.precise),
+                                              c->o + ((rec->v.format->rotated ? TKVI_ROWS : 0) + first) *
+                                                         u->v_pad);
+}
+
+/* Adds row r to error_sums: agreement of the top key, KL(exact || cached), |out - exact|^2 / |exact|^2. */
+static void tkvi_comparison_sum(const tkvi_tile_view *v, int r, const tkvi_comparing *c,
+                                tkvi_error_sums *error_sums) {
+    const tkv_attend_params *p = v->params;
+    const tkvi_comparison *row = &c->row[r];
+    const float *y = c->cached + r * TKV_MAX_HEAD_DIM;
+    float x[TKV_MAX_HEAD_DIM];
+    double lse = (double)row->m + log(row->l), cached = (double)row->first_m + log((double)row->first_l);
+    double a, b, d = 0.0, size = 0.0;
+    uint64_t divergence;
+    int i, head = tkvi_head_of(v->tile, r);
+    if (p->sink_logits && tkvi_is_finite(p->sink_logits[head])) {
+        double sink = (double)p->sink_logits[head] - (p->softcap > 0.0f ? 0.0 : (double)v->origin[r]);
+        lse = lse > sink ? lse + log1p(exp(sink - lse)) : sink + log1p(exp(lse - sink));
+        cached = cached > sink ? cached + log1p(exp(sink - cached)) : sink + log1p(exp(cached - sink));
+    }
+    a = exp((double)row->m - lse);
+    b = exp((double)row->first_m - cached);
+    tkvi_output_row(v->tile, r, c->o, tkvi_spaces(v->tile) > 1, x);
+    for (i = 0; i < v->kv->tables.cfg.model.v_head_dim; i++) {
+        double e = (double)x[i] * a - (double)y[i] * b;
+        d += e * e;
+        size += (double)x[i] * a * ((double)x[i] * a);
+    }
+    divergence = tkvi_meter_fixed(row->shift * a - lse + cached);
+    error_sums->agreed += row->choice >= row->m;
+    error_sums->error += tkvi_meter_fixed(d > 0.0 ? (size > 0.0 ? d / size : (double)TKVI_METER_MOST) : 0.0);
+    error_sums->divergence += divergence;
+    if (divergence > error_sums->worst) error_sums->worst = divergence;
+}
+
+/* Adds the sampled rows to their head probe. */
+static TKVI_NOINLINE void tkvi_comparison_end(const tkvi_tile_view *v, void *state) {
+    const tkvi_comparing *c = (const tkvi_comparing *)state;
+    tkvi_meter *m = v->kv->meter;
+    tkvi_error_sums error_sums;
+    int r;
+    memset(&error_sums, 0, sizeof error_sums);
+    for (r = 0; r < v->rows; r++) {
+        if (!(c->rows >> r & 1)) continue;
+        error_sums.samples++;
+        error_sums.keys += c->row[r].keys;
+        error_sums.kept += c->row[r].kept;
+        if (c->row[r].kept && c->row[r].l > 0.0) tkvi_comparison_sum(v, r, c, &error_sums);
+        else error_sums.agreed++; /* no copy, no difference */
+    }
+    if (!error_sums.samples) return;
+    tkvi_lock(&m->lock);
+    tkvi_error_sums_add(&tkvi_head_probe_of(m, v->stored, v->head)->sum, &error_sums);
+    tkvi_unlock(&m->lock);
+}
+
+static const tkvi_consumer tkvi_comparison_consumer = {
+    TKVI_OBSERVES_TILE,    sizeof(tkvi_comparing),  tkvi_comparison_wants, tkvi_comparison_sample,
+    tkvi_comparison_begin, tkvi_comparison_observe, tkvi_comparison_end};
+
+#endif /* TKVI_ATTENTION_COMPARE_H */
+/* ======== attention/score_output.h ======== */
+/*
+ * attention/score_output.h - the consumer that fills in p->mass, the attention scores that a call asks for. It takes
+ * all rows. The sums are floats, so work tiles must come in order: TKVI_OBSERVES_CALL.
+ */
+#ifndef TKVI_ATTENTION_SCORE_OUTPUT_H
+#define TKVI_ATTENTION_SCORE_OUTPUT_H
+
+
+static int tkvi_score_output_wants(const tkv_cache *kv, const tkv_attend_params *p, int stored) {
+    (void)kv;
+    (void)stored;
+    return p->scores ? TKVI_WANTS_CALL : 0;
+}
+
+/* Adds the softmax weights of all rows for block i to p->mass. */
+static TKVI_NOINLINE void tkvi_score_output_observe(const tkvi_tile_view *v, int i, const float *scores,
+                                                    void *state) {
+    const tkvi_work_tile *u = v->tile;
+    const tkv_attend_params *p = v->params;
+    float *mass = p->scores + u->item * u->call->mass_stride;
+    int at[TKVI_BLOCK], r, t;
+    (void)state;
+    tkvi_slot_positions(u, i, at);
+    for (r = 0; r < v->rows; r++) {
+        int row = u->seq_row + tkvi_query_of(u, r);
+        float lse = p->lse[(ptrdiff_t)row * v->kv->tables.cfg.model.n_heads + tkvi_head_of(u, r)];
+        const float *s = scores + r * TKVI_BLOCK;
+        if (!tkvi_is_finite(lse)) continue; /* the row sees no key */
+        if (p->softcap <= 0.0f) lse -= v->origin[r];
+        for (t = 0; t < TKVI_BLOCK; t++)
+            if (!TKVI_IS_HIDDEN(s[t])) mass[at[t]] += expf(tkvi_clampf(s[t] - lse, -87.0f, 0.0f));
+    }
+}
+
+static const tkvi_consumer tkvi_score_output_consumer = {
+    TKVI_OBSERVES_CALL, 0, tkvi_score_output_wants, tkvi_all_rows, NULL, tkvi_score_output_observe, NULL};
+
+#endif /* TKVI_ATTENTION_SCORE_OUTPUT_H */
 /* ======== attention/reference.h ======== */
 /*
  * attention/reference.h - attention by its definition, slow, for tests.
@@ -22893,6 +23307,43 @@ TKV_API tkv_status tkv_attend_reference(tkv_cache *kv, const tkv_attend_params *
 }
 
 #endif /* TKVI_ATTENTION_REFERENCE_H */
+/* ======== step/consumers.h ======== */
+/*
+ * step/consumers.h - the table of the consumers of attention (cache/consumers.h), and the public calls that run
+ * attention with it.
+ */
+#ifndef TKVI_STEP_CONSUMERS_H
+#define TKVI_STEP_CONSUMERS_H
+
+
+static const tkvi_consumer *const tkvi_consumers[] = {
+    &tkvi_stats_consumer,        /* statistics for tables of formats (learn/sample_queries.h) */
+    &tkvi_query_stats_consumer,  /* q q^T for SQUAT formats (learn/sample_queries.h) */
+    &tkvi_comparison_consumer,   /* the quality meter (attention/compare.h) */
+    &tkvi_score_consumer,        /* attention scores of tokens (reclaim/sample_scores.h) */
+    &tkvi_score_output_consumer, /* the call's own output of attention scores (attention/score_output.h) */
+};
+
+/* Fails to compile if there are more rows than attention can serve. */
+typedef char
+    tkvi_consumers_fit[sizeof tkvi_consumers / sizeof *tkvi_consumers <= TKVI_MAX_CONSUMERS ? 1 : -1];
+
+TKV_API tkv_status tkv_attend_ex(tkv_cache *kv, const tkv_attend_params *p) {
+    return tkvi_attend(kv, p, tkvi_consumers, (int)(sizeof tkvi_consumers / sizeof *tkvi_consumers));
+}
+
+TKV_API tkv_status tkv_attend(tkv_cache *kv, int seq, int layer, const float *q, int n, float *out) {
+    tkv_attend_params p;
+    memset(&p, 0, sizeof p);
+    p.seq = seq;
+    p.layer = layer;
+    p.n = n;
+    p.q = q;
+    p.out = out;
+    return tkv_attend_ex(kv, &p);
+}
+
+#endif /* TKVI_STEP_CONSUMERS_H */
 /* ======== step/sequence.h ======== */
 /*
  * step/sequence.h - the calls that change a sequence: append, flush, begin, commit, abort, reserve, truncate and

@@ -1118,7 +1118,7 @@ TEST(saved_tables) {
     REQUIRE(tkv_create(&s->cfg, &a) == TKV_OK);
     CHECK_EQ(feed(a, s, 0, 700, 50), TKV_OK);
     CHECK_EQ(tkv_save_calibration(a, saved, sizeof saved, &size), TKV_OK);
-    CHECK_EQ(tkv_save_calibration(a, again, size - 1, &size2), TKV_ERR_ARG);
+    CHECK_EQ(tkv_save_calibration(a, again, size - 1, &size2), TKV_ERR_CAPACITY);
     REQUIRE(tkv_create(&s->cfg, &b) == TKV_OK);
     CHECK_EQ(tkv_load_calibration(b, saved, size), TKV_OK);
     CHECK_EQ(tkv_save_calibration(b, again, sizeof again, &size2), TKV_OK);

@@ -879,12 +879,12 @@ TEST(saved_and_loaded) {
     CHECK_EQ(need, bytes);
     CHECK_EQ(bytes, 24 + 3 * 4 + 2 * KV_HEADS * (6 + 4 * DK) + 8); /* as drawn in learn/calibration.h */
     memset(saved_again, 0x5a, sizeof saved_again);
-    CHECK_EQ(tkv_save_calibration(a, saved_again, bytes - 1, &again), TKV_ERR_ARG);
+    CHECK_EQ(tkv_save_calibration(a, saved_again, bytes - 1, &again), TKV_ERR_CAPACITY);
     CHECK_EQ(again, bytes);
     for (n = 0; n < SAVED; n++)
         if (saved_again[n] != 0x5a) break;
     CHECK_EQ(n, SAVED);
-    CHECK_EQ(tkv_save_calibration(a, saved_again, bytes, NULL), TKV_ERR_ARG);
+    CHECK_EQ(tkv_save_calibration(a, NULL, bytes, NULL), TKV_ERR_ARG);
     CHECK_EQ(tkv_save_calibration(NULL, saved_again, bytes, &again), TKV_ERR_ARG);
     CHECK_EQ(tkv_save_calibration(a, saved_again, bytes, &again), TKV_OK);
     CHECK_MEM(saved_again, saved, bytes);

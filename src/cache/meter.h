@@ -2,7 +2,7 @@
  * cache/meter.h - the quality meter: exact copies of blocks of some heads, and the error sums from comparisons.
  *
  * A head probe watches one KV head of one layer. When a block leaves the hot tier, the probe copies the exact
- * record. For sampled queries, attention/attend.h computes attention a second time. It then reads the copies in
+ * record. For sampled queries, attention/compare.h computes attention a second time. It then reads the copies in
  * place of the coded blocks. Hot blocks need no copy: they are exact in the cache. Coded blocks are never
  * truncated, so truncation and tkv_seq_abort do not change the copies. All memory is allocated at creation, so
  * nothing can fail later.

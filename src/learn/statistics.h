@@ -5,8 +5,8 @@
  *   weight of a channel of K = sum of q^2 of its queries * its variance within blocks
  *   reach of a head          = sum of p^2 over keys more than TKVI_FAR tokens back * sum of |v|^2
  *
- * attention/attend.h collects q^2 and p^2 for one query in eight. It adds integers, so results do not depend on the
- * order of threads. Keys and values are read from the newest hot and warm blocks (tkvi_each_block).
+ * learn/sample_queries.h collects q^2 and p^2 for one query in eight. It adds integers, so results do not depend
+ * on the order of threads. Keys and values are read from the newest hot and warm blocks (tkvi_each_block).
  *
  * When a layer has seen TKVI_FIRST_TABLE_TOKENS tokens, all sequences together, its next append makes the table.
  * Without a budget, blocks that are due earlier wait in the next better tier. At TKVI_SECOND_TABLE_TOKENS tokens

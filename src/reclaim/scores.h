@@ -1,6 +1,6 @@
 /*
- * reclaim/scores.h - attention scores: how much attention each token got. attention/attend.h collects them while it
- * runs. The token_meta of each block stores them (cache/pool.h).
+ * reclaim/scores.h - attention scores: how much attention each token got. reclaim/sample_scores.h collects them while
+ * attention runs. The token_meta of each block stores them (cache/pool.h).
  *
  * A row of a table defines how scores are formed (rules/score_modes.h). All calls between two appends are one step.
  * The stamp of a step is the length of the list. The first call that reaches a block in a step decays the scores of

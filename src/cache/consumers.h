@@ -1,0 +1,102 @@
+/*
+ * cache/consumers.h - consumers of attention: parts of the library that observe attention while it runs. They learn
+ * from its queries, measure its errors, or add up its weights per token.
+ *
+ * A consumer is a row of type tkvi_consumer. step/consumers.h has the table of all rows. attention/attend.h serves
+ * the rows, and does not know what they do:
+ *
+ *     first pass     attention itself
+ *     begin          the consumer gets the queries and the sums of the first pass
+ *     second pass    the keys of sampled rows once more: each block is scored once, for all consumers together,
+ *     observe        and each consumer gets the scores of the block
+ *     end
+ *
+ * To add one, write a file with the functions and the row, in the folder that the consumer belongs to. Then add the
+ * row to the table. Readers of a cache run at the same time: what they add must be integers under a lock, so that
+ * results do not depend on the order of threads. Only TKVI_OBSERVES_CALL promises an order.
+ */
+#ifndef TKVI_CACHE_CONSUMERS_H
+#define TKVI_CACHE_CONSUMERS_H
+
+#include "cache/cache.h"
+
+/* Partial results of attention over one split, or over several merged splits. p = exp(score - m). */
+typedef struct tkvi_sums {
+    float *m, *l;         /* [TKVI_ROWS] largest score; sum of p */
+    float *far_attention; /* [TKVI_ROWS] sum of p^2 over far keys, for rows of consumers that want it */
+    float *any;           /* [2] not 0: that half of o is in use; else its contents are undefined */
+    float *o;             /* [2][TKVI_ROWS][v_pad] sum of p v: of plain formats, of rotated formats */
+} tkvi_sums;
+
+/* Up to 8 query rows of one KV head of one sequence. Rows of one query, its query heads, follow one another. */
+typedef struct tkvi_tile_view {
+    tkv_cache *kv;
+    const tkv_attend_params *params;
+    const tkvi_list *list;
+    const uint32_t *ids;
+    int seq, head;           /* sequence; KV head */
+    int layer, stored;       /* layer of the call; layer that has the blocks */
+    int rows;                /* number of rows */
+    int position[TKVI_ROWS]; /* of each row's query */
+    int low[TKVI_ROWS];      /* keys that a row sees by causality and window: low .. high-1 */
+    int high[TKVI_ROWS];     /* see low */
+    const float *q;          /* [rows][q_stride] scaled queries; in `begin` only */
+    int q_stride;            /* head_dim, rounded up to 16 */
+    const tkvi_sums *sums;   /* results of the first pass without sink logits; in `begin` only; can be NULL */
+    float origin[TKVI_ROWS]; /* scale q.ref of each row; scores are relative to it (attention/attend.h) */
+    float lse[TKVI_ROWS];    /* log-sum-exp relative to it, with sink logits; TKVI_HIDDEN: sees no key */
+    const struct tkvi_work_tile *tile;  /* for consumers in attention/ */
+    const struct tkvi_scoring *scoring; /* for consumers in attention/, in `observe` only */
+} tkvi_tile_view;
+
+/* What a consumer observes. It decides how attention schedules the second pass. */
+typedef enum tkvi_observes {
+    /* Queries and sums of the first pass. No second pass. `sums` is there in `begin`, once per row. */
+    TKVI_OBSERVES_QUERIES,
+    /* All blocks in order, in one task. `sums` is there and comes from the same kernels as the scores. */
+    TKVI_OBSERVES_TILE,
+    /* Ranges of blocks in any order, each with its own begin and end. `sums` can be NULL. */
+    TKVI_OBSERVES_BLOCKS,
+    /* As TKVI_OBSERVES_BLOCKS. All work tiles come in order to each range of blocks, and no two tasks have one
+     * range. Both passes use the same kernels. `lse` is not set: params->lse has it. */
+    TKVI_OBSERVES_CALL,
+    TKVI_OBSERVES_KINDS
+} tkvi_observes;
+
+/* Bits that tkvi_consumer.wants returns. */
+typedef enum tkvi_want {
+    TKVI_WANTS_CALL = 1,         /* the consumer takes part in this call */
+    TKVI_WANTS_FAR_SUMS = 2,     /* the first pass fills in sums->far_attention of its rows */
+    TKVI_WANTS_WHOLE_QUERIES = 4 /* all query heads of a query stay in one work tile, if they are at most 8 */
+} tkvi_want;
+
+typedef struct tkvi_consumer {
+    tkvi_observes observes;
+    size_t state_bytes; /* of the memory that begin, observe and end share; it is not cleared */
+    /* Returns bits of tkvi_want; 0: the consumer has nothing to do in this call. */
+    int (*wants)(const tkv_cache *kv, const tkv_attend_params *p, int stored);
+    /* The rows that the consumer samples, bit r for row r. q, sums, origin and lse are not set yet. */
+    unsigned (*sample)(const tkvi_tile_view *v);
+    /* rows: what `sample` returned, not 0. Returns the rows that `observe` needs, a subset. NULL: all of them. */
+    unsigned (*begin)(const tkvi_tile_view *v, unsigned rows, void *state);
+    /* scores: [8][64] of block i, TKVI_HIDDEN where a row does not see a token. Other rows are undefined. */
+    void (*observe)(const tkvi_tile_view *v, int i, const float *scores, void *state);
+    void (*end)(const tkvi_tile_view *v, void *state); /* NULL: nothing to do */
+} tkvi_consumer;
+
+#define TKVI_MAX_CONSUMERS 8
+/* Limit of state_bytes, all consumers together, each rounded up to 64 (tests/test_mass.c checks it). */
+#define TKVI_CONSUMER_BYTES 26624
+
+/* Bits of all rows. */
+static unsigned tkvi_all_rows(const tkvi_tile_view *v) { return (1u << v->rows) - 1u; }
+
+/* Bits of the rows whose query is at position p with (p + shift) % every == 0. */
+static unsigned tkvi_rows_every(const tkvi_tile_view *v, int64_t shift, int every) {
+    unsigned rows = 0;
+    int r;
+    for (r = 0; r < v->rows; r++) rows |= (unsigned)((v->position[r] + shift) % every == 0) << r;
+    return rows;
+}
+
+#endif /* TKVI_CACHE_CONSUMERS_H */
