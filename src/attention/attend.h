@@ -57,9 +57,9 @@ typedef enum tkvi_failure { TKVI_FAILED_IO = 1, TKVI_FAILED_DATA = 2 } tkvi_fail
 
 static int tkvi_failed(const tkvi_call *c) {
 #if defined(__GNUC__) || defined(__clang__)
-    return c->room && __atomic_load_n(c->failed, __ATOMIC_RELAXED);
+    return TKVI_HAS_OFFLOAD && c->room && __atomic_load_n(c->failed, __ATOMIC_RELAXED);
 #else
-    return c->room && *c->failed;
+    return TKVI_HAS_OFFLOAD && c->room && *c->failed;
 #endif
 }
 
@@ -90,15 +90,17 @@ static tkv_status tkvi_call_init(tkvi_call *c, tkv_cache *kv, const tkv_attend_p
     c->plan = &kv->tables.plan[p->layer];
     if (c->plan->stored < 0 || p->window < TKV_OFF) return TKV_ERR_ARG;
     c->collect_stats = kv->tables.plan[c->plan->stored].allocates && kv->seen[c->plan->stored] >= 0;
-    c->metric = kv->tables.plan[c->plan->stored].squat && kv->query_stats[c->plan->stored].tokens >= 0;
-    for (i = 0; kv->meter && i < kv->meter->n; i++)
+    c->metric = TKVI_HAS_SQUAT && kv->tables.plan[c->plan->stored].squat &&
+                kv->query_stats[c->plan->stored].tokens >= 0;
+    for (i = 0; TKVI_HAS_METER && kv->meter && i < kv->meter->n; i++)
         c->meter |= kv->meter->head_probe[i].layer == c->plan->stored;
 #if defined(__GNUC__) || defined(__clang__) /* attention scores need atomics */
-    if (kv->pool.token_meta && kv->mass.mode) c->mass = &kv->mass;
+    if (TKVI_HAS_EVICT && kv->pool.token_meta && kv->mass.mode) c->mass = &kv->mass;
 #endif
     c->heads_per_kv = cfg->model.n_heads / cfg->model.n_kv_heads;
     c->tell = TKVI_ROWS;
-    if (c->mass && c->mass->heads && c->heads_per_kv < TKVI_ROWS) /* keeps all heads of a query in one tile */
+    if (TKVI_HAS_EVICT && c->mass && c->mass->heads &&
+        c->heads_per_kv < TKVI_ROWS) /* keeps all heads of a query in one tile */
         c->tell -= TKVI_ROWS % c->heads_per_kv;
     c->tile = c->tell;
     c->window = p->window == TKV_OFF ? 0 : p->window ? p->window : c->plan->window;
@@ -114,7 +116,7 @@ static tkv_status tkvi_call_init(tkvi_call *c, tkv_cache *kv, const tkv_attend_p
         /* The first query's keys can have expired: the window is wider than the layer's, or the query too old. */
         oldest = c->window ? (int64_t)len - c->rows[i].n + 1 - c->window : 0;
         if (list->dropped && c->rows[i].n && oldest < list->dropped) return TKV_ERR_RANGE;
-        if (kv->pool.n_discarded && c->rows[i].n &&
+        if (TKVI_HAS_DISCARD && kv->pool.n_discarded && c->rows[i].n &&
             tkvi_sees_discarded(kv, c->rows[i].seq, c->plan->stored, oldest))
             return TKV_ERR_NO_SOURCE;
         rows += (int64_t)c->rows[i].n * cfg->model.n_heads;
@@ -268,7 +270,7 @@ static TKVI_NOINLINE const uint8_t *tkvi_fetch_side(const tkvi_work_tile *u, int
 static const uint8_t *tkvi_bytes_of(const tkvi_work_tile *u, int i, tkv_side side) {
     const uint8_t *bytes;
     const tkvi_record *r = tkvi_record_of(u, i, &bytes);
-    if (!bytes) return tkvi_fetch_side(u, i, side);
+    if (TKVI_HAS_OFFLOAD && !bytes) return tkvi_fetch_side(u, i, side);
     return side == TKV_K ? bytes : bytes + r->v_at;
 }
 
@@ -832,7 +834,7 @@ static TKVI_NOINLINE void tkvi_finish(const tkvi_work_tile *u, const float *orig
 static int tkvi_next_sampled(const tkvi_work_tile *u, int r) {
     const tkvi_token_scores *m = u->call->mass;
     const int64_t unit = (int64_t)u->call->p->layer * u->call->kv->tables.cfg.model.n_kv_heads + u->head;
-    if (!m) return u->rows;
+    if (!TKVI_HAS_EVICT || !m) return u->rows;
     for (; r < u->rows; r++) {
         const int at = tkvi_position(u, tkvi_query_of(u, r));
         if (m->mode->fresh ? at >= u->list->len - m->newest : (at + unit) % m->every == 0) break;
@@ -997,8 +999,8 @@ static void tkvi_run_work_tile(void *ctx, int index) {
     if (tkvi_failed(w->call)) return;
     tkvi_empty_nonfinite(&u, q.origin, &sums);
     if (w->call->collect_stats) tkvi_collect_stats(&u, &q, &sums);
-    if (w->call->metric) tkvi_collect_query_stats(&u, &q);
-    if (w->call->meter) tkvi_update_error_sums(&u, &q, &sums, &part);
+    if (TKVI_HAS_SQUAT && w->call->metric) tkvi_collect_query_stats(&u, &q);
+    if (TKVI_HAS_METER && w->call->meter) tkvi_update_error_sums(&u, &q, &sums, &part);
     tkvi_finish(&u, q.origin, &sums, sums.any[1] > 0.0f);
     if (!w->parts) {
         tkvi_gather_scores(&u, &sums, 0, u.list->n, &q);
@@ -1025,7 +1027,7 @@ static void tkvi_run_gather(void *ctx, int index) {
 /* Does any work tile have a sampled row? If not, no thread needs to wake up. */
 static int tkvi_any_sampled(const tkvi_work *w) {
     int i, any = 0;
-    for (i = 0; i < w->n_units && w->call->mass && !any; i++) {
+    for (i = 0; TKVI_HAS_EVICT && i < w->n_units && w->call->mass && !any; i++) {
         tkvi_work_tile u;
         tkvi_find_work_tile(w->call, i, &u);
         any = tkvi_next_sampled(&u, 0) < u.rows;
@@ -1154,7 +1156,7 @@ static TKVI_NOINLINE void tkvi_prefill_collect_stats(const tkvi_work_tile *u, co
     TKVI_ALIGNED tkvi_queries q;
     tkvi_load_queries(u, &q);
     if (u->call->collect_stats) tkvi_collect_stats(u, &q, sums);
-    if (u->call->metric) tkvi_collect_query_stats(u, &q);
+    if (TKVI_HAS_SQUAT && u->call->metric) tkvi_collect_query_stats(u, &q);
 }
 
 /* Adds attention scores of up to 8 rows. */
@@ -1180,9 +1182,10 @@ static TKVI_NOINLINE void tkvi_prefill_finish(const tkvi_work_tile *u, tkvi_pref
     sums.l = from->l + first;
     sums.far_attention = from->far_attention + first;
     tkvi_empty_nonfinite(&eight, from->origin + first, &sums);
-    if (u->call->collect_stats || u->call->metric) tkvi_prefill_collect_stats(&eight, &sums);
+    if (u->call->collect_stats || (TKVI_HAS_SQUAT && u->call->metric))
+        tkvi_prefill_collect_stats(&eight, &sums);
     tkvi_finish(&eight, from->origin + first, &sums, 0);
-    if (u->call->mass) tkvi_prefill_gather(&eight, &sums);
+    if (TKVI_HAS_EVICT && u->call->mass) tkvi_prefill_gather(&eight, &sums);
 }
 
 /* Transposes o from [v_pad][lanes] to [lanes][v_pad]. */
@@ -1230,7 +1233,8 @@ static void tkvi_run_prefill(void *ctx, int index) {
     int first;
     tkvi_find_work_tile(w->call, index, &u);
     tkvi_prefill_work_tile(&u);
-    for (first = 0; first < u.rows && w->call->meter && !tkvi_failed(w->call); first += w->call->tell) {
+    for (first = 0; TKVI_HAS_METER && first < u.rows && w->call->meter && !tkvi_failed(w->call);
+         first += w->call->tell) {
         const tkvi_work_tile eight = tkvi_prefill_eight(&u, first);
         tkvi_prefill_measure(w, &eight);
     }
@@ -1333,7 +1337,7 @@ static TKVI_NOINLINE void tkvi_run_fetching(void *ctx, int index) {
 /* Runs task 0 .. n-1, in parallel if `together`. Tasks get fetch buffers if some block is offloaded. */
 static void tkvi_run(tkvi_work *w, int n, int together, tkv_task task) {
     const tkv_cache *kv = w->call->kv;
-    tkv_task run = kv->pool.n_offloaded ? tkvi_run_fetching : task;
+    tkv_task run = TKVI_HAS_OFFLOAD && kv->pool.n_offloaded ? tkvi_run_fetching : task;
     int i;
     w->task = task;
     if (together) tkvi_for(kv, n, run, w);
@@ -1367,7 +1371,8 @@ TKV_API tkv_status tkv_attend_ex(tkv_cache *kv, const tkv_attend_params *p) {
         w.parts = kv->parts;
         tkvi_run(&w, w.n_units * w.n_chunks, 1, tkvi_run_split);
         tkvi_run(&w, w.n_units, 0, tkvi_run_work_tile);
-        if (!failed && tkvi_any_sampled(&w)) tkvi_run(&w, w.n_units * w.n_chunks, 1, tkvi_run_gather);
+        if (TKVI_HAS_EVICT && !failed && tkvi_any_sampled(&w))
+            tkvi_run(&w, w.n_units * w.n_chunks, 1, tkvi_run_gather);
         tkvi_release_split_sums(kv);
     } else if (few || !(c.many = tkvi_prefill_for(&c))) {
         tkvi_run(&w, w.n_units, 1, tkvi_run_work_tile);

@@ -33,9 +33,11 @@ typedef struct tkvi_strategy {
 } tkvi_strategy;
 
 static const tkvi_strategy tkvi_strategies[] = {
-    {"hybrid", tkvi_gather_sum, .95f, .7f, .3f},          {"accumulation", tkvi_gather_sum, 1.0f, 1.0f, 0.0f},
-    {"heavy_hitter", tkvi_gather_most, 1.0f, 1.0f, 0.0f}, {"recency", tkvi_gather_sum, 1.0f, 0.0f, 1.0f},
-    {"persistence", tkvi_gather_lows, 1.0f, 1.0f, 0.0f},
+    {"hybrid", TKVI_IF(TKVI_HAS_EVICT, tkvi_gather_sum), .95f, .7f, .3f},
+    {"accumulation", TKVI_IF(TKVI_HAS_EVICT, tkvi_gather_sum), 1.0f, 1.0f, 0.0f},
+    {"heavy_hitter", TKVI_IF(TKVI_HAS_EVICT, tkvi_gather_most), 1.0f, 1.0f, 0.0f},
+    {"recency", TKVI_IF(TKVI_HAS_EVICT, tkvi_gather_sum), 1.0f, 0.0f, 1.0f},
+    {"persistence", TKVI_IF(TKVI_HAS_EVICT, tkvi_gather_lows), 1.0f, 1.0f, 0.0f},
 };
 
 static const tkvi_strategy *tkvi_strategy_of(tkv_importance_strategy s) {
@@ -134,6 +136,7 @@ TKV_API tkv_status tkv_update_importance(const tkv_importance_config *cfg, tkv_t
                                          const int *positions, const float *scores, int n, int now,
                                          float *out) {
     tkv_status st = TKV_OK;
+    if (!TKVI_HAS_EVICT) return TKV_ERR_UNSUPPORTED;
     int i;
     if (!scores && !out && n != 0) return TKV_ERR_ARG;
     for (i = 0; out && i < n; i++) { /* before any token changes */
