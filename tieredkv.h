@@ -43,6 +43,19 @@
  *   TKV_NO_SIMD              implementation     leaves out all kernels but the scalar ones
  *   TKV_NO_AVX512            implementation     leaves out the AVX-512 kernels
  *   TKV_NO_REPORTS           implementation     leaves out configs as text, state as JSON and Prometheus
+ *   TKV_NO_KVQUANT           implementation     leaves out the KVQUANT formats and what learns their tables
+ *   TKV_NO_SQUAT             implementation     leaves out the SQUAT formats
+ *   TKV_NO_TOKEN_FORMATS     implementation     leaves out INT8, INT4, FP8 and FP4
+ *   TKV_NO_SUBSPACE          implementation     leaves out the SUBSPACE formats
+ *   TKV_NO_EVICT             implementation     leaves out eviction, importance, anchors and pins
+ *   TKV_NO_OFFLOAD           implementation     leaves out the store outside RAM, and promotion from it
+ *   TKV_NO_DISCARD           implementation     leaves out discarding and recomputation
+ *   TKV_NO_METER             implementation     leaves out quality meter, feedback and threshold store
+ *   TKV_CORE                 implementation     sets the eight from TKV_NO_KVQUANT to TKV_NO_METER
+ *
+ *   Exact formats, Q8, KIVI, A and R, sequences, budgets, calibration and attention are in every build. What is left
+ *   out is refused with TKV_ERR_UNSUPPORTED. Where there is a sentence, it names the switch, such as "tiers.archive.k
+ *   is 31; TKV_NO_KVQUANT leaves this format out". Names of formats and policies stay known.
  *
  * CONCEPTS
  *   cache      all state for one model: n_layers layers, up to max_seqs sequences
@@ -791,8 +804,9 @@ TKV_API tkv_status tkv_apply_preset(tkv_config *cfg, const char *name);
 /* Checks every field of a config. On an error `reason` gets one sentence, cut to `size` bytes. It names the field,
  * its value and the values that are allowed. `reason` may be NULL.
  * Errors:
- *   TKV_ERR_CONFIG   a field is wrong
- *   TKV_ERR_ARG      cfg is NULL */
+ *   TKV_ERR_CONFIG        a field is wrong
+ *   TKV_ERR_UNSUPPORTED   a field needs what a TKV_NO_ switch leaves out of this build
+ *   TKV_ERR_ARG           cfg is NULL */
 TKV_API tkv_status tkv_validate_config(const tkv_config *cfg, char *reason, size_t size);
 
 /* >>life. Creates an empty cache. The cache fetches memory for tokens later, page by page, as they are appended. On
@@ -809,7 +823,7 @@ TKV_API tkv_status tkv_create(const tkv_config *cfg, tkv_cache **out);
  *   TKV_ERR_ISA           cfg.host.isa is not available
  *   TKV_ERR_BUDGET        cfg.budget.bytes has no room for an empty cache and its first tokens
  *   TKV_ERR_NOMEM         the allocator returned NULL
- *   TKV_ERR_UNSUPPORTED   a text, in a build with TKV_NO_REPORTS
+ *   TKV_ERR_UNSUPPORTED   a text, in a build with TKV_NO_REPORTS; or as tkv_validate_config
  *   TKV_ERR_ARG           out is missing, or both cfg and text are
  * Cost: tkv_create; with a text also O(text_size), five times. */
 TKV_API tkv_status tkv_create_ex(const tkv_config *cfg, const char *text, size_t text_size, tkv_cache **out,

@@ -41,6 +41,19 @@
  *   TKV_NO_SIMD              implementation     leaves out all kernels but the scalar ones
  *   TKV_NO_AVX512            implementation     leaves out the AVX-512 kernels
  *   TKV_NO_REPORTS           implementation     leaves out configs as text, state as JSON and Prometheus
+ *   TKV_NO_KVQUANT           implementation     leaves out the KVQUANT formats and what learns their tables
+ *   TKV_NO_SQUAT             implementation     leaves out the SQUAT formats
+ *   TKV_NO_TOKEN_FORMATS     implementation     leaves out INT8, INT4, FP8 and FP4
+ *   TKV_NO_SUBSPACE          implementation     leaves out the SUBSPACE formats
+ *   TKV_NO_EVICT             implementation     leaves out eviction, importance, anchors and pins
+ *   TKV_NO_OFFLOAD           implementation     leaves out the store outside RAM, and promotion from it
+ *   TKV_NO_DISCARD           implementation     leaves out discarding and recomputation
+ *   TKV_NO_METER             implementation     leaves out quality meter, feedback and threshold store
+ *   TKV_CORE                 implementation     sets the eight from TKV_NO_KVQUANT to TKV_NO_METER
+ *
+ *   Exact formats, Q8, KIVI, A and R, sequences, budgets, calibration and attention are in every build. What is left
+ *   out is refused with TKV_ERR_UNSUPPORTED. Where there is a sentence, it names the switch, such as "tiers.archive.k
+ *   is 31; TKV_NO_KVQUANT leaves this format out". Names of formats and policies stay known.
  *
  * CONCEPTS
  *   cache      all state for one model: n_layers layers, up to max_seqs sequences
