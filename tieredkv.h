@@ -1403,8 +1403,9 @@ TKV_API tkv_status tkv_apply_preset(tkv_config *cfg, const char *name);
 /* Checks every field of a config. On an error `reason` gets one sentence, cut to `size` bytes. It names the field,
  * its value and the values that are allowed. `reason` may be NULL.
  * Errors:
- *   TKV_ERR_CONFIG   a field is wrong
- *   TKV_ERR_ARG      cfg is NULL */
+ *   TKV_ERR_CONFIG        a field is wrong
+ *   TKV_ERR_UNSUPPORTED   a field needs what a TKV_NO_ switch leaves out of this build
+ *   TKV_ERR_ARG           cfg is NULL */
 TKV_API tkv_status tkv_validate_config(const tkv_config *cfg, char *reason, size_t size);
 
 /* >>life. Creates an empty cache. The cache fetches memory for tokens later, page by page, as they are appended. On
@@ -1421,7 +1422,7 @@ TKV_API tkv_status tkv_create(const tkv_config *cfg, tkv_cache **out);
  *   TKV_ERR_ISA           cfg.host.isa is not available
  *   TKV_ERR_BUDGET        cfg.budget.bytes has no room for an empty cache and its first tokens
  *   TKV_ERR_NOMEM         the allocator returned NULL
- *   TKV_ERR_UNSUPPORTED   a text, in a build with TKV_NO_REPORTS
+ *   TKV_ERR_UNSUPPORTED   a text, in a build with TKV_NO_REPORTS; or as tkv_validate_config
  *   TKV_ERR_ARG           out is missing, or both cfg and text are
  * Cost: tkv_create; with a text also O(text_size), five times. */
 TKV_API tkv_status tkv_create_ex(const tkv_config *cfg, const char *text, size_t text_size, tkv_cache **out,
@@ -2709,6 +2710,78 @@ extern char tkvi_same_prefix[TKV_NAME_(must_be_the_TKV_PREFIX_of_the_first_inclu
 #endif
 extern "C" {
 #endif
+/* ======== core/switches.h ======== */
+/*
+ * core/switches.h - turns the compile-time switches (OPTIONS in the manual) into constants, 0 or 1. A switch leaves
+ * out code, never a declaration or a field. Code asks the constant, so every build checks all code, and the compiler
+ * drops what can never run:
+ *
+ *     if (TKVI_HAS_METER && kv->meter) ...                        a branch
+ *     {"h2o", ..., TKVI_IF(TKVI_HAS_EVICT, tkvi_score_attention)}   a row of a table: NULL keeps no function alive
+ *
+ * A public function that is left out begins with a refusal: TKV_ERR_UNSUPPORTED and a sentence with the switch.
+ */
+#ifndef TKVI_CORE_SWITCHES_H
+#define TKVI_CORE_SWITCHES_H
+
+#if defined(TKV_CORE) || defined(TKV_NO_KVQUANT)
+#define TKVI_HAS_KVQUANT 0
+#else
+#define TKVI_HAS_KVQUANT 1
+#endif
+
+#if defined(TKV_CORE) || defined(TKV_NO_SQUAT)
+#define TKVI_HAS_SQUAT 0
+#else
+#define TKVI_HAS_SQUAT 1
+#endif
+
+#if defined(TKV_CORE) || defined(TKV_NO_TOKEN_FORMATS)
+#define TKVI_HAS_TOKEN_FORMATS 0
+#else
+#define TKVI_HAS_TOKEN_FORMATS 1
+#endif
+
+#if defined(TKV_CORE) || defined(TKV_NO_SUBSPACE)
+#define TKVI_HAS_SUBSPACE 0
+#else
+#define TKVI_HAS_SUBSPACE 1
+#endif
+
+#if defined(TKV_CORE) || defined(TKV_NO_EVICT)
+#define TKVI_HAS_EVICT 0
+#else
+#define TKVI_HAS_EVICT 1
+#endif
+
+#if defined(TKV_CORE) || defined(TKV_NO_OFFLOAD)
+#define TKVI_HAS_OFFLOAD 0
+#else
+#define TKVI_HAS_OFFLOAD 1
+#endif
+
+#if defined(TKV_CORE) || defined(TKV_NO_DISCARD)
+#define TKVI_HAS_DISCARD 0
+#else
+#define TKVI_HAS_DISCARD 1
+#endif
+
+#if defined(TKV_CORE) || defined(TKV_NO_METER)
+#define TKVI_HAS_METER 0
+#else
+#define TKVI_HAS_METER 1
+#endif
+
+/* Formats that attention decodes: any of them, and those that kernels/decode_x86.h reads. */
+#define TKVI_HAS_CODE_ROWS (TKVI_HAS_KVQUANT || TKVI_HAS_TOKEN_FORMATS)
+#define TKVI_HAS_DECODED (TKVI_HAS_CODE_ROWS || TKVI_HAS_SUBSPACE)
+/* Blocks without a slot in RAM: offloaded or discarded. */
+#define TKVI_HAS_NO_SLOT (TKVI_HAS_OFFLOAD || TKVI_HAS_DISCARD)
+
+/* A function for a row of a table; NULL if `has` is 0. */
+#define TKVI_IF(has, function) ((has) ? (function) : NULL)
+
+#endif /* TKVI_CORE_SWITCHES_H */
 /* ======== core/base.h ======== */
 /*
  * core/base.h - the foundation of all other files: bits of floats, half floats, rounding, checked sizes, memory,
@@ -6135,27 +6208,36 @@ static void tkvi_fp4_layout(tkvi_side *s) { tkvi_token_layout(s, &tkvi_grid_fp4)
         TKVI_NO_SIDE_, { tkvi_r_layout, tkvi_r_encode, tkvi_decode_tiles, tkvi_r_meta, NULL }                \
     }
 
+/* Formats that a switch can leave out. Without functions a format keeps its name and stores nothing. */
+#define TKVI_TOKEN_SIDE_(t)                                                                                  \
+    {                                                                                                        \
+        TKVI_IF(TKVI_HAS_TOKEN_FORMATS, tkvi_##t##_layout),                                                  \
+            TKVI_IF(TKVI_HAS_TOKEN_FORMATS, tkvi_token_encode),                                              \
+            TKVI_IF(TKVI_HAS_TOKEN_FORMATS, tkvi_token_decode), NULL, NULL                                   \
+    }
 #define TKVI_TOKEN_(t)                                                                                       \
-    {                                                                                                        \
-        {tkvi_##t##_layout, tkvi_token_encode, tkvi_token_decode, NULL, NULL}, {                             \
-            tkvi_##t##_layout, tkvi_token_encode, tkvi_token_decode, NULL, NULL                              \
-        }                                                                                                    \
-    }
+    { TKVI_TOKEN_SIDE_(t), TKVI_TOKEN_SIDE_(t) }
 #define TKVI_SQUAT_                                                                                          \
-    { {tkvi_kivi_k_layout, tkvi_squat_encode, tkvi_decode_tiles, tkvi_kivi_k_meta, NULL}, TKVI_NO_SIDE_ }
+    {                                                                                                        \
+        {TKVI_IF(TKVI_HAS_SQUAT, tkvi_kivi_k_layout), TKVI_IF(TKVI_HAS_SQUAT, tkvi_squat_encode),            \
+         TKVI_IF(TKVI_HAS_SQUAT, tkvi_decode_tiles), TKVI_IF(TKVI_HAS_SQUAT, tkvi_kivi_k_meta), NULL},       \
+            TKVI_NO_SIDE_                                                                                    \
+    }
+#define TKVI_SUBSPACE_SIDE_                                                                                  \
+    {                                                                                                        \
+        TKVI_IF(TKVI_HAS_SUBSPACE, tkvi_subspace_layout), TKVI_IF(TKVI_HAS_SUBSPACE, tkvi_subspace_encode),  \
+            TKVI_IF(TKVI_HAS_SUBSPACE, tkvi_subspace_decode), NULL, NULL                                     \
+    }
 #define TKVI_SUBSPACE_                                                                                       \
+    { TKVI_SUBSPACE_SIDE_, TKVI_SUBSPACE_SIDE_ }
+#define TKVI_KVQUANT_SIDE_(which)                                                                            \
     {                                                                                                        \
-        {tkvi_subspace_layout, tkvi_subspace_encode, tkvi_subspace_decode, NULL, NULL}, {                    \
-            tkvi_subspace_layout, tkvi_subspace_encode, tkvi_subspace_decode, NULL, NULL                     \
-        }                                                                                                    \
+        TKVI_IF(TKVI_HAS_KVQUANT, tkvi_kvquant_layout),                                                      \
+            TKVI_IF(TKVI_HAS_KVQUANT, tkvi_kvquant_##which##_encode),                                        \
+            TKVI_IF(TKVI_HAS_KVQUANT, tkvi_kvquant_##which##_decode), NULL, NULL                             \
     }
-
 #define TKVI_KVQUANT_                                                                                        \
-    {                                                                                                        \
-        {tkvi_kvquant_layout, tkvi_kvquant_k_encode, tkvi_kvquant_k_decode, NULL, NULL}, {                   \
-            tkvi_kvquant_layout, tkvi_kvquant_v_encode, tkvi_kvquant_v_decode, NULL, NULL                    \
-        }                                                                                                    \
-    }
+    { TKVI_KVQUANT_SIDE_(k), TKVI_KVQUANT_SIDE_(v) }
 
 static const tkvi_simd_ops tkvi_simd_ops_scalar = {
     tkvi_f16_to_f32_scalar,         tkvi_f32_to_f16_scalar,        tkvi_decode_log_scales_scalar,
@@ -6205,9 +6287,12 @@ static const tkvi_format tkvi_formats[TKV_FORMAT_COUNT] = {
 #undef TKVI_NO_SIDE_
 #undef TKVI_EXACT_
 #undef TKVI_KIVI_
+#undef TKVI_TOKEN_SIDE_
 #undef TKVI_TOKEN_
 #undef TKVI_SQUAT_
+#undef TKVI_SUBSPACE_SIDE_
 #undef TKVI_SUBSPACE_
+#undef TKVI_KVQUANT_SIDE_
 #undef TKVI_KVQUANT_
 
 /* Scalar decoding: it defines the values that a side holds. */
@@ -6218,12 +6303,26 @@ static void tkvi_decode_side(const tkvi_side *s, const uint8_t *src, int first, 
 
 static int tkvi_format_known(tkv_format f) { return f > TKV_FORMAT_DEFAULT && f < TKV_FORMAT_COUNT; }
 
+/* The sentence for a format that this build leaves out; NULL: it has the format. */
+static const char *tkvi_format_left_out(tkv_format f) {
+    if (!TKVI_HAS_TOKEN_FORMATS && f >= TKV_INT8 && f <= TKV_FP4)
+        return "TKV_NO_TOKEN_FORMATS leaves this format out";
+    if (!TKVI_HAS_SQUAT && f >= TKV_SQUAT4 && f <= TKV_SQUAT2) return "TKV_NO_SQUAT leaves this format out";
+    if (!TKVI_HAS_SUBSPACE && f >= TKV_SUBSPACE4 && f <= TKV_SUBSPACE2)
+        return "TKV_NO_SUBSPACE leaves this format out";
+    if (!TKVI_HAS_KVQUANT && f >= TKV_KVQUANT4 && f <= TKV_KVQUANT2)
+        return "TKV_NO_KVQUANT leaves this format out";
+    return NULL;
+}
+
 /* True if the encoder needs statistics of queries (learn/squat_queries.h). */
-static int tkvi_is_squat(tkv_format f) { return tkvi_formats[f].side[TKV_K].encode == tkvi_squat_encode; }
+static int tkvi_is_squat(tkv_format f) {
+    return TKVI_HAS_SQUAT && tkvi_formats[f].side[TKV_K].encode == tkvi_squat_encode;
+}
 
 /* True if the format uses a table of the layer (learn/kvquant_tables.h). */
 static int tkvi_is_kvquant(tkv_format f) {
-    return tkvi_formats[f].side[TKV_V].encode == tkvi_kvquant_v_encode;
+    return TKVI_HAS_KVQUANT && tkvi_formats[f].side[TKV_V].encode == tkvi_kvquant_v_encode;
 }
 
 static const char *tkvi_format_name(tkv_format f) {
@@ -6278,6 +6377,7 @@ TKV_API tkv_status tkv_encode_block(const tkv_codec *c, const float *x, ptrdiff_
     tkvi_side s;
     tkvi_rope rope;
     int t, i;
+    if (c && tkvi_format_left_out(c->format)) return TKV_ERR_UNSUPPORTED;
     if (!x || !dst || !tkvi_codec_side(c, &s) || n_tokens < 1 || n_tokens > TKVI_BLOCK || size < s.bytes)
         return TKV_ERR_ARG;
     if (stride == 0) stride = s.dim;
@@ -6294,6 +6394,7 @@ TKV_API tkv_status tkv_decode_block(const tkv_codec *c, const void *src, size_t 
                                     ptrdiff_t stride) {
     tkvi_side s;
     tkvi_rope rope;
+    if (c && tkvi_format_left_out(c->format)) return TKV_ERR_UNSUPPORTED;
     if (!x || !src || !tkvi_codec_side(c, &s) || n_tokens < 1 || n_tokens > TKVI_BLOCK || size < s.bytes)
         return TKV_ERR_ARG;
     if (stride == 0) stride = s.dim;
@@ -6675,8 +6776,10 @@ static int tkvi_softmax_step_scalar(const float *s, int rows, float *m, float *s
 static const tkvi_kernels tkvi_kernels_scalar = {
     TKV_ISA_SCALAR,
     "scalar",
-    {tkvi_f32_k_scalar, tkvi_f16_k_scalar, tkvi_bf16_k_scalar, tkvi_tiles_k_scalar, tkvi_decoded_k},
-    {tkvi_f32_v_scalar, tkvi_f16_v_scalar, tkvi_bf16_v_scalar, tkvi_tiles_v_scalar, tkvi_decoded_v},
+    {tkvi_f32_k_scalar, tkvi_f16_k_scalar, tkvi_bf16_k_scalar, tkvi_tiles_k_scalar,
+     TKVI_IF(TKVI_HAS_DECODED, tkvi_decoded_k)},
+    {tkvi_f32_v_scalar, tkvi_f16_v_scalar, tkvi_bf16_v_scalar, tkvi_tiles_v_scalar,
+     TKVI_IF(TKVI_HAS_DECODED, tkvi_decoded_v)},
     &tkvi_simd_ops_scalar,
     tkvi_exp64_scalar,
     tkvi_max64_scalar,
@@ -7140,8 +7243,8 @@ static int tkvi_open_code_rows(tkvi_code_rows *r, const tkvi_side *s, const uint
     r->slots = r->factors = NULL;
     r->kind = TKVI_CODES_TABLE;
     r->by_channel = r->scales_per_token = r->shift = 0;
-    if (s->grid) return tkvi_open_token_rows(r, src, ops) && tkvi_place_vectors(r);
-    if (s->format->side[s->which].layout != tkvi_kvquant_layout) return 0;
+    if (TKVI_HAS_TOKEN_FORMATS && s->grid) return tkvi_open_token_rows(r, src, ops) && tkvi_place_vectors(r);
+    if (!TKVI_HAS_KVQUANT || s->format->side[s->which].layout != tkvi_kvquant_layout) return 0;
     r->row_bytes = tkvi_kvquant_places(s).row;
     r->bits = s->format->bits;
     if (!tkvi_place_vectors(r)) return 0;
@@ -9569,8 +9672,10 @@ static int tkvi_softmax_step_avx2(const float *s, int rows, float *m, float *sum
 static const tkvi_kernels tkvi_kernels_avx2 = {
     TKV_ISA_AVX2,
     "avx2",
-    {tkvi_exact_k_avx2, tkvi_exact_k_avx2, tkvi_exact_k_avx2, tkvi_tiles_k_avx2, tkvi_decoded_k_avx2},
-    {tkvi_exact_v_avx2, tkvi_exact_v_avx2, tkvi_exact_v_avx2, tkvi_tiles_v_avx2, tkvi_decoded_v_avx2},
+    {tkvi_exact_k_avx2, tkvi_exact_k_avx2, tkvi_exact_k_avx2, tkvi_tiles_k_avx2,
+     TKVI_HAS_CODE_ROWS ? tkvi_decoded_k_avx2 : TKVI_IF(TKVI_HAS_DECODED, tkvi_decoded_k)},
+    {tkvi_exact_v_avx2, tkvi_exact_v_avx2, tkvi_exact_v_avx2, tkvi_tiles_v_avx2,
+     TKVI_HAS_CODE_ROWS ? tkvi_decoded_v_avx2 : TKVI_IF(TKVI_HAS_DECODED, tkvi_decoded_v)},
     &tkvi_simd_ops_avx2,
     tkvi_exp64_avx2,
     tkvi_max64_avx2,
@@ -10911,9 +11016,9 @@ static const tkvi_kernels tkvi_kernels_avx512 = {
     TKV_ISA_AVX512,
     "avx512",
     {tkvi_exact_k_avx512, tkvi_exact_k_avx512, tkvi_exact_k_avx512, tkvi_tiles_k_avx512,
-     tkvi_decoded_k_avx512},
+     TKVI_HAS_CODE_ROWS ? tkvi_decoded_k_avx512 : TKVI_IF(TKVI_HAS_DECODED, tkvi_decoded_k)},
     {tkvi_exact_v_avx512, tkvi_exact_v_avx512, tkvi_exact_v_avx512, tkvi_tiles_v_avx512,
-     tkvi_decoded_v_avx512},
+     TKVI_HAS_CODE_ROWS ? tkvi_decoded_v_avx512 : TKVI_IF(TKVI_HAS_DECODED, tkvi_decoded_v)},
     &tkvi_simd_ops_avx512,
     tkvi_exp64_avx512,
     tkvi_max64_avx512,
@@ -11938,8 +12043,10 @@ static int tkvi_softmax_step_128(const float *s, int rows, float *m, float *sum,
 static const tkvi_kernels tkvi_kernels_128 = {
     TKVI_ISA_128,
     TKVI_NAME_128,
-    {tkvi_f32_k_128, tkvi_f16_k_128, tkvi_bf16_k_128, tkvi_tiles_k_128, tkvi_decoded_k},
-    {tkvi_f32_v_128, tkvi_f16_v_128, tkvi_bf16_v_128, tkvi_tiles_v_128, tkvi_decoded_v},
+    {tkvi_f32_k_128, tkvi_f16_k_128, tkvi_bf16_k_128, tkvi_tiles_k_128,
+     TKVI_IF(TKVI_HAS_DECODED, tkvi_decoded_k)},
+    {tkvi_f32_v_128, tkvi_f16_v_128, tkvi_bf16_v_128, tkvi_tiles_v_128,
+     TKVI_IF(TKVI_HAS_DECODED, tkvi_decoded_v)},
     &tkvi_simd_ops_128,
     tkvi_exp64_128,
     tkvi_max64_128,
@@ -13261,9 +13368,11 @@ typedef struct tkvi_strategy {
 } tkvi_strategy;
 
 static const tkvi_strategy tkvi_strategies[] = {
-    {"hybrid", tkvi_gather_sum, .95f, .7f, .3f},          {"accumulation", tkvi_gather_sum, 1.0f, 1.0f, 0.0f},
-    {"heavy_hitter", tkvi_gather_most, 1.0f, 1.0f, 0.0f}, {"recency", tkvi_gather_sum, 1.0f, 0.0f, 1.0f},
-    {"persistence", tkvi_gather_lows, 1.0f, 1.0f, 0.0f},
+    {"hybrid", TKVI_IF(TKVI_HAS_EVICT, tkvi_gather_sum), .95f, .7f, .3f},
+    {"accumulation", TKVI_IF(TKVI_HAS_EVICT, tkvi_gather_sum), 1.0f, 1.0f, 0.0f},
+    {"heavy_hitter", TKVI_IF(TKVI_HAS_EVICT, tkvi_gather_most), 1.0f, 1.0f, 0.0f},
+    {"recency", TKVI_IF(TKVI_HAS_EVICT, tkvi_gather_sum), 1.0f, 0.0f, 1.0f},
+    {"persistence", TKVI_IF(TKVI_HAS_EVICT, tkvi_gather_lows), 1.0f, 1.0f, 0.0f},
 };
 
 static const tkvi_strategy *tkvi_strategy_of(tkv_importance_strategy s) {
@@ -13364,6 +13473,7 @@ TKV_API tkv_status tkv_update_importance(const tkv_importance_config *cfg, tkv_t
                                          float *out) {
     tkv_importance_config full;
     tkv_status st = TKV_OK;
+    if (!TKVI_HAS_EVICT) return TKV_ERR_UNSUPPORTED;
     int i;
     if (n < 0 || now < 0 || (n > 0 && !scores && !out)) return TKV_ERR_ARG;
     if (!tkvi_importance_fill(cfg, &full)) return TKV_ERR_CONFIG;
@@ -13550,9 +13660,12 @@ static void tkvi_score_age(const tkv_evict_config *cfg, const tkv_evict_view *v,
     for (i = 0; i < v->n; i++) out[i] = (float)tkvi_position_of(v, i);
 }
 
-static const tkvi_evict_row tkvi_evict_none = {"none", 0, 4, 32, 0, TKV_EVICT_UNIFORM, tkvi_score_age};
-static const tkvi_evict_row tkvi_evict_sliding = {"sliding", 0, 4, 1, 1, TKV_EVICT_UNIFORM, tkvi_score_age};
-static const tkvi_evict_row tkvi_evict_fifo = {"fifo", 0, 0, 0, 1, TKV_EVICT_UNIFORM, tkvi_score_age};
+static const tkvi_evict_row tkvi_evict_none = {
+    "none", 0, 4, 32, 0, TKV_EVICT_UNIFORM, TKVI_IF(TKVI_HAS_EVICT, tkvi_score_age)};
+static const tkvi_evict_row tkvi_evict_sliding = {
+    "sliding", 0, 4, 1, 1, TKV_EVICT_UNIFORM, TKVI_IF(TKVI_HAS_EVICT, tkvi_score_age)};
+static const tkvi_evict_row tkvi_evict_fifo = {
+    "fifo", 0, 0, 0, 1, TKV_EVICT_UNIFORM, TKVI_IF(TKVI_HAS_EVICT, tkvi_score_age)};
 
 #endif /* TKVI_RULES_EVICT_SLIDING_H */
 /* ======== rules/evict_h2o.h ======== */
@@ -13575,8 +13688,13 @@ static void tkvi_score_attention(const tkv_evict_config *cfg, const tkv_evict_vi
     tkvi_score_copy(v, v->total_scores, 1.0f, out);
 }
 
-static const tkvi_evict_row tkvi_evict_h2o = {
-    "h2o", TKVI_NEEDS_TOTAL_SCORES, 4, 32, 0, TKV_EVICT_UNIFORM, tkvi_score_attention};
+static const tkvi_evict_row tkvi_evict_h2o = {"h2o",
+                                              TKVI_NEEDS_TOTAL_SCORES,
+                                              4,
+                                              32,
+                                              0,
+                                              TKV_EVICT_UNIFORM,
+                                              TKVI_IF(TKVI_HAS_EVICT, tkvi_score_attention)};
 
 #endif /* TKVI_RULES_EVICT_H2O_H */
 /* ======== rules/evict_tova.h ======== */
@@ -13597,7 +13715,7 @@ static void tkvi_score_last(const tkv_evict_config *cfg, const tkv_evict_view *v
 }
 
 static const tkvi_evict_row tkvi_evict_tova = {
-    "tova", TKVI_NEEDS_LAST_SCORES, 4, 32, 0, TKV_EVICT_UNIFORM, tkvi_score_last};
+    "tova", TKVI_NEEDS_LAST_SCORES, 4, 32, 0, TKV_EVICT_UNIFORM, TKVI_IF(TKVI_HAS_EVICT, tkvi_score_last)};
 
 #endif /* TKVI_RULES_EVICT_TOVA_H */
 /* ======== rules/evict_knorm.h ======== */
@@ -13617,8 +13735,8 @@ static void tkvi_score_norm(const tkv_evict_config *cfg, const tkv_evict_view *v
     tkvi_score_copy(v, v->norms, -1.0f, out);
 }
 
-static const tkvi_evict_row tkvi_evict_knorm = {"knorm",           TKVI_NEEDS_NORMS, 4, 32, 0,
-                                                TKV_EVICT_UNIFORM, tkvi_score_norm};
+static const tkvi_evict_row tkvi_evict_knorm = {
+    "knorm", TKVI_NEEDS_NORMS, 4, 32, 0, TKV_EVICT_UNIFORM, TKVI_IF(TKVI_HAS_EVICT, tkvi_score_norm)};
 
 #endif /* TKVI_RULES_EVICT_KNORM_H */
 /* ======== rules/evict_keydiff.h ======== */
@@ -13682,8 +13800,8 @@ static void tkvi_score_keydiff(const tkv_evict_config *cfg, const tkv_evict_view
     }
 }
 
-static const tkvi_evict_row tkvi_evict_keydiff = {"keydiff",         TKVI_NEEDS_KEYS,   4, 32, 0,
-                                                  TKV_EVICT_UNIFORM, tkvi_score_keydiff};
+static const tkvi_evict_row tkvi_evict_keydiff = {
+    "keydiff", TKVI_NEEDS_KEYS, 4, 32, 0, TKV_EVICT_UNIFORM, TKVI_IF(TKVI_HAS_EVICT, tkvi_score_keydiff)};
 
 #endif /* TKVI_RULES_EVICT_KEYDIFF_H */
 /* ======== rules/evict_scissorhands.h ======== */
@@ -13708,8 +13826,13 @@ static void tkvi_score_lows(const tkv_evict_config *cfg, const tkv_evict_view *v
         if (tkvi_is_live(v, i) && out[i] > 0.0f) out[i] = -out[i];
 }
 
-static const tkvi_evict_row tkvi_evict_scissorhands = {"scissorhands",    TKVI_NEEDS_LOW_COUNTS, 4, 32, 0,
-                                                       TKV_EVICT_UNIFORM, tkvi_score_lows};
+static const tkvi_evict_row tkvi_evict_scissorhands = {"scissorhands",
+                                                       TKVI_NEEDS_LOW_COUNTS,
+                                                       4,
+                                                       32,
+                                                       0,
+                                                       TKV_EVICT_UNIFORM,
+                                                       TKVI_IF(TKVI_HAS_EVICT, tkvi_score_lows)};
 
 #endif /* TKVI_RULES_EVICT_SCISSORHANDS_H */
 /* ======== rules/evict_snapkv.h ======== */
@@ -13742,8 +13865,13 @@ static void tkvi_score_pooled(const tkv_evict_config *cfg, const tkv_evict_view 
         out[i] = most; /* a budget smaller than the window evicts from the window last, oldest first */
 }
 
-static const tkvi_evict_row tkvi_evict_snapkv = {"snapkv",          TKVI_NEEDS_PROMPT_SCORES, 4, 32, 0,
-                                                 TKV_EVICT_UNIFORM, tkvi_score_pooled};
+static const tkvi_evict_row tkvi_evict_snapkv = {"snapkv",
+                                                 TKVI_NEEDS_PROMPT_SCORES,
+                                                 4,
+                                                 32,
+                                                 0,
+                                                 TKV_EVICT_UNIFORM,
+                                                 TKVI_IF(TKVI_HAS_EVICT, tkvi_score_pooled)};
 
 #endif /* TKVI_RULES_EVICT_SNAPKV_H */
 /* ======== rules/evict_pyramidkv.h ======== */
@@ -13781,8 +13909,13 @@ static tkvi_line tkvi_line_pyramid(const tkv_evict_budget *b) {
     return line;
 }
 
-static const tkvi_evict_row tkvi_evict_pyramidkv = {"pyramidkv",       TKVI_NEEDS_PROMPT_SCORES, 4, 8, 0,
-                                                    TKV_EVICT_PYRAMID, tkvi_score_pooled};
+static const tkvi_evict_row tkvi_evict_pyramidkv = {"pyramidkv",
+                                                    TKVI_NEEDS_PROMPT_SCORES,
+                                                    4,
+                                                    8,
+                                                    0,
+                                                    TKV_EVICT_PYRAMID,
+                                                    TKVI_IF(TKVI_HAS_EVICT, tkvi_score_pooled)};
 
 #endif /* TKVI_RULES_EVICT_PYRAMIDKV_H */
 /* ======== rules/evict_random.h ======== */
@@ -13810,7 +13943,8 @@ static void tkvi_score_random(const tkv_evict_config *cfg, const tkv_evict_view 
     }
 }
 
-static const tkvi_evict_row tkvi_evict_random = {"random", 0, 0, 0, 0, TKV_EVICT_UNIFORM, tkvi_score_random};
+static const tkvi_evict_row tkvi_evict_random = {
+    "random", 0, 0, 0, 0, TKV_EVICT_UNIFORM, TKVI_IF(TKVI_HAS_EVICT, tkvi_score_random)};
 
 #endif /* TKVI_RULES_EVICT_RANDOM_H */
 /* ======== rules/evict_given.h ======== */
@@ -13836,9 +13970,10 @@ static void tkvi_score_user(const tkv_evict_config *cfg, const tkv_evict_view *v
         if (tkvi_is_live(v, i)) out[i] = cfg->scorer(cfg->user, v, i);
 }
 
-static const tkvi_evict_row tkvi_evict_scores = {"scores",          TKVI_NEEDS_USER_SCORES, 4, 32, 0,
-                                                 TKV_EVICT_UNIFORM, tkvi_score_given};
-static const tkvi_evict_row tkvi_evict_user = {"user", 0, 4, 32, 0, TKV_EVICT_UNIFORM, tkvi_score_user};
+static const tkvi_evict_row tkvi_evict_scores = {
+    "scores", TKVI_NEEDS_USER_SCORES, 4, 32, 0, TKV_EVICT_UNIFORM, TKVI_IF(TKVI_HAS_EVICT, tkvi_score_given)};
+static const tkvi_evict_row tkvi_evict_user = {
+    "user", 0, 4, 32, 0, TKV_EVICT_UNIFORM, TKVI_IF(TKVI_HAS_EVICT, tkvi_score_user)};
 
 #endif /* TKVI_RULES_EVICT_GIVEN_H */
 /* ======== rules/evict.h ======== */
@@ -14018,6 +14153,7 @@ static tkv_status tkvi_select_victims(const tkv_evict_config *cfg, const tkv_evi
 TKV_API tkv_status tkv_select_victims(const tkv_evict_config *cfg, const tkv_evict_view *view, int keep,
                                       float *score, uint64_t *victims, tkv_evict_result *out) {
     tkv_status st;
+    if (!TKVI_HAS_EVICT) return TKV_ERR_UNSUPPORTED;
     if (keep < 0 || (view && view->n > 0 && !victims)) return TKV_ERR_ARG;
     st = tkvi_score_tokens(cfg, view, score);
     return st ? st : tkvi_select_victims(cfg, view, score, keep, victims, out);
@@ -14067,6 +14203,7 @@ TKV_API tkv_status tkv_split_evict_budget(const tkv_evict_budget *b, int *out) {
     tkvi_line line;
     int64_t left, low = 0, high;
     int l, last, more;
+    if (!TKVI_HAS_EVICT) return TKV_ERR_UNSUPPORTED;
     if (!b || !out || (int)b->shape < 0 || b->shape > TKV_EVICT_LINEAR) return TKV_ERR_ARG;
     full = *b;
     full.window = tkvi_evict_length(b->window, 8);
@@ -14272,6 +14409,7 @@ static void tkvi_token_score_init(tkvi_token_scores *m, const tkv_config *cfg) {
     tkv_evict_config evict;
     int i;
     memset(m, 0, sizeof *m);
+    if (!TKVI_HAS_EVICT) return;
     if (!tkvi_importance_fill(&cfg->importance, &m->importance) || !tkvi_evict_fill(&cfg->evict, &evict))
         return; /* cannot happen: a cache has a valid config */
     m->every = cfg->importance.sample_every ? cfg->importance.sample_every : TKVI_TOKEN_SCORE_EVERY;
@@ -14336,6 +14474,8 @@ static const char *tkvi_remat_fill(const tkv_remat_config *from, tkv_remat_confi
 TKV_API tkv_status tkv_init_remat(tkv_remat *r, const tkv_remat_config *cfg, char *reason, size_t size) {
     tkv_remat_config full;
     const char *wrong;
+    if (!TKVI_HAS_DISCARD)
+        return tkvi_give_reason(TKV_ERR_UNSUPPORTED, "TKV_NO_DISCARD leaves this out", reason, size);
     (void)tkvi_give_reason(TKV_OK, "", reason, size);
     if (!r || !cfg) return TKV_ERR_ARG;
     wrong = tkvi_remat_fill(cfg, &full);
@@ -14416,6 +14556,7 @@ TKV_API tkv_status tkv_decide_discard(tkv_remat *r, const tkv_remat_block *block
     tkvi_remat_progress run;
     size_t total = 0;
     int i;
+    if (!TKVI_HAS_DISCARD) return TKV_ERR_UNSUPPORTED;
     if (!tkvi_remat_is_sound(r, blocks, n) || !tkvi_is_finite(pressure) || (n > 0 && !action))
         return TKV_ERR_ARG;
     if (now < 0 || (n > 0 && now < blocks[n - 1].end - 1)) return TKV_ERR_ARG;
@@ -14546,7 +14687,7 @@ typedef struct tkvi_plan {
 } tkvi_plan;
 
 /* Do blocks of this layer need a table at some level? */
-static int tkvi_plan_learns(const tkvi_plan *p) { return p->allocates || p->kvquant; }
+static int tkvi_plan_learns(const tkvi_plan *p) { return p->allocates || (TKVI_HAS_KVQUANT && p->kvquant); }
 
 #define TKVI_VERSIONS 4 /* versions of a layer's table that blocks can be coded with */
 
@@ -14651,6 +14792,32 @@ static tkv_status tkvi_bad_in(char *reason, size_t size, const char *owner, cons
     return tkvi_bad(reason, size, name, value, want);
 }
 
+/* The same for a field of a feature that this build leaves out: TKV_ERR_UNSUPPORTED. */
+static tkv_status tkvi_bad_here(char *reason, size_t size, const char *field, int64_t value,
+                                const char *sentence) {
+    (void)tkvi_bad(reason, size, field, value, sentence);
+    return TKV_ERR_UNSUPPORTED;
+}
+
+/* Refuses fields that need a feature that this build leaves out. Formats: tkvi_validate_tiers. */
+static tkv_status tkvi_validate_features(const tkv_config *cfg, char *reason, size_t size) {
+    const char *const no_evict = "TKV_NO_EVICT leaves this out";
+    if (!TKVI_HAS_EVICT && cfg->evict.policy)
+        return tkvi_bad_here(reason, size, "evict.policy", (int)cfg->evict.policy, no_evict);
+    if (!TKVI_HAS_EVICT && cfg->tiers.n_anchors)
+        return tkvi_bad_here(reason, size, "tiers.n_anchors", cfg->tiers.n_anchors, no_evict);
+    if (!TKVI_HAS_EVICT && cfg->importance.sample_every)
+        return tkvi_bad_here(reason, size, "importance.sample_every", cfg->importance.sample_every, no_evict);
+    if (!TKVI_HAS_OFFLOAD && (cfg->offload.write || cfg->offload.read))
+        return tkvi_bad_here(reason, size, "offload.write", 1, "TKV_NO_OFFLOAD leaves this out");
+    if (!TKVI_HAS_DISCARD && cfg->budget.discard)
+        return tkvi_bad_here(reason, size, "budget.discard", cfg->budget.discard,
+                             "TKV_NO_DISCARD leaves this out");
+    if (!TKVI_HAS_METER && cfg->meter.heads)
+        return tkvi_bad_here(reason, size, "meter.heads", cfg->meter.heads, "TKV_NO_METER leaves this out");
+    return TKV_OK;
+}
+
 static tkv_status tkvi_validate_window(int window, const char *owner, char *reason, size_t size) {
     if (window < TKV_OFF || window > TKVI_FOREVER)
         return tkvi_bad_in(reason, size, owner, "window", window,
@@ -14674,6 +14841,10 @@ static tkv_status tkvi_validate_tiers(const tkv_layer_config *c, const char *own
             if (f != TKV_FORMAT_DEFAULT && !tkvi_format_known(f))
                 return tkvi_bad_in(reason, size, owner, pair_name[i][side], (int)f,
                                    "it must be a tkv_format");
+            if (tkvi_format_left_out(f)) {
+                (void)tkvi_bad_in(reason, size, owner, pair_name[i][side], (int)f, tkvi_format_left_out(f));
+                return TKV_ERR_UNSUPPORTED;
+            }
             if (f != TKV_FORMAT_DEFAULT && !tkvi_format_stores(&tkvi_formats[f], side ? TKV_V : TKV_K))
                 return tkvi_bad_in(reason, size, owner, pair_name[i][side], (int)f,
                                    side ? "this format stores K only" : "this format stores V only");
@@ -14798,7 +14969,7 @@ static void tkvi_fill_defaults(tkv_config *cfg) {
     if (!cfg->limits.max_tokens) cfg->limits.max_tokens = TKVI_FOREVER;
     if (!cfg->meter.tokens) cfg->meter.tokens = 2048;
 #if !defined(__GNUC__) && !defined(__clang__)
-    cfg->quality_heads = 0; /* the meter needs atomics (cache/meter.h) */
+    cfg->meter.heads = 0; /* the meter needs atomics (cache/meter.h) */
 #endif
 }
 
@@ -15168,6 +15339,8 @@ static tkv_status tkvi_validate(const tkv_config *cfg, tkvi_derived_config *shap
     if (cfg->field < (lo) || cfg->field > (hi)) return tkvi_bad(reason, size, #field, cfg->field, want)
     st = tkvi_validate_host(cfg, reason, size);
     if (st) return st;
+    st = tkvi_validate_features(cfg, reason, size);
+    if (st) return st;
     TKVI_RANGE_(model.n_layers, 1, TKVI_MAX_LAYERS, "it must be 1 to 4096");
     TKVI_RANGE_(model.n_heads, 1, 65536, "it must be 1 to 65536");
     TKVI_RANGE_(model.n_kv_heads, 0, 65536, "it must be 1 to 65536, or 0 for as many as model.n_heads");
@@ -15221,10 +15394,10 @@ static tkv_status tkvi_validate(const tkv_config *cfg, tkvi_derived_config *shap
     {
         tkv_evict_config evict;
         tkv_importance_config importance;
-        if (!tkvi_evict_fill(&cfg->evict, &evict))
+        if (TKVI_HAS_EVICT && !tkvi_evict_fill(&cfg->evict, &evict))
             return tkvi_bad(reason, size, "evict", (int)cfg->evict.policy,
                             "one of its fields is out of range");
-        if (!tkvi_importance_fill(&cfg->importance, &importance))
+        if (TKVI_HAS_EVICT && !tkvi_importance_fill(&cfg->importance, &importance))
             return tkvi_bad(reason, size, "importance", (int)cfg->importance.strategy,
                             "one of its fields is out of range");
     }
@@ -15251,17 +15424,18 @@ static tkv_status tkvi_validate(const tkv_config *cfg, tkvi_derived_config *shap
             return TKV_ERR_CONFIG;
         }
     }
-    if (!st && cfg->tiers.n_anchors && tkvi_anchor_fault(cfg))
+    if (TKVI_HAS_EVICT && !st && cfg->tiers.n_anchors && tkvi_anchor_fault(cfg))
         return tkvi_bad(reason, size, "tiers.n_anchors", cfg->tiers.n_anchors, tkvi_anchor_fault(cfg));
     if (!st && tkvi_derive_config(cfg, shape))
         return tkvi_bad(reason, size, "layers", cfg->model.n_layers,
                         "their formats and sinks need too many block layouts, or too large blocks");
-    if (!st && shape->any_kvquant_keys && !cfg->model.rope.dim &&
+    if (TKVI_HAS_KVQUANT && !st && shape->any_kvquant_keys && !cfg->model.rope.dim &&
         !(cfg->format.kvquant & TKV_KVQUANT_POST_ROPE))
         return tkvi_bad(reason, size, "model.rope.dim", 0,
                         "KVQUANT undoes RoPE before it codes keys: set model.rope, or set format.kvquant to "
                         "TKV_KVQUANT_POST_ROPE to code keys as appended");
-    if (!st && cfg->offload.write) { /* attention has a fetch buffer of this size on its stack */
+    if (TKVI_HAS_OFFLOAD && !st &&
+        cfg->offload.write) { /* attention has a fetch buffer of this size on its stack */
         int i;
         for (i = 0; i < shape->n_keys; i++) {
             tkvi_record r;
@@ -15351,7 +15525,7 @@ static void tkvi_version_build(tkvi_tables *t, int version, uint8_t *mem) {
         }
     }
     mem += s.head + 2 * s.channel + s.mean;
-    if (!t->any_kvquant) return;
+    if (!TKVI_HAS_KVQUANT || !t->any_kvquant) return;
     v->kvquant = (tkvi_kvquant *)(void *)mem;
     v->kvquant_range = (float *)(void *)(mem + s.kvquant);
 }
@@ -15466,7 +15640,7 @@ static void tkvi_tables_build(tkvi_tables *t, tkvi_derived_config *h, uint8_t *m
     t->split = h->any_shared ? (int *)(void *)mem : NULL;
     t->current = (int8_t *)(mem += s.split);
     memset(t->current, -1, (size_t)h->cfg.model.n_layers);
-    if (h->any_kvquant) {
+    if (TKVI_HAS_KVQUANT && h->any_kvquant) {
         t->rope = (tkvi_rope *)(void *)(mem + s.current);
         tkvi_rope_make(t->rope, &h->cfg.model.rope);
     }
@@ -15704,8 +15878,8 @@ static uint32_t tkvi_cap_for(int64_t want) {
 }
 
 static int tkvi_keeps_token_meta(const tkv_config *cfg) {
-    return cfg->evict.policy != TKV_EVICT_NONE || cfg->importance.sample_every > 0 ||
-           cfg->tiers.n_anchors > 0;
+    return TKVI_HAS_EVICT && (cfg->evict.policy != TKV_EVICT_NONE || cfg->importance.sample_every > 0 ||
+                              cfg->tiers.n_anchors > 0);
 }
 
 /* Bytes of an entry of the block table, its token_meta included. */
@@ -15725,7 +15899,7 @@ static int tkvi_grow_blocks(tkvi_pool *pool, uint32_t want) {
     if (!bigger) return 0;
     memset(bigger, 0, bytes);
     if (had) memcpy(bigger, pool->block, had * sizeof(tkvi_block));
-    if (had && pool->token_meta)
+    if (TKVI_HAS_EVICT && had && pool->token_meta)
         memcpy(bigger + cap * sizeof(tkvi_block), pool->token_meta, had * sizeof(tkvi_token_meta));
     tkvi_put(pool->heap, pool->block, had * entry);
     pool->block = (tkvi_block *)(void *)bigger;
@@ -15913,7 +16087,7 @@ static uint32_t tkvi_new_block(tkvi_pool *pool, int coding, int start) {
     b->packed = 0;
     b->previous_coding = 0;
     b->copy = 0;
-    if (pool->token_meta) memset(&pool->token_meta[id], 0, sizeof *pool->token_meta);
+    if (TKVI_HAS_EVICT && pool->token_meta) memset(&pool->token_meta[id], 0, sizeof *pool->token_meta);
     pool->n_blocks++;
     return id;
 }
@@ -15936,10 +16110,12 @@ static void tkvi_recode_block(tkvi_pool *pool, uint32_t id, int coding, tkvi_rew
 /* >>offloaded blocks. The store has a block under key 2 * number, and its exact copy under 2 * number + 1. */
 typedef enum tkvi_stored_as { TKVI_ITSELF = 0, TKVI_COPY = 1 } tkvi_stored_as;
 
-static int tkvi_is_offloaded(const tkvi_block *b) { return (b->page & TKVI_OFFLOADED) != 0; }
+static int tkvi_is_offloaded(const tkvi_block *b) {
+    return TKVI_HAS_NO_SLOT && (b->page & TKVI_OFFLOADED) != 0;
+}
 
 /* Discarded: the store has no bytes of it either, and the caller's model must recompute them. */
-static int tkvi_is_discarded(const tkvi_block *b) { return b->page == TKVI_NIL; }
+static int tkvi_is_discarded(const tkvi_block *b) { return TKVI_HAS_DISCARD && b->page == TKVI_NIL; }
 
 /* The mark of the stored block or copy; part of its checksum's seed (reclaim/offload.h). */
 static uint64_t tkvi_mark_of(const tkvi_block *b, tkvi_stored_as what) {
@@ -15950,12 +16126,12 @@ static uint32_t tkvi_store_key(uint32_t id, tkvi_stored_as what) { return 2 * id
 
 static void tkvi_erase_key(const tkvi_pool *pool, uint32_t id, tkvi_stored_as what) {
     const tkv_offload_config *s = &pool->tables->cfg.offload;
-    if (s->erase) s->erase(s->user, tkvi_store_key(id, what));
+    if (TKVI_HAS_OFFLOAD && s->erase) s->erase(s->user, tkvi_store_key(id, what));
 }
 
 /* Erases the exact copy in the store. Needed when tokens of the block move to other slots, or the block dies. */
 static void tkvi_forget_copy(tkvi_pool *pool, uint32_t id) {
-    if (pool->block[id].copy) tkvi_erase_key(pool, id, TKVI_COPY);
+    if (TKVI_HAS_OFFLOAD && pool->block[id].copy) tkvi_erase_key(pool, id, TKVI_COPY);
     pool->block[id].copy = 0;
 }
 
@@ -16065,7 +16241,7 @@ typedef struct tkvi_meter {
 
 /* >>counts and sizes */
 static int tkvi_meter_heads(const tkvi_derived_config *h) {
-    return tkvi_min(h->cfg.meter.heads, h->n_stored * h->cfg.model.n_kv_heads);
+    return TKVI_HAS_METER ? tkvi_min(h->cfg.meter.heads, h->n_stored * h->cfg.model.n_kv_heads) : 0;
 }
 
 static int tkvi_meter_slots(const tkvi_derived_config *h) {
@@ -16350,7 +16526,7 @@ static int64_t *tkvi_query_stats_of(const tkv_cache *kv, int layer, int head) {
 static uint16_t *tkvi_feedback_of(const tkv_cache *kv, int layer, int head) {
     const tkv_config *cfg = &kv->tables.cfg;
     size_t at = (size_t)layer * (size_t)cfg->model.n_kv_heads + (size_t)head;
-    if (!kv->feedback) return NULL;
+    if (!TKVI_HAS_SQUAT || !kv->feedback) return NULL;
     return kv->feedback + at * tkvi_feedback_count(cfg->model.head_dim, cfg->format.squat_block);
 }
 
@@ -16371,25 +16547,26 @@ static int tkvi_block_end(const tkv_cache *kv, const tkvi_list *list, const uint
 /* Token slots in use in block i, evicted tokens included. */
 static int tkvi_block_tokens(const tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int i) {
     const tkvi_block *b = &kv->pool.block[ids[i]];
-    return b->packed ? b->packed : tkvi_block_end(kv, list, ids, i) - b->start;
+    return TKVI_HAS_EVICT && b->packed ? b->packed : tkvi_block_end(kv, list, ids, i) - b->start;
 }
 
 /* Bit per slot: 1 where the slot has a token that was not evicted. slots: 1 .. 64. */
 static uint64_t tkvi_live_mask(const tkvi_block *b, int slots) {
-    return ~b->gone & ~(uint64_t)0 >> (TKVI_BLOCK - slots);
+    return (TKVI_HAS_EVICT ? ~b->gone : ~(uint64_t)0) & ~(uint64_t)0 >> (TKVI_BLOCK - slots);
 }
 
 /* Can this block hold anchors? Only the sink block can: it alone has a capacity below 64. Its positions can be far
  * apart, so each takes two entries of `where` (32 bits). */
 static int tkvi_has_long_positions(const tkv_cache *kv, const tkvi_block *b) {
-    return kv->tables.cfg.tiers.n_anchors > 0 && kv->tables.coding[b->coding].tokens < TKVI_BLOCK;
+    return TKVI_HAS_EVICT && kv->tables.cfg.tiers.n_anchors > 0 &&
+           kv->tables.coding[b->coding].tokens < TKVI_BLOCK;
 }
 
 /* Position of the token in a slot of block `id`. */
 static int tkvi_slot_position(const tkv_cache *kv, uint32_t id, int slot) {
     const tkvi_block *b = &kv->pool.block[id];
     int32_t at;
-    if (!b->packed) return b->start + slot;
+    if (!TKVI_HAS_EVICT || !b->packed) return b->start + slot;
     if (!tkvi_has_long_positions(kv, b)) return b->start + kv->pool.token_meta[id].where[slot];
     memcpy(&at, (const uint8_t *)kv->pool.token_meta[id].where + 4 * slot, sizeof at);
     return at;
@@ -16406,17 +16583,18 @@ static void tkvi_set_slot_position(tkv_cache *kv, uint32_t id, int slot, int pos
 /* Records that block `id` changed its tier when the list had `len` tokens. Promotion then waits for the cool-down
  * (step/promotion.h). */
 static void tkvi_note_move(tkv_cache *kv, uint32_t id, int len) {
-    if (kv->pool.token_meta) kv->pool.token_meta[id].moved = len + 1;
+    if (TKVI_HAS_EVICT && kv->pool.token_meta) kv->pool.token_meta[id].moved = len + 1;
 }
 
 /* End (exclusive) of the positions that tokens of block i can have. Anchors can lie up to the end of the list. */
 static int tkvi_block_reach(const tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int i) {
     const tkvi_block *b = &kv->pool.block[ids[i]];
-    return b->packed && tkvi_has_long_positions(kv, b) ? list->len : tkvi_block_end(kv, list, ids, i);
+    return TKVI_HAS_EVICT && b->packed && tkvi_has_long_positions(kv, b) ? list->len
+                                                                         : tkvi_block_end(kv, list, ids, i);
 }
 
 /* 1: tokens cannot move to other slots. Formats that undo RoPE need consecutive positions (KVQUANT). */
-static int tkvi_has_fixed_slots(const tkv_cache *kv) { return kv->tables.rope != NULL; }
+static int tkvi_has_fixed_slots(const tkv_cache *kv) { return TKVI_HAS_KVQUANT && kv->tables.rope != NULL; }
 
 /* Copies token_meta of the tokens with a bit in `there` from block `from` to slots at, at + 1, ... of block `to`.
  * `start` is the first position of `to`. Returns the next free slot. The two may be one block. */
@@ -16500,6 +16678,11 @@ static tkv_status tkvi_fail(tkv_cache *kv, tkv_status st, const char *what, int6
         tkvi_append_text(&t, more);
     }
     return st;
+}
+
+/* The refusal of a call that this build leaves out. sentence: names the switch. kv may be NULL. */
+static tkv_status tkvi_left_out(tkv_cache *kv, const char *sentence) {
+    return kv ? tkvi_fail(kv, TKV_ERR_UNSUPPORTED, sentence, 0, NULL) : TKV_ERR_UNSUPPORTED;
 }
 
 /* >>events */
@@ -16599,7 +16782,7 @@ static int tkvi_fixed_sizes(const tkvi_derived_config *h, tkvi_sizes *s) {
     if (h->cfg.host.parallel_for)
         s->parts = tkvi_align_up((size_t)(TKVI_MAX_SPLITS * TKVI_SUMS_FLOATS(v_pad)) * sizeof(float));
     if (h->any_shared || h->any_kvquant) s->seen = tkvi_align_up((size_t)h->cfg.model.n_layers * sizeof(int));
-    if (h->any_squat) {
+    if (TKVI_HAS_SQUAT && h->any_squat) {
         size_t dim = (size_t)h->cfg.model.head_dim, packed = dim * (dim + 1) / 2;
         n = (size_t)h->cfg.model.n_layers * (size_t)h->cfg.model.n_kv_heads;
         s->query_stats = tkvi_align_up((size_t)h->cfg.model.n_layers * sizeof(tkvi_query_stats));
@@ -16675,7 +16858,7 @@ static tkv_status tkvi_build(tkvi_derived_config *h, const tkvi_heap *from, tkv_
             if (!tkvi_plan_learns(&kv->tables.plan[c])) kv->seen[c] = -1;
     }
     at += s.seen;
-    if (h->any_squat) {
+    if (TKVI_HAS_SQUAT && h->any_squat) {
         kv->query_stats = (tkvi_query_stats *)(void *)at;
         kv->metric = (int64_t *)(void *)(at + s.query_stats);
         kv->feedback = (uint16_t *)(void *)(at + s.query_stats + s.metric);
@@ -16739,7 +16922,9 @@ static size_t tkvi_learning_held(const tkv_cache *kv) {
 /* >>work space of eviction (reclaim/evict_tokens.h): bytes for each block of the longest list */
 #define TKVI_CHOICE (TKVI_BLOCK * (sizeof(int) + 2 * sizeof(float) + 1) + 2 * sizeof(uint64_t))
 
-static size_t tkvi_choice_entry(const tkv_config *cfg) { return cfg->evict.policy ? TKVI_CHOICE : 0; }
+static size_t tkvi_choice_entry(const tkv_config *cfg) {
+    return TKVI_HAS_EVICT && cfg->evict.policy ? TKVI_CHOICE : 0;
+}
 
 /* >>creation and destruction */
 /* Sets up the heap with the config's allocator, or with malloc and free. */
@@ -17244,6 +17429,7 @@ static float tkvi_score_of_meter(const tkv_quality_info *q, double weight) {
 
 TKV_API tkv_status tkv_compute_score(const tkv_score_params *p, float *score) {
     float x = -1.0f;
+    if (!TKVI_HAS_METER) return TKV_ERR_UNSUPPORTED;
     if (!p || !score || (p->source == TKV_SCORE_METER && !p->meter)) return TKV_ERR_ARG;
     if (p->source == TKV_SCORE_METER) x = tkvi_score_of_meter(p->meter, p->weight);
     if (p->source == TKV_SCORE_PERPLEXITY) x = tkvi_score_of_perplexity(p->base, p->value);
@@ -17286,6 +17472,8 @@ TKV_API tkv_status tkv_init_feedback(tkv_feedback *f, const tkv_feedback_config 
                                      size_t size) {
     tkv_feedback_config none, full;
     const char *wrong;
+    if (!TKVI_HAS_METER)
+        return tkvi_give_reason(TKV_ERR_UNSUPPORTED, "TKV_NO_METER leaves this out", reason, size);
     memset(&none, 0, sizeof none);
     (void)tkvi_give_reason(TKV_OK, "", reason, size);
     if (!f) return TKV_ERR_ARG;
@@ -17314,6 +17502,7 @@ static void tkvi_feedback_add(tkv_feedback *f, uint64_t x) {
 
 TKV_API tkv_status tkv_observe_score(tkv_feedback *f, float score) {
     int refused;
+    if (!TKVI_HAS_METER) return TKV_ERR_UNSUPPORTED;
     if (!f) return TKV_ERR_ARG;
     refused = !tkvi_is_finite(score) || score < 0.0f || score > 1.0f;
     tkvi_lock(&f->lock);
@@ -17451,6 +17640,7 @@ static int tkvi_advise(tkv_feedback *f, tkv_advice *a) {
 TKV_API tkv_status tkv_get_advice(tkv_feedback *f, int hot_tokens, int level, tkv_advice *out) {
     tkv_advice a;
     int why;
+    if (!TKVI_HAS_METER) return TKV_ERR_UNSUPPORTED;
     if (!f || !out || hot_tokens < 0 || hot_tokens > TKVI_FOREVER || level < 0 || level >= TKV_MAX_LEVELS)
         return TKV_ERR_ARG;
     memset(&a, 0, sizeof a);
@@ -17479,6 +17669,7 @@ TKV_API tkv_status tkv_get_feedback(tkv_feedback *f, int last, tkv_feedback_info
     uint64_t weighted = 0;
     uint32_t least = 0xffffffffu, most = 0;
     int i, at, n = last ? last : TKVI_SCORES_MANY;
+    if (!TKVI_HAS_METER) return TKV_ERR_UNSUPPORTED;
     if (!f || !out || n < 0 || n > TKV_FEEDBACK_HISTORY) return TKV_ERR_ARG;
     memset(&r, 0, sizeof r);
     tkvi_lock(&f->lock);
@@ -17649,6 +17840,7 @@ static void tkvi_threshold_put(tkv_thresholds *t, const tkv_threshold *e) {
 TKV_API tkv_status tkv_put_threshold(tkv_thresholds *t, const tkv_threshold *e) {
     tkv_threshold copy;
     int found;
+    if (!TKVI_HAS_METER) return TKV_ERR_UNSUPPORTED;
     if (!tkvi_thresholds_sound(t) || !e || tkvi_threshold_wrong(e)) return TKV_ERR_ARG;
     copy = *e; /* e may point into the array */
     tkvi_threshold_place(t, &copy, &found);
@@ -17685,6 +17877,7 @@ TKV_API tkv_status tkv_find_thresholds(const tkv_thresholds *t, const char *mode
                                        tkv_threshold *out, int most, int *found) {
     int i, k, n = 0;
     if (found) *found = 0;
+    if (!TKVI_HAS_METER) return TKV_ERR_UNSUPPORTED;
     if (!tkvi_thresholds_sound(t) || !model || !out || most < 1) return TKV_ERR_ARG;
     if (!tkvi_number_valid(&tkvi_threshold_numbers[0], layer)) return TKV_ERR_RANGE;
     if (!tkvi_number_valid(&tkvi_threshold_numbers[1], context)) return TKV_ERR_RANGE;
@@ -17705,6 +17898,7 @@ TKV_API tkv_status tkv_copy_thresholds(tkv_thresholds *t, const char *from, cons
     char model[2][TKV_MODEL_NAME]; /* copies: from and to may point into the array */
     tkv_threshold e;
     int i, pass, found, any = 0, fresh = 0;
+    if (!TKVI_HAS_METER) return TKV_ERR_UNSUPPORTED;
     if (tkvi_bits(discount) == 0) discount = .9f;
     if (!tkvi_thresholds_sound(t) || !from || !to || strcmp(from, to) == 0) return TKV_ERR_ARG;
     if (!tkvi_model_valid(from) || !tkvi_model_valid(to)) return TKV_ERR_ARG;
@@ -17833,6 +18027,7 @@ static int tkvi_sheet_write(void *user, const char *bytes, size_t size) {
 
 TKV_API tkv_status tkv_print_thresholds(const tkv_thresholds *t, char *buf, size_t size, size_t *needed) {
     tkvi_sheet p;
+    if (!TKVI_HAS_METER) return TKV_ERR_UNSUPPORTED;
     p.at = NULL;
     p.used = 0;
     if (!buf && !needed) return TKV_ERR_ARG;
@@ -17968,6 +18163,10 @@ TKV_API tkv_status tkv_parse_thresholds(tkv_thresholds *t, const char *src, size
     tkvi_text why = tkvi_text_begin(reason, reason ? reason_size : 0);
     tkv_status st;
     int n;
+    if (!TKVI_HAS_METER) {
+        tkvi_append_text(&why, "TKV_NO_METER leaves this out");
+        return TKV_ERR_UNSUPPORTED;
+    }
     if (!t || t->capacity < 0 || (t->capacity > 0 && !t->entry) || (!src && size)) {
         tkvi_append_text(&why, "the store or the text is missing");
         return TKV_ERR_ARG;
@@ -18516,7 +18715,7 @@ static void tkvi_table_use(tkv_cache *kv, int layer, int version) {
         if (!r->shared[tier] || r->coding[tier] <= done) continue;
         done = r->coding[tier];
         tkvi_coding_share(&kv->tables, c, heads);
-        if (p->kvquant) tkvi_coding_kvquant(&kv->tables, c, layer, version);
+        if (TKVI_HAS_KVQUANT && p->kvquant) tkvi_coding_kvquant(&kv->tables, c, layer, version);
     }
     kv->tables.current[layer] = (int8_t)version;
 }
@@ -18590,7 +18789,7 @@ static void tkvi_end_table(tkv_cache *kv, int layer, int8_t had, int made) {
     kv->tables.current[layer] = had;
     if (version == had || !made) return;
     if (kv->tables.plan[layer].allocates) tkvi_learn_heads(kv, layer, version);
-    if (kv->tables.plan[layer].kvquant) tkvi_kvquant_learn(kv, layer, version);
+    if (TKVI_HAS_KVQUANT && kv->tables.plan[layer].kvquant) tkvi_kvquant_learn(kv, layer, version);
     tkvi_table_use(kv, layer, version);
     if (had >= 0) tkvi_learned(kv, layer, 0);
     tkvi_emit_event(kv, TKV_EVENT_TABLE, layer, had, version, 0,
@@ -18659,7 +18858,7 @@ static void tkvi_query_stats_use(tkv_cache *kv, int layer, int head) {
 static void tkvi_query_stats_learn(tkv_cache *kv, int layer) {
     tkvi_query_stats *query_stats = kv->query_stats ? &kv->query_stats[layer] : NULL;
     int head;
-    if (!query_stats || !kv->tables.plan[layer].squat) return;
+    if (!TKVI_HAS_SQUAT || !query_stats || !kv->tables.plan[layer].squat) return;
     if (query_stats->tokens < tkvi_min(TKVI_FIRST_TABLE_TOKENS, tkvi_max(TKVI_BLOCK, 2 * query_stats->used)))
         return;
     for (head = 0; head < kv->tables.cfg.model.n_kv_heads; head++) tkvi_query_stats_use(kv, layer, head);
@@ -18669,7 +18868,7 @@ static void tkvi_query_stats_learn(tkv_cache *kv, int layer) {
 
 /* Counts n more tokens of the layer while it collects. */
 static void tkvi_query_stats_count(tkv_cache *kv, int layer, int n) {
-    if (kv->query_stats && kv->query_stats[layer].tokens >= 0)
+    if (TKVI_HAS_SQUAT && kv->query_stats && kv->query_stats[layer].tokens >= 0)
         kv->query_stats[layer].tokens =
             tkvi_min(TKVI_FOREVER, kv->query_stats[layer].tokens + n); /* tkv_seq_abort subtracts its part */
 }
@@ -18677,7 +18876,7 @@ static void tkvi_query_stats_count(tkv_cache *kv, int layer, int n) {
 /* Starts collecting again from zero. The old factors stay in use until new ones are computed. */
 static void tkvi_query_stats_restart(tkv_cache *kv, int layer) {
     size_t heads = (size_t)kv->tables.cfg.model.n_kv_heads, dim = (size_t)kv->tables.cfg.model.head_dim;
-    if (!kv->query_stats) return;
+    if (!TKVI_HAS_SQUAT || !kv->query_stats) return;
     kv->query_stats[layer].tokens = kv->query_stats[layer].used = 0;
     memset(tkvi_query_stats_of(kv, layer, 0), 0, heads * (dim * (dim + 1) / 2) * sizeof(int64_t));
 }
@@ -18863,7 +19062,7 @@ TKV_API tkv_status tkv_save_calibration(const tkv_cache *kv, void *buf, size_t s
             at += 2 * cfg->model.head_dim;
             for (i = 0; i < cfg->model.head_dim; i++, at += 2) tkvi_store16(at, tkvi_f32_to_f16(h->mean[i]));
         }
-        if (has & 2) {
+        if (TKVI_HAS_KVQUANT && (has & 2)) {
             tkvi_kvquant_save(&kv->tables, layer, kv->tables.current[layer], at);
             at += tkvi_kvquant_bytes(cfg);
         }
@@ -18930,7 +19129,8 @@ static const char *tkvi_calibration_wrong(const tkv_cache *kv, const uint8_t *sr
         }
         if (has & 2) {
             if ((size_t)(end - at) < tkvi_kvquant_bytes(cfg)) return "the calibration ends too early";
-            if (!tkvi_kvquant_valid(cfg, at)) return "the calibration has invalid ranges or levels";
+            if (TKVI_HAS_KVQUANT && !tkvi_kvquant_valid(cfg, at))
+                return "the calibration has invalid ranges or levels";
             if ((tkvi_table_parts(kv, layer) & 2) &&
                 (tkvi_load32(at) | (uint64_t)tkvi_load32(at + 4) << 32) != tkvi_kvquant_mode(&kv->tables))
                 return "the calibration was made with another cfg.model.rope or cfg.format.kvquant";
@@ -19000,7 +19200,7 @@ TKV_API tkv_status tkv_load_calibration(tkv_cache *kv, const void *src, size_t s
             for (head = 0; pass && use && (need & 1) && head < kv->tables.cfg.model.n_kv_heads; head++)
                 tkvi_head_load(kv, layer, version, head,
                                at + (size_t)head * tkvi_head_bytes(&kv->tables.cfg));
-            if (pass && use && (need & 2))
+            if (TKVI_HAS_KVQUANT && pass && use && (need & 2))
                 tkvi_kvquant_load(&kv->tables, layer, version,
                                   at + tkvi_parts_bytes(&kv->tables.cfg, has & 1));
             at += tkvi_parts_bytes(&kv->tables.cfg, has);
@@ -19026,6 +19226,7 @@ TKV_API tkv_status tkv_fit_calibration(tkv_cache *kv, const tkv_samples *s) {
     tkv_status st;
     size_t rows;
     int version;
+    if (!TKVI_HAS_KVQUANT) return tkvi_left_out(kv, "TKV_NO_KVQUANT leaves this out");
     if (!kv) return TKV_ERR_ARG;
     cfg = &kv->tables.cfg;
     if (!s || !s->k || !s->v) return tkvi_fail(kv, TKV_ERR_ARG, "the samples are missing", 0, NULL);
@@ -19116,7 +19317,7 @@ TKV_API tkv_status tkv_refresh_calibration(tkv_cache *kv) {
  * policy is KNORM and attention scores are not collected. Keys then need not be decoded for each eviction, and the
  * norms are those of the appended keys. */
 static int tkvi_keeps_norms(const tkv_cache *kv) {
-    return kv->tables.cfg.evict.policy == TKV_EVICT_KNORM && !kv->mass.mode;
+    return TKVI_HAS_EVICT && kv->tables.cfg.evict.policy == TKV_EVICT_KNORM && !kv->mass.mode;
 }
 
 /* 1 if this cache collects the attention scores that a policy needs, or if the policy needs none. */
@@ -19210,7 +19411,7 @@ static void tkvi_importance_of_block(const tkv_cache *kv, const int *position, f
 static void tkvi_token_score_cut(tkv_cache *kv, const tkvi_list *list, const uint32_t *ids) {
     const tkvi_token_score_mode *mode = kv->mass.mode;
     int i;
-    if (!kv->pool.token_meta) return;
+    if (!TKVI_HAS_EVICT || !kv->pool.token_meta) return;
     for (i = 0; i < list->n; i++) {
         tkvi_token_meta *n = &kv->pool.token_meta[ids[i]];
         if (n->step > list->len) n->step = mode && mode->fresh ? 0 : list->len;
@@ -19426,14 +19627,18 @@ static TKVI_NOINLINE int tkvi_store_block(tkv_cache *kv, uint32_t id, tkvi_store
  * the block has none. If the store fails, there is no copy, but the call goes on. */
 static void tkvi_store_exact_copy(tkv_cache *kv, int layer, uint32_t id) {
     tkvi_block *b = &kv->pool.block[id];
-    if (!kv->tables.cfg.offload.keep_exact || !kv->tables.cfg.offload.write || b->copy || b->refs > 1) return;
+    if (!TKVI_HAS_OFFLOAD || !kv->tables.cfg.offload.keep_exact || !kv->tables.cfg.offload.write || b->copy ||
+        b->refs > 1)
+        return;
     if (!tkvi_is_hot_coding(kv, layer, b->coding)) return;
     b->copy_mark++;
     if (tkvi_store_block(kv, id, TKVI_COPY, b->copy_mark)) b->copy = (uint16_t)(b->coding + 1);
 }
 
 /* 1 if there is a store, and it has not failed in this call. */
-static int tkvi_can_store(const tkv_cache *kv) { return kv->tables.cfg.offload.write && !kv->store_failed; }
+static int tkvi_can_store(const tkv_cache *kv) {
+    return TKVI_HAS_OFFLOAD && kv->tables.cfg.offload.write && !kv->store_failed;
+}
 
 /* 1 if blocks that end before position `end` may be offloaded by age. At least the hot tokens of rule r must follow
  * them, and the last append must not have added to them. If r keeps all tokens hot, cfg.tiers.hot_tokens counts as
@@ -19505,7 +19710,7 @@ static TKVI_NOINLINE tkv_status tkvi_read_piece(const tkv_cache *kv, uint32_t id
     const tkvi_record *r = &kv->tables.coding[coding].record[head];
     const int part = side == TKV_V && tkvi_pieces(r) == 2;
     const tkvi_piece p = tkvi_piece_of(kv, id, what, coding, tkvi_mark_of(b, what), head, part);
-    if (what == TKVI_ITSELF && tkvi_is_discarded(b)) return TKV_ERR_NO_SOURCE;
+    if (!TKVI_HAS_OFFLOAD || (what == TKVI_ITSELF && tkvi_is_discarded(b))) return TKV_ERR_NO_SOURCE;
     *bytes = room->bytes + (side == TKV_V && !part ? r->v_at : 0);
     if (room->key == p.key && room->head == head && room->part == part) return TKV_OK;
     room->key = TKVI_NIL;
@@ -19568,7 +19773,7 @@ static int tkvi_has_discarded(const tkv_cache *kv, int seq, int layer, int64_t f
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
     int i, lacks = 0;
-    for (i = 0; kv->pool.n_discarded && i < list->n && !lacks; i++)
+    for (i = 0; TKVI_HAS_DISCARD && kv->pool.n_discarded && i < list->n && !lacks; i++)
         lacks = tkvi_needs_recompute(kv, list, ids, i) && tkvi_block_start(kv, ids, i) < to &&
                 tkvi_block_end(kv, list, ids, i) > from;
     return lacks;
@@ -19579,7 +19784,7 @@ static int tkvi_has_discarded(const tkv_cache *kv, int seq, int layer, int64_t f
 static int tkvi_sees_discarded(const tkv_cache *kv, int seq, int layer, int64_t oldest) {
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
     int start;
-    if (!kv->pool.n_discarded || list->n == 0) return 0;
+    if (!TKVI_HAS_DISCARD || !kv->pool.n_discarded || list->n == 0) return 0;
     start = tkvi_block_start(kv, tkvi_ids(kv, seq, layer), tkvi_max(0, list->n - 2));
     return tkvi_has_discarded(kv, seq, layer, oldest < start ? oldest : start, list->len);
 }
@@ -19653,6 +19858,7 @@ static int tkvi_is_idle(const tkv_cache *kv, int seq) {
  * 0: there is nothing to discard. */
 static int tkvi_discard_idle(tkv_cache *kv) {
     int seq, start = 0, end = 0, from = -1, to = 0, last = 0;
+    if (!TKVI_HAS_DISCARD) return 0;
     for (seq = 0; kv->tables.cfg.budget.discard && seq < kv->tables.cfg.limits.max_seqs; seq++) {
         if (!tkvi_is_idle(kv, seq) || (from >= 0 && kv->seq[seq].used >= kv->seq[from].used)) continue;
         if (!tkvi_first_in_ram(kv, seq, &start, &end)) continue;
@@ -19684,7 +19890,7 @@ static int tkvi_discard_idle(tkv_cache *kv) {
 /* Mask of the used slots of block i: live tokens and anchored tokens. */
 static uint64_t tkvi_used_mask(const tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int i) {
     return tkvi_live_mask(&kv->pool.block[ids[i]], tkvi_block_tokens(kv, list, ids, i)) |
-           (kv->pool.token_meta ? kv->pool.token_meta[ids[i]].anchored : 0);
+           (TKVI_HAS_EVICT && kv->pool.token_meta ? kv->pool.token_meta[ids[i]].anchored : 0);
 }
 
 /* Index of the block that covers a position. -1: the position is past the end or has expired. */
@@ -19706,7 +19912,7 @@ static int tkvi_place_in(const tkv_cache *kv, const tkvi_list *list, const uint3
     const int n = tkvi_block_tokens(kv, list, ids, i);
     const uint64_t kept = tkvi_used_mask(kv, list, ids, i);
     int t = 0;
-    if (!kv->pool.block[ids[i]].packed) t = position - tkvi_block_start(kv, ids, i);
+    if (!TKVI_HAS_EVICT || !kv->pool.block[ids[i]].packed) t = position - tkvi_block_start(kv, ids, i);
     else
         while (t < n && !(kept >> t & 1 && tkvi_slot_position(kv, ids[i], t) == position)) t++;
     return t < n ? t : -1;
@@ -19719,11 +19925,12 @@ static int tkvi_find_token(const tkv_cache *kv, const tkvi_list *list, const uin
     int i = tkvi_block_at(kv, list, ids, position);
     if (i < 0) return -1;
     *slot = tkvi_place_in(kv, list, ids, i, position);
-    if (*slot >= 0 && kv->pool.token_meta && kv->pool.token_meta[ids[i]].anchored >> *slot & 1) {
+    if (TKVI_HAS_EVICT && *slot >= 0 && kv->pool.token_meta &&
+        kv->pool.token_meta[ids[i]].anchored >> *slot & 1) {
         i = 0;
         *slot = tkvi_place_in(kv, list, ids, 0, position);
     }
-    return *slot >= 0 && !(kv->pool.block[ids[i]].gone >> *slot & 1) ? i : -1;
+    return *slot >= 0 && !(TKVI_HAS_EVICT && kv->pool.block[ids[i]].gone >> *slot & 1) ? i : -1;
 }
 
 /* Makes block i a packed block, which lists its positions. Then its number of tokens does not depend on the start
@@ -19798,7 +20005,9 @@ static void tkvi_choose_anchors(tkv_cache *kv, int seq, int layer, int i) {
     float a[TKVI_BLOCK], mine[TKVI_BLOCK];
     uint64_t there;
     int t, newest;
-    if (first == last || i < list->sinks || list->sinks == 0 || sinks->refs > 1 || b->refs > 1) return;
+    if (!TKVI_HAS_EVICT || first == last || i < list->sinks || list->sinks == 0 || sinks->refs > 1 ||
+        b->refs > 1)
+        return;
     if (!tkvi_is_hot_coding(kv, layer, b->coding)) return;
     there = tkvi_live_mask(b, tkvi_block_tokens(kv, list, ids, i));
     tkvi_list_positions(kv, list, ids, 0);
@@ -19913,7 +20122,8 @@ static void tkvi_recode(void *ctx, const uint8_t *src, uint8_t *dst) {
 static void tkvi_copy_for_meter(tkv_cache *kv, int seq, int layer, const tkvi_block *b) {
     const tkvi_coding *c = &kv->tables.coding[b->coding];
     int i;
-    if (!kv->meter || kv->meter->seq != seq || !tkvi_is_hot_coding(kv, layer, b->coding)) return;
+    if (!TKVI_HAS_METER || !kv->meter || kv->meter->seq != seq || !tkvi_is_hot_coding(kv, layer, b->coding))
+        return;
     for (i = 0; i < kv->meter->n; i++) {
         tkvi_head_probe *g = &kv->meter->head_probe[i];
         if (g->layer == layer)
@@ -19951,7 +20161,7 @@ static void tkvi_demote(tkv_cache *kv, int seq, int layer, int i, int coding, tk
     r.start = b->start;
     tkvi_choose_anchors(kv, seq, layer, i);
     r.there = tkvi_used_mask(kv, list, ids, i);
-    packs = (b->gone & ~r.there) && r.there && !tkvi_has_fixed_slots(kv);
+    packs = TKVI_HAS_EVICT && (b->gone & ~r.there) && r.there && !tkvi_has_fixed_slots(kv);
     if (packs) {
         tkvi_forget_copy(&kv->pool, id); /* tokens change slots, so the exact copy does not match */
     } else {
@@ -19962,7 +20172,7 @@ static void tkvi_demote(tkv_cache *kv, int seq, int layer, int i, int coding, tk
         ids[i] = tkvi_new_block(&kv->pool, coding, b->start);
         b = &kv->pool.block[id];
         tkvi_recode(&r, tkvi_block_bytes(&kv->pool, b), tkvi_block_bytes(&kv->pool, &kv->pool.block[ids[i]]));
-        if (kv->pool.token_meta) kv->pool.token_meta[ids[i]] = kv->pool.token_meta[id];
+        if (TKVI_HAS_EVICT && kv->pool.token_meta) kv->pool.token_meta[ids[i]] = kv->pool.token_meta[id];
         kv->pool.block[ids[i]].gone = b->gone;
         kv->pool.block[ids[i]].packed = b->packed;
         tkvi_release_block(&kv->pool, id);
@@ -20086,15 +20296,17 @@ static int tkvi_count(const tkv_cache *kv, int seq, int layer) {
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
     int i, n = 0;
     for (i = 0; i < list->n; i++)
-        n += kv->pool.block[ids[i]].gone ? tkvi_bits_in(tkvi_live_mask_in(kv, list, ids, i))
-                                         : tkvi_block_tokens(kv, list, ids, i);
+        n += TKVI_HAS_EVICT && kv->pool.block[ids[i]].gone ? tkvi_bits_in(tkvi_live_mask_in(kv, list, ids, i))
+                                                           : tkvi_block_tokens(kv, list, ids, i);
     return n;
 }
 
 /* Index of the block at which a walk over the tokens from a position on begins. With anchors it is 0: the sinks'
  * block may hold any position. */
 static int tkvi_first_at(const tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int position) {
-    return kv->tables.cfg.tiers.n_anchors ? 0 : tkvi_max(0, tkvi_block_at(kv, list, ids, position));
+    return TKVI_HAS_EVICT && kv->tables.cfg.tiers.n_anchors
+               ? 0
+               : tkvi_max(0, tkvi_block_at(kv, list, ids, position));
 }
 
 /* Mask of the pinned tokens of a block, without temporary pins that have ended. */
@@ -20129,7 +20341,7 @@ static int tkvi_count_in(const tkv_cache *kv, const tkvi_list *list, const uint3
 /* Removes the quality meter's copies of the block that begins at `start`. */
 static void tkvi_forget_copies(tkv_cache *kv, int seq, int layer, int start) {
     int i, a;
-    if (!kv->meter || kv->meter->seq != seq) return;
+    if (!TKVI_HAS_METER || !kv->meter || kv->meter->seq != seq) return;
     for (i = 0; i < kv->meter->n; i++) {
         tkvi_head_probe *g = &kv->meter->head_probe[i];
         for (a = 0; a < g->n && g->layer == layer; a++)
@@ -20493,7 +20705,9 @@ static void tkvi_evict_due_in(tkv_cache *kv, int seq, int layer, int n) {
     const tkv_config *cfg = &kv->tables.cfg;
     tkv_evict_config full;
     int count, due, keep, least;
-    if (!cfg->evict.policy || !cfg->evict.keep_tokens || kv->tables.plan[layer].stored != layer) return;
+    if (!TKVI_HAS_EVICT || !cfg->evict.policy || !cfg->evict.keep_tokens ||
+        kv->tables.plan[layer].stored != layer)
+        return;
     count = tkvi_count(kv, seq, layer);
     keep = tkvi_layer_keep(kv, seq, layer, &cfg->evict, cfg->evict.keep_tokens);
     due = tkvi_evict_due(&cfg->evict, count, n, keep);
@@ -20610,8 +20824,8 @@ static int tkvi_tail_free_slots(const tkv_cache *kv, const tkvi_plan *p, const t
     int last = list->n - 1, room;
     if (last < 0) return 0;
     if (last >= list->sinks && tkvi_tier_at(list, last) != TKV_TIER_HOT)
-        return 0;                                   /* flushed before it was full */
-    if (kv->pool.block[ids[last]].packed) return 0; /* the blocks after it were cut off */
+        return 0;                                                     /* flushed before it was full */
+    if (TKVI_HAS_EVICT && kv->pool.block[ids[last]].packed) return 0; /* the blocks after it were cut off */
     room = last < list->sinks ? p->sink : TKVI_BLOCK;
     return tkvi_max(0, room - (list->len - tkvi_block_start(kv, ids, last)));
 }
@@ -20920,7 +21134,8 @@ static tkvi_spared tkvi_spared_by(const tkv_cache *kv, int seq, const tkvi_tier_
     memset(&s, 0, sizeof s);
     s.outside = !(reclaim_stages & TKVI_EVICT_ALL);
     if (reclaim_stages & TKVI_OUT) s.rule = rule;
-    if (reclaim_stages & TKVI_OUT && kv->tables.cfg.budget.discard && tkvi_is_idle(kv, seq))
+    if (TKVI_HAS_DISCARD && reclaim_stages & TKVI_OUT && kv->tables.cfg.budget.discard &&
+        tkvi_is_idle(kv, seq))
         s.vacant = tkvi_discardable_to(kv, seq, level);
     return s;
 }
@@ -21032,7 +21247,7 @@ static int tkvi_dry_run_sinks(const tkv_cache *kv, int seq, int layer, const tkv
 /* tkvi_discardable_to for the case that all layers are at their floor. */
 static int tkvi_dry_run_discardable_to(tkv_cache *kv, int seq, int level, const tkvi_spared *spared) {
     int layer, i, n, to = TKVI_FOREVER;
-    if (!kv->tables.cfg.budget.discard || !tkvi_is_idle(kv, seq)) return 0;
+    if (!TKVI_HAS_DISCARD || !kv->tables.cfg.budget.discard || !tkvi_is_idle(kv, seq)) return 0;
     for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++) {
         const int len = tkvi_list_of(kv, seq, layer)->len;
         const tkvi_tier_spec *r = &tkvi_rules_of(&kv->tables, layer)[level];
@@ -21177,8 +21392,8 @@ static void tkvi_add_list_at(tkv_cache *kv, int seq, int layer, int level, int r
     tkv_evict_config full;
     int i;
     memset(has, 0, (size_t)t->n_classes * sizeof *has);
-    (void)tkvi_evict_fill(&t->cfg.evict, &full);
-    if (reclaim_stages & TKVI_EVICT) go = tkvi_bound_eviction(kv, seq, layer, r, &spared);
+    if (TKVI_HAS_EVICT) (void)tkvi_evict_fill(&t->cfg.evict, &full);
+    if (TKVI_HAS_EVICT && reclaim_stages & TKVI_EVICT) go = tkvi_bound_eviction(kv, seq, layer, r, &spared);
     list->left = list->n - go.here;
     for (i = list->sinks; i < list->n; i++) {
         const tkvi_block *b = &kv->pool.block[ids[i]];
@@ -21191,7 +21406,7 @@ static void tkvi_add_list_at(tkv_cache *kv, int seq, int layer, int level, int r
             list->left -= gone;
             continue;
         }
-        if (go.oldest > 0) {
+        if (TKVI_HAS_EVICT && go.oldest > 0) {
             go.oldest -= tkvi_bits_in(tkvi_live_mask_in(kv, list, ids, i));
             gone = go.oldest >= 0 && i + 1 < list->n && !tkvi_held_in(kv, list, ids, i) &&
                    tkvi_block_start(kv, ids, i) >= full.sink_tokens;
@@ -21219,7 +21434,8 @@ static tkvi_forecast tkvi_at_level(tkv_cache *kv, int level, int reclaim_stages)
     memset(mixed, 0, (size_t)kv->tables.n_classes * sizeof *mixed);
     for (seq = 0; seq < kv->tables.cfg.limits.max_seqs; seq++)
         for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++)
-            if (reclaim_stages & TKVI_FLOOR && !kv->seq[seq].in_step && tkvi_list_of(kv, seq, layer)->n)
+            if (TKVI_HAS_EVICT && reclaim_stages & TKVI_FLOOR && !kv->seq[seq].in_step &&
+                tkvi_list_of(kv, seq, layer)->n)
                 tkvi_add_floor(kv, seq, layer, level, reclaim_stages, &o);
             else tkvi_add_list_at(kv, seq, layer, level, reclaim_stages, &o);
     for (c = 0; c < kv->tables.n_classes; c++) n += mixed[c] != 0;
@@ -21270,9 +21486,10 @@ static int tkvi_still_fits(tkv_cache *kv, size_t budget, size_t *bytes) {
         *bytes = then < *bytes ? then : *bytes;
     }
     if (*bytes <= budget) return 1;
-    if ((tkvi_can_store(kv) || cfg->budget.discard) && tkvi_stages_fit(kv, TKVI_OUT, 0, budget, bytes))
+    if ((tkvi_can_store(kv) || (TKVI_HAS_DISCARD && cfg->budget.discard)) &&
+        tkvi_stages_fit(kv, TKVI_OUT, 0, budget, bytes))
         return 1;
-    if (!cfg->evict.policy) return 0;
+    if (!TKVI_HAS_EVICT || !cfg->evict.policy) return 0;
     if (tkvi_stages_fit(kv, TKVI_OUT | TKVI_EVICT, 0, budget, bytes)) return 1;
     if (tkvi_stages_fit(kv, TKVI_OUT | TKVI_EVICT | TKVI_EVICT_ALL, 0, budget, bytes)) return 1;
     if (!tkvi_has_floor(kv) || !tkvi_floor_fits(kv, 0, budget, bytes)) return 0;
@@ -21447,7 +21664,7 @@ static void tkvi_keep_pace(tkv_cache *kv, size_t new_bytes) {
 static int tkvi_evict_next(tkv_cache *kv, int *list) {
     const int n = kv->tables.cfg.model.n_layers, all = (kv->reclaim_stages & TKVI_EVICT_ALL) != 0;
     int went = 0;
-    if (!kv->tables.cfg.evict.policy) return 0;
+    if (!TKVI_HAS_EVICT || !kv->tables.cfg.evict.policy) return 0;
     if (!(kv->reclaim_stages & TKVI_FLOOR))
         return tkvi_evict_batch(kv, 0) || (all && tkvi_evict_batch(kv, 1));
     for (; !went && *list < kv->tables.cfg.limits.max_seqs * n; (*list)++)
@@ -21474,12 +21691,13 @@ static int tkvi_make_room(tkv_cache *kv, size_t budget) {
                 tkvi_trim_to(&kv->pool, 0); /* gives memory of free pages to the index */
             return 1;
         }
-        if (kv->reclaim_stages & TKVI_FIRST && (evicts || (evicts = tkvi_may_evict(kv, budget))) &&
-            tkvi_evict_next(kv, &list))
+        if (TKVI_HAS_EVICT && kv->reclaim_stages & TKVI_FIRST &&
+            (evicts || (evicts = tkvi_may_evict(kv, budget))) && tkvi_evict_next(kv, &list))
             continue;
         if (tkvi_recode_oldest(kv, 0, 1)) continue;
         if (kv->tables.level < kv->policy.cfg.max_level) tkvi_go_to_level(kv, kv->tables.level + 1);
         else if (tkvi_offload_oldest(kv) || tkvi_discard_idle(kv)) continue;
+        else if (!TKVI_HAS_EVICT) return 0;
         else if (!evicts && !(evicts = tkvi_may_evict(kv, budget))) return 0;
         else if (!tkvi_evict_next(kv, &list)) return 0;
     }
@@ -21641,6 +21859,7 @@ TKV_API tkv_status tkv_adapt_plan(tkv_cache *kv, tkv_feedback *f, tkv_advice *ou
     tkv_advice a;
     int hot;
     tkv_status st;
+    if (!TKVI_HAS_METER) return tkvi_left_out(kv, "TKV_NO_METER leaves this out");
     if (!kv) return TKV_ERR_ARG;
     hot = tkvi_hot_tokens(kv);
     st = tkv_get_advice(f, hot, kv->tables.level, &a);
@@ -21706,7 +21925,7 @@ typedef struct tkvi_call {
     ptrdiff_t q_row, q_head, out_row, out_head, mask_stride, bits_stride, mass_stride;
     tkvi_fetch_buffer *room; /* the task's buffer for offloaded records; NULL: no block is offloaded */
     int *failed;             /* bits of tkvi_failure, shared by all tasks */
-    const tkvi_consumer *const *consumer;    /* [n_consumers] */
+    const tkvi_consumer *const *consumer;    /* [n_consumers]; NULL: a switch leaves it out */
     int n_consumers;                         /* 0: none */
     unsigned observing[TKVI_OBSERVES_KINDS]; /* by kind, consumers that take part: bit i for consumer[i] */
     unsigned want_far;                       /* those that want far_attention */
@@ -21717,9 +21936,9 @@ typedef enum tkvi_failure { TKVI_FAILED_IO = 1, TKVI_FAILED_DATA = 2 } tkvi_fail
 
 static int tkvi_failed(const tkvi_call *c) {
 #if defined(__GNUC__) || defined(__clang__)
-    return c->room && __atomic_load_n(c->failed, __ATOMIC_RELAXED);
+    return TKVI_HAS_OFFLOAD && c->room && __atomic_load_n(c->failed, __ATOMIC_RELAXED);
 #else
-    return c->room && *c->failed;
+    return TKVI_HAS_OFFLOAD && c->room && *c->failed;
 #endif
 }
 
@@ -21764,7 +21983,7 @@ static tkv_status tkvi_call_init(tkvi_call *c, tkv_cache *kv, const tkv_attend_p
         /* The first query's keys can have expired: the window is wider than the layer's, or the query too old. */
         oldest = c->window ? (int64_t)len - c->rows[i].n + 1 - c->window : 0;
         if (list->dropped && c->rows[i].n && oldest < list->dropped) return TKV_ERR_RANGE;
-        if (kv->pool.n_discarded && c->rows[i].n &&
+        if (TKVI_HAS_DISCARD && kv->pool.n_discarded && c->rows[i].n &&
             tkvi_sees_discarded(kv, c->rows[i].seq, c->plan->stored, oldest))
             return TKV_ERR_NO_SOURCE;
         rows += (int64_t)c->rows[i].n * cfg->model.n_heads;
@@ -21796,7 +22015,7 @@ static void tkvi_call_consumers(tkvi_call *c, const tkvi_consumer *const *consum
     c->consumer = consumer;
     c->n_consumers = n;
     for (i = 0; i < n; i++) {
-        const int wants = consumer[i]->wants(c->kv, c->p, c->plan->stored);
+        const int wants = consumer[i] ? consumer[i]->wants(c->kv, c->p, c->plan->stored) : 0;
         if (wants) c->observing[consumer[i]->observes] |= 1u << i;
         if (wants & TKVI_WANTS_FAR_SUMS) c->want_far |= 1u << i;
         if (wants & TKVI_WANTS_WHOLE_QUERIES && c->heads_per_kv < TKVI_ROWS)
@@ -21970,7 +22189,7 @@ static TKVI_NOINLINE const uint8_t *tkvi_fetch_side(const tkvi_work_tile *u, int
 static const uint8_t *tkvi_bytes_of(const tkvi_work_tile *u, int i, tkv_side side) {
     const uint8_t *bytes;
     const tkvi_record *r = tkvi_record_of(u, i, &bytes);
-    if (!bytes) return tkvi_fetch_side(u, i, side);
+    if (TKVI_HAS_OFFLOAD && !bytes) return tkvi_fetch_side(u, i, side);
     return side == TKV_K ? bytes : bytes + r->v_at;
 }
 
@@ -22357,7 +22576,7 @@ static void *tkvi_observer_state(tkvi_observers *o, int i) {
     const tkvi_call *c = o->view.tile->call;
     size_t at = 0;
     int k;
-    for (k = 0; k < i; k++) at += tkvi_align_up(c->consumer[k]->state_bytes);
+    for (k = 0; k < i; k++) at += c->consumer[k] ? tkvi_align_up(c->consumer[k]->state_bytes) : 0;
     return o->state + at;
 }
 
@@ -22835,7 +23054,7 @@ static TKVI_NOINLINE void tkvi_run_fetching(void *ctx, int index) {
 /* Runs task 0 .. n-1, in parallel if `together`. Tasks get fetch buffers if some block is offloaded. */
 static void tkvi_run(tkvi_work *w, int n, int together, tkv_task task) {
     const tkv_cache *kv = w->call->kv;
-    tkv_task run = kv->pool.n_offloaded ? tkvi_run_fetching : task;
+    tkv_task run = TKVI_HAS_OFFLOAD && kv->pool.n_offloaded ? tkvi_run_fetching : task;
     int i;
     w->task = task;
     if (together) tkvi_for(kv, n, run, w);
@@ -23317,10 +23536,11 @@ TKV_API tkv_status tkv_attend_reference(tkv_cache *kv, const tkv_attend_params *
 
 
 static const tkvi_consumer *const tkvi_consumers[] = {
-    &tkvi_stats_consumer,        /* statistics for tables of formats (learn/sample_queries.h) */
-    &tkvi_query_stats_consumer,  /* q q^T for SQUAT formats (learn/sample_queries.h) */
-    &tkvi_comparison_consumer,   /* the quality meter (attention/compare.h) */
-    &tkvi_score_consumer,        /* attention scores of tokens (reclaim/sample_scores.h) */
+    &tkvi_stats_consumer, /* statistics for tables of formats (learn/sample_queries.h) */
+    TKVI_IF(TKVI_HAS_SQUAT,
+            &tkvi_query_stats_consumer),                /* q q^T for SQUAT formats (learn/sample_queries.h) */
+    TKVI_IF(TKVI_HAS_METER, &tkvi_comparison_consumer), /* the quality meter (attention/compare.h) */
+    TKVI_IF(TKVI_HAS_EVICT, &tkvi_score_consumer), /* attention scores of tokens (reclaim/sample_scores.h) */
     &tkvi_score_output_consumer, /* the call's own output of attention scores (attention/score_output.h) */
 };
 
@@ -23552,7 +23772,7 @@ static uint32_t tkvi_open_block(tkv_cache *kv, int seq, int layer) {
                    tkvi_block_bytes(&kv->pool, &kv->pool.block[id]),
                    kv->tables.coding[kv->pool.block[id].coding].bytes.total);
             kv->pool.block[mine].gone = kv->pool.block[id].gone;
-            if (kv->pool.token_meta) kv->pool.token_meta[mine] = kv->pool.token_meta[id];
+            if (TKVI_HAS_EVICT && kv->pool.token_meta) kv->pool.token_meta[mine] = kv->pool.token_meta[id];
             kv->pool.block[id].refs--;
             ids[list->n - 1] = id = mine;
         }
@@ -23594,7 +23814,7 @@ static void tkvi_store(tkv_cache *kv, int seq, int layer, const tkvi_source *k, 
         const tkvi_coding *c = &kv->tables.coding[b->coding];
         uint8_t *bytes = tkvi_block_bytes(&kv->pool, b);
         const int at = list->len - b->start;
-        if (kv->pool.token_meta) { /* the slot may be one of a token that was cut off */
+        if (TKVI_HAS_EVICT && kv->pool.token_meta) { /* the slot may be one of a token that was cut off */
             b->gone &= ~((uint64_t)1 << at);
             kv->pool.token_meta[id].pinned &= ~((uint64_t)1 << at);
             kv->pool.token_meta[id].temporary_pins &= ~((uint64_t)1 << at);
@@ -23617,7 +23837,7 @@ static void tkvi_store(tkv_cache *kv, int seq, int layer, const tkvi_source *k, 
 /* If the meter is idle and the sequence is empty, start metering it. */
 static void tkvi_start_metering(tkv_cache *kv, int seq) {
     int layer, len = 0;
-    if (!kv->meter || kv->meter->seq >= 0) return;
+    if (!TKVI_HAS_METER || !kv->meter || kv->meter->seq >= 0) return;
     for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++) len |= tkvi_list_of(kv, seq, layer)->len;
     if (len == 0) kv->meter->seq = seq;
 }
@@ -23942,8 +24162,9 @@ static void tkvi_truncate_list(tkv_cache *kv, int seq, int layer, int len) {
     list->len = len;
     list->chunk = tkvi_min(list->chunk, len);
     tkvi_token_score_cut(kv, list, ids);
-    if (list->n > 0) tkvi_cut_packed(kv, ids[list->n - 1], len);
-    if (list->n > 1 && list->sinks) tkvi_cut_packed(kv, ids[0], len); /* anchors of the blocks cut off */
+    if (TKVI_HAS_EVICT && list->n > 0) tkvi_cut_packed(kv, ids[list->n - 1], len);
+    if (TKVI_HAS_EVICT && list->n > 1 && list->sinks)
+        tkvi_cut_packed(kv, ids[0], len); /* anchors of the blocks cut off */
 }
 
 TKV_API tkv_status tkv_seq_abort(tkv_cache *kv, int seq) {
@@ -23956,7 +24177,7 @@ TKV_API tkv_status tkv_seq_abort(tkv_cache *kv, int seq) {
         int n = list->len - list->step_len;
         if (n <= 0) continue;
         if (kv->seen && kv->seen[layer] > 0) kv->seen[layer] = tkvi_max(0, kv->seen[layer] - n);
-        if (kv->query_stats && kv->query_stats[layer].tokens > 0)
+        if (TKVI_HAS_SQUAT && kv->query_stats && kv->query_stats[layer].tokens > 0)
             kv->query_stats[layer].tokens = tkvi_max(0, kv->query_stats[layer].tokens - n);
         tkvi_truncate_list(kv, seq, layer, list->step_len);
     }
@@ -24022,7 +24243,8 @@ TKV_API tkv_status tkv_seq_truncate(tkv_cache *kv, int seq, int n_tokens) {
         if (p->stored != layer || list->len <= n_tokens) continue;
         if (coded) must = tkvi_block_end(kv, list, ids, list->sinks + coded - 1);
         if (list->dropped && list->dropped + p->keep > must) must = list->dropped + p->keep;
-        for (i = list->n; kv->pool.n_offloaded && i-- > 0 && tkvi_block_end(kv, list, ids, i) > must;)
+        for (i = list->n;
+             TKVI_HAS_NO_SLOT && kv->pool.n_offloaded && i-- > 0 && tkvi_block_end(kv, list, ids, i) > must;)
             if (tkvi_is_offloaded(&kv->pool.block[ids[i]])) must = tkvi_block_end(kv, list, ids, i);
         if (n_tokens < must)
             return tkvi_fail(kv, TKV_ERR_INEXACT,
@@ -24050,7 +24272,7 @@ TKV_API tkv_status tkv_seq_reset(tkv_cache *kv, int seq) {
         memset(list, 0, sizeof *list);
     }
     s->in_step = 0;
-    if (kv->meter && kv->meter->seq == seq) tkvi_meter_clear(kv->meter);
+    if (TKVI_HAS_METER && kv->meter && kv->meter->seq == seq) tkvi_meter_clear(kv->meter);
     tkvi_reserve_slots(kv, seq, 0);
     if (!kv->pool.keep_all) {
         tkvi_put(&kv->heap, s->block,
@@ -24078,7 +24300,8 @@ TKV_API tkv_status tkv_read(tkv_cache *kv, int seq, int layer, int start, int n,
     list = tkvi_list_of(kv, seq, layer);
     ids = tkvi_ids(kv, seq, layer);
     if (start < list->dropped || start > list->len || n > list->len - start) return TKV_ERR_RANGE;
-    if (kv->pool.token_meta && tkvi_count_in(kv, list, ids, start, n) < n) return TKV_ERR_RANGE;
+    if (TKVI_HAS_EVICT && kv->pool.token_meta && tkvi_count_in(kv, list, ids, start, n) < n)
+        return TKV_ERR_RANGE;
     for (i = start; i < start + n && tkvi_has_discarded(kv, seq, layer, i, start + n);
          i++) { /* anchors can be read: they are in the sinks' block */
         const int at = tkvi_find_token(kv, list, ids, i, &slot);
@@ -24091,7 +24314,7 @@ TKV_API tkv_status tkv_read(tkv_cache *kv, int seq, int layer, int start, int n,
         if (i < 0) return TKV_ERR_RANGE;
         c = &kv->tables.coding[kv->pool.block[ids[i]].coding];
         to = tkvi_min(start + n, tkvi_block_end(kv, list, ids, i)); /* no token in between is evicted */
-        if (cfg->tiers.n_anchors) to = from + 1;                    /* unless one is an anchor */
+        if (TKVI_HAS_EVICT && cfg->tiers.n_anchors) to = from + 1;  /* unless one is an anchor */
         for (h = 0; h < cfg->model.n_kv_heads; h++) {
             const tkvi_record *r = &c->record[h];
             size_t dk = (size_t)cfg->model.head_dim, dv = (size_t)cfg->model.v_head_dim,
@@ -24156,6 +24379,7 @@ TKV_API tkv_status tkv_evict(tkv_cache *kv, const tkv_evict_params *p) {
     tkvi_choice c;
     tkv_status st;
     int layer, pass, keep;
+    if (!TKVI_HAS_EVICT) return tkvi_left_out(kv, "TKV_NO_EVICT leaves this out");
     if (!kv) return TKV_ERR_ARG;
     if (!p) return tkvi_fail(kv, TKV_ERR_ARG, "the parameters are missing", 0, NULL);
     st = tkvi_evictable(kv, p->seq, p->layer);
@@ -24190,8 +24414,10 @@ TKV_API tkv_status tkv_evict(tkv_cache *kv, const tkv_evict_params *p) {
 }
 
 TKV_API tkv_status tkv_seq_pin(tkv_cache *kv, int seq, int start, int n, int until) {
-    tkv_status st = tkvi_evictable(kv, seq, TKV_ALL_LAYERS);
+    tkv_status st;
     int layer, i, t;
+    if (!TKVI_HAS_EVICT) return tkvi_left_out(kv, "TKV_NO_EVICT leaves this out");
+    st = tkvi_evictable(kv, seq, TKV_ALL_LAYERS);
     if (st) return st;
     if (start < 0 || n < 0 || n > TKVI_FOREVER - start)
         return tkvi_fail(kv, TKV_ERR_ARG, "start and n must be positions, not", start, "");
@@ -24238,6 +24464,7 @@ TKV_API tkv_status tkv_seq_pin(tkv_cache *kv, int seq, int start, int n, int unt
 TKV_API tkv_status tkv_offload(tkv_cache *kv, int seq, int layer, int n_blocks, int *done) {
     int l, i, n = 0;
     if (done) *done = 0;
+    if (!TKVI_HAS_OFFLOAD) return tkvi_left_out(kv, "TKV_NO_OFFLOAD leaves this out");
     if (!tkvi_has_seq(kv, seq)) return tkvi_refuse_seq(kv, seq);
     if (!kv->tables.cfg.offload.write)
         return tkvi_fail(kv, TKV_ERR_ARG, "the cache was created without cfg.offload", 0, NULL);
@@ -24295,7 +24522,7 @@ static TKVI_NOINLINE tkv_status tkvi_fetch_block(const tkv_cache *kv, uint32_t i
 /* Which stored bytes would improve the block: TKVI_COPY (its exact copy) or TKVI_ITSELF (the offloaded block).
  * -1: none, or other lists hold the block too. */
 static int tkvi_better_source(const tkvi_block *b) {
-    if (b->refs > 1) return -1;
+    if (!TKVI_HAS_OFFLOAD || b->refs > 1) return -1;
     if (b->copy && (b->copy - 1 != b->coding || tkvi_is_discarded(b))) return TKVI_COPY;
     return tkvi_is_offloaded(b) && !tkvi_is_discarded(b) ? TKVI_ITSELF : -1;
 }
@@ -24309,7 +24536,7 @@ static tkv_status tkvi_promote_block(tkv_cache *kv, int seq, int layer, int i, i
     tkv_status st;
     uint32_t page, old_page;
     int coding, slot, old_slot;
-    if (what < 0)
+    if (!TKVI_HAS_OFFLOAD || what < 0)
         return tkvi_fail(kv, TKV_ERR_NO_SOURCE, "no better source is kept of the block at position", position,
                          " (cfg.offload.keep_exact keeps it)");
     coding = what == TKVI_COPY ? b->copy - 1 : b->coding;
@@ -24347,6 +24574,7 @@ static tkv_status tkvi_promote_block(tkv_cache *kv, int seq, int layer, int i, i
 TKV_API tkv_status tkv_promote(tkv_cache *kv, int seq, int layer, int position) {
     const tkvi_list *list;
     int i, place;
+    if (!TKVI_HAS_OFFLOAD) return tkvi_left_out(kv, "TKV_NO_OFFLOAD leaves this out");
     if (!tkvi_has_seq(kv, seq)) return tkvi_refuse_seq(kv, seq);
     if (!tkvi_has_own_layer(kv, seq, layer)) return tkvi_refuse_layer(kv, layer);
     list = tkvi_list_of(kv, seq, layer);
@@ -24395,7 +24623,8 @@ static int tkvi_piece_end(const tkv_cache *kv, int seq, int at, int absent) {
 /* The lowest position, `from` or above, at which a discarded block of any layer starts; -1: there is none. */
 static int tkvi_first_discarded(const tkv_cache *kv, int seq, int from) {
     int layer, i, first = -1;
-    for (layer = 0; kv->pool.n_discarded && layer < kv->tables.cfg.model.n_layers; layer++) {
+    for (layer = 0; TKVI_HAS_DISCARD && kv->pool.n_discarded && layer < kv->tables.cfg.model.n_layers;
+         layer++) {
         const tkvi_list *list = tkvi_list_of(kv, seq, layer);
         const uint32_t *ids = tkvi_ids(kv, seq, layer);
         for (i = 0; i < list->n; i++) {
@@ -24410,6 +24639,7 @@ static int tkvi_first_discarded(const tkv_cache *kv, int seq, int from) {
 
 TKV_API tkv_status tkv_seq_find_discarded(const tkv_cache *kv, int seq, int *start, int *n) {
     int at;
+    if (!TKVI_HAS_DISCARD) return TKV_ERR_UNSUPPORTED;
     if (!tkvi_has_seq(kv, seq) || !start || !n) return TKV_ERR_ARG;
     *start = *n = 0;
     at = tkvi_first_discarded(kv, seq, 0);
@@ -24458,6 +24688,7 @@ static int tkvi_next_level(const tkv_cache *kv) {
 TKV_API tkv_status tkv_seq_list_blocks(const tkv_cache *kv, int seq, tkv_remat_block *out, int capacity,
                                        int *n) {
     int at = TKVI_FOREVER, layer, len, end, count = 0;
+    if (!TKVI_HAS_DISCARD) return TKV_ERR_UNSUPPORTED;
     if (!tkvi_has_seq(kv, seq) || !n || capacity < 0 || (capacity > 0 && !out)) return TKV_ERR_ARG;
     len = tkv_get_length(kv, seq, TKV_ALL_LAYERS);
     for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++)
@@ -24474,6 +24705,7 @@ TKV_API tkv_status tkv_seq_list_blocks(const tkv_cache *kv, int seq, tkv_remat_b
 /* >>discarding */
 /* Can blocks of this sequence be discarded or given back now? Sets the error if not. */
 static tkv_status tkvi_remat_seq(tkv_cache *kv, int seq) {
+    if (!TKVI_HAS_DISCARD) return tkvi_left_out(kv, "TKV_NO_DISCARD leaves this out");
     if (!tkvi_has_seq(kv, seq)) return tkvi_refuse_seq(kv, seq);
     if (kv->seq[seq].in_step)
         return tkvi_fail(kv, TKV_ERR_STATE, "a step is open; commit or abort it first", 0, NULL);
@@ -24484,7 +24716,7 @@ TKV_API tkv_status tkv_seq_discard(tkv_cache *kv, int seq, int n_tokens, int *dr
     tkv_status st = tkvi_remat_seq(kv, seq);
     int first, last, end;
     if (dropped) *dropped = 0;
-    if (st) return st;
+    if (!TKVI_HAS_DISCARD || st) return st;
     if (n_tokens < 0) return tkvi_fail(kv, TKV_ERR_ARG, "n_tokens is", n_tokens, "; it must not be negative");
     if (!tkvi_first_in_ram(kv, seq, &first, &end)) return tkvi_ok(kv);
     last = tkvi_min(tkvi_discardable_to(kv, seq, kv->tables.level),
@@ -24501,7 +24733,7 @@ TKV_API tkv_status tkv_seq_free_bytes(tkv_cache *kv, int seq, tkv_remat *r, floa
     size_t won = 0;
     int n = 0, i, to = 0, last = 0, tighten = 0;
     if (freed) *freed = 0;
-    if (st) return st;
+    if (!TKVI_HAS_DISCARD || st) return st;
     if (!r) return tkvi_fail(kv, TKV_ERR_ARG, "r is missing", 0, NULL);
     if (tkv_seq_list_blocks(kv, seq, blocks, capacity, &n) != TKV_OK || n > capacity)
         return tkvi_fail(kv, TKV_ERR_ARG, "blocks is missing or too short: the sequence has", n,
@@ -24622,7 +24854,7 @@ TKV_API tkv_status tkv_restore(tkv_cache *kv, int seq, int layer, int start, con
     tkvi_source from_k, from_v;
     tkvi_peak dry_run;
     int i, first = -1, last = 0;
-    if (st) return st;
+    if (!TKVI_HAS_DISCARD || st) return st;
     if (!tkvi_has_own_layer(kv, seq, layer)) return tkvi_refuse_layer(kv, layer);
     if (n < 0 || start < 0 || (n > 0 && (!k || !v)))
         return tkvi_fail(kv, TKV_ERR_ARG, "k or v is missing, or start or n is negative: n is", n, "");
@@ -24684,7 +24916,7 @@ TKV_API tkv_status tkv_seq_recompute(tkv_cache *kv, int seq, tkv_remat *r, int s
     tkv_status st = tkvi_remat_seq(kv, seq);
     int start = 0, n = 0, layers, at, may = 1;
     if (missing) *missing = 0;
-    if (st) return st;
+    if (!TKVI_HAS_DISCARD || st) return st;
     if (!r || !compute || step < r->step)
         return tkvi_fail(kv, TKV_ERR_ARG, "r or compute is missing, or step is below the last one:", step,
                          "");
@@ -24769,8 +25001,10 @@ static int tkvi_ranking_block(const tkvi_ranking *r, int i, int *position, float
 TKV_API tkv_status tkv_get_importance(tkv_cache *kv, int seq, int layer, int start, int n, float *out,
                                       uint64_t *gone) {
     tkvi_ranking r;
-    tkv_status st = tkvi_ranking_init(&r, kv, seq, layer);
+    tkv_status st;
     int i, t;
+    if (!TKVI_HAS_EVICT) return tkvi_left_out(kv, "TKV_NO_EVICT leaves this out");
+    st = tkvi_ranking_init(&r, kv, seq, layer);
     if (st) return st;
     if (n < 0 || (n > 0 && !out)) return TKV_ERR_ARG;
     if (start < 0 || start > r.list->len || n > r.list->len - start) return TKV_ERR_RANGE;
@@ -24800,6 +25034,7 @@ TKV_API tkv_status tkv_add_scores(tkv_cache *kv, int seq, int layer, int start, 
     tkv_status st;
     float low;
     int i, t;
+    if (!TKVI_HAS_EVICT) return tkvi_left_out(kv, "TKV_NO_EVICT leaves this out");
     if (!kv) return TKV_ERR_ARG;
     st = tkvi_ranking_init(&r, kv, seq, layer);
     if (st == TKV_ERR_ARG)
@@ -24844,8 +25079,10 @@ TKV_API tkv_status tkv_find_top_tokens(tkv_cache *kv, int seq, int layer, int k,
                                        int *count) {
     tkvi_ranking r;
     tkv_evict_config evict;
-    tkv_status st = tkvi_ranking_init(&r, kv, seq, layer);
+    tkv_status st;
     int i, t, low, high, found = 0;
+    if (!TKVI_HAS_EVICT) return tkvi_left_out(kv, "TKV_NO_EVICT leaves this out");
+    st = tkvi_ranking_init(&r, kv, seq, layer);
     if (st) return st;
     if (k < 0 || (k > 0 && !out) || !count) return TKV_ERR_ARG;
     (void)tkvi_evict_fill(&kv->tables.cfg.evict, &evict);
@@ -24951,6 +25188,8 @@ TKV_API tkv_status tkv_promote_important(tkv_cache *kv, int seq, int layer, tkv_
     tkvi_promoting best;
     tkv_status st;
     int done = 0;
+    if (!TKVI_HAS_EVICT) return tkvi_left_out(kv, "TKV_NO_EVICT leaves this out");
+    if (!TKVI_HAS_NO_SLOT) return tkvi_left_out(kv, "TKV_NO_OFFLOAD leaves this out");
     if (!tkvi_has_seq(kv, seq)) return tkvi_refuse_seq(kv, seq);
     if (!tkvi_has_own_layer(kv, seq, layer)) return tkvi_refuse_layer(kv, layer);
     if (!p || p->by.used < 0 || !p->compute != !p->remat)
@@ -25097,6 +25336,7 @@ static void tkvi_quality_sum(const tkv_cache *kv, int layer, tkv_quality_info *o
 }
 
 TKV_API tkv_status tkv_get_quality(const tkv_cache *kv, int layer, tkv_quality_info *out) {
+    if (!TKVI_HAS_METER) return TKV_ERR_UNSUPPORTED;
     if (!kv || !out) return TKV_ERR_ARG;
     if (layer != TKV_ALL_LAYERS) layer = tkvi_stored_layer(kv, 0, layer);
     if (layer < 0 && layer != TKV_ALL_LAYERS) return TKV_ERR_ARG;
@@ -25106,6 +25346,7 @@ TKV_API tkv_status tkv_get_quality(const tkv_cache *kv, int layer, tkv_quality_i
 
 TKV_API tkv_status tkv_reset_quality(tkv_cache *kv) {
     int i;
+    if (!TKVI_HAS_METER) return tkvi_left_out(kv, "TKV_NO_METER leaves this out");
     if (!kv) return TKV_ERR_ARG;
     for (i = 0; kv->meter && i < kv->meter->n; i++)
         memset(&kv->meter->head_probe[i].sum, 0, sizeof kv->meter->head_probe[i].sum);
@@ -25428,7 +25669,7 @@ static tkv_status tkvi_estimate_within(tkvi_derived_config *h, int n_tokens, int
         if (st || !budget || m->peak <= budget) return st;
         if (level == h->cfg.budget.pressure.max_level) break;
     }
-    if (h->cfg.offload.write) { /* the fewest offloaded blocks that fit, by bisection */
+    if (TKVI_HAS_OFFLOAD && h->cfg.offload.write) { /* the fewest offloaded blocks that fit, by bisection */
         for (high = most; low < high;) {
             stretch.outside = low + (high - low) / 2;
             st = tkvi_estimate_at(h, level, &stretch, n_tokens, n_seqs, m);
@@ -25439,7 +25680,7 @@ static tkv_status tkvi_estimate_within(tkvi_derived_config *h, int n_tokens, int
         st = tkvi_estimate_at(h, level, &stretch, n_tokens, n_seqs, m);
         if (st || m->peak <= budget) return st;
     }
-    if (!h->cfg.budget.discard) return TKV_ERR_BUDGET;
+    if (!TKVI_HAS_DISCARD || !h->cfg.budget.discard) return TKV_ERR_BUDGET;
     stretch.missing = most;
     st = tkvi_estimate_at(h, level, &stretch, n_tokens, n_seqs, m);
     return !st && m->peak > budget ? TKV_ERR_BUDGET : st;
@@ -25451,7 +25692,7 @@ static tkv_status tkvi_estimate_within(tkvi_derived_config *h, int n_tokens, int
 static int tkvi_eviction_floor(const tkvi_derived_config *h, int n_tokens) {
     tkv_evict_config cfg;
     int64_t n;
-    if (!h->cfg.evict.policy || !h->cfg.budget.bytes) return n_tokens;
+    if (!TKVI_HAS_EVICT || !h->cfg.evict.policy || !h->cfg.budget.bytes) return n_tokens;
     (void)tkvi_evict_fill(&h->cfg.evict, &cfg);
     n = (int64_t)cfg.sink_tokens + 2 * (int64_t)cfg.recent_tokens + 4 * TKVI_BLOCK;
     if (h->cfg.offload.write) n *= TKVI_BLOCK;
@@ -25471,7 +25712,7 @@ TKV_API tkv_status tkv_estimate_memory(const tkv_config *cfg, int n_tokens, int 
     keep = h.cfg.evict.policy && h.cfg.evict.keep_tokens ? tkvi_min(n_tokens, h.cfg.evict.keep_tokens)
                                                          : n_tokens;
     st = tkvi_estimate_within(&h, keep, n_seqs, &m);
-    if (st == TKV_ERR_BUDGET && (least = tkvi_eviction_floor(&h, keep)) < keep &&
+    if (TKVI_HAS_EVICT && st == TKV_ERR_BUDGET && (least = tkvi_eviction_floor(&h, keep)) < keep &&
         (st = tkvi_estimate_within(&h, least, n_seqs, &m)) == TKV_OK) {
         while (least < keep) { /* the most tokens that fit, by bisection */
             const int n = least + (keep - least + 1) / 2;
@@ -25581,11 +25822,11 @@ static tkv_status tkvi_check_list(const tkvi_checker *k, int seq, int layer) {
         return tkvi_report_broken(k, "the last append began behind the end of layer", layer);
     if (list->dropped < 0 || list->dropped > list->len || list->len > kv->tables.cfg.limits.max_tokens)
         return tkvi_report_broken(k, "a length is out of range in layer", layer);
-    if (kv->pool.token_meta ? list->n && list->len == list->dropped
-                            : (list->n == 0) != (list->len == list->dropped))
+    if (TKVI_HAS_EVICT && kv->pool.token_meta ? list->n && list->len == list->dropped
+                                              : (list->n == 0) != (list->len == list->dropped))
         return tkvi_report_broken(k, "tokens without blocks, or blocks without tokens, in layer", layer);
-    if (list->n && (kv->pool.token_meta ? tkvi_block_start(kv, ids, 0) < list->dropped
-                                        : tkvi_block_start(kv, ids, 0) != list->dropped))
+    if (list->n && (TKVI_HAS_EVICT && kv->pool.token_meta ? tkvi_block_start(kv, ids, 0) < list->dropped
+                                                          : tkvi_block_start(kv, ids, 0) != list->dropped))
         return tkvi_report_broken(k, "the first block does not follow the expired tokens, layer", layer);
     for (i = 0; i < list->n; i++) {
         const tkvi_block *b = &kv->pool.block[ids[i]];
@@ -25593,17 +25834,17 @@ static tkv_status tkvi_check_list(const tkvi_checker *k, int seq, int layer) {
         tkv_tier tier = tkvi_tier_at(list, i);
         if (end <= b->start || tkvi_block_tokens(kv, list, ids, i) > kv->tables.coding[b->coding].tokens)
             return tkvi_report_broken(k, "a block has no tokens, or more than its capacity", (int64_t)ids[i]);
-        if ((b->gone || b->packed) && (!kv->pool.token_meta || b->packed < 0))
+        if ((b->gone || b->packed) && (!TKVI_HAS_EVICT || !kv->pool.token_meta || b->packed < 0))
             return tkvi_report_broken(k, "tokens are evicted where none can be", (int64_t)ids[i]);
-        for (t = 0, last = -1; t < b->packed && !tkvi_has_long_positions(kv, b); t++) {
+        for (t = 0, last = -1; TKVI_HAS_EVICT && t < b->packed && !tkvi_has_long_positions(kv, b); t++) {
             if (!(tkvi_used_mask(kv, list, ids, i) >> t & 1)) continue;
             if (tkvi_slot_position(kv, ids[i], t) >= end || tkvi_slot_position(kv, ids[i], t) <= last)
                 return tkvi_report_broken(k, "tokens of a packed block are out of order", (int64_t)ids[i]);
             last = tkvi_slot_position(kv, ids[i], t);
         }
-        if (kv->pool.token_meta && (kv->pool.token_meta[ids[i]].anchored & ~b->gone))
+        if (TKVI_HAS_EVICT && kv->pool.token_meta && (kv->pool.token_meta[ids[i]].anchored & ~b->gone))
             return tkvi_report_broken(k, "a token is an anchor and live in its block", (int64_t)ids[i]);
-        for (t = 0; t < TKVI_BLOCK && kv->pool.token_meta; t++)
+        for (t = 0; TKVI_HAS_EVICT && t < TKVI_BLOCK && kv->pool.token_meta; t++)
             if (kv->pool.token_meta[ids[i]].anchored >> t & 1 &&
                 tkvi_find_token(kv, list, ids, tkvi_slot_position(kv, ids[i], t), &slot) != 0)
                 return tkvi_report_broken(k, "an anchor is not among the sinks, block", (int64_t)ids[i]);
@@ -25726,7 +25967,7 @@ static tkv_status tkvi_check_meter(const tkvi_checker *k) {
     const tkvi_meter *m = k->kv->meter;
     uint64_t places;
     int i, a;
-    if (!m) return TKV_OK;
+    if (!TKVI_HAS_METER || !m) return TKV_OK;
     if (m->seq != TKV_NO_SEQ && (m->seq < 0 || m->seq >= k->kv->tables.cfg.limits.max_seqs))
         return tkvi_report_broken(k, "the meter watches a sequence that does not exist", m->seq);
     for (i = 0; i < m->n; i++) {
@@ -27498,7 +27739,7 @@ static tkv_status tkvi_figures_of(const tkv_cache *kv, tkvi_figures *f) {
     f->kv = kv;
     f->has[TKVI_MEMORY] = f->has[TKVI_TOKENS] = f->has[TKVI_SEQUENCES] = 1;
     st = tkv_get_memory(kv, &f->memory);
-    if (!st) st = tkv_get_quality(kv, TKV_ALL_LAYERS, &f->quality);
+    if (TKVI_HAS_METER && !st) st = tkv_get_quality(kv, TKV_ALL_LAYERS, &f->quality);
     if (!st) st = tkv_get_budget(kv, &f->budget);
     f->has[TKVI_BUDGET] = f->budget.n_levels > 1;
     f->has[TKVI_RECLAIM] = kv->tables.cfg.evict.policy || kv->tables.cfg.offload.write ||

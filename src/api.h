@@ -486,8 +486,9 @@ TKV_API tkv_status tkv_apply_preset(tkv_config *cfg, const char *name);
 /* Checks every field of a config. On an error `reason` gets one sentence, cut to `size` bytes. It names the field,
  * its value and the values that are allowed. `reason` may be NULL.
  * Errors:
- *   TKV_ERR_CONFIG   a field is wrong
- *   TKV_ERR_ARG      cfg is NULL */
+ *   TKV_ERR_CONFIG        a field is wrong
+ *   TKV_ERR_UNSUPPORTED   a field needs what a TKV_NO_ switch leaves out of this build
+ *   TKV_ERR_ARG           cfg is NULL */
 TKV_API tkv_status tkv_validate_config(const tkv_config *cfg, char *reason, size_t size);
 
 /* >>life. Creates an empty cache. The cache fetches memory for tokens later, page by page, as they are appended. On
@@ -504,7 +505,7 @@ TKV_API tkv_status tkv_create(const tkv_config *cfg, tkv_cache **out);
  *   TKV_ERR_ISA           cfg.host.isa is not available
  *   TKV_ERR_BUDGET        cfg.budget.bytes has no room for an empty cache and its first tokens
  *   TKV_ERR_NOMEM         the allocator returned NULL
- *   TKV_ERR_UNSUPPORTED   a text, in a build with TKV_NO_REPORTS
+ *   TKV_ERR_UNSUPPORTED   a text, in a build with TKV_NO_REPORTS; or as tkv_validate_config
  *   TKV_ERR_ARG           out is missing, or both cfg and text are
  * Cost: tkv_create; with a text also O(text_size), five times. */
 TKV_API tkv_status tkv_create_ex(const tkv_config *cfg, const char *text, size_t text_size, tkv_cache **out,

@@ -31,6 +31,7 @@ extern char tkvi_same_prefix[TKV_NAME_(must_be_the_TKV_PREFIX_of_the_first_inclu
 #endif
 extern "C" {
 #endif
+#include "core/switches.h"
 #include "core/base.h"
 #include "core/checksum.h"
 #include "core/log_scale.h"

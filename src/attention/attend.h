@@ -50,7 +50,7 @@ typedef struct tkvi_call {
     ptrdiff_t q_row, q_head, out_row, out_head, mask_stride, bits_stride, mass_stride;
     tkvi_fetch_buffer *room; /* the task's buffer for offloaded records; NULL: no block is offloaded */
     int *failed;             /* bits of tkvi_failure, shared by all tasks */
-    const tkvi_consumer *const *consumer;    /* [n_consumers] */
+    const tkvi_consumer *const *consumer;    /* [n_consumers]; NULL: a switch leaves it out */
     int n_consumers;                         /* 0: none */
     unsigned observing[TKVI_OBSERVES_KINDS]; /* by kind, consumers that take part: bit i for consumer[i] */
     unsigned want_far;                       /* those that want far_attention */
@@ -61,9 +61,9 @@ typedef enum tkvi_failure { TKVI_FAILED_IO = 1, TKVI_FAILED_DATA = 2 } tkvi_fail
 
 static int tkvi_failed(const tkvi_call *c) {
 #if defined(__GNUC__) || defined(__clang__)
-    return c->room && __atomic_load_n(c->failed, __ATOMIC_RELAXED);
+    return TKVI_HAS_OFFLOAD && c->room && __atomic_load_n(c->failed, __ATOMIC_RELAXED);
 #else
-    return c->room && *c->failed;
+    return TKVI_HAS_OFFLOAD && c->room && *c->failed;
 #endif
 }
 
@@ -108,7 +108,7 @@ static tkv_status tkvi_call_init(tkvi_call *c, tkv_cache *kv, const tkv_attend_p
         /* The first query's keys can have expired: the window is wider than the layer's, or the query too old. */
         oldest = c->window ? (int64_t)len - c->rows[i].n + 1 - c->window : 0;
         if (list->dropped && c->rows[i].n && oldest < list->dropped) return TKV_ERR_RANGE;
-        if (kv->pool.n_discarded && c->rows[i].n &&
+        if (TKVI_HAS_DISCARD && kv->pool.n_discarded && c->rows[i].n &&
             tkvi_sees_discarded(kv, c->rows[i].seq, c->plan->stored, oldest))
             return TKV_ERR_NO_SOURCE;
         rows += (int64_t)c->rows[i].n * cfg->model.n_heads;
@@ -140,7 +140,7 @@ static void tkvi_call_consumers(tkvi_call *c, const tkvi_consumer *const *consum
     c->consumer = consumer;
     c->n_consumers = n;
     for (i = 0; i < n; i++) {
-        const int wants = consumer[i]->wants(c->kv, c->p, c->plan->stored);
+        const int wants = consumer[i] ? consumer[i]->wants(c->kv, c->p, c->plan->stored) : 0;
         if (wants) c->observing[consumer[i]->observes] |= 1u << i;
         if (wants & TKVI_WANTS_FAR_SUMS) c->want_far |= 1u << i;
         if (wants & TKVI_WANTS_WHOLE_QUERIES && c->heads_per_kv < TKVI_ROWS)
@@ -314,7 +314,7 @@ static TKVI_NOINLINE const uint8_t *tkvi_fetch_side(const tkvi_work_tile *u, int
 static const uint8_t *tkvi_bytes_of(const tkvi_work_tile *u, int i, tkv_side side) {
     const uint8_t *bytes;
     const tkvi_record *r = tkvi_record_of(u, i, &bytes);
-    if (!bytes) return tkvi_fetch_side(u, i, side);
+    if (TKVI_HAS_OFFLOAD && !bytes) return tkvi_fetch_side(u, i, side);
     return side == TKV_K ? bytes : bytes + r->v_at;
 }
 
@@ -701,7 +701,7 @@ static void *tkvi_observer_state(tkvi_observers *o, int i) {
     const tkvi_call *c = o->view.tile->call;
     size_t at = 0;
     int k;
-    for (k = 0; k < i; k++) at += tkvi_align_up(c->consumer[k]->state_bytes);
+    for (k = 0; k < i; k++) at += c->consumer[k] ? tkvi_align_up(c->consumer[k]->state_bytes) : 0;
     return o->state + at;
 }
 
@@ -1179,7 +1179,7 @@ static TKVI_NOINLINE void tkvi_run_fetching(void *ctx, int index) {
 /* Runs task 0 .. n-1, in parallel if `together`. Tasks get fetch buffers if some block is offloaded. */
 static void tkvi_run(tkvi_work *w, int n, int together, tkv_task task) {
     const tkv_cache *kv = w->call->kv;
-    tkv_task run = kv->pool.n_offloaded ? tkvi_run_fetching : task;
+    tkv_task run = TKVI_HAS_OFFLOAD && kv->pool.n_offloaded ? tkvi_run_fetching : task;
     int i;
     w->task = task;
     if (together) tkvi_for(kv, n, run, w);

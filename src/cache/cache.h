@@ -146,7 +146,7 @@ static int64_t *tkvi_query_stats_of(const tkv_cache *kv, int layer, int head) {
 static uint16_t *tkvi_feedback_of(const tkv_cache *kv, int layer, int head) {
     const tkv_config *cfg = &kv->tables.cfg;
     size_t at = (size_t)layer * (size_t)cfg->model.n_kv_heads + (size_t)head;
-    if (!kv->feedback) return NULL;
+    if (!TKVI_HAS_SQUAT || !kv->feedback) return NULL;
     return kv->feedback + at * tkvi_feedback_count(cfg->model.head_dim, cfg->format.squat_block);
 }
 
@@ -167,25 +167,26 @@ static int tkvi_block_end(const tkv_cache *kv, const tkvi_list *list, const uint
 /* Token slots in use in block i, evicted tokens included. */
 static int tkvi_block_tokens(const tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int i) {
     const tkvi_block *b = &kv->pool.block[ids[i]];
-    return b->packed ? b->packed : tkvi_block_end(kv, list, ids, i) - b->start;
+    return TKVI_HAS_EVICT && b->packed ? b->packed : tkvi_block_end(kv, list, ids, i) - b->start;
 }
 
 /* Bit per slot: 1 where the slot has a token that was not evicted. slots: 1 .. 64. */
 static uint64_t tkvi_live_mask(const tkvi_block *b, int slots) {
-    return ~b->gone & ~(uint64_t)0 >> (TKVI_BLOCK - slots);
+    return (TKVI_HAS_EVICT ? ~b->gone : ~(uint64_t)0) & ~(uint64_t)0 >> (TKVI_BLOCK - slots);
 }
 
 /* Can this block hold anchors? Only the sink block can: it alone has a capacity below 64. Its positions can be far
  * apart, so each takes two entries of `where` (32 bits). */
 static int tkvi_has_long_positions(const tkv_cache *kv, const tkvi_block *b) {
-    return kv->tables.cfg.tiers.n_anchors > 0 && kv->tables.coding[b->coding].tokens < TKVI_BLOCK;
+    return TKVI_HAS_EVICT && kv->tables.cfg.tiers.n_anchors > 0 &&
+           kv->tables.coding[b->coding].tokens < TKVI_BLOCK;
 }
 
 /* Position of the token in a slot of block `id`. */
 static int tkvi_slot_position(const tkv_cache *kv, uint32_t id, int slot) {
     const tkvi_block *b = &kv->pool.block[id];
     int32_t at;
-    if (!b->packed) return b->start + slot;
+    if (!TKVI_HAS_EVICT || !b->packed) return b->start + slot;
     if (!tkvi_has_long_positions(kv, b)) return b->start + kv->pool.token_meta[id].where[slot];
     memcpy(&at, (const uint8_t *)kv->pool.token_meta[id].where + 4 * slot, sizeof at);
     return at;
@@ -202,17 +203,18 @@ static void tkvi_set_slot_position(tkv_cache *kv, uint32_t id, int slot, int pos
 /* Records that block `id` changed its tier when the list had `len` tokens. Promotion then waits for the cool-down
  * (step/promotion.h). */
 static void tkvi_note_move(tkv_cache *kv, uint32_t id, int len) {
-    if (kv->pool.token_meta) kv->pool.token_meta[id].moved = len + 1;
+    if (TKVI_HAS_EVICT && kv->pool.token_meta) kv->pool.token_meta[id].moved = len + 1;
 }
 
 /* End (exclusive) of the positions that tokens of block i can have. Anchors can lie up to the end of the list. */
 static int tkvi_block_reach(const tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int i) {
     const tkvi_block *b = &kv->pool.block[ids[i]];
-    return b->packed && tkvi_has_long_positions(kv, b) ? list->len : tkvi_block_end(kv, list, ids, i);
+    return TKVI_HAS_EVICT && b->packed && tkvi_has_long_positions(kv, b) ? list->len
+                                                                         : tkvi_block_end(kv, list, ids, i);
 }
 
 /* 1: tokens cannot move to other slots. Formats that undo RoPE need consecutive positions (KVQUANT). */
-static int tkvi_has_fixed_slots(const tkv_cache *kv) { return kv->tables.rope != NULL; }
+static int tkvi_has_fixed_slots(const tkv_cache *kv) { return TKVI_HAS_KVQUANT && kv->tables.rope != NULL; }
 
 /* Copies token_meta of the tokens with a bit in `there` from block `from` to slots at, at + 1, ... of block `to`.
  * `start` is the first position of `to`. Returns the next free slot. The two may be one block. */
@@ -296,6 +298,11 @@ static tkv_status tkvi_fail(tkv_cache *kv, tkv_status st, const char *what, int6
         tkvi_append_text(&t, more);
     }
     return st;
+}
+
+/* The refusal of a call that this build leaves out. sentence: names the switch. kv may be NULL. */
+static tkv_status tkvi_left_out(tkv_cache *kv, const char *sentence) {
+    return kv ? tkvi_fail(kv, TKV_ERR_UNSUPPORTED, sentence, 0, NULL) : TKV_ERR_UNSUPPORTED;
 }
 
 /* >>events */
@@ -395,7 +402,7 @@ static int tkvi_fixed_sizes(const tkvi_derived_config *h, tkvi_sizes *s) {
     if (h->cfg.host.parallel_for)
         s->parts = tkvi_align_up((size_t)(TKVI_MAX_SPLITS * TKVI_SUMS_FLOATS(v_pad)) * sizeof(float));
     if (h->any_shared || h->any_kvquant) s->seen = tkvi_align_up((size_t)h->cfg.model.n_layers * sizeof(int));
-    if (h->any_squat) {
+    if (TKVI_HAS_SQUAT && h->any_squat) {
         size_t dim = (size_t)h->cfg.model.head_dim, packed = dim * (dim + 1) / 2;
         n = (size_t)h->cfg.model.n_layers * (size_t)h->cfg.model.n_kv_heads;
         s->query_stats = tkvi_align_up((size_t)h->cfg.model.n_layers * sizeof(tkvi_query_stats));
@@ -471,7 +478,7 @@ static tkv_status tkvi_build(tkvi_derived_config *h, const tkvi_heap *from, tkv_
             if (!tkvi_plan_learns(&kv->tables.plan[c])) kv->seen[c] = -1;
     }
     at += s.seen;
-    if (h->any_squat) {
+    if (TKVI_HAS_SQUAT && h->any_squat) {
         kv->query_stats = (tkvi_query_stats *)(void *)at;
         kv->metric = (int64_t *)(void *)(at + s.query_stats);
         kv->feedback = (uint16_t *)(void *)(at + s.query_stats + s.metric);
@@ -535,7 +542,9 @@ static size_t tkvi_learning_held(const tkv_cache *kv) {
 /* >>work space of eviction (reclaim/evict_tokens.h): bytes for each block of the longest list */
 #define TKVI_CHOICE (TKVI_BLOCK * (sizeof(int) + 2 * sizeof(float) + 1) + 2 * sizeof(uint64_t))
 
-static size_t tkvi_choice_entry(const tkv_config *cfg) { return cfg->evict.policy ? TKVI_CHOICE : 0; }
+static size_t tkvi_choice_entry(const tkv_config *cfg) {
+    return TKVI_HAS_EVICT && cfg->evict.policy ? TKVI_CHOICE : 0;
+}
 
 /* >>creation and destruction */
 /* Sets up the heap with the config's allocator, or with malloc and free. */

@@ -45,7 +45,7 @@ typedef struct tkvi_meter {
 
 /* >>counts and sizes */
 static int tkvi_meter_heads(const tkvi_derived_config *h) {
-    return tkvi_min(h->cfg.meter.heads, h->n_stored * h->cfg.model.n_kv_heads);
+    return TKVI_HAS_METER ? tkvi_min(h->cfg.meter.heads, h->n_stored * h->cfg.model.n_kv_heads) : 0;
 }
 
 static int tkvi_meter_slots(const tkvi_derived_config *h) {

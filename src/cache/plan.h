@@ -71,7 +71,7 @@ typedef struct tkvi_plan {
 } tkvi_plan;
 
 /* Do blocks of this layer need a table at some level? */
-static int tkvi_plan_learns(const tkvi_plan *p) { return p->allocates || p->kvquant; }
+static int tkvi_plan_learns(const tkvi_plan *p) { return p->allocates || (TKVI_HAS_KVQUANT && p->kvquant); }
 
 #define TKVI_VERSIONS 4 /* versions of a layer's table that blocks can be coded with */
 
@@ -176,6 +176,32 @@ static tkv_status tkvi_bad_in(char *reason, size_t size, const char *owner, cons
     return tkvi_bad(reason, size, name, value, want);
 }
 
+/* The same for a field of a feature that this build leaves out: TKV_ERR_UNSUPPORTED. */
+static tkv_status tkvi_bad_here(char *reason, size_t size, const char *field, int64_t value,
+                                const char *sentence) {
+    (void)tkvi_bad(reason, size, field, value, sentence);
+    return TKV_ERR_UNSUPPORTED;
+}
+
+/* Refuses fields that need a feature that this build leaves out. Formats: tkvi_validate_tiers. */
+static tkv_status tkvi_validate_features(const tkv_config *cfg, char *reason, size_t size) {
+    const char *const no_evict = "TKV_NO_EVICT leaves this out";
+    if (!TKVI_HAS_EVICT && cfg->evict.policy)
+        return tkvi_bad_here(reason, size, "evict.policy", (int)cfg->evict.policy, no_evict);
+    if (!TKVI_HAS_EVICT && cfg->tiers.n_anchors)
+        return tkvi_bad_here(reason, size, "tiers.n_anchors", cfg->tiers.n_anchors, no_evict);
+    if (!TKVI_HAS_EVICT && cfg->importance.sample_every)
+        return tkvi_bad_here(reason, size, "importance.sample_every", cfg->importance.sample_every, no_evict);
+    if (!TKVI_HAS_OFFLOAD && (cfg->offload.write || cfg->offload.read))
+        return tkvi_bad_here(reason, size, "offload.write", 1, "TKV_NO_OFFLOAD leaves this out");
+    if (!TKVI_HAS_DISCARD && cfg->budget.discard)
+        return tkvi_bad_here(reason, size, "budget.discard", cfg->budget.discard,
+                             "TKV_NO_DISCARD leaves this out");
+    if (!TKVI_HAS_METER && cfg->meter.heads)
+        return tkvi_bad_here(reason, size, "meter.heads", cfg->meter.heads, "TKV_NO_METER leaves this out");
+    return TKV_OK;
+}
+
 static tkv_status tkvi_validate_window(int window, const char *owner, char *reason, size_t size) {
     if (window < TKV_OFF || window > TKVI_FOREVER)
         return tkvi_bad_in(reason, size, owner, "window", window,
@@ -199,6 +225,10 @@ static tkv_status tkvi_validate_tiers(const tkv_layer_config *c, const char *own
             if (f != TKV_FORMAT_DEFAULT && !tkvi_format_known(f))
                 return tkvi_bad_in(reason, size, owner, pair_name[i][side], (int)f,
                                    "it must be a tkv_format");
+            if (tkvi_format_left_out(f)) {
+                (void)tkvi_bad_in(reason, size, owner, pair_name[i][side], (int)f, tkvi_format_left_out(f));
+                return TKV_ERR_UNSUPPORTED;
+            }
             if (f != TKV_FORMAT_DEFAULT && !tkvi_format_stores(&tkvi_formats[f], side ? TKV_V : TKV_K))
                 return tkvi_bad_in(reason, size, owner, pair_name[i][side], (int)f,
                                    side ? "this format stores K only" : "this format stores V only");
@@ -323,7 +353,7 @@ static void tkvi_fill_defaults(tkv_config *cfg) {
     if (!cfg->limits.max_tokens) cfg->limits.max_tokens = TKVI_FOREVER;
     if (!cfg->meter.tokens) cfg->meter.tokens = 2048;
 #if !defined(__GNUC__) && !defined(__clang__)
-    cfg->quality_heads = 0; /* the meter needs atomics (cache/meter.h) */
+    cfg->meter.heads = 0; /* the meter needs atomics (cache/meter.h) */
 #endif
 }
 
@@ -693,6 +723,8 @@ static tkv_status tkvi_validate(const tkv_config *cfg, tkvi_derived_config *shap
     if (cfg->field < (lo) || cfg->field > (hi)) return tkvi_bad(reason, size, #field, cfg->field, want)
     st = tkvi_validate_host(cfg, reason, size);
     if (st) return st;
+    st = tkvi_validate_features(cfg, reason, size);
+    if (st) return st;
     TKVI_RANGE_(model.n_layers, 1, TKVI_MAX_LAYERS, "it must be 1 to 4096");
     TKVI_RANGE_(model.n_heads, 1, 65536, "it must be 1 to 65536");
     TKVI_RANGE_(model.n_kv_heads, 0, 65536, "it must be 1 to 65536, or 0 for as many as model.n_heads");
@@ -746,10 +778,10 @@ static tkv_status tkvi_validate(const tkv_config *cfg, tkvi_derived_config *shap
     {
         tkv_evict_config evict;
         tkv_importance_config importance;
-        if (!tkvi_evict_fill(&cfg->evict, &evict))
+        if (TKVI_HAS_EVICT && !tkvi_evict_fill(&cfg->evict, &evict))
             return tkvi_bad(reason, size, "evict", (int)cfg->evict.policy,
                             "one of its fields is out of range");
-        if (!tkvi_importance_fill(&cfg->importance, &importance))
+        if (TKVI_HAS_EVICT && !tkvi_importance_fill(&cfg->importance, &importance))
             return tkvi_bad(reason, size, "importance", (int)cfg->importance.strategy,
                             "one of its fields is out of range");
     }
@@ -776,17 +808,18 @@ static tkv_status tkvi_validate(const tkv_config *cfg, tkvi_derived_config *shap
             return TKV_ERR_CONFIG;
         }
     }
-    if (!st && cfg->tiers.n_anchors && tkvi_anchor_fault(cfg))
+    if (TKVI_HAS_EVICT && !st && cfg->tiers.n_anchors && tkvi_anchor_fault(cfg))
         return tkvi_bad(reason, size, "tiers.n_anchors", cfg->tiers.n_anchors, tkvi_anchor_fault(cfg));
     if (!st && tkvi_derive_config(cfg, shape))
         return tkvi_bad(reason, size, "layers", cfg->model.n_layers,
                         "their formats and sinks need too many block layouts, or too large blocks");
-    if (!st && shape->any_kvquant_keys && !cfg->model.rope.dim &&
+    if (TKVI_HAS_KVQUANT && !st && shape->any_kvquant_keys && !cfg->model.rope.dim &&
         !(cfg->format.kvquant & TKV_KVQUANT_POST_ROPE))
         return tkvi_bad(reason, size, "model.rope.dim", 0,
                         "KVQUANT undoes RoPE before it codes keys: set model.rope, or set format.kvquant to "
                         "TKV_KVQUANT_POST_ROPE to code keys as appended");
-    if (!st && cfg->offload.write) { /* attention has a fetch buffer of this size on its stack */
+    if (TKVI_HAS_OFFLOAD && !st &&
+        cfg->offload.write) { /* attention has a fetch buffer of this size on its stack */
         int i;
         for (i = 0; i < shape->n_keys; i++) {
             tkvi_record r;
@@ -876,7 +909,7 @@ static void tkvi_version_build(tkvi_tables *t, int version, uint8_t *mem) {
         }
     }
     mem += s.head + 2 * s.channel + s.mean;
-    if (!t->any_kvquant) return;
+    if (!TKVI_HAS_KVQUANT || !t->any_kvquant) return;
     v->kvquant = (tkvi_kvquant *)(void *)mem;
     v->kvquant_range = (float *)(void *)(mem + s.kvquant);
 }
@@ -991,7 +1024,7 @@ static void tkvi_tables_build(tkvi_tables *t, tkvi_derived_config *h, uint8_t *m
     t->split = h->any_shared ? (int *)(void *)mem : NULL;
     t->current = (int8_t *)(mem += s.split);
     memset(t->current, -1, (size_t)h->cfg.model.n_layers);
-    if (h->any_kvquant) {
+    if (TKVI_HAS_KVQUANT && h->any_kvquant) {
         t->rope = (tkvi_rope *)(void *)(mem + s.current);
         tkvi_rope_make(t->rope, &h->cfg.model.rope);
     }

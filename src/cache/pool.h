@@ -122,8 +122,8 @@ static uint32_t tkvi_cap_for(int64_t want) {
 }
 
 static int tkvi_keeps_token_meta(const tkv_config *cfg) {
-    return cfg->evict.policy != TKV_EVICT_NONE || cfg->importance.sample_every > 0 ||
-           cfg->tiers.n_anchors > 0;
+    return TKVI_HAS_EVICT && (cfg->evict.policy != TKV_EVICT_NONE || cfg->importance.sample_every > 0 ||
+                              cfg->tiers.n_anchors > 0);
 }
 
 /* Bytes of an entry of the block table, its token_meta included. */
@@ -143,7 +143,7 @@ static int tkvi_grow_blocks(tkvi_pool *pool, uint32_t want) {
     if (!bigger) return 0;
     memset(bigger, 0, bytes);
     if (had) memcpy(bigger, pool->block, had * sizeof(tkvi_block));
-    if (had && pool->token_meta)
+    if (TKVI_HAS_EVICT && had && pool->token_meta)
         memcpy(bigger + cap * sizeof(tkvi_block), pool->token_meta, had * sizeof(tkvi_token_meta));
     tkvi_put(pool->heap, pool->block, had * entry);
     pool->block = (tkvi_block *)(void *)bigger;
@@ -331,7 +331,7 @@ static uint32_t tkvi_new_block(tkvi_pool *pool, int coding, int start) {
     b->packed = 0;
     b->previous_coding = 0;
     b->copy = 0;
-    if (pool->token_meta) memset(&pool->token_meta[id], 0, sizeof *pool->token_meta);
+    if (TKVI_HAS_EVICT && pool->token_meta) memset(&pool->token_meta[id], 0, sizeof *pool->token_meta);
     pool->n_blocks++;
     return id;
 }
@@ -354,10 +354,12 @@ static void tkvi_recode_block(tkvi_pool *pool, uint32_t id, int coding, tkvi_rew
 /* >>offloaded blocks. The store has a block under key 2 * number, and its exact copy under 2 * number + 1. */
 typedef enum tkvi_stored_as { TKVI_ITSELF = 0, TKVI_COPY = 1 } tkvi_stored_as;
 
-static int tkvi_is_offloaded(const tkvi_block *b) { return (b->page & TKVI_OFFLOADED) != 0; }
+static int tkvi_is_offloaded(const tkvi_block *b) {
+    return TKVI_HAS_NO_SLOT && (b->page & TKVI_OFFLOADED) != 0;
+}
 
 /* Discarded: the store has no bytes of it either, and the caller's model must recompute them. */
-static int tkvi_is_discarded(const tkvi_block *b) { return b->page == TKVI_NIL; }
+static int tkvi_is_discarded(const tkvi_block *b) { return TKVI_HAS_DISCARD && b->page == TKVI_NIL; }
 
 /* The mark of the stored block or copy; part of its checksum's seed (reclaim/offload.h). */
 static uint64_t tkvi_mark_of(const tkvi_block *b, tkvi_stored_as what) {
@@ -368,12 +370,12 @@ static uint32_t tkvi_store_key(uint32_t id, tkvi_stored_as what) { return 2 * id
 
 static void tkvi_erase_key(const tkvi_pool *pool, uint32_t id, tkvi_stored_as what) {
     const tkv_offload_config *s = &pool->tables->cfg.offload;
-    if (s->erase) s->erase(s->user, tkvi_store_key(id, what));
+    if (TKVI_HAS_OFFLOAD && s->erase) s->erase(s->user, tkvi_store_key(id, what));
 }
 
 /* Erases the exact copy in the store. Needed when tokens of the block move to other slots, or the block dies. */
 static void tkvi_forget_copy(tkvi_pool *pool, uint32_t id) {
-    if (pool->block[id].copy) tkvi_erase_key(pool, id, TKVI_COPY);
+    if (TKVI_HAS_OFFLOAD && pool->block[id].copy) tkvi_erase_key(pool, id, TKVI_COPY);
     pool->block[id].copy = 0;
 }
 

@@ -13,6 +13,7 @@
 #define TKVI_CORE_BASE_H
 
 #include "api.h"
+#include "core/switches.h"
 
 #include <float.h>
 #include <math.h>

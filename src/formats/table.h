@@ -37,27 +37,36 @@
         TKVI_NO_SIDE_, { tkvi_r_layout, tkvi_r_encode, tkvi_decode_tiles, tkvi_r_meta, NULL }                \
     }
 
+/* Formats that a switch can leave out. Without functions a format keeps its name and stores nothing. */
+#define TKVI_TOKEN_SIDE_(t)                                                                                  \
+    {                                                                                                        \
+        TKVI_IF(TKVI_HAS_TOKEN_FORMATS, tkvi_##t##_layout),                                                  \
+            TKVI_IF(TKVI_HAS_TOKEN_FORMATS, tkvi_token_encode),                                              \
+            TKVI_IF(TKVI_HAS_TOKEN_FORMATS, tkvi_token_decode), NULL, NULL                                   \
+    }
 #define TKVI_TOKEN_(t)                                                                                       \
-    {                                                                                                        \
-        {tkvi_##t##_layout, tkvi_token_encode, tkvi_token_decode, NULL, NULL}, {                             \
-            tkvi_##t##_layout, tkvi_token_encode, tkvi_token_decode, NULL, NULL                              \
-        }                                                                                                    \
-    }
+    { TKVI_TOKEN_SIDE_(t), TKVI_TOKEN_SIDE_(t) }
 #define TKVI_SQUAT_                                                                                          \
-    { {tkvi_kivi_k_layout, tkvi_squat_encode, tkvi_decode_tiles, tkvi_kivi_k_meta, NULL}, TKVI_NO_SIDE_ }
+    {                                                                                                        \
+        {TKVI_IF(TKVI_HAS_SQUAT, tkvi_kivi_k_layout), TKVI_IF(TKVI_HAS_SQUAT, tkvi_squat_encode),            \
+         TKVI_IF(TKVI_HAS_SQUAT, tkvi_decode_tiles), TKVI_IF(TKVI_HAS_SQUAT, tkvi_kivi_k_meta), NULL},       \
+            TKVI_NO_SIDE_                                                                                    \
+    }
+#define TKVI_SUBSPACE_SIDE_                                                                                  \
+    {                                                                                                        \
+        TKVI_IF(TKVI_HAS_SUBSPACE, tkvi_subspace_layout), TKVI_IF(TKVI_HAS_SUBSPACE, tkvi_subspace_encode),  \
+            TKVI_IF(TKVI_HAS_SUBSPACE, tkvi_subspace_decode), NULL, NULL                                     \
+    }
 #define TKVI_SUBSPACE_                                                                                       \
+    { TKVI_SUBSPACE_SIDE_, TKVI_SUBSPACE_SIDE_ }
+#define TKVI_KVQUANT_SIDE_(which)                                                                            \
     {                                                                                                        \
-        {tkvi_subspace_layout, tkvi_subspace_encode, tkvi_subspace_decode, NULL, NULL}, {                    \
-            tkvi_subspace_layout, tkvi_subspace_encode, tkvi_subspace_decode, NULL, NULL                     \
-        }                                                                                                    \
+        TKVI_IF(TKVI_HAS_KVQUANT, tkvi_kvquant_layout),                                                      \
+            TKVI_IF(TKVI_HAS_KVQUANT, tkvi_kvquant_##which##_encode),                                        \
+            TKVI_IF(TKVI_HAS_KVQUANT, tkvi_kvquant_##which##_decode), NULL, NULL                             \
     }
-
 #define TKVI_KVQUANT_                                                                                        \
-    {                                                                                                        \
-        {tkvi_kvquant_layout, tkvi_kvquant_k_encode, tkvi_kvquant_k_decode, NULL, NULL}, {                   \
-            tkvi_kvquant_layout, tkvi_kvquant_v_encode, tkvi_kvquant_v_decode, NULL, NULL                    \
-        }                                                                                                    \
-    }
+    { TKVI_KVQUANT_SIDE_(k), TKVI_KVQUANT_SIDE_(v) }
 
 static const tkvi_simd_ops tkvi_simd_ops_scalar = {
     tkvi_f16_to_f32_scalar,         tkvi_f32_to_f16_scalar,        tkvi_decode_log_scales_scalar,
@@ -107,9 +116,12 @@ static const tkvi_format tkvi_formats[TKV_FORMAT_COUNT] = {
 #undef TKVI_NO_SIDE_
 #undef TKVI_EXACT_
 #undef TKVI_KIVI_
+#undef TKVI_TOKEN_SIDE_
 #undef TKVI_TOKEN_
 #undef TKVI_SQUAT_
+#undef TKVI_SUBSPACE_SIDE_
 #undef TKVI_SUBSPACE_
+#undef TKVI_KVQUANT_SIDE_
 #undef TKVI_KVQUANT_
 
 /* Scalar decoding: it defines the values that a side holds. */
@@ -120,12 +132,26 @@ static void tkvi_decode_side(const tkvi_side *s, const uint8_t *src, int first, 
 
 static int tkvi_format_known(tkv_format f) { return f > TKV_FORMAT_DEFAULT && f < TKV_FORMAT_COUNT; }
 
+/* The sentence for a format that this build leaves out; NULL: it has the format. */
+static const char *tkvi_format_left_out(tkv_format f) {
+    if (!TKVI_HAS_TOKEN_FORMATS && f >= TKV_INT8 && f <= TKV_FP4)
+        return "TKV_NO_TOKEN_FORMATS leaves this format out";
+    if (!TKVI_HAS_SQUAT && f >= TKV_SQUAT4 && f <= TKV_SQUAT2) return "TKV_NO_SQUAT leaves this format out";
+    if (!TKVI_HAS_SUBSPACE && f >= TKV_SUBSPACE4 && f <= TKV_SUBSPACE2)
+        return "TKV_NO_SUBSPACE leaves this format out";
+    if (!TKVI_HAS_KVQUANT && f >= TKV_KVQUANT4 && f <= TKV_KVQUANT2)
+        return "TKV_NO_KVQUANT leaves this format out";
+    return NULL;
+}
+
 /* True if the encoder needs statistics of queries (learn/squat_queries.h). */
-static int tkvi_is_squat(tkv_format f) { return tkvi_formats[f].side[TKV_K].encode == tkvi_squat_encode; }
+static int tkvi_is_squat(tkv_format f) {
+    return TKVI_HAS_SQUAT && tkvi_formats[f].side[TKV_K].encode == tkvi_squat_encode;
+}
 
 /* True if the format uses a table of the layer (learn/kvquant_tables.h). */
 static int tkvi_is_kvquant(tkv_format f) {
-    return tkvi_formats[f].side[TKV_V].encode == tkvi_kvquant_v_encode;
+    return TKVI_HAS_KVQUANT && tkvi_formats[f].side[TKV_V].encode == tkvi_kvquant_v_encode;
 }
 
 static const char *tkvi_format_name(tkv_format f) {
@@ -180,6 +206,7 @@ TKV_API tkv_status tkv_encode_block(const tkv_codec *c, const float *x, ptrdiff_
     tkvi_side s;
     tkvi_rope rope;
     int t, i;
+    if (c && tkvi_format_left_out(c->format)) return TKV_ERR_UNSUPPORTED;
     if (!x || !dst || !tkvi_codec_side(c, &s) || n_tokens < 1 || n_tokens > TKVI_BLOCK || size < s.bytes)
         return TKV_ERR_ARG;
     if (stride == 0) stride = s.dim;
@@ -196,6 +223,7 @@ TKV_API tkv_status tkv_decode_block(const tkv_codec *c, const void *src, size_t 
                                     ptrdiff_t stride) {
     tkvi_side s;
     tkvi_rope rope;
+    if (c && tkvi_format_left_out(c->format)) return TKV_ERR_UNSUPPORTED;
     if (!x || !src || !tkvi_codec_side(c, &s) || n_tokens < 1 || n_tokens > TKVI_BLOCK || size < s.bytes)
         return TKV_ERR_ARG;
     if (stride == 0) stride = s.dim;

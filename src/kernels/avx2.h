@@ -1382,8 +1382,10 @@ static int tkvi_softmax_step_avx2(const float *s, int rows, float *m, float *sum
 static const tkvi_kernels tkvi_kernels_avx2 = {
     TKV_ISA_AVX2,
     "avx2",
-    {tkvi_exact_k_avx2, tkvi_exact_k_avx2, tkvi_exact_k_avx2, tkvi_tiles_k_avx2, tkvi_decoded_k_avx2},
-    {tkvi_exact_v_avx2, tkvi_exact_v_avx2, tkvi_exact_v_avx2, tkvi_tiles_v_avx2, tkvi_decoded_v_avx2},
+    {tkvi_exact_k_avx2, tkvi_exact_k_avx2, tkvi_exact_k_avx2, tkvi_tiles_k_avx2,
+     TKVI_HAS_CODE_ROWS ? tkvi_decoded_k_avx2 : TKVI_IF(TKVI_HAS_DECODED, tkvi_decoded_k)},
+    {tkvi_exact_v_avx2, tkvi_exact_v_avx2, tkvi_exact_v_avx2, tkvi_tiles_v_avx2,
+     TKVI_HAS_CODE_ROWS ? tkvi_decoded_v_avx2 : TKVI_IF(TKVI_HAS_DECODED, tkvi_decoded_v)},
     &tkvi_simd_ops_avx2,
     tkvi_exp64_avx2,
     tkvi_max64_avx2,

@@ -139,8 +139,8 @@ static int tkvi_open_code_rows(tkvi_code_rows *r, const tkvi_side *s, const uint
     r->slots = r->factors = NULL;
     r->kind = TKVI_CODES_TABLE;
     r->by_channel = r->scales_per_token = r->shift = 0;
-    if (s->grid) return tkvi_open_token_rows(r, src, ops) && tkvi_place_vectors(r);
-    if (s->format->side[s->which].layout != tkvi_kvquant_layout) return 0;
+    if (TKVI_HAS_TOKEN_FORMATS && s->grid) return tkvi_open_token_rows(r, src, ops) && tkvi_place_vectors(r);
+    if (!TKVI_HAS_KVQUANT || s->format->side[s->which].layout != tkvi_kvquant_layout) return 0;
     r->row_bytes = tkvi_kvquant_places(s).row;
     r->bits = s->format->bits;
     if (!tkvi_place_vectors(r)) return 0;

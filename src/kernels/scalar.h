@@ -369,8 +369,10 @@ static int tkvi_softmax_step_scalar(const float *s, int rows, float *m, float *s
 static const tkvi_kernels tkvi_kernels_scalar = {
     TKV_ISA_SCALAR,
     "scalar",
-    {tkvi_f32_k_scalar, tkvi_f16_k_scalar, tkvi_bf16_k_scalar, tkvi_tiles_k_scalar, tkvi_decoded_k},
-    {tkvi_f32_v_scalar, tkvi_f16_v_scalar, tkvi_bf16_v_scalar, tkvi_tiles_v_scalar, tkvi_decoded_v},
+    {tkvi_f32_k_scalar, tkvi_f16_k_scalar, tkvi_bf16_k_scalar, tkvi_tiles_k_scalar,
+     TKVI_IF(TKVI_HAS_DECODED, tkvi_decoded_k)},
+    {tkvi_f32_v_scalar, tkvi_f16_v_scalar, tkvi_bf16_v_scalar, tkvi_tiles_v_scalar,
+     TKVI_IF(TKVI_HAS_DECODED, tkvi_decoded_v)},
     &tkvi_simd_ops_scalar,
     tkvi_exp64_scalar,
     tkvi_max64_scalar,

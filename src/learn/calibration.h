@@ -92,7 +92,7 @@ TKV_API tkv_status tkv_save_calibration(const tkv_cache *kv, void *buf, size_t s
             at += 2 * cfg->model.head_dim;
             for (i = 0; i < cfg->model.head_dim; i++, at += 2) tkvi_store16(at, tkvi_f32_to_f16(h->mean[i]));
         }
-        if (has & 2) {
+        if (TKVI_HAS_KVQUANT && (has & 2)) {
             tkvi_kvquant_save(&kv->tables, layer, kv->tables.current[layer], at);
             at += tkvi_kvquant_bytes(cfg);
         }
@@ -159,7 +159,8 @@ static const char *tkvi_calibration_wrong(const tkv_cache *kv, const uint8_t *sr
         }
         if (has & 2) {
             if ((size_t)(end - at) < tkvi_kvquant_bytes(cfg)) return "the calibration ends too early";
-            if (!tkvi_kvquant_valid(cfg, at)) return "the calibration has invalid ranges or levels";
+            if (TKVI_HAS_KVQUANT && !tkvi_kvquant_valid(cfg, at))
+                return "the calibration has invalid ranges or levels";
             if ((tkvi_table_parts(kv, layer) & 2) &&
                 (tkvi_load32(at) | (uint64_t)tkvi_load32(at + 4) << 32) != tkvi_kvquant_mode(&kv->tables))
                 return "the calibration was made with another cfg.model.rope or cfg.format.kvquant";
@@ -229,7 +230,7 @@ TKV_API tkv_status tkv_load_calibration(tkv_cache *kv, const void *src, size_t s
             for (head = 0; pass && use && (need & 1) && head < kv->tables.cfg.model.n_kv_heads; head++)
                 tkvi_head_load(kv, layer, version, head,
                                at + (size_t)head * tkvi_head_bytes(&kv->tables.cfg));
-            if (pass && use && (need & 2))
+            if (TKVI_HAS_KVQUANT && pass && use && (need & 2))
                 tkvi_kvquant_load(&kv->tables, layer, version,
                                   at + tkvi_parts_bytes(&kv->tables.cfg, has & 1));
             at += tkvi_parts_bytes(&kv->tables.cfg, has);
@@ -255,6 +256,7 @@ TKV_API tkv_status tkv_fit_calibration(tkv_cache *kv, const tkv_samples *s) {
     tkv_status st;
     size_t rows;
     int version;
+    if (!TKVI_HAS_KVQUANT) return tkvi_left_out(kv, "TKV_NO_KVQUANT leaves this out");
     if (!kv) return TKV_ERR_ARG;
     cfg = &kv->tables.cfg;
     if (!s || !s->k || !s->v) return tkvi_fail(kv, TKV_ERR_ARG, "the samples are missing", 0, NULL);

@@ -53,6 +53,7 @@ static float tkvi_score_of_meter(const tkv_quality_info *q, double weight) {
 
 TKV_API tkv_status tkv_compute_score(const tkv_score_params *p, float *score) {
     float x = -1.0f;
+    if (!TKVI_HAS_METER) return TKV_ERR_UNSUPPORTED;
     if (!p || !score || (p->source == TKV_SCORE_METER && !p->meter)) return TKV_ERR_ARG;
     if (p->source == TKV_SCORE_METER) x = tkvi_score_of_meter(p->meter, p->weight);
     if (p->source == TKV_SCORE_PERPLEXITY) x = tkvi_score_of_perplexity(p->base, p->value);
@@ -95,6 +96,8 @@ TKV_API tkv_status tkv_init_feedback(tkv_feedback *f, const tkv_feedback_config 
                                      size_t size) {
     tkv_feedback_config none, full;
     const char *wrong;
+    if (!TKVI_HAS_METER)
+        return tkvi_give_reason(TKV_ERR_UNSUPPORTED, "TKV_NO_METER leaves this out", reason, size);
     memset(&none, 0, sizeof none);
     (void)tkvi_give_reason(TKV_OK, "", reason, size);
     if (!f) return TKV_ERR_ARG;
@@ -123,6 +126,7 @@ static void tkvi_feedback_add(tkv_feedback *f, uint64_t x) {
 
 TKV_API tkv_status tkv_observe_score(tkv_feedback *f, float score) {
     int refused;
+    if (!TKVI_HAS_METER) return TKV_ERR_UNSUPPORTED;
     if (!f) return TKV_ERR_ARG;
     refused = !tkvi_is_finite(score) || score < 0.0f || score > 1.0f;
     tkvi_lock(&f->lock);
@@ -260,6 +264,7 @@ static int tkvi_advise(tkv_feedback *f, tkv_advice *a) {
 TKV_API tkv_status tkv_get_advice(tkv_feedback *f, int hot_tokens, int level, tkv_advice *out) {
     tkv_advice a;
     int why;
+    if (!TKVI_HAS_METER) return TKV_ERR_UNSUPPORTED;
     if (!f || !out || hot_tokens < 0 || hot_tokens > TKVI_FOREVER || level < 0 || level >= TKV_MAX_LEVELS)
         return TKV_ERR_ARG;
     memset(&a, 0, sizeof a);
@@ -288,6 +293,7 @@ TKV_API tkv_status tkv_get_feedback(tkv_feedback *f, int last, tkv_feedback_info
     uint64_t weighted = 0;
     uint32_t least = 0xffffffffu, most = 0;
     int i, at, n = last ? last : TKVI_SCORES_MANY;
+    if (!TKVI_HAS_METER) return TKV_ERR_UNSUPPORTED;
     if (!f || !out || n < 0 || n > TKV_FEEDBACK_HISTORY) return TKV_ERR_ARG;
     memset(&r, 0, sizeof r);
     tkvi_lock(&f->lock);

@@ -48,7 +48,7 @@ static void tkvi_query_stats_use(tkv_cache *kv, int layer, int head) {
 static void tkvi_query_stats_learn(tkv_cache *kv, int layer) {
     tkvi_query_stats *query_stats = kv->query_stats ? &kv->query_stats[layer] : NULL;
     int head;
-    if (!query_stats || !kv->tables.plan[layer].squat) return;
+    if (!TKVI_HAS_SQUAT || !query_stats || !kv->tables.plan[layer].squat) return;
     if (query_stats->tokens < tkvi_min(TKVI_FIRST_TABLE_TOKENS, tkvi_max(TKVI_BLOCK, 2 * query_stats->used)))
         return;
     for (head = 0; head < kv->tables.cfg.model.n_kv_heads; head++) tkvi_query_stats_use(kv, layer, head);
@@ -58,7 +58,7 @@ static void tkvi_query_stats_learn(tkv_cache *kv, int layer) {
 
 /* Counts n more tokens of the layer while it collects. */
 static void tkvi_query_stats_count(tkv_cache *kv, int layer, int n) {
-    if (kv->query_stats && kv->query_stats[layer].tokens >= 0)
+    if (TKVI_HAS_SQUAT && kv->query_stats && kv->query_stats[layer].tokens >= 0)
         kv->query_stats[layer].tokens =
             tkvi_min(TKVI_FOREVER, kv->query_stats[layer].tokens + n); /* tkv_seq_abort subtracts its part */
 }
@@ -66,7 +66,7 @@ static void tkvi_query_stats_count(tkv_cache *kv, int layer, int n) {
 /* Starts collecting again from zero. The old factors stay in use until new ones are computed. */
 static void tkvi_query_stats_restart(tkv_cache *kv, int layer) {
     size_t heads = (size_t)kv->tables.cfg.model.n_kv_heads, dim = (size_t)kv->tables.cfg.model.head_dim;
-    if (!kv->query_stats) return;
+    if (!TKVI_HAS_SQUAT || !kv->query_stats) return;
     kv->query_stats[layer].tokens = kv->query_stats[layer].used = 0;
     memset(tkvi_query_stats_of(kv, layer, 0), 0, heads * (dim * (dim + 1) / 2) * sizeof(int64_t));
 }

@@ -214,7 +214,7 @@ static void tkvi_table_use(tkv_cache *kv, int layer, int version) {
         if (!r->shared[tier] || r->coding[tier] <= done) continue;
         done = r->coding[tier];
         tkvi_coding_share(&kv->tables, c, heads);
-        if (p->kvquant) tkvi_coding_kvquant(&kv->tables, c, layer, version);
+        if (TKVI_HAS_KVQUANT && p->kvquant) tkvi_coding_kvquant(&kv->tables, c, layer, version);
     }
     kv->tables.current[layer] = (int8_t)version;
 }
@@ -288,7 +288,7 @@ static void tkvi_end_table(tkv_cache *kv, int layer, int8_t had, int made) {
     kv->tables.current[layer] = had;
     if (version == had || !made) return;
     if (kv->tables.plan[layer].allocates) tkvi_learn_heads(kv, layer, version);
-    if (kv->tables.plan[layer].kvquant) tkvi_kvquant_learn(kv, layer, version);
+    if (TKVI_HAS_KVQUANT && kv->tables.plan[layer].kvquant) tkvi_kvquant_learn(kv, layer, version);
     tkvi_table_use(kv, layer, version);
     if (had >= 0) tkvi_learned(kv, layer, 0);
     tkvi_emit_event(kv, TKV_EVENT_TABLE, layer, had, version, 0,

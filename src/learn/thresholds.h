@@ -128,6 +128,7 @@ static void tkvi_threshold_put(tkv_thresholds *t, const tkv_threshold *e) {
 TKV_API tkv_status tkv_put_threshold(tkv_thresholds *t, const tkv_threshold *e) {
     tkv_threshold copy;
     int found;
+    if (!TKVI_HAS_METER) return TKV_ERR_UNSUPPORTED;
     if (!tkvi_thresholds_sound(t) || !e || tkvi_threshold_wrong(e)) return TKV_ERR_ARG;
     copy = *e; /* e may point into the array */
     tkvi_threshold_place(t, &copy, &found);
@@ -164,6 +165,7 @@ TKV_API tkv_status tkv_find_thresholds(const tkv_thresholds *t, const char *mode
                                        tkv_threshold *out, int most, int *found) {
     int i, k, n = 0;
     if (found) *found = 0;
+    if (!TKVI_HAS_METER) return TKV_ERR_UNSUPPORTED;
     if (!tkvi_thresholds_sound(t) || !model || !out || most < 1) return TKV_ERR_ARG;
     if (!tkvi_number_valid(&tkvi_threshold_numbers[0], layer)) return TKV_ERR_RANGE;
     if (!tkvi_number_valid(&tkvi_threshold_numbers[1], context)) return TKV_ERR_RANGE;
@@ -184,6 +186,7 @@ TKV_API tkv_status tkv_copy_thresholds(tkv_thresholds *t, const char *from, cons
     char model[2][TKV_MODEL_NAME]; /* copies: from and to may point into the array */
     tkv_threshold e;
     int i, pass, found, any = 0, fresh = 0;
+    if (!TKVI_HAS_METER) return TKV_ERR_UNSUPPORTED;
     if (tkvi_bits(discount) == 0) discount = .9f;
     if (!tkvi_thresholds_sound(t) || !from || !to || strcmp(from, to) == 0) return TKV_ERR_ARG;
     if (!tkvi_model_valid(from) || !tkvi_model_valid(to)) return TKV_ERR_ARG;
@@ -312,6 +315,7 @@ static int tkvi_sheet_write(void *user, const char *bytes, size_t size) {
 
 TKV_API tkv_status tkv_print_thresholds(const tkv_thresholds *t, char *buf, size_t size, size_t *needed) {
     tkvi_sheet p;
+    if (!TKVI_HAS_METER) return TKV_ERR_UNSUPPORTED;
     p.at = NULL;
     p.used = 0;
     if (!buf && !needed) return TKV_ERR_ARG;
@@ -447,6 +451,10 @@ TKV_API tkv_status tkv_parse_thresholds(tkv_thresholds *t, const char *src, size
     tkvi_text why = tkvi_text_begin(reason, reason ? reason_size : 0);
     tkv_status st;
     int n;
+    if (!TKVI_HAS_METER) {
+        tkvi_append_text(&why, "TKV_NO_METER leaves this out");
+        return TKV_ERR_UNSUPPORTED;
+    }
     if (!t || t->capacity < 0 || (t->capacity > 0 && !t->entry) || (!src && size)) {
         tkvi_append_text(&why, "the store or the text is missing");
         return TKV_ERR_ARG;

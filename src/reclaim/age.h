@@ -92,7 +92,8 @@ static void tkvi_recode(void *ctx, const uint8_t *src, uint8_t *dst) {
 static void tkvi_copy_for_meter(tkv_cache *kv, int seq, int layer, const tkvi_block *b) {
     const tkvi_coding *c = &kv->tables.coding[b->coding];
     int i;
-    if (!kv->meter || kv->meter->seq != seq || !tkvi_is_hot_coding(kv, layer, b->coding)) return;
+    if (!TKVI_HAS_METER || !kv->meter || kv->meter->seq != seq || !tkvi_is_hot_coding(kv, layer, b->coding))
+        return;
     for (i = 0; i < kv->meter->n; i++) {
         tkvi_head_probe *g = &kv->meter->head_probe[i];
         if (g->layer == layer)
@@ -130,7 +131,7 @@ static void tkvi_demote(tkv_cache *kv, int seq, int layer, int i, int coding, tk
     r.start = b->start;
     tkvi_choose_anchors(kv, seq, layer, i);
     r.there = tkvi_used_mask(kv, list, ids, i);
-    packs = (b->gone & ~r.there) && r.there && !tkvi_has_fixed_slots(kv);
+    packs = TKVI_HAS_EVICT && (b->gone & ~r.there) && r.there && !tkvi_has_fixed_slots(kv);
     if (packs) {
         tkvi_forget_copy(&kv->pool, id); /* tokens change slots, so the exact copy does not match */
     } else {
@@ -141,7 +142,7 @@ static void tkvi_demote(tkv_cache *kv, int seq, int layer, int i, int coding, tk
         ids[i] = tkvi_new_block(&kv->pool, coding, b->start);
         b = &kv->pool.block[id];
         tkvi_recode(&r, tkvi_block_bytes(&kv->pool, b), tkvi_block_bytes(&kv->pool, &kv->pool.block[ids[i]]));
-        if (kv->pool.token_meta) kv->pool.token_meta[ids[i]] = kv->pool.token_meta[id];
+        if (TKVI_HAS_EVICT && kv->pool.token_meta) kv->pool.token_meta[ids[i]] = kv->pool.token_meta[id];
         kv->pool.block[ids[i]].gone = b->gone;
         kv->pool.block[ids[i]].packed = b->packed;
         tkvi_release_block(&kv->pool, id);

@@ -18,7 +18,7 @@
 /* Mask of the used slots of block i: live tokens and anchored tokens. */
 static uint64_t tkvi_used_mask(const tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int i) {
     return tkvi_live_mask(&kv->pool.block[ids[i]], tkvi_block_tokens(kv, list, ids, i)) |
-           (kv->pool.token_meta ? kv->pool.token_meta[ids[i]].anchored : 0);
+           (TKVI_HAS_EVICT && kv->pool.token_meta ? kv->pool.token_meta[ids[i]].anchored : 0);
 }
 
 /* Index of the block that covers a position. -1: the position is past the end or has expired. */
@@ -40,7 +40,7 @@ static int tkvi_place_in(const tkv_cache *kv, const tkvi_list *list, const uint3
     const int n = tkvi_block_tokens(kv, list, ids, i);
     const uint64_t kept = tkvi_used_mask(kv, list, ids, i);
     int t = 0;
-    if (!kv->pool.block[ids[i]].packed) t = position - tkvi_block_start(kv, ids, i);
+    if (!TKVI_HAS_EVICT || !kv->pool.block[ids[i]].packed) t = position - tkvi_block_start(kv, ids, i);
     else
         while (t < n && !(kept >> t & 1 && tkvi_slot_position(kv, ids[i], t) == position)) t++;
     return t < n ? t : -1;
@@ -53,11 +53,12 @@ static int tkvi_find_token(const tkv_cache *kv, const tkvi_list *list, const uin
     int i = tkvi_block_at(kv, list, ids, position);
     if (i < 0) return -1;
     *slot = tkvi_place_in(kv, list, ids, i, position);
-    if (*slot >= 0 && kv->pool.token_meta && kv->pool.token_meta[ids[i]].anchored >> *slot & 1) {
+    if (TKVI_HAS_EVICT && *slot >= 0 && kv->pool.token_meta &&
+        kv->pool.token_meta[ids[i]].anchored >> *slot & 1) {
         i = 0;
         *slot = tkvi_place_in(kv, list, ids, 0, position);
     }
-    return *slot >= 0 && !(kv->pool.block[ids[i]].gone >> *slot & 1) ? i : -1;
+    return *slot >= 0 && !(TKVI_HAS_EVICT && kv->pool.block[ids[i]].gone >> *slot & 1) ? i : -1;
 }
 
 /* Makes block i a packed block, which lists its positions. Then its number of tokens does not depend on the start
@@ -132,7 +133,9 @@ static void tkvi_choose_anchors(tkv_cache *kv, int seq, int layer, int i) {
     float a[TKVI_BLOCK], mine[TKVI_BLOCK];
     uint64_t there;
     int t, newest;
-    if (first == last || i < list->sinks || list->sinks == 0 || sinks->refs > 1 || b->refs > 1) return;
+    if (!TKVI_HAS_EVICT || first == last || i < list->sinks || list->sinks == 0 || sinks->refs > 1 ||
+        b->refs > 1)
+        return;
     if (!tkvi_is_hot_coding(kv, layer, b->coding)) return;
     there = tkvi_live_mask(b, tkvi_block_tokens(kv, list, ids, i));
     tkvi_list_positions(kv, list, ids, 0);

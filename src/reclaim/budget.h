@@ -58,8 +58,8 @@ static int tkvi_tail_free_slots(const tkv_cache *kv, const tkvi_plan *p, const t
     int last = list->n - 1, room;
     if (last < 0) return 0;
     if (last >= list->sinks && tkvi_tier_at(list, last) != TKV_TIER_HOT)
-        return 0;                                   /* flushed before it was full */
-    if (kv->pool.block[ids[last]].packed) return 0; /* the blocks after it were cut off */
+        return 0;                                                     /* flushed before it was full */
+    if (TKVI_HAS_EVICT && kv->pool.block[ids[last]].packed) return 0; /* the blocks after it were cut off */
     room = last < list->sinks ? p->sink : TKVI_BLOCK;
     return tkvi_max(0, room - (list->len - tkvi_block_start(kv, ids, last)));
 }
@@ -368,7 +368,8 @@ static tkvi_spared tkvi_spared_by(const tkv_cache *kv, int seq, const tkvi_tier_
     memset(&s, 0, sizeof s);
     s.outside = !(reclaim_stages & TKVI_EVICT_ALL);
     if (reclaim_stages & TKVI_OUT) s.rule = rule;
-    if (reclaim_stages & TKVI_OUT && kv->tables.cfg.budget.discard && tkvi_is_idle(kv, seq))
+    if (TKVI_HAS_DISCARD && reclaim_stages & TKVI_OUT && kv->tables.cfg.budget.discard &&
+        tkvi_is_idle(kv, seq))
         s.vacant = tkvi_discardable_to(kv, seq, level);
     return s;
 }
@@ -480,7 +481,7 @@ static int tkvi_dry_run_sinks(const tkv_cache *kv, int seq, int layer, const tkv
 /* tkvi_discardable_to for the case that all layers are at their floor. */
 static int tkvi_dry_run_discardable_to(tkv_cache *kv, int seq, int level, const tkvi_spared *spared) {
     int layer, i, n, to = TKVI_FOREVER;
-    if (!kv->tables.cfg.budget.discard || !tkvi_is_idle(kv, seq)) return 0;
+    if (!TKVI_HAS_DISCARD || !kv->tables.cfg.budget.discard || !tkvi_is_idle(kv, seq)) return 0;
     for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++) {
         const int len = tkvi_list_of(kv, seq, layer)->len;
         const tkvi_tier_spec *r = &tkvi_rules_of(&kv->tables, layer)[level];
@@ -625,8 +626,8 @@ static void tkvi_add_list_at(tkv_cache *kv, int seq, int layer, int level, int r
     tkv_evict_config full;
     int i;
     memset(has, 0, (size_t)t->n_classes * sizeof *has);
-    (void)tkvi_evict_fill(&t->cfg.evict, &full);
-    if (reclaim_stages & TKVI_EVICT) go = tkvi_bound_eviction(kv, seq, layer, r, &spared);
+    if (TKVI_HAS_EVICT) (void)tkvi_evict_fill(&t->cfg.evict, &full);
+    if (TKVI_HAS_EVICT && reclaim_stages & TKVI_EVICT) go = tkvi_bound_eviction(kv, seq, layer, r, &spared);
     list->left = list->n - go.here;
     for (i = list->sinks; i < list->n; i++) {
         const tkvi_block *b = &kv->pool.block[ids[i]];
@@ -639,7 +640,7 @@ static void tkvi_add_list_at(tkv_cache *kv, int seq, int layer, int level, int r
             list->left -= gone;
             continue;
         }
-        if (go.oldest > 0) {
+        if (TKVI_HAS_EVICT && go.oldest > 0) {
             go.oldest -= tkvi_bits_in(tkvi_live_mask_in(kv, list, ids, i));
             gone = go.oldest >= 0 && i + 1 < list->n && !tkvi_held_in(kv, list, ids, i) &&
                    tkvi_block_start(kv, ids, i) >= full.sink_tokens;
@@ -667,7 +668,8 @@ static tkvi_forecast tkvi_at_level(tkv_cache *kv, int level, int reclaim_stages)
     memset(mixed, 0, (size_t)kv->tables.n_classes * sizeof *mixed);
     for (seq = 0; seq < kv->tables.cfg.limits.max_seqs; seq++)
         for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++)
-            if (reclaim_stages & TKVI_FLOOR && !kv->seq[seq].in_step && tkvi_list_of(kv, seq, layer)->n)
+            if (TKVI_HAS_EVICT && reclaim_stages & TKVI_FLOOR && !kv->seq[seq].in_step &&
+                tkvi_list_of(kv, seq, layer)->n)
                 tkvi_add_floor(kv, seq, layer, level, reclaim_stages, &o);
             else tkvi_add_list_at(kv, seq, layer, level, reclaim_stages, &o);
     for (c = 0; c < kv->tables.n_classes; c++) n += mixed[c] != 0;
@@ -718,9 +720,10 @@ static int tkvi_still_fits(tkv_cache *kv, size_t budget, size_t *bytes) {
         *bytes = then < *bytes ? then : *bytes;
     }
     if (*bytes <= budget) return 1;
-    if ((tkvi_can_store(kv) || cfg->budget.discard) && tkvi_stages_fit(kv, TKVI_OUT, 0, budget, bytes))
+    if ((tkvi_can_store(kv) || (TKVI_HAS_DISCARD && cfg->budget.discard)) &&
+        tkvi_stages_fit(kv, TKVI_OUT, 0, budget, bytes))
         return 1;
-    if (!cfg->evict.policy) return 0;
+    if (!TKVI_HAS_EVICT || !cfg->evict.policy) return 0;
     if (tkvi_stages_fit(kv, TKVI_OUT | TKVI_EVICT, 0, budget, bytes)) return 1;
     if (tkvi_stages_fit(kv, TKVI_OUT | TKVI_EVICT | TKVI_EVICT_ALL, 0, budget, bytes)) return 1;
     if (!tkvi_has_floor(kv) || !tkvi_floor_fits(kv, 0, budget, bytes)) return 0;
@@ -895,7 +898,7 @@ static void tkvi_keep_pace(tkv_cache *kv, size_t new_bytes) {
 static int tkvi_evict_next(tkv_cache *kv, int *list) {
     const int n = kv->tables.cfg.model.n_layers, all = (kv->reclaim_stages & TKVI_EVICT_ALL) != 0;
     int went = 0;
-    if (!kv->tables.cfg.evict.policy) return 0;
+    if (!TKVI_HAS_EVICT || !kv->tables.cfg.evict.policy) return 0;
     if (!(kv->reclaim_stages & TKVI_FLOOR))
         return tkvi_evict_batch(kv, 0) || (all && tkvi_evict_batch(kv, 1));
     for (; !went && *list < kv->tables.cfg.limits.max_seqs * n; (*list)++)
@@ -922,12 +925,13 @@ static int tkvi_make_room(tkv_cache *kv, size_t budget) {
                 tkvi_trim_to(&kv->pool, 0); /* gives memory of free pages to the index */
             return 1;
         }
-        if (kv->reclaim_stages & TKVI_FIRST && (evicts || (evicts = tkvi_may_evict(kv, budget))) &&
-            tkvi_evict_next(kv, &list))
+        if (TKVI_HAS_EVICT && kv->reclaim_stages & TKVI_FIRST &&
+            (evicts || (evicts = tkvi_may_evict(kv, budget))) && tkvi_evict_next(kv, &list))
             continue;
         if (tkvi_recode_oldest(kv, 0, 1)) continue;
         if (kv->tables.level < kv->policy.cfg.max_level) tkvi_go_to_level(kv, kv->tables.level + 1);
         else if (tkvi_offload_oldest(kv) || tkvi_discard_idle(kv)) continue;
+        else if (!TKVI_HAS_EVICT) return 0;
         else if (!evicts && !(evicts = tkvi_may_evict(kv, budget))) return 0;
         else if (!tkvi_evict_next(kv, &list)) return 0;
     }

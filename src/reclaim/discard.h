@@ -25,7 +25,7 @@ static int tkvi_has_discarded(const tkv_cache *kv, int seq, int layer, int64_t f
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
     int i, lacks = 0;
-    for (i = 0; kv->pool.n_discarded && i < list->n && !lacks; i++)
+    for (i = 0; TKVI_HAS_DISCARD && kv->pool.n_discarded && i < list->n && !lacks; i++)
         lacks = tkvi_needs_recompute(kv, list, ids, i) && tkvi_block_start(kv, ids, i) < to &&
                 tkvi_block_end(kv, list, ids, i) > from;
     return lacks;
@@ -36,7 +36,7 @@ static int tkvi_has_discarded(const tkv_cache *kv, int seq, int layer, int64_t f
 static int tkvi_sees_discarded(const tkv_cache *kv, int seq, int layer, int64_t oldest) {
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
     int start;
-    if (!kv->pool.n_discarded || list->n == 0) return 0;
+    if (!TKVI_HAS_DISCARD || !kv->pool.n_discarded || list->n == 0) return 0;
     start = tkvi_block_start(kv, tkvi_ids(kv, seq, layer), tkvi_max(0, list->n - 2));
     return tkvi_has_discarded(kv, seq, layer, oldest < start ? oldest : start, list->len);
 }
@@ -110,6 +110,7 @@ static int tkvi_is_idle(const tkv_cache *kv, int seq) {
  * 0: there is nothing to discard. */
 static int tkvi_discard_idle(tkv_cache *kv) {
     int seq, start = 0, end = 0, from = -1, to = 0, last = 0;
+    if (!TKVI_HAS_DISCARD) return 0;
     for (seq = 0; kv->tables.cfg.budget.discard && seq < kv->tables.cfg.limits.max_seqs; seq++) {
         if (!tkvi_is_idle(kv, seq) || (from >= 0 && kv->seq[seq].used >= kv->seq[from].used)) continue;
         if (!tkvi_first_in_ram(kv, seq, &start, &end)) continue;

@@ -34,15 +34,17 @@ static int tkvi_count(const tkv_cache *kv, int seq, int layer) {
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
     int i, n = 0;
     for (i = 0; i < list->n; i++)
-        n += kv->pool.block[ids[i]].gone ? tkvi_bits_in(tkvi_live_mask_in(kv, list, ids, i))
-                                         : tkvi_block_tokens(kv, list, ids, i);
+        n += TKVI_HAS_EVICT && kv->pool.block[ids[i]].gone ? tkvi_bits_in(tkvi_live_mask_in(kv, list, ids, i))
+                                                           : tkvi_block_tokens(kv, list, ids, i);
     return n;
 }
 
 /* Index of the block at which a walk over the tokens from a position on begins. With anchors it is 0: the sinks'
  * block may hold any position. */
 static int tkvi_first_at(const tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int position) {
-    return kv->tables.cfg.tiers.n_anchors ? 0 : tkvi_max(0, tkvi_block_at(kv, list, ids, position));
+    return TKVI_HAS_EVICT && kv->tables.cfg.tiers.n_anchors
+               ? 0
+               : tkvi_max(0, tkvi_block_at(kv, list, ids, position));
 }
 
 /* Mask of the pinned tokens of a block, without temporary pins that have ended. */
@@ -77,7 +79,7 @@ static int tkvi_count_in(const tkv_cache *kv, const tkvi_list *list, const uint3
 /* Removes the quality meter's copies of the block that begins at `start`. */
 static void tkvi_forget_copies(tkv_cache *kv, int seq, int layer, int start) {
     int i, a;
-    if (!kv->meter || kv->meter->seq != seq) return;
+    if (!TKVI_HAS_METER || !kv->meter || kv->meter->seq != seq) return;
     for (i = 0; i < kv->meter->n; i++) {
         tkvi_head_probe *g = &kv->meter->head_probe[i];
         for (a = 0; a < g->n && g->layer == layer; a++)
@@ -441,7 +443,9 @@ static void tkvi_evict_due_in(tkv_cache *kv, int seq, int layer, int n) {
     const tkv_config *cfg = &kv->tables.cfg;
     tkv_evict_config full;
     int count, due, keep, least;
-    if (!cfg->evict.policy || !cfg->evict.keep_tokens || kv->tables.plan[layer].stored != layer) return;
+    if (!TKVI_HAS_EVICT || !cfg->evict.policy || !cfg->evict.keep_tokens ||
+        kv->tables.plan[layer].stored != layer)
+        return;
     count = tkvi_count(kv, seq, layer);
     keep = tkvi_layer_keep(kv, seq, layer, &cfg->evict, cfg->evict.keep_tokens);
     due = tkvi_evict_due(&cfg->evict, count, n, keep);

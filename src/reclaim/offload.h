@@ -87,14 +87,18 @@ static TKVI_NOINLINE int tkvi_store_block(tkv_cache *kv, uint32_t id, tkvi_store
  * the block has none. If the store fails, there is no copy, but the call goes on. */
 static void tkvi_store_exact_copy(tkv_cache *kv, int layer, uint32_t id) {
     tkvi_block *b = &kv->pool.block[id];
-    if (!kv->tables.cfg.offload.keep_exact || !kv->tables.cfg.offload.write || b->copy || b->refs > 1) return;
+    if (!TKVI_HAS_OFFLOAD || !kv->tables.cfg.offload.keep_exact || !kv->tables.cfg.offload.write || b->copy ||
+        b->refs > 1)
+        return;
     if (!tkvi_is_hot_coding(kv, layer, b->coding)) return;
     b->copy_mark++;
     if (tkvi_store_block(kv, id, TKVI_COPY, b->copy_mark)) b->copy = (uint16_t)(b->coding + 1);
 }
 
 /* 1 if there is a store, and it has not failed in this call. */
-static int tkvi_can_store(const tkv_cache *kv) { return kv->tables.cfg.offload.write && !kv->store_failed; }
+static int tkvi_can_store(const tkv_cache *kv) {
+    return TKVI_HAS_OFFLOAD && kv->tables.cfg.offload.write && !kv->store_failed;
+}
 
 /* 1 if blocks that end before position `end` may be offloaded by age. At least the hot tokens of rule r must follow
  * them, and the last append must not have added to them. If r keeps all tokens hot, cfg.tiers.hot_tokens counts as
@@ -166,7 +170,7 @@ static TKVI_NOINLINE tkv_status tkvi_read_piece(const tkv_cache *kv, uint32_t id
     const tkvi_record *r = &kv->tables.coding[coding].record[head];
     const int part = side == TKV_V && tkvi_pieces(r) == 2;
     const tkvi_piece p = tkvi_piece_of(kv, id, what, coding, tkvi_mark_of(b, what), head, part);
-    if (what == TKVI_ITSELF && tkvi_is_discarded(b)) return TKV_ERR_NO_SOURCE;
+    if (!TKVI_HAS_OFFLOAD || (what == TKVI_ITSELF && tkvi_is_discarded(b))) return TKV_ERR_NO_SOURCE;
     *bytes = room->bytes + (side == TKV_V && !part ? r->v_at : 0);
     if (room->key == p.key && room->head == head && room->part == part) return TKV_OK;
     room->key = TKVI_NIL;

@@ -19,7 +19,7 @@
  * policy is KNORM and attention scores are not collected. Keys then need not be decoded for each eviction, and the
  * norms are those of the appended keys. */
 static int tkvi_keeps_norms(const tkv_cache *kv) {
-    return kv->tables.cfg.evict.policy == TKV_EVICT_KNORM && !kv->mass.mode;
+    return TKVI_HAS_EVICT && kv->tables.cfg.evict.policy == TKV_EVICT_KNORM && !kv->mass.mode;
 }
 
 /* 1 if this cache collects the attention scores that a policy needs, or if the policy needs none. */
@@ -113,7 +113,7 @@ static void tkvi_importance_of_block(const tkv_cache *kv, const int *position, f
 static void tkvi_token_score_cut(tkv_cache *kv, const tkvi_list *list, const uint32_t *ids) {
     const tkvi_token_score_mode *mode = kv->mass.mode;
     int i;
-    if (!kv->pool.token_meta) return;
+    if (!TKVI_HAS_EVICT || !kv->pool.token_meta) return;
     for (i = 0; i < list->n; i++) {
         tkvi_token_meta *n = &kv->pool.token_meta[ids[i]];
         if (n->step > list->len) n->step = mode && mode->fresh ? 0 : list->len;

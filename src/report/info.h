@@ -120,6 +120,7 @@ static void tkvi_quality_sum(const tkv_cache *kv, int layer, tkv_quality_info *o
 }
 
 TKV_API tkv_status tkv_get_quality(const tkv_cache *kv, int layer, tkv_quality_info *out) {
+    if (!TKVI_HAS_METER) return TKV_ERR_UNSUPPORTED;
     if (!kv || !out) return TKV_ERR_ARG;
     if (layer != TKV_ALL_LAYERS) layer = tkvi_stored_layer(kv, 0, layer);
     if (layer < 0 && layer != TKV_ALL_LAYERS) return TKV_ERR_ARG;
@@ -129,6 +130,7 @@ TKV_API tkv_status tkv_get_quality(const tkv_cache *kv, int layer, tkv_quality_i
 
 TKV_API tkv_status tkv_reset_quality(tkv_cache *kv) {
     int i;
+    if (!TKVI_HAS_METER) return tkvi_left_out(kv, "TKV_NO_METER leaves this out");
     if (!kv) return TKV_ERR_ARG;
     for (i = 0; kv->meter && i < kv->meter->n; i++)
         memset(&kv->meter->head_probe[i].sum, 0, sizeof kv->meter->head_probe[i].sum);
@@ -451,7 +453,7 @@ static tkv_status tkvi_estimate_within(tkvi_derived_config *h, int n_tokens, int
         if (st || !budget || m->peak <= budget) return st;
         if (level == h->cfg.budget.pressure.max_level) break;
     }
-    if (h->cfg.offload.write) { /* the fewest offloaded blocks that fit, by bisection */
+    if (TKVI_HAS_OFFLOAD && h->cfg.offload.write) { /* the fewest offloaded blocks that fit, by bisection */
         for (high = most; low < high;) {
             stretch.outside = low + (high - low) / 2;
             st = tkvi_estimate_at(h, level, &stretch, n_tokens, n_seqs, m);
@@ -462,7 +464,7 @@ static tkv_status tkvi_estimate_within(tkvi_derived_config *h, int n_tokens, int
         st = tkvi_estimate_at(h, level, &stretch, n_tokens, n_seqs, m);
         if (st || m->peak <= budget) return st;
     }
-    if (!h->cfg.budget.discard) return TKV_ERR_BUDGET;
+    if (!TKVI_HAS_DISCARD || !h->cfg.budget.discard) return TKV_ERR_BUDGET;
     stretch.missing = most;
     st = tkvi_estimate_at(h, level, &stretch, n_tokens, n_seqs, m);
     return !st && m->peak > budget ? TKV_ERR_BUDGET : st;
@@ -474,7 +476,7 @@ static tkv_status tkvi_estimate_within(tkvi_derived_config *h, int n_tokens, int
 static int tkvi_eviction_floor(const tkvi_derived_config *h, int n_tokens) {
     tkv_evict_config cfg;
     int64_t n;
-    if (!h->cfg.evict.policy || !h->cfg.budget.bytes) return n_tokens;
+    if (!TKVI_HAS_EVICT || !h->cfg.evict.policy || !h->cfg.budget.bytes) return n_tokens;
     (void)tkvi_evict_fill(&h->cfg.evict, &cfg);
     n = (int64_t)cfg.sink_tokens + 2 * (int64_t)cfg.recent_tokens + 4 * TKVI_BLOCK;
     if (h->cfg.offload.write) n *= TKVI_BLOCK;
@@ -494,7 +496,7 @@ TKV_API tkv_status tkv_estimate_memory(const tkv_config *cfg, int n_tokens, int 
     keep = h.cfg.evict.policy && h.cfg.evict.keep_tokens ? tkvi_min(n_tokens, h.cfg.evict.keep_tokens)
                                                          : n_tokens;
     st = tkvi_estimate_within(&h, keep, n_seqs, &m);
-    if (st == TKV_ERR_BUDGET && (least = tkvi_eviction_floor(&h, keep)) < keep &&
+    if (TKVI_HAS_EVICT && st == TKV_ERR_BUDGET && (least = tkvi_eviction_floor(&h, keep)) < keep &&
         (st = tkvi_estimate_within(&h, least, n_seqs, &m)) == TKV_OK) {
         while (least < keep) { /* the most tokens that fit, by bisection */
             const int n = least + (keep - least + 1) / 2;
@@ -604,11 +606,11 @@ static tkv_status tkvi_check_list(const tkvi_checker *k, int seq, int layer) {
         return tkvi_report_broken(k, "the last append began behind the end of layer", layer);
     if (list->dropped < 0 || list->dropped > list->len || list->len > kv->tables.cfg.limits.max_tokens)
         return tkvi_report_broken(k, "a length is out of range in layer", layer);
-    if (kv->pool.token_meta ? list->n && list->len == list->dropped
-                            : (list->n == 0) != (list->len == list->dropped))
+    if (TKVI_HAS_EVICT && kv->pool.token_meta ? list->n && list->len == list->dropped
+                                              : (list->n == 0) != (list->len == list->dropped))
         return tkvi_report_broken(k, "tokens without blocks, or blocks without tokens, in layer", layer);
-    if (list->n && (kv->pool.token_meta ? tkvi_block_start(kv, ids, 0) < list->dropped
-                                        : tkvi_block_start(kv, ids, 0) != list->dropped))
+    if (list->n && (TKVI_HAS_EVICT && kv->pool.token_meta ? tkvi_block_start(kv, ids, 0) < list->dropped
+                                                          : tkvi_block_start(kv, ids, 0) != list->dropped))
         return tkvi_report_broken(k, "the first block does not follow the expired tokens, layer", layer);
     for (i = 0; i < list->n; i++) {
         const tkvi_block *b = &kv->pool.block[ids[i]];
@@ -616,17 +618,17 @@ static tkv_status tkvi_check_list(const tkvi_checker *k, int seq, int layer) {
         tkv_tier tier = tkvi_tier_at(list, i);
         if (end <= b->start || tkvi_block_tokens(kv, list, ids, i) > kv->tables.coding[b->coding].tokens)
             return tkvi_report_broken(k, "a block has no tokens, or more than its capacity", (int64_t)ids[i]);
-        if ((b->gone || b->packed) && (!kv->pool.token_meta || b->packed < 0))
+        if ((b->gone || b->packed) && (!TKVI_HAS_EVICT || !kv->pool.token_meta || b->packed < 0))
             return tkvi_report_broken(k, "tokens are evicted where none can be", (int64_t)ids[i]);
-        for (t = 0, last = -1; t < b->packed && !tkvi_has_long_positions(kv, b); t++) {
+        for (t = 0, last = -1; TKVI_HAS_EVICT && t < b->packed && !tkvi_has_long_positions(kv, b); t++) {
             if (!(tkvi_used_mask(kv, list, ids, i) >> t & 1)) continue;
             if (tkvi_slot_position(kv, ids[i], t) >= end || tkvi_slot_position(kv, ids[i], t) <= last)
                 return tkvi_report_broken(k, "tokens of a packed block are out of order", (int64_t)ids[i]);
             last = tkvi_slot_position(kv, ids[i], t);
         }
-        if (kv->pool.token_meta && (kv->pool.token_meta[ids[i]].anchored & ~b->gone))
+        if (TKVI_HAS_EVICT && kv->pool.token_meta && (kv->pool.token_meta[ids[i]].anchored & ~b->gone))
             return tkvi_report_broken(k, "a token is an anchor and live in its block", (int64_t)ids[i]);
-        for (t = 0; t < TKVI_BLOCK && kv->pool.token_meta; t++)
+        for (t = 0; TKVI_HAS_EVICT && t < TKVI_BLOCK && kv->pool.token_meta; t++)
             if (kv->pool.token_meta[ids[i]].anchored >> t & 1 &&
                 tkvi_find_token(kv, list, ids, tkvi_slot_position(kv, ids[i], t), &slot) != 0)
                 return tkvi_report_broken(k, "an anchor is not among the sinks, block", (int64_t)ids[i]);
@@ -749,7 +751,7 @@ static tkv_status tkvi_check_meter(const tkvi_checker *k) {
     const tkvi_meter *m = k->kv->meter;
     uint64_t places;
     int i, a;
-    if (!m) return TKV_OK;
+    if (!TKVI_HAS_METER || !m) return TKV_OK;
     if (m->seq != TKV_NO_SEQ && (m->seq < 0 || m->seq >= k->kv->tables.cfg.limits.max_seqs))
         return tkvi_report_broken(k, "the meter watches a sequence that does not exist", m->seq);
     for (i = 0; i < m->n; i++) {

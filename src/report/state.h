@@ -200,7 +200,7 @@ static tkv_status tkvi_figures_of(const tkv_cache *kv, tkvi_figures *f) {
     f->kv = kv;
     f->has[TKVI_MEMORY] = f->has[TKVI_TOKENS] = f->has[TKVI_SEQUENCES] = 1;
     st = tkv_get_memory(kv, &f->memory);
-    if (!st) st = tkv_get_quality(kv, TKV_ALL_LAYERS, &f->quality);
+    if (TKVI_HAS_METER && !st) st = tkv_get_quality(kv, TKV_ALL_LAYERS, &f->quality);
     if (!st) st = tkv_get_budget(kv, &f->budget);
     f->has[TKVI_BUDGET] = f->budget.n_levels > 1;
     f->has[TKVI_RECLAIM] = kv->tables.cfg.evict.policy || kv->tables.cfg.offload.write ||

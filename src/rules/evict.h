@@ -184,6 +184,7 @@ static tkv_status tkvi_select_victims(const tkv_evict_config *cfg, const tkv_evi
 TKV_API tkv_status tkv_select_victims(const tkv_evict_config *cfg, const tkv_evict_view *view, int keep,
                                       float *score, uint64_t *victims, tkv_evict_result *out) {
     tkv_status st;
+    if (!TKVI_HAS_EVICT) return TKV_ERR_UNSUPPORTED;
     if (keep < 0 || (view && view->n > 0 && !victims)) return TKV_ERR_ARG;
     st = tkvi_score_tokens(cfg, view, score);
     return st ? st : tkvi_select_victims(cfg, view, score, keep, victims, out);
@@ -233,6 +234,7 @@ TKV_API tkv_status tkv_split_evict_budget(const tkv_evict_budget *b, int *out) {
     tkvi_line line;
     int64_t left, low = 0, high;
     int l, last, more;
+    if (!TKVI_HAS_EVICT) return TKV_ERR_UNSUPPORTED;
     if (!b || !out || (int)b->shape < 0 || b->shape > TKV_EVICT_LINEAR) return TKV_ERR_ARG;
     full = *b;
     full.window = tkvi_evict_length(b->window, 8);

@@ -21,8 +21,9 @@ static void tkvi_score_user(const tkv_evict_config *cfg, const tkv_evict_view *v
         if (tkvi_is_live(v, i)) out[i] = cfg->scorer(cfg->user, v, i);
 }
 
-static const tkvi_evict_row tkvi_evict_scores = {"scores",          TKVI_NEEDS_USER_SCORES, 4, 32, 0,
-                                                 TKV_EVICT_UNIFORM, tkvi_score_given};
-static const tkvi_evict_row tkvi_evict_user = {"user", 0, 4, 32, 0, TKV_EVICT_UNIFORM, tkvi_score_user};
+static const tkvi_evict_row tkvi_evict_scores = {
+    "scores", TKVI_NEEDS_USER_SCORES, 4, 32, 0, TKV_EVICT_UNIFORM, TKVI_IF(TKVI_HAS_EVICT, tkvi_score_given)};
+static const tkvi_evict_row tkvi_evict_user = {
+    "user", 0, 4, 32, 0, TKV_EVICT_UNIFORM, TKVI_IF(TKVI_HAS_EVICT, tkvi_score_user)};
 
 #endif /* TKVI_RULES_EVICT_GIVEN_H */

@@ -18,7 +18,12 @@ static void tkvi_score_attention(const tkv_evict_config *cfg, const tkv_evict_vi
     tkvi_score_copy(v, v->total_scores, 1.0f, out);
 }
 
-static const tkvi_evict_row tkvi_evict_h2o = {
-    "h2o", TKVI_NEEDS_TOTAL_SCORES, 4, 32, 0, TKV_EVICT_UNIFORM, tkvi_score_attention};
+static const tkvi_evict_row tkvi_evict_h2o = {"h2o",
+                                              TKVI_NEEDS_TOTAL_SCORES,
+                                              4,
+                                              32,
+                                              0,
+                                              TKV_EVICT_UNIFORM,
+                                              TKVI_IF(TKVI_HAS_EVICT, tkvi_score_attention)};
 
 #endif /* TKVI_RULES_EVICT_H2O_H */

@@ -59,7 +59,7 @@ static void tkvi_score_keydiff(const tkv_evict_config *cfg, const tkv_evict_view
     }
 }
 
-static const tkvi_evict_row tkvi_evict_keydiff = {"keydiff",         TKVI_NEEDS_KEYS,   4, 32, 0,
-                                                  TKV_EVICT_UNIFORM, tkvi_score_keydiff};
+static const tkvi_evict_row tkvi_evict_keydiff = {
+    "keydiff", TKVI_NEEDS_KEYS, 4, 32, 0, TKV_EVICT_UNIFORM, TKVI_IF(TKVI_HAS_EVICT, tkvi_score_keydiff)};
 
 #endif /* TKVI_RULES_EVICT_KEYDIFF_H */

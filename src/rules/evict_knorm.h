@@ -15,7 +15,7 @@ static void tkvi_score_norm(const tkv_evict_config *cfg, const tkv_evict_view *v
     tkvi_score_copy(v, v->norms, -1.0f, out);
 }
 
-static const tkvi_evict_row tkvi_evict_knorm = {"knorm",           TKVI_NEEDS_NORMS, 4, 32, 0,
-                                                TKV_EVICT_UNIFORM, tkvi_score_norm};
+static const tkvi_evict_row tkvi_evict_knorm = {
+    "knorm", TKVI_NEEDS_NORMS, 4, 32, 0, TKV_EVICT_UNIFORM, TKVI_IF(TKVI_HAS_EVICT, tkvi_score_norm)};
 
 #endif /* TKVI_RULES_EVICT_KNORM_H */

@@ -33,7 +33,12 @@ static tkvi_line tkvi_line_pyramid(const tkv_evict_budget *b) {
     return line;
 }
 
-static const tkvi_evict_row tkvi_evict_pyramidkv = {"pyramidkv",       TKVI_NEEDS_PROMPT_SCORES, 4, 8, 0,
-                                                    TKV_EVICT_PYRAMID, tkvi_score_pooled};
+static const tkvi_evict_row tkvi_evict_pyramidkv = {"pyramidkv",
+                                                    TKVI_NEEDS_PROMPT_SCORES,
+                                                    4,
+                                                    8,
+                                                    0,
+                                                    TKV_EVICT_PYRAMID,
+                                                    TKVI_IF(TKVI_HAS_EVICT, tkvi_score_pooled)};
 
 #endif /* TKVI_RULES_EVICT_PYRAMIDKV_H */

@@ -23,6 +23,7 @@ static void tkvi_score_random(const tkv_evict_config *cfg, const tkv_evict_view 
     }
 }
 
-static const tkvi_evict_row tkvi_evict_random = {"random", 0, 0, 0, 0, TKV_EVICT_UNIFORM, tkvi_score_random};
+static const tkvi_evict_row tkvi_evict_random = {
+    "random", 0, 0, 0, 0, TKV_EVICT_UNIFORM, TKVI_IF(TKVI_HAS_EVICT, tkvi_score_random)};
 
 #endif /* TKVI_RULES_EVICT_RANDOM_H */

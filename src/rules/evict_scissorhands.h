@@ -20,7 +20,12 @@ static void tkvi_score_lows(const tkv_evict_config *cfg, const tkv_evict_view *v
         if (tkvi_is_live(v, i) && out[i] > 0.0f) out[i] = -out[i];
 }
 
-static const tkvi_evict_row tkvi_evict_scissorhands = {"scissorhands",    TKVI_NEEDS_LOW_COUNTS, 4, 32, 0,
-                                                       TKV_EVICT_UNIFORM, tkvi_score_lows};
+static const tkvi_evict_row tkvi_evict_scissorhands = {"scissorhands",
+                                                       TKVI_NEEDS_LOW_COUNTS,
+                                                       4,
+                                                       32,
+                                                       0,
+                                                       TKV_EVICT_UNIFORM,
+                                                       TKVI_IF(TKVI_HAS_EVICT, tkvi_score_lows)};
 
 #endif /* TKVI_RULES_EVICT_SCISSORHANDS_H */

@@ -19,8 +19,11 @@ static void tkvi_score_age(const tkv_evict_config *cfg, const tkv_evict_view *v,
     for (i = 0; i < v->n; i++) out[i] = (float)tkvi_position_of(v, i);
 }
 
-static const tkvi_evict_row tkvi_evict_none = {"none", 0, 4, 32, 0, TKV_EVICT_UNIFORM, tkvi_score_age};
-static const tkvi_evict_row tkvi_evict_sliding = {"sliding", 0, 4, 1, 1, TKV_EVICT_UNIFORM, tkvi_score_age};
-static const tkvi_evict_row tkvi_evict_fifo = {"fifo", 0, 0, 0, 1, TKV_EVICT_UNIFORM, tkvi_score_age};
+static const tkvi_evict_row tkvi_evict_none = {
+    "none", 0, 4, 32, 0, TKV_EVICT_UNIFORM, TKVI_IF(TKVI_HAS_EVICT, tkvi_score_age)};
+static const tkvi_evict_row tkvi_evict_sliding = {
+    "sliding", 0, 4, 1, 1, TKV_EVICT_UNIFORM, TKVI_IF(TKVI_HAS_EVICT, tkvi_score_age)};
+static const tkvi_evict_row tkvi_evict_fifo = {
+    "fifo", 0, 0, 0, 1, TKV_EVICT_UNIFORM, TKVI_IF(TKVI_HAS_EVICT, tkvi_score_age)};
 
 #endif /* TKVI_RULES_EVICT_SLIDING_H */

@@ -28,7 +28,12 @@ static void tkvi_score_pooled(const tkv_evict_config *cfg, const tkv_evict_view 
         out[i] = most; /* a budget smaller than the window evicts from the window last, oldest first */
 }
 
-static const tkvi_evict_row tkvi_evict_snapkv = {"snapkv",          TKVI_NEEDS_PROMPT_SCORES, 4, 32, 0,
-                                                 TKV_EVICT_UNIFORM, tkvi_score_pooled};
+static const tkvi_evict_row tkvi_evict_snapkv = {"snapkv",
+                                                 TKVI_NEEDS_PROMPT_SCORES,
+                                                 4,
+                                                 32,
+                                                 0,
+                                                 TKV_EVICT_UNIFORM,
+                                                 TKVI_IF(TKVI_HAS_EVICT, tkvi_score_pooled)};
 
 #endif /* TKVI_RULES_EVICT_SNAPKV_H */

@@ -16,6 +16,6 @@ static void tkvi_score_last(const tkv_evict_config *cfg, const tkv_evict_view *v
 }
 
 static const tkvi_evict_row tkvi_evict_tova = {
-    "tova", TKVI_NEEDS_LAST_SCORES, 4, 32, 0, TKV_EVICT_UNIFORM, tkvi_score_last};
+    "tova", TKVI_NEEDS_LAST_SCORES, 4, 32, 0, TKV_EVICT_UNIFORM, TKVI_IF(TKVI_HAS_EVICT, tkvi_score_last)};
 
 #endif /* TKVI_RULES_EVICT_TOVA_H */

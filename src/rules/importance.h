@@ -33,9 +33,11 @@ typedef struct tkvi_strategy {
 } tkvi_strategy;
 
 static const tkvi_strategy tkvi_strategies[] = {
-    {"hybrid", tkvi_gather_sum, .95f, .7f, .3f},          {"accumulation", tkvi_gather_sum, 1.0f, 1.0f, 0.0f},
-    {"heavy_hitter", tkvi_gather_most, 1.0f, 1.0f, 0.0f}, {"recency", tkvi_gather_sum, 1.0f, 0.0f, 1.0f},
-    {"persistence", tkvi_gather_lows, 1.0f, 1.0f, 0.0f},
+    {"hybrid", TKVI_IF(TKVI_HAS_EVICT, tkvi_gather_sum), .95f, .7f, .3f},
+    {"accumulation", TKVI_IF(TKVI_HAS_EVICT, tkvi_gather_sum), 1.0f, 1.0f, 0.0f},
+    {"heavy_hitter", TKVI_IF(TKVI_HAS_EVICT, tkvi_gather_most), 1.0f, 1.0f, 0.0f},
+    {"recency", TKVI_IF(TKVI_HAS_EVICT, tkvi_gather_sum), 1.0f, 0.0f, 1.0f},
+    {"persistence", TKVI_IF(TKVI_HAS_EVICT, tkvi_gather_lows), 1.0f, 1.0f, 0.0f},
 };
 
 static const tkvi_strategy *tkvi_strategy_of(tkv_importance_strategy s) {
@@ -136,6 +138,7 @@ TKV_API tkv_status tkv_update_importance(const tkv_importance_config *cfg, tkv_t
                                          float *out) {
     tkv_importance_config full;
     tkv_status st = TKV_OK;
+    if (!TKVI_HAS_EVICT) return TKV_ERR_UNSUPPORTED;
     int i;
     if (n < 0 || now < 0 || (n > 0 && !scores && !out)) return TKV_ERR_ARG;
     if (!tkvi_importance_fill(cfg, &full)) return TKV_ERR_CONFIG;

@@ -45,6 +45,8 @@ static const char *tkvi_remat_fill(const tkv_remat_config *from, tkv_remat_confi
 TKV_API tkv_status tkv_init_remat(tkv_remat *r, const tkv_remat_config *cfg, char *reason, size_t size) {
     tkv_remat_config full;
     const char *wrong;
+    if (!TKVI_HAS_DISCARD)
+        return tkvi_give_reason(TKV_ERR_UNSUPPORTED, "TKV_NO_DISCARD leaves this out", reason, size);
     (void)tkvi_give_reason(TKV_OK, "", reason, size);
     if (!r || !cfg) return TKV_ERR_ARG;
     wrong = tkvi_remat_fill(cfg, &full);
@@ -125,6 +127,7 @@ TKV_API tkv_status tkv_decide_discard(tkv_remat *r, const tkv_remat_block *block
     tkvi_remat_progress run;
     size_t total = 0;
     int i;
+    if (!TKVI_HAS_DISCARD) return TKV_ERR_UNSUPPORTED;
     if (!tkvi_remat_is_sound(r, blocks, n) || !tkvi_is_finite(pressure) || (n > 0 && !action))
         return TKV_ERR_ARG;
     if (now < 0 || (n > 0 && now < blocks[n - 1].end - 1)) return TKV_ERR_ARG;

@@ -163,6 +163,7 @@ static void tkvi_token_score_init(tkvi_token_scores *m, const tkv_config *cfg) {
     tkv_evict_config evict;
     int i;
     memset(m, 0, sizeof *m);
+    if (!TKVI_HAS_EVICT) return;
     if (!tkvi_importance_fill(&cfg->importance, &m->importance) || !tkvi_evict_fill(&cfg->evict, &evict))
         return; /* cannot happen: a cache has a valid config */
     m->every = cfg->importance.sample_every ? cfg->importance.sample_every : TKVI_TOKEN_SCORE_EVERY;

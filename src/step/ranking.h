@@ -48,8 +48,10 @@ static int tkvi_ranking_block(const tkvi_ranking *r, int i, int *position, float
 TKV_API tkv_status tkv_get_importance(tkv_cache *kv, int seq, int layer, int start, int n, float *out,
                                       uint64_t *gone) {
     tkvi_ranking r;
-    tkv_status st = tkvi_ranking_init(&r, kv, seq, layer);
+    tkv_status st;
     int i, t;
+    if (!TKVI_HAS_EVICT) return tkvi_left_out(kv, "TKV_NO_EVICT leaves this out");
+    st = tkvi_ranking_init(&r, kv, seq, layer);
     if (st) return st;
     if (n < 0 || (n > 0 && !out)) return TKV_ERR_ARG;
     if (start < 0 || start > r.list->len || n > r.list->len - start) return TKV_ERR_RANGE;
@@ -79,6 +81,7 @@ TKV_API tkv_status tkv_add_scores(tkv_cache *kv, int seq, int layer, int start, 
     tkv_status st;
     float low;
     int i, t;
+    if (!TKVI_HAS_EVICT) return tkvi_left_out(kv, "TKV_NO_EVICT leaves this out");
     if (!kv) return TKV_ERR_ARG;
     st = tkvi_ranking_init(&r, kv, seq, layer);
     if (st == TKV_ERR_ARG)
@@ -123,8 +126,10 @@ TKV_API tkv_status tkv_find_top_tokens(tkv_cache *kv, int seq, int layer, int k,
                                        int *count) {
     tkvi_ranking r;
     tkv_evict_config evict;
-    tkv_status st = tkvi_ranking_init(&r, kv, seq, layer);
+    tkv_status st;
     int i, t, low, high, found = 0;
+    if (!TKVI_HAS_EVICT) return tkvi_left_out(kv, "TKV_NO_EVICT leaves this out");
+    st = tkvi_ranking_init(&r, kv, seq, layer);
     if (st) return st;
     if (k < 0 || (k > 0 && !out) || !count) return TKV_ERR_ARG;
     (void)tkvi_evict_fill(&kv->tables.cfg.evict, &evict);

@@ -34,7 +34,8 @@ static int tkvi_piece_end(const tkv_cache *kv, int seq, int at, int absent) {
 /* The lowest position, `from` or above, at which a discarded block of any layer starts; -1: there is none. */
 static int tkvi_first_discarded(const tkv_cache *kv, int seq, int from) {
     int layer, i, first = -1;
-    for (layer = 0; kv->pool.n_discarded && layer < kv->tables.cfg.model.n_layers; layer++) {
+    for (layer = 0; TKVI_HAS_DISCARD && kv->pool.n_discarded && layer < kv->tables.cfg.model.n_layers;
+         layer++) {
         const tkvi_list *list = tkvi_list_of(kv, seq, layer);
         const uint32_t *ids = tkvi_ids(kv, seq, layer);
         for (i = 0; i < list->n; i++) {
@@ -49,6 +50,7 @@ static int tkvi_first_discarded(const tkv_cache *kv, int seq, int from) {
 
 TKV_API tkv_status tkv_seq_find_discarded(const tkv_cache *kv, int seq, int *start, int *n) {
     int at;
+    if (!TKVI_HAS_DISCARD) return TKV_ERR_UNSUPPORTED;
     if (!tkvi_has_seq(kv, seq) || !start || !n) return TKV_ERR_ARG;
     *start = *n = 0;
     at = tkvi_first_discarded(kv, seq, 0);
@@ -97,6 +99,7 @@ static int tkvi_next_level(const tkv_cache *kv) {
 TKV_API tkv_status tkv_seq_list_blocks(const tkv_cache *kv, int seq, tkv_remat_block *out, int capacity,
                                        int *n) {
     int at = TKVI_FOREVER, layer, len, end, count = 0;
+    if (!TKVI_HAS_DISCARD) return TKV_ERR_UNSUPPORTED;
     if (!tkvi_has_seq(kv, seq) || !n || capacity < 0 || (capacity > 0 && !out)) return TKV_ERR_ARG;
     len = tkv_get_length(kv, seq, TKV_ALL_LAYERS);
     for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++)
@@ -113,6 +116,7 @@ TKV_API tkv_status tkv_seq_list_blocks(const tkv_cache *kv, int seq, tkv_remat_b
 /* >>discarding */
 /* Can blocks of this sequence be discarded or given back now? Sets the error if not. */
 static tkv_status tkvi_remat_seq(tkv_cache *kv, int seq) {
+    if (!TKVI_HAS_DISCARD) return tkvi_left_out(kv, "TKV_NO_DISCARD leaves this out");
     if (!tkvi_has_seq(kv, seq)) return tkvi_refuse_seq(kv, seq);
     if (kv->seq[seq].in_step)
         return tkvi_fail(kv, TKV_ERR_STATE, "a step is open; commit or abort it first", 0, NULL);
@@ -123,7 +127,7 @@ TKV_API tkv_status tkv_seq_discard(tkv_cache *kv, int seq, int n_tokens, int *dr
     tkv_status st = tkvi_remat_seq(kv, seq);
     int first, last, end;
     if (dropped) *dropped = 0;
-    if (st) return st;
+    if (!TKVI_HAS_DISCARD || st) return st;
     if (n_tokens < 0) return tkvi_fail(kv, TKV_ERR_ARG, "n_tokens is", n_tokens, "; it must not be negative");
     if (!tkvi_first_in_ram(kv, seq, &first, &end)) return tkvi_ok(kv);
     last = tkvi_min(tkvi_discardable_to(kv, seq, kv->tables.level),
@@ -140,7 +144,7 @@ TKV_API tkv_status tkv_seq_free_bytes(tkv_cache *kv, int seq, tkv_remat *r, floa
     size_t won = 0;
     int n = 0, i, to = 0, last = 0, tighten = 0;
     if (freed) *freed = 0;
-    if (st) return st;
+    if (!TKVI_HAS_DISCARD || st) return st;
     if (!r) return tkvi_fail(kv, TKV_ERR_ARG, "r is missing", 0, NULL);
     if (tkv_seq_list_blocks(kv, seq, blocks, capacity, &n) != TKV_OK || n > capacity)
         return tkvi_fail(kv, TKV_ERR_ARG, "blocks is missing or too short: the sequence has", n,
@@ -261,7 +265,7 @@ TKV_API tkv_status tkv_restore(tkv_cache *kv, int seq, int layer, int start, con
     tkvi_source from_k, from_v;
     tkvi_peak dry_run;
     int i, first = -1, last = 0;
-    if (st) return st;
+    if (!TKVI_HAS_DISCARD || st) return st;
     if (!tkvi_has_own_layer(kv, seq, layer)) return tkvi_refuse_layer(kv, layer);
     if (n < 0 || start < 0 || (n > 0 && (!k || !v)))
         return tkvi_fail(kv, TKV_ERR_ARG, "k or v is missing, or start or n is negative: n is", n, "");
@@ -323,7 +327,7 @@ TKV_API tkv_status tkv_seq_recompute(tkv_cache *kv, int seq, tkv_remat *r, int s
     tkv_status st = tkvi_remat_seq(kv, seq);
     int start = 0, n = 0, layers, at, may = 1;
     if (missing) *missing = 0;
-    if (st) return st;
+    if (!TKVI_HAS_DISCARD || st) return st;
     if (!r || !compute || step < r->step)
         return tkvi_fail(kv, TKV_ERR_ARG, "r or compute is missing, or step is below the last one:", step,
                          "");

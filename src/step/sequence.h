@@ -208,7 +208,7 @@ static uint32_t tkvi_open_block(tkv_cache *kv, int seq, int layer) {
                    tkvi_block_bytes(&kv->pool, &kv->pool.block[id]),
                    kv->tables.coding[kv->pool.block[id].coding].bytes.total);
             kv->pool.block[mine].gone = kv->pool.block[id].gone;
-            if (kv->pool.token_meta) kv->pool.token_meta[mine] = kv->pool.token_meta[id];
+            if (TKVI_HAS_EVICT && kv->pool.token_meta) kv->pool.token_meta[mine] = kv->pool.token_meta[id];
             kv->pool.block[id].refs--;
             ids[list->n - 1] = id = mine;
         }
@@ -250,7 +250,7 @@ static void tkvi_store(tkv_cache *kv, int seq, int layer, const tkvi_source *k, 
         const tkvi_coding *c = &kv->tables.coding[b->coding];
         uint8_t *bytes = tkvi_block_bytes(&kv->pool, b);
         const int at = list->len - b->start;
-        if (kv->pool.token_meta) { /* the slot may be one of a token that was cut off */
+        if (TKVI_HAS_EVICT && kv->pool.token_meta) { /* the slot may be one of a token that was cut off */
             b->gone &= ~((uint64_t)1 << at);
             kv->pool.token_meta[id].pinned &= ~((uint64_t)1 << at);
             kv->pool.token_meta[id].temporary_pins &= ~((uint64_t)1 << at);
@@ -273,7 +273,7 @@ static void tkvi_store(tkv_cache *kv, int seq, int layer, const tkvi_source *k, 
 /* If the meter is idle and the sequence is empty, start metering it. */
 static void tkvi_start_metering(tkv_cache *kv, int seq) {
     int layer, len = 0;
-    if (!kv->meter || kv->meter->seq >= 0) return;
+    if (!TKVI_HAS_METER || !kv->meter || kv->meter->seq >= 0) return;
     for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++) len |= tkvi_list_of(kv, seq, layer)->len;
     if (len == 0) kv->meter->seq = seq;
 }
@@ -598,8 +598,9 @@ static void tkvi_truncate_list(tkv_cache *kv, int seq, int layer, int len) {
     list->len = len;
     list->chunk = tkvi_min(list->chunk, len);
     tkvi_token_score_cut(kv, list, ids);
-    if (list->n > 0) tkvi_cut_packed(kv, ids[list->n - 1], len);
-    if (list->n > 1 && list->sinks) tkvi_cut_packed(kv, ids[0], len); /* anchors of the blocks cut off */
+    if (TKVI_HAS_EVICT && list->n > 0) tkvi_cut_packed(kv, ids[list->n - 1], len);
+    if (TKVI_HAS_EVICT && list->n > 1 && list->sinks)
+        tkvi_cut_packed(kv, ids[0], len); /* anchors of the blocks cut off */
 }
 
 TKV_API tkv_status tkv_seq_abort(tkv_cache *kv, int seq) {
@@ -612,7 +613,7 @@ TKV_API tkv_status tkv_seq_abort(tkv_cache *kv, int seq) {
         int n = list->len - list->step_len;
         if (n <= 0) continue;
         if (kv->seen && kv->seen[layer] > 0) kv->seen[layer] = tkvi_max(0, kv->seen[layer] - n);
-        if (kv->query_stats && kv->query_stats[layer].tokens > 0)
+        if (TKVI_HAS_SQUAT && kv->query_stats && kv->query_stats[layer].tokens > 0)
             kv->query_stats[layer].tokens = tkvi_max(0, kv->query_stats[layer].tokens - n);
         tkvi_truncate_list(kv, seq, layer, list->step_len);
     }
@@ -678,7 +679,8 @@ TKV_API tkv_status tkv_seq_truncate(tkv_cache *kv, int seq, int n_tokens) {
         if (p->stored != layer || list->len <= n_tokens) continue;
         if (coded) must = tkvi_block_end(kv, list, ids, list->sinks + coded - 1);
         if (list->dropped && list->dropped + p->keep > must) must = list->dropped + p->keep;
-        for (i = list->n; kv->pool.n_offloaded && i-- > 0 && tkvi_block_end(kv, list, ids, i) > must;)
+        for (i = list->n;
+             TKVI_HAS_NO_SLOT && kv->pool.n_offloaded && i-- > 0 && tkvi_block_end(kv, list, ids, i) > must;)
             if (tkvi_is_offloaded(&kv->pool.block[ids[i]])) must = tkvi_block_end(kv, list, ids, i);
         if (n_tokens < must)
             return tkvi_fail(kv, TKV_ERR_INEXACT,
@@ -706,7 +708,7 @@ TKV_API tkv_status tkv_seq_reset(tkv_cache *kv, int seq) {
         memset(list, 0, sizeof *list);
     }
     s->in_step = 0;
-    if (kv->meter && kv->meter->seq == seq) tkvi_meter_clear(kv->meter);
+    if (TKVI_HAS_METER && kv->meter && kv->meter->seq == seq) tkvi_meter_clear(kv->meter);
     tkvi_reserve_slots(kv, seq, 0);
     if (!kv->pool.keep_all) {
         tkvi_put(&kv->heap, s->block,
@@ -734,7 +736,8 @@ TKV_API tkv_status tkv_read(tkv_cache *kv, int seq, int layer, int start, int n,
     list = tkvi_list_of(kv, seq, layer);
     ids = tkvi_ids(kv, seq, layer);
     if (start < list->dropped || start > list->len || n > list->len - start) return TKV_ERR_RANGE;
-    if (kv->pool.token_meta && tkvi_count_in(kv, list, ids, start, n) < n) return TKV_ERR_RANGE;
+    if (TKVI_HAS_EVICT && kv->pool.token_meta && tkvi_count_in(kv, list, ids, start, n) < n)
+        return TKV_ERR_RANGE;
     for (i = start; i < start + n && tkvi_has_discarded(kv, seq, layer, i, start + n);
          i++) { /* anchors can be read: they are in the sinks' block */
         const int at = tkvi_find_token(kv, list, ids, i, &slot);
@@ -747,7 +750,7 @@ TKV_API tkv_status tkv_read(tkv_cache *kv, int seq, int layer, int start, int n,
         if (i < 0) return TKV_ERR_RANGE;
         c = &kv->tables.coding[kv->pool.block[ids[i]].coding];
         to = tkvi_min(start + n, tkvi_block_end(kv, list, ids, i)); /* no token in between is evicted */
-        if (cfg->tiers.n_anchors) to = from + 1;                    /* unless one is an anchor */
+        if (TKVI_HAS_EVICT && cfg->tiers.n_anchors) to = from + 1;  /* unless one is an anchor */
         for (h = 0; h < cfg->model.n_kv_heads; h++) {
             const tkvi_record *r = &c->record[h];
             size_t dk = (size_t)cfg->model.head_dim, dv = (size_t)cfg->model.v_head_dim,
