@@ -725,7 +725,8 @@ static const llama_key *llama_get(const llama_loader *l, const char *name) { /* 
     return NULL;
 }
 
-/* Reads a whole number from 0 to 2^31 - 1. Without the key, *out is `absent`; a negative `absent` makes that an error. */
+/* Reads a whole number from 0 to 2^31 - 1. Without the key, *out is `absent`; a negative `absent` makes that an
+ * error. */
 static int llama_get_int(const llama_loader *l, const char *name, int absent, int *out) {
     const llama_key *k = llama_get(l, name);
     const uint64_t t = k ? k->type : 0;
