@@ -355,7 +355,7 @@ int main(int argc, char **argv) {
     if (w.csv) {
         s.csv = fopen(w.csv, "w");
         if (!s.csv) fail("cannot write %s", w.csv);
-        fprintf(s.csv, "tokens,bytes,level,pressure,hot,warm,archive,budget,fp16,asked\n");
+        fprintf(s.csv, "tokens,bytes,level,pressure,hot,warm,archive,budget,fp16,total\n");
     }
 
     start = seconds();

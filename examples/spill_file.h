@@ -65,7 +65,7 @@ static inline uint64_t spill_file_at(const spill_file *f, uint32_t key, size_t o
     return (uint64_t)key * f->bytes + offset;
 }
 
-/* >>one read or write at an offset of the file. Returns the bytes moved; 0 or less: an error, or the end of the file. */
+/* >>reads and writes at an offset. Each returns the bytes moved; 0 or less: an error, or the end of the file. */
 #ifdef _WIN32
 /* The handle is synchronous. The offset in the OVERLAPPED replaces the handle's file position. */
 static inline OVERLAPPED spill_file_overlapped(uint64_t at) {
