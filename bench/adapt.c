@@ -1,15 +1,15 @@
 /*
- * adapt.c - does quality feedback find the plan that a model needs? A text is read in windows by a cache that
- * tkv_adapt_plan moves along a ladder, and by an exact one; each piece of 64 tokens gives a score by both
+ * adapt.c - tests whether quality feedback finds a plan that reaches a target on a model. Two caches read a text in
+ * windows: tkv_adapt_plan moves one along a ladder, the other is exact. Each piece of 64 tokens gives a score from both
  * perplexities.
  *
  * cc -O2 bench/adapt.c examples/tieredkv.c -o adapt -lm && ./adapt model.gguf ../shared/data/text/wiki.test.raw
  *
- *   --target 970 --window 1024 --windows 14 --level 3 --from 256         (target in thousandths)
+ *   --target 970 --window 1024 --windows 14 --level 3 --from 256         (the target in thousandths)
  *
- * The ladder's archives are A40 + R40, A30 + R30, A25 + R20, A20 + R15, behind 32 hot and no warm tokens. Every
- * window begins empty, so that all of it is coded at the levels of its time; positions below --from are not
- * scored, where little is coded. It prints a line for each change and for each window.
+ * The levels keep 32 hot and no warm tokens. Their archives are A40/R40, A30/R30, A25/R20 and A20/R15. The caches are
+ * emptied before each window, so the levels of that time code all of it. Positions below --from are not scored, because
+ * few tokens are coded there. The program prints one line for each change of the plan and for each window.
  */
 #ifndef _DEFAULT_SOURCE
 #define _DEFAULT_SOURCE /* clock_gettime */
@@ -35,7 +35,7 @@ static double loss_of(const float *logits, int vocab, int token) { /* nats */
     return top + log(sum) - (double)logits[token];
 }
 
-/* Reads the next piece; the mean loss of its predictions. */
+/* Reads the next piece, and returns the mean loss of its predictions. */
 static double read_piece(const llama_model *m, tkv_cache *kv, const int *tokens, float *logits) {
     double loss = 0.0;
     int i;
@@ -70,7 +70,8 @@ int main(int argc, char **argv) {
     char *text, err[200];
     int *tokens, n, w, at, scores = 0;
     float *logits;
-    if (argc < 3) return fprintf(stderr, "adapt MODEL TEXT [options]; its first lines say more\n"), 1;
+    if (argc < 3)
+        return fprintf(stderr, "adapt MODEL TEXT [options]; the top of bench/adapt.c lists the options\n"), 1;
     if (!llama_load(argv[1], NULL, &m, err, sizeof err)) return fprintf(stderr, "adapt: %s\n", err), 1;
     text = (char *)llama_read_file(argv[2], &size);
     if (!text) return fprintf(stderr, "adapt: cannot read %s\n", argv[2]), 1;
@@ -78,7 +79,8 @@ int main(int argc, char **argv) {
     tokens = (int *)bench_alloc((size + 2) * sizeof *tokens);
     n = llama_tokenize(&m, text, size, 0, tokens);
     if (window % PIECE || n < window * windows + 1 || from >= window)
-        return fprintf(stderr, "adapt: the text has %d tokens; windows must be multiples of 64 in it\n", n),
+        return fprintf(stderr,
+                       "adapt: the text has %d tokens; windows must be multiples of 64 and fit into it\n", n),
                1;
     logits = (float *)bench_alloc((size_t)PIECE * (size_t)m.vocab * sizeof *logits);
     memset(&want, 0, sizeof want);

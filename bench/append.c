@@ -1,6 +1,5 @@
 /*
- * append.c - what a decode step costs, how much of it is tkv_append, and how fast tokens are read back. One layer,
- * one thread.
+ * append.c - measures decode steps, the share of tkv_append in them, and tkv_read. One layer, one thread.
  *
  * cc -O2 bench/append.c examples/tieredkv.c -o append -lm -pthread && ./append
  *
@@ -11,17 +10,20 @@
  *   --only steps                       one of the tables: steps, read
  *   --heads 32 --kv-heads 8 --dim 128 --isa avx2 --precise --csv
  *
- * Steps: tokens come one by one. A step is an append, with all the encoding and recoding that is due, and an
- * attention; all work is the same in each run, so of each token the least time of all runs counts (CPU time,
- * without what the clock itself takes). `append us`: mean, median, 99th percentile and maximum over the whole
- * run, making the tables at 512 and 2,048 tokens included. `step us`: the same of a step at the end of it, over
- * the last 1,024 tokens; `share` is what appends are of their sum, `p99/median` the unevenness. A model has
- * other layers and its matrix products between two steps, so its caches are colder than here.
+ * Steps: tokens are appended one by one. A step is an append, with all encoding and recoding that is due, and an
+ * attention. Every run does the same work, so each token counts with its least time of all runs. Times are CPU time,
+ * less the time of the clock itself.
+ *   append us    mean, median, 99th percentile and maximum of appends over the whole run; includes making the tables at
+ *                512 and 2,048 tokens
+ *   step us      the same figures of the last 1,024 steps
+ *   share        appends as a share of these steps
+ *   p99/median   99th percentile of these steps over their median
+ * A model computes other layers and matrix products between two steps, so processor caches are colder there.
  *
- * Read: tkv_read of 1,024 coded tokens, all heads: least and median of many times in milliseconds, and how far K
- * and V are from the values that were appended (relative L2). A cache with scalar kernels must have the same bits.
+ * Read: tkv_read of 1,024 coded tokens, all heads. `least ms` and `median` are of 25 calls. `error K` and `error V` are
+ * relative L2 distances from the appended values. A cache with scalar kernels must return the same bits.
  *
- * Before a plan is measured its answers are checked (bench_check in bench.h; `error`, `own`).
+ * bench_check (bench.h) checks the results of a plan before it is measured; it gives `error` and `own`.
  */
 #ifndef _DEFAULT_SOURCE
 #define _DEFAULT_SOURCE /* clock_gettime */
@@ -89,7 +91,7 @@ static void measure_steps(const tkv_config *shape, const char *plan, int tokens,
             t1 = bench_seconds(1);
             least(&append[t], t1 - t0 - tick, run);
             if (t % 512 == 0) fprintf(stderr, "\r%-10s run %d of %d, %d tokens   ", plan, run + 1, runs, t);
-            if (at < 0 && t % 8 != 7) continue; /* the queries that tables are made of: learn/statistics.h */
+            if (at < 0 && t % 8 != 7) continue; /* only these queries feed the tables (learn/statistics.h) */
             t1 = bench_seconds(1);
             bench_must(tkv_attend(kv, 0, 0, q, 1, out), "tkv_attend");
             t1 = bench_seconds(1) - t1;
@@ -115,7 +117,7 @@ static void measure_steps(const tkv_config *shape, const char *plan, int tokens,
     free(out);
 }
 
-/* K and V of READ tokens, as they come back; *best and *median of a few times in seconds. */
+/* Reads K and V of READ tokens. *best and *median are of READS calls, in seconds. */
 static void read_back(const tkv_config *shape, const char *format, tkv_isa isa, const float *values, float *k,
                       float *v, double *best, double *median) {
     tkv_config cfg = *shape;
@@ -124,7 +126,7 @@ static void read_back(const tkv_config *shape, const char *format, tkv_isa isa, 
     int i, t;
     cfg.host.isa = isa;
     if (!bench_plan(&cfg, format))
-        fprintf(stderr, "there is no format \"%s\" for this shape\n", format), exit(1);
+        fprintf(stderr, "unknown format \"%s\", or not for this shape\n", format), exit(1);
     bench_must(tkv_create(&cfg, &kv), "tkv_create");
     for (t = 0; t < READ_START + READ + 192; t++) bench_append_at(kv, &cfg, 0, t, 1, values);
     for (i = 0; i < READS; i++) {
@@ -150,7 +152,7 @@ static void measure_read(const tkv_config *shape, const char *format, int csv, c
     read_back(&exact, "f32", shape->host.isa, values, x[4], x[5], &ignored, &ignored);
     bench_clear_line();
     if (memcmp(x[0], x[2], n * sizeof(float)) != 0 || memcmp(x[1], x[3], n * sizeof(float)) != 0) {
-        fprintf(stderr, "%s: other values than scalar code reads\n", format);
+        fprintf(stderr, "%s: tkv_read differs from scalar code\n", format);
         exit(1);
     }
     printf(csv ? "%s,%.3f,%.3f,%.2e,%.2e\n" : "%-22s %9.3f %9.3f %9.1e %9.1e\n", format, best * 1e3,

@@ -1,31 +1,37 @@
 /*
- * attend.c - the speed of attention on caches of each format: a decode step of one layer, cold keys and values.
+ * attend.c - measures attention on caches of each format: a decode step of one layer, with keys and values that are
+ * not in the processor's caches.
  *
  * cc -O2 bench/attend.c examples/tieredkv.c -o attend -lm -pthread && ./attend
  *
- * Without options: the groups of the table below. With any of these: one group.
+ * Without options, it measures all groups of the table below. With any of the first ten options, it measures one group.
  *
  *   --formats f32,kivi4,a30/r20,tiers   formats, the default plan, presets (bench_plan in bench.h)
  *   --ctx 4096,32768                    tokens
  *   --heads 32 --kv-heads 8 --dim 128 --queries 1 --threads 1
  *   --isa avx2                          auto, scalar, avx2, avx512, neon, wasm
- *   --precise                           cfg.host.precise: two planes in every format
- *   --listen                            instead: what collecting statistics for tables of A and R formats costs
+ *   --precise                           cfg.host.precise: hi and lo limbs in every format
+ *   --listen                            measures instead the cost of collecting statistics for A and R formats
  *
- *   --mib 96                            a run walks at least so much, over as many layers as that takes
- *   --huge                              Linux: huge pages (an allocator of the caller's can ask for them)
+ *   --mib 96                            a run reads at least this much; it sets the number of layers
+ *   --huge                              Linux: huge pages, by an allocator in cfg.host.allocator
  *   --csv
  *
- * Each row first checks its answers on a short cache (bench_check in bench.h: `error` is what arithmetic adds,
- * relative L2, `own` what the format itself has done to Gaussian values). Then a run is one tkv_attend per
- * layer; `ns` is the median over runs, per token and KV head: CPU time of one thread, or the wall's of several.
- * `bytes` is what the tiers hold, metadata included, per token and KV head. `read` is how fast as many threads
- * read 512 MiB just before the row, `share` how much of that the row reaches.
+ * Each row first checks its results on a short cache (bench_check in bench.h). Then a run calls tkv_attend once per
+ * layer. Columns:
+ *   bytes   bytes of the tiers per token and KV head, metadata included
+ *   ns      median over runs, per token and KV head: CPU time of one thread, or wall time of several
+ *   read    bandwidth in GB/s of reading 512 MiB with as many threads, just before the row
+ *   share   bandwidth of the row over `read`
+ *   error   error of arithmetic, relative L2
+ *   own     error of the format itself on Gaussian values, relative L2
  *
- * --listen: a cache that collects, because it has no tables yet (500 tokens) or after tkv_refresh_calibration,
- * decodes 8 tokens, over and over from the same place. Attention listens to one query in eight; `quiet` is the time
- * of the others per token and layer, append and attend, `listening` of that one, the least of many times;
- * `more` is what it adds to eight tokens. A step of a model has its matrix products besides.
+ * --listen: the cache collects statistics, because it has no tables yet (500 tokens) or after tkv_refresh_calibration.
+ * It decodes 8 tokens repeatedly from the same length. Attention collects from one query in eight. Columns:
+ *   quiet us     append and attend of the other seven tokens, per token and layer, the least of many times
+ *   collecting   the same for the eighth token
+ *   more         time that collecting adds to eight tokens
+ * A step of a model also has matrix products, so the share there is smaller.
  */
 #ifndef _DEFAULT_SOURCE
 #define _DEFAULT_SOURCE /* clock_gettime, madvise */
@@ -40,7 +46,7 @@
 
 enum { MAX_RUNS = 400 };
 
-/* Rows that have the same title. */
+/* Rows of one table. */
 typedef struct group {
     const char *formats, *ctxs, *isa;
     int heads, kv_heads, dim, queries, threads, precise;
@@ -67,7 +73,7 @@ typedef struct options {
     size_t bytes;
 } options;
 
-/* >>huge pages: one region for a whole cache, given back at once. */
+/* >>huge pages: an allocator with one region for a whole cache. Release does nothing; region_end frees all. */
 typedef struct region {
     unsigned char *p;
     size_t n, used;
@@ -94,13 +100,13 @@ static void region_begin(region *r, size_t n) {
     r->used = 0;
     r->p = (unsigned char *)mmap(NULL, n, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (r->p == (unsigned char *)MAP_FAILED || madvise(r->p, n, MADV_HUGEPAGE) != 0) {
-        fprintf(stderr, "no huge pages here\n");
+        fprintf(stderr, "the system gives no huge pages\n");
         exit(1);
     }
 #else
     (void)r;
     (void)n;
-    fprintf(stderr, "--huge is for Linux\n");
+    fprintf(stderr, "--huge needs Linux\n");
     exit(1);
 #endif
 }
@@ -113,10 +119,11 @@ static void region_end(region *r) {
 #endif
 }
 
-/* The plan, in so many layers that they make o->bytes; the bytes of one layer. */
-static size_t plan_of(tkv_config *cfg, const options *o, const char *plan, int ctx) {
+/* Sets the plan and as many layers as exceed o->bytes together. Returns the bytes of one layer. */
+static size_t set_plan(tkv_config *cfg, const options *o, const char *plan, int ctx) {
     tkv_memory_info info;
-    if (!bench_plan(cfg, plan)) fprintf(stderr, "there is no plan \"%s\" for this shape\n", plan), exit(1);
+    if (!bench_plan(cfg, plan))
+        fprintf(stderr, "unknown plan \"%s\", or not for this shape\n", plan), exit(1);
     bench_must(tkv_estimate_memory(cfg, ctx, 1, &info), "tkv_estimate_memory");
     cfg->model.n_layers = (int)(o->bytes / info.total) + 1;
     return info.total;
@@ -136,7 +143,7 @@ static void measure(const options *o, const group *g, const tkv_config *shape, c
     int layer, runs = 0, i;
     fprintf(stderr, "\r%-10s %7d: check   ", plan, ctx);
     error = bench_check(&cfg, plan, g->queries, values, q);
-    size = plan_of(&cfg, o, plan, ctx);
+    size = set_plan(&cfg, o, plan, ctx);
     if (g->threads > 1) {
         cfg.host.parallel_for = bench_parallel;
         cfg.host.parallel_user = pool;
@@ -181,10 +188,10 @@ static void measure(const options *o, const group *g, const tkv_config *shape, c
     free(out);
 }
 
-/* >>listening */
+/* >>collecting statistics */
 enum { STEPS = 8 };
 
-/* The least seconds of each of STEPS tokens so far. They are taken away again: the cache stays as it was. */
+/* Decodes STEPS tokens and updates the least seconds of each. tkv_seq_abort then removes the tokens. */
 static void decode(tkv_cache *kv, const tkv_config *cfg, const float *values, const float *q, float *out,
                    double *least) {
     const size_t row = (size_t)(cfg->model.n_kv_heads * cfg->model.head_dim);
@@ -203,8 +210,8 @@ static void decode(tkv_cache *kv, const tkv_config *cfg, const float *values, co
     bench_must(tkv_seq_abort(kv, 0), "tkv_seq_abort");
 }
 
-/* A cache that listens: afresh, since it has seen too little for tables, or again. */
-static tkv_cache *listening_cache(tkv_cache *kv, const tkv_config *cfg, int ctx, const float *values) {
+/* Returns a cache that collects statistics: a new one without tables, or one with tables after a refresh. */
+static tkv_cache *collecting_cache(tkv_cache *kv, const tkv_config *cfg, int ctx, const float *values) {
     int layer;
     if (!kv || bench_calibrated_layers(kv) == 0) {
         tkv_destroy(kv);
@@ -212,32 +219,33 @@ static tkv_cache *listening_cache(tkv_cache *kv, const tkv_config *cfg, int ctx,
         for (layer = 0; layer < cfg->model.n_layers; layer++) bench_append(kv, cfg, layer, ctx, values);
     }
     if (bench_calibrated_layers(kv) == 0) return kv;
-    bench_must(tkv_freeze_calibration(kv), "tkv_freeze_calibration"); /* forgets how much it has seen since */
+    bench_must(tkv_freeze_calibration(kv), "tkv_freeze_calibration"); /* resets the count of seen tokens */
     bench_must(tkv_refresh_calibration(kv), "tkv_refresh_calibration");
     return kv;
 }
 
-static void measure_listening(const options *o, const tkv_config *shape, const char *plan, int ctx,
-                              const float *values, const float *q) {
+static void measure_collecting(const options *o, const tkv_config *shape, const char *plan, int ctx,
+                               const float *values, const float *q) {
     float *out = (float *)bench_alloc((size_t)(shape->model.n_heads * shape->model.head_dim) * sizeof(float));
-    double least[STEPS] = {0, 0, 0, 0, 0, 0, 0, 0}, quiet = 0.0, listening = 0.0, start = bench_seconds(0);
+    double least[STEPS] = {0, 0, 0, 0, 0, 0, 0, 0}, quiet = 0.0, collecting = 0.0, start = bench_seconds(0);
     tkv_config cfg = *shape;
     tkv_cache *kv = NULL;
     int runs, i;
-    plan_of(&cfg, o, plan, ctx);
+    set_plan(&cfg, o, plan, ctx);
     if (cfg.model.n_layers > 8) cfg.model.n_layers = 8;
     for (runs = 0; runs < MAX_RUNS && (runs < 3 || bench_seconds(0) - start < 10.0); runs++) {
         fprintf(stderr, "\r%-10s %7d: run %d   ", plan, ctx, runs + 1);
-        kv = listening_cache(kv, &cfg, ctx, values);
+        kv = collecting_cache(kv, &cfg, ctx, values);
         decode(kv, &cfg, values, q, out, least);
     }
-    for (i = 0; i < STEPS; i++) { /* token ctx + i; learn/statistics.h says which ones count */
-        if ((ctx + i) % 8 == 7) listening = least[i] / cfg.model.n_layers * 1e6;
+    for (i = 0; i < STEPS;
+         i++) { /* token ctx + i; statistics come from positions 7, 15, 23, ... (learn/statistics.h) */
+        if ((ctx + i) % 8 == 7) collecting = least[i] / cfg.model.n_layers * 1e6;
         else quiet += least[i] / cfg.model.n_layers / (STEPS - 1) * 1e6;
     }
     bench_clear_line();
     printf(o->csv ? "%s,%d,%d,%d,%.3f,%.3f,%.3f\n" : "%-10s %7d %6d %6d %10.2f %10.2f %7.2f%%\n", plan, ctx,
-           cfg.model.n_layers, runs, quiet, listening, 100.0 * (listening / quiet - 1.0) / (double)STEPS);
+           cfg.model.n_layers, runs, quiet, collecting, 100.0 * (collecting / quiet - 1.0) / (double)STEPS);
     fflush(stdout);
     tkv_destroy(kv);
     free(out);
@@ -258,18 +266,18 @@ static void measure_group(const options *o, const group *g, bench_memory *memory
     isa = bench_isa(&cfg, g->isa);
     bench_must(tkv_validate_config(&cfg, NULL, 0), "shape");
     if (g->queries < 1 || g->threads < 1 || g->threads > BENCH_THREADS)
-        fprintf(stderr, "too few, too many\n"), exit(1);
+        fprintf(stderr, "--queries: from 1; --threads: 1 to %d\n", BENCH_THREADS), exit(1);
     values = bench_values(&cfg, &seed);
     q = bench_queries(&cfg, g->queries, &seed);
     bench_pool_begin(&pool, g->threads);
     if (!o->csv) {
         printf("%s: head_dim %d, %d query and %d KV heads, %d quer%s, %d thread%s, %s kernels%s%s\n",
-               o->collect_stats ? "listening" : "attention", g->dim, g->heads, g->kv_heads, g->queries,
-               g->queries == 1 ? "y" : "ies", g->threads, g->threads == 1 ? "" : "s", isa,
+               o->collect_stats ? "collecting statistics" : "attention", g->dim, g->heads, g->kv_heads,
+               g->queries, g->queries == 1 ? "y" : "ies", g->threads, g->threads == 1 ? "" : "s", isa,
                g->precise ? ", precise" : "", o->huge ? ", huge pages" : "");
         if (o->collect_stats)
             printf("%-10s %7s %6s %6s %10s %10s %8s\n", "format", "ctx", "layers", "runs", "quiet us",
-                   "listening", "more");
+                   "collecting", "more");
         else
             printf("%-10s %7s %8s %8s %8s %8s %7s %7s %9s %9s %5s %6s\n", "format", "ctx", "bytes", "ns",
                    "best ns", "GB/s", "read", "share", "error", "own", "runs", "layers");
@@ -277,7 +285,7 @@ static void measure_group(const options *o, const group *g, bench_memory *memory
     while (bench_word(&ctxs, ctx, sizeof ctx))
         for (formats = g->formats; bench_word(&formats, plan, sizeof plan);) {
             if (atoi(ctx) <= g->queries) fprintf(stderr, "too few tokens: \"%s\"\n", ctx), exit(1);
-            if (o->collect_stats) measure_listening(o, &cfg, plan, atoi(ctx), values, q);
+            if (o->collect_stats) measure_collecting(o, &cfg, plan, atoi(ctx), values, q);
             else measure(o, g, &cfg, plan, atoi(ctx), values, q, memory, &pool);
         }
     if (!o->csv) printf("\n");
@@ -316,7 +324,7 @@ int main(int argc, char **argv) {
     bench_clear_line();
     if (o.csv)
         printf(o.collect_stats
-                   ? "format,ctx,layers,runs,quiet_us,listening_us,more_percent\n"
+                   ? "format,ctx,layers,runs,quiet_us,collecting_us,more_percent\n"
                    : "heads,kv_heads,dim,queries,threads,isa,precise,format,ctx,bytes,ns,best_ns,gb_s,"
                      "read_gb_s,share_percent,error,own_error,runs,layers\n");
     if (single) measure_group(&o, &g, &memory);

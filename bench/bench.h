@@ -1,6 +1,6 @@
 /*
- * bench.h - what the benchmarks share: clocks, medians, random values, threads, the speed of memory, options,
- * plans by name, and the check of a plan's answers. Include tieredkv.h first.
+ * bench.h - code that the benchmarks share: clocks, medians, random values, threads, memory bandwidth, options, plans
+ * by name, and the check of a plan's results. Include tieredkv.h first.
  */
 #ifndef TKV_BENCH_H
 #define TKV_BENCH_H
@@ -18,9 +18,9 @@ static inline void bench_must(tkv_status s, const char *what) {
     exit(1);
 }
 
-static inline void bench_clear_line(void) { fprintf(stderr, "\r%60s\r", ""); } /* of progress */
+static inline void bench_clear_line(void) { fprintf(stderr, "\r%60s\r", ""); } /* erases the progress line */
 
-/* >>clocks. CPU time of this thread where there is such a clock: neighbours disturb it least. */
+/* >>clocks. cpu 1: CPU time of this thread, if the system has such a clock; other programs disturb it least. */
 static inline double bench_seconds(int cpu) {
 #if defined(CLOCK_THREAD_CPUTIME_ID) && defined(CLOCK_MONOTONIC)
     struct timespec t;
@@ -42,7 +42,7 @@ static inline double bench_median(double *x, int n) { /* sorts x */
     return n % 2 ? x[n / 2] : 0.5 * (x[n / 2 - 1] + x[n / 2]);
 }
 
-/* >>values: mean 0, sd 1, from the sum of four uniforms. The same ones from a seed everywhere. */
+/* >>values: mean 0, standard deviation 1, as sums of four uniform numbers. A seed gives the same values everywhere. */
 static inline float bench_gauss(uint64_t *state) {
     uint64_t z = *state += 0x9e3779b97f4a7c15u; /* splitmix64 */
     z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9u;
@@ -67,11 +67,11 @@ static inline void *bench_alloc(size_t n) {
     return p;
 }
 
-/* >>threads: workers that sleep between jobs, as cfg.host.parallel_for wants them. The caller is one of them. */
+/* >>threads: a pool for cfg.host.parallel_for. Workers sleep between jobs. The calling thread also works. */
 enum { BENCH_THREADS = 64 };
 
 typedef struct bench_pool {
-    pthread_mutex_t lock; /* guards what follows */
+    pthread_mutex_t lock; /* guards all fields below */
     pthread_cond_t begun, finished;
     pthread_t id[BENCH_THREADS];
     tkv_task task;
@@ -79,7 +79,7 @@ typedef struct bench_pool {
     int threads, n, next, busy, job, quit;
 } bench_pool;
 
-static inline void bench_pool_drain(bench_pool *p) { /* with the lock */
+static inline void bench_pool_drain(bench_pool *p) { /* call with the lock held */
     while (p->next < p->n) {
         int i = p->next++;
         pthread_mutex_unlock(&p->lock);
@@ -144,7 +144,7 @@ static inline void bench_pool_end(bench_pool *p) {
     pthread_mutex_destroy(&p->lock);
 }
 
-/* >>memory: how fast threads read, with the widest vectors there are and nothing else to do. */
+/* >>memory: the bandwidth at which threads read, with AVX2 where available */
 #if (defined(__x86_64__) || defined(__i386__)) && (defined(__GNUC__) || defined(__clang__))
 #include <immintrin.h>
 __attribute__((target("avx2"))) static inline uint64_t bench_read_avx2(const unsigned char *p, size_t n) {
@@ -186,7 +186,7 @@ typedef struct bench_memory {
     unsigned char *p;
     size_t n;
     int parts;
-    uint64_t sink[BENCH_THREADS]; /* so that nobody leaves the reading out */
+    uint64_t sink[BENCH_THREADS]; /* keeps the compiler from removing the reads */
 } bench_memory;
 
 static inline void bench_memory_begin(bench_memory *m, size_t n) {
@@ -194,7 +194,7 @@ static inline void bench_memory_begin(bench_memory *m, size_t n) {
     memset(m, 0, sizeof *m);
     m->p = (unsigned char *)bench_alloc(n);
     m->n = n;
-    for (i = 0; i < n; i += 8) { /* real pages, not the zero page */
+    for (i = 0; i < n; i += 8) { /* makes the system map real pages instead of the zero page */
         uint64_t x = i * 0x9e3779b97f4a7c15u;
         memcpy(m->p + i, &x, 8);
     }
@@ -206,7 +206,7 @@ static inline void bench_read_part(void *ctx, int i) {
     m->sink[i] ^= bench_read(m->p + (size_t)i * part, part);
 }
 
-/* Bytes per second now, the best of five: CPU time of one thread, or the wall's of several. */
+/* Measures bytes per second, the best of five runs: by CPU time of one thread, or by wall time of several. */
 static inline double bench_bandwidth(bench_memory *m, bench_pool *pool) {
     double best = 0.0;
     int i;
@@ -221,7 +221,7 @@ static inline double bench_bandwidth(bench_memory *m, bench_pool *pool) {
     return best;
 }
 
-/* >>options: --name value, or --name alone. NULL, or the value ("" for one alone). */
+/* >>options: --name value, or --name alone. Returns the value ("" if alone); NULL: the option is not given. */
 static inline const char *bench_option(int argc, char **argv, const char *name) {
     int i;
     for (i = 1; i < argc; i++)
@@ -230,12 +230,12 @@ static inline const char *bench_option(int argc, char **argv, const char *name) 
     return NULL;
 }
 
-static inline int bench_number(int argc, char **argv, const char *name, int otherwise) {
+static inline int bench_number(int argc, char **argv, const char *name, int default_value) {
     const char *s = bench_option(argc, argv, name);
-    return s && *s ? atoi(s) : otherwise;
+    return s && *s ? atoi(s) : default_value;
 }
 
-/* The next word of a list "a,b,c" into word (cut to size); 0 at its end. */
+/* Copies the next word of a list "a,b,c", cut to size. Returns 0 at the end of the list. */
 static inline int bench_word(const char **list, char *word, size_t size) {
     size_t n = strcspn(*list, ","), k = n < size - 1 ? n : size - 1;
     if (!**list) return 0;
@@ -248,8 +248,7 @@ static inline int bench_word(const char **list, char *word, size_t size) {
 /* >>plans */
 enum { BENCH_CHUNK = 512 }; /* tokens of an append */
 
-static inline tkv_format bench_format_named(
-    const char *name) { /* TKV_FORMAT_DEFAULT: there is no such format */
+static inline tkv_format bench_format_named(const char *name) { /* TKV_FORMAT_DEFAULT: the name is unknown */
     int value = TKV_FORMAT_DEFAULT;
     (void)tkv_find_name(TKV_NAME_FORMAT, name, &value);
     return (tkv_format)value;
@@ -265,12 +264,12 @@ static inline int bench_calibrated_layers(const tkv_cache *kv) {
     return tkv_get_calibration(kv, &info) == TKV_OK ? info.n_calibrated : 0;
 }
 
-/* Kernels by name into cfg->host.isa; what they are called where the name is "auto". */
+/* Sets cfg->host.isa by name and returns the name; for "auto", the name of the best instruction set. */
 static inline const char *bench_isa(tkv_config *cfg, const char *name) {
     int i = 0;
     while (i < TKV_ISA_COUNT && strcmp(name, tkv_get_name(TKV_NAME_ISA, (tkv_isa)i)) != 0) i++;
     if (i == TKV_ISA_COUNT || !bench_isa_available((tkv_isa)i)) {
-        fprintf(stderr, "there are no %s kernels here\n", name);
+        fprintf(stderr, "no %s kernels on this machine\n", name);
         exit(1);
     }
     cfg->host.isa = (tkv_isa)i;
@@ -279,7 +278,8 @@ static inline const char *bench_isa(tkv_config *cfg, const char *name) {
     return name;
 }
 
-/* --heads, --kv-heads, --dim, --isa, --precise of one layer with the default plan; the name of its kernels. */
+/* Reads --heads, --kv-heads, --dim, --isa and --precise into a config of one layer with the default plan. Returns the
+ * name of the kernels. */
 static inline const char *bench_config(tkv_config *cfg, int argc, char **argv) {
     const char *isa = bench_option(argc, argv, "isa");
     *cfg = tkv_default_config();
@@ -291,8 +291,8 @@ static inline const char *bench_config(tkv_config *cfg, int argc, char **argv) {
     return bench_isa(cfg, isa ? isa : "auto");
 }
 
-/* Formats by name. One format, or one for K and one for V as in a30/r20: for everything but sinks and the hot tail
- * (exact ones: for everything). "tiers" is the default plan, and there are the library's presets. 0: unknown. */
+/* Sets a plan by name: "tiers" (the default plan), a preset, one format, or formats of K and V as in a30/r20. A coded
+ * format is for the warm and archive tiers. An exact format is for all tokens. Returns 0 for an unknown name. */
 static inline int bench_plan(tkv_config *cfg, const char *name) {
     const char *slash = strchr(name, '/');
     tkv_format k, v = bench_format_named(slash ? slash + 1 : name);
@@ -314,7 +314,7 @@ static inline int bench_plan(tkv_config *cfg, const char *name) {
     return tkv_validate_config(cfg, NULL, 0) == TKV_OK;
 }
 
-/* Keys and values to append: 2 * BENCH_CHUNK tokens, of which any BENCH_CHUNK in a row may be taken. */
+/* Returns keys or values of 2 * BENCH_CHUNK tokens. A chunk may begin at any of the first BENCH_CHUNK. */
 static inline float *bench_values(const tkv_config *cfg, uint64_t *seed) {
     size_t n = 2 * BENCH_CHUNK * (size_t)cfg->model.n_kv_heads * (size_t)cfg->model.head_dim;
     float *x = (float *)bench_alloc(n * sizeof(float));
@@ -329,7 +329,7 @@ static inline float *bench_queries(const tkv_config *cfg, int queries, uint64_t 
     return x;
 }
 
-/* The next k tokens of a layer that holds t, from changing places of the values. */
+/* Appends the next k tokens to a layer of t tokens, from varying offsets of the values. */
 static inline void bench_append_at(tkv_cache *kv, const tkv_config *cfg, int layer, int t, int k,
                                    const float *values) {
     size_t row = (size_t)cfg->model.n_kv_heads * (size_t)cfg->model.head_dim;
@@ -339,8 +339,8 @@ static inline void bench_append_at(tkv_cache *kv, const tkv_config *cfg, int lay
                "tkv_append");
 }
 
-/* Appends n tokens to an empty layer. The last one comes alone, as in decoding: the chunk before it is then no longer
- * held exact. */
+/* Appends n tokens to an empty layer, the last one alone, as in decoding. That last append demotes the blocks of the
+ * chunk before it. */
 static inline void bench_append(tkv_cache *kv, const tkv_config *cfg, int layer, int n, const float *values) {
     int t, k;
     for (t = 0; t < n; t += k) {
@@ -350,7 +350,8 @@ static inline void bench_append(tkv_cache *kv, const tkv_config *cfg, int layer,
     }
 }
 
-static inline double bench_distance(const float *a, const float *b, size_t n) { /* relative L2, from b */
+static inline double bench_distance(const float *a, const float *b,
+                                    size_t n) { /* relative L2 distance of a from b */
     double d = 0.0, s = 0.0;
     size_t i;
     for (i = 0; i < n; i++) {
@@ -361,12 +362,12 @@ static inline double bench_distance(const float *a, const float *b, size_t n) { 
 }
 
 typedef struct bench_error {
-    double arithmetic; /* of tkv_attend, from tkv_attend_reference on the same cache: double precision */
-    double format;     /* of that, from the same on a cache of F32 */
+    double arithmetic; /* tkv_attend against tkv_attend_reference (double precision) on the same cache */
+    double format;     /* that reference against the reference on an F32 cache */
 } bench_error;
 
-/* A plan's answers on 1000 tokens of one KV head. Exits if they are wrong: more than a tenth of the format's own
- * error, which is what arithmetic may add, and more than 1e-6. */
+/* Checks the results of a plan on 1000 tokens of one KV head. Exits if arithmetic adds more than a tenth of the
+ * format's own error and more than 1e-6. */
 static inline bench_error bench_check(const tkv_config *shape, const char *plan, int queries,
                                       const float *values, const float *q) {
     const int group = shape->model.n_heads / shape->model.n_kv_heads;
@@ -381,8 +382,7 @@ static inline bench_error bench_check(const tkv_config *shape, const char *plan,
         tkv_cache *kv;
         cfg.model.n_layers = cfg.model.n_kv_heads = 1;
         cfg.model.n_heads = group;
-        if (!bench_plan(&cfg, i == 0 ? plan : "f32"))
-            fprintf(stderr, "there is no plan \"%s\"\n", plan), exit(1);
+        if (!bench_plan(&cfg, i == 0 ? plan : "f32")) fprintf(stderr, "unknown plan \"%s\"\n", plan), exit(1);
         bench_must(tkv_create(&cfg, &kv), "tkv_create");
         bench_append(kv, &cfg, 0, 1000, values);
         memset(&p, 0, sizeof p);
@@ -399,7 +399,7 @@ static inline bench_error bench_check(const tkv_config *shape, const char *plan,
     for (i = 0; i < 3; i++) free(out[i]);
     if (!(e.arithmetic <= 1e-6 || e.arithmetic <= 0.1 * e.format)) {
         bench_clear_line();
-        fprintf(stderr, "%s: wrong answers, %.1e from the reference, format %.1e\n", plan, e.arithmetic,
+        fprintf(stderr, "%s: wrong results, %.1e from the reference, format %.1e\n", plan, e.arithmetic,
                 e.format);
         exit(1);
     }

@@ -1,18 +1,23 @@
 /*
- * budget.c - what a byte budget costs while tokens come one by one: how even the appends are, how near the bytes come
- * to the budget, what the policy takes. All layers, one thread.
+ * budget.c - measures what a byte budget costs while tokens are appended one by one: the times of appends, and how
+ * close the bytes come to the budget. All layers, one thread.
  *
  * cc -O2 bench/budget.c examples/tieredkv.c -o budget -lm -pthread && ./budget
  *
- *   --budgets 1000,50,25,18        percent of the FP16 bytes of all tokens; 0: no budget, everything exact
+ *   --budgets 1000,50,25,18        percent of the FP16 bytes of all tokens; 0: no budget, all tokens exact
  *   --tokens 8192 --runs 3
  *   --layers 30 --heads 9 --kv-heads 3 --dim 64 --isa avx2 --csv       (the shape of SmolLM2-135M)
  *
- * A step is one token: an append to each layer, then attention in each layer, as a model does it but for its matrix
- * products. The same work is done in each run, so of each token the least time of all runs counts (CPU time, without
- * what the clock takes). `append us`: all layers of a token; `worst`: the largest against the median. Peak is the
- * allocator's, levels are those gone through, turns the changes of direction. Keys are Gaussian: the budget's work
- * does not depend on them.
+ * A step is one token: an append to each layer, then attention in each layer. There are no matrix products of a model.
+ * Every run does the same work, so each token counts with its least time of all runs (CPU time). Columns:
+ *   peak        highest total of bytes over the budget
+ *   level       level of the ladder at the end
+ *   turns       changes of direction between levels
+ *   recoded     blocks recoded for any reason, age included
+ *   append us   appends of a token to all layers: mean, median, 99th percentile and maximum
+ *   step us     mean of a whole step
+ *   worst       the largest time over the median
+ * Keys are Gaussian, because the budget's work does not depend on their values.
  */
 #ifndef _DEFAULT_SOURCE
 #define _DEFAULT_SOURCE /* clock_gettime */
@@ -23,21 +28,20 @@
 
 enum { MAX_BUDGETS = 16 };
 
-typedef struct levels {
-    int n, last, up, turns;
-} levels;
+typedef struct level_changes {
+    int n, up, turns; /* events; 1: the last one rose; changes of direction */
+} level_changes;
 
 static void on_event(void *user, const tkv_event *e) {
-    levels *l = (levels *)user;
+    level_changes *l = (level_changes *)user;
     const int up = e->to > e->from;
     if (e->kind != TKV_EVENT_LEVEL) return;
     if (l->n && up != l->up) l->turns++;
     l->up = up;
-    l->last = e->to;
     l->n++;
 }
 
-static void least(double *x, double seconds, int run) {
+static void keep_least(double *x, double seconds, int run) {
     if (run == 0 || seconds < *x) *x = seconds;
 }
 
@@ -49,7 +53,7 @@ static void measure(const tkv_config *shape, int percent, int tokens, int runs, 
     float *out = (float *)bench_alloc((size_t)(shape->model.n_heads * shape->model.head_dim) * sizeof(float));
     tkv_budget_info b;
     tkv_config cfg = *shape;
-    levels l;
+    level_changes l;
     int run, t, layer;
     step = (double *)bench_alloc((size_t)tokens * sizeof *step);
     cfg.budget.bytes = token * (size_t)tokens / 100 * (size_t)percent;
@@ -70,8 +74,8 @@ static void measure(const tkv_config *shape, int percent, int tokens, int runs, 
             for (layer = 0; layer < cfg.model.n_layers; layer++)
                 bench_must(tkv_attend(kv, 0, layer, q, 1, out), "tkv_attend");
             t2 = bench_seconds(1);
-            least(&append[t], t1 - t0, run);
-            least(&step[t], t2 - t0, run);
+            keep_least(&append[t], t1 - t0, run);
+            keep_least(&step[t], t2 - t0, run);
             if (t % 256 == 0)
                 fprintf(stderr, "\r%d %%: run %d of %d, %d tokens   ", percent, run + 1, runs, t);
         }
@@ -112,7 +116,7 @@ int main(int argc, char **argv) {
     if (!bench_option(argc, argv, "kv-heads")) cfg.model.n_kv_heads = 3;
     if (!bench_option(argc, argv, "dim")) cfg.model.head_dim = 64;
     bench_must(tkv_validate_config(&cfg, NULL, 0), "shape");
-    if (tokens < 1024 || runs < 1) fprintf(stderr, "at least 1024 tokens, 1 run\n"), exit(1);
+    if (tokens < 1024 || runs < 1) fprintf(stderr, "--tokens: from 1024; --runs: from 1\n"), exit(1);
     if (!budgets) budgets = "0,1000,50,25,18";
     values = bench_values(&cfg, &seed);
     q = bench_queries(&cfg, 1, &seed);

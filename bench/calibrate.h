@@ -1,18 +1,19 @@
 /*
- * calibrate.h - tables for A and R formats, made in advance from a text. Include examples/llama.h first.
+ * calibrate.h - makes tables for A and R formats in advance from a text. Include examples/llama.h first.
  *
- *     tables = calibrate(&m, tokens, n, context, NULL, &bytes, &status);   what tkv_save_calibration gives
+ *     tables = calibrate(&m, tokens, n, context, NULL, &bytes, &status);   bytes of tkv_save_calibration
  *
- * A cache learns from 512 tokens and then makes its tables. In an open step nothing is demoted and no table is
- * made, but attention goes on counting: whatever the plan, a step of n tokens counts n queries over exact keys
- * and values. So a text of any length is read in one open step for each `context` tokens of it, and
- * tkv_freeze_calibration makes the tables: how channels are asked and who reads far from all of the text, how
- * keys vary from 1,024 tokens at most (TKVI_LEARN_BLOCKS).
+ * A cache normally makes its first table after 512 tokens. In an open step the cache demotes nothing and makes no
+ * table, but attention still collects statistics, from exact keys and values under any plan. So this function reads
+ * each `context` tokens of the text in one open step. tkv_freeze_calibration then makes the tables. Statistics of
+ * queries and of far attention come from the whole text. The variance of keys comes from at most 1,024 tokens
+ * (TKVI_LEARN_BLOCKS).
  */
 #ifndef TKV_CALIBRATE_H
 #define TKV_CALIBRATE_H
 
-/* To be freed. NULL: *status says why. `progress` (may be NULL) is called with the tokens of each chunk. */
+/* Returns the tables, which the caller frees; NULL after an error in *status. `progress` (may be NULL) receives the
+ * number of tokens of each chunk. */
 static unsigned char *calibrate(const llama_model *m, const int *tokens, int n, int context,
                                 void (*progress)(int done), size_t *bytes, tkv_status *status) {
     tkv_config cfg = tkv_default_config();
@@ -49,7 +50,7 @@ static unsigned char *calibrate(const llama_model *m, const int *tokens, int n, 
     return table;
 }
 
-/* Whether a plan has a format that learns, so that a table changes it. */
+/* Returns 1 if a plan has a format with tables. */
 static int calibrate_changes(const tkv_config *cfg) {
     const tkv_format_pair *warm = &cfg->tiers.warm, *archive = &cfg->tiers.archive;
     const tkv_format f[4] = {warm->k, warm->v, archive->k, archive->v};

@@ -1,15 +1,16 @@
 /*
- * claims.c - the cheap figures of CLAIMS.md: bytes by arithmetic, the pressure controller's time, errors of formats.
+ * claims.c - computes figures of CLAIMS.md that need no model: bytes, errors of formats, the pressure controller's
+ * time.
  *
  * cc -O2 bench/claims.c examples/tieredkv.c -o claims -lm -pthread && ./claims
  *
- * `./claims bytes`: tkv_estimate_memory for shapes of models that other designs compute by hand. No model is run.
- * `./claims archive`: bits per value of the archive tier by tkv_estimate_memory, and how many times that is below 16.
- * `./claims time`: tkv_observe_pressure, the least of 40 runs of 100,000 calls, in ns of CPU time per call.
- * `./claims errors`: a block of 64 tokens of 128 normal values, coded and decoded: root of the mean square error over
- * that of the values, and over the range of 64 values that share a scale. A formats need a cache and stand in
- * `append --only read`.
- * Without a word: all of them.
+ *   ./claims bytes     tkv_estimate_memory for shapes of models that other designs compute by hand
+ *   ./claims archive   bits per value of the archive tier by tkv_estimate_memory, and 16 over them
+ *   ./claims errors    codes and decodes blocks of 64 tokens of 128 normal values. Prints the root mean square error
+ *                      over that of the values, and over the mean range of 64 values that share a scale. For A formats
+ *                      see `append --only read`: they need a cache
+ *   ./claims time      tkv_observe_pressure: least of 40 runs of 100,000 calls, in ns of CPU time per call
+ *   ./claims           all tables
  */
 #ifndef _DEFAULT_SOURCE
 #define _DEFAULT_SOURCE /* clock_gettime */
@@ -43,7 +44,7 @@ static const shape shapes[] = {
 static const char *const plans[] = {"balanced", "compact",         "extreme",        "kivi",
                                     "akv",      "64,none,a20/r15", "64,none,a15/r10"};
 
-static void set_plan(tkv_config *cfg, const char *plan) { /* a preset's name, or hot,warm,archive */
+static void set_plan(tkv_config *cfg, const char *plan) { /* a preset, or hot,warm,archive */
     const char *wrong = NULL;
     if (!strchr(plan, ',')) bench_must(tkv_apply_preset(cfg, plan), plan);
     else wrong = plan_three(cfg, plan);
@@ -52,7 +53,7 @@ static void set_plan(tkv_config *cfg, const char *plan) { /* a preset's name, or
 
 static void print_bytes(void) {
     size_t s, p;
-    printf("tkv_estimate_memory in GB (1e9 bytes), and times below FP16, everything included\n");
+    printf("tkv_estimate_memory in GB (1e9 bytes), and times below FP16, all memory counted\n");
     printf("%-34s %6s %5s %9s", "shape", "tokens", "seqs", "FP16");
     for (p = 0; p < sizeof plans / sizeof *plans; p++) printf(" %17s", plans[p]);
     printf("\n");
@@ -73,13 +74,13 @@ static void print_bytes(void) {
     }
 }
 
-/* >>archive: the bytes of that tier alone */
+/* >>archive: bytes of that tier only */
 static void print_archive(void) {
     static const char *const pairs[] = {"q8",       "kivi4",   "kivi3",   "kivi2",   "squat2/kivi2",
                                         "kvquant3", "int4",    "fp4",     "a40/r40", "a30/r30",
                                         "a30/r20",  "a25/r20", "a20/r15", "a15/r15", "a15/r10"};
     size_t i;
-    printf("the archive tier alone, head_dim 128, 8 KV heads: bits per value, codes and metadata\n");
+    printf("the archive tier only, head_dim 128, 8 KV heads: bits per value, codes and metadata\n");
     for (i = 0; i < sizeof pairs / sizeof *pairs; i++) {
         tkv_config cfg = tkv_default_config();
         tkv_memory_info info;
@@ -111,14 +112,14 @@ typedef struct error_sums {
     int n_ranges;
 } error_sums;
 
-/* Groups of 64: a channel's tokens for K, half of a token's channels for V. */
-static void add_block(error_sums *s, const float *x, const float *y, int token_step, int channel_step) {
+/* Adds the errors of a block. A group of 64 has a channel's tokens for K, and half of a token's channels for V. */
+static void add_block(error_sums *s, const float *x, const float *y, tkv_side side) {
     int g, i;
     for (g = 0; g < TOKENS * DIM / 64; g++) {
-        int start = token_step == DIM ? g : g * 64; /* DIM: along tokens */
+        const int start = side == TKV_K ? g : g * 64, step = side == TKV_K ? DIM : 1;
         float least = x[start], most = x[start];
         for (i = 0; i < 64; i++) {
-            int at = start + i * (token_step == DIM ? DIM : channel_step);
+            const int at = start + i * step;
             double d = (double)(y[at] - x[at]);
             s->error += d * d, s->value += (double)(x[at] * x[at]);
             least = x[at] < least ? x[at] : least, most = x[at] > most ? x[at] : most;
@@ -133,7 +134,7 @@ static void print_errors(void) {
     static float x[TOKENS * DIM], y[TOKENS * DIM];
     static unsigned char bytes[65536];
     size_t i;
-    printf("normal values, %d blocks: error of K and V over the values' size; over the range of 64 values\n",
+    printf("normal values, %d blocks: error of K and V over the size of values, and over the range of 64\n",
            BLOCKS);
     for (i = 0; i < sizeof names / sizeof *names; i++) {
         int side, b;
@@ -151,7 +152,7 @@ static void print_errors(void) {
                 bench_fill(&state, x, TOKENS * DIM);
                 bench_must(tkv_encode_block(&c, x, 0, TOKENS, bytes, size), names[i]);
                 bench_must(tkv_decode_block(&c, bytes, size, TOKENS, y, 0), names[i]);
-                add_block(&s, x, y, side ? 1 : DIM, 1);
+                add_block(&s, x, y, side ? TKV_V : TKV_K);
             }
             printf("  %s %6.2f %%, %6.3f %%", side ? "V" : "K", 100.0 * sqrt(s.error / s.value),
                    100.0 * sqrt(s.error / (BLOCKS * TOKENS * DIM)) / (s.range / s.n_ranges));
@@ -162,17 +163,17 @@ static void print_errors(void) {
 
 /* >>time */
 static void print_time(void) {
-    tkv_pressure policy;
+    tkv_pressure controller;
     double least = 1.0;
     int run, i, levels = 0;
-    bench_must(tkv_init_pressure(&policy, NULL, NULL, 0), "tkv_init_pressure");
+    bench_must(tkv_init_pressure(&controller, NULL, NULL, 0), "tkv_init_pressure");
     for (run = 0; run < RUNS; run++) {
         double t = bench_seconds(1);
-        for (i = 0; i < CALLS; i++) levels += tkv_observe_pressure(&policy, (float)(i & 1023) / 1024.0f);
+        for (i = 0; i < CALLS; i++) levels += tkv_observe_pressure(&controller, (float)(i & 1023) / 1024.0f);
         t = (bench_seconds(1) - t) / CALLS;
         least = t < least ? t : least;
     }
-    printf("tkv_observe_pressure: %.1f ns a call, least of %d runs (levels add up to %d)\n", 1e9 * least,
+    printf("tkv_observe_pressure: %.1f ns per call, least of %d runs (sum of levels: %d)\n", 1e9 * least,
            RUNS, levels);
 }
 

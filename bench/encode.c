@@ -1,18 +1,18 @@
 /*
- * encode.c - the speed of encoding: one block (64 tokens) of one head, one thread.
+ * encode.c - measures the encoding of one block (64 tokens) of one head. One thread.
  *
  * cc -O2 bench/encode.c -o encode -lm && ./encode
  *
  *   --formats a30,r20,kivi4    names of formats
- *   --isa avx512               this one only
+ *   --isa avx512               only this instruction set
  *   --dim 128 --tokens 64
- *   --runs 400                 a run encodes eight blocks, which fit the second cache
+ *   --runs 400                 a run encodes eight blocks, which fit into the L2 cache
  *   --csv
  *
- * Before it is measured, each instruction set must give the bytes of the scalar code. Times are microseconds
- * per block and head, thread CPU time: the least of all runs, since neighbours only ever add to it, and the
- * median; `bytes` is what one block takes. Keys of A have a table as learned ones have: a shuffled order of
- * channels, means, tiles of several widths.
+ * Each instruction set must give the bytes of the scalar code before it is measured. Times are microseconds per block
+ * and head in thread CPU time: the least of all runs and the median. Other programs can only raise a time, so the least
+ * is the best estimate. `bytes` is the size of one block. Keys of A formats use a table similar to a learned one: a
+ * shuffled order of channels, means, and tiles of several widths.
  */
 #ifndef _DEFAULT_SOURCE
 #define _DEFAULT_SOURCE /* clock_gettime */
@@ -24,14 +24,14 @@
 
 enum { BLOCKS = 8, MAX_RUNS = 10000 };
 
-/* What calibration would say of a head whose channels matter over eight octaves. */
+/* A table as calibration makes it, for a head whose channels differ in importance by eight octaves. */
 typedef struct table {
     uint8_t order[TKV_MAX_HEAD_DIM], importance[TKV_MAX_HEAD_DIM];
     float mean[TKV_MAX_HEAD_DIM];
     tkvi_share share;
 } table;
 
-static const tkvi_share *learned(table *t, const tkvi_format *f, tkv_side which, int dim) {
+static const tkvi_share *make_table(table *t, const tkvi_format *f, tkv_side which, int dim) {
     int pad = (dim + 15) / 16 * 16, i;
     uint64_t rng = 7;
     tkvi_head head;
@@ -60,10 +60,10 @@ static const tkvi_share *learned(table *t, const tkvi_format *f, tkv_side which,
     return &t->share;
 }
 
-static void encode(const tkvi_side *s, const tkvi_simd_ops *help, const float *x, int n, uint8_t *dst) {
+static void encode(const tkvi_side *s, const tkvi_simd_ops *ops, const float *x, int n, uint8_t *dst) {
     int b;
     for (b = 0; b < BLOCKS; b++)
-        tkvi_encode_side(s, help, x + b * TKVI_BLOCK * s->dim, (size_t)s->dim, n, dst + (size_t)b * s->bytes);
+        tkvi_encode_side(s, ops, x + b * TKVI_BLOCK * s->dim, (size_t)s->dim, n, dst + (size_t)b * s->bytes);
 }
 
 static void measure(const char *name, tkv_format format, tkv_side which, const char *only, int dim, int n,
@@ -74,24 +74,25 @@ static void measure(const char *name, tkv_format format, tkv_side which, const c
     tkvi_side s;
     table t;
     int isa, i;
-    tkvi_side_init(&s, f, which, dim, 64, TKVI_BLOCK, learned(&t, f, which, dim));
+    tkvi_side_init(&s, f, which, dim, 64, TKVI_BLOCK, make_table(&t, f, which, dim));
     want = (uint8_t *)bench_alloc(BLOCKS * s.bytes);
     got = (uint8_t *)bench_alloc(BLOCKS * s.bytes);
     printf(csv ? "%s,%s,%d" : "%-8s %s %8d", name, which == TKV_K ? "K" : "V", (int)s.bytes);
     encode(&s, &tkvi_simd_ops_scalar, x, n, want);
     for (isa = TKV_ISA_SCALAR; isa < TKV_ISA_COUNT; isa++) {
         const tkvi_kernels *kernels = tkvi_kernels_for((tkv_isa)isa);
-        const tkvi_simd_ops *help;
+        const tkvi_simd_ops *ops;
         if (!kernels || (only && strcmp(only, kernels->name) != 0)) continue;
-        help = kernels->simd_ops;
-        encode(&s, help, x, n, got);
+        ops = kernels->simd_ops;
+        encode(&s, ops, x, n, got);
         if (memcmp(want, got, BLOCKS * s.bytes) != 0) {
-            fprintf(stderr, "%s: other bytes than scalar\n", tkv_get_name(TKV_NAME_ISA, (tkv_isa)isa));
+            fprintf(stderr, "%s: bytes differ from the scalar code\n",
+                    tkv_get_name(TKV_NAME_ISA, (tkv_isa)isa));
             exit(1);
         }
         for (i = 0; i < runs; i++) {
             double start = bench_seconds(1);
-            encode(&s, help, x, n, got);
+            encode(&s, ops, x, n, got);
             run[i] = (bench_seconds(1) - start) * 1e6 / (double)BLOCKS;
         }
         {
@@ -113,7 +114,7 @@ int main(int argc, char **argv) {
     uint64_t seed = 1;
     float *x;
     if (dim < 1 || dim > TKV_MAX_HEAD_DIM || n < 1 || n > TKVI_BLOCK || runs < 1 || runs > MAX_RUNS) {
-        fprintf(stderr, "head_dim 1 to %d, 1 to %d tokens, 1 to %d runs\n", TKV_MAX_HEAD_DIM, TKVI_BLOCK,
+        fprintf(stderr, "--dim: 1 to %d; --tokens: 1 to %d; --runs: 1 to %d\n", TKV_MAX_HEAD_DIM, TKVI_BLOCK,
                 MAX_RUNS);
         return 1;
     }
@@ -138,7 +139,7 @@ int main(int argc, char **argv) {
                 some = 1;
             }
         if (!some) {
-            fprintf(stderr, "there is no format \"%s\"\n", word);
+            fprintf(stderr, "unknown format \"%s\"\n", word);
             return 1;
         }
     }

@@ -1,11 +1,12 @@
 #!/usr/bin/env python3
-"""PyTorch's attention in FP16 on the shapes of gpu_bench.cu, and how much faster that is than the faster of them.
+"""Measures PyTorch's FP16 attention on the shapes of gpu_bench.cu, and compares rows of gpu_bench with the faster
+backend.
 
     ./build/gpu_bench --csv build/gpu_bench.csv && python3 bench/gpu_sdpa.py build/gpu_bench.csv      make gpu-bench
 
-scaled_dot_product_attention with grouped heads, by FlashAttention and by cuDNN, each in a CUDA graph that walks over
-copies of K and V, together at least 4 times the L2 cache. Medians of 50 graphs. Chunks of a prompt see all tokens here,
-not each a few less than the next.
+The program calls scaled_dot_product_attention with grouped heads, by FlashAttention and by cuDNN. A CUDA graph calls
+it with several copies of K and V, together at least 4 times the size of the L2 cache. Times are medians of 50 graphs.
+All queries of a chunk see all tokens here: there is no causal mask.
 """
 import csv
 import sys
@@ -16,7 +17,7 @@ SHAPES += [(1, 64, tokens) for tokens in (8192, 32768)]
 
 
 def measure(torch, backend, batch, queries, tokens):
-    """Microseconds of one call; None: this backend does not take the shape."""
+    """Returns microseconds per call; None: the backend does not support the shape, or memory is too small."""
     from torch.nn.attention import sdpa_kernel
     attend = torch.nn.functional.scaled_dot_product_attention
     one = 2 * batch * tokens * KV_HEADS * DIM * 2
@@ -56,10 +57,10 @@ def main(args):
     try:
         import torch
     except ImportError:
-        print("There is no PyTorch here: nothing was measured.")
+        print("PyTorch is missing: nothing was measured.")
         return 1
     if not torch.cuda.is_available():
-        print("There is no GPU here: nothing was measured.")
+        print("PyTorch finds no GPU: nothing was measured.")
         return 1
     from torch.nn.attention import SDPBackend
     rows = list(csv.DictReader(open(args[0]))) if args else []
@@ -75,7 +76,7 @@ def main(args):
                   (name, batch, queries, tokens, t, 4.0 * batch * tokens * KV_HEADS * DIM / t / 1e6))
         for row in rows:
             if here and tuple(int(row[x]) for x in ("batch", "queries", "tokens")) == (batch, queries, tokens):
-                print("%-9s %5d %3d %7d %9.1f us %6.2f times as fast as %s; append %.1f %% of it" %
+                print("%-9s %5d %3d %7d %9.1f us %6.2f times as fast as %s; append takes %.1f %% of this time" %
                       (row["plan"], batch, queries, tokens, float(row["us"]), min(here.values()) / float(row["us"]),
                        min(here, key=here.get), 100 * float(row["append"]) / float(row["us"])))
     return 0

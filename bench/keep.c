@@ -1,24 +1,27 @@
 /*
- * keep.c - what keeping and dropping takes of a decode step: eviction, anchors, blocks outside RAM, promotion. One
- * layer, one thread, the default plan; each row is the same cache with it and without, in turns, token by token.
+ * keep.c - measures what eviction, anchors, offloaded blocks and promotion add to a decode step. One layer, one thread,
+ * the default plan. Each row compares a cache with the feature and one without, in turns, token by token.
  *
  * cc -O2 bench/keep.c -o keep -lm -pthread && ./keep
  *
- *   --tokens 4096,16384,32768          tokens of the layer; those that stay
- *   --policies h2o,scissorhands        others: sliding, tova, snapkv, knorm, keydiff, ...
- *   --cycles 15                        of 64 tokens each
+ *   --tokens 4096,16384,32768          tokens of the layer, after eviction
+ *   --policies h2o,scissorhands        also sliding, tova, snapkv, knorm, keydiff, ...
+ *   --cycles 15                        cycles of 64 tokens
  *   --only evict                       one of the tables: evict, anchors, spill, promote
  *   --heads 32 --kv-heads 8 --dim 128 --isa avx2 --csv
  *
- * Of each cycle the mean of 64 appends and attentions counts, of the cycles the median, and `more` is the median
- * of the pairs' differences (CPU time). Eviction goes in batches of 64 tokens: `batch us` is the longest append of
- * a cycle. What matters is random, so that what is left has holes everywhere, and twice as many tokens have come
- * as stay: the worst for eviction, as blocks are decoded and coded again when two fit into one, and for attention,
- * which reads blocks that are half full. The cache without eviction has as many tokens in full blocks.
+ * evict, anchors: a cycle counts with the mean of its 64 appends and attentions, and the table has the medians of
+ * cycles, in CPU time. `more` is the median of the differences between both caches. `share` is `more` of appends over
+ * the attention without the feature. The cache evicts 64 tokens at once; `batch us` is the longest append of a cycle.
+ * Attention scores are random, and half of all appended tokens are evicted. This is the worst case for eviction and for
+ * attention: all blocks have holes, two half-full blocks are decoded and coded into one, and attention reads half-full
+ * blocks. The cache without eviction holds as many tokens in full blocks.
  *
- * spill: all blocks that may are outside, in memory: what is counted is the library's copying and checking (of each
- * block K and V of all heads), a file's own time comes on top. promote: tkv_promote_important where nothing
- * matters, and for each of eight blocks that come back from such a store.
+ * spill: attention after all blocks that can be offloaded are, to a store in memory. The time has the library's copying
+ * and checking of K and V of all heads of a block. A file adds its own time.
+ *
+ * promote: `scan us` is tkv_promote_important without a block above the threshold. `us per block` is a promotion from
+ * the store in memory, in batches of eight.
  */
 #ifndef _DEFAULT_SOURCE
 #define _DEFAULT_SOURCE /* clock_gettime */
@@ -33,53 +36,53 @@ enum { CYCLE = 64, CYCLES = 99 };
 /* >>a store in memory */
 typedef struct store {
     uint8_t *bytes;
-    size_t room;
+    size_t slot_bytes;
     uint32_t keys;
 } store;
 
-static int store_put(void *user, uint32_t key, size_t offset, const void *bytes, size_t size) {
+static int store_write(void *user, uint32_t key, size_t offset, const void *bytes, size_t size) {
     const store *s = (const store *)user;
     if (key >= s->keys) return 1;
-    memcpy(s->bytes + key * s->room + offset, bytes, size);
+    memcpy(s->bytes + key * s->slot_bytes + offset, bytes, size);
     return 0;
 }
 
-static int store_get(void *user, uint32_t key, size_t offset, void *bytes, size_t size) {
+static int store_read(void *user, uint32_t key, size_t offset, void *bytes, size_t size) {
     const store *s = (const store *)user;
-    memcpy(bytes, s->bytes + key * s->room + offset, size);
+    memcpy(bytes, s->bytes + key * s->slot_bytes + offset, size);
     return 0;
 }
 
-static void store_for(store *s, tkv_config *cfg, int tokens) {
-    cfg->offload.write = store_put;
-    cfg->offload.read = store_get;
+static void store_begin(store *s, tkv_config *cfg, int tokens) {
+    cfg->offload.write = store_write;
+    cfg->offload.read = store_read;
     cfg->offload.user = s;
-    bench_must(tkv_get_required_bytes(cfg, NULL, &s->room), "tkv_get_required_bytes");
+    bench_must(tkv_get_required_bytes(cfg, NULL, &s->slot_bytes), "tkv_get_required_bytes");
     s->keys = 2 * ((uint32_t)tokens / 64 + 64);
-    s->bytes = (uint8_t *)bench_alloc(s->keys * s->room);
+    s->bytes = (uint8_t *)bench_alloc(s->keys * s->slot_bytes);
 }
 
 /* >>two caches side by side */
 typedef struct pair {
-    tkv_cache *kv[2]; /* with it, without */
+    tkv_cache *kv[2]; /* with the feature, without it */
     tkv_config cfg[2];
-    float *values, *q, *out, *mass;
+    float *values, *q, *out, *scores;
     int tokens, t;
     uint64_t seed;
 } pair;
 
-/* Random mass for all tokens that are there, so that what goes is anywhere. */
-static void stir(pair *p, tkv_cache *kv) {
+/* Adds random attention scores to all tokens, so that evicted tokens are spread over all blocks. */
+static void add_random_scores(pair *p, tkv_cache *kv) {
     const int n = tkv_get_length(kv, 0, 0);
     int i;
     if (!kv->mass.mode) return;
-    p->mass = (float *)realloc(p->mass, (size_t)n * sizeof(float));
-    if (!p->mass) exit(1);
+    p->scores = (float *)realloc(p->scores, (size_t)n * sizeof(float));
+    if (!p->scores) exit(1);
     for (i = 0; i < n; i++) {
         const float x = bench_gauss(&p->seed);
-        p->mass[i] = x * x * .001f;
+        p->scores[i] = x * x * .001f;
     }
-    bench_must(tkv_add_scores(kv, 0, 0, 0, n, p->mass), "tkv_add_scores");
+    bench_must(tkv_add_scores(kv, 0, 0, 0, n, p->scores), "tkv_add_scores");
 }
 
 static void fill(pair *p, int which, int tokens) {
@@ -89,7 +92,7 @@ static void fill(pair *p, int which, int tokens) {
         if (n < 1) n = 1;
         bench_append_at(p->kv[which], &p->cfg[which], 0, t, n, p->values);
         bench_must(tkv_attend(p->kv[which], 0, 0, p->q, 1, p->out), "tkv_attend");
-        stir(p, p->kv[which]);
+        add_random_scores(p, p->kv[which]);
     }
 }
 
@@ -118,7 +121,7 @@ static void pair_end(pair *p) {
     free(p->values);
     free(p->q);
     free(p->out);
-    free(p->mass);
+    free(p->scores);
 }
 
 /* Microseconds per token. */
@@ -133,12 +136,12 @@ static double attend(pair *p, int which) {
 }
 
 static void run(pair *p, int cycles, figures *f) {
-    double append[3][CYCLES], look[3][CYCLES], longest[CYCLES];
+    double append[3][CYCLES], attention[3][CYCLES], longest[CYCLES];
     int c, i, which;
     for (c = 0; c < cycles; c++) {
         for (which = 0; which < 2; which++) {
-            append[which][c] = look[which][c] = 0.0;
-            stir(p, p->kv[which]);
+            append[which][c] = attention[which][c] = 0.0;
+            add_random_scores(p, p->kv[which]);
         }
         longest[c] = 0.0;
         for (i = 0; i < CYCLE; i++, p->t++)
@@ -148,21 +151,21 @@ static void run(pair *p, int cycles, figures *f) {
                 t = (bench_seconds(1) - t) * 1e6;
                 append[which][c] += t / (double)CYCLE;
                 if (which == 0 && t > longest[c]) longest[c] = t;
-                look[which][c] += attend(p, which) / (double)CYCLE;
+                attention[which][c] += attend(p, which) / (double)CYCLE;
             }
         append[2][c] = append[0][c] - append[1][c];
-        look[2][c] = look[0][c] - look[1][c];
+        attention[2][c] = attention[0][c] - attention[1][c];
     }
     f->append_more = bench_median(append[2], cycles);
-    f->attend_more = bench_median(look[2], cycles);
+    f->attend_more = bench_median(attention[2], cycles);
     f->longest = bench_median(longest, cycles);
     for (which = 0; which < 2; which++) {
         f->append[which] = bench_median(append[which], cycles);
-        f->attend[which] = bench_median(look[which], cycles);
+        f->attend[which] = bench_median(attention[which], cycles);
     }
 }
 
-static void show(const char *what, int tokens, const figures *f, int csv) {
+static void print_row(const char *what, int tokens, const figures *f, int csv) {
     printf(csv ? "%s,%d,%.3f,%.3f,%.3f,%.1f,%.2f,%.2f,%.2f,%.2f\n"
                : "%-20s %7d %9.2f %9.2f %8.2f %9.1f %10.1f %9.1f %8.1f %7.2f%%\n",
            what, tokens, f->append[0], f->append[1], f->append_more, f->longest, f->attend[0], f->attend[1],
@@ -177,43 +180,43 @@ static void measure(const char *what, const tkv_config *with, const tkv_config *
     pair_begin(&p, with, without, tokens);
     run(&p, cycles, &f);
     pair_end(&p);
-    show(what, tokens, &f, csv);
+    print_row(what, tokens, &f, csv);
 }
 
-/* >>what is fetched: attention with all that may go outside, and none of it */
-static void measure_spill(const tkv_config *shape, int tokens, int cycles, int csv) {
+/* >>offloading: attention after all blocks that can be offloaded are, and without any */
+static void measure_offload(const tkv_config *shape, int tokens, int cycles, int csv) {
     tkv_config with = *shape;
-    double look[3][CYCLES];
+    double attention[3][CYCLES];
     store s;
     pair p;
     int c, which, blocks = 0;
-    store_for(&s, &with, tokens);
+    store_begin(&s, &with, tokens);
     pair_begin(&p, &with, shape, tokens);
     bench_must(tkv_offload(p.kv[0], 0, 0, 1 << 20, &blocks), "tkv_offload");
     for (c = 0; c < cycles; c++) {
-        for (which = 0; which < 2; which++) look[which][c] = attend(&p, which);
-        look[2][c] = look[0][c] - look[1][c];
+        for (which = 0; which < 2; which++) attention[which][c] = attend(&p, which);
+        attention[2][c] = attention[0][c] - attention[1][c];
     }
-    for (which = 0; which < 3; which++) look[which][0] = bench_median(look[which], cycles);
+    for (which = 0; which < 3; which++) attention[which][0] = bench_median(attention[which], cycles);
     printf(csv ? "%s,%d,%d,%.2f,%.2f,%.3f\n" : "%-20s %7d %7d %10.1f %9.1f %13.2f\n", "spill", tokens, blocks,
-           look[0][0], look[1][0], look[2][0] / (blocks ? blocks : 1));
+           attention[0][0], attention[1][0], attention[2][0] / (blocks ? blocks : 1));
     fflush(stdout);
     pair_end(&p);
     free(s.bytes);
 }
 
-/* >>what comes back: to look for it, and to bring it */
+/* >>promotion: the scan for important blocks, and the promotion of one */
 static void measure_promotion(const tkv_config *shape, int tokens, int cycles, int csv) {
     tkv_config cfg = *shape;
-    double scan[CYCLES], bring[CYCLES], t;
+    double scan[CYCLES], promote[CYCLES], t;
     tkv_promotion p;
     store s;
     pair two;
-    int c, which, n = 0, came = 0;
+    int c, which, n = 0, promoted = 0;
     cfg.importance.sample_every = 32;
     cfg.importance.strategy = TKV_IMPORTANCE_ACCUMULATION;
     cfg.offload.keep_exact = 1;
-    store_for(&s, &cfg, tokens);
+    store_begin(&s, &cfg, tokens);
     pair_begin(&two, &cfg, shape, tokens);
     for (c = 0; c < cycles; c++)
         for (which = 0; which < 2; which++) {
@@ -224,11 +227,11 @@ static void measure_promotion(const tkv_config *shape, int tokens, int cycles, i
             bench_must(tkv_promote_important(two.kv[0], 0, 0, &p), "tkv_promote_important");
             t = (bench_seconds(1) - t) * 1e6;
             if (!which) scan[c] = t;
-            else if (p.promoted == 8) bring[n++] = (t - scan[c]) / 8.0; /* until none is left */
-            came += p.promoted;
+            else if (p.promoted == 8) promote[n++] = (t - scan[c]) / 8.0; /* full batches only */
+            promoted += p.promoted;
         }
-    t = n ? bench_median(bring, n) : 0.0;
-    printf(csv ? "%s,%d,%d,%.2f,%.2f\n" : "%-20s %7d %7d %10.1f %13.1f\n", "promote", tokens, came,
+    t = n ? bench_median(promote, n) : 0.0;
+    printf(csv ? "%s,%d,%d,%.2f,%.2f\n" : "%-20s %7d %7d %10.1f %13.1f\n", "promote", tokens, promoted,
            bench_median(scan, cycles), t);
     fflush(stdout);
     pair_end(&two);
@@ -285,11 +288,11 @@ int main(int argc, char **argv) {
         else
             printf("%-20s %7s %7s %10s %9s %13s\n", "", "tokens", "blocks", "attend us", "without",
                    "us per block");
-        for (list = tokens; bench_word(&list, n, sizeof n);) measure_spill(&plain, atoi(n), cycles, csv);
+        for (list = tokens; bench_word(&list, n, sizeof n);) measure_offload(&plain, atoi(n), cycles, csv);
     }
     if (!only || strcmp(only, "promote") == 0) {
-        if (csv) printf("what,tokens,blocks,look_us,us_per_block\n");
-        else printf("%-20s %7s %7s %10s %13s\n", "", "tokens", "blocks", "look us", "us per block");
+        if (csv) printf("what,tokens,blocks,scan_us,us_per_block\n");
+        else printf("%-20s %7s %7s %10s %13s\n", "", "tokens", "blocks", "scan us", "us per block");
         for (list = tokens; bench_word(&list, n, sizeof n);) measure_promotion(&plain, atoi(n), cycles, csv);
     }
     return 0;

@@ -1,20 +1,21 @@
 /*
- * kernels.c - the kernels of each instruction set alone: scores, exponentials and values of one block (64 tokens)
- * of one KV head that stays in the cache, one thread.
+ * kernels.c - measures only the kernels of each instruction set: scores, exponentials and values of one block (64
+ * tokens) of one KV head. The block stays in the processor's cache. One thread.
  *
  * cc -O2 bench/kernels.c -o kernels -lm && ./kernels
  *
- *   --formats kivi4+kivi4,a30+r20    pairs of names, K and V
- *   --isa avx512                     this one only
+ *   --formats kivi4+kivi4,a30+r20    pairs of formats for K and V
+ *   --isa avx512                     only this instruction set
  *   --dim 128 --rows 4               head_dim, query heads per KV head
- *   --runs 400                       a run is 16 blocks
- *   --blocks 1000                    does that many, measures nothing: for tools that count instructions
+ *   --runs 400                       a run has 16 blocks
+ *   --blocks 1000                    computes this many blocks and measures nothing, for tools that count instructions
  *   --csv
  *
- * Before it is measured, each answer is compared with the scalar one. Times are ns per token and KV head, thread
- * CPU time, the least of all runs. Channels of A have equal shares, no order and no mean.
+ * Each result is compared with the scalar one before it is measured. Times are ns per token and KV head in thread CPU
+ * time, the least of all runs. Channels of A formats get equal bits, without an order and without means.
  *
- * Instructions per token, of what qemu emulates: counts of two runs, their difference divided by 64 (m - n).
+ * To count instructions per token under qemu, run n and m blocks, and divide the difference of the counts by 64 (m -
+ * n):
  *
  *   cc -O2 -shared -fPIC tools/qemu_count.c -o qemu_count.so
  *   qemu-aarch64 -plugin ./qemu_count.so kernels --formats a30+r20 --isa neon --blocks n (then m)
@@ -29,14 +30,14 @@
 
 enum { BLOCKS = 16, MAX_RUNS = 10000 };
 
-typedef struct block { /* and queries over it */
+typedef struct block { /* a coded block, and queries that attend to it */
     tkvi_side k, v;
     uint8_t *keys, *values;
     float q[TKVI_ROWS * TKV_MAX_HEAD_DIM], ref[TKV_MAX_HEAD_DIM];
     float scores[TKVI_ROWS * TKVI_BLOCK], out[TKVI_ROWS * TKV_MAX_HEAD_DIM];
 } block;
 
-static uint8_t *coded(tkvi_side *s, tkv_format f, tkv_side which, int dim, uint64_t *seed) {
+static uint8_t *encode_random(tkvi_side *s, tkv_format f, tkv_side which, int dim, uint64_t *seed) {
     float *x = (float *)bench_alloc((size_t)(TKVI_BLOCK * dim) * sizeof(float));
     uint8_t *bytes;
     tkvi_side_init(s, &tkvi_formats[f], which, dim, 64, TKVI_BLOCK, NULL);
@@ -47,7 +48,7 @@ static uint8_t *coded(tkvi_side *s, tkv_format f, tkv_side which, int dim, uint6
     return bytes;
 }
 
-/* What attention does with a block, without looking for a larger maximum. */
+/* Attends to a block as attention does, without the update of an earlier maximum. */
 static void attend(const tkvi_kernels *kernels, block *b, int rows) {
     int r;
     kernels->k[b->k.format->stored](&b->k, b->keys, NULL, b->q, b->ref, rows, TKVI_BLOCK,
@@ -74,7 +75,7 @@ static void check(const tkvi_kernels *kernels, block *b, int rows) {
         error = fabsf(want[i] - b->out[i]) > error ? fabsf(want[i] - b->out[i]) : error;
     }
     if (!(error <= 1e-4f * most)) {
-        fprintf(stderr, "%s: other answers than scalar\n", kernels->name);
+        fprintf(stderr, "%s: results differ from the scalar code\n", kernels->name);
         exit(1);
     }
 }
@@ -94,7 +95,7 @@ static double measure(const tkvi_kernels *kernels, block *b, int rows, int runs)
 static tkv_format format_of(char *name, const char *pair, tkv_side which) {
     tkv_format f = bench_format_named(name);
     if (f == TKV_FORMAT_DEFAULT || !tkvi_format_stores(&tkvi_formats[f], which)) {
-        fprintf(stderr, "\"%s\" is no pair of formats for K and V\n", pair);
+        fprintf(stderr, "\"%s\" is not a pair of formats for K and V\n", pair);
         exit(1);
     }
     return f;
@@ -108,7 +109,7 @@ int main(int argc, char **argv) {
     static block b;
     char pair[64];
     if (dim < 1 || dim > TKV_MAX_HEAD_DIM || rows < 1 || rows > TKVI_ROWS || runs < 1 || runs > MAX_RUNS) {
-        fprintf(stderr, "head_dim 1 to %d, 1 to %d rows, 1 to %d runs\n", TKV_MAX_HEAD_DIM, TKVI_ROWS,
+        fprintf(stderr, "--dim: 1 to %d; --rows: 1 to %d; --runs: 1 to %d\n", TKV_MAX_HEAD_DIM, TKVI_ROWS,
                 MAX_RUNS);
         return 1;
     }
@@ -128,8 +129,8 @@ int main(int argc, char **argv) {
         strcpy(name[0], pair);
         strcpy(name[1], plus ? plus + 1 : "");
         if (plus) name[0][plus - pair] = 0;
-        b.keys = coded(&b.k, format_of(name[0], pair, TKV_K), TKV_K, dim, &seed);
-        b.values = coded(&b.v, format_of(name[1], pair, TKV_V), TKV_V, dim, &seed);
+        b.keys = encode_random(&b.k, format_of(name[0], pair, TKV_K), TKV_K, dim, &seed);
+        b.values = encode_random(&b.v, format_of(name[1], pair, TKV_V), TKV_V, dim, &seed);
         bench_fill(&seed, b.q, (size_t)(rows * b.k.pad));
         for (i = 0; i < rows * b.k.pad; i++) b.q[i] = i % b.k.pad < dim ? 0.1f * b.q[i] : 0.0f;
         printf(csv ? "%s" : "%-14s", pair);

@@ -1,18 +1,19 @@
 /*
- * mass.c - what gathering attention mass (cfg.importance.sample_every) takes of a decode step: the same call with
- * it and without.
+ * mass.c - measures what the collection of attention scores (cfg.importance.sample_every) adds to a decode step, by the
+ * same calls with it and without.
  *
  * cc -O2 bench/mass.c -o mass -lm -pthread && ./mass
  *
  *   --ctx 8192,32768  --every 32,16,1  --format tiers    tokens; cfg.importance.sample_every; plan
  *   --heads 32 --kv-heads 8 --dim 128                    one shape instead of two
- *   --isa avx2  --layers 4  --seconds 3  --csv           8 layers at most; seconds per row
+ *   --isa avx2  --layers 4  --seconds 3  --csv           at most 8 layers; seconds per row
  *   --group mean                                         cfg.importance.heads: mean, max, sum
  *
- * A run is 32 tokens, appended and attended to in every layer and taken away again (tkv_seq_abort). `step` is the
- * time of tkv_attend per token and layer without gathering, `more` what gathering adds: means over tokens and
- * layers of the least CPU time of each call. `pairs` is the median over runs of the same share, each run's 32
- * tokens with it against without. The rest of a model's step would make the share smaller.
+ * A run appends 32 tokens and attends in every layer. tkv_seq_abort then removes the tokens. Columns:
+ *   step us   tkv_attend per token and layer without collection: mean over tokens and layers of each call's least time
+ *   more      time that collection adds to it, and the same as a share
+ *   pairs     the same share as a median over runs, from all calls of a run with collection and without
+ * Times are CPU time. A step of a model also has matrix products, so the share there is smaller.
  */
 #ifndef _DEFAULT_SOURCE
 #define _DEFAULT_SOURCE /* clock_gettime */
@@ -24,15 +25,15 @@
 
 enum { STEPS = 32, LAYERS = 8, NEVER = 1 << 30, RUNS = 1000 };
 
-typedef struct race {
+typedef struct subject {
     tkv_cache *kv;
     tkv_config cfg;
     float *values, *q, *out;
-    double least[2][STEPS][LAYERS]; /* seconds of each call, without gathering and with it */
-} race;
+    double least[2][STEPS][LAYERS]; /* seconds of each call, without collection and with it */
+} subject;
 
-/* What gathering adds to a run, as a part of what it takes without. */
-static double run(race *r, int every) {
+/* Runs 32 tokens; returns the time that collection adds, over the time without it. */
+static double run(subject *r, int every) {
     const size_t row = (size_t)(r->cfg.model.n_kv_heads * r->cfg.model.head_dim);
     double sum[2] = {0.0, 0.0};
     int i, layer, k;
@@ -60,12 +61,13 @@ static double run(race *r, int every) {
 static void measure(const tkv_config *shape, const char *plan, int ctx, int every, double seconds, int csv) {
     double mean[2] = {0.0, 0.0}, more[RUNS], start;
     uint64_t seed = 1;
-    race r;
+    subject r;
     int i, which, layer, runs = 0;
     memset(&r, 0, sizeof r);
     r.cfg = *shape;
     r.cfg.importance.sample_every = every;
-    if (!bench_plan(&r.cfg, plan)) fprintf(stderr, "there is no plan \"%s\" for this shape\n", plan), exit(1);
+    if (!bench_plan(&r.cfg, plan))
+        fprintf(stderr, "unknown plan \"%s\", or not for this shape\n", plan), exit(1);
     r.values = bench_values(&r.cfg, &seed);
     r.q = bench_queries(&r.cfg, 1, &seed);
     r.out = (float *)bench_alloc((size_t)(r.cfg.model.n_heads * r.cfg.model.head_dim) * sizeof(float));
@@ -115,7 +117,8 @@ int main(int argc, char **argv) {
         if (cfg.model.n_layers < 1 || cfg.model.n_layers > LAYERS)
             fprintf(stderr, "--layers: 1 to 8\n"), exit(1);
         if (!csv)
-            printf("gathering: head_dim %d, %d query and %d KV heads, %d layers, 1 thread, %s kernels\n"
+            printf("collecting attention scores: head_dim %d, %d query and %d KV heads, %d layers, 1 thread, "
+                   "%s kernels\n"
                    "%-8s %7s %6s %6s %10s %9s %8s %8s\n",
                    cfg.model.head_dim, cfg.model.n_heads, cfg.model.n_kv_heads, cfg.model.n_layers, isa,
                    "format", "ctx", "every", "runs", "step us", "more us", "more", "pairs");

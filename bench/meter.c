@@ -1,5 +1,5 @@
 /*
- * meter.c - what the quality meter costs, in time and bytes. One query, one thread, the default plan.
+ * meter.c - measures the time and the bytes of the quality meter. One query, one thread, the default plan.
  *
  * cc -O2 bench/meter.c examples/tieredkv.c -o meter -lm && ./meter
  *
@@ -9,12 +9,17 @@
  *   --isa avx2               auto, scalar, avx2, avx512, neon, wasm
  *   --csv
  *
- * The difference that a meter makes to a decode step is below the noise of most machines. So one head is
- * measured at every second position, and attention to its layer is timed there and in between: medians of
- * thread CPU time, their difference is `compare`. `step` is the median of a whole step, an append and an
- * attention for each layer. `cost` is what cfg.meter.heads comparisons every `every` steps are of it,
- * `a head` the time of attention to one KV head. `bytes` are the meter's exact copies, `share` what they are
- * of the cache, `coverage` how much of the coded tokens they are of.
+ * The time that a meter adds to a decode step is below the noise of most machines. So this program compares one head at
+ * every second position, and times attention to its layer at these positions and between them. Columns:
+ *   step ms     median of a whole step: an append and an attention for each layer
+ *   a head us   attention to one KV head
+ *   compare     time of one comparison: the difference of both medians, in us
+ *   cost        share of `heads` comparisons every `every` steps in the time of these steps
+ *   bytes       exact copies of the meter
+ *   share       the same as a share of all bytes of the cache
+ *   coverage    share of the coded tokens that have an exact copy
+ *   error, KL, top-1   quality that the meter reports for random values
+ * Times are thread CPU time.
  */
 #ifndef _DEFAULT_SOURCE
 #define _DEFAULT_SOURCE /* clock_gettime */
@@ -36,15 +41,15 @@ static void measure(tkv_config *cfg, int ctx, int csv, float *values, const floa
     tkv_quality_info info;
     tkv_memory_info memory;
     bench_must(tkv_estimate_memory(cfg, ctx, 1, &memory), "tkv_estimate_memory");
-    bench_must(tkv_create(cfg, &kv), "tkv_create"); /* the one that is spoken of ... */
+    bench_must(tkv_create(cfg, &kv), "tkv_create"); /* a cache with the meter of the options, for `every` */
     bench_must(tkv_get_quality(kv, TKV_ALL_LAYERS, &info), "tkv_get_quality");
     tkv_destroy(kv);
     every = info.every;
     if (every == 0) {
-        fprintf(stderr, "there is no meter here\n");
+        fprintf(stderr, "this build has no meter\n");
         exit(1);
     }
-    cfg->meter.heads = 1; /* ... and the one that is measured */
+    cfg->meter.heads = 1; /* the cache to measure */
     cfg->meter.every = 2;
     bench_must(tkv_create(cfg, &kv), "tkv_create");
     cfg->meter.heads = watch;
@@ -56,11 +61,11 @@ static void measure(tkv_config *cfg, int ctx, int csv, float *values, const floa
             bench_fill(&seed, values, 2 * BENCH_CHUNK * row);
             bench_must(tkv_append(kv, 0, layer, values, values + BENCH_CHUNK * row, n), "tkv_append");
         }
-        bench_must(tkv_get_quality(kv, layer, &info), "tkv_quality_of");
+        bench_must(tkv_get_quality(kv, layer, &info), "tkv_get_quality");
         if (info.heads) watched = layer;
     }
     fprintf(stderr, "\r%7d: measure        ", ctx);
-    for (t = -4; t < STEPS; t++) { /* the first ones warm up */
+    for (t = -4; t < STEPS; t++) { /* the first four steps warm up */
         double begin = bench_seconds(1);
         for (layer = 0; layer < cfg->model.n_layers; layer++) {
             const float *at = values + (size_t)(((t + 4) * 13 + layer) % BENCH_CHUNK) * row;
@@ -68,14 +73,14 @@ static void measure(tkv_config *cfg, int ctx, int csv, float *values, const floa
             bench_must(tkv_append(kv, 0, layer, at, at + row, 1), "tkv_append");
             s = bench_seconds(1);
             bench_must(tkv_attend(kv, 0, layer, q + (size_t)((t + 4) % 7) * row, 1, out), "tkv_attend");
-            n = (ctx + t + 4) % 2; /* its position is even: it is measured */
+            n = (ctx + t + 4) % 2; /* 0: the meter compares at even positions */
             if (t >= 0 && layer == watched) attend[n][count[n]++] = bench_seconds(1) - s;
         }
         if (t >= 0) step[t] = bench_seconds(1) - begin;
     }
     bench_must(tkv_get_quality(kv, TKV_ALL_LAYERS, &info), "tkv_get_quality");
     if (info.samples != (uint64_t)(STEPS + 4) / 2u * (uint64_t)(cfg->model.n_heads / cfg->model.n_kv_heads)) {
-        fprintf(stderr, "other samples than expected\n");
+        fprintf(stderr, "unexpected number of samples\n");
         exit(1);
     }
     whole = bench_median(step, STEPS);

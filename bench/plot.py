@@ -1,28 +1,29 @@
 #!/usr/bin/env python3
-"""Draws the table of bench/quality --csv, bits of a stored value against KL divergence, the speed of decoding, or bytes
-under a budget.
+"""Draws CSV files of the benchmarks: bits per value against KL divergence, the speed of decoding, bytes under a
+budget, or eviction against compression.
 
     python3 bench/plot.py build/quality/smollm2.csv bench/quality.svg
     python3 bench/plot.py --speed build/speed.csv build/rivals.csv bench/speed.svg
     python3 bench/plot.py --budget build/budgets/*.csv bench/budget.svg
     python3 bench/plot.py --keep build/quality/smollm2-keep.csv bench/keep.svg
 
-Quality.
-Left: the format that old tokens have, metadata included. Right: the whole cache at the end of the window,
-exact tokens, tables and free room included (rivals: what their formats need and nothing else). Down and left
-is better. Plans with loaded tables are left out.
+Quality. Left: bits per value of the format of old tokens, metadata included. Right: bits per value of the whole cache
+at the end of the window, with exact tokens, tables and free memory; for rivals, only the bytes of their formats.
+Points further down and left are better. Plans with loaded tables are left out.
 
-Speed. Nanoseconds per token and KV head of a decode step against the tokens it reads, head_dim 128, 32 query and 8
-KV heads, one thread: rows of `bench/attend --csv` of that shape and all rows of `bench/rivals.py --csv` (where both
-have one, the later file counts). Dotted: what reading alone would take, by the median read speed of those runs.
+Speed. Nanoseconds per token and KV head of a decode step, against the tokens that it reads. head_dim 128, 32 query
+and 8 KV heads, one thread. The rows come from `bench/attend --csv` (only this shape) and `bench/rivals.py --csv`. If
+two files have the same row, the later file counts. Dotted lines: time to read the bytes, at the median bandwidth of
+these runs.
 
-Budget. Bytes of the whole cache against its tokens, one line per file of `budget --csv`. Dashed: the budget, with its
-share of what FP16 would take for all tokens. A dot: from here on the level beside it.
+Budget. Bytes of the whole cache against its tokens, one line per file of `budget --csv`. Dashed lines: the budgets. A
+dot marks a change to the level beside it.
 
-Keep. Tokens that are dropped against tokens that are compressed, and both: the whole cache's bytes at the end of the
-window, as a share of FP16's, against KL divergence. Plans with a + in their name drop tokens.
+Keep. Plans that evict tokens, plans that compress them, and plans that do both: bytes of the whole cache at the end
+of the window, as a share of FP16, against KL divergence. Plans with a + in their name evict tokens, unless they end
+in +anchors.
 
-Pictures want matplotlib.
+The pictures need matplotlib.
 """
 import re
 import statistics
@@ -30,14 +31,14 @@ import sys
 
 from tables import keeps_old_tokens, read_rows
 
-# One colour and marker each. Others' formats are the library's as well, but somebody else's idea.
+# Colour and marker of each kind. "others' formats here": formats of other authors that the library implements.
 KINDS = {"tieredkv": ("#0072b2", "o"), "others' formats here": ("#e69f00", "s"), "rivals": ("#666666", "^")}
 OWN = re.compile(r"[ar]\d|(quality|balanced|compact|extreme)\b")
 SIGNS = {"fit": "+fit", "rotate": "+rot", "center": "+mean"}
 
 
 def label_of(name):
-    """What tells plans apart: the archive's format or the preset, and more; or the rival's name."""
+    """Returns a label: the archive's format or the preset, with marks for options; or the rival's name."""
     label, more = name, ""
     for word in name.split():
         key, _, value = word.partition("=")
@@ -59,7 +60,7 @@ def kind_of(row):
 
 # >>picture
 def front(points):
-    """The points that no other one beats in both."""
+    """Returns the Pareto front: points that no other point beats in both coordinates."""
     best, out = float("inf"), []
     for x, y in sorted(points):
         if y < best:
@@ -69,7 +70,7 @@ def front(points):
 
 
 def write_labels(axes, points):
-    """Beside each point, at the first place that is free."""
+    """Writes the label of each point at the first free place beside it."""
     from matplotlib.transforms import Bbox
 
     axes.figure.canvas.draw()
@@ -95,7 +96,7 @@ def pyplot():
     import matplotlib
 
     matplotlib.use("Agg")
-    matplotlib.rcParams["svg.hashsalt"] = "tieredkv"  # the same file from the same table
+    matplotlib.rcParams["svg.hashsalt"] = "tieredkv"  # makes the file reproducible
     matplotlib.rcParams["svg.fonttype"] = "none"
     import matplotlib.pyplot
 
@@ -139,13 +140,13 @@ RIVALS = {"f16": "o", "q8_0": "s", "q4_0": "^"}
 
 
 def decode_rows(paths):
-    """(engine and path, format) to {tokens: (ns, bytes)}; the median speed of reading, in bytes per ns."""
+    """Returns {(engine and path, format): {tokens: (ns, bytes)}}, and the median read bandwidth in bytes per ns."""
     lines, reads = {}, []
     shape = {"heads": "32", "kv_heads": "8", "dim": "128", "queries": "1", "threads": "1", "precise": "0"}
     for path in paths:
         rows = read_rows(path)
         if "what" not in rows[0]:
-            shape["isa"] = rows[0]["isa"]  # the best one comes first
+            shape["isa"] = rows[0]["isa"]  # the first row has the best instruction set
             rows = [dict(row, time=row["ns"]) for row in rows if all(row[key] == shape[key] for key in shape)]
         for row in rows:
             if row.get("what", "decode") == "decode":
@@ -181,11 +182,11 @@ def draw_speed(lines, read, path):
 
 
 # >>budget
-BUDGETS = ("#666666", "#0072b2", "#e69f00", "#009e73", "#cc79a7", "#d55e00", "#56b4e9")  # the first: without one
+BUDGETS = ("#666666", "#0072b2", "#e69f00", "#009e73", "#cc79a7", "#d55e00", "#56b4e9")  # the first colour: no budget
 
 
 def budget_runs(paths):
-    """Rows of each run as numbers, the loosest first."""
+    """Returns the rows of each run as numbers, the largest budget first."""
     runs = [[{key: float(value) for key, value in row.items()} for row in read_rows(path)] for path in paths]
     return sorted(runs, key=lambda rows: -(rows[0]["budget"] or float("inf")))
 
@@ -193,7 +194,7 @@ def budget_runs(paths):
 def label_of_budget(last):
     if not last["budget"]:
         return "no budget"
-    share = last["budget"] / (last["fp16"] / last["tokens"] * last["asked"])
+    share = last["budget"] / (last["fp16"] / last["tokens"] * last["total"])
     return "budget %.1f MB, %.0f %% of FP16" % (last["budget"] / 1e6, 100 * share)
 
 
@@ -215,7 +216,7 @@ def draw_budgets(runs, path):
                 axes.annotate("%d" % row["level"], at, (0, -11), color=colour, textcoords="offset points", fontsize=8,
                               ha="center")
     axes.set_xlabel("tokens in the cache")
-    axes.set_ylabel("MB, everything counted")
+    axes.set_ylabel("MB, all memory counted")
     axes.set_xlim(0)
     axes.set_ylim(0)
     axes.grid(True, linewidth=0.3, alpha=0.5)
@@ -224,14 +225,14 @@ def draw_budgets(runs, path):
 
 
 # >>keep
-KEEPING = {"dropped, the others exact": ("#d55e00", "^"), "compressed": ("#0072b2", "o"),
-           "dropped and compressed": ("#009e73", "D")}
+KEEPING = {"evicted, the others exact": ("#d55e00", "^"), "compressed": ("#0072b2", "o"),
+           "evicted and compressed": ("#009e73", "D")}
 
 
 def keeping_of(name):
     if name.startswith("f16+"):
-        return "dropped, the others exact"
-    return "dropped and compressed" if "+" in name and not name.endswith("+anchors") else "compressed"
+        return "evicted, the others exact"
+    return "evicted and compressed" if "+" in name and not name.endswith("+anchors") else "compressed"
 
 
 def draw_keeping(rows, path):

@@ -1,21 +1,23 @@
 /*
- * prefill.c - the speed of attention with many queries. One layer, one thread.
+ * prefill.c - measures attention with many queries. One layer, one thread.
  *
  * cc -O2 bench/prefill.c examples/tieredkv.c -o prefill -lm -pthread && ./prefill
  *
  *   --formats f16,a30/r30,tiers   plans (bench_plan in bench.h)
- *   --tokens 4096 --chunk 512     of a prompt; a chunk is at most 512
+ *   --tokens 4096 --chunk 512     tokens of the prompt and of a chunk, at most 512
  *   --runs 3
  *   --only chunk                  one of the tables: chunk, prompt
  *   --heads 32 --kv-heads 8 --dim 128 --isa avx2 --precise --csv
  *
- * Chunk: one tkv_attend of the last 512 queries, causal, over 4,096 tokens that are coded but for sinks and the
- * hot tail (a chunk is exact until the next append: here one more token has come). Prompt: 4,096 tokens from
- * empty, for each chunk an append and an attention; `append` is the appends' part of it. Milliseconds of CPU
- * time, least and median of the runs; GFLOP/s are of 4 * head_dim for each query head and key that a query sees.
+ * Chunk: one causal tkv_attend of the last 512 queries over 4,096 tokens. All tokens are coded except sinks and the
+ * hot tail. (A chunk is exact until the next append, so one more token was appended alone.) Prompt: 4,096 tokens into
+ * an empty cache, an append and an attention for each chunk; `append` is the time of the appends. Times are
+ * milliseconds of CPU time, least and median of the runs. GFLOP/s count 4 * head_dim operations for each query head
+ * and each key that a query sees.
  *
- * Checked before: many queries over a short cache (bench_check in bench.h: `error`, `own`). Checked after: the last
- * queries of the last chunk against tkv_attend_reference, which must differ as little.
+ * Before measuring, bench_check (bench.h) checks many queries on a short cache; it gives `error` and `own`. After
+ * measuring, the last two queries of the last chunk are compared with tkv_attend_reference. They may differ by at most
+ * twice `error`, or 1e-6.
  */
 #ifndef _DEFAULT_SOURCE
 #define _DEFAULT_SOURCE /* clock_gettime */
@@ -30,7 +32,7 @@ typedef struct options {
     int tokens, chunk, runs, csv;
 } options;
 
-/* out: [chunk][heads][dim] of the chunk that ends with the cache's last token. */
+/* Checks the last queries. out: [chunk][heads][dim] of the chunk that ends with the cache's last token. */
 static void check_last(tkv_cache *kv, const tkv_config *cfg, const options *o, const char *plan,
                        const float *q, const float *out, bench_error error) {
     const size_t row = (size_t)cfg->model.n_heads * (size_t)cfg->model.head_dim,
@@ -47,7 +49,7 @@ static void check_last(tkv_cache *kv, const tkv_config *cfg, const options *o, c
     free(want);
     if (!(d <= 1e-6 || d <= 2.0 * error.arithmetic)) {
         bench_clear_line();
-        fprintf(stderr, "%s: wrong answers, %.1e from the reference\n", plan, d);
+        fprintf(stderr, "%s: wrong results, %.1e from the reference\n", plan, d);
         exit(1);
     }
 }
@@ -124,8 +126,8 @@ int main(int argc, char **argv) {
     o.csv = bench_option(argc, argv, "csv") != NULL;
     if (o.chunk < CHECKED || o.chunk > BENCH_CHUNK || o.tokens < 2 * o.chunk || o.tokens % o.chunk != 0 ||
         o.runs < 1 || o.runs > MAX_RUNS) {
-        fprintf(stderr, "chunks of %d to %d, at least two, without a rest; 1 to %d runs\n", CHECKED,
-                BENCH_CHUNK, MAX_RUNS);
+        fprintf(stderr, "--chunk: %d to %d; --tokens: a multiple of it, at least twice; --runs: 1 to %d\n",
+                CHECKED, BENCH_CHUNK, MAX_RUNS);
         return 1;
     }
     values = bench_values(&shape, &seed);

@@ -1,12 +1,13 @@
 /*
- * quality.c - what a plan costs on a real model and real text: perplexity, KL divergence, bytes per token.
+ * quality.c - measures the loss and the bytes of plans on a real model and real text: perplexity, KL divergence, bytes
+ * per token.
  *
  * cc -O2 bench/quality.c -o quality -lm -pthread && ./quality model.gguf
  *
- * The text is fed in chunks that end where a block leaves the hot tail, which is the decode path exactly:
- * every position reads what it would read token by token. Its logits are compared with those of the same
- * model with an exact F32 cache, which are kept in a file, so that the next list of plans finds them.
- * QUALITY.md says what is measured and how to read it; `./quality` alone lists the options.
+ * The text is read in chunks that end where a block leaves the hot tail. So every position sees the same coded tokens
+ * as in decoding token by token. The logits are compared with those of the same model and an exact F32 cache. The
+ * exact logits are kept in a file for later runs. QUALITY.md explains the measurement. `./quality --help` lists the
+ * options.
  */
 #ifndef _DEFAULT_SOURCE
 #define _DEFAULT_SOURCE /* clock_gettime, mkdir, getpid */
@@ -26,47 +27,44 @@
 
 static const char usage[] =
     "quality MODEL [options]\n"
-    "MODEL is a .gguf file, or a .bin of llama2.c with its tokenizer.bin beside it.\n"
+    "MODEL is a .gguf file, or a .bin of llama2.c with its tokenizer.bin in the same folder.\n"
     "\n"
-    "  --text FILE           (text/wiki.test.raw in $TKV_DATA or ../shared/data)\n"
-    "  --window FROM:TOKENS  a piece of the text, in tokens; may be repeated (the first 8,192 tokens, in "
-    "windows\n"
-    "                        of 4096 or as many as the model was made for, 8 at most)\n"
-    "  --from N              positions before this one are read and not scored (512, or half a window)\n"
-    "  --tables-text FILE    what the word tables= takes its piece from (the text itself)\n"
-    "  --plan PLAN           may be repeated; without it, a list that goes through the formats\n"
-    "  --plans FILE          one plan a line, # begins a comment\n"
-    "  --rivals, --no-rivals add the rivals, or leave them out (added when no plan is given)\n"
-    "  --passkey             a number is hidden at five depths of the first window and asked for at its end\n"
-    "  --needle TEXT         the line that hides it, with ##### in its place (The pass key is #####. "
-    "Remember\n"
+    "  --text FILE           text (text/wiki.test.raw in $TKV_DATA or ../shared/data)\n"
+    "  --window FROM:TOKENS  piece of the text, in tokens; may be repeated (windows of 4096 tokens, or of\n"
+    "                        the model's context if that is shorter: the first 8,192 tokens, at most 8)\n"
+    "  --from N              first position that is scored (512; half a window if one is short)\n"
+    "  --tables-text FILE    text for the word tables= (the same text)\n"
+    "  --plan PLAN           plan to measure; may be repeated (a list of plans for all kinds of formats)\n"
+    "  --plans FILE          file with one plan per line; # begins a comment\n"
+    "  --rivals, --no-rivals measures rivals, or does not (yes, unless there are --plan or --plans)\n"
+    "  --passkey             hides a number at five depths of the first window and asks for it at the end\n"
+    "  --needle TEXT         line with the number, which replaces ##### (The pass key is #####. Remember\n"
     "                        it. ##### is the pass key.)\n"
-    "  --question TEXT       the line that asks (What is the pass key? The pass key is)\n"
-    "  --threads N           so many plans at a time (1)\n"
-    "  --csv FILE            the table for a program, one line per plan and window\n"
-    "  --cache DIR           where the exact logits are kept (build/quality)\n"
+    "  --question TEXT       line with the question (What is the pass key? The pass key is)\n"
+    "  --threads N           number of plans and windows measured at once (1)\n"
+    "  --csv FILE            writes the table as CSV, one line per plan and window\n"
+    "  --cache DIR           folder of the exact logits (build/quality)\n"
     "  --theta X             base of RoPE (the model's)\n"
-    "  --rope-halves         RoPE turns channels (i, i + d/2)\n"
+    "  --rope-halves         RoPE rotates the pairs of channels (i, i + d/2)\n"
     "\n"
-    "PLAN is words, or hot,warm,archive in one of them, or a rival's name:\n"
-    "  'sinks=4 hot=64:f16 warm=448:kivi4 archive=kivi2 group=64'    what is left out is the default\n"
-    "  64,448:kivi4,kivi2/kivi4                                      two formats: one for K, one for V\n"
+    "PLAN is a list of words, of which one may be hot,warm,archive; or a rival's name:\n"
+    "  'sinks=4 hot=64:f16 warm=448:kivi4 archive=kivi2 group=64'    omitted words take their defaults\n"
+    "  64,448:kivi4,kivi2/kivi4                                      one format for K, one for V\n"
     "  'preset=compact tables=4096'\n"
     "Words:\n" PLAN_HELP
-    "  tables N           A and R formats get tables from the N tokens behind the last window (of\n"
-    "                     --tables-text the first N) instead of learning in each window; FROM:N: from these\n"
-    "  budget N%           cfg.budget.bytes, in percent of the window's FP16 bytes: levels are taken as "
-    "needed\n"
-    "  name NAME          for the table\n"
-    "Rivals: +h is after a Hadamard transform; streaming:N keeps N tokens, alone as many as the bytes of "
-    "the\n"
-    "default plan are in FP16.\n";
+    "  tables N           loads tables for A and R formats, instead of learning them in each window. They\n"
+    "                     are made from the N tokens after the last window, or from the first N tokens of\n"
+    "                     --tables-text. FROM:N: from N tokens at FROM\n"
+    "  budget N%          sets cfg.budget.bytes, in percent of the window's FP16 bytes\n"
+    "  name NAME          name of the plan in the table\n"
+    "Rivals: +h applies a Hadamard transform first. streaming:N keeps N tokens; without N, it keeps as many\n"
+    "FP16 tokens as fit into the bytes of the default plan.\n";
 
 static const char *const standard_plans[] = {
     /* the library's own formats, most bits first */
     "preset=quality", "preset=balanced", "64,448:a40/r40,a30/r20", "preset=compact", "64,448:a40/r40,a20/r20",
     "preset=extreme", "64,448:a40/r40,a15/r15", "64,none,a30/r20", "64,none,a20/r15",
-    /* the same with tables from elsewhere */
+    /* plans with tables from another part of the text */
     "preset=balanced tables=4096", "64,448:a40/r40,a30/r20 tables=4096", "preset=extreme tables=4096",
     /* designs of others */
     "64,448:q8,q8", "64,448:kivi4,kivi4", "64,448:kivi4,kivi3", "preset=kivi", "64,none,kivi2",
@@ -74,7 +72,7 @@ static const char *const standard_plans[] = {
     "64,none,int4 rotate=k+v", "64,none,int4 rotate=k+v center=1", "64,none,fp8-e4m3",
     "64,none,fp4 rotate=k+v", "64,none,subspace4", "64,none,subspace2"};
 
-/* For windows too short for three tiers and for learning in each. */
+/* Plans for windows that are too short for three tiers and for learning tables. */
 static const char *const short_plans[] = {"64,none,a40/r40 tables=4096",
                                           "64,none,a30/r30 tables=4096",
                                           "64,none,a30/r20 tables=4096",
@@ -111,15 +109,15 @@ enum {
     MAX_PLANS = 256,
     MAX_LESSONS = 16,
     MAX_WINDOWS = 64,
-    SHORT = 1024,
+    SHORT = 1024, /* windows of fewer tokens are short: see short_plans */
     MAX_KEYS = 5,
     MAX_NAME = 240,
-    BATCH = 64,
-    MOST = 1 << 24
+    BATCH = 64,       /* positions per batch of estimate_of */
+    MAX_POS = 1 << 24 /* largest position and length of a window */
 };
 
-typedef struct lesson { /* of a text, and the tables that were learned from it */
-    int from, length;   /* from < 0: behind the last window */
+typedef struct lesson { /* a piece of text, and the tables made from it */
+    int from, length;   /* from < 0: after the last window */
     unsigned char *tables;
     size_t bytes;
 } lesson;
@@ -128,54 +126,54 @@ typedef struct plan {
     char name[MAX_NAME];
     tkv_config cfg;
     const rival_kind *rival; /* NULL: a plan of the library */
-    int theirs;              /* for the plot: a rival, by the library's formats or not */
-    int budget;              /* tokens of a rival that forgets; 0: see fill_budget */
-    int percent;             /* of FP16: the byte budget; 0: none */
-    lesson *tables;          /* NULL: it learns in each window */
+    int is_rival;   /* column `rival` of the CSV; 1 also for rivals built from the library's formats */
+    int budget;     /* tokens that StreamingLLM keeps; 0: see fill_budget */
+    int percent;    /* byte budget in percent of FP16; 0: none */
+    lesson *tables; /* NULL: learns tables in each window */
 } plan;
 
 typedef struct window {
     int from, length;
-    int *tokens; /* length + 1; the last one is -1 at the end of the text */
+    int *tokens; /* [length + 1]; the last one is -1 at the end of the text */
     uint64_t key;
-    char path[1024]; /* of the exact logits */
+    char path[1024]; /* file of the exact logits */
 } window;
 
-typedef struct passkey { /* filler with a number in it, then the question */
-    int depth;           /* percent of the filler that stands before the number */
+typedef struct passkey { /* filler with a number, then a question */
+    int depth;           /* percent of the filler before the number */
     int *tokens, n;
     char digits[8];
-    int known; /* the exact cache answers it: only then it counts */
+    int known; /* 1: the exact cache answers correctly; other passkeys are left out */
 } passkey;
 
-typedef struct result {        /* of a plan in a window, or with a passkey */
-    int done, right;           /* right: the passkey's digits came */
-    int n, predicted;          /* scored positions; those with a known next token are the first so many */
-    double *kl, *loss, *delta; /* nats; delta: loss minus the exact cache's */
-    double same;               /* likeliest tokens that are the exact cache's */
+typedef struct result {        /* result of a plan in a window, or with a passkey */
+    int done, right;           /* right: the answer begins with the passkey's digits */
+    int n, predicted;          /* scored positions; the first `predicted` have a known next token */
+    double *kl, *loss, *delta; /* nats; delta: loss less the loss of the exact cache */
+    double same;               /* positions with the same likeliest token as the exact cache */
     double archive_bits, bytes, fp16_bytes;
 } result;
 
-/* Everything that the workers share. */
+/* State that all workers share. */
 static struct {
     llama_model model;
     const char *model_path, *text_path, *tables_path, *cache_dir, *needle, *question;
     int from;
-    int *text, n_text; /* as tokens, without a BOS in front */
+    int *text, n_text; /* tokens, without BOS */
     window windows[MAX_WINDOWS];
     passkey keys[MAX_KEYS];
     plan plans[MAX_PLANS];
     lesson lessons[MAX_LESSONS];
     int n_windows, n_keys, n_plans, n_lessons;
-    int per_plan;         /* jobs: windows, then passkeys */
-    int exact;            /* the jobs are those of the exact cache, per_plan of them */
-    pthread_mutex_t lock; /* guards what follows */
+    int per_plan;         /* jobs per plan: windows, then passkeys */
+    int exact;            /* 1: the jobs run the exact cache */
+    pthread_mutex_t lock; /* guards all fields below */
     pthread_cond_t finished;
-    int n_rows;     /* printed */
+    int n_rows;     /* rows printed */
     int next, last; /* job j is job j % per_plan of plan j / per_plan */
     result *results;
     const char *doing;
-    double work, total_work, start, shown; /* shown: when the progress line was, 0: it is not there */
+    double work, total_work, start, shown; /* shown: time of the last progress line; 0: no line */
 } all;
 
 LLAMA_PRINTF(1, 2)
@@ -200,7 +198,7 @@ static const char *parse_tables(const char *text, lesson **tables) { /* 4096, 81
     int from = -1, length, i;
     if ((colon && !plan_count(text, (size_t)(colon - text), &from)) ||
         !plan_count(colon ? colon + 1 : text, strlen(colon ? colon + 1 : text), &length) || length < 1)
-        return "tables= wants TOKENS or FROM:TOKENS";
+        return "tables= must be TOKENS or FROM:TOKENS";
     for (i = 0; i < all.n_lessons; i++)
         if (all.lessons[i].from == from && all.lessons[i].length == length) break;
     if (i == MAX_LESSONS) return "too many pieces of text for tables";
@@ -215,25 +213,25 @@ static const char *parse_budget(const char *text, plan *p) {
     const size_t n = strcspn(text, "%");
     if (!plan_count(text, n, &p->percent) || strcmp(text + n, "%") != 0 || p->percent < 1 ||
         p->percent > 1000)
-        return "budget= wants a percentage of FP16's bytes, such as 25%";
-    p->cfg.budget.bytes = (size_t)1 << 30; /* for the checks; subject_create knows the window */
+        return "budget= must be 1% to 1000% of FP16's bytes, such as 25%";
+    p->cfg.budget.bytes = (size_t)1 << 30; /* for tkv_validate_config; subject_create sets the real budget */
     return NULL;
 }
 
-/* NULL, or what is wrong with the text. */
+/* Parses a plan. Returns NULL, or a text about the error. */
 static const char *parse_plan(const char *text, const llama_model *m, plan *p) {
     static char reason[200];
     char words[MAX_NAME], *word, *next;
     const char *wrong = NULL;
     memset(p, 0, sizeof *p);
     if (strlen(text) >= MAX_NAME) return "it is too long";
-    if (strpbrk(text, "\"\n")) return "it has a quote in it";
+    if (strpbrk(text, "\"\n")) return "it contains a quote";
     strcpy(p->name, text);
     strcpy(words, text);
     if (strncmp(text, "streaming:", 10) == 0) {
         p->budget = atoi(text + 10);
         words[9] = 0;
-        if (p->budget < 8) return "StreamingLLM wants more tokens";
+        if (p->budget < 8) return "StreamingLLM needs at least 8 tokens";
     }
     p->rival = rival_find(words);
     if (p->rival) return rival_refuses(p->rival, m);
@@ -252,28 +250,28 @@ static const char *parse_plan(const char *text, const llama_model *m, plan *p) {
         else wrong = plan_word(&p->cfg, word, value);
     }
     if (wrong) return wrong;
-    if (p->tables && !calibrate_changes(&p->cfg)) return "no format of it has tables";
+    if (p->tables && !calibrate_changes(&p->cfg)) return "none of its formats has tables";
     llama_kv_config(m, &p->cfg);
     if (plan_too_far(&p->cfg)) return plan_too_far(&p->cfg);
     return tkv_validate_config(&p->cfg, reason, sizeof reason) == TKV_OK ? NULL : reason;
 }
 
-static void add_plan(const char *text, int optional, int theirs) {
+static void add_plan(const char *text, int optional, int is_rival) {
     const char *wrong;
     if (all.n_plans == MAX_PLANS) fail("more than %d plans", MAX_PLANS);
     wrong = parse_plan(text, &all.model, &all.plans[all.n_plans]);
-    if (theirs) all.plans[all.n_plans].theirs = 1;
+    if (is_rival) all.plans[all.n_plans].is_rival = 1;
     if (!wrong) all.n_plans++;
     else if (optional) fprintf(stderr, "quality: left out: %s (%s)\n", text, wrong);
     else fail("plan %s: %s", text, wrong);
 }
 
-static void add_plans(const char *const *plans, size_t n, int theirs) {
+static void add_plans(const char *const *plans, size_t n, int is_rival) {
     size_t i;
-    for (i = 0; i < n; i++) add_plan(plans[i], 1, theirs);
+    for (i = 0; i < n; i++) add_plan(plans[i], 1, is_rival);
 }
 
-static void add_plans_of(const char *path) {
+static void add_plans_of_file(const char *path) {
     size_t size, i;
     char *text = (char *)llama_read_file(path, &size), *line = text;
     if (!text) fail("cannot read %s", path);
@@ -292,7 +290,7 @@ static void add_plans_of(const char *path) {
 }
 
 /* >>text */
-static uint64_t hash(uint64_t h, const void *data, size_t n) { /* FNV-1a by words */
+static uint64_t hash(uint64_t h, const void *data, size_t n) { /* FNV-1a over words of 8 bytes */
     const unsigned char *p = (const unsigned char *)data;
     for (; n; p += 8) {
         uint64_t word = 0;
@@ -317,7 +315,7 @@ static uint64_t hash_model(const llama_model *m) {
     return h;
 }
 
-/* All tokens of a text. <|endoftext|> becomes a BOS where the model knows one: texts of llama2.c have it. */
+/* Tokenizes a text. <|endoftext|>, which texts of llama2.c contain, becomes a BOS if the model has one. */
 static int *tokenize(const llama_model *m, const char *text, size_t size, int *count) {
     static const char mark[] = "<|endoftext|>";
     const size_t len = sizeof mark - 1;
@@ -338,16 +336,16 @@ static void add_window(const char *text) {
     window *w = &all.windows[all.n_windows];
     int i;
     if (all.n_windows == MAX_WINDOWS) fail("more than %d windows", MAX_WINDOWS);
-    if (sscanf(text, "%d:%d", &w->from, &w->length) != 2 || w->from < 0 || w->from > MOST || w->length < 2 ||
-        w->length > MOST)
-        fail("--window %s: it is FROM:TOKENS", text);
-    for (i = 0; i < all.n_windows; i++) /* it would count twice, and errors come out too small */
+    if (sscanf(text, "%d:%d", &w->from, &w->length) != 2 || w->from < 0 || w->from > MAX_POS ||
+        w->length < 2 || w->length > MAX_POS)
+        fail("--window %s: it must be FROM:TOKENS", text);
+    for (i = 0; i < all.n_windows; i++) /* counted twice, a window would make errors too small */
         if (all.windows[i].from == w->from && all.windows[i].length == w->length)
-            fail("--window %s: it is there", text);
+            fail("--window %s is given twice", text);
     all.n_windows++;
 }
 
-/* A line with the digits in place of #####, as tokens; their number. */
+/* Tokenizes a line with the digits in place of #####. Returns the number of tokens. */
 static int tokenize_line(const char *text, const char *digits, const char *end, int *tokens, int most) {
     char line[512];
     size_t n = 1;
@@ -363,15 +361,15 @@ static int tokenize_line(const char *text, const char *digits, const char *end, 
     return llama_tokenize(&all.model, line, strlen(line), 0, tokens);
 }
 
-/* Filler from the text, with a number at this depth and a question behind it, `length` tokens in all. */
+/* Makes a prompt of `length` tokens: filler from the text with a number at this depth, and a question at the end. */
 static void fill_key(passkey *key, int depth, int length, const int *text) {
     uint64_t z = ((uint64_t)depth + 1) * 0x9e3779b97f4a7c15u;
-    int needle[512], asked[512], n_needle, n_asked, filler, before;
+    int needle[512], question[512], n_needle, n_question, filler, before;
     z = (z ^ (z >> 29)) * 0xbf58476d1ce4e5b9u;
     snprintf(key->digits, sizeof key->digits, "%05d", (int)(10000 + (z >> 33) % 90000));
     n_needle = tokenize_line(all.needle, key->digits, "\n", needle, 512);
-    n_asked = tokenize_line(all.question, key->digits, "", asked, 512);
-    filler = length - n_needle - n_asked;
+    n_question = tokenize_line(all.question, key->digits, "", question, 512);
+    filler = length - n_needle - n_question;
     before = (int)((double)filler * depth / 100);
     if (filler < 16) fail("the first window is too short for a passkey");
     key->depth = depth;
@@ -380,7 +378,7 @@ static void fill_key(passkey *key, int depth, int length, const int *text) {
     memcpy(key->tokens, text, (size_t)before * sizeof *text);
     memcpy(key->tokens + before, needle, (size_t)n_needle * sizeof *text);
     memcpy(key->tokens + before + n_needle, text + before, (size_t)(filler - before) * sizeof *text);
-    memcpy(key->tokens + length - n_asked, asked, (size_t)n_asked * sizeof *text);
+    memcpy(key->tokens + length - n_question, question, (size_t)n_question * sizeof *text);
 }
 
 static int *read_tokens(const char *path, int *n) {
@@ -394,7 +392,7 @@ static int *read_tokens(const char *path, int *n) {
     return tokens;
 }
 
-/* A piece of n tokens as a sequence of its own, so with a BOS if the model wants one; -1 behind the end. */
+/* Copies n tokens as a new sequence, with a BOS first if the model expects one; -1 after the end of the text. */
 static void copy_piece(const int *text, int n_text, int from, int n, int *out) {
     const int bos = all.model.add_bos && all.model.bos >= 0;
     int i;
@@ -404,7 +402,7 @@ static void copy_piece(const int *text, int n_text, int from, int n, int *out) {
     }
 }
 
-static void default_windows(void) { /* 8,192 tokens, 8 windows at most */
+static void default_windows(void) { /* at most 8,192 tokens and 8 windows */
     const int length = all.model.context < 4096 ? all.model.context : 4096;
     char buf[64];
     int i;
@@ -412,7 +410,7 @@ static void default_windows(void) { /* 8,192 tokens, 8 windows at most */
         snprintf(buf, sizeof buf, "%d:%d", i * length, length);
         add_window(buf);
     }
-    if (all.n_windows == 0) fail("%s has only %d tokens: give a --window", all.text_path, all.n_text);
+    if (all.n_windows == 0) fail("%s has only %d tokens; use --window", all.text_path, all.n_text);
 }
 
 static void fill_windows(int passkeys) {
@@ -429,9 +427,10 @@ static void fill_windows(int passkeys) {
         window *w = &all.windows[i];
         if (w->from + w->length - bos > all.n_text)
             fail("--window %d:%d: the text has %d tokens", w->from, w->length, all.n_text);
-        if (w->length <= all.from) fail("--window %d:%d: nothing is scored, see --from", w->from, w->length);
+        if (w->length <= all.from)
+            fail("--window %d:%d: --from leaves no position to score", w->from, w->length);
         if (w->length > m->context)
-            fprintf(stderr, "quality: the window has %d tokens, the model was made for %d\n", w->length,
+            fprintf(stderr, "quality: the window has %d tokens, the model's context %d\n", w->length,
                     m->context);
         w->tokens = (int *)bench_alloc((size_t)(w->length + 1) * sizeof *w->tokens);
         copy_piece(all.text, all.n_text, w->from, w->length + 1, w->tokens);
@@ -445,7 +444,7 @@ static void fill_windows(int passkeys) {
                  all.windows[0].tokens);
 }
 
-/* StreamingLLM gets the bytes that the default plan takes for the first window. 0: that is all of it. */
+/* Gives StreamingLLM the bytes of the default plan for the first window. Returns 0 if they hold the whole window. */
 static int fill_budget(plan *p) {
     const int tokens = all.windows[0].length;
     tkv_memory_info mem;
@@ -453,7 +452,7 @@ static int fill_budget(plan *p) {
     if (!p->rival || p->rival->rule != RIVAL_STREAMING || p->budget) return 1;
     memset(&cfg, 0, sizeof cfg);
     llama_kv_config(&all.model, &cfg);
-    if (tkv_estimate_memory(&cfg, tokens, 1, &mem) != TKV_OK) fail("%s: no estimate", p->name);
+    if (tkv_estimate_memory(&cfg, tokens, 1, &mem) != TKV_OK) fail("%s: tkv_estimate_memory failed", p->name);
     p->budget = (int)((double)mem.total / (double)mem.fp16_bytes * tokens);
     snprintf(p->name, sizeof p->name, "streaming:%d", p->budget);
     if (p->budget < tokens) return 1;
@@ -461,7 +460,7 @@ static int fill_budget(plan *p) {
     return 0;
 }
 
-/* >>the exact logits in a file: this, then a row for each scored position. */
+/* >>file of the exact logits: this header, then a row for each scored position */
 typedef struct exact_head {
     char magic[8];
     uint64_t key, vocab, rows;
@@ -477,7 +476,7 @@ static exact_head exact_head_of(const window *w) {
     return h;
 }
 
-static FILE *exact_open(const window *w) { /* NULL: it is not there, or is something else */
+static FILE *exact_open(const window *w) { /* NULL: there is no file, or its header differs */
     const exact_head want = exact_head_of(w);
     exact_head have;
     FILE *f = fopen(w->path, "rb");
@@ -488,21 +487,23 @@ static FILE *exact_open(const window *w) { /* NULL: it is not there, or is somet
     return f;
 }
 
-static void make_directory(const char *path) { /* and those above it */
+static void make_directory(const char *path) { /* makes its parents, too */
     char part[1024];
     size_t i;
     for (i = 1; i <= strlen(path) && i < sizeof part; i++) {
         if (path[i] != '/' && path[i] != 0) continue;
         memcpy(part, path, i);
         part[i] = 0;
-        mkdir(part, 0777); /* it may be there */
+        mkdir(part, 0777); /* an existing directory is fine */
     }
 }
 
 /* >>running */
-static double work_of(int pos, int n) { return n * (1 + (pos + n / 2) / 4000.0); } /* attention grows */
+static double work_of(int pos, int n) {
+    return n * (1 + (pos + n / 2) / 4000.0);
+} /* estimated work; attention grows with pos */
 
-static void progress(double work) { /* called with the lock held; 0: clears the line */
+static void progress(double work) { /* call with the lock held; 0: clears the line */
     const double now = bench_seconds(0), t = now - all.start;
     all.work += work;
     if (work > 0 && t > 0.5 && now - all.shown > 0.5) {
@@ -523,7 +524,7 @@ static void progress_begin(const char *doing, double total) {
     all.start = bench_seconds(0);
 }
 
-/* >>tables from elsewhere, once for all plans and windows: they describe the model, not the plan. */
+/* >>tables for the word tables=, made once for all plans and windows: they depend on the model, not on the plan */
 static void progress_of_tokens(int n) { progress(n); }
 
 static void learn_tables(void) {
@@ -542,11 +543,11 @@ static void learn_tables(void) {
         for (j = 0; !all.tables_path && j < all.n_windows; j++) {
             const window *w = &all.windows[j];
             if (from < w->from + w->length && w->from < from + p->length)
-                fail("tables=%d:%d: window %d:%d is in it; take another piece, or --tables-text FILE", from,
+                fail("tables=%d:%d overlaps window %d:%d; use another piece, or --tables-text FILE", from,
                      p->length, w->from, w->length);
         }
         if (p->length > n_text || from > n_text - p->length)
-            fail("tables=%d:%d: the text has %d tokens; take another piece, or --tables-text FILE", from,
+            fail("tables=%d:%d: the text has %d tokens; use another piece, or --tables-text FILE", from,
                  p->length, n_text);
         for (at = 0; at < p->length; at += context)
             copy_piece(text, n_text, from + at, p->length - at < context ? p->length - at : context,
@@ -563,7 +564,7 @@ static void learn_tables(void) {
     if (text != all.text) free(text);
 }
 
-/* Compares one row of logits with the exact one. In double: divergences of 1e-4 are sums of both signs. */
+/* Compares one row of logits with the exact row, in double: a divergence of 1e-4 sums terms of both signs. */
 static void compare(const float *exact, const float *row, int n, double *kl, double *exact_lse, double *lse) {
     double a = (double)exact[0], b = (double)row[0], sum_a = 0, sum_b = 0, sum = 0;
     int i;
@@ -593,26 +594,26 @@ static void score(result *r, const window *w, int pos, const float *exact, const
     r->predicted = i + 1;
 }
 
-/* >>the cache under test: the library's, or a rival's. */
+/* >>the cache under test: of the library or of a rival */
 typedef struct subject {
     const plan *p;
     tkv_cache *kv;
     rival *r;
-    int n; /* tokens */
+    int n; /* tokens read */
 } subject;
 
-static subject subject_create(const plan *p, int room) {
+static subject subject_create(const plan *p, int max_tokens) {
     subject s;
     memset(&s, 0, sizeof s);
     s.p = p;
-    if (p->rival) s.r = rival_create(p->rival, &all.model, room, p->budget);
+    if (p->rival) s.r = rival_create(p->rival, &all.model, max_tokens, p->budget);
     else {
         tkv_config cfg = p->cfg;
         const size_t dims =
             (size_t)(all.model.head_dim + all.model.v_head_dim) * (size_t)all.model.n_kv_heads;
         if (p->percent)
             cfg.budget.bytes =
-                2 * dims * (size_t)all.model.n_layers * (size_t)room * (size_t)p->percent / 100;
+                2 * dims * (size_t)all.model.n_layers * (size_t)max_tokens * (size_t)p->percent / 100;
         tkv_create(&cfg, &s.kv);
     }
     if (!s.r && !s.kv) fail("%s: out of memory", p->name);
@@ -626,7 +627,7 @@ static void subject_destroy(subject *s) {
     rival_destroy(s->r);
 }
 
-static int subject_chunk(const subject *s, int left) { /* how many tokens see what single ones would see */
+static int subject_chunk(const subject *s, int left) { /* size of the next chunk: see llama_chunk */
     if (s->r) return rival_chunk(s->p->rival, s->n, left);
     return llama_chunk(&s->p->cfg, s->n, left < TKV_BLOCK_TOKENS ? left : TKV_BLOCK_TOKENS);
 }
@@ -669,7 +670,7 @@ static void run_plan(const plan *p, const window *w, result *r, FILE *exact, FIL
     }
     for (pos = 0; pos < w->length; pos += n) {
         n = subject_chunk(&s, w->length - pos);
-        from = pos < all.from ? all.from : pos; /* the first position of the chunk that is scored */
+        from = pos < all.from ? all.from : pos; /* the chunk's first position to score */
         if (from > pos + n) from = pos + n;
         subject_read(&s, w->tokens + pos, n, logits, pos + n - from);
         for (i = from; i < pos + n; i++) {
@@ -689,7 +690,7 @@ static void run_plan(const plan *p, const window *w, result *r, FILE *exact, FIL
     free(logits);
 }
 
-static int run_key(const plan *p, const passkey *key) { /* whether the answer begins with the digits */
+static int run_key(const plan *p, const passkey *key) { /* 1: the answer begins with the digits */
     const int vocab = all.model.vocab;
     float *logits = (float *)bench_alloc((size_t)vocab * sizeof *logits);
     subject s = subject_create(p, key->n + 16);
@@ -709,7 +710,7 @@ static int run_key(const plan *p, const passkey *key) { /* whether the answer be
         token = llama_argmax(logits, vocab);
         piece = llama_piece(&all.model, before, token, &len);
         for (n = 0; n < len && size < sizeof answer - 1; n++)
-            if (size || piece[n] != ' ') answer[size++] = piece[n]; /* a space may stand before it */
+            if (size || piece[n] != ' ') answer[size++] = piece[n]; /* skips a space before the digits */
         subject_read(&s, &token, 1, logits, 1);
     }
     answer[size] = 0;
@@ -734,7 +735,7 @@ static void run_exact(const window *w) {
     const plan p = exact_plan();
     char part[sizeof w->path + 24];
     FILE *f;
-    /* Only a finished file gets the name that is looked for. Another program may write the same one now. */
+    /* Writes to another name and renames the finished file, since another program may write the same file now. */
     snprintf(part, sizeof part, "%s.%ld", w->path, (long)getpid());
     f = fopen(part, "wb");
     if (!f || fwrite(&head, sizeof head, 1, f) != 1) fail("cannot write %s", part);
@@ -751,7 +752,7 @@ static void run_job(int job) {
     } else if (all.exact && !f) run_exact(&all.windows[which]);
     else if (!all.exact && key >= 0)
         all.results[job].right = run_key(&all.plans[job / all.per_plan], &all.keys[key]);
-    else if (!all.exact && !f) fail("%s is gone", all.windows[which].path);
+    else if (!all.exact && !f) fail("%s has disappeared", all.windows[which].path);
     else if (!all.exact)
         run_plan(&all.plans[job / all.per_plan], &all.windows[which], &all.results[job], f, NULL);
     if (f) fclose(f);
@@ -777,8 +778,8 @@ typedef struct estimate {
     double mean, error;
 } estimate;
 
-/* Mean, and its standard error from the means of batches of neighbours, which are not independent. A batch
- * lies within one window. */
+/* Returns the mean and its standard error. Neighbouring positions are dependent, so the error comes from the means of
+ * batches of positions. A batch lies within one window. */
 static estimate estimate_of(const result *r, int n_results, size_t which) {
     estimate e = {0, 0};
     double sum = 0, squares = 0;
@@ -803,7 +804,8 @@ static estimate estimate_of(const result *r, int n_results, size_t which) {
     return e;
 }
 
-static double percentile(const result *r, int n_results, double share) { /* of the KL divergences */
+static double percentile(const result *r, int n_results,
+                         double share) { /* percentile of the KL divergences */
     double *x, at, y;
     int n = 0, i, j;
     for (i = 0; i < n_results; i++) n += r[i].n;
@@ -823,7 +825,7 @@ typedef struct summary {
     double kl_999, same, bits, bytes_per_token, ratio;
 } summary;
 
-static summary summarize(const result *r, const window *w, int n) { /* over n windows */
+static summary summarize(const result *r, const window *w, int n) { /* summary of n windows */
     summary s;
     double tokens = 0, bytes = 0, fp16 = 0, scored = 0;
     int i;
@@ -846,12 +848,12 @@ static summary summarize(const result *r, const window *w, int n) { /* over n wi
     return s;
 }
 
-static void keep_known_keys(void) { /* what the exact cache does not answer is no question */
+static void keep_known_keys(void) { /* leaves out passkeys that the exact cache does not find */
     int i, n = 0;
     for (i = 0; i < all.n_keys; i++) {
         if (all.keys[i].known) all.keys[n++] = all.keys[i];
         else
-            fprintf(stderr, "quality: passkey at %d %%: the exact cache does not find it, left out\n",
+            fprintf(stderr, "quality: left out: passkey at %d %% (the exact cache does not find it)\n",
                     all.keys[i].depth);
     }
     all.n_keys = n;
@@ -871,20 +873,21 @@ static void print_head(void) {
     fflush(stdout);
 }
 
-static int count_right(const result *r) { /* passkeys */
+static int count_right(const result *r) { /* right answers to passkeys */
     int i, right = 0;
     for (i = 0; i < all.n_keys; i++) right += r[all.n_windows + i].right;
     return right;
 }
 
-static void write_csv(FILE *csv, const plan *p, const result *r) { /* a line for each window, one for all */
+static void write_csv(FILE *csv, const plan *p,
+                      const result *r) { /* a line for each window, and one for all */
     int i;
     for (i = 0; i <= all.n_windows; i++) {
         const int one = i < all.n_windows;
         const window *w = &all.windows[one ? i : 0];
         const summary s = summarize(&r[one ? i : 0], w, one ? 1 : all.n_windows);
         const double growth = exp(s.delta.mean);
-        fprintf(csv, "\"%s\",%d,", p->name, p->theirs);
+        fprintf(csv, "\"%s\",%d,", p->name, p->is_rival);
         if (one) fprintf(csv, "%d:%d,", w->from, w->length);
         else fprintf(csv, "all,");
         fprintf(csv, "%.4f,%.2f,%.4f,%.7f,%.7f,%.6f,%.4f,%.5f,%.5f,%.4f,%.4f,%d,%d\n", s.bits,
@@ -901,7 +904,7 @@ static void print_row(const plan *p, const result *r) {
     char bits[16] = "-";
     int i;
     if (s.bits > 0) snprintf(bits, sizeof bits, "%.2f", s.bits);
-    if (all.n_rows++ == 0) /* what every row is compared with */
+    if (all.n_rows++ == 0) /* the first row is the exact cache */
         printf("%-30s %5s %7.0f %6.2f %9s   %7s %8s %7s %8.3f\n", "exact", "32.00",
                2 * s.bytes_per_token * s.ratio, 0.5, "-", "-", "-", "-", exp(s.loss.mean - s.delta.mean));
     printf("%-30s %5s %7.0f %6.2f %9.5f +-%8.5f %8.4f %7.2f %8.3f %+8.2f +-%7.2f", p->name, bits,
@@ -914,7 +917,7 @@ static void print_row(const plan *p, const result *r) {
     fflush(stdout);
 }
 
-/* Runs the jobs by n threads; prints rows in the order of the plans as soon as they are complete. */
+/* Runs the jobs on several threads. Prints a plan's row, in the order of the plans, as soon as its jobs are done. */
 static void run_jobs(int jobs, int threads, FILE *csv) {
     pthread_t thread[64];
     int i, j;
@@ -952,7 +955,7 @@ static void help(int status) {
 static int option_number(const char *name, const char *value, int least) {
     int n;
     if (!plan_count(value, strlen(value), &n) || n < least)
-        fail("%s %s: it wants a whole number from %d on", name, value, least);
+        fail("%s %s: it must be a whole number from %d on", name, value, least);
     return n;
 }
 
@@ -975,7 +978,7 @@ int main(int argc, char **argv) {
         else if (strcmp(name, "--no-rivals") == 0) rivals = 0;
         else if (strcmp(name, "--passkey") == 0) passkeys = 1;
         else if (name[0] != '-' && !all.model_path) all.model_path = name;
-        else if (!value || name[0] != '-') fail("%s: no such option, or its value is missing", name);
+        else if (!value || name[0] != '-') fail("%s: unknown option, or its value is missing", name);
         else if (i++, strcmp(name, "--text") == 0) all.text_path = value;
         else if (strcmp(name, "--tables-text") == 0) all.tables_path = value;
         else if (strcmp(name, "--window") == 0) add_window(value);
@@ -987,8 +990,8 @@ int main(int argc, char **argv) {
         else if (strcmp(name, "--question") == 0) all.question = value;
         else if (strcmp(name, "--theta") == 0) theta = (float)option_number(name, value, 2);
         else if (strcmp(name, "--plan") == 0 || strcmp(name, "--plans") == 0)
-            n_plans++; /* read below: what they may say depends on the model */
-        else fail("%s: no such option (quality --help)", name);
+            n_plans++; /* parsed below: the check needs the model */
+        else fail("%s: unknown option (quality --help)", name);
     }
     if (!all.model_path) help(1);
     if (!llama_load(all.model_path, NULL, &all.model, err, sizeof err)) fail("%s: %s", all.model_path, err);
@@ -1000,11 +1003,11 @@ int main(int argc, char **argv) {
     fill_windows(passkeys);
     for (i = 1; i + 1 < argc; i++) {
         if (strcmp(argv[i], "--plan") == 0) add_plan(argv[++i], 0, 0);
-        else if (strcmp(argv[i], "--plans") == 0) add_plans_of(argv[++i]);
+        else if (strcmp(argv[i], "--plans") == 0) add_plans_of_file(argv[++i]);
     }
     if (!n_plans && all.windows[0].length < SHORT) {
         fprintf(stderr,
-                "quality: windows of %d tokens: the list of plans has no warm tiers, and loaded tables\n",
+                "quality: windows of %d tokens: these plans have no warm tier, and load their tables\n",
                 all.windows[0].length);
         add_plans(short_plans, sizeof short_plans / sizeof *short_plans, 0);
     } else if (!n_plans) add_plans(standard_plans, sizeof standard_plans / sizeof *standard_plans, 0);

@@ -1,14 +1,16 @@
 /*
- * rivals.h - other people's caches, simulated: keys and values in plain floats that were coded and decoded by
- * the rival's rules at the moment when it would code them, and exact attention over them.
+ * rivals.h - simulates caches of other projects. Keys and values are floats, coded and decoded in place by the rival's
+ * rules at the time when the rival codes them. Attention over them is exact.
  *
- * Coded when a token comes: llama.cpp's q8_0, q5_0, q4_1, q4_0 (blocks of 32 in ggml-quants.c), with +h after
- * the Hadamard transform that llama.cpp puts before them since pull request 21038. In pages: per-token groups
- * as in the QuantizedCache of Hugging Face Transformers, Kitty (arXiv 2511.18643). By age: VeloxQuant-MLX's
- * AgeTieredKV. Never: StreamingLLM (arXiv 2309.17453), which forgets instead.
+ *   coded in the append   llama.cpp's q8_0, q5_0, q4_1, q4_0 (blocks of 32 in ggml-quants.c); +h: after the Hadamard
+ *                         transform that llama.cpp applies since pull request 21038
+ *   coded in pages        groups per token as in the QuantizedCache of Hugging Face Transformers; Kitty (arXiv
+ *                         2511.18643)
+ *   recoded by age        AgeTieredKV of VeloxQuant-MLX
+ *   never coded           StreamingLLM (arXiv 2309.17453), which evicts tokens instead
  *
- * Windows move at the start of a chunk of 64 tokens, so Kitty's exact values are the newest 128 to 191
- * instead of 128, in its favour. Bytes follow from the formats, metadata included and nothing else.
+ * Windows move at the start of a chunk of 64 tokens. So Kitty keeps the newest 128 to 191 values exact instead of 128,
+ * in its favour. Bytes follow from the formats; they include metadata, and no other memory.
  */
 #ifndef TKV_RIVALS_H
 #define TKV_RIVALS_H
@@ -17,7 +19,7 @@
 
 enum { RIVAL_CHUNK = 64, RIVAL_PAGE = 128, RIVAL_TILE = 512, RIVAL_RECENT = 128, RIVAL_MID = 1024 };
 
-/* >>codecs: code and decode in place. */
+/* >>codecs: code and decode in place */
 static float rival_half(float x) { /* rounded to fp16 */
     int e;
     frexpf(x, &e);
@@ -26,7 +28,7 @@ static float rival_half(float x) { /* rounded to fp16 */
     return x > 65504.0f ? 65504.0f : x < -65504.0f ? -65504.0f : x;
 }
 
-static float rival_farthest(const float *x, int n) { /* the value of the largest size, with its sign */
+static float rival_largest(const float *x, int n) { /* the value with the largest magnitude */
     float largest = 0;
     int i;
     for (i = 0; i < n; i++)
@@ -37,17 +39,17 @@ static float rival_farthest(const float *x, int n) { /* the value of the largest
 static void rival_q8_0(float *x, int n) {
     int i;
     for (; n > 0; n -= 32, x += 32) {
-        const float d = fabsf(rival_farthest(x, 32)) / 127.0f, id = d > 0 ? 1.0f / d : 0.0f;
+        const float d = fabsf(rival_largest(x, 32)) / 127.0f, id = d > 0 ? 1.0f / d : 0.0f;
         const float scale = rival_half(d);
         for (i = 0; i < 32; i++) x[i] = scale * roundf(x[i] * id);
     }
 }
 
-/* q4_0 and q5_0: levels -half .. half - 1, of which the farthest value gets the first. */
+/* q4_0 and q5_0: levels -half to half - 1; the value with the largest magnitude gets level -half. */
 static void rival_signed(float *x, int n, int half) {
     int i;
     for (; n > 0; n -= 32, x += 32) {
-        const float d = rival_farthest(x, 32) / (float)-half, id = d > 0 || d < 0 ? 1.0f / d : 0.0f;
+        const float d = rival_largest(x, 32) / (float)-half, id = d > 0 || d < 0 ? 1.0f / d : 0.0f;
         const float scale = rival_half(d);
         for (i = 0; i < 32; i++) {
             const int code = (int)(x[i] * id + (float)half + 0.5f);
@@ -83,7 +85,7 @@ static void rival_q4_1(float *x, int n) {
     }
 }
 
-/* One group by its minimum and a scale, both fp16 (KIVI, arXiv 2402.02750, section 3). */
+/* Codes one group with its minimum and a scale, both fp16 (KIVI, arXiv 2402.02750, section 3). */
 static void rival_min_max(float *x, size_t stride, int n, int bits) {
     const float top = (float)((1 << bits) - 1);
     float least, most, scale, zero;
@@ -96,13 +98,13 @@ static void rival_min_max(float *x, size_t stride, int n, int bits) {
         *x = scale * code + zero;
     }
 }
-static void rival_groups(float *x, int n, int bits) { /* of at most 64 channels */
+static void rival_groups(float *x, int n, int bits) { /* groups of at most 64 channels */
     for (; n > 0; n -= 64, x += 64) rival_min_max(x, 1, n < 64 ? n : 64, bits);
 }
 static void rival_int4(float *x, int n) { rival_groups(x, n, 4); }
 static void rival_int2(float *x, int n) { rival_groups(x, n, 2); }
 
-static void rival_hadamard(float *x, int n) { /* n a power of two; its own inverse */
+static void rival_hadamard(float *x, int n) { /* n: a power of two; the transform is its own inverse */
     const float norm = 1.0f / sqrtf((float)n);
     int step, i, j;
     for (step = 1; step < n; step *= 2)
@@ -116,8 +118,8 @@ static void rival_hadamard(float *x, int n) { /* n a power of two; its own inver
 
 /* >>kinds */
 typedef enum rival_rule {
-    RIVAL_APPEND, /* rows, when they come */
-    RIVAL_PAGES,  /* rows, when a page of them is full */
+    RIVAL_APPEND, /* codes rows in the append */
+    RIVAL_PAGES,  /* codes rows when a page is full */
     RIVAL_KITTY,
     RIVAL_AGE,
     RIVAL_STREAMING
@@ -128,7 +130,7 @@ typedef struct rival_kind {
     rival_rule rule;
     int sinks;
     void (*row)(float *x, int n);
-    double bits; /* of a coded value, metadata included; 0: see rival_bits */
+    double bits; /* bits of a coded value, metadata included; 0: see rival_bits */
     int hadamard;
 } rival_kind;
 
@@ -142,14 +144,14 @@ static const rival_kind rival_kinds[] = {
     {"streaming", RIVAL_STREAMING, 4, NULL, 16.0, 0},
 };
 
-static const rival_kind *rival_find(const char *name) { /* NULL: there is none */
+static const rival_kind *rival_find(const char *name) { /* NULL: unknown */
     size_t i;
     for (i = 0; i < sizeof rival_kinds / sizeof *rival_kinds; i++)
         if (strcmp(rival_kinds[i].name, name) == 0) return &rival_kinds[i];
     return NULL;
 }
 
-/* NULL, or why this rival cannot hold this model. */
+/* Returns NULL, or a text about the reason why this rival cannot hold this model. */
 static inline const char *rival_refuses(const rival_kind *kind, const llama_model *m) {
     if (m->head_dim > TKV_MAX_HEAD_DIM || m->v_head_dim > TKV_MAX_HEAD_DIM) return "head_dim is too large";
     if (kind->rule == RIVAL_APPEND && (m->head_dim % 32 || m->v_head_dim % 32))
@@ -161,17 +163,18 @@ static inline const char *rival_refuses(const rival_kind *kind, const llama_mode
 /* >>cache */
 typedef struct rival_side { /* K or V of one KV head of one layer */
     float *p;
-    size_t token, channel; /* strides: K is kept by channel, V by token, so that attention adds rows */
-    int dim, turned;       /* channels under one Hadamard transform: as llama.cpp takes them */
+    size_t token, channel; /* strides: K is stored by channel and V by token, so attention adds rows */
+    int dim, rotated;      /* rotated: channels of one Hadamard transform, as in llama.cpp */
 } rival_side;
 
 typedef struct rival {
     const rival_kind *kind;
     const llama_model *m;
-    int room, n;          /* tokens */
-    int budget;           /* of StreamingLLM: sinks and window */
-    float *k, *v;         /* [layer][KV head][channel][room] and [layer][KV head][room][channel] */
-    float *scores, *turn; /* [rows of a chunk][room], and the sinks' shift for each row of the chunk */
+    int max_tokens, n; /* n: tokens stored */
+    int budget;        /* StreamingLLM: sinks and window */
+    float *k, *v;      /* [layer][KV head][channel][max_tokens], [layer][KV head][max_tokens][channel] */
+    float *scores;     /* [rows of a chunk][max_tokens] */
+    float *angles;     /* StreamingLLM: rotation of the sinks for each row of a chunk (rival_set_angles) */
 } rival;
 
 static void rival_destroy(rival *r) {
@@ -179,53 +182,57 @@ static void rival_destroy(rival *r) {
     free(r->k);
     free(r->v);
     free(r->scores);
-    free(r->turn);
+    free(r->angles);
     free(r);
 }
 
-/* For up to `room` tokens; NULL: out of memory. `budget` is for StreamingLLM only. */
-static rival *rival_create(const rival_kind *kind, const llama_model *m, int room, int budget) {
+/* Creates a cache of at most max_tokens; NULL: out of memory. Only StreamingLLM uses `budget`. */
+static rival *rival_create(const rival_kind *kind, const llama_model *m, int max_tokens, int budget) {
     rival *r = (rival *)calloc(1, sizeof *r);
     size_t heads, rows;
     if (!r) return NULL;
     heads = (size_t)m->n_layers * (size_t)m->n_kv_heads;
     rows = (size_t)(RIVAL_CHUNK * (m->n_heads / m->n_kv_heads));
-    r->kind = kind, r->m = m, r->room = room, r->budget = budget;
-    r->k = (float *)malloc(heads * (size_t)room * (size_t)m->head_dim * sizeof *r->k);
-    r->v = (float *)malloc(heads * (size_t)room * (size_t)m->v_head_dim * sizeof *r->v);
-    r->scores = (float *)malloc(rows * (size_t)room * sizeof *r->scores);
-    r->turn = (float *)malloc((size_t)(RIVAL_CHUNK * m->rope_dim + m->rope_dim) * sizeof *r->turn);
-    if (r->k && r->v && r->scores && r->turn) return r;
+    r->kind = kind;
+    r->m = m;
+    r->max_tokens = max_tokens;
+    r->budget = budget;
+    r->k = (float *)malloc(heads * (size_t)max_tokens * (size_t)m->head_dim * sizeof *r->k);
+    r->v = (float *)malloc(heads * (size_t)max_tokens * (size_t)m->v_head_dim * sizeof *r->v);
+    r->scores = (float *)malloc(rows * (size_t)max_tokens * sizeof *r->scores);
+    r->angles = (float *)malloc((size_t)(RIVAL_CHUNK * m->rope_dim + m->rope_dim) * sizeof *r->angles);
+    if (r->k && r->v && r->scores && r->angles) return r;
     rival_destroy(r);
     return NULL;
 }
 
 static rival_side rival_side_of(const rival *r, tkv_side side, int layer, int head) {
-    const size_t index = (size_t)layer * (size_t)r->m->n_kv_heads + (size_t)head, room = (size_t)r->room;
+    const size_t index = (size_t)layer * (size_t)r->m->n_kv_heads + (size_t)head;
+    const size_t max_tokens = (size_t)r->max_tokens;
     rival_side s;
     s.dim = side == TKV_K ? r->m->head_dim : r->m->v_head_dim;
-    s.p = (side == TKV_K ? r->k : r->v) + index * (size_t)s.dim * room;
+    s.p = (side == TKV_K ? r->k : r->v) + index * (size_t)s.dim * max_tokens;
     s.token = side == TKV_K ? 1 : (size_t)s.dim;
-    s.channel = side == TKV_K ? room : 1;
-    s.turned = side == TKV_K ? s.dim & -s.dim : 64;
+    s.channel = side == TKV_K ? max_tokens : 1;
+    s.rotated = side == TKV_K ? s.dim & -s.dim : 64;
     return s;
 }
 
-/* Tokens from .. to - 1 by the kind's rows. */
+/* Codes tokens from to `to` - 1 with the kind's row codec. */
 static void rival_code_rows(const rival *r, const rival_side *s, int from, int to) {
     float x[TKV_MAX_HEAD_DIM];
     int t, c;
     for (t = from; t < to; t++) {
         float *p = s->p + (size_t)t * s->token;
         for (c = 0; c < s->dim; c++) x[c] = p[(size_t)c * s->channel];
-        for (c = 0; r->kind->hadamard && c < s->dim; c += s->turned) rival_hadamard(x + c, s->turned);
+        for (c = 0; r->kind->hadamard && c < s->dim; c += s->rotated) rival_hadamard(x + c, s->rotated);
         r->kind->row(x, s->dim);
-        for (c = 0; r->kind->hadamard && c < s->dim; c += s->turned) rival_hadamard(x + c, s->turned);
+        for (c = 0; r->kind->hadamard && c < s->dim; c += s->rotated) rival_hadamard(x + c, s->rotated);
         for (c = 0; c < s->dim; c++) p[(size_t)c * s->channel] = x[c];
     }
 }
 
-/* Groups along tokens: `wide` bits for the channels of the largest mean size, `bits` for the others. */
+/* Codes groups along tokens: `wide` bits for the n_wide channels with the largest mean magnitude, else `bits`. */
 static void rival_code_channels(const rival_side *s, int from, int to, int bits, int n_wide, int wide) {
     float size[TKV_MAX_HEAD_DIM];
     int c, t, i;
@@ -242,7 +249,7 @@ static void rival_code_channels(const rival_side *s, int from, int to, int bits,
     }
 }
 
-/* Tokens before this one are coded when n are there and all that is due was done. */
+/* Returns the number of coded tokens after n tokens. */
 static int rival_coded(const rival_kind *kind, int n) {
     const int pages = n < kind->sinks ? 0 : (n - kind->sinks) / RIVAL_PAGE * RIVAL_PAGE;
     return kind->rule == RIVAL_APPEND || kind->rule == RIVAL_AGE ? n : kind->sinks + pages;
@@ -250,7 +257,7 @@ static int rival_coded(const rival_kind *kind, int n) {
 
 static int rival_age_bits(int age) { return age < RIVAL_RECENT ? 8 : age < RIVAL_MID ? 4 : 2; }
 
-/* What is due when n tokens are there and n more came since the last time (at `before` tokens). */
+/* Codes tokens that are due when the length grows from `before` to n tokens. */
 static void rival_age(const rival *r, const rival_side *s, tkv_side side, int before, int n) {
     const rival_kind *kind = r->kind;
     int from = rival_coded(kind, before), to = rival_coded(kind, n), t;
@@ -271,7 +278,7 @@ static void rival_age(const rival *r, const rival_side *s, tkv_side side, int be
         }
 }
 
-/* Where the chunk ends that begins at pos: at a page's end, if there are pages. */
+/* Returns the size of the next chunk at pos, at most `left`. Chunks end where pages end. */
 static int rival_chunk(const rival_kind *kind, int pos, int left) {
     const int to_next =
         pos < kind->sinks ? kind->sinks - pos : RIVAL_CHUNK - (pos - kind->sinks) % RIVAL_CHUNK;
@@ -279,7 +286,7 @@ static int rival_chunk(const rival_kind *kind, int pos, int left) {
     return n < left ? n : left;
 }
 
-/* Bytes of n tokens of all layers. */
+/* Returns the bytes of n tokens in all layers. */
 static double rival_bytes(const rival_kind *kind, const llama_model *m, int n, int budget) {
     const double heads = (double)m->n_layers * m->n_kv_heads, k = m->head_dim, v = m->v_head_dim;
     const double fp16 = heads * (k + v) * 2;
@@ -293,7 +300,7 @@ static double rival_bytes(const rival_kind *kind, const llama_model *m, int n, i
         bytes = coded * heads * ((k + v) * t / 8 + 4 * (ceil(k / 64) + ceil(v / 64)));
         bytes += (n - coded) * fp16;
         break;
-    case RIVAL_KITTY: /* K: a scale and a minimum per channel and page, a bit per channel says how wide */
+    case RIVAL_KITTY: /* K: a scale and a minimum per channel and page, and a bit for its width */
         bytes = (coded - kind->sinks) * heads * (k * 2.5 + k * 33 / (double)RIVAL_PAGE) / 8;
         bytes += (n - coded + kind->sinks) * heads * k * 2;
         t = n - kind->sinks - RIVAL_PAGE > 0 ? n - kind->sinks - RIVAL_PAGE : 0;
@@ -308,16 +315,16 @@ static double rival_bytes(const rival_kind *kind, const llama_model *m, int n, i
     return bytes;
 }
 
-/* Bits of a value of an old token, K and V together. */
+/* Returns the bits per value of old tokens, K and V together. */
 static double rival_bits(const rival_kind *kind, const llama_model *m) {
-    const int many = 1 << 20;
+    const int n = 1 << 20;
     if (kind->bits > 0) return kind->bits;
-    return 8 * (rival_bytes(kind, m, 2 * many, 0) - rival_bytes(kind, m, many, 0)) /
-           ((double)many * m->n_layers * m->n_kv_heads * (m->head_dim + m->v_head_dim));
+    return 8 * (rival_bytes(kind, m, 2 * n, 0) - rival_bytes(kind, m, n, 0)) /
+           ((double)n * m->n_layers * m->n_kv_heads * (m->head_dim + m->v_head_dim));
 }
 
 /* >>attention */
-/* y[0 .. n) += a[0] x + a[1] (x + stride) + ..., m of them, at most 4. */
+/* Adds m <= 4 rows: y[i] += a[0] x[i] + a[1] x[stride + i] + ..., for i < n. */
 static void rival_add(float *y, const float *a, int m, const float *x, size_t stride, size_t n) {
     size_t i = 0;
     int j;
@@ -338,12 +345,12 @@ static void rival_add(float *y, const float *a, int m, const float *x, size_t st
         for (j = 0; j < m; j++) y[i] += a[j] * x[(size_t)j * stride + i];
 }
 
-/* How much a row's sinks are moved: StreamingLLM counts positions inside its cache, so that they stay within
- * a window of the query. */
-static void rival_turns(const rival *r, int n) {
+/* Sets the rotation of the sinks for each row. StreamingLLM counts positions inside its cache, so the sinks move along
+ * with the window. */
+static void rival_set_angles(const rival *r, int n) {
     const llama_model *m = r->m;
     const int pairs = m->rope_dim / 2;
-    float *factors = r->turn + (size_t)(RIVAL_CHUNK * m->rope_dim);
+    float *factors = r->angles + (size_t)(RIVAL_CHUNK * m->rope_dim);
     int i, j;
     if (m->rope_factors.data) llama_row(&m->rope_factors, 0, factors);
     for (i = 0; i < n; i++) {
@@ -351,13 +358,13 @@ static void rival_turns(const rival *r, int n) {
         for (j = 0; j < pairs; j++) {
             double f = pow((double)m->rope_theta, -2.0 * j / m->rope_dim);
             if (m->rope_factors.data) f /= (double)factors[j];
-            r->turn[2 * (i * pairs + j)] = (float)cos(f * shift);
-            r->turn[2 * (i * pairs + j) + 1] = (float)-sin(f * shift);
+            r->angles[2 * (i * pairs + j)] = (float)cos(f * shift);
+            r->angles[2 * (i * pairs + j) + 1] = (float)-sin(f * shift);
         }
     }
 }
 
-/* exp of x <= 0 to 1e-7 of it, in a form that compilers turn into vectors. */
+/* Returns exp(x) for x <= 0 with a relative error of 1e-7. Compilers can vectorize it. */
 static float rival_exp(float x) {
     const float y = (x < -86.0f ? -86.0f : x) * 1.44269504f;
     const int32_t n = (int32_t)(y - 0.5f), power = (n + 127) * (1 << 23);
@@ -372,7 +379,7 @@ static float rival_exp(float x) {
     return (e * f + 1.0f) * scale;
 }
 
-/* p[0 .. n) becomes exp(p - high); their sum. */
+/* Replaces p[i] by exp(p[i] - high) for i < n. Returns the sum. */
 static double rival_exps(float *p, int n, float high) {
     double sum = 0;
     int i;
@@ -381,7 +388,7 @@ static double rival_exps(float *p, int n, float high) {
     return sum;
 }
 
-/* One KV head: n tokens, its queries and outputs one behind the other, the next token's n_heads further. */
+/* Attends with the queries of one KV head for n tokens. q and out point to its first query head of [n][n_heads]. */
 static void rival_attend(const rival *r, const rival_side *k, const rival_side *v, const float *q, int n,
                          float *out) {
     const llama_model *m = r->m;
@@ -392,27 +399,27 @@ static void rival_attend(const rival *r, const rival_side *k, const rival_side *
     float x[TKV_MAX_HEAD_DIM];
     int row, tile, c, t;
     for (row = 0; row < rows; row++)
-        memset(r->scores + (size_t)row * (size_t)r->room, 0, (size_t)end * sizeof *r->scores);
-    for (tile = first; tile < end; tile += RIVAL_TILE) { /* so that its keys stay near for all rows */
+        memset(r->scores + (size_t)row * (size_t)r->max_tokens, 0, (size_t)end * sizeof *r->scores);
+    for (tile = first; tile < end; tile += RIVAL_TILE) { /* keys of a tile stay in the processor's cache */
         const int count = end - tile < RIVAL_TILE ? end - tile : RIVAL_TILE;
         for (row = 0; row < rows; row++) {
             const float *query = q + (row / group * m->n_heads + row % group) * k->dim;
             for (c = 0; c < k->dim; c++) x[c] = scale * query[c];
             for (c = 0; c < k->dim; c += 4)
-                rival_add(r->scores + (size_t)row * (size_t)r->room + tile, x + c,
+                rival_add(r->scores + (size_t)row * (size_t)r->max_tokens + tile, x + c,
                           k->dim - c < 4 ? k->dim - c : 4, k->p + (size_t)c * k->channel + tile, k->channel,
                           (size_t)count);
         }
     }
-    for (row = 0; row < rows; row++) { /* keys 0 .. sinks - 1 and from .. to - 1 */
+    for (row = 0; row < rows; row++) { /* keys 0 to sinks - 1, and from to `to` - 1 */
         const int at = row / group * m->n_heads + row % group, to = r->n + row / group + 1;
-        const int gone = streaming && to > r->budget ? to - r->budget : 0,
-                  from = sinks < to ? gone + sinks : to;
-        float *p = r->scores + (size_t)row * (size_t)r->room, *o = out + at * v->dim, high = -1e30f;
+        const int evicted = streaming && to > r->budget ? to - r->budget : 0,
+                  from = sinks < to ? evicted + sinks : to;
+        float *p = r->scores + (size_t)row * (size_t)r->max_tokens, *o = out + at * v->dim, high = -1e30f;
         double sum;
-        if (gone) {
+        if (evicted) {
             for (c = 0; c < k->dim; c++) x[c] = scale * q[at * k->dim + c];
-            llama_rope(m, x, 1, 1, r->turn + row / group * m->rope_dim);
+            llama_rope(m, x, 1, 1, r->angles + row / group * m->rope_dim);
             for (t = 0; t < sinks; t++)
                 for (c = 0, p[t] = 0; c < k->dim; c++)
                     p[t] += x[c] * k->p[(size_t)c * k->channel + (size_t)t];
@@ -427,7 +434,7 @@ static void rival_attend(const rival *r, const rival_side *k, const rival_side *
     }
     for (tile = first; tile < end; tile += RIVAL_TILE)
         for (row = 0; row < rows; row++) {
-            const float *p = r->scores + (size_t)row * (size_t)r->room;
+            const float *p = r->scores + (size_t)row * (size_t)r->max_tokens;
             const int to = end - tile < RIVAL_TILE ? end : tile + RIVAL_TILE;
             float *o = out + (row / group * m->n_heads + row % group) * v->dim;
             for (t = tile; t < to; t += 4)
@@ -436,15 +443,15 @@ static void rival_attend(const rival *r, const rival_side *k, const rival_side *
         }
 }
 
-/* For llama_forward_with: ctx is the rival. The tokens count as held after the last layer. */
+/* The attention of llama_forward_with; ctx is the rival. The last layer adds n to the length. */
 static tkv_status rival_attention(void *ctx, int layer, const float *q, const float *k, const float *v, int n,
                                   float *out) {
     rival *r = (rival *)ctx;
     const llama_model *m = r->m;
     const int group = m->n_heads / m->n_kv_heads, before = r->n;
     int head, side, t, c;
-    if (n > RIVAL_CHUNK || n > r->room - r->n) return TKV_ERR_CAPACITY;
-    if (layer == 0 && r->kind->rule == RIVAL_STREAMING) rival_turns(r, n);
+    if (n > RIVAL_CHUNK || n > r->max_tokens - r->n) return TKV_ERR_CAPACITY;
+    if (layer == 0 && r->kind->rule == RIVAL_STREAMING) rival_set_angles(r, n);
     for (head = 0; head < m->n_kv_heads; head++) {
         rival_side s[2];
         for (side = 0; side < 2; side++) {
@@ -455,7 +462,7 @@ static tkv_status rival_attention(void *ctx, int layer, const float *q, const fl
                     s[side].p[(size_t)(before + t) * s[side].token + (size_t)c * s[side].channel] =
                         from[(size_t)(t * m->n_kv_heads + head) * (size_t)s[side].dim + (size_t)c];
             if (r->kind->rule == RIVAL_APPEND) rival_code_rows(r, &s[side], before, before + n);
-            if (r->kind->rule == RIVAL_AGE) /* the newest in 8 bits */
+            if (r->kind->rule == RIVAL_AGE) /* the newest tokens have 8 bits */
                 for (t = before; t < before + n; t += 32)
                     rival_code_channels(&s[side], t, t + 32 < before + n ? t + 32 : before + n, 8, 0, 0);
         }

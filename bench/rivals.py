@@ -1,24 +1,26 @@
 #!/usr/bin/env python3
-"""The speed of attention here and in llama.cpp's ggml: the same shapes, in turns, in one run, on one thread.
+"""Compares the speed of attention with llama.cpp's ggml, on the same shapes, in turns, in one run, on one thread.
 
     make build/bench/attend build/bench/prefill
     CMAKE_ARGS="-DGGML_NATIVE=ON" pip install llama-cpp-python
     python3 bench/rivals.py --csv build/rivals.csv
 
-    --ggml DIR        where libggml-base and libggml-cpu are, instead of the package's folder
-    --only decode     decode, chunk, prompt: some of them, with commas
+    --ggml DIR        folder of libggml-base and libggml-cpu (the package's)
+    --only decode     tables, separated by commas: decode, chunk, prompt
     --ctx 4096,32768  tokens of decode
-    --rounds 3        times are medians over rounds; a round measures everything once
-    --csv FILE        the rows for a program to read, bench/plot.py for one
+    --rounds 3        rounds; a round measures each row once, and times are medians over rounds
+    --csv FILE        writes the rows as CSV, for example for bench/plot.py
 
-head_dim 128, 32 query and 8 KV heads. decode: one query, cold keys and values (as many layers as make 96 MB),
-ns per token and KV head. chunk: 512 queries, causal, over 4,096 tokens, ms. prompt: 4,096 tokens from empty in
-chunks of 512, storing them included, ms. CPU time.
+The shape is head_dim 128, 32 query and 8 KV heads. Times are CPU time.
+    decode   one query; enough layers for 96 MB, so that keys and values are not in the processor's caches; ns per token
+             and KV head
+    chunk    512 causal queries over 4,096 tokens; ms
+    prompt   4,096 tokens into an empty cache, in chunks of 512, appends included; ms
 
-Ours are rows of build/bench/attend and build/bench/prefill. ggml has two ways: `flash` is ggml_flash_attn_ext,
-`plain` mul_mat, soft_max_ext and mul_mat with V stored transposed; both with the layout of llama.cpp's cache
-(the heads of a token together). llama.cpp itself does not run quantized V on the plain way. Errors are relative
-L2 distances from double precision on the values before they were coded (Gaussian, 1,000 tokens or 1,024).
+The rows of tieredkv come from build/bench/attend and build/bench/prefill. ggml has two paths. `flash` is
+ggml_flash_attn_ext. `plain` is mul_mat, soft_max_ext and mul_mat, with V stored transposed. Both have the layout of
+llama.cpp's cache: the heads of a token are neighbours. llama.cpp itself does not use `plain` with quantized V. Errors
+are relative L2 distances from double precision on the values before coding (Gaussian; 1,000 or 1,024 tokens).
 """
 import argparse
 import csv
@@ -37,12 +39,12 @@ ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 DIM, HEADS, KV_HEADS, CHUNK, PROMPT = 128, 32, 8, 512, 4096
 COLD = 96 << 20
 INSTALL = 'CMAKE_ARGS="-DGGML_NATIVE=ON" pip install llama-cpp-python'
-TYPES = {"f16": 1, "q4_0": 2, "q8_0": 8}  # enum ggml_type, part of its file format
+TYPES = {"f16": 1, "q4_0": 2, "q8_0": 8}  # enum ggml_type; the file format fixes these numbers
 COLUMNS = ["what", "ctx", "engine", "path", "format", "bytes", "time", "unit", "error", "read_gb_s"]
 OURS = {"decode": "f16,q8,kivi4,a40/r40,a30/r30,tiers", "chunk": "f16,q8,kivi4,a30/r30,tiers", "prompt": "f16,tiers"}
 
 
-# >>ggml, as far as it is needed
+# >>ggml: the functions that this program uses
 class InitParams(ctypes.Structure):
     _fields_ = [("mem_size", ctypes.c_size_t), ("mem_buffer", ctypes.c_void_p), ("no_alloc", ctypes.c_bool)]
 
@@ -68,7 +70,7 @@ class Ggml:
             found = sorted(path for end in ("so", "dylib", "dll")
                            for path in glob.glob(os.path.join(folder, "*ggml-%s.%s" % (name, end))))
             if not found:
-                sys.exit("there is no libggml-%s in %s" % (name, folder))
+                sys.exit("no libggml-%s in %s" % (name, folder))
             libraries.append(ctypes.CDLL(found[0], mode=ctypes.RTLD_GLOBAL))
         for name, (result, *arguments) in FUNCTIONS.items():
             library = next((lib for lib in libraries if hasattr(lib, name)), None)
@@ -86,23 +88,23 @@ def package_folder():
     for folder in spec.submodule_search_locations if spec else []:
         if glob.glob(os.path.join(folder, "lib", "*ggml-cpu*")):
             return os.path.join(folder, "lib")
-    sys.exit("llama.cpp's ggml is not here. It comes with\n    %s\nwhich wants cmake and a C++ compiler, and takes "
-             "minutes; or name a folder with --ggml." % INSTALL)
+    sys.exit("llama.cpp's ggml is missing. Install it with\n    %s\nThat needs cmake and a C++ compiler, and takes "
+             "minutes. Or name its folder with --ggml." % INSTALL)
 
 
 class Graph:
-    """Attention of the last `queries` of `ctx` tokens in some layers; with `prompt` each chunk is stored first."""
+    """A graph: attention of the last `queries` of `ctx` tokens in some layers. prompt: stores each chunk first."""
 
     def __init__(self, ggml, path, kind, ctx, queries, layers, prompt=False):
         import numpy as np
         self.np, self.g, self.type, self.ctx, self.path = np, ggml, TYPES[kind], ctx, path
         rng = np.random.default_rng(1)
-        span = min(ctx, CHUNK * 2)  # so many different tokens, over and over
+        span = min(ctx, CHUNK * 2)  # number of different tokens; the cache repeats them
         self.k, self.v = (rng.standard_normal((span, KV_HEADS, DIM), dtype=np.float32) for _ in range(2))
         self.q = rng.standard_normal((queries, HEADS, DIM), dtype=np.float32)
         row = ggml.row_size(self.type, DIM)
         self.bytes = 2 * row
-        work = HEADS * queries * 4 * (DIM + (ctx if path == "plain" else 0))  # weights are as large as all keys
+        work = HEADS * queries * 4 * (DIM + (ctx if path == "plain" else 0))  # `plain` stores a weight for each key
         steps = ctx // CHUNK if prompt else 1
         size = layers * 2 * ctx * KV_HEADS * row + (layers * steps + 1) * work + queries * (ctx + 64) * 2 * steps
         self.context = ggml.init(InitParams(size + 6 * queries * KV_HEADS * DIM * 4 + (64 << 20), None, False))
@@ -126,7 +128,7 @@ class Graph:
         return t
 
     def quantized(self, values, n):
-        """Rows of floats as bytes of the type, repeated until there are n rows."""
+        """Quantizes rows of floats, and repeats them up to n rows."""
         np = self.np
         values = np.ascontiguousarray(values, dtype=np.float32)
         out = np.empty((len(values), self.g.row_size(self.type, values.shape[1])), dtype=np.uint8)
@@ -134,7 +136,7 @@ class Graph:
         return np.tile(out, (-(-n // len(out)), 1))[:n]
 
     def store(self, layer, filled):
-        """The cache of a layer: rows of tokens; on the plain way V has rows of channels."""
+        """Makes K and V of a layer: a row per token; on the plain path, V has a row per channel."""
         np, ctx = self.np, self.ctx
         k = self.tensor(self.type, (DIM, KV_HEADS, ctx))
         v = self.tensor(self.type, (ctx, DIM, KV_HEADS) if self.path == "plain" else (DIM, KV_HEADS, ctx))
@@ -155,7 +157,7 @@ class Graph:
         chosen = [self.tensor(0, (DIM, KV_HEADS, CHUNK), x[at % len(x):][:CHUNK]) for x in (self.k, self.v)]
         row = size(self.type, DIM)
         for t, x in zip((k, v), chosen):
-            if t == v and self.path == "plain":  # each channel's tokens are neighbours
+            if t == v and self.path == "plain":  # transposed: the tokens of a channel are neighbours
                 x = g.permute(c, x, 1, 2, 0, 3)
                 to = g.view_3d(c, t, CHUNK, DIM, KV_HEADS, size(self.type, self.ctx), size(self.type, self.ctx) * DIM,
                                size(self.type, at))
@@ -184,14 +186,14 @@ class Graph:
         return out
 
     def compute(self):
-        """Seconds of CPU time."""
+        """Computes the graph; returns seconds of CPU time."""
         begin = time.process_time()
         if self.g.backend_graph_compute(self.g.backend, self.graph) != 0:
-            sys.exit("ggml could not compute this")
+            sys.exit("ggml_backend_graph_compute failed")
         return time.process_time() - begin
 
     def error(self):
-        """Of the last result, relative L2; for few queries."""
+        """Returns the relative L2 error of the last result. Slow: use few queries."""
         np = self.np
         queries = len(self.q)
         out = np.empty((queries, HEADS, DIM) if self.path == "flash" else (HEADS, queries, DIM), dtype=np.float32)
@@ -209,7 +211,7 @@ class Graph:
         return float(np.linalg.norm(out - want) / np.linalg.norm(want))
 
 
-# >>measuring: each function gives rows of one round
+# >>measuring: each function yields the rows of one round
 def progress(text):
     sys.stderr.write("\r%-60s\r" % text)
     sys.stderr.flush()
@@ -241,7 +243,7 @@ def theirs(ggml, what, ctx, errors):
     for kind in TYPES:
         for path in ("flash", "plain"):
             if what == "prompt" and path == "plain" and kind != "f16":
-                continue  # a token cannot be stored where 32 tokens share a scale
+                continue  # 32 tokens of a transposed V share a scale, so a single token cannot be stored
             progress("%s %d: ggml %s %s" % (what, ctx, path, kind))
             if (path, kind) not in errors:
                 short = Graph(ggml, path, kind, 1024, 4, 1)
@@ -249,12 +251,12 @@ def theirs(ggml, what, ctx, errors):
                 errors[path, kind] = short.error()
                 short.free()
                 if errors[path, kind] > 0.3:
-                    sys.exit("wrong answers from ggml: %s %s, %g" % (path, kind, errors[path, kind]))
+                    sys.exit("wrong results of ggml: %s %s, %g" % (path, kind, errors[path, kind]))
             layer = 2 * ctx * KV_HEADS * ggml.row_size(TYPES[kind], DIM)
             layers = COLD // layer + 1 if what == "decode" else 1
             graph = Graph(ggml, path, kind, ctx, queries, layers, what == "prompt")
             seconds = [graph.compute()]
-            if seconds[0] < 8:  # that one has touched new memory: seconds do not mind
+            if seconds[0] < 8:  # the first run touches new memory; only short runs need repetition
                 seconds = [graph.compute() for _ in range(1 if what == "prompt" else 3)]
             if what == "decode":
                 value = statistics.median(seconds) / (layers * ctx * KV_HEADS) * 1e9
@@ -279,10 +281,10 @@ def medians(rows):
 
 
 def table(rows):
-    """Ratios are against ggml's better way with f16: more than 1 is faster than that."""
+    """Prints the rows. A ratio is the time of ggml's faster path with f16 over the time of the row."""
     print("%-8s %6s %-14s %-9s %7s %10s %8s %9s" % (
         "what", "ctx", "engine", "format", "bytes", "time", "ratio", "error"))
-    lost = []
+    slower = []
     for shape in dict.fromkeys((row["what"], row["ctx"]) for row in rows):
         same = [row for row in rows if (row["what"], row["ctx"]) == shape]
         base = min(row["time"] for row in same if row["engine"] == "ggml" and row["format"] == "f16")
@@ -292,13 +294,13 @@ def table(rows):
                 "%.1f" % row["bytes"] if row["bytes"] else "", row["time"], row["unit"], base / row["time"],
                 row["error"]))
             if row["engine"] == "tieredkv":
-                lost += [(row, other) for other in same if other["engine"] == "ggml" and other["time"] < row["time"]]
-    for row, other in lost:
-        print("we lose: %s at %d: ggml %s %s takes %.1f %s, our %s %.1f (%.2fx)" % (
+                slower += [(row, other) for other in same if other["engine"] == "ggml" and other["time"] < row["time"]]
+    for row, other in slower:
+        print("slower: %s at %d: ggml %s %s takes %.1f %s, tieredkv %s %.1f (%.2fx)" % (
             row["what"], row["ctx"], other["path"], other["format"], other["time"], row["unit"], row["format"],
             row["time"], row["time"] / other["time"]))
-    if not lost:
-        print("we lose nowhere in this table")
+    if not slower:
+        print("tieredkv is never slower in this table")
 
 
 def main():
@@ -311,9 +313,9 @@ def main():
     args = parser.parse_args()
     for program in ("attend", "prefill"):
         if not os.path.exists(os.path.join(ROOT, "build", "bench", program)):
-            sys.exit("build/bench/%s is not here: make build/bench/%s" % (program, program))
+            sys.exit("build/bench/%s is missing: make build/bench/%s" % (program, program))
     if not importlib.util.find_spec("numpy"):
-        sys.exit("numpy is not here: pip install numpy")
+        sys.exit("numpy is missing: pip install numpy")
     ggml = Ggml(args.ggml or package_folder())
     rows, errors = [], {}
     shapes = [("decode", int(ctx)) for ctx in args.ctx.split(",")] + [("chunk", PROMPT), ("prompt", PROMPT)]

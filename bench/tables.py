@@ -1,13 +1,13 @@
 #!/usr/bin/env python3
-"""Turns what bench/quality --csv wrote into tables of QUALITY.md, and can make all of it anew.
+"""Makes the tables of QUALITY.md from CSV files of bench/quality.
 
     python3 bench/tables.py FILE.csv [sides]   prints a table
-    python3 bench/tables.py --fill             puts the tables into QUALITY.md that there are CSV files for
-    python3 bench/tables.py --run [NAME ...]   runs the commands that QUALITY.md gives (for these), then fills
+    python3 bench/tables.py --fill             writes the tables of all existing CSV files into QUALITY.md
+    python3 bench/tables.py --run [NAME ...]   runs the commands in QUALITY.md (all, or those of NAME), then --fill
 
-In QUALITY.md a table stands between `<!-- NAME.csv -->` and `<!-- end -->`; the command that makes it is an
-indented one with `--csv build/quality/NAME.csv`. `<!-- NAME.csv sides -->`: learned tables beside loaded.
-Commands run in the repository's root; TKV_DATA is ../shared/data if unset.
+In QUALITY.md, a table stands between `<!-- NAME.csv -->` and `<!-- end -->`. Its command is the indented command with
+`--csv build/quality/NAME.csv`. `<!-- NAME.csv sides -->` compares learned tables with loaded tables. Commands run in
+the root of the repository. TKV_DATA is ../shared/data if it is not set.
 """
 import csv
 import os
@@ -86,7 +86,7 @@ def without_tables(plan):
 
 
 def sides(rows):
-    """Plans with a word tables= beside those without it."""
+    """Returns a table that compares plans with and without the word tables=."""
     whole = {row["plan"]: row for row in rows if row["window"] == "all"}
     loaded = [plan for plan in whole if without_tables(plan) != plan and without_tables(plan) in whole]
     words = sorted({word for plan in loaded for word in plan.split() if word.startswith("tables=")},
@@ -105,7 +105,7 @@ def sides(rows):
 
 # >>the page
 def command_of(page, name):
-    """The indented command that writes this CSV, its continued lines joined."""
+    """Returns the indented command that writes this CSV, with continued lines joined."""
     for block in re.findall(r"(?:^    .*\n)+", page, re.M):
         for command in re.sub(r"\\\n\s*", "", block).split("\n"):
             if re.search(r"--csv %s%s\.csv(\s|$)" % (re.escape(FOLDER), re.escape(name)), command):
@@ -127,7 +127,7 @@ def fill(page):
     def filled(match):
         path = os.path.join(ROOT, FOLDER, match.group(2) + ".csv")
         if not os.path.exists(path):
-            print("tables: no %s%s.csv, its table stays. It comes from\n%s"
+            print("tables: there is no %s%s.csv; its table does not change. The command is\n%s"
                   % (FOLDER, match.group(2), command_of(page, match.group(2))))
             return match.group(0)
         rows = read_rows(path)
@@ -149,7 +149,7 @@ def main():
     known = list(dict.fromkeys(match.group(2) for match in PLACE.finditer(page)))
     unknown = set(sys.argv[2:]) - set(known)
     if unknown:
-        sys.exit("tables: no table %s; there are %s" % (", ".join(sorted(unknown)), ", ".join(known)))
+        sys.exit("tables: unknown table %s; known are %s" % (", ".join(sorted(unknown)), ", ".join(known)))
     if sys.argv[1] == "--run":
         run(page, sys.argv[2:] or known)
     page = fill(page)

@@ -1,16 +1,16 @@
 /*
- * budget.c - a real model writes under a byte budget that FP16 would not fit in, and one watches what the cache does
- * about it.
+ * budget.c - a real model generates text under a byte budget that is too small for FP16, and the program shows what the
+ * cache does to keep the budget.
  *
  * cc -O2 examples/budget.c examples/tieredkv.c -o budget -lm && ./budget
  *
- * A line shows the tokens, the level of the ladder, pressure, bytes and what share of the tokens is in which tier;
- * a change of level is a line of its own. In the end a table: what each level recoded, the peak against the budget,
- * and with --compare how far the next token moved from an unlimited cache that saw the same tokens. `./budget --help`
- * lists the options. --csv writes every step, for `bench/plot.py --budget`. With --spill the end of the ladder is not
- * the end: old blocks go to a temporary file (spill_file.h), and attention reads them there.
+ * A progress line shows the tokens, the level of the ladder, the pressure, the bytes, and the share of each tier. Each
+ * change of level prints a line. A table follows at the end: blocks that each level recoded, and the peak against the
+ * budget. --compare adds the KL divergence from an unlimited cache with the same tokens. --csv writes every step to a
+ * file for `bench/plot.py --budget`. --spill offloads old blocks to a temporary file (spill_file.h) when the last level
+ * is not enough; attention reads them there. `./budget --help` lists the options.
  *
- * program.h has what it shares with generate. In this order: options, looking, running, table, main.
+ * program.h has the code that it shares with generate. In this order: options, progress, running, table, main.
  */
 #include "spill_file.h" /* before system headers */
 
@@ -27,30 +27,30 @@
 #endif
 
 #define DEMO "examples/data/demo.gguf"
-enum { USUAL = 2000 }; /* tokens in all, without -n */
+enum { DEFAULT_TOTAL = 2000 }; /* tokens of prompt and text without -n */
 
 static const char usage[] =
     "budget [MODEL] [options]\n"
-    "Without MODEL it is " DEMO ". " PROGRAM_HELP
-    "  -n N               tokens to generate (to 2000 in all, at most the context)\n"
-    "  --budget B         bytes, or a share of what FP16 would take, 35% (35%); none: FP16 and no limit\n"
-    "  --policy NAME      default, aggressive or fp16_only: when to go to the next level\n"
-    "  --compare          run an unlimited cache beside it\n"
-    "  --spill            what the budget has no room for goes to a temporary file, and is still read\n"
-    "  --csv FILE         every step as a line\n"
-    "It always goes on after the end of a text, and wants no chat template (--raw).\n"
+    "MODEL is " DEMO " by default. " PROGRAM_HELP
+    "  -n N               tokens to generate (to 2000 with the prompt, at most the context)\n"
+    "  --budget B         bytes, or percent of the bytes of FP16 (35%); none: FP16 without a budget\n"
+    "  --policy NAME      profile of the pressure controller: default, aggressive or fp16_only\n"
+    "  --compare          compares with an unlimited cache\n"
+    "  --spill            offloads blocks to a temporary file when the budget is full\n"
+    "  --csv FILE         writes one line per step\n"
+    "The program always sets --raw.\n"
     "\n"
-    "The plan that the ladder ends in, each an option, --archive FORMAT:\n" PLAN_HELP;
+    "The plan of the ladder's last levels. Each line is an option, such as --archive FORMAT:\n" PLAN_HELP;
 
-typedef struct wishes {
+typedef struct settings {
     tkv_config *cfg;
     const char *budget, *csv;
     int compare, spill;
-} wishes;
+} settings;
 
-typedef struct stage { /* a level, since it was first entered */
-    int from;          /* tokens there were; -1: never entered */
-    int compared, same;
+typedef struct stage {  /* a level since the cache first entered it */
+    int from;           /* tokens at that time; -1: never entered */
+    int compared, same; /* compared positions; those with the same likeliest token */
     double kl;
     char formats[80];
 } stage;
@@ -61,18 +61,18 @@ typedef struct session {
     tkv_cache *kv, *exact; /* exact: NULL without --compare */
     int *tokens, n_prompt, total, done;
     int refused;
-    float *logits, *wanted; /* of one chunk; wanted: the exact cache's */
+    float *logits, *exact_logits; /* logits of one chunk */
     double loss, exact_loss;
-    int known; /* tokens that the losses are of */
+    int known; /* tokens that the losses sum over */
     stage stages[TKV_MAX_LEVELS];
     FILE *csv;
-    int terminal, shown; /* shown: the live line is on the screen */
-    double next;         /* when (in seconds) or at which token it is due again */
+    int on_terminal, shown; /* shown: the progress line is on the screen */
+    double next;            /* next update of it: in seconds on a terminal, else in tokens */
 } session;
 
 /* >>options */
-static taken own_option(void *ctx, const char *name, const char *value) {
-    wishes *w = (wishes *)ctx;
+static parsed parse_own_option(void *ctx, const char *name, const char *value) {
+    settings *w = (settings *)ctx;
     int profile;
     if (strcmp(name, "--compare") == 0) return w->compare = 1, ALONE;
     if (strcmp(name, "--spill") == 0) return w->spill = 1, ALONE;
@@ -89,18 +89,18 @@ static double fp16_bytes(const session *s, int tokens) {
     return 2.0 * s->model.n_layers * s->model.n_kv_heads * (s->model.head_dim + s->model.v_head_dim) * tokens;
 }
 
-/* What to do about a budget that does not hold all tokens. */
+/* Returns a text that names a budget for all tokens. */
 static const char *advice(const session *s) {
     static char text[120];
     tkv_config cfg = s->cfg;
-    int percent, n = 0; /* the smallest share that is enough */
+    int percent, n = 0; /* percent: the smallest budget that holds all tokens */
     for (percent = 1; percent < 100; percent++) {
         cfg.budget.bytes = (size_t)(fp16_bytes(s, s->total) * percent / 100);
         if (tkv_estimate_context(&cfg, 1, &n) == TKV_OK && n >= s->total) break;
     }
     if (percent < 100) snprintf(text, sizeof text, "--budget %d%% holds %s", percent, commas(s->total));
     else
-        snprintf(text, sizeof text, "less than FP16 takes does not hold %s: try more (-n), or --budget none",
+        snprintf(text, sizeof text, "no budget below FP16 holds %s; try more tokens (-n) or --budget none",
                  commas(s->total));
     return text;
 }
@@ -115,9 +115,9 @@ static void set_budget(session *s, const char *text) {
     }
     if (*end == '%') bytes *= fp16_bytes(s, s->total) / 100, end++;
     if (*end || !(bytes >= 1 && bytes < 1e15))
-        fail("--budget %s: it is bytes, as 2000000, or a share of FP16, as 35%%, or none", text);
+        fail("--budget %s: it must be bytes (2000000), percent of FP16 (35%%) or none", text);
     s->cfg.budget.bytes = (size_t)bytes;
-    if (tkv_estimate_context(&s->cfg, 1, &n) != TKV_OK) return; /* create says what is wrong */
+    if (tkv_estimate_context(&s->cfg, 1, &n) != TKV_OK) return; /* create() reports the error */
     if (n == 0)
         fail("a budget of %s bytes is too small for any token of this model; %s", commas(bytes), advice(s));
     if (n < s->total && !s->cfg.offload.write)
@@ -125,10 +125,10 @@ static void set_budget(session *s, const char *text) {
                 commas(n), commas(s->total), advice(s));
 }
 
-/* >>looking */
-/* The tokens from the oldest to the newest, by tier. */
+/* >>progress */
+/* Draws the tokens from the oldest to the newest, one mark per tier. */
 static const char *bar_of(const tkv_memory_info *mem) {
-    enum { WIDTH = 16 }; /* the line has to fit into 80 columns */
+    enum { WIDTH = 16 }; /* the progress line fits into 80 columns */
     static char bar[WIDTH + 1];
     double all = 0, sum = 0;
     int tier, from = 0, to;
@@ -142,28 +142,28 @@ static const char *bar_of(const tkv_memory_info *mem) {
     return bar;
 }
 
-static void clear(session *s) {
-    if (s->shown && s->terminal) fprintf(stderr, "\r%79s\r", "");
+static void clear_progress(session *s) {
+    if (s->shown && s->on_terminal) fprintf(stderr, "\r%79s\r", "");
     s->shown = 0;
 }
 
-/* On a terminal one line is written over and over, elsewhere there are some lines. */
-static void show(session *s, const tkv_budget_info *b, const tkv_memory_info *mem) {
-    const double now = s->terminal ? seconds() : s->done;
+/* Updates the progress: in place on a terminal, else as 16 lines. */
+static void show_progress(session *s, const tkv_budget_info *b, const tkv_memory_info *mem) {
+    const double now = s->on_terminal ? seconds() : s->done;
     if (now < s->next && s->done < s->total) return;
-    s->next = now + (s->terminal ? 0.05 : s->total / 16.0);
-    fprintf(stderr, "%s%6s tokens  level %d  pressure %3.0f %%  %6.2f", s->terminal ? "\r" : "",
+    s->next = now + (s->on_terminal ? 0.05 : s->total / 16.0);
+    fprintf(stderr, "%s%6s tokens  level %d  pressure %3.0f %%  %6.2f", s->on_terminal ? "\r" : "",
             commas(s->done), b->level, 100 * (double)b->pressure.average, (double)mem->total / 1e6);
     if (b->budget) fprintf(stderr, " / %.2f", (double)b->budget / 1e6);
-    fprintf(stderr, " MB  [%s]%s", bar_of(mem), s->terminal ? " " : "\n");
+    fprintf(stderr, " MB  [%s]%s", bar_of(mem), s->on_terminal ? " " : "\n");
     s->shown = 1;
 }
 
-static void look(session *s) {
+static void report_step(session *s) { /* progress line and CSV */
     tkv_budget_info b;
     tkv_memory_info mem;
     if (tkv_get_budget(s->kv, &b) != TKV_OK || tkv_get_memory(s->kv, &mem) != TKV_OK) return;
-    show(s, &b, &mem);
+    show_progress(s, &b, &mem);
     if (s->csv)
         fprintf(s->csv, "%d,%.0f,%d,%.4f,%.0f,%.0f,%.0f,%.0f,%.0f,%d\n", s->done, (double)mem.total, b.level,
                 (double)b.pressure.average, (double)mem.tier[TKV_TIER_HOT].tokens,
@@ -171,8 +171,8 @@ static void look(session *s) {
                 (double)b.budget, (double)mem.fp16_bytes, s->total);
 }
 
-/* What old tokens become from now on. */
-static void enter(session *s, int level) {
+/* Records the first time at a level, and the formats of old tokens there. */
+static void enter_level(session *s, int level) {
     stage *x = &s->stages[level];
     char warm[40] = "", archive[40] = "";
     tkv_layer_info layer;
@@ -190,9 +190,9 @@ static void enter(session *s, int level) {
 static void on_event(void *user, const tkv_event *e) {
     session *s = (session *)user;
     if (!s->kv || e->kind == TKV_EVENT_TABLE) return;
-    clear(s);
+    clear_progress(s);
     if (e->kind == TKV_EVENT_LEVEL) {
-        enter(s, e->to);
+        enter_level(s, e->to);
         fprintf(stderr, "%6s tokens  level %d -> %d (%s): %s\n", commas(s->done), e->from, e->to,
                 s->stages[e->to].formats, e->text);
     } else if (e->kind == TKV_EVENT_BUDGET)
@@ -200,51 +200,51 @@ static void on_event(void *user, const tkv_event *e) {
 }
 
 /* >>running */
-static void compare(session *s, int n) { /* the last n positions */
+static void compare(session *s, int n) { /* compares the last n positions */
     const int vocab = s->model.vocab;
     tkv_budget_info b;
     int i;
     if (tkv_get_budget(s->kv, &b) != TKV_OK) return;
     for (i = 0; i < n; i++) {
         const float *got = s->logits + (size_t)i * (size_t)vocab,
-                    *want = s->wanted + (size_t)i * (size_t)vocab;
+                    *want = s->exact_logits + (size_t)i * (size_t)vocab;
         const int next = s->done - n + i + 1;
         stage *x = &s->stages[b.level];
         x->compared++;
         x->same += llama_argmax(got, vocab) == llama_argmax(want, vocab);
         x->kl += llama_divergence(want, got, vocab);
-        if (next >= s->n_prompt) continue; /* a text that was drawn from one of the two favours it */
+        if (next >= s->n_prompt) continue; /* generated text favours the cache that generated it */
         s->loss += llama_loss(got, vocab, s->tokens[next]);
         s->exact_loss += llama_loss(want, vocab, s->tokens[next]);
         s->known++;
     }
 }
 
-/* The next n known tokens; 0: the budget is full. */
+/* Evaluates the next n known tokens. Returns 0 if the budget is full. */
 static int evaluate(session *s, int n) {
     const int n_logits = s->exact ? n : 1;
     tkv_status status = llama_forward(&s->model, s->kv, 0, s->tokens + s->done, n, s->logits, n_logits);
     if (status == TKV_ERR_BUDGET) return 0;
     if (status == TKV_OK && s->exact)
-        status = llama_forward(&s->model, s->exact, 0, s->tokens + s->done, n, s->wanted, n_logits);
+        status = llama_forward(&s->model, s->exact, 0, s->tokens + s->done, n, s->exact_logits, n_logits);
     if (status != TKV_OK) fail("token %d: %s", s->done, tkv_get_status_text(status));
     s->done += n;
     if (s->exact) compare(s, n);
-    look(s);
+    report_step(s);
     return 1;
 }
 
 static void run(session *s, const options *o) {
     const size_t vocab = (size_t)s->model.vocab;
-    choice *space = (choice *)room(vocab, sizeof *space);
-    uint64_t rng = dice(o);
+    choice *space = (choice *)allocate(vocab, sizeof *space);
+    uint64_t rng = rng_seed(o);
     while (s->done < s->total) {
         int n = s->n_prompt - s->done;
         if (n > TKV_BLOCK_TOKENS) n = TKV_BLOCK_TOKENS;
         if (n < 1) n = 1;
         s->refused = !evaluate(s, n);
         if (s->refused) break;
-        if (s->done >= s->n_prompt) /* the token behind what the cache has seen */
+        if (s->done >= s->n_prompt)
             s->tokens[s->done] =
                 sample(s->logits + (s->exact ? (size_t)(n - 1) * vocab : 0), s->model.vocab, o, &rng, space);
     }
@@ -279,7 +279,7 @@ static void print_table(const session *s, double time) {
     tkv_memory_info mem;
     int level;
     if (tkv_get_budget(s->kv, &b) != TKV_OK || tkv_get_memory(s->kv, &mem) != TKV_OK) return;
-    printf("  level  old tokens become              from token  blocks recoded%s\n",
+    printf("  level  formats of old tokens          from token  blocks recoded%s\n",
            s->exact ? "   KL to exact  same likeliest token" : "");
     for (level = 0; level < b.n_levels; level++) print_stage(s, &b, level);
     printf("\n  tokens       %s of %s, %s per second (one thread, %s)\n", commas(s->done), commas(s->total),
@@ -288,25 +288,25 @@ static void print_table(const session *s, double time) {
     if (b.budget)
         printf(" of a budget of %s, %.1f %%", commas((double)b.budget),
                100.0 * (double)b.peak / (double)b.budget);
-    printf("; FP16 alone would be %s\n", commas(fp16_bytes(s, s->done)));
+    printf("; FP16 would take %s\n", commas(fp16_bytes(s, s->done)));
     if (mem.ratio > 1)
-        printf("  compression  %.2f times fewer bytes than FP16, everything counted\n", mem.ratio);
-    else printf("  compression  none: exact, or too few tokens for what a cache takes at the start\n");
+        printf("  compression  %.2f times fewer bytes than FP16, all memory counted\n", mem.ratio);
+    else printf("  compression  none: tokens are exact, or few, and an empty cache already takes memory\n");
     printf("  refused      %s\n", commas((double)b.refused));
     if (s->cfg.offload.write)
-        printf("  outside      %s bytes of %s token%s and layer, %s blocks\n",
+        printf("  offloaded    %s bytes; %s token%s, summed over layers; %s blocks\n",
                commas((double)(mem.offloaded.codes + mem.offloaded.metadata)),
                commas((double)mem.offloaded.tokens), mem.offloaded.tokens == 1 ? "" : "s",
                commas((double)b.offloaded));
     if (s->known >= 64)
-        printf("  perplexity   of %s tokens of the prompt %.3f, %.3f with the unlimited cache\n",
-               commas(s->known), exp(s->loss / s->known), exp(s->exact_loss / s->known));
+        printf("  perplexity   %.3f over %s tokens of the prompt; %.3f with the unlimited cache\n",
+               exp(s->loss / s->known), commas(s->known), exp(s->exact_loss / s->known));
 }
 
 static void open_spill(session *s, spill_file *file) {
     size_t bytes;
-    if (tkv_get_required_bytes(&s->cfg, NULL, &bytes) != TKV_OK) return; /* create says what is wrong */
-    if (spill_file_open(file, NULL, bytes)) fail("no temporary file: %s", strerror(errno));
+    if (tkv_get_required_bytes(&s->cfg, NULL, &bytes) != TKV_OK) return; /* create() reports the error */
+    if (spill_file_open(file, NULL, bytes)) fail("cannot open a temporary file: %s", strerror(errno));
     s->cfg.offload = spill_file_config(file);
 }
 
@@ -314,7 +314,7 @@ int main(int argc, char **argv) {
     spill_file file;
     options o;
     session s;
-    wishes w;
+    settings w;
     double start;
     int context, i;
 
@@ -324,24 +324,24 @@ int main(int argc, char **argv) {
     w.cfg = &s.cfg;
     w.budget = "35%";
     o.raw = 1;
-    parse(argc, argv, usage, &o, &s.cfg, own_option, &w);
+    parse_options(argc, argv, usage, &o, &s.cfg, parse_own_option, &w);
     if (!o.model) o.model = DEMO;
     load(&o, &s.model, &s.cfg);
     context = context_of(&o, &s.model);
-    i = !o.n ? 1 : o.n < context / 2 ? o.n : context / 2; /* tokens to leave room for */
-    s.n_prompt = read_prompt(&s.model, &o, context - i, (o.n ? o.n : USUAL) + 1, 0, &s.tokens);
-    s.total = o.n ? s.n_prompt + o.n : s.n_prompt < USUAL ? USUAL : s.n_prompt + 1;
+    i = !o.n ? 1 : o.n < context / 2 ? o.n : context / 2; /* tokens of the context kept for the text */
+    s.n_prompt = read_prompt(&s.model, &o, context - i, (o.n ? o.n : DEFAULT_TOTAL) + 1, 0, &s.tokens);
+    s.total = o.n ? s.n_prompt + o.n : s.n_prompt < DEFAULT_TOTAL ? DEFAULT_TOTAL : s.n_prompt + 1;
     if (s.total > context) s.total = context;
 
     if (w.spill) open_spill(&s, &file);
     set_budget(&s, w.budget);
     for (i = 0; i < TKV_MAX_LEVELS; i++) s.stages[i].from = -1;
-    s.terminal = isatty(2);
+    s.on_terminal = isatty(2);
     s.cfg.host.on_event = on_event;
     s.cfg.host.event_user = &s;
     s.kv = create(&s.cfg);
-    enter(&s, 0);
-    s.logits = (float *)room((size_t)TKV_BLOCK_TOKENS * (size_t)s.model.vocab, sizeof *s.logits);
+    enter_level(&s, 0);
+    s.logits = (float *)allocate((size_t)TKV_BLOCK_TOKENS * (size_t)s.model.vocab, sizeof *s.logits);
     if (w.compare) {
         tkv_config exact = s.cfg;
         exact.budget.bytes = 0;
@@ -349,23 +349,24 @@ int main(int argc, char **argv) {
         memset(&exact.offload, 0, sizeof exact.offload);
         exact.tiers.hot_tokens = TKV_UNLIMITED;
         s.exact = create(&exact);
-        s.wanted = (float *)room((size_t)TKV_BLOCK_TOKENS * (size_t)s.model.vocab, sizeof *s.wanted);
+        s.exact_logits =
+            (float *)allocate((size_t)TKV_BLOCK_TOKENS * (size_t)s.model.vocab, sizeof *s.exact_logits);
     }
     if (w.csv) {
         s.csv = fopen(w.csv, "w");
         if (!s.csv) fail("cannot write %s", w.csv);
-        fprintf(s.csv, "tokens,bytes,level,pressure,hot,warm,archive,budget,fp16,asked\n");
+        fprintf(s.csv, "tokens,bytes,level,pressure,hot,warm,archive,budget,fp16,total\n");
     }
 
     start = seconds();
     run(&s, &o);
     start = seconds() - start;
-    if (s.shown && s.terminal) fprintf(stderr, "\n");
+    if (s.shown && s.on_terminal) fprintf(stderr, "\n");
     if (s.csv && fclose(s.csv) != 0) fail("cannot write %s", w.csv);
     printf("\n");
     print_text(&s);
     print_table(&s, start);
-    if (s.refused) printf("\nThe budget is full. Give more, or ask for fewer tokens (-n): %s\n", advice(&s));
+    if (s.refused) printf("\nThe budget is full. Use a larger budget or fewer tokens (-n): %s\n", advice(&s));
     tkv_destroy(s.kv);
     tkv_destroy(s.exact);
     if (w.spill) spill_file_close(&file);
@@ -373,6 +374,6 @@ int main(int argc, char **argv) {
     llama_free(&s.model);
     free(s.tokens);
     free(s.logits);
-    free(s.wanted);
+    free(s.exact_logits);
     return s.refused;
 }

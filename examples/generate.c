@@ -1,14 +1,17 @@
 /*
- * generate.c - text from a real model whose keys and values live in tieredkv, and what that costs and saves.
+ * generate.c - generates text with a real model that stores its keys and values in tieredkv, and reports costs and
+ * savings.
  *
  * cc -O2 -o generate examples/generate.c examples/tieredkv.c -lm && ./generate model.gguf
  *
- * Streams text, then says where the tokens are, how many bytes they take, how fast it was, how far the
- * distribution of the next token moved from that of an exact cache which saw the same tokens, and whether
- * what the prompt hid is still found. `./generate` alone lists the options. The sampler follows run.c of
- * llama2.c.
+ * The program prints the text as it is generated. Then it reports:
+ *   - the tier of each token, and the bytes of each tier
+ *   - the speed
+ *   - the KL divergence of the next token's distribution from that of an exact cache with the same tokens
+ *   - with --recall: whether the model still finds numbers that the prompt states
+ * `./generate --help` lists the options. The sampler follows run.c of llama2.c.
  *
- * program.h has what it shares with budget. In this order: options, running, recall, comparing, tables, main.
+ * program.h has the code that it shares with budget. In this order: options, running, recall, comparing, tables, main.
  */
 #include "../tieredkv.h"
 
@@ -16,49 +19,48 @@
 #include "program.h"
 
 static const char usage[] =
-    "generate MODEL [options]\n" PROGRAM_HELP /* the model, prompt and dice */
-    "  -n N               tokens to generate (256)\n"
+    "generate MODEL [options]\n" PROGRAM_HELP "  -n N               tokens to generate (256)\n"
     "  --compare N        newest positions to compare with an exact cache (256)\n"
-    "  --no-compare       do not\n"
-    "  --recall TEXT      ask in the end for the last word of each line of the\n"
-    "                     prompt that begins with TEXT\n"
+    "  --no-compare       compares no positions\n"
+    "  --recall TEXT      asks for the last word of each line of the prompt that begins with\n"
+    "                     TEXT, after the text is generated\n"
     "\n"
-    "Where tokens live, oldest to newest: [sinks][archive ...][warm][hot]. Each line is an\n"
-    "option, --archive FORMAT:\n" PLAN_HELP;
+    "Tiers from the oldest token to the newest: [sinks][archive ...][warm][hot]. Each line is\n"
+    "an option, such as --archive FORMAT:\n" PLAN_HELP;
 
-typedef struct wishes { /* this program's own options */
+typedef struct settings { /* options of this program only */
     const char *recall;
     int compare;
-} wishes;
+} settings;
 
 enum { TIERED, EXACT, CACHES };
 enum { SECRETS = 32, LINE = 200, ANSWER = 16 };
 
-typedef struct secret {            /* a line of the prompt that hides something in its last word */
-    char line[LINE];               /* with the line feed before it */
-    int word;                      /* in line; up to the space before it stands the question */
-    int at;                        /* the token that ends the line, or its newest copy in the text */
-    char said[CACHES][ANSWER + 1]; /* "": was not asked */
+typedef struct secret { /* a line of the prompt; its last word is the secret */
+    char line[LINE];    /* begins with the line feed before the line */
+    int word;           /* where the secret begins in `line`; the text before it is the question */
+    int at;             /* the last token of the line, or of its newest copy in the text */
+    char answer[CACHES][ANSWER + 1]; /* "": this cache was not asked */
 } secret;
 
 typedef struct session {
     llama_model model;
     tkv_config cfg;
     tkv_cache *kv;
-    int *tokens, n_tokens; /* known tokens; tkv_get_length of them have been evaluated */
-    int n_prompt;          /* the first of them */
-    int pos;               /* keys of the present chunk are rotated for positions from here on */
-    float *logits;         /* of one chunk */
-    float *kept;           /* of position p in row p % n_kept: compared with the exact cache's in the end */
+    int *tokens, n_tokens; /* tokens of prompt and text; the first tkv_get_length of them were evaluated */
+    int n_prompt;          /* tokens of the prompt */
+    int pos;               /* position of the present chunk's first token, for RoPE */
+    float *logits;         /* logits of one chunk */
+    float *kept; /* logits of position p in row p % n_kept, for the comparison with the exact cache */
     int n_kept;
     secret secrets[SECRETS];
     int n_secrets;
-    double appending, attending; /* seconds in the cache, demotion with the former */
+    double appending, attending; /* seconds in tkv_append (demotion included) and in tkv_attend */
 } session;
 
 /* >>options */
-static taken own_option(void *ctx, const char *name, const char *value) {
-    wishes *w = (wishes *)ctx;
+static parsed parse_own_option(void *ctx, const char *name, const char *value) {
+    settings *w = (settings *)ctx;
     int ok = 1;
     if (strcmp(name, "--no-compare") == 0) return w->compare = 0, ALONE;
     if (!value) return UNKNOWN;
@@ -70,8 +72,8 @@ static taken own_option(void *ctx, const char *name, const char *value) {
 }
 
 /* >>running */
-/* A line that is written over and over, from half a second after the start on. */
-static void progress(const char *what, int done, int of, double start) {
+/* Updates a progress line in place, beginning half a second after the start. */
+static void show_progress(const char *what, int done, int of, double start) {
     static int shown;
     const double t = seconds() - start;
     char bar[33] = "................................";
@@ -82,9 +84,9 @@ static void progress(const char *what, int done, int of, double start) {
     fflush(stderr);
 }
 
-/* A layer's part of llama_forward_with: its keys and values go in, attention comes out. */
-static tkv_status timed(void *ctx, int layer, const float *q, const float *k, const float *v, int n,
-                        float *out) {
+/* The attention of llama_forward_with: appends keys and values of a layer, attends, and measures both. */
+static tkv_status timed_attention(void *ctx, int layer, const float *q, const float *k, const float *v, int n,
+                                  float *out) {
     session *s = (session *)ctx;
     const double start = seconds();
     tkv_status status = llama_append_at(s->kv, 0, layer, s->pos, k, v, n);
@@ -95,7 +97,8 @@ static tkv_status timed(void *ctx, int layer, const float *q, const float *k, co
     return status;
 }
 
-static void evaluate(session *s, int n, int n_logits) { /* the next n known tokens */
+/* Evaluates the next n known tokens, and keeps the logits of the last n_logits. */
+static void evaluate(session *s, int n, int n_logits) {
     const int pos = tkv_get_length(s->kv, 0, TKV_ALL_LAYERS), vocab = s->model.vocab;
     const double start = seconds();
     tkv_status status = tkv_seq_begin(s->kv, 0);
@@ -103,7 +106,8 @@ static void evaluate(session *s, int n, int n_logits) { /* the next n known toke
     s->pos = pos;
     s->appending += seconds() - start;
     if (status == TKV_OK)
-        status = llama_forward_with(&s->model, s->tokens + pos, n, pos, timed, s, s->logits, n_logits);
+        status =
+            llama_forward_with(&s->model, s->tokens + pos, n, pos, timed_attention, s, s->logits, n_logits);
     if (status == TKV_OK) status = tkv_seq_commit(s->kv, 0);
     if (status != TKV_OK) fail("token %d: %s", pos, tkv_get_status_text(status));
     for (i = 0; i < n_logits && s->n_kept > 0; i++)
@@ -111,13 +115,13 @@ static void evaluate(session *s, int n, int n_logits) { /* the next n known toke
                s->logits + (size_t)i * (size_t)vocab, (size_t)vocab * sizeof *s->kept);
 }
 
-/* >>recall: several needles, each asked for alone (RULER, arXiv 2404.06654, section 3) */
-/* A line feed and the text of the first n tokens; ends[i] is where token i ends. To be freed. */
+/* >>recall: several needles, and one question for each (RULER, arXiv 2404.06654, section 3) */
+/* Returns a line feed and the text of the first n tokens; token i ends at ends[i]. The caller frees it. */
 static char *text_of(const session *s, int n, int *ends) {
     char *text = NULL;
     int i, len, pass, at = 0;
     for (pass = 0; pass < 2; pass++) {
-        if (pass) text = (char *)room((size_t)at, 1);
+        if (pass) text = (char *)allocate((size_t)at, 1);
         for (i = 0, at = 1; i < n; at += len, ends[i++] = at) {
             const char *piece = llama_piece(&s->model, i ? s->tokens[i - 1] : -1, s->tokens[i], &len);
             if (pass) memcpy(text + at, piece, (size_t)len);
@@ -127,9 +131,10 @@ static char *text_of(const session *s, int n, int *ends) {
     return text;
 }
 
+/* Finds the lines of the prompt that begin with `start`. */
 static void find_secrets(session *s, const char *start) {
     const int n = tkv_get_length(s->kv, 0, TKV_ALL_LAYERS);
-    int *ends = (int *)room((size_t)n, sizeof *ends);
+    int *ends = (int *)allocate((size_t)n, sizeof *ends);
     char *text = text_of(s, n, ends), *from = text;
     while ((from = strchr(from, '\n')) != NULL && from - text < ends[s->n_prompt - 1] &&
            s->n_secrets < SECRETS) {
@@ -142,7 +147,8 @@ static void find_secrets(session *s, const char *start) {
         memcpy(x->line, from - 1, size);
         for (x->word = (int)size; x->word > 1 && x->line[x->word - 1] != ' ';) x->word--;
         if (x->word < 2 || x->word == (int)size || size - (size_t)x->word > ANSWER) continue;
-        for (copy = newest; (copy = strstr(copy + 1, x->line)) != NULL;) /* the model's own, maybe */
+        for (copy = newest;
+             (copy = strstr(copy + 1, x->line)) != NULL;) /* the model may have written copies */
             if (strchr(".\n", copy[size])) newest = copy;
         while (x->at + 1 < n && ends[x->at] < newest - text + (int)size) x->at++;
         s->n_secrets++;
@@ -151,7 +157,7 @@ static void find_secrets(session *s, const char *start) {
     free(ends);
 }
 
-/* What the likeliest tokens say to the questions. Each is cut off again before the next one. */
+/* Asks each question and stores the greedy answer. tkv_seq_truncate removes question and answer before the next one. */
 static void ask(session *s, int which) {
     const int before = tkv_get_length(s->kv, 0, TKV_ALL_LAYERS);
     int tokens[LINE + 2 * ANSWER], i, k, j, n, len, used, want;
@@ -161,13 +167,13 @@ static void ask(session *s, int which) {
         n = llama_tokenize(&s->model, x->line, (size_t)x->word - 1, 0, tokens);
         want = (int)strlen(x->line + x->word);
         for (i = used = 0; status == TKV_OK && i < n + ANSWER; i++) {
-            if (i >= n) { /* the question has been put */
+            if (i >= n) { /* the question is complete: sample the answer */
                 const char *piece;
                 tokens[i] = llama_argmax(s->logits, s->model.vocab);
                 piece = llama_piece(&s->model, tokens[i - 1], tokens[i], &len);
                 for (j = 0; j < len && used < want; j++)
                     if (used > 0 || piece[j] != ' ')
-                        x->said[which][used++] = piece[j] < 32 || piece[j] > 126 ? '?' : piece[j];
+                        x->answer[which][used++] = piece[j] < 32 || piece[j] > 126 ? '?' : piece[j];
                 if (used == want) break;
             }
             status = llama_forward(&s->model, s->kv, 0, tokens + i, 1, s->logits, 1);
@@ -177,11 +183,12 @@ static void ask(session *s, int which) {
     }
 }
 
-static int is_right(const secret *x, int which) { return strcmp(x->said[which], x->line + x->word) == 0; }
+static int is_right(const secret *x, int which) { return strcmp(x->answer[which], x->line + x->word) == 0; }
 
 /* >>comparing */
 typedef struct comparison {
-    int positions, same, known;
+    int positions, same;     /* compared positions; those with the same likeliest token */
+    int known;               /* tokens of the prompt that `loss` sums over */
     double mean, high, most; /* KL divergence; `high` is the 99th percentile */
     double loss[CACHES];
 } comparison;
@@ -191,12 +198,12 @@ static int by_size(const void *a, const void *b) {
     return (x > y) - (x < y);
 }
 
-/* The same tokens once more, in the same chunks, with an exact cache; the questions too. */
+/* Evaluates the same tokens in the same chunks with an exact cache, compares the logits, and asks the questions. */
 static void compare(session *s, comparison *c) {
     const int n = tkv_get_length(s->kv, 0, TKV_ALL_LAYERS), vocab = s->model.vocab,
               count = n < s->n_kept ? n : s->n_kept;
     const int first = n - count;
-    double *kl = (double *)room((size_t)count, sizeof *kl);
+    double *kl = (double *)allocate((size_t)count, sizeof *kl);
     const double start = seconds();
     session exact = *s;
     int pos, i;
@@ -208,9 +215,9 @@ static void compare(session *s, comparison *c) {
     exact.n_kept = 0;
     for (pos = 0; pos < n;) {
         const int chunk = llama_chunk(&s->cfg, pos, n - pos < 64 ? n - pos : 64);
-        int from = pos < first ? first : pos; /* the first position of the chunk that is compared */
+        int from = pos < first ? first : pos; /* the chunk's first position to compare */
         if (from > pos + chunk) from = pos + chunk;
-        progress("comparing", pos, n, start);
+        show_progress("comparing", pos, n, start);
         evaluate(&exact, chunk, pos + chunk - from);
         for (i = from; i < pos + chunk; i++) {
             const float *a = s->kept + (size_t)(i % s->n_kept) * (size_t)vocab;
@@ -218,14 +225,14 @@ static void compare(session *s, comparison *c) {
             kl[i - first] = llama_divergence(b, a, vocab);
             c->mean += kl[i - first] / count;
             c->same += llama_argmax(a, vocab) == llama_argmax(b, vocab);
-            if (i + 1 >= s->n_prompt) continue; /* a text that was drawn from one of the two favours it */
+            if (i + 1 >= s->n_prompt) continue; /* generated text favours the cache that generated it */
             c->known++;
             c->loss[EXACT] += llama_loss(b, vocab, s->tokens[i + 1]);
             c->loss[TIERED] += llama_loss(a, vocab, s->tokens[i + 1]);
         }
         pos += chunk;
     }
-    progress("comparing", n, n, start);
+    show_progress("comparing", n, n, start);
     ask(&exact, EXACT);
     for (i = 0; i < s->n_secrets; i++) s->secrets[i] = exact.secrets[i];
     qsort(kl, (size_t)count, sizeof *kl, by_size);
@@ -237,7 +244,7 @@ static void compare(session *s, comparison *c) {
 /* >>tables */
 static tkv_tier tier_of(const session *s, int token) {
     uint8_t tier = TKV_TIER_HOT;
-    (void)tkv_get_tiers(s->kv, 0, 0, token, 1, &tier); /* cannot fail: these tokens are held */
+    (void)tkv_get_tiers(s->kv, 0, 0, token, 1, &tier); /* cannot fail: the cache holds this token */
     return (tkv_tier)tier;
 }
 
@@ -248,7 +255,7 @@ static void print_row(char mark, const char *name, int tokens, const char *forma
     printf("\n");
 }
 
-/* Returns how many times smaller than FP16 it is; 0: there is nothing. */
+/* Returns FP16 bytes / bytes of the cache; 0 for an empty cache. */
 static double print_memory(const session *s) {
     const double values = (double)s->model.n_kv_heads * (s->model.head_dim + s->model.v_head_dim);
     const int n = tkv_get_length(s->kv, 0, TKV_ALL_LAYERS);
@@ -260,7 +267,7 @@ static double print_memory(const session *s) {
     if (tkv_get_layer(s->kv, 0, 0, &tiers) != TKV_OK || tkv_get_memory(s->kv, &mem) != TKV_OK || n == 0)
         return 0;
     for (i = 0; i < 64; i++)
-        map[i] = tier_marks[tier_of(s, (int)((double)i * n / 64))]; /* first of the i-th part */
+        map[i] = tier_marks[tier_of(s, (int)((double)i * n / 64))]; /* the first token of part i of 64 */
     map[i] = 0;
     printf("oldest %s newest\n\n", map);
     printf("  tier           tokens   format                      bytes   bits per value\n");
@@ -279,15 +286,15 @@ static double print_memory(const session *s) {
 }
 
 static void print_answer(const secret *x, int which) {
-    if (x->said[which][0])
-        printf("   %-*s %s", ANSWER - 8, x->said[which], is_right(x, which) ? "right" : "wrong");
+    if (x->answer[which][0])
+        printf("   %-*s %s", ANSWER - 8, x->answer[which], is_right(x, which) ? "right" : "wrong");
     else printf("   %-*s", ANSWER - 2, "-");
 }
 
 static void print_recall(const session *s, const char *start) {
     int i;
     if (s->n_secrets == 0) return;
-    printf("Asked after the text, \"%s ...\":\n\n", start);
+    printf("Questions after the text, \"%s ...\":\n\n", start);
     printf("  %-22s tokens back   tier      in the prompt   exact cache      tiers\n", "");
     for (i = 0; i < s->n_secrets; i++) {
         const secret *x = &s->secrets[i];
@@ -313,7 +320,7 @@ static void print_summary(const session *s, const comparison *c, double ratio) {
         archived_right += tier_of(s, x->at) == TKV_TIER_ARCHIVE && is_right(x, TIERED);
     }
     if (ratio > 1) printf("  memory      %.2f times fewer bytes than FP16\n", ratio);
-    else printf("  memory      more than FP16: the text is too short for what a cache takes at the start\n");
+    else printf("  memory      more than FP16: the text is short, and an empty cache already takes memory\n");
     if (c->positions) {
         printf("  next token  KL divergence from an exact F32 cache: mean %.5f, 99 %% below %.4f, most %.4f "
                "nats\n",
@@ -326,7 +333,7 @@ static void print_summary(const session *s, const comparison *c, double ratio) {
                exp(c->loss[TIERED] / c->known), exp(c->loss[EXACT] / c->known));
     if (tkv_get_layer(s->kv, 0, 0, &tiers) == TKV_OK &&
         tiers.tokens[TKV_TIER_HOT] == tkv_get_length(s->kv, 0, TKV_ALL_LAYERS))
-        printf("              (nothing has left the hot tail yet: a longer text shows more)\n");
+        printf("              (all tokens are still in the hot tail; a longer text shows more)\n");
     if (s->n_secrets == 0) return;
     printf("  recall      %d of %d from the tiers, %d of %d in the archive", right[TIERED], s->n_secrets,
            archived_right, archived);
@@ -336,7 +343,7 @@ static void print_summary(const session *s, const comparison *c, double ratio) {
 
 int main(int argc, char **argv) {
     options o;
-    wishes w;
+    settings w;
     session s;
     choice *space;
     comparison c;
@@ -349,32 +356,32 @@ int main(int argc, char **argv) {
     memset(&s, 0, sizeof s);
     memset(&c, 0, sizeof c);
     o.n = w.compare = 256;
-    parse(argc, argv, usage, &o, &s.cfg, own_option, &w);
+    parse_options(argc, argv, usage, &o, &s.cfg, parse_own_option, &w);
     if (!o.model) help(usage, 1);
-    rng = dice(&o);
+    rng = rng_seed(&o);
     load(&o, &s.model, &s.cfg);
     s.kv = create(&s.cfg);
     context = context_of(&o, &s.model);
-    if (w.recall && context > 2 * LINE) context -= LINE / 2; /* for a question */
+    if (w.recall && context > 2 * LINE) context -= LINE / 2; /* space for a question */
     n = context - (o.n < context / 2 ? o.n : context / 2);
     n_prompt = s.n_prompt = s.n_tokens = read_prompt(&s.model, &o, n, o.n, 1, &s.tokens);
     s.n_kept = w.compare < n_prompt + o.n ? w.compare : n_prompt + o.n;
-    s.kept = (float *)room((size_t)s.n_kept * (size_t)s.model.vocab, sizeof *s.kept);
-    s.logits = (float *)room((size_t)TKV_BLOCK_TOKENS * (size_t)s.model.vocab, sizeof *s.logits);
-    space = (choice *)room((size_t)s.model.vocab, sizeof *space);
+    s.kept = (float *)allocate((size_t)s.n_kept * (size_t)s.model.vocab, sizeof *s.kept);
+    s.logits = (float *)allocate((size_t)TKV_BLOCK_TOKENS * (size_t)s.model.vocab, sizeof *s.logits);
+    space = (choice *)allocate((size_t)s.model.vocab, sizeof *space);
 
     start = seconds();
-    while ((before = tkv_get_length(s.kv, 0, TKV_ALL_LAYERS)) <
-           n_prompt) { /* in chunks that see what token by token would see */
+    /* Reads the prompt in chunks whose results equal those of single tokens (llama_chunk). */
+    while ((before = tkv_get_length(s.kv, 0, TKV_ALL_LAYERS)) < n_prompt) {
         n = n_prompt - before < TKV_BLOCK_TOKENS ? n_prompt - before : TKV_BLOCK_TOKENS;
         n = llama_chunk(&s.cfg, before, n);
-        logits = before + n - (n_prompt - s.n_kept); /* the ones that may be compared later */
+        logits = before + n - (n_prompt - s.n_kept); /* positions that may be compared later */
         if (logits > n) logits = n;
         if (logits < 1) logits = before + n == n_prompt;
-        progress("reading the prompt", before, n_prompt, start);
+        show_progress("reading the prompt", before, n_prompt, start);
         evaluate(&s, n, logits);
     }
-    progress("reading the prompt", n_prompt, n_prompt, start);
+    show_progress("reading the prompt", n_prompt, n_prompt, start);
     prompt_time = seconds() - start;
 
     s.appending = s.attending = 0;
@@ -384,14 +391,14 @@ int main(int argc, char **argv) {
         const char *piece;
         if (n_text > 0) evaluate(&s, 1, 1);
         token = sample(last, s.model.vocab, &o, &rng, space);
-        if (!o.raw && s.model.entries[token].kind == LLAMA_CONTROL) break; /* the end of the text */
+        if (!o.raw && s.model.entries[token].kind == LLAMA_CONTROL) break; /* the model ended the text */
         piece = llama_piece(&s.model, s.tokens[s.n_tokens - 1], token, &len);
         fwrite(piece, 1, (size_t)len, stdout);
         fflush(stdout);
         s.tokens[s.n_tokens++] = token;
     }
     text_time = seconds() - start;
-    attending = s.attending, appending = s.appending; /* asking for secrets goes on counting */
+    attending = s.attending, appending = s.appending; /* the questions below would add to them */
     if (s.n_tokens >= context) printf(" [the context of %d tokens is full]", context);
 
     printf("\n\n");
@@ -406,10 +413,9 @@ int main(int argc, char **argv) {
            commas(n_prompt), commas(n_prompt / (prompt_time + 1e-9)), commas(n_text),
            commas(n_text / (text_time + 1e-9)), tkv_get_name(TKV_NAME_ISA, program_isa_of(s.kv)));
     if (n_text > 1)
-        printf(
-            "  each token  %.1f ms: attention %.2f, appending %.2f, the model's matrices and the rest %.1f\n",
-            1e3 * text_time / n_text, 1e3 * attending / n_text, 1e3 * appending / n_text,
-            1e3 * (text_time - attending - appending) / n_text);
+        printf("  each token  %.1f ms: attention %.2f, appending %.2f, matrix products and the rest %.1f\n",
+               1e3 * text_time / n_text, 1e3 * attending / n_text, 1e3 * appending / n_text,
+               1e3 * (text_time - attending - appending) / n_text);
     tkv_destroy(s.kv);
     plan_free(&s.cfg);
     llama_free(&s.model);

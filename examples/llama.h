@@ -8,17 +8,17 @@
  *     llama_kv_config(&m, &cfg);
  *     tkv_create(&cfg, &kv);
  *     n = llama_tokenize(&m, text, strlen(text), LLAMA_BOS, tokens);
- *     llama_forward(&m, kv, 0, tokens, n, logits, 1);         m.vocab logits, of the last token
+ *     llama_forward(&m, kv, 0, tokens, n, logits, 1);         m.vocab logits of the last token
  *
- * Reads GGUF v2 and v3 (architecture llama; F32, F16, BF16, Q8_0, Q4_0, Q4_1) and llama2.c's legacy .bin
- * with its tokenizer.bin. Weights stay as they are in the file; rows are decoded when they are multiplied.
- * Its only store of keys and values is tieredkv. One thread, C99 that is also C++11, libc and libm.
+ * It reads GGUF v2 and v3 (architecture llama; F32, F16, BF16, Q8_0, Q4_0, Q4_1) and llama2.c's legacy .bin with its
+ * tokenizer.bin. Weights keep the format of the file; each row is decoded when it is multiplied. Keys and values are
+ * stored only in tieredkv. The code uses one thread, libc and libm. It compiles as C99 and as C++11.
  *
- * A model file is somebody else's bytes: every count, size, offset and type is checked before use, and what
- * is wrong comes back as one sentence in `err`. Nothing here prints or exits.
+ * A model file is untrusted: every count, size, offset and type is checked before use. An error is returned as one
+ * sentence in `err`. No function prints or exits.
  *
- * The network: Touvron et al. 2023 (arXiv 2302.13971). The files: gguf.md of ggml, export.py of llama2.c.
- * In this order: data, bytes, weights, tokenizer, loading, gguf, llama2.c, forward, measuring.
+ * Sources: Touvron et al. 2023 (arXiv 2302.13971) for the network; gguf.md of ggml and export.py of llama2.c for the
+ * files. In this order: data, bytes, weights, tokenizer, loading, gguf, llama2.c, forward, measuring.
  */
 #ifndef LLAMA_H
 #define LLAMA_H
@@ -39,7 +39,7 @@
 #endif
 
 /* >>data */
-/* Types of tensors and kinds of tokens, numbered as in GGUF; tensors of a layer, in llama2.c's order. */
+/* Types of tensors and kinds of tokens have the numbers of GGUF. Tensors of a layer have the order of llama2.c. */
 enum { LLAMA_F32 = 0, LLAMA_F16 = 1, LLAMA_Q4_0 = 2, LLAMA_Q4_1 = 3, LLAMA_Q8_0 = 8, LLAMA_BF16 = 30 };
 enum { LLAMA_NORMAL = 1, LLAMA_UNKNOWN, LLAMA_CONTROL, LLAMA_USER, LLAMA_UNUSED, LLAMA_BYTE };
 enum {
@@ -54,11 +54,11 @@ enum {
     LLAMA_UP,
     LLAMA_PARTS
 };
-/* llama_tokenize: begin with BOS; take <|im_end|> and the like for tokens. */
+/* Flags of llama_tokenize: begin with BOS; parse control tokens such as <|im_end|>. */
 enum { LLAMA_BOS = 1, LLAMA_SPECIAL = 2 };
-enum { LLAMA_MAX_WORD = 1024 }; /* bytes that are tokenized together; a longer word is cut */
+enum { LLAMA_MAX_WORD = 1024 }; /* most bytes of a word; a longer one is split */
 
-typedef struct llama_tensor { /* rows of cols values, each row row_bytes long, at any address */
+typedef struct llama_tensor { /* [rows][cols] values; a row takes row_bytes; data has any alignment */
     const unsigned char *data;
     int type, rows, cols;
     size_t row_bytes;
@@ -68,40 +68,43 @@ typedef struct llama_layer {
     llama_tensor w[LLAMA_PARTS];
 } llama_layer;
 
-typedef struct llama_entry { /* of the vocabulary, or a merge of two: its first `cut` bytes and the rest */
+typedef struct llama_entry { /* a token, or a merge of the first `cut` bytes with the rest */
     const char *text;
     int len, cut, kind;
-    float score; /* the best pair is joined first: SentencePiece's score, or minus the rank of a merge */
+    float
+        score; /* SentencePiece's score, or -rank of a merge; the pair with the highest score is joined first */
 } llama_entry;
 
 typedef struct llama_model {
     int n_layers, n_heads, n_kv_heads, head_dim, v_head_dim, dim, ffn_dim, vocab, context;
     float eps;
-    float rope_theta; /* the base. May be changed after loading, and so may: */
-    int rope_halves;  /* 0: channels (2i, 2i+1) are a pair, as in both file formats. 1: (i, i + rope_dim/2) */
-    int rope_dim;     /* the first rope_dim channels of a head turn */
+    /* The three rope fields may be changed after loading. */
+    float rope_theta; /* base */
+    int rope_halves;  /* 0: channels (2i, 2i+1) are a pair, as in both file formats; 1: (i, i + rope_dim/2) */
+    int rope_dim;     /* RoPE rotates the first rope_dim channels of a head */
     llama_tensor embedding, final_norm, head, rope_factors;
     llama_layer *layers;
     /* tokenizer */
-    int bpe;               /* 1: byte pairs as in GPT-2, 0: SentencePiece */
-    int digits;            /* every digit is a word of its own */
-    int add_space;         /* SentencePiece: a space before the text */
-    int add_bos;           /* this model wants LLAMA_BOS */
+    int bpe;               /* 1: byte pairs as in GPT-2; 0: SentencePiece */
+    int digits;            /* 1: every digit is a word */
+    int add_space;         /* 1: SentencePiece puts a space before the text */
+    int add_bos;           /* 1: the model expects LLAMA_BOS */
     int bos, eos, unknown; /* tokens; -1: none */
-    int chat;              /* the file has a chat template with <|im_start|> */
+    int chat;              /* 1: the file has a chat template with <|im_start|> */
     int byte_token[256];   /* -1: none */
     llama_entry *entries;  /* vocab tokens, then the merges */
     int n_entries;
     int *control, n_control; /* control tokens */
-    int *table;              /* hash of the entries: 1 + index, 0 is free */
+    int *table;              /* hash table: 1 + index of an entry; 0: free */
     size_t table_size;       /* a power of two */
     char *texts;             /* the bytes of all entries */
     void *file, *tokenizer_file;
-    char note[128]; /* what the user should know, or "" */
+    char note[128]; /* a warning for the user, or "" */
 } llama_model;
 
 /* >>bytes */
-typedef struct llama_span { /* bytes to be read. After a read past the end: zeros, and ok is 0 for good */
+typedef struct
+    llama_span { /* bytes to read; a read past the end sets ok to 0, and all later reads give zeros */
     const unsigned char *p;
     size_t left;
     int ok;
@@ -124,7 +127,7 @@ static const unsigned char *llama_take(llama_span *s, uint64_t n) {
     return p;
 }
 
-static uint64_t llama_le(const unsigned char *p, int bytes) { /* little-endian, on every machine */
+static uint64_t llama_le(const unsigned char *p, int bytes) { /* reads little-endian on every machine */
     uint64_t v = 0;
     while (bytes--) v = v << 8 | p[bytes];
     return v;
@@ -142,7 +145,7 @@ static float llama_bits(uint64_t u) {
     return f;
 }
 
-static llama_span llama_string(llama_span *s) { /* as GGUF writes them: 64 bits of length, then the bytes */
+static llama_span llama_string(llama_span *s) { /* a string of GGUF: 64 bits of length, then the bytes */
     uint64_t n = llama_int(s, 8);
     const unsigned char *p = llama_take(s, n);
     return llama_span_of(p ? (const void *)p : "", p ? (size_t)n : 0);
@@ -153,9 +156,10 @@ static int llama_is(const llama_span *s, const char *text) {
 }
 
 /* >>weights */
-/* Values and bytes of a block; 0: a type that is not read here. Q4_0 is an fp16 scale and 32 nibbles, with
- * value = scale * (nibble - 8); Q4_1 has an fp16 minimum too, value = scale * nibble + minimum; Q8_0 is an
- * fp16 scale and 32 signed bytes. */
+/* Sets the values and bytes of a block. Returns 0 for an unsupported type.
+ *   Q4_0   fp16 scale, 32 nibbles; value = scale * (nibble - 8)
+ *   Q4_1   fp16 scale, fp16 minimum, 32 nibbles; value = scale * nibble + minimum
+ *   Q8_0   fp16 scale, 32 signed bytes; value = scale * byte */
 static int llama_block(uint64_t type, int *values, int *bytes) {
     *values = 32;
     switch (type) {
@@ -176,7 +180,7 @@ static int llama_little_endian(void) {
 
 static float llama_half(const unsigned char *p) {
     const uint32_t h = (uint32_t)p[0] | (uint32_t)p[1] << 8, magnitude = h & 0x7fff;
-    /* times 2^112: from fp16's exponent to fp32's, subnormals too */
+    /* times 2^112: converts fp16's exponent to fp32's, for subnormals too */
     float f = llama_bits(magnitude << 13) * 5192296858534827628530496329220096.0f;
     if (magnitude >= 0x7c00) f = llama_bits(0x7f800000u | magnitude << 13); /* infinity, NaN */
     return h & 0x8000 ? -f : f;
@@ -196,11 +200,11 @@ static void llama_row(const llama_tensor *t, int row, float *out) { /* decodes o
     } else if (t->type == LLAMA_Q8_0) {
         for (i = 0; i < t->cols; i += 32, p += 34) {
             const float d = llama_half(p);
-            unsigned char q[32]; /* a copy, so that the compiler sees that out does not overlap it */
+            unsigned char q[32]; /* a copy tells the compiler that out does not overlap */
             memcpy(q, p + 2, sizeof q);
             for (j = 0; j < 32; j++) out[i + j] = d * (float)((q[j] ^ 128) - 128);
         }
-    } else { /* Q4_0 and Q4_1: byte j holds value j in its low half and value j + 16 in its high half */
+    } else { /* Q4_0, Q4_1: byte j has value j in its low nibble and value j + 16 in its high nibble */
         const int head = t->type == LLAMA_Q4_1 ? 4 : 2;
         for (i = 0; i < t->cols; i += 32, p += head + 16, out += 32) {
             const float d = llama_half(p), lowest = head == 4 ? llama_half(p + 2) : -8.0f * d;
@@ -212,8 +216,8 @@ static void llama_row(const llama_tensor *t, int row, float *out) { /* decodes o
     }
 }
 
-/* Four floats in one register under gcc and clang, eight with -march=native on most x86, at -O2 too, where gcc
- * 12 would keep an array of sums in memory. Other compilers take them one by one. */
+/* gcc and clang: four floats, or eight with AVX. With vector types gcc 12 keeps the sums in registers at -O2; an array
+ * of sums would stay in memory. Other compilers: one float. */
 #if (defined(__GNUC__) || defined(__clang__)) && defined(__AVX__)
 typedef float llama_vec __attribute__((vector_size(32), aligned(4), may_alias));
 #elif defined(__GNUC__) || defined(__clang__)
@@ -224,8 +228,8 @@ typedef float llama_vec;
 enum { LLAMA_LANES = sizeof(llama_vec) / sizeof(float) };
 #define LLAMA_VEC(p) (*(const llama_vec *)(const void *)(p))
 
-/* Four rows of w times x, and times y unless it is NULL: out[0..3] and out[4..7]. A value is loaded once for
- * several products, and independent sums hide the time that an addition takes. */
+/* Multiplies four rows of w with x (out[0..3]), and with y unless y is NULL (out[4..7]). Each loaded value is used in
+ * several products. Independent sums hide the latency of additions. */
 static void llama_dots(const float *w, size_t cols, const float *x, const float *y, float *out) {
     const float *w1 = w + cols, *w2 = w1 + cols, *w3 = w2 + cols;
     llama_vec a0, a1, a2, a3, b0, b1, b2, b3;
@@ -265,8 +269,8 @@ static void llama_dots(const float *w, size_t cols, const float *x, const float 
     }
 }
 
-/* out[i] = W x[i] for n vectors. Four rows of W are decoded at a time, once for all vectors; `rows` is room
- * for 4 * cols floats. */
+/* Computes out[i] = W x[i] for n vectors. Decodes four rows of W at a time, once for all vectors. `rows` is scratch
+ * space of 4 * cols floats. */
 static void llama_matmul(const llama_tensor *w, const float *x, int n, float *out, float *rows) {
     const size_t cols = (size_t)w->cols, height = (size_t)w->rows;
     const int in_place =
@@ -287,6 +291,7 @@ static void llama_matmul(const llama_tensor *w, const float *x, int n, float *ou
     }
 }
 
+/* Computes the RMS norm of n vectors. `row` is scratch space of cols floats. */
 static void llama_rmsnorm(const llama_tensor *weight, float eps, const float *x, int n, float *out,
                           float *row) {
     const size_t dim = (size_t)weight->cols;
@@ -300,16 +305,16 @@ static void llama_rmsnorm(const llama_tensor *weight, float eps, const float *x,
     }
 }
 
-/* >>tokenizer. Both kinds split a word into its smallest pieces and join neighbours, the best pair first:
- * byte pairs (Sennrich et al. 2016) by the rank of the merge, SentencePiece by the score of the joined
- * token. */
+/* >>tokenizer. Both kinds split a word into its smallest pieces and join neighbours, the pair with the highest score
+ * first. The score of byte pairs (Sennrich et al. 2016) is the merge's -rank. The score of SentencePiece is that of the
+ * joined token. */
 static size_t llama_hash(const char *s, int len, int cut) { /* FNV-1a */
     uint64_t h = 14695981039346656037u ^ (uint64_t)(unsigned)cut;
     while (len--) h = (h ^ (unsigned char)*s++) * 1099511628211u;
     return (size_t)(h ^ h >> 32);
 }
 
-/* The token of these bytes (cut 0), or the merge of their first `cut` bytes with the rest; -1: none. */
+/* Finds the token of these bytes (cut 0), or the merge of their first `cut` bytes with the rest; -1: not found. */
 static int llama_find(const llama_model *m, const char *s, int len, int cut) {
     size_t at = llama_hash(s, len, cut);
     for (;; at++) {
@@ -325,7 +330,7 @@ static float llama_join_score(const llama_model *m, const char *s, int len, int 
     return i < 0 ? LLAMA_NEVER : m->entries[i].score;
 }
 
-static int llama_utf8_len(const char *s, size_t n) { /* of the character at s; 1 for a stray byte */
+static int llama_utf8_len(const char *s, size_t n) { /* of the character at s; 1 for an invalid byte */
     const unsigned char c = (unsigned char)*s;
     const int len = c < 0xc2 ? 1 : c < 0xe0 ? 2 : c < 0xf0 ? 3 : c < 0xf5 ? 4 : 1;
     int i;
@@ -335,10 +340,10 @@ static int llama_utf8_len(const char *s, size_t n) { /* of the character at s; 1
     return len;
 }
 
-static int llama_encode_word(const llama_model *m, const char *s, int len,
-                             int *out) { /* len <= LLAMA_MAX_WORD */
-    int start[LLAMA_MAX_WORD + 1];       /* of each piece */
-    float score[LLAMA_MAX_WORD];         /* of joining it with the next one */
+/* Tokenizes a word of len <= LLAMA_MAX_WORD bytes. Returns the number of tokens. */
+static int llama_encode_word(const llama_model *m, const char *s, int len, int *out) {
+    int start[LLAMA_MAX_WORD + 1]; /* first byte of each piece */
+    float score[LLAMA_MAX_WORD];   /* score of joining a piece with the next one */
     int n = 0, count = 0, at, i, best;
     for (at = 0; at < len; at += m->bpe ? 1 : llama_utf8_len(s + at, (size_t)(len - at))) start[n++] = at;
     start[n] = len;
@@ -358,7 +363,8 @@ static int llama_encode_word(const llama_model *m, const char *s, int len,
     for (i = 0; i < n; i++) {
         const int id = llama_find(m, s + start[i], start[i + 1] - start[i], 0);
         if (id >= 0) out[count++] = id;
-        for (at = start[i]; id < 0 && at < start[i + 1]; at++) { /* not in the vocabulary: byte by byte */
+        for (at = start[i]; id < 0 && at < start[i + 1];
+             at++) { /* not in the vocabulary: one token per byte */
             const int b = m->byte_token[(unsigned char)s[at]];
             if (b >= 0 || m->unknown >= 0) out[count++] = b >= 0 ? b : m->unknown;
         }
@@ -366,8 +372,9 @@ static int llama_encode_word(const llama_model *m, const char *s, int len,
     return count;
 }
 
-/* Letter, number, space or other. Exact for ASCII, Latin, Greek, Cyrillic, Armenian and punctuation; other
- * scripts count as letters, their marks and digits included (a full table has 870 entries). */
+/* Classifies a character as letter, number, space or other. The table is exact for ASCII, Latin, Greek, Cyrillic,
+ * Armenian and punctuation. Other scripts count as letters, with their marks and digits: an exact table would have 870
+ * entries. */
 static char llama_class(const char *s, size_t n, int *len) {
     static const struct {
         uint32_t first;
@@ -400,7 +407,7 @@ static char llama_class(const char *s, size_t n, int *len) {
         if ((c | 32) >= 'a' && (c | 32) <= 'z') return 'L';
         return c >= '0' && c <= '9' ? 'N' : c == ' ' || (c >= 9 && c <= 13) ? 'S' : 'O';
     }
-    if (*len == 1) return 'O'; /* a stray byte */
+    if (*len == 1) return 'O'; /* an invalid byte */
     c &= 0xffu >> (*len + 1);
     for (i = 1; i < (size_t)*len; i++) c = c << 6 | ((unsigned char)s[i] & 0x3f);
     while (high - low > 1) {
@@ -411,9 +418,9 @@ static char llama_class(const char *s, size_t n, int *len) {
     return from[low].kind;
 }
 
-/* Length of the first word, by GPT-2's rule:
+/* Returns the length of the first word, by GPT-2's rule:
  *     's|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+
- * With `digits` (SmolLM) each digit is cut out first and the rule sees what lies between. */
+ * With `digits` (SmolLM) each digit is a word, and the rule applies to the text between digits. */
 static size_t llama_word_gpt2(const char *s, size_t n, int digits) {
     static const char *const endings[] = {"'s", "'t", "'re", "'ve", "'m", "'ll", "'d"};
     size_t at = 0, last = 0, i;
@@ -423,7 +430,7 @@ static size_t llama_word_gpt2(const char *s, size_t n, int digits) {
     for (i = 0; i < sizeof endings / sizeof *endings; i++)
         if (n >= strlen(endings[i]) && memcmp(s, endings[i], strlen(endings[i])) == 0)
             return strlen(endings[i]);
-    if (*s == ' ' && n > 1) { /* a single space goes with the word behind it */
+    if (*s == ' ' && n > 1) { /* a single space belongs to the next word */
         k = llama_class(s + 1, n - 1, &len);
         if (k != 'S' && !(digits && k == 'N')) kind = k, at = 1;
     }
@@ -433,10 +440,11 @@ static size_t llama_word_gpt2(const char *s, size_t n, int digits) {
         last = at;
     }
     if (kind != 'S' || at == n || (digits && k == 'N')) return at;
-    return last ? last : at; /* of several spaces the last one belongs to what follows */
+    return last ? last : at; /* the last of several spaces belongs to the next word */
 }
 
-/* A space begins a word. Exact when no token has a space behind another character, as in Llama's. */
+/* Returns the length of the first word; a space begins a word. This is exact for vocabularies, such as Llama's, in
+ * which no token has a space after another character. */
 static size_t llama_word_spm(const char *s, size_t n) {
     size_t at = 1;
     while (at < n && !(s[at] == ' ' && s[at - 1] != ' ')) at++;
@@ -449,7 +457,7 @@ static int llama_encode_text(const llama_model *m, const char *s, size_t n, int 
     for (; n; space = 0) {
         const size_t most = n < LLAMA_MAX_WORD ? n : LLAMA_MAX_WORD - 1;
         size_t word = m->bpe ? llama_word_gpt2(s, most, m->digits) : llama_word_spm(s, most);
-        if (word == most && most < n) /* cut, but not inside a character */
+        if (word == most && most < n) /* split between characters */
             while (word > LLAMA_MAX_WORD - 4 && ((unsigned char)s[word] & 0xc0) == 0x80) word--;
         first[0] = ' ';
         if (space) memcpy(first + 1, s, word);
@@ -460,7 +468,7 @@ static int llama_encode_text(const llama_model *m, const char *s, size_t n, int 
     return count;
 }
 
-/* Tokens of a text, at most n + 2: `out` has room for them, and n is below 2^31 - 2. */
+/* Tokenizes a text of n < 2^31 - 2 bytes. `out` has space for n + 2 tokens. Returns their number. */
 static inline int llama_tokenize(const llama_model *m, const char *text, size_t n, int flags, int *out) {
     int count = 0, n_special = flags & LLAMA_SPECIAL ? m->n_control : 0;
     size_t from = 0, at = 0;
@@ -482,8 +490,8 @@ static inline int llama_tokenize(const llama_model *m, const char *text, size_t 
     return count;
 }
 
-/* The bytes of a token, not terminated and maybe part of a character. `before` is the token before it or -1:
- * the space that SentencePiece put in front of the text is left out. */
+/* Returns the bytes of a token, without a final zero; they may be part of a character. `before` is the previous token,
+ * or -1. The function omits the space that SentencePiece puts before a text. */
 static inline const char *llama_piece(const llama_model *m, int before, int token, int *len) {
     const llama_entry *p;
     int skip;
@@ -496,7 +504,7 @@ static inline const char *llama_piece(const llama_model *m, int before, int toke
 }
 
 /* >>loading */
-typedef struct llama_key { /* a key of a GGUF file; value stands at its bytes */
+typedef struct llama_key { /* a key of a GGUF file; `value` begins at the bytes of its value */
     llama_span name, value;
     uint64_t type;
 } llama_key;
@@ -514,11 +522,11 @@ typedef struct llama_loader {
     llama_key *keys;
     llama_item *items;
     size_t n_keys, n_items, texts_used;
-    llama_span data; /* offsets of tensors count from here */
+    llama_span data; /* offsets of tensors are relative to it */
 } llama_loader;
 
 LLAMA_PRINTF(2, 3)
-static int llama_fail(const llama_loader *l, const char *fmt, ...) { /* always 0 */
+static int llama_fail(const llama_loader *l, const char *fmt, ...) { /* writes the sentence; returns 0 */
     va_list ap;
     va_start(ap, fmt);
     if (l->err && l->err_size) vsnprintf(l->err, l->err_size, fmt, ap);
@@ -526,7 +534,7 @@ static int llama_fail(const llama_loader *l, const char *fmt, ...) { /* always 0
     return 0;
 }
 
-/* Sizes that both formats state. The limits keep every later product far below 2^63. */
+/* Checks the sizes of both file formats. The limits keep every later product far below 2^63. */
 static int llama_check_sizes(const llama_loader *l) {
     const llama_model *m = l->m;
     if (m->dim < 1 || m->dim > 1 << 16 || m->ffn_dim < 1 || m->ffn_dim > 1 << 20)
@@ -538,7 +546,7 @@ static int llama_check_sizes(const llama_loader *l) {
         return llama_fail(l, "%d query heads cannot share %d KV heads", m->n_heads, m->n_kv_heads);
     if (m->head_dim < 1 || m->head_dim > TKV_MAX_HEAD_DIM || m->v_head_dim < 1 ||
         m->v_head_dim > TKV_MAX_HEAD_DIM)
-        return llama_fail(l, "heads of %d (K) and %d (V) values; tieredkv takes 1 to %d", m->head_dim,
+        return llama_fail(l, "heads of %d (K) and %d (V) channels; tieredkv takes 1 to %d", m->head_dim,
                           m->v_head_dim, TKV_MAX_HEAD_DIM);
     if (m->rope_dim < 0 || m->rope_dim > m->head_dim || m->rope_dim % 2)
         return llama_fail(l, "RoPE over %d of %d channels cannot be", m->rope_dim, m->head_dim);
@@ -547,7 +555,7 @@ static int llama_check_sizes(const llama_loader *l) {
 
 enum { LLAMA_1, LLAMA_DIM, LLAMA_FFN, LLAMA_Q_SIZE, LLAMA_K_SIZE, LLAMA_V_SIZE, LLAMA_O_SIZE };
 static const struct {
-    const char *name; /* in GGUF: blk.0.name.weight */
+    const char *name; /* GGUF calls it blk.0.name.weight */
     int rows, cols;
 } llama_parts[LLAMA_PARTS] = {
     {"attn_norm", LLAMA_1, LLAMA_DIM},        {"attn_q", LLAMA_Q_SIZE, LLAMA_DIM},
@@ -578,8 +586,8 @@ static int llama_alloc_entries(llama_loader *l, size_t n, size_t bytes) {
     return m->entries && m->control && m->texts ? 1 : llama_fail(l, "out of memory for the tokenizer");
 }
 
-/* GPT-2 writes a byte as a printable character: 33-126, 161-172 and 174-255 as themselves, the others as 256,
- * 257, ... The byte that character c stands for, or -1. */
+/* Returns the byte that character c stands for, or -1. GPT-2 writes each byte as a printable character: 33-126,
+ * 161-172 and 174-255 as themselves, the others as 256, 257, ... */
 static int llama_unmapped(int c) {
     int b, next = 256;
     for (b = 0; b < 256; b++) {
@@ -589,7 +597,7 @@ static int llama_unmapped(int c) {
     return -1;
 }
 
-/* Copies the bytes that a token or a part of a merge stands for. `l->texts_used` has been counted. */
+/* Adds an entry: decodes the bytes of a token, or of one part of a merge, to m->texts + l->texts_used. */
 static void llama_add_entry(llama_loader *l, llama_span text, float score, int kind) {
     llama_model *m = l->m;
     llama_entry *e = &m->entries[m->n_entries];
@@ -638,7 +646,7 @@ static int llama_index_entries(llama_loader *l) {
     for (i = 0; i < m->n_entries; i++) {
         const llama_entry *e = &m->entries[i];
         size_t at = llama_hash(e->text, e->len, e->cut);
-        /* a control token is never meant by text, and of two equal ones the first counts */
+        /* plain text never means a control token; the first of two equal entries counts */
         if (e->len == 0 || (e->kind != LLAMA_NORMAL && e->kind != LLAMA_USER)) continue;
         if (llama_find(m, e->text, e->len, e->cut) >= 0) continue;
         while (m->table[at & mask]) at++;
@@ -656,7 +664,7 @@ static int llama_skip_value(llama_span *s, uint64_t type) {
     static const unsigned char sizes[13] = {1, 1, 2, 2, 4, 4, 4, 1, 0, 0, 8, 8, 8};
     if (type == 8) {
         llama_string(s);
-    } else if (type == 9) { /* an array; one of arrays has no use here */
+    } else if (type == 9) { /* an array; arrays of arrays are refused */
         const uint64_t of = llama_int(s, 4), n = llama_int(s, 8);
         uint64_t i;
         if (of > 12 || of == 9 || n > s->left) s->ok = 0;
@@ -678,7 +686,7 @@ static int llama_index_gguf(llama_loader *l, llama_span s) { /* finds every key 
     n_items = llama_int(&s, 8);
     n_keys = llama_int(&s, 8);
     if (version != 2 && version != 3)
-        return llama_fail(l, "GGUF version %lu; versions 2 and 3, little-endian, are read",
+        return llama_fail(l, "GGUF version %lu; supported are versions 2 and 3, little-endian",
                           (unsigned long)version);
     /* a key takes at least 13 bytes, a tensor 24 */
     if (!s.ok || n_keys > s.left / 13 || n_items > s.left / 24)
@@ -710,14 +718,15 @@ static int llama_index_gguf(llama_loader *l, llama_span s) { /* finds every key 
     return 1;
 }
 
-static const llama_key *llama_get(const llama_loader *l, const char *name) { /* NULL: there is none */
+static const llama_key *llama_get(const llama_loader *l, const char *name) { /* NULL: not found */
     size_t i;
     for (i = 0; i < l->n_keys; i++)
         if (llama_is(&l->keys[i].name, name)) return &l->keys[i];
     return NULL;
 }
 
-/* A whole number from 0 to 2^31 - 1; `absent` if there is none, an error if absent is negative. */
+/* Reads a whole number from 0 to 2^31 - 1. Without the key, *out is `absent`; a negative `absent` makes that an
+ * error. */
 static int llama_get_int(const llama_loader *l, const char *name, int absent, int *out) {
     const llama_key *k = llama_get(l, name);
     const uint64_t t = k ? k->type : 0;
@@ -744,18 +753,19 @@ static int llama_get_float(const llama_loader *l, const char *name, float absent
     *out = absent;
     if (!k) return 1;
     *out = llama_bits(bits);
-    /* positive floats are in the order of their bits, and this says no to NaN under -ffast-math too */
+    /* The bits of positive floats have the order of the floats. This rejects NaN, under -ffast-math too. */
     return bits > 0 && bits < 0x7f000000 ? 1 : llama_fail(l, "%s is not a positive float", name);
 }
 
-static llama_span llama_get_string(const llama_loader *l, const char *name) { /* empty if there is none */
+static llama_span llama_get_string(const llama_loader *l, const char *name) { /* empty: not found */
     const llama_key *k = llama_get(l, name);
     llama_span s = llama_span_of("", 0);
     if (k && k->type == 8) s = k->value, s = llama_string(&s);
     return s;
 }
 
-/* The elements of an array, *n of them unless *n is 0, which becomes the count. Empty if there is none. */
+/* Finds the elements of an array; without the key, *out is empty. If *n is 0, the function sets it; else the array must
+ * have *n elements. */
 static int llama_get_array(const llama_loader *l, const char *name, uint64_t type, uint64_t *n,
                            llama_span *out) {
     const llama_key *k = llama_get(l, name);
@@ -764,15 +774,15 @@ static int llama_get_array(const llama_loader *l, const char *name, uint64_t typ
     if (!k) return 1;
     *out = k->value;
     if (k->type != 9 || llama_int(out, 4) != type)
-        return llama_fail(l, "%s is not the array it should be", name);
+        return llama_fail(l, "%s is not an array of the expected type", name);
     count = llama_int(out, 8);
     if (*n && count != *n) return llama_fail(l, "%s does not have one value for each token", name);
     *n = count;
     return 1;
 }
 
-/* A word from the file, made safe to print. */
-static const char *llama_shown(const llama_span *s, char *buf, size_t size) {
+/* Copies a word from the file, with ? for characters that are not safe to print. */
+static const char *llama_printable(const llama_span *s, char *buf, size_t size) {
     size_t i;
     for (i = 0; i < s->left && i + 1 < size; i++)
         buf[i] = s->p[i] > 32 && s->p[i] < 127 ? (char)s->p[i] : '?';
@@ -795,8 +805,8 @@ static int llama_get_tensor(const llama_loader *l, const char *name, int rows, i
     if (t->dims[0] != (uint64_t)cols || t->dims[1] != (uint64_t)rows || t->dims[2] != 1 || t->dims[3] != 1)
         return llama_fail(l, "tensor %s should have the size %d x %d", name, cols, rows);
     if (!llama_block(t->type, &values, &bytes) || cols % values)
-        return llama_fail(l, "tensor %s has type %lu; F32, F16, BF16, Q8_0, Q4_0 and Q4_1 are read", name,
-                          (unsigned long)t->type);
+        return llama_fail(l, "tensor %s has type %lu; supported are F32, F16, BF16, Q8_0, Q4_0 and Q4_1",
+                          name, (unsigned long)t->type);
     out->type = (int)t->type, out->rows = rows, out->cols = cols;
     out->row_bytes = (size_t)(cols / values) * (size_t)bytes;
     size = (uint64_t)rows * out->row_bytes;
@@ -807,7 +817,8 @@ static int llama_get_tensor(const llama_loader *l, const char *name, int rows, i
     return 1;
 }
 
-static size_t llama_strings_size(llama_span s, uint64_t n) { /* room that the next n strings take at most */
+static size_t llama_strings_size(llama_span s,
+                                 uint64_t n) { /* bytes of the next n strings and their lengths */
     const size_t before = s.left;
     while (n--) llama_string(&s);
     return before - s.left;
@@ -820,8 +831,8 @@ static int llama_gguf_tokenizer(llama_loader *l) {
     char shown[40];
     m->bpe = llama_is(&text, "gpt2");
     if (!m->bpe && !llama_is(&text, "llama"))
-        return llama_fail(l, "tokenizer '%s'; gpt2 and llama are read",
-                          llama_shown(&text, shown, sizeof shown));
+        return llama_fail(l, "tokenizer '%s'; supported are gpt2 and llama",
+                          llama_printable(&text, shown, sizeof shown));
     if (!llama_get_array(l, "tokenizer.ggml.tokens", 8, &n, &tokens)) return 0;
     if (n < 1 || n > 1 << 21) return llama_fail(l, "a vocabulary of %lu tokens cannot be", (unsigned long)n);
     if (!llama_get_array(l, "tokenizer.ggml.scores", 6, &n, &scores) ||
@@ -852,7 +863,7 @@ static int llama_gguf_tokenizer(llama_loader *l) {
         llama_take(&right, left.left + 1);
         llama_add_entry(l, left, 0, LLAMA_NORMAL);
         llama_add_entry(l, right, 0, LLAMA_NORMAL);
-        m->n_entries--; /* their bytes follow each other, so the two become one */
+        m->n_entries--; /* joins both entries: their bytes are adjacent */
         e->cut = e->len;
         e->len += e[1].len;
         e->score = -(float)i;
@@ -866,8 +877,8 @@ static int llama_gguf_tokenizer(llama_loader *l) {
     text = llama_get_string(l, "tokenizer.ggml.pre");
     m->digits = llama_is(&text, "smollm");
     if (m->bpe && !m->digits && !llama_is(&text, "gpt-2") && !llama_is(&text, "default"))
-        snprintf(m->note, sizeof m->note, "pre-tokenizer '%s' is not known here; gpt-2's takes its place",
-                 llama_shown(&text, shown, sizeof shown));
+        snprintf(m->note, sizeof m->note, "unknown pre-tokenizer '%s'; gpt-2's is used",
+                 llama_printable(&text, shown, sizeof shown));
     text = llama_get_string(l, "tokenizer.chat_template");
     for (; text.left >= 12 && !m->chat; llama_take(&text, 1))
         m->chat = memcmp(text.p, "<|im_start|>", 12) == 0;
@@ -883,8 +894,8 @@ static int llama_load_gguf(llama_loader *l, llama_span file) {
     if (!llama_index_gguf(l, file)) return 0;
     text = llama_get_string(l, "general.architecture");
     if (!llama_is(&text, "llama"))
-        return llama_fail(l, "architecture '%s'; only llama is read",
-                          llama_shown(&text, shown, sizeof shown));
+        return llama_fail(l, "architecture '%s'; only llama is supported",
+                          llama_printable(&text, shown, sizeof shown));
     if (!llama_gguf_tokenizer(l) || !llama_get_int(l, "llama.block_count", -1, &m->n_layers) ||
         !llama_get_int(l, "llama.embedding_length", -1, &m->dim) ||
         !llama_get_int(l, "llama.feed_forward_length", -1, &m->ffn_dim) ||
@@ -901,11 +912,12 @@ static int llama_load_gguf(llama_loader *l, llama_span file) {
         return 0;
     text = llama_get_string(l, "llama.rope.scaling.type");
     if (text.left && !llama_is(&text, "none"))
-        return llama_fail(l, "RoPE scaling '%s' is not done here", llama_shown(&text, shown, sizeof shown));
+        return llama_fail(l, "RoPE scaling '%s' is not supported",
+                          llama_printable(&text, shown, sizeof shown));
     if (!llama_get_tensor(l, "token_embd.weight", m->vocab, m->dim, &m->embedding) ||
         !llama_get_tensor(l, "output_norm.weight", 1, m->dim, &m->final_norm))
         return 0;
-    m->head = m->embedding; /* tied, unless: */
+    m->head = m->embedding; /* tied, unless the file has output.weight */
     if (llama_find_item(l, "output.weight") &&
         !llama_get_tensor(l, "output.weight", m->vocab, m->dim, &m->head))
         return 0;
@@ -922,14 +934,14 @@ static int llama_load_gguf(llama_loader *l, llama_span file) {
                 return 0;
         }
     }
-    for (i = 0; i < l->n_items; i++) /* a bias, say: to leave it out would be a quiet mistake */
+    for (i = 0; i < l->n_items; i++) /* a bias, for example; without it, results would be wrong */
         if (!l->items[i].used)
             return llama_fail(l, "tensor %s has no place in a plain Llama",
-                              llama_shown(&l->items[i].name, shown, sizeof shown));
+                              llama_printable(&l->items[i].name, shown, sizeof shown));
     return 1;
 }
 
-/* >>llama2.c: seven int32, then all tensors as float, the layers of one kind together. */
+/* >>llama2.c. A checkpoint has seven int32, then all tensors as float32; each kind has all layers in a row. */
 static void llama_slice(llama_span *s, int rows, int cols, llama_tensor *out) {
     out->type = LLAMA_F32;
     out->rows = rows;
@@ -940,7 +952,7 @@ static void llama_slice(llama_span *s, int rows, int cols, llama_tensor *out) {
 
 static int llama_load_llama2c(llama_loader *l, llama_span file, llama_span tok) {
     llama_model *m = l->m;
-    const int separate_head = file.left > 23 && file.p[23] > 127; /* the vocabulary's sign says so */
+    const int separate_head = file.left > 23 && file.p[23] > 127; /* a negative vocabulary size */
     uint64_t vocab;
     int i, t;
     m->dim = (int)(int32_t)llama_int(&file, 4);
@@ -964,13 +976,13 @@ static int llama_load_llama2c(llama_loader *l, llama_span file, llama_span tok) 
             llama_slice(&file, llama_size(m, llama_parts[t].rows), llama_size(m, llama_parts[t].cols),
                         &m->layers[i].w[t]);
     llama_slice(&file, 1, m->dim, &m->final_norm);
-    llama_take(&file, (uint64_t)m->context * (uint64_t)m->head_dim * 4); /* cosines and sines, not used */
+    llama_take(&file, (uint64_t)m->context * (uint64_t)m->head_dim * 4); /* skips cosines and sines */
     m->head = m->embedding;
     if (separate_head) llama_slice(&file, m->vocab, m->dim, &m->head);
     if (!file.ok || file.left)
-        return llama_fail(l, "a llama2.c checkpoint whose size is not what its header says");
+        return llama_fail(l, "a llama2.c checkpoint whose size does not match its header");
 
-    if (!tok.left) return llama_fail(l, "a llama2.c checkpoint needs its tokenizer.bin, and there is none");
+    if (!tok.left) return llama_fail(l, "a llama2.c checkpoint needs a tokenizer.bin, and there is none");
     m->add_bos = m->add_space = m->bos = 1;
     m->eos = m->vocab > 2 ? 2 : -1;
     m->unknown = 0;
@@ -1000,8 +1012,8 @@ static inline void llama_free(llama_model *m) {
     memset(m, 0, sizeof *m);
 }
 
-/* From memory, which must stay as long as the model. `tok` is llama2.c's tokenizer.bin, or NULL and 0 for
- * GGUF. 1, or 0 with a sentence in err; then there is nothing to free. */
+/* Loads a model from memory, which must outlive the model. `tok` is llama2.c's tokenizer.bin; NULL and 0 for GGUF.
+ * Returns 1; or 0 with a sentence in err, and then there is nothing to free. */
 static inline int llama_load_memory(const void *data, size_t size, const void *tok, size_t tok_size,
                                     llama_model *m, char *err, size_t err_size) {
     llama_loader l;
@@ -1018,7 +1030,7 @@ static inline int llama_load_memory(const void *data, size_t size, const void *t
     return ok;
 }
 
-static void *llama_read_file(const char *path, size_t *size) { /* NULL: no such file, or it cannot be read */
+static void *llama_read_file(const char *path, size_t *size) { /* NULL: the file cannot be read */
     FILE *f = fopen(path, "rb");
     void *data = NULL;
     long n = -1;
@@ -1033,8 +1045,8 @@ static void *llama_read_file(const char *path, size_t *size) { /* NULL: no such 
     return data;
 }
 
-/* From a file. A llama2.c checkpoint takes its tokenizer from tokenizer_path or, if that is NULL, from
- * tok<vocabulary>.bin or tokenizer.bin in the same directory. */
+/* Loads a model from a file. The tokenizer of a llama2.c checkpoint is tokenizer_path. If that is NULL, it is
+ * tok<vocabulary>.bin or tokenizer.bin in the same directory. Returns as llama_load_memory. */
 static inline int llama_load(const char *path, const char *tokenizer_path, llama_model *m, char *err,
                              size_t err_size) {
     size_t size, tok_size = 0, dir = strlen(path);
@@ -1066,20 +1078,22 @@ static inline int llama_load(const char *path, const char *tokenizer_path, llama
 }
 
 /* >>forward */
-/* Stores n keys and values [n][n_kv_heads][head_dim] of a layer and attends to all so far with n queries:
- * out is [n][n_heads][v_head_dim]. llama_forward does it by tieredkv; a test has arrays in this place. */
+/* Appends n keys [n][n_kv_heads][head_dim] and values [n][n_kv_heads][v_head_dim] of a layer. Attends to all tokens so
+ * far with n queries [n][n_heads][head_dim]; out is [n][n_heads][v_head_dim]. llama_forward uses tieredkv here, and a
+ * test uses arrays. */
 typedef tkv_status (*llama_attention)(void *ctx, int layer, const float *q, const float *k, const float *v,
                                       int n, float *out);
 
-/* x: n tokens of n_heads * head_dim values; turns each pair of channels by position * frequency. */
-static void llama_rope(const llama_model *m, float *x, int n, int n_heads, const float *turn) {
-    const int pairs = m->rope_dim / 2, step = m->rope_halves ? 1 : 2, apart = m->rope_halves ? pairs : 1;
+/* Rotates each pair of channels of x [n][n_heads][head_dim] by position * frequency. `angles` has cosine and sine of
+ * each token and pair. */
+static void llama_rope(const llama_model *m, float *x, int n, int n_heads, const float *angles) {
+    const int pairs = m->rope_dim / 2, step = m->rope_halves ? 1 : 2, offset = m->rope_halves ? pairs : 1;
     int i, h, j;
-    for (i = 0; i < n; i++, turn += 2 * pairs) {
+    for (i = 0; i < n; i++, angles += 2 * pairs) {
         for (h = 0; h < n_heads; h++, x += m->head_dim) {
             for (j = 0; j < pairs; j++) {
-                float *a = x + j * step, *b = a + apart;
-                const float c = turn[2 * j], s = turn[2 * j + 1], t = *a * s + *b * c;
+                float *a = x + j * step, *b = a + offset;
+                const float c = angles[2 * j], s = angles[2 * j + 1], t = *a * s + *b * c;
                 *a = *a * c - *b * s;
                 *b = t;
             }
@@ -1087,7 +1101,7 @@ static void llama_rope(const llama_model *m, float *x, int n, int n_heads, const
     }
 }
 
-/* Evaluates n tokens at positions pos, pos + 1, ... and gives the logits of the last n_logits (0 .. n). */
+/* Evaluates n tokens at positions pos, pos + 1, ... and returns the logits of the last n_logits of them (0 to n). */
 static inline tkv_status llama_forward_with(const llama_model *m, const int *tokens, int n, int pos,
                                             llama_attention attention, void *ctx, float *logits,
                                             int n_logits) {
@@ -1096,9 +1110,9 @@ static inline tkv_status llama_forward_with(const llama_model *m, const int *tok
     const size_t q_size = (size_t)(m->n_heads * m->head_dim), k_size = (size_t)(m->n_kv_heads * m->head_dim);
     const size_t v_size = (size_t)(m->n_kv_heads * m->v_head_dim),
                  o_size = (size_t)(m->n_heads * m->v_head_dim);
-    const size_t widest = dim + ffn + o_size + pairs; /* no row is wider */
+    const size_t widest = dim + ffn + o_size + pairs; /* at least the length of any row */
     const size_t per_token = 2 * dim + q_size + k_size + v_size + o_size + 2 * ffn + 2 * pairs;
-    float *x, *norm, *q, *k, *v, *o, *gate, *up, *turn, *rows;
+    float *x, *norm, *q, *k, *v, *o, *gate, *up, *angles, *rows;
     tkv_status status = TKV_OK;
     size_t i, j;
     int layer;
@@ -1115,16 +1129,16 @@ static inline tkv_status llama_forward_with(const llama_model *m, const int *tok
     o = v + count * v_size;
     gate = o + count * o_size;
     up = gate + count * ffn;
-    turn = up + count * ffn;
-    rows = turn + count * 2 * pairs;
+    angles = up + count * ffn;
+    rows = angles + count * 2 * pairs;
 
     if (m->rope_factors.data) llama_row(&m->rope_factors, 0, rows);
     for (j = 0; j < pairs; j++) {
         double frequency = pow((double)m->rope_theta, -2.0 * (double)j / (double)m->rope_dim);
         if (m->rope_factors.data) frequency /= (double)rows[j];
         for (i = 0; i < count; i++) {
-            turn[2 * (i * pairs + j)] = (float)cos(frequency * (double)((size_t)pos + i));
-            turn[2 * (i * pairs + j) + 1] = (float)sin(frequency * (double)((size_t)pos + i));
+            angles[2 * (i * pairs + j)] = (float)cos(frequency * (double)((size_t)pos + i));
+            angles[2 * (i * pairs + j) + 1] = (float)sin(frequency * (double)((size_t)pos + i));
         }
     }
     for (i = 0; i < count; i++) llama_row(&m->embedding, tokens[i], x + i * dim);
@@ -1134,8 +1148,8 @@ static inline tkv_status llama_forward_with(const llama_model *m, const int *tok
         llama_matmul(&w[LLAMA_Q], norm, n, q, rows);
         llama_matmul(&w[LLAMA_K], norm, n, k, rows);
         llama_matmul(&w[LLAMA_V], norm, n, v, rows);
-        llama_rope(m, q, n, m->n_heads, turn);
-        llama_rope(m, k, n, m->n_kv_heads, turn);
+        llama_rope(m, q, n, m->n_heads, angles);
+        llama_rope(m, k, n, m->n_kv_heads, angles);
         status = attention(ctx, layer, q, k, v, n, o);
         if (status != TKV_OK) break;
         llama_matmul(&w[LLAMA_O], o, n, norm, rows);
@@ -1156,7 +1170,7 @@ static inline tkv_status llama_forward_with(const llama_model *m, const int *tok
     return status;
 }
 
-/* Appends keys that were rotated for positions from `position` on: an error if they belong elsewhere. */
+/* Appends keys that RoPE rotated for positions from `position` on. An error if the sequence has another length. */
 static tkv_status llama_append_at(tkv_cache *kv, int seq, int layer, int position, const float *k,
                                   const float *v, int n) {
     tkv_append_params p;
@@ -1172,9 +1186,10 @@ static tkv_status llama_append_at(tkv_cache *kv, int seq, int layer, int positio
 
 typedef struct llama_cache {
     tkv_cache *kv;
-    int seq, pos; /* keys are rotated for positions from pos on, so that is where they must go */
+    int seq, pos; /* pos: position of the chunk's first token */
 } llama_cache;
 
+/* The llama_attention of a llama_cache. */
 static tkv_status llama_tiered(void *ctx, int layer, const float *q, const float *k, const float *v, int n,
                                float *out) {
     const llama_cache *c = (const llama_cache *)ctx;
@@ -1182,8 +1197,8 @@ static tkv_status llama_tiered(void *ctx, int layer, const float *q, const float
     return status == TKV_OK ? tkv_attend(c->kv, c->seq, layer, q, n, out) : status;
 }
 
-/* The same with keys and values in sequence seq of a cache, behind what it holds. On an error the cache is as
- * before. n is at most cfg.limits.max_append. */
+/* Evaluates n tokens behind those of sequence seq, with keys and values in a cache. n is at most cfg.limits.max_append.
+ * After an error the sequence is as before. */
 static inline tkv_status llama_forward(const llama_model *m, tkv_cache *kv, int seq, const int *tokens, int n,
                                        float *logits, int n_logits) {
     llama_cache cache;
@@ -1197,20 +1212,20 @@ static inline tkv_status llama_forward(const llama_model *m, tkv_cache *kv, int 
     return status;
 }
 
-static inline void llama_kv_config(const llama_model *m, tkv_config *cfg) { /* the model's part of it */
+static inline void llama_kv_config(const llama_model *m, tkv_config *cfg) { /* sets cfg->model */
     cfg->model.n_layers = m->n_layers;
     cfg->model.n_heads = m->n_heads;
     cfg->model.n_kv_heads = m->n_kv_heads;
     cfg->model.head_dim = m->head_dim;
     cfg->model.v_head_dim = m->v_head_dim;
     if (m->rope_factors.data || !(m->rope_theta >= 2 && m->rope_theta <= 1e9f)) return;
-    cfg->model.rope.dim = m->rope_dim; /* for formats that undo it; otherwise they code keys as they are */
+    cfg->model.rope.dim = m->rope_dim; /* KVQUANT formats undo RoPE before coding */
     cfg->model.rope.base = m->rope_theta;
     cfg->model.rope.interleaved = !m->rope_halves;
 }
 
-/* How many of the next `left` tokens to evaluate together when pos are there: up to the place where a block
- * leaves the hot tail. Chunks cut there see exactly what token by token would see. */
+/* Returns the size of the next chunk, at most `left`, after pos tokens. The chunk ends where a block leaves the hot
+ * tail. With such chunks every query sees the same coded tokens as with single tokens. */
 static inline int llama_chunk(const tkv_config *cfg, int pos, int left) {
     const int sinks = cfg->tiers.sink_tokens == TKV_OFF ? 0
                       : cfg->tiers.sink_tokens          ? cfg->tiers.sink_tokens

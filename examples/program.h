@@ -1,11 +1,11 @@
 /*
- * program.h - what generate and budget have in common: the words of a command line that load a model, plan its cache
- * and choose tokens; a prompt; talking.
+ * program.h - code that generate, budget and recompute share. It parses the options that load a model, plan its cache
+ * and sample tokens, and it reads the prompt.
  *
- *     #define PROGRAM "budget"     then tieredkv.h with its implementation, then this
+ *     #define PROGRAM "budget"     the name in messages; define it and include tieredkv.h before this file
  *
- * What is wrong ends the program with one sentence on stderr. In this order: talking, options, running, choosing,
- * prompt.
+ * On an error the functions print one sentence on stderr and end the program. In this order: messages, options,
+ * running, sampling, prompt.
  */
 #ifndef PROGRAM_H
 #define PROGRAM_H
@@ -15,9 +15,9 @@
 
 #include <time.h>
 
-enum { PROGRAM_MOST = 1 << 24 }; /* tokens; keeps every sum of two in an int */
+enum { PROGRAM_MOST = 1 << 24 }; /* most tokens; a sum of two such numbers fits into an int */
 
-/* >>talking */
+/* >>messages */
 LLAMA_PRINTF(1, 2)
 static inline void fail(const char *fmt, ...) {
     va_list ap;
@@ -29,22 +29,24 @@ static inline void fail(const char *fmt, ...) {
     exit(1);
 }
 
-static inline void *room(size_t n, size_t size) {
+static inline void *allocate(size_t n, size_t size) {
     void *p = n < SIZE_MAX / size ? malloc(n * size + 1) : NULL;
     if (!p) fail("out of memory for %.0f bytes", (double)n * (double)size);
     return p;
 }
 
-static inline double seconds(void) {
+static inline double seconds(void) { /* CPU time of the program, which has one thread */
     return (double)clock() / CLOCKS_PER_SEC;
-} /* of one thread, which is all there is */
+}
 
-static inline const char *commas(double x) { /* 12,345,678; good for four at a time */
+static inline const char *commas(double x) { /* writes 12,345,678; the last four results stay valid */
     static char bufs[4][40];
-    static int turn;
-    char digits[32], *buf = bufs[turn = (turn + 1) % 4];
-    int i, to = 0, n = snprintf(digits, sizeof digits, "%.0f", x);
-    for (i = 0; i < n && to < 38; i++) {
+    static int next;
+    next = (next + 1) % 4;
+    char digits[32], *buf = bufs[next];
+    const int n = snprintf(digits, sizeof digits, "%.0f", x);
+    int to = 0;
+    for (int i = 0; i < n && to < 38; i++) {
         if (i && (n - i) % 3 == 0) buf[to++] = ',';
         buf[to++] = digits[i];
     }
@@ -64,19 +66,19 @@ static inline const char *pair_name(const tkv_format_pair *p, char *buf, size_t 
 
 /* >>options */
 #define PROGRAM_HELP                                                                                         \
-    "MODEL is a .gguf file, or a .bin of llama2.c with its tokenizer.bin beside it.\n"                       \
+    "MODEL is a .gguf file, or a .bin of llama2.c with its tokenizer.bin in the same folder.\n"              \
     "\n"                                                                                                     \
-    "  -p TEXT            the prompt\n"                                                                      \
-    "  -f FILE            the prompt from a file\n"                                                          \
-    "  -c N               context (the model's)\n"                                                           \
-    "  -t T               temperature, 0 takes the likeliest token (0.8)\n"                                  \
-    "  --top-p P          choose among the likeliest that have this share (0.95)\n"                          \
-    "  --seed N           of the dice (1)\n"                                                                 \
-    "  --raw              no chat template, and go on after the end\n"                                       \
+    "  -p TEXT            prompt\n"                                                                          \
+    "  -f FILE            file with the prompt\n"                                                            \
+    "  -c N               length of the context (the model's)\n"                                             \
+    "  -t T               temperature; 0 always takes the likeliest token (0.8)\n"                           \
+    "  --top-p P          samples from the likeliest tokens with this probability together (0.95)\n"         \
+    "  --seed N           seed of the random numbers (1)\n"                                                  \
+    "  --raw              uses no chat template and continues after the end of the text\n"                   \
     "  -z FILE            tokenizer.bin of a llama2.c model\n"                                               \
     "  --theta X          base of RoPE (the model's)\n"                                                      \
-    "  --rope-halves      RoPE turns channels (i, i + d/2)\n"                                                \
-    "  --isa NAME         auto, scalar, avx2, avx512, neon or wasm\n"
+    "  --rope-halves      RoPE rotates the pairs of channels (i, i + d/2)\n"                                 \
+    "  --isa NAME         instruction set: auto, scalar, avx2, avx512, neon or wasm (auto)\n"
 
 typedef struct options {
     const char *model, *tokenizer, *prompt, *file;
@@ -85,11 +87,11 @@ typedef struct options {
     uint64_t seed;
 } options;
 
-/* What became of an option; value is NULL when nothing follows it. */
-typedef enum taken { UNKNOWN, ALONE, WITH_VALUE, BAD_VALUE } taken;
-typedef taken (*take_option)(void *ctx, const char *name, const char *value);
+/* The result of parsing an option. `value` is the next argument; NULL: there is none. */
+typedef enum parsed { UNKNOWN, ALONE, WITH_VALUE, BAD_VALUE } parsed;
+typedef parsed (*parse_option)(void *ctx, const char *name, const char *value);
 
-static inline taken common_option(options *o, tkv_config *cfg, const char *name, const char *value) {
+static inline parsed parse_common_option(options *o, tkv_config *cfg, const char *name, const char *value) {
     int ok = 1;
     if (strcmp(name, "--raw") == 0) return o->raw = 1, ALONE;
     if (strcmp(name, "--rope-halves") == 0) return o->rope_halves = 1, ALONE;
@@ -120,33 +122,34 @@ static inline void help(const char *usage, int status) {
     exit(status);
 }
 
-/* The program's own options are asked first. */
-static inline void parse(int argc, char **argv, const char *usage, options *o, tkv_config *cfg,
-                         take_option own, void *ctx) {
+/* Parses the command line. `own` parses the program's own options; it comes before parse_common_option. */
+static inline void parse_options(int argc, char **argv, const char *usage, options *o, tkv_config *cfg,
+                                 parse_option own, void *ctx) {
     int i;
     o->temperature = 0.8f;
     o->top_p = 0.95f;
     o->seed = 1;
     for (i = 1; i < argc; i++) {
         const char *name = argv[i], *value = i + 1 < argc ? argv[i + 1] : NULL;
-        taken t;
+        parsed t;
         if (strcmp(name, "-h") == 0 || strcmp(name, "--help") == 0) help(usage, 0);
-        if (name[0] != '-' && o->model) fail("%s: a second model? A prompt needs -p before it", name);
+        if (name[0] != '-' && o->model) fail("%s: there is already a model; write -p before a prompt", name);
         if (name[0] != '-') {
             o->model = name;
             continue;
         }
         t = own(ctx, name, value);
-        if (t == UNKNOWN) t = common_option(o, cfg, name, value);
+        if (t == UNKNOWN) t = parse_common_option(o, cfg, name, value);
         if (t == UNKNOWN)
-            fail("%s: no such option%s (" PROGRAM " --help)", name, value ? "" : ", or its value is missing");
-        if (t == BAD_VALUE) fail("%s %s: not a value for this option (" PROGRAM " --help)", name, value);
+            fail("%s: unknown option%s (" PROGRAM " --help)", name, value ? "" : ", or its value is missing");
+        if (t == BAD_VALUE) fail("%s %s: bad value for this option (" PROGRAM " --help)", name, value);
         i += t == WITH_VALUE;
     }
 }
 
 /* >>running */
-static inline void load(const options *o, llama_model *m, tkv_config *cfg) { /* and the model's part of cfg */
+/* Loads the model and sets cfg.model. */
+static inline void load(const options *o, llama_model *m, tkv_config *cfg) {
     char err[256];
     if (!llama_load(o->model, o->tokenizer, m, err, sizeof err)) fail("%s: %s", o->model, err);
     if (m->note[0]) fprintf(stderr, PROGRAM ": %s\n", m->note);
@@ -176,8 +179,8 @@ static inline int context_of(const options *o, const llama_model *m) {
     return context < PROGRAM_MOST ? context : PROGRAM_MOST;
 }
 
-/* >>choosing */
-typedef struct choice {
+/* >>sampling */
+typedef struct choice { /* a candidate for the next token */
     float p;
     int token;
 } choice;
@@ -187,7 +190,8 @@ static inline int by_p(const void *a, const void *b) {
     return (x < y) - (x > y);
 }
 
-/* Softmax at a temperature; then one of the most likely tokens that together have probability top_p. */
+/* Samples a token with top-p sampling: from the likeliest tokens that together have probability top_p. `space` holds n
+ * choices. */
 static inline int sample(const float *logits, int n, const options *o, uint64_t *rng, choice *space) {
     const int best = llama_argmax(logits, n);
     double sum = 0, left;
@@ -195,7 +199,7 @@ static inline int sample(const float *logits, int n, const options *o, uint64_t 
     int i, m = 0;
     if (o->temperature <= 0) return best;
     for (i = 0; i < n; i++) sum += (double)expf((logits[i] - logits[best]) / o->temperature);
-    least = o->top_p < 1 ? (1 - o->top_p) / (float)n : 0; /* smaller ones cannot be in the nucleus */
+    least = o->top_p < 1 ? (1 - o->top_p) / (float)n : 0; /* tokens below this are never among them */
     for (i = 0; i < n; i++) {
         const float p = expf((logits[i] - logits[best]) / o->temperature) / (float)sum;
         if (p >= least) space[m].p = p, space[m++].token = i;
@@ -209,41 +213,44 @@ static inline int sample(const float *logits, int n, const options *o, uint64_t 
     return m > 0 ? space[i].token : best;
 }
 
-static inline uint64_t dice(const options *o) { return o->seed * 0x9e3779b97f4a7c15u + 0x2545f4914f6cdd1du; }
+static inline uint64_t rng_seed(const options *o) {
+    return o->seed * 0x9e3779b97f4a7c15u + 0x2545f4914f6cdd1du;
+}
 
 /* >>prompt */
-/* The prompt's tokens in *tokens, with room for `more` others, to be freed; returns how many. What does not fit into
- * `most` is left out of the middle. show: prints how it ends. */
+/* Reads the prompt, tokenizes it into *tokens and returns the number of tokens. The caller frees the array, which has
+ * space for `more` further tokens. If the prompt has more than `most` tokens, its middle is left out. show: prints the
+ * end of the prompt. */
 static inline int read_prompt(const llama_model *m, const options *o, int most, int more, int show,
                               int **tokens) {
-    static const char story[] = "Once upon a time";
-    static const char question[] =
+    static const char default_text[] = "Once upon a time";
+    static const char default_question[] =
         "Tell me a story about a lighthouse keeper who finds a message in a bottle.";
     const int chat = m->chat && !o->raw, tail = most < 64 ? most / 2 : 32;
-    const char *prompt = o->prompt ? o->prompt : chat ? question : story;
+    const char *prompt = o->prompt ? o->prompt : chat ? default_question : default_text;
     size_t size = strlen(prompt), shown;
     const char *line;
     char *file = NULL, *text;
-    int *known, n;
+    int *out, n;
     if (o->file) {
         file = (char *)llama_read_file(o->file, &size);
         if (!file) fail("cannot read %s", o->file);
         if (size > 1 << 30) fail("%s is longer than any context", o->file);
         prompt = file;
     }
-    text = (char *)room(size + 64, 1);
+    text = (char *)allocate(size + 64, 1);
     memcpy(text, "<|im_start|>user\n", 17);
     memcpy(text + 17, prompt, size);
     memcpy(text + 17 + size, "<|im_end|>\n<|im_start|>assistant\n", 33);
-    known = (int *)room(size + 64 + (size_t)more, sizeof *known);
-    n = chat ? llama_tokenize(m, text, size + 50, LLAMA_SPECIAL, known)
-             : llama_tokenize(m, prompt, size, m->add_bos ? LLAMA_BOS : 0, known);
-    if (n == 0 && m->bos >= 0) known[n++] = m->bos;
+    out = (int *)allocate(size + 64 + (size_t)more, sizeof *out);
+    n = chat ? llama_tokenize(m, text, size + 50, LLAMA_SPECIAL, out)
+             : llama_tokenize(m, prompt, size, m->add_bos ? LLAMA_BOS : 0, out);
+    if (n == 0 && m->bos >= 0) out[n++] = m->bos;
     if (n == 0) fail("the prompt is empty; give one with -p or -f");
     if (n > most) {
-        fprintf(stderr, PROGRAM ": the prompt has %d tokens and %d fit (-c, -n): its middle is left out\n", n,
-                most);
-        memmove(known + most - tail, known + n - tail, (size_t)tail * sizeof *known);
+        fprintf(stderr, PROGRAM ": the prompt has %d tokens, and %d fit (-c, -n); its middle is left out\n",
+                n, most);
+        memmove(out + most - tail, out + n - tail, (size_t)tail * sizeof *out);
         n = most;
     }
     if (show) {
@@ -251,12 +258,12 @@ static inline int read_prompt(const llama_model *m, const options *o, int most, 
         line = shown ? (const char *)memchr(prompt + shown, '\n', 100) : NULL;
         if (line) shown = (size_t)(line + 1 - prompt);
         while (shown > 0 && shown < size && (prompt[shown] & 0xc0) == 0x80) shown++;
-        if (shown) printf("[a prompt of %s tokens, which ends:]\n", commas(n));
+        if (shown) printf("[a prompt of %s tokens; it ends:]\n", commas(n));
         printf("%s%.*s%s", chat ? "> " : "", (int)(size - shown), prompt + shown, chat ? "\n\n" : "");
-        if (shown && !chat) printf("%s[the model goes on:]\n", prompt[size - 1] == '\n' ? "" : "\n");
+        if (shown && !chat) printf("%s[the model continues:]\n", prompt[size - 1] == '\n' ? "" : "\n");
         fflush(stdout);
     }
-    *tokens = known;
+    *tokens = out;
     free(text);
     free(file);
     return n;

@@ -1,17 +1,17 @@
 /*
- * spill.c - a cache ten times as large as the RAM that it may have: the older part is in a file, and attention is
- * over all of it.
+ * spill.c - a cache ten times as large as its RAM budget. Older blocks are offloaded to a file, and attention still
+ * reads all tokens.
  *
  * cc -O2 examples/spill.c examples/tieredkv.c -o spill -lm && ./spill
  *
  *     ./spill [--tokens N] [--budget BYTES] [--heads N] [--dim N] [--file PATH]
  *
- * N may end in K or M: ./spill --tokens 1M. Keys and values are made up. First a small cache is run twice, once in
- * RAM and once with all that may go in the file: the outputs must be the same to the bit. Then the large one,
- * under its budget, with a line that shows where it is, and a table of bytes and times in the end. The file is a
- * temporary one that vanishes with the program, unless it is given a path. spill_file.h is the part to copy.
+ * Numbers may end in K or M (1024, 1024^2): ./spill --tokens 1M. Keys and values are random numbers. First, a small
+ * cache computes attention in RAM, and again after all blocks that can be offloaded are. Both outputs must have the
+ * same bits. Then the large cache runs under its budget. A line shows the progress, and a table of bytes and times
+ * follows. Without --file the file is temporary and disappears with the program. Copy spill_file.h into your program.
  */
-#include "spill_file.h" /* before system headers: it asks for POSIX */
+#include "spill_file.h" /* before system headers: it defines _XOPEN_SOURCE */
 
 #include "../tieredkv.h"
 
@@ -22,21 +22,21 @@
 #include <time.h>
 #endif
 
-enum { CHUNK = 256, GROUP = 4, ROUNDS = 8 };
+enum { CHUNK = 256, GROUP = 4, ROUNDS = 8 }; /* tokens per append; query heads per KV head; timed calls */
 
-typedef struct wishes {
+typedef struct settings {
     long tokens, budget, heads, dim;
     const char *file;
-} wishes;
+} settings;
 
-static void die(const char *what, const char *why) {
-    fprintf(stderr, "spill: %s: %s\n", what, why);
+static void fail(const char *what, const char *reason) {
+    fprintf(stderr, "spill: %s: %s\n", what, reason);
     exit(1);
 }
 
 static void check(const char *what, tkv_status status, const tkv_cache *kv) {
     if (status == TKV_OK) return;
-    die(what, kv && *tkv_get_last_error(kv) ? tkv_get_last_error(kv) : tkv_get_status_text(status));
+    fail(what, kv && *tkv_get_last_error(kv) ? tkv_get_last_error(kv) : tkv_get_status_text(status));
 }
 
 static double seconds(void) {
@@ -53,18 +53,18 @@ static double seconds(void) {
 }
 
 /* >>options */
-static long number(const char *name, const char *text, long least, long most) {
+static long parse_number(const char *name, const char *text, long least, long most) {
     char *end;
     long n = strtol(text, &end, 10), unit = 1;
     if (*end == 'k' || *end == 'K') unit = 1024, end++;
     else if (*end == 'm' || *end == 'M') unit = 1024 * 1024, end++;
     if (end == text || *end || n < least / unit || n > most / unit || n * unit < least)
-        die(name, "not a number that it takes");
+        fail(name, "not a number, or out of range");
     return n * unit;
 }
 
-static wishes options(int argc, char **argv) {
-    wishes w = {128 * 1024, 0, 2, 64, NULL};
+static settings parse_options(int argc, char **argv) {
+    settings w = {128 * 1024, 0, 2, 64, NULL};
     int i;
     for (i = 1; i < argc; i += 2) {
         const char *name = argv[i], *value = argv[i + 1];
@@ -72,20 +72,20 @@ static wishes options(int argc, char **argv) {
             printf("spill [--tokens N] [--budget BYTES] [--heads N] [--dim N] [--file PATH]\n");
             exit(value || strcmp(name, "--help") == 0 ? 0 : 1);
         }
-        if (strcmp(name, "--tokens") == 0) w.tokens = number(name, value, 4096, 1L << 28);
-        else if (strcmp(name, "--budget") == 0) w.budget = number(name, value, 1, 1L << 30);
-        else if (strcmp(name, "--heads") == 0) w.heads = number(name, value, 1, 64);
-        else if (strcmp(name, "--dim") == 0) w.dim = number(name, value, 16, 256);
+        if (strcmp(name, "--tokens") == 0) w.tokens = parse_number(name, value, 4096, 1L << 28);
+        else if (strcmp(name, "--budget") == 0) w.budget = parse_number(name, value, 1, 1L << 30);
+        else if (strcmp(name, "--heads") == 0) w.heads = parse_number(name, value, 1, 64);
+        else if (strcmp(name, "--dim") == 0) w.dim = parse_number(name, value, 16, 256);
         else if (strcmp(name, "--file") == 0) w.file = value;
-        else die(name, "no such option; --help lists them");
+        else fail(name, "unknown option; --help lists all options");
     }
     return w;
 }
 
-/* >>a model that makes things up: channels of different sizes, as real keys have them */
+/* >>random keys, values and queries. Every 16th channel is larger than the others, as in real keys. */
 static uint64_t state;
 
-static void make_up(float *x, int n, int dim) {
+static void fill(float *x, int n, int dim) {
     int i;
     for (i = 0; i < n; i++) {
         state = state * 6364136223846793005u + 1442695040888963407u;
@@ -95,11 +95,11 @@ static void make_up(float *x, int n, int dim) {
 
 static float *floats(int n) {
     float *x = (float *)malloc((size_t)n * sizeof *x);
-    if (!x) die("memory", "there is none");
+    if (!x) fail("memory", "out of memory");
     return x;
 }
 
-static tkv_config config(const wishes *w) {
+static tkv_config config_of(const settings *w) {
     tkv_config cfg = tkv_default_config();
     cfg.model.n_layers = 1;
     cfg.model.n_kv_heads = (int)w->heads;
@@ -111,60 +111,60 @@ static tkv_config config(const wishes *w) {
 
 static void append(tkv_cache *kv, const tkv_config *cfg, float *k, float *v, int n) {
     const int row = cfg->model.n_kv_heads * cfg->model.head_dim;
-    make_up(k, n * row, cfg->model.head_dim);
-    make_up(v, n * row, cfg->model.head_dim);
+    fill(k, n * row, cfg->model.head_dim);
+    fill(v, n * row, cfg->model.head_dim);
     check("append", tkv_append(kv, 0, 0, k, v, n), kv);
 }
 
-/* >>the small one, in RAM and in the file */
-static void compare(const wishes *w, float *k, float *v, float *q, float *a, float *b) {
-    tkv_config cfg = config(w);
+/* >>the small cache: attention in RAM, then after offloading */
+static void compare(const settings *w, float *k, float *v, float *q, float *a, float *b) {
+    tkv_config cfg = config_of(w);
     const int n_out = cfg.model.n_heads * cfg.model.head_dim;
     spill_file file;
     tkv_cache *kv;
     size_t bytes;
     int i, done = 0, same = 1;
     check("config", tkv_get_required_bytes(&cfg, NULL, &bytes), NULL);
-    if (spill_file_open(&file, NULL, bytes)) die("file", strerror(errno));
+    if (spill_file_open(&file, NULL, bytes)) fail("file", strerror(errno));
     cfg.offload = spill_file_config(&file);
     check("create", tkv_create(&cfg, &kv), NULL);
     state = 1;
     for (i = 0; i < 4096; i += CHUNK) append(kv, &cfg, k, v, CHUNK);
-    make_up(q, n_out, cfg.model.head_dim);
+    fill(q, n_out, cfg.model.head_dim);
     check("attend", tkv_attend(kv, 0, 0, q, 1, a), kv);
-    check("spill", tkv_offload(kv, 0, TKV_ALL_LAYERS, 4096, &done), kv);
+    check("offload", tkv_offload(kv, 0, TKV_ALL_LAYERS, 4096, &done), kv);
     check("attend", tkv_attend(kv, 0, 0, q, 1, b), kv);
     for (i = 0; i < n_out; i++) same &= memcmp(&a[i], &b[i], sizeof *a) == 0;
     printf("4096 tokens, %d of their blocks in the file: output %s\n", done,
-           same ? "the same to the bit" : "DIFFERS");
+           same ? "the same to the bit" : "DIFFERS"); /* .ci/run looks for this text */
     tkv_destroy(kv);
     spill_file_close(&file);
     if (!same) exit(1);
 }
 
-/* >>the large one */
-static void table(const tkv_cache *kv, const wishes *w, const spill_file *file, double took, double best,
-                  double worst) {
+/* >>the large cache */
+static void print_table(const tkv_cache *kv, const settings *w, const spill_file *file, double took,
+                        double best, double worst) {
     tkv_memory_info m;
     tkv_layer_info t;
     check("memory", tkv_get_memory(kv, &m), NULL);
     check("tiers", tkv_get_layer(kv, 0, 0, &t), NULL);
     printf("\n%ld tokens, appended in %.1f s\n", w->tokens, took);
     printf("  as FP16                       %12.0f bytes\n", (double)m.fp16_bytes);
-    printf("  in RAM, everything included   %12.0f bytes, at most %.0f, budget %.0f\n", (double)m.total,
+    printf("  in RAM, all memory counted    %12.0f bytes; peak %.0f, budget %.0f\n", (double)m.total,
            (double)m.peak, (double)w->budget);
-    printf("    index and tables of that    %12.0f bytes\n", (double)(m.index + m.tables));
-    printf("  outside                       %12.0f bytes, %d of %d blocks; %.0f on the disk\n",
+    printf("    of these, index and tables  %12.0f bytes\n", (double)(m.index + m.tables));
+    printf("  offloaded                     %12.0f bytes, %d of %d blocks; the file takes %.0f\n",
            (double)(m.offloaded.codes + m.offloaded.metadata), t.offloaded,
            t.blocks[0] + t.blocks[1] + t.blocks[2], spill_file_size(file));
-    printf("  the cache is                  %12.1f times the budget\n",
+    printf("  RAM and file together         %12.1f times the budget\n",
            ((double)(m.offloaded.codes + m.offloaded.metadata) + (double)m.total) / (double)w->budget);
-    printf("  attention over all of it      %12.1f ms, at worst %.1f\n", 1e3 * best, 1e3 * worst);
+    printf("  attention over all tokens     %12.1f ms best, %.1f worst\n", 1e3 * best, 1e3 * worst);
 }
 
-static void run(wishes *w, float *k, float *v, float *q, float *out) {
-    tkv_config cfg = config(w);
-    const int wide = isatty(1);
+static void run(settings *w, float *k, float *v, float *q, float *out) {
+    tkv_config cfg = config_of(w);
+    const int on_terminal = isatty(1);
     double begun, took = 0.0, best = 1e9, worst = 0.0;
     spill_file file;
     tkv_memory_info m;
@@ -172,46 +172,47 @@ static void run(wishes *w, float *k, float *v, float *q, float *out) {
     size_t bytes;
     long n;
     int i;
-    if (!w->budget) { /* a tenth of what the tightest plan would hold */
+    if (!w->budget) { /* a tenth of the bytes that the preset "extreme" would take in RAM */
         (void)tkv_apply_preset(&cfg, "extreme");
         check("estimate", tkv_estimate_memory(&cfg, (int)w->tokens, 1, &m), NULL);
         w->budget = (long)(m.total / 10);
-        cfg = config(w);
+        cfg = config_of(w);
     }
     cfg.budget.bytes = (size_t)w->budget;
     check("config", tkv_get_required_bytes(&cfg, NULL, &bytes), NULL);
-    if (spill_file_open(&file, w->file, bytes)) die(w->file ? w->file : "file", strerror(errno));
+    if (spill_file_open(&file, w->file, bytes)) fail(w->file ? w->file : "file", strerror(errno));
     cfg.offload = spill_file_config(&file);
-    check("create (a larger --budget or more --tokens)", tkv_create(&cfg, &kv), NULL);
+    check("create (try a larger --budget or more --tokens)", tkv_create(&cfg, &kv), NULL);
     for (n = 0; n < w->tokens; n += CHUNK) {
         begun = seconds();
         append(kv, &cfg, k, v, CHUNK);
         took += seconds() - begun;
         if (n % (w->tokens / 16 / CHUNK * CHUNK)) continue;
         check("memory", tkv_get_memory(kv, &m), NULL);
-        make_up(q, cfg.model.n_heads * cfg.model.head_dim, cfg.model.head_dim);
+        fill(q, cfg.model.n_heads * cfg.model.head_dim, cfg.model.head_dim);
         begun = seconds();
         check("attend", tkv_attend(kv, 0, 0, q, 1, out), kv);
-        printf("%s%9ld tokens, %9.0f bytes in RAM, %11.0f outside, attention %8.2f ms%s", wide ? "\r" : "",
-               n + CHUNK, (double)m.total, (double)(m.offloaded.codes + m.offloaded.metadata),
-               1e3 * (seconds() - begun), wide ? "" : "\n");
+        printf("%s%9ld tokens, %9.0f bytes in RAM, %11.0f offloaded, attention %8.2f ms%s",
+               on_terminal ? "\r" : "", n + CHUNK, (double)m.total,
+               (double)(m.offloaded.codes + m.offloaded.metadata), 1e3 * (seconds() - begun),
+               on_terminal ? "" : "\n");
         fflush(stdout);
     }
     for (i = 0; i < ROUNDS; i++) {
-        make_up(q, cfg.model.n_heads * cfg.model.head_dim, cfg.model.head_dim);
+        fill(q, cfg.model.n_heads * cfg.model.head_dim, cfg.model.head_dim);
         begun = seconds();
         check("attend", tkv_attend(kv, 0, 0, q, 1, out), kv);
         begun = seconds() - begun;
         if (begun < best) best = begun;
         if (begun > worst) worst = begun;
     }
-    table(kv, w, &file, took, best, worst);
+    print_table(kv, w, &file, took, best, worst);
     tkv_destroy(kv);
     spill_file_close(&file);
 }
 
 int main(int argc, char **argv) {
-    wishes w = options(argc, argv);
+    settings w = parse_options(argc, argv);
     const int row = (int)(w.heads * w.dim), out = GROUP * row;
     float *k = floats(CHUNK * row), *v = floats(CHUNK * row), *q = floats(out), *a = floats(out),
           *b = floats(out);

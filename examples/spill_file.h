@@ -1,23 +1,23 @@
 /*
- * spill_file.h - a file as the place where tieredkv puts blocks that RAM has no room for (cfg.offload). To be copied.
+ * spill_file.h - a file as the store for offloaded blocks (cfg.offload). Copy it into your program.
  *
  *     spill_file file;
  *     size_t bytes;
- *     tkv_get_required_bytes(&cfg, NULL, &bytes);                  the config as it will be, but for cfg.offload
- *     if (spill_file_open(&file, NULL, bytes)) ...    NULL: a temporary one that nobody else sees
+ *     tkv_get_required_bytes(&cfg, NULL, &bytes);     the final config; cfg.offload may still be empty
+ *     if (spill_file_open(&file, NULL, bytes)) ...    NULL: a temporary file that other programs cannot open by name
  *     cfg.offload = spill_file_config(&file);
  *     tkv_create(&cfg, &kv); ... tkv_destroy(kv);
  *     spill_file_close(&file);
  *
- * Each key has a place of `bytes`, rounded up to pages; keys of dead blocks come again, so the file is as large as
- * the most blocks that were in use at once, and only what was written takes room on the disk. Calls that were cut
- * short go on where they were; a full disk, or a file that ends too early, is an error that the cache hands on.
- * What is read is what the cache checks. Threads may read side by side. Programs that this one starts do not get
- * the file.
+ * Each key has a slot of `bytes`, rounded up to 4096. The cache reuses the keys of dead blocks. So the file has as
+ * many slots as blocks were offloaded at once. The file is sparse: only written bytes take space on the disk. Calls
+ * continue after short reads and writes. A full disk or a file that ends too early is an error, which the cache
+ * reports as TKV_ERR_IO. The cache verifies all bytes that it reads back. Several threads may read at once. Child
+ * processes do not inherit the file.
  *
- * POSIX: the temporary file is in $TMPDIR or /tmp. A path that is a symbolic link is refused (ELOOP). Include this
- * file before system headers, or define _XOPEN_SOURCE 700 and _FILE_OFFSET_BITS 64. Windows: the temporary file is
- * where GetTempPathW says. This file includes <windows.h>.
+ * POSIX: the temporary file lies in $TMPDIR or /tmp. spill_file_open refuses a symbolic link (ELOOP). Include this
+ * file before system headers, or define _XOPEN_SOURCE 700 and _FILE_OFFSET_BITS 64.
+ * Windows: the temporary file lies in the folder that GetTempPathW returns. This file includes <windows.h>.
  */
 #ifndef SPILL_FILE_H
 #define SPILL_FILE_H
@@ -58,36 +58,36 @@ typedef struct spill_file {
 #else
     int fd;
 #endif
-    size_t bytes; /* of a key's place */
+    size_t bytes; /* size of a key's slot */
 } spill_file;
 
 static inline uint64_t spill_file_at(const spill_file *f, uint32_t key, size_t offset) {
     return (uint64_t)key * f->bytes + offset;
 }
 
-/* >>one piece, from or to an offset. Returns the bytes that were moved; 0 or less: none, and an error or the end. */
+/* >>reads and writes at an offset. Each returns the bytes moved; 0 or less: an error, or the end of the file. */
 #ifdef _WIN32
-/* With an offset in the OVERLAPPED the position of the handle plays no part. The handle is a synchronous one. */
-static inline OVERLAPPED spill_file_place(uint64_t at) {
-    OVERLAPPED place;
-    memset(&place, 0, sizeof place);
-    place.Offset = (DWORD)(at & 0xffffffffu);
-    place.OffsetHigh = (DWORD)(at >> 32);
-    return place;
+/* The handle is synchronous. The offset in the OVERLAPPED replaces the handle's file position. */
+static inline OVERLAPPED spill_file_overlapped(uint64_t at) {
+    OVERLAPPED o;
+    memset(&o, 0, sizeof o);
+    o.Offset = (DWORD)(at & 0xffffffffu);
+    o.OffsetHigh = (DWORD)(at >> 32);
+    return o;
 }
 
-static inline DWORD spill_file_part(size_t size) { return size < 1u << 30 ? (DWORD)size : (DWORD)1 << 30; }
+static inline DWORD spill_file_limit(size_t size) { return size < 1u << 30 ? (DWORD)size : (DWORD)1 << 30; }
 
 static inline ptrdiff_t spill_file_write(const spill_file *f, const char *from, size_t size, uint64_t at) {
-    OVERLAPPED place = spill_file_place(at);
+    OVERLAPPED o = spill_file_overlapped(at);
     DWORD n = 0;
-    return WriteFile(f->handle, from, spill_file_part(size), &n, &place) ? (ptrdiff_t)n : -1;
+    return WriteFile(f->handle, from, spill_file_limit(size), &n, &o) ? (ptrdiff_t)n : -1;
 }
 
 static inline ptrdiff_t spill_file_read(const spill_file *f, char *to, size_t size, uint64_t at) {
-    OVERLAPPED place = spill_file_place(at);
+    OVERLAPPED o = spill_file_overlapped(at);
     DWORD n = 0;
-    return ReadFile(f->handle, to, spill_file_part(size), &n, &place) ? (ptrdiff_t)n : -1;
+    return ReadFile(f->handle, to, spill_file_limit(size), &n, &o) ? (ptrdiff_t)n : -1;
 }
 #else
 static inline ptrdiff_t spill_file_write(const spill_file *f, const char *from, size_t size, uint64_t at) {
@@ -105,14 +105,14 @@ static inline ptrdiff_t spill_file_read(const spill_file *f, char *to, size_t si
 }
 #endif
 
-/* >>what the cache calls */
+/* >>callbacks of cfg.offload */
 static inline int spill_file_store(void *user, uint32_t key, size_t offset, const void *bytes, size_t size) {
     const spill_file *f = (const spill_file *)user;
     const char *from = (const char *)bytes;
     uint64_t at = spill_file_at(f, key, offset);
     while (size > 0) {
         const ptrdiff_t n = spill_file_write(f, from, size, at);
-        if (n <= 0) return -1; /* ENOSPC, EIO, ... */
+        if (n <= 0) return -1; /* errno is ENOSPC, EIO, ... */
         from += n;
         at += (uint64_t)n;
         size -= (size_t)n;
@@ -126,7 +126,7 @@ static inline int spill_file_fetch(void *user, uint32_t key, size_t offset, void
     uint64_t at = spill_file_at(f, key, offset);
     while (size > 0) {
         const ptrdiff_t n = spill_file_read(f, to, size, at);
-        if (n <= 0) return -1; /* 0: the file ends here */
+        if (n <= 0) return -1; /* 0: the end of the file */
         to += n;
         at += (uint64_t)n;
         size -= (size_t)n;
@@ -145,12 +145,12 @@ static inline void spill_file_ahead(void *user, uint32_t key, size_t offset, siz
 
 /* >>opening and closing */
 #ifdef _WIN32
-static inline int spill_file_failed(void) { /* errno as POSIX has it */
-    const DWORD why = GetLastError();
-    errno = why == ERROR_FILE_NOT_FOUND || why == ERROR_PATH_NOT_FOUND     ? ENOENT
-            : why == ERROR_ACCESS_DENIED || why == ERROR_SHARING_VIOLATION ? EACCES
-            : why == ERROR_DISK_FULL                                       ? ENOSPC
-                                                                           : EIO;
+static inline int spill_file_failed(void) { /* sets errno to the POSIX equivalent; returns -1 */
+    const DWORD e = GetLastError();
+    errno = e == ERROR_FILE_NOT_FOUND || e == ERROR_PATH_NOT_FOUND     ? ENOENT
+            : e == ERROR_ACCESS_DENIED || e == ERROR_SHARING_VIOLATION ? EACCES
+            : e == ERROR_DISK_FULL                                     ? ENOSPC
+                                                                       : EIO;
     return -1;
 }
 
@@ -162,7 +162,7 @@ static inline int spill_file_open_temporary(spill_file *f) {
                             FILE_ATTRIBUTE_TEMPORARY | FILE_FLAG_DELETE_ON_CLOSE, NULL);
     if (f->handle != INVALID_HANDLE_VALUE) return 0;
     (void)spill_file_failed();
-    (void)DeleteFileW(name); /* GetTempFileNameW made it */
+    (void)DeleteFileW(name); /* GetTempFileNameW created it */
     return -1;
 }
 
@@ -179,9 +179,9 @@ static inline int spill_file_open_temporary(spill_file *f) {
         errno = ENAMETOOLONG;
         return -1;
     }
-    f->fd = mkstemp(name); /* it follows no link, since it makes the file */
+    f->fd = mkstemp(name); /* creates the file, so it follows no link */
     if (f->fd < 0) return -1;
-    (void)unlink(name); /* it lives as long as it is open */
+    (void)unlink(name); /* the system deletes the file when it is closed */
     (void)fcntl(f->fd, F_SETFD, FD_CLOEXEC);
     return 0;
 }
@@ -199,13 +199,13 @@ static inline int spill_file_open_path(spill_file *f, const char *path) {
 }
 #endif
 
-/* 0, or -1 and errno. A file that is there already is emptied. */
+/* Opens the store and empties an existing file. Returns 0, or -1 and sets errno. */
 static inline int spill_file_open(spill_file *f, const char *path, size_t bytes) {
     const size_t page = 4096;
     f->bytes = (bytes + page - 1) / page * page;
     if (path ? spill_file_open_path(f, path) : spill_file_open_temporary(f)) return -1;
 #ifdef _WIN32
-    { /* else the places between those that are written would be filled with zeros on the disk */
+    { /* without this, Windows fills the gaps between written slots with zeros on the disk */
         DWORD n;
         (void)DeviceIoControl(f->handle, FSCTL_SET_SPARSE, NULL, 0, NULL, 0, &n, NULL);
     }
@@ -223,7 +223,7 @@ static inline tkv_offload_config spill_file_config(spill_file *f) {
     return c;
 }
 
-/* Bytes that it takes on the disk. */
+/* Returns the bytes that the file takes on the disk. */
 static inline double spill_file_size(const spill_file *f) {
 #ifdef _WIN32
     FILE_STANDARD_INFO s;

@@ -1,5 +1,6 @@
 /*
- * tieredkv.c - the library's implementation, once for a whole program. Every other file includes tieredkv.h alone.
+ * tieredkv.c - compiles the library's implementation once for a whole program. Every other file of the program only
+ * includes tieredkv.h.
  *
  * cc -O2 -c examples/tieredkv.c -o tieredkv.o
  */

@@ -151,7 +151,7 @@ class Amalgamate(unittest.TestCase):
         self.assertEqual(self.tool("--check")[0], 0)
         self.write("tieredkv_cuda.cu", b"")
         status, _, said = self.tool("--check")
-        self.assertEqual((status, said), (1, "tieredkv_cuda.cu is not what src/cuda/ makes of it. "
+        self.assertEqual((status, said), (1, "tieredkv_cuda.cu differs from the text that src/cuda/ generates. "
                                              "Run: python3 tools/amalgamate.py\n"))
 
     def test_refuses_in_companion(self):

@@ -1,16 +1,16 @@
 #!/usr/bin/env python3
-"""Builds tieredkv.h from src/ and tieredkv_cuda.cu from src/cuda/. Standard library only, any Python 3; the same
-bytes on any machine.
+"""Builds tieredkv.h from src/ and tieredkv_cuda.cu from src/cuda/. It needs any Python 3 and only the standard
+library. It writes the same bytes on any machine.
 
-    python3 tools/amalgamate.py            write both, and src/prefix.h
-    python3 tools/amalgamate.py --check    compare them with what would be written
-    python3 tools/amalgamate.py --list     print the parts of tieredkv.h in order
+    python3 tools/amalgamate.py            writes both, and src/prefix.h
+    python3 tools/amalgamate.py --check    compares the files with the bytes that it would write
+    python3 tools/amalgamate.py --list     prints the parts of tieredkv.h in order
 
-src/tieredkv.h and src/cuda/tieredkv_cuda.h are the only lists. A line `#include "folder/part.h"` there is replaced
-by the part, under a marker line; in a part such a line says what the part needs (so that it compiles alone) and is
-dropped, since the list must have brought it before. Folders stand in the list one after the other, from the ground up. Parts in src/cuda/ may also include "tieredkv.h", which
-stays. The comment at the top of the list is about the list and stays behind. Nothing else is touched. An include
-inside a comment must be indented or stand behind a star.
+src/tieredkv.h and src/cuda/tieredkv_cuda.h list the parts. The tool replaces each line `#include "folder/part.h"` of a
+list with a marker line and the part. A part includes the parts that it needs, so that it compiles alone. The tool
+removes these lines and checks that the list has these parts earlier. All parts of a folder are neighbours in the list.
+Parts in src/cuda/ may include "tieredkv.h"; this line stays. The comment at the top of a list is not copied. All other
+text is copied unchanged. An include inside a comment must be indented or follow a star.
 """
 import os
 import re
@@ -26,7 +26,7 @@ QUOTED = re.compile(r'#[ ]*include[ ]*"')
 INCLUDE = re.compile(r'#include "([^"]*)"( /\*.*\*/)?$')
 
 class Product:
-    """What is made: directory of its parts, the list there, its name in the root, files it includes as they are."""
+    """A generated file: folder of its parts, the list there, its name in the root, includes that stay."""
 
     def __init__(self, src, parts, out, kept=()):
         self.src, self.list, self.out, self.kept = src, parts, out, kept
@@ -34,7 +34,7 @@ class Product:
 
 
 def parts_in(product):
-    """Names of all parts, relative to the product's directory: in it and, without those of another product, below."""
+    """Returns the names of all parts in the product's folder and below, without folders of other products."""
     root, others = os.path.join(ROOT, product.src), [os.path.join(ROOT, p.src) for p in PRODUCTS if p is not product]
     names = []
     for place, folders, files in os.walk(root):
@@ -50,12 +50,12 @@ PRODUCTS = [Product("src", "tieredkv.h", "tieredkv.h"),
 errors = []
 
 
-def refuse(product, name, line, why):
-    errors.append("%s/%s:%d: %s" % (product.src, name, line, why))
+def refuse(product, name, line, reason):
+    errors.append("%s/%s:%d: %s" % (product.src, name, line, reason))
 
 
 def read(product, name):
-    """Lines of a part, without their ends; says what is wrong with its text."""
+    """Returns the lines of a part without line ends, and reports errors of its text."""
     with open(os.path.join(ROOT, product.src, name), "rb") as f:
         data = f.read()
     if not data.endswith(b"\n"):
@@ -82,7 +82,7 @@ def folder_of(part):
 
 
 def included(product, name, number, line, known):
-    """The part that this line includes, or None."""
+    """Returns the part that this line includes, or None."""
     if not QUOTED.match(line):
         return None
     match = INCLUDE.match(line)
@@ -98,10 +98,10 @@ def included(product, name, number, line, known):
 
 
 def build(product):
-    """The text of a product and its parts in order."""
+    """Returns the text of a product, and its parts in order."""
     known = parts_in(product)
     out, parts, folders = [FIRST % (product.out, product.src)], [], []
-    top = True  # in the comment above the first include of the list
+    top = True  # True in the comment above the first include of the list
     for i, line in enumerate(read(product, product.list)):
         part = included(product, product.list, i + 1, line, known)
         if top and part is None:
@@ -154,7 +154,7 @@ COMMENT = re.compile(r"/\*.*?\*/", re.S)
 
 
 def prefix_text():
-    """The text of src/prefix.h: every function and type that src/api.h declares."""
+    """Returns the text of src/prefix.h, with every function and type that src/api.h declares."""
     with open(os.path.join(ROOT, "src", "api.h")) as f:
         api = COMMENT.sub("", f.read())
     names = set(re.findall(r"^TKV_API\b[^;]*?\b(tkv_\w+)\(", api, re.M))
@@ -166,17 +166,17 @@ def prefix_text():
 """
 
 
-def update(path, text, check, source="src"):
-    """Writes a file that differs, or with `check` says so. Returns 1 if it says so."""
+def update(path, src, text, check):
+    """Writes a file that differs. With `check`, only reports the difference and returns 1."""
     out = os.path.join(ROOT, path)
     old = None
     if os.path.exists(out):
         with open(out, "rb") as f:
             old = f.read()
-    if old == text:  # an unchanged file keeps its time: make has nothing to do
+    if old == text:  # keeps the file's time, so make rebuilds nothing
         return 0
     if check:
-        sys.stderr.write("%s is not what %s/ makes of it. Run: %s\n" % (path, source, COMMAND))
+        sys.stderr.write("%s differs from the text that %s/ generates. Run: %s\n" % (path, src, COMMAND))
         return 1
     with open(out, "wb") as f:
         f.write(text)
@@ -187,7 +187,7 @@ def main(args):
     if args not in ([], ["--check"], ["--list"]):
         sys.stderr.write(__doc__)
         return 2
-    # without the second directory there is one product
+    # a tree without src/cuda has one product
     products = [p for p in PRODUCTS if os.path.isdir(os.path.join(ROOT, p.src))]
     for p in products:
         if not os.path.exists(os.path.join(ROOT, p.src, p.list)):
@@ -195,7 +195,7 @@ def main(args):
             return 1
     status = 0
     if os.path.exists(os.path.join(ROOT, "src", "api.h")):
-        status = update(PREFIX, prefix_text().encode("ascii"), args != [])
+        status = update(PREFIX, "src", prefix_text().encode("ascii"), args != [])
     built = [build(p) for p in products]
     if errors:
         sys.stderr.write("\n".join(errors) + "\n")
@@ -204,7 +204,7 @@ def main(args):
         print("\n".join(built[0][1]))
         return 0
     for p, (text, _) in zip(products, built):
-        status |= update(p.out, text, args == ["--check"], p.src)
+        status |= update(p.out, p.src, text, args == ["--check"])
     return status
 
 

@@ -1,18 +1,19 @@
 #!/usr/bin/env python3
-"""What nvcc makes of tieredkv_cuda.cu: registers, spills, resident warps of each kernel, and the instructions of
-attention's unit (64 tokens of a KV head), read from the machine code. Needs nvcc and g++, no GPU. Standard library only.
+"""Reports registers, spills and resident warps of each kernel in tieredkv_cuda.cu, and the instructions of attention's
+unit (64 tokens of a KV head), from the machine code. It needs nvcc and g++, but no GPU, and only the standard library.
 
-    python3 tools/cuda_resources.py             all architectures; tables as in bench/GPU.md
-    python3 tools/cuda_resources.py --quick     sm_80 and sm_90
-    python3 tools/cuda_resources.py --check     what has a gate (LIMITS below) alone; ends with 1 where one is broken
-                                                --ptxas FILE: what `nvcc -Xptxas -v` said of tieredkv_cuda.cu, all archs
+    python3 tools/cuda_resources.py             all architectures; prints tables as in bench/GPU.md
+    python3 tools/cuda_resources.py --quick     only sm_80 and sm_90
+    python3 tools/cuda_resources.py --check     only figures with a limit (LIMITS below); the status is 1 if one is
+                                                exceeded. --ptxas FILE: reads the output of `nvcc -Xptxas -v` for
+                                                tieredkv_cuda.cu and all architectures
 
-How instructions are counted: a kernel with the unit's loop alone (tkvcu_run_units) is compiled with sides that the
-compiler knows, as the host lays them out, and without what happens rarely (TKVCU_RARELY: a maximum that grows, masks,
-softcap, copies of 8-bit sides). The loop of units is that with matrix products; in it, loops of K's slabs count as often
-as there are pairs of slabs. Decisions between formats are not in it.
-Share of issue slots: 132 multiprocessors of 4 schedulers at 1.755 GHz issue 9.27e11 instructions a second; a unit's
-bytes come at 4.3 TB/s.
+To count instructions, the tool compiles a kernel that has only the loop over units (tkvcu_run_units). Sides are
+constants, as the host lays them out. Rare code (TKVCU_RARELY) is left out: a maximum that grows, masks, softcap, and
+copies of 8-bit sides. The loop over units is the one with matrix products. Each of its loops over K's slabs counts once
+per pair of slabs. The count has no decisions between formats.
+Share of issue slots: 132 multiprocessors with 4 schedulers at 1.755 GHz issue 9.27e11 instructions per second. The
+bytes of units arrive at 4.3 TB/s.
 """
 import concurrent.futures
 import os
@@ -26,20 +27,20 @@ import tempfile
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 ARCHS = [80, 86, 89, 90, 100, 120]
 QUICK = [80, 90]
-ISSUE = 132 * 4 * 1.755e9  # of an H200
-PACE = 4.3e12              # bytes a second
+ISSUE = 132 * 4 * 1.755e9  # instructions per second of an H200
+PACE = 4.3e12              # bytes per second
 
-# Registers of a multiprocessor are 65536 everywhere; shared memory in bytes, most warps.
+# Shared memory in bytes and most warps of a multiprocessor. All have 65536 registers.
 MULTIPROCESSOR = {80: (164 << 10, 64), 86: (100 << 10, 48), 89: (100 << 10, 48), 90: (228 << 10, 64),
                   100: (228 << 10, 64), 120: (100 << 10, 48)}
-RESERVED = 1024  # shared memory of a block that is the system's
+RESERVED = 1024  # bytes of each block's shared memory that CUDA reserves
 
-# Plans whose units are counted: preset or K and V of both tiers, tier.
+# Plans whose units are counted: name, preset, tier (0: archive, 1: warm).
 PLANS = [("default, archive A30/R30", "balanced", 0), ("default, warm A40/R40", "balanced", 1),
          ("A25/R20", "compact", 0), ("A20/R15", "extreme", 0), ("KIVI-4", "kivi", 1), ("KIVI-2", "kivi", 0)]
 
-# Gates: bytes spilled by any kernel, stack of the append kernels, on sm_80 and sm_90; on sm_90 warps per scheduler of
-# attention with 4 columns, and the share of issue slots that leaves 30 % free, of all plans but the one named.
+# Limits. sm_80 and sm_90: bytes spilled by any kernel, and stack bytes of the append kernels. sm_90: least warps per
+# scheduler of attention with 4 columns, and the largest share of issue slots. SHARE_FREE has plans without this limit.
 LIMITS = {"spill": 0, "stack": 0, "warps": 4, "share": 0.70}
 SHARE_FREE = {"A20/R15"}
 
@@ -112,7 +113,7 @@ NAMES = {0x3C: "HMMA", 0x37: "IMMA", 0x45: "I2F", 0x106: "I2F", 0x36: "IADD", 0x
 
 
 def functions(cubin):
-    """Machine code of a cubin: {mangled name: [instructions, 16 bytes each, as integers]}."""
+    """Returns the machine code of a cubin: {mangled name: [instructions of 16 bytes, as integers]}."""
     with open(cubin, "rb") as f:
         data = f.read()
     at, = struct.unpack_from("<Q", data, 0x28)
@@ -129,7 +130,7 @@ def functions(cubin):
 
 
 def loops(code, arch):
-    """Backward branches: [(first, last instruction)]. The distance has 8 bits more, further down, from sm_90 on."""
+    """Returns the backward branches: [(first, last instruction)]. From sm_90 on, the distance has 8 more low bits."""
     found = []
     for i, word in enumerate(code):
         if word & 0x1FF != BRA:
@@ -146,14 +147,14 @@ def loops(code, arch):
 
 
 def count(code, arch, parts, no_bits):
-    """Instructions of a unit, by name. parts: slabs that each of K's loops goes over, two at a time, in their order."""
+    """Returns the instructions of a unit by name. parts: slabs of K's loops, in order; a loop takes two at once."""
     def has(loop, what):
         return sum(word & 0x1FF == what for word in code[loop[0]:loop[1] + 1])
     nested = loops(code, arch)
     unit = max((l for l in nested if has(l, IMMA) and has(l, LDGSTS)), key=lambda l: has(l, IMMA))
     inner = sorted(l for l in nested if unit[0] <= l[0] and l[1] <= unit[1] and l != unit)
-    parts = [n // 2 for n in parts if n // 2 > 1]  # one turn is no loop
-    zeros = [l for l in inner if has(l, HMMA)]     # slabs that have no bits; KIVI: all
+    parts = [n // 2 for n in parts if n // 2 > 1]  # a single pass has no loop
+    zeros = [l for l in inner if has(l, HMMA)]     # slabs without bits; KIVI: all slabs
     runs = [l for l in inner if has(l, IMMA) > 1]
     if len(runs) != len(parts) or len(zeros) > 1 or (no_bits > 1 and not zeros):
         raise SystemExit("the unit's loops are not as expected: %s in %s" % (inner, unit))
@@ -183,8 +184,8 @@ def nvcc(arch, source, out):
 
 
 def kernels(text, arch):
-    """From ptxas -v: {(name, whole numbers that it is a template of): (registers, bytes of spills, of stack, of
-    static shared memory)}."""
+    """Parses the output of ptxas -v. Returns {(name, template arguments): (registers, bytes of spills, bytes of stack,
+    bytes of static shared memory)}."""
     found = {}
     for part in text.split("Compiling entry function")[1:]:
         if "for 'sm_%d'" % arch not in part:
@@ -200,7 +201,7 @@ def kernels(text, arch):
 
 
 def resident(arch, registers, shared, threads=128):
-    """Warps per scheduler: of the blocks of threads that fit."""
+    """Returns the warps per scheduler, of all blocks that fit on a multiprocessor."""
     memory, warps = MULTIPROCESSOR[arch]
     per_warp, mine = (registers * 32 + 255) // 256 * 256, threads // 32
     return min(65536 // per_warp // mine, memory // (shared + RESERVED), warps // mine) * mine // 4
@@ -220,20 +221,20 @@ class Lab:
         return path
 
     def plan(self, preset, head_dim, tier):
-        """Groups of V; shared memory for 1 and 2 n-tiles; the fields of both sides of a tier's units."""
+        """Returns groups of V; shared memory for 1 and 2 n-tiles; fields of both sides of a tier's units."""
         lines = run([self.host, preset, str(head_dim), str(tier)]).splitlines()
         first = list(map(int, lines[0].split()))
         return first[0], (first[1], first[3]), [list(map(int, line.split())) for line in lines[1:]]
 
     def block(self, name, numbers):
-        """Threads and bytes of dynamic shared memory of a kernel that has one number of each, by head_dim and the
-        numbers after it."""
+        """Returns threads and bytes of dynamic shared memory of a kernel, by its template arguments: head_dim and
+        the numbers after it."""
         words = run([self.host, "balanced", str(numbers[0] if numbers else 128), "threads"]).split()
         at = words.index(name + "".join(map(str, numbers[1:])))
         return int(words[at + 1]), int(words[at + 2])
 
     def unit(self, arch, preset, tier, tiles):
-        """Instructions of a unit at head_dim 128 with 4 columns (tiles = 1) or 8, by name; its bytes."""
+        """Returns the instructions of a unit by name, and its bytes. head_dim 128; tiles 1: 4 columns, 2: 8."""
         groups, _, sides = self.plan(preset, 128, tier)
         text = []
         for kind, half_bits, group, *rest in sides:
@@ -246,7 +247,7 @@ class Lab:
         nvcc(arch, source, source + "bin")
         code, = (c for name, c in functions(source + "bin").items() if "unit" in name)
         kind, half_bits, n = sides[0][0], sides[0][1], sides[0][3:10]
-        wide, narrow = ([n[5]], [n[3]]) if tiles > 1 else ([], [])  # one-bit parts apart: tkvcu_k_both
+        wide, narrow = ([n[5]], [n[3]]) if tiles > 1 else ([], [])  # separate one-bit parts: tkvcu_k_both
         parts = [n[6]] + wide + [n[5], n[6], n[4]] + narrow + [n[3], n[2], n[1], 8 if half_bits == 16 else 0]
         return count(code, arch, parts, 0 if kind == 1 else n[0]), sides[0][12] + sides[1][12]
 
@@ -260,8 +261,8 @@ def main():
         with concurrent.futures.ThreadPoolExecutor(2) as pool:
             if "--ptxas" in sys.argv:
                 with open(sys.argv[sys.argv.index("--ptxas") + 1]) as f:
-                    said = f.read()
-                whole = {a: pool.submit(lambda: said) for a in archs}
+                    output = f.read()
+                whole = {a: pool.submit(lambda: output) for a in archs}
             else:
                 whole = {a: pool.submit(nvcc, a, os.path.join(ROOT, "tieredkv_cuda.cu"),
                                         os.path.join(place, "all-%d.cubin" % a)) for a in archs}
@@ -317,7 +318,7 @@ def main():
     finally:
         shutil.rmtree(place)
     for line in bad:
-        print("broken: " + line)
+        print("over the limit: " + line)
     return 1 if check and bad else 0
 
 

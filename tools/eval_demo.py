@@ -1,16 +1,15 @@
 #!/usr/bin/env python3
-"""What the demo model makes of its context, in numbers: of the GGUF as it is, on text that training never saw.
+"""Measures how much the demo model uses its context, on held-out text, with the weights of the GGUF file.
 
     pip install torch==2.13.0 tokenizers gguf numpy
-    tools/eval_demo.py                    two tables, a few minutes on one core; --csv for a program to read
-    tools/eval_demo.py --prompt           the prompt of `make run` (examples/data/demo_prompt.txt)
+    tools/eval_demo.py                    prints two tables, in a few minutes on one core; --csv prints CSV
+    tools/eval_demo.py --prompt           prints the prompt of `make run` (examples/data/demo_prompt.txt)
 
-Loss: every row scores the same tokens, and only the number of tokens before them differs; so the rows can be
-subtracted, and the error of the difference is smaller than that of either. Errors are standard errors over blocks of
-500 tokens.
+Loss: every row scores the same tokens, after different numbers of earlier tokens. So rows can be subtracted, and the
+error of a difference is smaller than the error of a row. Errors are standard errors over blocks of 500 tokens.
 
-Recall: eight secret numbers are planted in held-out text, as in training, and one is asked for so many tokens later.
-A number is right if the space before it and all its digits are the likeliest tokens: then greedy decoding gives it.
+Recall: held-out text gets eight secret numbers, as in training. One question follows at a given distance. An answer is
+right if the space and all digits are the likeliest tokens, so that greedy decoding gives them.
 """
 
 import argparse
@@ -25,14 +24,14 @@ import train_demo as demo
 
 DATA = os.path.join(demo.HERE, "..", "examples", "data")
 CONTEXTS = ((0, 100), (100, 200), (200, 500), (500, 1000), (1000, 1500), (1500, 2000))
-BASE = (100, 200)  # the others are compared with it
+BASE = (100, 200)  # all rows are compared with this row
 DISTANCES = (200, 500, 1000, 1500)
 N_PLANTED = 8
-BLOCK, MULTIPLE = 500, 1500  # every row of the table divides the second
+BLOCK, MULTIPLE = 500, 1500  # BLOCK and the length of every row divide MULTIPLE
 
 
 def load(path):
-    """model and tokenizer, from nothing but the file"""
+    """Returns model and tokenizer from the file."""
     import gguf
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     reader = gguf.GGUFReader(path)
@@ -52,7 +51,7 @@ def load(path):
 
 @torch.no_grad()
 def losses(model, windows, first, batch):
-    """of tokens first, first + 1, ... of each window (rows of equal length)"""
+    """Returns the losses of tokens first, first + 1, ... of each window. Windows are rows of equal length."""
     out = []
     for i in range(0, len(windows), batch):
         tokens = torch.from_numpy(windows[i:i + batch])
@@ -65,11 +64,11 @@ def losses(model, windows, first, batch):
 # >>loss
 
 def loss_by_context(model, texts):
-    """{(low, high): loss of each block of 500 tokens}, the same blocks for all"""
+    """Returns {(low, high): loss of each block of 500 tokens}. All rows have the same blocks."""
     longest = CONTEXTS[-1][1]
     table = {}
     for low, high in CONTEXTS:
-        first, blocks = max(low, 1), []  # nothing can be said of a token without any before it
+        first, blocks = max(low, 1), []  # the first token of a text has no prediction
         for ids in texts:
             n = (len(ids) - longest) // MULTIPLE * MULTIPLE
             ends = range(longest + high - low, longest + n + 1, high - low)
@@ -92,7 +91,7 @@ def print_loss(table, as_csv):
         print("tokens_before,loss,error,difference,difference_error,blocks")
     else:
         print(f"Held-out text, {len(base) * BLOCK:,} tokens, nats per token:\n")
-        print(f"  tokens before       loss            against {BASE[0]}-{BASE[1]}")
+        print(f"  tokens before       loss            difference to {BASE[0]}-{BASE[1]}")
     for (low, high), loss in table.items():
         d = loss - base
         if as_csv:
@@ -105,8 +104,8 @@ def print_loss(table, as_csv):
 # >>recall
 
 def recall(model, tok, texts, distance, n, rng):
-    """n rows of what was right: the space and the five digits"""
-    length = distance + 300  # room before the number for some of the others
+    """Returns n rows of booleans: whether the space and each of the five digits are right."""
+    length = distance + 300  # space before the number for other numbers
     rows, starts = [], []
     while len(rows) < n:
         names = list(dict.fromkeys(" ".join(rng.choice(demo.NAMES, 1 + i % 2, replace=False)) for i in range(30)))
@@ -117,7 +116,7 @@ def recall(model, tok, texts, distance, n, rng):
         window = ids[at:at + length].copy()
         taken = np.zeros(length, dtype=bool)
         ask = tok.encode(demo.plant(names[0], numbers[0])).ids
-        start = length - len(ask)  # the question stands at the end, its number as far back as asked for
+        start = length - len(ask)  # the question is at the end, and its number `distance` tokens before
         for i in range(N_PLANTED):
             plant = tok.encode(demo.plant(names[i], numbers[i])).ids
             for _ in range(1000):
@@ -140,8 +139,8 @@ def print_recall(model, tok, texts, n, seed, as_csv):
     if as_csv:
         print("tokens_back,asked,right,digits_right")
     else:
-        print(f"\nOne of {N_PLANTED} secret numbers of 5 digits, asked for so many tokens later:\n")
-        print("  tokens back   right        digits right, given those before")
+        print(f"\nRecall of one of {N_PLANTED} secret numbers of 5 digits, by distance of the question:\n")
+        print("  tokens back   right        digits right, after correct digits")
     for distance in DISTANCES:
         right = recall(model, tok, texts, distance, n, np.random.default_rng((seed, distance)))
         whole, digits = int(right.all(1).sum()), right[:, 1:].mean()
@@ -154,8 +153,8 @@ def print_recall(model, tok, texts, n, seed, as_csv):
 # >>prompt
 
 def prompt(tok, text, n, seed):
-    """About n tokens of a text in which secret numbers stand as lines of their own, the last one 100 tokens before the
-    end: when `make run` asks for them, that one is in the warm tier and the others in the archive."""
+    """Returns about n tokens of a text with secret numbers in separate lines, the last one 100 tokens before the end.
+    When `make run` asks for them, this one is in the warm tier, and the others are in the archive."""
     rng = np.random.default_rng(seed)
     names = [" ".join(rng.choice(demo.NAMES, 1 + i % 2, replace=False)) for i in range(N_PLANTED)]
     plants = [demo.plant(name, "".join(str(d) for d in rng.integers(0, 10, 5))) for name in names]
@@ -177,7 +176,7 @@ def main():
     p.add_argument("--model", default=os.path.join(DATA, "demo.gguf"))
     p.add_argument("--text", default=os.path.join(demo.HERE, "..", "..", "shared", "data", "text"),
                    help="folder with " + " and ".join(demo.TEXTS))
-    p.add_argument("--n", type=int, default=32, help="numbers asked for at each distance")
+    p.add_argument("--n", type=int, default=32, help="questions per distance")
     p.add_argument("--seed", type=int, default=1)
     p.add_argument("--threads", type=int, default=1)
     p.add_argument("--csv", action="store_true")
@@ -185,7 +184,7 @@ def main():
     args = p.parse_args()
     torch.set_num_threads(args.threads)
     if not os.path.exists(args.model):
-        sys.exit(f"{args.model} is not here: tools/train_demo.py makes it")
+        sys.exit(f"{args.model} is missing: tools/train_demo.py makes it")
     model, tok = load(args.model)
     held_out = [b for _, b in demo.read_texts(args.text)]
     if args.prompt:

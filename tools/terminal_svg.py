@@ -1,13 +1,13 @@
 #!/usr/bin/env python3
-"""A picture of what a command prints, as an SVG of a terminal window.
+"""Draws the output of a command as an SVG of a terminal window.
 
     tools/terminal_svg.py -o run.svg -- make run          runs the command and shows its standard output
     make -s run | tools/terminal_svg.py --show 'make run' > run.svg
 
-Text stays text: it can be selected, searched and read aloud. Nothing is loaded from anywhere; words that two spaces
-separate have their own place and width, so that columns meet in any font. Colours and other escape sequences are left
-out; a line that was overwritten (a progress bar) shows as it was in the end. If the command fails, so does this, and
-writes nothing.
+The picture contains text that can be selected, searched and read aloud. It loads no other files. Two or more spaces
+separate parts of a line; each part has a fixed place and width, so columns align in any font. Colours and other
+escape sequences are left out. An overwritten line, such as a progress bar, appears in its final state. If the command
+fails, the program fails too and writes no picture.
 """
 
 import argparse
@@ -18,18 +18,19 @@ import sys
 import unicodedata
 from xml.sax.saxutils import escape, quoteattr
 
-SIZE, ADVANCE, LINE, PAD, BAR = 13, 7.8, 17, 16, 30  # pixels: letter, its width, line, border, the bar on top
+# Pixels: font size, width of a letter, height of a line, border, title bar.
+SIZE, ADVANCE, LINE, PAD, BAR = 13, 7.8, 17, 16, 30
 STYLE = f"""text {{ font: {SIZE}px 'DejaVu Sans Mono', Menlo, Consolas, monospace; fill: #d6dae0 }}
 .command {{ fill: #8fd18a }}"""
 
 
 def width(text):
-    """in columns of a terminal"""
+    """Returns the width of a text in columns of a terminal."""
     return sum(0 if unicodedata.combining(c) else 2 if unicodedata.east_asian_width(c) in "WF" else 1 for c in text)
 
 
 def lines_of(text, columns):
-    """the lines as a terminal shows them; a longer one goes on in the next, at a space if there is one"""
+    """Returns the lines as a terminal shows them. A longer line is split, at a space if there is one."""
     text = re.sub(r"\x1b(\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(\x07|\x1b\\)|[@-Z\\-_])", "", text)
     lines = []
     for line in text.rstrip("\n").split("\n"):
@@ -38,7 +39,7 @@ def lines_of(text, columns):
         while width(line) > columns:
             cut = max(n for n in range(1, columns + 1) if width(line[:n]) <= columns or n == 1)
             space = line.rfind(" ", 0, cut + 1)
-            cut = space if space > 0 and line[:space].strip() else cut  # a word without end is cut
+            cut = space if space > 0 and line[:space].strip() else cut  # a word longer than a line is split
             lines.append(line[:cut].rstrip())
             line = line[cut:].lstrip(" ")
         lines.append(line)
@@ -46,7 +47,7 @@ def lines_of(text, columns):
 
 
 def picture(lines, title, columns, commands):
-    """lines: what to show, of which the first `commands` were typed"""
+    """Returns the SVG of the lines. The first `commands` lines are typed commands."""
     w, h = 2 * PAD + ADVANCE * columns, BAR + PAD + LINE * len(lines) + PAD // 2
     out = [f'<svg xmlns="http://www.w3.org/2000/svg" width="{w:.0f}" height="{h}" viewBox="0 0 {w:.0f} {h}" role="img" '
            f"aria-label={quoteattr(title)}>",
@@ -66,10 +67,10 @@ def picture(lines, title, columns, commands):
 
 def main():
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("-o", "--out", help="the file; otherwise standard output")
-    p.add_argument("--show", help="what is shown as typed, instead of the command")
+    p.add_argument("-o", "--out", help="the output file (standard output)")
+    p.add_argument("--show", help="text to show as the typed command (the command)")
     p.add_argument("--columns", type=int, default=104)
-    p.add_argument("command", nargs="*", help="otherwise standard input is shown")
+    p.add_argument("command", nargs="*", help="command to run; without it, standard input is shown")
     args = p.parse_args()
     if args.command:
         run = subprocess.run(args.command, stdout=subprocess.PIPE)

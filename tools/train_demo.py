@@ -2,18 +2,18 @@
 """Trains the demo model, examples/data/demo.gguf, from scratch on the CPU.
 
     pip install torch==2.13.0 tokenizers gguf numpy
-    tools/train_demo.py                    about two hours on two cores; interrupt it and start it again at will
+    tools/train_demo.py                    takes about two hours on two cores; a new start continues from a checkpoint
 
-What it makes: a Llama of 3.0 million weights with head_dim 64, 4 query heads on 2 KV heads and a context of
-2,048 tokens of a byte-level BPE vocabulary of 1,024; weights as Q8_0 in GGUF.
+The model is a Llama of 3.0 million weights: head_dim 64, 4 query heads, 2 KV heads, a context of 2,048 tokens, and a
+byte-level BPE vocabulary of 1,024. The GGUF has its weights in Q8_0.
 
-Texts, both in the public domain: Leo Tolstoy, War and Peace, translated by Louise and Aylmer Maude (Project
-Gutenberg's edition), and the works of William Shakespeare (the excerpt known as tinyshakespeare). The last 5 % of
-each are held out. Into the slices of text it plants secret numbers of five digits, and asks for them later, and
-passages that return: a model of this size reads nothing far back unless something there is worth reading.
+Two texts, both in the public domain: Leo Tolstoy, War and Peace, translated by Louise and Aylmer Maude (Project
+Gutenberg's edition), and works of William Shakespeare (the excerpt tinyshakespeare). The last 5 % of each are held out.
+Training sequences get secret numbers of five digits, questions for them, and repeated passages. Without them, a model
+of this size does not learn to attend to distant tokens.
 
-Everything depends on --seed alone, as far as the arithmetic of the threads lets it. --out keeps a checkpoint (every
-100 steps) and the log; the log goes beside the model when the training is over.
+The result depends only on --seed, and on the order of additions in threads. --out holds a checkpoint (every 100 steps)
+and the log. After training, the log is copied to the folder of the model.
 """
 
 import argparse
@@ -34,8 +34,8 @@ CONFIG = dict(vocab=1024, dim=256, n_layers=4, n_heads=4, n_kv_heads=2, head_dim
               rope_theta=100000.0, eps=1e-5)
 TEXTS = ("war_and_peace.txt", "tinyshakespeare.txt")
 HELD_OUT = 0.05
-# (steps, tokens of a sequence, is it dense with things that return). Text first; then, on short sequences where every
-# second line can be known from what stands before, the model learns to look back; then further and further back.
+# (steps, tokens of a sequence, dense: many passages and numbers repeat). The model first learns text. Then it learns to
+# look back on short dense sequences, and later over growing distances.
 PHASES = ((900, 512, False), (200, 1024, False), (600, 256, True), (150, 512, True), (200, 1024, True),
           (500, 2048, True))
 STEPS = sum(steps for steps, _, _ in PHASES)
@@ -58,7 +58,7 @@ def ask(name):
 
 
 def read_texts(folder):
-    """[(train, held out)] of each text"""
+    """Returns [(training part, held-out part)] of the texts."""
     pairs = []
     for name in TEXTS:
         text = open(os.path.join(folder, name), encoding="utf-8").read().replace("\r\n", "\n")
@@ -68,7 +68,7 @@ def read_texts(folder):
 
 
 def train_tokenizer(texts, path):
-    """Byte-level BPE (GPT-2's), without merges of digits, so that a number is as many tokens as it has digits"""
+    """Trains a byte-level BPE as in GPT-2. It merges no digits, so each digit is a token."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     tok = Tokenizer(models.BPE())
     tok.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -82,7 +82,7 @@ def train_tokenizer(texts, path):
 
 
 class Slices:
-    """Sequences of text with numbers and passages planted; weights say which tokens are worth a lesson."""
+    """Makes training sequences: text with planted numbers and repeated passages, and the weight of each token."""
 
     def __init__(self, tok, parts, seed):
         self.tok, self.rng = tok, np.random.default_rng(seed)
@@ -96,21 +96,21 @@ class Slices:
         return part[at:at + n]
 
     def number(self):
-        """tokens of plant and question, and where the digits begin in both"""
+        """Returns a name, the tokens of its line, and the index of the space before the digits in this line."""
         name = NAMES[self.rng.integers(len(NAMES))] if self.rng.random() < 0.5 else \
             " ".join(NAMES[i] for i in self.rng.choice(len(NAMES), 2, replace=False))
         digits = "".join(str(d) for d in self.rng.integers(0, 10, 5))
         return name, self.tok.encode(plant(name, digits)).ids, len(self.tok.encode(ask(name)).ids)
 
     def sequence(self, n, dense):
-        """n + 1 tokens, and the weight of each as a target"""
+        """Returns n + 1 tokens, the weight of each as a target, and its kind."""
         tokens = self.passage(n + 1).copy()
         weight = np.ones(n + 1, dtype=np.float32)
-        kind = np.zeros(n + 1, dtype=np.int8)  # 1: digits asked for
+        kind = np.zeros(n + 1, dtype=np.int8)  # 1: a digit of an answer
         taken = np.zeros(n + 1, dtype=bool)
 
         def put(ids, low, high):
-            """overwrites a free place between low and high with ids; -1: none was found"""
+            """Writes ids to a free place between low and high, and returns it; -1: no place was found."""
             for _ in range(8):
                 if high - len(ids) <= low:
                     return -1
@@ -121,9 +121,9 @@ class Slices:
                     return at
             return -1
 
-        if self.rng.random() < 0.1:  # text as it is
+        if self.rng.random() < 0.1:  # one sequence in ten is plain text
             return tokens, weight, kind
-        for _ in range(int(self.rng.integers(0, 3)) if not dense else max(1, n // 256)):  # a passage that returns
+        for _ in range(int(self.rng.integers(0, 3)) if not dense else max(1, n // 256)):  # passages that repeat
             length = int(self.rng.integers(16, 64))
             first = int(self.rng.integers(0, n + 1 - 2 * length))
             put(tokens[first:first + length].copy(), first + length, n + 1)
@@ -136,7 +136,7 @@ class Slices:
             at = put(ids, 0, n * 3 // 4)
             if at < 0:
                 continue
-            weight[at + start:at + start + 6] = 0  # nobody can know these, " d d d d d"
+            weight[at + start:at + start + 6] = 0  # the space and digits of the first line are unpredictable
             for _ in range(int(self.rng.integers(1, 3))):
                 back = put(ids, at + len(ids), n + 1)
                 if back >= 0:
@@ -150,9 +150,9 @@ class Slices:
         return tokens[:, :-1], tokens[:, 1:], weight[:, 1:], kind[:, 1:]
 
 
-# >>model: Llama (Touvron et al. 2023), RoPE over neighbouring channels as GGUF has it
+# >>model: Llama (Touvron et al. 2023); RoPE rotates neighbouring channels, as in GGUF
 
-def turns(n, device=None):
+def rope_angles(n):
     half = CONFIG["head_dim"] // 2
     angle = torch.outer(torch.arange(n, dtype=torch.float64),
                         CONFIG["rope_theta"] ** (-torch.arange(half, dtype=torch.float64) / half))
@@ -204,7 +204,7 @@ class Model(nn.Module):
                 w.data.mul_((2 * c["n_layers"]) ** -0.5)
 
     def forward(self, tokens):
-        cos, sin = turns(tokens.shape[1])
+        cos, sin = rope_angles(tokens.shape[1])
         x = self.token_embd[tokens] * 1.0
         for layer in self.blk:
             x = layer(x, cos, sin, self.c)
@@ -222,7 +222,7 @@ def phase_at(step):
 
 
 def rate_at(step, steps):
-    """warm up, stay, and fall linearly over the last 20 %"""
+    """Returns the learning rate's factor: it rises over 100 steps, and falls linearly over the last 20 %."""
     return min(1.0, (step + 1) / 100, max(0.02, (steps - step) / (0.2 * steps)))
 
 
@@ -248,7 +248,7 @@ def train(args):
         step, spent = state["step"], state["seconds"]
         rows = [r for r in csv.reader(open(log_path)) if r[0] == "step" or int(r[0]) <= step]
         csv.writer(open(log_path, "w"), lineterminator="\n").writerows(rows)
-        print(f"going on from step {step}")
+        print(f"continuing from step {step}")
     else:
         csv.writer(open(log_path, "w"), lineterminator="\n").writerow(
             ["step", "seconds", "sequence", "text_loss", "recall_loss", "recall_right"])
@@ -344,7 +344,7 @@ def main():
     p.add_argument("--out", default=os.path.join(HERE, "..", "build", "demo"), help="checkpoint and log")
     p.add_argument("--model", default=os.path.join(HERE, "..", "examples", "data", "demo.gguf"))
     p.add_argument("--steps", type=int, default=STEPS)
-    p.add_argument("--batch", type=int, default=8192, help="tokens of a step")
+    p.add_argument("--batch", type=int, default=8192, help="tokens per step")
     p.add_argument("--lr", type=float, default=3e-3)
     p.add_argument("--seed", type=int, default=1)
     p.add_argument("--threads", type=int, default=2)
