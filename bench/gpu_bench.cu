@@ -204,21 +204,21 @@ typedef struct figures {
 static int measure(const device *d, const plan *p, int batch, int context, int queries, int runs,
                    figures *f) {
     tkv_config cfg = config_of(p, batch, context);
-    tkvcu_desc desc = {&cfg, 0, 0, queries};
+    tkvcu_config config = {&cfg, 0, 0, queries};
     const size_t values = (size_t)batch * CHUNK * KV_HEADS * DIM, row = (size_t)batch * queries * HEADS * DIM;
     size_t cache_bytes, work_bytes;
     uint16_t *k, *v, *q, *out;
-    uint32_t word = 1;
+    uint32_t flags = 1;
     void *cache, *work;
     tkvcu *cu = NULL;
     int i, at, fits;
     graph attend, append;
-    MUST(tkvcu_query(&desc, &cache_bytes, &work_bytes, NULL, 0));
+    MUST(tkvcu_get_required_bytes(&config, &cache_bytes, &work_bytes, NULL, 0));
     cfg.model.n_layers = (int)(4 * d->l2 / cache_bytes) + 1;
     cfg.model.n_layers = cfg.model.n_layers > MOST_LAYERS ? MOST_LAYERS
                          : cfg.model.n_layers < 2         ? 2
                                                           : cfg.model.n_layers;
-    MUST(tkvcu_query(&desc, &cache_bytes, &work_bytes, NULL, 0));
+    MUST(tkvcu_get_required_bytes(&config, &cache_bytes, &work_bytes, NULL, 0));
     cache = memory(cache_bytes);
     work = memory(work_bytes);
     k = (uint16_t *)memory(values * 2);
@@ -227,7 +227,7 @@ static int measure(const device *d, const plan *p, int batch, int context, int q
     out = (uint16_t *)memory(row * 2);
     fits = cache && work && k && v && q && out;
     if (fits) {
-        MUST(tkvcu_create(&desc, cache, cache_bytes, work, work_bytes, NULL, &cu));
+        MUST(tkvcu_create(&config, cache, cache_bytes, work, work_bytes, NULL, &cu));
         TKVCU_LAUNCH(noise_kernel, dim3(64), dim3(READERS), 0, (cudaStream_t)NULL, q, row, 1u);
         for (at = 0; at < context; at += CHUNK) {
             TKVCU_LAUNCH(noise_kernel, dim3(64), dim3(READERS), 0, (cudaStream_t)NULL, k, values,
@@ -258,9 +258,9 @@ static int measure(const device *d, const plan *p, int batch, int context, int q
             f->append += x / cfg.model.n_layers / (double)us.size();
             if (x / cfg.model.n_layers > f->append_most) f->append_most = x / cfg.model.n_layers;
         }
-        MUST(tkvcu_status(cu, &word, 0, NULL));
+        MUST(tkvcu_get_flags(cu, &flags, 0, NULL));
         MUST(cudaDeviceSynchronize());
-        MUST(word);
+        MUST(flags);
         graph_close(&attend);
         graph_close(&append);
         tkvcu_destroy(cu);

@@ -31,7 +31,8 @@ static void fill(std::vector<float> &x, uint32_t *state) {
     do {                                                                                                     \
         const int status_ = (int)(call);                                                                     \
         if (status_) {                                                                                       \
-            fprintf(stderr, "%s: %s %s\n", #call, tkvcu_strerror(status_), tkvcu_last_error(cu));            \
+            fprintf(stderr, "%s: %s %s\n", #call, tkv_get_status_text((tkv_status)status_),                  \
+                    tkvcu_get_last_error(cu));                                                               \
             return 1;                                                                                        \
         }                                                                                                    \
     } while (0)
@@ -64,7 +65,7 @@ static size_t differ(const tkv_cache *a, const tkv_cache *b) {
 
 int main(void) {
     tkv_config cfg = tkv_default_config();
-    tkvcu_desc desc = {&cfg, 1, PROMPT + STEPS, 1};
+    tkvcu_config config = {&cfg, 1, PROMPT + STEPS, 1};
     tkv_cache *kv = NULL, *back = NULL;
     tkvcu *cu = NULL;
     tkv_memory_info memory;
@@ -72,7 +73,7 @@ int main(void) {
     void *cache = NULL, *work = NULL;
     char why[160];
     double error = 0.0, norm = 0.0;
-    uint32_t state = 1, word = 0;
+    uint32_t state = 1, flags = 0;
     int devices = 0;
 
     cfg.model.n_layers = LAYERS;
@@ -81,7 +82,7 @@ int main(void) {
     cfg.model.head_dim = DIM;
     cfg.format.allocation_unit = 16; /* bits go to slabs of 16 channels: what the GPU reads */
     cfg.host.precise = 1;            /* on the CPU */
-    if (tkvcu_query(&desc, &cache_bytes, &work_bytes, why, sizeof why)) {
+    if (tkvcu_get_required_bytes(&config, &cache_bytes, &work_bytes, why, sizeof why)) {
         fprintf(stderr, "%s\n", why);
         return 1;
     }
@@ -107,8 +108,8 @@ int main(void) {
     /* It goes to the GPU, and both go on. */
     MUST(cudaMalloc(&cache, cache_bytes));
     MUST(cudaMalloc(&work, work_bytes));
-    MUST(tkvcu_create(&desc, cache, cache_bytes, work, work_bytes, NULL, &cu));
-    MUST(tkvcu_import(cu, 0, kv, 0, NULL));
+    MUST(tkvcu_create(&config, cache, cache_bytes, work, work_bytes, NULL, &cu));
+    MUST(tkvcu_import_seq(cu, 0, kv, 0, NULL));
     float *d_k = on_device(row), *d_v = on_device(row), *d_q = on_device(out_row),
           *d_out = on_device(out_row);
     k.resize(row);
@@ -131,16 +132,16 @@ int main(void) {
                 norm += (double)out[i] * (double)out[i];
             }
         }
-    MUST(tkvcu_status(cu, &word, 0, NULL));
+    MUST(tkvcu_get_flags(cu, &flags, 0, NULL));
     MUST(cudaDeviceSynchronize());
     MUST(tkv_create(&cfg, &back));
-    MUST(tkvcu_export(cu, 0, back, 0, NULL));
+    MUST(tkvcu_export_seq(cu, 0, back, 0, NULL));
     MUST(tkv_get_memory(back, &memory));
     printf("%d tokens, %.2f times fewer bytes than FP16; errors on the GPU: %u\n",
-           tkv_get_length(back, 0, TKV_ALL_LAYERS), memory.ratio, word);
+           tkv_get_length(back, 0, TKV_ALL_LAYERS), memory.ratio, flags);
     printf("attention differs by %.1e of its size; %zu bytes of the caches differ\n", sqrt(error / norm),
            differ(kv, back));
-    const int agree = word == 0 && error / norm < 5e-3 * 5e-3 && differ(kv, back) == 0;
+    const int agree = flags == 0 && error / norm < 5e-3 * 5e-3 && differ(kv, back) == 0;
     printf(agree ? "CPU and GPU agree.\n" : "CPU and GPU do not agree.\n");
     tkvcu_destroy(cu);
     tkv_destroy(kv);

@@ -351,8 +351,10 @@ static inline uint32_t cpu_to_bfloat(float x) {
 }
 
 /* >>instructions: what src/cuda/warp.h has in PTX */
-static inline uint32_t tkvcu_f16x2(float lo, float hi) { return cpu_to_half(lo) | cpu_to_half(hi) << 16; }
-static inline uint32_t tkvcu_bf16x2(float lo, float hi) {
+static inline uint32_t tkvcu_pack_f16x2(float lo, float hi) {
+    return cpu_to_half(lo) | cpu_to_half(hi) << 16;
+}
+static inline uint32_t tkvcu_pack_bf16x2(float lo, float hi) {
     return cpu_to_bfloat(lo) | cpu_to_bfloat(hi) << 16;
 }
 static inline float tkvcu_f16_lo(uint32_t x) { return cpu_half(x & 0xffffu); }
@@ -361,14 +363,14 @@ static inline float tkvcu_bf16_lo(uint32_t x) { return cpu_bfloat(x & 0xffffu); 
 static inline float tkvcu_bf16_hi(uint32_t x) { return cpu_bfloat(x >> 16); }
 
 static inline uint32_t tkvcu_hmul2(uint32_t a, uint32_t b) {
-    return tkvcu_f16x2(tkvcu_f16_lo(a) * tkvcu_f16_lo(b), tkvcu_f16_lo(a >> 16) * tkvcu_f16_lo(b >> 16));
+    return tkvcu_pack_f16x2(tkvcu_f16_lo(a) * tkvcu_f16_lo(b), tkvcu_f16_lo(a >> 16) * tkvcu_f16_lo(b >> 16));
 }
 /* One rounding: sums of products of halves are exact in double, near enough. */
 static inline uint32_t tkvcu_hfma2(uint32_t a, uint32_t b, uint32_t c) {
     const double lo = (double)tkvcu_f16_lo(a) * (double)tkvcu_f16_lo(b) + (double)tkvcu_f16_lo(c);
     const double hi =
         (double)tkvcu_f16_lo(a >> 16) * (double)tkvcu_f16_lo(b >> 16) + (double)tkvcu_f16_lo(c >> 16);
-    return tkvcu_f16x2((float)lo, (float)hi);
+    return tkvcu_pack_f16x2((float)lo, (float)hi);
 }
 
 static inline uint32_t tkvcu_prmt(uint32_t a, uint32_t b, uint32_t select) {
@@ -383,15 +385,15 @@ static inline uint32_t tkvcu_prmt(uint32_t a, uint32_t b, uint32_t select) {
     return out;
 }
 
-static inline uint32_t tkvcu_rotate(uint32_t x, int by) {
+static inline uint32_t tkvcu_rotate_bits(uint32_t x, int by) {
     return by & 31 ? x >> (by & 31) | x << (32 - (by & 31)) : x;
 }
 static inline float tkvcu_ex2(float x) { return exp2f(x); }
 static inline float tkvcu_rcp(float x) { return 1.0f / x; }
-typedef uintptr_t tkvcu_at; /* tkvcu_read_words: in warp.h */
-static inline tkvcu_at tkvcu_shared_address(const void *p) { return (uintptr_t)p; }
-template <class T> static inline T tkvcu_kept(T x) { return x; }
-static inline const uint8_t *tkvcu_forward(const uint8_t *p, int n, uint32_t size) {
+typedef uintptr_t tkvcu_address; /* tkvcu_load_shared_u32x2: in warp.h */
+static inline tkvcu_address tkvcu_shared_address(const void *p) { return (uintptr_t)p; }
+template <class T> static inline T tkvcu_keep_in_register(T x) { return x; }
+static inline const uint8_t *tkvcu_advance(const uint8_t *p, int n, uint32_t size) {
     return p + (size_t)n * size;
 }
 

@@ -30,17 +30,17 @@ static void rig_close(rig *r) {
 }
 
 static int device_open(rig *r, const tkv_config *cfg) {
-    tkvcu_desc desc = {cfg, 0, 0, RIG_QUERIES};
+    tkvcu_config config = {cfg, 0, 0, RIG_QUERIES};
     size_t cache = 0, work = 0;
     char why[160] = "";
-    int st = tkvcu_query(&desc, &cache, &work, why, sizeof why);
+    int st = tkvcu_get_required_bytes(&config, &cache, &work, why, sizeof why);
     CHECK_MSG(st == TKV_OK, "%d: %s", st, why);
     if (st) return 0;
     r->cache = aligned_alloc(256, cache);
     r->work = aligned_alloc(256, (work + 255) / 256 * 256);
     memset(r->cache, 0xff, cache);
     memset(r->work, 0xff, work);
-    st = tkvcu_create(&desc, r->cache, cache, r->work, work, NULL, &r->cu);
+    st = tkvcu_create(&config, r->cache, cache, r->work, work, NULL, &r->cu);
     CHECK_EQ(st, TKV_OK);
     return st == TKV_OK;
 }
@@ -138,7 +138,7 @@ static result attend(rig *r, const options *o, uint64_t seed) {
         q[i] = of_half(o->type, q16[i]);
     }
     tkv_rng_fill(&rng, sinks.data(), sinks.size(), 2.0);
-    if (o->sinks) p.d_sinks = sinks.data();
+    if (o->sinks) p.d_sink_logits = sinks.data();
     CHECK_EQ(tkvcu_attend(r->cu, 0, wide ? (void *)q.data() : q16.data(), o->type, o->queries, &p,
                           wide ? (void *)x.out.data() : out16.data(), x.lse.data(), o->map, NULL),
              TKV_OK);
@@ -208,7 +208,8 @@ static void import_all(rig *r) {
     int s;
     for (s = 0; s < r->cfg.limits.max_seqs; s++)
         if (tkv_get_length(r->kv, s, TKV_ALL_LAYERS) > 0)
-            CHECK_MSG(tkvcu_import(r->cu, s, r->kv, s, NULL) == TKV_OK, "%s", tkvcu_last_error(r->cu));
+            CHECK_MSG(tkvcu_import_seq(r->cu, s, r->kv, s, NULL) == TKV_OK, "%s",
+                      tkvcu_get_last_error(r->cu));
 }
 
 #endif /* CUDA_RIG_H */

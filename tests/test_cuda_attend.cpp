@@ -34,27 +34,27 @@ static void pack(packed *x, int width, tkv_rng *rng) {
         tkvi_pack_tile(mem, &at, width, x->code[i]);
         tkvi_next_tile(&at, width);
     }
-    for (i = 0; i < sizeof mem; i++) x->slot[tkvcu_place((uint32_t)i)] = mem[i];
+    for (i = 0; i < sizeof mem; i++) x->slot[tkvcu_swizzle((uint32_t)i)] = mem[i];
 }
 
 /* What a lane takes of slabs 0 .. 3 as a part of W bits of K, the part's lowest bit being bit `from` of the code. */
 template <int W, int STRIDE> static void k_part(const packed *x, uint32_t start, int from) {
     for (int lane = 0; lane < 32; lane++) {
         const int g = lane / 4, t = lane % 4;
-        tkvcu_path<W, STRIDE> path;
-        tkvcu_path_start(path, tkvcu_shared_address(x->slot), start, g, t);
+        tkvcu_cursor<W, STRIDE> path;
+        tkvcu_start_cursor(path, tkvcu_shared_address(x->slot), start, g, t);
         for (int slab = 0; slab < PACKED / 4; slab++) {
             tkvcu_tile<W> y;
-            tkvcu_path_take(y, path, slab % 2, t % 2 * 4);
-            if (slab % 2) tkvcu_path_next(path);
+            tkvcu_load_tile(y, path, slab % 2, t % 2 * 4);
+            if (slab % 2) tkvcu_advance_cursor(path);
             for (int i = 0; i < 2; i++) {
-                const uint32_t word[4] = {tkvcu_field<W, 0>(y, i), tkvcu_field<W, 1>(y, i),
-                                          tkvcu_field<W, 2>(y, i), tkvcu_field<W, 3>(y, i)};
+                const uint32_t field[4] = {tkvcu_mask_field<W, 0>(y, i), tkvcu_mask_field<W, 1>(y, i),
+                                           tkvcu_mask_field<W, 2>(y, i), tkvcu_mask_field<W, 3>(y, i)};
                 for (int p = 0; p < 4; p++)
                     for (int byte = 0; byte < 4; byte++) {
                         const int code = x->code[4 * slab + t][64 * p + 4 * (2 * g + i) + byte];
-                        CHECK_EQ(word[p] >> 8 * byte & 255u, (uint32_t)(code >> from & ((1 << W) - 1))
-                                                                 << tkvcu_bit<W>(p));
+                        CHECK_EQ(field[p] >> 8 * byte & 255u, (uint32_t)(code >> from & ((1 << W) - 1))
+                                                                  << tkvcu_k_field_bit<W>(p));
                     }
             }
         }
@@ -66,15 +66,15 @@ template <int W> static void v_width(const packed *x) {
         for (int lane = 0; lane < 32; lane++) {
             const int g = lane / 4, t = lane % 4;
             tkvcu_v_tile<W> y;
-            tkvcu_fetch_v<W>(y, tkvcu_v_at_of(tkvcu_shared_address(x->slot), g, t), (int)x->halves, slab, g,
-                             t);
+            tkvcu_load_v_words<W>(y, tkvcu_find_v_addresses(tkvcu_shared_address(x->slot), g, t),
+                                  (int)x->halves, slab, g, t);
             for (int i = 0; i < 2; i++) {
                 uint32_t plane[4];
-                tkvcu_planes<W>(y, i, plane);
+                tkvcu_split_planes<W>(y, i, plane);
                 for (int p = 0; p < 4; p++)
                     for (int byte = 0; byte < 4; byte++) {
                         const int code = x->code[4 * slab + t][64 * p + 4 * (2 * g + i) + byte];
-                        CHECK_EQ(plane[p] >> 8 * byte & 255u, (uint32_t)(code << tkvcu_v_bit(W, p)));
+                        CHECK_EQ(plane[p] >> 8 * byte & 255u, (uint32_t)(code << tkvcu_v_field_bit(W, p)));
                     }
             }
         }
@@ -88,15 +88,15 @@ static void pairs(const packed *x) {
             const uint32_t id[2] = {0x03020100u, 0x07060504u}; /* plane, byte */
             tkvcu_v_tile<3> y;
             uint32_t order[2];
-            tkvcu_fetch_v<3>(y, tkvcu_v_at_of(tkvcu_shared_address(x->slot), g, t), (int)x->halves, slab, g,
-                             t);
-            tkvcu_pair_weights(id, order);
+            tkvcu_load_v_words<3>(y, tkvcu_find_v_addresses(tkvcu_shared_address(x->slot), g, t),
+                                  (int)x->halves, slab, g, t);
+            tkvcu_reorder_pair_weights(id, order);
             for (int two = 0; two < 2; two++)
                 for (int h = 0; h < 2; h++) {
                     uint32_t a[4], code[2];
                     for (int i = 0; i < 2; i++)
-                        code[i] = two ? tkvcu_pair_codes<2>(y, i) : tkvcu_pair_codes<0>(y, i);
-                    tkvcu_pair_fragment(code, tkvcu_pair_points(h), a);
+                        code[i] = two ? tkvcu_merge_pair_codes<2>(y, i) : tkvcu_merge_pair_codes<0>(y, i);
+                    tkvcu_look_up_pairs(code, tkvcu_get_pair_table(h), a);
                     for (int k = 0; k < 8; k++)
                         for (int i = 0; i < 2; i++) {
                             const uint32_t place = order[k / 4] >> 8 * (k % 4) & 255u;
@@ -115,7 +115,7 @@ template <int W, int STRIDE> static void banks(void) {
             int times[32] = {0};
             for (int lane = 16 * half; lane < 16 * half + 16; lane++) {
                 const uint32_t place =
-                    tkvcu_place((uint32_t)(slab * 4 * STRIDE + lane % 4 * STRIDE + 8 * (lane / 4)));
+                    tkvcu_swizzle((uint32_t)(slab * 4 * STRIDE + lane % 4 * STRIDE + 8 * (lane / 4)));
                 times[place / 4 % 32]++;
                 times[place / 4 % 32 + 1]++;
             }
@@ -292,7 +292,7 @@ TEST(rows_by_map) {
     static const int length[] = {333, 0, 0, 70, 0}; /* nothing learns so early: KIVI */
     tkv_config cfg = config_of(64, 6, 2);
     options o = plain;
-    uint32_t word = 0;
+    uint32_t flags = 0;
     size_t i, s;
     rig r;
     cfg.limits.max_seqs = 5;
@@ -306,8 +306,8 @@ TEST(rows_by_map) {
         static const int32_t known[] = {3, -1, 0, 1, -7};
         o.map = known;
         measure(&r, &o, "map");
-        CHECK_EQ(tkvcu_status(r.cu, &word, 1, NULL), TKV_OK);
-        CHECK_EQ(word, 0);
+        CHECK_EQ(tkvcu_get_flags(r.cu, &flags, 1, NULL), TKV_OK);
+        CHECK_EQ(flags, 0);
     }
     o.map = map;
     {
@@ -325,8 +325,8 @@ TEST(rows_by_map) {
             CHECK_MSG((out[i] == UNWRITTEN) == skipped, "element %zu of out is %g", i, (double)out[i]);
             CHECK_EQ(lse[i / 64] == UNWRITTEN, skipped);
         }
-        CHECK_EQ(tkvcu_status(r.cu, &word, 0, NULL), TKV_OK);
-        CHECK_EQ(word, TKVCU_WORD_SEQUENCE);
+        CHECK_EQ(tkvcu_get_flags(r.cu, &flags, 0, NULL), TKV_OK);
+        CHECK_EQ(flags, TKVCU_FLAG_SEQUENCE);
     }
     rig_close(&r);
 }
@@ -344,7 +344,7 @@ TEST(table_versions) {
         if (!rig_open(&r, &cfg)) return;
         fill(&r, 0, 3000);
         import_all(&r);
-        v = tkvcu_view_of(r.cu, 0);
+        v = tkvcu_find_view(r.cu, 0);
         for (b = 1, changes = 0; b < v->list[0].archive + v->list[0].warm; b++)
             changes += v->version[b] != v->version[b - 1];
         CHECK_MSG(changes > 0, "all blocks have one version");

@@ -91,7 +91,7 @@ static tkv_config config_of(const char *preset, int head_dim) {
 }
 
 static int rig_open(rig *r, const tkv_config *cfg) {
-    tkvcu_desc desc = {cfg, 0, 0, TKVCU_MAX_QUERIES};
+    tkvcu_config config = {cfg, 0, 0, TKVCU_MAX_QUERIES};
     size_t cache = 0, work = 0, row = (size_t)(cfg->model.n_kv_heads * cfg->model.head_dim) * sizeof(float);
     char why[160];
     int st;
@@ -99,7 +99,7 @@ static int rig_open(rig *r, const tkv_config *cfg) {
     r->cfg = *cfg;
     r->rng = tkv_rng_seed(7);
     r->step = 8;
-    st = tkvcu_query(&desc, &cache, &work, why, sizeof why);
+    st = tkvcu_get_required_bytes(&config, &cache, &work, why, sizeof why);
     CHECK_MSG(st == TKV_OK, "%d: %s", st, why);
     if (st) return 0;
     r->cache = arena_of(cache);
@@ -107,22 +107,22 @@ static int rig_open(rig *r, const tkv_config *cfg) {
     r->k = arena_of(row * 64 * (size_t)cfg->limits.max_seqs);
     r->v = arena_of(row * 64 * (size_t)cfg->limits.max_seqs);
     r->map = arena_of((size_t)cfg->limits.max_seqs * sizeof(int32_t));
-    CHECK_EQ(tkvcu_create(&desc, r->cache.mem, cache, r->work.mem, work, NULL, &r->cu), TKV_OK);
+    CHECK_EQ(tkvcu_create(&config, r->cache.mem, cache, r->work.mem, work, NULL, &r->cu), TKV_OK);
     CHECK_EQ(tkv_create(cfg, &r->kv), TKV_OK);
     return r->cu && r->kv;
 }
 
 /* The bits that the device has set, which are cleared. */
-static uint32_t word_of(const rig *r) {
-    uint32_t word = 99;
-    CHECK_EQ(tkvcu_status(r->cu, &word, 1, NULL), TKV_OK);
+static uint32_t take_flags(const rig *r) {
+    uint32_t flags = 99;
+    CHECK_EQ(tkvcu_get_flags(r->cu, &flags, 1, NULL), TKV_OK);
     CHECK_EQ(cudaStreamSynchronize(NULL), cudaSuccess);
-    return word;
+    return flags;
 }
 
 /* Attention's slots hold every coded side, whatever the tables. */
 static void slots_do(const rig *r) {
-    const size_t n = tkvcu_sides(&r->cu->host->tables.cfg);
+    const size_t n = tkvcu_n_sides(&r->cu->host->tables.cfg);
     std::vector<uint8_t> bytes;
     tkvcu_side side;
     size_t i;
@@ -132,13 +132,13 @@ static void slots_do(const rig *r) {
         bytes = fetch(r->cu->view[layer].side, n * sizeof side);
         for (i = 0; i < n; i++) {
             memcpy(&side, bytes.data() + i * sizeof side, sizeof side);
-            if (side.kind != TKVCU_EXACT) CHECK_LE(side.bytes, r->cu->split.slot_bytes);
+            if (side.kind != TKVCU_EXACT) CHECK_LE(side.bytes, r->cu->attend_plan.slot_bytes);
         }
     }
 }
 
 static void rig_close(rig *r) {
-    if (r->cu) CHECK_EQ(word_of(r), 0);
+    if (r->cu) CHECK_EQ(take_flags(r), 0);
     if (r->cu) slots_do(r);
     if (r->kv) CHECK_EQ(tkv_check(r->kv, NULL, 0), TKV_OK);
     CHECK(arena_close(&r->cache) & arena_close(&r->work));
@@ -176,12 +176,12 @@ static void same(const rig *r, int host_seq, int seq, int n) {
         CHECK_EQ(state.len, n);
         CHECK_EQ(state.archive, list->archive);
         CHECK_EQ(state.warm, list->warm);
-        CHECK_EQ(state.step, 0);
+        CHECK_EQ(state.tickets, 0);
         for (i = 0; i < list->n; i++) {
             const tkvi_block *b = &r->kv->pool.block[ids[i]];
-            const int region = tkvcu_region_of(list, i, &block);
+            const int region = tkvcu_find_region(list, i, &block);
             const uint8_t *x = tkvi_block_bytes(&r->kv->pool, b);
-            const std::vector<uint8_t> y = fetch(tkvcu_block_at(v, region, seq, block), v->block[region]);
+            const std::vector<uint8_t> y = fetch(tkvcu_find_block(v, region, seq, block), v->block[region]);
             for (h = 0; h < r->cfg.model.n_kv_heads; h++)
                 for (which = 0; which < 2; which++) {
                     const tkvi_record *rec = &r->kv->tables.coding[b->coding].record[h];
@@ -227,7 +227,7 @@ static int skipped(int preset, int dim) { return tkv_test_quick() && (preset + d
 /* The device's tables in the host's cache: those of equal shares, before anything was appended. */
 static int rig_alike(rig *r, const tkv_config *cfg) {
     if (!rig_open(r, cfg)) return 0;
-    CHECK_EQ(tkvcu_export(r->cu, 0, r->kv, 0, NULL), TKV_OK);
+    CHECK_EQ(tkvcu_export_seq(r->cu, 0, r->kv, 0, NULL), TKV_OK);
     return 1;
 }
 
@@ -276,10 +276,10 @@ TEST(import_and_export) {
                         CHECK_EQ(tkv_attend(r.kv, 0, layer, q.data(), 1, out.data()), TKV_OK);
                     }
                 CHECK_EQ(tkv_freeze_calibration(r.kv), TKV_OK); /* no second table on the host */
-                CHECK_EQ(tkvcu_import(r.cu, 1, r.kv, 0, NULL), TKV_OK);
+                CHECK_EQ(tkvcu_import_seq(r.cu, 1, r.kv, 0, NULL), TKV_OK);
                 for (layer = 0; layer < 4; layer += 3) CHECK_EQ(fetched(&r.cu->view[layer].list[1]).len, 640);
                 CHECK_EQ(tkv_create(&cfg, &back), TKV_OK);
-                CHECK_EQ(tkvcu_export(r.cu, 1, back, 1, NULL), TKV_OK);
+                CHECK_EQ(tkvcu_export_seq(r.cu, 1, back, 1, NULL), TKV_OK);
                 CHECK_EQ(tkv_check(back, NULL, 0), TKV_OK);
                 for (layer = 0; layer < 4; layer += 3) {
                     const tkvi_list *a = tkvi_list_of(r.kv, 0, layer), *b = tkvi_list_of(back, 1, layer);
@@ -295,7 +295,7 @@ TEST(import_and_export) {
                                   r.kv->tables.coding[x->coding].bytes.total);
                     }
                 }
-                CHECK_EQ(tkvcu_export(r.cu, 1, back, 1, NULL), TKV_ERR_STATE); /* not empty any more */
+                CHECK_EQ(tkvcu_export_seq(r.cu, 1, back, 1, NULL), TKV_ERR_STATE); /* not empty any more */
                 tkv_destroy(back);
             }
             rig_close(&r);
@@ -316,7 +316,7 @@ TEST(goes_on_after_import) {
                     tokens(&r, k.data(), k.data(), 60);
                     CHECK_EQ(tkv_append(r.kv, 0, layer, k.data(), k.data(), 60), TKV_OK);
                 }
-            CHECK_EQ(tkvcu_import(r.cu, 0, r.kv, 0, NULL), TKV_OK);
+            CHECK_EQ(tkvcu_import_seq(r.cu, 0, r.kv, 0, NULL), TKV_OK);
             same(&r, 0, 0, 300);
             grow(&r, 0, 520, 1);
         }
@@ -384,7 +384,7 @@ TEST(huge_values) {
 static void trim_to(rig *r, int a, int b) {
     const int32_t to[2] = {a, b};
     put(&r->map, to, sizeof to);
-    CHECK_EQ(tkvcu_trim(r->cu, map_of(r), NULL), TKV_OK);
+    CHECK_EQ(tkvcu_truncate(r->cu, map_of(r), NULL), TKV_OK);
 }
 
 TEST(trim) {
@@ -406,7 +406,7 @@ TEST(trim) {
         CHECK_EQ(tkv_seq_truncate(r.kv, 0, 100), TKV_ERR_INEXACT);
         trim_to(&r, 100, 0); /* refused; a new sequence */
         CHECK_EQ(tkv_seq_reset(r.kv, 1), TKV_OK);
-        CHECK_EQ(word_of(&r), TKVCU_WORD_INEXACT);
+        CHECK_EQ(take_flags(&r), TKVCU_FLAG_INEXACT);
         same(&r, 0, 0, 400);
         same(&r, 1, 1, 0);
         grow(&r, 1, 250, 1);
@@ -424,22 +424,22 @@ TEST(full_and_not_finite) {
         grow(&r, 0, 205, 1);
         put(&r.k, x.data(), x.size() * sizeof(float));
         CHECK_EQ(tkvcu_append(r.cu, 0, r.k.mem, r.k.mem, TKV_TYPE_F32, 6, map_of(&r), NULL), TKV_OK);
-        CHECK_EQ(word_of(&r), TKVCU_WORD_FULL);
+        CHECK_EQ(take_flags(&r), TKVCU_FLAG_FULL);
         same(&r, 0, 0, 205);
         grow(&r, 0, 210, 1);
         CHECK_EQ(tkvcu_append(r.cu, 1, r.k.mem, r.k.mem, TKV_TYPE_F32, 1, map_of(&r), NULL), TKV_OK);
         map[0] = 2;
         put(&r.map, map, sizeof map);
         CHECK_EQ(tkvcu_append(r.cu, 1, r.k.mem, r.k.mem, TKV_TYPE_F32, 1, map_of(&r), NULL), TKV_OK);
-        CHECK_EQ(word_of(&r), TKVCU_WORD_FULL | TKVCU_WORD_SEQUENCE);
+        CHECK_EQ(take_flags(&r), TKVCU_FLAG_FULL | TKVCU_FLAG_SEQUENCE);
         same(&r, 0, 0, 210);
         /* the whole batch: sequence 0 is full, 1 has a NaN in one head's v */
         put(&r.k, x.data(), x.size() * sizeof(float));
         x[3 * 64 + 1] = tkv_test_float(0x7fc00001u);
         put(&r.v, x.data(), x.size() * sizeof(float));
         CHECK_EQ(tkvcu_append(r.cu, 0, r.k.mem, r.v.mem, TKV_TYPE_F32, 1, NULL, NULL), TKV_OK);
-        CHECK_EQ(word_of(&r), TKVCU_WORD_FULL | TKVCU_WORD_NOT_FINITE);
-        CHECK_EQ(tkvcu_lengths(r.cu, 0, lengths, NULL), TKV_OK);
+        CHECK_EQ(take_flags(&r), TKVCU_FLAG_FULL | TKVCU_FLAG_NONFINITE);
+        CHECK_EQ(tkvcu_get_lengths(r.cu, 0, lengths, NULL), TKV_OK);
         CHECK_EQ(cudaStreamSynchronize(NULL), cudaSuccess);
         CHECK_EQ(lengths[0], 210);
         CHECK_EQ(lengths[1], 0);
@@ -546,7 +546,7 @@ static void attends(rig *r, query *a, int seq, int layer, const tkvcu_attend_par
         h.scale = p->scale;
         h.softcap = p->softcap;
         h.window = p->window;
-        h.sink_logits = p->d_sinks ? a->sink.data() : NULL;
+        h.sink_logits = p->d_sink_logits ? a->sink.data() : NULL;
     }
     CHECK_EQ(tkv_attend_reference(r->kv, &h), TKV_OK);
     CHECK_LE(error_of(floats(&a->out, values, values), want), 3e-3);
@@ -577,9 +577,9 @@ TEST(attends_as_the_host) {
             attends(&r, &a, 1, 0, &p);
             attends(&r, &c, 1, 0, &p);
             p.window = TKV_OFF;
-            p.d_sinks = (const float *)(const void *)a.sinks.mem;
+            p.d_sink_logits = (const float *)(const void *)a.sinks.mem;
             attends(&r, &a, 1, 0, &p);
-            p.d_sinks = (const float *)(const void *)b.sinks.mem;
+            p.d_sink_logits = (const float *)(const void *)b.sinks.mem;
             p.window = 3;
             attends(&r, &b, 1, 0, &p);
             query_close(&a);
@@ -713,13 +713,13 @@ TEST(configs) {
         tkv_config cfg;
     } bad[13];
     const tkv_level ladder = {0, 0, {TKV_Q8, TKV_Q8}, {TKV_Q8, TKV_Q8}};
-    tkvcu_desc desc = {NULL, 0, 0, 0};
+    tkvcu_config config = {NULL, 0, 0, 0};
     size_t a = 0, b = 0, a2 = 0, b2 = 0;
     char why[160];
     int i;
     for (i = 0; i < 13; i++) {
         bad[i].cfg = config_of("balanced", 128);
-        bad[i].status = TKVCU_ERR_UNSUPPORTED;
+        bad[i].status = TKV_ERR_UNSUPPORTED;
     }
     bad[0].cfg.model.head_dim = 96, bad[0].say = "head_dim must be 64 or 128";
     bad[1].cfg.model.v_head_dim = 64, bad[1].say = "v_head_dim must be head_dim";
@@ -736,57 +736,57 @@ TEST(configs) {
     bad[12].cfg = config_of("kivi", 128), bad[12].cfg.format.group_size = 32,
     bad[12].say = "cfg.format.group_size = 64";
     for (i = 0; i < 13; i++) {
-        desc.cfg = &bad[i].cfg;
-        CHECK_EQ(tkvcu_query(&desc, &a, &b, why, sizeof why), bad[i].status);
+        config.cfg = &bad[i].cfg;
+        CHECK_EQ(tkvcu_get_required_bytes(&config, &a, &b, why, sizeof why), bad[i].status);
         CHECK_MSG(strstr(why, bad[i].say), "\"%s\" has no \"%s\"", why, bad[i].say);
         CHECK(a == 0 && b == 0);
     }
-    desc.cfg = &bad[11].cfg;
-    desc.max_tokens = 4096; /* the config has none */
-    CHECK_EQ(tkvcu_query(&desc, &a, &b, NULL, 0), TKV_OK);
-    desc.max_tokens = 8192;
-    CHECK_EQ(tkvcu_query(&desc, &a2, &b2, why, 0), TKV_OK);
+    config.cfg = &bad[11].cfg;
+    config.max_tokens = 4096; /* the config has none */
+    CHECK_EQ(tkvcu_get_required_bytes(&config, &a, &b, NULL, 0), TKV_OK);
+    config.max_tokens = 8192;
+    CHECK_EQ(tkvcu_get_required_bytes(&config, &a2, &b2, why, 0), TKV_OK);
     CHECK(a2 > a && a2 < 2 * a && b2 == b);
-    desc.n_seqs = 65536;
-    CHECK_EQ(tkvcu_query(&desc, &a, &b, NULL, 0), TKVCU_ERR_UNSUPPORTED);
-    desc.n_seqs = -1;
-    CHECK_EQ(tkvcu_query(&desc, &a, &b, why, sizeof why), TKV_ERR_CONFIG);
-    desc.n_seqs = 0;
-    desc.max_queries = 65;
-    CHECK_EQ(tkvcu_query(&desc, &a, &b, why, sizeof why), TKV_ERR_CONFIG);
+    config.n_seqs = 65536;
+    CHECK_EQ(tkvcu_get_required_bytes(&config, &a, &b, NULL, 0), TKV_ERR_UNSUPPORTED);
+    config.n_seqs = -1;
+    CHECK_EQ(tkvcu_get_required_bytes(&config, &a, &b, why, sizeof why), TKV_ERR_CONFIG);
+    config.n_seqs = 0;
+    config.max_queries = 65;
+    CHECK_EQ(tkvcu_get_required_bytes(&config, &a, &b, why, sizeof why), TKV_ERR_CONFIG);
     CHECK(strstr(why, "max_queries is 65") != NULL);
 }
 
 TEST(wrong_arguments) {
     tkv_config cfg = config_of("balanced", 64), other = cfg;
-    tkvcu_desc desc = {&cfg, 0, 0, 2};
+    tkvcu_config config = {&cfg, 0, 0, 2};
     std::vector<float> x(4096, 1.0f);
     std::vector<uint8_t> before;
     tkv_cache *kv = NULL;
     tkvcu *cu = NULL, *const untouched = NULL;
     tkvcu_attend_params p = {0.0f, 0.0f, 0, NULL};
     int32_t n[2] = {0, 0};
-    uint32_t word = 0;
+    uint32_t flags = 0;
     size_t a = 0, b = 0;
     rig r;
-    CHECK_EQ(tkvcu_query(NULL, &a, &b, NULL, 0), TKV_ERR_ARG);
-    CHECK_EQ(tkvcu_query(&desc, NULL, &b, NULL, 0), TKV_ERR_ARG);
-    CHECK_EQ(tkvcu_query(&desc, &a, NULL, NULL, 0), TKV_ERR_ARG);
+    CHECK_EQ(tkvcu_get_required_bytes(NULL, &a, &b, NULL, 0), TKV_ERR_ARG);
+    CHECK_EQ(tkvcu_get_required_bytes(&config, NULL, &b, NULL, 0), TKV_ERR_ARG);
+    CHECK_EQ(tkvcu_get_required_bytes(&config, &a, NULL, NULL, 0), TKV_ERR_ARG);
     if (!rig_open(&r, &cfg)) return;
-    CHECK_EQ(tkvcu_create(&desc, NULL, r.cache.bytes, x.data(), 1, NULL, &cu), TKV_ERR_ARG);
-    CHECK_EQ(tkvcu_create(&desc, r.cache.mem + 1, r.cache.bytes, r.work.mem, r.work.bytes, NULL, &cu),
+    CHECK_EQ(tkvcu_create(&config, NULL, r.cache.bytes, x.data(), 1, NULL, &cu), TKV_ERR_ARG);
+    CHECK_EQ(tkvcu_create(&config, r.cache.mem + 1, r.cache.bytes, r.work.mem, r.work.bytes, NULL, &cu),
              TKV_ERR_ARG);
-    CHECK_EQ(tkvcu_create(&desc, r.cache.mem, r.cache.bytes - 1, r.work.mem, r.work.bytes, NULL, &cu),
+    CHECK_EQ(tkvcu_create(&config, r.cache.mem, r.cache.bytes - 1, r.work.mem, r.work.bytes, NULL, &cu),
              TKV_ERR_CAPACITY);
-    CHECK_EQ(tkvcu_create(&desc, r.cache.mem, r.cache.bytes, r.work.mem, 0, NULL, &cu), TKV_ERR_CAPACITY);
+    CHECK_EQ(tkvcu_create(&config, r.cache.mem, r.cache.bytes, r.work.mem, 0, NULL, &cu), TKV_ERR_CAPACITY);
 #ifndef __CUDACC__ /* other devices */
     cpu_capability = 7;
-    CHECK_EQ(tkvcu_create(&desc, r.cache.mem, r.cache.bytes, r.work.mem, r.work.bytes, NULL, &cu),
-             TKVCU_ERR_UNSUPPORTED);
+    CHECK_EQ(tkvcu_create(&config, r.cache.mem, r.cache.bytes, r.work.mem, r.work.bytes, NULL, &cu),
+             TKV_ERR_UNSUPPORTED);
     cpu_capability = 9;
     cpu_shared_most = 8192;
-    CHECK_EQ(tkvcu_create(&desc, r.cache.mem, r.cache.bytes, r.work.mem, r.work.bytes, NULL, &cu),
-             TKVCU_ERR_UNSUPPORTED);
+    CHECK_EQ(tkvcu_create(&config, r.cache.mem, r.cache.bytes, r.work.mem, r.work.bytes, NULL, &cu),
+             TKV_ERR_UNSUPPORTED);
     cpu_shared_most = 232448;
 #endif
     CHECK(cu == untouched);
@@ -799,7 +799,8 @@ TEST(wrong_arguments) {
     CHECK_EQ(tkvcu_append(r.cu, 0, x.data(), x.data(), (tkv_type)3, 1, NULL, NULL), TKV_ERR_ARG);
     CHECK_EQ(tkvcu_append(r.cu, 0, x.data(), x.data(), TKV_TYPE_F32, 0, NULL, NULL), TKV_ERR_ARG);
     CHECK_EQ(tkvcu_append(r.cu, 0, x.data(), x.data(), TKV_TYPE_F32, 65, NULL, NULL), TKV_ERR_ARG);
-    CHECK_STR(tkvcu_last_error(r.cu), "n_tokens is 65; it must be 1 to 64, cfg.limits.max_append at most");
+    CHECK_STR(tkvcu_get_last_error(r.cu),
+              "n_tokens is 65; it must be 1 to 64, cfg.limits.max_append at most");
     CHECK_EQ(tkvcu_attend(NULL, 0, x.data(), TKV_TYPE_F32, 1, NULL, x.data(), NULL, NULL, NULL), TKV_ERR_ARG);
     CHECK_EQ(tkvcu_attend(r.cu, 2, x.data(), TKV_TYPE_F32, 1, NULL, x.data(), NULL, NULL, NULL), TKV_ERR_ARG);
     CHECK_EQ(tkvcu_attend(r.cu, 0, NULL, TKV_TYPE_F32, 1, NULL, x.data(), NULL, NULL, NULL), TKV_ERR_ARG);
@@ -808,24 +809,24 @@ TEST(wrong_arguments) {
              TKV_ERR_ARG);
     p.softcap = -1.0f;
     CHECK_EQ(tkvcu_attend(r.cu, 0, x.data(), TKV_TYPE_F32, 1, &p, x.data(), NULL, NULL, NULL), TKV_ERR_ARG);
-    CHECK_EQ(tkvcu_trim(NULL, n, NULL), TKV_ERR_ARG);
-    CHECK_EQ(tkvcu_trim(r.cu, NULL, NULL), TKV_ERR_ARG);
-    CHECK_EQ(tkvcu_lengths(NULL, 0, n, NULL), TKV_ERR_ARG);
-    CHECK_EQ(tkvcu_lengths(r.cu, 2, n, NULL), TKV_ERR_ARG);
-    CHECK_EQ(tkvcu_lengths(r.cu, 0, NULL, NULL), TKV_ERR_ARG);
-    CHECK_EQ(tkvcu_status(NULL, &word, 0, NULL), TKV_ERR_ARG);
-    CHECK_EQ(tkvcu_status(r.cu, NULL, 0, NULL), TKV_ERR_ARG);
-    CHECK_EQ(tkvcu_tables(NULL, r.kv, NULL), TKV_ERR_ARG);
-    CHECK_EQ(tkvcu_tables(r.cu, NULL, NULL), TKV_ERR_ARG);
-    CHECK_EQ(tkvcu_import(NULL, 0, r.kv, 0, NULL), TKV_ERR_ARG);
-    CHECK_EQ(tkvcu_import(r.cu, 2, r.kv, 0, NULL), TKV_ERR_ARG);
-    CHECK_EQ(tkvcu_import(r.cu, 0, r.kv, -1, NULL), TKV_ERR_ARG);
-    CHECK_EQ(tkvcu_export(r.cu, 0, NULL, 0, NULL), TKV_ERR_ARG);
-    CHECK_EQ(tkvcu_export(r.cu, 0, r.kv, 2, NULL), TKV_ERR_ARG);
+    CHECK_EQ(tkvcu_truncate(NULL, n, NULL), TKV_ERR_ARG);
+    CHECK_EQ(tkvcu_truncate(r.cu, NULL, NULL), TKV_ERR_ARG);
+    CHECK_EQ(tkvcu_get_lengths(NULL, 0, n, NULL), TKV_ERR_ARG);
+    CHECK_EQ(tkvcu_get_lengths(r.cu, 2, n, NULL), TKV_ERR_ARG);
+    CHECK_EQ(tkvcu_get_lengths(r.cu, 0, NULL, NULL), TKV_ERR_ARG);
+    CHECK_EQ(tkvcu_get_flags(NULL, &flags, 0, NULL), TKV_ERR_ARG);
+    CHECK_EQ(tkvcu_get_flags(r.cu, NULL, 0, NULL), TKV_ERR_ARG);
+    CHECK_EQ(tkvcu_load_calibration(NULL, r.kv, NULL), TKV_ERR_ARG);
+    CHECK_EQ(tkvcu_load_calibration(r.cu, NULL, NULL), TKV_ERR_ARG);
+    CHECK_EQ(tkvcu_import_seq(NULL, 0, r.kv, 0, NULL), TKV_ERR_ARG);
+    CHECK_EQ(tkvcu_import_seq(r.cu, 2, r.kv, 0, NULL), TKV_ERR_ARG);
+    CHECK_EQ(tkvcu_import_seq(r.cu, 0, r.kv, -1, NULL), TKV_ERR_ARG);
+    CHECK_EQ(tkvcu_export_seq(r.cu, 0, NULL, 0, NULL), TKV_ERR_ARG);
+    CHECK_EQ(tkvcu_export_seq(r.cu, 0, r.kv, 2, NULL), TKV_ERR_ARG);
     other.tiers.hot_tokens = 128;
     CHECK_EQ(tkv_create(&other, &kv), TKV_OK);
-    CHECK_EQ(tkvcu_import(r.cu, 0, kv, 0, NULL), TKV_ERR_CONFIG);
-    CHECK_STR(tkvcu_last_error(r.cu), "the cache has another plan: the tiers' lengths");
+    CHECK_EQ(tkvcu_import_seq(r.cu, 0, kv, 0, NULL), TKV_ERR_CONFIG);
+    CHECK_STR(tkvcu_get_last_error(r.cu), "the cache has another plan: the tiers' lengths");
     tkv_destroy(kv);
     CHECK(before == fetch(r.cache.mem, r.cache.bytes)); /* nothing of all that has changed a byte */
     rig_close(&r);
@@ -859,12 +860,12 @@ TEST(short_prompts) { /* no table yet: what to do is said, and does */
                 tokens(&r, x.data(), x.data(), 64);
                 CHECK_EQ(tkv_append(r.kv, 0, layer, x.data(), x.data(), 64), TKV_OK);
             }
-        CHECK_EQ(tkvcu_import(r.cu, 0, r.kv, 0, NULL), TKV_ERR_CAPACITY);
-        CHECK(strstr(tkvcu_last_error(r.cu), "tkv_freeze_calibration") != NULL);
+        CHECK_EQ(tkvcu_import_seq(r.cu, 0, r.kv, 0, NULL), TKV_ERR_CAPACITY);
+        CHECK(strstr(tkvcu_get_last_error(r.cu), "tkv_freeze_calibration") != NULL);
         CHECK_EQ(tkv_freeze_calibration(r.kv), TKV_OK);
         CHECK_EQ(tkv_seq_begin(r.kv, 0), TKV_OK);
         CHECK_EQ(tkv_seq_commit(r.kv, 0), TKV_OK);
-        CHECK_EQ(tkvcu_import(r.cu, 0, r.kv, 0, NULL), TKV_OK);
+        CHECK_EQ(tkvcu_import_seq(r.cu, 0, r.kv, 0, NULL), TKV_OK);
         same(&r, 0, 0, 384);
     }
     rig_close(&r);
@@ -880,22 +881,22 @@ TEST(import_refuses) {
         CHECK_EQ(tkv_append(r.kv, 0, 0, x.data(), x.data(), 64), TKV_OK);
         CHECK_EQ(tkv_append(r.kv, 0, 1, x.data(), x.data(), 64), TKV_OK);
         CHECK_EQ(tkv_seq_begin(r.kv, 0), TKV_OK);
-        CHECK_EQ(tkvcu_import(r.cu, 0, r.kv, 0, NULL), TKV_ERR_STATE);
+        CHECK_EQ(tkvcu_import_seq(r.cu, 0, r.kv, 0, NULL), TKV_ERR_STATE);
         CHECK_EQ(tkv_seq_abort(r.kv, 0), TKV_OK);
         CHECK_EQ(tkv_seq_flush(r.kv, 0, TKV_FLUSH_ALL), TKV_OK);
         CHECK_EQ(tkv_append(r.kv, 0, 0, x.data(), x.data(), 3), TKV_OK);
-        CHECK_EQ(tkvcu_import(r.cu, 0, r.kv, 0, NULL), TKVCU_ERR_UNSUPPORTED);
-        CHECK_STR(tkvcu_last_error(r.cu), "a flush made a block short");
+        CHECK_EQ(tkvcu_import_seq(r.cu, 0, r.kv, 0, NULL), TKV_ERR_UNSUPPORTED);
+        CHECK_STR(tkvcu_get_last_error(r.cu), "a flush made a block short");
         wide = cfg;
         wide.limits.max_append = 512;
         wide.model.window = 128;
         CHECK_EQ(tkv_create(&wide, &kv), TKV_OK);
         CHECK_EQ(tkv_append(kv, 0, 0, x.data(), x.data(), 512), TKV_OK); /* hot until the next append */
-        CHECK_EQ(tkvcu_import(r.cu, 0, kv, 0, NULL), TKV_ERR_CAPACITY);
+        CHECK_EQ(tkvcu_import_seq(r.cu, 0, kv, 0, NULL), TKV_ERR_CAPACITY);
         CHECK_EQ(tkv_append(kv, 0, 0, x.data(), x.data(), 1), TKV_OK);
         CHECK_EQ(tkv_append(kv, 0, 0, x.data(), x.data(), 1), TKV_OK);
-        CHECK_EQ(tkvcu_import(r.cu, 0, kv, 0, NULL), TKVCU_ERR_UNSUPPORTED);
-        CHECK_STR(tkvcu_last_error(r.cu), "blocks were dropped behind a window");
+        CHECK_EQ(tkvcu_import_seq(r.cu, 0, kv, 0, NULL), TKV_ERR_UNSUPPORTED);
+        CHECK_STR(tkvcu_get_last_error(r.cu), "blocks were dropped behind a window");
         tkv_destroy(kv);
     }
     rig_close(&r);
@@ -930,30 +931,31 @@ TEST(tables) {
         one = learned(&r, 9.0f, .5f);
         two = learned(&r, .5f, 9.0f);
         CHECK_EQ(tkv_load_calibration(r.kv, one.data(), one.size()), TKV_OK);
-        CHECK_EQ(tkvcu_tables(r.cu, r.kv, NULL), TKV_OK);
-        CHECK_EQ(tkvcu_tables(r.cu, r.kv, NULL), TKV_OK); /* the same once more */
+        CHECK_EQ(tkvcu_load_calibration(r.cu, r.kv, NULL), TKV_OK);
+        CHECK_EQ(tkvcu_load_calibration(r.cu, r.kv, NULL), TKV_OK); /* the same once more */
         grow(&r, 0, 400, 1);
         /* A second version: blocks keep the one that they were coded with. */
         CHECK_EQ(tkv_load_calibration(r.kv, two.data(), two.size()), TKV_OK);
         CHECK_EQ(r.kv->tables.current[0], 1);
-        CHECK_EQ(tkvcu_tables(r.cu, r.kv, NULL), TKV_OK);
+        CHECK_EQ(tkvcu_load_calibration(r.cu, r.kv, NULL), TKV_OK);
         grow(&r, 0, 590, 1);
-        CHECK_EQ(tkvcu_import(third.cu, 1, r.kv, 0, NULL), TKV_OK);
+        CHECK_EQ(tkvcu_import_seq(third.cu, 1, r.kv, 0, NULL), TKV_OK);
         std::swap(third.kv, r.kv);
         same(&third, 0, 1, 590);
         std::swap(third.kv, r.kv);
-        CHECK_EQ(tkvcu_export(third.cu, 1, third.kv, 0, NULL), TKV_OK);
+        CHECK_EQ(tkvcu_export_seq(third.cu, 1, third.kv, 0, NULL), TKV_OK);
         CHECK_EQ(third.kv->tables.current[0], 1);
         same(&third, 0, 1, 590);
         /* Once blocks may be coded with a table, another one cannot take its number. */
         grow(&other, 1, 64, 0);
-        CHECK_EQ(tkvcu_tables(other.cu, r.kv, NULL), TKV_ERR_STATE);
-        CHECK_STR(tkvcu_last_error(other.cu), "blocks here may be coded with another table of layer 0; take "
-                                              "over tables before the first append");
-        CHECK_EQ(tkvcu_import(other.cu, 0, r.kv, 0, NULL), TKV_ERR_STATE);
+        CHECK_EQ(tkvcu_load_calibration(other.cu, r.kv, NULL), TKV_ERR_STATE);
+        CHECK_STR(tkvcu_get_last_error(other.cu),
+                  "blocks here may be coded with another table of layer 0; take "
+                  "over tables before the first append");
+        CHECK_EQ(tkvcu_import_seq(other.cu, 0, r.kv, 0, NULL), TKV_ERR_STATE);
         CHECK_EQ(tkv_load_calibration(other.kv, two.data(), two.size()), TKV_OK);
-        CHECK_EQ(tkvcu_export(r.cu, 0, other.kv, 0, NULL), TKV_ERR_STATE); /* its version 0 is another */
-        CHECK_STR(tkvcu_last_error(r.cu), "the cache has another table in layer 0");
+        CHECK_EQ(tkvcu_export_seq(r.cu, 0, other.kv, 0, NULL), TKV_ERR_STATE); /* its version 0 is another */
+        CHECK_STR(tkvcu_get_last_error(r.cu), "the cache has another table in layer 0");
     }
     rig_close(&r);
     rig_close(&other);
@@ -991,10 +993,10 @@ TEST(blocks_of_threads_in_any_order) {
             const std::vector<uint8_t> &before = i / 2 ? one : two, &after = i / 2 ? two : one;
             setenv("TKVCU_ORDER", i % 2 ? "1" : "0", 1);
             CHECK_EQ(tkv_load_calibration(r.kv, before.data(), before.size()), TKV_OK);
-            CHECK_EQ(tkvcu_tables(r.cu, r.kv, NULL), TKV_OK);
+            CHECK_EQ(tkvcu_load_calibration(r.cu, r.kv, NULL), TKV_OK);
             grow(&r, 0, 400, 0);
             CHECK_EQ(tkv_load_calibration(r.kv, after.data(), after.size()), TKV_OK);
-            CHECK_EQ(tkvcu_tables(r.cu, r.kv, NULL), TKV_OK);
+            CHECK_EQ(tkvcu_load_calibration(r.cu, r.kv, NULL), TKV_OK);
             grow(&r, 0, 590, 1);
             setenv("TKVCU_ORDER", order.c_str(), 1);
         }
@@ -1003,13 +1005,9 @@ TEST(blocks_of_threads_in_any_order) {
 }
 
 TEST(texts) {
-    CHECK_STR(tkvcu_strerror(TKV_OK), tkv_get_status_text(TKV_OK));
-    CHECK_STR(tkvcu_strerror(TKV_ERR_NOMEM), tkv_get_status_text(TKV_ERR_NOMEM));
-    CHECK(strstr(tkvcu_strerror(TKVCU_ERR_CUDA), "CUDA") != NULL);
-    CHECK(strstr(tkvcu_strerror(TKVCU_ERR_UNSUPPORTED), "cannot") != NULL);
-    CHECK_STR(tkvcu_strerror(1), "not a status");
-    CHECK_STR(tkvcu_strerror(-99), "not a status");
-    CHECK_STR(tkvcu_last_error(NULL), "");
+    CHECK(strstr(tkv_get_status_text(TKV_ERR_DEVICE), "tkvcu_get_last_error") != NULL);
+    CHECK(strstr(tkv_get_status_text(TKV_ERR_UNSUPPORTED), "GPU") != NULL);
+    CHECK_STR(tkvcu_get_last_error(NULL), "");
 }
 
 int main(int argc, char **argv) {

@@ -154,7 +154,7 @@ TEST(rows_by_map) {
     tkv_config cfg = config_of(64, 6, 2);
     std::vector<float> q(5 * row, 1.0f), out(q.size(), UNWRITTEN), lse(5 * 11 * 6, UNWRITTEN);
     options o = many(11);
-    uint32_t word = 0;
+    uint32_t flags = 0;
     size_t i, s;
     rig r;
     cfg.limits.max_seqs = 5;
@@ -164,8 +164,8 @@ TEST(rows_by_map) {
     for (s = 0; s < 5; s++) fill(&r, (int)s, length[s]);
     import_all(&r);
     measure(&r, &o, "map");
-    CHECK_EQ(tkvcu_status(r.cu, &word, 1, NULL), TKV_OK);
-    CHECK_EQ(word, 0);
+    CHECK_EQ(tkvcu_get_flags(r.cu, &flags, 1, NULL), TKV_OK);
+    CHECK_EQ(flags, 0);
     CHECK_EQ(tkvcu_attend(r.cu, 0, q.data(), TKV_TYPE_F32, 11, NULL, out.data(), lse.data(), map, NULL),
              TKV_OK);
     for (i = 0; i < out.size(); i++) {
@@ -173,8 +173,8 @@ TEST(rows_by_map) {
         CHECK_MSG((out[i] == UNWRITTEN) == skipped, "element %zu of out is %g", i, (double)out[i]);
         CHECK_EQ(lse[i / 64] == UNWRITTEN, skipped);
     }
-    CHECK_EQ(tkvcu_status(r.cu, &word, 0, NULL), TKV_OK);
-    CHECK_EQ(word, TKVCU_WORD_SEQUENCE);
+    CHECK_EQ(tkvcu_get_flags(r.cu, &flags, 0, NULL), TKV_OK);
+    CHECK_EQ(flags, TKVCU_FLAG_SEQUENCE);
     rig_close(&r);
 }
 
@@ -191,7 +191,7 @@ TEST(table_versions) {
     if (!rig_open(&r, &cfg)) return;
     fill(&r, 0, 2300);
     import_all(&r);
-    v = tkvcu_view_of(r.cu, 0);
+    v = tkvcu_find_view(r.cu, 0);
     for (b = 1; b < v->list[0].archive + v->list[0].warm; b++) changes += v->version[b] != v->version[b - 1];
     CHECK_MSG(changes > 0, "all blocks have one version");
     measure(&r, &o, "extreme");

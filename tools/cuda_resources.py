@@ -7,8 +7,8 @@ attention's unit (64 tokens of a KV head), read from the machine code. Needs nvc
     python3 tools/cuda_resources.py --check     what has a gate (LIMITS below) alone; ends with 1 where one is broken
                                                 --ptxas FILE: what `nvcc -Xptxas -v` said of tieredkv_cuda.cu, all archs
 
-How instructions are counted: a kernel with the unit's loop alone (tkvcu_run_units) is compiled with sides that the
-compiler knows, as the host lays them out, and without what happens rarely (TKVCU_RARELY: a maximum that grows, masks,
+How instructions are counted: a kernel with the unit's loop alone (tkvcu_attend_key_range) is compiled with sides that the
+compiler knows, as the host lays them out, and without what happens rarely (TKVCU_UNLIKELY: a maximum that grows, masks,
 softcap, copies of 8-bit sides). The loop of units is that with matrix products; in it, loops of K's slabs count as often
 as there are pairs of slabs. Decisions between formats are not in it.
 Share of issue slots: 132 multiprocessors of 4 schedulers at 1.755 GHz issue 9.27e11 instructions a second; a unit's
@@ -48,7 +48,7 @@ HOST = """
 #include "tieredkv_cuda.cu"
 int main(int argc, char **argv) {
     tkv_config cfg = tkv_default_config();
-    tkvcu_desc desc = {&cfg, 0, 0, 1};
+    tkvcu_config config = {&cfg, 0, 0, 1};
     size_t cache, work, shared;
     tkvcu *cu;
     cfg.model.n_layers = 1;
@@ -57,23 +57,23 @@ int main(int argc, char **argv) {
     cfg.limits.max_tokens = 4096;
     cfg.format.allocation_unit = 16;
     cfg.model.head_dim = atoi(argv[2]);
-    if (argc < 4 || tkv_apply_preset(&cfg, argv[1]) || tkvcu_query(&desc, &cache, &work, NULL, 0)) return 1;
+    if (argc < 4 || tkv_apply_preset(&cfg, argv[1]) || tkvcu_get_required_bytes(&config, &cache, &work, NULL, 0)) return 1;
     cache = (cache + 255) / 256 * 256;
-    if (tkvcu_create(&desc, aligned_alloc(256, cache), cache, aligned_alloc(256, (work + 255) / 256 * 256), work,
+    if (tkvcu_create(&config, aligned_alloc(256, cache), cache, aligned_alloc(256, (work + 255) / 256 * 256), work,
                      NULL, &cu)) return 1;
     if (!strcmp(argv[3], "threads")) {
-        const tkvcu_appender a = tkvcu_appender_of(cfg.model.head_dim);
-        printf("append %d %zu combine %d 0 trim %d 0", a.threads, a.shared, TKVCU_COMBINE_THREADS, TKVCU_TRIMMERS);
+        const tkvcu_append_launch a = tkvcu_select_append_kernel(cfg.model.head_dim);
+        printf("append %d %zu combine %d 0 truncate %d 0", a.threads, a.shared, TKVCU_COMBINE_THREADS, TKVCU_TRUNCATE_THREADS);
         printf(" prefill1 %d %zu prefill2 %d %zu", TKVCU_PREFILL_THREADS,
-               cfg.model.head_dim == 64 ? sizeof(tkvcu_prefill<64, 1>) : sizeof(tkvcu_prefill<128, 1>), TKVCU_PREFILL_THREADS,
-               cfg.model.head_dim == 64 ? sizeof(tkvcu_prefill<64, 2>) : sizeof(tkvcu_prefill<128, 2>));
+               cfg.model.head_dim == 64 ? sizeof(tkvcu_prefill_shared<64, 1>) : sizeof(tkvcu_prefill_shared<128, 1>), TKVCU_PREFILL_THREADS,
+               cfg.model.head_dim == 64 ? sizeof(tkvcu_prefill_shared<64, 2>) : sizeof(tkvcu_prefill_shared<128, 2>));
         return 0;
     }
     for (int nt = 1; nt <= 2; nt++) {
-        tkvcu_attend_of(&cu->split, cfg.model.head_dim, nt, &shared);
-        printf("%d %zu ", cu->split.groups, shared);
+        tkvcu_select_attend_kernel(&cu->attend_plan, cfg.model.head_dim, nt, &shared);
+        printf("%d %zu ", cu->attend_plan.groups, shared);
     }
-    const tkvcu_side *s = tkvcu_view_of(cu, 0)->side + atoi(argv[3]) * 8 * 2;
+    const tkvcu_side *s = tkvcu_find_view(cu, 0)->side + atoi(argv[3]) * 8 * 2;
     for (int i = 0; i < 2; i++, s++)
         printf("\\n%d %d %d %d %d %d %d %d %d %d %d %d %u %u", s->kind, s->half_bits, s->group, s->slabs[0],
                s->slabs[1], s->slabs[2], s->slabs[3], s->slabs[4], s->slabs[5], s->slabs[6], s->top, s->table,
@@ -84,7 +84,7 @@ int main(int argc, char **argv) {
 
 PROBE = """
 #define TKVCU_SIDE(b, i) side_of(i)
-#define TKVCU_RARELY(x) ((void)(x), 0)
+#define TKVCU_UNLIKELY(x) ((void)(x), 0)
 #include "api.h"
 #include "layout.h"
 static __device__ __forceinline__ tkvcu_side side_of(int i) {
@@ -94,13 +94,13 @@ static __device__ __forceinline__ tkvcu_side side_of(int i) {
 #include "attend.h"
 __global__ void __launch_bounds__(TKVCU_THREADS, TKVCU_RESIDENT(%d)) unit(tkvcu_job j) {
     TKVCU_SHARED(uint8_t, shared);
-    tkvcu_block<%d, %d> &b = *(tkvcu_block<%d, %d> *)(void *)shared;
-    tkvcu_sums<%d, %d, %d> u;
+    tkvcu_attend_shared<%d, %d> &b = *(tkvcu_attend_shared<%d, %d> *)(void *)shared;
+    tkvcu_partials<%d, %d, %d> u;
     const tkvcu_lane me = tkvcu_lane_of<%d>(shared + (sizeof b + 127) / 128 * 128,
                                         TKVCU_SLOTS * j.slot_bytes + TKVCU_WORK(%d, %d, %d), j.slot_bytes);
-    tkvcu_begin(u);
-    tkvcu_run_units<%d, %d, %d, 0>(j, b, me, u);
-    tkvcu_finish(j, b, me, u, shared, 1024);
+    tkvcu_clear_partials(u);
+    tkvcu_attend_key_range<%d, %d, %d, 0>(j, b, me, u);
+    tkvcu_write_partials(j, b, me, u, shared, 1024);
 }
 """
 
@@ -246,7 +246,7 @@ class Lab:
         nvcc(arch, source, source + "bin")
         code, = (c for name, c in functions(source + "bin").items() if "unit" in name)
         kind, half_bits, n = sides[0][0], sides[0][1], sides[0][3:10]
-        wide, narrow = ([n[5]], [n[3]]) if tiles > 1 else ([], [])  # one-bit parts apart: tkvcu_k_both
+        wide, narrow = ([n[5]], [n[3]]) if tiles > 1 else ([], [])  # one-bit parts apart: tkvcu_multiply_k_with_tops
         parts = [n[6]] + wide + [n[5], n[6], n[4]] + narrow + [n[3], n[2], n[1], 8 if half_bits == 16 else 0]
         return count(code, arch, parts, 0 if kind == 1 else n[0]), sides[0][12] + sides[1][12]
 
