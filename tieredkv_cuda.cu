@@ -458,8 +458,8 @@ TKVCU_DEVICE float tkvcu_warp_max(float x) {
  * tieredkv.h, so the bytes are those of the host.
  *
  * A line is a channel of K or a token of V. There are 4 * head_dim threads, and each has 16 values of a line. Four
- * neighbour threads share a channel of K: each has every fourth token. head_dim / 16 neighbours share a token of V
- * in the same way. Reductions over a line are sums of integers, minima and maxima, which do not depend on the order.
+ * neighbour threads share a channel of K: each has every fourth token. head_dim / 16 neighbours share a token of V in
+ * the same way. Reductions over a line are sums of integers, minima and maxima, which do not depend on the order.
  *
  * nvcc fuses multiply and add where it can. Here that does not change results: the products are exact, or come from
  * an instruction that nvcc does not fuse. tests/test_cuda_build.py checks the compiled code.
@@ -1018,9 +1018,10 @@ TKVCU_DEVICE void tkvcu_zero_bytes(uint8_t *dst, size_t n) { /* n: a multiple of
  * with the length before the append. This file also truncates. All decisions read device memory only, so a graph can
  * be captured once.
  *
- * One thread block works on one row of the batch, KV head and side. All of them see the same state of the sequence, and
- * each demotes its part of the same blocks. A counter in the list gives out tickets. The thread block with the last
- * ticket writes the new state. New rows are stored after the ticket, because no thread of this kernel reads them.
+ * One thread block works on one row of the batch, KV head and side. All of them see the same state of the sequence,
+ * and each demotes its part of the same blocks. A counter in the list gives out tickets. The thread block with the
+ * last ticket writes the new state. New rows are stored after the ticket, because no thread of this kernel reads
+ * them.
  */
 #ifndef TKVCU_APPEND_H
 #define TKVCU_APPEND_H
@@ -1518,46 +1519,45 @@ TKVCU_DEVICE void tkvcu_reorder_pair_weights(const uint32_t b[2], uint32_t reord
 #endif /* TKVCU_UNPACK_H */
 /* ======== attend.h ======== */
 /*
- * attend.h - decode attention on the compressed tiers: one pass over the bytes, one softmax.
+ * attend.h - decode attention on the coded tiers: split-KV, one pass over the bytes, one online softmax.
  *
- * Work is cut into units: a coded block of 64 tokens, or 16 tokens of an exact one (about as many bytes).
- * Those of an (entry of the batch, KV head) stand in a row: archive, warm, exact; all of them one after the
- * other are cut into equal ranges for the blocks of a grid that never changes, so a captured launch holds at
- * any length. The warps of a block take units by turns; where a part (archive, warm or exact) of a head ends
- * they add up what they have, and write it to the workspace: slot = number of the block + number of the
- * part, which is unique. combine.h adds the slots up, in order: no atomics, the same bits each time.
+ * Keys are cut into key tiles: a coded block of 64 tokens, or 16 tokens of an exact block (about as many bytes). The
+ * key tiles of one (entry of the batch, KV head) form three sections: archive, warm, exact. The key tiles of all
+ * entries and heads form one list, which is cut into equal ranges, one per thread block. The grid never changes, so a
+ * captured launch is valid at any length. The warps of a thread block take key tiles in turn. At the end of a section
+ * they add up their partial results and write them to a slot of the workspace. slot = thread block + section, which
+ * is unique. combine.h merges the slots in order. No atomics are used, so the bits are the same each time.
  *
- *     units    |  e0 h0: archive   warm  exact |  e0 h1: archive      warm  exact | ...
- *     blocks   |    0    |    1    |    2    |    3    |  ...
+ *     key tiles      |  e0 h0: archive   warm  exact |  e0 h1: archive      warm  exact | ...
+ *     thread blocks  |    0    |    1    |    2    |    3    |  ...
  *
- * In a block of threads, per warp:
+ * Each warp of a thread block:
  *
- *     global --cp.async--> two slots, for a K side and a V side
- *     K: q times a channel's scale -> 16 bits, two columns of bytes; S = codes q     tokens x columns, bytes
- *     softmax of the unit; the running maximum moves only when it has grown by more than 4 (in log2)
- *     V: weight times a token's scale -> 16 bits, two columns of bytes, through shared memory into the second
- *     operand's
- *        order; O += codes P                                                         channels x columns, bytes
+ *     global --cp.async--> two slots of shared memory, for a K side and a V side
+ *     K: q * scale of the channel -> 16-bit integer = two int8 limbs; S = codes * q     tokens x columns, bytes
+ *     softmax of the key tile; the running maximum moves only if it grows by more than 4 (in log2)
+ *     V: weight * scale of the token -> two limbs, through shared memory into the order of the second operand;
+ *        O += codes * P                                                                 channels x columns, bytes
  *
- * Columns are the queries of the KV head's group of query heads. Each one takes two columns of a product,
- * for its high and its low part, so an n-tile of 8 is 4 of them; NT n-tiles at a time. Sums of bytes are
- * exact: what is rounded is q and P, to 16 bits of the unit's largest.
+ * Columns are the queries of the query heads that share a KV head. A column takes two columns of an MMA product, one
+ * per limb. So an n-tile of 8 has 4 columns, and a thread block works on NT n-tiles. Sums of byte products are exact.
+ * Only q and P are rounded, to 16 bits relative to the largest of the key tile.
  */
 #ifndef TKVCU_ATTEND_H
 #define TKVCU_ATTEND_H
 
 
-#define TKVCU_WARPS 4 /* of a block */
+#define TKVCU_WARPS 4 /* of a thread block */
 #define TKVCU_THREADS (32 * TKVCU_WARPS)
 #define TKVCU_SLOTS 2             /* of a warp */
 #define TKVCU_SECTIONS 3          /* archive, warm, exact */
-#define TKVCU_MASKED_LOGIT -1e30f /* logit of what is not seen, and below all that a maximum begins with */
+#define TKVCU_MASKED_LOGIT -1e30f /* logit of a masked key; below TKVCU_INITIAL_MAX */
 #define TKVCU_INITIAL_MAX -1e29f
-#define TKVCU_LEAST_SUM (-1e20f) /* below all sums, and a number still when a logit is made of it */
+#define TKVCU_LEAST_SUM (-1e20f) /* below all sums; its logit is still finite */
 #define TKVCU_LOG2E 1.44269504f
 
-/* For tools/cuda_resources.py, which counts the instructions of a unit: with sides that the compiler knows,
- * without what happens rarely. */
+/* tools/cuda_resources.py counts the instructions of a key tile. It replaces both macros: sides become
+ * constants, and rare branches go. */
 #ifndef TKVCU_SIDE
 #define TKVCU_SIDE(b, i) (b).side[i]
 #define TKVCU_UNLIKELY(x) (x)
@@ -1569,19 +1569,19 @@ typedef struct tkvcu_job { /* a call, as kernels see it */
     void *out;
     float *lse;
     const float *sink_logits; /* [n_heads]; NULL: none */
-    const int32_t *entries;   /* sequence of each entry; NULL: 0, 1, ...; a negative one: none */
+    const int32_t *entries;   /* sequence of each entry; NULL: 0, 1, ...; negative: skipped */
     uint32_t *flags;
-    float *partial;                                 /* the workspace */
+    float *partial;                                 /* workspace */
     int type, n_entries, n_queries, window, blocks; /* blocks: gridDim.x of the attention kernel */
     float scale, softcap;
-    int slot_bytes; /* of a slot of a warp's shared memory */
+    int slot_bytes; /* of a slot of a warp */
 } tkvcu_job;
 
-/* >>where the units are */
-typedef struct tkvcu_visible { /* of one entry: units of a KV head in each part, and the first that is seen */
-    int first_block;           /* block */
+/* >>key tiles of an entry */
+typedef struct tkvcu_visible { /* key tiles of one KV head that the queries of an entry can see */
+    int first_block;           /* first visible coded block */
     int key_tiles[TKVCU_SECTIONS];
-    int sink_tiles; /* of the exact units, those of the sinks */
+    int sink_tiles; /* exact key tiles of the sinks */
     int len, seq;
 } tkvcu_visible;
 
@@ -1602,7 +1602,7 @@ TKVCU_DEVICE tkvcu_visible tkvcu_find_visible(const tkvcu_job &j, int entry) {
     r.len = list.len;
     r.sink_tiles = tkvcu_div_up(list.len < j.view.sinks ? list.len : j.view.sinks, 16);
     r.first_block = 0;
-    if (j.window) { /* what the oldest query does not see any more */
+    if (j.window) { /* positions that the oldest query cannot see */
         const int unseen = list.len - j.n_queries - j.window + 1;
         if (unseen > j.view.sinks) r.first_block = (unseen - j.view.sinks) / 64;
         if (unseen >= j.view.sinks) r.sink_tiles = 0;
@@ -1616,7 +1616,7 @@ TKVCU_DEVICE tkvcu_visible tkvcu_find_visible(const tkvcu_job &j, int entry) {
     return r;
 }
 
-/* Of one part: registers have no index that is known only when it runs. */
+/* Returns the key tiles of one section. An index known only at run time would move the array out of registers. */
 TKVCU_DEVICE int tkvcu_n_key_tiles_in(const tkvcu_visible &r, int section) {
     return section == 0 ? r.key_tiles[0] : section == 1 ? r.key_tiles[1] : r.key_tiles[2];
 }
@@ -1625,21 +1625,22 @@ TKVCU_DEVICE int tkvcu_n_key_tiles(const tkvcu_visible &r) {
     return r.key_tiles[0] + r.key_tiles[1] + r.key_tiles[2];
 }
 
-/* The first unit of a block of threads; where there are more blocks than units, the last ones have none. */
+/* Returns the first key tile of a thread block. If there are more thread blocks than key tiles, the last ones
+ * have none. */
 TKVCU_DEVICE int tkvcu_first_key_tile(int key_tiles, int blocks, int block) {
     const int working = key_tiles < blocks ? key_tiles : blocks;
     return block < working ? (int)((int64_t)key_tiles * block / working) : key_tiles;
 }
 
-/* tkvi_log_value; mantissa: 2^(k / 16) as bits of a float, in shared memory, where lanes may look each in
- * another place (and no register is spent on the address of the header's table). */
+/* Decodes a logarithmic scale, as tkvi_log_value. `mantissa` holds the bits of 2^(k / 16) in shared memory,
+ * where lanes can read different entries. It also saves the register for the address of the header's table. */
 TKVCU_DEVICE float tkvcu_decode_log(uint32_t code, int top, const uint32_t *mantissa) {
     const uint32_t i = code - 1u;
     if (code == 0) return 0.0f;
     return tkvi_from_bits(mantissa[i & 15u] + ((uint32_t)(top - 16 + (int)(i >> 4)) << 23));
 }
 
-/* >>what a block of threads shares, and what a warp has of its own */
+/* >>state of a thread block and of a warp */
 struct alignas(16) tkvcu_f32x4 {
     float x[4];
 };
@@ -1648,68 +1649,71 @@ struct alignas(8) tkvcu_f32x2 {
     float x, y;
 };
 
-/* What a block of threads works at: a part of one KV head of one entry, and in it a run of units that are
- * read in one way. In shared memory: registers are for sums. */
+/* The work of a thread block: a section of one KV head of one entry, and in it a key range whose key tiles have
+ * one region and one table version. It is in shared memory, because registers hold sums. */
 struct tkvcu_task {
     tkvcu_visible visible;
     int entry, head, section;
-    int tile, left;       /* unit in the part, and units of it that are still to do */
-    int region, first, n; /* the run: blocks, or 16 exact rows */
-    int ring_tile;        /* of its first unit in the region, in units */
+    int tile, left;       /* next key tile in the section; key tiles left in it */
+    int region, first, n; /* key range: region, first key tile, number */
+    int ring_tile;        /* place of the first key tile in the region's ring, in key tiles */
     const uint8_t
-        *from[2];          /* the head's sides there, 2048 bytes on; of exact rows: in the region's place 0 */
-    int codes[2], meta[2]; /* bytes of a coded one */
-    uint32_t block;        /* bytes from place to place */
-    int group, columns, column; /* query heads of a KV head; all columns of it; the block's first */
-    int next_tile, end_tile;    /* of all units */
+        /* the head's sides. Coded: 2048 bytes after the first one's start. Exact: in place 0 of the region */
+        *from[2];
+    int codes[2], meta[2];      /* bytes of a coded side */
+    uint32_t block;             /* bytes from place to place */
+    int group, columns, column; /* query heads per KV head; all columns; first column here */
+    int next_tile, end_tile;    /* in the list of all key tiles */
 };
 
-/* Queries stand in units of a power of two of their own: in q so that the largest product with a scale is 1
- * to 2 (the columns of a block have one unit for their whole numbers), in part so that the largest is. */
+/* Queries are scaled by powers of two. In q, the largest product with a scale is 1 to 2, so that all columns of
+ * a thread block can share one unit of integers. In q16, the largest value is 1 to 2. */
 template <int D, int NT> struct tkvcu_attend_shared {
     tkvcu_task task;
-    tkvcu_f32x4 q[2]
-                 [D / 8 * NT *
-                  4]; /* tiles of 4 channels in the run's order, even ones and odd ones: tkvcu_find_q_index */
-    tkvcu_f32x4 q_max[D / 4]; /* the largest of the columns, by channel */
+    tkvcu_f32x4
+        q[2][D / 8 * NT *
+             /* even and odd tiles of 4 channels, in the order of the key range: see tkvcu_find_q_index */
+             4];
+    tkvcu_f32x4 q_max[D / 4]; /* largest |q| of all columns, per channel */
     tkvcu_u32x2 q16[D / 16][NT]
-                   [32];     /* second operands of 16-bit products: high and low parts of the queries */
-    float q16_ratio[4 * NT]; /* units of part in those of q */
-    float logit_scale[4 *
-                      NT]; /* makes a logit of a product with q; with a softcap, what its tanh is taken of */
-    float mean[4 * NT];    /* q times the static means */
-    float k_log[256], v_log[256]; /* A's scales, R's, by their byte */
+                   /* second operands of 16-bit products: high and low limbs of the queries */
+                   [32];
+    float q16_ratio[4 * NT];      /* unit of q16 / unit of q */
+    float logit_scale[4 * NT];    /* product with q -> logit; with softcap: -> argument of tanh */
+    float mean[4 * NT];           /* q * static means of keys */
+    float k_log[256], v_log[256]; /* scales of A (K) and R (V) by their code byte */
     uint32_t mantissa[16];
     uint32_t max_codes[D / 4];  /* A: four bytes of the largest code, by tile */
-    int scratch[TKVCU_THREADS]; /* bits: not the same version */
-    tkvcu_side side[2];         /* of the run */
+    int scratch[TKVCU_THREADS]; /* for reductions of all threads */
+    tkvcu_side side[2];         /* K and V side of the key range */
 };
 
-template <int NT> struct tkvcu_softmax { /* what a warp knows of the rows it has seen; column t */
-    float m[NT], l[NT];                  /* l: of this lane's tokens */
+template <int NT> struct tkvcu_softmax { /* online softmax of a warp, for column t */
+    float m[NT], l[NT];                  /* maximum; sum over this lane's tokens */
 };
 
 template <int D, int NT, int VG> struct tkvcu_partials {
     tkvcu_softmax<NT> soft;
     float o[D / 16][NT][2]; /* channels x columns */
-    float zero[VG][NT]; /* what all channels of a group get: zero points, middles; of this lane's tokens */
+    /* equal for all channels of a group (zero points, middles); sum over this lane's tokens */
+    float zero[VG][NT];
 };
 
-/* A slot of a coded side: metadata, then from TKVCU_META on the codes, reordered about (tkvcu_swizzle). */
-#define TKVCU_META(D) (4 * (D)) /* KIVI's, the largest */
+/* A slot of a coded side: the metadata, then from TKVCU_META the codes, swizzled by tkvcu_swizzle. */
+#define TKVCU_META(D) (4 * (D)) /* KIVI, the largest */
 
 struct tkvcu_lane {
     int warp, lane, g, t;
-    int meta_at,
-        codes_at; /* bytes from a slot's start where the lane's first copies of metadata and of codes go */
-    uint8_t *slot[TKVCU_SLOTS]; /* for a K side, for a V side */
+    int meta_at, codes_at;      /* targets of the lane's first copies in a slot: metadata, codes */
+    uint8_t *slot[TKVCU_SLOTS]; /* K side, V side */
     tkvcu_address k_codes;
     tkvcu_v_addresses v_at;
-    uint8_t *work; /* of K scales [D], queries' bytes; of V scales and zeros [groups][64], weights */
+    /* K: scales [D] and limbs of the queries; V: scales and zeros [groups][64] and weights */
+    uint8_t *work;
 };
 
-/* Bytes of that for each warp. */
-#define TKVCU_WEIGHTS_ROW 160 /* 64 weights of 16 bits, padded: columns begin in banks of their own */
+/* Bytes of `work` per warp. */
+#define TKVCU_WEIGHTS_ROW 160 /* 64 16-bit weights, padded: columns begin in different banks */
 #define TKVCU_WORK(D, NT, groups)                                                                            \
     (4 * (D) + 8 * (D) * (NT) > (512 + 4 * TKVCU_WEIGHTS_ROW * (NT)) * (groups)                              \
          ? 4 * (D) + 8 * (D) * (NT)                                                                          \
@@ -1751,7 +1755,7 @@ template <int D, int NT, int VG> TKVCU_DEVICE void tkvcu_clear_partials(tkvcu_pa
 }
 
 /* >>loading */
-/* middle: 2048 bytes behind the side's start. */
+/* Starts the copy of a coded side. `middle` is 2048 bytes after the side's start. */
 template <int D>
 TKVCU_DEVICE void tkvcu_load_side(uint8_t *slot, const uint8_t *middle, int codes, int meta,
                                   const tkvcu_lane &me) {
@@ -1760,7 +1764,7 @@ TKVCU_DEVICE void tkvcu_load_side(uint8_t *slot, const uint8_t *middle, int code
     middle = tkvcu_advance(middle, me.meta_at, 1);
     tkvcu_cp_async16_if<0>(slot + me.meta_at, tkvcu_advance(middle, codes, 1), meta - me.meta_at);
     slot += me.codes_at;
-    tkvcu_cp_async16_if<0>(slot, middle, left); /* up to 4 bits a value */
+    tkvcu_cp_async16_if<0>(slot, middle, left); /* up to 4 bits per value */
     tkvcu_cp_async16_if<512>(slot, middle, left);
     tkvcu_cp_async16_if<1024>(slot, middle, left);
     tkvcu_cp_async16_if<1536>(slot, middle, left);
@@ -1775,8 +1779,8 @@ TKVCU_DEVICE void tkvcu_load_side(uint8_t *slot, const uint8_t *middle, int code
         tkvcu_cp_async16(slot + k, middle + k - 2048); /* 8 bits */
 }
 
-/* 16 rows of an exact side, chunks of 16 bytes reordered about so that columns of rows lie in all banks. Rows
- * that are not there are copies of the last one. */
+/* Starts the copy of 16 exact rows. The 16-byte chunks are swizzled, so that a column of chunks uses all banks.
+ * Missing rows become copies of the last one. */
 template <int D> TKVCU_DEVICE void tkvcu_load_rows(uint8_t *slot, const uint8_t *from, int rows, int lane) {
     int i;
     for (i = lane; i < 16 * (D / 8); i += 32) {
@@ -1786,10 +1790,11 @@ template <int D> TKVCU_DEVICE void tkvcu_load_rows(uint8_t *slot, const uint8_t 
     }
 }
 
-/* >>K: whole numbers. q times a channel's scale is one of 16 bits, in units that the block's largest product
- * decides; it goes into the product as two columns of bytes, high and low: S = 256 high + low. */
+/* >>K. q * scale of a channel is rounded to a 16-bit integer, in a unit that the largest product of the key tile
+ * sets. It enters the product as two int8 limbs: S = 256 hi + lo. */
 TKVCU_DEVICE int tkvcu_find_slab_width(const tkvcu_side &s,
-                                       int slab) { /* of A; tiles' order is that of the widths */
+                                       /* A: returns the bits of a slab; slabs are in the order of widths */
+                                       int slab) {
     int w;
     for (w = 6; w > 0; w--) {
         if (slab < s.slabs[w]) break;
@@ -1798,14 +1803,14 @@ TKVCU_DEVICE int tkvcu_find_slab_width(const tkvcu_side &s,
     return w;
 }
 
-#define TKVCU_Q_MAX 32600.0f /* of a query's whole number */
-#define TKVCU_P_MAX 65000.0f /* of a weight's */
-#define TKVCU_TINY 1e-30f    /* so that nothing is divided by 0 */
-#define TKVCU_ROUNDING                                                                                       \
-    12582912.0f /* 1.5 2^23: what is added to it becomes a whole number, in the lower bits */
+#define TKVCU_Q_MAX 32600.0f /* largest integer of q * scale */
+#define TKVCU_P_MAX 65000.0f /* largest integer of a weight * scale */
+#define TKVCU_TINY 1e-30f    /* avoids division by 0 */
+/* 1.5 * 2^23: adding it rounds a float to an integer, which is then in the low bits. */
+#define TKVCU_ROUNDING 12582912.0f
 
-/* Scales of the unit's channels, in units that make the largest product with a query TKVCU_Q_MAX, to `out`;
- * what a unit of the products is then. Channels without codes have 0. */
+/* Writes the scales of the channels to `out`, in a unit that makes the largest product with a query TKVCU_Q_MAX.
+ * Returns that unit. Channels without codes get 0. */
 template <int D, int NT>
 TKVCU_DEVICE float tkvcu_scale_k_channels(const tkvcu_side &s, const uint8_t *slot,
                                           const tkvcu_attend_shared<D, NT> &b, tkvcu_f32x4 *out, int lane) {
@@ -1835,12 +1840,12 @@ TKVCU_DEVICE float tkvcu_scale_k_channels(const tkvcu_side &s, const uint8_t *sl
     return most * (1.0f / TKVCU_Q_MAX);
 }
 
-/* Where the pair of tiles 2 i, 2 i + 1 of column c of an n-tile stands. */
+/* Returns the index of tiles 2 i and 2 i + 1 for column c of an n-tile. */
 template <int D> TKVCU_DEVICE int tkvcu_find_q_index(int nt, int i, int c) {
     return (nt * (D / 8) + i) * 4 + c;
 }
 
-/* Query times scale of four channels, as bytes. The low byte is a signed one too: the high one is of x +
+/* Returns query * scale of four channels as limbs. The low limb is signed too, so the high one is taken from x +
  * 128. */
 TKVCU_DEVICE tkvcu_u32x2 tkvcu_split_q_limbs(const tkvcu_f32x4 &q, const tkvcu_f32x4 &scale) {
     uint32_t x[4], a, b;
@@ -1855,8 +1860,9 @@ TKVCU_DEVICE tkvcu_u32x2 tkvcu_split_q_limbs(const tkvcu_f32x4 &q, const tkvcu_f
     return to;
 }
 
-/* All of them, as second operands: a pair's high bytes, then its low ones, are four words. Columns of the
- * operand are 2 c and 2 c + 1, so lane 4 g + t has words 2 g (+ 1: odd tiles) of it. */
+/* Makes all limbs, as second operands. The high limbs of a pair of tiles, then the low ones, are four words.
+ * Columns 2 c and 2 c + 1 of the operand are the limbs of column c. So lane 4 g + t reads words 2 g (even tiles)
+ * and 2 g + 1 (odd). */
 template <int D, int NT>
 TKVCU_DEVICE void tkvcu_make_q_limbs(const tkvcu_attend_shared<D, NT> &b, const tkvcu_f32x4 *scale,
                                      tkvcu_u32x4 *out, int lane) {
@@ -1876,13 +1882,13 @@ TKVCU_DEVICE void tkvcu_make_q_limbs(const tkvcu_attend_shared<D, NT> &b, const 
     }
 }
 
-/* The lane's word of slab k. */
+/* Returns the lane's word of slab k. */
 template <int D> TKVCU_DEVICE uint32_t tkvcu_load_q_limbs(const uint32_t *q, int nt, int k) {
     return q[16 * (nt * (D / 8) + 2 * k)];
 }
 
-/* n slabs, parts of W bits of tiles that stand STRIDE bytes apart: sum += codes q, by plane; TOPS: and tops
- * += what their 1-bit parts give. q: the lane's words of the first slab. */
+/* Multiplies n slabs: the W-bit fields of tiles that are STRIDE bytes apart. Adds codes * q to `sum`, by plane.
+ * TOPS: also adds the products of the 1-bit fields to `tops`. q: the lane's words of the first slab. */
 template <int D, int W, int STRIDE, int TOPS, int NT>
 TKVCU_DEVICE void tkvcu_multiply_k_fields(int32_t sum[4][NT][4], int32_t tops[4][NT][4], tkvcu_address codes,
                                           uint32_t at, uint32_t tops_at, const uint32_t *q, int n, int g,
@@ -1954,8 +1960,8 @@ template <int NT> TKVCU_DEVICE void tkvcu_clear_sums(int32_t sum[4][NT][4]) {
     for (i = 0; i < 4; i++) sum[p][nt][i] = 0;
 }
 
-/* n slabs of codes with a part of W bits and one bit on top, the first of a sum: what the upper part's sums
- * count is decided by where the fields stand. */
+/* Multiplies n slabs whose codes have a W-bit field and a top bit. The positions of both fields give the factor
+ * of `tops` in `sum`. */
 template <int D, int W, int STRIDE, int NT>
 TKVCU_DEVICE void tkvcu_multiply_k_with_tops(int32_t sum[4][NT][4], tkvcu_address codes, uint32_t at,
                                              uint32_t tops_at, const uint32_t *q, int n, int g, int t) {
@@ -1965,7 +1971,8 @@ TKVCU_DEVICE void tkvcu_multiply_k_with_tops(int32_t sum[4][NT][4], tkvcu_addres
     if (NT == 1) tkvcu_multiply_k_fields<D, W, STRIDE, 1, NT>(sum, tops, codes, at, tops_at, q, n, g, t);
     else
         tkvcu_multiply_k_fields<D, 1, 32, 0, NT>(tops, tops, codes, tops_at, 0, q, n, g,
-                                                 t); /* one after the other: registers */
+                                                 /* one after the other: saves registers */
+                                                 t);
     TKVCU_UNROLL
     for (p = 0; p < 4; p++) TKVCU_UNROLL
     for (nt = 0; nt < NT; nt++) TKVCU_UNROLL
@@ -1974,7 +1981,7 @@ TKVCU_DEVICE void tkvcu_multiply_k_with_tops(int32_t sum[4][NT][4], tkvcu_addres
     if (NT > 1) tkvcu_multiply_k_fields<D, W, STRIDE, 0, NT>(sum, tops, codes, at, 0, q, n, g, t);
 }
 
-/* s += weight times a part's sums, high and low bytes together. */
+/* Adds weight * sums of a field to s, and joins the limbs. */
 template <int W, int NT>
 TKVCU_DEVICE void tkvcu_add_k_sums(float s[4][NT][2], const int32_t sum[4][NT][4], float weight) {
     int p, nt, i;
@@ -1986,8 +1993,8 @@ TKVCU_DEVICE void tkvcu_add_k_sums(float s[4][NT][2], const int32_t sum[4][NT][4
                            weight / (float)(1 << tkvcu_k_field_bit<W>(p)), s[p][nt][i]);
 }
 
-/* s += codes q of all slabs; widths follow one another, widest first, then what is one bit of each (core/tile.h).
- * A sum stays below 2^31: q is at most TKVCU_Q_MAX, a code at its place 496, and there are 128 channels. */
+/* Adds codes * q of all slabs to s. Widths follow one another, widest first, then the 1-bit fields
+ * (core/tile.h). A sum stays below 2^31: |q| <= TKVCU_Q_MAX, a code at its bit <= 496, 128 channels. */
 template <int D, int NT>
 TKVCU_DEVICE void tkvcu_multiply_k_codes(const tkvcu_side &side, float s[4][NT][2], tkvcu_address codes,
                                          const uint32_t *q, int g, int t) {
@@ -2029,9 +2036,9 @@ TKVCU_DEVICE void tkvcu_multiply_k_codes(const tkvcu_side &side, float s[4][NT][
     }
 }
 
-/* What a block of A adds to the codes of a channel, in units of its scale (formats/a.h): offset / 8 - middle,
- * or offset / 4 where codes have 6 bits; the same for all tokens, exact. Channels without codes have queries
- * 0 here. */
+/* Multiplies the offsets of A (formats/a.h). In units of the scale, a channel adds offset / 8 - middle to its
+ * codes, or offset / 4 - middle with 6 bits. This is equal for all tokens, and exact. Channels without codes
+ * have q = 0 here. */
 template <int D, int NT>
 TKVCU_DEVICE void tkvcu_multiply_k_offsets(const tkvcu_side &side, float s[NT], const uint8_t *slot,
                                            const uint32_t *max_codes, const uint32_t *q, int t) {
@@ -2051,7 +2058,7 @@ TKVCU_DEVICE void tkvcu_multiply_k_offsets(const tkvcu_side &side, float s[NT], 
         }
     }
     TKVCU_ROLL
-    for (k = 0; k < side.slabs[6]; k++) { /* once more */
+    for (k = 0; k < side.slabs[6]; k++) { /* 6 bits: a second time, for offset / 4 */
         const uint32_t a[4] = {tkvcu_load_u32(slot, (uint32_t)(D + 16 * k + 4 * t)), 0, 0, 0};
         TKVCU_UNROLL
         for (nt = 0; nt < NT; nt++) {
@@ -2065,8 +2072,9 @@ TKVCU_DEVICE void tkvcu_multiply_k_offsets(const tkvcu_side &side, float s[NT], 
             0.125f * (float)(256 * sum[nt][0] + sum[nt][1]) - 0.5f * (float)(256 * sum[nt][2] + sum[nt][3]);
 }
 
-/* Products with q of what is the same for all tokens and has no scale, onto the static means': */
-/* KIVI's zeros. A lane takes 8 channels; rows g get those of its words 0 and 2, rows g + 8 of 1 and 3. */
+/* The next functions add products of q with terms without scale. These are equal for all tokens of a key tile. */
+/* Multiplies KIVI's zeros. A lane takes 8 channels. Rows g get the products of its words 0 and 2, rows g + 8 of
+ * 1 and 3. */
 template <int D, int NT>
 TKVCU_DEVICE void tkvcu_multiply_k_zeros(float s[NT], const uint8_t *slot,
                                          const tkvcu_attend_shared<D, NT> &b, const tkvcu_lane &me) {
@@ -2093,7 +2101,7 @@ TKVCU_DEVICE void tkvcu_multiply_k_zeros(float s[NT], const uint8_t *slot,
             b.q16_ratio[4 * nt + me.t] * ((first[nt][0] + first[nt][1]) + (second[nt][2] + second[nt][3]));
 }
 
-/* Means of A's channels without codes. */
+/* Multiplies the means of A's channels without codes. */
 template <int D, int NT>
 TKVCU_DEVICE void tkvcu_multiply_k_means(const tkvcu_side &side, float s[NT], const uint8_t *slot,
                                          const tkvcu_attend_shared<D, NT> &b, const tkvcu_lane &me) {
@@ -2103,7 +2111,7 @@ TKVCU_DEVICE void tkvcu_multiply_k_means(const tkvcu_side &side, float s[NT], co
     for (nt = 0; nt < NT; nt++) TKVCU_UNROLL
     for (i = 0; i < 4; i++) sum[nt][i] = 0.0f;
     TKVCU_ROLL
-    for (k = D / 16 - side.slabs[0]; k < D / 16; k++) { /* low bytes, then high ones */
+    for (k = D / 16 - side.slabs[0]; k < D / 16; k++) { /* low bytes, then high bytes */
         const uint32_t at = (uint32_t)(16 * k + 4 * tkvcu_keep_in_register(me.t));
         const uint32_t low = tkvcu_load_u32(slot, at), high = tkvcu_load_u32(slot, D + at);
         const uint32_t x = tkvcu_prmt(low, high, 0x5140), y = tkvcu_prmt(low, high, 0x7362),
@@ -2119,9 +2127,10 @@ TKVCU_DEVICE void tkvcu_multiply_k_means(const tkvcu_side &side, float s[NT], co
     for (nt = 0; nt < NT; nt++) s[nt] += b.q16_ratio[4 * nt + me.t] * (sum[nt][0] + sum[nt][1]);
 }
 
-/* >>softmax. Of each unit by itself, its largest weight 1; then it joins what there is. */
-/* Maxima of the columns of a unit (in all lanes of a column): moves the running ones where they grew by
- * much, or began. f: what weights of the unit count in units of the running maximum. */
+/* >>softmax. The weights of a key tile are relative to its own maximum. A factor converts them to the running
+ * maximum. */
+/* Updates the running maxima with those of a key tile, `most`, equal in all lanes of a column. They move only if
+ * they grow by more than 4. f receives the factor of the key tile's weights. */
 template <int D, int NT, int VG>
 TKVCU_DEVICE void tkvcu_update_max(tkvcu_partials<D, NT, VG> &u, const float most[NT], float f[NT]) {
     int nt, i, k, grew = 0;
@@ -2144,22 +2153,22 @@ TKVCU_DEVICE void tkvcu_update_max(tkvcu_partials<D, NT, VG> &u, const float mos
     for (nt = 0; nt < NT; nt++) f[nt] = tkvcu_ex2(most[nt] - u.soft.m[nt]);
 }
 
-/* Of the lanes of a column. */
+/* Returns the maximum over the lanes of a column. */
 TKVCU_DEVICE float tkvcu_reduce_column_max(float x) {
     x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 4));
     x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 8));
     return fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 16));
 }
 
-/* >>V: whole numbers too. Weight times the token's scale has 16 bits, two columns of bytes; the unit's
- * largest is TKVCU_P_MAX. */
+/* >>V. weight * scale of the token is a 16-bit integer, too, as two limbs of 8 bits. The largest of the key tile
+ * is TKVCU_P_MAX. */
 template <int VG>
 TKVCU_DEVICE void tkvcu_load_v_scales(const tkvcu_side &s, const uint8_t *slot, tkvcu_f32x2 *out, int lane,
                                       const float *v_log) {
     int i;
     if (s.kind == TKVCU_KIVI) {
         TKVCU_UNROLL
-        for (i = 0; i < 2 * VG; i++) { /* scales of the groups, then their zeros */
+        for (i = 0; i < 2 * VG; i++) { /* scales of all groups, then zeros */
             const uint32_t x = tkvcu_load_u32(slot, (uint32_t)(128 * i + 4 * lane));
             const tkvcu_f32x2 y = {tkvcu_f16_lo(x), tkvcu_f16_lo(x >> 16)};
             out[32 * i + lane] = y;
@@ -2171,10 +2180,10 @@ TKVCU_DEVICE void tkvcu_load_v_scales(const tkvcu_side &s, const uint8_t *slot, 
     }
 }
 
-/* Weights p of the lane's tokens (slab, column, word) times their scales, as second operands: b[m] has the
- * tokens of planes 2 m and 2 m + 1 of tile t, column g: high bytes of column g / 2, or low ones. smaller: by
- * so much, as an exponent, those of this lane's plane (unpack.h). unit: what 1 of them is. sum: of weights
- * times scales, this lane's. */
+/* Multiplies the weights p of the lane's tokens (slab, column, word) by their scales, and makes second operands.
+ * b[m] has planes 2 m and 2 m + 1 of tile t in column g: high limbs of column g / 2 if g is even, else low
+ * limbs. `smaller` is the exponent that divides the weights of this lane's plane (unpack.h). `unit` receives the
+ * value of integer 1. `sum` receives the sum of weight * scale over this lane's tokens. */
 template <int NT>
 TKVCU_DEVICE void tkvcu_make_p_limbs(const float p[4][NT][2], const tkvcu_f32x2 *scale, uint8_t *memory,
                                      uint32_t smaller, uint32_t b[2][NT][2], float unit[NT], float sum[NT],
@@ -2216,7 +2225,7 @@ TKVCU_DEVICE void tkvcu_make_p_limbs(const float p[4][NT][2], const tkvcu_f32x2 
     }
 }
 
-/* o += a slab's sums, high and low bytes together. */
+/* Adds the sums of a slab to o, and joins the limbs. */
 template <int D, int NT, int VG>
 TKVCU_DEVICE void tkvcu_add_v_sums(tkvcu_partials<D, NT, VG> &u, int slab, const int32_t sum[NT][4],
                                    const float unit[NT]) {
@@ -2228,7 +2237,7 @@ TKVCU_DEVICE void tkvcu_add_v_sums(tkvcu_partials<D, NT, VG> &u, int slab, const
             fmaf((float)(256 * sum[nt][2 * i] + sum[nt][2 * i + 1]), unit[nt], u.o[slab][nt][i]);
 }
 
-/* All slabs of V, width W. Groups of channels have weights of their own. */
+/* Multiplies all slabs of V with codes of width W. Each group of channels has its own weights. */
 template <int D, int W, int NT, int VG>
 TKVCU_DEVICE void tkvcu_multiply_v_codes(tkvcu_partials<D, NT, VG> &u, const tkvcu_v_addresses &at,
                                          const uint32_t b[VG][2][NT][2], const float unit[VG][NT], int g,
@@ -2256,7 +2265,7 @@ TKVCU_DEVICE void tkvcu_multiply_v_codes(tkvcu_partials<D, NT, VG> &u, const tkv
     }
 }
 
-/* The same of R with pairs: 16 lanes of a tile are channels of two slabs. */
+/* The same for R with pairs: the 16 words of a tile are channels of two slabs. */
 template <int D, int NT, int VG>
 TKVCU_DEVICE void tkvcu_multiply_v_pairs(tkvcu_partials<D, NT, VG> &u, const tkvcu_v_addresses &at,
                                          const uint32_t b[2][NT][2], const float unit[NT], int g, int t) {
@@ -2296,7 +2305,7 @@ TKVCU_DEVICE void tkvcu_multiply_v_pairs(tkvcu_partials<D, NT, VG> &u, const tkv
     }
 }
 
-/* >>units */
+/* >>scores and values of a key tile */
 TKVCU_DEVICE int tkvcu_find_query_position(const tkvcu_job &j, const tkvcu_task &k, int column) {
     return k.visible.len - j.n_queries + (k.column + column) / k.group;
 }
@@ -2305,8 +2314,8 @@ TKVCU_DEVICE int tkvcu_can_see(const tkvcu_job &j, int query, int position) {
     return position <= query && (j.window == 0 || position > query - j.window);
 }
 
-/* Sums of a coded unit become weights: s[slab of 16 tokens][n-tile][word]. A score is q's unit times s, and
- * base. */
+/* Turns the sums of a coded key tile, s[slab of 16 tokens][n-tile][word], into weights. A product q.k is unit *
+ * s + base, in units of q. */
 template <int D, int NT, int VG>
 TKVCU_DEVICE void tkvcu_softmax_step(const tkvcu_job &j, const tkvcu_attend_shared<D, NT> &b,
                                      tkvcu_partials<D, NT, VG> &u, float s[4][NT][2], float unit,
@@ -2337,7 +2346,8 @@ TKVCU_DEVICE void tkvcu_softmax_step(const tkvcu_job &j, const tkvcu_attend_shar
         TKVCU_UNROLL
         for (nt = 0; nt < NT; nt++) {
             const int query = tkvcu_find_query_position(j, k, 4 * nt + t);
-            if (times[nt] == 0.0f) times[nt] = 1e-37f; /* times infinity that shall be no weight */
+            /* 0 times infinity would be NaN */
+            if (times[nt] == 0.0f) times[nt] = 1e-37f;
             TKVCU_UNROLL
             for (p = 0; p < 4; p++) TKVCU_UNROLL
             for (i = 0; i < 2; i++)
@@ -2346,7 +2356,7 @@ TKVCU_DEVICE void tkvcu_softmax_step(const tkvcu_job &j, const tkvcu_attend_shar
     }
     TKVCU_UNROLL
     for (nt = 0; nt < NT; nt++) {
-        float x = TKVCU_LEAST_SUM; /* where nothing is seen that is what weights are taken from: they are 0 */
+        float x = TKVCU_LEAST_SUM; /* if no key is visible, weights are relative to this, and become 0 */
         TKVCU_UNROLL
         for (p = 0; p < 4; p++) x = fmaxf(fmaxf(x, s[p][nt][0]), s[p][nt][1]);
         x = tkvcu_reduce_column_max(x);
@@ -2367,7 +2377,7 @@ TKVCU_DEVICE void tkvcu_softmax_step(const tkvcu_job &j, const tkvcu_attend_shar
     }
 }
 
-/* One side of a coded unit that lies in `slot`. s: weights, f: what they count, for V. */
+/* Scores a coded key tile in `slot`. s receives the weights, f their factor. */
 template <int D, int NT, int VG>
 TKVCU_DEVICE void tkvcu_score_coded_k(const tkvcu_job &j, const tkvcu_attend_shared<D, NT> &b,
                                       const tkvcu_lane &me, tkvcu_partials<D, NT, VG> &u, float s[4][NT][2],
@@ -2417,7 +2427,7 @@ TKVCU_DEVICE void tkvcu_add_coded_v(const tkvcu_attend_shared<D, NT> &b, const t
     __syncwarp();
     TKVCU_UNROLL
     for (i = 0; i < VG; i++) {
-        if (i > 0 && !kivi) { /* one group here */
+        if (i > 0 && !kivi) { /* this format has one group */
             TKVCU_UNROLL
             for (nt = 0; nt < NT; nt++) {
                 TKVCU_UNROLL
@@ -2453,8 +2463,8 @@ TKVCU_DEVICE void tkvcu_add_coded_v(const tkvcu_attend_shared<D, NT> &b, const t
     else tkvcu_multiply_v_codes<D, 8, NT, VG>(u, me.v_at, w, unit, me.g, me.t);
 }
 
-/* >>16 exact tokens: products of 16-bit values. Rows g and g + 8 are tokens, or channels, g and g + 8; a
- * query, or a weight, goes in as what its 16 bits hold and what they leave: again two columns. */
+/* >>16 exact tokens: products of 16-bit values. Rows g and g + 8 of the first operand are tokens (K) or channels
+ * (V). A query or weight is split into two 16-bit limbs, again as two columns. */
 template <int D> TKVCU_DEVICE const uint8_t *tkvcu_find_chunk(const uint8_t *slot, int row, int chunk) {
     return slot + row * (2 * D) + 16 * (chunk ^ (row & (D % 64 ? 3 : 7)));
 }
@@ -2464,7 +2474,7 @@ TKVCU_DEVICE void tkvcu_mma_16(float c[4], const uint32_t a[4], const uint32_t b
     else tkvcu_mma_f16(c, a, b);
 }
 
-/* Two values in 16 bits each, or what is left of them then. */
+/* Returns two values as 16-bit floats (the high limb), or the errors of this rounding (the low limb). */
 TKVCU_DEVICE uint32_t tkvcu_take_limb16(float x, float y, int low, int bf16) {
     uint32_t two = bf16 ? tkvcu_pack_bf16x2(x, y) : tkvcu_pack_f16x2(x, y);
     if (!low) return two;
@@ -2549,23 +2559,23 @@ TKVCU_DEVICE void tkvcu_add_exact_v(const tkvcu_attend_shared<D, NT> &b, const t
     }
 }
 
-/* >>runs: units of one region and one version, so that all is read in one way */
-/* Row of a column's query. */
+/* >>key ranges: key tiles of one region and one table version */
+/* Returns the index of a column's query in d_q. */
 TKVCU_DEVICE size_t tkvcu_find_query(const tkvcu_job &j, const tkvcu_task &k, int column) {
     const size_t row = (size_t)k.entry * (size_t)j.n_queries + (size_t)(column / k.group);
     const size_t head = (size_t)(k.head * k.group + column % k.group);
     return (row * (size_t)j.view.n_heads + head) * (size_t)j.view.head_dim;
 }
 
-/* The power of two that x, which is not negative, is 1 to 2 times; 0: `otherwise`. */
+/* Returns the largest power of two that is at most x. x must not be negative; 0 gives `otherwise`. */
 TKVCU_DEVICE float tkvcu_floor_power(float x, float otherwise) {
     const uint32_t bits = tkvi_bits(x) & 0x7f800000u;
     if (bits == 0) return otherwise;
     return tkvi_from_bits(bits < 0x7e800000u ? bits : 0x7e800000u);
 }
 
-/* Queries in the orders that their products want, with the sign of the scale: channels in the run's order,
- * or as they come for exact rows. By all threads. */
+/* Stores the queries in the orders of their products, with the sign of the scale. Channels are in the order of
+ * the key range, or in natural order for exact rows. All threads call it. */
 template <int D, int NT>
 TKVCU_DEVICE void tkvcu_prepare_queries(const tkvcu_job &j, tkvcu_attend_shared<D, NT> &b) {
     const tkvcu_side &side = b.side[0];
@@ -2573,8 +2583,10 @@ TKVCU_DEVICE void tkvcu_prepare_queries(const tkvcu_job &j, tkvcu_attend_shared<
     const int tid = (int)threadIdx.x, exact = side.kind == TKVCU_EXACT;
     const uint8_t *order = side.table >= 0 && !exact ? j.view.order + side.table : NULL;
     int i, c, r;
-    for (i = tid / 32; i < 4 * NT; i += TKVCU_WARPS) { /* a warp a column: its unit, static means */
-        const float sign = k.column + i >= k.columns ? 0.0f : j.scale < 0.0f ? -1.0f : 1.0f; /* 0: nobody's */
+    for (i = tid / 32; i < 4 * NT; i += TKVCU_WARPS) { /* a warp per column: its unit, and the means */
+        const float sign = k.column + i >= k.columns ? 0.0f
+                           : j.scale < 0.0f          ? -1.0f
+                                                     : 1.0f; /* 0: unused column */
         const float times = fabsf(j.scale) * (j.softcap > 0.0f ? 1.0f / j.softcap : TKVCU_LOG2E);
         const uint8_t *meta = k.from[0] - 2048 + side.code_bytes;
         float sum = 0.0f, most = 0.0f, product = 0.0f, q_unit, q16_unit;
@@ -2584,7 +2596,8 @@ TKVCU_DEVICE void tkvcu_prepare_queries(const tkvcu_job &j, tkvcu_attend_shared<
                 const int channel = order ? order[c] : c;
                 const float x = tkvcu_load_element(j.q, j.type, at + (size_t)channel);
                 const uint32_t bits = tkvi_bits(x) & 0x7fffffffu;
-                float scale = 0.0f; /* the run's first block's: later ones will be near it */
+                /* scale in the first block of the range: later blocks have similar scales */
+                float scale = 0.0f;
                 if (side.kind == TKVCU_KIVI) scale = tkvcu_f16_lo(((const uint16_t *)(const void *)meta)[c]);
                 else if (side.kind == TKVCU_A && c < D - 16 * side.slabs[0])
                     scale = tkvcu_decode_log(meta[c], side.top, b.mantissa);
@@ -2599,7 +2612,8 @@ TKVCU_DEVICE void tkvcu_prepare_queries(const tkvcu_job &j, tkvcu_attend_shared<
         q16_unit = tkvcu_floor_power(tkvcu_warp_max(most), 1.0f);
         q_unit = tkvcu_floor_power(tkvcu_warp_max(product), q16_unit);
         if (tid % 32 ==
-            0) { /* what is no number stays in its column: those of all columns have a unit in common */
+            /* NaN and infinity stay in their column, although the columns share a unit */
+            0) {
             b.logit_scale[i] = sum == sum ? q_unit * times : NAN;
             b.mean[i] = sign * sum / q_unit;
             b.q16_ratio[i] = q16_unit / q_unit;
@@ -2626,7 +2640,7 @@ TKVCU_DEVICE void tkvcu_prepare_queries(const tkvcu_job &j, tkvcu_attend_shared<
         }
         if (!low)
             b.q[t % 2][tkvcu_find_q_index<D>(nt, 2 * slab + t / 2, lane / 8)] =
-                x; /* not used of exact rows */
+                x; /* not used for exact rows */
         to.x = tkvcu_take_limb16(y.x[0], y.x[1], low, bf16);
         to.y = tkvcu_take_limb16(y.x[2], y.x[3], low, bf16);
         if (!exact && side.kind == TKVCU_KIVI)
@@ -2649,13 +2663,13 @@ TKVCU_DEVICE void tkvcu_prepare_queries(const tkvcu_job &j, tkvcu_attend_shared<
     }
 }
 
-/* Rows of the task's region that are there, from 16 exact ones' first on. */
+/* Returns the number of exact rows from key tile `unit` to the end of the task's region. */
 TKVCU_DEVICE int tkvcu_n_rows_left(const tkvcu_job &j, const tkvcu_task &k, int unit) {
     const int sinks = tkvi_min(j.view.sinks, k.visible.len);
     return (k.region == TKVCU_SINKS ? sinks : k.visible.len - j.view.sinks) - 16 * unit;
 }
 
-/* K (which = 0) or V of unit number nth of the task's run, if it has so many, begins to come into its slot. */
+/* Starts the copy of K (which = 0) or V of key tile nth of the range, if it has that many. */
 template <int D, int EXACT>
 TKVCU_DEVICE void tkvcu_prefetch_side(const tkvcu_job &j, const tkvcu_task &k, const tkvcu_lane &me,
                                       int which, int nth) {
@@ -2673,14 +2687,13 @@ TKVCU_DEVICE void tkvcu_prefetch_side(const tkvcu_job &j, const tkvcu_task &k, c
     tkvcu_cp_async_commit();
 }
 
-/* What was asked for has come, and nobody uses the side before it any more: that slot and the warp's work
- * are free. */
+/* Waits for the copies. All lanes are then done with the previous side: its slot and `work` are free. */
 TKVCU_DEVICE void tkvcu_wait_copies(void) {
     tkvcu_cp_async_wait<0>();
     __syncwarp();
 }
 
-/* The task's run; its sides are in b. V comes while K is worked at, and the next K while V is. */
+/* Attends to the key range whose sides are in b. V is copied during the work on K, and the next K during V. */
 template <int D, int NT, int VG, int EXACT>
 TKVCU_DEVICE void tkvcu_attend_key_range(const tkvcu_job &j, tkvcu_attend_shared<D, NT> &b,
                                          const tkvcu_lane &me, tkvcu_partials<D, NT, VG> &u) {
@@ -2705,7 +2718,7 @@ TKVCU_DEVICE void tkvcu_attend_key_range(const tkvcu_job &j, tkvcu_attend_shared
     }
 }
 
-/* Blocks from `block` on, at most n, that have its version. */
+/* Returns the number of blocks from `block` on, at most n, that have its table version. */
 template <int D, int NT>
 TKVCU_DEVICE int tkvcu_n_same_version(const tkvcu_job &j, tkvcu_attend_shared<D, NT> &b, int block, int n) {
     const uint8_t *version =
@@ -2722,7 +2735,7 @@ TKVCU_DEVICE int tkvcu_n_same_version(const tkvcu_job &j, tkvcu_attend_shared<D,
     return n;
 }
 
-/* >>the end of a part: its warps' sums as one, into the workspace [slot][columns of the block][m, l, o ...] */
+/* >>end of a section: the joined partial results of the warps go to the workspace, [slot][column][m, l, o ...] */
 template <int D, int NT, int VG>
 TKVCU_DEVICE void tkvcu_write_partials(const tkvcu_job &j, tkvcu_attend_shared<D, NT> &b,
                                        const tkvcu_lane &me, tkvcu_partials<D, NT, VG> &u, uint8_t *warps,
@@ -2750,10 +2763,11 @@ TKVCU_DEVICE void tkvcu_write_partials(const tkvcu_job &j, tkvcu_attend_shared<D
         for (c = 0; c < D / 16; c++) TKVCU_UNROLL
         for (i = 0; i < 2; i++)
             column[2 + 16 * c + (exact ? me.g + 8 * i : 2 * me.g + i)] =
-                u.o[c][nt][i] + u.zero[16 * c * VG / D][nt]; /* 0 where there is nothing of that kind */
+                u.o[c][nt][i] + u.zero[16 * c * VG / D][nt]; /* zero is 0 if the format has none */
     }
     __syncthreads();
-    for (i = (int)threadIdx.x; i < 4 * NT * (D + 1); i += TKVCU_THREADS) { /* l counts as an output */
+    for (i = (int)threadIdx.x; i < 4 * NT * (D + 1);
+         i += TKVCU_THREADS) { /* l is treated as one more output */
         const int column = i / (D + 1), at = i % (D + 1);
         float m = TKVCU_MASKED_LOGIT, sum = 0.0f;
         for (w = 0; w < TKVCU_WARPS; w++)
@@ -2768,7 +2782,7 @@ TKVCU_DEVICE void tkvcu_write_partials(const tkvcu_job &j, tkvcu_attend_shared<D
     __syncthreads();
 }
 
-/* The next part that the block has units of; left: 0 if there is none. By one thread. */
+/* Finds the next section with key tiles of this thread block. left = 0: none. One thread calls it. */
 template <class Task> TKVCU_DEVICE void tkvcu_next_section(const tkvcu_job &j, Task &task, const int *ends) {
     Task k = task;
     int per;
@@ -2788,7 +2802,7 @@ template <class Task> TKVCU_DEVICE void tkvcu_next_section(const tkvcu_job &j, T
     task = k;
 }
 
-/* The next run of the part, its sides and queries. By all threads. */
+/* Begins the next key range of the section: its sides and queries. All threads call it. */
 template <int D, int NT>
 TKVCU_DEVICE void tkvcu_next_key_range(const tkvcu_job &j, tkvcu_attend_shared<D, NT> &b) {
     const tkvcu_task &k = b.task;
@@ -2808,7 +2822,8 @@ TKVCU_DEVICE void tkvcu_next_key_range(const tkvcu_job &j, tkvcu_attend_shared<D
         n = tkvcu_n_same_version(j, b, first, n);
     }
     ring_tiles =
-        (region < TKVCU_SINKS ? 1 : 4) * j.view.ring[region]; /* in units; behind the last one is the first */
+        /* length of the ring in key tiles; after the last place comes the first */
+        (region < TKVCU_SINKS ? 1 : 4) * j.view.ring[region];
     ring_tile = first % ring_tiles;
     n = tkvi_min(n, ring_tiles - ring_tile);
     __syncthreads();
@@ -2835,7 +2850,7 @@ TKVCU_DEVICE void tkvcu_next_key_range(const tkvcu_job &j, tkvcu_attend_shared<D
     __syncthreads();
 }
 
-/* Ends of the entries: a running sum of their units, 32 at a time, by one warp. */
+/* Computes ends[entry], the running sum of key tiles over the entries, 32 at a time. One warp calls it. */
 TKVCU_DEVICE void tkvcu_find_ends(const tkvcu_job &j, int *ends, int lane) {
     int sum = 0, e, i;
     for (e = 0; e < j.n_entries; e += 32) {
@@ -2853,16 +2868,16 @@ TKVCU_DEVICE void tkvcu_find_ends(const tkvcu_job &j, int *ends, int lane) {
     }
 }
 
-/* Blocks of threads that a multiprocessor shall hold: as many as leave registers for all that is in use. */
+/* Thread blocks per multiprocessor that the register limit must allow. */
 #if defined __CUDA_ARCH__ && __CUDA_ARCH__ < 900
-#define TKVCU_RESIDENT(NT)                                                                                   \
-    ((NT) == 2 ? 2 : 3) /* their shared memory has room for no more with head_dim 128 */
+#define TKVCU_RESIDENT(NT) /* with head_dim 128, shared memory has no space for more */
+((NT) == 2 ? 2 : 3)
 #else
 #define TKVCU_RESIDENT(NT) ((NT) == 2 ? 3 : 4)
 #endif
 
-template <int D, int NT, int VG>
-__global__ void __launch_bounds__(TKVCU_THREADS, TKVCU_RESIDENT(NT)) tkvcu_attend_kernel(tkvcu_job j) {
+    template <int D, int NT, int VG>
+    __global__ void __launch_bounds__(TKVCU_THREADS, TKVCU_RESIDENT(NT)) tkvcu_attend_kernel(tkvcu_job j) {
     TKVCU_SHARED(uint8_t, shared);
     tkvcu_attend_shared<D, NT> &b = *(tkvcu_attend_shared<D, NT> *)(void *)shared;
     int *ends = (int *)(void *)(shared + sizeof b); /* [n_entries] */
@@ -2905,9 +2920,9 @@ __global__ void __launch_bounds__(TKVCU_THREADS, TKVCU_RESIDENT(NT)) tkvcu_atten
 #endif /* TKVCU_ATTEND_H */
 /* ======== combine.h ======== */
 /*
- * combine.h - the partial results of attend.h as one: output and log-sum-exp of each query head. A thread
- * block per (entry, query, head), a thread per channel. What the R formats have rotated is summed up apart
- * and reordered back once.
+ * combine.h - merges the partial results of attend.h into output and log-sum-exp of each query head. One thread block
+ * works on one (entry, query, head), one thread on one channel. Results in the rotated basis of R formats are summed
+ * separately, and rotated back once.
  */
 #ifndef TKVCU_COMBINE_H
 #define TKVCU_COMBINE_H
@@ -2915,7 +2930,7 @@ __global__ void __launch_bounds__(TKVCU_THREADS, TKVCU_RESIDENT(NT)) tkvcu_atten
 
 #define TKVCU_COMBINE_THREADS 128
 
-/* A window of core/rotate.h over x[0 .. n-1] in shared memory, by n / 2 threads. */
+/* Rotates a window x[0 .. n-1] in shared memory by core/rotate.h, without signs. Uses n / 2 threads. */
 TKVCU_DEVICE void tkvcu_rotate_window(float *x, int n, int log2n) {
     const int tid = (int)threadIdx.x;
     int h;
@@ -2944,8 +2959,7 @@ __global__ void __launch_bounds__(TKVCU_COMBINE_THREADS)
     const size_t row = (size_t)entry * (size_t)j.n_queries + (size_t)query;
     const size_t column_floats = (size_t)(dim + 2),
                  slot_floats = (size_t)(column_tiles * columns) * column_floats;
-    const float *first_slot =
-        j.partial + (size_t)column * column_floats; /* in slot 0: chunks follow one another */
+    const float *first_slot = j.partial + (size_t)column * column_floats; /* start of the column in slot 0 */
     tkvcu_visible visible;
     int first[TKVCU_SECTIONS], last[TKVCU_SECTIONS];
     float sum[2], l = 0.0f, top = TKVCU_INITIAL_MAX, sink = TKVCU_MASKED_LOGIT;
@@ -2967,7 +2981,7 @@ __global__ void __launch_bounds__(TKVCU_COMBINE_THREADS)
         __syncthreads();
     }
     total = all[0];
-    blocks = total < j.blocks ? total : j.blocks; /* tkvcu_first_key_tile */
+    blocks = total < j.blocks ? total : j.blocks; /* as in tkvcu_first_key_tile */
     visible = tkvcu_find_visible(j, entry);
     if (visible.seq < 0) {
         if (tid == 0 && j.entries[entry] >= 0) atomicOr(j.flags, TKVCU_FLAG_SEQUENCE);
@@ -2975,7 +2989,7 @@ __global__ void __launch_bounds__(TKVCU_COMBINE_THREADS)
     }
     tile = before[0] + head / group * tkvcu_n_key_tiles(visible);
     first_slot += (size_t)((entry * heads + head / group) * TKVCU_SECTIONS) * slot_floats;
-    for (section = 0; section < TKVCU_SECTIONS; section++) { /* blocks of the grid that worked at it */
+    for (section = 0; section < TKVCU_SECTIONS; section++) { /* thread blocks that worked on the section */
         first[section] = 1;
         last[section] = 0;
         if (visible.key_tiles[section] == 0) continue;
@@ -3012,7 +3026,7 @@ __global__ void __launch_bounds__(TKVCU_COMBINE_THREADS)
     tkvcu_rotate_window(x, 1 << c, c);
     if (tid < dim) {
         const float y = tkvi_signs[tid / 32] >> tid % 32 & 1 ? -x[tid] : x[tid];
-        const float out = l != 0.0f ? (sum[0] + y) / l : 0.0f; /* a NaN stays one */
+        const float out = l != 0.0f ? (sum[0] + y) / l : 0.0f; /* a NaN in l stays a NaN */
         tkvcu_store_element(j.out, j.type,
                             (row * (size_t)j.view.n_heads + (size_t)head) * (size_t)dim + (size_t)tid, out);
     }
@@ -3033,7 +3047,7 @@ typedef struct tkvcu_attend_call {
     float scale, softcap;
 } tkvcu_attend_call;
 
-#define TKVCU_MAX_GRID 1024 /* of the grid: what the workspace is for */
+#define TKVCU_MAX_GRID 1024 /* most thread blocks of a grid that the workspace allows */
 
 typedef void (*tkvcu_attend_function)(tkvcu_job);
 
@@ -3043,15 +3057,16 @@ typedef struct tkvcu_grid { /* a launch for 4 or 8 columns */
     int blocks;
 } tkvcu_grid;
 
-typedef struct tkvcu_attend_plan { /* what is the same in all calls */
+typedef struct tkvcu_attend_plan { /* equal for all calls */
     float *partial;
     int n_seqs;
-    int slot_bytes;     /* of shared memory */
-    int groups;         /* of V's channels: 1, or 2 where KIVI has two */
-    tkvcu_grid grid[2]; /* by n-tiles, from 1 */
+    int slot_bytes;     /* of a slot in shared memory */
+    int groups;         /* groups of V channels: 2 for KIVI with head_dim 128, else 1 */
+    tkvcu_grid grid[2]; /* for 1 and 2 n-tiles */
 } tkvcu_attend_plan;
 
-/* Columns: the queries of a group of query heads; 4 or 8 of them to a block of threads. */
+/* Returns the n-tiles per thread block: 1 for up to 4 columns, else 2. Columns are queries times query heads per
+ * KV head. */
 static int tkvcu_n_tiles(const tkv_config *cfg, int n_queries) {
     return cfg->model.n_heads / cfg->model.n_kv_heads * n_queries > 4 ? 2 : 1;
 }
@@ -3061,7 +3076,7 @@ static int tkvcu_n_column_tiles(const tkv_config *cfg, int n_queries) {
     return (cfg->model.n_heads / cfg->model.n_kv_heads * n_queries + columns - 1) / columns;
 }
 
-/* Bytes that attention of up to so many queries needs. */
+/* Computes the workspace for up to max_queries queries. */
 static size_t tkvcu_compute_attend_bytes(const tkv_config *cfg, int n_seqs, int max_queries) {
     const size_t slots = TKVCU_MAX_GRID + (size_t)n_seqs * (size_t)cfg->model.n_kv_heads * TKVCU_SECTIONS;
     const size_t columns =
@@ -3069,8 +3084,8 @@ static size_t tkvcu_compute_attend_bytes(const tkv_config *cfg, int n_seqs, int 
     return slots * columns * (size_t)(cfg->model.head_dim + 2) * sizeof(float);
 }
 
-/* Makes room for sides of these kinds (host memory). Those of A and R: the largest that any table gives a
- * head, 4 bits a value (core/allocate.h), so that a captured launch is right for tables that come later. */
+/* Enlarges the slots for these sides (in host memory). A and R sides get space for 4 bits per value, the most of
+ * any table (core/allocate.h). So a captured launch stays valid for tables that come later. */
 static void tkvcu_widen_attend_plan(tkvcu_attend_plan *s, const tkvcu_side *side, size_t n, int head_dim) {
     size_t i;
     s->slot_bytes = tkvi_max(s->slot_bytes, 32 * head_dim);
@@ -3082,7 +3097,7 @@ static void tkvcu_widen_attend_plan(tkvcu_attend_plan *s, const tkvcu_side *side
     }
 }
 
-/* The kernel for this, and its shared memory. */
+/* Finds the kernel and its shared memory. */
 static tkvcu_attend_function tkvcu_select_attend_kernel(const tkvcu_attend_plan *s, int head_dim, int n_tiles,
                                                         size_t *shared) {
     const struct {
@@ -3104,8 +3119,9 @@ static tkvcu_attend_function tkvcu_select_attend_kernel(const tkvcu_attend_plan 
     return row[i].kernel;
 }
 
-/* Grids for up to so many queries, when all sides were seen. `most`: shared memory of a block, and the limit
- * of every kernel: another cache may use the same one. *fits: there is enough of it. */
+/* Computes the grids for up to max_queries queries, when all sides are known. `most` is the device's shared
+ * memory per thread block. Every kernel gets it as its limit, because caches share kernels. *fits becomes 0 if
+ * it is too small. */
 static cudaError_t tkvcu_prepare_attend(tkvcu_attend_plan *s, const tkv_config *cfg, int max_queries,
                                         int processors, int most, int *fits) {
     cudaError_t e = cudaSuccess;
@@ -3125,7 +3141,7 @@ static cudaError_t tkvcu_prepare_attend(tkvcu_attend_plan *s, const tkv_config *
     return e;
 }
 
-/* What is the same in a call for all kernels. */
+/* Fills the part of a job that both attention kernels share. */
 static tkvcu_job tkvcu_make_job(const tkvcu_attend_plan *s, const tkvcu_view *v, const tkvcu_attend_call *c) {
     tkvcu_job j;
     memset(&j, 0, sizeof j);
@@ -3146,7 +3162,7 @@ static tkvcu_job tkvcu_make_job(const tkvcu_attend_plan *s, const tkvcu_view *v,
     return j;
 }
 
-/* Both kernels. Nothing is allocated or waited for. */
+/* Launches attention and combination. Allocates nothing and does not wait. */
 static cudaError_t tkvcu_launch_attend(const tkvcu_attend_plan *s, const tkvcu_view *v,
                                        const tkvcu_attend_call *c, const tkv_config *cfg,
                                        cudaStream_t stream) {
@@ -3165,22 +3181,22 @@ static cudaError_t tkvcu_launch_attend(const tkvcu_attend_plan *s, const tkvcu_v
 #endif /* TKVCU_COMBINE_H */
 /* ======== prefill.h ======== */
 /*
- * prefill.h - attention of more queries than attend.h takes: a unit's codes become halves once, for many
+ * prefill.h - attention of more queries than attend.h takes. A key tile's codes are converted to fp16 once, for many
  * rows.
  *
- * Units, their cut into ranges, the slots of the workspace and what combine.h makes of them are those of
- * attend.h. Rows are the queries of the KV head's group of query heads: 64 MT of them to a block of threads,
- * 16 MT to a warp, and gridDim.y blocks for all. What a unit's codes cost is paid once for all rows of a
- * block.
+ * Key tiles, their division into ranges and the slots of the workspace are those of attend.h, and combine.h merges
+ * them. Rows are the queries of the query heads that share a KV head. A thread block has 64 MT rows, a warp 16 MT,
+ * and gridDim.y thread blocks cover all rows. All rows of a thread block share the cost of unpacking a key tile.
  *
- *     global --cp.async--> raw bytes of K and V, while the unit before is multiplied
- *     codes, a word of a tile at a time -> tile of K [token][channel], tile of V [channel][token], halves
- *     S = Q K^T, 32 tokens at a time -> softmax in registers -> P, already in the first operand's order -> O += P V
+ *     global --cp.async--> raw bytes of K and V, during the products of the previous key tile
+ *     codes, one word of a tile at a time -> fp16 tiles: K as [token][channel], V as [channel][token]
+ *     S = Q K^T, 32 tokens at a time -> softmax in registers -> P = first operand -> O += P V
  *
- * Halves hold what any cache has because each side's tile is in units of a power of two: of the unit for K,
- * and for V of the sums so far, which follow when it grows. So are queries, row by row. What is alike for
- * all tokens of a unit, the zeros of KIVI and the means of A, does not enter K's tile but is multiplied with
- * q apart: what is rounded is the distance from it. Values of R stay rotated: combine.h turns their sum.
+ * Each tile is in units of a power of two, so fp16 can represent the values of any cache. The unit of K belongs to
+ * the key tile. The unit of V belongs to the sums, and grows with them. Each row of queries has its own unit. Terms
+ * that are equal for all tokens of a key tile (zeros of KIVI, means of A) are not part of K's tile. They are
+ * multiplied by q separately, so that only the difference from them is rounded. Values of R stay rotated; combine.h
+ * rotates their sum back.
  */
 #ifndef TKVCU_PREFILL_H
 #define TKVCU_PREFILL_H
@@ -3192,49 +3208,51 @@ static cudaError_t tkvcu_launch_attend(const tkvcu_attend_plan *s, const tkvcu_v
 #define TKVCU_UNROLL_2
 #endif
 
-#define TKVCU_DECODE_QUERIES 8 /* up to so many are for attend.h */
+#define TKVCU_DECODE_QUERIES 8 /* attend.h takes up to this many */
 #define TKVCU_PREFILL_WARPS 4
 #define TKVCU_PREFILL_THREADS (32 * TKVCU_PREFILL_WARPS)
-#define TKVCU_PREFILL_MAX_ROWS 40960 /* of all blocks of a grid: what the workspace is for */
-#define TKVCU_STRIP 32 /* tokens that have logits at a time; of exact units, those that come at a time */
+#define TKVCU_PREFILL_MAX_ROWS 40960 /* rows of all thread blocks of a grid that the workspace allows */
+#define TKVCU_STRIP 32 /* tokens whose scores are computed together, and exact tokens per copy */
 #define TKVCU_EXPONENT_MIN (-110)
-#define TKVCU_EXPONENT_NONE (-127) /* exponent of sums that nothing has come to */
-#define TKVCU_P_EXPONENT 8.0f      /* weights are 2^8 times what they are: small ones stay normal halves */
+#define TKVCU_EXPONENT_NONE (-127) /* exponent of sums that are still empty */
+/* weights are multiplied by 2^8: small ones stay normal fp16 numbers */
+#define TKVCU_P_EXPONENT 8.0f
 
-struct alignas(16) tkvcu_f16x8 { /* halves */
+struct alignas(16) tkvcu_f16x8 { /* fp16 */
     uint32_t w[4];
 };
 
-struct tkvcu_slab { /* 16 channels of a coded side (of pairs: 32), four tiles */
+struct tkvcu_slab { /* 16 channels of a coded side (pairs: 32), four tiles */
     int width;
-    uint32_t wide, halves; /* bytes from the side's start */
+    uint32_t wide, halves; /* byte offsets in the side */
 };
 
 struct tkvcu_prefill_task {
     tkvcu_visible visible;
     int entry, head, section;
-    int tile, left;          /* unit in the part, and units of it that are still to do */
-    int region, version;     /* of the run, which is read in one way */
-    int first, last;         /* of the run: blocks, or 16 exact rows */
-    int next_tile, end_tile; /* of all units */
-    int group, all_rows;     /* query heads of a KV head; rows of all blocks */
-    int first_row, n_rows;   /* of this block: the first, and how many */
+    int tile, left;          /* next key tile in the section; key tiles left in it */
+    int region, version;     /* of the key range */
+    int first, last;         /* key range: blocks, or groups of 16 exact rows */
+    int next_tile, end_tile; /* in the list of all key tiles */
+    int group, all_rows;     /* query heads per KV head; rows of all thread blocks */
+    int first_row, n_rows;   /* of this thread block */
 };
 
-template <int D, int MT> struct tkvcu_prefill_shared { /* what a block of threads shares */
+template <int D, int MT> struct tkvcu_prefill_shared { /* shared memory of a thread block */
     uint16_t q[64 * MT * D];
     uint16_t k[64 * D], v[64 * D];
-    uint8_t raw[2][68 * D];  /* 8 bits and KIVI's metadata, or 32 exact rows */
-    uint16_t scale[2][128];  /* halves: K by place of the channel, V by [group][token] */
-    uint16_t zero[2][128];   /* the same; K: in units of 1 */
-    uint16_t zero_rest[D];   /* K: what halves leave of it */
-    uint16_t code_offset[D]; /* K: what is added to a code before its scale */
+    uint8_t raw[2][68 * D];  /* 8-bit codes and KIVI's metadata, or 32 exact rows */
+    uint16_t scale[2][128];  /* fp16; K by channel in the order of the side, V by [group][token] */
+    uint16_t zero[2][128];   /* the same; K: in unit 1 */
+    uint16_t zero_rest[D];   /* K: rounding error of zero */
+    uint16_t code_offset[D]; /* K: added to a code before the scale */
     tkvcu_slab slab[2][D / 16];
-    int coded;                   /* K: slabs that have codes */
-    uint32_t pair_table[2][2];   /* R with pairs: coordinates by code, plus 128; first and second channels */
-    float q_unit[64 * MT];       /* of rows: what q has been divided by, */
-    float mean_product[64 * MT]; /* q times the static means, divided as well, */
-    int query[64 * MT];          /* position */
+    int coded; /* K: slabs that have codes */
+    /* R with pairs: coordinates by code, plus 128; of the first and second channels */
+    uint32_t pair_table[2][2];
+    float q_unit[64 * MT];       /* by row: q was divided by it */
+    float mean_product[64 * MT]; /* by row: q * static means, in the same unit */
+    int query[64 * MT];          /* by row: position */
     float max_values[2][TKVCU_PREFILL_WARPS];
     int tail;
     tkvcu_side side[2];
@@ -3247,9 +3265,9 @@ template <int D, int MT> struct tkvcu_row_partials { /* of a lane: rows g and g 
     int top; /* o is in units of 2^top */
 };
 
-/* Tokens that come into the tiles together; rows = 0: no more. */
+/* Tokens that are loaded together. rows = 0: the key range is done. */
 typedef struct tkvcu_strip {
-    int at, key_tiles; /* of the region: blocks, or 16 exact rows */
+    int at, key_tiles; /* in the region: blocks, or groups of 16 exact rows */
     int position, rows;
 } tkvcu_strip;
 
@@ -3257,20 +3275,20 @@ TKVCU_DEVICE float tkvcu_exp2i(int e) {
     return tkvi_from_bits((uint32_t)(127 + tkvi_max(-126, tkvi_min(127, e))) << 23);
 }
 
-/* The same number, but what is worked out from it is worked out here, and not before a loop in registers
- * that the loop then lacks. */
+/* Hides the origin of x. The compiler then computes values derived from it here, not before a loop that lacks
+ * registers. */
 TKVCU_DEVICE int tkvcu_block_hoisting(int x) {
     asm volatile("" : "+r"(x));
     return x;
 }
 
-/* Rows of tiles have their chunks of 16 bytes reordered about: of 8 neighbours, and of every second of 16, they
- * are in all banks. The same every 16 rows. */
+/* Swizzle: returns the offset of a 16-byte chunk in a row of a tile. 8 neighbour rows, and every second of 16
+ * rows, use all banks. The pattern repeats every 16 rows. */
 TKVCU_DEVICE int tkvcu_swizzle_row(int row, int chunk) { return 16 * (chunk ^ ((row ^ (row >> 3 & 1)) & 7)); }
 
-/* >>codes to halves */
-/* Codes of two words of a tile, the first at `wide`; plane p's are the bytes of code[.][p]. half: where the
- * same words lie in the vector with top bits, shifted up by `upper`. */
+/* >>codes to fp16 */
+/* Unpacks two words of a tile, the first at `wide`. The codes of plane p are the bytes of code[..][p]. `half`
+ * points to the same words in the vector of top bits, which are `upper` bits higher. */
 TKVCU_DEVICE void tkvcu_unpack_planes(uint32_t code[2][4], const uint8_t *wide, const uint8_t *half,
                                       int upper, int width) {
     const int low = width == 8 ? 8 : width >= 4 ? 4 : width >= 2 ? 2 : 0;
@@ -3313,21 +3331,22 @@ TKVCU_DEVICE void tkvcu_unpack_planes(uint32_t code[2][4], const uint8_t *wide, 
     }
 }
 
-/* 1024 + code, of bytes 0 and 1, then 2 and 3. */
+/* Returns 1024 + code as fp16: bytes 0 and 1, or 2 and 3. */
 TKVCU_DEVICE uint32_t tkvcu_bytes_to_f16x2(uint32_t bytes, int second) {
     return tkvcu_prmt(bytes, 0x64646464u, second ? 0x4342 : 0x4140);
 }
 
 TKVCU_DEVICE uint32_t tkvcu_add_f16x2(uint32_t x, uint32_t y) { return tkvcu_hfma2(x, 0x3c003c00u, y); }
 
-/* Where the codes of a slab's words 2 g and 2 g + 1 of tile t are. */
+/* Unpacks words 2 g and 2 g + 1 of tile t of a slab. */
 TKVCU_DEVICE void tkvcu_unpack_slab(uint32_t code[2][4], const tkvcu_slab &slab, const uint8_t *raw, int g,
                                     int t) {
     tkvcu_unpack_planes(code, raw + slab.wide + t * (int)tkvi_wide_bytes[slab.width] + 8 * g,
                         raw + slab.halves + t / 2 * 64 + 8 * g, t % 2 * 4, slab.width);
 }
 
-/* K: a warp takes slabs by turns, a lane two tokens of each plane, and the four channels of a tile. */
+/* Converts K. Warps take slabs in turn. A lane converts two tokens of each plane, and the four channels of a
+ * tile. */
 template <int D, int MT>
 TKVCU_DEVICE void tkvcu_expand_k(tkvcu_prefill_shared<D, MT> &s, int warp, int g, int t) {
     uint8_t *tile = (uint8_t *)s.k;
@@ -3356,27 +3375,27 @@ TKVCU_DEVICE void tkvcu_expand_k(tkvcu_prefill_shared<D, MT> &s, int warp, int g
     }
 }
 
-/* Codes 0 .. 7 of a word's bytes as the selector of a look-up. */
+/* Makes the selector of a table look-up from the codes 0 .. 7 in a word's bytes. */
 TKVCU_DEVICE uint32_t tkvcu_make_selector(uint32_t bytes) {
     const uint32_t x = bytes | bytes >> 4;
     return tkvcu_prmt(x, x, 0x0020);
 }
 
-/* V: a lane has two channels of a slab and the 16 tokens of a tile. With pairs, a code is two of four
+/* Converts V. A lane converts two channels of a slab and the 16 tokens of a tile. With pairs, a code gives two
  * channels. */
 template <int D, int MT>
 TKVCU_DEVICE void tkvcu_expand_v(tkvcu_prefill_shared<D, MT> &s, int warp, int g, int t) {
     const tkvcu_side &side = s.side[1];
     const int pairs = side.kind == TKVCU_R && side.half_bits == 3, rotated = side.kind == TKVCU_R;
     const int slabs = pairs ? D / 32 : D / 16;
-    /* what comes off a code's half; of R, whose codes are doubled here, with the middle */
+    /* subtracted from a code's fp16; R: codes are doubled here, so the middle is an integer */
     const float off = pairs ? 1152.0f : rotated ? (float)(1023 + (1 << side.half_bits / 2)) : 1024.0f;
     const uint32_t minus = tkvcu_pack_f16x2(-off, -off);
     uint8_t *tile = (uint8_t *)s.v;
     int n, i, p, h;
     TKVCU_ROLL
     for (n = warp; n < slabs; n += TKVCU_PREFILL_WARPS) {
-        const int group = !rotated && n >= 4; /* 64 channels */
+        const int group = !rotated && n >= 4; /* 64 channels per group */
         const uint16_t *scale = s.scale[1] + 64 * group + 16 * t, *zero = s.zero[1] + 64 * group + 16 * t;
         uint32_t code[2][4];
         tkvcu_unpack_slab(code, s.slab[1][n], s.raw[1], g, t);
@@ -3413,13 +3432,13 @@ TKVCU_DEVICE void tkvcu_expand_v(tkvcu_prefill_shared<D, MT> &s, int warp, int g
     }
 }
 
-/* Two exact values times a power of two, as halves. */
+/* Multiplies two exact values by a power of two. Returns fp16. */
 TKVCU_DEVICE uint32_t tkvcu_rescale_f16x2(uint32_t x, int bf16, float by) {
     if (bf16) return tkvcu_pack_f16x2(tkvcu_bf16_lo(x) * by, tkvcu_bf16_hi(x) * by);
     return by == 1.0f ? x : tkvcu_pack_f16x2(tkvcu_f16_lo(x) * by, tkvcu_f16_lo(x >> 16) * by);
 }
 
-/* Exact rows; zeros where there are none, as products with weights of 0 must be. */
+/* Converts exact rows. Missing rows become zeros: their weights are 0, and 0 * NaN would be NaN. */
 template <int D, int MT>
 TKVCU_DEVICE void tkvcu_expand_exact(tkvcu_prefill_shared<D, MT> &s, int which, int rows, float by, int tid) {
     const int bf16 = s.side[which].bf16;
@@ -3435,7 +3454,7 @@ TKVCU_DEVICE void tkvcu_expand_exact(tkvcu_prefill_shared<D, MT> &s, int which, 
             TKVCU_UNROLL
             for (k = 0; k < 4; k++) x.w[k] = tkvcu_rescale_f16x2(x.w[k], bf16, by);
             *(tkvcu_f16x8 *)(void *)(tile + row * (2 * D) + tkvcu_swizzle_row(row, chunk)) = x;
-        } else if (i < TKVCU_STRIP * D / 16) { /* two channels of eight tokens change places */
+        } else if (i < TKVCU_STRIP * D / 16) { /* two channels of eight tokens are transposed */
             const int row = 2 * (i % (D / 2)), chunk = i / (D / 2);
             TKVCU_UNROLL
             for (k = 0; k < 4; k++) {
@@ -3454,14 +3473,14 @@ TKVCU_DEVICE void tkvcu_expand_exact(tkvcu_prefill_shared<D, MT> &s, int which, 
     }
 }
 
-/* >>what a unit's metadata say */
-/* Must its values be looked at for how large they are? */
+/* >>scales of a key tile */
+/* Tells whether the unit of a side depends on its values. */
 TKVCU_DEVICE int tkvcu_is_measured(const tkvcu_side &side) {
     return side.kind == TKVCU_KIVI || (side.kind == TKVCU_EXACT && side.bf16);
 }
 
-/* The exponent of the units that keep a side's values below 2^15. Logarithmic scales are below 2^top; what
- * they are multiplied with is below 2^6 in A, 2^3 in R. Halves are halves. */
+/* Returns the exponent of the unit that keeps a side's values below 2^15. Logarithmic scales are below 2^top.
+ * Their factors are below 2^6 (A) or 2^3 (R). fp16 sides need no unit. */
 TKVCU_DEVICE int tkvcu_find_exponent(const tkvcu_side &side, float most) {
     if (side.kind == TKVCU_A) return side.top - 9;
     if (side.kind == TKVCU_R) return side.top - 12;
@@ -3473,7 +3492,7 @@ TKVCU_DEVICE float tkvcu_load_f16(const uint8_t *p) {
     return tkvcu_f16_lo(*(const uint16_t *)(const void *)p);
 }
 
-/* Of this thread's channel of K, or tokens of V: scale and zero, and how large the values are. */
+/* Scale and zero of this thread's channel of K or token of V, and a bound of the values. */
 struct tkvcu_side_scale {
     float scale, zero, most;
 };
@@ -3485,12 +3504,12 @@ TKVCU_DEVICE tkvcu_side_scale tkvcu_load_side_scale(tkvcu_prefill_shared<D, MT> 
     const uint8_t *meta = s.raw[which] + (side.kind == TKVCU_EXACT ? 0 : side.code_bytes);
     tkvcu_side_scale x = {0.0f, 0.0f, 0.0f};
     int i;
-    if (side.kind == TKVCU_KIVI && tid < D) { /* tokens of V's groups are as many as channels */
+    if (side.kind == TKVCU_KIVI && tid < D) { /* tokens times groups of V = D */
         const float codes = (float)((1 << side.half_bits / 2) - 1);
         x.scale = tkvcu_load_f16(meta + 2 * tid);
         x.zero = tkvcu_load_f16(meta + 2 * D + 2 * tid);
         x.most = x.scale * codes + (which ? fabsf(x.zero) : 0.0f);
-        if (!which) { /* K's is that of the middle */
+        if (!which) { /* K: zero of the middle code */
             s.code_offset[tid] = (uint16_t)tkvcu_pack_f16x2(-0.5f * codes, 0.0f);
             x.zero = fmaf(0.5f * codes, x.scale, x.zero);
         }
@@ -3500,7 +3519,7 @@ TKVCU_DEVICE tkvcu_side_scale tkvcu_load_side_scale(tkvcu_prefill_shared<D, MT> 
             (float)tkvi_signed_byte(high) / (float)tkvi_a_unit[width] - 0.5f * (float)((1 << width) - 1);
         x.scale = tkvi_log_value(low, side.top);
         s.code_offset[tid] = (uint16_t)tkvcu_pack_f16x2(fine, 0.0f);
-        x.zero = tkvcu_f16_lo((uint32_t)(low | high << 8)); /* of a channel without bits: its mean */
+        x.zero = tkvcu_f16_lo((uint32_t)(low | high << 8)); /* channel without codes: its mean */
     } else if (side.kind == TKVCU_R && tid < TKVI_BLOCK) {
         x.scale = tkvi_log_value(meta[tid], side.top) * (side.half_bits == 3 ? 1.0f / 64.0f : 0.5f);
     } else if (side.kind == TKVCU_EXACT && side.bf16) {
@@ -3513,8 +3532,8 @@ TKVCU_DEVICE tkvcu_side_scale tkvcu_load_side_scale(tkvcu_prefill_shared<D, MT> 
     return x;
 }
 
-/* Scales as halves, in units of 2^x for K, x being returned, and of 2^u.top for V, which moves up if it
- * must. By all threads. */
+/* Computes the fp16 scales: in units of 2^x for K, where x is returned, and of 2^u.top for V. u.top grows if
+ * needed. All threads call it. */
 template <int D, int MT>
 TKVCU_DEVICE int tkvcu_prepare_scales(tkvcu_prefill_shared<D, MT> &s, tkvcu_row_partials<D, MT> &u, int rows,
                                       int tid) {
@@ -3537,7 +3556,8 @@ TKVCU_DEVICE int tkvcu_prepare_scales(tkvcu_prefill_shared<D, MT> &s, tkvcu_row_
     }
     exponent[0] = tkvcu_find_exponent(s.side[0], most[0]);
     if (tkvcu_is_measured(s.side[0]))
-        exponent[0] = tkvi_max(exponent[0], -40); /* halves need no less; zeros times 2^40 */
+        exponent[0] = tkvi_max(exponent[0],
+                               -40); /* smaller units are not needed in fp16; zero * 2^40 must stay finite */
     exponent[1] = tkvcu_find_exponent(s.side[1], most[1]);
     if (exponent[1] > u.top) {
         const float by = tkvcu_exp2i(u.top - exponent[1]);
@@ -3560,7 +3580,7 @@ TKVCU_DEVICE int tkvcu_prepare_scales(tkvcu_prefill_shared<D, MT> &s, tkvcu_row_
 }
 
 /* >>products */
-/* Second operands of two n-tiles: rows first .. first + 15 of a tile, halves 16 step and on. */
+/* Loads second operands of two n-tiles: rows first .. first + 15 of a tile, k = 16 step and on. */
 TKVCU_DEVICE void tkvcu_load_operands(uint32_t b[4], const uint16_t *tile, int stride, int first, int step,
                                       int lane) {
     const int row = lane % 8 + lane / 16 * 8;
@@ -3568,7 +3588,7 @@ TKVCU_DEVICE void tkvcu_load_operands(uint32_t b[4], const uint16_t *tile, int s
                              tkvcu_swizzle_row(row, 2 * step + lane / 8 % 2));
 }
 
-/* First operands: rows of q, channels 16 step and on. */
+/* Loads first operands: rows of q, channels 16 step and on. */
 template <int D>
 TKVCU_DEVICE void tkvcu_load_q_operand(uint32_t a[4], const uint16_t *q, int first, int step, int lane) {
     const int row = lane % 16;
@@ -3578,7 +3598,7 @@ TKVCU_DEVICE void tkvcu_load_q_operand(uint32_t a[4], const uint16_t *q, int fir
 
 TKVCU_DEVICE uint32_t tkvcu_load_f16x2(const uint16_t *p) { return *(const uint32_t *)(const void *)p; }
 
-/* What all tokens of a unit have in common, in the units of the tile's products. */
+/* Multiplies terms that are equal for all tokens of a key tile, in the unit of K's tile. */
 template <int D, int MT>
 TKVCU_DEVICE void tkvcu_multiply_zeros(const tkvcu_prefill_shared<D, MT> &s, float zeros[MT][2], int first,
                                        float by, int lane) {
@@ -3606,7 +3626,7 @@ TKVCU_DEVICE void tkvcu_multiply_zeros(const tkvcu_prefill_shared<D, MT> &s, flo
         zeros[mt][i] = (sum[mt][2 * i] + s.mean_product[first + 16 * mt + 8 * i + lane / 4]) * by;
 }
 
-/* New maxima of the rows: the running ones move where they grew by much, or began. */
+/* Updates the running maxima of the rows. They move only if one grows by more than 4. */
 template <int D, int MT>
 TKVCU_DEVICE void tkvcu_update_row_max(tkvcu_row_partials<D, MT> &u, float most[MT][2]) {
     int mt, i, c, grew = 0;
@@ -3634,7 +3654,7 @@ TKVCU_DEVICE void tkvcu_update_row_max(tkvcu_row_partials<D, MT> &u, float most[
     }
 }
 
-/* The tiles' tokens, for the rows of this warp. */
+/* Attends to the tokens in the tiles, for the rows of this warp. */
 template <int D, int MT>
 TKVCU_DEVICE void tkvcu_attend_strip(const tkvcu_job &j, const tkvcu_prefill_shared<D, MT> &s,
                                      tkvcu_row_partials<D, MT> &u, const tkvcu_strip &strip, int exponent,
@@ -3674,7 +3694,7 @@ TKVCU_DEVICE void tkvcu_attend_strip(const tkvcu_job &j, const tkvcu_prefill_sha
         }
         TKVCU_UNROLL
         for (mt = 0; mt < MT; mt++) TKVCU_UNROLL
-        for (i = 0; i < 2; i++) /* not 0, which times -inf is no number */
+        for (i = 0; i < 2; i++) /* not 0: 0 * -inf would be NaN */
             logit_scale[mt][i] = fmaxf(units * s.q_unit[first + 16 * mt + 8 * i + g], 1.2e-38f);
         if (j.softcap > 0.0f) {
             const float cap = fabsf(j.scale) / j.softcap;
@@ -3689,7 +3709,8 @@ TKVCU_DEVICE void tkvcu_attend_strip(const tkvcu_job &j, const tkvcu_prefill_sha
             TKVCU_UNROLL
             for (mt = 0; mt < MT; mt++) TKVCU_UNROLL
             for (i = 0; i < 2; i++) {
-                const int query = s.query[first + 16 * mt + 8 * i + g] - strip.position - at; /* as a token */
+                const int query =
+                    s.query[first + 16 * mt + 8 * i + g] - strip.position - at; /* index among the tokens */
                 const int last = tkvi_min(query, strip.rows - at - 1),
                           before = query - (j.window ? j.window : query + 1);
                 TKVCU_UNROLL
@@ -3738,8 +3759,9 @@ TKVCU_DEVICE void tkvcu_attend_strip(const tkvcu_job &j, const tkvcu_prefill_sha
     }
 }
 
-/* >>runs: units of one region and one version */
-/* The rows' queries, each warp its own: channels in the order of the run's K, the largest of a row below 2. */
+/* >>key ranges: key tiles of one region and one table version */
+/* Stores the queries of the rows, each warp its own. Channels are in the order of K in the key range. The
+ * largest of a row is below 2. */
 template <int D, int MT>
 TKVCU_DEVICE void tkvcu_store_queries(const tkvcu_job &j, tkvcu_prefill_shared<D, MT> &s, int warp,
                                       int lane) {
@@ -3773,7 +3795,8 @@ TKVCU_DEVICE void tkvcu_store_queries(const tkvcu_job &j, tkvcu_prefill_shared<D
             const int c = lane + 32 * i;
             const uint32_t half = tkvcu_pack_f16x2(x[i] * by, 0.0f);
             s.q[(r * (2 * D) + tkvcu_swizzle_row(r, c / 8)) / 2 + c % 8] = (uint16_t)half;
-            if (order) bias += tkvcu_f16_lo(half) * j.view.mean[table + c]; /* as exact keys are multiplied */
+            if (order)
+                bias += tkvcu_f16_lo(half) * j.view.mean[table + c]; /* q as rounded for the products */
         }
         TKVCU_UNROLL
         for (i = 16; i > 0; i /= 2) bias += __shfl_xor_sync(0xffffffffu, bias, i);
@@ -3785,18 +3808,18 @@ TKVCU_DEVICE void tkvcu_store_queries(const tkvcu_job &j, tkvcu_prefill_shared<D
     }
 }
 
-/* How a side's slabs are coded and where they lie: core/tile.h. By one thread each. */
+/* Describes a slab of a side: its width and place (core/tile.h). One thread per slab. */
 template <int D, int MT>
 TKVCU_DEVICE void tkvcu_store_slab(tkvcu_prefill_shared<D, MT> &s, int which, int n) {
     const tkvcu_side &side = s.side[which];
-    const int own = side.half_bits == 3 ? 3 : side.half_bits / 2; /* one width for all of them */
+    const int own = side.half_bits == 3 ? 3 : side.half_bits / 2; /* KIVI and R: one width */
     const int all = side.half_bits == 3 ? D / 32 : D / 16;
     tkvcu_slab slab = {0, 0, 0};
     uint32_t wide = 0;
     int width, before = 0, half = 0;
     for (width = TKVI_MAX_WIDTH; width > 0; width--) {
         const int here = side.kind == TKVCU_A ? (width <= 6 ? side.slabs[width] : 0) : width == own ? all : 0;
-        const int mine = tkvi_max(0, tkvi_min(n - before, here)); /* of these, before this one */
+        const int mine = tkvi_max(0, tkvi_min(n - before, here)); /* slabs of this width before slab n */
         if (n >= before && n < before + here) slab.width = width;
         slab.wide += 4u * (uint32_t)mine * tkvi_wide_bytes[width];
         half += 4 * mine * tkvi_has_half[width];
@@ -3808,7 +3831,7 @@ TKVCU_DEVICE void tkvcu_store_slab(tkvcu_prefill_shared<D, MT> &s, int which, in
     if (n == 0 && which == 0) s.coded = side.kind == TKVCU_EXACT ? D / 16 : before;
 }
 
-/* The next run of the part, its sides and queries. By all threads. */
+/* Begins the next key range of the section: its sides and queries. All threads call it. */
 template <int D, int MT>
 TKVCU_DEVICE void tkvcu_next_prefill_range(const tkvcu_job &j, tkvcu_prefill_shared<D, MT> &s, int tid) {
     const tkvcu_prefill_task &k = s.task;
@@ -3857,7 +3880,7 @@ TKVCU_DEVICE void tkvcu_next_prefill_range(const tkvcu_job &j, tkvcu_prefill_sha
     __syncthreads();
 }
 
-/* The next tokens, from unit `at` on, that a row sees any of. */
+/* Finds the next tokens that any row can see, from key tile `at` on. */
 template <int D, int MT>
 TKVCU_DEVICE tkvcu_strip tkvcu_next_strip(const tkvcu_job &j, const tkvcu_prefill_shared<D, MT> &s, int at) {
     const tkvcu_prefill_task &k = s.task;
@@ -3876,7 +3899,7 @@ TKVCU_DEVICE tkvcu_strip tkvcu_next_strip(const tkvcu_job &j, const tkvcu_prefil
     return x;
 }
 
-/* Its bytes begin to come. */
+/* Starts the copy of the bytes of a strip. */
 template <int D, int MT>
 TKVCU_DEVICE void tkvcu_fetch_strip(const tkvcu_job &j, tkvcu_prefill_shared<D, MT> &s,
                                     const tkvcu_strip &strip, int tid) {
@@ -3897,7 +3920,7 @@ TKVCU_DEVICE void tkvcu_fetch_strip(const tkvcu_job &j, tkvcu_prefill_shared<D, 
     tkvcu_cp_async_commit();
 }
 
-/* The task's run. */
+/* Attends to the task's key range. */
 template <int D, int MT>
 TKVCU_DEVICE void tkvcu_attend_prefill_range(const tkvcu_job &j, tkvcu_prefill_shared<D, MT> &s,
                                              tkvcu_row_partials<D, MT> &u, int tid) {
@@ -3924,12 +3947,12 @@ TKVCU_DEVICE void tkvcu_attend_prefill_range(const tkvcu_job &j, tkvcu_prefill_s
         me = tkvcu_block_hoisting(tid);
         if (16 * MT * (me / 32) < s.task.n_rows)
             tkvcu_attend_strip(j, s, u, strip, exponent, me / 32, me % 32);
-        strip = tkvcu_next_strip(j, s, strip.at + strip.key_tiles); /* again: no register is kept meanwhile */
+        strip = tkvcu_next_strip(j, s, strip.at + strip.key_tiles); /* computed again: saves registers */
     }
     __syncthreads();
 }
 
-/* >>parts */
+/* >>sections */
 template <int D, int MT> TKVCU_DEVICE void tkvcu_clear_row_partials(tkvcu_row_partials<D, MT> &u) {
     int mt, i, c;
     TKVCU_UNROLL
@@ -3945,7 +3968,7 @@ template <int D, int MT> TKVCU_DEVICE void tkvcu_clear_row_partials(tkvcu_row_pa
     u.top = TKVCU_EXPONENT_NONE;
 }
 
-/* The end of a part: into the workspace, [slot][rows of all blocks][m, l, o ...]. */
+/* Writes the partial results of a section to the workspace: [slot][rows of all thread blocks][m, l, o ...]. */
 template <int D, int MT>
 TKVCU_DEVICE void tkvcu_write_row_partials(const tkvcu_job &j, const tkvcu_prefill_shared<D, MT> &s,
                                            const tkvcu_row_partials<D, MT> &u, int tid) {
@@ -3975,7 +3998,7 @@ TKVCU_DEVICE void tkvcu_write_row_partials(const tkvcu_job &j, const tkvcu_prefi
     }
 }
 
-/* Blocks of threads that a multiprocessor shall hold. */
+/* Thread blocks per multiprocessor that the register limit must allow. */
 #define TKVCU_PREFILL_RESIDENT(D, MT) ((D) == 128 && (MT) == 2 ? 2 : 3)
 
 template <int D, int MT>
@@ -4015,10 +4038,10 @@ __global__ void __launch_bounds__(TKVCU_PREFILL_THREADS, TKVCU_PREFILL_RESIDENT(
 }
 
 /* >>sizes and launch */
-typedef struct tkvcu_prefill_grid { /* for 64 or 128 rows to a block */
+typedef struct tkvcu_prefill_grid { /* a launch for 64 or 128 rows per thread block */
     tkvcu_attend_function kernel;
     size_t shared;
-    int blocks; /* of all of gridDim.y */
+    int blocks; /* for all of gridDim.y together */
 } tkvcu_prefill_grid;
 
 static int tkvcu_n_m_tiles(const tkv_config *cfg, int n_queries) {
@@ -4030,7 +4053,7 @@ static int tkvcu_n_row_tiles(const tkv_config *cfg, int n_queries) {
     return (cfg->model.n_heads / cfg->model.n_kv_heads * n_queries + rows - 1) / rows;
 }
 
-/* Bytes of the workspace for up to so many queries, by either kernel. */
+/* Computes the workspace for up to max_queries queries, with the larger need of both kernels. */
 static size_t tkvcu_compute_work_bytes(const tkv_config *cfg, int n_seqs, int max_queries) {
     const size_t decode =
         tkvcu_compute_attend_bytes(cfg, n_seqs, tkvi_min(max_queries, TKVCU_DECODE_QUERIES));
@@ -4087,17 +4110,15 @@ static cudaError_t tkvcu_launch_prefill(const tkvcu_prefill_grid grid[2], const 
 #endif /* TKVCU_PREFILL_H */
 /* ======== create.h ======== */
 /*
- * create.h - the handle, what it needs of memory and where everything lies in it, the sides that kernels read
- * by.
+ * create.h - the handle, the layout of device memory, and the sides that kernels read.
  *
- * The handle has a cache of tieredkv.h without tokens: plans, codings and tables of the layers, in the same
- * words as those of the caches that sequences come from and go to. Device memory, in pieces at multiples of
- * 256 bytes:
+ * The handle contains a host cache without tokens. Its plans, codings and tables have the same form as in the caches
+ * of import and export. Pieces of device memory begin at multiples of 256 bytes:
  *
- *     cache: word | layers [n_layers] | lists [n_layers][n_seqs] | of each layer with blocks:
+ *     cache: flags | layers [n_layers] | lists [n_layers][n_seqs] | for each layer with blocks:
  *            versions [n_seqs][max_blocks] | sides | order, mean [TKVI_VERSIONS][n_kv_heads][head_dim] |
  *            regions [n_seqs][ring] blocks
- *     work:  what attention keeps between its two kernels (attend.h)
+ *     work:  partial results of attention (attend.h)
  */
 #ifndef TKVCU_CREATE_H
 #define TKVCU_CREATE_H
@@ -4106,15 +4127,17 @@ static cudaError_t tkvcu_launch_prefill(const tkvcu_prefill_grid grid[2], const 
 #define TKVCU_ALIGN 256u
 
 struct tkvcu {
-    tkv_cache *host;               /* without tokens */
-    tkvcu_view *view;              /* [n_layers] */
-    uint8_t *used_versions;        /* [n_layers] bits of table versions that blocks may be coded with */
-    uint8_t *appended;             /* [n_layers] 1: a graph may append here again */
-    tkvcu_layer *layer;            /* device, [n_layers] */
-    tkvcu_list *lists;             /* device, [n_layers][n_seqs] */
-    uint32_t *flags;               /* device */
-    uint8_t *staging;              /* on its way to the device: a layer's sides, order, mean */
-    tkvcu_attend_plan attend_plan; /* of the work of attention */
+    tkv_cache *host;  /* without tokens */
+    tkvcu_view *view; /* [n_layers] */
+    /* [n_layers] bit v: blocks may be coded with table version v */
+    uint8_t *used_versions;
+    /* [n_layers] 1: an append was enqueued; a captured one may run again at any time */
+    uint8_t *appended;
+    tkvcu_layer *layer; /* device, [n_layers] */
+    tkvcu_list *lists;  /* device, [n_layers][n_seqs] */
+    uint32_t *flags;    /* device */
+    uint8_t *staging;   /* host copy of a layer's sides, order and mean */
+    tkvcu_attend_plan attend_plan;
     tkvcu_prefill_grid prefill[2];
     int n_seqs, max_tokens, max_queries;
     char error[160];
@@ -4140,14 +4163,14 @@ static tkv_status tkvcu_fail_text(tkvcu *cu, tkv_status status, const char *what
     return status;
 }
 
-/* What the runtime said. */
+/* Stores the runtime's error text. */
 static tkv_status tkvcu_check_cuda(tkvcu *cu, cudaError_t e) {
     return e == cudaSuccess ? TKV_OK : tkvcu_fail(cu, TKV_ERR_DEVICE, cudaGetErrorString(e), 0, NULL);
 }
 
 static tkv_status tkvcu_check_launch(tkvcu *cu) { return tkvcu_check_cuda(cu, cudaGetLastError()); }
 
-/* >>what is supported */
+/* >>supported configs */
 static tkv_status tkvcu_refuse_config(char *reason, size_t size, const char *why, int layer) {
     tkvi_text t = tkvi_text_begin(reason, reason ? size : 0);
     tkvi_append_text(&t, why);
@@ -4158,7 +4181,7 @@ static tkv_status tkvcu_refuse_config(char *reason, size_t size, const char *why
     return TKV_ERR_UNSUPPORTED;
 }
 
-/* How a side of this format is read; -1: not here. */
+/* Returns the kind of a format's sides; -1: not supported. */
 static int tkvcu_find_kind(tkv_format f) {
     if (f == TKV_F16 || f == TKV_BF16) return TKVCU_EXACT;
     if (f >= TKV_Q8 && f <= TKV_KIVI2) return TKVCU_KIVI;
@@ -4203,11 +4226,11 @@ static const char *tkvcu_check_config(const tkv_config *cfg) {
     return NULL;
 }
 
-/* >>where things lie */
+/* >>layout of device memory */
 typedef struct tkvcu_arena {
-    uintptr_t base; /* 0: only counted */
+    uintptr_t base; /* 0: only counts */
     size_t at;
-    int full; /* more than this machine can address */
+    int full; /* 1: the size exceeds the address space */
 } tkvcu_arena;
 
 static void *tkvcu_reserve_piece(tkvcu_arena *a, size_t n, size_t size) {
@@ -4219,8 +4242,7 @@ static void *tkvcu_reserve_piece(tkvcu_arena *a, size_t n, size_t size) {
     return (void *)(a->base + at);
 }
 
-/* A tier's blocks in a region; the sinks have a coding of their own, archive and warm as the tier is called.
- * */
+/* The tier of each region's blocks. Sinks have their own coding. */
 static const tkv_tier tkvcu_tier_of[TKVCU_REGIONS] = {TKV_TIER_ARCHIVE, TKV_TIER_WARM, TKV_TIER_HOT,
                                                       TKV_TIER_HOT};
 
@@ -4228,7 +4250,7 @@ static int tkvcu_find_key(const tkvi_plan *p, int region) {
     return region == TKVCU_SINKS ? p->sink_coding : p->now.key[tkvcu_tier_of[region]];
 }
 
-typedef struct tkvcu_derived_config { /* what a description comes to */
+typedef struct tkvcu_derived_config { /* a tkvcu_config with all defaults resolved */
     tkvi_derived_config shape;
     int n_seqs, max_tokens, max_queries;
     tkvcu_layer *layer;
@@ -4241,11 +4263,12 @@ static size_t tkvcu_n_sides(const tkv_config *cfg) {
     return (size_t)TKVI_VERSIONS * TKVCU_REGIONS * (size_t)cfg->model.n_kv_heads * 2;
 }
 
-static size_t tkvcu_n_table_entries(const tkv_config *cfg) { /* of order and mean, of a layer */
+static size_t tkvcu_n_table_entries(
+    const tkv_config *cfg) { /* Returns the entries of order, and of mean, in a layer. */
     return (size_t)TKVI_VERSIONS * (size_t)cfg->model.n_kv_heads * (size_t)cfg->model.head_dim;
 }
 
-/* The view of a layer with blocks of its own, its pieces taken from the arena. */
+/* Fills the view of a layer with blocks, and takes its pieces from the arena. */
 static void tkvcu_place_layer(const tkvcu_derived_config *d, int layer, const tkvi_plan *p, tkvcu_arena *a,
                               tkvcu_view *v) {
     const tkv_config *cfg = &d->shape.cfg;
@@ -4253,11 +4276,10 @@ static void tkvcu_place_layer(const tkvcu_derived_config *d, int layer, const tk
     int64_t most[TKV_TIER_COUNT];
     int r;
     memset(v, 0, sizeof *v);
-    whole.keep = 0; /* windows drop nothing here */
+    whole.keep = 0; /* windows free no blocks here */
     tkvi_most_blocks(cfg, &whole, most);
-    /* While one head's block enters the ring another head's, in another block of threads, may not have left yet; and
-     * with another table it lies elsewhere in its place. So those that come never take the places of those that
-     * go. */
+    /* One head's side may enter the warm ring while another thread block still reads a side that leaves it. With
+     * another table it has another offset in the block. So new blocks never use the places of blocks that leave. */
     most[TKV_TIER_WARM] += most[TKV_TIER_HOT];
     v->n_seqs = d->n_seqs;
     v->n_heads = cfg->model.n_heads;
@@ -4280,7 +4302,7 @@ static void tkvcu_place_layer(const tkvcu_derived_config *d, int layer, const tk
     }
 }
 
-/* Checks a description and lays out all of it; view: NULL or [n_layers]. */
+/* Checks a config and lays out the device memory. view: NULL or [n_layers]. */
 static tkv_status tkvcu_derive_config(const tkvcu_config *config, tkvcu_derived_config *d, tkvcu_arena *a,
                                       tkvcu_view *view, char *reason, size_t size) {
     tkv_config *cfg = &d->shape.cfg;
@@ -4368,7 +4390,7 @@ static tkvcu_side tkvcu_make_side(const tkvi_side *s, size_t at, int32_t table) 
     return d;
 }
 
-/* The coding of a region's blocks with a version of the layer's table; NULL: there is no such table. */
+/* Returns the coding of a region's blocks with a table version of the layer; NULL: there is no such table. */
 static const tkvi_coding *tkvcu_find_coding(const tkv_cache *kv, int layer, int region, int version) {
     const tkvi_plan *p = &kv->tables.plan[layer];
     const tkv_tier tier = tkvcu_tier_of[region];
@@ -4385,7 +4407,7 @@ static int tkvcu_has_table(const tkv_cache *kv, int layer, int version) {
     return p->allocates && tkvcu_find_coding(kv, layer, region, version) != NULL;
 }
 
-/* Sides, order and mean of a layer go to the device. Waits, so that the next layer can have the stage. */
+/* Copies sides, order and mean of a layer to the device. Waits, because the next layer reuses `staging`. */
 static tkv_status tkvcu_upload_layer(tkvcu *cu, int layer, cudaStream_t stream) {
     const tkv_cache *kv = cu->host;
     const tkv_config *cfg = &kv->tables.cfg;
@@ -4434,7 +4456,7 @@ static tkv_status tkvcu_upload_layer(tkvcu *cu, int layer, cudaStream_t stream) 
     return st ? st : tkvcu_check_cuda(cu, cudaStreamSynchronize(stream));
 }
 
-/* Until better is known: all heads and channels alike. */
+/* Makes tables that treat all heads and channels equally. */
 static int tkvcu_make_equal_tables(tkv_cache *kv) {
     const tkv_config *cfg = &kv->tables.cfg;
     const size_t pad = (size_t)cfg->model.head_dim;
@@ -4466,7 +4488,7 @@ void tkvcu_destroy(tkvcu *cu) {
     free(cu);
 }
 
-/* The handle, in one piece. */
+/* Allocates the handle, in one piece. */
 static tkvcu *tkvcu_allocate_handle(const tkvcu_derived_config *d) {
     const size_t layers = (size_t)d->shape.cfg.model.n_layers;
     const size_t head = tkvi_align_up(sizeof(tkvcu)), views = tkvi_align_up(layers * sizeof(tkvcu_view));
@@ -4487,7 +4509,7 @@ static tkvcu *tkvcu_allocate_handle(const tkvcu_derived_config *d) {
     return cu;
 }
 
-/* Everything that kernels read before they have written it. */
+/* Initialises the memory that kernels read before they write it. */
 static tkv_status tkvcu_clear_memory(tkvcu *cu, cudaStream_t stream) {
     const int layers = cu->host->tables.cfg.model.n_layers;
     tkv_status st = tkvcu_check_cuda(cu, cudaMemsetAsync(cu->flags, 0, sizeof *cu->flags, stream));
@@ -4517,8 +4539,7 @@ static tkv_status tkvcu_get_attribute(tkvcu *cu, cudaDeviceAttr which, int *x) {
     return st ? st : tkvcu_check_cuda(cu, cudaDeviceGetAttribute(x, which, device));
 }
 
-/* How kernels are launched, once the sides are known: they must fit into the shared memory of a block of
- * threads. */
+/* Prepares the launches, when the sides are known. Shared memory must be large enough. */
 static tkv_status tkvcu_prepare_kernels(tkvcu *cu, const tkv_config *cfg) {
     int most = 0, processors = 0, fits;
     tkv_status st = tkvcu_get_attribute(cu, cudaDevAttrMaxSharedMemoryPerBlockOptin, &most);
@@ -4533,7 +4554,7 @@ static tkv_status tkvcu_prepare_kernels(tkvcu *cu, const tkv_config *cfg) {
         st = tkvcu_check_cuda(cu,
                               tkvcu_prepare_prefill(cu->prefill, cfg, cu->n_seqs, processors, most, &fits));
     if (!st && !fits) return TKV_ERR_UNSUPPORTED;
-    /* Code comes to the device when a kernel is first asked for: not within a capture. */
+    /* The runtime loads code at the first request. That must not happen during a capture. */
     if (!st) st = tkvcu_check_cuda(cu, cudaFuncGetAttributes(&there, tkvcu_combine_kernel));
     if (!st) st = tkvcu_check_cuda(cu, cudaFuncGetAttributes(&there, tkvcu_truncate_kernel));
     return st ? st
@@ -4580,7 +4601,7 @@ tkv_status tkvcu_create(const tkvcu_config *config, void *d_cache, size_t cache_
     return st;
 }
 
-/* The view that a layer reads; NULL: it has no cache, or there is no such layer. */
+/* Returns the view that a layer reads; NULL: the layer has no cache, or does not exist. */
 static const tkvcu_view *tkvcu_find_view(const tkvcu *cu, int layer) {
     const tkvi_tables *t = &cu->host->tables;
     if (layer < 0 || layer >= t->cfg.model.n_layers || t->plan[layer].stored < 0) return NULL;
@@ -4590,15 +4611,15 @@ static const tkvcu_view *tkvcu_find_view(const tkvcu *cu, int layer) {
 #endif /* TKVCU_CREATE_H */
 /* ======== transfer.h ======== */
 /*
- * transfer.h - tables and sequences from a cache of tieredkv.h to the device and back. Bytes of blocks are
- * copied, and what stands in the way is found before anything changes. All calls wait for the stream: host
- * memory is at both ends.
+ * transfer.h - copies tables and sequences from a cache of tieredkv.h to the device and back. The bytes of blocks do
+ * not change. Errors other than those of the runtime are found before anything changes. All calls wait for the
+ * stream, because they use host memory.
  */
 #ifndef TKVCU_TRANSFER_H
 #define TKVCU_TRANSFER_H
 
 
-/* >>are they of one kind? */
+/* >>comparison of configs */
 static const char *tkvcu_find_difference(const tkvi_tables *a, const tkvi_tables *b, int layer) {
     const tkvi_plan *p = &a->plan[layer], *q = &b->plan[layer];
     int r;
@@ -4650,7 +4671,7 @@ static int tkvcu_is_same_table(const tkv_cache *a, const tkv_cache *b, int layer
     return 1;
 }
 
-/* A version of a layer's table as the other cache has it; it becomes the current one. */
+/* Copies a table version of a layer. It becomes the current one. */
 static void tkvcu_copy_table(tkv_cache *to, const tkv_cache *from, int layer, int version) {
     const size_t pad = (size_t)to->tables.cfg.model.head_dim, heads = (size_t)to->tables.cfg.model.n_kv_heads;
     const size_t at = (size_t)layer * heads * pad;
@@ -4669,13 +4690,13 @@ static void tkvcu_copy_table(tkv_cache *to, const tkv_cache *from, int layer, in
     tkvi_table_use(to, layer, version);
 }
 
-/* Does the layer take over tables? */
+/* Tells whether a layer of kv has tables to copy. */
 static int tkvcu_has_learned(const tkv_cache *kv, int layer) {
     return kv->tables.plan[layer].stored == layer && kv->tables.plan[layer].allocates &&
            kv->tables.current[layer] >= 0;
 }
 
-/* Room for these tables, and nobody who needs others. */
+/* Allocates the versions, and checks that no block here needs other tables. */
 static tkv_status tkvcu_check_tables(tkvcu *cu, const tkv_cache *kv) {
     int layer, v;
     for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++)
@@ -4729,7 +4750,7 @@ static tkv_status tkvcu_check_seqs(tkvcu *cu, int seq, const tkv_cache *kv, int 
     return TKV_OK;
 }
 
-/* Where block i of a host's list lies: its region, and its number behind the sinks. */
+/* Returns the region of block i of a host list, and its number after the sinks. */
 static int tkvcu_find_region(const tkvi_list *list, int i, int *block) {
     *block = i - list->sinks;
     if (*block < 0) *block = 0;
@@ -4738,7 +4759,7 @@ static int tkvcu_find_region(const tkvi_list *list, int i, int *block) {
     return *block < list->archive + list->warm ? TKVCU_WARM : TKVCU_HOT;
 }
 
-/* What of a layer cannot be here, or NULL. */
+/* Returns a reason why a layer cannot be stored here, or NULL. */
 static const char *tkvcu_find_list_fault(const tkvcu *cu, const tkv_cache *kv, int seq, int layer) {
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
@@ -4761,7 +4782,8 @@ static const char *tkvcu_find_list_fault(const tkvcu *cu, const tkv_cache *kv, i
     return NULL;
 }
 
-/* The same of numbers: blocks that wait for a table, or for the next append, have more room on the host. */
+/* Returns a reason why a layer is too large here, or NULL. On the host, more blocks may wait for a table or for
+ * the next append. */
 static const char *tkvcu_find_capacity_fault(const tkvcu *cu, const tkvi_list *list, int layer) {
     const int32_t *ring = cu->view[layer].ring;
     if (list->len > cu->max_tokens) return "it is too long";
@@ -4775,7 +4797,7 @@ static const char *tkvcu_find_capacity_fault(const tkvcu *cu, const tkvi_list *l
     return NULL;
 }
 
-/* A layer of the sequence goes to the device: blocks, then versions and state. */
+/* Copies a layer of a sequence to the device: blocks, versions, state. */
 static tkv_status tkvcu_import_layer(tkvcu *cu, int seq, const tkv_cache *kv, int host_seq, int layer,
                                      uint8_t *version, cudaStream_t stream) {
     const tkvi_list *list = tkvi_list_of(kv, host_seq, layer);
@@ -4806,10 +4828,14 @@ static tkv_status tkvcu_import_layer(tkvcu *cu, int seq, const tkv_cache *kv, in
     if (!st)
         st = tkvcu_check_cuda(
             cu, cudaMemcpyAsync(&v->list[seq], &state, sizeof state, cudaMemcpyHostToDevice, stream));
-    return st ? st : tkvcu_check_cuda(cu, cudaStreamSynchronize(stream)); /* both stand on this stack */
+    return st ? st
+              : tkvcu_check_cuda(
+                    cu,
+                    cudaStreamSynchronize(
+                        stream)); /* waits, because `state` is on this stack and the next layer reuses `version` */
 }
 
-/* The most blocks of a layer. */
+/* Returns the largest max_blocks of all layers. */
 static int tkvcu_find_max_blocks(const tkvcu *cu) {
     int i, max_blocks = 1;
     for (i = 0; i < cu->host->tables.cfg.model.n_layers; i++)
@@ -4844,10 +4870,10 @@ tkv_status tkvcu_import_seq(tkvcu *cu, int seq, const tkv_cache *kv, int host_se
     return st;
 }
 
-/* >>the way back */
-typedef struct tkvcu_seq_state { /* of a sequence, read from the device */
+/* >>export */
+typedef struct tkvcu_seq_state { /* state of a sequence, copied from the device */
     tkvcu_list *list;            /* [n_layers] */
-    uint8_t *version;            /* [n_layers][most blocks] */
+    uint8_t *version;            /* [n_layers][max_blocks] */
     int max_blocks;
 } tkvcu_seq_state;
 
@@ -4867,7 +4893,7 @@ static tkv_status tkvcu_download_state(tkvcu *cu, int seq, tkvcu_seq_state *t, c
     return st ? st : tkvcu_check_cuda(cu, cudaStreamSynchronize(stream));
 }
 
-/* The list as it will be on the host; ids follow. */
+/* Makes the host's list of a layer. The ids are filled in later. */
 static tkvi_list tkvcu_make_host_list(const tkvi_plan *p, const tkvcu_list *l) {
     tkvi_list list;
     const int behind = l->len - p->sink;
@@ -4880,7 +4906,7 @@ static tkvi_list tkvcu_make_host_list(const tkvi_plan *p, const tkvcu_list *l) {
     return list;
 }
 
-/* The host's coding of a block. */
+/* Returns the host's coding of a block. */
 static int tkvcu_find_host_coding(const tkv_cache *kv, int layer, int region, int version) {
     const tkvi_plan *p = &kv->tables.plan[layer];
     const tkv_tier tier = tkvcu_tier_of[region];
@@ -4888,8 +4914,7 @@ static int tkvcu_find_host_coding(const tkv_cache *kv, int layer, int region, in
     return p->now.coding[tier] + (p->now.shared[tier] ? version : 0);
 }
 
-/* Tables of a layer that its coded blocks name, and the one that is current: does kv have others in their
- * place? */
+/* Tells whether coded blocks of a layer use a table that kv lacks, or has in another form. */
 static int tkvcu_has_table_clash(const tkvcu *cu, const tkv_cache *kv, int layer, const tkvcu_seq_state *t) {
     const uint8_t *version = t->version + (size_t)layer * (size_t)t->max_blocks;
     int i;
@@ -4899,7 +4924,7 @@ static int tkvcu_has_table_clash(const tkvcu *cu, const tkv_cache *kv, int layer
     return 0;
 }
 
-/* Memory for tables and blocks of the sequence, or nothing has changed. */
+/* Allocates memory for tables and blocks of the sequence. On an error, no token or table has changed. */
 static tkv_status tkvcu_reserve_export(tkvcu *cu, tkv_cache *kv, int host_seq, const tkvcu_seq_state *t) {
     tkvi_peak dry_run = tkvi_begin_dry_run(kv);
     int layer, i, block, v, want = 1;
@@ -4978,7 +5003,7 @@ tkv_status tkvcu_export_seq(tkvcu *cu, int seq, tkv_cache *kv, int host_seq, tkv
             if (kv->tables.plan[layer].stored == layer)
                 st = tkvcu_export_layer(cu, seq, kv, host_seq, layer, &t, stream);
         if (!st) st = tkvcu_check_cuda(cu, cudaStreamSynchronize(stream));
-        if (st) (void)tkv_seq_reset(kv, host_seq); /* what came is not whole */
+        if (st) (void)tkv_seq_reset(kv, host_seq); /* the copy is incomplete */
         else tkvi_release_unused(kv, host_seq);
     }
     free(t.list);
@@ -4989,7 +5014,7 @@ tkv_status tkvcu_export_seq(tkvcu *cu, int seq, tkv_cache *kv, int host_seq, tkv
 #endif /* TKVCU_TRANSFER_H */
 /* ======== calls.h ======== */
 /*
- * calls.h - what is called at every step, and reports.
+ * calls.h - the calls of each step, and getters.
  */
 #ifndef TKVCU_CALLS_H
 #define TKVCU_CALLS_H

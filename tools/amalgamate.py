@@ -166,8 +166,9 @@ def prefix_text():
 """
 
 
-def update(path, text, check):
-    """Writes a file that differs, or with `check` says so. Returns 1 if it says so."""
+def update(path, text, src, check):
+    """Writes a file that differs, or with `check` reports it. `src` is the folder that it is made from. Returns 1 if it
+    reports a difference."""
     out = os.path.join(ROOT, path)
     old = None
     if os.path.exists(out):
@@ -176,7 +177,7 @@ def update(path, text, check):
     if old == text:  # an unchanged file keeps its time: make has nothing to do
         return 0
     if check:
-        sys.stderr.write("%s is not what src/ makes of it. Run: %s\n" % (path, COMMAND))
+        sys.stderr.write("%s is not what %s/ makes of it. Run: %s\n" % (path, src, COMMAND))
         return 1
     with open(out, "wb") as f:
         f.write(text)
@@ -195,7 +196,7 @@ def main(args):
             return 1
     status = 0
     if os.path.exists(os.path.join(ROOT, "src", "api.h")):
-        status = update(PREFIX, prefix_text().encode("ascii"), args != [])
+        status = update(PREFIX, prefix_text().encode("ascii"), "src", args != [])
     built = [build(p) for p in products]
     if errors:
         sys.stderr.write("\n".join(errors) + "\n")
@@ -204,7 +205,7 @@ def main(args):
         print("\n".join(built[0][1]))
         return 0
     for p, (text, _) in zip(products, built):
-        status |= update(p.out, text, args == ["--check"])
+        status |= update(p.out, text, p.src, args == ["--check"])
     return status
 
 

@@ -3,9 +3,10 @@
  * with the length before the append. This file also truncates. All decisions read device memory only, so a graph can
  * be captured once.
  *
- * One thread block works on one row of the batch, KV head and side. All of them see the same state of the sequence, and
- * each demotes its part of the same blocks. A counter in the list gives out tickets. The thread block with the last
- * ticket writes the new state. New rows are stored after the ticket, because no thread of this kernel reads them.
+ * One thread block works on one row of the batch, KV head and side. All of them see the same state of the sequence,
+ * and each demotes its part of the same blocks. A counter in the list gives out tickets. The thread block with the
+ * last ticket writes the new state. New rows are stored after the ticket, because no thread of this kernel reads
+ * them.
  */
 #ifndef TKVCU_APPEND_H
 #define TKVCU_APPEND_H

@@ -1,45 +1,44 @@
 /*
- * attend.h - decode attention on the compressed tiers: one pass over the bytes, one softmax.
+ * attend.h - decode attention on the coded tiers: split-KV, one pass over the bytes, one online softmax.
  *
- * Work is cut into units: a coded block of 64 tokens, or 16 tokens of an exact one (about as many bytes).
- * Those of an (entry of the batch, KV head) stand in a row: archive, warm, exact; all of them one after the
- * other are cut into equal ranges for the blocks of a grid that never changes, so a captured launch holds at
- * any length. The warps of a block take units by turns; where a part (archive, warm or exact) of a head ends
- * they add up what they have, and write it to the workspace: slot = number of the block + number of the
- * part, which is unique. combine.h adds the slots up, in order: no atomics, the same bits each time.
+ * Keys are cut into key tiles: a coded block of 64 tokens, or 16 tokens of an exact block (about as many bytes). The
+ * key tiles of one (entry of the batch, KV head) form three sections: archive, warm, exact. The key tiles of all
+ * entries and heads form one list, which is cut into equal ranges, one per thread block. The grid never changes, so a
+ * captured launch is valid at any length. The warps of a thread block take key tiles in turn. At the end of a section
+ * they add up their partial results and write them to a slot of the workspace. slot = thread block + section, which
+ * is unique. combine.h merges the slots in order. No atomics are used, so the bits are the same each time.
  *
- *     units    |  e0 h0: archive   warm  exact |  e0 h1: archive      warm  exact | ...
- *     blocks   |    0    |    1    |    2    |    3    |  ...
+ *     key tiles      |  e0 h0: archive   warm  exact |  e0 h1: archive      warm  exact | ...
+ *     thread blocks  |    0    |    1    |    2    |    3    |  ...
  *
- * In a block of threads, per warp:
+ * Each warp of a thread block:
  *
- *     global --cp.async--> two slots, for a K side and a V side
- *     K: q times a channel's scale -> 16 bits, two columns of bytes; S = codes q     tokens x columns, bytes
- *     softmax of the unit; the running maximum moves only when it has grown by more than 4 (in log2)
- *     V: weight times a token's scale -> 16 bits, two columns of bytes, through shared memory into the second
- *     operand's
- *        order; O += codes P                                                         channels x columns, bytes
+ *     global --cp.async--> two slots of shared memory, for a K side and a V side
+ *     K: q * scale of the channel -> 16-bit integer = two int8 limbs; S = codes * q     tokens x columns, bytes
+ *     softmax of the key tile; the running maximum moves only if it grows by more than 4 (in log2)
+ *     V: weight * scale of the token -> two limbs, through shared memory into the order of the second operand;
+ *        O += codes * P                                                                 channels x columns, bytes
  *
- * Columns are the queries of the KV head's group of query heads. Each one takes two columns of a product,
- * for its high and its low part, so an n-tile of 8 is 4 of them; NT n-tiles at a time. Sums of bytes are
- * exact: what is rounded is q and P, to 16 bits of the unit's largest.
+ * Columns are the queries of the query heads that share a KV head. A column takes two columns of an MMA product, one
+ * per limb. So an n-tile of 8 has 4 columns, and a thread block works on NT n-tiles. Sums of byte products are exact.
+ * Only q and P are rounded, to 16 bits relative to the largest of the key tile.
  */
 #ifndef TKVCU_ATTEND_H
 #define TKVCU_ATTEND_H
 
 #include "unpack.h"
 
-#define TKVCU_WARPS 4 /* of a block */
+#define TKVCU_WARPS 4 /* of a thread block */
 #define TKVCU_THREADS (32 * TKVCU_WARPS)
 #define TKVCU_SLOTS 2             /* of a warp */
 #define TKVCU_SECTIONS 3          /* archive, warm, exact */
-#define TKVCU_MASKED_LOGIT -1e30f /* logit of what is not seen, and below all that a maximum begins with */
+#define TKVCU_MASKED_LOGIT -1e30f /* logit of a masked key; below TKVCU_INITIAL_MAX */
 #define TKVCU_INITIAL_MAX -1e29f
-#define TKVCU_LEAST_SUM (-1e20f) /* below all sums, and a number still when a logit is made of it */
+#define TKVCU_LEAST_SUM (-1e20f) /* below all sums; its logit is still finite */
 #define TKVCU_LOG2E 1.44269504f
 
-/* For tools/cuda_resources.py, which counts the instructions of a unit: with sides that the compiler knows,
- * without what happens rarely. */
+/* tools/cuda_resources.py counts the instructions of a key tile. It replaces both macros: sides become
+ * constants, and rare branches go. */
 #ifndef TKVCU_SIDE
 #define TKVCU_SIDE(b, i) (b).side[i]
 #define TKVCU_UNLIKELY(x) (x)
@@ -51,19 +50,19 @@ typedef struct tkvcu_job { /* a call, as kernels see it */
     void *out;
     float *lse;
     const float *sink_logits; /* [n_heads]; NULL: none */
-    const int32_t *entries;   /* sequence of each entry; NULL: 0, 1, ...; a negative one: none */
+    const int32_t *entries;   /* sequence of each entry; NULL: 0, 1, ...; negative: skipped */
     uint32_t *flags;
-    float *partial;                                 /* the workspace */
+    float *partial;                                 /* workspace */
     int type, n_entries, n_queries, window, blocks; /* blocks: gridDim.x of the attention kernel */
     float scale, softcap;
-    int slot_bytes; /* of a slot of a warp's shared memory */
+    int slot_bytes; /* of a slot of a warp */
 } tkvcu_job;
 
-/* >>where the units are */
-typedef struct tkvcu_visible { /* of one entry: units of a KV head in each part, and the first that is seen */
-    int first_block;           /* block */
+/* >>key tiles of an entry */
+typedef struct tkvcu_visible { /* key tiles of one KV head that the queries of an entry can see */
+    int first_block;           /* first visible coded block */
     int key_tiles[TKVCU_SECTIONS];
-    int sink_tiles; /* of the exact units, those of the sinks */
+    int sink_tiles; /* exact key tiles of the sinks */
     int len, seq;
 } tkvcu_visible;
 
@@ -84,7 +83,7 @@ TKVCU_DEVICE tkvcu_visible tkvcu_find_visible(const tkvcu_job &j, int entry) {
     r.len = list.len;
     r.sink_tiles = tkvcu_div_up(list.len < j.view.sinks ? list.len : j.view.sinks, 16);
     r.first_block = 0;
-    if (j.window) { /* what the oldest query does not see any more */
+    if (j.window) { /* positions that the oldest query cannot see */
         const int unseen = list.len - j.n_queries - j.window + 1;
         if (unseen > j.view.sinks) r.first_block = (unseen - j.view.sinks) / 64;
         if (unseen >= j.view.sinks) r.sink_tiles = 0;
@@ -98,7 +97,7 @@ TKVCU_DEVICE tkvcu_visible tkvcu_find_visible(const tkvcu_job &j, int entry) {
     return r;
 }
 
-/* Of one part: registers have no index that is known only when it runs. */
+/* Returns the key tiles of one section. An index known only at run time would move the array out of registers. */
 TKVCU_DEVICE int tkvcu_n_key_tiles_in(const tkvcu_visible &r, int section) {
     return section == 0 ? r.key_tiles[0] : section == 1 ? r.key_tiles[1] : r.key_tiles[2];
 }
@@ -107,21 +106,22 @@ TKVCU_DEVICE int tkvcu_n_key_tiles(const tkvcu_visible &r) {
     return r.key_tiles[0] + r.key_tiles[1] + r.key_tiles[2];
 }
 
-/* The first unit of a block of threads; where there are more blocks than units, the last ones have none. */
+/* Returns the first key tile of a thread block. If there are more thread blocks than key tiles, the last ones
+ * have none. */
 TKVCU_DEVICE int tkvcu_first_key_tile(int key_tiles, int blocks, int block) {
     const int working = key_tiles < blocks ? key_tiles : blocks;
     return block < working ? (int)((int64_t)key_tiles * block / working) : key_tiles;
 }
 
-/* tkvi_log_value; mantissa: 2^(k / 16) as bits of a float, in shared memory, where lanes may look each in
- * another place (and no register is spent on the address of the header's table). */
+/* Decodes a logarithmic scale, as tkvi_log_value. `mantissa` holds the bits of 2^(k / 16) in shared memory,
+ * where lanes can read different entries. It also saves the register for the address of the header's table. */
 TKVCU_DEVICE float tkvcu_decode_log(uint32_t code, int top, const uint32_t *mantissa) {
     const uint32_t i = code - 1u;
     if (code == 0) return 0.0f;
     return tkvi_from_bits(mantissa[i & 15u] + ((uint32_t)(top - 16 + (int)(i >> 4)) << 23));
 }
 
-/* >>what a block of threads shares, and what a warp has of its own */
+/* >>state of a thread block and of a warp */
 struct alignas(16) tkvcu_f32x4 {
     float x[4];
 };
@@ -130,68 +130,71 @@ struct alignas(8) tkvcu_f32x2 {
     float x, y;
 };
 
-/* What a block of threads works at: a part of one KV head of one entry, and in it a run of units that are
- * read in one way. In shared memory: registers are for sums. */
+/* The work of a thread block: a section of one KV head of one entry, and in it a key range whose key tiles have
+ * one region and one table version. It is in shared memory, because registers hold sums. */
 struct tkvcu_task {
     tkvcu_visible visible;
     int entry, head, section;
-    int tile, left;       /* unit in the part, and units of it that are still to do */
-    int region, first, n; /* the run: blocks, or 16 exact rows */
-    int ring_tile;        /* of its first unit in the region, in units */
+    int tile, left;       /* next key tile in the section; key tiles left in it */
+    int region, first, n; /* key range: region, first key tile, number */
+    int ring_tile;        /* place of the first key tile in the region's ring, in key tiles */
     const uint8_t
-        *from[2];          /* the head's sides there, 2048 bytes on; of exact rows: in the region's place 0 */
-    int codes[2], meta[2]; /* bytes of a coded one */
-    uint32_t block;        /* bytes from place to place */
-    int group, columns, column; /* query heads of a KV head; all columns of it; the block's first */
-    int next_tile, end_tile;    /* of all units */
+        /* the head's sides. Coded: 2048 bytes after the first one's start. Exact: in place 0 of the region */
+        *from[2];
+    int codes[2], meta[2];      /* bytes of a coded side */
+    uint32_t block;             /* bytes from place to place */
+    int group, columns, column; /* query heads per KV head; all columns; first column here */
+    int next_tile, end_tile;    /* in the list of all key tiles */
 };
 
-/* Queries stand in units of a power of two of their own: in q so that the largest product with a scale is 1
- * to 2 (the columns of a block have one unit for their whole numbers), in part so that the largest is. */
+/* Queries are scaled by powers of two. In q, the largest product with a scale is 1 to 2, so that all columns of
+ * a thread block can share one unit of integers. In q16, the largest value is 1 to 2. */
 template <int D, int NT> struct tkvcu_attend_shared {
     tkvcu_task task;
-    tkvcu_f32x4 q[2]
-                 [D / 8 * NT *
-                  4]; /* tiles of 4 channels in the run's order, even ones and odd ones: tkvcu_find_q_index */
-    tkvcu_f32x4 q_max[D / 4]; /* the largest of the columns, by channel */
+    tkvcu_f32x4
+        q[2][D / 8 * NT *
+             /* even and odd tiles of 4 channels, in the order of the key range: see tkvcu_find_q_index */
+             4];
+    tkvcu_f32x4 q_max[D / 4]; /* largest |q| of all columns, per channel */
     tkvcu_u32x2 q16[D / 16][NT]
-                   [32];     /* second operands of 16-bit products: high and low parts of the queries */
-    float q16_ratio[4 * NT]; /* units of part in those of q */
-    float logit_scale[4 *
-                      NT]; /* makes a logit of a product with q; with a softcap, what its tanh is taken of */
-    float mean[4 * NT];    /* q times the static means */
-    float k_log[256], v_log[256]; /* A's scales, R's, by their byte */
+                   /* second operands of 16-bit products: high and low limbs of the queries */
+                   [32];
+    float q16_ratio[4 * NT];      /* unit of q16 / unit of q */
+    float logit_scale[4 * NT];    /* product with q -> logit; with softcap: -> argument of tanh */
+    float mean[4 * NT];           /* q * static means of keys */
+    float k_log[256], v_log[256]; /* scales of A (K) and R (V) by their code byte */
     uint32_t mantissa[16];
     uint32_t max_codes[D / 4];  /* A: four bytes of the largest code, by tile */
-    int scratch[TKVCU_THREADS]; /* bits: not the same version */
-    tkvcu_side side[2];         /* of the run */
+    int scratch[TKVCU_THREADS]; /* for reductions of all threads */
+    tkvcu_side side[2];         /* K and V side of the key range */
 };
 
-template <int NT> struct tkvcu_softmax { /* what a warp knows of the rows it has seen; column t */
-    float m[NT], l[NT];                  /* l: of this lane's tokens */
+template <int NT> struct tkvcu_softmax { /* online softmax of a warp, for column t */
+    float m[NT], l[NT];                  /* maximum; sum over this lane's tokens */
 };
 
 template <int D, int NT, int VG> struct tkvcu_partials {
     tkvcu_softmax<NT> soft;
     float o[D / 16][NT][2]; /* channels x columns */
-    float zero[VG][NT]; /* what all channels of a group get: zero points, middles; of this lane's tokens */
+    /* equal for all channels of a group (zero points, middles); sum over this lane's tokens */
+    float zero[VG][NT];
 };
 
-/* A slot of a coded side: metadata, then from TKVCU_META on the codes, reordered about (tkvcu_swizzle). */
-#define TKVCU_META(D) (4 * (D)) /* KIVI's, the largest */
+/* A slot of a coded side: the metadata, then from TKVCU_META the codes, swizzled by tkvcu_swizzle. */
+#define TKVCU_META(D) (4 * (D)) /* KIVI, the largest */
 
 struct tkvcu_lane {
     int warp, lane, g, t;
-    int meta_at,
-        codes_at; /* bytes from a slot's start where the lane's first copies of metadata and of codes go */
-    uint8_t *slot[TKVCU_SLOTS]; /* for a K side, for a V side */
+    int meta_at, codes_at;      /* targets of the lane's first copies in a slot: metadata, codes */
+    uint8_t *slot[TKVCU_SLOTS]; /* K side, V side */
     tkvcu_address k_codes;
     tkvcu_v_addresses v_at;
-    uint8_t *work; /* of K scales [D], queries' bytes; of V scales and zeros [groups][64], weights */
+    /* K: scales [D] and limbs of the queries; V: scales and zeros [groups][64] and weights */
+    uint8_t *work;
 };
 
-/* Bytes of that for each warp. */
-#define TKVCU_WEIGHTS_ROW 160 /* 64 weights of 16 bits, padded: columns begin in banks of their own */
+/* Bytes of `work` per warp. */
+#define TKVCU_WEIGHTS_ROW 160 /* 64 16-bit weights, padded: columns begin in different banks */
 #define TKVCU_WORK(D, NT, groups)                                                                            \
     (4 * (D) + 8 * (D) * (NT) > (512 + 4 * TKVCU_WEIGHTS_ROW * (NT)) * (groups)                              \
          ? 4 * (D) + 8 * (D) * (NT)                                                                          \
@@ -233,7 +236,7 @@ template <int D, int NT, int VG> TKVCU_DEVICE void tkvcu_clear_partials(tkvcu_pa
 }
 
 /* >>loading */
-/* middle: 2048 bytes behind the side's start. */
+/* Starts the copy of a coded side. `middle` is 2048 bytes after the side's start. */
 template <int D>
 TKVCU_DEVICE void tkvcu_load_side(uint8_t *slot, const uint8_t *middle, int codes, int meta,
                                   const tkvcu_lane &me) {
@@ -242,7 +245,7 @@ TKVCU_DEVICE void tkvcu_load_side(uint8_t *slot, const uint8_t *middle, int code
     middle = tkvcu_advance(middle, me.meta_at, 1);
     tkvcu_cp_async16_if<0>(slot + me.meta_at, tkvcu_advance(middle, codes, 1), meta - me.meta_at);
     slot += me.codes_at;
-    tkvcu_cp_async16_if<0>(slot, middle, left); /* up to 4 bits a value */
+    tkvcu_cp_async16_if<0>(slot, middle, left); /* up to 4 bits per value */
     tkvcu_cp_async16_if<512>(slot, middle, left);
     tkvcu_cp_async16_if<1024>(slot, middle, left);
     tkvcu_cp_async16_if<1536>(slot, middle, left);
@@ -257,8 +260,8 @@ TKVCU_DEVICE void tkvcu_load_side(uint8_t *slot, const uint8_t *middle, int code
         tkvcu_cp_async16(slot + k, middle + k - 2048); /* 8 bits */
 }
 
-/* 16 rows of an exact side, chunks of 16 bytes reordered about so that columns of rows lie in all banks. Rows
- * that are not there are copies of the last one. */
+/* Starts the copy of 16 exact rows. The 16-byte chunks are swizzled, so that a column of chunks uses all banks.
+ * Missing rows become copies of the last one. */
 template <int D> TKVCU_DEVICE void tkvcu_load_rows(uint8_t *slot, const uint8_t *from, int rows, int lane) {
     int i;
     for (i = lane; i < 16 * (D / 8); i += 32) {
@@ -268,10 +271,11 @@ template <int D> TKVCU_DEVICE void tkvcu_load_rows(uint8_t *slot, const uint8_t 
     }
 }
 
-/* >>K: whole numbers. q times a channel's scale is one of 16 bits, in units that the block's largest product
- * decides; it goes into the product as two columns of bytes, high and low: S = 256 high + low. */
+/* >>K. q * scale of a channel is rounded to a 16-bit integer, in a unit that the largest product of the key tile
+ * sets. It enters the product as two int8 limbs: S = 256 hi + lo. */
 TKVCU_DEVICE int tkvcu_find_slab_width(const tkvcu_side &s,
-                                       int slab) { /* of A; tiles' order is that of the widths */
+                                       /* A: returns the bits of a slab; slabs are in the order of widths */
+                                       int slab) {
     int w;
     for (w = 6; w > 0; w--) {
         if (slab < s.slabs[w]) break;
@@ -280,14 +284,14 @@ TKVCU_DEVICE int tkvcu_find_slab_width(const tkvcu_side &s,
     return w;
 }
 
-#define TKVCU_Q_MAX 32600.0f /* of a query's whole number */
-#define TKVCU_P_MAX 65000.0f /* of a weight's */
-#define TKVCU_TINY 1e-30f    /* so that nothing is divided by 0 */
-#define TKVCU_ROUNDING                                                                                       \
-    12582912.0f /* 1.5 2^23: what is added to it becomes a whole number, in the lower bits */
+#define TKVCU_Q_MAX 32600.0f /* largest integer of q * scale */
+#define TKVCU_P_MAX 65000.0f /* largest integer of a weight * scale */
+#define TKVCU_TINY 1e-30f    /* avoids division by 0 */
+/* 1.5 * 2^23: adding it rounds a float to an integer, which is then in the low bits. */
+#define TKVCU_ROUNDING 12582912.0f
 
-/* Scales of the unit's channels, in units that make the largest product with a query TKVCU_Q_MAX, to `out`;
- * what a unit of the products is then. Channels without codes have 0. */
+/* Writes the scales of the channels to `out`, in a unit that makes the largest product with a query TKVCU_Q_MAX.
+ * Returns that unit. Channels without codes get 0. */
 template <int D, int NT>
 TKVCU_DEVICE float tkvcu_scale_k_channels(const tkvcu_side &s, const uint8_t *slot,
                                           const tkvcu_attend_shared<D, NT> &b, tkvcu_f32x4 *out, int lane) {
@@ -317,12 +321,12 @@ TKVCU_DEVICE float tkvcu_scale_k_channels(const tkvcu_side &s, const uint8_t *sl
     return most * (1.0f / TKVCU_Q_MAX);
 }
 
-/* Where the pair of tiles 2 i, 2 i + 1 of column c of an n-tile stands. */
+/* Returns the index of tiles 2 i and 2 i + 1 for column c of an n-tile. */
 template <int D> TKVCU_DEVICE int tkvcu_find_q_index(int nt, int i, int c) {
     return (nt * (D / 8) + i) * 4 + c;
 }
 
-/* Query times scale of four channels, as bytes. The low byte is a signed one too: the high one is of x +
+/* Returns query * scale of four channels as limbs. The low limb is signed too, so the high one is taken from x +
  * 128. */
 TKVCU_DEVICE tkvcu_u32x2 tkvcu_split_q_limbs(const tkvcu_f32x4 &q, const tkvcu_f32x4 &scale) {
     uint32_t x[4], a, b;
@@ -337,8 +341,9 @@ TKVCU_DEVICE tkvcu_u32x2 tkvcu_split_q_limbs(const tkvcu_f32x4 &q, const tkvcu_f
     return to;
 }
 
-/* All of them, as second operands: a pair's high bytes, then its low ones, are four words. Columns of the
- * operand are 2 c and 2 c + 1, so lane 4 g + t has words 2 g (+ 1: odd tiles) of it. */
+/* Makes all limbs, as second operands. The high limbs of a pair of tiles, then the low ones, are four words.
+ * Columns 2 c and 2 c + 1 of the operand are the limbs of column c. So lane 4 g + t reads words 2 g (even tiles)
+ * and 2 g + 1 (odd). */
 template <int D, int NT>
 TKVCU_DEVICE void tkvcu_make_q_limbs(const tkvcu_attend_shared<D, NT> &b, const tkvcu_f32x4 *scale,
                                      tkvcu_u32x4 *out, int lane) {
@@ -358,13 +363,13 @@ TKVCU_DEVICE void tkvcu_make_q_limbs(const tkvcu_attend_shared<D, NT> &b, const 
     }
 }
 
-/* The lane's word of slab k. */
+/* Returns the lane's word of slab k. */
 template <int D> TKVCU_DEVICE uint32_t tkvcu_load_q_limbs(const uint32_t *q, int nt, int k) {
     return q[16 * (nt * (D / 8) + 2 * k)];
 }
 
-/* n slabs, parts of W bits of tiles that stand STRIDE bytes apart: sum += codes q, by plane; TOPS: and tops
- * += what their 1-bit parts give. q: the lane's words of the first slab. */
+/* Multiplies n slabs: the W-bit fields of tiles that are STRIDE bytes apart. Adds codes * q to `sum`, by plane.
+ * TOPS: also adds the products of the 1-bit fields to `tops`. q: the lane's words of the first slab. */
 template <int D, int W, int STRIDE, int TOPS, int NT>
 TKVCU_DEVICE void tkvcu_multiply_k_fields(int32_t sum[4][NT][4], int32_t tops[4][NT][4], tkvcu_address codes,
                                           uint32_t at, uint32_t tops_at, const uint32_t *q, int n, int g,
@@ -436,8 +441,8 @@ template <int NT> TKVCU_DEVICE void tkvcu_clear_sums(int32_t sum[4][NT][4]) {
     for (i = 0; i < 4; i++) sum[p][nt][i] = 0;
 }
 
-/* n slabs of codes with a part of W bits and one bit on top, the first of a sum: what the upper part's sums
- * count is decided by where the fields stand. */
+/* Multiplies n slabs whose codes have a W-bit field and a top bit. The positions of both fields give the factor
+ * of `tops` in `sum`. */
 template <int D, int W, int STRIDE, int NT>
 TKVCU_DEVICE void tkvcu_multiply_k_with_tops(int32_t sum[4][NT][4], tkvcu_address codes, uint32_t at,
                                              uint32_t tops_at, const uint32_t *q, int n, int g, int t) {
@@ -447,7 +452,8 @@ TKVCU_DEVICE void tkvcu_multiply_k_with_tops(int32_t sum[4][NT][4], tkvcu_addres
     if (NT == 1) tkvcu_multiply_k_fields<D, W, STRIDE, 1, NT>(sum, tops, codes, at, tops_at, q, n, g, t);
     else
         tkvcu_multiply_k_fields<D, 1, 32, 0, NT>(tops, tops, codes, tops_at, 0, q, n, g,
-                                                 t); /* one after the other: registers */
+                                                 /* one after the other: saves registers */
+                                                 t);
     TKVCU_UNROLL
     for (p = 0; p < 4; p++) TKVCU_UNROLL
     for (nt = 0; nt < NT; nt++) TKVCU_UNROLL
@@ -456,7 +462,7 @@ TKVCU_DEVICE void tkvcu_multiply_k_with_tops(int32_t sum[4][NT][4], tkvcu_addres
     if (NT > 1) tkvcu_multiply_k_fields<D, W, STRIDE, 0, NT>(sum, tops, codes, at, 0, q, n, g, t);
 }
 
-/* s += weight times a part's sums, high and low bytes together. */
+/* Adds weight * sums of a field to s, and joins the limbs. */
 template <int W, int NT>
 TKVCU_DEVICE void tkvcu_add_k_sums(float s[4][NT][2], const int32_t sum[4][NT][4], float weight) {
     int p, nt, i;
@@ -468,8 +474,8 @@ TKVCU_DEVICE void tkvcu_add_k_sums(float s[4][NT][2], const int32_t sum[4][NT][4
                            weight / (float)(1 << tkvcu_k_field_bit<W>(p)), s[p][nt][i]);
 }
 
-/* s += codes q of all slabs; widths follow one another, widest first, then what is one bit of each (core/tile.h).
- * A sum stays below 2^31: q is at most TKVCU_Q_MAX, a code at its place 496, and there are 128 channels. */
+/* Adds codes * q of all slabs to s. Widths follow one another, widest first, then the 1-bit fields
+ * (core/tile.h). A sum stays below 2^31: |q| <= TKVCU_Q_MAX, a code at its bit <= 496, 128 channels. */
 template <int D, int NT>
 TKVCU_DEVICE void tkvcu_multiply_k_codes(const tkvcu_side &side, float s[4][NT][2], tkvcu_address codes,
                                          const uint32_t *q, int g, int t) {
@@ -511,9 +517,9 @@ TKVCU_DEVICE void tkvcu_multiply_k_codes(const tkvcu_side &side, float s[4][NT][
     }
 }
 
-/* What a block of A adds to the codes of a channel, in units of its scale (formats/a.h): offset / 8 - middle,
- * or offset / 4 where codes have 6 bits; the same for all tokens, exact. Channels without codes have queries
- * 0 here. */
+/* Multiplies the offsets of A (formats/a.h). In units of the scale, a channel adds offset / 8 - middle to its
+ * codes, or offset / 4 - middle with 6 bits. This is equal for all tokens, and exact. Channels without codes
+ * have q = 0 here. */
 template <int D, int NT>
 TKVCU_DEVICE void tkvcu_multiply_k_offsets(const tkvcu_side &side, float s[NT], const uint8_t *slot,
                                            const uint32_t *max_codes, const uint32_t *q, int t) {
@@ -533,7 +539,7 @@ TKVCU_DEVICE void tkvcu_multiply_k_offsets(const tkvcu_side &side, float s[NT], 
         }
     }
     TKVCU_ROLL
-    for (k = 0; k < side.slabs[6]; k++) { /* once more */
+    for (k = 0; k < side.slabs[6]; k++) { /* 6 bits: a second time, for offset / 4 */
         const uint32_t a[4] = {tkvcu_load_u32(slot, (uint32_t)(D + 16 * k + 4 * t)), 0, 0, 0};
         TKVCU_UNROLL
         for (nt = 0; nt < NT; nt++) {
@@ -547,8 +553,9 @@ TKVCU_DEVICE void tkvcu_multiply_k_offsets(const tkvcu_side &side, float s[NT], 
             0.125f * (float)(256 * sum[nt][0] + sum[nt][1]) - 0.5f * (float)(256 * sum[nt][2] + sum[nt][3]);
 }
 
-/* Products with q of what is the same for all tokens and has no scale, onto the static means': */
-/* KIVI's zeros. A lane takes 8 channels; rows g get those of its words 0 and 2, rows g + 8 of 1 and 3. */
+/* The next functions add products of q with terms without scale. These are equal for all tokens of a key tile. */
+/* Multiplies KIVI's zeros. A lane takes 8 channels. Rows g get the products of its words 0 and 2, rows g + 8 of
+ * 1 and 3. */
 template <int D, int NT>
 TKVCU_DEVICE void tkvcu_multiply_k_zeros(float s[NT], const uint8_t *slot,
                                          const tkvcu_attend_shared<D, NT> &b, const tkvcu_lane &me) {
@@ -575,7 +582,7 @@ TKVCU_DEVICE void tkvcu_multiply_k_zeros(float s[NT], const uint8_t *slot,
             b.q16_ratio[4 * nt + me.t] * ((first[nt][0] + first[nt][1]) + (second[nt][2] + second[nt][3]));
 }
 
-/* Means of A's channels without codes. */
+/* Multiplies the means of A's channels without codes. */
 template <int D, int NT>
 TKVCU_DEVICE void tkvcu_multiply_k_means(const tkvcu_side &side, float s[NT], const uint8_t *slot,
                                          const tkvcu_attend_shared<D, NT> &b, const tkvcu_lane &me) {
@@ -585,7 +592,7 @@ TKVCU_DEVICE void tkvcu_multiply_k_means(const tkvcu_side &side, float s[NT], co
     for (nt = 0; nt < NT; nt++) TKVCU_UNROLL
     for (i = 0; i < 4; i++) sum[nt][i] = 0.0f;
     TKVCU_ROLL
-    for (k = D / 16 - side.slabs[0]; k < D / 16; k++) { /* low bytes, then high ones */
+    for (k = D / 16 - side.slabs[0]; k < D / 16; k++) { /* low bytes, then high bytes */
         const uint32_t at = (uint32_t)(16 * k + 4 * tkvcu_keep_in_register(me.t));
         const uint32_t low = tkvcu_load_u32(slot, at), high = tkvcu_load_u32(slot, D + at);
         const uint32_t x = tkvcu_prmt(low, high, 0x5140), y = tkvcu_prmt(low, high, 0x7362),
@@ -601,9 +608,10 @@ TKVCU_DEVICE void tkvcu_multiply_k_means(const tkvcu_side &side, float s[NT], co
     for (nt = 0; nt < NT; nt++) s[nt] += b.q16_ratio[4 * nt + me.t] * (sum[nt][0] + sum[nt][1]);
 }
 
-/* >>softmax. Of each unit by itself, its largest weight 1; then it joins what there is. */
-/* Maxima of the columns of a unit (in all lanes of a column): moves the running ones where they grew by
- * much, or began. f: what weights of the unit count in units of the running maximum. */
+/* >>softmax. The weights of a key tile are relative to its own maximum. A factor converts them to the running
+ * maximum. */
+/* Updates the running maxima with those of a key tile, `most`, equal in all lanes of a column. They move only if
+ * they grow by more than 4. f receives the factor of the key tile's weights. */
 template <int D, int NT, int VG>
 TKVCU_DEVICE void tkvcu_update_max(tkvcu_partials<D, NT, VG> &u, const float most[NT], float f[NT]) {
     int nt, i, k, grew = 0;
@@ -626,22 +634,22 @@ TKVCU_DEVICE void tkvcu_update_max(tkvcu_partials<D, NT, VG> &u, const float mos
     for (nt = 0; nt < NT; nt++) f[nt] = tkvcu_ex2(most[nt] - u.soft.m[nt]);
 }
 
-/* Of the lanes of a column. */
+/* Returns the maximum over the lanes of a column. */
 TKVCU_DEVICE float tkvcu_reduce_column_max(float x) {
     x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 4));
     x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 8));
     return fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 16));
 }
 
-/* >>V: whole numbers too. Weight times the token's scale has 16 bits, two columns of bytes; the unit's
- * largest is TKVCU_P_MAX. */
+/* >>V. weight * scale of the token is a 16-bit integer, too, as two limbs of 8 bits. The largest of the key tile
+ * is TKVCU_P_MAX. */
 template <int VG>
 TKVCU_DEVICE void tkvcu_load_v_scales(const tkvcu_side &s, const uint8_t *slot, tkvcu_f32x2 *out, int lane,
                                       const float *v_log) {
     int i;
     if (s.kind == TKVCU_KIVI) {
         TKVCU_UNROLL
-        for (i = 0; i < 2 * VG; i++) { /* scales of the groups, then their zeros */
+        for (i = 0; i < 2 * VG; i++) { /* scales of all groups, then zeros */
             const uint32_t x = tkvcu_load_u32(slot, (uint32_t)(128 * i + 4 * lane));
             const tkvcu_f32x2 y = {tkvcu_f16_lo(x), tkvcu_f16_lo(x >> 16)};
             out[32 * i + lane] = y;
@@ -653,10 +661,10 @@ TKVCU_DEVICE void tkvcu_load_v_scales(const tkvcu_side &s, const uint8_t *slot, 
     }
 }
 
-/* Weights p of the lane's tokens (slab, column, word) times their scales, as second operands: b[m] has the
- * tokens of planes 2 m and 2 m + 1 of tile t, column g: high bytes of column g / 2, or low ones. smaller: by
- * so much, as an exponent, those of this lane's plane (unpack.h). unit: what 1 of them is. sum: of weights
- * times scales, this lane's. */
+/* Multiplies the weights p of the lane's tokens (slab, column, word) by their scales, and makes second operands.
+ * b[m] has planes 2 m and 2 m + 1 of tile t in column g: high limbs of column g / 2 if g is even, else low
+ * limbs. `smaller` is the exponent that divides the weights of this lane's plane (unpack.h). `unit` receives the
+ * value of integer 1. `sum` receives the sum of weight * scale over this lane's tokens. */
 template <int NT>
 TKVCU_DEVICE void tkvcu_make_p_limbs(const float p[4][NT][2], const tkvcu_f32x2 *scale, uint8_t *memory,
                                      uint32_t smaller, uint32_t b[2][NT][2], float unit[NT], float sum[NT],
@@ -698,7 +706,7 @@ TKVCU_DEVICE void tkvcu_make_p_limbs(const float p[4][NT][2], const tkvcu_f32x2 
     }
 }
 
-/* o += a slab's sums, high and low bytes together. */
+/* Adds the sums of a slab to o, and joins the limbs. */
 template <int D, int NT, int VG>
 TKVCU_DEVICE void tkvcu_add_v_sums(tkvcu_partials<D, NT, VG> &u, int slab, const int32_t sum[NT][4],
                                    const float unit[NT]) {
@@ -710,7 +718,7 @@ TKVCU_DEVICE void tkvcu_add_v_sums(tkvcu_partials<D, NT, VG> &u, int slab, const
             fmaf((float)(256 * sum[nt][2 * i] + sum[nt][2 * i + 1]), unit[nt], u.o[slab][nt][i]);
 }
 
-/* All slabs of V, width W. Groups of channels have weights of their own. */
+/* Multiplies all slabs of V with codes of width W. Each group of channels has its own weights. */
 template <int D, int W, int NT, int VG>
 TKVCU_DEVICE void tkvcu_multiply_v_codes(tkvcu_partials<D, NT, VG> &u, const tkvcu_v_addresses &at,
                                          const uint32_t b[VG][2][NT][2], const float unit[VG][NT], int g,
@@ -738,7 +746,7 @@ TKVCU_DEVICE void tkvcu_multiply_v_codes(tkvcu_partials<D, NT, VG> &u, const tkv
     }
 }
 
-/* The same of R with pairs: 16 lanes of a tile are channels of two slabs. */
+/* The same for R with pairs: the 16 words of a tile are channels of two slabs. */
 template <int D, int NT, int VG>
 TKVCU_DEVICE void tkvcu_multiply_v_pairs(tkvcu_partials<D, NT, VG> &u, const tkvcu_v_addresses &at,
                                          const uint32_t b[2][NT][2], const float unit[NT], int g, int t) {
@@ -778,7 +786,7 @@ TKVCU_DEVICE void tkvcu_multiply_v_pairs(tkvcu_partials<D, NT, VG> &u, const tkv
     }
 }
 
-/* >>units */
+/* >>scores and values of a key tile */
 TKVCU_DEVICE int tkvcu_find_query_position(const tkvcu_job &j, const tkvcu_task &k, int column) {
     return k.visible.len - j.n_queries + (k.column + column) / k.group;
 }
@@ -787,8 +795,8 @@ TKVCU_DEVICE int tkvcu_can_see(const tkvcu_job &j, int query, int position) {
     return position <= query && (j.window == 0 || position > query - j.window);
 }
 
-/* Sums of a coded unit become weights: s[slab of 16 tokens][n-tile][word]. A score is q's unit times s, and
- * base. */
+/* Turns the sums of a coded key tile, s[slab of 16 tokens][n-tile][word], into weights. A product q.k is unit *
+ * s + base, in units of q. */
 template <int D, int NT, int VG>
 TKVCU_DEVICE void tkvcu_softmax_step(const tkvcu_job &j, const tkvcu_attend_shared<D, NT> &b,
                                      tkvcu_partials<D, NT, VG> &u, float s[4][NT][2], float unit,
@@ -819,7 +827,8 @@ TKVCU_DEVICE void tkvcu_softmax_step(const tkvcu_job &j, const tkvcu_attend_shar
         TKVCU_UNROLL
         for (nt = 0; nt < NT; nt++) {
             const int query = tkvcu_find_query_position(j, k, 4 * nt + t);
-            if (times[nt] == 0.0f) times[nt] = 1e-37f; /* times infinity that shall be no weight */
+            /* 0 times infinity would be NaN */
+            if (times[nt] == 0.0f) times[nt] = 1e-37f;
             TKVCU_UNROLL
             for (p = 0; p < 4; p++) TKVCU_UNROLL
             for (i = 0; i < 2; i++)
@@ -828,7 +837,7 @@ TKVCU_DEVICE void tkvcu_softmax_step(const tkvcu_job &j, const tkvcu_attend_shar
     }
     TKVCU_UNROLL
     for (nt = 0; nt < NT; nt++) {
-        float x = TKVCU_LEAST_SUM; /* where nothing is seen that is what weights are taken from: they are 0 */
+        float x = TKVCU_LEAST_SUM; /* if no key is visible, weights are relative to this, and become 0 */
         TKVCU_UNROLL
         for (p = 0; p < 4; p++) x = fmaxf(fmaxf(x, s[p][nt][0]), s[p][nt][1]);
         x = tkvcu_reduce_column_max(x);
@@ -849,7 +858,7 @@ TKVCU_DEVICE void tkvcu_softmax_step(const tkvcu_job &j, const tkvcu_attend_shar
     }
 }
 
-/* One side of a coded unit that lies in `slot`. s: weights, f: what they count, for V. */
+/* Scores a coded key tile in `slot`. s receives the weights, f their factor. */
 template <int D, int NT, int VG>
 TKVCU_DEVICE void tkvcu_score_coded_k(const tkvcu_job &j, const tkvcu_attend_shared<D, NT> &b,
                                       const tkvcu_lane &me, tkvcu_partials<D, NT, VG> &u, float s[4][NT][2],
@@ -899,7 +908,7 @@ TKVCU_DEVICE void tkvcu_add_coded_v(const tkvcu_attend_shared<D, NT> &b, const t
     __syncwarp();
     TKVCU_UNROLL
     for (i = 0; i < VG; i++) {
-        if (i > 0 && !kivi) { /* one group here */
+        if (i > 0 && !kivi) { /* this format has one group */
             TKVCU_UNROLL
             for (nt = 0; nt < NT; nt++) {
                 TKVCU_UNROLL
@@ -935,8 +944,8 @@ TKVCU_DEVICE void tkvcu_add_coded_v(const tkvcu_attend_shared<D, NT> &b, const t
     else tkvcu_multiply_v_codes<D, 8, NT, VG>(u, me.v_at, w, unit, me.g, me.t);
 }
 
-/* >>16 exact tokens: products of 16-bit values. Rows g and g + 8 are tokens, or channels, g and g + 8; a
- * query, or a weight, goes in as what its 16 bits hold and what they leave: again two columns. */
+/* >>16 exact tokens: products of 16-bit values. Rows g and g + 8 of the first operand are tokens (K) or channels
+ * (V). A query or weight is split into two 16-bit limbs, again as two columns. */
 template <int D> TKVCU_DEVICE const uint8_t *tkvcu_find_chunk(const uint8_t *slot, int row, int chunk) {
     return slot + row * (2 * D) + 16 * (chunk ^ (row & (D % 64 ? 3 : 7)));
 }
@@ -946,7 +955,7 @@ TKVCU_DEVICE void tkvcu_mma_16(float c[4], const uint32_t a[4], const uint32_t b
     else tkvcu_mma_f16(c, a, b);
 }
 
-/* Two values in 16 bits each, or what is left of them then. */
+/* Returns two values as 16-bit floats (the high limb), or the errors of this rounding (the low limb). */
 TKVCU_DEVICE uint32_t tkvcu_take_limb16(float x, float y, int low, int bf16) {
     uint32_t two = bf16 ? tkvcu_pack_bf16x2(x, y) : tkvcu_pack_f16x2(x, y);
     if (!low) return two;
@@ -1031,23 +1040,23 @@ TKVCU_DEVICE void tkvcu_add_exact_v(const tkvcu_attend_shared<D, NT> &b, const t
     }
 }
 
-/* >>runs: units of one region and one version, so that all is read in one way */
-/* Row of a column's query. */
+/* >>key ranges: key tiles of one region and one table version */
+/* Returns the index of a column's query in d_q. */
 TKVCU_DEVICE size_t tkvcu_find_query(const tkvcu_job &j, const tkvcu_task &k, int column) {
     const size_t row = (size_t)k.entry * (size_t)j.n_queries + (size_t)(column / k.group);
     const size_t head = (size_t)(k.head * k.group + column % k.group);
     return (row * (size_t)j.view.n_heads + head) * (size_t)j.view.head_dim;
 }
 
-/* The power of two that x, which is not negative, is 1 to 2 times; 0: `otherwise`. */
+/* Returns the largest power of two that is at most x. x must not be negative; 0 gives `otherwise`. */
 TKVCU_DEVICE float tkvcu_floor_power(float x, float otherwise) {
     const uint32_t bits = tkvi_bits(x) & 0x7f800000u;
     if (bits == 0) return otherwise;
     return tkvi_from_bits(bits < 0x7e800000u ? bits : 0x7e800000u);
 }
 
-/* Queries in the orders that their products want, with the sign of the scale: channels in the run's order,
- * or as they come for exact rows. By all threads. */
+/* Stores the queries in the orders of their products, with the sign of the scale. Channels are in the order of
+ * the key range, or in natural order for exact rows. All threads call it. */
 template <int D, int NT>
 TKVCU_DEVICE void tkvcu_prepare_queries(const tkvcu_job &j, tkvcu_attend_shared<D, NT> &b) {
     const tkvcu_side &side = b.side[0];
@@ -1055,8 +1064,10 @@ TKVCU_DEVICE void tkvcu_prepare_queries(const tkvcu_job &j, tkvcu_attend_shared<
     const int tid = (int)threadIdx.x, exact = side.kind == TKVCU_EXACT;
     const uint8_t *order = side.table >= 0 && !exact ? j.view.order + side.table : NULL;
     int i, c, r;
-    for (i = tid / 32; i < 4 * NT; i += TKVCU_WARPS) { /* a warp a column: its unit, static means */
-        const float sign = k.column + i >= k.columns ? 0.0f : j.scale < 0.0f ? -1.0f : 1.0f; /* 0: nobody's */
+    for (i = tid / 32; i < 4 * NT; i += TKVCU_WARPS) { /* a warp per column: its unit, and the means */
+        const float sign = k.column + i >= k.columns ? 0.0f
+                           : j.scale < 0.0f          ? -1.0f
+                                                     : 1.0f; /* 0: unused column */
         const float times = fabsf(j.scale) * (j.softcap > 0.0f ? 1.0f / j.softcap : TKVCU_LOG2E);
         const uint8_t *meta = k.from[0] - 2048 + side.code_bytes;
         float sum = 0.0f, most = 0.0f, product = 0.0f, q_unit, q16_unit;
@@ -1066,7 +1077,8 @@ TKVCU_DEVICE void tkvcu_prepare_queries(const tkvcu_job &j, tkvcu_attend_shared<
                 const int channel = order ? order[c] : c;
                 const float x = tkvcu_load_element(j.q, j.type, at + (size_t)channel);
                 const uint32_t bits = tkvi_bits(x) & 0x7fffffffu;
-                float scale = 0.0f; /* the run's first block's: later ones will be near it */
+                /* scale in the first block of the range: later blocks have similar scales */
+                float scale = 0.0f;
                 if (side.kind == TKVCU_KIVI) scale = tkvcu_f16_lo(((const uint16_t *)(const void *)meta)[c]);
                 else if (side.kind == TKVCU_A && c < D - 16 * side.slabs[0])
                     scale = tkvcu_decode_log(meta[c], side.top, b.mantissa);
@@ -1081,7 +1093,8 @@ TKVCU_DEVICE void tkvcu_prepare_queries(const tkvcu_job &j, tkvcu_attend_shared<
         q16_unit = tkvcu_floor_power(tkvcu_warp_max(most), 1.0f);
         q_unit = tkvcu_floor_power(tkvcu_warp_max(product), q16_unit);
         if (tid % 32 ==
-            0) { /* what is no number stays in its column: those of all columns have a unit in common */
+            /* NaN and infinity stay in their column, although the columns share a unit */
+            0) {
             b.logit_scale[i] = sum == sum ? q_unit * times : NAN;
             b.mean[i] = sign * sum / q_unit;
             b.q16_ratio[i] = q16_unit / q_unit;
@@ -1108,7 +1121,7 @@ TKVCU_DEVICE void tkvcu_prepare_queries(const tkvcu_job &j, tkvcu_attend_shared<
         }
         if (!low)
             b.q[t % 2][tkvcu_find_q_index<D>(nt, 2 * slab + t / 2, lane / 8)] =
-                x; /* not used of exact rows */
+                x; /* not used for exact rows */
         to.x = tkvcu_take_limb16(y.x[0], y.x[1], low, bf16);
         to.y = tkvcu_take_limb16(y.x[2], y.x[3], low, bf16);
         if (!exact && side.kind == TKVCU_KIVI)
@@ -1131,13 +1144,13 @@ TKVCU_DEVICE void tkvcu_prepare_queries(const tkvcu_job &j, tkvcu_attend_shared<
     }
 }
 
-/* Rows of the task's region that are there, from 16 exact ones' first on. */
+/* Returns the number of exact rows from key tile `unit` to the end of the task's region. */
 TKVCU_DEVICE int tkvcu_n_rows_left(const tkvcu_job &j, const tkvcu_task &k, int unit) {
     const int sinks = tkvi_min(j.view.sinks, k.visible.len);
     return (k.region == TKVCU_SINKS ? sinks : k.visible.len - j.view.sinks) - 16 * unit;
 }
 
-/* K (which = 0) or V of unit number nth of the task's run, if it has so many, begins to come into its slot. */
+/* Starts the copy of K (which = 0) or V of key tile nth of the range, if it has that many. */
 template <int D, int EXACT>
 TKVCU_DEVICE void tkvcu_prefetch_side(const tkvcu_job &j, const tkvcu_task &k, const tkvcu_lane &me,
                                       int which, int nth) {
@@ -1155,14 +1168,13 @@ TKVCU_DEVICE void tkvcu_prefetch_side(const tkvcu_job &j, const tkvcu_task &k, c
     tkvcu_cp_async_commit();
 }
 
-/* What was asked for has come, and nobody uses the side before it any more: that slot and the warp's work
- * are free. */
+/* Waits for the copies. All lanes are then done with the previous side: its slot and `work` are free. */
 TKVCU_DEVICE void tkvcu_wait_copies(void) {
     tkvcu_cp_async_wait<0>();
     __syncwarp();
 }
 
-/* The task's run; its sides are in b. V comes while K is worked at, and the next K while V is. */
+/* Attends to the key range whose sides are in b. V is copied during the work on K, and the next K during V. */
 template <int D, int NT, int VG, int EXACT>
 TKVCU_DEVICE void tkvcu_attend_key_range(const tkvcu_job &j, tkvcu_attend_shared<D, NT> &b,
                                          const tkvcu_lane &me, tkvcu_partials<D, NT, VG> &u) {
@@ -1187,7 +1199,7 @@ TKVCU_DEVICE void tkvcu_attend_key_range(const tkvcu_job &j, tkvcu_attend_shared
     }
 }
 
-/* Blocks from `block` on, at most n, that have its version. */
+/* Returns the number of blocks from `block` on, at most n, that have its table version. */
 template <int D, int NT>
 TKVCU_DEVICE int tkvcu_n_same_version(const tkvcu_job &j, tkvcu_attend_shared<D, NT> &b, int block, int n) {
     const uint8_t *version =
@@ -1204,7 +1216,7 @@ TKVCU_DEVICE int tkvcu_n_same_version(const tkvcu_job &j, tkvcu_attend_shared<D,
     return n;
 }
 
-/* >>the end of a part: its warps' sums as one, into the workspace [slot][columns of the block][m, l, o ...] */
+/* >>end of a section: the joined partial results of the warps go to the workspace, [slot][column][m, l, o ...] */
 template <int D, int NT, int VG>
 TKVCU_DEVICE void tkvcu_write_partials(const tkvcu_job &j, tkvcu_attend_shared<D, NT> &b,
                                        const tkvcu_lane &me, tkvcu_partials<D, NT, VG> &u, uint8_t *warps,
@@ -1232,10 +1244,11 @@ TKVCU_DEVICE void tkvcu_write_partials(const tkvcu_job &j, tkvcu_attend_shared<D
         for (c = 0; c < D / 16; c++) TKVCU_UNROLL
         for (i = 0; i < 2; i++)
             column[2 + 16 * c + (exact ? me.g + 8 * i : 2 * me.g + i)] =
-                u.o[c][nt][i] + u.zero[16 * c * VG / D][nt]; /* 0 where there is nothing of that kind */
+                u.o[c][nt][i] + u.zero[16 * c * VG / D][nt]; /* zero is 0 if the format has none */
     }
     __syncthreads();
-    for (i = (int)threadIdx.x; i < 4 * NT * (D + 1); i += TKVCU_THREADS) { /* l counts as an output */
+    for (i = (int)threadIdx.x; i < 4 * NT * (D + 1);
+         i += TKVCU_THREADS) { /* l is treated as one more output */
         const int column = i / (D + 1), at = i % (D + 1);
         float m = TKVCU_MASKED_LOGIT, sum = 0.0f;
         for (w = 0; w < TKVCU_WARPS; w++)
@@ -1250,7 +1263,7 @@ TKVCU_DEVICE void tkvcu_write_partials(const tkvcu_job &j, tkvcu_attend_shared<D
     __syncthreads();
 }
 
-/* The next part that the block has units of; left: 0 if there is none. By one thread. */
+/* Finds the next section with key tiles of this thread block. left = 0: none. One thread calls it. */
 template <class Task> TKVCU_DEVICE void tkvcu_next_section(const tkvcu_job &j, Task &task, const int *ends) {
     Task k = task;
     int per;
@@ -1270,7 +1283,7 @@ template <class Task> TKVCU_DEVICE void tkvcu_next_section(const tkvcu_job &j, T
     task = k;
 }
 
-/* The next run of the part, its sides and queries. By all threads. */
+/* Begins the next key range of the section: its sides and queries. All threads call it. */
 template <int D, int NT>
 TKVCU_DEVICE void tkvcu_next_key_range(const tkvcu_job &j, tkvcu_attend_shared<D, NT> &b) {
     const tkvcu_task &k = b.task;
@@ -1290,7 +1303,8 @@ TKVCU_DEVICE void tkvcu_next_key_range(const tkvcu_job &j, tkvcu_attend_shared<D
         n = tkvcu_n_same_version(j, b, first, n);
     }
     ring_tiles =
-        (region < TKVCU_SINKS ? 1 : 4) * j.view.ring[region]; /* in units; behind the last one is the first */
+        /* length of the ring in key tiles; after the last place comes the first */
+        (region < TKVCU_SINKS ? 1 : 4) * j.view.ring[region];
     ring_tile = first % ring_tiles;
     n = tkvi_min(n, ring_tiles - ring_tile);
     __syncthreads();
@@ -1317,7 +1331,7 @@ TKVCU_DEVICE void tkvcu_next_key_range(const tkvcu_job &j, tkvcu_attend_shared<D
     __syncthreads();
 }
 
-/* Ends of the entries: a running sum of their units, 32 at a time, by one warp. */
+/* Computes ends[entry], the running sum of key tiles over the entries, 32 at a time. One warp calls it. */
 TKVCU_DEVICE void tkvcu_find_ends(const tkvcu_job &j, int *ends, int lane) {
     int sum = 0, e, i;
     for (e = 0; e < j.n_entries; e += 32) {
@@ -1335,16 +1349,16 @@ TKVCU_DEVICE void tkvcu_find_ends(const tkvcu_job &j, int *ends, int lane) {
     }
 }
 
-/* Blocks of threads that a multiprocessor shall hold: as many as leave registers for all that is in use. */
+/* Thread blocks per multiprocessor that the register limit must allow. */
 #if defined __CUDA_ARCH__ && __CUDA_ARCH__ < 900
-#define TKVCU_RESIDENT(NT)                                                                                   \
-    ((NT) == 2 ? 2 : 3) /* their shared memory has room for no more with head_dim 128 */
+#define TKVCU_RESIDENT(NT) /* with head_dim 128, shared memory has no space for more */
+((NT) == 2 ? 2 : 3)
 #else
 #define TKVCU_RESIDENT(NT) ((NT) == 2 ? 3 : 4)
 #endif
 
-template <int D, int NT, int VG>
-__global__ void __launch_bounds__(TKVCU_THREADS, TKVCU_RESIDENT(NT)) tkvcu_attend_kernel(tkvcu_job j) {
+    template <int D, int NT, int VG>
+    __global__ void __launch_bounds__(TKVCU_THREADS, TKVCU_RESIDENT(NT)) tkvcu_attend_kernel(tkvcu_job j) {
     TKVCU_SHARED(uint8_t, shared);
     tkvcu_attend_shared<D, NT> &b = *(tkvcu_attend_shared<D, NT> *)(void *)shared;
     int *ends = (int *)(void *)(shared + sizeof b); /* [n_entries] */

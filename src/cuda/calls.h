@@ -1,5 +1,5 @@
 /*
- * calls.h - what is called at every step, and reports.
+ * calls.h - the calls of each step, and getters.
  */
 #ifndef TKVCU_CALLS_H
 #define TKVCU_CALLS_H

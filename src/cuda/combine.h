@@ -1,7 +1,7 @@
 /*
- * combine.h - the partial results of attend.h as one: output and log-sum-exp of each query head. A thread
- * block per (entry, query, head), a thread per channel. What the R formats have rotated is summed up apart
- * and reordered back once.
+ * combine.h - merges the partial results of attend.h into output and log-sum-exp of each query head. One thread block
+ * works on one (entry, query, head), one thread on one channel. Results in the rotated basis of R formats are summed
+ * separately, and rotated back once.
  */
 #ifndef TKVCU_COMBINE_H
 #define TKVCU_COMBINE_H
@@ -10,7 +10,7 @@
 
 #define TKVCU_COMBINE_THREADS 128
 
-/* A window of core/rotate.h over x[0 .. n-1] in shared memory, by n / 2 threads. */
+/* Rotates a window x[0 .. n-1] in shared memory by core/rotate.h, without signs. Uses n / 2 threads. */
 TKVCU_DEVICE void tkvcu_rotate_window(float *x, int n, int log2n) {
     const int tid = (int)threadIdx.x;
     int h;
@@ -39,8 +39,7 @@ __global__ void __launch_bounds__(TKVCU_COMBINE_THREADS)
     const size_t row = (size_t)entry * (size_t)j.n_queries + (size_t)query;
     const size_t column_floats = (size_t)(dim + 2),
                  slot_floats = (size_t)(column_tiles * columns) * column_floats;
-    const float *first_slot =
-        j.partial + (size_t)column * column_floats; /* in slot 0: chunks follow one another */
+    const float *first_slot = j.partial + (size_t)column * column_floats; /* start of the column in slot 0 */
     tkvcu_visible visible;
     int first[TKVCU_SECTIONS], last[TKVCU_SECTIONS];
     float sum[2], l = 0.0f, top = TKVCU_INITIAL_MAX, sink = TKVCU_MASKED_LOGIT;
@@ -62,7 +61,7 @@ __global__ void __launch_bounds__(TKVCU_COMBINE_THREADS)
         __syncthreads();
     }
     total = all[0];
-    blocks = total < j.blocks ? total : j.blocks; /* tkvcu_first_key_tile */
+    blocks = total < j.blocks ? total : j.blocks; /* as in tkvcu_first_key_tile */
     visible = tkvcu_find_visible(j, entry);
     if (visible.seq < 0) {
         if (tid == 0 && j.entries[entry] >= 0) atomicOr(j.flags, TKVCU_FLAG_SEQUENCE);
@@ -70,7 +69,7 @@ __global__ void __launch_bounds__(TKVCU_COMBINE_THREADS)
     }
     tile = before[0] + head / group * tkvcu_n_key_tiles(visible);
     first_slot += (size_t)((entry * heads + head / group) * TKVCU_SECTIONS) * slot_floats;
-    for (section = 0; section < TKVCU_SECTIONS; section++) { /* blocks of the grid that worked at it */
+    for (section = 0; section < TKVCU_SECTIONS; section++) { /* thread blocks that worked on the section */
         first[section] = 1;
         last[section] = 0;
         if (visible.key_tiles[section] == 0) continue;
@@ -107,7 +106,7 @@ __global__ void __launch_bounds__(TKVCU_COMBINE_THREADS)
     tkvcu_rotate_window(x, 1 << c, c);
     if (tid < dim) {
         const float y = tkvi_signs[tid / 32] >> tid % 32 & 1 ? -x[tid] : x[tid];
-        const float out = l != 0.0f ? (sum[0] + y) / l : 0.0f; /* a NaN stays one */
+        const float out = l != 0.0f ? (sum[0] + y) / l : 0.0f; /* a NaN in l stays a NaN */
         tkvcu_store_element(j.out, j.type,
                             (row * (size_t)j.view.n_heads + (size_t)head) * (size_t)dim + (size_t)tid, out);
     }
@@ -128,7 +127,7 @@ typedef struct tkvcu_attend_call {
     float scale, softcap;
 } tkvcu_attend_call;
 
-#define TKVCU_MAX_GRID 1024 /* of the grid: what the workspace is for */
+#define TKVCU_MAX_GRID 1024 /* most thread blocks of a grid that the workspace allows */
 
 typedef void (*tkvcu_attend_function)(tkvcu_job);
 
@@ -138,15 +137,16 @@ typedef struct tkvcu_grid { /* a launch for 4 or 8 columns */
     int blocks;
 } tkvcu_grid;
 
-typedef struct tkvcu_attend_plan { /* what is the same in all calls */
+typedef struct tkvcu_attend_plan { /* equal for all calls */
     float *partial;
     int n_seqs;
-    int slot_bytes;     /* of shared memory */
-    int groups;         /* of V's channels: 1, or 2 where KIVI has two */
-    tkvcu_grid grid[2]; /* by n-tiles, from 1 */
+    int slot_bytes;     /* of a slot in shared memory */
+    int groups;         /* groups of V channels: 2 for KIVI with head_dim 128, else 1 */
+    tkvcu_grid grid[2]; /* for 1 and 2 n-tiles */
 } tkvcu_attend_plan;
 
-/* Columns: the queries of a group of query heads; 4 or 8 of them to a block of threads. */
+/* Returns the n-tiles per thread block: 1 for up to 4 columns, else 2. Columns are queries times query heads per
+ * KV head. */
 static int tkvcu_n_tiles(const tkv_config *cfg, int n_queries) {
     return cfg->model.n_heads / cfg->model.n_kv_heads * n_queries > 4 ? 2 : 1;
 }
@@ -156,7 +156,7 @@ static int tkvcu_n_column_tiles(const tkv_config *cfg, int n_queries) {
     return (cfg->model.n_heads / cfg->model.n_kv_heads * n_queries + columns - 1) / columns;
 }
 
-/* Bytes that attention of up to so many queries needs. */
+/* Computes the workspace for up to max_queries queries. */
 static size_t tkvcu_compute_attend_bytes(const tkv_config *cfg, int n_seqs, int max_queries) {
     const size_t slots = TKVCU_MAX_GRID + (size_t)n_seqs * (size_t)cfg->model.n_kv_heads * TKVCU_SECTIONS;
     const size_t columns =
@@ -164,8 +164,8 @@ static size_t tkvcu_compute_attend_bytes(const tkv_config *cfg, int n_seqs, int 
     return slots * columns * (size_t)(cfg->model.head_dim + 2) * sizeof(float);
 }
 
-/* Makes room for sides of these kinds (host memory). Those of A and R: the largest that any table gives a
- * head, 4 bits a value (core/allocate.h), so that a captured launch is right for tables that come later. */
+/* Enlarges the slots for these sides (in host memory). A and R sides get space for 4 bits per value, the most of
+ * any table (core/allocate.h). So a captured launch stays valid for tables that come later. */
 static void tkvcu_widen_attend_plan(tkvcu_attend_plan *s, const tkvcu_side *side, size_t n, int head_dim) {
     size_t i;
     s->slot_bytes = tkvi_max(s->slot_bytes, 32 * head_dim);
@@ -177,7 +177,7 @@ static void tkvcu_widen_attend_plan(tkvcu_attend_plan *s, const tkvcu_side *side
     }
 }
 
-/* The kernel for this, and its shared memory. */
+/* Finds the kernel and its shared memory. */
 static tkvcu_attend_function tkvcu_select_attend_kernel(const tkvcu_attend_plan *s, int head_dim, int n_tiles,
                                                         size_t *shared) {
     const struct {
@@ -199,8 +199,9 @@ static tkvcu_attend_function tkvcu_select_attend_kernel(const tkvcu_attend_plan 
     return row[i].kernel;
 }
 
-/* Grids for up to so many queries, when all sides were seen. `most`: shared memory of a block, and the limit
- * of every kernel: another cache may use the same one. *fits: there is enough of it. */
+/* Computes the grids for up to max_queries queries, when all sides are known. `most` is the device's shared
+ * memory per thread block. Every kernel gets it as its limit, because caches share kernels. *fits becomes 0 if
+ * it is too small. */
 static cudaError_t tkvcu_prepare_attend(tkvcu_attend_plan *s, const tkv_config *cfg, int max_queries,
                                         int processors, int most, int *fits) {
     cudaError_t e = cudaSuccess;
@@ -220,7 +221,7 @@ static cudaError_t tkvcu_prepare_attend(tkvcu_attend_plan *s, const tkv_config *
     return e;
 }
 
-/* What is the same in a call for all kernels. */
+/* Fills the part of a job that both attention kernels share. */
 static tkvcu_job tkvcu_make_job(const tkvcu_attend_plan *s, const tkvcu_view *v, const tkvcu_attend_call *c) {
     tkvcu_job j;
     memset(&j, 0, sizeof j);
@@ -241,7 +242,7 @@ static tkvcu_job tkvcu_make_job(const tkvcu_attend_plan *s, const tkvcu_view *v,
     return j;
 }
 
-/* Both kernels. Nothing is allocated or waited for. */
+/* Launches attention and combination. Allocates nothing and does not wait. */
 static cudaError_t tkvcu_launch_attend(const tkvcu_attend_plan *s, const tkvcu_view *v,
                                        const tkvcu_attend_call *c, const tkv_config *cfg,
                                        cudaStream_t stream) {

@@ -1,15 +1,13 @@
 /*
- * create.h - the handle, what it needs of memory and where everything lies in it, the sides that kernels read
- * by.
+ * create.h - the handle, the layout of device memory, and the sides that kernels read.
  *
- * The handle has a cache of tieredkv.h without tokens: plans, codings and tables of the layers, in the same
- * words as those of the caches that sequences come from and go to. Device memory, in pieces at multiples of
- * 256 bytes:
+ * The handle contains a host cache without tokens. Its plans, codings and tables have the same form as in the caches
+ * of import and export. Pieces of device memory begin at multiples of 256 bytes:
  *
- *     cache: word | layers [n_layers] | lists [n_layers][n_seqs] | of each layer with blocks:
+ *     cache: flags | layers [n_layers] | lists [n_layers][n_seqs] | for each layer with blocks:
  *            versions [n_seqs][max_blocks] | sides | order, mean [TKVI_VERSIONS][n_kv_heads][head_dim] |
  *            regions [n_seqs][ring] blocks
- *     work:  what attention keeps between its two kernels (attend.h)
+ *     work:  partial results of attention (attend.h)
  */
 #ifndef TKVCU_CREATE_H
 #define TKVCU_CREATE_H
@@ -20,15 +18,17 @@
 #define TKVCU_ALIGN 256u
 
 struct tkvcu {
-    tkv_cache *host;               /* without tokens */
-    tkvcu_view *view;              /* [n_layers] */
-    uint8_t *used_versions;        /* [n_layers] bits of table versions that blocks may be coded with */
-    uint8_t *appended;             /* [n_layers] 1: a graph may append here again */
-    tkvcu_layer *layer;            /* device, [n_layers] */
-    tkvcu_list *lists;             /* device, [n_layers][n_seqs] */
-    uint32_t *flags;               /* device */
-    uint8_t *staging;              /* on its way to the device: a layer's sides, order, mean */
-    tkvcu_attend_plan attend_plan; /* of the work of attention */
+    tkv_cache *host;  /* without tokens */
+    tkvcu_view *view; /* [n_layers] */
+    /* [n_layers] bit v: blocks may be coded with table version v */
+    uint8_t *used_versions;
+    /* [n_layers] 1: an append was enqueued; a captured one may run again at any time */
+    uint8_t *appended;
+    tkvcu_layer *layer; /* device, [n_layers] */
+    tkvcu_list *lists;  /* device, [n_layers][n_seqs] */
+    uint32_t *flags;    /* device */
+    uint8_t *staging;   /* host copy of a layer's sides, order and mean */
+    tkvcu_attend_plan attend_plan;
     tkvcu_prefill_grid prefill[2];
     int n_seqs, max_tokens, max_queries;
     char error[160];
@@ -54,14 +54,14 @@ static tkv_status tkvcu_fail_text(tkvcu *cu, tkv_status status, const char *what
     return status;
 }
 
-/* What the runtime said. */
+/* Stores the runtime's error text. */
 static tkv_status tkvcu_check_cuda(tkvcu *cu, cudaError_t e) {
     return e == cudaSuccess ? TKV_OK : tkvcu_fail(cu, TKV_ERR_DEVICE, cudaGetErrorString(e), 0, NULL);
 }
 
 static tkv_status tkvcu_check_launch(tkvcu *cu) { return tkvcu_check_cuda(cu, cudaGetLastError()); }
 
-/* >>what is supported */
+/* >>supported configs */
 static tkv_status tkvcu_refuse_config(char *reason, size_t size, const char *why, int layer) {
     tkvi_text t = tkvi_text_begin(reason, reason ? size : 0);
     tkvi_append_text(&t, why);
@@ -72,7 +72,7 @@ static tkv_status tkvcu_refuse_config(char *reason, size_t size, const char *why
     return TKV_ERR_UNSUPPORTED;
 }
 
-/* How a side of this format is read; -1: not here. */
+/* Returns the kind of a format's sides; -1: not supported. */
 static int tkvcu_find_kind(tkv_format f) {
     if (f == TKV_F16 || f == TKV_BF16) return TKVCU_EXACT;
     if (f >= TKV_Q8 && f <= TKV_KIVI2) return TKVCU_KIVI;
@@ -117,11 +117,11 @@ static const char *tkvcu_check_config(const tkv_config *cfg) {
     return NULL;
 }
 
-/* >>where things lie */
+/* >>layout of device memory */
 typedef struct tkvcu_arena {
-    uintptr_t base; /* 0: only counted */
+    uintptr_t base; /* 0: only counts */
     size_t at;
-    int full; /* more than this machine can address */
+    int full; /* 1: the size exceeds the address space */
 } tkvcu_arena;
 
 static void *tkvcu_reserve_piece(tkvcu_arena *a, size_t n, size_t size) {
@@ -133,8 +133,7 @@ static void *tkvcu_reserve_piece(tkvcu_arena *a, size_t n, size_t size) {
     return (void *)(a->base + at);
 }
 
-/* A tier's blocks in a region; the sinks have a coding of their own, archive and warm as the tier is called.
- * */
+/* The tier of each region's blocks. Sinks have their own coding. */
 static const tkv_tier tkvcu_tier_of[TKVCU_REGIONS] = {TKV_TIER_ARCHIVE, TKV_TIER_WARM, TKV_TIER_HOT,
                                                       TKV_TIER_HOT};
 
@@ -142,7 +141,7 @@ static int tkvcu_find_key(const tkvi_plan *p, int region) {
     return region == TKVCU_SINKS ? p->sink_coding : p->now.key[tkvcu_tier_of[region]];
 }
 
-typedef struct tkvcu_derived_config { /* what a description comes to */
+typedef struct tkvcu_derived_config { /* a tkvcu_config with all defaults resolved */
     tkvi_derived_config shape;
     int n_seqs, max_tokens, max_queries;
     tkvcu_layer *layer;
@@ -155,11 +154,12 @@ static size_t tkvcu_n_sides(const tkv_config *cfg) {
     return (size_t)TKVI_VERSIONS * TKVCU_REGIONS * (size_t)cfg->model.n_kv_heads * 2;
 }
 
-static size_t tkvcu_n_table_entries(const tkv_config *cfg) { /* of order and mean, of a layer */
+static size_t tkvcu_n_table_entries(
+    const tkv_config *cfg) { /* Returns the entries of order, and of mean, in a layer. */
     return (size_t)TKVI_VERSIONS * (size_t)cfg->model.n_kv_heads * (size_t)cfg->model.head_dim;
 }
 
-/* The view of a layer with blocks of its own, its pieces taken from the arena. */
+/* Fills the view of a layer with blocks, and takes its pieces from the arena. */
 static void tkvcu_place_layer(const tkvcu_derived_config *d, int layer, const tkvi_plan *p, tkvcu_arena *a,
                               tkvcu_view *v) {
     const tkv_config *cfg = &d->shape.cfg;
@@ -167,11 +167,10 @@ static void tkvcu_place_layer(const tkvcu_derived_config *d, int layer, const tk
     int64_t most[TKV_TIER_COUNT];
     int r;
     memset(v, 0, sizeof *v);
-    whole.keep = 0; /* windows drop nothing here */
+    whole.keep = 0; /* windows free no blocks here */
     tkvi_most_blocks(cfg, &whole, most);
-    /* While one head's block enters the ring another head's, in another block of threads, may not have left yet; and
-     * with another table it lies elsewhere in its place. So those that come never take the places of those that
-     * go. */
+    /* One head's side may enter the warm ring while another thread block still reads a side that leaves it. With
+     * another table it has another offset in the block. So new blocks never use the places of blocks that leave. */
     most[TKV_TIER_WARM] += most[TKV_TIER_HOT];
     v->n_seqs = d->n_seqs;
     v->n_heads = cfg->model.n_heads;
@@ -194,7 +193,7 @@ static void tkvcu_place_layer(const tkvcu_derived_config *d, int layer, const tk
     }
 }
 
-/* Checks a description and lays out all of it; view: NULL or [n_layers]. */
+/* Checks a config and lays out the device memory. view: NULL or [n_layers]. */
 static tkv_status tkvcu_derive_config(const tkvcu_config *config, tkvcu_derived_config *d, tkvcu_arena *a,
                                       tkvcu_view *view, char *reason, size_t size) {
     tkv_config *cfg = &d->shape.cfg;
@@ -282,7 +281,7 @@ static tkvcu_side tkvcu_make_side(const tkvi_side *s, size_t at, int32_t table) 
     return d;
 }
 
-/* The coding of a region's blocks with a version of the layer's table; NULL: there is no such table. */
+/* Returns the coding of a region's blocks with a table version of the layer; NULL: there is no such table. */
 static const tkvi_coding *tkvcu_find_coding(const tkv_cache *kv, int layer, int region, int version) {
     const tkvi_plan *p = &kv->tables.plan[layer];
     const tkv_tier tier = tkvcu_tier_of[region];
@@ -299,7 +298,7 @@ static int tkvcu_has_table(const tkv_cache *kv, int layer, int version) {
     return p->allocates && tkvcu_find_coding(kv, layer, region, version) != NULL;
 }
 
-/* Sides, order and mean of a layer go to the device. Waits, so that the next layer can have the stage. */
+/* Copies sides, order and mean of a layer to the device. Waits, because the next layer reuses `staging`. */
 static tkv_status tkvcu_upload_layer(tkvcu *cu, int layer, cudaStream_t stream) {
     const tkv_cache *kv = cu->host;
     const tkv_config *cfg = &kv->tables.cfg;
@@ -348,7 +347,7 @@ static tkv_status tkvcu_upload_layer(tkvcu *cu, int layer, cudaStream_t stream) 
     return st ? st : tkvcu_check_cuda(cu, cudaStreamSynchronize(stream));
 }
 
-/* Until better is known: all heads and channels alike. */
+/* Makes tables that treat all heads and channels equally. */
 static int tkvcu_make_equal_tables(tkv_cache *kv) {
     const tkv_config *cfg = &kv->tables.cfg;
     const size_t pad = (size_t)cfg->model.head_dim;
@@ -380,7 +379,7 @@ void tkvcu_destroy(tkvcu *cu) {
     free(cu);
 }
 
-/* The handle, in one piece. */
+/* Allocates the handle, in one piece. */
 static tkvcu *tkvcu_allocate_handle(const tkvcu_derived_config *d) {
     const size_t layers = (size_t)d->shape.cfg.model.n_layers;
     const size_t head = tkvi_align_up(sizeof(tkvcu)), views = tkvi_align_up(layers * sizeof(tkvcu_view));
@@ -401,7 +400,7 @@ static tkvcu *tkvcu_allocate_handle(const tkvcu_derived_config *d) {
     return cu;
 }
 
-/* Everything that kernels read before they have written it. */
+/* Initialises the memory that kernels read before they write it. */
 static tkv_status tkvcu_clear_memory(tkvcu *cu, cudaStream_t stream) {
     const int layers = cu->host->tables.cfg.model.n_layers;
     tkv_status st = tkvcu_check_cuda(cu, cudaMemsetAsync(cu->flags, 0, sizeof *cu->flags, stream));
@@ -431,8 +430,7 @@ static tkv_status tkvcu_get_attribute(tkvcu *cu, cudaDeviceAttr which, int *x) {
     return st ? st : tkvcu_check_cuda(cu, cudaDeviceGetAttribute(x, which, device));
 }
 
-/* How kernels are launched, once the sides are known: they must fit into the shared memory of a block of
- * threads. */
+/* Prepares the launches, when the sides are known. Shared memory must be large enough. */
 static tkv_status tkvcu_prepare_kernels(tkvcu *cu, const tkv_config *cfg) {
     int most = 0, processors = 0, fits;
     tkv_status st = tkvcu_get_attribute(cu, cudaDevAttrMaxSharedMemoryPerBlockOptin, &most);
@@ -447,7 +445,7 @@ static tkv_status tkvcu_prepare_kernels(tkvcu *cu, const tkv_config *cfg) {
         st = tkvcu_check_cuda(cu,
                               tkvcu_prepare_prefill(cu->prefill, cfg, cu->n_seqs, processors, most, &fits));
     if (!st && !fits) return TKV_ERR_UNSUPPORTED;
-    /* Code comes to the device when a kernel is first asked for: not within a capture. */
+    /* The runtime loads code at the first request. That must not happen during a capture. */
     if (!st) st = tkvcu_check_cuda(cu, cudaFuncGetAttributes(&there, tkvcu_combine_kernel));
     if (!st) st = tkvcu_check_cuda(cu, cudaFuncGetAttributes(&there, tkvcu_truncate_kernel));
     return st ? st
@@ -494,7 +492,7 @@ tkv_status tkvcu_create(const tkvcu_config *config, void *d_cache, size_t cache_
     return st;
 }
 
-/* The view that a layer reads; NULL: it has no cache, or there is no such layer. */
+/* Returns the view that a layer reads; NULL: the layer has no cache, or does not exist. */
 static const tkvcu_view *tkvcu_find_view(const tkvcu *cu, int layer) {
     const tkvi_tables *t = &cu->host->tables;
     if (layer < 0 || layer >= t->cfg.model.n_layers || t->plan[layer].stored < 0) return NULL;

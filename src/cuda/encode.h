@@ -3,8 +3,8 @@
  * tieredkv.h, so the bytes are those of the host.
  *
  * A line is a channel of K or a token of V. There are 4 * head_dim threads, and each has 16 values of a line. Four
- * neighbour threads share a channel of K: each has every fourth token. head_dim / 16 neighbours share a token of V
- * in the same way. Reductions over a line are sums of integers, minima and maxima, which do not depend on the order.
+ * neighbour threads share a channel of K: each has every fourth token. head_dim / 16 neighbours share a token of V in
+ * the same way. Reductions over a line are sums of integers, minima and maxima, which do not depend on the order.
  *
  * nvcc fuses multiply and add where it can. Here that does not change results: the products are exact, or come from
  * an instruction that nvcc does not fuse. tests/test_cuda_build.py checks the compiled code.

@@ -1,20 +1,20 @@
 /*
- * prefill.h - attention of more queries than attend.h takes: a unit's codes become halves once, for many
+ * prefill.h - attention of more queries than attend.h takes. A key tile's codes are converted to fp16 once, for many
  * rows.
  *
- * Units, their cut into ranges, the slots of the workspace and what combine.h makes of them are those of
- * attend.h. Rows are the queries of the KV head's group of query heads: 64 MT of them to a block of threads,
- * 16 MT to a warp, and gridDim.y blocks for all. What a unit's codes cost is paid once for all rows of a
- * block.
+ * Key tiles, their division into ranges and the slots of the workspace are those of attend.h, and combine.h merges
+ * them. Rows are the queries of the query heads that share a KV head. A thread block has 64 MT rows, a warp 16 MT,
+ * and gridDim.y thread blocks cover all rows. All rows of a thread block share the cost of unpacking a key tile.
  *
- *     global --cp.async--> raw bytes of K and V, while the unit before is multiplied
- *     codes, a word of a tile at a time -> tile of K [token][channel], tile of V [channel][token], halves
- *     S = Q K^T, 32 tokens at a time -> softmax in registers -> P, already in the first operand's order -> O += P V
+ *     global --cp.async--> raw bytes of K and V, during the products of the previous key tile
+ *     codes, one word of a tile at a time -> fp16 tiles: K as [token][channel], V as [channel][token]
+ *     S = Q K^T, 32 tokens at a time -> softmax in registers -> P = first operand -> O += P V
  *
- * Halves hold what any cache has because each side's tile is in units of a power of two: of the unit for K,
- * and for V of the sums so far, which follow when it grows. So are queries, row by row. What is alike for
- * all tokens of a unit, the zeros of KIVI and the means of A, does not enter K's tile but is multiplied with
- * q apart: what is rounded is the distance from it. Values of R stay rotated: combine.h turns their sum.
+ * Each tile is in units of a power of two, so fp16 can represent the values of any cache. The unit of K belongs to
+ * the key tile. The unit of V belongs to the sums, and grows with them. Each row of queries has its own unit. Terms
+ * that are equal for all tokens of a key tile (zeros of KIVI, means of A) are not part of K's tile. They are
+ * multiplied by q separately, so that only the difference from them is rounded. Values of R stay rotated; combine.h
+ * rotates their sum back.
  */
 #ifndef TKVCU_PREFILL_H
 #define TKVCU_PREFILL_H
@@ -28,49 +28,51 @@
 #define TKVCU_UNROLL_2
 #endif
 
-#define TKVCU_DECODE_QUERIES 8 /* up to so many are for attend.h */
+#define TKVCU_DECODE_QUERIES 8 /* attend.h takes up to this many */
 #define TKVCU_PREFILL_WARPS 4
 #define TKVCU_PREFILL_THREADS (32 * TKVCU_PREFILL_WARPS)
-#define TKVCU_PREFILL_MAX_ROWS 40960 /* of all blocks of a grid: what the workspace is for */
-#define TKVCU_STRIP 32 /* tokens that have logits at a time; of exact units, those that come at a time */
+#define TKVCU_PREFILL_MAX_ROWS 40960 /* rows of all thread blocks of a grid that the workspace allows */
+#define TKVCU_STRIP 32 /* tokens whose scores are computed together, and exact tokens per copy */
 #define TKVCU_EXPONENT_MIN (-110)
-#define TKVCU_EXPONENT_NONE (-127) /* exponent of sums that nothing has come to */
-#define TKVCU_P_EXPONENT 8.0f      /* weights are 2^8 times what they are: small ones stay normal halves */
+#define TKVCU_EXPONENT_NONE (-127) /* exponent of sums that are still empty */
+/* weights are multiplied by 2^8: small ones stay normal fp16 numbers */
+#define TKVCU_P_EXPONENT 8.0f
 
-struct alignas(16) tkvcu_f16x8 { /* halves */
+struct alignas(16) tkvcu_f16x8 { /* fp16 */
     uint32_t w[4];
 };
 
-struct tkvcu_slab { /* 16 channels of a coded side (of pairs: 32), four tiles */
+struct tkvcu_slab { /* 16 channels of a coded side (pairs: 32), four tiles */
     int width;
-    uint32_t wide, halves; /* bytes from the side's start */
+    uint32_t wide, halves; /* byte offsets in the side */
 };
 
 struct tkvcu_prefill_task {
     tkvcu_visible visible;
     int entry, head, section;
-    int tile, left;          /* unit in the part, and units of it that are still to do */
-    int region, version;     /* of the run, which is read in one way */
-    int first, last;         /* of the run: blocks, or 16 exact rows */
-    int next_tile, end_tile; /* of all units */
-    int group, all_rows;     /* query heads of a KV head; rows of all blocks */
-    int first_row, n_rows;   /* of this block: the first, and how many */
+    int tile, left;          /* next key tile in the section; key tiles left in it */
+    int region, version;     /* of the key range */
+    int first, last;         /* key range: blocks, or groups of 16 exact rows */
+    int next_tile, end_tile; /* in the list of all key tiles */
+    int group, all_rows;     /* query heads per KV head; rows of all thread blocks */
+    int first_row, n_rows;   /* of this thread block */
 };
 
-template <int D, int MT> struct tkvcu_prefill_shared { /* what a block of threads shares */
+template <int D, int MT> struct tkvcu_prefill_shared { /* shared memory of a thread block */
     uint16_t q[64 * MT * D];
     uint16_t k[64 * D], v[64 * D];
-    uint8_t raw[2][68 * D];  /* 8 bits and KIVI's metadata, or 32 exact rows */
-    uint16_t scale[2][128];  /* halves: K by place of the channel, V by [group][token] */
-    uint16_t zero[2][128];   /* the same; K: in units of 1 */
-    uint16_t zero_rest[D];   /* K: what halves leave of it */
-    uint16_t code_offset[D]; /* K: what is added to a code before its scale */
+    uint8_t raw[2][68 * D];  /* 8-bit codes and KIVI's metadata, or 32 exact rows */
+    uint16_t scale[2][128];  /* fp16; K by channel in the order of the side, V by [group][token] */
+    uint16_t zero[2][128];   /* the same; K: in unit 1 */
+    uint16_t zero_rest[D];   /* K: rounding error of zero */
+    uint16_t code_offset[D]; /* K: added to a code before the scale */
     tkvcu_slab slab[2][D / 16];
-    int coded;                   /* K: slabs that have codes */
-    uint32_t pair_table[2][2];   /* R with pairs: coordinates by code, plus 128; first and second channels */
-    float q_unit[64 * MT];       /* of rows: what q has been divided by, */
-    float mean_product[64 * MT]; /* q times the static means, divided as well, */
-    int query[64 * MT];          /* position */
+    int coded; /* K: slabs that have codes */
+    /* R with pairs: coordinates by code, plus 128; of the first and second channels */
+    uint32_t pair_table[2][2];
+    float q_unit[64 * MT];       /* by row: q was divided by it */
+    float mean_product[64 * MT]; /* by row: q * static means, in the same unit */
+    int query[64 * MT];          /* by row: position */
     float max_values[2][TKVCU_PREFILL_WARPS];
     int tail;
     tkvcu_side side[2];
@@ -83,9 +85,9 @@ template <int D, int MT> struct tkvcu_row_partials { /* of a lane: rows g and g 
     int top; /* o is in units of 2^top */
 };
 
-/* Tokens that come into the tiles together; rows = 0: no more. */
+/* Tokens that are loaded together. rows = 0: the key range is done. */
 typedef struct tkvcu_strip {
-    int at, key_tiles; /* of the region: blocks, or 16 exact rows */
+    int at, key_tiles; /* in the region: blocks, or groups of 16 exact rows */
     int position, rows;
 } tkvcu_strip;
 
@@ -93,20 +95,20 @@ TKVCU_DEVICE float tkvcu_exp2i(int e) {
     return tkvi_from_bits((uint32_t)(127 + tkvi_max(-126, tkvi_min(127, e))) << 23);
 }
 
-/* The same number, but what is worked out from it is worked out here, and not before a loop in registers
- * that the loop then lacks. */
+/* Hides the origin of x. The compiler then computes values derived from it here, not before a loop that lacks
+ * registers. */
 TKVCU_DEVICE int tkvcu_block_hoisting(int x) {
     asm volatile("" : "+r"(x));
     return x;
 }
 
-/* Rows of tiles have their chunks of 16 bytes reordered about: of 8 neighbours, and of every second of 16, they
- * are in all banks. The same every 16 rows. */
+/* Swizzle: returns the offset of a 16-byte chunk in a row of a tile. 8 neighbour rows, and every second of 16
+ * rows, use all banks. The pattern repeats every 16 rows. */
 TKVCU_DEVICE int tkvcu_swizzle_row(int row, int chunk) { return 16 * (chunk ^ ((row ^ (row >> 3 & 1)) & 7)); }
 
-/* >>codes to halves */
-/* Codes of two words of a tile, the first at `wide`; plane p's are the bytes of code[.][p]. half: where the
- * same words lie in the vector with top bits, shifted up by `upper`. */
+/* >>codes to fp16 */
+/* Unpacks two words of a tile, the first at `wide`. The codes of plane p are the bytes of code[..][p]. `half`
+ * points to the same words in the vector of top bits, which are `upper` bits higher. */
 TKVCU_DEVICE void tkvcu_unpack_planes(uint32_t code[2][4], const uint8_t *wide, const uint8_t *half,
                                       int upper, int width) {
     const int low = width == 8 ? 8 : width >= 4 ? 4 : width >= 2 ? 2 : 0;
@@ -149,21 +151,22 @@ TKVCU_DEVICE void tkvcu_unpack_planes(uint32_t code[2][4], const uint8_t *wide, 
     }
 }
 
-/* 1024 + code, of bytes 0 and 1, then 2 and 3. */
+/* Returns 1024 + code as fp16: bytes 0 and 1, or 2 and 3. */
 TKVCU_DEVICE uint32_t tkvcu_bytes_to_f16x2(uint32_t bytes, int second) {
     return tkvcu_prmt(bytes, 0x64646464u, second ? 0x4342 : 0x4140);
 }
 
 TKVCU_DEVICE uint32_t tkvcu_add_f16x2(uint32_t x, uint32_t y) { return tkvcu_hfma2(x, 0x3c003c00u, y); }
 
-/* Where the codes of a slab's words 2 g and 2 g + 1 of tile t are. */
+/* Unpacks words 2 g and 2 g + 1 of tile t of a slab. */
 TKVCU_DEVICE void tkvcu_unpack_slab(uint32_t code[2][4], const tkvcu_slab &slab, const uint8_t *raw, int g,
                                     int t) {
     tkvcu_unpack_planes(code, raw + slab.wide + t * (int)tkvi_wide_bytes[slab.width] + 8 * g,
                         raw + slab.halves + t / 2 * 64 + 8 * g, t % 2 * 4, slab.width);
 }
 
-/* K: a warp takes slabs by turns, a lane two tokens of each plane, and the four channels of a tile. */
+/* Converts K. Warps take slabs in turn. A lane converts two tokens of each plane, and the four channels of a
+ * tile. */
 template <int D, int MT>
 TKVCU_DEVICE void tkvcu_expand_k(tkvcu_prefill_shared<D, MT> &s, int warp, int g, int t) {
     uint8_t *tile = (uint8_t *)s.k;
@@ -192,27 +195,27 @@ TKVCU_DEVICE void tkvcu_expand_k(tkvcu_prefill_shared<D, MT> &s, int warp, int g
     }
 }
 
-/* Codes 0 .. 7 of a word's bytes as the selector of a look-up. */
+/* Makes the selector of a table look-up from the codes 0 .. 7 in a word's bytes. */
 TKVCU_DEVICE uint32_t tkvcu_make_selector(uint32_t bytes) {
     const uint32_t x = bytes | bytes >> 4;
     return tkvcu_prmt(x, x, 0x0020);
 }
 
-/* V: a lane has two channels of a slab and the 16 tokens of a tile. With pairs, a code is two of four
+/* Converts V. A lane converts two channels of a slab and the 16 tokens of a tile. With pairs, a code gives two
  * channels. */
 template <int D, int MT>
 TKVCU_DEVICE void tkvcu_expand_v(tkvcu_prefill_shared<D, MT> &s, int warp, int g, int t) {
     const tkvcu_side &side = s.side[1];
     const int pairs = side.kind == TKVCU_R && side.half_bits == 3, rotated = side.kind == TKVCU_R;
     const int slabs = pairs ? D / 32 : D / 16;
-    /* what comes off a code's half; of R, whose codes are doubled here, with the middle */
+    /* subtracted from a code's fp16; R: codes are doubled here, so the middle is an integer */
     const float off = pairs ? 1152.0f : rotated ? (float)(1023 + (1 << side.half_bits / 2)) : 1024.0f;
     const uint32_t minus = tkvcu_pack_f16x2(-off, -off);
     uint8_t *tile = (uint8_t *)s.v;
     int n, i, p, h;
     TKVCU_ROLL
     for (n = warp; n < slabs; n += TKVCU_PREFILL_WARPS) {
-        const int group = !rotated && n >= 4; /* 64 channels */
+        const int group = !rotated && n >= 4; /* 64 channels per group */
         const uint16_t *scale = s.scale[1] + 64 * group + 16 * t, *zero = s.zero[1] + 64 * group + 16 * t;
         uint32_t code[2][4];
         tkvcu_unpack_slab(code, s.slab[1][n], s.raw[1], g, t);
@@ -249,13 +252,13 @@ TKVCU_DEVICE void tkvcu_expand_v(tkvcu_prefill_shared<D, MT> &s, int warp, int g
     }
 }
 
-/* Two exact values times a power of two, as halves. */
+/* Multiplies two exact values by a power of two. Returns fp16. */
 TKVCU_DEVICE uint32_t tkvcu_rescale_f16x2(uint32_t x, int bf16, float by) {
     if (bf16) return tkvcu_pack_f16x2(tkvcu_bf16_lo(x) * by, tkvcu_bf16_hi(x) * by);
     return by == 1.0f ? x : tkvcu_pack_f16x2(tkvcu_f16_lo(x) * by, tkvcu_f16_lo(x >> 16) * by);
 }
 
-/* Exact rows; zeros where there are none, as products with weights of 0 must be. */
+/* Converts exact rows. Missing rows become zeros: their weights are 0, and 0 * NaN would be NaN. */
 template <int D, int MT>
 TKVCU_DEVICE void tkvcu_expand_exact(tkvcu_prefill_shared<D, MT> &s, int which, int rows, float by, int tid) {
     const int bf16 = s.side[which].bf16;
@@ -271,7 +274,7 @@ TKVCU_DEVICE void tkvcu_expand_exact(tkvcu_prefill_shared<D, MT> &s, int which, 
             TKVCU_UNROLL
             for (k = 0; k < 4; k++) x.w[k] = tkvcu_rescale_f16x2(x.w[k], bf16, by);
             *(tkvcu_f16x8 *)(void *)(tile + row * (2 * D) + tkvcu_swizzle_row(row, chunk)) = x;
-        } else if (i < TKVCU_STRIP * D / 16) { /* two channels of eight tokens change places */
+        } else if (i < TKVCU_STRIP * D / 16) { /* two channels of eight tokens are transposed */
             const int row = 2 * (i % (D / 2)), chunk = i / (D / 2);
             TKVCU_UNROLL
             for (k = 0; k < 4; k++) {
@@ -290,14 +293,14 @@ TKVCU_DEVICE void tkvcu_expand_exact(tkvcu_prefill_shared<D, MT> &s, int which, 
     }
 }
 
-/* >>what a unit's metadata say */
-/* Must its values be looked at for how large they are? */
+/* >>scales of a key tile */
+/* Tells whether the unit of a side depends on its values. */
 TKVCU_DEVICE int tkvcu_is_measured(const tkvcu_side &side) {
     return side.kind == TKVCU_KIVI || (side.kind == TKVCU_EXACT && side.bf16);
 }
 
-/* The exponent of the units that keep a side's values below 2^15. Logarithmic scales are below 2^top; what
- * they are multiplied with is below 2^6 in A, 2^3 in R. Halves are halves. */
+/* Returns the exponent of the unit that keeps a side's values below 2^15. Logarithmic scales are below 2^top.
+ * Their factors are below 2^6 (A) or 2^3 (R). fp16 sides need no unit. */
 TKVCU_DEVICE int tkvcu_find_exponent(const tkvcu_side &side, float most) {
     if (side.kind == TKVCU_A) return side.top - 9;
     if (side.kind == TKVCU_R) return side.top - 12;
@@ -309,7 +312,7 @@ TKVCU_DEVICE float tkvcu_load_f16(const uint8_t *p) {
     return tkvcu_f16_lo(*(const uint16_t *)(const void *)p);
 }
 
-/* Of this thread's channel of K, or tokens of V: scale and zero, and how large the values are. */
+/* Scale and zero of this thread's channel of K or token of V, and a bound of the values. */
 struct tkvcu_side_scale {
     float scale, zero, most;
 };
@@ -321,12 +324,12 @@ TKVCU_DEVICE tkvcu_side_scale tkvcu_load_side_scale(tkvcu_prefill_shared<D, MT> 
     const uint8_t *meta = s.raw[which] + (side.kind == TKVCU_EXACT ? 0 : side.code_bytes);
     tkvcu_side_scale x = {0.0f, 0.0f, 0.0f};
     int i;
-    if (side.kind == TKVCU_KIVI && tid < D) { /* tokens of V's groups are as many as channels */
+    if (side.kind == TKVCU_KIVI && tid < D) { /* tokens times groups of V = D */
         const float codes = (float)((1 << side.half_bits / 2) - 1);
         x.scale = tkvcu_load_f16(meta + 2 * tid);
         x.zero = tkvcu_load_f16(meta + 2 * D + 2 * tid);
         x.most = x.scale * codes + (which ? fabsf(x.zero) : 0.0f);
-        if (!which) { /* K's is that of the middle */
+        if (!which) { /* K: zero of the middle code */
             s.code_offset[tid] = (uint16_t)tkvcu_pack_f16x2(-0.5f * codes, 0.0f);
             x.zero = fmaf(0.5f * codes, x.scale, x.zero);
         }
@@ -336,7 +339,7 @@ TKVCU_DEVICE tkvcu_side_scale tkvcu_load_side_scale(tkvcu_prefill_shared<D, MT> 
             (float)tkvi_signed_byte(high) / (float)tkvi_a_unit[width] - 0.5f * (float)((1 << width) - 1);
         x.scale = tkvi_log_value(low, side.top);
         s.code_offset[tid] = (uint16_t)tkvcu_pack_f16x2(fine, 0.0f);
-        x.zero = tkvcu_f16_lo((uint32_t)(low | high << 8)); /* of a channel without bits: its mean */
+        x.zero = tkvcu_f16_lo((uint32_t)(low | high << 8)); /* channel without codes: its mean */
     } else if (side.kind == TKVCU_R && tid < TKVI_BLOCK) {
         x.scale = tkvi_log_value(meta[tid], side.top) * (side.half_bits == 3 ? 1.0f / 64.0f : 0.5f);
     } else if (side.kind == TKVCU_EXACT && side.bf16) {
@@ -349,8 +352,8 @@ TKVCU_DEVICE tkvcu_side_scale tkvcu_load_side_scale(tkvcu_prefill_shared<D, MT> 
     return x;
 }
 
-/* Scales as halves, in units of 2^x for K, x being returned, and of 2^u.top for V, which moves up if it
- * must. By all threads. */
+/* Computes the fp16 scales: in units of 2^x for K, where x is returned, and of 2^u.top for V. u.top grows if
+ * needed. All threads call it. */
 template <int D, int MT>
 TKVCU_DEVICE int tkvcu_prepare_scales(tkvcu_prefill_shared<D, MT> &s, tkvcu_row_partials<D, MT> &u, int rows,
                                       int tid) {
@@ -373,7 +376,8 @@ TKVCU_DEVICE int tkvcu_prepare_scales(tkvcu_prefill_shared<D, MT> &s, tkvcu_row_
     }
     exponent[0] = tkvcu_find_exponent(s.side[0], most[0]);
     if (tkvcu_is_measured(s.side[0]))
-        exponent[0] = tkvi_max(exponent[0], -40); /* halves need no less; zeros times 2^40 */
+        exponent[0] = tkvi_max(exponent[0],
+                               -40); /* smaller units are not needed in fp16; zero * 2^40 must stay finite */
     exponent[1] = tkvcu_find_exponent(s.side[1], most[1]);
     if (exponent[1] > u.top) {
         const float by = tkvcu_exp2i(u.top - exponent[1]);
@@ -396,7 +400,7 @@ TKVCU_DEVICE int tkvcu_prepare_scales(tkvcu_prefill_shared<D, MT> &s, tkvcu_row_
 }
 
 /* >>products */
-/* Second operands of two n-tiles: rows first .. first + 15 of a tile, halves 16 step and on. */
+/* Loads second operands of two n-tiles: rows first .. first + 15 of a tile, k = 16 step and on. */
 TKVCU_DEVICE void tkvcu_load_operands(uint32_t b[4], const uint16_t *tile, int stride, int first, int step,
                                       int lane) {
     const int row = lane % 8 + lane / 16 * 8;
@@ -404,7 +408,7 @@ TKVCU_DEVICE void tkvcu_load_operands(uint32_t b[4], const uint16_t *tile, int s
                              tkvcu_swizzle_row(row, 2 * step + lane / 8 % 2));
 }
 
-/* First operands: rows of q, channels 16 step and on. */
+/* Loads first operands: rows of q, channels 16 step and on. */
 template <int D>
 TKVCU_DEVICE void tkvcu_load_q_operand(uint32_t a[4], const uint16_t *q, int first, int step, int lane) {
     const int row = lane % 16;
@@ -414,7 +418,7 @@ TKVCU_DEVICE void tkvcu_load_q_operand(uint32_t a[4], const uint16_t *q, int fir
 
 TKVCU_DEVICE uint32_t tkvcu_load_f16x2(const uint16_t *p) { return *(const uint32_t *)(const void *)p; }
 
-/* What all tokens of a unit have in common, in the units of the tile's products. */
+/* Multiplies terms that are equal for all tokens of a key tile, in the unit of K's tile. */
 template <int D, int MT>
 TKVCU_DEVICE void tkvcu_multiply_zeros(const tkvcu_prefill_shared<D, MT> &s, float zeros[MT][2], int first,
                                        float by, int lane) {
@@ -442,7 +446,7 @@ TKVCU_DEVICE void tkvcu_multiply_zeros(const tkvcu_prefill_shared<D, MT> &s, flo
         zeros[mt][i] = (sum[mt][2 * i] + s.mean_product[first + 16 * mt + 8 * i + lane / 4]) * by;
 }
 
-/* New maxima of the rows: the running ones move where they grew by much, or began. */
+/* Updates the running maxima of the rows. They move only if one grows by more than 4. */
 template <int D, int MT>
 TKVCU_DEVICE void tkvcu_update_row_max(tkvcu_row_partials<D, MT> &u, float most[MT][2]) {
     int mt, i, c, grew = 0;
@@ -470,7 +474,7 @@ TKVCU_DEVICE void tkvcu_update_row_max(tkvcu_row_partials<D, MT> &u, float most[
     }
 }
 
-/* The tiles' tokens, for the rows of this warp. */
+/* Attends to the tokens in the tiles, for the rows of this warp. */
 template <int D, int MT>
 TKVCU_DEVICE void tkvcu_attend_strip(const tkvcu_job &j, const tkvcu_prefill_shared<D, MT> &s,
                                      tkvcu_row_partials<D, MT> &u, const tkvcu_strip &strip, int exponent,
@@ -510,7 +514,7 @@ TKVCU_DEVICE void tkvcu_attend_strip(const tkvcu_job &j, const tkvcu_prefill_sha
         }
         TKVCU_UNROLL
         for (mt = 0; mt < MT; mt++) TKVCU_UNROLL
-        for (i = 0; i < 2; i++) /* not 0, which times -inf is no number */
+        for (i = 0; i < 2; i++) /* not 0: 0 * -inf would be NaN */
             logit_scale[mt][i] = fmaxf(units * s.q_unit[first + 16 * mt + 8 * i + g], 1.2e-38f);
         if (j.softcap > 0.0f) {
             const float cap = fabsf(j.scale) / j.softcap;
@@ -525,7 +529,8 @@ TKVCU_DEVICE void tkvcu_attend_strip(const tkvcu_job &j, const tkvcu_prefill_sha
             TKVCU_UNROLL
             for (mt = 0; mt < MT; mt++) TKVCU_UNROLL
             for (i = 0; i < 2; i++) {
-                const int query = s.query[first + 16 * mt + 8 * i + g] - strip.position - at; /* as a token */
+                const int query =
+                    s.query[first + 16 * mt + 8 * i + g] - strip.position - at; /* index among the tokens */
                 const int last = tkvi_min(query, strip.rows - at - 1),
                           before = query - (j.window ? j.window : query + 1);
                 TKVCU_UNROLL
@@ -574,8 +579,9 @@ TKVCU_DEVICE void tkvcu_attend_strip(const tkvcu_job &j, const tkvcu_prefill_sha
     }
 }
 
-/* >>runs: units of one region and one version */
-/* The rows' queries, each warp its own: channels in the order of the run's K, the largest of a row below 2. */
+/* >>key ranges: key tiles of one region and one table version */
+/* Stores the queries of the rows, each warp its own. Channels are in the order of K in the key range. The
+ * largest of a row is below 2. */
 template <int D, int MT>
 TKVCU_DEVICE void tkvcu_store_queries(const tkvcu_job &j, tkvcu_prefill_shared<D, MT> &s, int warp,
                                       int lane) {
@@ -609,7 +615,8 @@ TKVCU_DEVICE void tkvcu_store_queries(const tkvcu_job &j, tkvcu_prefill_shared<D
             const int c = lane + 32 * i;
             const uint32_t half = tkvcu_pack_f16x2(x[i] * by, 0.0f);
             s.q[(r * (2 * D) + tkvcu_swizzle_row(r, c / 8)) / 2 + c % 8] = (uint16_t)half;
-            if (order) bias += tkvcu_f16_lo(half) * j.view.mean[table + c]; /* as exact keys are multiplied */
+            if (order)
+                bias += tkvcu_f16_lo(half) * j.view.mean[table + c]; /* q as rounded for the products */
         }
         TKVCU_UNROLL
         for (i = 16; i > 0; i /= 2) bias += __shfl_xor_sync(0xffffffffu, bias, i);
@@ -621,18 +628,18 @@ TKVCU_DEVICE void tkvcu_store_queries(const tkvcu_job &j, tkvcu_prefill_shared<D
     }
 }
 
-/* How a side's slabs are coded and where they lie: core/tile.h. By one thread each. */
+/* Describes a slab of a side: its width and place (core/tile.h). One thread per slab. */
 template <int D, int MT>
 TKVCU_DEVICE void tkvcu_store_slab(tkvcu_prefill_shared<D, MT> &s, int which, int n) {
     const tkvcu_side &side = s.side[which];
-    const int own = side.half_bits == 3 ? 3 : side.half_bits / 2; /* one width for all of them */
+    const int own = side.half_bits == 3 ? 3 : side.half_bits / 2; /* KIVI and R: one width */
     const int all = side.half_bits == 3 ? D / 32 : D / 16;
     tkvcu_slab slab = {0, 0, 0};
     uint32_t wide = 0;
     int width, before = 0, half = 0;
     for (width = TKVI_MAX_WIDTH; width > 0; width--) {
         const int here = side.kind == TKVCU_A ? (width <= 6 ? side.slabs[width] : 0) : width == own ? all : 0;
-        const int mine = tkvi_max(0, tkvi_min(n - before, here)); /* of these, before this one */
+        const int mine = tkvi_max(0, tkvi_min(n - before, here)); /* slabs of this width before slab n */
         if (n >= before && n < before + here) slab.width = width;
         slab.wide += 4u * (uint32_t)mine * tkvi_wide_bytes[width];
         half += 4 * mine * tkvi_has_half[width];
@@ -644,7 +651,7 @@ TKVCU_DEVICE void tkvcu_store_slab(tkvcu_prefill_shared<D, MT> &s, int which, in
     if (n == 0 && which == 0) s.coded = side.kind == TKVCU_EXACT ? D / 16 : before;
 }
 
-/* The next run of the part, its sides and queries. By all threads. */
+/* Begins the next key range of the section: its sides and queries. All threads call it. */
 template <int D, int MT>
 TKVCU_DEVICE void tkvcu_next_prefill_range(const tkvcu_job &j, tkvcu_prefill_shared<D, MT> &s, int tid) {
     const tkvcu_prefill_task &k = s.task;
@@ -693,7 +700,7 @@ TKVCU_DEVICE void tkvcu_next_prefill_range(const tkvcu_job &j, tkvcu_prefill_sha
     __syncthreads();
 }
 
-/* The next tokens, from unit `at` on, that a row sees any of. */
+/* Finds the next tokens that any row can see, from key tile `at` on. */
 template <int D, int MT>
 TKVCU_DEVICE tkvcu_strip tkvcu_next_strip(const tkvcu_job &j, const tkvcu_prefill_shared<D, MT> &s, int at) {
     const tkvcu_prefill_task &k = s.task;
@@ -712,7 +719,7 @@ TKVCU_DEVICE tkvcu_strip tkvcu_next_strip(const tkvcu_job &j, const tkvcu_prefil
     return x;
 }
 
-/* Its bytes begin to come. */
+/* Starts the copy of the bytes of a strip. */
 template <int D, int MT>
 TKVCU_DEVICE void tkvcu_fetch_strip(const tkvcu_job &j, tkvcu_prefill_shared<D, MT> &s,
                                     const tkvcu_strip &strip, int tid) {
@@ -733,7 +740,7 @@ TKVCU_DEVICE void tkvcu_fetch_strip(const tkvcu_job &j, tkvcu_prefill_shared<D, 
     tkvcu_cp_async_commit();
 }
 
-/* The task's run. */
+/* Attends to the task's key range. */
 template <int D, int MT>
 TKVCU_DEVICE void tkvcu_attend_prefill_range(const tkvcu_job &j, tkvcu_prefill_shared<D, MT> &s,
                                              tkvcu_row_partials<D, MT> &u, int tid) {
@@ -760,12 +767,12 @@ TKVCU_DEVICE void tkvcu_attend_prefill_range(const tkvcu_job &j, tkvcu_prefill_s
         me = tkvcu_block_hoisting(tid);
         if (16 * MT * (me / 32) < s.task.n_rows)
             tkvcu_attend_strip(j, s, u, strip, exponent, me / 32, me % 32);
-        strip = tkvcu_next_strip(j, s, strip.at + strip.key_tiles); /* again: no register is kept meanwhile */
+        strip = tkvcu_next_strip(j, s, strip.at + strip.key_tiles); /* computed again: saves registers */
     }
     __syncthreads();
 }
 
-/* >>parts */
+/* >>sections */
 template <int D, int MT> TKVCU_DEVICE void tkvcu_clear_row_partials(tkvcu_row_partials<D, MT> &u) {
     int mt, i, c;
     TKVCU_UNROLL
@@ -781,7 +788,7 @@ template <int D, int MT> TKVCU_DEVICE void tkvcu_clear_row_partials(tkvcu_row_pa
     u.top = TKVCU_EXPONENT_NONE;
 }
 
-/* The end of a part: into the workspace, [slot][rows of all blocks][m, l, o ...]. */
+/* Writes the partial results of a section to the workspace: [slot][rows of all thread blocks][m, l, o ...]. */
 template <int D, int MT>
 TKVCU_DEVICE void tkvcu_write_row_partials(const tkvcu_job &j, const tkvcu_prefill_shared<D, MT> &s,
                                            const tkvcu_row_partials<D, MT> &u, int tid) {
@@ -811,7 +818,7 @@ TKVCU_DEVICE void tkvcu_write_row_partials(const tkvcu_job &j, const tkvcu_prefi
     }
 }
 
-/* Blocks of threads that a multiprocessor shall hold. */
+/* Thread blocks per multiprocessor that the register limit must allow. */
 #define TKVCU_PREFILL_RESIDENT(D, MT) ((D) == 128 && (MT) == 2 ? 2 : 3)
 
 template <int D, int MT>
@@ -851,10 +858,10 @@ __global__ void __launch_bounds__(TKVCU_PREFILL_THREADS, TKVCU_PREFILL_RESIDENT(
 }
 
 /* >>sizes and launch */
-typedef struct tkvcu_prefill_grid { /* for 64 or 128 rows to a block */
+typedef struct tkvcu_prefill_grid { /* a launch for 64 or 128 rows per thread block */
     tkvcu_attend_function kernel;
     size_t shared;
-    int blocks; /* of all of gridDim.y */
+    int blocks; /* for all of gridDim.y together */
 } tkvcu_prefill_grid;
 
 static int tkvcu_n_m_tiles(const tkv_config *cfg, int n_queries) {
@@ -866,7 +873,7 @@ static int tkvcu_n_row_tiles(const tkv_config *cfg, int n_queries) {
     return (cfg->model.n_heads / cfg->model.n_kv_heads * n_queries + rows - 1) / rows;
 }
 
-/* Bytes of the workspace for up to so many queries, by either kernel. */
+/* Computes the workspace for up to max_queries queries, with the larger need of both kernels. */
 static size_t tkvcu_compute_work_bytes(const tkv_config *cfg, int n_seqs, int max_queries) {
     const size_t decode =
         tkvcu_compute_attend_bytes(cfg, n_seqs, tkvi_min(max_queries, TKVCU_DECODE_QUERIES));

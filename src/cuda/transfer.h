@@ -1,14 +1,14 @@
 /*
- * transfer.h - tables and sequences from a cache of tieredkv.h to the device and back. Bytes of blocks are
- * copied, and what stands in the way is found before anything changes. All calls wait for the stream: host
- * memory is at both ends.
+ * transfer.h - copies tables and sequences from a cache of tieredkv.h to the device and back. The bytes of blocks do
+ * not change. Errors other than those of the runtime are found before anything changes. All calls wait for the
+ * stream, because they use host memory.
  */
 #ifndef TKVCU_TRANSFER_H
 #define TKVCU_TRANSFER_H
 
 #include "create.h"
 
-/* >>are they of one kind? */
+/* >>comparison of configs */
 static const char *tkvcu_find_difference(const tkvi_tables *a, const tkvi_tables *b, int layer) {
     const tkvi_plan *p = &a->plan[layer], *q = &b->plan[layer];
     int r;
@@ -60,7 +60,7 @@ static int tkvcu_is_same_table(const tkv_cache *a, const tkv_cache *b, int layer
     return 1;
 }
 
-/* A version of a layer's table as the other cache has it; it becomes the current one. */
+/* Copies a table version of a layer. It becomes the current one. */
 static void tkvcu_copy_table(tkv_cache *to, const tkv_cache *from, int layer, int version) {
     const size_t pad = (size_t)to->tables.cfg.model.head_dim, heads = (size_t)to->tables.cfg.model.n_kv_heads;
     const size_t at = (size_t)layer * heads * pad;
@@ -79,13 +79,13 @@ static void tkvcu_copy_table(tkv_cache *to, const tkv_cache *from, int layer, in
     tkvi_table_use(to, layer, version);
 }
 
-/* Does the layer take over tables? */
+/* Tells whether a layer of kv has tables to copy. */
 static int tkvcu_has_learned(const tkv_cache *kv, int layer) {
     return kv->tables.plan[layer].stored == layer && kv->tables.plan[layer].allocates &&
            kv->tables.current[layer] >= 0;
 }
 
-/* Room for these tables, and nobody who needs others. */
+/* Allocates the versions, and checks that no block here needs other tables. */
 static tkv_status tkvcu_check_tables(tkvcu *cu, const tkv_cache *kv) {
     int layer, v;
     for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++)
@@ -139,7 +139,7 @@ static tkv_status tkvcu_check_seqs(tkvcu *cu, int seq, const tkv_cache *kv, int 
     return TKV_OK;
 }
 
-/* Where block i of a host's list lies: its region, and its number behind the sinks. */
+/* Returns the region of block i of a host list, and its number after the sinks. */
 static int tkvcu_find_region(const tkvi_list *list, int i, int *block) {
     *block = i - list->sinks;
     if (*block < 0) *block = 0;
@@ -148,7 +148,7 @@ static int tkvcu_find_region(const tkvi_list *list, int i, int *block) {
     return *block < list->archive + list->warm ? TKVCU_WARM : TKVCU_HOT;
 }
 
-/* What of a layer cannot be here, or NULL. */
+/* Returns a reason why a layer cannot be stored here, or NULL. */
 static const char *tkvcu_find_list_fault(const tkvcu *cu, const tkv_cache *kv, int seq, int layer) {
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
@@ -171,7 +171,8 @@ static const char *tkvcu_find_list_fault(const tkvcu *cu, const tkv_cache *kv, i
     return NULL;
 }
 
-/* The same of numbers: blocks that wait for a table, or for the next append, have more room on the host. */
+/* Returns a reason why a layer is too large here, or NULL. On the host, more blocks may wait for a table or for
+ * the next append. */
 static const char *tkvcu_find_capacity_fault(const tkvcu *cu, const tkvi_list *list, int layer) {
     const int32_t *ring = cu->view[layer].ring;
     if (list->len > cu->max_tokens) return "it is too long";
@@ -185,7 +186,7 @@ static const char *tkvcu_find_capacity_fault(const tkvcu *cu, const tkvi_list *l
     return NULL;
 }
 
-/* A layer of the sequence goes to the device: blocks, then versions and state. */
+/* Copies a layer of a sequence to the device: blocks, versions, state. */
 static tkv_status tkvcu_import_layer(tkvcu *cu, int seq, const tkv_cache *kv, int host_seq, int layer,
                                      uint8_t *version, cudaStream_t stream) {
     const tkvi_list *list = tkvi_list_of(kv, host_seq, layer);
@@ -216,10 +217,14 @@ static tkv_status tkvcu_import_layer(tkvcu *cu, int seq, const tkv_cache *kv, in
     if (!st)
         st = tkvcu_check_cuda(
             cu, cudaMemcpyAsync(&v->list[seq], &state, sizeof state, cudaMemcpyHostToDevice, stream));
-    return st ? st : tkvcu_check_cuda(cu, cudaStreamSynchronize(stream)); /* both stand on this stack */
+    return st ? st
+              : tkvcu_check_cuda(
+                    cu,
+                    cudaStreamSynchronize(
+                        stream)); /* waits, because `state` is on this stack and the next layer reuses `version` */
 }
 
-/* The most blocks of a layer. */
+/* Returns the largest max_blocks of all layers. */
 static int tkvcu_find_max_blocks(const tkvcu *cu) {
     int i, max_blocks = 1;
     for (i = 0; i < cu->host->tables.cfg.model.n_layers; i++)
@@ -254,10 +259,10 @@ tkv_status tkvcu_import_seq(tkvcu *cu, int seq, const tkv_cache *kv, int host_se
     return st;
 }
 
-/* >>the way back */
-typedef struct tkvcu_seq_state { /* of a sequence, read from the device */
+/* >>export */
+typedef struct tkvcu_seq_state { /* state of a sequence, copied from the device */
     tkvcu_list *list;            /* [n_layers] */
-    uint8_t *version;            /* [n_layers][most blocks] */
+    uint8_t *version;            /* [n_layers][max_blocks] */
     int max_blocks;
 } tkvcu_seq_state;
 
@@ -277,7 +282,7 @@ static tkv_status tkvcu_download_state(tkvcu *cu, int seq, tkvcu_seq_state *t, c
     return st ? st : tkvcu_check_cuda(cu, cudaStreamSynchronize(stream));
 }
 
-/* The list as it will be on the host; ids follow. */
+/* Makes the host's list of a layer. The ids are filled in later. */
 static tkvi_list tkvcu_make_host_list(const tkvi_plan *p, const tkvcu_list *l) {
     tkvi_list list;
     const int behind = l->len - p->sink;
@@ -290,7 +295,7 @@ static tkvi_list tkvcu_make_host_list(const tkvi_plan *p, const tkvcu_list *l) {
     return list;
 }
 
-/* The host's coding of a block. */
+/* Returns the host's coding of a block. */
 static int tkvcu_find_host_coding(const tkv_cache *kv, int layer, int region, int version) {
     const tkvi_plan *p = &kv->tables.plan[layer];
     const tkv_tier tier = tkvcu_tier_of[region];
@@ -298,8 +303,7 @@ static int tkvcu_find_host_coding(const tkv_cache *kv, int layer, int region, in
     return p->now.coding[tier] + (p->now.shared[tier] ? version : 0);
 }
 
-/* Tables of a layer that its coded blocks name, and the one that is current: does kv have others in their
- * place? */
+/* Tells whether coded blocks of a layer use a table that kv lacks, or has in another form. */
 static int tkvcu_has_table_clash(const tkvcu *cu, const tkv_cache *kv, int layer, const tkvcu_seq_state *t) {
     const uint8_t *version = t->version + (size_t)layer * (size_t)t->max_blocks;
     int i;
@@ -309,7 +313,7 @@ static int tkvcu_has_table_clash(const tkvcu *cu, const tkv_cache *kv, int layer
     return 0;
 }
 
-/* Memory for tables and blocks of the sequence, or nothing has changed. */
+/* Allocates memory for tables and blocks of the sequence. On an error, no token or table has changed. */
 static tkv_status tkvcu_reserve_export(tkvcu *cu, tkv_cache *kv, int host_seq, const tkvcu_seq_state *t) {
     tkvi_peak dry_run = tkvi_begin_dry_run(kv);
     int layer, i, block, v, want = 1;
@@ -388,7 +392,7 @@ tkv_status tkvcu_export_seq(tkvcu *cu, int seq, tkv_cache *kv, int host_seq, tkv
             if (kv->tables.plan[layer].stored == layer)
                 st = tkvcu_export_layer(cu, seq, kv, host_seq, layer, &t, stream);
         if (!st) st = tkvcu_check_cuda(cu, cudaStreamSynchronize(stream));
-        if (st) (void)tkv_seq_reset(kv, host_seq); /* what came is not whole */
+        if (st) (void)tkv_seq_reset(kv, host_seq); /* the copy is incomplete */
         else tkvi_release_unused(kv, host_seq);
     }
     free(t.list);
