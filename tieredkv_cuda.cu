@@ -1666,8 +1666,8 @@ struct tkvcu_task {
     int next_tile, end_tile;    /* in the list of all key tiles */
 };
 
-/* Queries are scaled by powers of two. In q, the largest product with a scale is 1 to 2, so that all columns of
- * a thread block can share one unit of integers. In q16, the largest value is 1 to 2. */
+/* Queries are scaled by powers of two. In q, the largest product with a scale is 1 to 2, so columns can share one
+ * integer unit. In q16, the largest value is 1 to 2. */
 template <int D, int NT> struct tkvcu_attend_shared {
     tkvcu_task task;
     tkvcu_f32x4
@@ -3119,24 +3119,24 @@ static tkvcu_attend_function tkvcu_select_attend_kernel(const tkvcu_attend_plan 
     return row[i].kernel;
 }
 
-/* Computes the grids for up to max_queries queries, when all sides are known. `most` is the device's shared
+/* Computes the grids for up to max_queries queries, when all sides are known. `max_shared` is the device's shared
  * memory per thread block. Every kernel gets it as its limit, because caches share kernels. *fits becomes 0 if
  * it is too small. */
 static cudaError_t tkvcu_prepare_attend(tkvcu_attend_plan *s, const tkv_config *cfg, int max_queries,
-                                        int processors, int most, int *fits) {
+                                        int multiprocessors, int max_shared, int *fits) {
     cudaError_t e = cudaSuccess;
     int n;
     for (n = 1; n <= tkvcu_n_tiles(cfg, max_queries) && e == cudaSuccess && *fits; n++) {
         tkvcu_grid *grid = &s->grid[n - 1];
         int resident = 1;
         grid->kernel = tkvcu_select_attend_kernel(s, cfg->model.head_dim, n, &grid->shared);
-        *fits = grid->shared <= (size_t)most;
+        *fits = grid->shared <= (size_t)max_shared;
         if (!*fits) break;
-        e = cudaFuncSetAttribute(grid->kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, most);
+        e = cudaFuncSetAttribute(grid->kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, max_shared);
         if (e == cudaSuccess)
             e = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&resident, grid->kernel, TKVCU_THREADS,
                                                               grid->shared);
-        grid->blocks = tkvi_min(TKVCU_MAX_GRID, processors * tkvi_max(1, resident));
+        grid->blocks = tkvi_min(TKVCU_MAX_GRID, multiprocessors * tkvi_max(1, resident));
     }
     return e;
 }
@@ -4067,7 +4067,7 @@ static size_t tkvcu_compute_work_bytes(const tkv_config *cfg, int n_seqs, int ma
 
 /* As tkvcu_prepare_attend. */
 static cudaError_t tkvcu_prepare_prefill(tkvcu_prefill_grid grid[2], const tkv_config *cfg, int n_seqs,
-                                         int processors, int most, int *fits) {
+                                         int multiprocessors, int max_shared, int *fits) {
     const struct {
         tkvcu_attend_function kernel;
         size_t shared;
@@ -4081,14 +4081,14 @@ static cudaError_t tkvcu_prepare_prefill(tkvcu_prefill_grid grid[2], const tkv_c
         int resident = 1;
         grid[i].kernel = row[cfg->model.head_dim == 128][i].kernel;
         grid[i].shared = row[cfg->model.head_dim == 128][i].shared + sizeof(int) * (size_t)n_seqs;
-        *fits = grid[i].shared <= (size_t)most;
+        *fits = grid[i].shared <= (size_t)max_shared;
         if (!*fits) break;
-        e = cudaFuncSetAttribute(grid[i].kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, most);
+        e = cudaFuncSetAttribute(grid[i].kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, max_shared);
         if (e == cudaSuccess)
             e = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&resident, grid[i].kernel,
                                                               TKVCU_PREFILL_THREADS, grid[i].shared);
         grid[i].blocks =
-            tkvi_min(TKVCU_PREFILL_MAX_ROWS / (64 * (i + 1)), processors * tkvi_max(1, resident));
+            tkvi_min(TKVCU_PREFILL_MAX_ROWS / (64 * (i + 1)), multiprocessors * tkvi_max(1, resident));
     }
     return e;
 }
@@ -4191,13 +4191,13 @@ static int tkvcu_find_kind(tkv_format f) {
 
 static const char *tkvcu_check_formats(const tkv_config *cfg, tkv_format_pair pair, int exact) {
     const int k = tkvcu_find_kind(pair.k), v = tkvcu_find_kind(pair.v);
-    if (k < 0 || v < 0) return "a format that is not read here";
+    if (k < 0 || v < 0) return "a format without a GPU kernel";
     if (exact != (k == TKVCU_EXACT) || exact != (v == TKVCU_EXACT))
-        return "warm and archive tier take KIVI, Q8, A and R formats here";
+        return "on a GPU, warm and archive tiers take A, R, KIVI and Q8 formats, hot tiers F16 and BF16";
     if ((k == TKVCU_KIVI || v == TKVCU_KIVI) && cfg->format.group_size != 64)
-        return "KIVI formats want cfg.format.group_size = 64";
+        return "KIVI and Q8 formats need cfg.format.group_size = 64";
     return k == TKVCU_A && cfg->format.allocation_unit != 16
-               ? "A formats want cfg.format.allocation_unit = 16"
+               ? "A formats need cfg.format.allocation_unit = 16"
                : NULL;
 }
 
@@ -4209,16 +4209,17 @@ static const char *tkvcu_check_config(const tkv_config *cfg) {
         {cfg->model.head_dim != 64 && cfg->model.head_dim != 128, "head_dim must be 64 or 128"},
         {cfg->model.v_head_dim && cfg->model.v_head_dim != cfg->model.head_dim,
          "v_head_dim must be head_dim"},
-        {cfg->model.n_kv_heads > 1024, "there are at most 1024 KV heads"},
-        {cfg->limits.max_seqs > 65535, "there are at most 65535 sequences"},
+        {cfg->model.n_kv_heads > 1024, "n_kv_heads must be at most 1024"},
+        {cfg->limits.max_seqs > 65535, "max_seqs must be at most 65535"},
         {cfg->model.n_heads >
              TKVCU_MAX_GROUP * (cfg->model.n_kv_heads ? cfg->model.n_kv_heads : cfg->model.n_heads),
-         "there are at most 16 query heads on a KV head"},
-        {cfg->budget.bytes != 0 || cfg->budget.n_levels != 0, "a budget or a ladder"},
+         "a KV head must have at most 16 query heads"},
+        {cfg->budget.bytes != 0 || cfg->budget.n_levels != 0, "budgets and ladders have no GPU kernels"},
         {cfg->evict.policy != TKV_EVICT_NONE || cfg->tiers.n_anchors || cfg->importance.sample_every,
-         "eviction or anchors"},
-        {cfg->offload.write != NULL || cfg->budget.discard, "spilling or recomputation"},
-        {cfg->meter.heads != 0, "a quality meter"},
+         "eviction and anchors have no GPU kernels"},
+        {cfg->offload.write != NULL || cfg->budget.discard,
+         "offloading and recomputation have no GPU kernels"},
+        {cfg->meter.heads != 0, "quality meters have no GPU kernels"},
     };
     size_t i;
     for (i = 0; i < sizeof rule / sizeof *rule; i++)
@@ -4344,7 +4345,7 @@ static tkv_status tkvcu_derive_config(const tkvcu_config *config, tkvcu_derived_
         tkvcu_place_layer(d, i, &p, a, view ? &view[i] : &v);
     }
     if (a->full)
-        return tkvi_bad(reason, size, "max_tokens", d->max_tokens, "this is more than can be addressed");
+        return tkvi_bad(reason, size, "max_tokens", d->max_tokens, "the size exceeds the address space");
     return TKV_OK;
 }
 
@@ -4541,26 +4542,26 @@ static tkv_status tkvcu_get_attribute(tkvcu *cu, cudaDeviceAttr which, int *x) {
 
 /* Prepares the launches, when the sides are known. Shared memory must be large enough. */
 static tkv_status tkvcu_prepare_kernels(tkvcu *cu, const tkv_config *cfg) {
-    int most = 0, processors = 0, fits;
-    tkv_status st = tkvcu_get_attribute(cu, cudaDevAttrMaxSharedMemoryPerBlockOptin, &most);
-    if (!st) st = tkvcu_get_attribute(cu, cudaDevAttrMultiProcessorCount, &processors);
+    int max_shared = 0, multiprocessors = 0, fits;
+    tkv_status st = tkvcu_get_attribute(cu, cudaDevAttrMaxSharedMemoryPerBlockOptin, &max_shared);
+    if (!st) st = tkvcu_get_attribute(cu, cudaDevAttrMultiProcessorCount, &multiprocessors);
     cudaFuncAttributes there;
     if (st) return st;
-    fits = tkvcu_select_append_kernel(cfg->model.head_dim).shared <= (size_t)most;
+    fits = tkvcu_select_append_kernel(cfg->model.head_dim).shared <= (size_t)max_shared;
     st = tkvcu_check_cuda(cu, tkvcu_prepare_attend(&cu->attend_plan, cfg,
                                                    tkvi_min(cu->max_queries, TKVCU_DECODE_QUERIES),
-                                                   processors, most, &fits));
+                                                   multiprocessors, max_shared, &fits));
     if (!st && cu->max_queries > TKVCU_DECODE_QUERIES)
-        st = tkvcu_check_cuda(cu,
-                              tkvcu_prepare_prefill(cu->prefill, cfg, cu->n_seqs, processors, most, &fits));
+        st = tkvcu_check_cuda(
+            cu, tkvcu_prepare_prefill(cu->prefill, cfg, cu->n_seqs, multiprocessors, max_shared, &fits));
     if (!st && !fits) return TKV_ERR_UNSUPPORTED;
     /* The runtime loads code at the first request. That must not happen during a capture. */
     if (!st) st = tkvcu_check_cuda(cu, cudaFuncGetAttributes(&there, tkvcu_combine_kernel));
     if (!st) st = tkvcu_check_cuda(cu, cudaFuncGetAttributes(&there, tkvcu_truncate_kernel));
     return st ? st
-              : tkvcu_check_cuda(cu,
-                                 cudaFuncSetAttribute(tkvcu_select_append_kernel(cfg->model.head_dim).kernel,
-                                                      cudaFuncAttributeMaxDynamicSharedMemorySize, most));
+              : tkvcu_check_cuda(
+                    cu, cudaFuncSetAttribute(tkvcu_select_append_kernel(cfg->model.head_dim).kernel,
+                                             cudaFuncAttributeMaxDynamicSharedMemorySize, max_shared));
 }
 
 tkv_status tkvcu_create(const tkvcu_config *config, void *d_cache, size_t cache_bytes, void *d_work,
@@ -4653,7 +4654,7 @@ static tkv_status tkvcu_check_same_config(tkvcu *cu, const tkv_cache *kv) {
     for (i = 0; i < a->cfg.model.n_layers && !what; i++) what = tkvcu_find_difference(a, b, i);
     if (what) return tkvcu_fail_text(cu, TKV_ERR_CONFIG, "the cache has another plan: ", what);
     what = tkvcu_check_config(&b->cfg);
-    return what ? tkvcu_fail_text(cu, TKV_ERR_UNSUPPORTED, "the cache has what cannot be here: ", what)
+    return what ? tkvcu_fail_text(cu, TKV_ERR_UNSUPPORTED, "the cache uses something unsupported: ", what)
                 : TKV_OK;
 }
 
@@ -4765,19 +4766,19 @@ static const char *tkvcu_find_list_fault(const tkvcu *cu, const tkv_cache *kv, i
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
     const tkvi_plan *p = &kv->tables.plan[layer];
     int i, block;
-    if (list->dropped) return "blocks were dropped behind a window";
+    if (list->dropped) return "tokens have expired behind a window";
     if (p->sink + TKVI_BLOCK * (list->archive + list->warm) > list->len && list->archive + list->warm)
         return "a flush made a block short";
     for (i = 0; i < list->n; i++) {
         const tkvi_block *b = &kv->pool.block[ids[i]];
         const int region = tkvcu_find_region(list, i, &block);
-        if (tkvi_is_offloaded(b)) return "a block is outside RAM";
-        if (b->gone || b->packed) return "tokens were dropped";
+        if (tkvi_is_offloaded(b)) return "a block is offloaded";
+        if (b->gone || b->packed) return "tokens were evicted";
         if (b->start != (region == TKVCU_SINKS ? 0 : p->sink + TKVI_BLOCK * block))
             return "a flush made a block short";
         if (kv->tables.coding[b->coding].key != tkvcu_find_key(p, region))
             return "a block has another format";
-        if (block >= cu->view[layer].max_blocks) return "it is too long";
+        if (block >= cu->view[layer].max_blocks) return "the sequence is too long";
     }
     return NULL;
 }
@@ -4786,14 +4787,14 @@ static const char *tkvcu_find_list_fault(const tkvcu *cu, const tkv_cache *kv, i
  * the next append. */
 static const char *tkvcu_find_capacity_fault(const tkvcu *cu, const tkvi_list *list, int layer) {
     const int32_t *ring = cu->view[layer].ring;
-    if (list->len > cu->max_tokens) return "it is too long";
-    if (list->archive > ring[TKVCU_ARCHIVE]) return "its archive is too long: it was flushed";
+    if (list->len > cu->max_tokens) return "the sequence is too long";
+    if (list->archive > ring[TKVCU_ARCHIVE])
+        return "too many blocks are in the archive: the sequence was flushed";
     if (list->warm > ring[TKVCU_WARM] - ring[TKVCU_HOT])
-        return "more blocks are warm than there is room for: tkv_seq_begin and tkv_seq_commit move them";
+        return "too many blocks are warm: tkv_seq_begin and tkv_seq_commit demote them";
     if (list->n - list->sinks - list->archive - list->warm > ring[TKVCU_HOT])
-        return "more blocks are hot than there is room for: tkv_seq_begin and tkv_seq_commit move them, "
-               "after "
-               "tkv_freeze_calibration where they wait for a table";
+        return "too many blocks are hot: tkv_seq_begin and tkv_seq_commit demote them, after "
+               "tkv_freeze_calibration if they wait for a table";
     return NULL;
 }
 
@@ -4989,7 +4990,7 @@ tkv_status tkvcu_export_seq(tkvcu *cu, int seq, tkv_cache *kv, int host_seq, tkv
     if (!st) st = tkvcu_check_seqs(cu, seq, kv, host_seq);
     for (layer = 0; !st && layer < kv->tables.cfg.model.n_layers; layer++)
         if (tkvi_list_of(kv, host_seq, layer)->n)
-            st = tkvcu_fail(cu, TKV_ERR_STATE, "not empty: sequence", host_seq, " of the cache");
+            st = tkvcu_fail(cu, TKV_ERR_STATE, "sequence", host_seq, " of the cache is not empty");
     if (st) return st;
     layers = (size_t)kv->tables.cfg.model.n_layers;
     t.max_blocks = tkvcu_find_max_blocks(cu);
@@ -5029,13 +5030,13 @@ tkv_status tkvcu_append(tkvcu *cu, int layer, const void *d_k, const void *d_v, 
     if (!cu) return TKV_ERR_ARG;
     t = &cu->host->tables;
     if (layer < 0 || layer >= t->cfg.model.n_layers || t->plan[layer].stored != layer)
-        return tkvcu_fail(cu, TKV_ERR_ARG, "there is no K and V of its own in layer", layer, "");
+        return tkvcu_fail(cu, TKV_ERR_ARG, "no K and V of its own: layer", layer, "");
     if (!d_k || !d_v) return tkvcu_fail(cu, TKV_ERR_ARG, "k or v is missing", 0, NULL);
     if ((unsigned)type > TKV_TYPE_BF16)
         return tkvcu_fail(cu, TKV_ERR_ARG, "type must be a tkv_type", 0, NULL);
     if (n_tokens < 1 || n_tokens > tkvi_min(TKVCU_MAX_APPEND, t->cfg.limits.max_append))
         return tkvcu_fail(cu, TKV_ERR_ARG, "n_tokens is", n_tokens,
-                          "; it must be 1 to 64, cfg.limits.max_append at most");
+                          "; it must be 1 to 64, and at most cfg.limits.max_append");
     p = &t->plan[layer];
     memset(&c, 0, sizeof c);
     c.x[0] = d_k;
@@ -5069,7 +5070,7 @@ tkv_status tkvcu_attend(tkvcu *cu, int layer, const void *d_q, tkv_type type, in
     if (!cu) return TKV_ERR_ARG;
     v = tkvcu_find_view(cu, layer);
     cfg = &cu->host->tables.cfg;
-    if (!v) return tkvcu_fail(cu, TKV_ERR_ARG, "there is no K and V in layer", layer, "");
+    if (!v) return tkvcu_fail(cu, TKV_ERR_ARG, "no K and V: layer", layer, "");
     if (!d_q || !d_out) return tkvcu_fail(cu, TKV_ERR_ARG, "q or out is missing", 0, NULL);
     if ((unsigned)type > TKV_TYPE_BF16)
         return tkvcu_fail(cu, TKV_ERR_ARG, "type must be a tkv_type", 0, NULL);
@@ -5109,7 +5110,7 @@ tkv_status tkvcu_get_lengths(tkvcu *cu, int layer, int32_t *lengths, tkvcu_strea
     const tkvcu_view *v;
     if (!cu) return TKV_ERR_ARG;
     v = tkvcu_find_view(cu, layer);
-    if (!v) return tkvcu_fail(cu, TKV_ERR_ARG, "there is no K and V in layer", layer, "");
+    if (!v) return tkvcu_fail(cu, TKV_ERR_ARG, "no K and V: layer", layer, "");
     if (!lengths) return tkvcu_fail(cu, TKV_ERR_ARG, "the memory for lengths is missing", 0, NULL);
     return tkvcu_check_cuda(cu, cudaMemcpy2DAsync(lengths, sizeof *lengths, &v->list->len, sizeof *v->list,
                                                   sizeof *lengths, (size_t)cu->n_seqs, cudaMemcpyDefault,

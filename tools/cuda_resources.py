@@ -1,18 +1,19 @@
 #!/usr/bin/env python3
-"""What nvcc makes of tieredkv_cuda.cu: registers, spills, resident warps of each kernel, and the instructions of
-attention's unit (64 tokens of a KV head), read from the machine code. Needs nvcc and g++, no GPU. Standard library only.
+"""Reports what nvcc makes of tieredkv_cuda.cu: registers, spills and resident warps of each kernel, and the instructions
+of a key tile (64 tokens of a KV head) in attention, read from the machine code. Needs nvcc and g++, no GPU. Uses the
+standard library only.
 
     python3 tools/cuda_resources.py             all architectures; tables as in bench/GPU.md
     python3 tools/cuda_resources.py --quick     sm_80 and sm_90
-    python3 tools/cuda_resources.py --check     what has a gate (LIMITS below) alone; ends with 1 where one is broken
-                                                --ptxas FILE: what `nvcc -Xptxas -v` said of tieredkv_cuda.cu, all archs
+    python3 tools/cuda_resources.py --check     only figures with a limit (LIMITS below); exits with 1 if one is exceeded
+                                                --ptxas FILE: output of `nvcc -Xptxas -v` for all architectures
 
-How instructions are counted: a kernel with the unit's loop alone (tkvcu_attend_key_range) is compiled with sides that the
-compiler knows, as the host lays them out, and without what happens rarely (TKVCU_UNLIKELY: a maximum that grows, masks,
-softcap, copies of 8-bit sides). The loop of units is that with matrix products; in it, loops of K's slabs count as often
-as there are pairs of slabs. Decisions between formats are not in it.
-Share of issue slots: 132 multiprocessors of 4 schedulers at 1.755 GHz issue 9.27e11 instructions a second; a unit's
-bytes come at 4.3 TB/s.
+How instructions are counted: the tool compiles a kernel with only the loop over key tiles (tkvcu_attend_key_range). Sides
+are constants, as the host lays them out. Rare branches are removed (TKVCU_UNLIKELY: a maximum that grows, masks, softcap,
+copies of 8-bit sides). The loop over key tiles is the one with matrix products. In it, loops over K's slabs count once per
+pair of slabs. Branches between formats are not counted.
+Share of issue slots: 132 multiprocessors with 4 schedulers at 1.755 GHz issue 9.27e11 instructions per second. The bytes of
+a key tile arrive at 4.3 TB/s.
 """
 import concurrent.futures
 import os
@@ -32,14 +33,14 @@ PACE = 4.3e12              # bytes a second
 # Registers of a multiprocessor are 65536 everywhere; shared memory in bytes, most warps.
 MULTIPROCESSOR = {80: (164 << 10, 64), 86: (100 << 10, 48), 89: (100 << 10, 48), 90: (228 << 10, 64),
                   100: (228 << 10, 64), 120: (100 << 10, 48)}
-RESERVED = 1024  # shared memory of a block that is the system's
+RESERVED = 1024  # shared memory that the system reserves per thread block
 
-# Plans whose units are counted: preset or K and V of both tiers, tier.
+# Plans whose key tiles are counted: name, preset, tier.
 PLANS = [("default, archive A30/R30", "balanced", 0), ("default, warm A40/R40", "balanced", 1),
          ("A25/R20", "compact", 0), ("A20/R15", "extreme", 0), ("KIVI-4", "kivi", 1), ("KIVI-2", "kivi", 0)]
 
-# Gates: bytes spilled by any kernel, stack of the append kernels, on sm_80 and sm_90; on sm_90 warps per scheduler of
-# attention with 4 columns, and the share of issue slots that leaves 30 % free, of all plans but the one named.
+# Limits on sm_80 and sm_90: bytes spilled by any kernel, stack of the append kernels. On sm_90: warps per scheduler of
+# attention with 4 columns, and the share of issue slots. The share has no limit for the plans of SHARE_FREE.
 LIMITS = {"spill": 0, "stack": 0, "warps": 4, "share": 0.70}
 SHARE_FREE = {"A20/R15"}
 
@@ -146,7 +147,7 @@ def loops(code, arch):
 
 
 def count(code, arch, parts, no_bits):
-    """Instructions of a unit, by name. parts: slabs that each of K's loops goes over, two at a time, in their order."""
+    """Instructions of a key tile, by name. parts: slabs of each of K's loops in order; a loop takes two at a time."""
     def has(loop, what):
         return sum(word & 0x1FF == what for word in code[loop[0]:loop[1] + 1])
     nested = loops(code, arch)
@@ -156,7 +157,7 @@ def count(code, arch, parts, no_bits):
     zeros = [l for l in inner if has(l, HMMA)]     # slabs that have no bits; KIVI: all
     runs = [l for l in inner if has(l, IMMA) > 1]
     if len(runs) != len(parts) or len(zeros) > 1 or (no_bits > 1 and not zeros):
-        raise SystemExit("the unit's loops are not as expected: %s in %s" % (inner, unit))
+        raise SystemExit("the loops of the key tile are not as expected: %s in %s" % (inner, unit))
     times = dict(zip(runs, parts))
     times.update((l, no_bits) for l in zeros)
     weight = {i: 1 for i in range(unit[0], unit[1] + 1)}
@@ -220,7 +221,7 @@ class Lab:
         return path
 
     def plan(self, preset, head_dim, tier):
-        """Groups of V; shared memory for 1 and 2 n-tiles; the fields of both sides of a tier's units."""
+        """Groups of V; shared memory for 1 and 2 n-tiles; the fields of both sides of a tier's key tiles."""
         lines = run([self.host, preset, str(head_dim), str(tier)]).splitlines()
         first = list(map(int, lines[0].split()))
         return first[0], (first[1], first[3]), [list(map(int, line.split())) for line in lines[1:]]
@@ -233,7 +234,7 @@ class Lab:
         return int(words[at + 1]), int(words[at + 2])
 
     def unit(self, arch, preset, tier, tiles):
-        """Instructions of a unit at head_dim 128 with 4 columns (tiles = 1) or 8, by name; its bytes."""
+        """Instructions of a key tile at head_dim 128 with 4 columns (tiles = 1) or 8, by name; its bytes."""
         groups, _, sides = self.plan(preset, 128, tier)
         text = []
         for kind, half_bits, group, *rest in sides:
@@ -303,7 +304,7 @@ def main():
                 print("| %s | sm_%d | %d | %d | %d | %d | %d | %d |" % (
                     " ".join([name] + list(map(str, kernel))), a, threads, registers, spill, stack, memory,
                     resident(a, registers, memory, threads)))
-            print("\n| unit of 64 tokens, head_dim 128 | columns | architecture | bytes | instructions | of issue slots at "
+            print("\n| key tile of 64 tokens, head_dim 128 | columns | architecture | bytes | instructions | of issue slots at "
                   "4.3 TB/s | most frequent |\n|---|---|---|---|---|---|---|")
             for (plan, a, n), job in units.items():
                 found, size = job.result()

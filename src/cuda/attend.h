@@ -147,8 +147,8 @@ struct tkvcu_task {
     int next_tile, end_tile;    /* in the list of all key tiles */
 };
 
-/* Queries are scaled by powers of two. In q, the largest product with a scale is 1 to 2, so that all columns of
- * a thread block can share one unit of integers. In q16, the largest value is 1 to 2. */
+/* Queries are scaled by powers of two. In q, the largest product with a scale is 1 to 2, so columns can share one
+ * integer unit. In q16, the largest value is 1 to 2. */
 template <int D, int NT> struct tkvcu_attend_shared {
     tkvcu_task task;
     tkvcu_f32x4

@@ -15,13 +15,13 @@ tkv_status tkvcu_append(tkvcu *cu, int layer, const void *d_k, const void *d_v, 
     if (!cu) return TKV_ERR_ARG;
     t = &cu->host->tables;
     if (layer < 0 || layer >= t->cfg.model.n_layers || t->plan[layer].stored != layer)
-        return tkvcu_fail(cu, TKV_ERR_ARG, "there is no K and V of its own in layer", layer, "");
+        return tkvcu_fail(cu, TKV_ERR_ARG, "no K and V of its own: layer", layer, "");
     if (!d_k || !d_v) return tkvcu_fail(cu, TKV_ERR_ARG, "k or v is missing", 0, NULL);
     if ((unsigned)type > TKV_TYPE_BF16)
         return tkvcu_fail(cu, TKV_ERR_ARG, "type must be a tkv_type", 0, NULL);
     if (n_tokens < 1 || n_tokens > tkvi_min(TKVCU_MAX_APPEND, t->cfg.limits.max_append))
         return tkvcu_fail(cu, TKV_ERR_ARG, "n_tokens is", n_tokens,
-                          "; it must be 1 to 64, cfg.limits.max_append at most");
+                          "; it must be 1 to 64, and at most cfg.limits.max_append");
     p = &t->plan[layer];
     memset(&c, 0, sizeof c);
     c.x[0] = d_k;
@@ -55,7 +55,7 @@ tkv_status tkvcu_attend(tkvcu *cu, int layer, const void *d_q, tkv_type type, in
     if (!cu) return TKV_ERR_ARG;
     v = tkvcu_find_view(cu, layer);
     cfg = &cu->host->tables.cfg;
-    if (!v) return tkvcu_fail(cu, TKV_ERR_ARG, "there is no K and V in layer", layer, "");
+    if (!v) return tkvcu_fail(cu, TKV_ERR_ARG, "no K and V: layer", layer, "");
     if (!d_q || !d_out) return tkvcu_fail(cu, TKV_ERR_ARG, "q or out is missing", 0, NULL);
     if ((unsigned)type > TKV_TYPE_BF16)
         return tkvcu_fail(cu, TKV_ERR_ARG, "type must be a tkv_type", 0, NULL);
@@ -95,7 +95,7 @@ tkv_status tkvcu_get_lengths(tkvcu *cu, int layer, int32_t *lengths, tkvcu_strea
     const tkvcu_view *v;
     if (!cu) return TKV_ERR_ARG;
     v = tkvcu_find_view(cu, layer);
-    if (!v) return tkvcu_fail(cu, TKV_ERR_ARG, "there is no K and V in layer", layer, "");
+    if (!v) return tkvcu_fail(cu, TKV_ERR_ARG, "no K and V: layer", layer, "");
     if (!lengths) return tkvcu_fail(cu, TKV_ERR_ARG, "the memory for lengths is missing", 0, NULL);
     return tkvcu_check_cuda(cu, cudaMemcpy2DAsync(lengths, sizeof *lengths, &v->list->len, sizeof *v->list,
                                                   sizeof *lengths, (size_t)cu->n_seqs, cudaMemcpyDefault,

@@ -199,24 +199,24 @@ static tkvcu_attend_function tkvcu_select_attend_kernel(const tkvcu_attend_plan 
     return row[i].kernel;
 }
 
-/* Computes the grids for up to max_queries queries, when all sides are known. `most` is the device's shared
+/* Computes the grids for up to max_queries queries, when all sides are known. `max_shared` is the device's shared
  * memory per thread block. Every kernel gets it as its limit, because caches share kernels. *fits becomes 0 if
  * it is too small. */
 static cudaError_t tkvcu_prepare_attend(tkvcu_attend_plan *s, const tkv_config *cfg, int max_queries,
-                                        int processors, int most, int *fits) {
+                                        int multiprocessors, int max_shared, int *fits) {
     cudaError_t e = cudaSuccess;
     int n;
     for (n = 1; n <= tkvcu_n_tiles(cfg, max_queries) && e == cudaSuccess && *fits; n++) {
         tkvcu_grid *grid = &s->grid[n - 1];
         int resident = 1;
         grid->kernel = tkvcu_select_attend_kernel(s, cfg->model.head_dim, n, &grid->shared);
-        *fits = grid->shared <= (size_t)most;
+        *fits = grid->shared <= (size_t)max_shared;
         if (!*fits) break;
-        e = cudaFuncSetAttribute(grid->kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, most);
+        e = cudaFuncSetAttribute(grid->kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, max_shared);
         if (e == cudaSuccess)
             e = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&resident, grid->kernel, TKVCU_THREADS,
                                                               grid->shared);
-        grid->blocks = tkvi_min(TKVCU_MAX_GRID, processors * tkvi_max(1, resident));
+        grid->blocks = tkvi_min(TKVCU_MAX_GRID, multiprocessors * tkvi_max(1, resident));
     }
     return e;
 }

@@ -82,13 +82,13 @@ static int tkvcu_find_kind(tkv_format f) {
 
 static const char *tkvcu_check_formats(const tkv_config *cfg, tkv_format_pair pair, int exact) {
     const int k = tkvcu_find_kind(pair.k), v = tkvcu_find_kind(pair.v);
-    if (k < 0 || v < 0) return "a format that is not read here";
+    if (k < 0 || v < 0) return "a format without a GPU kernel";
     if (exact != (k == TKVCU_EXACT) || exact != (v == TKVCU_EXACT))
-        return "warm and archive tier take KIVI, Q8, A and R formats here";
+        return "on a GPU, warm and archive tiers take A, R, KIVI and Q8 formats, hot tiers F16 and BF16";
     if ((k == TKVCU_KIVI || v == TKVCU_KIVI) && cfg->format.group_size != 64)
-        return "KIVI formats want cfg.format.group_size = 64";
+        return "KIVI and Q8 formats need cfg.format.group_size = 64";
     return k == TKVCU_A && cfg->format.allocation_unit != 16
-               ? "A formats want cfg.format.allocation_unit = 16"
+               ? "A formats need cfg.format.allocation_unit = 16"
                : NULL;
 }
 
@@ -100,16 +100,17 @@ static const char *tkvcu_check_config(const tkv_config *cfg) {
         {cfg->model.head_dim != 64 && cfg->model.head_dim != 128, "head_dim must be 64 or 128"},
         {cfg->model.v_head_dim && cfg->model.v_head_dim != cfg->model.head_dim,
          "v_head_dim must be head_dim"},
-        {cfg->model.n_kv_heads > 1024, "there are at most 1024 KV heads"},
-        {cfg->limits.max_seqs > 65535, "there are at most 65535 sequences"},
+        {cfg->model.n_kv_heads > 1024, "n_kv_heads must be at most 1024"},
+        {cfg->limits.max_seqs > 65535, "max_seqs must be at most 65535"},
         {cfg->model.n_heads >
              TKVCU_MAX_GROUP * (cfg->model.n_kv_heads ? cfg->model.n_kv_heads : cfg->model.n_heads),
-         "there are at most 16 query heads on a KV head"},
-        {cfg->budget.bytes != 0 || cfg->budget.n_levels != 0, "a budget or a ladder"},
+         "a KV head must have at most 16 query heads"},
+        {cfg->budget.bytes != 0 || cfg->budget.n_levels != 0, "budgets and ladders have no GPU kernels"},
         {cfg->evict.policy != TKV_EVICT_NONE || cfg->tiers.n_anchors || cfg->importance.sample_every,
-         "eviction or anchors"},
-        {cfg->offload.write != NULL || cfg->budget.discard, "spilling or recomputation"},
-        {cfg->meter.heads != 0, "a quality meter"},
+         "eviction and anchors have no GPU kernels"},
+        {cfg->offload.write != NULL || cfg->budget.discard,
+         "offloading and recomputation have no GPU kernels"},
+        {cfg->meter.heads != 0, "quality meters have no GPU kernels"},
     };
     size_t i;
     for (i = 0; i < sizeof rule / sizeof *rule; i++)
@@ -235,7 +236,7 @@ static tkv_status tkvcu_derive_config(const tkvcu_config *config, tkvcu_derived_
         tkvcu_place_layer(d, i, &p, a, view ? &view[i] : &v);
     }
     if (a->full)
-        return tkvi_bad(reason, size, "max_tokens", d->max_tokens, "this is more than can be addressed");
+        return tkvi_bad(reason, size, "max_tokens", d->max_tokens, "the size exceeds the address space");
     return TKV_OK;
 }
 
@@ -432,26 +433,26 @@ static tkv_status tkvcu_get_attribute(tkvcu *cu, cudaDeviceAttr which, int *x) {
 
 /* Prepares the launches, when the sides are known. Shared memory must be large enough. */
 static tkv_status tkvcu_prepare_kernels(tkvcu *cu, const tkv_config *cfg) {
-    int most = 0, processors = 0, fits;
-    tkv_status st = tkvcu_get_attribute(cu, cudaDevAttrMaxSharedMemoryPerBlockOptin, &most);
-    if (!st) st = tkvcu_get_attribute(cu, cudaDevAttrMultiProcessorCount, &processors);
+    int max_shared = 0, multiprocessors = 0, fits;
+    tkv_status st = tkvcu_get_attribute(cu, cudaDevAttrMaxSharedMemoryPerBlockOptin, &max_shared);
+    if (!st) st = tkvcu_get_attribute(cu, cudaDevAttrMultiProcessorCount, &multiprocessors);
     cudaFuncAttributes there;
     if (st) return st;
-    fits = tkvcu_select_append_kernel(cfg->model.head_dim).shared <= (size_t)most;
+    fits = tkvcu_select_append_kernel(cfg->model.head_dim).shared <= (size_t)max_shared;
     st = tkvcu_check_cuda(cu, tkvcu_prepare_attend(&cu->attend_plan, cfg,
                                                    tkvi_min(cu->max_queries, TKVCU_DECODE_QUERIES),
-                                                   processors, most, &fits));
+                                                   multiprocessors, max_shared, &fits));
     if (!st && cu->max_queries > TKVCU_DECODE_QUERIES)
-        st = tkvcu_check_cuda(cu,
-                              tkvcu_prepare_prefill(cu->prefill, cfg, cu->n_seqs, processors, most, &fits));
+        st = tkvcu_check_cuda(
+            cu, tkvcu_prepare_prefill(cu->prefill, cfg, cu->n_seqs, multiprocessors, max_shared, &fits));
     if (!st && !fits) return TKV_ERR_UNSUPPORTED;
     /* The runtime loads code at the first request. That must not happen during a capture. */
     if (!st) st = tkvcu_check_cuda(cu, cudaFuncGetAttributes(&there, tkvcu_combine_kernel));
     if (!st) st = tkvcu_check_cuda(cu, cudaFuncGetAttributes(&there, tkvcu_truncate_kernel));
     return st ? st
-              : tkvcu_check_cuda(cu,
-                                 cudaFuncSetAttribute(tkvcu_select_append_kernel(cfg->model.head_dim).kernel,
-                                                      cudaFuncAttributeMaxDynamicSharedMemorySize, most));
+              : tkvcu_check_cuda(
+                    cu, cudaFuncSetAttribute(tkvcu_select_append_kernel(cfg->model.head_dim).kernel,
+                                             cudaFuncAttributeMaxDynamicSharedMemorySize, max_shared));
 }
 
 tkv_status tkvcu_create(const tkvcu_config *config, void *d_cache, size_t cache_bytes, void *d_work,

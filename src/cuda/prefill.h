@@ -887,7 +887,7 @@ static size_t tkvcu_compute_work_bytes(const tkv_config *cfg, int n_seqs, int ma
 
 /* As tkvcu_prepare_attend. */
 static cudaError_t tkvcu_prepare_prefill(tkvcu_prefill_grid grid[2], const tkv_config *cfg, int n_seqs,
-                                         int processors, int most, int *fits) {
+                                         int multiprocessors, int max_shared, int *fits) {
     const struct {
         tkvcu_attend_function kernel;
         size_t shared;
@@ -901,14 +901,14 @@ static cudaError_t tkvcu_prepare_prefill(tkvcu_prefill_grid grid[2], const tkv_c
         int resident = 1;
         grid[i].kernel = row[cfg->model.head_dim == 128][i].kernel;
         grid[i].shared = row[cfg->model.head_dim == 128][i].shared + sizeof(int) * (size_t)n_seqs;
-        *fits = grid[i].shared <= (size_t)most;
+        *fits = grid[i].shared <= (size_t)max_shared;
         if (!*fits) break;
-        e = cudaFuncSetAttribute(grid[i].kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, most);
+        e = cudaFuncSetAttribute(grid[i].kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, max_shared);
         if (e == cudaSuccess)
             e = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&resident, grid[i].kernel,
                                                               TKVCU_PREFILL_THREADS, grid[i].shared);
         grid[i].blocks =
-            tkvi_min(TKVCU_PREFILL_MAX_ROWS / (64 * (i + 1)), processors * tkvi_max(1, resident));
+            tkvi_min(TKVCU_PREFILL_MAX_ROWS / (64 * (i + 1)), multiprocessors * tkvi_max(1, resident));
     }
     return e;
 }

@@ -42,7 +42,7 @@ static tkv_status tkvcu_check_same_config(tkvcu *cu, const tkv_cache *kv) {
     for (i = 0; i < a->cfg.model.n_layers && !what; i++) what = tkvcu_find_difference(a, b, i);
     if (what) return tkvcu_fail_text(cu, TKV_ERR_CONFIG, "the cache has another plan: ", what);
     what = tkvcu_check_config(&b->cfg);
-    return what ? tkvcu_fail_text(cu, TKV_ERR_UNSUPPORTED, "the cache has what cannot be here: ", what)
+    return what ? tkvcu_fail_text(cu, TKV_ERR_UNSUPPORTED, "the cache uses something unsupported: ", what)
                 : TKV_OK;
 }
 
@@ -154,19 +154,19 @@ static const char *tkvcu_find_list_fault(const tkvcu *cu, const tkv_cache *kv, i
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
     const tkvi_plan *p = &kv->tables.plan[layer];
     int i, block;
-    if (list->dropped) return "blocks were dropped behind a window";
+    if (list->dropped) return "tokens have expired behind a window";
     if (p->sink + TKVI_BLOCK * (list->archive + list->warm) > list->len && list->archive + list->warm)
         return "a flush made a block short";
     for (i = 0; i < list->n; i++) {
         const tkvi_block *b = &kv->pool.block[ids[i]];
         const int region = tkvcu_find_region(list, i, &block);
-        if (tkvi_is_offloaded(b)) return "a block is outside RAM";
-        if (b->gone || b->packed) return "tokens were dropped";
+        if (tkvi_is_offloaded(b)) return "a block is offloaded";
+        if (b->gone || b->packed) return "tokens were evicted";
         if (b->start != (region == TKVCU_SINKS ? 0 : p->sink + TKVI_BLOCK * block))
             return "a flush made a block short";
         if (kv->tables.coding[b->coding].key != tkvcu_find_key(p, region))
             return "a block has another format";
-        if (block >= cu->view[layer].max_blocks) return "it is too long";
+        if (block >= cu->view[layer].max_blocks) return "the sequence is too long";
     }
     return NULL;
 }
@@ -175,14 +175,14 @@ static const char *tkvcu_find_list_fault(const tkvcu *cu, const tkv_cache *kv, i
  * the next append. */
 static const char *tkvcu_find_capacity_fault(const tkvcu *cu, const tkvi_list *list, int layer) {
     const int32_t *ring = cu->view[layer].ring;
-    if (list->len > cu->max_tokens) return "it is too long";
-    if (list->archive > ring[TKVCU_ARCHIVE]) return "its archive is too long: it was flushed";
+    if (list->len > cu->max_tokens) return "the sequence is too long";
+    if (list->archive > ring[TKVCU_ARCHIVE])
+        return "too many blocks are in the archive: the sequence was flushed";
     if (list->warm > ring[TKVCU_WARM] - ring[TKVCU_HOT])
-        return "more blocks are warm than there is room for: tkv_seq_begin and tkv_seq_commit move them";
+        return "too many blocks are warm: tkv_seq_begin and tkv_seq_commit demote them";
     if (list->n - list->sinks - list->archive - list->warm > ring[TKVCU_HOT])
-        return "more blocks are hot than there is room for: tkv_seq_begin and tkv_seq_commit move them, "
-               "after "
-               "tkv_freeze_calibration where they wait for a table";
+        return "too many blocks are hot: tkv_seq_begin and tkv_seq_commit demote them, after "
+               "tkv_freeze_calibration if they wait for a table";
     return NULL;
 }
 
@@ -378,7 +378,7 @@ tkv_status tkvcu_export_seq(tkvcu *cu, int seq, tkv_cache *kv, int host_seq, tkv
     if (!st) st = tkvcu_check_seqs(cu, seq, kv, host_seq);
     for (layer = 0; !st && layer < kv->tables.cfg.model.n_layers; layer++)
         if (tkvi_list_of(kv, host_seq, layer)->n)
-            st = tkvcu_fail(cu, TKV_ERR_STATE, "not empty: sequence", host_seq, " of the cache");
+            st = tkvcu_fail(cu, TKV_ERR_STATE, "sequence", host_seq, " of the cache is not empty");
     if (st) return st;
     layers = (size_t)kv->tables.cfg.model.n_layers;
     t.max_blocks = tkvcu_find_max_blocks(cu);
