@@ -792,10 +792,9 @@ template <int Dim> TKVCU_DEVICE void tkvcu_encode_a(tkvcu_transcoder<Dim> *d) {
     if (__any_sync(0xffffffffu, beyond)) {
         int offset, sum = 0;
         float scale = 0.0f;
+        /* d->x stores u, because the rolled loop below cannot index registers */
         TKVCU_UNROLL
-        for (i = 0; i < TKVCU_THREAD_VALUES; i++)
-            /* d->x stores u, because the rolled loop below has no registers for an array */
-            x[i * NEXT] = (float)u[i];
+        for (i = 0; i < TKVCU_THREAD_VALUES; i++) x[i * NEXT] = (float)u[i];
         if (beyond) {
             log = (uint8_t)tkvi_a_far(&c, log, s->top, &offset);
             scale = tkvi_log_value(log, s->top);
@@ -814,9 +813,9 @@ template <int Dim> TKVCU_DEVICE void tkvcu_encode_a(tkvcu_transcoder<Dim> *d) {
 
 template <int Dim> TKVCU_DEVICE void tkvcu_encode_r(tkvcu_transcoder<Dim> *d) {
     enum {
+        /* a thread's values of channels c and c + 16 are PAIR elements apart */
         LINE = Dim / TKVCU_THREAD_VALUES,
         PAIR = 16 / LINE
-        /* a thread's values of channels c and c + 16 are PAIR elements apart */
     };
     const tkvi_side *s = &d->side[1];
     const int t = tkvcu_thread_index() / LINE, part = tkvcu_thread_index() % LINE, bits = s->half_bits / 2;
@@ -1381,12 +1380,11 @@ TKVCU_DEVICE void tkvcu_load_tile(tkvcu_tile<W> &x, const tkvcu_cursor<W, STRIDE
 
 template <int W, int STRIDE> TKVCU_DEVICE void tkvcu_advance_cursor(tkvcu_cursor<W, STRIDE> &x) {
     int s, v;
+    /* STRIDE 32: two slabs are 256 bytes, which changes the swizzle by 64 */
     TKVCU_UNROLL
     for (s = 0; s < 2; s++) TKVCU_UNROLL
     for (v = 0; v < (int)tkvcu_tile<W>::n; v++)
-        x.vector[s][v] =
-            /* STRIDE 32: two slabs are 256 bytes, which changes the swizzle by 64 */
-            (x.vector[s][v] ^ (STRIDE == 32 ? 64u : 0)) + 8 * STRIDE;
+        x.vector[s][v] = (x.vector[s][v] ^ (STRIDE == 32 ? 64u : 0)) + 8 * STRIDE;
 }
 
 /* >>K. Returns the lowest bit of plane p's field. Codes stay multiplied by 2^bit. */
@@ -1590,7 +1588,7 @@ TKVCU_DEVICE int tkvcu_div_up(int a, int b) { return (a + b - 1) / b; }
 TKVCU_DEVICE tkvcu_visible tkvcu_find_visible(const tkvcu_job &j, int entry) {
     tkvcu_visible r;
     tkvcu_list list;
-    int coded, hot, behind;
+    int coded, hot, from_block;
     r.seq = j.entries ? j.entries[entry] : entry;
     if (r.seq < 0 || r.seq >= j.view.n_seqs) {
         memset(&r, 0, sizeof r);
@@ -1603,15 +1601,15 @@ TKVCU_DEVICE tkvcu_visible tkvcu_find_visible(const tkvcu_job &j, int entry) {
     r.sink_tiles = tkvcu_div_up(list.len < j.view.sinks ? list.len : j.view.sinks, 16);
     r.first_block = 0;
     if (j.window) { /* positions that the oldest query cannot see */
-        const int unseen = list.len - j.n_queries - j.window + 1;
-        if (unseen > j.view.sinks) r.first_block = (unseen - j.view.sinks) / 64;
-        if (unseen >= j.view.sinks) r.sink_tiles = 0;
+        const int n_unseen = list.len - j.n_queries - j.window + 1;
+        if (n_unseen > j.view.sinks) r.first_block = (n_unseen - j.view.sinks) / 64;
+        if (n_unseen >= j.view.sinks) r.sink_tiles = 0;
     }
     r.key_tiles[0] = list.archive > r.first_block ? list.archive - r.first_block : 0;
-    behind = r.first_block > list.archive ? r.first_block : list.archive;
-    r.key_tiles[1] = coded > behind ? coded - behind : 0;
-    behind = r.first_block > coded ? r.first_block : coded;
-    hot = list.len - j.view.sinks - 64 * behind;
+    from_block = r.first_block > list.archive ? r.first_block : list.archive;
+    r.key_tiles[1] = coded > from_block ? coded - from_block : 0;
+    from_block = r.first_block > coded ? r.first_block : coded;
+    hot = list.len - j.view.sinks - 64 * from_block;
     r.key_tiles[2] = r.sink_tiles + (hot > 0 ? tkvcu_div_up(hot, 16) : 0);
     return r;
 }
@@ -1657,9 +1655,8 @@ struct tkvcu_task {
     int tile, left;       /* next key tile in the section; key tiles left in it */
     int region, first, n; /* key range: region, first key tile, number */
     int ring_tile;        /* place of the first key tile in the region's ring, in key tiles */
-    const uint8_t
-        /* the head's sides. Coded: 2048 bytes after the first one's start. Exact: in place 0 of the region */
-        *from[2];
+    /* the head's sides. Coded: 2048 bytes after the first one's start. Exact: in place 0 of the region */
+    const uint8_t *from[2];
     int codes[2], meta[2];      /* bytes of a coded side */
     uint32_t block;             /* bytes from place to place */
     int group, columns, column; /* query heads per KV head; all columns; first column here */
@@ -1670,14 +1667,11 @@ struct tkvcu_task {
  * integer unit. In q16, the largest value is 1 to 2. */
 template <int D, int NT> struct tkvcu_attend_shared {
     tkvcu_task task;
-    tkvcu_f32x4
-        q[2][D / 8 * NT *
-             /* even and odd tiles of 4 channels, in the order of the key range: see tkvcu_find_q_index */
-             4];
+    /* even and odd tiles of 4 channels, in the order of the key range: see tkvcu_find_q_index */
+    tkvcu_f32x4 q[2][D / 8 * NT * 4];
     tkvcu_f32x4 q_max[D / 4]; /* largest |q| of all columns, per channel */
-    tkvcu_u32x2 q16[D / 16][NT]
-                   /* second operands of 16-bit products: high and low limbs of the queries */
-                   [32];
+    /* second operands of 16-bit products: high and low limbs of the queries */
+    tkvcu_u32x2 q16[D / 16][NT][32];
     float q16_ratio[4 * NT];      /* unit of q16 / unit of q */
     float logit_scale[4 * NT];    /* product with q -> logit; with softcap: -> argument of tanh */
     float mean[4 * NT];           /* q * static means of keys */
@@ -1712,14 +1706,14 @@ struct tkvcu_lane {
     uint8_t *work;
 };
 
-/* Bytes of `work` per warp. */
 #define TKVCU_WEIGHTS_ROW 160 /* 64 16-bit weights, padded: columns begin in different banks */
+/* Bytes of `work` per warp. */
 #define TKVCU_WORK(D, NT, groups)                                                                            \
     (4 * (D) + 8 * (D) * (NT) > (512 + 4 * TKVCU_WEIGHTS_ROW * (NT)) * (groups)                              \
          ? 4 * (D) + 8 * (D) * (NT)                                                                          \
          : (512 + 4 * TKVCU_WEIGHTS_ROW * (NT)) * (groups))
 
-template <int D> TKVCU_DEVICE tkvcu_lane tkvcu_lane_of(uint8_t *warps, int warp_bytes, int slot_bytes) {
+template <int D> TKVCU_DEVICE tkvcu_lane tkvcu_make_lane(uint8_t *warps, int warp_bytes, int slot_bytes) {
     const int tid = (int)threadIdx.x;
     tkvcu_lane me;
     int at;
@@ -1792,9 +1786,8 @@ template <int D> TKVCU_DEVICE void tkvcu_load_rows(uint8_t *slot, const uint8_t 
 
 /* >>K. q * scale of a channel is rounded to a 16-bit integer, in a unit that the largest product of the key tile
  * sets. It enters the product as two int8 limbs: S = 256 hi + lo. */
-TKVCU_DEVICE int tkvcu_find_slab_width(const tkvcu_side &s,
-                                       /* A: returns the bits of a slab; slabs are in the order of widths */
-                                       int slab) {
+/* A: returns the bits of a slab; slabs are in the order of widths */
+TKVCU_DEVICE int tkvcu_find_slab_width(const tkvcu_side &s, int slab) {
     int w;
     for (w = 6; w > 0; w--) {
         if (slab < s.slabs[w]) break;
@@ -1969,10 +1962,8 @@ TKVCU_DEVICE void tkvcu_multiply_k_with_tops(int32_t sum[4][NT][4], tkvcu_addres
     int p, nt, i;
     tkvcu_clear_sums<NT>(tops);
     if (NT == 1) tkvcu_multiply_k_fields<D, W, STRIDE, 1, NT>(sum, tops, codes, at, tops_at, q, n, g, t);
-    else
-        tkvcu_multiply_k_fields<D, 1, 32, 0, NT>(tops, tops, codes, tops_at, 0, q, n, g,
-                                                 /* one after the other: saves registers */
-                                                 t);
+    /* one after the other: saves registers */
+    else tkvcu_multiply_k_fields<D, 1, 32, 0, NT>(tops, tops, codes, tops_at, 0, q, n, g, t);
     TKVCU_UNROLL
     for (p = 0; p < 4; p++) TKVCU_UNROLL
     for (nt = 0; nt < NT; nt++) TKVCU_UNROLL
@@ -2611,9 +2602,8 @@ TKVCU_DEVICE void tkvcu_prepare_queries(const tkvcu_job &j, tkvcu_attend_shared<
         for (c = 16; c > 0; c /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, c);
         q16_unit = tkvcu_floor_power(tkvcu_warp_max(most), 1.0f);
         q_unit = tkvcu_floor_power(tkvcu_warp_max(product), q16_unit);
-        if (tid % 32 ==
-            /* NaN and infinity stay in their column, although the columns share a unit */
-            0) {
+        /* NaN and infinity stay in their column, although the columns share a unit */
+        if (tid % 32 == 0) {
             b.logit_scale[i] = sum == sum ? q_unit * times : NAN;
             b.mean[i] = sign * sum / q_unit;
             b.q16_ratio[i] = q16_unit / q_unit;
@@ -2821,9 +2811,8 @@ TKVCU_DEVICE void tkvcu_next_key_range(const tkvcu_job &j, tkvcu_attend_shared<D
         version = j.view.version[(size_t)k.visible.seq * (size_t)j.view.max_blocks + (size_t)first];
         n = tkvcu_n_same_version(j, b, first, n);
     }
-    ring_tiles =
-        /* length of the ring in key tiles; after the last place comes the first */
-        (region < TKVCU_SINKS ? 1 : 4) * j.view.ring[region];
+    /* length of the ring in key tiles; after the last place comes the first */
+    ring_tiles = (region < TKVCU_SINKS ? 1 : 4) * j.view.ring[region];
     ring_tile = first % ring_tiles;
     n = tkvi_min(n, ring_tiles - ring_tile);
     __syncthreads();
@@ -2884,7 +2873,7 @@ TKVCU_DEVICE void tkvcu_find_ends(const tkvcu_job &j, int *ends, int lane) {
     const int tid = (int)threadIdx.x;
     const int warp_bytes = TKVCU_SLOTS * j.slot_bytes + TKVCU_WORK(D, NT, VG);
     const int warps_at = (int)((sizeof b + sizeof(int) * (size_t)j.n_entries + 127) / 128 * 128);
-    const tkvcu_lane me = tkvcu_lane_of<D>(shared + warps_at, warp_bytes, j.slot_bytes);
+    const tkvcu_lane me = tkvcu_make_lane<D>(shared + warps_at, warp_bytes, j.slot_bytes);
     if (tid < 16) b.mantissa[tid] = tkvi_bits(tkvi_log_value(1 + tid, 16));
     if (me.warp == 0) tkvcu_find_ends(j, ends, me.lane);
     __syncthreads();

@@ -148,9 +148,8 @@ static result attend(rig *r, const options *o, uint64_t seed) {
         memset(&a, 0, sizeof a);
         a.seq = o->map ? o->map[s] : s;
         if (a.seq < 0) continue;
-        a.n = tkvi_min(o->queries, tkv_get_length(r->kv, a.seq,
-                                                  /* queries before the first token see no key */
-                                                  TKV_ALL_LAYERS));
+        /* queries before the first token see no key */
+        a.n = tkvi_min(o->queries, tkv_get_length(r->kv, a.seq, TKV_ALL_LAYERS));
         i = (size_t)(o->queries - a.n);
         a.q = q.data() + (size_t)s * row + i * (size_t)(heads * dim);
         a.out = x.want.data() + (size_t)s * row + i * (size_t)(heads * dim);

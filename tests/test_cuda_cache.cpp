@@ -689,9 +689,8 @@ TEST(graphs) {
                     CHECK_EQ(
                         tkv_attend(r.kv, map[i], 0, a[j].x.data() + (size_t)i * values, a[j].n, want.data()),
                         TKV_OK);
-                    CHECK_LE(error_of(floats(&a[j].out, (size_t)i * values, values), want),
-                             /* both sides approximate */
-                             5e-3);
+                    /* both sides approximate */
+                    CHECK_LE(error_of(floats(&a[j].out, (size_t)i * values, values), want), 5e-3);
                 }
             }
         }

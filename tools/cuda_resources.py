@@ -97,7 +97,7 @@ __global__ void __launch_bounds__(TKVCU_THREADS, TKVCU_RESIDENT(%d)) unit(tkvcu_
     TKVCU_SHARED(uint8_t, shared);
     tkvcu_attend_shared<%d, %d> &b = *(tkvcu_attend_shared<%d, %d> *)(void *)shared;
     tkvcu_partials<%d, %d, %d> u;
-    const tkvcu_lane me = tkvcu_lane_of<%d>(shared + (sizeof b + 127) / 128 * 128,
+    const tkvcu_lane me = tkvcu_make_lane<%d>(shared + (sizeof b + 127) / 128 * 128,
                                         TKVCU_SLOTS * j.slot_bytes + TKVCU_WORK(%d, %d, %d), j.slot_bytes);
     tkvcu_clear_partials(u);
     tkvcu_attend_key_range<%d, %d, %d, 0>(j, b, me, u);

@@ -71,7 +71,7 @@ TKVCU_DEVICE int tkvcu_div_up(int a, int b) { return (a + b - 1) / b; }
 TKVCU_DEVICE tkvcu_visible tkvcu_find_visible(const tkvcu_job &j, int entry) {
     tkvcu_visible r;
     tkvcu_list list;
-    int coded, hot, behind;
+    int coded, hot, from_block;
     r.seq = j.entries ? j.entries[entry] : entry;
     if (r.seq < 0 || r.seq >= j.view.n_seqs) {
         memset(&r, 0, sizeof r);
@@ -84,15 +84,15 @@ TKVCU_DEVICE tkvcu_visible tkvcu_find_visible(const tkvcu_job &j, int entry) {
     r.sink_tiles = tkvcu_div_up(list.len < j.view.sinks ? list.len : j.view.sinks, 16);
     r.first_block = 0;
     if (j.window) { /* positions that the oldest query cannot see */
-        const int unseen = list.len - j.n_queries - j.window + 1;
-        if (unseen > j.view.sinks) r.first_block = (unseen - j.view.sinks) / 64;
-        if (unseen >= j.view.sinks) r.sink_tiles = 0;
+        const int n_unseen = list.len - j.n_queries - j.window + 1;
+        if (n_unseen > j.view.sinks) r.first_block = (n_unseen - j.view.sinks) / 64;
+        if (n_unseen >= j.view.sinks) r.sink_tiles = 0;
     }
     r.key_tiles[0] = list.archive > r.first_block ? list.archive - r.first_block : 0;
-    behind = r.first_block > list.archive ? r.first_block : list.archive;
-    r.key_tiles[1] = coded > behind ? coded - behind : 0;
-    behind = r.first_block > coded ? r.first_block : coded;
-    hot = list.len - j.view.sinks - 64 * behind;
+    from_block = r.first_block > list.archive ? r.first_block : list.archive;
+    r.key_tiles[1] = coded > from_block ? coded - from_block : 0;
+    from_block = r.first_block > coded ? r.first_block : coded;
+    hot = list.len - j.view.sinks - 64 * from_block;
     r.key_tiles[2] = r.sink_tiles + (hot > 0 ? tkvcu_div_up(hot, 16) : 0);
     return r;
 }
@@ -138,9 +138,8 @@ struct tkvcu_task {
     int tile, left;       /* next key tile in the section; key tiles left in it */
     int region, first, n; /* key range: region, first key tile, number */
     int ring_tile;        /* place of the first key tile in the region's ring, in key tiles */
-    const uint8_t
-        /* the head's sides. Coded: 2048 bytes after the first one's start. Exact: in place 0 of the region */
-        *from[2];
+    /* the head's sides. Coded: 2048 bytes after the first one's start. Exact: in place 0 of the region */
+    const uint8_t *from[2];
     int codes[2], meta[2];      /* bytes of a coded side */
     uint32_t block;             /* bytes from place to place */
     int group, columns, column; /* query heads per KV head; all columns; first column here */
@@ -151,14 +150,11 @@ struct tkvcu_task {
  * integer unit. In q16, the largest value is 1 to 2. */
 template <int D, int NT> struct tkvcu_attend_shared {
     tkvcu_task task;
-    tkvcu_f32x4
-        q[2][D / 8 * NT *
-             /* even and odd tiles of 4 channels, in the order of the key range: see tkvcu_find_q_index */
-             4];
+    /* even and odd tiles of 4 channels, in the order of the key range: see tkvcu_find_q_index */
+    tkvcu_f32x4 q[2][D / 8 * NT * 4];
     tkvcu_f32x4 q_max[D / 4]; /* largest |q| of all columns, per channel */
-    tkvcu_u32x2 q16[D / 16][NT]
-                   /* second operands of 16-bit products: high and low limbs of the queries */
-                   [32];
+    /* second operands of 16-bit products: high and low limbs of the queries */
+    tkvcu_u32x2 q16[D / 16][NT][32];
     float q16_ratio[4 * NT];      /* unit of q16 / unit of q */
     float logit_scale[4 * NT];    /* product with q -> logit; with softcap: -> argument of tanh */
     float mean[4 * NT];           /* q * static means of keys */
@@ -193,14 +189,14 @@ struct tkvcu_lane {
     uint8_t *work;
 };
 
-/* Bytes of `work` per warp. */
 #define TKVCU_WEIGHTS_ROW 160 /* 64 16-bit weights, padded: columns begin in different banks */
+/* Bytes of `work` per warp. */
 #define TKVCU_WORK(D, NT, groups)                                                                            \
     (4 * (D) + 8 * (D) * (NT) > (512 + 4 * TKVCU_WEIGHTS_ROW * (NT)) * (groups)                              \
          ? 4 * (D) + 8 * (D) * (NT)                                                                          \
          : (512 + 4 * TKVCU_WEIGHTS_ROW * (NT)) * (groups))
 
-template <int D> TKVCU_DEVICE tkvcu_lane tkvcu_lane_of(uint8_t *warps, int warp_bytes, int slot_bytes) {
+template <int D> TKVCU_DEVICE tkvcu_lane tkvcu_make_lane(uint8_t *warps, int warp_bytes, int slot_bytes) {
     const int tid = (int)threadIdx.x;
     tkvcu_lane me;
     int at;
@@ -273,9 +269,8 @@ template <int D> TKVCU_DEVICE void tkvcu_load_rows(uint8_t *slot, const uint8_t 
 
 /* >>K. q * scale of a channel is rounded to a 16-bit integer, in a unit that the largest product of the key tile
  * sets. It enters the product as two int8 limbs: S = 256 hi + lo. */
-TKVCU_DEVICE int tkvcu_find_slab_width(const tkvcu_side &s,
-                                       /* A: returns the bits of a slab; slabs are in the order of widths */
-                                       int slab) {
+/* A: returns the bits of a slab; slabs are in the order of widths */
+TKVCU_DEVICE int tkvcu_find_slab_width(const tkvcu_side &s, int slab) {
     int w;
     for (w = 6; w > 0; w--) {
         if (slab < s.slabs[w]) break;
@@ -450,10 +445,8 @@ TKVCU_DEVICE void tkvcu_multiply_k_with_tops(int32_t sum[4][NT][4], tkvcu_addres
     int p, nt, i;
     tkvcu_clear_sums<NT>(tops);
     if (NT == 1) tkvcu_multiply_k_fields<D, W, STRIDE, 1, NT>(sum, tops, codes, at, tops_at, q, n, g, t);
-    else
-        tkvcu_multiply_k_fields<D, 1, 32, 0, NT>(tops, tops, codes, tops_at, 0, q, n, g,
-                                                 /* one after the other: saves registers */
-                                                 t);
+    /* one after the other: saves registers */
+    else tkvcu_multiply_k_fields<D, 1, 32, 0, NT>(tops, tops, codes, tops_at, 0, q, n, g, t);
     TKVCU_UNROLL
     for (p = 0; p < 4; p++) TKVCU_UNROLL
     for (nt = 0; nt < NT; nt++) TKVCU_UNROLL
@@ -1092,9 +1085,8 @@ TKVCU_DEVICE void tkvcu_prepare_queries(const tkvcu_job &j, tkvcu_attend_shared<
         for (c = 16; c > 0; c /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, c);
         q16_unit = tkvcu_floor_power(tkvcu_warp_max(most), 1.0f);
         q_unit = tkvcu_floor_power(tkvcu_warp_max(product), q16_unit);
-        if (tid % 32 ==
-            /* NaN and infinity stay in their column, although the columns share a unit */
-            0) {
+        /* NaN and infinity stay in their column, although the columns share a unit */
+        if (tid % 32 == 0) {
             b.logit_scale[i] = sum == sum ? q_unit * times : NAN;
             b.mean[i] = sign * sum / q_unit;
             b.q16_ratio[i] = q16_unit / q_unit;
@@ -1302,9 +1294,8 @@ TKVCU_DEVICE void tkvcu_next_key_range(const tkvcu_job &j, tkvcu_attend_shared<D
         version = j.view.version[(size_t)k.visible.seq * (size_t)j.view.max_blocks + (size_t)first];
         n = tkvcu_n_same_version(j, b, first, n);
     }
-    ring_tiles =
-        /* length of the ring in key tiles; after the last place comes the first */
-        (region < TKVCU_SINKS ? 1 : 4) * j.view.ring[region];
+    /* length of the ring in key tiles; after the last place comes the first */
+    ring_tiles = (region < TKVCU_SINKS ? 1 : 4) * j.view.ring[region];
     ring_tile = first % ring_tiles;
     n = tkvi_min(n, ring_tiles - ring_tile);
     __syncthreads();
@@ -1365,7 +1356,7 @@ TKVCU_DEVICE void tkvcu_find_ends(const tkvcu_job &j, int *ends, int lane) {
     const int tid = (int)threadIdx.x;
     const int warp_bytes = TKVCU_SLOTS * j.slot_bytes + TKVCU_WORK(D, NT, VG);
     const int warps_at = (int)((sizeof b + sizeof(int) * (size_t)j.n_entries + 127) / 128 * 128);
-    const tkvcu_lane me = tkvcu_lane_of<D>(shared + warps_at, warp_bytes, j.slot_bytes);
+    const tkvcu_lane me = tkvcu_make_lane<D>(shared + warps_at, warp_bytes, j.slot_bytes);
     if (tid < 16) b.mantissa[tid] = tkvi_bits(tkvi_log_value(1 + tid, 16));
     if (me.warp == 0) tkvcu_find_ends(j, ends, me.lane);
     __syncthreads();

@@ -338,10 +338,9 @@ template <int Dim> TKVCU_DEVICE void tkvcu_encode_a(tkvcu_transcoder<Dim> *d) {
     if (__any_sync(0xffffffffu, beyond)) {
         int offset, sum = 0;
         float scale = 0.0f;
+        /* d->x stores u, because the rolled loop below cannot index registers */
         TKVCU_UNROLL
-        for (i = 0; i < TKVCU_THREAD_VALUES; i++)
-            /* d->x stores u, because the rolled loop below has no registers for an array */
-            x[i * NEXT] = (float)u[i];
+        for (i = 0; i < TKVCU_THREAD_VALUES; i++) x[i * NEXT] = (float)u[i];
         if (beyond) {
             log = (uint8_t)tkvi_a_far(&c, log, s->top, &offset);
             scale = tkvi_log_value(log, s->top);
@@ -360,9 +359,9 @@ template <int Dim> TKVCU_DEVICE void tkvcu_encode_a(tkvcu_transcoder<Dim> *d) {
 
 template <int Dim> TKVCU_DEVICE void tkvcu_encode_r(tkvcu_transcoder<Dim> *d) {
     enum {
+        /* a thread's values of channels c and c + 16 are PAIR elements apart */
         LINE = Dim / TKVCU_THREAD_VALUES,
         PAIR = 16 / LINE
-        /* a thread's values of channels c and c + 16 are PAIR elements apart */
     };
     const tkvi_side *s = &d->side[1];
     const int t = tkvcu_thread_index() / LINE, part = tkvcu_thread_index() % LINE, bits = s->half_bits / 2;

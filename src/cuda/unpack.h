@@ -82,12 +82,11 @@ TKVCU_DEVICE void tkvcu_load_tile(tkvcu_tile<W> &x, const tkvcu_cursor<W, STRIDE
 
 template <int W, int STRIDE> TKVCU_DEVICE void tkvcu_advance_cursor(tkvcu_cursor<W, STRIDE> &x) {
     int s, v;
+    /* STRIDE 32: two slabs are 256 bytes, which changes the swizzle by 64 */
     TKVCU_UNROLL
     for (s = 0; s < 2; s++) TKVCU_UNROLL
     for (v = 0; v < (int)tkvcu_tile<W>::n; v++)
-        x.vector[s][v] =
-            /* STRIDE 32: two slabs are 256 bytes, which changes the swizzle by 64 */
-            (x.vector[s][v] ^ (STRIDE == 32 ? 64u : 0)) + 8 * STRIDE;
+        x.vector[s][v] = (x.vector[s][v] ^ (STRIDE == 32 ? 64u : 0)) + 8 * STRIDE;
 }
 
 /* >>K. Returns the lowest bit of plane p's field. Codes stay multiplied by 2^bit. */
