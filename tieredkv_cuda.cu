@@ -2859,14 +2859,14 @@ TKVCU_DEVICE void tkvcu_find_ends(const tkvcu_job &j, int *ends, int lane) {
 
 /* Thread blocks per multiprocessor that the register limit must allow. */
 #if defined __CUDA_ARCH__ && __CUDA_ARCH__ < 900
-#define TKVCU_RESIDENT(NT) /* with head_dim 128, shared memory has no space for more */
-((NT) == 2 ? 2 : 3)
+/* With head_dim 128, shared memory has no space for more. */
+#define TKVCU_RESIDENT(NT) ((NT) == 2 ? 2 : 3)
 #else
 #define TKVCU_RESIDENT(NT) ((NT) == 2 ? 3 : 4)
 #endif
 
-    template <int D, int NT, int VG>
-    __global__ void __launch_bounds__(TKVCU_THREADS, TKVCU_RESIDENT(NT)) tkvcu_attend_kernel(tkvcu_job j) {
+template <int D, int NT, int VG>
+__global__ void __launch_bounds__(TKVCU_THREADS, TKVCU_RESIDENT(NT)) tkvcu_attend_kernel(tkvcu_job j) {
     TKVCU_SHARED(uint8_t, shared);
     tkvcu_attend_shared<D, NT> &b = *(tkvcu_attend_shared<D, NT> *)(void *)shared;
     int *ends = (int *)(void *)(shared + sizeof b); /* [n_entries] */

@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""PyTorch's attention in FP16 on the shapes of gpu_bench.cu, and how much faster that is than the faster of them.
+"""Measures PyTorch's attention in FP16 on the shapes of gpu_bench.cu, and prints the speedup of tieredkv over it.
 
     ./build/gpu_bench --csv build/gpu_bench.csv && python3 bench/gpu_sdpa.py build/gpu_bench.csv      make gpu-bench
 
-scaled_dot_product_attention with grouped heads, by FlashAttention and by cuDNN, each in a CUDA graph that walks over
-copies of K and V, together at least 4 times the L2 cache. Medians of 50 graphs. Chunks of a prompt see all tokens here,
-not each a few less than the next.
+It calls scaled_dot_product_attention with grouped heads, by FlashAttention and by cuDNN. A CUDA graph goes through copies of
+K and V, together at least 4 times the L2 cache. Times are medians of 50 graphs. The queries of a chunk see all tokens here,
+without a causal mask. The speedup is relative to the faster backend.
 """
 import csv
 import sys
@@ -16,7 +16,7 @@ SHAPES += [(1, 64, tokens) for tokens in (8192, 32768)]
 
 
 def measure(torch, backend, batch, queries, tokens):
-    """Microseconds of one call; None: this backend does not take the shape."""
+    """Returns the microseconds of one call; None if memory is short or the backend refuses the shape."""
     from torch.nn.attention import sdpa_kernel
     attend = torch.nn.functional.scaled_dot_product_attention
     one = 2 * batch * tokens * KV_HEADS * DIM * 2
