@@ -1,49 +1,48 @@
 /* tieredkv_cuda.cu: generated from src/cuda/ by tools/amalgamate.py. Edit there, not here. */
 /* ======== api.h ======== */
 /*
- * tieredkv_cuda.cu - tieredkv's cache on a GPU: the same blocks, attention straight on the compressed tiers.
+ * tieredkv_cuda.cu - tieredkv's cache on a GPU: the blocks of tieredkv.h, and attention directly on the coded tiers.
  *
- * One file beside tieredkv.h, which has every layout, table and rule; C interface; no other library than
- * CUDA's runtime. For compute capability 8.0 and later.
+ * This file stands beside tieredkv.h, which defines every layout, table and rule. The interface is C. The only
+ * library is CUDA's runtime. The GPU needs compute capability 8.0 or later.
  *
  *     nvcc -O3 -arch=native -c tieredkv_cuda.cu                    an object for a C or C++ program
  *     nvcc -O3 -arch=native -shared -Xcompiler -fPIC -DTIEREDKV_IMPLEMENTATION tieredkv_cuda.cu \
- *          -o libtieredkv_cuda.so                                  a library that has the tkv_ functions too
+ *          -o libtieredkv_cuda.so                                  a library that also has the tkv_ functions
  *     #define TKVCU_INTERFACE_ONLY
  *     #include "tieredkv_cuda.cu"                                  the declarations below, from C or C++
  *
- * A cache has its tokens in two pieces of device memory that the caller brings:
+ * The caller provides two pieces of device memory. One holds the tokens, the other is workspace of attention.
  *
- *     tkvcu_desc desc = {0};
- *     desc.cfg = &cfg;
- *     desc.max_tokens = 32768;
- *     tkvcu_query(&desc, &bytes, &work_bytes, why, sizeof why);
- *     cudaMalloc(&cache, bytes);
+ *     tkvcu_config config = {0};
+ *     config.cfg = &cfg;
+ *     config.max_tokens = 32768;
+ *     tkvcu_get_required_bytes(&config, &cache_bytes, &work_bytes, reason, sizeof reason);
+ *     cudaMalloc(&cache, cache_bytes);
  *     cudaMalloc(&work, work_bytes);
- *     tkvcu_create(&desc, cache, bytes, work, work_bytes, stream, &cu);
- *     tkvcu_import(cu, 0, kv, 0, stream);          a prompt that the CPU has seen, or nothing
+ *     tkvcu_create(&config, cache, cache_bytes, work, work_bytes, stream, &cu);
+ *     tkvcu_import_seq(cu, 0, kv, 0, stream);          optional: a prompt that the CPU has processed
  *     for each step, for each layer:
  *         tkvcu_append(cu, layer, k, v, TKV_TYPE_F16, 1, NULL, stream);
  *         tkvcu_attend(cu, layer, q, TKV_TYPE_F16, 1, NULL, out, NULL, NULL, stream);
- *     tkvcu_status(cu, &word, 0, stream);          did all of it go well?
+ *     tkvcu_get_flags(cu, &flags, 0, stream);          0: no error on the device
  *
- * Order: every call puts its work into `stream` and returns; calls on one cache must follow each other, in
- * one stream or through events. tkvcu_create, tkvcu_tables, tkvcu_import and tkvcu_export wait for the
- * stream; the others never do, allocate nothing, and read lengths on the device alone: captured once into a
- * graph they replay at any length. A handle is for one thread at a time. The current device must be the one
- * that the memory is of.
+ * Order: every call enqueues its work into `stream`. Calls on one cache must run one after the other, in one stream
+ * or ordered by events. tkvcu_create, tkvcu_load_calibration, tkvcu_import_seq and tkvcu_export_seq wait for the
+ * stream. The other calls do not wait and allocate nothing. They read lengths on the device only, so a captured graph
+ * can be replayed at any length. One thread at a time may use a handle. The current device must own the memory.
  *
- * Errors: an argument that is wrong gives a status (tkv_status, or one of those below), nothing has been
- * launched, and tkvcu_last_error has a sentence. What only the device sees (a sequence is full, a NaN among
- * new keys) sets a bit in a word that stays set; that call has left the sequence as long as it was.
+ * Errors: a bad argument gives a tkv_status and launches nothing; tkvcu_get_last_error has a sentence. Only the device
+ * sees some errors, such as a full sequence or a NaN in new keys. They set a bit of the flags, which stays set. The
+ * failed append leaves the sequence at its old length.
  *
- * What it holds: formats A, R, KIVI and Q8 in warm and archive tiers, F16 or BF16 in hot tier and sinks;
- * head_dim (of K and V, the same) 64 or 128; up to 16 query heads on a KV head. A formats want
- * cfg.format.allocation_unit = 16, KIVI and Q8 cfg.format.group_size = 64. Windows hide tokens here and drop none.
- * What the config says of budgets, ladders, eviction, spilling, recomputation, anchors and meters must be zero.
+ * Supported: A, R, KIVI and Q8 formats in the warm and archive tiers, F16 or BF16 in the hot tier and sinks.
+ * head_dim, equal for K and V, is 64 or 128. A KV head has at most 16 query heads. A formats need
+ * cfg.format.allocation_unit = 16, KIVI and Q8 formats cfg.format.group_size = 64. Windows mask tokens and free
+ * none. Budgets, ladders, eviction, offloading, recomputation, anchors and meters must be off in the config.
  *
- * Bytes: blocks are those of the host, byte for byte, so import and export copy them; encoding is the code of
- * tieredkv.h, so a cache that grows here has the bytes that it would have there.
+ * Bytes: a block has the same bytes as on the host, so import and export copy blocks. The encoder is the code of
+ * tieredkv.h. A cache that grows on the device gets the same bytes as a cache on the host with the same tables.
  */
 #ifndef TKVCU_API_H
 #define TKVCU_API_H
@@ -65,99 +64,122 @@
 extern "C" {
 #endif
 
-/* >>limits and codes */
-#define TKVCU_MAX_APPEND 64  /* tokens of a sequence in one call */
-#define TKVCU_MAX_QUERIES 64 /* the same */
-#define TKVCU_MAX_GROUP 16   /* query heads on a KV head */
+/* >>limits and flags */
+#define TKVCU_MAX_APPEND 64  /* tokens of a sequence in one tkvcu_append */
+#define TKVCU_MAX_QUERIES 64 /* queries of a sequence in one tkvcu_attend */
+#define TKVCU_MAX_GROUP 16   /* query heads of a KV head */
 
-#define TKVCU_ERR_CUDA (-101)        /* the runtime refused; tkvcu_last_error says what it said */
-#define TKVCU_ERR_UNSUPPORTED (-102) /* tieredkv.h can do it, this file cannot */
+/* Error flags that kernels set: see tkvcu_get_flags. */
+#define TKVCU_FLAG_FULL 1u      /* an append would exceed max_tokens */
+#define TKVCU_FLAG_NONFINITE 2u /* NaN or infinity in k or v, and cfg.host.nonfinite says to refuse them */
+#define TKVCU_FLAG_SEQUENCE 4u  /* an entry of d_seq_map is n_seqs or more */
+#define TKVCU_FLAG_INEXACT 8u   /* tkvcu_truncate would cut compressed tokens */
 
-/* Bits of the device's word. */
-#define TKVCU_WORD_FULL 1u       /* a sequence would have had more than max_tokens */
-#define TKVCU_WORD_NOT_FINITE 2u /* NaN or infinity in k or v, and cfg.host.nonfinite says to refuse them */
-#define TKVCU_WORD_SEQUENCE 4u   /* a d_seq_map names a sequence that there is not */
-#define TKVCU_WORD_INEXACT 8u    /* tkvcu_trim would have cut compressed tokens */
-
-typedef struct tkvcu tkvcu;
+typedef struct tkvcu tkvcu; /* opaque */
 struct CUstream_st;
 typedef struct CUstream_st *tkvcu_stream; /* cudaStream_t */
 
 /* >>life */
-typedef struct tkvcu_desc {
-    const tkv_config *cfg; /* the model and the plan; read by tkvcu_create, not kept */
-    int n_seqs;            /* 0: cfg->limits.max_seqs */
-    int max_tokens;        /* of a sequence; 0: cfg->limits.max_tokens, which must not be 0 then */
-    int max_queries;       /* of a sequence in one tkvcu_attend, up to 64; 0: 1. Work takes more above 8 */
-} tkvcu_desc;
+typedef struct tkvcu_config { /* zero means default, except in cfg */
+    const tkv_config *cfg;    /* model, tiers and formats; read during the call, not kept */
+    int n_seqs;               /* 0: cfg->limits.max_seqs */
+    int max_tokens;           /* of a sequence; 0: cfg->limits.max_tokens. One of both must be set */
+    int max_queries; /* of a sequence in one tkvcu_attend, at most 64; 0: 1. More need more workspace */
+} tkvcu_config;
 
-/* Bytes of both pieces. Asks no GPU. TKV_ERR_CONFIG or TKVCU_ERR_UNSUPPORTED: `reason` (NULL, or `size`
- * bytes) gets a sentence. The hot tier has room for a chunk of cfg->limits.max_append tokens (as an import brings
- * it): a smaller one saves memory. O(layers). */
-int tkvcu_query(const tkvcu_desc *desc, size_t *cache_bytes, size_t *work_bytes, char *reason, size_t size);
-/* An empty cache in the caller's device memory, which must be aligned to 256 bytes and outlive it. Until
- * tkvcu_tables or an import brings better ones, A and R formats share bits equally. *out is untouched on
- * error. TKVCU_ERR_UNSUPPORTED: the device is older than 8.0, or a block of threads there has less shared
- * memory than these formats take. Waits. */
-int tkvcu_create(const tkvcu_desc *desc, void *d_cache, size_t cache_bytes, void *d_work, size_t work_bytes,
-                 tkvcu_stream stream, tkvcu **out);
-void tkvcu_destroy(tkvcu *cu); /* the handle's host memory; NULL is fine. The device's stays the caller's */
+/* Computes the bytes of both pieces of device memory. Uses no GPU. The hot tier has space for cfg->limits.max_append
+ * tokens in addition, because an import may bring that many: a smaller max_append saves memory.
+ *   reason   (may be NULL) receives a sentence about TKV_ERR_CONFIG and TKV_ERR_UNSUPPORTED
+ * Errors, both results unchanged:
+ *   TKV_ERR_CONFIG        a field is out of range, or the size exceeds the address space
+ *   TKV_ERR_UNSUPPORTED   tieredkv.h can do it, this file cannot
+ *   TKV_ERR_ARG           a pointer is missing
+ * Cost: O(layers). */
+tkv_status tkvcu_get_required_bytes(const tkvcu_config *config, size_t *cache_bytes, size_t *work_bytes,
+                                    char *reason, size_t size);
+/* Creates an empty cache in device memory of the caller, and waits. A and R formats give all channels and heads equal
+ * bits until tkvcu_load_calibration or an import brings tables.
+ *   d_cache, d_work   aligned to 256 bytes; both must outlive the cache
+ * Errors, *out unchanged and without a sentence:
+ *   TKV_ERR_CAPACITY      a piece is smaller than tkvcu_get_required_bytes says
+ *   TKV_ERR_UNSUPPORTED   compute capability below 8.0, too little shared memory, or as tkvcu_get_required_bytes
+ *   TKV_ERR_CONFIG, TKV_ERR_ARG, TKV_ERR_NOMEM (host memory), TKV_ERR_DEVICE */
+tkv_status tkvcu_create(const tkvcu_config *config, void *d_cache, size_t cache_bytes, void *d_work,
+                        size_t work_bytes, tkvcu_stream stream, tkvcu **out);
+/* Frees the handle in host memory; NULL is allowed. The caller frees the device memory. */
+void tkvcu_destroy(tkvcu *cu);
 
-/* >>transfer. `kv` is a cache of tieredkv.h whose config says the same of model, tiers and formats. All wait.
- * */
-/* Takes over the tables that kv has learned or loaded; blocks that are coded from now on go by them.
- * TKV_ERR_STATE: blocks here may be coded with another table of that number. */
-int tkvcu_tables(tkvcu *cu, const tkv_cache *kv, tkvcu_stream stream);
-/* Sequence seq becomes a copy of kv's host_seq, tables included. Refused, nothing changed: TKV_ERR_CAPACITY
- * (too long, or more blocks wait in a tier than there is room for: a prompt of less than 512 tokens in A and R
- * formats has no table yet; tkv_freeze_calibration makes it, tkv_seq_begin and tkv_seq_commit move the blocks);
- * TKV_ERR_STATE (an open step; other tables); TKVCU_ERR_UNSUPPORTED (holes, blocks that windows dropped, that
- * are outside RAM, that a flush made short). O(bytes). */
-int tkvcu_import(tkvcu *cu, int seq, const tkv_cache *kv, int host_seq, tkvcu_stream stream);
-/* The inverse: kv's host_seq, which must be empty, becomes a copy of seq; a layer of kv without a table gets
- * those of seq and learns no more. TKV_ERR_STATE (not empty; other tables), TKV_ERR_NOMEM, TKV_ERR_CAPACITY.
- * O(bytes). */
-int tkvcu_export(tkvcu *cu, int seq, tkv_cache *kv, int host_seq, tkvcu_stream stream);
+/* >>transfer. `kv` is a cache of tieredkv.h with the same model, tiers and formats. The functions wait. All return
+ * TKV_ERR_CONFIG if the configs differ, and TKV_ERR_UNSUPPORTED if kv uses what this file does not support. */
+/* Copies the calibration tables of kv, learned or loaded. Blocks coded from now on use them.
+ * Errors, no table changed:
+ *   TKV_ERR_STATE   blocks here may be coded with another table of the same number
+ *   TKV_ERR_NOMEM
+ * Errors: TKV_ERR_DEVICE */
+tkv_status tkvcu_load_calibration(tkvcu *cu, const tkv_cache *kv, tkvcu_stream stream);
+/* Makes sequence `seq` a copy of sequence host_seq of kv, and loads the calibration of kv.
+ * Errors, nothing changed:
+ *   TKV_ERR_CAPACITY      it is too long, or too many blocks wait in the hot or warm tier. Blocks in A and R formats
+ *                         wait for a table: call tkv_freeze_calibration, tkv_seq_begin and tkv_seq_commit
+ *   TKV_ERR_STATE         a step is open, or as tkvcu_load_calibration
+ *   TKV_ERR_UNSUPPORTED   evicted or expired tokens, offloaded blocks, blocks that a flush made short
+ *   TKV_ERR_ARG, TKV_ERR_NOMEM
+ * Errors: TKV_ERR_DEVICE
+ * Cost: O(bytes). */
+tkv_status tkvcu_import_seq(tkvcu *cu, int seq, const tkv_cache *kv, int host_seq, tkvcu_stream stream);
+/* Makes sequence host_seq of kv, which must be empty, a copy of sequence `seq`. A layer of kv without tables gets the
+ * tables of this cache, and stops learning.
+ * Errors, nothing changed:
+ *   TKV_ERR_STATE      the sequence is not empty, a step is open, or kv has other tables
+ *   TKV_ERR_CAPACITY   longer than max_tokens of kv, or no space in a cache in place
+ *   TKV_ERR_ARG, TKV_ERR_NOMEM
+ * Errors, host_seq empty: TKV_ERR_DEVICE
+ * Cost: O(bytes). */
+tkv_status tkvcu_export_seq(tkvcu *cu, int seq, tkv_cache *kv, int host_seq, tkvcu_stream stream);
 
-/* >>use. d_seq_map: NULL, or device memory: n_seqs entries, entry i names the sequence of row i of k, v, q
- * and out; a negative one skips the row. In an append no sequence may be named twice. NULL: row i is sequence
- * i, for all. */
-/* n_tokens (1 .. TKVCU_MAX_APPEND, at most cfg->limits.max_append) new tokens for each row. d_k, d_v:
- * [row][n_tokens][n_kv_heads][head_dim], packed, aligned as their type, keys after RoPE. First what is due moves
- * down a tier, as in tkv_append. Sets bits FULL, NOT_FINITE, SEQUENCE. Cost: O(values), and an encoding per 64
- * tokens. */
-int tkvcu_append(tkvcu *cu, int layer, const void *d_k, const void *d_v, tkv_type type, int n_tokens,
-                 const int32_t *d_seq_map, tkvcu_stream stream);
+/* >>use. d_seq_map is NULL or n_seqs entries in device memory. Entry i is the sequence of row i of k, v, q and out; a
+ * negative entry skips the row. NULL: row i is sequence i, for all sequences. An append must not name a sequence
+ * twice. All return TKV_ERR_ARG for a bad argument and TKV_ERR_DEVICE if the runtime refuses. */
+/* Appends n_tokens tokens (1 to 64, at most cfg->limits.max_append) to the sequence of each row. Blocks that are due
+ * are demoted first, as in tkv_append.
+ *   d_k, d_v   [row][n_tokens][n_kv_heads][head_dim], packed, aligned to their type; keys after RoPE
+ * Flags: FULL, NONFINITE, SEQUENCE. Cost: O(values), and one encoding per 64 tokens. */
+tkv_status tkvcu_append(tkvcu *cu, int layer, const void *d_k, const void *d_v, tkv_type type, int n_tokens,
+                        const int32_t *d_seq_map, tkvcu_stream stream);
 
 typedef struct tkvcu_attend_params { /* zero means default */
-    float scale;                     /* of q.k; 0: the config's */
+    float scale;                     /* of q.k; 0: cfg.model.scale */
     float softcap;                   /* 0: none */
-    int window;                      /* newest keys that a query sees; 0: the layer's; TKV_OFF: all */
-    const float *d_sinks;            /* NULL, or device memory: a learned logit per query head */
+    int window;                 /* a query sees this many newest keys; 0: as the layer; TKV_OFF: all keys */
+    const float *d_sink_logits; /* NULL, or [n_heads] learned logits in device memory */
 } tkvcu_attend_params;
-/* Attention of the last n_queries (1 .. max_queries) tokens of each row's sequence, causal among themselves.
- * d_q, d_out: [row][n_queries][n_heads][head_dim], packed; d_lse: NULL or [row][n_queries][n_heads] floats,
- * natural logarithm, learned sinks included. params NULL: all defaults. A row that sees no key gives zeros
- * and -inf; rows that are skipped are not written. The same bits in every run on one device. Sets bit
- * SEQUENCE. Queries times heads of a group are columns. Cost: up to 8 queries the bytes of the sequence once
- * for each 8 columns; more, for chunks of a prompt, are for another kernel: O(tokens * columns * head_dim) products,
- * and the bytes, each code made a half, once for each 128 columns. */
-int tkvcu_attend(tkvcu *cu, int layer, const void *d_q, tkv_type type, int n_queries,
-                 const tkvcu_attend_params *params, void *d_out, float *d_lse, const int32_t *d_seq_map,
-                 tkvcu_stream stream);
+/* Computes attention of the last n_queries tokens (1 to max_queries) of each row's sequence. Each query sees its own
+ * key and earlier ones. Skipped rows are not written. The bits are the same in every run on one device.
+ *   d_q, d_out   [row][n_queries][n_heads][head_dim], packed
+ *   params       NULL: all defaults
+ *   d_lse        NULL, or [row][n_queries][n_heads]: natural log-sum-exp, sink logits included
+ * A query without a visible key gives zeros; its log-sum-exp is the sink logit, or -inf.
+ * Flags: SEQUENCE. Cost: columns are n_queries times the query heads of a KV head. Up to 8 queries: the bytes of the
+ * sequence, once per 8 columns. More queries: O(tokens * columns * head_dim) products, and the bytes once per 128
+ * columns. */
+tkv_status tkvcu_attend(tkvcu *cu, int layer, const void *d_q, tkv_type type, int n_queries,
+                        const tkvcu_attend_params *params, void *d_out, float *d_lse,
+                        const int32_t *d_seq_map, tkvcu_stream stream);
 
-/* Cuts each sequence to d_lengths[seq] tokens, in all layers (device memory, n_seqs entries; negative, or
- * more than there are: it stays). 0 empties it; else the cut must fall into the hot tier: bit INEXACT, and it
- * stays. */
-int tkvcu_trim(tkvcu *cu, const int32_t *d_lengths, tkvcu_stream stream);
-/* Copies the lengths of a layer's sequences, n_seqs of them, to `lengths`: memory of the device, or pinned
- * memory of the host (a copy to other memory of the host may wait). */
-int tkvcu_lengths(const tkvcu *cu, int layer, int32_t *lengths, tkvcu_stream stream);
-/* Copies the word of TKVCU_WORD_ bits to `word`, memory as above; clear = 1: then sets it to 0. */
-int tkvcu_status(tkvcu *cu, uint32_t *word, int clear, tkvcu_stream stream);
+/* Keeps the first d_lengths[seq] tokens of each sequence, in all layers. A negative or larger length changes nothing, 0
+ * empties the sequence. Otherwise the cut must fall into the hot tier, or the sequence does not change.
+ *   d_lengths   [n_seqs] in device memory
+ * Flags: INEXACT. */
+tkv_status tkvcu_truncate(tkvcu *cu, const int32_t *d_lengths, tkvcu_stream stream);
+/* Copies the lengths of all sequences in one layer.
+ *   lengths   [n_seqs] in device memory or pinned host memory; other host memory may make the call wait */
+tkv_status tkvcu_get_lengths(tkvcu *cu, int layer, int32_t *lengths, tkvcu_stream stream);
+/* Copies the error flags, TKVCU_FLAG_ bits. clear = 1: sets them to 0 afterwards.
+ *   flags   memory as in tkvcu_get_lengths */
+tkv_status tkvcu_get_flags(tkvcu *cu, uint32_t *flags, int clear, tkvcu_stream stream);
 
-const char *tkvcu_strerror(int status);        /* of a status of this file or of tieredkv.h */
-const char *tkvcu_last_error(const tkvcu *cu); /* a sentence on the last call that failed; "" if none did */
+/* Returns a sentence about the last call that failed; "" if none did. tkv_get_status_text describes a status. */
+const char *tkvcu_get_last_error(const tkvcu *cu);
 
 #ifdef __cplusplus
 }
@@ -168,43 +190,51 @@ const char *tkvcu_last_error(const tkvcu *cu); /* a sentence on the last call th
 #define TKVCU_IMPLEMENTED
 /* ======== layout.h ======== */
 /*
- * layout.h - a layer of the cache as kernels see it: addresses are computed, no tables of blocks.
+ * layout.h - a layer of the cache as kernels see it. Kernels compute addresses: there are no block tables.
  *
- * The bytes of a block are the host's: 64 tokens of a layer, all KV heads, K side then V side of each. A sequence has
- * four regions in each layer: archive (block b in place b), warm (a ring), sinks (one block of exact rows), hot (a
- * ring of exact blocks). Blocks behind the sinks have 64 tokens each: block b holds positions sinks + 64 b and on;
- * the first list.archive of them are archived, the next list.warm are warm, the rest is hot.
+ * A block has the same bytes as on the host: 64 tokens of a layer, and for each KV head its K side, then its V side.
+ * A sequence has four regions in each layer:
+ *
+ *     archive   block b at place b
+ *     warm      a ring of blocks
+ *     sinks     one block of exact rows
+ *     hot       a ring of exact blocks
+ *
+ * The tokens after the sinks form blocks of 64: block b begins at position sinks + 64 b. The first list.archive
+ * blocks are in the archive, the next list.warm blocks are warm, the others are hot.
  */
 #ifndef TKVCU_LAYOUT_H
 #define TKVCU_LAYOUT_H
 
 
 enum { TKVCU_ARCHIVE, TKVCU_WARM, TKVCU_SINKS, TKVCU_HOT, TKVCU_REGIONS };
-enum { TKVCU_EXACT, TKVCU_KIVI, TKVCU_A, TKVCU_R }; /* how a side is read */
+enum { TKVCU_EXACT, TKVCU_KIVI, TKVCU_A, TKVCU_R }; /* kinds of sides */
 
-typedef struct tkvcu_side { /* one head's side in one coding: all that a kernel must know */
+typedef struct tkvcu_side { /* one head's K or V in one coding */
     uint8_t kind, bf16;     /* TKVCU_EXACT: 1: bfloat16 */
-    uint8_t half_bits;      /* KIVI: 2 * width; R: 2, 3 (pairs), 4, 6, 8 */
-    uint8_t group;          /* KIVI: values per scale, 32 or 64 */
-    uint8_t slabs[7];    /* K: slabs of 16 channels (4 tiles) with so many bits, to 6; stored widest first */
-    int16_t top;         /* window of the logarithmic scales */
-    uint32_t at, bytes;  /* from the start of the block; whole */
-    uint32_t code_bytes; /* then metadata, as in format_*.h */
-    int32_t table;       /* A: first element of order and mean below; -1: channels as they come, means 0 */
+    uint8_t half_bits;      /* KIVI: 2 * bits; R: 2, 3 (pairs), 4, 6, 8 */
+    uint8_t group;          /* KIVI: values per scale, 64 */
+    /* K: slabs[w] is the number of slabs of 16 channels (4 tiles) with w bits, w = 0 to 6; the widest are stored
+     * first */
+    uint8_t slabs[7];
+    int16_t top;         /* exponent that bounds the logarithmic scales */
+    uint32_t at, bytes;  /* offset in the block; size with metadata */
+    uint32_t code_bytes; /* codes; the metadata follows, as in src/formats */
+    int32_t table;       /* A: first element in order and mean; -1: natural order and means 0 */
 } tkvcu_side;
 
 typedef struct tkvcu_list {
-    int32_t len, archive, warm, step;
+    int32_t len, archive, warm, tickets;
 } tkvcu_list;
 
-typedef struct tkvcu_view {        /* a layer as kernels see it; passed by value */
+typedef struct tkvcu_view {        /* a layer; kernels get it by value */
     tkvcu_list *list;              /* [n_seqs] */
     uint8_t *bytes[TKVCU_REGIONS]; /* blocks of sequence s begin at bytes[r] + s * stride[r] */
     size_t stride[TKVCU_REGIONS];
-    uint32_t block[TKVCU_REGIONS]; /* bytes of one */
-    int32_t ring[TKVCU_REGIONS];   /* block b lies at b % ring */
-    uint8_t *version;              /* [n_seqs][max_blocks] */
-    const tkvcu_side *side;        /* [TKVI_VERSIONS][TKVCU_REGIONS][n_kv_heads][2] of this layer */
+    uint32_t block[TKVCU_REGIONS]; /* bytes of one block */
+    int32_t ring[TKVCU_REGIONS];   /* block b is at place b % ring */
+    uint8_t *version;              /* [n_seqs][max_blocks]: table version of each block */
+    const tkvcu_side *side;        /* [TKVI_VERSIONS][TKVCU_REGIONS][n_kv_heads][2] */
     const uint8_t *order;
     const float *mean;
     int32_t n_seqs, n_heads, n_kv_heads, head_dim, sinks, max_blocks;
@@ -213,15 +243,14 @@ typedef struct tkvcu_view {        /* a layer as kernels see it; passed by value
 #endif /* TKVCU_LAYOUT_H */
 /* ======== warp.h ======== */
 /*
- * warp.h - the instructions that have no name in CUDA C++: matrix product of a warp, copies into shared
- * memory, pairs of half floats in a word (the lower half first). tests/cuda_on_cpu.h plays them on a
- * processor.
+ * warp.h - instructions without a name in CUDA C++: matrix products of a warp, copies into shared memory, pairs of
+ * 16-bit floats in a word (the first in the lower half). tests/cuda_on_cpu.h emulates them on a CPU.
  */
 #ifndef TKVCU_WARP_H
 #define TKVCU_WARP_H
 
 
-struct alignas(8) tkvcu_words {
+struct alignas(8) tkvcu_u32x2 {
     uint32_t x, y;
 };
 
@@ -237,9 +266,9 @@ struct alignas(8) tkvcu_words {
 #define TKVCU_UNROLL _Pragma("unroll")
 #define TKVCU_ROLL _Pragma("unroll 1")
 
-/* c += a b: a is 16 x 16, b is 16 x 8. Lane 4 g + t has of a the rows g, g + 8 at k = 2 t, 2 t + 1, then 2 t
- * + 8, + 9 (a[0] row g, a[1] row g + 8, a[2] and a[3] the same further on), of b column g at these k, and of
- * c rows g (c[0], c[1]) and g + 8 at columns 2 t, 2 t + 1. */
+/* c += a b, where a is 16 x 16 and b is 16 x 8. Lane 4 g + t holds fragments. a[0]: row g, k = 2 t, 2 t + 1.
+ * a[1]: row g + 8, the same k. a[2], a[3]: the same rows at k + 8. b[0], b[1]: column g at these k. c[0], c[1]:
+ * row g, columns 2 t, 2 t + 1. c[2], c[3]: row g + 8. */
 TKVCU_DEVICE void tkvcu_mma_f16(float c[4], const uint32_t a[4], const uint32_t b[2]) {
     asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
         "{%0,%1,%2,%3};"
@@ -254,9 +283,9 @@ TKVCU_DEVICE void tkvcu_mma_bf16(float c[4], const uint32_t a[4], const uint32_t
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
 
-/* The same of bytes, signed ones (s) or not (u): a is 16 x 32, b is 32 x 8. Lane 4 g + t has of a the rows
- * g, g + 8 at k = 4 t .. 4 t + 3 (a[0], a[1]), then 16 further on (a[2], a[3]), of b column g at these k,
- * and of c what it has above. */
+/* The same for bytes, signed (s) or unsigned (u): a is 16 x 32 and b is 32 x 8. Lane 4 g + t holds of a the rows
+ * g and g + 8 at k = 4 t .. 4 t + 3 (a[0], a[1]) and at k + 16 (a[2], a[3]). b holds column g at these k. c is
+ * as above. */
 #define TKVCU_MMA_BYTES_(A, B)                                                                               \
     TKVCU_DEVICE void tkvcu_mma_##A##B(int32_t c[4], const uint32_t a[4], const uint32_t b[2]) {             \
         asm("mma.sync.aligned.m16n8k32.row.col.s32." #A "8." #B "8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, "       \
@@ -270,19 +299,21 @@ TKVCU_MMA_BYTES_(s, u)
 TKVCU_MMA_BYTES_(s, s)
 #undef TKVCU_MMA_BYTES_
 
-/* Addresses in shared memory as numbers: bits of them can be turned over. */
-typedef uint32_t tkvcu_at;
+/* Addresses in shared memory as numbers, for arithmetic on their bits. */
+typedef uint32_t tkvcu_address;
 
-TKVCU_DEVICE tkvcu_at tkvcu_shared_address(const void *p) { return (uint32_t)__cvta_generic_to_shared(p); }
+TKVCU_DEVICE tkvcu_address tkvcu_shared_address(const void *p) {
+    return (uint32_t)__cvta_generic_to_shared(p);
+}
 
-/* volatile: what lies there changes. */
-TKVCU_DEVICE tkvcu_words tkvcu_read_words(tkvcu_at at) {
-    tkvcu_words w;
+/* volatile, because the memory changes between calls. */
+TKVCU_DEVICE tkvcu_u32x2 tkvcu_load_shared_u32x2(tkvcu_address at) {
+    tkvcu_u32x2 w;
     asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(w.x), "=r"(w.y) : "r"(at));
     return w;
 }
 
-/* Four 8 x 8 matrices of 16-bit values; lane 8 j + i gives the address of row i of matrix j. */
+/* Loads four 8 x 8 matrices of 16-bit values. Lane 8 j + i passes the address of row i of matrix j. */
 TKVCU_DEVICE void tkvcu_ldmatrix_x4(uint32_t r[4], const void *row) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
                  : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
@@ -302,7 +333,8 @@ TKVCU_DEVICE void tkvcu_cp_async16(void *shared, const void *global) {
                  : "memory");
 }
 
-/* AT bytes on, if left is more than that. middle: 2048 bytes on, so that one address reaches 4096. */
+/* Copies 16 bytes at offset AT if left > AT. `middle` is 2048 bytes after the start of the source: offsets from -2048
+ * to 2047 then cover 4096 bytes. */
 template <int AT> TKVCU_DEVICE void tkvcu_cp_async16_if(void *shared, const void *middle, int left) {
     asm volatile(
         "{ .reg .pred p; setp.gt.s32 p, %2, %3;\n"
@@ -317,13 +349,13 @@ template <int N> TKVCU_DEVICE void tkvcu_cp_async_wait(void) {
     asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
 }
 
-TKVCU_DEVICE uint32_t tkvcu_f16x2(float lo, float hi) {
+TKVCU_DEVICE uint32_t tkvcu_pack_f16x2(float lo, float hi) {
     uint32_t x;
     asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(x) : "f"(hi), "f"(lo));
     return x;
 }
 
-TKVCU_DEVICE uint32_t tkvcu_bf16x2(float lo, float hi) {
+TKVCU_DEVICE uint32_t tkvcu_pack_bf16x2(float lo, float hi) {
     uint32_t x;
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(x) : "f"(hi), "f"(lo));
     return x;
@@ -355,8 +387,8 @@ TKVCU_DEVICE uint32_t tkvcu_prmt(uint32_t a, uint32_t b, uint32_t select) {
     return x;
 }
 
-/* By `by` bits to the right, modulo 32. */
-TKVCU_DEVICE uint32_t tkvcu_rotate(uint32_t x, int by) { return __funnelshift_r(x, x, (uint32_t)by); }
+/* Rotates x right by `by` bits, modulo 32. */
+TKVCU_DEVICE uint32_t tkvcu_rotate_bits(uint32_t x, int by) { return __funnelshift_r(x, x, (uint32_t)by); }
 
 TKVCU_DEVICE float tkvcu_ex2(float x) {
     float y;
@@ -364,20 +396,22 @@ TKVCU_DEVICE float tkvcu_ex2(float x) {
     return y;
 }
 
-/* p + n size: one instruction, where the compiler would keep products of 64 bits from turn to turn of a loop. */
-TKVCU_DEVICE const uint8_t *tkvcu_forward(const uint8_t *p, int n, uint32_t size) {
+/* Returns p + n * size in one instruction. Otherwise the compiler keeps 64-bit products in registers across the
+ * loop. */
+TKVCU_DEVICE const uint8_t *tkvcu_advance(const uint8_t *p, int n, uint32_t size) {
     const uint8_t *to;
     asm("mad.wide.u32 %0, %1, %2, %3;" : "=l"(to) : "r"(n), "r"(size), "l"(p));
     return to;
 }
 
-/* A number that the compiler keeps, where it would work it out anew in every turn of a loop. */
-TKVCU_DEVICE uint32_t tkvcu_kept(uint32_t x) {
+/* Hides the origin of a number. The compiler then keeps it in a register and does not recompute it in every loop
+ * turn. */
+TKVCU_DEVICE uint32_t tkvcu_keep_in_register(uint32_t x) {
     asm volatile("" : "+r"(x));
     return x;
 }
 
-TKVCU_DEVICE int tkvcu_kept(int x) { /* not negative */
+TKVCU_DEVICE int tkvcu_keep_in_register(int x) { /* x is not negative */
     asm volatile("" : "+r"(x));
     __builtin_assume(x >= 0);
     return x;
@@ -390,27 +424,29 @@ TKVCU_DEVICE float tkvcu_rcp(float x) {
 }
 
 #else
-static inline tkvcu_words tkvcu_read_words(tkvcu_at at) { return *(const tkvcu_words *)at; }
+static inline tkvcu_u32x2 tkvcu_load_shared_u32x2(tkvcu_address at) { return *(const tkvcu_u32x2 *)at; }
 #define TKVCU_DEVICE static inline
 #define TKVCU_UNROLL
 #define TKVCU_ROLL
 #endif
 
-/* Elements of the caller's arrays, which are aligned as their type. */
-TKVCU_DEVICE float tkvcu_element(const void *x, int type, size_t at) {
+/* Loads and stores an element of the caller's arrays, which are aligned to their type. */
+TKVCU_DEVICE float tkvcu_load_element(const void *x, int type, size_t at) {
     uint32_t h;
     if (type == TKV_TYPE_F32) return ((const float *)x)[at];
     h = ((const uint16_t *)x)[at];
     return type == TKV_TYPE_F16 ? tkvcu_f16_lo(h) : tkvcu_bf16_lo(h);
 }
 
-TKVCU_DEVICE void tkvcu_put_element(void *x, int type, size_t at, float y) {
+TKVCU_DEVICE void tkvcu_store_element(void *x, int type, size_t at, float y) {
     if (type == TKV_TYPE_F32) ((float *)x)[at] = y;
     else
-        ((uint16_t *)x)[at] = (uint16_t)(type == TKV_TYPE_F16 ? tkvcu_f16x2(y, 0.0f) : tkvcu_bf16x2(y, 0.0f));
+        ((uint16_t *)x)[at] =
+            (uint16_t)(type == TKV_TYPE_F16 ? tkvcu_pack_f16x2(y, 0.0f) : tkvcu_pack_bf16x2(y, 0.0f));
 }
 
-/* The largest of the warp's, which are not negative. */
+/* Returns the maximum over the lanes of a warp. Values must not be negative: their bits are compared as
+ * integers. */
 TKVCU_DEVICE float tkvcu_warp_max(float x) {
     return tkvi_from_bits(__reduce_max_sync(0xffffffffu, tkvi_bits(x)));
 }
@@ -418,27 +454,26 @@ TKVCU_DEVICE float tkvcu_warp_max(float x) {
 #endif /* TKVCU_WARP_H */
 /* ======== encode.h ======== */
 /*
- * encode.h - one head's side of a block, decoded and encoded by the threads of a CTA: the steps of tieredkv.h's
- * functions, so the bytes are those of the host.
+ * encode.h - the threads of a thread block decode and encode one head's side of a block. They call the functions of
+ * tieredkv.h, so the bytes are those of the host.
  *
- * A line is a channel of K or a token of V. 4 head_dim threads, so that each has 16 values of a line: of K's 64
- * tokens four neighbours have every fourth, of V's channels head_dim / 16 neighbours have every such. All that a
- * line is summed up to are integers, or ends of a range: the same in any order.
+ * A line is a channel of K or a token of V. There are 4 * head_dim threads, and each has 16 values of a line. Four
+ * neighbour threads share a channel of K: each has every fourth token. head_dim / 16 neighbours share a token of V in
+ * the same way. Reductions over a line are sums of integers, minima and maxima, which do not depend on the order.
  *
- * nvcc fuses a product and a sum where it can. In these functions that changes nothing: the products that
- * feed sums are exact, or made by an instruction that is not fused (tests/test_cuda_build.py looks at what it
- * makes of them).
+ * nvcc fuses multiply and add where it can. Here that does not change results: the products are exact, or come from
+ * an instruction that nvcc does not fuse. tests/test_cuda_build.py checks the compiled code.
  */
 #ifndef TKVCU_ENCODE_H
 #define TKVCU_ENCODE_H
 
 
-#define TKVCU_PART 16 /* values of a line that a thread has */
-#define TKVCU_LINE 4  /* threads of a channel of K */
+#define TKVCU_THREAD_VALUES 16  /* values of a line per thread */
+#define TKVCU_CHANNEL_THREADS 4 /* threads of a channel of K */
 
-/* Number of the thread, read anew each time: else the compiler carries all that follows from it, for every format,
- * out of the loop over blocks, into more registers than there are. */
-TKVCU_DEVICE int tkvcu_me(void) {
+/* Reads the thread index anew in each call. Otherwise the compiler hoists all values derived from it, for every
+ * format, out of the loop over blocks, and registers spill. */
+TKVCU_DEVICE int tkvcu_thread_index(void) {
 #ifdef TKVCU_ON_CPU
     return (int)threadIdx.x;
 #else
@@ -449,35 +484,35 @@ TKVCU_DEVICE int tkvcu_me(void) {
 #endif
 }
 
-typedef struct alignas(16) tkvcu_16 { /* moved at once */
+typedef struct alignas(16) tkvcu_bytes16 { /* copied in one instruction */
     uint64_t x[2];
-} tkvcu_16;
+} tkvcu_bytes16;
 
-/* Shared memory of the CTA. Rows of values are 8 longer than they are: then neighbours have banks of their own, both
- * where they walk along tokens and along channels. */
-template <int Dim> struct tkvcu_desk {
-    enum { THREADS = TKVI_BLOCK * Dim / TKVCU_PART, STRIDE = Dim + 8 };
+/* Shared memory of the thread block. Rows of values are padded by 8. Threads that read along tokens or along
+ * channels then use different banks. */
+template <int Dim> struct tkvcu_transcoder {
+    enum { THREADS = TKVI_BLOCK * Dim / TKVCU_THREAD_VALUES, STRIDE = Dim + 8 };
     tkvi_format format[2];
-    tkvi_side side[2]; /* from, to */
+    tkvi_side side[2]; /* source, target */
     float scale[Dim], zero[Dim];
-    alignas(16) uint8_t meta[4 * Dim]; /* of side 1 */
+    alignas(16) uint8_t meta[4 * Dim]; /* of the target side */
     alignas(16) uint8_t code[Dim / 4][TKVI_TILE_CODES];
     union {
         alignas(16) float x[TKVI_BLOCK * STRIDE];
         uint8_t bytes[TKVI_BLOCK * STRIDE *
-                      sizeof(float)]; /* side 0 before it is decoded, codes of side 1 packed */
+                      sizeof(float)]; /* source side before decoding; packed codes of the target side */
     };
 };
 
-/* >>what a line's threads have together */
-template <int Threads, class T> TKVCU_DEVICE T tkvcu_total(T x) {
+/* >>reductions over the threads of a line */
+template <int Threads, class T> TKVCU_DEVICE T tkvcu_sum_lanes(T x) {
     int by;
     TKVCU_UNROLL
     for (by = 1; by < Threads; by *= 2) x += __shfl_xor_sync(0xffffffffu, x, by);
     return x;
 }
 
-template <int Threads> TKVCU_DEVICE float tkvcu_least(float x) {
+template <int Threads> TKVCU_DEVICE float tkvcu_min_lanes(float x) {
     int by;
     TKVCU_UNROLL
     for (by = 1; by < Threads; by *= 2) {
@@ -487,11 +522,11 @@ template <int Threads> TKVCU_DEVICE float tkvcu_least(float x) {
     return x;
 }
 
-template <int Threads> TKVCU_DEVICE float tkvcu_most(float x) { return -tkvcu_least<Threads>(-x); }
+template <int Threads> TKVCU_DEVICE float tkvcu_max_lanes(float x) { return -tkvcu_min_lanes<Threads>(-x); }
 
 /* >>sides */
-/* The side as the functions of tieredkv.h want it. One thread writes it. */
-TKVCU_DEVICE void tkvcu_side_open(const tkvcu_view *v, const tkvcu_side *d, int which, int fit,
+/* Fills format and side for the functions of tieredkv.h. One thread calls it. */
+TKVCU_DEVICE void tkvcu_open_side(const tkvcu_view *v, const tkvcu_side *d, int which, int fit,
                                   tkvi_format *f, tkvi_side *s) {
     int w;
     memset(f, 0, sizeof *f);
@@ -527,8 +562,8 @@ TKVCU_DEVICE void tkvcu_side_open(const tkvcu_view *v, const tkvcu_side *d, int 
     }
 }
 
-/* Width of tile i, 0: there are not so many; and where it lies. */
-TKVCU_DEVICE int tkvcu_tile_of(const tkvi_side *s, int i, tkvi_tile_at *at) {
+/* Returns the width of tile i and its place; width 0 if i is not a tile of the side. */
+TKVCU_DEVICE int tkvcu_find_tile(const tkvi_side *s, int i, tkvi_tile_at *at) {
     int width;
     *at = tkvi_first_tile(&s->tiles);
     for (width = TKVI_MAX_WIDTH; width > 0; width--) {
@@ -541,8 +576,8 @@ TKVCU_DEVICE int tkvcu_tile_of(const tkvi_side *s, int i, tkvi_tile_at *at) {
     return width;
 }
 
-/* Bits of the tile that has this position. */
-TKVCU_DEVICE int tkvcu_width_at(const tkvi_side *s, int position) {
+/* Returns the bits of the tile that contains this position. */
+TKVCU_DEVICE int tkvcu_find_width(const tkvi_side *s, int position) {
     int width, end = 0;
     for (width = TKVI_MAX_WIDTH; width > 0; width--) {
         end += 4 * s->tiles.n[width];
@@ -551,27 +586,27 @@ TKVCU_DEVICE int tkvcu_width_at(const tkvi_side *s, int position) {
     return 0;
 }
 
-/* The rotation of core/rotate.h, or back, of a token that `Threads` neighbours have. */
+/* Rotates a token as core/rotate.h does, or back. `Threads` neighbour threads share it. */
 template <int Threads> TKVCU_DEVICE void tkvcu_rotate(float *y, int part, int back) {
     const float norm = tkvi_hadamard_norm[Threads == 8 ? 7 : 6];
     int i, h;
     TKVCU_UNROLL
-    for (i = 0; i < TKVCU_PART && !back; i++) {
+    for (i = 0; i < TKVCU_THREAD_VALUES && !back; i++) {
         const int c = Threads * i + part;
         y[i] = tkvi_signs[c / 32] >> c % 32 & 1 ? -y[i] : y[i];
     }
     TKVCU_UNROLL
     for (h = 1; h < Threads; h *= 2) {
         TKVCU_UNROLL
-        for (i = 0; i < TKVCU_PART; i++) {
+        for (i = 0; i < TKVCU_THREAD_VALUES; i++) {
             const float other = __shfl_xor_sync(0xffffffffu, y[i], h);
             y[i] = part & h ? other - y[i] : y[i] + other;
         }
     }
     TKVCU_UNROLL
-    for (h = 1; h < TKVCU_PART; h *= 2) {
+    for (h = 1; h < TKVCU_THREAD_VALUES; h *= 2) {
         TKVCU_UNROLL
-        for (i = 0; i < TKVCU_PART; i++) {
+        for (i = 0; i < TKVCU_THREAD_VALUES; i++) {
             const float a = y[i & ~h], b = y[i | h];
             if (i & h) continue;
             y[i] = a + b;
@@ -579,7 +614,7 @@ template <int Threads> TKVCU_DEVICE void tkvcu_rotate(float *y, int part, int ba
         }
     }
     TKVCU_UNROLL
-    for (i = 0; i < TKVCU_PART; i++) {
+    for (i = 0; i < TKVCU_THREAD_VALUES; i++) {
         const int c = Threads * i + part;
         y[i] *= norm;
         if (back) y[i] = tkvi_signs[c / 32] >> c % 32 & 1 ? -y[i] : y[i];
@@ -587,9 +622,9 @@ template <int Threads> TKVCU_DEVICE void tkvcu_rotate(float *y, int part, int ba
 }
 
 /* >>decoding */
-/* Scale and zero number i of the side. */
-TKVCU_DEVICE void tkvcu_meta(const tkvi_side *s, int kind, const uint8_t *meta, int n, int i, float *scale,
-                             float *zero) {
+/* Decodes scale and zero number i of the side. */
+TKVCU_DEVICE void tkvcu_decode_meta(const tkvi_side *s, int kind, const uint8_t *meta, int n, int i,
+                                    float *scale, float *zero) {
     if (kind == TKVCU_KIVI) {
         *scale = tkvi_f16_to_f32(tkvi_load16(meta + 2 * i));
         *zero = tkvi_f16_to_f32(tkvi_load16(meta + 2 * (n + i)));
@@ -598,7 +633,7 @@ TKVCU_DEVICE void tkvcu_meta(const tkvi_side *s, int kind, const uint8_t *meta, 
         *scale = tkvi_log_value(meta[i], s->top) * (s->pairs ? 1.0f / 64.0f : 1.0f);
         *zero = -middle * *scale;
     } else {
-        const int width = tkvcu_width_at(s, i), unit = tkvi_a_unit[width];
+        const int width = tkvcu_find_width(s, i), unit = tkvi_a_unit[width];
         const float mean = s->mean ? s->mean[i] : 0.0f;
         *scale = width ? tkvi_log_value(meta[i], s->top) : 0.0f;
         *zero = width
@@ -607,15 +642,17 @@ TKVCU_DEVICE void tkvcu_meta(const tkvi_side *s, int kind, const uint8_t *meta, 
     }
 }
 
-/* Rows of halves to values. */
-template <int Dim> TKVCU_DEVICE void tkvcu_decode_exact(tkvcu_desk<Dim> *d, int bf16, const uint8_t *src) {
+/* Converts rows of 16-bit floats to values. */
+template <int Dim>
+TKVCU_DEVICE void tkvcu_decode_exact(tkvcu_transcoder<Dim> *d, int bf16, const uint8_t *src) {
     int i, k;
     TKVCU_UNROLL
-    for (i = 0; i < 2; i++) { /* 8 values at a time */
-        const int at = 8 * (tkvcu_me() + i * tkvcu_desk<Dim>::THREADS);
-        const tkvcu_16 h = *(const tkvcu_16 *)(const void *)(src + 2 * at);
-        tkvcu_16 *x = (tkvcu_16 *)(void *)(d->x + at / Dim * tkvcu_desk<Dim>::STRIDE + at % Dim);
-        tkvcu_16 y[2] = {{{0, 0}}, {{0, 0}}};
+    for (i = 0; i < 2; i++) { /* 8 values per turn */
+        const int at = 8 * (tkvcu_thread_index() + i * tkvcu_transcoder<Dim>::THREADS);
+        const tkvcu_bytes16 h = *(const tkvcu_bytes16 *)(const void *)(src + 2 * at);
+        tkvcu_bytes16 *x =
+            (tkvcu_bytes16 *)(void *)(d->x + at / Dim * tkvcu_transcoder<Dim>::STRIDE + at % Dim);
+        tkvcu_bytes16 y[2] = {{{0, 0}}, {{0, 0}}};
         TKVCU_UNROLL
         for (k = 0; k < 8; k++) {
             const uint16_t z = (uint16_t)(h.x[k / 4] >> 16 * (k % 4));
@@ -627,29 +664,29 @@ template <int Dim> TKVCU_DEVICE void tkvcu_decode_exact(tkvcu_desk<Dim> *d, int 
     }
 }
 
-template <int Dim> TKVCU_DEVICE void tkvcu_decode_k(tkvcu_desk<Dim> *d) {
+template <int Dim> TKVCU_DEVICE void tkvcu_decode_k(tkvcu_transcoder<Dim> *d) {
     const tkvi_side *s = &d->side[0];
-    const int position = tkvcu_me() / TKVCU_LINE, width = tkvcu_width_at(s, position);
+    const int position = tkvcu_thread_index() / TKVCU_CHANNEL_THREADS, width = tkvcu_find_width(s, position);
     const uint8_t *tile = d->code[position / 4];
     const float scale = d->scale[position], zero = d->zero[position];
     float *x = d->x + tkvi_channel(s, position);
     int t;
     TKVCU_UNROLL
-    for (t = tkvcu_me() % TKVCU_LINE; t < TKVI_BLOCK; t += TKVCU_LINE)
-        x[t * tkvcu_desk<Dim>::STRIDE] = tkvi_k_value(s, width, tile, position, t, scale, zero);
+    for (t = tkvcu_thread_index() % TKVCU_CHANNEL_THREADS; t < TKVI_BLOCK; t += TKVCU_CHANNEL_THREADS)
+        x[t * tkvcu_transcoder<Dim>::STRIDE] = tkvi_k_value(s, width, tile, position, t, scale, zero);
 }
 
-template <int Dim> TKVCU_DEVICE void tkvcu_decode_v(tkvcu_desk<Dim> *d) {
-    enum { LINE = Dim / TKVCU_PART };
+template <int Dim> TKVCU_DEVICE void tkvcu_decode_v(tkvcu_transcoder<Dim> *d) {
+    enum { LINE = Dim / TKVCU_THREAD_VALUES };
     const tkvi_side *s = &d->side[0];
-    const int t = tkvcu_me() / LINE, part = tkvcu_me() % LINE;
+    const int t = tkvcu_thread_index() / LINE, part = tkvcu_thread_index() % LINE;
     tkvi_tile_at at;
-    const int width = tkvcu_tile_of(s, 0, &at),
-              slab = s->pairs ? 5 : 4; /* all are alike, of 2^slab channels */
-    float y[TKVCU_PART];
+    const int width = tkvcu_find_tile(s, 0, &at),
+              slab = s->pairs ? 5 : 4; /* all tiles of a side are alike; a slab has 2^slab channels */
+    float y[TKVCU_THREAD_VALUES];
     int i;
     TKVCU_UNROLL
-    for (i = 0; i < TKVCU_PART; i++) {
+    for (i = 0; i < TKVCU_THREAD_VALUES; i++) {
         const int c = LINE * i + part;
         const int m = (s->groups > 1 ? c / TKVI_BLOCK * TKVI_BLOCK : 0) + t;
         y[i] = tkvi_v_value(s, width, d->code[(c >> slab) * 4 + t / 16], c & ((1 << slab) - 1), t,
@@ -657,14 +694,15 @@ template <int Dim> TKVCU_DEVICE void tkvcu_decode_v(tkvcu_desk<Dim> *d) {
     }
     if (s->format->rotated) tkvcu_rotate<LINE>(y, part, 1);
     TKVCU_UNROLL
-    for (i = 0; i < TKVCU_PART; i++) d->x[t * tkvcu_desk<Dim>::STRIDE + LINE * i + part] = y[i];
+    for (i = 0; i < TKVCU_THREAD_VALUES; i++)
+        d->x[t * tkvcu_transcoder<Dim>::STRIDE + LINE * i + part] = y[i];
 }
 
-/* A side's 64 tokens to the desk's values, by all threads. */
+/* Decodes 64 tokens of a side into d->x. All threads call it. */
 template <int Dim>
-TKVCU_DEVICE void tkvcu_decode(tkvcu_desk<Dim> *d, const tkvcu_side *from, const uint8_t *src) {
+TKVCU_DEVICE void tkvcu_decode(tkvcu_transcoder<Dim> *d, const tkvcu_side *from, const uint8_t *src) {
     const tkvi_side *s = &d->side[0];
-    const int me = tkvcu_me(), all = tkvcu_desk<Dim>::THREADS;
+    const int me = tkvcu_thread_index(), all = tkvcu_transcoder<Dim>::THREADS;
     int i, p;
     if (from->kind == TKVCU_EXACT) {
         tkvcu_decode_exact<Dim>(d, from->bf16, src);
@@ -672,16 +710,16 @@ TKVCU_DEVICE void tkvcu_decode(tkvcu_desk<Dim> *d, const tkvcu_side *from, const
         const int n = s->groups * (s->which == TKV_V ? TKVI_BLOCK : Dim);
         tkvi_tile_at at;
         for (i = 16 * me; i < (int)s->bytes; i += 16 * all)
-            *(tkvcu_16 *)(void *)(d->bytes + i) = *(const tkvcu_16 *)(const void *)(src + i);
+            *(tkvcu_bytes16 *)(void *)(d->bytes + i) = *(const tkvcu_bytes16 *)(const void *)(src + i);
         __syncthreads();
         if (me < Dim / 4 * 8) { /* an eighth of a tile */
             const int tile = me / 8, first = me % 8 * 8;
-            const int width = tkvcu_tile_of(s, tile, &at);
+            const int width = tkvcu_find_tile(s, tile, &at);
             for (p = 0; p < 4; p++) tkvi_store8(d->code[tile] + 64 * p + first, 0);
             if (width) tkvi_unpack_part(d->bytes, &at, width, d->code[tile], first, first + 8);
         }
         for (i = me; i < n; i += all)
-            tkvcu_meta(s, from->kind, d->bytes + s->code_bytes, n, i, &d->scale[i], &d->zero[i]);
+            tkvcu_decode_meta(s, from->kind, d->bytes + s->code_bytes, n, i, &d->scale[i], &d->zero[i]);
         __syncthreads();
         if (s->which == TKV_V) tkvcu_decode_v<Dim>(d);
         else tkvcu_decode_k<Dim>(d);
@@ -689,36 +727,38 @@ TKVCU_DEVICE void tkvcu_decode(tkvcu_desk<Dim> *d, const tkvcu_side *from, const
     __syncthreads();
 }
 
-/* >>encoding: the desk's values as codes and metadata of side 1, each kind in the steps of its format_*.h */
-template <int Dim> TKVCU_DEVICE void tkvcu_encode_a(tkvcu_desk<Dim> *d) {
-    enum { NEXT = TKVCU_LINE * tkvcu_desk<Dim>::STRIDE };
+/* >>encoding. d->x becomes codes and metadata of the target side. Each function follows the steps of
+ * src/formats. */
+template <int Dim> TKVCU_DEVICE void tkvcu_encode_a(tkvcu_transcoder<Dim> *d) {
+    enum { NEXT = TKVCU_CHANNEL_THREADS * tkvcu_transcoder<Dim>::STRIDE };
     const tkvi_side *s = &d->side[1];
-    const int position = tkvcu_me() / TKVCU_LINE, part = tkvcu_me() % TKVCU_LINE;
+    const int position = tkvcu_thread_index() / TKVCU_CHANNEL_THREADS,
+              part = tkvcu_thread_index() % TKVCU_CHANNEL_THREADS;
     const float mean = s->mean ? s->mean[position] : 0.0f;
-    float *x = d->x + part * tkvcu_desk<Dim>::STRIDE + tkvi_channel(s, position);
-    float y[TKVCU_PART], low = 1e30f, high = -1e30f, most = -1.0f, inverse, middle;
-    int u[TKVCU_PART], i, k, best = 0, beyond;
+    float *x = d->x + part * tkvcu_transcoder<Dim>::STRIDE + tkvi_channel(s, position);
+    float y[TKVCU_THREAD_VALUES], low = 1e30f, high = -1e30f, most = -1.0f, inverse, middle;
+    int u[TKVCU_THREAD_VALUES], i, k, best = 0, beyond;
     uint8_t log, by;
     tkvi_column c;
     c.n = TKVI_BLOCK;
-    c.width = tkvcu_width_at(s, position);
+    c.width = tkvcu_find_width(s, position);
     TKVCU_UNROLL
-    for (i = 0; i < TKVCU_PART; i++) {
+    for (i = 0; i < TKVCU_THREAD_VALUES; i++) {
         y[i] = tkvi_a_residual(x[i * NEXT], mean);
         low = y[i] < low ? y[i] : low;
         high = y[i] > high ? y[i] : high;
     }
-    c.low = tkvcu_least<TKVCU_LINE>(low);
-    c.step = tkvi_a_step(c.low, tkvcu_most<TKVCU_LINE>(high), &inverse);
+    c.low = tkvcu_min_lanes<TKVCU_CHANNEL_THREADS>(low);
+    c.step = tkvi_a_step(c.low, tkvcu_max_lanes<TKVCU_CHANNEL_THREADS>(high), &inverse);
     c.sum_u = c.sum_uu = 0;
     TKVCU_UNROLL
-    for (i = 0; i < TKVCU_PART; i++) {
+    for (i = 0; i < TKVCU_THREAD_VALUES; i++) {
         u[i] = tkvi_a_integer(y[i], c.low, inverse);
         c.sum_u += u[i];
         c.sum_uu += u[i] * u[i];
     }
-    c.sum_u = tkvcu_total<TKVCU_LINE>(c.sum_u);
-    c.sum_uu = tkvcu_total<TKVCU_LINE>(c.sum_uu);
+    c.sum_u = tkvcu_sum_lanes<TKVCU_CHANNEL_THREADS>(c.sum_u);
+    c.sum_uu = tkvcu_sum_lanes<TKVCU_CHANNEL_THREADS>(c.sum_uu);
     c.sum_c = c.sum_cc = c.sum_cu = 0;
     TKVCU_ROLL
     for (k = 0; k < TKVI_A_CUTS; k++) {
@@ -726,15 +766,15 @@ template <int Dim> TKVCU_DEVICE void tkvcu_encode_a(tkvcu_desk<Dim> *d) {
         int sum = 0, squares = 0, products = 0;
         float score;
         TKVCU_UNROLL
-        for (i = 0; i < TKVCU_PART; i++) {
+        for (i = 0; i < TKVCU_THREAD_VALUES; i++) {
             const int code = tkvi_cut_code(u[i], cut, times, (1 << c.width) - 1);
             sum += code;
             squares += code * code;
             products += code * u[i];
         }
-        sum = tkvcu_total<TKVCU_LINE>(sum);
-        squares = tkvcu_total<TKVCU_LINE>(squares);
-        products = tkvcu_total<TKVCU_LINE>(products);
+        sum = tkvcu_sum_lanes<TKVCU_CHANNEL_THREADS>(sum);
+        squares = tkvcu_sum_lanes<TKVCU_CHANNEL_THREADS>(squares);
+        products = tkvcu_sum_lanes<TKVCU_CHANNEL_THREADS>(products);
         score = tkvi_a_score(c.n, c.sum_u, sum, squares, products);
         if (score > most) {
             most = score;
@@ -745,77 +785,79 @@ template <int Dim> TKVCU_DEVICE void tkvcu_encode_a(tkvcu_desk<Dim> *d) {
         }
     }
     TKVCU_UNROLL
-    for (i = 0; i < TKVCU_PART; i++)
-        *tkvi_k_code(d->code, position, TKVCU_LINE * i + part) = (uint8_t)tkvi_cut_code(
+    for (i = 0; i < TKVCU_THREAD_VALUES; i++)
+        *tkvi_k_code(d->code, position, TKVCU_CHANNEL_THREADS * i + part) = (uint8_t)tkvi_cut_code(
             u[i], tkvi_a_ranges[best].cut[c.width], tkvi_a_ranges[best].by[c.width], (1 << c.width) - 1);
     beyond = tkvi_a_finalize_scales(&c, s->top, &log, &by, &middle);
     if (__any_sync(0xffffffffu, beyond)) {
         int offset, sum = 0;
         float scale = 0.0f;
+        /* d->x stores u, because the rolled loop below cannot index registers */
         TKVCU_UNROLL
-        for (i = 0; i < TKVCU_PART; i++)
-            x[i * NEXT] = (float)u[i]; /* a loop that is rolled finds no registers */
+        for (i = 0; i < TKVCU_THREAD_VALUES; i++) x[i * NEXT] = (float)u[i];
         if (beyond) {
             log = (uint8_t)tkvi_a_far(&c, log, s->top, &offset);
             scale = tkvi_log_value(log, s->top);
             TKVCU_ROLL
-            for (i = 0; i < TKVCU_PART; i++) {
+            for (i = 0; i < TKVCU_THREAD_VALUES; i++) {
                 const int code = tkvi_a_far_code(&c, (int)x[i * NEXT], scale, offset);
-                *tkvi_k_code(d->code, position, TKVCU_LINE * i + part) = (uint8_t)code;
+                *tkvi_k_code(d->code, position, TKVCU_CHANNEL_THREADS * i + part) = (uint8_t)code;
                 sum += code;
             }
         }
-        sum = tkvcu_total<TKVCU_LINE>(sum);
+        sum = tkvcu_sum_lanes<TKVCU_CHANNEL_THREADS>(sum);
         if (beyond) by = tkvi_a_far_offset(&c, scale, sum);
     }
     if (part == 0) tkvi_a_put(c.width, log, by, middle, &d->meta[position], &d->meta[Dim + position]);
 }
 
-template <int Dim> TKVCU_DEVICE void tkvcu_encode_r(tkvcu_desk<Dim> *d) {
+template <int Dim> TKVCU_DEVICE void tkvcu_encode_r(tkvcu_transcoder<Dim> *d) {
     enum {
-        LINE = Dim / TKVCU_PART,
+        /* a thread's values of channels c and c + 16 are PAIR elements apart */
+        LINE = Dim / TKVCU_THREAD_VALUES,
         PAIR = 16 / LINE
-    }; /* channels c and c + 16 are so many of a thread's apart */
+    };
     const tkvi_side *s = &d->side[1];
-    const int t = tkvcu_me() / LINE, part = tkvcu_me() % LINE, bits = s->half_bits / 2;
-    float y[TKVCU_PART], most = 0.0f, by, unit;
-    int u[TKVCU_PART], i, squares = 0, sum = 0;
+    const int t = tkvcu_thread_index() / LINE, part = tkvcu_thread_index() % LINE, bits = s->half_bits / 2;
+    float y[TKVCU_THREAD_VALUES], most = 0.0f, by, unit;
+    int u[TKVCU_THREAD_VALUES], i, squares = 0, sum = 0;
     TKVCU_UNROLL
-    for (i = 0; i < TKVCU_PART; i++) /* as formats/r.h; bfloat16 has more */
-        y[i] = tkvi_clampf(d->x[t * tkvcu_desk<Dim>::STRIDE + LINE * i + part], -1e30f, 1e30f);
+    /* limits as in formats/r.h: bfloat16 has larger values */
+    for (i = 0; i < TKVCU_THREAD_VALUES; i++)
+        y[i] = tkvi_clampf(d->x[t * tkvcu_transcoder<Dim>::STRIDE + LINE * i + part], -1e30f, 1e30f);
     tkvcu_rotate<LINE>(y, part, 0);
     TKVCU_UNROLL
-    for (i = 0; i < TKVCU_PART; i++) {
+    for (i = 0; i < TKVCU_THREAD_VALUES; i++) {
         const float a = fabsf(y[i]);
         most = a > most ? a : most;
     }
-    most = tkvcu_most<LINE>(most);
+    most = tkvcu_max_lanes<LINE>(most);
     most = most < 1e30f ? most : 1e30f;
     by = tkvi_r_by(most);
     TKVCU_UNROLL
-    for (i = 0; i < TKVCU_PART; i++) {
+    for (i = 0; i < TKVCU_THREAD_VALUES; i++) {
         u[i] = tkvi_r_integer(y[i], by);
         squares += u[i] * u[i];
     }
-    squares = tkvcu_total<LINE>(squares);
+    squares = tkvcu_sum_lanes<LINE>(squares);
     if (squares == 0) squares = 1;
     unit = tkvi_r_unit(squares, Dim);
     if (s->pairs) {
         const float fine = tkvi_r_fine(unit);
         TKVCU_UNROLL
-        for (i = 0; i < TKVCU_PART; i++) {
+        for (i = 0; i < TKVCU_THREAD_VALUES; i++) {
             const int c = LINE * i + part;
             if (i / PAIR % 2 == 0)
                 *tkvi_v_code(d->code, c / 32 * 16 + c % 16, t) =
-                    (uint8_t)tkvi_r_pair(u[i], u[(i + PAIR) % TKVCU_PART], fine, &sum);
+                    (uint8_t)tkvi_r_pair(u[i], u[(i + PAIR) % TKVCU_THREAD_VALUES], fine, &sum);
         }
     } else {
         const float fine = tkvi_f32(unit / tkvi_r_step[bits]);
         TKVCU_UNROLL
-        for (i = 0; i < TKVCU_PART; i++)
+        for (i = 0; i < TKVCU_THREAD_VALUES; i++)
             *tkvi_v_code(d->code, LINE * i + part, t) = (uint8_t)tkvi_r_grid(u[i], fine, bits, 0, &sum);
     }
-    sum = tkvcu_total<LINE>(sum);
+    sum = tkvcu_sum_lanes<LINE>(sum);
     __syncwarp();
     if (part == 0) {
         const float scale = tkvi_r_scale(most, squares, sum);
@@ -823,10 +865,10 @@ template <int Dim> TKVCU_DEVICE void tkvcu_encode_r(tkvcu_desk<Dim> *d) {
     }
 }
 
-/* Codes of a group of 64 that `Threads` neighbours have; *scale and *zero are halves. */
+/* Encodes a group of 64 values that `Threads` neighbour threads share. *scale and *zero are fp16. */
 template <int Threads>
-TKVCU_DEVICE void tkvcu_kivi_group(const float *x, int bits, int fit, int *code, uint16_t *scale,
-                                   uint16_t *zero) {
+TKVCU_DEVICE void tkvcu_encode_kivi_group(const float *x, int bits, int fit, int *code, uint16_t *scale,
+                                          uint16_t *zero) {
     enum { N = TKVI_BLOCK / Threads };
     const int top = (1 << bits) - 1;
     float v[N], low = 0.0f, high = 0.0f, range, inverse = 0.0f, a, b;
@@ -840,8 +882,8 @@ TKVCU_DEVICE void tkvcu_kivi_group(const float *x, int bits, int fit, int *code,
         low = i == 0 || v[i] < low ? v[i] : low;
         high = i == 0 || v[i] > high ? v[i] : high;
     }
-    low = tkvcu_least<Threads>(low);
-    high = tkvcu_most<Threads>(high);
+    low = tkvcu_min_lanes<Threads>(low);
+    high = tkvcu_max_lanes<Threads>(high);
     range = tkvi_f32(high - low);
     if (fit) {
         int sum_u = 0, sum_uu = 0;
@@ -852,15 +894,15 @@ TKVCU_DEVICE void tkvcu_kivi_group(const float *x, int bits, int fit, int *code,
             sum_u += u[i];
             sum_uu += u[i] * u[i];
         }
-        g.sum_u = tkvcu_total<Threads>(sum_u);
-        g.sum_uu = tkvcu_total<Threads>(sum_uu);
+        g.sum_u = tkvcu_sum_lanes<Threads>(sum_u);
+        g.sum_uu = tkvcu_sum_lanes<Threads>(sum_uu);
     }
     if (fit & TKV_FIT_CLIP) {
-        int64_t least = tkvcu_total<Threads>(tkvi_cut_error(u, N, 0, top));
+        int64_t least = tkvcu_sum_lanes<Threads>(tkvi_cut_error(u, N, 0, top));
         int best = 0;
         TKVCU_ROLL
         for (k = 1; k < TKVI_FIT_TRIES; k++) {
-            const int64_t error = tkvcu_total<Threads>(tkvi_cut_error(u, N, k * TKVI_FIT_CUT, top));
+            const int64_t error = tkvcu_sum_lanes<Threads>(tkvi_cut_error(u, N, k * TKVI_FIT_CUT, top));
             best = error < least ? k : best;
             least = error < least ? error : least;
         }
@@ -877,9 +919,9 @@ TKVCU_DEVICE void tkvcu_kivi_group(const float *x, int bits, int fit, int *code,
             squares += code[i] * code[i];
             products += code[i] * u[i];
         }
-        sum = tkvcu_total<Threads>(sum);
-        squares = tkvcu_total<Threads>(squares);
-        products = tkvcu_total<Threads>(products);
+        sum = tkvcu_sum_lanes<Threads>(sum);
+        squares = tkvcu_sum_lanes<Threads>(squares);
+        products = tkvcu_sum_lanes<Threads>(products);
         if (inverse > 0.0f)
             tkvi_moments_of(&g, sum, squares, products, fit & TKV_FIT_UNBIASED, meta, meta + 2);
     }
@@ -887,27 +929,30 @@ TKVCU_DEVICE void tkvcu_kivi_group(const float *x, int bits, int fit, int *code,
     *zero = tkvi_load16(meta + 2);
 }
 
-template <int Dim> TKVCU_DEVICE void tkvcu_encode_kivi_k(tkvcu_desk<Dim> *d) {
+template <int Dim> TKVCU_DEVICE void tkvcu_encode_kivi_k(tkvcu_transcoder<Dim> *d) {
     const tkvi_side *s = &d->side[1];
-    const int channel = tkvcu_me() / TKVCU_LINE, part = tkvcu_me() % TKVCU_LINE;
-    float x[TKVCU_PART];
+    const int channel = tkvcu_thread_index() / TKVCU_CHANNEL_THREADS,
+              part = tkvcu_thread_index() % TKVCU_CHANNEL_THREADS;
+    float x[TKVCU_THREAD_VALUES];
     uint16_t scale, zero;
-    int code[TKVCU_PART], i;
+    int code[TKVCU_THREAD_VALUES], i;
     TKVCU_UNROLL
-    for (i = 0; i < TKVCU_PART; i++) x[i] = d->x[(TKVCU_LINE * i + part) * tkvcu_desk<Dim>::STRIDE + channel];
-    tkvcu_kivi_group<TKVCU_LINE>(x, s->format->bits, s->fit, code, &scale, &zero);
+    for (i = 0; i < TKVCU_THREAD_VALUES; i++)
+        x[i] = d->x[(TKVCU_CHANNEL_THREADS * i + part) * tkvcu_transcoder<Dim>::STRIDE + channel];
+    tkvcu_encode_kivi_group<TKVCU_CHANNEL_THREADS>(x, s->format->bits, s->fit, code, &scale, &zero);
     TKVCU_UNROLL
-    for (i = 0; i < TKVCU_PART; i++) *tkvi_k_code(d->code, channel, TKVCU_LINE * i + part) = (uint8_t)code[i];
+    for (i = 0; i < TKVCU_THREAD_VALUES; i++)
+        *tkvi_k_code(d->code, channel, TKVCU_CHANNEL_THREADS * i + part) = (uint8_t)code[i];
     if (part == 0) {
         tkvi_store16(d->meta + 2 * channel, scale);
         tkvi_store16(d->meta + 2 * (Dim + channel), zero);
     }
 }
 
-template <int Dim> TKVCU_DEVICE void tkvcu_encode_kivi_v(tkvcu_desk<Dim> *d) {
-    enum { LINE = Dim / TKVCU_PART, N = TKVI_BLOCK / LINE, GROUPS = Dim / TKVI_BLOCK };
+template <int Dim> TKVCU_DEVICE void tkvcu_encode_kivi_v(tkvcu_transcoder<Dim> *d) {
+    enum { LINE = Dim / TKVCU_THREAD_VALUES, N = TKVI_BLOCK / LINE, GROUPS = Dim / TKVI_BLOCK };
     const tkvi_side *s = &d->side[1];
-    const int t = tkvcu_me() / LINE, part = tkvcu_me() % LINE;
+    const int t = tkvcu_thread_index() / LINE, part = tkvcu_thread_index() % LINE;
     int g, i;
     TKVCU_ROLL
     for (g = 0; g < GROUPS; g++) {
@@ -915,8 +960,9 @@ template <int Dim> TKVCU_DEVICE void tkvcu_encode_kivi_v(tkvcu_desk<Dim> *d) {
         uint16_t scale, zero;
         int code[N];
         TKVCU_UNROLL
-        for (i = 0; i < N; i++) x[i] = d->x[t * tkvcu_desk<Dim>::STRIDE + TKVI_BLOCK * g + LINE * i + part];
-        tkvcu_kivi_group<LINE>(x, s->format->bits, s->fit, code, &scale, &zero);
+        for (i = 0; i < N; i++)
+            x[i] = d->x[t * tkvcu_transcoder<Dim>::STRIDE + TKVI_BLOCK * g + LINE * i + part];
+        tkvcu_encode_kivi_group<LINE>(x, s->format->bits, s->fit, code, &scale, &zero);
         TKVCU_UNROLL
         for (i = 0; i < N; i++) *tkvi_v_code(d->code, TKVI_BLOCK * g + LINE * i + part, t) = (uint8_t)code[i];
         if (part == 0) {
@@ -926,93 +972,96 @@ template <int Dim> TKVCU_DEVICE void tkvcu_encode_kivi_v(tkvcu_desk<Dim> *d) {
     }
 }
 
-/* Values to a side at dst, by all threads. Codes are packed in shared memory, where the values were. */
-template <int Dim> TKVCU_DEVICE void tkvcu_encode(tkvcu_desk<Dim> *d, int kind, uint8_t *dst) {
+/* Encodes d->x into a side at dst. All threads call it. The packed codes replace the values in shared memory. */
+template <int Dim> TKVCU_DEVICE void tkvcu_encode(tkvcu_transcoder<Dim> *d, int kind, uint8_t *dst) {
     const tkvi_side *s = &d->side[1];
-    const int me = tkvcu_me(), all = tkvcu_desk<Dim>::THREADS, codes = (int)s->code_bytes;
-    const tkvcu_16 none = {{0, 0}};
+    const int me = tkvcu_thread_index(), all = tkvcu_transcoder<Dim>::THREADS, codes = (int)s->code_bytes;
+    const tkvcu_bytes16 none = {{0, 0}};
     int i, upper;
     if (kind == TKVCU_A) tkvcu_encode_a<Dim>(d);
     else if (kind == TKVCU_R) tkvcu_encode_r<Dim>(d);
     else if (s->which == TKV_K) tkvcu_encode_kivi_k<Dim>(d);
     else tkvcu_encode_kivi_v<Dim>(d);
     __syncthreads();
-    for (i = 16 * me; i < codes; i += 16 * all) *(tkvcu_16 *)(void *)(d->bytes + i) = none;
-    /* Of two tiles that share a vector of 1-bit halves, one after the other. */
+    for (i = 16 * me; i < codes; i += 16 * all) *(tkvcu_bytes16 *)(void *)(d->bytes + i) = none;
+    /* Two tiles may share a vector of 1-bit halves: the two passes write them one after the other. */
     TKVCU_ROLL
     for (upper = 0; upper < 2; upper++) {
         __syncthreads();
         if (me < Dim / 4 * 8) { /* an eighth of a tile */
             const int tile = me / 8, first = me % 8 * 8;
             tkvi_tile_at at;
-            const int width = tkvcu_tile_of(s, tile, &at);
+            const int width = tkvcu_find_tile(s, tile, &at);
             if (width && (tkvi_has_half[width] && at.half % 2) == upper)
                 tkvi_pack_part(d->bytes, &at, width, d->code[tile], first, first + 8);
         }
     }
     __syncthreads();
     for (i = 16 * me; i < (int)s->bytes; i += 16 * all)
-        *(tkvcu_16 *)(void *)(dst + i) =
-            *(const tkvcu_16 *)(const void *)(i < codes ? d->bytes + i : d->meta + (i - codes));
+        *(tkvcu_bytes16 *)(void *)(dst + i) =
+            *(const tkvcu_bytes16 *)(const void *)(i < codes ? d->bytes + i : d->meta + (i - codes));
     __syncthreads();
 }
 
-TKVCU_DEVICE void tkvcu_zero_bytes(uint8_t *dst, size_t n) { /* multiples of 64, aligned to 16 */
-    const tkvcu_16 none = {{0, 0}};
+TKVCU_DEVICE void tkvcu_zero_bytes(uint8_t *dst, size_t n) { /* n: a multiple of 16; dst: aligned to 16 */
+    const tkvcu_bytes16 none = {{0, 0}};
     size_t i;
     for (i = (size_t)threadIdx.x * 16; i < n; i += (size_t)blockDim.x * 16)
-        *(tkvcu_16 *)(void *)(dst + i) = none;
+        *(tkvcu_bytes16 *)(void *)(dst + i) = none;
 }
 
 #endif /* TKVCU_ENCODE_H */
 /* ======== append.h ======== */
 /*
- * append.h - new tokens on the device, and what they push down a tier: the rule of reclaim/age.h, from the length
- * before the append. Also cuts. All is decided from device memory, so that a graph can be captured once.
+ * append.h - appending new tokens on the device, and the demotions due before it. The rule is that of reclaim/age.h
+ * with the length before the append. This file also truncates. All decisions read device memory only, so a graph can
+ * be captured once.
  *
- * A CTA for each row of the batch, KV head and side. Each sees the same state and does its part of the same
- * blocks; the one that is last to have done that (a ticket in the list) writes the new state down. New rows are
- * stored after the ticket: nobody reads them within this kernel.
+ * One thread block works on one row of the batch, KV head and side. All of them see the same state of the sequence,
+ * and each demotes its part of the same blocks. A counter in the list gives out tickets. The thread block with the
+ * last ticket writes the new state. New rows are stored after the ticket, because no thread of this kernel reads
+ * them.
  */
 #ifndef TKVCU_APPEND_H
 #define TKVCU_APPEND_H
 
 
 typedef struct tkvcu_layer { /* on the device, for all sequences */
-    int32_t version;         /* of the table that blocks are coded with */
-    int32_t sinks;           /* tokens; -1: the layer has no blocks */
+    int32_t version;         /* table version for new blocks */
+    int32_t sinks;           /* sink tokens; -1: the layer has no blocks */
 } tkvcu_layer;
 
 typedef struct tkvcu_append_call {
     const void *x[2]; /* k, v */
     const int32_t *seq_map;
     const tkvcu_layer *layer;
-    uint32_t *word;
+    uint32_t *flags;
     int32_t type, n_tokens, max_tokens;
-    int32_t hot, warm; /* tokens of the tiers */
-    int32_t same;      /* 1: archive and warm are coded alike, and blocks move as they are */
+    int32_t hot, warm;   /* lengths of the tiers in tokens */
+    int32_t same_coding; /* 1: archive and warm have one coding, and blocks are copied */
     int32_t fit, saturate;
 } tkvcu_append_call;
 
-#define TKVCU_TICKET 0x10000 /* CTAs that refuse count here, above those that have moved their blocks */
+/* Added to the ticket by a thread block that found a NaN or an infinity. The lower bits count all thread blocks. */
+#define TKVCU_TICKET_REFUSED 0x10000
 
-/* >>ageing */
-typedef struct tkvcu_ages {
-    tkvcu_list list; /* as it becomes */
+/* >>demotion */
+typedef struct tkvcu_demotion {
+    tkvcu_list list; /* state after the demotions so far */
     int32_t sinks, hot, warm, block;
-    int32_t from, to; /* regions of the block that is due; to < 0: none is any more */
-} tkvcu_ages;
+    int32_t from, to; /* regions of the block that is due; -1 before the first */
+} tkvcu_demotion;
 
-/* Finds the next block that is due, oldest first, and counts it as moved. */
-__host__ __device__ static inline int tkvcu_age_next(tkvcu_ages *a) {
+/* Finds the next block that is due, oldest first, and counts it as demoted. Returns 0 if no block is due. */
+__host__ __device__ static inline int tkvcu_next_demotion(tkvcu_demotion *a) {
     tkvcu_list *l = &a->list;
     for (;; a->block++) {
         const int end = a->sinks + TKVI_BLOCK * (a->block + 1), is_warm = a->block < l->archive + l->warm;
-        const int age = l->len - end; /* below 0: it is not whole */
+        const int age = l->len - end; /* negative: the block is not full */
         const int archive = age - a->hot >= a->warm;
         if (age < a->hot || age < 0) return 0;
         if (is_warm && !archive) {
-            a->block = l->archive + l->warm - 1; /* the younger warm ones stay as well */
+            a->block = l->archive + l->warm - 1; /* younger warm blocks are not due either */
             continue;
         }
         a->from = is_warm ? TKVCU_WARM : TKVCU_HOT;
@@ -1025,9 +1074,9 @@ __host__ __device__ static inline int tkvcu_age_next(tkvcu_ages *a) {
     }
 }
 
-__host__ __device__ static inline tkvcu_ages tkvcu_ages_of(const tkvcu_list *l, int sinks, int hot,
-                                                           int warm) {
-    tkvcu_ages a;
+__host__ __device__ static inline tkvcu_demotion tkvcu_begin_demotion(const tkvcu_list *l, int sinks, int hot,
+                                                                      int warm) {
+    tkvcu_demotion a;
     a.list = *l;
     a.sinks = sinks;
     a.hot = hot;
@@ -1037,56 +1086,58 @@ __host__ __device__ static inline tkvcu_ages tkvcu_ages_of(const tkvcu_list *l, 
     return a;
 }
 
-__host__ __device__ static inline uint8_t *tkvcu_block_at(const tkvcu_view *v, int region, int seq,
-                                                          int block) {
+__host__ __device__ static inline uint8_t *tkvcu_find_block(const tkvcu_view *v, int region, int seq,
+                                                            int block) {
     return v->bytes[region] + (size_t)seq * v->stride[region] +
            (size_t)(block % v->ring[region]) * v->block[region];
 }
 
-__device__ static inline const tkvcu_side *tkvcu_side_at(const tkvcu_view *v, int version, int region,
-                                                         int head, int which) {
+__device__ static inline const tkvcu_side *tkvcu_find_side(const tkvcu_view *v, int version, int region,
+                                                           int head, int which) {
     return &v->side[((version * TKVCU_REGIONS + region) * v->n_kv_heads + head) * 2 + which];
 }
 
-/* This CTA's side of a block goes to another region. */
+/* Moves this thread block's side of a block to another region. */
 template <int Dim>
-TKVCU_DEVICE void tkvcu_move(const tkvcu_view *v, const tkvcu_append_call *c, tkvcu_desk<Dim> *d, int seq,
-                             const tkvcu_ages *a, int block, int head, int which, int to_version) {
-    const int copy = c->same && a->from == TKVCU_WARM;
+TKVCU_DEVICE void tkvcu_demote_side(const tkvcu_view *v, const tkvcu_append_call *c, tkvcu_transcoder<Dim> *d,
+                                    int seq, const tkvcu_demotion *a, int block, int head, int which,
+                                    int to_version) {
+    const int copy = c->same_coding && a->from == TKVCU_WARM;
     const int version =
         a->from == TKVCU_WARM ? v->version[(size_t)seq * (size_t)v->max_blocks + (size_t)block] : 0;
-    const tkvcu_side *from = tkvcu_side_at(v, version, a->from, head, which);
-    const tkvcu_side *to = tkvcu_side_at(v, copy ? version : to_version, a->to, head, which);
-    const uint8_t *src = tkvcu_block_at(v, a->from, seq, block) + from->at;
-    uint8_t *whole = tkvcu_block_at(v, a->to, seq, block), *dst = whole + to->at;
+    const tkvcu_side *from = tkvcu_find_side(v, version, a->from, head, which);
+    const tkvcu_side *to = tkvcu_find_side(v, copy ? version : to_version, a->to, head, which);
+    const uint8_t *src = tkvcu_find_block(v, a->from, seq, block) + from->at;
+    uint8_t *whole = tkvcu_find_block(v, a->to, seq, block), *dst = whole + to->at;
     uint32_t i;
     if (copy) {
         for (i = 16 * threadIdx.x; i < to->bytes; i += 16 * blockDim.x)
-            *(tkvcu_16 *)(void *)(dst + i) = *(const tkvcu_16 *)(const void *)(src + i);
+            *(tkvcu_bytes16 *)(void *)(dst + i) = *(const tkvcu_bytes16 *)(const void *)(src + i);
         __syncthreads();
     } else {
-        if (threadIdx.x % 32 == 0 && threadIdx.x < 64) { /* a warp for each side */
+        if (threadIdx.x % 32 == 0 && threadIdx.x < 64) { /* one warp per side */
             const int side = (int)threadIdx.x / 32;
-            tkvcu_side_open(v, side ? to : from, which, side ? c->fit : 0, &d->format[side], &d->side[side]);
+            tkvcu_open_side(v, side ? to : from, which, side ? c->fit : 0, &d->format[side], &d->side[side]);
         }
         __syncthreads();
         tkvcu_decode<Dim>(d, from, src);
         tkvcu_encode<Dim>(d, to->kind, dst);
     }
-    if (head == v->n_kv_heads - 1 && which) /* what no head has been given */
+    /* padding after the last side */
+    if (head == v->n_kv_heads - 1 && which)
         tkvcu_zero_bytes(whole + to->at + to->bytes, v->block[a->to] - to->at - to->bytes);
 }
 
 /* >>new tokens */
-typedef struct tkvcu_rows { /* where they go: this CTA's side of a region's first block */
+typedef struct tkvcu_row_target { /* this thread block's side in the first block of a region */
     uint8_t *base;
     uint32_t bytes;
     int32_t bf16;
-} tkvcu_rows;
+} tkvcu_row_target;
 
-TKVCU_DEVICE tkvcu_rows tkvcu_rows_of(const tkvcu_view *v, int region, int head, int which) {
-    const tkvcu_side *s = tkvcu_side_at(v, 0, region, head, which);
-    tkvcu_rows r;
+TKVCU_DEVICE tkvcu_row_target tkvcu_find_row_target(const tkvcu_view *v, int region, int head, int which) {
+    const tkvcu_side *s = tkvcu_find_side(v, 0, region, head, which);
+    tkvcu_row_target r;
     r.base = v->bytes[region] + s->at;
     r.bytes = s->bytes;
     r.bf16 = s->bf16;
@@ -1094,131 +1145,135 @@ TKVCU_DEVICE tkvcu_rows tkvcu_rows_of(const tkvcu_view *v, int region, int head,
 }
 
 template <int Dim>
-TKVCU_DEVICE void tkvcu_store_rows(const tkvcu_view *v, const tkvcu_append_call *c, const tkvcu_rows &hot,
-                                   const tkvcu_rows &sinks, int seq, int row, int len, int head, int which) {
+TKVCU_DEVICE void tkvcu_store_rows(const tkvcu_view *v, const tkvcu_append_call *c,
+                                   const tkvcu_row_target &hot, const tkvcu_row_target &sinks, int seq,
+                                   int row, int len, int head, int which) {
     uint8_t *const hot_base = hot.base + (size_t)seq * v->stride[TKVCU_HOT];
     uint8_t *const sinks_base = sinks.base + (size_t)seq * v->stride[TKVCU_SINKS];
     const int stride = v->n_kv_heads * Dim;
     const ptrdiff_t first = ((ptrdiff_t)row * c->n_tokens * v->n_kv_heads + head) * Dim;
-    const int next = len < v->sinks ? 0 : len - v->sinks; /* behind the sinks */
-    const int begins = (next + TKVI_BLOCK - 1) / TKVI_BLOCK;
+    const int next = len < v->sinks ? 0 : len - v->sinks; /* position after the sinks */
+    const int new_block = (next + TKVI_BLOCK - 1) / TKVI_BLOCK;
     int i;
-    /* Blocks that begin: clean, as the host's. One call brings 64 tokens at most. */
+    /* Clears blocks that begin here, as the host does. One call adds at most 64 tokens, so at most one hot block
+     * begins. */
     if (len == 0 && v->sinks > 0) tkvcu_zero_bytes(sinks_base, sinks.bytes);
-    if (len + c->n_tokens > v->sinks + TKVI_BLOCK * begins)
-        tkvcu_zero_bytes(hot_base + (size_t)(begins % v->ring[TKVCU_HOT]) * v->block[TKVCU_HOT], hot.bytes);
+    if (len + c->n_tokens > v->sinks + TKVI_BLOCK * new_block)
+        tkvcu_zero_bytes(hot_base + (size_t)(new_block % v->ring[TKVCU_HOT]) * v->block[TKVCU_HOT],
+                         hot.bytes);
     __syncthreads();
     TKVCU_ROLL
     for (i = (int)threadIdx.x; i < c->n_tokens * Dim; i += (int)blockDim.x) {
-        const int position = len + i / Dim, behind = position - v->sinks, is_hot = behind >= 0;
-        const int place = is_hot ? behind % TKVI_BLOCK : position;
+        const int position = len + i / Dim, after_sinks = position - v->sinks, is_hot = after_sinks >= 0;
+        const int place = is_hot ? after_sinks % TKVI_BLOCK : position;
         uint8_t *bytes =
-            is_hot ? hot_base + (size_t)(behind / TKVI_BLOCK % v->ring[TKVCU_HOT]) * v->block[TKVCU_HOT]
+            is_hot ? hot_base + (size_t)(after_sinks / TKVI_BLOCK % v->ring[TKVCU_HOT]) * v->block[TKVCU_HOT]
                    : sinks_base;
         const ptrdiff_t at = first + (ptrdiff_t)(i / Dim) * stride + i % Dim;
-        float x = tkvcu_element(which ? c->x[1] : c->x[0], c->type, (size_t)at);
+        float x = tkvcu_load_element(which ? c->x[1] : c->x[0], c->type, (size_t)at);
         if (c->saturate) x = tkvi_saturate(x);
         *(uint16_t *)(void *)(bytes + 2 * (place * Dim + i % Dim)) =
             (is_hot ? hot.bf16 : sinks.bf16) ? tkvi_f32_to_bf16(x) : tkvi_f32_to_f16(x);
     }
 }
 
-/* Is there a NaN or an infinity among what this CTA stores? */
+/* Tells whether this thread block's new values contain a NaN or an infinity. */
 template <int Dim>
-TKVCU_DEVICE int tkvcu_rows_bad(const tkvcu_view *v, const tkvcu_append_call *c, int row, int head,
-                                int which) {
+TKVCU_DEVICE int tkvcu_has_nonfinite(const tkvcu_view *v, const tkvcu_append_call *c, int row, int head,
+                                     int which) {
     const int stride = v->n_kv_heads * Dim;
     const ptrdiff_t first = ((ptrdiff_t)row * c->n_tokens * v->n_kv_heads + head) * Dim;
     int i, bad = 0;
     TKVCU_ROLL
     for (i = (int)threadIdx.x; i < c->n_tokens * Dim; i += (int)blockDim.x)
-        bad |= !tkvi_is_finite(tkvcu_element(which ? c->x[1] : c->x[0], c->type,
-                                             (size_t)(first + (ptrdiff_t)(i / Dim) * stride + i % Dim)));
+        bad |= !tkvi_is_finite(tkvcu_load_element(which ? c->x[1] : c->x[0], c->type,
+                                                  (size_t)(first + (ptrdiff_t)(i / Dim) * stride + i % Dim)));
     return __syncthreads_or(bad);
 }
 
-/* The sequence of a row; -1: none. */
-__device__ static inline int tkvcu_seq_of(const int32_t *map, int row, int n_seqs, uint32_t *word) {
+/* Returns the sequence of a row; -1 if the row is skipped. */
+__device__ static inline int tkvcu_find_seq(const int32_t *map, int row, int n_seqs, uint32_t *flags) {
     const int seq = map ? map[row] : row;
     if (seq < n_seqs) return seq < 0 ? -1 : seq;
-    if (threadIdx.x == 0) atomicOr(word, TKVCU_WORD_SEQUENCE);
+    if (threadIdx.x == 0) atomicOr(flags, TKVCU_FLAG_SEQUENCE);
     return -1;
 }
 
-/* What has been done becomes the state; list: as it was. */
-TKVCU_DEVICE void tkvcu_settle(const tkvcu_view *v, const tkvcu_append_call *c, int seq, tkvcu_list list,
-                               int refused) {
-    tkvcu_ages a = tkvcu_ages_of(&list, v->sinks, c->hot, c->warm);
-    while (tkvcu_age_next(&a))
-        if (!c->same || a.from != TKVCU_WARM)
+/* Writes the new state. `list` is the state before the append. */
+TKVCU_DEVICE void tkvcu_commit_append(const tkvcu_view *v, const tkvcu_append_call *c, int seq,
+                                      tkvcu_list list, int refused) {
+    tkvcu_demotion a = tkvcu_begin_demotion(&list, v->sinks, c->hot, c->warm);
+    while (tkvcu_next_demotion(&a))
+        if (!c->same_coding || a.from != TKVCU_WARM)
             v->version[(size_t)seq * (size_t)v->max_blocks + (size_t)(a.block - 1)] =
                 (uint8_t)c->layer->version;
     if (!refused) a.list.len += c->n_tokens;
-    a.list.step = 0;
+    a.list.tickets = 0;
     v->list[seq] = a.list;
 }
 
 template <int Dim>
-__global__ void __launch_bounds__(tkvcu_desk<Dim>::THREADS)
+__global__ void __launch_bounds__(tkvcu_transcoder<Dim>::THREADS)
     tkvcu_append_kernel(tkvcu_view v, tkvcu_append_call c) {
-    TKVCU_SHARED(tkvcu_desk<Dim>, d);
+    TKVCU_SHARED(tkvcu_transcoder<Dim>, d);
     const int head = (int)blockIdx.x / 2, which = (int)blockIdx.x % 2, row = (int)blockIdx.y;
-    tkvcu_rows hot = tkvcu_rows_of(&v, TKVCU_HOT, head, which); /* loads that wait for none come first */
-    tkvcu_rows sinks = tkvcu_rows_of(&v, TKVCU_SINKS, head, which);
-    const int seq = tkvcu_seq_of(c.seq_map, row, v.n_seqs, c.word);
+    tkvcu_row_target hot = tkvcu_find_row_target(
+        &v, TKVCU_HOT, head, which); /* these loads do not depend on others: issued first */
+    tkvcu_row_target sinks = tkvcu_find_row_target(&v, TKVCU_SINKS, head, which);
+    const int seq = tkvcu_find_seq(c.seq_map, row, v.n_seqs, c.flags);
     tkvcu_list list;
-    tkvcu_ages a;
+    tkvcu_demotion a;
     int bad = 0;
     if (seq < 0) return;
     list = v.list[seq];
-    if (!c.saturate) bad = tkvcu_rows_bad<Dim>(&v, &c, row, head, which);
+    if (!c.saturate) bad = tkvcu_has_nonfinite<Dim>(&v, &c, row, head, which);
     if (list.len > c.max_tokens - c.n_tokens) {
-        if (threadIdx.x == 0) atomicOr(c.word, TKVCU_WORD_FULL);
+        if (threadIdx.x == 0) atomicOr(c.flags, TKVCU_FLAG_FULL);
         return;
     }
-    a = tkvcu_ages_of(&list, v.sinks, c.hot, c.warm);
-    if (tkvcu_age_next(&a)) {
-        do tkvcu_move<Dim>(&v, &c, d, seq, &a, a.block - 1, head, which, c.layer->version);
-        while (tkvcu_age_next(&a));
-        hot = tkvcu_rows_of(&v, TKVCU_HOT, head, which); /* again: a move needs all registers */
-        sinks = tkvcu_rows_of(&v, TKVCU_SINKS, head, which);
+    a = tkvcu_begin_demotion(&list, v.sinks, c.hot, c.warm);
+    if (tkvcu_next_demotion(&a)) {
+        do tkvcu_demote_side<Dim>(&v, &c, d, seq, &a, a.block - 1, head, which, c.layer->version);
+        while (tkvcu_next_demotion(&a));
+        hot = tkvcu_find_row_target(&v, TKVCU_HOT, head, which); /* reloaded: demotion needs all registers */
+        sinks = tkvcu_find_row_target(&v, TKVCU_SINKS, head, which);
     }
-    __syncthreads(); /* all have read the state: from here on it may change */
+    __syncthreads(); /* all threads have read the state; it may change now */
     if (threadIdx.x == 0) {
-        const int ticket = bad ? 1 + TKVCU_TICKET : 1;
+        const int ticket = bad ? 1 + TKVCU_TICKET_REFUSED : 1;
         int done;
         __threadfence();
-        done = atomicAdd(&v.list[seq].step, ticket) + ticket;
-        if (bad) atomicOr(c.word, TKVCU_WORD_NOT_FINITE);
-        if (done % TKVCU_TICKET == (int)gridDim.x) {
+        done = atomicAdd(&v.list[seq].tickets, ticket) + ticket;
+        if (bad) atomicOr(c.flags, TKVCU_FLAG_NONFINITE);
+        if (done % TKVCU_TICKET_REFUSED == (int)gridDim.x) {
             __threadfence();
-            tkvcu_settle(&v, &c, seq, list, done / TKVCU_TICKET);
+            tkvcu_commit_append(&v, &c, seq, list, done / TKVCU_TICKET_REFUSED);
         }
     }
     if (!bad) tkvcu_store_rows<Dim>(&v, &c, hot, sinks, seq, row, list.len, head, which);
 }
 
-/* The kernel for a head_dim, its threads, its shared memory. */
-typedef struct tkvcu_appender {
+/* The kernel of a head_dim with its threads and its shared memory. */
+typedef struct tkvcu_append_launch {
     void (*kernel)(tkvcu_view v, tkvcu_append_call c);
     int threads;
     size_t shared;
-} tkvcu_appender;
+} tkvcu_append_launch;
 
-static tkvcu_appender tkvcu_appender_of(int head_dim) {
-    static const tkvcu_appender all[2] = {
-        {tkvcu_append_kernel<64>, tkvcu_desk<64>::THREADS, sizeof(tkvcu_desk<64>)},
-        {tkvcu_append_kernel<128>, tkvcu_desk<128>::THREADS, sizeof(tkvcu_desk<128>)}};
+static tkvcu_append_launch tkvcu_select_append_kernel(int head_dim) {
+    static const tkvcu_append_launch all[2] = {
+        {tkvcu_append_kernel<64>, tkvcu_transcoder<64>::THREADS, sizeof(tkvcu_transcoder<64>)},
+        {tkvcu_append_kernel<128>, tkvcu_transcoder<128>::THREADS, sizeof(tkvcu_transcoder<128>)}};
     return all[head_dim == 128];
 }
 
-/* >>cuts */
-#define TKVCU_TRIMMERS 128 /* threads */
+/* >>truncation */
+#define TKVCU_TRUNCATE_THREADS 128
 
-/* A thread for each sequence: all of its layers, or none. */
-__global__ void __launch_bounds__(TKVCU_TRIMMERS)
-    tkvcu_trim_kernel(const tkvcu_layer *layer, tkvcu_list *lists, int n_layers, int n_seqs,
-                      const int32_t *lengths, uint32_t *word) {
+/* Truncates one sequence per thread, in all of its layers or in none. */
+__global__ void __launch_bounds__(TKVCU_TRUNCATE_THREADS)
+    tkvcu_truncate_kernel(const tkvcu_layer *layer, tkvcu_list *lists, int n_layers, int n_seqs,
+                          const int32_t *lengths, uint32_t *flags) {
     const int seq = (int)(blockIdx.x * blockDim.x + threadIdx.x);
     int i, n;
     if (seq >= n_seqs) return;
@@ -1228,7 +1283,7 @@ __global__ void __launch_bounds__(TKVCU_TRIMMERS)
         const int coded = l->archive + l->warm;
         if (layer[i].sinks < 0 || n >= l->len || coded == 0) continue;
         if (n < layer[i].sinks + TKVI_BLOCK * coded) {
-            atomicOr(word, TKVCU_WORD_INEXACT);
+            atomicOr(flags, TKVCU_FLAG_INEXACT);
             return;
         }
     }
@@ -1243,112 +1298,116 @@ __global__ void __launch_bounds__(TKVCU_TRIMMERS)
 #endif /* TKVCU_APPEND_H */
 /* ======== unpack.h ======== */
 /*
- * unpack.h - from the codes of a tile (core/tile.h) to the first operand of a warp's product of bytes, 16 rows of
- * 32 k.
+ * unpack.h - from the codes of a tile (core/tile.h) to the first operand of a warp's byte product: 16 rows, 32 k.
  *
- * A word of a 64-byte vector has four bytes (reduced codes r) with the fields of its planes p. Lane 4 g + t
- * takes words 2 g and 2 g + 1 of tile t: one mask makes four codes of them, each where its field lies, times
- * 2^(the field's bit).
+ * Each byte of a 64-byte vector holds one field per plane. A 32-bit word is four bytes, the reduced indices r of
+ * core/tile.h. Lane 4 g + t loads words 2 g and 2 g + 1 of tile t. One mask extracts the four codes of a plane,
+ * multiplied by 2^(bit of the field).
  *
- * K: tile = 4 channels, word = token of a slab, plane = slab of 16 tokens.  Rows are tokens, k are channels
- * V: tile = 16 tokens, word = channel, plane and byte = token.              Rows are channels, k are tokens
+ *     K: tile = 4 channels, word = token of a slab, plane = slab of 16 tokens.  Rows are tokens, k are channels.
+ *     V: tile = 16 tokens, word = channel, plane and byte = token.              Rows are channels, k are tokens.
  *
- * row g = word 2 g, row g + 8 = word 2 g + 1;   k = 4 t .. 4 t + 3: bytes of tile t;   k + 16: another slab
- * or plane
+ *     row g = word 2 g, row g + 8 = word 2 g + 1;   k = 4 t .. 4 t + 3: bytes of tile t;   k + 16: next slab (K), next
+ *     plane (V)
  *
- * K's planes are sums of their own, so what the field's place multiplies by is taken out at the end, and a
- * code of 3, 5 or 6 bits is two parts that are added up apart: 2 + 1, 4 + 1, 4 + 2 bits. All of V's planes
- * come into one sum: there the parts are put together, a plane's codes stand where that takes the fewest
- * shifts, and the weights of its tokens are so much smaller.
+ * K: each plane has its own sum, so the factor of the field's bit is divided out at the end. Codes of 3, 5 and 6 bits
+ * are two fields with separate sums: 2 + 1, 4 + 1, 4 + 2 bits.
  *
- *        byte, 2 bits:  3 3 2 2 1 1 0 0      & 0x03 = code of plane 0, & 0x0c = 4 times that of plane 1
+ * V: all planes add to one sum, so the two fields are merged first. Each plane keeps the bit position that needs the
+ * fewest shifts, and the weights of its tokens are divided by that factor.
+ *
+ *     byte, 2 bits:  3 3 2 2 1 1 0 0      & 0x03 = code of plane 0, & 0x0c = 4 times the code of plane 1
  */
 #ifndef TKVCU_UNPACK_H
 #define TKVCU_UNPACK_H
 
 
-struct alignas(16) tkvcu_quad {
+struct alignas(16) tkvcu_u32x4 {
     uint32_t x, y, z, w;
 };
 
-/* Where byte `at` of a side lies in its slot of shared memory: lines of 128 bytes, their quarters turned
- * about by the line's number, so that the tiles that four lanes read at a time have different banks. */
-TKVCU_DEVICE uint32_t tkvcu_place(uint32_t at) { return at ^ (at >> 2 & 0x60u); }
+/* Swizzle: returns the place of byte `at` of a side in its slot of shared memory. The 32-byte quarters of a
+ * 128-byte line are permuted by the line's number. Four lanes that read different tiles then use different
+ * banks. */
+TKVCU_DEVICE uint32_t tkvcu_swizzle(uint32_t at) { return at ^ (at >> 2 & 0x60u); }
 
-TKVCU_DEVICE tkvcu_words tkvcu_two(const uint8_t *slot, uint32_t place) {
-    return *(const tkvcu_words *)(const void *)(slot + place);
+TKVCU_DEVICE tkvcu_u32x2 tkvcu_load_u32x2(const uint8_t *slot, uint32_t place) {
+    return *(const tkvcu_u32x2 *)(const void *)(slot + place);
 }
 
-TKVCU_DEVICE uint32_t tkvcu_one(const uint8_t *slot, uint32_t place) {
+TKVCU_DEVICE uint32_t tkvcu_load_u32(const uint8_t *slot, uint32_t place) {
     return *(const uint32_t *)(const void *)(slot + place);
 }
 
-/* One lane's words of a part of W bits of a tile: 1 (half a vector), 2, 4, 8. */
+/* A lane's words of a W-bit field of a tile: W is 1 (half a vector), 2, 4 or 8. */
 template <int W> struct tkvcu_tile {
     enum { n = W < 4 ? 1 : W / 2 };
     uint32_t word[n][2];
 };
 
-/* A lane's way through slabs, two at a time. codes: where they begin in shared memory, a multiple of 128. Tiles stand
- * STRIDE bytes apart, their part of W bits begins `from` bytes on; W = 1: two tiles to a vector, so STRIDE is 32. */
-template <int W, int STRIDE> struct tkvcu_path { tkvcu_at vector[2][tkvcu_tile<W>::n]; };
+/* A lane's cursor over slabs, two at a time. `codes` is the shared address of the codes, a multiple of 128.
+ * Tiles are STRIDE bytes apart, and their W-bit field begins `from` bytes later. W = 1: two tiles share a
+ * vector, so STRIDE is 32. */
+template <int W, int STRIDE> struct tkvcu_cursor { tkvcu_address vector[2][tkvcu_tile<W>::n]; };
 
 template <int W, int STRIDE>
-TKVCU_DEVICE void tkvcu_path_start(tkvcu_path<W, STRIDE> &x, tkvcu_at codes, uint32_t from, int g, int t) {
+TKVCU_DEVICE void tkvcu_start_cursor(tkvcu_cursor<W, STRIDE> &x, tkvcu_address codes, uint32_t from, int g,
+                                     int t) {
     int v;
-    if (STRIDE > 128) t = tkvcu_kept(t); /* seldom: no register shall wait for it */
+    if (STRIDE > 128) t = tkvcu_keep_in_register(t); /* rarely used: saves a register */
     from += (uint32_t)((W == 1 ? t / 2 * 64 : t * STRIDE) + 8 * g);
     TKVCU_UNROLL
     for (v = 0; v < (int)tkvcu_tile<W>::n; v++) {
-        x.vector[0][v] = codes + tkvcu_place(from + (uint32_t)(64 * v));
+        x.vector[0][v] = codes + tkvcu_swizzle(from + (uint32_t)(64 * v));
         if (STRIDE % 128 == 0)
-            x.vector[1][v] = x.vector[0][v] + 4 * STRIDE; /* its lines are turned as those */
+            x.vector[1][v] = x.vector[0][v] + 4 * STRIDE; /* the swizzle repeats every 512 bytes */
         else if (STRIDE == 64) x.vector[1][v] = (x.vector[0][v] ^ 64u) + 4 * STRIDE;
-        else x.vector[1][v] = codes + tkvcu_place(from + (uint32_t)(4 * STRIDE + 64 * v));
+        else x.vector[1][v] = codes + tkvcu_swizzle(from + (uint32_t)(4 * STRIDE + 64 * v));
     }
 }
 
-/* Slab s of the two. */
+/* Loads the field of slab s (0 or 1) of the two. */
 template <int W, int STRIDE>
-TKVCU_DEVICE void tkvcu_path_take(tkvcu_tile<W> &x, const tkvcu_path<W, STRIDE> &from, int s, int upper) {
+TKVCU_DEVICE void tkvcu_load_tile(tkvcu_tile<W> &x, const tkvcu_cursor<W, STRIDE> &from, int s, int upper) {
     int v;
     TKVCU_UNROLL
     for (v = 0; v < (int)tkvcu_tile<W>::n; v++) {
-        const tkvcu_words w = tkvcu_read_words(from.vector[s][v]);
+        const tkvcu_u32x2 w = tkvcu_load_shared_u32x2(from.vector[s][v]);
         x.word[v][0] = W == 1 ? w.x >> upper : w.x;
         x.word[v][1] = W == 1 ? w.y >> upper : w.y;
     }
 }
 
-template <int W, int STRIDE> TKVCU_DEVICE void tkvcu_path_next(tkvcu_path<W, STRIDE> &x) {
+template <int W, int STRIDE> TKVCU_DEVICE void tkvcu_advance_cursor(tkvcu_cursor<W, STRIDE> &x) {
     int s, v;
+    /* STRIDE 32: two slabs are 256 bytes, which changes the swizzle by 64 */
     TKVCU_UNROLL
     for (s = 0; s < 2; s++) TKVCU_UNROLL
     for (v = 0; v < (int)tkvcu_tile<W>::n; v++)
-        x.vector[s][v] =
-            (x.vector[s][v] ^ (STRIDE == 32 ? 64u : 0)) + 8 * STRIDE; /* 256: another line's turn */
+        x.vector[s][v] = (x.vector[s][v] ^ (STRIDE == 32 ? 64u : 0)) + 8 * STRIDE;
 }
 
-/* >>K: the field's lowest bit, and codes times 2^bit. */
-template <int W> TKVCU_DEVICE constexpr int tkvcu_bit(int p) { return W == 8 ? 0 : W * p % 8; }
+/* >>K. Returns the lowest bit of plane p's field. Codes stay multiplied by 2^bit. */
+template <int W> TKVCU_DEVICE constexpr int tkvcu_k_field_bit(int p) { return W == 8 ? 0 : W * p % 8; }
 
-template <int W, int P> TKVCU_DEVICE uint32_t tkvcu_field(const tkvcu_tile<W> &x, int i) {
+template <int W, int P> TKVCU_DEVICE uint32_t tkvcu_mask_field(const tkvcu_tile<W> &x, int i) {
     const int v = (int)tkvcu_tile<W>::n * P / 4;
-    return W == 8 ? x.word[v][i] : x.word[v][i] & (((1u << W % 8) - 1u) * 0x01010101u << tkvcu_bit<W>(P));
+    return W == 8 ? x.word[v][i]
+                  : x.word[v][i] & (((1u << W % 8) - 1u) * 0x01010101u << tkvcu_k_field_bit<W>(P));
 }
 
-/* >>V: words i of planes 0 .. 3, codes times 2^(tkvcu_v_bit). */
-TKVCU_DEVICE constexpr int tkvcu_v_bit(int width, int plane) {
+/* >>V. Words i of planes 0 to 3; codes stay multiplied by 2^tkvcu_v_field_bit. */
+TKVCU_DEVICE constexpr int tkvcu_v_field_bit(int width, int plane) {
     return width == 1 || width == 3 ? plane : width == 2 ? plane % 2 * 2 : 0;
 }
 
 template <int W> struct tkvcu_v_tile {
     enum { wide = W == 1 || W == 3 ? 2 : W };
-    tkvcu_tile<wide> codes; /* of 3 bits, the lower two */
-    tkvcu_tile<1> tops;     /* of 1 and 3 bits, for which bits 0 .. 3 are to be at 2 .. 5 */
+    tkvcu_tile<wide> codes; /* width 3: the lower two bits */
+    tkvcu_tile<1> tops;     /* widths 1 and 3; width 3: rotated so that bits 0 .. 3 are at 2 .. 5 */
 };
 
-template <int W> TKVCU_DEVICE void tkvcu_planes(const tkvcu_v_tile<W> &x, int i, uint32_t plane[4]) {
+template <int W> TKVCU_DEVICE void tkvcu_split_planes(const tkvcu_v_tile<W> &x, int i, uint32_t plane[4]) {
     const uint32_t low = W == 1 ? x.tops.word[0][i] : x.codes.word[0][i];
     if constexpr (W == 1) {
         plane[0] = low & 0x01010101u;
@@ -1360,7 +1419,8 @@ template <int W> TKVCU_DEVICE void tkvcu_planes(const tkvcu_v_tile<W> &x, int i,
         plane[1] = low & 0x0c0c0c0cu;
         plane[2] = low >> 4 & 0x03030303u;
         plane[3] = low >> 4 & 0x0c0c0c0cu;
-    } else if constexpr (W == 3) { /* top bits stand two bits up: those of plane p above bits p and p + 1 */
+        /* top bits are 2 bits higher: those of plane p are above bits p and p + 1 */
+    } else if constexpr (W == 3) {
         const uint32_t top = x.tops.word[0][i];
         plane[0] = (low & 0x03030303u) | (top & 0x04040404u);
         plane[1] = (low >> 1 & 0x06060606u) | (top & 0x08080808u);
@@ -1378,65 +1438,69 @@ template <int W> TKVCU_DEVICE void tkvcu_planes(const tkvcu_v_tile<W> &x, int i,
     }
 }
 
-/* Where a lane's words of slab 0 of V lie in shared memory: of tiles 64 and 128 bytes apart, of the 1-bit part
- * (before the bytes that it begins at, a multiple of 512). */
-struct tkvcu_v_at {
-    tkvcu_at codes, narrow, wide, line;
+/* A lane's shared addresses in slab 0 of V: of tiles 64 and 128 bytes apart, and of the 1-bit field. `line` does
+ * not include the start of the 1-bit field, a multiple of 512. */
+struct tkvcu_v_addresses {
+    tkvcu_address codes, narrow, wide, line;
 };
 
-/* Words of slab k of V; `tops`: where the vectors of the 1-bit part begin. */
+/* Loads words of slab k of V. `tops` is the offset of the 1-bit vectors. */
 template <int W>
-TKVCU_DEVICE void tkvcu_fetch_v(tkvcu_v_tile<W> &x, const tkvcu_v_at &from, int tops, int k, int g, int t) {
+TKVCU_DEVICE void tkvcu_load_v_words(tkvcu_v_tile<W> &x, const tkvcu_v_addresses &from, int tops, int k,
+                                     int g, int t) {
     enum { wide = tkvcu_v_tile<W>::wide, stride = 32 * wide, n = tkvcu_tile<wide>::n };
     int v;
     TKVCU_UNROLL
     for (v = 0; v < n && W != 1; v++) {
-        const tkvcu_at place =
-            wide == 2   ? from.narrow ^ (k % 2 * 64u)
-            : wide == 4 ? from.wide ^ (v * 64u)
-                        : from.codes + tkvcu_place((uint32_t)(tkvcu_kept(t) * stride + 8 * g + 64 * v));
-        const tkvcu_words w = tkvcu_read_words(place + (tkvcu_at)(k * 4 * stride));
+        const tkvcu_address place =
+            wide == 2 ? from.narrow ^ (k % 2 * 64u)
+            : wide == 4
+                ? from.wide ^ (v * 64u)
+                : from.codes + tkvcu_swizzle((uint32_t)(tkvcu_keep_in_register(t) * stride + 8 * g + 64 * v));
+        const tkvcu_u32x2 w = tkvcu_load_shared_u32x2(place + (tkvcu_address)(k * 4 * stride));
         x.codes.word[v][0] = w.x;
         x.codes.word[v][1] = w.y;
     }
     if (W == 1 || W == 3) {
-        const tkvcu_words w = tkvcu_read_words((from.line ^ (k % 4 * 32u)) + (tkvcu_at)(tops + 128 * k));
-        x.tops.word[0][0] = tkvcu_rotate(w.x, t % 2 * 4 - (W == 3 ? 2 : 0));
-        x.tops.word[0][1] = tkvcu_rotate(w.y, t % 2 * 4 - (W == 3 ? 2 : 0));
+        const tkvcu_u32x2 w =
+            tkvcu_load_shared_u32x2((from.line ^ (k % 4 * 32u)) + (tkvcu_address)(tops + 128 * k));
+        x.tops.word[0][0] = tkvcu_rotate_bits(w.x, t % 2 * 4 - (W == 3 ? 2 : 0));
+        x.tops.word[0][1] = tkvcu_rotate_bits(w.y, t % 2 * 4 - (W == 3 ? 2 : 0));
     }
 }
 
-TKVCU_DEVICE tkvcu_v_at tkvcu_v_at_of(tkvcu_at codes, int g, int t) {
-    tkvcu_v_at x;
+TKVCU_DEVICE tkvcu_v_addresses tkvcu_find_v_addresses(tkvcu_address codes, int g, int t) {
+    tkvcu_v_addresses x;
     x.codes = codes;
-    x.narrow = codes + tkvcu_place((uint32_t)(64 * t + 8 * g));
-    x.wide = codes + tkvcu_place((uint32_t)(128 * t + 8 * g));
-    x.line = codes + (tkvcu_at)(t / 2 * 64 + 8 * g);
+    x.narrow = codes + tkvcu_swizzle((uint32_t)(64 * t + 8 * g));
+    x.wide = codes + tkvcu_swizzle((uint32_t)(128 * t + 8 * g));
+    x.line = codes + (tkvcu_address)(t / 2 * 64 + 8 * g);
     return x;
 }
 
-/* >>pairs: R formats with 3 bits for two channels (formats/r.h). A code is looked up in a table of bytes: the
- * point's coordinates in units of 1/64. Two planes at a time: their codes are the nibbles of a byte. */
+/* >>pairs. R formats with a 3-bit code for two channels (formats/r.h). A table of bytes maps the code to the
+ * coordinates of a point, in units of 1/64. Two planes are looked up at a time: their codes are the nibbles of a
+ * byte. */
 #define TKVCU_PAIR_UNIT 0.015625f
 
-TKVCU_DEVICE tkvcu_words tkvcu_pair_points(int second) {
-    tkvcu_words x;
+TKVCU_DEVICE tkvcu_u32x2 tkvcu_get_pair_table(int second) {
+    tkvcu_u32x2 x;
     x.x = second ? 0xb24ee51bu : 0x4eb2e51bu;
     x.y = second ? 0xe081207fu : 0x81e07f20u;
     return x;
 }
 
-/* Codes of planes P and P + 1 (0 or 2) of word i: nibbles of the bytes. */
-template <int P> TKVCU_DEVICE uint32_t tkvcu_pair_codes(const tkvcu_v_tile<3> &x, int i) {
+/* Returns the codes of planes P and P + 1 (P is 0 or 2) of word i, as nibbles of the bytes. */
+template <int P> TKVCU_DEVICE uint32_t tkvcu_merge_pair_codes(const tkvcu_v_tile<3> &x, int i) {
     const uint32_t low = x.codes.word[0][i], top = x.tops.word[0][i];
     return (low >> 2 * P & 0x03030303u) | ((P ? low >> 2 : low << 2) & 0x30303030u) |
            ((P ? top >> 2 : top) & 0x04040404u) | ((P ? top << 1 : top << 3) & 0x40404040u);
 }
 
-/* Their first or second channels as a first operand: k are byte 0 of both planes, byte 1 of both, and behind
- * 16 bytes 2 and 3. tkvcu_pair_weights: the second operand that goes with it, of one whose k are bytes of
- * plane after plane. */
-TKVCU_DEVICE void tkvcu_pair_fragment(const uint32_t code[2], tkvcu_words points, uint32_t a[4]) {
+/* Looks up the first or second channels of the pairs, as a first operand. Its k are byte 0 of both planes, byte
+ * 1 of both, and after 16 bytes 2 and 3. tkvcu_reorder_pair_weights permutes a second operand, ordered plane by
+ * plane, to match. */
+TKVCU_DEVICE void tkvcu_look_up_pairs(const uint32_t code[2], tkvcu_u32x2 points, uint32_t a[4]) {
     int i;
     TKVCU_UNROLL
     for (i = 0; i < 2; i++) {
@@ -1445,57 +1509,56 @@ TKVCU_DEVICE void tkvcu_pair_fragment(const uint32_t code[2], tkvcu_words points
     }
 }
 
-TKVCU_DEVICE void tkvcu_pair_weights(const uint32_t b[2], uint32_t turned[2]) {
-    turned[0] = tkvcu_prmt(b[0], b[1], 0x5140);
-    turned[1] = tkvcu_prmt(b[0], b[1], 0x7362);
+TKVCU_DEVICE void tkvcu_reorder_pair_weights(const uint32_t b[2], uint32_t reordered[2]) {
+    reordered[0] = tkvcu_prmt(b[0], b[1], 0x5140);
+    reordered[1] = tkvcu_prmt(b[0], b[1], 0x7362);
 }
 
 #endif /* TKVCU_UNPACK_H */
 /* ======== attend.h ======== */
 /*
- * attend.h - decode attention on the compressed tiers: one pass over the bytes, one softmax.
+ * attend.h - decode attention on the coded tiers: split-KV, one pass over the bytes, one online softmax.
  *
- * Work is cut into units: a coded block of 64 tokens, or 16 tokens of an exact one (about as many bytes).
- * Those of an (entry of the batch, KV head) stand in a row: archive, warm, exact; all of them one after the
- * other are cut into equal ranges for the blocks of a grid that never changes, so a captured launch holds at
- * any length. The warps of a block take units by turns; where a part (archive, warm or exact) of a head ends
- * they add up what they have, and write it to the workspace: slot = number of the block + number of the
- * part, which is unique. combine.h adds the slots up, in order: no atomics, the same bits each time.
+ * Keys are cut into key tiles: a coded block of 64 tokens, or 16 tokens of an exact block (about as many bytes). The
+ * key tiles of one (entry of the batch, KV head) form three sections: archive, warm, exact. The key tiles of all
+ * entries and heads form one list, which is cut into equal ranges, one per thread block. The grid never changes, so a
+ * captured launch is valid at any length. The warps of a thread block take key tiles in turn. At the end of a section
+ * they add up their partial results and write them to a slot of the workspace. slot = thread block + section, which
+ * is unique. combine.h merges the slots in order. No atomics are used, so the bits are the same each time.
  *
- *     units    |  e0 h0: archive   warm  exact |  e0 h1: archive      warm  exact | ...
- *     blocks   |    0    |    1    |    2    |    3    |  ...
+ *     key tiles      |  e0 h0: archive   warm  exact |  e0 h1: archive      warm  exact | ...
+ *     thread blocks  |    0    |    1    |    2    |    3    |  ...
  *
- * In a block of threads, per warp:
+ * Each warp of a thread block:
  *
- *     global --cp.async--> two slots, for a K side and a V side
- *     K: q times a channel's scale -> 16 bits, two columns of bytes; S = codes q     tokens x columns, bytes
- *     softmax of the unit; the running maximum moves only when it has grown by more than 4 (in log2)
- *     V: weight times a token's scale -> 16 bits, two columns of bytes, through shared memory into the second
- *     operand's
- *        order; O += codes P                                                         channels x columns, bytes
+ *     global --cp.async--> two slots of shared memory, for a K side and a V side
+ *     K: q * scale of the channel -> 16-bit integer = two int8 limbs; S = codes * q     tokens x columns, bytes
+ *     softmax of the key tile; the running maximum moves only if it grows by more than 4 (in log2)
+ *     V: weight * scale of the token -> two limbs, through shared memory into the order of the second operand;
+ *        O += codes * P                                                                 channels x columns, bytes
  *
- * Columns are the queries of the KV head's group of query heads. Each one takes two columns of a product,
- * for its high and its low part, so an n-tile of 8 is 4 of them; NT n-tiles at a time. Sums of bytes are
- * exact: what is rounded is q and P, to 16 bits of the unit's largest.
+ * Columns are the queries of the query heads that share a KV head. A column takes two columns of an MMA product, one
+ * per limb. So an n-tile of 8 has 4 columns, and a thread block works on NT n-tiles. Sums of byte products are exact.
+ * Only q and P are rounded, to 16 bits relative to the largest of the key tile.
  */
 #ifndef TKVCU_ATTEND_H
 #define TKVCU_ATTEND_H
 
 
-#define TKVCU_WARPS 4 /* of a block */
+#define TKVCU_WARPS 4 /* of a thread block */
 #define TKVCU_THREADS (32 * TKVCU_WARPS)
-#define TKVCU_SLOTS 2        /* of a warp */
-#define TKVCU_PARTS 3        /* archive, warm, exact */
-#define TKVCU_NOTHING -1e30f /* logit of what is not seen, and below all that a maximum begins with */
-#define TKVCU_START -1e29f
-#define TKVCU_UNSEEN (-1e20f) /* below all sums, and a number still when a logit is made of it */
+#define TKVCU_SLOTS 2             /* of a warp */
+#define TKVCU_SECTIONS 3          /* archive, warm, exact */
+#define TKVCU_MASKED_LOGIT -1e30f /* logit of a masked key; below TKVCU_INITIAL_MAX */
+#define TKVCU_INITIAL_MAX -1e29f
+#define TKVCU_LEAST_SUM (-1e20f) /* below all sums; its logit is still finite */
 #define TKVCU_LOG2E 1.44269504f
 
-/* For tools/cuda_resources.py, which counts the instructions of a unit: with sides that the compiler knows,
- * without what happens rarely. */
+/* tools/cuda_resources.py counts the instructions of a key tile. It replaces both macros: sides become
+ * constants, and rare branches go. */
 #ifndef TKVCU_SIDE
 #define TKVCU_SIDE(b, i) (b).side[i]
-#define TKVCU_RARELY(x) (x)
+#define TKVCU_UNLIKELY(x) (x)
 #endif
 
 typedef struct tkvcu_job { /* a call, as kernels see it */
@@ -1503,29 +1566,29 @@ typedef struct tkvcu_job { /* a call, as kernels see it */
     const void *q;
     void *out;
     float *lse;
-    const float *sinks;     /* learned, [n_heads] */
-    const int32_t *entries; /* sequence of each entry; NULL: 0, 1, ...; a negative one: none */
-    uint32_t *word;
-    float *partial;                                 /* the workspace */
+    const float *sink_logits; /* [n_heads]; NULL: none */
+    const int32_t *entries;   /* sequence of each entry; NULL: 0, 1, ...; negative: skipped */
+    uint32_t *flags;
+    float *partial;                                 /* workspace */
     int type, n_entries, n_queries, window, blocks; /* blocks: gridDim.x of the attention kernel */
     float scale, softcap;
-    int slot_bytes; /* of a slot of a warp's shared memory */
+    int slot_bytes; /* of a slot of a warp */
 } tkvcu_job;
 
-/* >>where the units are */
-typedef struct tkvcu_reach { /* of one entry: units of a KV head in each part, and the first that is seen */
-    int first;               /* block */
-    int units[TKVCU_PARTS];
-    int sinks; /* of the exact units, those of the sinks */
+/* >>key tiles of an entry */
+typedef struct tkvcu_visible { /* key tiles of one KV head that the queries of an entry can see */
+    int first_block;           /* first visible coded block */
+    int key_tiles[TKVCU_SECTIONS];
+    int sink_tiles; /* exact key tiles of the sinks */
     int len, seq;
-} tkvcu_reach;
+} tkvcu_visible;
 
 TKVCU_DEVICE int tkvcu_div_up(int a, int b) { return (a + b - 1) / b; }
 
-TKVCU_DEVICE tkvcu_reach tkvcu_reach_of(const tkvcu_job &j, int entry) {
-    tkvcu_reach r;
+TKVCU_DEVICE tkvcu_visible tkvcu_find_visible(const tkvcu_job &j, int entry) {
+    tkvcu_visible r;
     tkvcu_list list;
-    int coded, hot, behind;
+    int coded, hot, from_block;
     r.seq = j.entries ? j.entries[entry] : entry;
     if (r.seq < 0 || r.seq >= j.view.n_seqs) {
         memset(&r, 0, sizeof r);
@@ -1535,146 +1598,150 @@ TKVCU_DEVICE tkvcu_reach tkvcu_reach_of(const tkvcu_job &j, int entry) {
     list = j.view.list[r.seq];
     coded = list.archive + list.warm;
     r.len = list.len;
-    r.sinks = tkvcu_div_up(list.len < j.view.sinks ? list.len : j.view.sinks, 16);
-    r.first = 0;
-    if (j.window) { /* what the oldest query does not see any more */
-        const int unseen = list.len - j.n_queries - j.window + 1;
-        if (unseen > j.view.sinks) r.first = (unseen - j.view.sinks) / 64;
-        if (unseen >= j.view.sinks) r.sinks = 0;
+    r.sink_tiles = tkvcu_div_up(list.len < j.view.sinks ? list.len : j.view.sinks, 16);
+    r.first_block = 0;
+    if (j.window) { /* positions that the oldest query cannot see */
+        const int n_unseen = list.len - j.n_queries - j.window + 1;
+        if (n_unseen > j.view.sinks) r.first_block = (n_unseen - j.view.sinks) / 64;
+        if (n_unseen >= j.view.sinks) r.sink_tiles = 0;
     }
-    r.units[0] = list.archive > r.first ? list.archive - r.first : 0;
-    behind = r.first > list.archive ? r.first : list.archive;
-    r.units[1] = coded > behind ? coded - behind : 0;
-    behind = r.first > coded ? r.first : coded;
-    hot = list.len - j.view.sinks - 64 * behind;
-    r.units[2] = r.sinks + (hot > 0 ? tkvcu_div_up(hot, 16) : 0);
+    r.key_tiles[0] = list.archive > r.first_block ? list.archive - r.first_block : 0;
+    from_block = r.first_block > list.archive ? r.first_block : list.archive;
+    r.key_tiles[1] = coded > from_block ? coded - from_block : 0;
+    from_block = r.first_block > coded ? r.first_block : coded;
+    hot = list.len - j.view.sinks - 64 * from_block;
+    r.key_tiles[2] = r.sink_tiles + (hot > 0 ? tkvcu_div_up(hot, 16) : 0);
     return r;
 }
 
-/* Of one part: registers have no index that is known only when it runs. */
-TKVCU_DEVICE int tkvcu_units_in(const tkvcu_reach &r, int part) {
-    return part == 0 ? r.units[0] : part == 1 ? r.units[1] : r.units[2];
+/* Returns the key tiles of one section. An index known only at run time would move the array out of registers. */
+TKVCU_DEVICE int tkvcu_n_key_tiles_in(const tkvcu_visible &r, int section) {
+    return section == 0 ? r.key_tiles[0] : section == 1 ? r.key_tiles[1] : r.key_tiles[2];
 }
 
-TKVCU_DEVICE int tkvcu_units_of(const tkvcu_reach &r) { return r.units[0] + r.units[1] + r.units[2]; }
-
-/* The first unit of a block of threads; where there are more blocks than units, the last ones have none. */
-TKVCU_DEVICE int tkvcu_range(int units, int blocks, int block) {
-    const int working = units < blocks ? units : blocks;
-    return block < working ? (int)((int64_t)units * block / working) : units;
+TKVCU_DEVICE int tkvcu_n_key_tiles(const tkvcu_visible &r) {
+    return r.key_tiles[0] + r.key_tiles[1] + r.key_tiles[2];
 }
 
-/* tkvi_log_value; mantissa: 2^(k / 16) as bits of a float, in shared memory, where lanes may look each in
- * another place (and no register is spent on the address of the header's table). */
-TKVCU_DEVICE float tkvcu_log_value(uint32_t code, int top, const uint32_t *mantissa) {
+/* Returns the first key tile of a thread block. If there are more thread blocks than key tiles, the last ones
+ * have none. */
+TKVCU_DEVICE int tkvcu_first_key_tile(int key_tiles, int blocks, int block) {
+    const int working = key_tiles < blocks ? key_tiles : blocks;
+    return block < working ? (int)((int64_t)key_tiles * block / working) : key_tiles;
+}
+
+/* Decodes a logarithmic scale, as tkvi_log_value. `mantissa` holds the bits of 2^(k / 16) in shared memory,
+ * where lanes can read different entries. It also saves the register for the address of the header's table. */
+TKVCU_DEVICE float tkvcu_decode_log(uint32_t code, int top, const uint32_t *mantissa) {
     const uint32_t i = code - 1u;
     if (code == 0) return 0.0f;
     return tkvi_from_bits(mantissa[i & 15u] + ((uint32_t)(top - 16 + (int)(i >> 4)) << 23));
 }
 
-/* >>what a block of threads shares, and what a warp has of its own */
-struct alignas(16) tkvcu_four {
+/* >>state of a thread block and of a warp */
+struct alignas(16) tkvcu_f32x4 {
     float x[4];
 };
 
-struct alignas(8) tkvcu_pair {
+struct alignas(8) tkvcu_f32x2 {
     float x, y;
 };
 
-/* What a block of threads works at: a part of one KV head of one entry, and in it a run of units that are
- * read in one way. In shared memory: registers are for sums. */
+/* The work of a thread block: a section of one KV head of one entry, and in it a key range whose key tiles have
+ * one region and one table version. It is in shared memory, because registers hold sums. */
 struct tkvcu_task {
-    tkvcu_reach reach;
-    int entry, head, part;
-    int at, left;         /* unit in the part, and units of it that are still to do */
-    int region, first, n; /* the run: blocks, or 16 exact rows */
-    int place;            /* of its first unit in the region, in units */
-    const uint8_t
-        *from[2];          /* the head's sides there, 2048 bytes on; of exact rows: in the region's place 0 */
-    int codes[2], meta[2]; /* bytes of a coded one */
-    uint32_t block;        /* bytes from place to place */
-    int group, columns, column; /* query heads of a KV head; all columns of it; the block's first */
-    int unit, end;              /* of all units */
+    tkvcu_visible visible;
+    int entry, head, section;
+    int tile, left;       /* next key tile in the section; key tiles left in it */
+    int region, first, n; /* key range: region, first key tile, number */
+    int ring_tile;        /* place of the first key tile in the region's ring, in key tiles */
+    /* the head's sides. Coded: 2048 bytes after the first one's start. Exact: in place 0 of the region */
+    const uint8_t *from[2];
+    int codes[2], meta[2];      /* bytes of a coded side */
+    uint32_t block;             /* bytes from place to place */
+    int group, columns, column; /* query heads per KV head; all columns; first column here */
+    int next_tile, end_tile;    /* in the list of all key tiles */
 };
 
-/* Queries stand in units of a power of two of their own: in q so that the largest product with a scale is 1
- * to 2 (the columns of a block have one unit for their whole numbers), in part so that the largest is. */
-template <int D, int NT> struct tkvcu_block {
+/* Queries are scaled by powers of two. In q, the largest product with a scale is 1 to 2, so columns can share one
+ * integer unit. In q16, the largest value is 1 to 2. */
+template <int D, int NT> struct tkvcu_attend_shared {
     tkvcu_task task;
-    tkvcu_four q[2][D / 8 * NT *
-                    4]; /* tiles of 4 channels in the run's order, even ones and odd ones: tkvcu_pair_of */
-    tkvcu_four most[D / 4]; /* the largest of the columns, by channel */
-    tkvcu_words part[D / 16][NT]
-                    [32]; /* second operands of 16-bit products: high and low parts of the queries */
-    float ratio[4 * NT];  /* units of part in those of q */
-    float slope[4 * NT];  /* makes a logit of a product with q; with a softcap, what its tanh is taken of */
-    float mean[4 * NT];   /* q times the static means */
-    float k_log[256], v_log[256]; /* A's scales, R's, by their byte */
+    /* even and odd tiles of 4 channels, in the order of the key range: see tkvcu_find_q_index */
+    tkvcu_f32x4 q[2][D / 8 * NT * 4];
+    tkvcu_f32x4 q_max[D / 4]; /* largest |q| of all columns, per channel */
+    /* second operands of 16-bit products: high and low limbs of the queries */
+    tkvcu_u32x2 q16[D / 16][NT][32];
+    float q16_ratio[4 * NT];      /* unit of q16 / unit of q */
+    float logit_scale[4 * NT];    /* product with q -> logit; with softcap: -> argument of tanh */
+    float mean[4 * NT];           /* q * static means of keys */
+    float k_log[256], v_log[256]; /* scales of A (K) and R (V) by their code byte */
     uint32_t mantissa[16];
-    uint32_t span[D / 4];     /* A: four bytes of the largest code, by tile */
-    int other[TKVCU_THREADS]; /* bits: not the same version */
-    tkvcu_side side[2];       /* of the run */
+    uint32_t max_codes[D / 4];  /* A: four bytes of the largest code, by tile */
+    int scratch[TKVCU_THREADS]; /* for reductions of all threads */
+    tkvcu_side side[2];         /* K and V side of the key range */
 };
 
-template <int NT> struct tkvcu_part { /* what a warp knows of the rows it has seen; column t */
-    float m[NT], l[NT];               /* l: of this lane's tokens */
+template <int NT> struct tkvcu_softmax { /* online softmax of a warp, for column t */
+    float m[NT], l[NT];                  /* maximum; sum over this lane's tokens */
 };
 
-template <int D, int NT, int VG> struct tkvcu_sums {
-    tkvcu_part<NT> soft;
+template <int D, int NT, int VG> struct tkvcu_partials {
+    tkvcu_softmax<NT> soft;
     float o[D / 16][NT][2]; /* channels x columns */
-    float zero[VG][NT]; /* what all channels of a group get: zero points, middles; of this lane's tokens */
+    /* equal for all channels of a group (zero points, middles); sum over this lane's tokens */
+    float zero[VG][NT];
 };
 
-/* A slot of a coded side: metadata, then from TKVCU_META on the codes, turned about (tkvcu_place). */
-#define TKVCU_META(D) (4 * (D)) /* KIVI's, the largest */
+/* A slot of a coded side: the metadata, then from TKVCU_META the codes, swizzled by tkvcu_swizzle. */
+#define TKVCU_META(D) (4 * (D)) /* KIVI, the largest */
 
 struct tkvcu_lane {
     int warp, lane, g, t;
-    int chunk,
-        place; /* bytes from a slot's start where the lane's first copies of metadata and of codes go */
-    uint8_t *slot[TKVCU_SLOTS]; /* for a K side, for a V side */
-    tkvcu_at k_codes;
-    tkvcu_v_at v_at;
-    uint8_t *work; /* of K scales [D], queries' bytes; of V scales and zeros [groups][64], weights */
+    int meta_at, codes_at;      /* targets of the lane's first copies in a slot: metadata, codes */
+    uint8_t *slot[TKVCU_SLOTS]; /* K side, V side */
+    tkvcu_address k_codes;
+    tkvcu_v_addresses v_at;
+    /* K: scales [D] and limbs of the queries; V: scales and zeros [groups][64] and weights */
+    uint8_t *work;
 };
 
-/* Bytes of that for each warp. */
-#define TKVCU_WEIGHTS_ROW 160 /* 64 weights of 16 bits, padded: columns begin in banks of their own */
+#define TKVCU_WEIGHTS_ROW 160 /* 64 16-bit weights, padded: columns begin in different banks */
+/* Bytes of `work` per warp. */
 #define TKVCU_WORK(D, NT, groups)                                                                            \
     (4 * (D) + 8 * (D) * (NT) > (512 + 4 * TKVCU_WEIGHTS_ROW * (NT)) * (groups)                              \
          ? 4 * (D) + 8 * (D) * (NT)                                                                          \
          : (512 + 4 * TKVCU_WEIGHTS_ROW * (NT)) * (groups))
 
-template <int D> TKVCU_DEVICE tkvcu_lane tkvcu_lane_of(uint8_t *warps, int warp_bytes, int slot_bytes) {
+template <int D> TKVCU_DEVICE tkvcu_lane tkvcu_make_lane(uint8_t *warps, int warp_bytes, int slot_bytes) {
     const int tid = (int)threadIdx.x;
     tkvcu_lane me;
     int at;
-    me.lane = tkvcu_kept(tid % 32);
-    me.chunk = tkvcu_kept(tid % 32 * 16);
-    me.place = tkvcu_kept(TKVCU_META(D) + (int)tkvcu_place(16u * (uint32_t)(tid % 32)));
+    me.lane = tkvcu_keep_in_register(tid % 32);
+    me.meta_at = tkvcu_keep_in_register(tid % 32 * 16);
+    me.codes_at = tkvcu_keep_in_register(TKVCU_META(D) + (int)tkvcu_swizzle(16u * (uint32_t)(tid % 32)));
     me.warp = tid / 32;
-    me.g = tkvcu_kept(tid % 32 / 4);
-    me.t = tkvcu_kept(tid % 4);
+    me.g = tkvcu_keep_in_register(tid % 32 / 4);
+    me.t = tkvcu_keep_in_register(tid % 4);
     at = me.warp * warp_bytes;
     me.slot[0] = warps + at;
     me.slot[1] = warps + at + slot_bytes;
-    me.work = warps + tkvcu_kept(at + TKVCU_SLOTS * slot_bytes);
+    me.work = warps + tkvcu_keep_in_register(at + TKVCU_SLOTS * slot_bytes);
     me.k_codes = tkvcu_shared_address(me.slot[0]) + TKVCU_META(D);
-    me.v_at = tkvcu_v_at_of(tkvcu_shared_address(me.slot[1]) + TKVCU_META(D), me.g, me.t);
-    me.v_at.narrow = tkvcu_kept(me.v_at.narrow);
-    me.v_at.wide = tkvcu_kept(me.v_at.wide);
+    me.v_at = tkvcu_find_v_addresses(tkvcu_shared_address(me.slot[1]) + TKVCU_META(D), me.g, me.t);
+    me.v_at.narrow = tkvcu_keep_in_register(me.v_at.narrow);
+    me.v_at.wide = tkvcu_keep_in_register(me.v_at.wide);
     return me;
 }
 
-template <int D, int NT, int VG> TKVCU_DEVICE void tkvcu_begin(tkvcu_sums<D, NT, VG> &u) {
+template <int D, int NT, int VG> TKVCU_DEVICE void tkvcu_clear_partials(tkvcu_partials<D, NT, VG> &u) {
     int nt, i, c;
     TKVCU_UNROLL
     for (nt = 0; nt < NT; nt++) {
         TKVCU_UNROLL
         for (c = 0; c < D / 16; c++) TKVCU_UNROLL
         for (i = 0; i < 2; i++) u.o[c][nt][i] = 0.0f;
-        u.soft.m[nt] = TKVCU_START;
+        u.soft.m[nt] = TKVCU_INITIAL_MAX;
         u.soft.l[nt] = 0.0f;
         TKVCU_UNROLL
         for (c = 0; c < VG; c++) u.zero[c][nt] = 0.0f;
@@ -1682,16 +1749,16 @@ template <int D, int NT, int VG> TKVCU_DEVICE void tkvcu_begin(tkvcu_sums<D, NT,
 }
 
 /* >>loading */
-/* middle: 2048 bytes behind the side's start. */
+/* Starts the copy of a coded side. `middle` is 2048 bytes after the side's start. */
 template <int D>
-TKVCU_DEVICE void tkvcu_load(uint8_t *slot, const uint8_t *middle, int codes, int meta,
-                             const tkvcu_lane &me) {
-    const int left = codes - me.chunk;
+TKVCU_DEVICE void tkvcu_load_side(uint8_t *slot, const uint8_t *middle, int codes, int meta,
+                                  const tkvcu_lane &me) {
+    const int left = codes - me.meta_at;
     int k;
-    middle = tkvcu_forward(middle, me.chunk, 1);
-    tkvcu_cp_async16_if<0>(slot + me.chunk, tkvcu_forward(middle, codes, 1), meta - me.chunk);
-    slot += me.place;
-    tkvcu_cp_async16_if<0>(slot, middle, left); /* up to 4 bits a value */
+    middle = tkvcu_advance(middle, me.meta_at, 1);
+    tkvcu_cp_async16_if<0>(slot + me.meta_at, tkvcu_advance(middle, codes, 1), meta - me.meta_at);
+    slot += me.codes_at;
+    tkvcu_cp_async16_if<0>(slot, middle, left); /* up to 4 bits per value */
     tkvcu_cp_async16_if<512>(slot, middle, left);
     tkvcu_cp_async16_if<1024>(slot, middle, left);
     tkvcu_cp_async16_if<1536>(slot, middle, left);
@@ -1702,12 +1769,12 @@ TKVCU_DEVICE void tkvcu_load(uint8_t *slot, const uint8_t *middle, int codes, in
         tkvcu_cp_async16_if<3584>(slot, middle, left);
     }
     TKVCU_ROLL
-    for (k = 32 * D; TKVCU_RARELY(codes > k); k += 512)
+    for (k = 32 * D; TKVCU_UNLIKELY(codes > k); k += 512)
         tkvcu_cp_async16(slot + k, middle + k - 2048); /* 8 bits */
 }
 
-/* 16 rows of an exact side, chunks of 16 bytes turned about so that columns of rows lie in all banks. Rows
- * that are not there are copies of the last one. */
+/* Starts the copy of 16 exact rows. The 16-byte chunks are swizzled, so that a column of chunks uses all banks.
+ * Missing rows become copies of the last one. */
 template <int D> TKVCU_DEVICE void tkvcu_load_rows(uint8_t *slot, const uint8_t *from, int rows, int lane) {
     int i;
     for (i = lane; i < 16 * (D / 8); i += 32) {
@@ -1717,10 +1784,10 @@ template <int D> TKVCU_DEVICE void tkvcu_load_rows(uint8_t *slot, const uint8_t 
     }
 }
 
-/* >>K: whole numbers. q times a channel's scale is one of 16 bits, in units that the block's largest product
- * decides; it goes into the product as two columns of bytes, high and low: S = 256 high + low. */
-TKVCU_DEVICE int tkvcu_width_of(const tkvcu_side &s,
-                                int slab) { /* of A; tiles' order is that of the widths */
+/* >>K. q * scale of a channel is rounded to a 16-bit integer, in a unit that the largest product of the key tile
+ * sets. It enters the product as two int8 limbs: S = 256 hi + lo. */
+/* A: returns the bits of a slab; slabs are in the order of widths */
+TKVCU_DEVICE int tkvcu_find_slab_width(const tkvcu_side &s, int slab) {
     int w;
     for (w = 6; w > 0; w--) {
         if (slab < s.slabs[w]) break;
@@ -1729,53 +1796,56 @@ TKVCU_DEVICE int tkvcu_width_of(const tkvcu_side &s,
     return w;
 }
 
-#define TKVCU_Q_MOST 32600.0f   /* of a query's whole number */
-#define TKVCU_P_MOST 65000.0f   /* of a weight's */
-#define TKVCU_TINY 1e-30f       /* so that nothing is divided by 0 */
-#define TKVCU_WHOLE 12582912.0f /* 1.5 2^23: what is added to it becomes a whole number, in the lower bits */
+#define TKVCU_Q_MAX 32600.0f /* largest integer of q * scale */
+#define TKVCU_P_MAX 65000.0f /* largest integer of a weight * scale */
+#define TKVCU_TINY 1e-30f    /* avoids division by 0 */
+/* 1.5 * 2^23: adding it rounds a float to an integer, which is then in the low bits. */
+#define TKVCU_ROUNDING 12582912.0f
 
-/* Scales of the unit's channels, in units that make the largest product with a query TKVCU_Q_MOST, to `out`;
- * what a unit of the products is then. Channels without codes have 0. */
+/* Writes the scales of the channels to `out`, in a unit that makes the largest product with a query TKVCU_Q_MAX.
+ * Returns that unit. Channels without codes get 0. */
 template <int D, int NT>
-TKVCU_DEVICE float tkvcu_k_scales(const tkvcu_side &s, const uint8_t *slot, const tkvcu_block<D, NT> &b,
-                                  tkvcu_four *out, int lane) {
-    tkvcu_four x = {{0.0f, 0.0f, 0.0f, 0.0f}};
+TKVCU_DEVICE float tkvcu_scale_k_channels(const tkvcu_side &s, const uint8_t *slot,
+                                          const tkvcu_attend_shared<D, NT> &b, tkvcu_f32x4 *out, int lane) {
+    tkvcu_f32x4 x = {{0.0f, 0.0f, 0.0f, 0.0f}};
     float most = TKVCU_TINY, up;
     int i;
     if (D == 128 || lane < D / 4) {
         if (s.kind == TKVCU_KIVI) {
-            const tkvcu_words w = tkvcu_two(slot, 8u * (uint32_t)lane);
+            const tkvcu_u32x2 w = tkvcu_load_u32x2(slot, 8u * (uint32_t)lane);
             x.x[0] = tkvcu_f16_lo(w.x);
             x.x[1] = tkvcu_f16_lo(w.x >> 16);
             x.x[2] = tkvcu_f16_lo(w.y);
             x.x[3] = tkvcu_f16_lo(w.y >> 16);
         } else if (lane < D / 4 - 4 * s.slabs[0]) {
-            const uint32_t logs = tkvcu_one(slot, 4u * (uint32_t)lane);
+            const uint32_t logs = tkvcu_load_u32(slot, 4u * (uint32_t)lane);
             TKVCU_UNROLL
             for (i = 0; i < 4; i++) x.x[i] = b.k_log[tkvcu_prmt(logs, 0, 0x4440u + (uint32_t)i)];
         }
         TKVCU_UNROLL
-        for (i = 0; i < 4; i++) most = fmaxf(most, x.x[i] * b.most[lane].x[i]);
+        for (i = 0; i < 4; i++) most = fmaxf(most, x.x[i] * b.q_max[lane].x[i]);
     }
     most = tkvcu_warp_max(most);
-    up = TKVCU_Q_MOST * tkvcu_rcp(most);
+    up = TKVCU_Q_MAX * tkvcu_rcp(most);
     TKVCU_UNROLL
     for (i = 0; i < 4; i++) x.x[i] *= up;
     if (D == 128 || lane < D / 4) out[lane] = x;
-    return most * (1.0f / TKVCU_Q_MOST);
+    return most * (1.0f / TKVCU_Q_MAX);
 }
 
-/* Where the pair of tiles 2 i, 2 i + 1 of column c of an n-tile stands. */
-template <int D> TKVCU_DEVICE int tkvcu_pair_of(int nt, int i, int c) { return (nt * (D / 8) + i) * 4 + c; }
+/* Returns the index of tiles 2 i and 2 i + 1 for column c of an n-tile. */
+template <int D> TKVCU_DEVICE int tkvcu_find_q_index(int nt, int i, int c) {
+    return (nt * (D / 8) + i) * 4 + c;
+}
 
-/* Query times scale of four channels, as bytes. The low byte is a signed one too: the high one is of x +
+/* Returns query * scale of four channels as limbs. The low limb is signed too, so the high one is taken from x +
  * 128. */
-TKVCU_DEVICE tkvcu_words tkvcu_q_bytes(const tkvcu_four &q, const tkvcu_four &scale) {
+TKVCU_DEVICE tkvcu_u32x2 tkvcu_split_q_limbs(const tkvcu_f32x4 &q, const tkvcu_f32x4 &scale) {
     uint32_t x[4], a, b;
-    tkvcu_words to;
+    tkvcu_u32x2 to;
     int i;
     TKVCU_UNROLL
-    for (i = 0; i < 4; i++) x[i] = tkvi_bits(fmaf(q.x[i], scale.x[i], TKVCU_WHOLE + 128.0f));
+    for (i = 0; i < 4; i++) x[i] = tkvi_bits(fmaf(q.x[i], scale.x[i], TKVCU_ROUNDING + 128.0f));
     a = tkvcu_prmt(x[0], x[1], 0x5410);
     b = tkvcu_prmt(x[2], x[3], 0x5410);
     to.x = tkvcu_prmt(a, b, 0x7531);
@@ -1783,18 +1853,20 @@ TKVCU_DEVICE tkvcu_words tkvcu_q_bytes(const tkvcu_four &q, const tkvcu_four &sc
     return to;
 }
 
-/* All of them, as second operands: a pair's high bytes, then its low ones, are four words. Columns of the
- * operand are 2 c and 2 c + 1, so lane 4 g + t has words 2 g (+ 1: odd tiles) of it. */
+/* Makes all limbs, as second operands. The high limbs of a pair of tiles, then the low ones, are four words.
+ * Columns 2 c and 2 c + 1 of the operand are the limbs of column c. So lane 4 g + t reads words 2 g (even tiles)
+ * and 2 g + 1 (odd). */
 template <int D, int NT>
-TKVCU_DEVICE void tkvcu_q_codes(const tkvcu_block<D, NT> &b, const tkvcu_four *scale, tkvcu_quad *out,
-                                int lane) {
+TKVCU_DEVICE void tkvcu_make_q_limbs(const tkvcu_attend_shared<D, NT> &b, const tkvcu_f32x4 *scale,
+                                     tkvcu_u32x4 *out, int lane) {
     int i;
     TKVCU_UNROLL
     for (i = 0; i < D * NT / 64; i++) {
         const int at = lane + 32 * i, pair = at / 4 % (D / 8);
-        const tkvcu_four first = scale[2 * pair], second = scale[2 * pair + 1];
-        const tkvcu_words even = tkvcu_q_bytes(b.q[0][at], first), odd = tkvcu_q_bytes(b.q[1][at], second);
-        tkvcu_quad x;
+        const tkvcu_f32x4 first = scale[2 * pair], second = scale[2 * pair + 1];
+        const tkvcu_u32x2 even = tkvcu_split_q_limbs(b.q[0][at], first),
+                          odd = tkvcu_split_q_limbs(b.q[1][at], second);
+        tkvcu_u32x4 x;
         x.x = even.x;
         x.y = odd.x;
         x.z = even.y;
@@ -1803,30 +1875,31 @@ TKVCU_DEVICE void tkvcu_q_codes(const tkvcu_block<D, NT> &b, const tkvcu_four *s
     }
 }
 
-/* The lane's word of slab k. */
-template <int D> TKVCU_DEVICE uint32_t tkvcu_q_word(const uint32_t *q, int nt, int k) {
+/* Returns the lane's word of slab k. */
+template <int D> TKVCU_DEVICE uint32_t tkvcu_load_q_limbs(const uint32_t *q, int nt, int k) {
     return q[16 * (nt * (D / 8) + 2 * k)];
 }
 
-/* n slabs, parts of W bits of tiles that stand STRIDE bytes apart: sum += codes q, by plane; TOPS: and tops
- * += what their 1-bit parts give. q: the lane's words of the first slab. */
+/* Multiplies n slabs: the W-bit fields of tiles that are STRIDE bytes apart. Adds codes * q to `sum`, by plane.
+ * TOPS: also adds the products of the 1-bit fields to `tops`. q: the lane's words of the first slab. */
 template <int D, int W, int STRIDE, int TOPS, int NT>
-TKVCU_DEVICE void tkvcu_k_part(int32_t sum[4][NT][4], int32_t tops[4][NT][4], tkvcu_at codes, uint32_t at,
-                               uint32_t tops_at, const uint32_t *q, int n, int g, int t) {
+TKVCU_DEVICE void tkvcu_multiply_k_fields(int32_t sum[4][NT][4], int32_t tops[4][NT][4], tkvcu_address codes,
+                                          uint32_t at, uint32_t tops_at, const uint32_t *q, int n, int g,
+                                          int t) {
     const int upper = t % 2 * 4;
     const uint32_t *end;
-    tkvcu_path<W, STRIDE> path;
-    tkvcu_path<1, 32> top_path;
+    tkvcu_cursor<W, STRIDE> path;
+    tkvcu_cursor<1, 32> top_path;
     int i, nt;
-    tkvcu_path_start(path, codes, at, g, t);
-    if (TOPS) tkvcu_path_start(top_path, codes, tops_at, g, t);
+    tkvcu_start_cursor(path, codes, at, g, t);
+    if (TOPS) tkvcu_start_cursor(top_path, codes, tops_at, g, t);
 #define TKVCU_PLANE_(TO, W_, X, Y, P)                                                                        \
     {                                                                                                        \
         uint32_t a[4];                                                                                       \
         TKVCU_UNROLL                                                                                         \
         for (i = 0; i < 2; i++) {                                                                            \
-            a[i] = tkvcu_field<W_, P>(X, i);                                                                 \
-            a[2 + i] = two ? tkvcu_field<W_, P>(Y, i) : 0;                                                   \
+            a[i] = tkvcu_mask_field<W_, P>(X, i);                                                            \
+            a[2 + i] = two ? tkvcu_mask_field<W_, P>(Y, i) : 0;                                              \
         }                                                                                                    \
         TKVCU_UNROLL                                                                                         \
         for (nt = 0; nt < NT; nt++) tkvcu_mma_us(TO[P][nt], a, b[nt]);                                       \
@@ -1836,14 +1909,14 @@ TKVCU_DEVICE void tkvcu_k_part(int32_t sum[4][NT][4], int32_t tops[4][NT][4], tk
         tkvcu_tile<W> x, y;                                                                                  \
         tkvcu_tile<1> v, w;                                                                                  \
         uint32_t b[NT][2];                                                                                   \
-        tkvcu_path_take(x, path, 0, upper);                                                                  \
-        if (two) tkvcu_path_take(y, path, 1, upper);                                                         \
-        if (TOPS) tkvcu_path_take(v, top_path, 0, upper);                                                    \
-        if (TOPS && two) tkvcu_path_take(w, top_path, 1, upper);                                             \
+        tkvcu_load_tile(x, path, 0, upper);                                                                  \
+        if (two) tkvcu_load_tile(y, path, 1, upper);                                                         \
+        if (TOPS) tkvcu_load_tile(v, top_path, 0, upper);                                                    \
+        if (TOPS && two) tkvcu_load_tile(w, top_path, 1, upper);                                             \
         TKVCU_UNROLL                                                                                         \
         for (nt = 0; nt < NT; nt++) {                                                                        \
-            b[nt][0] = tkvcu_q_word<D>(q, nt, 0);                                                            \
-            b[nt][1] = two ? tkvcu_q_word<D>(q, nt, 1) : 0;                                                  \
+            b[nt][0] = tkvcu_load_q_limbs<D>(q, nt, 0);                                                      \
+            b[nt][1] = two ? tkvcu_load_q_limbs<D>(q, nt, 1) : 0;                                            \
         }                                                                                                    \
         TKVCU_PLANE_(sum, W, x, y, 0)                                                                        \
         TKVCU_PLANE_(sum, W, x, y, 1)                                                                        \
@@ -1861,8 +1934,8 @@ TKVCU_DEVICE void tkvcu_k_part(int32_t sum[4][NT][4], int32_t tops[4][NT][4], tk
     for (; q != end; q += 64) {
         enum { two = 1 };
         TKVCU_SLABS_
-        tkvcu_path_next(path);
-        if (TOPS) tkvcu_path_next(top_path);
+        tkvcu_advance_cursor(path);
+        if (TOPS) tkvcu_advance_cursor(top_path);
     }
     if (n % 2) {
         enum { two = 0 };
@@ -1872,7 +1945,7 @@ TKVCU_DEVICE void tkvcu_k_part(int32_t sum[4][NT][4], int32_t tops[4][NT][4], tk
 #undef TKVCU_PLANE_
 }
 
-template <int NT> TKVCU_DEVICE void tkvcu_clear(int32_t sum[4][NT][4]) {
+template <int NT> TKVCU_DEVICE void tkvcu_clear_sums(int32_t sum[4][NT][4]) {
     int p, nt, i;
     TKVCU_UNROLL
     for (p = 0; p < 4; p++) TKVCU_UNROLL
@@ -1880,43 +1953,42 @@ template <int NT> TKVCU_DEVICE void tkvcu_clear(int32_t sum[4][NT][4]) {
     for (i = 0; i < 4; i++) sum[p][nt][i] = 0;
 }
 
-/* n slabs of codes with a part of W bits and one bit on top, the first of a sum: what the upper part's sums
- * count is decided by where the fields stand. */
+/* Multiplies n slabs whose codes have a W-bit field and a top bit. The positions of both fields give the factor
+ * of `tops` in `sum`. */
 template <int D, int W, int STRIDE, int NT>
-TKVCU_DEVICE void tkvcu_k_both(int32_t sum[4][NT][4], tkvcu_at codes, uint32_t at, uint32_t tops_at,
-                               const uint32_t *q, int n, int g, int t) {
+TKVCU_DEVICE void tkvcu_multiply_k_with_tops(int32_t sum[4][NT][4], tkvcu_address codes, uint32_t at,
+                                             uint32_t tops_at, const uint32_t *q, int n, int g, int t) {
     int32_t tops[4][NT][4];
     int p, nt, i;
-    tkvcu_clear<NT>(tops);
-    if (NT == 1) tkvcu_k_part<D, W, STRIDE, 1, NT>(sum, tops, codes, at, tops_at, q, n, g, t);
-    else
-        tkvcu_k_part<D, 1, 32, 0, NT>(tops, tops, codes, tops_at, 0, q, n, g,
-                                      t); /* one after the other: registers */
+    tkvcu_clear_sums<NT>(tops);
+    if (NT == 1) tkvcu_multiply_k_fields<D, W, STRIDE, 1, NT>(sum, tops, codes, at, tops_at, q, n, g, t);
+    /* one after the other: saves registers */
+    else tkvcu_multiply_k_fields<D, 1, 32, 0, NT>(tops, tops, codes, tops_at, 0, q, n, g, t);
     TKVCU_UNROLL
     for (p = 0; p < 4; p++) TKVCU_UNROLL
     for (nt = 0; nt < NT; nt++) TKVCU_UNROLL
     for (i = 0; i < 4; i++)
-        sum[p][nt][i] += tops[p][nt][i] * ((1 << (W + tkvcu_bit<W>(p))) >> tkvcu_bit<1>(p));
-    if (NT > 1) tkvcu_k_part<D, W, STRIDE, 0, NT>(sum, tops, codes, at, 0, q, n, g, t);
+        sum[p][nt][i] += tops[p][nt][i] * ((1 << (W + tkvcu_k_field_bit<W>(p))) >> tkvcu_k_field_bit<1>(p));
+    if (NT > 1) tkvcu_multiply_k_fields<D, W, STRIDE, 0, NT>(sum, tops, codes, at, 0, q, n, g, t);
 }
 
-/* s += weight times a part's sums, high and low bytes together. */
+/* Adds weight * sums of a field to s, and joins the limbs. */
 template <int W, int NT>
-TKVCU_DEVICE void tkvcu_k_add(float s[4][NT][2], const int32_t sum[4][NT][4], float weight) {
+TKVCU_DEVICE void tkvcu_add_k_sums(float s[4][NT][2], const int32_t sum[4][NT][4], float weight) {
     int p, nt, i;
     TKVCU_UNROLL
     for (p = 0; p < 4; p++) TKVCU_UNROLL
     for (nt = 0; nt < NT; nt++) TKVCU_UNROLL
     for (i = 0; i < 2; i++)
         s[p][nt][i] = fmaf((float)(256 * sum[p][nt][2 * i] + sum[p][nt][2 * i + 1]),
-                           weight / (float)(1 << tkvcu_bit<W>(p)), s[p][nt][i]);
+                           weight / (float)(1 << tkvcu_k_field_bit<W>(p)), s[p][nt][i]);
 }
 
-/* s += codes q of all slabs; widths follow one another, widest first, then what is one bit of each (core/tile.h).
- * A sum stays below 2^31: q is at most TKVCU_Q_MOST, a code at its place 496, and there are 128 channels. */
+/* Adds codes * q of all slabs to s. Widths follow one another, widest first, then the 1-bit fields
+ * (core/tile.h). A sum stays below 2^31: |q| <= TKVCU_Q_MAX, a code at its bit <= 496, 128 channels. */
 template <int D, int NT>
-TKVCU_DEVICE void tkvcu_k_codes(const tkvcu_side &side, float s[4][NT][2], tkvcu_at codes, const uint32_t *q,
-                                int g, int t) {
+TKVCU_DEVICE void tkvcu_multiply_k_codes(const tkvcu_side &side, float s[4][NT][2], tkvcu_address codes,
+                                         const uint32_t *q, int g, int t) {
     const int n1 = side.slabs[1], n2 = side.slabs[2], n3 = side.slabs[3], n4 = side.slabs[4],
               n5 = side.slabs[5], n6 = side.slabs[6];
     const uint32_t at5 = (uint32_t)(768 * n6), at4 = at5 + (uint32_t)(512 * n5),
@@ -1926,41 +1998,41 @@ TKVCU_DEVICE void tkvcu_k_codes(const tkvcu_side &side, float s[4][NT][2], tkvcu
     const uint32_t *q3 = q + 32 * (n6 + n5 + n4);
     int32_t sum[4][NT][4];
     if (n6) {
-        tkvcu_clear<NT>(sum);
-        tkvcu_k_part<D, 2, 192, 0, NT>(sum, sum, codes, 128, 0, q, n6, g, t);
-        tkvcu_k_add<2, NT>(s, sum, 16.0f);
+        tkvcu_clear_sums<NT>(sum);
+        tkvcu_multiply_k_fields<D, 2, 192, 0, NT>(sum, sum, codes, 128, 0, q, n6, g, t);
+        tkvcu_add_k_sums<2, NT>(s, sum, 16.0f);
     }
     if (n6 + n5 + n4) {
-        tkvcu_clear<NT>(sum);
-        if (n5) tkvcu_k_both<D, 4, 128, NT>(sum, codes, at5, tops5, q + 32 * n6, n5, g, t);
-        if (n6) tkvcu_k_part<D, 4, 192, 0, NT>(sum, sum, codes, 0, 0, q, n6, g, t);
-        if (n4) tkvcu_k_part<D, 4, 128, 0, NT>(sum, sum, codes, at4, 0, q3 - 32 * n4, n4, g, t);
-        tkvcu_k_add<4, NT>(s, sum, 1.0f);
+        tkvcu_clear_sums<NT>(sum);
+        if (n5) tkvcu_multiply_k_with_tops<D, 4, 128, NT>(sum, codes, at5, tops5, q + 32 * n6, n5, g, t);
+        if (n6) tkvcu_multiply_k_fields<D, 4, 192, 0, NT>(sum, sum, codes, 0, 0, q, n6, g, t);
+        if (n4) tkvcu_multiply_k_fields<D, 4, 128, 0, NT>(sum, sum, codes, at4, 0, q3 - 32 * n4, n4, g, t);
+        tkvcu_add_k_sums<4, NT>(s, sum, 1.0f);
     }
     if (n3 + n2) {
-        tkvcu_clear<NT>(sum);
-        if (n3) tkvcu_k_both<D, 2, 64, NT>(sum, codes, at3, tops3, q3, n3, g, t);
-        if (n2) tkvcu_k_part<D, 2, 64, 0, NT>(sum, sum, codes, at2, 0, q3 + 32 * n3, n2, g, t);
-        tkvcu_k_add<2, NT>(s, sum, 1.0f);
+        tkvcu_clear_sums<NT>(sum);
+        if (n3) tkvcu_multiply_k_with_tops<D, 2, 64, NT>(sum, codes, at3, tops3, q3, n3, g, t);
+        if (n2) tkvcu_multiply_k_fields<D, 2, 64, 0, NT>(sum, sum, codes, at2, 0, q3 + 32 * n3, n2, g, t);
+        tkvcu_add_k_sums<2, NT>(s, sum, 1.0f);
     }
     if (n1) {
-        tkvcu_clear<NT>(sum);
-        tkvcu_k_part<D, 1, 32, 0, NT>(sum, sum, codes, tops1, 0, q3 + 32 * (n3 + n2), n1, g, t);
-        tkvcu_k_add<1, NT>(s, sum, 1.0f);
+        tkvcu_clear_sums<NT>(sum);
+        tkvcu_multiply_k_fields<D, 1, 32, 0, NT>(sum, sum, codes, tops1, 0, q3 + 32 * (n3 + n2), n1, g, t);
+        tkvcu_add_k_sums<1, NT>(s, sum, 1.0f);
     }
     if (side.half_bits == 16) { /* Q8 */
-        tkvcu_clear<NT>(sum);
-        tkvcu_k_part<D, 8, 256, 0, NT>(sum, sum, codes, 0, 0, q, D / 16, g, t);
-        tkvcu_k_add<8, NT>(s, sum, 1.0f);
+        tkvcu_clear_sums<NT>(sum);
+        tkvcu_multiply_k_fields<D, 8, 256, 0, NT>(sum, sum, codes, 0, 0, q, D / 16, g, t);
+        tkvcu_add_k_sums<8, NT>(s, sum, 1.0f);
     }
 }
 
-/* What a block of A adds to the codes of a channel, in units of its scale (formats/a.h): offset / 8 - middle,
- * or offset / 4 where codes have 6 bits; the same for all tokens, exact. Channels without codes have queries
- * 0 here. */
+/* Multiplies the offsets of A (formats/a.h). In units of the scale, a channel adds offset / 8 - middle to its
+ * codes, or offset / 4 - middle with 6 bits. This is equal for all tokens, and exact. Channels without codes
+ * have q = 0 here. */
 template <int D, int NT>
-TKVCU_DEVICE void tkvcu_k_offsets(const tkvcu_side &side, float s[NT], const uint8_t *slot,
-                                  const uint32_t *span, const uint32_t *q, int t) {
+TKVCU_DEVICE void tkvcu_multiply_k_offsets(const tkvcu_side &side, float s[NT], const uint8_t *slot,
+                                           const uint32_t *max_codes, const uint32_t *q, int t) {
     int32_t sum[NT][4]; /* rows: offsets, largest codes */
     int k, nt;
     TKVCU_UNROLL
@@ -1968,20 +2040,20 @@ TKVCU_DEVICE void tkvcu_k_offsets(const tkvcu_side &side, float s[NT], const uin
     TKVCU_UNROLL
     for (k = 0; k < D / 16; k += 2) {
         const uint32_t at = (uint32_t)(D + 16 * k + 4 * t);
-        const uint32_t a[4] = {tkvcu_one(slot, at), span[4 * k + t], tkvcu_one(slot, at + 16),
-                               span[4 * k + 4 + t]};
+        const uint32_t a[4] = {tkvcu_load_u32(slot, at), max_codes[4 * k + t], tkvcu_load_u32(slot, at + 16),
+                               max_codes[4 * k + 4 + t]};
         TKVCU_UNROLL
         for (nt = 0; nt < NT; nt++) {
-            const uint32_t b[2] = {tkvcu_q_word<D>(q, nt, k), tkvcu_q_word<D>(q, nt, k + 1)};
+            const uint32_t b[2] = {tkvcu_load_q_limbs<D>(q, nt, k), tkvcu_load_q_limbs<D>(q, nt, k + 1)};
             tkvcu_mma_ss(sum[nt], a, b);
         }
     }
     TKVCU_ROLL
-    for (k = 0; k < side.slabs[6]; k++) { /* once more */
-        const uint32_t a[4] = {tkvcu_one(slot, (uint32_t)(D + 16 * k + 4 * t)), 0, 0, 0};
+    for (k = 0; k < side.slabs[6]; k++) { /* 6 bits: a second time, for offset / 4 */
+        const uint32_t a[4] = {tkvcu_load_u32(slot, (uint32_t)(D + 16 * k + 4 * t)), 0, 0, 0};
         TKVCU_UNROLL
         for (nt = 0; nt < NT; nt++) {
-            const uint32_t b[2] = {tkvcu_q_word<D>(q, nt, k), 0};
+            const uint32_t b[2] = {tkvcu_load_q_limbs<D>(q, nt, k), 0};
             tkvcu_mma_ss(sum[nt], a, b);
         }
     }
@@ -1991,11 +2063,12 @@ TKVCU_DEVICE void tkvcu_k_offsets(const tkvcu_side &side, float s[NT], const uin
             0.125f * (float)(256 * sum[nt][0] + sum[nt][1]) - 0.5f * (float)(256 * sum[nt][2] + sum[nt][3]);
 }
 
-/* Products with q of what is the same for all tokens and has no scale, onto the static means': */
-/* KIVI's zeros. A lane takes 8 channels; rows g get those of its words 0 and 2, rows g + 8 of 1 and 3. */
+/* The next functions add products of q with terms without scale. These are equal for all tokens of a key tile. */
+/* Multiplies KIVI's zeros. A lane takes 8 channels. Rows g get the products of its words 0 and 2, rows g + 8 of
+ * 1 and 3. */
 template <int D, int NT>
-TKVCU_DEVICE void tkvcu_k_zeros(float s[NT], const uint8_t *slot, const tkvcu_block<D, NT> &b,
-                                const tkvcu_lane &me) {
+TKVCU_DEVICE void tkvcu_multiply_k_zeros(float s[NT], const uint8_t *slot,
+                                         const tkvcu_attend_shared<D, NT> &b, const tkvcu_lane &me) {
     float first[NT][4], second[NT][4];
     int k, nt, i;
     TKVCU_UNROLL
@@ -2003,11 +2076,11 @@ TKVCU_DEVICE void tkvcu_k_zeros(float s[NT], const uint8_t *slot, const tkvcu_bl
     for (i = 0; i < 4; i++) first[nt][i] = second[nt][i] = 0.0f;
     TKVCU_UNROLL
     for (k = 0; k < D / 32; k++) {
-        const tkvcu_quad z = *(const tkvcu_quad *)(const void *)(slot + 2 * D + 64 * k + 16 * me.t);
+        const tkvcu_u32x4 z = *(const tkvcu_u32x4 *)(const void *)(slot + 2 * D + 64 * k + 16 * me.t);
         const uint32_t a[4] = {z.x, z.y, z.z, z.w};
         TKVCU_UNROLL
         for (nt = 0; nt < NT; nt++) {
-            const tkvcu_quad q = ((const tkvcu_quad *)(const void *)b.part)[(k * NT + nt) * 32 + me.lane];
+            const tkvcu_u32x4 q = ((const tkvcu_u32x4 *)(const void *)b.q16)[(k * NT + nt) * 32 + me.lane];
             const uint32_t even[2] = {q.x, q.y}, odd[2] = {q.z, q.w};
             tkvcu_mma_f16(first[nt], a, even);
             tkvcu_mma_f16(second[nt], a, odd);
@@ -2015,44 +2088,46 @@ TKVCU_DEVICE void tkvcu_k_zeros(float s[NT], const uint8_t *slot, const tkvcu_bl
     }
     TKVCU_UNROLL
     for (nt = 0; nt < NT; nt++)
-        s[nt] += b.ratio[4 * nt + me.t] * ((first[nt][0] + first[nt][1]) + (second[nt][2] + second[nt][3]));
+        s[nt] +=
+            b.q16_ratio[4 * nt + me.t] * ((first[nt][0] + first[nt][1]) + (second[nt][2] + second[nt][3]));
 }
 
-/* Means of A's channels without codes. */
+/* Multiplies the means of A's channels without codes. */
 template <int D, int NT>
-TKVCU_DEVICE void tkvcu_k_means(const tkvcu_side &side, float s[NT], const uint8_t *slot,
-                                const tkvcu_block<D, NT> &b, const tkvcu_lane &me) {
+TKVCU_DEVICE void tkvcu_multiply_k_means(const tkvcu_side &side, float s[NT], const uint8_t *slot,
+                                         const tkvcu_attend_shared<D, NT> &b, const tkvcu_lane &me) {
     float sum[NT][4];
     int k, nt, i;
     TKVCU_UNROLL
     for (nt = 0; nt < NT; nt++) TKVCU_UNROLL
     for (i = 0; i < 4; i++) sum[nt][i] = 0.0f;
     TKVCU_ROLL
-    for (k = D / 16 - side.slabs[0]; k < D / 16; k++) { /* low bytes, then high ones */
-        const uint32_t at = (uint32_t)(16 * k + 4 * tkvcu_kept(me.t));
-        const uint32_t low = tkvcu_one(slot, at), high = tkvcu_one(slot, D + at);
+    for (k = D / 16 - side.slabs[0]; k < D / 16; k++) { /* low bytes, then high bytes */
+        const uint32_t at = (uint32_t)(16 * k + 4 * tkvcu_keep_in_register(me.t));
+        const uint32_t low = tkvcu_load_u32(slot, at), high = tkvcu_load_u32(slot, D + at);
         const uint32_t x = tkvcu_prmt(low, high, 0x5140), y = tkvcu_prmt(low, high, 0x7362),
                        a[4] = {x, x, y, y};
         TKVCU_UNROLL
         for (nt = 0; nt < NT; nt++) {
-            const tkvcu_words part = b.part[k][nt][me.lane];
+            const tkvcu_u32x2 part = b.q16[k][nt][me.lane];
             const uint32_t q[2] = {part.x, part.y};
             tkvcu_mma_f16(sum[nt], a, q);
         }
     }
     TKVCU_UNROLL
-    for (nt = 0; nt < NT; nt++) s[nt] += b.ratio[4 * nt + me.t] * (sum[nt][0] + sum[nt][1]);
+    for (nt = 0; nt < NT; nt++) s[nt] += b.q16_ratio[4 * nt + me.t] * (sum[nt][0] + sum[nt][1]);
 }
 
-/* >>softmax. Of each unit by itself, its largest weight 1; then it joins what there is. */
-/* Maxima of the columns of a unit (in all lanes of a column): moves the running ones where they grew by
- * much, or began. f: what weights of the unit count in units of the running maximum. */
+/* >>softmax. The weights of a key tile are relative to its own maximum. A factor converts them to the running
+ * maximum. */
+/* Updates the running maxima with those of a key tile, `most`, equal in all lanes of a column. They move only if
+ * they grow by more than 4. f receives the factor of the key tile's weights. */
 template <int D, int NT, int VG>
-TKVCU_DEVICE void tkvcu_follow(tkvcu_sums<D, NT, VG> &u, const float most[NT], float f[NT]) {
+TKVCU_DEVICE void tkvcu_update_max(tkvcu_partials<D, NT, VG> &u, const float most[NT], float f[NT]) {
     int nt, i, k, grew = 0;
     TKVCU_UNROLL
     for (nt = 0; nt < NT; nt++) grew |= most[nt] > u.soft.m[nt] + 4.0f;
-    if (TKVCU_RARELY(__any_sync(0xffffffffu, grew))) {
+    if (TKVCU_UNLIKELY(__any_sync(0xffffffffu, grew))) {
         TKVCU_UNROLL
         for (nt = 0; nt < NT; nt++) {
             const float m = fmaxf(u.soft.m[nt], most[nt]), by = tkvcu_ex2(u.soft.m[nt] - m);
@@ -2069,41 +2144,41 @@ TKVCU_DEVICE void tkvcu_follow(tkvcu_sums<D, NT, VG> &u, const float most[NT], f
     for (nt = 0; nt < NT; nt++) f[nt] = tkvcu_ex2(most[nt] - u.soft.m[nt]);
 }
 
-/* Of the lanes of a column. */
-TKVCU_DEVICE float tkvcu_column_max(float x) {
+/* Returns the maximum over the lanes of a column. */
+TKVCU_DEVICE float tkvcu_reduce_column_max(float x) {
     x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 4));
     x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 8));
     return fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 16));
 }
 
-/* >>V: whole numbers too. Weight times the token's scale has 16 bits, two columns of bytes; the unit's
- * largest is TKVCU_P_MOST. */
+/* >>V. weight * scale of the token is a 16-bit integer, too, as two limbs of 8 bits. The largest of the key tile
+ * is TKVCU_P_MAX. */
 template <int VG>
-TKVCU_DEVICE void tkvcu_v_scales(const tkvcu_side &s, const uint8_t *slot, tkvcu_pair *out, int lane,
-                                 const float *v_log) {
+TKVCU_DEVICE void tkvcu_load_v_scales(const tkvcu_side &s, const uint8_t *slot, tkvcu_f32x2 *out, int lane,
+                                      const float *v_log) {
     int i;
     if (s.kind == TKVCU_KIVI) {
         TKVCU_UNROLL
-        for (i = 0; i < 2 * VG; i++) { /* scales of the groups, then their zeros */
-            const uint32_t x = tkvcu_one(slot, (uint32_t)(128 * i + 4 * lane));
-            const tkvcu_pair y = {tkvcu_f16_lo(x), tkvcu_f16_lo(x >> 16)};
+        for (i = 0; i < 2 * VG; i++) { /* scales of all groups, then zeros */
+            const uint32_t x = tkvcu_load_u32(slot, (uint32_t)(128 * i + 4 * lane));
+            const tkvcu_f32x2 y = {tkvcu_f16_lo(x), tkvcu_f16_lo(x >> 16)};
             out[32 * i + lane] = y;
         }
     } else {
         const uint32_t x = *(const uint16_t *)(const void *)(slot + 2 * lane);
-        const tkvcu_pair y = {v_log[tkvcu_prmt(x, 0, 0x4440)], v_log[tkvcu_prmt(x, 0, 0x4441)]};
+        const tkvcu_f32x2 y = {v_log[tkvcu_prmt(x, 0, 0x4440)], v_log[tkvcu_prmt(x, 0, 0x4441)]};
         out[lane] = y;
     }
 }
 
-/* Weights p of the lane's tokens (slab, column, word) times their scales, as second operands: b[m] has the
- * tokens of planes 2 m and 2 m + 1 of tile t, column g: high bytes of column g / 2, or low ones. smaller: by
- * so much, as an exponent, those of this lane's plane (unpack.h). unit: what 1 of them is. sum: of weights
- * times scales, this lane's. */
+/* Multiplies the weights p of the lane's tokens (slab, column, word) by their scales, and makes second operands.
+ * b[m] has planes 2 m and 2 m + 1 of tile t in column g: high limbs of column g / 2 if g is even, else low
+ * limbs. `smaller` is the exponent that divides the weights of this lane's plane (unpack.h). `unit` receives the
+ * value of integer 1. `sum` receives the sum of weight * scale over this lane's tokens. */
 template <int NT>
-TKVCU_DEVICE void tkvcu_weights(const float p[4][NT][2], const tkvcu_pair *scale, uint8_t *memory,
-                                uint32_t smaller, uint32_t b[2][NT][2], float unit[NT], float sum[NT], int g,
-                                int t) {
+TKVCU_DEVICE void tkvcu_make_p_limbs(const float p[4][NT][2], const tkvcu_f32x2 *scale, uint8_t *memory,
+                                     uint32_t smaller, uint32_t b[2][NT][2], float unit[NT], float sum[NT],
+                                     int g, int t) {
     const uint32_t select = g % 2 ? 0x6420u : 0x7531u;
     int i, k, nt;
     TKVCU_UNROLL
@@ -2111,39 +2186,40 @@ TKVCU_DEVICE void tkvcu_weights(const float p[4][NT][2], const tkvcu_pair *scale
         float w[4][2], most = TKVCU_TINY, up;
         TKVCU_UNROLL
         for (k = 0; k < 4; k++) {
-            const tkvcu_pair x = scale[8 * k + g];
+            const tkvcu_f32x2 x = scale[8 * k + g];
             w[k][0] = p[k][nt][0] * x.x;
             w[k][1] = p[k][nt][1] * x.y;
             sum[nt] = k ? sum[nt] + (w[k][0] + w[k][1]) : w[k][0] + w[k][1];
             most = fmaxf(fmaxf(most, w[k][0]), w[k][1]);
         }
-        most = tkvcu_column_max(most);
-        unit[nt] = most * (1.0f / TKVCU_P_MOST);
-        up = TKVCU_P_MOST * tkvcu_rcp(most);
+        most = tkvcu_reduce_column_max(most);
+        unit[nt] = most * (1.0f / TKVCU_P_MAX);
+        up = TKVCU_P_MAX * tkvcu_rcp(most);
         up = tkvi_from_bits(tkvi_bits(up) - smaller);
         TKVCU_UNROLL
         for (k = 0; k < 4; k++)
-            *(uint32_t *)(void *)(memory + (4 * nt + t) * TKVCU_WEIGHTS_ROW + 32 * k + 4 * g) = tkvcu_prmt(
-                tkvi_bits(fmaf(w[k][0], up, TKVCU_WHOLE)), tkvi_bits(fmaf(w[k][1], up, TKVCU_WHOLE)), 0x5410);
+            *(uint32_t *)(void *)(memory + (4 * nt + t) * TKVCU_WEIGHTS_ROW + 32 * k + 4 * g) =
+                tkvcu_prmt(tkvi_bits(fmaf(w[k][0], up, TKVCU_ROUNDING)),
+                           tkvi_bits(fmaf(w[k][1], up, TKVCU_ROUNDING)), 0x5410);
     }
     __syncwarp();
     TKVCU_UNROLL
     for (nt = 0; nt < NT; nt++) {
-        const tkvcu_quad *from =
-            (const tkvcu_quad *)(const void *)(memory + (4 * nt + g / 2) * TKVCU_WEIGHTS_ROW + 32 * t);
+        const tkvcu_u32x4 *from =
+            (const tkvcu_u32x4 *)(const void *)(memory + (4 * nt + g / 2) * TKVCU_WEIGHTS_ROW + 32 * t);
         TKVCU_UNROLL
         for (i = 0; i < 2; i++) {
-            const tkvcu_quad x = from[i];
+            const tkvcu_u32x4 x = from[i];
             b[i][nt][0] = tkvcu_prmt(x.x, x.y, select);
             b[i][nt][1] = tkvcu_prmt(x.z, x.w, select);
         }
     }
 }
 
-/* o += a slab's sums, high and low bytes together. */
+/* Adds the sums of a slab to o, and joins the limbs. */
 template <int D, int NT, int VG>
-TKVCU_DEVICE void tkvcu_v_add(tkvcu_sums<D, NT, VG> &u, int slab, const int32_t sum[NT][4],
-                              const float unit[NT]) {
+TKVCU_DEVICE void tkvcu_add_v_sums(tkvcu_partials<D, NT, VG> &u, int slab, const int32_t sum[NT][4],
+                                   const float unit[NT]) {
     int nt, i;
     TKVCU_UNROLL
     for (nt = 0; nt < NT; nt++) TKVCU_UNROLL
@@ -2152,10 +2228,11 @@ TKVCU_DEVICE void tkvcu_v_add(tkvcu_sums<D, NT, VG> &u, int slab, const int32_t 
             fmaf((float)(256 * sum[nt][2 * i] + sum[nt][2 * i + 1]), unit[nt], u.o[slab][nt][i]);
 }
 
-/* All slabs of V, width W. Groups of channels have weights of their own. */
+/* Multiplies all slabs of V with codes of width W. Each group of channels has its own weights. */
 template <int D, int W, int NT, int VG>
-TKVCU_DEVICE void tkvcu_v_codes(tkvcu_sums<D, NT, VG> &u, const tkvcu_v_at &at,
-                                const uint32_t b[VG][2][NT][2], const float unit[VG][NT], int g, int t) {
+TKVCU_DEVICE void tkvcu_multiply_v_codes(tkvcu_partials<D, NT, VG> &u, const tkvcu_v_addresses &at,
+                                         const uint32_t b[VG][2][NT][2], const float unit[VG][NT], int g,
+                                         int t) {
     int k, i, m, nt;
     TKVCU_UNROLL
     for (k = 0; k < D / 16; k++) {
@@ -2163,9 +2240,9 @@ TKVCU_DEVICE void tkvcu_v_codes(tkvcu_sums<D, NT, VG> &u, const tkvcu_v_at &at,
         uint32_t plane[2][4];
         int32_t sum[NT][4];
         const int group = k * VG / (D / 16);
-        tkvcu_fetch_v<W>(x, at, W == 3 ? D / 4 * 64 : 0, k, g, t);
+        tkvcu_load_v_words<W>(x, at, W == 3 ? D / 4 * 64 : 0, k, g, t);
         TKVCU_UNROLL
-        for (i = 0; i < 2; i++) tkvcu_planes<W>(x, i, plane[i]);
+        for (i = 0; i < 2; i++) tkvcu_split_planes<W>(x, i, plane[i]);
         TKVCU_UNROLL
         for (nt = 0; nt < NT; nt++) sum[nt][0] = sum[nt][1] = sum[nt][2] = sum[nt][3] = 0;
         TKVCU_UNROLL
@@ -2175,32 +2252,32 @@ TKVCU_DEVICE void tkvcu_v_codes(tkvcu_sums<D, NT, VG> &u, const tkvcu_v_at &at,
             TKVCU_UNROLL
             for (nt = 0; nt < NT; nt++) tkvcu_mma_uu(sum[nt], a, b[group][m][nt]);
         }
-        tkvcu_v_add(u, k, sum, unit[group]);
+        tkvcu_add_v_sums(u, k, sum, unit[group]);
     }
 }
 
-/* The same of R with pairs: 16 lanes of a tile are channels of two slabs. */
+/* The same for R with pairs: the 16 words of a tile are channels of two slabs. */
 template <int D, int NT, int VG>
-TKVCU_DEVICE void tkvcu_v_pairs(tkvcu_sums<D, NT, VG> &u, const tkvcu_v_at &at, const uint32_t b[2][NT][2],
-                                const float unit[NT], int g, int t) {
-    uint32_t turned[2][NT][2];
+TKVCU_DEVICE void tkvcu_multiply_v_pairs(tkvcu_partials<D, NT, VG> &u, const tkvcu_v_addresses &at,
+                                         const uint32_t b[2][NT][2], const float unit[NT], int g, int t) {
+    uint32_t reordered[2][NT][2];
     float pair_unit[NT];
     int i, k, nt, h, m;
     TKVCU_UNROLL
     for (nt = 0; nt < NT; nt++) {
         pair_unit[nt] = unit[nt] * TKVCU_PAIR_UNIT;
         TKVCU_UNROLL
-        for (m = 0; m < 2; m++) tkvcu_pair_weights(b[m][nt], turned[m][nt]);
+        for (m = 0; m < 2; m++) tkvcu_reorder_pair_weights(b[m][nt], reordered[m][nt]);
     }
     TKVCU_UNROLL
     for (k = 0; k < D / 32; k++) {
         tkvcu_v_tile<3> x;
         uint32_t code[2][2];
-        tkvcu_fetch_v<3>(x, at, D / 8 * 64, k, g, t);
+        tkvcu_load_v_words<3>(x, at, D / 8 * 64, k, g, t);
         TKVCU_UNROLL
         for (i = 0; i < 2; i++) {
-            code[0][i] = tkvcu_pair_codes<0>(x, i);
-            code[1][i] = tkvcu_pair_codes<2>(x, i);
+            code[0][i] = tkvcu_merge_pair_codes<0>(x, i);
+            code[1][i] = tkvcu_merge_pair_codes<2>(x, i);
         }
         TKVCU_UNROLL
         for (h = 0; h < 2; h++) {
@@ -2210,43 +2287,43 @@ TKVCU_DEVICE void tkvcu_v_pairs(tkvcu_sums<D, NT, VG> &u, const tkvcu_v_at &at, 
             TKVCU_UNROLL
             for (m = 0; m < 2; m++) {
                 uint32_t a[4];
-                tkvcu_pair_fragment(code[m], tkvcu_pair_points(h), a);
+                tkvcu_look_up_pairs(code[m], tkvcu_get_pair_table(h), a);
                 TKVCU_UNROLL
-                for (nt = 0; nt < NT; nt++) tkvcu_mma_su(sum[nt], a, turned[m][nt]);
+                for (nt = 0; nt < NT; nt++) tkvcu_mma_su(sum[nt], a, reordered[m][nt]);
             }
-            tkvcu_v_add(u, 2 * k + h, sum, pair_unit);
+            tkvcu_add_v_sums(u, 2 * k + h, sum, pair_unit);
         }
     }
 }
 
-/* >>units */
-TKVCU_DEVICE int tkvcu_position_of_query(const tkvcu_job &j, const tkvcu_task &k, int column) {
-    return k.reach.len - j.n_queries + (k.column + column) / k.group;
+/* >>scores and values of a key tile */
+TKVCU_DEVICE int tkvcu_find_query_position(const tkvcu_job &j, const tkvcu_task &k, int column) {
+    return k.visible.len - j.n_queries + (k.column + column) / k.group;
 }
 
-TKVCU_DEVICE int tkvcu_sees(const tkvcu_job &j, int query, int position) {
+TKVCU_DEVICE int tkvcu_can_see(const tkvcu_job &j, int query, int position) {
     return position <= query && (j.window == 0 || position > query - j.window);
 }
 
-/* Sums of a coded unit become weights: s[slab of 16 tokens][n-tile][word]. A score is q's unit times s, and
- * base. */
+/* Turns the sums of a coded key tile, s[slab of 16 tokens][n-tile][word], into weights. A product q.k is unit *
+ * s + base, in units of q. */
 template <int D, int NT, int VG>
-TKVCU_DEVICE void tkvcu_weigh(const tkvcu_job &j, const tkvcu_block<D, NT> &b, tkvcu_sums<D, NT, VG> &u,
-                              float s[4][NT][2], float unit, const float base[NT], float f[NT], int position,
-                              int g, int t) {
+TKVCU_DEVICE void tkvcu_softmax_step(const tkvcu_job &j, const tkvcu_attend_shared<D, NT> &b,
+                                     tkvcu_partials<D, NT, VG> &u, float s[4][NT][2], float unit,
+                                     const float base[NT], float f[NT], int position, int g, int t) {
     const tkvcu_task &k = b.task;
-    const int oldest = k.reach.len - j.n_queries;
+    const int oldest = k.visible.len - j.n_queries;
     const int masked =
-        TKVCU_RARELY(position + 63 > oldest || (j.window && position <= k.reach.len - 1 - j.window));
+        TKVCU_UNLIKELY(position + 63 > oldest || (j.window && position <= k.visible.len - 1 - j.window));
     float times[NT], least[NT], most[NT];
     int p, nt, i;
     TKVCU_UNROLL
     for (nt = 0; nt < NT; nt++) {
-        const float slope = b.slope[4 * nt + t];
-        times[nt] = unit * slope;
-        least[nt] = base[nt] * slope;
+        const float logit_scale = b.logit_scale[4 * nt + t];
+        times[nt] = unit * logit_scale;
+        least[nt] = base[nt] * logit_scale;
     }
-    if (TKVCU_RARELY(j.softcap > 0.0f)) {
+    if (TKVCU_UNLIKELY(j.softcap > 0.0f)) {
         TKVCU_UNROLL
         for (nt = 0; nt < NT; nt++) {
             TKVCU_UNROLL
@@ -2259,24 +2336,25 @@ TKVCU_DEVICE void tkvcu_weigh(const tkvcu_job &j, const tkvcu_block<D, NT> &b, t
     if (masked) {
         TKVCU_UNROLL
         for (nt = 0; nt < NT; nt++) {
-            const int query = tkvcu_position_of_query(j, k, 4 * nt + t);
-            if (times[nt] == 0.0f) times[nt] = 1e-37f; /* times infinity that shall be no weight */
+            const int query = tkvcu_find_query_position(j, k, 4 * nt + t);
+            /* 0 times infinity would be NaN */
+            if (times[nt] == 0.0f) times[nt] = 1e-37f;
             TKVCU_UNROLL
             for (p = 0; p < 4; p++) TKVCU_UNROLL
             for (i = 0; i < 2; i++)
-                if (!tkvcu_sees(j, query, position + 16 * p + 2 * g + i)) s[p][nt][i] = -INFINITY;
+                if (!tkvcu_can_see(j, query, position + 16 * p + 2 * g + i)) s[p][nt][i] = -INFINITY;
         }
     }
     TKVCU_UNROLL
     for (nt = 0; nt < NT; nt++) {
-        float x = TKVCU_UNSEEN; /* where nothing is seen that is what weights are taken from: they are 0 */
+        float x = TKVCU_LEAST_SUM; /* if no key is visible, weights are relative to this, and become 0 */
         TKVCU_UNROLL
         for (p = 0; p < 4; p++) x = fmaxf(fmaxf(x, s[p][nt][0]), s[p][nt][1]);
-        x = tkvcu_column_max(x);
-        most[nt] = x > TKVCU_UNSEEN ? fmaf(x, times[nt], least[nt]) : TKVCU_NOTHING;
+        x = tkvcu_reduce_column_max(x);
+        most[nt] = x > TKVCU_LEAST_SUM ? fmaf(x, times[nt], least[nt]) : TKVCU_MASKED_LOGIT;
         least[nt] = -x * times[nt];
     }
-    tkvcu_follow(u, most, f);
+    tkvcu_update_max(u, most, f);
     TKVCU_UNROLL
     for (nt = 0; nt < NT; nt++) {
         float l = 0.0f;
@@ -2290,20 +2368,20 @@ TKVCU_DEVICE void tkvcu_weigh(const tkvcu_job &j, const tkvcu_block<D, NT> &b, t
     }
 }
 
-/* One side of a coded unit that lies in `slot`. s: weights, f: what they count, for V. */
+/* Scores a coded key tile in `slot`. s receives the weights, f their factor. */
 template <int D, int NT, int VG>
-TKVCU_DEVICE void tkvcu_coded_k(const tkvcu_job &j, const tkvcu_block<D, NT> &b, const tkvcu_lane &me,
-                                tkvcu_sums<D, NT, VG> &u, float s[4][NT][2], float f[NT], const uint8_t *slot,
-                                int position) {
+TKVCU_DEVICE void tkvcu_score_coded_k(const tkvcu_job &j, const tkvcu_attend_shared<D, NT> &b,
+                                      const tkvcu_lane &me, tkvcu_partials<D, NT, VG> &u, float s[4][NT][2],
+                                      float f[NT], const uint8_t *slot, int position) {
     const tkvcu_side &side = TKVCU_SIDE(b, 0);
-    tkvcu_four *scale = (tkvcu_four *)(void *)me.work;
-    tkvcu_quad *q = (tkvcu_quad *)(void *)(me.work + 4 * D);
+    tkvcu_f32x4 *scale = (tkvcu_f32x4 *)(void *)me.work;
+    tkvcu_u32x4 *q = (tkvcu_u32x4 *)(void *)(me.work + 4 * D);
     const uint32_t *mine = (const uint32_t *)(const void *)q + me.t / 2 * 16 + 2 * me.g + me.t % 2;
     float base[NT], offset[NT];
-    const float unit = tkvcu_k_scales<D, NT>(side, slot, b, scale, me.lane);
+    const float unit = tkvcu_scale_k_channels<D, NT>(side, slot, b, scale, me.lane);
     int p, nt;
     __syncwarp();
-    tkvcu_q_codes<D, NT>(b, scale, q, me.lane);
+    tkvcu_make_q_limbs<D, NT>(b, scale, q, me.lane);
     __syncwarp();
     TKVCU_UNROLL
     for (nt = 0; nt < NT; nt++) {
@@ -2311,35 +2389,36 @@ TKVCU_DEVICE void tkvcu_coded_k(const tkvcu_job &j, const tkvcu_block<D, NT> &b,
         offset[nt] = 0.0f;
     }
     if (side.kind == TKVCU_KIVI) {
-        tkvcu_k_zeros<D, NT>(base, slot, b, me);
+        tkvcu_multiply_k_zeros<D, NT>(base, slot, b, me);
     } else {
-        tkvcu_k_offsets<D, NT>(side, offset, slot, b.span, mine, me.t);
-        if (side.slabs[0]) tkvcu_k_means<D, NT>(side, base, slot, b, me);
+        tkvcu_multiply_k_offsets<D, NT>(side, offset, slot, b.max_codes, mine, me.t);
+        if (side.slabs[0]) tkvcu_multiply_k_means<D, NT>(side, base, slot, b, me);
     }
     TKVCU_UNROLL
     for (p = 0; p < 4; p++) TKVCU_UNROLL
     for (nt = 0; nt < NT; nt++) s[p][nt][0] = s[p][nt][1] = offset[nt];
-    tkvcu_k_codes<D, NT>(side, s, me.k_codes, mine, me.g, me.t);
-    tkvcu_weigh(j, b, u, s, unit, base, f, position, me.g, me.t);
+    tkvcu_multiply_k_codes<D, NT>(side, s, me.k_codes, mine, me.g, me.t);
+    tkvcu_softmax_step(j, b, u, s, unit, base, f, position, me.g, me.t);
 }
 
 template <int D, int NT, int VG>
-TKVCU_DEVICE void tkvcu_coded_v(const tkvcu_block<D, NT> &b, const tkvcu_lane &me, tkvcu_sums<D, NT, VG> &u,
-                                const float s[4][NT][2], const float f[NT], const uint8_t *slot) {
+TKVCU_DEVICE void tkvcu_add_coded_v(const tkvcu_attend_shared<D, NT> &b, const tkvcu_lane &me,
+                                    tkvcu_partials<D, NT, VG> &u, const float s[4][NT][2], const float f[NT],
+                                    const uint8_t *slot) {
     const tkvcu_side &side = TKVCU_SIDE(b, 1);
     const int kivi = side.kind == TKVCU_KIVI, width = side.half_bits / 2;
     const int pairs = side.half_bits == 3;
-    const uint32_t smaller = pairs ? 0 : (uint32_t)tkvcu_v_bit(width, me.g / 2) << 23;
-    tkvcu_pair *scale = (tkvcu_pair *)(void *)me.work;
+    const uint32_t smaller = pairs ? 0 : (uint32_t)tkvcu_v_field_bit(width, me.g / 2) << 23;
+    tkvcu_f32x2 *scale = (tkvcu_f32x2 *)(void *)me.work;
     uint8_t *memory = me.work + 512 * VG;
     uint32_t w[VG][2][NT][2];
     float unit[VG][NT], sum[NT];
     int i, p, nt;
-    tkvcu_v_scales<VG>(side, slot, scale, me.lane, b.v_log);
+    tkvcu_load_v_scales<VG>(side, slot, scale, me.lane, b.v_log);
     __syncwarp();
     TKVCU_UNROLL
     for (i = 0; i < VG; i++) {
-        if (i > 0 && !kivi) { /* one group here */
+        if (i > 0 && !kivi) { /* this format has one group */
             TKVCU_UNROLL
             for (nt = 0; nt < NT; nt++) {
                 TKVCU_UNROLL
@@ -2349,15 +2428,15 @@ TKVCU_DEVICE void tkvcu_coded_v(const tkvcu_block<D, NT> &b, const tkvcu_lane &m
             }
             continue;
         }
-        tkvcu_weights<NT>(s, scale + 32 * i, memory + i * (4 * TKVCU_WEIGHTS_ROW * NT), smaller, w[i],
-                          unit[i], sum, me.g, me.t);
+        tkvcu_make_p_limbs<NT>(s, scale + 32 * i, memory + i * (4 * TKVCU_WEIGHTS_ROW * NT), smaller, w[i],
+                               unit[i], sum, me.g, me.t);
         TKVCU_UNROLL
         for (nt = 0; nt < NT; nt++) {
             float zero = 0.0f;
             if (kivi) {
                 TKVCU_UNROLL
                 for (p = 0; p < 4; p++) {
-                    const tkvcu_pair x = scale[32 * (VG + i) + 8 * p + me.g];
+                    const tkvcu_f32x2 x = scale[32 * (VG + i) + 8 * p + me.g];
                     zero = fmaf(s[p][nt][1], x.y, fmaf(s[p][nt][0], x.x, zero));
                 }
             } else if (!pairs) {
@@ -2367,17 +2446,17 @@ TKVCU_DEVICE void tkvcu_coded_v(const tkvcu_block<D, NT> &b, const tkvcu_lane &m
             unit[i][nt] *= f[nt];
         }
     }
-    if (pairs) tkvcu_v_pairs<D, NT, VG>(u, me.v_at, w[0], unit[0], me.g, me.t);
-    else if (width == 2) tkvcu_v_codes<D, 2, NT, VG>(u, me.v_at, w, unit, me.g, me.t);
-    else if (width == 3) tkvcu_v_codes<D, 3, NT, VG>(u, me.v_at, w, unit, me.g, me.t);
-    else if (width == 4) tkvcu_v_codes<D, 4, NT, VG>(u, me.v_at, w, unit, me.g, me.t);
-    else if (width == 1) tkvcu_v_codes<D, 1, NT, VG>(u, me.v_at, w, unit, me.g, me.t);
-    else tkvcu_v_codes<D, 8, NT, VG>(u, me.v_at, w, unit, me.g, me.t);
+    if (pairs) tkvcu_multiply_v_pairs<D, NT, VG>(u, me.v_at, w[0], unit[0], me.g, me.t);
+    else if (width == 2) tkvcu_multiply_v_codes<D, 2, NT, VG>(u, me.v_at, w, unit, me.g, me.t);
+    else if (width == 3) tkvcu_multiply_v_codes<D, 3, NT, VG>(u, me.v_at, w, unit, me.g, me.t);
+    else if (width == 4) tkvcu_multiply_v_codes<D, 4, NT, VG>(u, me.v_at, w, unit, me.g, me.t);
+    else if (width == 1) tkvcu_multiply_v_codes<D, 1, NT, VG>(u, me.v_at, w, unit, me.g, me.t);
+    else tkvcu_multiply_v_codes<D, 8, NT, VG>(u, me.v_at, w, unit, me.g, me.t);
 }
 
-/* >>16 exact tokens: products of 16-bit values. Rows g and g + 8 are tokens, or channels, g and g + 8; a
- * query, or a weight, goes in as what its 16 bits hold and what they leave: again two columns. */
-template <int D> TKVCU_DEVICE const uint8_t *tkvcu_chunk(const uint8_t *slot, int row, int chunk) {
+/* >>16 exact tokens: products of 16-bit values. Rows g and g + 8 of the first operand are tokens (K) or channels
+ * (V). A query or weight is split into two 16-bit limbs, again as two columns. */
+template <int D> TKVCU_DEVICE const uint8_t *tkvcu_find_chunk(const uint8_t *slot, int row, int chunk) {
     return slot + row * (2 * D) + 16 * (chunk ^ (row & (D % 64 ? 3 : 7)));
 }
 
@@ -2386,19 +2465,19 @@ TKVCU_DEVICE void tkvcu_mma_16(float c[4], const uint32_t a[4], const uint32_t b
     else tkvcu_mma_f16(c, a, b);
 }
 
-/* Two values in 16 bits each, or what is left of them then. */
-TKVCU_DEVICE uint32_t tkvcu_part_of(float x, float y, int low, int bf16) {
-    uint32_t two = bf16 ? tkvcu_bf16x2(x, y) : tkvcu_f16x2(x, y);
+/* Returns two values as 16-bit floats (the high limb), or the errors of this rounding (the low limb). */
+TKVCU_DEVICE uint32_t tkvcu_take_limb16(float x, float y, int low, int bf16) {
+    uint32_t two = bf16 ? tkvcu_pack_bf16x2(x, y) : tkvcu_pack_f16x2(x, y);
     if (!low) return two;
     x -= bf16 ? tkvcu_bf16_lo(two) : tkvcu_f16_lo(two);
     y -= bf16 ? tkvcu_bf16_hi(two) : tkvcu_f16_lo(two >> 16);
-    return bf16 ? tkvcu_bf16x2(x, y) : tkvcu_f16x2(x, y);
+    return bf16 ? tkvcu_pack_bf16x2(x, y) : tkvcu_pack_f16x2(x, y);
 }
 
 template <int D, int NT, int VG>
-TKVCU_DEVICE void tkvcu_exact_k(const tkvcu_job &j, const tkvcu_block<D, NT> &b, const tkvcu_lane &me,
-                                tkvcu_sums<D, NT, VG> &u, float s[NT][2], float f[NT], const uint8_t *slot,
-                                int position, int rows) {
+TKVCU_DEVICE void tkvcu_score_exact_k(const tkvcu_job &j, const tkvcu_attend_shared<D, NT> &b,
+                                      const tkvcu_lane &me, tkvcu_partials<D, NT, VG> &u, float s[NT][2],
+                                      float f[NT], const uint8_t *slot, int position, int rows) {
     const int i8 = me.lane % 8, m = me.lane / 8;
     float sum[NT][4], most[NT];
     int c, nt, i;
@@ -2407,30 +2486,30 @@ TKVCU_DEVICE void tkvcu_exact_k(const tkvcu_job &j, const tkvcu_block<D, NT> &b,
     TKVCU_UNROLL
     for (c = 0; c < D / 16; c++) {
         uint32_t a[4];
-        tkvcu_ldmatrix_x4(a, tkvcu_chunk<D>(slot, i8 + m % 2 * 8, 2 * c + m / 2));
+        tkvcu_ldmatrix_x4(a, tkvcu_find_chunk<D>(slot, i8 + m % 2 * 8, 2 * c + m / 2));
         TKVCU_UNROLL
         for (nt = 0; nt < NT; nt++) {
-            const tkvcu_words x = b.part[c][nt][me.lane];
+            const tkvcu_u32x2 x = b.q16[c][nt][me.lane];
             const uint32_t q[2] = {x.x, x.y};
             tkvcu_mma_16(sum[nt], a, q, b.side[0].bf16);
         }
     }
     TKVCU_UNROLL
     for (nt = 0; nt < NT; nt++) {
-        const int query = tkvcu_position_of_query(j, b.task, 4 * nt + me.t);
-        const float slope = b.slope[4 * nt + me.t];
-        most[nt] = TKVCU_NOTHING;
+        const int query = tkvcu_find_query_position(j, b.task, 4 * nt + me.t);
+        const float logit_scale = b.logit_scale[4 * nt + me.t];
+        most[nt] = TKVCU_MASKED_LOGIT;
         TKVCU_UNROLL
         for (i = 0; i < 2; i++) {
             const int row = me.g + 8 * i;
-            float x = (sum[nt][2 * i] + sum[nt][2 * i + 1]) * slope;
+            float x = (sum[nt][2 * i] + sum[nt][2 * i + 1]) * logit_scale;
             if (j.softcap > 0.0f) x = tanhf(x) * (j.softcap * TKVCU_LOG2E);
-            s[nt][i] = row < rows && tkvcu_sees(j, query, position + row) ? x : -INFINITY;
+            s[nt][i] = row < rows && tkvcu_can_see(j, query, position + row) ? x : -INFINITY;
             most[nt] = fmaxf(most[nt], s[nt][i]);
         }
-        most[nt] = tkvcu_column_max(most[nt]);
+        most[nt] = tkvcu_reduce_column_max(most[nt]);
     }
-    tkvcu_follow(u, most, f);
+    tkvcu_update_max(u, most, f);
     TKVCU_UNROLL
     for (nt = 0; nt < NT; nt++) {
         TKVCU_UNROLL
@@ -2440,8 +2519,9 @@ TKVCU_DEVICE void tkvcu_exact_k(const tkvcu_job &j, const tkvcu_block<D, NT> &b,
 }
 
 template <int D, int NT, int VG>
-TKVCU_DEVICE void tkvcu_exact_v(const tkvcu_block<D, NT> &b, const tkvcu_lane &me, tkvcu_sums<D, NT, VG> &u,
-                                const float s[NT][2], const float f[NT], const uint8_t *slot) {
+TKVCU_DEVICE void tkvcu_add_exact_v(const tkvcu_attend_shared<D, NT> &b, const tkvcu_lane &me,
+                                    tkvcu_partials<D, NT, VG> &u, const float s[NT][2], const float f[NT],
+                                    const uint8_t *slot) {
     const int i8 = me.lane % 8, m = me.lane / 8, bf16 = b.side[1].bf16;
     float *weight = (float *)(void *)me.work; /* [column][16 tokens] */
     uint32_t p[NT][2];
@@ -2454,12 +2534,12 @@ TKVCU_DEVICE void tkvcu_exact_v(const tkvcu_block<D, NT> &b, const tkvcu_lane &m
     for (nt = 0; nt < NT; nt++) TKVCU_UNROLL
     for (i = 0; i < 2; i++) {
         const float *x = weight + 16 * (4 * nt + me.g / 2) + 2 * me.t + 8 * i;
-        p[nt][i] = tkvcu_part_of(x[0], x[1], me.g % 2, bf16);
+        p[nt][i] = tkvcu_take_limb16(x[0], x[1], me.g % 2, bf16);
     }
     TKVCU_UNROLL
     for (c = 0; c < D / 16; c++) {
         uint32_t a[4];
-        tkvcu_ldmatrix_x4_trans(a, tkvcu_chunk<D>(slot, i8 + m / 2 * 8, 2 * c + m % 2));
+        tkvcu_ldmatrix_x4_trans(a, tkvcu_find_chunk<D>(slot, i8 + m / 2 * 8, 2 * c + m % 2));
         TKVCU_UNROLL
         for (nt = 0; nt < NT; nt++) {
             float sum[4] = {0.0f, 0.0f, 0.0f, 0.0f};
@@ -2470,44 +2550,48 @@ TKVCU_DEVICE void tkvcu_exact_v(const tkvcu_block<D, NT> &b, const tkvcu_lane &m
     }
 }
 
-/* >>runs: units of one region and one version, so that all is read in one way */
-/* Row of a column's query. */
-TKVCU_DEVICE size_t tkvcu_query_at(const tkvcu_job &j, const tkvcu_task &k, int column) {
+/* >>key ranges: key tiles of one region and one table version */
+/* Returns the index of a column's query in d_q. */
+TKVCU_DEVICE size_t tkvcu_find_query(const tkvcu_job &j, const tkvcu_task &k, int column) {
     const size_t row = (size_t)k.entry * (size_t)j.n_queries + (size_t)(column / k.group);
     const size_t head = (size_t)(k.head * k.group + column % k.group);
     return (row * (size_t)j.view.n_heads + head) * (size_t)j.view.head_dim;
 }
 
-/* The power of two that x, which is not negative, is 1 to 2 times; 0: `otherwise`. */
-TKVCU_DEVICE float tkvcu_power_below(float x, float otherwise) {
+/* Returns the largest power of two that is at most x. x must not be negative; 0 gives `otherwise`. */
+TKVCU_DEVICE float tkvcu_floor_power(float x, float otherwise) {
     const uint32_t bits = tkvi_bits(x) & 0x7f800000u;
     if (bits == 0) return otherwise;
     return tkvi_from_bits(bits < 0x7e800000u ? bits : 0x7e800000u);
 }
 
-/* Queries in the orders that their products want, with the sign of the scale: channels in the run's order,
- * or as they come for exact rows. By all threads. */
-template <int D, int NT> TKVCU_DEVICE void tkvcu_prepare(const tkvcu_job &j, tkvcu_block<D, NT> &b) {
+/* Stores the queries in the orders of their products, with the sign of the scale. Channels are in the order of
+ * the key range, or in natural order for exact rows. All threads call it. */
+template <int D, int NT>
+TKVCU_DEVICE void tkvcu_prepare_queries(const tkvcu_job &j, tkvcu_attend_shared<D, NT> &b) {
     const tkvcu_side &side = b.side[0];
     const tkvcu_task &k = b.task;
     const int tid = (int)threadIdx.x, exact = side.kind == TKVCU_EXACT;
     const uint8_t *order = side.table >= 0 && !exact ? j.view.order + side.table : NULL;
     int i, c, r;
-    for (i = tid / 32; i < 4 * NT; i += TKVCU_WARPS) { /* a warp a column: its unit, static means */
-        const float sign = k.column + i >= k.columns ? 0.0f : j.scale < 0.0f ? -1.0f : 1.0f; /* 0: nobody's */
+    for (i = tid / 32; i < 4 * NT; i += TKVCU_WARPS) { /* a warp per column: its unit, and the means */
+        const float sign = k.column + i >= k.columns ? 0.0f
+                           : j.scale < 0.0f          ? -1.0f
+                                                     : 1.0f; /* 0: unused column */
         const float times = fabsf(j.scale) * (j.softcap > 0.0f ? 1.0f / j.softcap : TKVCU_LOG2E);
         const uint8_t *meta = k.from[0] - 2048 + side.code_bytes;
-        float sum = 0.0f, most = 0.0f, product = 0.0f, one, part;
+        float sum = 0.0f, most = 0.0f, product = 0.0f, q_unit, q16_unit;
         if (k.column + i < k.columns) {
-            const size_t at = tkvcu_query_at(j, k, k.column + i);
+            const size_t at = tkvcu_find_query(j, k, k.column + i);
             for (c = tid % 32; c < D; c += 32) {
                 const int channel = order ? order[c] : c;
-                const float x = tkvcu_element(j.q, j.type, at + (size_t)channel);
+                const float x = tkvcu_load_element(j.q, j.type, at + (size_t)channel);
                 const uint32_t bits = tkvi_bits(x) & 0x7fffffffu;
-                float scale = 0.0f; /* the run's first block's: later ones will be near it */
+                /* scale in the first block of the range: later blocks have similar scales */
+                float scale = 0.0f;
                 if (side.kind == TKVCU_KIVI) scale = tkvcu_f16_lo(((const uint16_t *)(const void *)meta)[c]);
                 else if (side.kind == TKVCU_A && c < D - 16 * side.slabs[0])
-                    scale = tkvcu_log_value(meta[c], side.top, b.mantissa);
+                    scale = tkvcu_decode_log(meta[c], side.top, b.mantissa);
                 if (order) sum += x * j.view.mean[side.table + c];
                 most = fmaxf(most, fabsf(x));
                 product = fmaxf(product, fabsf(x) * scale);
@@ -2516,139 +2600,141 @@ template <int D, int NT> TKVCU_DEVICE void tkvcu_prepare(const tkvcu_job &j, tkv
         }
         TKVCU_UNROLL
         for (c = 16; c > 0; c /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, c);
-        part = tkvcu_power_below(tkvcu_warp_max(most), 1.0f);
-        one = tkvcu_power_below(tkvcu_warp_max(product), part);
-        if (tid % 32 ==
-            0) { /* what is no number stays in its column: those of all columns have a unit in common */
-            b.slope[i] = sum == sum ? one * times : NAN;
-            b.mean[i] = sign * sum / one;
-            b.ratio[i] = part / one;
-            b.other[i] = (int)tkvi_bits(sum == sum ? sign / one : NAN);
-            b.other[4 * NT + i] = (int)tkvi_bits(sum == sum ? sign / part : NAN);
+        q16_unit = tkvcu_floor_power(tkvcu_warp_max(most), 1.0f);
+        q_unit = tkvcu_floor_power(tkvcu_warp_max(product), q16_unit);
+        /* NaN and infinity stay in their column, although the columns share a unit */
+        if (tid % 32 == 0) {
+            b.logit_scale[i] = sum == sum ? q_unit * times : NAN;
+            b.mean[i] = sign * sum / q_unit;
+            b.q16_ratio[i] = q16_unit / q_unit;
+            b.scratch[i] = (int)tkvi_bits(sum == sum ? sign / q_unit : NAN);
+            b.scratch[4 * NT + i] = (int)tkvi_bits(sum == sum ? sign / q16_unit : NAN);
         }
     }
     __syncthreads();
     for (i = tid; i < D / 16 * NT * 32; i += TKVCU_THREADS) {
         const int lane = i % 32, nt = i / 32 % NT, slab = i / 32 / NT, mine = 4 * nt + lane / 8, t = lane % 4;
-        const float one = tkvi_from_bits((uint32_t)b.other[mine]);
-        const float part = tkvi_from_bits((uint32_t)b.other[4 * NT + mine]);
+        const float q_unit = tkvi_from_bits((uint32_t)b.scratch[mine]);
+        const float q16_unit = tkvi_from_bits((uint32_t)b.scratch[4 * NT + mine]);
         const int low = lane / 4 % 2, bf16 = exact && side.bf16;
-        tkvcu_words to;
-        const size_t at = k.column + mine < k.columns ? tkvcu_query_at(j, k, k.column + mine) : 0;
-        tkvcu_four x, y;
+        tkvcu_u32x2 to;
+        const size_t at = k.column + mine < k.columns ? tkvcu_find_query(j, k, k.column + mine) : 0;
+        tkvcu_f32x4 x, y;
         TKVCU_UNROLL
         for (r = 0; r < 4; r++) {
             const int tile = 16 * slab + 4 * t + r, rows = 16 * slab + 2 * t + r % 2 + r / 2 * 8;
             const int zeros = 32 * (slab / 2) + 8 * t + slab % 2 * 2 + r % 2 + r / 2 * 4;
             const int place = exact ? rows : side.kind == TKVCU_KIVI ? zeros : tile;
-            x.x[r] = one * tkvcu_element(j.q, j.type, at + (size_t)(order ? order[tile] : tile));
-            y.x[r] = part * tkvcu_element(j.q, j.type, at + (size_t)(order ? order[place] : place));
+            x.x[r] = q_unit * tkvcu_load_element(j.q, j.type, at + (size_t)(order ? order[tile] : tile));
+            y.x[r] = q16_unit * tkvcu_load_element(j.q, j.type, at + (size_t)(order ? order[place] : place));
         }
         if (!low)
-            b.q[t % 2][tkvcu_pair_of<D>(nt, 2 * slab + t / 2, lane / 8)] = x; /* not used of exact rows */
-        to.x = tkvcu_part_of(y.x[0], y.x[1], low, bf16);
-        to.y = tkvcu_part_of(y.x[2], y.x[3], low, bf16);
+            b.q[t % 2][tkvcu_find_q_index<D>(nt, 2 * slab + t / 2, lane / 8)] =
+                x; /* not used for exact rows */
+        to.x = tkvcu_take_limb16(y.x[0], y.x[1], low, bf16);
+        to.y = tkvcu_take_limb16(y.x[2], y.x[3], low, bf16);
         if (!exact && side.kind == TKVCU_KIVI)
-            ((tkvcu_words *)(void *)b.part)[((slab / 2 * NT + nt) * 32 + lane) * 2 + slab % 2] = to;
-        else b.part[slab][nt][lane] = to;
+            ((tkvcu_u32x2 *)(void *)b.q16)[((slab / 2 * NT + nt) * 32 + lane) * 2 + slab % 2] = to;
+        else b.q16[slab][nt][lane] = to;
     }
     for (i = tid; i < 256; i += TKVCU_THREADS) {
-        if (side.kind == TKVCU_A) b.k_log[i] = tkvcu_log_value((uint32_t)i, side.top, b.mantissa);
-        if (b.side[1].kind == TKVCU_R) b.v_log[i] = tkvcu_log_value((uint32_t)i, b.side[1].top, b.mantissa);
+        if (side.kind == TKVCU_A) b.k_log[i] = tkvcu_decode_log((uint32_t)i, side.top, b.mantissa);
+        if (b.side[1].kind == TKVCU_R) b.v_log[i] = tkvcu_decode_log((uint32_t)i, b.side[1].top, b.mantissa);
     }
     for (i = tid; i < D / 4 && side.kind == TKVCU_A; i += TKVCU_THREADS)
-        b.span[i] = ((1u << tkvcu_width_of(side, i / 4)) - 1u) * 0x01010101u;
+        b.max_codes[i] = ((1u << tkvcu_find_slab_width(side, i / 4)) - 1u) * 0x01010101u;
     __syncthreads();
     for (i = tid; i < D / 4; i += TKVCU_THREADS) {
-        tkvcu_four x = {{0.0f, 0.0f, 0.0f, 0.0f}};
+        tkvcu_f32x4 x = {{0.0f, 0.0f, 0.0f, 0.0f}};
         for (c = 0; c < 4 * NT; c++) TKVCU_UNROLL
         for (r = 0; r < 4; r++)
-            x.x[r] = fmaxf(x.x[r], fabsf(b.q[i % 2][tkvcu_pair_of<D>(c / 4, i / 2, c % 4)].x[r]));
-        b.most[i] = x;
+            x.x[r] = fmaxf(x.x[r], fabsf(b.q[i % 2][tkvcu_find_q_index<D>(c / 4, i / 2, c % 4)].x[r]));
+        b.q_max[i] = x;
     }
 }
 
-/* Rows of the task's region that are there, from 16 exact ones' first on. */
-TKVCU_DEVICE int tkvcu_rows_from(const tkvcu_job &j, const tkvcu_task &k, int unit) {
-    const int sinks = tkvi_min(j.view.sinks, k.reach.len);
-    return (k.region == TKVCU_SINKS ? sinks : k.reach.len - j.view.sinks) - 16 * unit;
+/* Returns the number of exact rows from key tile `unit` to the end of the task's region. */
+TKVCU_DEVICE int tkvcu_n_rows_left(const tkvcu_job &j, const tkvcu_task &k, int unit) {
+    const int sinks = tkvi_min(j.view.sinks, k.visible.len);
+    return (k.region == TKVCU_SINKS ? sinks : k.visible.len - j.view.sinks) - 16 * unit;
 }
 
-/* K (which = 0) or V of unit number nth of the task's run, if it has so many, begins to come into its slot. */
+/* Starts the copy of K (which = 0) or V of key tile nth of the range, if it has that many. */
 template <int D, int EXACT>
-TKVCU_DEVICE void tkvcu_ask(const tkvcu_job &j, const tkvcu_task &k, const tkvcu_lane &me, int which,
-                            int nth) {
+TKVCU_DEVICE void tkvcu_prefetch_side(const tkvcu_job &j, const tkvcu_task &k, const tkvcu_lane &me,
+                                      int which, int nth) {
     if (nth < k.n) {
         uint8_t *slot = me.slot[which];
         if (EXACT) {
-            const int place = k.place + nth;
+            const int place = k.ring_tile + nth;
             tkvcu_load_rows<D>(slot, k.from[which] + (size_t)(place / 4) * k.block + place % 4 * (32 * D),
-                               tkvcu_rows_from(j, k, k.first + nth), me.lane);
+                               tkvcu_n_rows_left(j, k, k.first + nth), me.lane);
         } else {
-            tkvcu_load<D>(slot, tkvcu_forward(k.from[which], nth, k.block), k.codes[which], k.meta[which],
-                          me);
+            tkvcu_load_side<D>(slot, tkvcu_advance(k.from[which], nth, k.block), k.codes[which],
+                               k.meta[which], me);
         }
     }
     tkvcu_cp_async_commit();
 }
 
-/* What was asked for has come, and nobody uses the side before it any more: that slot and the warp's work
- * are free. */
-TKVCU_DEVICE void tkvcu_come(void) {
+/* Waits for the copies. All lanes are then done with the previous side: its slot and `work` are free. */
+TKVCU_DEVICE void tkvcu_wait_copies(void) {
     tkvcu_cp_async_wait<0>();
     __syncwarp();
 }
 
-/* The task's run; its sides are in b. V comes while K is worked at, and the next K while V is. */
+/* Attends to the key range whose sides are in b. V is copied during the work on K, and the next K during V. */
 template <int D, int NT, int VG, int EXACT>
-TKVCU_DEVICE void tkvcu_run_units(const tkvcu_job &j, tkvcu_block<D, NT> &b, const tkvcu_lane &me,
-                                  tkvcu_sums<D, NT, VG> &u) {
+TKVCU_DEVICE void tkvcu_attend_key_range(const tkvcu_job &j, tkvcu_attend_shared<D, NT> &b,
+                                         const tkvcu_lane &me, tkvcu_partials<D, NT, VG> &u) {
     const tkvcu_task &k = b.task;
     const int base = k.region == TKVCU_SINKS ? 0 : j.view.sinks;
     int nth = me.warp;
-    tkvcu_ask<D, EXACT>(j, k, me, 0, nth);
+    tkvcu_prefetch_side<D, EXACT>(j, k, me, 0, nth);
     TKVCU_ROLL
     for (; nth < k.n; nth += TKVCU_WARPS) {
         const int unit = k.first + nth;
         float s[4][NT][2], f[NT];
-        tkvcu_come();
-        tkvcu_ask<D, EXACT>(j, k, me, 1, nth);
+        tkvcu_wait_copies();
+        tkvcu_prefetch_side<D, EXACT>(j, k, me, 1, nth);
         if (EXACT)
-            tkvcu_exact_k(j, b, me, u, s[0], f, me.slot[0], base + 16 * unit, tkvcu_rows_from(j, k, unit));
-        else tkvcu_coded_k(j, b, me, u, s, f, me.slot[0], base + 64 * unit);
-        tkvcu_come();
-        tkvcu_ask<D, EXACT>(j, k, me, 0, nth + TKVCU_WARPS);
-        if (EXACT) tkvcu_exact_v(b, me, u, s[0], f, me.slot[1]);
-        else tkvcu_coded_v(b, me, u, s, f, me.slot[1]);
+            tkvcu_score_exact_k(j, b, me, u, s[0], f, me.slot[0], base + 16 * unit,
+                                tkvcu_n_rows_left(j, k, unit));
+        else tkvcu_score_coded_k(j, b, me, u, s, f, me.slot[0], base + 64 * unit);
+        tkvcu_wait_copies();
+        tkvcu_prefetch_side<D, EXACT>(j, k, me, 0, nth + TKVCU_WARPS);
+        if (EXACT) tkvcu_add_exact_v(b, me, u, s[0], f, me.slot[1]);
+        else tkvcu_add_coded_v(b, me, u, s, f, me.slot[1]);
     }
 }
 
-/* Blocks from `block` on, at most n, that have its version. */
+/* Returns the number of blocks from `block` on, at most n, that have its table version. */
 template <int D, int NT>
-TKVCU_DEVICE int tkvcu_same_version(const tkvcu_job &j, tkvcu_block<D, NT> &b, int block, int n) {
+TKVCU_DEVICE int tkvcu_n_same_version(const tkvcu_job &j, tkvcu_attend_shared<D, NT> &b, int block, int n) {
     const uint8_t *version =
-        j.view.version + (size_t)b.task.reach.seq * (size_t)j.view.max_blocks + (size_t)block;
+        j.view.version + (size_t)b.task.visible.seq * (size_t)j.view.max_blocks + (size_t)block;
     int from, i;
     for (from = 0; from < n; from += TKVCU_THREADS) {
         i = from + (int)threadIdx.x;
-        b.other[threadIdx.x] = i < n && version[i] != version[0];
+        b.scratch[threadIdx.x] = i < n && version[i] != version[0];
         __syncthreads();
         for (i = 0; i < TKVCU_THREADS && from + i < n; i++)
-            if (b.other[i]) return from + i;
+            if (b.scratch[i]) return from + i;
         __syncthreads();
     }
     return n;
 }
 
-/* >>the end of a part: its warps' sums as one, into the workspace [slot][columns of the block][m, l, o ...] */
+/* >>end of a section: the joined partial results of the warps go to the workspace, [slot][column][m, l, o ...] */
 template <int D, int NT, int VG>
-TKVCU_DEVICE void tkvcu_finish(const tkvcu_job &j, tkvcu_block<D, NT> &b, const tkvcu_lane &me,
-                               tkvcu_sums<D, NT, VG> &u, uint8_t *warps, size_t warp_bytes) {
+TKVCU_DEVICE void tkvcu_write_partials(const tkvcu_job &j, tkvcu_attend_shared<D, NT> &b,
+                                       const tkvcu_lane &me, tkvcu_partials<D, NT, VG> &u, uint8_t *warps,
+                                       size_t warp_bytes) {
     const tkvcu_task &k = b.task;
     float *mine = (float *)(void *)me.slot[0];
-    const int slot = (int)blockIdx.x + (k.entry * j.view.n_kv_heads + k.head) * TKVCU_PARTS + k.part;
+    const int slot = (int)blockIdx.x + (k.entry * j.view.n_kv_heads + k.head) * TKVCU_SECTIONS + k.section;
     float *out = j.partial + ((size_t)slot * gridDim.y + blockIdx.y) * (size_t)(4 * NT * (D + 2));
-    const int exact = k.part == 2;
+    const int exact = k.section == 2;
     int nt, i, c, w;
     TKVCU_UNROLL
     for (nt = 0; nt < NT; nt++) {
@@ -2667,12 +2753,13 @@ TKVCU_DEVICE void tkvcu_finish(const tkvcu_job &j, tkvcu_block<D, NT> &b, const 
         for (c = 0; c < D / 16; c++) TKVCU_UNROLL
         for (i = 0; i < 2; i++)
             column[2 + 16 * c + (exact ? me.g + 8 * i : 2 * me.g + i)] =
-                u.o[c][nt][i] + u.zero[16 * c * VG / D][nt]; /* 0 where there is nothing of that kind */
+                u.o[c][nt][i] + u.zero[16 * c * VG / D][nt]; /* zero is 0 if the format has none */
     }
     __syncthreads();
-    for (i = (int)threadIdx.x; i < 4 * NT * (D + 1); i += TKVCU_THREADS) { /* l counts as an output */
+    for (i = (int)threadIdx.x; i < 4 * NT * (D + 1);
+         i += TKVCU_THREADS) { /* l is treated as one more output */
         const int column = i / (D + 1), at = i % (D + 1);
-        float m = TKVCU_NOTHING, sum = 0.0f;
+        float m = TKVCU_MASKED_LOGIT, sum = 0.0f;
         for (w = 0; w < TKVCU_WARPS; w++)
             m = fmaxf(m, ((const float *)(const void *)(warps + (size_t)w * warp_bytes))[column * (D + 2)]);
         for (w = 0; w < TKVCU_WARPS; w++) {
@@ -2685,77 +2772,80 @@ TKVCU_DEVICE void tkvcu_finish(const tkvcu_job &j, tkvcu_block<D, NT> &b, const 
     __syncthreads();
 }
 
-/* The next part that the block has units of; left: 0 if there is none. By one thread. */
-template <class Task> TKVCU_DEVICE void tkvcu_next_part(const tkvcu_job &j, Task &task, const int *ends) {
+/* Finds the next section with key tiles of this thread block. left = 0: none. One thread calls it. */
+template <class Task> TKVCU_DEVICE void tkvcu_next_section(const tkvcu_job &j, Task &task, const int *ends) {
     Task k = task;
     int per;
     k.left = 0;
-    if (k.unit < k.end) {
-        while (ends[k.entry] <= k.unit) k.entry++;
-        k.reach = tkvcu_reach_of(j, k.entry);
-        per = tkvcu_units_of(k.reach);
-        k.at = k.unit - (k.entry ? ends[k.entry - 1] : 0);
-        k.head = k.at / per;
-        k.at %= per;
-        for (k.part = 0; k.at >= tkvcu_units_in(k.reach, k.part); k.part++)
-            k.at -= tkvcu_units_in(k.reach, k.part);
-        k.left = tkvi_min(tkvcu_units_in(k.reach, k.part) - k.at, k.end - k.unit);
-        k.unit += k.left;
+    if (k.next_tile < k.end_tile) {
+        while (ends[k.entry] <= k.next_tile) k.entry++;
+        k.visible = tkvcu_find_visible(j, k.entry);
+        per = tkvcu_n_key_tiles(k.visible);
+        k.tile = k.next_tile - (k.entry ? ends[k.entry - 1] : 0);
+        k.head = k.tile / per;
+        k.tile %= per;
+        for (k.section = 0; k.tile >= tkvcu_n_key_tiles_in(k.visible, k.section); k.section++)
+            k.tile -= tkvcu_n_key_tiles_in(k.visible, k.section);
+        k.left = tkvi_min(tkvcu_n_key_tiles_in(k.visible, k.section) - k.tile, k.end_tile - k.next_tile);
+        k.next_tile += k.left;
     }
     task = k;
 }
 
-/* The next run of the part, its sides and queries. By all threads. */
-template <int D, int NT> TKVCU_DEVICE void tkvcu_next_run(const tkvcu_job &j, tkvcu_block<D, NT> &b) {
+/* Begins the next key range of the section: its sides and queries. All threads call it. */
+template <int D, int NT>
+TKVCU_DEVICE void tkvcu_next_key_range(const tkvcu_job &j, tkvcu_attend_shared<D, NT> &b) {
     const tkvcu_task &k = b.task;
-    const tkvcu_list list = j.view.list[k.reach.seq];
+    const tkvcu_list list = j.view.list[k.visible.seq];
     const int tid = (int)threadIdx.x, coded = list.archive + list.warm;
-    int region, first, place, places, n = k.left, version = 0;
-    if (k.part == 2) {
-        region = k.at < k.reach.sinks ? TKVCU_SINKS : TKVCU_HOT;
-        first = k.at;
-        if (region == TKVCU_HOT) first += 4 * tkvi_max(k.reach.first, coded) - k.reach.sinks;
-        else n = tkvi_min(n, k.reach.sinks - k.at);
+    int region, first, ring_tile, ring_tiles, n = k.left, version = 0;
+    if (k.section == 2) {
+        region = k.tile < k.visible.sink_tiles ? TKVCU_SINKS : TKVCU_HOT;
+        first = k.tile;
+        if (region == TKVCU_HOT) first += 4 * tkvi_max(k.visible.first_block, coded) - k.visible.sink_tiles;
+        else n = tkvi_min(n, k.visible.sink_tiles - k.tile);
     } else {
-        region = k.part == 0 ? TKVCU_ARCHIVE : TKVCU_WARM;
-        first = k.at + (k.part == 0 ? k.reach.first : tkvi_max(k.reach.first, list.archive));
-        version = j.view.version[(size_t)k.reach.seq * (size_t)j.view.max_blocks + (size_t)first];
-        n = tkvcu_same_version(j, b, first, n);
+        region = k.section == 0 ? TKVCU_ARCHIVE : TKVCU_WARM;
+        first =
+            k.tile + (k.section == 0 ? k.visible.first_block : tkvi_max(k.visible.first_block, list.archive));
+        version = j.view.version[(size_t)k.visible.seq * (size_t)j.view.max_blocks + (size_t)first];
+        n = tkvcu_n_same_version(j, b, first, n);
     }
-    places =
-        (region < TKVCU_SINKS ? 1 : 4) * j.view.ring[region]; /* in units; behind the last one is the first */
-    place = first % places;
-    n = tkvi_min(n, places - place);
+    /* length of the ring in key tiles; after the last place comes the first */
+    ring_tiles = (region < TKVCU_SINKS ? 1 : 4) * j.view.ring[region];
+    ring_tile = first % ring_tiles;
+    n = tkvi_min(n, ring_tiles - ring_tile);
     __syncthreads();
     if (tid < 2) {
         const size_t at = (size_t)(version * TKVCU_REGIONS + region) * (size_t)j.view.n_kv_heads;
         b.side[tid] = j.view.side[(at + (size_t)k.head) * 2 + (size_t)tid];
         b.task.from[tid] =
-            j.view.bytes[region] + (size_t)k.reach.seq * j.view.stride[region] + b.side[tid].at;
-        if (region < TKVCU_SINKS) b.task.from[tid] += (size_t)place * j.view.block[region] + 2048;
+            j.view.bytes[region] + (size_t)k.visible.seq * j.view.stride[region] + b.side[tid].at;
+        if (region < TKVCU_SINKS) b.task.from[tid] += (size_t)ring_tile * j.view.block[region] + 2048;
         b.task.codes[tid] = (int)b.side[tid].code_bytes;
         b.task.meta[tid] = (int)(b.side[tid].bytes - b.side[tid].code_bytes);
     }
     if (tid == 0) {
         b.task.block = j.view.block[region];
-        b.task.place = place;
+        b.task.ring_tile = ring_tile;
         b.task.region = region;
         b.task.first = first;
         b.task.n = n;
-        b.task.at += n;
+        b.task.tile += n;
         b.task.left -= n;
     }
     __syncthreads();
-    tkvcu_prepare(j, b);
+    tkvcu_prepare_queries(j, b);
     __syncthreads();
 }
 
-/* Ends of the entries: a running sum of their units, 32 at a time, by one warp. */
+/* Computes ends[entry], the running sum of key tiles over the entries, 32 at a time. One warp calls it. */
 TKVCU_DEVICE void tkvcu_find_ends(const tkvcu_job &j, int *ends, int lane) {
     int sum = 0, e, i;
     for (e = 0; e < j.n_entries; e += 32) {
         int n = 0;
-        if (e + lane < j.n_entries) n = j.view.n_kv_heads * tkvcu_units_of(tkvcu_reach_of(j, e + lane));
+        if (e + lane < j.n_entries)
+            n = j.view.n_kv_heads * tkvcu_n_key_tiles(tkvcu_find_visible(j, e + lane));
         TKVCU_UNROLL
         for (i = 1; i < 32; i *= 2) {
             const int before = __shfl_up_sync(0xffffffffu, n, (unsigned)i);
@@ -2767,10 +2857,10 @@ TKVCU_DEVICE void tkvcu_find_ends(const tkvcu_job &j, int *ends, int lane) {
     }
 }
 
-/* Blocks of threads that a multiprocessor shall hold: as many as leave registers for all that is in use. */
+/* Thread blocks per multiprocessor that the register limit must allow. */
 #if defined __CUDA_ARCH__ && __CUDA_ARCH__ < 900
-#define TKVCU_RESIDENT(NT)                                                                                   \
-    ((NT) == 2 ? 2 : 3) /* their shared memory has room for no more with head_dim 128 */
+/* With head_dim 128, shared memory has no space for more. */
+#define TKVCU_RESIDENT(NT) ((NT) == 2 ? 2 : 3)
 #else
 #define TKVCU_RESIDENT(NT) ((NT) == 2 ? 3 : 4)
 #endif
@@ -2778,12 +2868,12 @@ TKVCU_DEVICE void tkvcu_find_ends(const tkvcu_job &j, int *ends, int lane) {
 template <int D, int NT, int VG>
 __global__ void __launch_bounds__(TKVCU_THREADS, TKVCU_RESIDENT(NT)) tkvcu_attend_kernel(tkvcu_job j) {
     TKVCU_SHARED(uint8_t, shared);
-    tkvcu_block<D, NT> &b = *(tkvcu_block<D, NT> *)(void *)shared;
+    tkvcu_attend_shared<D, NT> &b = *(tkvcu_attend_shared<D, NT> *)(void *)shared;
     int *ends = (int *)(void *)(shared + sizeof b); /* [n_entries] */
     const int tid = (int)threadIdx.x;
     const int warp_bytes = TKVCU_SLOTS * j.slot_bytes + TKVCU_WORK(D, NT, VG);
     const int warps_at = (int)((sizeof b + sizeof(int) * (size_t)j.n_entries + 127) / 128 * 128);
-    const tkvcu_lane me = tkvcu_lane_of<D>(shared + warps_at, warp_bytes, j.slot_bytes);
+    const tkvcu_lane me = tkvcu_make_lane<D>(shared + warps_at, warp_bytes, j.slot_bytes);
     if (tid < 16) b.mantissa[tid] = tkvi_bits(tkvi_log_value(1 + tid, 16));
     if (me.warp == 0) tkvcu_find_ends(j, ends, me.lane);
     __syncthreads();
@@ -2793,25 +2883,25 @@ __global__ void __launch_bounds__(TKVCU_THREADS, TKVCU_RESIDENT(NT)) tkvcu_atten
         b.task.group = j.view.n_heads / j.view.n_kv_heads;
         b.task.columns = b.task.group * j.n_queries;
         b.task.column = 4 * NT * (int)blockIdx.y;
-        b.task.unit = tkvcu_range(total, (int)gridDim.x, (int)blockIdx.x);
-        b.task.end = tkvcu_range(total, (int)gridDim.x, (int)blockIdx.x + 1);
-        tkvcu_next_part(j, b.task, ends);
+        b.task.next_tile = tkvcu_first_key_tile(total, (int)gridDim.x, (int)blockIdx.x);
+        b.task.end_tile = tkvcu_first_key_tile(total, (int)gridDim.x, (int)blockIdx.x + 1);
+        tkvcu_next_section(j, b.task, ends);
     }
     __syncthreads();
     while (b.task.left > 0) {
-        tkvcu_sums<D, NT, VG> u;
-        tkvcu_begin(u);
+        tkvcu_partials<D, NT, VG> u;
+        tkvcu_clear_partials(u);
         while (b.task.left > 0) {
-            tkvcu_next_run(j, b);
+            tkvcu_next_key_range(j, b);
             if (b.task.region >= TKVCU_SINKS) {
-                tkvcu_run_units<D, NT, VG, 1>(j, b, me, u);
+                tkvcu_attend_key_range<D, NT, VG, 1>(j, b, me, u);
             } else {
-                tkvcu_run_units<D, NT, VG, 0>(j, b, me, u);
+                tkvcu_attend_key_range<D, NT, VG, 0>(j, b, me, u);
             }
             __syncthreads();
         }
-        tkvcu_finish(j, b, me, u, shared + warps_at, (size_t)warp_bytes);
-        if (tid == 0) tkvcu_next_part(j, b.task, ends);
+        tkvcu_write_partials(j, b, me, u, shared + warps_at, (size_t)warp_bytes);
+        if (tid == 0) tkvcu_next_section(j, b.task, ends);
         __syncthreads();
     }
 }
@@ -2819,9 +2909,9 @@ __global__ void __launch_bounds__(TKVCU_THREADS, TKVCU_RESIDENT(NT)) tkvcu_atten
 #endif /* TKVCU_ATTEND_H */
 /* ======== combine.h ======== */
 /*
- * combine.h - the partial results of attend.h as one: output and log-sum-exp of each query head. A thread
- * block per (entry, query, head), a thread per channel. What the R formats have rotated is summed up apart
- * and turned back once.
+ * combine.h - merges the partial results of attend.h into output and log-sum-exp of each query head. One thread block
+ * works on one (entry, query, head), one thread on one channel. Results in the rotated basis of R formats are summed
+ * separately, and rotated back once.
  */
 #ifndef TKVCU_COMBINE_H
 #define TKVCU_COMBINE_H
@@ -2829,8 +2919,8 @@ __global__ void __launch_bounds__(TKVCU_THREADS, TKVCU_RESIDENT(NT)) tkvcu_atten
 
 #define TKVCU_COMBINE_THREADS 128
 
-/* A window of core/rotate.h over x[0 .. n-1] in shared memory, by n / 2 threads. */
-TKVCU_DEVICE void tkvcu_window(float *x, int n, int log2n) {
+/* Rotates a window x[0 .. n-1] in shared memory by core/rotate.h, without signs. Uses n / 2 threads. */
+TKVCU_DEVICE void tkvcu_rotate_window(float *x, int n, int log2n) {
     const int tid = (int)threadIdx.x;
     int h;
     for (h = 1; h < n; h *= 2) {
@@ -2848,7 +2938,7 @@ TKVCU_DEVICE void tkvcu_window(float *x, int n, int log2n) {
 }
 
 __global__ void __launch_bounds__(TKVCU_COMBINE_THREADS)
-    tkvcu_combine_kernel(tkvcu_job j, int columns, int chunks) {
+    tkvcu_combine_kernel(tkvcu_job j, int columns, int column_tiles) {
     __shared__ int before[TKVCU_COMBINE_THREADS], all[TKVCU_COMBINE_THREADS];
     __shared__ float x[TKV_MAX_HEAD_DIM];
     const int dim = j.view.head_dim, heads = j.view.n_kv_heads, group = j.view.n_heads / heads;
@@ -2856,21 +2946,21 @@ __global__ void __launch_bounds__(TKVCU_COMBINE_THREADS)
     const int entry = (int)blockIdx.x / j.view.n_heads / j.n_queries, tid = (int)threadIdx.x;
     const int column = query * group + head % group;
     const size_t row = (size_t)entry * (size_t)j.n_queries + (size_t)query;
-    const size_t column_floats = (size_t)(dim + 2), slot_floats = (size_t)(chunks * columns) * column_floats;
-    const float *mine_at =
-        j.partial + (size_t)column * column_floats; /* in slot 0: chunks follow one another */
-    tkvcu_reach reach;
-    int first[TKVCU_PARTS], last[TKVCU_PARTS];
-    float sum[2], l = 0.0f, top = TKVCU_START, sink = TKVCU_NOTHING;
-    int e, i, c, part, unit, total, blocks;
-    int mine = 0, everyone = 0;
+    const size_t column_floats = (size_t)(dim + 2),
+                 slot_floats = (size_t)(column_tiles * columns) * column_floats;
+    const float *first_slot = j.partial + (size_t)column * column_floats; /* start of the column in slot 0 */
+    tkvcu_visible visible;
+    int first[TKVCU_SECTIONS], last[TKVCU_SECTIONS];
+    float sum[2], l = 0.0f, top = TKVCU_INITIAL_MAX, sink = TKVCU_MASKED_LOGIT;
+    int e, i, c, section, tile, total, blocks;
+    int tiles_before = 0, tiles_total = 0;
     for (e = tid; e < j.n_entries; e += TKVCU_COMBINE_THREADS) {
-        const int n = heads * tkvcu_units_of(tkvcu_reach_of(j, e));
-        if (e < entry) mine += n;
-        everyone += n;
+        const int n = heads * tkvcu_n_key_tiles(tkvcu_find_visible(j, e));
+        if (e < entry) tiles_before += n;
+        tiles_total += n;
     }
-    before[tid] = mine;
-    all[tid] = everyone;
+    before[tid] = tiles_before;
+    all[tid] = tiles_total;
     __syncthreads();
     for (i = TKVCU_COMBINE_THREADS / 2; i > 0; i /= 2) {
         if (tid < i) {
@@ -2880,39 +2970,39 @@ __global__ void __launch_bounds__(TKVCU_COMBINE_THREADS)
         __syncthreads();
     }
     total = all[0];
-    blocks = total < j.blocks ? total : j.blocks; /* tkvcu_range */
-    reach = tkvcu_reach_of(j, entry);
-    if (reach.seq < 0) {
-        if (tid == 0 && j.entries[entry] >= 0) atomicOr(j.word, TKVCU_WORD_SEQUENCE);
+    blocks = total < j.blocks ? total : j.blocks; /* as in tkvcu_first_key_tile */
+    visible = tkvcu_find_visible(j, entry);
+    if (visible.seq < 0) {
+        if (tid == 0 && j.entries[entry] >= 0) atomicOr(j.flags, TKVCU_FLAG_SEQUENCE);
         return;
     }
-    unit = before[0] + head / group * tkvcu_units_of(reach);
-    mine_at += (size_t)((entry * heads + head / group) * TKVCU_PARTS) * slot_floats;
-    for (part = 0; part < TKVCU_PARTS; part++) { /* blocks of the grid that worked at it */
-        first[part] = 1;
-        last[part] = 0;
-        if (reach.units[part] == 0) continue;
-        first[part] = (int)((((int64_t)unit + 1) * blocks - 1) / total);
-        unit += reach.units[part];
-        last[part] = (int)(((int64_t)unit * blocks - 1) / total);
+    tile = before[0] + head / group * tkvcu_n_key_tiles(visible);
+    first_slot += (size_t)((entry * heads + head / group) * TKVCU_SECTIONS) * slot_floats;
+    for (section = 0; section < TKVCU_SECTIONS; section++) { /* thread blocks that worked on the section */
+        first[section] = 1;
+        last[section] = 0;
+        if (visible.key_tiles[section] == 0) continue;
+        first[section] = (int)((((int64_t)tile + 1) * blocks - 1) / total);
+        tile += visible.key_tiles[section];
+        last[section] = (int)(((int64_t)tile * blocks - 1) / total);
     }
-    for (part = 0; part < TKVCU_PARTS; part++)
-        for (c = first[part]; c <= last[part]; c++) {
-            const float *p = mine_at + (size_t)(c + part) * slot_floats;
+    for (section = 0; section < TKVCU_SECTIONS; section++)
+        for (c = first[section]; c <= last[section]; c++) {
+            const float *p = first_slot + (size_t)(c + section) * slot_floats;
             top = fmaxf(top, p[0]);
         }
-    if (j.sinks) {
-        sink = j.sinks[head] * TKVCU_LOG2E;
+    if (j.sink_logits) {
+        sink = j.sink_logits[head] * TKVCU_LOG2E;
         top = fmaxf(top, sink);
         l = tkvcu_ex2(sink - top);
     }
     sum[0] = sum[1] = 0.0f;
-    for (part = 0; part < TKVCU_PARTS; part++) {
+    for (section = 0; section < TKVCU_SECTIONS; section++) {
         const int rotated =
-            part < 2 &&
-            j.view.side[((size_t)part * (size_t)heads + (size_t)(head / group)) * 2 + 1].kind == TKVCU_R;
-        for (c = first[part]; c <= last[part]; c++) {
-            const float *p = mine_at + (size_t)(c + part) * slot_floats;
+            section < 2 &&
+            j.view.side[((size_t)section * (size_t)heads + (size_t)(head / group)) * 2 + 1].kind == TKVCU_R;
+        for (c = first[section]; c <= last[section]; c++) {
+            const float *p = first_slot + (size_t)(c + section) * slot_floats;
             const float by = tkvcu_ex2(p[0] - top);
             l += p[1] * by;
             if (tid < dim) sum[rotated] += p[2 + tid] * by;
@@ -2921,13 +3011,13 @@ __global__ void __launch_bounds__(TKVCU_COMBINE_THREADS)
     if (tid < dim) x[tid] = sum[1];
     c = 0;
     while (dim >> (c + 1)) c++;
-    if (1 << c < dim) tkvcu_window(x + dim - (1 << c), 1 << c, c);
-    tkvcu_window(x, 1 << c, c);
+    if (1 << c < dim) tkvcu_rotate_window(x + dim - (1 << c), 1 << c, c);
+    tkvcu_rotate_window(x, 1 << c, c);
     if (tid < dim) {
         const float y = tkvi_signs[tid / 32] >> tid % 32 & 1 ? -x[tid] : x[tid];
-        const float out = l != 0.0f ? (sum[0] + y) / l : 0.0f; /* a NaN stays one */
-        tkvcu_put_element(j.out, j.type,
-                          (row * (size_t)j.view.n_heads + (size_t)head) * (size_t)dim + (size_t)tid, out);
+        const float out = l != 0.0f ? (sum[0] + y) / l : 0.0f; /* a NaN in l stays a NaN */
+        tkvcu_store_element(j.out, j.type,
+                            (row * (size_t)j.view.n_heads + (size_t)head) * (size_t)dim + (size_t)tid, out);
     }
     if (tid == 0 && j.lse)
         j.lse[row * (size_t)j.view.n_heads + (size_t)head] =
@@ -2939,14 +3029,14 @@ typedef struct tkvcu_attend_call {
     const void *q;
     void *out;
     float *lse;
-    const float *sinks;
+    const float *sink_logits;
     const int32_t *seq_map;
-    uint32_t *word;
+    uint32_t *flags;
     int32_t type, n_queries, window;
     float scale, softcap;
 } tkvcu_attend_call;
 
-#define TKVCU_MAX_BLOCKS 1024 /* of the grid: what the workspace is for */
+#define TKVCU_MAX_GRID 1024 /* most thread blocks of a grid that the workspace allows */
 
 typedef void (*tkvcu_attend_function)(tkvcu_job);
 
@@ -2956,34 +3046,36 @@ typedef struct tkvcu_grid { /* a launch for 4 or 8 columns */
     int blocks;
 } tkvcu_grid;
 
-typedef struct tkvcu_split { /* what is the same in all calls */
+typedef struct tkvcu_attend_plan { /* equal for all calls */
     float *partial;
     int n_seqs;
-    int slot_bytes;     /* of shared memory */
-    int groups;         /* of V's channels: 1, or 2 where KIVI has two */
-    tkvcu_grid grid[2]; /* by n-tiles, from 1 */
-} tkvcu_split;
+    int slot_bytes;     /* of a slot in shared memory */
+    int groups;         /* groups of V channels: 2 for KIVI with head_dim 128, else 1 */
+    tkvcu_grid grid[2]; /* for 1 and 2 n-tiles */
+} tkvcu_attend_plan;
 
-/* Columns: the queries of a group of query heads; 4 or 8 of them to a block of threads. */
+/* Returns the n-tiles per thread block: 1 for up to 4 columns, else 2. Columns are queries times query heads per
+ * KV head. */
 static int tkvcu_n_tiles(const tkv_config *cfg, int n_queries) {
     return cfg->model.n_heads / cfg->model.n_kv_heads * n_queries > 4 ? 2 : 1;
 }
 
-static int tkvcu_chunks(const tkv_config *cfg, int n_queries) {
+static int tkvcu_n_column_tiles(const tkv_config *cfg, int n_queries) {
     const int columns = 4 * tkvcu_n_tiles(cfg, n_queries);
     return (cfg->model.n_heads / cfg->model.n_kv_heads * n_queries + columns - 1) / columns;
 }
 
-/* Bytes that attention of up to so many queries needs. */
-static size_t tkvcu_split_bytes(const tkv_config *cfg, int n_seqs, int max_queries) {
-    const size_t slots = TKVCU_MAX_BLOCKS + (size_t)n_seqs * (size_t)cfg->model.n_kv_heads * TKVCU_PARTS;
-    const size_t columns = (size_t)(tkvcu_chunks(cfg, max_queries) * 4 * tkvcu_n_tiles(cfg, max_queries));
+/* Computes the workspace for up to max_queries queries. */
+static size_t tkvcu_compute_attend_bytes(const tkv_config *cfg, int n_seqs, int max_queries) {
+    const size_t slots = TKVCU_MAX_GRID + (size_t)n_seqs * (size_t)cfg->model.n_kv_heads * TKVCU_SECTIONS;
+    const size_t columns =
+        (size_t)(tkvcu_n_column_tiles(cfg, max_queries) * 4 * tkvcu_n_tiles(cfg, max_queries));
     return slots * columns * (size_t)(cfg->model.head_dim + 2) * sizeof(float);
 }
 
-/* Makes room for sides of these kinds (host memory). Those of A and R: the largest that any table gives a
- * head, 4 bits a value (core/allocate.h), so that a captured launch is right for tables that come later. */
-static void tkvcu_split_see(tkvcu_split *s, const tkvcu_side *side, size_t n, int head_dim) {
+/* Enlarges the slots for these sides (in host memory). A and R sides get space for 4 bits per value, the most of
+ * any table (core/allocate.h). So a captured launch stays valid for tables that come later. */
+static void tkvcu_widen_attend_plan(tkvcu_attend_plan *s, const tkvcu_side *side, size_t n, int head_dim) {
     size_t i;
     s->slot_bytes = tkvi_max(s->slot_bytes, 32 * head_dim);
     s->groups = tkvi_max(s->groups, 1);
@@ -2994,9 +3086,9 @@ static void tkvcu_split_see(tkvcu_split *s, const tkvcu_side *side, size_t n, in
     }
 }
 
-/* The kernel for this, and its shared memory. */
-static tkvcu_attend_function tkvcu_attend_of(const tkvcu_split *s, int head_dim, int n_tiles,
-                                             size_t *shared) {
+/* Finds the kernel and its shared memory. */
+static tkvcu_attend_function tkvcu_select_attend_kernel(const tkvcu_attend_plan *s, int head_dim, int n_tiles,
+                                                        size_t *shared) {
     const struct {
         int head_dim, n_tiles, groups;
         tkvcu_attend_function kernel;
@@ -3004,7 +3096,7 @@ static tkvcu_attend_function tkvcu_attend_of(const tkvcu_split *s, int head_dim,
         int work;
     } row[] = {
 #define TKVCU_KERNEL_(D, NT, VG)                                                                             \
-    {D, NT, VG, tkvcu_attend_kernel<D, NT, VG>, sizeof(tkvcu_block<D, NT>), TKVCU_WORK(D, NT, VG)}
+    {D, NT, VG, tkvcu_attend_kernel<D, NT, VG>, sizeof(tkvcu_attend_shared<D, NT>), TKVCU_WORK(D, NT, VG)}
         TKVCU_KERNEL_(64, 1, 1),  TKVCU_KERNEL_(64, 2, 1),  TKVCU_KERNEL_(128, 1, 1),
         TKVCU_KERNEL_(128, 1, 2), TKVCU_KERNEL_(128, 2, 1), TKVCU_KERNEL_(128, 2, 2),
 #undef TKVCU_KERNEL_
@@ -3016,38 +3108,39 @@ static tkvcu_attend_function tkvcu_attend_of(const tkvcu_split *s, int head_dim,
     return row[i].kernel;
 }
 
-/* Grids for up to so many queries, when all sides were seen. `most`: shared memory of a block, and the limit
- * of every kernel: another cache may use the same one. *fits: there is enough of it. */
-static cudaError_t tkvcu_split_ready(tkvcu_split *s, const tkv_config *cfg, int max_queries, int processors,
-                                     int most, int *fits) {
+/* Computes the grids for up to max_queries queries, when all sides are known. `max_shared` is the device's shared
+ * memory per thread block. Every kernel gets it as its limit, because caches share kernels. *fits becomes 0 if
+ * it is too small. */
+static cudaError_t tkvcu_prepare_attend(tkvcu_attend_plan *s, const tkv_config *cfg, int max_queries,
+                                        int multiprocessors, int max_shared, int *fits) {
     cudaError_t e = cudaSuccess;
     int n;
     for (n = 1; n <= tkvcu_n_tiles(cfg, max_queries) && e == cudaSuccess && *fits; n++) {
         tkvcu_grid *grid = &s->grid[n - 1];
         int resident = 1;
-        grid->kernel = tkvcu_attend_of(s, cfg->model.head_dim, n, &grid->shared);
-        *fits = grid->shared <= (size_t)most;
+        grid->kernel = tkvcu_select_attend_kernel(s, cfg->model.head_dim, n, &grid->shared);
+        *fits = grid->shared <= (size_t)max_shared;
         if (!*fits) break;
-        e = cudaFuncSetAttribute(grid->kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, most);
+        e = cudaFuncSetAttribute(grid->kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, max_shared);
         if (e == cudaSuccess)
             e = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&resident, grid->kernel, TKVCU_THREADS,
                                                               grid->shared);
-        grid->blocks = tkvi_min(TKVCU_MAX_BLOCKS, processors * tkvi_max(1, resident));
+        grid->blocks = tkvi_min(TKVCU_MAX_GRID, multiprocessors * tkvi_max(1, resident));
     }
     return e;
 }
 
-/* What is the same in a call for all kernels. */
-static tkvcu_job tkvcu_job_of(const tkvcu_split *s, const tkvcu_view *v, const tkvcu_attend_call *c) {
+/* Fills the part of a job that both attention kernels share. */
+static tkvcu_job tkvcu_make_job(const tkvcu_attend_plan *s, const tkvcu_view *v, const tkvcu_attend_call *c) {
     tkvcu_job j;
     memset(&j, 0, sizeof j);
     j.view = *v;
     j.q = c->q;
     j.out = c->out;
     j.lse = c->lse;
-    j.sinks = c->sinks;
+    j.sink_logits = c->sink_logits;
     j.entries = c->seq_map;
-    j.word = c->word;
+    j.flags = c->flags;
     j.partial = s->partial;
     j.type = c->type;
     j.n_entries = s->n_seqs;
@@ -3058,40 +3151,41 @@ static tkvcu_job tkvcu_job_of(const tkvcu_split *s, const tkvcu_view *v, const t
     return j;
 }
 
-/* Both kernels. Nothing is allocated or waited for. */
-static cudaError_t tkvcu_attend_launch(const tkvcu_split *s, const tkvcu_view *v, const tkvcu_attend_call *c,
-                                       const tkv_config *cfg, cudaStream_t stream) {
-    const int nt = tkvcu_n_tiles(cfg, c->n_queries), chunks = tkvcu_chunks(cfg, c->n_queries);
+/* Launches attention and combination. Allocates nothing and does not wait. */
+static cudaError_t tkvcu_launch_attend(const tkvcu_attend_plan *s, const tkvcu_view *v,
+                                       const tkvcu_attend_call *c, const tkv_config *cfg,
+                                       cudaStream_t stream) {
+    const int nt = tkvcu_n_tiles(cfg, c->n_queries), column_tiles = tkvcu_n_column_tiles(cfg, c->n_queries);
     const tkvcu_grid *grid = &s->grid[nt - 1];
-    tkvcu_job j = tkvcu_job_of(s, v, c);
+    tkvcu_job j = tkvcu_make_job(s, v, c);
     j.blocks = grid->blocks;
     j.slot_bytes = s->slot_bytes;
-    TKVCU_LAUNCH(grid->kernel, dim3((unsigned)j.blocks, (unsigned)chunks), dim3(TKVCU_THREADS), grid->shared,
-                 stream, j);
+    TKVCU_LAUNCH(grid->kernel, dim3((unsigned)j.blocks, (unsigned)column_tiles), dim3(TKVCU_THREADS),
+                 grid->shared, stream, j);
     TKVCU_LAUNCH(tkvcu_combine_kernel, dim3((unsigned)(s->n_seqs * c->n_queries * v->n_heads)),
-                 dim3(TKVCU_COMBINE_THREADS), 0, stream, j, 4 * nt, chunks);
+                 dim3(TKVCU_COMBINE_THREADS), 0, stream, j, 4 * nt, column_tiles);
     return cudaGetLastError();
 }
 
 #endif /* TKVCU_COMBINE_H */
 /* ======== prefill.h ======== */
 /*
- * prefill.h - attention of more queries than attend.h takes: a unit's codes become halves once, for many
+ * prefill.h - attention of more queries than attend.h takes. A key tile's codes are converted to fp16 once, for many
  * rows.
  *
- * Units, their cut into ranges, the slots of the workspace and what combine.h makes of them are those of
- * attend.h. Rows are the queries of the KV head's group of query heads: 64 MT of them to a block of threads,
- * 16 MT to a warp, and gridDim.y blocks for all. What a unit's codes cost is paid once for all rows of a
- * block.
+ * Key tiles, their division into ranges and the slots of the workspace are those of attend.h, and combine.h merges
+ * them. Rows are the queries of the query heads that share a KV head. A thread block has 64 MT rows, a warp 16 MT,
+ * and gridDim.y thread blocks cover all rows. All rows of a thread block share the cost of unpacking a key tile.
  *
- *     global --cp.async--> raw bytes of K and V, while the unit before is multiplied
- *     codes, a word of a tile at a time -> tile of K [token][channel], tile of V [channel][token], halves
- *     S = Q K^T, 32 tokens at a time -> softmax in registers -> P, already in the first operand's order -> O += P V
+ *     global --cp.async--> raw bytes of K and V, during the products of the previous key tile
+ *     codes, one word of a tile at a time -> fp16 tiles: K as [token][channel], V as [channel][token]
+ *     S = Q K^T, 32 tokens at a time -> softmax in registers -> P = first operand -> O += P V
  *
- * Halves hold what any cache has because each side's tile is in units of a power of two: of the unit for K,
- * and for V of the sums so far, which follow when it grows. So are queries, row by row. What is alike for
- * all tokens of a unit, the zeros of KIVI and the means of A, does not enter K's tile but is multiplied with
- * q apart: what is rounded is the distance from it. Values of R stay rotated: combine.h turns their sum.
+ * Each tile is in units of a power of two, so fp16 can represent the values of any cache. The unit of K belongs to
+ * the key tile. The unit of V belongs to the sums, and grows with them. Each row of queries has its own unit. Terms
+ * that are equal for all tokens of a key tile (zeros of KIVI, means of A) are not part of K's tile. They are
+ * multiplied by q separately, so that only the difference from them is rounded. Values of R stay rotated; combine.h
+ * rotates their sum back.
  */
 #ifndef TKVCU_PREFILL_H
 #define TKVCU_PREFILL_H
@@ -3103,95 +3197,95 @@ static cudaError_t tkvcu_attend_launch(const tkvcu_split *s, const tkvcu_view *v
 #define TKVCU_UNROLL_2
 #endif
 
-#define TKVCU_DECODE_QUERIES 8 /* up to so many are for attend.h */
+#define TKVCU_DECODE_QUERIES 8 /* attend.h takes up to this many */
 #define TKVCU_PREFILL_WARPS 4
 #define TKVCU_PREFILL_THREADS (32 * TKVCU_PREFILL_WARPS)
-#define TKVCU_PREFILL_ROWS 40960 /* of all blocks of a grid: what the workspace is for */
-#define TKVCU_STRIP 32 /* tokens that have logits at a time; of exact units, those that come at a time */
-#define TKVCU_EXPONENT_LEAST (-110)
-#define TKVCU_BOTTOM (-127) /* exponent of sums that nothing has come to */
-#define TKVCU_LIFT 8.0f     /* weights are 2^8 times what they are: small ones stay normal halves */
+#define TKVCU_PREFILL_MAX_ROWS 40960 /* rows of all thread blocks of a grid that the workspace allows */
+#define TKVCU_STRIP 32 /* tokens whose scores are computed together, and exact tokens per copy */
+#define TKVCU_EXPONENT_MIN (-110)
+#define TKVCU_EXPONENT_NONE (-127) /* exponent of sums that are still empty */
+/* weights are multiplied by 2^8: small ones stay normal fp16 numbers */
+#define TKVCU_P_EXPONENT 8.0f
 
-struct alignas(16) tkvcu_eight { /* halves */
+struct alignas(16) tkvcu_f16x8 { /* fp16 */
     uint32_t w[4];
 };
 
-struct tkvcu_slab { /* 16 channels of a coded side (of pairs: 32), four tiles */
+struct tkvcu_slab { /* 16 channels of a coded side (pairs: 32), four tiles */
     int width;
-    uint32_t wide, halves; /* bytes from the side's start */
+    uint32_t wide, halves; /* byte offsets in the side */
 };
 
 struct tkvcu_prefill_task {
-    tkvcu_reach reach;
-    int entry, head, part;
-    int at, left;             /* unit in the part, and units of it that are still to do */
-    int region, version;      /* of the run, which is read in one way */
-    int first, last;          /* of the run: blocks, or 16 exact rows */
-    int unit, end;            /* of all units */
-    int group, columns;       /* query heads of a KV head; rows of all blocks */
-    int column, columns_here; /* of this block: the first, and how many */
+    tkvcu_visible visible;
+    int entry, head, section;
+    int tile, left;          /* next key tile in the section; key tiles left in it */
+    int region, version;     /* of the key range */
+    int first, last;         /* key range: blocks, or groups of 16 exact rows */
+    int next_tile, end_tile; /* in the list of all key tiles */
+    int group, all_rows;     /* query heads per KV head; rows of all thread blocks */
+    int first_row, n_rows;   /* of this thread block */
 };
 
-template <int D, int MT> struct tkvcu_prefill { /* what a block of threads shares */
+template <int D, int MT> struct tkvcu_prefill_shared { /* shared memory of a thread block */
     uint16_t q[64 * MT * D];
     uint16_t k[64 * D], v[64 * D];
-    uint8_t raw[2][68 * D]; /* 8 bits and KIVI's metadata, or 32 exact rows */
-    uint16_t scale[2][128]; /* halves: K by place of the channel, V by [group][token] */
-    uint16_t zero[2][128];  /* the same; K: in units of 1 */
-    uint16_t zero_rest[D];  /* K: what halves leave of it */
-    uint16_t fine[D];       /* K: what is added to a code before its scale */
+    uint8_t raw[2][68 * D];  /* 8-bit codes and KIVI's metadata, or 32 exact rows */
+    uint16_t scale[2][128];  /* fp16; K by channel in the order of the side, V by [group][token] */
+    uint16_t zero[2][128];   /* the same; K: in unit 1 */
+    uint16_t zero_rest[D];   /* K: rounding error of zero */
+    uint16_t code_offset[D]; /* K: added to a code before the scale */
     tkvcu_slab slab[2][D / 16];
-    int coded;             /* K: slabs that have codes */
-    uint32_t point[2][2];  /* R with pairs: coordinates by code, plus 128; first and second channels */
-    float factor[64 * MT]; /* of rows: what q has been divided by, */
-    float bias[64 * MT];   /* q times the static means, divided as well, */
-    int query[64 * MT];    /* position */
-    float most[2][TKVCU_PREFILL_WARPS];
+    int coded; /* K: slabs that have codes */
+    /* R with pairs: coordinates by code, plus 128; of the first and second channels */
+    uint32_t pair_table[2][2];
+    float q_unit[64 * MT];       /* by row: q was divided by it */
+    float mean_product[64 * MT]; /* by row: q * static means, in the same unit */
+    int query[64 * MT];          /* by row: position */
+    float max_values[2][TKVCU_PREFILL_WARPS];
     int tail;
     tkvcu_side side[2];
     tkvcu_prefill_task task;
 };
 
-template <int D, int MT> struct tkvcu_row_sums { /* of a lane: rows g and g + 8 of each m-tile */
+template <int D, int MT> struct tkvcu_row_partials { /* of a lane: rows g and g + 8 of each m-tile */
     float m[MT][2], l[MT][2];
     float o[MT][D / 8][4];
     int top; /* o is in units of 2^top */
 };
 
-/* Tokens that come into the tiles together; rows = 0: no more. */
+/* Tokens that are loaded together. rows = 0: the key range is done. */
 typedef struct tkvcu_strip {
-    int at, units; /* of the region: blocks, or 16 exact rows */
+    int at, key_tiles; /* in the region: blocks, or groups of 16 exact rows */
     int position, rows;
 } tkvcu_strip;
 
-TKVCU_DEVICE float tkvcu_power(int e) {
+TKVCU_DEVICE float tkvcu_exp2i(int e) {
     return tkvi_from_bits((uint32_t)(127 + tkvi_max(-126, tkvi_min(127, e))) << 23);
 }
 
-/* The same number, but what is worked out from it is worked out here, and not before a loop in registers
- * that the loop then lacks. */
-TKVCU_DEVICE int tkvcu_anew(int x) {
+/* Hides the origin of x. The compiler then computes values derived from it here, not before a loop that lacks
+ * registers. */
+TKVCU_DEVICE int tkvcu_block_hoisting(int x) {
     asm volatile("" : "+r"(x));
     return x;
 }
 
-/* Rows of tiles have their chunks of 16 bytes turned about: of 8 neighbours, and of every second of 16, they
- * are in all banks. The same every 16 rows. */
-TKVCU_DEVICE int tkvcu_turned_about(int row, int chunk) {
-    return 16 * (chunk ^ ((row ^ (row >> 3 & 1)) & 7));
-}
+/* Swizzle: returns the offset of a 16-byte chunk in a row of a tile. 8 neighbour rows, and every second of 16
+ * rows, use all banks. The pattern repeats every 16 rows. */
+TKVCU_DEVICE int tkvcu_swizzle_row(int row, int chunk) { return 16 * (chunk ^ ((row ^ (row >> 3 & 1)) & 7)); }
 
-/* >>codes to halves */
-/* Codes of two words of a tile, the first at `wide`; plane p's are the bytes of code[.][p]. half: where the
- * same words lie in the vector with top bits, shifted up by `upper`. */
-TKVCU_DEVICE void tkvcu_plane_codes(uint32_t code[2][4], const uint8_t *wide, const uint8_t *half, int upper,
-                                    int width) {
+/* >>codes to fp16 */
+/* Unpacks two words of a tile, the first at `wide`. The codes of plane p are the bytes of code[..][p]. `half`
+ * points to the same words in the vector of top bits, which are `upper` bits higher. */
+TKVCU_DEVICE void tkvcu_unpack_planes(uint32_t code[2][4], const uint8_t *wide, const uint8_t *half,
+                                      int upper, int width) {
     const int low = width == 8 ? 8 : width >= 4 ? 4 : width >= 2 ? 2 : 0;
     int p;
     if (low == 8) {
         TKVCU_UNROLL
         for (p = 0; p < 4; p++) {
-            const tkvcu_words x = tkvcu_two(wide + 64 * p, 0);
+            const tkvcu_u32x2 x = tkvcu_load_u32x2(wide + 64 * p, 0);
             code[0][p] = x.x;
             code[1][p] = x.y;
         }
@@ -3202,14 +3296,14 @@ TKVCU_DEVICE void tkvcu_plane_codes(uint32_t code[2][4], const uint8_t *wide, co
     if (low == 4) {
         TKVCU_UNROLL
         for (p = 0; p < 4; p++) {
-            const tkvcu_words x = tkvcu_two(wide + 64 * (p / 2), 0);
+            const tkvcu_u32x2 x = tkvcu_load_u32x2(wide + 64 * (p / 2), 0);
             code[0][p] = x.x >> 4 * (p % 2) & 0x0f0f0f0fu;
             code[1][p] = x.y >> 4 * (p % 2) & 0x0f0f0f0fu;
         }
     }
     if (low == 2 || width == 6) {
         const int at = width == 6 ? 4 : 0;
-        const tkvcu_words x = tkvcu_two(wide + 32 * at, 0);
+        const tkvcu_u32x2 x = tkvcu_load_u32x2(wide + 32 * at, 0);
         TKVCU_UNROLL
         for (p = 0; p < 4; p++) {
             code[0][p] |= (x.x >> 2 * p & 0x03030303u) << at;
@@ -3217,7 +3311,7 @@ TKVCU_DEVICE void tkvcu_plane_codes(uint32_t code[2][4], const uint8_t *wide, co
         }
     }
     if (width % 2) {
-        const tkvcu_words x = tkvcu_two(half, 0);
+        const tkvcu_u32x2 x = tkvcu_load_u32x2(half, 0);
         TKVCU_UNROLL
         for (p = 0; p < 4; p++) {
             code[0][p] |= (x.x >> upper >> p & 0x01010101u) << low;
@@ -3226,71 +3320,74 @@ TKVCU_DEVICE void tkvcu_plane_codes(uint32_t code[2][4], const uint8_t *wide, co
     }
 }
 
-/* 1024 + code, of bytes 0 and 1, then 2 and 3. */
-TKVCU_DEVICE uint32_t tkvcu_byte_halves(uint32_t bytes, int second) {
+/* Returns 1024 + code as fp16: bytes 0 and 1, or 2 and 3. */
+TKVCU_DEVICE uint32_t tkvcu_bytes_to_f16x2(uint32_t bytes, int second) {
     return tkvcu_prmt(bytes, 0x64646464u, second ? 0x4342 : 0x4140);
 }
 
-TKVCU_DEVICE uint32_t tkvcu_add_halves(uint32_t x, uint32_t y) { return tkvcu_hfma2(x, 0x3c003c00u, y); }
+TKVCU_DEVICE uint32_t tkvcu_add_f16x2(uint32_t x, uint32_t y) { return tkvcu_hfma2(x, 0x3c003c00u, y); }
 
-/* Where the codes of a slab's words 2 g and 2 g + 1 of tile t are. */
-TKVCU_DEVICE void tkvcu_slab_codes(uint32_t code[2][4], const tkvcu_slab &slab, const uint8_t *raw, int g,
-                                   int t) {
-    tkvcu_plane_codes(code, raw + slab.wide + t * (int)tkvi_wide_bytes[slab.width] + 8 * g,
-                      raw + slab.halves + t / 2 * 64 + 8 * g, t % 2 * 4, slab.width);
+/* Unpacks words 2 g and 2 g + 1 of tile t of a slab. */
+TKVCU_DEVICE void tkvcu_unpack_slab(uint32_t code[2][4], const tkvcu_slab &slab, const uint8_t *raw, int g,
+                                    int t) {
+    tkvcu_unpack_planes(code, raw + slab.wide + t * (int)tkvi_wide_bytes[slab.width] + 8 * g,
+                        raw + slab.halves + t / 2 * 64 + 8 * g, t % 2 * 4, slab.width);
 }
 
-/* K: a warp takes slabs by turns, a lane two tokens of each plane, and the four channels of a tile. */
-template <int D, int MT> TKVCU_DEVICE void tkvcu_open_k(tkvcu_prefill<D, MT> &s, int warp, int g, int t) {
+/* Converts K. Warps take slabs in turn. A lane converts two tokens of each plane, and the four channels of a
+ * tile. */
+template <int D, int MT>
+TKVCU_DEVICE void tkvcu_expand_k(tkvcu_prefill_shared<D, MT> &s, int warp, int g, int t) {
     uint8_t *tile = (uint8_t *)s.k;
     int n, i, p;
     TKVCU_ROLL
     for (n = warp; n < s.coded; n += TKVCU_PREFILL_WARPS) {
         const int channel = 16 * n + 4 * t;
-        const tkvcu_words scale = tkvcu_two((const uint8_t *)(s.scale[0] + channel), 0);
-        const tkvcu_words fine = tkvcu_two((const uint8_t *)(s.fine + channel), 0);
+        const tkvcu_u32x2 scale = tkvcu_load_u32x2((const uint8_t *)(s.scale[0] + channel), 0);
+        const tkvcu_u32x2 fine = tkvcu_load_u32x2((const uint8_t *)(s.code_offset + channel), 0);
         uint32_t code[2][4];
-        tkvcu_slab_codes(code, s.slab[0][n], s.raw[0], g, t);
+        tkvcu_unpack_slab(code, s.slab[0][n], s.raw[0], g, t);
         TKVCU_UNROLL
         for (i = 0; i < 2; i++) {
             const int row = 2 * g + i;
-            uint8_t *to = tile + row * (2 * D) + tkvcu_turned_about(row, 2 * n + t / 2) + t % 2 * 8;
+            uint8_t *to = tile + row * (2 * D) + tkvcu_swizzle_row(row, 2 * n + t / 2) + t % 2 * 8;
             TKVCU_UNROLL
             for (p = 0; p < 4; p++) {
-                const uint32_t x = tkvcu_add_halves(tkvcu_byte_halves(code[i][p], 0), 0xe400e400u);
-                const uint32_t y = tkvcu_add_halves(tkvcu_byte_halves(code[i][p], 1), 0xe400e400u);
-                tkvcu_words out;
-                out.x = tkvcu_hmul2(tkvcu_add_halves(x, fine.x), scale.x);
-                out.y = tkvcu_hmul2(tkvcu_add_halves(y, fine.y), scale.y);
-                *(tkvcu_words *)(void *)(to + 16 * p * (2 * D)) = out;
+                const uint32_t x = tkvcu_add_f16x2(tkvcu_bytes_to_f16x2(code[i][p], 0), 0xe400e400u);
+                const uint32_t y = tkvcu_add_f16x2(tkvcu_bytes_to_f16x2(code[i][p], 1), 0xe400e400u);
+                tkvcu_u32x2 out;
+                out.x = tkvcu_hmul2(tkvcu_add_f16x2(x, fine.x), scale.x);
+                out.y = tkvcu_hmul2(tkvcu_add_f16x2(y, fine.y), scale.y);
+                *(tkvcu_u32x2 *)(void *)(to + 16 * p * (2 * D)) = out;
             }
         }
     }
 }
 
-/* Codes 0 .. 7 of a word's bytes as the selector of a look-up. */
-TKVCU_DEVICE uint32_t tkvcu_nibbles(uint32_t bytes) {
+/* Makes the selector of a table look-up from the codes 0 .. 7 in a word's bytes. */
+TKVCU_DEVICE uint32_t tkvcu_make_selector(uint32_t bytes) {
     const uint32_t x = bytes | bytes >> 4;
     return tkvcu_prmt(x, x, 0x0020);
 }
 
-/* V: a lane has two channels of a slab and the 16 tokens of a tile. With pairs, a code is two of four
+/* Converts V. A lane converts two channels of a slab and the 16 tokens of a tile. With pairs, a code gives two
  * channels. */
-template <int D, int MT> TKVCU_DEVICE void tkvcu_open_v(tkvcu_prefill<D, MT> &s, int warp, int g, int t) {
+template <int D, int MT>
+TKVCU_DEVICE void tkvcu_expand_v(tkvcu_prefill_shared<D, MT> &s, int warp, int g, int t) {
     const tkvcu_side &side = s.side[1];
     const int pairs = side.kind == TKVCU_R && side.half_bits == 3, rotated = side.kind == TKVCU_R;
     const int slabs = pairs ? D / 32 : D / 16;
-    /* what comes off a code's half; of R, whose codes are doubled here, with the middle */
+    /* subtracted from a code's fp16; R: codes are doubled here, so the middle is an integer */
     const float off = pairs ? 1152.0f : rotated ? (float)(1023 + (1 << side.half_bits / 2)) : 1024.0f;
-    const uint32_t minus = tkvcu_f16x2(-off, -off);
+    const uint32_t minus = tkvcu_pack_f16x2(-off, -off);
     uint8_t *tile = (uint8_t *)s.v;
     int n, i, p, h;
     TKVCU_ROLL
     for (n = warp; n < slabs; n += TKVCU_PREFILL_WARPS) {
-        const int group = !rotated && n >= 4; /* 64 channels */
+        const int group = !rotated && n >= 4; /* 64 channels per group */
         const uint16_t *scale = s.scale[1] + 64 * group + 16 * t, *zero = s.zero[1] + 64 * group + 16 * t;
         uint32_t code[2][4];
-        tkvcu_slab_codes(code, s.slab[1][n], s.raw[1], g, t);
+        tkvcu_unpack_slab(code, s.slab[1][n], s.raw[1], g, t);
         if (rotated && !pairs) {
             TKVCU_UNROLL
             for (p = 0; p < 4; p++) {
@@ -3301,50 +3398,52 @@ template <int D, int MT> TKVCU_DEVICE void tkvcu_open_v(tkvcu_prefill<D, MT> &s,
         TKVCU_ROLL
         for (h = 0; h <= pairs; h++) TKVCU_UNROLL
         for (p = 0; p < 4; p += 2) { /* eight tokens */
-            const tkvcu_eight by = *(const tkvcu_eight *)(const void *)(scale + 4 * p);
-            const tkvcu_eight plus = *(const tkvcu_eight *)(const void *)(zero + 4 * p);
+            const tkvcu_f16x8 by = *(const tkvcu_f16x8 *)(const void *)(scale + 4 * p);
+            const tkvcu_f16x8 plus = *(const tkvcu_f16x8 *)(const void *)(zero + 4 * p);
             TKVCU_UNROLL
             for (i = 0; i < 2; i++) {
                 const int row = 2 * g + i;
                 uint8_t *to = tile + 128 * ((pairs ? 32 : 16) * n + 16 * h + row);
-                tkvcu_eight out;
+                tkvcu_f16x8 out;
                 int k;
                 TKVCU_UNROLL
                 for (k = 0; k < 4; k++) {
                     uint32_t bytes = code[i][p + k / 2];
-                    if (pairs) bytes = tkvcu_prmt(s.point[h][0], s.point[h][1], tkvcu_nibbles(bytes));
-                    out.w[k] = tkvcu_hfma2(tkvcu_add_halves(tkvcu_byte_halves(bytes, k % 2), minus), by.w[k],
-                                           plus.w[k]);
+                    if (pairs)
+                        bytes =
+                            tkvcu_prmt(s.pair_table[h][0], s.pair_table[h][1], tkvcu_make_selector(bytes));
+                    out.w[k] = tkvcu_hfma2(tkvcu_add_f16x2(tkvcu_bytes_to_f16x2(bytes, k % 2), minus),
+                                           by.w[k], plus.w[k]);
                 }
-                *(tkvcu_eight *)(void *)(to + tkvcu_turned_about(row, 2 * t + p / 2)) = out;
+                *(tkvcu_f16x8 *)(void *)(to + tkvcu_swizzle_row(row, 2 * t + p / 2)) = out;
             }
         }
     }
 }
 
-/* Two exact values times a power of two, as halves. */
-TKVCU_DEVICE uint32_t tkvcu_exact_halves(uint32_t x, int bf16, float by) {
-    if (bf16) return tkvcu_f16x2(tkvcu_bf16_lo(x) * by, tkvcu_bf16_hi(x) * by);
-    return by == 1.0f ? x : tkvcu_f16x2(tkvcu_f16_lo(x) * by, tkvcu_f16_lo(x >> 16) * by);
+/* Multiplies two exact values by a power of two. Returns fp16. */
+TKVCU_DEVICE uint32_t tkvcu_rescale_f16x2(uint32_t x, int bf16, float by) {
+    if (bf16) return tkvcu_pack_f16x2(tkvcu_bf16_lo(x) * by, tkvcu_bf16_hi(x) * by);
+    return by == 1.0f ? x : tkvcu_pack_f16x2(tkvcu_f16_lo(x) * by, tkvcu_f16_lo(x >> 16) * by);
 }
 
-/* Exact rows; zeros where there are none, as products with weights of 0 must be. */
+/* Converts exact rows. Missing rows become zeros: their weights are 0, and 0 * NaN would be NaN. */
 template <int D, int MT>
-TKVCU_DEVICE void tkvcu_open_exact(tkvcu_prefill<D, MT> &s, int which, int rows, float by, int tid) {
+TKVCU_DEVICE void tkvcu_expand_exact(tkvcu_prefill_shared<D, MT> &s, int which, int rows, float by, int tid) {
     const int bf16 = s.side[which].bf16;
     const uint8_t *raw = s.raw[which];
     uint8_t *tile = (uint8_t *)(which ? s.v : s.k);
     int i, k;
     TKVCU_ROLL
     for (i = tid; i < TKVCU_STRIP * D / 8; i += TKVCU_PREFILL_THREADS) {
-        tkvcu_eight x = {{0, 0, 0, 0}}, y = {{0, 0, 0, 0}};
+        tkvcu_f16x8 x = {{0, 0, 0, 0}}, y = {{0, 0, 0, 0}};
         if (!which) {
             const int row = i / (D / 8), chunk = i % (D / 8);
-            if (row < rows) x = *(const tkvcu_eight *)(const void *)(raw + row * (2 * D) + 16 * chunk);
+            if (row < rows) x = *(const tkvcu_f16x8 *)(const void *)(raw + row * (2 * D) + 16 * chunk);
             TKVCU_UNROLL
-            for (k = 0; k < 4; k++) x.w[k] = tkvcu_exact_halves(x.w[k], bf16, by);
-            *(tkvcu_eight *)(void *)(tile + row * (2 * D) + tkvcu_turned_about(row, chunk)) = x;
-        } else if (i < TKVCU_STRIP * D / 16) { /* two channels of eight tokens change places */
+            for (k = 0; k < 4; k++) x.w[k] = tkvcu_rescale_f16x2(x.w[k], bf16, by);
+            *(tkvcu_f16x8 *)(void *)(tile + row * (2 * D) + tkvcu_swizzle_row(row, chunk)) = x;
+        } else if (i < TKVCU_STRIP * D / 16) { /* two channels of eight tokens are transposed */
             const int row = 2 * (i % (D / 2)), chunk = i / (D / 2);
             TKVCU_UNROLL
             for (k = 0; k < 4; k++) {
@@ -3352,54 +3451,55 @@ TKVCU_DEVICE void tkvcu_open_exact(tkvcu_prefill<D, MT> &s, int which, int rows,
                 const uint8_t *at = raw + token * (2 * D) + 2 * row;
                 uint32_t a = token < rows ? *(const uint32_t *)(const void *)at : 0;
                 uint32_t b = token + 1 < rows ? *(const uint32_t *)(const void *)(at + 2 * D) : 0;
-                a = tkvcu_exact_halves(a, bf16, by);
-                b = tkvcu_exact_halves(b, bf16, by);
+                a = tkvcu_rescale_f16x2(a, bf16, by);
+                b = tkvcu_rescale_f16x2(b, bf16, by);
                 x.w[k] = tkvcu_prmt(a, b, 0x5410);
                 y.w[k] = tkvcu_prmt(a, b, 0x7632);
             }
-            *(tkvcu_eight *)(void *)(tile + row * 128 + tkvcu_turned_about(row, chunk)) = x;
-            *(tkvcu_eight *)(void *)(tile + (row + 1) * 128 + tkvcu_turned_about(row + 1, chunk)) = y;
+            *(tkvcu_f16x8 *)(void *)(tile + row * 128 + tkvcu_swizzle_row(row, chunk)) = x;
+            *(tkvcu_f16x8 *)(void *)(tile + (row + 1) * 128 + tkvcu_swizzle_row(row + 1, chunk)) = y;
         }
     }
 }
 
-/* >>what a unit's metadata say */
-/* Must its values be looked at for how large they are? */
+/* >>scales of a key tile */
+/* Tells whether the unit of a side depends on its values. */
 TKVCU_DEVICE int tkvcu_is_measured(const tkvcu_side &side) {
     return side.kind == TKVCU_KIVI || (side.kind == TKVCU_EXACT && side.bf16);
 }
 
-/* The exponent of the units that keep a side's values below 2^15. Logarithmic scales are below 2^top; what
- * they are multiplied with is below 2^6 in A, 2^3 in R. Halves are halves. */
-TKVCU_DEVICE int tkvcu_exponent(const tkvcu_side &side, float most) {
+/* Returns the exponent of the unit that keeps a side's values below 2^15. Logarithmic scales are below 2^top.
+ * Their factors are below 2^6 (A) or 2^3 (R). fp16 sides need no unit. */
+TKVCU_DEVICE int tkvcu_find_exponent(const tkvcu_side &side, float most) {
     if (side.kind == TKVCU_A) return side.top - 9;
     if (side.kind == TKVCU_R) return side.top - 12;
     if (!tkvcu_is_measured(side)) return 0;
-    return tkvi_max((int)(tkvi_bits(most) >> 23) - 127 - 14, TKVCU_EXPONENT_LEAST);
+    return tkvi_max((int)(tkvi_bits(most) >> 23) - 127 - 14, TKVCU_EXPONENT_MIN);
 }
 
-TKVCU_DEVICE float tkvcu_half_at(const uint8_t *p) {
+TKVCU_DEVICE float tkvcu_load_f16(const uint8_t *p) {
     return tkvcu_f16_lo(*(const uint16_t *)(const void *)p);
 }
 
-/* Of this thread's channel of K, or tokens of V: scale and zero, and how large the values are. */
-struct tkvcu_scale {
+/* Scale and zero of this thread's channel of K or token of V, and a bound of the values. */
+struct tkvcu_side_scale {
     float scale, zero, most;
 };
 
 template <int D, int MT>
-TKVCU_DEVICE tkvcu_scale tkvcu_side_scale(tkvcu_prefill<D, MT> &s, int which, int rows, int tid) {
+TKVCU_DEVICE tkvcu_side_scale tkvcu_load_side_scale(tkvcu_prefill_shared<D, MT> &s, int which, int rows,
+                                                    int tid) {
     const tkvcu_side &side = s.side[which];
     const uint8_t *meta = s.raw[which] + (side.kind == TKVCU_EXACT ? 0 : side.code_bytes);
-    tkvcu_scale x = {0.0f, 0.0f, 0.0f};
+    tkvcu_side_scale x = {0.0f, 0.0f, 0.0f};
     int i;
-    if (side.kind == TKVCU_KIVI && tid < D) { /* tokens of V's groups are as many as channels */
+    if (side.kind == TKVCU_KIVI && tid < D) { /* tokens times groups of V = D */
         const float codes = (float)((1 << side.half_bits / 2) - 1);
-        x.scale = tkvcu_half_at(meta + 2 * tid);
-        x.zero = tkvcu_half_at(meta + 2 * D + 2 * tid);
+        x.scale = tkvcu_load_f16(meta + 2 * tid);
+        x.zero = tkvcu_load_f16(meta + 2 * D + 2 * tid);
         x.most = x.scale * codes + (which ? fabsf(x.zero) : 0.0f);
-        if (!which) { /* K's is that of the middle */
-            s.fine[tid] = (uint16_t)tkvcu_f16x2(-0.5f * codes, 0.0f);
+        if (!which) { /* K: zero of the middle code */
+            s.code_offset[tid] = (uint16_t)tkvcu_pack_f16x2(-0.5f * codes, 0.0f);
             x.zero = fmaf(0.5f * codes, x.scale, x.zero);
         }
     } else if (side.kind == TKVCU_A && tid < D) {
@@ -3407,8 +3507,8 @@ TKVCU_DEVICE tkvcu_scale tkvcu_side_scale(tkvcu_prefill<D, MT> &s, int which, in
         const float fine =
             (float)tkvi_signed_byte(high) / (float)tkvi_a_unit[width] - 0.5f * (float)((1 << width) - 1);
         x.scale = tkvi_log_value(low, side.top);
-        s.fine[tid] = (uint16_t)tkvcu_f16x2(fine, 0.0f);
-        x.zero = tkvcu_f16_lo((uint32_t)(low | high << 8)); /* of a channel without bits: its mean */
+        s.code_offset[tid] = (uint16_t)tkvcu_pack_f16x2(fine, 0.0f);
+        x.zero = tkvcu_f16_lo((uint32_t)(low | high << 8)); /* channel without codes: its mean */
     } else if (side.kind == TKVCU_R && tid < TKVI_BLOCK) {
         x.scale = tkvi_log_value(meta[tid], side.top) * (side.half_bits == 3 ? 1.0f / 64.0f : 0.5f);
     } else if (side.kind == TKVCU_EXACT && side.bf16) {
@@ -3421,11 +3521,13 @@ TKVCU_DEVICE tkvcu_scale tkvcu_side_scale(tkvcu_prefill<D, MT> &s, int which, in
     return x;
 }
 
-/* Scales as halves, in units of 2^x for K, x being returned, and of 2^u.top for V, which moves up if it
- * must. By all threads. */
+/* Computes the fp16 scales: in units of 2^x for K, where x is returned, and of 2^u.top for V. u.top grows if
+ * needed. All threads call it. */
 template <int D, int MT>
-TKVCU_DEVICE int tkvcu_unit_scales(tkvcu_prefill<D, MT> &s, tkvcu_row_sums<D, MT> &u, int rows, int tid) {
-    const tkvcu_scale k = tkvcu_side_scale(s, 0, rows, tid), v = tkvcu_side_scale(s, 1, rows, tid);
+TKVCU_DEVICE int tkvcu_prepare_scales(tkvcu_prefill_shared<D, MT> &s, tkvcu_row_partials<D, MT> &u, int rows,
+                                      int tid) {
+    const tkvcu_side_scale k = tkvcu_load_side_scale(s, 0, rows, tid),
+                           v = tkvcu_load_side_scale(s, 1, rows, tid);
     float most[2] = {k.most, v.most};
     int which, i, c, mt, exponent[2];
     if (tkvcu_is_measured(s.side[0]) || tkvcu_is_measured(s.side[1])) {
@@ -3434,19 +3536,20 @@ TKVCU_DEVICE int tkvcu_unit_scales(tkvcu_prefill<D, MT> &s, tkvcu_row_sums<D, MT
             TKVCU_UNROLL
             for (i = 1; i < 32; i *= 2)
                 most[which] = fmaxf(most[which], __shfl_xor_sync(0xffffffffu, most[which], i));
-            if (tid % 32 == 0) s.most[which][tid / 32] = most[which];
+            if (tid % 32 == 0) s.max_values[which][tid / 32] = most[which];
         }
         __syncthreads();
         TKVCU_UNROLL
         for (which = 0; which < 2; which++) TKVCU_UNROLL
-        for (i = 0; i < TKVCU_PREFILL_WARPS; i++) most[which] = fmaxf(most[which], s.most[which][i]);
+        for (i = 0; i < TKVCU_PREFILL_WARPS; i++) most[which] = fmaxf(most[which], s.max_values[which][i]);
     }
-    exponent[0] = tkvcu_exponent(s.side[0], most[0]);
+    exponent[0] = tkvcu_find_exponent(s.side[0], most[0]);
     if (tkvcu_is_measured(s.side[0]))
-        exponent[0] = tkvi_max(exponent[0], -40); /* halves need no less; zeros times 2^40 */
-    exponent[1] = tkvcu_exponent(s.side[1], most[1]);
+        exponent[0] = tkvi_max(exponent[0],
+                               -40); /* smaller units are not needed in fp16; zero * 2^40 must stay finite */
+    exponent[1] = tkvcu_find_exponent(s.side[1], most[1]);
     if (exponent[1] > u.top) {
-        const float by = tkvcu_power(u.top - exponent[1]);
+        const float by = tkvcu_exp2i(u.top - exponent[1]);
         TKVCU_UNROLL
         for (mt = 0; mt < MT; mt++) TKVCU_UNROLL
         for (c = 0; c < D / 8; c++) TKVCU_UNROLL
@@ -3454,40 +3557,40 @@ TKVCU_DEVICE int tkvcu_unit_scales(tkvcu_prefill<D, MT> &s, tkvcu_row_sums<D, MT
         u.top = exponent[1];
     }
     if (tid < D) {
-        const float k_by = tkvcu_power(-exponent[0]), v_by = tkvcu_power(-u.top);
-        const uint32_t zero = tkvcu_f16x2(k.zero, 0.0f);
-        s.scale[0][tid] = (uint16_t)tkvcu_f16x2(k.scale * k_by, 0.0f);
-        s.scale[1][tid] = (uint16_t)tkvcu_f16x2(v.scale * v_by, 0.0f);
+        const float k_by = tkvcu_exp2i(-exponent[0]), v_by = tkvcu_exp2i(-u.top);
+        const uint32_t zero = tkvcu_pack_f16x2(k.zero, 0.0f);
+        s.scale[0][tid] = (uint16_t)tkvcu_pack_f16x2(k.scale * k_by, 0.0f);
+        s.scale[1][tid] = (uint16_t)tkvcu_pack_f16x2(v.scale * v_by, 0.0f);
         s.zero[0][tid] = (uint16_t)zero;
-        s.zero[1][tid] = (uint16_t)tkvcu_f16x2(v.zero * v_by, 0.0f);
-        s.zero_rest[tid] = (uint16_t)tkvcu_f16x2(k.zero - tkvcu_f16_lo(zero), 0.0f);
+        s.zero[1][tid] = (uint16_t)tkvcu_pack_f16x2(v.zero * v_by, 0.0f);
+        s.zero_rest[tid] = (uint16_t)tkvcu_pack_f16x2(k.zero - tkvcu_f16_lo(zero), 0.0f);
     }
     return exponent[0];
 }
 
 /* >>products */
-/* Second operands of two n-tiles: rows first .. first + 15 of a tile, halves 16 step and on. */
-TKVCU_DEVICE void tkvcu_operands(uint32_t b[4], const uint16_t *tile, int stride, int first, int step,
-                                 int lane) {
+/* Loads second operands of two n-tiles: rows first .. first + 15 of a tile, k = 16 step and on. */
+TKVCU_DEVICE void tkvcu_load_operands(uint32_t b[4], const uint16_t *tile, int stride, int first, int step,
+                                      int lane) {
     const int row = lane % 8 + lane / 16 * 8;
     tkvcu_ldmatrix_x4(b, (const uint8_t *)tile + first * stride + row * stride +
-                             tkvcu_turned_about(row, 2 * step + lane / 8 % 2));
+                             tkvcu_swizzle_row(row, 2 * step + lane / 8 % 2));
 }
 
-/* First operands: rows of q, channels 16 step and on. */
+/* Loads first operands: rows of q, channels 16 step and on. */
 template <int D>
-TKVCU_DEVICE void tkvcu_q_operand(uint32_t a[4], const uint16_t *q, int first, int step, int lane) {
+TKVCU_DEVICE void tkvcu_load_q_operand(uint32_t a[4], const uint16_t *q, int first, int step, int lane) {
     const int row = lane % 16;
     tkvcu_ldmatrix_x4(a, (const uint8_t *)q + first * (2 * D) + row * (2 * D) +
-                             tkvcu_turned_about(row, 2 * step + lane / 16));
+                             tkvcu_swizzle_row(row, 2 * step + lane / 16));
 }
 
-TKVCU_DEVICE uint32_t tkvcu_two_halves(const uint16_t *p) { return *(const uint32_t *)(const void *)p; }
+TKVCU_DEVICE uint32_t tkvcu_load_f16x2(const uint16_t *p) { return *(const uint32_t *)(const void *)p; }
 
-/* What all tokens of a unit have in common, in the units of the tile's products. */
+/* Multiplies terms that are equal for all tokens of a key tile, in the unit of K's tile. */
 template <int D, int MT>
-TKVCU_DEVICE void tkvcu_zeros_of(const tkvcu_prefill<D, MT> &s, float zeros[MT][2], int first, float by,
-                                 int lane) {
+TKVCU_DEVICE void tkvcu_multiply_zeros(const tkvcu_prefill_shared<D, MT> &s, float zeros[MT][2], int first,
+                                       float by, int lane) {
     const int coded = s.side[0].kind != TKVCU_EXACT, from = s.side[0].kind == TKVCU_KIVI ? 0 : s.coded;
     float sum[MT][4];
     int c, mt, i;
@@ -3496,23 +3599,25 @@ TKVCU_DEVICE void tkvcu_zeros_of(const tkvcu_prefill<D, MT> &s, float zeros[MT][
     TKVCU_ROLL
     for (c = from; coded && c < D / 16; c++) {
         const int at = 16 * c + 2 * (lane % 4);
-        const uint32_t b[2] = {tkvcu_two_halves(s.zero[0] + at), tkvcu_two_halves(s.zero[0] + at + 8)};
-        const uint32_t rest[2] = {tkvcu_two_halves(s.zero_rest + at), tkvcu_two_halves(s.zero_rest + at + 8)};
+        const uint32_t b[2] = {tkvcu_load_f16x2(s.zero[0] + at), tkvcu_load_f16x2(s.zero[0] + at + 8)};
+        const uint32_t rest[2] = {tkvcu_load_f16x2(s.zero_rest + at), tkvcu_load_f16x2(s.zero_rest + at + 8)};
         uint32_t a[4];
         TKVCU_UNROLL
         for (mt = 0; mt < MT; mt++) {
-            tkvcu_q_operand<D>(a, s.q, first + 16 * mt, c, lane);
+            tkvcu_load_q_operand<D>(a, s.q, first + 16 * mt, c, lane);
             tkvcu_mma_f16(sum[mt], a, b);
             tkvcu_mma_f16(sum[mt], a, rest);
         }
     }
     TKVCU_UNROLL
     for (mt = 0; mt < MT; mt++) TKVCU_UNROLL
-    for (i = 0; i < 2; i++) zeros[mt][i] = (sum[mt][2 * i] + s.bias[first + 16 * mt + 8 * i + lane / 4]) * by;
+    for (i = 0; i < 2; i++)
+        zeros[mt][i] = (sum[mt][2 * i] + s.mean_product[first + 16 * mt + 8 * i + lane / 4]) * by;
 }
 
-/* New maxima of the rows: the running ones move where they grew by much, or began. */
-template <int D, int MT> TKVCU_DEVICE void tkvcu_follow_rows(tkvcu_row_sums<D, MT> &u, float most[MT][2]) {
+/* Updates the running maxima of the rows. They move only if one grows by more than 4. */
+template <int D, int MT>
+TKVCU_DEVICE void tkvcu_update_row_max(tkvcu_row_partials<D, MT> &u, float most[MT][2]) {
     int mt, i, c, grew = 0;
     TKVCU_UNROLL
     for (mt = 0; mt < MT; mt++) TKVCU_UNROLL
@@ -3538,23 +3643,24 @@ template <int D, int MT> TKVCU_DEVICE void tkvcu_follow_rows(tkvcu_row_sums<D, M
     }
 }
 
-/* The tiles' tokens, for the rows of this warp. */
+/* Attends to the tokens in the tiles, for the rows of this warp. */
 template <int D, int MT>
-TKVCU_DEVICE void tkvcu_multiply(const tkvcu_job &j, const tkvcu_prefill<D, MT> &s, tkvcu_row_sums<D, MT> &u,
-                                 const tkvcu_strip &strip, int exponent, int warp, int lane) {
+TKVCU_DEVICE void tkvcu_attend_strip(const tkvcu_job &j, const tkvcu_prefill_shared<D, MT> &s,
+                                     tkvcu_row_partials<D, MT> &u, const tkvcu_strip &strip, int exponent,
+                                     int warp, int lane) {
     const tkvcu_prefill_task &task = s.task;
     const int first = 16 * MT * warp, g = lane / 4, t = lane % 4;
-    const int oldest = s.query[0], newest = s.query[task.columns_here - 1];
+    const int oldest = s.query[0], newest = s.query[task.n_rows - 1];
     const int masked = strip.position + strip.rows - 1 > oldest || strip.rows % TKVCU_STRIP ||
                        (j.window && strip.position <= newest - j.window);
-    const float units = tkvcu_power(exponent);
+    const float units = tkvcu_exp2i(exponent);
     const int slabs = s.coded;
     float zeros[MT][2];
     int at, c, n, mt, i;
-    tkvcu_zeros_of(s, zeros, first, tkvcu_power(-exponent), lane);
+    tkvcu_multiply_zeros(s, zeros, first, tkvcu_exp2i(-exponent), lane);
     TKVCU_ROLL
     for (at = 0; at < strip.rows; at += TKVCU_STRIP) {
-        float x[MT][TKVCU_STRIP / 8][4], most[MT][2], slope[MT][2];
+        float x[MT][TKVCU_STRIP / 8][4], most[MT][2], logit_scale[MT][2];
         uint32_t p[TKVCU_STRIP / 16][MT][4]; /* weights as first operands */
         TKVCU_UNROLL
         for (mt = 0; mt < MT; mt++) TKVCU_UNROLL
@@ -3564,10 +3670,10 @@ TKVCU_DEVICE void tkvcu_multiply(const tkvcu_job &j, const tkvcu_prefill<D, MT> 
         for (c = 0; c < slabs; c++) {
             uint32_t a[MT][4], b[4];
             TKVCU_UNROLL
-            for (mt = 0; mt < MT; mt++) tkvcu_q_operand<D>(a[mt], s.q, first + 16 * mt, c, lane);
+            for (mt = 0; mt < MT; mt++) tkvcu_load_q_operand<D>(a[mt], s.q, first + 16 * mt, c, lane);
             TKVCU_UNROLL
             for (n = 0; n < TKVCU_STRIP / 8; n += 2) {
-                tkvcu_operands(b, s.k, 2 * D, at + 8 * n, c, lane);
+                tkvcu_load_operands(b, s.k, 2 * D, at + 8 * n, c, lane);
                 TKVCU_UNROLL
                 for (mt = 0; mt < MT; mt++) {
                     tkvcu_mma_f16(x[mt][n], a[mt], b);
@@ -3577,22 +3683,23 @@ TKVCU_DEVICE void tkvcu_multiply(const tkvcu_job &j, const tkvcu_prefill<D, MT> 
         }
         TKVCU_UNROLL
         for (mt = 0; mt < MT; mt++) TKVCU_UNROLL
-        for (i = 0; i < 2; i++) /* not 0, which times -inf is no number */
-            slope[mt][i] = fmaxf(units * s.factor[first + 16 * mt + 8 * i + g], 1.2e-38f);
+        for (i = 0; i < 2; i++) /* not 0: 0 * -inf would be NaN */
+            logit_scale[mt][i] = fmaxf(units * s.q_unit[first + 16 * mt + 8 * i + g], 1.2e-38f);
         if (j.softcap > 0.0f) {
             const float cap = fabsf(j.scale) / j.softcap;
             TKVCU_UNROLL
             for (mt = 0; mt < MT; mt++) TKVCU_UNROLL
             for (n = 0; n < TKVCU_STRIP / 8; n++) TKVCU_UNROLL
-            for (i = 0; i < 4; i++) x[mt][n][i] = tanhf(x[mt][n][i] * (slope[mt][i / 2] * cap));
+            for (i = 0; i < 4; i++) x[mt][n][i] = tanhf(x[mt][n][i] * (logit_scale[mt][i / 2] * cap));
             TKVCU_UNROLL
-            for (mt = 0; mt < MT; mt++) slope[mt][0] = slope[mt][1] = 1.0f;
+            for (mt = 0; mt < MT; mt++) logit_scale[mt][0] = logit_scale[mt][1] = 1.0f;
         }
         if (masked) {
             TKVCU_UNROLL
             for (mt = 0; mt < MT; mt++) TKVCU_UNROLL
             for (i = 0; i < 2; i++) {
-                const int query = s.query[first + 16 * mt + 8 * i + g] - strip.position - at; /* as a token */
+                const int query =
+                    s.query[first + 16 * mt + 8 * i + g] - strip.position - at; /* index among the tokens */
                 const int last = tkvi_min(query, strip.rows - at - 1),
                           before = query - (j.window ? j.window : query + 1);
                 TKVCU_UNROLL
@@ -3610,27 +3717,28 @@ TKVCU_DEVICE void tkvcu_multiply(const tkvcu_job &j, const tkvcu_prefill<D, MT> 
             TKVCU_UNROLL
             for (n = 1; n < TKVCU_STRIP / 8; n++)
                 top = fmaxf(fmaxf(top, x[mt][n][2 * i]), x[mt][n][2 * i + 1]);
-            slope[mt][i] *= (j.softcap > 0.0f ? j.softcap : fabsf(j.scale)) * TKVCU_LOG2E;
-            most[mt][i] = fmaxf(top * slope[mt][i], TKVCU_NOTHING);
+            logit_scale[mt][i] *= (j.softcap > 0.0f ? j.softcap : fabsf(j.scale)) * TKVCU_LOG2E;
+            most[mt][i] = fmaxf(top * logit_scale[mt][i], TKVCU_MASKED_LOGIT);
         }
-        tkvcu_follow_rows(u, most);
+        tkvcu_update_row_max(u, most);
         TKVCU_UNROLL
         for (mt = 0; mt < MT; mt++) TKVCU_UNROLL
         for (n = 0; n < TKVCU_STRIP / 8; n++) {
             float w[4];
             TKVCU_UNROLL
             for (i = 0; i < 4; i++) {
-                w[i] = tkvcu_ex2(fmaf(x[mt][n][i], slope[mt][i / 2], TKVCU_LIFT - u.m[mt][i / 2]));
+                w[i] =
+                    tkvcu_ex2(fmaf(x[mt][n][i], logit_scale[mt][i / 2], TKVCU_P_EXPONENT - u.m[mt][i / 2]));
                 u.l[mt][i / 2] += w[i];
             }
-            p[n / 2][mt][n % 2 * 2] = tkvcu_f16x2(w[0], w[1]);
-            p[n / 2][mt][n % 2 * 2 + 1] = tkvcu_f16x2(w[2], w[3]);
+            p[n / 2][mt][n % 2 * 2] = tkvcu_pack_f16x2(w[0], w[1]);
+            p[n / 2][mt][n % 2 * 2 + 1] = tkvcu_pack_f16x2(w[2], w[3]);
         }
         TKVCU_UNROLL
         for (n = 0; n < TKVCU_STRIP / 16; n++) TKVCU_UNROLL
         for (c = 0; c < D / 8; c += 2) {
             uint32_t b[4];
-            tkvcu_operands(b, s.v, 128, 8 * c, at / 16 + n, lane);
+            tkvcu_load_operands(b, s.v, 128, 8 * c, at / 16 + n, lane);
             TKVCU_UNROLL
             for (mt = 0; mt < MT; mt++) {
                 tkvcu_mma_f16(u.o[mt][c], p[n][mt], b);
@@ -3640,10 +3748,12 @@ TKVCU_DEVICE void tkvcu_multiply(const tkvcu_job &j, const tkvcu_prefill<D, MT> 
     }
 }
 
-/* >>runs: units of one region and one version */
-/* The rows' queries, each warp its own: channels in the order of the run's K, the largest of a row below 2. */
+/* >>key ranges: key tiles of one region and one table version */
+/* Stores the queries of the rows, each warp its own. Channels are in the order of K in the key range. The
+ * largest of a row is below 2. */
 template <int D, int MT>
-TKVCU_DEVICE void tkvcu_put_queries(const tkvcu_job &j, tkvcu_prefill<D, MT> &s, int warp, int lane) {
+TKVCU_DEVICE void tkvcu_store_queries(const tkvcu_job &j, tkvcu_prefill_shared<D, MT> &s, int warp,
+                                      int lane) {
     const tkvcu_prefill_task &task = s.task;
     const int32_t table = s.side[0].kind == TKVCU_A ? s.side[0].table : -1;
     const uint8_t *order = table >= 0 ? j.view.order + table : NULL;
@@ -3651,7 +3761,7 @@ TKVCU_DEVICE void tkvcu_put_queries(const tkvcu_job &j, tkvcu_prefill<D, MT> &s,
     int r, i;
     TKVCU_ROLL
     for (r = 16 * MT * warp; r < 16 * MT * (warp + 1); r++) {
-        const int column = task.column + r, query = column / task.group;
+        const int column = task.first_row + r, query = column / task.group;
         const size_t row = (size_t)task.entry * (size_t)j.n_queries + (size_t)query;
         const size_t head = (size_t)(task.head * task.group + column % task.group);
         const size_t at = (row * (size_t)j.view.n_heads + head) * D;
@@ -3660,43 +3770,45 @@ TKVCU_DEVICE void tkvcu_put_queries(const tkvcu_job &j, tkvcu_prefill<D, MT> &s,
         TKVCU_UNROLL
         for (i = 0; i < D / 32; i++) {
             const int c = lane + 32 * i;
-            x[i] = column < task.columns
-                       ? sign * tkvcu_element(j.q, j.type, at + (size_t)(order ? order[c] : c))
+            x[i] = column < task.all_rows
+                       ? sign * tkvcu_load_element(j.q, j.type, at + (size_t)(order ? order[c] : c))
                        : 0.0f;
             most = fmaxf(most, fabsf(x[i]));
         }
         TKVCU_UNROLL
         for (i = 16; i > 0; i /= 2) most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, i));
-        exponent = tkvi_max(TKVCU_EXPONENT_LEAST, tkvi_min(126, (int)(tkvi_bits(most) >> 23) - 127));
-        by = tkvcu_power(-exponent);
+        exponent = tkvi_max(TKVCU_EXPONENT_MIN, tkvi_min(126, (int)(tkvi_bits(most) >> 23) - 127));
+        by = tkvcu_exp2i(-exponent);
         TKVCU_UNROLL
         for (i = 0; i < D / 32; i++) {
             const int c = lane + 32 * i;
-            const uint32_t half = tkvcu_f16x2(x[i] * by, 0.0f);
-            s.q[(r * (2 * D) + tkvcu_turned_about(r, c / 8)) / 2 + c % 8] = (uint16_t)half;
-            if (order) bias += tkvcu_f16_lo(half) * j.view.mean[table + c]; /* as exact keys are multiplied */
+            const uint32_t half = tkvcu_pack_f16x2(x[i] * by, 0.0f);
+            s.q[(r * (2 * D) + tkvcu_swizzle_row(r, c / 8)) / 2 + c % 8] = (uint16_t)half;
+            if (order)
+                bias += tkvcu_f16_lo(half) * j.view.mean[table + c]; /* q as rounded for the products */
         }
         TKVCU_UNROLL
         for (i = 16; i > 0; i /= 2) bias += __shfl_xor_sync(0xffffffffu, bias, i);
         if (lane == 0) {
-            s.factor[r] = tkvcu_power(exponent);
-            s.bias[r] = bias;
-            s.query[r] = task.reach.len - j.n_queries + query;
+            s.q_unit[r] = tkvcu_exp2i(exponent);
+            s.mean_product[r] = bias;
+            s.query[r] = task.visible.len - j.n_queries + query;
         }
     }
 }
 
-/* How a side's slabs are coded and where they lie: core/tile.h. By one thread each. */
-template <int D, int MT> TKVCU_DEVICE void tkvcu_put_slab(tkvcu_prefill<D, MT> &s, int which, int n) {
+/* Describes a slab of a side: its width and place (core/tile.h). One thread per slab. */
+template <int D, int MT>
+TKVCU_DEVICE void tkvcu_store_slab(tkvcu_prefill_shared<D, MT> &s, int which, int n) {
     const tkvcu_side &side = s.side[which];
-    const int own = side.half_bits == 3 ? 3 : side.half_bits / 2; /* one width for all of them */
+    const int own = side.half_bits == 3 ? 3 : side.half_bits / 2; /* KIVI and R: one width */
     const int all = side.half_bits == 3 ? D / 32 : D / 16;
     tkvcu_slab slab = {0, 0, 0};
     uint32_t wide = 0;
     int width, before = 0, half = 0;
     for (width = TKVI_MAX_WIDTH; width > 0; width--) {
         const int here = side.kind == TKVCU_A ? (width <= 6 ? side.slabs[width] : 0) : width == own ? all : 0;
-        const int mine = tkvi_max(0, tkvi_min(n - before, here)); /* of these, before this one */
+        const int mine = tkvi_max(0, tkvi_min(n - before, here)); /* slabs of this width before slab n */
         if (n >= before && n < before + here) slab.width = width;
         slab.wide += 4u * (uint32_t)mine * tkvi_wide_bytes[width];
         half += 4 * mine * tkvi_has_half[width];
@@ -3708,24 +3820,25 @@ template <int D, int MT> TKVCU_DEVICE void tkvcu_put_slab(tkvcu_prefill<D, MT> &
     if (n == 0 && which == 0) s.coded = side.kind == TKVCU_EXACT ? D / 16 : before;
 }
 
-/* The next run of the part, its sides and queries. By all threads. */
+/* Begins the next key range of the section: its sides and queries. All threads call it. */
 template <int D, int MT>
-TKVCU_DEVICE void tkvcu_prefill_run(const tkvcu_job &j, tkvcu_prefill<D, MT> &s, int tid) {
+TKVCU_DEVICE void tkvcu_next_prefill_range(const tkvcu_job &j, tkvcu_prefill_shared<D, MT> &s, int tid) {
     const tkvcu_prefill_task &k = s.task;
-    const tkvcu_list list = j.view.list[k.reach.seq];
+    const tkvcu_list list = j.view.list[k.visible.seq];
     const int coded = list.archive + list.warm;
     int region, first, i, n = k.left, version = 0;
     if (tid == 0) s.tail = 0;
     __syncthreads();
-    if (k.part == 2) {
-        region = k.at < k.reach.sinks ? TKVCU_SINKS : TKVCU_HOT;
-        first = k.at;
-        if (region == TKVCU_HOT) first += 4 * tkvi_max(k.reach.first, coded) - k.reach.sinks;
-        else n = tkvi_min(n, k.reach.sinks - k.at);
+    if (k.section == 2) {
+        region = k.tile < k.visible.sink_tiles ? TKVCU_SINKS : TKVCU_HOT;
+        first = k.tile;
+        if (region == TKVCU_HOT) first += 4 * tkvi_max(k.visible.first_block, coded) - k.visible.sink_tiles;
+        else n = tkvi_min(n, k.visible.sink_tiles - k.tile);
     } else {
-        const uint8_t *of = j.view.version + (size_t)k.reach.seq * (size_t)j.view.max_blocks;
-        region = k.part == 0 ? TKVCU_ARCHIVE : TKVCU_WARM;
-        first = k.at + (k.part == 0 ? k.reach.first : tkvi_max(k.reach.first, list.archive));
+        const uint8_t *of = j.view.version + (size_t)k.visible.seq * (size_t)j.view.max_blocks;
+        region = k.section == 0 ? TKVCU_ARCHIVE : TKVCU_WARM;
+        first =
+            k.tile + (k.section == 0 ? k.visible.first_block : tkvi_max(k.visible.first_block, list.archive));
         version = of[first];
         TKVCU_ROLL
         for (i = tid; i < n; i += TKVCU_PREFILL_THREADS)
@@ -3736,53 +3849,53 @@ TKVCU_DEVICE void tkvcu_prefill_run(const tkvcu_job &j, tkvcu_prefill<D, MT> &s,
         __syncthreads();
         n -= s.tail;
     }
-    if (tid < 2) s.side[tid] = *tkvcu_side_at(&j.view, version, region, k.head, tid);
+    if (tid < 2) s.side[tid] = *tkvcu_find_side(&j.view, version, region, k.head, tid);
     __syncthreads();
     if (tid == 0) {
         s.task.region = region;
         s.task.first = first;
         s.task.last = first + n;
-        s.task.at += n;
+        s.task.tile += n;
         s.task.left -= n;
     }
-    if (tid < D / 8) tkvcu_put_slab(s, tid / (D / 16), tid % (D / 16));
+    if (tid < D / 8) tkvcu_store_slab(s, tid / (D / 16), tid % (D / 16));
     if (tid < 4) {
         const int8_t *level = tkvi_r_pairs + tid / 2 * 16 + tid % 2 * 4;
         uint32_t bytes = 0;
         for (i = 0; i < 4; i++) bytes |= (uint32_t)(level[i] + 128) << 8 * i;
-        s.point[tid / 2][tid % 2] = bytes;
+        s.pair_table[tid / 2][tid % 2] = bytes;
     }
-    tkvcu_put_queries(j, s, tid / 32, tid % 32);
+    tkvcu_store_queries(j, s, tid / 32, tid % 32);
     __syncthreads();
 }
 
-/* The next tokens, from unit `at` on, that a row sees any of. */
+/* Finds the next tokens that any row can see, from key tile `at` on. */
 template <int D, int MT>
-TKVCU_DEVICE tkvcu_strip tkvcu_next_strip(const tkvcu_job &j, const tkvcu_prefill<D, MT> &s, int at) {
+TKVCU_DEVICE tkvcu_strip tkvcu_next_strip(const tkvcu_job &j, const tkvcu_prefill_shared<D, MT> &s, int at) {
     const tkvcu_prefill_task &k = s.task;
     const int exact = k.region >= TKVCU_SINKS, base = k.region == TKVCU_SINKS ? 0 : j.view.sinks;
     const int there =
-        k.region == TKVCU_SINKS ? tkvi_min(j.view.sinks, k.reach.len) : k.reach.len - j.view.sinks;
-    const int oldest = s.query[0], newest = s.query[k.columns_here - 1];
+        k.region == TKVCU_SINKS ? tkvi_min(j.view.sinks, k.visible.len) : k.visible.len - j.view.sinks;
+    const int oldest = s.query[0], newest = s.query[k.n_rows - 1];
     tkvcu_strip x = {at, 0, 0, 0};
-    for (; x.at < k.last; x.at += x.units) {
-        x.units = exact ? tkvi_min(TKVCU_STRIP / 16 - x.at % (TKVCU_STRIP / 16), k.last - x.at) : 1;
+    for (; x.at < k.last; x.at += x.key_tiles) {
+        x.key_tiles = exact ? tkvi_min(TKVCU_STRIP / 16 - x.at % (TKVCU_STRIP / 16), k.last - x.at) : 1;
         x.position = base + (exact ? 16 : TKVI_BLOCK) * x.at;
-        x.rows = exact ? tkvi_min(16 * x.units, there - 16 * x.at) : TKVI_BLOCK;
+        x.rows = exact ? tkvi_min(16 * x.key_tiles, there - 16 * x.at) : TKVI_BLOCK;
         if (x.position <= newest && (j.window == 0 || x.position + x.rows - 1 > oldest - j.window)) return x;
     }
     x.rows = 0;
     return x;
 }
 
-/* Its bytes begin to come. */
+/* Starts the copy of the bytes of a strip. */
 template <int D, int MT>
-TKVCU_DEVICE void tkvcu_fetch_strip(const tkvcu_job &j, tkvcu_prefill<D, MT> &s, const tkvcu_strip &strip,
-                                    int tid) {
+TKVCU_DEVICE void tkvcu_fetch_strip(const tkvcu_job &j, tkvcu_prefill_shared<D, MT> &s,
+                                    const tkvcu_strip &strip, int tid) {
     const tkvcu_prefill_task &k = s.task;
     const int exact = k.region >= TKVCU_SINKS;
     const uint8_t *block =
-        tkvcu_block_at(&j.view, k.region, k.reach.seq, exact ? strip.at / (TKVI_BLOCK / 16) : strip.at);
+        tkvcu_find_block(&j.view, k.region, k.visible.seq, exact ? strip.at / (TKVI_BLOCK / 16) : strip.at);
     int which, i;
     if (strip.rows == 0) return;
     TKVCU_UNROLL
@@ -3796,10 +3909,10 @@ TKVCU_DEVICE void tkvcu_fetch_strip(const tkvcu_job &j, tkvcu_prefill<D, MT> &s,
     tkvcu_cp_async_commit();
 }
 
-/* The task's run. */
+/* Attends to the task's key range. */
 template <int D, int MT>
-TKVCU_DEVICE void tkvcu_prefill_units(const tkvcu_job &j, tkvcu_prefill<D, MT> &s, tkvcu_row_sums<D, MT> &u,
-                                      int tid) {
+TKVCU_DEVICE void tkvcu_attend_prefill_range(const tkvcu_job &j, tkvcu_prefill_shared<D, MT> &s,
+                                             tkvcu_row_partials<D, MT> &u, int tid) {
     tkvcu_strip strip = tkvcu_next_strip(j, s, s.task.first);
     tkvcu_fetch_strip(j, s, strip, tid);
     TKVCU_ROLL
@@ -3807,50 +3920,51 @@ TKVCU_DEVICE void tkvcu_prefill_units(const tkvcu_job &j, tkvcu_prefill<D, MT> &
         int exponent, me;
         tkvcu_cp_async_wait<0>();
         __syncthreads();
-        exponent = tkvcu_unit_scales(s, u, strip.rows, tkvcu_anew(tid));
+        exponent = tkvcu_prepare_scales(s, u, strip.rows, tkvcu_block_hoisting(tid));
         __syncthreads();
-        me = tkvcu_anew(tid);
+        me = tkvcu_block_hoisting(tid);
         if (s.task.region >= TKVCU_SINKS) {
-            tkvcu_open_exact(s, 0, strip.rows, tkvcu_power(-exponent), me);
-            tkvcu_open_exact(s, 1, strip.rows, tkvcu_power(-u.top), me);
+            tkvcu_expand_exact(s, 0, strip.rows, tkvcu_exp2i(-exponent), me);
+            tkvcu_expand_exact(s, 1, strip.rows, tkvcu_exp2i(-u.top), me);
         } else {
-            tkvcu_open_k(s, me / 32, me % 8, me % 32 / 8);
-            tkvcu_open_v(s, me / 32, me % 8, me % 32 / 8);
+            tkvcu_expand_k(s, me / 32, me % 8, me % 32 / 8);
+            tkvcu_expand_v(s, me / 32, me % 8, me % 32 / 8);
         }
         __syncthreads();
-        tkvcu_fetch_strip(j, s, tkvcu_next_strip(j, s, strip.at + strip.units), tkvcu_anew(tid));
-        me = tkvcu_anew(tid);
-        if (16 * MT * (me / 32) < s.task.columns_here)
-            tkvcu_multiply(j, s, u, strip, exponent, me / 32, me % 32);
-        strip = tkvcu_next_strip(j, s, strip.at + strip.units); /* again: no register is kept meanwhile */
+        tkvcu_fetch_strip(j, s, tkvcu_next_strip(j, s, strip.at + strip.key_tiles),
+                          tkvcu_block_hoisting(tid));
+        me = tkvcu_block_hoisting(tid);
+        if (16 * MT * (me / 32) < s.task.n_rows)
+            tkvcu_attend_strip(j, s, u, strip, exponent, me / 32, me % 32);
+        strip = tkvcu_next_strip(j, s, strip.at + strip.key_tiles); /* computed again: saves registers */
     }
     __syncthreads();
 }
 
-/* >>parts */
-template <int D, int MT> TKVCU_DEVICE void tkvcu_begin_rows(tkvcu_row_sums<D, MT> &u) {
+/* >>sections */
+template <int D, int MT> TKVCU_DEVICE void tkvcu_clear_row_partials(tkvcu_row_partials<D, MT> &u) {
     int mt, i, c;
     TKVCU_UNROLL
     for (mt = 0; mt < MT; mt++) {
         TKVCU_UNROLL
         for (i = 0; i < 2; i++) {
-            u.m[mt][i] = TKVCU_START;
+            u.m[mt][i] = TKVCU_INITIAL_MAX;
             u.l[mt][i] = 0.0f;
         }
         TKVCU_UNROLL
         for (c = 0; c < D / 8; c++) u.o[mt][c][0] = u.o[mt][c][1] = u.o[mt][c][2] = u.o[mt][c][3] = 0.0f;
     }
-    u.top = TKVCU_BOTTOM;
+    u.top = TKVCU_EXPONENT_NONE;
 }
 
-/* The end of a part: into the workspace, [slot][rows of all blocks][m, l, o ...]. */
+/* Writes the partial results of a section to the workspace: [slot][rows of all thread blocks][m, l, o ...]. */
 template <int D, int MT>
-TKVCU_DEVICE void tkvcu_put_rows(const tkvcu_job &j, const tkvcu_prefill<D, MT> &s,
-                                 const tkvcu_row_sums<D, MT> &u, int tid) {
+TKVCU_DEVICE void tkvcu_write_row_partials(const tkvcu_job &j, const tkvcu_prefill_shared<D, MT> &s,
+                                           const tkvcu_row_partials<D, MT> &u, int tid) {
     const tkvcu_prefill_task &k = s.task;
-    const int slot = (int)blockIdx.x + (k.entry * j.view.n_kv_heads + k.head) * TKVCU_PARTS + k.part;
+    const int slot = (int)blockIdx.x + (k.entry * j.view.n_kv_heads + k.head) * TKVCU_SECTIONS + k.section;
     float *out = j.partial + ((size_t)slot * gridDim.y + blockIdx.y) * (size_t)(64 * MT * (D + 2));
-    const float unit = tkvcu_power(u.top);
+    const float unit = tkvcu_exp2i(u.top);
     const int warp = tid / 32, lane = tid % 32;
     int mt, i, c, by;
     TKVCU_UNROLL
@@ -3860,9 +3974,9 @@ TKVCU_DEVICE void tkvcu_put_rows(const tkvcu_job &j, const tkvcu_prefill<D, MT> 
         float *to = out + row * (D + 2), l = u.l[mt][i];
         TKVCU_UNROLL
         for (by = 1; by < 4; by *= 2) l += __shfl_xor_sync(0xffffffffu, l, by);
-        if (row >= k.columns_here) continue;
+        if (row >= k.n_rows) continue;
         if (lane % 4 == 0) {
-            to[0] = u.m[mt][i] - TKVCU_LIFT;
+            to[0] = u.m[mt][i] - TKVCU_P_EXPONENT;
             to[1] = l;
         }
         TKVCU_UNROLL
@@ -3873,14 +3987,14 @@ TKVCU_DEVICE void tkvcu_put_rows(const tkvcu_job &j, const tkvcu_prefill<D, MT> 
     }
 }
 
-/* Blocks of threads that a multiprocessor shall hold. */
+/* Thread blocks per multiprocessor that the register limit must allow. */
 #define TKVCU_PREFILL_RESIDENT(D, MT) ((D) == 128 && (MT) == 2 ? 2 : 3)
 
 template <int D, int MT>
 __global__ void __launch_bounds__(TKVCU_PREFILL_THREADS, TKVCU_PREFILL_RESIDENT(D, MT))
     tkvcu_prefill_kernel(tkvcu_job j) {
     TKVCU_SHARED(uint8_t, shared);
-    tkvcu_prefill<D, MT> &s = *(tkvcu_prefill<D, MT> *)(void *)shared;
+    tkvcu_prefill_shared<D, MT> &s = *(tkvcu_prefill_shared<D, MT> *)(void *)shared;
     int *ends = (int *)(void *)(shared + sizeof s); /* [n_entries] */
     const int tid = (int)threadIdx.x;
     if (tid < 32) tkvcu_find_ends(j, ends, tid);
@@ -3890,109 +4004,110 @@ __global__ void __launch_bounds__(TKVCU_PREFILL_THREADS, TKVCU_PREFILL_RESIDENT(
         tkvcu_prefill_task &k = s.task;
         k.entry = 0;
         k.group = j.view.n_heads / j.view.n_kv_heads;
-        k.columns = k.group * j.n_queries;
-        k.column = 64 * MT * (int)blockIdx.y;
-        k.columns_here = tkvi_min(64 * MT, k.columns - k.column);
-        k.unit = tkvcu_range(total, (int)gridDim.x, (int)blockIdx.x);
-        k.end = tkvcu_range(total, (int)gridDim.x, (int)blockIdx.x + 1);
-        tkvcu_next_part(j, k, ends);
+        k.all_rows = k.group * j.n_queries;
+        k.first_row = 64 * MT * (int)blockIdx.y;
+        k.n_rows = tkvi_min(64 * MT, k.all_rows - k.first_row);
+        k.next_tile = tkvcu_first_key_tile(total, (int)gridDim.x, (int)blockIdx.x);
+        k.end_tile = tkvcu_first_key_tile(total, (int)gridDim.x, (int)blockIdx.x + 1);
+        tkvcu_next_section(j, k, ends);
     }
     __syncthreads();
     while (s.task.left > 0) {
-        tkvcu_row_sums<D, MT> u;
-        tkvcu_begin_rows(u);
+        tkvcu_row_partials<D, MT> u;
+        tkvcu_clear_row_partials(u);
         while (s.task.left > 0) {
-            tkvcu_prefill_run(j, s, tkvcu_anew(tid));
-            tkvcu_prefill_units(j, s, u, tid);
+            tkvcu_next_prefill_range(j, s, tkvcu_block_hoisting(tid));
+            tkvcu_attend_prefill_range(j, s, u, tid);
         }
-        tkvcu_put_rows(j, s, u, tkvcu_anew(tid));
+        tkvcu_write_row_partials(j, s, u, tkvcu_block_hoisting(tid));
         __syncthreads();
-        if (tid == 0) tkvcu_next_part(j, s.task, ends);
+        if (tid == 0) tkvcu_next_section(j, s.task, ends);
         __syncthreads();
     }
 }
 
 /* >>sizes and launch */
-typedef struct tkvcu_prefill_grid { /* for 64 or 128 rows to a block */
+typedef struct tkvcu_prefill_grid { /* a launch for 64 or 128 rows per thread block */
     tkvcu_attend_function kernel;
     size_t shared;
-    int blocks; /* of all of gridDim.y */
+    int blocks; /* for all of gridDim.y together */
 } tkvcu_prefill_grid;
 
-static int tkvcu_m_tiles(const tkv_config *cfg, int n_queries) {
+static int tkvcu_n_m_tiles(const tkv_config *cfg, int n_queries) {
     return cfg->model.n_heads / cfg->model.n_kv_heads * n_queries > 64 ? 2 : 1;
 }
 
-static int tkvcu_row_chunks(const tkv_config *cfg, int n_queries) {
-    const int rows = 64 * tkvcu_m_tiles(cfg, n_queries);
+static int tkvcu_n_row_tiles(const tkv_config *cfg, int n_queries) {
+    const int rows = 64 * tkvcu_n_m_tiles(cfg, n_queries);
     return (cfg->model.n_heads / cfg->model.n_kv_heads * n_queries + rows - 1) / rows;
 }
 
-/* Bytes of the workspace for up to so many queries, by either kernel. */
-static size_t tkvcu_work_bytes(const tkv_config *cfg, int n_seqs, int max_queries) {
-    const size_t decode = tkvcu_split_bytes(cfg, n_seqs, tkvi_min(max_queries, TKVCU_DECODE_QUERIES));
-    const size_t rows = 64 * (size_t)(tkvcu_m_tiles(cfg, max_queries) * tkvcu_row_chunks(cfg, max_queries));
-    const size_t slots = (size_t)n_seqs * (size_t)cfg->model.n_kv_heads * TKVCU_PARTS;
+/* Computes the workspace for up to max_queries queries, with the larger need of both kernels. */
+static size_t tkvcu_compute_work_bytes(const tkv_config *cfg, int n_seqs, int max_queries) {
+    const size_t decode =
+        tkvcu_compute_attend_bytes(cfg, n_seqs, tkvi_min(max_queries, TKVCU_DECODE_QUERIES));
+    const size_t rows =
+        64 * (size_t)(tkvcu_n_m_tiles(cfg, max_queries) * tkvcu_n_row_tiles(cfg, max_queries));
+    const size_t slots = (size_t)n_seqs * (size_t)cfg->model.n_kv_heads * TKVCU_SECTIONS;
     const size_t prefill =
-        (TKVCU_PREFILL_ROWS + slots * rows) * (size_t)(cfg->model.head_dim + 2) * sizeof(float);
+        (TKVCU_PREFILL_MAX_ROWS + slots * rows) * (size_t)(cfg->model.head_dim + 2) * sizeof(float);
     return max_queries > TKVCU_DECODE_QUERIES && prefill > decode ? prefill : decode;
 }
 
-/* As tkvcu_split_ready. */
-static cudaError_t tkvcu_prefill_ready(tkvcu_prefill_grid grid[2], const tkv_config *cfg, int n_seqs,
-                                       int processors, int most, int *fits) {
+/* As tkvcu_prepare_attend. */
+static cudaError_t tkvcu_prepare_prefill(tkvcu_prefill_grid grid[2], const tkv_config *cfg, int n_seqs,
+                                         int multiprocessors, int max_shared, int *fits) {
     const struct {
         tkvcu_attend_function kernel;
         size_t shared;
-    } row[2][2] = {{{tkvcu_prefill_kernel<64, 1>, sizeof(tkvcu_prefill<64, 1>)},
-                    {tkvcu_prefill_kernel<64, 2>, sizeof(tkvcu_prefill<64, 2>)}},
-                   {{tkvcu_prefill_kernel<128, 1>, sizeof(tkvcu_prefill<128, 1>)},
-                    {tkvcu_prefill_kernel<128, 2>, sizeof(tkvcu_prefill<128, 2>)}}};
+    } row[2][2] = {{{tkvcu_prefill_kernel<64, 1>, sizeof(tkvcu_prefill_shared<64, 1>)},
+                    {tkvcu_prefill_kernel<64, 2>, sizeof(tkvcu_prefill_shared<64, 2>)}},
+                   {{tkvcu_prefill_kernel<128, 1>, sizeof(tkvcu_prefill_shared<128, 1>)},
+                    {tkvcu_prefill_kernel<128, 2>, sizeof(tkvcu_prefill_shared<128, 2>)}}};
     cudaError_t e = cudaSuccess;
     int i;
     for (i = 0; i < 2 && e == cudaSuccess && *fits; i++) {
         int resident = 1;
         grid[i].kernel = row[cfg->model.head_dim == 128][i].kernel;
         grid[i].shared = row[cfg->model.head_dim == 128][i].shared + sizeof(int) * (size_t)n_seqs;
-        *fits = grid[i].shared <= (size_t)most;
+        *fits = grid[i].shared <= (size_t)max_shared;
         if (!*fits) break;
-        e = cudaFuncSetAttribute(grid[i].kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, most);
+        e = cudaFuncSetAttribute(grid[i].kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, max_shared);
         if (e == cudaSuccess)
             e = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&resident, grid[i].kernel,
                                                               TKVCU_PREFILL_THREADS, grid[i].shared);
-        grid[i].blocks = tkvi_min(TKVCU_PREFILL_ROWS / (64 * (i + 1)), processors * tkvi_max(1, resident));
+        grid[i].blocks =
+            tkvi_min(TKVCU_PREFILL_MAX_ROWS / (64 * (i + 1)), multiprocessors * tkvi_max(1, resident));
     }
     return e;
 }
 
-/* As tkvcu_attend_launch. */
-static cudaError_t tkvcu_prefill_launch(const tkvcu_prefill_grid grid[2], const tkvcu_split *s,
+/* As tkvcu_launch_attend. */
+static cudaError_t tkvcu_launch_prefill(const tkvcu_prefill_grid grid[2], const tkvcu_attend_plan *s,
                                         const tkvcu_view *v, const tkvcu_attend_call *c,
                                         const tkv_config *cfg, cudaStream_t stream) {
-    const int mt = tkvcu_m_tiles(cfg, c->n_queries), chunks = tkvcu_row_chunks(cfg, c->n_queries);
-    tkvcu_job j = tkvcu_job_of(s, v, c);
-    j.blocks = tkvi_max(1, grid[mt - 1].blocks / chunks);
-    TKVCU_LAUNCH(grid[mt - 1].kernel, dim3((unsigned)j.blocks, (unsigned)chunks), dim3(TKVCU_PREFILL_THREADS),
-                 grid[mt - 1].shared, stream, j);
+    const int mt = tkvcu_n_m_tiles(cfg, c->n_queries), row_tiles = tkvcu_n_row_tiles(cfg, c->n_queries);
+    tkvcu_job j = tkvcu_make_job(s, v, c);
+    j.blocks = tkvi_max(1, grid[mt - 1].blocks / row_tiles);
+    TKVCU_LAUNCH(grid[mt - 1].kernel, dim3((unsigned)j.blocks, (unsigned)row_tiles),
+                 dim3(TKVCU_PREFILL_THREADS), grid[mt - 1].shared, stream, j);
     TKVCU_LAUNCH(tkvcu_combine_kernel, dim3((unsigned)(s->n_seqs * c->n_queries * v->n_heads)),
-                 dim3(TKVCU_COMBINE_THREADS), 0, stream, j, 64 * mt, chunks);
+                 dim3(TKVCU_COMBINE_THREADS), 0, stream, j, 64 * mt, row_tiles);
     return cudaGetLastError();
 }
 
 #endif /* TKVCU_PREFILL_H */
 /* ======== create.h ======== */
 /*
- * create.h - the handle, what it needs of memory and where everything lies in it, the sides that kernels read
- * by.
+ * create.h - the handle, the layout of device memory, and the sides that kernels read.
  *
- * The handle has a cache of tieredkv.h without tokens: plans, codings and tables of the layers, in the same
- * words as those of the caches that sequences come from and go to. Device memory, in pieces at multiples of
- * 256 bytes:
+ * The handle contains a host cache without tokens. Its plans, codings and tables have the same form as in the caches
+ * of import and export. Pieces of device memory begin at multiples of 256 bytes:
  *
- *     cache: word | layers [n_layers] | lists [n_layers][n_seqs] | of each layer with blocks:
+ *     cache: flags | layers [n_layers] | lists [n_layers][n_seqs] | for each layer with blocks:
  *            versions [n_seqs][max_blocks] | sides | order, mean [TKVI_VERSIONS][n_kv_heads][head_dim] |
  *            regions [n_seqs][ring] blocks
- *     work:  what attention keeps between its two kernels (attend.h)
+ *     work:  partial results of attention (attend.h)
  */
 #ifndef TKVCU_CREATE_H
 #define TKVCU_CREATE_H
@@ -4001,22 +4116,25 @@ static cudaError_t tkvcu_prefill_launch(const tkvcu_prefill_grid grid[2], const 
 #define TKVCU_ALIGN 256u
 
 struct tkvcu {
-    tkv_cache *host;    /* without tokens */
-    tkvcu_view *view;   /* [n_layers] */
-    uint8_t *used;      /* [n_layers] bits of table versions that blocks may be coded with */
-    uint8_t *appended;  /* [n_layers] 1: a graph may append here again */
+    tkv_cache *host;  /* without tokens */
+    tkvcu_view *view; /* [n_layers] */
+    /* [n_layers] bit v: blocks may be coded with table version v */
+    uint8_t *used_versions;
+    /* [n_layers] 1: an append was enqueued; a captured one may run again at any time */
+    uint8_t *appended;
     tkvcu_layer *layer; /* device, [n_layers] */
     tkvcu_list *lists;  /* device, [n_layers][n_seqs] */
-    uint32_t *word;     /* device */
-    uint8_t *stage;     /* on its way to the device: a layer's sides, order, mean */
-    tkvcu_split split;  /* of the work of attention */
+    uint32_t *flags;    /* device */
+    uint8_t *staging;   /* host copy of a layer's sides, order and mean */
+    tkvcu_attend_plan attend_plan;
     tkvcu_prefill_grid prefill[2];
     int n_seqs, max_tokens, max_queries;
     char error[160];
 };
 
 /* >>errors */
-static int tkvcu_fail(tkvcu *cu, int status, const char *what, int64_t number, const char *more) {
+static tkv_status tkvcu_fail(tkvcu *cu, tkv_status status, const char *what, int64_t number,
+                             const char *more) {
     tkvi_text t = tkvi_text_begin(cu->error, sizeof cu->error);
     tkvi_append_text(&t, what);
     if (more) {
@@ -4027,52 +4145,52 @@ static int tkvcu_fail(tkvcu *cu, int status, const char *what, int64_t number, c
     return status;
 }
 
-static int tkvcu_refuse(tkvcu *cu, int status, const char *what, const char *which) {
+static tkv_status tkvcu_fail_text(tkvcu *cu, tkv_status status, const char *what, const char *which) {
     tkvi_text t = tkvi_text_begin(cu->error, sizeof cu->error);
     tkvi_append_text(&t, what);
     tkvi_append_text(&t, which);
     return status;
 }
 
-/* What the runtime said. */
-static int tkvcu_checked(tkvcu *cu, cudaError_t e) {
-    return e == cudaSuccess ? TKV_OK : tkvcu_fail(cu, TKVCU_ERR_CUDA, cudaGetErrorString(e), 0, NULL);
+/* Stores the runtime's error text. */
+static tkv_status tkvcu_check_cuda(tkvcu *cu, cudaError_t e) {
+    return e == cudaSuccess ? TKV_OK : tkvcu_fail(cu, TKV_ERR_DEVICE, cudaGetErrorString(e), 0, NULL);
 }
 
-static int tkvcu_launched(tkvcu *cu) { return tkvcu_checked(cu, cudaGetLastError()); }
+static tkv_status tkvcu_check_launch(tkvcu *cu) { return tkvcu_check_cuda(cu, cudaGetLastError()); }
 
-/* >>what is supported */
-static int tkvcu_no(char *reason, size_t size, const char *why, int layer) {
+/* >>supported configs */
+static tkv_status tkvcu_refuse_config(char *reason, size_t size, const char *why, int layer) {
     tkvi_text t = tkvi_text_begin(reason, reason ? size : 0);
     tkvi_append_text(&t, why);
     if (layer >= 0) {
         tkvi_append_text(&t, ", layer ");
         tkvi_append_int(&t, layer);
     }
-    return TKVCU_ERR_UNSUPPORTED;
+    return TKV_ERR_UNSUPPORTED;
 }
 
-/* How a side of this format is read; -1: not here. */
-static int tkvcu_kind(tkv_format f) {
+/* Returns the kind of a format's sides; -1: not supported. */
+static int tkvcu_find_kind(tkv_format f) {
     if (f == TKV_F16 || f == TKV_BF16) return TKVCU_EXACT;
     if (f >= TKV_Q8 && f <= TKV_KIVI2) return TKVCU_KIVI;
     if (f >= TKV_A40 && f <= TKV_A15) return TKVCU_A;
     return f >= TKV_R40 && f <= TKV_R10 ? TKVCU_R : -1;
 }
 
-static const char *tkvcu_pair_fault(const tkv_config *cfg, tkv_format_pair pair, int exact) {
-    const int k = tkvcu_kind(pair.k), v = tkvcu_kind(pair.v);
-    if (k < 0 || v < 0) return "a format that is not read here";
+static const char *tkvcu_check_formats(const tkv_config *cfg, tkv_format_pair pair, int exact) {
+    const int k = tkvcu_find_kind(pair.k), v = tkvcu_find_kind(pair.v);
+    if (k < 0 || v < 0) return "a format without a GPU kernel";
     if (exact != (k == TKVCU_EXACT) || exact != (v == TKVCU_EXACT))
-        return "warm and archive tier take KIVI, Q8, A and R formats here";
+        return "on a GPU, warm and archive tiers take A, R, KIVI and Q8 formats, hot tiers F16 and BF16";
     if ((k == TKVCU_KIVI || v == TKVCU_KIVI) && cfg->format.group_size != 64)
-        return "KIVI formats want cfg.format.group_size = 64";
+        return "KIVI and Q8 formats need cfg.format.group_size = 64";
     return k == TKVCU_A && cfg->format.allocation_unit != 16
-               ? "A formats want cfg.format.allocation_unit = 16"
+               ? "A formats need cfg.format.allocation_unit = 16"
                : NULL;
 }
 
-static const char *tkvcu_config_fault(const tkv_config *cfg) {
+static const char *tkvcu_check_config(const tkv_config *cfg) {
     const struct {
         int wrong;
         const char *why;
@@ -4080,16 +4198,17 @@ static const char *tkvcu_config_fault(const tkv_config *cfg) {
         {cfg->model.head_dim != 64 && cfg->model.head_dim != 128, "head_dim must be 64 or 128"},
         {cfg->model.v_head_dim && cfg->model.v_head_dim != cfg->model.head_dim,
          "v_head_dim must be head_dim"},
-        {cfg->model.n_kv_heads > 1024, "there are at most 1024 KV heads"},
-        {cfg->limits.max_seqs > 65535, "there are at most 65535 sequences"},
+        {cfg->model.n_kv_heads > 1024, "n_kv_heads must be at most 1024"},
+        {cfg->limits.max_seqs > 65535, "max_seqs must be at most 65535"},
         {cfg->model.n_heads >
              TKVCU_MAX_GROUP * (cfg->model.n_kv_heads ? cfg->model.n_kv_heads : cfg->model.n_heads),
-         "there are at most 16 query heads on a KV head"},
-        {cfg->budget.bytes != 0 || cfg->budget.n_levels != 0, "a budget or a ladder"},
+         "a KV head must have at most 16 query heads"},
+        {cfg->budget.bytes != 0 || cfg->budget.n_levels != 0, "budgets and ladders have no GPU kernels"},
         {cfg->evict.policy != TKV_EVICT_NONE || cfg->tiers.n_anchors || cfg->importance.sample_every,
-         "eviction or anchors"},
-        {cfg->offload.write != NULL || cfg->budget.discard, "spilling or recomputation"},
-        {cfg->meter.heads != 0, "a quality meter"},
+         "eviction and anchors have no GPU kernels"},
+        {cfg->offload.write != NULL || cfg->budget.discard,
+         "offloading and recomputation have no GPU kernels"},
+        {cfg->meter.heads != 0, "quality meters have no GPU kernels"},
     };
     size_t i;
     for (i = 0; i < sizeof rule / sizeof *rule; i++)
@@ -4097,14 +4216,14 @@ static const char *tkvcu_config_fault(const tkv_config *cfg) {
     return NULL;
 }
 
-/* >>where things lie */
+/* >>layout of device memory */
 typedef struct tkvcu_arena {
-    uintptr_t base; /* 0: only counted */
+    uintptr_t base; /* 0: only counts */
     size_t at;
-    int full; /* more than this machine can address */
+    int full; /* 1: the size exceeds the address space */
 } tkvcu_arena;
 
-static void *tkvcu_take(tkvcu_arena *a, size_t n, size_t size) {
+static void *tkvcu_reserve_piece(tkvcu_arena *a, size_t n, size_t size) {
     const size_t at = a->at;
     size_t bytes = 0;
     if (!tkvi_mul(n, size, &bytes) || !tkvi_add(bytes, TKVCU_ALIGN - 1, &bytes) ||
@@ -4113,44 +4232,44 @@ static void *tkvcu_take(tkvcu_arena *a, size_t n, size_t size) {
     return (void *)(a->base + at);
 }
 
-/* A tier's blocks in a region; the sinks have a coding of their own, archive and warm as the tier is called.
- * */
+/* The tier of each region's blocks. Sinks have their own coding. */
 static const tkv_tier tkvcu_tier_of[TKVCU_REGIONS] = {TKV_TIER_ARCHIVE, TKV_TIER_WARM, TKV_TIER_HOT,
                                                       TKV_TIER_HOT};
 
-static int tkvcu_key_of(const tkvi_plan *p, int region) {
+static int tkvcu_find_key(const tkvi_plan *p, int region) {
     return region == TKVCU_SINKS ? p->sink_coding : p->now.key[tkvcu_tier_of[region]];
 }
 
-typedef struct tkvcu_plan { /* what a description comes to */
+typedef struct tkvcu_derived_config { /* a tkvcu_config with all defaults resolved */
     tkvi_derived_config shape;
     int n_seqs, max_tokens, max_queries;
     tkvcu_layer *layer;
     tkvcu_list *lists;
-    uint32_t *word;
-    size_t stage; /* bytes */
-} tkvcu_plan;
+    uint32_t *flags;
+    size_t staging; /* bytes */
+} tkvcu_derived_config;
 
-static size_t tkvcu_sides(const tkv_config *cfg) {
+static size_t tkvcu_n_sides(const tkv_config *cfg) {
     return (size_t)TKVI_VERSIONS * TKVCU_REGIONS * (size_t)cfg->model.n_kv_heads * 2;
 }
 
-static size_t tkvcu_positions(const tkv_config *cfg) { /* of order and mean, of a layer */
+static size_t tkvcu_n_table_entries(
+    const tkv_config *cfg) { /* Returns the entries of order, and of mean, in a layer. */
     return (size_t)TKVI_VERSIONS * (size_t)cfg->model.n_kv_heads * (size_t)cfg->model.head_dim;
 }
 
-/* The view of a layer with blocks of its own, its pieces taken from the arena. */
-static void tkvcu_lay(const tkvcu_plan *d, int layer, const tkvi_plan *p, tkvcu_arena *a, tkvcu_view *v) {
+/* Fills the view of a layer with blocks, and takes its pieces from the arena. */
+static void tkvcu_place_layer(const tkvcu_derived_config *d, int layer, const tkvi_plan *p, tkvcu_arena *a,
+                              tkvcu_view *v) {
     const tkv_config *cfg = &d->shape.cfg;
     tkvi_plan whole = *p;
     int64_t most[TKV_TIER_COUNT];
     int r;
     memset(v, 0, sizeof *v);
-    whole.keep = 0; /* windows drop nothing here */
+    whole.keep = 0; /* windows free no blocks here */
     tkvi_most_blocks(cfg, &whole, most);
-    /* While one head's block enters the ring another head's, in another block of threads, may not have left yet; and
-     * with another table it lies elsewhere in its place. So those that come never take the places of those that
-     * go. */
+    /* One head's side may enter the warm ring while another thread block still reads a side that leaves it. With
+     * another table it has another offset in the block. So new blocks never use the places of blocks that leave. */
     most[TKV_TIER_WARM] += most[TKV_TIER_HOT];
     v->n_seqs = d->n_seqs;
     v->n_heads = cfg->model.n_heads;
@@ -4159,47 +4278,49 @@ static void tkvcu_lay(const tkvcu_plan *d, int layer, const tkvi_plan *p, tkvcu_
     v->sinks = p->sink;
     v->max_blocks = tkvi_max(1, (d->max_tokens - p->sink + TKVI_BLOCK - 1) / TKVI_BLOCK);
     v->list = d->lists + (size_t)layer * (size_t)d->n_seqs;
-    v->version = (uint8_t *)tkvcu_take(a, (size_t)d->n_seqs, (size_t)v->max_blocks);
-    v->side = (const tkvcu_side *)tkvcu_take(a, tkvcu_sides(cfg), sizeof *v->side);
-    v->order = (const uint8_t *)tkvcu_take(a, tkvcu_positions(cfg), 1);
-    v->mean = (const float *)tkvcu_take(a, tkvcu_positions(cfg), sizeof *v->mean);
+    v->version = (uint8_t *)tkvcu_reserve_piece(a, (size_t)d->n_seqs, (size_t)v->max_blocks);
+    v->side = (const tkvcu_side *)tkvcu_reserve_piece(a, tkvcu_n_sides(cfg), sizeof *v->side);
+    v->order = (const uint8_t *)tkvcu_reserve_piece(a, tkvcu_n_table_entries(cfg), 1);
+    v->mean = (const float *)tkvcu_reserve_piece(a, tkvcu_n_table_entries(cfg), sizeof *v->mean);
     for (r = 0; r < TKVCU_REGIONS; r++) {
-        const size_t block = d->shape.bytes[tkvcu_key_of(p, r)].total;
+        const size_t block = d->shape.bytes[tkvcu_find_key(p, r)].total;
         v->ring[r] = r == TKVCU_SINKS ? 1 : (int32_t)tkvi_max(1, (int)most[tkvcu_tier_of[r]]);
         a->full |= block > 0x7fffffffu;
         v->block[r] = (uint32_t)block;
         v->stride[r] = block * (size_t)v->ring[r];
-        v->bytes[r] = (uint8_t *)tkvcu_take(a, (size_t)d->n_seqs, v->stride[r]);
+        v->bytes[r] = (uint8_t *)tkvcu_reserve_piece(a, (size_t)d->n_seqs, v->stride[r]);
     }
 }
 
-/* Checks a description and lays out all of it; view: NULL or [n_layers]. */
-static int tkvcu_plan_of(const tkvcu_desc *desc, tkvcu_plan *d, tkvcu_arena *a, tkvcu_view *view,
-                         char *reason, size_t size) {
+/* Checks a config and lays out the device memory. view: NULL or [n_layers]. */
+static tkv_status tkvcu_derive_config(const tkvcu_config *config, tkvcu_derived_config *d, tkvcu_arena *a,
+                                      tkvcu_view *view, char *reason, size_t size) {
     tkv_config *cfg = &d->shape.cfg;
     tkv_config mine;
     const char *why;
-    int i, r, st;
-    if (!desc || !desc->cfg) return TKV_ERR_ARG;
-    mine = *desc->cfg;
-    if (desc->n_seqs) mine.limits.max_seqs = desc->n_seqs;
-    if (desc->max_tokens) mine.limits.max_tokens = desc->max_tokens;
+    tkv_status st;
+    int i, r;
+    if (!config || !config->cfg) return TKV_ERR_ARG;
+    mine = *config->cfg;
+    if (config->n_seqs) mine.limits.max_seqs = config->n_seqs;
+    if (config->max_tokens) mine.limits.max_tokens = config->max_tokens;
     mine.host.isa = TKV_ISA_SCALAR;
     st = tkvi_validate(&mine, &d->shape, reason, size);
     if (st) return st;
     if (mine.limits.max_tokens == 0)
-        return tkvi_bad(reason, size, "max_tokens", 0, "the description or the config must have a number");
-    if (desc->max_queries < 0 || desc->max_queries > TKVCU_MAX_QUERIES)
-        return tkvi_bad(reason, size, "max_queries", desc->max_queries, "it must be 1 to 64, or 0 for 1");
-    why = tkvcu_config_fault(&mine);
-    if (why) return tkvcu_no(reason, size, why, -1);
+        return tkvi_bad(reason, size, "max_tokens", 0, "tkvcu_config or tkv_config must set it");
+    if (config->max_queries < 0 || config->max_queries > TKVCU_MAX_QUERIES)
+        return tkvi_bad(reason, size, "max_queries", config->max_queries, "it must be 1 to 64, or 0 for 1");
+    why = tkvcu_check_config(&mine);
+    if (why) return tkvcu_refuse_config(reason, size, why, -1);
     d->n_seqs = cfg->limits.max_seqs;
     d->max_tokens = cfg->limits.max_tokens;
-    d->max_queries = desc->max_queries ? desc->max_queries : 1;
-    d->word = (uint32_t *)tkvcu_take(a, 1, sizeof *d->word);
-    d->layer = (tkvcu_layer *)tkvcu_take(a, (size_t)cfg->model.n_layers, sizeof *d->layer);
-    d->lists = (tkvcu_list *)tkvcu_take(a, (size_t)cfg->model.n_layers * (size_t)d->n_seqs, sizeof *d->lists);
-    d->stage = tkvcu_sides(cfg) * sizeof(tkvcu_side) + tkvcu_positions(cfg) * (sizeof(float) + 1);
+    d->max_queries = config->max_queries ? config->max_queries : 1;
+    d->flags = (uint32_t *)tkvcu_reserve_piece(a, 1, sizeof *d->flags);
+    d->layer = (tkvcu_layer *)tkvcu_reserve_piece(a, (size_t)cfg->model.n_layers, sizeof *d->layer);
+    d->lists = (tkvcu_list *)tkvcu_reserve_piece(a, (size_t)cfg->model.n_layers * (size_t)d->n_seqs,
+                                                 sizeof *d->lists);
+    d->staging = tkvcu_n_sides(cfg) * sizeof(tkvcu_side) + tkvcu_n_table_entries(cfg) * (sizeof(float) + 1);
     for (i = 0; i < cfg->model.n_layers; i++) {
         tkvi_plan p;
         tkvi_tier_spec rule[TKV_MAX_LEVELS];
@@ -4207,35 +4328,36 @@ static int tkvcu_plan_of(const tkvcu_desc *desc, tkvcu_plan *d, tkvcu_arena *a, 
         (void)tkvi_plan_of(&d->shape, i, &p, rule);
         if (p.stored != i) continue;
         for (r = 0; r < TKVCU_REGIONS; r++) {
-            why = tkvcu_pair_fault(cfg, d->shape.key[tkvcu_key_of(&p, r)].pair, r >= TKVCU_SINKS);
-            if (why) return tkvcu_no(reason, size, why, i);
+            why = tkvcu_check_formats(cfg, d->shape.key[tkvcu_find_key(&p, r)].pair, r >= TKVCU_SINKS);
+            if (why) return tkvcu_refuse_config(reason, size, why, i);
         }
-        tkvcu_lay(d, i, &p, a, view ? &view[i] : &v);
+        tkvcu_place_layer(d, i, &p, a, view ? &view[i] : &v);
     }
     if (a->full)
-        return tkvi_bad(reason, size, "max_tokens", d->max_tokens, "this is more than can be addressed");
+        return tkvi_bad(reason, size, "max_tokens", d->max_tokens, "the size exceeds the address space");
     return TKV_OK;
 }
 
-int tkvcu_query(const tkvcu_desc *desc, size_t *cache_bytes, size_t *work_bytes, char *reason, size_t size) {
-    tkvcu_plan d;
+tkv_status tkvcu_get_required_bytes(const tkvcu_config *config, size_t *cache_bytes, size_t *work_bytes,
+                                    char *reason, size_t size) {
+    tkvcu_derived_config d;
     tkvcu_arena a = {0, 0, 0};
-    int st;
+    tkv_status st;
     if (reason && size) *reason = 0;
     if (!cache_bytes || !work_bytes) return TKV_ERR_ARG;
-    st = tkvcu_plan_of(desc, &d, &a, NULL, reason, size);
+    st = tkvcu_derive_config(config, &d, &a, NULL, reason, size);
     if (st) return st;
     *cache_bytes = a.at;
-    *work_bytes = tkvcu_work_bytes(&d.shape.cfg, d.n_seqs, d.max_queries);
+    *work_bytes = tkvcu_compute_work_bytes(&d.shape.cfg, d.n_seqs, d.max_queries);
     return TKV_OK;
 }
 
 /* >>sides */
-static tkvcu_side tkvcu_side_of(const tkvi_side *s, size_t at, int32_t table) {
+static tkvcu_side tkvcu_make_side(const tkvi_side *s, size_t at, int32_t table) {
     tkvcu_side d;
     int w;
     memset(&d, 0, sizeof d);
-    d.kind = (uint8_t)tkvcu_kind((tkv_format)(s->format - tkvi_formats));
+    d.kind = (uint8_t)tkvcu_find_kind((tkv_format)(s->format - tkvi_formats));
     d.bf16 = s->format->stored == TKVI_AS_BF16;
     d.at = (uint32_t)at;
     d.bytes = (uint32_t)s->bytes;
@@ -4258,8 +4380,8 @@ static tkvcu_side tkvcu_side_of(const tkvi_side *s, size_t at, int32_t table) {
     return d;
 }
 
-/* The coding of a region's blocks with a version of the layer's table; NULL: there is no such table. */
-static const tkvi_coding *tkvcu_coding_of(const tkv_cache *kv, int layer, int region, int version) {
+/* Returns the coding of a region's blocks with a table version of the layer; NULL: there is no such table. */
+static const tkvi_coding *tkvcu_find_coding(const tkv_cache *kv, int layer, int region, int version) {
     const tkvi_plan *p = &kv->tables.plan[layer];
     const tkv_tier tier = tkvcu_tier_of[region];
     const int own = region != TKVCU_SINKS && p->now.shared[tier];
@@ -4272,31 +4394,32 @@ static const tkvi_coding *tkvcu_coding_of(const tkv_cache *kv, int layer, int re
 static int tkvcu_has_table(const tkv_cache *kv, int layer, int version) {
     const tkvi_plan *p = &kv->tables.plan[layer];
     const int region = p->now.shared[TKV_TIER_WARM] ? TKVCU_WARM : TKVCU_ARCHIVE;
-    return p->allocates && tkvcu_coding_of(kv, layer, region, version) != NULL;
+    return p->allocates && tkvcu_find_coding(kv, layer, region, version) != NULL;
 }
 
-/* Sides, order and mean of a layer go to the device. Waits, so that the next layer can have the stage. */
-static int tkvcu_send(tkvcu *cu, int layer, cudaStream_t stream) {
+/* Copies sides, order and mean of a layer to the device. Waits, because the next layer reuses `staging`. */
+static tkv_status tkvcu_upload_layer(tkvcu *cu, int layer, cudaStream_t stream) {
     const tkv_cache *kv = cu->host;
     const tkv_config *cfg = &kv->tables.cfg;
     const tkvcu_view *v = &cu->view[layer];
     const size_t heads = (size_t)cfg->model.n_kv_heads, pad = (size_t)cfg->model.head_dim,
-                 n = tkvcu_positions(cfg);
-    tkvcu_side *side = (tkvcu_side *)(void *)cu->stage;
-    float *mean = (float *)(void *)(side + tkvcu_sides(cfg));
+                 n = tkvcu_n_table_entries(cfg);
+    tkvcu_side *side = (tkvcu_side *)(void *)cu->staging;
+    float *mean = (float *)(void *)(side + tkvcu_n_sides(cfg));
     uint8_t *order = (uint8_t *)(mean + n);
     tkvcu_layer info;
     size_t h, at = 0;
-    int version, r, st;
-    memset(cu->stage, 0, tkvcu_sides(cfg) * sizeof *side + n * (sizeof(float) + 1));
+    tkv_status st;
+    int version, r;
+    memset(cu->staging, 0, tkvcu_n_sides(cfg) * sizeof *side + n * (sizeof(float) + 1));
     for (version = 0; version < TKVI_VERSIONS; version++) {
         for (r = 0; r < TKVCU_REGIONS; r++) {
-            const tkvi_coding *c = tkvcu_coding_of(kv, layer, r, version);
+            const tkvi_coding *c = tkvcu_find_coding(kv, layer, r, version);
             for (h = 0; h < heads; h++, at += 2) {
                 const int32_t table = (int32_t)(((size_t)version * heads + h) * pad);
                 if (!c) continue;
-                side[at] = tkvcu_side_of(&c->record[h].k, c->record[h].at, table);
-                side[at + 1] = tkvcu_side_of(&c->record[h].v, c->record[h].at + c->record[h].v_at, -1);
+                side[at] = tkvcu_make_side(&c->record[h].k, c->record[h].at, table);
+                side[at + 1] = tkvcu_make_side(&c->record[h].v, c->record[h].at + c->record[h].v_at, -1);
             }
         }
         for (h = 0; h < heads && tkvcu_has_table(kv, layer, version); h++) {
@@ -4305,25 +4428,26 @@ static int tkvcu_send(tkvcu *cu, int layer, cudaStream_t stream) {
             memcpy(mean + ((size_t)version * heads + h) * pad, head->mean, pad * sizeof *mean);
         }
     }
-    tkvcu_split_see(&cu->split, side, tkvcu_sides(cfg), cfg->model.head_dim);
+    tkvcu_widen_attend_plan(&cu->attend_plan, side, tkvcu_n_sides(cfg), cfg->model.head_dim);
     info.version = tkvi_max(0, kv->tables.current[layer]);
     info.sinks = v->sinks;
-    st = tkvcu_checked(cu, cudaMemcpyAsync((void *)(uintptr_t)v->side, side, tkvcu_sides(cfg) * sizeof *side,
-                                           cudaMemcpyHostToDevice, stream));
+    st = tkvcu_check_cuda(cu,
+                          cudaMemcpyAsync((void *)(uintptr_t)v->side, side, tkvcu_n_sides(cfg) * sizeof *side,
+                                          cudaMemcpyHostToDevice, stream));
     if (!st)
-        st = tkvcu_checked(cu, cudaMemcpyAsync((void *)(uintptr_t)v->mean, mean, n * sizeof *mean,
-                                               cudaMemcpyHostToDevice, stream));
+        st = tkvcu_check_cuda(cu, cudaMemcpyAsync((void *)(uintptr_t)v->mean, mean, n * sizeof *mean,
+                                                  cudaMemcpyHostToDevice, stream));
     if (!st)
-        st = tkvcu_checked(
+        st = tkvcu_check_cuda(
             cu, cudaMemcpyAsync((void *)(uintptr_t)v->order, order, n, cudaMemcpyHostToDevice, stream));
     if (!st)
-        st = tkvcu_checked(
+        st = tkvcu_check_cuda(
             cu, cudaMemcpyAsync(&cu->layer[layer], &info, sizeof info, cudaMemcpyHostToDevice, stream));
-    return st ? st : tkvcu_checked(cu, cudaStreamSynchronize(stream));
+    return st ? st : tkvcu_check_cuda(cu, cudaStreamSynchronize(stream));
 }
 
-/* Until better is known: all heads and channels alike. */
-static int tkvcu_equal_tables(tkv_cache *kv) {
+/* Makes tables that treat all heads and channels equally. */
+static int tkvcu_make_equal_tables(tkv_cache *kv) {
     const tkv_config *cfg = &kv->tables.cfg;
     const size_t pad = (size_t)cfg->model.head_dim;
     tkvi_version *to = &kv->tables.version[0];
@@ -4354,116 +4478,121 @@ void tkvcu_destroy(tkvcu *cu) {
     free(cu);
 }
 
-/* The handle, in one piece. */
-static tkvcu *tkvcu_new(const tkvcu_plan *d) {
+/* Allocates the handle, in one piece. */
+static tkvcu *tkvcu_allocate_handle(const tkvcu_derived_config *d) {
     const size_t layers = (size_t)d->shape.cfg.model.n_layers;
     const size_t head = tkvi_align_up(sizeof(tkvcu)), views = tkvi_align_up(layers * sizeof(tkvcu_view));
-    uint8_t *mem = (uint8_t *)malloc(head + views + tkvi_align_up(d->stage) + 2 * layers);
+    uint8_t *mem = (uint8_t *)malloc(head + views + tkvi_align_up(d->staging) + 2 * layers);
     tkvcu *cu = (tkvcu *)(void *)mem;
     if (!mem) return NULL;
-    memset(mem, 0, head + views + tkvi_align_up(d->stage) + 2 * layers);
+    memset(mem, 0, head + views + tkvi_align_up(d->staging) + 2 * layers);
     cu->view = (tkvcu_view *)(void *)(mem + head);
-    cu->stage = mem + head + views;
-    cu->used = cu->stage + tkvi_align_up(d->stage);
-    cu->appended = cu->used + layers;
+    cu->staging = mem + head + views;
+    cu->used_versions = cu->staging + tkvi_align_up(d->staging);
+    cu->appended = cu->used_versions + layers;
     cu->n_seqs = d->n_seqs;
     cu->max_tokens = d->max_tokens;
     cu->max_queries = d->max_queries;
-    cu->word = d->word;
+    cu->flags = d->flags;
     cu->layer = d->layer;
     cu->lists = d->lists;
     return cu;
 }
 
-/* Everything that kernels read before they have written it. */
-static int tkvcu_clear(tkvcu *cu, cudaStream_t stream) {
+/* Initialises the memory that kernels read before they write it. */
+static tkv_status tkvcu_clear_memory(tkvcu *cu, cudaStream_t stream) {
     const int layers = cu->host->tables.cfg.model.n_layers;
-    int i, r, st = tkvcu_checked(cu, cudaMemsetAsync(cu->word, 0, sizeof *cu->word, stream));
+    tkv_status st = tkvcu_check_cuda(cu, cudaMemsetAsync(cu->flags, 0, sizeof *cu->flags, stream));
+    int i, r;
     if (!st)
-        st = tkvcu_checked(cu, cudaMemsetAsync(cu->layer, 0xff, (size_t)layers * sizeof *cu->layer, stream));
+        st = tkvcu_check_cuda(cu,
+                              cudaMemsetAsync(cu->layer, 0xff, (size_t)layers * sizeof *cu->layer, stream));
     if (!st)
-        st = tkvcu_checked(
+        st = tkvcu_check_cuda(
             cu,
             cudaMemsetAsync(cu->lists, 0, (size_t)layers * (size_t)cu->n_seqs * sizeof *cu->lists, stream));
     for (i = 0; i < layers && !st; i++) {
         const tkvcu_view *v = &cu->view[i];
         const size_t seqs = (size_t)cu->n_seqs;
         if (cu->host->tables.plan[i].stored != i) continue;
-        st = tkvcu_checked(cu, cudaMemsetAsync(v->version, 0, seqs * (size_t)v->max_blocks, stream));
+        st = tkvcu_check_cuda(cu, cudaMemsetAsync(v->version, 0, seqs * (size_t)v->max_blocks, stream));
         for (r = TKVCU_SINKS; r < TKVCU_REGIONS && !st; r++)
-            st = tkvcu_checked(cu, cudaMemsetAsync(v->bytes[r], 0, seqs * v->stride[r], stream));
-        if (!st) st = tkvcu_send(cu, i, stream);
+            st = tkvcu_check_cuda(cu, cudaMemsetAsync(v->bytes[r], 0, seqs * v->stride[r], stream));
+        if (!st) st = tkvcu_upload_layer(cu, i, stream);
     }
     return st;
 }
 
-static int tkvcu_attribute(tkvcu *cu, cudaDeviceAttr which, int *x) {
+static tkv_status tkvcu_get_attribute(tkvcu *cu, cudaDeviceAttr which, int *x) {
     int device = 0;
-    const int st = tkvcu_checked(cu, cudaGetDevice(&device));
-    return st ? st : tkvcu_checked(cu, cudaDeviceGetAttribute(x, which, device));
+    const tkv_status st = tkvcu_check_cuda(cu, cudaGetDevice(&device));
+    return st ? st : tkvcu_check_cuda(cu, cudaDeviceGetAttribute(x, which, device));
 }
 
-/* How kernels are launched, once the sides are known: they must fit into the shared memory of a block of
- * threads. */
-static int tkvcu_ready(tkvcu *cu, const tkv_config *cfg) {
-    int most = 0, processors = 0, fits,
-        st = tkvcu_attribute(cu, cudaDevAttrMaxSharedMemoryPerBlockOptin, &most);
-    if (!st) st = tkvcu_attribute(cu, cudaDevAttrMultiProcessorCount, &processors);
+/* Prepares the launches, when the sides are known. Shared memory must be large enough. */
+static tkv_status tkvcu_prepare_kernels(tkvcu *cu, const tkv_config *cfg) {
+    int max_shared = 0, multiprocessors = 0, fits;
+    tkv_status st = tkvcu_get_attribute(cu, cudaDevAttrMaxSharedMemoryPerBlockOptin, &max_shared);
+    if (!st) st = tkvcu_get_attribute(cu, cudaDevAttrMultiProcessorCount, &multiprocessors);
     cudaFuncAttributes there;
     if (st) return st;
-    fits = tkvcu_appender_of(cfg->model.head_dim).shared <= (size_t)most;
-    st = tkvcu_checked(cu, tkvcu_split_ready(&cu->split, cfg, tkvi_min(cu->max_queries, TKVCU_DECODE_QUERIES),
-                                             processors, most, &fits));
+    fits = tkvcu_select_append_kernel(cfg->model.head_dim).shared <= (size_t)max_shared;
+    st = tkvcu_check_cuda(cu, tkvcu_prepare_attend(&cu->attend_plan, cfg,
+                                                   tkvi_min(cu->max_queries, TKVCU_DECODE_QUERIES),
+                                                   multiprocessors, max_shared, &fits));
     if (!st && cu->max_queries > TKVCU_DECODE_QUERIES)
-        st = tkvcu_checked(cu, tkvcu_prefill_ready(cu->prefill, cfg, cu->n_seqs, processors, most, &fits));
-    if (!st && !fits) return TKVCU_ERR_UNSUPPORTED;
-    /* Code comes to the device when a kernel is first asked for: not within a capture. */
-    if (!st) st = tkvcu_checked(cu, cudaFuncGetAttributes(&there, tkvcu_combine_kernel));
-    if (!st) st = tkvcu_checked(cu, cudaFuncGetAttributes(&there, tkvcu_trim_kernel));
+        st = tkvcu_check_cuda(
+            cu, tkvcu_prepare_prefill(cu->prefill, cfg, cu->n_seqs, multiprocessors, max_shared, &fits));
+    if (!st && !fits) return TKV_ERR_UNSUPPORTED;
+    /* The runtime loads code at the first request. That must not happen during a capture. */
+    if (!st) st = tkvcu_check_cuda(cu, cudaFuncGetAttributes(&there, tkvcu_combine_kernel));
+    if (!st) st = tkvcu_check_cuda(cu, cudaFuncGetAttributes(&there, tkvcu_truncate_kernel));
     return st ? st
-              : tkvcu_checked(cu, cudaFuncSetAttribute(tkvcu_appender_of(cfg->model.head_dim).kernel,
-                                                       cudaFuncAttributeMaxDynamicSharedMemorySize, most));
+              : tkvcu_check_cuda(
+                    cu, cudaFuncSetAttribute(tkvcu_select_append_kernel(cfg->model.head_dim).kernel,
+                                             cudaFuncAttributeMaxDynamicSharedMemorySize, max_shared));
 }
 
-int tkvcu_create(const tkvcu_desc *desc, void *d_cache, size_t cache_bytes, void *d_work, size_t work_bytes,
-                 tkvcu_stream stream, tkvcu **out) {
-    tkvcu_plan d;
+tkv_status tkvcu_create(const tkvcu_config *config, void *d_cache, size_t cache_bytes, void *d_work,
+                        size_t work_bytes, tkvcu_stream stream, tkvcu **out) {
+    tkvcu_derived_config d;
     tkvcu_arena a = {0, 0, 0};
     tkv_config cfg;
     tkvcu *cu;
-    int major = 0, st;
+    tkv_status st;
+    int major = 0;
     if (!out || !d_cache || !d_work || ((uintptr_t)d_cache | (uintptr_t)d_work) % TKVCU_ALIGN)
         return TKV_ERR_ARG;
     a.base = (uintptr_t)d_cache;
-    st = tkvcu_plan_of(desc, &d, &a, NULL, NULL, 0);
+    st = tkvcu_derive_config(config, &d, &a, NULL, NULL, 0);
     if (st) return st;
-    if (cache_bytes < a.at || work_bytes < tkvcu_work_bytes(&d.shape.cfg, d.n_seqs, d.max_queries))
+    if (cache_bytes < a.at || work_bytes < tkvcu_compute_work_bytes(&d.shape.cfg, d.n_seqs, d.max_queries))
         return TKV_ERR_CAPACITY;
-    cu = tkvcu_new(&d);
+    cu = tkvcu_allocate_handle(&d);
     if (!cu) return TKV_ERR_NOMEM;
     a.at = 0;
-    (void)tkvcu_plan_of(desc, &d, &a, cu->view, NULL, 0);
-    cfg = *desc->cfg;
+    (void)tkvcu_derive_config(config, &d, &a, cu->view, NULL, 0);
+    cfg = *config->cfg;
     cfg.limits.max_seqs = 1;
     cfg.limits.max_tokens = d.max_tokens;
     cfg.host.isa = TKV_ISA_SCALAR;
     cfg.host.on_event = NULL;
     cfg.host.parallel_for = NULL;
     st = tkv_create(&cfg, &cu->host);
-    if (!st && !tkvcu_equal_tables(cu->host)) st = TKV_ERR_NOMEM;
-    if (!st) st = tkvcu_attribute(cu, cudaDevAttrComputeCapabilityMajor, &major);
-    if (!st && major < 8) st = TKVCU_ERR_UNSUPPORTED;
-    cu->split.partial = (float *)d_work;
-    cu->split.n_seqs = cu->n_seqs;
-    if (!st) st = tkvcu_clear(cu, stream);
-    if (!st) st = tkvcu_ready(cu, &cu->host->tables.cfg);
+    if (!st && !tkvcu_make_equal_tables(cu->host)) st = TKV_ERR_NOMEM;
+    if (!st) st = tkvcu_get_attribute(cu, cudaDevAttrComputeCapabilityMajor, &major);
+    if (!st && major < 8) st = TKV_ERR_UNSUPPORTED;
+    cu->attend_plan.partial = (float *)d_work;
+    cu->attend_plan.n_seqs = cu->n_seqs;
+    if (!st) st = tkvcu_clear_memory(cu, stream);
+    if (!st) st = tkvcu_prepare_kernels(cu, &cu->host->tables.cfg);
     if (st) tkvcu_destroy(cu);
     else *out = cu;
     return st;
 }
 
-/* The view that a layer reads; NULL: it has no cache, or there is no such layer. */
-static const tkvcu_view *tkvcu_view_of(const tkvcu *cu, int layer) {
+/* Returns the view that a layer reads; NULL: the layer has no cache, or does not exist. */
+static const tkvcu_view *tkvcu_find_view(const tkvcu *cu, int layer) {
     const tkvi_tables *t = &cu->host->tables;
     if (layer < 0 || layer >= t->cfg.model.n_layers || t->plan[layer].stored < 0) return NULL;
     return &cu->view[t->plan[layer].stored];
@@ -4472,16 +4601,16 @@ static const tkvcu_view *tkvcu_view_of(const tkvcu *cu, int layer) {
 #endif /* TKVCU_CREATE_H */
 /* ======== transfer.h ======== */
 /*
- * transfer.h - tables and sequences from a cache of tieredkv.h to the device and back. Bytes of blocks are
- * copied, and what stands in the way is found before anything changes. All calls wait for the stream: host
- * memory is at both ends.
+ * transfer.h - copies tables and sequences from a cache of tieredkv.h to the device and back. The bytes of blocks do
+ * not change. Errors other than those of the runtime are found before anything changes. All calls wait for the
+ * stream, because they use host memory.
  */
 #ifndef TKVCU_TRANSFER_H
 #define TKVCU_TRANSFER_H
 
 
-/* >>are they of one kind? */
-static const char *tkvcu_layer_differs(const tkvi_tables *a, const tkvi_tables *b, int layer) {
+/* >>comparison of configs */
+static const char *tkvcu_find_difference(const tkvi_tables *a, const tkvi_tables *b, int layer) {
     const tkvi_plan *p = &a->plan[layer], *q = &b->plan[layer];
     int r;
     if (p->stored != q->stored) return "cfg.layers";
@@ -4489,7 +4618,7 @@ static const char *tkvcu_layer_differs(const tkvi_tables *a, const tkvi_tables *
     if (p->sink != q->sink || p->now.hot != q->now.hot || p->now.warm != q->now.warm)
         return "the tiers' lengths";
     for (r = 0; r < TKVCU_REGIONS; r++) {
-        const tkvi_coding *c = &a->coding[tkvcu_key_of(p, r)], *d = &b->coding[tkvcu_key_of(q, r)];
+        const tkvi_coding *c = &a->coding[tkvcu_find_key(p, r)], *d = &b->coding[tkvcu_find_key(q, r)];
         if (c->pair.k != d->pair.k || c->pair.v != d->pair.v || c->tokens != d->tokens ||
             c->bytes.total != d->bytes.total)
             return "the formats";
@@ -4497,7 +4626,7 @@ static const char *tkvcu_layer_differs(const tkvi_tables *a, const tkvi_tables *
     return NULL;
 }
 
-static int tkvcu_same_kind(tkvcu *cu, const tkv_cache *kv) {
+static tkv_status tkvcu_check_same_config(tkvcu *cu, const tkv_cache *kv) {
     const tkvi_tables *a, *b;
     const char *what = NULL;
     int i;
@@ -4511,15 +4640,15 @@ static int tkvcu_same_kind(tkvcu *cu, const tkv_cache *kv) {
     if (a->cfg.format.group_size != b->cfg.format.group_size ||
         a->cfg.format.allocation_unit != b->cfg.format.allocation_unit)
         what = "group_size or allocation_unit";
-    for (i = 0; i < a->cfg.model.n_layers && !what; i++) what = tkvcu_layer_differs(a, b, i);
-    if (what) return tkvcu_refuse(cu, TKV_ERR_CONFIG, "the cache has another plan: ", what);
-    what = tkvcu_config_fault(&b->cfg);
-    return what ? tkvcu_refuse(cu, TKVCU_ERR_UNSUPPORTED, "the cache has what cannot be here: ", what)
+    for (i = 0; i < a->cfg.model.n_layers && !what; i++) what = tkvcu_find_difference(a, b, i);
+    if (what) return tkvcu_fail_text(cu, TKV_ERR_CONFIG, "the cache has another plan: ", what);
+    what = tkvcu_check_config(&b->cfg);
+    return what ? tkvcu_fail_text(cu, TKV_ERR_UNSUPPORTED, "the cache uses something unsupported: ", what)
                 : TKV_OK;
 }
 
 /* >>tables */
-static int tkvcu_same_table(const tkv_cache *a, const tkv_cache *b, int layer, int version) {
+static int tkvcu_is_same_table(const tkv_cache *a, const tkv_cache *b, int layer, int version) {
     const tkvi_head *x = tkvi_heads_of(&a->tables, layer, version),
                     *y = tkvi_heads_of(&b->tables, layer, version);
     const size_t pad = (size_t)a->tables.cfg.model.head_dim;
@@ -4532,7 +4661,7 @@ static int tkvcu_same_table(const tkv_cache *a, const tkv_cache *b, int layer, i
     return 1;
 }
 
-/* A version of a layer's table as the other cache has it; it becomes the current one. */
+/* Copies a table version of a layer. It becomes the current one. */
 static void tkvcu_copy_table(tkv_cache *to, const tkv_cache *from, int layer, int version) {
     const size_t pad = (size_t)to->tables.cfg.model.head_dim, heads = (size_t)to->tables.cfg.model.n_kv_heads;
     const size_t at = (size_t)layer * heads * pad;
@@ -4551,56 +4680,57 @@ static void tkvcu_copy_table(tkv_cache *to, const tkv_cache *from, int layer, in
     tkvi_table_use(to, layer, version);
 }
 
-/* Does the layer take over tables? */
-static int tkvcu_learned(const tkv_cache *kv, int layer) {
+/* Tells whether a layer of kv has tables to copy. */
+static int tkvcu_has_learned(const tkv_cache *kv, int layer) {
     return kv->tables.plan[layer].stored == layer && kv->tables.plan[layer].allocates &&
            kv->tables.current[layer] >= 0;
 }
 
-/* Room for these tables, and nobody who needs others. */
-static int tkvcu_tables_fit(tkvcu *cu, const tkv_cache *kv) {
+/* Allocates the versions, and checks that no block here needs other tables. */
+static tkv_status tkvcu_check_tables(tkvcu *cu, const tkv_cache *kv) {
     int layer, v;
     for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++)
-        for (v = 0; v < TKVI_VERSIONS && tkvcu_learned(kv, layer); v++) {
+        for (v = 0; v < TKVI_VERSIONS && tkvcu_has_learned(kv, layer); v++) {
             if (!tkvcu_has_table(kv, layer, v)) continue;
             if (!tkvi_version_ready(cu->host, v))
                 return tkvcu_fail(cu, TKV_ERR_NOMEM, "no memory for tables", 0, NULL);
-            if ((cu->used[layer] >> v & 1) && !tkvcu_same_table(cu->host, kv, layer, v))
+            if ((cu->used_versions[layer] >> v & 1) && !tkvcu_is_same_table(cu->host, kv, layer, v))
                 return tkvcu_fail(cu, TKV_ERR_STATE, "blocks here may be coded with another table of layer",
                                   layer, "; take over tables before the first append");
         }
     return TKV_OK;
 }
 
-static int tkvcu_tables_take(tkvcu *cu, const tkv_cache *kv, cudaStream_t stream) {
-    int layer, v, st = TKV_OK;
+static tkv_status tkvcu_take_tables(tkvcu *cu, const tkv_cache *kv, cudaStream_t stream) {
+    tkv_status st = TKV_OK;
+    int layer, v;
     for (layer = 0; layer < kv->tables.cfg.model.n_layers && !st; layer++) {
         int changed = 0;
-        if (!tkvcu_learned(kv, layer)) continue;
+        if (!tkvcu_has_learned(kv, layer)) continue;
         for (v = 0; v < TKVI_VERSIONS; v++) {
             if (!tkvcu_has_table(kv, layer, v)) continue;
-            if (tkvcu_has_table(cu->host, layer, v) && tkvcu_same_table(cu->host, kv, layer, v)) continue;
+            if (tkvcu_has_table(cu->host, layer, v) && tkvcu_is_same_table(cu->host, kv, layer, v)) continue;
             tkvcu_copy_table(cu->host, kv, layer, v);
             changed = 1;
         }
         changed |= cu->host->tables.current[layer] != kv->tables.current[layer];
         cu->host->tables.current[layer] = kv->tables.current[layer];
-        if (cu->appended[layer]) cu->used[layer] |= (uint8_t)(1u << kv->tables.current[layer]);
-        if (changed) st = tkvcu_send(cu, layer, stream);
+        if (cu->appended[layer]) cu->used_versions[layer] |= (uint8_t)(1u << kv->tables.current[layer]);
+        if (changed) st = tkvcu_upload_layer(cu, layer, stream);
     }
     return st;
 }
 
-int tkvcu_tables(tkvcu *cu, const tkv_cache *kv, tkvcu_stream stream) {
-    int st;
+tkv_status tkvcu_load_calibration(tkvcu *cu, const tkv_cache *kv, tkvcu_stream stream) {
+    tkv_status st;
     if (!cu) return TKV_ERR_ARG;
-    st = tkvcu_same_kind(cu, kv);
-    if (!st) st = tkvcu_tables_fit(cu, kv);
-    return st ? st : tkvcu_tables_take(cu, kv, stream);
+    st = tkvcu_check_same_config(cu, kv);
+    if (!st) st = tkvcu_check_tables(cu, kv);
+    return st ? st : tkvcu_take_tables(cu, kv, stream);
 }
 
 /* >>sequences */
-static int tkvcu_seq_ok(tkvcu *cu, int seq, const tkv_cache *kv, int host_seq) {
+static tkv_status tkvcu_check_seqs(tkvcu *cu, int seq, const tkv_cache *kv, int host_seq) {
     if (seq < 0 || seq >= cu->n_seqs)
         return tkvcu_fail(cu, TKV_ERR_ARG, "there is no sequence", seq, " here");
     if (host_seq < 0 || host_seq >= kv->tables.cfg.limits.max_seqs)
@@ -4610,8 +4740,8 @@ static int tkvcu_seq_ok(tkvcu *cu, int seq, const tkv_cache *kv, int host_seq) {
     return TKV_OK;
 }
 
-/* Where block i of a host's list lies: its region, and its number behind the sinks. */
-static int tkvcu_region_of(const tkvi_list *list, int i, int *block) {
+/* Returns the region of block i of a host list, and its number after the sinks. */
+static int tkvcu_find_region(const tkvi_list *list, int i, int *block) {
     *block = i - list->sinks;
     if (*block < 0) *block = 0;
     if (i < list->sinks) return TKVCU_SINKS;
@@ -4619,101 +4749,110 @@ static int tkvcu_region_of(const tkvi_list *list, int i, int *block) {
     return *block < list->archive + list->warm ? TKVCU_WARM : TKVCU_HOT;
 }
 
-/* What of a layer cannot be here, or NULL. */
-static const char *tkvcu_list_fault(const tkvcu *cu, const tkv_cache *kv, int seq, int layer) {
+/* Returns a reason why a layer cannot be stored here, or NULL. */
+static const char *tkvcu_find_list_fault(const tkvcu *cu, const tkv_cache *kv, int seq, int layer) {
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
     const tkvi_plan *p = &kv->tables.plan[layer];
     int i, block;
-    if (list->dropped) return "blocks were dropped behind a window";
+    if (list->dropped) return "tokens have expired behind a window";
     if (p->sink + TKVI_BLOCK * (list->archive + list->warm) > list->len && list->archive + list->warm)
         return "a flush made a block short";
     for (i = 0; i < list->n; i++) {
         const tkvi_block *b = &kv->pool.block[ids[i]];
-        const int region = tkvcu_region_of(list, i, &block);
-        if (tkvi_is_offloaded(b)) return "a block is outside RAM";
-        if (b->gone || b->packed) return "tokens were dropped";
+        const int region = tkvcu_find_region(list, i, &block);
+        if (tkvi_is_offloaded(b)) return "a block is offloaded";
+        if (b->gone || b->packed) return "tokens were evicted";
         if (b->start != (region == TKVCU_SINKS ? 0 : p->sink + TKVI_BLOCK * block))
             return "a flush made a block short";
-        if (kv->tables.coding[b->coding].key != tkvcu_key_of(p, region)) return "a block has another format";
-        if (block >= cu->view[layer].max_blocks) return "it is too long";
+        if (kv->tables.coding[b->coding].key != tkvcu_find_key(p, region))
+            return "a block has another format";
+        if (block >= cu->view[layer].max_blocks) return "the sequence is too long";
     }
     return NULL;
 }
 
-/* The same of numbers: blocks that wait for a table, or for the next append, have more room on the host. */
-static const char *tkvcu_list_large(const tkvcu *cu, const tkvi_list *list, int layer) {
+/* Returns a reason why a layer is too large here, or NULL. On the host, more blocks may wait for a table or for
+ * the next append. */
+static const char *tkvcu_find_capacity_fault(const tkvcu *cu, const tkvi_list *list, int layer) {
     const int32_t *ring = cu->view[layer].ring;
-    if (list->len > cu->max_tokens) return "it is too long";
-    if (list->archive > ring[TKVCU_ARCHIVE]) return "its archive is too long: it was flushed";
+    if (list->len > cu->max_tokens) return "the sequence is too long";
+    if (list->archive > ring[TKVCU_ARCHIVE])
+        return "too many blocks are in the archive: the sequence was flushed";
     if (list->warm > ring[TKVCU_WARM] - ring[TKVCU_HOT])
-        return "more blocks are warm than there is room for: tkv_seq_begin and tkv_seq_commit move them";
+        return "too many blocks are warm: tkv_seq_begin and tkv_seq_commit demote them";
     if (list->n - list->sinks - list->archive - list->warm > ring[TKVCU_HOT])
-        return "more blocks are hot than there is room for: tkv_seq_begin and tkv_seq_commit move them, "
-               "after "
-               "tkv_freeze_calibration where they wait for a table";
+        return "too many blocks are hot: tkv_seq_begin and tkv_seq_commit demote them, after "
+               "tkv_freeze_calibration if they wait for a table";
     return NULL;
 }
 
-/* A layer of the sequence goes to the device: blocks, then versions and state. */
-static int tkvcu_import_layer(tkvcu *cu, int seq, const tkv_cache *kv, int host_seq, int layer,
-                              uint8_t *version, cudaStream_t stream) {
+/* Copies a layer of a sequence to the device: blocks, versions, state. */
+static tkv_status tkvcu_import_layer(tkvcu *cu, int seq, const tkv_cache *kv, int host_seq, int layer,
+                                     uint8_t *version, cudaStream_t stream) {
     const tkvi_list *list = tkvi_list_of(kv, host_seq, layer);
     const uint32_t *ids = tkvi_ids(kv, host_seq, layer);
     const tkvcu_view *v = &cu->view[layer];
     tkvcu_list state;
-    int i, block, st = TKV_OK;
+    tkv_status st = TKV_OK;
+    int i, block;
     memset(version, 0, (size_t)v->max_blocks);
     for (i = 0; i < list->n && !st; i++) {
         const tkvi_block *b = &kv->pool.block[ids[i]];
-        const int region = tkvcu_region_of(list, i, &block);
+        const int region = tkvcu_find_region(list, i, &block);
         if (b->coding >= kv->tables.n_keys) {
             version[block] = (uint8_t)((b->coding - kv->tables.n_keys) % TKVI_VERSIONS);
-            cu->used[layer] |= (uint8_t)(1u << version[block]);
+            cu->used_versions[layer] |= (uint8_t)(1u << version[block]);
         }
-        st = tkvcu_checked(cu, cudaMemcpyAsync(tkvcu_block_at(v, region, seq, block),
-                                               tkvi_block_bytes(&kv->pool, b), v->block[region],
-                                               cudaMemcpyHostToDevice, stream));
+        st = tkvcu_check_cuda(cu, cudaMemcpyAsync(tkvcu_find_block(v, region, seq, block),
+                                                  tkvi_block_bytes(&kv->pool, b), v->block[region],
+                                                  cudaMemcpyHostToDevice, stream));
     }
     if (!st)
-        st = tkvcu_checked(cu, cudaMemcpyAsync(v->version + (size_t)seq * (size_t)v->max_blocks, version,
-                                               (size_t)v->max_blocks, cudaMemcpyHostToDevice, stream));
+        st = tkvcu_check_cuda(cu, cudaMemcpyAsync(v->version + (size_t)seq * (size_t)v->max_blocks, version,
+                                                  (size_t)v->max_blocks, cudaMemcpyHostToDevice, stream));
     state.len = list->len;
     state.archive = list->archive;
     state.warm = list->warm;
-    state.step = 0;
+    state.tickets = 0;
     if (!st)
-        st = tkvcu_checked(
+        st = tkvcu_check_cuda(
             cu, cudaMemcpyAsync(&v->list[seq], &state, sizeof state, cudaMemcpyHostToDevice, stream));
-    return st ? st : tkvcu_checked(cu, cudaStreamSynchronize(stream)); /* both stand on this stack */
+    return st ? st
+              : tkvcu_check_cuda(
+                    cu,
+                    cudaStreamSynchronize(
+                        stream)); /* waits, because `state` is on this stack and the next layer reuses `version` */
 }
 
-/* The most blocks of a layer. */
-static int tkvcu_most_blocks(const tkvcu *cu) {
-    int i, most = 1;
-    for (i = 0; i < cu->host->tables.cfg.model.n_layers; i++) most = tkvi_max(most, cu->view[i].max_blocks);
-    return most;
+/* Returns the largest max_blocks of all layers. */
+static int tkvcu_find_max_blocks(const tkvcu *cu) {
+    int i, max_blocks = 1;
+    for (i = 0; i < cu->host->tables.cfg.model.n_layers; i++)
+        max_blocks = tkvi_max(max_blocks, cu->view[i].max_blocks);
+    return max_blocks;
 }
 
-int tkvcu_import(tkvcu *cu, int seq, const tkv_cache *kv, int host_seq, tkvcu_stream stream) {
+tkv_status tkvcu_import_seq(tkvcu *cu, int seq, const tkv_cache *kv, int host_seq, tkvcu_stream stream) {
     uint8_t *version;
-    int layer, st;
+    tkv_status st;
+    int layer;
     if (!cu) return TKV_ERR_ARG;
-    st = tkvcu_same_kind(cu, kv);
-    if (!st) st = tkvcu_seq_ok(cu, seq, kv, host_seq);
-    if (!st) st = tkvcu_tables_fit(cu, kv);
+    st = tkvcu_check_same_config(cu, kv);
+    if (!st) st = tkvcu_check_seqs(cu, seq, kv, host_seq);
+    if (!st) st = tkvcu_check_tables(cu, kv);
     for (layer = 0; !st && layer < kv->tables.cfg.model.n_layers; layer++) {
         const char *why;
         if (kv->tables.plan[layer].stored != layer) continue;
-        why = tkvcu_list_large(cu, tkvi_list_of(kv, host_seq, layer), layer);
+        why = tkvcu_find_capacity_fault(cu, tkvi_list_of(kv, host_seq, layer), layer);
         if (why) return tkvcu_fail(cu, TKV_ERR_CAPACITY, why, 0, NULL);
-        why = tkvcu_list_fault(cu, kv, host_seq, layer);
-        if (why) return tkvcu_fail(cu, TKVCU_ERR_UNSUPPORTED, why, 0, NULL);
+        why = tkvcu_find_list_fault(cu, kv, host_seq, layer);
+        if (why) return tkvcu_fail(cu, TKV_ERR_UNSUPPORTED, why, 0, NULL);
     }
     if (st) return st;
-    version = (uint8_t *)malloc((size_t)tkvcu_most_blocks(cu));
+    version = (uint8_t *)malloc((size_t)tkvcu_find_max_blocks(cu));
     if (!version) return tkvcu_fail(cu, TKV_ERR_NOMEM, "no memory for versions", 0, NULL);
-    st = tkvcu_tables_take(cu, kv, stream);
+    st = tkvcu_take_tables(cu, kv, stream);
     for (layer = 0; !st && layer < kv->tables.cfg.model.n_layers; layer++)
         if (kv->tables.plan[layer].stored == layer)
             st = tkvcu_import_layer(cu, seq, kv, host_seq, layer, version, stream);
@@ -4721,30 +4860,31 @@ int tkvcu_import(tkvcu *cu, int seq, const tkv_cache *kv, int host_seq, tkvcu_st
     return st;
 }
 
-/* >>the way back */
-typedef struct tkvcu_taken { /* of a sequence, read from the device */
-    tkvcu_list *list;        /* [n_layers] */
-    uint8_t *version;        /* [n_layers][most blocks] */
-    int most;
-} tkvcu_taken;
+/* >>export */
+typedef struct tkvcu_seq_state { /* state of a sequence, copied from the device */
+    tkvcu_list *list;            /* [n_layers] */
+    uint8_t *version;            /* [n_layers][max_blocks] */
+    int max_blocks;
+} tkvcu_seq_state;
 
-static int tkvcu_take_state(tkvcu *cu, int seq, tkvcu_taken *t, cudaStream_t stream) {
-    int layer, st = TKV_OK;
+static tkv_status tkvcu_download_state(tkvcu *cu, int seq, tkvcu_seq_state *t, cudaStream_t stream) {
+    tkv_status st = TKV_OK;
+    int layer;
     for (layer = 0; layer < cu->host->tables.cfg.model.n_layers && !st; layer++) {
         const tkvcu_view *v = &cu->view[layer];
         if (cu->host->tables.plan[layer].stored != layer) continue;
-        st = tkvcu_checked(cu, cudaMemcpyAsync(&t->list[layer], &v->list[seq], sizeof *t->list,
-                                               cudaMemcpyDeviceToHost, stream));
+        st = tkvcu_check_cuda(cu, cudaMemcpyAsync(&t->list[layer], &v->list[seq], sizeof *t->list,
+                                                  cudaMemcpyDeviceToHost, stream));
         if (!st)
-            st = tkvcu_checked(cu, cudaMemcpyAsync(t->version + (size_t)layer * (size_t)t->most,
-                                                   v->version + (size_t)seq * (size_t)v->max_blocks,
-                                                   (size_t)v->max_blocks, cudaMemcpyDeviceToHost, stream));
+            st = tkvcu_check_cuda(cu, cudaMemcpyAsync(t->version + (size_t)layer * (size_t)t->max_blocks,
+                                                      v->version + (size_t)seq * (size_t)v->max_blocks,
+                                                      (size_t)v->max_blocks, cudaMemcpyDeviceToHost, stream));
     }
-    return st ? st : tkvcu_checked(cu, cudaStreamSynchronize(stream));
+    return st ? st : tkvcu_check_cuda(cu, cudaStreamSynchronize(stream));
 }
 
-/* The list as it will be on the host; ids follow. */
-static tkvi_list tkvcu_host_list(const tkvi_plan *p, const tkvcu_list *l) {
+/* Makes the host's list of a layer. The ids are filled in later. */
+static tkvi_list tkvcu_make_host_list(const tkvi_plan *p, const tkvcu_list *l) {
     tkvi_list list;
     const int behind = l->len - p->sink;
     memset(&list, 0, sizeof list);
@@ -4756,44 +4896,43 @@ static tkvi_list tkvcu_host_list(const tkvi_plan *p, const tkvcu_list *l) {
     return list;
 }
 
-/* The host's coding of a block. */
-static int tkvcu_host_coding(const tkv_cache *kv, int layer, int region, int version) {
+/* Returns the host's coding of a block. */
+static int tkvcu_find_host_coding(const tkv_cache *kv, int layer, int region, int version) {
     const tkvi_plan *p = &kv->tables.plan[layer];
     const tkv_tier tier = tkvcu_tier_of[region];
     if (region == TKVCU_SINKS) return p->sink_coding;
     return p->now.coding[tier] + (p->now.shared[tier] ? version : 0);
 }
 
-/* Tables of a layer that its coded blocks name, and the one that is current: does kv have others in their
- * place? */
-static int tkvcu_tables_clash(const tkvcu *cu, const tkv_cache *kv, int layer, const tkvcu_taken *t) {
-    const uint8_t *version = t->version + (size_t)layer * (size_t)t->most;
+/* Tells whether coded blocks of a layer use a table that kv lacks, or has in another form. */
+static int tkvcu_has_table_clash(const tkvcu *cu, const tkv_cache *kv, int layer, const tkvcu_seq_state *t) {
+    const uint8_t *version = t->version + (size_t)layer * (size_t)t->max_blocks;
     int i;
     for (i = 0; i < t->list[layer].archive + t->list[layer].warm; i++)
-        if (!tkvcu_has_table(kv, layer, version[i]) || !tkvcu_same_table(cu->host, kv, layer, version[i]))
+        if (!tkvcu_has_table(kv, layer, version[i]) || !tkvcu_is_same_table(cu->host, kv, layer, version[i]))
             return 1;
     return 0;
 }
 
-/* Memory for tables and blocks of the sequence, or nothing has changed. */
-static int tkvcu_export_ready(tkvcu *cu, tkv_cache *kv, int host_seq, const tkvcu_taken *t) {
+/* Allocates memory for tables and blocks of the sequence. On an error, no token or table has changed. */
+static tkv_status tkvcu_reserve_export(tkvcu *cu, tkv_cache *kv, int host_seq, const tkvcu_seq_state *t) {
     tkvi_peak dry_run = tkvi_begin_dry_run(kv);
     int layer, i, block, v, want = 1;
     for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++) {
         const tkvi_plan *p = &kv->tables.plan[layer];
-        const tkvi_list list = tkvcu_host_list(p, &t->list[layer]);
+        const tkvi_list list = tkvcu_make_host_list(p, &t->list[layer]);
         if (p->stored != layer) continue;
         if (list.len > kv->tables.cfg.limits.max_tokens)
             return tkvcu_fail(cu, TKV_ERR_CAPACITY, "the cache's sequences have at most",
                               kv->tables.cfg.limits.max_tokens, " tokens");
-        if (p->allocates && kv->tables.current[layer] >= 0 && tkvcu_tables_clash(cu, kv, layer, t))
+        if (p->allocates && kv->tables.current[layer] >= 0 && tkvcu_has_table_clash(cu, kv, layer, t))
             return tkvcu_fail(cu, TKV_ERR_STATE, "the cache has another table in layer", layer, "");
         for (v = 0; v < TKVI_VERSIONS && p->allocates && kv->tables.current[layer] < 0; v++)
             if (tkvcu_has_table(cu->host, layer, v) && !tkvi_version_ready(kv, v))
                 return tkvcu_fail(cu, TKV_ERR_NOMEM, "no memory for tables", 0, NULL);
         for (i = 0; i < list.n; i++) {
-            const int region = tkvcu_region_of(&list, i, &block);
-            tkvi_peak_take(&dry_run, tkvcu_host_coding(kv, layer, region, 0));
+            const int region = tkvcu_find_region(&list, i, &block);
+            tkvi_peak_take(&dry_run, tkvcu_find_host_coding(kv, layer, region, 0));
         }
         want = tkvi_max(want, list.n + 1);
     }
@@ -4803,12 +4942,13 @@ static int tkvcu_export_ready(tkvcu *cu, tkv_cache *kv, int host_seq, const tkvc
     return TKV_OK;
 }
 
-static int tkvcu_export_layer(tkvcu *cu, int seq, tkv_cache *kv, int host_seq, int layer,
-                              const tkvcu_taken *t, cudaStream_t stream) {
+static tkv_status tkvcu_export_layer(tkvcu *cu, int seq, tkv_cache *kv, int host_seq, int layer,
+                                     const tkvcu_seq_state *t, cudaStream_t stream) {
     const tkvcu_view *v = &cu->view[layer];
-    const tkvi_list list = tkvcu_host_list(&kv->tables.plan[layer], &t->list[layer]);
+    const tkvi_list list = tkvcu_make_host_list(&kv->tables.plan[layer], &t->list[layer]);
     uint32_t *ids = tkvi_ids(kv, host_seq, layer);
-    int i, block, version, st = TKV_OK;
+    tkv_status st = TKV_OK;
+    int i, block, version;
     if (kv->tables.plan[layer].allocates && kv->tables.current[layer] < 0) {
         for (version = 0; version < TKVI_VERSIONS; version++)
             if (tkvcu_has_table(cu->host, layer, version)) tkvcu_copy_table(kv, cu->host, layer, version);
@@ -4816,43 +4956,44 @@ static int tkvcu_export_layer(tkvcu *cu, int seq, tkv_cache *kv, int host_seq, i
         tkvi_learned(kv, layer, 0);
     }
     for (i = 0; i < list.n; i++) {
-        const int region = tkvcu_region_of(&list, i, &block), first = region == TKVCU_SINKS;
+        const int region = tkvcu_find_region(&list, i, &block), first = region == TKVCU_SINKS;
         const int start = first ? 0 : v->sinks + TKVI_BLOCK * block;
-        version = first ? 0 : t->version[(size_t)layer * (size_t)t->most + (size_t)block];
-        ids[i] = tkvi_new_block(&kv->pool, tkvcu_host_coding(kv, layer, region, version), start);
+        version = first ? 0 : t->version[(size_t)layer * (size_t)t->max_blocks + (size_t)block];
+        ids[i] = tkvi_new_block(&kv->pool, tkvcu_find_host_coding(kv, layer, region, version), start);
         if (!st)
-            st = tkvcu_checked(cu, cudaMemcpyAsync(tkvi_block_bytes(&kv->pool, &kv->pool.block[ids[i]]),
-                                                   tkvcu_block_at(v, region, seq, block), v->block[region],
-                                                   cudaMemcpyDeviceToHost, stream));
+            st = tkvcu_check_cuda(cu, cudaMemcpyAsync(tkvi_block_bytes(&kv->pool, &kv->pool.block[ids[i]]),
+                                                      tkvcu_find_block(v, region, seq, block),
+                                                      v->block[region], cudaMemcpyDeviceToHost, stream));
     }
     *tkvi_list_of(kv, host_seq, layer) = list;
     return st;
 }
 
-int tkvcu_export(tkvcu *cu, int seq, tkv_cache *kv, int host_seq, tkvcu_stream stream) {
-    tkvcu_taken t;
+tkv_status tkvcu_export_seq(tkvcu *cu, int seq, tkv_cache *kv, int host_seq, tkvcu_stream stream) {
+    tkvcu_seq_state t;
     size_t layers;
-    int layer, st;
+    tkv_status st;
+    int layer;
     if (!cu) return TKV_ERR_ARG;
-    st = tkvcu_same_kind(cu, kv);
-    if (!st) st = tkvcu_seq_ok(cu, seq, kv, host_seq);
+    st = tkvcu_check_same_config(cu, kv);
+    if (!st) st = tkvcu_check_seqs(cu, seq, kv, host_seq);
     for (layer = 0; !st && layer < kv->tables.cfg.model.n_layers; layer++)
         if (tkvi_list_of(kv, host_seq, layer)->n)
-            st = tkvcu_fail(cu, TKV_ERR_STATE, "not empty: sequence", host_seq, " of the cache");
+            st = tkvcu_fail(cu, TKV_ERR_STATE, "sequence", host_seq, " of the cache is not empty");
     if (st) return st;
     layers = (size_t)kv->tables.cfg.model.n_layers;
-    t.most = tkvcu_most_blocks(cu);
+    t.max_blocks = tkvcu_find_max_blocks(cu);
     t.list = (tkvcu_list *)calloc(layers, sizeof *t.list);
-    t.version = (uint8_t *)calloc(layers, (size_t)t.most);
-    st = t.list && t.version ? tkvcu_take_state(cu, seq, &t, stream)
+    t.version = (uint8_t *)calloc(layers, (size_t)t.max_blocks);
+    st = t.list && t.version ? tkvcu_download_state(cu, seq, &t, stream)
                              : tkvcu_fail(cu, TKV_ERR_NOMEM, "no memory for versions", 0, NULL);
-    if (!st) st = tkvcu_export_ready(cu, kv, host_seq, &t);
+    if (!st) st = tkvcu_reserve_export(cu, kv, host_seq, &t);
     if (!st) {
         for (layer = 0; !st && layer < kv->tables.cfg.model.n_layers; layer++)
             if (kv->tables.plan[layer].stored == layer)
                 st = tkvcu_export_layer(cu, seq, kv, host_seq, layer, &t, stream);
-        if (!st) st = tkvcu_checked(cu, cudaStreamSynchronize(stream));
-        if (st) (void)tkv_seq_reset(kv, host_seq); /* what came is not whole */
+        if (!st) st = tkvcu_check_cuda(cu, cudaStreamSynchronize(stream));
+        if (st) (void)tkv_seq_reset(kv, host_seq); /* the copy is incomplete */
         else tkvi_release_unused(kv, host_seq);
     }
     free(t.list);
@@ -4863,62 +5004,62 @@ int tkvcu_export(tkvcu *cu, int seq, tkv_cache *kv, int host_seq, tkvcu_stream s
 #endif /* TKVCU_TRANSFER_H */
 /* ======== calls.h ======== */
 /*
- * calls.h - what is called at every step, and reports.
+ * calls.h - the calls of each step, and getters.
  */
 #ifndef TKVCU_CALLS_H
 #define TKVCU_CALLS_H
 
 
-int tkvcu_append(tkvcu *cu, int layer, const void *d_k, const void *d_v, tkv_type type, int n_tokens,
-                 const int32_t *d_seq_map, tkvcu_stream stream) {
+tkv_status tkvcu_append(tkvcu *cu, int layer, const void *d_k, const void *d_v, tkv_type type, int n_tokens,
+                        const int32_t *d_seq_map, tkvcu_stream stream) {
     const tkvi_tables *t;
     const tkvi_plan *p;
     tkvcu_append_call c;
-    tkvcu_appender a;
+    tkvcu_append_launch a;
     if (!cu) return TKV_ERR_ARG;
     t = &cu->host->tables;
     if (layer < 0 || layer >= t->cfg.model.n_layers || t->plan[layer].stored != layer)
-        return tkvcu_fail(cu, TKV_ERR_ARG, "there is no K and V of its own in layer", layer, "");
+        return tkvcu_fail(cu, TKV_ERR_ARG, "no K and V of its own: layer", layer, "");
     if (!d_k || !d_v) return tkvcu_fail(cu, TKV_ERR_ARG, "k or v is missing", 0, NULL);
     if ((unsigned)type > TKV_TYPE_BF16)
         return tkvcu_fail(cu, TKV_ERR_ARG, "type must be a tkv_type", 0, NULL);
     if (n_tokens < 1 || n_tokens > tkvi_min(TKVCU_MAX_APPEND, t->cfg.limits.max_append))
         return tkvcu_fail(cu, TKV_ERR_ARG, "n_tokens is", n_tokens,
-                          "; it must be 1 to 64, cfg.limits.max_append at most");
+                          "; it must be 1 to 64, and at most cfg.limits.max_append");
     p = &t->plan[layer];
     memset(&c, 0, sizeof c);
     c.x[0] = d_k;
     c.x[1] = d_v;
     c.seq_map = d_seq_map;
     c.layer = &cu->layer[layer];
-    c.word = cu->word;
+    c.flags = cu->flags;
     c.type = type;
     c.n_tokens = n_tokens;
     c.max_tokens = cu->max_tokens;
     c.hot = p->now.hot;
     c.warm = p->now.warm;
-    c.same = p->now.key[TKV_TIER_WARM] == p->now.key[TKV_TIER_ARCHIVE];
+    c.same_coding = p->now.key[TKV_TIER_WARM] == p->now.key[TKV_TIER_ARCHIVE];
     c.fit = t->cfg.format.fit;
     c.saturate = t->cfg.host.nonfinite == TKV_NONFINITE_SATURATE;
-    cu->used[layer] |= (uint8_t)(1u << tkvi_max(0, t->current[layer]));
+    cu->used_versions[layer] |= (uint8_t)(1u << tkvi_max(0, t->current[layer]));
     cu->appended[layer] = 1;
-    a = tkvcu_appender_of(t->cfg.model.head_dim);
+    a = tkvcu_select_append_kernel(t->cfg.model.head_dim);
     TKVCU_LAUNCH(a.kernel, dim3(2u * (unsigned)t->cfg.model.n_kv_heads, (unsigned)cu->n_seqs),
                  dim3((unsigned)a.threads), a.shared, stream, cu->view[layer], c);
-    return tkvcu_launched(cu);
+    return tkvcu_check_launch(cu);
 }
 
-int tkvcu_attend(tkvcu *cu, int layer, const void *d_q, tkv_type type, int n_queries,
-                 const tkvcu_attend_params *params, void *d_out, float *d_lse, const int32_t *d_seq_map,
-                 tkvcu_stream stream) {
+tkv_status tkvcu_attend(tkvcu *cu, int layer, const void *d_q, tkv_type type, int n_queries,
+                        const tkvcu_attend_params *params, void *d_out, float *d_lse,
+                        const int32_t *d_seq_map, tkvcu_stream stream) {
     const tkvcu_attend_params none = {0.0f, 0.0f, 0, NULL}, *p = params ? params : &none;
     const tkvcu_view *v;
     const tkv_config *cfg;
     tkvcu_attend_call c;
     if (!cu) return TKV_ERR_ARG;
-    v = tkvcu_view_of(cu, layer);
+    v = tkvcu_find_view(cu, layer);
     cfg = &cu->host->tables.cfg;
-    if (!v) return tkvcu_fail(cu, TKV_ERR_ARG, "there is no K and V in layer", layer, "");
+    if (!v) return tkvcu_fail(cu, TKV_ERR_ARG, "no K and V: layer", layer, "");
     if (!d_q || !d_out) return tkvcu_fail(cu, TKV_ERR_ARG, "q or out is missing", 0, NULL);
     if ((unsigned)type > TKV_TYPE_BF16)
         return tkvcu_fail(cu, TKV_ERR_ARG, "type must be a tkv_type", 0, NULL);
@@ -4930,58 +5071,51 @@ int tkvcu_attend(tkvcu *cu, int layer, const void *d_q, tkv_type type, int n_que
     c.q = d_q;
     c.out = d_out;
     c.lse = d_lse;
-    c.sinks = p->d_sinks;
+    c.sink_logits = p->d_sink_logits;
     c.seq_map = d_seq_map;
-    c.word = cu->word;
+    c.flags = cu->flags;
     c.type = type;
     c.n_queries = n_queries;
     c.window = p->window == TKV_OFF ? 0 : p->window ? p->window : cu->host->tables.plan[layer].window;
     c.window = tkvi_min(c.window, cu->max_tokens + TKVCU_MAX_QUERIES);
     c.scale = p->scale != 0.0f ? p->scale : cfg->model.scale;
     c.softcap = p->softcap;
-    return tkvcu_checked(cu, n_queries > TKVCU_DECODE_QUERIES
-                                 ? tkvcu_prefill_launch(cu->prefill, &cu->split, v, &c, cfg, stream)
-                                 : tkvcu_attend_launch(&cu->split, v, &c, cfg, stream));
+    return tkvcu_check_cuda(cu, n_queries > TKVCU_DECODE_QUERIES
+                                    ? tkvcu_launch_prefill(cu->prefill, &cu->attend_plan, v, &c, cfg, stream)
+                                    : tkvcu_launch_attend(&cu->attend_plan, v, &c, cfg, stream));
 }
 
-int tkvcu_trim(tkvcu *cu, const int32_t *d_lengths, tkvcu_stream stream) {
+tkv_status tkvcu_truncate(tkvcu *cu, const int32_t *d_lengths, tkvcu_stream stream) {
     if (!cu) return TKV_ERR_ARG;
     if (!d_lengths) return tkvcu_fail(cu, TKV_ERR_ARG, "the lengths are missing", 0, NULL);
-    TKVCU_LAUNCH(tkvcu_trim_kernel, dim3((unsigned)(cu->n_seqs + TKVCU_TRIMMERS - 1) / TKVCU_TRIMMERS),
-                 dim3(TKVCU_TRIMMERS), 0, stream, cu->layer, cu->lists, cu->host->tables.cfg.model.n_layers,
-                 cu->n_seqs, d_lengths, cu->word);
-    return tkvcu_launched(cu);
+    TKVCU_LAUNCH(tkvcu_truncate_kernel,
+                 dim3((unsigned)(cu->n_seqs + TKVCU_TRUNCATE_THREADS - 1) / TKVCU_TRUNCATE_THREADS),
+                 dim3(TKVCU_TRUNCATE_THREADS), 0, stream, cu->layer, cu->lists,
+                 cu->host->tables.cfg.model.n_layers, cu->n_seqs, d_lengths, cu->flags);
+    return tkvcu_check_launch(cu);
 }
 
-int tkvcu_lengths(const tkvcu *cu, int layer, int32_t *lengths, tkvcu_stream stream) {
+tkv_status tkvcu_get_lengths(tkvcu *cu, int layer, int32_t *lengths, tkvcu_stream stream) {
     const tkvcu_view *v;
-    cudaError_t e;
-    if (!cu || !lengths) return TKV_ERR_ARG;
-    v = tkvcu_view_of(cu, layer);
-    if (!v) return TKV_ERR_ARG;
-    e = cudaMemcpy2DAsync(lengths, sizeof *lengths, &v->list->len, sizeof *v->list, sizeof *lengths,
-                          (size_t)cu->n_seqs, cudaMemcpyDefault, stream);
-    return e == cudaSuccess ? TKV_OK : TKVCU_ERR_CUDA;
+    if (!cu) return TKV_ERR_ARG;
+    v = tkvcu_find_view(cu, layer);
+    if (!v) return tkvcu_fail(cu, TKV_ERR_ARG, "no K and V: layer", layer, "");
+    if (!lengths) return tkvcu_fail(cu, TKV_ERR_ARG, "the memory for lengths is missing", 0, NULL);
+    return tkvcu_check_cuda(cu, cudaMemcpy2DAsync(lengths, sizeof *lengths, &v->list->len, sizeof *v->list,
+                                                  sizeof *lengths, (size_t)cu->n_seqs, cudaMemcpyDefault,
+                                                  stream));
 }
 
-int tkvcu_status(tkvcu *cu, uint32_t *word, int clear, tkvcu_stream stream) {
-    int st;
+tkv_status tkvcu_get_flags(tkvcu *cu, uint32_t *flags, int clear, tkvcu_stream stream) {
+    tkv_status st;
     if (!cu) return TKV_ERR_ARG;
-    if (!word) return tkvcu_fail(cu, TKV_ERR_ARG, "the word is missing", 0, NULL);
-    st = tkvcu_checked(cu, cudaMemcpyAsync(word, cu->word, sizeof *word, cudaMemcpyDefault, stream));
-    if (!st && clear) st = tkvcu_checked(cu, cudaMemsetAsync(cu->word, 0, sizeof *word, stream));
+    if (!flags) return tkvcu_fail(cu, TKV_ERR_ARG, "the memory for flags is missing", 0, NULL);
+    st = tkvcu_check_cuda(cu, cudaMemcpyAsync(flags, cu->flags, sizeof *flags, cudaMemcpyDefault, stream));
+    if (!st && clear) st = tkvcu_check_cuda(cu, cudaMemsetAsync(cu->flags, 0, sizeof *flags, stream));
     return st;
 }
 
-const char *tkvcu_strerror(int status) {
-    if (status == TKVCU_ERR_CUDA)
-        return "a call of the CUDA runtime failed: tkvcu_last_error has what it said";
-    if (status == TKVCU_ERR_UNSUPPORTED) return "tieredkv.h can do this, tieredkv_cuda.cu cannot";
-    if (status > TKV_OK || status <= TKV_STATUS_LAST_) return "not a status";
-    return tkv_get_status_text((tkv_status)status);
-}
-
-const char *tkvcu_last_error(const tkvcu *cu) { return cu ? cu->error : ""; }
+const char *tkvcu_get_last_error(const tkvcu *cu) { return cu ? cu->error : ""; }
 
 #endif /* TKVCU_CALLS_H */
 #endif /* TKVCU_INTERFACE_ONLY */

@@ -1,15 +1,15 @@
 /*
- * gpu_bench.cu - how fast tieredkv_cuda.cu attends: microseconds of a layer, bytes a second, their share of what the
- * memory gives to a kernel that only reads (measured first).
+ * gpu_bench.cu - speed of attention of tieredkv_cuda.cu: microseconds per layer, bytes per second, and their share of
+ * the read bandwidth, which it measures first.
  *
  *     nvcc -O3 -arch=native bench/gpu_bench.cu -o gpu_bench && ./gpu_bench                    make gpu-bench
- *     ./gpu_bench --csv file       the same for a program to read; gpu_sdpa.py puts PyTorch beside it
- *     ./gpu_bench --small          small shapes, to see that it runs
+ *     ./gpu_bench --csv file       also writes the results for a program; gpu_sdpa.py adds PyTorch's
+ *     ./gpu_bench --small          small shapes, as a check that it runs
  *
- * 32 query heads, 8 KV heads of 128 channels, one query of each sequence; then a chunk of a prompt, 64 queries. Each
- * shape has as many layers as it takes to be 4 times as large as the L2 cache, and a graph runs through all of them:
- * every byte comes from memory. Times are medians of 50 graphs. Lengths are read on the device, as in use. Values are
- * random; tables are those of equal shares.
+ * Shapes have 32 query heads and 8 KV heads of 128 channels, and one query per sequence. The last ones have 64
+ * queries, a chunk of a prompt. A shape has enough layers (at most 96) for 4 times the L2 cache. A graph runs through
+ * all of them, so every byte comes from memory. Times are medians of 50 graphs. Kernels read lengths on the device,
+ * as in use. Values are random. Tables give all channels equal bits.
  */
 #include "../tieredkv_cuda.cu"
 
@@ -17,7 +17,7 @@
 #include <stdio.h>
 #include <vector>
 
-enum { HEADS = 32, KV_HEADS = 8, DIM = 128, CHUNK = 64, RUNS = 50, MOST_LAYERS = 96 };
+enum { HEADS = 32, KV_HEADS = 8, DIM = 128, CHUNK = 64, RUNS = 50, MAX_LAYERS = 96 };
 
 #define MUST(call)                                                                                           \
     do {                                                                                                     \
@@ -45,10 +45,10 @@ __global__ void __launch_bounds__(READERS) read_kernel(const words *x, size_t n,
         for (k = 0; k < IN_FLIGHT; k++) w[k] = x[i + (size_t)k * all];
         for (k = 0; k < IN_FLIGHT; k++) sum |= w[k].a ^ w[k].b ^ w[k].c ^ w[k].d;
     }
-    if (sum == 0x12345678u) *never = sum; /* so that the loads stay */
+    if (sum == 0x12345678u) *never = sum; /* keeps the loads */
 }
 
-/* Halves between -2 and 2. */
+/* Writes fp16 numbers between -2 and 2. */
 __global__ void __launch_bounds__(READERS) noise_kernel(uint16_t *x, size_t n, uint32_t seed) {
     size_t i = (size_t)blockIdx.x * READERS + threadIdx.x;
     for (; i < n; i += (size_t)gridDim.x * READERS) {
@@ -63,10 +63,10 @@ __global__ void __launch_bounds__(READERS) noise_kernel(uint16_t *x, size_t n, u
 typedef struct device {
     int processors;
     size_t l2, free;
-    double read; /* bytes a second */
+    double read; /* bytes per second */
 } device;
 
-static void *memory(size_t bytes) { /* NULL: there is not so much */
+static void *memory(size_t bytes) { /* NULL: not enough memory */
     void *p = NULL;
     if (cudaMalloc(&p, bytes) == cudaSuccess) return p;
     (void)cudaGetLastError();
@@ -102,7 +102,7 @@ static void graph_close(graph *g) {
     MUST(cudaStreamDestroy(g->stream));
 }
 
-/* Microseconds of each of so many runs. */
+/* Returns the microseconds of each run. */
 static std::vector<double> timed(graph *g, int runs) {
     std::vector<double> us;
     int i;
@@ -123,7 +123,7 @@ static double median(std::vector<double> x) {
     return x[x.size() / 2];
 }
 
-/* The best of 20, of 4 GB or what there is. */
+/* Measures the read bandwidth: the best of 20 runs over 4 GiB, or less if memory is short. */
 static double read_bandwidth(const device *d, int quick) {
     size_t bytes = quick ? (size_t)1 << 20 : (size_t)4 << 30, n;
     words *x;
@@ -145,12 +145,12 @@ static double read_bandwidth(const device *d, int quick) {
     return (double)bytes / best * 1e6;
 }
 
-/* >>a shape */
+/* >>shapes */
 typedef struct plan {
     const char *name;
     int hot; /* tokens; 0: 64 */
     tkv_format_pair warm, archive;
-    int chunks; /* 1: also measured with many queries */
+    int chunks; /* 1: also measured with CHUNK queries */
 } plan;
 
 static const plan plans[] = {
@@ -184,7 +184,7 @@ static tkv_config config_of(const plan *p, int batch, int context) {
     return cfg;
 }
 
-/* Bytes that one layer's attention has to read. */
+/* Returns the bytes that attention reads in one layer. */
 static double bytes_of(const tkvcu *cu, int batch) {
     const tkvcu_view *v = &cu->view[0];
     const size_t row = (size_t)(2 * KV_HEADS * DIM) * 2;
@@ -196,29 +196,30 @@ static double bytes_of(const tkvcu *cu, int batch) {
 }
 
 typedef struct figures {
-    double bytes, attend, append, append_most; /* of a layer: bytes, microseconds */
+    double bytes, attend, append, append_most; /* of a layer; times in microseconds */
     int layers;
 } figures;
 
-/* As many tokens are appended at a time as there are queries. 0: it does not fit. */
+/* Measures one shape. Appends as many tokens at a time as there are queries. Returns 0 if it does not fit into
+ * memory. */
 static int measure(const device *d, const plan *p, int batch, int context, int queries, int runs,
                    figures *f) {
     tkv_config cfg = config_of(p, batch, context);
-    tkvcu_desc desc = {&cfg, 0, 0, queries};
+    tkvcu_config config = {&cfg, 0, 0, queries};
     const size_t values = (size_t)batch * CHUNK * KV_HEADS * DIM, row = (size_t)batch * queries * HEADS * DIM;
     size_t cache_bytes, work_bytes;
     uint16_t *k, *v, *q, *out;
-    uint32_t word = 1;
+    uint32_t flags = 1;
     void *cache, *work;
     tkvcu *cu = NULL;
     int i, at, fits;
     graph attend, append;
-    MUST(tkvcu_query(&desc, &cache_bytes, &work_bytes, NULL, 0));
+    MUST(tkvcu_get_required_bytes(&config, &cache_bytes, &work_bytes, NULL, 0));
     cfg.model.n_layers = (int)(4 * d->l2 / cache_bytes) + 1;
-    cfg.model.n_layers = cfg.model.n_layers > MOST_LAYERS ? MOST_LAYERS
-                         : cfg.model.n_layers < 2         ? 2
-                                                          : cfg.model.n_layers;
-    MUST(tkvcu_query(&desc, &cache_bytes, &work_bytes, NULL, 0));
+    cfg.model.n_layers = cfg.model.n_layers > MAX_LAYERS ? MAX_LAYERS
+                         : cfg.model.n_layers < 2        ? 2
+                                                         : cfg.model.n_layers;
+    MUST(tkvcu_get_required_bytes(&config, &cache_bytes, &work_bytes, NULL, 0));
     cache = memory(cache_bytes);
     work = memory(work_bytes);
     k = (uint16_t *)memory(values * 2);
@@ -227,7 +228,7 @@ static int measure(const device *d, const plan *p, int batch, int context, int q
     out = (uint16_t *)memory(row * 2);
     fits = cache && work && k && v && q && out;
     if (fits) {
-        MUST(tkvcu_create(&desc, cache, cache_bytes, work, work_bytes, NULL, &cu));
+        MUST(tkvcu_create(&config, cache, cache_bytes, work, work_bytes, NULL, &cu));
         TKVCU_LAUNCH(noise_kernel, dim3(64), dim3(READERS), 0, (cudaStream_t)NULL, q, row, 1u);
         for (at = 0; at < context; at += CHUNK) {
             TKVCU_LAUNCH(noise_kernel, dim3(64), dim3(READERS), 0, (cudaStream_t)NULL, k, values,
@@ -252,15 +253,15 @@ static int measure(const device *d, const plan *p, int batch, int context, int q
         graph_end(&append);
         (void)timed(&append, 1);
         const std::vector<double> us =
-            timed(&append, 2 * TKVI_BLOCK / queries); /* two blocks move in each tier */
+            timed(&append, 2 * TKVI_BLOCK / queries); /* two blocks leave each tier */
         f->append = f->append_most = 0.0;
         for (double x : us) {
             f->append += x / cfg.model.n_layers / (double)us.size();
             if (x / cfg.model.n_layers > f->append_most) f->append_most = x / cfg.model.n_layers;
         }
-        MUST(tkvcu_status(cu, &word, 0, NULL));
+        MUST(tkvcu_get_flags(cu, &flags, 0, NULL));
         MUST(cudaDeviceSynchronize());
-        MUST(word);
+        MUST(flags);
         graph_close(&attend);
         graph_close(&append);
         tkvcu_destroy(cu);
@@ -270,7 +271,7 @@ static int measure(const device *d, const plan *p, int batch, int context, int q
     return fits;
 }
 
-/* Measures, and says so where it cannot. */
+/* Measures one shape and writes its line. Returns 0 if it does not fit. */
 static int report(const device *d, const plan *p, int batch, int context, int queries, int quick, FILE *csv,
                   figures *f) {
     if (!measure(d, p, batch, context, queries, quick ? 1 : RUNS, f)) {

@@ -1,12 +1,11 @@
 #!/usr/bin/env python3
-"""Measures PyTorch's FP16 attention on the shapes of gpu_bench.cu, and compares rows of gpu_bench with the faster
-backend.
+"""Measures PyTorch's attention in FP16 on the shapes of gpu_bench.cu, and prints the speedup of tieredkv over it.
 
     ./build/gpu_bench --csv build/gpu_bench.csv && python3 bench/gpu_sdpa.py build/gpu_bench.csv      make gpu-bench
 
-The program calls scaled_dot_product_attention with grouped heads, by FlashAttention and by cuDNN. A CUDA graph calls
-it with several copies of K and V, together at least 4 times the size of the L2 cache. Times are medians of 50 graphs.
-All queries of a chunk see all tokens here: there is no causal mask.
+It calls scaled_dot_product_attention with grouped heads, by FlashAttention and by cuDNN. A CUDA graph goes through copies of
+K and V, together at least 4 times the L2 cache. Times are medians of 50 graphs. The queries of a chunk see all tokens here,
+without a causal mask. The speedup is relative to the faster backend.
 """
 import csv
 import sys
@@ -17,7 +16,7 @@ SHAPES += [(1, 64, tokens) for tokens in (8192, 32768)]
 
 
 def measure(torch, backend, batch, queries, tokens):
-    """Returns microseconds per call; None: the backend does not support the shape, or memory is too small."""
+    """Returns the microseconds of one call; None if memory is short or the backend refuses the shape."""
     from torch.nn.attention import sdpa_kernel
     attend = torch.nn.functional.scaled_dot_product_attention
     one = 2 * batch * tokens * KV_HEADS * DIM * 2
@@ -57,10 +56,10 @@ def main(args):
     try:
         import torch
     except ImportError:
-        print("PyTorch is missing: nothing was measured.")
+        print("There is no PyTorch here: nothing was measured.")
         return 1
     if not torch.cuda.is_available():
-        print("PyTorch finds no GPU: nothing was measured.")
+        print("There is no GPU here: nothing was measured.")
         return 1
     from torch.nn.attention import SDPBackend
     rows = list(csv.DictReader(open(args[0]))) if args else []
@@ -76,7 +75,7 @@ def main(args):
                   (name, batch, queries, tokens, t, 4.0 * batch * tokens * KV_HEADS * DIM / t / 1e6))
         for row in rows:
             if here and tuple(int(row[x]) for x in ("batch", "queries", "tokens")) == (batch, queries, tokens):
-                print("%-9s %5d %3d %7d %9.1f us %6.2f times as fast as %s; append takes %.1f %% of this time" %
+                print("%-9s %5d %3d %7d %9.1f us %6.2f times as fast as %s; append %.1f %% of it" %
                       (row["plan"], batch, queries, tokens, float(row["us"]), min(here.values()) / float(row["us"]),
                        min(here, key=here.get), 100 * float(row["append"]) / float(row["us"])))
     return 0

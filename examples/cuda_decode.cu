@@ -1,10 +1,10 @@
 /*
- * cuda_decode.cu - a prompt that the CPU has seen goes to the GPU; both decode on, and agree.
+ * cuda_decode.cu - the CPU processes a prompt, the GPU imports it, and both decode the same tokens and agree.
  *
  *     nvcc -O3 -arch=native examples/cuda_decode.cu -o cuda_decode && ./cuda_decode
  *
- * Keys and values are random here: a model would bring its own. What the GPU has at the end is fetched and
- * compared with the CPU's cache, byte for byte.
+ * Keys and values are random; a model would bring its own. At the end, the example exports the GPU's sequence and
+ * compares its blocks with the CPU's cache, byte for byte.
  */
 #include "../tieredkv_cuda.cu"
 
@@ -13,7 +13,7 @@
 
 enum { LAYERS = 2, HEADS = 8, KV_HEADS = 2, DIM = 128, PROMPT = 900, CHUNK = 150, STEPS = 80 };
 
-/* Gaussian, nearly. */
+/* Returns a random number with approximately normal distribution. */
 static float noise(uint32_t *state) {
     float sum = -6.0f;
     for (int i = 0; i < 12; i++) {
@@ -31,7 +31,8 @@ static void fill(std::vector<float> &x, uint32_t *state) {
     do {                                                                                                     \
         const int status_ = (int)(call);                                                                     \
         if (status_) {                                                                                       \
-            fprintf(stderr, "%s: %s %s\n", #call, tkvcu_strerror(status_), tkvcu_last_error(cu));            \
+            fprintf(stderr, "%s: %s %s\n", #call, tkv_get_status_text((tkv_status)status_),                  \
+                    tkvcu_get_last_error(cu));                                                               \
             return 1;                                                                                        \
         }                                                                                                    \
     } while (0)
@@ -41,19 +42,19 @@ static float *on_device(size_t floats) {
     return cudaMalloc(&p, floats * sizeof(float)) == cudaSuccess ? (float *)p : NULL;
 }
 
-static int send(float *to, const std::vector<float> &x) {
+static int upload(float *to, const std::vector<float> &x) {
     return cudaMemcpy(to, x.data(), x.size() * sizeof(float), cudaMemcpyHostToDevice);
 }
 
-/* Bytes of blocks in which the two caches differ. */
-static size_t differ(const tkv_cache *a, const tkv_cache *b) {
+/* Counts the bytes of blocks that differ. */
+static size_t count_differences(const tkv_cache *a, const tkv_cache *b) {
     size_t n = 0;
     for (int layer = 0; layer < LAYERS; layer++)
         for (int i = 0; i < tkvi_list_of(a, 0, layer)->n; i++) {
             const tkvi_block *x = &a->pool.block[tkvi_ids(a, 0, layer)[i]];
             const tkvi_block *y = &b->pool.block[tkvi_ids(b, 0, layer)[i]];
             const tkvi_coding *c = &a->tables.coding[x->coding];
-            for (int h = 0; h < KV_HEADS; h++) { /* of what heads have: a block may be a little larger */
+            for (int h = 0; h < KV_HEADS; h++) { /* only the bytes of records: a block may end with padding */
                 const tkvi_record *r = &c->record[h];
                 for (size_t k = r->at; k < r->at + r->k.bytes + r->v.bytes; k++)
                     n += tkvi_block_bytes(&a->pool, x)[k] != tkvi_block_bytes(&b->pool, y)[k];
@@ -64,25 +65,25 @@ static size_t differ(const tkv_cache *a, const tkv_cache *b) {
 
 int main(void) {
     tkv_config cfg = tkv_default_config();
-    tkvcu_desc desc = {&cfg, 1, PROMPT + STEPS, 1};
+    tkvcu_config config = {&cfg, 1, PROMPT + STEPS, 1};
     tkv_cache *kv = NULL, *back = NULL;
     tkvcu *cu = NULL;
     tkv_memory_info memory;
     size_t cache_bytes = 0, work_bytes = 0, row = KV_HEADS * DIM, out_row = HEADS * DIM;
     void *cache = NULL, *work = NULL;
-    char why[160];
+    char reason[160];
     double error = 0.0, norm = 0.0;
-    uint32_t state = 1, word = 0;
+    uint32_t state = 1, flags = 0;
     int devices = 0;
 
     cfg.model.n_layers = LAYERS;
     cfg.model.n_heads = HEADS;
     cfg.model.n_kv_heads = KV_HEADS;
     cfg.model.head_dim = DIM;
-    cfg.format.allocation_unit = 16; /* bits go to slabs of 16 channels: what the GPU reads */
-    cfg.host.precise = 1;            /* on the CPU */
-    if (tkvcu_query(&desc, &cache_bytes, &work_bytes, why, sizeof why)) {
-        fprintf(stderr, "%s\n", why);
+    cfg.format.allocation_unit = 16; /* the GPU reads slabs of 16 channels with equal bits */
+    cfg.host.precise = 1;            /* for the CPU */
+    if (tkvcu_get_required_bytes(&config, &cache_bytes, &work_bytes, reason, sizeof reason)) {
+        fprintf(stderr, "%s\n", reason);
         return 1;
     }
     printf("%zu bytes for the cache, %zu to work in\n", cache_bytes, work_bytes);
@@ -91,7 +92,7 @@ int main(void) {
         return 1;
     }
 
-    /* The prompt, on the CPU: it learns there where bits are worth most. */
+    /* The CPU processes the prompt, and learns which channels deserve more bits. */
     MUST(tkv_create(&cfg, &kv));
     std::vector<float> k(CHUNK * row), v(CHUNK * row), q(CHUNK * out_row), out(CHUNK * out_row), gpu(out_row);
     for (int n = 0; n < PROMPT; n += CHUNK)
@@ -104,11 +105,11 @@ int main(void) {
         }
     MUST(tkv_freeze_calibration(kv));
 
-    /* It goes to the GPU, and both go on. */
+    /* The GPU imports the prompt. Then both append and attend. */
     MUST(cudaMalloc(&cache, cache_bytes));
     MUST(cudaMalloc(&work, work_bytes));
-    MUST(tkvcu_create(&desc, cache, cache_bytes, work, work_bytes, NULL, &cu));
-    MUST(tkvcu_import(cu, 0, kv, 0, NULL));
+    MUST(tkvcu_create(&config, cache, cache_bytes, work, work_bytes, NULL, &cu));
+    MUST(tkvcu_import_seq(cu, 0, kv, 0, NULL));
     float *d_k = on_device(row), *d_v = on_device(row), *d_q = on_device(out_row),
           *d_out = on_device(out_row);
     k.resize(row);
@@ -122,7 +123,7 @@ int main(void) {
             fill(q, &state);
             MUST(tkv_append(kv, 0, layer, k.data(), v.data(), 1));
             MUST(tkv_attend(kv, 0, layer, q.data(), 1, out.data()));
-            MUST(send(d_k, k) | send(d_v, v) | send(d_q, q));
+            MUST(upload(d_k, k) | upload(d_v, v) | upload(d_q, q));
             MUST(tkvcu_append(cu, layer, d_k, d_v, TKV_TYPE_F32, 1, NULL, NULL));
             MUST(tkvcu_attend(cu, layer, d_q, TKV_TYPE_F32, 1, NULL, d_out, NULL, NULL, NULL));
             MUST(cudaMemcpy(gpu.data(), d_out, out_row * sizeof(float), cudaMemcpyDeviceToHost));
@@ -131,16 +132,16 @@ int main(void) {
                 norm += (double)out[i] * (double)out[i];
             }
         }
-    MUST(tkvcu_status(cu, &word, 0, NULL));
+    MUST(tkvcu_get_flags(cu, &flags, 0, NULL));
     MUST(cudaDeviceSynchronize());
     MUST(tkv_create(&cfg, &back));
-    MUST(tkvcu_export(cu, 0, back, 0, NULL));
+    MUST(tkvcu_export_seq(cu, 0, back, 0, NULL));
     MUST(tkv_get_memory(back, &memory));
     printf("%d tokens, %.2f times fewer bytes than FP16; errors on the GPU: %u\n",
-           tkv_get_length(back, 0, TKV_ALL_LAYERS), memory.ratio, word);
+           tkv_get_length(back, 0, TKV_ALL_LAYERS), memory.ratio, flags);
     printf("attention differs by %.1e of its size; %zu bytes of the caches differ\n", sqrt(error / norm),
-           differ(kv, back));
-    const int agree = word == 0 && error / norm < 5e-3 * 5e-3 && differ(kv, back) == 0;
+           count_differences(kv, back));
+    const int agree = flags == 0 && error / norm < 5e-3 * 5e-3 && count_differences(kv, back) == 0;
     printf(agree ? "CPU and GPU agree.\n" : "CPU and GPU do not agree.\n");
     tkvcu_destroy(cu);
     tkv_destroy(kv);

@@ -1,53 +1,56 @@
 #!/usr/bin/env python3
-"""Hands tensors of PyTorch to tieredkv_cuda.cu through ctypes: a sketch of a decoder's cache.
+"""Passes PyTorch tensors to tieredkv_cuda.cu through ctypes: a sketch of a decoder's cache.
 
     nvcc -O3 -arch=native -shared -Xcompiler -fPIC -DTIEREDKV_IMPLEMENTATION tieredkv_cuda.cu -o libtieredkv_cuda.so
     python3 examples/cuda_torch.py
 
-Memory is PyTorch's: the two pieces are tensors of bytes, k, v, q and out are tensors too, and work goes into PyTorch's
-stream, so nothing here waits. A model would call append and attend in the place of its cache and its attention.
+PyTorch owns the memory: both pieces of device memory are tensors of bytes. Keys, values, queries and outputs are tensors
+as well. Calls use PyTorch's current stream, so append and attend do not wait. A model would call append and attend in place
+of its cache and its attention.
 """
 import ctypes
 import os
 import sys
 
 F32, F16, BF16 = 0, 1, 2  # tkv_type
-CONFIG_BYTES = 4096       # more than a tkv_config has
+CONFIG_BYTES = 4096       # more than sizeof(tkv_config)
+REASON_BYTES = 200
 
 
-class Desc(ctypes.Structure):
+class Config(ctypes.Structure):
+    """tkvcu_config."""
     _fields_ = [("cfg", ctypes.c_void_p), ("n_seqs", ctypes.c_int), ("max_tokens", ctypes.c_int),
                 ("max_queries", ctypes.c_int)]
 
 
 class Cache:
-    """A cache of tieredkv on the current GPU. `config`: text as tkv_parse_config reads it."""
+    """A cache of tieredkv on the current GPU. `text` is a config as tkv_parse_config reads it."""
 
-    def __init__(self, library, config, torch):
+    def __init__(self, library, text, torch):
         self.torch, self.lib = torch, ctypes.CDLL(library)
-        self.lib.tkvcu_strerror.restype = self.lib.tkvcu_last_error.restype = ctypes.c_char_p
-        self.lib.tkvcu_last_error.argtypes = self.lib.tkvcu_destroy.argtypes = [ctypes.c_void_p]
+        self.lib.tkv_get_status_text.restype = self.lib.tkvcu_get_last_error.restype = ctypes.c_char_p
+        self.lib.tkvcu_get_last_error.argtypes = self.lib.tkvcu_destroy.argtypes = [ctypes.c_void_p]
         self.cu = ctypes.c_void_p()
-        cfg, why = ctypes.create_string_buffer(CONFIG_BYTES), ctypes.create_string_buffer(200)
-        text = config.encode()
-        self.check(self.lib.tkv_parse_config(cfg, None, text, ctypes.c_size_t(len(text)), why,
-                                             ctypes.c_size_t(200)), why)
-        desc = Desc(ctypes.cast(cfg, ctypes.c_void_p), 0, 0, 1)
+        cfg, reason = ctypes.create_string_buffer(CONFIG_BYTES), ctypes.create_string_buffer(REASON_BYTES)
+        reason_bytes = ctypes.c_size_t(REASON_BYTES)
+        text = text.encode()
+        self.check(self.lib.tkv_parse_config(cfg, None, text, ctypes.c_size_t(len(text)), reason, reason_bytes), reason)
+        config = Config(ctypes.cast(cfg, ctypes.c_void_p), 0, 0, 1)
         sizes = (ctypes.c_size_t(), ctypes.c_size_t())
-        self.check(self.lib.tkvcu_query(ctypes.byref(desc), ctypes.byref(sizes[0]), ctypes.byref(sizes[1]), why,
-                                        ctypes.c_size_t(200)), why)
+        self.check(self.lib.tkvcu_get_required_bytes(ctypes.byref(config), ctypes.byref(sizes[0]), ctypes.byref(sizes[1]),
+                                                     reason, reason_bytes), reason)
         self.memory = [torch.empty(n.value, dtype=torch.uint8, device="cuda") for n in sizes]
         self.check(self.lib.tkvcu_create(
-            ctypes.byref(desc), self.at(self.memory[0]), sizes[0], self.at(self.memory[1]), sizes[1],
-            self.stream(), ctypes.byref(self.cu)), why)
+            ctypes.byref(config), self.at(self.memory[0]), sizes[0], self.at(self.memory[1]), sizes[1],
+            self.stream(), ctypes.byref(self.cu)), reason)
 
     def close(self):
         self.lib.tkvcu_destroy(self.cu)
 
-    def check(self, status, why=None):
+    def check(self, status, reason=None):
         if status:
-            said = why.value if why is not None else self.lib.tkvcu_last_error(self.cu)
-            raise RuntimeError("%s: %s" % (self.lib.tkvcu_strerror(status).decode(), said.decode()))
+            sentence = reason.value if reason is not None else self.lib.tkvcu_get_last_error(self.cu)
+            raise RuntimeError("%s: %s" % (self.lib.tkv_get_status_text(status).decode(), sentence.decode()))
 
     def at(self, tensor):
         assert tensor.is_contiguous()
@@ -60,22 +63,33 @@ class Cache:
         return ctypes.c_void_p(self.torch.cuda.current_stream().cuda_stream)
 
     def append(self, layer, k, v):
-        """k, v: [sequence][token][KV head][channel], up to 64 tokens, keys after RoPE."""
+        """Appends up to 64 tokens. k, v: [sequence][token][KV head][channel], keys after RoPE."""
         self.check(self.lib.tkvcu_append(self.cu, layer, self.at(k), self.at(v), self.type_of(k), k.shape[1], None,
                                          self.stream()))
 
     def attend(self, layer, q):
-        """q: [sequence][query][head][channel], the last tokens' queries. Returns the same shape."""
+        """Attends with the queries of the last tokens. q and result: [sequence][query][head][channel]."""
         out = self.torch.empty_like(q)
         self.check(self.lib.tkvcu_attend(self.cu, layer, self.at(q), self.type_of(q), q.shape[1], None,
                                          self.at(out), None, None, self.stream()))
         return out
 
-    def word(self):
-        """Bits of what went wrong on the device, TKVCU_WORD_ in tieredkv_cuda.cu. Waits."""
-        word = self.torch.zeros(1, dtype=self.torch.int32, device="cuda")
-        self.check(self.lib.tkvcu_status(self.cu, self.at(word), 0, self.stream()))
-        return int(word.item())
+    def flags(self):
+        """Returns the device's error flags, TKVCU_FLAG_ in tieredkv_cuda.cu. Waits."""
+        flags = self.torch.zeros(1, dtype=self.torch.int32, device="cuda")
+        self.check(self.lib.tkvcu_get_flags(self.cu, self.at(flags), 0, self.stream()))
+        return int(flags.item())
+
+
+TEXT = """
+model.n_layers = %d
+model.n_heads = %d
+model.n_kv_heads = %d
+model.head_dim = %d
+limits.max_seqs = 2
+limits.max_tokens = 4096
+format.allocation_unit = 16
+"""
 
 
 def main():
@@ -89,8 +103,7 @@ def main():
         return 1
     library = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "libtieredkv_cuda.so")
     layers, heads, kv_heads, dim, tokens = 2, 32, 8, 128, 600
-    cache = Cache(library, "n_layers = %d\nn_heads = %d\nn_kv_heads = %d\nhead_dim = %d\nmax_seqs = 2\n"
-                  "max_tokens = 4096\nallocation_unit = 16\n" % (layers, heads, kv_heads, dim), torch)
+    cache = Cache(library, TEXT % (layers, heads, kv_heads, dim), torch)
     keys, values = [], []
     for _ in range(tokens):
         k, v = (torch.randn(2, 1, kv_heads, dim, dtype=torch.float16, device="cuda") for _ in range(2))
@@ -104,8 +117,8 @@ def main():
         q.transpose(1, 2), *(torch.cat(x, 1).transpose(1, 2).repeat_interleave(heads // kv_heads, 1)
                              for x in (keys, values))).transpose(1, 2)
     error = ((out - exact).float().norm() / exact.float().norm()).item()
-    print("%d tokens of 2 sequences; attention differs from exact FP16 by %.3f of its size; errors: %d" %
-          (tokens, error, cache.word()))
+    print("%d tokens of 2 sequences; attention differs from exact FP16 by %.3f of its size; error flags: %d" %
+          (tokens, error, cache.flags()))
     cache.close()
     return 0
 

@@ -1,18 +1,19 @@
 /*
- * cuda_on_cpu.h - runs the kernels of tieredkv_cuda.cu on a processor: the same source, compiled by a C++ compiler.
+ * cuda_on_cpu.h - emulates a GPU: a C++ compiler compiles the kernels of tieredkv_cuda.cu, and a CPU runs them.
  *
  *     #include "cuda_on_cpu.h"
  *     #include "../tieredkv_cuda.cu"        g++ -std=c++17 -O1 test.cpp -lm
  *
- * A block's threads are fibers, one block runs after the other. Barriers and warp-wide instructions are meeting
- * points: a fiber that comes to one lets the next run. So what holds on a GPU is checked here: that all lanes come to
- * the same meeting points (else it stops and says who waits where), that nothing is read from shared memory before it
- * was written (it is filled with NaN), that asynchronous copies are waited for (they happen when they are waited for
- * and not before). Not checked: races between two meeting points, since fibers run in a fixed order; TKVCU_ORDER=1 in
- * the environment turns the order round, of the threads of a block and of the blocks. Products of mma are exact
- * and summed up in the order of k, in float.
+ * The threads of a thread block are fibers. Thread blocks run one after the other. Barriers and warp-wide
+ * instructions are meeting points: a fiber that reaches one lets the next fiber run. The emulator checks:
  *
- * Nothing here is fast. It is for tests alone.
+ *     meeting points        all lanes of a warp reach the same one; else it stops and prints where each thread waits
+ *     shared memory         dynamic shared memory is filled with NaN first, and has a border
+ *     asynchronous copies   they happen when a thread waits for them, not before
+ *
+ * It does not check races between two meeting points, because fibers run in a fixed order. TKVCU_ORDER=1 in the
+ * environment reverses the order of threads and of thread blocks. Products of mma are exact, and are summed in float
+ * in the order of k. The emulator is slow, and is for tests only.
  */
 #ifndef CUDA_ON_CPU_H
 #define CUDA_ON_CPU_H
@@ -31,14 +32,14 @@
 #include <functional>
 #include <vector>
 
-/* >>the language */
+/* >>language */
 #define __global__ static
 #define __device__
 #define __host__
 #define __forceinline__ inline
 #define __noinline__ __attribute__((noinline))
 #define __launch_bounds__(...)
-#define __shared__ static /* blocks run one after the other */
+#define __shared__ static /* thread blocks run one after the other */
 
 struct dim3 {
     unsigned x, y, z;
@@ -62,15 +63,15 @@ typedef struct cpu_fiber {
     ucontext_t start;
     char *stack;
     int begun, done;
-    const char *waits; /* where it waits; NULL: it can run */
+    const char *waits; /* meeting point; NULL: it can run */
     int block_wide;
-    long met; /* meeting points passed */
+    long met; /* number of meeting points passed */
     dim3 thread;
     std::vector<cpu_copy> copies;
-    int group; /* of asynchronous copies, the one that is open */
+    int group; /* open group of asynchronous copies */
 } cpu_fiber;
 
-typedef struct cpu_slot { /* what a lane brings to a meeting point */
+typedef struct cpu_slot { /* data of a lane at a meeting point */
     uint64_t word[8];
 } cpu_slot;
 
@@ -111,7 +112,7 @@ static void cpu_meet(const char *where, int block_wide) {
     if (!_setjmp(f->at)) _longjmp(cpu_scheduler, 1);
 }
 
-/* Fibers first .. first+n-1 go on if all that live wait at the same kind of place. */
+/* Releases fibers first .. first+n-1 if all live ones wait at the same kind of meeting point. */
 static int cpu_release(size_t first, size_t n, int block_wide) {
     const char *where = NULL;
     size_t i, living = 0;
@@ -204,7 +205,7 @@ static void cpu_launch(dim3 grid, dim3 block, size_t shared, const std::function
     }
 }
 
-/* Work of a stream: at once, or into the graph that is being captured. */
+/* Runs work of a stream at once, or adds it to the graph that is being captured. */
 static std::vector<std::function<void()>> *cpu_capture;
 
 static void cpu_work(const std::function<void()> &what) {
@@ -224,9 +225,9 @@ static void cpu_start(void (*kernel)(P...), dim3 grid, dim3 block, size_t shared
 /* >>barriers, votes, shuffles */
 static inline void __syncthreads(void) { cpu_meet("__syncthreads", 1); }
 
-static int cpu_vote; /* of a block */
+static int cpu_vote; /* of a thread block */
 static inline int __syncthreads_or(int yes) {
-    cpu_meet("__syncthreads_or", 1); /* all have read the last one */
+    cpu_meet("__syncthreads_or", 1); /* all threads have read the previous vote */
     cpu_vote = 0;
     cpu_meet("__syncthreads_or", 1);
     cpu_vote |= yes;
@@ -326,7 +327,7 @@ template <class T> static T atomicCAS(T *p, T was, T x) {
 }
 template <class T> static T __ldg(const T *p) { return *p; }
 
-/* >>halves. Bits alone: two in a word, the lower one first. */
+/* >>16-bit floats, as bits. A word holds two, the first in the lower half. */
 static inline float cpu_half(uint32_t h) {
     const uint32_t sign = (h & 0x8000u) << 16, em = h & 0x7fffu;
     if (em >= 0x7c00u) return cpu_float(sign | 0x7f800000u | (em & 0x3ffu) << 13);
@@ -334,7 +335,7 @@ static inline float cpu_half(uint32_t h) {
     return (sign ? -1.0f : 1.0f) * (float)em * 5.9604644775390625e-8f;
 }
 
-static inline uint32_t cpu_to_half(float x) { /* nearest, half to even; too large: infinity */
+static inline uint32_t cpu_to_half(float x) { /* rounds to nearest, ties to even; too large: infinity */
     const uint32_t u = cpu_bits(x), sign = u >> 16 & 0x8000u, a = u & 0x7fffffffu;
     if (a > 0x7f800000u) return sign | 0x7fffu;
     if (a >= 0x477ff000u) return sign | 0x7c00u;
@@ -350,9 +351,11 @@ static inline uint32_t cpu_to_bfloat(float x) {
     return (u + 0x7fffu + (u >> 16 & 1u)) >> 16;
 }
 
-/* >>instructions: what src/cuda/warp.h has in PTX */
-static inline uint32_t tkvcu_f16x2(float lo, float hi) { return cpu_to_half(lo) | cpu_to_half(hi) << 16; }
-static inline uint32_t tkvcu_bf16x2(float lo, float hi) {
+/* >>instructions of src/cuda/warp.h */
+static inline uint32_t tkvcu_pack_f16x2(float lo, float hi) {
+    return cpu_to_half(lo) | cpu_to_half(hi) << 16;
+}
+static inline uint32_t tkvcu_pack_bf16x2(float lo, float hi) {
     return cpu_to_bfloat(lo) | cpu_to_bfloat(hi) << 16;
 }
 static inline float tkvcu_f16_lo(uint32_t x) { return cpu_half(x & 0xffffu); }
@@ -361,14 +364,14 @@ static inline float tkvcu_bf16_lo(uint32_t x) { return cpu_bfloat(x & 0xffffu); 
 static inline float tkvcu_bf16_hi(uint32_t x) { return cpu_bfloat(x >> 16); }
 
 static inline uint32_t tkvcu_hmul2(uint32_t a, uint32_t b) {
-    return tkvcu_f16x2(tkvcu_f16_lo(a) * tkvcu_f16_lo(b), tkvcu_f16_lo(a >> 16) * tkvcu_f16_lo(b >> 16));
+    return tkvcu_pack_f16x2(tkvcu_f16_lo(a) * tkvcu_f16_lo(b), tkvcu_f16_lo(a >> 16) * tkvcu_f16_lo(b >> 16));
 }
-/* One rounding: sums of products of halves are exact in double, near enough. */
+/* Rounds to float first, so a result can rarely differ from the single rounding of a GPU. */
 static inline uint32_t tkvcu_hfma2(uint32_t a, uint32_t b, uint32_t c) {
     const double lo = (double)tkvcu_f16_lo(a) * (double)tkvcu_f16_lo(b) + (double)tkvcu_f16_lo(c);
     const double hi =
         (double)tkvcu_f16_lo(a >> 16) * (double)tkvcu_f16_lo(b >> 16) + (double)tkvcu_f16_lo(c >> 16);
-    return tkvcu_f16x2((float)lo, (float)hi);
+    return tkvcu_pack_f16x2((float)lo, (float)hi);
 }
 
 static inline uint32_t tkvcu_prmt(uint32_t a, uint32_t b, uint32_t select) {
@@ -383,19 +386,19 @@ static inline uint32_t tkvcu_prmt(uint32_t a, uint32_t b, uint32_t select) {
     return out;
 }
 
-static inline uint32_t tkvcu_rotate(uint32_t x, int by) {
+static inline uint32_t tkvcu_rotate_bits(uint32_t x, int by) {
     return by & 31 ? x >> (by & 31) | x << (32 - (by & 31)) : x;
 }
 static inline float tkvcu_ex2(float x) { return exp2f(x); }
 static inline float tkvcu_rcp(float x) { return 1.0f / x; }
-typedef uintptr_t tkvcu_at; /* tkvcu_read_words: in warp.h */
-static inline tkvcu_at tkvcu_shared_address(const void *p) { return (uintptr_t)p; }
-template <class T> static inline T tkvcu_kept(T x) { return x; }
-static inline const uint8_t *tkvcu_forward(const uint8_t *p, int n, uint32_t size) {
+typedef uintptr_t tkvcu_address; /* warp.h defines tkvcu_load_shared_u32x2 */
+static inline tkvcu_address tkvcu_shared_address(const void *p) { return (uintptr_t)p; }
+template <class T> static inline T tkvcu_keep_in_register(T x) { return x; }
+static inline const uint8_t *tkvcu_advance(const uint8_t *p, int n, uint32_t size) {
     return p + (size_t)n * size;
 }
 
-/* c += a b, a 16 x 16, b 16 x 8: registers as in PTX's mma.m16n8k16. */
+/* c += a b, where a is 16 x 16 and b is 16 x 8. Fragments are those of PTX's mma.m16n8k16. */
 template <class F>
 static void cpu_mma(const char *where, float *c, const uint32_t *a, const uint32_t *b, F value) {
     cpu_slot *w = cpu_warp();
@@ -423,7 +426,7 @@ static inline void tkvcu_mma_bf16(float c[4], const uint32_t a[4], const uint32_
     cpu_mma("mma bf16", c, a, b, cpu_bfloat);
 }
 
-/* c += a b, a 16 x 32, b 32 x 8, of bytes. */
+/* c += a b for bytes, where a is 16 x 32 and b is 32 x 8. */
 static inline void cpu_mma_bytes(const char *where, int32_t *c, const uint32_t *a, const uint32_t *b,
                                  int a_signed, int b_signed) {
     cpu_slot *w = cpu_warp();
@@ -461,7 +464,7 @@ static inline void tkvcu_mma_ss(int32_t c[4], const uint32_t a[4], const uint32_
     cpu_mma_bytes("mma s8 s8", c, a, b, 1, 1);
 }
 
-/* Lane i of 8 j .. 8 j + 7 gives the address of row i % 8 of matrix j, 16 bytes. */
+/* Lane 8 j + i passes the address of row i of matrix j: 16 bytes. */
 static inline void cpu_ldmatrix(const char *where, uint32_t r[4], const void *row, int trans) {
     cpu_slot *w = cpu_warp();
     const int lane = cpu_lane(), g = lane / 4, t = lane % 4;
@@ -485,7 +488,7 @@ static inline void tkvcu_ldmatrix_x4_trans(uint32_t r[4], const void *row) {
     cpu_ldmatrix("ldmatrix.trans", r, row, 1);
 }
 
-/* Asynchronous copies of 16 bytes: they happen when they are waited for. */
+/* Queues a copy of 16 bytes. tkvcu_cp_async_wait performs it. */
 static inline void tkvcu_cp_async16(void *shared, const void *global) {
     cpu_fiber *f = &cpu_fibers[(size_t)cpu_now];
     cpu_copy c;
@@ -510,7 +513,7 @@ template <int N> static inline void tkvcu_cp_async_wait(void) {
     f->copies.resize(kept);
 }
 
-/* >>the runtime: what the host side, examples and tests call */
+/* >>runtime: the functions that the host side, examples and tests call */
 typedef int cudaError_t;
 typedef struct CUstream_st *cudaStream_t;
 enum { cudaSuccess = 0, cudaErrorMemoryAllocation = 2 };
@@ -578,8 +581,7 @@ static inline cudaError_t cudaGetDevice(int *d) {
     *d = 0;
     return cudaSuccess;
 }
-static int cpu_processors = 3, cpu_capability = 9,
-           cpu_shared_most = 232448; /* of the device that is played */
+static int cpu_processors = 3, cpu_capability = 9, cpu_shared_most = 232448; /* of the emulated device */
 static inline cudaError_t cudaDeviceGetAttribute(int *x, cudaDeviceAttr which, int) {
     *x = which == cudaDevAttrMultiProcessorCount      ? cpu_processors
          : which == cudaDevAttrComputeCapabilityMajor ? cpu_capability
@@ -632,7 +634,7 @@ static inline cudaError_t cudaEventElapsedTime(float *ms, cudaEvent_t from, cuda
     return cudaSuccess;
 }
 
-/* >>graphs: what was put into a stream, with its arguments as they were */
+/* >>graphs: captured work with its arguments */
 typedef std::vector<std::function<void()>> *cudaGraph_t, *cudaGraphExec_t;
 typedef enum { cudaStreamCaptureModeThreadLocal = 1 } cudaStreamCaptureMode;
 

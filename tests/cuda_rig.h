@@ -1,6 +1,6 @@
 /*
- * cuda_rig.h - a cache on the host, the same on the device that is played by a processor (cuda_on_cpu.h), and what
- * attention of both gives. RIG_QUERIES: the most queries of a call.
+ * cuda_rig.h - the same cache on the host and on the emulated device (cuda_on_cpu.h), and attention of both. Define
+ * RIG_QUERIES first: the most queries of a call.
  */
 #ifndef CUDA_RIG_H
 #define CUDA_RIG_H
@@ -15,7 +15,7 @@ typedef struct rig {
     tkvcu *cu;
     void *cache, *work;
     tkv_rng rng;
-    float k_size, v_size; /* of what comes into the cache */
+    float k_size, v_size; /* factors on keys and values that are appended */
 } rig;
 
 static void device_close(rig *r) {
@@ -30,17 +30,17 @@ static void rig_close(rig *r) {
 }
 
 static int device_open(rig *r, const tkv_config *cfg) {
-    tkvcu_desc desc = {cfg, 0, 0, RIG_QUERIES};
+    tkvcu_config config = {cfg, 0, 0, RIG_QUERIES};
     size_t cache = 0, work = 0;
-    char why[160] = "";
-    int st = tkvcu_query(&desc, &cache, &work, why, sizeof why);
-    CHECK_MSG(st == TKV_OK, "%d: %s", st, why);
+    char reason[160] = "";
+    int st = tkvcu_get_required_bytes(&config, &cache, &work, reason, sizeof reason);
+    CHECK_MSG(st == TKV_OK, "%d: %s", st, reason);
     if (st) return 0;
     r->cache = aligned_alloc(256, cache);
     r->work = aligned_alloc(256, (work + 255) / 256 * 256);
     memset(r->cache, 0xff, cache);
     memset(r->work, 0xff, work);
-    st = tkvcu_create(&desc, r->cache, cache, r->work, work, NULL, &r->cu);
+    st = tkvcu_create(&config, r->cache, cache, r->work, work, NULL, &r->cu);
     CHECK_EQ(st, TKV_OK);
     return st == TKV_OK;
 }
@@ -71,8 +71,8 @@ static tkv_config config_of(int head_dim, int n_heads, int n_kv_heads) {
     return cfg;
 }
 
-/* Keys with channels of different sizes and means; values with a mean. */
-static void fill(rig *r, int seq, int to) {
+/* Appends random tokens to the host's cache. Channels of keys differ in size and mean; values have a mean. */
+static void append_random(rig *r, int seq, int to) {
     const int row = r->cfg.model.n_kv_heads * r->cfg.model.head_dim;
     std::vector<float> k((size_t)(row * 64)), v((size_t)(row * 64));
     int len = tkv_get_length(r->kv, seq, TKV_ALL_LAYERS);
@@ -99,7 +99,7 @@ typedef struct options {
     int window, sinks, queries;
     tkv_type type;
     const int32_t *map; /* NULL: row i is sequence i */
-    float q_size;       /* 0: 1 */
+    float q_size;       /* factor on queries; 0: 1 */
 } options;
 
 #define UNWRITTEN 7.5f
@@ -110,7 +110,7 @@ static uint16_t as_half(tkv_type type, float x) {
 
 static float of_half(tkv_type type, uint16_t x) { return type == TKV_TYPE_F16 ? cpu_half(x) : cpu_bfloat(x); }
 
-/* What a call gives: out as floats, lse; and the reference's (of rows that have a sequence with so many tokens). */
+/* Results of a call, as floats, and of the reference. Queries before the first token have zeros. */
 typedef struct result {
     std::vector<float> out, lse, want, lse_want;
     size_t row; /* floats of a row of the batch */
@@ -138,7 +138,7 @@ static result attend(rig *r, const options *o, uint64_t seed) {
         q[i] = of_half(o->type, q16[i]);
     }
     tkv_rng_fill(&rng, sinks.data(), sinks.size(), 2.0);
-    if (o->sinks) p.d_sinks = sinks.data();
+    if (o->sinks) p.d_sink_logits = sinks.data();
     CHECK_EQ(tkvcu_attend(r->cu, 0, wide ? (void *)q.data() : q16.data(), o->type, o->queries, &p,
                           wide ? (void *)x.out.data() : out16.data(), x.lse.data(), o->map, NULL),
              TKV_OK);
@@ -148,9 +148,8 @@ static result attend(rig *r, const options *o, uint64_t seed) {
         memset(&a, 0, sizeof a);
         a.seq = o->map ? o->map[s] : s;
         if (a.seq < 0) continue;
-        a.n =
-            tkvi_min(o->queries, tkv_get_length(r->kv, a.seq,
-                                                TKV_ALL_LAYERS)); /* those before the first token see none */
+        /* queries before the first token see no key */
+        a.n = tkvi_min(o->queries, tkv_get_length(r->kv, a.seq, TKV_ALL_LAYERS));
         i = (size_t)(o->queries - a.n);
         a.q = q.data() + (size_t)s * row + i * (size_t)(heads * dim);
         a.out = x.want.data() + (size_t)s * row + i * (size_t)(heads * dim);
@@ -169,7 +168,7 @@ static result attend(rig *r, const options *o, uint64_t seed) {
     return x;
 }
 
-/* Relative L2 distance of b to a; the worst head's. */
+/* Returns the relative L2 distance of b to a, the largest over the heads. */
 static double distance(const std::vector<float> &a, const std::vector<float> &b, int dim) {
     double worst = 0.0;
     size_t i, c, n = (size_t)dim;
@@ -187,15 +186,15 @@ static double distance(const std::vector<float> &a, const std::vector<float> &b,
 
 static const options plain = {0.0f, 0.0f, 0, 0, 1, TKV_TYPE_F32, NULL, 0.0f};
 
-/* The bound of the design, and what a bfloat16 of out cannot show. */
-static void measure(rig *r, const options *o, const char *name) {
+/* Compares with the reference: 3e-3 at most, 5e-3 with bfloat16 outputs. */
+static void check_attend(rig *r, const options *o, const char *name) {
     const result x = attend(r, o, 5);
     const double d = distance(x.want, x.out, r->cfg.model.head_dim),
                  most = o->type == TKV_TYPE_BF16 ? 5e-3 : 3e-3;
     double off = 0.0;
     size_t i;
     for (i = 0; i < x.lse.size(); i++) {
-        if (x.lse[i] == x.lse_want[i]) continue; /* infinite ones too */
+        if (x.lse[i] == x.lse_want[i]) continue; /* equal, infinities included */
         if (!(fabs((double)x.lse[i] - (double)x.lse_want[i]) <= off))
             off = fabs((double)x.lse[i] - (double)x.lse_want[i]);
     }
@@ -203,12 +202,13 @@ static void measure(rig *r, const options *o, const char *name) {
     CHECK_MSG(d <= most && off <= 4e-3, "%s: relative error %g, lse off by %g", name, d, off);
 }
 
-/* The device has what the host has. */
+/* Imports all sequences of the host that are not empty. */
 static void import_all(rig *r) {
     int s;
     for (s = 0; s < r->cfg.limits.max_seqs; s++)
         if (tkv_get_length(r->kv, s, TKV_ALL_LAYERS) > 0)
-            CHECK_MSG(tkvcu_import(r->cu, s, r->kv, s, NULL) == TKV_OK, "%s", tkvcu_last_error(r->cu));
+            CHECK_MSG(tkvcu_import_seq(r->cu, s, r->kv, s, NULL) == TKV_OK, "%s",
+                      tkvcu_get_last_error(r->cu));
 }
 
 #endif /* CUDA_RIG_H */

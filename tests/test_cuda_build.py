@@ -15,11 +15,11 @@ USER = """
 #define TKVCU_INTERFACE_ONLY
 #include "tieredkv_cuda.cu"
 #include "tieredkv_cuda.cu"
-size_t bytes_of(const tkvcu_desc *d, tkvcu *cu, const tkv_cache *kv, void *x, tkvcu_stream s);
-size_t bytes_of(const tkvcu_desc *d, tkvcu *cu, const tkv_cache *kv, void *x, tkvcu_stream s) {
+size_t bytes_of(const tkvcu_config *d, tkvcu *cu, const tkv_cache *kv, void *x, tkvcu_stream s);
+size_t bytes_of(const tkvcu_config *d, tkvcu *cu, const tkv_cache *kv, void *x, tkvcu_stream s) {
     size_t a = 0, b = 0;
-    int st = tkvcu_query(d, &a, &b, NULL, 0);
-    if (!st) st = tkvcu_import(cu, 0, kv, 0, s);
+    tkv_status st = tkvcu_get_required_bytes(d, &a, &b, NULL, 0);
+    if (!st) st = tkvcu_import_seq(cu, 0, kv, 0, s);
     if (!st) st = tkvcu_append(cu, 0, x, x, TKV_TYPE_F16, 1, NULL, s);
     if (!st) st = tkvcu_attend(cu, 0, x, TKV_TYPE_F16, 1, NULL, x, NULL, NULL, s);
     return st ? 0 : a + b;

@@ -1,19 +1,19 @@
 /*
- * Attention of many queries by tieredkv_cuda.cu on a processor (cuda_on_cpu.h), against double precision on the
- * decoded values, as in test_cuda_attend.cpp.
+ * Prefill attention of tieredkv_cuda.cu (9 to 64 queries) on an emulated GPU (cuda_on_cpu.h), against double
+ * precision on decoded values, as in test_cuda_attend.cpp.
  *
  *     g++ -std=c++17 -O1 tests/test_cuda_prefill.cpp -o test_cuda_prefill -lm
  */
 #define RIG_QUERIES 64
 #include "cuda_rig.h"
 
-static options many(int queries) {
+static options with_queries(int queries) {
     options o = plain;
     o.queries = queries;
     return o;
 }
 
-static void name_formats(tkv_config *cfg, const char *pair) { /* "k/v", or one for both */
+static void name_formats(tkv_config *cfg, const char *pair) { /* "k/v", or one name for both */
     char k[16];
     const char *v = strchr(pair, '/');
     snprintf(k, sizeof k, "%s", pair);
@@ -32,7 +32,7 @@ TEST(formats) {
         for (dim = 64; dim <= 128; dim += 64) {
             if (tkv_test_quick() && (i + (size_t)dim / 64) % 2) continue;
             tkv_config cfg = config_of(dim, 2, 2);
-            const options o = many(9 + (int)i);
+            const options o = with_queries(9 + (int)i);
             char name[64];
             rig r;
             cfg.limits.max_seqs = 1;
@@ -40,37 +40,38 @@ TEST(formats) {
             cfg.tiers.warm.v = i % 2 ? TKV_R40 : TKV_KIVI3;
             name_formats(&cfg, pairs[i]);
             if (!rig_open(&r, &cfg)) return;
-            fill(&r, 0, 640);
+            append_random(&r, 0, 640);
             import_all(&r);
             snprintf(name, sizeof name, "%s, %d", pairs[i], dim);
-            measure(&r, &o, name);
+            check_attend(&r, &o, name);
             rig_close(&r);
         }
 }
 
-/* Rows of one warp to those of many blocks; the second sequence is shorter than most chunks of queries. */
+/* From the rows of one warp to those of several thread blocks. The second sequence is shorter than most chunks
+ * of queries. */
 TEST(groups_and_queries) {
     static const int groups[] = {1, 2, 4, 7, 16}, queries[] = {9, 16, 33, 64};
     size_t i, k;
     for (i = 0; i < sizeof groups / sizeof *groups; i++) {
         tkv_config cfg = config_of(i % 2 ? 128 : 64, groups[i] * 2, 2);
         rig r;
-        cfg.tiers.hot_tokens = 1; /* so that queries reach into coded blocks */
+        cfg.tiers.hot_tokens = 1; /* queries then reach into coded blocks */
         cfg.tiers.warm_tokens = i % 2 ? 64 : TKV_OFF;
         cfg.tiers.archive.k = cfg.tiers.archive.v = i % 2 ? TKV_KIVI2 : TKV_KIVI3;
         cfg.tiers.warm.k = cfg.tiers.warm.v = TKV_KIVI4;
         if (!rig_open(&r, &cfg)) return;
-        fill(&r, 0, 4 + 128 + 3);
-        fill(&r, 1, 4 + 7 * (int)i);
+        append_random(&r, 0, 4 + 128 + 3);
+        append_random(&r, 1, 4 + 7 * (int)i);
         import_all(&r);
         for (k = 0; k < sizeof queries / sizeof *queries; k++) {
             if (tkv_test_quick() && (i + k) % 2) continue;
-            options o = many(queries[k]);
+            options o = with_queries(queries[k]);
             char name[64];
             o.window = k % 2 ? 0 : 9;
             o.sinks = k == 3;
             snprintf(name, sizeof name, "%d heads, %d queries", groups[i], queries[k]);
-            measure(&r, &o, name);
+            check_attend(&r, &o, name);
         }
         rig_close(&r);
     }
@@ -89,7 +90,7 @@ TEST(exact_and_lengths) {
     size_t i, l;
     for (i = 0; i < sizeof row / sizeof *row; i++) {
         tkv_config cfg = config_of(row[i].dim, 2, 1);
-        options o = many(9);
+        options o = with_queries(9);
         char name[64];
         rig r;
         cfg.tiers.hot.k = row[i].hot_k;
@@ -99,19 +100,20 @@ TEST(exact_and_lengths) {
         cfg.tiers.warm.k = cfg.tiers.warm.v = cfg.tiers.archive.k = cfg.tiers.archive.v = TKV_KIVI4;
         o.type = row[i].type;
         if (!rig_open(&r, &cfg)) return;
-        for (l = 0; l < sizeof lengths / sizeof *lengths; l++) { /* ragged: the second is behind */
-            fill(&r, 0, lengths[l]);
-            fill(&r, 1, lengths[l > 3 ? l - 3 : 0]);
+        for (l = 0; l < sizeof lengths / sizeof *lengths; l++) { /* the second sequence is shorter */
+            append_random(&r, 0, lengths[l]);
+            append_random(&r, 1, lengths[l > 3 ? l - 3 : 0]);
             import_all(&r);
             snprintf(name, sizeof name, "exact %zu, %d tokens", i, lengths[l]);
-            measure(&r, &o, name);
+            check_attend(&r, &o, name);
         }
         rig_close(&r);
     }
 }
 
 TEST(options_of_a_call) {
-    /* 600 tokens: sinks .. 3, archive .. 387, warm .. 515, hot; the edges in each of them, and of blocks */
+    /* 600 tokens: sinks to 3, archive to 387, warm to 515, then hot. Windows end in each of them, and at block
+     * borders. */
     static const options row[] = {
         {0.0f, 0.0f, 300, 0, 12, TKV_TYPE_F32, NULL},   {0.0f, 0.0f, 150, 0, 40, TKV_TYPE_F32, NULL},
         {0.0f, 0.0f, 30, 0, 64, TKV_TYPE_F32, NULL},    {0.0f, 0.0f, 1, 0, 9, TKV_TYPE_F32, NULL},
@@ -129,8 +131,9 @@ TEST(options_of_a_call) {
         cfg.limits.max_seqs = 1;
         if (own) cfg.tiers.warm.k = cfg.tiers.warm.v = cfg.tiers.archive.k = cfg.tiers.archive.v = TKV_KIVI2;
         if (!rig_open(&r, &cfg)) return;
-        fill(&r, 0, 600);
-        if (own) { /* the layer's window is the device's alone: the host would drop blocks */
+        append_random(&r, 0, 600);
+        /* only the device has the window: the host would free blocks */
+        if (own) {
             device_close(&r);
             cfg.model.window = r.cfg.model.window = 550;
             if (!device_open(&r, &cfg)) return;
@@ -140,32 +143,32 @@ TEST(options_of_a_call) {
             char name[64];
             if (own && i % 3) continue;
             snprintf(name, sizeof name, "options %zu%s", i, own ? ", window of the layer" : "");
-            measure(&r, &row[i], name);
+            check_attend(&r, &row[i], name);
         }
         rig_close(&r);
     }
 }
 
-/* Rows of the batch are sequences as the map says; nothing is written for those that are skipped. */
+/* Rows of the batch are sequences of the map. Skipped rows are not written. */
 TEST(rows_by_map) {
-    static const int32_t map[] = {3, -1, 0, 1, 9}, known[] = {3, -1, 0, 1, -7}; /* there is no 9 */
-    static const int length[] = {233, 0, 0, 70, 0}; /* nothing learns so early: KIVI */
+    static const int32_t map[] = {3, -1, 0, 1, 9}, known[] = {3, -1, 0, 1, -7}; /* there is no sequence 9 */
+    static const int length[] = {233, 0, 0, 70, 0}; /* too short to learn tables: KIVI */
     const size_t row = 11 * 6 * 64;
     tkv_config cfg = config_of(64, 6, 2);
     std::vector<float> q(5 * row, 1.0f), out(q.size(), UNWRITTEN), lse(5 * 11 * 6, UNWRITTEN);
-    options o = many(11);
-    uint32_t word = 0;
+    options o = with_queries(11);
+    uint32_t flags = 0;
     size_t i, s;
     rig r;
     cfg.limits.max_seqs = 5;
     cfg.tiers.warm.k = cfg.tiers.warm.v = cfg.tiers.archive.k = cfg.tiers.archive.v = TKV_KIVI4;
     o.map = known;
     if (!rig_open(&r, &cfg)) return;
-    for (s = 0; s < 5; s++) fill(&r, (int)s, length[s]);
+    for (s = 0; s < 5; s++) append_random(&r, (int)s, length[s]);
     import_all(&r);
-    measure(&r, &o, "map");
-    CHECK_EQ(tkvcu_status(r.cu, &word, 1, NULL), TKV_OK);
-    CHECK_EQ(word, 0);
+    check_attend(&r, &o, "map");
+    CHECK_EQ(tkvcu_get_flags(r.cu, &flags, 1, NULL), TKV_OK);
+    CHECK_EQ(flags, 0);
     CHECK_EQ(tkvcu_attend(r.cu, 0, q.data(), TKV_TYPE_F32, 11, NULL, out.data(), lse.data(), map, NULL),
              TKV_OK);
     for (i = 0; i < out.size(); i++) {
@@ -173,15 +176,15 @@ TEST(rows_by_map) {
         CHECK_MSG((out[i] == UNWRITTEN) == skipped, "element %zu of out is %g", i, (double)out[i]);
         CHECK_EQ(lse[i / 64] == UNWRITTEN, skipped);
     }
-    CHECK_EQ(tkvcu_status(r.cu, &word, 0, NULL), TKV_OK);
-    CHECK_EQ(word, TKVCU_WORD_SEQUENCE);
+    CHECK_EQ(tkvcu_get_flags(r.cu, &flags, 0, NULL), TKV_OK);
+    CHECK_EQ(flags, TKVCU_FLAG_SEQUENCE);
     rig_close(&r);
 }
 
-/* The host learns tables on the way: neighbouring blocks are coded by different ones. */
+/* The host learns tables during the appends. Neighbouring blocks then use different table versions. */
 TEST(table_versions) {
     tkv_config cfg = config_of(128, 2, 2);
-    const options o = many(10);
+    const options o = with_queries(10);
     const tkvcu_view *v;
     int b, changes = 0;
     rig r;
@@ -189,17 +192,17 @@ TEST(table_versions) {
     cfg.tiers.warm_tokens = 256;
     cfg.limits.max_seqs = 1;
     if (!rig_open(&r, &cfg)) return;
-    fill(&r, 0, 2300);
+    append_random(&r, 0, 2300);
     import_all(&r);
-    v = tkvcu_view_of(r.cu, 0);
+    v = tkvcu_find_view(r.cu, 0);
     for (b = 1; b < v->list[0].archive + v->list[0].warm; b++) changes += v->version[b] != v->version[b - 1];
     CHECK_MSG(changes > 0, "all blocks have one version");
-    measure(&r, &o, "extreme");
+    check_attend(&r, &o, "extreme");
     rig_close(&r);
 }
 
-/* The last 8 of many queries, by the kernel for so many. */
-TEST(as_the_other_kernel) {
+/* The last 8 of 40 queries give the same result in a call of their own, with the decode kernel. */
+TEST(same_as_decode_kernel) {
     static const char *const pairs[] = {"kivi4", "a25/r20"};
     size_t i, k;
     for (i = 0; i < 2; i++) {
@@ -209,8 +212,8 @@ TEST(as_the_other_kernel) {
         rig r;
         name_formats(&cfg, pairs[i]);
         if (!rig_open(&r, &cfg)) return;
-        fill(&r, 0, 700);
-        fill(&r, 1, 90);
+        append_random(&r, 0, 700);
+        append_random(&r, 1, 90);
         import_all(&r);
         tkv_rng_fill(&r.rng, q.data(), q.size(), 1.0);
         for (k = 0; k < 2; k++)
@@ -229,19 +232,19 @@ TEST(as_the_other_kernel) {
     }
 }
 
-/* A device gives the same bits always, whatever the order of its threads; another number of multiprocessors cuts the
- * work elsewhere. */
+/* A device gives the same bits in any order of threads. Another number of multiprocessors divides the work
+ * differently: results then agree within 2e-3. */
 TEST(same_bits) {
     static const int processors[] = {1, 7, 132};
     const int usual = cpu_processors;
     tkv_config cfg = config_of(128, 8, 2);
-    const options o = many(20);
+    const options o = with_queries(20);
     std::vector<float> first;
     size_t i;
     rig r;
     if (!rig_open(&r, &cfg)) return;
-    fill(&r, 0, 560);
-    fill(&r, 1, 70);
+    append_random(&r, 0, 560);
+    append_random(&r, 1, 70);
     for (i = 0; i < sizeof processors / sizeof *processors; i++) {
         if (tkv_test_quick() && i % 2) continue;
         result a, b;
@@ -251,7 +254,7 @@ TEST(same_bits) {
         if (!device_open(&r, &cfg)) break;
         import_all(&r);
         snprintf(name, sizeof name, "%d multiprocessors", processors[i]);
-        measure(&r, &o, name);
+        check_attend(&r, &o, name);
         a = attend(&r, &o, 5);
         setenv("TKVCU_ORDER", "1", 1);
         b = attend(&r, &o, 5);
@@ -264,7 +267,7 @@ TEST(same_bits) {
     rig_close(&r);
 }
 
-/* Large and tiny values: tiles are halves. Logits are brought back by the scale. */
+/* Large and tiny values, although the tiles are fp16. The scale keeps logits in range. */
 TEST(sizes_of_values) {
     static const char *const pairs[] = {"kivi4", "kivi2", "a30/r30", "a30/kivi4", "a20/r20"};
     static const float sizes[][3] = {{1e3f, 1e3f, 1.0f},   {1e3f, 1.0f, 1e3f},    {1.0f, 2e4f, 1.0f},
@@ -273,7 +276,7 @@ TEST(sizes_of_values) {
     for (i = 0; i < sizeof pairs / sizeof *pairs; i++)
         for (k = 0; k < sizeof sizes / sizeof *sizes; k++) {
             tkv_config cfg = config_of(i % 2 ? 128 : 64, 1, 1);
-            options o = many(9);
+            options o = with_queries(9);
             char name[64];
             rig r;
             cfg.limits.max_seqs = 1;
@@ -283,18 +286,18 @@ TEST(sizes_of_values) {
             if (!rig_open(&r, &cfg)) return;
             r.k_size = sizes[k][0];
             r.v_size = sizes[k][1];
-            fill(&r, 0, 580);
+            append_random(&r, 0, 580);
             import_all(&r);
             o.q_size = sizes[k][2];
             o.scale = 0.1f / r.k_size / o.q_size;
             snprintf(name, sizeof name, "%s, K %g, V %g, q %g", pairs[i], (double)r.k_size, (double)r.v_size,
                      (double)o.q_size);
-            measure(&r, &o, name);
+            check_attend(&r, &o, name);
             rig_close(&r);
         }
 }
 
-/* A prompt comes in chunks; the launches were captured while the cache was empty. */
+/* A prompt in chunks. The launches are captured while the cache is empty. */
 TEST(a_prompt_in_chunks) {
     enum { CHUNK = 64, DIM = 64, HEADS = 4, KV = 2 };
     tkv_config cfg = config_of(DIM, HEADS, KV);
@@ -334,7 +337,7 @@ TEST(a_prompt_in_chunks) {
     rig_close(&r);
 }
 
-/* Keys that are all alike have scales of 0. */
+/* Constant keys have scales of 0. */
 TEST(flat_keys) {
     static const char *const formats[] = {"kivi4", "q8", "a30"};
     size_t i;
@@ -352,7 +355,7 @@ TEST(flat_keys) {
         CHECK_EQ(tkv_append(r.kv, 0, 0, k.data(), v.data(), 600), TKV_OK);
         import_all(&r);
         o.queries = 12;
-        measure(&r, &o, formats[i]);
+        check_attend(&r, &o, formats[i]);
         rig_close(&r);
     }
 }
@@ -365,7 +368,7 @@ int main(int argc, char **argv) {
     RUN(options_of_a_call);
     RUN(rows_by_map);
     RUN(table_versions);
-    RUN(as_the_other_kernel);
+    RUN(same_as_decode_kernel);
     RUN(same_bits);
     RUN(sizes_of_values);
     RUN(flat_keys);

@@ -1,19 +1,19 @@
 #!/usr/bin/env python3
-"""Reports registers, spills and resident warps of each kernel in tieredkv_cuda.cu, and the instructions of attention's
-unit (64 tokens of a KV head), from the machine code. It needs nvcc and g++, but no GPU, and only the standard library.
+"""Reports what nvcc makes of tieredkv_cuda.cu: registers, spills and resident warps of each kernel, and the instructions
+of a key tile (64 tokens of a KV head) in attention, read from the machine code. Needs nvcc and g++, no GPU. Uses the
+standard library only.
 
-    python3 tools/cuda_resources.py             all architectures; prints tables as in bench/GPU.md
-    python3 tools/cuda_resources.py --quick     only sm_80 and sm_90
-    python3 tools/cuda_resources.py --check     only figures with a limit (LIMITS below); the status is 1 if one is
-                                                exceeded. --ptxas FILE: reads the output of `nvcc -Xptxas -v` for
-                                                tieredkv_cuda.cu and all architectures
+    python3 tools/cuda_resources.py             all architectures; tables as in bench/GPU.md
+    python3 tools/cuda_resources.py --quick     sm_80 and sm_90
+    python3 tools/cuda_resources.py --check     only figures with a limit (LIMITS below); exits with 1 if one is exceeded
+                                                --ptxas FILE: output of `nvcc -Xptxas -v` for all architectures
 
-To count instructions, the tool compiles a kernel that has only the loop over units (tkvcu_run_units). Sides are
-constants, as the host lays them out. Rare code (TKVCU_RARELY) is left out: a maximum that grows, masks, softcap, and
-copies of 8-bit sides. The loop over units is the one with matrix products. Each of its loops over K's slabs counts once
-per pair of slabs. The count has no decisions between formats.
-Share of issue slots: 132 multiprocessors with 4 schedulers at 1.755 GHz issue 9.27e11 instructions per second. The
-bytes of units arrive at 4.3 TB/s.
+How instructions are counted: the tool compiles a kernel with only the loop over key tiles (tkvcu_attend_key_range). Sides
+are constants, as the host lays them out. Rare branches are removed (TKVCU_UNLIKELY: a maximum that grows, masks, softcap,
+copies of 8-bit sides). The loop over key tiles is the one with matrix products. In it, loops over K's slabs count once per
+pair of slabs. Branches between formats are not counted.
+Share of issue slots: 132 multiprocessors with 4 schedulers at 1.755 GHz issue 9.27e11 instructions per second. The bytes of
+a key tile arrive at 4.3 TB/s.
 """
 import concurrent.futures
 import os
@@ -27,20 +27,20 @@ import tempfile
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 ARCHS = [80, 86, 89, 90, 100, 120]
 QUICK = [80, 90]
-ISSUE = 132 * 4 * 1.755e9  # instructions per second of an H200
-PACE = 4.3e12              # bytes per second
+ISSUE = 132 * 4 * 1.755e9  # of an H200
+PACE = 4.3e12              # bytes a second
 
-# Shared memory in bytes and most warps of a multiprocessor. All have 65536 registers.
+# Registers of a multiprocessor are 65536 everywhere; shared memory in bytes, most warps.
 MULTIPROCESSOR = {80: (164 << 10, 64), 86: (100 << 10, 48), 89: (100 << 10, 48), 90: (228 << 10, 64),
                   100: (228 << 10, 64), 120: (100 << 10, 48)}
-RESERVED = 1024  # bytes of each block's shared memory that CUDA reserves
+RESERVED = 1024  # shared memory that the system reserves per thread block
 
-# Plans whose units are counted: name, preset, tier (0: archive, 1: warm).
+# Plans whose key tiles are counted: name, preset, tier.
 PLANS = [("default, archive A30/R30", "balanced", 0), ("default, warm A40/R40", "balanced", 1),
          ("A25/R20", "compact", 0), ("A20/R15", "extreme", 0), ("KIVI-4", "kivi", 1), ("KIVI-2", "kivi", 0)]
 
-# Limits. sm_80 and sm_90: bytes spilled by any kernel, and stack bytes of the append kernels. sm_90: least warps per
-# scheduler of attention with 4 columns, and the largest share of issue slots. SHARE_FREE has plans without this limit.
+# Limits on sm_80 and sm_90: bytes spilled by any kernel, stack of the append kernels. On sm_90: warps per scheduler of
+# attention with 4 columns, and the share of issue slots. The share has no limit for the plans of SHARE_FREE.
 LIMITS = {"spill": 0, "stack": 0, "warps": 4, "share": 0.70}
 SHARE_FREE = {"A20/R15"}
 
@@ -49,7 +49,7 @@ HOST = """
 #include "tieredkv_cuda.cu"
 int main(int argc, char **argv) {
     tkv_config cfg = tkv_default_config();
-    tkvcu_desc desc = {&cfg, 0, 0, 1};
+    tkvcu_config config = {&cfg, 0, 0, 1};
     size_t cache, work, shared;
     tkvcu *cu;
     cfg.model.n_layers = 1;
@@ -58,23 +58,23 @@ int main(int argc, char **argv) {
     cfg.limits.max_tokens = 4096;
     cfg.format.allocation_unit = 16;
     cfg.model.head_dim = atoi(argv[2]);
-    if (argc < 4 || tkv_apply_preset(&cfg, argv[1]) || tkvcu_query(&desc, &cache, &work, NULL, 0)) return 1;
+    if (argc < 4 || tkv_apply_preset(&cfg, argv[1]) || tkvcu_get_required_bytes(&config, &cache, &work, NULL, 0)) return 1;
     cache = (cache + 255) / 256 * 256;
-    if (tkvcu_create(&desc, aligned_alloc(256, cache), cache, aligned_alloc(256, (work + 255) / 256 * 256), work,
+    if (tkvcu_create(&config, aligned_alloc(256, cache), cache, aligned_alloc(256, (work + 255) / 256 * 256), work,
                      NULL, &cu)) return 1;
     if (!strcmp(argv[3], "threads")) {
-        const tkvcu_appender a = tkvcu_appender_of(cfg.model.head_dim);
-        printf("append %d %zu combine %d 0 trim %d 0", a.threads, a.shared, TKVCU_COMBINE_THREADS, TKVCU_TRIMMERS);
+        const tkvcu_append_launch a = tkvcu_select_append_kernel(cfg.model.head_dim);
+        printf("append %d %zu combine %d 0 truncate %d 0", a.threads, a.shared, TKVCU_COMBINE_THREADS, TKVCU_TRUNCATE_THREADS);
         printf(" prefill1 %d %zu prefill2 %d %zu", TKVCU_PREFILL_THREADS,
-               cfg.model.head_dim == 64 ? sizeof(tkvcu_prefill<64, 1>) : sizeof(tkvcu_prefill<128, 1>), TKVCU_PREFILL_THREADS,
-               cfg.model.head_dim == 64 ? sizeof(tkvcu_prefill<64, 2>) : sizeof(tkvcu_prefill<128, 2>));
+               cfg.model.head_dim == 64 ? sizeof(tkvcu_prefill_shared<64, 1>) : sizeof(tkvcu_prefill_shared<128, 1>), TKVCU_PREFILL_THREADS,
+               cfg.model.head_dim == 64 ? sizeof(tkvcu_prefill_shared<64, 2>) : sizeof(tkvcu_prefill_shared<128, 2>));
         return 0;
     }
     for (int nt = 1; nt <= 2; nt++) {
-        tkvcu_attend_of(&cu->split, cfg.model.head_dim, nt, &shared);
-        printf("%d %zu ", cu->split.groups, shared);
+        tkvcu_select_attend_kernel(&cu->attend_plan, cfg.model.head_dim, nt, &shared);
+        printf("%d %zu ", cu->attend_plan.groups, shared);
     }
-    const tkvcu_side *s = tkvcu_view_of(cu, 0)->side + atoi(argv[3]) * 8 * 2;
+    const tkvcu_side *s = tkvcu_find_view(cu, 0)->side + atoi(argv[3]) * 8 * 2;
     for (int i = 0; i < 2; i++, s++)
         printf("\\n%d %d %d %d %d %d %d %d %d %d %d %d %u %u", s->kind, s->half_bits, s->group, s->slabs[0],
                s->slabs[1], s->slabs[2], s->slabs[3], s->slabs[4], s->slabs[5], s->slabs[6], s->top, s->table,
@@ -85,7 +85,7 @@ int main(int argc, char **argv) {
 
 PROBE = """
 #define TKVCU_SIDE(b, i) side_of(i)
-#define TKVCU_RARELY(x) ((void)(x), 0)
+#define TKVCU_UNLIKELY(x) ((void)(x), 0)
 #include "api.h"
 #include "layout.h"
 static __device__ __forceinline__ tkvcu_side side_of(int i) {
@@ -95,13 +95,13 @@ static __device__ __forceinline__ tkvcu_side side_of(int i) {
 #include "attend.h"
 __global__ void __launch_bounds__(TKVCU_THREADS, TKVCU_RESIDENT(%d)) unit(tkvcu_job j) {
     TKVCU_SHARED(uint8_t, shared);
-    tkvcu_block<%d, %d> &b = *(tkvcu_block<%d, %d> *)(void *)shared;
-    tkvcu_sums<%d, %d, %d> u;
-    const tkvcu_lane me = tkvcu_lane_of<%d>(shared + (sizeof b + 127) / 128 * 128,
+    tkvcu_attend_shared<%d, %d> &b = *(tkvcu_attend_shared<%d, %d> *)(void *)shared;
+    tkvcu_partials<%d, %d, %d> u;
+    const tkvcu_lane me = tkvcu_make_lane<%d>(shared + (sizeof b + 127) / 128 * 128,
                                         TKVCU_SLOTS * j.slot_bytes + TKVCU_WORK(%d, %d, %d), j.slot_bytes);
-    tkvcu_begin(u);
-    tkvcu_run_units<%d, %d, %d, 0>(j, b, me, u);
-    tkvcu_finish(j, b, me, u, shared, 1024);
+    tkvcu_clear_partials(u);
+    tkvcu_attend_key_range<%d, %d, %d, 0>(j, b, me, u);
+    tkvcu_write_partials(j, b, me, u, shared, 1024);
 }
 """
 
@@ -113,7 +113,7 @@ NAMES = {0x3C: "HMMA", 0x37: "IMMA", 0x45: "I2F", 0x106: "I2F", 0x36: "IADD", 0x
 
 
 def functions(cubin):
-    """Returns the machine code of a cubin: {mangled name: [instructions of 16 bytes, as integers]}."""
+    """Machine code of a cubin: {mangled name: [instructions, 16 bytes each, as integers]}."""
     with open(cubin, "rb") as f:
         data = f.read()
     at, = struct.unpack_from("<Q", data, 0x28)
@@ -130,7 +130,7 @@ def functions(cubin):
 
 
 def loops(code, arch):
-    """Returns the backward branches: [(first, last instruction)]. From sm_90 on, the distance has 8 more low bits."""
+    """Backward branches: [(first, last instruction)]. The distance has 8 bits more, further down, from sm_90 on."""
     found = []
     for i, word in enumerate(code):
         if word & 0x1FF != BRA:
@@ -147,17 +147,17 @@ def loops(code, arch):
 
 
 def count(code, arch, parts, no_bits):
-    """Returns the instructions of a unit by name. parts: slabs of K's loops, in order; a loop takes two at once."""
+    """Instructions of a key tile, by name. parts: slabs of each of K's loops in order; a loop takes two at a time."""
     def has(loop, what):
         return sum(word & 0x1FF == what for word in code[loop[0]:loop[1] + 1])
     nested = loops(code, arch)
     unit = max((l for l in nested if has(l, IMMA) and has(l, LDGSTS)), key=lambda l: has(l, IMMA))
     inner = sorted(l for l in nested if unit[0] <= l[0] and l[1] <= unit[1] and l != unit)
-    parts = [n // 2 for n in parts if n // 2 > 1]  # a single pass has no loop
-    zeros = [l for l in inner if has(l, HMMA)]     # slabs without bits; KIVI: all slabs
+    parts = [n // 2 for n in parts if n // 2 > 1]  # one turn is no loop
+    zeros = [l for l in inner if has(l, HMMA)]     # slabs that have no bits; KIVI: all
     runs = [l for l in inner if has(l, IMMA) > 1]
     if len(runs) != len(parts) or len(zeros) > 1 or (no_bits > 1 and not zeros):
-        raise SystemExit("the unit's loops are not as expected: %s in %s" % (inner, unit))
+        raise SystemExit("the loops of the key tile are not as expected: %s in %s" % (inner, unit))
     times = dict(zip(runs, parts))
     times.update((l, no_bits) for l in zeros)
     weight = {i: 1 for i in range(unit[0], unit[1] + 1)}
@@ -184,8 +184,8 @@ def nvcc(arch, source, out):
 
 
 def kernels(text, arch):
-    """Parses the output of ptxas -v. Returns {(name, template arguments): (registers, bytes of spills, bytes of stack,
-    bytes of static shared memory)}."""
+    """From ptxas -v: {(name, whole numbers that it is a template of): (registers, bytes of spills, of stack, of
+    static shared memory)}."""
     found = {}
     for part in text.split("Compiling entry function")[1:]:
         if "for 'sm_%d'" % arch not in part:
@@ -201,7 +201,7 @@ def kernels(text, arch):
 
 
 def resident(arch, registers, shared, threads=128):
-    """Returns the warps per scheduler, of all blocks that fit on a multiprocessor."""
+    """Warps per scheduler: of the blocks of threads that fit."""
     memory, warps = MULTIPROCESSOR[arch]
     per_warp, mine = (registers * 32 + 255) // 256 * 256, threads // 32
     return min(65536 // per_warp // mine, memory // (shared + RESERVED), warps // mine) * mine // 4
@@ -221,20 +221,20 @@ class Lab:
         return path
 
     def plan(self, preset, head_dim, tier):
-        """Returns groups of V; shared memory for 1 and 2 n-tiles; fields of both sides of a tier's units."""
+        """Groups of V; shared memory for 1 and 2 n-tiles; the fields of both sides of a tier's key tiles."""
         lines = run([self.host, preset, str(head_dim), str(tier)]).splitlines()
         first = list(map(int, lines[0].split()))
         return first[0], (first[1], first[3]), [list(map(int, line.split())) for line in lines[1:]]
 
     def block(self, name, numbers):
-        """Returns threads and bytes of dynamic shared memory of a kernel, by its template arguments: head_dim and
-        the numbers after it."""
+        """Threads and bytes of dynamic shared memory of a kernel that has one number of each, by head_dim and the
+        numbers after it."""
         words = run([self.host, "balanced", str(numbers[0] if numbers else 128), "threads"]).split()
         at = words.index(name + "".join(map(str, numbers[1:])))
         return int(words[at + 1]), int(words[at + 2])
 
     def unit(self, arch, preset, tier, tiles):
-        """Returns the instructions of a unit by name, and its bytes. head_dim 128; tiles 1: 4 columns, 2: 8."""
+        """Instructions of a key tile at head_dim 128 with 4 columns (tiles = 1) or 8, by name; its bytes."""
         groups, _, sides = self.plan(preset, 128, tier)
         text = []
         for kind, half_bits, group, *rest in sides:
@@ -247,7 +247,7 @@ class Lab:
         nvcc(arch, source, source + "bin")
         code, = (c for name, c in functions(source + "bin").items() if "unit" in name)
         kind, half_bits, n = sides[0][0], sides[0][1], sides[0][3:10]
-        wide, narrow = ([n[5]], [n[3]]) if tiles > 1 else ([], [])  # separate one-bit parts: tkvcu_k_both
+        wide, narrow = ([n[5]], [n[3]]) if tiles > 1 else ([], [])  # one-bit parts apart: tkvcu_multiply_k_with_tops
         parts = [n[6]] + wide + [n[5], n[6], n[4]] + narrow + [n[3], n[2], n[1], 8 if half_bits == 16 else 0]
         return count(code, arch, parts, 0 if kind == 1 else n[0]), sides[0][12] + sides[1][12]
 
@@ -261,8 +261,8 @@ def main():
         with concurrent.futures.ThreadPoolExecutor(2) as pool:
             if "--ptxas" in sys.argv:
                 with open(sys.argv[sys.argv.index("--ptxas") + 1]) as f:
-                    output = f.read()
-                whole = {a: pool.submit(lambda: output) for a in archs}
+                    said = f.read()
+                whole = {a: pool.submit(lambda: said) for a in archs}
             else:
                 whole = {a: pool.submit(nvcc, a, os.path.join(ROOT, "tieredkv_cuda.cu"),
                                         os.path.join(place, "all-%d.cubin" % a)) for a in archs}
@@ -304,7 +304,7 @@ def main():
                 print("| %s | sm_%d | %d | %d | %d | %d | %d | %d |" % (
                     " ".join([name] + list(map(str, kernel))), a, threads, registers, spill, stack, memory,
                     resident(a, registers, memory, threads)))
-            print("\n| unit of 64 tokens, head_dim 128 | columns | architecture | bytes | instructions | of issue slots at "
+            print("\n| key tile of 64 tokens, head_dim 128 | columns | architecture | bytes | instructions | of issue slots at "
                   "4.3 TB/s | most frequent |\n|---|---|---|---|---|---|---|")
             for (plan, a, n), job in units.items():
                 found, size = job.result()
@@ -318,7 +318,7 @@ def main():
     finally:
         shutil.rmtree(place)
     for line in bad:
-        print("over the limit: " + line)
+        print("broken: " + line)
     return 1 if check and bad else 0
 
 

@@ -1,48 +1,47 @@
 /*
- * attend.h - decode attention on the compressed tiers: one pass over the bytes, one softmax.
+ * attend.h - decode attention on the coded tiers: split-KV, one pass over the bytes, one online softmax.
  *
- * Work is cut into units: a coded block of 64 tokens, or 16 tokens of an exact one (about as many bytes).
- * Those of an (entry of the batch, KV head) stand in a row: archive, warm, exact; all of them one after the
- * other are cut into equal ranges for the blocks of a grid that never changes, so a captured launch holds at
- * any length. The warps of a block take units by turns; where a part (archive, warm or exact) of a head ends
- * they add up what they have, and write it to the workspace: slot = number of the block + number of the
- * part, which is unique. combine.h adds the slots up, in order: no atomics, the same bits each time.
+ * Keys are cut into key tiles: a coded block of 64 tokens, or 16 tokens of an exact block (about as many bytes). The
+ * key tiles of one (entry of the batch, KV head) form three sections: archive, warm, exact. The key tiles of all
+ * entries and heads form one list, which is cut into equal ranges, one per thread block. The grid never changes, so a
+ * captured launch is valid at any length. The warps of a thread block take key tiles in turn. At the end of a section
+ * they add up their partial results and write them to a slot of the workspace. slot = thread block + section, which
+ * is unique. combine.h merges the slots in order. No atomics are used, so the bits are the same each time.
  *
- *     units    |  e0 h0: archive   warm  exact |  e0 h1: archive      warm  exact | ...
- *     blocks   |    0    |    1    |    2    |    3    |  ...
+ *     key tiles      |  e0 h0: archive   warm  exact |  e0 h1: archive      warm  exact | ...
+ *     thread blocks  |    0    |    1    |    2    |    3    |  ...
  *
- * In a block of threads, per warp:
+ * Each warp of a thread block:
  *
- *     global --cp.async--> two slots, for a K side and a V side
- *     K: q times a channel's scale -> 16 bits, two columns of bytes; S = codes q     tokens x columns, bytes
- *     softmax of the unit; the running maximum moves only when it has grown by more than 4 (in log2)
- *     V: weight times a token's scale -> 16 bits, two columns of bytes, through shared memory into the second
- *     operand's
- *        order; O += codes P                                                         channels x columns, bytes
+ *     global --cp.async--> two slots of shared memory, for a K side and a V side
+ *     K: q * scale of the channel -> 16-bit integer = two int8 limbs; S = codes * q     tokens x columns, bytes
+ *     softmax of the key tile; the running maximum moves only if it grows by more than 4 (in log2)
+ *     V: weight * scale of the token -> two limbs, through shared memory into the order of the second operand;
+ *        O += codes * P                                                                 channels x columns, bytes
  *
- * Columns are the queries of the KV head's group of query heads. Each one takes two columns of a product,
- * for its high and its low part, so an n-tile of 8 is 4 of them; NT n-tiles at a time. Sums of bytes are
- * exact: what is rounded is q and P, to 16 bits of the unit's largest.
+ * Columns are the queries of the query heads that share a KV head. A column takes two columns of an MMA product, one
+ * per limb. So an n-tile of 8 has 4 columns, and a thread block works on NT n-tiles. Sums of byte products are exact.
+ * Only q and P are rounded, to 16 bits relative to the largest of the key tile.
  */
 #ifndef TKVCU_ATTEND_H
 #define TKVCU_ATTEND_H
 
 #include "unpack.h"
 
-#define TKVCU_WARPS 4 /* of a block */
+#define TKVCU_WARPS 4 /* of a thread block */
 #define TKVCU_THREADS (32 * TKVCU_WARPS)
-#define TKVCU_SLOTS 2        /* of a warp */
-#define TKVCU_PARTS 3        /* archive, warm, exact */
-#define TKVCU_NOTHING -1e30f /* logit of what is not seen, and below all that a maximum begins with */
-#define TKVCU_START -1e29f
-#define TKVCU_UNSEEN (-1e20f) /* below all sums, and a number still when a logit is made of it */
+#define TKVCU_SLOTS 2             /* of a warp */
+#define TKVCU_SECTIONS 3          /* archive, warm, exact */
+#define TKVCU_MASKED_LOGIT -1e30f /* logit of a masked key; below TKVCU_INITIAL_MAX */
+#define TKVCU_INITIAL_MAX -1e29f
+#define TKVCU_LEAST_SUM (-1e20f) /* below all sums; its logit is still finite */
 #define TKVCU_LOG2E 1.44269504f
 
-/* For tools/cuda_resources.py, which counts the instructions of a unit: with sides that the compiler knows,
- * without what happens rarely. */
+/* tools/cuda_resources.py counts the instructions of a key tile. It replaces both macros: sides become
+ * constants, and rare branches go. */
 #ifndef TKVCU_SIDE
 #define TKVCU_SIDE(b, i) (b).side[i]
-#define TKVCU_RARELY(x) (x)
+#define TKVCU_UNLIKELY(x) (x)
 #endif
 
 typedef struct tkvcu_job { /* a call, as kernels see it */
@@ -50,29 +49,29 @@ typedef struct tkvcu_job { /* a call, as kernels see it */
     const void *q;
     void *out;
     float *lse;
-    const float *sinks;     /* learned, [n_heads] */
-    const int32_t *entries; /* sequence of each entry; NULL: 0, 1, ...; a negative one: none */
-    uint32_t *word;
-    float *partial;                                 /* the workspace */
+    const float *sink_logits; /* [n_heads]; NULL: none */
+    const int32_t *entries;   /* sequence of each entry; NULL: 0, 1, ...; negative: skipped */
+    uint32_t *flags;
+    float *partial;                                 /* workspace */
     int type, n_entries, n_queries, window, blocks; /* blocks: gridDim.x of the attention kernel */
     float scale, softcap;
-    int slot_bytes; /* of a slot of a warp's shared memory */
+    int slot_bytes; /* of a slot of a warp */
 } tkvcu_job;
 
-/* >>where the units are */
-typedef struct tkvcu_reach { /* of one entry: units of a KV head in each part, and the first that is seen */
-    int first;               /* block */
-    int units[TKVCU_PARTS];
-    int sinks; /* of the exact units, those of the sinks */
+/* >>key tiles of an entry */
+typedef struct tkvcu_visible { /* key tiles of one KV head that the queries of an entry can see */
+    int first_block;           /* first visible coded block */
+    int key_tiles[TKVCU_SECTIONS];
+    int sink_tiles; /* exact key tiles of the sinks */
     int len, seq;
-} tkvcu_reach;
+} tkvcu_visible;
 
 TKVCU_DEVICE int tkvcu_div_up(int a, int b) { return (a + b - 1) / b; }
 
-TKVCU_DEVICE tkvcu_reach tkvcu_reach_of(const tkvcu_job &j, int entry) {
-    tkvcu_reach r;
+TKVCU_DEVICE tkvcu_visible tkvcu_find_visible(const tkvcu_job &j, int entry) {
+    tkvcu_visible r;
     tkvcu_list list;
-    int coded, hot, behind;
+    int coded, hot, from_block;
     r.seq = j.entries ? j.entries[entry] : entry;
     if (r.seq < 0 || r.seq >= j.view.n_seqs) {
         memset(&r, 0, sizeof r);
@@ -82,146 +81,150 @@ TKVCU_DEVICE tkvcu_reach tkvcu_reach_of(const tkvcu_job &j, int entry) {
     list = j.view.list[r.seq];
     coded = list.archive + list.warm;
     r.len = list.len;
-    r.sinks = tkvcu_div_up(list.len < j.view.sinks ? list.len : j.view.sinks, 16);
-    r.first = 0;
-    if (j.window) { /* what the oldest query does not see any more */
-        const int unseen = list.len - j.n_queries - j.window + 1;
-        if (unseen > j.view.sinks) r.first = (unseen - j.view.sinks) / 64;
-        if (unseen >= j.view.sinks) r.sinks = 0;
+    r.sink_tiles = tkvcu_div_up(list.len < j.view.sinks ? list.len : j.view.sinks, 16);
+    r.first_block = 0;
+    if (j.window) { /* positions that the oldest query cannot see */
+        const int n_unseen = list.len - j.n_queries - j.window + 1;
+        if (n_unseen > j.view.sinks) r.first_block = (n_unseen - j.view.sinks) / 64;
+        if (n_unseen >= j.view.sinks) r.sink_tiles = 0;
     }
-    r.units[0] = list.archive > r.first ? list.archive - r.first : 0;
-    behind = r.first > list.archive ? r.first : list.archive;
-    r.units[1] = coded > behind ? coded - behind : 0;
-    behind = r.first > coded ? r.first : coded;
-    hot = list.len - j.view.sinks - 64 * behind;
-    r.units[2] = r.sinks + (hot > 0 ? tkvcu_div_up(hot, 16) : 0);
+    r.key_tiles[0] = list.archive > r.first_block ? list.archive - r.first_block : 0;
+    from_block = r.first_block > list.archive ? r.first_block : list.archive;
+    r.key_tiles[1] = coded > from_block ? coded - from_block : 0;
+    from_block = r.first_block > coded ? r.first_block : coded;
+    hot = list.len - j.view.sinks - 64 * from_block;
+    r.key_tiles[2] = r.sink_tiles + (hot > 0 ? tkvcu_div_up(hot, 16) : 0);
     return r;
 }
 
-/* Of one part: registers have no index that is known only when it runs. */
-TKVCU_DEVICE int tkvcu_units_in(const tkvcu_reach &r, int part) {
-    return part == 0 ? r.units[0] : part == 1 ? r.units[1] : r.units[2];
+/* Returns the key tiles of one section. An index known only at run time would move the array out of registers. */
+TKVCU_DEVICE int tkvcu_n_key_tiles_in(const tkvcu_visible &r, int section) {
+    return section == 0 ? r.key_tiles[0] : section == 1 ? r.key_tiles[1] : r.key_tiles[2];
 }
 
-TKVCU_DEVICE int tkvcu_units_of(const tkvcu_reach &r) { return r.units[0] + r.units[1] + r.units[2]; }
-
-/* The first unit of a block of threads; where there are more blocks than units, the last ones have none. */
-TKVCU_DEVICE int tkvcu_range(int units, int blocks, int block) {
-    const int working = units < blocks ? units : blocks;
-    return block < working ? (int)((int64_t)units * block / working) : units;
+TKVCU_DEVICE int tkvcu_n_key_tiles(const tkvcu_visible &r) {
+    return r.key_tiles[0] + r.key_tiles[1] + r.key_tiles[2];
 }
 
-/* tkvi_log_value; mantissa: 2^(k / 16) as bits of a float, in shared memory, where lanes may look each in
- * another place (and no register is spent on the address of the header's table). */
-TKVCU_DEVICE float tkvcu_log_value(uint32_t code, int top, const uint32_t *mantissa) {
+/* Returns the first key tile of a thread block. If there are more thread blocks than key tiles, the last ones
+ * have none. */
+TKVCU_DEVICE int tkvcu_first_key_tile(int key_tiles, int blocks, int block) {
+    const int working = key_tiles < blocks ? key_tiles : blocks;
+    return block < working ? (int)((int64_t)key_tiles * block / working) : key_tiles;
+}
+
+/* Decodes a logarithmic scale, as tkvi_log_value. `mantissa` holds the bits of 2^(k / 16) in shared memory,
+ * where lanes can read different entries. It also saves the register for the address of the header's table. */
+TKVCU_DEVICE float tkvcu_decode_log(uint32_t code, int top, const uint32_t *mantissa) {
     const uint32_t i = code - 1u;
     if (code == 0) return 0.0f;
     return tkvi_from_bits(mantissa[i & 15u] + ((uint32_t)(top - 16 + (int)(i >> 4)) << 23));
 }
 
-/* >>what a block of threads shares, and what a warp has of its own */
-struct alignas(16) tkvcu_four {
+/* >>state of a thread block and of a warp */
+struct alignas(16) tkvcu_f32x4 {
     float x[4];
 };
 
-struct alignas(8) tkvcu_pair {
+struct alignas(8) tkvcu_f32x2 {
     float x, y;
 };
 
-/* What a block of threads works at: a part of one KV head of one entry, and in it a run of units that are
- * read in one way. In shared memory: registers are for sums. */
+/* The work of a thread block: a section of one KV head of one entry, and in it a key range whose key tiles have
+ * one region and one table version. It is in shared memory, because registers hold sums. */
 struct tkvcu_task {
-    tkvcu_reach reach;
-    int entry, head, part;
-    int at, left;         /* unit in the part, and units of it that are still to do */
-    int region, first, n; /* the run: blocks, or 16 exact rows */
-    int place;            /* of its first unit in the region, in units */
-    const uint8_t
-        *from[2];          /* the head's sides there, 2048 bytes on; of exact rows: in the region's place 0 */
-    int codes[2], meta[2]; /* bytes of a coded one */
-    uint32_t block;        /* bytes from place to place */
-    int group, columns, column; /* query heads of a KV head; all columns of it; the block's first */
-    int unit, end;              /* of all units */
+    tkvcu_visible visible;
+    int entry, head, section;
+    int tile, left;       /* next key tile in the section; key tiles left in it */
+    int region, first, n; /* key range: region, first key tile, number */
+    int ring_tile;        /* place of the first key tile in the region's ring, in key tiles */
+    /* the head's sides. Coded: 2048 bytes after the first one's start. Exact: in place 0 of the region */
+    const uint8_t *from[2];
+    int codes[2], meta[2];      /* bytes of a coded side */
+    uint32_t block;             /* bytes from place to place */
+    int group, columns, column; /* query heads per KV head; all columns; first column here */
+    int next_tile, end_tile;    /* in the list of all key tiles */
 };
 
-/* Queries stand in units of a power of two of their own: in q so that the largest product with a scale is 1
- * to 2 (the columns of a block have one unit for their whole numbers), in part so that the largest is. */
-template <int D, int NT> struct tkvcu_block {
+/* Queries are scaled by powers of two. In q, the largest product with a scale is 1 to 2, so columns can share one
+ * integer unit. In q16, the largest value is 1 to 2. */
+template <int D, int NT> struct tkvcu_attend_shared {
     tkvcu_task task;
-    tkvcu_four q[2][D / 8 * NT *
-                    4]; /* tiles of 4 channels in the run's order, even ones and odd ones: tkvcu_pair_of */
-    tkvcu_four most[D / 4]; /* the largest of the columns, by channel */
-    tkvcu_words part[D / 16][NT]
-                    [32]; /* second operands of 16-bit products: high and low parts of the queries */
-    float ratio[4 * NT];  /* units of part in those of q */
-    float slope[4 * NT];  /* makes a logit of a product with q; with a softcap, what its tanh is taken of */
-    float mean[4 * NT];   /* q times the static means */
-    float k_log[256], v_log[256]; /* A's scales, R's, by their byte */
+    /* even and odd tiles of 4 channels, in the order of the key range: see tkvcu_find_q_index */
+    tkvcu_f32x4 q[2][D / 8 * NT * 4];
+    tkvcu_f32x4 q_max[D / 4]; /* largest |q| of all columns, per channel */
+    /* second operands of 16-bit products: high and low limbs of the queries */
+    tkvcu_u32x2 q16[D / 16][NT][32];
+    float q16_ratio[4 * NT];      /* unit of q16 / unit of q */
+    float logit_scale[4 * NT];    /* product with q -> logit; with softcap: -> argument of tanh */
+    float mean[4 * NT];           /* q * static means of keys */
+    float k_log[256], v_log[256]; /* scales of A (K) and R (V) by their code byte */
     uint32_t mantissa[16];
-    uint32_t span[D / 4];     /* A: four bytes of the largest code, by tile */
-    int other[TKVCU_THREADS]; /* bits: not the same version */
-    tkvcu_side side[2];       /* of the run */
+    uint32_t max_codes[D / 4];  /* A: four bytes of the largest code, by tile */
+    int scratch[TKVCU_THREADS]; /* for reductions of all threads */
+    tkvcu_side side[2];         /* K and V side of the key range */
 };
 
-template <int NT> struct tkvcu_part { /* what a warp knows of the rows it has seen; column t */
-    float m[NT], l[NT];               /* l: of this lane's tokens */
+template <int NT> struct tkvcu_softmax { /* online softmax of a warp, for column t */
+    float m[NT], l[NT];                  /* maximum; sum over this lane's tokens */
 };
 
-template <int D, int NT, int VG> struct tkvcu_sums {
-    tkvcu_part<NT> soft;
+template <int D, int NT, int VG> struct tkvcu_partials {
+    tkvcu_softmax<NT> soft;
     float o[D / 16][NT][2]; /* channels x columns */
-    float zero[VG][NT]; /* what all channels of a group get: zero points, middles; of this lane's tokens */
+    /* equal for all channels of a group (zero points, middles); sum over this lane's tokens */
+    float zero[VG][NT];
 };
 
-/* A slot of a coded side: metadata, then from TKVCU_META on the codes, turned about (tkvcu_place). */
-#define TKVCU_META(D) (4 * (D)) /* KIVI's, the largest */
+/* A slot of a coded side: the metadata, then from TKVCU_META the codes, swizzled by tkvcu_swizzle. */
+#define TKVCU_META(D) (4 * (D)) /* KIVI, the largest */
 
 struct tkvcu_lane {
     int warp, lane, g, t;
-    int chunk,
-        place; /* bytes from a slot's start where the lane's first copies of metadata and of codes go */
-    uint8_t *slot[TKVCU_SLOTS]; /* for a K side, for a V side */
-    tkvcu_at k_codes;
-    tkvcu_v_at v_at;
-    uint8_t *work; /* of K scales [D], queries' bytes; of V scales and zeros [groups][64], weights */
+    int meta_at, codes_at;      /* targets of the lane's first copies in a slot: metadata, codes */
+    uint8_t *slot[TKVCU_SLOTS]; /* K side, V side */
+    tkvcu_address k_codes;
+    tkvcu_v_addresses v_at;
+    /* K: scales [D] and limbs of the queries; V: scales and zeros [groups][64] and weights */
+    uint8_t *work;
 };
 
-/* Bytes of that for each warp. */
-#define TKVCU_WEIGHTS_ROW 160 /* 64 weights of 16 bits, padded: columns begin in banks of their own */
+#define TKVCU_WEIGHTS_ROW 160 /* 64 16-bit weights, padded: columns begin in different banks */
+/* Bytes of `work` per warp. */
 #define TKVCU_WORK(D, NT, groups)                                                                            \
     (4 * (D) + 8 * (D) * (NT) > (512 + 4 * TKVCU_WEIGHTS_ROW * (NT)) * (groups)                              \
          ? 4 * (D) + 8 * (D) * (NT)                                                                          \
          : (512 + 4 * TKVCU_WEIGHTS_ROW * (NT)) * (groups))
 
-template <int D> TKVCU_DEVICE tkvcu_lane tkvcu_lane_of(uint8_t *warps, int warp_bytes, int slot_bytes) {
+template <int D> TKVCU_DEVICE tkvcu_lane tkvcu_make_lane(uint8_t *warps, int warp_bytes, int slot_bytes) {
     const int tid = (int)threadIdx.x;
     tkvcu_lane me;
     int at;
-    me.lane = tkvcu_kept(tid % 32);
-    me.chunk = tkvcu_kept(tid % 32 * 16);
-    me.place = tkvcu_kept(TKVCU_META(D) + (int)tkvcu_place(16u * (uint32_t)(tid % 32)));
+    me.lane = tkvcu_keep_in_register(tid % 32);
+    me.meta_at = tkvcu_keep_in_register(tid % 32 * 16);
+    me.codes_at = tkvcu_keep_in_register(TKVCU_META(D) + (int)tkvcu_swizzle(16u * (uint32_t)(tid % 32)));
     me.warp = tid / 32;
-    me.g = tkvcu_kept(tid % 32 / 4);
-    me.t = tkvcu_kept(tid % 4);
+    me.g = tkvcu_keep_in_register(tid % 32 / 4);
+    me.t = tkvcu_keep_in_register(tid % 4);
     at = me.warp * warp_bytes;
     me.slot[0] = warps + at;
     me.slot[1] = warps + at + slot_bytes;
-    me.work = warps + tkvcu_kept(at + TKVCU_SLOTS * slot_bytes);
+    me.work = warps + tkvcu_keep_in_register(at + TKVCU_SLOTS * slot_bytes);
     me.k_codes = tkvcu_shared_address(me.slot[0]) + TKVCU_META(D);
-    me.v_at = tkvcu_v_at_of(tkvcu_shared_address(me.slot[1]) + TKVCU_META(D), me.g, me.t);
-    me.v_at.narrow = tkvcu_kept(me.v_at.narrow);
-    me.v_at.wide = tkvcu_kept(me.v_at.wide);
+    me.v_at = tkvcu_find_v_addresses(tkvcu_shared_address(me.slot[1]) + TKVCU_META(D), me.g, me.t);
+    me.v_at.narrow = tkvcu_keep_in_register(me.v_at.narrow);
+    me.v_at.wide = tkvcu_keep_in_register(me.v_at.wide);
     return me;
 }
 
-template <int D, int NT, int VG> TKVCU_DEVICE void tkvcu_begin(tkvcu_sums<D, NT, VG> &u) {
+template <int D, int NT, int VG> TKVCU_DEVICE void tkvcu_clear_partials(tkvcu_partials<D, NT, VG> &u) {
     int nt, i, c;
     TKVCU_UNROLL
     for (nt = 0; nt < NT; nt++) {
         TKVCU_UNROLL
         for (c = 0; c < D / 16; c++) TKVCU_UNROLL
         for (i = 0; i < 2; i++) u.o[c][nt][i] = 0.0f;
-        u.soft.m[nt] = TKVCU_START;
+        u.soft.m[nt] = TKVCU_INITIAL_MAX;
         u.soft.l[nt] = 0.0f;
         TKVCU_UNROLL
         for (c = 0; c < VG; c++) u.zero[c][nt] = 0.0f;
@@ -229,16 +232,16 @@ template <int D, int NT, int VG> TKVCU_DEVICE void tkvcu_begin(tkvcu_sums<D, NT,
 }
 
 /* >>loading */
-/* middle: 2048 bytes behind the side's start. */
+/* Starts the copy of a coded side. `middle` is 2048 bytes after the side's start. */
 template <int D>
-TKVCU_DEVICE void tkvcu_load(uint8_t *slot, const uint8_t *middle, int codes, int meta,
-                             const tkvcu_lane &me) {
-    const int left = codes - me.chunk;
+TKVCU_DEVICE void tkvcu_load_side(uint8_t *slot, const uint8_t *middle, int codes, int meta,
+                                  const tkvcu_lane &me) {
+    const int left = codes - me.meta_at;
     int k;
-    middle = tkvcu_forward(middle, me.chunk, 1);
-    tkvcu_cp_async16_if<0>(slot + me.chunk, tkvcu_forward(middle, codes, 1), meta - me.chunk);
-    slot += me.place;
-    tkvcu_cp_async16_if<0>(slot, middle, left); /* up to 4 bits a value */
+    middle = tkvcu_advance(middle, me.meta_at, 1);
+    tkvcu_cp_async16_if<0>(slot + me.meta_at, tkvcu_advance(middle, codes, 1), meta - me.meta_at);
+    slot += me.codes_at;
+    tkvcu_cp_async16_if<0>(slot, middle, left); /* up to 4 bits per value */
     tkvcu_cp_async16_if<512>(slot, middle, left);
     tkvcu_cp_async16_if<1024>(slot, middle, left);
     tkvcu_cp_async16_if<1536>(slot, middle, left);
@@ -249,12 +252,12 @@ TKVCU_DEVICE void tkvcu_load(uint8_t *slot, const uint8_t *middle, int codes, in
         tkvcu_cp_async16_if<3584>(slot, middle, left);
     }
     TKVCU_ROLL
-    for (k = 32 * D; TKVCU_RARELY(codes > k); k += 512)
+    for (k = 32 * D; TKVCU_UNLIKELY(codes > k); k += 512)
         tkvcu_cp_async16(slot + k, middle + k - 2048); /* 8 bits */
 }
 
-/* 16 rows of an exact side, chunks of 16 bytes turned about so that columns of rows lie in all banks. Rows
- * that are not there are copies of the last one. */
+/* Starts the copy of 16 exact rows. The 16-byte chunks are swizzled, so that a column of chunks uses all banks.
+ * Missing rows become copies of the last one. */
 template <int D> TKVCU_DEVICE void tkvcu_load_rows(uint8_t *slot, const uint8_t *from, int rows, int lane) {
     int i;
     for (i = lane; i < 16 * (D / 8); i += 32) {
@@ -264,10 +267,10 @@ template <int D> TKVCU_DEVICE void tkvcu_load_rows(uint8_t *slot, const uint8_t 
     }
 }
 
-/* >>K: whole numbers. q times a channel's scale is one of 16 bits, in units that the block's largest product
- * decides; it goes into the product as two columns of bytes, high and low: S = 256 high + low. */
-TKVCU_DEVICE int tkvcu_width_of(const tkvcu_side &s,
-                                int slab) { /* of A; tiles' order is that of the widths */
+/* >>K. q * scale of a channel is rounded to a 16-bit integer, in a unit that the largest product of the key tile
+ * sets. It enters the product as two int8 limbs: S = 256 hi + lo. */
+/* A: returns the bits of a slab; slabs are in the order of widths */
+TKVCU_DEVICE int tkvcu_find_slab_width(const tkvcu_side &s, int slab) {
     int w;
     for (w = 6; w > 0; w--) {
         if (slab < s.slabs[w]) break;
@@ -276,53 +279,56 @@ TKVCU_DEVICE int tkvcu_width_of(const tkvcu_side &s,
     return w;
 }
 
-#define TKVCU_Q_MOST 32600.0f   /* of a query's whole number */
-#define TKVCU_P_MOST 65000.0f   /* of a weight's */
-#define TKVCU_TINY 1e-30f       /* so that nothing is divided by 0 */
-#define TKVCU_WHOLE 12582912.0f /* 1.5 2^23: what is added to it becomes a whole number, in the lower bits */
+#define TKVCU_Q_MAX 32600.0f /* largest integer of q * scale */
+#define TKVCU_P_MAX 65000.0f /* largest integer of a weight * scale */
+#define TKVCU_TINY 1e-30f    /* avoids division by 0 */
+/* 1.5 * 2^23: adding it rounds a float to an integer, which is then in the low bits. */
+#define TKVCU_ROUNDING 12582912.0f
 
-/* Scales of the unit's channels, in units that make the largest product with a query TKVCU_Q_MOST, to `out`;
- * what a unit of the products is then. Channels without codes have 0. */
+/* Writes the scales of the channels to `out`, in a unit that makes the largest product with a query TKVCU_Q_MAX.
+ * Returns that unit. Channels without codes get 0. */
 template <int D, int NT>
-TKVCU_DEVICE float tkvcu_k_scales(const tkvcu_side &s, const uint8_t *slot, const tkvcu_block<D, NT> &b,
-                                  tkvcu_four *out, int lane) {
-    tkvcu_four x = {{0.0f, 0.0f, 0.0f, 0.0f}};
+TKVCU_DEVICE float tkvcu_scale_k_channels(const tkvcu_side &s, const uint8_t *slot,
+                                          const tkvcu_attend_shared<D, NT> &b, tkvcu_f32x4 *out, int lane) {
+    tkvcu_f32x4 x = {{0.0f, 0.0f, 0.0f, 0.0f}};
     float most = TKVCU_TINY, up;
     int i;
     if (D == 128 || lane < D / 4) {
         if (s.kind == TKVCU_KIVI) {
-            const tkvcu_words w = tkvcu_two(slot, 8u * (uint32_t)lane);
+            const tkvcu_u32x2 w = tkvcu_load_u32x2(slot, 8u * (uint32_t)lane);
             x.x[0] = tkvcu_f16_lo(w.x);
             x.x[1] = tkvcu_f16_lo(w.x >> 16);
             x.x[2] = tkvcu_f16_lo(w.y);
             x.x[3] = tkvcu_f16_lo(w.y >> 16);
         } else if (lane < D / 4 - 4 * s.slabs[0]) {
-            const uint32_t logs = tkvcu_one(slot, 4u * (uint32_t)lane);
+            const uint32_t logs = tkvcu_load_u32(slot, 4u * (uint32_t)lane);
             TKVCU_UNROLL
             for (i = 0; i < 4; i++) x.x[i] = b.k_log[tkvcu_prmt(logs, 0, 0x4440u + (uint32_t)i)];
         }
         TKVCU_UNROLL
-        for (i = 0; i < 4; i++) most = fmaxf(most, x.x[i] * b.most[lane].x[i]);
+        for (i = 0; i < 4; i++) most = fmaxf(most, x.x[i] * b.q_max[lane].x[i]);
     }
     most = tkvcu_warp_max(most);
-    up = TKVCU_Q_MOST * tkvcu_rcp(most);
+    up = TKVCU_Q_MAX * tkvcu_rcp(most);
     TKVCU_UNROLL
     for (i = 0; i < 4; i++) x.x[i] *= up;
     if (D == 128 || lane < D / 4) out[lane] = x;
-    return most * (1.0f / TKVCU_Q_MOST);
+    return most * (1.0f / TKVCU_Q_MAX);
 }
 
-/* Where the pair of tiles 2 i, 2 i + 1 of column c of an n-tile stands. */
-template <int D> TKVCU_DEVICE int tkvcu_pair_of(int nt, int i, int c) { return (nt * (D / 8) + i) * 4 + c; }
+/* Returns the index of tiles 2 i and 2 i + 1 for column c of an n-tile. */
+template <int D> TKVCU_DEVICE int tkvcu_find_q_index(int nt, int i, int c) {
+    return (nt * (D / 8) + i) * 4 + c;
+}
 
-/* Query times scale of four channels, as bytes. The low byte is a signed one too: the high one is of x +
+/* Returns query * scale of four channels as limbs. The low limb is signed too, so the high one is taken from x +
  * 128. */
-TKVCU_DEVICE tkvcu_words tkvcu_q_bytes(const tkvcu_four &q, const tkvcu_four &scale) {
+TKVCU_DEVICE tkvcu_u32x2 tkvcu_split_q_limbs(const tkvcu_f32x4 &q, const tkvcu_f32x4 &scale) {
     uint32_t x[4], a, b;
-    tkvcu_words to;
+    tkvcu_u32x2 to;
     int i;
     TKVCU_UNROLL
-    for (i = 0; i < 4; i++) x[i] = tkvi_bits(fmaf(q.x[i], scale.x[i], TKVCU_WHOLE + 128.0f));
+    for (i = 0; i < 4; i++) x[i] = tkvi_bits(fmaf(q.x[i], scale.x[i], TKVCU_ROUNDING + 128.0f));
     a = tkvcu_prmt(x[0], x[1], 0x5410);
     b = tkvcu_prmt(x[2], x[3], 0x5410);
     to.x = tkvcu_prmt(a, b, 0x7531);
@@ -330,18 +336,20 @@ TKVCU_DEVICE tkvcu_words tkvcu_q_bytes(const tkvcu_four &q, const tkvcu_four &sc
     return to;
 }
 
-/* All of them, as second operands: a pair's high bytes, then its low ones, are four words. Columns of the
- * operand are 2 c and 2 c + 1, so lane 4 g + t has words 2 g (+ 1: odd tiles) of it. */
+/* Makes all limbs, as second operands. The high limbs of a pair of tiles, then the low ones, are four words.
+ * Columns 2 c and 2 c + 1 of the operand are the limbs of column c. So lane 4 g + t reads words 2 g (even tiles)
+ * and 2 g + 1 (odd). */
 template <int D, int NT>
-TKVCU_DEVICE void tkvcu_q_codes(const tkvcu_block<D, NT> &b, const tkvcu_four *scale, tkvcu_quad *out,
-                                int lane) {
+TKVCU_DEVICE void tkvcu_make_q_limbs(const tkvcu_attend_shared<D, NT> &b, const tkvcu_f32x4 *scale,
+                                     tkvcu_u32x4 *out, int lane) {
     int i;
     TKVCU_UNROLL
     for (i = 0; i < D * NT / 64; i++) {
         const int at = lane + 32 * i, pair = at / 4 % (D / 8);
-        const tkvcu_four first = scale[2 * pair], second = scale[2 * pair + 1];
-        const tkvcu_words even = tkvcu_q_bytes(b.q[0][at], first), odd = tkvcu_q_bytes(b.q[1][at], second);
-        tkvcu_quad x;
+        const tkvcu_f32x4 first = scale[2 * pair], second = scale[2 * pair + 1];
+        const tkvcu_u32x2 even = tkvcu_split_q_limbs(b.q[0][at], first),
+                          odd = tkvcu_split_q_limbs(b.q[1][at], second);
+        tkvcu_u32x4 x;
         x.x = even.x;
         x.y = odd.x;
         x.z = even.y;
@@ -350,30 +358,31 @@ TKVCU_DEVICE void tkvcu_q_codes(const tkvcu_block<D, NT> &b, const tkvcu_four *s
     }
 }
 
-/* The lane's word of slab k. */
-template <int D> TKVCU_DEVICE uint32_t tkvcu_q_word(const uint32_t *q, int nt, int k) {
+/* Returns the lane's word of slab k. */
+template <int D> TKVCU_DEVICE uint32_t tkvcu_load_q_limbs(const uint32_t *q, int nt, int k) {
     return q[16 * (nt * (D / 8) + 2 * k)];
 }
 
-/* n slabs, parts of W bits of tiles that stand STRIDE bytes apart: sum += codes q, by plane; TOPS: and tops
- * += what their 1-bit parts give. q: the lane's words of the first slab. */
+/* Multiplies n slabs: the W-bit fields of tiles that are STRIDE bytes apart. Adds codes * q to `sum`, by plane.
+ * TOPS: also adds the products of the 1-bit fields to `tops`. q: the lane's words of the first slab. */
 template <int D, int W, int STRIDE, int TOPS, int NT>
-TKVCU_DEVICE void tkvcu_k_part(int32_t sum[4][NT][4], int32_t tops[4][NT][4], tkvcu_at codes, uint32_t at,
-                               uint32_t tops_at, const uint32_t *q, int n, int g, int t) {
+TKVCU_DEVICE void tkvcu_multiply_k_fields(int32_t sum[4][NT][4], int32_t tops[4][NT][4], tkvcu_address codes,
+                                          uint32_t at, uint32_t tops_at, const uint32_t *q, int n, int g,
+                                          int t) {
     const int upper = t % 2 * 4;
     const uint32_t *end;
-    tkvcu_path<W, STRIDE> path;
-    tkvcu_path<1, 32> top_path;
+    tkvcu_cursor<W, STRIDE> path;
+    tkvcu_cursor<1, 32> top_path;
     int i, nt;
-    tkvcu_path_start(path, codes, at, g, t);
-    if (TOPS) tkvcu_path_start(top_path, codes, tops_at, g, t);
+    tkvcu_start_cursor(path, codes, at, g, t);
+    if (TOPS) tkvcu_start_cursor(top_path, codes, tops_at, g, t);
 #define TKVCU_PLANE_(TO, W_, X, Y, P)                                                                        \
     {                                                                                                        \
         uint32_t a[4];                                                                                       \
         TKVCU_UNROLL                                                                                         \
         for (i = 0; i < 2; i++) {                                                                            \
-            a[i] = tkvcu_field<W_, P>(X, i);                                                                 \
-            a[2 + i] = two ? tkvcu_field<W_, P>(Y, i) : 0;                                                   \
+            a[i] = tkvcu_mask_field<W_, P>(X, i);                                                            \
+            a[2 + i] = two ? tkvcu_mask_field<W_, P>(Y, i) : 0;                                              \
         }                                                                                                    \
         TKVCU_UNROLL                                                                                         \
         for (nt = 0; nt < NT; nt++) tkvcu_mma_us(TO[P][nt], a, b[nt]);                                       \
@@ -383,14 +392,14 @@ TKVCU_DEVICE void tkvcu_k_part(int32_t sum[4][NT][4], int32_t tops[4][NT][4], tk
         tkvcu_tile<W> x, y;                                                                                  \
         tkvcu_tile<1> v, w;                                                                                  \
         uint32_t b[NT][2];                                                                                   \
-        tkvcu_path_take(x, path, 0, upper);                                                                  \
-        if (two) tkvcu_path_take(y, path, 1, upper);                                                         \
-        if (TOPS) tkvcu_path_take(v, top_path, 0, upper);                                                    \
-        if (TOPS && two) tkvcu_path_take(w, top_path, 1, upper);                                             \
+        tkvcu_load_tile(x, path, 0, upper);                                                                  \
+        if (two) tkvcu_load_tile(y, path, 1, upper);                                                         \
+        if (TOPS) tkvcu_load_tile(v, top_path, 0, upper);                                                    \
+        if (TOPS && two) tkvcu_load_tile(w, top_path, 1, upper);                                             \
         TKVCU_UNROLL                                                                                         \
         for (nt = 0; nt < NT; nt++) {                                                                        \
-            b[nt][0] = tkvcu_q_word<D>(q, nt, 0);                                                            \
-            b[nt][1] = two ? tkvcu_q_word<D>(q, nt, 1) : 0;                                                  \
+            b[nt][0] = tkvcu_load_q_limbs<D>(q, nt, 0);                                                      \
+            b[nt][1] = two ? tkvcu_load_q_limbs<D>(q, nt, 1) : 0;                                            \
         }                                                                                                    \
         TKVCU_PLANE_(sum, W, x, y, 0)                                                                        \
         TKVCU_PLANE_(sum, W, x, y, 1)                                                                        \
@@ -408,8 +417,8 @@ TKVCU_DEVICE void tkvcu_k_part(int32_t sum[4][NT][4], int32_t tops[4][NT][4], tk
     for (; q != end; q += 64) {
         enum { two = 1 };
         TKVCU_SLABS_
-        tkvcu_path_next(path);
-        if (TOPS) tkvcu_path_next(top_path);
+        tkvcu_advance_cursor(path);
+        if (TOPS) tkvcu_advance_cursor(top_path);
     }
     if (n % 2) {
         enum { two = 0 };
@@ -419,7 +428,7 @@ TKVCU_DEVICE void tkvcu_k_part(int32_t sum[4][NT][4], int32_t tops[4][NT][4], tk
 #undef TKVCU_PLANE_
 }
 
-template <int NT> TKVCU_DEVICE void tkvcu_clear(int32_t sum[4][NT][4]) {
+template <int NT> TKVCU_DEVICE void tkvcu_clear_sums(int32_t sum[4][NT][4]) {
     int p, nt, i;
     TKVCU_UNROLL
     for (p = 0; p < 4; p++) TKVCU_UNROLL
@@ -427,43 +436,42 @@ template <int NT> TKVCU_DEVICE void tkvcu_clear(int32_t sum[4][NT][4]) {
     for (i = 0; i < 4; i++) sum[p][nt][i] = 0;
 }
 
-/* n slabs of codes with a part of W bits and one bit on top, the first of a sum: what the upper part's sums
- * count is decided by where the fields stand. */
+/* Multiplies n slabs whose codes have a W-bit field and a top bit. The positions of both fields give the factor
+ * of `tops` in `sum`. */
 template <int D, int W, int STRIDE, int NT>
-TKVCU_DEVICE void tkvcu_k_both(int32_t sum[4][NT][4], tkvcu_at codes, uint32_t at, uint32_t tops_at,
-                               const uint32_t *q, int n, int g, int t) {
+TKVCU_DEVICE void tkvcu_multiply_k_with_tops(int32_t sum[4][NT][4], tkvcu_address codes, uint32_t at,
+                                             uint32_t tops_at, const uint32_t *q, int n, int g, int t) {
     int32_t tops[4][NT][4];
     int p, nt, i;
-    tkvcu_clear<NT>(tops);
-    if (NT == 1) tkvcu_k_part<D, W, STRIDE, 1, NT>(sum, tops, codes, at, tops_at, q, n, g, t);
-    else
-        tkvcu_k_part<D, 1, 32, 0, NT>(tops, tops, codes, tops_at, 0, q, n, g,
-                                      t); /* one after the other: registers */
+    tkvcu_clear_sums<NT>(tops);
+    if (NT == 1) tkvcu_multiply_k_fields<D, W, STRIDE, 1, NT>(sum, tops, codes, at, tops_at, q, n, g, t);
+    /* one after the other: saves registers */
+    else tkvcu_multiply_k_fields<D, 1, 32, 0, NT>(tops, tops, codes, tops_at, 0, q, n, g, t);
     TKVCU_UNROLL
     for (p = 0; p < 4; p++) TKVCU_UNROLL
     for (nt = 0; nt < NT; nt++) TKVCU_UNROLL
     for (i = 0; i < 4; i++)
-        sum[p][nt][i] += tops[p][nt][i] * ((1 << (W + tkvcu_bit<W>(p))) >> tkvcu_bit<1>(p));
-    if (NT > 1) tkvcu_k_part<D, W, STRIDE, 0, NT>(sum, tops, codes, at, 0, q, n, g, t);
+        sum[p][nt][i] += tops[p][nt][i] * ((1 << (W + tkvcu_k_field_bit<W>(p))) >> tkvcu_k_field_bit<1>(p));
+    if (NT > 1) tkvcu_multiply_k_fields<D, W, STRIDE, 0, NT>(sum, tops, codes, at, 0, q, n, g, t);
 }
 
-/* s += weight times a part's sums, high and low bytes together. */
+/* Adds weight * sums of a field to s, and joins the limbs. */
 template <int W, int NT>
-TKVCU_DEVICE void tkvcu_k_add(float s[4][NT][2], const int32_t sum[4][NT][4], float weight) {
+TKVCU_DEVICE void tkvcu_add_k_sums(float s[4][NT][2], const int32_t sum[4][NT][4], float weight) {
     int p, nt, i;
     TKVCU_UNROLL
     for (p = 0; p < 4; p++) TKVCU_UNROLL
     for (nt = 0; nt < NT; nt++) TKVCU_UNROLL
     for (i = 0; i < 2; i++)
         s[p][nt][i] = fmaf((float)(256 * sum[p][nt][2 * i] + sum[p][nt][2 * i + 1]),
-                           weight / (float)(1 << tkvcu_bit<W>(p)), s[p][nt][i]);
+                           weight / (float)(1 << tkvcu_k_field_bit<W>(p)), s[p][nt][i]);
 }
 
-/* s += codes q of all slabs; widths follow one another, widest first, then what is one bit of each (core/tile.h).
- * A sum stays below 2^31: q is at most TKVCU_Q_MOST, a code at its place 496, and there are 128 channels. */
+/* Adds codes * q of all slabs to s. Widths follow one another, widest first, then the 1-bit fields
+ * (core/tile.h). A sum stays below 2^31: |q| <= TKVCU_Q_MAX, a code at its bit <= 496, 128 channels. */
 template <int D, int NT>
-TKVCU_DEVICE void tkvcu_k_codes(const tkvcu_side &side, float s[4][NT][2], tkvcu_at codes, const uint32_t *q,
-                                int g, int t) {
+TKVCU_DEVICE void tkvcu_multiply_k_codes(const tkvcu_side &side, float s[4][NT][2], tkvcu_address codes,
+                                         const uint32_t *q, int g, int t) {
     const int n1 = side.slabs[1], n2 = side.slabs[2], n3 = side.slabs[3], n4 = side.slabs[4],
               n5 = side.slabs[5], n6 = side.slabs[6];
     const uint32_t at5 = (uint32_t)(768 * n6), at4 = at5 + (uint32_t)(512 * n5),
@@ -473,41 +481,41 @@ TKVCU_DEVICE void tkvcu_k_codes(const tkvcu_side &side, float s[4][NT][2], tkvcu
     const uint32_t *q3 = q + 32 * (n6 + n5 + n4);
     int32_t sum[4][NT][4];
     if (n6) {
-        tkvcu_clear<NT>(sum);
-        tkvcu_k_part<D, 2, 192, 0, NT>(sum, sum, codes, 128, 0, q, n6, g, t);
-        tkvcu_k_add<2, NT>(s, sum, 16.0f);
+        tkvcu_clear_sums<NT>(sum);
+        tkvcu_multiply_k_fields<D, 2, 192, 0, NT>(sum, sum, codes, 128, 0, q, n6, g, t);
+        tkvcu_add_k_sums<2, NT>(s, sum, 16.0f);
     }
     if (n6 + n5 + n4) {
-        tkvcu_clear<NT>(sum);
-        if (n5) tkvcu_k_both<D, 4, 128, NT>(sum, codes, at5, tops5, q + 32 * n6, n5, g, t);
-        if (n6) tkvcu_k_part<D, 4, 192, 0, NT>(sum, sum, codes, 0, 0, q, n6, g, t);
-        if (n4) tkvcu_k_part<D, 4, 128, 0, NT>(sum, sum, codes, at4, 0, q3 - 32 * n4, n4, g, t);
-        tkvcu_k_add<4, NT>(s, sum, 1.0f);
+        tkvcu_clear_sums<NT>(sum);
+        if (n5) tkvcu_multiply_k_with_tops<D, 4, 128, NT>(sum, codes, at5, tops5, q + 32 * n6, n5, g, t);
+        if (n6) tkvcu_multiply_k_fields<D, 4, 192, 0, NT>(sum, sum, codes, 0, 0, q, n6, g, t);
+        if (n4) tkvcu_multiply_k_fields<D, 4, 128, 0, NT>(sum, sum, codes, at4, 0, q3 - 32 * n4, n4, g, t);
+        tkvcu_add_k_sums<4, NT>(s, sum, 1.0f);
     }
     if (n3 + n2) {
-        tkvcu_clear<NT>(sum);
-        if (n3) tkvcu_k_both<D, 2, 64, NT>(sum, codes, at3, tops3, q3, n3, g, t);
-        if (n2) tkvcu_k_part<D, 2, 64, 0, NT>(sum, sum, codes, at2, 0, q3 + 32 * n3, n2, g, t);
-        tkvcu_k_add<2, NT>(s, sum, 1.0f);
+        tkvcu_clear_sums<NT>(sum);
+        if (n3) tkvcu_multiply_k_with_tops<D, 2, 64, NT>(sum, codes, at3, tops3, q3, n3, g, t);
+        if (n2) tkvcu_multiply_k_fields<D, 2, 64, 0, NT>(sum, sum, codes, at2, 0, q3 + 32 * n3, n2, g, t);
+        tkvcu_add_k_sums<2, NT>(s, sum, 1.0f);
     }
     if (n1) {
-        tkvcu_clear<NT>(sum);
-        tkvcu_k_part<D, 1, 32, 0, NT>(sum, sum, codes, tops1, 0, q3 + 32 * (n3 + n2), n1, g, t);
-        tkvcu_k_add<1, NT>(s, sum, 1.0f);
+        tkvcu_clear_sums<NT>(sum);
+        tkvcu_multiply_k_fields<D, 1, 32, 0, NT>(sum, sum, codes, tops1, 0, q3 + 32 * (n3 + n2), n1, g, t);
+        tkvcu_add_k_sums<1, NT>(s, sum, 1.0f);
     }
     if (side.half_bits == 16) { /* Q8 */
-        tkvcu_clear<NT>(sum);
-        tkvcu_k_part<D, 8, 256, 0, NT>(sum, sum, codes, 0, 0, q, D / 16, g, t);
-        tkvcu_k_add<8, NT>(s, sum, 1.0f);
+        tkvcu_clear_sums<NT>(sum);
+        tkvcu_multiply_k_fields<D, 8, 256, 0, NT>(sum, sum, codes, 0, 0, q, D / 16, g, t);
+        tkvcu_add_k_sums<8, NT>(s, sum, 1.0f);
     }
 }
 
-/* What a block of A adds to the codes of a channel, in units of its scale (formats/a.h): offset / 8 - middle,
- * or offset / 4 where codes have 6 bits; the same for all tokens, exact. Channels without codes have queries
- * 0 here. */
+/* Multiplies the offsets of A (formats/a.h). In units of the scale, a channel adds offset / 8 - middle to its
+ * codes, or offset / 4 - middle with 6 bits. This is equal for all tokens, and exact. Channels without codes
+ * have q = 0 here. */
 template <int D, int NT>
-TKVCU_DEVICE void tkvcu_k_offsets(const tkvcu_side &side, float s[NT], const uint8_t *slot,
-                                  const uint32_t *span, const uint32_t *q, int t) {
+TKVCU_DEVICE void tkvcu_multiply_k_offsets(const tkvcu_side &side, float s[NT], const uint8_t *slot,
+                                           const uint32_t *max_codes, const uint32_t *q, int t) {
     int32_t sum[NT][4]; /* rows: offsets, largest codes */
     int k, nt;
     TKVCU_UNROLL
@@ -515,20 +523,20 @@ TKVCU_DEVICE void tkvcu_k_offsets(const tkvcu_side &side, float s[NT], const uin
     TKVCU_UNROLL
     for (k = 0; k < D / 16; k += 2) {
         const uint32_t at = (uint32_t)(D + 16 * k + 4 * t);
-        const uint32_t a[4] = {tkvcu_one(slot, at), span[4 * k + t], tkvcu_one(slot, at + 16),
-                               span[4 * k + 4 + t]};
+        const uint32_t a[4] = {tkvcu_load_u32(slot, at), max_codes[4 * k + t], tkvcu_load_u32(slot, at + 16),
+                               max_codes[4 * k + 4 + t]};
         TKVCU_UNROLL
         for (nt = 0; nt < NT; nt++) {
-            const uint32_t b[2] = {tkvcu_q_word<D>(q, nt, k), tkvcu_q_word<D>(q, nt, k + 1)};
+            const uint32_t b[2] = {tkvcu_load_q_limbs<D>(q, nt, k), tkvcu_load_q_limbs<D>(q, nt, k + 1)};
             tkvcu_mma_ss(sum[nt], a, b);
         }
     }
     TKVCU_ROLL
-    for (k = 0; k < side.slabs[6]; k++) { /* once more */
-        const uint32_t a[4] = {tkvcu_one(slot, (uint32_t)(D + 16 * k + 4 * t)), 0, 0, 0};
+    for (k = 0; k < side.slabs[6]; k++) { /* 6 bits: a second time, for offset / 4 */
+        const uint32_t a[4] = {tkvcu_load_u32(slot, (uint32_t)(D + 16 * k + 4 * t)), 0, 0, 0};
         TKVCU_UNROLL
         for (nt = 0; nt < NT; nt++) {
-            const uint32_t b[2] = {tkvcu_q_word<D>(q, nt, k), 0};
+            const uint32_t b[2] = {tkvcu_load_q_limbs<D>(q, nt, k), 0};
             tkvcu_mma_ss(sum[nt], a, b);
         }
     }
@@ -538,11 +546,12 @@ TKVCU_DEVICE void tkvcu_k_offsets(const tkvcu_side &side, float s[NT], const uin
             0.125f * (float)(256 * sum[nt][0] + sum[nt][1]) - 0.5f * (float)(256 * sum[nt][2] + sum[nt][3]);
 }
 
-/* Products with q of what is the same for all tokens and has no scale, onto the static means': */
-/* KIVI's zeros. A lane takes 8 channels; rows g get those of its words 0 and 2, rows g + 8 of 1 and 3. */
+/* The next functions add products of q with terms without scale. These are equal for all tokens of a key tile. */
+/* Multiplies KIVI's zeros. A lane takes 8 channels. Rows g get the products of its words 0 and 2, rows g + 8 of
+ * 1 and 3. */
 template <int D, int NT>
-TKVCU_DEVICE void tkvcu_k_zeros(float s[NT], const uint8_t *slot, const tkvcu_block<D, NT> &b,
-                                const tkvcu_lane &me) {
+TKVCU_DEVICE void tkvcu_multiply_k_zeros(float s[NT], const uint8_t *slot,
+                                         const tkvcu_attend_shared<D, NT> &b, const tkvcu_lane &me) {
     float first[NT][4], second[NT][4];
     int k, nt, i;
     TKVCU_UNROLL
@@ -550,11 +559,11 @@ TKVCU_DEVICE void tkvcu_k_zeros(float s[NT], const uint8_t *slot, const tkvcu_bl
     for (i = 0; i < 4; i++) first[nt][i] = second[nt][i] = 0.0f;
     TKVCU_UNROLL
     for (k = 0; k < D / 32; k++) {
-        const tkvcu_quad z = *(const tkvcu_quad *)(const void *)(slot + 2 * D + 64 * k + 16 * me.t);
+        const tkvcu_u32x4 z = *(const tkvcu_u32x4 *)(const void *)(slot + 2 * D + 64 * k + 16 * me.t);
         const uint32_t a[4] = {z.x, z.y, z.z, z.w};
         TKVCU_UNROLL
         for (nt = 0; nt < NT; nt++) {
-            const tkvcu_quad q = ((const tkvcu_quad *)(const void *)b.part)[(k * NT + nt) * 32 + me.lane];
+            const tkvcu_u32x4 q = ((const tkvcu_u32x4 *)(const void *)b.q16)[(k * NT + nt) * 32 + me.lane];
             const uint32_t even[2] = {q.x, q.y}, odd[2] = {q.z, q.w};
             tkvcu_mma_f16(first[nt], a, even);
             tkvcu_mma_f16(second[nt], a, odd);
@@ -562,44 +571,46 @@ TKVCU_DEVICE void tkvcu_k_zeros(float s[NT], const uint8_t *slot, const tkvcu_bl
     }
     TKVCU_UNROLL
     for (nt = 0; nt < NT; nt++)
-        s[nt] += b.ratio[4 * nt + me.t] * ((first[nt][0] + first[nt][1]) + (second[nt][2] + second[nt][3]));
+        s[nt] +=
+            b.q16_ratio[4 * nt + me.t] * ((first[nt][0] + first[nt][1]) + (second[nt][2] + second[nt][3]));
 }
 
-/* Means of A's channels without codes. */
+/* Multiplies the means of A's channels without codes. */
 template <int D, int NT>
-TKVCU_DEVICE void tkvcu_k_means(const tkvcu_side &side, float s[NT], const uint8_t *slot,
-                                const tkvcu_block<D, NT> &b, const tkvcu_lane &me) {
+TKVCU_DEVICE void tkvcu_multiply_k_means(const tkvcu_side &side, float s[NT], const uint8_t *slot,
+                                         const tkvcu_attend_shared<D, NT> &b, const tkvcu_lane &me) {
     float sum[NT][4];
     int k, nt, i;
     TKVCU_UNROLL
     for (nt = 0; nt < NT; nt++) TKVCU_UNROLL
     for (i = 0; i < 4; i++) sum[nt][i] = 0.0f;
     TKVCU_ROLL
-    for (k = D / 16 - side.slabs[0]; k < D / 16; k++) { /* low bytes, then high ones */
-        const uint32_t at = (uint32_t)(16 * k + 4 * tkvcu_kept(me.t));
-        const uint32_t low = tkvcu_one(slot, at), high = tkvcu_one(slot, D + at);
+    for (k = D / 16 - side.slabs[0]; k < D / 16; k++) { /* low bytes, then high bytes */
+        const uint32_t at = (uint32_t)(16 * k + 4 * tkvcu_keep_in_register(me.t));
+        const uint32_t low = tkvcu_load_u32(slot, at), high = tkvcu_load_u32(slot, D + at);
         const uint32_t x = tkvcu_prmt(low, high, 0x5140), y = tkvcu_prmt(low, high, 0x7362),
                        a[4] = {x, x, y, y};
         TKVCU_UNROLL
         for (nt = 0; nt < NT; nt++) {
-            const tkvcu_words part = b.part[k][nt][me.lane];
+            const tkvcu_u32x2 part = b.q16[k][nt][me.lane];
             const uint32_t q[2] = {part.x, part.y};
             tkvcu_mma_f16(sum[nt], a, q);
         }
     }
     TKVCU_UNROLL
-    for (nt = 0; nt < NT; nt++) s[nt] += b.ratio[4 * nt + me.t] * (sum[nt][0] + sum[nt][1]);
+    for (nt = 0; nt < NT; nt++) s[nt] += b.q16_ratio[4 * nt + me.t] * (sum[nt][0] + sum[nt][1]);
 }
 
-/* >>softmax. Of each unit by itself, its largest weight 1; then it joins what there is. */
-/* Maxima of the columns of a unit (in all lanes of a column): moves the running ones where they grew by
- * much, or began. f: what weights of the unit count in units of the running maximum. */
+/* >>softmax. The weights of a key tile are relative to its own maximum. A factor converts them to the running
+ * maximum. */
+/* Updates the running maxima with those of a key tile, `most`, equal in all lanes of a column. They move only if
+ * they grow by more than 4. f receives the factor of the key tile's weights. */
 template <int D, int NT, int VG>
-TKVCU_DEVICE void tkvcu_follow(tkvcu_sums<D, NT, VG> &u, const float most[NT], float f[NT]) {
+TKVCU_DEVICE void tkvcu_update_max(tkvcu_partials<D, NT, VG> &u, const float most[NT], float f[NT]) {
     int nt, i, k, grew = 0;
     TKVCU_UNROLL
     for (nt = 0; nt < NT; nt++) grew |= most[nt] > u.soft.m[nt] + 4.0f;
-    if (TKVCU_RARELY(__any_sync(0xffffffffu, grew))) {
+    if (TKVCU_UNLIKELY(__any_sync(0xffffffffu, grew))) {
         TKVCU_UNROLL
         for (nt = 0; nt < NT; nt++) {
             const float m = fmaxf(u.soft.m[nt], most[nt]), by = tkvcu_ex2(u.soft.m[nt] - m);
@@ -616,41 +627,41 @@ TKVCU_DEVICE void tkvcu_follow(tkvcu_sums<D, NT, VG> &u, const float most[NT], f
     for (nt = 0; nt < NT; nt++) f[nt] = tkvcu_ex2(most[nt] - u.soft.m[nt]);
 }
 
-/* Of the lanes of a column. */
-TKVCU_DEVICE float tkvcu_column_max(float x) {
+/* Returns the maximum over the lanes of a column. */
+TKVCU_DEVICE float tkvcu_reduce_column_max(float x) {
     x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 4));
     x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 8));
     return fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 16));
 }
 
-/* >>V: whole numbers too. Weight times the token's scale has 16 bits, two columns of bytes; the unit's
- * largest is TKVCU_P_MOST. */
+/* >>V. weight * scale of the token is a 16-bit integer, too, as two limbs of 8 bits. The largest of the key tile
+ * is TKVCU_P_MAX. */
 template <int VG>
-TKVCU_DEVICE void tkvcu_v_scales(const tkvcu_side &s, const uint8_t *slot, tkvcu_pair *out, int lane,
-                                 const float *v_log) {
+TKVCU_DEVICE void tkvcu_load_v_scales(const tkvcu_side &s, const uint8_t *slot, tkvcu_f32x2 *out, int lane,
+                                      const float *v_log) {
     int i;
     if (s.kind == TKVCU_KIVI) {
         TKVCU_UNROLL
-        for (i = 0; i < 2 * VG; i++) { /* scales of the groups, then their zeros */
-            const uint32_t x = tkvcu_one(slot, (uint32_t)(128 * i + 4 * lane));
-            const tkvcu_pair y = {tkvcu_f16_lo(x), tkvcu_f16_lo(x >> 16)};
+        for (i = 0; i < 2 * VG; i++) { /* scales of all groups, then zeros */
+            const uint32_t x = tkvcu_load_u32(slot, (uint32_t)(128 * i + 4 * lane));
+            const tkvcu_f32x2 y = {tkvcu_f16_lo(x), tkvcu_f16_lo(x >> 16)};
             out[32 * i + lane] = y;
         }
     } else {
         const uint32_t x = *(const uint16_t *)(const void *)(slot + 2 * lane);
-        const tkvcu_pair y = {v_log[tkvcu_prmt(x, 0, 0x4440)], v_log[tkvcu_prmt(x, 0, 0x4441)]};
+        const tkvcu_f32x2 y = {v_log[tkvcu_prmt(x, 0, 0x4440)], v_log[tkvcu_prmt(x, 0, 0x4441)]};
         out[lane] = y;
     }
 }
 
-/* Weights p of the lane's tokens (slab, column, word) times their scales, as second operands: b[m] has the
- * tokens of planes 2 m and 2 m + 1 of tile t, column g: high bytes of column g / 2, or low ones. smaller: by
- * so much, as an exponent, those of this lane's plane (unpack.h). unit: what 1 of them is. sum: of weights
- * times scales, this lane's. */
+/* Multiplies the weights p of the lane's tokens (slab, column, word) by their scales, and makes second operands.
+ * b[m] has planes 2 m and 2 m + 1 of tile t in column g: high limbs of column g / 2 if g is even, else low
+ * limbs. `smaller` is the exponent that divides the weights of this lane's plane (unpack.h). `unit` receives the
+ * value of integer 1. `sum` receives the sum of weight * scale over this lane's tokens. */
 template <int NT>
-TKVCU_DEVICE void tkvcu_weights(const float p[4][NT][2], const tkvcu_pair *scale, uint8_t *memory,
-                                uint32_t smaller, uint32_t b[2][NT][2], float unit[NT], float sum[NT], int g,
-                                int t) {
+TKVCU_DEVICE void tkvcu_make_p_limbs(const float p[4][NT][2], const tkvcu_f32x2 *scale, uint8_t *memory,
+                                     uint32_t smaller, uint32_t b[2][NT][2], float unit[NT], float sum[NT],
+                                     int g, int t) {
     const uint32_t select = g % 2 ? 0x6420u : 0x7531u;
     int i, k, nt;
     TKVCU_UNROLL
@@ -658,39 +669,40 @@ TKVCU_DEVICE void tkvcu_weights(const float p[4][NT][2], const tkvcu_pair *scale
         float w[4][2], most = TKVCU_TINY, up;
         TKVCU_UNROLL
         for (k = 0; k < 4; k++) {
-            const tkvcu_pair x = scale[8 * k + g];
+            const tkvcu_f32x2 x = scale[8 * k + g];
             w[k][0] = p[k][nt][0] * x.x;
             w[k][1] = p[k][nt][1] * x.y;
             sum[nt] = k ? sum[nt] + (w[k][0] + w[k][1]) : w[k][0] + w[k][1];
             most = fmaxf(fmaxf(most, w[k][0]), w[k][1]);
         }
-        most = tkvcu_column_max(most);
-        unit[nt] = most * (1.0f / TKVCU_P_MOST);
-        up = TKVCU_P_MOST * tkvcu_rcp(most);
+        most = tkvcu_reduce_column_max(most);
+        unit[nt] = most * (1.0f / TKVCU_P_MAX);
+        up = TKVCU_P_MAX * tkvcu_rcp(most);
         up = tkvi_from_bits(tkvi_bits(up) - smaller);
         TKVCU_UNROLL
         for (k = 0; k < 4; k++)
-            *(uint32_t *)(void *)(memory + (4 * nt + t) * TKVCU_WEIGHTS_ROW + 32 * k + 4 * g) = tkvcu_prmt(
-                tkvi_bits(fmaf(w[k][0], up, TKVCU_WHOLE)), tkvi_bits(fmaf(w[k][1], up, TKVCU_WHOLE)), 0x5410);
+            *(uint32_t *)(void *)(memory + (4 * nt + t) * TKVCU_WEIGHTS_ROW + 32 * k + 4 * g) =
+                tkvcu_prmt(tkvi_bits(fmaf(w[k][0], up, TKVCU_ROUNDING)),
+                           tkvi_bits(fmaf(w[k][1], up, TKVCU_ROUNDING)), 0x5410);
     }
     __syncwarp();
     TKVCU_UNROLL
     for (nt = 0; nt < NT; nt++) {
-        const tkvcu_quad *from =
-            (const tkvcu_quad *)(const void *)(memory + (4 * nt + g / 2) * TKVCU_WEIGHTS_ROW + 32 * t);
+        const tkvcu_u32x4 *from =
+            (const tkvcu_u32x4 *)(const void *)(memory + (4 * nt + g / 2) * TKVCU_WEIGHTS_ROW + 32 * t);
         TKVCU_UNROLL
         for (i = 0; i < 2; i++) {
-            const tkvcu_quad x = from[i];
+            const tkvcu_u32x4 x = from[i];
             b[i][nt][0] = tkvcu_prmt(x.x, x.y, select);
             b[i][nt][1] = tkvcu_prmt(x.z, x.w, select);
         }
     }
 }
 
-/* o += a slab's sums, high and low bytes together. */
+/* Adds the sums of a slab to o, and joins the limbs. */
 template <int D, int NT, int VG>
-TKVCU_DEVICE void tkvcu_v_add(tkvcu_sums<D, NT, VG> &u, int slab, const int32_t sum[NT][4],
-                              const float unit[NT]) {
+TKVCU_DEVICE void tkvcu_add_v_sums(tkvcu_partials<D, NT, VG> &u, int slab, const int32_t sum[NT][4],
+                                   const float unit[NT]) {
     int nt, i;
     TKVCU_UNROLL
     for (nt = 0; nt < NT; nt++) TKVCU_UNROLL
@@ -699,10 +711,11 @@ TKVCU_DEVICE void tkvcu_v_add(tkvcu_sums<D, NT, VG> &u, int slab, const int32_t 
             fmaf((float)(256 * sum[nt][2 * i] + sum[nt][2 * i + 1]), unit[nt], u.o[slab][nt][i]);
 }
 
-/* All slabs of V, width W. Groups of channels have weights of their own. */
+/* Multiplies all slabs of V with codes of width W. Each group of channels has its own weights. */
 template <int D, int W, int NT, int VG>
-TKVCU_DEVICE void tkvcu_v_codes(tkvcu_sums<D, NT, VG> &u, const tkvcu_v_at &at,
-                                const uint32_t b[VG][2][NT][2], const float unit[VG][NT], int g, int t) {
+TKVCU_DEVICE void tkvcu_multiply_v_codes(tkvcu_partials<D, NT, VG> &u, const tkvcu_v_addresses &at,
+                                         const uint32_t b[VG][2][NT][2], const float unit[VG][NT], int g,
+                                         int t) {
     int k, i, m, nt;
     TKVCU_UNROLL
     for (k = 0; k < D / 16; k++) {
@@ -710,9 +723,9 @@ TKVCU_DEVICE void tkvcu_v_codes(tkvcu_sums<D, NT, VG> &u, const tkvcu_v_at &at,
         uint32_t plane[2][4];
         int32_t sum[NT][4];
         const int group = k * VG / (D / 16);
-        tkvcu_fetch_v<W>(x, at, W == 3 ? D / 4 * 64 : 0, k, g, t);
+        tkvcu_load_v_words<W>(x, at, W == 3 ? D / 4 * 64 : 0, k, g, t);
         TKVCU_UNROLL
-        for (i = 0; i < 2; i++) tkvcu_planes<W>(x, i, plane[i]);
+        for (i = 0; i < 2; i++) tkvcu_split_planes<W>(x, i, plane[i]);
         TKVCU_UNROLL
         for (nt = 0; nt < NT; nt++) sum[nt][0] = sum[nt][1] = sum[nt][2] = sum[nt][3] = 0;
         TKVCU_UNROLL
@@ -722,32 +735,32 @@ TKVCU_DEVICE void tkvcu_v_codes(tkvcu_sums<D, NT, VG> &u, const tkvcu_v_at &at,
             TKVCU_UNROLL
             for (nt = 0; nt < NT; nt++) tkvcu_mma_uu(sum[nt], a, b[group][m][nt]);
         }
-        tkvcu_v_add(u, k, sum, unit[group]);
+        tkvcu_add_v_sums(u, k, sum, unit[group]);
     }
 }
 
-/* The same of R with pairs: 16 lanes of a tile are channels of two slabs. */
+/* The same for R with pairs: the 16 words of a tile are channels of two slabs. */
 template <int D, int NT, int VG>
-TKVCU_DEVICE void tkvcu_v_pairs(tkvcu_sums<D, NT, VG> &u, const tkvcu_v_at &at, const uint32_t b[2][NT][2],
-                                const float unit[NT], int g, int t) {
-    uint32_t turned[2][NT][2];
+TKVCU_DEVICE void tkvcu_multiply_v_pairs(tkvcu_partials<D, NT, VG> &u, const tkvcu_v_addresses &at,
+                                         const uint32_t b[2][NT][2], const float unit[NT], int g, int t) {
+    uint32_t reordered[2][NT][2];
     float pair_unit[NT];
     int i, k, nt, h, m;
     TKVCU_UNROLL
     for (nt = 0; nt < NT; nt++) {
         pair_unit[nt] = unit[nt] * TKVCU_PAIR_UNIT;
         TKVCU_UNROLL
-        for (m = 0; m < 2; m++) tkvcu_pair_weights(b[m][nt], turned[m][nt]);
+        for (m = 0; m < 2; m++) tkvcu_reorder_pair_weights(b[m][nt], reordered[m][nt]);
     }
     TKVCU_UNROLL
     for (k = 0; k < D / 32; k++) {
         tkvcu_v_tile<3> x;
         uint32_t code[2][2];
-        tkvcu_fetch_v<3>(x, at, D / 8 * 64, k, g, t);
+        tkvcu_load_v_words<3>(x, at, D / 8 * 64, k, g, t);
         TKVCU_UNROLL
         for (i = 0; i < 2; i++) {
-            code[0][i] = tkvcu_pair_codes<0>(x, i);
-            code[1][i] = tkvcu_pair_codes<2>(x, i);
+            code[0][i] = tkvcu_merge_pair_codes<0>(x, i);
+            code[1][i] = tkvcu_merge_pair_codes<2>(x, i);
         }
         TKVCU_UNROLL
         for (h = 0; h < 2; h++) {
@@ -757,43 +770,43 @@ TKVCU_DEVICE void tkvcu_v_pairs(tkvcu_sums<D, NT, VG> &u, const tkvcu_v_at &at, 
             TKVCU_UNROLL
             for (m = 0; m < 2; m++) {
                 uint32_t a[4];
-                tkvcu_pair_fragment(code[m], tkvcu_pair_points(h), a);
+                tkvcu_look_up_pairs(code[m], tkvcu_get_pair_table(h), a);
                 TKVCU_UNROLL
-                for (nt = 0; nt < NT; nt++) tkvcu_mma_su(sum[nt], a, turned[m][nt]);
+                for (nt = 0; nt < NT; nt++) tkvcu_mma_su(sum[nt], a, reordered[m][nt]);
             }
-            tkvcu_v_add(u, 2 * k + h, sum, pair_unit);
+            tkvcu_add_v_sums(u, 2 * k + h, sum, pair_unit);
         }
     }
 }
 
-/* >>units */
-TKVCU_DEVICE int tkvcu_position_of_query(const tkvcu_job &j, const tkvcu_task &k, int column) {
-    return k.reach.len - j.n_queries + (k.column + column) / k.group;
+/* >>scores and values of a key tile */
+TKVCU_DEVICE int tkvcu_find_query_position(const tkvcu_job &j, const tkvcu_task &k, int column) {
+    return k.visible.len - j.n_queries + (k.column + column) / k.group;
 }
 
-TKVCU_DEVICE int tkvcu_sees(const tkvcu_job &j, int query, int position) {
+TKVCU_DEVICE int tkvcu_can_see(const tkvcu_job &j, int query, int position) {
     return position <= query && (j.window == 0 || position > query - j.window);
 }
 
-/* Sums of a coded unit become weights: s[slab of 16 tokens][n-tile][word]. A score is q's unit times s, and
- * base. */
+/* Turns the sums of a coded key tile, s[slab of 16 tokens][n-tile][word], into weights. A product q.k is unit *
+ * s + base, in units of q. */
 template <int D, int NT, int VG>
-TKVCU_DEVICE void tkvcu_weigh(const tkvcu_job &j, const tkvcu_block<D, NT> &b, tkvcu_sums<D, NT, VG> &u,
-                              float s[4][NT][2], float unit, const float base[NT], float f[NT], int position,
-                              int g, int t) {
+TKVCU_DEVICE void tkvcu_softmax_step(const tkvcu_job &j, const tkvcu_attend_shared<D, NT> &b,
+                                     tkvcu_partials<D, NT, VG> &u, float s[4][NT][2], float unit,
+                                     const float base[NT], float f[NT], int position, int g, int t) {
     const tkvcu_task &k = b.task;
-    const int oldest = k.reach.len - j.n_queries;
+    const int oldest = k.visible.len - j.n_queries;
     const int masked =
-        TKVCU_RARELY(position + 63 > oldest || (j.window && position <= k.reach.len - 1 - j.window));
+        TKVCU_UNLIKELY(position + 63 > oldest || (j.window && position <= k.visible.len - 1 - j.window));
     float times[NT], least[NT], most[NT];
     int p, nt, i;
     TKVCU_UNROLL
     for (nt = 0; nt < NT; nt++) {
-        const float slope = b.slope[4 * nt + t];
-        times[nt] = unit * slope;
-        least[nt] = base[nt] * slope;
+        const float logit_scale = b.logit_scale[4 * nt + t];
+        times[nt] = unit * logit_scale;
+        least[nt] = base[nt] * logit_scale;
     }
-    if (TKVCU_RARELY(j.softcap > 0.0f)) {
+    if (TKVCU_UNLIKELY(j.softcap > 0.0f)) {
         TKVCU_UNROLL
         for (nt = 0; nt < NT; nt++) {
             TKVCU_UNROLL
@@ -806,24 +819,25 @@ TKVCU_DEVICE void tkvcu_weigh(const tkvcu_job &j, const tkvcu_block<D, NT> &b, t
     if (masked) {
         TKVCU_UNROLL
         for (nt = 0; nt < NT; nt++) {
-            const int query = tkvcu_position_of_query(j, k, 4 * nt + t);
-            if (times[nt] == 0.0f) times[nt] = 1e-37f; /* times infinity that shall be no weight */
+            const int query = tkvcu_find_query_position(j, k, 4 * nt + t);
+            /* 0 times infinity would be NaN */
+            if (times[nt] == 0.0f) times[nt] = 1e-37f;
             TKVCU_UNROLL
             for (p = 0; p < 4; p++) TKVCU_UNROLL
             for (i = 0; i < 2; i++)
-                if (!tkvcu_sees(j, query, position + 16 * p + 2 * g + i)) s[p][nt][i] = -INFINITY;
+                if (!tkvcu_can_see(j, query, position + 16 * p + 2 * g + i)) s[p][nt][i] = -INFINITY;
         }
     }
     TKVCU_UNROLL
     for (nt = 0; nt < NT; nt++) {
-        float x = TKVCU_UNSEEN; /* where nothing is seen that is what weights are taken from: they are 0 */
+        float x = TKVCU_LEAST_SUM; /* if no key is visible, weights are relative to this, and become 0 */
         TKVCU_UNROLL
         for (p = 0; p < 4; p++) x = fmaxf(fmaxf(x, s[p][nt][0]), s[p][nt][1]);
-        x = tkvcu_column_max(x);
-        most[nt] = x > TKVCU_UNSEEN ? fmaf(x, times[nt], least[nt]) : TKVCU_NOTHING;
+        x = tkvcu_reduce_column_max(x);
+        most[nt] = x > TKVCU_LEAST_SUM ? fmaf(x, times[nt], least[nt]) : TKVCU_MASKED_LOGIT;
         least[nt] = -x * times[nt];
     }
-    tkvcu_follow(u, most, f);
+    tkvcu_update_max(u, most, f);
     TKVCU_UNROLL
     for (nt = 0; nt < NT; nt++) {
         float l = 0.0f;
@@ -837,20 +851,20 @@ TKVCU_DEVICE void tkvcu_weigh(const tkvcu_job &j, const tkvcu_block<D, NT> &b, t
     }
 }
 
-/* One side of a coded unit that lies in `slot`. s: weights, f: what they count, for V. */
+/* Scores a coded key tile in `slot`. s receives the weights, f their factor. */
 template <int D, int NT, int VG>
-TKVCU_DEVICE void tkvcu_coded_k(const tkvcu_job &j, const tkvcu_block<D, NT> &b, const tkvcu_lane &me,
-                                tkvcu_sums<D, NT, VG> &u, float s[4][NT][2], float f[NT], const uint8_t *slot,
-                                int position) {
+TKVCU_DEVICE void tkvcu_score_coded_k(const tkvcu_job &j, const tkvcu_attend_shared<D, NT> &b,
+                                      const tkvcu_lane &me, tkvcu_partials<D, NT, VG> &u, float s[4][NT][2],
+                                      float f[NT], const uint8_t *slot, int position) {
     const tkvcu_side &side = TKVCU_SIDE(b, 0);
-    tkvcu_four *scale = (tkvcu_four *)(void *)me.work;
-    tkvcu_quad *q = (tkvcu_quad *)(void *)(me.work + 4 * D);
+    tkvcu_f32x4 *scale = (tkvcu_f32x4 *)(void *)me.work;
+    tkvcu_u32x4 *q = (tkvcu_u32x4 *)(void *)(me.work + 4 * D);
     const uint32_t *mine = (const uint32_t *)(const void *)q + me.t / 2 * 16 + 2 * me.g + me.t % 2;
     float base[NT], offset[NT];
-    const float unit = tkvcu_k_scales<D, NT>(side, slot, b, scale, me.lane);
+    const float unit = tkvcu_scale_k_channels<D, NT>(side, slot, b, scale, me.lane);
     int p, nt;
     __syncwarp();
-    tkvcu_q_codes<D, NT>(b, scale, q, me.lane);
+    tkvcu_make_q_limbs<D, NT>(b, scale, q, me.lane);
     __syncwarp();
     TKVCU_UNROLL
     for (nt = 0; nt < NT; nt++) {
@@ -858,35 +872,36 @@ TKVCU_DEVICE void tkvcu_coded_k(const tkvcu_job &j, const tkvcu_block<D, NT> &b,
         offset[nt] = 0.0f;
     }
     if (side.kind == TKVCU_KIVI) {
-        tkvcu_k_zeros<D, NT>(base, slot, b, me);
+        tkvcu_multiply_k_zeros<D, NT>(base, slot, b, me);
     } else {
-        tkvcu_k_offsets<D, NT>(side, offset, slot, b.span, mine, me.t);
-        if (side.slabs[0]) tkvcu_k_means<D, NT>(side, base, slot, b, me);
+        tkvcu_multiply_k_offsets<D, NT>(side, offset, slot, b.max_codes, mine, me.t);
+        if (side.slabs[0]) tkvcu_multiply_k_means<D, NT>(side, base, slot, b, me);
     }
     TKVCU_UNROLL
     for (p = 0; p < 4; p++) TKVCU_UNROLL
     for (nt = 0; nt < NT; nt++) s[p][nt][0] = s[p][nt][1] = offset[nt];
-    tkvcu_k_codes<D, NT>(side, s, me.k_codes, mine, me.g, me.t);
-    tkvcu_weigh(j, b, u, s, unit, base, f, position, me.g, me.t);
+    tkvcu_multiply_k_codes<D, NT>(side, s, me.k_codes, mine, me.g, me.t);
+    tkvcu_softmax_step(j, b, u, s, unit, base, f, position, me.g, me.t);
 }
 
 template <int D, int NT, int VG>
-TKVCU_DEVICE void tkvcu_coded_v(const tkvcu_block<D, NT> &b, const tkvcu_lane &me, tkvcu_sums<D, NT, VG> &u,
-                                const float s[4][NT][2], const float f[NT], const uint8_t *slot) {
+TKVCU_DEVICE void tkvcu_add_coded_v(const tkvcu_attend_shared<D, NT> &b, const tkvcu_lane &me,
+                                    tkvcu_partials<D, NT, VG> &u, const float s[4][NT][2], const float f[NT],
+                                    const uint8_t *slot) {
     const tkvcu_side &side = TKVCU_SIDE(b, 1);
     const int kivi = side.kind == TKVCU_KIVI, width = side.half_bits / 2;
     const int pairs = side.half_bits == 3;
-    const uint32_t smaller = pairs ? 0 : (uint32_t)tkvcu_v_bit(width, me.g / 2) << 23;
-    tkvcu_pair *scale = (tkvcu_pair *)(void *)me.work;
+    const uint32_t smaller = pairs ? 0 : (uint32_t)tkvcu_v_field_bit(width, me.g / 2) << 23;
+    tkvcu_f32x2 *scale = (tkvcu_f32x2 *)(void *)me.work;
     uint8_t *memory = me.work + 512 * VG;
     uint32_t w[VG][2][NT][2];
     float unit[VG][NT], sum[NT];
     int i, p, nt;
-    tkvcu_v_scales<VG>(side, slot, scale, me.lane, b.v_log);
+    tkvcu_load_v_scales<VG>(side, slot, scale, me.lane, b.v_log);
     __syncwarp();
     TKVCU_UNROLL
     for (i = 0; i < VG; i++) {
-        if (i > 0 && !kivi) { /* one group here */
+        if (i > 0 && !kivi) { /* this format has one group */
             TKVCU_UNROLL
             for (nt = 0; nt < NT; nt++) {
                 TKVCU_UNROLL
@@ -896,15 +911,15 @@ TKVCU_DEVICE void tkvcu_coded_v(const tkvcu_block<D, NT> &b, const tkvcu_lane &m
             }
             continue;
         }
-        tkvcu_weights<NT>(s, scale + 32 * i, memory + i * (4 * TKVCU_WEIGHTS_ROW * NT), smaller, w[i],
-                          unit[i], sum, me.g, me.t);
+        tkvcu_make_p_limbs<NT>(s, scale + 32 * i, memory + i * (4 * TKVCU_WEIGHTS_ROW * NT), smaller, w[i],
+                               unit[i], sum, me.g, me.t);
         TKVCU_UNROLL
         for (nt = 0; nt < NT; nt++) {
             float zero = 0.0f;
             if (kivi) {
                 TKVCU_UNROLL
                 for (p = 0; p < 4; p++) {
-                    const tkvcu_pair x = scale[32 * (VG + i) + 8 * p + me.g];
+                    const tkvcu_f32x2 x = scale[32 * (VG + i) + 8 * p + me.g];
                     zero = fmaf(s[p][nt][1], x.y, fmaf(s[p][nt][0], x.x, zero));
                 }
             } else if (!pairs) {
@@ -914,17 +929,17 @@ TKVCU_DEVICE void tkvcu_coded_v(const tkvcu_block<D, NT> &b, const tkvcu_lane &m
             unit[i][nt] *= f[nt];
         }
     }
-    if (pairs) tkvcu_v_pairs<D, NT, VG>(u, me.v_at, w[0], unit[0], me.g, me.t);
-    else if (width == 2) tkvcu_v_codes<D, 2, NT, VG>(u, me.v_at, w, unit, me.g, me.t);
-    else if (width == 3) tkvcu_v_codes<D, 3, NT, VG>(u, me.v_at, w, unit, me.g, me.t);
-    else if (width == 4) tkvcu_v_codes<D, 4, NT, VG>(u, me.v_at, w, unit, me.g, me.t);
-    else if (width == 1) tkvcu_v_codes<D, 1, NT, VG>(u, me.v_at, w, unit, me.g, me.t);
-    else tkvcu_v_codes<D, 8, NT, VG>(u, me.v_at, w, unit, me.g, me.t);
+    if (pairs) tkvcu_multiply_v_pairs<D, NT, VG>(u, me.v_at, w[0], unit[0], me.g, me.t);
+    else if (width == 2) tkvcu_multiply_v_codes<D, 2, NT, VG>(u, me.v_at, w, unit, me.g, me.t);
+    else if (width == 3) tkvcu_multiply_v_codes<D, 3, NT, VG>(u, me.v_at, w, unit, me.g, me.t);
+    else if (width == 4) tkvcu_multiply_v_codes<D, 4, NT, VG>(u, me.v_at, w, unit, me.g, me.t);
+    else if (width == 1) tkvcu_multiply_v_codes<D, 1, NT, VG>(u, me.v_at, w, unit, me.g, me.t);
+    else tkvcu_multiply_v_codes<D, 8, NT, VG>(u, me.v_at, w, unit, me.g, me.t);
 }
 
-/* >>16 exact tokens: products of 16-bit values. Rows g and g + 8 are tokens, or channels, g and g + 8; a
- * query, or a weight, goes in as what its 16 bits hold and what they leave: again two columns. */
-template <int D> TKVCU_DEVICE const uint8_t *tkvcu_chunk(const uint8_t *slot, int row, int chunk) {
+/* >>16 exact tokens: products of 16-bit values. Rows g and g + 8 of the first operand are tokens (K) or channels
+ * (V). A query or weight is split into two 16-bit limbs, again as two columns. */
+template <int D> TKVCU_DEVICE const uint8_t *tkvcu_find_chunk(const uint8_t *slot, int row, int chunk) {
     return slot + row * (2 * D) + 16 * (chunk ^ (row & (D % 64 ? 3 : 7)));
 }
 
@@ -933,19 +948,19 @@ TKVCU_DEVICE void tkvcu_mma_16(float c[4], const uint32_t a[4], const uint32_t b
     else tkvcu_mma_f16(c, a, b);
 }
 
-/* Two values in 16 bits each, or what is left of them then. */
-TKVCU_DEVICE uint32_t tkvcu_part_of(float x, float y, int low, int bf16) {
-    uint32_t two = bf16 ? tkvcu_bf16x2(x, y) : tkvcu_f16x2(x, y);
+/* Returns two values as 16-bit floats (the high limb), or the errors of this rounding (the low limb). */
+TKVCU_DEVICE uint32_t tkvcu_take_limb16(float x, float y, int low, int bf16) {
+    uint32_t two = bf16 ? tkvcu_pack_bf16x2(x, y) : tkvcu_pack_f16x2(x, y);
     if (!low) return two;
     x -= bf16 ? tkvcu_bf16_lo(two) : tkvcu_f16_lo(two);
     y -= bf16 ? tkvcu_bf16_hi(two) : tkvcu_f16_lo(two >> 16);
-    return bf16 ? tkvcu_bf16x2(x, y) : tkvcu_f16x2(x, y);
+    return bf16 ? tkvcu_pack_bf16x2(x, y) : tkvcu_pack_f16x2(x, y);
 }
 
 template <int D, int NT, int VG>
-TKVCU_DEVICE void tkvcu_exact_k(const tkvcu_job &j, const tkvcu_block<D, NT> &b, const tkvcu_lane &me,
-                                tkvcu_sums<D, NT, VG> &u, float s[NT][2], float f[NT], const uint8_t *slot,
-                                int position, int rows) {
+TKVCU_DEVICE void tkvcu_score_exact_k(const tkvcu_job &j, const tkvcu_attend_shared<D, NT> &b,
+                                      const tkvcu_lane &me, tkvcu_partials<D, NT, VG> &u, float s[NT][2],
+                                      float f[NT], const uint8_t *slot, int position, int rows) {
     const int i8 = me.lane % 8, m = me.lane / 8;
     float sum[NT][4], most[NT];
     int c, nt, i;
@@ -954,30 +969,30 @@ TKVCU_DEVICE void tkvcu_exact_k(const tkvcu_job &j, const tkvcu_block<D, NT> &b,
     TKVCU_UNROLL
     for (c = 0; c < D / 16; c++) {
         uint32_t a[4];
-        tkvcu_ldmatrix_x4(a, tkvcu_chunk<D>(slot, i8 + m % 2 * 8, 2 * c + m / 2));
+        tkvcu_ldmatrix_x4(a, tkvcu_find_chunk<D>(slot, i8 + m % 2 * 8, 2 * c + m / 2));
         TKVCU_UNROLL
         for (nt = 0; nt < NT; nt++) {
-            const tkvcu_words x = b.part[c][nt][me.lane];
+            const tkvcu_u32x2 x = b.q16[c][nt][me.lane];
             const uint32_t q[2] = {x.x, x.y};
             tkvcu_mma_16(sum[nt], a, q, b.side[0].bf16);
         }
     }
     TKVCU_UNROLL
     for (nt = 0; nt < NT; nt++) {
-        const int query = tkvcu_position_of_query(j, b.task, 4 * nt + me.t);
-        const float slope = b.slope[4 * nt + me.t];
-        most[nt] = TKVCU_NOTHING;
+        const int query = tkvcu_find_query_position(j, b.task, 4 * nt + me.t);
+        const float logit_scale = b.logit_scale[4 * nt + me.t];
+        most[nt] = TKVCU_MASKED_LOGIT;
         TKVCU_UNROLL
         for (i = 0; i < 2; i++) {
             const int row = me.g + 8 * i;
-            float x = (sum[nt][2 * i] + sum[nt][2 * i + 1]) * slope;
+            float x = (sum[nt][2 * i] + sum[nt][2 * i + 1]) * logit_scale;
             if (j.softcap > 0.0f) x = tanhf(x) * (j.softcap * TKVCU_LOG2E);
-            s[nt][i] = row < rows && tkvcu_sees(j, query, position + row) ? x : -INFINITY;
+            s[nt][i] = row < rows && tkvcu_can_see(j, query, position + row) ? x : -INFINITY;
             most[nt] = fmaxf(most[nt], s[nt][i]);
         }
-        most[nt] = tkvcu_column_max(most[nt]);
+        most[nt] = tkvcu_reduce_column_max(most[nt]);
     }
-    tkvcu_follow(u, most, f);
+    tkvcu_update_max(u, most, f);
     TKVCU_UNROLL
     for (nt = 0; nt < NT; nt++) {
         TKVCU_UNROLL
@@ -987,8 +1002,9 @@ TKVCU_DEVICE void tkvcu_exact_k(const tkvcu_job &j, const tkvcu_block<D, NT> &b,
 }
 
 template <int D, int NT, int VG>
-TKVCU_DEVICE void tkvcu_exact_v(const tkvcu_block<D, NT> &b, const tkvcu_lane &me, tkvcu_sums<D, NT, VG> &u,
-                                const float s[NT][2], const float f[NT], const uint8_t *slot) {
+TKVCU_DEVICE void tkvcu_add_exact_v(const tkvcu_attend_shared<D, NT> &b, const tkvcu_lane &me,
+                                    tkvcu_partials<D, NT, VG> &u, const float s[NT][2], const float f[NT],
+                                    const uint8_t *slot) {
     const int i8 = me.lane % 8, m = me.lane / 8, bf16 = b.side[1].bf16;
     float *weight = (float *)(void *)me.work; /* [column][16 tokens] */
     uint32_t p[NT][2];
@@ -1001,12 +1017,12 @@ TKVCU_DEVICE void tkvcu_exact_v(const tkvcu_block<D, NT> &b, const tkvcu_lane &m
     for (nt = 0; nt < NT; nt++) TKVCU_UNROLL
     for (i = 0; i < 2; i++) {
         const float *x = weight + 16 * (4 * nt + me.g / 2) + 2 * me.t + 8 * i;
-        p[nt][i] = tkvcu_part_of(x[0], x[1], me.g % 2, bf16);
+        p[nt][i] = tkvcu_take_limb16(x[0], x[1], me.g % 2, bf16);
     }
     TKVCU_UNROLL
     for (c = 0; c < D / 16; c++) {
         uint32_t a[4];
-        tkvcu_ldmatrix_x4_trans(a, tkvcu_chunk<D>(slot, i8 + m / 2 * 8, 2 * c + m % 2));
+        tkvcu_ldmatrix_x4_trans(a, tkvcu_find_chunk<D>(slot, i8 + m / 2 * 8, 2 * c + m % 2));
         TKVCU_UNROLL
         for (nt = 0; nt < NT; nt++) {
             float sum[4] = {0.0f, 0.0f, 0.0f, 0.0f};
@@ -1017,44 +1033,48 @@ TKVCU_DEVICE void tkvcu_exact_v(const tkvcu_block<D, NT> &b, const tkvcu_lane &m
     }
 }
 
-/* >>runs: units of one region and one version, so that all is read in one way */
-/* Row of a column's query. */
-TKVCU_DEVICE size_t tkvcu_query_at(const tkvcu_job &j, const tkvcu_task &k, int column) {
+/* >>key ranges: key tiles of one region and one table version */
+/* Returns the index of a column's query in d_q. */
+TKVCU_DEVICE size_t tkvcu_find_query(const tkvcu_job &j, const tkvcu_task &k, int column) {
     const size_t row = (size_t)k.entry * (size_t)j.n_queries + (size_t)(column / k.group);
     const size_t head = (size_t)(k.head * k.group + column % k.group);
     return (row * (size_t)j.view.n_heads + head) * (size_t)j.view.head_dim;
 }
 
-/* The power of two that x, which is not negative, is 1 to 2 times; 0: `otherwise`. */
-TKVCU_DEVICE float tkvcu_power_below(float x, float otherwise) {
+/* Returns the largest power of two that is at most x. x must not be negative; 0 gives `otherwise`. */
+TKVCU_DEVICE float tkvcu_floor_power(float x, float otherwise) {
     const uint32_t bits = tkvi_bits(x) & 0x7f800000u;
     if (bits == 0) return otherwise;
     return tkvi_from_bits(bits < 0x7e800000u ? bits : 0x7e800000u);
 }
 
-/* Queries in the orders that their products want, with the sign of the scale: channels in the run's order,
- * or as they come for exact rows. By all threads. */
-template <int D, int NT> TKVCU_DEVICE void tkvcu_prepare(const tkvcu_job &j, tkvcu_block<D, NT> &b) {
+/* Stores the queries in the orders of their products, with the sign of the scale. Channels are in the order of
+ * the key range, or in natural order for exact rows. All threads call it. */
+template <int D, int NT>
+TKVCU_DEVICE void tkvcu_prepare_queries(const tkvcu_job &j, tkvcu_attend_shared<D, NT> &b) {
     const tkvcu_side &side = b.side[0];
     const tkvcu_task &k = b.task;
     const int tid = (int)threadIdx.x, exact = side.kind == TKVCU_EXACT;
     const uint8_t *order = side.table >= 0 && !exact ? j.view.order + side.table : NULL;
     int i, c, r;
-    for (i = tid / 32; i < 4 * NT; i += TKVCU_WARPS) { /* a warp a column: its unit, static means */
-        const float sign = k.column + i >= k.columns ? 0.0f : j.scale < 0.0f ? -1.0f : 1.0f; /* 0: nobody's */
+    for (i = tid / 32; i < 4 * NT; i += TKVCU_WARPS) { /* a warp per column: its unit, and the means */
+        const float sign = k.column + i >= k.columns ? 0.0f
+                           : j.scale < 0.0f          ? -1.0f
+                                                     : 1.0f; /* 0: unused column */
         const float times = fabsf(j.scale) * (j.softcap > 0.0f ? 1.0f / j.softcap : TKVCU_LOG2E);
         const uint8_t *meta = k.from[0] - 2048 + side.code_bytes;
-        float sum = 0.0f, most = 0.0f, product = 0.0f, one, part;
+        float sum = 0.0f, most = 0.0f, product = 0.0f, q_unit, q16_unit;
         if (k.column + i < k.columns) {
-            const size_t at = tkvcu_query_at(j, k, k.column + i);
+            const size_t at = tkvcu_find_query(j, k, k.column + i);
             for (c = tid % 32; c < D; c += 32) {
                 const int channel = order ? order[c] : c;
-                const float x = tkvcu_element(j.q, j.type, at + (size_t)channel);
+                const float x = tkvcu_load_element(j.q, j.type, at + (size_t)channel);
                 const uint32_t bits = tkvi_bits(x) & 0x7fffffffu;
-                float scale = 0.0f; /* the run's first block's: later ones will be near it */
+                /* scale in the first block of the range: later blocks have similar scales */
+                float scale = 0.0f;
                 if (side.kind == TKVCU_KIVI) scale = tkvcu_f16_lo(((const uint16_t *)(const void *)meta)[c]);
                 else if (side.kind == TKVCU_A && c < D - 16 * side.slabs[0])
-                    scale = tkvcu_log_value(meta[c], side.top, b.mantissa);
+                    scale = tkvcu_decode_log(meta[c], side.top, b.mantissa);
                 if (order) sum += x * j.view.mean[side.table + c];
                 most = fmaxf(most, fabsf(x));
                 product = fmaxf(product, fabsf(x) * scale);
@@ -1063,139 +1083,141 @@ template <int D, int NT> TKVCU_DEVICE void tkvcu_prepare(const tkvcu_job &j, tkv
         }
         TKVCU_UNROLL
         for (c = 16; c > 0; c /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, c);
-        part = tkvcu_power_below(tkvcu_warp_max(most), 1.0f);
-        one = tkvcu_power_below(tkvcu_warp_max(product), part);
-        if (tid % 32 ==
-            0) { /* what is no number stays in its column: those of all columns have a unit in common */
-            b.slope[i] = sum == sum ? one * times : NAN;
-            b.mean[i] = sign * sum / one;
-            b.ratio[i] = part / one;
-            b.other[i] = (int)tkvi_bits(sum == sum ? sign / one : NAN);
-            b.other[4 * NT + i] = (int)tkvi_bits(sum == sum ? sign / part : NAN);
+        q16_unit = tkvcu_floor_power(tkvcu_warp_max(most), 1.0f);
+        q_unit = tkvcu_floor_power(tkvcu_warp_max(product), q16_unit);
+        /* NaN and infinity stay in their column, although the columns share a unit */
+        if (tid % 32 == 0) {
+            b.logit_scale[i] = sum == sum ? q_unit * times : NAN;
+            b.mean[i] = sign * sum / q_unit;
+            b.q16_ratio[i] = q16_unit / q_unit;
+            b.scratch[i] = (int)tkvi_bits(sum == sum ? sign / q_unit : NAN);
+            b.scratch[4 * NT + i] = (int)tkvi_bits(sum == sum ? sign / q16_unit : NAN);
         }
     }
     __syncthreads();
     for (i = tid; i < D / 16 * NT * 32; i += TKVCU_THREADS) {
         const int lane = i % 32, nt = i / 32 % NT, slab = i / 32 / NT, mine = 4 * nt + lane / 8, t = lane % 4;
-        const float one = tkvi_from_bits((uint32_t)b.other[mine]);
-        const float part = tkvi_from_bits((uint32_t)b.other[4 * NT + mine]);
+        const float q_unit = tkvi_from_bits((uint32_t)b.scratch[mine]);
+        const float q16_unit = tkvi_from_bits((uint32_t)b.scratch[4 * NT + mine]);
         const int low = lane / 4 % 2, bf16 = exact && side.bf16;
-        tkvcu_words to;
-        const size_t at = k.column + mine < k.columns ? tkvcu_query_at(j, k, k.column + mine) : 0;
-        tkvcu_four x, y;
+        tkvcu_u32x2 to;
+        const size_t at = k.column + mine < k.columns ? tkvcu_find_query(j, k, k.column + mine) : 0;
+        tkvcu_f32x4 x, y;
         TKVCU_UNROLL
         for (r = 0; r < 4; r++) {
             const int tile = 16 * slab + 4 * t + r, rows = 16 * slab + 2 * t + r % 2 + r / 2 * 8;
             const int zeros = 32 * (slab / 2) + 8 * t + slab % 2 * 2 + r % 2 + r / 2 * 4;
             const int place = exact ? rows : side.kind == TKVCU_KIVI ? zeros : tile;
-            x.x[r] = one * tkvcu_element(j.q, j.type, at + (size_t)(order ? order[tile] : tile));
-            y.x[r] = part * tkvcu_element(j.q, j.type, at + (size_t)(order ? order[place] : place));
+            x.x[r] = q_unit * tkvcu_load_element(j.q, j.type, at + (size_t)(order ? order[tile] : tile));
+            y.x[r] = q16_unit * tkvcu_load_element(j.q, j.type, at + (size_t)(order ? order[place] : place));
         }
         if (!low)
-            b.q[t % 2][tkvcu_pair_of<D>(nt, 2 * slab + t / 2, lane / 8)] = x; /* not used of exact rows */
-        to.x = tkvcu_part_of(y.x[0], y.x[1], low, bf16);
-        to.y = tkvcu_part_of(y.x[2], y.x[3], low, bf16);
+            b.q[t % 2][tkvcu_find_q_index<D>(nt, 2 * slab + t / 2, lane / 8)] =
+                x; /* not used for exact rows */
+        to.x = tkvcu_take_limb16(y.x[0], y.x[1], low, bf16);
+        to.y = tkvcu_take_limb16(y.x[2], y.x[3], low, bf16);
         if (!exact && side.kind == TKVCU_KIVI)
-            ((tkvcu_words *)(void *)b.part)[((slab / 2 * NT + nt) * 32 + lane) * 2 + slab % 2] = to;
-        else b.part[slab][nt][lane] = to;
+            ((tkvcu_u32x2 *)(void *)b.q16)[((slab / 2 * NT + nt) * 32 + lane) * 2 + slab % 2] = to;
+        else b.q16[slab][nt][lane] = to;
     }
     for (i = tid; i < 256; i += TKVCU_THREADS) {
-        if (side.kind == TKVCU_A) b.k_log[i] = tkvcu_log_value((uint32_t)i, side.top, b.mantissa);
-        if (b.side[1].kind == TKVCU_R) b.v_log[i] = tkvcu_log_value((uint32_t)i, b.side[1].top, b.mantissa);
+        if (side.kind == TKVCU_A) b.k_log[i] = tkvcu_decode_log((uint32_t)i, side.top, b.mantissa);
+        if (b.side[1].kind == TKVCU_R) b.v_log[i] = tkvcu_decode_log((uint32_t)i, b.side[1].top, b.mantissa);
     }
     for (i = tid; i < D / 4 && side.kind == TKVCU_A; i += TKVCU_THREADS)
-        b.span[i] = ((1u << tkvcu_width_of(side, i / 4)) - 1u) * 0x01010101u;
+        b.max_codes[i] = ((1u << tkvcu_find_slab_width(side, i / 4)) - 1u) * 0x01010101u;
     __syncthreads();
     for (i = tid; i < D / 4; i += TKVCU_THREADS) {
-        tkvcu_four x = {{0.0f, 0.0f, 0.0f, 0.0f}};
+        tkvcu_f32x4 x = {{0.0f, 0.0f, 0.0f, 0.0f}};
         for (c = 0; c < 4 * NT; c++) TKVCU_UNROLL
         for (r = 0; r < 4; r++)
-            x.x[r] = fmaxf(x.x[r], fabsf(b.q[i % 2][tkvcu_pair_of<D>(c / 4, i / 2, c % 4)].x[r]));
-        b.most[i] = x;
+            x.x[r] = fmaxf(x.x[r], fabsf(b.q[i % 2][tkvcu_find_q_index<D>(c / 4, i / 2, c % 4)].x[r]));
+        b.q_max[i] = x;
     }
 }
 
-/* Rows of the task's region that are there, from 16 exact ones' first on. */
-TKVCU_DEVICE int tkvcu_rows_from(const tkvcu_job &j, const tkvcu_task &k, int unit) {
-    const int sinks = tkvi_min(j.view.sinks, k.reach.len);
-    return (k.region == TKVCU_SINKS ? sinks : k.reach.len - j.view.sinks) - 16 * unit;
+/* Returns the number of exact rows from key tile `unit` to the end of the task's region. */
+TKVCU_DEVICE int tkvcu_n_rows_left(const tkvcu_job &j, const tkvcu_task &k, int unit) {
+    const int sinks = tkvi_min(j.view.sinks, k.visible.len);
+    return (k.region == TKVCU_SINKS ? sinks : k.visible.len - j.view.sinks) - 16 * unit;
 }
 
-/* K (which = 0) or V of unit number nth of the task's run, if it has so many, begins to come into its slot. */
+/* Starts the copy of K (which = 0) or V of key tile nth of the range, if it has that many. */
 template <int D, int EXACT>
-TKVCU_DEVICE void tkvcu_ask(const tkvcu_job &j, const tkvcu_task &k, const tkvcu_lane &me, int which,
-                            int nth) {
+TKVCU_DEVICE void tkvcu_prefetch_side(const tkvcu_job &j, const tkvcu_task &k, const tkvcu_lane &me,
+                                      int which, int nth) {
     if (nth < k.n) {
         uint8_t *slot = me.slot[which];
         if (EXACT) {
-            const int place = k.place + nth;
+            const int place = k.ring_tile + nth;
             tkvcu_load_rows<D>(slot, k.from[which] + (size_t)(place / 4) * k.block + place % 4 * (32 * D),
-                               tkvcu_rows_from(j, k, k.first + nth), me.lane);
+                               tkvcu_n_rows_left(j, k, k.first + nth), me.lane);
         } else {
-            tkvcu_load<D>(slot, tkvcu_forward(k.from[which], nth, k.block), k.codes[which], k.meta[which],
-                          me);
+            tkvcu_load_side<D>(slot, tkvcu_advance(k.from[which], nth, k.block), k.codes[which],
+                               k.meta[which], me);
         }
     }
     tkvcu_cp_async_commit();
 }
 
-/* What was asked for has come, and nobody uses the side before it any more: that slot and the warp's work
- * are free. */
-TKVCU_DEVICE void tkvcu_come(void) {
+/* Waits for the copies. All lanes are then done with the previous side: its slot and `work` are free. */
+TKVCU_DEVICE void tkvcu_wait_copies(void) {
     tkvcu_cp_async_wait<0>();
     __syncwarp();
 }
 
-/* The task's run; its sides are in b. V comes while K is worked at, and the next K while V is. */
+/* Attends to the key range whose sides are in b. V is copied during the work on K, and the next K during V. */
 template <int D, int NT, int VG, int EXACT>
-TKVCU_DEVICE void tkvcu_run_units(const tkvcu_job &j, tkvcu_block<D, NT> &b, const tkvcu_lane &me,
-                                  tkvcu_sums<D, NT, VG> &u) {
+TKVCU_DEVICE void tkvcu_attend_key_range(const tkvcu_job &j, tkvcu_attend_shared<D, NT> &b,
+                                         const tkvcu_lane &me, tkvcu_partials<D, NT, VG> &u) {
     const tkvcu_task &k = b.task;
     const int base = k.region == TKVCU_SINKS ? 0 : j.view.sinks;
     int nth = me.warp;
-    tkvcu_ask<D, EXACT>(j, k, me, 0, nth);
+    tkvcu_prefetch_side<D, EXACT>(j, k, me, 0, nth);
     TKVCU_ROLL
     for (; nth < k.n; nth += TKVCU_WARPS) {
         const int unit = k.first + nth;
         float s[4][NT][2], f[NT];
-        tkvcu_come();
-        tkvcu_ask<D, EXACT>(j, k, me, 1, nth);
+        tkvcu_wait_copies();
+        tkvcu_prefetch_side<D, EXACT>(j, k, me, 1, nth);
         if (EXACT)
-            tkvcu_exact_k(j, b, me, u, s[0], f, me.slot[0], base + 16 * unit, tkvcu_rows_from(j, k, unit));
-        else tkvcu_coded_k(j, b, me, u, s, f, me.slot[0], base + 64 * unit);
-        tkvcu_come();
-        tkvcu_ask<D, EXACT>(j, k, me, 0, nth + TKVCU_WARPS);
-        if (EXACT) tkvcu_exact_v(b, me, u, s[0], f, me.slot[1]);
-        else tkvcu_coded_v(b, me, u, s, f, me.slot[1]);
+            tkvcu_score_exact_k(j, b, me, u, s[0], f, me.slot[0], base + 16 * unit,
+                                tkvcu_n_rows_left(j, k, unit));
+        else tkvcu_score_coded_k(j, b, me, u, s, f, me.slot[0], base + 64 * unit);
+        tkvcu_wait_copies();
+        tkvcu_prefetch_side<D, EXACT>(j, k, me, 0, nth + TKVCU_WARPS);
+        if (EXACT) tkvcu_add_exact_v(b, me, u, s[0], f, me.slot[1]);
+        else tkvcu_add_coded_v(b, me, u, s, f, me.slot[1]);
     }
 }
 
-/* Blocks from `block` on, at most n, that have its version. */
+/* Returns the number of blocks from `block` on, at most n, that have its table version. */
 template <int D, int NT>
-TKVCU_DEVICE int tkvcu_same_version(const tkvcu_job &j, tkvcu_block<D, NT> &b, int block, int n) {
+TKVCU_DEVICE int tkvcu_n_same_version(const tkvcu_job &j, tkvcu_attend_shared<D, NT> &b, int block, int n) {
     const uint8_t *version =
-        j.view.version + (size_t)b.task.reach.seq * (size_t)j.view.max_blocks + (size_t)block;
+        j.view.version + (size_t)b.task.visible.seq * (size_t)j.view.max_blocks + (size_t)block;
     int from, i;
     for (from = 0; from < n; from += TKVCU_THREADS) {
         i = from + (int)threadIdx.x;
-        b.other[threadIdx.x] = i < n && version[i] != version[0];
+        b.scratch[threadIdx.x] = i < n && version[i] != version[0];
         __syncthreads();
         for (i = 0; i < TKVCU_THREADS && from + i < n; i++)
-            if (b.other[i]) return from + i;
+            if (b.scratch[i]) return from + i;
         __syncthreads();
     }
     return n;
 }
 
-/* >>the end of a part: its warps' sums as one, into the workspace [slot][columns of the block][m, l, o ...] */
+/* >>end of a section: the joined partial results of the warps go to the workspace, [slot][column][m, l, o ...] */
 template <int D, int NT, int VG>
-TKVCU_DEVICE void tkvcu_finish(const tkvcu_job &j, tkvcu_block<D, NT> &b, const tkvcu_lane &me,
-                               tkvcu_sums<D, NT, VG> &u, uint8_t *warps, size_t warp_bytes) {
+TKVCU_DEVICE void tkvcu_write_partials(const tkvcu_job &j, tkvcu_attend_shared<D, NT> &b,
+                                       const tkvcu_lane &me, tkvcu_partials<D, NT, VG> &u, uint8_t *warps,
+                                       size_t warp_bytes) {
     const tkvcu_task &k = b.task;
     float *mine = (float *)(void *)me.slot[0];
-    const int slot = (int)blockIdx.x + (k.entry * j.view.n_kv_heads + k.head) * TKVCU_PARTS + k.part;
+    const int slot = (int)blockIdx.x + (k.entry * j.view.n_kv_heads + k.head) * TKVCU_SECTIONS + k.section;
     float *out = j.partial + ((size_t)slot * gridDim.y + blockIdx.y) * (size_t)(4 * NT * (D + 2));
-    const int exact = k.part == 2;
+    const int exact = k.section == 2;
     int nt, i, c, w;
     TKVCU_UNROLL
     for (nt = 0; nt < NT; nt++) {
@@ -1214,12 +1236,13 @@ TKVCU_DEVICE void tkvcu_finish(const tkvcu_job &j, tkvcu_block<D, NT> &b, const 
         for (c = 0; c < D / 16; c++) TKVCU_UNROLL
         for (i = 0; i < 2; i++)
             column[2 + 16 * c + (exact ? me.g + 8 * i : 2 * me.g + i)] =
-                u.o[c][nt][i] + u.zero[16 * c * VG / D][nt]; /* 0 where there is nothing of that kind */
+                u.o[c][nt][i] + u.zero[16 * c * VG / D][nt]; /* zero is 0 if the format has none */
     }
     __syncthreads();
-    for (i = (int)threadIdx.x; i < 4 * NT * (D + 1); i += TKVCU_THREADS) { /* l counts as an output */
+    for (i = (int)threadIdx.x; i < 4 * NT * (D + 1);
+         i += TKVCU_THREADS) { /* l is treated as one more output */
         const int column = i / (D + 1), at = i % (D + 1);
-        float m = TKVCU_NOTHING, sum = 0.0f;
+        float m = TKVCU_MASKED_LOGIT, sum = 0.0f;
         for (w = 0; w < TKVCU_WARPS; w++)
             m = fmaxf(m, ((const float *)(const void *)(warps + (size_t)w * warp_bytes))[column * (D + 2)]);
         for (w = 0; w < TKVCU_WARPS; w++) {
@@ -1232,77 +1255,80 @@ TKVCU_DEVICE void tkvcu_finish(const tkvcu_job &j, tkvcu_block<D, NT> &b, const 
     __syncthreads();
 }
 
-/* The next part that the block has units of; left: 0 if there is none. By one thread. */
-template <class Task> TKVCU_DEVICE void tkvcu_next_part(const tkvcu_job &j, Task &task, const int *ends) {
+/* Finds the next section with key tiles of this thread block. left = 0: none. One thread calls it. */
+template <class Task> TKVCU_DEVICE void tkvcu_next_section(const tkvcu_job &j, Task &task, const int *ends) {
     Task k = task;
     int per;
     k.left = 0;
-    if (k.unit < k.end) {
-        while (ends[k.entry] <= k.unit) k.entry++;
-        k.reach = tkvcu_reach_of(j, k.entry);
-        per = tkvcu_units_of(k.reach);
-        k.at = k.unit - (k.entry ? ends[k.entry - 1] : 0);
-        k.head = k.at / per;
-        k.at %= per;
-        for (k.part = 0; k.at >= tkvcu_units_in(k.reach, k.part); k.part++)
-            k.at -= tkvcu_units_in(k.reach, k.part);
-        k.left = tkvi_min(tkvcu_units_in(k.reach, k.part) - k.at, k.end - k.unit);
-        k.unit += k.left;
+    if (k.next_tile < k.end_tile) {
+        while (ends[k.entry] <= k.next_tile) k.entry++;
+        k.visible = tkvcu_find_visible(j, k.entry);
+        per = tkvcu_n_key_tiles(k.visible);
+        k.tile = k.next_tile - (k.entry ? ends[k.entry - 1] : 0);
+        k.head = k.tile / per;
+        k.tile %= per;
+        for (k.section = 0; k.tile >= tkvcu_n_key_tiles_in(k.visible, k.section); k.section++)
+            k.tile -= tkvcu_n_key_tiles_in(k.visible, k.section);
+        k.left = tkvi_min(tkvcu_n_key_tiles_in(k.visible, k.section) - k.tile, k.end_tile - k.next_tile);
+        k.next_tile += k.left;
     }
     task = k;
 }
 
-/* The next run of the part, its sides and queries. By all threads. */
-template <int D, int NT> TKVCU_DEVICE void tkvcu_next_run(const tkvcu_job &j, tkvcu_block<D, NT> &b) {
+/* Begins the next key range of the section: its sides and queries. All threads call it. */
+template <int D, int NT>
+TKVCU_DEVICE void tkvcu_next_key_range(const tkvcu_job &j, tkvcu_attend_shared<D, NT> &b) {
     const tkvcu_task &k = b.task;
-    const tkvcu_list list = j.view.list[k.reach.seq];
+    const tkvcu_list list = j.view.list[k.visible.seq];
     const int tid = (int)threadIdx.x, coded = list.archive + list.warm;
-    int region, first, place, places, n = k.left, version = 0;
-    if (k.part == 2) {
-        region = k.at < k.reach.sinks ? TKVCU_SINKS : TKVCU_HOT;
-        first = k.at;
-        if (region == TKVCU_HOT) first += 4 * tkvi_max(k.reach.first, coded) - k.reach.sinks;
-        else n = tkvi_min(n, k.reach.sinks - k.at);
+    int region, first, ring_tile, ring_tiles, n = k.left, version = 0;
+    if (k.section == 2) {
+        region = k.tile < k.visible.sink_tiles ? TKVCU_SINKS : TKVCU_HOT;
+        first = k.tile;
+        if (region == TKVCU_HOT) first += 4 * tkvi_max(k.visible.first_block, coded) - k.visible.sink_tiles;
+        else n = tkvi_min(n, k.visible.sink_tiles - k.tile);
     } else {
-        region = k.part == 0 ? TKVCU_ARCHIVE : TKVCU_WARM;
-        first = k.at + (k.part == 0 ? k.reach.first : tkvi_max(k.reach.first, list.archive));
-        version = j.view.version[(size_t)k.reach.seq * (size_t)j.view.max_blocks + (size_t)first];
-        n = tkvcu_same_version(j, b, first, n);
+        region = k.section == 0 ? TKVCU_ARCHIVE : TKVCU_WARM;
+        first =
+            k.tile + (k.section == 0 ? k.visible.first_block : tkvi_max(k.visible.first_block, list.archive));
+        version = j.view.version[(size_t)k.visible.seq * (size_t)j.view.max_blocks + (size_t)first];
+        n = tkvcu_n_same_version(j, b, first, n);
     }
-    places =
-        (region < TKVCU_SINKS ? 1 : 4) * j.view.ring[region]; /* in units; behind the last one is the first */
-    place = first % places;
-    n = tkvi_min(n, places - place);
+    /* length of the ring in key tiles; after the last place comes the first */
+    ring_tiles = (region < TKVCU_SINKS ? 1 : 4) * j.view.ring[region];
+    ring_tile = first % ring_tiles;
+    n = tkvi_min(n, ring_tiles - ring_tile);
     __syncthreads();
     if (tid < 2) {
         const size_t at = (size_t)(version * TKVCU_REGIONS + region) * (size_t)j.view.n_kv_heads;
         b.side[tid] = j.view.side[(at + (size_t)k.head) * 2 + (size_t)tid];
         b.task.from[tid] =
-            j.view.bytes[region] + (size_t)k.reach.seq * j.view.stride[region] + b.side[tid].at;
-        if (region < TKVCU_SINKS) b.task.from[tid] += (size_t)place * j.view.block[region] + 2048;
+            j.view.bytes[region] + (size_t)k.visible.seq * j.view.stride[region] + b.side[tid].at;
+        if (region < TKVCU_SINKS) b.task.from[tid] += (size_t)ring_tile * j.view.block[region] + 2048;
         b.task.codes[tid] = (int)b.side[tid].code_bytes;
         b.task.meta[tid] = (int)(b.side[tid].bytes - b.side[tid].code_bytes);
     }
     if (tid == 0) {
         b.task.block = j.view.block[region];
-        b.task.place = place;
+        b.task.ring_tile = ring_tile;
         b.task.region = region;
         b.task.first = first;
         b.task.n = n;
-        b.task.at += n;
+        b.task.tile += n;
         b.task.left -= n;
     }
     __syncthreads();
-    tkvcu_prepare(j, b);
+    tkvcu_prepare_queries(j, b);
     __syncthreads();
 }
 
-/* Ends of the entries: a running sum of their units, 32 at a time, by one warp. */
+/* Computes ends[entry], the running sum of key tiles over the entries, 32 at a time. One warp calls it. */
 TKVCU_DEVICE void tkvcu_find_ends(const tkvcu_job &j, int *ends, int lane) {
     int sum = 0, e, i;
     for (e = 0; e < j.n_entries; e += 32) {
         int n = 0;
-        if (e + lane < j.n_entries) n = j.view.n_kv_heads * tkvcu_units_of(tkvcu_reach_of(j, e + lane));
+        if (e + lane < j.n_entries)
+            n = j.view.n_kv_heads * tkvcu_n_key_tiles(tkvcu_find_visible(j, e + lane));
         TKVCU_UNROLL
         for (i = 1; i < 32; i *= 2) {
             const int before = __shfl_up_sync(0xffffffffu, n, (unsigned)i);
@@ -1314,10 +1340,10 @@ TKVCU_DEVICE void tkvcu_find_ends(const tkvcu_job &j, int *ends, int lane) {
     }
 }
 
-/* Blocks of threads that a multiprocessor shall hold: as many as leave registers for all that is in use. */
+/* Thread blocks per multiprocessor that the register limit must allow. */
 #if defined __CUDA_ARCH__ && __CUDA_ARCH__ < 900
-#define TKVCU_RESIDENT(NT)                                                                                   \
-    ((NT) == 2 ? 2 : 3) /* their shared memory has room for no more with head_dim 128 */
+/* With head_dim 128, shared memory has no space for more. */
+#define TKVCU_RESIDENT(NT) ((NT) == 2 ? 2 : 3)
 #else
 #define TKVCU_RESIDENT(NT) ((NT) == 2 ? 3 : 4)
 #endif
@@ -1325,12 +1351,12 @@ TKVCU_DEVICE void tkvcu_find_ends(const tkvcu_job &j, int *ends, int lane) {
 template <int D, int NT, int VG>
 __global__ void __launch_bounds__(TKVCU_THREADS, TKVCU_RESIDENT(NT)) tkvcu_attend_kernel(tkvcu_job j) {
     TKVCU_SHARED(uint8_t, shared);
-    tkvcu_block<D, NT> &b = *(tkvcu_block<D, NT> *)(void *)shared;
+    tkvcu_attend_shared<D, NT> &b = *(tkvcu_attend_shared<D, NT> *)(void *)shared;
     int *ends = (int *)(void *)(shared + sizeof b); /* [n_entries] */
     const int tid = (int)threadIdx.x;
     const int warp_bytes = TKVCU_SLOTS * j.slot_bytes + TKVCU_WORK(D, NT, VG);
     const int warps_at = (int)((sizeof b + sizeof(int) * (size_t)j.n_entries + 127) / 128 * 128);
-    const tkvcu_lane me = tkvcu_lane_of<D>(shared + warps_at, warp_bytes, j.slot_bytes);
+    const tkvcu_lane me = tkvcu_make_lane<D>(shared + warps_at, warp_bytes, j.slot_bytes);
     if (tid < 16) b.mantissa[tid] = tkvi_bits(tkvi_log_value(1 + tid, 16));
     if (me.warp == 0) tkvcu_find_ends(j, ends, me.lane);
     __syncthreads();
@@ -1340,25 +1366,25 @@ __global__ void __launch_bounds__(TKVCU_THREADS, TKVCU_RESIDENT(NT)) tkvcu_atten
         b.task.group = j.view.n_heads / j.view.n_kv_heads;
         b.task.columns = b.task.group * j.n_queries;
         b.task.column = 4 * NT * (int)blockIdx.y;
-        b.task.unit = tkvcu_range(total, (int)gridDim.x, (int)blockIdx.x);
-        b.task.end = tkvcu_range(total, (int)gridDim.x, (int)blockIdx.x + 1);
-        tkvcu_next_part(j, b.task, ends);
+        b.task.next_tile = tkvcu_first_key_tile(total, (int)gridDim.x, (int)blockIdx.x);
+        b.task.end_tile = tkvcu_first_key_tile(total, (int)gridDim.x, (int)blockIdx.x + 1);
+        tkvcu_next_section(j, b.task, ends);
     }
     __syncthreads();
     while (b.task.left > 0) {
-        tkvcu_sums<D, NT, VG> u;
-        tkvcu_begin(u);
+        tkvcu_partials<D, NT, VG> u;
+        tkvcu_clear_partials(u);
         while (b.task.left > 0) {
-            tkvcu_next_run(j, b);
+            tkvcu_next_key_range(j, b);
             if (b.task.region >= TKVCU_SINKS) {
-                tkvcu_run_units<D, NT, VG, 1>(j, b, me, u);
+                tkvcu_attend_key_range<D, NT, VG, 1>(j, b, me, u);
             } else {
-                tkvcu_run_units<D, NT, VG, 0>(j, b, me, u);
+                tkvcu_attend_key_range<D, NT, VG, 0>(j, b, me, u);
             }
             __syncthreads();
         }
-        tkvcu_finish(j, b, me, u, shared + warps_at, (size_t)warp_bytes);
-        if (tid == 0) tkvcu_next_part(j, b.task, ends);
+        tkvcu_write_partials(j, b, me, u, shared + warps_at, (size_t)warp_bytes);
+        if (tid == 0) tkvcu_next_section(j, b.task, ends);
         __syncthreads();
     }
 }

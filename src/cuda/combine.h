@@ -1,7 +1,7 @@
 /*
- * combine.h - the partial results of attend.h as one: output and log-sum-exp of each query head. A thread
- * block per (entry, query, head), a thread per channel. What the R formats have rotated is summed up apart
- * and turned back once.
+ * combine.h - merges the partial results of attend.h into output and log-sum-exp of each query head. One thread block
+ * works on one (entry, query, head), one thread on one channel. Results in the rotated basis of R formats are summed
+ * separately, and rotated back once.
  */
 #ifndef TKVCU_COMBINE_H
 #define TKVCU_COMBINE_H
@@ -10,8 +10,8 @@
 
 #define TKVCU_COMBINE_THREADS 128
 
-/* A window of core/rotate.h over x[0 .. n-1] in shared memory, by n / 2 threads. */
-TKVCU_DEVICE void tkvcu_window(float *x, int n, int log2n) {
+/* Rotates a window x[0 .. n-1] in shared memory by core/rotate.h, without signs. Uses n / 2 threads. */
+TKVCU_DEVICE void tkvcu_rotate_window(float *x, int n, int log2n) {
     const int tid = (int)threadIdx.x;
     int h;
     for (h = 1; h < n; h *= 2) {
@@ -29,7 +29,7 @@ TKVCU_DEVICE void tkvcu_window(float *x, int n, int log2n) {
 }
 
 __global__ void __launch_bounds__(TKVCU_COMBINE_THREADS)
-    tkvcu_combine_kernel(tkvcu_job j, int columns, int chunks) {
+    tkvcu_combine_kernel(tkvcu_job j, int columns, int column_tiles) {
     __shared__ int before[TKVCU_COMBINE_THREADS], all[TKVCU_COMBINE_THREADS];
     __shared__ float x[TKV_MAX_HEAD_DIM];
     const int dim = j.view.head_dim, heads = j.view.n_kv_heads, group = j.view.n_heads / heads;
@@ -37,21 +37,21 @@ __global__ void __launch_bounds__(TKVCU_COMBINE_THREADS)
     const int entry = (int)blockIdx.x / j.view.n_heads / j.n_queries, tid = (int)threadIdx.x;
     const int column = query * group + head % group;
     const size_t row = (size_t)entry * (size_t)j.n_queries + (size_t)query;
-    const size_t column_floats = (size_t)(dim + 2), slot_floats = (size_t)(chunks * columns) * column_floats;
-    const float *mine_at =
-        j.partial + (size_t)column * column_floats; /* in slot 0: chunks follow one another */
-    tkvcu_reach reach;
-    int first[TKVCU_PARTS], last[TKVCU_PARTS];
-    float sum[2], l = 0.0f, top = TKVCU_START, sink = TKVCU_NOTHING;
-    int e, i, c, part, unit, total, blocks;
-    int mine = 0, everyone = 0;
+    const size_t column_floats = (size_t)(dim + 2),
+                 slot_floats = (size_t)(column_tiles * columns) * column_floats;
+    const float *first_slot = j.partial + (size_t)column * column_floats; /* start of the column in slot 0 */
+    tkvcu_visible visible;
+    int first[TKVCU_SECTIONS], last[TKVCU_SECTIONS];
+    float sum[2], l = 0.0f, top = TKVCU_INITIAL_MAX, sink = TKVCU_MASKED_LOGIT;
+    int e, i, c, section, tile, total, blocks;
+    int tiles_before = 0, tiles_total = 0;
     for (e = tid; e < j.n_entries; e += TKVCU_COMBINE_THREADS) {
-        const int n = heads * tkvcu_units_of(tkvcu_reach_of(j, e));
-        if (e < entry) mine += n;
-        everyone += n;
+        const int n = heads * tkvcu_n_key_tiles(tkvcu_find_visible(j, e));
+        if (e < entry) tiles_before += n;
+        tiles_total += n;
     }
-    before[tid] = mine;
-    all[tid] = everyone;
+    before[tid] = tiles_before;
+    all[tid] = tiles_total;
     __syncthreads();
     for (i = TKVCU_COMBINE_THREADS / 2; i > 0; i /= 2) {
         if (tid < i) {
@@ -61,39 +61,39 @@ __global__ void __launch_bounds__(TKVCU_COMBINE_THREADS)
         __syncthreads();
     }
     total = all[0];
-    blocks = total < j.blocks ? total : j.blocks; /* tkvcu_range */
-    reach = tkvcu_reach_of(j, entry);
-    if (reach.seq < 0) {
-        if (tid == 0 && j.entries[entry] >= 0) atomicOr(j.word, TKVCU_WORD_SEQUENCE);
+    blocks = total < j.blocks ? total : j.blocks; /* as in tkvcu_first_key_tile */
+    visible = tkvcu_find_visible(j, entry);
+    if (visible.seq < 0) {
+        if (tid == 0 && j.entries[entry] >= 0) atomicOr(j.flags, TKVCU_FLAG_SEQUENCE);
         return;
     }
-    unit = before[0] + head / group * tkvcu_units_of(reach);
-    mine_at += (size_t)((entry * heads + head / group) * TKVCU_PARTS) * slot_floats;
-    for (part = 0; part < TKVCU_PARTS; part++) { /* blocks of the grid that worked at it */
-        first[part] = 1;
-        last[part] = 0;
-        if (reach.units[part] == 0) continue;
-        first[part] = (int)((((int64_t)unit + 1) * blocks - 1) / total);
-        unit += reach.units[part];
-        last[part] = (int)(((int64_t)unit * blocks - 1) / total);
+    tile = before[0] + head / group * tkvcu_n_key_tiles(visible);
+    first_slot += (size_t)((entry * heads + head / group) * TKVCU_SECTIONS) * slot_floats;
+    for (section = 0; section < TKVCU_SECTIONS; section++) { /* thread blocks that worked on the section */
+        first[section] = 1;
+        last[section] = 0;
+        if (visible.key_tiles[section] == 0) continue;
+        first[section] = (int)((((int64_t)tile + 1) * blocks - 1) / total);
+        tile += visible.key_tiles[section];
+        last[section] = (int)(((int64_t)tile * blocks - 1) / total);
     }
-    for (part = 0; part < TKVCU_PARTS; part++)
-        for (c = first[part]; c <= last[part]; c++) {
-            const float *p = mine_at + (size_t)(c + part) * slot_floats;
+    for (section = 0; section < TKVCU_SECTIONS; section++)
+        for (c = first[section]; c <= last[section]; c++) {
+            const float *p = first_slot + (size_t)(c + section) * slot_floats;
             top = fmaxf(top, p[0]);
         }
-    if (j.sinks) {
-        sink = j.sinks[head] * TKVCU_LOG2E;
+    if (j.sink_logits) {
+        sink = j.sink_logits[head] * TKVCU_LOG2E;
         top = fmaxf(top, sink);
         l = tkvcu_ex2(sink - top);
     }
     sum[0] = sum[1] = 0.0f;
-    for (part = 0; part < TKVCU_PARTS; part++) {
+    for (section = 0; section < TKVCU_SECTIONS; section++) {
         const int rotated =
-            part < 2 &&
-            j.view.side[((size_t)part * (size_t)heads + (size_t)(head / group)) * 2 + 1].kind == TKVCU_R;
-        for (c = first[part]; c <= last[part]; c++) {
-            const float *p = mine_at + (size_t)(c + part) * slot_floats;
+            section < 2 &&
+            j.view.side[((size_t)section * (size_t)heads + (size_t)(head / group)) * 2 + 1].kind == TKVCU_R;
+        for (c = first[section]; c <= last[section]; c++) {
+            const float *p = first_slot + (size_t)(c + section) * slot_floats;
             const float by = tkvcu_ex2(p[0] - top);
             l += p[1] * by;
             if (tid < dim) sum[rotated] += p[2 + tid] * by;
@@ -102,13 +102,13 @@ __global__ void __launch_bounds__(TKVCU_COMBINE_THREADS)
     if (tid < dim) x[tid] = sum[1];
     c = 0;
     while (dim >> (c + 1)) c++;
-    if (1 << c < dim) tkvcu_window(x + dim - (1 << c), 1 << c, c);
-    tkvcu_window(x, 1 << c, c);
+    if (1 << c < dim) tkvcu_rotate_window(x + dim - (1 << c), 1 << c, c);
+    tkvcu_rotate_window(x, 1 << c, c);
     if (tid < dim) {
         const float y = tkvi_signs[tid / 32] >> tid % 32 & 1 ? -x[tid] : x[tid];
-        const float out = l != 0.0f ? (sum[0] + y) / l : 0.0f; /* a NaN stays one */
-        tkvcu_put_element(j.out, j.type,
-                          (row * (size_t)j.view.n_heads + (size_t)head) * (size_t)dim + (size_t)tid, out);
+        const float out = l != 0.0f ? (sum[0] + y) / l : 0.0f; /* a NaN in l stays a NaN */
+        tkvcu_store_element(j.out, j.type,
+                            (row * (size_t)j.view.n_heads + (size_t)head) * (size_t)dim + (size_t)tid, out);
     }
     if (tid == 0 && j.lse)
         j.lse[row * (size_t)j.view.n_heads + (size_t)head] =
@@ -120,14 +120,14 @@ typedef struct tkvcu_attend_call {
     const void *q;
     void *out;
     float *lse;
-    const float *sinks;
+    const float *sink_logits;
     const int32_t *seq_map;
-    uint32_t *word;
+    uint32_t *flags;
     int32_t type, n_queries, window;
     float scale, softcap;
 } tkvcu_attend_call;
 
-#define TKVCU_MAX_BLOCKS 1024 /* of the grid: what the workspace is for */
+#define TKVCU_MAX_GRID 1024 /* most thread blocks of a grid that the workspace allows */
 
 typedef void (*tkvcu_attend_function)(tkvcu_job);
 
@@ -137,34 +137,36 @@ typedef struct tkvcu_grid { /* a launch for 4 or 8 columns */
     int blocks;
 } tkvcu_grid;
 
-typedef struct tkvcu_split { /* what is the same in all calls */
+typedef struct tkvcu_attend_plan { /* equal for all calls */
     float *partial;
     int n_seqs;
-    int slot_bytes;     /* of shared memory */
-    int groups;         /* of V's channels: 1, or 2 where KIVI has two */
-    tkvcu_grid grid[2]; /* by n-tiles, from 1 */
-} tkvcu_split;
+    int slot_bytes;     /* of a slot in shared memory */
+    int groups;         /* groups of V channels: 2 for KIVI with head_dim 128, else 1 */
+    tkvcu_grid grid[2]; /* for 1 and 2 n-tiles */
+} tkvcu_attend_plan;
 
-/* Columns: the queries of a group of query heads; 4 or 8 of them to a block of threads. */
+/* Returns the n-tiles per thread block: 1 for up to 4 columns, else 2. Columns are queries times query heads per
+ * KV head. */
 static int tkvcu_n_tiles(const tkv_config *cfg, int n_queries) {
     return cfg->model.n_heads / cfg->model.n_kv_heads * n_queries > 4 ? 2 : 1;
 }
 
-static int tkvcu_chunks(const tkv_config *cfg, int n_queries) {
+static int tkvcu_n_column_tiles(const tkv_config *cfg, int n_queries) {
     const int columns = 4 * tkvcu_n_tiles(cfg, n_queries);
     return (cfg->model.n_heads / cfg->model.n_kv_heads * n_queries + columns - 1) / columns;
 }
 
-/* Bytes that attention of up to so many queries needs. */
-static size_t tkvcu_split_bytes(const tkv_config *cfg, int n_seqs, int max_queries) {
-    const size_t slots = TKVCU_MAX_BLOCKS + (size_t)n_seqs * (size_t)cfg->model.n_kv_heads * TKVCU_PARTS;
-    const size_t columns = (size_t)(tkvcu_chunks(cfg, max_queries) * 4 * tkvcu_n_tiles(cfg, max_queries));
+/* Computes the workspace for up to max_queries queries. */
+static size_t tkvcu_compute_attend_bytes(const tkv_config *cfg, int n_seqs, int max_queries) {
+    const size_t slots = TKVCU_MAX_GRID + (size_t)n_seqs * (size_t)cfg->model.n_kv_heads * TKVCU_SECTIONS;
+    const size_t columns =
+        (size_t)(tkvcu_n_column_tiles(cfg, max_queries) * 4 * tkvcu_n_tiles(cfg, max_queries));
     return slots * columns * (size_t)(cfg->model.head_dim + 2) * sizeof(float);
 }
 
-/* Makes room for sides of these kinds (host memory). Those of A and R: the largest that any table gives a
- * head, 4 bits a value (core/allocate.h), so that a captured launch is right for tables that come later. */
-static void tkvcu_split_see(tkvcu_split *s, const tkvcu_side *side, size_t n, int head_dim) {
+/* Enlarges the slots for these sides (in host memory). A and R sides get space for 4 bits per value, the most of
+ * any table (core/allocate.h). So a captured launch stays valid for tables that come later. */
+static void tkvcu_widen_attend_plan(tkvcu_attend_plan *s, const tkvcu_side *side, size_t n, int head_dim) {
     size_t i;
     s->slot_bytes = tkvi_max(s->slot_bytes, 32 * head_dim);
     s->groups = tkvi_max(s->groups, 1);
@@ -175,9 +177,9 @@ static void tkvcu_split_see(tkvcu_split *s, const tkvcu_side *side, size_t n, in
     }
 }
 
-/* The kernel for this, and its shared memory. */
-static tkvcu_attend_function tkvcu_attend_of(const tkvcu_split *s, int head_dim, int n_tiles,
-                                             size_t *shared) {
+/* Finds the kernel and its shared memory. */
+static tkvcu_attend_function tkvcu_select_attend_kernel(const tkvcu_attend_plan *s, int head_dim, int n_tiles,
+                                                        size_t *shared) {
     const struct {
         int head_dim, n_tiles, groups;
         tkvcu_attend_function kernel;
@@ -185,7 +187,7 @@ static tkvcu_attend_function tkvcu_attend_of(const tkvcu_split *s, int head_dim,
         int work;
     } row[] = {
 #define TKVCU_KERNEL_(D, NT, VG)                                                                             \
-    {D, NT, VG, tkvcu_attend_kernel<D, NT, VG>, sizeof(tkvcu_block<D, NT>), TKVCU_WORK(D, NT, VG)}
+    {D, NT, VG, tkvcu_attend_kernel<D, NT, VG>, sizeof(tkvcu_attend_shared<D, NT>), TKVCU_WORK(D, NT, VG)}
         TKVCU_KERNEL_(64, 1, 1),  TKVCU_KERNEL_(64, 2, 1),  TKVCU_KERNEL_(128, 1, 1),
         TKVCU_KERNEL_(128, 1, 2), TKVCU_KERNEL_(128, 2, 1), TKVCU_KERNEL_(128, 2, 2),
 #undef TKVCU_KERNEL_
@@ -197,38 +199,39 @@ static tkvcu_attend_function tkvcu_attend_of(const tkvcu_split *s, int head_dim,
     return row[i].kernel;
 }
 
-/* Grids for up to so many queries, when all sides were seen. `most`: shared memory of a block, and the limit
- * of every kernel: another cache may use the same one. *fits: there is enough of it. */
-static cudaError_t tkvcu_split_ready(tkvcu_split *s, const tkv_config *cfg, int max_queries, int processors,
-                                     int most, int *fits) {
+/* Computes the grids for up to max_queries queries, when all sides are known. `max_shared` is the device's shared
+ * memory per thread block. Every kernel gets it as its limit, because caches share kernels. *fits becomes 0 if
+ * it is too small. */
+static cudaError_t tkvcu_prepare_attend(tkvcu_attend_plan *s, const tkv_config *cfg, int max_queries,
+                                        int multiprocessors, int max_shared, int *fits) {
     cudaError_t e = cudaSuccess;
     int n;
     for (n = 1; n <= tkvcu_n_tiles(cfg, max_queries) && e == cudaSuccess && *fits; n++) {
         tkvcu_grid *grid = &s->grid[n - 1];
         int resident = 1;
-        grid->kernel = tkvcu_attend_of(s, cfg->model.head_dim, n, &grid->shared);
-        *fits = grid->shared <= (size_t)most;
+        grid->kernel = tkvcu_select_attend_kernel(s, cfg->model.head_dim, n, &grid->shared);
+        *fits = grid->shared <= (size_t)max_shared;
         if (!*fits) break;
-        e = cudaFuncSetAttribute(grid->kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, most);
+        e = cudaFuncSetAttribute(grid->kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, max_shared);
         if (e == cudaSuccess)
             e = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&resident, grid->kernel, TKVCU_THREADS,
                                                               grid->shared);
-        grid->blocks = tkvi_min(TKVCU_MAX_BLOCKS, processors * tkvi_max(1, resident));
+        grid->blocks = tkvi_min(TKVCU_MAX_GRID, multiprocessors * tkvi_max(1, resident));
     }
     return e;
 }
 
-/* What is the same in a call for all kernels. */
-static tkvcu_job tkvcu_job_of(const tkvcu_split *s, const tkvcu_view *v, const tkvcu_attend_call *c) {
+/* Fills the part of a job that both attention kernels share. */
+static tkvcu_job tkvcu_make_job(const tkvcu_attend_plan *s, const tkvcu_view *v, const tkvcu_attend_call *c) {
     tkvcu_job j;
     memset(&j, 0, sizeof j);
     j.view = *v;
     j.q = c->q;
     j.out = c->out;
     j.lse = c->lse;
-    j.sinks = c->sinks;
+    j.sink_logits = c->sink_logits;
     j.entries = c->seq_map;
-    j.word = c->word;
+    j.flags = c->flags;
     j.partial = s->partial;
     j.type = c->type;
     j.n_entries = s->n_seqs;
@@ -239,18 +242,19 @@ static tkvcu_job tkvcu_job_of(const tkvcu_split *s, const tkvcu_view *v, const t
     return j;
 }
 
-/* Both kernels. Nothing is allocated or waited for. */
-static cudaError_t tkvcu_attend_launch(const tkvcu_split *s, const tkvcu_view *v, const tkvcu_attend_call *c,
-                                       const tkv_config *cfg, cudaStream_t stream) {
-    const int nt = tkvcu_n_tiles(cfg, c->n_queries), chunks = tkvcu_chunks(cfg, c->n_queries);
+/* Launches attention and combination. Allocates nothing and does not wait. */
+static cudaError_t tkvcu_launch_attend(const tkvcu_attend_plan *s, const tkvcu_view *v,
+                                       const tkvcu_attend_call *c, const tkv_config *cfg,
+                                       cudaStream_t stream) {
+    const int nt = tkvcu_n_tiles(cfg, c->n_queries), column_tiles = tkvcu_n_column_tiles(cfg, c->n_queries);
     const tkvcu_grid *grid = &s->grid[nt - 1];
-    tkvcu_job j = tkvcu_job_of(s, v, c);
+    tkvcu_job j = tkvcu_make_job(s, v, c);
     j.blocks = grid->blocks;
     j.slot_bytes = s->slot_bytes;
-    TKVCU_LAUNCH(grid->kernel, dim3((unsigned)j.blocks, (unsigned)chunks), dim3(TKVCU_THREADS), grid->shared,
-                 stream, j);
+    TKVCU_LAUNCH(grid->kernel, dim3((unsigned)j.blocks, (unsigned)column_tiles), dim3(TKVCU_THREADS),
+                 grid->shared, stream, j);
     TKVCU_LAUNCH(tkvcu_combine_kernel, dim3((unsigned)(s->n_seqs * c->n_queries * v->n_heads)),
-                 dim3(TKVCU_COMBINE_THREADS), 0, stream, j, 4 * nt, chunks);
+                 dim3(TKVCU_COMBINE_THREADS), 0, stream, j, 4 * nt, column_tiles);
     return cudaGetLastError();
 }
 

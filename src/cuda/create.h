@@ -1,15 +1,13 @@
 /*
- * create.h - the handle, what it needs of memory and where everything lies in it, the sides that kernels read
- * by.
+ * create.h - the handle, the layout of device memory, and the sides that kernels read.
  *
- * The handle has a cache of tieredkv.h without tokens: plans, codings and tables of the layers, in the same
- * words as those of the caches that sequences come from and go to. Device memory, in pieces at multiples of
- * 256 bytes:
+ * The handle contains a host cache without tokens. Its plans, codings and tables have the same form as in the caches
+ * of import and export. Pieces of device memory begin at multiples of 256 bytes:
  *
- *     cache: word | layers [n_layers] | lists [n_layers][n_seqs] | of each layer with blocks:
+ *     cache: flags | layers [n_layers] | lists [n_layers][n_seqs] | for each layer with blocks:
  *            versions [n_seqs][max_blocks] | sides | order, mean [TKVI_VERSIONS][n_kv_heads][head_dim] |
  *            regions [n_seqs][ring] blocks
- *     work:  what attention keeps between its two kernels (attend.h)
+ *     work:  partial results of attention (attend.h)
  */
 #ifndef TKVCU_CREATE_H
 #define TKVCU_CREATE_H
@@ -20,22 +18,25 @@
 #define TKVCU_ALIGN 256u
 
 struct tkvcu {
-    tkv_cache *host;    /* without tokens */
-    tkvcu_view *view;   /* [n_layers] */
-    uint8_t *used;      /* [n_layers] bits of table versions that blocks may be coded with */
-    uint8_t *appended;  /* [n_layers] 1: a graph may append here again */
+    tkv_cache *host;  /* without tokens */
+    tkvcu_view *view; /* [n_layers] */
+    /* [n_layers] bit v: blocks may be coded with table version v */
+    uint8_t *used_versions;
+    /* [n_layers] 1: an append was enqueued; a captured one may run again at any time */
+    uint8_t *appended;
     tkvcu_layer *layer; /* device, [n_layers] */
     tkvcu_list *lists;  /* device, [n_layers][n_seqs] */
-    uint32_t *word;     /* device */
-    uint8_t *stage;     /* on its way to the device: a layer's sides, order, mean */
-    tkvcu_split split;  /* of the work of attention */
+    uint32_t *flags;    /* device */
+    uint8_t *staging;   /* host copy of a layer's sides, order and mean */
+    tkvcu_attend_plan attend_plan;
     tkvcu_prefill_grid prefill[2];
     int n_seqs, max_tokens, max_queries;
     char error[160];
 };
 
 /* >>errors */
-static int tkvcu_fail(tkvcu *cu, int status, const char *what, int64_t number, const char *more) {
+static tkv_status tkvcu_fail(tkvcu *cu, tkv_status status, const char *what, int64_t number,
+                             const char *more) {
     tkvi_text t = tkvi_text_begin(cu->error, sizeof cu->error);
     tkvi_append_text(&t, what);
     if (more) {
@@ -46,52 +47,52 @@ static int tkvcu_fail(tkvcu *cu, int status, const char *what, int64_t number, c
     return status;
 }
 
-static int tkvcu_refuse(tkvcu *cu, int status, const char *what, const char *which) {
+static tkv_status tkvcu_fail_text(tkvcu *cu, tkv_status status, const char *what, const char *which) {
     tkvi_text t = tkvi_text_begin(cu->error, sizeof cu->error);
     tkvi_append_text(&t, what);
     tkvi_append_text(&t, which);
     return status;
 }
 
-/* What the runtime said. */
-static int tkvcu_checked(tkvcu *cu, cudaError_t e) {
-    return e == cudaSuccess ? TKV_OK : tkvcu_fail(cu, TKVCU_ERR_CUDA, cudaGetErrorString(e), 0, NULL);
+/* Stores the runtime's error text. */
+static tkv_status tkvcu_check_cuda(tkvcu *cu, cudaError_t e) {
+    return e == cudaSuccess ? TKV_OK : tkvcu_fail(cu, TKV_ERR_DEVICE, cudaGetErrorString(e), 0, NULL);
 }
 
-static int tkvcu_launched(tkvcu *cu) { return tkvcu_checked(cu, cudaGetLastError()); }
+static tkv_status tkvcu_check_launch(tkvcu *cu) { return tkvcu_check_cuda(cu, cudaGetLastError()); }
 
-/* >>what is supported */
-static int tkvcu_no(char *reason, size_t size, const char *why, int layer) {
+/* >>supported configs */
+static tkv_status tkvcu_refuse_config(char *reason, size_t size, const char *why, int layer) {
     tkvi_text t = tkvi_text_begin(reason, reason ? size : 0);
     tkvi_append_text(&t, why);
     if (layer >= 0) {
         tkvi_append_text(&t, ", layer ");
         tkvi_append_int(&t, layer);
     }
-    return TKVCU_ERR_UNSUPPORTED;
+    return TKV_ERR_UNSUPPORTED;
 }
 
-/* How a side of this format is read; -1: not here. */
-static int tkvcu_kind(tkv_format f) {
+/* Returns the kind of a format's sides; -1: not supported. */
+static int tkvcu_find_kind(tkv_format f) {
     if (f == TKV_F16 || f == TKV_BF16) return TKVCU_EXACT;
     if (f >= TKV_Q8 && f <= TKV_KIVI2) return TKVCU_KIVI;
     if (f >= TKV_A40 && f <= TKV_A15) return TKVCU_A;
     return f >= TKV_R40 && f <= TKV_R10 ? TKVCU_R : -1;
 }
 
-static const char *tkvcu_pair_fault(const tkv_config *cfg, tkv_format_pair pair, int exact) {
-    const int k = tkvcu_kind(pair.k), v = tkvcu_kind(pair.v);
-    if (k < 0 || v < 0) return "a format that is not read here";
+static const char *tkvcu_check_formats(const tkv_config *cfg, tkv_format_pair pair, int exact) {
+    const int k = tkvcu_find_kind(pair.k), v = tkvcu_find_kind(pair.v);
+    if (k < 0 || v < 0) return "a format without a GPU kernel";
     if (exact != (k == TKVCU_EXACT) || exact != (v == TKVCU_EXACT))
-        return "warm and archive tier take KIVI, Q8, A and R formats here";
+        return "on a GPU, warm and archive tiers take A, R, KIVI and Q8 formats, hot tiers F16 and BF16";
     if ((k == TKVCU_KIVI || v == TKVCU_KIVI) && cfg->format.group_size != 64)
-        return "KIVI formats want cfg.format.group_size = 64";
+        return "KIVI and Q8 formats need cfg.format.group_size = 64";
     return k == TKVCU_A && cfg->format.allocation_unit != 16
-               ? "A formats want cfg.format.allocation_unit = 16"
+               ? "A formats need cfg.format.allocation_unit = 16"
                : NULL;
 }
 
-static const char *tkvcu_config_fault(const tkv_config *cfg) {
+static const char *tkvcu_check_config(const tkv_config *cfg) {
     const struct {
         int wrong;
         const char *why;
@@ -99,16 +100,17 @@ static const char *tkvcu_config_fault(const tkv_config *cfg) {
         {cfg->model.head_dim != 64 && cfg->model.head_dim != 128, "head_dim must be 64 or 128"},
         {cfg->model.v_head_dim && cfg->model.v_head_dim != cfg->model.head_dim,
          "v_head_dim must be head_dim"},
-        {cfg->model.n_kv_heads > 1024, "there are at most 1024 KV heads"},
-        {cfg->limits.max_seqs > 65535, "there are at most 65535 sequences"},
+        {cfg->model.n_kv_heads > 1024, "n_kv_heads must be at most 1024"},
+        {cfg->limits.max_seqs > 65535, "max_seqs must be at most 65535"},
         {cfg->model.n_heads >
              TKVCU_MAX_GROUP * (cfg->model.n_kv_heads ? cfg->model.n_kv_heads : cfg->model.n_heads),
-         "there are at most 16 query heads on a KV head"},
-        {cfg->budget.bytes != 0 || cfg->budget.n_levels != 0, "a budget or a ladder"},
+         "a KV head must have at most 16 query heads"},
+        {cfg->budget.bytes != 0 || cfg->budget.n_levels != 0, "budgets and ladders have no GPU kernels"},
         {cfg->evict.policy != TKV_EVICT_NONE || cfg->tiers.n_anchors || cfg->importance.sample_every,
-         "eviction or anchors"},
-        {cfg->offload.write != NULL || cfg->budget.discard, "spilling or recomputation"},
-        {cfg->meter.heads != 0, "a quality meter"},
+         "eviction and anchors have no GPU kernels"},
+        {cfg->offload.write != NULL || cfg->budget.discard,
+         "offloading and recomputation have no GPU kernels"},
+        {cfg->meter.heads != 0, "quality meters have no GPU kernels"},
     };
     size_t i;
     for (i = 0; i < sizeof rule / sizeof *rule; i++)
@@ -116,14 +118,14 @@ static const char *tkvcu_config_fault(const tkv_config *cfg) {
     return NULL;
 }
 
-/* >>where things lie */
+/* >>layout of device memory */
 typedef struct tkvcu_arena {
-    uintptr_t base; /* 0: only counted */
+    uintptr_t base; /* 0: only counts */
     size_t at;
-    int full; /* more than this machine can address */
+    int full; /* 1: the size exceeds the address space */
 } tkvcu_arena;
 
-static void *tkvcu_take(tkvcu_arena *a, size_t n, size_t size) {
+static void *tkvcu_reserve_piece(tkvcu_arena *a, size_t n, size_t size) {
     const size_t at = a->at;
     size_t bytes = 0;
     if (!tkvi_mul(n, size, &bytes) || !tkvi_add(bytes, TKVCU_ALIGN - 1, &bytes) ||
@@ -132,44 +134,44 @@ static void *tkvcu_take(tkvcu_arena *a, size_t n, size_t size) {
     return (void *)(a->base + at);
 }
 
-/* A tier's blocks in a region; the sinks have a coding of their own, archive and warm as the tier is called.
- * */
+/* The tier of each region's blocks. Sinks have their own coding. */
 static const tkv_tier tkvcu_tier_of[TKVCU_REGIONS] = {TKV_TIER_ARCHIVE, TKV_TIER_WARM, TKV_TIER_HOT,
                                                       TKV_TIER_HOT};
 
-static int tkvcu_key_of(const tkvi_plan *p, int region) {
+static int tkvcu_find_key(const tkvi_plan *p, int region) {
     return region == TKVCU_SINKS ? p->sink_coding : p->now.key[tkvcu_tier_of[region]];
 }
 
-typedef struct tkvcu_plan { /* what a description comes to */
+typedef struct tkvcu_derived_config { /* a tkvcu_config with all defaults resolved */
     tkvi_derived_config shape;
     int n_seqs, max_tokens, max_queries;
     tkvcu_layer *layer;
     tkvcu_list *lists;
-    uint32_t *word;
-    size_t stage; /* bytes */
-} tkvcu_plan;
+    uint32_t *flags;
+    size_t staging; /* bytes */
+} tkvcu_derived_config;
 
-static size_t tkvcu_sides(const tkv_config *cfg) {
+static size_t tkvcu_n_sides(const tkv_config *cfg) {
     return (size_t)TKVI_VERSIONS * TKVCU_REGIONS * (size_t)cfg->model.n_kv_heads * 2;
 }
 
-static size_t tkvcu_positions(const tkv_config *cfg) { /* of order and mean, of a layer */
+static size_t tkvcu_n_table_entries(
+    const tkv_config *cfg) { /* Returns the entries of order, and of mean, in a layer. */
     return (size_t)TKVI_VERSIONS * (size_t)cfg->model.n_kv_heads * (size_t)cfg->model.head_dim;
 }
 
-/* The view of a layer with blocks of its own, its pieces taken from the arena. */
-static void tkvcu_lay(const tkvcu_plan *d, int layer, const tkvi_plan *p, tkvcu_arena *a, tkvcu_view *v) {
+/* Fills the view of a layer with blocks, and takes its pieces from the arena. */
+static void tkvcu_place_layer(const tkvcu_derived_config *d, int layer, const tkvi_plan *p, tkvcu_arena *a,
+                              tkvcu_view *v) {
     const tkv_config *cfg = &d->shape.cfg;
     tkvi_plan whole = *p;
     int64_t most[TKV_TIER_COUNT];
     int r;
     memset(v, 0, sizeof *v);
-    whole.keep = 0; /* windows drop nothing here */
+    whole.keep = 0; /* windows free no blocks here */
     tkvi_most_blocks(cfg, &whole, most);
-    /* While one head's block enters the ring another head's, in another block of threads, may not have left yet; and
-     * with another table it lies elsewhere in its place. So those that come never take the places of those that
-     * go. */
+    /* One head's side may enter the warm ring while another thread block still reads a side that leaves it. With
+     * another table it has another offset in the block. So new blocks never use the places of blocks that leave. */
     most[TKV_TIER_WARM] += most[TKV_TIER_HOT];
     v->n_seqs = d->n_seqs;
     v->n_heads = cfg->model.n_heads;
@@ -178,47 +180,49 @@ static void tkvcu_lay(const tkvcu_plan *d, int layer, const tkvi_plan *p, tkvcu_
     v->sinks = p->sink;
     v->max_blocks = tkvi_max(1, (d->max_tokens - p->sink + TKVI_BLOCK - 1) / TKVI_BLOCK);
     v->list = d->lists + (size_t)layer * (size_t)d->n_seqs;
-    v->version = (uint8_t *)tkvcu_take(a, (size_t)d->n_seqs, (size_t)v->max_blocks);
-    v->side = (const tkvcu_side *)tkvcu_take(a, tkvcu_sides(cfg), sizeof *v->side);
-    v->order = (const uint8_t *)tkvcu_take(a, tkvcu_positions(cfg), 1);
-    v->mean = (const float *)tkvcu_take(a, tkvcu_positions(cfg), sizeof *v->mean);
+    v->version = (uint8_t *)tkvcu_reserve_piece(a, (size_t)d->n_seqs, (size_t)v->max_blocks);
+    v->side = (const tkvcu_side *)tkvcu_reserve_piece(a, tkvcu_n_sides(cfg), sizeof *v->side);
+    v->order = (const uint8_t *)tkvcu_reserve_piece(a, tkvcu_n_table_entries(cfg), 1);
+    v->mean = (const float *)tkvcu_reserve_piece(a, tkvcu_n_table_entries(cfg), sizeof *v->mean);
     for (r = 0; r < TKVCU_REGIONS; r++) {
-        const size_t block = d->shape.bytes[tkvcu_key_of(p, r)].total;
+        const size_t block = d->shape.bytes[tkvcu_find_key(p, r)].total;
         v->ring[r] = r == TKVCU_SINKS ? 1 : (int32_t)tkvi_max(1, (int)most[tkvcu_tier_of[r]]);
         a->full |= block > 0x7fffffffu;
         v->block[r] = (uint32_t)block;
         v->stride[r] = block * (size_t)v->ring[r];
-        v->bytes[r] = (uint8_t *)tkvcu_take(a, (size_t)d->n_seqs, v->stride[r]);
+        v->bytes[r] = (uint8_t *)tkvcu_reserve_piece(a, (size_t)d->n_seqs, v->stride[r]);
     }
 }
 
-/* Checks a description and lays out all of it; view: NULL or [n_layers]. */
-static int tkvcu_plan_of(const tkvcu_desc *desc, tkvcu_plan *d, tkvcu_arena *a, tkvcu_view *view,
-                         char *reason, size_t size) {
+/* Checks a config and lays out the device memory. view: NULL or [n_layers]. */
+static tkv_status tkvcu_derive_config(const tkvcu_config *config, tkvcu_derived_config *d, tkvcu_arena *a,
+                                      tkvcu_view *view, char *reason, size_t size) {
     tkv_config *cfg = &d->shape.cfg;
     tkv_config mine;
     const char *why;
-    int i, r, st;
-    if (!desc || !desc->cfg) return TKV_ERR_ARG;
-    mine = *desc->cfg;
-    if (desc->n_seqs) mine.limits.max_seqs = desc->n_seqs;
-    if (desc->max_tokens) mine.limits.max_tokens = desc->max_tokens;
+    tkv_status st;
+    int i, r;
+    if (!config || !config->cfg) return TKV_ERR_ARG;
+    mine = *config->cfg;
+    if (config->n_seqs) mine.limits.max_seqs = config->n_seqs;
+    if (config->max_tokens) mine.limits.max_tokens = config->max_tokens;
     mine.host.isa = TKV_ISA_SCALAR;
     st = tkvi_validate(&mine, &d->shape, reason, size);
     if (st) return st;
     if (mine.limits.max_tokens == 0)
-        return tkvi_bad(reason, size, "max_tokens", 0, "the description or the config must have a number");
-    if (desc->max_queries < 0 || desc->max_queries > TKVCU_MAX_QUERIES)
-        return tkvi_bad(reason, size, "max_queries", desc->max_queries, "it must be 1 to 64, or 0 for 1");
-    why = tkvcu_config_fault(&mine);
-    if (why) return tkvcu_no(reason, size, why, -1);
+        return tkvi_bad(reason, size, "max_tokens", 0, "tkvcu_config or tkv_config must set it");
+    if (config->max_queries < 0 || config->max_queries > TKVCU_MAX_QUERIES)
+        return tkvi_bad(reason, size, "max_queries", config->max_queries, "it must be 1 to 64, or 0 for 1");
+    why = tkvcu_check_config(&mine);
+    if (why) return tkvcu_refuse_config(reason, size, why, -1);
     d->n_seqs = cfg->limits.max_seqs;
     d->max_tokens = cfg->limits.max_tokens;
-    d->max_queries = desc->max_queries ? desc->max_queries : 1;
-    d->word = (uint32_t *)tkvcu_take(a, 1, sizeof *d->word);
-    d->layer = (tkvcu_layer *)tkvcu_take(a, (size_t)cfg->model.n_layers, sizeof *d->layer);
-    d->lists = (tkvcu_list *)tkvcu_take(a, (size_t)cfg->model.n_layers * (size_t)d->n_seqs, sizeof *d->lists);
-    d->stage = tkvcu_sides(cfg) * sizeof(tkvcu_side) + tkvcu_positions(cfg) * (sizeof(float) + 1);
+    d->max_queries = config->max_queries ? config->max_queries : 1;
+    d->flags = (uint32_t *)tkvcu_reserve_piece(a, 1, sizeof *d->flags);
+    d->layer = (tkvcu_layer *)tkvcu_reserve_piece(a, (size_t)cfg->model.n_layers, sizeof *d->layer);
+    d->lists = (tkvcu_list *)tkvcu_reserve_piece(a, (size_t)cfg->model.n_layers * (size_t)d->n_seqs,
+                                                 sizeof *d->lists);
+    d->staging = tkvcu_n_sides(cfg) * sizeof(tkvcu_side) + tkvcu_n_table_entries(cfg) * (sizeof(float) + 1);
     for (i = 0; i < cfg->model.n_layers; i++) {
         tkvi_plan p;
         tkvi_tier_spec rule[TKV_MAX_LEVELS];
@@ -226,35 +230,36 @@ static int tkvcu_plan_of(const tkvcu_desc *desc, tkvcu_plan *d, tkvcu_arena *a, 
         (void)tkvi_plan_of(&d->shape, i, &p, rule);
         if (p.stored != i) continue;
         for (r = 0; r < TKVCU_REGIONS; r++) {
-            why = tkvcu_pair_fault(cfg, d->shape.key[tkvcu_key_of(&p, r)].pair, r >= TKVCU_SINKS);
-            if (why) return tkvcu_no(reason, size, why, i);
+            why = tkvcu_check_formats(cfg, d->shape.key[tkvcu_find_key(&p, r)].pair, r >= TKVCU_SINKS);
+            if (why) return tkvcu_refuse_config(reason, size, why, i);
         }
-        tkvcu_lay(d, i, &p, a, view ? &view[i] : &v);
+        tkvcu_place_layer(d, i, &p, a, view ? &view[i] : &v);
     }
     if (a->full)
-        return tkvi_bad(reason, size, "max_tokens", d->max_tokens, "this is more than can be addressed");
+        return tkvi_bad(reason, size, "max_tokens", d->max_tokens, "the size exceeds the address space");
     return TKV_OK;
 }
 
-int tkvcu_query(const tkvcu_desc *desc, size_t *cache_bytes, size_t *work_bytes, char *reason, size_t size) {
-    tkvcu_plan d;
+tkv_status tkvcu_get_required_bytes(const tkvcu_config *config, size_t *cache_bytes, size_t *work_bytes,
+                                    char *reason, size_t size) {
+    tkvcu_derived_config d;
     tkvcu_arena a = {0, 0, 0};
-    int st;
+    tkv_status st;
     if (reason && size) *reason = 0;
     if (!cache_bytes || !work_bytes) return TKV_ERR_ARG;
-    st = tkvcu_plan_of(desc, &d, &a, NULL, reason, size);
+    st = tkvcu_derive_config(config, &d, &a, NULL, reason, size);
     if (st) return st;
     *cache_bytes = a.at;
-    *work_bytes = tkvcu_work_bytes(&d.shape.cfg, d.n_seqs, d.max_queries);
+    *work_bytes = tkvcu_compute_work_bytes(&d.shape.cfg, d.n_seqs, d.max_queries);
     return TKV_OK;
 }
 
 /* >>sides */
-static tkvcu_side tkvcu_side_of(const tkvi_side *s, size_t at, int32_t table) {
+static tkvcu_side tkvcu_make_side(const tkvi_side *s, size_t at, int32_t table) {
     tkvcu_side d;
     int w;
     memset(&d, 0, sizeof d);
-    d.kind = (uint8_t)tkvcu_kind((tkv_format)(s->format - tkvi_formats));
+    d.kind = (uint8_t)tkvcu_find_kind((tkv_format)(s->format - tkvi_formats));
     d.bf16 = s->format->stored == TKVI_AS_BF16;
     d.at = (uint32_t)at;
     d.bytes = (uint32_t)s->bytes;
@@ -277,8 +282,8 @@ static tkvcu_side tkvcu_side_of(const tkvi_side *s, size_t at, int32_t table) {
     return d;
 }
 
-/* The coding of a region's blocks with a version of the layer's table; NULL: there is no such table. */
-static const tkvi_coding *tkvcu_coding_of(const tkv_cache *kv, int layer, int region, int version) {
+/* Returns the coding of a region's blocks with a table version of the layer; NULL: there is no such table. */
+static const tkvi_coding *tkvcu_find_coding(const tkv_cache *kv, int layer, int region, int version) {
     const tkvi_plan *p = &kv->tables.plan[layer];
     const tkv_tier tier = tkvcu_tier_of[region];
     const int own = region != TKVCU_SINKS && p->now.shared[tier];
@@ -291,31 +296,32 @@ static const tkvi_coding *tkvcu_coding_of(const tkv_cache *kv, int layer, int re
 static int tkvcu_has_table(const tkv_cache *kv, int layer, int version) {
     const tkvi_plan *p = &kv->tables.plan[layer];
     const int region = p->now.shared[TKV_TIER_WARM] ? TKVCU_WARM : TKVCU_ARCHIVE;
-    return p->allocates && tkvcu_coding_of(kv, layer, region, version) != NULL;
+    return p->allocates && tkvcu_find_coding(kv, layer, region, version) != NULL;
 }
 
-/* Sides, order and mean of a layer go to the device. Waits, so that the next layer can have the stage. */
-static int tkvcu_send(tkvcu *cu, int layer, cudaStream_t stream) {
+/* Copies sides, order and mean of a layer to the device. Waits, because the next layer reuses `staging`. */
+static tkv_status tkvcu_upload_layer(tkvcu *cu, int layer, cudaStream_t stream) {
     const tkv_cache *kv = cu->host;
     const tkv_config *cfg = &kv->tables.cfg;
     const tkvcu_view *v = &cu->view[layer];
     const size_t heads = (size_t)cfg->model.n_kv_heads, pad = (size_t)cfg->model.head_dim,
-                 n = tkvcu_positions(cfg);
-    tkvcu_side *side = (tkvcu_side *)(void *)cu->stage;
-    float *mean = (float *)(void *)(side + tkvcu_sides(cfg));
+                 n = tkvcu_n_table_entries(cfg);
+    tkvcu_side *side = (tkvcu_side *)(void *)cu->staging;
+    float *mean = (float *)(void *)(side + tkvcu_n_sides(cfg));
     uint8_t *order = (uint8_t *)(mean + n);
     tkvcu_layer info;
     size_t h, at = 0;
-    int version, r, st;
-    memset(cu->stage, 0, tkvcu_sides(cfg) * sizeof *side + n * (sizeof(float) + 1));
+    tkv_status st;
+    int version, r;
+    memset(cu->staging, 0, tkvcu_n_sides(cfg) * sizeof *side + n * (sizeof(float) + 1));
     for (version = 0; version < TKVI_VERSIONS; version++) {
         for (r = 0; r < TKVCU_REGIONS; r++) {
-            const tkvi_coding *c = tkvcu_coding_of(kv, layer, r, version);
+            const tkvi_coding *c = tkvcu_find_coding(kv, layer, r, version);
             for (h = 0; h < heads; h++, at += 2) {
                 const int32_t table = (int32_t)(((size_t)version * heads + h) * pad);
                 if (!c) continue;
-                side[at] = tkvcu_side_of(&c->record[h].k, c->record[h].at, table);
-                side[at + 1] = tkvcu_side_of(&c->record[h].v, c->record[h].at + c->record[h].v_at, -1);
+                side[at] = tkvcu_make_side(&c->record[h].k, c->record[h].at, table);
+                side[at + 1] = tkvcu_make_side(&c->record[h].v, c->record[h].at + c->record[h].v_at, -1);
             }
         }
         for (h = 0; h < heads && tkvcu_has_table(kv, layer, version); h++) {
@@ -324,25 +330,26 @@ static int tkvcu_send(tkvcu *cu, int layer, cudaStream_t stream) {
             memcpy(mean + ((size_t)version * heads + h) * pad, head->mean, pad * sizeof *mean);
         }
     }
-    tkvcu_split_see(&cu->split, side, tkvcu_sides(cfg), cfg->model.head_dim);
+    tkvcu_widen_attend_plan(&cu->attend_plan, side, tkvcu_n_sides(cfg), cfg->model.head_dim);
     info.version = tkvi_max(0, kv->tables.current[layer]);
     info.sinks = v->sinks;
-    st = tkvcu_checked(cu, cudaMemcpyAsync((void *)(uintptr_t)v->side, side, tkvcu_sides(cfg) * sizeof *side,
-                                           cudaMemcpyHostToDevice, stream));
+    st = tkvcu_check_cuda(cu,
+                          cudaMemcpyAsync((void *)(uintptr_t)v->side, side, tkvcu_n_sides(cfg) * sizeof *side,
+                                          cudaMemcpyHostToDevice, stream));
     if (!st)
-        st = tkvcu_checked(cu, cudaMemcpyAsync((void *)(uintptr_t)v->mean, mean, n * sizeof *mean,
-                                               cudaMemcpyHostToDevice, stream));
+        st = tkvcu_check_cuda(cu, cudaMemcpyAsync((void *)(uintptr_t)v->mean, mean, n * sizeof *mean,
+                                                  cudaMemcpyHostToDevice, stream));
     if (!st)
-        st = tkvcu_checked(
+        st = tkvcu_check_cuda(
             cu, cudaMemcpyAsync((void *)(uintptr_t)v->order, order, n, cudaMemcpyHostToDevice, stream));
     if (!st)
-        st = tkvcu_checked(
+        st = tkvcu_check_cuda(
             cu, cudaMemcpyAsync(&cu->layer[layer], &info, sizeof info, cudaMemcpyHostToDevice, stream));
-    return st ? st : tkvcu_checked(cu, cudaStreamSynchronize(stream));
+    return st ? st : tkvcu_check_cuda(cu, cudaStreamSynchronize(stream));
 }
 
-/* Until better is known: all heads and channels alike. */
-static int tkvcu_equal_tables(tkv_cache *kv) {
+/* Makes tables that treat all heads and channels equally. */
+static int tkvcu_make_equal_tables(tkv_cache *kv) {
     const tkv_config *cfg = &kv->tables.cfg;
     const size_t pad = (size_t)cfg->model.head_dim;
     tkvi_version *to = &kv->tables.version[0];
@@ -373,116 +380,121 @@ void tkvcu_destroy(tkvcu *cu) {
     free(cu);
 }
 
-/* The handle, in one piece. */
-static tkvcu *tkvcu_new(const tkvcu_plan *d) {
+/* Allocates the handle, in one piece. */
+static tkvcu *tkvcu_allocate_handle(const tkvcu_derived_config *d) {
     const size_t layers = (size_t)d->shape.cfg.model.n_layers;
     const size_t head = tkvi_align_up(sizeof(tkvcu)), views = tkvi_align_up(layers * sizeof(tkvcu_view));
-    uint8_t *mem = (uint8_t *)malloc(head + views + tkvi_align_up(d->stage) + 2 * layers);
+    uint8_t *mem = (uint8_t *)malloc(head + views + tkvi_align_up(d->staging) + 2 * layers);
     tkvcu *cu = (tkvcu *)(void *)mem;
     if (!mem) return NULL;
-    memset(mem, 0, head + views + tkvi_align_up(d->stage) + 2 * layers);
+    memset(mem, 0, head + views + tkvi_align_up(d->staging) + 2 * layers);
     cu->view = (tkvcu_view *)(void *)(mem + head);
-    cu->stage = mem + head + views;
-    cu->used = cu->stage + tkvi_align_up(d->stage);
-    cu->appended = cu->used + layers;
+    cu->staging = mem + head + views;
+    cu->used_versions = cu->staging + tkvi_align_up(d->staging);
+    cu->appended = cu->used_versions + layers;
     cu->n_seqs = d->n_seqs;
     cu->max_tokens = d->max_tokens;
     cu->max_queries = d->max_queries;
-    cu->word = d->word;
+    cu->flags = d->flags;
     cu->layer = d->layer;
     cu->lists = d->lists;
     return cu;
 }
 
-/* Everything that kernels read before they have written it. */
-static int tkvcu_clear(tkvcu *cu, cudaStream_t stream) {
+/* Initialises the memory that kernels read before they write it. */
+static tkv_status tkvcu_clear_memory(tkvcu *cu, cudaStream_t stream) {
     const int layers = cu->host->tables.cfg.model.n_layers;
-    int i, r, st = tkvcu_checked(cu, cudaMemsetAsync(cu->word, 0, sizeof *cu->word, stream));
+    tkv_status st = tkvcu_check_cuda(cu, cudaMemsetAsync(cu->flags, 0, sizeof *cu->flags, stream));
+    int i, r;
     if (!st)
-        st = tkvcu_checked(cu, cudaMemsetAsync(cu->layer, 0xff, (size_t)layers * sizeof *cu->layer, stream));
+        st = tkvcu_check_cuda(cu,
+                              cudaMemsetAsync(cu->layer, 0xff, (size_t)layers * sizeof *cu->layer, stream));
     if (!st)
-        st = tkvcu_checked(
+        st = tkvcu_check_cuda(
             cu,
             cudaMemsetAsync(cu->lists, 0, (size_t)layers * (size_t)cu->n_seqs * sizeof *cu->lists, stream));
     for (i = 0; i < layers && !st; i++) {
         const tkvcu_view *v = &cu->view[i];
         const size_t seqs = (size_t)cu->n_seqs;
         if (cu->host->tables.plan[i].stored != i) continue;
-        st = tkvcu_checked(cu, cudaMemsetAsync(v->version, 0, seqs * (size_t)v->max_blocks, stream));
+        st = tkvcu_check_cuda(cu, cudaMemsetAsync(v->version, 0, seqs * (size_t)v->max_blocks, stream));
         for (r = TKVCU_SINKS; r < TKVCU_REGIONS && !st; r++)
-            st = tkvcu_checked(cu, cudaMemsetAsync(v->bytes[r], 0, seqs * v->stride[r], stream));
-        if (!st) st = tkvcu_send(cu, i, stream);
+            st = tkvcu_check_cuda(cu, cudaMemsetAsync(v->bytes[r], 0, seqs * v->stride[r], stream));
+        if (!st) st = tkvcu_upload_layer(cu, i, stream);
     }
     return st;
 }
 
-static int tkvcu_attribute(tkvcu *cu, cudaDeviceAttr which, int *x) {
+static tkv_status tkvcu_get_attribute(tkvcu *cu, cudaDeviceAttr which, int *x) {
     int device = 0;
-    const int st = tkvcu_checked(cu, cudaGetDevice(&device));
-    return st ? st : tkvcu_checked(cu, cudaDeviceGetAttribute(x, which, device));
+    const tkv_status st = tkvcu_check_cuda(cu, cudaGetDevice(&device));
+    return st ? st : tkvcu_check_cuda(cu, cudaDeviceGetAttribute(x, which, device));
 }
 
-/* How kernels are launched, once the sides are known: they must fit into the shared memory of a block of
- * threads. */
-static int tkvcu_ready(tkvcu *cu, const tkv_config *cfg) {
-    int most = 0, processors = 0, fits,
-        st = tkvcu_attribute(cu, cudaDevAttrMaxSharedMemoryPerBlockOptin, &most);
-    if (!st) st = tkvcu_attribute(cu, cudaDevAttrMultiProcessorCount, &processors);
+/* Prepares the launches, when the sides are known. Shared memory must be large enough. */
+static tkv_status tkvcu_prepare_kernels(tkvcu *cu, const tkv_config *cfg) {
+    int max_shared = 0, multiprocessors = 0, fits;
+    tkv_status st = tkvcu_get_attribute(cu, cudaDevAttrMaxSharedMemoryPerBlockOptin, &max_shared);
+    if (!st) st = tkvcu_get_attribute(cu, cudaDevAttrMultiProcessorCount, &multiprocessors);
     cudaFuncAttributes there;
     if (st) return st;
-    fits = tkvcu_appender_of(cfg->model.head_dim).shared <= (size_t)most;
-    st = tkvcu_checked(cu, tkvcu_split_ready(&cu->split, cfg, tkvi_min(cu->max_queries, TKVCU_DECODE_QUERIES),
-                                             processors, most, &fits));
+    fits = tkvcu_select_append_kernel(cfg->model.head_dim).shared <= (size_t)max_shared;
+    st = tkvcu_check_cuda(cu, tkvcu_prepare_attend(&cu->attend_plan, cfg,
+                                                   tkvi_min(cu->max_queries, TKVCU_DECODE_QUERIES),
+                                                   multiprocessors, max_shared, &fits));
     if (!st && cu->max_queries > TKVCU_DECODE_QUERIES)
-        st = tkvcu_checked(cu, tkvcu_prefill_ready(cu->prefill, cfg, cu->n_seqs, processors, most, &fits));
-    if (!st && !fits) return TKVCU_ERR_UNSUPPORTED;
-    /* Code comes to the device when a kernel is first asked for: not within a capture. */
-    if (!st) st = tkvcu_checked(cu, cudaFuncGetAttributes(&there, tkvcu_combine_kernel));
-    if (!st) st = tkvcu_checked(cu, cudaFuncGetAttributes(&there, tkvcu_trim_kernel));
+        st = tkvcu_check_cuda(
+            cu, tkvcu_prepare_prefill(cu->prefill, cfg, cu->n_seqs, multiprocessors, max_shared, &fits));
+    if (!st && !fits) return TKV_ERR_UNSUPPORTED;
+    /* The runtime loads code at the first request. That must not happen during a capture. */
+    if (!st) st = tkvcu_check_cuda(cu, cudaFuncGetAttributes(&there, tkvcu_combine_kernel));
+    if (!st) st = tkvcu_check_cuda(cu, cudaFuncGetAttributes(&there, tkvcu_truncate_kernel));
     return st ? st
-              : tkvcu_checked(cu, cudaFuncSetAttribute(tkvcu_appender_of(cfg->model.head_dim).kernel,
-                                                       cudaFuncAttributeMaxDynamicSharedMemorySize, most));
+              : tkvcu_check_cuda(
+                    cu, cudaFuncSetAttribute(tkvcu_select_append_kernel(cfg->model.head_dim).kernel,
+                                             cudaFuncAttributeMaxDynamicSharedMemorySize, max_shared));
 }
 
-int tkvcu_create(const tkvcu_desc *desc, void *d_cache, size_t cache_bytes, void *d_work, size_t work_bytes,
-                 tkvcu_stream stream, tkvcu **out) {
-    tkvcu_plan d;
+tkv_status tkvcu_create(const tkvcu_config *config, void *d_cache, size_t cache_bytes, void *d_work,
+                        size_t work_bytes, tkvcu_stream stream, tkvcu **out) {
+    tkvcu_derived_config d;
     tkvcu_arena a = {0, 0, 0};
     tkv_config cfg;
     tkvcu *cu;
-    int major = 0, st;
+    tkv_status st;
+    int major = 0;
     if (!out || !d_cache || !d_work || ((uintptr_t)d_cache | (uintptr_t)d_work) % TKVCU_ALIGN)
         return TKV_ERR_ARG;
     a.base = (uintptr_t)d_cache;
-    st = tkvcu_plan_of(desc, &d, &a, NULL, NULL, 0);
+    st = tkvcu_derive_config(config, &d, &a, NULL, NULL, 0);
     if (st) return st;
-    if (cache_bytes < a.at || work_bytes < tkvcu_work_bytes(&d.shape.cfg, d.n_seqs, d.max_queries))
+    if (cache_bytes < a.at || work_bytes < tkvcu_compute_work_bytes(&d.shape.cfg, d.n_seqs, d.max_queries))
         return TKV_ERR_CAPACITY;
-    cu = tkvcu_new(&d);
+    cu = tkvcu_allocate_handle(&d);
     if (!cu) return TKV_ERR_NOMEM;
     a.at = 0;
-    (void)tkvcu_plan_of(desc, &d, &a, cu->view, NULL, 0);
-    cfg = *desc->cfg;
+    (void)tkvcu_derive_config(config, &d, &a, cu->view, NULL, 0);
+    cfg = *config->cfg;
     cfg.limits.max_seqs = 1;
     cfg.limits.max_tokens = d.max_tokens;
     cfg.host.isa = TKV_ISA_SCALAR;
     cfg.host.on_event = NULL;
     cfg.host.parallel_for = NULL;
     st = tkv_create(&cfg, &cu->host);
-    if (!st && !tkvcu_equal_tables(cu->host)) st = TKV_ERR_NOMEM;
-    if (!st) st = tkvcu_attribute(cu, cudaDevAttrComputeCapabilityMajor, &major);
-    if (!st && major < 8) st = TKVCU_ERR_UNSUPPORTED;
-    cu->split.partial = (float *)d_work;
-    cu->split.n_seqs = cu->n_seqs;
-    if (!st) st = tkvcu_clear(cu, stream);
-    if (!st) st = tkvcu_ready(cu, &cu->host->tables.cfg);
+    if (!st && !tkvcu_make_equal_tables(cu->host)) st = TKV_ERR_NOMEM;
+    if (!st) st = tkvcu_get_attribute(cu, cudaDevAttrComputeCapabilityMajor, &major);
+    if (!st && major < 8) st = TKV_ERR_UNSUPPORTED;
+    cu->attend_plan.partial = (float *)d_work;
+    cu->attend_plan.n_seqs = cu->n_seqs;
+    if (!st) st = tkvcu_clear_memory(cu, stream);
+    if (!st) st = tkvcu_prepare_kernels(cu, &cu->host->tables.cfg);
     if (st) tkvcu_destroy(cu);
     else *out = cu;
     return st;
 }
 
-/* The view that a layer reads; NULL: it has no cache, or there is no such layer. */
-static const tkvcu_view *tkvcu_view_of(const tkvcu *cu, int layer) {
+/* Returns the view that a layer reads; NULL: the layer has no cache, or does not exist. */
+static const tkvcu_view *tkvcu_find_view(const tkvcu *cu, int layer) {
     const tkvi_tables *t = &cu->host->tables;
     if (layer < 0 || layer >= t->cfg.model.n_layers || t->plan[layer].stored < 0) return NULL;
     return &cu->view[t->plan[layer].stored];

@@ -1,26 +1,25 @@
 /*
- * encode.h - one head's side of a block, decoded and encoded by the threads of a CTA: the steps of tieredkv.h's
- * functions, so the bytes are those of the host.
+ * encode.h - the threads of a thread block decode and encode one head's side of a block. They call the functions of
+ * tieredkv.h, so the bytes are those of the host.
  *
- * A line is a channel of K or a token of V. 4 head_dim threads, so that each has 16 values of a line: of K's 64
- * tokens four neighbours have every fourth, of V's channels head_dim / 16 neighbours have every such. All that a
- * line is summed up to are integers, or ends of a range: the same in any order.
+ * A line is a channel of K or a token of V. There are 4 * head_dim threads, and each has 16 values of a line. Four
+ * neighbour threads share a channel of K: each has every fourth token. head_dim / 16 neighbours share a token of V in
+ * the same way. Reductions over a line are sums of integers, minima and maxima, which do not depend on the order.
  *
- * nvcc fuses a product and a sum where it can. In these functions that changes nothing: the products that
- * feed sums are exact, or made by an instruction that is not fused (tests/test_cuda_build.py looks at what it
- * makes of them).
+ * nvcc fuses multiply and add where it can. Here that does not change results: the products are exact, or come from
+ * an instruction that nvcc does not fuse. tests/test_cuda_build.py checks the compiled code.
  */
 #ifndef TKVCU_ENCODE_H
 #define TKVCU_ENCODE_H
 
 #include "warp.h"
 
-#define TKVCU_PART 16 /* values of a line that a thread has */
-#define TKVCU_LINE 4  /* threads of a channel of K */
+#define TKVCU_THREAD_VALUES 16  /* values of a line per thread */
+#define TKVCU_CHANNEL_THREADS 4 /* threads of a channel of K */
 
-/* Number of the thread, read anew each time: else the compiler carries all that follows from it, for every format,
- * out of the loop over blocks, into more registers than there are. */
-TKVCU_DEVICE int tkvcu_me(void) {
+/* Reads the thread index anew in each call. Otherwise the compiler hoists all values derived from it, for every
+ * format, out of the loop over blocks, and registers spill. */
+TKVCU_DEVICE int tkvcu_thread_index(void) {
 #ifdef TKVCU_ON_CPU
     return (int)threadIdx.x;
 #else
@@ -31,35 +30,35 @@ TKVCU_DEVICE int tkvcu_me(void) {
 #endif
 }
 
-typedef struct alignas(16) tkvcu_16 { /* moved at once */
+typedef struct alignas(16) tkvcu_bytes16 { /* copied in one instruction */
     uint64_t x[2];
-} tkvcu_16;
+} tkvcu_bytes16;
 
-/* Shared memory of the CTA. Rows of values are 8 longer than they are: then neighbours have banks of their own, both
- * where they walk along tokens and along channels. */
-template <int Dim> struct tkvcu_desk {
-    enum { THREADS = TKVI_BLOCK * Dim / TKVCU_PART, STRIDE = Dim + 8 };
+/* Shared memory of the thread block. Rows of values are padded by 8. Threads that read along tokens or along
+ * channels then use different banks. */
+template <int Dim> struct tkvcu_transcoder {
+    enum { THREADS = TKVI_BLOCK * Dim / TKVCU_THREAD_VALUES, STRIDE = Dim + 8 };
     tkvi_format format[2];
-    tkvi_side side[2]; /* from, to */
+    tkvi_side side[2]; /* source, target */
     float scale[Dim], zero[Dim];
-    alignas(16) uint8_t meta[4 * Dim]; /* of side 1 */
+    alignas(16) uint8_t meta[4 * Dim]; /* of the target side */
     alignas(16) uint8_t code[Dim / 4][TKVI_TILE_CODES];
     union {
         alignas(16) float x[TKVI_BLOCK * STRIDE];
         uint8_t bytes[TKVI_BLOCK * STRIDE *
-                      sizeof(float)]; /* side 0 before it is decoded, codes of side 1 packed */
+                      sizeof(float)]; /* source side before decoding; packed codes of the target side */
     };
 };
 
-/* >>what a line's threads have together */
-template <int Threads, class T> TKVCU_DEVICE T tkvcu_total(T x) {
+/* >>reductions over the threads of a line */
+template <int Threads, class T> TKVCU_DEVICE T tkvcu_sum_lanes(T x) {
     int by;
     TKVCU_UNROLL
     for (by = 1; by < Threads; by *= 2) x += __shfl_xor_sync(0xffffffffu, x, by);
     return x;
 }
 
-template <int Threads> TKVCU_DEVICE float tkvcu_least(float x) {
+template <int Threads> TKVCU_DEVICE float tkvcu_min_lanes(float x) {
     int by;
     TKVCU_UNROLL
     for (by = 1; by < Threads; by *= 2) {
@@ -69,11 +68,11 @@ template <int Threads> TKVCU_DEVICE float tkvcu_least(float x) {
     return x;
 }
 
-template <int Threads> TKVCU_DEVICE float tkvcu_most(float x) { return -tkvcu_least<Threads>(-x); }
+template <int Threads> TKVCU_DEVICE float tkvcu_max_lanes(float x) { return -tkvcu_min_lanes<Threads>(-x); }
 
 /* >>sides */
-/* The side as the functions of tieredkv.h want it. One thread writes it. */
-TKVCU_DEVICE void tkvcu_side_open(const tkvcu_view *v, const tkvcu_side *d, int which, int fit,
+/* Fills format and side for the functions of tieredkv.h. One thread calls it. */
+TKVCU_DEVICE void tkvcu_open_side(const tkvcu_view *v, const tkvcu_side *d, int which, int fit,
                                   tkvi_format *f, tkvi_side *s) {
     int w;
     memset(f, 0, sizeof *f);
@@ -109,8 +108,8 @@ TKVCU_DEVICE void tkvcu_side_open(const tkvcu_view *v, const tkvcu_side *d, int 
     }
 }
 
-/* Width of tile i, 0: there are not so many; and where it lies. */
-TKVCU_DEVICE int tkvcu_tile_of(const tkvi_side *s, int i, tkvi_tile_at *at) {
+/* Returns the width of tile i and its place; width 0 if i is not a tile of the side. */
+TKVCU_DEVICE int tkvcu_find_tile(const tkvi_side *s, int i, tkvi_tile_at *at) {
     int width;
     *at = tkvi_first_tile(&s->tiles);
     for (width = TKVI_MAX_WIDTH; width > 0; width--) {
@@ -123,8 +122,8 @@ TKVCU_DEVICE int tkvcu_tile_of(const tkvi_side *s, int i, tkvi_tile_at *at) {
     return width;
 }
 
-/* Bits of the tile that has this position. */
-TKVCU_DEVICE int tkvcu_width_at(const tkvi_side *s, int position) {
+/* Returns the bits of the tile that contains this position. */
+TKVCU_DEVICE int tkvcu_find_width(const tkvi_side *s, int position) {
     int width, end = 0;
     for (width = TKVI_MAX_WIDTH; width > 0; width--) {
         end += 4 * s->tiles.n[width];
@@ -133,27 +132,27 @@ TKVCU_DEVICE int tkvcu_width_at(const tkvi_side *s, int position) {
     return 0;
 }
 
-/* The rotation of core/rotate.h, or back, of a token that `Threads` neighbours have. */
+/* Rotates a token as core/rotate.h does, or back. `Threads` neighbour threads share it. */
 template <int Threads> TKVCU_DEVICE void tkvcu_rotate(float *y, int part, int back) {
     const float norm = tkvi_hadamard_norm[Threads == 8 ? 7 : 6];
     int i, h;
     TKVCU_UNROLL
-    for (i = 0; i < TKVCU_PART && !back; i++) {
+    for (i = 0; i < TKVCU_THREAD_VALUES && !back; i++) {
         const int c = Threads * i + part;
         y[i] = tkvi_signs[c / 32] >> c % 32 & 1 ? -y[i] : y[i];
     }
     TKVCU_UNROLL
     for (h = 1; h < Threads; h *= 2) {
         TKVCU_UNROLL
-        for (i = 0; i < TKVCU_PART; i++) {
+        for (i = 0; i < TKVCU_THREAD_VALUES; i++) {
             const float other = __shfl_xor_sync(0xffffffffu, y[i], h);
             y[i] = part & h ? other - y[i] : y[i] + other;
         }
     }
     TKVCU_UNROLL
-    for (h = 1; h < TKVCU_PART; h *= 2) {
+    for (h = 1; h < TKVCU_THREAD_VALUES; h *= 2) {
         TKVCU_UNROLL
-        for (i = 0; i < TKVCU_PART; i++) {
+        for (i = 0; i < TKVCU_THREAD_VALUES; i++) {
             const float a = y[i & ~h], b = y[i | h];
             if (i & h) continue;
             y[i] = a + b;
@@ -161,7 +160,7 @@ template <int Threads> TKVCU_DEVICE void tkvcu_rotate(float *y, int part, int ba
         }
     }
     TKVCU_UNROLL
-    for (i = 0; i < TKVCU_PART; i++) {
+    for (i = 0; i < TKVCU_THREAD_VALUES; i++) {
         const int c = Threads * i + part;
         y[i] *= norm;
         if (back) y[i] = tkvi_signs[c / 32] >> c % 32 & 1 ? -y[i] : y[i];
@@ -169,9 +168,9 @@ template <int Threads> TKVCU_DEVICE void tkvcu_rotate(float *y, int part, int ba
 }
 
 /* >>decoding */
-/* Scale and zero number i of the side. */
-TKVCU_DEVICE void tkvcu_meta(const tkvi_side *s, int kind, const uint8_t *meta, int n, int i, float *scale,
-                             float *zero) {
+/* Decodes scale and zero number i of the side. */
+TKVCU_DEVICE void tkvcu_decode_meta(const tkvi_side *s, int kind, const uint8_t *meta, int n, int i,
+                                    float *scale, float *zero) {
     if (kind == TKVCU_KIVI) {
         *scale = tkvi_f16_to_f32(tkvi_load16(meta + 2 * i));
         *zero = tkvi_f16_to_f32(tkvi_load16(meta + 2 * (n + i)));
@@ -180,7 +179,7 @@ TKVCU_DEVICE void tkvcu_meta(const tkvi_side *s, int kind, const uint8_t *meta, 
         *scale = tkvi_log_value(meta[i], s->top) * (s->pairs ? 1.0f / 64.0f : 1.0f);
         *zero = -middle * *scale;
     } else {
-        const int width = tkvcu_width_at(s, i), unit = tkvi_a_unit[width];
+        const int width = tkvcu_find_width(s, i), unit = tkvi_a_unit[width];
         const float mean = s->mean ? s->mean[i] : 0.0f;
         *scale = width ? tkvi_log_value(meta[i], s->top) : 0.0f;
         *zero = width
@@ -189,15 +188,17 @@ TKVCU_DEVICE void tkvcu_meta(const tkvi_side *s, int kind, const uint8_t *meta, 
     }
 }
 
-/* Rows of halves to values. */
-template <int Dim> TKVCU_DEVICE void tkvcu_decode_exact(tkvcu_desk<Dim> *d, int bf16, const uint8_t *src) {
+/* Converts rows of 16-bit floats to values. */
+template <int Dim>
+TKVCU_DEVICE void tkvcu_decode_exact(tkvcu_transcoder<Dim> *d, int bf16, const uint8_t *src) {
     int i, k;
     TKVCU_UNROLL
-    for (i = 0; i < 2; i++) { /* 8 values at a time */
-        const int at = 8 * (tkvcu_me() + i * tkvcu_desk<Dim>::THREADS);
-        const tkvcu_16 h = *(const tkvcu_16 *)(const void *)(src + 2 * at);
-        tkvcu_16 *x = (tkvcu_16 *)(void *)(d->x + at / Dim * tkvcu_desk<Dim>::STRIDE + at % Dim);
-        tkvcu_16 y[2] = {{{0, 0}}, {{0, 0}}};
+    for (i = 0; i < 2; i++) { /* 8 values per turn */
+        const int at = 8 * (tkvcu_thread_index() + i * tkvcu_transcoder<Dim>::THREADS);
+        const tkvcu_bytes16 h = *(const tkvcu_bytes16 *)(const void *)(src + 2 * at);
+        tkvcu_bytes16 *x =
+            (tkvcu_bytes16 *)(void *)(d->x + at / Dim * tkvcu_transcoder<Dim>::STRIDE + at % Dim);
+        tkvcu_bytes16 y[2] = {{{0, 0}}, {{0, 0}}};
         TKVCU_UNROLL
         for (k = 0; k < 8; k++) {
             const uint16_t z = (uint16_t)(h.x[k / 4] >> 16 * (k % 4));
@@ -209,29 +210,29 @@ template <int Dim> TKVCU_DEVICE void tkvcu_decode_exact(tkvcu_desk<Dim> *d, int 
     }
 }
 
-template <int Dim> TKVCU_DEVICE void tkvcu_decode_k(tkvcu_desk<Dim> *d) {
+template <int Dim> TKVCU_DEVICE void tkvcu_decode_k(tkvcu_transcoder<Dim> *d) {
     const tkvi_side *s = &d->side[0];
-    const int position = tkvcu_me() / TKVCU_LINE, width = tkvcu_width_at(s, position);
+    const int position = tkvcu_thread_index() / TKVCU_CHANNEL_THREADS, width = tkvcu_find_width(s, position);
     const uint8_t *tile = d->code[position / 4];
     const float scale = d->scale[position], zero = d->zero[position];
     float *x = d->x + tkvi_channel(s, position);
     int t;
     TKVCU_UNROLL
-    for (t = tkvcu_me() % TKVCU_LINE; t < TKVI_BLOCK; t += TKVCU_LINE)
-        x[t * tkvcu_desk<Dim>::STRIDE] = tkvi_k_value(s, width, tile, position, t, scale, zero);
+    for (t = tkvcu_thread_index() % TKVCU_CHANNEL_THREADS; t < TKVI_BLOCK; t += TKVCU_CHANNEL_THREADS)
+        x[t * tkvcu_transcoder<Dim>::STRIDE] = tkvi_k_value(s, width, tile, position, t, scale, zero);
 }
 
-template <int Dim> TKVCU_DEVICE void tkvcu_decode_v(tkvcu_desk<Dim> *d) {
-    enum { LINE = Dim / TKVCU_PART };
+template <int Dim> TKVCU_DEVICE void tkvcu_decode_v(tkvcu_transcoder<Dim> *d) {
+    enum { LINE = Dim / TKVCU_THREAD_VALUES };
     const tkvi_side *s = &d->side[0];
-    const int t = tkvcu_me() / LINE, part = tkvcu_me() % LINE;
+    const int t = tkvcu_thread_index() / LINE, part = tkvcu_thread_index() % LINE;
     tkvi_tile_at at;
-    const int width = tkvcu_tile_of(s, 0, &at),
-              slab = s->pairs ? 5 : 4; /* all are alike, of 2^slab channels */
-    float y[TKVCU_PART];
+    const int width = tkvcu_find_tile(s, 0, &at),
+              slab = s->pairs ? 5 : 4; /* all tiles of a side are alike; a slab has 2^slab channels */
+    float y[TKVCU_THREAD_VALUES];
     int i;
     TKVCU_UNROLL
-    for (i = 0; i < TKVCU_PART; i++) {
+    for (i = 0; i < TKVCU_THREAD_VALUES; i++) {
         const int c = LINE * i + part;
         const int m = (s->groups > 1 ? c / TKVI_BLOCK * TKVI_BLOCK : 0) + t;
         y[i] = tkvi_v_value(s, width, d->code[(c >> slab) * 4 + t / 16], c & ((1 << slab) - 1), t,
@@ -239,14 +240,15 @@ template <int Dim> TKVCU_DEVICE void tkvcu_decode_v(tkvcu_desk<Dim> *d) {
     }
     if (s->format->rotated) tkvcu_rotate<LINE>(y, part, 1);
     TKVCU_UNROLL
-    for (i = 0; i < TKVCU_PART; i++) d->x[t * tkvcu_desk<Dim>::STRIDE + LINE * i + part] = y[i];
+    for (i = 0; i < TKVCU_THREAD_VALUES; i++)
+        d->x[t * tkvcu_transcoder<Dim>::STRIDE + LINE * i + part] = y[i];
 }
 
-/* A side's 64 tokens to the desk's values, by all threads. */
+/* Decodes 64 tokens of a side into d->x. All threads call it. */
 template <int Dim>
-TKVCU_DEVICE void tkvcu_decode(tkvcu_desk<Dim> *d, const tkvcu_side *from, const uint8_t *src) {
+TKVCU_DEVICE void tkvcu_decode(tkvcu_transcoder<Dim> *d, const tkvcu_side *from, const uint8_t *src) {
     const tkvi_side *s = &d->side[0];
-    const int me = tkvcu_me(), all = tkvcu_desk<Dim>::THREADS;
+    const int me = tkvcu_thread_index(), all = tkvcu_transcoder<Dim>::THREADS;
     int i, p;
     if (from->kind == TKVCU_EXACT) {
         tkvcu_decode_exact<Dim>(d, from->bf16, src);
@@ -254,16 +256,16 @@ TKVCU_DEVICE void tkvcu_decode(tkvcu_desk<Dim> *d, const tkvcu_side *from, const
         const int n = s->groups * (s->which == TKV_V ? TKVI_BLOCK : Dim);
         tkvi_tile_at at;
         for (i = 16 * me; i < (int)s->bytes; i += 16 * all)
-            *(tkvcu_16 *)(void *)(d->bytes + i) = *(const tkvcu_16 *)(const void *)(src + i);
+            *(tkvcu_bytes16 *)(void *)(d->bytes + i) = *(const tkvcu_bytes16 *)(const void *)(src + i);
         __syncthreads();
         if (me < Dim / 4 * 8) { /* an eighth of a tile */
             const int tile = me / 8, first = me % 8 * 8;
-            const int width = tkvcu_tile_of(s, tile, &at);
+            const int width = tkvcu_find_tile(s, tile, &at);
             for (p = 0; p < 4; p++) tkvi_store8(d->code[tile] + 64 * p + first, 0);
             if (width) tkvi_unpack_part(d->bytes, &at, width, d->code[tile], first, first + 8);
         }
         for (i = me; i < n; i += all)
-            tkvcu_meta(s, from->kind, d->bytes + s->code_bytes, n, i, &d->scale[i], &d->zero[i]);
+            tkvcu_decode_meta(s, from->kind, d->bytes + s->code_bytes, n, i, &d->scale[i], &d->zero[i]);
         __syncthreads();
         if (s->which == TKV_V) tkvcu_decode_v<Dim>(d);
         else tkvcu_decode_k<Dim>(d);
@@ -271,36 +273,38 @@ TKVCU_DEVICE void tkvcu_decode(tkvcu_desk<Dim> *d, const tkvcu_side *from, const
     __syncthreads();
 }
 
-/* >>encoding: the desk's values as codes and metadata of side 1, each kind in the steps of its format_*.h */
-template <int Dim> TKVCU_DEVICE void tkvcu_encode_a(tkvcu_desk<Dim> *d) {
-    enum { NEXT = TKVCU_LINE * tkvcu_desk<Dim>::STRIDE };
+/* >>encoding. d->x becomes codes and metadata of the target side. Each function follows the steps of
+ * src/formats. */
+template <int Dim> TKVCU_DEVICE void tkvcu_encode_a(tkvcu_transcoder<Dim> *d) {
+    enum { NEXT = TKVCU_CHANNEL_THREADS * tkvcu_transcoder<Dim>::STRIDE };
     const tkvi_side *s = &d->side[1];
-    const int position = tkvcu_me() / TKVCU_LINE, part = tkvcu_me() % TKVCU_LINE;
+    const int position = tkvcu_thread_index() / TKVCU_CHANNEL_THREADS,
+              part = tkvcu_thread_index() % TKVCU_CHANNEL_THREADS;
     const float mean = s->mean ? s->mean[position] : 0.0f;
-    float *x = d->x + part * tkvcu_desk<Dim>::STRIDE + tkvi_channel(s, position);
-    float y[TKVCU_PART], low = 1e30f, high = -1e30f, most = -1.0f, inverse, middle;
-    int u[TKVCU_PART], i, k, best = 0, beyond;
+    float *x = d->x + part * tkvcu_transcoder<Dim>::STRIDE + tkvi_channel(s, position);
+    float y[TKVCU_THREAD_VALUES], low = 1e30f, high = -1e30f, most = -1.0f, inverse, middle;
+    int u[TKVCU_THREAD_VALUES], i, k, best = 0, beyond;
     uint8_t log, by;
     tkvi_column c;
     c.n = TKVI_BLOCK;
-    c.width = tkvcu_width_at(s, position);
+    c.width = tkvcu_find_width(s, position);
     TKVCU_UNROLL
-    for (i = 0; i < TKVCU_PART; i++) {
+    for (i = 0; i < TKVCU_THREAD_VALUES; i++) {
         y[i] = tkvi_a_residual(x[i * NEXT], mean);
         low = y[i] < low ? y[i] : low;
         high = y[i] > high ? y[i] : high;
     }
-    c.low = tkvcu_least<TKVCU_LINE>(low);
-    c.step = tkvi_a_step(c.low, tkvcu_most<TKVCU_LINE>(high), &inverse);
+    c.low = tkvcu_min_lanes<TKVCU_CHANNEL_THREADS>(low);
+    c.step = tkvi_a_step(c.low, tkvcu_max_lanes<TKVCU_CHANNEL_THREADS>(high), &inverse);
     c.sum_u = c.sum_uu = 0;
     TKVCU_UNROLL
-    for (i = 0; i < TKVCU_PART; i++) {
+    for (i = 0; i < TKVCU_THREAD_VALUES; i++) {
         u[i] = tkvi_a_integer(y[i], c.low, inverse);
         c.sum_u += u[i];
         c.sum_uu += u[i] * u[i];
     }
-    c.sum_u = tkvcu_total<TKVCU_LINE>(c.sum_u);
-    c.sum_uu = tkvcu_total<TKVCU_LINE>(c.sum_uu);
+    c.sum_u = tkvcu_sum_lanes<TKVCU_CHANNEL_THREADS>(c.sum_u);
+    c.sum_uu = tkvcu_sum_lanes<TKVCU_CHANNEL_THREADS>(c.sum_uu);
     c.sum_c = c.sum_cc = c.sum_cu = 0;
     TKVCU_ROLL
     for (k = 0; k < TKVI_A_CUTS; k++) {
@@ -308,15 +312,15 @@ template <int Dim> TKVCU_DEVICE void tkvcu_encode_a(tkvcu_desk<Dim> *d) {
         int sum = 0, squares = 0, products = 0;
         float score;
         TKVCU_UNROLL
-        for (i = 0; i < TKVCU_PART; i++) {
+        for (i = 0; i < TKVCU_THREAD_VALUES; i++) {
             const int code = tkvi_cut_code(u[i], cut, times, (1 << c.width) - 1);
             sum += code;
             squares += code * code;
             products += code * u[i];
         }
-        sum = tkvcu_total<TKVCU_LINE>(sum);
-        squares = tkvcu_total<TKVCU_LINE>(squares);
-        products = tkvcu_total<TKVCU_LINE>(products);
+        sum = tkvcu_sum_lanes<TKVCU_CHANNEL_THREADS>(sum);
+        squares = tkvcu_sum_lanes<TKVCU_CHANNEL_THREADS>(squares);
+        products = tkvcu_sum_lanes<TKVCU_CHANNEL_THREADS>(products);
         score = tkvi_a_score(c.n, c.sum_u, sum, squares, products);
         if (score > most) {
             most = score;
@@ -327,77 +331,79 @@ template <int Dim> TKVCU_DEVICE void tkvcu_encode_a(tkvcu_desk<Dim> *d) {
         }
     }
     TKVCU_UNROLL
-    for (i = 0; i < TKVCU_PART; i++)
-        *tkvi_k_code(d->code, position, TKVCU_LINE * i + part) = (uint8_t)tkvi_cut_code(
+    for (i = 0; i < TKVCU_THREAD_VALUES; i++)
+        *tkvi_k_code(d->code, position, TKVCU_CHANNEL_THREADS * i + part) = (uint8_t)tkvi_cut_code(
             u[i], tkvi_a_ranges[best].cut[c.width], tkvi_a_ranges[best].by[c.width], (1 << c.width) - 1);
     beyond = tkvi_a_finalize_scales(&c, s->top, &log, &by, &middle);
     if (__any_sync(0xffffffffu, beyond)) {
         int offset, sum = 0;
         float scale = 0.0f;
+        /* d->x stores u, because the rolled loop below cannot index registers */
         TKVCU_UNROLL
-        for (i = 0; i < TKVCU_PART; i++)
-            x[i * NEXT] = (float)u[i]; /* a loop that is rolled finds no registers */
+        for (i = 0; i < TKVCU_THREAD_VALUES; i++) x[i * NEXT] = (float)u[i];
         if (beyond) {
             log = (uint8_t)tkvi_a_far(&c, log, s->top, &offset);
             scale = tkvi_log_value(log, s->top);
             TKVCU_ROLL
-            for (i = 0; i < TKVCU_PART; i++) {
+            for (i = 0; i < TKVCU_THREAD_VALUES; i++) {
                 const int code = tkvi_a_far_code(&c, (int)x[i * NEXT], scale, offset);
-                *tkvi_k_code(d->code, position, TKVCU_LINE * i + part) = (uint8_t)code;
+                *tkvi_k_code(d->code, position, TKVCU_CHANNEL_THREADS * i + part) = (uint8_t)code;
                 sum += code;
             }
         }
-        sum = tkvcu_total<TKVCU_LINE>(sum);
+        sum = tkvcu_sum_lanes<TKVCU_CHANNEL_THREADS>(sum);
         if (beyond) by = tkvi_a_far_offset(&c, scale, sum);
     }
     if (part == 0) tkvi_a_put(c.width, log, by, middle, &d->meta[position], &d->meta[Dim + position]);
 }
 
-template <int Dim> TKVCU_DEVICE void tkvcu_encode_r(tkvcu_desk<Dim> *d) {
+template <int Dim> TKVCU_DEVICE void tkvcu_encode_r(tkvcu_transcoder<Dim> *d) {
     enum {
-        LINE = Dim / TKVCU_PART,
+        /* a thread's values of channels c and c + 16 are PAIR elements apart */
+        LINE = Dim / TKVCU_THREAD_VALUES,
         PAIR = 16 / LINE
-    }; /* channels c and c + 16 are so many of a thread's apart */
+    };
     const tkvi_side *s = &d->side[1];
-    const int t = tkvcu_me() / LINE, part = tkvcu_me() % LINE, bits = s->half_bits / 2;
-    float y[TKVCU_PART], most = 0.0f, by, unit;
-    int u[TKVCU_PART], i, squares = 0, sum = 0;
+    const int t = tkvcu_thread_index() / LINE, part = tkvcu_thread_index() % LINE, bits = s->half_bits / 2;
+    float y[TKVCU_THREAD_VALUES], most = 0.0f, by, unit;
+    int u[TKVCU_THREAD_VALUES], i, squares = 0, sum = 0;
     TKVCU_UNROLL
-    for (i = 0; i < TKVCU_PART; i++) /* as formats/r.h; bfloat16 has more */
-        y[i] = tkvi_clampf(d->x[t * tkvcu_desk<Dim>::STRIDE + LINE * i + part], -1e30f, 1e30f);
+    /* limits as in formats/r.h: bfloat16 has larger values */
+    for (i = 0; i < TKVCU_THREAD_VALUES; i++)
+        y[i] = tkvi_clampf(d->x[t * tkvcu_transcoder<Dim>::STRIDE + LINE * i + part], -1e30f, 1e30f);
     tkvcu_rotate<LINE>(y, part, 0);
     TKVCU_UNROLL
-    for (i = 0; i < TKVCU_PART; i++) {
+    for (i = 0; i < TKVCU_THREAD_VALUES; i++) {
         const float a = fabsf(y[i]);
         most = a > most ? a : most;
     }
-    most = tkvcu_most<LINE>(most);
+    most = tkvcu_max_lanes<LINE>(most);
     most = most < 1e30f ? most : 1e30f;
     by = tkvi_r_by(most);
     TKVCU_UNROLL
-    for (i = 0; i < TKVCU_PART; i++) {
+    for (i = 0; i < TKVCU_THREAD_VALUES; i++) {
         u[i] = tkvi_r_integer(y[i], by);
         squares += u[i] * u[i];
     }
-    squares = tkvcu_total<LINE>(squares);
+    squares = tkvcu_sum_lanes<LINE>(squares);
     if (squares == 0) squares = 1;
     unit = tkvi_r_unit(squares, Dim);
     if (s->pairs) {
         const float fine = tkvi_r_fine(unit);
         TKVCU_UNROLL
-        for (i = 0; i < TKVCU_PART; i++) {
+        for (i = 0; i < TKVCU_THREAD_VALUES; i++) {
             const int c = LINE * i + part;
             if (i / PAIR % 2 == 0)
                 *tkvi_v_code(d->code, c / 32 * 16 + c % 16, t) =
-                    (uint8_t)tkvi_r_pair(u[i], u[(i + PAIR) % TKVCU_PART], fine, &sum);
+                    (uint8_t)tkvi_r_pair(u[i], u[(i + PAIR) % TKVCU_THREAD_VALUES], fine, &sum);
         }
     } else {
         const float fine = tkvi_f32(unit / tkvi_r_step[bits]);
         TKVCU_UNROLL
-        for (i = 0; i < TKVCU_PART; i++)
+        for (i = 0; i < TKVCU_THREAD_VALUES; i++)
             *tkvi_v_code(d->code, LINE * i + part, t) = (uint8_t)tkvi_r_grid(u[i], fine, bits, 0, &sum);
     }
-    sum = tkvcu_total<LINE>(sum);
+    sum = tkvcu_sum_lanes<LINE>(sum);
     __syncwarp();
     if (part == 0) {
         const float scale = tkvi_r_scale(most, squares, sum);
@@ -405,10 +411,10 @@ template <int Dim> TKVCU_DEVICE void tkvcu_encode_r(tkvcu_desk<Dim> *d) {
     }
 }
 
-/* Codes of a group of 64 that `Threads` neighbours have; *scale and *zero are halves. */
+/* Encodes a group of 64 values that `Threads` neighbour threads share. *scale and *zero are fp16. */
 template <int Threads>
-TKVCU_DEVICE void tkvcu_kivi_group(const float *x, int bits, int fit, int *code, uint16_t *scale,
-                                   uint16_t *zero) {
+TKVCU_DEVICE void tkvcu_encode_kivi_group(const float *x, int bits, int fit, int *code, uint16_t *scale,
+                                          uint16_t *zero) {
     enum { N = TKVI_BLOCK / Threads };
     const int top = (1 << bits) - 1;
     float v[N], low = 0.0f, high = 0.0f, range, inverse = 0.0f, a, b;
@@ -422,8 +428,8 @@ TKVCU_DEVICE void tkvcu_kivi_group(const float *x, int bits, int fit, int *code,
         low = i == 0 || v[i] < low ? v[i] : low;
         high = i == 0 || v[i] > high ? v[i] : high;
     }
-    low = tkvcu_least<Threads>(low);
-    high = tkvcu_most<Threads>(high);
+    low = tkvcu_min_lanes<Threads>(low);
+    high = tkvcu_max_lanes<Threads>(high);
     range = tkvi_f32(high - low);
     if (fit) {
         int sum_u = 0, sum_uu = 0;
@@ -434,15 +440,15 @@ TKVCU_DEVICE void tkvcu_kivi_group(const float *x, int bits, int fit, int *code,
             sum_u += u[i];
             sum_uu += u[i] * u[i];
         }
-        g.sum_u = tkvcu_total<Threads>(sum_u);
-        g.sum_uu = tkvcu_total<Threads>(sum_uu);
+        g.sum_u = tkvcu_sum_lanes<Threads>(sum_u);
+        g.sum_uu = tkvcu_sum_lanes<Threads>(sum_uu);
     }
     if (fit & TKV_FIT_CLIP) {
-        int64_t least = tkvcu_total<Threads>(tkvi_cut_error(u, N, 0, top));
+        int64_t least = tkvcu_sum_lanes<Threads>(tkvi_cut_error(u, N, 0, top));
         int best = 0;
         TKVCU_ROLL
         for (k = 1; k < TKVI_FIT_TRIES; k++) {
-            const int64_t error = tkvcu_total<Threads>(tkvi_cut_error(u, N, k * TKVI_FIT_CUT, top));
+            const int64_t error = tkvcu_sum_lanes<Threads>(tkvi_cut_error(u, N, k * TKVI_FIT_CUT, top));
             best = error < least ? k : best;
             least = error < least ? error : least;
         }
@@ -459,9 +465,9 @@ TKVCU_DEVICE void tkvcu_kivi_group(const float *x, int bits, int fit, int *code,
             squares += code[i] * code[i];
             products += code[i] * u[i];
         }
-        sum = tkvcu_total<Threads>(sum);
-        squares = tkvcu_total<Threads>(squares);
-        products = tkvcu_total<Threads>(products);
+        sum = tkvcu_sum_lanes<Threads>(sum);
+        squares = tkvcu_sum_lanes<Threads>(squares);
+        products = tkvcu_sum_lanes<Threads>(products);
         if (inverse > 0.0f)
             tkvi_moments_of(&g, sum, squares, products, fit & TKV_FIT_UNBIASED, meta, meta + 2);
     }
@@ -469,27 +475,30 @@ TKVCU_DEVICE void tkvcu_kivi_group(const float *x, int bits, int fit, int *code,
     *zero = tkvi_load16(meta + 2);
 }
 
-template <int Dim> TKVCU_DEVICE void tkvcu_encode_kivi_k(tkvcu_desk<Dim> *d) {
+template <int Dim> TKVCU_DEVICE void tkvcu_encode_kivi_k(tkvcu_transcoder<Dim> *d) {
     const tkvi_side *s = &d->side[1];
-    const int channel = tkvcu_me() / TKVCU_LINE, part = tkvcu_me() % TKVCU_LINE;
-    float x[TKVCU_PART];
+    const int channel = tkvcu_thread_index() / TKVCU_CHANNEL_THREADS,
+              part = tkvcu_thread_index() % TKVCU_CHANNEL_THREADS;
+    float x[TKVCU_THREAD_VALUES];
     uint16_t scale, zero;
-    int code[TKVCU_PART], i;
+    int code[TKVCU_THREAD_VALUES], i;
     TKVCU_UNROLL
-    for (i = 0; i < TKVCU_PART; i++) x[i] = d->x[(TKVCU_LINE * i + part) * tkvcu_desk<Dim>::STRIDE + channel];
-    tkvcu_kivi_group<TKVCU_LINE>(x, s->format->bits, s->fit, code, &scale, &zero);
+    for (i = 0; i < TKVCU_THREAD_VALUES; i++)
+        x[i] = d->x[(TKVCU_CHANNEL_THREADS * i + part) * tkvcu_transcoder<Dim>::STRIDE + channel];
+    tkvcu_encode_kivi_group<TKVCU_CHANNEL_THREADS>(x, s->format->bits, s->fit, code, &scale, &zero);
     TKVCU_UNROLL
-    for (i = 0; i < TKVCU_PART; i++) *tkvi_k_code(d->code, channel, TKVCU_LINE * i + part) = (uint8_t)code[i];
+    for (i = 0; i < TKVCU_THREAD_VALUES; i++)
+        *tkvi_k_code(d->code, channel, TKVCU_CHANNEL_THREADS * i + part) = (uint8_t)code[i];
     if (part == 0) {
         tkvi_store16(d->meta + 2 * channel, scale);
         tkvi_store16(d->meta + 2 * (Dim + channel), zero);
     }
 }
 
-template <int Dim> TKVCU_DEVICE void tkvcu_encode_kivi_v(tkvcu_desk<Dim> *d) {
-    enum { LINE = Dim / TKVCU_PART, N = TKVI_BLOCK / LINE, GROUPS = Dim / TKVI_BLOCK };
+template <int Dim> TKVCU_DEVICE void tkvcu_encode_kivi_v(tkvcu_transcoder<Dim> *d) {
+    enum { LINE = Dim / TKVCU_THREAD_VALUES, N = TKVI_BLOCK / LINE, GROUPS = Dim / TKVI_BLOCK };
     const tkvi_side *s = &d->side[1];
-    const int t = tkvcu_me() / LINE, part = tkvcu_me() % LINE;
+    const int t = tkvcu_thread_index() / LINE, part = tkvcu_thread_index() % LINE;
     int g, i;
     TKVCU_ROLL
     for (g = 0; g < GROUPS; g++) {
@@ -497,8 +506,9 @@ template <int Dim> TKVCU_DEVICE void tkvcu_encode_kivi_v(tkvcu_desk<Dim> *d) {
         uint16_t scale, zero;
         int code[N];
         TKVCU_UNROLL
-        for (i = 0; i < N; i++) x[i] = d->x[t * tkvcu_desk<Dim>::STRIDE + TKVI_BLOCK * g + LINE * i + part];
-        tkvcu_kivi_group<LINE>(x, s->format->bits, s->fit, code, &scale, &zero);
+        for (i = 0; i < N; i++)
+            x[i] = d->x[t * tkvcu_transcoder<Dim>::STRIDE + TKVI_BLOCK * g + LINE * i + part];
+        tkvcu_encode_kivi_group<LINE>(x, s->format->bits, s->fit, code, &scale, &zero);
         TKVCU_UNROLL
         for (i = 0; i < N; i++) *tkvi_v_code(d->code, TKVI_BLOCK * g + LINE * i + part, t) = (uint8_t)code[i];
         if (part == 0) {
@@ -508,42 +518,42 @@ template <int Dim> TKVCU_DEVICE void tkvcu_encode_kivi_v(tkvcu_desk<Dim> *d) {
     }
 }
 
-/* Values to a side at dst, by all threads. Codes are packed in shared memory, where the values were. */
-template <int Dim> TKVCU_DEVICE void tkvcu_encode(tkvcu_desk<Dim> *d, int kind, uint8_t *dst) {
+/* Encodes d->x into a side at dst. All threads call it. The packed codes replace the values in shared memory. */
+template <int Dim> TKVCU_DEVICE void tkvcu_encode(tkvcu_transcoder<Dim> *d, int kind, uint8_t *dst) {
     const tkvi_side *s = &d->side[1];
-    const int me = tkvcu_me(), all = tkvcu_desk<Dim>::THREADS, codes = (int)s->code_bytes;
-    const tkvcu_16 none = {{0, 0}};
+    const int me = tkvcu_thread_index(), all = tkvcu_transcoder<Dim>::THREADS, codes = (int)s->code_bytes;
+    const tkvcu_bytes16 none = {{0, 0}};
     int i, upper;
     if (kind == TKVCU_A) tkvcu_encode_a<Dim>(d);
     else if (kind == TKVCU_R) tkvcu_encode_r<Dim>(d);
     else if (s->which == TKV_K) tkvcu_encode_kivi_k<Dim>(d);
     else tkvcu_encode_kivi_v<Dim>(d);
     __syncthreads();
-    for (i = 16 * me; i < codes; i += 16 * all) *(tkvcu_16 *)(void *)(d->bytes + i) = none;
-    /* Of two tiles that share a vector of 1-bit halves, one after the other. */
+    for (i = 16 * me; i < codes; i += 16 * all) *(tkvcu_bytes16 *)(void *)(d->bytes + i) = none;
+    /* Two tiles may share a vector of 1-bit halves: the two passes write them one after the other. */
     TKVCU_ROLL
     for (upper = 0; upper < 2; upper++) {
         __syncthreads();
         if (me < Dim / 4 * 8) { /* an eighth of a tile */
             const int tile = me / 8, first = me % 8 * 8;
             tkvi_tile_at at;
-            const int width = tkvcu_tile_of(s, tile, &at);
+            const int width = tkvcu_find_tile(s, tile, &at);
             if (width && (tkvi_has_half[width] && at.half % 2) == upper)
                 tkvi_pack_part(d->bytes, &at, width, d->code[tile], first, first + 8);
         }
     }
     __syncthreads();
     for (i = 16 * me; i < (int)s->bytes; i += 16 * all)
-        *(tkvcu_16 *)(void *)(dst + i) =
-            *(const tkvcu_16 *)(const void *)(i < codes ? d->bytes + i : d->meta + (i - codes));
+        *(tkvcu_bytes16 *)(void *)(dst + i) =
+            *(const tkvcu_bytes16 *)(const void *)(i < codes ? d->bytes + i : d->meta + (i - codes));
     __syncthreads();
 }
 
-TKVCU_DEVICE void tkvcu_zero_bytes(uint8_t *dst, size_t n) { /* multiples of 64, aligned to 16 */
-    const tkvcu_16 none = {{0, 0}};
+TKVCU_DEVICE void tkvcu_zero_bytes(uint8_t *dst, size_t n) { /* n: a multiple of 16; dst: aligned to 16 */
+    const tkvcu_bytes16 none = {{0, 0}};
     size_t i;
     for (i = (size_t)threadIdx.x * 16; i < n; i += (size_t)blockDim.x * 16)
-        *(tkvcu_16 *)(void *)(dst + i) = none;
+        *(tkvcu_bytes16 *)(void *)(dst + i) = none;
 }
 
 #endif /* TKVCU_ENCODE_H */

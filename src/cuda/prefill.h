@@ -1,20 +1,20 @@
 /*
- * prefill.h - attention of more queries than attend.h takes: a unit's codes become halves once, for many
+ * prefill.h - attention of more queries than attend.h takes. A key tile's codes are converted to fp16 once, for many
  * rows.
  *
- * Units, their cut into ranges, the slots of the workspace and what combine.h makes of them are those of
- * attend.h. Rows are the queries of the KV head's group of query heads: 64 MT of them to a block of threads,
- * 16 MT to a warp, and gridDim.y blocks for all. What a unit's codes cost is paid once for all rows of a
- * block.
+ * Key tiles, their division into ranges and the slots of the workspace are those of attend.h, and combine.h merges
+ * them. Rows are the queries of the query heads that share a KV head. A thread block has 64 MT rows, a warp 16 MT,
+ * and gridDim.y thread blocks cover all rows. All rows of a thread block share the cost of unpacking a key tile.
  *
- *     global --cp.async--> raw bytes of K and V, while the unit before is multiplied
- *     codes, a word of a tile at a time -> tile of K [token][channel], tile of V [channel][token], halves
- *     S = Q K^T, 32 tokens at a time -> softmax in registers -> P, already in the first operand's order -> O += P V
+ *     global --cp.async--> raw bytes of K and V, during the products of the previous key tile
+ *     codes, one word of a tile at a time -> fp16 tiles: K as [token][channel], V as [channel][token]
+ *     S = Q K^T, 32 tokens at a time -> softmax in registers -> P = first operand -> O += P V
  *
- * Halves hold what any cache has because each side's tile is in units of a power of two: of the unit for K,
- * and for V of the sums so far, which follow when it grows. So are queries, row by row. What is alike for
- * all tokens of a unit, the zeros of KIVI and the means of A, does not enter K's tile but is multiplied with
- * q apart: what is rounded is the distance from it. Values of R stay rotated: combine.h turns their sum.
+ * Each tile is in units of a power of two, so fp16 can represent the values of any cache. The unit of K belongs to
+ * the key tile. The unit of V belongs to the sums, and grows with them. Each row of queries has its own unit. Terms
+ * that are equal for all tokens of a key tile (zeros of KIVI, means of A) are not part of K's tile. They are
+ * multiplied by q separately, so that only the difference from them is rounded. Values of R stay rotated; combine.h
+ * rotates their sum back.
  */
 #ifndef TKVCU_PREFILL_H
 #define TKVCU_PREFILL_H
@@ -28,95 +28,95 @@
 #define TKVCU_UNROLL_2
 #endif
 
-#define TKVCU_DECODE_QUERIES 8 /* up to so many are for attend.h */
+#define TKVCU_DECODE_QUERIES 8 /* attend.h takes up to this many */
 #define TKVCU_PREFILL_WARPS 4
 #define TKVCU_PREFILL_THREADS (32 * TKVCU_PREFILL_WARPS)
-#define TKVCU_PREFILL_ROWS 40960 /* of all blocks of a grid: what the workspace is for */
-#define TKVCU_STRIP 32 /* tokens that have logits at a time; of exact units, those that come at a time */
-#define TKVCU_EXPONENT_LEAST (-110)
-#define TKVCU_BOTTOM (-127) /* exponent of sums that nothing has come to */
-#define TKVCU_LIFT 8.0f     /* weights are 2^8 times what they are: small ones stay normal halves */
+#define TKVCU_PREFILL_MAX_ROWS 40960 /* rows of all thread blocks of a grid that the workspace allows */
+#define TKVCU_STRIP 32 /* tokens whose scores are computed together, and exact tokens per copy */
+#define TKVCU_EXPONENT_MIN (-110)
+#define TKVCU_EXPONENT_NONE (-127) /* exponent of sums that are still empty */
+/* weights are multiplied by 2^8: small ones stay normal fp16 numbers */
+#define TKVCU_P_EXPONENT 8.0f
 
-struct alignas(16) tkvcu_eight { /* halves */
+struct alignas(16) tkvcu_f16x8 { /* fp16 */
     uint32_t w[4];
 };
 
-struct tkvcu_slab { /* 16 channels of a coded side (of pairs: 32), four tiles */
+struct tkvcu_slab { /* 16 channels of a coded side (pairs: 32), four tiles */
     int width;
-    uint32_t wide, halves; /* bytes from the side's start */
+    uint32_t wide, halves; /* byte offsets in the side */
 };
 
 struct tkvcu_prefill_task {
-    tkvcu_reach reach;
-    int entry, head, part;
-    int at, left;             /* unit in the part, and units of it that are still to do */
-    int region, version;      /* of the run, which is read in one way */
-    int first, last;          /* of the run: blocks, or 16 exact rows */
-    int unit, end;            /* of all units */
-    int group, columns;       /* query heads of a KV head; rows of all blocks */
-    int column, columns_here; /* of this block: the first, and how many */
+    tkvcu_visible visible;
+    int entry, head, section;
+    int tile, left;          /* next key tile in the section; key tiles left in it */
+    int region, version;     /* of the key range */
+    int first, last;         /* key range: blocks, or groups of 16 exact rows */
+    int next_tile, end_tile; /* in the list of all key tiles */
+    int group, all_rows;     /* query heads per KV head; rows of all thread blocks */
+    int first_row, n_rows;   /* of this thread block */
 };
 
-template <int D, int MT> struct tkvcu_prefill { /* what a block of threads shares */
+template <int D, int MT> struct tkvcu_prefill_shared { /* shared memory of a thread block */
     uint16_t q[64 * MT * D];
     uint16_t k[64 * D], v[64 * D];
-    uint8_t raw[2][68 * D]; /* 8 bits and KIVI's metadata, or 32 exact rows */
-    uint16_t scale[2][128]; /* halves: K by place of the channel, V by [group][token] */
-    uint16_t zero[2][128];  /* the same; K: in units of 1 */
-    uint16_t zero_rest[D];  /* K: what halves leave of it */
-    uint16_t fine[D];       /* K: what is added to a code before its scale */
+    uint8_t raw[2][68 * D];  /* 8-bit codes and KIVI's metadata, or 32 exact rows */
+    uint16_t scale[2][128];  /* fp16; K by channel in the order of the side, V by [group][token] */
+    uint16_t zero[2][128];   /* the same; K: in unit 1 */
+    uint16_t zero_rest[D];   /* K: rounding error of zero */
+    uint16_t code_offset[D]; /* K: added to a code before the scale */
     tkvcu_slab slab[2][D / 16];
-    int coded;             /* K: slabs that have codes */
-    uint32_t point[2][2];  /* R with pairs: coordinates by code, plus 128; first and second channels */
-    float factor[64 * MT]; /* of rows: what q has been divided by, */
-    float bias[64 * MT];   /* q times the static means, divided as well, */
-    int query[64 * MT];    /* position */
-    float most[2][TKVCU_PREFILL_WARPS];
+    int coded; /* K: slabs that have codes */
+    /* R with pairs: coordinates by code, plus 128; of the first and second channels */
+    uint32_t pair_table[2][2];
+    float q_unit[64 * MT];       /* by row: q was divided by it */
+    float mean_product[64 * MT]; /* by row: q * static means, in the same unit */
+    int query[64 * MT];          /* by row: position */
+    float max_values[2][TKVCU_PREFILL_WARPS];
     int tail;
     tkvcu_side side[2];
     tkvcu_prefill_task task;
 };
 
-template <int D, int MT> struct tkvcu_row_sums { /* of a lane: rows g and g + 8 of each m-tile */
+template <int D, int MT> struct tkvcu_row_partials { /* of a lane: rows g and g + 8 of each m-tile */
     float m[MT][2], l[MT][2];
     float o[MT][D / 8][4];
     int top; /* o is in units of 2^top */
 };
 
-/* Tokens that come into the tiles together; rows = 0: no more. */
+/* Tokens that are loaded together. rows = 0: the key range is done. */
 typedef struct tkvcu_strip {
-    int at, units; /* of the region: blocks, or 16 exact rows */
+    int at, key_tiles; /* in the region: blocks, or groups of 16 exact rows */
     int position, rows;
 } tkvcu_strip;
 
-TKVCU_DEVICE float tkvcu_power(int e) {
+TKVCU_DEVICE float tkvcu_exp2i(int e) {
     return tkvi_from_bits((uint32_t)(127 + tkvi_max(-126, tkvi_min(127, e))) << 23);
 }
 
-/* The same number, but what is worked out from it is worked out here, and not before a loop in registers
- * that the loop then lacks. */
-TKVCU_DEVICE int tkvcu_anew(int x) {
+/* Hides the origin of x. The compiler then computes values derived from it here, not before a loop that lacks
+ * registers. */
+TKVCU_DEVICE int tkvcu_block_hoisting(int x) {
     asm volatile("" : "+r"(x));
     return x;
 }
 
-/* Rows of tiles have their chunks of 16 bytes turned about: of 8 neighbours, and of every second of 16, they
- * are in all banks. The same every 16 rows. */
-TKVCU_DEVICE int tkvcu_turned_about(int row, int chunk) {
-    return 16 * (chunk ^ ((row ^ (row >> 3 & 1)) & 7));
-}
+/* Swizzle: returns the offset of a 16-byte chunk in a row of a tile. 8 neighbour rows, and every second of 16
+ * rows, use all banks. The pattern repeats every 16 rows. */
+TKVCU_DEVICE int tkvcu_swizzle_row(int row, int chunk) { return 16 * (chunk ^ ((row ^ (row >> 3 & 1)) & 7)); }
 
-/* >>codes to halves */
-/* Codes of two words of a tile, the first at `wide`; plane p's are the bytes of code[.][p]. half: where the
- * same words lie in the vector with top bits, shifted up by `upper`. */
-TKVCU_DEVICE void tkvcu_plane_codes(uint32_t code[2][4], const uint8_t *wide, const uint8_t *half, int upper,
-                                    int width) {
+/* >>codes to fp16 */
+/* Unpacks two words of a tile, the first at `wide`. The codes of plane p are the bytes of code[..][p]. `half`
+ * points to the same words in the vector of top bits, which are `upper` bits higher. */
+TKVCU_DEVICE void tkvcu_unpack_planes(uint32_t code[2][4], const uint8_t *wide, const uint8_t *half,
+                                      int upper, int width) {
     const int low = width == 8 ? 8 : width >= 4 ? 4 : width >= 2 ? 2 : 0;
     int p;
     if (low == 8) {
         TKVCU_UNROLL
         for (p = 0; p < 4; p++) {
-            const tkvcu_words x = tkvcu_two(wide + 64 * p, 0);
+            const tkvcu_u32x2 x = tkvcu_load_u32x2(wide + 64 * p, 0);
             code[0][p] = x.x;
             code[1][p] = x.y;
         }
@@ -127,14 +127,14 @@ TKVCU_DEVICE void tkvcu_plane_codes(uint32_t code[2][4], const uint8_t *wide, co
     if (low == 4) {
         TKVCU_UNROLL
         for (p = 0; p < 4; p++) {
-            const tkvcu_words x = tkvcu_two(wide + 64 * (p / 2), 0);
+            const tkvcu_u32x2 x = tkvcu_load_u32x2(wide + 64 * (p / 2), 0);
             code[0][p] = x.x >> 4 * (p % 2) & 0x0f0f0f0fu;
             code[1][p] = x.y >> 4 * (p % 2) & 0x0f0f0f0fu;
         }
     }
     if (low == 2 || width == 6) {
         const int at = width == 6 ? 4 : 0;
-        const tkvcu_words x = tkvcu_two(wide + 32 * at, 0);
+        const tkvcu_u32x2 x = tkvcu_load_u32x2(wide + 32 * at, 0);
         TKVCU_UNROLL
         for (p = 0; p < 4; p++) {
             code[0][p] |= (x.x >> 2 * p & 0x03030303u) << at;
@@ -142,7 +142,7 @@ TKVCU_DEVICE void tkvcu_plane_codes(uint32_t code[2][4], const uint8_t *wide, co
         }
     }
     if (width % 2) {
-        const tkvcu_words x = tkvcu_two(half, 0);
+        const tkvcu_u32x2 x = tkvcu_load_u32x2(half, 0);
         TKVCU_UNROLL
         for (p = 0; p < 4; p++) {
             code[0][p] |= (x.x >> upper >> p & 0x01010101u) << low;
@@ -151,71 +151,74 @@ TKVCU_DEVICE void tkvcu_plane_codes(uint32_t code[2][4], const uint8_t *wide, co
     }
 }
 
-/* 1024 + code, of bytes 0 and 1, then 2 and 3. */
-TKVCU_DEVICE uint32_t tkvcu_byte_halves(uint32_t bytes, int second) {
+/* Returns 1024 + code as fp16: bytes 0 and 1, or 2 and 3. */
+TKVCU_DEVICE uint32_t tkvcu_bytes_to_f16x2(uint32_t bytes, int second) {
     return tkvcu_prmt(bytes, 0x64646464u, second ? 0x4342 : 0x4140);
 }
 
-TKVCU_DEVICE uint32_t tkvcu_add_halves(uint32_t x, uint32_t y) { return tkvcu_hfma2(x, 0x3c003c00u, y); }
+TKVCU_DEVICE uint32_t tkvcu_add_f16x2(uint32_t x, uint32_t y) { return tkvcu_hfma2(x, 0x3c003c00u, y); }
 
-/* Where the codes of a slab's words 2 g and 2 g + 1 of tile t are. */
-TKVCU_DEVICE void tkvcu_slab_codes(uint32_t code[2][4], const tkvcu_slab &slab, const uint8_t *raw, int g,
-                                   int t) {
-    tkvcu_plane_codes(code, raw + slab.wide + t * (int)tkvi_wide_bytes[slab.width] + 8 * g,
-                      raw + slab.halves + t / 2 * 64 + 8 * g, t % 2 * 4, slab.width);
+/* Unpacks words 2 g and 2 g + 1 of tile t of a slab. */
+TKVCU_DEVICE void tkvcu_unpack_slab(uint32_t code[2][4], const tkvcu_slab &slab, const uint8_t *raw, int g,
+                                    int t) {
+    tkvcu_unpack_planes(code, raw + slab.wide + t * (int)tkvi_wide_bytes[slab.width] + 8 * g,
+                        raw + slab.halves + t / 2 * 64 + 8 * g, t % 2 * 4, slab.width);
 }
 
-/* K: a warp takes slabs by turns, a lane two tokens of each plane, and the four channels of a tile. */
-template <int D, int MT> TKVCU_DEVICE void tkvcu_open_k(tkvcu_prefill<D, MT> &s, int warp, int g, int t) {
+/* Converts K. Warps take slabs in turn. A lane converts two tokens of each plane, and the four channels of a
+ * tile. */
+template <int D, int MT>
+TKVCU_DEVICE void tkvcu_expand_k(tkvcu_prefill_shared<D, MT> &s, int warp, int g, int t) {
     uint8_t *tile = (uint8_t *)s.k;
     int n, i, p;
     TKVCU_ROLL
     for (n = warp; n < s.coded; n += TKVCU_PREFILL_WARPS) {
         const int channel = 16 * n + 4 * t;
-        const tkvcu_words scale = tkvcu_two((const uint8_t *)(s.scale[0] + channel), 0);
-        const tkvcu_words fine = tkvcu_two((const uint8_t *)(s.fine + channel), 0);
+        const tkvcu_u32x2 scale = tkvcu_load_u32x2((const uint8_t *)(s.scale[0] + channel), 0);
+        const tkvcu_u32x2 fine = tkvcu_load_u32x2((const uint8_t *)(s.code_offset + channel), 0);
         uint32_t code[2][4];
-        tkvcu_slab_codes(code, s.slab[0][n], s.raw[0], g, t);
+        tkvcu_unpack_slab(code, s.slab[0][n], s.raw[0], g, t);
         TKVCU_UNROLL
         for (i = 0; i < 2; i++) {
             const int row = 2 * g + i;
-            uint8_t *to = tile + row * (2 * D) + tkvcu_turned_about(row, 2 * n + t / 2) + t % 2 * 8;
+            uint8_t *to = tile + row * (2 * D) + tkvcu_swizzle_row(row, 2 * n + t / 2) + t % 2 * 8;
             TKVCU_UNROLL
             for (p = 0; p < 4; p++) {
-                const uint32_t x = tkvcu_add_halves(tkvcu_byte_halves(code[i][p], 0), 0xe400e400u);
-                const uint32_t y = tkvcu_add_halves(tkvcu_byte_halves(code[i][p], 1), 0xe400e400u);
-                tkvcu_words out;
-                out.x = tkvcu_hmul2(tkvcu_add_halves(x, fine.x), scale.x);
-                out.y = tkvcu_hmul2(tkvcu_add_halves(y, fine.y), scale.y);
-                *(tkvcu_words *)(void *)(to + 16 * p * (2 * D)) = out;
+                const uint32_t x = tkvcu_add_f16x2(tkvcu_bytes_to_f16x2(code[i][p], 0), 0xe400e400u);
+                const uint32_t y = tkvcu_add_f16x2(tkvcu_bytes_to_f16x2(code[i][p], 1), 0xe400e400u);
+                tkvcu_u32x2 out;
+                out.x = tkvcu_hmul2(tkvcu_add_f16x2(x, fine.x), scale.x);
+                out.y = tkvcu_hmul2(tkvcu_add_f16x2(y, fine.y), scale.y);
+                *(tkvcu_u32x2 *)(void *)(to + 16 * p * (2 * D)) = out;
             }
         }
     }
 }
 
-/* Codes 0 .. 7 of a word's bytes as the selector of a look-up. */
-TKVCU_DEVICE uint32_t tkvcu_nibbles(uint32_t bytes) {
+/* Makes the selector of a table look-up from the codes 0 .. 7 in a word's bytes. */
+TKVCU_DEVICE uint32_t tkvcu_make_selector(uint32_t bytes) {
     const uint32_t x = bytes | bytes >> 4;
     return tkvcu_prmt(x, x, 0x0020);
 }
 
-/* V: a lane has two channels of a slab and the 16 tokens of a tile. With pairs, a code is two of four
+/* Converts V. A lane converts two channels of a slab and the 16 tokens of a tile. With pairs, a code gives two
  * channels. */
-template <int D, int MT> TKVCU_DEVICE void tkvcu_open_v(tkvcu_prefill<D, MT> &s, int warp, int g, int t) {
+template <int D, int MT>
+TKVCU_DEVICE void tkvcu_expand_v(tkvcu_prefill_shared<D, MT> &s, int warp, int g, int t) {
     const tkvcu_side &side = s.side[1];
     const int pairs = side.kind == TKVCU_R && side.half_bits == 3, rotated = side.kind == TKVCU_R;
     const int slabs = pairs ? D / 32 : D / 16;
-    /* what comes off a code's half; of R, whose codes are doubled here, with the middle */
+    /* subtracted from a code's fp16; R: codes are doubled here, so the middle is an integer */
     const float off = pairs ? 1152.0f : rotated ? (float)(1023 + (1 << side.half_bits / 2)) : 1024.0f;
-    const uint32_t minus = tkvcu_f16x2(-off, -off);
+    const uint32_t minus = tkvcu_pack_f16x2(-off, -off);
     uint8_t *tile = (uint8_t *)s.v;
     int n, i, p, h;
     TKVCU_ROLL
     for (n = warp; n < slabs; n += TKVCU_PREFILL_WARPS) {
-        const int group = !rotated && n >= 4; /* 64 channels */
+        const int group = !rotated && n >= 4; /* 64 channels per group */
         const uint16_t *scale = s.scale[1] + 64 * group + 16 * t, *zero = s.zero[1] + 64 * group + 16 * t;
         uint32_t code[2][4];
-        tkvcu_slab_codes(code, s.slab[1][n], s.raw[1], g, t);
+        tkvcu_unpack_slab(code, s.slab[1][n], s.raw[1], g, t);
         if (rotated && !pairs) {
             TKVCU_UNROLL
             for (p = 0; p < 4; p++) {
@@ -226,50 +229,52 @@ template <int D, int MT> TKVCU_DEVICE void tkvcu_open_v(tkvcu_prefill<D, MT> &s,
         TKVCU_ROLL
         for (h = 0; h <= pairs; h++) TKVCU_UNROLL
         for (p = 0; p < 4; p += 2) { /* eight tokens */
-            const tkvcu_eight by = *(const tkvcu_eight *)(const void *)(scale + 4 * p);
-            const tkvcu_eight plus = *(const tkvcu_eight *)(const void *)(zero + 4 * p);
+            const tkvcu_f16x8 by = *(const tkvcu_f16x8 *)(const void *)(scale + 4 * p);
+            const tkvcu_f16x8 plus = *(const tkvcu_f16x8 *)(const void *)(zero + 4 * p);
             TKVCU_UNROLL
             for (i = 0; i < 2; i++) {
                 const int row = 2 * g + i;
                 uint8_t *to = tile + 128 * ((pairs ? 32 : 16) * n + 16 * h + row);
-                tkvcu_eight out;
+                tkvcu_f16x8 out;
                 int k;
                 TKVCU_UNROLL
                 for (k = 0; k < 4; k++) {
                     uint32_t bytes = code[i][p + k / 2];
-                    if (pairs) bytes = tkvcu_prmt(s.point[h][0], s.point[h][1], tkvcu_nibbles(bytes));
-                    out.w[k] = tkvcu_hfma2(tkvcu_add_halves(tkvcu_byte_halves(bytes, k % 2), minus), by.w[k],
-                                           plus.w[k]);
+                    if (pairs)
+                        bytes =
+                            tkvcu_prmt(s.pair_table[h][0], s.pair_table[h][1], tkvcu_make_selector(bytes));
+                    out.w[k] = tkvcu_hfma2(tkvcu_add_f16x2(tkvcu_bytes_to_f16x2(bytes, k % 2), minus),
+                                           by.w[k], plus.w[k]);
                 }
-                *(tkvcu_eight *)(void *)(to + tkvcu_turned_about(row, 2 * t + p / 2)) = out;
+                *(tkvcu_f16x8 *)(void *)(to + tkvcu_swizzle_row(row, 2 * t + p / 2)) = out;
             }
         }
     }
 }
 
-/* Two exact values times a power of two, as halves. */
-TKVCU_DEVICE uint32_t tkvcu_exact_halves(uint32_t x, int bf16, float by) {
-    if (bf16) return tkvcu_f16x2(tkvcu_bf16_lo(x) * by, tkvcu_bf16_hi(x) * by);
-    return by == 1.0f ? x : tkvcu_f16x2(tkvcu_f16_lo(x) * by, tkvcu_f16_lo(x >> 16) * by);
+/* Multiplies two exact values by a power of two. Returns fp16. */
+TKVCU_DEVICE uint32_t tkvcu_rescale_f16x2(uint32_t x, int bf16, float by) {
+    if (bf16) return tkvcu_pack_f16x2(tkvcu_bf16_lo(x) * by, tkvcu_bf16_hi(x) * by);
+    return by == 1.0f ? x : tkvcu_pack_f16x2(tkvcu_f16_lo(x) * by, tkvcu_f16_lo(x >> 16) * by);
 }
 
-/* Exact rows; zeros where there are none, as products with weights of 0 must be. */
+/* Converts exact rows. Missing rows become zeros: their weights are 0, and 0 * NaN would be NaN. */
 template <int D, int MT>
-TKVCU_DEVICE void tkvcu_open_exact(tkvcu_prefill<D, MT> &s, int which, int rows, float by, int tid) {
+TKVCU_DEVICE void tkvcu_expand_exact(tkvcu_prefill_shared<D, MT> &s, int which, int rows, float by, int tid) {
     const int bf16 = s.side[which].bf16;
     const uint8_t *raw = s.raw[which];
     uint8_t *tile = (uint8_t *)(which ? s.v : s.k);
     int i, k;
     TKVCU_ROLL
     for (i = tid; i < TKVCU_STRIP * D / 8; i += TKVCU_PREFILL_THREADS) {
-        tkvcu_eight x = {{0, 0, 0, 0}}, y = {{0, 0, 0, 0}};
+        tkvcu_f16x8 x = {{0, 0, 0, 0}}, y = {{0, 0, 0, 0}};
         if (!which) {
             const int row = i / (D / 8), chunk = i % (D / 8);
-            if (row < rows) x = *(const tkvcu_eight *)(const void *)(raw + row * (2 * D) + 16 * chunk);
+            if (row < rows) x = *(const tkvcu_f16x8 *)(const void *)(raw + row * (2 * D) + 16 * chunk);
             TKVCU_UNROLL
-            for (k = 0; k < 4; k++) x.w[k] = tkvcu_exact_halves(x.w[k], bf16, by);
-            *(tkvcu_eight *)(void *)(tile + row * (2 * D) + tkvcu_turned_about(row, chunk)) = x;
-        } else if (i < TKVCU_STRIP * D / 16) { /* two channels of eight tokens change places */
+            for (k = 0; k < 4; k++) x.w[k] = tkvcu_rescale_f16x2(x.w[k], bf16, by);
+            *(tkvcu_f16x8 *)(void *)(tile + row * (2 * D) + tkvcu_swizzle_row(row, chunk)) = x;
+        } else if (i < TKVCU_STRIP * D / 16) { /* two channels of eight tokens are transposed */
             const int row = 2 * (i % (D / 2)), chunk = i / (D / 2);
             TKVCU_UNROLL
             for (k = 0; k < 4; k++) {
@@ -277,54 +282,55 @@ TKVCU_DEVICE void tkvcu_open_exact(tkvcu_prefill<D, MT> &s, int which, int rows,
                 const uint8_t *at = raw + token * (2 * D) + 2 * row;
                 uint32_t a = token < rows ? *(const uint32_t *)(const void *)at : 0;
                 uint32_t b = token + 1 < rows ? *(const uint32_t *)(const void *)(at + 2 * D) : 0;
-                a = tkvcu_exact_halves(a, bf16, by);
-                b = tkvcu_exact_halves(b, bf16, by);
+                a = tkvcu_rescale_f16x2(a, bf16, by);
+                b = tkvcu_rescale_f16x2(b, bf16, by);
                 x.w[k] = tkvcu_prmt(a, b, 0x5410);
                 y.w[k] = tkvcu_prmt(a, b, 0x7632);
             }
-            *(tkvcu_eight *)(void *)(tile + row * 128 + tkvcu_turned_about(row, chunk)) = x;
-            *(tkvcu_eight *)(void *)(tile + (row + 1) * 128 + tkvcu_turned_about(row + 1, chunk)) = y;
+            *(tkvcu_f16x8 *)(void *)(tile + row * 128 + tkvcu_swizzle_row(row, chunk)) = x;
+            *(tkvcu_f16x8 *)(void *)(tile + (row + 1) * 128 + tkvcu_swizzle_row(row + 1, chunk)) = y;
         }
     }
 }
 
-/* >>what a unit's metadata say */
-/* Must its values be looked at for how large they are? */
+/* >>scales of a key tile */
+/* Tells whether the unit of a side depends on its values. */
 TKVCU_DEVICE int tkvcu_is_measured(const tkvcu_side &side) {
     return side.kind == TKVCU_KIVI || (side.kind == TKVCU_EXACT && side.bf16);
 }
 
-/* The exponent of the units that keep a side's values below 2^15. Logarithmic scales are below 2^top; what
- * they are multiplied with is below 2^6 in A, 2^3 in R. Halves are halves. */
-TKVCU_DEVICE int tkvcu_exponent(const tkvcu_side &side, float most) {
+/* Returns the exponent of the unit that keeps a side's values below 2^15. Logarithmic scales are below 2^top.
+ * Their factors are below 2^6 (A) or 2^3 (R). fp16 sides need no unit. */
+TKVCU_DEVICE int tkvcu_find_exponent(const tkvcu_side &side, float most) {
     if (side.kind == TKVCU_A) return side.top - 9;
     if (side.kind == TKVCU_R) return side.top - 12;
     if (!tkvcu_is_measured(side)) return 0;
-    return tkvi_max((int)(tkvi_bits(most) >> 23) - 127 - 14, TKVCU_EXPONENT_LEAST);
+    return tkvi_max((int)(tkvi_bits(most) >> 23) - 127 - 14, TKVCU_EXPONENT_MIN);
 }
 
-TKVCU_DEVICE float tkvcu_half_at(const uint8_t *p) {
+TKVCU_DEVICE float tkvcu_load_f16(const uint8_t *p) {
     return tkvcu_f16_lo(*(const uint16_t *)(const void *)p);
 }
 
-/* Of this thread's channel of K, or tokens of V: scale and zero, and how large the values are. */
-struct tkvcu_scale {
+/* Scale and zero of this thread's channel of K or token of V, and a bound of the values. */
+struct tkvcu_side_scale {
     float scale, zero, most;
 };
 
 template <int D, int MT>
-TKVCU_DEVICE tkvcu_scale tkvcu_side_scale(tkvcu_prefill<D, MT> &s, int which, int rows, int tid) {
+TKVCU_DEVICE tkvcu_side_scale tkvcu_load_side_scale(tkvcu_prefill_shared<D, MT> &s, int which, int rows,
+                                                    int tid) {
     const tkvcu_side &side = s.side[which];
     const uint8_t *meta = s.raw[which] + (side.kind == TKVCU_EXACT ? 0 : side.code_bytes);
-    tkvcu_scale x = {0.0f, 0.0f, 0.0f};
+    tkvcu_side_scale x = {0.0f, 0.0f, 0.0f};
     int i;
-    if (side.kind == TKVCU_KIVI && tid < D) { /* tokens of V's groups are as many as channels */
+    if (side.kind == TKVCU_KIVI && tid < D) { /* tokens times groups of V = D */
         const float codes = (float)((1 << side.half_bits / 2) - 1);
-        x.scale = tkvcu_half_at(meta + 2 * tid);
-        x.zero = tkvcu_half_at(meta + 2 * D + 2 * tid);
+        x.scale = tkvcu_load_f16(meta + 2 * tid);
+        x.zero = tkvcu_load_f16(meta + 2 * D + 2 * tid);
         x.most = x.scale * codes + (which ? fabsf(x.zero) : 0.0f);
-        if (!which) { /* K's is that of the middle */
-            s.fine[tid] = (uint16_t)tkvcu_f16x2(-0.5f * codes, 0.0f);
+        if (!which) { /* K: zero of the middle code */
+            s.code_offset[tid] = (uint16_t)tkvcu_pack_f16x2(-0.5f * codes, 0.0f);
             x.zero = fmaf(0.5f * codes, x.scale, x.zero);
         }
     } else if (side.kind == TKVCU_A && tid < D) {
@@ -332,8 +338,8 @@ TKVCU_DEVICE tkvcu_scale tkvcu_side_scale(tkvcu_prefill<D, MT> &s, int which, in
         const float fine =
             (float)tkvi_signed_byte(high) / (float)tkvi_a_unit[width] - 0.5f * (float)((1 << width) - 1);
         x.scale = tkvi_log_value(low, side.top);
-        s.fine[tid] = (uint16_t)tkvcu_f16x2(fine, 0.0f);
-        x.zero = tkvcu_f16_lo((uint32_t)(low | high << 8)); /* of a channel without bits: its mean */
+        s.code_offset[tid] = (uint16_t)tkvcu_pack_f16x2(fine, 0.0f);
+        x.zero = tkvcu_f16_lo((uint32_t)(low | high << 8)); /* channel without codes: its mean */
     } else if (side.kind == TKVCU_R && tid < TKVI_BLOCK) {
         x.scale = tkvi_log_value(meta[tid], side.top) * (side.half_bits == 3 ? 1.0f / 64.0f : 0.5f);
     } else if (side.kind == TKVCU_EXACT && side.bf16) {
@@ -346,11 +352,13 @@ TKVCU_DEVICE tkvcu_scale tkvcu_side_scale(tkvcu_prefill<D, MT> &s, int which, in
     return x;
 }
 
-/* Scales as halves, in units of 2^x for K, x being returned, and of 2^u.top for V, which moves up if it
- * must. By all threads. */
+/* Computes the fp16 scales: in units of 2^x for K, where x is returned, and of 2^u.top for V. u.top grows if
+ * needed. All threads call it. */
 template <int D, int MT>
-TKVCU_DEVICE int tkvcu_unit_scales(tkvcu_prefill<D, MT> &s, tkvcu_row_sums<D, MT> &u, int rows, int tid) {
-    const tkvcu_scale k = tkvcu_side_scale(s, 0, rows, tid), v = tkvcu_side_scale(s, 1, rows, tid);
+TKVCU_DEVICE int tkvcu_prepare_scales(tkvcu_prefill_shared<D, MT> &s, tkvcu_row_partials<D, MT> &u, int rows,
+                                      int tid) {
+    const tkvcu_side_scale k = tkvcu_load_side_scale(s, 0, rows, tid),
+                           v = tkvcu_load_side_scale(s, 1, rows, tid);
     float most[2] = {k.most, v.most};
     int which, i, c, mt, exponent[2];
     if (tkvcu_is_measured(s.side[0]) || tkvcu_is_measured(s.side[1])) {
@@ -359,19 +367,20 @@ TKVCU_DEVICE int tkvcu_unit_scales(tkvcu_prefill<D, MT> &s, tkvcu_row_sums<D, MT
             TKVCU_UNROLL
             for (i = 1; i < 32; i *= 2)
                 most[which] = fmaxf(most[which], __shfl_xor_sync(0xffffffffu, most[which], i));
-            if (tid % 32 == 0) s.most[which][tid / 32] = most[which];
+            if (tid % 32 == 0) s.max_values[which][tid / 32] = most[which];
         }
         __syncthreads();
         TKVCU_UNROLL
         for (which = 0; which < 2; which++) TKVCU_UNROLL
-        for (i = 0; i < TKVCU_PREFILL_WARPS; i++) most[which] = fmaxf(most[which], s.most[which][i]);
+        for (i = 0; i < TKVCU_PREFILL_WARPS; i++) most[which] = fmaxf(most[which], s.max_values[which][i]);
     }
-    exponent[0] = tkvcu_exponent(s.side[0], most[0]);
+    exponent[0] = tkvcu_find_exponent(s.side[0], most[0]);
     if (tkvcu_is_measured(s.side[0]))
-        exponent[0] = tkvi_max(exponent[0], -40); /* halves need no less; zeros times 2^40 */
-    exponent[1] = tkvcu_exponent(s.side[1], most[1]);
+        exponent[0] = tkvi_max(exponent[0],
+                               -40); /* smaller units are not needed in fp16; zero * 2^40 must stay finite */
+    exponent[1] = tkvcu_find_exponent(s.side[1], most[1]);
     if (exponent[1] > u.top) {
-        const float by = tkvcu_power(u.top - exponent[1]);
+        const float by = tkvcu_exp2i(u.top - exponent[1]);
         TKVCU_UNROLL
         for (mt = 0; mt < MT; mt++) TKVCU_UNROLL
         for (c = 0; c < D / 8; c++) TKVCU_UNROLL
@@ -379,40 +388,40 @@ TKVCU_DEVICE int tkvcu_unit_scales(tkvcu_prefill<D, MT> &s, tkvcu_row_sums<D, MT
         u.top = exponent[1];
     }
     if (tid < D) {
-        const float k_by = tkvcu_power(-exponent[0]), v_by = tkvcu_power(-u.top);
-        const uint32_t zero = tkvcu_f16x2(k.zero, 0.0f);
-        s.scale[0][tid] = (uint16_t)tkvcu_f16x2(k.scale * k_by, 0.0f);
-        s.scale[1][tid] = (uint16_t)tkvcu_f16x2(v.scale * v_by, 0.0f);
+        const float k_by = tkvcu_exp2i(-exponent[0]), v_by = tkvcu_exp2i(-u.top);
+        const uint32_t zero = tkvcu_pack_f16x2(k.zero, 0.0f);
+        s.scale[0][tid] = (uint16_t)tkvcu_pack_f16x2(k.scale * k_by, 0.0f);
+        s.scale[1][tid] = (uint16_t)tkvcu_pack_f16x2(v.scale * v_by, 0.0f);
         s.zero[0][tid] = (uint16_t)zero;
-        s.zero[1][tid] = (uint16_t)tkvcu_f16x2(v.zero * v_by, 0.0f);
-        s.zero_rest[tid] = (uint16_t)tkvcu_f16x2(k.zero - tkvcu_f16_lo(zero), 0.0f);
+        s.zero[1][tid] = (uint16_t)tkvcu_pack_f16x2(v.zero * v_by, 0.0f);
+        s.zero_rest[tid] = (uint16_t)tkvcu_pack_f16x2(k.zero - tkvcu_f16_lo(zero), 0.0f);
     }
     return exponent[0];
 }
 
 /* >>products */
-/* Second operands of two n-tiles: rows first .. first + 15 of a tile, halves 16 step and on. */
-TKVCU_DEVICE void tkvcu_operands(uint32_t b[4], const uint16_t *tile, int stride, int first, int step,
-                                 int lane) {
+/* Loads second operands of two n-tiles: rows first .. first + 15 of a tile, k = 16 step and on. */
+TKVCU_DEVICE void tkvcu_load_operands(uint32_t b[4], const uint16_t *tile, int stride, int first, int step,
+                                      int lane) {
     const int row = lane % 8 + lane / 16 * 8;
     tkvcu_ldmatrix_x4(b, (const uint8_t *)tile + first * stride + row * stride +
-                             tkvcu_turned_about(row, 2 * step + lane / 8 % 2));
+                             tkvcu_swizzle_row(row, 2 * step + lane / 8 % 2));
 }
 
-/* First operands: rows of q, channels 16 step and on. */
+/* Loads first operands: rows of q, channels 16 step and on. */
 template <int D>
-TKVCU_DEVICE void tkvcu_q_operand(uint32_t a[4], const uint16_t *q, int first, int step, int lane) {
+TKVCU_DEVICE void tkvcu_load_q_operand(uint32_t a[4], const uint16_t *q, int first, int step, int lane) {
     const int row = lane % 16;
     tkvcu_ldmatrix_x4(a, (const uint8_t *)q + first * (2 * D) + row * (2 * D) +
-                             tkvcu_turned_about(row, 2 * step + lane / 16));
+                             tkvcu_swizzle_row(row, 2 * step + lane / 16));
 }
 
-TKVCU_DEVICE uint32_t tkvcu_two_halves(const uint16_t *p) { return *(const uint32_t *)(const void *)p; }
+TKVCU_DEVICE uint32_t tkvcu_load_f16x2(const uint16_t *p) { return *(const uint32_t *)(const void *)p; }
 
-/* What all tokens of a unit have in common, in the units of the tile's products. */
+/* Multiplies terms that are equal for all tokens of a key tile, in the unit of K's tile. */
 template <int D, int MT>
-TKVCU_DEVICE void tkvcu_zeros_of(const tkvcu_prefill<D, MT> &s, float zeros[MT][2], int first, float by,
-                                 int lane) {
+TKVCU_DEVICE void tkvcu_multiply_zeros(const tkvcu_prefill_shared<D, MT> &s, float zeros[MT][2], int first,
+                                       float by, int lane) {
     const int coded = s.side[0].kind != TKVCU_EXACT, from = s.side[0].kind == TKVCU_KIVI ? 0 : s.coded;
     float sum[MT][4];
     int c, mt, i;
@@ -421,23 +430,25 @@ TKVCU_DEVICE void tkvcu_zeros_of(const tkvcu_prefill<D, MT> &s, float zeros[MT][
     TKVCU_ROLL
     for (c = from; coded && c < D / 16; c++) {
         const int at = 16 * c + 2 * (lane % 4);
-        const uint32_t b[2] = {tkvcu_two_halves(s.zero[0] + at), tkvcu_two_halves(s.zero[0] + at + 8)};
-        const uint32_t rest[2] = {tkvcu_two_halves(s.zero_rest + at), tkvcu_two_halves(s.zero_rest + at + 8)};
+        const uint32_t b[2] = {tkvcu_load_f16x2(s.zero[0] + at), tkvcu_load_f16x2(s.zero[0] + at + 8)};
+        const uint32_t rest[2] = {tkvcu_load_f16x2(s.zero_rest + at), tkvcu_load_f16x2(s.zero_rest + at + 8)};
         uint32_t a[4];
         TKVCU_UNROLL
         for (mt = 0; mt < MT; mt++) {
-            tkvcu_q_operand<D>(a, s.q, first + 16 * mt, c, lane);
+            tkvcu_load_q_operand<D>(a, s.q, first + 16 * mt, c, lane);
             tkvcu_mma_f16(sum[mt], a, b);
             tkvcu_mma_f16(sum[mt], a, rest);
         }
     }
     TKVCU_UNROLL
     for (mt = 0; mt < MT; mt++) TKVCU_UNROLL
-    for (i = 0; i < 2; i++) zeros[mt][i] = (sum[mt][2 * i] + s.bias[first + 16 * mt + 8 * i + lane / 4]) * by;
+    for (i = 0; i < 2; i++)
+        zeros[mt][i] = (sum[mt][2 * i] + s.mean_product[first + 16 * mt + 8 * i + lane / 4]) * by;
 }
 
-/* New maxima of the rows: the running ones move where they grew by much, or began. */
-template <int D, int MT> TKVCU_DEVICE void tkvcu_follow_rows(tkvcu_row_sums<D, MT> &u, float most[MT][2]) {
+/* Updates the running maxima of the rows. They move only if one grows by more than 4. */
+template <int D, int MT>
+TKVCU_DEVICE void tkvcu_update_row_max(tkvcu_row_partials<D, MT> &u, float most[MT][2]) {
     int mt, i, c, grew = 0;
     TKVCU_UNROLL
     for (mt = 0; mt < MT; mt++) TKVCU_UNROLL
@@ -463,23 +474,24 @@ template <int D, int MT> TKVCU_DEVICE void tkvcu_follow_rows(tkvcu_row_sums<D, M
     }
 }
 
-/* The tiles' tokens, for the rows of this warp. */
+/* Attends to the tokens in the tiles, for the rows of this warp. */
 template <int D, int MT>
-TKVCU_DEVICE void tkvcu_multiply(const tkvcu_job &j, const tkvcu_prefill<D, MT> &s, tkvcu_row_sums<D, MT> &u,
-                                 const tkvcu_strip &strip, int exponent, int warp, int lane) {
+TKVCU_DEVICE void tkvcu_attend_strip(const tkvcu_job &j, const tkvcu_prefill_shared<D, MT> &s,
+                                     tkvcu_row_partials<D, MT> &u, const tkvcu_strip &strip, int exponent,
+                                     int warp, int lane) {
     const tkvcu_prefill_task &task = s.task;
     const int first = 16 * MT * warp, g = lane / 4, t = lane % 4;
-    const int oldest = s.query[0], newest = s.query[task.columns_here - 1];
+    const int oldest = s.query[0], newest = s.query[task.n_rows - 1];
     const int masked = strip.position + strip.rows - 1 > oldest || strip.rows % TKVCU_STRIP ||
                        (j.window && strip.position <= newest - j.window);
-    const float units = tkvcu_power(exponent);
+    const float units = tkvcu_exp2i(exponent);
     const int slabs = s.coded;
     float zeros[MT][2];
     int at, c, n, mt, i;
-    tkvcu_zeros_of(s, zeros, first, tkvcu_power(-exponent), lane);
+    tkvcu_multiply_zeros(s, zeros, first, tkvcu_exp2i(-exponent), lane);
     TKVCU_ROLL
     for (at = 0; at < strip.rows; at += TKVCU_STRIP) {
-        float x[MT][TKVCU_STRIP / 8][4], most[MT][2], slope[MT][2];
+        float x[MT][TKVCU_STRIP / 8][4], most[MT][2], logit_scale[MT][2];
         uint32_t p[TKVCU_STRIP / 16][MT][4]; /* weights as first operands */
         TKVCU_UNROLL
         for (mt = 0; mt < MT; mt++) TKVCU_UNROLL
@@ -489,10 +501,10 @@ TKVCU_DEVICE void tkvcu_multiply(const tkvcu_job &j, const tkvcu_prefill<D, MT> 
         for (c = 0; c < slabs; c++) {
             uint32_t a[MT][4], b[4];
             TKVCU_UNROLL
-            for (mt = 0; mt < MT; mt++) tkvcu_q_operand<D>(a[mt], s.q, first + 16 * mt, c, lane);
+            for (mt = 0; mt < MT; mt++) tkvcu_load_q_operand<D>(a[mt], s.q, first + 16 * mt, c, lane);
             TKVCU_UNROLL
             for (n = 0; n < TKVCU_STRIP / 8; n += 2) {
-                tkvcu_operands(b, s.k, 2 * D, at + 8 * n, c, lane);
+                tkvcu_load_operands(b, s.k, 2 * D, at + 8 * n, c, lane);
                 TKVCU_UNROLL
                 for (mt = 0; mt < MT; mt++) {
                     tkvcu_mma_f16(x[mt][n], a[mt], b);
@@ -502,22 +514,23 @@ TKVCU_DEVICE void tkvcu_multiply(const tkvcu_job &j, const tkvcu_prefill<D, MT> 
         }
         TKVCU_UNROLL
         for (mt = 0; mt < MT; mt++) TKVCU_UNROLL
-        for (i = 0; i < 2; i++) /* not 0, which times -inf is no number */
-            slope[mt][i] = fmaxf(units * s.factor[first + 16 * mt + 8 * i + g], 1.2e-38f);
+        for (i = 0; i < 2; i++) /* not 0: 0 * -inf would be NaN */
+            logit_scale[mt][i] = fmaxf(units * s.q_unit[first + 16 * mt + 8 * i + g], 1.2e-38f);
         if (j.softcap > 0.0f) {
             const float cap = fabsf(j.scale) / j.softcap;
             TKVCU_UNROLL
             for (mt = 0; mt < MT; mt++) TKVCU_UNROLL
             for (n = 0; n < TKVCU_STRIP / 8; n++) TKVCU_UNROLL
-            for (i = 0; i < 4; i++) x[mt][n][i] = tanhf(x[mt][n][i] * (slope[mt][i / 2] * cap));
+            for (i = 0; i < 4; i++) x[mt][n][i] = tanhf(x[mt][n][i] * (logit_scale[mt][i / 2] * cap));
             TKVCU_UNROLL
-            for (mt = 0; mt < MT; mt++) slope[mt][0] = slope[mt][1] = 1.0f;
+            for (mt = 0; mt < MT; mt++) logit_scale[mt][0] = logit_scale[mt][1] = 1.0f;
         }
         if (masked) {
             TKVCU_UNROLL
             for (mt = 0; mt < MT; mt++) TKVCU_UNROLL
             for (i = 0; i < 2; i++) {
-                const int query = s.query[first + 16 * mt + 8 * i + g] - strip.position - at; /* as a token */
+                const int query =
+                    s.query[first + 16 * mt + 8 * i + g] - strip.position - at; /* index among the tokens */
                 const int last = tkvi_min(query, strip.rows - at - 1),
                           before = query - (j.window ? j.window : query + 1);
                 TKVCU_UNROLL
@@ -535,27 +548,28 @@ TKVCU_DEVICE void tkvcu_multiply(const tkvcu_job &j, const tkvcu_prefill<D, MT> 
             TKVCU_UNROLL
             for (n = 1; n < TKVCU_STRIP / 8; n++)
                 top = fmaxf(fmaxf(top, x[mt][n][2 * i]), x[mt][n][2 * i + 1]);
-            slope[mt][i] *= (j.softcap > 0.0f ? j.softcap : fabsf(j.scale)) * TKVCU_LOG2E;
-            most[mt][i] = fmaxf(top * slope[mt][i], TKVCU_NOTHING);
+            logit_scale[mt][i] *= (j.softcap > 0.0f ? j.softcap : fabsf(j.scale)) * TKVCU_LOG2E;
+            most[mt][i] = fmaxf(top * logit_scale[mt][i], TKVCU_MASKED_LOGIT);
         }
-        tkvcu_follow_rows(u, most);
+        tkvcu_update_row_max(u, most);
         TKVCU_UNROLL
         for (mt = 0; mt < MT; mt++) TKVCU_UNROLL
         for (n = 0; n < TKVCU_STRIP / 8; n++) {
             float w[4];
             TKVCU_UNROLL
             for (i = 0; i < 4; i++) {
-                w[i] = tkvcu_ex2(fmaf(x[mt][n][i], slope[mt][i / 2], TKVCU_LIFT - u.m[mt][i / 2]));
+                w[i] =
+                    tkvcu_ex2(fmaf(x[mt][n][i], logit_scale[mt][i / 2], TKVCU_P_EXPONENT - u.m[mt][i / 2]));
                 u.l[mt][i / 2] += w[i];
             }
-            p[n / 2][mt][n % 2 * 2] = tkvcu_f16x2(w[0], w[1]);
-            p[n / 2][mt][n % 2 * 2 + 1] = tkvcu_f16x2(w[2], w[3]);
+            p[n / 2][mt][n % 2 * 2] = tkvcu_pack_f16x2(w[0], w[1]);
+            p[n / 2][mt][n % 2 * 2 + 1] = tkvcu_pack_f16x2(w[2], w[3]);
         }
         TKVCU_UNROLL
         for (n = 0; n < TKVCU_STRIP / 16; n++) TKVCU_UNROLL
         for (c = 0; c < D / 8; c += 2) {
             uint32_t b[4];
-            tkvcu_operands(b, s.v, 128, 8 * c, at / 16 + n, lane);
+            tkvcu_load_operands(b, s.v, 128, 8 * c, at / 16 + n, lane);
             TKVCU_UNROLL
             for (mt = 0; mt < MT; mt++) {
                 tkvcu_mma_f16(u.o[mt][c], p[n][mt], b);
@@ -565,10 +579,12 @@ TKVCU_DEVICE void tkvcu_multiply(const tkvcu_job &j, const tkvcu_prefill<D, MT> 
     }
 }
 
-/* >>runs: units of one region and one version */
-/* The rows' queries, each warp its own: channels in the order of the run's K, the largest of a row below 2. */
+/* >>key ranges: key tiles of one region and one table version */
+/* Stores the queries of the rows, each warp its own. Channels are in the order of K in the key range. The
+ * largest of a row is below 2. */
 template <int D, int MT>
-TKVCU_DEVICE void tkvcu_put_queries(const tkvcu_job &j, tkvcu_prefill<D, MT> &s, int warp, int lane) {
+TKVCU_DEVICE void tkvcu_store_queries(const tkvcu_job &j, tkvcu_prefill_shared<D, MT> &s, int warp,
+                                      int lane) {
     const tkvcu_prefill_task &task = s.task;
     const int32_t table = s.side[0].kind == TKVCU_A ? s.side[0].table : -1;
     const uint8_t *order = table >= 0 ? j.view.order + table : NULL;
@@ -576,7 +592,7 @@ TKVCU_DEVICE void tkvcu_put_queries(const tkvcu_job &j, tkvcu_prefill<D, MT> &s,
     int r, i;
     TKVCU_ROLL
     for (r = 16 * MT * warp; r < 16 * MT * (warp + 1); r++) {
-        const int column = task.column + r, query = column / task.group;
+        const int column = task.first_row + r, query = column / task.group;
         const size_t row = (size_t)task.entry * (size_t)j.n_queries + (size_t)query;
         const size_t head = (size_t)(task.head * task.group + column % task.group);
         const size_t at = (row * (size_t)j.view.n_heads + head) * D;
@@ -585,43 +601,45 @@ TKVCU_DEVICE void tkvcu_put_queries(const tkvcu_job &j, tkvcu_prefill<D, MT> &s,
         TKVCU_UNROLL
         for (i = 0; i < D / 32; i++) {
             const int c = lane + 32 * i;
-            x[i] = column < task.columns
-                       ? sign * tkvcu_element(j.q, j.type, at + (size_t)(order ? order[c] : c))
+            x[i] = column < task.all_rows
+                       ? sign * tkvcu_load_element(j.q, j.type, at + (size_t)(order ? order[c] : c))
                        : 0.0f;
             most = fmaxf(most, fabsf(x[i]));
         }
         TKVCU_UNROLL
         for (i = 16; i > 0; i /= 2) most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, i));
-        exponent = tkvi_max(TKVCU_EXPONENT_LEAST, tkvi_min(126, (int)(tkvi_bits(most) >> 23) - 127));
-        by = tkvcu_power(-exponent);
+        exponent = tkvi_max(TKVCU_EXPONENT_MIN, tkvi_min(126, (int)(tkvi_bits(most) >> 23) - 127));
+        by = tkvcu_exp2i(-exponent);
         TKVCU_UNROLL
         for (i = 0; i < D / 32; i++) {
             const int c = lane + 32 * i;
-            const uint32_t half = tkvcu_f16x2(x[i] * by, 0.0f);
-            s.q[(r * (2 * D) + tkvcu_turned_about(r, c / 8)) / 2 + c % 8] = (uint16_t)half;
-            if (order) bias += tkvcu_f16_lo(half) * j.view.mean[table + c]; /* as exact keys are multiplied */
+            const uint32_t half = tkvcu_pack_f16x2(x[i] * by, 0.0f);
+            s.q[(r * (2 * D) + tkvcu_swizzle_row(r, c / 8)) / 2 + c % 8] = (uint16_t)half;
+            if (order)
+                bias += tkvcu_f16_lo(half) * j.view.mean[table + c]; /* q as rounded for the products */
         }
         TKVCU_UNROLL
         for (i = 16; i > 0; i /= 2) bias += __shfl_xor_sync(0xffffffffu, bias, i);
         if (lane == 0) {
-            s.factor[r] = tkvcu_power(exponent);
-            s.bias[r] = bias;
-            s.query[r] = task.reach.len - j.n_queries + query;
+            s.q_unit[r] = tkvcu_exp2i(exponent);
+            s.mean_product[r] = bias;
+            s.query[r] = task.visible.len - j.n_queries + query;
         }
     }
 }
 
-/* How a side's slabs are coded and where they lie: core/tile.h. By one thread each. */
-template <int D, int MT> TKVCU_DEVICE void tkvcu_put_slab(tkvcu_prefill<D, MT> &s, int which, int n) {
+/* Describes a slab of a side: its width and place (core/tile.h). One thread per slab. */
+template <int D, int MT>
+TKVCU_DEVICE void tkvcu_store_slab(tkvcu_prefill_shared<D, MT> &s, int which, int n) {
     const tkvcu_side &side = s.side[which];
-    const int own = side.half_bits == 3 ? 3 : side.half_bits / 2; /* one width for all of them */
+    const int own = side.half_bits == 3 ? 3 : side.half_bits / 2; /* KIVI and R: one width */
     const int all = side.half_bits == 3 ? D / 32 : D / 16;
     tkvcu_slab slab = {0, 0, 0};
     uint32_t wide = 0;
     int width, before = 0, half = 0;
     for (width = TKVI_MAX_WIDTH; width > 0; width--) {
         const int here = side.kind == TKVCU_A ? (width <= 6 ? side.slabs[width] : 0) : width == own ? all : 0;
-        const int mine = tkvi_max(0, tkvi_min(n - before, here)); /* of these, before this one */
+        const int mine = tkvi_max(0, tkvi_min(n - before, here)); /* slabs of this width before slab n */
         if (n >= before && n < before + here) slab.width = width;
         slab.wide += 4u * (uint32_t)mine * tkvi_wide_bytes[width];
         half += 4 * mine * tkvi_has_half[width];
@@ -633,24 +651,25 @@ template <int D, int MT> TKVCU_DEVICE void tkvcu_put_slab(tkvcu_prefill<D, MT> &
     if (n == 0 && which == 0) s.coded = side.kind == TKVCU_EXACT ? D / 16 : before;
 }
 
-/* The next run of the part, its sides and queries. By all threads. */
+/* Begins the next key range of the section: its sides and queries. All threads call it. */
 template <int D, int MT>
-TKVCU_DEVICE void tkvcu_prefill_run(const tkvcu_job &j, tkvcu_prefill<D, MT> &s, int tid) {
+TKVCU_DEVICE void tkvcu_next_prefill_range(const tkvcu_job &j, tkvcu_prefill_shared<D, MT> &s, int tid) {
     const tkvcu_prefill_task &k = s.task;
-    const tkvcu_list list = j.view.list[k.reach.seq];
+    const tkvcu_list list = j.view.list[k.visible.seq];
     const int coded = list.archive + list.warm;
     int region, first, i, n = k.left, version = 0;
     if (tid == 0) s.tail = 0;
     __syncthreads();
-    if (k.part == 2) {
-        region = k.at < k.reach.sinks ? TKVCU_SINKS : TKVCU_HOT;
-        first = k.at;
-        if (region == TKVCU_HOT) first += 4 * tkvi_max(k.reach.first, coded) - k.reach.sinks;
-        else n = tkvi_min(n, k.reach.sinks - k.at);
+    if (k.section == 2) {
+        region = k.tile < k.visible.sink_tiles ? TKVCU_SINKS : TKVCU_HOT;
+        first = k.tile;
+        if (region == TKVCU_HOT) first += 4 * tkvi_max(k.visible.first_block, coded) - k.visible.sink_tiles;
+        else n = tkvi_min(n, k.visible.sink_tiles - k.tile);
     } else {
-        const uint8_t *of = j.view.version + (size_t)k.reach.seq * (size_t)j.view.max_blocks;
-        region = k.part == 0 ? TKVCU_ARCHIVE : TKVCU_WARM;
-        first = k.at + (k.part == 0 ? k.reach.first : tkvi_max(k.reach.first, list.archive));
+        const uint8_t *of = j.view.version + (size_t)k.visible.seq * (size_t)j.view.max_blocks;
+        region = k.section == 0 ? TKVCU_ARCHIVE : TKVCU_WARM;
+        first =
+            k.tile + (k.section == 0 ? k.visible.first_block : tkvi_max(k.visible.first_block, list.archive));
         version = of[first];
         TKVCU_ROLL
         for (i = tid; i < n; i += TKVCU_PREFILL_THREADS)
@@ -661,53 +680,53 @@ TKVCU_DEVICE void tkvcu_prefill_run(const tkvcu_job &j, tkvcu_prefill<D, MT> &s,
         __syncthreads();
         n -= s.tail;
     }
-    if (tid < 2) s.side[tid] = *tkvcu_side_at(&j.view, version, region, k.head, tid);
+    if (tid < 2) s.side[tid] = *tkvcu_find_side(&j.view, version, region, k.head, tid);
     __syncthreads();
     if (tid == 0) {
         s.task.region = region;
         s.task.first = first;
         s.task.last = first + n;
-        s.task.at += n;
+        s.task.tile += n;
         s.task.left -= n;
     }
-    if (tid < D / 8) tkvcu_put_slab(s, tid / (D / 16), tid % (D / 16));
+    if (tid < D / 8) tkvcu_store_slab(s, tid / (D / 16), tid % (D / 16));
     if (tid < 4) {
         const int8_t *level = tkvi_r_pairs + tid / 2 * 16 + tid % 2 * 4;
         uint32_t bytes = 0;
         for (i = 0; i < 4; i++) bytes |= (uint32_t)(level[i] + 128) << 8 * i;
-        s.point[tid / 2][tid % 2] = bytes;
+        s.pair_table[tid / 2][tid % 2] = bytes;
     }
-    tkvcu_put_queries(j, s, tid / 32, tid % 32);
+    tkvcu_store_queries(j, s, tid / 32, tid % 32);
     __syncthreads();
 }
 
-/* The next tokens, from unit `at` on, that a row sees any of. */
+/* Finds the next tokens that any row can see, from key tile `at` on. */
 template <int D, int MT>
-TKVCU_DEVICE tkvcu_strip tkvcu_next_strip(const tkvcu_job &j, const tkvcu_prefill<D, MT> &s, int at) {
+TKVCU_DEVICE tkvcu_strip tkvcu_next_strip(const tkvcu_job &j, const tkvcu_prefill_shared<D, MT> &s, int at) {
     const tkvcu_prefill_task &k = s.task;
     const int exact = k.region >= TKVCU_SINKS, base = k.region == TKVCU_SINKS ? 0 : j.view.sinks;
     const int there =
-        k.region == TKVCU_SINKS ? tkvi_min(j.view.sinks, k.reach.len) : k.reach.len - j.view.sinks;
-    const int oldest = s.query[0], newest = s.query[k.columns_here - 1];
+        k.region == TKVCU_SINKS ? tkvi_min(j.view.sinks, k.visible.len) : k.visible.len - j.view.sinks;
+    const int oldest = s.query[0], newest = s.query[k.n_rows - 1];
     tkvcu_strip x = {at, 0, 0, 0};
-    for (; x.at < k.last; x.at += x.units) {
-        x.units = exact ? tkvi_min(TKVCU_STRIP / 16 - x.at % (TKVCU_STRIP / 16), k.last - x.at) : 1;
+    for (; x.at < k.last; x.at += x.key_tiles) {
+        x.key_tiles = exact ? tkvi_min(TKVCU_STRIP / 16 - x.at % (TKVCU_STRIP / 16), k.last - x.at) : 1;
         x.position = base + (exact ? 16 : TKVI_BLOCK) * x.at;
-        x.rows = exact ? tkvi_min(16 * x.units, there - 16 * x.at) : TKVI_BLOCK;
+        x.rows = exact ? tkvi_min(16 * x.key_tiles, there - 16 * x.at) : TKVI_BLOCK;
         if (x.position <= newest && (j.window == 0 || x.position + x.rows - 1 > oldest - j.window)) return x;
     }
     x.rows = 0;
     return x;
 }
 
-/* Its bytes begin to come. */
+/* Starts the copy of the bytes of a strip. */
 template <int D, int MT>
-TKVCU_DEVICE void tkvcu_fetch_strip(const tkvcu_job &j, tkvcu_prefill<D, MT> &s, const tkvcu_strip &strip,
-                                    int tid) {
+TKVCU_DEVICE void tkvcu_fetch_strip(const tkvcu_job &j, tkvcu_prefill_shared<D, MT> &s,
+                                    const tkvcu_strip &strip, int tid) {
     const tkvcu_prefill_task &k = s.task;
     const int exact = k.region >= TKVCU_SINKS;
     const uint8_t *block =
-        tkvcu_block_at(&j.view, k.region, k.reach.seq, exact ? strip.at / (TKVI_BLOCK / 16) : strip.at);
+        tkvcu_find_block(&j.view, k.region, k.visible.seq, exact ? strip.at / (TKVI_BLOCK / 16) : strip.at);
     int which, i;
     if (strip.rows == 0) return;
     TKVCU_UNROLL
@@ -721,10 +740,10 @@ TKVCU_DEVICE void tkvcu_fetch_strip(const tkvcu_job &j, tkvcu_prefill<D, MT> &s,
     tkvcu_cp_async_commit();
 }
 
-/* The task's run. */
+/* Attends to the task's key range. */
 template <int D, int MT>
-TKVCU_DEVICE void tkvcu_prefill_units(const tkvcu_job &j, tkvcu_prefill<D, MT> &s, tkvcu_row_sums<D, MT> &u,
-                                      int tid) {
+TKVCU_DEVICE void tkvcu_attend_prefill_range(const tkvcu_job &j, tkvcu_prefill_shared<D, MT> &s,
+                                             tkvcu_row_partials<D, MT> &u, int tid) {
     tkvcu_strip strip = tkvcu_next_strip(j, s, s.task.first);
     tkvcu_fetch_strip(j, s, strip, tid);
     TKVCU_ROLL
@@ -732,50 +751,51 @@ TKVCU_DEVICE void tkvcu_prefill_units(const tkvcu_job &j, tkvcu_prefill<D, MT> &
         int exponent, me;
         tkvcu_cp_async_wait<0>();
         __syncthreads();
-        exponent = tkvcu_unit_scales(s, u, strip.rows, tkvcu_anew(tid));
+        exponent = tkvcu_prepare_scales(s, u, strip.rows, tkvcu_block_hoisting(tid));
         __syncthreads();
-        me = tkvcu_anew(tid);
+        me = tkvcu_block_hoisting(tid);
         if (s.task.region >= TKVCU_SINKS) {
-            tkvcu_open_exact(s, 0, strip.rows, tkvcu_power(-exponent), me);
-            tkvcu_open_exact(s, 1, strip.rows, tkvcu_power(-u.top), me);
+            tkvcu_expand_exact(s, 0, strip.rows, tkvcu_exp2i(-exponent), me);
+            tkvcu_expand_exact(s, 1, strip.rows, tkvcu_exp2i(-u.top), me);
         } else {
-            tkvcu_open_k(s, me / 32, me % 8, me % 32 / 8);
-            tkvcu_open_v(s, me / 32, me % 8, me % 32 / 8);
+            tkvcu_expand_k(s, me / 32, me % 8, me % 32 / 8);
+            tkvcu_expand_v(s, me / 32, me % 8, me % 32 / 8);
         }
         __syncthreads();
-        tkvcu_fetch_strip(j, s, tkvcu_next_strip(j, s, strip.at + strip.units), tkvcu_anew(tid));
-        me = tkvcu_anew(tid);
-        if (16 * MT * (me / 32) < s.task.columns_here)
-            tkvcu_multiply(j, s, u, strip, exponent, me / 32, me % 32);
-        strip = tkvcu_next_strip(j, s, strip.at + strip.units); /* again: no register is kept meanwhile */
+        tkvcu_fetch_strip(j, s, tkvcu_next_strip(j, s, strip.at + strip.key_tiles),
+                          tkvcu_block_hoisting(tid));
+        me = tkvcu_block_hoisting(tid);
+        if (16 * MT * (me / 32) < s.task.n_rows)
+            tkvcu_attend_strip(j, s, u, strip, exponent, me / 32, me % 32);
+        strip = tkvcu_next_strip(j, s, strip.at + strip.key_tiles); /* computed again: saves registers */
     }
     __syncthreads();
 }
 
-/* >>parts */
-template <int D, int MT> TKVCU_DEVICE void tkvcu_begin_rows(tkvcu_row_sums<D, MT> &u) {
+/* >>sections */
+template <int D, int MT> TKVCU_DEVICE void tkvcu_clear_row_partials(tkvcu_row_partials<D, MT> &u) {
     int mt, i, c;
     TKVCU_UNROLL
     for (mt = 0; mt < MT; mt++) {
         TKVCU_UNROLL
         for (i = 0; i < 2; i++) {
-            u.m[mt][i] = TKVCU_START;
+            u.m[mt][i] = TKVCU_INITIAL_MAX;
             u.l[mt][i] = 0.0f;
         }
         TKVCU_UNROLL
         for (c = 0; c < D / 8; c++) u.o[mt][c][0] = u.o[mt][c][1] = u.o[mt][c][2] = u.o[mt][c][3] = 0.0f;
     }
-    u.top = TKVCU_BOTTOM;
+    u.top = TKVCU_EXPONENT_NONE;
 }
 
-/* The end of a part: into the workspace, [slot][rows of all blocks][m, l, o ...]. */
+/* Writes the partial results of a section to the workspace: [slot][rows of all thread blocks][m, l, o ...]. */
 template <int D, int MT>
-TKVCU_DEVICE void tkvcu_put_rows(const tkvcu_job &j, const tkvcu_prefill<D, MT> &s,
-                                 const tkvcu_row_sums<D, MT> &u, int tid) {
+TKVCU_DEVICE void tkvcu_write_row_partials(const tkvcu_job &j, const tkvcu_prefill_shared<D, MT> &s,
+                                           const tkvcu_row_partials<D, MT> &u, int tid) {
     const tkvcu_prefill_task &k = s.task;
-    const int slot = (int)blockIdx.x + (k.entry * j.view.n_kv_heads + k.head) * TKVCU_PARTS + k.part;
+    const int slot = (int)blockIdx.x + (k.entry * j.view.n_kv_heads + k.head) * TKVCU_SECTIONS + k.section;
     float *out = j.partial + ((size_t)slot * gridDim.y + blockIdx.y) * (size_t)(64 * MT * (D + 2));
-    const float unit = tkvcu_power(u.top);
+    const float unit = tkvcu_exp2i(u.top);
     const int warp = tid / 32, lane = tid % 32;
     int mt, i, c, by;
     TKVCU_UNROLL
@@ -785,9 +805,9 @@ TKVCU_DEVICE void tkvcu_put_rows(const tkvcu_job &j, const tkvcu_prefill<D, MT> 
         float *to = out + row * (D + 2), l = u.l[mt][i];
         TKVCU_UNROLL
         for (by = 1; by < 4; by *= 2) l += __shfl_xor_sync(0xffffffffu, l, by);
-        if (row >= k.columns_here) continue;
+        if (row >= k.n_rows) continue;
         if (lane % 4 == 0) {
-            to[0] = u.m[mt][i] - TKVCU_LIFT;
+            to[0] = u.m[mt][i] - TKVCU_P_EXPONENT;
             to[1] = l;
         }
         TKVCU_UNROLL
@@ -798,14 +818,14 @@ TKVCU_DEVICE void tkvcu_put_rows(const tkvcu_job &j, const tkvcu_prefill<D, MT> 
     }
 }
 
-/* Blocks of threads that a multiprocessor shall hold. */
+/* Thread blocks per multiprocessor that the register limit must allow. */
 #define TKVCU_PREFILL_RESIDENT(D, MT) ((D) == 128 && (MT) == 2 ? 2 : 3)
 
 template <int D, int MT>
 __global__ void __launch_bounds__(TKVCU_PREFILL_THREADS, TKVCU_PREFILL_RESIDENT(D, MT))
     tkvcu_prefill_kernel(tkvcu_job j) {
     TKVCU_SHARED(uint8_t, shared);
-    tkvcu_prefill<D, MT> &s = *(tkvcu_prefill<D, MT> *)(void *)shared;
+    tkvcu_prefill_shared<D, MT> &s = *(tkvcu_prefill_shared<D, MT> *)(void *)shared;
     int *ends = (int *)(void *)(shared + sizeof s); /* [n_entries] */
     const int tid = (int)threadIdx.x;
     if (tid < 32) tkvcu_find_ends(j, ends, tid);
@@ -815,92 +835,95 @@ __global__ void __launch_bounds__(TKVCU_PREFILL_THREADS, TKVCU_PREFILL_RESIDENT(
         tkvcu_prefill_task &k = s.task;
         k.entry = 0;
         k.group = j.view.n_heads / j.view.n_kv_heads;
-        k.columns = k.group * j.n_queries;
-        k.column = 64 * MT * (int)blockIdx.y;
-        k.columns_here = tkvi_min(64 * MT, k.columns - k.column);
-        k.unit = tkvcu_range(total, (int)gridDim.x, (int)blockIdx.x);
-        k.end = tkvcu_range(total, (int)gridDim.x, (int)blockIdx.x + 1);
-        tkvcu_next_part(j, k, ends);
+        k.all_rows = k.group * j.n_queries;
+        k.first_row = 64 * MT * (int)blockIdx.y;
+        k.n_rows = tkvi_min(64 * MT, k.all_rows - k.first_row);
+        k.next_tile = tkvcu_first_key_tile(total, (int)gridDim.x, (int)blockIdx.x);
+        k.end_tile = tkvcu_first_key_tile(total, (int)gridDim.x, (int)blockIdx.x + 1);
+        tkvcu_next_section(j, k, ends);
     }
     __syncthreads();
     while (s.task.left > 0) {
-        tkvcu_row_sums<D, MT> u;
-        tkvcu_begin_rows(u);
+        tkvcu_row_partials<D, MT> u;
+        tkvcu_clear_row_partials(u);
         while (s.task.left > 0) {
-            tkvcu_prefill_run(j, s, tkvcu_anew(tid));
-            tkvcu_prefill_units(j, s, u, tid);
+            tkvcu_next_prefill_range(j, s, tkvcu_block_hoisting(tid));
+            tkvcu_attend_prefill_range(j, s, u, tid);
         }
-        tkvcu_put_rows(j, s, u, tkvcu_anew(tid));
+        tkvcu_write_row_partials(j, s, u, tkvcu_block_hoisting(tid));
         __syncthreads();
-        if (tid == 0) tkvcu_next_part(j, s.task, ends);
+        if (tid == 0) tkvcu_next_section(j, s.task, ends);
         __syncthreads();
     }
 }
 
 /* >>sizes and launch */
-typedef struct tkvcu_prefill_grid { /* for 64 or 128 rows to a block */
+typedef struct tkvcu_prefill_grid { /* a launch for 64 or 128 rows per thread block */
     tkvcu_attend_function kernel;
     size_t shared;
-    int blocks; /* of all of gridDim.y */
+    int blocks; /* for all of gridDim.y together */
 } tkvcu_prefill_grid;
 
-static int tkvcu_m_tiles(const tkv_config *cfg, int n_queries) {
+static int tkvcu_n_m_tiles(const tkv_config *cfg, int n_queries) {
     return cfg->model.n_heads / cfg->model.n_kv_heads * n_queries > 64 ? 2 : 1;
 }
 
-static int tkvcu_row_chunks(const tkv_config *cfg, int n_queries) {
-    const int rows = 64 * tkvcu_m_tiles(cfg, n_queries);
+static int tkvcu_n_row_tiles(const tkv_config *cfg, int n_queries) {
+    const int rows = 64 * tkvcu_n_m_tiles(cfg, n_queries);
     return (cfg->model.n_heads / cfg->model.n_kv_heads * n_queries + rows - 1) / rows;
 }
 
-/* Bytes of the workspace for up to so many queries, by either kernel. */
-static size_t tkvcu_work_bytes(const tkv_config *cfg, int n_seqs, int max_queries) {
-    const size_t decode = tkvcu_split_bytes(cfg, n_seqs, tkvi_min(max_queries, TKVCU_DECODE_QUERIES));
-    const size_t rows = 64 * (size_t)(tkvcu_m_tiles(cfg, max_queries) * tkvcu_row_chunks(cfg, max_queries));
-    const size_t slots = (size_t)n_seqs * (size_t)cfg->model.n_kv_heads * TKVCU_PARTS;
+/* Computes the workspace for up to max_queries queries, with the larger need of both kernels. */
+static size_t tkvcu_compute_work_bytes(const tkv_config *cfg, int n_seqs, int max_queries) {
+    const size_t decode =
+        tkvcu_compute_attend_bytes(cfg, n_seqs, tkvi_min(max_queries, TKVCU_DECODE_QUERIES));
+    const size_t rows =
+        64 * (size_t)(tkvcu_n_m_tiles(cfg, max_queries) * tkvcu_n_row_tiles(cfg, max_queries));
+    const size_t slots = (size_t)n_seqs * (size_t)cfg->model.n_kv_heads * TKVCU_SECTIONS;
     const size_t prefill =
-        (TKVCU_PREFILL_ROWS + slots * rows) * (size_t)(cfg->model.head_dim + 2) * sizeof(float);
+        (TKVCU_PREFILL_MAX_ROWS + slots * rows) * (size_t)(cfg->model.head_dim + 2) * sizeof(float);
     return max_queries > TKVCU_DECODE_QUERIES && prefill > decode ? prefill : decode;
 }
 
-/* As tkvcu_split_ready. */
-static cudaError_t tkvcu_prefill_ready(tkvcu_prefill_grid grid[2], const tkv_config *cfg, int n_seqs,
-                                       int processors, int most, int *fits) {
+/* As tkvcu_prepare_attend. */
+static cudaError_t tkvcu_prepare_prefill(tkvcu_prefill_grid grid[2], const tkv_config *cfg, int n_seqs,
+                                         int multiprocessors, int max_shared, int *fits) {
     const struct {
         tkvcu_attend_function kernel;
         size_t shared;
-    } row[2][2] = {{{tkvcu_prefill_kernel<64, 1>, sizeof(tkvcu_prefill<64, 1>)},
-                    {tkvcu_prefill_kernel<64, 2>, sizeof(tkvcu_prefill<64, 2>)}},
-                   {{tkvcu_prefill_kernel<128, 1>, sizeof(tkvcu_prefill<128, 1>)},
-                    {tkvcu_prefill_kernel<128, 2>, sizeof(tkvcu_prefill<128, 2>)}}};
+    } row[2][2] = {{{tkvcu_prefill_kernel<64, 1>, sizeof(tkvcu_prefill_shared<64, 1>)},
+                    {tkvcu_prefill_kernel<64, 2>, sizeof(tkvcu_prefill_shared<64, 2>)}},
+                   {{tkvcu_prefill_kernel<128, 1>, sizeof(tkvcu_prefill_shared<128, 1>)},
+                    {tkvcu_prefill_kernel<128, 2>, sizeof(tkvcu_prefill_shared<128, 2>)}}};
     cudaError_t e = cudaSuccess;
     int i;
     for (i = 0; i < 2 && e == cudaSuccess && *fits; i++) {
         int resident = 1;
         grid[i].kernel = row[cfg->model.head_dim == 128][i].kernel;
         grid[i].shared = row[cfg->model.head_dim == 128][i].shared + sizeof(int) * (size_t)n_seqs;
-        *fits = grid[i].shared <= (size_t)most;
+        *fits = grid[i].shared <= (size_t)max_shared;
         if (!*fits) break;
-        e = cudaFuncSetAttribute(grid[i].kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, most);
+        e = cudaFuncSetAttribute(grid[i].kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, max_shared);
         if (e == cudaSuccess)
             e = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&resident, grid[i].kernel,
                                                               TKVCU_PREFILL_THREADS, grid[i].shared);
-        grid[i].blocks = tkvi_min(TKVCU_PREFILL_ROWS / (64 * (i + 1)), processors * tkvi_max(1, resident));
+        grid[i].blocks =
+            tkvi_min(TKVCU_PREFILL_MAX_ROWS / (64 * (i + 1)), multiprocessors * tkvi_max(1, resident));
     }
     return e;
 }
 
-/* As tkvcu_attend_launch. */
-static cudaError_t tkvcu_prefill_launch(const tkvcu_prefill_grid grid[2], const tkvcu_split *s,
+/* As tkvcu_launch_attend. */
+static cudaError_t tkvcu_launch_prefill(const tkvcu_prefill_grid grid[2], const tkvcu_attend_plan *s,
                                         const tkvcu_view *v, const tkvcu_attend_call *c,
                                         const tkv_config *cfg, cudaStream_t stream) {
-    const int mt = tkvcu_m_tiles(cfg, c->n_queries), chunks = tkvcu_row_chunks(cfg, c->n_queries);
-    tkvcu_job j = tkvcu_job_of(s, v, c);
-    j.blocks = tkvi_max(1, grid[mt - 1].blocks / chunks);
-    TKVCU_LAUNCH(grid[mt - 1].kernel, dim3((unsigned)j.blocks, (unsigned)chunks), dim3(TKVCU_PREFILL_THREADS),
-                 grid[mt - 1].shared, stream, j);
+    const int mt = tkvcu_n_m_tiles(cfg, c->n_queries), row_tiles = tkvcu_n_row_tiles(cfg, c->n_queries);
+    tkvcu_job j = tkvcu_make_job(s, v, c);
+    j.blocks = tkvi_max(1, grid[mt - 1].blocks / row_tiles);
+    TKVCU_LAUNCH(grid[mt - 1].kernel, dim3((unsigned)j.blocks, (unsigned)row_tiles),
+                 dim3(TKVCU_PREFILL_THREADS), grid[mt - 1].shared, stream, j);
     TKVCU_LAUNCH(tkvcu_combine_kernel, dim3((unsigned)(s->n_seqs * c->n_queries * v->n_heads)),
-                 dim3(TKVCU_COMBINE_THREADS), 0, stream, j, 64 * mt, chunks);
+                 dim3(TKVCU_COMBINE_THREADS), 0, stream, j, 64 * mt, row_tiles);
     return cudaGetLastError();
 }
 

@@ -1,15 +1,15 @@
 /*
- * transfer.h - tables and sequences from a cache of tieredkv.h to the device and back. Bytes of blocks are
- * copied, and what stands in the way is found before anything changes. All calls wait for the stream: host
- * memory is at both ends.
+ * transfer.h - copies tables and sequences from a cache of tieredkv.h to the device and back. The bytes of blocks do
+ * not change. Errors other than those of the runtime are found before anything changes. All calls wait for the
+ * stream, because they use host memory.
  */
 #ifndef TKVCU_TRANSFER_H
 #define TKVCU_TRANSFER_H
 
 #include "create.h"
 
-/* >>are they of one kind? */
-static const char *tkvcu_layer_differs(const tkvi_tables *a, const tkvi_tables *b, int layer) {
+/* >>comparison of configs */
+static const char *tkvcu_find_difference(const tkvi_tables *a, const tkvi_tables *b, int layer) {
     const tkvi_plan *p = &a->plan[layer], *q = &b->plan[layer];
     int r;
     if (p->stored != q->stored) return "cfg.layers";
@@ -17,7 +17,7 @@ static const char *tkvcu_layer_differs(const tkvi_tables *a, const tkvi_tables *
     if (p->sink != q->sink || p->now.hot != q->now.hot || p->now.warm != q->now.warm)
         return "the tiers' lengths";
     for (r = 0; r < TKVCU_REGIONS; r++) {
-        const tkvi_coding *c = &a->coding[tkvcu_key_of(p, r)], *d = &b->coding[tkvcu_key_of(q, r)];
+        const tkvi_coding *c = &a->coding[tkvcu_find_key(p, r)], *d = &b->coding[tkvcu_find_key(q, r)];
         if (c->pair.k != d->pair.k || c->pair.v != d->pair.v || c->tokens != d->tokens ||
             c->bytes.total != d->bytes.total)
             return "the formats";
@@ -25,7 +25,7 @@ static const char *tkvcu_layer_differs(const tkvi_tables *a, const tkvi_tables *
     return NULL;
 }
 
-static int tkvcu_same_kind(tkvcu *cu, const tkv_cache *kv) {
+static tkv_status tkvcu_check_same_config(tkvcu *cu, const tkv_cache *kv) {
     const tkvi_tables *a, *b;
     const char *what = NULL;
     int i;
@@ -39,15 +39,15 @@ static int tkvcu_same_kind(tkvcu *cu, const tkv_cache *kv) {
     if (a->cfg.format.group_size != b->cfg.format.group_size ||
         a->cfg.format.allocation_unit != b->cfg.format.allocation_unit)
         what = "group_size or allocation_unit";
-    for (i = 0; i < a->cfg.model.n_layers && !what; i++) what = tkvcu_layer_differs(a, b, i);
-    if (what) return tkvcu_refuse(cu, TKV_ERR_CONFIG, "the cache has another plan: ", what);
-    what = tkvcu_config_fault(&b->cfg);
-    return what ? tkvcu_refuse(cu, TKVCU_ERR_UNSUPPORTED, "the cache has what cannot be here: ", what)
+    for (i = 0; i < a->cfg.model.n_layers && !what; i++) what = tkvcu_find_difference(a, b, i);
+    if (what) return tkvcu_fail_text(cu, TKV_ERR_CONFIG, "the cache has another plan: ", what);
+    what = tkvcu_check_config(&b->cfg);
+    return what ? tkvcu_fail_text(cu, TKV_ERR_UNSUPPORTED, "the cache uses something unsupported: ", what)
                 : TKV_OK;
 }
 
 /* >>tables */
-static int tkvcu_same_table(const tkv_cache *a, const tkv_cache *b, int layer, int version) {
+static int tkvcu_is_same_table(const tkv_cache *a, const tkv_cache *b, int layer, int version) {
     const tkvi_head *x = tkvi_heads_of(&a->tables, layer, version),
                     *y = tkvi_heads_of(&b->tables, layer, version);
     const size_t pad = (size_t)a->tables.cfg.model.head_dim;
@@ -60,7 +60,7 @@ static int tkvcu_same_table(const tkv_cache *a, const tkv_cache *b, int layer, i
     return 1;
 }
 
-/* A version of a layer's table as the other cache has it; it becomes the current one. */
+/* Copies a table version of a layer. It becomes the current one. */
 static void tkvcu_copy_table(tkv_cache *to, const tkv_cache *from, int layer, int version) {
     const size_t pad = (size_t)to->tables.cfg.model.head_dim, heads = (size_t)to->tables.cfg.model.n_kv_heads;
     const size_t at = (size_t)layer * heads * pad;
@@ -79,56 +79,57 @@ static void tkvcu_copy_table(tkv_cache *to, const tkv_cache *from, int layer, in
     tkvi_table_use(to, layer, version);
 }
 
-/* Does the layer take over tables? */
-static int tkvcu_learned(const tkv_cache *kv, int layer) {
+/* Tells whether a layer of kv has tables to copy. */
+static int tkvcu_has_learned(const tkv_cache *kv, int layer) {
     return kv->tables.plan[layer].stored == layer && kv->tables.plan[layer].allocates &&
            kv->tables.current[layer] >= 0;
 }
 
-/* Room for these tables, and nobody who needs others. */
-static int tkvcu_tables_fit(tkvcu *cu, const tkv_cache *kv) {
+/* Allocates the versions, and checks that no block here needs other tables. */
+static tkv_status tkvcu_check_tables(tkvcu *cu, const tkv_cache *kv) {
     int layer, v;
     for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++)
-        for (v = 0; v < TKVI_VERSIONS && tkvcu_learned(kv, layer); v++) {
+        for (v = 0; v < TKVI_VERSIONS && tkvcu_has_learned(kv, layer); v++) {
             if (!tkvcu_has_table(kv, layer, v)) continue;
             if (!tkvi_version_ready(cu->host, v))
                 return tkvcu_fail(cu, TKV_ERR_NOMEM, "no memory for tables", 0, NULL);
-            if ((cu->used[layer] >> v & 1) && !tkvcu_same_table(cu->host, kv, layer, v))
+            if ((cu->used_versions[layer] >> v & 1) && !tkvcu_is_same_table(cu->host, kv, layer, v))
                 return tkvcu_fail(cu, TKV_ERR_STATE, "blocks here may be coded with another table of layer",
                                   layer, "; take over tables before the first append");
         }
     return TKV_OK;
 }
 
-static int tkvcu_tables_take(tkvcu *cu, const tkv_cache *kv, cudaStream_t stream) {
-    int layer, v, st = TKV_OK;
+static tkv_status tkvcu_take_tables(tkvcu *cu, const tkv_cache *kv, cudaStream_t stream) {
+    tkv_status st = TKV_OK;
+    int layer, v;
     for (layer = 0; layer < kv->tables.cfg.model.n_layers && !st; layer++) {
         int changed = 0;
-        if (!tkvcu_learned(kv, layer)) continue;
+        if (!tkvcu_has_learned(kv, layer)) continue;
         for (v = 0; v < TKVI_VERSIONS; v++) {
             if (!tkvcu_has_table(kv, layer, v)) continue;
-            if (tkvcu_has_table(cu->host, layer, v) && tkvcu_same_table(cu->host, kv, layer, v)) continue;
+            if (tkvcu_has_table(cu->host, layer, v) && tkvcu_is_same_table(cu->host, kv, layer, v)) continue;
             tkvcu_copy_table(cu->host, kv, layer, v);
             changed = 1;
         }
         changed |= cu->host->tables.current[layer] != kv->tables.current[layer];
         cu->host->tables.current[layer] = kv->tables.current[layer];
-        if (cu->appended[layer]) cu->used[layer] |= (uint8_t)(1u << kv->tables.current[layer]);
-        if (changed) st = tkvcu_send(cu, layer, stream);
+        if (cu->appended[layer]) cu->used_versions[layer] |= (uint8_t)(1u << kv->tables.current[layer]);
+        if (changed) st = tkvcu_upload_layer(cu, layer, stream);
     }
     return st;
 }
 
-int tkvcu_tables(tkvcu *cu, const tkv_cache *kv, tkvcu_stream stream) {
-    int st;
+tkv_status tkvcu_load_calibration(tkvcu *cu, const tkv_cache *kv, tkvcu_stream stream) {
+    tkv_status st;
     if (!cu) return TKV_ERR_ARG;
-    st = tkvcu_same_kind(cu, kv);
-    if (!st) st = tkvcu_tables_fit(cu, kv);
-    return st ? st : tkvcu_tables_take(cu, kv, stream);
+    st = tkvcu_check_same_config(cu, kv);
+    if (!st) st = tkvcu_check_tables(cu, kv);
+    return st ? st : tkvcu_take_tables(cu, kv, stream);
 }
 
 /* >>sequences */
-static int tkvcu_seq_ok(tkvcu *cu, int seq, const tkv_cache *kv, int host_seq) {
+static tkv_status tkvcu_check_seqs(tkvcu *cu, int seq, const tkv_cache *kv, int host_seq) {
     if (seq < 0 || seq >= cu->n_seqs)
         return tkvcu_fail(cu, TKV_ERR_ARG, "there is no sequence", seq, " here");
     if (host_seq < 0 || host_seq >= kv->tables.cfg.limits.max_seqs)
@@ -138,8 +139,8 @@ static int tkvcu_seq_ok(tkvcu *cu, int seq, const tkv_cache *kv, int host_seq) {
     return TKV_OK;
 }
 
-/* Where block i of a host's list lies: its region, and its number behind the sinks. */
-static int tkvcu_region_of(const tkvi_list *list, int i, int *block) {
+/* Returns the region of block i of a host list, and its number after the sinks. */
+static int tkvcu_find_region(const tkvi_list *list, int i, int *block) {
     *block = i - list->sinks;
     if (*block < 0) *block = 0;
     if (i < list->sinks) return TKVCU_SINKS;
@@ -147,101 +148,110 @@ static int tkvcu_region_of(const tkvi_list *list, int i, int *block) {
     return *block < list->archive + list->warm ? TKVCU_WARM : TKVCU_HOT;
 }
 
-/* What of a layer cannot be here, or NULL. */
-static const char *tkvcu_list_fault(const tkvcu *cu, const tkv_cache *kv, int seq, int layer) {
+/* Returns a reason why a layer cannot be stored here, or NULL. */
+static const char *tkvcu_find_list_fault(const tkvcu *cu, const tkv_cache *kv, int seq, int layer) {
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
     const tkvi_plan *p = &kv->tables.plan[layer];
     int i, block;
-    if (list->dropped) return "blocks were dropped behind a window";
+    if (list->dropped) return "tokens have expired behind a window";
     if (p->sink + TKVI_BLOCK * (list->archive + list->warm) > list->len && list->archive + list->warm)
         return "a flush made a block short";
     for (i = 0; i < list->n; i++) {
         const tkvi_block *b = &kv->pool.block[ids[i]];
-        const int region = tkvcu_region_of(list, i, &block);
-        if (tkvi_is_offloaded(b)) return "a block is outside RAM";
-        if (b->gone || b->packed) return "tokens were dropped";
+        const int region = tkvcu_find_region(list, i, &block);
+        if (tkvi_is_offloaded(b)) return "a block is offloaded";
+        if (b->gone || b->packed) return "tokens were evicted";
         if (b->start != (region == TKVCU_SINKS ? 0 : p->sink + TKVI_BLOCK * block))
             return "a flush made a block short";
-        if (kv->tables.coding[b->coding].key != tkvcu_key_of(p, region)) return "a block has another format";
-        if (block >= cu->view[layer].max_blocks) return "it is too long";
+        if (kv->tables.coding[b->coding].key != tkvcu_find_key(p, region))
+            return "a block has another format";
+        if (block >= cu->view[layer].max_blocks) return "the sequence is too long";
     }
     return NULL;
 }
 
-/* The same of numbers: blocks that wait for a table, or for the next append, have more room on the host. */
-static const char *tkvcu_list_large(const tkvcu *cu, const tkvi_list *list, int layer) {
+/* Returns a reason why a layer is too large here, or NULL. On the host, more blocks may wait for a table or for
+ * the next append. */
+static const char *tkvcu_find_capacity_fault(const tkvcu *cu, const tkvi_list *list, int layer) {
     const int32_t *ring = cu->view[layer].ring;
-    if (list->len > cu->max_tokens) return "it is too long";
-    if (list->archive > ring[TKVCU_ARCHIVE]) return "its archive is too long: it was flushed";
+    if (list->len > cu->max_tokens) return "the sequence is too long";
+    if (list->archive > ring[TKVCU_ARCHIVE])
+        return "too many blocks are in the archive: the sequence was flushed";
     if (list->warm > ring[TKVCU_WARM] - ring[TKVCU_HOT])
-        return "more blocks are warm than there is room for: tkv_seq_begin and tkv_seq_commit move them";
+        return "too many blocks are warm: tkv_seq_begin and tkv_seq_commit demote them";
     if (list->n - list->sinks - list->archive - list->warm > ring[TKVCU_HOT])
-        return "more blocks are hot than there is room for: tkv_seq_begin and tkv_seq_commit move them, "
-               "after "
-               "tkv_freeze_calibration where they wait for a table";
+        return "too many blocks are hot: tkv_seq_begin and tkv_seq_commit demote them, after "
+               "tkv_freeze_calibration if they wait for a table";
     return NULL;
 }
 
-/* A layer of the sequence goes to the device: blocks, then versions and state. */
-static int tkvcu_import_layer(tkvcu *cu, int seq, const tkv_cache *kv, int host_seq, int layer,
-                              uint8_t *version, cudaStream_t stream) {
+/* Copies a layer of a sequence to the device: blocks, versions, state. */
+static tkv_status tkvcu_import_layer(tkvcu *cu, int seq, const tkv_cache *kv, int host_seq, int layer,
+                                     uint8_t *version, cudaStream_t stream) {
     const tkvi_list *list = tkvi_list_of(kv, host_seq, layer);
     const uint32_t *ids = tkvi_ids(kv, host_seq, layer);
     const tkvcu_view *v = &cu->view[layer];
     tkvcu_list state;
-    int i, block, st = TKV_OK;
+    tkv_status st = TKV_OK;
+    int i, block;
     memset(version, 0, (size_t)v->max_blocks);
     for (i = 0; i < list->n && !st; i++) {
         const tkvi_block *b = &kv->pool.block[ids[i]];
-        const int region = tkvcu_region_of(list, i, &block);
+        const int region = tkvcu_find_region(list, i, &block);
         if (b->coding >= kv->tables.n_keys) {
             version[block] = (uint8_t)((b->coding - kv->tables.n_keys) % TKVI_VERSIONS);
-            cu->used[layer] |= (uint8_t)(1u << version[block]);
+            cu->used_versions[layer] |= (uint8_t)(1u << version[block]);
         }
-        st = tkvcu_checked(cu, cudaMemcpyAsync(tkvcu_block_at(v, region, seq, block),
-                                               tkvi_block_bytes(&kv->pool, b), v->block[region],
-                                               cudaMemcpyHostToDevice, stream));
+        st = tkvcu_check_cuda(cu, cudaMemcpyAsync(tkvcu_find_block(v, region, seq, block),
+                                                  tkvi_block_bytes(&kv->pool, b), v->block[region],
+                                                  cudaMemcpyHostToDevice, stream));
     }
     if (!st)
-        st = tkvcu_checked(cu, cudaMemcpyAsync(v->version + (size_t)seq * (size_t)v->max_blocks, version,
-                                               (size_t)v->max_blocks, cudaMemcpyHostToDevice, stream));
+        st = tkvcu_check_cuda(cu, cudaMemcpyAsync(v->version + (size_t)seq * (size_t)v->max_blocks, version,
+                                                  (size_t)v->max_blocks, cudaMemcpyHostToDevice, stream));
     state.len = list->len;
     state.archive = list->archive;
     state.warm = list->warm;
-    state.step = 0;
+    state.tickets = 0;
     if (!st)
-        st = tkvcu_checked(
+        st = tkvcu_check_cuda(
             cu, cudaMemcpyAsync(&v->list[seq], &state, sizeof state, cudaMemcpyHostToDevice, stream));
-    return st ? st : tkvcu_checked(cu, cudaStreamSynchronize(stream)); /* both stand on this stack */
+    return st ? st
+              : tkvcu_check_cuda(
+                    cu,
+                    cudaStreamSynchronize(
+                        stream)); /* waits, because `state` is on this stack and the next layer reuses `version` */
 }
 
-/* The most blocks of a layer. */
-static int tkvcu_most_blocks(const tkvcu *cu) {
-    int i, most = 1;
-    for (i = 0; i < cu->host->tables.cfg.model.n_layers; i++) most = tkvi_max(most, cu->view[i].max_blocks);
-    return most;
+/* Returns the largest max_blocks of all layers. */
+static int tkvcu_find_max_blocks(const tkvcu *cu) {
+    int i, max_blocks = 1;
+    for (i = 0; i < cu->host->tables.cfg.model.n_layers; i++)
+        max_blocks = tkvi_max(max_blocks, cu->view[i].max_blocks);
+    return max_blocks;
 }
 
-int tkvcu_import(tkvcu *cu, int seq, const tkv_cache *kv, int host_seq, tkvcu_stream stream) {
+tkv_status tkvcu_import_seq(tkvcu *cu, int seq, const tkv_cache *kv, int host_seq, tkvcu_stream stream) {
     uint8_t *version;
-    int layer, st;
+    tkv_status st;
+    int layer;
     if (!cu) return TKV_ERR_ARG;
-    st = tkvcu_same_kind(cu, kv);
-    if (!st) st = tkvcu_seq_ok(cu, seq, kv, host_seq);
-    if (!st) st = tkvcu_tables_fit(cu, kv);
+    st = tkvcu_check_same_config(cu, kv);
+    if (!st) st = tkvcu_check_seqs(cu, seq, kv, host_seq);
+    if (!st) st = tkvcu_check_tables(cu, kv);
     for (layer = 0; !st && layer < kv->tables.cfg.model.n_layers; layer++) {
         const char *why;
         if (kv->tables.plan[layer].stored != layer) continue;
-        why = tkvcu_list_large(cu, tkvi_list_of(kv, host_seq, layer), layer);
+        why = tkvcu_find_capacity_fault(cu, tkvi_list_of(kv, host_seq, layer), layer);
         if (why) return tkvcu_fail(cu, TKV_ERR_CAPACITY, why, 0, NULL);
-        why = tkvcu_list_fault(cu, kv, host_seq, layer);
-        if (why) return tkvcu_fail(cu, TKVCU_ERR_UNSUPPORTED, why, 0, NULL);
+        why = tkvcu_find_list_fault(cu, kv, host_seq, layer);
+        if (why) return tkvcu_fail(cu, TKV_ERR_UNSUPPORTED, why, 0, NULL);
     }
     if (st) return st;
-    version = (uint8_t *)malloc((size_t)tkvcu_most_blocks(cu));
+    version = (uint8_t *)malloc((size_t)tkvcu_find_max_blocks(cu));
     if (!version) return tkvcu_fail(cu, TKV_ERR_NOMEM, "no memory for versions", 0, NULL);
-    st = tkvcu_tables_take(cu, kv, stream);
+    st = tkvcu_take_tables(cu, kv, stream);
     for (layer = 0; !st && layer < kv->tables.cfg.model.n_layers; layer++)
         if (kv->tables.plan[layer].stored == layer)
             st = tkvcu_import_layer(cu, seq, kv, host_seq, layer, version, stream);
@@ -249,30 +259,31 @@ int tkvcu_import(tkvcu *cu, int seq, const tkv_cache *kv, int host_seq, tkvcu_st
     return st;
 }
 
-/* >>the way back */
-typedef struct tkvcu_taken { /* of a sequence, read from the device */
-    tkvcu_list *list;        /* [n_layers] */
-    uint8_t *version;        /* [n_layers][most blocks] */
-    int most;
-} tkvcu_taken;
+/* >>export */
+typedef struct tkvcu_seq_state { /* state of a sequence, copied from the device */
+    tkvcu_list *list;            /* [n_layers] */
+    uint8_t *version;            /* [n_layers][max_blocks] */
+    int max_blocks;
+} tkvcu_seq_state;
 
-static int tkvcu_take_state(tkvcu *cu, int seq, tkvcu_taken *t, cudaStream_t stream) {
-    int layer, st = TKV_OK;
+static tkv_status tkvcu_download_state(tkvcu *cu, int seq, tkvcu_seq_state *t, cudaStream_t stream) {
+    tkv_status st = TKV_OK;
+    int layer;
     for (layer = 0; layer < cu->host->tables.cfg.model.n_layers && !st; layer++) {
         const tkvcu_view *v = &cu->view[layer];
         if (cu->host->tables.plan[layer].stored != layer) continue;
-        st = tkvcu_checked(cu, cudaMemcpyAsync(&t->list[layer], &v->list[seq], sizeof *t->list,
-                                               cudaMemcpyDeviceToHost, stream));
+        st = tkvcu_check_cuda(cu, cudaMemcpyAsync(&t->list[layer], &v->list[seq], sizeof *t->list,
+                                                  cudaMemcpyDeviceToHost, stream));
         if (!st)
-            st = tkvcu_checked(cu, cudaMemcpyAsync(t->version + (size_t)layer * (size_t)t->most,
-                                                   v->version + (size_t)seq * (size_t)v->max_blocks,
-                                                   (size_t)v->max_blocks, cudaMemcpyDeviceToHost, stream));
+            st = tkvcu_check_cuda(cu, cudaMemcpyAsync(t->version + (size_t)layer * (size_t)t->max_blocks,
+                                                      v->version + (size_t)seq * (size_t)v->max_blocks,
+                                                      (size_t)v->max_blocks, cudaMemcpyDeviceToHost, stream));
     }
-    return st ? st : tkvcu_checked(cu, cudaStreamSynchronize(stream));
+    return st ? st : tkvcu_check_cuda(cu, cudaStreamSynchronize(stream));
 }
 
-/* The list as it will be on the host; ids follow. */
-static tkvi_list tkvcu_host_list(const tkvi_plan *p, const tkvcu_list *l) {
+/* Makes the host's list of a layer. The ids are filled in later. */
+static tkvi_list tkvcu_make_host_list(const tkvi_plan *p, const tkvcu_list *l) {
     tkvi_list list;
     const int behind = l->len - p->sink;
     memset(&list, 0, sizeof list);
@@ -284,44 +295,43 @@ static tkvi_list tkvcu_host_list(const tkvi_plan *p, const tkvcu_list *l) {
     return list;
 }
 
-/* The host's coding of a block. */
-static int tkvcu_host_coding(const tkv_cache *kv, int layer, int region, int version) {
+/* Returns the host's coding of a block. */
+static int tkvcu_find_host_coding(const tkv_cache *kv, int layer, int region, int version) {
     const tkvi_plan *p = &kv->tables.plan[layer];
     const tkv_tier tier = tkvcu_tier_of[region];
     if (region == TKVCU_SINKS) return p->sink_coding;
     return p->now.coding[tier] + (p->now.shared[tier] ? version : 0);
 }
 
-/* Tables of a layer that its coded blocks name, and the one that is current: does kv have others in their
- * place? */
-static int tkvcu_tables_clash(const tkvcu *cu, const tkv_cache *kv, int layer, const tkvcu_taken *t) {
-    const uint8_t *version = t->version + (size_t)layer * (size_t)t->most;
+/* Tells whether coded blocks of a layer use a table that kv lacks, or has in another form. */
+static int tkvcu_has_table_clash(const tkvcu *cu, const tkv_cache *kv, int layer, const tkvcu_seq_state *t) {
+    const uint8_t *version = t->version + (size_t)layer * (size_t)t->max_blocks;
     int i;
     for (i = 0; i < t->list[layer].archive + t->list[layer].warm; i++)
-        if (!tkvcu_has_table(kv, layer, version[i]) || !tkvcu_same_table(cu->host, kv, layer, version[i]))
+        if (!tkvcu_has_table(kv, layer, version[i]) || !tkvcu_is_same_table(cu->host, kv, layer, version[i]))
             return 1;
     return 0;
 }
 
-/* Memory for tables and blocks of the sequence, or nothing has changed. */
-static int tkvcu_export_ready(tkvcu *cu, tkv_cache *kv, int host_seq, const tkvcu_taken *t) {
+/* Allocates memory for tables and blocks of the sequence. On an error, no token or table has changed. */
+static tkv_status tkvcu_reserve_export(tkvcu *cu, tkv_cache *kv, int host_seq, const tkvcu_seq_state *t) {
     tkvi_peak dry_run = tkvi_begin_dry_run(kv);
     int layer, i, block, v, want = 1;
     for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++) {
         const tkvi_plan *p = &kv->tables.plan[layer];
-        const tkvi_list list = tkvcu_host_list(p, &t->list[layer]);
+        const tkvi_list list = tkvcu_make_host_list(p, &t->list[layer]);
         if (p->stored != layer) continue;
         if (list.len > kv->tables.cfg.limits.max_tokens)
             return tkvcu_fail(cu, TKV_ERR_CAPACITY, "the cache's sequences have at most",
                               kv->tables.cfg.limits.max_tokens, " tokens");
-        if (p->allocates && kv->tables.current[layer] >= 0 && tkvcu_tables_clash(cu, kv, layer, t))
+        if (p->allocates && kv->tables.current[layer] >= 0 && tkvcu_has_table_clash(cu, kv, layer, t))
             return tkvcu_fail(cu, TKV_ERR_STATE, "the cache has another table in layer", layer, "");
         for (v = 0; v < TKVI_VERSIONS && p->allocates && kv->tables.current[layer] < 0; v++)
             if (tkvcu_has_table(cu->host, layer, v) && !tkvi_version_ready(kv, v))
                 return tkvcu_fail(cu, TKV_ERR_NOMEM, "no memory for tables", 0, NULL);
         for (i = 0; i < list.n; i++) {
-            const int region = tkvcu_region_of(&list, i, &block);
-            tkvi_peak_take(&dry_run, tkvcu_host_coding(kv, layer, region, 0));
+            const int region = tkvcu_find_region(&list, i, &block);
+            tkvi_peak_take(&dry_run, tkvcu_find_host_coding(kv, layer, region, 0));
         }
         want = tkvi_max(want, list.n + 1);
     }
@@ -331,12 +341,13 @@ static int tkvcu_export_ready(tkvcu *cu, tkv_cache *kv, int host_seq, const tkvc
     return TKV_OK;
 }
 
-static int tkvcu_export_layer(tkvcu *cu, int seq, tkv_cache *kv, int host_seq, int layer,
-                              const tkvcu_taken *t, cudaStream_t stream) {
+static tkv_status tkvcu_export_layer(tkvcu *cu, int seq, tkv_cache *kv, int host_seq, int layer,
+                                     const tkvcu_seq_state *t, cudaStream_t stream) {
     const tkvcu_view *v = &cu->view[layer];
-    const tkvi_list list = tkvcu_host_list(&kv->tables.plan[layer], &t->list[layer]);
+    const tkvi_list list = tkvcu_make_host_list(&kv->tables.plan[layer], &t->list[layer]);
     uint32_t *ids = tkvi_ids(kv, host_seq, layer);
-    int i, block, version, st = TKV_OK;
+    tkv_status st = TKV_OK;
+    int i, block, version;
     if (kv->tables.plan[layer].allocates && kv->tables.current[layer] < 0) {
         for (version = 0; version < TKVI_VERSIONS; version++)
             if (tkvcu_has_table(cu->host, layer, version)) tkvcu_copy_table(kv, cu->host, layer, version);
@@ -344,43 +355,44 @@ static int tkvcu_export_layer(tkvcu *cu, int seq, tkv_cache *kv, int host_seq, i
         tkvi_learned(kv, layer, 0);
     }
     for (i = 0; i < list.n; i++) {
-        const int region = tkvcu_region_of(&list, i, &block), first = region == TKVCU_SINKS;
+        const int region = tkvcu_find_region(&list, i, &block), first = region == TKVCU_SINKS;
         const int start = first ? 0 : v->sinks + TKVI_BLOCK * block;
-        version = first ? 0 : t->version[(size_t)layer * (size_t)t->most + (size_t)block];
-        ids[i] = tkvi_new_block(&kv->pool, tkvcu_host_coding(kv, layer, region, version), start);
+        version = first ? 0 : t->version[(size_t)layer * (size_t)t->max_blocks + (size_t)block];
+        ids[i] = tkvi_new_block(&kv->pool, tkvcu_find_host_coding(kv, layer, region, version), start);
         if (!st)
-            st = tkvcu_checked(cu, cudaMemcpyAsync(tkvi_block_bytes(&kv->pool, &kv->pool.block[ids[i]]),
-                                                   tkvcu_block_at(v, region, seq, block), v->block[region],
-                                                   cudaMemcpyDeviceToHost, stream));
+            st = tkvcu_check_cuda(cu, cudaMemcpyAsync(tkvi_block_bytes(&kv->pool, &kv->pool.block[ids[i]]),
+                                                      tkvcu_find_block(v, region, seq, block),
+                                                      v->block[region], cudaMemcpyDeviceToHost, stream));
     }
     *tkvi_list_of(kv, host_seq, layer) = list;
     return st;
 }
 
-int tkvcu_export(tkvcu *cu, int seq, tkv_cache *kv, int host_seq, tkvcu_stream stream) {
-    tkvcu_taken t;
+tkv_status tkvcu_export_seq(tkvcu *cu, int seq, tkv_cache *kv, int host_seq, tkvcu_stream stream) {
+    tkvcu_seq_state t;
     size_t layers;
-    int layer, st;
+    tkv_status st;
+    int layer;
     if (!cu) return TKV_ERR_ARG;
-    st = tkvcu_same_kind(cu, kv);
-    if (!st) st = tkvcu_seq_ok(cu, seq, kv, host_seq);
+    st = tkvcu_check_same_config(cu, kv);
+    if (!st) st = tkvcu_check_seqs(cu, seq, kv, host_seq);
     for (layer = 0; !st && layer < kv->tables.cfg.model.n_layers; layer++)
         if (tkvi_list_of(kv, host_seq, layer)->n)
-            st = tkvcu_fail(cu, TKV_ERR_STATE, "not empty: sequence", host_seq, " of the cache");
+            st = tkvcu_fail(cu, TKV_ERR_STATE, "sequence", host_seq, " of the cache is not empty");
     if (st) return st;
     layers = (size_t)kv->tables.cfg.model.n_layers;
-    t.most = tkvcu_most_blocks(cu);
+    t.max_blocks = tkvcu_find_max_blocks(cu);
     t.list = (tkvcu_list *)calloc(layers, sizeof *t.list);
-    t.version = (uint8_t *)calloc(layers, (size_t)t.most);
-    st = t.list && t.version ? tkvcu_take_state(cu, seq, &t, stream)
+    t.version = (uint8_t *)calloc(layers, (size_t)t.max_blocks);
+    st = t.list && t.version ? tkvcu_download_state(cu, seq, &t, stream)
                              : tkvcu_fail(cu, TKV_ERR_NOMEM, "no memory for versions", 0, NULL);
-    if (!st) st = tkvcu_export_ready(cu, kv, host_seq, &t);
+    if (!st) st = tkvcu_reserve_export(cu, kv, host_seq, &t);
     if (!st) {
         for (layer = 0; !st && layer < kv->tables.cfg.model.n_layers; layer++)
             if (kv->tables.plan[layer].stored == layer)
                 st = tkvcu_export_layer(cu, seq, kv, host_seq, layer, &t, stream);
-        if (!st) st = tkvcu_checked(cu, cudaStreamSynchronize(stream));
-        if (st) (void)tkv_seq_reset(kv, host_seq); /* what came is not whole */
+        if (!st) st = tkvcu_check_cuda(cu, cudaStreamSynchronize(stream));
+        if (st) (void)tkv_seq_reset(kv, host_seq); /* the copy is incomplete */
         else tkvi_release_unused(kv, host_seq);
     }
     free(t.list);

@@ -1,14 +1,13 @@
 /*
- * warp.h - the instructions that have no name in CUDA C++: matrix product of a warp, copies into shared
- * memory, pairs of half floats in a word (the lower half first). tests/cuda_on_cpu.h plays them on a
- * processor.
+ * warp.h - instructions without a name in CUDA C++: matrix products of a warp, copies into shared memory, pairs of
+ * 16-bit floats in a word (the first in the lower half). tests/cuda_on_cpu.h emulates them on a CPU.
  */
 #ifndef TKVCU_WARP_H
 #define TKVCU_WARP_H
 
 #include "layout.h"
 
-struct alignas(8) tkvcu_words {
+struct alignas(8) tkvcu_u32x2 {
     uint32_t x, y;
 };
 
@@ -24,9 +23,9 @@ struct alignas(8) tkvcu_words {
 #define TKVCU_UNROLL _Pragma("unroll")
 #define TKVCU_ROLL _Pragma("unroll 1")
 
-/* c += a b: a is 16 x 16, b is 16 x 8. Lane 4 g + t has of a the rows g, g + 8 at k = 2 t, 2 t + 1, then 2 t
- * + 8, + 9 (a[0] row g, a[1] row g + 8, a[2] and a[3] the same further on), of b column g at these k, and of
- * c rows g (c[0], c[1]) and g + 8 at columns 2 t, 2 t + 1. */
+/* c += a b, where a is 16 x 16 and b is 16 x 8. Lane 4 g + t holds fragments. a[0]: row g, k = 2 t, 2 t + 1.
+ * a[1]: row g + 8, the same k. a[2], a[3]: the same rows at k + 8. b[0], b[1]: column g at these k. c[0], c[1]:
+ * row g, columns 2 t, 2 t + 1. c[2], c[3]: row g + 8. */
 TKVCU_DEVICE void tkvcu_mma_f16(float c[4], const uint32_t a[4], const uint32_t b[2]) {
     asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
         "{%0,%1,%2,%3};"
@@ -41,9 +40,9 @@ TKVCU_DEVICE void tkvcu_mma_bf16(float c[4], const uint32_t a[4], const uint32_t
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
 
-/* The same of bytes, signed ones (s) or not (u): a is 16 x 32, b is 32 x 8. Lane 4 g + t has of a the rows
- * g, g + 8 at k = 4 t .. 4 t + 3 (a[0], a[1]), then 16 further on (a[2], a[3]), of b column g at these k,
- * and of c what it has above. */
+/* The same for bytes, signed (s) or unsigned (u): a is 16 x 32 and b is 32 x 8. Lane 4 g + t holds of a the rows
+ * g and g + 8 at k = 4 t .. 4 t + 3 (a[0], a[1]) and at k + 16 (a[2], a[3]). b holds column g at these k. c is
+ * as above. */
 #define TKVCU_MMA_BYTES_(A, B)                                                                               \
     TKVCU_DEVICE void tkvcu_mma_##A##B(int32_t c[4], const uint32_t a[4], const uint32_t b[2]) {             \
         asm("mma.sync.aligned.m16n8k32.row.col.s32." #A "8." #B "8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, "       \
@@ -57,19 +56,21 @@ TKVCU_MMA_BYTES_(s, u)
 TKVCU_MMA_BYTES_(s, s)
 #undef TKVCU_MMA_BYTES_
 
-/* Addresses in shared memory as numbers: bits of them can be turned over. */
-typedef uint32_t tkvcu_at;
+/* Addresses in shared memory as numbers, for arithmetic on their bits. */
+typedef uint32_t tkvcu_address;
 
-TKVCU_DEVICE tkvcu_at tkvcu_shared_address(const void *p) { return (uint32_t)__cvta_generic_to_shared(p); }
+TKVCU_DEVICE tkvcu_address tkvcu_shared_address(const void *p) {
+    return (uint32_t)__cvta_generic_to_shared(p);
+}
 
-/* volatile: what lies there changes. */
-TKVCU_DEVICE tkvcu_words tkvcu_read_words(tkvcu_at at) {
-    tkvcu_words w;
+/* volatile, because the memory changes between calls. */
+TKVCU_DEVICE tkvcu_u32x2 tkvcu_load_shared_u32x2(tkvcu_address at) {
+    tkvcu_u32x2 w;
     asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(w.x), "=r"(w.y) : "r"(at));
     return w;
 }
 
-/* Four 8 x 8 matrices of 16-bit values; lane 8 j + i gives the address of row i of matrix j. */
+/* Loads four 8 x 8 matrices of 16-bit values. Lane 8 j + i passes the address of row i of matrix j. */
 TKVCU_DEVICE void tkvcu_ldmatrix_x4(uint32_t r[4], const void *row) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
                  : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
@@ -89,7 +90,8 @@ TKVCU_DEVICE void tkvcu_cp_async16(void *shared, const void *global) {
                  : "memory");
 }
 
-/* AT bytes on, if left is more than that. middle: 2048 bytes on, so that one address reaches 4096. */
+/* Copies 16 bytes at offset AT if left > AT. `middle` is 2048 bytes after the start of the source: offsets from -2048
+ * to 2047 then cover 4096 bytes. */
 template <int AT> TKVCU_DEVICE void tkvcu_cp_async16_if(void *shared, const void *middle, int left) {
     asm volatile(
         "{ .reg .pred p; setp.gt.s32 p, %2, %3;\n"
@@ -104,13 +106,13 @@ template <int N> TKVCU_DEVICE void tkvcu_cp_async_wait(void) {
     asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
 }
 
-TKVCU_DEVICE uint32_t tkvcu_f16x2(float lo, float hi) {
+TKVCU_DEVICE uint32_t tkvcu_pack_f16x2(float lo, float hi) {
     uint32_t x;
     asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(x) : "f"(hi), "f"(lo));
     return x;
 }
 
-TKVCU_DEVICE uint32_t tkvcu_bf16x2(float lo, float hi) {
+TKVCU_DEVICE uint32_t tkvcu_pack_bf16x2(float lo, float hi) {
     uint32_t x;
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(x) : "f"(hi), "f"(lo));
     return x;
@@ -142,8 +144,8 @@ TKVCU_DEVICE uint32_t tkvcu_prmt(uint32_t a, uint32_t b, uint32_t select) {
     return x;
 }
 
-/* By `by` bits to the right, modulo 32. */
-TKVCU_DEVICE uint32_t tkvcu_rotate(uint32_t x, int by) { return __funnelshift_r(x, x, (uint32_t)by); }
+/* Rotates x right by `by` bits, modulo 32. */
+TKVCU_DEVICE uint32_t tkvcu_rotate_bits(uint32_t x, int by) { return __funnelshift_r(x, x, (uint32_t)by); }
 
 TKVCU_DEVICE float tkvcu_ex2(float x) {
     float y;
@@ -151,20 +153,22 @@ TKVCU_DEVICE float tkvcu_ex2(float x) {
     return y;
 }
 
-/* p + n size: one instruction, where the compiler would keep products of 64 bits from turn to turn of a loop. */
-TKVCU_DEVICE const uint8_t *tkvcu_forward(const uint8_t *p, int n, uint32_t size) {
+/* Returns p + n * size in one instruction. Otherwise the compiler keeps 64-bit products in registers across the
+ * loop. */
+TKVCU_DEVICE const uint8_t *tkvcu_advance(const uint8_t *p, int n, uint32_t size) {
     const uint8_t *to;
     asm("mad.wide.u32 %0, %1, %2, %3;" : "=l"(to) : "r"(n), "r"(size), "l"(p));
     return to;
 }
 
-/* A number that the compiler keeps, where it would work it out anew in every turn of a loop. */
-TKVCU_DEVICE uint32_t tkvcu_kept(uint32_t x) {
+/* Hides the origin of a number. The compiler then keeps it in a register and does not recompute it in every loop
+ * turn. */
+TKVCU_DEVICE uint32_t tkvcu_keep_in_register(uint32_t x) {
     asm volatile("" : "+r"(x));
     return x;
 }
 
-TKVCU_DEVICE int tkvcu_kept(int x) { /* not negative */
+TKVCU_DEVICE int tkvcu_keep_in_register(int x) { /* x is not negative */
     asm volatile("" : "+r"(x));
     __builtin_assume(x >= 0);
     return x;
@@ -177,27 +181,29 @@ TKVCU_DEVICE float tkvcu_rcp(float x) {
 }
 
 #else
-static inline tkvcu_words tkvcu_read_words(tkvcu_at at) { return *(const tkvcu_words *)at; }
+static inline tkvcu_u32x2 tkvcu_load_shared_u32x2(tkvcu_address at) { return *(const tkvcu_u32x2 *)at; }
 #define TKVCU_DEVICE static inline
 #define TKVCU_UNROLL
 #define TKVCU_ROLL
 #endif
 
-/* Elements of the caller's arrays, which are aligned as their type. */
-TKVCU_DEVICE float tkvcu_element(const void *x, int type, size_t at) {
+/* Loads and stores an element of the caller's arrays, which are aligned to their type. */
+TKVCU_DEVICE float tkvcu_load_element(const void *x, int type, size_t at) {
     uint32_t h;
     if (type == TKV_TYPE_F32) return ((const float *)x)[at];
     h = ((const uint16_t *)x)[at];
     return type == TKV_TYPE_F16 ? tkvcu_f16_lo(h) : tkvcu_bf16_lo(h);
 }
 
-TKVCU_DEVICE void tkvcu_put_element(void *x, int type, size_t at, float y) {
+TKVCU_DEVICE void tkvcu_store_element(void *x, int type, size_t at, float y) {
     if (type == TKV_TYPE_F32) ((float *)x)[at] = y;
     else
-        ((uint16_t *)x)[at] = (uint16_t)(type == TKV_TYPE_F16 ? tkvcu_f16x2(y, 0.0f) : tkvcu_bf16x2(y, 0.0f));
+        ((uint16_t *)x)[at] =
+            (uint16_t)(type == TKV_TYPE_F16 ? tkvcu_pack_f16x2(y, 0.0f) : tkvcu_pack_bf16x2(y, 0.0f));
 }
 
-/* The largest of the warp's, which are not negative. */
+/* Returns the maximum over the lanes of a warp. Values must not be negative: their bits are compared as
+ * integers. */
 TKVCU_DEVICE float tkvcu_warp_max(float x) {
     return tkvi_from_bits(__reduce_max_sync(0xffffffffu, tkvi_bits(x)));
 }
