@@ -28,7 +28,7 @@ help:
 	@echo 'make ci         everything that .ci/run does;  make clean removes build/'
 
 # Tests: each file is one program.
-TESTS = $(patsubst tests/%.c,build/tests/%,$(sort $(wildcard tests/test_*.c)))
+TESTS = $(patsubst tests/%.c,build/tests/%,$(sort $(wildcard tests/test_*.c tests/white_*.c)))
 HEADERS = tieredkv.h $(wildcard tests/*.h examples/*.h bench/*.h)
 
 # The GPU's code, run by a processor, where there is a C++ compiler.
