@@ -123,7 +123,7 @@ static inline uint16_t bf16_of(float x) {
 static inline float float_of_bf16(uint16_t h) { return tkv_test_float((uint32_t)h << 16); }
 
 /* The float that an exact tier keeps. */
-static inline float rounded_to(tkv_format f, float x) {
+static inline float as_stored(tkv_format f, float x) {
     return f == TKV_F16 ? float_of_f16(f16_of(x)) : f == TKV_BF16 ? float_of_bf16(bf16_of(x)) : x;
 }
 

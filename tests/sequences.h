@@ -92,8 +92,8 @@ static inline tkv_status feed_all(tkv_cache *kv, int seq, int id, int n, int chu
 static inline void reads_as(tkv_cache *kv, int seq, int layer, int id, int start, int n, tkv_format f) {
     int i;
     rows_of(id, layer, start, n, k_want, v_want);
-    for (i = 0; i < n * K_ROW; i++) k_want[i] = rounded_to(f, k_want[i]);
-    for (i = 0; i < n * V_ROW; i++) v_want[i] = rounded_to(f, v_want[i]);
+    for (i = 0; i < n * K_ROW; i++) k_want[i] = as_stored(f, k_want[i]);
+    for (i = 0; i < n * V_ROW; i++) v_want[i] = as_stored(f, v_want[i]);
     CHECK_EQ(tkv_read(kv, seq, layer, start, n, k_out, v_out), TKV_OK);
     CHECK_MEM(k_out, k_want, (size_t)(n * K_ROW) * sizeof(float));
     CHECK_MEM(v_out, v_want, (size_t)(n * V_ROW) * sizeof(float));

@@ -541,8 +541,8 @@ TEST(decode_of_tiers) {
             warm = archive + info.tokens[TKV_TIER_WARM];
             CHECK(archive > sink && warm > archive && warm < longest - 64);
             rows_of(7, 0, 0, longest, k_want, v_want);
-            for (t = 0; t < longest * K_ROW; t++) k_want[t] = rounded_to(cfg.tiers.hot.k, k_want[t]);
-            for (t = 0; t < longest * V_ROW; t++) v_want[t] = rounded_to(cfg.tiers.hot.v, v_want[t]);
+            for (t = 0; t < longest * K_ROW; t++) k_want[t] = as_stored(cfg.tiers.hot.k, k_want[t]);
+            for (t = 0; t < longest * V_ROW; t++) v_want[t] = as_stored(cfg.tiers.hot.v, v_want[t]);
             for (at = sink; at < warm; at += BLOCK) {
                 through(cfg.tiers.warm.k, cfg.tiers.warm.v, cfg.format.group_size, at, BLOCK);
                 /* a block whose tiers have one coding is not coded twice */
@@ -1066,9 +1066,9 @@ TEST(nonfinite_and_overflow) {
                     kv = make(&cfg);
                     CHECK_EQ(tkv_append(kv, 0, 0, k_in, v_in, 5), TKV_OK);
                     CHECK_EQ(tkv_read(kv, 0, 0, 0, 5, k_out, v_out), TKV_OK);
-                    want = rounded_to((tkv_format)hot, saturated[i]);
+                    want = as_stored((tkv_format)hot, saturated[i]);
                     CHECK_NEAR(side ? v_out[at ? 5 * V_ROW - 1 : 0] : k_out[at ? 5 * K_ROW - 1 : 0], want, 0);
-                    CHECK_NEAR(k_out[1], rounded_to((tkv_format)hot, k_in[1]), 0);
+                    CHECK_NEAR(k_out[1], as_stored((tkv_format)hot, k_in[1]), 0);
                     tkv_destroy(kv);
                 }
     { /* finite, but beyond half floats */
@@ -1738,8 +1738,8 @@ TEST(flush_full_and_all) {
                 if (mode == 2 && tail) { /* the short block, coded as such */
                     int hot_k = TKV_F16;
                     rows_of(1, 0, 0, n, k_want, v_want);
-                    for (t = 0; t < n * K_ROW; t++) k_want[t] = rounded_to((tkv_format)hot_k, k_want[t]);
-                    for (t = 0; t < n * V_ROW; t++) v_want[t] = rounded_to((tkv_format)hot_k, v_want[t]);
+                    for (t = 0; t < n * K_ROW; t++) k_want[t] = as_stored((tkv_format)hot_k, k_want[t]);
+                    for (t = 0; t < n * V_ROW; t++) v_want[t] = as_stored((tkv_format)hot_k, v_want[t]);
                     from = n - tail;
                     if (warm) through(TKV_KIVI4, TKV_KIVI4, 64, from, tail);
                     else through(TKV_KIVI2, TKV_KIVI2, 64, from, tail);
@@ -1995,13 +1995,13 @@ TEST(layers_with_their_own_plans) {
         CHECK_EQ(tkv_get_layer(kv, 0, i, &info), TKV_OK);
         CHECK_EQ(tkv_read(kv, 0, i, 699, 1, k_out, v_out), TKV_OK);
         rows_of(1, i, 699, 1, k_want, v_want);
-        CHECK_NEAR(k_out[0], rounded_to(TKV_F16, k_want[0]), 0);
-        CHECK_NEAR(v_out[0], rounded_to(i % 3 == 0 ? TKV_F32 : TKV_F16, v_want[0]), 0);
+        CHECK_NEAR(k_out[0], as_stored(TKV_F16, k_want[0]), 0);
+        CHECK_NEAR(v_out[0], as_stored(i % 3 == 0 ? TKV_F32 : TKV_F16, v_want[0]), 0);
         if (!info.blocks[TKV_TIER_WARM] || info.blocks[TKV_TIER_ARCHIVE]) continue;
         from = sink + (info.blocks[TKV_TIER_WARM] - 1) * BLOCK;
         rows_of(1, i, 0, from + BLOCK, k_want, v_want);
-        for (t = 0; t < (from + BLOCK) * K_ROW; t++) k_want[t] = rounded_to(TKV_F16, k_want[t]);
-        for (t = 0; t < (from + BLOCK) * V_ROW && i % 3; t++) v_want[t] = rounded_to(TKV_F16, v_want[t]);
+        for (t = 0; t < (from + BLOCK) * K_ROW; t++) k_want[t] = as_stored(TKV_F16, k_want[t]);
+        for (t = 0; t < (from + BLOCK) * V_ROW && i % 3; t++) v_want[t] = as_stored(TKV_F16, v_want[t]);
         through(i % 2 ? TKV_KIVI3 : TKV_Q8, TKV_KIVI4, 64, from, BLOCK);
         CHECK_EQ(tkv_read(kv, 0, i, from, BLOCK, k_out, v_out), TKV_OK);
         CHECK_MEM(k_out, k_want + from * K_ROW, BLOCK * K_ROW * sizeof(float));
