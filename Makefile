@@ -30,7 +30,7 @@ help:
 	@echo 'make clean      removes build/'
 
 # Tests. Each file is a program.
-TESTS = $(patsubst tests/%.c,build/tests/%,$(sort $(wildcard tests/test_*.c)))
+TESTS = $(patsubst tests/%.c,build/tests/%,$(sort $(wildcard tests/test_*.c tests/white_*.c)))
 HEADERS = tieredkv.h $(wildcard tests/*.h examples/*.h bench/*.h)
 
 # Tests of the GPU code on the CPU. They need a C++ compiler.

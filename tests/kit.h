@@ -9,6 +9,8 @@
 
 #include "tkv_test.h"
 
+#include <math.h>
+
 #define COUNT(a) ((int)(sizeof(a) / sizeof *(a)))
 
 #if defined(__FAST_MATH__) || defined(_M_FP_FAST)
@@ -24,6 +26,24 @@ static inline tkv_format_pair pair_of(tkv_format k, tkv_format v) {
     return p;
 }
 
+/* The config of the last cache that was made, with the defaults of its sizes filled in. */
+static tkv_config last_config;
+static unsigned char last_own[4096]; /* its layers: has it K and V of its own? */
+
+static inline void note_config(const tkv_config *cfg) {
+    int i;
+    last_config = *cfg;
+    for (i = 0; i < cfg->model.n_layers; i++)
+        last_own[i] = !cfg->layers || (!cfg->layers[i].share_kv && !cfg->layers[i].no_cache);
+    if (!last_config.model.n_kv_heads) last_config.model.n_kv_heads = last_config.model.n_heads;
+    if (!last_config.model.v_head_dim) last_config.model.v_head_dim = last_config.model.head_dim;
+    if (!last_config.limits.max_seqs) last_config.limits.max_seqs = 1;
+    if (!(last_config.model.scale > 0.0f))
+        last_config.model.scale = 1.0f / sqrtf((float)last_config.model.head_dim);
+}
+
+static inline int has_own_kv(int layer) { return last_own[layer]; }
+
 static inline tkv_cache *make(const tkv_config *cfg) { /* exits with the reason if creation fails */
     tkv_cache *kv = NULL;
     char reason[200] = "";
@@ -33,6 +53,7 @@ static inline tkv_cache *make(const tkv_config *cfg) { /* exits with the reason 
         printf("tkv_create: %s, %s\n", tkv_get_status_text(st), reason);
         exit(2);
     }
+    note_config(cfg);
     return kv;
 }
 
@@ -62,12 +83,67 @@ static inline tkv_budget_info budget_of(const tkv_cache *kv) {
     return b;
 }
 
+/* >>numbers by their bits, masks */
+static inline uint32_t bits_of(float x) {
+    uint32_t u;
+    memcpy(&u, &x, sizeof u);
+    return u;
+}
+
+/* The float16 of a finite float: nearest, ties to even, beyond the largest the largest. */
+static inline uint16_t f16_of(float x) {
+    const uint32_t u = bits_of(x), sign = u >> 16 & 0x8000u;
+    const double a = (double)tkv_test_float(u & 0x7fffffffu);
+    double step = 1.0 / (1 << 24); /* between neighbours */
+    uint32_t e = 0, n;
+    while (e < 31u && a >= 2048.0 * step) step *= 2.0, e++;
+    if (a >= 65504.0) return (uint16_t)(sign | 0x7bffu);
+    n = (uint32_t)(a / step);
+    if (a / step - n > 0.5 || (!(a / step - n < 0.5) && (n & 1u))) n++;
+    return (uint16_t)(sign | (n + 1024u * e)); /* a carry out of the mantissa enters the exponent */
+}
+
+static inline float float_of_f16(uint16_t h) {
+    const uint32_t e = h >> 10 & 31u, m = h & 1023u;
+    double x = (double)(e ? m + 1024u : m) / (1 << 24);
+    uint32_t i;
+    for (i = 1; i < e; i++) x *= 2.0;
+    if (e == 31u) return tkv_test_float((h & 0x8000u) << 16 | 0x7f800000u | m << 13);
+    return tkv_test_float((h & 0x8000u) << 16 | bits_of((float)x));
+}
+
+/* The bfloat16 of a finite float: nearest, ties to even, beyond the largest the largest. */
+static inline uint16_t bf16_of(float x) {
+    const uint32_t u = bits_of(x), rest = u & 0xffffu;
+    uint32_t h = u >> 16;
+    if (rest > 0x8000u || (rest == 0x8000u && (h & 1u))) h++;
+    return (uint16_t)((h & 0x7fffu) >= 0x7f80u ? (h & 0x8000u) | 0x7f7fu : h);
+}
+
+static inline float float_of_bf16(uint16_t h) { return tkv_test_float((uint32_t)h << 16); }
+
+/* The float that an exact tier keeps. */
+static inline float as_stored(tkv_format f, float x) {
+    return f == TKV_F16 ? float_of_f16(f16_of(x)) : f == TKV_BF16 ? float_of_bf16(bf16_of(x)) : x;
+}
+
+static inline int in_mask(const uint64_t *mask, int i) { return (int)(mask[i / 64] >> (i % 64) & 1u); }
+
+static inline void add_to_mask(uint64_t *mask, int i) { mask[i / 64] |= (uint64_t)1 << (i % 64); }
+
 /* >>one value of a report, or one call without its struct */
 static inline tkv_status pair_now(const tkv_cache *kv, int layer, tkv_tier tier, tkv_format_pair *out) {
     tkv_layer_info info;
     const tkv_status st = tkv_get_layer(kv, 0, layer, &info);
     if (!st) *out = info.format[tier];
     return st;
+}
+
+/* Blocks of a layer, of all tiers. */
+static inline int blocks_of(const tkv_cache *kv, int seq, int layer) {
+    tkv_layer_info info;
+    if (tkv_get_layer(kv, seq, layer, &info)) return -1;
+    return info.blocks[TKV_TIER_HOT] + info.blocks[TKV_TIER_WARM] + info.blocks[TKV_TIER_ARCHIVE];
 }
 
 /* The tier of a token. An error if it is in none. */
@@ -239,6 +315,7 @@ static inline tkv_cache *make_in(const tkv_config *cfg, guarded_buffer *p, size_
     CHECK_EQ(tkv_create_in_place(cfg, p->mem, bytes - 1, &kv), TKV_ERR_CAPACITY);
     CHECK_EQ(tkv_create_in_place(cfg, p->mem, bytes, &kv), TKV_OK);
     if (!kv) exit(2);
+    note_config(cfg);
     return kv;
 }
 
@@ -260,6 +337,7 @@ typedef struct test_store {
     int failed;                        /* number of calls that failed or lied */
     int lazy;                          /* writes return success and keep nothing */
     int full;                          /* every write fails */
+    uint32_t last_key;                 /* of the last fetch */
 } test_store;
 
 static inline int test_store_write(void *user, uint32_t key, size_t offset, const void *bytes, size_t size) {
@@ -293,6 +371,7 @@ static inline int test_store_fetch(void *user, uint32_t key, size_t offset, void
     const stored_key *s = &d->key[key % DEPOT_KEYS];
     int i = 0;
     d->fetches++;
+    d->last_key = key;
     CHECK(key < DEPOT_KEYS && s->alive);
     while (i < s->parts && (s->at[i] != offset || s->size[i] != size)) i++;
     CHECK(i < s->parts);

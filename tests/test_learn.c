@@ -3,7 +3,7 @@
  * wait for it. Also calibrations of the caller: saved, loaded, frozen, learned anew, damaged.
  *
  * Other files test these formats too: test_attend.c compares attention with the oracle, test_memory.c memory with
- * the allocator, test_random.c random calls with a model.
+ * the allocator, white_step.c random calls with a model.
  */
 #define TIEREDKV_IMPLEMENTATION
 #define TKV_STATIC /* what is not used here is not compiled */

@@ -3,9 +3,6 @@
  * computed here in double from the keys that tkv_read gives. Also: what collecting must not change, importance of
  * a cache's tokens, attention scores from the caller, the best tokens.
  */
-#define TIEREDKV_IMPLEMENTATION
-#define TKV_STATIC /* what is not used here is not compiled */
-#include "../tieredkv.h"
 #include "kit.h"
 
 #include <math.h>
@@ -22,6 +19,12 @@ static float k_in[CHUNK * Q_ROW], v_in[CHUNK * Q_ROW], q_in[CHUNK * Q_ROW], keys
 static float out[CHUNK * Q_ROW], lse[CHUNK * HEADS], mass[MOST], a_now[MOST], b_now[MOST];
 static tkv_rng rng;
 
+/* The importance of a token is its attention score; its age weighs nothing. */
+static void gathered_alone(tkv_config *cfg) {
+    cfg->importance.attention = 1.0f;
+    cfg->importance.recency = TKV_ZERO;
+}
+
 static tkv_config config(int kv_heads, int every) {
     tkv_config cfg = tkv_default_config();
     cfg.model.n_layers = LAYERS;
@@ -33,6 +36,7 @@ static tkv_config config(int kv_heads, int every) {
     cfg.importance.sample_every = every;
     cfg.importance.strategy = TKV_IMPORTANCE_ACCUMULATION;
     cfg.importance.heads = TKV_IMPORTANCE_SUM; /* each query head tells by itself */
+    gathered_alone(&cfg);
     return cfg;
 }
 
@@ -44,7 +48,7 @@ static tkv_config exact(int kv_heads, int every) {
 }
 
 static void feed(tkv_cache *kv, int layer, int n) {
-    const int row = kv->tables.cfg.model.n_kv_heads * DIM;
+    const int row = last_config.model.n_kv_heads * DIM;
     tkv_rng_fill(&rng, k_in, (size_t)(n * row), 1.0);
     tkv_rng_fill(&rng, v_in, (size_t)(n * row), 1.0);
     CHECK_EQ(tkv_append(kv, 0, layer, k_in, v_in, n), TKV_OK);
@@ -65,17 +69,17 @@ static void ask(tkv_cache *kv, const tkv_attend_params *p) {
     CHECK_EQ(tkv_attend_ex(kv, p), TKV_OK);
 }
 
-/* What was gathered of each position of the layer, as a policy sees it. */
+/* Attention scores that were gathered of each position of the layer: its importance, as age weighs nothing. */
 static void gathered(tkv_cache *kv, int layer, float *a) {
-    const tkvi_list *list = tkvi_list_of(kv, 0, layer);
-    const uint32_t *ids = tkvi_ids(kv, 0, layer);
-    int i, t, newest = tkvi_token_score_newest(kv, list, ids);
     memset(a, 0, MOST * sizeof *a);
-    for (i = 0; i < list->n; i++) {
-        float x[TKVI_BLOCK];
-        tkvi_decay_to_now(kv, ids[i], list->len, newest, x);
-        for (t = 0; t < tkvi_block_tokens(kv, list, ids, i); t++) a[tkvi_slot_position(kv, ids[i], t)] = x[t];
-    }
+    CHECK_EQ(tkv_get_importance(kv, 0, layer, 0, tkv_get_length(kv, 0, layer), a, NULL), TKV_OK);
+}
+
+static int expired_in(const tkv_cache *kv) {
+    tkv_layer_info info;
+    memset(&info, 0, sizeof info);
+    CHECK_EQ(tkv_get_layer(kv, 0, LAYER, &info), TKV_OK);
+    return info.expired;
 }
 
 /* >>the oracle */
@@ -121,8 +125,8 @@ static void expect_row(const double *p, const char *seen, int len) {
 static void expect_call(tkv_cache *kv, const tkv_attend_params *q) {
     static double p[MOST], all[MOST];
     static char seen[MOST];
-    const tkv_config *cfg = &kv->tables.cfg;
-    const int len = tkv_get_length(kv, 0, LAYER), from = tkvi_list_of(kv, 0, LAYER)->dropped;
+    const tkv_config *cfg = &last_config;
+    const int len = tkv_get_length(kv, 0, LAYER), from = expired_in(kv);
     const int group = cfg->model.n_heads / cfg->model.n_kv_heads, row = cfg->model.n_kv_heads * DIM;
     int i, h, j, c;
     CHECK_EQ(tkv_read(kv, 0, LAYER, from, len - from, keys + from * row, NULL), TKV_OK);
@@ -228,6 +232,7 @@ TEST(decay) {
     expect(LARGEST, 2, .5);
     follow(&cfg, &p, "largest, decayed");
     memset(&cfg.importance, 0, sizeof cfg.importance);
+    gathered_alone(&cfg);
     cfg.importance.sample_every = 2;
     cfg.importance.heads = TKV_IMPORTANCE_SUM;
     cfg.evict.policy = TKV_EVICT_H2O; /* as its paper counts, though hybrid would decay */
@@ -255,6 +260,7 @@ TEST(other_ways) {
     o.low = (double)cfg.importance.low;
     follow(&cfg, &p, "below .01");
     memset(&cfg.importance, 0, sizeof cfg.importance);
+    gathered_alone(&cfg);
     cfg.importance.sample_every = 1;
     cfg.importance.heads = TKV_IMPORTANCE_SUM;
     cfg.evict.policy = TKV_EVICT_SCISSORHANDS;
@@ -353,7 +359,6 @@ TEST(query_heads_change_no_answer) {
             feed(kv, LAYER, 200);
             memset(out, 0, sizeof out);
             ask(kv, &p);
-            CHECK_EQ(kv->mass.heads != NULL, how);
             if (!how) memcpy(first, out, sizeof out);
             else CHECK_MEM(first, out, sizeof out);
             tkv_destroy(kv);
@@ -644,7 +649,7 @@ static void life(const tkv_config *cfg, int queries, uint64_t *said, uint64_t *f
         ask(kv, &p);
         *said = hash_of_floats(*said, out, queries * Q_ROW);
     }
-    if (tkvi_keeps_token_meta(cfg)) {
+    if (cfg->evict.policy || cfg->importance.sample_every) {
         gathered(kv, LAYER, a_now);
         *found = hash_of_floats(*found, a_now, MOST);
     }
@@ -709,20 +714,19 @@ TEST(only_where_it_is_wanted) {
     NEEDS_ATOMICS;
     cfg.evict.scorer = (float (*)(void *, const struct tkv_evict_view *, int))0;
     for (kind = 0; kind < TKV_EVICT_USER; kind++) {
-        const int needs = tkvi_evict_needs((tkv_evict_policy)kind);
-        const int wants = kind == TKV_EVICT_SCORES ||
-                          (needs & ~(TKVI_NEEDS_NORMS | TKVI_NEEDS_KEYS | TKVI_NEEDS_USER_SCORES));
+        const int wants = kind == TKV_EVICT_SCORES || kind == TKV_EVICT_H2O || kind == TKV_EVICT_SNAPKV ||
+                          kind == TKV_EVICT_PYRAMIDKV || kind == TKV_EVICT_TOVA ||
+                          kind == TKV_EVICT_SCISSORHANDS;
         int some = 0;
         cfg.evict.policy = (tkv_evict_policy)kind;
         kv = make(&cfg);
         feed(kv, LAYER, 64);
         ask(kv, &p);
-        CHECK_EQ(kv->pool.token_meta != NULL, kind != TKV_EVICT_NONE);
-        if (kv->pool.token_meta) gathered(kv, LAYER, a_now);
-        for (j = 0; j < 64 && kv->pool.token_meta; j++) some |= a_now[j] > 0.0f || a_now[j] < 0.0f;
-        CHECK_MSG(some == (wants != 0), "%s gathers %d",
-                  tkv_get_name(TKV_NAME_EVICT_POLICY, (tkv_evict_policy)kind), some);
+        memset(a_now, 0, sizeof a_now);
         CHECK_EQ(tkv_get_importance(kv, 0, LAYER, 0, 64, a_now, NULL), wants ? TKV_OK : TKV_ERR_CONFIG);
+        for (j = 0; j < 64; j++) some |= a_now[j] > 0.0f || a_now[j] < 0.0f;
+        CHECK_MSG(some == wants, "%s gathers %d", tkv_get_name(TKV_NAME_EVICT_POLICY, (tkv_evict_policy)kind),
+                  some);
         tkv_destroy(kv);
     }
     cfg.evict.policy = TKV_EVICT_SLIDING; /* but asked for it does */
@@ -810,6 +814,7 @@ TEST(importance) {
     tkv_token_importance token[300];
     uint64_t gone[5];
     float want[300], part[70];
+    const tkv_rng was = rng;
     tkv_cache *kv;
     int i;
     NEEDS_ATOMICS;
@@ -824,6 +829,13 @@ TEST(importance) {
         token[i].attention = b_now[i]; /* decayed already */
         token[i].step = 299;
     }
+    tkv_destroy(kv);
+    rng = was; /* the same again, with the weights of the strategy */
+    cfg.importance.attention = cfg.importance.recency = 0.0f;
+    kv = make(&cfg);
+    feed(kv, LAYER, 256);
+    ask(kv, &p);
+    feed(kv, LAYER, 44);
     CHECK_EQ(tkv_update_importance(&cfg.importance, token, NULL, NULL, 300, 299, want), TKV_OK);
     CHECK_EQ(tkv_get_importance(kv, 0, LAYER, 0, 300, a_now, gone), TKV_OK);
     CHECK_MEM(a_now, want, sizeof want);
@@ -869,10 +881,11 @@ TEST(gone_tokens) {
     int i, left, n = 0, count;
     NEEDS_ATOMICS;
     cfg.model.window = 100;
+    cfg.evict.policy = TKV_EVICT_SLIDING;
     kv = make(&cfg);
     for (i = 0; i < 6; i++) feed(kv, LAYER, 100);
     ask(kv, &p);
-    left = tkvi_list_of(kv, 0, LAYER)->dropped;
+    left = expired_in(kv);
     REQUIRE(left > 64 && left < 600);
     CHECK_EQ(tkv_get_importance(kv, 0, LAYER, 0, 600, a_now, gone), TKV_OK);
     for (i = 0; i < 600; i++) n += (int)(gone[i / 64] >> i % 64 & 1);
@@ -880,8 +893,10 @@ TEST(gone_tokens) {
     CHECK(gone[0] == ~(uint64_t)0 && gone[9] == 0);
     CHECK_NEAR(a_now[0], 0.0, 0.0);
     CHECK(a_now[590] > 0.0f);
-    kv->pool.block[tkvi_ids(kv, 0, LAYER)[tkvi_list_of(kv, 0, LAYER)->n - 1]].gone = 2; /* one more */
-    i = tkvi_block_start(kv, tkvi_ids(kv, 0, LAYER), tkvi_list_of(kv, 0, LAYER)->n - 1);
+    i = 4 + 9 * 64; /* the newest block: its second token goes, too */
+    memset(gone, 0, sizeof gone);
+    add_to_mask(gone, i + 1);
+    CHECK_EQ(evict_named(kv, 0, LAYER, gone, 600), TKV_OK);
     CHECK_EQ(tkv_get_importance(kv, 0, LAYER, i, 3, a_now, gone), TKV_OK);
     CHECK(gone[0] == 2 && a_now[0] > 0.0f && !(a_now[1] > 0.0f) && a_now[2] > 0.0f);
     CHECK_EQ(tkv_add_scores(kv, 0, LAYER, i, 3, some), TKV_OK); /* passes over it */
@@ -923,7 +938,7 @@ TEST(after_eviction) {
         gathered(kv, LAYER, before);
         for (n = 0; n < 10; n++) odd[n] = 0xaaaaaaaaaaaaaaaau;
         CHECK_EQ(evict_named(kv, 0, LAYER, odd, 640), TKV_OK);
-        CHECK(kv->merged > 0);
+        CHECK(blocks_of(kv, 0, LAYER) < 750 / 64 + 1);
         CHECK_EQ(live_mask_of(kv, 0, LAYER, 0, 750, alive), TKV_OK);
         gathered(kv, LAYER, a_now);
         for (j = n = 0; j < 750; j++) {
@@ -947,7 +962,7 @@ TEST(after_eviction) {
             const double old = kinds[i] == TKV_EVICT_TOVA ? 0.0 : (double)before[j];
             const double e = fabs((double)a_now[j] - old - (double)mass[j]);
             n += there;
-            if (!there) CHECK(!(mass[j] > 0.0f) && tkvi_bits(b_now[j]) == 0);
+            if (!there) CHECK(!(mass[j] > 0.0f) && bits_of(b_now[j]) == 0);
             if (!there || kinds[i] == TKV_EVICT_SCISSORHANDS) continue;
             worst = e > worst ? e : worst;
             all += (double)mass[j];
@@ -1085,7 +1100,7 @@ TEST(memory) {
     CHECK_LE(info.index, 2 * guess.index);
     cfg.importance.sample_every = 0;
     CHECK_EQ(tkv_estimate_memory(&cfg, 1000, 1, &plain), TKV_OK);
-    CHECK_LE(plain.index + kv->pool.n_blocks * sizeof(tkvi_token_meta), guess.index);
+    CHECK_LE(plain.index + (size_t)(LAYERS * blocks_of(kv, 0, LAYER)) * 432, guess.index);
     sound(kv);
     tkv_destroy(kv);
     CHECK_EQ(money.held, 0);

@@ -1,181 +1,18 @@
 /*
- * test_sequence.c - configs, tiers by age, sequences, steps, reservations, cuts, windows, the self-check.
+ * test_sequence.c - configs, tiers by age, sequences, steps, reservations, cuts, windows.
  *
  * The expected tier of each token is computed here from the rules of the manual. The expected values of a coded
  * tier come from tkv_encode_block and tkv_decode_block. Reads are compared by bits.
  */
-#define TIEREDKV_IMPLEMENTATION
-#define TKV_STATIC /* what is not used here is not compiled */
-#include "../tieredkv.h"
-#include "kit.h"
+#include "sequences.h"
 
-enum { /* one enum: C++20 has doubts about sums of two */
-       BLOCK = TKV_BLOCK_TOKENS,
-       KV_HEADS = 2,
-       DIM = 12,
-       V_DIM = 5,
-       MOST = 2048,
-       K_ROW = KV_HEADS * DIM,
-       V_ROW = KV_HEADS * V_DIM,
-       N_WIDE = 150, /* tokens with gaps between heads and between tokens */
+enum { /* tokens with gaps between heads and between tokens */
+       N_WIDE = 150,
        K_HEAD = DIM + 3,
        V_HEAD = V_DIM + 2,
        K_TOKEN = KV_HEADS * K_HEAD + 7,
        V_TOKEN = KV_HEADS * V_HEAD + 1
 };
-
-static float k_in[MOST * K_ROW], v_in[MOST * V_ROW], k_out[MOST * K_ROW], v_out[MOST * V_ROW];
-static float k_want[MOST * K_ROW], v_want[MOST * V_ROW];
-
-/* >>configs and caches */
-static tkv_config config(int layers, int seqs) {
-    tkv_config cfg = tkv_default_config();
-    cfg.model.n_layers = layers;
-    cfg.model.n_heads = 2 * KV_HEADS;
-    cfg.model.n_kv_heads = KV_HEADS;
-    cfg.model.head_dim = DIM;
-    cfg.model.v_head_dim = V_DIM;
-    cfg.limits.max_seqs = seqs;
-    cfg.host.isa = tkv_test_isa();
-    cfg.tiers.warm.k = cfg.tiers.warm.v = TKV_KIVI4; /* no table to wait for: see test_learn.c */
-    cfg.tiers.archive.k = cfg.tiers.archive.v = TKV_KIVI2;
-    return cfg;
-}
-
-/* Reads without loss of any tier: every format F32. */
-static tkv_config config_f32(int layers, int seqs) {
-    tkv_config cfg = config(layers, seqs);
-    cfg.tiers.hot.k = cfg.tiers.hot.v = cfg.tiers.warm.k = cfg.tiers.warm.v = cfg.tiers.archive.k =
-        cfg.tiers.archive.v = TKV_F32;
-    return cfg;
-}
-
-/* The cache is whole; `what` names the step. */
-static void whole(const tkv_cache *kv, const char *what, int number) {
-    char reason[160];
-    tkv_status st = tkv_check(kv, reason, sizeof reason);
-    CHECK_MSG(st == TKV_OK, "%s %d: %s", what, number, reason);
-}
-
-/* >>tokens: the value of one channel of token t of text `id` in a layer, the same in any chunking */
-static float channel_of(int id, int layer, int t, int side, int i) {
-    tkv_rng r = tkv_rng_seed(((uint64_t)(unsigned)id << 48) ^ ((uint64_t)(unsigned)layer << 40) ^
-                             ((uint64_t)(unsigned)t << 12) ^ ((uint64_t)(unsigned)side << 11) ^
-                             (uint64_t)(unsigned)i);
-    return (float)((double)(tkv_rng_u64(&r) >> 40) * (4.0 / 16777216.0) - 2.0);
-}
-
-static void rows_of(int id, int layer, int first, int n, float *k, float *v) {
-    int t, i;
-    for (t = 0; t < n; t++) {
-        for (i = 0; i < K_ROW; i++) k[t * K_ROW + i] = channel_of(id, layer, first + t, 0, i);
-        for (i = 0; i < V_ROW; i++) v[t * V_ROW + i] = channel_of(id, layer, first + t, 1, i);
-    }
-}
-
-static tkv_status feed(tkv_cache *kv, int seq, int layer, int id, int n) {
-    rows_of(id, layer, tkv_get_length(kv, seq, layer), n, k_in, v_in);
-    return tkv_append(kv, seq, layer, k_in, v_in, n);
-}
-
-/* n tokens to every layer in chunks; layers that share or have no cache are left out. */
-static tkv_status feed_all(tkv_cache *kv, int seq, int id, int n, int chunk) {
-    while (n > 0) {
-        int some = n < chunk ? n : chunk, layer;
-        for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++) {
-            tkv_status st;
-            if (kv->tables.plan[layer].stored != layer) continue;
-            st = feed(kv, seq, layer, id, some);
-            if (st) return st;
-        }
-        n -= some;
-    }
-    return TKV_OK;
-}
-
-static float as_hot(tkv_format f, float x) {
-    return f == TKV_F16    ? tkvi_f16_to_f32(tkvi_f32_to_f16(x))
-           : f == TKV_BF16 ? tkvi_bf16_to_f32(tkvi_f32_to_bf16(x))
-                           : x;
-}
-
-/* Do the tokens start .. start+n-1 come back as they went in, rounded to `f`? */
-static void reads_as(tkv_cache *kv, int seq, int layer, int id, int start, int n, tkv_format f) {
-    int i;
-    rows_of(id, layer, start, n, k_want, v_want);
-    for (i = 0; i < n * K_ROW; i++) k_want[i] = as_hot(f, k_want[i]);
-    for (i = 0; i < n * V_ROW; i++) v_want[i] = as_hot(f, v_want[i]);
-    CHECK_EQ(tkv_read(kv, seq, layer, start, n, k_out, v_out), TKV_OK);
-    CHECK_MEM(k_out, k_want, (size_t)(n * K_ROW) * sizeof(float));
-    CHECK_MEM(v_out, v_want, (size_t)(n * V_ROW) * sizeof(float));
-}
-
-/* >>pictures: everything that can be seen of sequences, as bytes */
-typedef struct snapshot {
-    unsigned char *bytes;
-    size_t n;
-} snapshot;
-
-static void snapshot_add(snapshot *p, const void *data, size_t n) {
-    p->bytes = (unsigned char *)realloc(p->bytes, p->n + n + 1);
-    if (!p->bytes) exit(2);
-    memcpy(p->bytes + p->n, data, n);
-    p->n += n;
-}
-
-static void snapshot_seq(snapshot *p, tkv_cache *kv, int seq) {
-    int layer, len = tkv_get_length(kv, seq, TKV_ALL_LAYERS);
-    snapshot_add(p, &len, sizeof len);
-    for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++) {
-        tkv_layer_info info;
-        int from;
-        if (tkv_get_layer(kv, seq, layer, &info)) continue; /* no cache */
-        len = tkv_get_length(kv, seq, layer);
-        snapshot_add(p, &len, sizeof len);
-        snapshot_add(p, &info, sizeof info);
-        for (from = info.expired; from < len; from += MOST) {
-            int n = len - from < MOST ? len - from : MOST;
-            CHECK_EQ(tkv_read(kv, seq, layer, from, n, k_out, v_out), TKV_OK);
-            snapshot_add(p, k_out, (size_t)(n * K_ROW) * sizeof(float));
-            snapshot_add(p, v_out, (size_t)(n * V_ROW) * sizeof(float));
-        }
-    }
-}
-
-static snapshot snapshot_of(tkv_cache *kv) {
-    snapshot p;
-    int seq;
-    p.bytes = NULL;
-    p.n = 0;
-    for (seq = 0; seq < kv->tables.cfg.limits.max_seqs; seq++) snapshot_seq(&p, kv, seq);
-    return p;
-}
-
-static snapshot snapshot_of_seq(tkv_cache *kv, int seq) {
-    snapshot p;
-    p.bytes = NULL;
-    p.n = 0;
-    snapshot_seq(&p, kv, seq);
-    return p;
-}
-
-static int same_picture(const snapshot *a, const snapshot *b) {
-    return a->n == b->n && memcmp(a->bytes, b->bytes, a->n) == 0;
-}
-
-static void snapshot_free(snapshot *p) {
-    free(p->bytes);
-    p->bytes = NULL;
-}
-
-/* Nothing changed since `before` was taken; takes it away. */
-static void unchanged(tkv_cache *kv, snapshot *before, const char *what) {
-    snapshot now = snapshot_of(kv);
-    CHECK_MSG(same_picture(&now, before), "%s", what);
-    whole(kv, what, 0);
-    snapshot_free(&now);
-    snapshot_free(before);
-}
 
 /* The call failed as it should, the sentence has `word` in it, and nothing changed. */
 static void refused(tkv_cache *kv, tkv_status got, tkv_status want, const char *word, snapshot *before) {
@@ -296,9 +133,9 @@ TEST(config_each_field) {
     GOOD(host.isa, tkv_isa, TKV_ISA_AVX512); /* a known name; whether it is here is TKV_ERR_ISA */
     cfg.model.scale = -0.5f;
     bad_config(&cfg, "model.scale", "");
-    cfg.model.scale = tkvi_from_bits(0x7fc00000u);
+    cfg.model.scale = tkv_test_float(0x7fc00000u);
     bad_config(&cfg, "model.scale", "");
-    cfg.model.scale = tkvi_from_bits(0x7f800000u);
+    cfg.model.scale = tkv_test_float(0x7f800000u);
     bad_config(&cfg, "model.scale", "");
     cfg = config(2, 1);
     cfg.start_canary = 1;
@@ -510,12 +347,8 @@ TEST(config_defaults) {
     CHECK_EQ(info.tokens[TKV_TIER_HOT], 1025 - (960 - 4) / 64 * 64);
     reads_as(kv, 0, 0, 1, 0, 4, TKV_F16);
     reads_as(kv, 0, 0, 1, 1025 - 64, 64, TKV_F16);
-    CHECK_STR(
-        tkv_get_name(TKV_NAME_FORMAT, kv->tables.coding[kv->tables.plan[0].now.coding[TKV_TIER_WARM]].pair.k),
-        "kivi4");
-    CHECK_STR(tkv_get_name(TKV_NAME_FORMAT,
-                           kv->tables.coding[kv->tables.plan[0].now.coding[TKV_TIER_ARCHIVE]].pair.v),
-              "kivi2");
+    CHECK_STR(tkv_get_name(TKV_NAME_FORMAT, (int)info.format[TKV_TIER_WARM].k), "kivi4");
+    CHECK_STR(tkv_get_name(TKV_NAME_FORMAT, (int)info.format[TKV_TIER_ARCHIVE].v), "kivi2");
     tkv_destroy(kv);
     tkv_destroy(NULL);
 }
@@ -542,8 +375,6 @@ static const plan plans[] = {{0, 0, 0},
 static int length_of(int written, int standard) {
     return written == 0 ? standard : written == TKV_OFF ? 0 : written == TKV_UNLIMITED ? 1 << 29 : written;
 }
-
-static int at_least_0(int n) { return n > 0 ? n : 0; }
 
 /* By arithmetic: what a sequence of n tokens has in each tier, if its last append began at length `due`. */
 static tkv_layer_info expected(plan p, int n, int due) {
@@ -710,8 +541,8 @@ TEST(decode_of_tiers) {
             warm = archive + info.tokens[TKV_TIER_WARM];
             CHECK(archive > sink && warm > archive && warm < longest - 64);
             rows_of(7, 0, 0, longest, k_want, v_want);
-            for (t = 0; t < longest * K_ROW; t++) k_want[t] = as_hot(cfg.tiers.hot.k, k_want[t]);
-            for (t = 0; t < longest * V_ROW; t++) v_want[t] = as_hot(cfg.tiers.hot.v, v_want[t]);
+            for (t = 0; t < longest * K_ROW; t++) k_want[t] = as_stored(cfg.tiers.hot.k, k_want[t]);
+            for (t = 0; t < longest * V_ROW; t++) v_want[t] = as_stored(cfg.tiers.hot.v, v_want[t]);
             for (at = sink; at < warm; at += BLOCK) {
                 through(cfg.tiers.warm.k, cfg.tiers.warm.v, cfg.format.group_size, at, BLOCK);
                 /* a block whose tiers have one coding is not coded twice */
@@ -730,8 +561,8 @@ TEST(decode_of_tiers) {
                          TKV_OK);
                 if (t % 3 != 1) CHECK_MEM(k_out, k_want + t * K_ROW, (size_t)(n * K_ROW) * sizeof(float));
                 if (t % 3 != 2) CHECK_MEM(v_out, v_want + t * V_ROW, (size_t)(n * V_ROW) * sizeof(float));
-                CHECK(tkvi_bits(k_out[t % 3 == 1 ? 0 : n * K_ROW]) == 0xffffffffu);
-                CHECK(tkvi_bits(v_out[t % 3 == 2 ? 0 : n * V_ROW]) == 0xffffffffu);
+                CHECK(bits_of(k_out[t % 3 == 1 ? 0 : n * K_ROW]) == 0xffffffffu);
+                CHECK(bits_of(v_out[t % 3 == 2 ? 0 : n * V_ROW]) == 0xffffffffu);
             }
             CHECK_EQ(tkv_read(kv, 0, 0, longest, 1, k_out, v_out), TKV_ERR_RANGE);
             CHECK_EQ(tkv_read(kv, 0, 0, 0, longest + 1, k_out, v_out), TKV_ERR_RANGE);
@@ -967,7 +798,7 @@ TEST(batch_is_all_or_nothing) {
     before = snapshot_of(kv);
     refused(kv, tkv_append_ex(kv, &a), TKV_ERR_ARG, "missing", &before);
     a.k = k_in;
-    k_in[39 * K_ROW + 3] = tkvi_from_bits(0x7f800000u); /* the last token of the last sequence */
+    k_in[39 * K_ROW + 3] = tkv_test_float(0x7f800000u); /* the last token of the last sequence */
     before = snapshot_of(kv);
     refused(kv, tkv_append_ex(kv, &a), TKV_ERR_NONFINITE, "layer 0", &before);
     k_in[39 * K_ROW + 3] = 0.0f;
@@ -1134,9 +965,7 @@ TEST(batch_over_many_pages) {
 }
 
 /* >>input types and strides */
-static uint16_t as_type(tkv_type type, float x) {
-    return type == TKV_TYPE_F16 ? tkvi_f32_to_f16(x) : tkvi_f32_to_bf16(x);
-}
+static uint16_t as_type(tkv_type type, float x) { return type == TKV_TYPE_F16 ? f16_of(x) : bf16_of(x); }
 
 TEST(input_types_and_strides) {
     static float k_wide[N_WIDE * K_TOKEN], v_wide[N_WIDE * V_TOKEN];
@@ -1164,7 +993,7 @@ TEST(input_types_and_strides) {
                             if (kt) {
                                 uint16_t u = as_type((tkv_type)kt, *x);
                                 k_half[t * k_token + h * k_head + i] = u;
-                                *x = kt == 1 ? tkvi_f16_to_f32(u) : tkvi_bf16_to_f32(u);
+                                *x = kt == 1 ? float_of_f16(u) : float_of_bf16(u);
                             }
                             k_wide[t * k_token + h * k_head + i] = *x;
                         }
@@ -1173,7 +1002,7 @@ TEST(input_types_and_strides) {
                             if (vt) {
                                 uint16_t u = as_type((tkv_type)vt, *x);
                                 v_half[t * v_token + h * v_head + i] = u;
-                                *x = vt == 1 ? tkvi_f16_to_f32(u) : tkvi_bf16_to_f32(u);
+                                *x = vt == 1 ? float_of_f16(u) : float_of_bf16(u);
                             }
                             v_wide[t * v_token + h * v_head + i] = *x;
                         }
@@ -1229,7 +1058,7 @@ TEST(nonfinite_and_overflow) {
                     CHECK_EQ(feed(kv, 0, 0, 1, 70), TKV_OK);
                     rows_of(1, 0, 70, 5, k_in, v_in);
                     x = side ? &v_in[at ? 5 * V_ROW - 1 : 0] : &k_in[at ? 5 * K_ROW - 1 : 0];
-                    *x = tkvi_from_bits(bad[i]);
+                    *x = tkv_test_float(bad[i]);
                     before = snapshot_of(kv);
                     refused(kv, tkv_append(kv, 0, 0, k_in, v_in, 5), TKV_ERR_NONFINITE, "NaN", &before);
                     tkv_destroy(kv);
@@ -1237,9 +1066,9 @@ TEST(nonfinite_and_overflow) {
                     kv = make(&cfg);
                     CHECK_EQ(tkv_append(kv, 0, 0, k_in, v_in, 5), TKV_OK);
                     CHECK_EQ(tkv_read(kv, 0, 0, 0, 5, k_out, v_out), TKV_OK);
-                    want = as_hot((tkv_format)hot, saturated[i]);
+                    want = as_stored((tkv_format)hot, saturated[i]);
                     CHECK_NEAR(side ? v_out[at ? 5 * V_ROW - 1 : 0] : k_out[at ? 5 * K_ROW - 1 : 0], want, 0);
-                    CHECK_NEAR(k_out[1], as_hot((tkv_format)hot, k_in[1]), 0);
+                    CHECK_NEAR(k_out[1], as_stored((tkv_format)hot, k_in[1]), 0);
                     tkv_destroy(kv);
                 }
     { /* finite, but beyond half floats */
@@ -1443,7 +1272,7 @@ TEST(steps_out_of_order) {
 /* >>reservations */
 /* n tokens to every layer, layers and chunk sizes mixed at random. */
 static tkv_status feed_mixed(tkv_cache *kv, int seq, int id, int n, tkv_rng *rng) {
-    int layers = kv->tables.cfg.model.n_layers, goal = tkv_get_length(kv, seq, TKV_ALL_LAYERS) + n,
+    int layers = last_config.model.n_layers, goal = tkv_get_length(kv, seq, TKV_ALL_LAYERS) + n,
         left = layers, layer;
     while (left > 0) {
         int have, some;
@@ -1909,8 +1738,8 @@ TEST(flush_full_and_all) {
                 if (mode == 2 && tail) { /* the short block, coded as such */
                     int hot_k = TKV_F16;
                     rows_of(1, 0, 0, n, k_want, v_want);
-                    for (t = 0; t < n * K_ROW; t++) k_want[t] = as_hot((tkv_format)hot_k, k_want[t]);
-                    for (t = 0; t < n * V_ROW; t++) v_want[t] = as_hot((tkv_format)hot_k, v_want[t]);
+                    for (t = 0; t < n * K_ROW; t++) k_want[t] = as_stored((tkv_format)hot_k, k_want[t]);
+                    for (t = 0; t < n * V_ROW; t++) v_want[t] = as_stored((tkv_format)hot_k, v_want[t]);
                     from = n - tail;
                     if (warm) through(TKV_KIVI4, TKV_KIVI4, 64, from, tail);
                     else through(TKV_KIVI2, TKV_KIVI2, 64, from, tail);
@@ -2166,328 +1995,18 @@ TEST(layers_with_their_own_plans) {
         CHECK_EQ(tkv_get_layer(kv, 0, i, &info), TKV_OK);
         CHECK_EQ(tkv_read(kv, 0, i, 699, 1, k_out, v_out), TKV_OK);
         rows_of(1, i, 699, 1, k_want, v_want);
-        CHECK_NEAR(k_out[0], as_hot(TKV_F16, k_want[0]), 0);
-        CHECK_NEAR(v_out[0], as_hot(i % 3 == 0 ? TKV_F32 : TKV_F16, v_want[0]), 0);
+        CHECK_NEAR(k_out[0], as_stored(TKV_F16, k_want[0]), 0);
+        CHECK_NEAR(v_out[0], as_stored(i % 3 == 0 ? TKV_F32 : TKV_F16, v_want[0]), 0);
         if (!info.blocks[TKV_TIER_WARM] || info.blocks[TKV_TIER_ARCHIVE]) continue;
         from = sink + (info.blocks[TKV_TIER_WARM] - 1) * BLOCK;
         rows_of(1, i, 0, from + BLOCK, k_want, v_want);
-        for (t = 0; t < (from + BLOCK) * K_ROW; t++) k_want[t] = as_hot(TKV_F16, k_want[t]);
-        for (t = 0; t < (from + BLOCK) * V_ROW && i % 3; t++) v_want[t] = as_hot(TKV_F16, v_want[t]);
+        for (t = 0; t < (from + BLOCK) * K_ROW; t++) k_want[t] = as_stored(TKV_F16, k_want[t]);
+        for (t = 0; t < (from + BLOCK) * V_ROW && i % 3; t++) v_want[t] = as_stored(TKV_F16, v_want[t]);
         through(i % 2 ? TKV_KIVI3 : TKV_Q8, TKV_KIVI4, 64, from, BLOCK);
         CHECK_EQ(tkv_read(kv, 0, i, from, BLOCK, k_out, v_out), TKV_OK);
         CHECK_MEM(k_out, k_want + from * K_ROW, BLOCK * K_ROW * sizeof(float));
         CHECK_MEM(v_out, v_want + from * V_ROW, BLOCK * V_ROW * sizeof(float));
     }
-    tkv_destroy(kv);
-}
-
-/* >>the self-check sees damage */
-static tkv_cache *damage_me(void) {
-    tkv_config cfg = config(2, 3);
-    tkv_cache *kv;
-    cfg.tiers.hot.k = cfg.tiers.hot.v = TKV_F32;
-    kv = make(&cfg);
-    CHECK_EQ(feed_all(kv, 0, 0, 900, 100), TKV_OK);
-    CHECK_EQ(feed_all(kv, 1, 1, 850, 100), TKV_OK);
-    CHECK_EQ(tkv_seq_reserve(kv, 1, 100), TKV_OK);
-    whole(kv, "before damage", 0);
-    return kv;
-}
-
-static void is_broken(const tkv_cache *kv, const char *what) {
-    char reason[120];
-    tkv_status st;
-    memset(reason, '#', sizeof reason);
-    st = tkv_check(kv, reason, sizeof reason);
-    CHECK_MSG(st == TKV_ERR_BROKEN, "%s was not seen", what);
-    CHECK(st == TKV_OK || (strlen(reason) > 10 && strlen(reason) < sizeof reason));
-    CHECK_EQ(tkv_check(kv, NULL, 0), st);
-    CHECK_EQ(tkv_check(kv, reason, 5), st);
-    CHECK(strlen(reason) < 5);
-}
-
-/* Puts a wrong value into a field, asks, puts the right one back. */
-#define DAMAGE(field, wrong)                                                                                 \
-    do {                                                                                                     \
-        memcpy(saved, &(field), sizeof(field));                                                              \
-        (field) = (wrong);                                                                                   \
-        is_broken(kv, #field " = " #wrong);                                                                  \
-        memcpy(&(field), saved, sizeof(field));                                                              \
-        whole(kv, "repaired: " #field, 0);                                                                   \
-    } while (0)
-
-TEST(check_sees_damage) {
-    unsigned char saved[64];
-    tkv_cache *kv = damage_me();
-    tkvi_list *list = tkvi_list_of(kv, 0, 0), *none = tkvi_list_of(kv, 2, 1);
-    uint32_t *ids = tkvi_ids(kv, 0, 0), *others = tkvi_ids(kv, 1, 0);
-    tkvi_block *first = &kv->pool.block[ids[0]], *archive = &kv->pool.block[ids[1]];
-    tkvi_block *last = &kv->pool.block[ids[list->n - 1]];
-    tkvi_page *page = &kv->pool.page[first->page], *full = &kv->pool.page[last->page];
-    uint64_t bit = (uint64_t)1;
-    CHECK(list->sinks == 1 && list->archive > 1 && list->warm > 1 &&
-          list->n > list->sinks + list->archive + list->warm);
-    DAMAGE(first->refs, 0);
-    DAMAGE(first->refs, 2);
-    DAMAGE(archive->refs, 1000);
-    DAMAGE(first->start, 1);
-    DAMAGE(archive->start, archive->start + 64);
-    DAMAGE(archive->start, -1);
-    DAMAGE(last->start, last->start + 1);
-    DAMAGE(last->start, 1 << 30);
-    DAMAGE(archive->coding, last->coding);
-    DAMAGE(archive->slot, (uint16_t)(archive->slot ^ 1u));
-    DAMAGE(archive->page, archive->page ^ 1u);
-    DAMAGE(page->taken, page->taken & ~(bit << first->slot));
-    DAMAGE(page->taken, page->taken | bit << 63);
-    DAMAGE(page->taken, page->taken | bit << 5);
-    DAMAGE(page->owner[first->slot], ids[1]);
-    DAMAGE(page->owner[first->slot], 0xffffffffu);
-    DAMAGE(page->owner[first->slot], 1u << 20);
-    DAMAGE(page->used, page->used + 1);
-    DAMAGE(page->used, page->used - 1);
-    DAMAGE(full->size_class, page->size_class);
-    DAMAGE(full->size_class, -1);
-    DAMAGE(list->n, list->n - 1);
-    DAMAGE(list->n, list->n + 1);
-    DAMAGE(list->n, -1);
-    DAMAGE(list->n, 0);
-    DAMAGE(list->sinks, 0);
-    DAMAGE(list->sinks, 2);
-    DAMAGE(list->sinks, -1);
-    DAMAGE(list->archive, list->archive + 1);
-    DAMAGE(list->archive, list->archive - 1);
-    DAMAGE(list->archive, -1);
-    DAMAGE(list->warm, list->warm + 1);
-    DAMAGE(list->warm, list->warm - 1);
-    DAMAGE(list->warm, list->n);
-    DAMAGE(list->len, 0);
-    DAMAGE(list->len, list->len + 64);
-    DAMAGE(list->len, list->len - 64);
-    DAMAGE(list->dropped, 4);
-    DAMAGE(list->dropped, -1);
-    DAMAGE(none->len, 3);
-    DAMAGE(none->n, 1);
-    DAMAGE(kv->pool.promised[0], kv->pool.promised[0] + 1);
-    DAMAGE(kv->promised[kv->tables.n_classes], kv->promised[kv->tables.n_classes] - 1);
-    DAMAGE(kv->pool.n_blocks, kv->pool.n_blocks + 1);
-    DAMAGE(kv->pool.n_free_pages, kv->pool.n_free_pages + 1);
-    DAMAGE(kv->pool.free_page, kv->pool.free_page == TKVI_NIL ? 0 : TKVI_NIL);
-    DAMAGE(kv->heap.held, kv->heap.held + 1);
-    DAMAGE(kv->heap.held, kv->heap.held - 64);
-    DAMAGE(kv->seq[0].cap, kv->seq[0].cap / 2);
-    DAMAGE(kv->pool.block_cap, kv->pool.block_cap / 2);
-    DAMAGE(ids[3], ids[4]);
-    DAMAGE(ids[list->n - 1], kv->pool.free_block);
-    DAMAGE(ids[3], others[3]); /* a block of the same age and kind, of another sequence */
-    {                          /* two counts that are wrong and add up */
-        first->refs++;
-        kv->pool.block[others[0]].refs--;
-        is_broken(kv, "a holder too many here, one too few there");
-        first->refs--;
-        kv->pool.block[others[0]].refs++;
-    }
-    {
-        int c;
-        for (c = 0; c < kv->tables.n_classes; c++) {
-            if (kv->pool.room[c] != TKVI_NIL) DAMAGE(kv->pool.room[c], TKVI_NIL);
-            if (kv->pool.live[c] > 1) DAMAGE(kv->pool.live[c], kv->pool.live[c] + 1);
-            if (kv->pool.live[c] > 1) DAMAGE(kv->pool.live[c], kv->pool.live[c] - 1);
-        }
-    }
-    DAMAGE(kv->pool.free_block, ids[0]); /* the next block would be one that is in use */
-    CHECK_EQ(tkv_check(NULL, NULL, 0), TKV_ERR_ARG);
-    tkv_destroy(kv);
-}
-
-/* Numbers that lead outside of every table: told, not followed. */
-TEST(check_survives_wild_numbers) {
-    unsigned char saved[64];
-    tkv_cache *kv = damage_me();
-    tkvi_list *list = tkvi_list_of(kv, 0, 0);
-    uint32_t *ids = tkvi_ids(kv, 0, 0);
-    tkvi_block *archive = &kv->pool.block[ids[1]];
-    tkvi_page *page = &kv->pool.page[archive->page];
-    DAMAGE(ids[0], 1u << 30);
-    DAMAGE(ids[3], 1u << 30);
-    DAMAGE(ids[list->n - 1], 0xffffffffu);
-    DAMAGE(archive->coding, 0xffff);
-    DAMAGE(archive->slot, 0xffff);
-    DAMAGE(archive->page, 0xffffffffu);
-    DAMAGE(page->size_class, 1 << 20);
-    DAMAGE(page->size_class, -5);
-    DAMAGE(kv->pool.free_page, 1u << 30);
-    DAMAGE(kv->pool.room[kv->tables.n_classes - 1], 1u << 30);
-    DAMAGE(kv->pool.free_block, 1u << 30);
-    DAMAGE(list->n, 0x7fffffff);
-    DAMAGE(list->archive, 0x7fffffff);
-    DAMAGE(list->len, 0x7fffffff);
-    tkv_destroy(kv);
-}
-
-/* >>blocks with several holders. There is no call for it yet: by hand. */
-static void share(tkv_cache *kv, int from, int to) {
-    int layer, i, most = 0;
-    CHECK_EQ(tkv_get_length(kv, to, TKV_ALL_LAYERS), 0);
-    for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++)
-        most = tkvi_max(most, tkvi_list_of(kv, from, layer)->n);
-    if (!tkvi_grow_lists(kv, to, most + 1)) exit(2);
-    for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++) {
-        *tkvi_list_of(kv, to, layer) = *tkvi_list_of(kv, from, layer);
-        for (i = 0; i < tkvi_list_of(kv, from, layer)->n; i++) {
-            tkvi_ids(kv, to, layer)[i] = tkvi_ids(kv, from, layer)[i];
-            kv->pool.block[tkvi_ids(kv, to, layer)[i]].refs++;
-        }
-    }
-}
-
-TEST(shared_blocks) {
-    tkv_rng rng = tkv_rng_seed(6);
-    int round, rounds = tkv_test_quick() ? 8 : 60;
-    for (round = 0; round < rounds; round++) {
-        enum { SEQS = 4 };
-        counting_allocator p;
-        tkv_config cfg = config(2, SEQS), alone = config(2, 1);
-        tkv_cache *kv, *own[3];
-        tkv_memory_info before, after;
-        size_t empty;
-        int n = 1 + tkv_rng_below(&rng, 700), chunk = 1 + tkv_rng_below(&rng, 200), i, step;
-        cfg.host.allocator = counting_allocator_of(&p);
-        if (round % 3 == 1) cfg.model.window = alone.model.window = 40 + round;
-        if (round % 3 == 2) cfg.tiers.hot_tokens = alone.tiers.hot_tokens = 1 + round * 3;
-        kv = make(&cfg);
-        empty = p.held;
-        for (i = 0; i < 3; i++) own[i] = make(&alone);
-        CHECK_EQ(feed_all(kv, 3, 9, 100, 100), TKV_OK); /* a stranger in the same pages */
-        CHECK_EQ(feed_all(kv, 0, 0, n, chunk), TKV_OK);
-        for (i = 0; i < 3; i++) CHECK_EQ(feed_all(own[i], 0, 0, n, chunk), TKV_OK);
-        CHECK_EQ(tkv_get_memory(kv, &before), TKV_OK);
-        share(kv, 0, 1);
-        share(kv, 1, 2);
-        whole(kv, "shared", round);
-        CHECK_EQ(tkv_get_memory(kv, &after), TKV_OK);
-        CHECK_MEM(&after.tier, &before.tier, sizeof after.tier); /* counts once */
-        CHECK_EQ(after.slack, before.slack);
-        CHECK_EQ(after.total, p.held);
-        for (step = 0; step < 25; step++) {
-            int op = tkv_rng_below(&rng, 12), some = 1 + tkv_rng_below(&rng, step % 5 ? 20 : 200);
-            tkv_status st, st2;
-            snapshot all;
-            i = tkv_rng_below(&rng, 3);
-            st = st2 = TKV_OK;
-            if (op < 6) {
-                if (op == 0) { /* not a byte of anybody's changes when there is no memory */
-                    all = snapshot_of(kv);
-                    p.closed = 1;
-                    st = feed(kv, i, 0, 10 + i, some);
-                    p.closed = 0;
-                    if (st == TKV_ERR_NOMEM) unchanged(kv, &all, "no memory");
-                    else st2 = feed(own[i], 0, 0, 10 + i, some);
-                    CHECK_EQ(st2, TKV_OK);
-                    snapshot_free(&all);
-                    /* the layers are brought to one length again below */
-                    some = tkv_get_length(own[i], 0, 0) - tkv_get_length(own[i], 0, 1);
-                    if (some) {
-                        CHECK_EQ(feed(kv, i, 1, 10 + i, some), TKV_OK);
-                        CHECK_EQ(feed(own[i], 0, 1, 10 + i, some), TKV_OK);
-                    }
-                    st = st2 = TKV_OK;
-                } else {
-                    st = feed_all(kv, i, 10 + i, some, some);
-                    st2 = feed_all(own[i], 0, 10 + i, some, some);
-                }
-            } else if (op == 6) {
-                st = tkv_seq_flush(kv, i, TKV_FLUSH_FULL);
-                st2 = tkv_seq_flush(own[i], 0, TKV_FLUSH_FULL);
-            } else if (op == 7) {
-                st = tkv_seq_flush(kv, i, TKV_FLUSH_ALL);
-                st2 = tkv_seq_flush(own[i], 0, TKV_FLUSH_ALL);
-            } else if (op < 10) {
-                int cut = tkv_get_length(kv, i, TKV_ALL_LAYERS) - tkv_rng_below(&rng, 70);
-                st = tkv_seq_truncate(kv, i, at_least_0(cut));
-                st2 = tkv_seq_truncate(own[i], 0, at_least_0(cut));
-            } else if (op == 10) {
-                CHECK_EQ(tkv_seq_begin(kv, i), TKV_OK);
-                CHECK_EQ(tkv_seq_begin(own[i], 0), TKV_OK);
-                CHECK_EQ(feed_all(kv, i, 50, some, some), TKV_OK);
-                st = tkv_seq_abort(kv, i);
-                st2 = tkv_seq_abort(own[i], 0);
-            } else { /* reserved, with shared tails and shared blocks that come of age */
-                CHECK_EQ(tkv_seq_reserve(kv, i, some), TKV_OK);
-                whole(kv, "reserved", step);
-                p.closed = 1;
-                st = feed_all(kv, i, 10 + i, some, some);
-                p.closed = 0;
-                st2 = feed_all(own[i], 0, 10 + i, some, some);
-            }
-            CHECK_MSG(st == st2, "round %d step %d op %d: %s, alone %s", round, step, op,
-                      tkv_get_status_text(st), tkv_get_status_text(st2));
-            whole(kv, "step", step);
-            CHECK_EQ(tkv_get_memory(kv, &after), TKV_OK);
-            CHECK_EQ(after.total, p.held);
-            if (step % 5 < 4) continue;
-            for (i = 0; i < 3; i++) {
-                snapshot a = snapshot_of_seq(kv, i), b = snapshot_of_seq(own[i], 0);
-                CHECK_MSG(same_picture(&a, &b), "round %d step %d sequence %d", round, step, i);
-                snapshot_free(&a);
-                snapshot_free(&b);
-            }
-        }
-        for (i = 0; i < 3; i++) {
-            CHECK_EQ(tkv_seq_reset(kv, (i + round) % 3), TKV_OK);
-            whole(kv, "released", i);
-            tkv_destroy(own[i]);
-        }
-        reads_as(kv, 3, 0, 9, tkv_get_length(kv, 3, 0) - 1, 1, TKV_F16);
-        CHECK_EQ(tkv_seq_reset(kv, 3), TKV_OK);
-        CHECK_EQ(kv->pool.n_blocks, 0);
-        CHECK_EQ(kv->pool.n_pages, 0);
-        CHECK(p.held >= empty);
-        tkv_destroy(kv);
-        CHECK_EQ(p.held, 0);
-    }
-}
-
-/* The partial tail is copied once, by the one who writes; the demoted block by the one who grows old. */
-TEST(shared_tail_and_shared_demotion) {
-    tkv_config cfg = config(1, 2);
-    tkv_cache *kv = make(&cfg);
-    tkvi_list *a = tkvi_list_of(kv, 0, 0), *b = tkvi_list_of(kv, 1, 0);
-    uint32_t blocks, tail;
-    snapshot before, now;
-    CHECK_EQ(feed_all(kv, 0, 0, 4 + 64 + 40, 1), TKV_OK);
-    share(kv, 0, 1);
-    tail = tkvi_ids(kv, 0, 0)[a->n - 1];
-    blocks = kv->pool.n_blocks;
-    CHECK_EQ(kv->pool.block[tail].refs, 2);
-    before = snapshot_of_seq(kv, 0);
-    CHECK_EQ(feed(kv, 1, 0, 1, 1), TKV_OK); /* too young for the full block to move */
-    CHECK_EQ(kv->pool.n_blocks, blocks + 1);
-    CHECK_EQ(kv->pool.block[tail].refs, 1);
-    CHECK(tkvi_ids(kv, 0, 0)[a->n - 1] == tail && tkvi_ids(kv, 1, 0)[b->n - 1] != tail);
-    CHECK_EQ(feed(kv, 1, 0, 1, 1), TKV_OK); /* its own now */
-    CHECK_EQ(kv->pool.n_blocks, blocks + 1);
-    CHECK_EQ(feed(kv, 0, 0, 0, 0), TKV_OK);
-    now = snapshot_of_seq(kv, 0);
-    CHECK(same_picture(&before, &now));
-    snapshot_free(&now);
-    CHECK_EQ(feed_all(kv, 1, 1, 60, 1), TKV_OK); /* the full block moves to warm in sequence 1 only */
-    CHECK(b->warm == 1 && a->warm == 0);
-    CHECK(tkvi_ids(kv, 0, 0)[1] != tkvi_ids(kv, 1, 0)[1]);
-    CHECK_EQ(tkvi_ids(kv, 0, 0)[0], tkvi_ids(kv, 1, 0)[0]); /* the sinks stay shared */
-    CHECK_EQ(kv->pool.block[tkvi_ids(kv, 0, 0)[0]].refs, 2);
-    now = snapshot_of_seq(kv, 0);
-    CHECK(same_picture(&before, &now));
-    snapshot_free(&now);
-    reads_as(kv, 0, 0, 0, 0, 108, TKV_F16);
-    snapshot_free(&before);
-    CHECK_EQ(tkv_seq_reset(kv, 0), TKV_OK);
-    CHECK_EQ(kv->pool.block[tkvi_ids(kv, 1, 0)[0]].refs, 1);
-    whole(kv, "one left", 0);
-    reads_as(kv, 1, 0, 0, 0, 4, TKV_F16);
-    CHECK_EQ(tkv_seq_reset(kv, 1), TKV_OK);
-    CHECK_EQ(kv->pool.n_blocks, 0);
-    whole(kv, "none left", 0);
     tkv_destroy(kv);
 }
 
@@ -2560,10 +2079,6 @@ int main(int argc, char **argv) {
     RUN(windows_and_the_longest_cut);
     RUN(layers_that_share_and_layers_without);
     RUN(layers_with_their_own_plans);
-    RUN(check_sees_damage);
-    RUN(shared_blocks);
-    RUN(shared_tail_and_shared_demotion);
     RUN(last_error_is_empty_after_success);
-    RUN(check_survives_wild_numbers);
     return tkv_test_end();
 }

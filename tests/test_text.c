@@ -1,15 +1,7 @@
 /*
  * test_text.c - configs as text and JSON, in both directions, and random bytes for the parser. Also the report of a
  * cache as JSON and for Prometheus, presets and ages. test_text.py reads both reports with independent parsers.
- *
- * This file compiles the library itself, scalar kernels only. So it can make tables of rows with kinds of fields
- * that the library has none of.
  */
-#define TIEREDKV_IMPLEMENTATION
-#define TKV_STATIC /* what is not used here is not compiled */
-#ifndef TKV_NO_SIMD
-#define TKV_NO_SIMD
-#endif
 #include "kit.h"
 
 enum { REASON = 200, ROOM = 8, TEXT = 1 << 16 };
@@ -22,80 +14,6 @@ static const tkv_config_arrays room = {layer_room,     ROOM,           level_roo
 
 static tkv_status parse(tkv_config *cfg, const char *text, char *reason) {
     return tkv_parse_config(cfg, &room, text, strlen(text), reason, REASON);
-}
-
-/* >>floats */
-/* By bits: -Ofast flushes the smallest floats to zero where it calculates with them. */
-static int reads(const char *s, float want) {
-    float x = -1;
-    return tkvi_float_read(s, strlen(s), &x) && memcmp(&x, &want, sizeof x) == 0;
-}
-
-TEST(floats_read) {
-    static const char *const none[] = {"",     "-",     "+",   ".",   "e5",    "1e",   "1e+",
-                                       "1e5x", "1.2.3", "--1", "0x1", "nan",   "inf",  "1,5",
-                                       "4e38", "1 ",    " 1",  "1_0", "1e999", "-4e38"};
-    float x = 7;
-    size_t i;
-    CHECK(reads("0", 0));
-    CHECK(reads("-1.5", -1.5f));
-    CHECK(reads("+.5", .5f));
-    CHECK(reads("5.", 5));
-    CHECK(reads("10000", 10000));
-    CHECK(reads("1e4", 10000));
-    CHECK(reads("1000000000000000000000000000e-25", 100));
-    CHECK(reads("0.00000000000000000000000000001E29", 1));
-    CHECK(reads("0.1", .1f));
-    CHECK(reads("3.4028235e38", tkv_test_float(0x7f7fffffu)));
-    CHECK(reads("1.4e-45", tkv_test_float(1)));
-    CHECK(reads("0.7e-45", 0)); /* less than half of the smallest */
-    CHECK(reads("0.8e-45", tkv_test_float(1)));
-    CHECK(reads("1e-9999", 0));
-    CHECK(reads("0e9999", 0));
-    CHECK(reads("16777217", 16777216)); /* a tie: to the even one */
-    CHECK(reads("16777219", 16777220));
-    CHECK(reads("16777217.0000001", 16777218));
-    CHECK(reads("16777218.9999999", 16777218));
-    for (i = 0; i < sizeof none / sizeof *none; i++)
-        CHECK_MSG(!tkvi_float_read(none[i], strlen(none[i]), &x), "%s", none[i]);
-    CHECK_EQ((int)x, 7);
-}
-
-TEST(floats_round_trip) {
-    static const struct {
-        uint32_t bits;
-        const char *text;
-    } known[] = {{0, "0"},
-                 {0x80000000u, "-0"},
-                 {0x3f800000u, "1"},
-                 {0xbf800000u, "-1"},
-                 {0x3d4ccccdu, "0.05"},
-                 {0x3dcccccdu, "0.1"},
-                 {0x461c4000u, "10000"},
-                 {0x48f42400u, "500000"},
-                 {0x7f7fffffu, "3.4028235e38"},
-                 {1, "1e-45"},
-                 {0x00800000u, "1.1754944e-38"},
-                 {0x4e6e6b28u, "1e9"},
-                 {0x4b800000u, "16777216"},
-                 {0x4d800000u, "268435460"},
-                 {0x3a83126fu, "0.001"},
-                 {0x38d1b717u, "0.0001"},
-                 {0x3727c5acu, "1e-5"}};
-    char text[TKVI_FLOAT_TEXT];
-    tkv_rng r = tkv_rng_seed(1);
-    int i;
-    for (i = 0; i < COUNT(known); i++) {
-        tkvi_float_write(tkv_test_float(known[i].bits), text);
-        CHECK_STR(text, known[i].text);
-    }
-    for (i = 0; i < (tkv_test_quick() ? 500 : 5000); i++) {
-        const float x = tkv_test_float((uint32_t)tkv_rng_u64(&r));
-        float y = 0;
-        if (!tkv_test_is_finite((double)x)) continue;
-        tkvi_float_write(x, text);
-        CHECK_MSG(tkvi_float_read(text, strlen(text), &y) && memcmp(&x, &y, sizeof x) == 0, "%s", text);
-    }
 }
 
 /* >>reading */
@@ -545,182 +463,6 @@ TEST(print_refuses) {
     CHECK_EQ(tkv_print_config(&cfg, 0, text, sizeof text, &needed), TKV_ERR_CONFIG);
 }
 
-/* >>the table */
-/* Every byte of a struct belongs to a row, to what is no text, or is padding before something larger. */
-static void check_covered(const char *name, uint8_t *covered, size_t size, const tkvi_row *row, int n) {
-    size_t i, from;
-    int k;
-    for (k = 0; k < n; k++)
-        for (i = 0; i < row[k].size; i++) CHECK_EQ(covered[row[k].offset + i]++, 0);
-    for (i = 0; i < size;) {
-        for (from = i; i < size && !covered[i];) i++;
-        CHECK_MSG(i == from || (i - from < sizeof(void *) && i % sizeof(void *) == 0),
-                  "%s has bytes without a row at %lu", name, (unsigned long)from);
-        while (i < size && covered[i]) i++;
-    }
-}
-
-TEST(every_field_has_a_row) {
-    uint8_t covered[sizeof(tkv_config)];
-#define COVER(field) memset(covered + offsetof(tkv_config, field), 1, sizeof(((tkv_config *)0)->field))
-    memset(covered, 0, sizeof covered);
-    COVER(start_canary);
-    COVER(end_canary);
-    COVER(model.rope); /* these have tables of their own */
-    COVER(layers);
-    COVER(budget.ladder);
-    COVER(budget.pressure);
-    COVER(evict);
-    COVER(importance);
-    COVER(offload);
-    COVER(host.on_event);
-    COVER(host.event_user);
-    COVER(host.allocator);
-    COVER(host.parallel_for);
-    COVER(host.parallel_user);
-    check_covered("tkv_config", covered, sizeof(tkv_config), tkvi_config_rows, COUNT(tkvi_config_rows));
-    memset(covered, 0, sizeof covered);
-    check_covered("tkv_rope", covered, sizeof(tkv_rope), tkvi_rope_rows, COUNT(tkvi_rope_rows));
-    memset(covered, 0, sizeof covered);
-    check_covered("tkv_layer_config", covered, sizeof(tkv_layer_config), tkvi_layer_rows,
-                  COUNT(tkvi_layer_rows));
-    memset(covered, 0, sizeof covered);
-    check_covered("tkv_pressure_config", covered, sizeof(tkv_pressure_config), tkvi_pressure_rows,
-                  COUNT(tkvi_pressure_rows));
-    memset(covered, 0, sizeof covered);
-    memset(covered + offsetof(tkv_evict_config, scorer), 1, 2 * sizeof(void *)); /* and its user */
-    check_covered("tkv_evict_config", covered, sizeof(tkv_evict_config), tkvi_evict_config_rows,
-                  COUNT(tkvi_evict_config_rows));
-    memset(covered, 0, sizeof covered);
-    memset(covered, 1, offsetof(tkv_offload_config, keep_exact)); /* functions, and their user */
-    check_covered("tkv_offload_config", covered, sizeof(tkv_offload_config), tkvi_offload_rows,
-                  COUNT(tkvi_offload_rows));
-    memset(covered, 0, sizeof covered);
-    check_covered("tkv_importance_config", covered, sizeof(tkv_importance_config), tkvi_importance_rows,
-                  COUNT(tkvi_importance_rows));
-}
-
-TEST(words_are_the_names) {
-    int i;
-    for (i = 0; i < TKV_ISA_COUNT; i++) {
-        CHECK_STR(tkvi_words_isa[i].name, tkv_get_name(TKV_NAME_ISA, i));
-        CHECK_EQ(tkvi_words_isa[i].value, i);
-    }
-    CHECK(tkvi_words_isa[i].name == NULL);
-    for (i = 0; i < TKV_EVICT_COUNT; i++)
-        CHECK_STR(tkvi_words_evict[i].name, tkv_get_name(TKV_NAME_EVICT_POLICY, i));
-    CHECK(tkvi_words_evict[i].name == NULL);
-    for (i = 0; i < TKV_IMPORTANCE_COUNT; i++)
-        CHECK_STR(tkvi_words_importance[i].name, tkv_get_name(TKV_NAME_IMPORTANCE, i));
-    CHECK(tkvi_words_importance[i].name == NULL);
-    for (i = 0; i < TKV_PROFILE_COUNT; i++) {
-        CHECK_STR(tkvi_words_profile[i].name, tkv_get_name(TKV_NAME_PROFILE, i));
-        CHECK_EQ(tkvi_words_profile[i].value, i);
-    }
-    CHECK(tkvi_words_profile[i].name == NULL);
-}
-
-/* Kinds and lists that no field has yet. */
-typedef struct made_level {
-    char name[8];
-    tkv_format_pair warm;
-    int hot_tokens;
-} made_level;
-
-typedef struct made_up {
-    size_t bytes;
-    float list[3];
-    made_level level[4];
-    tkv_pressure_config pressure;
-} made_up;
-
-static const tkvi_row made_rows[] = {TKVI_ROW(made_up, bytes, TKVI_SIZE, NULL),
-                                     TKVI_ROW(made_up, list, TKVI_FLOATS, NULL)};
-static const tkvi_row made_level_rows[] = {TKVI_ROW(made_level, name, TKVI_NAME, NULL),
-                                           TKVI_ROW(made_level, warm, TKVI_PAIR, NULL),
-                                           TKVI_ROW(made_level, hot_tokens, TKVI_INT, tkvi_words_length)};
-static const tkvi_fields made_fields[] = {
-    {NULL, 0, 0, 0, TKVI_ROWS_OF(made_rows)},
-    {"level", 4, offsetof(made_up, level), sizeof(made_level), TKVI_ROWS_OF(made_level_rows)},
-    {"budget.pressure", 0, offsetof(made_up, pressure), 0, TKVI_ROWS_OF(tkvi_pressure_rows)}};
-
-static tkv_status made_parse(made_up *m, const char *text, char *reason) {
-    tkvi_parser p;
-    int pass;
-    tkv_status st = TKV_OK;
-    tkvi_parse_begin(&p, made_fields, 3, m, text, strlen(text), reason, REASON);
-    for (pass = TKVI_CHECK; pass <= TKVI_TAKE && !st; pass++) st = tkvi_parse_all(&p, pass);
-    return st;
-}
-
-static void made_write(tkvi_out *o, const void *what) {
-    const made_up *m = (const made_up *)what;
-    int i;
-    tkvi_write_fields(o, &made_fields[0], 0, m);
-    for (i = 0; i < 4; i++) tkvi_write_fields(o, &made_fields[1], i, m->level);
-    tkvi_write_fields(o, &made_fields[2], 0, &m->pressure);
-}
-
-TEST(new_kinds_of_fields) {
-    static const struct {
-        const char *text;
-        uint64_t bytes;
-    } sizes[] = {{"0", 0},           {"65536", 65536},     {"512K", 512 << 10}, {"512KiB", 512 << 10},
-                 {"64M", 64 << 20},  {"64 MiB", 64 << 20}, {"1G", 1 << 30},     {"1.5G", 3u << 29},
-                 {"0.25M", 1 << 18}, {"0.3333K", 341}};
-    static const char *const bad[] = {"-1",  "K",   "1KB",   "1k",  "1.5",       "1.55555K",
-                                      "1iB", "1GG", "1..5G", ".5G", "99999999T", "99999999999999999999",
-                                      "1.xG"};
-    made_up m, back;
-    char reason[REASON], text[600], line[64];
-    size_t i;
-    for (i = 0; i < sizeof sizes / sizeof *sizes; i++) {
-        memset(&m, 0, sizeof m);
-        snprintf(line, sizeof line, "bytes = %s", sizes[i].text);
-        CHECK_MSG(made_parse(&m, line, reason) == TKV_OK, "%s", reason);
-        CHECK_EQ(m.bytes, sizes[i].bytes);
-    }
-    for (i = 0; i < sizeof bad / sizeof *bad; i++) {
-        snprintf(line, sizeof line, "bytes = %s", bad[i]);
-        CHECK_MSG(made_parse(&m, line, reason) == TKV_ERR_CONFIG &&
-                      strstr(reason, "it must be bytes, such as"),
-                  "%s: %s", bad[i], reason);
-    }
-    memset(&m, 0, sizeof m);
-    CHECK_MSG(made_parse(
-                  &m,
-                  "bytes = 2G\nlist = 0, .5, -2\nlevel[0].name = f16\nlevel[0].hot_tokens = unlimited\n"
-                  "level[1-3].warm = a40/r40\nlevel[3].name = q_2.5-x\nbudget.pressure.profile = aggressive\n"
-                  "budget.pressure.threshold = .6, .7, .9\nbudget.pressure.max_level = 3\n",
-                  reason) == TKV_OK,
-              "%s", reason);
-    CHECK_EQ(m.bytes, (size_t)1 << 31);
-    CHECK_NEAR(m.list[2], -2, 0);
-    CHECK_STR(m.level[0].name, "f16");
-    CHECK_EQ(m.level[0].hot_tokens, TKV_UNLIMITED);
-    CHECK_EQ(m.level[2].warm.v, TKV_R40);
-    CHECK_NEAR(m.pressure.threshold[2], .9f, 0);
-    CHECK_EQ(m.pressure.profile, TKV_PROFILE_AGGRESSIVE);
-    CHECK_NEAR(m.pressure.alpha, 0, 0); /* the profile sets no other field */
-    CHECK_EQ(tkvi_write_text(made_write, &m, text, sizeof text, NULL), TKV_OK);
-    CHECK_STR(
-        text,
-        "bytes = 2147483648\nlist = 0, 0.5, -2\nlevel[0].name = f16\nlevel[0].hot_tokens = unlimited\n"
-        "level[1].warm = a40/r40\nlevel[2].warm = a40/r40\nlevel[3].name = q_2.5-x\nlevel[3].warm = a40/r40\n"
-        "budget.pressure.profile = aggressive\nbudget.pressure.threshold = 0.6, 0.7, 0.9\n"
-        "budget.pressure.max_level = 3\n");
-    memset(&back, 0, sizeof back);
-    CHECK_EQ(made_parse(&back, text, reason), TKV_OK);
-    CHECK_MEM(&m, &back, sizeof m);
-    CHECK_EQ(made_parse(&back, "level[4].name = x", reason), TKV_ERR_CONFIG);
-    CHECK_EQ(made_parse(&back, "level[0].name = longname", reason), TKV_ERR_CONFIG);
-    CHECK_EQ(made_parse(&back, "level[0].name = a\"b", reason), TKV_ERR_CONFIG);
-    CHECK_EQ(made_parse(&back, "list = 1, 2, 3, 4", reason), TKV_ERR_CONFIG);
-    CHECK_EQ(made_parse(&back, "list = 1,, 2", reason), TKV_ERR_CONFIG);
-    memset(m.level[0].name, 'x', sizeof m.level[0].name); /* without its zero */
-    CHECK_EQ(tkvi_write_text(made_write, &m, text, sizeof text, NULL), TKV_ERR_CONFIG);
-}
-
 /* >>the pressure controller */
 static const char pressure_sample[] = "budget.pressure.profile = aggressive\n"
                                       "budget.pressure.threshold = zero, .5, 0.75\n"
@@ -1071,27 +813,8 @@ TEST(prometheus_lines) {
     tkv_destroy(kv);
 }
 
-/* Rows of a metric stand together, under one help; those of a section as well. */
-TEST(figures_are_in_order) {
-    int i, k;
-    for (i = 0; i < TKVI_FIGURES; i++) {
-        const tkvi_figure *f = &tkvi_figure_rows[i];
-        const int again = i > 0 && f->metric && tkvi_figure_rows[i - 1].metric &&
-                          strcmp(f->metric, tkvi_figure_rows[i - 1].metric) == 0;
-        CHECK(f->metric == NULL || again == !f->help);
-        CHECK(f->section >= 0 && f->section < TKVI_SECTIONS);
-        for (k = 0; k < i; k++) {
-            const tkvi_figure *g = &tkvi_figure_rows[k];
-            CHECK(f->section != g->section || strcmp(f->name, g->name) != 0);
-            CHECK(again || !f->metric || !g->metric || strcmp(f->metric, g->metric) != 0);
-        }
-    }
-}
-
 int main(int argc, char **argv) {
     tkv_test_begin(argc, argv);
-    RUN(floats_read);
-    RUN(floats_round_trip);
     RUN(both_syntaxes);
     RUN(budgets);
     RUN(nothing_is_something);
@@ -1099,9 +822,6 @@ int main(int argc, char **argv) {
     RUN(mistakes);
     RUN(print_and_parse);
     RUN(print_refuses);
-    RUN(every_field_has_a_row);
-    RUN(words_are_the_names);
-    RUN(new_kinds_of_fields);
     RUN(pressure_keys);
     RUN(any_bytes);
     RUN(presets_of_designs);
@@ -1109,6 +829,5 @@ int main(int argc, char **argv) {
     RUN(tiers_follow_ages);
     RUN(report_has_what_there_is);
     RUN(prometheus_lines);
-    RUN(figures_are_in_order);
     return tkv_test_end();
 }

@@ -1,5 +1,5 @@
 /*
- * test_keep.c - white-box test of src/rules, which choose tokens and blocks: importance and promotion, eviction,
+ * white_rules.c - white-box test of src/rules, which choose tokens and blocks: importance and promotion, eviction,
  * rematerialization. Each policy is checked by hand against the definition in its paper, the rules at their limits,
  * and both selections against a plain sort.
  *

@@ -1,5 +1,5 @@
 /*
- * test_random.c - random calls against a model that is plain arrays of floats.
+ * white_step.c - white-box test of src/step: random calls against a model that is plain arrays of floats.
  *
  * For each layer the model keeps every token as appended, every token as it must read now, and a list of blocks.
  * It follows the manual: which whole blocks move to the next tier and when, and which cuts are allowed. Blocks
@@ -10,7 +10,7 @@
  * After every call the cache must read as the model, to the bit, and pass its self-check. A call that runs out of
  * memory must have changed nothing.
  *
- *     TKV_RANDOM_OPS=100000 TKV_RANDOM_SEED=7 ./test_random     calls per config, first seed
+ *     TKV_RANDOM_OPS=100000 TKV_RANDOM_SEED=7 ./white_step     calls per config, first seed
  */
 #define TIEREDKV_IMPLEMENTATION
 #define TKV_STATIC /* what is not used here is not compiled */

@@ -1,9 +1,10 @@
 /*
- * test_meter.c - the quality meter: its figures against an independent computation from the original K and V. It
+ * white_attention.c - white-box test of the quality meter in src/attention: its figures against an independent computation from the original K and V. It
  * must not change bits, memory of the cache, or failures. Also: the sequences that it measures, and its coverage
  * of sequences longer than its copies.
  *
- * test_threads.c tests it with threads.
+ * test_threads.c tests it with threads. This file compiles the library itself, because it reads the fields of the
+ * meter; with all kernels, because attention measures.
  */
 #define TIEREDKV_IMPLEMENTATION
 #define TKV_STATIC /* what is not used here is not compiled */

@@ -1,9 +1,9 @@
 /*
- * test_kernels.c - the kernels of every instruction set of this machine, against the scalar kernels and against
- * double precision, on sides filled at random. Inaccessible pages around the memory catch reads and writes beyond
- * it.
+ * white_kernels.c - white-box test of src/kernels: the kernels of every instruction set of this machine, against the
+ * scalar kernels and against double precision, on sides filled at random. Inaccessible pages around the memory
+ * catch reads and writes beyond it. This file compiles the library itself.
  *
- * cc -O2 tests/test_kernels.c -o test_kernels -lm && ./test_kernels
+ * cc -O2 tests/white_kernels.c -o white_kernels -lm && ./white_kernels
  */
 #ifndef _DEFAULT_SOURCE
 #define _DEFAULT_SOURCE /* MAP_ANONYMOUS */

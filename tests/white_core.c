@@ -1,6 +1,11 @@
 /*
- * test_base.c - floats and fp16 by their bits, rounding, checked sizes, memory, text.
+ * white_core.c - white-box test of src/core: floats and fp16 by their bits, rounding, checked sizes, memory, text.
+ *
+ * This file compiles the library itself, scalar kernels only, because it calls internal functions (tkvi_).
  */
+#ifndef TKV_NO_SIMD
+#define TKV_NO_SIMD /* src/core has no vectors, and vectors compile slowly */
+#endif
 #define TIEREDKV_IMPLEMENTATION
 #define TKV_STATIC /* what is not used here is not compiled */
 #include "../tieredkv.h"

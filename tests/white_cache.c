@@ -1,0 +1,333 @@
+/*
+ * white_cache.c - white-box test of src/cache: damage to the fields of a cache, which tkv_check must find, and blocks
+ * with several holders.
+ *
+ * This file compiles the library itself, scalar kernels only, because it reads and changes the fields of a cache.
+ */
+#ifndef TKV_NO_SIMD
+#define TKV_NO_SIMD /* src/cache has no vectors, and vectors compile slowly */
+#endif
+#define TIEREDKV_IMPLEMENTATION
+#define TKV_STATIC /* functions that the test does not call are not compiled */
+#include "../tieredkv.h"
+#include "sequences.h"
+
+/* >>the self-check sees damage */
+static tkv_cache *damage_me(void) {
+    tkv_config cfg = config(2, 3);
+    tkv_cache *kv;
+    cfg.tiers.hot.k = cfg.tiers.hot.v = TKV_F32;
+    kv = make(&cfg);
+    CHECK_EQ(feed_all(kv, 0, 0, 900, 100), TKV_OK);
+    CHECK_EQ(feed_all(kv, 1, 1, 850, 100), TKV_OK);
+    CHECK_EQ(tkv_seq_reserve(kv, 1, 100), TKV_OK);
+    whole(kv, "before damage", 0);
+    return kv;
+}
+
+static void is_broken(const tkv_cache *kv, const char *what) {
+    char reason[120];
+    tkv_status st;
+    memset(reason, '#', sizeof reason);
+    st = tkv_check(kv, reason, sizeof reason);
+    CHECK_MSG(st == TKV_ERR_BROKEN, "%s was not seen", what);
+    CHECK(st == TKV_OK || (strlen(reason) > 10 && strlen(reason) < sizeof reason));
+    CHECK_EQ(tkv_check(kv, NULL, 0), st);
+    CHECK_EQ(tkv_check(kv, reason, 5), st);
+    CHECK(strlen(reason) < 5);
+}
+
+/* Puts a wrong value into a field, asks, puts the right one back. */
+#define DAMAGE(field, wrong)                                                                                 \
+    do {                                                                                                     \
+        memcpy(saved, &(field), sizeof(field));                                                              \
+        (field) = (wrong);                                                                                   \
+        is_broken(kv, #field " = " #wrong);                                                                  \
+        memcpy(&(field), saved, sizeof(field));                                                              \
+        whole(kv, "repaired: " #field, 0);                                                                   \
+    } while (0)
+
+TEST(check_sees_damage) {
+    unsigned char saved[64];
+    tkv_cache *kv = damage_me();
+    tkvi_list *list = tkvi_list_of(kv, 0, 0), *none = tkvi_list_of(kv, 2, 1);
+    uint32_t *ids = tkvi_ids(kv, 0, 0), *others = tkvi_ids(kv, 1, 0);
+    tkvi_block *first = &kv->pool.block[ids[0]], *archive = &kv->pool.block[ids[1]];
+    tkvi_block *last = &kv->pool.block[ids[list->n - 1]];
+    tkvi_page *page = &kv->pool.page[first->page], *full = &kv->pool.page[last->page];
+    uint64_t bit = (uint64_t)1;
+    CHECK(list->sinks == 1 && list->archive > 1 && list->warm > 1 &&
+          list->n > list->sinks + list->archive + list->warm);
+    DAMAGE(first->refs, 0);
+    DAMAGE(first->refs, 2);
+    DAMAGE(archive->refs, 1000);
+    DAMAGE(first->start, 1);
+    DAMAGE(archive->start, archive->start + 64);
+    DAMAGE(archive->start, -1);
+    DAMAGE(last->start, last->start + 1);
+    DAMAGE(last->start, 1 << 30);
+    DAMAGE(archive->coding, last->coding);
+    DAMAGE(archive->slot, (uint16_t)(archive->slot ^ 1u));
+    DAMAGE(archive->page, archive->page ^ 1u);
+    DAMAGE(page->taken, page->taken & ~(bit << first->slot));
+    DAMAGE(page->taken, page->taken | bit << 63);
+    DAMAGE(page->taken, page->taken | bit << 5);
+    DAMAGE(page->owner[first->slot], ids[1]);
+    DAMAGE(page->owner[first->slot], 0xffffffffu);
+    DAMAGE(page->owner[first->slot], 1u << 20);
+    DAMAGE(page->used, page->used + 1);
+    DAMAGE(page->used, page->used - 1);
+    DAMAGE(full->size_class, page->size_class);
+    DAMAGE(full->size_class, -1);
+    DAMAGE(list->n, list->n - 1);
+    DAMAGE(list->n, list->n + 1);
+    DAMAGE(list->n, -1);
+    DAMAGE(list->n, 0);
+    DAMAGE(list->sinks, 0);
+    DAMAGE(list->sinks, 2);
+    DAMAGE(list->sinks, -1);
+    DAMAGE(list->archive, list->archive + 1);
+    DAMAGE(list->archive, list->archive - 1);
+    DAMAGE(list->archive, -1);
+    DAMAGE(list->warm, list->warm + 1);
+    DAMAGE(list->warm, list->warm - 1);
+    DAMAGE(list->warm, list->n);
+    DAMAGE(list->len, 0);
+    DAMAGE(list->len, list->len + 64);
+    DAMAGE(list->len, list->len - 64);
+    DAMAGE(list->dropped, 4);
+    DAMAGE(list->dropped, -1);
+    DAMAGE(none->len, 3);
+    DAMAGE(none->n, 1);
+    DAMAGE(kv->pool.promised[0], kv->pool.promised[0] + 1);
+    DAMAGE(kv->promised[kv->tables.n_classes], kv->promised[kv->tables.n_classes] - 1);
+    DAMAGE(kv->pool.n_blocks, kv->pool.n_blocks + 1);
+    DAMAGE(kv->pool.n_free_pages, kv->pool.n_free_pages + 1);
+    DAMAGE(kv->pool.free_page, kv->pool.free_page == TKVI_NIL ? 0 : TKVI_NIL);
+    DAMAGE(kv->heap.held, kv->heap.held + 1);
+    DAMAGE(kv->heap.held, kv->heap.held - 64);
+    DAMAGE(kv->seq[0].cap, kv->seq[0].cap / 2);
+    DAMAGE(kv->pool.block_cap, kv->pool.block_cap / 2);
+    DAMAGE(ids[3], ids[4]);
+    DAMAGE(ids[list->n - 1], kv->pool.free_block);
+    DAMAGE(ids[3], others[3]); /* a block of the same age and kind, of another sequence */
+    {                          /* two counts that are wrong and add up */
+        first->refs++;
+        kv->pool.block[others[0]].refs--;
+        is_broken(kv, "a holder too many here, one too few there");
+        first->refs--;
+        kv->pool.block[others[0]].refs++;
+    }
+    {
+        int c;
+        for (c = 0; c < kv->tables.n_classes; c++) {
+            if (kv->pool.room[c] != TKVI_NIL) DAMAGE(kv->pool.room[c], TKVI_NIL);
+            if (kv->pool.live[c] > 1) DAMAGE(kv->pool.live[c], kv->pool.live[c] + 1);
+            if (kv->pool.live[c] > 1) DAMAGE(kv->pool.live[c], kv->pool.live[c] - 1);
+        }
+    }
+    DAMAGE(kv->pool.free_block, ids[0]); /* the next block would be one that is in use */
+    CHECK_EQ(tkv_check(NULL, NULL, 0), TKV_ERR_ARG);
+    tkv_destroy(kv);
+}
+
+/* Numbers that lead outside of every table: told, not followed. */
+TEST(check_survives_wild_numbers) {
+    unsigned char saved[64];
+    tkv_cache *kv = damage_me();
+    tkvi_list *list = tkvi_list_of(kv, 0, 0);
+    uint32_t *ids = tkvi_ids(kv, 0, 0);
+    tkvi_block *archive = &kv->pool.block[ids[1]];
+    tkvi_page *page = &kv->pool.page[archive->page];
+    DAMAGE(ids[0], 1u << 30);
+    DAMAGE(ids[3], 1u << 30);
+    DAMAGE(ids[list->n - 1], 0xffffffffu);
+    DAMAGE(archive->coding, 0xffff);
+    DAMAGE(archive->slot, 0xffff);
+    DAMAGE(archive->page, 0xffffffffu);
+    DAMAGE(page->size_class, 1 << 20);
+    DAMAGE(page->size_class, -5);
+    DAMAGE(kv->pool.free_page, 1u << 30);
+    DAMAGE(kv->pool.room[kv->tables.n_classes - 1], 1u << 30);
+    DAMAGE(kv->pool.free_block, 1u << 30);
+    DAMAGE(list->n, 0x7fffffff);
+    DAMAGE(list->archive, 0x7fffffff);
+    DAMAGE(list->len, 0x7fffffff);
+    tkv_destroy(kv);
+}
+
+/* >>blocks with several holders. There is no call for it yet: by hand. */
+static void share(tkv_cache *kv, int from, int to) {
+    int layer, i, most = 0;
+    CHECK_EQ(tkv_get_length(kv, to, TKV_ALL_LAYERS), 0);
+    for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++)
+        most = tkvi_max(most, tkvi_list_of(kv, from, layer)->n);
+    if (!tkvi_grow_lists(kv, to, most + 1)) exit(2);
+    for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++) {
+        *tkvi_list_of(kv, to, layer) = *tkvi_list_of(kv, from, layer);
+        for (i = 0; i < tkvi_list_of(kv, from, layer)->n; i++) {
+            tkvi_ids(kv, to, layer)[i] = tkvi_ids(kv, from, layer)[i];
+            kv->pool.block[tkvi_ids(kv, to, layer)[i]].refs++;
+        }
+    }
+}
+
+TEST(shared_blocks) {
+    tkv_rng rng = tkv_rng_seed(6);
+    int round, rounds = tkv_test_quick() ? 8 : 60;
+    for (round = 0; round < rounds; round++) {
+        enum { SEQS = 4 };
+        counting_allocator p;
+        tkv_config cfg = config(2, SEQS), alone = config(2, 1);
+        tkv_cache *kv, *own[3];
+        tkv_memory_info before, after;
+        size_t empty;
+        int n = 1 + tkv_rng_below(&rng, 700), chunk = 1 + tkv_rng_below(&rng, 200), i, step;
+        cfg.host.allocator = counting_allocator_of(&p);
+        if (round % 3 == 1) cfg.model.window = alone.model.window = 40 + round;
+        if (round % 3 == 2) cfg.tiers.hot_tokens = alone.tiers.hot_tokens = 1 + round * 3;
+        kv = make(&cfg);
+        empty = p.held;
+        for (i = 0; i < 3; i++) own[i] = make(&alone);
+        note_config(&cfg);
+        CHECK_EQ(feed_all(kv, 3, 9, 100, 100), TKV_OK); /* a stranger in the same pages */
+        CHECK_EQ(feed_all(kv, 0, 0, n, chunk), TKV_OK);
+        for (i = 0; i < 3; i++) CHECK_EQ(feed_all(own[i], 0, 0, n, chunk), TKV_OK);
+        CHECK_EQ(tkv_get_memory(kv, &before), TKV_OK);
+        share(kv, 0, 1);
+        share(kv, 1, 2);
+        whole(kv, "shared", round);
+        CHECK_EQ(tkv_get_memory(kv, &after), TKV_OK);
+        CHECK_MEM(&after.tier, &before.tier, sizeof after.tier); /* counts once */
+        CHECK_EQ(after.slack, before.slack);
+        CHECK_EQ(after.total, p.held);
+        for (step = 0; step < 25; step++) {
+            int op = tkv_rng_below(&rng, 12), some = 1 + tkv_rng_below(&rng, step % 5 ? 20 : 200);
+            tkv_status st, st2;
+            snapshot all;
+            i = tkv_rng_below(&rng, 3);
+            st = st2 = TKV_OK;
+            if (op < 6) {
+                if (op == 0) { /* not a byte of anybody's changes when there is no memory */
+                    all = snapshot_of(kv);
+                    p.closed = 1;
+                    st = feed(kv, i, 0, 10 + i, some);
+                    p.closed = 0;
+                    if (st == TKV_ERR_NOMEM) unchanged(kv, &all, "no memory");
+                    else st2 = feed(own[i], 0, 0, 10 + i, some);
+                    CHECK_EQ(st2, TKV_OK);
+                    snapshot_free(&all);
+                    /* the layers are brought to one length again below */
+                    some = tkv_get_length(own[i], 0, 0) - tkv_get_length(own[i], 0, 1);
+                    if (some) {
+                        CHECK_EQ(feed(kv, i, 1, 10 + i, some), TKV_OK);
+                        CHECK_EQ(feed(own[i], 0, 1, 10 + i, some), TKV_OK);
+                    }
+                    st = st2 = TKV_OK;
+                } else {
+                    st = feed_all(kv, i, 10 + i, some, some);
+                    st2 = feed_all(own[i], 0, 10 + i, some, some);
+                }
+            } else if (op == 6) {
+                st = tkv_seq_flush(kv, i, TKV_FLUSH_FULL);
+                st2 = tkv_seq_flush(own[i], 0, TKV_FLUSH_FULL);
+            } else if (op == 7) {
+                st = tkv_seq_flush(kv, i, TKV_FLUSH_ALL);
+                st2 = tkv_seq_flush(own[i], 0, TKV_FLUSH_ALL);
+            } else if (op < 10) {
+                int cut = tkv_get_length(kv, i, TKV_ALL_LAYERS) - tkv_rng_below(&rng, 70);
+                st = tkv_seq_truncate(kv, i, at_least_0(cut));
+                st2 = tkv_seq_truncate(own[i], 0, at_least_0(cut));
+            } else if (op == 10) {
+                CHECK_EQ(tkv_seq_begin(kv, i), TKV_OK);
+                CHECK_EQ(tkv_seq_begin(own[i], 0), TKV_OK);
+                CHECK_EQ(feed_all(kv, i, 50, some, some), TKV_OK);
+                st = tkv_seq_abort(kv, i);
+                st2 = tkv_seq_abort(own[i], 0);
+            } else { /* reserved, with shared tails and shared blocks that come of age */
+                CHECK_EQ(tkv_seq_reserve(kv, i, some), TKV_OK);
+                whole(kv, "reserved", step);
+                p.closed = 1;
+                st = feed_all(kv, i, 10 + i, some, some);
+                p.closed = 0;
+                st2 = feed_all(own[i], 0, 10 + i, some, some);
+            }
+            CHECK_MSG(st == st2, "round %d step %d op %d: %s, alone %s", round, step, op,
+                      tkv_get_status_text(st), tkv_get_status_text(st2));
+            whole(kv, "step", step);
+            CHECK_EQ(tkv_get_memory(kv, &after), TKV_OK);
+            CHECK_EQ(after.total, p.held);
+            if (step % 5 < 4) continue;
+            for (i = 0; i < 3; i++) {
+                snapshot a = snapshot_of_seq(kv, i), b = snapshot_of_seq(own[i], 0);
+                CHECK_MSG(same_picture(&a, &b), "round %d step %d sequence %d", round, step, i);
+                snapshot_free(&a);
+                snapshot_free(&b);
+            }
+        }
+        for (i = 0; i < 3; i++) {
+            CHECK_EQ(tkv_seq_reset(kv, (i + round) % 3), TKV_OK);
+            whole(kv, "released", i);
+            tkv_destroy(own[i]);
+        }
+        reads_as(kv, 3, 0, 9, tkv_get_length(kv, 3, 0) - 1, 1, TKV_F16);
+        CHECK_EQ(tkv_seq_reset(kv, 3), TKV_OK);
+        CHECK_EQ(kv->pool.n_blocks, 0);
+        CHECK_EQ(kv->pool.n_pages, 0);
+        CHECK(p.held >= empty);
+        tkv_destroy(kv);
+        CHECK_EQ(p.held, 0);
+    }
+}
+
+/* The partial tail is copied once, by the one who writes; the demoted block by the one who grows old. */
+TEST(shared_tail_and_shared_demotion) {
+    tkv_config cfg = config(1, 2);
+    tkv_cache *kv = make(&cfg);
+    tkvi_list *a = tkvi_list_of(kv, 0, 0), *b = tkvi_list_of(kv, 1, 0);
+    uint32_t blocks, tail;
+    snapshot before, now;
+    CHECK_EQ(feed_all(kv, 0, 0, 4 + 64 + 40, 1), TKV_OK);
+    share(kv, 0, 1);
+    tail = tkvi_ids(kv, 0, 0)[a->n - 1];
+    blocks = kv->pool.n_blocks;
+    CHECK_EQ(kv->pool.block[tail].refs, 2);
+    before = snapshot_of_seq(kv, 0);
+    CHECK_EQ(feed(kv, 1, 0, 1, 1), TKV_OK); /* too young for the full block to move */
+    CHECK_EQ(kv->pool.n_blocks, blocks + 1);
+    CHECK_EQ(kv->pool.block[tail].refs, 1);
+    CHECK(tkvi_ids(kv, 0, 0)[a->n - 1] == tail && tkvi_ids(kv, 1, 0)[b->n - 1] != tail);
+    CHECK_EQ(feed(kv, 1, 0, 1, 1), TKV_OK); /* its own now */
+    CHECK_EQ(kv->pool.n_blocks, blocks + 1);
+    CHECK_EQ(feed(kv, 0, 0, 0, 0), TKV_OK);
+    now = snapshot_of_seq(kv, 0);
+    CHECK(same_picture(&before, &now));
+    snapshot_free(&now);
+    CHECK_EQ(feed_all(kv, 1, 1, 60, 1), TKV_OK); /* the full block moves to warm in sequence 1 only */
+    CHECK(b->warm == 1 && a->warm == 0);
+    CHECK(tkvi_ids(kv, 0, 0)[1] != tkvi_ids(kv, 1, 0)[1]);
+    CHECK_EQ(tkvi_ids(kv, 0, 0)[0], tkvi_ids(kv, 1, 0)[0]); /* the sinks stay shared */
+    CHECK_EQ(kv->pool.block[tkvi_ids(kv, 0, 0)[0]].refs, 2);
+    now = snapshot_of_seq(kv, 0);
+    CHECK(same_picture(&before, &now));
+    snapshot_free(&now);
+    reads_as(kv, 0, 0, 0, 0, 108, TKV_F16);
+    snapshot_free(&before);
+    CHECK_EQ(tkv_seq_reset(kv, 0), TKV_OK);
+    CHECK_EQ(kv->pool.block[tkvi_ids(kv, 1, 0)[0]].refs, 1);
+    whole(kv, "one left", 0);
+    reads_as(kv, 1, 0, 0, 0, 4, TKV_F16);
+    CHECK_EQ(tkv_seq_reset(kv, 1), TKV_OK);
+    CHECK_EQ(kv->pool.n_blocks, 0);
+    whole(kv, "none left", 0);
+    tkv_destroy(kv);
+}
+
+int main(int argc, char **argv) {
+    tkv_test_begin(argc, argv);
+    RUN(check_sees_damage);
+    RUN(check_survives_wild_numbers);
+    RUN(shared_blocks);
+    RUN(shared_tail_and_shared_demotion);
+    return tkv_test_end();
+}

@@ -1,0 +1,938 @@
+/*
+ * white_formats.c - white-box test of src/formats and the tiles below them: tiles bit by bit, parts of a side, mixed
+ * widths, scales, rotations, how heads share the bits of a layer, A and R formats as codecs.
+ *
+ * This file compiles the library itself, scalar kernels only, because it calls internal functions (tkvi_).
+ */
+#ifndef TKV_NO_SIMD
+#define TKV_NO_SIMD /* src/formats has no vectors, and vectors compile slowly */
+#endif
+#define TIEREDKV_IMPLEMENTATION
+#define TKV_STATIC /* functions that the test does not call are not compiled */
+#include "../tieredkv.h"
+#include "blocks.h"
+
+static tkvi_tile_counts runs_of(const int *widths, int n) {
+    tkvi_tile_counts runs;
+    int i;
+    memset(&runs, 0, sizeof runs);
+    for (i = 0; i < n; i++) runs.n[widths[i]]++;
+    return runs;
+}
+
+static tkvi_tile_at tile_at(const tkvi_tile_counts *runs, const int *widths, int tile) {
+    tkvi_tile_at at = tkvi_first_tile(runs);
+    int i;
+    for (i = 0; i < tile; i++) tkvi_next_tile(&at, widths[i]);
+    return at;
+}
+
+/* One code bit set gives one bit in the bytes, the documented one, and is read from it. */
+static void check_single_bits(const int *widths, int n) {
+    tkvi_tile_counts runs = runs_of(widths, n);
+    size_t size = tkvi_tiles_bytes(&runs);
+    uint8_t code[TKVI_TILE_CODES], back[TKVI_TILE_CODES];
+    int tile, q, b, k;
+    CHECK_EQ(size, run_bytes(widths, n));
+    for (tile = 0; tile < n; tile++) {
+        tkvi_tile_at at = tile_at(&runs, widths, tile);
+        for (b = 0; b < widths[tile]; b++)
+            for (q = 0; q < 256; q += tkv_test_quick() ? 7 : 1) {
+                bit_place p = place(widths, n, tile, q, b);
+                int wrong = 0;
+                memset(bytes, 0, size);
+                memset(code, 0, sizeof code);
+                code[q] = (uint8_t)(1 << b);
+                tkvi_pack_tile(bytes, &at, widths[tile], code);
+                for (k = 0; k < (int)size; k++) wrong += bytes[k] != (k == p.byte ? 1 << p.bit : 0);
+                tkvi_unpack_tile(bytes, &at, widths[tile], back);
+                wrong += memcmp(code, back, sizeof code) != 0;
+                CHECK_MSG(wrong == 0, "width %d, tile %d, code %d, bit %d", widths[tile], tile, q, b);
+            }
+    }
+}
+
+TEST(tile_bits) {
+    static const int mixed[] = {8, 6, 5, 5, 5, 4, 3, 3, 2, 1, 1}; /* an odd number of halves before the 3s */
+    int i;
+    for (i = 0; i < COUNT(all_widths); i++) {
+        int three[3];
+        three[0] = three[1] = three[2] = all_widths[i];
+        check_single_bits(three, 1);
+        check_single_bits(three, 3);
+    }
+    check_single_bits(mixed, COUNT(mixed));
+}
+
+/* The drawing once more, without `place`: bytes written out by hand. */
+TEST(tile_bits_literal) {
+    static const int two[] = {2}, four[] = {4}, three[] = {3, 3, 3};
+    tkvi_tile_counts runs = runs_of(two, 1);
+    tkvi_tile_at at = tkvi_first_tile(&runs);
+    uint8_t code[TKVI_TILE_CODES];
+    memset(code, 0, sizeof code);
+    memset(bytes, 0, ROOM);
+    code[64 * 0 + 4 * 5 + 1] = 1; /* planes 0 to 3 of lane 5, reduced 1 */
+    code[64 * 1 + 4 * 5 + 1] = 2;
+    code[64 * 2 + 4 * 5 + 1] = 3;
+    code[64 * 3 + 4 * 5 + 1] = 1;
+    tkvi_pack_tile(bytes, &at, 2, code);
+    CHECK_EQ(bytes[21], 1 | 2 << 2 | 3 << 4 | 1 << 6);
+    CHECK_EQ(bytes[20] | bytes[22], 0);
+    CHECK_EQ(tkvi_tiles_bytes(&runs), 64);
+
+    runs = runs_of(four, 1);
+    at = tkvi_first_tile(&runs);
+    memset(bytes, 0, ROOM);
+    tkvi_pack_tile(bytes, &at, 4, code);
+    CHECK_EQ(bytes[21], 1 | 2 << 4);
+    CHECK_EQ(bytes[64 + 21], 3 | 1 << 4);
+    CHECK_EQ(tkvi_tiles_bytes(&runs), 128);
+
+    code[64 * 2 + 4 * 5 + 1] = 7;
+    runs = runs_of(three, 3);
+    at = tile_at(&runs, three, 1);
+    memset(bytes, 0, ROOM);
+    tkvi_pack_tile(bytes, &at, 3, code);
+    CHECK_EQ(bytes[64 + 21], 1 | 2 << 2 | 3 << 4 | 1 << 6);
+    CHECK_EQ(bytes[192 + 21], 1 << (4 + 2)); /* the second half of the first vector behind three tiles */
+    CHECK_EQ(tkvi_tiles_bytes(&runs), 192 + 128);
+}
+
+TEST(tile_round_trip) {
+    tkv_rng r = tkv_rng_seed(11);
+    int round, rounds = tkv_test_quick() ? 40 : 300;
+    for (round = 0; round < rounds; round++) {
+        int widths[16], n = random_widths(&r, widths, 16), tile, q, wrong = 0;
+        tkvi_tile_counts runs = runs_of(widths, n);
+        tkvi_tile_at at = tkvi_first_tile(&runs);
+        size_t size = tkvi_tiles_bytes(&runs), i;
+        uint8_t code[16][TKVI_TILE_CODES], back[TKVI_TILE_CODES];
+        memset(bytes, 0, ROOM);
+        memset(other, 0, ROOM);
+        memset(bytes + size, 0x5a, 64);
+        CHECK_EQ(size, run_bytes(widths, n));
+        for (tile = 0; tile < n; tile++) {
+            for (q = 0; q < 256; q++) {
+                code[tile][q] = (uint8_t)(tkv_rng_u64(&r) & ((1u << widths[tile]) - 1u));
+                put_code(other, widths, n, tile, q, code[tile][q]);
+                back[q] = (uint8_t)~code[tile][q];
+            }
+            tkvi_pack_tile(bytes, &at, widths[tile], back); /* a second packing replaces the first */
+            tkvi_pack_tile(bytes, &at, widths[tile], code[tile]);
+            tkvi_next_tile(&at, widths[tile]);
+        }
+        CHECK_MEM(bytes, other, size);
+        for (i = size; i < size + 64; i++) wrong += bytes[i] != 0x5a;
+        CHECK_EQ(wrong, 0);
+        at = tkvi_first_tile(&runs);
+        for (tile = 0; tile < n; tile++) {
+            tkvi_unpack_tile(bytes, &at, widths[tile], back);
+            tkvi_next_tile(&at, widths[tile]);
+            CHECK_MEM(back, code[tile], 256);
+        }
+    }
+}
+
+/* >>decoding */
+TEST(decode_of_a_part) {
+    tkv_rng r = tkv_rng_seed(32);
+    int f, side, i, round, t;
+    for (f = 1; f < TKV_FORMAT_COUNT; f++)
+        for (side = 0; side < 2; side++)
+            for (i = 0; i < COUNT(dims); i++) {
+                int dim = dims[i];
+                tkv_codec c = codec((tkv_format)f, side, dim, i % 2 ? 32 : 64);
+                tkvi_side s;
+                if (!tkv_get_block_bytes(&c)) continue; /* a format for the other side alone */
+                CHECK(tkvi_codec_side(&c, &s));
+                fill(OUTLIERS, &r, BLOCK, dim, in);
+                CHECK_EQ(tkv_encode_block(&c, in, 0, BLOCK, bytes, ROOM), TKV_OK);
+                CHECK_EQ(tkv_decode_block(&c, bytes, ROOM, BLOCK, out, 0), TKV_OK);
+                for (round = 0; round < 6; round++) {
+                    int first = tkv_rng_below(&r, BLOCK), n = 1 + tkv_rng_below(&r, BLOCK - first);
+                    int stride = dim + tkv_rng_below(&r, 8);
+                    poison(want, sizeof want);
+                    poison(in, sizeof in);
+                    for (t = 0; t < n; t++)
+                        memcpy(want + t * stride, out + (first + t) * dim, (size_t)dim * sizeof(float));
+                    tkvi_decode_side(&s, bytes, first, n, in, (size_t)stride);
+                    CHECK_MEM(in, want, sizeof want);
+                    if (first > 0) continue;
+                    poison(in, sizeof in);
+                    CHECK_EQ(tkv_decode_block(&c, bytes, ROOM, n, in, stride), TKV_OK);
+                    CHECK_MEM(in, want, sizeof want);
+                }
+            }
+}
+
+/* >>sides of mixed widths, with a channel order and a table of levels, through a format of the test's own:
+ * its metadata are the zeros, then the scales, 16 halves apart from where KIVI has them */
+static void own_meta(const tkvi_side *s, const uint8_t *src, const tkvi_simd_ops *help, float *scale,
+                     float *zero) {
+    int n = s->groups * (s->which == TKV_K ? (int)s->pad : BLOCK);
+    help->f16_to_f32(src + s->code_bytes, n, zero);
+    help->f16_to_f32(src + s->code_bytes + 2 * n + 32, n, scale);
+}
+
+static tkvi_format own_format(void) {
+    tkvi_format f;
+    memset(&f, 0, sizeof f);
+    f.name = "own";
+    f.bits = 2;
+    f.stored = TKVI_AS_TILES;
+    f.side[TKV_K].decode = tkvi_decode_tiles;
+    f.side[TKV_K].meta = own_meta;
+    f.side[TKV_V].decode = tkvi_decode_tiles;
+    f.side[TKV_V].meta = own_meta;
+    return f;
+}
+
+/* Widths of n tiles, widest first, `same` neighbours alike (V: the four of a slab). */
+static void widths_of_a_side(tkv_rng *r, int *widths, int n, int same, int widest) {
+    int i, w;
+    for (i = 0; i < n; i++) {
+        do w = all_widths[tkv_rng_below(r, COUNT(all_widths))];
+        while (w > widest);
+        widths[i] = i % same ? widths[i - 1] : w;
+    }
+    for (i = 1; i < n; i++)
+        for (w = i; w > 0 && widths[w] > widths[w - 1]; w--) {
+            int t = widths[w];
+            widths[w] = widths[w - 1];
+            widths[w - 1] = t;
+        }
+}
+
+/* Of pairs: 32 channels on 16 lanes of 3 bits, and 2 bits for 16 channels without partners; returns how many. */
+static int widths_of_pairs(int *widths, int pad) {
+    int n = pad / 32 * 4 + pad % 32 / 4, i;
+    for (i = 0; i < n; i++) widths[i] = i < pad / 32 * 4 ? 3 : 2;
+    return n;
+}
+
+TEST(mixed_widths) {
+    tkv_rng r = tkv_rng_seed(71);
+    tkvi_format format = own_format();
+    int round, rounds = tkv_test_quick() ? 60 : 300;
+    for (round = 0; round < rounds; round++) {
+        int side = round % 2, tabled = round / 2 % 2, dim = 1 + tkv_rng_below(&r, 96), pad = up(dim, 16);
+        int group = tkv_rng_below(&r, 2) ? 32 : 64, n_meta, tiles = pad / 4, tile, q, i, u, first, n;
+        int widths[TKV_MAX_HEAD_DIM / 4], pairs = side && round % 3 == 0;
+        uint8_t order[TKV_MAX_HEAD_DIM];
+        int8_t levels[48];
+        uint8_t *scale, *zero;
+        tkvi_side s;
+        memset(&s, 0, sizeof s);
+        s.format = &format;
+        s.which = side ? TKV_V : TKV_K;
+        s.dim = (int16_t)dim;
+        s.pad = (int16_t)pad;
+        s.tokens = BLOCK;
+        s.group = (int16_t)group;
+        s.groups = (int16_t)(side ? up(dim, group) / group : BLOCK / group);
+        s.pairs = (int8_t)pairs;
+        if (pairs) tiles = widths_of_pairs(widths, pad);
+        else widths_of_a_side(&r, widths, tiles, side ? 4 : 1, tabled ? 4 : 8);
+        s.tiles = runs_of(widths, tiles);
+        s.code_bytes = tkvi_tiles_bytes(&s.tiles);
+        for (i = 0; i < 48; i++) levels[i] = (int8_t)(tkv_rng_below(&r, 255) - 127);
+        if (tabled || pairs) s.levels = levels;
+        for (i = 0; i < pad; i++) order[i] = (uint8_t)i;
+        for (i = pad - 1; i > 0; i--) {
+            int j = tkv_rng_below(&r, i + 1);
+            uint8_t t = order[i];
+            order[i] = order[j];
+            order[j] = t;
+        }
+        if (!side && round % 3) s.order = order;
+
+        memset(bytes, 0, ROOM);
+        n_meta = s.groups * (side ? BLOCK : pad);
+        zero = bytes + s.code_bytes;
+        scale = zero + 2 * n_meta + 32;
+        for (i = 0; i < n_meta; i++) {
+            tkvi_store16(zero + 2 * i, tkvi_f32_to_f16((float)(10 * tkv_rng_gauss(&r))));
+            tkvi_store16(scale + 2 * i, tkvi_f32_to_f16((float)(0.01 + tkv_rng_uniform(&r))));
+        }
+        poison(want, sizeof want);
+        first = tkv_rng_below(&r, BLOCK);
+        n = 1 + tkv_rng_below(&r, BLOCK - first);
+        for (tile = 0; tile < tiles; tile++)
+            for (q = 0; q < 256; q++) {
+                int code = (int)(tkv_rng_u64(&r) & ((1u << widths[tile]) - 1u)), plane = q / 64,
+                    lane = q % 64 / 4;
+                int token = side ? tile % 4 * 16 + 4 * plane + q % 4 : 16 * plane + lane;
+                int position = side ? tile / 4 * (pairs ? 32 : 16) + lane : 4 * tile + q % 4;
+                put_code(bytes, widths, tiles, tile, q, code);
+                for (u = 0; u <= (pairs && widths[tile] == 3); u++, position += 16) {
+                    int channel = s.order ? order[position] : position;
+                    int m = side ? position / group * BLOCK + token : token / group * pad + position;
+                    int level = pairs ? levels[(widths[tile] == 3 ? 16 * u : 32) + code] : levels[code & 15];
+                    volatile double x;
+                    if (channel >= dim || token < first || token >= first + n) continue;
+                    x = half_value(half_at(scale + 2 * m)) * (s.levels ? level : code) +
+                        half_value(half_at(zero + 2 * m));
+                    want[(token - first) * (dim + 3) + channel] = (float)x;
+                }
+            }
+        poison(out, sizeof out);
+        tkvi_decode_side(&s, bytes, first, n, out, (size_t)(dim + 3));
+        CHECK_MEM(out, want, sizeof want);
+    }
+}
+
+/* >>logarithmic scales, as drawn in core/log_scale.h */
+static double log_value(int code, int top) {
+    return code ? ldexp((double)tkvi_log_mantissa[(code - 1) % 16] / 1024, top - 16 + (code - 1) / 16) : 0.0;
+}
+
+static float next_float(float x, int up_or_down) { /* x > 0 */
+    uint32_t u = tkvi_bits(x);
+    return tkvi_from_bits(up_or_down > 0 ? u + 1 : u - 1);
+}
+
+TEST(logarithmic_scales) {
+    static const int tops[] = {-TKVI_LOG_TOP, -8, 0, TKVI_LOG_TOP_DEFAULT, TKVI_LOG_TOP};
+    int i, code, e;
+    for (code = 0; code < 16; code++) { /* 16 steps to the octave, 11 bits */
+        CHECK_NEAR(tkvi_log_mantissa[code], 1024 * pow(2.0, code / 16.0), 0.5);
+        CHECK(tkvi_log_mantissa[code] < 2048);
+    }
+    for (i = 0; i < COUNT(tops); i++) {
+        const int top = tops[i];
+        for (code = 0; code < 256; code++) {
+            float v = tkvi_log_value(code, top);
+            CHECK_NEAR(v, log_value(code, top), 0);
+            CHECK_EQ(tkvi_log_code(v, top), code);
+            if (code < 2) continue;
+            CHECK(v > tkvi_log_value(code - 1, top));
+            { /* the nearest in the logarithm, of sixteenths of an octave as they are before rounding to 11 bits */
+                double border = ldexp(pow(2.0, (code - 2 + 0.5) / 16), top - 16);
+                float below = (float)border;
+                if ((double)below > border) below = next_float(below, -1);
+                CHECK_EQ(tkvi_log_code(next_float(below, -1), top),
+                         code - 1); /* to the bit before the last */
+                CHECK_EQ(tkvi_log_code(next_float(below, 1), top), code);
+            }
+            CHECK_EQ(tkvi_log_code(next_float(v, 1), top), code);
+            CHECK_EQ(tkvi_log_code(next_float(v, -1), top), code);
+        }
+        CHECK_EQ(tkvi_log_code(tkvi_log_value(255, top) * 1.3f, top), 255);
+        CHECK_EQ(tkvi_log_code(3.4e38f, top), 255);
+        CHECK_EQ(tkvi_log_code(tkvi_log_value(1, top) * 0.3f, top), 1);
+        CHECK_EQ(tkvi_log_code(1e-45f, top), 1);
+        CHECK_EQ(tkvi_log_code(0.0f, top), 0);
+        CHECK_EQ(tkvi_log_code(-0.0f, top), 0);
+        CHECK_EQ(tkvi_log_code(-1.0f, top), 0);
+    }
+    for (e = -130; e < 128; e++) { /* a window with a largest scale in it, and room above */
+        float most = (float)ldexp(1.7, e);
+        int top = tkvi_log_top(most);
+        CHECK(top >= -TKVI_LOG_TOP && top <= TKVI_LOG_TOP);
+        if (e < -90 || e > 90) continue;
+        CHECK_LE(3.5 * (double)most, log_value(255, top));
+        CHECK_LE(log_value(255, top), 9.0 * (double)most);
+    }
+    CHECK_EQ(tkvi_log_top(0.0f), TKVI_LOG_TOP_DEFAULT);
+}
+
+/* >>the rotation */
+TEST(rotation_keeps_lengths_and_turns_back) {
+    static float x[TKV_MAX_HEAD_DIM], y[TKV_MAX_HEAD_DIM], z[TKV_MAX_HEAD_DIM];
+    tkv_rng r = tkv_rng_seed(81);
+    int dim, c;
+    for (dim = 1; dim <= TKV_MAX_HEAD_DIM; dim++) {
+        double xx = 0, yy = 0, most = 0;
+        tkv_rng_fill(&r, x, (size_t)dim, 3.0);
+        memcpy(y, x, sizeof y);
+        tkvi_rotate(y, dim);
+        memcpy(z, y, sizeof z);
+        tkvi_rotate_back(z, dim);
+        for (c = 0; c < dim; c++) {
+            double d = fabs((double)z[c] - (double)x[c]);
+            xx += (double)x[c] * (double)x[c];
+            yy += (double)y[c] * (double)y[c];
+            most = d > most ? d : most;
+        }
+        CHECK_NEAR(yy / xx, 1.0, 2e-6);
+        CHECK_LE(most, 4e-6 * sqrt(xx));
+        for (c = dim; c < TKV_MAX_HEAD_DIM; c++)
+            CHECK(tkvi_bits(y[c]) == tkvi_bits(x[c])); /* nothing beyond */
+    }
+}
+
+/* Columns of the matrix are orthogonal, and it mixes: one channel spreads over many. */
+TEST(rotation_is_orthonormal_and_mixes) {
+    static const int sizes[] = {1, 2, 3, 8, 16, 48, 64, 80, 96, 100, 128, 192, 255, 256};
+    static float m[TKV_MAX_HEAD_DIM][TKV_MAX_HEAD_DIM];
+    int s, i, j, c;
+    for (s = 0; s < COUNT(sizes); s++) {
+        const int dim = sizes[s];
+        double most = 0, largest = 0;
+        for (i = 0; i < dim; i++) {
+            memset(m[i], 0, sizeof m[i]);
+            m[i][i] = 1.0f;
+            tkvi_rotate(m[i], dim);
+            for (c = 0; c < dim; c++) {
+                double a = fabs((double)m[i][c]);
+                largest = a > largest ? a : largest;
+            }
+        }
+        for (i = 0; i < dim; i++)
+            for (j = 0; j <= i; j++) {
+                double dot = 0;
+                for (c = 0; c < dim; c++) dot += (double)m[i][c] * (double)m[j][c];
+                dot = fabs(dot - (i == j));
+                most = dot > most ? dot : most;
+            }
+        CHECK_LE(most, 1e-6);
+        if ((dim & (dim - 1)) == 0) CHECK_NEAR(largest, 1 / sqrt((double)dim), 1e-6);
+        else if (dim > 8) CHECK_LE(largest, 0.75);
+    }
+}
+
+/* >>who gets the bits */
+enum { MANY = 24, MAX_TILES = TKV_MAX_HEAD_DIM / 4 };
+
+typedef struct sharers {
+    tkvi_head head[MANY];
+    uint8_t importance[MANY][TKV_MAX_HEAD_DIM];
+    int n, dim, pad, unit;
+} sharers;
+
+/* `alike`: all heads the same. */
+static void random_sharers(tkv_rng *r, sharers *s, int n, int dim, int unit, int alike) {
+    int h, c, spread = 1 + tkv_rng_below(r, 12);
+    memset(s, 0, sizeof *s);
+    s->n = n;
+    s->dim = dim;
+    s->pad = up(dim, 16);
+    s->unit = unit;
+    for (h = 0; h < n; h++) {
+        int level = 255;
+        if (alike && h) {
+            memcpy(s->importance[h], s->importance[0], sizeof s->importance[h]);
+            s->head[h] = s->head[0];
+        } else {
+            for (c = 0; c < dim; c++) {
+                s->importance[h][c] = (uint8_t)level;
+                level -= tkv_rng_below(r, spread);
+                if (level < 1) level = 1;
+            }
+            s->head[h].reach = -tkv_rng_below(r, 97);
+            s->head[h].k_weight = tkv_rng_below(r, 300) + s->head[h].reach;
+        }
+        s->head[h].importance = s->importance[h];
+    }
+}
+
+static int bits_of_runs(const tkvi_tile_counts *runs) {
+    int w, sum = 0;
+    for (w = 1; w <= 8; w++) sum += w * runs->n[w];
+    return sum;
+}
+
+/* What a tile, or a unit of them, gains by one bit more: 4 channels of the greatest importance first. */
+static int gain_of(const sharers *s, int head, int item, int bits) {
+    static const int ladder[6] = {-22, -63, -112, -169, -223, -277}; /* 32 log2 of D(b) - D(b + 1) */
+    int c, sum = 0;
+    for (c = 0; c < 4 * s->unit; c++) sum += s->importance[head][4 * s->unit * item + c];
+    return sum ? 4 * s->head[head].k_weight + sum / s->unit + ladder[bits] : -1000000;
+}
+
+/* One bit after the other to whom it helps most; of equals to fewer bits, then the first. Bits spent by each head.
+ * Returns 1 if the last one could have gone elsewhere with the same gain. */
+static int greedy(const sharers *s, int budget, int cap, int (*bits)[MAX_TILES], int *spent) {
+    int h, i, items = s->pad / 4 / s->unit, last = 0, tie = 0;
+    for (h = 0; h < s->n; h++) {
+        spent[h] = 0;
+        for (i = 0; i < items; i++) bits[h][i] = 0;
+    }
+    for (;;) {
+        int best_h = -1, best_i = 0, best = -1000000;
+        for (h = 0; h < s->n; h++)
+            for (i = 0; i < items && spent[h] + s->unit <= cap; i++) {
+                int gain = bits[h][i] < 6 ? gain_of(s, h, i, bits[h][i]) : -1000000;
+                if (gain > best || (gain == best && gain > -1000000 && bits[h][i] < bits[best_h][best_i])) {
+                    best = gain;
+                    best_h = h;
+                    best_i = i;
+                }
+            }
+        if (best_h < 0) return 0;
+        if (budget < s->unit) return tie || best == last;
+        bits[best_h][best_i]++;
+        spent[best_h] += s->unit;
+        budget -= s->unit;
+        tie = spent[best_h] + s->unit > cap && best == last; /* who is full lets others pass */
+        last = best;
+    }
+}
+
+TEST(tiles_of_a_head_are_the_greedy_ones) {
+    static const int sizes[] = {1, 4, 8, 16, 20, 48, 64, 80, 100, 128, 192, 256};
+    static int bits[MANY][MAX_TILES];
+    static sharers s;
+    tkv_rng r = tkv_rng_seed(82);
+    int round, rounds = tkv_test_quick() ? 60 : 500, w;
+    for (round = 0; round < rounds; round++) {
+        int dim = sizes[tkv_rng_below(&r, COUNT(sizes))], unit = round % 3 ? 1 : 4, spent[MANY], i, budget;
+        int count[9] = {0};
+        tkvi_tile_counts runs;
+        random_sharers(&r, &s, 1, dim, unit, 0);
+        budget = tkv_rng_below(&r, s.pad + 8);
+        tkvi_choose_widths(&s.head[0], s.pad, unit, budget, &runs);
+        (void)greedy(&s, budget, 1 << 20, bits, spent);
+        CHECK_EQ(bits_of_runs(&runs), spent[0]);
+        CHECK_LE(spent[0], budget);
+        for (i = 0; i < s.pad / 4 / unit; i++) count[bits[0][i]] += unit;
+        for (w = 1; w <= 6; w++) CHECK_EQ(runs.n[w], count[w]);
+        CHECK_EQ(runs.n[8], 0);
+        /* all of it is spent, but for what is less than a unit, or when everybody has six bits */
+        if (s.dim == s.pad && budget <= 6 * s.pad / 4) CHECK_LE(budget - spent[0], unit - 1);
+    }
+}
+
+TEST(heads_share_what_there_is) {
+    static const int quarters[] = {16, 14, 12, 11, 10, 9, 8, 7, 6},
+                     sizes[] = {16, 48, 64, 80, 96, 128, 256, 20, 8};
+    static int bits[MANY][MAX_TILES];
+    static sharers s;
+    tkv_rng r = tkv_rng_seed(83);
+    int round, rounds = tkv_test_quick() ? 80 : 600, compared = 0;
+    for (round = 0; round < rounds; round++) {
+        int n = 1 + tkv_rng_below(&r, round % 5 ? 6 : MANY), q = quarters[tkv_rng_below(&r, COUNT(quarters))];
+        int dim = sizes[tkv_rng_below(&r, COUNT(sizes))], unit = round % 3 ? 1 : 4, budget[MANY], spent[MANY];
+        int h, sum = 0, all, full = 1, tie;
+        random_sharers(&r, &s, n, dim, unit, 0);
+        tkvi_share_k(s.head, n, q, dim, s.pad, unit, budget);
+        all = n * tkvi_head_budget(q, dim, s.pad);
+        tie = greedy(&s, all, s.pad, bits, spent);
+        compared += !tie;
+        for (h = 0; h < n; h++) {
+            int most = (dim + 4 * unit - 1) / (4 * unit) * 6 * unit;
+            tkvi_tile_counts runs;
+            sum += budget[h];
+            CHECK(budget[h] % 2 == 0 && budget[h] >= 0);
+            CHECK_LE(budget[h], s.pad + 1); /* 4 bits a channel */
+            full &= spent[h] == s.pad || spent[h] == most;
+            /* what greedy gives, but for making it even; of equal gains the first heads get theirs */
+            if (!tie)
+                CHECK_MSG(abs(budget[h] - spent[h]) <= 2, "head %d of %d, dim %d, unit %d: %d, greedy %d", h,
+                          n, dim, unit, budget[h], spent[h]);
+            tkvi_choose_widths(&s.head[h], s.pad, unit, budget[h], &runs);
+            CHECK_LE(bits_of_runs(&runs), budget[h]);
+            if (budget[h] <= most) CHECK_LE(budget[h] - bits_of_runs(&runs), unit - 1);
+        }
+        CHECK_LE(sum, all);
+        if (!full) CHECK_MSG(sum >= all - unit, "%d heads of %d, unit %d: %d of %d", n, dim, unit, sum, all);
+    }
+    CHECK_LE(rounds / 4, compared);
+}
+
+TEST(equal_heads_share_equally) {
+    static const int sizes[] = {16, 48, 64, 80, 128, 256};
+    static sharers s;
+    tkv_rng r = tkv_rng_seed(84);
+    int round, f, h;
+    for (round = 0; round < 60; round++) {
+        int n = 2 + round % 9, dim = sizes[round % COUNT(sizes)], unit = round % 2 ? 1 : 4, budget[MANY], low,
+            high;
+        random_sharers(&r, &s, n, dim, unit, 1);
+        if (round % 3 == 0) memset(s.importance, 255, sizeof s.importance); /* and equal channels */
+        for (f = TKV_A40; f <= TKV_A15; f++) {
+            tkvi_share_k(s.head, n, tkvi_formats[f].bits, dim, s.pad, unit, budget);
+            low = high = budget[0];
+            for (h = 1; h < n; h++) {
+                low = budget[h] < low ? budget[h] : low;
+                high = budget[h] > high ? budget[h] : high;
+            }
+            CHECK_MSG(high - low <= 2 * unit, "%s, %d heads of %d, unit %d: %d to %d", tkvi_formats[f].name,
+                      n, dim, unit, low, high);
+        }
+        for (f = TKV_R40; f <= TKV_R10; f++) {
+            tkvi_share_v(s.head, n, tkvi_formats[f].bits, budget);
+            for (h = 0; h < n; h++) CHECK_EQ(budget[h], tkvi_formats[f].bits / 2);
+        }
+    }
+}
+
+TEST(values_share_bits_of_a_layer) {
+    static sharers s;
+    tkv_rng r = tkv_rng_seed(85);
+    int round, f, h, i;
+    for (round = 0; round < 300; round++) {
+        int n = 1 + tkv_rng_below(&r, MANY), half_bits[MANY];
+        random_sharers(&r, &s, n, 16, 1, 0);
+        for (f = TKV_R40; f <= TKV_R10; f++) {
+            int sum = 0, quarters = tkvi_formats[f].bits;
+            tkvi_share_v(s.head, n, quarters, half_bits);
+            for (h = 0; h < n; h++) {
+                int b = half_bits[h],
+                    known = b == 2 || b == 4 || b == 6 || b == 8 || (b == 3 && quarters < 8);
+                sum += b;
+                CHECK_MSG(known, "%s gives %d half bits", tkvi_formats[f].name, b);
+                for (i = 0; i < n; i++) /* who reads further has no less; but for what is left at the end */
+                    if (s.head[i].reach >= s.head[h].reach + 8) CHECK(half_bits[i] >= b);
+            }
+            CHECK_LE(sum, n * quarters / 2);
+            /* less than the largest step is left */
+            if (quarters < 16) CHECK_LE(n * quarters / 2 - sum, 1);
+            CHECK_LE((double)sum * 4 * 64, (double)tkvi_budget_v(n, quarters, 64));
+        }
+    }
+}
+
+/* >>allocated keys and rotated values as codecs */
+typedef struct owned_share {
+    tkvi_share share;
+    uint8_t order[TKV_MAX_HEAD_DIM];
+    float mean[TKV_MAX_HEAD_DIM];
+} owned_share;
+
+static tkvi_side k_side(owned_share *o, tkv_rng *r, int dim, int width, float mean, float most) {
+    tkvi_side s;
+    int i, pad = up(dim, 16);
+    memset(o, 0, sizeof *o);
+    if (width) o->share.tiles.n[width] = (uint16_t)(pad / 4);
+    for (i = 0; i < pad; i++) o->order[i] = (uint8_t)i;
+    for (i = dim - 1; i > 0; i--) {
+        int j = tkv_rng_below(r, i + 1);
+        uint8_t t = o->order[i];
+        o->order[i] = o->order[j];
+        o->order[j] = t;
+    }
+    for (i = 0; i < dim; i++) o->mean[i] = mean;
+    o->share.top = tkvi_log_top(most);
+    o->share.order = o->order;
+    o->share.mean = o->mean;
+    tkvi_side_init(&s, &tkvi_formats[TKV_A30], TKV_K, dim, 64, BLOCK, &o->share);
+    return s;
+}
+
+static tkvi_side v_side(owned_share *o, int dim, int half_bits, float most) {
+    tkvi_side s;
+    memset(o, 0, sizeof *o);
+    o->share.half_bits = half_bits;
+    o->share.top = tkvi_log_top(most);
+    tkvi_side_init(&s, &tkvi_formats[TKV_R20], TKV_V, dim, 64, BLOCK, &o->share);
+    return s;
+}
+
+static void there_and_back(const tkvi_side *s, int n) { /* `in` to `out` */
+    CHECK(s->bytes <= ROOM);
+    tkvi_encode_side(s, &tkvi_simd_ops_scalar, in, (size_t)s->dim, n, bytes);
+    tkvi_decode_side(s, bytes, 0, n, out, (size_t)s->dim);
+}
+
+typedef struct moments {         /* of decoded values against exact ones */
+    double slope, spread, error; /* cov / var, sd / sd, mean square error / var */
+} moments;
+
+/* About the mean of each column of a block (K), or about 0 (V). */
+static moments moments_of(const tkvi_side *s, tkv_rng *r, int blocks) {
+    double xx = 0, xy = 0, yy = 0, ee = 0;
+    moments m;
+    int b, t, c;
+    for (b = 0; b < blocks; b++) {
+        fill(GAUSSIAN, r, BLOCK, s->dim, in);
+        there_and_back(s, BLOCK);
+        for (c = 0; c < s->dim; c++) {
+            double mx = 0, my = 0;
+            for (t = 0; t < BLOCK && s->which == TKV_K; t++) {
+                mx += (double)in[t * s->dim + c] / BLOCK;
+                my += (double)out[t * s->dim + c] / BLOCK;
+            }
+            for (t = 0; t < BLOCK; t++) {
+                double x = (double)in[t * s->dim + c] - mx, y = (double)out[t * s->dim + c] - my;
+                double e = (double)in[t * s->dim + c] - (double)out[t * s->dim + c];
+                xx += x * x;
+                xy += x * y;
+                yy += y * y;
+                ee += e * e;
+            }
+        }
+    }
+    m.slope = xy / xx;
+    m.spread = sqrt(yy / xx);
+    m.error = ee / xx;
+    return m;
+}
+
+/* V: D / (1 - D), D being what the best uniform grid leaves of a Gaussian: the price of being unbiased. K: less than
+ * that from three bits on, as 64 values have no long tails; as measured with the search of ranges. One bit
+ * keeps the variance instead. */
+TEST(decoded_values_are_unbiased) {
+    static const double k_error[7] = {1.0, 0.42, 0.127, 0.0315, 0.0077, 0.0020, 0.00064};
+    static const double v_error[9] = {0, 0, 0.571, 0.252, 0.135, 0, 0.0389, 0, 0.0117};
+    static const int half_bits[] = {2, 3, 4, 6, 8};
+    tkv_rng r = tkv_rng_seed(86);
+    int w, i, blocks = tkv_test_quick() ? 10 : 40;
+    double before = 2;
+    owned_share o;
+    for (w = 0; w <= 6; w++) {
+        tkvi_side s = k_side(&o, &r, 64, w, 0.0f, 4.0f);
+        moments m = moments_of(&s, &r, blocks);
+        if (w == 1) CHECK_NEAR(m.spread, 1.0, 0.02);
+        if (w >= 2) CHECK_NEAR(m.slope, 1.0, 0.01);
+        CHECK_MSG(m.error <= 1.08 * k_error[w] && m.error >= 0.9 * k_error[w], "%d bits: %g, not %g", w,
+                  m.error, k_error[w]);
+        CHECK(m.error < before);
+        before = m.error;
+    }
+    before = 1;
+    for (i = 0; i < COUNT(half_bits); i++) {
+        tkvi_side s = v_side(&o, 128, half_bits[i], 4.0f);
+        moments m = moments_of(&s, &r, blocks);
+        CHECK_NEAR(m.slope, 1.0, 0.005);
+        CHECK_MSG(m.error <= 1.08 * v_error[half_bits[i]] && m.error >= 0.9 * v_error[half_bits[i]],
+                  "%d half bits: %g, not %g", half_bits[i], m.error, v_error[half_bits[i]]);
+        CHECK(m.error < before);
+        before = m.error;
+    }
+}
+
+/* The formats as they are named: fewer bits, more error, for every head_dim. */
+TEST(sizes_of_shared_formats) {
+    static const int heads[] = {64, 128, 256};
+    int f, i, dim;
+    for (f = TKV_A40; f <= TKV_R10; f++)
+        for (i = 0; i < COUNT(heads); i++) { /* the bits of their names, and 8 a token of V */
+            int side = tkvi_formats[f].rotated, dim_ = heads[i];
+            tkv_codec c = codec((tkv_format)f, side, dim_, 64), no = codec((tkv_format)f, !side, dim_, 64);
+            double named = tkvi_formats[f].bits / 4.0 + (side ? 8.0 / dim_ : 0);
+            CHECK_LE(format_bits(&c), named + 8.0 / dim_ - 1e-9); /* an odd tile rounds up */
+            CHECK_LE(named - 1e-9, format_bits(&c));
+            CHECK_EQ(tkv_get_block_bytes(&no), 0); /* one side only */
+            CHECK(format_bits(&no) <= 0.0);
+        }
+    for (f = TKV_A40; f <= TKV_R10; f++)
+        for (dim = 1; dim <= TKV_MAX_HEAD_DIM; dim++) {
+            tkv_codec c = codec((tkv_format)f, tkvi_formats[f].rotated, dim, 64);
+            CHECK_EQ(tkv_get_block_bytes(&c) % 64, 0);
+            CHECK(tkv_get_block_bytes(&c) > 0 && tkv_get_block_bytes(&c) <= ROOM);
+        }
+}
+
+TEST(nothing_comes_back_as_nothing) {
+    int f, i, n;
+    for (f = TKV_A40; f <= TKV_R10; f++)
+        for (i = 0; i < COUNT(dims); i++)
+            for (n = 1; n <= BLOCK; n += 21) {
+                tkv_codec c = codec((tkv_format)f, tkvi_formats[f].rotated, dims[i], 64);
+                int t, wrong = 0;
+                memset(in, 0, sizeof in);
+                poison(out, sizeof out);
+                CHECK_EQ(tkv_encode_block(&c, in, 0, n, bytes, ROOM), TKV_OK);
+                CHECK_EQ(tkv_decode_block(&c, bytes, ROOM, n, out, 0), TKV_OK);
+                for (t = 0; t < n * dims[i]; t++) wrong += tkvi_bits(out[t]) << 1 != 0;
+                CHECK_EQ(wrong, 0);
+            }
+}
+
+/* One token, or a channel that does not move: there is no range, and the offset carries the value. */
+TEST(flat_channels_of_keys) {
+    static const float values[] = {0.42f, -1.0f, 5.0f, 600.0f, -0.1f, 1000.0f, 1e-3f};
+    tkv_rng r = tkv_rng_seed(88);
+    owned_share o;
+    int w, v, n, t;
+    for (w = 0; w <= 6; w++)
+        for (v = 0; v < COUNT(values); v++)
+            for (n = 1; n <= BLOCK; n += 9) {
+                tkvi_side s = k_side(&o, &r, 20, w, 0.0f, fabsf(values[v]));
+                double worst = 0;
+                float half;
+                for (t = 0; t < n * 20; t++) in[t] = values[v];
+                there_and_back(&s, n);
+                for (t = 0; t < n * 20; t++) {
+                    double d = fabs((double)out[t] - (double)values[v]) / fabs((double)values[v]);
+                    worst = d > worst ? d : worst;
+                }
+                CHECK_MSG(worst <= 0.006, "%g: %g of it, %d bits, %d tokens", (double)values[v], worst, w, n);
+                half = tkvi_f16_to_f32(tkvi_f32_to_f16(values[v])); /* the static mean has it all */
+                s = k_side(&o, &r, 20, w, half, 4.0f);
+                for (t = 0; t < n * 20; t++) in[t] = half;
+                there_and_back(&s, n);
+                CHECK_MEM(out, in, (size_t)(n * 20) * sizeof(float));
+            }
+}
+
+/* A bias that the table knows costs nothing. Sums with 600 are exact here, so that the codes are the same. */
+TEST(known_biases_cost_nothing) {
+    tkv_rng r = tkv_rng_seed(89);
+    int w, t;
+    for (w = 0; w <= 6; w++) {
+        owned_share with, without;
+        tkvi_side biased, plain;
+        tkv_rng same = r;
+        double worst = 0;
+        static float kept[BLOCK * 64];
+        plain = k_side(&without, &same, 64, w, 0.0f, 4.0f);
+        biased = k_side(&with, &r, 64, w, 600.0f, 4.0f);
+        for (t = 0; t < BLOCK * 64; t++) in[t] = (float)(tkv_rng_below(&r, 8192) - 4096) / 1024.0f;
+        there_and_back(&plain, BLOCK);
+        memcpy(kept, out, sizeof kept);
+        memcpy(other, bytes, plain.bytes);
+        for (t = 0; t < BLOCK * 64; t++) in[t] += 600.0f;
+        there_and_back(&biased, BLOCK);
+        CHECK_MEM(bytes, other, plain.bytes);
+        for (t = 0; t < BLOCK * 64; t++) {
+            double d = fabs((double)out[t] - 600.0 - (double)kept[t]);
+            worst = d > worst ? d : worst;
+        }
+        CHECK_LE(worst, 1.0 / 8192); /* a rounding or two at 600 */
+    }
+}
+
+/* One that it does not know costs precision, as much as the offset's byte cannot say. */
+TEST(unknown_biases_decode_sanely) {
+    tkv_rng r = tkv_rng_seed(90);
+    int w, t, k;
+    for (w = 1; w <= 6; w++)
+        for (k = 0; k < 6; k++) {
+            static const double biases[] = {20, -100, 600, -600, 3000, 60000};
+            owned_share o;
+            tkvi_side s = k_side(&o, &r, 64, w, 0.0f, (float)fabs(biases[k]));
+            double worst = 0;
+            for (t = 0; t < BLOCK * 64; t++) in[t] = (float)(biases[k] + tkv_rng_gauss(&r));
+            there_and_back(&s, BLOCK);
+            for (t = 0; t < BLOCK * 64; t++) {
+                double d = fabs((double)out[t] - (double)in[t]);
+                worst = d > worst ? d : worst;
+            }
+            CHECK_MSG(worst <= 4.5 + fabs(biases[k]) * 0.01, "bias %g, %d bits: off by %g", biases[k], w,
+                      worst);
+        }
+}
+
+/* Tokens of all sizes keep their precision: each has a scale of its own. */
+TEST(norms_of_values) {
+    static const int heads[] = {16, 64, 80, 96, 128, 192, 256}, half_bits[] = {2, 3, 4, 6, 8};
+    static const double errors[] = {0.85, 0.58, 0.42, 0.23, 0.14};
+    tkv_rng r = tkv_rng_seed(91);
+    int i, b, t, c;
+    for (i = 0; i < COUNT(heads); i++)
+        for (b = 0; b < COUNT(half_bits); b++) {
+            owned_share o;
+            const int dim = heads[i];
+            tkvi_side s = v_side(&o, dim, half_bits[b], 256.0f);
+            double all = 0;
+            fill(GAUSSIAN, &r, BLOCK, dim, in);
+            for (t = 0; t < BLOCK; t++)
+                for (c = 0; c < dim; c++)
+                    in[t * dim + c] *= (float)ldexp(t % 5 == 4 && c == t ? 30.0 : 1.0, t % 9 - 2);
+            there_and_back(&s, BLOCK);
+            for (t = 0; t < BLOCK; t++) {
+                double xx = 0, xy = 0, ee = 0;
+                for (c = 0; c < dim; c++) {
+                    double x = (double)in[t * dim + c], y = (double)out[t * dim + c];
+                    xx += x * x;
+                    xy += x * y;
+                    ee += (x - y) * (x - y);
+                }
+                CHECK_NEAR(xy / xx, 1.0, 0.03); /* half a step of the scale, and 12 bits */
+                all += sqrt(ee / xx) / BLOCK;
+            }
+            CHECK_LE(all, errors[b] * (dim < 64 ? 1.3 : 1.08));
+        }
+}
+
+/* Up to the largest half and beyond: nothing turns over. */
+TEST(large_values_stay_in_order) {
+    tkv_rng r = tkv_rng_seed(92);
+    int f, k, t;
+    for (f = TKV_A40; f <= TKV_R10; f++)
+        for (k = 0; k < 4; k++) {
+            static const double sizes[] = {65504, 3e6, 1e30, 3e38};
+            int side = tkvi_formats[f].rotated;
+            tkv_codec c = codec((tkv_format)f, side, 64, 64);
+            owned_share o;
+            tkvi_side s;
+            double xy = 0, xx = 0;
+            for (t = 0; t < BLOCK * 64; t++) in[t] = (float)(sizes[k] * (2 * tkv_rng_uniform(&r) - 1));
+            CHECK_EQ(tkv_encode_block(&c, in, 0, BLOCK, bytes, ROOM),
+                     TKV_OK); /* in a window that ends at 2^8 */
+            CHECK_EQ(tkv_decode_block(&c, bytes, ROOM, BLOCK, out, 0), TKV_OK);
+            for (t = 0; t < BLOCK * 64; t++) {
+                if (!tkv_test_is_finite((double)out[t])) xy -= 1e300;
+                xy += (double)in[t] / sizes[k] * (double)out[t];
+            }
+            if (k < 3) CHECK_LE(0, xy);
+            if (k) continue;
+            s = side ? v_side(&o, 64, tkvi_formats[f].bits / 2, 65504.0f)
+                     : k_side(&o, &r, 64, 3, 0.0f, 65504.0f);
+            there_and_back(&s, BLOCK);
+            for (t = 0, xy = 0; t < BLOCK * 64; t++) {
+                xx += (double)in[t] * (double)in[t];
+                xy += (double)in[t] * (double)out[t];
+            }
+            CHECK_NEAR(xy / xx, 1.0, 0.05);
+        }
+}
+
+/* Bytes that nobody encoded decode to something, and any floats encode; run it under -fsanitize=address,undefined. */
+TEST(any_bytes_and_any_floats) {
+    tkv_rng r = tkv_rng_seed(93);
+    int f, round, i;
+    for (f = TKV_A40; f <= TKV_R10; f++)
+        for (round = 0; round < (tkv_test_quick() ? 10 : 60); round++) {
+            int dim = 1 + tkv_rng_below(&r, TKV_MAX_HEAD_DIM), n = 1 + tkv_rng_below(&r, BLOCK), finite = 0;
+            tkv_codec c = codec((tkv_format)f, tkvi_formats[f].rotated, dim, 64);
+            size_t size = tkv_get_block_bytes(&c), k;
+            for (k = 0; k < size; k++) bytes[k] = (uint8_t)(round == 0 ? 0xff : tkv_rng_below(&r, 256));
+            CHECK_EQ(tkv_decode_block(&c, bytes, size, n, out, 0), TKV_OK);
+            for (i = 0; i < n * dim; i++) finite += tkv_test_is_finite((double)out[i]);
+            CHECK(!tkvi_formats[f].rotated || finite == n * dim);
+            for (i = 0; i < n * dim; i++) {
+                uint32_t u = (uint32_t)tkv_rng_u64(&r);
+                if ((u & 0x7f800000u) == 0x7f800000u) u &= 0x807fffffu;
+                if (round % 3 == 0) u &= 0x80ffffffu; /* tiny ones */
+                in[i] = tkvi_from_bits(u);
+            }
+            CHECK_EQ(tkv_encode_block(&c, in, 0, n, bytes, size), TKV_OK);
+            CHECK_EQ(tkv_decode_block(&c, bytes, size, n, out, 0), TKV_OK);
+            for (finite = 0, i = 0; i < n * dim; i++) finite += tkv_test_is_finite((double)out[i]);
+            CHECK_EQ(finite, n * dim);
+        }
+}
+
+/* Kernels multiply codes minus the centre. */
+TEST(centres) {
+    static const int8_t levels[16] = {-127};
+    tkvi_side s;
+    memset(&s, 0, sizeof s);
+    CHECK_NEAR(tkvi_centre(&s, 1), 0.5, 0);
+    CHECK_NEAR(tkvi_centre(&s, 2), 1.5, 0);
+    CHECK_NEAR(tkvi_centre(&s, 3), 3.5, 0);
+    CHECK_NEAR(tkvi_centre(&s, 8), 127.5, 0);
+    s.levels = levels;
+    CHECK_NEAR(tkvi_centre(&s, 2), 0, 0);
+}
+
+int main(int argc, char **argv) {
+    tkv_test_begin(argc, argv);
+    RUN(tile_bits);
+    RUN(tile_bits_literal);
+    RUN(tile_round_trip);
+    RUN(decode_of_a_part);
+    RUN(mixed_widths);
+    RUN(centres);
+    RUN(logarithmic_scales);
+    RUN(rotation_keeps_lengths_and_turns_back);
+    RUN(rotation_is_orthonormal_and_mixes);
+    RUN(tiles_of_a_head_are_the_greedy_ones);
+    RUN(heads_share_what_there_is);
+    RUN(equal_heads_share_equally);
+    RUN(values_share_bits_of_a_layer);
+    RUN(decoded_values_are_unbiased);
+    RUN(sizes_of_shared_formats);
+    RUN(nothing_comes_back_as_nothing);
+    RUN(flat_channels_of_keys);
+    RUN(known_biases_cost_nothing);
+    RUN(unknown_biases_decode_sanely);
+    RUN(norms_of_values);
+    RUN(large_values_stay_in_order);
+    RUN(any_bytes_and_any_floats);
+    return tkv_test_end();
+}

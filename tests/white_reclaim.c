@@ -1,0 +1,156 @@
+/*
+ * white_reclaim.c - white-box test of src/reclaim: the order of blocks under a budget, tokens that an eviction must
+ * leave, records of the store that are older than the counter of writes, memory for attention scores.
+ *
+ * This file compiles the library itself, scalar kernels only, because it reads and changes the fields of a cache.
+ */
+#ifndef TKV_NO_SIMD
+#define TKV_NO_SIMD /* src/reclaim has no vectors, and vectors compile slowly */
+#endif
+#define TIEREDKV_IMPLEMENTATION
+#define TKV_STATIC /* functions that the test does not call are not compiled */
+#include "../tieredkv.h"
+#include "kit.h"
+
+enum {
+    BLOCK = TKV_BLOCK_TOKENS,
+    LAYERS = 3,
+    SEQS = 2,
+    KV_HEADS = 2,
+    HEADS = 4,
+    DIM = 32,
+    ROW = KV_HEADS * DIM,
+    CHUNK = 256
+};
+
+static float k_in[CHUNK * ROW], v_in[CHUNK * ROW], q_in[HEADS * DIM], out[HEADS * DIM];
+static tkv_rng rng;
+
+static tkv_status append(tkv_cache *kv, int seq, int layer, int n) {
+    tkv_rng_fill(&rng, k_in, (size_t)(n * ROW), 1.0);
+    tkv_rng_fill(&rng, v_in, (size_t)(n * ROW), 1.0);
+    return tkv_append(kv, seq, layer, k_in, v_in, n);
+}
+
+static tkv_status append_all(tkv_cache *kv, int seq, int n) {
+    tkv_status st = TKV_OK;
+    int layer;
+    for (layer = 0; layer < LAYERS && !st; layer++) st = append(kv, seq, layer, n);
+    return st;
+}
+
+/* The oldest blocks are coded first: blocks get larger towards the newest. */
+TEST(the_oldest_block_is_the_smallest) {
+    tkv_config cfg = shape_of(LAYERS, HEADS, KV_HEADS, DIM, SEQS, CHUNK);
+    tkv_cache *kv;
+    int t, l, i;
+    cfg.budget.bytes = 800 * 1000;
+    kv = make(&cfg);
+    for (t = 0; t < 3200; t++) {
+        CHECK_EQ(append_all(kv, 0, 1), TKV_OK);
+        for (l = 0; l < LAYERS && t % 50 == 0; l++) {
+            const tkvi_list *list = tkvi_list_of(kv, 0, l);
+            const uint32_t *ids = tkvi_ids(kv, 0, l);
+            for (i = list->sinks + 1; i < list->n; i++)
+                CHECK(kv->tables.coding[kv->pool.block[ids[i - 1]].coding].bytes.total <=
+                      kv->tables.coding[kv->pool.block[ids[i]].coding].bytes.total);
+        }
+    }
+    CHECK(budget_of(kv).level >= 3);
+    sound(kv);
+    tkv_destroy(kv);
+}
+
+TEST(pins_of_what_is_gone_hold_nothing) {
+    tkv_config cfg = shape_of(LAYERS, HEADS, KV_HEADS, DIM, SEQS, CHUNK);
+    uint64_t victims[8], alive[8];
+    tkvi_spared spared;
+    tkv_cache *kv;
+    int i, before, left = 0;
+    cfg.evict.policy = TKV_EVICT_SLIDING;
+    cfg.budget.bytes = 500000;
+    kv = make(&cfg);
+    CHECK_EQ(append_all(kv, 0, 250), TKV_OK);
+    CHECK_EQ(append_all(kv, 0, 250), TKV_OK);
+    memset(victims, 0, sizeof victims);
+    for (i = 0; i < 500; i++)
+        if (tkv_rng_below(&rng, 100) < 50) add_to_mask(victims, i);
+    CHECK_EQ(evict_named(kv, 0, 1, victims, 500), TKV_OK);
+    CHECK_EQ(live_mask_of(kv, 0, 1, 0, 500, alive), TKV_OK);
+    for (i = 0; i < 500; i++) {
+        left += in_mask(alive, i);
+        if (in_mask(victims, i)) CHECK(!in_mask(alive, i));
+    }
+    sound(kv);
+    memset(&spared, 0, sizeof spared);
+    before = tkvi_n_staying(kv, 0, 1, &spared);
+    CHECK_EQ(tkv_seq_pin(kv, 0, 0, 500, TKV_UNLIMITED), TKV_OK);
+    CHECK_EQ(tkvi_n_staying(kv, 0, 1, &spared), before + left);
+    tkv_destroy(kv);
+}
+
+static void fill_layer(tkv_cache *kv, test_store *d, int lazy) {
+    int n;
+    d->lazy = lazy;
+    for (n = 0; n < 7; n++) CHECK_EQ(append(kv, 0, 0, 96), TKV_OK);
+}
+
+TEST(stale_records_of_long_ago) { /* 65,536 blocks have been stored since, and the store has lost them all */
+    tkv_config cfg = shape_of(LAYERS, HEADS, KV_HEADS, DIM, SEQS, CHUNK);
+    test_store d;
+    tkv_cache *kv;
+    int n;
+    cfg.tiers.warm_tokens = 2 * BLOCK;
+    test_store_for(&d, &cfg);
+    cfg.offload.keep_exact = 1;
+    kv = make(&cfg);
+    fill_layer(kv, &d, 0);
+    CHECK_EQ(tkv_offload(kv, 0, 0, 4000, &n), TKV_OK);
+    CHECK(n > 3);
+    CHECK_EQ(tkv_seq_reset(kv, 0), TKV_OK); /* the same numbers come again */
+    kv->pool.marks = 1 << 16;
+    fill_layer(kv, &d, 1);
+    CHECK_EQ(tkv_promote(kv, 0, 0, 70), TKV_ERR_DATA); /* a copy */
+    CHECK_EQ(tkv_offload(kv, 0, 0, 4000, &n), TKV_OK);
+    tkv_rng_fill(&rng, q_in, HEADS * DIM, 1.0);
+    CHECK_EQ(tkv_attend(kv, 0, 0, q_in, 1, out), TKV_ERR_DATA);
+    tkv_destroy(kv);
+    test_store_end(&d);
+}
+
+/* Metadata of tokens is there with a policy; memory to combine query heads, where scores are combined by it. */
+TEST(memory_of_scores) {
+    tkv_config cfg = shape_of(LAYERS, HEADS, 1, DIM, SEQS, CHUNK);
+    tkv_cache *kv;
+    int kind, how;
+#if !defined(__GNUC__) && !defined(__clang__)
+    SKIP("no atomics, nothing is gathered");
+#endif
+    for (kind = 0; kind < TKV_EVICT_USER; kind++) {
+        cfg.evict.policy = (tkv_evict_policy)kind;
+        kv = make(&cfg);
+        CHECK_EQ(append(kv, 0, 1, 64), TKV_OK);
+        CHECK_EQ(kv->pool.token_meta != NULL, kind != TKV_EVICT_NONE);
+        tkv_destroy(kv);
+    }
+    cfg.evict.policy = TKV_EVICT_NONE;
+    cfg.importance.sample_every = 1;
+    cfg.importance.strategy = TKV_IMPORTANCE_ACCUMULATION;
+    for (how = 0; how < 2; how++) {
+        cfg.importance.heads = how ? TKV_IMPORTANCE_MAX : TKV_IMPORTANCE_SUM;
+        kv = make(&cfg);
+        CHECK_EQ(append(kv, 0, 1, 200), TKV_OK);
+        CHECK_EQ(kv->mass.heads != NULL, how);
+        tkv_destroy(kv);
+    }
+}
+
+int main(int argc, char **argv) {
+    tkv_test_begin(argc, argv);
+    rng = tkv_rng_seed(11);
+    RUN(the_oldest_block_is_the_smallest);
+    RUN(pins_of_what_is_gone_hold_nothing);
+    RUN(stale_records_of_long_ago);
+    RUN(memory_of_scores);
+    return tkv_test_end();
+}
