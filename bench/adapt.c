@@ -1,15 +1,15 @@
 /*
  * adapt.c - tests whether quality feedback finds a plan that reaches a target on a model. Two caches read a text in
- * windows: tkv_adapt_plan moves one along a ladder, the other is exact. Each piece of 64 tokens gives a score from both
- * perplexities.
+ * windows: tkv_adapt_plan moves one along a ladder, the other is exact. Each piece of 64 tokens gives a score from
+ * both perplexities.
  *
  * cc -O2 bench/adapt.c examples/tieredkv.c -o adapt -lm && ./adapt model.gguf ../shared/data/text/wiki.test.raw
  *
  *   --target 970 --window 1024 --windows 14 --level 3 --from 256         (the target in thousandths)
  *
  * The levels keep 32 hot and no warm tokens. Their archives are A40/R40, A30/R30, A25/R20 and A20/R15. The caches are
- * emptied before each window, so the levels of that time code all of it. Positions below --from are not scored, because
- * few tokens are coded there. The program prints one line for each change of the plan and for each window.
+ * emptied before each window, so the levels of that time code all of it. Positions below --from are not scored,
+ * because few tokens are coded there. The program prints one line for each change of the plan and for each window.
  */
 #ifndef _DEFAULT_SOURCE
 #define _DEFAULT_SOURCE /* clock_gettime */

@@ -13,15 +13,16 @@
  * Steps: tokens are appended one by one. A step is an append, with all encoding and recoding that is due, and an
  * attention. Every run does the same work, so each token counts with its least time of all runs. Times are CPU time,
  * less the time of the clock itself.
- *   append us    mean, median, 99th percentile and maximum of appends over the whole run; includes making the tables at
+ *   append us    mean, median, 99th percentile and maximum of appends over the whole run; includes making the
+ *   tables at
  *                512 and 2,048 tokens
  *   step us      the same figures of the last 1,024 steps
  *   share        appends as a share of these steps
  *   p99/median   99th percentile of these steps over their median
  * A model computes other layers and matrix products between two steps, so processor caches are colder there.
  *
- * Read: tkv_read of 1,024 coded tokens, all heads. `least ms` and `median` are of 25 calls. `error K` and `error V` are
- * relative L2 distances from the appended values. A cache with scalar kernels must return the same bits.
+ * Read: tkv_read of 1,024 coded tokens, all heads. `least ms` and `median` are of 25 calls. `error K` and `error
+ * V` are relative L2 distances from the appended values. A cache with scalar kernels must return the same bits.
  *
  * bench_check (bench.h) checks the results of a plan before it is measured; it gives `error` and `own`.
  */

@@ -4,7 +4,8 @@
  *
  * cc -O2 bench/attend.c examples/tieredkv.c -o attend -lm -pthread && ./attend
  *
- * Without options, it measures all groups of the table below. With any of the first ten options, it measures one group.
+ * Without options, it measures all groups of the table below. With any of the first ten options, it measures one
+ * group.
  *
  *   --formats f32,kivi4,a30/r20,tiers   formats, the default plan, presets (bench_plan in bench.h)
  *   --ctx 4096,32768                    tokens
@@ -26,8 +27,9 @@
  *   error   error of arithmetic, relative L2
  *   own     error of the format itself on Gaussian values, relative L2
  *
- * --listen: the cache collects statistics, because it has no tables yet (500 tokens) or after tkv_refresh_calibration.
- * It decodes 8 tokens repeatedly from the same length. Attention collects from one query in eight. Columns:
+ * --listen: the cache collects statistics, because it has no tables yet (500 tokens) or after
+ * tkv_refresh_calibration. It decodes 8 tokens repeatedly from the same length. Attention collects from one query
+ * in eight. Columns:
  *   quiet us     append and attend of the other seven tokens, per token and layer, the least of many times
  *   collecting   the same for the eighth token
  *   more         time that collecting adds to eight tokens

@@ -42,7 +42,8 @@ static inline double bench_median(double *x, int n) { /* sorts x */
     return n % 2 ? x[n / 2] : 0.5 * (x[n / 2 - 1] + x[n / 2]);
 }
 
-/* >>values: mean 0, standard deviation 1, as sums of four uniform numbers. A seed gives the same values everywhere. */
+/* >>values: mean 0, standard deviation 1, as sums of four uniform numbers. A seed gives the same values
+ * everywhere. */
 static inline float bench_gauss(uint64_t *state) {
     uint64_t z = *state += 0x9e3779b97f4a7c15u; /* splitmix64 */
     z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9u;

@@ -8,8 +8,8 @@
  *   --tokens 8192 --runs 3
  *   --layers 30 --heads 9 --kv-heads 3 --dim 64 --isa avx2 --csv       (the shape of SmolLM2-135M)
  *
- * A step is one token: an append to each layer, then attention in each layer. There are no matrix products of a model.
- * Every run does the same work, so each token counts with its least time of all runs (CPU time). Columns:
+ * A step is one token: an append to each layer, then attention in each layer. There are no matrix products of a
+ * model. Every run does the same work, so each token counts with its least time of all runs (CPU time). Columns:
  *   peak        highest total of bytes over the budget
  *   level       level of the ladder at the end
  *   turns       changes of direction between levels

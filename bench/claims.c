@@ -7,8 +7,8 @@
  *   ./claims bytes     tkv_estimate_memory for shapes of models that other designs compute by hand
  *   ./claims archive   bits per value of the archive tier by tkv_estimate_memory, and 16 over them
  *   ./claims errors    codes and decodes blocks of 64 tokens of 128 normal values. Prints the root mean square error
- *                      over that of the values, and over the mean range of 64 values that share a scale. For A formats
- *                      see `append --only read`: they need a cache
+ *                      over that of the values, and over the mean range of 64 values that share a scale. For A
+ *                      formats see `append --only read`: they need a cache
  *   ./claims time      tkv_observe_pressure: least of 40 runs of 100,000 calls, in ns of CPU time per call
  *   ./claims           all tables
  */

@@ -10,9 +10,9 @@
  *   --csv
  *
  * Each instruction set must give the bytes of the scalar code before it is measured. Times are microseconds per block
- * and head in thread CPU time: the least of all runs and the median. Other programs can only raise a time, so the least
- * is the best estimate. `bytes` is the size of one block. Keys of A formats use a table similar to a learned one: a
- * shuffled order of channels, means, and tiles of several widths.
+ * and head in thread CPU time: the least of all runs and the median. Other programs can only raise a time, so the
+ * least is the best estimate. `bytes` is the size of one block. Keys of A formats use a table similar to a learned
+ * one: a shuffled order of channels, means, and tiles of several widths.
  */
 #ifndef _DEFAULT_SOURCE
 #define _DEFAULT_SOURCE /* clock_gettime */

@@ -8,8 +8,8 @@
  *   --isa avx512                     only this instruction set
  *   --dim 128 --rows 4               head_dim, query heads per KV head
  *   --runs 400                       a run has 16 blocks
- *   --blocks 1000                    computes this many blocks and measures nothing, for tools that count instructions
- *   --csv
+ *   --blocks 1000                    computes this many blocks and measures nothing, for tools that count
+ *   instructions --csv
  *
  * Each result is compared with the scalar one before it is measured. Times are ns per token and KV head in thread CPU
  * time, the least of all runs. Channels of A formats get equal bits, without an order and without means.

@@ -9,8 +9,8 @@
  *   --isa avx2               auto, scalar, avx2, avx512, neon, wasm
  *   --csv
  *
- * The time that a meter adds to a decode step is below the noise of most machines. So this program compares one head at
- * every second position, and times attention to its layer at these positions and between them. Columns:
+ * The time that a meter adds to a decode step is below the noise of most machines. So this program compares one
+ * head at every second position, and times attention to its layer at these positions and between them. Columns:
  *   step ms     median of a whole step: an append and an attention for each layer
  *   a head us   attention to one KV head
  *   compare     time of one comparison: the difference of both medians, in us

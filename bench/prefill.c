@@ -16,8 +16,8 @@
  * and each key that a query sees.
  *
  * Before measuring, bench_check (bench.h) checks many queries on a short cache; it gives `error` and `own`. After
- * measuring, the last two queries of the last chunk are compared with tkv_attend_reference. They may differ by at most
- * twice `error`, or 1e-6.
+ * measuring, the last two queries of the last chunk are compared with tkv_attend_reference. They may differ by at
+ * most twice `error`, or 1e-6.
  */
 #ifndef _DEFAULT_SOURCE
 #define _DEFAULT_SOURCE /* clock_gettime */

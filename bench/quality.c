@@ -1,6 +1,6 @@
 /*
- * quality.c - measures the loss and the bytes of plans on a real model and real text: perplexity, KL divergence, bytes
- * per token.
+ * quality.c - measures the loss and the bytes of plans on a real model and real text: perplexity, KL divergence,
+ * bytes per token.
  *
  * cc -O2 bench/quality.c -o quality -lm -pthread && ./quality model.gguf
  *

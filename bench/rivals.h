@@ -1,6 +1,6 @@
 /*
- * rivals.h - simulates caches of other projects. Keys and values are floats, coded and decoded in place by the rival's
- * rules at the time when the rival codes them. Attention over them is exact.
+ * rivals.h - simulates caches of other projects. Keys and values are floats, coded and decoded in place by the
+ * rival's rules at the time when the rival codes them. Attention over them is exact.
  *
  *   coded in the append   llama.cpp's q8_0, q5_0, q4_1, q4_0 (blocks of 32 in ggml-quants.c); +h: after the Hadamard
  *                         transform that llama.cpp applies since pull request 21038
@@ -9,8 +9,8 @@
  *   recoded by age        AgeTieredKV of VeloxQuant-MLX
  *   never coded           StreamingLLM (arXiv 2309.17453), which evicts tokens instead
  *
- * Windows move at the start of a chunk of 64 tokens. So Kitty keeps the newest 128 to 191 values exact instead of 128,
- * in its favour. Bytes follow from the formats; they include metadata, and no other memory.
+ * Windows move at the start of a chunk of 64 tokens. So Kitty keeps the newest 128 to 191 values exact instead of
+ * 128, in its favour. Bytes follow from the formats; they include metadata, and no other memory.
  */
 #ifndef TKV_RIVALS_H
 #define TKV_RIVALS_H
@@ -345,8 +345,8 @@ static void rival_add(float *y, const float *a, int m, const float *x, size_t st
         for (j = 0; j < m; j++) y[i] += a[j] * x[(size_t)j * stride + i];
 }
 
-/* Sets the rotation of the sinks for each row. StreamingLLM counts positions inside its cache, so the sinks move along
- * with the window. */
+/* Sets the rotation of the sinks for each row. StreamingLLM counts positions inside its cache, so the sinks move
+ * along with the window. */
 static void rival_set_angles(const rival *r, int n) {
     const llama_model *m = r->m;
     const int pairs = m->rope_dim / 2;

@@ -11,7 +11,8 @@
  *   - with --recall: whether the model still finds numbers that the prompt states
  * `./generate --help` lists the options. The sampler follows run.c of llama2.c.
  *
- * program.h has the code that it shares with budget. In this order: options, running, recall, comparing, tables, main.
+ * program.h has the code that it shares with budget. In this order: options, running, recall, comparing, tables,
+ * main.
  */
 #include "../tieredkv.h"
 
@@ -157,7 +158,8 @@ static void find_secrets(session *s, const char *start) {
     free(ends);
 }
 
-/* Asks each question and stores the greedy answer. tkv_seq_truncate removes question and answer before the next one. */
+/* Asks each question and stores the greedy answer. tkv_seq_truncate removes question and answer before the next
+ * one. */
 static void ask(session *s, int which) {
     const int before = tkv_get_length(s->kv, 0, TKV_ALL_LAYERS);
     int tokens[LINE + 2 * ANSWER], i, k, j, n, len, used, want;

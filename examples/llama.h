@@ -216,8 +216,8 @@ static void llama_row(const llama_tensor *t, int row, float *out) { /* decodes o
     }
 }
 
-/* gcc and clang: four floats, or eight with AVX. With vector types gcc 12 keeps the sums in registers at -O2; an array
- * of sums would stay in memory. Other compilers: one float. */
+/* gcc and clang: four floats, or eight with AVX. With vector types gcc 12 keeps the sums in registers at -O2; an
+ * array of sums would stay in memory. Other compilers: one float. */
 #if (defined(__GNUC__) || defined(__clang__)) && defined(__AVX__)
 typedef float llama_vec __attribute__((vector_size(32), aligned(4), may_alias));
 #elif defined(__GNUC__) || defined(__clang__)
@@ -306,8 +306,8 @@ static void llama_rmsnorm(const llama_tensor *weight, float eps, const float *x,
 }
 
 /* >>tokenizer. Both kinds split a word into its smallest pieces and join neighbours, the pair with the highest score
- * first. The score of byte pairs (Sennrich et al. 2016) is the merge's -rank. The score of SentencePiece is that of the
- * joined token. */
+ * first. The score of byte pairs (Sennrich et al. 2016) is the merge's -rank. The score of SentencePiece is that
+ * of the joined token. */
 static size_t llama_hash(const char *s, int len, int cut) { /* FNV-1a */
     uint64_t h = 14695981039346656037u ^ (uint64_t)(unsigned)cut;
     while (len--) h = (h ^ (unsigned char)*s++) * 1099511628211u;
@@ -373,8 +373,8 @@ static int llama_encode_word(const llama_model *m, const char *s, int len, int *
 }
 
 /* Classifies a character as letter, number, space or other. The table is exact for ASCII, Latin, Greek, Cyrillic,
- * Armenian and punctuation. Other scripts count as letters, with their marks and digits: an exact table would have 870
- * entries. */
+ * Armenian and punctuation. Other scripts count as letters, with their marks and digits: an exact table would have
+ * 870 entries. */
 static char llama_class(const char *s, size_t n, int *len) {
     static const struct {
         uint32_t first;
@@ -490,8 +490,8 @@ static inline int llama_tokenize(const llama_model *m, const char *text, size_t 
     return count;
 }
 
-/* Returns the bytes of a token, without a final zero; they may be part of a character. `before` is the previous token,
- * or -1. The function omits the space that SentencePiece puts before a text. */
+/* Returns the bytes of a token, without a final zero; they may be part of a character. `before` is the previous
+ * token, or -1. The function omits the space that SentencePiece puts before a text. */
 static inline const char *llama_piece(const llama_model *m, int before, int token, int *len) {
     const llama_entry *p;
     int skip;
@@ -764,8 +764,8 @@ static llama_span llama_get_string(const llama_loader *l, const char *name) { /*
     return s;
 }
 
-/* Finds the elements of an array; without the key, *out is empty. If *n is 0, the function sets it; else the array must
- * have *n elements. */
+/* Finds the elements of an array; without the key, *out is empty. If *n is 0, the function sets it; else the array
+ * must have *n elements. */
 static int llama_get_array(const llama_loader *l, const char *name, uint64_t type, uint64_t *n,
                            llama_span *out) {
     const llama_key *k = llama_get(l, name);
@@ -1078,9 +1078,9 @@ static inline int llama_load(const char *path, const char *tokenizer_path, llama
 }
 
 /* >>forward */
-/* Appends n keys [n][n_kv_heads][head_dim] and values [n][n_kv_heads][v_head_dim] of a layer. Attends to all tokens so
- * far with n queries [n][n_heads][head_dim]; out is [n][n_heads][v_head_dim]. llama_forward uses tieredkv here, and a
- * test uses arrays. */
+/* Appends n keys [n][n_kv_heads][head_dim] and values [n][n_kv_heads][v_head_dim] of a layer. Attends to all
+ * tokens so far with n queries [n][n_heads][head_dim]; out is [n][n_heads][v_head_dim]. llama_forward uses
+ * tieredkv here, and a test uses arrays. */
 typedef tkv_status (*llama_attention)(void *ctx, int layer, const float *q, const float *k, const float *v,
                                       int n, float *out);
 
@@ -1197,8 +1197,8 @@ static tkv_status llama_tiered(void *ctx, int layer, const float *q, const float
     return status == TKV_OK ? tkv_attend(c->kv, c->seq, layer, q, n, out) : status;
 }
 
-/* Evaluates n tokens behind those of sequence seq, with keys and values in a cache. n is at most cfg.limits.max_append.
- * After an error the sequence is as before. */
+/* Evaluates n tokens behind those of sequence seq, with keys and values in a cache. n is at most
+ * cfg.limits.max_append. After an error the sequence is as before. */
 static inline tkv_status llama_forward(const llama_model *m, tkv_cache *kv, int seq, const int *tokens, int n,
                                        float *logits, int n_logits) {
     llama_cache cache;

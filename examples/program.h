@@ -190,8 +190,8 @@ static inline int by_p(const void *a, const void *b) {
     return (x < y) - (x > y);
 }
 
-/* Samples a token with top-p sampling: from the likeliest tokens that together have probability top_p. `space` holds n
- * choices. */
+/* Samples a token with top-p sampling: from the likeliest tokens that together have probability top_p. `space`
+ * holds n choices. */
 static inline int sample(const float *logits, int n, const options *o, uint64_t *rng, choice *space) {
     const int best = llama_argmax(logits, n);
     double sum = 0, left;
@@ -219,8 +219,8 @@ static inline uint64_t rng_seed(const options *o) {
 
 /* >>prompt */
 /* Reads the prompt, tokenizes it into *tokens and returns the number of tokens. The caller frees the array, which has
- * space for `more` further tokens. If the prompt has more than `most` tokens, its middle is left out. show: prints the
- * end of the prompt. */
+ * space for `more` further tokens. If the prompt has more than `most` tokens, its middle is left out. show: prints
+ * the end of the prompt. */
 static inline int read_prompt(const llama_model *m, const options *o, int most, int more, int show,
                               int **tokens) {
     static const char default_text[] = "Once upon a time";

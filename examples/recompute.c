@@ -1,18 +1,18 @@
 /*
- * recompute.c - two conversations take turns in a cache that cannot hold both. The cache discards blocks of the waiting
- * conversation, and the model recomputes their keys and values before that conversation continues. The generated texts
- * do not change.
+ * recompute.c - two conversations take turns in a cache that cannot hold both. The cache discards blocks of the
+ * waiting conversation, and the model recomputes their keys and values before that conversation continues. The
+ * generated texts do not change.
  *
  * cc -O2 examples/recompute.c examples/tieredkv.c -o recompute -lm && ./recompute
  *
  * The first part keeps exact keys and values under a budget, and the cache discards blocks (cfg.budget.discard). The
- * second part has compressed tiers, and the program discards blocks with tkv_seq_discard. Each part compares all logits
- * with those of a run that discards nothing. If one bit differs, the exit status is 1.
+ * second part has compressed tiers, and the program discards blocks with tkv_seq_discard. Each part compares all
+ * logits with those of a run that discards nothing. If one bit differs, the exit status is 1.
  *
  * The recomputed values have the same bits because the model repeats the same steps. It reads the text from its first
- * token on, in the same chunks, with a second cache of the same plan. The plan must not use formats that learn tables,
- * because the second cache would learn other tables. To recompute a few tokens, the model evaluates all tokens before
- * them. In this order: options, evaluating, recomputing, turns, main.
+ * token on, in the same chunks, with a second cache of the same plan. The plan must not use formats that learn
+ * tables, because the second cache would learn other tables. To recompute a few tokens, the model evaluates all
+ * tokens before them. In this order: options, evaluating, recomputing, turns, main.
  */
 #include "../tieredkv.h"
 

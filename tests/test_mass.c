@@ -1123,99 +1123,6 @@ TEST(memory) {
     free(mem);
 }
 
-/* >>a consumer of this test's, in a table of its own (cache/consumers.h) */
-static double consumed[MOST]; /* softmax weights by position */
-static int n_begun, n_ended, n_blocks;
-static unsigned sampled_rows;
-
-typedef struct consumer_state {
-    unsigned rows;
-} consumer_state;
-
-static int consumer_wants(const tkv_cache *kv, const tkv_attend_params *p, int stored) {
-    (void)kv;
-    return p->layer == stored ? TKVI_WANTS_CALL : 0;
-}
-
-static unsigned consumer_sample(const tkvi_tile_view *v) { return tkvi_all_rows(v) & sampled_rows; }
-
-static unsigned consumer_begin(const tkvi_tile_view *v, unsigned rows, void *state) {
-    (void)v;
-    ((consumer_state *)state)->rows = rows;
-    n_begun++;
-    return rows;
-}
-
-static void consumer_observe(const tkvi_tile_view *v, int i, const float *scores, void *state) {
-    const consumer_state *s = (const consumer_state *)state;
-    int r, t;
-    n_blocks++;
-    for (r = 0; r < v->rows; r++)
-        for (t = 0; t < TKVI_BLOCK && s->rows >> r & 1; t++)
-            if (scores[r * TKVI_BLOCK + t] > TKVI_HIDDEN)
-                consumed[tkvi_block_start(v->kv, v->ids, i) + t] +=
-                    exp((double)scores[r * TKVI_BLOCK + t] - (double)v->lse[r]);
-}
-
-static void consumer_end(const tkvi_tile_view *v, void *state) {
-    (void)v;
-    (void)state;
-    n_ended++;
-}
-
-static void one_by_one(void *user, int n, tkv_task task, void *ctx) {
-    (void)user;
-    while (n-- > 0) task(ctx, n);
-}
-
-TEST(a_consumer_is_a_row) {
-    static const tkvi_observes kinds[] = {TKVI_OBSERVES_TILE, TKVI_OBSERVES_BLOCKS};
-    int kind, parallel, sampling, i;
-    for (kind = 0; kind < 2; kind++)
-        for (parallel = 0; parallel < 2; parallel++)
-            for (sampling = 0; sampling < 2; sampling++) {
-                const tkvi_consumer row = {kinds[kind],     sizeof(consumer_state), consumer_wants,
-                                           consumer_sample, consumer_begin,         consumer_observe,
-                                           consumer_end};
-                const tkvi_consumer *const table[] = {&row};
-                tkv_cache *kv;
-                tkv_config cfg = exact(2, 1);
-                tkv_attend_params p = ask_of(2);
-                double sum = 0.0, asked = 0.0;
-                int blocks;
-                cfg.host.parallel_for = parallel ? one_by_one : NULL;
-                kv = make(&cfg);
-                for (i = 0; i < 4; i++) feed(kv, LAYER, CHUNK);
-                tkv_rng_fill(&rng, q_in, 2 * Q_ROW, 1.0);
-                p.lse = lse;
-                p.scores = mass;
-                CHECK_EQ(tkv_attend_ex(kv, &p), TKV_OK);
-                memset(consumed, 0, sizeof consumed);
-                n_begun = n_ended = n_blocks = 0;
-                sampled_rows = sampling ? 4u : 15u; /* of 2 queries x 2 heads of each KV head */
-                p.scores = NULL;
-                CHECK_EQ(tkvi_attend(kv, &p, table, 1), TKV_OK);
-                blocks = tkvi_list_of(kv, 0, LAYER)->n;
-                CHECK_EQ(n_blocks, 2 * blocks); /* each once for each KV head */
-                CHECK_EQ(n_begun, n_ended);
-                CHECK_EQ(n_begun, parallel && kind == 1 ? 2 * ((blocks + 15) / 16) : 2);
-                for (i = 0; i < 4 * CHUNK; i++) sum += consumed[i];
-                CHECK_NEAR(sum, sampling ? 2.0 : 8.0, 1e-4);
-                for (i = 0; i < 4 * CHUNK && !sampling; i++)
-                    asked = fmax(asked, fabs(consumed[i] - (double)mass[i]));
-                CHECK_LE(asked, 1e-5);
-                tkv_destroy(kv);
-            }
-}
-
-/* The states of all consumers fit in the memory that attention has for them. */
-TEST(states_of_consumers_fit) {
-    size_t bytes = 0, i;
-    for (i = 0; i < sizeof tkvi_consumers / sizeof *tkvi_consumers; i++)
-        bytes += tkvi_align_up(tkvi_consumers[i]->state_bytes);
-    CHECK(bytes > 0 && bytes <= TKVI_CONSUMER_BYTES);
-}
-
 int main(int argc, char **argv) {
     tkv_test_begin(argc, argv);
     rng = tkv_rng_seed(1);
@@ -1244,7 +1151,5 @@ int main(int argc, char **argv) {
     RUN(mass_from_elsewhere);
     RUN(top_tokens);
     RUN(memory);
-    RUN(a_consumer_is_a_row);
-    RUN(states_of_consumers_fit);
     return tkv_test_end();
 }

@@ -30,9 +30,9 @@
  * stream. The other calls do not wait and allocate nothing. They read lengths on the device only, so a captured graph
  * can be replayed at any length. One thread at a time may use a handle. The current device must own the memory.
  *
- * Errors: a bad argument gives a tkv_status and launches nothing; tkvcu_get_last_error has a sentence. Only the device
- * sees some errors, such as a full sequence or a NaN in new keys. They set a bit of the flags, which stays set. The
- * failed append leaves the sequence at its old length.
+ * Errors: a bad argument gives a tkv_status and launches nothing; tkvcu_get_last_error has a sentence. Only the
+ * device sees some errors, such as a full sequence or a NaN in new keys. They set a bit of the flags, which stays
+ * set. The failed append leaves the sequence at its old length.
  *
  * Supported: A, R, KIVI and Q8 formats in the warm and archive tiers, F16 or BF16 in the hot tier and sinks.
  * head_dim, equal for K and V, is 64 or 128. A KV head has at most 16 query heads. A formats need
@@ -164,8 +164,8 @@ tkv_status tkvcu_attend(tkvcu *cu, int layer, const void *d_q, tkv_type type, in
                         const tkvcu_attend_params *params, void *d_out, float *d_lse,
                         const int32_t *d_seq_map, tkvcu_stream stream);
 
-/* Keeps the first d_lengths[seq] tokens of each sequence, in all layers. A negative or larger length changes nothing, 0
- * empties the sequence. Otherwise the cut must fall into the hot tier, or the sequence does not change.
+/* Keeps the first d_lengths[seq] tokens of each sequence, in all layers. A negative or larger length changes
+ * nothing, 0 empties the sequence. Otherwise the cut must fall into the hot tier, or the sequence does not change.
  *   d_lengths   [n_seqs] in device memory
  * Flags: INEXACT. */
 tkv_status tkvcu_truncate(tkvcu *cu, const int32_t *d_lengths, tkvcu_stream stream);

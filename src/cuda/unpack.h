@@ -8,8 +8,8 @@
  *     K: tile = 4 channels, word = token of a slab, plane = slab of 16 tokens.  Rows are tokens, k are channels.
  *     V: tile = 16 tokens, word = channel, plane and byte = token.              Rows are channels, k are tokens.
  *
- *     row g = word 2 g, row g + 8 = word 2 g + 1;   k = 4 t .. 4 t + 3: bytes of tile t;   k + 16: next slab (K), next
- *     plane (V)
+ *     row g = word 2 g, row g + 8 = word 2 g + 1;   k = 4 t .. 4 t + 3: bytes of tile t;   k + 16: next slab (K),
+ *     next plane (V)
  *
  * K: each plane has its own sum, so the factor of the field's bit is divided out at the end. Codes of 3, 5 and 6 bits
  * are two fields with separate sums: 2 + 1, 4 + 1, 4 + 2 bits.
