@@ -110,8 +110,8 @@ static void cpu_enter(void) {
 
 static int cpu_lane(void) { return cpu_now % CPU_WARP; }
 
-/* The slots of this exchange, by lanes. Two rows take turns: who comes to the next exchange has read this one, and
- * nobody leaves the next one before all came to it. So an exchange is one meeting point. */
+/* The slots of this exchange, by lanes. Two rows alternate. A lane that arrives at the next exchange has read this one,
+ * and no lane passes the next exchange before all arrive. So an exchange needs one meeting point. */
 static cpu_slot *cpu_warp(void) {
     cpu_fiber *f = &cpu_fibers[(size_t)cpu_now];
     f->parity ^= 1;
@@ -300,7 +300,7 @@ static inline unsigned __ballot_sync(unsigned, int yes) {
     unsigned all = 0;
     w[cpu_lane()].word[0] = yes != 0;
     cpu_together("ballot");
-    for (int i = 0; i < CPU_WARP; i++) all |= (unsigned)w[i].word[0] << i;
+    for (int i = 0; i < CPU_WARP; i++) all |= (unsigned)(w[i].word[0] != 0) << i;
     return all;
 }
 
