@@ -32,9 +32,9 @@
  * stream. The other calls do not wait and allocate nothing. They read lengths on the device only, so a captured graph
  * can be replayed at any length. One thread at a time may use a handle. The current device must own the memory.
  *
- * Errors: a bad argument gives a tkv_status and launches nothing; tkvcu_get_last_error has a sentence. Only the device
- * sees some errors, such as a full sequence or a NaN in new keys. They set a bit of the flags, which stays set. The
- * failed append leaves the sequence at its old length.
+ * Errors: a bad argument gives a tkv_status and launches nothing; tkvcu_get_last_error has a sentence. Only the
+ * device sees some errors, such as a full sequence or a NaN in new keys. They set a bit of the flags, which stays
+ * set. The failed append leaves the sequence at its old length.
  *
  * Supported: A, R, KIVI and Q8 formats in the warm and archive tiers, F16 or BF16 in the hot tier and sinks.
  * head_dim, equal for K and V, is 64 or 128. A KV head has at most 16 query heads. A formats need
@@ -166,8 +166,8 @@ tkv_status tkvcu_attend(tkvcu *cu, int layer, const void *d_q, tkv_type type, in
                         const tkvcu_attend_params *params, void *d_out, float *d_lse,
                         const int32_t *d_seq_map, tkvcu_stream stream);
 
-/* Keeps the first d_lengths[seq] tokens of each sequence, in all layers. A negative or larger length changes nothing, 0
- * empties the sequence. Otherwise the cut must fall into the hot tier, or the sequence does not change.
+/* Keeps the first d_lengths[seq] tokens of each sequence, in all layers. A negative or larger length changes
+ * nothing, 0 empties the sequence. Otherwise the cut must fall into the hot tier, or the sequence does not change.
  *   d_lengths   [n_seqs] in device memory
  * Flags: INEXACT. */
 tkv_status tkvcu_truncate(tkvcu *cu, const int32_t *d_lengths, tkvcu_stream stream);
@@ -1307,8 +1307,8 @@ __global__ void __launch_bounds__(TKVCU_TRUNCATE_THREADS)
  *     K: tile = 4 channels, word = token of a slab, plane = slab of 16 tokens.  Rows are tokens, k are channels.
  *     V: tile = 16 tokens, word = channel, plane and byte = token.              Rows are channels, k are tokens.
  *
- *     row g = word 2 g, row g + 8 = word 2 g + 1;   k = 4 t .. 4 t + 3: bytes of tile t;   k + 16: next slab (K), next
- *     plane (V)
+ *     row g = word 2 g, row g + 8 = word 2 g + 1;   k = 4 t .. 4 t + 3: bytes of tile t;   k + 16: next slab (K),
+ *     next plane (V)
  *
  * K: each plane has its own sum, so the factor of the field's bit is divided out at the end. Codes of 3, 5 and 6 bits
  * are two fields with separate sums: 2 + 1, 4 + 1, 4 + 2 bits.

@@ -61,22 +61,25 @@ typedef struct cpu_copy {
 typedef struct cpu_fiber {
     jmp_buf at;
     ucontext_t start;
-    char *stack;
+    char *stack; /* it keeps its stack for the next block */
     int begun, done;
     const char *waits; /* meeting point; NULL: it can run */
     int block_wide;
     long met; /* number of meeting points passed */
     dim3 thread;
     std::vector<cpu_copy> copies;
-    int group; /* open group of asynchronous copies */
+    int group;  /* open group of asynchronous copies */
+    int parity; /* of the exchanges of its warp */
 } cpu_fiber;
 
-typedef struct cpu_slot { /* data of a lane at a meeting point */
+typedef union cpu_slot { /* data of a lane at an exchange */
     uint64_t word[8];
+    float f[16];
+    int16_t byte[32];
 } cpu_slot;
 
 static std::vector<cpu_fiber> cpu_fibers;
-static std::vector<cpu_slot> cpu_slots;
+static std::vector<cpu_slot> cpu_slots; /* two rows for each warp */
 static int cpu_now = -1;
 static jmp_buf cpu_scheduler;
 static std::function<void()> cpu_body;
@@ -95,21 +98,33 @@ static void cpu_stop(const char *what) {
     abort();
 }
 
+static void cpu_yield(cpu_fiber *f) {
+    if (!_setjmp(f->at)) _longjmp(cpu_scheduler, 1);
+}
+
 static void cpu_enter(void) {
-    cpu_body();
-    cpu_fibers[(size_t)cpu_now].done = 1;
-    _longjmp(cpu_scheduler, 1);
+    for (;;) {
+        cpu_body();
+        cpu_fibers[(size_t)cpu_now].done = 1;
+        cpu_yield(&cpu_fibers[(size_t)cpu_now]);
+    }
 }
 
 static int cpu_lane(void) { return cpu_now % CPU_WARP; }
 
-static cpu_slot *cpu_warp(void) { return &cpu_slots[(size_t)(cpu_now / CPU_WARP * CPU_WARP)]; }
+/* The slots of this exchange, by lanes. Two rows alternate. A lane that arrives at the next exchange has read this
+ * one, and no lane passes the next exchange before all arrive. So an exchange needs one meeting point. */
+static cpu_slot *cpu_warp(void) {
+    cpu_fiber *f = &cpu_fibers[(size_t)cpu_now];
+    f->parity ^= 1;
+    return &cpu_slots[(size_t)((cpu_now / CPU_WARP * 2 + f->parity) * CPU_WARP)];
+}
 
 static void cpu_meet(const char *where, int block_wide) {
     cpu_fiber *f = &cpu_fibers[(size_t)cpu_now];
     f->waits = where;
     f->block_wide = block_wide;
-    if (!_setjmp(f->at)) _longjmp(cpu_scheduler, 1);
+    cpu_yield(f);
 }
 
 /* Releases fibers first .. first+n-1 if all live ones wait at the same kind of meeting point. */
@@ -121,7 +136,8 @@ static int cpu_release(size_t first, size_t n, int block_wide) {
         if (f->done) continue;
         living++;
         if (!f->waits || f->block_wide != block_wide) return 0;
-        if (where && strcmp(where, f->waits)) cpu_stop("threads of a warp are at different instructions");
+        if (where && where != f->waits && strcmp(where, f->waits))
+            cpu_stop("threads of a warp are at different instructions");
         where = f->waits;
     }
     for (i = first; i < first + n; i++) {
@@ -142,7 +158,7 @@ static void cpu_run_block(size_t threads) {
     size_t i;
     for (i = 0; i < threads; i++) {
         cpu_fiber *f = &cpu_fibers[i];
-        f->begun = f->done = 0;
+        f->done = f->parity = 0;
         f->waits = NULL;
         f->met = 0;
         f->copies.clear();
@@ -187,10 +203,12 @@ static void cpu_launch(dim3 grid, dim3 block, size_t shared, const std::function
     for (i = cpu_fibers.size(); i < threads; i++) {
         cpu_fiber f;
         memset(&f.at, 0, sizeof f.at);
+        f.begun = 0;
         f.stack = (char *)malloc(CPU_STACK);
         cpu_fibers.push_back(f);
     }
-    if (cpu_slots.size() < cpu_fibers.size() + CPU_WARP) cpu_slots.resize(cpu_fibers.size() + CPU_WARP);
+    if (cpu_slots.size() < 2 * (cpu_fibers.size() + CPU_WARP))
+        cpu_slots.resize(2 * (cpu_fibers.size() + CPU_WARP));
     free(cpu_shared);
     cpu_shared_bytes = shared;
     cpu_shared = (unsigned char *)aligned_alloc(128, (shared + 128 + 127) / 128 * 128);
@@ -256,11 +274,11 @@ static inline float cpu_float(uint32_t u) {
 }
 
 template <class T> static T cpu_exchange(const char *where, T x, int from) {
+    cpu_slot *w = cpu_warp();
     T y;
-    memcpy(cpu_warp()[cpu_lane()].word, &x, sizeof x);
+    memcpy(w[cpu_lane()].word, &x, sizeof x);
     cpu_together(where);
-    memcpy(&y, cpu_warp()[from].word, sizeof y);
-    cpu_meet(where, 0);
+    memcpy(&y, w[from].word, sizeof y);
     return y;
 }
 
@@ -280,25 +298,20 @@ template <class T> static T __shfl_down_sync(unsigned, T x, unsigned by) {
 }
 
 static inline unsigned __ballot_sync(unsigned, int yes) {
+    cpu_slot *w = cpu_warp();
     unsigned all = 0;
-    memcpy(cpu_warp()[cpu_lane()].word, &yes, sizeof yes);
+    w[cpu_lane()].word[0] = yes != 0;
     cpu_together("ballot");
-    for (int i = 0; i < CPU_WARP; i++) {
-        int y;
-        memcpy(&y, cpu_warp()[i].word, sizeof y);
-        all |= (unsigned)(y != 0) << i;
-    }
-    cpu_meet("ballot", 0);
+    for (int i = 0; i < CPU_WARP; i++) all |= (unsigned)(w[i].word[0] != 0) << i;
     return all;
 }
 
 static inline unsigned __reduce_max_sync(unsigned, unsigned x) {
+    cpu_slot *w = cpu_warp();
     unsigned most = 0;
-    cpu_warp()[cpu_lane()].word[0] = x;
+    w[cpu_lane()].word[0] = x;
     cpu_together("reduce_max");
-    for (int i = 0; i < CPU_WARP; i++)
-        most = most > cpu_warp()[i].word[0] ? most : (unsigned)cpu_warp()[i].word[0];
-    cpu_meet("reduce_max", 0);
+    for (int i = 0; i < CPU_WARP; i++) most = most > w[i].word[0] ? most : (unsigned)w[i].word[0];
     return most;
 }
 
@@ -403,20 +416,20 @@ template <class F>
 static void cpu_mma(const char *where, float *c, const uint32_t *a, const uint32_t *b, F value) {
     cpu_slot *w = cpu_warp();
     const int lane = cpu_lane(), g = lane / 4, t = lane % 4;
-    for (int i = 0; i < 4; i++) w[lane].word[i] = a[i];
-    for (int i = 0; i < 2; i++) w[lane].word[4 + i] = b[i];
+    for (int i = 0; i < 8; i++) w[lane].f[i] = value(a[i / 2] >> i % 2 * 16 & 0xffffu);
+    for (int i = 0; i < 4; i++) w[lane].f[8 + i] = value(b[i / 2] >> i % 2 * 16 & 0xffffu);
     cpu_together(where);
     for (int i = 0; i < 4; i++) {
-        const int row = g + i / 2 * 8, column = 2 * t + i % 2;
+        const cpu_slot *row = &w[g * 4], *column = &w[(2 * t + i % 2) * 4];
         float sum = c[i];
-        for (int k = 0; k < 16; k++) {
-            const cpu_slot *x = &w[row % 8 * 4 + k % 8 / 2], *y = &w[column * 4 + k % 8 / 2];
-            const uint32_t p = (uint32_t)x->word[row / 8 + k / 8 * 2], q = (uint32_t)y->word[4 + k / 8];
-            sum += value(p >> k % 2 * 16 & 0xffffu) * value(q >> k % 2 * 16 & 0xffffu);
+        for (int k = 0; k < 16; k += 2) {
+            const float *x = row[k % 8 / 2].f + i / 2 * 2 + k / 8 * 4,
+                        *y = column[k % 8 / 2].f + 8 + k / 8 * 2;
+            sum += x[0] * y[0];
+            sum += x[1] * y[1];
         }
         c[i] = sum;
     }
-    cpu_meet(where, 0);
 }
 
 static inline void tkvcu_mma_f16(float c[4], const uint32_t a[4], const uint32_t b[2]) {
@@ -431,24 +444,22 @@ static inline void cpu_mma_bytes(const char *where, int32_t *c, const uint32_t *
                                  int a_signed, int b_signed) {
     cpu_slot *w = cpu_warp();
     const int lane = cpu_lane(), g = lane / 4, t = lane % 4;
-    for (int i = 0; i < 4; i++) w[lane].word[i] = a[i];
-    for (int i = 0; i < 2; i++) w[lane].word[4 + i] = b[i];
+    for (int i = 0; i < 24; i++) {
+        const int byte = (int)((i < 16 ? a[i / 4] : b[i / 4 - 4]) >> i % 4 * 8 & 255u);
+        w[lane].byte[i] = (int16_t)(byte > 127 && (i < 16 ? a_signed : b_signed) ? byte - 256 : byte);
+    }
     cpu_together(where);
     for (int i = 0; i < 4; i++) {
-        const int row = g + i / 2 * 8, column = 2 * t + i % 2;
+        const cpu_slot *row = &w[g * 4], *column = &w[(2 * t + i % 2) * 4];
         int64_t sum = c[i];
-        for (int k = 0; k < 32; k++) {
-            const cpu_slot *x = &w[row % 8 * 4 + k % 16 / 4], *y = &w[column * 4 + k % 16 / 4];
-            int p = (int)((uint32_t)x->word[row / 8 + k / 16 * 2] >> k % 4 * 8 & 255u);
-            int q = (int)((uint32_t)y->word[4 + k / 16] >> k % 4 * 8 & 255u);
-            if (a_signed && p > 127) p -= 256;
-            if (b_signed && q > 127) q -= 256;
-            sum += p * q;
+        for (int k = 0; k < 32; k += 4) {
+            const int16_t *x = row[k % 16 / 4].byte + i / 2 * 4 + k / 16 * 8;
+            const int16_t *y = column[k % 16 / 4].byte + 16 + k / 16 * 4;
+            sum += x[0] * y[0] + x[1] * y[1] + x[2] * y[2] + x[3] * y[3];
         }
         if (sum != (int32_t)sum) cpu_stop("a sum of bytes does not fit into 32 bits");
         c[i] = (int32_t)sum;
     }
-    cpu_meet(where, 0);
 }
 
 static inline void tkvcu_mma_uu(int32_t c[4], const uint32_t a[4], const uint32_t b[2]) {

@@ -35,6 +35,7 @@ ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 # best kernels here, and the first status says whether the scalar ones agree.
 PROGRAM = r"""
 #define TIEREDKV_IMPLEMENTATION
+#define TKV_STATIC
 #include "tieredkv.h"
 #include <stdio.h>
 #include <stdlib.h>
@@ -274,7 +275,7 @@ def build(directory, flags):
     source, program = os.path.join(directory, "blocks.c"), os.path.join(directory, "blocks")
     with open(source, "w") as f:
         f.write(PROGRAM)
-    command = shlex.split(os.environ.get("CC", "cc")) + ["-O2", "-I", ROOT] + flags
+    command = shlex.split(os.environ.get("CC", "cc")) + ["-O1", "-I", ROOT] + flags
     command += [source, "-o", program, "-lm"]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:

@@ -10,7 +10,6 @@ import unittest
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 PROGRAM = r"""
-#define TIEREDKV_IMPLEMENTATION
 #include "tieredkv.h"
 #include <stdio.h>
 static char text[1 << 18];
@@ -74,7 +73,8 @@ class Reports(unittest.TestCase):
         cls.program = os.path.join(cls.place.name, "dump")
         with open(cls.program + ".c", "w") as f:
             f.write(PROGRAM)
-        subprocess.check_call([os.environ.get("CC", "cc"), "-O1", "-DTKV_NO_SIMD", "-I" + ROOT, cls.program + ".c",
+        library = os.path.join(ROOT, os.environ.get("LIBRARY", "examples/tieredkv.c"))  # make test compiled it
+        subprocess.check_call([os.environ.get("CC", "cc"), "-O1", "-I" + ROOT, cls.program + ".c", library,
                                "-o", cls.program, "-lm"])
 
     def dump(self, what, config=CONFIG, *args):

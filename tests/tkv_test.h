@@ -28,7 +28,9 @@
  *     TKV_ISA          auto, scalar, avx2, avx512, neon or wasm: forces the kernels. Tests put tkv_test_isa() into
  *                      cfg.host.isa.
  *     TKV_TEST_QUICK   1: slow tests run a smaller version (tkv_test_quick()). Set under emulators.
- *     TKV_DATA         directory of models and texts (tkv_test_data()). Default: ../shared/data
+ *     TKV_TEST_LONG    1: random tests run more calls, models read more text (tkv_test_long()). For
+ *     `.ci/integrations`. TKV_DATA         directory of models and texts (tkv_test_data()). Default:
+ *     ../shared/data
  */
 #ifndef TKV_TEST_H
 #define TKV_TEST_H
@@ -164,10 +166,12 @@ static inline void tkv_test_le_(double a, double b, const char *file, int line, 
 }
 
 /* >>environment */
-static inline int tkv_test_quick(void) {
-    const char *s = getenv("TKV_TEST_QUICK");
+static inline int tkv_test_flag_(const char *name) {
+    const char *s = getenv(name);
     return s && *s && strcmp(s, "0") != 0;
 }
+static inline int tkv_test_quick(void) { return tkv_test_flag_("TKV_TEST_QUICK"); }
+static inline int tkv_test_long(void) { return tkv_test_flag_("TKV_TEST_LONG"); }
 
 /* >>conveniences over the interface */
 static inline int isa_available(tkv_isa isa) {
