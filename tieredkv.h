@@ -2069,7 +2069,7 @@ typedef tkv_status (*tkv_compute)(void *user, tkv_cache *kv, int seq, int first_
 TKV_API tkv_status tkv_seq_recompute(tkv_cache *kv, int seq, tkv_remat *r, int step, tkv_compute compute,
                                      void *user, int *missing);
 /* Describes a sequence for tkv_decide_discard, sinks first, all layers together. `bytes` counts RAM. quantized_bytes
- * is the size at the next level of the ladder (without a budget: `bytes`). `dropped` is 1 if any layer discarded a
+ * is the size at the next level of the ladder (without a budget: `bytes`). `discarded` is 1 if any layer discarded a
  * token. `use` is 0.
  *   out   [capacity] receives the first blocks
  *   n     receives the number of all blocks
@@ -13138,7 +13138,7 @@ static const tkv_pressure_config *tkvi_profile_of(const tkv_pressure_config *cfg
 }
 
 /* Returns the number of thresholds, which is the highest level. */
-static int tkvi_policy_levels(const tkv_pressure_config *cfg) {
+static int tkvi_pressure_levels(const tkv_pressure_config *cfg) {
     int n = 0;
     while (n < TKV_MAX_LEVELS - 1 && (tkvi_bits(cfg->threshold[n]) & 0x7fffffffu) != 0) n++;
     return n;
@@ -13148,7 +13148,7 @@ static int tkvi_policy_levels(const tkv_pressure_config *cfg) {
 static int tkvi_within(float x, float low, float high) { return tkvi_is_finite(x) && x >= low && x <= high; }
 
 /* Copies *from to *cfg and fills in defaults. Returns NULL, or the reason why the config is invalid. */
-static const char *tkvi_policy_fill(const tkv_pressure_config *from, tkv_pressure_config *cfg) {
+static const char *tkvi_pressure_fill(const tkv_pressure_config *from, tkv_pressure_config *cfg) {
     const tkv_pressure_config *profile = tkvi_profile_of(from);
     int i, n, any = 0;
     *cfg = *from;
@@ -13160,7 +13160,7 @@ static const char *tkvi_policy_fill(const tkv_pressure_config *from, tkv_pressur
     }
     cfg->hysteresis = tkvi_or(cfg->hysteresis, profile->hysteresis);
     cfg->alpha = tkvi_or(cfg->alpha, profile->alpha);
-    n = tkvi_policy_levels(cfg);
+    n = tkvi_pressure_levels(cfg);
     for (i = 0; i < TKV_MAX_LEVELS - 1; i++) {
         if (i < n ? !tkvi_within(tkvi_number(cfg->threshold[i]), 0.0f, 1.0f)
                   : tkvi_bits(cfg->threshold[i]) != 0)
@@ -13190,8 +13190,8 @@ static float tkvi_relax_below(const tkv_pressure_config *cfg, int i) {
 }
 
 /* Returns the level that follows `level` at this average: any number of levels up, or one down. */
-static int tkvi_policy_target(const tkv_pressure_config *cfg, float average, int level) {
-    int n = tkvi_policy_levels(cfg), had = level;
+static int tkvi_pressure_target(const tkv_pressure_config *cfg, float average, int level) {
+    int n = tkvi_pressure_levels(cfg), had = level;
     while (level < n && average >= tkvi_threshold(cfg, level)) level++;
     if (level == had && level > 0 && average < tkvi_relax_below(cfg, level - 1)) level--;
     return tkvi_max(cfg->min_level, tkvi_min(cfg->max_level, level));
@@ -13199,9 +13199,9 @@ static int tkvi_policy_target(const tkv_pressure_config *cfg, float average, int
 
 TKV_API int tkv_compute_level(const tkv_pressure_config *cfg, float average, int level) {
     tkv_pressure_config full;
-    if (!cfg || tkvi_policy_fill(cfg, &full)) return 0;
+    if (!cfg || tkvi_pressure_fill(cfg, &full)) return 0;
     level = tkvi_max(full.min_level, tkvi_min(full.max_level, level));
-    return tkvi_is_finite(average) ? tkvi_policy_target(&full, average, level) : level;
+    return tkvi_is_finite(average) ? tkvi_pressure_target(&full, average, level) : level;
 }
 
 /* >>the controller */
@@ -13212,7 +13212,7 @@ TKV_API tkv_status tkv_init_pressure(tkv_pressure *p, const tkv_pressure_config 
     memset(&none, 0, sizeof none);
     (void)tkvi_give_reason(TKV_OK, "", reason, size);
     if (!p) return TKV_ERR_ARG;
-    wrong = tkvi_policy_fill(cfg ? cfg : &none, &full);
+    wrong = tkvi_pressure_fill(cfg ? cfg : &none, &full);
     if (wrong) return tkvi_give_reason(TKV_ERR_CONFIG, wrong, reason, size);
     memset(p, 0, sizeof *p);
     p->cfg = full;
@@ -13222,7 +13222,7 @@ TKV_API tkv_status tkv_init_pressure(tkv_pressure *p, const tkv_pressure_config 
 }
 
 /* Updates average, trend, peak and forecast with one finite pressure. The level stays. */
-static void tkvi_policy_take(tkv_pressure *p, float pressure) {
+static void tkvi_pressure_take(tkv_pressure *p, float pressure) {
     tkv_pressure_info *now = &p->now;
     const float x = pressure < 0.0f ? 0.0f : pressure > 1.0f ? 1.0f : pressure, a = p->cfg.alpha;
     const float step = now->samples ? x - now->last : 0.0f;
@@ -13235,17 +13235,17 @@ static void tkvi_policy_take(tkv_pressure *p, float pressure) {
 }
 
 /* Sets the level and counts the levels moved. */
-static void tkvi_policy_move(tkv_pressure_info *now, int level) {
+static void tkvi_pressure_move(tkv_pressure_info *now, int level) {
     if (level > now->level) now->tightened += (uint64_t)(level - now->level);
     else now->relaxed += (uint64_t)(now->level - level);
     now->level = level;
 }
 
-/* Takes one pressure and returns the level that follows `level`, without moving. A cache calls tkvi_policy_move
+/* Takes one pressure and returns the level that follows `level`, without moving. A cache calls tkvi_pressure_move
  * when it has moved. */
-static int tkvi_policy_sample(tkv_pressure *p, float pressure, int level) {
-    tkvi_policy_take(p, pressure);
-    return tkvi_policy_target(&p->cfg, p->now.average, level);
+static int tkvi_pressure_sample(tkv_pressure *p, float pressure, int level) {
+    tkvi_pressure_take(p, pressure);
+    return tkvi_pressure_target(&p->cfg, p->now.average, level);
 }
 
 TKV_API int tkv_observe_pressure(tkv_pressure *p, float pressure) {
@@ -13257,8 +13257,8 @@ TKV_API int tkv_observe_pressure(tkv_pressure *p, float pressure) {
     if (!tkvi_is_finite(pressure)) {
         now->refused++;
     } else {
-        tkvi_policy_take(p, pressure);
-        tkvi_policy_move(now, tkvi_policy_target(&p->cfg, now->average, now->level));
+        tkvi_pressure_take(p, pressure);
+        tkvi_pressure_move(now, tkvi_pressure_target(&p->cfg, now->average, now->level));
     }
     level = now->level;
     tkvi_unlock(&p->lock);
@@ -13349,17 +13349,17 @@ static uint64_t tkvi_select(const tkvi_ranks *r, int k, int *equal) {
 
 
 /* >>strategies: how a step's attention score changes A. a is decayed already; low: the bound of "persistence" */
-static double tkvi_gather_sum(double a, double mass, double low) {
+static double tkvi_add_score(double a, double mass, double low) {
     (void)low;
     return a + mass;
 }
 
-static double tkvi_gather_most(double a, double mass, double low) {
+static double tkvi_max_score(double a, double mass, double low) {
     (void)low;
     return a > mass ? a : mass;
 }
 
-static double tkvi_gather_lows(double a, double mass, double low) { return a - (mass < low ? 1.0 : 0.0); }
+static double tkvi_count_low_score(double a, double mass, double low) { return a - (mass < low ? 1.0 : 0.0); }
 
 typedef struct tkvi_strategy {
     const char *name;
@@ -13368,11 +13368,11 @@ typedef struct tkvi_strategy {
 } tkvi_strategy;
 
 static const tkvi_strategy tkvi_strategies[] = {
-    {"hybrid", TKVI_IF(TKVI_HAS_EVICT, tkvi_gather_sum), .95f, .7f, .3f},
-    {"accumulation", TKVI_IF(TKVI_HAS_EVICT, tkvi_gather_sum), 1.0f, 1.0f, 0.0f},
-    {"heavy_hitter", TKVI_IF(TKVI_HAS_EVICT, tkvi_gather_most), 1.0f, 1.0f, 0.0f},
-    {"recency", TKVI_IF(TKVI_HAS_EVICT, tkvi_gather_sum), 1.0f, 0.0f, 1.0f},
-    {"persistence", TKVI_IF(TKVI_HAS_EVICT, tkvi_gather_lows), 1.0f, 1.0f, 0.0f},
+    {"hybrid", TKVI_IF(TKVI_HAS_EVICT, tkvi_add_score), .95f, .7f, .3f},
+    {"accumulation", TKVI_IF(TKVI_HAS_EVICT, tkvi_add_score), 1.0f, 1.0f, 0.0f},
+    {"heavy_hitter", TKVI_IF(TKVI_HAS_EVICT, tkvi_max_score), 1.0f, 1.0f, 0.0f},
+    {"recency", TKVI_IF(TKVI_HAS_EVICT, tkvi_add_score), 1.0f, 0.0f, 1.0f},
+    {"persistence", TKVI_IF(TKVI_HAS_EVICT, tkvi_count_low_score), 1.0f, 1.0f, 0.0f},
 };
 
 static const tkvi_strategy *tkvi_strategy_of(tkv_importance_strategy s) {
@@ -14648,16 +14648,16 @@ typedef struct tkvi_bytes { /* bytes of a block, all heads */
     size_t codes, metadata, total;
 } tkvi_bytes;
 
-/* Layout of a block in one pair of formats. Blocks refer to it by number (tkvi_block.coding). If the layer has a
- * table, it has codings of its own, one for each version of the table. All versions have the same size. */
-typedef struct tkvi_coding {
+/* Layout of a block in one pair of formats. Blocks refer to it by number (tkvi_block.layout). If the layer has a
+ * table, it has layouts of its own, one for each version of the table. All versions have the same size. */
+typedef struct tkvi_layout {
     tkv_format_pair pair;
     int key;             /* index into tkvi_derived_config.key */
     int tokens;          /* capacity: 64, or that of the sink block */
     int size_class;      /* index into size_class */
     tkvi_bytes bytes;    /* all heads */
     tkvi_record *record; /* [n_kv_heads]; heads may differ */
-} tkvi_coding;
+} tkvi_layout;
 
 /* A size class: pages cut into slots for blocks of one size. */
 typedef struct tkvi_class {
@@ -14669,15 +14669,15 @@ typedef struct tkvi_class {
 typedef struct tkvi_tier_spec {
     int hot, warm;              /* tokens */
     int key[TKV_TIER_COUNT];    /* index into tkvi_derived_config.key */
-    int coding[TKV_TIER_COUNT]; /* number of the coding; with a table, that of version 0 (tkvi_coding_of) */
-    int shared[TKV_TIER_COUNT]; /* 1: blocks need a table of the layer */
+    int layout[TKV_TIER_COUNT]; /* number of the layout; with a table, that of version 0 (tkvi_layout_of) */
+    int needs_table[TKV_TIER_COUNT]; /* 1: blocks need a table of the layer */
 } tkvi_tier_spec;
 
 typedef struct tkvi_plan {
-    int stored;         /* layer whose K and V this layer reads: itself or an earlier one; -1: no cache */
+    int stored_layer;   /* layer whose K and V this layer reads: itself or an earlier one; -1: no cache */
     int sink, window;   /* tokens; window 0: none */
-    int keep;           /* widest window of all layers that read this layer's blocks; 0: no window */
-    int sink_coding;    /* number of the coding of the sink block */
+    int kept_window;    /* widest window of all layers that read this layer's blocks; 0: no window */
+    int sink_layout;    /* number of the layout of the sink block */
     tkvi_tier_spec now; /* tiers at the current level */
     /* 1 if a tier of some level has such a format. allocates: heads share the layer's bytes (core/allocate.h).
      * kvquant: quantization levels are learned (learn/kvquant_tables.h). squat: the encoder needs statistics of
@@ -14693,35 +14693,35 @@ static int tkvi_plan_learns(const tkvi_plan *p) { return p->allocates || (TKVI_H
 
 /* Everything derived from a config without memory: format pairs, block sizes, size classes, page size. */
 #define TKVI_MAX_LAYERS 4096
-#define TKVI_MAX_CODINGS 128
+#define TKVI_MAX_LAYOUTS 128
 
-typedef struct tkvi_key {
+typedef struct tkvi_layout_key {
     tkv_format_pair pair;
     int tokens;
-} tkvi_key;
+} tkvi_layout_key;
 
 typedef struct tkvi_derived_config {
     tkv_config cfg; /* with defaults filled in */
     int n_keys, n_classes;
-    int n_codings; /* one for each key, then those of single layers */
+    int n_layouts; /* one for each key, then those of single layers */
     int any_shared, any_rotated, any_squat, any_kvquant;
     int any_kvquant_keys; /* 1: a KVQUANT format holds keys */
     int n_stored;         /* layers with blocks of their own */
     int n_levels;         /* levels of the ladder */
-    int spare;            /* pages that recoding needs under a budget; 0: no budget */
+    int recode_pages;     /* pages that recoding needs under a budget; 0: no budget */
     tkv_level ladder[TKV_MAX_LEVELS];
     size_t hot_record;                       /* bytes of one KV head of a hot block, in the widest layer */
-    tkvi_key key[TKVI_MAX_CODINGS];          /* [n_keys] */
-    tkvi_bytes bytes[TKVI_MAX_CODINGS];      /* [n_keys] */
-    int class_of[TKVI_MAX_CODINGS];          /* [n_keys] size class */
-    tkvi_class size_class[TKVI_MAX_CODINGS]; /* [n_classes] */
+    tkvi_layout_key key[TKVI_MAX_LAYOUTS];   /* [n_keys] */
+    tkvi_bytes bytes[TKVI_MAX_LAYOUTS];      /* [n_keys] */
+    int class_of[TKVI_MAX_LAYOUTS];          /* [n_keys] size class */
+    tkvi_class size_class[TKVI_MAX_LAYOUTS]; /* [n_classes] */
     size_t page_bytes;
 } tkvi_derived_config;
 
 /* One version of the tables of all layers: one piece of memory, allocated when the first layer needs it. */
 typedef struct tkvi_version {
     uint8_t *bytes;      /* NULL: not allocated */
-    tkvi_record *record; /* [codings of this version][n_kv_heads] */
+    tkvi_record *record; /* [layouts of this version][n_kv_heads] */
     /* Formats whose heads share bytes: */
     tkvi_head *head;               /* [n_layers][n_kv_heads]; their arrays are the next three */
     uint8_t *importance, *channel; /* [n_layers][n_kv_heads][k_pad] */
@@ -14734,32 +14734,33 @@ typedef struct tkvi_version {
 /* Everything derived from a config, in the cache's fixed piece. */
 typedef struct tkvi_tables {
     tkv_config cfg; /* with defaults filled in; the pointers layers, ladder and rope.frequencies are NULL */
-    int n_keys, n_codings, n_classes;
+    int n_keys, n_layouts, n_classes;
     int any_shared, any_kvquant;
     size_t page_bytes;
-    tkvi_plan *plan;      /* [n_layers] */
-    tkvi_tier_spec *rule; /* [n_layers][n_levels] */
-    int n_levels, level;  /* levels of the ladder; the current one */
-    int spare;            /* pages that recoding needs under a budget; 0: no budget at creation */
-    tkvi_coding *coding;  /* [n_codings] */
+    tkvi_plan *plan;            /* [n_layers] */
+    tkvi_tier_spec *tier_specs; /* [n_layers][n_levels] */
+    int n_levels, level;        /* levels of the ladder; the current one */
+    int recode_pages;           /* pages that recoding needs under a budget; 0: no budget at creation */
+    tkvi_layout *layout;        /* [n_layouts] */
     tkvi_class *size_class;
     tkvi_version version[TKVI_VERSIONS];
-    size_t version_bytes; /* bytes of one version; 0: no layer needs tables */
-    int *split;           /* [n_kv_heads] work space; NULL: no heads share bytes */
-    int8_t *current;      /* [n_layers] version that new blocks are coded with; -1: no table yet */
-    tkvi_rope *rope;      /* NULL: no KVQUANT format */
-    int any_rotated;      /* 1: some V format is rotated */
+    size_t version_bytes;    /* bytes of one version; 0: no layer needs tables */
+    int *split;              /* [n_kv_heads] work space; NULL: no heads share bytes */
+    int8_t *current_version; /* [n_layers] version that new blocks are coded with; -1: no table yet */
+    tkvi_rope *rope;         /* NULL: no KVQUANT format */
+    int any_rotated;         /* 1: some V format is rotated */
 } tkvi_tables;
 
-/* Number of the coding that new blocks of a layer's tier get. */
-static int tkvi_coding_of(const tkvi_tables *t, int layer, tkv_tier tier) {
+/* Number of the layout that new blocks of a layer's tier get. */
+static int tkvi_layout_of(const tkvi_tables *t, int layer, tkv_tier tier) {
     const tkvi_tier_spec *r = &t->plan[layer].now;
-    return r->coding[tier] + (r->shared[tier] && t->current[layer] > 0 ? t->current[layer] : 0);
+    return r->layout[tier] +
+           (r->needs_table[tier] && t->current_version[layer] > 0 ? t->current_version[layer] : 0);
 }
 
 /* The tiers of a layer at each level: an array of n_levels. */
-static tkvi_tier_spec *tkvi_rules_of(const tkvi_tables *t, int layer) {
-    return t->rule + (size_t)layer * (size_t)t->n_levels;
+static tkvi_tier_spec *tkvi_tier_specs_of(const tkvi_tables *t, int layer) {
+    return t->tier_specs + (size_t)layer * (size_t)t->n_levels;
 }
 
 /* Makes `level` the current level of all layers. */
@@ -14767,7 +14768,7 @@ static void tkvi_take_level(tkvi_tables *t, int level) {
     int i;
     t->level = level;
     for (i = 0; i < t->cfg.model.n_layers; i++)
-        if (t->plan[i].stored == i) t->plan[i].now = tkvi_rules_of(t, i)[level];
+        if (t->plan[i].stored_layer == i) t->plan[i].now = tkvi_tier_specs_of(t, i)[level];
 }
 
 /* >>validate */
@@ -14943,7 +14944,7 @@ static tkvi_plan tkvi_resolve(const tkv_config *cfg, const tkv_level *level, int
     tkvi_plan p;
     memset(&p, 0, sizeof p);
     memset(&none, 0, sizeof none);
-    p.stored = c->no_cache ? -1 : c->share_kv ? c->share_kv - 1 : layer;
+    p.stored_layer = c->no_cache ? -1 : c->share_kv ? c->share_kv - 1 : layer;
     p.sink = tkvi_length(c->sink_tokens, wide.sink_tokens, 4);
     p.now.hot = tkvi_length(c->hot_tokens, level->hot_tokens ? level->hot_tokens : wide.hot_tokens, 64);
     p.now.warm = tkvi_length(c->warm_tokens, level->warm_tokens ? level->warm_tokens : wide.warm_tokens, 448);
@@ -14995,12 +14996,12 @@ static int tkvi_levels_of(const tkv_config *cfg) {
 
 /* Fills in the config of the pressure controller for the number of levels. Missing thresholds repeat the last one.
  * Returns NULL, or a sentence on the error. */
-static const char *tkvi_policy_for(const tkv_config *cfg, tkv_pressure_config *full) {
+static const char *tkvi_pressure_for(const tkv_config *cfg, tkv_pressure_config *full) {
     tkv_pressure_config p = cfg->budget.pressure;
     int steps = tkvi_levels_of(cfg) - 1, i, any = 0, n;
     for (i = 0; i < TKV_MAX_LEVELS - 1; i++) any |= tkvi_bits(p.threshold[i]) != 0;
     for (i = 0; i < 2 && !any; i++) p.threshold[i] = tkvi_profile_of(&p)->threshold[i];
-    n = tkvi_policy_levels(&p);
+    n = tkvi_pressure_levels(&p);
     for (i = n; i < TKV_MAX_LEVELS - 1; i++)
         if (tkvi_bits(p.threshold[i]) != 0)
             return "thresholds must be above 0 and at most 1, or TKV_ZERO, without gaps";
@@ -15010,7 +15011,7 @@ static const char *tkvi_policy_for(const tkv_config *cfg, tkv_pressure_config *f
         if (p.max_level > 0 || p.min_level != 0) return "there is one level only, 0";
         p.max_level = TKV_OFF;
     }
-    return tkvi_policy_fill(&p, full);
+    return tkvi_pressure_fill(&p, full);
 }
 
 /* Fills in h->ladder and h->n_levels. */
@@ -15029,14 +15030,14 @@ static int tkvi_find_key(tkvi_derived_config *h, tkv_format_pair pair, int token
     int i;
     for (i = 0; i < h->n_keys; i++)
         if (h->key[i].pair.k == pair.k && h->key[i].pair.v == pair.v && h->key[i].tokens == tokens) return i;
-    if (h->n_keys == TKVI_MAX_CODINGS) return -1;
+    if (h->n_keys == TKVI_MAX_LAYOUTS) return -1;
     h->key[h->n_keys].pair = pair;
     h->key[h->n_keys].tokens = tokens;
     return h->n_keys++;
 }
 
 /* Layout of one KV head. k, v: its shares from the layer's table, or NULL for equal shares. */
-static void tkvi_record_init(tkvi_record *r, const tkv_config *cfg, tkvi_key key, const tkvi_share *k,
+static void tkvi_record_init(tkvi_record *r, const tkv_config *cfg, tkvi_layout_key key, const tkvi_share *k,
                              const tkvi_share *v) {
     tkvi_options o;
     o.group = cfg->format.group_size;
@@ -15061,7 +15062,7 @@ static int tkvi_pair_kvquant(tkv_format_pair p) { return tkvi_is_kvquant(p.k) ||
 
 /* Bytes of a block, all heads. Where heads share bytes, their sum is fixed, however it is split. Returns 0 if a
  * block is too large. */
-static int tkvi_key_bytes(const tkv_config *cfg, tkvi_key key, tkvi_bytes *b) {
+static int tkvi_key_bytes(const tkv_config *cfg, tkvi_layout_key key, tkvi_bytes *b) {
     tkvi_record r;
     int64_t heads = cfg->model.n_kv_heads, k, v, meta, total;
     tkvi_record_init(&r, cfg, key, NULL, NULL);
@@ -15135,7 +15136,7 @@ static void tkvi_usual_blocks(const tkvi_derived_config *h, const tkvi_plan *p, 
     most[TKV_TIER_HOT] = r->hot / TKVI_BLOCK + 1; /* + 1: the partial block */
     most[TKV_TIER_WARM] = (r->warm + TKVI_BLOCK - 1) / TKVI_BLOCK;
     most[TKV_TIER_ARCHIVE] = TKVI_FOREVER;
-    if (p->sink) blocks[p->sink_coding]++;
+    if (p->sink) blocks[p->sink_layout]++;
     for (tier = 0; tier < TKV_TIER_COUNT && left > 0; tier++) {
         n = left < most[tier] ? left : most[tier];
         blocks[r->key[tier]] += n;
@@ -15156,14 +15157,14 @@ static int tkvi_tier_spec_of(tkvi_derived_config *h, int layer, int level, tkvi_
     int tier, fits = 1;
     *r = tkvi_resolve(&h->cfg, &h->ladder[level], layer, pair).now;
     for (tier = 0; tier < TKV_TIER_COUNT; tier++) {
-        r->key[tier] = r->coding[tier] = tkvi_find_key(h, pair[tier], TKVI_BLOCK);
-        fits &= r->coding[tier] >= 0;
+        r->key[tier] = r->layout[tier] = tkvi_find_key(h, pair[tier], TKVI_BLOCK);
+        fits &= r->layout[tier] >= 0;
         h->any_rotated |= tkvi_formats[pair[tier].v].rotated;
         if (!tkvi_reached(&h->cfg, r, tier)) continue;
         p->allocates |= tkvi_pair_allocates(pair[tier]);
         p->kvquant |= tkvi_pair_kvquant(pair[tier]);
         h->any_kvquant_keys |= tkvi_is_kvquant(pair[tier].k);
-        r->shared[tier] = tkvi_pair_allocates(pair[tier]) || tkvi_pair_kvquant(pair[tier]);
+        r->needs_table[tier] = tkvi_pair_allocates(pair[tier]) || tkvi_pair_kvquant(pair[tier]);
         p->squat |= tkvi_is_squat(pair[tier].k);
     }
     return fits;
@@ -15174,19 +15175,19 @@ static tkv_status tkvi_plan_of(tkvi_derived_config *h, int layer, tkvi_plan *p, 
     tkv_format_pair unused[TKV_TIER_COUNT], pair[TKV_TIER_COUNT];
     int level, other, fits = 1;
     *p = tkvi_resolve(&h->cfg, &h->ladder[0], layer, pair);
-    if (p->stored != layer)
+    if (p->stored_layer != layer)
         return TKV_OK; /* the layer reads another layer's blocks, or none: only its window matters */
-    p->keep = p->window;
-    for (other = layer + 1; h->cfg.layers && p->keep && other < h->cfg.model.n_layers; other++)
+    p->kept_window = p->window;
+    for (other = layer + 1; h->cfg.layers && p->kept_window && other < h->cfg.model.n_layers; other++)
         if (h->cfg.layers[other].share_kv == layer + 1) {
             int window = tkvi_resolve(&h->cfg, &h->ladder[0], other, unused).window;
-            p->keep = window && window < p->keep ? p->keep : window;
+            p->kept_window = window && window < p->kept_window ? p->kept_window : window;
         }
     for (level = 0; level < h->n_levels; level++) fits &= tkvi_tier_spec_of(h, layer, level, p, &rule[level]);
     p->now = rule[h->cfg.budget.pressure.min_level];
-    p->sink_coding = p->sink ? tkvi_find_key(h, pair[TKV_TIER_HOT], p->sink + h->cfg.tiers.n_anchors)
-                             : p->now.coding[TKV_TIER_HOT];
-    fits &= p->sink_coding >= 0;
+    p->sink_layout = p->sink ? tkvi_find_key(h, pair[TKV_TIER_HOT], p->sink + h->cfg.tiers.n_anchors)
+                             : p->now.layout[TKV_TIER_HOT];
+    fits &= p->sink_layout >= 0;
     h->any_squat |= p->squat;
     h->any_shared |= p->allocates;
     h->any_kvquant |= p->kvquant;
@@ -15194,21 +15195,22 @@ static tkv_status tkvi_plan_of(tkvi_derived_config *h, int layer, tkvi_plan *p, 
 }
 
 /* Gives a layer with tables its own codings: TKVI_VERSIONS for each key. *next is the first free number. */
-static void tkvi_own_codings(tkvi_tier_spec *rule, int n_levels, int *next) {
+static void tkvi_own_layouts(tkvi_tier_spec *rule, int n_levels, int *next) {
     int at, before;
     for (at = 0; at < n_levels * TKV_TIER_COUNT; at++) {
         tkvi_tier_spec *r = &rule[at / TKV_TIER_COUNT];
         const int tier = at % TKV_TIER_COUNT;
-        if (tier == TKV_TIER_HOT || !r->shared[tier]) continue;
+        if (tier == TKV_TIER_HOT || !r->needs_table[tier]) continue;
         for (before = 0; before < at; before++) {
             const tkvi_tier_spec *b = &rule[before / TKV_TIER_COUNT];
-            if (b->shared[before % TKV_TIER_COUNT] && b->key[before % TKV_TIER_COUNT] == r->key[tier]) break;
+            if (b->needs_table[before % TKV_TIER_COUNT] && b->key[before % TKV_TIER_COUNT] == r->key[tier])
+                break;
         }
         if (before < at) {
-            r->coding[tier] = rule[before / TKV_TIER_COUNT].coding[before % TKV_TIER_COUNT];
+            r->layout[tier] = rule[before / TKV_TIER_COUNT].layout[before % TKV_TIER_COUNT];
             continue;
         }
-        r->coding[tier] = *next;
+        r->layout[tier] = *next;
         *next += TKVI_VERSIONS;
     }
 }
@@ -15217,12 +15219,12 @@ static void tkvi_own_codings(tkvi_tier_spec *rule, int n_levels, int *next) {
  * another page becomes free. */
 static int tkvi_recode_pages_of(tkvi_derived_config *h) {
     tkvi_tier_spec rule[TKV_MAX_LEVELS];
-    uint8_t opens[TKV_MAX_LEVELS][TKVI_MAX_CODINGS] = {{0}};
+    uint8_t opens[TKV_MAX_LEVELS][TKVI_MAX_LAYOUTS] = {{0}};
     int level, most = 1, i, c, tier;
     for (i = 0; i < h->cfg.model.n_layers; i++) {
         tkvi_plan p;
         (void)tkvi_plan_of(h, i, &p, rule);
-        for (level = 0; level < h->n_levels && p.stored == i; level++)
+        for (level = 0; level < h->n_levels && p.stored_layer == i; level++)
             for (tier = TKV_TIER_WARM; tier < TKV_TIER_COUNT && rule[level].hot != TKVI_FOREVER; tier++)
                 opens[level][h->class_of[rule[level].key[tier]]] = 1;
     }
@@ -15236,25 +15238,25 @@ static int tkvi_recode_pages_of(tkvi_derived_config *h) {
 
 /* Fills in `h`. The fields of the config must be valid. */
 static tkv_status tkvi_derive_config(const tkv_config *cfg, tkvi_derived_config *h) {
-    int64_t of_key[TKVI_MAX_CODINGS] = {0}, of_class[TKVI_MAX_CODINGS] = {0};
-    int i, c, level, hot[TKVI_MAX_CODINGS] = {0};
+    int64_t of_key[TKVI_MAX_LAYOUTS] = {0}, of_class[TKVI_MAX_LAYOUTS] = {0};
+    int i, c, level, hot[TKVI_MAX_LAYOUTS] = {0};
     tkvi_tier_spec rule[TKV_MAX_LEVELS];
     tkvi_plan p;
     memset(h, 0, sizeof *h);
     h->cfg = *cfg;
     tkvi_fill_defaults(&h->cfg);
     tkvi_ladder_of(cfg, h);
-    (void)tkvi_policy_for(cfg, &h->cfg.budget.pressure);
+    (void)tkvi_pressure_for(cfg, &h->cfg.budget.pressure);
     for (i = 0; i < h->cfg.model.n_layers; i++) {
         if (tkvi_plan_of(h, i, &p, rule)) return TKV_ERR_CONFIG;
-        if (p.stored != i) continue;
-        tkvi_own_codings(rule, h->n_levels, &h->n_codings);
+        if (p.stored_layer != i) continue;
+        tkvi_own_layouts(rule, h->n_levels, &h->n_layouts);
         for (level = 0; level < h->n_levels; level++) tkvi_usual_blocks(h, &p, &rule[level], of_key);
         hot[p.now.key[TKV_TIER_HOT]] = 1;
         h->n_stored++;
     }
-    h->n_codings += h->n_keys;
-    if (h->n_codings > 0xffff) return TKV_ERR_CONFIG;
+    h->n_layouts += h->n_keys;
+    if (h->n_layouts > 0xffff) return TKV_ERR_CONFIG;
     if ((h->any_shared || h->any_kvquant) &&
         (uint64_t)h->cfg.model.n_layers * (uint64_t)h->cfg.model.n_kv_heads > ((size_t)-1 >> 16))
         return TKV_ERR_CONFIG; /* a table has about 8 KB for each head at most */
@@ -15271,8 +15273,8 @@ static tkv_status tkvi_derive_config(const tkv_config *cfg, tkvi_derived_config 
     }
     for (c = 0; c < h->n_classes; c++) /* blocks, mean of all levels */
         of_class[c] = (of_class[c] + h->n_levels - 1) / h->n_levels;
-    h->spare = h->cfg.budget.bytes ? tkvi_recode_pages_of(h) : 0;
-    h->page_bytes = tkvi_page_size(h->size_class, of_class, h->n_classes, h->spare);
+    h->recode_pages = h->cfg.budget.bytes ? tkvi_recode_pages_of(h) : 0;
+    h->page_bytes = tkvi_page_size(h->size_class, of_class, h->n_classes, h->recode_pages);
     for (c = 0; c < h->n_classes; c++)
         h->size_class[c].slots = tkvi_slots_of(&h->size_class[c], h->page_bytes);
     return TKV_OK;
@@ -15306,9 +15308,9 @@ static const char *tkvi_anchor_fault(const tkv_config *cfg) {
     memset(&none, 0, sizeof none);
     for (i = 0; i < cfg->model.n_layers; i++) {
         const tkvi_plan p = tkvi_resolve(cfg, &none, i, unused);
-        if (p.stored < 0) continue;
+        if (p.stored_layer < 0) continue;
         if (p.window) return "it must be 0 where a layer has a window";
-        if (p.stored == i && p.sink == 0) return "it must be 0 where a layer has no sinks";
+        if (p.stored_layer == i && p.sink == 0) return "it must be 0 where a layer has no sinks";
         if (p.sink + cfg->tiers.n_anchors > 32) return "it must be at most 32 less the sinks";
     }
     return NULL;
@@ -15416,7 +15418,7 @@ static tkv_status tkvi_validate(const tkv_config *cfg, tkvi_derived_config *shap
     if (!st && cfg->budget.ladder) st = tkvi_validate_ladder(cfg, reason, size);
     if (!st) {
         tkv_pressure_config full;
-        wrong = tkvi_policy_for(cfg, &full);
+        wrong = tkvi_pressure_for(cfg, &full);
         if (wrong) {
             tkvi_text t = tkvi_text_begin(reason, reason ? size : 0);
             tkvi_append_text(&t, "budget.pressure: ");
@@ -15456,20 +15458,20 @@ TKV_API tkv_status tkv_validate_config(const tkv_config *cfg, char *reason, size
 
 /* >>tables: arrays in one piece of memory, each at a multiple of 64 bytes */
 typedef struct tkvi_table_sizes {
-    size_t plan, rule, coding, size_class, record, split, current, rope;
+    size_t plan, rule, layout, size_class, record, split, current, rope;
 } tkvi_table_sizes;
 
 static size_t tkvi_table_sizes_of(const tkvi_derived_config *h, tkvi_table_sizes *s) {
     size_t layers = (size_t)h->cfg.model.n_layers, heads = (size_t)h->cfg.model.n_kv_heads;
     s->plan = tkvi_align_up(layers * sizeof(tkvi_plan));
     s->rule = tkvi_align_up(layers * (size_t)h->n_levels * sizeof(tkvi_tier_spec));
-    s->coding = tkvi_align_up((size_t)h->n_codings * sizeof(tkvi_coding));
+    s->layout = tkvi_align_up((size_t)h->n_layouts * sizeof(tkvi_layout));
     s->size_class = tkvi_align_up((size_t)h->n_classes * sizeof(tkvi_class));
     s->record = tkvi_align_up((size_t)h->n_keys * heads * sizeof(tkvi_record));
     s->split = h->any_shared ? tkvi_align_up(heads * sizeof(int)) : 0;
     s->current = tkvi_align_up(layers);
     s->rope = h->any_kvquant ? tkvi_align_up(sizeof(tkvi_rope)) : 0;
-    return s->plan + s->rule + s->coding + s->size_class + s->record + s->split + s->current + s->rope;
+    return s->plan + s->rule + s->layout + s->size_class + s->record + s->split + s->current + s->rope;
 }
 
 static size_t tkvi_tables_bytes(const tkvi_derived_config *h) {
@@ -15497,7 +15499,7 @@ static size_t tkvi_version_sizes_of(const tkv_config *cfg, int own, int shared, 
 
 static size_t tkvi_version_bytes(const tkvi_derived_config *h) {
     tkvi_version_sizes s;
-    return tkvi_version_sizes_of(&h->cfg, (h->n_codings - h->n_keys) / TKVI_VERSIONS, h->any_shared,
+    return tkvi_version_sizes_of(&h->cfg, (h->n_layouts - h->n_keys) / TKVI_VERSIONS, h->any_shared,
                                  h->any_kvquant, &s);
 }
 
@@ -15505,14 +15507,14 @@ static size_t tkvi_version_bytes(const tkvi_derived_config *h) {
 static void tkvi_version_build(tkvi_tables *t, int version, uint8_t *mem) {
     tkvi_version *v = &t->version[version];
     tkvi_version_sizes s;
-    int own = (t->n_codings - t->n_keys) / TKVI_VERSIONS, i;
+    int own = (t->n_layouts - t->n_keys) / TKVI_VERSIONS, i;
     size_t heads = (size_t)t->cfg.model.n_kv_heads, pad = (size_t)tkvi_round_up(t->cfg.model.head_dim, 16), n;
     (void)tkvi_version_sizes_of(&t->cfg, own, t->any_shared, t->any_kvquant, &s);
     v->bytes = mem;
     v->record = (tkvi_record *)(void *)mem;
     mem += s.record;
     for (i = 0; i < own; i++)
-        t->coding[t->n_keys + i * TKVI_VERSIONS + version].record = v->record + (size_t)i * heads;
+        t->layout[t->n_keys + i * TKVI_VERSIONS + version].record = v->record + (size_t)i * heads;
     if (t->any_shared) {
         v->head = (tkvi_head *)(void *)mem;
         v->importance = mem + s.head;
@@ -15535,7 +15537,7 @@ static tkvi_head *tkvi_heads_of(const tkvi_tables *t, int layer, int version) {
     return t->version[version].head + (size_t)layer * (size_t)t->cfg.model.n_kv_heads;
 }
 
-static void tkvi_coding_init(tkvi_coding *c, const tkvi_derived_config *h, int key) {
+static void tkvi_init_layout(tkvi_layout *c, const tkvi_derived_config *h, int key) {
     c->key = key;
     c->pair = h->key[key].pair;
     c->tokens = h->key[key].tokens;
@@ -15543,13 +15545,13 @@ static void tkvi_coding_init(tkvi_coding *c, const tkvi_derived_config *h, int k
     c->bytes = h->bytes[key];
 }
 
-/* Fills in the records of a coding from a layer's table. heads: [n_kv_heads], or NULL for equal shares. */
-static void tkvi_coding_share(const tkvi_tables *t, tkvi_coding *c, const tkvi_head *heads) {
+/* Fills in the records of a layout from a layer's table. heads: [n_kv_heads], or NULL for equal shares. */
+static void tkvi_share_layout(const tkvi_tables *t, tkvi_layout *c, const tkvi_head *heads) {
     const tkvi_format *k = &tkvi_formats[c->pair.k], *v = &tkvi_formats[c->pair.v];
     const tkv_config *cfg = &t->cfg;
     int head, pad = tkvi_round_up(cfg->model.head_dim, 16), n = cfg->model.n_kv_heads,
               unit = cfg->format.allocation_unit / 4;
-    tkvi_key key;
+    tkvi_layout_key key;
     size_t at = 0;
     key.pair = c->pair;
     key.tokens = c->tokens;
@@ -15602,8 +15604,8 @@ static const tkvi_rope *tkvi_kvquant_rope(const tkvi_tables *t) {
     return t->rope->pairs && !(t->cfg.format.kvquant & TKV_KVQUANT_POST_ROPE) ? t->rope : NULL;
 }
 
-/* Connects the KVQUANT sides of a coding to a version of the layer's table. */
-static void tkvi_coding_kvquant(const tkvi_tables *t, tkvi_coding *c, int layer, int version) {
+/* Connects the KVQUANT sides of a layout to a version of the layer's table. */
+static void tkvi_init_kvquant_layout(const tkvi_tables *t, tkvi_layout *c, int layer, int version) {
     int head;
     for (head = 0; head < t->cfg.model.n_kv_heads; head++) {
         tkvi_record *r = &c->record[head];
@@ -15622,7 +15624,7 @@ static void tkvi_tables_build(tkvi_tables *t, tkvi_derived_config *h, uint8_t *m
     (void)tkvi_table_sizes_of(h, &s);
     t->cfg = h->cfg;
     t->n_keys = h->n_keys;
-    t->n_codings = h->n_codings;
+    t->n_layouts = h->n_layouts;
     t->n_classes = h->n_classes;
     t->any_shared = h->any_shared;
     t->any_kvquant = h->any_kvquant;
@@ -15630,38 +15632,38 @@ static void tkvi_tables_build(tkvi_tables *t, tkvi_derived_config *h, uint8_t *m
     t->page_bytes = h->page_bytes;
     t->any_rotated = h->any_rotated;
     t->n_levels = h->n_levels;
-    t->spare = h->spare;
+    t->recode_pages = h->recode_pages;
     t->plan = (tkvi_plan *)(void *)mem;
-    t->rule = (tkvi_tier_spec *)(void *)(mem += s.plan);
-    t->coding = (tkvi_coding *)(void *)(mem += s.rule);
-    t->size_class = (tkvi_class *)(void *)(mem += s.coding);
+    t->tier_specs = (tkvi_tier_spec *)(void *)(mem += s.plan);
+    t->layout = (tkvi_layout *)(void *)(mem += s.rule);
+    t->size_class = (tkvi_class *)(void *)(mem += s.layout);
     record = (tkvi_record *)(void *)(mem += s.size_class);
     mem += s.record;
     t->split = h->any_shared ? (int *)(void *)mem : NULL;
-    t->current = (int8_t *)(mem += s.split);
-    memset(t->current, -1, (size_t)h->cfg.model.n_layers);
+    t->current_version = (int8_t *)(mem += s.split);
+    memset(t->current_version, -1, (size_t)h->cfg.model.n_layers);
     if (TKVI_HAS_KVQUANT && h->any_kvquant) {
         t->rope = (tkvi_rope *)(void *)(mem + s.current);
         tkvi_rope_make(t->rope, &h->cfg.model.rope);
     }
     for (i = 0; i < h->n_keys; i++)
-        t->coding[i].record = record + (size_t)i * (size_t)h->cfg.model.n_kv_heads;
-    for (i = 0; i < h->n_keys; i++) tkvi_coding_init(&t->coding[i], h, i);
+        t->layout[i].record = record + (size_t)i * (size_t)h->cfg.model.n_kv_heads;
+    for (i = 0; i < h->n_keys; i++) tkvi_init_layout(&t->layout[i], h, i);
     for (i = 0; i < h->n_classes; i++) t->size_class[i] = h->size_class[i];
     for (i = 0; i < h->cfg.model.n_layers; i++) {
         tkvi_plan *p = &t->plan[i];
-        tkvi_tier_spec *rule = tkvi_rules_of(t, i);
+        tkvi_tier_spec *rule = tkvi_tier_specs_of(t, i);
         (void)tkvi_plan_of(h, i, p, rule); /* h has all keys, so none is added */
-        if (p->stored != i) continue;
-        tkvi_own_codings(rule, h->n_levels, &next);
+        if (p->stored_layer != i) continue;
+        tkvi_own_layouts(rule, h->n_levels, &next);
         for (n = 0; n < h->n_levels * TKV_TIER_COUNT; n++)
-            for (v = 0; v < TKVI_VERSIONS && rule[n / TKV_TIER_COUNT].shared[n % TKV_TIER_COUNT]; v++)
-                tkvi_coding_init(&t->coding[rule[n / TKV_TIER_COUNT].coding[n % TKV_TIER_COUNT] + v], h,
+            for (v = 0; v < TKVI_VERSIONS && rule[n / TKV_TIER_COUNT].needs_table[n % TKV_TIER_COUNT]; v++)
+                tkvi_init_layout(&t->layout[rule[n / TKV_TIER_COUNT].layout[n % TKV_TIER_COUNT] + v], h,
                                  rule[n / TKV_TIER_COUNT].key[n % TKV_TIER_COUNT]);
     }
     tkvi_take_level(t, h->cfg.budget.pressure.min_level);
     for (i = 0; i < h->n_keys; i++)
-        tkvi_coding_share(t, &t->coding[i], NULL); /* the others wait for a table */
+        tkvi_share_layout(t, &t->layout[i], NULL); /* the others wait for a table */
     t->cfg.layers = NULL;
     t->cfg.budget.ladder = NULL;
     t->cfg.model.rope.frequencies = NULL;
@@ -15792,37 +15794,39 @@ typedef struct tkvi_block {
     /* Page number; of a free entry, the next free entry; TKVI_NIL: discarded (reclaim/discard.h). With
      * TKVI_OFFLOADED, page and slot hold the mark of the offloaded bytes (reclaim/offload.h). */
     uint32_t page;
-    uint16_t slot, coding; /* coding: number of the block's layout in tkvi_tables.coding */
+    uint16_t slot, layout; /* layout: number of the block's layout in tkvi_tables.layout */
     int start;             /* the block covers positions from here to the start of the next block */
-    uint64_t gone; /* bit per slot, oldest first: evicted, truncated, or now an anchor with the sinks */
+    uint64_t
+        evicted_mask; /* bit per slot, oldest first: evicted, truncated, or now an anchor with the sinks */
     /* 0: slot i has position start + i. Else the number of slots in use, whose positions are in token_meta
      * (tkvi_slot_position). */
-    int16_t packed;
-    uint16_t previous_coding; /* 0, or 1 + the coding before this one, if not hot (step/recompute.h) */
-    uint16_t copy;            /* 0, or 1 + the coding of an exact copy in the store */
+    int16_t n_packed;
+    uint16_t previous_layout; /* 0, or 1 + the layout before this one, if not hot (step/recompute.h) */
+    uint16_t copy_layout;     /* 0, or 1 + the layout of an exact copy in the store */
     uint16_t copy_mark;       /* mark of the last copy made for this block number; it outlives the block */
 } tkvi_block;
 
 /* Data of a block's tokens, for eviction, importance and anchors (tkvi_keeps_token_meta). */
 typedef struct tkvi_token_meta {
-    uint16_t where[64];      /* positions of a packed block, relative to its start (tkvi_slot_position) */
-    uint32_t mass[64];       /* attention scores, or norms of keys (reclaim/scores.h) */
-    uint64_t pinned;         /* bits: these tokens are never evicted */
-    uint64_t temporary_pins; /* bits: these tokens stay while the list is shorter than `until` */
-    uint64_t anchored;       /* bits, also in `gone`: exact in the sink block; the slot here stays reserved */
-    uint64_t chosen;         /* bits: victims of a pending eviction (reclaim/evict_tokens.h) */
-    int until;               /* end of the temporary pins, a length of the list */
-    int step;                /* length of the list when `mass` was last updated */
-    int moved;               /* 0, or 1 + the length of the list when the block last changed its tier */
+    uint16_t positions[64];  /* positions of a packed block, relative to its start (tkvi_slot_position) */
+    uint32_t scores[64];     /* attention scores, or norms of keys (reclaim/scores.h) */
+    uint64_t pinned_mask;    /* bits: these tokens are never evicted */
+    uint64_t temporary_mask; /* bits: these tokens stay while the list is shorter than temporary_until */
+    uint64_t
+        anchored_mask; /* bits, also in evicted_mask: exact in the sink block; the slot here stays reserved */
+    uint64_t victim_mask; /* bits: victims of a pending eviction (reclaim/evict_tokens.h) */
+    int temporary_until;  /* end of the temporary pins, a length of the list */
+    int score_step;       /* length of the list when `scores` were last updated */
+    int moved_at;         /* 0, or 1 + the length of the list when the block last changed its tier */
 } tkvi_token_meta;
 
 typedef struct tkvi_pool {
     tkvi_heap *heap;
     const tkvi_tables *tables;
     int keep_all;            /* 1 in place: pages never go back to the allocator */
-    int spare;               /* free pages that only recoding may use */
+    int recode_pages;        /* free pages that only recoding may use */
     int64_t kept_free_pages; /* free pages that do not go back to the allocator, as they are needed soon */
-    int64_t allowed;         /* in place: most pages, spare ones included (tkv_set_budget); 0: no limit */
+    int64_t max_pages;       /* in place: most pages, spare ones included (tkv_set_budget); 0: no limit */
     tkvi_page *page;
     uint32_t n_pages, page_cap;       /* entries in use are 0 .. n_pages-1, each with bytes */
     uint32_t free_page, n_free_pages; /* first of the list of free pages; its length */
@@ -15832,9 +15836,9 @@ typedef struct tkvi_pool {
     uint32_t n_offloaded;                     /* live blocks without bytes in RAM, discarded ones included */
     uint32_t n_discarded;                     /* live blocks that must be recomputed */
     uint64_t marks;                           /* last mark given out, 47 bits (reclaim/offload.h) */
-    uint32_t *room;                           /* per class: first page of the partial-page list */
-    int64_t *live;                            /* per class: slots in use */
-    int64_t *promised; /* per class: slots reserved by tkv_seq_reserve, all sequences */
+    uint32_t *partial_pages;                  /* per class: first page of the partial-page list */
+    int64_t *used_slots;                      /* per class: slots in use */
+    int64_t *reserved_slots; /* per class: slots reserved by tkv_seq_reserve, all sequences */
 } tkvi_pool;
 
 /* >>pages */
@@ -15846,7 +15850,7 @@ static int64_t tkvi_pages_for(const tkvi_class *c, int64_t blocks) {
 /* Puts page i into the partial-page list of its class. */
 static void tkvi_link_partial_page(tkvi_pool *pool, uint32_t i) {
     tkvi_page *p = &pool->page[i];
-    uint32_t *head = &pool->room[p->size_class];
+    uint32_t *head = &pool->partial_pages[p->size_class];
     p->before = TKVI_NIL;
     p->after = *head;
     if (*head != TKVI_NIL) pool->page[*head].before = i;
@@ -15856,7 +15860,7 @@ static void tkvi_link_partial_page(tkvi_pool *pool, uint32_t i) {
 static void tkvi_unlink_partial_page(tkvi_pool *pool, uint32_t i) {
     tkvi_page *p = &pool->page[i];
     if (p->before != TKVI_NIL) pool->page[p->before].after = p->after;
-    else pool->room[p->size_class] = p->after;
+    else pool->partial_pages[p->size_class] = p->after;
     if (p->after != TKVI_NIL) pool->page[p->after].before = p->before;
 }
 
@@ -15949,7 +15953,8 @@ static int64_t tkvi_reserved_pages(const tkvi_pool *pool) {
     int c;
     for (c = 0; c < pool->tables->n_classes; c++) {
         const tkvi_class *k = &pool->tables->size_class[c];
-        pages += tkvi_pages_for(k, pool->live[c] + pool->promised[c]) - tkvi_pages_for(k, pool->live[c]);
+        pages += tkvi_pages_for(k, pool->used_slots[c] + pool->reserved_slots[c]) -
+                 tkvi_pages_for(k, pool->used_slots[c]);
     }
     return pages;
 }
@@ -15957,7 +15962,7 @@ static int64_t tkvi_reserved_pages(const tkvi_pool *pool) {
 /* Gives free pages back to the allocator. Keeps the spare pages, `kept_free_pages`, and the pages of reservations.
  * The last entry of the page table moves into the hole. */
 static void tkvi_trim_to(tkvi_pool *pool, int64_t kept_free_pages) {
-    const int64_t keep = pool->spare + kept_free_pages + tkvi_reserved_pages(pool);
+    const int64_t keep = pool->recode_pages + kept_free_pages + tkvi_reserved_pages(pool);
     if (pool->keep_all) return;
     while ((int64_t)pool->n_free_pages > keep) {
         uint32_t i = pool->free_page, last = pool->n_pages - 1;
@@ -15978,7 +15983,7 @@ static void tkvi_trim_to(tkvi_pool *pool, int64_t kept_free_pages) {
                 if (p->taken >> s & 1) pool->block[p->owner[s]].page = i;
             if (p->used < pool->tables->size_class[p->size_class].slots) {
                 if (p->before != TKVI_NIL) pool->page[p->before].after = i;
-                else pool->room[p->size_class] = i;
+                else pool->partial_pages[p->size_class] = i;
                 if (p->after != TKVI_NIL) pool->page[p->after].before = i;
             }
         }
@@ -16000,7 +16005,7 @@ static uint8_t *tkvi_block_bytes(const tkvi_pool *pool, const tkvi_block *b) {
 /* Takes a slot of a class for block `owner`. There must be one (tkvi_peak_ready). */
 static void tkvi_take_slot(tkvi_pool *pool, int size_class, uint32_t owner, uint32_t *page, int *slot) {
     int slots = pool->tables->size_class[size_class].slots, s = 0;
-    uint32_t i = pool->room[size_class];
+    uint32_t i = pool->partial_pages[size_class];
     tkvi_page *p;
     if (i == TKVI_NIL) {
         i = pool->free_page;
@@ -16014,7 +16019,7 @@ static void tkvi_take_slot(tkvi_pool *pool, int size_class, uint32_t owner, uint
     p->taken |= (uint64_t)1 << s;
     p->owner[s] = owner;
     if (++p->used == slots) tkvi_unlink_partial_page(pool, i);
-    pool->live[size_class]++;
+    pool->used_slots[size_class]++;
     *page = i;
     *slot = s;
 }
@@ -16025,7 +16030,7 @@ static void tkvi_clear_slot(tkvi_pool *pool, uint32_t page, int slot) {
     if (p->used == pool->tables->size_class[size_class].slots) tkvi_link_partial_page(pool, page);
     p->taken &= ~((uint64_t)1 << slot);
     p->used--;
-    pool->live[size_class]--;
+    pool->used_slots[size_class]--;
     if (p->used == 0) {
         tkvi_unlink_partial_page(pool, page);
         tkvi_free_page(pool, page);
@@ -16036,7 +16041,7 @@ static void tkvi_clear_slot(tkvi_pool *pool, uint32_t page, int slot) {
  * page. */
 static void tkvi_compact(tkvi_pool *pool, int size_class) {
     const tkvi_class *c = &pool->tables->size_class[size_class];
-    uint32_t i, sparse = pool->room[size_class];
+    uint32_t i, sparse = pool->partial_pages[size_class];
     int holes = 0, s;
     tkvi_page *p;
     for (i = sparse; i != TKVI_NIL; i = pool->page[i].after) {
@@ -16056,7 +16061,7 @@ static void tkvi_compact(tkvi_pool *pool, int size_class) {
         memcpy(tkvi_slot_bytes(pool, to, to_slot), tkvi_slot_bytes(pool, sparse, s), c->slot_bytes);
         b->page = to;
         b->slot = (uint16_t)to_slot;
-        pool->live[size_class]--; /* tkvi_take_slot counted the moved block again */
+        pool->used_slots[size_class]--; /* tkvi_take_slot counted the moved block again */
     }
     p->taken = 0;
     p->used = 0;
@@ -16068,42 +16073,42 @@ static void tkvi_give_slot(tkvi_pool *pool, uint32_t page, int slot) {
     const tkvi_class *c = &pool->tables->size_class[size_class];
     tkvi_clear_slot(pool, page, slot);
     /* Only now can the free slots fill a whole page. If this page itself became free, no free slot is left. */
-    if (pool->live[size_class] % c->slots == 0) tkvi_compact(pool, size_class);
+    if (pool->used_slots[size_class] % c->slots == 0) tkvi_compact(pool, size_class);
 }
 
 /* >>blocks */
-static uint32_t tkvi_new_block(tkvi_pool *pool, int coding, int start) {
+static uint32_t tkvi_new_block(tkvi_pool *pool, int layout, int start) {
     uint32_t id = pool->free_block, page;
     tkvi_block *b = &pool->block[id];
     int slot;
     pool->free_block = b->page;
-    tkvi_take_slot(pool, pool->tables->coding[coding].size_class, id, &page, &slot);
+    tkvi_take_slot(pool, pool->tables->layout[layout].size_class, id, &page, &slot);
     b->refs = 1;
     b->page = page;
     b->slot = (uint16_t)slot;
-    b->coding = (uint16_t)coding;
+    b->layout = (uint16_t)layout;
     b->start = start;
-    b->gone = 0;
-    b->packed = 0;
-    b->previous_coding = 0;
-    b->copy = 0;
+    b->evicted_mask = 0;
+    b->n_packed = 0;
+    b->previous_layout = 0;
+    b->copy_layout = 0;
     if (TKVI_HAS_EVICT && pool->token_meta) memset(&pool->token_meta[id], 0, sizeof *pool->token_meta);
     pool->n_blocks++;
     return id;
 }
 
-/* Moves a block with one holder to a slot of another coding. `write` fills the new bytes from the old ones. */
+/* Moves a block with one holder to a slot of another layout. `write` fills the new bytes from the old ones. */
 typedef void (*tkvi_rewrite)(void *ctx, const uint8_t *from, uint8_t *to);
 
-static void tkvi_recode_block(tkvi_pool *pool, uint32_t id, int coding, tkvi_rewrite write, void *ctx) {
+static void tkvi_recode_block(tkvi_pool *pool, uint32_t id, int layout, tkvi_rewrite write, void *ctx) {
     tkvi_block *b = &pool->block[id];
     uint32_t page, old_page = b->page;
     int slot, old_slot = b->slot;
-    tkvi_take_slot(pool, pool->tables->coding[coding].size_class, id, &page, &slot);
+    tkvi_take_slot(pool, pool->tables->layout[layout].size_class, id, &page, &slot);
     write(ctx, tkvi_slot_bytes(pool, old_page, old_slot), tkvi_slot_bytes(pool, page, slot));
     b->page = page;
     b->slot = (uint16_t)slot;
-    b->coding = (uint16_t)coding;
+    b->layout = (uint16_t)layout;
     tkvi_give_slot(pool, old_page, old_slot);
 }
 
@@ -16131,8 +16136,8 @@ static void tkvi_erase_key(const tkvi_pool *pool, uint32_t id, tkvi_stored_as wh
 
 /* Erases the exact copy in the store. Needed when tokens of the block move to other slots, or the block dies. */
 static void tkvi_forget_copy(tkvi_pool *pool, uint32_t id) {
-    if (TKVI_HAS_OFFLOAD && pool->block[id].copy) tkvi_erase_key(pool, id, TKVI_COPY);
-    pool->block[id].copy = 0;
+    if (TKVI_HAS_OFFLOAD && pool->block[id].copy_layout) tkvi_erase_key(pool, id, TKVI_COPY);
+    pool->block[id].copy_layout = 0;
 }
 
 /* Erases an offloaded block in the store and updates the counts. Needed when it is in RAM again, or dies. */
@@ -16172,20 +16177,20 @@ static void tkvi_peak_note(tkvi_peak *k) {
     if (blocks > k->most_blocks) k->most_blocks = blocks;
 }
 
-static void tkvi_peak_take(tkvi_peak *k, int coding) {
-    k->live[k->tables->coding[coding].size_class]++;
+static void tkvi_peak_take(tkvi_peak *k, int layout) {
+    k->live[k->tables->layout[layout].size_class]++;
     tkvi_peak_note(k);
 }
 
-static void tkvi_peak_give(tkvi_peak *k, int coding) { k->live[k->tables->coding[coding].size_class]--; }
+static void tkvi_peak_give(tkvi_peak *k, int layout) { k->live[k->tables->layout[layout].size_class]--; }
 
 /* Allocates the pages and block entries of the peak, in addition to the spare pages. Returns 0 without memory or
  * page allowance. Then nothing that a caller can see has changed. */
 static int tkvi_peak_ready(tkvi_pool *pool, const tkvi_peak *k) {
     if (k->most_blocks > (int64_t)0x7fffffff) return 0;
-    if (pool->allowed && k->most_pages + pool->spare > pool->allowed) return 0;
+    if (pool->max_pages && k->most_pages + pool->recode_pages > pool->max_pages) return 0;
     if (!tkvi_grow_blocks(pool, (uint32_t)k->most_blocks)) return 0;
-    while ((int64_t)pool->n_pages < k->most_pages + pool->spare)
+    while ((int64_t)pool->n_pages < k->most_pages + pool->recode_pages)
         if (!tkvi_add_page(pool)) {
             tkvi_trim(pool);
             return 0;
@@ -16275,7 +16280,7 @@ static void tkvi_meter_place(tkvi_meter *m, const tkvi_tables *t, int n_stored) 
     int i, layer;
     for (i = 0; i < m->n; i++) {
         int at = i % n_stored, which = m->n < n_stored ? (2 * i + 1) * n_stored / (2 * m->n) : at;
-        for (layer = 0; t->plan[layer].stored != layer || which-- > 0;) layer++;
+        for (layer = 0; t->plan[layer].stored_layer != layer || which-- > 0;) layer++;
         m->head_probe[i].layer = layer;
         m->head_probe[i].head = (at + i / n_stored) % t->cfg.model.n_kv_heads;
         m->head_probe[i].phase = (int)((int64_t)i * m->every / m->n);
@@ -16335,7 +16340,7 @@ static void tkvi_head_probe_drop(tkvi_head_probe *g, int i) {
 }
 
 /* Copies the exact record of the block that begins at `start`, just before it is coded. First deletes the copies of
- * blocks that begin before `dropped`, the first position that has not expired. */
+ * blocks that begin before `expired`, the first position that has not expired. */
 static void tkvi_head_probe_keep(const tkvi_meter *m, tkvi_head_probe *g, int start, int dropped,
                                  const uint8_t *record, size_t bytes) {
     int number = start / TKVI_BLOCK, i; /* rises from block to block, except after a flushed partial block */
@@ -16403,15 +16408,15 @@ typedef struct tkvi_list {
     int n;                    /* blocks */
     int sinks, archive, warm; /* blocks of each tier; all other blocks are hot */
     int len;                  /* tokens ever appended */
-    int dropped;              /* tokens before this position have expired (they left the window) */
-    int chunk_was;            /* previous value of `chunk`, restored when the append fails */
-    int chunk;                /* len before the last append; its tokens stay exact until the next append */
-    /* The first `tight` blocks after the sinks are as small as the level requires. The first `tightest` are as
+    int expired;              /* tokens before this position have expired (they left the window) */
+    int previous_chunk_start; /* previous value of chunk_start, restored when the append fails */
+    int chunk_start;          /* len before the last append; its tokens stay exact until the next append */
+    /* The first n_recoded blocks after the sinks are as small as the level requires. The first n_tightest are as
      * small as its archive (reclaim/budget.h). */
-    int tight, tightest;
-    int out;      /* offloaded blocks after the sinks, up to the first that is in RAM (reclaim/offload.h) */
-    int step_len; /* len when the open step began */
-    int left;     /* dry run only: blocks that this list would keep after reclaim (reclaim/budget.h) */
+    int n_recoded, n_tightest;
+    int n_offloaded; /* offloaded blocks after the sinks, up to the first that is in RAM (reclaim/offload.h) */
+    int step_len;    /* len when the open step began */
+    int n_left;      /* dry run only: blocks that this list would keep after reclaim (reclaim/budget.h) */
 } tkvi_list;
 
 typedef struct tkvi_seq {
@@ -16443,7 +16448,7 @@ typedef struct tkvi_query_stats {
     int used;   /* `tokens` when the factors were last computed; 0: never */
 } tkvi_query_stats;
 
-/* Memory that a call requests in addition to slots (tkv_cache.need). */
+/* Memory that a call requests in addition to slots (tkv_cache.slot_request). */
 typedef struct tkvi_memory_request {
     const tkv_rows *rows; /* sequences and the tokens that their lists must take */
     int n_rows, layer;    /* layer of the lists; -1: all, each up to rows[0].n tokens beyond the shortest */
@@ -16456,49 +16461,50 @@ struct tkv_cache {
     tkvi_heap heap;
     tkvi_arena arena;
     tkvi_pool pool;
-    tkvi_seq *seq;      /* [max_seqs] */
-    tkvi_list *list;    /* [max_seqs][n_layers] */
-    int64_t *promised;  /* [max_seqs][n_classes] slots reserved by each sequence */
-    int64_t *peak_live; /* [2][n_classes] work space of tkvi_peak */
-    float *recode;      /* [64][head_dim], [64][v_head_dim] decoded values, work space of recoding */
-    float *parts;       /* partial results of parallel attention, or NULL */
-    int parts_taken;    /* 1: a call uses `parts` */
+    tkvi_seq *seq;           /* [max_seqs] */
+    tkvi_list *list;         /* [max_seqs][n_layers] */
+    int64_t *reserved_slots; /* [max_seqs][n_classes] slots reserved by each sequence */
+    int64_t *peak_live;      /* [2][n_classes] work space of tkvi_peak */
+    float *recode;           /* [64][head_dim], [64][v_head_dim] decoded values, work space of recoding */
+    float *split_sums;       /* partial results of parallel attention, or NULL */
+    int split_sums_taken;    /* 1: a call uses split_sums */
     /* Statistics of attention (learn/statistics.h); NULL where no format needs them. */
-    int *seen;              /* [n_layers] tokens appended since collection began; -1: nothing is collected */
-    int64_t *asked;         /* [n_layers][n_kv_heads][head_dim] sums of squared queries */
+    int *tokens_seen;       /* [n_layers] tokens appended since collection began; -1: nothing is collected */
+    int64_t *q_sq_sum;      /* [n_layers][n_kv_heads][head_dim] sums of squared queries */
     int64_t *far_attention; /* [n_layers][n_kv_heads] sums of p^2 over far keys */
-    int learning;           /* lock of all statistics and of attention scores */
+    int stats_lock;         /* lock of all statistics and of attention scores */
     /* Query statistics of SQUAT formats (learn/squat_queries.h). */
     tkvi_query_stats *query_stats; /* [n_layers] */
-    int64_t *metric;               /* [n_layers][n_kv_heads][packed] sums of q q^T */
-    uint16_t *feedback; /* [n_layers][n_kv_heads][tkvi_feedback_count] factors, fp16; 0 until known */
-    float *solve;       /* [packed] work space; packed = head_dim (head_dim + 1) / 2 */
-    tkvi_meter *meter;  /* NULL: none (cache/meter.h) */
+    int64_t *q_products;           /* [n_layers][n_kv_heads][packed] sums of q q^T */
+    uint16_t *squat_factors; /* [n_layers][n_kv_heads][tkvi_feedback_count] factors, fp16; 0 until known */
+    float *solve;            /* [packed] work space; packed = head_dim (head_dim + 1) / 2 */
+    tkvi_meter *meter;       /* NULL: none (cache/meter.h) */
     /* The budget (reclaim/budget.h). */
-    tkv_pressure policy;
-    float outside;          /* memory pressure from the caller (tkv_report_pressure), 0 .. 1 */
-    size_t bytes_per_block; /* of one hot block in every layer; layers open them at the same token */
-    int moved;              /* 1: tkv_set_hot_tokens was called; blocks may be older than their tier allows */
+    tkv_pressure pressure;
+    float reported_pressure; /* memory pressure from the caller (tkv_report_pressure), 0 .. 1 */
+    size_t bytes_per_block;  /* of one hot block in every layer; layers open them at the same token */
+    int hot_tokens_changed; /* 1: tkv_set_hot_tokens was called; blocks may be older than their tier allows */
     int64_t recode_backlog; /* bytes that recoding must still free to pay for appended tokens */
     size_t relax_at;        /* a less compressed level is considered only while fewer bytes are in use */
     uint64_t demoted, recoded[TKV_MAX_LEVELS], refused; /* counts of tkv_budget_info */
-    uint64_t spilled, unstored, promoted; /* blocks offloaded, refused by the store, brought back */
+    uint64_t n_offloaded, n_unwritten, n_promoted; /* blocks offloaded, refused by the store, brought back */
     int store_failed; /* 1: the store failed in this call; an error then names the store as the cause */
-    int64_t *
-        need; /* [4][n_classes] work space: slots requested, slots forecast, two of tkvi_subtract_smallest_blocks */
-    tkvi_memory_request order; /* valid during the call */
+    /* [4][n_classes] work space: slots requested, slots forecast, two of tkvi_subtract_smallest_blocks */
+    int64_t *slot_request;
+    tkvi_memory_request memory_request; /* valid during the call */
     int reclaim_stages; /* stages that the call needs: bits of tkvi_reclaim_stages (reclaim/budget.h) */
-    int share;          /* eighths of the tokens above the floor that stay, with TKVI_FLOOR */
+    int kept_eighths;   /* eighths of the tokens above the floor that stay, with TKVI_FLOOR */
     /* Discarding and recomputation (reclaim/discard.h). */
     uint64_t clock; /* counts calls that need memory; sequences in use now are not discarded for them */
     uint64_t blocks_discarded, recomputed; /* blocks */
-    tkvi_token_scores mass;                /* how the config scores attention (reclaim/scores.h) */
+    tkvi_token_scores token_scores;        /* how the config scores attention (reclaim/scores.h) */
     /* Eviction (reclaim/evict_tokens.h). */
-    uint8_t *choice;     /* work space for choosing among the tokens of the longest list; NULL: no eviction */
-    uint32_t choice_cap; /* blocks that `choice` has space for */
+    uint8_t
+        *choice_space;   /* work space for choosing among the tokens of the longest list; NULL: no eviction */
+    uint32_t choice_cap; /* blocks that choice_space has space for */
     uint64_t evicted, merged;
-    size_t fixed_bytes, table_bytes, scratch_bytes, shadow_bytes; /* of the fixed piece */
-    char error[160];                                              /* message of the last failed call */
+    size_t fixed_bytes, table_bytes, scratch_bytes, copy_bytes; /* of the fixed piece */
+    char error[160];                                            /* message of the last failed call */
 };
 
 static tkvi_list *tkvi_list_of(const tkv_cache *kv, int seq, int layer) {
@@ -16507,7 +16513,7 @@ static tkvi_list *tkvi_list_of(const tkv_cache *kv, int seq, int layer) {
 
 static int64_t *tkvi_q_sq_sum_of(const tkv_cache *kv, int layer, int head) {
     const tkv_config *cfg = &kv->tables.cfg;
-    return kv->asked +
+    return kv->q_sq_sum +
            ((size_t)layer * (size_t)cfg->model.n_kv_heads + (size_t)head) * (size_t)cfg->model.head_dim;
 }
 
@@ -16518,7 +16524,7 @@ static int64_t *tkvi_far_attention_of(const tkv_cache *kv, int layer, int head) 
 static int64_t *tkvi_query_stats_of(const tkv_cache *kv, int layer, int head) {
     const tkv_config *cfg = &kv->tables.cfg;
     size_t dim = (size_t)cfg->model.head_dim;
-    return kv->metric +
+    return kv->q_products +
            ((size_t)layer * (size_t)cfg->model.n_kv_heads + (size_t)head) * (dim * (dim + 1) / 2);
 }
 
@@ -16526,8 +16532,8 @@ static int64_t *tkvi_query_stats_of(const tkv_cache *kv, int layer, int head) {
 static uint16_t *tkvi_feedback_of(const tkv_cache *kv, int layer, int head) {
     const tkv_config *cfg = &kv->tables.cfg;
     size_t at = (size_t)layer * (size_t)cfg->model.n_kv_heads + (size_t)head;
-    if (!TKVI_HAS_SQUAT || !kv->feedback) return NULL;
-    return kv->feedback + at * tkvi_feedback_count(cfg->model.head_dim, cfg->format.squat_block);
+    if (!TKVI_HAS_SQUAT || !kv->squat_factors) return NULL;
+    return kv->squat_factors + at * tkvi_feedback_count(cfg->model.head_dim, cfg->format.squat_block);
 }
 
 static uint32_t *tkvi_ids(const tkv_cache *kv, int seq, int layer) {
@@ -16547,28 +16553,28 @@ static int tkvi_block_end(const tkv_cache *kv, const tkvi_list *list, const uint
 /* Token slots in use in block i, evicted tokens included. */
 static int tkvi_block_tokens(const tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int i) {
     const tkvi_block *b = &kv->pool.block[ids[i]];
-    return TKVI_HAS_EVICT && b->packed ? b->packed : tkvi_block_end(kv, list, ids, i) - b->start;
+    return TKVI_HAS_EVICT && b->n_packed ? b->n_packed : tkvi_block_end(kv, list, ids, i) - b->start;
 }
 
 /* Bit per slot: 1 where the slot has a token that was not evicted. slots: 1 .. 64. */
 static uint64_t tkvi_live_mask(const tkvi_block *b, int slots) {
-    return (TKVI_HAS_EVICT ? ~b->gone : ~(uint64_t)0) & ~(uint64_t)0 >> (TKVI_BLOCK - slots);
+    return (TKVI_HAS_EVICT ? ~b->evicted_mask : ~(uint64_t)0) & ~(uint64_t)0 >> (TKVI_BLOCK - slots);
 }
 
 /* Can this block hold anchors? Only the sink block can: it alone has a capacity below 64. Its positions can be far
- * apart, so each takes two entries of `where` (32 bits). */
+ * apart, so each takes two entries of `positions` (32 bits). */
 static int tkvi_has_long_positions(const tkv_cache *kv, const tkvi_block *b) {
     return TKVI_HAS_EVICT && kv->tables.cfg.tiers.n_anchors > 0 &&
-           kv->tables.coding[b->coding].tokens < TKVI_BLOCK;
+           kv->tables.layout[b->layout].tokens < TKVI_BLOCK;
 }
 
 /* Position of the token in a slot of block `id`. */
 static int tkvi_slot_position(const tkv_cache *kv, uint32_t id, int slot) {
     const tkvi_block *b = &kv->pool.block[id];
     int32_t at;
-    if (!TKVI_HAS_EVICT || !b->packed) return b->start + slot;
-    if (!tkvi_has_long_positions(kv, b)) return b->start + kv->pool.token_meta[id].where[slot];
-    memcpy(&at, (const uint8_t *)kv->pool.token_meta[id].where + 4 * slot, sizeof at);
+    if (!TKVI_HAS_EVICT || !b->n_packed) return b->start + slot;
+    if (!tkvi_has_long_positions(kv, b)) return b->start + kv->pool.token_meta[id].positions[slot];
+    memcpy(&at, (const uint8_t *)kv->pool.token_meta[id].positions + 4 * slot, sizeof at);
     return at;
 }
 
@@ -16576,21 +16582,21 @@ static void tkvi_set_slot_position(tkv_cache *kv, uint32_t id, int slot, int pos
     const tkvi_block *b = &kv->pool.block[id];
     const int32_t at = position;
     if (tkvi_has_long_positions(kv, b))
-        memcpy((uint8_t *)kv->pool.token_meta[id].where + 4 * slot, &at, sizeof at);
-    else kv->pool.token_meta[id].where[slot] = (uint16_t)(position - b->start);
+        memcpy((uint8_t *)kv->pool.token_meta[id].positions + 4 * slot, &at, sizeof at);
+    else kv->pool.token_meta[id].positions[slot] = (uint16_t)(position - b->start);
 }
 
 /* Records that block `id` changed its tier when the list had `len` tokens. Promotion then waits for the cool-down
  * (step/promotion.h). */
 static void tkvi_note_move(tkv_cache *kv, uint32_t id, int len) {
-    if (TKVI_HAS_EVICT && kv->pool.token_meta) kv->pool.token_meta[id].moved = len + 1;
+    if (TKVI_HAS_EVICT && kv->pool.token_meta) kv->pool.token_meta[id].moved_at = len + 1;
 }
 
 /* End (exclusive) of the positions that tokens of block i can have. Anchors can lie up to the end of the list. */
 static int tkvi_block_reach(const tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int i) {
     const tkvi_block *b = &kv->pool.block[ids[i]];
-    return TKVI_HAS_EVICT && b->packed && tkvi_has_long_positions(kv, b) ? list->len
-                                                                         : tkvi_block_end(kv, list, ids, i);
+    return TKVI_HAS_EVICT && b->n_packed && tkvi_has_long_positions(kv, b) ? list->len
+                                                                           : tkvi_block_end(kv, list, ids, i);
 }
 
 /* 1: tokens cannot move to other slots. Formats that undo RoPE need consecutive positions (KVQUANT). */
@@ -16601,25 +16607,25 @@ static int tkvi_has_fixed_slots(const tkv_cache *kv) { return TKVI_HAS_KVQUANT &
 static int tkvi_move_token_meta(tkv_cache *kv, uint32_t to, int at, uint32_t from, uint64_t there,
                                 int start) {
     tkvi_token_meta *a = &kv->pool.token_meta[to], *b = &kv->pool.token_meta[from];
-    const uint64_t pinned = b->pinned, temporary_pins = b->temporary_pins, anchored = b->anchored;
+    const uint64_t pinned = b->pinned_mask, temporary_pins = b->temporary_mask, anchored = b->anchored_mask;
     int t;
-    if (at == 0) a->pinned = a->temporary_pins = a->anchored = 0;
+    if (at == 0) a->pinned_mask = a->temporary_mask = a->anchored_mask = 0;
     for (t = 0; t < TKVI_BLOCK; t++) {
         if (!(there >> t & 1)) continue;
-        a->where[at] = (uint16_t)(tkvi_slot_position(kv, from, t) - start); /* at <= t if from == to */
-        a->mass[at] = b->mass[t];
-        a->pinned |= (pinned >> t & 1) << at;
-        a->temporary_pins |= (temporary_pins >> t & 1) << at;
-        if (temporary_pins >> t & 1) a->until = tkvi_max(a->until, b->until);
-        a->anchored |= (anchored >> t & 1) << at;
+        a->positions[at] = (uint16_t)(tkvi_slot_position(kv, from, t) - start); /* at <= t if from == to */
+        a->scores[at] = b->scores[t];
+        a->pinned_mask |= (pinned >> t & 1) << at;
+        a->temporary_mask |= (temporary_pins >> t & 1) << at;
+        if (temporary_pins >> t & 1) a->temporary_until = tkvi_max(a->temporary_until, b->temporary_until);
+        a->anchored_mask |= (anchored >> t & 1) << at;
         at++;
     }
     return at;
 }
 
-/* Is `coding` the format of the layer's hot tier? */
-static int tkvi_is_hot_coding(const tkv_cache *kv, int layer, int coding) {
-    return kv->tables.coding[coding].key == kv->tables.plan[layer].now.key[TKV_TIER_HOT];
+/* Is `layout` the format of the layer's hot tier? */
+static int tkvi_is_hot_layout(const tkv_cache *kv, int layer, int layout) {
+    return kv->tables.layout[layout].key == kv->tables.plan[layer].now.key[TKV_TIER_HOT];
 }
 
 /* Tokens that left every window are kept for this many more tokens. A truncation of the hot tail needs them. */
@@ -16653,7 +16659,7 @@ static int tkvi_each_block(const tkv_cache *kv, int layer, int head, tkvi_visit 
             if (i < list->sinks + list->archive) continue;
             b = &kv->pool.block[ids[i]];
             if (tkvi_is_offloaded(b)) continue;
-            r = &kv->tables.coding[b->coding].record[head];
+            r = &kv->tables.layout[b->layout].record[head];
             visit(ctx, r, tkvi_block_bytes(&kv->pool, b) + r->at, b->start,
                   tkvi_block_tokens(kv, list, ids, i));
             found++;
@@ -16725,7 +16731,7 @@ static void tkvi_emit_offloaded(tkv_cache *kv, int seq, int layer, int i) {
     e.layer = layer;
     e.from = tkvi_block_start(kv, ids, i);
     e.to = tkvi_block_end(kv, list, ids, i);
-    e.bytes = kv->tables.coding[kv->pool.block[ids[i]].coding].bytes.total;
+    e.bytes = kv->tables.layout[kv->pool.block[ids[i]].layout].bytes.total;
     e.text = "a block was offloaded";
     kv->tables.cfg.host.on_event(kv->tables.cfg.host.event_user, &e);
 }
@@ -16744,18 +16750,18 @@ static size_t tkvi_stats_bytes(const tkv_config *cfg) {
 /* Allocates the statistics if a format needs them. Returns 0 without memory, and has then changed nothing. */
 static int tkvi_get_stats(tkv_cache *kv, tkvi_heap *heap) {
     size_t bytes = tkvi_stats_bytes(&kv->tables.cfg);
-    if (!kv->tables.any_shared || kv->asked) return 1;
+    if (!kv->tables.any_shared || kv->q_sq_sum) return 1;
     if (heap->limit) tkvi_trim_to(&kv->pool, 0);
-    kv->asked = (int64_t *)tkvi_get(heap, bytes);
-    if (!kv->asked) return 0;
-    memset(kv->asked, 0, bytes);
-    kv->far_attention = kv->asked + tkvi_q_sq_sum_bytes(&kv->tables.cfg) / sizeof(int64_t);
+    kv->q_sq_sum = (int64_t *)tkvi_get(heap, bytes);
+    if (!kv->q_sq_sum) return 0;
+    memset(kv->q_sq_sum, 0, bytes);
+    kv->far_attention = kv->q_sq_sum + tkvi_q_sq_sum_bytes(&kv->tables.cfg) / sizeof(int64_t);
     return 1;
 }
 
 static void tkvi_put_stats(tkv_cache *kv) {
-    tkvi_put(&kv->heap, kv->asked, tkvi_stats_bytes(&kv->tables.cfg));
-    kv->asked = kv->far_attention = NULL;
+    tkvi_put(&kv->heap, kv->q_sq_sum, tkvi_stats_bytes(&kv->tables.cfg));
+    kv->q_sq_sum = kv->far_attention = NULL;
 }
 
 /* >>sizes of the fixed piece */
@@ -16809,7 +16815,7 @@ static size_t tkvi_table_bytes(const tkvi_sizes *s) {
 
 /* The smallest budget: the fixed piece, statistics, one version of the tables, and pages for the first tokens. */
 static size_t tkvi_least_budget(const tkvi_derived_config *h, const tkvi_sizes *s) {
-    const size_t pages = (size_t)h->spare + 2;
+    const size_t pages = (size_t)h->recode_pages + 2;
     size_t n = 0, all = s->total;
     if (h->any_shared && !tkvi_add(all, tkvi_stats_bytes(&h->cfg), &all)) return (size_t)-1;
     if (!tkvi_add(all, tkvi_version_bytes(h), &all)) return (size_t)-1;
@@ -16845,23 +16851,23 @@ static tkv_status tkvi_build(tkvi_derived_config *h, const tkvi_heap *from, tkv_
     at += s.seqs;
     kv->list = (tkvi_list *)(void *)at;
     at += s.lists;
-    kv->promised = (int64_t *)(void *)at;
-    kv->peak_live = kv->promised + (size_t)h->cfg.limits.max_seqs * classes;
-    kv->pool.live = kv->peak_live + 2 * classes;
-    kv->pool.promised = kv->pool.live + classes;
-    kv->need = kv->pool.promised + classes;
-    kv->pool.room = (uint32_t *)(void *)(kv->need + 4 * classes);
+    kv->reserved_slots = (int64_t *)(void *)at;
+    kv->peak_live = kv->reserved_slots + (size_t)h->cfg.limits.max_seqs * classes;
+    kv->pool.used_slots = kv->peak_live + 2 * classes;
+    kv->pool.reserved_slots = kv->pool.used_slots + classes;
+    kv->slot_request = kv->pool.reserved_slots + classes;
+    kv->pool.partial_pages = (uint32_t *)(void *)(kv->slot_request + 4 * classes);
     at += s.counts;
     if (s.seen) {
-        kv->seen = (int *)(void *)at;
+        kv->tokens_seen = (int *)(void *)at;
         for (c = 0; c < h->cfg.model.n_layers; c++) /* layers that need no table collect nothing */
-            if (!tkvi_plan_learns(&kv->tables.plan[c])) kv->seen[c] = -1;
+            if (!tkvi_plan_learns(&kv->tables.plan[c])) kv->tokens_seen[c] = -1;
     }
     at += s.seen;
     if (TKVI_HAS_SQUAT && h->any_squat) {
         kv->query_stats = (tkvi_query_stats *)(void *)at;
-        kv->metric = (int64_t *)(void *)(at + s.query_stats);
-        kv->feedback = (uint16_t *)(void *)(at + s.query_stats + s.metric);
+        kv->q_products = (int64_t *)(void *)(at + s.query_stats);
+        kv->squat_factors = (uint16_t *)(void *)(at + s.query_stats + s.metric);
         kv->solve = (float *)(void *)(at + s.query_stats + s.metric + s.feedback + s.meter);
     }
     at += s.query_stats + s.metric + s.feedback;
@@ -16869,12 +16875,12 @@ static tkv_status tkvi_build(tkvi_derived_config *h, const tkvi_heap *from, tkv_
     at += s.meter + s.solve;
     kv->recode = (float *)(void *)at;
     at += s.recode;
-    kv->parts = s.parts ? (float *)(void *)at : NULL;
+    kv->split_sums = s.parts ? (float *)(void *)at : NULL;
     kv->kernels = kernels;
     kv->fixed_bytes = s.total;
     kv->table_bytes = tkvi_table_bytes(&s);
     kv->scratch_bytes = s.solve + s.recode + s.parts;
-    kv->shadow_bytes = s.shadow;
+    kv->copy_bytes = s.shadow;
     kv->pool.tables = &kv->tables;
     if (!tkvi_get_stats(kv, &heap)) {
         tkvi_put(&heap, kv, s.total);
@@ -16883,15 +16889,15 @@ static tkv_status tkvi_build(tkvi_derived_config *h, const tkvi_heap *from, tkv_
     kv->heap = heap;
     kv->pool.heap = &kv->heap;
     kv->pool.free_page = kv->pool.free_block = TKVI_NIL;
-    for (c = 0; c < h->n_classes; c++) kv->pool.room[c] = TKVI_NIL;
-    tkvi_token_score_init(&kv->mass, &kv->tables.cfg);
-    (void)tkv_init_pressure(&kv->policy, &h->cfg.budget.pressure, NULL, 0);
-    kv->policy.cfg = h->cfg.budget.pressure; /* its defaults are filled in, so 0 means level 0 */
+    for (c = 0; c < h->n_classes; c++) kv->pool.partial_pages[c] = TKVI_NIL;
+    tkvi_token_score_init(&kv->token_scores, &kv->tables.cfg);
+    (void)tkv_init_pressure(&kv->pressure, &h->cfg.budget.pressure, NULL, 0);
+    kv->pressure.cfg = h->cfg.budget.pressure; /* its defaults are filled in, so 0 means level 0 */
     kv->relax_at = (size_t)-1;
-    kv->pool.spare = h->spare;
+    kv->pool.recode_pages = h->recode_pages;
     for (c = 0; c < h->cfg.model.n_layers; c++)
-        if (kv->tables.plan[c].stored == c)
-            kv->bytes_per_block += kv->tables.coding[kv->tables.plan[c].now.coding[TKV_TIER_HOT]].bytes.total;
+        if (kv->tables.plan[c].stored_layer == c)
+            kv->bytes_per_block += kv->tables.layout[kv->tables.plan[c].now.layout[TKV_TIER_HOT]].bytes.total;
     if (h->cfg.budget.bytes) kv->pool.kept_free_pages = tkvi_free_pages_to_keep(kv);
     *out = kv;
     return TKV_OK;
@@ -16913,7 +16919,7 @@ static int tkvi_version_ready(tkv_cache *kv, int version) {
 
 /* Bytes held by table versions and statistics. */
 static size_t tkvi_learning_held(const tkv_cache *kv) {
-    size_t n = kv->asked ? tkvi_stats_bytes(&kv->tables.cfg) : 0;
+    size_t n = kv->q_sq_sum ? tkvi_stats_bytes(&kv->tables.cfg) : 0;
     int v;
     for (v = 0; v < TKVI_VERSIONS; v++) n += kv->tables.version[v].bytes ? kv->tables.version_bytes : 0;
     return n;
@@ -17017,7 +17023,7 @@ TKV_API void tkv_destroy(tkv_cache *kv) {
     for (s = 0; s < TKVI_VERSIONS; s++)
         tkvi_put(&kv->heap, kv->tables.version[s].bytes, kv->tables.version_bytes);
     tkvi_put_stats(kv);
-    tkvi_put(&kv->heap, kv->choice, kv->choice_cap * TKVI_CHOICE);
+    tkvi_put(&kv->heap, kv->choice_space, kv->choice_cap * TKVI_CHOICE);
     heap = kv->heap; /* kv lies in the last piece that is freed */
     if (!kv->pool.keep_all) tkvi_put(&heap, kv, kv->fixed_bytes);
 }
@@ -17030,8 +17036,8 @@ static int tkvi_grow_choice(tkv_cache *kv, uint32_t cap) {
     if (!tkvi_mul(cap, TKVI_CHOICE, &bytes)) return 0;
     bigger = (uint8_t *)tkvi_get(&kv->heap, bytes);
     if (!bigger) return 0;
-    tkvi_put(&kv->heap, kv->choice, kv->choice_cap * TKVI_CHOICE);
-    kv->choice = bigger;
+    tkvi_put(&kv->heap, kv->choice_space, kv->choice_cap * TKVI_CHOICE);
+    kv->choice_space = bigger;
     kv->choice_cap = cap;
     return 1;
 }
@@ -17067,8 +17073,9 @@ static void tkvi_most_blocks(const tkv_config *cfg, const tkvi_plan *p, int64_t 
         ((int64_t)p->now.hot + TKVI_BLOCK - 1 + cfg->limits.max_append + TKVI_BLOCK - 1) / TKVI_BLOCK;
     most[TKV_TIER_WARM] = ((int64_t)p->now.warm + TKVI_BLOCK - 1) / TKVI_BLOCK;
     most[TKV_TIER_ARCHIVE] = (tokens - p->now.warm) / TKVI_BLOCK; /* a flush can move all hot tokens here */
-    if (p->keep && most[TKV_TIER_ARCHIVE] > ((int64_t)p->keep + tkvi_expiry_margin(p)) / TKVI_BLOCK + 2)
-        most[TKV_TIER_ARCHIVE] = ((int64_t)p->keep + tkvi_expiry_margin(p)) / TKVI_BLOCK + 2;
+    if (p->kept_window &&
+        most[TKV_TIER_ARCHIVE] > ((int64_t)p->kept_window + tkvi_expiry_margin(p)) / TKVI_BLOCK + 2)
+        most[TKV_TIER_ARCHIVE] = ((int64_t)p->kept_window + tkvi_expiry_margin(p)) / TKVI_BLOCK + 2;
     for (tier = 0; tier < TKV_TIER_COUNT; tier++) {
         if (most[tier] < 0 || (p->now.hot == TKVI_FOREVER && tier != TKV_TIER_HOT)) most[tier] = 0;
         if (most[tier] > all) most[tier] = all;
@@ -17099,7 +17106,7 @@ static tkv_status tkvi_most_within(const tkvi_derived_config *h, const tkvi_size
         return TKV_ERR_CONFIG;
     m->pages = (int64_t)(budget / h->page_bytes);
     if (m->pages > 0x3fffffff) m->pages = 0x3fffffff;
-    for (; m->pages > h->spare; m->pages--) { /* the block and page tables need bytes, too */
+    for (; m->pages > h->recode_pages; m->pages--) { /* the block and page tables need bytes, too */
         size_t pages = (size_t)m->pages * h->page_bytes, n;
         uint64_t fit = h->cfg.offload.write || h->cfg.budget.discard ? blocks : 64u * (uint64_t)m->pages;
         m->block_cap = tkvi_cap_for((int64_t)(fit < blocks ? fit : blocks) + h->n_classes);
@@ -17116,7 +17123,7 @@ static tkv_status tkvi_most_within(const tkvi_derived_config *h, const tkvi_size
 
 static tkv_status tkvi_most_of(tkvi_derived_config *h, tkvi_most *m) {
     tkvi_tier_spec rule[TKV_MAX_LEVELS];
-    int64_t live[TKVI_MAX_CODINGS], wait[TKVI_MAX_CODINGS], most[TKV_TIER_COUNT], blocks = 0;
+    int64_t live[TKVI_MAX_LAYOUTS], wait[TKVI_MAX_LAYOUTS], most[TKV_TIER_COUNT], blocks = 0;
     tkvi_sizes fixed;
     size_t pages, n;
     int i, c, tier;
@@ -17128,9 +17135,9 @@ static tkv_status tkvi_most_of(tkvi_derived_config *h, tkvi_most *m) {
     for (i = 0; i < h->cfg.model.n_layers; i++) {
         tkvi_plan p;
         (void)tkvi_plan_of(h, i, &p, rule);
-        if (p.stored != i) continue;
+        if (p.stored_layer != i) continue;
         tkvi_most_blocks(&h->cfg, &p, most);
-        if (p.sink) live[h->class_of[p.sink_coding]]++;
+        if (p.sink) live[h->class_of[p.sink_layout]]++;
         for (tier = 0; tier < TKV_TIER_COUNT; tier++) {
             live[h->class_of[p.now.key[tier]]] += most[tier];
             /* blocks that wait for a table, in all sequences together */
@@ -17349,7 +17356,7 @@ static tkv_status tkvi_refuse_seq(tkv_cache *kv, int seq) {
 /* The layer whose blocks `layer` reads. Returns -1 for a bad sequence or layer, and for a layer without a cache. */
 static int tkvi_stored_layer(const tkv_cache *kv, int seq, int layer) {
     if (!tkvi_has_seq(kv, seq) || layer < 0 || layer >= kv->tables.cfg.model.n_layers) return -1;
-    return kv->tables.plan[layer].stored;
+    return kv->tables.plan[layer].stored_layer;
 }
 
 /* Do sequence and layer exist, and does this layer store K and V itself? */
@@ -17369,7 +17376,7 @@ TKV_API int tkv_get_length(const tkv_cache *kv, int seq, int layer) {
     }
     if (!tkvi_has_seq(kv, seq)) return 0;
     for (i = 0; i < kv->tables.cfg.model.n_layers; i++)
-        if (kv->tables.plan[i].stored == i) least = tkvi_min(least, tkvi_list_of(kv, seq, i)->len);
+        if (kv->tables.plan[i].stored_layer == i) least = tkvi_min(least, tkvi_list_of(kv, seq, i)->len);
     return least;
 }
 
@@ -18687,14 +18694,14 @@ static void tkvi_learn_heads(tkv_cache *kv, int layer, int version) {
  * version 0. In place only versions that have their memory already count. */
 static int tkvi_free_version(const tkv_cache *kv, int layer) {
     int used[TKVI_VERSIONS] = {0}, seq, i, v;
-    if (kv->tables.current[layer] < 0) return 0;
-    used[(int)kv->tables.current[layer]] = 1;
+    if (kv->tables.current_version[layer] < 0) return 0;
+    used[(int)kv->tables.current_version[layer]] = 1;
     for (v = 0; v < TKVI_VERSIONS && kv->pool.keep_all; v++) used[v] |= !kv->tables.version[v].bytes;
     for (seq = 0; seq < kv->tables.cfg.limits.max_seqs; seq++) {
         const tkvi_list *list = tkvi_list_of(kv, seq, layer);
         const uint32_t *ids = tkvi_ids(kv, seq, layer);
         for (i = 0; i < list->n; i++) {
-            const int own = kv->pool.block[ids[i]].coding - kv->tables.n_keys;
+            const int own = kv->pool.block[ids[i]].layout - kv->tables.n_keys;
             if (own >= 0) used[own % TKVI_VERSIONS] = 1;
         }
     }
@@ -18706,18 +18713,18 @@ static int tkvi_free_version(const tkv_cache *kv, int layer) {
 static void tkvi_table_use(tkv_cache *kv, int layer, int version) {
     const tkvi_plan *p = &kv->tables.plan[layer];
     const tkvi_head *heads = p->allocates ? tkvi_heads_of(&kv->tables, layer, version) : NULL;
-    const tkvi_tier_spec *rule = tkvi_rules_of(&kv->tables, layer);
+    const tkvi_tier_spec *rule = tkvi_tier_specs_of(&kv->tables, layer);
     int i, done = -1;
     for (i = 0; i < kv->tables.n_levels * TKV_TIER_COUNT; i++) { /* layouts of a layer have rising numbers */
         const tkvi_tier_spec *r = &rule[i / TKV_TIER_COUNT];
         const int tier = i % TKV_TIER_COUNT;
-        tkvi_coding *c = &kv->tables.coding[r->coding[tier] + version];
-        if (!r->shared[tier] || r->coding[tier] <= done) continue;
-        done = r->coding[tier];
-        tkvi_coding_share(&kv->tables, c, heads);
-        if (TKVI_HAS_KVQUANT && p->kvquant) tkvi_coding_kvquant(&kv->tables, c, layer, version);
+        tkvi_layout *c = &kv->tables.layout[r->layout[tier] + version];
+        if (!r->needs_table[tier] || r->layout[tier] <= done) continue;
+        done = r->layout[tier];
+        tkvi_share_layout(&kv->tables, c, heads);
+        if (TKVI_HAS_KVQUANT && p->kvquant) tkvi_init_kvquant_layout(&kv->tables, c, layer, version);
     }
-    kv->tables.current[layer] = (int8_t)version;
+    kv->tables.current_version[layer] = (int8_t)version;
 }
 
 /* Stops collecting for the layer; again 1: restarts it from zero. When the last layer stops, the memory of the
@@ -18725,10 +18732,10 @@ static void tkvi_table_use(tkv_cache *kv, int layer, int version) {
 static void tkvi_learned(tkv_cache *kv, int layer, int again) {
     size_t n = (size_t)kv->tables.cfg.model.n_kv_heads;
     int any = kv->pool.keep_all, i;
-    kv->seen[layer] = again ? 0 : -1;
-    for (i = 0; i < kv->tables.cfg.model.n_layers; i++) any |= kv->seen[i] >= 0;
+    kv->tokens_seen[layer] = again ? 0 : -1;
+    for (i = 0; i < kv->tables.cfg.model.n_layers; i++) any |= kv->tokens_seen[i] >= 0;
     if (!any) tkvi_put_stats(kv);
-    if (!kv->asked || !kv->tables.plan[layer].allocates) return;
+    if (!kv->q_sq_sum || !kv->tables.plan[layer].allocates) return;
     memset(tkvi_q_sq_sum_of(kv, layer, 0), 0, n * (size_t)kv->tables.cfg.model.head_dim * sizeof(int64_t));
     memset(tkvi_far_attention_of(kv, layer, 0), 0, n * sizeof(int64_t));
 }
@@ -18752,10 +18759,12 @@ static int64_t tkvi_n_readable_tokens(const tkv_cache *kv, int layer) {
  * blocks do not wait for tables, so layers take turns: making all tables at the same token would stall an
  * append. */
 static int tkvi_learn_due(const tkv_cache *kv, int layer, int forced) {
-    int first = kv->tables.current[layer] < 0, turn = kv->tables.cfg.budget.bytes ? layer % TKVI_BLOCK : 0;
+    int first = kv->tables.current_version[layer] < 0,
+        turn = kv->tables.cfg.budget.bytes ? layer % TKVI_BLOCK : 0;
     forced = forced && first;
-    if (!kv->seen ||
-        kv->seen[layer] < (forced ? 0 : (first ? TKVI_FIRST_TABLE_TOKENS : TKVI_SECOND_TABLE_TOKENS) + turn))
+    if (!kv->tokens_seen ||
+        kv->tokens_seen[layer] <
+            (forced ? 0 : (first ? TKVI_FIRST_TABLE_TOKENS : TKVI_SECOND_TABLE_TOKENS) + turn))
         return 0;
     return tkvi_n_readable_tokens(kv, layer) >= (forced ? 1 : TKVI_BLOCK);
 }
@@ -18767,26 +18776,26 @@ static int tkvi_learn_due(const tkv_cache *kv, int layer, int forced) {
  * restore the table. */
 static int tkvi_begin_table(tkv_cache *kv, int layer, int forced, int8_t *had) {
     int version;
-    *had = kv->tables.current[layer];
+    *had = kv->tables.current_version[layer];
     if (!tkvi_learn_due(kv, layer, forced)) return 1;
     version = tkvi_free_version(kv, layer);
     if (version < 0) { /* the search walks over all blocks: tries again 64 tokens later */
-        kv->seen[layer] = TKVI_SECOND_TABLE_TOKENS - TKVI_BLOCK;
+        kv->tokens_seen[layer] = TKVI_SECOND_TABLE_TOKENS - TKVI_BLOCK;
         return 1;
     }
     if (!tkvi_version_ready(kv, version)) {
         if (*had >= 0 && kv->heap.limit)
-            kv->seen[layer] = TKVI_SECOND_TABLE_TOKENS - TKVI_BLOCK; /* tries again 64 tokens later */
+            kv->tokens_seen[layer] = TKVI_SECOND_TABLE_TOKENS - TKVI_BLOCK; /* tries again 64 tokens later */
         return *had >= 0;
     }
-    kv->tables.current[layer] = (int8_t)version;
+    kv->tables.current_version[layer] = (int8_t)version;
     return 1;
 }
 
 /* Ends tkvi_begin_table. made 1: fills in the new version and uses it; made 0: restores version `had`. */
 static void tkvi_end_table(tkv_cache *kv, int layer, int8_t had, int made) {
-    int version = kv->tables.current[layer];
-    kv->tables.current[layer] = had;
+    int version = kv->tables.current_version[layer];
+    kv->tables.current_version[layer] = had;
     if (version == had || !made) return;
     if (kv->tables.plan[layer].allocates) tkvi_learn_heads(kv, layer, version);
     if (TKVI_HAS_KVQUANT && kv->tables.plan[layer].kvquant) tkvi_kvquant_learn(kv, layer, version);
@@ -18804,7 +18813,7 @@ static tkv_status tkvi_no_table(tkv_cache *kv) {
 
 /* Returns whether blocks of the layer must wait for a table before they move to the tier. */
 static int tkvi_must_wait_for_table(const tkv_cache *kv, int layer, tkv_tier tier) {
-    return kv->tables.plan[layer].now.shared[tier] && kv->tables.current[layer] < 0;
+    return kv->tables.plan[layer].now.needs_table[tier] && kv->tables.current_version[layer] < 0;
 }
 
 #endif /* TKVI_LEARN_STATISTICS_H */
@@ -18906,7 +18915,8 @@ static void tkvi_query_stats_restart(tkv_cache *kv, int layer) {
 /* >>statistics for tables */
 static int tkvi_stats_want(const tkv_cache *kv, const tkv_attend_params *p, int stored) {
     (void)p;
-    if (!TKVI_CAN_SAMPLE_QUERIES || !kv->tables.plan[stored].allocates || kv->seen[stored] < 0) return 0;
+    if (!TKVI_CAN_SAMPLE_QUERIES || !kv->tables.plan[stored].allocates || kv->tokens_seen[stored] < 0)
+        return 0;
     return TKVI_WANTS_CALL | TKVI_WANTS_FAR_SUMS;
 }
 
@@ -18920,7 +18930,7 @@ static TKVI_NOINLINE unsigned tkvi_stats_begin(const tkvi_tile_view *v, unsigned
             *far_attention = tkvi_far_attention_of(kv, v->stored, v->head);
     const float *l = v->sums->l;
     (void)state;
-    tkvi_lock(&kv->learning);
+    tkvi_lock(&kv->stats_lock);
     for (r = 0; r < v->rows; r++) {
         if (!(rows >> r & 1)) continue;
         for (c = 0; c < dim; c++) {
@@ -18931,7 +18941,7 @@ static TKVI_NOINLINE unsigned tkvi_stats_begin(const tkvi_tile_view *v, unsigned
         if (l[r] > 0.0f)
             *far_attention += tkvi_counted(v->sums->far_attention[r] / (l[r] * l[r]) * 16777216.0f, 1e12f);
     }
-    tkvi_unlock(&kv->learning);
+    tkvi_unlock(&kv->stats_lock);
     return 0;
 }
 
@@ -18954,10 +18964,10 @@ static unsigned tkvi_query_stats_sample(const tkvi_tile_view *v) {
 static TKVI_NOINLINE unsigned tkvi_query_stats_begin(const tkvi_tile_view *v, unsigned rows, void *state) {
     int r;
     (void)state;
-    tkvi_lock(&v->kv->learning);
+    tkvi_lock(&v->kv->stats_lock);
     for (r = 0; r < v->rows; r++)
         if (rows >> r & 1) tkvi_query_stats_add(v->kv, v->stored, v->head, v->q + r * v->q_stride);
-    tkvi_unlock(&v->kv->learning);
+    tkvi_unlock(&v->kv->stats_lock);
     return 0;
 }
 
@@ -18995,11 +19005,11 @@ static uint64_t tkvi_fnv1a(const uint8_t *p, size_t n) { return tkvi_fnv1a_more(
 
 static int tkvi_layer_learns(const tkv_cache *kv, int layer) {
     const tkvi_plan *p = &kv->tables.plan[layer];
-    return p->stored == layer && tkvi_plan_learns(p);
+    return p->stored_layer == layer && tkvi_plan_learns(p);
 }
 
 static int tkvi_has_table(const tkv_cache *kv, int layer) {
-    return tkvi_layer_learns(kv, layer) && kv->tables.current[layer] >= 0;
+    return tkvi_layer_learns(kv, layer) && kv->tables.current_version[layer] >= 0;
 }
 
 TKV_API tkv_status tkv_get_calibration(const tkv_cache *kv, tkv_calibration_info *out) {
@@ -19008,7 +19018,7 @@ TKV_API tkv_status tkv_get_calibration(const tkv_cache *kv, tkv_calibration_info
     memset(out, 0, sizeof *out);
     for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++) {
         out->n_calibrated += tkvi_has_table(kv, layer);
-        out->n_learning += kv->seen && kv->seen[layer] >= 0;
+        out->n_learning += kv->tokens_seen && kv->tokens_seen[layer] >= 0;
     }
     return TKV_OK;
 }
@@ -19051,7 +19061,7 @@ TKV_API tkv_status tkv_save_calibration(const tkv_cache *kv, void *buf, size_t s
         tkvi_store32(at, (uint32_t)has);
         at += 4;
         for (head = 0; (has & 1) && head < cfg->model.n_kv_heads; head++) {
-            const tkvi_head *h = &tkvi_heads_of(&kv->tables, layer, kv->tables.current[layer])[head];
+            const tkvi_head *h = &tkvi_heads_of(&kv->tables, layer, kv->tables.current_version[layer])[head];
             tkvi_store16(at, (uint16_t)h->reach);
             tkvi_store16(at + 2, (uint16_t)h->k_weight);
             at[4] = (uint8_t)h->k_top;
@@ -19063,7 +19073,7 @@ TKV_API tkv_status tkv_save_calibration(const tkv_cache *kv, void *buf, size_t s
             for (i = 0; i < cfg->model.head_dim; i++, at += 2) tkvi_store16(at, tkvi_f32_to_f16(h->mean[i]));
         }
         if (TKVI_HAS_KVQUANT && (has & 2)) {
-            tkvi_kvquant_save(&kv->tables, layer, kv->tables.current[layer], at);
+            tkvi_kvquant_save(&kv->tables, layer, kv->tables.current_version[layer], at);
             at += tkvi_kvquant_bytes(cfg);
         }
     }
@@ -19313,19 +19323,19 @@ TKV_API tkv_status tkv_refresh_calibration(tkv_cache *kv) {
 #define TKVI_RECLAIM_SCORES_H
 
 
-/* 1 if `mass` in token_meta holds key norms (the bits of a float) in place of attention scores. This is so if the
+/* 1 if `scores` of token_meta holds key norms (the bits of a float) in place of attention scores. This is so if the
  * policy is KNORM and attention scores are not collected. Keys then need not be decoded for each eviction, and the
  * norms are those of the appended keys. */
 static int tkvi_keeps_norms(const tkv_cache *kv) {
-    return TKVI_HAS_EVICT && kv->tables.cfg.evict.policy == TKV_EVICT_KNORM && !kv->mass.mode;
+    return TKVI_HAS_EVICT && kv->tables.cfg.evict.policy == TKV_EVICT_KNORM && !kv->token_scores.mode;
 }
 
 /* 1 if this cache collects the attention scores that a policy needs, or if the policy needs none. */
-static int tkvi_gathers_for(const tkv_cache *kv, tkv_evict_policy kind) {
+static int tkvi_collects_for(const tkv_cache *kv, tkv_evict_policy kind) {
     const int attention =
         TKVI_NEEDS_TOTAL_SCORES | TKVI_NEEDS_PROMPT_SCORES | TKVI_NEEDS_LAST_SCORES | TKVI_NEEDS_LOW_COUNTS;
     const int need = tkvi_evict_needs(kind) & attention;
-    return !need || (kv->mass.mode && kv->mass.mode->need == need);
+    return !need || (kv->token_scores.mode && kv->token_scores.mode->need == need);
 }
 
 /* >>token_meta. len: tokens of the list */
@@ -19337,62 +19347,62 @@ static void tkvi_token_score_fade(uint32_t *mass, double by) {
 
 /* Decays the scores of a block to a step. Modes in which each step begins from zero reset them instead. */
 static void tkvi_decay_to_step(const tkvi_token_scores *m, tkvi_token_meta *n, int step) {
-    if (n->step == step || !m->mode) return;
-    tkvi_token_score_fade(n->mass,
-                          m->mode->fresh ? 0.0 : tkvi_power((double)m->importance.decay, step - n->step));
-    n->step = step;
+    if (n->score_step == step || !m->mode) return;
+    tkvi_token_score_fade(
+        n->scores, m->mode->fresh ? 0.0 : tkvi_power((double)m->importance.decay, step - n->score_step));
+    n->score_step = step;
 }
 
 /* Joins new scores to those of a block. said: the new scores of its 64 tokens, 0 for evicted ones. one: the integer
  * that stands for a score of 1. */
 static void tkvi_token_score_add(tkv_cache *kv, uint32_t id, int len, const float *said, float one) {
-    const tkvi_token_scores *m = &kv->mass;
+    const tkvi_token_scores *m = &kv->token_scores;
     tkvi_token_meta *n = &kv->pool.token_meta[id];
     uint32_t more[TKVI_BLOCK], any = 0;
     int t;
     for (t = 0; t < TKVI_BLOCK; t++) any |= more[t] = tkvi_token_score_counted(said[t], one);
     if (!any) return;
-    tkvi_lock(&kv->learning);
+    tkvi_lock(&kv->stats_lock);
     tkvi_decay_to_step(m, n, len);
-    m->mode->join(n->mass, more);
-    tkvi_unlock(&kv->learning);
+    m->mode->join(n->scores, more);
+    tkvi_unlock(&kv->stats_lock);
 }
 
 /* Decays the scores of two blocks to the same step, the later one. Scores can then move from one to the other. */
 static void tkvi_align_steps(tkv_cache *kv, uint32_t a, uint32_t b) {
     tkvi_token_meta *n = kv->pool.token_meta;
-    tkvi_decay_to_step(&kv->mass, &n[a], tkvi_max(n[a].step, n[b].step));
-    tkvi_decay_to_step(&kv->mass, &n[b], n[a].step);
+    tkvi_decay_to_step(&kv->token_scores, &n[a], tkvi_max(n[a].score_step, n[b].score_step));
+    tkvi_decay_to_step(&kv->token_scores, &n[b], n[a].score_step);
 }
 
 /* The step of the newest sampled queries, in modes where older ones do not count; in other modes 0. */
 static int tkvi_token_score_newest(tkv_cache *kv, const tkvi_list *list, const uint32_t *ids) {
     int i, step = 0;
-    if (!kv->mass.mode || !kv->mass.mode->fresh) return 0;
-    tkvi_lock(&kv->learning);
+    if (!kv->token_scores.mode || !kv->token_scores.mode->fresh) return 0;
+    tkvi_lock(&kv->stats_lock);
     for (i = 0; i < list->n; i++)
-        step = tkvi_max(step, tkvi_min(list->len, kv->pool.token_meta[ids[i]].step));
-    tkvi_unlock(&kv->learning);
+        step = tkvi_max(step, tkvi_min(list->len, kv->pool.token_meta[ids[i]].score_step));
+    tkvi_unlock(&kv->stats_lock);
     return step;
 }
 
 /* Writes the scores of the 64 slots of a block, decayed to now, to `a`. They are what a policy needs, or the A of
  * rules/importance.h. newest: result of tkvi_token_score_newest for the list. */
 static void tkvi_decay_to_now(tkv_cache *kv, uint32_t id, int len, int newest, float *a) {
-    const tkvi_token_scores *m = &kv->mass;
+    const tkvi_token_scores *m = &kv->token_scores;
     tkvi_token_meta n;
     double by = 0.0;
     int t;
     memset(&n, 0, sizeof n);
     if (m->mode) {
-        tkvi_lock(&kv->learning);
+        tkvi_lock(&kv->stats_lock);
         n = kv->pool.token_meta[id];
-        tkvi_unlock(&kv->learning);
-        by = m->mode->fresh ? (n.step == newest ? 1.0 : 0.0)
-                            : tkvi_power((double)m->importance.decay, len - n.step);
+        tkvi_unlock(&kv->stats_lock);
+        by = m->mode->fresh ? (n.score_step == newest ? 1.0 : 0.0)
+                            : tkvi_power((double)m->importance.decay, len - n.score_step);
         by *= (double)m->mode->sign / (double)m->unit;
     }
-    for (t = 0; t < TKVI_BLOCK; t++) a[t] = (float)((double)n.mass[t] * by);
+    for (t = 0; t < TKVI_BLOCK; t++) a[t] = (float)((double)n.scores[t] * by);
 }
 
 /* Importance of n tokens, at most 64, at these positions. a: in, their attention scores of now; out, their
@@ -19404,17 +19414,17 @@ static void tkvi_importance_of_block(const tkv_cache *kv, const int *position, f
         token[t].attention = a[t];
         token[t].step = len - 1;
     }
-    (void)tkv_update_importance(&kv->mass.importance, token, position, NULL, n, len - 1, a);
+    (void)tkv_update_importance(&kv->token_scores.importance, token, position, NULL, n, len - 1, a);
 }
 
 /* After a list was cut: no step of its blocks lies beyond its length. New tokens begin with 0 (tkvi_store). */
 static void tkvi_token_score_cut(tkv_cache *kv, const tkvi_list *list, const uint32_t *ids) {
-    const tkvi_token_score_mode *mode = kv->mass.mode;
+    const tkvi_token_score_mode *mode = kv->token_scores.mode;
     int i;
     if (!TKVI_HAS_EVICT || !kv->pool.token_meta) return;
     for (i = 0; i < list->n; i++) {
         tkvi_token_meta *n = &kv->pool.token_meta[ids[i]];
-        if (n->step > list->len) n->step = mode && mode->fresh ? 0 : list->len;
+        if (n->score_step > list->len) n->score_step = mode && mode->fresh ? 0 : list->len;
     }
 }
 
@@ -19438,8 +19448,8 @@ static int tkvi_scores_want(const tkv_cache *kv, const tkv_attend_params *p, int
     (void)p;
     (void)stored;
 #if defined(__GNUC__) || defined(__clang__)
-    if (kv->pool.token_meta && kv->mass.mode)
-        return TKVI_WANTS_CALL | (kv->mass.heads ? TKVI_WANTS_WHOLE_QUERIES : 0);
+    if (kv->pool.token_meta && kv->token_scores.mode)
+        return TKVI_WANTS_CALL | (kv->token_scores.heads ? TKVI_WANTS_WHOLE_QUERIES : 0);
 #endif
     (void)kv; /* attention scores need atomics */
     return 0;
@@ -19447,7 +19457,7 @@ static int tkvi_scores_want(const tkv_cache *kv, const tkv_attend_params *p, int
 
 /* Layers and heads sample different positions to spread the work. */
 static unsigned tkvi_scores_sample(const tkvi_tile_view *v) {
-    const tkvi_token_scores *m = &v->kv->mass;
+    const tkvi_token_scores *m = &v->kv->token_scores;
     unsigned rows = 0;
     int r;
     if (!m->mode->fresh)
@@ -19462,7 +19472,7 @@ static int tkvi_keys_seen(const tkvi_tile_view *v, int r) {
     for (i = 0; i < v->list->n; i++) {
         const tkvi_block *b = &v->kv->pool.block[v->ids[i]];
         const int slots = tkvi_block_tokens(v->kv, v->list, v->ids, i);
-        if (b->gone == 0 && !b->packed) {
+        if (b->evicted_mask == 0 && !b->n_packed) {
             n += tkvi_max(0, tkvi_min(v->high[r], b->start + slots) - tkvi_max(v->low[r], b->start));
             continue;
         }
@@ -19477,7 +19487,7 @@ static int tkvi_keys_seen(const tkvi_tile_view *v, int r) {
 /* An even share of the keys that a row sees is the default of `low`. */
 static unsigned tkvi_scores_begin(const tkvi_tile_view *v, unsigned rows, void *state) {
     tkvi_score_sampling *s = (tkvi_score_sampling *)state;
-    const tkvi_token_scores *m = &v->kv->mass;
+    const tkvi_token_scores *m = &v->kv->token_scores;
     int r;
     s->rows = rows;
     for (r = 0; r < v->rows; r++) {
@@ -19502,8 +19512,8 @@ static int tkvi_weights_of(const tkvi_tile_view *v, const float *scores, int r, 
 static void tkvi_scores_add(const tkvi_tile_view *v, int i, const float *scores, const float *low, int first,
                             int last) {
     TKVI_ALIGNED float p[TKVI_BLOCK], added[TKVI_BLOCK], more[TKVI_BLOCK];
-    const tkvi_token_scores *m = &v->kv->mass;
-    const uint64_t gone = v->kv->pool.block[v->ids[i]].gone;
+    const tkvi_token_scores *m = &v->kv->token_scores;
+    const uint64_t gone = v->kv->pool.block[v->ids[i]].evicted_mask;
     int r, t, end;
     memset(added, 0, sizeof added);
     for (r = first; r < last; r = end) {
@@ -19551,7 +19561,7 @@ static const tkvi_consumer tkvi_score_consumer = {TKVI_OBSERVES_BLOCKS,
  *     head h, at offset record[h].at + 16 h: K, [checksum 8,] V, checksum 8, little-endian
  *
  * The checksum of a piece is the XXH64 of its bytes. Its seed is the XXH64 of the key, the head and side, the start
- * and coding of the block, and a mark. It finds damaged bytes, misplaced bytes, and bytes of an earlier block under
+ * and layout of the block, and a mark. It finds damaged bytes, misplaced bytes, and bytes of an earlier block under
  * the same key. Wrong bytes pass with a probability of 2^-64. This protects against accidents, not against
  * deliberate changes of the store.
  *
@@ -19583,9 +19593,9 @@ typedef struct tkvi_fetch_buffer {
 static int tkvi_pieces(const tkvi_record *r) { return 1 + (r->k.bytes + r->v.bytes > TKVI_OFFLOAD_SIDE); }
 
 /* Describes a piece of a block. part: 0 is K, or K and V in one piece; 1 is V. */
-static tkvi_piece tkvi_piece_of(const tkv_cache *kv, uint32_t id, tkvi_stored_as what, int coding,
+static tkvi_piece tkvi_piece_of(const tkv_cache *kv, uint32_t id, tkvi_stored_as what, int layout,
                                 uint64_t mark, int head, int part) {
-    const tkvi_record *r = &kv->tables.coding[coding].record[head];
+    const tkvi_record *r = &kv->tables.layout[layout].record[head];
     uint8_t text[24];
     tkvi_piece p;
     p.key = tkvi_store_key(id, what);
@@ -19595,7 +19605,7 @@ static tkvi_piece tkvi_piece_of(const tkv_cache *kv, uint32_t id, tkvi_stored_as
     tkvi_store32(text, p.key);
     tkvi_store32(text + 4, 2u * (uint32_t)head + (uint32_t)part);
     tkvi_store32(text + 8, (uint32_t)kv->pool.block[id].start);
-    tkvi_store32(text + 12, (uint32_t)coding);
+    tkvi_store32(text + 12, (uint32_t)layout);
     tkvi_store32(text + 16, (uint32_t)mark);
     tkvi_store32(text + 20, (uint32_t)(mark >> 32));
     p.seed = tkvi_xxh64(0, text, sizeof text);
@@ -19608,16 +19618,16 @@ static TKVI_NOINLINE int tkvi_store_block(tkv_cache *kv, uint32_t id, tkvi_store
     TKVI_ALIGNED uint8_t room[TKVI_OFFLOAD_ROOM];
     const tkv_offload_config *s = &kv->tables.cfg.offload;
     const tkvi_block *b = &kv->pool.block[id];
-    const tkvi_coding *c = &kv->tables.coding[b->coding];
+    const tkvi_layout *c = &kv->tables.layout[b->layout];
     int head, part;
     for (head = 0; head < kv->tables.cfg.model.n_kv_heads; head++)
         for (part = 0; part < tkvi_pieces(&c->record[head]); part++) {
-            const tkvi_piece p = tkvi_piece_of(kv, id, what, b->coding, mark, head, part);
+            const tkvi_piece p = tkvi_piece_of(kv, id, what, b->layout, mark, head, part);
             memcpy(room, tkvi_block_bytes(&kv->pool, b) + p.from, p.bytes);
             tkvi_store64(room + p.bytes, tkvi_xxh64(p.seed, room, p.bytes));
             if (s->write(s->user, p.key, p.at, room, p.bytes + TKVI_OFFLOAD_CHECKSUM) == 0) continue;
             tkvi_erase_key(&kv->pool, id, what);
-            kv->unstored++;
+            kv->n_unwritten++;
             return 0;
         }
     return 1;
@@ -19627,12 +19637,12 @@ static TKVI_NOINLINE int tkvi_store_block(tkv_cache *kv, uint32_t id, tkvi_store
  * the block has none. If the store fails, there is no copy, but the call goes on. */
 static void tkvi_store_exact_copy(tkv_cache *kv, int layer, uint32_t id) {
     tkvi_block *b = &kv->pool.block[id];
-    if (!TKVI_HAS_OFFLOAD || !kv->tables.cfg.offload.keep_exact || !kv->tables.cfg.offload.write || b->copy ||
-        b->refs > 1)
+    if (!TKVI_HAS_OFFLOAD || !kv->tables.cfg.offload.keep_exact || !kv->tables.cfg.offload.write ||
+        b->copy_layout || b->refs > 1)
         return;
-    if (!tkvi_is_hot_coding(kv, layer, b->coding)) return;
+    if (!tkvi_is_hot_layout(kv, layer, b->layout)) return;
     b->copy_mark++;
-    if (tkvi_store_block(kv, id, TKVI_COPY, b->copy_mark)) b->copy = (uint16_t)(b->coding + 1);
+    if (tkvi_store_block(kv, id, TKVI_COPY, b->copy_mark)) b->copy_layout = (uint16_t)(b->layout + 1);
 }
 
 /* 1 if there is a store, and it has not failed in this call. */
@@ -19647,7 +19657,7 @@ static int tkvi_is_old(const tkv_cache *kv, int seq, int layer, int end, const t
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
     int hot = r->hot != TKVI_FOREVER ? r->hot : kv->tables.cfg.tiers.hot_tokens;
     if (hot == TKVI_FOREVER) hot = TKVI_BLOCK; /* given as 2^30 - 1: the newest 64 stay */
-    return end <= list->chunk && (kv->seq[seq].in_step ? list->step_len : list->len) - end >= hot;
+    return end <= list->chunk_start && (kv->seq[seq].in_step ? list->step_len : list->len) - end >= hot;
 }
 
 /* 1 if block i of a list may be offloaded by rule r: it is old and has one holder. Sinks and the last two blocks
@@ -19663,9 +19673,9 @@ static int tkvi_can_offload(const tkv_cache *kv, int seq, int layer, int i, cons
 static int tkvi_next_to_offload(tkv_cache *kv, int seq, int layer) {
     tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
-    int i = list->sinks + list->out;
+    int i = list->sinks + list->n_offloaded;
     while (i < list->n && tkvi_is_offloaded(&kv->pool.block[ids[i]])) i++;
-    list->out = tkvi_max(0, i - list->sinks);
+    list->n_offloaded = tkvi_max(0, i - list->sinks);
     while (i < list->n && (tkvi_is_offloaded(&kv->pool.block[ids[i]]) || kv->pool.block[ids[i]].refs > 1))
         i++;
     return i < list->n && tkvi_can_offload(kv, seq, layer, i, &kv->tables.plan[layer].now) ? i : -1;
@@ -19690,7 +19700,7 @@ static int tkvi_offload_next(tkv_cache *kv, int seq, int layer) {
     b->page = TKVI_OFFLOADED | (uint32_t)(kv->pool.marks >> 16);
     b->slot = (uint16_t)(kv->pool.marks & 0xffffu);
     kv->pool.n_offloaded++;
-    kv->spilled++;
+    kv->n_offloaded++;
     tkvi_note_move(kv, id, tkvi_list_of(kv, seq, layer)->len);
     tkvi_give_slot(&kv->pool, page, slot);
     tkvi_emit_offloaded(kv, seq, layer, i);
@@ -19706,10 +19716,10 @@ static TKVI_NOINLINE tkv_status tkvi_read_piece(const tkv_cache *kv, uint32_t id
                                                 const uint8_t **bytes) {
     const tkv_offload_config *s = &kv->tables.cfg.offload;
     const tkvi_block *b = &kv->pool.block[id];
-    const int coding = what == TKVI_COPY ? b->copy - 1 : b->coding;
-    const tkvi_record *r = &kv->tables.coding[coding].record[head];
+    const int layout = what == TKVI_COPY ? b->copy_layout - 1 : b->layout;
+    const tkvi_record *r = &kv->tables.layout[layout].record[head];
     const int part = side == TKV_V && tkvi_pieces(r) == 2;
-    const tkvi_piece p = tkvi_piece_of(kv, id, what, coding, tkvi_mark_of(b, what), head, part);
+    const tkvi_piece p = tkvi_piece_of(kv, id, what, layout, tkvi_mark_of(b, what), head, part);
     if (!TKVI_HAS_OFFLOAD || (what == TKVI_ITSELF && tkvi_is_discarded(b))) return TKV_ERR_NO_SOURCE;
     *bytes = room->bytes + (side == TKV_V && !part ? r->v_at : 0);
     if (room->key == p.key && room->head == head && room->part == part) return TKV_OK;
@@ -19727,7 +19737,7 @@ static TKVI_NOINLINE tkv_status tkvi_read_piece(const tkv_cache *kv, uint32_t id
 static tkv_status tkvi_side_bytes(const tkv_cache *kv, uint32_t id, int head, tkv_side side,
                                   tkvi_fetch_buffer *room, const uint8_t **bytes) {
     const tkvi_block *b = &kv->pool.block[id];
-    const tkvi_record *r = &kv->tables.coding[b->coding].record[head];
+    const tkvi_record *r = &kv->tables.layout[b->layout].record[head];
     if (tkvi_is_offloaded(b)) return tkvi_read_piece(kv, id, TKVI_ITSELF, head, side, room, bytes);
     *bytes = tkvi_block_bytes(&kv->pool, b) + r->at + (side == TKV_K ? 0 : r->v_at);
     return TKV_OK;
@@ -19738,7 +19748,7 @@ static void tkvi_prefetch_record(const tkv_cache *kv, uint32_t id, int head) {
     const tkv_offload_config *s = &kv->tables.cfg.offload;
     const tkvi_block *b = &kv->pool.block[id];
     if (s->prefetch) {
-        const tkvi_record *r = &kv->tables.coding[b->coding].record[head];
+        const tkvi_record *r = &kv->tables.layout[b->layout].record[head];
         s->prefetch(s->user, tkvi_store_key(id, TKVI_ITSELF),
                     r->at + TKVI_OFFLOAD_CHECKSUM * 2u * (size_t)head,
                     r->v_at + r->v.bytes + 2u * TKVI_OFFLOAD_CHECKSUM);
@@ -19797,7 +19807,7 @@ static int tkvi_discardable_to(const tkv_cache *kv, int seq, int level) {
     for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++) {
         const tkvi_list *list = tkvi_list_of(kv, seq, layer);
         const uint32_t *ids = tkvi_ids(kv, seq, layer);
-        const tkvi_tier_spec *r = &tkvi_rules_of(&kv->tables, layer)[level];
+        const tkvi_tier_spec *r = &tkvi_tier_specs_of(&kv->tables, layer)[level];
         if (list->n == 0) continue;
         for (i = list->sinks; i < list->n && tkvi_can_offload(kv, seq, layer, i, r);) i++;
         to = tkvi_min(to, i < list->n ? tkvi_block_start(kv, ids, i) : list->len);
@@ -19835,7 +19845,7 @@ static size_t tkvi_discard_to(tkv_cache *kv, int seq, int to, int really, int *l
             const uint32_t page = b->page;
             const int slot = b->slot;
             if (tkvi_is_offloaded(b)) continue;
-            freed += kv->tables.coding[b->coding].bytes.total;
+            freed += kv->tables.layout[b->layout].bytes.total;
             *last = tkvi_max(*last, tkvi_block_end(kv, list, ids, i));
             if (!really) continue;
             b->page = TKVI_NIL;
@@ -19878,7 +19888,7 @@ static int tkvi_discard_idle(tkv_cache *kv) {
  * attention. The idea to demote the least important tokens rather than the oldest is from akv-cache.
  *
  *     sinks' block  [s s s s | a b . .]      n_anchors slots after the sinks, each with a position of its own
- *     recoded       [. . A . . .][. B . .]   A, B: marked in `gone` and `anchored`, attention reads a and b
+ *     recoded       [. . A . . .][. B . .]   A, B: marked in evicted_mask and anchored_mask, attention reads a and b
  *
  * A token with a higher score replaces the anchor with the lowest one. Attention then reads the replaced token from
  * its recoded slot again.
@@ -19890,7 +19900,7 @@ static int tkvi_discard_idle(tkv_cache *kv) {
 /* Mask of the used slots of block i: live tokens and anchored tokens. */
 static uint64_t tkvi_used_mask(const tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int i) {
     return tkvi_live_mask(&kv->pool.block[ids[i]], tkvi_block_tokens(kv, list, ids, i)) |
-           (TKVI_HAS_EVICT && kv->pool.token_meta ? kv->pool.token_meta[ids[i]].anchored : 0);
+           (TKVI_HAS_EVICT && kv->pool.token_meta ? kv->pool.token_meta[ids[i]].anchored_mask : 0);
 }
 
 /* Index of the block that covers a position. -1: the position is past the end or has expired. */
@@ -19912,7 +19922,7 @@ static int tkvi_place_in(const tkv_cache *kv, const tkvi_list *list, const uint3
     const int n = tkvi_block_tokens(kv, list, ids, i);
     const uint64_t kept = tkvi_used_mask(kv, list, ids, i);
     int t = 0;
-    if (!TKVI_HAS_EVICT || !kv->pool.block[ids[i]].packed) t = position - tkvi_block_start(kv, ids, i);
+    if (!TKVI_HAS_EVICT || !kv->pool.block[ids[i]].n_packed) t = position - tkvi_block_start(kv, ids, i);
     else
         while (t < n && !(kept >> t & 1 && tkvi_slot_position(kv, ids[i], t) == position)) t++;
     return t < n ? t : -1;
@@ -19926,11 +19936,11 @@ static int tkvi_find_token(const tkv_cache *kv, const tkvi_list *list, const uin
     if (i < 0) return -1;
     *slot = tkvi_place_in(kv, list, ids, i, position);
     if (TKVI_HAS_EVICT && *slot >= 0 && kv->pool.token_meta &&
-        kv->pool.token_meta[ids[i]].anchored >> *slot & 1) {
+        kv->pool.token_meta[ids[i]].anchored_mask >> *slot & 1) {
         i = 0;
         *slot = tkvi_place_in(kv, list, ids, 0, position);
     }
-    return *slot >= 0 && !(TKVI_HAS_EVICT && kv->pool.block[ids[i]].gone >> *slot & 1) ? i : -1;
+    return *slot >= 0 && !(TKVI_HAS_EVICT && kv->pool.block[ids[i]].evicted_mask >> *slot & 1) ? i : -1;
 }
 
 /* Makes block i a packed block, which lists its positions. Then its number of tokens does not depend on the start
@@ -19939,8 +19949,8 @@ static void tkvi_list_positions(tkv_cache *kv, const tkvi_list *list, const uint
     tkvi_block *b = &kv->pool.block[ids[i]];
     const int n = tkvi_block_tokens(kv, list, ids, i);
     int t;
-    for (t = 0; t < n && !b->packed; t++) tkvi_set_slot_position(kv, ids[i], t, b->start + t);
-    b->packed = (int16_t)n;
+    for (t = 0; t < n && !b->n_packed; t++) tkvi_set_slot_position(kv, ids[i], t, b->start + t);
+    b->n_packed = (int16_t)n;
 }
 
 /* Undoes the anchor in this slot of the sinks' block: attention reads its token from the recoded block again. The
@@ -19951,11 +19961,11 @@ static void tkvi_remove_anchor(tkv_cache *kv, const tkvi_list *list, const uint3
     tkvi_token_meta *token_meta;
     if (t < 0) return;
     token_meta = &kv->pool.token_meta[ids[i]];
-    if (!(token_meta->anchored >> t & 1)) return;
-    token_meta->anchored &= ~((uint64_t)1 << t);
-    kv->pool.block[ids[i]].gone &= ~((uint64_t)1 << t);
+    if (!(token_meta->anchored_mask >> t & 1)) return;
+    token_meta->anchored_mask &= ~((uint64_t)1 << t);
+    kv->pool.block[ids[i]].evicted_mask &= ~((uint64_t)1 << t);
     tkvi_align_steps(kv, ids[0], ids[i]);
-    token_meta->mass[t] = kv->pool.token_meta[ids[0]].mass[slot];
+    token_meta->scores[t] = kv->pool.token_meta[ids[0]].scores[slot];
 }
 
 /* Makes the token in slot t of block i an anchor: copies it to `slot` of the sinks' block. Block i must still be
@@ -19964,7 +19974,7 @@ static void tkvi_add_anchor(tkv_cache *kv, const uint32_t *ids, int i, int t, in
     const tkv_config *cfg = &kv->tables.cfg;
     const tkvi_simd_ops *help = kv->kernels->simd_ops;
     tkvi_block *to = &kv->pool.block[ids[0]], *from = &kv->pool.block[ids[i]];
-    const tkvi_coding *a = &kv->tables.coding[to->coding], *b = &kv->tables.coding[from->coding];
+    const tkvi_layout *a = &kv->tables.layout[to->layout], *b = &kv->tables.layout[from->layout];
     uint8_t *dst = tkvi_block_bytes(&kv->pool, to);
     const uint8_t *src = tkvi_block_bytes(&kv->pool, from);
     float row[TKV_MAX_HEAD_DIM];
@@ -19977,10 +19987,10 @@ static void tkvi_add_anchor(tkv_cache *kv, const uint32_t *ids, int i, int t, in
         r->v.format->side[r->v.which].put(&r->v, help, row, slot, dst + r->at + r->v_at);
     }
     tkvi_set_slot_position(kv, ids[0], slot, tkvi_slot_position(kv, ids[i], t));
-    to->gone &= ~((uint64_t)1 << slot);
-    kv->pool.token_meta[ids[0]].mass[slot] = kv->pool.token_meta[ids[i]].mass[t];
-    from->gone |= (uint64_t)1 << t;
-    kv->pool.token_meta[ids[i]].anchored |= (uint64_t)1 << t;
+    to->evicted_mask &= ~((uint64_t)1 << slot);
+    kv->pool.token_meta[ids[0]].scores[slot] = kv->pool.token_meta[ids[i]].scores[t];
+    from->evicted_mask |= (uint64_t)1 << t;
+    kv->pool.token_meta[ids[i]].anchored_mask |= (uint64_t)1 << t;
 }
 
 /* Slot for a new anchor, from first to last - 1: a free slot, or that of the anchor with the lowest score. a:
@@ -19988,7 +19998,7 @@ static void tkvi_add_anchor(tkv_cache *kv, const uint32_t *ids, int i, int t, in
 static int tkvi_anchor_place(const tkvi_block *sinks, int first, int last, const float *a) {
     int t, least = first;
     for (t = first; t < last; t++) {
-        if (t >= sinks->packed || sinks->gone >> t & 1) return t;
+        if (t >= sinks->n_packed || sinks->evicted_mask >> t & 1) return t;
         if (a[t] < a[least]) least = t;
     }
     return least;
@@ -20008,7 +20018,7 @@ static void tkvi_choose_anchors(tkv_cache *kv, int seq, int layer, int i) {
     if (!TKVI_HAS_EVICT || first == last || i < list->sinks || list->sinks == 0 || sinks->refs > 1 ||
         b->refs > 1)
         return;
-    if (!tkvi_is_hot_coding(kv, layer, b->coding)) return;
+    if (!tkvi_is_hot_layout(kv, layer, b->layout)) return;
     there = tkvi_live_mask(b, tkvi_block_tokens(kv, list, ids, i));
     tkvi_list_positions(kv, list, ids, 0);
     newest = tkvi_token_score_newest(kv, list, ids);
@@ -20019,11 +20029,11 @@ static void tkvi_choose_anchors(tkv_cache *kv, int seq, int layer, int i) {
         if (!(there >> t & 1)) continue;
         tkvi_decay_to_now(kv, ids[0], list->len, newest, a);
         slot = tkvi_anchor_place(sinks, first, last, a);
-        if (slot < sinks->packed && !(sinks->gone >> slot & 1)) {
+        if (slot < sinks->n_packed && !(sinks->evicted_mask >> slot & 1)) {
             if (mine[t] <= a[slot]) continue;
             tkvi_remove_anchor(kv, list, ids, slot);
         }
-        sinks->packed = (int16_t)tkvi_max(sinks->packed, slot + 1);
+        sinks->n_packed = (int16_t)tkvi_max(sinks->n_packed, slot + 1);
         tkvi_add_anchor(kv, ids, i, t, slot);
     }
 }
@@ -20062,14 +20072,14 @@ static int tkvi_hot_age(const tkv_cache *kv, int layer) {
     return tkvi_has_budget(kv) ? TKVI_FOREVER : kv->tables.plan[layer].now.hot;
 }
 
-/* 1 if blocks of coding `to` have fewer bytes than blocks of coding `from`. */
+/* 1 if blocks of layout `to` have fewer bytes than blocks of layout `from`. */
 static int tkvi_is_smaller(const tkv_cache *kv, int from, int to) {
-    return kv->tables.coding[to].bytes.total < kv->tables.coding[from].bytes.total;
+    return kv->tables.layout[to].bytes.total < kv->tables.layout[from].bytes.total;
 }
 
 typedef struct tkvi_recoding {
     tkv_cache *kv;
-    const tkvi_coding *from, *to;
+    const tkvi_layout *from, *to;
     int layer, start; /* start: first position of the block */
     uint64_t there;   /* live_mask: tokens that are recoded; the others are left out */
 } tkvi_recoding;
@@ -20120,22 +20130,22 @@ static void tkvi_recode(void *ctx, const uint8_t *src, uint8_t *dst) {
 
 /* Gives the quality meter its copy of an exact block that is about to be recoded (cache/meter.h). */
 static void tkvi_copy_for_meter(tkv_cache *kv, int seq, int layer, const tkvi_block *b) {
-    const tkvi_coding *c = &kv->tables.coding[b->coding];
+    const tkvi_layout *c = &kv->tables.layout[b->layout];
     int i;
-    if (!TKVI_HAS_METER || !kv->meter || kv->meter->seq != seq || !tkvi_is_hot_coding(kv, layer, b->coding))
+    if (!TKVI_HAS_METER || !kv->meter || kv->meter->seq != seq || !tkvi_is_hot_layout(kv, layer, b->layout))
         return;
     for (i = 0; i < kv->meter->n; i++) {
         tkvi_head_probe *g = &kv->meter->head_probe[i];
         if (g->layer == layer)
-            tkvi_head_probe_keep(kv->meter, g, b->start, tkvi_list_of(kv, seq, layer)->dropped,
+            tkvi_head_probe_keep(kv->meter, g, b->start, tkvi_list_of(kv, seq, layer)->expired,
                                  tkvi_block_bytes(&kv->pool, b) + c->record[g->head].at,
                                  c->record[g->head].k.bytes + c->record[g->head].v.bytes);
     }
 }
 
-/* Recodes block i of a list to `coding`. If tokens were evicted, the others move together where the format allows
+/* Recodes block i of a list to `layout`. If tokens were evicted, the others move together where the format allows
  * it. dry_run not NULL: only counts the slots that this takes and gives. */
-static void tkvi_demote(tkv_cache *kv, int seq, int layer, int i, int coding, tkvi_peak *dry_run) {
+static void tkvi_demote(tkv_cache *kv, int seq, int layer, int i, int layout, tkvi_peak *dry_run) {
     tkvi_list *list = tkvi_list_of(kv, seq, layer);
     uint32_t *ids = tkvi_ids(kv, seq, layer), id = ids[i];
     tkvi_block *b = &kv->pool.block[id];
@@ -20143,48 +20153,48 @@ static void tkvi_demote(tkv_cache *kv, int seq, int layer, int i, int coding, tk
     uint16_t previous_coding;
     tkvi_recoding r;
     if (tkvi_is_offloaded(b)) return; /* offloaded blocks keep their format */
-    if (kv->tables.coding[b->coding].key == kv->tables.coding[coding].key) return; /* same format */
+    if (kv->tables.layout[b->layout].key == kv->tables.layout[layout].key) return; /* same format */
     /* A cache created with a budget never demotes to more bytes, even after the budget is removed. */
-    if (kv->tables.spare && !tkvi_is_smaller(kv, b->coding, coding)) return;
+    if (kv->tables.recode_pages && !tkvi_is_smaller(kv, b->layout, layout)) return;
     if (dry_run) {
-        tkvi_peak_take(dry_run, coding);
-        if (b->refs == 1) tkvi_peak_give(dry_run, b->coding);
+        tkvi_peak_take(dry_run, layout);
+        if (b->refs == 1) tkvi_peak_give(dry_run, b->layout);
         return;
     }
     tkvi_copy_for_meter(kv, seq, layer, b);
     kv->demoted++;
-    previous_coding = tkvi_is_hot_coding(kv, layer, b->coding) ? 0 : (uint16_t)(b->coding + 1);
+    previous_coding = tkvi_is_hot_layout(kv, layer, b->layout) ? 0 : (uint16_t)(b->layout + 1);
     r.kv = kv;
-    r.from = &kv->tables.coding[b->coding];
-    r.to = &kv->tables.coding[coding];
+    r.from = &kv->tables.layout[b->layout];
+    r.to = &kv->tables.layout[layout];
     r.layer = layer;
     r.start = b->start;
     tkvi_choose_anchors(kv, seq, layer, i);
     r.there = tkvi_used_mask(kv, list, ids, i);
-    packs = TKVI_HAS_EVICT && (b->gone & ~r.there) && r.there && !tkvi_has_fixed_slots(kv);
+    packs = TKVI_HAS_EVICT && (b->evicted_mask & ~r.there) && r.there && !tkvi_has_fixed_slots(kv);
     if (packs) {
         tkvi_forget_copy(&kv->pool, id); /* tokens change slots, so the exact copy does not match */
     } else {
-        r.there |= b->gone; /* no token changes its slot */
+        r.there |= b->evicted_mask; /* no token changes its slot */
         tkvi_store_exact_copy(kv, layer, id);
     }
     if (b->refs > 1) { /* the other holders keep the old block */
-        ids[i] = tkvi_new_block(&kv->pool, coding, b->start);
+        ids[i] = tkvi_new_block(&kv->pool, layout, b->start);
         b = &kv->pool.block[id];
         tkvi_recode(&r, tkvi_block_bytes(&kv->pool, b), tkvi_block_bytes(&kv->pool, &kv->pool.block[ids[i]]));
         if (TKVI_HAS_EVICT && kv->pool.token_meta) kv->pool.token_meta[ids[i]] = kv->pool.token_meta[id];
-        kv->pool.block[ids[i]].gone = b->gone;
-        kv->pool.block[ids[i]].packed = b->packed;
+        kv->pool.block[ids[i]].evicted_mask = b->evicted_mask;
+        kv->pool.block[ids[i]].n_packed = b->n_packed;
         tkvi_release_block(&kv->pool, id);
     } else {
-        tkvi_recode_block(&kv->pool, id, coding, tkvi_recode, &r);
+        tkvi_recode_block(&kv->pool, id, layout, tkvi_recode, &r);
     }
     b = &kv->pool.block[ids[i]];
     tkvi_note_move(kv, ids[i], list->len);
-    b->previous_coding = previous_coding;
+    b->previous_layout = previous_coding;
     if (packs) {
-        b->packed = (int16_t)tkvi_move_token_meta(kv, ids[i], 0, ids[i], r.there, b->start);
-        b->gone = kv->pool.token_meta[ids[i]].anchored;
+        b->n_packed = (int16_t)tkvi_move_token_meta(kv, ids[i], 0, ids[i], r.there, b->start);
+        b->evicted_mask = kv->pool.token_meta[ids[i]].anchored_mask;
     }
 }
 
@@ -20195,7 +20205,8 @@ static tkvi_peak tkvi_begin_dry_run(tkv_cache *kv) {
     memset(&k, 0, sizeof k);
     k.tables = &kv->tables;
     k.live = kv->peak_live;
-    for (c = 0; c < kv->tables.n_classes; c++) k.live[c] = kv->pool.live[c] + kv->pool.promised[c];
+    for (c = 0; c < kv->tables.n_classes; c++)
+        k.live[c] = kv->pool.used_slots[c] + kv->pool.reserved_slots[c];
     k.outside = kv->pool.n_offloaded;
     tkvi_peak_note(&k);
     return k;
@@ -20210,22 +20221,22 @@ static void tkvi_age(tkv_cache *kv, int seq, int layer, int hot, int partial, tk
     tkvi_list *list = tkvi_list_of(kv, seq, layer), now = *list;
     uint32_t *ids = tkvi_ids(kv, seq, layer);
     int i, gone = 0, len = now.len;
-    while (p->keep && gone + 1 < now.n &&
-           (int64_t)tkvi_block_end(kv, &now, ids, gone) + p->keep + tkvi_expiry_margin(p) <= len) {
+    while (p->kept_window && gone + 1 < now.n &&
+           (int64_t)tkvi_block_end(kv, &now, ids, gone) + p->kept_window + tkvi_expiry_margin(p) <= len) {
         const tkvi_block *b = &kv->pool.block[ids[gone]];
-        if (dry_run && b->refs == 1 && !tkvi_is_offloaded(b)) tkvi_peak_give(dry_run, b->coding);
+        if (dry_run && b->refs == 1 && !tkvi_is_offloaded(b)) tkvi_peak_give(dry_run, b->layout);
         if (!dry_run) tkvi_release_block(&kv->pool, ids[gone]);
         gone++;
     }
     if (gone) { /* In a dry run `now` is a copy of the list, and the block numbers stay in place. */
         int left = gone, tier, *of_tier[3];
-        now.tight = tkvi_max(0, now.tight - (gone - now.sinks)); /* sinks expire first */
-        now.tightest = tkvi_max(0, now.tightest - (gone - now.sinks));
-        now.out = tkvi_max(0, now.out - (gone - now.sinks));
+        now.n_recoded = tkvi_max(0, now.n_recoded - (gone - now.sinks)); /* sinks expire first */
+        now.n_tightest = tkvi_max(0, now.n_tightest - (gone - now.sinks));
+        now.n_offloaded = tkvi_max(0, now.n_offloaded - (gone - now.sinks));
         of_tier[0] = &now.sinks;
         of_tier[1] = &now.archive;
         of_tier[2] = &now.warm;
-        now.dropped = tkvi_block_start(kv, ids, gone);
+        now.expired = tkvi_block_start(kv, ids, gone);
         for (tier = 0; tier < 3; tier++) {
             int take = tkvi_min(left, *of_tier[tier]);
             *of_tier[tier] -= take;
@@ -20250,7 +20261,7 @@ static void tkvi_age(tkv_cache *kv, int seq, int layer, int hot, int partial, tk
             i = now.sinks + now.archive + now.warm - 1; /* the younger warm blocks stay as well */
             continue;
         }
-        tkvi_demote(kv, seq, layer, i + (dry_run ? gone : 0), tkvi_coding_of(&kv->tables, layer, due),
+        tkvi_demote(kv, seq, layer, i + (dry_run ? gone : 0), tkvi_layout_of(&kv->tables, layer, due),
                     dry_run);
         if (is_warm) now.warm--;
         if (due == TKV_TIER_ARCHIVE) now.archive++;
@@ -20296,8 +20307,9 @@ static int tkvi_count(const tkv_cache *kv, int seq, int layer) {
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
     int i, n = 0;
     for (i = 0; i < list->n; i++)
-        n += TKVI_HAS_EVICT && kv->pool.block[ids[i]].gone ? tkvi_bits_in(tkvi_live_mask_in(kv, list, ids, i))
-                                                           : tkvi_block_tokens(kv, list, ids, i);
+        n += TKVI_HAS_EVICT && kv->pool.block[ids[i]].evicted_mask
+                 ? tkvi_bits_in(tkvi_live_mask_in(kv, list, ids, i))
+                 : tkvi_block_tokens(kv, list, ids, i);
     return n;
 }
 
@@ -20312,7 +20324,8 @@ static int tkvi_first_at(const tkv_cache *kv, const tkvi_list *list, const uint3
 /* Mask of the pinned tokens of a block, without temporary pins that have ended. */
 static uint64_t tkvi_pinned_in(const tkv_cache *kv, const tkvi_list *list, uint32_t id) {
     const tkvi_token_meta *token_meta = &kv->pool.token_meta[id];
-    return token_meta->pinned | (token_meta->until > list->len ? token_meta->temporary_pins : 0);
+    return token_meta->pinned_mask |
+           (token_meta->temporary_until > list->len ? token_meta->temporary_mask : 0);
 }
 
 /* Mask of the live tokens of block i from which a policy may choose, without anchors. */
@@ -20359,9 +20372,9 @@ static void tkvi_unlist(tkv_cache *kv, int seq, int layer, int i) {
     if (coded < 0) list->sinks--;
     else if (coded < list->archive) list->archive--;
     else if (coded < list->archive + list->warm) list->warm--;
-    if (coded >= 0 && coded < list->tight) list->tight--;
-    if (coded >= 0 && coded < list->tightest) list->tightest--;
-    if (coded >= 0 && coded < list->out) list->out--;
+    if (coded >= 0 && coded < list->n_recoded) list->n_recoded--;
+    if (coded >= 0 && coded < list->n_tightest) list->n_tightest--;
+    if (coded >= 0 && coded < list->n_offloaded) list->n_offloaded--;
     list->n--;
     memmove(ids + i, ids + i + 1, (size_t)(list->n - i) * sizeof *ids);
 }
@@ -20384,19 +20397,19 @@ static int tkvi_free_block(tkv_cache *kv, int seq, int layer, int i) {
 static int tkvi_may_join(const tkv_cache *kv, int layer, const tkvi_list *list, const uint32_t *ids, int i,
                          int press) {
     const tkvi_block *a = &kv->pool.block[ids[i]], *b = &kv->pool.block[ids[i + 1]];
-    const int key = kv->tables.coding[a->coding].key;
+    const int key = kv->tables.layout[a->layout].key;
     int room, n;
     if (i < list->sinks || i + 2 >= list->n || tkvi_tier_at(list, i) != tkvi_tier_at(list, i + 1)) return 0;
-    if (a->refs > 1 || b->refs > 1 || key != kv->tables.coding[b->coding].key || tkvi_has_fixed_slots(kv))
+    if (a->refs > 1 || b->refs > 1 || key != kv->tables.layout[b->layout].key || tkvi_has_fixed_slots(kv))
         return 0;
     if (tkvi_is_offloaded(a) || tkvi_is_offloaded(b)) return 0;
     if (tkvi_block_end(kv, list, ids, i + 1) - a->start > 65536) return 0;
     room = TKVI_BLOCK - tkvi_bits_in(tkvi_used_mask(kv, list, ids, i));
     n = tkvi_bits_in(tkvi_used_mask(kv, list, ids, i + 1));
     if (n <= room) return n;
-    if (kv->pool.token_meta[ids[i]].anchored | kv->pool.token_meta[ids[i + 1]].anchored) return 0;
+    if (kv->pool.token_meta[ids[i]].anchored_mask | kv->pool.token_meta[ids[i + 1]].anchored_mask) return 0;
     if (press) return room;
-    if (!tkvi_is_hot_coding(kv, layer, a->coding) || a->copy || b->copy) return 0;
+    if (!tkvi_is_hot_layout(kv, layer, a->layout) || a->copy_layout || b->copy_layout) return 0;
     return room >= TKVI_BLOCK / 4 ? room : 0;
 }
 
@@ -20413,10 +20426,11 @@ static void tkvi_begin_later(tkv_cache *kv, const tkvi_list *list, const uint32_
     tkvi_token_meta *token_meta = &kv->pool.token_meta[ids[i]];
     int t, by = 0;
     tkvi_list_positions(kv, list, ids, i);
-    for (t = b->packed; t-- > 0;)
-        if (!(b->gone >> t & 1)) by = token_meta->where[t];
-    for (t = 0; t < b->packed; t++)
-        token_meta->where[t] = (uint16_t)(token_meta->where[t] > by ? token_meta->where[t] - by : 0);
+    for (t = b->n_packed; t-- > 0;)
+        if (!(b->evicted_mask >> t & 1)) by = token_meta->positions[t];
+    for (t = 0; t < b->n_packed; t++)
+        token_meta->positions[t] =
+            (uint16_t)(token_meta->positions[t] > by ? token_meta->positions[t] - by : 0);
     b->start += by;
 }
 
@@ -20436,8 +20450,8 @@ static void tkvi_join_blocks(tkv_cache *kv, int seq, int layer, int i, int count
     const uint8_t *from = tkvi_block_bytes(&kv->pool, b);
     int h;
     for (h = 0; h < cfg->model.n_kv_heads; h++) {
-        const tkvi_record *r = &kv->tables.coding[a->coding].record[h];
-        const tkvi_record *s = &kv->tables.coding[b->coding].record[h];
+        const tkvi_record *r = &kv->tables.layout[a->layout].record[h];
+        const tkvi_record *s = &kv->tables.layout[b->layout].record[h];
         int n = tkvi_values_of(&r->k, help, to + r->at, here, k, dk);
         (void)tkvi_values_of(&r->v, help, to + r->at + r->v_at, here, v, dv);
         (void)tkvi_values_of(&s->k, help, from + s->at, there, k + (size_t)n * dk, dk);
@@ -20445,9 +20459,9 @@ static void tkvi_join_blocks(tkv_cache *kv, int seq, int layer, int i, int count
         tkvi_encode_record(kv, layer, h, r, a->start, n, to + r->at);
     }
     tkvi_align_steps(kv, ids[i], ids[i + 1]);
-    a->packed = (int16_t)tkvi_move_token_meta(kv, ids[i], 0, ids[i], here, a->start);
-    a->packed = (int16_t)tkvi_move_token_meta(kv, ids[i], a->packed, ids[i + 1], there, a->start);
-    a->gone = kv->pool.token_meta[ids[i]].anchored;
+    a->n_packed = (int16_t)tkvi_move_token_meta(kv, ids[i], 0, ids[i], here, a->start);
+    a->n_packed = (int16_t)tkvi_move_token_meta(kv, ids[i], a->n_packed, ids[i + 1], there, a->start);
+    a->evicted_mask = kv->pool.token_meta[ids[i]].anchored_mask;
     tkvi_forget_copies(kv, seq, layer, a->start);
     tkvi_forget_copy(&kv->pool, ids[i]);
     kv->merged++;
@@ -20455,7 +20469,7 @@ static void tkvi_join_blocks(tkv_cache *kv, int seq, int layer, int i, int count
         tkvi_unlist(kv, seq, layer, i + 1);
         return;
     }
-    b->gone |= there;
+    b->evicted_mask |= there;
     tkvi_forget_copies(kv, seq, layer, b->start); /* the block begins later now, and has other tokens */
     tkvi_forget_copy(&kv->pool, ids[i + 1]);
     tkvi_begin_later(kv, list, ids, i + 1);
@@ -20488,7 +20502,7 @@ typedef struct tkvi_choice {
 static tkvi_choice tkvi_choice_of(const tkv_cache *kv) {
     const size_t blocks = kv->choice_cap, tokens = blocks * TKVI_BLOCK;
     tkvi_choice c;
-    c.pinned = (uint64_t *)(void *)kv->choice;
+    c.pinned = (uint64_t *)(void *)kv->choice_space;
     c.victims = c.pinned + blocks;
     c.position = (int *)(void *)(c.victims + blocks);
     c.value = (float *)(void *)(c.position + tokens);
@@ -20502,7 +20516,7 @@ static tkvi_choice tkvi_choice_of(const tkv_cache *kv) {
  * cannot be read are zeros: nothing is known of them. */
 static void tkvi_keys_of(const tkv_cache *kv, uint32_t id, int head, uint64_t there, float *out) {
     const size_t dim = (size_t)kv->tables.cfg.model.head_dim;
-    const tkvi_record *r = &kv->tables.coding[kv->pool.block[id].coding].record[head];
+    const tkvi_record *r = &kv->tables.layout[kv->pool.block[id].layout].record[head];
     const uint8_t *bytes;
     tkvi_fetch_buffer room;
     room.key = TKVI_NIL;
@@ -20582,7 +20596,7 @@ static tkv_evict_view tkvi_build_view(tkv_cache *kv, int seq, int layer, const t
         const int first = c->n,
                   stays = spared && spared->outside && tkvi_has_no_slot(kv, seq, layer, i, spared);
         float mass[TKVI_BLOCK];
-        kv->pool.token_meta[ids[i]].temporary_pins &= pinned; /* else a merge could revive ended pins */
+        kv->pool.token_meta[ids[i]].temporary_mask &= pinned; /* else a merge could revive ended pins */
         tkvi_decay_to_now(kv, ids[i], list->len, newest, mass);
         if (needs & TKVI_NEEDS_NORMS && !tkvi_keeps_norms(kv))
             tkvi_block_norms(kv, ids[i], there, c->value + c->n);
@@ -20592,7 +20606,7 @@ static tkv_evict_view tkvi_build_view(tkv_cache *kv, int seq, int layer, const t
             at = tkvi_slot_position(kv, ids[i], t);
             c->position[c->n] = at;
             if (needs & TKVI_NEEDS_NORMS && tkvi_keeps_norms(kv))
-                c->value[c->n] = tkvi_from_bits(kv->pool.token_meta[ids[i]].mass[t]);
+                c->value[c->n] = tkvi_from_bits(kv->pool.token_meta[ids[i]].scores[t]);
             if (!(needs & TKVI_NEEDS_NORMS)) c->value[c->n] = p && p->scores ? p->scores[at] : mass[t];
             c->priority[c->n] = (signed char)(p && p->priorities ? p->priorities[at] : 0);
             if (b->refs > 1 || stays || pinned >> t & 1 ||
@@ -20620,7 +20634,7 @@ static int tkvi_layer_keep(const tkv_cache *kv, int seq, int layer, const tkv_ev
     if (tkvi_evict_row_of(cfg->policy)->shape == TKV_EVICT_UNIFORM) return keep;
     for (i = 0; i < kv->tables.cfg.model.n_layers; i++) {
         if (i == layer) mine = n;
-        n += kv->tables.plan[i].stored == i;
+        n += kv->tables.plan[i].stored_layer == i;
     }
     memset(&b, 0, sizeof b);
     b.shape = tkvi_evict_row_of(cfg->policy)->shape;
@@ -20631,14 +20645,14 @@ static int tkvi_layer_keep(const tkv_cache *kv, int seq, int layer, const tkv_ev
     return tkv_split_evict_budget(&b, budget) ? keep : budget[mine];
 }
 
-/* Marks the victims of a choice in the victim masks of their blocks (`chosen`). */
+/* Marks the victims of a choice in the victim masks of their blocks (victim_mask). */
 static void tkvi_note_victims(tkv_cache *kv, int seq, int layer, const tkvi_choice *c) {
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
     int i, t, at = 0;
     for (i = 0; i < list->n; i++) {
         const uint64_t there = tkvi_choosable_mask(kv, list, ids, layer, i);
-        uint64_t *chosen = &kv->pool.token_meta[ids[i]].chosen;
+        uint64_t *chosen = &kv->pool.token_meta[ids[i]].victim_mask;
         *chosen = 0;
         for (t = 0; t < TKVI_BLOCK; t++)
             if (there >> t & 1 && tkvi_has(c->victims, at++)) *chosen |= (uint64_t)1 << t;
@@ -20652,10 +20666,10 @@ static void tkvi_apply_eviction(tkv_cache *kv, int seq, int layer, int press) {
     int *position = tkvi_choice_of(kv).position;
     int i, t, gone = 0;
     for (i = 0; i < list->n; i++) {
-        uint64_t *chosen = &kv->pool.token_meta[ids[i]].chosen;
+        uint64_t *chosen = &kv->pool.token_meta[ids[i]].victim_mask;
         for (t = 0; t < TKVI_BLOCK; t++)
             if (*chosen >> t & 1) position[gone++] = tkvi_slot_position(kv, ids[i], t);
-        kv->pool.block[ids[i]].gone |= *chosen;
+        kv->pool.block[ids[i]].evicted_mask |= *chosen;
         *chosen = 0;
     }
     kv->evicted += (uint64_t)gone;
@@ -20706,7 +20720,7 @@ static void tkvi_evict_due_in(tkv_cache *kv, int seq, int layer, int n) {
     tkv_evict_config full;
     int count, due, keep, least;
     if (!TKVI_HAS_EVICT || !cfg->evict.policy || !cfg->evict.keep_tokens ||
-        kv->tables.plan[layer].stored != layer)
+        kv->tables.plan[layer].stored_layer != layer)
         return;
     count = tkvi_count(kv, seq, layer);
     keep = tkvi_layer_keep(kv, seq, layer, &cfg->evict, cfg->evict.keep_tokens);
@@ -20802,7 +20816,7 @@ static int tkvi_evict_batch(tkv_cache *kv, int outside_too) {
 /* >>bytes */
 /* Bytes held, without the free pages beyond those for recoding (pool.spare). */
 static size_t tkvi_in_use(const tkv_cache *kv) {
-    const size_t spare = (size_t)kv->pool.spare, n_free = kv->pool.n_free_pages;
+    const size_t spare = (size_t)kv->pool.recode_pages, n_free = kv->pool.n_free_pages;
     return kv->heap.held - (n_free > spare ? n_free - spare : 0) * kv->tables.page_bytes;
 }
 
@@ -20824,8 +20838,8 @@ static int tkvi_tail_free_slots(const tkv_cache *kv, const tkvi_plan *p, const t
     int last = list->n - 1, room;
     if (last < 0) return 0;
     if (last >= list->sinks && tkvi_tier_at(list, last) != TKV_TIER_HOT)
-        return 0;                                                     /* flushed before it was full */
-    if (TKVI_HAS_EVICT && kv->pool.block[ids[last]].packed) return 0; /* the blocks after it were cut off */
+        return 0;                                                       /* flushed before it was full */
+    if (TKVI_HAS_EVICT && kv->pool.block[ids[last]].n_packed) return 0; /* the blocks after it were cut off */
     room = last < list->sinks ? p->sink : TKVI_BLOCK;
     return tkvi_max(0, room - (list->len - tkvi_block_start(kv, ids, last)));
 }
@@ -20855,8 +20869,8 @@ static int tkvi_row_entries(const tkv_cache *kv, const tkv_rows *row, int layer,
     if (row->n == 0) return 0;
     for (l = tkvi_max(layer, 0); l <= (layer < 0 ? kv->tables.cfg.model.n_layers - 1 : layer); l++) {
         const tkvi_list *list = tkvi_list_of(kv, row->seq, l);
-        const int more = layer < 0 ? to - list->len : row->n, gone = on_dry_run ? list->n - list->left : 0;
-        if (kv->tables.plan[l].stored == l && more > 0)
+        const int more = layer < 0 ? to - list->len : row->n, gone = on_dry_run ? list->n - list->n_left : 0;
+        if (kv->tables.plan[l].stored_layer == l && more > 0)
             want = tkvi_max(want, tkvi_list_entries(kv, row->seq, l, more) - gone);
     }
     return want;
@@ -20865,7 +20879,7 @@ static int tkvi_row_entries(const tkv_cache *kv, const tkv_rows *row, int layer,
 /* Bytes that the index takes in addition if it has `blocks` blocks and serves the memory request. Old arrays are
  * freed only after the new ones exist. */
 static size_t tkvi_index_growth(const tkv_cache *kv, int64_t blocks, int on_dry_run) {
-    const tkvi_memory_request *o = &kv->order;
+    const tkvi_memory_request *o = &kv->memory_request;
     size_t bytes = tkvi_growth(kv->pool.block_cap, blocks + o->blocks, tkvi_block_entry(&kv->tables.cfg));
     int i, most = 0;
     for (i = 0; i < o->n_rows; i++) {
@@ -20879,8 +20893,8 @@ static size_t tkvi_index_growth(const tkv_cache *kv, int64_t blocks, int on_dry_
 
 /* Clears the memory request. */
 static void tkvi_clear_request(tkv_cache *kv) {
-    memset(kv->need, 0, (size_t)kv->tables.n_classes * sizeof *kv->need);
-    memset(&kv->order, 0, sizeof kv->order);
+    memset(kv->slot_request, 0, (size_t)kv->tables.n_classes * sizeof *kv->slot_request);
+    memset(&kv->memory_request, 0, sizeof kv->memory_request);
 }
 
 /* Sets the memory request of an operation: slots from its dry run, tokens for lists from its rows. Slots that the
@@ -20890,14 +20904,15 @@ static void tkvi_set_request(tkv_cache *kv, const tkvi_peak *dry_run, const tkv_
     int64_t blocks = kv->pool.n_offloaded;
     int c;
     for (c = 0; c < kv->tables.n_classes; c++) {
-        const int64_t now = kv->pool.live[c] + kv->pool.promised[c], more = dry_run->live[c] - now;
-        kv->need[c] = more > 0 ? more : 0;
-        blocks += now + kv->need[c];
+        const int64_t now = kv->pool.used_slots[c] + kv->pool.reserved_slots[c],
+                      more = dry_run->live[c] - now;
+        kv->slot_request[c] = more > 0 ? more : 0;
+        blocks += now + kv->slot_request[c];
     }
-    kv->order.rows = rows;
-    kv->order.n_rows = n_rows;
-    kv->order.layer = layer;
-    kv->order.blocks = dry_run->most_blocks - blocks;
+    kv->memory_request.rows = rows;
+    kv->memory_request.n_rows = n_rows;
+    kv->memory_request.layer = layer;
+    kv->memory_request.blocks = dry_run->most_blocks - blocks;
 }
 
 /* >>forecast */
@@ -20912,19 +20927,19 @@ typedef struct tkvi_forecast {
 static tkvi_forecast tkvi_now(tkv_cache *kv) {
     tkvi_forecast o;
     int c;
-    o.slots = kv->need + kv->tables.n_classes;
+    o.slots = kv->slot_request + kv->tables.n_classes;
     o.outside = kv->pool.n_offloaded;
     o.on_dry_run = 0;
     o.more = 0;
     for (c = 0; c < kv->tables.n_classes; c++)
-        o.slots[c] = kv->pool.live[c] + kv->pool.promised[c] + kv->need[c];
+        o.slots[c] = kv->pool.used_slots[c] + kv->pool.reserved_slots[c] + kv->slot_request[c];
     return o;
 }
 
 /* Bytes held in a forecast, with the pages for recoding and the growth of the index. *index, if not NULL, gets that
  * growth. Returns (size_t)-1 on overflow. */
 static size_t tkvi_bytes_with(const tkv_cache *kv, const tkvi_forecast *o, size_t *index) {
-    int64_t pages = kv->pool.spare + o->more, blocks = o->outside;
+    int64_t pages = kv->pool.recode_pages + o->more, blocks = o->outside;
     size_t bytes, more;
     int c;
     for (c = 0; c < kv->tables.n_classes; c++) {
@@ -20948,13 +20963,13 @@ static size_t tkvi_bytes_now(tkv_cache *kv) {
 
 /* >>stale blocks: blocks that the level's rule recodes into fewer bytes */
 typedef struct tkvi_stale {
-    int seq, layer, i, coding; /* coding: the smaller one */
+    int seq, layer, i, layout; /* layout: the smaller one */
     tkv_tier due;
 } tkvi_stale;
 
-/* The present coding of a stale block. */
-static const tkvi_coding *tkvi_coding_at(const tkv_cache *kv, const tkvi_stale *s) {
-    return &kv->tables.coding[kv->pool.block[tkvi_ids(kv, s->seq, s->layer)[s->i]].coding];
+/* The present layout of a stale block. */
+static const tkvi_layout *tkvi_layout_at(const tkv_cache *kv, const tkvi_stale *s) {
+    return &kv->tables.layout[kv->pool.block[tkvi_ids(kv, s->seq, s->layer)[s->i]].layout];
 }
 
 /* 1 if any sequence has an open step. */
@@ -20970,8 +20985,8 @@ static tkv_tier tkvi_due_from(const tkv_cache *kv, int seq, int layer, int start
                               const tkvi_tier_spec *r, int tables) {
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
     tkv_tier due = tkvi_tier_due(r, r->hot, end, kv->seq[seq].in_step ? list->step_len : list->len);
-    if (end > list->chunk || (last && end - start < TKVI_BLOCK)) return TKV_TIER_HOT;
-    while (r->shared[due] && kv->tables.current[layer] < 0 && !tables)
+    if (end > list->chunk_start || (last && end - start < TKVI_BLOCK)) return TKV_TIER_HOT;
+    while (r->needs_table[due] && kv->tables.current_version[layer] < 0 && !tables)
         due = due == TKV_TIER_ARCHIVE ? TKV_TIER_WARM : TKV_TIER_HOT;
     return due;
 }
@@ -20993,8 +21008,8 @@ static void tkvi_count_recoded(tkvi_list *list, int i, tkv_tier due) {
         list->warm--;
         list->archive++;
     }
-    if (due == TKV_TIER_ARCHIVE) list->tightest++;
-    list->tight = tkvi_max(list->tight, i + 1 - list->sinks);
+    if (due == TKV_TIER_ARCHIVE) list->n_tightest++;
+    list->n_recoded = tkvi_max(list->n_recoded, i + 1 - list->sinks);
 }
 
 /* Finds the oldest stale block of a list, first for the archive, then for warm. 0: there is none. Blocks on the way
@@ -21004,17 +21019,17 @@ static int tkvi_stale_in(tkv_cache *kv, int seq, int layer, int tables, tkvi_sta
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
     const tkvi_tier_spec *r = &kv->tables.plan[layer].now;
     for (;;) {
-        int i = list->sinks + list->tightest;
+        int i = list->sinks + list->n_tightest;
         tkv_tier due = i < list->n ? tkvi_due(kv, seq, layer, i, r, tables) : TKV_TIER_HOT;
         const tkvi_block *b;
         if (due != TKV_TIER_ARCHIVE) {
-            i = list->sinks + list->tight;
+            i = list->sinks + list->n_recoded;
             due = i < list->n ? tkvi_due(kv, seq, layer, i, r, tables) : TKV_TIER_HOT;
         }
         if (due == TKV_TIER_HOT) return 0;
         b = &kv->pool.block[ids[i]];
-        s->coding = tkvi_coding_of(&kv->tables, layer, due);
-        if (b->refs == 1 && !tkvi_is_offloaded(b) && tkvi_is_smaller(kv, b->coding, s->coding)) {
+        s->layout = tkvi_layout_of(&kv->tables, layer, due);
+        if (b->refs == 1 && !tkvi_is_offloaded(b) && tkvi_is_smaller(kv, b->layout, s->layout)) {
             s->seq = seq;
             s->layer = layer;
             s->i = i;
@@ -21029,8 +21044,9 @@ static int tkvi_stale_in(tkv_cache *kv, int seq, int layer, int tables, tkvi_sta
  * open already. */
 typedef enum tkvi_where { TKVI_ANYWHERE, TKVI_IN_FREE_PAGES, TKVI_IN_OPEN_PAGES } tkvi_where;
 
-static int tkvi_has_slot(const tkv_cache *kv, int coding, tkvi_where where) {
-    if (where == TKVI_ANYWHERE || kv->pool.room[kv->tables.coding[coding].size_class] != TKVI_NIL) return 1;
+static int tkvi_has_slot(const tkv_cache *kv, int layout, tkvi_where where) {
+    if (where == TKVI_ANYWHERE || kv->pool.partial_pages[kv->tables.layout[layout].size_class] != TKVI_NIL)
+        return 1;
     return where == TKVI_IN_FREE_PAGES && (int64_t)kv->pool.n_free_pages > tkvi_reserved_pages(&kv->pool);
 }
 
@@ -21045,7 +21061,7 @@ static int tkvi_next_stale(tkv_cache *kv, tkvi_where where, int early, tkvi_stal
             int age;
             if (list->n == 0 || !tkvi_stale_in(kv, seq, layer, tables, &s)) continue;
             age = list->len - tkvi_block_start(kv, tkvi_ids(kv, seq, layer), s.i);
-            if (age <= most || !tkvi_has_slot(kv, s.coding, where)) continue;
+            if (age <= most || !tkvi_has_slot(kv, s.layout, where)) continue;
             most = age;
             *oldest = s;
             found = 1;
@@ -21089,8 +21105,8 @@ static int tkvi_offload_oldest(tkv_cache *kv) {
 static void tkvi_end_reservations(tkv_cache *kv) {
     const size_t n = (size_t)kv->tables.n_classes;
     int seq;
-    memset(kv->promised, 0, (size_t)kv->tables.cfg.limits.max_seqs * n * sizeof *kv->promised);
-    memset(kv->pool.promised, 0, n * sizeof *kv->pool.promised);
+    memset(kv->reserved_slots, 0, (size_t)kv->tables.cfg.limits.max_seqs * n * sizeof *kv->reserved_slots);
+    memset(kv->pool.reserved_slots, 0, n * sizeof *kv->pool.reserved_slots);
     for (seq = 0; seq < kv->tables.cfg.limits.max_seqs; seq++) kv->seq[seq].reserved_len = 0;
     tkvi_trim(&kv->pool);
 }
@@ -21101,7 +21117,7 @@ static void tkvi_take_plans(tkv_cache *kv, int level) {
     size_t i, lists = (size_t)kv->tables.cfg.limits.max_seqs * (size_t)kv->tables.cfg.model.n_layers;
     tkvi_take_level(&kv->tables, level);
     if (!tkvi_has_budget(kv)) tkvi_end_reservations(kv);
-    for (i = 0; i < lists; i++) kv->list[i].tight = kv->list[i].tightest = 0;
+    for (i = 0; i < lists; i++) kv->list[i].n_recoded = kv->list[i].n_tightest = 0;
 }
 
 /* Changes the level and emits the event. */
@@ -21110,7 +21126,7 @@ static void tkvi_go_to_level(tkv_cache *kv, int level) {
     if (level == from) return;
     tkvi_take_plans(kv, level);
     kv->relax_at = (size_t)-1;
-    tkvi_policy_move(&kv->policy.now, level);
+    tkvi_pressure_move(&kv->pressure.now, level);
     tkvi_emit_event(kv, TKV_EVENT_LEVEL, TKV_ALL_LAYERS, from, level, tkvi_in_use(kv),
                     level > from ? "the pressure rose: old tokens get fewer bits"
                                  : "the pressure fell: new tokens get more bits");
@@ -21153,7 +21169,7 @@ static int tkvi_has_floor(const tkv_cache *kv) {
 static int tkvi_floor_of(const tkv_cache *kv, int seq, int layer, const tkvi_spared *spared) {
     const int stay = tkvi_n_staying(kv, seq, layer, spared);
     const int64_t more = tkvi_max(0, tkvi_count(kv, seq, layer) - stay);
-    return stay + (int)(more * kv->share / 8);
+    return stay + (int)(more * kv->kept_eighths / 8);
 }
 
 /* Evicts one list to its floor and merges its blocks. 0: the list is empty, or its sequence has an open step. */
@@ -21169,7 +21185,7 @@ static int tkvi_go_to_floor(tkv_cache *kv, int seq, int layer, int outside_too) 
 /* A block in a dry run. */
 typedef struct tkvi_planned_block {
     uint64_t anchored;
-    int start, tokens, coding;
+    int start, tokens, layout;
     tkv_tier tier;
     int stays; /* 1: it has several holders, so it cannot be freed, merged or recoded */
     int away;  /* 1: it has no slot (offloaded or discarded) */
@@ -21178,11 +21194,11 @@ typedef struct tkvi_planned_block {
 /* Moves tokens of block b to block a, as tkvi_may_join allows with press. end: the end position of b. 1: b is empty
  * then. */
 static int tkvi_dry_run_join(const tkv_cache *kv, tkvi_planned_block *a, tkvi_planned_block *b, int end) {
-    const tkvi_coding *coding = kv->tables.coding;
+    const tkvi_layout *layout = kv->tables.layout;
     const int room = TKVI_BLOCK - a->tokens;
     if (a->stays || b->stays || a->away || b->away || a->tier != b->tier || tkvi_has_fixed_slots(kv))
         return 0;
-    if (coding[a->coding].key != coding[b->coding].key || end - a->start > 65536) return 0;
+    if (layout[a->layout].key != layout[b->layout].key || end - a->start > 65536) return 0;
     if (b->tokens > room && a->anchored | b->anchored) return 0;
     a->anchored |= b->anchored;
     a->tokens += tkvi_min(b->tokens, room);
@@ -21210,18 +21226,18 @@ static int tkvi_dry_run_floor(tkv_cache *kv, int seq, int layer, const tkvi_spar
         tkvi_planned_block *mine = &dry_run[n];
         for (t = 0; t < TKVI_BLOCK; t++)
             if (there >> t & 1 && tkvi_has(c.victims, at++)) left &= ~((uint64_t)1 << t);
-        mine->anchored = kv->pool.token_meta[ids[i]].anchored;
+        mine->anchored = kv->pool.token_meta[ids[i]].anchored_mask;
         mine->start = tkvi_block_start(kv, ids, i);
         mine->tokens = tkvi_bits_in(left);
-        mine->coding = b->coding;
+        mine->layout = b->layout;
         mine->tier = tkvi_tier_at(list, i);
         mine->stays = b->refs > 1;
         mine->away = !mine->stays && tkvi_has_no_slot(kv, seq, layer, i, spared);
         if (r && i >= list->sinks && !mine->stays && !mine->away) {
             const tkv_tier due = tkvi_due(kv, seq, layer, i, r, tables);
             if (due != TKV_TIER_HOT) mine->tier = due;
-            if (due != TKV_TIER_HOT && tkvi_is_smaller(kv, b->coding, r->coding[due]))
-                mine->coding = r->coding[due];
+            if (due != TKV_TIER_HOT && tkvi_is_smaller(kv, b->layout, r->layout[due]))
+                mine->layout = r->layout[due];
         }
         if (i + 1 < list->n && mine->tokens == 0 && !mine->stays && !(n > 0 && mine[-1].stays)) continue;
         if (i + 1 < list->n && i > list->sinks && n > 0 &&
@@ -21250,7 +21266,7 @@ static int tkvi_dry_run_discardable_to(tkv_cache *kv, int seq, int level, const 
     if (!TKVI_HAS_DISCARD || !kv->tables.cfg.budget.discard || !tkvi_is_idle(kv, seq)) return 0;
     for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++) {
         const int len = tkvi_list_of(kv, seq, layer)->len;
-        const tkvi_tier_spec *r = &tkvi_rules_of(&kv->tables, layer)[level];
+        const tkvi_tier_spec *r = &tkvi_tier_specs_of(&kv->tables, layer)[level];
         tkvi_planned_block *dry_run;
         if (tkvi_list_of(kv, seq, layer)->n == 0) continue;
         n = tkvi_dry_run_floor(kv, seq, layer, spared, NULL, &dry_run);
@@ -21266,7 +21282,7 @@ static void tkvi_add_floor(tkv_cache *kv, int seq, int layer, int level, int rec
                            tkvi_forecast *o) {
     tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
-    const tkvi_tier_spec *r = &tkvi_rules_of(&kv->tables, layer)[level];
+    const tkvi_tier_spec *r = &tkvi_tier_specs_of(&kv->tables, layer)[level];
     const int first = reclaim_stages & TKVI_FIRST;
     const tkvi_spared spared =
         tkvi_spared_by(kv, seq, r, level, first ? reclaim_stages & ~TKVI_OUT : reclaim_stages);
@@ -21274,28 +21290,28 @@ static void tkvi_add_floor(tkv_cache *kv, int seq, int layer, int level, int rec
         first && reclaim_stages & TKVI_OUT ? tkvi_dry_run_discardable_to(kv, seq, level, &spared) : 0;
     tkvi_planned_block *dry_run;
     int i, sinks;
-    list->left = tkvi_dry_run_floor(kv, seq, layer, &spared, first ? NULL : r, &dry_run);
+    list->n_left = tkvi_dry_run_floor(kv, seq, layer, &spared, first ? NULL : r, &dry_run);
     for (i = 0; i < list->n; i++) {
         const tkvi_block *b = &kv->pool.block[ids[i]];
         if (b->refs > 1) continue;
         if (tkvi_is_offloaded(b)) o->outside--;
-        else o->slots[kv->tables.coding[b->coding].size_class]--;
+        else o->slots[kv->tables.layout[b->layout].size_class]--;
     }
-    sinks = tkvi_dry_run_sinks(kv, seq, layer, dry_run, list->left);
-    for (i = 0; i < list->left; i++) {
+    sinks = tkvi_dry_run_sinks(kv, seq, layer, dry_run, list->n_left);
+    for (i = 0; i < list->n_left; i++) {
         tkvi_planned_block *b = &dry_run[i];
-        const int end = i + 1 < list->left ? b[1].start : list->len;
+        const int end = i + 1 < list->n_left ? b[1].start : list->len;
         if (b->stays) continue;
         if (first && reclaim_stages & TKVI_OUT && i >= sinks && !b->away) { /* now the other stages */
             const tkv_tier due =
-                tkvi_due_from(kv, seq, layer, b->start, end, i + 1 == list->left, r, !tkvi_any_step(kv));
-            if (due != TKV_TIER_HOT && tkvi_is_smaller(kv, b->coding, r->coding[due]))
-                b->coding = r->coding[due];
+                tkvi_due_from(kv, seq, layer, b->start, end, i + 1 == list->n_left, r, !tkvi_any_step(kv));
+            if (due != TKV_TIER_HOT && tkvi_is_smaller(kv, b->layout, r->layout[due]))
+                b->layout = r->layout[due];
             b->away = end <= vacant ||
-                      (tkvi_can_store(kv) && i + 2 < list->left && tkvi_is_old(kv, seq, layer, end, r));
+                      (tkvi_can_store(kv) && i + 2 < list->n_left && tkvi_is_old(kv, seq, layer, end, r));
         }
         if (b->away) o->outside++;
-        else o->slots[kv->tables.coding[b->coding].size_class]++;
+        else o->slots[kv->tables.layout[b->layout].size_class]++;
     }
 }
 
@@ -21306,14 +21322,14 @@ typedef struct tkvi_evict_bound {
     int outside; /* blocks without a slot; each of the others may keep one token */
 } tkvi_evict_bound;
 
-/* The tier and the coding of block i after all stale blocks are recoded by rule r. */
+/* The tier and the layout of block i after all stale blocks are recoded by rule r. */
 static tkv_tier tkvi_tier_after_recoding(const tkv_cache *kv, int seq, int layer, int i,
-                                         const tkvi_tier_spec *r, int *coding) {
+                                         const tkvi_tier_spec *r, int *layout) {
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const tkvi_block *b = &kv->pool.block[tkvi_ids(kv, seq, layer)[i]];
     const tkv_tier due = tkvi_due(kv, seq, layer, i, r, !tkvi_any_step(kv));
-    *coding =
-        due != TKV_TIER_HOT && tkvi_is_smaller(kv, b->coding, r->coding[due]) ? r->coding[due] : b->coding;
+    *layout =
+        due != TKV_TIER_HOT && tkvi_is_smaller(kv, b->layout, r->layout[due]) ? r->layout[due] : b->layout;
     return due != TKV_TIER_HOT ? due : tkvi_tier_at(list, i);
 }
 
@@ -21344,10 +21360,10 @@ static tkvi_evict_bound tkvi_bound_eviction(const tkv_cache *kv, int seq, int la
             tokens_out += there;
             key = -1;
         } else {
-            int coding;
-            const tkv_tier tier = tkvi_tier_after_recoding(kv, seq, layer, i, r, &coding);
-            stretches += kv->tables.coding[coding].key != key || tier != was;
-            key = kv->tables.coding[coding].key;
+            int layout;
+            const tkv_tier tier = tkvi_tier_after_recoding(kv, seq, layer, i, r, &layout);
+            stretches += kv->tables.layout[layout].key != key || tier != was;
+            key = kv->tables.layout[layout].key;
             was = tier;
             tokens += there;
         }
@@ -21364,7 +21380,7 @@ static tkvi_evict_bound tkvi_bound_eviction(const tkv_cache *kv, int seq, int la
  * is unknown. Assume the smallest (a lower bound). If others are freed, other pages are not full: the classes that
  * count for that are marked (`mixed`). */
 static void tkvi_subtract_smallest_blocks(tkv_cache *kv, int n, int64_t *has, tkvi_forecast *o) {
-    int64_t *mixed = kv->need + 3 * kv->tables.n_classes;
+    int64_t *mixed = kv->slot_request + 3 * kv->tables.n_classes;
     while (n > 0) {
         int c, least = -1;
         for (c = 0; c < kv->tables.n_classes; c++)
@@ -21385,25 +21401,25 @@ static void tkvi_add_list_at(tkv_cache *kv, int seq, int layer, int level, int r
     const tkvi_tables *t = &kv->tables;
     tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
-    const tkvi_tier_spec *r = &tkvi_rules_of(t, layer)[level];
+    const tkvi_tier_spec *r = &tkvi_tier_specs_of(t, layer)[level];
     const tkvi_spared spared = tkvi_spared_by(kv, seq, r, level, reclaim_stages);
-    int64_t *has = kv->need + 2 * t->n_classes;
+    int64_t *has = kv->slot_request + 2 * t->n_classes;
     tkvi_evict_bound go = {0, 0, 0};
     tkv_evict_config full;
     int i;
     memset(has, 0, (size_t)t->n_classes * sizeof *has);
     if (TKVI_HAS_EVICT) (void)tkvi_evict_fill(&t->cfg.evict, &full);
     if (TKVI_HAS_EVICT && reclaim_stages & TKVI_EVICT) go = tkvi_bound_eviction(kv, seq, layer, r, &spared);
-    list->left = list->n - go.here;
+    list->n_left = list->n - go.here;
     for (i = list->sinks; i < list->n; i++) {
         const tkvi_block *b = &kv->pool.block[ids[i]];
-        int gone = 0, coding;
+        int gone = 0, layout;
         if (b->refs > 1) continue;
         if (tkvi_has_no_slot(kv, seq, layer, i, &spared)) {
             gone = go.outside-- > 0;
-            if (!tkvi_is_offloaded(b)) o->slots[t->coding[b->coding].size_class]--;
+            if (!tkvi_is_offloaded(b)) o->slots[t->layout[b->layout].size_class]--;
             o->outside += !gone - tkvi_is_offloaded(b);
-            list->left -= gone;
+            list->n_left -= gone;
             continue;
         }
         if (TKVI_HAS_EVICT && go.oldest > 0) {
@@ -21412,15 +21428,15 @@ static void tkvi_add_list_at(tkv_cache *kv, int seq, int layer, int level, int r
                    tkvi_block_start(kv, ids, i) >= full.sink_tokens;
         }
         if (reclaim_stages & TKVI_LOOSEN) {
-            coding = r->coding[tkvi_due(kv, seq, layer, i, r, !tkvi_any_step(kv))];
-            if (!tkvi_is_smaller(kv, coding, b->coding)) coding = b->coding;
+            layout = r->layout[tkvi_due(kv, seq, layer, i, r, !tkvi_any_step(kv))];
+            if (!tkvi_is_smaller(kv, layout, b->layout)) layout = b->layout;
         } else {
-            (void)tkvi_tier_after_recoding(kv, seq, layer, i, r, &coding);
+            (void)tkvi_tier_after_recoding(kv, seq, layer, i, r, &layout);
         }
-        o->slots[t->coding[b->coding].size_class]--;
-        o->slots[t->coding[coding].size_class] += !gone;
-        has[t->coding[coding].size_class]++;
-        list->left -= gone;
+        o->slots[t->layout[b->layout].size_class]--;
+        o->slots[t->layout[layout].size_class] += !gone;
+        has[t->layout[layout].size_class]++;
+        list->n_left -= gone;
     }
     tkvi_subtract_smallest_blocks(kv, go.here, has, o);
 }
@@ -21428,7 +21444,7 @@ static void tkvi_add_list_at(tkv_cache *kv, int seq, int layer, int level, int r
 /* Forecast at a level after these reclaim stages, with the memory request. */
 static tkvi_forecast tkvi_at_level(tkv_cache *kv, int level, int reclaim_stages) {
     tkvi_forecast o = tkvi_now(kv);
-    int64_t *mixed = kv->need + 3 * kv->tables.n_classes;
+    int64_t *mixed = kv->slot_request + 3 * kv->tables.n_classes;
     int seq, layer, c, n = 0;
     o.on_dry_run = 1;
     memset(mixed, 0, (size_t)kv->tables.n_classes * sizeof *mixed);
@@ -21449,8 +21465,8 @@ static int tkvi_stages_fit(tkv_cache *kv, int reclaim_stages, int share, size_t 
     tkvi_forecast o;
     size_t then;
     kv->reclaim_stages = reclaim_stages;
-    kv->share = share;
-    o = tkvi_at_level(kv, kv->policy.cfg.max_level, reclaim_stages);
+    kv->kept_eighths = share;
+    o = tkvi_at_level(kv, kv->pressure.cfg.max_level, reclaim_stages);
     then = tkvi_bytes_with(kv, &o, NULL);
     *bytes = then < *bytes ? then : *bytes;
     return then <= budget;
@@ -21480,7 +21496,7 @@ static int tkvi_still_fits(tkv_cache *kv, size_t budget, size_t *bytes) {
     int level, share;
     kv->reclaim_stages = 0;
     *bytes = tkvi_bytes_now(kv);
-    for (level = kv->tables.level; *bytes > budget && level <= kv->policy.cfg.max_level; level++) {
+    for (level = kv->tables.level; *bytes > budget && level <= kv->pressure.cfg.max_level; level++) {
         const tkvi_forecast o = tkvi_at_level(kv, level, 0);
         const size_t then = tkvi_bytes_with(kv, &o, NULL);
         *bytes = then < *bytes ? then : *bytes;
@@ -21511,28 +21527,28 @@ static int tkvi_fits_somewhere(tkv_cache *kv, size_t budget, size_t *bytes) {
 static size_t tkvi_recode_oldest(tkv_cache *kv, size_t within, int early) {
     tkvi_stale s;
     size_t had;
-    const int spare = kv->pool.spare;
+    const int spare = kv->pool.recode_pages;
     if (!tkvi_next_stale(kv, TKVI_IN_FREE_PAGES, early, &s)) return 0;
-    if (within && !tkvi_has_slot(kv, s.coding, TKVI_IN_OPEN_PAGES)) {
+    if (within && !tkvi_has_slot(kv, s.layout, TKVI_IN_OPEN_PAGES)) {
         const tkvi_forecast then = tkvi_now(kv);
-        then.slots[tkvi_coding_at(kv, &s)->size_class]--;
-        then.slots[kv->tables.coding[s.coding].size_class]++;
+        then.slots[tkvi_layout_at(kv, &s)->size_class]--;
+        then.slots[kv->tables.layout[s.layout].size_class]++;
         if (tkvi_bytes_with(kv, &then, NULL) > within && !tkvi_next_stale(kv, TKVI_IN_OPEN_PAGES, early, &s))
             return 0;
     }
-    had = tkvi_coding_at(kv, &s)->bytes.total;
-    if (kv->tables.plan[s.layer].now.shared[s.due] && kv->tables.current[s.layer] < 0) {
+    had = tkvi_layout_at(kv, &s)->bytes.total;
+    if (kv->tables.plan[s.layer].now.needs_table[s.due] && kv->tables.current_version[s.layer] < 0) {
         int8_t before; /* learns a table from the present blocks: this one cannot wait */
-        if (!tkvi_begin_table(kv, s.layer, 1, &before) || kv->tables.current[s.layer] < 0) return 0;
+        if (!tkvi_begin_table(kv, s.layer, 1, &before) || kv->tables.current_version[s.layer] < 0) return 0;
         tkvi_end_table(kv, s.layer, before, 1);
-        s.coding = tkvi_coding_of(&kv->tables, s.layer, s.due);
+        s.layout = tkvi_layout_of(&kv->tables, s.layer, s.due);
     }
-    kv->pool.spare = 0;
-    tkvi_demote(kv, s.seq, s.layer, s.i, s.coding, NULL);
-    kv->pool.spare = spare;
+    kv->pool.recode_pages = 0;
+    tkvi_demote(kv, s.seq, s.layer, s.i, s.layout, NULL);
+    kv->pool.recode_pages = spare;
     tkvi_count_recoded(tkvi_list_of(kv, s.seq, s.layer), s.i, s.due);
     kv->recoded[kv->tables.level]++;
-    return had - kv->tables.coding[s.coding].bytes.total;
+    return had - kv->tables.layout[s.layout].bytes.total;
 }
 
 /* Bytes in use above which a level recodes blocks: its threshold of the budget. It is lower if the budget must
@@ -21543,8 +21559,8 @@ static size_t tkvi_soft_limit(const tkv_cache *kv, int level) {
                  bytes_per_block = kv->bytes_per_block + kv->bytes_per_block / 4;
     size_t soft;
     if (level == 0) return (size_t)-1;
-    soft = tkvi_threshold(&kv->policy.cfg, level - 1) < 1.0f
-               ? (size_t)((double)budget * (double)tkvi_threshold(&kv->policy.cfg, level - 1))
+    soft = tkvi_threshold(&kv->pressure.cfg, level - 1) < 1.0f
+               ? (size_t)((double)budget * (double)tkvi_threshold(&kv->pressure.cfg, level - 1))
                : budget;
     return budget > bytes_per_block && budget - bytes_per_block < soft ? budget - bytes_per_block : soft;
 }
@@ -21560,7 +21576,7 @@ static int tkvi_is_pressed(const tkv_cache *kv, int tenths) {
  * pressure learns a table from few tokens; else blocks wait for their table. Returns the bytes freed. */
 static size_t tkvi_recode_if_due(tkv_cache *kv, int pressed) {
     const int level = kv->tables.level;
-    if (!pressed && (level == 0 || level != kv->policy.cfg.min_level)) return 0;
+    if (!pressed && (level == 0 || level != kv->pressure.cfg.min_level)) return 0;
     return tkvi_recode_oldest(kv, kv->tables.cfg.budget.bytes, pressed);
 }
 
@@ -21568,19 +21584,19 @@ static size_t tkvi_recode_if_due(tkv_cache *kv, int pressed) {
  * cfg.budget.pressure.min_level does not count blocks that wait for a table: no work of now would recode them. */
 static uint64_t tkvi_pending(const tkv_cache *kv) {
     uint64_t n = 0;
-    const int waits_for_tables = kv->tables.level == kv->policy.cfg.min_level && !tkvi_is_pressed(kv, 10);
+    const int waits_for_tables = kv->tables.level == kv->pressure.cfg.min_level && !tkvi_is_pressed(kv, 10);
     const int tables = !tkvi_any_step(kv) && !waits_for_tables;
     int seq, layer, i;
     for (seq = 0; seq < kv->tables.cfg.limits.max_seqs; seq++)
         for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++) {
             const tkvi_list *list = tkvi_list_of(kv, seq, layer);
             const uint32_t *ids = tkvi_ids(kv, seq, layer);
-            for (i = list->sinks + list->tightest; i < list->n; i++) {
+            for (i = list->sinks + list->n_tightest; i < list->n; i++) {
                 tkv_tier due = tkvi_due(kv, seq, layer, i, &kv->tables.plan[layer].now, tables);
                 const tkvi_block *b = &kv->pool.block[ids[i]];
                 if (due == TKV_TIER_HOT) break;
                 n += b->refs == 1 && !tkvi_is_offloaded(b) &&
-                     tkvi_is_smaller(kv, b->coding, tkvi_coding_of(&kv->tables, layer, due));
+                     tkvi_is_smaller(kv, b->layout, tkvi_layout_of(&kv->tables, layer, due));
             }
         }
     return n;
@@ -21590,7 +21606,7 @@ static uint64_t tkvi_pending(const tkv_cache *kv) {
  * blocks of each layer must fit as well. Else the next blocks could soon bring this level back. */
 static int tkvi_may_relax(tkv_cache *kv) {
     const int level = kv->tables.level;
-    const tkv_pressure_config *p = &kv->policy.cfg;
+    const tkv_pressure_config *p = &kv->pressure.cfg;
     const double budget = (double)kv->tables.cfg.budget.bytes;
     tkvi_forecast looser;
     double bytes;
@@ -21608,8 +21624,8 @@ static int tkvi_may_relax(tkv_cache *kv) {
 static int tkvi_needs_tables(const tkv_cache *kv) {
     int i, lacks = 0;
     for (i = 0; i < kv->tables.cfg.model.n_layers; i++)
-        lacks |= kv->tables.plan[i].stored == i && tkvi_plan_learns(&kv->tables.plan[i]) &&
-                 kv->tables.current[i] < 0;
+        lacks |= kv->tables.plan[i].stored_layer == i && tkvi_plan_learns(&kv->tables.plan[i]) &&
+                 kv->tables.current_version[i] < 0;
     return lacks;
 }
 
@@ -21624,7 +21640,7 @@ static void tkvi_learn_early(tkv_cache *kv) {
     for (i = 0; i < kv->tables.cfg.model.n_layers; i++) {
         const tkvi_plan *p = &kv->tables.plan[i];
         int8_t had;
-        if (p->stored != i || !tkvi_plan_learns(p) || kv->tables.current[i] >= 0) continue;
+        if (p->stored_layer != i || !tkvi_plan_learns(p) || kv->tables.current_version[i] >= 0) continue;
         if (tkvi_begin_table(kv, i, 1, &had)) tkvi_end_table(kv, i, had, 1);
     }
 }
@@ -21633,15 +21649,15 @@ static void tkvi_learn_early(tkv_cache *kv) {
  * cfg.budget.pressure.min_level, blocks are recoded until they have freed 1.5 times the new bytes. So the work is
  * spread over the tokens. */
 static void tkvi_keep_pace(tkv_cache *kv, size_t new_bytes) {
-    const tkv_pressure_config *p = &kv->policy.cfg;
+    const tkv_pressure_config *p = &kv->pressure.cfg;
     const float own = (float)((double)tkvi_in_use(kv) / (double)kv->tables.cfg.budget.bytes);
     float outside;
     int level = kv->tables.level, target;
     tkvi_stale s;
-    tkvi_lock(&kv->policy.lock);
-    outside = kv->outside;
-    tkvi_unlock(&kv->policy.lock);
-    target = tkvi_policy_sample(&kv->policy, own > outside ? own : outside, level);
+    tkvi_lock(&kv->pressure.lock);
+    outside = kv->reported_pressure;
+    tkvi_unlock(&kv->pressure.lock);
+    target = tkvi_pressure_sample(&kv->pressure, own > outside ? own : outside, level);
     if (target < level && tkvi_may_relax(kv)) tkvi_go_to_level(kv, level - 1);
     level = kv->tables.level;
     kv->recode_backlog += (int64_t)(new_bytes + new_bytes / 2);
@@ -21695,7 +21711,7 @@ static int tkvi_make_room(tkv_cache *kv, size_t budget) {
             (evicts || (evicts = tkvi_may_evict(kv, budget))) && tkvi_evict_next(kv, &list))
             continue;
         if (tkvi_recode_oldest(kv, 0, 1)) continue;
-        if (kv->tables.level < kv->policy.cfg.max_level) tkvi_go_to_level(kv, kv->tables.level + 1);
+        if (kv->tables.level < kv->pressure.cfg.max_level) tkvi_go_to_level(kv, kv->tables.level + 1);
         else if (tkvi_offload_oldest(kv) || tkvi_discard_idle(kv)) continue;
         else if (!TKVI_HAS_EVICT) return 0;
         else if (!evicts && !(evicts = tkvi_may_evict(kv, budget))) return 0;
@@ -21713,13 +21729,13 @@ TKV_API tkv_status tkv_get_budget(const tkv_cache *kv, tkv_budget_info *out) {
     out->peak = kv->heap.peak;
     out->level = kv->tables.level;
     out->n_levels = kv->tables.n_levels;
-    out->pressure = kv->policy.now;
+    out->pressure = kv->pressure.now;
     for (i = 0; i < TKV_MAX_LEVELS; i++) out->recoded[i] = kv->recoded[i];
     out->demoted = kv->demoted;
     out->refused = kv->refused;
-    out->offloaded = kv->spilled;
-    out->unwritten = kv->unstored;
-    out->promoted = kv->promoted;
+    out->offloaded = kv->n_offloaded;
+    out->unwritten = kv->n_unwritten;
+    out->promoted = kv->n_promoted;
     out->discarded = kv->blocks_discarded;
     out->recomputed = kv->recomputed;
     out->evicted = kv->evicted;
@@ -21731,7 +21747,7 @@ TKV_API tkv_status tkv_set_budget(tkv_cache *kv, size_t bytes) {
     const size_t had = kv ? kv->tables.cfg.budget.bytes : 0;
     size_t takes;
     if (!kv) return TKV_ERR_ARG;
-    if (!kv->tables.spare)
+    if (!kv->tables.recode_pages)
         return tkvi_fail(kv, TKV_ERR_ARG, "the cache was created without a budget", 0, NULL);
     if (kv->pool.keep_all && bytes == 0)
         return tkvi_fail(kv, TKV_ERR_ARG, "in place the budget is the memory that was given", 0, NULL);
@@ -21740,36 +21756,36 @@ TKV_API tkv_status tkv_set_budget(tkv_cache *kv, size_t bytes) {
     if (bytes == 0) {
         kv->tables.cfg.budget.bytes = kv->heap.limit = 0;
         tkvi_end_reservations(kv);
-        kv->pool.spare = 0;
+        kv->pool.recode_pages = 0;
         kv->pool.kept_free_pages = 0;
         tkvi_trim(&kv->pool);
         return tkvi_ok(kv);
     }
     tkvi_clear_request(kv);
     kv->clock++;
-    if (kv->pool.spare == 0) { /* the budget had ended: recoding needs its pages again */
+    if (kv->pool.recode_pages == 0) { /* the budget had ended: recoding needs its pages again */
         tkvi_peak dry_run = tkvi_begin_dry_run(kv);
-        kv->pool.spare = kv->tables.spare;
+        kv->pool.recode_pages = kv->tables.recode_pages;
         if (!tkvi_peak_ready(&kv->pool, &dry_run)) {
-            kv->pool.spare = 0;
+            kv->pool.recode_pages = 0;
             return tkvi_fail(kv, TKV_ERR_NOMEM, "the allocator gave no memory for recoding", 0, NULL);
         }
     }
     if (!tkvi_fits_somewhere(kv, bytes, &takes)) {
-        if (!had) kv->pool.spare = 0;
+        if (!had) kv->pool.recode_pages = 0;
         tkvi_trim(&kv->pool);
         return tkvi_over_budget(kv, takes);
     }
     kv->tables.cfg.budget.bytes = bytes;
     if (!tkvi_make_room(kv, bytes)) {
         kv->tables.cfg.budget.bytes = had;
-        if (!had) kv->pool.spare = 0;
+        if (!had) kv->pool.recode_pages = 0;
         return tkvi_over_budget(kv, takes);
     }
     if (!had) tkvi_end_reservations(kv); /* their slots were counted for recoding by age */
     tkvi_trim(&kv->pool);
     if (kv->pool.keep_all) /* in place, only pages are counted: the other bytes held do not change */
-        kv->pool.allowed = (int64_t)((bytes - tkvi_bytes_without_pages(kv)) / kv->tables.page_bytes);
+        kv->pool.max_pages = (int64_t)((bytes - tkvi_bytes_without_pages(kv)) / kv->tables.page_bytes);
     else kv->heap.limit = bytes;
     kv->pool.kept_free_pages = tkvi_free_pages_to_keep(kv);
     kv->relax_at = (size_t)-1;
@@ -21778,7 +21794,7 @@ TKV_API tkv_status tkv_set_budget(tkv_cache *kv, size_t bytes) {
 
 TKV_API tkv_status tkv_set_level(tkv_cache *kv, int level) {
     if (!kv) return TKV_ERR_ARG;
-    if (level < kv->policy.cfg.min_level || level > kv->policy.cfg.max_level)
+    if (level < kv->pressure.cfg.min_level || level > kv->pressure.cfg.max_level)
         return tkvi_fail(kv, TKV_ERR_ARG, "there is no level", level, " within cfg.budget.pressure");
     if (kv->pool.keep_all && !tkvi_has_budget(kv))
         return tkvi_fail(kv, TKV_ERR_ARG, "in place and without a budget the plan is fixed", 0, NULL);
@@ -21795,9 +21811,9 @@ TKV_API tkv_status tkv_set_hot_tokens(tkv_cache *kv, int hot_tokens) {
         return tkvi_fail(kv, TKV_ERR_ARG, "in place and without a budget lengths are fixed", 0, NULL);
     n = (size_t)kv->tables.cfg.model.n_layers * (size_t)kv->tables.n_levels;
     for (i = 0; i < n; i++)
-        if (kv->tables.rule[i].hot != TKVI_FOREVER) kv->tables.rule[i].hot = hot_tokens;
+        if (kv->tables.tier_specs[i].hot != TKVI_FOREVER) kv->tables.tier_specs[i].hot = hot_tokens;
     tkvi_take_plans(kv, kv->tables.level);
-    kv->moved = 1;
+    kv->hot_tokens_changed = 1;
     return tkvi_ok(kv);
 }
 
@@ -21814,9 +21830,9 @@ TKV_API tkv_status tkv_maintain(tkv_cache *kv, int max_work, int *done) {
 
 TKV_API tkv_status tkv_report_pressure(tkv_cache *kv, float pressure) {
     if (!kv || !tkvi_is_finite(pressure)) return TKV_ERR_ARG;
-    tkvi_lock(&kv->policy.lock);
-    kv->outside = tkvi_clampf(pressure, 0.0f, 1.0f);
-    tkvi_unlock(&kv->policy.lock);
+    tkvi_lock(&kv->pressure.lock);
+    kv->reported_pressure = tkvi_clampf(pressure, 0.0f, 1.0f);
+    tkvi_unlock(&kv->pressure.lock);
     return TKV_OK;
 }
 
@@ -21840,8 +21856,8 @@ static int tkvi_hot_tokens(const tkv_cache *kv) {
         for (side = -1; side <= 1; side += 2) {
             const int level = kv->tables.level + side * away;
             for (layer = 0; layer < kv->tables.cfg.model.n_layers && level >= 0 && level < n; layer++) {
-                const int hot = tkvi_rules_of(&kv->tables, layer)[level].hot;
-                if (kv->tables.plan[layer].stored == layer && hot != TKVI_FOREVER) return hot;
+                const int hot = tkvi_tier_specs_of(&kv->tables, layer)[level].hot;
+                if (kv->tables.plan[layer].stored_layer == layer && hot != TKVI_FOREVER) return hot;
             }
         }
     return 0;
@@ -21850,7 +21866,7 @@ static int tkvi_hot_tokens(const tkv_cache *kv) {
 /* The level after a step of -1, 0 or 1, within cfg.budget.pressure. Under a budget it does not change: there
  * memory pressure decides the level. */
 static int tkvi_level_after_step(const tkv_cache *kv, int step) {
-    const tkv_pressure_config *p = &kv->policy.cfg;
+    const tkv_pressure_config *p = &kv->pressure.cfg;
     const int level = kv->tables.level + step;
     return tkvi_has_budget(kv) || level < p->min_level || level > p->max_level ? kv->tables.level : level;
 }
@@ -21967,7 +21983,7 @@ static tkv_status tkvi_call_init(tkvi_call *c, tkv_cache *kv, const tkv_attend_p
     if (p->layer < 0 || p->layer >= cfg->model.n_layers || c->n_rows < 0 || c->n_rows > cfg->limits.max_seqs)
         return TKV_ERR_ARG;
     c->plan = &kv->tables.plan[p->layer];
-    if (c->plan->stored < 0 || p->window < TKV_OFF) return TKV_ERR_ARG;
+    if (c->plan->stored_layer < 0 || p->window < TKV_OFF) return TKV_ERR_ARG;
     c->heads_per_kv = cfg->model.n_heads / cfg->model.n_kv_heads;
     c->tile = c->view_rows = TKVI_ROWS;
     c->window = p->window == TKV_OFF ? 0 : p->window ? p->window : c->plan->window;
@@ -21977,14 +21993,14 @@ static tkv_status tkvi_call_init(tkvi_call *c, tkv_cache *kv, const tkv_attend_p
         int len;
         if (c->rows[i].seq < 0 || c->rows[i].seq >= cfg->limits.max_seqs || c->rows[i].n < 0)
             return TKV_ERR_ARG;
-        list = tkvi_list_of(kv, c->rows[i].seq, c->plan->stored);
+        list = tkvi_list_of(kv, c->rows[i].seq, c->plan->stored_layer);
         len = list->len;
         if (!p->non_causal && c->rows[i].n > len) return TKV_ERR_RANGE;
         /* The first query's keys can have expired: the window is wider than the layer's, or the query too old. */
         oldest = c->window ? (int64_t)len - c->rows[i].n + 1 - c->window : 0;
-        if (list->dropped && c->rows[i].n && oldest < list->dropped) return TKV_ERR_RANGE;
+        if (list->expired && c->rows[i].n && oldest < list->expired) return TKV_ERR_RANGE;
         if (TKVI_HAS_DISCARD && kv->pool.n_discarded && c->rows[i].n &&
-            tkvi_sees_discarded(kv, c->rows[i].seq, c->plan->stored, oldest))
+            tkvi_sees_discarded(kv, c->rows[i].seq, c->plan->stored_layer, oldest))
             return TKV_ERR_NO_SOURCE;
         rows += (int64_t)c->rows[i].n * cfg->model.n_heads;
         longest = tkvi_max(longest, len);
@@ -22015,7 +22031,7 @@ static void tkvi_call_consumers(tkvi_call *c, const tkvi_consumer *const *consum
     c->consumer = consumer;
     c->n_consumers = n;
     for (i = 0; i < n; i++) {
-        const int wants = consumer[i] ? consumer[i]->wants(c->kv, c->p, c->plan->stored) : 0;
+        const int wants = consumer[i] ? consumer[i]->wants(c->kv, c->p, c->plan->stored_layer) : 0;
         if (wants) c->observing[consumer[i]->observes] |= 1u << i;
         if (wants & TKVI_WANTS_FAR_SUMS) c->want_far |= 1u << i;
         if (wants & TKVI_WANTS_WHOLE_QUERIES && c->heads_per_kv < TKVI_ROWS)
@@ -22076,7 +22092,7 @@ static void tkvi_view_init(const tkvi_work_tile *u, tkvi_tile_view *v) {
     v->seq = u->call->rows[u->item].seq;
     v->head = u->head;
     v->layer = u->call->p->layer;
-    v->stored = u->call->plan->stored;
+    v->stored = u->call->plan->stored_layer;
     v->rows = u->rows;
     v->tile = u;
     for (r = 0; r < u->rows; r++) {
@@ -22110,8 +22126,8 @@ static void tkvi_work_tile_init(tkvi_work_tile *u, const tkvi_call *c, int item,
     const tkv_config *cfg = &c->kv->tables.cfg;
     int seq = c->rows[item].seq, r;
     u->call = c;
-    u->list = tkvi_list_of(c->kv, seq, c->plan->stored);
-    u->ids = tkvi_ids(c->kv, seq, c->plan->stored);
+    u->list = tkvi_list_of(c->kv, seq, c->plan->stored_layer);
+    u->ids = tkvi_ids(c->kv, seq, c->plan->stored_layer);
     u->item = item;
     u->seq_row = seq_row;
     u->n_queries = c->rows[item].n;
@@ -22163,7 +22179,7 @@ static tkvi_sums tkvi_sums_in(float *memory, int v_pad) {
 static const tkvi_record *tkvi_record_of(const tkvi_work_tile *u, int i, const uint8_t **bytes) {
     const tkvi_pool *pool = &u->call->kv->pool;
     const tkvi_block *b = &pool->block[u->ids[i]];
-    const tkvi_record *r = &u->call->kv->tables.coding[b->coding].record[u->head];
+    const tkvi_record *r = &u->call->kv->tables.layout[b->layout].record[u->head];
     *bytes = tkvi_is_offloaded(b) ? NULL : tkvi_block_bytes(pool, b) + r->at;
     return r;
 }
@@ -22283,7 +22299,7 @@ static void tkvi_slot_positions(const tkvi_work_tile *u, int i, int *at) {
 /* Must scores of block i be hidden? Some rows may not see all its tokens, or some slots have no live token. */
 static int tkvi_has_hidden(const tkvi_work_tile *u, int i, int start, int end) {
     const tkv_cache *kv = u->call->kv;
-    return start < u->all_low || end > u->all_high || kv->pool.block[u->ids[i]].gone ||
+    return start < u->all_low || end > u->all_high || kv->pool.block[u->ids[i]].evicted_mask ||
            tkvi_block_tokens(kv, u->list, u->ids, i) < TKVI_BLOCK;
 }
 
@@ -22816,7 +22832,7 @@ static TKVI_NOINLINE void tkvi_load_lanes(const tkvi_work_tile *u, const float *
 /* The tokens of block i that each lane sees: low .. high-1. Returns 0 if all lanes see all tokens. */
 static int tkvi_visible_lanes(const tkvi_work_tile *u, int i, int start, int end, int32_t *low,
                               int32_t *high) {
-    const int packed = u->call->kv->pool.block[u->ids[i]].packed;
+    const int packed = u->call->kv->pool.block[u->ids[i]].n_packed;
     int r;
     if (!u->changes && !tkvi_has_hidden(u, i, start, end)) return 0;
     memset(low, 0, TKVI_PREFILL * sizeof *low);
@@ -22895,7 +22911,7 @@ static TKVI_NOINLINE void tkvi_prefill_blocks(const tkvi_work_tile *u, tkvi_pref
             if (!bytes) bytes = tkvi_bytes_of(u, i, TKV_K);
             if (!bytes) return;
             many->k(&rec->k, bytes, next, &q, n, tkvi_n_limbs(&rec->k, kv->tables.cfg.host.precise), scores);
-            if (u->changes || b->gone || b->packed)
+            if (u->changes || b->evicted_mask || b->n_packed)
                 tkvi_adjust_score_lanes(u, sums->origin, i, lanes, scores);
             w.low = tkvi_visible_lanes(u, i, start, end, low, high) ? low : NULL;
             w.sampled_lanes = tkvi_sample_lanes(u, i, end, sampled_lanes) ? sampled_lanes : NULL;
@@ -23000,11 +23016,11 @@ static const tkvi_prefill *tkvi_prefill_for(const tkvi_call *c) {
     int i, b;
     if (c->observing[TKVI_OBSERVES_CALL]) return NULL;
     for (i = 0; i < c->n_rows; i++) {
-        const tkvi_list *list = tkvi_list_of(kv, c->rows[i].seq, c->plan->stored);
-        const uint32_t *ids = tkvi_ids(kv, c->rows[i].seq, c->plan->stored);
+        const tkvi_list *list = tkvi_list_of(kv, c->rows[i].seq, c->plan->stored_layer);
+        const uint32_t *ids = tkvi_ids(kv, c->rows[i].seq, c->plan->stored_layer);
         if (c->rows[i].n * c->heads_per_kv < 2 * TKVI_ROWS) return NULL;
         for (b = 0; b < list->n; b++) {
-            const tkvi_record *rec = kv->tables.coding[kv->pool.block[ids[b]].coding].record;
+            const tkvi_record *rec = kv->tables.layout[kv->pool.block[ids[b]].layout].record;
             if (rec->k.format->stored == TKVI_AS_DECODED || rec->v.format->stored == TKVI_AS_DECODED)
                 return NULL;
         }
@@ -23015,9 +23031,9 @@ static const tkvi_prefill *tkvi_prefill_for(const tkvi_call *c) {
 /* Takes kv->parts for this call. Returns 0, for work tiles without splits, if another call has it or without
  * atomics. */
 static int tkvi_take_split_sums(tkv_cache *kv) {
-    if (!kv->parts) return 0;
+    if (!kv->split_sums) return 0;
 #if defined(__GNUC__) || defined(__clang__)
-    return __atomic_exchange_n(&kv->parts_taken, 1, __ATOMIC_ACQUIRE) == 0;
+    return __atomic_exchange_n(&kv->split_sums_taken, 1, __ATOMIC_ACQUIRE) == 0;
 #else
     return 0;
 #endif
@@ -23025,7 +23041,7 @@ static int tkvi_take_split_sums(tkv_cache *kv) {
 
 static void tkvi_release_split_sums(tkv_cache *kv) {
 #if defined(__GNUC__) || defined(__clang__)
-    __atomic_store_n(&kv->parts_taken, 0, __ATOMIC_RELEASE);
+    __atomic_store_n(&kv->split_sums_taken, 0, __ATOMIC_RELEASE);
 #else
     (void)kv;
 #endif
@@ -23092,7 +23108,7 @@ static tkv_status tkvi_attend(tkv_cache *kv, const tkv_attend_params *p, const t
     w.n_chunks = 0;
     w.parts = NULL;
     for (i = 0; i < c.n_rows; i++) {
-        const tkvi_list *list = tkvi_list_of(kv, c.rows[i].seq, c.plan->stored);
+        const tkvi_list *list = tkvi_list_of(kv, c.rows[i].seq, c.plan->stored_layer);
         longest = tkvi_max(longest, list->n);
         if (p->scores) memset(p->scores + i * c.mass_stride, 0, (size_t)list->len * sizeof(float));
     }
@@ -23101,7 +23117,7 @@ static tkv_status tkvi_attend(tkv_cache *kv, const tkv_attend_params *p, const t
         tkvi_min(TKVI_MAX_TILE_SPLITS, (longest + TKVI_MIN_SPLIT_BLOCKS - 1) / TKVI_MIN_SPLIT_BLOCKS);
     few = w.n_chunks > 1 && w.n_units <= TKVI_FEW_WORK_TILES && /* not by thread count: same bits */
           w.n_units * w.n_chunks <= TKVI_MAX_SPLITS;
-    if (few && kv->tables.cfg.host.parallel_for && tkvi_take_split_sums(kv)) w.parts = kv->parts;
+    if (few && kv->tables.cfg.host.parallel_for && tkvi_take_split_sums(kv)) w.parts = kv->split_sums;
     tkvi_share_consumers(&w);
     if (w.parts) {
         tkvi_run(&w, w.n_units * w.n_chunks, 1, tkvi_run_split);
@@ -23189,8 +23205,8 @@ static void tkvi_comparison_count(const tkvi_tile_view *v, const tkvi_head_probe
     for (i = v->list->sinks; i < v->list->n; i++) {
         const tkvi_block *b = &kv->pool.block[v->ids[i]];
         int end = tkvi_block_end(kv, v->list, v->ids, i), copied;
-        if (tkvi_is_hot_coding(kv, v->stored, b->coding)) continue;
-        copied = tkvi_head_probe_copy(kv->meter, g, b->start, &from) != NULL && !b->packed;
+        if (tkvi_is_hot_layout(kv, v->stored, b->layout)) continue;
+        copied = tkvi_head_probe_copy(kv->meter, g, b->start, &from) != NULL && !b->n_packed;
         for (r = 0; r < v->rows; r++) {
             const int n = tkvi_min(v->high[r], end) - tkvi_max(v->low[r], b->start);
             if (!(c->rows >> r & 1) || n <= 0) continue;
@@ -23274,7 +23290,7 @@ static TKVI_NOINLINE void tkvi_comparison_observe(const tkvi_tile_view *v, int i
     const tkv_cache *kv = v->kv;
     const tkvi_scoring *scoring = v->scoring;
     const tkvi_work_tile *u = &scoring->tile;
-    const int first = scoring->first, coding = kv->tables.plan[v->stored].now.coding[TKV_TIER_HOT];
+    const int first = scoring->first, layout = kv->tables.plan[v->stored].now.layout[TKV_TIER_HOT];
     const int n = tkvi_block_tokens(kv, v->list, v->ids, i), start = tkvi_block_start(kv, v->ids, i);
     tkvi_comparing *c = (tkvi_comparing *)state;
     const uint8_t *bytes, *copy;
@@ -23282,9 +23298,9 @@ static TKVI_NOINLINE void tkvi_comparison_observe(const tkvi_tile_view *v, int i
     int r, any = 0;
     copy =
         tkvi_head_probe_copy(kv->meter, tkvi_head_probe_of(kv->meter, v->stored, v->head), start, &c->from);
-    if (kv->pool.block[v->ids[i]].packed) copy = NULL; /* it has other tokens */
+    if (kv->pool.block[v->ids[i]].n_packed) copy = NULL; /* it has other tokens */
     if (copy) {
-        rec = &kv->tables.coding[coding].record[v->head];
+        rec = &kv->tables.layout[layout].record[v->head];
         tkvi_score_record(scoring, rec, copy, i, scores);
     }
     memset(p, 0, sizeof p);
@@ -23359,7 +23375,7 @@ static const tkvi_consumer tkvi_comparison_consumer = {
 #endif /* TKVI_ATTENTION_COMPARE_H */
 /* ======== attention/score_output.h ======== */
 /*
- * attention/score_output.h - the consumer that fills in p->mass, the attention scores that a call asks for. It takes
+ * attention/score_output.h - the consumer that fills in p->scores, the attention scores that a call asks for. It takes
  * all rows. The sums are floats, so work tiles must come in order: TKVI_OBSERVES_CALL.
  */
 #ifndef TKVI_ATTENTION_SCORE_OUTPUT_H
@@ -23372,7 +23388,7 @@ static int tkvi_score_output_wants(const tkv_cache *kv, const tkv_attend_params 
     return p->scores ? TKVI_WANTS_CALL : 0;
 }
 
-/* Adds the softmax weights of all rows for block i to p->mass. */
+/* Adds the softmax weights of all rows for block i to p->scores. */
 static TKVI_NOINLINE void tkvi_score_output_observe(const tkvi_tile_view *v, int i, const float *scores,
                                                     void *state) {
     const tkvi_work_tile *u = v->tile;
@@ -23400,7 +23416,7 @@ static const tkvi_consumer tkvi_score_output_consumer = {
 /*
  * attention/reference.h - attention by its definition, slow, for tests.
  *
- * It decodes each key and value and computes in double. Pass 0 finds the maximum, pass 1 the sums, pass 2 p->mass
+ * It decodes each key and value and computes in double. Pass 0 finds the maximum, pass 1 the sums, pass 2 p->scores
  * if requested. It shares with attention/attend.h the check of the call, and no arithmetic.
  */
 #ifndef TKVI_ATTENTION_REFERENCE_H
@@ -23446,8 +23462,8 @@ static int tkvi_ref_is_finite(const tkvi_call *c, int row, int head) {
 static tkv_status tkvi_ref_row(const tkvi_call *c, int item, int row, int query, int head) {
     const tkv_cache *kv = c->kv;
     const tkv_config *cfg = &kv->tables.cfg;
-    const tkvi_list *list = tkvi_list_of(kv, c->rows[item].seq, c->plan->stored);
-    const uint32_t *ids = tkvi_ids(kv, c->rows[item].seq, c->plan->stored);
+    const tkvi_list *list = tkvi_list_of(kv, c->rows[item].seq, c->plan->stored_layer);
+    const uint32_t *ids = tkvi_ids(kv, c->rows[item].seq, c->plan->stored_layer);
     double top = 0.0, sum = 0.0, out[TKV_MAX_HEAD_DIM];
     tkvi_fetch_buffer room[2];
     int finite = tkvi_ref_is_finite(c, row, head); /* 0: the row sees no key and no learned sink */
@@ -23464,7 +23480,7 @@ static tkv_status tkvi_ref_row(const tkvi_call *c, int item, int row, int query,
             sum = exp((double)c->p->sink_logits[head] - top);
         for (i = 0; i < list->n; i++) {
             const tkvi_block *b = &kv->pool.block[ids[i]];
-            const tkvi_record *rec = &kv->tables.coding[b->coding].record[head / c->heads_per_kv];
+            const tkvi_record *rec = &kv->tables.layout[b->layout].record[head / c->heads_per_kv];
             const uint8_t *k, *v = NULL;
             const int n = tkvi_block_tokens(kv, list, ids, i);
             const uint64_t there = tkvi_live_mask(b, n);
@@ -23517,7 +23533,7 @@ TKV_API tkv_status tkv_attend_reference(tkv_cache *kv, const tkv_attend_params *
     for (item = 0; item < c.n_rows; item++) {
         if (p->scores)
             memset(p->scores + item * c.mass_stride, 0,
-                   (size_t)tkvi_list_of(kv, c.rows[item].seq, c.plan->stored)->len * sizeof(float));
+                   (size_t)tkvi_list_of(kv, c.rows[item].seq, c.plan->stored_layer)->len * sizeof(float));
         for (query = 0; query < c.rows[item].n; query++, row++)
             for (head = 0; head < kv->tables.cfg.model.n_heads && !st; head++)
                 st = tkvi_ref_row(&c, item, row, query, head);
@@ -23582,7 +23598,7 @@ TKV_API tkv_status tkv_attend(tkv_cache *kv, int seq, int layer, const float *q,
 
 /* The number of slots of a size class that tkv_seq_reserve holds for a sequence. */
 static int64_t *tkvi_reserved_slots(tkv_cache *kv, int seq, int size_class) {
-    return &kv->promised[(size_t)seq * (size_t)kv->tables.n_classes + (size_t)size_class];
+    return &kv->reserved_slots[(size_t)seq * (size_t)kv->tables.n_classes + (size_t)size_class];
 }
 
 /* Dry run of storing n tokens in one layer. */
@@ -23592,9 +23608,9 @@ static void tkvi_dry_run_append(tkv_cache *kv, int seq, int layer, int n, tkvi_p
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
     int sink, i, blocks = tkvi_new_blocks(kv, p, list, ids, n, &sink);
     if (tkvi_tail_free_slots(kv, p, list, ids) && kv->pool.block[ids[list->n - 1]].refs > 1)
-        tkvi_peak_take(dry_run, kv->pool.block[ids[list->n - 1]].coding); /* a shared block is copied first */
+        tkvi_peak_take(dry_run, kv->pool.block[ids[list->n - 1]].layout); /* a shared block is copied first */
     for (i = 0; i < blocks; i++)
-        tkvi_peak_take(dry_run, i < sink ? p->sink_coding : p->now.coding[TKV_TIER_HOT]);
+        tkvi_peak_take(dry_run, i < sink ? p->sink_layout : p->now.layout[TKV_TIER_HOT]);
 }
 
 /* >>reservations */
@@ -23626,11 +23642,11 @@ static int tkvi_add_need(tkv_cache *kv, int seq, int layer, int sign, int64_t *l
     const tkvi_plan *p = &kv->tables.plan[layer];
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
-    const tkvi_coding *coding = kv->tables.coding;
+    const tkvi_layout *layout = kv->tables.layout;
     int len = kv->seq[seq].reserved_len, at, sink, blocks, i, tier;
     int64_t need[TKV_TIER_COUNT], room[TKV_TIER_COUNT];
     /* a step that reaches the length may still be aborted */
-    if (p->stored != layer || (kv->seq[seq].in_step ? list->step_len : list->len) >= len) return 0;
+    if (p->stored_layer != layer || (kv->seq[seq].in_step ? list->step_len : list->len) >= len) return 0;
     memset(need, 0, sizeof need);
     blocks = tkvi_new_blocks(kv, p, list, ids, tkvi_max(0, len - list->len), &sink);
     need[TKV_TIER_HOT] = blocks - sink;
@@ -23648,10 +23664,10 @@ static int tkvi_add_need(tkv_cache *kv, int seq, int layer, int sign, int64_t *l
         need[TKV_TIER_ARCHIVE] += due == TKV_TIER_ARCHIVE;
     }
     tkvi_max_new_blocks(kv, p, list, ids, room);
-    if (sink) live[coding[p->sink_coding].size_class] += sign;
+    if (sink) live[layout[p->sink_layout].size_class] += sign;
     for (tier = 0; tier < TKV_TIER_COUNT; tier++) {
         if (need[tier] > room[tier]) need[tier] = room[tier];
-        if (need[tier] > 0) live[coding[p->now.coding[tier]].size_class] += sign * need[tier];
+        if (need[tier] > 0) live[layout[p->now.layout[tier]].size_class] += sign * need[tier];
     }
     return 1;
 }
@@ -23661,13 +23677,13 @@ static void tkvi_reserve_slots(tkv_cache *kv, int seq, int len) {
     int layer, c, waiting = 0;
     int64_t *mine = tkvi_reserved_slots(kv, seq, 0);
     for (c = 0; c < kv->tables.n_classes; c++) {
-        kv->pool.promised[c] -= mine[c];
+        kv->pool.reserved_slots[c] -= mine[c];
         mine[c] = 0;
     }
     kv->seq[seq].reserved_len = len;
     for (layer = 0; layer < kv->tables.cfg.model.n_layers && len > 0; layer++)
         waiting |= tkvi_add_need(kv, seq, layer, 1, mine);
-    for (c = 0; c < kv->tables.n_classes; c++) kv->pool.promised[c] += mine[c];
+    for (c = 0; c < kv->tables.n_classes; c++) kv->pool.reserved_slots[c] += mine[c];
     if (!waiting) kv->seq[seq].reserved_len = 0;
 }
 
@@ -23767,11 +23783,11 @@ static uint32_t tkvi_open_block(tkv_cache *kv, int seq, int layer) {
     if (tkvi_tail_free_slots(kv, p, list, ids)) {
         id = ids[list->n - 1];
         if (kv->pool.block[id].refs > 1) {
-            uint32_t mine = tkvi_new_block(&kv->pool, kv->pool.block[id].coding, kv->pool.block[id].start);
+            uint32_t mine = tkvi_new_block(&kv->pool, kv->pool.block[id].layout, kv->pool.block[id].start);
             memcpy(tkvi_block_bytes(&kv->pool, &kv->pool.block[mine]),
                    tkvi_block_bytes(&kv->pool, &kv->pool.block[id]),
-                   kv->tables.coding[kv->pool.block[id].coding].bytes.total);
-            kv->pool.block[mine].gone = kv->pool.block[id].gone;
+                   kv->tables.layout[kv->pool.block[id].layout].bytes.total);
+            kv->pool.block[mine].evicted_mask = kv->pool.block[id].evicted_mask;
             if (TKVI_HAS_EVICT && kv->pool.token_meta) kv->pool.token_meta[mine] = kv->pool.token_meta[id];
             kv->pool.block[id].refs--;
             ids[list->n - 1] = id = mine;
@@ -23780,9 +23796,9 @@ static uint32_t tkvi_open_block(tkv_cache *kv, int seq, int layer) {
     }
     {
         int sink = list->len == 0 && p->sink > 0,
-            coding = sink ? p->sink_coding : p->now.coding[TKV_TIER_HOT];
-        id = tkvi_new_block(&kv->pool, coding, list->len);
-        memset(tkvi_block_bytes(&kv->pool, &kv->pool.block[id]), 0, kv->tables.coding[coding].bytes.total);
+            layout = sink ? p->sink_layout : p->now.layout[TKV_TIER_HOT];
+        id = tkvi_new_block(&kv->pool, layout, list->len);
+        memset(tkvi_block_bytes(&kv->pool, &kv->pool.block[id]), 0, kv->tables.layout[layout].bytes.total);
         list->sinks += sink;
         ids[list->n++] = id;
         return id;
@@ -23807,18 +23823,18 @@ static void tkvi_store(tkv_cache *kv, int seq, int layer, const tkvi_source *k, 
                        int first, int n) {
     tkvi_list *list = tkvi_list_of(kv, seq, layer);
     int t, h, saturate = kv->tables.cfg.host.nonfinite == TKV_NONFINITE_SATURATE;
-    if (!kv->seq[seq].in_step) list->chunk = list->len;
+    if (!kv->seq[seq].in_step) list->chunk_start = list->len;
     for (t = 0; t < n; t++) {
         const uint32_t id = tkvi_open_block(kv, seq, layer);
         tkvi_block *b = &kv->pool.block[id];
-        const tkvi_coding *c = &kv->tables.coding[b->coding];
+        const tkvi_layout *c = &kv->tables.layout[b->layout];
         uint8_t *bytes = tkvi_block_bytes(&kv->pool, b);
         const int at = list->len - b->start;
         if (TKVI_HAS_EVICT && kv->pool.token_meta) { /* the slot may be one of a token that was cut off */
-            b->gone &= ~((uint64_t)1 << at);
-            kv->pool.token_meta[id].pinned &= ~((uint64_t)1 << at);
-            kv->pool.token_meta[id].temporary_pins &= ~((uint64_t)1 << at);
-            kv->pool.token_meta[id].mass[at] =
+            b->evicted_mask &= ~((uint64_t)1 << at);
+            kv->pool.token_meta[id].pinned_mask &= ~((uint64_t)1 << at);
+            kv->pool.token_meta[id].temporary_mask &= ~((uint64_t)1 << at);
+            kv->pool.token_meta[id].scores[at] =
                 tkvi_keeps_norms(kv)
                     ? tkvi_bits(tkvi_norm_of(k, first + t, kv->tables.cfg.model.n_kv_heads, saturate))
                     : 0;
@@ -23910,8 +23926,8 @@ static void tkvi_unprotect_last_append(tkv_cache *kv, int layer, const tkv_rows 
     for (i = 0; i < n_rows; i++) {
         tkvi_list *list = tkvi_list_of(kv, rows[i].seq, layer);
         if (rows[i].n == 0 || kv->seq[rows[i].seq].in_step || !tkvi_has_budget(kv)) continue;
-        if (failed) list->chunk = list->chunk_was;
-        else list->chunk_was = list->chunk, list->chunk = list->len;
+        if (failed) list->chunk_start = list->previous_chunk_start;
+        else list->previous_chunk_start = list->chunk_start, list->chunk_start = list->len;
     }
 }
 
@@ -23935,7 +23951,7 @@ TKV_API tkv_status tkv_append_ex(tkv_cache *kv, const tkv_append_params *p) {
         return tkvi_fail(kv, TKV_ERR_ARG, "n_batch is", n_rows, "; it must be at most max_seqs");
     if (p->layer < 0 || p->layer >= cfg->model.n_layers)
         return tkvi_fail(kv, TKV_ERR_ARG, "there is no layer", p->layer, "");
-    if (kv->tables.plan[p->layer].stored != p->layer)
+    if (kv->tables.plan[p->layer].stored_layer != p->layer)
         return tkvi_fail(kv, TKV_ERR_ARG, "layer", p->layer,
                          " has no K and V of its own (share_kv or no_cache)");
     if ((unsigned)p->k_type > TKV_TYPE_BF16 || (unsigned)p->v_type > TKV_TYPE_BF16)
@@ -23962,7 +23978,7 @@ TKV_API tkv_status tkv_append_ex(tkv_cache *kv, const tkv_append_params *p) {
         return tkvi_fail(kv, TKV_ERR_NONFINITE, "a NaN or an infinity is in k or v of layer", p->layer,
                          " (cfg.host.nonfinite can saturate them)");
     for (i = 0, open = 0; i < n_rows; i++) open |= kv->seq[rows[i].seq].in_step;
-    had = kv->tables.current[p->layer];
+    had = kv->tables.current_version[p->layer];
     if (!open && !tkvi_begin_table(kv, p->layer, 0, &had)) goto no_table;
     if (tkvi_has_budget(kv))
         for (i = 0; i < n_rows; i++) /* expired blocks make room */
@@ -23974,7 +23990,7 @@ TKV_API tkv_status tkv_append_ex(tkv_cache *kv, const tkv_append_params *p) {
     if (tkvi_has_budget(kv)) {
         const size_t budget = cfg->budget.bytes,
                      token =
-                         kv->tables.coding[kv->tables.plan[p->layer].now.coding[TKV_TIER_HOT]].bytes.total /
+                         kv->tables.layout[kv->tables.plan[p->layer].now.layout[TKV_TIER_HOT]].bytes.total /
                          TKVI_BLOCK;
         size_t takes;
         int fits;
@@ -23986,8 +24002,8 @@ TKV_API tkv_status tkv_append_ex(tkv_cache *kv, const tkv_append_params *p) {
             tkvi_unprotect_last_append(kv, p->layer, rows, n_rows, 1);
             return tkvi_over_budget(kv, takes);
         }
-        had = kv->tables
-                  .current[p->layer]; /* tkvi_make_room may have made a table, and blocks use it: keep it */
+        had = kv->tables.current_version
+                  [p->layer]; /* tkvi_make_room may have made a table, and blocks use it: keep it */
         dry_run = tkvi_dry_run_rows(kv, p->layer, rows, n_rows);
     }
     for (i = 0; i < n_rows; i++)
@@ -24008,9 +24024,9 @@ TKV_API tkv_status tkv_append_ex(tkv_cache *kv, const tkv_append_params *p) {
         tkvi_store(kv, rows[i].seq, p->layer, &k, &v, first, rows[i].n);
         first += rows[i].n;
     }
-    if (kv->seen && kv->seen[p->layer] >= 0)
-        kv->seen[p->layer] =
-            tkvi_min(TKVI_FOREVER, kv->seen[p->layer] + total); /* tkv_seq_abort subtracts its part */
+    if (kv->tokens_seen && kv->tokens_seen[p->layer] >= 0)
+        kv->tokens_seen[p->layer] =
+            tkvi_min(TKVI_FOREVER, kv->tokens_seen[p->layer] + total); /* tkv_seq_abort subtracts its part */
     tkvi_query_stats_count(kv, p->layer, total);
     for (i = 0; i < n_rows; i++)
         tkvi_release_unused(kv, rows[i].seq); /* after all rows: they share the pages */
@@ -24043,7 +24059,7 @@ TKV_API tkv_status tkv_append(tkv_cache *kv, int seq, int layer, const float *k,
 
 /* >>ageing: all layers of a sequence, or none */
 static int tkvi_has_blocks_to_age(const tkv_cache *kv, int seq, int layer) {
-    return kv->tables.plan[layer].stored == layer && tkvi_list_of(kv, seq, layer)->n > 0;
+    return kv->tables.plan[layer].stored_layer == layer && tkvi_list_of(kv, seq, layer)->n > 0;
 }
 
 static tkv_status tkvi_age_all(tkv_cache *kv, int seq, int flush, int partial) {
@@ -24051,7 +24067,7 @@ static tkv_status tkvi_age_all(tkv_cache *kv, int seq, int flush, int partial) {
     tkvi_peak dry_run;
     int layer, pass, n = kv->tables.cfg.model.n_layers, ready = 1;
     for (layer = 0; layer < n; layer++) {
-        had[layer] = kv->tables.current[layer];
+        had[layer] = kv->tables.current_version[layer];
         if (ready && tkvi_has_blocks_to_age(kv, seq, layer))
             ready = tkvi_begin_table(kv, layer, flush, &had[layer]);
     }
@@ -24059,7 +24075,7 @@ static tkv_status tkvi_age_all(tkv_cache *kv, int seq, int flush, int partial) {
     for (layer = 0; layer < n; layer++) tkvi_add_need(kv, seq, layer, -1, dry_run.live);
     for (pass = 0; pass < 2 && ready; pass++) {
         for (layer = 0; layer < n && kv->seq[seq].block; layer++)
-            if (kv->tables.plan[layer].stored == layer)
+            if (kv->tables.plan[layer].stored_layer == layer)
                 tkvi_age(kv, seq, layer,
                          flush && kv->tables.plan[layer].now.hot != TKVI_FOREVER ? 0
                                                                                  : tkvi_hot_age(kv, layer),
@@ -24113,7 +24129,7 @@ TKV_API tkv_status tkv_seq_begin(tkv_cache *kv, int seq) {
     for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++) {
         tkvi_list *list = tkvi_list_of(kv, seq, layer);
         if (list->n) tkvi_evict_due_in(kv, seq, layer, 1);
-        list->step_len = list->chunk = list->len;
+        list->step_len = list->chunk_start = list->len;
     }
     kv->seq[seq].in_step = 1;
     return TKV_OK;
@@ -24125,7 +24141,7 @@ TKV_API tkv_status tkv_seq_commit(tkv_cache *kv, int seq) {
     if (!kv->seq[seq].in_step) return tkvi_fail(kv, TKV_ERR_STATE, "no step is open", 0, NULL);
     for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++) {
         const tkvi_list *list = tkvi_list_of(kv, seq, layer);
-        if (kv->tables.plan[layer].stored != layer) continue;
+        if (kv->tables.plan[layer].stored_layer != layer) continue;
         if (n < 0) n = list->len - list->step_len;
         if (list->len - list->step_len != n)
             return tkvi_fail(kv, TKV_ERR_STATE, "another number of tokens than the first layer: layer", layer,
@@ -24141,11 +24157,11 @@ TKV_API tkv_status tkv_seq_commit(tkv_cache *kv, int seq) {
 static void tkvi_cut_packed(tkv_cache *kv, uint32_t id, int len) {
     tkvi_block *b = &kv->pool.block[id];
     int t;
-    while (b->packed > 1 && tkvi_slot_position(kv, id, b->packed - 1) >= len) b->packed--;
-    for (t = 0; t < b->packed; t++) {
+    while (b->n_packed > 1 && tkvi_slot_position(kv, id, b->n_packed - 1) >= len) b->n_packed--;
+    for (t = 0; t < b->n_packed; t++) {
         if (tkvi_slot_position(kv, id, t) < len) continue;
         tkvi_set_slot_position(kv, id, t, b->start);
-        b->gone |= (uint64_t)1 << t;
+        b->evicted_mask |= (uint64_t)1 << t;
     }
 }
 
@@ -24158,9 +24174,9 @@ static void tkvi_truncate_list(tkv_cache *kv, int seq, int layer, int len) {
         if (list->n < list->sinks) list->sinks = list->n;
         tkvi_release_block(&kv->pool, ids[list->n]);
     }
-    list->out = tkvi_min(list->out, list->n - list->sinks);
+    list->n_offloaded = tkvi_min(list->n_offloaded, list->n - list->sinks);
     list->len = len;
-    list->chunk = tkvi_min(list->chunk, len);
+    list->chunk_start = tkvi_min(list->chunk_start, len);
     tkvi_token_score_cut(kv, list, ids);
     if (TKVI_HAS_EVICT && list->n > 0) tkvi_cut_packed(kv, ids[list->n - 1], len);
     if (TKVI_HAS_EVICT && list->n > 1 && list->sinks)
@@ -24176,7 +24192,8 @@ TKV_API tkv_status tkv_seq_abort(tkv_cache *kv, int seq) {
         const tkvi_list *list = tkvi_list_of(kv, seq, layer);
         int n = list->len - list->step_len;
         if (n <= 0) continue;
-        if (kv->seen && kv->seen[layer] > 0) kv->seen[layer] = tkvi_max(0, kv->seen[layer] - n);
+        if (kv->tokens_seen && kv->tokens_seen[layer] > 0)
+            kv->tokens_seen[layer] = tkvi_max(0, kv->tokens_seen[layer] - n);
         if (TKVI_HAS_SQUAT && kv->query_stats && kv->query_stats[layer].tokens > 0)
             kv->query_stats[layer].tokens = tkvi_max(0, kv->query_stats[layer].tokens - n);
         tkvi_truncate_list(kv, seq, layer, list->step_len);
@@ -24217,7 +24234,7 @@ TKV_API tkv_status tkv_seq_reserve(tkv_cache *kv, int seq, int n) {
     }
     for (layer = 0; layer < kv->tables.cfg.model.n_layers && ready;
          layer++) /* the first table may become due; later ones can wait */
-        if (kv->seen && kv->seen[layer] >= 0 && kv->tables.current[layer] < 0)
+        if (kv->tokens_seen && kv->tokens_seen[layer] >= 0 && kv->tables.current_version[layer] < 0)
             ready = tkvi_version_ready(kv, 0);
     want = tkvi_row_entries(kv, &row, -1, 0);
     if (ready && tkvi_grow_lists(kv, seq, want) && tkvi_peak_ready(&kv->pool, &dry_run)) return tkvi_ok(kv);
@@ -24240,9 +24257,9 @@ TKV_API tkv_status tkv_seq_truncate(tkv_cache *kv, int seq, int n_tokens) {
         const tkvi_list *list = tkvi_list_of(kv, seq, layer);
         const uint32_t *ids = tkvi_ids(kv, seq, layer);
         int coded = list->archive + list->warm, must = 0;
-        if (p->stored != layer || list->len <= n_tokens) continue;
+        if (p->stored_layer != layer || list->len <= n_tokens) continue;
         if (coded) must = tkvi_block_end(kv, list, ids, list->sinks + coded - 1);
-        if (list->dropped && list->dropped + p->keep > must) must = list->dropped + p->keep;
+        if (list->expired && list->expired + p->kept_window > must) must = list->expired + p->kept_window;
         for (i = list->n;
              TKVI_HAS_NO_SLOT && kv->pool.n_offloaded && i-- > 0 && tkvi_block_end(kv, list, ids, i) > must;)
             if (tkvi_is_offloaded(&kv->pool.block[ids[i]])) must = tkvi_block_end(kv, list, ids, i);
@@ -24299,7 +24316,7 @@ TKV_API tkv_status tkv_read(tkv_cache *kv, int seq, int layer, int start, int n,
     help = kv->kernels->simd_ops;
     list = tkvi_list_of(kv, seq, layer);
     ids = tkvi_ids(kv, seq, layer);
-    if (start < list->dropped || start > list->len || n > list->len - start) return TKV_ERR_RANGE;
+    if (start < list->expired || start > list->len || n > list->len - start) return TKV_ERR_RANGE;
     if (TKVI_HAS_EVICT && kv->pool.token_meta && tkvi_count_in(kv, list, ids, start, n) < n)
         return TKV_ERR_RANGE;
     for (i = start; i < start + n && tkvi_has_discarded(kv, seq, layer, i, start + n);
@@ -24309,10 +24326,10 @@ TKV_API tkv_status tkv_read(tkv_cache *kv, int seq, int layer, int start, int n,
     }
     for (from = start; from < start + n; from = to) {
         const size_t row = (size_t)(from - start) * (size_t)cfg->model.n_kv_heads;
-        const tkvi_coding *c;
+        const tkvi_layout *c;
         i = tkvi_find_token(kv, list, ids, from, &slot);
         if (i < 0) return TKV_ERR_RANGE;
-        c = &kv->tables.coding[kv->pool.block[ids[i]].coding];
+        c = &kv->tables.layout[kv->pool.block[ids[i]].layout];
         to = tkvi_min(start + n, tkvi_block_end(kv, list, ids, i)); /* no token in between is evicted */
         if (TKVI_HAS_EVICT && cfg->tiers.n_anchors) to = from + 1;  /* unless one is an anchor */
         for (h = 0; h < cfg->model.n_kv_heads; h++) {
@@ -24360,7 +24377,7 @@ static tkv_status tkvi_evict_named(tkv_cache *kv, const tkv_evict_params *p) {
     if (p->n_victims < 0) return tkvi_fail(kv, TKV_ERR_ARG, "n_victims is", p->n_victims, "");
     for (l = tkvi_max(p->layer, 0); l <= last; l++) {
         tkvi_choice c;
-        if (kv->tables.plan[l].stored != l || tkvi_list_of(kv, p->seq, l)->n == 0) continue;
+        if (kv->tables.plan[l].stored_layer != l || tkvi_list_of(kv, p->seq, l)->n == 0) continue;
         (void)tkvi_build_view(kv, p->seq, l, NULL, 0, NULL, &c);
         memset(c.victims, 0, (size_t)tkvi_words(c.n) * sizeof *c.victims);
         for (i = 0; i < c.n; i++)
@@ -24392,14 +24409,15 @@ TKV_API tkv_status tkv_evict(tkv_cache *kv, const tkv_evict_params *p) {
                          "; it must be 1 or more, or cfg.evict.keep_tokens");
     if (!tkvi_evict_fill(cfg, &full))
         return tkvi_fail(kv, TKV_ERR_CONFIG, "evict has a field out of range", 0, NULL);
-    if (!p->scores && !tkvi_gathers_for(kv, cfg->policy))
+    if (!p->scores && !tkvi_collects_for(kv, cfg->policy))
         return tkvi_fail(kv, TKV_ERR_CONFIG,
                          "this policy needs scores that cfg.evict and cfg.importance do not collect", 0,
                          NULL);
     for (pass = 0; pass < 2; pass++) /* pass 0 chooses and can fail; pass 1 evicts and cannot fail */
         for (layer = tkvi_max(p->layer, 0);
              layer <= (p->layer == TKV_ALL_LAYERS ? kv->tables.cfg.model.n_layers - 1 : p->layer); layer++) {
-            if (kv->tables.plan[layer].stored != layer || tkvi_list_of(kv, p->seq, layer)->n == 0) continue;
+            if (kv->tables.plan[layer].stored_layer != layer || tkvi_list_of(kv, p->seq, layer)->n == 0)
+                continue;
             if (pass) {
                 tkvi_apply_eviction(kv, p->seq, layer, 0);
                 continue;
@@ -24435,14 +24453,15 @@ TKV_API tkv_status tkv_seq_pin(tkv_cache *kv, int seq, int start, int n, int unt
                 if (at >= start && at < start + n) these |= (uint64_t)1 << t;
             }
             if (!these) continue;
-            token_meta->temporary_pins &= tkvi_pinned_in(kv, list, ids[i]); /* removes pins that have ended */
-            if (until == TKV_UNLIMITED) token_meta->pinned |= these;
+            token_meta->temporary_mask &= tkvi_pinned_in(kv, list, ids[i]); /* removes pins that have ended */
+            if (until == TKV_UNLIMITED) token_meta->pinned_mask |= these;
             else if (until != TKV_OFF) {
-                token_meta->until = tkvi_max(token_meta->temporary_pins ? token_meta->until : 0, until);
-                token_meta->temporary_pins |= these;
+                token_meta->temporary_until =
+                    tkvi_max(token_meta->temporary_mask ? token_meta->temporary_until : 0, until);
+                token_meta->temporary_mask |= these;
             } else {
-                token_meta->pinned &= ~these;
-                token_meta->temporary_pins &= ~these;
+                token_meta->pinned_mask &= ~these;
+                token_meta->temporary_mask &= ~these;
             }
         }
     }
@@ -24484,11 +24503,11 @@ TKV_API tkv_status tkv_offload(tkv_cache *kv, int seq, int layer, int n_blocks, 
     return tkvi_ok(kv);
 }
 
-/* Gets memory for one more block of this coding. It recodes, offloads and evicts nothing for that: a full budget
+/* Gets memory for one more block of this layout. It recodes, offloads and evicts nothing for that: a full budget
  * gives TKV_ERR_BUDGET. */
-static tkv_status tkvi_promote_ready(tkv_cache *kv, int coding) {
+static tkv_status tkvi_promote_ready(tkv_cache *kv, int layout) {
     tkvi_peak dry_run = tkvi_begin_dry_run(kv);
-    tkvi_peak_take(&dry_run, coding);
+    tkvi_peak_take(&dry_run, layout);
     if (tkvi_has_budget(kv)) {
         tkvi_set_request(kv, &dry_run, NULL, 0, -1);
         if (tkvi_bytes_now(kv) > kv->tables.cfg.budget.bytes)
@@ -24501,10 +24520,10 @@ static tkv_status tkvi_promote_ready(tkv_cache *kv, int coding) {
                      "no memory for a block in a better format", 0, NULL);
 }
 
-/* Fetches all pieces of an offloaded block, or of its exact copy, into `to`, a slot of coding `coding`. */
+/* Fetches all pieces of an offloaded block, or of its exact copy, into `to`, a slot of layout `layout`. */
 static TKVI_NOINLINE tkv_status tkvi_fetch_block(const tkv_cache *kv, uint32_t id, tkvi_stored_as what,
-                                                 int coding, uint8_t *to) {
-    const tkvi_coding *c = &kv->tables.coding[coding];
+                                                 int layout, uint8_t *to) {
+    const tkvi_layout *c = &kv->tables.layout[layout];
     tkvi_fetch_buffer room;
     int i;
     room.key = TKVI_NIL;
@@ -24523,7 +24542,7 @@ static TKVI_NOINLINE tkv_status tkvi_fetch_block(const tkv_cache *kv, uint32_t i
  * -1: none, or other lists hold the block too. */
 static int tkvi_better_source(const tkvi_block *b) {
     if (!TKVI_HAS_OFFLOAD || b->refs > 1) return -1;
-    if (b->copy && (b->copy - 1 != b->coding || tkvi_is_discarded(b))) return TKVI_COPY;
+    if (b->copy_layout && (b->copy_layout - 1 != b->layout || tkvi_is_discarded(b))) return TKVI_COPY;
     return tkvi_is_offloaded(b) && !tkvi_is_discarded(b) ? TKVI_ITSELF : -1;
 }
 
@@ -24535,16 +24554,16 @@ static tkv_status tkvi_promote_block(tkv_cache *kv, int seq, int layer, int i, i
     const int what = tkvi_better_source(b);
     tkv_status st;
     uint32_t page, old_page;
-    int coding, slot, old_slot;
+    int layout, slot, old_slot;
     if (!TKVI_HAS_OFFLOAD || what < 0)
         return tkvi_fail(kv, TKV_ERR_NO_SOURCE, "no better source is kept of the block at position", position,
                          " (cfg.offload.keep_exact keeps it)");
-    coding = what == TKVI_COPY ? b->copy - 1 : b->coding;
-    st = tkvi_promote_ready(kv, coding);
+    layout = what == TKVI_COPY ? b->copy_layout - 1 : b->layout;
+    st = tkvi_promote_ready(kv, layout);
     if (st) return st;
     b = &kv->pool.block[id]; /* the table may have grown */
-    tkvi_take_slot(&kv->pool, kv->tables.coding[coding].size_class, id, &page, &slot);
-    st = tkvi_fetch_block(kv, id, (tkvi_stored_as)what, coding, tkvi_slot_bytes(&kv->pool, page, slot));
+    tkvi_take_slot(&kv->pool, kv->tables.layout[layout].size_class, id, &page, &slot);
+    st = tkvi_fetch_block(kv, id, (tkvi_stored_as)what, layout, tkvi_slot_bytes(&kv->pool, page, slot));
     if (st) {
         tkvi_give_slot(&kv->pool, page, slot);
         tkvi_trim(&kv->pool);
@@ -24559,14 +24578,15 @@ static tkv_status tkvi_promote_block(tkv_cache *kv, int seq, int layer, int i, i
     if (tkvi_is_offloaded(b)) tkvi_forget_offloaded(&kv->pool, id);
     b->page = page;
     b->slot = (uint16_t)slot;
-    b->coding = (uint16_t)coding;
-    if (what == TKVI_COPY) b->previous_coding = 0;
+    b->layout = (uint16_t)layout;
+    if (what == TKVI_COPY) b->previous_layout = 0;
     if (!(old_page & TKVI_OFFLOADED)) tkvi_give_slot(&kv->pool, old_page, old_slot);
-    list->out = tkvi_max(0, tkvi_min(list->out, i - list->sinks)); /* it may be offloaded again */
-    list->tight = tkvi_max(0, tkvi_min(list->tight, i - list->sinks));
-    list->tightest = tkvi_max(0, tkvi_min(list->tightest, i - list->sinks));
+    list->n_offloaded =
+        tkvi_max(0, tkvi_min(list->n_offloaded, i - list->sinks)); /* it may be offloaded again */
+    list->n_recoded = tkvi_max(0, tkvi_min(list->n_recoded, i - list->sinks));
+    list->n_tightest = tkvi_max(0, tkvi_min(list->n_tightest, i - list->sinks));
     tkvi_note_move(kv, id, list->len);
-    kv->promoted++;
+    kv->n_promoted++;
     tkvi_trim(&kv->pool);
     return tkvi_ok(kv);
 }
@@ -24578,7 +24598,7 @@ TKV_API tkv_status tkv_promote(tkv_cache *kv, int seq, int layer, int position) 
     if (!tkvi_has_seq(kv, seq)) return tkvi_refuse_seq(kv, seq);
     if (!tkvi_has_own_layer(kv, seq, layer)) return tkvi_refuse_layer(kv, layer);
     list = tkvi_list_of(kv, seq, layer);
-    if (position < list->dropped || position >= list->len)
+    if (position < list->expired || position >= list->len)
         return tkvi_fail(kv, TKV_ERR_RANGE, "no token is held at position", position, "");
     i = tkvi_block_at(kv, list, tkvi_ids(kv, seq, layer), position);
     place = i < 0 ? -1 : tkvi_place_in(kv, list, tkvi_ids(kv, seq, layer), i, position);
@@ -24664,13 +24684,13 @@ static tkv_remat_block tkvi_remat_piece(const tkv_cache *kv, int seq, int start,
         const uint32_t *ids = tkvi_ids(kv, seq, layer);
         for (i = 0; i < list->n && tkvi_block_start(kv, ids, i) < end; i++) {
             const tkvi_block *b = &kv->pool.block[ids[i]];
-            const tkvi_tier_spec *r = &tkvi_rules_of(&kv->tables, layer)[level];
-            size_t bytes = kv->tables.coding[b->coding].bytes.total, tight;
+            const tkvi_tier_spec *r = &tkvi_tier_specs_of(&kv->tables, layer)[level];
+            size_t bytes = kv->tables.layout[b->layout].bytes.total, tight;
             if (tkvi_block_end(kv, list, ids, i) <= start) continue;
             if (tkvi_is_discarded(b)) piece.discarded = 1;
             if (tkvi_is_discarded(b)) piece.layers = layer + 1;
             if (tkvi_is_offloaded(b)) continue;
-            tight = kv->tables.coding[r->coding[tkvi_due(kv, seq, layer, i, r, tables)]].bytes.total;
+            tight = kv->tables.layout[r->layout[tkvi_due(kv, seq, layer, i, r, tables)]].bytes.total;
             piece.bytes += bytes;
             piece.quantized_bytes +=
                 tkvi_has_budget(kv) && i >= list->sinks && b->refs == 1 && tight < bytes ? tight : bytes;
@@ -24682,7 +24702,8 @@ static tkv_remat_block tkvi_remat_piece(const tkv_cache *kv, int seq, int start,
 
 /* The level that tkv_seq_free_bytes would recode to. */
 static int tkvi_next_level(const tkv_cache *kv) {
-    return tkvi_has_budget(kv) ? tkvi_min(kv->tables.level + 1, kv->policy.cfg.max_level) : kv->tables.level;
+    return tkvi_has_budget(kv) ? tkvi_min(kv->tables.level + 1, kv->pressure.cfg.max_level)
+                               : kv->tables.level;
 }
 
 TKV_API tkv_status tkv_seq_list_blocks(const tkv_cache *kv, int seq, tkv_remat_block *out, int capacity,
@@ -24760,25 +24781,25 @@ TKV_API tkv_status tkv_seq_free_bytes(tkv_cache *kv, int seq, tkv_remat *r, floa
 
 /* >>giving recomputed tokens back */
 /* The codings that recomputed tokens of block i pass through, hot first, in `way`; returns how many. */
-static int tkvi_restore_codings(const tkv_cache *kv, int seq, int layer, int i, int *way) {
+static int tkvi_restore_layouts(const tkv_cache *kv, int seq, int layer, int i, int *way) {
     const tkvi_tables *t = &kv->tables;
     const tkvi_tier_spec *r = &t->plan[layer].now;
     const tkvi_block *b = &kv->pool.block[tkvi_ids(kv, seq, layer)[i]];
     tkv_tier tier = tkvi_tier_at(tkvi_list_of(kv, seq, layer), i);
     int n = 0;
-    way[n++] = r->coding[TKV_TIER_HOT];
-    if (b->previous_coding) way[n++] = b->previous_coding - 1;
-    if (!tkvi_is_hot_coding(kv, layer, b->coding)) way[n++] = b->coding;
+    way[n++] = r->layout[TKV_TIER_HOT];
+    if (b->previous_layout) way[n++] = b->previous_layout - 1;
+    if (!tkvi_is_hot_layout(kv, layer, b->layout)) way[n++] = b->layout;
     if (tier == TKV_TIER_ARCHIVE && r->warm == TKVI_FOREVER)
         tier = TKV_TIER_WARM; /* this level has no archive */
-    /* In a cache created with a budget the block keeps its coding. Without one it may have aged meanwhile. */
-    if (t->spare || tier == TKV_TIER_HOT || t->coding[b->coding].key == r->key[tier] ||
+    /* In a cache created with a budget the block keeps its layout. Without one it may have aged meanwhile. */
+    if (t->recode_pages || tier == TKV_TIER_HOT || t->layout[b->layout].key == r->key[tier] ||
         tkvi_must_wait_for_table(kv, layer, tier))
         return n;
     if (n == 1 && tier == TKV_TIER_ARCHIVE && r->key[TKV_TIER_WARM] != r->key[TKV_TIER_HOT] &&
         !tkvi_must_wait_for_table(kv, layer, TKV_TIER_WARM))
-        way[n++] = tkvi_coding_of(t, layer, TKV_TIER_WARM);
-    if (t->coding[way[n - 1]].key != r->key[tier]) way[n++] = tkvi_coding_of(t, layer, tier);
+        way[n++] = tkvi_layout_of(t, layer, TKV_TIER_WARM);
+    if (t->layout[way[n - 1]].key != r->key[tier]) way[n++] = tkvi_layout_of(t, layer, tier);
     return n;
 }
 
@@ -24790,18 +24811,18 @@ static void tkvi_restore_block(tkv_cache *kv, int seq, int layer, int i, const t
     const uint32_t id = tkvi_ids(kv, seq, layer)[i];
     const int n = tkvi_block_tokens(kv, list, tkvi_ids(kv, seq, layer), i);
     const int saturate = kv->tables.cfg.host.nonfinite == TKV_NONFINITE_SATURATE;
-    const tkvi_coding *c;
+    const tkvi_layout *c;
     tkvi_block *b = &kv->pool.block[id];
     tkvi_recoding r;
     uint32_t page;
     uint8_t *bytes;
-    int way[TKV_TIER_COUNT + 1], steps = tkvi_restore_codings(kv, seq, layer, i, way), s, h, t;
-    c = &kv->tables.coding[way[0]];
+    int way[TKV_TIER_COUNT + 1], steps = tkvi_restore_layouts(kv, seq, layer, i, way), s, h, t;
+    c = &kv->tables.layout[way[0]];
     tkvi_take_slot(&kv->pool, c->size_class, id, &page, &s);
     tkvi_forget_offloaded(&kv->pool, id);
     b->page = page;
     b->slot = (uint16_t)s;
-    b->coding = (uint16_t)way[0];
+    b->layout = (uint16_t)way[0];
     bytes = tkvi_block_bytes(&kv->pool, b);
     memset(bytes, 0, c->bytes.total);
     for (t = 0; t < n; t++)
@@ -24817,19 +24838,19 @@ static void tkvi_restore_block(tkv_cache *kv, int seq, int layer, int i, const t
     r.start = b->start;
     r.there = ~(uint64_t)0 >> (TKVI_BLOCK - n); /* evicted tokens keep their slots */
     for (s = 1; s < steps; s++) {
-        r.from = &kv->tables.coding[way[s - 1]];
-        r.to = &kv->tables.coding[way[s]];
+        r.from = &kv->tables.layout[way[s - 1]];
+        r.to = &kv->tables.layout[way[s]];
         tkvi_recode_block(&kv->pool, id, way[s], tkvi_recode, &r);
     }
-    b->previous_coding = (uint16_t)(steps > 2 ? way[steps - 2] + 1 : 0);
-    list->out = tkvi_max(0, tkvi_min(list->out, i - list->sinks));
-    list->tight = tkvi_max(0, tkvi_min(list->tight, i - list->sinks));
-    list->tightest = tkvi_max(0, tkvi_min(list->tightest, i - list->sinks));
+    b->previous_layout = (uint16_t)(steps > 2 ? way[steps - 2] + 1 : 0);
+    list->n_offloaded = tkvi_max(0, tkvi_min(list->n_offloaded, i - list->sinks));
+    list->n_recoded = tkvi_max(0, tkvi_min(list->n_recoded, i - list->sinks));
+    list->n_tightest = tkvi_max(0, tkvi_min(list->n_tightest, i - list->sinks));
     kv->recomputed++;
 }
 
 /* Dry run of giving back the discarded blocks first .. last-1 of a layer. Each block takes a slot of its last
- * coding. Blocks are recoded one after the other, so the other codings are counted once, for the longest way. */
+ * layout. Blocks are recoded one after the other, so the other codings are counted once, for the longest way. */
 static tkvi_peak tkvi_dry_run_give(tkv_cache *kv, int seq, int layer, int first, int last) {
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
     tkvi_peak dry_run = tkvi_begin_dry_run(kv);
@@ -24837,7 +24858,7 @@ static tkvi_peak tkvi_dry_run_give(tkv_cache *kv, int seq, int layer, int first,
     for (i = first; i < last; i++) {
         int steps;
         if (!tkvi_is_discarded(&kv->pool.block[ids[i]])) continue;
-        steps = tkvi_restore_codings(kv, seq, layer, i, way);
+        steps = tkvi_restore_layouts(kv, seq, layer, i, way);
         dry_run.outside--;
         tkvi_peak_take(&dry_run, way[steps - 1]);
         if (steps > most) memcpy(longest, way, sizeof way), most = steps;
@@ -24977,7 +24998,8 @@ static tkv_status tkvi_ranking_init(tkvi_ranking *r, tkv_cache *kv, int seq, int
     r->list = tkvi_list_of(kv, seq, layer);
     r->ids = tkvi_ids(kv, seq, layer);
     /* recency depends on age alone and needs no scores */
-    if (!kv->mass.mode && kv->mass.importance.strategy != TKV_IMPORTANCE_RECENCY) return TKV_ERR_CONFIG;
+    if (!kv->token_scores.mode && kv->token_scores.importance.strategy != TKV_IMPORTANCE_RECENCY)
+        return TKV_ERR_CONFIG;
     r->newest = tkvi_token_score_newest(kv, r->list, r->ids);
     return TKV_OK;
 }
@@ -25039,7 +25061,7 @@ TKV_API tkv_status tkv_add_scores(tkv_cache *kv, int seq, int layer, int start, 
     st = tkvi_ranking_init(&r, kv, seq, layer);
     if (st == TKV_ERR_ARG)
         return tkvi_fail(kv, st, "there is no such sequence, or the layer has no K and V:", layer, "");
-    if (st || !kv->mass.mode)
+    if (st || !kv->token_scores.mode)
         return tkvi_fail(
             kv, TKV_ERR_CONFIG,
             "no attention scores are collected: set cfg.importance.sample_every, or a strategy or "
@@ -25053,7 +25075,7 @@ TKV_API tkv_status tkv_add_scores(tkv_cache *kv, int seq, int layer, int start, 
         if (!tkvi_within(mass[i], 0.0f, FLT_MAX))
             return tkvi_fail(kv, TKV_ERR_NONFINITE, "scores must be finite and not negative; entry", i,
                              " is not");
-    low = tkvi_or(kv->mass.importance.low, 1.0f / (float)tkvi_max(1, n));
+    low = tkvi_or(kv->token_scores.importance.low, 1.0f / (float)tkvi_max(1, n));
     for (i = 0; i < r.list->n; i++) {
         const int slots = tkvi_block_tokens(kv, r.list, r.ids, i);
         const uint64_t there = tkvi_live_mask(&kv->pool.block[r.ids[i]], slots);
@@ -25064,8 +25086,8 @@ TKV_API tkv_status tkv_add_scores(tkv_cache *kv, int seq, int layer, int start, 
             s[t] = at >= 0 && at < n ? 0.0f : TKVI_HIDDEN;
             p[t] = at >= 0 && at < n ? tkvi_clampf(mass[at], 0.0f, TKVI_TOKEN_SCORE_MOST) : 0.0f;
         }
-        kv->mass.mode->say(s, p, low, said);
-        tkvi_token_score_add(kv, r.ids[i], r.list->len, said, kv->mass.unit);
+        kv->token_scores.mode->say(s, p, low, said);
+        tkvi_token_score_add(kv, r.ids[i], r.list->len, said, kv->token_scores.unit);
     }
     return tkvi_ok(kv);
 }
@@ -25139,11 +25161,11 @@ static void tkvi_offer_blocks(const tkvi_ranking *r, int layer, const tkv_promot
     int i;
     for (i = r->list->sinks; i < r->list->n; i++) {
         const tkvi_block *b = &r->kv->pool.block[r->ids[i]];
-        const int moved = r->kv->pool.token_meta[r->ids[i]].moved;
+        const int moved = r->kv->pool.token_meta[r->ids[i]].moved_at;
         float score = 0.0f;
-        if (!tkvi_is_offloaded(b) && tkvi_is_hot_coding(r->kv, layer, b->coding)) continue;
+        if (!tkvi_is_offloaded(b) && tkvi_is_hot_layout(r->kv, layer, b->layout)) continue;
         if (!tkvi_block_matters(r, i, &score)) continue;
-        /* After a cut, `moved` can lie behind the end of the list. */
+        /* After a cut, moved_at can lie behind the end of the list. */
         tkvi_promoting_offer(best, (int)r->ids[i], score,
                              tkvi_better_source(b) >= 0 || (p->compute && tkvi_is_discarded(b)),
                              moved ? tkvi_min(moved - 1, best->now) : TKV_NEVER);
@@ -25195,7 +25217,7 @@ TKV_API tkv_status tkv_promote_important(tkv_cache *kv, int seq, int layer, tkv_
     if (!p || p->by.used < 0 || !p->compute != !p->remat)
         return tkvi_fail(kv, TKV_ERR_ARG, "p is missing, or it has compute without remat or the reverse", 0,
                          NULL);
-    if (tkvi_ranking_init(&r, kv, seq, layer) || !kv->mass.mode)
+    if (tkvi_ranking_init(&r, kv, seq, layer) || !kv->token_scores.mode)
         return tkvi_fail(kv, TKV_ERR_CONFIG,
                          "no attention scores are collected: set cfg.importance.sample_every", 0, NULL);
     if (r.list->len < p->by.step) p->by.step = p->by.used = 0; /* the list was cut: start the count anew */
@@ -25401,7 +25423,7 @@ static void tkvi_add_list(const tkv_cache *kv, int seq, int layer, int once, tkv
     for (i = 0; i < list->n; i++) {
         const tkvi_block *b = &kv->pool.block[ids[i]];
         if (!tkvi_is_discarded(b) && (!once || tkvi_first_holder(kv, seq, layer, ids[i])))
-            tkvi_add_block(out, tkvi_tier_at(list, i), &kv->tables.coding[b->coding].bytes,
+            tkvi_add_block(out, tkvi_tier_at(list, i), &kv->tables.layout[b->layout].bytes,
                            (size_t)tkvi_bits_in(tkvi_live_mask_in(kv, list, ids, i)), tkvi_is_offloaded(b));
     }
 }
@@ -25418,7 +25440,7 @@ TKV_API tkv_status tkv_get_memory(const tkv_cache *kv, tkv_memory_info *out) {
     out->peak = kv->heap.peak;
     out->tables = kv->table_bytes + tkvi_learning_held(kv);
     out->scratch = kv->scratch_bytes;
-    out->exact_copies = kv->shadow_bytes;
+    out->exact_copies = kv->copy_bytes;
     out->index = kv->heap.held - (size_t)kv->pool.n_pages * kv->tables.page_bytes - out->tables -
                  out->scratch - out->exact_copies;
     tkvi_sum_up(out, cfg, (size_t)kv->pool.n_pages * kv->tables.page_bytes);
@@ -25433,7 +25455,7 @@ static void tkvi_layer_memory(const tkv_cache *kv, int seq, int layer, tkv_memor
     int i;
     for (i = 0; i < list->n; i++)
         if (!tkvi_is_offloaded(&kv->pool.block[ids[i]]))
-            bytes += kv->tables.coding[kv->pool.block[ids[i]].coding].bytes.total;
+            bytes += kv->tables.layout[kv->pool.block[ids[i]].layout].bytes.total;
     tkvi_add_list(kv, seq, layer, 0, out);
     out->total = out->peak = bytes;
     tkvi_sum_up(out, &kv->tables.cfg, bytes);
@@ -25454,14 +25476,14 @@ static void tkvi_count_layer(const tkv_cache *kv, int seq, int layer, tkv_layer_
         out->blocks[tier]++;
         out->offloaded += tkvi_is_offloaded(&kv->pool.block[ids[i]]);
     }
-    out->expired = list->dropped;
-    out->evicted = list->len - list->dropped - tkvi_count(kv, seq, layer);
+    out->expired = list->expired;
+    out->evicted = list->len - list->expired - tkvi_count(kv, seq, layer);
 }
 
 /* The formats of a tier's new blocks at the present level. */
 static tkv_format_pair tkvi_pair_now(const tkv_cache *kv, int layer, int tier) {
     const tkvi_tables *t = &kv->tables;
-    return t->coding[t->plan[t->plan[layer].stored].now.coding[tier]].pair;
+    return t->layout[t->plan[t->plan[layer].stored_layer].now.layout[tier]].pair;
 }
 
 TKV_API tkv_status tkv_get_layer(const tkv_cache *kv, int seq, int layer, tkv_layer_info *out) {
@@ -25494,23 +25516,23 @@ static tkvi_layer_sum tkvi_layer_after(const tkvi_plan *p, int n, int waiting) {
     tkvi_layer_sum s;
     int64_t tokens = tkvi_max(0, n - p->sink), whole = tokens / TKVI_BLOCK, rest = tokens % TKVI_BLOCK;
     int64_t due = (int64_t)n - 1 - p->sink; /* length at the last ageing, without the sinks */
-    int64_t gone, archived, coded, margin = (int64_t)p->keep + tkvi_expiry_margin(p);
+    int64_t gone, archived, coded, margin = (int64_t)p->kept_window + tkvi_expiry_margin(p);
     int tier;
     memset(&s, 0, sizeof s);
-    gone = p->keep ? tkvi_ended(whole, due - margin) : 0;
+    gone = p->kept_window ? tkvi_ended(whole, due - margin) : 0;
     archived = tkvi_ended(whole, due - p->now.hot - p->now.warm);
     coded = tkvi_ended(whole, due - p->now.hot);
     archived = archived > gone ? archived : gone;
     coded = coded > archived ? coded : archived;
-    if (waiting && p->now.shared[TKV_TIER_ARCHIVE]) archived = gone;
-    if (waiting && p->now.shared[TKV_TIER_WARM]) coded = archived;
+    if (waiting && p->now.needs_table[TKV_TIER_ARCHIVE]) archived = gone;
+    if (waiting && p->now.needs_table[TKV_TIER_WARM]) coded = archived;
     s.blocks[TKV_TIER_ARCHIVE] = archived - gone;
     s.blocks[TKV_TIER_WARM] = coded - archived;
     s.blocks[TKV_TIER_HOT] = whole - coded;
     for (tier = 0; tier < TKV_TIER_COUNT; tier++) s.tokens[tier] = s.blocks[tier] * TKVI_BLOCK;
     s.tokens[TKV_TIER_HOT] += rest;
     s.blocks[TKV_TIER_HOT] += rest > 0;
-    s.sink_tokens = p->keep && tokens > 0 && due >= margin ? 0 : tkvi_min(n, p->sink);
+    s.sink_tokens = p->kept_window && tokens > 0 && due >= margin ? 0 : tkvi_min(n, p->sink);
     return s;
 }
 
@@ -25568,7 +25590,7 @@ static int64_t tkvi_add_layer(tkv_memory_info *m, const tkvi_derived_config *h, 
     int tier;
     if (away->blocks) tkvi_move_out_of_ram(m, h, p, n_tokens, n_seqs, away, &s);
     if (s.sink_tokens)
-        tkvi_add_blocks(m, h, p->sink_coding, TKV_TIER_HOT, n_seqs, s.sink_tokens * n_seqs, live);
+        tkvi_add_blocks(m, h, p->sink_layout, TKV_TIER_HOT, n_seqs, s.sink_tokens * n_seqs, live);
     for (tier = 0; tier < TKV_TIER_COUNT; tier++)
         tkvi_add_blocks(m, h, p->now.key[tier], (tkv_tier)tier, s.blocks[tier] * n_seqs,
                         s.tokens[tier] * n_seqs, live);
@@ -25593,7 +25615,7 @@ static tkv_status tkvi_estimate_at(tkvi_derived_config *h, int level, const tkvi
                                    int n_tokens, int n_seqs, tkv_memory_info *out) {
     tkvi_tier_spec rule[TKV_MAX_LEVELS];
     tkvi_sizes fixed;
-    int64_t live[TKVI_MAX_CODINGS], all = 0, pages = 0, most = 0, learned = 0;
+    int64_t live[TKVI_MAX_LAYOUTS], all = 0, pages = 0, most = 0, learned = 0;
     tkv_memory_info m;
     size_t page_bytes;
     tkvi_not_in_ram outside, missing;
@@ -25612,7 +25634,7 @@ static tkv_status tkvi_estimate_at(tkvi_derived_config *h, int level, const tkvi
         int64_t waiting = 0, here;
         (void)tkvi_plan_of(h, i, &p, rule);
         p.now = rule[level];
-        if (p.stored != i) continue;
+        if (p.stored_layer != i) continue;
         if (tkvi_plan_learns(
                 &p)) { /* waiting: sequences stored before there is a table; under a budget it is made early */
             waiting = h->cfg.budget.bytes ? 0 : tkvi_min(n_seqs, TKVI_FIRST_TABLE_TOKENS / n_tokens);
@@ -25627,7 +25649,7 @@ static tkv_status tkvi_estimate_at(tkvi_derived_config *h, int level, const tkvi
         most = here > most && waiting ? here : most;
     }
     for (c = 0; c < h->n_classes; c++) pages += tkvi_pages_for(&h->size_class[c], live[c]);
-    pages += h->spare;
+    pages += h->recode_pages;
     if (all > 0x3fffffff || pages > 0x3fffffff || !tkvi_mul((size_t)pages + 1, h->page_bytes, &page_bytes) ||
         page_bytes > (size_t)-1 / 4)
         return TKV_ERR_CONFIG; /* more than this machine can address */
@@ -25781,7 +25803,7 @@ static tkv_status tkvi_check_ids(const tkvi_checker *k, int seq, int layer) {
         return tkvi_report_broken(k, "a list is longer than its array", layer);
     for (i = 0; i < list->n; i++)
         if (ids[i] >= kv->pool.block_cap || kv->pool.block[ids[i]].refs == 0 ||
-            kv->pool.block[ids[i]].coding >= kv->tables.n_codings)
+            kv->pool.block[ids[i]].layout >= kv->tables.n_layouts)
             return tkvi_report_broken(k, "a list names a block that does not exist", (int64_t)ids[i]);
     return TKV_OK;
 }
@@ -25789,7 +25811,7 @@ static tkv_status tkvi_check_ids(const tkvi_checker *k, int seq, int layer) {
 /* Can a block of this tier have this format? In the hot tier: only a hot format of some level. In the others: the
  * tier's own format, or, with several levels, a store, or for a discarded block, any format of the ladder. */
 static int tkvi_is_format_of_tier(const tkv_cache *kv, int layer, int absent, tkv_tier tier, int key) {
-    const tkvi_tier_spec *rule = tkvi_rules_of(&kv->tables, layer);
+    const tkvi_tier_spec *rule = tkvi_tier_specs_of(&kv->tables, layer);
     int i, t, one = kv->tables.n_levels == 1 && !kv->tables.cfg.offload.write && !absent;
     for (i = 0; i < kv->tables.n_levels; i++)
         for (t = 0; t < TKV_TIER_COUNT; t++)
@@ -25803,54 +25825,55 @@ static tkv_status tkvi_check_list(const tkvi_checker *k, int seq, int layer) {
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
     int i, t, slot, last;
-    if (p->stored != layer)
+    if (p->stored_layer != layer)
         return list->n || list->len
                    ? tkvi_report_broken(k, "a layer without its own cache holds blocks", layer)
                    : TKV_OK;
     if (list->sinks < 0 || list->sinks > 1 || list->archive < 0 || list->warm < 0 ||
         (int64_t)list->sinks + list->archive + list->warm > list->n)
         return tkvi_report_broken(k, "tier counts do not fit the list of layer", layer);
-    if (list->tightest < 0 || list->tightest > list->tight || list->tightest > list->archive ||
-        list->tight > list->archive + list->warm)
+    if (list->n_tightest < 0 || list->n_tightest > list->n_recoded || list->n_tightest > list->archive ||
+        list->n_recoded > list->archive + list->warm)
         return tkvi_report_broken(k, "blocks of the hot tail count as recoded in layer", layer);
-    if (list->out < 0 || list->out > list->n - list->sinks)
+    if (list->n_offloaded < 0 || list->n_offloaded > list->n - list->sinks)
         return tkvi_report_broken(k, "more blocks are counted as offloaded than exist, layer", layer);
-    for (i = 0; i < list->out; i++)
+    for (i = 0; i < list->n_offloaded; i++)
         if (!tkvi_is_offloaded(&kv->pool.block[ids[list->sinks + i]]))
             return tkvi_report_broken(k, "a block in RAM is counted as offloaded, layer", layer);
-    if (list->chunk < 0 || list->chunk > list->len)
+    if (list->chunk_start < 0 || list->chunk_start > list->len)
         return tkvi_report_broken(k, "the last append began behind the end of layer", layer);
-    if (list->dropped < 0 || list->dropped > list->len || list->len > kv->tables.cfg.limits.max_tokens)
+    if (list->expired < 0 || list->expired > list->len || list->len > kv->tables.cfg.limits.max_tokens)
         return tkvi_report_broken(k, "a length is out of range in layer", layer);
-    if (TKVI_HAS_EVICT && kv->pool.token_meta ? list->n && list->len == list->dropped
-                                              : (list->n == 0) != (list->len == list->dropped))
+    if (TKVI_HAS_EVICT && kv->pool.token_meta ? list->n && list->len == list->expired
+                                              : (list->n == 0) != (list->len == list->expired))
         return tkvi_report_broken(k, "tokens without blocks, or blocks without tokens, in layer", layer);
-    if (list->n && (TKVI_HAS_EVICT && kv->pool.token_meta ? tkvi_block_start(kv, ids, 0) < list->dropped
-                                                          : tkvi_block_start(kv, ids, 0) != list->dropped))
+    if (list->n && (TKVI_HAS_EVICT && kv->pool.token_meta ? tkvi_block_start(kv, ids, 0) < list->expired
+                                                          : tkvi_block_start(kv, ids, 0) != list->expired))
         return tkvi_report_broken(k, "the first block does not follow the expired tokens, layer", layer);
     for (i = 0; i < list->n; i++) {
         const tkvi_block *b = &kv->pool.block[ids[i]];
         int64_t end = tkvi_block_end(kv, list, ids, i), age = list->len - end, most;
         tkv_tier tier = tkvi_tier_at(list, i);
-        if (end <= b->start || tkvi_block_tokens(kv, list, ids, i) > kv->tables.coding[b->coding].tokens)
+        if (end <= b->start || tkvi_block_tokens(kv, list, ids, i) > kv->tables.layout[b->layout].tokens)
             return tkvi_report_broken(k, "a block has no tokens, or more than its capacity", (int64_t)ids[i]);
-        if ((b->gone || b->packed) && (!TKVI_HAS_EVICT || !kv->pool.token_meta || b->packed < 0))
+        if ((b->evicted_mask || b->n_packed) && (!TKVI_HAS_EVICT || !kv->pool.token_meta || b->n_packed < 0))
             return tkvi_report_broken(k, "tokens are evicted where none can be", (int64_t)ids[i]);
-        for (t = 0, last = -1; TKVI_HAS_EVICT && t < b->packed && !tkvi_has_long_positions(kv, b); t++) {
+        for (t = 0, last = -1; TKVI_HAS_EVICT && t < b->n_packed && !tkvi_has_long_positions(kv, b); t++) {
             if (!(tkvi_used_mask(kv, list, ids, i) >> t & 1)) continue;
             if (tkvi_slot_position(kv, ids[i], t) >= end || tkvi_slot_position(kv, ids[i], t) <= last)
                 return tkvi_report_broken(k, "tokens of a packed block are out of order", (int64_t)ids[i]);
             last = tkvi_slot_position(kv, ids[i], t);
         }
-        if (TKVI_HAS_EVICT && kv->pool.token_meta && (kv->pool.token_meta[ids[i]].anchored & ~b->gone))
+        if (TKVI_HAS_EVICT && kv->pool.token_meta &&
+            (kv->pool.token_meta[ids[i]].anchored_mask & ~b->evicted_mask))
             return tkvi_report_broken(k, "a token is an anchor and live in its block", (int64_t)ids[i]);
         for (t = 0; TKVI_HAS_EVICT && t < TKVI_BLOCK && kv->pool.token_meta; t++)
-            if (kv->pool.token_meta[ids[i]].anchored >> t & 1 &&
+            if (kv->pool.token_meta[ids[i]].anchored_mask >> t & 1 &&
                 tkvi_find_token(kv, list, ids, tkvi_slot_position(kv, ids[i], t), &slot) != 0)
                 return tkvi_report_broken(k, "an anchor is not among the sinks, block", (int64_t)ids[i]);
-        if (i < list->sinks ? kv->tables.coding[b->coding].key != p->sink_coding
+        if (i < list->sinks ? kv->tables.layout[b->layout].key != p->sink_layout
                             : !tkvi_is_format_of_tier(kv, layer, tkvi_is_discarded(b), tier,
-                                                      kv->tables.coding[b->coding].key))
+                                                      kv->tables.layout[b->layout].key))
             return tkvi_report_broken(k, "a block is not in its tier's format", (int64_t)ids[i]);
         most = (int64_t)p->now.hot + kv->tables.cfg.limits.max_append +
                (tier == TKV_TIER_WARM ? p->now.warm : 0);
@@ -25858,10 +25881,10 @@ static tkv_status tkvi_check_list(const tkvi_checker *k, int seq, int layer) {
         if (tkvi_is_offloaded(b) &&
             (i < list->sinks || !(kv->tables.cfg.offload.write || tkvi_is_discarded(b))))
             return tkvi_report_broken(k, "a block is offloaded that must stay in RAM", (int64_t)ids[i]);
-        if (b->copy && b->copy > kv->tables.n_codings)
+        if (b->copy_layout && b->copy_layout > kv->tables.n_layouts)
             return tkvi_report_broken(k, "a copy is in no known format", (int64_t)ids[i]);
         if (i >= list->sinks && tier != TKV_TIER_ARCHIVE && age >= most && kv->tables.n_levels == 1 &&
-            !tkvi_has_budget(kv) && !kv->moved)
+            !tkvi_has_budget(kv) && !kv->hot_tokens_changed)
             return tkvi_report_broken(k, "a block is in its tier for too long", (int64_t)ids[i]);
     }
     return TKV_OK;
@@ -25883,8 +25906,8 @@ static tkv_status tkvi_check_page(const tkvi_checker *k, uint32_t i) {
         if (p->owner[s] >= pool->block_cap)
             return tkvi_report_broken(k, "a slot of a block that does not exist", i);
         b = &pool->block[p->owner[s]];
-        if (b->refs == 0 || b->page != i || b->slot != s || b->coding >= pool->tables->n_codings ||
-            pool->tables->coding[b->coding].size_class != p->size_class)
+        if (b->refs == 0 || b->page != i || b->slot != s || b->layout >= pool->tables->n_layouts ||
+            pool->tables->layout[b->layout].size_class != p->size_class)
             return tkvi_report_broken(k, "a slot and its block disagree", i);
     }
     if (p->size_class >= 0 && (used != p->used || used == 0))
@@ -25926,15 +25949,15 @@ static tkv_status tkvi_check_pool(const tkvi_checker *k) {
             full += pool->page[i].used == size_class->slots;
             in_class += pool->page[i].used;
         }
-        if (in_class != pool->live[c]) return tkvi_report_broken(k, "blocks are miscounted, class", c);
+        if (in_class != pool->used_slots[c]) return tkvi_report_broken(k, "blocks are miscounted, class", c);
         if (pages != tkvi_pages_for(size_class, in_class))
             return tkvi_report_broken(k, "more pages than blocks need, class", c);
-        chained = tkvi_chain(pool, pool->room[c], c, &used);
+        chained = tkvi_chain(pool, pool->partial_pages[c], c, &used);
         if (chained != pages - full || used != in_class - full * size_class->slots)
             return tkvi_report_broken(k, "a partial page is not in its list, class", c);
         for (seq = 0; seq < k->kv->tables.cfg.limits.max_seqs; seq++)
-            promised += k->kv->promised[(size_t)seq * (size_t)pool->tables->n_classes + (size_t)c];
-        if (promised != pool->promised[c])
+            promised += k->kv->reserved_slots[(size_t)seq * (size_t)pool->tables->n_classes + (size_t)c];
+        if (promised != pool->reserved_slots[c])
             return tkvi_report_broken(k, "reservations are miscounted, class", c);
         live += in_class;
     }
@@ -25986,12 +26009,12 @@ static tkv_status tkvi_check_meter(const tkvi_checker *k) {
             const uint32_t *ids = tkvi_ids(k->kv, m->seq, g->layer);
             if (a && g->start[a] <= g->start[a - 1])
                 return tkvi_report_broken(k, "copies out of order, head probe", i);
-            if (g->start[a] < list->dropped) continue;
+            if (g->start[a] < list->expired) continue;
             while (block < list->n && tkvi_block_start(k->kv, ids, block) < g->start[a]) block++;
             if (block == list->n || tkvi_block_start(k->kv, ids, block) != g->start[a] ||
-                (k->kv->tables.coding[k->kv->pool.block[ids[block]].coding].key ==
+                (k->kv->tables.layout[k->kv->pool.block[ids[block]].layout].key ==
                      k->kv->tables.plan[g->layer].now.key[TKV_TIER_HOT] &&
-                 !k->kv->pool.block[ids[block]].copy))
+                 !k->kv->pool.block[ids[block]].copy_layout))
                 return tkvi_report_broken(k, "the meter has a copy of a block that is not coded, head probe",
                                           i);
         }

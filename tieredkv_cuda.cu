@@ -4237,7 +4237,7 @@ static const tkv_tier tkvcu_tier_of[TKVCU_REGIONS] = {TKV_TIER_ARCHIVE, TKV_TIER
                                                       TKV_TIER_HOT};
 
 static int tkvcu_find_key(const tkvi_plan *p, int region) {
-    return region == TKVCU_SINKS ? p->sink_coding : p->now.key[tkvcu_tier_of[region]];
+    return region == TKVCU_SINKS ? p->sink_layout : p->now.key[tkvcu_tier_of[region]];
 }
 
 typedef struct tkvcu_derived_config { /* a tkvcu_config with all defaults resolved */
@@ -4266,7 +4266,7 @@ static void tkvcu_place_layer(const tkvcu_derived_config *d, int layer, const tk
     int64_t most[TKV_TIER_COUNT];
     int r;
     memset(v, 0, sizeof *v);
-    whole.keep = 0; /* windows free no blocks here */
+    whole.kept_window = 0; /* windows free no blocks here */
     tkvi_most_blocks(cfg, &whole, most);
     /* One head's side may enter the warm ring while another thread block still reads a side that leaves it. With
      * another table it has another offset in the block. So new blocks never use the places of blocks that leave. */
@@ -4326,7 +4326,7 @@ static tkv_status tkvcu_derive_config(const tkvcu_config *config, tkvcu_derived_
         tkvi_tier_spec rule[TKV_MAX_LEVELS];
         tkvcu_view v;
         (void)tkvi_plan_of(&d->shape, i, &p, rule);
-        if (p.stored != i) continue;
+        if (p.stored_layer != i) continue;
         for (r = 0; r < TKVCU_REGIONS; r++) {
             why = tkvcu_check_formats(cfg, d->shape.key[tkvcu_find_key(&p, r)].pair, r >= TKVCU_SINKS);
             if (why) return tkvcu_refuse_config(reason, size, why, i);
@@ -4381,19 +4381,19 @@ static tkvcu_side tkvcu_make_side(const tkvi_side *s, size_t at, int32_t table) 
 }
 
 /* Returns the coding of a region's blocks with a table version of the layer; NULL: there is no such table. */
-static const tkvi_coding *tkvcu_find_coding(const tkv_cache *kv, int layer, int region, int version) {
+static const tkvi_layout *tkvcu_find_coding(const tkv_cache *kv, int layer, int region, int version) {
     const tkvi_plan *p = &kv->tables.plan[layer];
     const tkv_tier tier = tkvcu_tier_of[region];
-    const int own = region != TKVCU_SINKS && p->now.shared[tier];
-    const tkvi_coding *c =
+    const int own = region != TKVCU_SINKS && p->now.needs_table[tier];
+    const tkvi_layout *c =
         &kv->tables
-             .coding[region == TKVCU_SINKS ? p->sink_coding : p->now.coding[tier] + (own ? version : 0)];
+             .layout[region == TKVCU_SINKS ? p->sink_layout : p->now.layout[tier] + (own ? version : 0)];
     return c->record && c->record[0].k.format ? c : NULL;
 }
 
 static int tkvcu_has_table(const tkv_cache *kv, int layer, int version) {
     const tkvi_plan *p = &kv->tables.plan[layer];
-    const int region = p->now.shared[TKV_TIER_WARM] ? TKVCU_WARM : TKVCU_ARCHIVE;
+    const int region = p->now.needs_table[TKV_TIER_WARM] ? TKVCU_WARM : TKVCU_ARCHIVE;
     return p->allocates && tkvcu_find_coding(kv, layer, region, version) != NULL;
 }
 
@@ -4414,7 +4414,7 @@ static tkv_status tkvcu_upload_layer(tkvcu *cu, int layer, cudaStream_t stream) 
     memset(cu->staging, 0, tkvcu_n_sides(cfg) * sizeof *side + n * (sizeof(float) + 1));
     for (version = 0; version < TKVI_VERSIONS; version++) {
         for (r = 0; r < TKVCU_REGIONS; r++) {
-            const tkvi_coding *c = tkvcu_find_coding(kv, layer, r, version);
+            const tkvi_layout *c = tkvcu_find_coding(kv, layer, r, version);
             for (h = 0; h < heads; h++, at += 2) {
                 const int32_t table = (int32_t)(((size_t)version * heads + h) * pad);
                 if (!c) continue;
@@ -4429,7 +4429,7 @@ static tkv_status tkvcu_upload_layer(tkvcu *cu, int layer, cudaStream_t stream) 
         }
     }
     tkvcu_widen_attend_plan(&cu->attend_plan, side, tkvcu_n_sides(cfg), cfg->model.head_dim);
-    info.version = tkvi_max(0, kv->tables.current[layer]);
+    info.version = tkvi_max(0, kv->tables.current_version[layer]);
     info.sinks = v->sinks;
     st = tkvcu_check_cuda(cu,
                           cudaMemcpyAsync((void *)(uintptr_t)v->side, side, tkvcu_n_sides(cfg) * sizeof *side,
@@ -4514,7 +4514,7 @@ static tkv_status tkvcu_clear_memory(tkvcu *cu, cudaStream_t stream) {
     for (i = 0; i < layers && !st; i++) {
         const tkvcu_view *v = &cu->view[i];
         const size_t seqs = (size_t)cu->n_seqs;
-        if (cu->host->tables.plan[i].stored != i) continue;
+        if (cu->host->tables.plan[i].stored_layer != i) continue;
         st = tkvcu_check_cuda(cu, cudaMemsetAsync(v->version, 0, seqs * (size_t)v->max_blocks, stream));
         for (r = TKVCU_SINKS; r < TKVCU_REGIONS && !st; r++)
             st = tkvcu_check_cuda(cu, cudaMemsetAsync(v->bytes[r], 0, seqs * v->stride[r], stream));
@@ -4594,8 +4594,8 @@ tkv_status tkvcu_create(const tkvcu_config *config, void *d_cache, size_t cache_
 /* Returns the view that a layer reads; NULL: the layer has no cache, or does not exist. */
 static const tkvcu_view *tkvcu_find_view(const tkvcu *cu, int layer) {
     const tkvi_tables *t = &cu->host->tables;
-    if (layer < 0 || layer >= t->cfg.model.n_layers || t->plan[layer].stored < 0) return NULL;
-    return &cu->view[t->plan[layer].stored];
+    if (layer < 0 || layer >= t->cfg.model.n_layers || t->plan[layer].stored_layer < 0) return NULL;
+    return &cu->view[t->plan[layer].stored_layer];
 }
 
 #endif /* TKVCU_CREATE_H */
@@ -4613,12 +4613,12 @@ static const tkvcu_view *tkvcu_find_view(const tkvcu *cu, int layer) {
 static const char *tkvcu_find_difference(const tkvi_tables *a, const tkvi_tables *b, int layer) {
     const tkvi_plan *p = &a->plan[layer], *q = &b->plan[layer];
     int r;
-    if (p->stored != q->stored) return "cfg.layers";
-    if (p->stored != layer) return NULL;
+    if (p->stored_layer != q->stored_layer) return "cfg.layers";
+    if (p->stored_layer != layer) return NULL;
     if (p->sink != q->sink || p->now.hot != q->now.hot || p->now.warm != q->now.warm)
         return "the tiers' lengths";
     for (r = 0; r < TKVCU_REGIONS; r++) {
-        const tkvi_coding *c = &a->coding[tkvcu_find_key(p, r)], *d = &b->coding[tkvcu_find_key(q, r)];
+        const tkvi_layout *c = &a->layout[tkvcu_find_key(p, r)], *d = &b->layout[tkvcu_find_key(q, r)];
         if (c->pair.k != d->pair.k || c->pair.v != d->pair.v || c->tokens != d->tokens ||
             c->bytes.total != d->bytes.total)
             return "the formats";
@@ -4682,8 +4682,8 @@ static void tkvcu_copy_table(tkv_cache *to, const tkv_cache *from, int layer, in
 
 /* Tells whether a layer of kv has tables to copy. */
 static int tkvcu_has_learned(const tkv_cache *kv, int layer) {
-    return kv->tables.plan[layer].stored == layer && kv->tables.plan[layer].allocates &&
-           kv->tables.current[layer] >= 0;
+    return kv->tables.plan[layer].stored_layer == layer && kv->tables.plan[layer].allocates &&
+           kv->tables.current_version[layer] >= 0;
 }
 
 /* Allocates the versions, and checks that no block here needs other tables. */
@@ -4713,9 +4713,10 @@ static tkv_status tkvcu_take_tables(tkvcu *cu, const tkv_cache *kv, cudaStream_t
             tkvcu_copy_table(cu->host, kv, layer, v);
             changed = 1;
         }
-        changed |= cu->host->tables.current[layer] != kv->tables.current[layer];
-        cu->host->tables.current[layer] = kv->tables.current[layer];
-        if (cu->appended[layer]) cu->used_versions[layer] |= (uint8_t)(1u << kv->tables.current[layer]);
+        changed |= cu->host->tables.current_version[layer] != kv->tables.current_version[layer];
+        cu->host->tables.current_version[layer] = kv->tables.current_version[layer];
+        if (cu->appended[layer])
+            cu->used_versions[layer] |= (uint8_t)(1u << kv->tables.current_version[layer]);
         if (changed) st = tkvcu_upload_layer(cu, layer, stream);
     }
     return st;
@@ -4755,17 +4756,17 @@ static const char *tkvcu_find_list_fault(const tkvcu *cu, const tkv_cache *kv, i
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
     const tkvi_plan *p = &kv->tables.plan[layer];
     int i, block;
-    if (list->dropped) return "tokens have expired behind a window";
+    if (list->expired) return "tokens have expired behind a window";
     if (p->sink + TKVI_BLOCK * (list->archive + list->warm) > list->len && list->archive + list->warm)
         return "a flush made a block short";
     for (i = 0; i < list->n; i++) {
         const tkvi_block *b = &kv->pool.block[ids[i]];
         const int region = tkvcu_find_region(list, i, &block);
         if (tkvi_is_offloaded(b)) return "a block is offloaded";
-        if (b->gone || b->packed) return "tokens were evicted";
+        if (b->evicted_mask || b->n_packed) return "tokens were evicted";
         if (b->start != (region == TKVCU_SINKS ? 0 : p->sink + TKVI_BLOCK * block))
             return "a flush made a block short";
-        if (kv->tables.coding[b->coding].key != tkvcu_find_key(p, region))
+        if (kv->tables.layout[b->layout].key != tkvcu_find_key(p, region))
             return "a block has another format";
         if (block >= cu->view[layer].max_blocks) return "the sequence is too long";
     }
@@ -4800,8 +4801,8 @@ static tkv_status tkvcu_import_layer(tkvcu *cu, int seq, const tkv_cache *kv, in
     for (i = 0; i < list->n && !st; i++) {
         const tkvi_block *b = &kv->pool.block[ids[i]];
         const int region = tkvcu_find_region(list, i, &block);
-        if (b->coding >= kv->tables.n_keys) {
-            version[block] = (uint8_t)((b->coding - kv->tables.n_keys) % TKVI_VERSIONS);
+        if (b->layout >= kv->tables.n_keys) {
+            version[block] = (uint8_t)((b->layout - kv->tables.n_keys) % TKVI_VERSIONS);
             cu->used_versions[layer] |= (uint8_t)(1u << version[block]);
         }
         st = tkvcu_check_cuda(cu, cudaMemcpyAsync(tkvcu_find_block(v, region, seq, block),
@@ -4843,7 +4844,7 @@ tkv_status tkvcu_import_seq(tkvcu *cu, int seq, const tkv_cache *kv, int host_se
     if (!st) st = tkvcu_check_tables(cu, kv);
     for (layer = 0; !st && layer < kv->tables.cfg.model.n_layers; layer++) {
         const char *why;
-        if (kv->tables.plan[layer].stored != layer) continue;
+        if (kv->tables.plan[layer].stored_layer != layer) continue;
         why = tkvcu_find_capacity_fault(cu, tkvi_list_of(kv, host_seq, layer), layer);
         if (why) return tkvcu_fail(cu, TKV_ERR_CAPACITY, why, 0, NULL);
         why = tkvcu_find_list_fault(cu, kv, host_seq, layer);
@@ -4854,7 +4855,7 @@ tkv_status tkvcu_import_seq(tkvcu *cu, int seq, const tkv_cache *kv, int host_se
     if (!version) return tkvcu_fail(cu, TKV_ERR_NOMEM, "no memory for versions", 0, NULL);
     st = tkvcu_take_tables(cu, kv, stream);
     for (layer = 0; !st && layer < kv->tables.cfg.model.n_layers; layer++)
-        if (kv->tables.plan[layer].stored == layer)
+        if (kv->tables.plan[layer].stored_layer == layer)
             st = tkvcu_import_layer(cu, seq, kv, host_seq, layer, version, stream);
     free(version);
     return st;
@@ -4872,7 +4873,7 @@ static tkv_status tkvcu_download_state(tkvcu *cu, int seq, tkvcu_seq_state *t, c
     int layer;
     for (layer = 0; layer < cu->host->tables.cfg.model.n_layers && !st; layer++) {
         const tkvcu_view *v = &cu->view[layer];
-        if (cu->host->tables.plan[layer].stored != layer) continue;
+        if (cu->host->tables.plan[layer].stored_layer != layer) continue;
         st = tkvcu_check_cuda(cu, cudaMemcpyAsync(&t->list[layer], &v->list[seq], sizeof *t->list,
                                                   cudaMemcpyDeviceToHost, stream));
         if (!st)
@@ -4892,7 +4893,7 @@ static tkvi_list tkvcu_make_host_list(const tkvi_plan *p, const tkvcu_list *l) {
     list.n = list.sinks + (behind > 0 ? (behind + TKVI_BLOCK - 1) / TKVI_BLOCK : 0);
     list.archive = l->archive;
     list.warm = l->warm;
-    list.len = list.chunk = list.chunk_was = l->len;
+    list.len = list.chunk_start = list.previous_chunk_start = l->len;
     return list;
 }
 
@@ -4900,8 +4901,8 @@ static tkvi_list tkvcu_make_host_list(const tkvi_plan *p, const tkvcu_list *l) {
 static int tkvcu_find_host_coding(const tkv_cache *kv, int layer, int region, int version) {
     const tkvi_plan *p = &kv->tables.plan[layer];
     const tkv_tier tier = tkvcu_tier_of[region];
-    if (region == TKVCU_SINKS) return p->sink_coding;
-    return p->now.coding[tier] + (p->now.shared[tier] ? version : 0);
+    if (region == TKVCU_SINKS) return p->sink_layout;
+    return p->now.layout[tier] + (p->now.needs_table[tier] ? version : 0);
 }
 
 /* Tells whether coded blocks of a layer use a table that kv lacks, or has in another form. */
@@ -4921,13 +4922,13 @@ static tkv_status tkvcu_reserve_export(tkvcu *cu, tkv_cache *kv, int host_seq, c
     for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++) {
         const tkvi_plan *p = &kv->tables.plan[layer];
         const tkvi_list list = tkvcu_make_host_list(p, &t->list[layer]);
-        if (p->stored != layer) continue;
+        if (p->stored_layer != layer) continue;
         if (list.len > kv->tables.cfg.limits.max_tokens)
             return tkvcu_fail(cu, TKV_ERR_CAPACITY, "the cache's sequences have at most",
                               kv->tables.cfg.limits.max_tokens, " tokens");
-        if (p->allocates && kv->tables.current[layer] >= 0 && tkvcu_has_table_clash(cu, kv, layer, t))
+        if (p->allocates && kv->tables.current_version[layer] >= 0 && tkvcu_has_table_clash(cu, kv, layer, t))
             return tkvcu_fail(cu, TKV_ERR_STATE, "the cache has another table in layer", layer, "");
-        for (v = 0; v < TKVI_VERSIONS && p->allocates && kv->tables.current[layer] < 0; v++)
+        for (v = 0; v < TKVI_VERSIONS && p->allocates && kv->tables.current_version[layer] < 0; v++)
             if (tkvcu_has_table(cu->host, layer, v) && !tkvi_version_ready(kv, v))
                 return tkvcu_fail(cu, TKV_ERR_NOMEM, "no memory for tables", 0, NULL);
         for (i = 0; i < list.n; i++) {
@@ -4949,10 +4950,10 @@ static tkv_status tkvcu_export_layer(tkvcu *cu, int seq, tkv_cache *kv, int host
     uint32_t *ids = tkvi_ids(kv, host_seq, layer);
     tkv_status st = TKV_OK;
     int i, block, version;
-    if (kv->tables.plan[layer].allocates && kv->tables.current[layer] < 0) {
+    if (kv->tables.plan[layer].allocates && kv->tables.current_version[layer] < 0) {
         for (version = 0; version < TKVI_VERSIONS; version++)
             if (tkvcu_has_table(cu->host, layer, version)) tkvcu_copy_table(kv, cu->host, layer, version);
-        kv->tables.current[layer] = cu->host->tables.current[layer];
+        kv->tables.current_version[layer] = cu->host->tables.current_version[layer];
         tkvi_learned(kv, layer, 0);
     }
     for (i = 0; i < list.n; i++) {
@@ -4990,7 +4991,7 @@ tkv_status tkvcu_export_seq(tkvcu *cu, int seq, tkv_cache *kv, int host_seq, tkv
     if (!st) st = tkvcu_reserve_export(cu, kv, host_seq, &t);
     if (!st) {
         for (layer = 0; !st && layer < kv->tables.cfg.model.n_layers; layer++)
-            if (kv->tables.plan[layer].stored == layer)
+            if (kv->tables.plan[layer].stored_layer == layer)
                 st = tkvcu_export_layer(cu, seq, kv, host_seq, layer, &t, stream);
         if (!st) st = tkvcu_check_cuda(cu, cudaStreamSynchronize(stream));
         if (st) (void)tkv_seq_reset(kv, host_seq); /* the copy is incomplete */
@@ -5018,7 +5019,7 @@ tkv_status tkvcu_append(tkvcu *cu, int layer, const void *d_k, const void *d_v, 
     tkvcu_append_launch a;
     if (!cu) return TKV_ERR_ARG;
     t = &cu->host->tables;
-    if (layer < 0 || layer >= t->cfg.model.n_layers || t->plan[layer].stored != layer)
+    if (layer < 0 || layer >= t->cfg.model.n_layers || t->plan[layer].stored_layer != layer)
         return tkvcu_fail(cu, TKV_ERR_ARG, "no K and V of its own: layer", layer, "");
     if (!d_k || !d_v) return tkvcu_fail(cu, TKV_ERR_ARG, "k or v is missing", 0, NULL);
     if ((unsigned)type > TKV_TYPE_BF16)
@@ -5041,7 +5042,7 @@ tkv_status tkvcu_append(tkvcu *cu, int layer, const void *d_k, const void *d_v, 
     c.same_coding = p->now.key[TKV_TIER_WARM] == p->now.key[TKV_TIER_ARCHIVE];
     c.fit = t->cfg.format.fit;
     c.saturate = t->cfg.host.nonfinite == TKV_NONFINITE_SATURATE;
-    cu->used_versions[layer] |= (uint8_t)(1u << tkvi_max(0, t->current[layer]));
+    cu->used_versions[layer] |= (uint8_t)(1u << tkvi_max(0, t->current_version[layer]));
     cu->appended[layer] = 1;
     a = tkvcu_select_append_kernel(t->cfg.model.head_dim);
     TKVCU_LAUNCH(a.kernel, dim3(2u * (unsigned)t->cfg.model.n_kv_heads, (unsigned)cu->n_seqs),

@@ -75,7 +75,7 @@ typedef struct pair {
 static void add_random_scores(pair *p, tkv_cache *kv) {
     const int n = tkv_get_length(kv, 0, 0);
     int i;
-    if (!kv->mass.mode) return;
+    if (!kv->token_scores.mode) return;
     p->scores = (float *)realloc(p->scores, (size_t)n * sizeof(float));
     if (!p->scores) exit(1);
     for (i = 0; i < n; i++) {

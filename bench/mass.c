@@ -45,7 +45,7 @@ static double run(subject *r, int every) {
                        "tkv_append");
             for (k = -1; k < 2; k++) { /* the first call warms up */
                 double t, *least = &r->least[k == 1][i][layer];
-                r->kv->mass.every = k == 1 ? every : NEVER;
+                r->kv->token_scores.every = k == 1 ? every : NEVER;
                 t = bench_seconds(1);
                 bench_must(tkv_attend(r->kv, 0, layer, r->q, 1, r->out), "tkv_attend");
                 t = bench_seconds(1) - t;

@@ -53,7 +53,7 @@ static size_t count_differences(const tkv_cache *a, const tkv_cache *b) {
         for (int i = 0; i < tkvi_list_of(a, 0, layer)->n; i++) {
             const tkvi_block *x = &a->pool.block[tkvi_ids(a, 0, layer)[i]];
             const tkvi_block *y = &b->pool.block[tkvi_ids(b, 0, layer)[i]];
-            const tkvi_coding *c = &a->tables.coding[x->coding];
+            const tkvi_layout *c = &a->tables.layout[x->layout];
             for (int h = 0; h < KV_HEADS; h++) { /* only the bytes of records: a block may end with padding */
                 const tkvi_record *r = &c->record[h];
                 for (size_t k = r->at; k < r->at + r->k.bytes + r->v.bytes; k++)

@@ -1152,7 +1152,7 @@ typedef tkv_status (*tkv_compute)(void *user, tkv_cache *kv, int seq, int first_
 TKV_API tkv_status tkv_seq_recompute(tkv_cache *kv, int seq, tkv_remat *r, int step, tkv_compute compute,
                                      void *user, int *missing);
 /* Describes a sequence for tkv_decide_discard, sinks first, all layers together. `bytes` counts RAM. quantized_bytes
- * is the size at the next level of the ladder (without a budget: `bytes`). `dropped` is 1 if any layer discarded a
+ * is the size at the next level of the ladder (without a budget: `bytes`). `discarded` is 1 if any layer discarded a
  * token. `use` is 0.
  *   out   [capacity] receives the first blocks
  *   n     receives the number of all blocks

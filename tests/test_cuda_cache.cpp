@@ -127,7 +127,7 @@ static void check_slots(const rig *r) {
     size_t i;
     int layer;
     for (layer = 0; layer < r->cfg.model.n_layers; layer++) {
-        if (r->cu->host->tables.plan[layer].stored != layer) continue;
+        if (r->cu->host->tables.plan[layer].stored_layer != layer) continue;
         bytes = fetch(r->cu->view[layer].side, n * sizeof side);
         for (i = 0; i < n; i++) {
             memcpy(&side, bytes.data() + i * sizeof side, sizeof side);
@@ -183,7 +183,7 @@ static void check_same(const rig *r, int host_seq, int seq, int n) {
             const std::vector<uint8_t> y = fetch(tkvcu_find_block(v, region, seq, block), v->block[region]);
             for (h = 0; h < r->cfg.model.n_kv_heads; h++)
                 for (which = 0; which < 2; which++) {
-                    const tkvi_record *rec = &r->kv->tables.coding[b->coding].record[h];
+                    const tkvi_record *rec = &r->kv->tables.layout[b->layout].record[h];
                     const tkvi_side *s = which ? &rec->v : &rec->k;
                     const size_t at = rec->at + (which ? rec->v_at : 0);
                     CHECK_MSG(memcmp(x + at, y.data() + at, s->bytes) == 0,
@@ -288,10 +288,10 @@ TEST(import_and_export) {
                     for (n = 0; n < a->n; n++) {
                         const tkvi_block *x = &r.kv->pool.block[tkvi_ids(r.kv, 0, layer)[n]];
                         const tkvi_block *y = &back->pool.block[tkvi_ids(back, 1, layer)[n]];
-                        CHECK_EQ(x->coding, y->coding);
+                        CHECK_EQ(x->layout, y->layout);
                         CHECK_EQ(x->start, y->start);
                         CHECK_MEM(tkvi_block_bytes(&r.kv->pool, x), tkvi_block_bytes(&back->pool, y),
-                                  r.kv->tables.coding[x->coding].bytes.total);
+                                  r.kv->tables.layout[x->layout].bytes.total);
                     }
                 }
                 CHECK_EQ(tkvcu_export_seq(r.cu, 1, back, 1, NULL), TKV_ERR_STATE); /* not empty any more */
@@ -950,7 +950,7 @@ TEST(tables) {
         append_both(&r, 0, 400, 1);
         /* A second version: stored blocks keep theirs. */
         CHECK_EQ(tkv_load_calibration(r.kv, two.data(), two.size()), TKV_OK);
-        CHECK_EQ(r.kv->tables.current[0], 1);
+        CHECK_EQ(r.kv->tables.current_version[0], 1);
         CHECK_EQ(tkvcu_load_calibration(r.cu, r.kv, NULL), TKV_OK);
         append_both(&r, 0, 590, 1);
         CHECK_EQ(tkvcu_import_seq(third.cu, 1, r.kv, 0, NULL), TKV_OK);
@@ -958,7 +958,7 @@ TEST(tables) {
         check_same(&third, 0, 1, 590);
         std::swap(third.kv, r.kv);
         CHECK_EQ(tkvcu_export_seq(third.cu, 1, third.kv, 0, NULL), TKV_OK);
-        CHECK_EQ(third.kv->tables.current[0], 1);
+        CHECK_EQ(third.kv->tables.current_version[0], 1);
         check_same(&third, 0, 1, 590);
         /* When blocks may be coded with a table, no other table can have its number. */
         append_both(&other, 1, 64, 0);

@@ -829,7 +829,7 @@ TEST(blocks_and_tables_as_drawn) {
             CHECK_EQ(tkv_read(kv, 0, 0, 4 + 64 * block, 64, read_k, read_v), TKV_OK);
             for (h = 0; h < HEADS; h++) {
                 const tkvi_block *blk = &kv->pool.block[tkvi_ids(kv, 0, 0)[1 + block]];
-                const tkvi_record *rec = &kv->tables.coding[blk->coding].record[h];
+                const tkvi_record *rec = &kv->tables.layout[blk->layout].record[h];
                 reader k = reader_of(formats[f], 0, dim, flags, NULL), v;
                 v = reader_of(formats[(f + flags) % 3], 1, v_dim, flags, NULL);
                 k.src = tkvi_block_bytes(&kv->pool, blk) + rec->at;
@@ -892,7 +892,7 @@ TEST(ranges_are_percentiles) {
             CHECK_EQ(tkv_fit_calibration(kv, &samples), TKV_OK);
             CHECK_EQ(calibrated_layers(kv), 1);
             for (h = 0; h < HEADS; h++) {
-                const float *range = tkvi_kvquant_range_of(&kv->tables, 0, kv->tables.current[0], h);
+                const float *range = tkvi_kvquant_range_of(&kv->tables, 0, kv->tables.current_version[0], h);
                 static double keys[TOKENS][128];
                 double worst = 0;
                 for (t = 0; t < n; t++)
@@ -935,26 +935,26 @@ TEST(weights_move_levels) {
     samples.k = s->k;
     samples.v = s->v;
     CHECK_EQ(tkv_fit_calibration(kv, &samples), TKV_OK);
-    table = tkvi_kvquant_of(&kv->tables, 0, kv->tables.current[0]);
+    table = tkvi_kvquant_of(&kv->tables, 0, kv->tables.current_version[0]);
     memcpy(before, table->book[TKV_V][0].level, sizeof before);
     CHECK_NEAR(before[0] + before[3], 0, 0.05);
     for (i = 0; i < COUNT(weight); i++)
         weight[i] = s->v[i] > 0.3f ? 1e-12f : 1e-15f; /* no matter how small */
     samples.v_weight = weight;
     CHECK_EQ(tkv_fit_calibration(kv, &samples), TKV_OK);
-    table = tkvi_kvquant_of(&kv->tables, 0, kv->tables.current[0]);
+    table = tkvi_kvquant_of(&kv->tables, 0, kv->tables.current_version[0]);
     memcpy(level, table->book[TKV_V][0].level, sizeof level);
     for (i = 0, c = 0; i < 4; i++) c += level[i] > 0.1f;
     CHECK(c == 4 || (c == 3 && level[0] < 0.2f));
     /* the same weights for all change nothing */
     for (i = 0; i < COUNT(weight); i++) weight[i] = 1024.0f;
     CHECK_EQ(tkv_fit_calibration(kv, &samples), TKV_OK);
-    table = tkvi_kvquant_of(&kv->tables, 0, kv->tables.current[0]);
+    table = tkvi_kvquant_of(&kv->tables, 0, kv->tables.current_version[0]);
     CHECK_MEM(before, table->book[TKV_V][0].level, sizeof before);
     /* all zero: the standard levels */
     memset(weight, 0, sizeof weight);
     CHECK_EQ(tkv_fit_calibration(kv, &samples), TKV_OK);
-    table = tkvi_kvquant_of(&kv->tables, 0, kv->tables.current[0]);
+    table = tkvi_kvquant_of(&kv->tables, 0, kv->tables.current_version[0]);
     CHECK_NEAR(table->book[TKV_V][0].level[3], 1340 / 2048.0, 0);
     /* a channel of wide values counts by its square: by hand, its levels alone */
     for (i = 0; i < TOKENS * HEADS; i++)
@@ -962,7 +962,7 @@ TEST(weights_move_levels) {
             s->k[i * 64 + c] = (float)(c == 9 ? i / 2 % 4 * 100 - 150 : (i % 7 - 3) * 0.01);
     samples.v_weight = NULL;
     CHECK_EQ(tkv_fit_calibration(kv, &samples), TKV_OK);
-    table = tkvi_kvquant_of(&kv->tables, 0, kv->tables.current[0]);
+    table = tkvi_kvquant_of(&kv->tables, 0, kv->tables.current_version[0]);
     for (i = 0; i < 4; i++) CHECK_NEAR(table->book[TKV_K][0].level[i], -1 + i * 2 / 3.0, 2e-3);
     for (i = 0; i < 4; i++) sums[i / 2] += (double)table->book[TKV_K][0].level[i];
     CHECK_NEAR(sums[0], -sums[1], 1e-2);
@@ -1032,12 +1032,14 @@ TEST(fit_knows_sequences) {
     x.k = s->k;
     x.v = s->v;
     CHECK_EQ(tkv_fit_calibration(kv, &x), TKV_OK);
-    memcpy(range[0], tkvi_kvquant_range_of(&kv->tables, 0, kv->tables.current[0], 1), sizeof range[0]);
+    memcpy(range[0], tkvi_kvquant_range_of(&kv->tables, 0, kv->tables.current_version[0], 1),
+           sizeof range[0]);
     memcpy(s->k + 512 * HEADS * 32, s->k, 512 * HEADS * 32 * sizeof *s->k);
     x.n = 1024;
     x.length = 512; /* n / 200 is 5 of 1024: with doubles, the third of 512 */
     CHECK_EQ(tkv_fit_calibration(kv, &x), TKV_OK);
-    memcpy(range[1], tkvi_kvquant_range_of(&kv->tables, 0, kv->tables.current[0], 1), sizeof range[1]);
+    memcpy(range[1], tkvi_kvquant_range_of(&kv->tables, 0, kv->tables.current_version[0], 1),
+           sizeof range[1]);
     CHECK_MEM(range[0], range[1], sizeof range[0]);
     tkv_destroy(kv);
 }
@@ -1263,11 +1265,11 @@ TEST(versions) {
     CHECK_EQ(tkv_refresh_calibration(kv), TKV_OK);
     for (i = 0; i < TOKENS * HEADS * 32; i++) s->k[i] *= 3;
     for (i = 0; i < 3; i++) {
-        CHECK_EQ(kv->tables.current[0], 0);
+        CHECK_EQ(kv->tables.current_version[0], 0);
         s->at = 0;
         CHECK_EQ(feed(kv, s, 0, 720, 64), TKV_OK);
     }
-    CHECK_EQ(kv->tables.current[0], 1);
+    CHECK_EQ(kv->tables.current_version[0], 1);
     CHECK_EQ(tkv_read(kv, 0, 0, 0, 500, read_k, NULL), TKV_OK);
     CHECK_MEM(before, read_k, sizeof before);
     check_cache(kv);
@@ -1277,7 +1279,7 @@ TEST(versions) {
         s->at = 0;
         CHECK_EQ(feed(kv, s, 1, 720, 64), TKV_OK);
     }
-    CHECK_EQ(kv->tables.current[0], 0);
+    CHECK_EQ(kv->tables.current_version[0], 0);
     check_cache(kv);
     tkv_destroy(kv);
 }

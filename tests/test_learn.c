@@ -97,7 +97,7 @@ static void feed_all(tkv_cache *kv, int seq, int n, int chunk) {
     int layer, at;
     for (at = 0; at < n; at += chunk)
         for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++)
-            if (kv->tables.plan[layer].stored == layer)
+            if (kv->tables.plan[layer].stored_layer == layer)
                 CHECK_EQ(feed(kv, seq, layer, n - at < chunk ? n - at : chunk), TKV_OK);
 }
 
@@ -117,7 +117,7 @@ static void whole(const tkv_cache *kv, const char *what) {
     CHECK_MSG(st == TKV_OK, "%s: %s", what, reason);
 }
 
-static int has_table(const tkv_cache *kv, int layer) { return kv->tables.current[layer] >= 0; }
+static int has_table(const tkv_cache *kv, int layer) { return kv->tables.current_version[layer] >= 0; }
 
 /* Relative root mean square difference. */
 static double difference(const float *x, const float *want, int n) {
@@ -167,8 +167,8 @@ static int tile_bits(const tkvi_tile_counts *runs) {
     return sum;
 }
 
-static const tkvi_coding *coding_of(const tkv_cache *kv, int layer, tkv_tier tier) {
-    return &kv->tables.coding[tkvi_coding_of(&kv->tables, layer, tier)];
+static const tkvi_layout *coding_of(const tkv_cache *kv, int layer, tkv_tier tier) {
+    return &kv->tables.layout[tkvi_layout_of(&kv->tables, layer, tier)];
 }
 
 /* Every channel once, the most important first; records stand behind each other and fill the block, no more; the
@@ -179,7 +179,7 @@ static void table_is_sound(const tkv_cache *kv, int layer, const char *what) {
     CHECK(has_table(kv, layer));
     if (!has_table(kv, layer)) return;
     for (head = 0; head < cfg->model.n_kv_heads; head++) {
-        const tkvi_head *h = &tkvi_heads_of(&kv->tables, layer, kv->tables.current[layer])[head];
+        const tkvi_head *h = &tkvi_heads_of(&kv->tables, layer, kv->tables.current_version[layer])[head];
         uint8_t seen[TKV_MAX_HEAD_DIM];
         memset(seen, 0, sizeof seen);
         for (i = 0; i < pad; i++) {
@@ -197,7 +197,7 @@ static void table_is_sound(const tkv_cache *kv, int layer, const char *what) {
     }
     CHECK_MSG(wrong == 0, "%s: %d things are wrong with the order of channels", what, wrong);
     for (tier = TKV_TIER_WARM; tier < TKV_TIER_COUNT; tier++) {
-        const tkvi_coding *c = coding_of(kv, layer, (tkv_tier)tier);
+        const tkvi_layout *c = coding_of(kv, layer, (tkv_tier)tier);
         const tkvi_format *kf = &tkvi_formats[c->pair.k], *vf = &tkvi_formats[c->pair.v];
         size_t at = 0;
         int k_bits = 0, v_half_bits = 0, k_budget, most = pad;
@@ -409,10 +409,10 @@ TEST(nothing_is_collected_afterwards) {
         CHECK_EQ(feed(kv, 0, 0, 20), TKV_OK);
         ask(kv, 0, 0, 20, NULL);
         for (any = 0, head = 0; head < KV_HEADS; head++)
-            any += kv->asked &&
+            any += kv->q_sq_sum &&
                    (tkvi_q_sq_sum_of(kv, 0, head)[0] != 0 || *tkvi_far_attention_of(kv, 0, head) != 0);
         CHECK_EQ(any, i < WELL ? KV_HEADS : 0);
-        CHECK_EQ(kv->tables.current[0], i < LEARN ? -1 : i >= WELL);
+        CHECK_EQ(kv->tables.current_version[0], i < LEARN ? -1 : i >= WELL);
         CHECK_EQ(tkvi_learning_held(kv), (size_t)((i >= LEARN) + (i >= WELL)) * kv->tables.version_bytes +
                                              (i < WELL ? tkvi_stats_bytes(&kv->tables.cfg) : 0));
     }
@@ -648,11 +648,11 @@ TEST(no_memory_for_the_second_table) {
     CHECK_EQ(tkv_seq_reserve(kv, 0, 1), TKV_OK);
     p.closed = 1;
     CHECK_EQ(feed(kv, 0, 0, 1), TKV_OK);
-    CHECK_EQ(kv->tables.current[0], 0);
+    CHECK_EQ(kv->tables.current_version[0], 0);
     whole(kv, "no memory");
     p.closed = 0;
     CHECK_EQ(feed(kv, 0, 0, 1), TKV_OK);
-    CHECK_EQ(kv->tables.current[0], 1);
+    CHECK_EQ(kv->tables.current_version[0], 1);
     whole(kv, "memory again");
     tkv_destroy(kv);
     CHECK_EQ(p.held, 0);
@@ -676,7 +676,7 @@ TEST(a_failure_makes_no_table) {
                 st = kind == 0   ? feed(kv, 0, 0, 512)
                      : kind == 1 ? tkv_seq_flush(kv, 0, TKV_FLUSH_FULL)
                                  : tkv_seq_begin(kv, 0);
-                for (l = 0; l < 2 && st; l++) CHECK_EQ(kv->tables.current[l], n ? 0 : -1);
+                for (l = 0; l < 2 && st; l++) CHECK_EQ(kv->tables.current_version[l], n ? 0 : -1);
                 if (st) CHECK_EQ(st, TKV_ERR_NOMEM);
                 p.closed = 0;
                 whole(kv, "failed");
@@ -698,7 +698,7 @@ TEST(tables_in_place) {
     REQUIRE(tkv_create_in_place(&cfg, mem, need, &kv) == TKV_OK);
     CHECK_EQ(tkvi_learning_held(kv), 2 * kv->tables.version_bytes + tkvi_stats_bytes(&kv->tables.cfg));
     feed_all(kv, 0, WELL + 690, 10);
-    CHECK_EQ(kv->tables.current[0], 1);
+    CHECK_EQ(kv->tables.current_version[0], 1);
     CHECK_EQ(tkv_save_calibration(kv, saved, sizeof saved, &bytes), TKV_OK);
     CHECK_EQ(tkv_load_calibration(kv, saved, bytes), TKV_ERR_CAPACITY);
     whole(kv, "in place");
@@ -798,7 +798,7 @@ TEST(channels_are_in_order) {
     table_is_sound(kv, 0, "order");
     for (i = 0; i < KV_HEADS; i++) {
         double before = 1e30;
-        head = &tkvi_heads_of(&kv->tables, 0, kv->tables.current[0])[i];
+        head = &tkvi_heads_of(&kv->tables, 0, kv->tables.current_version[0])[i];
         for (c = 0; c < DK; c++) {
             int channel = head->order[c];
             double size = ldexp(1.0, (channel * 7 + i * 3) % 5 - 2) * (channel % 4 == 1 ? 1e-3 : 1.0);
@@ -840,7 +840,7 @@ static tkv_cache *learned(const tkv_config *cfg, size_t *bytes) {
     int layer, n;
     for (n = 0; n < 600; n += 20)
         for (layer = 0; layer < cfg->model.n_layers; layer++)
-            if (kv->tables.plan[layer].stored == layer) {
+            if (kv->tables.plan[layer].stored_layer == layer) {
                 CHECK_EQ(feed(kv, 0, layer, 20), TKV_OK);
                 ask(kv, 0, layer, 20, NULL);
             }
@@ -855,8 +855,8 @@ static int same_blocks(const tkv_cache *a, const tkv_cache *b, int seq, int laye
     for (i = 0; i < x->n && same; i++) {
         const tkvi_block *p = &a->pool.block[tkvi_ids(a, seq, layer)[i]],
                          *q = &b->pool.block[tkvi_ids(b, seq, layer)[i]];
-        const tkvi_coding *c = &a->tables.coding[p->coding];
-        same = c->key == b->tables.coding[q->coding].key && p->start == q->start &&
+        const tkvi_layout *c = &a->tables.layout[p->layout];
+        same = c->key == b->tables.layout[q->layout].key && p->start == q->start &&
                memcmp(tkvi_block_bytes(&a->pool, p), tkvi_block_bytes(&b->pool, q),
                       c->record[a->tables.cfg.model.n_kv_heads - 1].at) == 0;
     }
@@ -911,7 +911,7 @@ TEST(saved_and_loaded) {
         CHECK(same_blocks(a, b, 1, layer));
         CHECK_EQ(tkv_get_layer(b, 1, layer, &info), TKV_OK);
         CHECK(info.tokens[TKV_TIER_ARCHIVE] == 256 && info.tokens[TKV_TIER_WARM] == 128);
-        CHECK(!b->asked); /* who has a table does not listen */
+        CHECK(!b->q_sq_sum); /* who has a table does not listen */
     }
     whole(a, "saved");
     whole(b, "loaded");
@@ -1012,16 +1012,16 @@ TEST(frozen) {
     for (n = 0; n < 700; n += 50) {
         CHECK_EQ(feed(kv, 0, 0, 50), TKV_OK);
         ask(kv, 0, 1, 10, NULL);
-        CHECK_EQ(kv->tables.current[0], 0);
-        CHECK(!kv->asked);
+        CHECK_EQ(kv->tables.current_version[0], 0);
+        CHECK(!kv->q_sq_sum);
     }
     CHECK_EQ(tkv_freeze_calibration(kv), TKV_OK); /* again: nothing to do */
-    CHECK_EQ(kv->tables.current[0], 0);
+    CHECK_EQ(kv->tables.current_version[0], 0);
     CHECK_EQ(tkv_refresh_calibration(kv), TKV_OK);
     CHECK_EQ(tkv_freeze_calibration(kv), TKV_OK); /* takes the refresh back */
     CHECK_EQ(feed(kv, 0, 0, 512), TKV_OK);
     CHECK_EQ(feed(kv, 0, 0, 512), TKV_OK);
-    CHECK_EQ(kv->tables.current[0], 0);
+    CHECK_EQ(kv->tables.current_version[0], 0);
     CHECK_EQ(tkv_refresh_calibration(NULL), TKV_ERR_ARG);
     CHECK_EQ(calibrated_layers(NULL), 0);
     tkv_destroy(kv);
@@ -1044,13 +1044,13 @@ TEST(a_flush_does_not_hurry_a_refresh) {
     CHECK_EQ(tkv_refresh_calibration(kv), TKV_OK);
     CHECK_EQ(feed(kv, 0, 0, 7), TKV_OK);
     CHECK_EQ(tkv_seq_flush(kv, 0, TKV_FLUSH_ALL), TKV_OK);
-    CHECK_EQ(kv->tables.current[0], 0);
+    CHECK_EQ(kv->tables.current_version[0], 0);
     for (n = 7; n < WELL; n += 157) {
-        CHECK_EQ(kv->tables.current[0], 0);
+        CHECK_EQ(kv->tables.current_version[0], 0);
         CHECK_EQ(feed(kv, 0, 0, 157), TKV_OK);
     }
     CHECK_EQ(feed(kv, 0, 0, 1), TKV_OK);
-    CHECK_EQ(kv->tables.current[0], 1);
+    CHECK_EQ(kv->tables.current_version[0], 1);
     whole(kv, "not hurried");
     tkv_destroy(kv);
 }
@@ -1058,7 +1058,7 @@ TEST(a_flush_does_not_hurry_a_refresh) {
 /* What a call that must change nothing may have changed: tables, what can be read. */
 static void nothing_changed(tkv_cache *kv, int version) {
     size_t bytes = 0;
-    CHECK_EQ(kv->tables.current[0], version);
+    CHECK_EQ(kv->tables.current_version[0], version);
     CHECK_EQ(tkv_save_calibration(kv, saved_again, sizeof saved_again, &bytes), TKV_OK);
     CHECK_MEM(saved_again, saved, bytes);
     whole(kv, "nothing changed");
@@ -1075,16 +1075,16 @@ TEST(learned_anew) {
     first = (uint8_t *)malloc(bytes);
     if (!first) exit(2);
     memcpy(first, saved, bytes);
-    CHECK_EQ(kv->tables.current[0], 0);
+    CHECK_EQ(kv->tables.current_version[0], 0);
     CHECK_EQ(tkv_refresh_calibration(kv), TKV_OK);
     CHECK_EQ(calibrated_layers(kv), 1); /* the old table is used on */
     CHECK_EQ(tkv_read(kv, 0, 0, 0, 384, k_want, v_want), TKV_OK);
     while (tkv_get_length(kv, 1, 0) < WELL) {
         CHECK_EQ(feed_this(kv, BIASED, 1, 0, 32), TKV_OK);
-        CHECK_EQ(kv->tables.current[0], 0);
+        CHECK_EQ(kv->tables.current_version[0], 0);
     }
     CHECK_EQ(feed_this(kv, BIASED, 1, 0, 32), TKV_OK);
-    CHECK_EQ(kv->tables.current[0], 1);
+    CHECK_EQ(kv->tables.current_version[0], 1);
     table_is_sound(kv, 0, "anew");
     CHECK_EQ(tkv_save_calibration(kv, saved, sizeof saved, &bytes), TKV_OK);
     CHECK(memcmp(first, saved, bytes) != 0);
@@ -1104,7 +1104,7 @@ TEST(learned_anew) {
     for (version = 2; version < TKVI_VERSIONS; version++) {
         CHECK_EQ(tkv_load_calibration(kv, version % 2 ? saved : first, bytes), TKV_OK);
         for (n = 0; n < 128; n += 64) CHECK_EQ(feed_this(kv, BIASED, 2, 0, 64), TKV_OK);
-        CHECK_EQ(kv->tables.current[0], version);
+        CHECK_EQ(kv->tables.current_version[0], version);
     }
     CHECK_EQ(tkv_load_calibration(kv, first, bytes), TKV_ERR_CAPACITY);
     CHECK(tkv_get_last_error(kv)[0] != 0);
@@ -1116,7 +1116,7 @@ TEST(learned_anew) {
              TKV_OK); /* it held blocks of the oldest one: but sequence 1 has some as well */
     CHECK_EQ(tkv_seq_reset(kv, 1), TKV_OK);
     CHECK_EQ(feed_this(kv, BIASED, 2, 0, 1), TKV_OK);
-    CHECK_EQ(kv->tables.current[0], 0);
+    CHECK_EQ(kv->tables.current_version[0], 0);
     whole(kv, "the next one");
     for (version = 0; version < 2;
          version++) { /* no blocks at all: a table can be loaded any number of times */
@@ -1243,8 +1243,8 @@ TEST(senseless_calibrations_are_refused) {
 /* The records of every coding stay within their blocks, whatever a table claims. */
 static void records_fit(const tkv_cache *kv, const char *what, long number) {
     int c, head;
-    for (c = 0; c < kv->tables.n_codings; c++) {
-        const tkvi_coding *coding = &kv->tables.coding[c];
+    for (c = 0; c < kv->tables.n_layouts; c++) {
+        const tkvi_layout *coding = &kv->tables.layout[c];
         size_t sum = 0;
         if (!coding->record) continue; /* of a version that nobody needed yet */
         for (head = 0; head < kv->tables.cfg.model.n_kv_heads; head++)

@@ -162,7 +162,7 @@ static tkv_status feed(tkv_cache *kv, int seq, int layer, int text, int n) {
     return tkv_append(kv, seq, layer, k_in, v_in, n);
 }
 
-static int own(const tkv_cache *kv, int layer) { return kv->tables.plan[layer].stored == layer; }
+static int own(const tkv_cache *kv, int layer) { return kv->tables.plan[layer].stored_layer == layer; }
 
 static tkv_status feed_all(tkv_cache *kv, int seq, int text, int n, int chunk) {
     int layer;
@@ -671,7 +671,7 @@ TEST(pages_do_not_fragment) {
         else CHECK_EQ(feed_all(kv, seq, seq, 1 + tkv_rng_below(&rng, 200), 512), TKV_OK);
         for (c = 0; c < kv->tables.n_classes; c++) {
             int slots = kv->tables.size_class[c].slots;
-            pages += (kv->pool.live[c] + slots - 1) / slots;
+            pages += (kv->pool.used_slots[c] + slots - 1) / slots;
         }
         CHECK_EQ(kv->pool.n_pages, pages);
         adds_up(kv, "fragments");
@@ -941,8 +941,8 @@ typedef struct error_sums {
 static size_t hot_block_bytes(const tkv_cache *kv) { /* the largest of any layer */
     size_t most = 0;
     int c;
-    for (c = 0; c < kv->tables.n_codings; c++)
-        if (kv->tables.coding[c].bytes.total > most) most = kv->tables.coding[c].bytes.total;
+    for (c = 0; c < kv->tables.n_layouts; c++)
+        if (kv->tables.layout[c].bytes.total > most) most = kv->tables.layout[c].bytes.total;
     return most;
 }
 
@@ -1077,7 +1077,7 @@ TEST(peak_of_a_prompt) {
         page = kv->tables.page_bytes;
         /* above the end: one layer's exact chunk while it is recoded, a page per size, a table's old half */
         hot = (size_t)(chunks[i] / BLOCK + 1) *
-              kv->tables.coding[kv->tables.plan[0].now.coding[TKV_TIER_HOT]].bytes.total;
+              kv->tables.layout[kv->tables.plan[0].now.layout[TKV_TIER_HOT]].bytes.total;
         CHECK_LE(m.peak, m.total + hot + 4 * page + m.index);
         tkv_destroy(kv);
         close_book();

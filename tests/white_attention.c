@@ -62,7 +62,7 @@ static tkv_status feed(tkv_cache *kv, int seq, int n) {
     for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++) {
         int at = tkv_get_length(kv, seq, layer);
         tkv_status st;
-        if (kv->tables.plan[layer].stored != layer) continue;
+        if (kv->tables.plan[layer].stored_layer != layer) continue;
         if (at + n > MOST || n > CHUNK) exit(2);
         for (t = 0; t < n; t++) {
             tkv_rng r = rng_of(1, seq, layer, at + t);

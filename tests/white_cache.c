@@ -66,7 +66,7 @@ TEST(check_sees_damage) {
     DAMAGE(archive->start, -1);
     DAMAGE(last->start, last->start + 1);
     DAMAGE(last->start, 1 << 30);
-    DAMAGE(archive->coding, last->coding);
+    DAMAGE(archive->layout, last->layout);
     DAMAGE(archive->slot, (uint16_t)(archive->slot ^ 1u));
     DAMAGE(archive->page, archive->page ^ 1u);
     DAMAGE(page->taken, page->taken & ~(bit << first->slot));
@@ -95,12 +95,12 @@ TEST(check_sees_damage) {
     DAMAGE(list->len, 0);
     DAMAGE(list->len, list->len + 64);
     DAMAGE(list->len, list->len - 64);
-    DAMAGE(list->dropped, 4);
-    DAMAGE(list->dropped, -1);
+    DAMAGE(list->expired, 4);
+    DAMAGE(list->expired, -1);
     DAMAGE(none->len, 3);
     DAMAGE(none->n, 1);
-    DAMAGE(kv->pool.promised[0], kv->pool.promised[0] + 1);
-    DAMAGE(kv->promised[kv->tables.n_classes], kv->promised[kv->tables.n_classes] - 1);
+    DAMAGE(kv->pool.reserved_slots[0], kv->pool.reserved_slots[0] + 1);
+    DAMAGE(kv->reserved_slots[kv->tables.n_classes], kv->reserved_slots[kv->tables.n_classes] - 1);
     DAMAGE(kv->pool.n_blocks, kv->pool.n_blocks + 1);
     DAMAGE(kv->pool.n_free_pages, kv->pool.n_free_pages + 1);
     DAMAGE(kv->pool.free_page, kv->pool.free_page == TKVI_NIL ? 0 : TKVI_NIL);
@@ -121,9 +121,9 @@ TEST(check_sees_damage) {
     {
         int c;
         for (c = 0; c < kv->tables.n_classes; c++) {
-            if (kv->pool.room[c] != TKVI_NIL) DAMAGE(kv->pool.room[c], TKVI_NIL);
-            if (kv->pool.live[c] > 1) DAMAGE(kv->pool.live[c], kv->pool.live[c] + 1);
-            if (kv->pool.live[c] > 1) DAMAGE(kv->pool.live[c], kv->pool.live[c] - 1);
+            if (kv->pool.partial_pages[c] != TKVI_NIL) DAMAGE(kv->pool.partial_pages[c], TKVI_NIL);
+            if (kv->pool.used_slots[c] > 1) DAMAGE(kv->pool.used_slots[c], kv->pool.used_slots[c] + 1);
+            if (kv->pool.used_slots[c] > 1) DAMAGE(kv->pool.used_slots[c], kv->pool.used_slots[c] - 1);
         }
     }
     DAMAGE(kv->pool.free_block, ids[0]); /* the next block would be one that is in use */
@@ -142,13 +142,13 @@ TEST(check_survives_wild_numbers) {
     DAMAGE(ids[0], 1u << 30);
     DAMAGE(ids[3], 1u << 30);
     DAMAGE(ids[list->n - 1], 0xffffffffu);
-    DAMAGE(archive->coding, 0xffff);
+    DAMAGE(archive->layout, 0xffff);
     DAMAGE(archive->slot, 0xffff);
     DAMAGE(archive->page, 0xffffffffu);
     DAMAGE(page->size_class, 1 << 20);
     DAMAGE(page->size_class, -5);
     DAMAGE(kv->pool.free_page, 1u << 30);
-    DAMAGE(kv->pool.room[kv->tables.n_classes - 1], 1u << 30);
+    DAMAGE(kv->pool.partial_pages[kv->tables.n_classes - 1], 1u << 30);
     DAMAGE(kv->pool.free_block, 1u << 30);
     DAMAGE(list->n, 0x7fffffff);
     DAMAGE(list->archive, 0x7fffffff);

@@ -52,8 +52,8 @@ TEST(the_oldest_block_is_the_smallest) {
             const tkvi_list *list = tkvi_list_of(kv, 0, l);
             const uint32_t *ids = tkvi_ids(kv, 0, l);
             for (i = list->sinks + 1; i < list->n; i++)
-                CHECK(kv->tables.coding[kv->pool.block[ids[i - 1]].coding].bytes.total <=
-                      kv->tables.coding[kv->pool.block[ids[i]].coding].bytes.total);
+                CHECK(kv->tables.layout[kv->pool.block[ids[i - 1]].layout].bytes.total <=
+                      kv->tables.layout[kv->pool.block[ids[i]].layout].bytes.total);
         }
     }
     CHECK(budget_of(kv).level >= 3);
@@ -140,7 +140,7 @@ TEST(memory_of_scores) {
         cfg.importance.heads = how ? TKV_IMPORTANCE_MAX : TKV_IMPORTANCE_SUM;
         kv = make(&cfg);
         CHECK_EQ(append(kv, 0, 1, 200), TKV_OK);
-        CHECK_EQ(kv->mass.heads != NULL, how);
+        CHECK_EQ(kv->token_scores.heads != NULL, how);
         tkv_destroy(kv);
     }
 }

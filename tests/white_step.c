@@ -91,7 +91,7 @@ static void through_table(int layer, mlist *m, int tier, int start, int n) {
     int h;
     for (h = 0; h < KV_HEADS; h++) {
         const tkvi_record *r =
-            &kv->tables.coding[tkvi_coding_of(&kv->tables, layer, (tkv_tier)tier)].record[h];
+            &kv->tables.layout[tkvi_layout_of(&kv->tables, layer, (tkv_tier)tier)].record[h];
         tkvi_side k = r->k;
         k.start = start;
         CHECK(r->k.bytes <= sizeof bytes && r->v.bytes <= sizeof bytes);
@@ -501,7 +501,8 @@ static tkv_status call_flush(int seq) {
 /* Is there a version of this layer's table that no block has? */
 static int version_free(int layer) {
     int used[TKVI_VERSIONS] = {0}, s, i, free_ones = 0;
-    used[kv->tables.current[layer] < 0 ? 0 : kv->tables.current[layer]] = kv->tables.current[layer] >= 0;
+    used[kv->tables.current_version[layer] < 0 ? 0 : kv->tables.current_version[layer]] =
+        kv->tables.current_version[layer] >= 0;
     for (s = 0; s < SEQS; s++) {
         const tkvi_list *l = tkvi_list_of(kv, s, layer);
         for (i = 0; i < l->n; i++) {
@@ -509,9 +510,9 @@ static int version_free(int layer) {
             const tkvi_plan *p = &kv->tables.plan[layer];
             int t;
             for (t = TKV_TIER_WARM; t < TKV_TIER_COUNT; t++)
-                if (p->now.shared[t] && b->coding >= p->now.coding[t] &&
-                    b->coding < p->now.coding[t] + TKVI_VERSIONS)
-                    used[b->coding - p->now.coding[t]] = 1;
+                if (p->now.needs_table[t] && b->layout >= p->now.layout[t] &&
+                    b->layout < p->now.layout[t] + TKVI_VERSIONS)
+                    used[b->layout - p->now.layout[t]] = 1;
         }
     }
     for (i = 0; i < TKVI_VERSIONS; i++) free_ones += !used[i];
@@ -748,7 +749,8 @@ static void play(int kind) {
         OK(tkv_get_length(kv, seq, TKV_ALL_LAYERS) == model_len(seq), "%d",
            tkv_get_length(kv, seq, TKV_ALL_LAYERS));
         for (l = 0; l < LAYERS; l++)
-            OK((kv->tables.current[l] >= 0) == (plan[l].made > 0), "layer %d has %d tables", l, plan[l].made);
+            OK((kv->tables.current_version[l] >= 0) == (plan[l].made > 0), "layer %d has %d tables", l,
+               plan[l].made);
         for (s = 0; s < SEQS; s++)
             for (l = 0; l < LAYERS; l++)
                 if (plan[l].own && (s == seq || op_number % 16 == 0 || op_number == ops)) compare(s, l);

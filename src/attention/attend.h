@@ -92,7 +92,7 @@ static tkv_status tkvi_call_init(tkvi_call *c, tkv_cache *kv, const tkv_attend_p
     if (p->layer < 0 || p->layer >= cfg->model.n_layers || c->n_rows < 0 || c->n_rows > cfg->limits.max_seqs)
         return TKV_ERR_ARG;
     c->plan = &kv->tables.plan[p->layer];
-    if (c->plan->stored < 0 || p->window < TKV_OFF) return TKV_ERR_ARG;
+    if (c->plan->stored_layer < 0 || p->window < TKV_OFF) return TKV_ERR_ARG;
     c->heads_per_kv = cfg->model.n_heads / cfg->model.n_kv_heads;
     c->tile = c->view_rows = TKVI_ROWS;
     c->window = p->window == TKV_OFF ? 0 : p->window ? p->window : c->plan->window;
@@ -102,14 +102,14 @@ static tkv_status tkvi_call_init(tkvi_call *c, tkv_cache *kv, const tkv_attend_p
         int len;
         if (c->rows[i].seq < 0 || c->rows[i].seq >= cfg->limits.max_seqs || c->rows[i].n < 0)
             return TKV_ERR_ARG;
-        list = tkvi_list_of(kv, c->rows[i].seq, c->plan->stored);
+        list = tkvi_list_of(kv, c->rows[i].seq, c->plan->stored_layer);
         len = list->len;
         if (!p->non_causal && c->rows[i].n > len) return TKV_ERR_RANGE;
         /* The first query's keys can have expired: the window is wider than the layer's, or the query too old. */
         oldest = c->window ? (int64_t)len - c->rows[i].n + 1 - c->window : 0;
-        if (list->dropped && c->rows[i].n && oldest < list->dropped) return TKV_ERR_RANGE;
+        if (list->expired && c->rows[i].n && oldest < list->expired) return TKV_ERR_RANGE;
         if (TKVI_HAS_DISCARD && kv->pool.n_discarded && c->rows[i].n &&
-            tkvi_sees_discarded(kv, c->rows[i].seq, c->plan->stored, oldest))
+            tkvi_sees_discarded(kv, c->rows[i].seq, c->plan->stored_layer, oldest))
             return TKV_ERR_NO_SOURCE;
         rows += (int64_t)c->rows[i].n * cfg->model.n_heads;
         longest = tkvi_max(longest, len);
@@ -140,7 +140,7 @@ static void tkvi_call_consumers(tkvi_call *c, const tkvi_consumer *const *consum
     c->consumer = consumer;
     c->n_consumers = n;
     for (i = 0; i < n; i++) {
-        const int wants = consumer[i] ? consumer[i]->wants(c->kv, c->p, c->plan->stored) : 0;
+        const int wants = consumer[i] ? consumer[i]->wants(c->kv, c->p, c->plan->stored_layer) : 0;
         if (wants) c->observing[consumer[i]->observes] |= 1u << i;
         if (wants & TKVI_WANTS_FAR_SUMS) c->want_far |= 1u << i;
         if (wants & TKVI_WANTS_WHOLE_QUERIES && c->heads_per_kv < TKVI_ROWS)
@@ -201,7 +201,7 @@ static void tkvi_view_init(const tkvi_work_tile *u, tkvi_tile_view *v) {
     v->seq = u->call->rows[u->item].seq;
     v->head = u->head;
     v->layer = u->call->p->layer;
-    v->stored = u->call->plan->stored;
+    v->stored = u->call->plan->stored_layer;
     v->rows = u->rows;
     v->tile = u;
     for (r = 0; r < u->rows; r++) {
@@ -235,8 +235,8 @@ static void tkvi_work_tile_init(tkvi_work_tile *u, const tkvi_call *c, int item,
     const tkv_config *cfg = &c->kv->tables.cfg;
     int seq = c->rows[item].seq, r;
     u->call = c;
-    u->list = tkvi_list_of(c->kv, seq, c->plan->stored);
-    u->ids = tkvi_ids(c->kv, seq, c->plan->stored);
+    u->list = tkvi_list_of(c->kv, seq, c->plan->stored_layer);
+    u->ids = tkvi_ids(c->kv, seq, c->plan->stored_layer);
     u->item = item;
     u->seq_row = seq_row;
     u->n_queries = c->rows[item].n;
@@ -288,7 +288,7 @@ static tkvi_sums tkvi_sums_in(float *memory, int v_pad) {
 static const tkvi_record *tkvi_record_of(const tkvi_work_tile *u, int i, const uint8_t **bytes) {
     const tkvi_pool *pool = &u->call->kv->pool;
     const tkvi_block *b = &pool->block[u->ids[i]];
-    const tkvi_record *r = &u->call->kv->tables.coding[b->coding].record[u->head];
+    const tkvi_record *r = &u->call->kv->tables.layout[b->layout].record[u->head];
     *bytes = tkvi_is_offloaded(b) ? NULL : tkvi_block_bytes(pool, b) + r->at;
     return r;
 }
@@ -408,7 +408,7 @@ static void tkvi_slot_positions(const tkvi_work_tile *u, int i, int *at) {
 /* Must scores of block i be hidden? Some rows may not see all its tokens, or some slots have no live token. */
 static int tkvi_has_hidden(const tkvi_work_tile *u, int i, int start, int end) {
     const tkv_cache *kv = u->call->kv;
-    return start < u->all_low || end > u->all_high || kv->pool.block[u->ids[i]].gone ||
+    return start < u->all_low || end > u->all_high || kv->pool.block[u->ids[i]].evicted_mask ||
            tkvi_block_tokens(kv, u->list, u->ids, i) < TKVI_BLOCK;
 }
 
@@ -941,7 +941,7 @@ static TKVI_NOINLINE void tkvi_load_lanes(const tkvi_work_tile *u, const float *
 /* The tokens of block i that each lane sees: low .. high-1. Returns 0 if all lanes see all tokens. */
 static int tkvi_visible_lanes(const tkvi_work_tile *u, int i, int start, int end, int32_t *low,
                               int32_t *high) {
-    const int packed = u->call->kv->pool.block[u->ids[i]].packed;
+    const int packed = u->call->kv->pool.block[u->ids[i]].n_packed;
     int r;
     if (!u->changes && !tkvi_has_hidden(u, i, start, end)) return 0;
     memset(low, 0, TKVI_PREFILL * sizeof *low);
@@ -1020,7 +1020,7 @@ static TKVI_NOINLINE void tkvi_prefill_blocks(const tkvi_work_tile *u, tkvi_pref
             if (!bytes) bytes = tkvi_bytes_of(u, i, TKV_K);
             if (!bytes) return;
             many->k(&rec->k, bytes, next, &q, n, tkvi_n_limbs(&rec->k, kv->tables.cfg.host.precise), scores);
-            if (u->changes || b->gone || b->packed)
+            if (u->changes || b->evicted_mask || b->n_packed)
                 tkvi_adjust_score_lanes(u, sums->origin, i, lanes, scores);
             w.low = tkvi_visible_lanes(u, i, start, end, low, high) ? low : NULL;
             w.sampled_lanes = tkvi_sample_lanes(u, i, end, sampled_lanes) ? sampled_lanes : NULL;
@@ -1125,11 +1125,11 @@ static const tkvi_prefill *tkvi_prefill_for(const tkvi_call *c) {
     int i, b;
     if (c->observing[TKVI_OBSERVES_CALL]) return NULL;
     for (i = 0; i < c->n_rows; i++) {
-        const tkvi_list *list = tkvi_list_of(kv, c->rows[i].seq, c->plan->stored);
-        const uint32_t *ids = tkvi_ids(kv, c->rows[i].seq, c->plan->stored);
+        const tkvi_list *list = tkvi_list_of(kv, c->rows[i].seq, c->plan->stored_layer);
+        const uint32_t *ids = tkvi_ids(kv, c->rows[i].seq, c->plan->stored_layer);
         if (c->rows[i].n * c->heads_per_kv < 2 * TKVI_ROWS) return NULL;
         for (b = 0; b < list->n; b++) {
-            const tkvi_record *rec = kv->tables.coding[kv->pool.block[ids[b]].coding].record;
+            const tkvi_record *rec = kv->tables.layout[kv->pool.block[ids[b]].layout].record;
             if (rec->k.format->stored == TKVI_AS_DECODED || rec->v.format->stored == TKVI_AS_DECODED)
                 return NULL;
         }
@@ -1140,9 +1140,9 @@ static const tkvi_prefill *tkvi_prefill_for(const tkvi_call *c) {
 /* Takes kv->parts for this call. Returns 0, for work tiles without splits, if another call has it or without
  * atomics. */
 static int tkvi_take_split_sums(tkv_cache *kv) {
-    if (!kv->parts) return 0;
+    if (!kv->split_sums) return 0;
 #if defined(__GNUC__) || defined(__clang__)
-    return __atomic_exchange_n(&kv->parts_taken, 1, __ATOMIC_ACQUIRE) == 0;
+    return __atomic_exchange_n(&kv->split_sums_taken, 1, __ATOMIC_ACQUIRE) == 0;
 #else
     return 0;
 #endif
@@ -1150,7 +1150,7 @@ static int tkvi_take_split_sums(tkv_cache *kv) {
 
 static void tkvi_release_split_sums(tkv_cache *kv) {
 #if defined(__GNUC__) || defined(__clang__)
-    __atomic_store_n(&kv->parts_taken, 0, __ATOMIC_RELEASE);
+    __atomic_store_n(&kv->split_sums_taken, 0, __ATOMIC_RELEASE);
 #else
     (void)kv;
 #endif
@@ -1217,7 +1217,7 @@ static tkv_status tkvi_attend(tkv_cache *kv, const tkv_attend_params *p, const t
     w.n_chunks = 0;
     w.parts = NULL;
     for (i = 0; i < c.n_rows; i++) {
-        const tkvi_list *list = tkvi_list_of(kv, c.rows[i].seq, c.plan->stored);
+        const tkvi_list *list = tkvi_list_of(kv, c.rows[i].seq, c.plan->stored_layer);
         longest = tkvi_max(longest, list->n);
         if (p->scores) memset(p->scores + i * c.mass_stride, 0, (size_t)list->len * sizeof(float));
     }
@@ -1226,7 +1226,7 @@ static tkv_status tkvi_attend(tkv_cache *kv, const tkv_attend_params *p, const t
         tkvi_min(TKVI_MAX_TILE_SPLITS, (longest + TKVI_MIN_SPLIT_BLOCKS - 1) / TKVI_MIN_SPLIT_BLOCKS);
     few = w.n_chunks > 1 && w.n_units <= TKVI_FEW_WORK_TILES && /* not by thread count: same bits */
           w.n_units * w.n_chunks <= TKVI_MAX_SPLITS;
-    if (few && kv->tables.cfg.host.parallel_for && tkvi_take_split_sums(kv)) w.parts = kv->parts;
+    if (few && kv->tables.cfg.host.parallel_for && tkvi_take_split_sums(kv)) w.parts = kv->split_sums;
     tkvi_share_consumers(&w);
     if (w.parts) {
         tkvi_run(&w, w.n_units * w.n_chunks, 1, tkvi_run_split);

@@ -44,8 +44,8 @@ static void tkvi_comparison_count(const tkvi_tile_view *v, const tkvi_head_probe
     for (i = v->list->sinks; i < v->list->n; i++) {
         const tkvi_block *b = &kv->pool.block[v->ids[i]];
         int end = tkvi_block_end(kv, v->list, v->ids, i), copied;
-        if (tkvi_is_hot_coding(kv, v->stored, b->coding)) continue;
-        copied = tkvi_head_probe_copy(kv->meter, g, b->start, &from) != NULL && !b->packed;
+        if (tkvi_is_hot_layout(kv, v->stored, b->layout)) continue;
+        copied = tkvi_head_probe_copy(kv->meter, g, b->start, &from) != NULL && !b->n_packed;
         for (r = 0; r < v->rows; r++) {
             const int n = tkvi_min(v->high[r], end) - tkvi_max(v->low[r], b->start);
             if (!(c->rows >> r & 1) || n <= 0) continue;
@@ -129,7 +129,7 @@ static TKVI_NOINLINE void tkvi_comparison_observe(const tkvi_tile_view *v, int i
     const tkv_cache *kv = v->kv;
     const tkvi_scoring *scoring = v->scoring;
     const tkvi_work_tile *u = &scoring->tile;
-    const int first = scoring->first, coding = kv->tables.plan[v->stored].now.coding[TKV_TIER_HOT];
+    const int first = scoring->first, layout = kv->tables.plan[v->stored].now.layout[TKV_TIER_HOT];
     const int n = tkvi_block_tokens(kv, v->list, v->ids, i), start = tkvi_block_start(kv, v->ids, i);
     tkvi_comparing *c = (tkvi_comparing *)state;
     const uint8_t *bytes, *copy;
@@ -137,9 +137,9 @@ static TKVI_NOINLINE void tkvi_comparison_observe(const tkvi_tile_view *v, int i
     int r, any = 0;
     copy =
         tkvi_head_probe_copy(kv->meter, tkvi_head_probe_of(kv->meter, v->stored, v->head), start, &c->from);
-    if (kv->pool.block[v->ids[i]].packed) copy = NULL; /* it has other tokens */
+    if (kv->pool.block[v->ids[i]].n_packed) copy = NULL; /* it has other tokens */
     if (copy) {
-        rec = &kv->tables.coding[coding].record[v->head];
+        rec = &kv->tables.layout[layout].record[v->head];
         tkvi_score_record(scoring, rec, copy, i, scores);
     }
     memset(p, 0, sizeof p);

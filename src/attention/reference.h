@@ -1,7 +1,7 @@
 /*
  * attention/reference.h - attention by its definition, slow, for tests.
  *
- * It decodes each key and value and computes in double. Pass 0 finds the maximum, pass 1 the sums, pass 2 p->mass
+ * It decodes each key and value and computes in double. Pass 0 finds the maximum, pass 1 the sums, pass 2 p->scores
  * if requested. It shares with attention/attend.h the check of the call, and no arithmetic.
  */
 #ifndef TKVI_ATTENTION_REFERENCE_H
@@ -48,8 +48,8 @@ static int tkvi_ref_is_finite(const tkvi_call *c, int row, int head) {
 static tkv_status tkvi_ref_row(const tkvi_call *c, int item, int row, int query, int head) {
     const tkv_cache *kv = c->kv;
     const tkv_config *cfg = &kv->tables.cfg;
-    const tkvi_list *list = tkvi_list_of(kv, c->rows[item].seq, c->plan->stored);
-    const uint32_t *ids = tkvi_ids(kv, c->rows[item].seq, c->plan->stored);
+    const tkvi_list *list = tkvi_list_of(kv, c->rows[item].seq, c->plan->stored_layer);
+    const uint32_t *ids = tkvi_ids(kv, c->rows[item].seq, c->plan->stored_layer);
     double top = 0.0, sum = 0.0, out[TKV_MAX_HEAD_DIM];
     tkvi_fetch_buffer room[2];
     int finite = tkvi_ref_is_finite(c, row, head); /* 0: the row sees no key and no learned sink */
@@ -66,7 +66,7 @@ static tkv_status tkvi_ref_row(const tkvi_call *c, int item, int row, int query,
             sum = exp((double)c->p->sink_logits[head] - top);
         for (i = 0; i < list->n; i++) {
             const tkvi_block *b = &kv->pool.block[ids[i]];
-            const tkvi_record *rec = &kv->tables.coding[b->coding].record[head / c->heads_per_kv];
+            const tkvi_record *rec = &kv->tables.layout[b->layout].record[head / c->heads_per_kv];
             const uint8_t *k, *v = NULL;
             const int n = tkvi_block_tokens(kv, list, ids, i);
             const uint64_t there = tkvi_live_mask(b, n);
@@ -119,7 +119,7 @@ TKV_API tkv_status tkv_attend_reference(tkv_cache *kv, const tkv_attend_params *
     for (item = 0; item < c.n_rows; item++) {
         if (p->scores)
             memset(p->scores + item * c.mass_stride, 0,
-                   (size_t)tkvi_list_of(kv, c.rows[item].seq, c.plan->stored)->len * sizeof(float));
+                   (size_t)tkvi_list_of(kv, c.rows[item].seq, c.plan->stored_layer)->len * sizeof(float));
         for (query = 0; query < c.rows[item].n; query++, row++)
             for (head = 0; head < kv->tables.cfg.model.n_heads && !st; head++)
                 st = tkvi_ref_row(&c, item, row, query, head);

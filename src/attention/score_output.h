@@ -1,5 +1,5 @@
 /*
- * attention/score_output.h - the consumer that fills in p->mass, the attention scores that a call asks for. It takes
+ * attention/score_output.h - the consumer that fills in p->scores, the attention scores that a call asks for. It takes
  * all rows. The sums are floats, so work tiles must come in order: TKVI_OBSERVES_CALL.
  */
 #ifndef TKVI_ATTENTION_SCORE_OUTPUT_H
@@ -13,7 +13,7 @@ static int tkvi_score_output_wants(const tkv_cache *kv, const tkv_attend_params 
     return p->scores ? TKVI_WANTS_CALL : 0;
 }
 
-/* Adds the softmax weights of all rows for block i to p->mass. */
+/* Adds the softmax weights of all rows for block i to p->scores. */
 static TKVI_NOINLINE void tkvi_score_output_observe(const tkvi_tile_view *v, int i, const float *scores,
                                                     void *state) {
     const tkvi_work_tile *u = v->tile;

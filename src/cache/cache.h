@@ -23,15 +23,15 @@ typedef struct tkvi_list {
     int n;                    /* blocks */
     int sinks, archive, warm; /* blocks of each tier; all other blocks are hot */
     int len;                  /* tokens ever appended */
-    int dropped;              /* tokens before this position have expired (they left the window) */
-    int chunk_was;            /* previous value of `chunk`, restored when the append fails */
-    int chunk;                /* len before the last append; its tokens stay exact until the next append */
-    /* The first `tight` blocks after the sinks are as small as the level requires. The first `tightest` are as
+    int expired;              /* tokens before this position have expired (they left the window) */
+    int previous_chunk_start; /* previous value of chunk_start, restored when the append fails */
+    int chunk_start;          /* len before the last append; its tokens stay exact until the next append */
+    /* The first n_recoded blocks after the sinks are as small as the level requires. The first n_tightest are as
      * small as its archive (reclaim/budget.h). */
-    int tight, tightest;
-    int out;      /* offloaded blocks after the sinks, up to the first that is in RAM (reclaim/offload.h) */
-    int step_len; /* len when the open step began */
-    int left;     /* dry run only: blocks that this list would keep after reclaim (reclaim/budget.h) */
+    int n_recoded, n_tightest;
+    int n_offloaded; /* offloaded blocks after the sinks, up to the first that is in RAM (reclaim/offload.h) */
+    int step_len;    /* len when the open step began */
+    int n_left;      /* dry run only: blocks that this list would keep after reclaim (reclaim/budget.h) */
 } tkvi_list;
 
 typedef struct tkvi_seq {
@@ -63,7 +63,7 @@ typedef struct tkvi_query_stats {
     int used;   /* `tokens` when the factors were last computed; 0: never */
 } tkvi_query_stats;
 
-/* Memory that a call requests in addition to slots (tkv_cache.need). */
+/* Memory that a call requests in addition to slots (tkv_cache.slot_request). */
 typedef struct tkvi_memory_request {
     const tkv_rows *rows; /* sequences and the tokens that their lists must take */
     int n_rows, layer;    /* layer of the lists; -1: all, each up to rows[0].n tokens beyond the shortest */
@@ -76,49 +76,50 @@ struct tkv_cache {
     tkvi_heap heap;
     tkvi_arena arena;
     tkvi_pool pool;
-    tkvi_seq *seq;      /* [max_seqs] */
-    tkvi_list *list;    /* [max_seqs][n_layers] */
-    int64_t *promised;  /* [max_seqs][n_classes] slots reserved by each sequence */
-    int64_t *peak_live; /* [2][n_classes] work space of tkvi_peak */
-    float *recode;      /* [64][head_dim], [64][v_head_dim] decoded values, work space of recoding */
-    float *parts;       /* partial results of parallel attention, or NULL */
-    int parts_taken;    /* 1: a call uses `parts` */
+    tkvi_seq *seq;           /* [max_seqs] */
+    tkvi_list *list;         /* [max_seqs][n_layers] */
+    int64_t *reserved_slots; /* [max_seqs][n_classes] slots reserved by each sequence */
+    int64_t *peak_live;      /* [2][n_classes] work space of tkvi_peak */
+    float *recode;           /* [64][head_dim], [64][v_head_dim] decoded values, work space of recoding */
+    float *split_sums;       /* partial results of parallel attention, or NULL */
+    int split_sums_taken;    /* 1: a call uses split_sums */
     /* Statistics of attention (learn/statistics.h); NULL where no format needs them. */
-    int *seen;              /* [n_layers] tokens appended since collection began; -1: nothing is collected */
-    int64_t *asked;         /* [n_layers][n_kv_heads][head_dim] sums of squared queries */
+    int *tokens_seen;       /* [n_layers] tokens appended since collection began; -1: nothing is collected */
+    int64_t *q_sq_sum;      /* [n_layers][n_kv_heads][head_dim] sums of squared queries */
     int64_t *far_attention; /* [n_layers][n_kv_heads] sums of p^2 over far keys */
-    int learning;           /* lock of all statistics and of attention scores */
+    int stats_lock;         /* lock of all statistics and of attention scores */
     /* Query statistics of SQUAT formats (learn/squat_queries.h). */
     tkvi_query_stats *query_stats; /* [n_layers] */
-    int64_t *metric;               /* [n_layers][n_kv_heads][packed] sums of q q^T */
-    uint16_t *feedback; /* [n_layers][n_kv_heads][tkvi_feedback_count] factors, fp16; 0 until known */
-    float *solve;       /* [packed] work space; packed = head_dim (head_dim + 1) / 2 */
-    tkvi_meter *meter;  /* NULL: none (cache/meter.h) */
+    int64_t *q_products;           /* [n_layers][n_kv_heads][packed] sums of q q^T */
+    uint16_t *squat_factors; /* [n_layers][n_kv_heads][tkvi_feedback_count] factors, fp16; 0 until known */
+    float *solve;            /* [packed] work space; packed = head_dim (head_dim + 1) / 2 */
+    tkvi_meter *meter;       /* NULL: none (cache/meter.h) */
     /* The budget (reclaim/budget.h). */
-    tkv_pressure policy;
-    float outside;          /* memory pressure from the caller (tkv_report_pressure), 0 .. 1 */
-    size_t bytes_per_block; /* of one hot block in every layer; layers open them at the same token */
-    int moved;              /* 1: tkv_set_hot_tokens was called; blocks may be older than their tier allows */
+    tkv_pressure pressure;
+    float reported_pressure; /* memory pressure from the caller (tkv_report_pressure), 0 .. 1 */
+    size_t bytes_per_block;  /* of one hot block in every layer; layers open them at the same token */
+    int hot_tokens_changed; /* 1: tkv_set_hot_tokens was called; blocks may be older than their tier allows */
     int64_t recode_backlog; /* bytes that recoding must still free to pay for appended tokens */
     size_t relax_at;        /* a less compressed level is considered only while fewer bytes are in use */
     uint64_t demoted, recoded[TKV_MAX_LEVELS], refused; /* counts of tkv_budget_info */
-    uint64_t spilled, unstored, promoted; /* blocks offloaded, refused by the store, brought back */
+    uint64_t n_offloaded, n_unwritten, n_promoted; /* blocks offloaded, refused by the store, brought back */
     int store_failed; /* 1: the store failed in this call; an error then names the store as the cause */
-    int64_t *
-        need; /* [4][n_classes] work space: slots requested, slots forecast, two of tkvi_subtract_smallest_blocks */
-    tkvi_memory_request order; /* valid during the call */
+    /* [4][n_classes] work space: slots requested, slots forecast, two of tkvi_subtract_smallest_blocks */
+    int64_t *slot_request;
+    tkvi_memory_request memory_request; /* valid during the call */
     int reclaim_stages; /* stages that the call needs: bits of tkvi_reclaim_stages (reclaim/budget.h) */
-    int share;          /* eighths of the tokens above the floor that stay, with TKVI_FLOOR */
+    int kept_eighths;   /* eighths of the tokens above the floor that stay, with TKVI_FLOOR */
     /* Discarding and recomputation (reclaim/discard.h). */
     uint64_t clock; /* counts calls that need memory; sequences in use now are not discarded for them */
     uint64_t blocks_discarded, recomputed; /* blocks */
-    tkvi_token_scores mass;                /* how the config scores attention (reclaim/scores.h) */
+    tkvi_token_scores token_scores;        /* how the config scores attention (reclaim/scores.h) */
     /* Eviction (reclaim/evict_tokens.h). */
-    uint8_t *choice;     /* work space for choosing among the tokens of the longest list; NULL: no eviction */
-    uint32_t choice_cap; /* blocks that `choice` has space for */
+    uint8_t
+        *choice_space;   /* work space for choosing among the tokens of the longest list; NULL: no eviction */
+    uint32_t choice_cap; /* blocks that choice_space has space for */
     uint64_t evicted, merged;
-    size_t fixed_bytes, table_bytes, scratch_bytes, shadow_bytes; /* of the fixed piece */
-    char error[160];                                              /* message of the last failed call */
+    size_t fixed_bytes, table_bytes, scratch_bytes, copy_bytes; /* of the fixed piece */
+    char error[160];                                            /* message of the last failed call */
 };
 
 static tkvi_list *tkvi_list_of(const tkv_cache *kv, int seq, int layer) {
@@ -127,7 +128,7 @@ static tkvi_list *tkvi_list_of(const tkv_cache *kv, int seq, int layer) {
 
 static int64_t *tkvi_q_sq_sum_of(const tkv_cache *kv, int layer, int head) {
     const tkv_config *cfg = &kv->tables.cfg;
-    return kv->asked +
+    return kv->q_sq_sum +
            ((size_t)layer * (size_t)cfg->model.n_kv_heads + (size_t)head) * (size_t)cfg->model.head_dim;
 }
 
@@ -138,7 +139,7 @@ static int64_t *tkvi_far_attention_of(const tkv_cache *kv, int layer, int head) 
 static int64_t *tkvi_query_stats_of(const tkv_cache *kv, int layer, int head) {
     const tkv_config *cfg = &kv->tables.cfg;
     size_t dim = (size_t)cfg->model.head_dim;
-    return kv->metric +
+    return kv->q_products +
            ((size_t)layer * (size_t)cfg->model.n_kv_heads + (size_t)head) * (dim * (dim + 1) / 2);
 }
 
@@ -146,8 +147,8 @@ static int64_t *tkvi_query_stats_of(const tkv_cache *kv, int layer, int head) {
 static uint16_t *tkvi_feedback_of(const tkv_cache *kv, int layer, int head) {
     const tkv_config *cfg = &kv->tables.cfg;
     size_t at = (size_t)layer * (size_t)cfg->model.n_kv_heads + (size_t)head;
-    if (!TKVI_HAS_SQUAT || !kv->feedback) return NULL;
-    return kv->feedback + at * tkvi_feedback_count(cfg->model.head_dim, cfg->format.squat_block);
+    if (!TKVI_HAS_SQUAT || !kv->squat_factors) return NULL;
+    return kv->squat_factors + at * tkvi_feedback_count(cfg->model.head_dim, cfg->format.squat_block);
 }
 
 static uint32_t *tkvi_ids(const tkv_cache *kv, int seq, int layer) {
@@ -167,28 +168,28 @@ static int tkvi_block_end(const tkv_cache *kv, const tkvi_list *list, const uint
 /* Token slots in use in block i, evicted tokens included. */
 static int tkvi_block_tokens(const tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int i) {
     const tkvi_block *b = &kv->pool.block[ids[i]];
-    return TKVI_HAS_EVICT && b->packed ? b->packed : tkvi_block_end(kv, list, ids, i) - b->start;
+    return TKVI_HAS_EVICT && b->n_packed ? b->n_packed : tkvi_block_end(kv, list, ids, i) - b->start;
 }
 
 /* Bit per slot: 1 where the slot has a token that was not evicted. slots: 1 .. 64. */
 static uint64_t tkvi_live_mask(const tkvi_block *b, int slots) {
-    return (TKVI_HAS_EVICT ? ~b->gone : ~(uint64_t)0) & ~(uint64_t)0 >> (TKVI_BLOCK - slots);
+    return (TKVI_HAS_EVICT ? ~b->evicted_mask : ~(uint64_t)0) & ~(uint64_t)0 >> (TKVI_BLOCK - slots);
 }
 
 /* Can this block hold anchors? Only the sink block can: it alone has a capacity below 64. Its positions can be far
- * apart, so each takes two entries of `where` (32 bits). */
+ * apart, so each takes two entries of `positions` (32 bits). */
 static int tkvi_has_long_positions(const tkv_cache *kv, const tkvi_block *b) {
     return TKVI_HAS_EVICT && kv->tables.cfg.tiers.n_anchors > 0 &&
-           kv->tables.coding[b->coding].tokens < TKVI_BLOCK;
+           kv->tables.layout[b->layout].tokens < TKVI_BLOCK;
 }
 
 /* Position of the token in a slot of block `id`. */
 static int tkvi_slot_position(const tkv_cache *kv, uint32_t id, int slot) {
     const tkvi_block *b = &kv->pool.block[id];
     int32_t at;
-    if (!TKVI_HAS_EVICT || !b->packed) return b->start + slot;
-    if (!tkvi_has_long_positions(kv, b)) return b->start + kv->pool.token_meta[id].where[slot];
-    memcpy(&at, (const uint8_t *)kv->pool.token_meta[id].where + 4 * slot, sizeof at);
+    if (!TKVI_HAS_EVICT || !b->n_packed) return b->start + slot;
+    if (!tkvi_has_long_positions(kv, b)) return b->start + kv->pool.token_meta[id].positions[slot];
+    memcpy(&at, (const uint8_t *)kv->pool.token_meta[id].positions + 4 * slot, sizeof at);
     return at;
 }
 
@@ -196,21 +197,21 @@ static void tkvi_set_slot_position(tkv_cache *kv, uint32_t id, int slot, int pos
     const tkvi_block *b = &kv->pool.block[id];
     const int32_t at = position;
     if (tkvi_has_long_positions(kv, b))
-        memcpy((uint8_t *)kv->pool.token_meta[id].where + 4 * slot, &at, sizeof at);
-    else kv->pool.token_meta[id].where[slot] = (uint16_t)(position - b->start);
+        memcpy((uint8_t *)kv->pool.token_meta[id].positions + 4 * slot, &at, sizeof at);
+    else kv->pool.token_meta[id].positions[slot] = (uint16_t)(position - b->start);
 }
 
 /* Records that block `id` changed its tier when the list had `len` tokens. Promotion then waits for the cool-down
  * (step/promotion.h). */
 static void tkvi_note_move(tkv_cache *kv, uint32_t id, int len) {
-    if (TKVI_HAS_EVICT && kv->pool.token_meta) kv->pool.token_meta[id].moved = len + 1;
+    if (TKVI_HAS_EVICT && kv->pool.token_meta) kv->pool.token_meta[id].moved_at = len + 1;
 }
 
 /* End (exclusive) of the positions that tokens of block i can have. Anchors can lie up to the end of the list. */
 static int tkvi_block_reach(const tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int i) {
     const tkvi_block *b = &kv->pool.block[ids[i]];
-    return TKVI_HAS_EVICT && b->packed && tkvi_has_long_positions(kv, b) ? list->len
-                                                                         : tkvi_block_end(kv, list, ids, i);
+    return TKVI_HAS_EVICT && b->n_packed && tkvi_has_long_positions(kv, b) ? list->len
+                                                                           : tkvi_block_end(kv, list, ids, i);
 }
 
 /* 1: tokens cannot move to other slots. Formats that undo RoPE need consecutive positions (KVQUANT). */
@@ -221,25 +222,25 @@ static int tkvi_has_fixed_slots(const tkv_cache *kv) { return TKVI_HAS_KVQUANT &
 static int tkvi_move_token_meta(tkv_cache *kv, uint32_t to, int at, uint32_t from, uint64_t there,
                                 int start) {
     tkvi_token_meta *a = &kv->pool.token_meta[to], *b = &kv->pool.token_meta[from];
-    const uint64_t pinned = b->pinned, temporary_pins = b->temporary_pins, anchored = b->anchored;
+    const uint64_t pinned = b->pinned_mask, temporary_pins = b->temporary_mask, anchored = b->anchored_mask;
     int t;
-    if (at == 0) a->pinned = a->temporary_pins = a->anchored = 0;
+    if (at == 0) a->pinned_mask = a->temporary_mask = a->anchored_mask = 0;
     for (t = 0; t < TKVI_BLOCK; t++) {
         if (!(there >> t & 1)) continue;
-        a->where[at] = (uint16_t)(tkvi_slot_position(kv, from, t) - start); /* at <= t if from == to */
-        a->mass[at] = b->mass[t];
-        a->pinned |= (pinned >> t & 1) << at;
-        a->temporary_pins |= (temporary_pins >> t & 1) << at;
-        if (temporary_pins >> t & 1) a->until = tkvi_max(a->until, b->until);
-        a->anchored |= (anchored >> t & 1) << at;
+        a->positions[at] = (uint16_t)(tkvi_slot_position(kv, from, t) - start); /* at <= t if from == to */
+        a->scores[at] = b->scores[t];
+        a->pinned_mask |= (pinned >> t & 1) << at;
+        a->temporary_mask |= (temporary_pins >> t & 1) << at;
+        if (temporary_pins >> t & 1) a->temporary_until = tkvi_max(a->temporary_until, b->temporary_until);
+        a->anchored_mask |= (anchored >> t & 1) << at;
         at++;
     }
     return at;
 }
 
-/* Is `coding` the format of the layer's hot tier? */
-static int tkvi_is_hot_coding(const tkv_cache *kv, int layer, int coding) {
-    return kv->tables.coding[coding].key == kv->tables.plan[layer].now.key[TKV_TIER_HOT];
+/* Is `layout` the format of the layer's hot tier? */
+static int tkvi_is_hot_layout(const tkv_cache *kv, int layer, int layout) {
+    return kv->tables.layout[layout].key == kv->tables.plan[layer].now.key[TKV_TIER_HOT];
 }
 
 /* Tokens that left every window are kept for this many more tokens. A truncation of the hot tail needs them. */
@@ -273,7 +274,7 @@ static int tkvi_each_block(const tkv_cache *kv, int layer, int head, tkvi_visit 
             if (i < list->sinks + list->archive) continue;
             b = &kv->pool.block[ids[i]];
             if (tkvi_is_offloaded(b)) continue;
-            r = &kv->tables.coding[b->coding].record[head];
+            r = &kv->tables.layout[b->layout].record[head];
             visit(ctx, r, tkvi_block_bytes(&kv->pool, b) + r->at, b->start,
                   tkvi_block_tokens(kv, list, ids, i));
             found++;
@@ -345,7 +346,7 @@ static void tkvi_emit_offloaded(tkv_cache *kv, int seq, int layer, int i) {
     e.layer = layer;
     e.from = tkvi_block_start(kv, ids, i);
     e.to = tkvi_block_end(kv, list, ids, i);
-    e.bytes = kv->tables.coding[kv->pool.block[ids[i]].coding].bytes.total;
+    e.bytes = kv->tables.layout[kv->pool.block[ids[i]].layout].bytes.total;
     e.text = "a block was offloaded";
     kv->tables.cfg.host.on_event(kv->tables.cfg.host.event_user, &e);
 }
@@ -364,18 +365,18 @@ static size_t tkvi_stats_bytes(const tkv_config *cfg) {
 /* Allocates the statistics if a format needs them. Returns 0 without memory, and has then changed nothing. */
 static int tkvi_get_stats(tkv_cache *kv, tkvi_heap *heap) {
     size_t bytes = tkvi_stats_bytes(&kv->tables.cfg);
-    if (!kv->tables.any_shared || kv->asked) return 1;
+    if (!kv->tables.any_shared || kv->q_sq_sum) return 1;
     if (heap->limit) tkvi_trim_to(&kv->pool, 0);
-    kv->asked = (int64_t *)tkvi_get(heap, bytes);
-    if (!kv->asked) return 0;
-    memset(kv->asked, 0, bytes);
-    kv->far_attention = kv->asked + tkvi_q_sq_sum_bytes(&kv->tables.cfg) / sizeof(int64_t);
+    kv->q_sq_sum = (int64_t *)tkvi_get(heap, bytes);
+    if (!kv->q_sq_sum) return 0;
+    memset(kv->q_sq_sum, 0, bytes);
+    kv->far_attention = kv->q_sq_sum + tkvi_q_sq_sum_bytes(&kv->tables.cfg) / sizeof(int64_t);
     return 1;
 }
 
 static void tkvi_put_stats(tkv_cache *kv) {
-    tkvi_put(&kv->heap, kv->asked, tkvi_stats_bytes(&kv->tables.cfg));
-    kv->asked = kv->far_attention = NULL;
+    tkvi_put(&kv->heap, kv->q_sq_sum, tkvi_stats_bytes(&kv->tables.cfg));
+    kv->q_sq_sum = kv->far_attention = NULL;
 }
 
 /* >>sizes of the fixed piece */
@@ -429,7 +430,7 @@ static size_t tkvi_table_bytes(const tkvi_sizes *s) {
 
 /* The smallest budget: the fixed piece, statistics, one version of the tables, and pages for the first tokens. */
 static size_t tkvi_least_budget(const tkvi_derived_config *h, const tkvi_sizes *s) {
-    const size_t pages = (size_t)h->spare + 2;
+    const size_t pages = (size_t)h->recode_pages + 2;
     size_t n = 0, all = s->total;
     if (h->any_shared && !tkvi_add(all, tkvi_stats_bytes(&h->cfg), &all)) return (size_t)-1;
     if (!tkvi_add(all, tkvi_version_bytes(h), &all)) return (size_t)-1;
@@ -465,23 +466,23 @@ static tkv_status tkvi_build(tkvi_derived_config *h, const tkvi_heap *from, tkv_
     at += s.seqs;
     kv->list = (tkvi_list *)(void *)at;
     at += s.lists;
-    kv->promised = (int64_t *)(void *)at;
-    kv->peak_live = kv->promised + (size_t)h->cfg.limits.max_seqs * classes;
-    kv->pool.live = kv->peak_live + 2 * classes;
-    kv->pool.promised = kv->pool.live + classes;
-    kv->need = kv->pool.promised + classes;
-    kv->pool.room = (uint32_t *)(void *)(kv->need + 4 * classes);
+    kv->reserved_slots = (int64_t *)(void *)at;
+    kv->peak_live = kv->reserved_slots + (size_t)h->cfg.limits.max_seqs * classes;
+    kv->pool.used_slots = kv->peak_live + 2 * classes;
+    kv->pool.reserved_slots = kv->pool.used_slots + classes;
+    kv->slot_request = kv->pool.reserved_slots + classes;
+    kv->pool.partial_pages = (uint32_t *)(void *)(kv->slot_request + 4 * classes);
     at += s.counts;
     if (s.seen) {
-        kv->seen = (int *)(void *)at;
+        kv->tokens_seen = (int *)(void *)at;
         for (c = 0; c < h->cfg.model.n_layers; c++) /* layers that need no table collect nothing */
-            if (!tkvi_plan_learns(&kv->tables.plan[c])) kv->seen[c] = -1;
+            if (!tkvi_plan_learns(&kv->tables.plan[c])) kv->tokens_seen[c] = -1;
     }
     at += s.seen;
     if (TKVI_HAS_SQUAT && h->any_squat) {
         kv->query_stats = (tkvi_query_stats *)(void *)at;
-        kv->metric = (int64_t *)(void *)(at + s.query_stats);
-        kv->feedback = (uint16_t *)(void *)(at + s.query_stats + s.metric);
+        kv->q_products = (int64_t *)(void *)(at + s.query_stats);
+        kv->squat_factors = (uint16_t *)(void *)(at + s.query_stats + s.metric);
         kv->solve = (float *)(void *)(at + s.query_stats + s.metric + s.feedback + s.meter);
     }
     at += s.query_stats + s.metric + s.feedback;
@@ -489,12 +490,12 @@ static tkv_status tkvi_build(tkvi_derived_config *h, const tkvi_heap *from, tkv_
     at += s.meter + s.solve;
     kv->recode = (float *)(void *)at;
     at += s.recode;
-    kv->parts = s.parts ? (float *)(void *)at : NULL;
+    kv->split_sums = s.parts ? (float *)(void *)at : NULL;
     kv->kernels = kernels;
     kv->fixed_bytes = s.total;
     kv->table_bytes = tkvi_table_bytes(&s);
     kv->scratch_bytes = s.solve + s.recode + s.parts;
-    kv->shadow_bytes = s.shadow;
+    kv->copy_bytes = s.shadow;
     kv->pool.tables = &kv->tables;
     if (!tkvi_get_stats(kv, &heap)) {
         tkvi_put(&heap, kv, s.total);
@@ -503,15 +504,15 @@ static tkv_status tkvi_build(tkvi_derived_config *h, const tkvi_heap *from, tkv_
     kv->heap = heap;
     kv->pool.heap = &kv->heap;
     kv->pool.free_page = kv->pool.free_block = TKVI_NIL;
-    for (c = 0; c < h->n_classes; c++) kv->pool.room[c] = TKVI_NIL;
-    tkvi_token_score_init(&kv->mass, &kv->tables.cfg);
-    (void)tkv_init_pressure(&kv->policy, &h->cfg.budget.pressure, NULL, 0);
-    kv->policy.cfg = h->cfg.budget.pressure; /* its defaults are filled in, so 0 means level 0 */
+    for (c = 0; c < h->n_classes; c++) kv->pool.partial_pages[c] = TKVI_NIL;
+    tkvi_token_score_init(&kv->token_scores, &kv->tables.cfg);
+    (void)tkv_init_pressure(&kv->pressure, &h->cfg.budget.pressure, NULL, 0);
+    kv->pressure.cfg = h->cfg.budget.pressure; /* its defaults are filled in, so 0 means level 0 */
     kv->relax_at = (size_t)-1;
-    kv->pool.spare = h->spare;
+    kv->pool.recode_pages = h->recode_pages;
     for (c = 0; c < h->cfg.model.n_layers; c++)
-        if (kv->tables.plan[c].stored == c)
-            kv->bytes_per_block += kv->tables.coding[kv->tables.plan[c].now.coding[TKV_TIER_HOT]].bytes.total;
+        if (kv->tables.plan[c].stored_layer == c)
+            kv->bytes_per_block += kv->tables.layout[kv->tables.plan[c].now.layout[TKV_TIER_HOT]].bytes.total;
     if (h->cfg.budget.bytes) kv->pool.kept_free_pages = tkvi_free_pages_to_keep(kv);
     *out = kv;
     return TKV_OK;
@@ -533,7 +534,7 @@ static int tkvi_version_ready(tkv_cache *kv, int version) {
 
 /* Bytes held by table versions and statistics. */
 static size_t tkvi_learning_held(const tkv_cache *kv) {
-    size_t n = kv->asked ? tkvi_stats_bytes(&kv->tables.cfg) : 0;
+    size_t n = kv->q_sq_sum ? tkvi_stats_bytes(&kv->tables.cfg) : 0;
     int v;
     for (v = 0; v < TKVI_VERSIONS; v++) n += kv->tables.version[v].bytes ? kv->tables.version_bytes : 0;
     return n;
@@ -637,7 +638,7 @@ TKV_API void tkv_destroy(tkv_cache *kv) {
     for (s = 0; s < TKVI_VERSIONS; s++)
         tkvi_put(&kv->heap, kv->tables.version[s].bytes, kv->tables.version_bytes);
     tkvi_put_stats(kv);
-    tkvi_put(&kv->heap, kv->choice, kv->choice_cap * TKVI_CHOICE);
+    tkvi_put(&kv->heap, kv->choice_space, kv->choice_cap * TKVI_CHOICE);
     heap = kv->heap; /* kv lies in the last piece that is freed */
     if (!kv->pool.keep_all) tkvi_put(&heap, kv, kv->fixed_bytes);
 }
@@ -650,8 +651,8 @@ static int tkvi_grow_choice(tkv_cache *kv, uint32_t cap) {
     if (!tkvi_mul(cap, TKVI_CHOICE, &bytes)) return 0;
     bigger = (uint8_t *)tkvi_get(&kv->heap, bytes);
     if (!bigger) return 0;
-    tkvi_put(&kv->heap, kv->choice, kv->choice_cap * TKVI_CHOICE);
-    kv->choice = bigger;
+    tkvi_put(&kv->heap, kv->choice_space, kv->choice_cap * TKVI_CHOICE);
+    kv->choice_space = bigger;
     kv->choice_cap = cap;
     return 1;
 }
@@ -687,8 +688,9 @@ static void tkvi_most_blocks(const tkv_config *cfg, const tkvi_plan *p, int64_t 
         ((int64_t)p->now.hot + TKVI_BLOCK - 1 + cfg->limits.max_append + TKVI_BLOCK - 1) / TKVI_BLOCK;
     most[TKV_TIER_WARM] = ((int64_t)p->now.warm + TKVI_BLOCK - 1) / TKVI_BLOCK;
     most[TKV_TIER_ARCHIVE] = (tokens - p->now.warm) / TKVI_BLOCK; /* a flush can move all hot tokens here */
-    if (p->keep && most[TKV_TIER_ARCHIVE] > ((int64_t)p->keep + tkvi_expiry_margin(p)) / TKVI_BLOCK + 2)
-        most[TKV_TIER_ARCHIVE] = ((int64_t)p->keep + tkvi_expiry_margin(p)) / TKVI_BLOCK + 2;
+    if (p->kept_window &&
+        most[TKV_TIER_ARCHIVE] > ((int64_t)p->kept_window + tkvi_expiry_margin(p)) / TKVI_BLOCK + 2)
+        most[TKV_TIER_ARCHIVE] = ((int64_t)p->kept_window + tkvi_expiry_margin(p)) / TKVI_BLOCK + 2;
     for (tier = 0; tier < TKV_TIER_COUNT; tier++) {
         if (most[tier] < 0 || (p->now.hot == TKVI_FOREVER && tier != TKV_TIER_HOT)) most[tier] = 0;
         if (most[tier] > all) most[tier] = all;
@@ -719,7 +721,7 @@ static tkv_status tkvi_most_within(const tkvi_derived_config *h, const tkvi_size
         return TKV_ERR_CONFIG;
     m->pages = (int64_t)(budget / h->page_bytes);
     if (m->pages > 0x3fffffff) m->pages = 0x3fffffff;
-    for (; m->pages > h->spare; m->pages--) { /* the block and page tables need bytes, too */
+    for (; m->pages > h->recode_pages; m->pages--) { /* the block and page tables need bytes, too */
         size_t pages = (size_t)m->pages * h->page_bytes, n;
         uint64_t fit = h->cfg.offload.write || h->cfg.budget.discard ? blocks : 64u * (uint64_t)m->pages;
         m->block_cap = tkvi_cap_for((int64_t)(fit < blocks ? fit : blocks) + h->n_classes);
@@ -736,7 +738,7 @@ static tkv_status tkvi_most_within(const tkvi_derived_config *h, const tkvi_size
 
 static tkv_status tkvi_most_of(tkvi_derived_config *h, tkvi_most *m) {
     tkvi_tier_spec rule[TKV_MAX_LEVELS];
-    int64_t live[TKVI_MAX_CODINGS], wait[TKVI_MAX_CODINGS], most[TKV_TIER_COUNT], blocks = 0;
+    int64_t live[TKVI_MAX_LAYOUTS], wait[TKVI_MAX_LAYOUTS], most[TKV_TIER_COUNT], blocks = 0;
     tkvi_sizes fixed;
     size_t pages, n;
     int i, c, tier;
@@ -748,9 +750,9 @@ static tkv_status tkvi_most_of(tkvi_derived_config *h, tkvi_most *m) {
     for (i = 0; i < h->cfg.model.n_layers; i++) {
         tkvi_plan p;
         (void)tkvi_plan_of(h, i, &p, rule);
-        if (p.stored != i) continue;
+        if (p.stored_layer != i) continue;
         tkvi_most_blocks(&h->cfg, &p, most);
-        if (p.sink) live[h->class_of[p.sink_coding]]++;
+        if (p.sink) live[h->class_of[p.sink_layout]]++;
         for (tier = 0; tier < TKV_TIER_COUNT; tier++) {
             live[h->class_of[p.now.key[tier]]] += most[tier];
             /* blocks that wait for a table, in all sequences together */

@@ -18,7 +18,7 @@ static tkv_status tkvi_refuse_seq(tkv_cache *kv, int seq) {
 /* The layer whose blocks `layer` reads. Returns -1 for a bad sequence or layer, and for a layer without a cache. */
 static int tkvi_stored_layer(const tkv_cache *kv, int seq, int layer) {
     if (!tkvi_has_seq(kv, seq) || layer < 0 || layer >= kv->tables.cfg.model.n_layers) return -1;
-    return kv->tables.plan[layer].stored;
+    return kv->tables.plan[layer].stored_layer;
 }
 
 /* Do sequence and layer exist, and does this layer store K and V itself? */
@@ -38,7 +38,7 @@ TKV_API int tkv_get_length(const tkv_cache *kv, int seq, int layer) {
     }
     if (!tkvi_has_seq(kv, seq)) return 0;
     for (i = 0; i < kv->tables.cfg.model.n_layers; i++)
-        if (kv->tables.plan[i].stored == i) least = tkvi_min(least, tkvi_list_of(kv, seq, i)->len);
+        if (kv->tables.plan[i].stored_layer == i) least = tkvi_min(least, tkvi_list_of(kv, seq, i)->len);
     return least;
 }
 

@@ -79,7 +79,7 @@ static void tkvi_meter_place(tkvi_meter *m, const tkvi_tables *t, int n_stored) 
     int i, layer;
     for (i = 0; i < m->n; i++) {
         int at = i % n_stored, which = m->n < n_stored ? (2 * i + 1) * n_stored / (2 * m->n) : at;
-        for (layer = 0; t->plan[layer].stored != layer || which-- > 0;) layer++;
+        for (layer = 0; t->plan[layer].stored_layer != layer || which-- > 0;) layer++;
         m->head_probe[i].layer = layer;
         m->head_probe[i].head = (at + i / n_stored) % t->cfg.model.n_kv_heads;
         m->head_probe[i].phase = (int)((int64_t)i * m->every / m->n);
@@ -139,7 +139,7 @@ static void tkvi_head_probe_drop(tkvi_head_probe *g, int i) {
 }
 
 /* Copies the exact record of the block that begins at `start`, just before it is coded. First deletes the copies of
- * blocks that begin before `dropped`, the first position that has not expired. */
+ * blocks that begin before `expired`, the first position that has not expired. */
 static void tkvi_head_probe_keep(const tkvi_meter *m, tkvi_head_probe *g, int start, int dropped,
                                  const uint8_t *record, size_t bytes) {
     int number = start / TKVI_BLOCK, i; /* rises from block to block, except after a flushed partial block */

@@ -32,16 +32,16 @@ typedef struct tkvi_bytes { /* bytes of a block, all heads */
     size_t codes, metadata, total;
 } tkvi_bytes;
 
-/* Layout of a block in one pair of formats. Blocks refer to it by number (tkvi_block.coding). If the layer has a
- * table, it has codings of its own, one for each version of the table. All versions have the same size. */
-typedef struct tkvi_coding {
+/* Layout of a block in one pair of formats. Blocks refer to it by number (tkvi_block.layout). If the layer has a
+ * table, it has layouts of its own, one for each version of the table. All versions have the same size. */
+typedef struct tkvi_layout {
     tkv_format_pair pair;
     int key;             /* index into tkvi_derived_config.key */
     int tokens;          /* capacity: 64, or that of the sink block */
     int size_class;      /* index into size_class */
     tkvi_bytes bytes;    /* all heads */
     tkvi_record *record; /* [n_kv_heads]; heads may differ */
-} tkvi_coding;
+} tkvi_layout;
 
 /* A size class: pages cut into slots for blocks of one size. */
 typedef struct tkvi_class {
@@ -53,15 +53,15 @@ typedef struct tkvi_class {
 typedef struct tkvi_tier_spec {
     int hot, warm;              /* tokens */
     int key[TKV_TIER_COUNT];    /* index into tkvi_derived_config.key */
-    int coding[TKV_TIER_COUNT]; /* number of the coding; with a table, that of version 0 (tkvi_coding_of) */
-    int shared[TKV_TIER_COUNT]; /* 1: blocks need a table of the layer */
+    int layout[TKV_TIER_COUNT]; /* number of the layout; with a table, that of version 0 (tkvi_layout_of) */
+    int needs_table[TKV_TIER_COUNT]; /* 1: blocks need a table of the layer */
 } tkvi_tier_spec;
 
 typedef struct tkvi_plan {
-    int stored;         /* layer whose K and V this layer reads: itself or an earlier one; -1: no cache */
+    int stored_layer;   /* layer whose K and V this layer reads: itself or an earlier one; -1: no cache */
     int sink, window;   /* tokens; window 0: none */
-    int keep;           /* widest window of all layers that read this layer's blocks; 0: no window */
-    int sink_coding;    /* number of the coding of the sink block */
+    int kept_window;    /* widest window of all layers that read this layer's blocks; 0: no window */
+    int sink_layout;    /* number of the layout of the sink block */
     tkvi_tier_spec now; /* tiers at the current level */
     /* 1 if a tier of some level has such a format. allocates: heads share the layer's bytes (core/allocate.h).
      * kvquant: quantization levels are learned (learn/kvquant_tables.h). squat: the encoder needs statistics of
@@ -77,35 +77,35 @@ static int tkvi_plan_learns(const tkvi_plan *p) { return p->allocates || (TKVI_H
 
 /* Everything derived from a config without memory: format pairs, block sizes, size classes, page size. */
 #define TKVI_MAX_LAYERS 4096
-#define TKVI_MAX_CODINGS 128
+#define TKVI_MAX_LAYOUTS 128
 
-typedef struct tkvi_key {
+typedef struct tkvi_layout_key {
     tkv_format_pair pair;
     int tokens;
-} tkvi_key;
+} tkvi_layout_key;
 
 typedef struct tkvi_derived_config {
     tkv_config cfg; /* with defaults filled in */
     int n_keys, n_classes;
-    int n_codings; /* one for each key, then those of single layers */
+    int n_layouts; /* one for each key, then those of single layers */
     int any_shared, any_rotated, any_squat, any_kvquant;
     int any_kvquant_keys; /* 1: a KVQUANT format holds keys */
     int n_stored;         /* layers with blocks of their own */
     int n_levels;         /* levels of the ladder */
-    int spare;            /* pages that recoding needs under a budget; 0: no budget */
+    int recode_pages;     /* pages that recoding needs under a budget; 0: no budget */
     tkv_level ladder[TKV_MAX_LEVELS];
     size_t hot_record;                       /* bytes of one KV head of a hot block, in the widest layer */
-    tkvi_key key[TKVI_MAX_CODINGS];          /* [n_keys] */
-    tkvi_bytes bytes[TKVI_MAX_CODINGS];      /* [n_keys] */
-    int class_of[TKVI_MAX_CODINGS];          /* [n_keys] size class */
-    tkvi_class size_class[TKVI_MAX_CODINGS]; /* [n_classes] */
+    tkvi_layout_key key[TKVI_MAX_LAYOUTS];   /* [n_keys] */
+    tkvi_bytes bytes[TKVI_MAX_LAYOUTS];      /* [n_keys] */
+    int class_of[TKVI_MAX_LAYOUTS];          /* [n_keys] size class */
+    tkvi_class size_class[TKVI_MAX_LAYOUTS]; /* [n_classes] */
     size_t page_bytes;
 } tkvi_derived_config;
 
 /* One version of the tables of all layers: one piece of memory, allocated when the first layer needs it. */
 typedef struct tkvi_version {
     uint8_t *bytes;      /* NULL: not allocated */
-    tkvi_record *record; /* [codings of this version][n_kv_heads] */
+    tkvi_record *record; /* [layouts of this version][n_kv_heads] */
     /* Formats whose heads share bytes: */
     tkvi_head *head;               /* [n_layers][n_kv_heads]; their arrays are the next three */
     uint8_t *importance, *channel; /* [n_layers][n_kv_heads][k_pad] */
@@ -118,32 +118,33 @@ typedef struct tkvi_version {
 /* Everything derived from a config, in the cache's fixed piece. */
 typedef struct tkvi_tables {
     tkv_config cfg; /* with defaults filled in; the pointers layers, ladder and rope.frequencies are NULL */
-    int n_keys, n_codings, n_classes;
+    int n_keys, n_layouts, n_classes;
     int any_shared, any_kvquant;
     size_t page_bytes;
-    tkvi_plan *plan;      /* [n_layers] */
-    tkvi_tier_spec *rule; /* [n_layers][n_levels] */
-    int n_levels, level;  /* levels of the ladder; the current one */
-    int spare;            /* pages that recoding needs under a budget; 0: no budget at creation */
-    tkvi_coding *coding;  /* [n_codings] */
+    tkvi_plan *plan;            /* [n_layers] */
+    tkvi_tier_spec *tier_specs; /* [n_layers][n_levels] */
+    int n_levels, level;        /* levels of the ladder; the current one */
+    int recode_pages;           /* pages that recoding needs under a budget; 0: no budget at creation */
+    tkvi_layout *layout;        /* [n_layouts] */
     tkvi_class *size_class;
     tkvi_version version[TKVI_VERSIONS];
-    size_t version_bytes; /* bytes of one version; 0: no layer needs tables */
-    int *split;           /* [n_kv_heads] work space; NULL: no heads share bytes */
-    int8_t *current;      /* [n_layers] version that new blocks are coded with; -1: no table yet */
-    tkvi_rope *rope;      /* NULL: no KVQUANT format */
-    int any_rotated;      /* 1: some V format is rotated */
+    size_t version_bytes;    /* bytes of one version; 0: no layer needs tables */
+    int *split;              /* [n_kv_heads] work space; NULL: no heads share bytes */
+    int8_t *current_version; /* [n_layers] version that new blocks are coded with; -1: no table yet */
+    tkvi_rope *rope;         /* NULL: no KVQUANT format */
+    int any_rotated;         /* 1: some V format is rotated */
 } tkvi_tables;
 
-/* Number of the coding that new blocks of a layer's tier get. */
-static int tkvi_coding_of(const tkvi_tables *t, int layer, tkv_tier tier) {
+/* Number of the layout that new blocks of a layer's tier get. */
+static int tkvi_layout_of(const tkvi_tables *t, int layer, tkv_tier tier) {
     const tkvi_tier_spec *r = &t->plan[layer].now;
-    return r->coding[tier] + (r->shared[tier] && t->current[layer] > 0 ? t->current[layer] : 0);
+    return r->layout[tier] +
+           (r->needs_table[tier] && t->current_version[layer] > 0 ? t->current_version[layer] : 0);
 }
 
 /* The tiers of a layer at each level: an array of n_levels. */
-static tkvi_tier_spec *tkvi_rules_of(const tkvi_tables *t, int layer) {
-    return t->rule + (size_t)layer * (size_t)t->n_levels;
+static tkvi_tier_spec *tkvi_tier_specs_of(const tkvi_tables *t, int layer) {
+    return t->tier_specs + (size_t)layer * (size_t)t->n_levels;
 }
 
 /* Makes `level` the current level of all layers. */
@@ -151,7 +152,7 @@ static void tkvi_take_level(tkvi_tables *t, int level) {
     int i;
     t->level = level;
     for (i = 0; i < t->cfg.model.n_layers; i++)
-        if (t->plan[i].stored == i) t->plan[i].now = tkvi_rules_of(t, i)[level];
+        if (t->plan[i].stored_layer == i) t->plan[i].now = tkvi_tier_specs_of(t, i)[level];
 }
 
 /* >>validate */
@@ -327,7 +328,7 @@ static tkvi_plan tkvi_resolve(const tkv_config *cfg, const tkv_level *level, int
     tkvi_plan p;
     memset(&p, 0, sizeof p);
     memset(&none, 0, sizeof none);
-    p.stored = c->no_cache ? -1 : c->share_kv ? c->share_kv - 1 : layer;
+    p.stored_layer = c->no_cache ? -1 : c->share_kv ? c->share_kv - 1 : layer;
     p.sink = tkvi_length(c->sink_tokens, wide.sink_tokens, 4);
     p.now.hot = tkvi_length(c->hot_tokens, level->hot_tokens ? level->hot_tokens : wide.hot_tokens, 64);
     p.now.warm = tkvi_length(c->warm_tokens, level->warm_tokens ? level->warm_tokens : wide.warm_tokens, 448);
@@ -379,12 +380,12 @@ static int tkvi_levels_of(const tkv_config *cfg) {
 
 /* Fills in the config of the pressure controller for the number of levels. Missing thresholds repeat the last one.
  * Returns NULL, or a sentence on the error. */
-static const char *tkvi_policy_for(const tkv_config *cfg, tkv_pressure_config *full) {
+static const char *tkvi_pressure_for(const tkv_config *cfg, tkv_pressure_config *full) {
     tkv_pressure_config p = cfg->budget.pressure;
     int steps = tkvi_levels_of(cfg) - 1, i, any = 0, n;
     for (i = 0; i < TKV_MAX_LEVELS - 1; i++) any |= tkvi_bits(p.threshold[i]) != 0;
     for (i = 0; i < 2 && !any; i++) p.threshold[i] = tkvi_profile_of(&p)->threshold[i];
-    n = tkvi_policy_levels(&p);
+    n = tkvi_pressure_levels(&p);
     for (i = n; i < TKV_MAX_LEVELS - 1; i++)
         if (tkvi_bits(p.threshold[i]) != 0)
             return "thresholds must be above 0 and at most 1, or TKV_ZERO, without gaps";
@@ -394,7 +395,7 @@ static const char *tkvi_policy_for(const tkv_config *cfg, tkv_pressure_config *f
         if (p.max_level > 0 || p.min_level != 0) return "there is one level only, 0";
         p.max_level = TKV_OFF;
     }
-    return tkvi_policy_fill(&p, full);
+    return tkvi_pressure_fill(&p, full);
 }
 
 /* Fills in h->ladder and h->n_levels. */
@@ -413,14 +414,14 @@ static int tkvi_find_key(tkvi_derived_config *h, tkv_format_pair pair, int token
     int i;
     for (i = 0; i < h->n_keys; i++)
         if (h->key[i].pair.k == pair.k && h->key[i].pair.v == pair.v && h->key[i].tokens == tokens) return i;
-    if (h->n_keys == TKVI_MAX_CODINGS) return -1;
+    if (h->n_keys == TKVI_MAX_LAYOUTS) return -1;
     h->key[h->n_keys].pair = pair;
     h->key[h->n_keys].tokens = tokens;
     return h->n_keys++;
 }
 
 /* Layout of one KV head. k, v: its shares from the layer's table, or NULL for equal shares. */
-static void tkvi_record_init(tkvi_record *r, const tkv_config *cfg, tkvi_key key, const tkvi_share *k,
+static void tkvi_record_init(tkvi_record *r, const tkv_config *cfg, tkvi_layout_key key, const tkvi_share *k,
                              const tkvi_share *v) {
     tkvi_options o;
     o.group = cfg->format.group_size;
@@ -445,7 +446,7 @@ static int tkvi_pair_kvquant(tkv_format_pair p) { return tkvi_is_kvquant(p.k) ||
 
 /* Bytes of a block, all heads. Where heads share bytes, their sum is fixed, however it is split. Returns 0 if a
  * block is too large. */
-static int tkvi_key_bytes(const tkv_config *cfg, tkvi_key key, tkvi_bytes *b) {
+static int tkvi_key_bytes(const tkv_config *cfg, tkvi_layout_key key, tkvi_bytes *b) {
     tkvi_record r;
     int64_t heads = cfg->model.n_kv_heads, k, v, meta, total;
     tkvi_record_init(&r, cfg, key, NULL, NULL);
@@ -519,7 +520,7 @@ static void tkvi_usual_blocks(const tkvi_derived_config *h, const tkvi_plan *p, 
     most[TKV_TIER_HOT] = r->hot / TKVI_BLOCK + 1; /* + 1: the partial block */
     most[TKV_TIER_WARM] = (r->warm + TKVI_BLOCK - 1) / TKVI_BLOCK;
     most[TKV_TIER_ARCHIVE] = TKVI_FOREVER;
-    if (p->sink) blocks[p->sink_coding]++;
+    if (p->sink) blocks[p->sink_layout]++;
     for (tier = 0; tier < TKV_TIER_COUNT && left > 0; tier++) {
         n = left < most[tier] ? left : most[tier];
         blocks[r->key[tier]] += n;
@@ -540,14 +541,14 @@ static int tkvi_tier_spec_of(tkvi_derived_config *h, int layer, int level, tkvi_
     int tier, fits = 1;
     *r = tkvi_resolve(&h->cfg, &h->ladder[level], layer, pair).now;
     for (tier = 0; tier < TKV_TIER_COUNT; tier++) {
-        r->key[tier] = r->coding[tier] = tkvi_find_key(h, pair[tier], TKVI_BLOCK);
-        fits &= r->coding[tier] >= 0;
+        r->key[tier] = r->layout[tier] = tkvi_find_key(h, pair[tier], TKVI_BLOCK);
+        fits &= r->layout[tier] >= 0;
         h->any_rotated |= tkvi_formats[pair[tier].v].rotated;
         if (!tkvi_reached(&h->cfg, r, tier)) continue;
         p->allocates |= tkvi_pair_allocates(pair[tier]);
         p->kvquant |= tkvi_pair_kvquant(pair[tier]);
         h->any_kvquant_keys |= tkvi_is_kvquant(pair[tier].k);
-        r->shared[tier] = tkvi_pair_allocates(pair[tier]) || tkvi_pair_kvquant(pair[tier]);
+        r->needs_table[tier] = tkvi_pair_allocates(pair[tier]) || tkvi_pair_kvquant(pair[tier]);
         p->squat |= tkvi_is_squat(pair[tier].k);
     }
     return fits;
@@ -558,19 +559,19 @@ static tkv_status tkvi_plan_of(tkvi_derived_config *h, int layer, tkvi_plan *p, 
     tkv_format_pair unused[TKV_TIER_COUNT], pair[TKV_TIER_COUNT];
     int level, other, fits = 1;
     *p = tkvi_resolve(&h->cfg, &h->ladder[0], layer, pair);
-    if (p->stored != layer)
+    if (p->stored_layer != layer)
         return TKV_OK; /* the layer reads another layer's blocks, or none: only its window matters */
-    p->keep = p->window;
-    for (other = layer + 1; h->cfg.layers && p->keep && other < h->cfg.model.n_layers; other++)
+    p->kept_window = p->window;
+    for (other = layer + 1; h->cfg.layers && p->kept_window && other < h->cfg.model.n_layers; other++)
         if (h->cfg.layers[other].share_kv == layer + 1) {
             int window = tkvi_resolve(&h->cfg, &h->ladder[0], other, unused).window;
-            p->keep = window && window < p->keep ? p->keep : window;
+            p->kept_window = window && window < p->kept_window ? p->kept_window : window;
         }
     for (level = 0; level < h->n_levels; level++) fits &= tkvi_tier_spec_of(h, layer, level, p, &rule[level]);
     p->now = rule[h->cfg.budget.pressure.min_level];
-    p->sink_coding = p->sink ? tkvi_find_key(h, pair[TKV_TIER_HOT], p->sink + h->cfg.tiers.n_anchors)
-                             : p->now.coding[TKV_TIER_HOT];
-    fits &= p->sink_coding >= 0;
+    p->sink_layout = p->sink ? tkvi_find_key(h, pair[TKV_TIER_HOT], p->sink + h->cfg.tiers.n_anchors)
+                             : p->now.layout[TKV_TIER_HOT];
+    fits &= p->sink_layout >= 0;
     h->any_squat |= p->squat;
     h->any_shared |= p->allocates;
     h->any_kvquant |= p->kvquant;
@@ -578,21 +579,22 @@ static tkv_status tkvi_plan_of(tkvi_derived_config *h, int layer, tkvi_plan *p, 
 }
 
 /* Gives a layer with tables its own codings: TKVI_VERSIONS for each key. *next is the first free number. */
-static void tkvi_own_codings(tkvi_tier_spec *rule, int n_levels, int *next) {
+static void tkvi_own_layouts(tkvi_tier_spec *rule, int n_levels, int *next) {
     int at, before;
     for (at = 0; at < n_levels * TKV_TIER_COUNT; at++) {
         tkvi_tier_spec *r = &rule[at / TKV_TIER_COUNT];
         const int tier = at % TKV_TIER_COUNT;
-        if (tier == TKV_TIER_HOT || !r->shared[tier]) continue;
+        if (tier == TKV_TIER_HOT || !r->needs_table[tier]) continue;
         for (before = 0; before < at; before++) {
             const tkvi_tier_spec *b = &rule[before / TKV_TIER_COUNT];
-            if (b->shared[before % TKV_TIER_COUNT] && b->key[before % TKV_TIER_COUNT] == r->key[tier]) break;
+            if (b->needs_table[before % TKV_TIER_COUNT] && b->key[before % TKV_TIER_COUNT] == r->key[tier])
+                break;
         }
         if (before < at) {
-            r->coding[tier] = rule[before / TKV_TIER_COUNT].coding[before % TKV_TIER_COUNT];
+            r->layout[tier] = rule[before / TKV_TIER_COUNT].layout[before % TKV_TIER_COUNT];
             continue;
         }
-        r->coding[tier] = *next;
+        r->layout[tier] = *next;
         *next += TKVI_VERSIONS;
     }
 }
@@ -601,12 +603,12 @@ static void tkvi_own_codings(tkvi_tier_spec *rule, int n_levels, int *next) {
  * another page becomes free. */
 static int tkvi_recode_pages_of(tkvi_derived_config *h) {
     tkvi_tier_spec rule[TKV_MAX_LEVELS];
-    uint8_t opens[TKV_MAX_LEVELS][TKVI_MAX_CODINGS] = {{0}};
+    uint8_t opens[TKV_MAX_LEVELS][TKVI_MAX_LAYOUTS] = {{0}};
     int level, most = 1, i, c, tier;
     for (i = 0; i < h->cfg.model.n_layers; i++) {
         tkvi_plan p;
         (void)tkvi_plan_of(h, i, &p, rule);
-        for (level = 0; level < h->n_levels && p.stored == i; level++)
+        for (level = 0; level < h->n_levels && p.stored_layer == i; level++)
             for (tier = TKV_TIER_WARM; tier < TKV_TIER_COUNT && rule[level].hot != TKVI_FOREVER; tier++)
                 opens[level][h->class_of[rule[level].key[tier]]] = 1;
     }
@@ -620,25 +622,25 @@ static int tkvi_recode_pages_of(tkvi_derived_config *h) {
 
 /* Fills in `h`. The fields of the config must be valid. */
 static tkv_status tkvi_derive_config(const tkv_config *cfg, tkvi_derived_config *h) {
-    int64_t of_key[TKVI_MAX_CODINGS] = {0}, of_class[TKVI_MAX_CODINGS] = {0};
-    int i, c, level, hot[TKVI_MAX_CODINGS] = {0};
+    int64_t of_key[TKVI_MAX_LAYOUTS] = {0}, of_class[TKVI_MAX_LAYOUTS] = {0};
+    int i, c, level, hot[TKVI_MAX_LAYOUTS] = {0};
     tkvi_tier_spec rule[TKV_MAX_LEVELS];
     tkvi_plan p;
     memset(h, 0, sizeof *h);
     h->cfg = *cfg;
     tkvi_fill_defaults(&h->cfg);
     tkvi_ladder_of(cfg, h);
-    (void)tkvi_policy_for(cfg, &h->cfg.budget.pressure);
+    (void)tkvi_pressure_for(cfg, &h->cfg.budget.pressure);
     for (i = 0; i < h->cfg.model.n_layers; i++) {
         if (tkvi_plan_of(h, i, &p, rule)) return TKV_ERR_CONFIG;
-        if (p.stored != i) continue;
-        tkvi_own_codings(rule, h->n_levels, &h->n_codings);
+        if (p.stored_layer != i) continue;
+        tkvi_own_layouts(rule, h->n_levels, &h->n_layouts);
         for (level = 0; level < h->n_levels; level++) tkvi_usual_blocks(h, &p, &rule[level], of_key);
         hot[p.now.key[TKV_TIER_HOT]] = 1;
         h->n_stored++;
     }
-    h->n_codings += h->n_keys;
-    if (h->n_codings > 0xffff) return TKV_ERR_CONFIG;
+    h->n_layouts += h->n_keys;
+    if (h->n_layouts > 0xffff) return TKV_ERR_CONFIG;
     if ((h->any_shared || h->any_kvquant) &&
         (uint64_t)h->cfg.model.n_layers * (uint64_t)h->cfg.model.n_kv_heads > ((size_t)-1 >> 16))
         return TKV_ERR_CONFIG; /* a table has about 8 KB for each head at most */
@@ -655,8 +657,8 @@ static tkv_status tkvi_derive_config(const tkv_config *cfg, tkvi_derived_config 
     }
     for (c = 0; c < h->n_classes; c++) /* blocks, mean of all levels */
         of_class[c] = (of_class[c] + h->n_levels - 1) / h->n_levels;
-    h->spare = h->cfg.budget.bytes ? tkvi_recode_pages_of(h) : 0;
-    h->page_bytes = tkvi_page_size(h->size_class, of_class, h->n_classes, h->spare);
+    h->recode_pages = h->cfg.budget.bytes ? tkvi_recode_pages_of(h) : 0;
+    h->page_bytes = tkvi_page_size(h->size_class, of_class, h->n_classes, h->recode_pages);
     for (c = 0; c < h->n_classes; c++)
         h->size_class[c].slots = tkvi_slots_of(&h->size_class[c], h->page_bytes);
     return TKV_OK;
@@ -690,9 +692,9 @@ static const char *tkvi_anchor_fault(const tkv_config *cfg) {
     memset(&none, 0, sizeof none);
     for (i = 0; i < cfg->model.n_layers; i++) {
         const tkvi_plan p = tkvi_resolve(cfg, &none, i, unused);
-        if (p.stored < 0) continue;
+        if (p.stored_layer < 0) continue;
         if (p.window) return "it must be 0 where a layer has a window";
-        if (p.stored == i && p.sink == 0) return "it must be 0 where a layer has no sinks";
+        if (p.stored_layer == i && p.sink == 0) return "it must be 0 where a layer has no sinks";
         if (p.sink + cfg->tiers.n_anchors > 32) return "it must be at most 32 less the sinks";
     }
     return NULL;
@@ -800,7 +802,7 @@ static tkv_status tkvi_validate(const tkv_config *cfg, tkvi_derived_config *shap
     if (!st && cfg->budget.ladder) st = tkvi_validate_ladder(cfg, reason, size);
     if (!st) {
         tkv_pressure_config full;
-        wrong = tkvi_policy_for(cfg, &full);
+        wrong = tkvi_pressure_for(cfg, &full);
         if (wrong) {
             tkvi_text t = tkvi_text_begin(reason, reason ? size : 0);
             tkvi_append_text(&t, "budget.pressure: ");
@@ -840,20 +842,20 @@ TKV_API tkv_status tkv_validate_config(const tkv_config *cfg, char *reason, size
 
 /* >>tables: arrays in one piece of memory, each at a multiple of 64 bytes */
 typedef struct tkvi_table_sizes {
-    size_t plan, rule, coding, size_class, record, split, current, rope;
+    size_t plan, rule, layout, size_class, record, split, current, rope;
 } tkvi_table_sizes;
 
 static size_t tkvi_table_sizes_of(const tkvi_derived_config *h, tkvi_table_sizes *s) {
     size_t layers = (size_t)h->cfg.model.n_layers, heads = (size_t)h->cfg.model.n_kv_heads;
     s->plan = tkvi_align_up(layers * sizeof(tkvi_plan));
     s->rule = tkvi_align_up(layers * (size_t)h->n_levels * sizeof(tkvi_tier_spec));
-    s->coding = tkvi_align_up((size_t)h->n_codings * sizeof(tkvi_coding));
+    s->layout = tkvi_align_up((size_t)h->n_layouts * sizeof(tkvi_layout));
     s->size_class = tkvi_align_up((size_t)h->n_classes * sizeof(tkvi_class));
     s->record = tkvi_align_up((size_t)h->n_keys * heads * sizeof(tkvi_record));
     s->split = h->any_shared ? tkvi_align_up(heads * sizeof(int)) : 0;
     s->current = tkvi_align_up(layers);
     s->rope = h->any_kvquant ? tkvi_align_up(sizeof(tkvi_rope)) : 0;
-    return s->plan + s->rule + s->coding + s->size_class + s->record + s->split + s->current + s->rope;
+    return s->plan + s->rule + s->layout + s->size_class + s->record + s->split + s->current + s->rope;
 }
 
 static size_t tkvi_tables_bytes(const tkvi_derived_config *h) {
@@ -881,7 +883,7 @@ static size_t tkvi_version_sizes_of(const tkv_config *cfg, int own, int shared, 
 
 static size_t tkvi_version_bytes(const tkvi_derived_config *h) {
     tkvi_version_sizes s;
-    return tkvi_version_sizes_of(&h->cfg, (h->n_codings - h->n_keys) / TKVI_VERSIONS, h->any_shared,
+    return tkvi_version_sizes_of(&h->cfg, (h->n_layouts - h->n_keys) / TKVI_VERSIONS, h->any_shared,
                                  h->any_kvquant, &s);
 }
 
@@ -889,14 +891,14 @@ static size_t tkvi_version_bytes(const tkvi_derived_config *h) {
 static void tkvi_version_build(tkvi_tables *t, int version, uint8_t *mem) {
     tkvi_version *v = &t->version[version];
     tkvi_version_sizes s;
-    int own = (t->n_codings - t->n_keys) / TKVI_VERSIONS, i;
+    int own = (t->n_layouts - t->n_keys) / TKVI_VERSIONS, i;
     size_t heads = (size_t)t->cfg.model.n_kv_heads, pad = (size_t)tkvi_round_up(t->cfg.model.head_dim, 16), n;
     (void)tkvi_version_sizes_of(&t->cfg, own, t->any_shared, t->any_kvquant, &s);
     v->bytes = mem;
     v->record = (tkvi_record *)(void *)mem;
     mem += s.record;
     for (i = 0; i < own; i++)
-        t->coding[t->n_keys + i * TKVI_VERSIONS + version].record = v->record + (size_t)i * heads;
+        t->layout[t->n_keys + i * TKVI_VERSIONS + version].record = v->record + (size_t)i * heads;
     if (t->any_shared) {
         v->head = (tkvi_head *)(void *)mem;
         v->importance = mem + s.head;
@@ -919,7 +921,7 @@ static tkvi_head *tkvi_heads_of(const tkvi_tables *t, int layer, int version) {
     return t->version[version].head + (size_t)layer * (size_t)t->cfg.model.n_kv_heads;
 }
 
-static void tkvi_coding_init(tkvi_coding *c, const tkvi_derived_config *h, int key) {
+static void tkvi_init_layout(tkvi_layout *c, const tkvi_derived_config *h, int key) {
     c->key = key;
     c->pair = h->key[key].pair;
     c->tokens = h->key[key].tokens;
@@ -927,13 +929,13 @@ static void tkvi_coding_init(tkvi_coding *c, const tkvi_derived_config *h, int k
     c->bytes = h->bytes[key];
 }
 
-/* Fills in the records of a coding from a layer's table. heads: [n_kv_heads], or NULL for equal shares. */
-static void tkvi_coding_share(const tkvi_tables *t, tkvi_coding *c, const tkvi_head *heads) {
+/* Fills in the records of a layout from a layer's table. heads: [n_kv_heads], or NULL for equal shares. */
+static void tkvi_share_layout(const tkvi_tables *t, tkvi_layout *c, const tkvi_head *heads) {
     const tkvi_format *k = &tkvi_formats[c->pair.k], *v = &tkvi_formats[c->pair.v];
     const tkv_config *cfg = &t->cfg;
     int head, pad = tkvi_round_up(cfg->model.head_dim, 16), n = cfg->model.n_kv_heads,
               unit = cfg->format.allocation_unit / 4;
-    tkvi_key key;
+    tkvi_layout_key key;
     size_t at = 0;
     key.pair = c->pair;
     key.tokens = c->tokens;
@@ -986,8 +988,8 @@ static const tkvi_rope *tkvi_kvquant_rope(const tkvi_tables *t) {
     return t->rope->pairs && !(t->cfg.format.kvquant & TKV_KVQUANT_POST_ROPE) ? t->rope : NULL;
 }
 
-/* Connects the KVQUANT sides of a coding to a version of the layer's table. */
-static void tkvi_coding_kvquant(const tkvi_tables *t, tkvi_coding *c, int layer, int version) {
+/* Connects the KVQUANT sides of a layout to a version of the layer's table. */
+static void tkvi_init_kvquant_layout(const tkvi_tables *t, tkvi_layout *c, int layer, int version) {
     int head;
     for (head = 0; head < t->cfg.model.n_kv_heads; head++) {
         tkvi_record *r = &c->record[head];
@@ -1006,7 +1008,7 @@ static void tkvi_tables_build(tkvi_tables *t, tkvi_derived_config *h, uint8_t *m
     (void)tkvi_table_sizes_of(h, &s);
     t->cfg = h->cfg;
     t->n_keys = h->n_keys;
-    t->n_codings = h->n_codings;
+    t->n_layouts = h->n_layouts;
     t->n_classes = h->n_classes;
     t->any_shared = h->any_shared;
     t->any_kvquant = h->any_kvquant;
@@ -1014,38 +1016,38 @@ static void tkvi_tables_build(tkvi_tables *t, tkvi_derived_config *h, uint8_t *m
     t->page_bytes = h->page_bytes;
     t->any_rotated = h->any_rotated;
     t->n_levels = h->n_levels;
-    t->spare = h->spare;
+    t->recode_pages = h->recode_pages;
     t->plan = (tkvi_plan *)(void *)mem;
-    t->rule = (tkvi_tier_spec *)(void *)(mem += s.plan);
-    t->coding = (tkvi_coding *)(void *)(mem += s.rule);
-    t->size_class = (tkvi_class *)(void *)(mem += s.coding);
+    t->tier_specs = (tkvi_tier_spec *)(void *)(mem += s.plan);
+    t->layout = (tkvi_layout *)(void *)(mem += s.rule);
+    t->size_class = (tkvi_class *)(void *)(mem += s.layout);
     record = (tkvi_record *)(void *)(mem += s.size_class);
     mem += s.record;
     t->split = h->any_shared ? (int *)(void *)mem : NULL;
-    t->current = (int8_t *)(mem += s.split);
-    memset(t->current, -1, (size_t)h->cfg.model.n_layers);
+    t->current_version = (int8_t *)(mem += s.split);
+    memset(t->current_version, -1, (size_t)h->cfg.model.n_layers);
     if (TKVI_HAS_KVQUANT && h->any_kvquant) {
         t->rope = (tkvi_rope *)(void *)(mem + s.current);
         tkvi_rope_make(t->rope, &h->cfg.model.rope);
     }
     for (i = 0; i < h->n_keys; i++)
-        t->coding[i].record = record + (size_t)i * (size_t)h->cfg.model.n_kv_heads;
-    for (i = 0; i < h->n_keys; i++) tkvi_coding_init(&t->coding[i], h, i);
+        t->layout[i].record = record + (size_t)i * (size_t)h->cfg.model.n_kv_heads;
+    for (i = 0; i < h->n_keys; i++) tkvi_init_layout(&t->layout[i], h, i);
     for (i = 0; i < h->n_classes; i++) t->size_class[i] = h->size_class[i];
     for (i = 0; i < h->cfg.model.n_layers; i++) {
         tkvi_plan *p = &t->plan[i];
-        tkvi_tier_spec *rule = tkvi_rules_of(t, i);
+        tkvi_tier_spec *rule = tkvi_tier_specs_of(t, i);
         (void)tkvi_plan_of(h, i, p, rule); /* h has all keys, so none is added */
-        if (p->stored != i) continue;
-        tkvi_own_codings(rule, h->n_levels, &next);
+        if (p->stored_layer != i) continue;
+        tkvi_own_layouts(rule, h->n_levels, &next);
         for (n = 0; n < h->n_levels * TKV_TIER_COUNT; n++)
-            for (v = 0; v < TKVI_VERSIONS && rule[n / TKV_TIER_COUNT].shared[n % TKV_TIER_COUNT]; v++)
-                tkvi_coding_init(&t->coding[rule[n / TKV_TIER_COUNT].coding[n % TKV_TIER_COUNT] + v], h,
+            for (v = 0; v < TKVI_VERSIONS && rule[n / TKV_TIER_COUNT].needs_table[n % TKV_TIER_COUNT]; v++)
+                tkvi_init_layout(&t->layout[rule[n / TKV_TIER_COUNT].layout[n % TKV_TIER_COUNT] + v], h,
                                  rule[n / TKV_TIER_COUNT].key[n % TKV_TIER_COUNT]);
     }
     tkvi_take_level(t, h->cfg.budget.pressure.min_level);
     for (i = 0; i < h->n_keys; i++)
-        tkvi_coding_share(t, &t->coding[i], NULL); /* the others wait for a table */
+        tkvi_share_layout(t, &t->layout[i], NULL); /* the others wait for a table */
     t->cfg.layers = NULL;
     t->cfg.budget.ladder = NULL;
     t->cfg.model.rope.frequencies = NULL;

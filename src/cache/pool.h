@@ -36,37 +36,39 @@ typedef struct tkvi_block {
     /* Page number; of a free entry, the next free entry; TKVI_NIL: discarded (reclaim/discard.h). With
      * TKVI_OFFLOADED, page and slot hold the mark of the offloaded bytes (reclaim/offload.h). */
     uint32_t page;
-    uint16_t slot, coding; /* coding: number of the block's layout in tkvi_tables.coding */
+    uint16_t slot, layout; /* layout: number of the block's layout in tkvi_tables.layout */
     int start;             /* the block covers positions from here to the start of the next block */
-    uint64_t gone; /* bit per slot, oldest first: evicted, truncated, or now an anchor with the sinks */
+    uint64_t
+        evicted_mask; /* bit per slot, oldest first: evicted, truncated, or now an anchor with the sinks */
     /* 0: slot i has position start + i. Else the number of slots in use, whose positions are in token_meta
      * (tkvi_slot_position). */
-    int16_t packed;
-    uint16_t previous_coding; /* 0, or 1 + the coding before this one, if not hot (step/recompute.h) */
-    uint16_t copy;            /* 0, or 1 + the coding of an exact copy in the store */
+    int16_t n_packed;
+    uint16_t previous_layout; /* 0, or 1 + the layout before this one, if not hot (step/recompute.h) */
+    uint16_t copy_layout;     /* 0, or 1 + the layout of an exact copy in the store */
     uint16_t copy_mark;       /* mark of the last copy made for this block number; it outlives the block */
 } tkvi_block;
 
 /* Data of a block's tokens, for eviction, importance and anchors (tkvi_keeps_token_meta). */
 typedef struct tkvi_token_meta {
-    uint16_t where[64];      /* positions of a packed block, relative to its start (tkvi_slot_position) */
-    uint32_t mass[64];       /* attention scores, or norms of keys (reclaim/scores.h) */
-    uint64_t pinned;         /* bits: these tokens are never evicted */
-    uint64_t temporary_pins; /* bits: these tokens stay while the list is shorter than `until` */
-    uint64_t anchored;       /* bits, also in `gone`: exact in the sink block; the slot here stays reserved */
-    uint64_t chosen;         /* bits: victims of a pending eviction (reclaim/evict_tokens.h) */
-    int until;               /* end of the temporary pins, a length of the list */
-    int step;                /* length of the list when `mass` was last updated */
-    int moved;               /* 0, or 1 + the length of the list when the block last changed its tier */
+    uint16_t positions[64];  /* positions of a packed block, relative to its start (tkvi_slot_position) */
+    uint32_t scores[64];     /* attention scores, or norms of keys (reclaim/scores.h) */
+    uint64_t pinned_mask;    /* bits: these tokens are never evicted */
+    uint64_t temporary_mask; /* bits: these tokens stay while the list is shorter than temporary_until */
+    uint64_t
+        anchored_mask; /* bits, also in evicted_mask: exact in the sink block; the slot here stays reserved */
+    uint64_t victim_mask; /* bits: victims of a pending eviction (reclaim/evict_tokens.h) */
+    int temporary_until;  /* end of the temporary pins, a length of the list */
+    int score_step;       /* length of the list when `scores` were last updated */
+    int moved_at;         /* 0, or 1 + the length of the list when the block last changed its tier */
 } tkvi_token_meta;
 
 typedef struct tkvi_pool {
     tkvi_heap *heap;
     const tkvi_tables *tables;
     int keep_all;            /* 1 in place: pages never go back to the allocator */
-    int spare;               /* free pages that only recoding may use */
+    int recode_pages;        /* free pages that only recoding may use */
     int64_t kept_free_pages; /* free pages that do not go back to the allocator, as they are needed soon */
-    int64_t allowed;         /* in place: most pages, spare ones included (tkv_set_budget); 0: no limit */
+    int64_t max_pages;       /* in place: most pages, spare ones included (tkv_set_budget); 0: no limit */
     tkvi_page *page;
     uint32_t n_pages, page_cap;       /* entries in use are 0 .. n_pages-1, each with bytes */
     uint32_t free_page, n_free_pages; /* first of the list of free pages; its length */
@@ -76,9 +78,9 @@ typedef struct tkvi_pool {
     uint32_t n_offloaded;                     /* live blocks without bytes in RAM, discarded ones included */
     uint32_t n_discarded;                     /* live blocks that must be recomputed */
     uint64_t marks;                           /* last mark given out, 47 bits (reclaim/offload.h) */
-    uint32_t *room;                           /* per class: first page of the partial-page list */
-    int64_t *live;                            /* per class: slots in use */
-    int64_t *promised; /* per class: slots reserved by tkv_seq_reserve, all sequences */
+    uint32_t *partial_pages;                  /* per class: first page of the partial-page list */
+    int64_t *used_slots;                      /* per class: slots in use */
+    int64_t *reserved_slots; /* per class: slots reserved by tkv_seq_reserve, all sequences */
 } tkvi_pool;
 
 /* >>pages */
@@ -90,7 +92,7 @@ static int64_t tkvi_pages_for(const tkvi_class *c, int64_t blocks) {
 /* Puts page i into the partial-page list of its class. */
 static void tkvi_link_partial_page(tkvi_pool *pool, uint32_t i) {
     tkvi_page *p = &pool->page[i];
-    uint32_t *head = &pool->room[p->size_class];
+    uint32_t *head = &pool->partial_pages[p->size_class];
     p->before = TKVI_NIL;
     p->after = *head;
     if (*head != TKVI_NIL) pool->page[*head].before = i;
@@ -100,7 +102,7 @@ static void tkvi_link_partial_page(tkvi_pool *pool, uint32_t i) {
 static void tkvi_unlink_partial_page(tkvi_pool *pool, uint32_t i) {
     tkvi_page *p = &pool->page[i];
     if (p->before != TKVI_NIL) pool->page[p->before].after = p->after;
-    else pool->room[p->size_class] = p->after;
+    else pool->partial_pages[p->size_class] = p->after;
     if (p->after != TKVI_NIL) pool->page[p->after].before = p->before;
 }
 
@@ -193,7 +195,8 @@ static int64_t tkvi_reserved_pages(const tkvi_pool *pool) {
     int c;
     for (c = 0; c < pool->tables->n_classes; c++) {
         const tkvi_class *k = &pool->tables->size_class[c];
-        pages += tkvi_pages_for(k, pool->live[c] + pool->promised[c]) - tkvi_pages_for(k, pool->live[c]);
+        pages += tkvi_pages_for(k, pool->used_slots[c] + pool->reserved_slots[c]) -
+                 tkvi_pages_for(k, pool->used_slots[c]);
     }
     return pages;
 }
@@ -201,7 +204,7 @@ static int64_t tkvi_reserved_pages(const tkvi_pool *pool) {
 /* Gives free pages back to the allocator. Keeps the spare pages, `kept_free_pages`, and the pages of reservations.
  * The last entry of the page table moves into the hole. */
 static void tkvi_trim_to(tkvi_pool *pool, int64_t kept_free_pages) {
-    const int64_t keep = pool->spare + kept_free_pages + tkvi_reserved_pages(pool);
+    const int64_t keep = pool->recode_pages + kept_free_pages + tkvi_reserved_pages(pool);
     if (pool->keep_all) return;
     while ((int64_t)pool->n_free_pages > keep) {
         uint32_t i = pool->free_page, last = pool->n_pages - 1;
@@ -222,7 +225,7 @@ static void tkvi_trim_to(tkvi_pool *pool, int64_t kept_free_pages) {
                 if (p->taken >> s & 1) pool->block[p->owner[s]].page = i;
             if (p->used < pool->tables->size_class[p->size_class].slots) {
                 if (p->before != TKVI_NIL) pool->page[p->before].after = i;
-                else pool->room[p->size_class] = i;
+                else pool->partial_pages[p->size_class] = i;
                 if (p->after != TKVI_NIL) pool->page[p->after].before = i;
             }
         }
@@ -244,7 +247,7 @@ static uint8_t *tkvi_block_bytes(const tkvi_pool *pool, const tkvi_block *b) {
 /* Takes a slot of a class for block `owner`. There must be one (tkvi_peak_ready). */
 static void tkvi_take_slot(tkvi_pool *pool, int size_class, uint32_t owner, uint32_t *page, int *slot) {
     int slots = pool->tables->size_class[size_class].slots, s = 0;
-    uint32_t i = pool->room[size_class];
+    uint32_t i = pool->partial_pages[size_class];
     tkvi_page *p;
     if (i == TKVI_NIL) {
         i = pool->free_page;
@@ -258,7 +261,7 @@ static void tkvi_take_slot(tkvi_pool *pool, int size_class, uint32_t owner, uint
     p->taken |= (uint64_t)1 << s;
     p->owner[s] = owner;
     if (++p->used == slots) tkvi_unlink_partial_page(pool, i);
-    pool->live[size_class]++;
+    pool->used_slots[size_class]++;
     *page = i;
     *slot = s;
 }
@@ -269,7 +272,7 @@ static void tkvi_clear_slot(tkvi_pool *pool, uint32_t page, int slot) {
     if (p->used == pool->tables->size_class[size_class].slots) tkvi_link_partial_page(pool, page);
     p->taken &= ~((uint64_t)1 << slot);
     p->used--;
-    pool->live[size_class]--;
+    pool->used_slots[size_class]--;
     if (p->used == 0) {
         tkvi_unlink_partial_page(pool, page);
         tkvi_free_page(pool, page);
@@ -280,7 +283,7 @@ static void tkvi_clear_slot(tkvi_pool *pool, uint32_t page, int slot) {
  * page. */
 static void tkvi_compact(tkvi_pool *pool, int size_class) {
     const tkvi_class *c = &pool->tables->size_class[size_class];
-    uint32_t i, sparse = pool->room[size_class];
+    uint32_t i, sparse = pool->partial_pages[size_class];
     int holes = 0, s;
     tkvi_page *p;
     for (i = sparse; i != TKVI_NIL; i = pool->page[i].after) {
@@ -300,7 +303,7 @@ static void tkvi_compact(tkvi_pool *pool, int size_class) {
         memcpy(tkvi_slot_bytes(pool, to, to_slot), tkvi_slot_bytes(pool, sparse, s), c->slot_bytes);
         b->page = to;
         b->slot = (uint16_t)to_slot;
-        pool->live[size_class]--; /* tkvi_take_slot counted the moved block again */
+        pool->used_slots[size_class]--; /* tkvi_take_slot counted the moved block again */
     }
     p->taken = 0;
     p->used = 0;
@@ -312,42 +315,42 @@ static void tkvi_give_slot(tkvi_pool *pool, uint32_t page, int slot) {
     const tkvi_class *c = &pool->tables->size_class[size_class];
     tkvi_clear_slot(pool, page, slot);
     /* Only now can the free slots fill a whole page. If this page itself became free, no free slot is left. */
-    if (pool->live[size_class] % c->slots == 0) tkvi_compact(pool, size_class);
+    if (pool->used_slots[size_class] % c->slots == 0) tkvi_compact(pool, size_class);
 }
 
 /* >>blocks */
-static uint32_t tkvi_new_block(tkvi_pool *pool, int coding, int start) {
+static uint32_t tkvi_new_block(tkvi_pool *pool, int layout, int start) {
     uint32_t id = pool->free_block, page;
     tkvi_block *b = &pool->block[id];
     int slot;
     pool->free_block = b->page;
-    tkvi_take_slot(pool, pool->tables->coding[coding].size_class, id, &page, &slot);
+    tkvi_take_slot(pool, pool->tables->layout[layout].size_class, id, &page, &slot);
     b->refs = 1;
     b->page = page;
     b->slot = (uint16_t)slot;
-    b->coding = (uint16_t)coding;
+    b->layout = (uint16_t)layout;
     b->start = start;
-    b->gone = 0;
-    b->packed = 0;
-    b->previous_coding = 0;
-    b->copy = 0;
+    b->evicted_mask = 0;
+    b->n_packed = 0;
+    b->previous_layout = 0;
+    b->copy_layout = 0;
     if (TKVI_HAS_EVICT && pool->token_meta) memset(&pool->token_meta[id], 0, sizeof *pool->token_meta);
     pool->n_blocks++;
     return id;
 }
 
-/* Moves a block with one holder to a slot of another coding. `write` fills the new bytes from the old ones. */
+/* Moves a block with one holder to a slot of another layout. `write` fills the new bytes from the old ones. */
 typedef void (*tkvi_rewrite)(void *ctx, const uint8_t *from, uint8_t *to);
 
-static void tkvi_recode_block(tkvi_pool *pool, uint32_t id, int coding, tkvi_rewrite write, void *ctx) {
+static void tkvi_recode_block(tkvi_pool *pool, uint32_t id, int layout, tkvi_rewrite write, void *ctx) {
     tkvi_block *b = &pool->block[id];
     uint32_t page, old_page = b->page;
     int slot, old_slot = b->slot;
-    tkvi_take_slot(pool, pool->tables->coding[coding].size_class, id, &page, &slot);
+    tkvi_take_slot(pool, pool->tables->layout[layout].size_class, id, &page, &slot);
     write(ctx, tkvi_slot_bytes(pool, old_page, old_slot), tkvi_slot_bytes(pool, page, slot));
     b->page = page;
     b->slot = (uint16_t)slot;
-    b->coding = (uint16_t)coding;
+    b->layout = (uint16_t)layout;
     tkvi_give_slot(pool, old_page, old_slot);
 }
 
@@ -375,8 +378,8 @@ static void tkvi_erase_key(const tkvi_pool *pool, uint32_t id, tkvi_stored_as wh
 
 /* Erases the exact copy in the store. Needed when tokens of the block move to other slots, or the block dies. */
 static void tkvi_forget_copy(tkvi_pool *pool, uint32_t id) {
-    if (TKVI_HAS_OFFLOAD && pool->block[id].copy) tkvi_erase_key(pool, id, TKVI_COPY);
-    pool->block[id].copy = 0;
+    if (TKVI_HAS_OFFLOAD && pool->block[id].copy_layout) tkvi_erase_key(pool, id, TKVI_COPY);
+    pool->block[id].copy_layout = 0;
 }
 
 /* Erases an offloaded block in the store and updates the counts. Needed when it is in RAM again, or dies. */
@@ -416,20 +419,20 @@ static void tkvi_peak_note(tkvi_peak *k) {
     if (blocks > k->most_blocks) k->most_blocks = blocks;
 }
 
-static void tkvi_peak_take(tkvi_peak *k, int coding) {
-    k->live[k->tables->coding[coding].size_class]++;
+static void tkvi_peak_take(tkvi_peak *k, int layout) {
+    k->live[k->tables->layout[layout].size_class]++;
     tkvi_peak_note(k);
 }
 
-static void tkvi_peak_give(tkvi_peak *k, int coding) { k->live[k->tables->coding[coding].size_class]--; }
+static void tkvi_peak_give(tkvi_peak *k, int layout) { k->live[k->tables->layout[layout].size_class]--; }
 
 /* Allocates the pages and block entries of the peak, in addition to the spare pages. Returns 0 without memory or
  * page allowance. Then nothing that a caller can see has changed. */
 static int tkvi_peak_ready(tkvi_pool *pool, const tkvi_peak *k) {
     if (k->most_blocks > (int64_t)0x7fffffff) return 0;
-    if (pool->allowed && k->most_pages + pool->spare > pool->allowed) return 0;
+    if (pool->max_pages && k->most_pages + pool->recode_pages > pool->max_pages) return 0;
     if (!tkvi_grow_blocks(pool, (uint32_t)k->most_blocks)) return 0;
-    while ((int64_t)pool->n_pages < k->most_pages + pool->spare)
+    while ((int64_t)pool->n_pages < k->most_pages + pool->recode_pages)
         if (!tkvi_add_page(pool)) {
             tkvi_trim(pool);
             return 0;

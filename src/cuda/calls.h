@@ -14,7 +14,7 @@ tkv_status tkvcu_append(tkvcu *cu, int layer, const void *d_k, const void *d_v, 
     tkvcu_append_launch a;
     if (!cu) return TKV_ERR_ARG;
     t = &cu->host->tables;
-    if (layer < 0 || layer >= t->cfg.model.n_layers || t->plan[layer].stored != layer)
+    if (layer < 0 || layer >= t->cfg.model.n_layers || t->plan[layer].stored_layer != layer)
         return tkvcu_fail(cu, TKV_ERR_ARG, "no K and V of its own: layer", layer, "");
     if (!d_k || !d_v) return tkvcu_fail(cu, TKV_ERR_ARG, "k or v is missing", 0, NULL);
     if ((unsigned)type > TKV_TYPE_BF16)
@@ -37,7 +37,7 @@ tkv_status tkvcu_append(tkvcu *cu, int layer, const void *d_k, const void *d_v, 
     c.same_coding = p->now.key[TKV_TIER_WARM] == p->now.key[TKV_TIER_ARCHIVE];
     c.fit = t->cfg.format.fit;
     c.saturate = t->cfg.host.nonfinite == TKV_NONFINITE_SATURATE;
-    cu->used_versions[layer] |= (uint8_t)(1u << tkvi_max(0, t->current[layer]));
+    cu->used_versions[layer] |= (uint8_t)(1u << tkvi_max(0, t->current_version[layer]));
     cu->appended[layer] = 1;
     a = tkvcu_select_append_kernel(t->cfg.model.head_dim);
     TKVCU_LAUNCH(a.kernel, dim3(2u * (unsigned)t->cfg.model.n_kv_heads, (unsigned)cu->n_seqs),

@@ -139,7 +139,7 @@ static const tkv_tier tkvcu_tier_of[TKVCU_REGIONS] = {TKV_TIER_ARCHIVE, TKV_TIER
                                                       TKV_TIER_HOT};
 
 static int tkvcu_find_key(const tkvi_plan *p, int region) {
-    return region == TKVCU_SINKS ? p->sink_coding : p->now.key[tkvcu_tier_of[region]];
+    return region == TKVCU_SINKS ? p->sink_layout : p->now.key[tkvcu_tier_of[region]];
 }
 
 typedef struct tkvcu_derived_config { /* a tkvcu_config with all defaults resolved */
@@ -168,7 +168,7 @@ static void tkvcu_place_layer(const tkvcu_derived_config *d, int layer, const tk
     int64_t most[TKV_TIER_COUNT];
     int r;
     memset(v, 0, sizeof *v);
-    whole.keep = 0; /* windows free no blocks here */
+    whole.kept_window = 0; /* windows free no blocks here */
     tkvi_most_blocks(cfg, &whole, most);
     /* One head's side may enter the warm ring while another thread block still reads a side that leaves it. With
      * another table it has another offset in the block. So new blocks never use the places of blocks that leave. */
@@ -228,7 +228,7 @@ static tkv_status tkvcu_derive_config(const tkvcu_config *config, tkvcu_derived_
         tkvi_tier_spec rule[TKV_MAX_LEVELS];
         tkvcu_view v;
         (void)tkvi_plan_of(&d->shape, i, &p, rule);
-        if (p.stored != i) continue;
+        if (p.stored_layer != i) continue;
         for (r = 0; r < TKVCU_REGIONS; r++) {
             why = tkvcu_check_formats(cfg, d->shape.key[tkvcu_find_key(&p, r)].pair, r >= TKVCU_SINKS);
             if (why) return tkvcu_refuse_config(reason, size, why, i);
@@ -283,19 +283,19 @@ static tkvcu_side tkvcu_make_side(const tkvi_side *s, size_t at, int32_t table) 
 }
 
 /* Returns the coding of a region's blocks with a table version of the layer; NULL: there is no such table. */
-static const tkvi_coding *tkvcu_find_coding(const tkv_cache *kv, int layer, int region, int version) {
+static const tkvi_layout *tkvcu_find_coding(const tkv_cache *kv, int layer, int region, int version) {
     const tkvi_plan *p = &kv->tables.plan[layer];
     const tkv_tier tier = tkvcu_tier_of[region];
-    const int own = region != TKVCU_SINKS && p->now.shared[tier];
-    const tkvi_coding *c =
+    const int own = region != TKVCU_SINKS && p->now.needs_table[tier];
+    const tkvi_layout *c =
         &kv->tables
-             .coding[region == TKVCU_SINKS ? p->sink_coding : p->now.coding[tier] + (own ? version : 0)];
+             .layout[region == TKVCU_SINKS ? p->sink_layout : p->now.layout[tier] + (own ? version : 0)];
     return c->record && c->record[0].k.format ? c : NULL;
 }
 
 static int tkvcu_has_table(const tkv_cache *kv, int layer, int version) {
     const tkvi_plan *p = &kv->tables.plan[layer];
-    const int region = p->now.shared[TKV_TIER_WARM] ? TKVCU_WARM : TKVCU_ARCHIVE;
+    const int region = p->now.needs_table[TKV_TIER_WARM] ? TKVCU_WARM : TKVCU_ARCHIVE;
     return p->allocates && tkvcu_find_coding(kv, layer, region, version) != NULL;
 }
 
@@ -316,7 +316,7 @@ static tkv_status tkvcu_upload_layer(tkvcu *cu, int layer, cudaStream_t stream) 
     memset(cu->staging, 0, tkvcu_n_sides(cfg) * sizeof *side + n * (sizeof(float) + 1));
     for (version = 0; version < TKVI_VERSIONS; version++) {
         for (r = 0; r < TKVCU_REGIONS; r++) {
-            const tkvi_coding *c = tkvcu_find_coding(kv, layer, r, version);
+            const tkvi_layout *c = tkvcu_find_coding(kv, layer, r, version);
             for (h = 0; h < heads; h++, at += 2) {
                 const int32_t table = (int32_t)(((size_t)version * heads + h) * pad);
                 if (!c) continue;
@@ -331,7 +331,7 @@ static tkv_status tkvcu_upload_layer(tkvcu *cu, int layer, cudaStream_t stream) 
         }
     }
     tkvcu_widen_attend_plan(&cu->attend_plan, side, tkvcu_n_sides(cfg), cfg->model.head_dim);
-    info.version = tkvi_max(0, kv->tables.current[layer]);
+    info.version = tkvi_max(0, kv->tables.current_version[layer]);
     info.sinks = v->sinks;
     st = tkvcu_check_cuda(cu,
                           cudaMemcpyAsync((void *)(uintptr_t)v->side, side, tkvcu_n_sides(cfg) * sizeof *side,
@@ -416,7 +416,7 @@ static tkv_status tkvcu_clear_memory(tkvcu *cu, cudaStream_t stream) {
     for (i = 0; i < layers && !st; i++) {
         const tkvcu_view *v = &cu->view[i];
         const size_t seqs = (size_t)cu->n_seqs;
-        if (cu->host->tables.plan[i].stored != i) continue;
+        if (cu->host->tables.plan[i].stored_layer != i) continue;
         st = tkvcu_check_cuda(cu, cudaMemsetAsync(v->version, 0, seqs * (size_t)v->max_blocks, stream));
         for (r = TKVCU_SINKS; r < TKVCU_REGIONS && !st; r++)
             st = tkvcu_check_cuda(cu, cudaMemsetAsync(v->bytes[r], 0, seqs * v->stride[r], stream));
@@ -496,8 +496,8 @@ tkv_status tkvcu_create(const tkvcu_config *config, void *d_cache, size_t cache_
 /* Returns the view that a layer reads; NULL: the layer has no cache, or does not exist. */
 static const tkvcu_view *tkvcu_find_view(const tkvcu *cu, int layer) {
     const tkvi_tables *t = &cu->host->tables;
-    if (layer < 0 || layer >= t->cfg.model.n_layers || t->plan[layer].stored < 0) return NULL;
-    return &cu->view[t->plan[layer].stored];
+    if (layer < 0 || layer >= t->cfg.model.n_layers || t->plan[layer].stored_layer < 0) return NULL;
+    return &cu->view[t->plan[layer].stored_layer];
 }
 
 #endif /* TKVCU_CREATE_H */

@@ -12,12 +12,12 @@
 static const char *tkvcu_find_difference(const tkvi_tables *a, const tkvi_tables *b, int layer) {
     const tkvi_plan *p = &a->plan[layer], *q = &b->plan[layer];
     int r;
-    if (p->stored != q->stored) return "cfg.layers";
-    if (p->stored != layer) return NULL;
+    if (p->stored_layer != q->stored_layer) return "cfg.layers";
+    if (p->stored_layer != layer) return NULL;
     if (p->sink != q->sink || p->now.hot != q->now.hot || p->now.warm != q->now.warm)
         return "the tiers' lengths";
     for (r = 0; r < TKVCU_REGIONS; r++) {
-        const tkvi_coding *c = &a->coding[tkvcu_find_key(p, r)], *d = &b->coding[tkvcu_find_key(q, r)];
+        const tkvi_layout *c = &a->layout[tkvcu_find_key(p, r)], *d = &b->layout[tkvcu_find_key(q, r)];
         if (c->pair.k != d->pair.k || c->pair.v != d->pair.v || c->tokens != d->tokens ||
             c->bytes.total != d->bytes.total)
             return "the formats";
@@ -81,8 +81,8 @@ static void tkvcu_copy_table(tkv_cache *to, const tkv_cache *from, int layer, in
 
 /* Tells whether a layer of kv has tables to copy. */
 static int tkvcu_has_learned(const tkv_cache *kv, int layer) {
-    return kv->tables.plan[layer].stored == layer && kv->tables.plan[layer].allocates &&
-           kv->tables.current[layer] >= 0;
+    return kv->tables.plan[layer].stored_layer == layer && kv->tables.plan[layer].allocates &&
+           kv->tables.current_version[layer] >= 0;
 }
 
 /* Allocates the versions, and checks that no block here needs other tables. */
@@ -112,9 +112,10 @@ static tkv_status tkvcu_take_tables(tkvcu *cu, const tkv_cache *kv, cudaStream_t
             tkvcu_copy_table(cu->host, kv, layer, v);
             changed = 1;
         }
-        changed |= cu->host->tables.current[layer] != kv->tables.current[layer];
-        cu->host->tables.current[layer] = kv->tables.current[layer];
-        if (cu->appended[layer]) cu->used_versions[layer] |= (uint8_t)(1u << kv->tables.current[layer]);
+        changed |= cu->host->tables.current_version[layer] != kv->tables.current_version[layer];
+        cu->host->tables.current_version[layer] = kv->tables.current_version[layer];
+        if (cu->appended[layer])
+            cu->used_versions[layer] |= (uint8_t)(1u << kv->tables.current_version[layer]);
         if (changed) st = tkvcu_upload_layer(cu, layer, stream);
     }
     return st;
@@ -154,17 +155,17 @@ static const char *tkvcu_find_list_fault(const tkvcu *cu, const tkv_cache *kv, i
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
     const tkvi_plan *p = &kv->tables.plan[layer];
     int i, block;
-    if (list->dropped) return "tokens have expired behind a window";
+    if (list->expired) return "tokens have expired behind a window";
     if (p->sink + TKVI_BLOCK * (list->archive + list->warm) > list->len && list->archive + list->warm)
         return "a flush made a block short";
     for (i = 0; i < list->n; i++) {
         const tkvi_block *b = &kv->pool.block[ids[i]];
         const int region = tkvcu_find_region(list, i, &block);
         if (tkvi_is_offloaded(b)) return "a block is offloaded";
-        if (b->gone || b->packed) return "tokens were evicted";
+        if (b->evicted_mask || b->n_packed) return "tokens were evicted";
         if (b->start != (region == TKVCU_SINKS ? 0 : p->sink + TKVI_BLOCK * block))
             return "a flush made a block short";
-        if (kv->tables.coding[b->coding].key != tkvcu_find_key(p, region))
+        if (kv->tables.layout[b->layout].key != tkvcu_find_key(p, region))
             return "a block has another format";
         if (block >= cu->view[layer].max_blocks) return "the sequence is too long";
     }
@@ -199,8 +200,8 @@ static tkv_status tkvcu_import_layer(tkvcu *cu, int seq, const tkv_cache *kv, in
     for (i = 0; i < list->n && !st; i++) {
         const tkvi_block *b = &kv->pool.block[ids[i]];
         const int region = tkvcu_find_region(list, i, &block);
-        if (b->coding >= kv->tables.n_keys) {
-            version[block] = (uint8_t)((b->coding - kv->tables.n_keys) % TKVI_VERSIONS);
+        if (b->layout >= kv->tables.n_keys) {
+            version[block] = (uint8_t)((b->layout - kv->tables.n_keys) % TKVI_VERSIONS);
             cu->used_versions[layer] |= (uint8_t)(1u << version[block]);
         }
         st = tkvcu_check_cuda(cu, cudaMemcpyAsync(tkvcu_find_block(v, region, seq, block),
@@ -242,7 +243,7 @@ tkv_status tkvcu_import_seq(tkvcu *cu, int seq, const tkv_cache *kv, int host_se
     if (!st) st = tkvcu_check_tables(cu, kv);
     for (layer = 0; !st && layer < kv->tables.cfg.model.n_layers; layer++) {
         const char *why;
-        if (kv->tables.plan[layer].stored != layer) continue;
+        if (kv->tables.plan[layer].stored_layer != layer) continue;
         why = tkvcu_find_capacity_fault(cu, tkvi_list_of(kv, host_seq, layer), layer);
         if (why) return tkvcu_fail(cu, TKV_ERR_CAPACITY, why, 0, NULL);
         why = tkvcu_find_list_fault(cu, kv, host_seq, layer);
@@ -253,7 +254,7 @@ tkv_status tkvcu_import_seq(tkvcu *cu, int seq, const tkv_cache *kv, int host_se
     if (!version) return tkvcu_fail(cu, TKV_ERR_NOMEM, "no memory for versions", 0, NULL);
     st = tkvcu_take_tables(cu, kv, stream);
     for (layer = 0; !st && layer < kv->tables.cfg.model.n_layers; layer++)
-        if (kv->tables.plan[layer].stored == layer)
+        if (kv->tables.plan[layer].stored_layer == layer)
             st = tkvcu_import_layer(cu, seq, kv, host_seq, layer, version, stream);
     free(version);
     return st;
@@ -271,7 +272,7 @@ static tkv_status tkvcu_download_state(tkvcu *cu, int seq, tkvcu_seq_state *t, c
     int layer;
     for (layer = 0; layer < cu->host->tables.cfg.model.n_layers && !st; layer++) {
         const tkvcu_view *v = &cu->view[layer];
-        if (cu->host->tables.plan[layer].stored != layer) continue;
+        if (cu->host->tables.plan[layer].stored_layer != layer) continue;
         st = tkvcu_check_cuda(cu, cudaMemcpyAsync(&t->list[layer], &v->list[seq], sizeof *t->list,
                                                   cudaMemcpyDeviceToHost, stream));
         if (!st)
@@ -291,7 +292,7 @@ static tkvi_list tkvcu_make_host_list(const tkvi_plan *p, const tkvcu_list *l) {
     list.n = list.sinks + (behind > 0 ? (behind + TKVI_BLOCK - 1) / TKVI_BLOCK : 0);
     list.archive = l->archive;
     list.warm = l->warm;
-    list.len = list.chunk = list.chunk_was = l->len;
+    list.len = list.chunk_start = list.previous_chunk_start = l->len;
     return list;
 }
 
@@ -299,8 +300,8 @@ static tkvi_list tkvcu_make_host_list(const tkvi_plan *p, const tkvcu_list *l) {
 static int tkvcu_find_host_coding(const tkv_cache *kv, int layer, int region, int version) {
     const tkvi_plan *p = &kv->tables.plan[layer];
     const tkv_tier tier = tkvcu_tier_of[region];
-    if (region == TKVCU_SINKS) return p->sink_coding;
-    return p->now.coding[tier] + (p->now.shared[tier] ? version : 0);
+    if (region == TKVCU_SINKS) return p->sink_layout;
+    return p->now.layout[tier] + (p->now.needs_table[tier] ? version : 0);
 }
 
 /* Tells whether coded blocks of a layer use a table that kv lacks, or has in another form. */
@@ -320,13 +321,13 @@ static tkv_status tkvcu_reserve_export(tkvcu *cu, tkv_cache *kv, int host_seq, c
     for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++) {
         const tkvi_plan *p = &kv->tables.plan[layer];
         const tkvi_list list = tkvcu_make_host_list(p, &t->list[layer]);
-        if (p->stored != layer) continue;
+        if (p->stored_layer != layer) continue;
         if (list.len > kv->tables.cfg.limits.max_tokens)
             return tkvcu_fail(cu, TKV_ERR_CAPACITY, "the cache's sequences have at most",
                               kv->tables.cfg.limits.max_tokens, " tokens");
-        if (p->allocates && kv->tables.current[layer] >= 0 && tkvcu_has_table_clash(cu, kv, layer, t))
+        if (p->allocates && kv->tables.current_version[layer] >= 0 && tkvcu_has_table_clash(cu, kv, layer, t))
             return tkvcu_fail(cu, TKV_ERR_STATE, "the cache has another table in layer", layer, "");
-        for (v = 0; v < TKVI_VERSIONS && p->allocates && kv->tables.current[layer] < 0; v++)
+        for (v = 0; v < TKVI_VERSIONS && p->allocates && kv->tables.current_version[layer] < 0; v++)
             if (tkvcu_has_table(cu->host, layer, v) && !tkvi_version_ready(kv, v))
                 return tkvcu_fail(cu, TKV_ERR_NOMEM, "no memory for tables", 0, NULL);
         for (i = 0; i < list.n; i++) {
@@ -348,10 +349,10 @@ static tkv_status tkvcu_export_layer(tkvcu *cu, int seq, tkv_cache *kv, int host
     uint32_t *ids = tkvi_ids(kv, host_seq, layer);
     tkv_status st = TKV_OK;
     int i, block, version;
-    if (kv->tables.plan[layer].allocates && kv->tables.current[layer] < 0) {
+    if (kv->tables.plan[layer].allocates && kv->tables.current_version[layer] < 0) {
         for (version = 0; version < TKVI_VERSIONS; version++)
             if (tkvcu_has_table(cu->host, layer, version)) tkvcu_copy_table(kv, cu->host, layer, version);
-        kv->tables.current[layer] = cu->host->tables.current[layer];
+        kv->tables.current_version[layer] = cu->host->tables.current_version[layer];
         tkvi_learned(kv, layer, 0);
     }
     for (i = 0; i < list.n; i++) {
@@ -389,7 +390,7 @@ tkv_status tkvcu_export_seq(tkvcu *cu, int seq, tkv_cache *kv, int host_seq, tkv
     if (!st) st = tkvcu_reserve_export(cu, kv, host_seq, &t);
     if (!st) {
         for (layer = 0; !st && layer < kv->tables.cfg.model.n_layers; layer++)
-            if (kv->tables.plan[layer].stored == layer)
+            if (kv->tables.plan[layer].stored_layer == layer)
                 st = tkvcu_export_layer(cu, seq, kv, host_seq, layer, &t, stream);
         if (!st) st = tkvcu_check_cuda(cu, cudaStreamSynchronize(stream));
         if (st) (void)tkv_seq_reset(kv, host_seq); /* the copy is incomplete */

@@ -25,11 +25,11 @@ static uint64_t tkvi_fnv1a(const uint8_t *p, size_t n) { return tkvi_fnv1a_more(
 
 static int tkvi_layer_learns(const tkv_cache *kv, int layer) {
     const tkvi_plan *p = &kv->tables.plan[layer];
-    return p->stored == layer && tkvi_plan_learns(p);
+    return p->stored_layer == layer && tkvi_plan_learns(p);
 }
 
 static int tkvi_has_table(const tkv_cache *kv, int layer) {
-    return tkvi_layer_learns(kv, layer) && kv->tables.current[layer] >= 0;
+    return tkvi_layer_learns(kv, layer) && kv->tables.current_version[layer] >= 0;
 }
 
 TKV_API tkv_status tkv_get_calibration(const tkv_cache *kv, tkv_calibration_info *out) {
@@ -38,7 +38,7 @@ TKV_API tkv_status tkv_get_calibration(const tkv_cache *kv, tkv_calibration_info
     memset(out, 0, sizeof *out);
     for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++) {
         out->n_calibrated += tkvi_has_table(kv, layer);
-        out->n_learning += kv->seen && kv->seen[layer] >= 0;
+        out->n_learning += kv->tokens_seen && kv->tokens_seen[layer] >= 0;
     }
     return TKV_OK;
 }
@@ -81,7 +81,7 @@ TKV_API tkv_status tkv_save_calibration(const tkv_cache *kv, void *buf, size_t s
         tkvi_store32(at, (uint32_t)has);
         at += 4;
         for (head = 0; (has & 1) && head < cfg->model.n_kv_heads; head++) {
-            const tkvi_head *h = &tkvi_heads_of(&kv->tables, layer, kv->tables.current[layer])[head];
+            const tkvi_head *h = &tkvi_heads_of(&kv->tables, layer, kv->tables.current_version[layer])[head];
             tkvi_store16(at, (uint16_t)h->reach);
             tkvi_store16(at + 2, (uint16_t)h->k_weight);
             at[4] = (uint8_t)h->k_top;
@@ -93,7 +93,7 @@ TKV_API tkv_status tkv_save_calibration(const tkv_cache *kv, void *buf, size_t s
             for (i = 0; i < cfg->model.head_dim; i++, at += 2) tkvi_store16(at, tkvi_f32_to_f16(h->mean[i]));
         }
         if (TKVI_HAS_KVQUANT && (has & 2)) {
-            tkvi_kvquant_save(&kv->tables, layer, kv->tables.current[layer], at);
+            tkvi_kvquant_save(&kv->tables, layer, kv->tables.current_version[layer], at);
             at += tkvi_kvquant_bytes(cfg);
         }
     }

@@ -23,7 +23,8 @@
 /* >>statistics for tables */
 static int tkvi_stats_want(const tkv_cache *kv, const tkv_attend_params *p, int stored) {
     (void)p;
-    if (!TKVI_CAN_SAMPLE_QUERIES || !kv->tables.plan[stored].allocates || kv->seen[stored] < 0) return 0;
+    if (!TKVI_CAN_SAMPLE_QUERIES || !kv->tables.plan[stored].allocates || kv->tokens_seen[stored] < 0)
+        return 0;
     return TKVI_WANTS_CALL | TKVI_WANTS_FAR_SUMS;
 }
 
@@ -37,7 +38,7 @@ static TKVI_NOINLINE unsigned tkvi_stats_begin(const tkvi_tile_view *v, unsigned
             *far_attention = tkvi_far_attention_of(kv, v->stored, v->head);
     const float *l = v->sums->l;
     (void)state;
-    tkvi_lock(&kv->learning);
+    tkvi_lock(&kv->stats_lock);
     for (r = 0; r < v->rows; r++) {
         if (!(rows >> r & 1)) continue;
         for (c = 0; c < dim; c++) {
@@ -48,7 +49,7 @@ static TKVI_NOINLINE unsigned tkvi_stats_begin(const tkvi_tile_view *v, unsigned
         if (l[r] > 0.0f)
             *far_attention += tkvi_counted(v->sums->far_attention[r] / (l[r] * l[r]) * 16777216.0f, 1e12f);
     }
-    tkvi_unlock(&kv->learning);
+    tkvi_unlock(&kv->stats_lock);
     return 0;
 }
 
@@ -71,10 +72,10 @@ static unsigned tkvi_query_stats_sample(const tkvi_tile_view *v) {
 static TKVI_NOINLINE unsigned tkvi_query_stats_begin(const tkvi_tile_view *v, unsigned rows, void *state) {
     int r;
     (void)state;
-    tkvi_lock(&v->kv->learning);
+    tkvi_lock(&v->kv->stats_lock);
     for (r = 0; r < v->rows; r++)
         if (rows >> r & 1) tkvi_query_stats_add(v->kv, v->stored, v->head, v->q + r * v->q_stride);
-    tkvi_unlock(&v->kv->learning);
+    tkvi_unlock(&v->kv->stats_lock);
     return 0;
 }
 

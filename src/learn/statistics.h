@@ -186,14 +186,14 @@ static void tkvi_learn_heads(tkv_cache *kv, int layer, int version) {
  * version 0. In place only versions that have their memory already count. */
 static int tkvi_free_version(const tkv_cache *kv, int layer) {
     int used[TKVI_VERSIONS] = {0}, seq, i, v;
-    if (kv->tables.current[layer] < 0) return 0;
-    used[(int)kv->tables.current[layer]] = 1;
+    if (kv->tables.current_version[layer] < 0) return 0;
+    used[(int)kv->tables.current_version[layer]] = 1;
     for (v = 0; v < TKVI_VERSIONS && kv->pool.keep_all; v++) used[v] |= !kv->tables.version[v].bytes;
     for (seq = 0; seq < kv->tables.cfg.limits.max_seqs; seq++) {
         const tkvi_list *list = tkvi_list_of(kv, seq, layer);
         const uint32_t *ids = tkvi_ids(kv, seq, layer);
         for (i = 0; i < list->n; i++) {
-            const int own = kv->pool.block[ids[i]].coding - kv->tables.n_keys;
+            const int own = kv->pool.block[ids[i]].layout - kv->tables.n_keys;
             if (own >= 0) used[own % TKVI_VERSIONS] = 1;
         }
     }
@@ -205,18 +205,18 @@ static int tkvi_free_version(const tkv_cache *kv, int layer) {
 static void tkvi_table_use(tkv_cache *kv, int layer, int version) {
     const tkvi_plan *p = &kv->tables.plan[layer];
     const tkvi_head *heads = p->allocates ? tkvi_heads_of(&kv->tables, layer, version) : NULL;
-    const tkvi_tier_spec *rule = tkvi_rules_of(&kv->tables, layer);
+    const tkvi_tier_spec *rule = tkvi_tier_specs_of(&kv->tables, layer);
     int i, done = -1;
     for (i = 0; i < kv->tables.n_levels * TKV_TIER_COUNT; i++) { /* layouts of a layer have rising numbers */
         const tkvi_tier_spec *r = &rule[i / TKV_TIER_COUNT];
         const int tier = i % TKV_TIER_COUNT;
-        tkvi_coding *c = &kv->tables.coding[r->coding[tier] + version];
-        if (!r->shared[tier] || r->coding[tier] <= done) continue;
-        done = r->coding[tier];
-        tkvi_coding_share(&kv->tables, c, heads);
-        if (TKVI_HAS_KVQUANT && p->kvquant) tkvi_coding_kvquant(&kv->tables, c, layer, version);
+        tkvi_layout *c = &kv->tables.layout[r->layout[tier] + version];
+        if (!r->needs_table[tier] || r->layout[tier] <= done) continue;
+        done = r->layout[tier];
+        tkvi_share_layout(&kv->tables, c, heads);
+        if (TKVI_HAS_KVQUANT && p->kvquant) tkvi_init_kvquant_layout(&kv->tables, c, layer, version);
     }
-    kv->tables.current[layer] = (int8_t)version;
+    kv->tables.current_version[layer] = (int8_t)version;
 }
 
 /* Stops collecting for the layer; again 1: restarts it from zero. When the last layer stops, the memory of the
@@ -224,10 +224,10 @@ static void tkvi_table_use(tkv_cache *kv, int layer, int version) {
 static void tkvi_learned(tkv_cache *kv, int layer, int again) {
     size_t n = (size_t)kv->tables.cfg.model.n_kv_heads;
     int any = kv->pool.keep_all, i;
-    kv->seen[layer] = again ? 0 : -1;
-    for (i = 0; i < kv->tables.cfg.model.n_layers; i++) any |= kv->seen[i] >= 0;
+    kv->tokens_seen[layer] = again ? 0 : -1;
+    for (i = 0; i < kv->tables.cfg.model.n_layers; i++) any |= kv->tokens_seen[i] >= 0;
     if (!any) tkvi_put_stats(kv);
-    if (!kv->asked || !kv->tables.plan[layer].allocates) return;
+    if (!kv->q_sq_sum || !kv->tables.plan[layer].allocates) return;
     memset(tkvi_q_sq_sum_of(kv, layer, 0), 0, n * (size_t)kv->tables.cfg.model.head_dim * sizeof(int64_t));
     memset(tkvi_far_attention_of(kv, layer, 0), 0, n * sizeof(int64_t));
 }
@@ -251,10 +251,12 @@ static int64_t tkvi_n_readable_tokens(const tkv_cache *kv, int layer) {
  * blocks do not wait for tables, so layers take turns: making all tables at the same token would stall an
  * append. */
 static int tkvi_learn_due(const tkv_cache *kv, int layer, int forced) {
-    int first = kv->tables.current[layer] < 0, turn = kv->tables.cfg.budget.bytes ? layer % TKVI_BLOCK : 0;
+    int first = kv->tables.current_version[layer] < 0,
+        turn = kv->tables.cfg.budget.bytes ? layer % TKVI_BLOCK : 0;
     forced = forced && first;
-    if (!kv->seen ||
-        kv->seen[layer] < (forced ? 0 : (first ? TKVI_FIRST_TABLE_TOKENS : TKVI_SECOND_TABLE_TOKENS) + turn))
+    if (!kv->tokens_seen ||
+        kv->tokens_seen[layer] <
+            (forced ? 0 : (first ? TKVI_FIRST_TABLE_TOKENS : TKVI_SECOND_TABLE_TOKENS) + turn))
         return 0;
     return tkvi_n_readable_tokens(kv, layer) >= (forced ? 1 : TKVI_BLOCK);
 }
@@ -266,26 +268,26 @@ static int tkvi_learn_due(const tkv_cache *kv, int layer, int forced) {
  * restore the table. */
 static int tkvi_begin_table(tkv_cache *kv, int layer, int forced, int8_t *had) {
     int version;
-    *had = kv->tables.current[layer];
+    *had = kv->tables.current_version[layer];
     if (!tkvi_learn_due(kv, layer, forced)) return 1;
     version = tkvi_free_version(kv, layer);
     if (version < 0) { /* the search walks over all blocks: tries again 64 tokens later */
-        kv->seen[layer] = TKVI_SECOND_TABLE_TOKENS - TKVI_BLOCK;
+        kv->tokens_seen[layer] = TKVI_SECOND_TABLE_TOKENS - TKVI_BLOCK;
         return 1;
     }
     if (!tkvi_version_ready(kv, version)) {
         if (*had >= 0 && kv->heap.limit)
-            kv->seen[layer] = TKVI_SECOND_TABLE_TOKENS - TKVI_BLOCK; /* tries again 64 tokens later */
+            kv->tokens_seen[layer] = TKVI_SECOND_TABLE_TOKENS - TKVI_BLOCK; /* tries again 64 tokens later */
         return *had >= 0;
     }
-    kv->tables.current[layer] = (int8_t)version;
+    kv->tables.current_version[layer] = (int8_t)version;
     return 1;
 }
 
 /* Ends tkvi_begin_table. made 1: fills in the new version and uses it; made 0: restores version `had`. */
 static void tkvi_end_table(tkv_cache *kv, int layer, int8_t had, int made) {
-    int version = kv->tables.current[layer];
-    kv->tables.current[layer] = had;
+    int version = kv->tables.current_version[layer];
+    kv->tables.current_version[layer] = had;
     if (version == had || !made) return;
     if (kv->tables.plan[layer].allocates) tkvi_learn_heads(kv, layer, version);
     if (TKVI_HAS_KVQUANT && kv->tables.plan[layer].kvquant) tkvi_kvquant_learn(kv, layer, version);
@@ -303,7 +305,7 @@ static tkv_status tkvi_no_table(tkv_cache *kv) {
 
 /* Returns whether blocks of the layer must wait for a table before they move to the tier. */
 static int tkvi_must_wait_for_table(const tkv_cache *kv, int layer, tkv_tier tier) {
-    return kv->tables.plan[layer].now.shared[tier] && kv->tables.current[layer] < 0;
+    return kv->tables.plan[layer].now.needs_table[tier] && kv->tables.current_version[layer] < 0;
 }
 
 #endif /* TKVI_LEARN_STATISTICS_H */

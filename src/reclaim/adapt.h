@@ -18,8 +18,8 @@ static int tkvi_hot_tokens(const tkv_cache *kv) {
         for (side = -1; side <= 1; side += 2) {
             const int level = kv->tables.level + side * away;
             for (layer = 0; layer < kv->tables.cfg.model.n_layers && level >= 0 && level < n; layer++) {
-                const int hot = tkvi_rules_of(&kv->tables, layer)[level].hot;
-                if (kv->tables.plan[layer].stored == layer && hot != TKVI_FOREVER) return hot;
+                const int hot = tkvi_tier_specs_of(&kv->tables, layer)[level].hot;
+                if (kv->tables.plan[layer].stored_layer == layer && hot != TKVI_FOREVER) return hot;
             }
         }
     return 0;
@@ -28,7 +28,7 @@ static int tkvi_hot_tokens(const tkv_cache *kv) {
 /* The level after a step of -1, 0 or 1, within cfg.budget.pressure. Under a budget it does not change: there
  * memory pressure decides the level. */
 static int tkvi_level_after_step(const tkv_cache *kv, int step) {
-    const tkv_pressure_config *p = &kv->policy.cfg;
+    const tkv_pressure_config *p = &kv->pressure.cfg;
     const int level = kv->tables.level + step;
     return tkvi_has_budget(kv) || level < p->min_level || level > p->max_level ? kv->tables.level : level;
 }

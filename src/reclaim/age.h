@@ -32,14 +32,14 @@ static int tkvi_hot_age(const tkv_cache *kv, int layer) {
     return tkvi_has_budget(kv) ? TKVI_FOREVER : kv->tables.plan[layer].now.hot;
 }
 
-/* 1 if blocks of coding `to` have fewer bytes than blocks of coding `from`. */
+/* 1 if blocks of layout `to` have fewer bytes than blocks of layout `from`. */
 static int tkvi_is_smaller(const tkv_cache *kv, int from, int to) {
-    return kv->tables.coding[to].bytes.total < kv->tables.coding[from].bytes.total;
+    return kv->tables.layout[to].bytes.total < kv->tables.layout[from].bytes.total;
 }
 
 typedef struct tkvi_recoding {
     tkv_cache *kv;
-    const tkvi_coding *from, *to;
+    const tkvi_layout *from, *to;
     int layer, start; /* start: first position of the block */
     uint64_t there;   /* live_mask: tokens that are recoded; the others are left out */
 } tkvi_recoding;
@@ -90,22 +90,22 @@ static void tkvi_recode(void *ctx, const uint8_t *src, uint8_t *dst) {
 
 /* Gives the quality meter its copy of an exact block that is about to be recoded (cache/meter.h). */
 static void tkvi_copy_for_meter(tkv_cache *kv, int seq, int layer, const tkvi_block *b) {
-    const tkvi_coding *c = &kv->tables.coding[b->coding];
+    const tkvi_layout *c = &kv->tables.layout[b->layout];
     int i;
-    if (!TKVI_HAS_METER || !kv->meter || kv->meter->seq != seq || !tkvi_is_hot_coding(kv, layer, b->coding))
+    if (!TKVI_HAS_METER || !kv->meter || kv->meter->seq != seq || !tkvi_is_hot_layout(kv, layer, b->layout))
         return;
     for (i = 0; i < kv->meter->n; i++) {
         tkvi_head_probe *g = &kv->meter->head_probe[i];
         if (g->layer == layer)
-            tkvi_head_probe_keep(kv->meter, g, b->start, tkvi_list_of(kv, seq, layer)->dropped,
+            tkvi_head_probe_keep(kv->meter, g, b->start, tkvi_list_of(kv, seq, layer)->expired,
                                  tkvi_block_bytes(&kv->pool, b) + c->record[g->head].at,
                                  c->record[g->head].k.bytes + c->record[g->head].v.bytes);
     }
 }
 
-/* Recodes block i of a list to `coding`. If tokens were evicted, the others move together where the format allows
+/* Recodes block i of a list to `layout`. If tokens were evicted, the others move together where the format allows
  * it. dry_run not NULL: only counts the slots that this takes and gives. */
-static void tkvi_demote(tkv_cache *kv, int seq, int layer, int i, int coding, tkvi_peak *dry_run) {
+static void tkvi_demote(tkv_cache *kv, int seq, int layer, int i, int layout, tkvi_peak *dry_run) {
     tkvi_list *list = tkvi_list_of(kv, seq, layer);
     uint32_t *ids = tkvi_ids(kv, seq, layer), id = ids[i];
     tkvi_block *b = &kv->pool.block[id];
@@ -113,48 +113,48 @@ static void tkvi_demote(tkv_cache *kv, int seq, int layer, int i, int coding, tk
     uint16_t previous_coding;
     tkvi_recoding r;
     if (tkvi_is_offloaded(b)) return; /* offloaded blocks keep their format */
-    if (kv->tables.coding[b->coding].key == kv->tables.coding[coding].key) return; /* same format */
+    if (kv->tables.layout[b->layout].key == kv->tables.layout[layout].key) return; /* same format */
     /* A cache created with a budget never demotes to more bytes, even after the budget is removed. */
-    if (kv->tables.spare && !tkvi_is_smaller(kv, b->coding, coding)) return;
+    if (kv->tables.recode_pages && !tkvi_is_smaller(kv, b->layout, layout)) return;
     if (dry_run) {
-        tkvi_peak_take(dry_run, coding);
-        if (b->refs == 1) tkvi_peak_give(dry_run, b->coding);
+        tkvi_peak_take(dry_run, layout);
+        if (b->refs == 1) tkvi_peak_give(dry_run, b->layout);
         return;
     }
     tkvi_copy_for_meter(kv, seq, layer, b);
     kv->demoted++;
-    previous_coding = tkvi_is_hot_coding(kv, layer, b->coding) ? 0 : (uint16_t)(b->coding + 1);
+    previous_coding = tkvi_is_hot_layout(kv, layer, b->layout) ? 0 : (uint16_t)(b->layout + 1);
     r.kv = kv;
-    r.from = &kv->tables.coding[b->coding];
-    r.to = &kv->tables.coding[coding];
+    r.from = &kv->tables.layout[b->layout];
+    r.to = &kv->tables.layout[layout];
     r.layer = layer;
     r.start = b->start;
     tkvi_choose_anchors(kv, seq, layer, i);
     r.there = tkvi_used_mask(kv, list, ids, i);
-    packs = TKVI_HAS_EVICT && (b->gone & ~r.there) && r.there && !tkvi_has_fixed_slots(kv);
+    packs = TKVI_HAS_EVICT && (b->evicted_mask & ~r.there) && r.there && !tkvi_has_fixed_slots(kv);
     if (packs) {
         tkvi_forget_copy(&kv->pool, id); /* tokens change slots, so the exact copy does not match */
     } else {
-        r.there |= b->gone; /* no token changes its slot */
+        r.there |= b->evicted_mask; /* no token changes its slot */
         tkvi_store_exact_copy(kv, layer, id);
     }
     if (b->refs > 1) { /* the other holders keep the old block */
-        ids[i] = tkvi_new_block(&kv->pool, coding, b->start);
+        ids[i] = tkvi_new_block(&kv->pool, layout, b->start);
         b = &kv->pool.block[id];
         tkvi_recode(&r, tkvi_block_bytes(&kv->pool, b), tkvi_block_bytes(&kv->pool, &kv->pool.block[ids[i]]));
         if (TKVI_HAS_EVICT && kv->pool.token_meta) kv->pool.token_meta[ids[i]] = kv->pool.token_meta[id];
-        kv->pool.block[ids[i]].gone = b->gone;
-        kv->pool.block[ids[i]].packed = b->packed;
+        kv->pool.block[ids[i]].evicted_mask = b->evicted_mask;
+        kv->pool.block[ids[i]].n_packed = b->n_packed;
         tkvi_release_block(&kv->pool, id);
     } else {
-        tkvi_recode_block(&kv->pool, id, coding, tkvi_recode, &r);
+        tkvi_recode_block(&kv->pool, id, layout, tkvi_recode, &r);
     }
     b = &kv->pool.block[ids[i]];
     tkvi_note_move(kv, ids[i], list->len);
-    b->previous_coding = previous_coding;
+    b->previous_layout = previous_coding;
     if (packs) {
-        b->packed = (int16_t)tkvi_move_token_meta(kv, ids[i], 0, ids[i], r.there, b->start);
-        b->gone = kv->pool.token_meta[ids[i]].anchored;
+        b->n_packed = (int16_t)tkvi_move_token_meta(kv, ids[i], 0, ids[i], r.there, b->start);
+        b->evicted_mask = kv->pool.token_meta[ids[i]].anchored_mask;
     }
 }
 
@@ -165,7 +165,8 @@ static tkvi_peak tkvi_begin_dry_run(tkv_cache *kv) {
     memset(&k, 0, sizeof k);
     k.tables = &kv->tables;
     k.live = kv->peak_live;
-    for (c = 0; c < kv->tables.n_classes; c++) k.live[c] = kv->pool.live[c] + kv->pool.promised[c];
+    for (c = 0; c < kv->tables.n_classes; c++)
+        k.live[c] = kv->pool.used_slots[c] + kv->pool.reserved_slots[c];
     k.outside = kv->pool.n_offloaded;
     tkvi_peak_note(&k);
     return k;
@@ -180,22 +181,22 @@ static void tkvi_age(tkv_cache *kv, int seq, int layer, int hot, int partial, tk
     tkvi_list *list = tkvi_list_of(kv, seq, layer), now = *list;
     uint32_t *ids = tkvi_ids(kv, seq, layer);
     int i, gone = 0, len = now.len;
-    while (p->keep && gone + 1 < now.n &&
-           (int64_t)tkvi_block_end(kv, &now, ids, gone) + p->keep + tkvi_expiry_margin(p) <= len) {
+    while (p->kept_window && gone + 1 < now.n &&
+           (int64_t)tkvi_block_end(kv, &now, ids, gone) + p->kept_window + tkvi_expiry_margin(p) <= len) {
         const tkvi_block *b = &kv->pool.block[ids[gone]];
-        if (dry_run && b->refs == 1 && !tkvi_is_offloaded(b)) tkvi_peak_give(dry_run, b->coding);
+        if (dry_run && b->refs == 1 && !tkvi_is_offloaded(b)) tkvi_peak_give(dry_run, b->layout);
         if (!dry_run) tkvi_release_block(&kv->pool, ids[gone]);
         gone++;
     }
     if (gone) { /* In a dry run `now` is a copy of the list, and the block numbers stay in place. */
         int left = gone, tier, *of_tier[3];
-        now.tight = tkvi_max(0, now.tight - (gone - now.sinks)); /* sinks expire first */
-        now.tightest = tkvi_max(0, now.tightest - (gone - now.sinks));
-        now.out = tkvi_max(0, now.out - (gone - now.sinks));
+        now.n_recoded = tkvi_max(0, now.n_recoded - (gone - now.sinks)); /* sinks expire first */
+        now.n_tightest = tkvi_max(0, now.n_tightest - (gone - now.sinks));
+        now.n_offloaded = tkvi_max(0, now.n_offloaded - (gone - now.sinks));
         of_tier[0] = &now.sinks;
         of_tier[1] = &now.archive;
         of_tier[2] = &now.warm;
-        now.dropped = tkvi_block_start(kv, ids, gone);
+        now.expired = tkvi_block_start(kv, ids, gone);
         for (tier = 0; tier < 3; tier++) {
             int take = tkvi_min(left, *of_tier[tier]);
             *of_tier[tier] -= take;
@@ -220,7 +221,7 @@ static void tkvi_age(tkv_cache *kv, int seq, int layer, int hot, int partial, tk
             i = now.sinks + now.archive + now.warm - 1; /* the younger warm blocks stay as well */
             continue;
         }
-        tkvi_demote(kv, seq, layer, i + (dry_run ? gone : 0), tkvi_coding_of(&kv->tables, layer, due),
+        tkvi_demote(kv, seq, layer, i + (dry_run ? gone : 0), tkvi_layout_of(&kv->tables, layer, due),
                     dry_run);
         if (is_warm) now.warm--;
         if (due == TKV_TIER_ARCHIVE) now.archive++;

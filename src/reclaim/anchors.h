@@ -4,7 +4,7 @@
  * attention. The idea to demote the least important tokens rather than the oldest is from akv-cache.
  *
  *     sinks' block  [s s s s | a b . .]      n_anchors slots after the sinks, each with a position of its own
- *     recoded       [. . A . . .][. B . .]   A, B: marked in `gone` and `anchored`, attention reads a and b
+ *     recoded       [. . A . . .][. B . .]   A, B: marked in evicted_mask and anchored_mask, attention reads a and b
  *
  * A token with a higher score replaces the anchor with the lowest one. Attention then reads the replaced token from
  * its recoded slot again.
@@ -18,7 +18,7 @@
 /* Mask of the used slots of block i: live tokens and anchored tokens. */
 static uint64_t tkvi_used_mask(const tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int i) {
     return tkvi_live_mask(&kv->pool.block[ids[i]], tkvi_block_tokens(kv, list, ids, i)) |
-           (TKVI_HAS_EVICT && kv->pool.token_meta ? kv->pool.token_meta[ids[i]].anchored : 0);
+           (TKVI_HAS_EVICT && kv->pool.token_meta ? kv->pool.token_meta[ids[i]].anchored_mask : 0);
 }
 
 /* Index of the block that covers a position. -1: the position is past the end or has expired. */
@@ -40,7 +40,7 @@ static int tkvi_place_in(const tkv_cache *kv, const tkvi_list *list, const uint3
     const int n = tkvi_block_tokens(kv, list, ids, i);
     const uint64_t kept = tkvi_used_mask(kv, list, ids, i);
     int t = 0;
-    if (!TKVI_HAS_EVICT || !kv->pool.block[ids[i]].packed) t = position - tkvi_block_start(kv, ids, i);
+    if (!TKVI_HAS_EVICT || !kv->pool.block[ids[i]].n_packed) t = position - tkvi_block_start(kv, ids, i);
     else
         while (t < n && !(kept >> t & 1 && tkvi_slot_position(kv, ids[i], t) == position)) t++;
     return t < n ? t : -1;
@@ -54,11 +54,11 @@ static int tkvi_find_token(const tkv_cache *kv, const tkvi_list *list, const uin
     if (i < 0) return -1;
     *slot = tkvi_place_in(kv, list, ids, i, position);
     if (TKVI_HAS_EVICT && *slot >= 0 && kv->pool.token_meta &&
-        kv->pool.token_meta[ids[i]].anchored >> *slot & 1) {
+        kv->pool.token_meta[ids[i]].anchored_mask >> *slot & 1) {
         i = 0;
         *slot = tkvi_place_in(kv, list, ids, 0, position);
     }
-    return *slot >= 0 && !(TKVI_HAS_EVICT && kv->pool.block[ids[i]].gone >> *slot & 1) ? i : -1;
+    return *slot >= 0 && !(TKVI_HAS_EVICT && kv->pool.block[ids[i]].evicted_mask >> *slot & 1) ? i : -1;
 }
 
 /* Makes block i a packed block, which lists its positions. Then its number of tokens does not depend on the start
@@ -67,8 +67,8 @@ static void tkvi_list_positions(tkv_cache *kv, const tkvi_list *list, const uint
     tkvi_block *b = &kv->pool.block[ids[i]];
     const int n = tkvi_block_tokens(kv, list, ids, i);
     int t;
-    for (t = 0; t < n && !b->packed; t++) tkvi_set_slot_position(kv, ids[i], t, b->start + t);
-    b->packed = (int16_t)n;
+    for (t = 0; t < n && !b->n_packed; t++) tkvi_set_slot_position(kv, ids[i], t, b->start + t);
+    b->n_packed = (int16_t)n;
 }
 
 /* Undoes the anchor in this slot of the sinks' block: attention reads its token from the recoded block again. The
@@ -79,11 +79,11 @@ static void tkvi_remove_anchor(tkv_cache *kv, const tkvi_list *list, const uint3
     tkvi_token_meta *token_meta;
     if (t < 0) return;
     token_meta = &kv->pool.token_meta[ids[i]];
-    if (!(token_meta->anchored >> t & 1)) return;
-    token_meta->anchored &= ~((uint64_t)1 << t);
-    kv->pool.block[ids[i]].gone &= ~((uint64_t)1 << t);
+    if (!(token_meta->anchored_mask >> t & 1)) return;
+    token_meta->anchored_mask &= ~((uint64_t)1 << t);
+    kv->pool.block[ids[i]].evicted_mask &= ~((uint64_t)1 << t);
     tkvi_align_steps(kv, ids[0], ids[i]);
-    token_meta->mass[t] = kv->pool.token_meta[ids[0]].mass[slot];
+    token_meta->scores[t] = kv->pool.token_meta[ids[0]].scores[slot];
 }
 
 /* Makes the token in slot t of block i an anchor: copies it to `slot` of the sinks' block. Block i must still be
@@ -92,7 +92,7 @@ static void tkvi_add_anchor(tkv_cache *kv, const uint32_t *ids, int i, int t, in
     const tkv_config *cfg = &kv->tables.cfg;
     const tkvi_simd_ops *help = kv->kernels->simd_ops;
     tkvi_block *to = &kv->pool.block[ids[0]], *from = &kv->pool.block[ids[i]];
-    const tkvi_coding *a = &kv->tables.coding[to->coding], *b = &kv->tables.coding[from->coding];
+    const tkvi_layout *a = &kv->tables.layout[to->layout], *b = &kv->tables.layout[from->layout];
     uint8_t *dst = tkvi_block_bytes(&kv->pool, to);
     const uint8_t *src = tkvi_block_bytes(&kv->pool, from);
     float row[TKV_MAX_HEAD_DIM];
@@ -105,10 +105,10 @@ static void tkvi_add_anchor(tkv_cache *kv, const uint32_t *ids, int i, int t, in
         r->v.format->side[r->v.which].put(&r->v, help, row, slot, dst + r->at + r->v_at);
     }
     tkvi_set_slot_position(kv, ids[0], slot, tkvi_slot_position(kv, ids[i], t));
-    to->gone &= ~((uint64_t)1 << slot);
-    kv->pool.token_meta[ids[0]].mass[slot] = kv->pool.token_meta[ids[i]].mass[t];
-    from->gone |= (uint64_t)1 << t;
-    kv->pool.token_meta[ids[i]].anchored |= (uint64_t)1 << t;
+    to->evicted_mask &= ~((uint64_t)1 << slot);
+    kv->pool.token_meta[ids[0]].scores[slot] = kv->pool.token_meta[ids[i]].scores[t];
+    from->evicted_mask |= (uint64_t)1 << t;
+    kv->pool.token_meta[ids[i]].anchored_mask |= (uint64_t)1 << t;
 }
 
 /* Slot for a new anchor, from first to last - 1: a free slot, or that of the anchor with the lowest score. a:
@@ -116,7 +116,7 @@ static void tkvi_add_anchor(tkv_cache *kv, const uint32_t *ids, int i, int t, in
 static int tkvi_anchor_place(const tkvi_block *sinks, int first, int last, const float *a) {
     int t, least = first;
     for (t = first; t < last; t++) {
-        if (t >= sinks->packed || sinks->gone >> t & 1) return t;
+        if (t >= sinks->n_packed || sinks->evicted_mask >> t & 1) return t;
         if (a[t] < a[least]) least = t;
     }
     return least;
@@ -136,7 +136,7 @@ static void tkvi_choose_anchors(tkv_cache *kv, int seq, int layer, int i) {
     if (!TKVI_HAS_EVICT || first == last || i < list->sinks || list->sinks == 0 || sinks->refs > 1 ||
         b->refs > 1)
         return;
-    if (!tkvi_is_hot_coding(kv, layer, b->coding)) return;
+    if (!tkvi_is_hot_layout(kv, layer, b->layout)) return;
     there = tkvi_live_mask(b, tkvi_block_tokens(kv, list, ids, i));
     tkvi_list_positions(kv, list, ids, 0);
     newest = tkvi_token_score_newest(kv, list, ids);
@@ -147,11 +147,11 @@ static void tkvi_choose_anchors(tkv_cache *kv, int seq, int layer, int i) {
         if (!(there >> t & 1)) continue;
         tkvi_decay_to_now(kv, ids[0], list->len, newest, a);
         slot = tkvi_anchor_place(sinks, first, last, a);
-        if (slot < sinks->packed && !(sinks->gone >> slot & 1)) {
+        if (slot < sinks->n_packed && !(sinks->evicted_mask >> slot & 1)) {
             if (mine[t] <= a[slot]) continue;
             tkvi_remove_anchor(kv, list, ids, slot);
         }
-        sinks->packed = (int16_t)tkvi_max(sinks->packed, slot + 1);
+        sinks->n_packed = (int16_t)tkvi_max(sinks->n_packed, slot + 1);
         tkvi_add_anchor(kv, ids, i, t, slot);
     }
 }

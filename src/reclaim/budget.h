@@ -36,7 +36,7 @@
 /* >>bytes */
 /* Bytes held, without the free pages beyond those for recoding (pool.spare). */
 static size_t tkvi_in_use(const tkv_cache *kv) {
-    const size_t spare = (size_t)kv->pool.spare, n_free = kv->pool.n_free_pages;
+    const size_t spare = (size_t)kv->pool.recode_pages, n_free = kv->pool.n_free_pages;
     return kv->heap.held - (n_free > spare ? n_free - spare : 0) * kv->tables.page_bytes;
 }
 
@@ -58,8 +58,8 @@ static int tkvi_tail_free_slots(const tkv_cache *kv, const tkvi_plan *p, const t
     int last = list->n - 1, room;
     if (last < 0) return 0;
     if (last >= list->sinks && tkvi_tier_at(list, last) != TKV_TIER_HOT)
-        return 0;                                                     /* flushed before it was full */
-    if (TKVI_HAS_EVICT && kv->pool.block[ids[last]].packed) return 0; /* the blocks after it were cut off */
+        return 0;                                                       /* flushed before it was full */
+    if (TKVI_HAS_EVICT && kv->pool.block[ids[last]].n_packed) return 0; /* the blocks after it were cut off */
     room = last < list->sinks ? p->sink : TKVI_BLOCK;
     return tkvi_max(0, room - (list->len - tkvi_block_start(kv, ids, last)));
 }
@@ -89,8 +89,8 @@ static int tkvi_row_entries(const tkv_cache *kv, const tkv_rows *row, int layer,
     if (row->n == 0) return 0;
     for (l = tkvi_max(layer, 0); l <= (layer < 0 ? kv->tables.cfg.model.n_layers - 1 : layer); l++) {
         const tkvi_list *list = tkvi_list_of(kv, row->seq, l);
-        const int more = layer < 0 ? to - list->len : row->n, gone = on_dry_run ? list->n - list->left : 0;
-        if (kv->tables.plan[l].stored == l && more > 0)
+        const int more = layer < 0 ? to - list->len : row->n, gone = on_dry_run ? list->n - list->n_left : 0;
+        if (kv->tables.plan[l].stored_layer == l && more > 0)
             want = tkvi_max(want, tkvi_list_entries(kv, row->seq, l, more) - gone);
     }
     return want;
@@ -99,7 +99,7 @@ static int tkvi_row_entries(const tkv_cache *kv, const tkv_rows *row, int layer,
 /* Bytes that the index takes in addition if it has `blocks` blocks and serves the memory request. Old arrays are
  * freed only after the new ones exist. */
 static size_t tkvi_index_growth(const tkv_cache *kv, int64_t blocks, int on_dry_run) {
-    const tkvi_memory_request *o = &kv->order;
+    const tkvi_memory_request *o = &kv->memory_request;
     size_t bytes = tkvi_growth(kv->pool.block_cap, blocks + o->blocks, tkvi_block_entry(&kv->tables.cfg));
     int i, most = 0;
     for (i = 0; i < o->n_rows; i++) {
@@ -113,8 +113,8 @@ static size_t tkvi_index_growth(const tkv_cache *kv, int64_t blocks, int on_dry_
 
 /* Clears the memory request. */
 static void tkvi_clear_request(tkv_cache *kv) {
-    memset(kv->need, 0, (size_t)kv->tables.n_classes * sizeof *kv->need);
-    memset(&kv->order, 0, sizeof kv->order);
+    memset(kv->slot_request, 0, (size_t)kv->tables.n_classes * sizeof *kv->slot_request);
+    memset(&kv->memory_request, 0, sizeof kv->memory_request);
 }
 
 /* Sets the memory request of an operation: slots from its dry run, tokens for lists from its rows. Slots that the
@@ -124,14 +124,15 @@ static void tkvi_set_request(tkv_cache *kv, const tkvi_peak *dry_run, const tkv_
     int64_t blocks = kv->pool.n_offloaded;
     int c;
     for (c = 0; c < kv->tables.n_classes; c++) {
-        const int64_t now = kv->pool.live[c] + kv->pool.promised[c], more = dry_run->live[c] - now;
-        kv->need[c] = more > 0 ? more : 0;
-        blocks += now + kv->need[c];
+        const int64_t now = kv->pool.used_slots[c] + kv->pool.reserved_slots[c],
+                      more = dry_run->live[c] - now;
+        kv->slot_request[c] = more > 0 ? more : 0;
+        blocks += now + kv->slot_request[c];
     }
-    kv->order.rows = rows;
-    kv->order.n_rows = n_rows;
-    kv->order.layer = layer;
-    kv->order.blocks = dry_run->most_blocks - blocks;
+    kv->memory_request.rows = rows;
+    kv->memory_request.n_rows = n_rows;
+    kv->memory_request.layer = layer;
+    kv->memory_request.blocks = dry_run->most_blocks - blocks;
 }
 
 /* >>forecast */
@@ -146,19 +147,19 @@ typedef struct tkvi_forecast {
 static tkvi_forecast tkvi_now(tkv_cache *kv) {
     tkvi_forecast o;
     int c;
-    o.slots = kv->need + kv->tables.n_classes;
+    o.slots = kv->slot_request + kv->tables.n_classes;
     o.outside = kv->pool.n_offloaded;
     o.on_dry_run = 0;
     o.more = 0;
     for (c = 0; c < kv->tables.n_classes; c++)
-        o.slots[c] = kv->pool.live[c] + kv->pool.promised[c] + kv->need[c];
+        o.slots[c] = kv->pool.used_slots[c] + kv->pool.reserved_slots[c] + kv->slot_request[c];
     return o;
 }
 
 /* Bytes held in a forecast, with the pages for recoding and the growth of the index. *index, if not NULL, gets that
  * growth. Returns (size_t)-1 on overflow. */
 static size_t tkvi_bytes_with(const tkv_cache *kv, const tkvi_forecast *o, size_t *index) {
-    int64_t pages = kv->pool.spare + o->more, blocks = o->outside;
+    int64_t pages = kv->pool.recode_pages + o->more, blocks = o->outside;
     size_t bytes, more;
     int c;
     for (c = 0; c < kv->tables.n_classes; c++) {
@@ -182,13 +183,13 @@ static size_t tkvi_bytes_now(tkv_cache *kv) {
 
 /* >>stale blocks: blocks that the level's rule recodes into fewer bytes */
 typedef struct tkvi_stale {
-    int seq, layer, i, coding; /* coding: the smaller one */
+    int seq, layer, i, layout; /* layout: the smaller one */
     tkv_tier due;
 } tkvi_stale;
 
-/* The present coding of a stale block. */
-static const tkvi_coding *tkvi_coding_at(const tkv_cache *kv, const tkvi_stale *s) {
-    return &kv->tables.coding[kv->pool.block[tkvi_ids(kv, s->seq, s->layer)[s->i]].coding];
+/* The present layout of a stale block. */
+static const tkvi_layout *tkvi_layout_at(const tkv_cache *kv, const tkvi_stale *s) {
+    return &kv->tables.layout[kv->pool.block[tkvi_ids(kv, s->seq, s->layer)[s->i]].layout];
 }
 
 /* 1 if any sequence has an open step. */
@@ -204,8 +205,8 @@ static tkv_tier tkvi_due_from(const tkv_cache *kv, int seq, int layer, int start
                               const tkvi_tier_spec *r, int tables) {
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
     tkv_tier due = tkvi_tier_due(r, r->hot, end, kv->seq[seq].in_step ? list->step_len : list->len);
-    if (end > list->chunk || (last && end - start < TKVI_BLOCK)) return TKV_TIER_HOT;
-    while (r->shared[due] && kv->tables.current[layer] < 0 && !tables)
+    if (end > list->chunk_start || (last && end - start < TKVI_BLOCK)) return TKV_TIER_HOT;
+    while (r->needs_table[due] && kv->tables.current_version[layer] < 0 && !tables)
         due = due == TKV_TIER_ARCHIVE ? TKV_TIER_WARM : TKV_TIER_HOT;
     return due;
 }
@@ -227,8 +228,8 @@ static void tkvi_count_recoded(tkvi_list *list, int i, tkv_tier due) {
         list->warm--;
         list->archive++;
     }
-    if (due == TKV_TIER_ARCHIVE) list->tightest++;
-    list->tight = tkvi_max(list->tight, i + 1 - list->sinks);
+    if (due == TKV_TIER_ARCHIVE) list->n_tightest++;
+    list->n_recoded = tkvi_max(list->n_recoded, i + 1 - list->sinks);
 }
 
 /* Finds the oldest stale block of a list, first for the archive, then for warm. 0: there is none. Blocks on the way
@@ -238,17 +239,17 @@ static int tkvi_stale_in(tkv_cache *kv, int seq, int layer, int tables, tkvi_sta
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
     const tkvi_tier_spec *r = &kv->tables.plan[layer].now;
     for (;;) {
-        int i = list->sinks + list->tightest;
+        int i = list->sinks + list->n_tightest;
         tkv_tier due = i < list->n ? tkvi_due(kv, seq, layer, i, r, tables) : TKV_TIER_HOT;
         const tkvi_block *b;
         if (due != TKV_TIER_ARCHIVE) {
-            i = list->sinks + list->tight;
+            i = list->sinks + list->n_recoded;
             due = i < list->n ? tkvi_due(kv, seq, layer, i, r, tables) : TKV_TIER_HOT;
         }
         if (due == TKV_TIER_HOT) return 0;
         b = &kv->pool.block[ids[i]];
-        s->coding = tkvi_coding_of(&kv->tables, layer, due);
-        if (b->refs == 1 && !tkvi_is_offloaded(b) && tkvi_is_smaller(kv, b->coding, s->coding)) {
+        s->layout = tkvi_layout_of(&kv->tables, layer, due);
+        if (b->refs == 1 && !tkvi_is_offloaded(b) && tkvi_is_smaller(kv, b->layout, s->layout)) {
             s->seq = seq;
             s->layer = layer;
             s->i = i;
@@ -263,8 +264,9 @@ static int tkvi_stale_in(tkv_cache *kv, int seq, int layer, int tables, tkvi_sta
  * open already. */
 typedef enum tkvi_where { TKVI_ANYWHERE, TKVI_IN_FREE_PAGES, TKVI_IN_OPEN_PAGES } tkvi_where;
 
-static int tkvi_has_slot(const tkv_cache *kv, int coding, tkvi_where where) {
-    if (where == TKVI_ANYWHERE || kv->pool.room[kv->tables.coding[coding].size_class] != TKVI_NIL) return 1;
+static int tkvi_has_slot(const tkv_cache *kv, int layout, tkvi_where where) {
+    if (where == TKVI_ANYWHERE || kv->pool.partial_pages[kv->tables.layout[layout].size_class] != TKVI_NIL)
+        return 1;
     return where == TKVI_IN_FREE_PAGES && (int64_t)kv->pool.n_free_pages > tkvi_reserved_pages(&kv->pool);
 }
 
@@ -279,7 +281,7 @@ static int tkvi_next_stale(tkv_cache *kv, tkvi_where where, int early, tkvi_stal
             int age;
             if (list->n == 0 || !tkvi_stale_in(kv, seq, layer, tables, &s)) continue;
             age = list->len - tkvi_block_start(kv, tkvi_ids(kv, seq, layer), s.i);
-            if (age <= most || !tkvi_has_slot(kv, s.coding, where)) continue;
+            if (age <= most || !tkvi_has_slot(kv, s.layout, where)) continue;
             most = age;
             *oldest = s;
             found = 1;
@@ -323,8 +325,8 @@ static int tkvi_offload_oldest(tkv_cache *kv) {
 static void tkvi_end_reservations(tkv_cache *kv) {
     const size_t n = (size_t)kv->tables.n_classes;
     int seq;
-    memset(kv->promised, 0, (size_t)kv->tables.cfg.limits.max_seqs * n * sizeof *kv->promised);
-    memset(kv->pool.promised, 0, n * sizeof *kv->pool.promised);
+    memset(kv->reserved_slots, 0, (size_t)kv->tables.cfg.limits.max_seqs * n * sizeof *kv->reserved_slots);
+    memset(kv->pool.reserved_slots, 0, n * sizeof *kv->pool.reserved_slots);
     for (seq = 0; seq < kv->tables.cfg.limits.max_seqs; seq++) kv->seq[seq].reserved_len = 0;
     tkvi_trim(&kv->pool);
 }
@@ -335,7 +337,7 @@ static void tkvi_take_plans(tkv_cache *kv, int level) {
     size_t i, lists = (size_t)kv->tables.cfg.limits.max_seqs * (size_t)kv->tables.cfg.model.n_layers;
     tkvi_take_level(&kv->tables, level);
     if (!tkvi_has_budget(kv)) tkvi_end_reservations(kv);
-    for (i = 0; i < lists; i++) kv->list[i].tight = kv->list[i].tightest = 0;
+    for (i = 0; i < lists; i++) kv->list[i].n_recoded = kv->list[i].n_tightest = 0;
 }
 
 /* Changes the level and emits the event. */
@@ -344,7 +346,7 @@ static void tkvi_go_to_level(tkv_cache *kv, int level) {
     if (level == from) return;
     tkvi_take_plans(kv, level);
     kv->relax_at = (size_t)-1;
-    tkvi_policy_move(&kv->policy.now, level);
+    tkvi_pressure_move(&kv->pressure.now, level);
     tkvi_emit_event(kv, TKV_EVENT_LEVEL, TKV_ALL_LAYERS, from, level, tkvi_in_use(kv),
                     level > from ? "the pressure rose: old tokens get fewer bits"
                                  : "the pressure fell: new tokens get more bits");
@@ -387,7 +389,7 @@ static int tkvi_has_floor(const tkv_cache *kv) {
 static int tkvi_floor_of(const tkv_cache *kv, int seq, int layer, const tkvi_spared *spared) {
     const int stay = tkvi_n_staying(kv, seq, layer, spared);
     const int64_t more = tkvi_max(0, tkvi_count(kv, seq, layer) - stay);
-    return stay + (int)(more * kv->share / 8);
+    return stay + (int)(more * kv->kept_eighths / 8);
 }
 
 /* Evicts one list to its floor and merges its blocks. 0: the list is empty, or its sequence has an open step. */
@@ -403,7 +405,7 @@ static int tkvi_go_to_floor(tkv_cache *kv, int seq, int layer, int outside_too) 
 /* A block in a dry run. */
 typedef struct tkvi_planned_block {
     uint64_t anchored;
-    int start, tokens, coding;
+    int start, tokens, layout;
     tkv_tier tier;
     int stays; /* 1: it has several holders, so it cannot be freed, merged or recoded */
     int away;  /* 1: it has no slot (offloaded or discarded) */
@@ -412,11 +414,11 @@ typedef struct tkvi_planned_block {
 /* Moves tokens of block b to block a, as tkvi_may_join allows with press. end: the end position of b. 1: b is empty
  * then. */
 static int tkvi_dry_run_join(const tkv_cache *kv, tkvi_planned_block *a, tkvi_planned_block *b, int end) {
-    const tkvi_coding *coding = kv->tables.coding;
+    const tkvi_layout *layout = kv->tables.layout;
     const int room = TKVI_BLOCK - a->tokens;
     if (a->stays || b->stays || a->away || b->away || a->tier != b->tier || tkvi_has_fixed_slots(kv))
         return 0;
-    if (coding[a->coding].key != coding[b->coding].key || end - a->start > 65536) return 0;
+    if (layout[a->layout].key != layout[b->layout].key || end - a->start > 65536) return 0;
     if (b->tokens > room && a->anchored | b->anchored) return 0;
     a->anchored |= b->anchored;
     a->tokens += tkvi_min(b->tokens, room);
@@ -444,18 +446,18 @@ static int tkvi_dry_run_floor(tkv_cache *kv, int seq, int layer, const tkvi_spar
         tkvi_planned_block *mine = &dry_run[n];
         for (t = 0; t < TKVI_BLOCK; t++)
             if (there >> t & 1 && tkvi_has(c.victims, at++)) left &= ~((uint64_t)1 << t);
-        mine->anchored = kv->pool.token_meta[ids[i]].anchored;
+        mine->anchored = kv->pool.token_meta[ids[i]].anchored_mask;
         mine->start = tkvi_block_start(kv, ids, i);
         mine->tokens = tkvi_bits_in(left);
-        mine->coding = b->coding;
+        mine->layout = b->layout;
         mine->tier = tkvi_tier_at(list, i);
         mine->stays = b->refs > 1;
         mine->away = !mine->stays && tkvi_has_no_slot(kv, seq, layer, i, spared);
         if (r && i >= list->sinks && !mine->stays && !mine->away) {
             const tkv_tier due = tkvi_due(kv, seq, layer, i, r, tables);
             if (due != TKV_TIER_HOT) mine->tier = due;
-            if (due != TKV_TIER_HOT && tkvi_is_smaller(kv, b->coding, r->coding[due]))
-                mine->coding = r->coding[due];
+            if (due != TKV_TIER_HOT && tkvi_is_smaller(kv, b->layout, r->layout[due]))
+                mine->layout = r->layout[due];
         }
         if (i + 1 < list->n && mine->tokens == 0 && !mine->stays && !(n > 0 && mine[-1].stays)) continue;
         if (i + 1 < list->n && i > list->sinks && n > 0 &&
@@ -484,7 +486,7 @@ static int tkvi_dry_run_discardable_to(tkv_cache *kv, int seq, int level, const 
     if (!TKVI_HAS_DISCARD || !kv->tables.cfg.budget.discard || !tkvi_is_idle(kv, seq)) return 0;
     for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++) {
         const int len = tkvi_list_of(kv, seq, layer)->len;
-        const tkvi_tier_spec *r = &tkvi_rules_of(&kv->tables, layer)[level];
+        const tkvi_tier_spec *r = &tkvi_tier_specs_of(&kv->tables, layer)[level];
         tkvi_planned_block *dry_run;
         if (tkvi_list_of(kv, seq, layer)->n == 0) continue;
         n = tkvi_dry_run_floor(kv, seq, layer, spared, NULL, &dry_run);
@@ -500,7 +502,7 @@ static void tkvi_add_floor(tkv_cache *kv, int seq, int layer, int level, int rec
                            tkvi_forecast *o) {
     tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
-    const tkvi_tier_spec *r = &tkvi_rules_of(&kv->tables, layer)[level];
+    const tkvi_tier_spec *r = &tkvi_tier_specs_of(&kv->tables, layer)[level];
     const int first = reclaim_stages & TKVI_FIRST;
     const tkvi_spared spared =
         tkvi_spared_by(kv, seq, r, level, first ? reclaim_stages & ~TKVI_OUT : reclaim_stages);
@@ -508,28 +510,28 @@ static void tkvi_add_floor(tkv_cache *kv, int seq, int layer, int level, int rec
         first && reclaim_stages & TKVI_OUT ? tkvi_dry_run_discardable_to(kv, seq, level, &spared) : 0;
     tkvi_planned_block *dry_run;
     int i, sinks;
-    list->left = tkvi_dry_run_floor(kv, seq, layer, &spared, first ? NULL : r, &dry_run);
+    list->n_left = tkvi_dry_run_floor(kv, seq, layer, &spared, first ? NULL : r, &dry_run);
     for (i = 0; i < list->n; i++) {
         const tkvi_block *b = &kv->pool.block[ids[i]];
         if (b->refs > 1) continue;
         if (tkvi_is_offloaded(b)) o->outside--;
-        else o->slots[kv->tables.coding[b->coding].size_class]--;
+        else o->slots[kv->tables.layout[b->layout].size_class]--;
     }
-    sinks = tkvi_dry_run_sinks(kv, seq, layer, dry_run, list->left);
-    for (i = 0; i < list->left; i++) {
+    sinks = tkvi_dry_run_sinks(kv, seq, layer, dry_run, list->n_left);
+    for (i = 0; i < list->n_left; i++) {
         tkvi_planned_block *b = &dry_run[i];
-        const int end = i + 1 < list->left ? b[1].start : list->len;
+        const int end = i + 1 < list->n_left ? b[1].start : list->len;
         if (b->stays) continue;
         if (first && reclaim_stages & TKVI_OUT && i >= sinks && !b->away) { /* now the other stages */
             const tkv_tier due =
-                tkvi_due_from(kv, seq, layer, b->start, end, i + 1 == list->left, r, !tkvi_any_step(kv));
-            if (due != TKV_TIER_HOT && tkvi_is_smaller(kv, b->coding, r->coding[due]))
-                b->coding = r->coding[due];
+                tkvi_due_from(kv, seq, layer, b->start, end, i + 1 == list->n_left, r, !tkvi_any_step(kv));
+            if (due != TKV_TIER_HOT && tkvi_is_smaller(kv, b->layout, r->layout[due]))
+                b->layout = r->layout[due];
             b->away = end <= vacant ||
-                      (tkvi_can_store(kv) && i + 2 < list->left && tkvi_is_old(kv, seq, layer, end, r));
+                      (tkvi_can_store(kv) && i + 2 < list->n_left && tkvi_is_old(kv, seq, layer, end, r));
         }
         if (b->away) o->outside++;
-        else o->slots[kv->tables.coding[b->coding].size_class]++;
+        else o->slots[kv->tables.layout[b->layout].size_class]++;
     }
 }
 
@@ -540,14 +542,14 @@ typedef struct tkvi_evict_bound {
     int outside; /* blocks without a slot; each of the others may keep one token */
 } tkvi_evict_bound;
 
-/* The tier and the coding of block i after all stale blocks are recoded by rule r. */
+/* The tier and the layout of block i after all stale blocks are recoded by rule r. */
 static tkv_tier tkvi_tier_after_recoding(const tkv_cache *kv, int seq, int layer, int i,
-                                         const tkvi_tier_spec *r, int *coding) {
+                                         const tkvi_tier_spec *r, int *layout) {
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const tkvi_block *b = &kv->pool.block[tkvi_ids(kv, seq, layer)[i]];
     const tkv_tier due = tkvi_due(kv, seq, layer, i, r, !tkvi_any_step(kv));
-    *coding =
-        due != TKV_TIER_HOT && tkvi_is_smaller(kv, b->coding, r->coding[due]) ? r->coding[due] : b->coding;
+    *layout =
+        due != TKV_TIER_HOT && tkvi_is_smaller(kv, b->layout, r->layout[due]) ? r->layout[due] : b->layout;
     return due != TKV_TIER_HOT ? due : tkvi_tier_at(list, i);
 }
 
@@ -578,10 +580,10 @@ static tkvi_evict_bound tkvi_bound_eviction(const tkv_cache *kv, int seq, int la
             tokens_out += there;
             key = -1;
         } else {
-            int coding;
-            const tkv_tier tier = tkvi_tier_after_recoding(kv, seq, layer, i, r, &coding);
-            stretches += kv->tables.coding[coding].key != key || tier != was;
-            key = kv->tables.coding[coding].key;
+            int layout;
+            const tkv_tier tier = tkvi_tier_after_recoding(kv, seq, layer, i, r, &layout);
+            stretches += kv->tables.layout[layout].key != key || tier != was;
+            key = kv->tables.layout[layout].key;
             was = tier;
             tokens += there;
         }
@@ -598,7 +600,7 @@ static tkvi_evict_bound tkvi_bound_eviction(const tkv_cache *kv, int seq, int la
  * is unknown. Assume the smallest (a lower bound). If others are freed, other pages are not full: the classes that
  * count for that are marked (`mixed`). */
 static void tkvi_subtract_smallest_blocks(tkv_cache *kv, int n, int64_t *has, tkvi_forecast *o) {
-    int64_t *mixed = kv->need + 3 * kv->tables.n_classes;
+    int64_t *mixed = kv->slot_request + 3 * kv->tables.n_classes;
     while (n > 0) {
         int c, least = -1;
         for (c = 0; c < kv->tables.n_classes; c++)
@@ -619,25 +621,25 @@ static void tkvi_add_list_at(tkv_cache *kv, int seq, int layer, int level, int r
     const tkvi_tables *t = &kv->tables;
     tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
-    const tkvi_tier_spec *r = &tkvi_rules_of(t, layer)[level];
+    const tkvi_tier_spec *r = &tkvi_tier_specs_of(t, layer)[level];
     const tkvi_spared spared = tkvi_spared_by(kv, seq, r, level, reclaim_stages);
-    int64_t *has = kv->need + 2 * t->n_classes;
+    int64_t *has = kv->slot_request + 2 * t->n_classes;
     tkvi_evict_bound go = {0, 0, 0};
     tkv_evict_config full;
     int i;
     memset(has, 0, (size_t)t->n_classes * sizeof *has);
     if (TKVI_HAS_EVICT) (void)tkvi_evict_fill(&t->cfg.evict, &full);
     if (TKVI_HAS_EVICT && reclaim_stages & TKVI_EVICT) go = tkvi_bound_eviction(kv, seq, layer, r, &spared);
-    list->left = list->n - go.here;
+    list->n_left = list->n - go.here;
     for (i = list->sinks; i < list->n; i++) {
         const tkvi_block *b = &kv->pool.block[ids[i]];
-        int gone = 0, coding;
+        int gone = 0, layout;
         if (b->refs > 1) continue;
         if (tkvi_has_no_slot(kv, seq, layer, i, &spared)) {
             gone = go.outside-- > 0;
-            if (!tkvi_is_offloaded(b)) o->slots[t->coding[b->coding].size_class]--;
+            if (!tkvi_is_offloaded(b)) o->slots[t->layout[b->layout].size_class]--;
             o->outside += !gone - tkvi_is_offloaded(b);
-            list->left -= gone;
+            list->n_left -= gone;
             continue;
         }
         if (TKVI_HAS_EVICT && go.oldest > 0) {
@@ -646,15 +648,15 @@ static void tkvi_add_list_at(tkv_cache *kv, int seq, int layer, int level, int r
                    tkvi_block_start(kv, ids, i) >= full.sink_tokens;
         }
         if (reclaim_stages & TKVI_LOOSEN) {
-            coding = r->coding[tkvi_due(kv, seq, layer, i, r, !tkvi_any_step(kv))];
-            if (!tkvi_is_smaller(kv, coding, b->coding)) coding = b->coding;
+            layout = r->layout[tkvi_due(kv, seq, layer, i, r, !tkvi_any_step(kv))];
+            if (!tkvi_is_smaller(kv, layout, b->layout)) layout = b->layout;
         } else {
-            (void)tkvi_tier_after_recoding(kv, seq, layer, i, r, &coding);
+            (void)tkvi_tier_after_recoding(kv, seq, layer, i, r, &layout);
         }
-        o->slots[t->coding[b->coding].size_class]--;
-        o->slots[t->coding[coding].size_class] += !gone;
-        has[t->coding[coding].size_class]++;
-        list->left -= gone;
+        o->slots[t->layout[b->layout].size_class]--;
+        o->slots[t->layout[layout].size_class] += !gone;
+        has[t->layout[layout].size_class]++;
+        list->n_left -= gone;
     }
     tkvi_subtract_smallest_blocks(kv, go.here, has, o);
 }
@@ -662,7 +664,7 @@ static void tkvi_add_list_at(tkv_cache *kv, int seq, int layer, int level, int r
 /* Forecast at a level after these reclaim stages, with the memory request. */
 static tkvi_forecast tkvi_at_level(tkv_cache *kv, int level, int reclaim_stages) {
     tkvi_forecast o = tkvi_now(kv);
-    int64_t *mixed = kv->need + 3 * kv->tables.n_classes;
+    int64_t *mixed = kv->slot_request + 3 * kv->tables.n_classes;
     int seq, layer, c, n = 0;
     o.on_dry_run = 1;
     memset(mixed, 0, (size_t)kv->tables.n_classes * sizeof *mixed);
@@ -683,8 +685,8 @@ static int tkvi_stages_fit(tkv_cache *kv, int reclaim_stages, int share, size_t 
     tkvi_forecast o;
     size_t then;
     kv->reclaim_stages = reclaim_stages;
-    kv->share = share;
-    o = tkvi_at_level(kv, kv->policy.cfg.max_level, reclaim_stages);
+    kv->kept_eighths = share;
+    o = tkvi_at_level(kv, kv->pressure.cfg.max_level, reclaim_stages);
     then = tkvi_bytes_with(kv, &o, NULL);
     *bytes = then < *bytes ? then : *bytes;
     return then <= budget;
@@ -714,7 +716,7 @@ static int tkvi_still_fits(tkv_cache *kv, size_t budget, size_t *bytes) {
     int level, share;
     kv->reclaim_stages = 0;
     *bytes = tkvi_bytes_now(kv);
-    for (level = kv->tables.level; *bytes > budget && level <= kv->policy.cfg.max_level; level++) {
+    for (level = kv->tables.level; *bytes > budget && level <= kv->pressure.cfg.max_level; level++) {
         const tkvi_forecast o = tkvi_at_level(kv, level, 0);
         const size_t then = tkvi_bytes_with(kv, &o, NULL);
         *bytes = then < *bytes ? then : *bytes;
@@ -745,28 +747,28 @@ static int tkvi_fits_somewhere(tkv_cache *kv, size_t budget, size_t *bytes) {
 static size_t tkvi_recode_oldest(tkv_cache *kv, size_t within, int early) {
     tkvi_stale s;
     size_t had;
-    const int spare = kv->pool.spare;
+    const int spare = kv->pool.recode_pages;
     if (!tkvi_next_stale(kv, TKVI_IN_FREE_PAGES, early, &s)) return 0;
-    if (within && !tkvi_has_slot(kv, s.coding, TKVI_IN_OPEN_PAGES)) {
+    if (within && !tkvi_has_slot(kv, s.layout, TKVI_IN_OPEN_PAGES)) {
         const tkvi_forecast then = tkvi_now(kv);
-        then.slots[tkvi_coding_at(kv, &s)->size_class]--;
-        then.slots[kv->tables.coding[s.coding].size_class]++;
+        then.slots[tkvi_layout_at(kv, &s)->size_class]--;
+        then.slots[kv->tables.layout[s.layout].size_class]++;
         if (tkvi_bytes_with(kv, &then, NULL) > within && !tkvi_next_stale(kv, TKVI_IN_OPEN_PAGES, early, &s))
             return 0;
     }
-    had = tkvi_coding_at(kv, &s)->bytes.total;
-    if (kv->tables.plan[s.layer].now.shared[s.due] && kv->tables.current[s.layer] < 0) {
+    had = tkvi_layout_at(kv, &s)->bytes.total;
+    if (kv->tables.plan[s.layer].now.needs_table[s.due] && kv->tables.current_version[s.layer] < 0) {
         int8_t before; /* learns a table from the present blocks: this one cannot wait */
-        if (!tkvi_begin_table(kv, s.layer, 1, &before) || kv->tables.current[s.layer] < 0) return 0;
+        if (!tkvi_begin_table(kv, s.layer, 1, &before) || kv->tables.current_version[s.layer] < 0) return 0;
         tkvi_end_table(kv, s.layer, before, 1);
-        s.coding = tkvi_coding_of(&kv->tables, s.layer, s.due);
+        s.layout = tkvi_layout_of(&kv->tables, s.layer, s.due);
     }
-    kv->pool.spare = 0;
-    tkvi_demote(kv, s.seq, s.layer, s.i, s.coding, NULL);
-    kv->pool.spare = spare;
+    kv->pool.recode_pages = 0;
+    tkvi_demote(kv, s.seq, s.layer, s.i, s.layout, NULL);
+    kv->pool.recode_pages = spare;
     tkvi_count_recoded(tkvi_list_of(kv, s.seq, s.layer), s.i, s.due);
     kv->recoded[kv->tables.level]++;
-    return had - kv->tables.coding[s.coding].bytes.total;
+    return had - kv->tables.layout[s.layout].bytes.total;
 }
 
 /* Bytes in use above which a level recodes blocks: its threshold of the budget. It is lower if the budget must
@@ -777,8 +779,8 @@ static size_t tkvi_soft_limit(const tkv_cache *kv, int level) {
                  bytes_per_block = kv->bytes_per_block + kv->bytes_per_block / 4;
     size_t soft;
     if (level == 0) return (size_t)-1;
-    soft = tkvi_threshold(&kv->policy.cfg, level - 1) < 1.0f
-               ? (size_t)((double)budget * (double)tkvi_threshold(&kv->policy.cfg, level - 1))
+    soft = tkvi_threshold(&kv->pressure.cfg, level - 1) < 1.0f
+               ? (size_t)((double)budget * (double)tkvi_threshold(&kv->pressure.cfg, level - 1))
                : budget;
     return budget > bytes_per_block && budget - bytes_per_block < soft ? budget - bytes_per_block : soft;
 }
@@ -794,7 +796,7 @@ static int tkvi_is_pressed(const tkv_cache *kv, int tenths) {
  * pressure learns a table from few tokens; else blocks wait for their table. Returns the bytes freed. */
 static size_t tkvi_recode_if_due(tkv_cache *kv, int pressed) {
     const int level = kv->tables.level;
-    if (!pressed && (level == 0 || level != kv->policy.cfg.min_level)) return 0;
+    if (!pressed && (level == 0 || level != kv->pressure.cfg.min_level)) return 0;
     return tkvi_recode_oldest(kv, kv->tables.cfg.budget.bytes, pressed);
 }
 
@@ -802,19 +804,19 @@ static size_t tkvi_recode_if_due(tkv_cache *kv, int pressed) {
  * cfg.budget.pressure.min_level does not count blocks that wait for a table: no work of now would recode them. */
 static uint64_t tkvi_pending(const tkv_cache *kv) {
     uint64_t n = 0;
-    const int waits_for_tables = kv->tables.level == kv->policy.cfg.min_level && !tkvi_is_pressed(kv, 10);
+    const int waits_for_tables = kv->tables.level == kv->pressure.cfg.min_level && !tkvi_is_pressed(kv, 10);
     const int tables = !tkvi_any_step(kv) && !waits_for_tables;
     int seq, layer, i;
     for (seq = 0; seq < kv->tables.cfg.limits.max_seqs; seq++)
         for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++) {
             const tkvi_list *list = tkvi_list_of(kv, seq, layer);
             const uint32_t *ids = tkvi_ids(kv, seq, layer);
-            for (i = list->sinks + list->tightest; i < list->n; i++) {
+            for (i = list->sinks + list->n_tightest; i < list->n; i++) {
                 tkv_tier due = tkvi_due(kv, seq, layer, i, &kv->tables.plan[layer].now, tables);
                 const tkvi_block *b = &kv->pool.block[ids[i]];
                 if (due == TKV_TIER_HOT) break;
                 n += b->refs == 1 && !tkvi_is_offloaded(b) &&
-                     tkvi_is_smaller(kv, b->coding, tkvi_coding_of(&kv->tables, layer, due));
+                     tkvi_is_smaller(kv, b->layout, tkvi_layout_of(&kv->tables, layer, due));
             }
         }
     return n;
@@ -824,7 +826,7 @@ static uint64_t tkvi_pending(const tkv_cache *kv) {
  * blocks of each layer must fit as well. Else the next blocks could soon bring this level back. */
 static int tkvi_may_relax(tkv_cache *kv) {
     const int level = kv->tables.level;
-    const tkv_pressure_config *p = &kv->policy.cfg;
+    const tkv_pressure_config *p = &kv->pressure.cfg;
     const double budget = (double)kv->tables.cfg.budget.bytes;
     tkvi_forecast looser;
     double bytes;
@@ -842,8 +844,8 @@ static int tkvi_may_relax(tkv_cache *kv) {
 static int tkvi_needs_tables(const tkv_cache *kv) {
     int i, lacks = 0;
     for (i = 0; i < kv->tables.cfg.model.n_layers; i++)
-        lacks |= kv->tables.plan[i].stored == i && tkvi_plan_learns(&kv->tables.plan[i]) &&
-                 kv->tables.current[i] < 0;
+        lacks |= kv->tables.plan[i].stored_layer == i && tkvi_plan_learns(&kv->tables.plan[i]) &&
+                 kv->tables.current_version[i] < 0;
     return lacks;
 }
 
@@ -858,7 +860,7 @@ static void tkvi_learn_early(tkv_cache *kv) {
     for (i = 0; i < kv->tables.cfg.model.n_layers; i++) {
         const tkvi_plan *p = &kv->tables.plan[i];
         int8_t had;
-        if (p->stored != i || !tkvi_plan_learns(p) || kv->tables.current[i] >= 0) continue;
+        if (p->stored_layer != i || !tkvi_plan_learns(p) || kv->tables.current_version[i] >= 0) continue;
         if (tkvi_begin_table(kv, i, 1, &had)) tkvi_end_table(kv, i, had, 1);
     }
 }
@@ -867,15 +869,15 @@ static void tkvi_learn_early(tkv_cache *kv) {
  * cfg.budget.pressure.min_level, blocks are recoded until they have freed 1.5 times the new bytes. So the work is
  * spread over the tokens. */
 static void tkvi_keep_pace(tkv_cache *kv, size_t new_bytes) {
-    const tkv_pressure_config *p = &kv->policy.cfg;
+    const tkv_pressure_config *p = &kv->pressure.cfg;
     const float own = (float)((double)tkvi_in_use(kv) / (double)kv->tables.cfg.budget.bytes);
     float outside;
     int level = kv->tables.level, target;
     tkvi_stale s;
-    tkvi_lock(&kv->policy.lock);
-    outside = kv->outside;
-    tkvi_unlock(&kv->policy.lock);
-    target = tkvi_policy_sample(&kv->policy, own > outside ? own : outside, level);
+    tkvi_lock(&kv->pressure.lock);
+    outside = kv->reported_pressure;
+    tkvi_unlock(&kv->pressure.lock);
+    target = tkvi_pressure_sample(&kv->pressure, own > outside ? own : outside, level);
     if (target < level && tkvi_may_relax(kv)) tkvi_go_to_level(kv, level - 1);
     level = kv->tables.level;
     kv->recode_backlog += (int64_t)(new_bytes + new_bytes / 2);
@@ -929,7 +931,7 @@ static int tkvi_make_room(tkv_cache *kv, size_t budget) {
             (evicts || (evicts = tkvi_may_evict(kv, budget))) && tkvi_evict_next(kv, &list))
             continue;
         if (tkvi_recode_oldest(kv, 0, 1)) continue;
-        if (kv->tables.level < kv->policy.cfg.max_level) tkvi_go_to_level(kv, kv->tables.level + 1);
+        if (kv->tables.level < kv->pressure.cfg.max_level) tkvi_go_to_level(kv, kv->tables.level + 1);
         else if (tkvi_offload_oldest(kv) || tkvi_discard_idle(kv)) continue;
         else if (!TKVI_HAS_EVICT) return 0;
         else if (!evicts && !(evicts = tkvi_may_evict(kv, budget))) return 0;
@@ -947,13 +949,13 @@ TKV_API tkv_status tkv_get_budget(const tkv_cache *kv, tkv_budget_info *out) {
     out->peak = kv->heap.peak;
     out->level = kv->tables.level;
     out->n_levels = kv->tables.n_levels;
-    out->pressure = kv->policy.now;
+    out->pressure = kv->pressure.now;
     for (i = 0; i < TKV_MAX_LEVELS; i++) out->recoded[i] = kv->recoded[i];
     out->demoted = kv->demoted;
     out->refused = kv->refused;
-    out->offloaded = kv->spilled;
-    out->unwritten = kv->unstored;
-    out->promoted = kv->promoted;
+    out->offloaded = kv->n_offloaded;
+    out->unwritten = kv->n_unwritten;
+    out->promoted = kv->n_promoted;
     out->discarded = kv->blocks_discarded;
     out->recomputed = kv->recomputed;
     out->evicted = kv->evicted;
@@ -965,7 +967,7 @@ TKV_API tkv_status tkv_set_budget(tkv_cache *kv, size_t bytes) {
     const size_t had = kv ? kv->tables.cfg.budget.bytes : 0;
     size_t takes;
     if (!kv) return TKV_ERR_ARG;
-    if (!kv->tables.spare)
+    if (!kv->tables.recode_pages)
         return tkvi_fail(kv, TKV_ERR_ARG, "the cache was created without a budget", 0, NULL);
     if (kv->pool.keep_all && bytes == 0)
         return tkvi_fail(kv, TKV_ERR_ARG, "in place the budget is the memory that was given", 0, NULL);
@@ -974,36 +976,36 @@ TKV_API tkv_status tkv_set_budget(tkv_cache *kv, size_t bytes) {
     if (bytes == 0) {
         kv->tables.cfg.budget.bytes = kv->heap.limit = 0;
         tkvi_end_reservations(kv);
-        kv->pool.spare = 0;
+        kv->pool.recode_pages = 0;
         kv->pool.kept_free_pages = 0;
         tkvi_trim(&kv->pool);
         return tkvi_ok(kv);
     }
     tkvi_clear_request(kv);
     kv->clock++;
-    if (kv->pool.spare == 0) { /* the budget had ended: recoding needs its pages again */
+    if (kv->pool.recode_pages == 0) { /* the budget had ended: recoding needs its pages again */
         tkvi_peak dry_run = tkvi_begin_dry_run(kv);
-        kv->pool.spare = kv->tables.spare;
+        kv->pool.recode_pages = kv->tables.recode_pages;
         if (!tkvi_peak_ready(&kv->pool, &dry_run)) {
-            kv->pool.spare = 0;
+            kv->pool.recode_pages = 0;
             return tkvi_fail(kv, TKV_ERR_NOMEM, "the allocator gave no memory for recoding", 0, NULL);
         }
     }
     if (!tkvi_fits_somewhere(kv, bytes, &takes)) {
-        if (!had) kv->pool.spare = 0;
+        if (!had) kv->pool.recode_pages = 0;
         tkvi_trim(&kv->pool);
         return tkvi_over_budget(kv, takes);
     }
     kv->tables.cfg.budget.bytes = bytes;
     if (!tkvi_make_room(kv, bytes)) {
         kv->tables.cfg.budget.bytes = had;
-        if (!had) kv->pool.spare = 0;
+        if (!had) kv->pool.recode_pages = 0;
         return tkvi_over_budget(kv, takes);
     }
     if (!had) tkvi_end_reservations(kv); /* their slots were counted for recoding by age */
     tkvi_trim(&kv->pool);
     if (kv->pool.keep_all) /* in place, only pages are counted: the other bytes held do not change */
-        kv->pool.allowed = (int64_t)((bytes - tkvi_bytes_without_pages(kv)) / kv->tables.page_bytes);
+        kv->pool.max_pages = (int64_t)((bytes - tkvi_bytes_without_pages(kv)) / kv->tables.page_bytes);
     else kv->heap.limit = bytes;
     kv->pool.kept_free_pages = tkvi_free_pages_to_keep(kv);
     kv->relax_at = (size_t)-1;
@@ -1012,7 +1014,7 @@ TKV_API tkv_status tkv_set_budget(tkv_cache *kv, size_t bytes) {
 
 TKV_API tkv_status tkv_set_level(tkv_cache *kv, int level) {
     if (!kv) return TKV_ERR_ARG;
-    if (level < kv->policy.cfg.min_level || level > kv->policy.cfg.max_level)
+    if (level < kv->pressure.cfg.min_level || level > kv->pressure.cfg.max_level)
         return tkvi_fail(kv, TKV_ERR_ARG, "there is no level", level, " within cfg.budget.pressure");
     if (kv->pool.keep_all && !tkvi_has_budget(kv))
         return tkvi_fail(kv, TKV_ERR_ARG, "in place and without a budget the plan is fixed", 0, NULL);
@@ -1029,9 +1031,9 @@ TKV_API tkv_status tkv_set_hot_tokens(tkv_cache *kv, int hot_tokens) {
         return tkvi_fail(kv, TKV_ERR_ARG, "in place and without a budget lengths are fixed", 0, NULL);
     n = (size_t)kv->tables.cfg.model.n_layers * (size_t)kv->tables.n_levels;
     for (i = 0; i < n; i++)
-        if (kv->tables.rule[i].hot != TKVI_FOREVER) kv->tables.rule[i].hot = hot_tokens;
+        if (kv->tables.tier_specs[i].hot != TKVI_FOREVER) kv->tables.tier_specs[i].hot = hot_tokens;
     tkvi_take_plans(kv, kv->tables.level);
-    kv->moved = 1;
+    kv->hot_tokens_changed = 1;
     return tkvi_ok(kv);
 }
 
@@ -1048,9 +1050,9 @@ TKV_API tkv_status tkv_maintain(tkv_cache *kv, int max_work, int *done) {
 
 TKV_API tkv_status tkv_report_pressure(tkv_cache *kv, float pressure) {
     if (!kv || !tkvi_is_finite(pressure)) return TKV_ERR_ARG;
-    tkvi_lock(&kv->policy.lock);
-    kv->outside = tkvi_clampf(pressure, 0.0f, 1.0f);
-    tkvi_unlock(&kv->policy.lock);
+    tkvi_lock(&kv->pressure.lock);
+    kv->reported_pressure = tkvi_clampf(pressure, 0.0f, 1.0f);
+    tkvi_unlock(&kv->pressure.lock);
     return TKV_OK;
 }
 

@@ -49,7 +49,7 @@ static int tkvi_discardable_to(const tkv_cache *kv, int seq, int level) {
     for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++) {
         const tkvi_list *list = tkvi_list_of(kv, seq, layer);
         const uint32_t *ids = tkvi_ids(kv, seq, layer);
-        const tkvi_tier_spec *r = &tkvi_rules_of(&kv->tables, layer)[level];
+        const tkvi_tier_spec *r = &tkvi_tier_specs_of(&kv->tables, layer)[level];
         if (list->n == 0) continue;
         for (i = list->sinks; i < list->n && tkvi_can_offload(kv, seq, layer, i, r);) i++;
         to = tkvi_min(to, i < list->n ? tkvi_block_start(kv, ids, i) : list->len);
@@ -87,7 +87,7 @@ static size_t tkvi_discard_to(tkv_cache *kv, int seq, int to, int really, int *l
             const uint32_t page = b->page;
             const int slot = b->slot;
             if (tkvi_is_offloaded(b)) continue;
-            freed += kv->tables.coding[b->coding].bytes.total;
+            freed += kv->tables.layout[b->layout].bytes.total;
             *last = tkvi_max(*last, tkvi_block_end(kv, list, ids, i));
             if (!really) continue;
             b->page = TKVI_NIL;

@@ -34,8 +34,9 @@ static int tkvi_count(const tkv_cache *kv, int seq, int layer) {
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
     int i, n = 0;
     for (i = 0; i < list->n; i++)
-        n += TKVI_HAS_EVICT && kv->pool.block[ids[i]].gone ? tkvi_bits_in(tkvi_live_mask_in(kv, list, ids, i))
-                                                           : tkvi_block_tokens(kv, list, ids, i);
+        n += TKVI_HAS_EVICT && kv->pool.block[ids[i]].evicted_mask
+                 ? tkvi_bits_in(tkvi_live_mask_in(kv, list, ids, i))
+                 : tkvi_block_tokens(kv, list, ids, i);
     return n;
 }
 
@@ -50,7 +51,8 @@ static int tkvi_first_at(const tkv_cache *kv, const tkvi_list *list, const uint3
 /* Mask of the pinned tokens of a block, without temporary pins that have ended. */
 static uint64_t tkvi_pinned_in(const tkv_cache *kv, const tkvi_list *list, uint32_t id) {
     const tkvi_token_meta *token_meta = &kv->pool.token_meta[id];
-    return token_meta->pinned | (token_meta->until > list->len ? token_meta->temporary_pins : 0);
+    return token_meta->pinned_mask |
+           (token_meta->temporary_until > list->len ? token_meta->temporary_mask : 0);
 }
 
 /* Mask of the live tokens of block i from which a policy may choose, without anchors. */
@@ -97,9 +99,9 @@ static void tkvi_unlist(tkv_cache *kv, int seq, int layer, int i) {
     if (coded < 0) list->sinks--;
     else if (coded < list->archive) list->archive--;
     else if (coded < list->archive + list->warm) list->warm--;
-    if (coded >= 0 && coded < list->tight) list->tight--;
-    if (coded >= 0 && coded < list->tightest) list->tightest--;
-    if (coded >= 0 && coded < list->out) list->out--;
+    if (coded >= 0 && coded < list->n_recoded) list->n_recoded--;
+    if (coded >= 0 && coded < list->n_tightest) list->n_tightest--;
+    if (coded >= 0 && coded < list->n_offloaded) list->n_offloaded--;
     list->n--;
     memmove(ids + i, ids + i + 1, (size_t)(list->n - i) * sizeof *ids);
 }
@@ -122,19 +124,19 @@ static int tkvi_free_block(tkv_cache *kv, int seq, int layer, int i) {
 static int tkvi_may_join(const tkv_cache *kv, int layer, const tkvi_list *list, const uint32_t *ids, int i,
                          int press) {
     const tkvi_block *a = &kv->pool.block[ids[i]], *b = &kv->pool.block[ids[i + 1]];
-    const int key = kv->tables.coding[a->coding].key;
+    const int key = kv->tables.layout[a->layout].key;
     int room, n;
     if (i < list->sinks || i + 2 >= list->n || tkvi_tier_at(list, i) != tkvi_tier_at(list, i + 1)) return 0;
-    if (a->refs > 1 || b->refs > 1 || key != kv->tables.coding[b->coding].key || tkvi_has_fixed_slots(kv))
+    if (a->refs > 1 || b->refs > 1 || key != kv->tables.layout[b->layout].key || tkvi_has_fixed_slots(kv))
         return 0;
     if (tkvi_is_offloaded(a) || tkvi_is_offloaded(b)) return 0;
     if (tkvi_block_end(kv, list, ids, i + 1) - a->start > 65536) return 0;
     room = TKVI_BLOCK - tkvi_bits_in(tkvi_used_mask(kv, list, ids, i));
     n = tkvi_bits_in(tkvi_used_mask(kv, list, ids, i + 1));
     if (n <= room) return n;
-    if (kv->pool.token_meta[ids[i]].anchored | kv->pool.token_meta[ids[i + 1]].anchored) return 0;
+    if (kv->pool.token_meta[ids[i]].anchored_mask | kv->pool.token_meta[ids[i + 1]].anchored_mask) return 0;
     if (press) return room;
-    if (!tkvi_is_hot_coding(kv, layer, a->coding) || a->copy || b->copy) return 0;
+    if (!tkvi_is_hot_layout(kv, layer, a->layout) || a->copy_layout || b->copy_layout) return 0;
     return room >= TKVI_BLOCK / 4 ? room : 0;
 }
 
@@ -151,10 +153,11 @@ static void tkvi_begin_later(tkv_cache *kv, const tkvi_list *list, const uint32_
     tkvi_token_meta *token_meta = &kv->pool.token_meta[ids[i]];
     int t, by = 0;
     tkvi_list_positions(kv, list, ids, i);
-    for (t = b->packed; t-- > 0;)
-        if (!(b->gone >> t & 1)) by = token_meta->where[t];
-    for (t = 0; t < b->packed; t++)
-        token_meta->where[t] = (uint16_t)(token_meta->where[t] > by ? token_meta->where[t] - by : 0);
+    for (t = b->n_packed; t-- > 0;)
+        if (!(b->evicted_mask >> t & 1)) by = token_meta->positions[t];
+    for (t = 0; t < b->n_packed; t++)
+        token_meta->positions[t] =
+            (uint16_t)(token_meta->positions[t] > by ? token_meta->positions[t] - by : 0);
     b->start += by;
 }
 
@@ -174,8 +177,8 @@ static void tkvi_join_blocks(tkv_cache *kv, int seq, int layer, int i, int count
     const uint8_t *from = tkvi_block_bytes(&kv->pool, b);
     int h;
     for (h = 0; h < cfg->model.n_kv_heads; h++) {
-        const tkvi_record *r = &kv->tables.coding[a->coding].record[h];
-        const tkvi_record *s = &kv->tables.coding[b->coding].record[h];
+        const tkvi_record *r = &kv->tables.layout[a->layout].record[h];
+        const tkvi_record *s = &kv->tables.layout[b->layout].record[h];
         int n = tkvi_values_of(&r->k, help, to + r->at, here, k, dk);
         (void)tkvi_values_of(&r->v, help, to + r->at + r->v_at, here, v, dv);
         (void)tkvi_values_of(&s->k, help, from + s->at, there, k + (size_t)n * dk, dk);
@@ -183,9 +186,9 @@ static void tkvi_join_blocks(tkv_cache *kv, int seq, int layer, int i, int count
         tkvi_encode_record(kv, layer, h, r, a->start, n, to + r->at);
     }
     tkvi_align_steps(kv, ids[i], ids[i + 1]);
-    a->packed = (int16_t)tkvi_move_token_meta(kv, ids[i], 0, ids[i], here, a->start);
-    a->packed = (int16_t)tkvi_move_token_meta(kv, ids[i], a->packed, ids[i + 1], there, a->start);
-    a->gone = kv->pool.token_meta[ids[i]].anchored;
+    a->n_packed = (int16_t)tkvi_move_token_meta(kv, ids[i], 0, ids[i], here, a->start);
+    a->n_packed = (int16_t)tkvi_move_token_meta(kv, ids[i], a->n_packed, ids[i + 1], there, a->start);
+    a->evicted_mask = kv->pool.token_meta[ids[i]].anchored_mask;
     tkvi_forget_copies(kv, seq, layer, a->start);
     tkvi_forget_copy(&kv->pool, ids[i]);
     kv->merged++;
@@ -193,7 +196,7 @@ static void tkvi_join_blocks(tkv_cache *kv, int seq, int layer, int i, int count
         tkvi_unlist(kv, seq, layer, i + 1);
         return;
     }
-    b->gone |= there;
+    b->evicted_mask |= there;
     tkvi_forget_copies(kv, seq, layer, b->start); /* the block begins later now, and has other tokens */
     tkvi_forget_copy(&kv->pool, ids[i + 1]);
     tkvi_begin_later(kv, list, ids, i + 1);
@@ -226,7 +229,7 @@ typedef struct tkvi_choice {
 static tkvi_choice tkvi_choice_of(const tkv_cache *kv) {
     const size_t blocks = kv->choice_cap, tokens = blocks * TKVI_BLOCK;
     tkvi_choice c;
-    c.pinned = (uint64_t *)(void *)kv->choice;
+    c.pinned = (uint64_t *)(void *)kv->choice_space;
     c.victims = c.pinned + blocks;
     c.position = (int *)(void *)(c.victims + blocks);
     c.value = (float *)(void *)(c.position + tokens);
@@ -240,7 +243,7 @@ static tkvi_choice tkvi_choice_of(const tkv_cache *kv) {
  * cannot be read are zeros: nothing is known of them. */
 static void tkvi_keys_of(const tkv_cache *kv, uint32_t id, int head, uint64_t there, float *out) {
     const size_t dim = (size_t)kv->tables.cfg.model.head_dim;
-    const tkvi_record *r = &kv->tables.coding[kv->pool.block[id].coding].record[head];
+    const tkvi_record *r = &kv->tables.layout[kv->pool.block[id].layout].record[head];
     const uint8_t *bytes;
     tkvi_fetch_buffer room;
     room.key = TKVI_NIL;
@@ -320,7 +323,7 @@ static tkv_evict_view tkvi_build_view(tkv_cache *kv, int seq, int layer, const t
         const int first = c->n,
                   stays = spared && spared->outside && tkvi_has_no_slot(kv, seq, layer, i, spared);
         float mass[TKVI_BLOCK];
-        kv->pool.token_meta[ids[i]].temporary_pins &= pinned; /* else a merge could revive ended pins */
+        kv->pool.token_meta[ids[i]].temporary_mask &= pinned; /* else a merge could revive ended pins */
         tkvi_decay_to_now(kv, ids[i], list->len, newest, mass);
         if (needs & TKVI_NEEDS_NORMS && !tkvi_keeps_norms(kv))
             tkvi_block_norms(kv, ids[i], there, c->value + c->n);
@@ -330,7 +333,7 @@ static tkv_evict_view tkvi_build_view(tkv_cache *kv, int seq, int layer, const t
             at = tkvi_slot_position(kv, ids[i], t);
             c->position[c->n] = at;
             if (needs & TKVI_NEEDS_NORMS && tkvi_keeps_norms(kv))
-                c->value[c->n] = tkvi_from_bits(kv->pool.token_meta[ids[i]].mass[t]);
+                c->value[c->n] = tkvi_from_bits(kv->pool.token_meta[ids[i]].scores[t]);
             if (!(needs & TKVI_NEEDS_NORMS)) c->value[c->n] = p && p->scores ? p->scores[at] : mass[t];
             c->priority[c->n] = (signed char)(p && p->priorities ? p->priorities[at] : 0);
             if (b->refs > 1 || stays || pinned >> t & 1 ||
@@ -358,7 +361,7 @@ static int tkvi_layer_keep(const tkv_cache *kv, int seq, int layer, const tkv_ev
     if (tkvi_evict_row_of(cfg->policy)->shape == TKV_EVICT_UNIFORM) return keep;
     for (i = 0; i < kv->tables.cfg.model.n_layers; i++) {
         if (i == layer) mine = n;
-        n += kv->tables.plan[i].stored == i;
+        n += kv->tables.plan[i].stored_layer == i;
     }
     memset(&b, 0, sizeof b);
     b.shape = tkvi_evict_row_of(cfg->policy)->shape;
@@ -369,14 +372,14 @@ static int tkvi_layer_keep(const tkv_cache *kv, int seq, int layer, const tkv_ev
     return tkv_split_evict_budget(&b, budget) ? keep : budget[mine];
 }
 
-/* Marks the victims of a choice in the victim masks of their blocks (`chosen`). */
+/* Marks the victims of a choice in the victim masks of their blocks (victim_mask). */
 static void tkvi_note_victims(tkv_cache *kv, int seq, int layer, const tkvi_choice *c) {
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
     int i, t, at = 0;
     for (i = 0; i < list->n; i++) {
         const uint64_t there = tkvi_choosable_mask(kv, list, ids, layer, i);
-        uint64_t *chosen = &kv->pool.token_meta[ids[i]].chosen;
+        uint64_t *chosen = &kv->pool.token_meta[ids[i]].victim_mask;
         *chosen = 0;
         for (t = 0; t < TKVI_BLOCK; t++)
             if (there >> t & 1 && tkvi_has(c->victims, at++)) *chosen |= (uint64_t)1 << t;
@@ -390,10 +393,10 @@ static void tkvi_apply_eviction(tkv_cache *kv, int seq, int layer, int press) {
     int *position = tkvi_choice_of(kv).position;
     int i, t, gone = 0;
     for (i = 0; i < list->n; i++) {
-        uint64_t *chosen = &kv->pool.token_meta[ids[i]].chosen;
+        uint64_t *chosen = &kv->pool.token_meta[ids[i]].victim_mask;
         for (t = 0; t < TKVI_BLOCK; t++)
             if (*chosen >> t & 1) position[gone++] = tkvi_slot_position(kv, ids[i], t);
-        kv->pool.block[ids[i]].gone |= *chosen;
+        kv->pool.block[ids[i]].evicted_mask |= *chosen;
         *chosen = 0;
     }
     kv->evicted += (uint64_t)gone;
@@ -444,7 +447,7 @@ static void tkvi_evict_due_in(tkv_cache *kv, int seq, int layer, int n) {
     tkv_evict_config full;
     int count, due, keep, least;
     if (!TKVI_HAS_EVICT || !cfg->evict.policy || !cfg->evict.keep_tokens ||
-        kv->tables.plan[layer].stored != layer)
+        kv->tables.plan[layer].stored_layer != layer)
         return;
     count = tkvi_count(kv, seq, layer);
     keep = tkvi_layer_keep(kv, seq, layer, &cfg->evict, cfg->evict.keep_tokens);

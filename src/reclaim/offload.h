@@ -9,7 +9,7 @@
  *     head h, at offset record[h].at + 16 h: K, [checksum 8,] V, checksum 8, little-endian
  *
  * The checksum of a piece is the XXH64 of its bytes. Its seed is the XXH64 of the key, the head and side, the start
- * and coding of the block, and a mark. It finds damaged bytes, misplaced bytes, and bytes of an earlier block under
+ * and layout of the block, and a mark. It finds damaged bytes, misplaced bytes, and bytes of an earlier block under
  * the same key. Wrong bytes pass with a probability of 2^-64. This protects against accidents, not against
  * deliberate changes of the store.
  *
@@ -43,9 +43,9 @@ typedef struct tkvi_fetch_buffer {
 static int tkvi_pieces(const tkvi_record *r) { return 1 + (r->k.bytes + r->v.bytes > TKVI_OFFLOAD_SIDE); }
 
 /* Describes a piece of a block. part: 0 is K, or K and V in one piece; 1 is V. */
-static tkvi_piece tkvi_piece_of(const tkv_cache *kv, uint32_t id, tkvi_stored_as what, int coding,
+static tkvi_piece tkvi_piece_of(const tkv_cache *kv, uint32_t id, tkvi_stored_as what, int layout,
                                 uint64_t mark, int head, int part) {
-    const tkvi_record *r = &kv->tables.coding[coding].record[head];
+    const tkvi_record *r = &kv->tables.layout[layout].record[head];
     uint8_t text[24];
     tkvi_piece p;
     p.key = tkvi_store_key(id, what);
@@ -55,7 +55,7 @@ static tkvi_piece tkvi_piece_of(const tkv_cache *kv, uint32_t id, tkvi_stored_as
     tkvi_store32(text, p.key);
     tkvi_store32(text + 4, 2u * (uint32_t)head + (uint32_t)part);
     tkvi_store32(text + 8, (uint32_t)kv->pool.block[id].start);
-    tkvi_store32(text + 12, (uint32_t)coding);
+    tkvi_store32(text + 12, (uint32_t)layout);
     tkvi_store32(text + 16, (uint32_t)mark);
     tkvi_store32(text + 20, (uint32_t)(mark >> 32));
     p.seed = tkvi_xxh64(0, text, sizeof text);
@@ -68,16 +68,16 @@ static TKVI_NOINLINE int tkvi_store_block(tkv_cache *kv, uint32_t id, tkvi_store
     TKVI_ALIGNED uint8_t room[TKVI_OFFLOAD_ROOM];
     const tkv_offload_config *s = &kv->tables.cfg.offload;
     const tkvi_block *b = &kv->pool.block[id];
-    const tkvi_coding *c = &kv->tables.coding[b->coding];
+    const tkvi_layout *c = &kv->tables.layout[b->layout];
     int head, part;
     for (head = 0; head < kv->tables.cfg.model.n_kv_heads; head++)
         for (part = 0; part < tkvi_pieces(&c->record[head]); part++) {
-            const tkvi_piece p = tkvi_piece_of(kv, id, what, b->coding, mark, head, part);
+            const tkvi_piece p = tkvi_piece_of(kv, id, what, b->layout, mark, head, part);
             memcpy(room, tkvi_block_bytes(&kv->pool, b) + p.from, p.bytes);
             tkvi_store64(room + p.bytes, tkvi_xxh64(p.seed, room, p.bytes));
             if (s->write(s->user, p.key, p.at, room, p.bytes + TKVI_OFFLOAD_CHECKSUM) == 0) continue;
             tkvi_erase_key(&kv->pool, id, what);
-            kv->unstored++;
+            kv->n_unwritten++;
             return 0;
         }
     return 1;
@@ -87,12 +87,12 @@ static TKVI_NOINLINE int tkvi_store_block(tkv_cache *kv, uint32_t id, tkvi_store
  * the block has none. If the store fails, there is no copy, but the call goes on. */
 static void tkvi_store_exact_copy(tkv_cache *kv, int layer, uint32_t id) {
     tkvi_block *b = &kv->pool.block[id];
-    if (!TKVI_HAS_OFFLOAD || !kv->tables.cfg.offload.keep_exact || !kv->tables.cfg.offload.write || b->copy ||
-        b->refs > 1)
+    if (!TKVI_HAS_OFFLOAD || !kv->tables.cfg.offload.keep_exact || !kv->tables.cfg.offload.write ||
+        b->copy_layout || b->refs > 1)
         return;
-    if (!tkvi_is_hot_coding(kv, layer, b->coding)) return;
+    if (!tkvi_is_hot_layout(kv, layer, b->layout)) return;
     b->copy_mark++;
-    if (tkvi_store_block(kv, id, TKVI_COPY, b->copy_mark)) b->copy = (uint16_t)(b->coding + 1);
+    if (tkvi_store_block(kv, id, TKVI_COPY, b->copy_mark)) b->copy_layout = (uint16_t)(b->layout + 1);
 }
 
 /* 1 if there is a store, and it has not failed in this call. */
@@ -107,7 +107,7 @@ static int tkvi_is_old(const tkv_cache *kv, int seq, int layer, int end, const t
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
     int hot = r->hot != TKVI_FOREVER ? r->hot : kv->tables.cfg.tiers.hot_tokens;
     if (hot == TKVI_FOREVER) hot = TKVI_BLOCK; /* given as 2^30 - 1: the newest 64 stay */
-    return end <= list->chunk && (kv->seq[seq].in_step ? list->step_len : list->len) - end >= hot;
+    return end <= list->chunk_start && (kv->seq[seq].in_step ? list->step_len : list->len) - end >= hot;
 }
 
 /* 1 if block i of a list may be offloaded by rule r: it is old and has one holder. Sinks and the last two blocks
@@ -123,9 +123,9 @@ static int tkvi_can_offload(const tkv_cache *kv, int seq, int layer, int i, cons
 static int tkvi_next_to_offload(tkv_cache *kv, int seq, int layer) {
     tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
-    int i = list->sinks + list->out;
+    int i = list->sinks + list->n_offloaded;
     while (i < list->n && tkvi_is_offloaded(&kv->pool.block[ids[i]])) i++;
-    list->out = tkvi_max(0, i - list->sinks);
+    list->n_offloaded = tkvi_max(0, i - list->sinks);
     while (i < list->n && (tkvi_is_offloaded(&kv->pool.block[ids[i]]) || kv->pool.block[ids[i]].refs > 1))
         i++;
     return i < list->n && tkvi_can_offload(kv, seq, layer, i, &kv->tables.plan[layer].now) ? i : -1;
@@ -150,7 +150,7 @@ static int tkvi_offload_next(tkv_cache *kv, int seq, int layer) {
     b->page = TKVI_OFFLOADED | (uint32_t)(kv->pool.marks >> 16);
     b->slot = (uint16_t)(kv->pool.marks & 0xffffu);
     kv->pool.n_offloaded++;
-    kv->spilled++;
+    kv->n_offloaded++;
     tkvi_note_move(kv, id, tkvi_list_of(kv, seq, layer)->len);
     tkvi_give_slot(&kv->pool, page, slot);
     tkvi_emit_offloaded(kv, seq, layer, i);
@@ -166,10 +166,10 @@ static TKVI_NOINLINE tkv_status tkvi_read_piece(const tkv_cache *kv, uint32_t id
                                                 const uint8_t **bytes) {
     const tkv_offload_config *s = &kv->tables.cfg.offload;
     const tkvi_block *b = &kv->pool.block[id];
-    const int coding = what == TKVI_COPY ? b->copy - 1 : b->coding;
-    const tkvi_record *r = &kv->tables.coding[coding].record[head];
+    const int layout = what == TKVI_COPY ? b->copy_layout - 1 : b->layout;
+    const tkvi_record *r = &kv->tables.layout[layout].record[head];
     const int part = side == TKV_V && tkvi_pieces(r) == 2;
-    const tkvi_piece p = tkvi_piece_of(kv, id, what, coding, tkvi_mark_of(b, what), head, part);
+    const tkvi_piece p = tkvi_piece_of(kv, id, what, layout, tkvi_mark_of(b, what), head, part);
     if (!TKVI_HAS_OFFLOAD || (what == TKVI_ITSELF && tkvi_is_discarded(b))) return TKV_ERR_NO_SOURCE;
     *bytes = room->bytes + (side == TKV_V && !part ? r->v_at : 0);
     if (room->key == p.key && room->head == head && room->part == part) return TKV_OK;
@@ -187,7 +187,7 @@ static TKVI_NOINLINE tkv_status tkvi_read_piece(const tkv_cache *kv, uint32_t id
 static tkv_status tkvi_side_bytes(const tkv_cache *kv, uint32_t id, int head, tkv_side side,
                                   tkvi_fetch_buffer *room, const uint8_t **bytes) {
     const tkvi_block *b = &kv->pool.block[id];
-    const tkvi_record *r = &kv->tables.coding[b->coding].record[head];
+    const tkvi_record *r = &kv->tables.layout[b->layout].record[head];
     if (tkvi_is_offloaded(b)) return tkvi_read_piece(kv, id, TKVI_ITSELF, head, side, room, bytes);
     *bytes = tkvi_block_bytes(&kv->pool, b) + r->at + (side == TKV_K ? 0 : r->v_at);
     return TKV_OK;
@@ -198,7 +198,7 @@ static void tkvi_prefetch_record(const tkv_cache *kv, uint32_t id, int head) {
     const tkv_offload_config *s = &kv->tables.cfg.offload;
     const tkvi_block *b = &kv->pool.block[id];
     if (s->prefetch) {
-        const tkvi_record *r = &kv->tables.coding[b->coding].record[head];
+        const tkvi_record *r = &kv->tables.layout[b->layout].record[head];
         s->prefetch(s->user, tkvi_store_key(id, TKVI_ITSELF),
                     r->at + TKVI_OFFLOAD_CHECKSUM * 2u * (size_t)head,
                     r->v_at + r->v.bytes + 2u * TKVI_OFFLOAD_CHECKSUM);

@@ -18,8 +18,8 @@ static int tkvi_scores_want(const tkv_cache *kv, const tkv_attend_params *p, int
     (void)p;
     (void)stored;
 #if defined(__GNUC__) || defined(__clang__)
-    if (kv->pool.token_meta && kv->mass.mode)
-        return TKVI_WANTS_CALL | (kv->mass.heads ? TKVI_WANTS_WHOLE_QUERIES : 0);
+    if (kv->pool.token_meta && kv->token_scores.mode)
+        return TKVI_WANTS_CALL | (kv->token_scores.heads ? TKVI_WANTS_WHOLE_QUERIES : 0);
 #endif
     (void)kv; /* attention scores need atomics */
     return 0;
@@ -27,7 +27,7 @@ static int tkvi_scores_want(const tkv_cache *kv, const tkv_attend_params *p, int
 
 /* Layers and heads sample different positions to spread the work. */
 static unsigned tkvi_scores_sample(const tkvi_tile_view *v) {
-    const tkvi_token_scores *m = &v->kv->mass;
+    const tkvi_token_scores *m = &v->kv->token_scores;
     unsigned rows = 0;
     int r;
     if (!m->mode->fresh)
@@ -42,7 +42,7 @@ static int tkvi_keys_seen(const tkvi_tile_view *v, int r) {
     for (i = 0; i < v->list->n; i++) {
         const tkvi_block *b = &v->kv->pool.block[v->ids[i]];
         const int slots = tkvi_block_tokens(v->kv, v->list, v->ids, i);
-        if (b->gone == 0 && !b->packed) {
+        if (b->evicted_mask == 0 && !b->n_packed) {
             n += tkvi_max(0, tkvi_min(v->high[r], b->start + slots) - tkvi_max(v->low[r], b->start));
             continue;
         }
@@ -57,7 +57,7 @@ static int tkvi_keys_seen(const tkvi_tile_view *v, int r) {
 /* An even share of the keys that a row sees is the default of `low`. */
 static unsigned tkvi_scores_begin(const tkvi_tile_view *v, unsigned rows, void *state) {
     tkvi_score_sampling *s = (tkvi_score_sampling *)state;
-    const tkvi_token_scores *m = &v->kv->mass;
+    const tkvi_token_scores *m = &v->kv->token_scores;
     int r;
     s->rows = rows;
     for (r = 0; r < v->rows; r++) {
@@ -82,8 +82,8 @@ static int tkvi_weights_of(const tkvi_tile_view *v, const float *scores, int r, 
 static void tkvi_scores_add(const tkvi_tile_view *v, int i, const float *scores, const float *low, int first,
                             int last) {
     TKVI_ALIGNED float p[TKVI_BLOCK], added[TKVI_BLOCK], more[TKVI_BLOCK];
-    const tkvi_token_scores *m = &v->kv->mass;
-    const uint64_t gone = v->kv->pool.block[v->ids[i]].gone;
+    const tkvi_token_scores *m = &v->kv->token_scores;
+    const uint64_t gone = v->kv->pool.block[v->ids[i]].evicted_mask;
     int r, t, end;
     memset(added, 0, sizeof added);
     for (r = first; r < last; r = end) {

@@ -15,19 +15,19 @@
 
 #include "cache/cache.h"
 
-/* 1 if `mass` in token_meta holds key norms (the bits of a float) in place of attention scores. This is so if the
+/* 1 if `scores` of token_meta holds key norms (the bits of a float) in place of attention scores. This is so if the
  * policy is KNORM and attention scores are not collected. Keys then need not be decoded for each eviction, and the
  * norms are those of the appended keys. */
 static int tkvi_keeps_norms(const tkv_cache *kv) {
-    return TKVI_HAS_EVICT && kv->tables.cfg.evict.policy == TKV_EVICT_KNORM && !kv->mass.mode;
+    return TKVI_HAS_EVICT && kv->tables.cfg.evict.policy == TKV_EVICT_KNORM && !kv->token_scores.mode;
 }
 
 /* 1 if this cache collects the attention scores that a policy needs, or if the policy needs none. */
-static int tkvi_gathers_for(const tkv_cache *kv, tkv_evict_policy kind) {
+static int tkvi_collects_for(const tkv_cache *kv, tkv_evict_policy kind) {
     const int attention =
         TKVI_NEEDS_TOTAL_SCORES | TKVI_NEEDS_PROMPT_SCORES | TKVI_NEEDS_LAST_SCORES | TKVI_NEEDS_LOW_COUNTS;
     const int need = tkvi_evict_needs(kind) & attention;
-    return !need || (kv->mass.mode && kv->mass.mode->need == need);
+    return !need || (kv->token_scores.mode && kv->token_scores.mode->need == need);
 }
 
 /* >>token_meta. len: tokens of the list */
@@ -39,62 +39,62 @@ static void tkvi_token_score_fade(uint32_t *mass, double by) {
 
 /* Decays the scores of a block to a step. Modes in which each step begins from zero reset them instead. */
 static void tkvi_decay_to_step(const tkvi_token_scores *m, tkvi_token_meta *n, int step) {
-    if (n->step == step || !m->mode) return;
-    tkvi_token_score_fade(n->mass,
-                          m->mode->fresh ? 0.0 : tkvi_power((double)m->importance.decay, step - n->step));
-    n->step = step;
+    if (n->score_step == step || !m->mode) return;
+    tkvi_token_score_fade(
+        n->scores, m->mode->fresh ? 0.0 : tkvi_power((double)m->importance.decay, step - n->score_step));
+    n->score_step = step;
 }
 
 /* Joins new scores to those of a block. said: the new scores of its 64 tokens, 0 for evicted ones. one: the integer
  * that stands for a score of 1. */
 static void tkvi_token_score_add(tkv_cache *kv, uint32_t id, int len, const float *said, float one) {
-    const tkvi_token_scores *m = &kv->mass;
+    const tkvi_token_scores *m = &kv->token_scores;
     tkvi_token_meta *n = &kv->pool.token_meta[id];
     uint32_t more[TKVI_BLOCK], any = 0;
     int t;
     for (t = 0; t < TKVI_BLOCK; t++) any |= more[t] = tkvi_token_score_counted(said[t], one);
     if (!any) return;
-    tkvi_lock(&kv->learning);
+    tkvi_lock(&kv->stats_lock);
     tkvi_decay_to_step(m, n, len);
-    m->mode->join(n->mass, more);
-    tkvi_unlock(&kv->learning);
+    m->mode->join(n->scores, more);
+    tkvi_unlock(&kv->stats_lock);
 }
 
 /* Decays the scores of two blocks to the same step, the later one. Scores can then move from one to the other. */
 static void tkvi_align_steps(tkv_cache *kv, uint32_t a, uint32_t b) {
     tkvi_token_meta *n = kv->pool.token_meta;
-    tkvi_decay_to_step(&kv->mass, &n[a], tkvi_max(n[a].step, n[b].step));
-    tkvi_decay_to_step(&kv->mass, &n[b], n[a].step);
+    tkvi_decay_to_step(&kv->token_scores, &n[a], tkvi_max(n[a].score_step, n[b].score_step));
+    tkvi_decay_to_step(&kv->token_scores, &n[b], n[a].score_step);
 }
 
 /* The step of the newest sampled queries, in modes where older ones do not count; in other modes 0. */
 static int tkvi_token_score_newest(tkv_cache *kv, const tkvi_list *list, const uint32_t *ids) {
     int i, step = 0;
-    if (!kv->mass.mode || !kv->mass.mode->fresh) return 0;
-    tkvi_lock(&kv->learning);
+    if (!kv->token_scores.mode || !kv->token_scores.mode->fresh) return 0;
+    tkvi_lock(&kv->stats_lock);
     for (i = 0; i < list->n; i++)
-        step = tkvi_max(step, tkvi_min(list->len, kv->pool.token_meta[ids[i]].step));
-    tkvi_unlock(&kv->learning);
+        step = tkvi_max(step, tkvi_min(list->len, kv->pool.token_meta[ids[i]].score_step));
+    tkvi_unlock(&kv->stats_lock);
     return step;
 }
 
 /* Writes the scores of the 64 slots of a block, decayed to now, to `a`. They are what a policy needs, or the A of
  * rules/importance.h. newest: result of tkvi_token_score_newest for the list. */
 static void tkvi_decay_to_now(tkv_cache *kv, uint32_t id, int len, int newest, float *a) {
-    const tkvi_token_scores *m = &kv->mass;
+    const tkvi_token_scores *m = &kv->token_scores;
     tkvi_token_meta n;
     double by = 0.0;
     int t;
     memset(&n, 0, sizeof n);
     if (m->mode) {
-        tkvi_lock(&kv->learning);
+        tkvi_lock(&kv->stats_lock);
         n = kv->pool.token_meta[id];
-        tkvi_unlock(&kv->learning);
-        by = m->mode->fresh ? (n.step == newest ? 1.0 : 0.0)
-                            : tkvi_power((double)m->importance.decay, len - n.step);
+        tkvi_unlock(&kv->stats_lock);
+        by = m->mode->fresh ? (n.score_step == newest ? 1.0 : 0.0)
+                            : tkvi_power((double)m->importance.decay, len - n.score_step);
         by *= (double)m->mode->sign / (double)m->unit;
     }
-    for (t = 0; t < TKVI_BLOCK; t++) a[t] = (float)((double)n.mass[t] * by);
+    for (t = 0; t < TKVI_BLOCK; t++) a[t] = (float)((double)n.scores[t] * by);
 }
 
 /* Importance of n tokens, at most 64, at these positions. a: in, their attention scores of now; out, their
@@ -106,17 +106,17 @@ static void tkvi_importance_of_block(const tkv_cache *kv, const int *position, f
         token[t].attention = a[t];
         token[t].step = len - 1;
     }
-    (void)tkv_update_importance(&kv->mass.importance, token, position, NULL, n, len - 1, a);
+    (void)tkv_update_importance(&kv->token_scores.importance, token, position, NULL, n, len - 1, a);
 }
 
 /* After a list was cut: no step of its blocks lies beyond its length. New tokens begin with 0 (tkvi_store). */
 static void tkvi_token_score_cut(tkv_cache *kv, const tkvi_list *list, const uint32_t *ids) {
-    const tkvi_token_score_mode *mode = kv->mass.mode;
+    const tkvi_token_score_mode *mode = kv->token_scores.mode;
     int i;
     if (!TKVI_HAS_EVICT || !kv->pool.token_meta) return;
     for (i = 0; i < list->n; i++) {
         tkvi_token_meta *n = &kv->pool.token_meta[ids[i]];
-        if (n->step > list->len) n->step = mode && mode->fresh ? 0 : list->len;
+        if (n->score_step > list->len) n->score_step = mode && mode->fresh ? 0 : list->len;
     }
 }
 

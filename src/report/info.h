@@ -185,7 +185,7 @@ static void tkvi_add_list(const tkv_cache *kv, int seq, int layer, int once, tkv
     for (i = 0; i < list->n; i++) {
         const tkvi_block *b = &kv->pool.block[ids[i]];
         if (!tkvi_is_discarded(b) && (!once || tkvi_first_holder(kv, seq, layer, ids[i])))
-            tkvi_add_block(out, tkvi_tier_at(list, i), &kv->tables.coding[b->coding].bytes,
+            tkvi_add_block(out, tkvi_tier_at(list, i), &kv->tables.layout[b->layout].bytes,
                            (size_t)tkvi_bits_in(tkvi_live_mask_in(kv, list, ids, i)), tkvi_is_offloaded(b));
     }
 }
@@ -202,7 +202,7 @@ TKV_API tkv_status tkv_get_memory(const tkv_cache *kv, tkv_memory_info *out) {
     out->peak = kv->heap.peak;
     out->tables = kv->table_bytes + tkvi_learning_held(kv);
     out->scratch = kv->scratch_bytes;
-    out->exact_copies = kv->shadow_bytes;
+    out->exact_copies = kv->copy_bytes;
     out->index = kv->heap.held - (size_t)kv->pool.n_pages * kv->tables.page_bytes - out->tables -
                  out->scratch - out->exact_copies;
     tkvi_sum_up(out, cfg, (size_t)kv->pool.n_pages * kv->tables.page_bytes);
@@ -217,7 +217,7 @@ static void tkvi_layer_memory(const tkv_cache *kv, int seq, int layer, tkv_memor
     int i;
     for (i = 0; i < list->n; i++)
         if (!tkvi_is_offloaded(&kv->pool.block[ids[i]]))
-            bytes += kv->tables.coding[kv->pool.block[ids[i]].coding].bytes.total;
+            bytes += kv->tables.layout[kv->pool.block[ids[i]].layout].bytes.total;
     tkvi_add_list(kv, seq, layer, 0, out);
     out->total = out->peak = bytes;
     tkvi_sum_up(out, &kv->tables.cfg, bytes);
@@ -238,14 +238,14 @@ static void tkvi_count_layer(const tkv_cache *kv, int seq, int layer, tkv_layer_
         out->blocks[tier]++;
         out->offloaded += tkvi_is_offloaded(&kv->pool.block[ids[i]]);
     }
-    out->expired = list->dropped;
-    out->evicted = list->len - list->dropped - tkvi_count(kv, seq, layer);
+    out->expired = list->expired;
+    out->evicted = list->len - list->expired - tkvi_count(kv, seq, layer);
 }
 
 /* The formats of a tier's new blocks at the present level. */
 static tkv_format_pair tkvi_pair_now(const tkv_cache *kv, int layer, int tier) {
     const tkvi_tables *t = &kv->tables;
-    return t->coding[t->plan[t->plan[layer].stored].now.coding[tier]].pair;
+    return t->layout[t->plan[t->plan[layer].stored_layer].now.layout[tier]].pair;
 }
 
 TKV_API tkv_status tkv_get_layer(const tkv_cache *kv, int seq, int layer, tkv_layer_info *out) {
@@ -278,23 +278,23 @@ static tkvi_layer_sum tkvi_layer_after(const tkvi_plan *p, int n, int waiting) {
     tkvi_layer_sum s;
     int64_t tokens = tkvi_max(0, n - p->sink), whole = tokens / TKVI_BLOCK, rest = tokens % TKVI_BLOCK;
     int64_t due = (int64_t)n - 1 - p->sink; /* length at the last ageing, without the sinks */
-    int64_t gone, archived, coded, margin = (int64_t)p->keep + tkvi_expiry_margin(p);
+    int64_t gone, archived, coded, margin = (int64_t)p->kept_window + tkvi_expiry_margin(p);
     int tier;
     memset(&s, 0, sizeof s);
-    gone = p->keep ? tkvi_ended(whole, due - margin) : 0;
+    gone = p->kept_window ? tkvi_ended(whole, due - margin) : 0;
     archived = tkvi_ended(whole, due - p->now.hot - p->now.warm);
     coded = tkvi_ended(whole, due - p->now.hot);
     archived = archived > gone ? archived : gone;
     coded = coded > archived ? coded : archived;
-    if (waiting && p->now.shared[TKV_TIER_ARCHIVE]) archived = gone;
-    if (waiting && p->now.shared[TKV_TIER_WARM]) coded = archived;
+    if (waiting && p->now.needs_table[TKV_TIER_ARCHIVE]) archived = gone;
+    if (waiting && p->now.needs_table[TKV_TIER_WARM]) coded = archived;
     s.blocks[TKV_TIER_ARCHIVE] = archived - gone;
     s.blocks[TKV_TIER_WARM] = coded - archived;
     s.blocks[TKV_TIER_HOT] = whole - coded;
     for (tier = 0; tier < TKV_TIER_COUNT; tier++) s.tokens[tier] = s.blocks[tier] * TKVI_BLOCK;
     s.tokens[TKV_TIER_HOT] += rest;
     s.blocks[TKV_TIER_HOT] += rest > 0;
-    s.sink_tokens = p->keep && tokens > 0 && due >= margin ? 0 : tkvi_min(n, p->sink);
+    s.sink_tokens = p->kept_window && tokens > 0 && due >= margin ? 0 : tkvi_min(n, p->sink);
     return s;
 }
 
@@ -352,7 +352,7 @@ static int64_t tkvi_add_layer(tkv_memory_info *m, const tkvi_derived_config *h, 
     int tier;
     if (away->blocks) tkvi_move_out_of_ram(m, h, p, n_tokens, n_seqs, away, &s);
     if (s.sink_tokens)
-        tkvi_add_blocks(m, h, p->sink_coding, TKV_TIER_HOT, n_seqs, s.sink_tokens * n_seqs, live);
+        tkvi_add_blocks(m, h, p->sink_layout, TKV_TIER_HOT, n_seqs, s.sink_tokens * n_seqs, live);
     for (tier = 0; tier < TKV_TIER_COUNT; tier++)
         tkvi_add_blocks(m, h, p->now.key[tier], (tkv_tier)tier, s.blocks[tier] * n_seqs,
                         s.tokens[tier] * n_seqs, live);
@@ -377,7 +377,7 @@ static tkv_status tkvi_estimate_at(tkvi_derived_config *h, int level, const tkvi
                                    int n_tokens, int n_seqs, tkv_memory_info *out) {
     tkvi_tier_spec rule[TKV_MAX_LEVELS];
     tkvi_sizes fixed;
-    int64_t live[TKVI_MAX_CODINGS], all = 0, pages = 0, most = 0, learned = 0;
+    int64_t live[TKVI_MAX_LAYOUTS], all = 0, pages = 0, most = 0, learned = 0;
     tkv_memory_info m;
     size_t page_bytes;
     tkvi_not_in_ram outside, missing;
@@ -396,7 +396,7 @@ static tkv_status tkvi_estimate_at(tkvi_derived_config *h, int level, const tkvi
         int64_t waiting = 0, here;
         (void)tkvi_plan_of(h, i, &p, rule);
         p.now = rule[level];
-        if (p.stored != i) continue;
+        if (p.stored_layer != i) continue;
         if (tkvi_plan_learns(
                 &p)) { /* waiting: sequences stored before there is a table; under a budget it is made early */
             waiting = h->cfg.budget.bytes ? 0 : tkvi_min(n_seqs, TKVI_FIRST_TABLE_TOKENS / n_tokens);
@@ -411,7 +411,7 @@ static tkv_status tkvi_estimate_at(tkvi_derived_config *h, int level, const tkvi
         most = here > most && waiting ? here : most;
     }
     for (c = 0; c < h->n_classes; c++) pages += tkvi_pages_for(&h->size_class[c], live[c]);
-    pages += h->spare;
+    pages += h->recode_pages;
     if (all > 0x3fffffff || pages > 0x3fffffff || !tkvi_mul((size_t)pages + 1, h->page_bytes, &page_bytes) ||
         page_bytes > (size_t)-1 / 4)
         return TKV_ERR_CONFIG; /* more than this machine can address */
@@ -565,7 +565,7 @@ static tkv_status tkvi_check_ids(const tkvi_checker *k, int seq, int layer) {
         return tkvi_report_broken(k, "a list is longer than its array", layer);
     for (i = 0; i < list->n; i++)
         if (ids[i] >= kv->pool.block_cap || kv->pool.block[ids[i]].refs == 0 ||
-            kv->pool.block[ids[i]].coding >= kv->tables.n_codings)
+            kv->pool.block[ids[i]].layout >= kv->tables.n_layouts)
             return tkvi_report_broken(k, "a list names a block that does not exist", (int64_t)ids[i]);
     return TKV_OK;
 }
@@ -573,7 +573,7 @@ static tkv_status tkvi_check_ids(const tkvi_checker *k, int seq, int layer) {
 /* Can a block of this tier have this format? In the hot tier: only a hot format of some level. In the others: the
  * tier's own format, or, with several levels, a store, or for a discarded block, any format of the ladder. */
 static int tkvi_is_format_of_tier(const tkv_cache *kv, int layer, int absent, tkv_tier tier, int key) {
-    const tkvi_tier_spec *rule = tkvi_rules_of(&kv->tables, layer);
+    const tkvi_tier_spec *rule = tkvi_tier_specs_of(&kv->tables, layer);
     int i, t, one = kv->tables.n_levels == 1 && !kv->tables.cfg.offload.write && !absent;
     for (i = 0; i < kv->tables.n_levels; i++)
         for (t = 0; t < TKV_TIER_COUNT; t++)
@@ -587,54 +587,55 @@ static tkv_status tkvi_check_list(const tkvi_checker *k, int seq, int layer) {
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
     int i, t, slot, last;
-    if (p->stored != layer)
+    if (p->stored_layer != layer)
         return list->n || list->len
                    ? tkvi_report_broken(k, "a layer without its own cache holds blocks", layer)
                    : TKV_OK;
     if (list->sinks < 0 || list->sinks > 1 || list->archive < 0 || list->warm < 0 ||
         (int64_t)list->sinks + list->archive + list->warm > list->n)
         return tkvi_report_broken(k, "tier counts do not fit the list of layer", layer);
-    if (list->tightest < 0 || list->tightest > list->tight || list->tightest > list->archive ||
-        list->tight > list->archive + list->warm)
+    if (list->n_tightest < 0 || list->n_tightest > list->n_recoded || list->n_tightest > list->archive ||
+        list->n_recoded > list->archive + list->warm)
         return tkvi_report_broken(k, "blocks of the hot tail count as recoded in layer", layer);
-    if (list->out < 0 || list->out > list->n - list->sinks)
+    if (list->n_offloaded < 0 || list->n_offloaded > list->n - list->sinks)
         return tkvi_report_broken(k, "more blocks are counted as offloaded than exist, layer", layer);
-    for (i = 0; i < list->out; i++)
+    for (i = 0; i < list->n_offloaded; i++)
         if (!tkvi_is_offloaded(&kv->pool.block[ids[list->sinks + i]]))
             return tkvi_report_broken(k, "a block in RAM is counted as offloaded, layer", layer);
-    if (list->chunk < 0 || list->chunk > list->len)
+    if (list->chunk_start < 0 || list->chunk_start > list->len)
         return tkvi_report_broken(k, "the last append began behind the end of layer", layer);
-    if (list->dropped < 0 || list->dropped > list->len || list->len > kv->tables.cfg.limits.max_tokens)
+    if (list->expired < 0 || list->expired > list->len || list->len > kv->tables.cfg.limits.max_tokens)
         return tkvi_report_broken(k, "a length is out of range in layer", layer);
-    if (TKVI_HAS_EVICT && kv->pool.token_meta ? list->n && list->len == list->dropped
-                                              : (list->n == 0) != (list->len == list->dropped))
+    if (TKVI_HAS_EVICT && kv->pool.token_meta ? list->n && list->len == list->expired
+                                              : (list->n == 0) != (list->len == list->expired))
         return tkvi_report_broken(k, "tokens without blocks, or blocks without tokens, in layer", layer);
-    if (list->n && (TKVI_HAS_EVICT && kv->pool.token_meta ? tkvi_block_start(kv, ids, 0) < list->dropped
-                                                          : tkvi_block_start(kv, ids, 0) != list->dropped))
+    if (list->n && (TKVI_HAS_EVICT && kv->pool.token_meta ? tkvi_block_start(kv, ids, 0) < list->expired
+                                                          : tkvi_block_start(kv, ids, 0) != list->expired))
         return tkvi_report_broken(k, "the first block does not follow the expired tokens, layer", layer);
     for (i = 0; i < list->n; i++) {
         const tkvi_block *b = &kv->pool.block[ids[i]];
         int64_t end = tkvi_block_end(kv, list, ids, i), age = list->len - end, most;
         tkv_tier tier = tkvi_tier_at(list, i);
-        if (end <= b->start || tkvi_block_tokens(kv, list, ids, i) > kv->tables.coding[b->coding].tokens)
+        if (end <= b->start || tkvi_block_tokens(kv, list, ids, i) > kv->tables.layout[b->layout].tokens)
             return tkvi_report_broken(k, "a block has no tokens, or more than its capacity", (int64_t)ids[i]);
-        if ((b->gone || b->packed) && (!TKVI_HAS_EVICT || !kv->pool.token_meta || b->packed < 0))
+        if ((b->evicted_mask || b->n_packed) && (!TKVI_HAS_EVICT || !kv->pool.token_meta || b->n_packed < 0))
             return tkvi_report_broken(k, "tokens are evicted where none can be", (int64_t)ids[i]);
-        for (t = 0, last = -1; TKVI_HAS_EVICT && t < b->packed && !tkvi_has_long_positions(kv, b); t++) {
+        for (t = 0, last = -1; TKVI_HAS_EVICT && t < b->n_packed && !tkvi_has_long_positions(kv, b); t++) {
             if (!(tkvi_used_mask(kv, list, ids, i) >> t & 1)) continue;
             if (tkvi_slot_position(kv, ids[i], t) >= end || tkvi_slot_position(kv, ids[i], t) <= last)
                 return tkvi_report_broken(k, "tokens of a packed block are out of order", (int64_t)ids[i]);
             last = tkvi_slot_position(kv, ids[i], t);
         }
-        if (TKVI_HAS_EVICT && kv->pool.token_meta && (kv->pool.token_meta[ids[i]].anchored & ~b->gone))
+        if (TKVI_HAS_EVICT && kv->pool.token_meta &&
+            (kv->pool.token_meta[ids[i]].anchored_mask & ~b->evicted_mask))
             return tkvi_report_broken(k, "a token is an anchor and live in its block", (int64_t)ids[i]);
         for (t = 0; TKVI_HAS_EVICT && t < TKVI_BLOCK && kv->pool.token_meta; t++)
-            if (kv->pool.token_meta[ids[i]].anchored >> t & 1 &&
+            if (kv->pool.token_meta[ids[i]].anchored_mask >> t & 1 &&
                 tkvi_find_token(kv, list, ids, tkvi_slot_position(kv, ids[i], t), &slot) != 0)
                 return tkvi_report_broken(k, "an anchor is not among the sinks, block", (int64_t)ids[i]);
-        if (i < list->sinks ? kv->tables.coding[b->coding].key != p->sink_coding
+        if (i < list->sinks ? kv->tables.layout[b->layout].key != p->sink_layout
                             : !tkvi_is_format_of_tier(kv, layer, tkvi_is_discarded(b), tier,
-                                                      kv->tables.coding[b->coding].key))
+                                                      kv->tables.layout[b->layout].key))
             return tkvi_report_broken(k, "a block is not in its tier's format", (int64_t)ids[i]);
         most = (int64_t)p->now.hot + kv->tables.cfg.limits.max_append +
                (tier == TKV_TIER_WARM ? p->now.warm : 0);
@@ -642,10 +643,10 @@ static tkv_status tkvi_check_list(const tkvi_checker *k, int seq, int layer) {
         if (tkvi_is_offloaded(b) &&
             (i < list->sinks || !(kv->tables.cfg.offload.write || tkvi_is_discarded(b))))
             return tkvi_report_broken(k, "a block is offloaded that must stay in RAM", (int64_t)ids[i]);
-        if (b->copy && b->copy > kv->tables.n_codings)
+        if (b->copy_layout && b->copy_layout > kv->tables.n_layouts)
             return tkvi_report_broken(k, "a copy is in no known format", (int64_t)ids[i]);
         if (i >= list->sinks && tier != TKV_TIER_ARCHIVE && age >= most && kv->tables.n_levels == 1 &&
-            !tkvi_has_budget(kv) && !kv->moved)
+            !tkvi_has_budget(kv) && !kv->hot_tokens_changed)
             return tkvi_report_broken(k, "a block is in its tier for too long", (int64_t)ids[i]);
     }
     return TKV_OK;
@@ -667,8 +668,8 @@ static tkv_status tkvi_check_page(const tkvi_checker *k, uint32_t i) {
         if (p->owner[s] >= pool->block_cap)
             return tkvi_report_broken(k, "a slot of a block that does not exist", i);
         b = &pool->block[p->owner[s]];
-        if (b->refs == 0 || b->page != i || b->slot != s || b->coding >= pool->tables->n_codings ||
-            pool->tables->coding[b->coding].size_class != p->size_class)
+        if (b->refs == 0 || b->page != i || b->slot != s || b->layout >= pool->tables->n_layouts ||
+            pool->tables->layout[b->layout].size_class != p->size_class)
             return tkvi_report_broken(k, "a slot and its block disagree", i);
     }
     if (p->size_class >= 0 && (used != p->used || used == 0))
@@ -710,15 +711,15 @@ static tkv_status tkvi_check_pool(const tkvi_checker *k) {
             full += pool->page[i].used == size_class->slots;
             in_class += pool->page[i].used;
         }
-        if (in_class != pool->live[c]) return tkvi_report_broken(k, "blocks are miscounted, class", c);
+        if (in_class != pool->used_slots[c]) return tkvi_report_broken(k, "blocks are miscounted, class", c);
         if (pages != tkvi_pages_for(size_class, in_class))
             return tkvi_report_broken(k, "more pages than blocks need, class", c);
-        chained = tkvi_chain(pool, pool->room[c], c, &used);
+        chained = tkvi_chain(pool, pool->partial_pages[c], c, &used);
         if (chained != pages - full || used != in_class - full * size_class->slots)
             return tkvi_report_broken(k, "a partial page is not in its list, class", c);
         for (seq = 0; seq < k->kv->tables.cfg.limits.max_seqs; seq++)
-            promised += k->kv->promised[(size_t)seq * (size_t)pool->tables->n_classes + (size_t)c];
-        if (promised != pool->promised[c])
+            promised += k->kv->reserved_slots[(size_t)seq * (size_t)pool->tables->n_classes + (size_t)c];
+        if (promised != pool->reserved_slots[c])
             return tkvi_report_broken(k, "reservations are miscounted, class", c);
         live += in_class;
     }
@@ -770,12 +771,12 @@ static tkv_status tkvi_check_meter(const tkvi_checker *k) {
             const uint32_t *ids = tkvi_ids(k->kv, m->seq, g->layer);
             if (a && g->start[a] <= g->start[a - 1])
                 return tkvi_report_broken(k, "copies out of order, head probe", i);
-            if (g->start[a] < list->dropped) continue;
+            if (g->start[a] < list->expired) continue;
             while (block < list->n && tkvi_block_start(k->kv, ids, block) < g->start[a]) block++;
             if (block == list->n || tkvi_block_start(k->kv, ids, block) != g->start[a] ||
-                (k->kv->tables.coding[k->kv->pool.block[ids[block]].coding].key ==
+                (k->kv->tables.layout[k->kv->pool.block[ids[block]].layout].key ==
                      k->kv->tables.plan[g->layer].now.key[TKV_TIER_HOT] &&
-                 !k->kv->pool.block[ids[block]].copy))
+                 !k->kv->pool.block[ids[block]].copy_layout))
                 return tkvi_report_broken(k, "the meter has a copy of a block that is not coded, head probe",
                                           i);
         }

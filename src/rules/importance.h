@@ -14,17 +14,17 @@
 #include "rules/select.h"
 
 /* >>strategies: how a step's attention score changes A. a is decayed already; low: the bound of "persistence" */
-static double tkvi_gather_sum(double a, double mass, double low) {
+static double tkvi_add_score(double a, double mass, double low) {
     (void)low;
     return a + mass;
 }
 
-static double tkvi_gather_most(double a, double mass, double low) {
+static double tkvi_max_score(double a, double mass, double low) {
     (void)low;
     return a > mass ? a : mass;
 }
 
-static double tkvi_gather_lows(double a, double mass, double low) { return a - (mass < low ? 1.0 : 0.0); }
+static double tkvi_count_low_score(double a, double mass, double low) { return a - (mass < low ? 1.0 : 0.0); }
 
 typedef struct tkvi_strategy {
     const char *name;
@@ -33,11 +33,11 @@ typedef struct tkvi_strategy {
 } tkvi_strategy;
 
 static const tkvi_strategy tkvi_strategies[] = {
-    {"hybrid", TKVI_IF(TKVI_HAS_EVICT, tkvi_gather_sum), .95f, .7f, .3f},
-    {"accumulation", TKVI_IF(TKVI_HAS_EVICT, tkvi_gather_sum), 1.0f, 1.0f, 0.0f},
-    {"heavy_hitter", TKVI_IF(TKVI_HAS_EVICT, tkvi_gather_most), 1.0f, 1.0f, 0.0f},
-    {"recency", TKVI_IF(TKVI_HAS_EVICT, tkvi_gather_sum), 1.0f, 0.0f, 1.0f},
-    {"persistence", TKVI_IF(TKVI_HAS_EVICT, tkvi_gather_lows), 1.0f, 1.0f, 0.0f},
+    {"hybrid", TKVI_IF(TKVI_HAS_EVICT, tkvi_add_score), .95f, .7f, .3f},
+    {"accumulation", TKVI_IF(TKVI_HAS_EVICT, tkvi_add_score), 1.0f, 1.0f, 0.0f},
+    {"heavy_hitter", TKVI_IF(TKVI_HAS_EVICT, tkvi_max_score), 1.0f, 1.0f, 0.0f},
+    {"recency", TKVI_IF(TKVI_HAS_EVICT, tkvi_add_score), 1.0f, 0.0f, 1.0f},
+    {"persistence", TKVI_IF(TKVI_HAS_EVICT, tkvi_count_low_score), 1.0f, 1.0f, 0.0f},
 };
 
 static const tkvi_strategy *tkvi_strategy_of(tkv_importance_strategy s) {

@@ -32,7 +32,7 @@ static const tkv_pressure_config *tkvi_profile_of(const tkv_pressure_config *cfg
 }
 
 /* Returns the number of thresholds, which is the highest level. */
-static int tkvi_policy_levels(const tkv_pressure_config *cfg) {
+static int tkvi_pressure_levels(const tkv_pressure_config *cfg) {
     int n = 0;
     while (n < TKV_MAX_LEVELS - 1 && (tkvi_bits(cfg->threshold[n]) & 0x7fffffffu) != 0) n++;
     return n;
@@ -42,7 +42,7 @@ static int tkvi_policy_levels(const tkv_pressure_config *cfg) {
 static int tkvi_within(float x, float low, float high) { return tkvi_is_finite(x) && x >= low && x <= high; }
 
 /* Copies *from to *cfg and fills in defaults. Returns NULL, or the reason why the config is invalid. */
-static const char *tkvi_policy_fill(const tkv_pressure_config *from, tkv_pressure_config *cfg) {
+static const char *tkvi_pressure_fill(const tkv_pressure_config *from, tkv_pressure_config *cfg) {
     const tkv_pressure_config *profile = tkvi_profile_of(from);
     int i, n, any = 0;
     *cfg = *from;
@@ -54,7 +54,7 @@ static const char *tkvi_policy_fill(const tkv_pressure_config *from, tkv_pressur
     }
     cfg->hysteresis = tkvi_or(cfg->hysteresis, profile->hysteresis);
     cfg->alpha = tkvi_or(cfg->alpha, profile->alpha);
-    n = tkvi_policy_levels(cfg);
+    n = tkvi_pressure_levels(cfg);
     for (i = 0; i < TKV_MAX_LEVELS - 1; i++) {
         if (i < n ? !tkvi_within(tkvi_number(cfg->threshold[i]), 0.0f, 1.0f)
                   : tkvi_bits(cfg->threshold[i]) != 0)
@@ -84,8 +84,8 @@ static float tkvi_relax_below(const tkv_pressure_config *cfg, int i) {
 }
 
 /* Returns the level that follows `level` at this average: any number of levels up, or one down. */
-static int tkvi_policy_target(const tkv_pressure_config *cfg, float average, int level) {
-    int n = tkvi_policy_levels(cfg), had = level;
+static int tkvi_pressure_target(const tkv_pressure_config *cfg, float average, int level) {
+    int n = tkvi_pressure_levels(cfg), had = level;
     while (level < n && average >= tkvi_threshold(cfg, level)) level++;
     if (level == had && level > 0 && average < tkvi_relax_below(cfg, level - 1)) level--;
     return tkvi_max(cfg->min_level, tkvi_min(cfg->max_level, level));
@@ -93,9 +93,9 @@ static int tkvi_policy_target(const tkv_pressure_config *cfg, float average, int
 
 TKV_API int tkv_compute_level(const tkv_pressure_config *cfg, float average, int level) {
     tkv_pressure_config full;
-    if (!cfg || tkvi_policy_fill(cfg, &full)) return 0;
+    if (!cfg || tkvi_pressure_fill(cfg, &full)) return 0;
     level = tkvi_max(full.min_level, tkvi_min(full.max_level, level));
-    return tkvi_is_finite(average) ? tkvi_policy_target(&full, average, level) : level;
+    return tkvi_is_finite(average) ? tkvi_pressure_target(&full, average, level) : level;
 }
 
 /* >>the controller */
@@ -106,7 +106,7 @@ TKV_API tkv_status tkv_init_pressure(tkv_pressure *p, const tkv_pressure_config 
     memset(&none, 0, sizeof none);
     (void)tkvi_give_reason(TKV_OK, "", reason, size);
     if (!p) return TKV_ERR_ARG;
-    wrong = tkvi_policy_fill(cfg ? cfg : &none, &full);
+    wrong = tkvi_pressure_fill(cfg ? cfg : &none, &full);
     if (wrong) return tkvi_give_reason(TKV_ERR_CONFIG, wrong, reason, size);
     memset(p, 0, sizeof *p);
     p->cfg = full;
@@ -116,7 +116,7 @@ TKV_API tkv_status tkv_init_pressure(tkv_pressure *p, const tkv_pressure_config 
 }
 
 /* Updates average, trend, peak and forecast with one finite pressure. The level stays. */
-static void tkvi_policy_take(tkv_pressure *p, float pressure) {
+static void tkvi_pressure_take(tkv_pressure *p, float pressure) {
     tkv_pressure_info *now = &p->now;
     const float x = pressure < 0.0f ? 0.0f : pressure > 1.0f ? 1.0f : pressure, a = p->cfg.alpha;
     const float step = now->samples ? x - now->last : 0.0f;
@@ -129,17 +129,17 @@ static void tkvi_policy_take(tkv_pressure *p, float pressure) {
 }
 
 /* Sets the level and counts the levels moved. */
-static void tkvi_policy_move(tkv_pressure_info *now, int level) {
+static void tkvi_pressure_move(tkv_pressure_info *now, int level) {
     if (level > now->level) now->tightened += (uint64_t)(level - now->level);
     else now->relaxed += (uint64_t)(now->level - level);
     now->level = level;
 }
 
-/* Takes one pressure and returns the level that follows `level`, without moving. A cache calls tkvi_policy_move
+/* Takes one pressure and returns the level that follows `level`, without moving. A cache calls tkvi_pressure_move
  * when it has moved. */
-static int tkvi_policy_sample(tkv_pressure *p, float pressure, int level) {
-    tkvi_policy_take(p, pressure);
-    return tkvi_policy_target(&p->cfg, p->now.average, level);
+static int tkvi_pressure_sample(tkv_pressure *p, float pressure, int level) {
+    tkvi_pressure_take(p, pressure);
+    return tkvi_pressure_target(&p->cfg, p->now.average, level);
 }
 
 TKV_API int tkv_observe_pressure(tkv_pressure *p, float pressure) {
@@ -151,8 +151,8 @@ TKV_API int tkv_observe_pressure(tkv_pressure *p, float pressure) {
     if (!tkvi_is_finite(pressure)) {
         now->refused++;
     } else {
-        tkvi_policy_take(p, pressure);
-        tkvi_policy_move(now, tkvi_policy_target(&p->cfg, now->average, now->level));
+        tkvi_pressure_take(p, pressure);
+        tkvi_pressure_move(now, tkvi_pressure_target(&p->cfg, now->average, now->level));
     }
     level = now->level;
     tkvi_unlock(&p->lock);

@@ -25,7 +25,7 @@ static tkv_status tkvi_evict_named(tkv_cache *kv, const tkv_evict_params *p) {
     if (p->n_victims < 0) return tkvi_fail(kv, TKV_ERR_ARG, "n_victims is", p->n_victims, "");
     for (l = tkvi_max(p->layer, 0); l <= last; l++) {
         tkvi_choice c;
-        if (kv->tables.plan[l].stored != l || tkvi_list_of(kv, p->seq, l)->n == 0) continue;
+        if (kv->tables.plan[l].stored_layer != l || tkvi_list_of(kv, p->seq, l)->n == 0) continue;
         (void)tkvi_build_view(kv, p->seq, l, NULL, 0, NULL, &c);
         memset(c.victims, 0, (size_t)tkvi_words(c.n) * sizeof *c.victims);
         for (i = 0; i < c.n; i++)
@@ -57,14 +57,15 @@ TKV_API tkv_status tkv_evict(tkv_cache *kv, const tkv_evict_params *p) {
                          "; it must be 1 or more, or cfg.evict.keep_tokens");
     if (!tkvi_evict_fill(cfg, &full))
         return tkvi_fail(kv, TKV_ERR_CONFIG, "evict has a field out of range", 0, NULL);
-    if (!p->scores && !tkvi_gathers_for(kv, cfg->policy))
+    if (!p->scores && !tkvi_collects_for(kv, cfg->policy))
         return tkvi_fail(kv, TKV_ERR_CONFIG,
                          "this policy needs scores that cfg.evict and cfg.importance do not collect", 0,
                          NULL);
     for (pass = 0; pass < 2; pass++) /* pass 0 chooses and can fail; pass 1 evicts and cannot fail */
         for (layer = tkvi_max(p->layer, 0);
              layer <= (p->layer == TKV_ALL_LAYERS ? kv->tables.cfg.model.n_layers - 1 : p->layer); layer++) {
-            if (kv->tables.plan[layer].stored != layer || tkvi_list_of(kv, p->seq, layer)->n == 0) continue;
+            if (kv->tables.plan[layer].stored_layer != layer || tkvi_list_of(kv, p->seq, layer)->n == 0)
+                continue;
             if (pass) {
                 tkvi_apply_eviction(kv, p->seq, layer, 0);
                 continue;
@@ -100,14 +101,15 @@ TKV_API tkv_status tkv_seq_pin(tkv_cache *kv, int seq, int start, int n, int unt
                 if (at >= start && at < start + n) these |= (uint64_t)1 << t;
             }
             if (!these) continue;
-            token_meta->temporary_pins &= tkvi_pinned_in(kv, list, ids[i]); /* removes pins that have ended */
-            if (until == TKV_UNLIMITED) token_meta->pinned |= these;
+            token_meta->temporary_mask &= tkvi_pinned_in(kv, list, ids[i]); /* removes pins that have ended */
+            if (until == TKV_UNLIMITED) token_meta->pinned_mask |= these;
             else if (until != TKV_OFF) {
-                token_meta->until = tkvi_max(token_meta->temporary_pins ? token_meta->until : 0, until);
-                token_meta->temporary_pins |= these;
+                token_meta->temporary_until =
+                    tkvi_max(token_meta->temporary_mask ? token_meta->temporary_until : 0, until);
+                token_meta->temporary_mask |= these;
             } else {
-                token_meta->pinned &= ~these;
-                token_meta->temporary_pins &= ~these;
+                token_meta->pinned_mask &= ~these;
+                token_meta->temporary_mask &= ~these;
             }
         }
     }

@@ -32,11 +32,11 @@ TKV_API tkv_status tkv_offload(tkv_cache *kv, int seq, int layer, int n_blocks, 
     return tkvi_ok(kv);
 }
 
-/* Gets memory for one more block of this coding. It recodes, offloads and evicts nothing for that: a full budget
+/* Gets memory for one more block of this layout. It recodes, offloads and evicts nothing for that: a full budget
  * gives TKV_ERR_BUDGET. */
-static tkv_status tkvi_promote_ready(tkv_cache *kv, int coding) {
+static tkv_status tkvi_promote_ready(tkv_cache *kv, int layout) {
     tkvi_peak dry_run = tkvi_begin_dry_run(kv);
-    tkvi_peak_take(&dry_run, coding);
+    tkvi_peak_take(&dry_run, layout);
     if (tkvi_has_budget(kv)) {
         tkvi_set_request(kv, &dry_run, NULL, 0, -1);
         if (tkvi_bytes_now(kv) > kv->tables.cfg.budget.bytes)
@@ -49,10 +49,10 @@ static tkv_status tkvi_promote_ready(tkv_cache *kv, int coding) {
                      "no memory for a block in a better format", 0, NULL);
 }
 
-/* Fetches all pieces of an offloaded block, or of its exact copy, into `to`, a slot of coding `coding`. */
+/* Fetches all pieces of an offloaded block, or of its exact copy, into `to`, a slot of layout `layout`. */
 static TKVI_NOINLINE tkv_status tkvi_fetch_block(const tkv_cache *kv, uint32_t id, tkvi_stored_as what,
-                                                 int coding, uint8_t *to) {
-    const tkvi_coding *c = &kv->tables.coding[coding];
+                                                 int layout, uint8_t *to) {
+    const tkvi_layout *c = &kv->tables.layout[layout];
     tkvi_fetch_buffer room;
     int i;
     room.key = TKVI_NIL;
@@ -71,7 +71,7 @@ static TKVI_NOINLINE tkv_status tkvi_fetch_block(const tkv_cache *kv, uint32_t i
  * -1: none, or other lists hold the block too. */
 static int tkvi_better_source(const tkvi_block *b) {
     if (!TKVI_HAS_OFFLOAD || b->refs > 1) return -1;
-    if (b->copy && (b->copy - 1 != b->coding || tkvi_is_discarded(b))) return TKVI_COPY;
+    if (b->copy_layout && (b->copy_layout - 1 != b->layout || tkvi_is_discarded(b))) return TKVI_COPY;
     return tkvi_is_offloaded(b) && !tkvi_is_discarded(b) ? TKVI_ITSELF : -1;
 }
 
@@ -83,16 +83,16 @@ static tkv_status tkvi_promote_block(tkv_cache *kv, int seq, int layer, int i, i
     const int what = tkvi_better_source(b);
     tkv_status st;
     uint32_t page, old_page;
-    int coding, slot, old_slot;
+    int layout, slot, old_slot;
     if (!TKVI_HAS_OFFLOAD || what < 0)
         return tkvi_fail(kv, TKV_ERR_NO_SOURCE, "no better source is kept of the block at position", position,
                          " (cfg.offload.keep_exact keeps it)");
-    coding = what == TKVI_COPY ? b->copy - 1 : b->coding;
-    st = tkvi_promote_ready(kv, coding);
+    layout = what == TKVI_COPY ? b->copy_layout - 1 : b->layout;
+    st = tkvi_promote_ready(kv, layout);
     if (st) return st;
     b = &kv->pool.block[id]; /* the table may have grown */
-    tkvi_take_slot(&kv->pool, kv->tables.coding[coding].size_class, id, &page, &slot);
-    st = tkvi_fetch_block(kv, id, (tkvi_stored_as)what, coding, tkvi_slot_bytes(&kv->pool, page, slot));
+    tkvi_take_slot(&kv->pool, kv->tables.layout[layout].size_class, id, &page, &slot);
+    st = tkvi_fetch_block(kv, id, (tkvi_stored_as)what, layout, tkvi_slot_bytes(&kv->pool, page, slot));
     if (st) {
         tkvi_give_slot(&kv->pool, page, slot);
         tkvi_trim(&kv->pool);
@@ -107,14 +107,15 @@ static tkv_status tkvi_promote_block(tkv_cache *kv, int seq, int layer, int i, i
     if (tkvi_is_offloaded(b)) tkvi_forget_offloaded(&kv->pool, id);
     b->page = page;
     b->slot = (uint16_t)slot;
-    b->coding = (uint16_t)coding;
-    if (what == TKVI_COPY) b->previous_coding = 0;
+    b->layout = (uint16_t)layout;
+    if (what == TKVI_COPY) b->previous_layout = 0;
     if (!(old_page & TKVI_OFFLOADED)) tkvi_give_slot(&kv->pool, old_page, old_slot);
-    list->out = tkvi_max(0, tkvi_min(list->out, i - list->sinks)); /* it may be offloaded again */
-    list->tight = tkvi_max(0, tkvi_min(list->tight, i - list->sinks));
-    list->tightest = tkvi_max(0, tkvi_min(list->tightest, i - list->sinks));
+    list->n_offloaded =
+        tkvi_max(0, tkvi_min(list->n_offloaded, i - list->sinks)); /* it may be offloaded again */
+    list->n_recoded = tkvi_max(0, tkvi_min(list->n_recoded, i - list->sinks));
+    list->n_tightest = tkvi_max(0, tkvi_min(list->n_tightest, i - list->sinks));
     tkvi_note_move(kv, id, list->len);
-    kv->promoted++;
+    kv->n_promoted++;
     tkvi_trim(&kv->pool);
     return tkvi_ok(kv);
 }
@@ -126,7 +127,7 @@ TKV_API tkv_status tkv_promote(tkv_cache *kv, int seq, int layer, int position) 
     if (!tkvi_has_seq(kv, seq)) return tkvi_refuse_seq(kv, seq);
     if (!tkvi_has_own_layer(kv, seq, layer)) return tkvi_refuse_layer(kv, layer);
     list = tkvi_list_of(kv, seq, layer);
-    if (position < list->dropped || position >= list->len)
+    if (position < list->expired || position >= list->len)
         return tkvi_fail(kv, TKV_ERR_RANGE, "no token is held at position", position, "");
     i = tkvi_block_at(kv, list, tkvi_ids(kv, seq, layer), position);
     place = i < 0 ? -1 : tkvi_place_in(kv, list, tkvi_ids(kv, seq, layer), i, position);

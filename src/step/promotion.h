@@ -25,11 +25,11 @@ static void tkvi_offer_blocks(const tkvi_ranking *r, int layer, const tkv_promot
     int i;
     for (i = r->list->sinks; i < r->list->n; i++) {
         const tkvi_block *b = &r->kv->pool.block[r->ids[i]];
-        const int moved = r->kv->pool.token_meta[r->ids[i]].moved;
+        const int moved = r->kv->pool.token_meta[r->ids[i]].moved_at;
         float score = 0.0f;
-        if (!tkvi_is_offloaded(b) && tkvi_is_hot_coding(r->kv, layer, b->coding)) continue;
+        if (!tkvi_is_offloaded(b) && tkvi_is_hot_layout(r->kv, layer, b->layout)) continue;
         if (!tkvi_block_matters(r, i, &score)) continue;
-        /* After a cut, `moved` can lie behind the end of the list. */
+        /* After a cut, moved_at can lie behind the end of the list. */
         tkvi_promoting_offer(best, (int)r->ids[i], score,
                              tkvi_better_source(b) >= 0 || (p->compute && tkvi_is_discarded(b)),
                              moved ? tkvi_min(moved - 1, best->now) : TKV_NEVER);
@@ -81,7 +81,7 @@ TKV_API tkv_status tkv_promote_important(tkv_cache *kv, int seq, int layer, tkv_
     if (!p || p->by.used < 0 || !p->compute != !p->remat)
         return tkvi_fail(kv, TKV_ERR_ARG, "p is missing, or it has compute without remat or the reverse", 0,
                          NULL);
-    if (tkvi_ranking_init(&r, kv, seq, layer) || !kv->mass.mode)
+    if (tkvi_ranking_init(&r, kv, seq, layer) || !kv->token_scores.mode)
         return tkvi_fail(kv, TKV_ERR_CONFIG,
                          "no attention scores are collected: set cfg.importance.sample_every", 0, NULL);
     if (r.list->len < p->by.step) p->by.step = p->by.used = 0; /* the list was cut: start the count anew */

@@ -24,7 +24,8 @@ static tkv_status tkvi_ranking_init(tkvi_ranking *r, tkv_cache *kv, int seq, int
     r->list = tkvi_list_of(kv, seq, layer);
     r->ids = tkvi_ids(kv, seq, layer);
     /* recency depends on age alone and needs no scores */
-    if (!kv->mass.mode && kv->mass.importance.strategy != TKV_IMPORTANCE_RECENCY) return TKV_ERR_CONFIG;
+    if (!kv->token_scores.mode && kv->token_scores.importance.strategy != TKV_IMPORTANCE_RECENCY)
+        return TKV_ERR_CONFIG;
     r->newest = tkvi_token_score_newest(kv, r->list, r->ids);
     return TKV_OK;
 }
@@ -86,7 +87,7 @@ TKV_API tkv_status tkv_add_scores(tkv_cache *kv, int seq, int layer, int start, 
     st = tkvi_ranking_init(&r, kv, seq, layer);
     if (st == TKV_ERR_ARG)
         return tkvi_fail(kv, st, "there is no such sequence, or the layer has no K and V:", layer, "");
-    if (st || !kv->mass.mode)
+    if (st || !kv->token_scores.mode)
         return tkvi_fail(
             kv, TKV_ERR_CONFIG,
             "no attention scores are collected: set cfg.importance.sample_every, or a strategy or "
@@ -100,7 +101,7 @@ TKV_API tkv_status tkv_add_scores(tkv_cache *kv, int seq, int layer, int start, 
         if (!tkvi_within(mass[i], 0.0f, FLT_MAX))
             return tkvi_fail(kv, TKV_ERR_NONFINITE, "scores must be finite and not negative; entry", i,
                              " is not");
-    low = tkvi_or(kv->mass.importance.low, 1.0f / (float)tkvi_max(1, n));
+    low = tkvi_or(kv->token_scores.importance.low, 1.0f / (float)tkvi_max(1, n));
     for (i = 0; i < r.list->n; i++) {
         const int slots = tkvi_block_tokens(kv, r.list, r.ids, i);
         const uint64_t there = tkvi_live_mask(&kv->pool.block[r.ids[i]], slots);
@@ -111,8 +112,8 @@ TKV_API tkv_status tkv_add_scores(tkv_cache *kv, int seq, int layer, int start, 
             s[t] = at >= 0 && at < n ? 0.0f : TKVI_HIDDEN;
             p[t] = at >= 0 && at < n ? tkvi_clampf(mass[at], 0.0f, TKVI_TOKEN_SCORE_MOST) : 0.0f;
         }
-        kv->mass.mode->say(s, p, low, said);
-        tkvi_token_score_add(kv, r.ids[i], r.list->len, said, kv->mass.unit);
+        kv->token_scores.mode->say(s, p, low, said);
+        tkvi_token_score_add(kv, r.ids[i], r.list->len, said, kv->token_scores.unit);
     }
     return tkvi_ok(kv);
 }

@@ -75,13 +75,13 @@ static tkv_remat_block tkvi_remat_piece(const tkv_cache *kv, int seq, int start,
         const uint32_t *ids = tkvi_ids(kv, seq, layer);
         for (i = 0; i < list->n && tkvi_block_start(kv, ids, i) < end; i++) {
             const tkvi_block *b = &kv->pool.block[ids[i]];
-            const tkvi_tier_spec *r = &tkvi_rules_of(&kv->tables, layer)[level];
-            size_t bytes = kv->tables.coding[b->coding].bytes.total, tight;
+            const tkvi_tier_spec *r = &tkvi_tier_specs_of(&kv->tables, layer)[level];
+            size_t bytes = kv->tables.layout[b->layout].bytes.total, tight;
             if (tkvi_block_end(kv, list, ids, i) <= start) continue;
             if (tkvi_is_discarded(b)) piece.discarded = 1;
             if (tkvi_is_discarded(b)) piece.layers = layer + 1;
             if (tkvi_is_offloaded(b)) continue;
-            tight = kv->tables.coding[r->coding[tkvi_due(kv, seq, layer, i, r, tables)]].bytes.total;
+            tight = kv->tables.layout[r->layout[tkvi_due(kv, seq, layer, i, r, tables)]].bytes.total;
             piece.bytes += bytes;
             piece.quantized_bytes +=
                 tkvi_has_budget(kv) && i >= list->sinks && b->refs == 1 && tight < bytes ? tight : bytes;
@@ -93,7 +93,8 @@ static tkv_remat_block tkvi_remat_piece(const tkv_cache *kv, int seq, int start,
 
 /* The level that tkv_seq_free_bytes would recode to. */
 static int tkvi_next_level(const tkv_cache *kv) {
-    return tkvi_has_budget(kv) ? tkvi_min(kv->tables.level + 1, kv->policy.cfg.max_level) : kv->tables.level;
+    return tkvi_has_budget(kv) ? tkvi_min(kv->tables.level + 1, kv->pressure.cfg.max_level)
+                               : kv->tables.level;
 }
 
 TKV_API tkv_status tkv_seq_list_blocks(const tkv_cache *kv, int seq, tkv_remat_block *out, int capacity,
@@ -171,25 +172,25 @@ TKV_API tkv_status tkv_seq_free_bytes(tkv_cache *kv, int seq, tkv_remat *r, floa
 
 /* >>giving recomputed tokens back */
 /* The codings that recomputed tokens of block i pass through, hot first, in `way`; returns how many. */
-static int tkvi_restore_codings(const tkv_cache *kv, int seq, int layer, int i, int *way) {
+static int tkvi_restore_layouts(const tkv_cache *kv, int seq, int layer, int i, int *way) {
     const tkvi_tables *t = &kv->tables;
     const tkvi_tier_spec *r = &t->plan[layer].now;
     const tkvi_block *b = &kv->pool.block[tkvi_ids(kv, seq, layer)[i]];
     tkv_tier tier = tkvi_tier_at(tkvi_list_of(kv, seq, layer), i);
     int n = 0;
-    way[n++] = r->coding[TKV_TIER_HOT];
-    if (b->previous_coding) way[n++] = b->previous_coding - 1;
-    if (!tkvi_is_hot_coding(kv, layer, b->coding)) way[n++] = b->coding;
+    way[n++] = r->layout[TKV_TIER_HOT];
+    if (b->previous_layout) way[n++] = b->previous_layout - 1;
+    if (!tkvi_is_hot_layout(kv, layer, b->layout)) way[n++] = b->layout;
     if (tier == TKV_TIER_ARCHIVE && r->warm == TKVI_FOREVER)
         tier = TKV_TIER_WARM; /* this level has no archive */
-    /* In a cache created with a budget the block keeps its coding. Without one it may have aged meanwhile. */
-    if (t->spare || tier == TKV_TIER_HOT || t->coding[b->coding].key == r->key[tier] ||
+    /* In a cache created with a budget the block keeps its layout. Without one it may have aged meanwhile. */
+    if (t->recode_pages || tier == TKV_TIER_HOT || t->layout[b->layout].key == r->key[tier] ||
         tkvi_must_wait_for_table(kv, layer, tier))
         return n;
     if (n == 1 && tier == TKV_TIER_ARCHIVE && r->key[TKV_TIER_WARM] != r->key[TKV_TIER_HOT] &&
         !tkvi_must_wait_for_table(kv, layer, TKV_TIER_WARM))
-        way[n++] = tkvi_coding_of(t, layer, TKV_TIER_WARM);
-    if (t->coding[way[n - 1]].key != r->key[tier]) way[n++] = tkvi_coding_of(t, layer, tier);
+        way[n++] = tkvi_layout_of(t, layer, TKV_TIER_WARM);
+    if (t->layout[way[n - 1]].key != r->key[tier]) way[n++] = tkvi_layout_of(t, layer, tier);
     return n;
 }
 
@@ -201,18 +202,18 @@ static void tkvi_restore_block(tkv_cache *kv, int seq, int layer, int i, const t
     const uint32_t id = tkvi_ids(kv, seq, layer)[i];
     const int n = tkvi_block_tokens(kv, list, tkvi_ids(kv, seq, layer), i);
     const int saturate = kv->tables.cfg.host.nonfinite == TKV_NONFINITE_SATURATE;
-    const tkvi_coding *c;
+    const tkvi_layout *c;
     tkvi_block *b = &kv->pool.block[id];
     tkvi_recoding r;
     uint32_t page;
     uint8_t *bytes;
-    int way[TKV_TIER_COUNT + 1], steps = tkvi_restore_codings(kv, seq, layer, i, way), s, h, t;
-    c = &kv->tables.coding[way[0]];
+    int way[TKV_TIER_COUNT + 1], steps = tkvi_restore_layouts(kv, seq, layer, i, way), s, h, t;
+    c = &kv->tables.layout[way[0]];
     tkvi_take_slot(&kv->pool, c->size_class, id, &page, &s);
     tkvi_forget_offloaded(&kv->pool, id);
     b->page = page;
     b->slot = (uint16_t)s;
-    b->coding = (uint16_t)way[0];
+    b->layout = (uint16_t)way[0];
     bytes = tkvi_block_bytes(&kv->pool, b);
     memset(bytes, 0, c->bytes.total);
     for (t = 0; t < n; t++)
@@ -228,19 +229,19 @@ static void tkvi_restore_block(tkv_cache *kv, int seq, int layer, int i, const t
     r.start = b->start;
     r.there = ~(uint64_t)0 >> (TKVI_BLOCK - n); /* evicted tokens keep their slots */
     for (s = 1; s < steps; s++) {
-        r.from = &kv->tables.coding[way[s - 1]];
-        r.to = &kv->tables.coding[way[s]];
+        r.from = &kv->tables.layout[way[s - 1]];
+        r.to = &kv->tables.layout[way[s]];
         tkvi_recode_block(&kv->pool, id, way[s], tkvi_recode, &r);
     }
-    b->previous_coding = (uint16_t)(steps > 2 ? way[steps - 2] + 1 : 0);
-    list->out = tkvi_max(0, tkvi_min(list->out, i - list->sinks));
-    list->tight = tkvi_max(0, tkvi_min(list->tight, i - list->sinks));
-    list->tightest = tkvi_max(0, tkvi_min(list->tightest, i - list->sinks));
+    b->previous_layout = (uint16_t)(steps > 2 ? way[steps - 2] + 1 : 0);
+    list->n_offloaded = tkvi_max(0, tkvi_min(list->n_offloaded, i - list->sinks));
+    list->n_recoded = tkvi_max(0, tkvi_min(list->n_recoded, i - list->sinks));
+    list->n_tightest = tkvi_max(0, tkvi_min(list->n_tightest, i - list->sinks));
     kv->recomputed++;
 }
 
 /* Dry run of giving back the discarded blocks first .. last-1 of a layer. Each block takes a slot of its last
- * coding. Blocks are recoded one after the other, so the other codings are counted once, for the longest way. */
+ * layout. Blocks are recoded one after the other, so the other codings are counted once, for the longest way. */
 static tkvi_peak tkvi_dry_run_give(tkv_cache *kv, int seq, int layer, int first, int last) {
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
     tkvi_peak dry_run = tkvi_begin_dry_run(kv);
@@ -248,7 +249,7 @@ static tkvi_peak tkvi_dry_run_give(tkv_cache *kv, int seq, int layer, int first,
     for (i = first; i < last; i++) {
         int steps;
         if (!tkvi_is_discarded(&kv->pool.block[ids[i]])) continue;
-        steps = tkvi_restore_codings(kv, seq, layer, i, way);
+        steps = tkvi_restore_layouts(kv, seq, layer, i, way);
         dry_run.outside--;
         tkvi_peak_take(&dry_run, way[steps - 1]);
         if (steps > most) memcpy(longest, way, sizeof way), most = steps;

@@ -18,7 +18,7 @@
 
 /* The number of slots of a size class that tkv_seq_reserve holds for a sequence. */
 static int64_t *tkvi_reserved_slots(tkv_cache *kv, int seq, int size_class) {
-    return &kv->promised[(size_t)seq * (size_t)kv->tables.n_classes + (size_t)size_class];
+    return &kv->reserved_slots[(size_t)seq * (size_t)kv->tables.n_classes + (size_t)size_class];
 }
 
 /* Dry run of storing n tokens in one layer. */
@@ -28,9 +28,9 @@ static void tkvi_dry_run_append(tkv_cache *kv, int seq, int layer, int n, tkvi_p
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
     int sink, i, blocks = tkvi_new_blocks(kv, p, list, ids, n, &sink);
     if (tkvi_tail_free_slots(kv, p, list, ids) && kv->pool.block[ids[list->n - 1]].refs > 1)
-        tkvi_peak_take(dry_run, kv->pool.block[ids[list->n - 1]].coding); /* a shared block is copied first */
+        tkvi_peak_take(dry_run, kv->pool.block[ids[list->n - 1]].layout); /* a shared block is copied first */
     for (i = 0; i < blocks; i++)
-        tkvi_peak_take(dry_run, i < sink ? p->sink_coding : p->now.coding[TKV_TIER_HOT]);
+        tkvi_peak_take(dry_run, i < sink ? p->sink_layout : p->now.layout[TKV_TIER_HOT]);
 }
 
 /* >>reservations */
@@ -62,11 +62,11 @@ static int tkvi_add_need(tkv_cache *kv, int seq, int layer, int sign, int64_t *l
     const tkvi_plan *p = &kv->tables.plan[layer];
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
-    const tkvi_coding *coding = kv->tables.coding;
+    const tkvi_layout *layout = kv->tables.layout;
     int len = kv->seq[seq].reserved_len, at, sink, blocks, i, tier;
     int64_t need[TKV_TIER_COUNT], room[TKV_TIER_COUNT];
     /* a step that reaches the length may still be aborted */
-    if (p->stored != layer || (kv->seq[seq].in_step ? list->step_len : list->len) >= len) return 0;
+    if (p->stored_layer != layer || (kv->seq[seq].in_step ? list->step_len : list->len) >= len) return 0;
     memset(need, 0, sizeof need);
     blocks = tkvi_new_blocks(kv, p, list, ids, tkvi_max(0, len - list->len), &sink);
     need[TKV_TIER_HOT] = blocks - sink;
@@ -84,10 +84,10 @@ static int tkvi_add_need(tkv_cache *kv, int seq, int layer, int sign, int64_t *l
         need[TKV_TIER_ARCHIVE] += due == TKV_TIER_ARCHIVE;
     }
     tkvi_max_new_blocks(kv, p, list, ids, room);
-    if (sink) live[coding[p->sink_coding].size_class] += sign;
+    if (sink) live[layout[p->sink_layout].size_class] += sign;
     for (tier = 0; tier < TKV_TIER_COUNT; tier++) {
         if (need[tier] > room[tier]) need[tier] = room[tier];
-        if (need[tier] > 0) live[coding[p->now.coding[tier]].size_class] += sign * need[tier];
+        if (need[tier] > 0) live[layout[p->now.layout[tier]].size_class] += sign * need[tier];
     }
     return 1;
 }
@@ -97,13 +97,13 @@ static void tkvi_reserve_slots(tkv_cache *kv, int seq, int len) {
     int layer, c, waiting = 0;
     int64_t *mine = tkvi_reserved_slots(kv, seq, 0);
     for (c = 0; c < kv->tables.n_classes; c++) {
-        kv->pool.promised[c] -= mine[c];
+        kv->pool.reserved_slots[c] -= mine[c];
         mine[c] = 0;
     }
     kv->seq[seq].reserved_len = len;
     for (layer = 0; layer < kv->tables.cfg.model.n_layers && len > 0; layer++)
         waiting |= tkvi_add_need(kv, seq, layer, 1, mine);
-    for (c = 0; c < kv->tables.n_classes; c++) kv->pool.promised[c] += mine[c];
+    for (c = 0; c < kv->tables.n_classes; c++) kv->pool.reserved_slots[c] += mine[c];
     if (!waiting) kv->seq[seq].reserved_len = 0;
 }
 
@@ -203,11 +203,11 @@ static uint32_t tkvi_open_block(tkv_cache *kv, int seq, int layer) {
     if (tkvi_tail_free_slots(kv, p, list, ids)) {
         id = ids[list->n - 1];
         if (kv->pool.block[id].refs > 1) {
-            uint32_t mine = tkvi_new_block(&kv->pool, kv->pool.block[id].coding, kv->pool.block[id].start);
+            uint32_t mine = tkvi_new_block(&kv->pool, kv->pool.block[id].layout, kv->pool.block[id].start);
             memcpy(tkvi_block_bytes(&kv->pool, &kv->pool.block[mine]),
                    tkvi_block_bytes(&kv->pool, &kv->pool.block[id]),
-                   kv->tables.coding[kv->pool.block[id].coding].bytes.total);
-            kv->pool.block[mine].gone = kv->pool.block[id].gone;
+                   kv->tables.layout[kv->pool.block[id].layout].bytes.total);
+            kv->pool.block[mine].evicted_mask = kv->pool.block[id].evicted_mask;
             if (TKVI_HAS_EVICT && kv->pool.token_meta) kv->pool.token_meta[mine] = kv->pool.token_meta[id];
             kv->pool.block[id].refs--;
             ids[list->n - 1] = id = mine;
@@ -216,9 +216,9 @@ static uint32_t tkvi_open_block(tkv_cache *kv, int seq, int layer) {
     }
     {
         int sink = list->len == 0 && p->sink > 0,
-            coding = sink ? p->sink_coding : p->now.coding[TKV_TIER_HOT];
-        id = tkvi_new_block(&kv->pool, coding, list->len);
-        memset(tkvi_block_bytes(&kv->pool, &kv->pool.block[id]), 0, kv->tables.coding[coding].bytes.total);
+            layout = sink ? p->sink_layout : p->now.layout[TKV_TIER_HOT];
+        id = tkvi_new_block(&kv->pool, layout, list->len);
+        memset(tkvi_block_bytes(&kv->pool, &kv->pool.block[id]), 0, kv->tables.layout[layout].bytes.total);
         list->sinks += sink;
         ids[list->n++] = id;
         return id;
@@ -243,18 +243,18 @@ static void tkvi_store(tkv_cache *kv, int seq, int layer, const tkvi_source *k, 
                        int first, int n) {
     tkvi_list *list = tkvi_list_of(kv, seq, layer);
     int t, h, saturate = kv->tables.cfg.host.nonfinite == TKV_NONFINITE_SATURATE;
-    if (!kv->seq[seq].in_step) list->chunk = list->len;
+    if (!kv->seq[seq].in_step) list->chunk_start = list->len;
     for (t = 0; t < n; t++) {
         const uint32_t id = tkvi_open_block(kv, seq, layer);
         tkvi_block *b = &kv->pool.block[id];
-        const tkvi_coding *c = &kv->tables.coding[b->coding];
+        const tkvi_layout *c = &kv->tables.layout[b->layout];
         uint8_t *bytes = tkvi_block_bytes(&kv->pool, b);
         const int at = list->len - b->start;
         if (TKVI_HAS_EVICT && kv->pool.token_meta) { /* the slot may be one of a token that was cut off */
-            b->gone &= ~((uint64_t)1 << at);
-            kv->pool.token_meta[id].pinned &= ~((uint64_t)1 << at);
-            kv->pool.token_meta[id].temporary_pins &= ~((uint64_t)1 << at);
-            kv->pool.token_meta[id].mass[at] =
+            b->evicted_mask &= ~((uint64_t)1 << at);
+            kv->pool.token_meta[id].pinned_mask &= ~((uint64_t)1 << at);
+            kv->pool.token_meta[id].temporary_mask &= ~((uint64_t)1 << at);
+            kv->pool.token_meta[id].scores[at] =
                 tkvi_keeps_norms(kv)
                     ? tkvi_bits(tkvi_norm_of(k, first + t, kv->tables.cfg.model.n_kv_heads, saturate))
                     : 0;
@@ -346,8 +346,8 @@ static void tkvi_unprotect_last_append(tkv_cache *kv, int layer, const tkv_rows 
     for (i = 0; i < n_rows; i++) {
         tkvi_list *list = tkvi_list_of(kv, rows[i].seq, layer);
         if (rows[i].n == 0 || kv->seq[rows[i].seq].in_step || !tkvi_has_budget(kv)) continue;
-        if (failed) list->chunk = list->chunk_was;
-        else list->chunk_was = list->chunk, list->chunk = list->len;
+        if (failed) list->chunk_start = list->previous_chunk_start;
+        else list->previous_chunk_start = list->chunk_start, list->chunk_start = list->len;
     }
 }
 
@@ -371,7 +371,7 @@ TKV_API tkv_status tkv_append_ex(tkv_cache *kv, const tkv_append_params *p) {
         return tkvi_fail(kv, TKV_ERR_ARG, "n_batch is", n_rows, "; it must be at most max_seqs");
     if (p->layer < 0 || p->layer >= cfg->model.n_layers)
         return tkvi_fail(kv, TKV_ERR_ARG, "there is no layer", p->layer, "");
-    if (kv->tables.plan[p->layer].stored != p->layer)
+    if (kv->tables.plan[p->layer].stored_layer != p->layer)
         return tkvi_fail(kv, TKV_ERR_ARG, "layer", p->layer,
                          " has no K and V of its own (share_kv or no_cache)");
     if ((unsigned)p->k_type > TKV_TYPE_BF16 || (unsigned)p->v_type > TKV_TYPE_BF16)
@@ -398,7 +398,7 @@ TKV_API tkv_status tkv_append_ex(tkv_cache *kv, const tkv_append_params *p) {
         return tkvi_fail(kv, TKV_ERR_NONFINITE, "a NaN or an infinity is in k or v of layer", p->layer,
                          " (cfg.host.nonfinite can saturate them)");
     for (i = 0, open = 0; i < n_rows; i++) open |= kv->seq[rows[i].seq].in_step;
-    had = kv->tables.current[p->layer];
+    had = kv->tables.current_version[p->layer];
     if (!open && !tkvi_begin_table(kv, p->layer, 0, &had)) goto no_table;
     if (tkvi_has_budget(kv))
         for (i = 0; i < n_rows; i++) /* expired blocks make room */
@@ -410,7 +410,7 @@ TKV_API tkv_status tkv_append_ex(tkv_cache *kv, const tkv_append_params *p) {
     if (tkvi_has_budget(kv)) {
         const size_t budget = cfg->budget.bytes,
                      token =
-                         kv->tables.coding[kv->tables.plan[p->layer].now.coding[TKV_TIER_HOT]].bytes.total /
+                         kv->tables.layout[kv->tables.plan[p->layer].now.layout[TKV_TIER_HOT]].bytes.total /
                          TKVI_BLOCK;
         size_t takes;
         int fits;
@@ -422,8 +422,8 @@ TKV_API tkv_status tkv_append_ex(tkv_cache *kv, const tkv_append_params *p) {
             tkvi_unprotect_last_append(kv, p->layer, rows, n_rows, 1);
             return tkvi_over_budget(kv, takes);
         }
-        had = kv->tables
-                  .current[p->layer]; /* tkvi_make_room may have made a table, and blocks use it: keep it */
+        had = kv->tables.current_version
+                  [p->layer]; /* tkvi_make_room may have made a table, and blocks use it: keep it */
         dry_run = tkvi_dry_run_rows(kv, p->layer, rows, n_rows);
     }
     for (i = 0; i < n_rows; i++)
@@ -444,9 +444,9 @@ TKV_API tkv_status tkv_append_ex(tkv_cache *kv, const tkv_append_params *p) {
         tkvi_store(kv, rows[i].seq, p->layer, &k, &v, first, rows[i].n);
         first += rows[i].n;
     }
-    if (kv->seen && kv->seen[p->layer] >= 0)
-        kv->seen[p->layer] =
-            tkvi_min(TKVI_FOREVER, kv->seen[p->layer] + total); /* tkv_seq_abort subtracts its part */
+    if (kv->tokens_seen && kv->tokens_seen[p->layer] >= 0)
+        kv->tokens_seen[p->layer] =
+            tkvi_min(TKVI_FOREVER, kv->tokens_seen[p->layer] + total); /* tkv_seq_abort subtracts its part */
     tkvi_query_stats_count(kv, p->layer, total);
     for (i = 0; i < n_rows; i++)
         tkvi_release_unused(kv, rows[i].seq); /* after all rows: they share the pages */
@@ -479,7 +479,7 @@ TKV_API tkv_status tkv_append(tkv_cache *kv, int seq, int layer, const float *k,
 
 /* >>ageing: all layers of a sequence, or none */
 static int tkvi_has_blocks_to_age(const tkv_cache *kv, int seq, int layer) {
-    return kv->tables.plan[layer].stored == layer && tkvi_list_of(kv, seq, layer)->n > 0;
+    return kv->tables.plan[layer].stored_layer == layer && tkvi_list_of(kv, seq, layer)->n > 0;
 }
 
 static tkv_status tkvi_age_all(tkv_cache *kv, int seq, int flush, int partial) {
@@ -487,7 +487,7 @@ static tkv_status tkvi_age_all(tkv_cache *kv, int seq, int flush, int partial) {
     tkvi_peak dry_run;
     int layer, pass, n = kv->tables.cfg.model.n_layers, ready = 1;
     for (layer = 0; layer < n; layer++) {
-        had[layer] = kv->tables.current[layer];
+        had[layer] = kv->tables.current_version[layer];
         if (ready && tkvi_has_blocks_to_age(kv, seq, layer))
             ready = tkvi_begin_table(kv, layer, flush, &had[layer]);
     }
@@ -495,7 +495,7 @@ static tkv_status tkvi_age_all(tkv_cache *kv, int seq, int flush, int partial) {
     for (layer = 0; layer < n; layer++) tkvi_add_need(kv, seq, layer, -1, dry_run.live);
     for (pass = 0; pass < 2 && ready; pass++) {
         for (layer = 0; layer < n && kv->seq[seq].block; layer++)
-            if (kv->tables.plan[layer].stored == layer)
+            if (kv->tables.plan[layer].stored_layer == layer)
                 tkvi_age(kv, seq, layer,
                          flush && kv->tables.plan[layer].now.hot != TKVI_FOREVER ? 0
                                                                                  : tkvi_hot_age(kv, layer),
@@ -549,7 +549,7 @@ TKV_API tkv_status tkv_seq_begin(tkv_cache *kv, int seq) {
     for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++) {
         tkvi_list *list = tkvi_list_of(kv, seq, layer);
         if (list->n) tkvi_evict_due_in(kv, seq, layer, 1);
-        list->step_len = list->chunk = list->len;
+        list->step_len = list->chunk_start = list->len;
     }
     kv->seq[seq].in_step = 1;
     return TKV_OK;
@@ -561,7 +561,7 @@ TKV_API tkv_status tkv_seq_commit(tkv_cache *kv, int seq) {
     if (!kv->seq[seq].in_step) return tkvi_fail(kv, TKV_ERR_STATE, "no step is open", 0, NULL);
     for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++) {
         const tkvi_list *list = tkvi_list_of(kv, seq, layer);
-        if (kv->tables.plan[layer].stored != layer) continue;
+        if (kv->tables.plan[layer].stored_layer != layer) continue;
         if (n < 0) n = list->len - list->step_len;
         if (list->len - list->step_len != n)
             return tkvi_fail(kv, TKV_ERR_STATE, "another number of tokens than the first layer: layer", layer,
@@ -577,11 +577,11 @@ TKV_API tkv_status tkv_seq_commit(tkv_cache *kv, int seq) {
 static void tkvi_cut_packed(tkv_cache *kv, uint32_t id, int len) {
     tkvi_block *b = &kv->pool.block[id];
     int t;
-    while (b->packed > 1 && tkvi_slot_position(kv, id, b->packed - 1) >= len) b->packed--;
-    for (t = 0; t < b->packed; t++) {
+    while (b->n_packed > 1 && tkvi_slot_position(kv, id, b->n_packed - 1) >= len) b->n_packed--;
+    for (t = 0; t < b->n_packed; t++) {
         if (tkvi_slot_position(kv, id, t) < len) continue;
         tkvi_set_slot_position(kv, id, t, b->start);
-        b->gone |= (uint64_t)1 << t;
+        b->evicted_mask |= (uint64_t)1 << t;
     }
 }
 
@@ -594,9 +594,9 @@ static void tkvi_truncate_list(tkv_cache *kv, int seq, int layer, int len) {
         if (list->n < list->sinks) list->sinks = list->n;
         tkvi_release_block(&kv->pool, ids[list->n]);
     }
-    list->out = tkvi_min(list->out, list->n - list->sinks);
+    list->n_offloaded = tkvi_min(list->n_offloaded, list->n - list->sinks);
     list->len = len;
-    list->chunk = tkvi_min(list->chunk, len);
+    list->chunk_start = tkvi_min(list->chunk_start, len);
     tkvi_token_score_cut(kv, list, ids);
     if (TKVI_HAS_EVICT && list->n > 0) tkvi_cut_packed(kv, ids[list->n - 1], len);
     if (TKVI_HAS_EVICT && list->n > 1 && list->sinks)
@@ -612,7 +612,8 @@ TKV_API tkv_status tkv_seq_abort(tkv_cache *kv, int seq) {
         const tkvi_list *list = tkvi_list_of(kv, seq, layer);
         int n = list->len - list->step_len;
         if (n <= 0) continue;
-        if (kv->seen && kv->seen[layer] > 0) kv->seen[layer] = tkvi_max(0, kv->seen[layer] - n);
+        if (kv->tokens_seen && kv->tokens_seen[layer] > 0)
+            kv->tokens_seen[layer] = tkvi_max(0, kv->tokens_seen[layer] - n);
         if (TKVI_HAS_SQUAT && kv->query_stats && kv->query_stats[layer].tokens > 0)
             kv->query_stats[layer].tokens = tkvi_max(0, kv->query_stats[layer].tokens - n);
         tkvi_truncate_list(kv, seq, layer, list->step_len);
@@ -653,7 +654,7 @@ TKV_API tkv_status tkv_seq_reserve(tkv_cache *kv, int seq, int n) {
     }
     for (layer = 0; layer < kv->tables.cfg.model.n_layers && ready;
          layer++) /* the first table may become due; later ones can wait */
-        if (kv->seen && kv->seen[layer] >= 0 && kv->tables.current[layer] < 0)
+        if (kv->tokens_seen && kv->tokens_seen[layer] >= 0 && kv->tables.current_version[layer] < 0)
             ready = tkvi_version_ready(kv, 0);
     want = tkvi_row_entries(kv, &row, -1, 0);
     if (ready && tkvi_grow_lists(kv, seq, want) && tkvi_peak_ready(&kv->pool, &dry_run)) return tkvi_ok(kv);
@@ -676,9 +677,9 @@ TKV_API tkv_status tkv_seq_truncate(tkv_cache *kv, int seq, int n_tokens) {
         const tkvi_list *list = tkvi_list_of(kv, seq, layer);
         const uint32_t *ids = tkvi_ids(kv, seq, layer);
         int coded = list->archive + list->warm, must = 0;
-        if (p->stored != layer || list->len <= n_tokens) continue;
+        if (p->stored_layer != layer || list->len <= n_tokens) continue;
         if (coded) must = tkvi_block_end(kv, list, ids, list->sinks + coded - 1);
-        if (list->dropped && list->dropped + p->keep > must) must = list->dropped + p->keep;
+        if (list->expired && list->expired + p->kept_window > must) must = list->expired + p->kept_window;
         for (i = list->n;
              TKVI_HAS_NO_SLOT && kv->pool.n_offloaded && i-- > 0 && tkvi_block_end(kv, list, ids, i) > must;)
             if (tkvi_is_offloaded(&kv->pool.block[ids[i]])) must = tkvi_block_end(kv, list, ids, i);
@@ -735,7 +736,7 @@ TKV_API tkv_status tkv_read(tkv_cache *kv, int seq, int layer, int start, int n,
     help = kv->kernels->simd_ops;
     list = tkvi_list_of(kv, seq, layer);
     ids = tkvi_ids(kv, seq, layer);
-    if (start < list->dropped || start > list->len || n > list->len - start) return TKV_ERR_RANGE;
+    if (start < list->expired || start > list->len || n > list->len - start) return TKV_ERR_RANGE;
     if (TKVI_HAS_EVICT && kv->pool.token_meta && tkvi_count_in(kv, list, ids, start, n) < n)
         return TKV_ERR_RANGE;
     for (i = start; i < start + n && tkvi_has_discarded(kv, seq, layer, i, start + n);
@@ -745,10 +746,10 @@ TKV_API tkv_status tkv_read(tkv_cache *kv, int seq, int layer, int start, int n,
     }
     for (from = start; from < start + n; from = to) {
         const size_t row = (size_t)(from - start) * (size_t)cfg->model.n_kv_heads;
-        const tkvi_coding *c;
+        const tkvi_layout *c;
         i = tkvi_find_token(kv, list, ids, from, &slot);
         if (i < 0) return TKV_ERR_RANGE;
-        c = &kv->tables.coding[kv->pool.block[ids[i]].coding];
+        c = &kv->tables.layout[kv->pool.block[ids[i]].layout];
         to = tkvi_min(start + n, tkvi_block_end(kv, list, ids, i)); /* no token in between is evicted */
         if (TKVI_HAS_EVICT && cfg->tiers.n_anchors) to = from + 1;  /* unless one is an anchor */
         for (h = 0; h < cfg->model.n_kv_heads; h++) {
