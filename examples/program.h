@@ -93,8 +93,14 @@ typedef parsed (*parse_option)(void *ctx, const char *name, const char *value);
 
 static inline parsed parse_common_option(options *o, tkv_config *cfg, const char *name, const char *value) {
     int ok = 1;
-    if (strcmp(name, "--raw") == 0) return o->raw = 1, ALONE;
-    if (strcmp(name, "--rope-halves") == 0) return o->rope_halves = 1, ALONE;
+    if (strcmp(name, "--raw") == 0) {
+        o->raw = 1;
+        return ALONE;
+    }
+    if (strcmp(name, "--rope-halves") == 0) {
+        o->rope_halves = 1;
+        return ALONE;
+    }
     if (!value) return UNKNOWN;
     if (strcmp(name, "-p") == 0) o->prompt = value;
     else if (strcmp(name, "-f") == 0) o->file = value;
@@ -125,20 +131,18 @@ static inline void help(const char *usage, int status) {
 /* Parses the command line. `own` parses the program's own options; it comes before parse_common_option. */
 static inline void parse_options(int argc, char **argv, const char *usage, options *o, tkv_config *cfg,
                                  parse_option own, void *ctx) {
-    int i;
     o->temperature = 0.8f;
     o->top_p = 0.95f;
     o->seed = 1;
-    for (i = 1; i < argc; i++) {
+    for (int i = 1; i < argc; i++) {
         const char *name = argv[i], *value = i + 1 < argc ? argv[i + 1] : NULL;
-        parsed t;
         if (strcmp(name, "-h") == 0 || strcmp(name, "--help") == 0) help(usage, 0);
         if (name[0] != '-' && o->model) fail("%s: there is already a model; write -p before a prompt", name);
         if (name[0] != '-') {
             o->model = name;
             continue;
         }
-        t = own(ctx, name, value);
+        parsed t = own(ctx, name, value);
         if (t == UNKNOWN) t = parse_common_option(o, cfg, name, value);
         if (t == UNKNOWN)
             fail("%s: unknown option%s (" PROGRAM " --help)", name, value ? "" : ", or its value is missing");
@@ -194,21 +198,25 @@ static inline int by_p(const void *a, const void *b) {
  * choices. */
 static inline int sample(const float *logits, int n, const options *o, uint64_t *rng, choice *space) {
     const int best = llama_argmax(logits, n);
-    double sum = 0, left;
-    float least;
-    int i, m = 0;
+    double sum = 0;
+    int m = 0;
     if (o->temperature <= 0) return best;
+    int i;
     for (i = 0; i < n; i++) sum += (double)expf((logits[i] - logits[best]) / o->temperature);
-    least = o->top_p < 1 ? (1 - o->top_p) / (float)n : 0; /* tokens below this are never among them */
+    float least = o->top_p < 1 ? (1 - o->top_p) / (float)n : 0; /* tokens below this are never among them */
     for (i = 0; i < n; i++) {
         const float p = expf((logits[i] - logits[best]) / o->temperature) / (float)sum;
-        if (p >= least) space[m].p = p, space[m++].token = i;
+        if (p < least) continue;
+        space[m].p = p;
+        space[m++].token = i;
     }
     qsort(space, (size_t)m, sizeof *space, by_p);
     for (i = 0, sum = 0; i < m && sum < (double)o->top_p;) sum += (double)space[i++].p;
     m = i;
-    *rng ^= *rng << 13, *rng ^= *rng >> 7, *rng ^= *rng << 17; /* xorshift64, Marsaglia 2003 */
-    left = (double)(*rng >> 11) / 9007199254740992.0 * sum;
+    *rng ^= *rng << 13;
+    *rng ^= *rng >> 7;
+    *rng ^= *rng << 17; /* xorshift64, Marsaglia 2003 */
+    double left = (double)(*rng >> 11) / 9007199254740992.0 * sum;
     for (i = 0; i + 1 < m && left >= (double)space[i].p; i++) left -= (double)space[i].p;
     return m > 0 ? space[i].token : best;
 }
@@ -229,22 +237,20 @@ static inline int read_prompt(const llama_model *m, const options *o, int most, 
     const int chat = m->chat && !o->raw, tail = most < 64 ? most / 2 : 32;
     const char *prompt = o->prompt ? o->prompt : chat ? default_question : default_text;
     size_t size = strlen(prompt), shown;
-    const char *line;
-    char *file = NULL, *text;
-    int *out, n;
+    char *file = NULL;
     if (o->file) {
         file = (char *)llama_read_file(o->file, &size);
         if (!file) fail("cannot read %s", o->file);
         if (size > 1 << 30) fail("%s is longer than any context", o->file);
         prompt = file;
     }
-    text = (char *)allocate(size + 64, 1);
+    char *text = (char *)allocate(size + 64, 1);
     memcpy(text, "<|im_start|>user\n", 17);
     memcpy(text + 17, prompt, size);
     memcpy(text + 17 + size, "<|im_end|>\n<|im_start|>assistant\n", 33);
-    out = (int *)allocate(size + 64 + (size_t)more, sizeof *out);
-    n = chat ? llama_tokenize(m, text, size + 50, LLAMA_SPECIAL, out)
-             : llama_tokenize(m, prompt, size, m->add_bos ? LLAMA_BOS : 0, out);
+    int *out = (int *)allocate(size + 64 + (size_t)more, sizeof *out);
+    int n = chat ? llama_tokenize(m, text, size + 50, LLAMA_SPECIAL, out)
+                 : llama_tokenize(m, prompt, size, m->add_bos ? LLAMA_BOS : 0, out);
     if (n == 0 && m->bos >= 0) out[n++] = m->bos;
     if (n == 0) fail("the prompt is empty; give one with -p or -f");
     if (n > most) {
@@ -255,7 +261,7 @@ static inline int read_prompt(const llama_model *m, const options *o, int most, 
     }
     if (show) {
         shown = size > 400 ? size - 400 : 0;
-        line = shown ? (const char *)memchr(prompt + shown, '\n', 100) : NULL;
+        const char *line = shown ? (const char *)memchr(prompt + shown, '\n', 100) : NULL;
         if (line) shown = (size_t)(line + 1 - prompt);
         while (shown > 0 && shown < size && (prompt[shown] & 0xc0) == 0x80) shown++;
         if (shown) printf("[a prompt of %s tokens; it ends:]\n", commas(n));
