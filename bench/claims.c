@@ -96,8 +96,8 @@ static void print_archive(void) {
         cfg.format.kvquant = TKV_KVQUANT_POST_ROPE;
         bench_must(tkv_estimate_memory(&cfg, 65536, 1, &info), plan);
         double bits;
-        bits =
-            8.0 * (double)(archive->codes + archive->metadata) / ((double)archive->tokens * 2.0 * 8.0 * DIM);
+        bits = 8.0 * (double)(archive->codes + archive->metadata) /
+               ((double)archive->tokens * 2.0 * 8.0 * (double)DIM);
         printf("%-13s %5.2f bits, %5.2f times below FP16\n", pairs[i], bits, 16.0 / bits);
     }
 }
@@ -177,7 +177,7 @@ static void print_time(void) {
         double t = bench_seconds(1);
         for (int i = 0; i < CALLS; i++)
             levels += tkv_observe_pressure(&controller, (float)(i & 1023) / 1024.0f);
-        t = (bench_seconds(1) - t) / CALLS;
+        t = (bench_seconds(1) - t) / (double)CALLS;
         least = t < least ? t : least;
     }
     printf("tkv_observe_pressure: %.1f ns per call, least of %d runs (sum of levels: %d)\n", 1e9 * least,

@@ -31,7 +31,7 @@ enum { DEFAULT_TOTAL = 2000 }; /* tokens of prompt and text without -n */
 
 static const char usage[] =
     "budget [MODEL] [options]\n"
-    "MODEL is " DEMO " by default. " PROGRAM_HELP
+    "Without MODEL, the model is " DEMO ".\n" PROGRAM_HELP
     "  -n N               tokens to generate (to 2000 with the prompt, at most the context)\n"
     "  --budget B         bytes, or percent of the bytes of FP16 (35%); none: FP16 without a budget\n"
     "  --policy NAME      profile of the pressure controller: default, aggressive or fp16_only\n"
@@ -40,7 +40,7 @@ static const char usage[] =
     "  --csv FILE         writes one line per step\n"
     "The program always sets --raw.\n"
     "\n"
-    "The plan of the ladder's last levels. Each line is an option, such as --archive FORMAT:\n" PLAN_HELP;
+    "The plan of level 3 of the ladder. Each line is an option, such as --archive FORMAT:\n" PLAN_HELP;
 
 typedef struct settings {
     tkv_config *cfg;

@@ -24,7 +24,7 @@ enum { CONVERSATIONS = 2, CHUNK = 64 };
 
 static const char usage[] =
     "recompute [MODEL] [options]\n"
-    "MODEL is " DEMO " by default. " PROGRAM_HELP "  -n N               tokens per turn (64)\n"
+    "Without MODEL, the model is " DEMO ".\n" PROGRAM_HELP "  -n N               tokens per turn (64)\n"
     "  --turns N          turns of each conversation (2)\n"
     "  --budget PERCENT   budget, in percent of the bytes of both conversations (75)\n"
     "The program always sets --raw.\n"
