@@ -1,6 +1,6 @@
 /*
- * budget.c - a real model generates text under a byte budget that is too small for FP16, and the program shows what the
- * cache does to keep the budget.
+ * budget.c - a real model generates text under a byte budget that is too small for FP16. The program shows how the
+ * cache keeps the budget.
  *
  * cc -O2 examples/budget.c examples/tieredkv.c -o budget -lm && ./budget
  *

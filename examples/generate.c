@@ -67,9 +67,10 @@ static parsed parse_own_option(void *ctx, const char *name, const char *value) {
         return ALONE;
     }
     if (!value) return UNKNOWN;
-    if (strcmp(name, "--recall") == 0) ok = *(w->recall = value) != 0;
-    else if (strcmp(name, "--compare") == 0)
-        ok = (w->compare = atoi(value)) >= 0 && w->compare <= PROGRAM_MOST;
+    if (strcmp(name, "--recall") == 0) {
+        w->recall = value;
+        ok = *value != 0;
+    } else if (strcmp(name, "--compare") == 0) ok = read_int(value, 0, PROGRAM_MOST, &w->compare);
     else return UNKNOWN;
     return ok ? WITH_VALUE : BAD_VALUE;
 }

@@ -13,6 +13,7 @@
 #include "llama.h"
 #include "plan.h"
 
+#include <float.h>
 #include <time.h>
 
 enum { PROGRAM_MOST = 1 << 24 }; /* most tokens; a sum of two such numbers fits into an int */
@@ -91,6 +92,17 @@ typedef struct options {
 typedef enum parsed { UNKNOWN, ALONE, WITH_VALUE, BAD_VALUE } parsed;
 typedef parsed (*parse_option)(void *ctx, const char *name, const char *value);
 
+/* Each reads a number into *out. Returns 0 if it is out of range. */
+static inline int read_int(const char *text, int least, int most, int *out) {
+    *out = atoi(text);
+    return *out >= least && *out <= most;
+}
+
+static inline int read_float(const char *text, float least, float *out) {
+    *out = (float)atof(text);
+    return *out >= least;
+}
+
 static inline parsed parse_common_option(options *o, tkv_config *cfg, const char *name, const char *value) {
     int ok = 1;
     if (strcmp(name, "--raw") == 0) {
@@ -105,19 +117,19 @@ static inline parsed parse_common_option(options *o, tkv_config *cfg, const char
     if (strcmp(name, "-p") == 0) o->prompt = value;
     else if (strcmp(name, "-f") == 0) o->file = value;
     else if (strcmp(name, "-z") == 0) o->tokenizer = value;
-    else if (strcmp(name, "-n") == 0) ok = (o->n = atoi(value)) > 0 && o->n <= PROGRAM_MOST;
-    else if (strcmp(name, "-c") == 0) ok = (o->context = atoi(value)) > 1 && o->context <= PROGRAM_MOST;
-    else if (strcmp(name, "-t") == 0) ok = (o->temperature = (float)atof(value)) >= 0;
-    else if (strcmp(name, "--top-p") == 0) ok = (o->top_p = (float)atof(value)) > 0;
-    else if (strcmp(name, "--theta") == 0) ok = (o->theta = (float)atof(value)) > 0;
+    else if (strcmp(name, "-n") == 0) ok = read_int(value, 1, PROGRAM_MOST, &o->n);
+    else if (strcmp(name, "-c") == 0) ok = read_int(value, 2, PROGRAM_MOST, &o->context);
+    else if (strcmp(name, "-t") == 0) ok = read_float(value, 0, &o->temperature);
+    else if (strcmp(name, "--top-p") == 0) ok = read_float(value, FLT_MIN, &o->top_p);
+    else if (strcmp(name, "--theta") == 0) ok = read_float(value, FLT_MIN, &o->theta);
     else if (strcmp(name, "--seed") == 0) o->seed = strtoull(value, NULL, 10);
     else if (strncmp(name, "--", 2) == 0 && plan_knows(name + 2)) {
         const char *wrong = plan_word(cfg, name + 2, value);
         if (wrong) fail("%s %s: %s (" PROGRAM " --help)", name, value, wrong);
     } else if (strcmp(name, "--isa") == 0) {
-        for (ok = 0; ok < TKV_ISA_COUNT && strcmp(value, tkv_get_name(TKV_NAME_ISA, (tkv_isa)ok)) != 0;) ok++;
-        cfg->host.isa = (tkv_isa)ok;
-        ok = ok < TKV_ISA_COUNT;
+        int isa = TKV_ISA_AUTO;
+        ok = tkv_find_name(TKV_NAME_ISA, value, &isa) == TKV_OK;
+        cfg->host.isa = (tkv_isa)isa;
     } else return UNKNOWN;
     return ok ? WITH_VALUE : BAD_VALUE;
 }

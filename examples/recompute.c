@@ -46,7 +46,7 @@ typedef struct run_state {
     tkv_config cfg;
     tkv_config chunking; /* llama_chunk ends chunks by this config; compared runs share it */
     tkv_cache *kv;
-    conversation talks[CONVERSATIONS];
+    conversation conversations[CONVERSATIONS];
     float *logits;
     choice *space;
     tkv_remat remat;
@@ -59,8 +59,8 @@ static parsed parse_own_option(void *ctx, const char *name, const char *value) {
     settings *w = (settings *)ctx;
     if (!value) return UNKNOWN;
     int ok;
-    if (strcmp(name, "--turns") == 0) ok = (w->turns = atoi(value)) > 0 && w->turns <= 1000;
-    else if (strcmp(name, "--budget") == 0) ok = (w->percent = atoi(value)) > 0 && w->percent <= 100;
+    if (strcmp(name, "--turns") == 0) ok = read_int(value, 1, 1000, &w->turns);
+    else if (strcmp(name, "--budget") == 0) ok = read_int(value, 1, 100, &w->percent);
     else return UNKNOWN;
     return ok ? WITH_VALUE : BAD_VALUE;
 }
@@ -68,7 +68,7 @@ static parsed parse_own_option(void *ctx, const char *name, const char *value) {
 /* >>evaluating */
 /* Evaluates the next n known tokens of a conversation, and adds the logits to its hash. */
 static void evaluate(run_state *w, int seq, int n) {
-    conversation *t = &w->talks[seq];
+    conversation *t = &w->conversations[seq];
     const int pos = tkv_get_length(w->kv, seq, TKV_ALL_LAYERS);
     const tkv_status st = llama_forward(w->model, w->kv, seq, t->tokens + pos, n, w->logits, 1);
     const unsigned char *bytes = (const unsigned char *)w->logits;
@@ -114,7 +114,7 @@ static double flops_of(const tkv_remat_config *c, int n) {
 static tkv_status recompute(void *user, tkv_cache *kv, int seq, int first_layer, int n_layers, int start,
                             int n) {
     run_state *w = (run_state *)user;
-    const conversation *t = &w->talks[seq];
+    const conversation *t = &w->conversations[seq];
     const int layers = w->model->n_layers;
     tkv_config cfg = w->cfg;
     tkv_status st = TKV_OK;
@@ -164,7 +164,7 @@ static void run(run_state *w, const settings *s, discarding how) {
     w->kv = create(&w->cfg);
     for (int turn = 0; turn < s->turns; turn++)
         for (int seq = 0; seq < CONVERSATIONS; seq++) {
-            conversation *t = &w->talks[seq];
+            conversation *t = &w->conversations[seq];
             double begun = seconds();
             tkv_layer_info tiers;
             if (tkv_get_layer(w->kv, seq, 0, &tiers) != TKV_OK ||
@@ -203,7 +203,7 @@ static void run(run_state *w, const settings *s, discarding how) {
 static void begin(run_state *w, const settings *s, const int *prompt, int n) {
     const int most = n + s->turns * w->o->n;
     for (int i = 0; i < CONVERSATIONS; i++) {
-        conversation *t = &w->talks[i];
+        conversation *t = &w->conversations[i];
         memset(t, 0, sizeof *t);
         t->tokens = (int *)allocate((size_t)most, sizeof *t->tokens);
         t->chunk = (int *)allocate((size_t)most, sizeof *t->chunk);
@@ -217,7 +217,7 @@ static void begin(run_state *w, const settings *s, const int *prompt, int n) {
 }
 
 static void end(run_state *w) {
-    for (int i = 0; i < CONVERSATIONS; i++) free(w->talks[i].tokens), free(w->talks[i].chunk);
+    for (int i = 0; i < CONVERSATIONS; i++) free(w->conversations[i].tokens), free(w->conversations[i].chunk);
 }
 
 /* Compares a run that discards blocks with one that discards none. Returns 1 if texts and logits are equal. */
@@ -233,7 +233,7 @@ static int compare(run_state *w, const settings *s, const int *prompt, int n, co
     run(w, s, how);
     run(&other, s, DISCARD_NONE);
     for (int i = 0; i < CONVERSATIONS; i++) {
-        const conversation *a = &w->talks[i], *b = &other.talks[i];
+        const conversation *a = &w->conversations[i], *b = &other.conversations[i];
         same &= a->n == b->n && a->hash == b->hash &&
                 memcmp(a->tokens, b->tokens, (size_t)a->n * sizeof *a->tokens) == 0;
     }

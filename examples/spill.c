@@ -152,7 +152,7 @@ static void print_table(const tkv_cache *kv, const settings *w, const spill_file
     printf("  as FP16                       %12.0f bytes\n", (double)m.fp16_bytes);
     printf("  in RAM, all memory counted    %12.0f bytes; peak %.0f, budget %.0f\n", (double)m.total,
            (double)m.peak, (double)w->budget);
-    printf("    of these, index and tables  %12.0f bytes\n", (double)(m.index + m.tables));
+    printf("    index and tables in RAM     %12.0f bytes\n", (double)(m.index + m.tables));
     printf("  offloaded                     %12.0f bytes, %d of %d blocks; the file takes %.0f\n",
            (double)(m.offloaded.codes + m.offloaded.metadata), t.offloaded,
            t.blocks[0] + t.blocks[1] + t.blocks[2], spill_file_size(file));

@@ -1,6 +1,7 @@
 #!/usr/bin/env python3
-"""Reports registers, spills and resident warps of each kernel in tieredkv_cuda.cu, and the instructions of attention's
-unit (64 tokens of a KV head), from the machine code. It needs nvcc and g++, but no GPU, and only the standard library.
+"""Reports registers, spills and resident warps of each kernel in tieredkv_cuda.cu, and counts the instructions of
+attention's unit (64 tokens of a KV head). It reads the machine code. It needs nvcc and g++, but no GPU, and only the
+standard library.
 
     python3 tools/cuda_resources.py             all architectures; prints tables as in bench/GPU.md
     python3 tools/cuda_resources.py --quick     only sm_80 and sm_90
