@@ -28,19 +28,17 @@ static const tkv_level ladder[] = {{32, TKV_OFF, {TKV_A40, TKV_R40}, {TKV_A40, T
 
 static double loss_of(const float *logits, int vocab, int token) { /* nats */
     double top = (double)logits[0], sum = 0.0;
-    int i;
-    for (i = 1; i < vocab; i++)
+    for (int i = 1; i < vocab; i++)
         if ((double)logits[i] > top) top = (double)logits[i];
-    for (i = 0; i < vocab; i++) sum += exp((double)logits[i] - top);
+    for (int i = 0; i < vocab; i++) sum += exp((double)logits[i] - top);
     return top + log(sum) - (double)logits[token];
 }
 
 /* Reads the next piece, and returns the mean loss of its predictions. */
 static double read_piece(const llama_model *m, tkv_cache *kv, const int *tokens, float *logits) {
     double loss = 0.0;
-    int i;
     bench_must(llama_forward(m, kv, 0, tokens, PIECE, logits, PIECE), "llama_forward");
-    for (i = 0; i < PIECE; i++)
+    for (int i = 0; i < PIECE; i++)
         loss += loss_of(logits + (size_t)i * (size_t)m->vocab, m->vocab, tokens[i + 1]) / PIECE;
     return loss;
 }
@@ -60,49 +58,46 @@ int main(int argc, char **argv) {
     const int window = bench_number(argc, argv, "window", 1024),
               windows = bench_number(argc, argv, "windows", 14);
     const int from = bench_number(argc, argv, "from", 256), target = bench_number(argc, argv, "target", 970);
-    tkv_feedback_config want;
     tkv_feedback_info info;
-    tkv_feedback f;
-    tkv_config cfg, exact;
-    tkv_cache *kv, *ref;
+    int scores = 0;
+    if (argc < 3) bench_fail("adapt MODEL TEXT [options]; the top of bench/adapt.c lists the options");
     llama_model m;
+    char err[200];
+    if (!llama_load(argv[1], NULL, &m, err, sizeof err)) bench_fail("adapt: %s", err);
     size_t size;
-    char *text, err[200];
-    int *tokens, n, w, at, scores = 0;
-    float *logits;
-    if (argc < 3)
-        return fprintf(stderr, "adapt MODEL TEXT [options]; the top of bench/adapt.c lists the options\n"), 1;
-    if (!llama_load(argv[1], NULL, &m, err, sizeof err)) return fprintf(stderr, "adapt: %s\n", err), 1;
-    text = (char *)llama_read_file(argv[2], &size);
-    if (!text) return fprintf(stderr, "adapt: cannot read %s\n", argv[2]), 1;
+    char *text = (char *)llama_read_file(argv[2], &size);
+    if (!text) bench_fail("adapt: cannot read %s", argv[2]);
     size = size < (size_t)window * (size_t)windows * 8 ? size : (size_t)window * (size_t)windows * 8;
-    tokens = (int *)bench_alloc((size + 2) * sizeof *tokens);
-    n = llama_tokenize(&m, text, size, 0, tokens);
+    int *tokens = (int *)bench_alloc((size + 2) * sizeof *tokens);
+    int n = llama_tokenize(&m, text, size, 0, tokens);
     if (window % PIECE || n < window * windows + 1 || from >= window)
         return fprintf(stderr,
                        "adapt: the text has %d tokens; windows must be multiples of 64 and fit into it\n", n),
                1;
-    logits = (float *)bench_alloc((size_t)PIECE * (size_t)m.vocab * sizeof *logits);
+    float *logits = (float *)bench_alloc((size_t)PIECE * (size_t)m.vocab * sizeof *logits);
+    tkv_feedback_config want;
     memset(&want, 0, sizeof want);
     want.target = (float)target / 1000.0f;
+    tkv_feedback f;
     bench_must(tkv_init_feedback(&f, &want, NULL, 0), "tkv_init_feedback");
-    cfg = tkv_default_config();
+    tkv_config cfg = tkv_default_config();
     llama_kv_config(&m, &cfg);
-    exact = cfg;
+    tkv_config exact = cfg;
     exact.tiers.hot_tokens = TKV_UNLIMITED;
     cfg.budget.ladder = ladder;
     cfg.budget.n_levels = sizeof ladder / sizeof *ladder;
+    tkv_cache *kv;
     bench_must(tkv_create(&cfg, &kv), "tkv_create");
+    tkv_cache *ref;
     bench_must(tkv_create(&exact, &ref), "tkv_create");
     bench_must(tkv_set_level(kv, bench_number(argc, argv, "level", 3)), "--level");
     printf("%d windows of %d tokens, target %.3f\n", windows, window, target / 1000.0);
-    for (w = 0; w < windows; w++) {
+    for (int w = 0; w < windows; w++) {
         double lost = 0.0, truth = 0.0;
         tkv_advice a;
-        tkv_layer_info layer_info;
         tkv_seq_reset(kv, 0);
         tkv_seq_reset(ref, 0);
-        for (at = 0; at < window; at += PIECE) {
+        for (int at = 0; at < window; at += PIECE) {
             const int *piece = tokens + w * window + at;
             const double is = read_piece(&m, kv, piece, logits), best = read_piece(&m, ref, piece, logits);
             fprintf(stderr, "\rwindow %d, token %d   ", w, at);
@@ -117,6 +112,7 @@ int main(int argc, char **argv) {
             printf("  after %3d scores: mean %.4f of %d, now level %d, %d hot tokens: %s\n", scores,
                    (double)a.mean, a.samples, a.level, a.hot_tokens, a.reason);
         }
+        tkv_layer_info layer_info;
         bench_must(tkv_get_layer(kv, 0, 0, &layer_info), "tkv_get_layer");
         bench_must(tkv_get_feedback(&f, (window - from) / PIECE, &info), "tkv_get_feedback");
         bench_clear_line();

@@ -42,8 +42,7 @@ typedef struct spread {
 static spread spread_of(const double *x, int n) { /* in microseconds */
     double *sorted = (double *)bench_alloc((size_t)n * sizeof(double));
     spread s = {0.0, 0.0, 0.0, 0.0};
-    int i;
-    for (i = 0; i < n; i++) {
+    for (int i = 0; i < n; i++) {
         sorted[i] = x[i] * 1e6;
         s.mean += sorted[i] / n;
     }
@@ -56,8 +55,7 @@ static spread spread_of(const double *x, int n) { /* in microseconds */
 
 static double clock_cost(void) {
     double x[1001];
-    int i;
-    for (i = 0; i < 1001; i++) {
+    for (int i = 0; i < 1001; i++) {
         double t = bench_seconds(1);
         x[i] = bench_seconds(1) - t;
     }
@@ -75,17 +73,14 @@ static void measure_steps(const tkv_config *shape, const char *plan, int tokens,
     double *step = (double *)bench_alloc(LAST * sizeof(double)), sum = 0.0;
     float *out = (float *)bench_alloc((size_t)(shape->model.n_heads * shape->model.head_dim) * sizeof(float));
     tkv_config cfg = *shape;
-    bench_error error;
-    spread a, s;
-    int run, t;
     fprintf(stderr, "\r%-10s check   ", plan);
-    error = bench_check(shape, plan, 1, values, q);
-    if (!bench_plan(&cfg, plan)) exit(1);
-    for (run = 0; run < runs; run++) {
+    bench_error error = bench_check(shape, plan, 1, values, q);
+    if (!bench_plan(&cfg, plan)) bench_fail("unknown plan \"%s\", or not for this shape", plan);
+    for (int run = 0; run < runs; run++) {
         const double tick = clock_cost();
         tkv_cache *kv;
         bench_must(tkv_create(&cfg, &kv), "tkv_create");
-        for (t = 0; t < tokens; t++) {
+        for (int t = 0; t < tokens; t++) {
             const int at = t - (tokens - LAST);
             double t0 = bench_seconds(1), t1;
             bench_append_at(kv, &cfg, 0, t, 1, values);
@@ -101,12 +96,12 @@ static void measure_steps(const tkv_config *shape, const char *plan, int tokens,
         bench_must(tkv_check(kv, NULL, 0), "tkv_check");
         tkv_destroy(kv);
     }
-    a = spread_of(append, tokens);
-    for (t = 0; t < LAST; t++) {
+    spread a = spread_of(append, tokens);
+    for (int t = 0; t < LAST; t++) {
         step[t] += append[tokens - LAST + t];
         sum += append[tokens - LAST + t] * 1e6;
     }
-    s = spread_of(step, LAST);
+    spread s = spread_of(step, LAST);
     bench_clear_line();
     printf(csv ? "%s,%d,%.2f,%.2f,%.2f,%.1f,%.1f,%.1f,%.1f,%.1f,%.3f,%.2f,%.2e,%.2e\n"
                : "%-10s %6d %8.2f %7.2f %7.2f %8.1f %9.1f %8.1f %8.1f %8.1f %6.2f%% %10.2f %9.1e %8.1e\n",
@@ -122,15 +117,13 @@ static void measure_steps(const tkv_config *shape, const char *plan, int tokens,
 static void read_back(const tkv_config *shape, const char *format, tkv_isa isa, const float *values, float *k,
                       float *v, double *best, double *median) {
     tkv_config cfg = *shape;
-    double run[READS];
-    tkv_cache *kv;
-    int i, t;
     cfg.host.isa = isa;
-    if (!bench_plan(&cfg, format))
-        fprintf(stderr, "unknown format \"%s\", or not for this shape\n", format), exit(1);
+    if (!bench_plan(&cfg, format)) bench_fail("unknown format \"%s\", or not for this shape", format);
+    tkv_cache *kv;
     bench_must(tkv_create(&cfg, &kv), "tkv_create");
-    for (t = 0; t < READ_START + READ + 192; t++) bench_append_at(kv, &cfg, 0, t, 1, values);
-    for (i = 0; i < READS; i++) {
+    for (int t = 0; t < READ_START + READ + 192; t++) bench_append_at(kv, &cfg, 0, t, 1, values);
+    double run[READS];
+    for (int i = 0; i < READS; i++) {
         double s = bench_seconds(1);
         bench_must(tkv_read(kv, 0, 0, READ_START, READ, k, v), "tkv_read");
         run[i] = bench_seconds(1) - s;
@@ -143,23 +136,22 @@ static void read_back(const tkv_config *shape, const char *format, tkv_isa isa, 
 static void measure_read(const tkv_config *shape, const char *format, int csv, const float *values) {
     const size_t n = (size_t)READ * (size_t)shape->model.n_kv_heads * (size_t)shape->model.head_dim;
     float *x[6];
-    double best, median, ignored;
     tkv_config exact = *shape;
-    int i;
-    for (i = 0; i < 6; i++) x[i] = (float *)bench_alloc(n * sizeof(float));
+    for (int i = 0; i < 6; i++) x[i] = (float *)bench_alloc(n * sizeof(float));
     fprintf(stderr, "\r%-20s   ", format);
+    double best;
+    double median;
     read_back(shape, format, shape->host.isa, values, x[0], x[1], &best, &median);
+    double ignored;
     read_back(shape, format, TKV_ISA_SCALAR, values, x[2], x[3], &ignored, &ignored);
     read_back(&exact, "f32", shape->host.isa, values, x[4], x[5], &ignored, &ignored);
     bench_clear_line();
-    if (memcmp(x[0], x[2], n * sizeof(float)) != 0 || memcmp(x[1], x[3], n * sizeof(float)) != 0) {
-        fprintf(stderr, "%s: tkv_read differs from scalar code\n", format);
-        exit(1);
-    }
+    if (memcmp(x[0], x[2], n * sizeof(float)) != 0 || memcmp(x[1], x[3], n * sizeof(float)) != 0)
+        bench_fail("%s: tkv_read differs from scalar code", format);
     printf(csv ? "%s,%.3f,%.3f,%.2e,%.2e\n" : "%-22s %9.3f %9.3f %9.1e %9.1e\n", format, best * 1e3,
            median * 1e3, bench_distance(x[0], x[4], n), bench_distance(x[1], x[5], n));
     fflush(stdout);
-    for (i = 0; i < 6; i++) free(x[i]);
+    for (int i = 0; i < 6; i++) free(x[i]);
 }
 
 int main(int argc, char **argv) {
@@ -167,20 +159,19 @@ int main(int argc, char **argv) {
     const char *only = bench_option(argc, argv, "only"), *isa;
     int tokens = bench_number(argc, argv, "tokens", 8192), runs = bench_number(argc, argv, "runs", 3);
     int csv = bench_option(argc, argv, "csv") != NULL;
-    char word[32];
     uint64_t seed = 1;
-    float *values, *q;
     tkv_config cfg;
     isa = bench_config(&cfg, argc, argv);
     bench_must(tkv_validate_config(&cfg, NULL, 0), "shape");
-    if (tokens < 1536 || runs < 1) fprintf(stderr, "at least 1536 tokens, 1 run\n"), exit(1);
+    if (tokens < 1536 || runs < 1) bench_fail("--tokens: from 1536; --runs: from 1");
     if (!formats) formats = "f16,tiers,extreme,kivi,kivi4";
     if (!reads)
         reads = "f32,f16,bf16,q8,kivi4,kivi3,kivi2,a40/r40,a30/r30,a30/r20,a25/r20,a20/r15,a15/"
                 "r10,int8,int4,fp8-e4m3,"
                 "fp8-e5m2,fp4,squat4/kivi4,squat2/kivi2,subspace4,subspace2,kvquant4,kvquant3,kvquant2";
-    values = bench_values(&cfg, &seed);
-    q = bench_queries(&cfg, 1, &seed);
+    float *values = bench_values(&cfg, &seed);
+    float *q = bench_queries(&cfg, 1, &seed);
+    char word[32];
     if (!only || strcmp(only, "steps") == 0) {
         if (csv)
             printf("format,tokens,append_mean_us,append_median_us,append_p99_us,append_max_us,step_mean_us,"

@@ -101,15 +101,12 @@ static void region_begin(region *r, size_t n) {
     r->n = n;
     r->used = 0;
     r->p = (unsigned char *)mmap(NULL, n, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-    if (r->p == (unsigned char *)MAP_FAILED || madvise(r->p, n, MADV_HUGEPAGE) != 0) {
-        fprintf(stderr, "the system gives no huge pages\n");
-        exit(1);
-    }
+    if (r->p == (unsigned char *)MAP_FAILED || madvise(r->p, n, MADV_HUGEPAGE) != 0)
+        bench_fail("the system gives no huge pages");
 #else
     (void)r;
     (void)n;
-    fprintf(stderr, "--huge needs Linux\n");
-    exit(1);
+    bench_fail("--huge needs Linux");
 #endif
 }
 
@@ -123,9 +120,8 @@ static void region_end(region *r) {
 
 /* Sets the plan and as many layers as exceed o->bytes together. Returns the bytes of one layer. */
 static size_t set_plan(tkv_config *cfg, const options *o, const char *plan, int ctx) {
+    if (!bench_plan(cfg, plan)) bench_fail("unknown plan \"%s\", or not for this shape", plan);
     tkv_memory_info info;
-    if (!bench_plan(cfg, plan))
-        fprintf(stderr, "unknown plan \"%s\", or not for this shape\n", plan), exit(1);
     bench_must(tkv_estimate_memory(cfg, ctx, 1, &info), "tkv_estimate_memory");
     cfg->model.n_layers = (int)(o->bytes / info.total) + 1;
     return info.total;
@@ -135,46 +131,45 @@ static void measure(const options *o, const group *g, const tkv_config *shape, c
                     const float *values, const float *q, bench_memory *memory, bench_pool *pool) {
     const double per = (double)ctx * (double)g->kv_heads;
     float *out = (float *)bench_alloc((size_t)(g->queries * g->heads * g->dim) * sizeof(float));
-    double run[MAX_RUNS], bandwidth, bytes = 0.0, ns, spent = 0.0;
-    bench_error error;
-    tkv_memory_info info;
+    double bytes = 0.0, spent = 0.0;
     tkv_config cfg = *shape;
-    tkv_cache *kv;
-    region huge;
-    size_t size;
-    int layer, runs = 0, i;
+    int runs = 0;
     fprintf(stderr, "\r%-10s %7d: check   ", plan, ctx);
-    error = bench_check(&cfg, plan, g->queries, values, q);
-    size = set_plan(&cfg, o, plan, ctx);
+    bench_error error = bench_check(&cfg, plan, g->queries, values, q);
+    size_t size = set_plan(&cfg, o, plan, ctx);
     if (g->threads > 1) {
         cfg.host.parallel_for = bench_parallel;
         cfg.host.parallel_user = pool;
     }
+    region huge;
     if (o->huge) {
         region_begin(&huge, (size_t)cfg.model.n_layers * (size + size / 4) + ((size_t)64 << 20));
         cfg.host.allocator.user = &huge;
         cfg.host.allocator.alloc = region_alloc;
         cfg.host.allocator.release = region_release;
     }
+    tkv_cache *kv;
     bench_must(tkv_create(&cfg, &kv), "tkv_create");
-    for (layer = 0; layer < cfg.model.n_layers; layer++) {
+    for (int layer = 0; layer < cfg.model.n_layers; layer++) {
         fprintf(stderr, "\r%-10s %7d: fill %d/%d   ", plan, ctx, layer + 1, cfg.model.n_layers);
         bench_append(kv, &cfg, layer, ctx, values);
     }
+    tkv_memory_info info;
     bench_must(tkv_get_memory(kv, &info), "tkv_get_memory");
-    for (i = 0; i < TKV_TIER_COUNT; i++) bytes += (double)(info.tier[i].codes + info.tier[i].metadata);
+    for (int i = 0; i < TKV_TIER_COUNT; i++) bytes += (double)(info.tier[i].codes + info.tier[i].metadata);
     bytes /= per * (double)cfg.model.n_layers;
     fprintf(stderr, "\r%-10s %7d: measure        ", plan, ctx);
-    bandwidth = bench_bandwidth(memory, pool) * 1e-9;
+    double bandwidth = bench_bandwidth(memory, pool) * 1e-9;
+    double run[MAX_RUNS];
     while (runs < MAX_RUNS && (runs < 3 || (spent < 0.5 && runs < 101))) {
         double t = bench_seconds(g->threads == 1);
-        for (layer = 0; layer < cfg.model.n_layers; layer++)
+        for (int layer = 0; layer < cfg.model.n_layers; layer++)
             bench_must(tkv_attend(kv, 0, layer, q, g->queries, out), "tkv_attend");
         t = bench_seconds(g->threads == 1) - t;
         spent += t;
         run[runs++] = t / (per * (double)cfg.model.n_layers) * 1e9;
     }
-    ns = bench_median(run, runs);
+    double ns = bench_median(run, runs);
     bench_clear_line();
     if (o->csv)
         printf("%d,%d,%d,%d,%d,%s,%d,%s,", g->heads, g->kv_heads, g->dim, g->queries, g->threads,
@@ -197,11 +192,10 @@ enum { STEPS = 8 };
 static void decode(tkv_cache *kv, const tkv_config *cfg, const float *values, const float *q, float *out,
                    double *least) {
     const size_t row = (size_t)(cfg->model.n_kv_heads * cfg->model.head_dim);
-    int i, layer;
     bench_must(tkv_seq_begin(kv, 0), "tkv_seq_begin");
-    for (i = 0; i < STEPS; i++) {
+    for (int i = 0; i < STEPS; i++) {
         double t = bench_seconds(1);
-        for (layer = 0; layer < cfg->model.n_layers; layer++) {
+        for (int layer = 0; layer < cfg->model.n_layers; layer++) {
             bench_must(tkv_append(kv, 0, layer, values + (size_t)i * row, values + (size_t)(i + 9) * row, 1),
                        "tkv_append");
             bench_must(tkv_attend(kv, 0, layer, q, 1, out), "tkv_attend");
@@ -214,11 +208,10 @@ static void decode(tkv_cache *kv, const tkv_config *cfg, const float *values, co
 
 /* Returns a cache that collects statistics: a new one without tables, or one with tables after a refresh. */
 static tkv_cache *collecting_cache(tkv_cache *kv, const tkv_config *cfg, int ctx, const float *values) {
-    int layer;
     if (!kv || bench_calibrated_layers(kv) == 0) {
         tkv_destroy(kv);
         bench_must(tkv_create(cfg, &kv), "tkv_create");
-        for (layer = 0; layer < cfg->model.n_layers; layer++) bench_append(kv, cfg, layer, ctx, values);
+        for (int layer = 0; layer < cfg->model.n_layers; layer++) bench_append(kv, cfg, layer, ctx, values);
     }
     if (bench_calibrated_layers(kv) == 0) return kv;
     bench_must(tkv_freeze_calibration(kv), "tkv_freeze_calibration"); /* resets the count of seen tokens */
@@ -232,15 +225,15 @@ static void measure_collecting(const options *o, const tkv_config *shape, const 
     double least[STEPS] = {0, 0, 0, 0, 0, 0, 0, 0}, quiet = 0.0, collecting = 0.0, start = bench_seconds(0);
     tkv_config cfg = *shape;
     tkv_cache *kv = NULL;
-    int runs, i;
     set_plan(&cfg, o, plan, ctx);
     if (cfg.model.n_layers > 8) cfg.model.n_layers = 8;
+    int runs;
     for (runs = 0; runs < MAX_RUNS && (runs < 3 || bench_seconds(0) - start < 10.0); runs++) {
         fprintf(stderr, "\r%-10s %7d: run %d   ", plan, ctx, runs + 1);
         kv = collecting_cache(kv, &cfg, ctx, values);
         decode(kv, &cfg, values, q, out, least);
     }
-    for (i = 0; i < STEPS;
+    for (int i = 0; i < STEPS;
          i++) { /* token ctx + i; statistics come from positions 7, 15, 23, ... (learn/statistics.h) */
         if ((ctx + i) % 8 == 7) collecting = least[i] / cfg.model.n_layers * 1e6;
         else quiet += least[i] / cfg.model.n_layers / (STEPS - 1) * 1e6;
@@ -254,23 +247,21 @@ static void measure_collecting(const options *o, const tkv_config *shape, const 
 }
 
 static void measure_group(const options *o, const group *g, bench_memory *memory) {
-    const char *ctxs = g->ctxs, *formats, *isa;
-    char ctx[32], plan[32];
+    const char *ctxs = g->ctxs;
     uint64_t seed = 1;
-    bench_pool pool;
     tkv_config cfg = tkv_default_config();
-    float *values, *q;
     cfg.model.n_layers = 1;
     cfg.model.n_heads = g->heads;
     cfg.model.n_kv_heads = g->kv_heads;
     cfg.model.head_dim = g->dim;
     cfg.host.precise = g->precise;
-    isa = bench_isa(&cfg, g->isa);
+    const char *isa = bench_isa(&cfg, g->isa);
     bench_must(tkv_validate_config(&cfg, NULL, 0), "shape");
     if (g->queries < 1 || g->threads < 1 || g->threads > BENCH_THREADS)
-        fprintf(stderr, "--queries: from 1; --threads: 1 to %d\n", BENCH_THREADS), exit(1);
-    values = bench_values(&cfg, &seed);
-    q = bench_queries(&cfg, g->queries, &seed);
+        bench_fail("--queries: from 1; --threads: 1 to %d", BENCH_THREADS);
+    float *values = bench_values(&cfg, &seed);
+    float *q = bench_queries(&cfg, g->queries, &seed);
+    bench_pool pool;
     bench_pool_begin(&pool, g->threads);
     if (!o->csv) {
         printf("%s: head_dim %d, %d query and %d KV heads, %d quer%s, %d thread%s, %s kernels%s%s\n",
@@ -284,9 +275,11 @@ static void measure_group(const options *o, const group *g, bench_memory *memory
             printf("%-10s %7s %8s %8s %8s %8s %7s %7s %9s %9s %5s %6s\n", "format", "ctx", "bytes", "ns",
                    "best ns", "GB/s", "read", "share", "error", "own", "runs", "layers");
     }
+    char ctx[32];
+    char plan[32];
     while (bench_word(&ctxs, ctx, sizeof ctx))
-        for (formats = g->formats; bench_word(&formats, plan, sizeof plan);) {
-            if (atoi(ctx) <= g->queries) fprintf(stderr, "too few tokens: \"%s\"\n", ctx), exit(1);
+        for (const char *formats = g->formats; bench_word(&formats, plan, sizeof plan);) {
+            if (atoi(ctx) <= g->queries) bench_fail("too few tokens: \"%s\"", ctx);
             if (o->collect_stats) measure_collecting(o, &cfg, plan, atoi(ctx), values, q);
             else measure(o, g, &cfg, plan, atoi(ctx), values, q, memory, &pool);
         }
@@ -301,17 +294,15 @@ int main(int argc, char **argv) {
                                       "queries", "threads", "isa",   "precise",  "listen"};
     const char *formats = bench_option(argc, argv, "formats"), *ctxs = bench_option(argc, argv, "ctx");
     int single = 0;
-    bench_memory memory;
-    tkv_config cfg;
-    group g;
     options o;
-    size_t i;
     o.csv = bench_option(argc, argv, "csv") != NULL;
     o.huge = bench_option(argc, argv, "huge") != NULL;
     o.collect_stats = bench_option(argc, argv, "listen") != NULL;
     o.bytes = (size_t)bench_number(argc, argv, "mib", 96) << 20;
-    for (i = 0; i < sizeof one / sizeof *one; i++) single |= bench_option(argc, argv, one[i]) != NULL;
+    for (size_t i = 0; i < sizeof one / sizeof *one; i++) single |= bench_option(argc, argv, one[i]) != NULL;
+    tkv_config cfg;
     bench_config(&cfg, argc, argv);
+    group g;
     g.heads = cfg.model.n_heads;
     g.kv_heads = cfg.model.n_kv_heads;
     g.dim = cfg.model.head_dim;
@@ -322,6 +313,7 @@ int main(int argc, char **argv) {
     g.formats = formats ? formats : o.collect_stats ? "tiers,a20/r15" : groups[0].formats;
     g.ctxs = ctxs ? ctxs : o.collect_stats ? "500,4096,32768" : groups[0].ctxs;
     fprintf(stderr, "memory ...");
+    bench_memory memory;
     bench_memory_begin(&memory, o.collect_stats ? 64 : (size_t)512 << 20);
     bench_clear_line();
     if (o.csv)
@@ -331,7 +323,7 @@ int main(int argc, char **argv) {
                      "read_gb_s,share_percent,error,own_error,runs,layers\n");
     if (single) measure_group(&o, &g, &memory);
     else
-        for (i = 0; i < sizeof groups / sizeof *groups; i++)
+        for (size_t i = 0; i < sizeof groups / sizeof *groups; i++)
             if (strcmp(groups[i].isa, "avx2") != 0 || bench_isa_available(TKV_ISA_AVX2))
                 measure_group(&o, &groups[i], &memory);
     free(memory.p);

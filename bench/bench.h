@@ -7,15 +7,30 @@
 
 #include <math.h>
 #include <pthread.h>
+#include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <time.h>
 
-static inline void bench_must(tkv_status s, const char *what) {
-    if (s == TKV_OK) return;
-    fprintf(stderr, "%s: %s\n", what, tkv_get_status_text(s));
+#if defined(__GNUC__) || defined(__clang__)
+#define BENCH_PRINTF(fmt, args) __attribute__((format(printf, fmt, args)))
+#else
+#define BENCH_PRINTF(fmt, args)
+#endif
+
+BENCH_PRINTF(1, 2)
+static inline void bench_fail(const char *fmt, ...) { /* prints a message and ends the program */
+    va_list ap;
+    va_start(ap, fmt);
+    vfprintf(stderr, fmt, ap);
+    va_end(ap);
+    fprintf(stderr, "\n");
     exit(1);
+}
+
+static inline void bench_must(tkv_status s, const char *what) {
+    if (s != TKV_OK) bench_fail("%s: %s", what, tkv_get_status_text(s));
 }
 
 static inline void bench_clear_line(void) { fprintf(stderr, "\r%60s\r", ""); } /* erases the progress line */
@@ -55,16 +70,12 @@ static inline float bench_gauss(uint64_t *state) {
 }
 
 static inline void bench_fill(uint64_t *state, float *x, size_t n) {
-    size_t i;
-    for (i = 0; i < n; i++) x[i] = bench_gauss(state);
+    for (size_t i = 0; i < n; i++) x[i] = bench_gauss(state);
 }
 
 static inline void *bench_alloc(size_t n) {
     void *p = malloc(n ? n : 1);
-    if (!p) {
-        fprintf(stderr, "out of memory: %lu bytes\n", (unsigned long)n);
-        exit(1);
-    }
+    if (!p) bench_fail("out of memory: %lu bytes", (unsigned long)n);
     return p;
 }
 
@@ -120,26 +131,21 @@ static inline void bench_parallel(void *user, int n, tkv_task task, void *ctx) {
 }
 
 static inline void bench_pool_begin(bench_pool *p, int threads) {
-    int i;
     memset(p, 0, sizeof *p);
     p->threads = threads;
     pthread_mutex_init(&p->lock, NULL);
     pthread_cond_init(&p->begun, NULL);
     pthread_cond_init(&p->finished, NULL);
-    for (i = 1; i < threads; i++)
-        if (pthread_create(&p->id[i], NULL, bench_worker, p) != 0) {
-            fprintf(stderr, "cannot start a thread\n");
-            exit(1);
-        }
+    for (int i = 1; i < threads; i++)
+        if (pthread_create(&p->id[i], NULL, bench_worker, p) != 0) bench_fail("cannot start a thread");
 }
 
 static inline void bench_pool_end(bench_pool *p) {
-    int i;
     pthread_mutex_lock(&p->lock);
     p->quit = 1;
     pthread_cond_broadcast(&p->begun);
     pthread_mutex_unlock(&p->lock);
-    for (i = 1; i < p->threads; i++) pthread_join(p->id[i], NULL);
+    for (int i = 1; i < p->threads; i++) pthread_join(p->id[i], NULL);
     pthread_cond_destroy(&p->begun);
     pthread_cond_destroy(&p->finished);
     pthread_mutex_destroy(&p->lock);
@@ -150,14 +156,13 @@ static inline void bench_pool_end(bench_pool *p) {
 #include <immintrin.h>
 __attribute__((target("avx2"))) static inline uint64_t bench_read_avx2(const unsigned char *p, size_t n) {
     __m256i a = _mm256_setzero_si256(), b = a, c = a, d = a;
-    uint64_t x[4];
-    size_t i;
-    for (i = 0; i + 128 <= n; i += 128) {
+    for (size_t i = 0; i + 128 <= n; i += 128) {
         a = _mm256_xor_si256(a, _mm256_loadu_si256((const __m256i *)(const void *)(p + i)));
         b = _mm256_xor_si256(b, _mm256_loadu_si256((const __m256i *)(const void *)(p + i + 32)));
         c = _mm256_xor_si256(c, _mm256_loadu_si256((const __m256i *)(const void *)(p + i + 64)));
         d = _mm256_xor_si256(d, _mm256_loadu_si256((const __m256i *)(const void *)(p + i + 96)));
     }
+    uint64_t x[4];
     _mm256_storeu_si256((__m256i *)(void *)x,
                         _mm256_xor_si256(_mm256_xor_si256(a, b), _mm256_xor_si256(c, d)));
     return x[0] ^ x[1] ^ x[2] ^ x[3];
@@ -171,15 +176,14 @@ static inline int bench_isa_available(tkv_isa isa) {
 
 static inline uint64_t bench_read(const unsigned char *p, size_t n) {
     uint64_t x[8] = {0, 0, 0, 0, 0, 0, 0, 0}, y[8];
-    size_t i, j;
 #if (defined(__x86_64__) || defined(__i386__)) && (defined(__GNUC__) || defined(__clang__))
     if (bench_isa_available(TKV_ISA_AVX2)) return bench_read_avx2(p, n);
 #endif
-    for (i = 0; i + 64 <= n; i += 64) {
+    for (size_t i = 0; i + 64 <= n; i += 64) {
         memcpy(y, p + i, 64);
-        for (j = 0; j < 8; j++) x[j] ^= y[j];
+        for (size_t j = 0; j < 8; j++) x[j] ^= y[j];
     }
-    for (i = 1; i < 8; i++) x[0] ^= x[i];
+    for (size_t i = 1; i < 8; i++) x[0] ^= x[i];
     return x[0];
 }
 
@@ -191,11 +195,10 @@ typedef struct bench_memory {
 } bench_memory;
 
 static inline void bench_memory_begin(bench_memory *m, size_t n) {
-    size_t i;
     memset(m, 0, sizeof *m);
     m->p = (unsigned char *)bench_alloc(n);
     m->n = n;
-    for (i = 0; i < n; i += 8) { /* makes the system map real pages instead of the zero page */
+    for (size_t i = 0; i < n; i += 8) { /* makes the system map real pages instead of the zero page */
         uint64_t x = i * 0x9e3779b97f4a7c15u;
         memcpy(m->p + i, &x, 8);
     }
@@ -210,9 +213,8 @@ static inline void bench_read_part(void *ctx, int i) {
 /* Measures bytes per second, the best of five runs: by CPU time of one thread, or by wall time of several. */
 static inline double bench_bandwidth(bench_memory *m, bench_pool *pool) {
     double best = 0.0;
-    int i;
     m->parts = pool->threads;
-    for (i = 0; i < 5; i++) {
+    for (int i = 0; i < 5; i++) {
         double t = bench_seconds(m->parts == 1);
         if (m->parts == 1) bench_read_part(m, 0);
         else bench_parallel(pool, m->parts, bench_read_part, m);
@@ -224,8 +226,7 @@ static inline double bench_bandwidth(bench_memory *m, bench_pool *pool) {
 
 /* >>options: --name value, or --name alone. Returns the value ("" if alone); NULL: the option is not given. */
 static inline const char *bench_option(int argc, char **argv, const char *name) {
-    int i;
-    for (i = 1; i < argc; i++)
+    for (int i = 1; i < argc; i++)
         if (strncmp(argv[i], "--", 2) == 0 && strcmp(argv[i] + 2, name) == 0)
             return i + 1 < argc && strncmp(argv[i + 1], "--", 2) != 0 ? argv[i + 1] : "";
     return NULL;
@@ -269,10 +270,8 @@ static inline int bench_calibrated_layers(const tkv_cache *kv) {
 static inline const char *bench_isa(tkv_config *cfg, const char *name) {
     int i = 0;
     while (i < TKV_ISA_COUNT && strcmp(name, tkv_get_name(TKV_NAME_ISA, (tkv_isa)i)) != 0) i++;
-    if (i == TKV_ISA_COUNT || !bench_isa_available((tkv_isa)i)) {
-        fprintf(stderr, "no %s kernels on this machine\n", name);
-        exit(1);
-    }
+    if (i == TKV_ISA_COUNT || !bench_isa_available((tkv_isa)i))
+        bench_fail("no %s kernels on this machine", name);
     cfg->host.isa = (tkv_isa)i;
     for (i = TKV_ISA_SCALAR; cfg->host.isa == TKV_ISA_AUTO && i < TKV_ISA_COUNT; i++)
         if (bench_isa_available((tkv_isa)i)) name = tkv_get_name(TKV_NAME_ISA, (tkv_isa)i);
@@ -343,8 +342,8 @@ static inline void bench_append_at(tkv_cache *kv, const tkv_config *cfg, int lay
 /* Appends n tokens to an empty layer, the last one alone, as in decoding. That last append demotes the blocks of the
  * chunk before it. */
 static inline void bench_append(tkv_cache *kv, const tkv_config *cfg, int layer, int n, const float *values) {
-    int t, k;
-    for (t = 0; t < n; t += k) {
+    int k;
+    for (int t = 0; t < n; t += k) {
         k = n - t - 1 < BENCH_CHUNK ? n - t - 1 : BENCH_CHUNK;
         if (k == 0) k = 1;
         bench_append_at(kv, cfg, layer, t, k, values);
@@ -354,8 +353,7 @@ static inline void bench_append(tkv_cache *kv, const tkv_config *cfg, int layer,
 static inline double bench_distance(const float *a, const float *b,
                                     size_t n) { /* relative L2 distance of a from b */
     double d = 0.0, s = 0.0;
-    size_t i;
-    for (i = 0; i < n; i++) {
+    for (size_t i = 0; i < n; i++) {
         d += ((double)a[i] - (double)b[i]) * ((double)a[i] - (double)b[i]);
         s += (double)b[i] * (double)b[i];
     }
@@ -375,17 +373,16 @@ static inline bench_error bench_check(const tkv_config *shape, const char *plan,
     size_t n = (size_t)queries * (size_t)(group * shape->model.head_dim);
     float *out[3];
     bench_error e = {0.0, 0.0};
-    int i;
-    for (i = 0; i < 3; i++) out[i] = (float *)bench_alloc(n * sizeof(float));
-    for (i = 0; i < 2; i++) {
+    for (int i = 0; i < 3; i++) out[i] = (float *)bench_alloc(n * sizeof(float));
+    for (int i = 0; i < 2; i++) {
         tkv_config cfg = *shape;
-        tkv_attend_params p;
-        tkv_cache *kv;
         cfg.model.n_layers = cfg.model.n_kv_heads = 1;
         cfg.model.n_heads = group;
-        if (!bench_plan(&cfg, i == 0 ? plan : "f32")) fprintf(stderr, "unknown plan \"%s\"\n", plan), exit(1);
+        if (!bench_plan(&cfg, i == 0 ? plan : "f32")) bench_fail("unknown plan \"%s\"", plan);
+        tkv_cache *kv;
         bench_must(tkv_create(&cfg, &kv), "tkv_create");
         bench_append(kv, &cfg, 0, 1000, values);
+        tkv_attend_params p;
         memset(&p, 0, sizeof p);
         p.n = queries;
         p.q = q;
@@ -397,12 +394,10 @@ static inline bench_error bench_check(const tkv_config *shape, const char *plan,
         if (i == 0) e.arithmetic = bench_distance(out[1], out[0], n);
     }
     e.format = bench_distance(out[0], out[2], n);
-    for (i = 0; i < 3; i++) free(out[i]);
+    for (int i = 0; i < 3; i++) free(out[i]);
     if (!(e.arithmetic <= 1e-6 || e.arithmetic <= 0.1 * e.format)) {
         bench_clear_line();
-        fprintf(stderr, "%s: wrong results, %.1e from the reference, format %.1e\n", plan, e.arithmetic,
-                e.format);
-        exit(1);
+        bench_fail("%s: wrong results, %.1e from the reference, format %.1e", plan, e.arithmetic, e.format);
     }
     return e;
 }

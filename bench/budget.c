@@ -51,27 +51,26 @@ static void measure(const tkv_config *shape, int percent, int tokens, int runs, 
         4 * (size_t)shape->model.n_layers * (size_t)shape->model.n_kv_heads * (size_t)shape->model.head_dim;
     double *append = (double *)bench_alloc((size_t)tokens * sizeof *append), *step, mean = 0.0, whole = 0.0;
     float *out = (float *)bench_alloc((size_t)(shape->model.n_heads * shape->model.head_dim) * sizeof(float));
-    tkv_budget_info b;
     tkv_config cfg = *shape;
-    level_changes l;
-    int run, t, layer;
     step = (double *)bench_alloc((size_t)tokens * sizeof *step);
     cfg.budget.bytes = token * (size_t)tokens / 100 * (size_t)percent;
     if (!percent) cfg.tiers.hot_tokens = TKV_UNLIMITED;
     cfg.host.on_event = on_event;
+    level_changes l;
     cfg.host.event_user = &l;
-    for (run = 0; run < runs; run++) {
-        tkv_cache *kv;
+    tkv_budget_info b;
+    for (int run = 0; run < runs; run++) {
         memset(&l, 0, sizeof l);
+        tkv_cache *kv;
         bench_must(tkv_create(&cfg, &kv), "tkv_create");
-        for (t = 0; t < tokens; t++) {
+        for (int t = 0; t < tokens; t++) {
             const float *k =
                 values + (size_t)(t % 512) * (size_t)(shape->model.n_kv_heads * shape->model.head_dim);
             double t0 = bench_seconds(1), t1, t2;
-            for (layer = 0; layer < cfg.model.n_layers; layer++)
+            for (int layer = 0; layer < cfg.model.n_layers; layer++)
                 bench_must(tkv_append(kv, 0, layer, k, k + shape->model.head_dim, 1), tkv_get_last_error(kv));
             t1 = bench_seconds(1);
-            for (layer = 0; layer < cfg.model.n_layers; layer++)
+            for (int layer = 0; layer < cfg.model.n_layers; layer++)
                 bench_must(tkv_attend(kv, 0, layer, q, 1, out), "tkv_attend");
             t2 = bench_seconds(1);
             keep_least(&append[t], t1 - t0, run);
@@ -83,7 +82,7 @@ static void measure(const tkv_config *shape, int percent, int tokens, int runs, 
         bench_must(tkv_get_budget(kv, &b), "tkv_get_budget");
         tkv_destroy(kv);
     }
-    for (t = 0; t < tokens; t++) {
+    for (int t = 0; t < tokens; t++) {
         mean += append[t] / tokens;
         whole += step[t] / tokens;
     }
@@ -106,9 +105,7 @@ int main(int argc, char **argv) {
     const char *budgets = bench_option(argc, argv, "budgets"), *isa;
     const int tokens = bench_number(argc, argv, "tokens", 8192), runs = bench_number(argc, argv, "runs", 3);
     const int csv = bench_option(argc, argv, "csv") != NULL;
-    char word[32];
     uint64_t seed = 1;
-    float *values, *q;
     tkv_config cfg;
     isa = bench_config(&cfg, argc, argv);
     cfg.model.n_layers = bench_number(argc, argv, "layers", 30);
@@ -116,10 +113,10 @@ int main(int argc, char **argv) {
     if (!bench_option(argc, argv, "kv-heads")) cfg.model.n_kv_heads = 3;
     if (!bench_option(argc, argv, "dim")) cfg.model.head_dim = 64;
     bench_must(tkv_validate_config(&cfg, NULL, 0), "shape");
-    if (tokens < 1024 || runs < 1) fprintf(stderr, "--tokens: from 1024; --runs: from 1\n"), exit(1);
+    if (tokens < 1024 || runs < 1) bench_fail("--tokens: from 1024; --runs: from 1");
     if (!budgets) budgets = "0,1000,50,25,18";
-    values = bench_values(&cfg, &seed);
-    q = bench_queries(&cfg, 1, &seed);
+    float *values = bench_values(&cfg, &seed);
+    float *q = bench_queries(&cfg, 1, &seed);
     if (csv)
         printf("percent,bytes,peak,level,turns,demoted,append_us,median_us,p99_us,max_us,worst,step_us,step_"
                "worst\n");
@@ -129,6 +126,7 @@ int main(int argc, char **argv) {
                tokens, cfg.model.n_layers, cfg.model.n_heads, cfg.model.n_kv_heads, cfg.model.head_dim, isa,
                "budget", "bytes", "peak", "level", "turns", "recoded", "append us", "median", "p99", "max",
                "worst", "step us", "worst");
+    char word[32];
     while (bench_word(&budgets, word, sizeof word)) measure(&cfg, atoi(word), tokens, runs, csv, values, q);
     free(values);
     free(q);

@@ -18,17 +18,16 @@ static unsigned char *calibrate(const llama_model *m, const int *tokens, int n, 
                                 void (*progress)(int done), size_t *bytes, tkv_status *status) {
     tkv_config cfg = tkv_default_config();
     unsigned char *table = NULL;
-    llama_cache cache;
-    tkv_status st;
-    int at, step;
     llama_kv_config(m, &cfg);
     cfg.limits.max_seqs = (n + context - 1) / context;
     cfg.limits.max_append = context;
+    llama_cache cache;
     cache.kv = NULL;
-    st = tkv_create(&cfg, &cache.kv);
+    tkv_status st = tkv_create(&cfg, &cache.kv);
     for (cache.seq = 0; st == TKV_OK && cache.seq < cfg.limits.max_seqs; cache.seq++)
         st = tkv_seq_begin(cache.kv, cache.seq);
-    for (at = 0; st == TKV_OK && at < n; at += step) {
+    int step;
+    for (int at = 0; st == TKV_OK && at < n; at += step) {
         const int pos = at % context, left = n - at < context - pos ? n - at : context - pos;
         step = left < TKV_BLOCK_TOKENS ? left : TKV_BLOCK_TOKENS;
         cache.seq = at / context;
@@ -54,8 +53,7 @@ static unsigned char *calibrate(const llama_model *m, const int *tokens, int n, 
 static int calibrate_changes(const tkv_config *cfg) {
     const tkv_format_pair *warm = &cfg->tiers.warm, *archive = &cfg->tiers.archive;
     const tkv_format f[4] = {warm->k, warm->v, archive->k, archive->v};
-    int i;
-    for (i = cfg->tiers.warm_tokens == TKV_OFF ? 2 : 0; i < 4; i++)
+    for (int i = cfg->tiers.warm_tokens == TKV_OFF ? 2 : 0; i < 4; i++)
         if (f[i] == TKV_FORMAT_DEFAULT || (f[i] >= TKV_A40 && f[i] <= TKV_R10) ||
             (f[i] >= TKV_KVQUANT4 && f[i] <= TKV_KVQUANT2))
             return 1;

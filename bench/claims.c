@@ -48,23 +48,25 @@ static void set_plan(tkv_config *cfg, const char *plan) { /* a preset, or hot,wa
     const char *wrong = NULL;
     if (!strchr(plan, ',')) bench_must(tkv_apply_preset(cfg, plan), plan);
     else wrong = plan_three(cfg, plan);
-    if (wrong) fprintf(stderr, "%s: %s\n", plan, wrong), exit(1);
+    if (wrong) bench_fail("%s: %s", plan, wrong);
 }
 
 static void print_bytes(void) {
-    size_t s, p;
     printf("tkv_estimate_memory in GB (1e9 bytes), and times below FP16, all memory counted\n");
     printf("%-34s %6s %5s %9s", "shape", "tokens", "seqs", "FP16");
-    for (p = 0; p < sizeof plans / sizeof *plans; p++) printf(" %17s", plans[p]);
+    for (size_t p = 0; p < sizeof plans / sizeof *plans; p++) printf(" %17s", plans[p]);
     printf("\n");
-    for (s = 0; s < sizeof shapes / sizeof *shapes; s++) {
+    for (size_t s = 0; s < sizeof shapes / sizeof *shapes; s++) {
         const shape *m = &shapes[s];
-        for (p = 0; p < sizeof plans / sizeof *plans; p++) {
-            tkv_memory_info info;
+        for (size_t p = 0; p < sizeof plans / sizeof *plans; p++) {
             tkv_config cfg = tkv_default_config();
             set_plan(&cfg, plans[p]);
-            cfg.model.n_layers = m->layers, cfg.model.n_heads = m->heads, cfg.model.n_kv_heads = m->kv_heads;
-            cfg.model.head_dim = m->dim, cfg.limits.max_seqs = m->seqs;
+            cfg.model.n_layers = m->layers;
+            cfg.model.n_heads = m->heads;
+            cfg.model.n_kv_heads = m->kv_heads;
+            cfg.model.head_dim = m->dim;
+            cfg.limits.max_seqs = m->seqs;
+            tkv_memory_info info;
             bench_must(tkv_estimate_memory(&cfg, m->tokens, m->seqs, &info), plans[p]);
             if (p == 0)
                 printf("%-34s %6d %5d %9.3f", m->name, m->tokens, m->seqs, (double)info.fp16_bytes / 1e9);
@@ -79,21 +81,23 @@ static void print_archive(void) {
     static const char *const pairs[] = {"q8",       "kivi4",   "kivi3",   "kivi2",   "squat2/kivi2",
                                         "kvquant3", "int4",    "fp4",     "a40/r40", "a30/r30",
                                         "a30/r20",  "a25/r20", "a20/r15", "a15/r15", "a15/r10"};
-    size_t i;
     printf("the archive tier only, head_dim 128, 8 KV heads: bits per value, codes and metadata\n");
-    for (i = 0; i < sizeof pairs / sizeof *pairs; i++) {
+    for (size_t i = 0; i < sizeof pairs / sizeof *pairs; i++) {
         tkv_config cfg = tkv_default_config();
         tkv_memory_info info;
         const tkv_tier_bytes *archive = &info.tier[TKV_TIER_ARCHIVE];
         char plan[64];
-        double bits;
         snprintf(plan, sizeof plan, "64,none,%s", pairs[i]);
         set_plan(&cfg, plan);
-        cfg.model.n_layers = 1, cfg.model.n_heads = 32, cfg.model.n_kv_heads = 8, cfg.model.head_dim = DIM;
+        cfg.model.n_layers = 1;
+        cfg.model.n_heads = 32;
+        cfg.model.n_kv_heads = 8;
+        cfg.model.head_dim = DIM;
         cfg.format.kvquant = TKV_KVQUANT_POST_ROPE;
         bench_must(tkv_estimate_memory(&cfg, 65536, 1, &info), plan);
-        bits =
-            8.0 * (double)(archive->codes + archive->metadata) / ((double)archive->tokens * 2.0 * 8.0 * DIM);
+        double bits;
+        bits = 8.0 * (double)(archive->codes + archive->metadata) /
+               ((double)archive->tokens * 2.0 * 8.0 * (double)DIM);
         printf("%-13s %5.2f bits, %5.2f times below FP16\n", pairs[i], bits, 16.0 / bits);
     }
 }
@@ -102,7 +106,9 @@ static void print_archive(void) {
 static tkv_codec codec_of(tkv_format format, tkv_side side) {
     tkv_codec c;
     memset(&c, 0, sizeof c);
-    c.format = format, c.side = side, c.head_dim = DIM;
+    c.format = format;
+    c.side = side;
+    c.head_dim = DIM;
     c.options.kvquant = TKV_KVQUANT_POST_ROPE;
     return c;
 }
@@ -114,17 +120,19 @@ typedef struct error_sums {
 
 /* Adds the errors of a block. A group of 64 has a channel's tokens for K, and half of a token's channels for V. */
 static void add_block(error_sums *s, const float *x, const float *y, tkv_side side) {
-    int g, i;
-    for (g = 0; g < TOKENS * DIM / 64; g++) {
+    for (int g = 0; g < TOKENS * DIM / 64; g++) {
         const int start = side == TKV_K ? g : g * 64, step = side == TKV_K ? DIM : 1;
         float least = x[start], most = x[start];
-        for (i = 0; i < 64; i++) {
+        for (int i = 0; i < 64; i++) {
             const int at = start + i * step;
             double d = (double)(y[at] - x[at]);
-            s->error += d * d, s->value += (double)(x[at] * x[at]);
-            least = x[at] < least ? x[at] : least, most = x[at] > most ? x[at] : most;
+            s->error += d * d;
+            s->value += (double)(x[at] * x[at]);
+            least = x[at] < least ? x[at] : least;
+            most = x[at] > most ? x[at] : most;
         }
-        s->range += (double)(most - least), s->n_ranges++;
+        s->range += (double)(most - least);
+        s->n_ranges++;
     }
 }
 
@@ -133,13 +141,11 @@ static void print_errors(void) {
                                         "fp8-e4m3", "fp8-e5m2", "r40",   "r30",   "r20",  "kvquant3"};
     static float x[TOKENS * DIM], y[TOKENS * DIM];
     static unsigned char bytes[65536];
-    size_t i;
     printf("normal values, %d blocks: error of K and V over the size of values, and over the range of 64\n",
            BLOCKS);
-    for (i = 0; i < sizeof names / sizeof *names; i++) {
-        int side, b;
+    for (size_t i = 0; i < sizeof names / sizeof *names; i++) {
         printf("%-9s", names[i]);
-        for (side = 0; side < 2; side++) {
+        for (int side = 0; side < 2; side++) {
             tkv_codec c = codec_of(bench_format_named(names[i]), side ? TKV_V : TKV_K);
             error_sums s = {0.0, 0.0, 0.0, 0};
             uint64_t state = 7;
@@ -148,7 +154,7 @@ static void print_errors(void) {
                 printf("  %s -                ", side ? "V" : "K");
                 continue;
             }
-            for (b = 0; b < BLOCKS; b++) {
+            for (int b = 0; b < BLOCKS; b++) {
                 bench_fill(&state, x, TOKENS * DIM);
                 bench_must(tkv_encode_block(&c, x, 0, TOKENS, bytes, size), names[i]);
                 bench_must(tkv_decode_block(&c, bytes, size, TOKENS, y, 0), names[i]);
@@ -165,12 +171,13 @@ static void print_errors(void) {
 static void print_time(void) {
     tkv_pressure controller;
     double least = 1.0;
-    int run, i, levels = 0;
+    int levels = 0;
     bench_must(tkv_init_pressure(&controller, NULL, NULL, 0), "tkv_init_pressure");
-    for (run = 0; run < RUNS; run++) {
+    for (int run = 0; run < RUNS; run++) {
         double t = bench_seconds(1);
-        for (i = 0; i < CALLS; i++) levels += tkv_observe_pressure(&controller, (float)(i & 1023) / 1024.0f);
-        t = (bench_seconds(1) - t) / CALLS;
+        for (int i = 0; i < CALLS; i++)
+            levels += tkv_observe_pressure(&controller, (float)(i & 1023) / 1024.0f);
+        t = (bench_seconds(1) - t) / (double)CALLS;
         least = t < least ? t : least;
     }
     printf("tkv_observe_pressure: %.1f ns per call, least of %d runs (sum of levels: %d)\n", 1e9 * least,

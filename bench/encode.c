@@ -34,9 +34,9 @@ typedef struct table {
 static const tkvi_share *make_table(table *t, const tkvi_format *f, tkv_side which, int dim) {
     int pad = (dim + 15) / 16 * 16, i;
     uint64_t rng = 7;
-    tkvi_head head;
     if (!f->shared) return NULL;
     memset(t, 0, sizeof *t);
+    tkvi_head head;
     memset(&head, 0, sizeof head);
     for (i = 0; i < pad; i++) {
         t->order[i] = (uint8_t)i;
@@ -61,8 +61,7 @@ static const tkvi_share *make_table(table *t, const tkvi_format *f, tkv_side whi
 }
 
 static void encode(const tkvi_side *s, const tkvi_simd_ops *ops, const float *x, int n, uint8_t *dst) {
-    int b;
-    for (b = 0; b < BLOCKS; b++)
+    for (int b = 0; b < BLOCKS; b++)
         tkvi_encode_side(s, ops, x + b * TKVI_BLOCK * s->dim, (size_t)s->dim, n, dst + (size_t)b * s->bytes);
 }
 
@@ -70,27 +69,21 @@ static void measure(const char *name, tkv_format format, tkv_side which, const c
                     int runs, int csv, const float *x) {
     const tkvi_format *f = &tkvi_formats[format];
     double run[MAX_RUNS];
-    uint8_t *want, *got;
     tkvi_side s;
     table t;
-    int isa, i;
     tkvi_side_init(&s, f, which, dim, 64, TKVI_BLOCK, make_table(&t, f, which, dim));
-    want = (uint8_t *)bench_alloc(BLOCKS * s.bytes);
-    got = (uint8_t *)bench_alloc(BLOCKS * s.bytes);
+    uint8_t *want = (uint8_t *)bench_alloc(BLOCKS * s.bytes);
+    uint8_t *got = (uint8_t *)bench_alloc(BLOCKS * s.bytes);
     printf(csv ? "%s,%s,%d" : "%-8s %s %8d", name, which == TKV_K ? "K" : "V", (int)s.bytes);
     encode(&s, &tkvi_simd_ops_scalar, x, n, want);
-    for (isa = TKV_ISA_SCALAR; isa < TKV_ISA_COUNT; isa++) {
+    for (int isa = TKV_ISA_SCALAR; isa < TKV_ISA_COUNT; isa++) {
         const tkvi_kernels *kernels = tkvi_kernels_for((tkv_isa)isa);
-        const tkvi_simd_ops *ops;
         if (!kernels || (only && strcmp(only, kernels->name) != 0)) continue;
-        ops = kernels->simd_ops;
+        const tkvi_simd_ops *ops = kernels->simd_ops;
         encode(&s, ops, x, n, got);
-        if (memcmp(want, got, BLOCKS * s.bytes) != 0) {
-            fprintf(stderr, "%s: bytes differ from the scalar code\n",
-                    tkv_get_name(TKV_NAME_ISA, (tkv_isa)isa));
-            exit(1);
-        }
-        for (i = 0; i < runs; i++) {
+        if (memcmp(want, got, BLOCKS * s.bytes) != 0)
+            bench_fail("%s: bytes differ from the scalar code", tkv_get_name(TKV_NAME_ISA, (tkv_isa)isa));
+        for (int i = 0; i < runs; i++) {
             double start = bench_seconds(1);
             encode(&s, ops, x, n, got);
             run[i] = (bench_seconds(1) - start) * 1e6 / (double)BLOCKS;
@@ -110,15 +103,13 @@ int main(int argc, char **argv) {
     const char *formats = bench_option(argc, argv, "formats"), *only = bench_option(argc, argv, "isa");
     int dim = bench_number(argc, argv, "dim", 128), n = bench_number(argc, argv, "tokens", TKVI_BLOCK);
     int runs = bench_number(argc, argv, "runs", 400), csv = bench_option(argc, argv, "csv") != NULL, isa;
-    char word[32];
     uint64_t seed = 1;
-    float *x;
     if (dim < 1 || dim > TKV_MAX_HEAD_DIM || n < 1 || n > TKVI_BLOCK || runs < 1 || runs > MAX_RUNS) {
         fprintf(stderr, "--dim: 1 to %d; --tokens: 1 to %d; --runs: 1 to %d\n", TKV_MAX_HEAD_DIM, TKVI_BLOCK,
                 MAX_RUNS);
         return 1;
     }
-    x = (float *)bench_alloc((size_t)(BLOCKS * TKVI_BLOCK * dim) * sizeof(float));
+    float *x = (float *)bench_alloc((size_t)(BLOCKS * TKVI_BLOCK * dim) * sizeof(float));
     bench_fill(&seed, x, (size_t)(BLOCKS * TKVI_BLOCK * dim));
     if (!csv)
         printf("encoding: head_dim %d, %d tokens, 1 thread; us per block and head: least, median\n", dim, n);
@@ -130,10 +121,11 @@ int main(int argc, char **argv) {
                    csv ? tkv_get_name(TKV_NAME_ISA, (tkv_isa)isa) : "");
     printf("\n");
     if (!formats || !*formats) formats = "a40,a30,a25,a20,r40,r30,r20,r15,kivi4,kivi2";
+    char word[32];
     while (bench_word(&formats, word, sizeof word)) {
         tkv_format f = bench_format_named(word);
-        int side, some = 0;
-        for (side = TKV_K; f != TKV_FORMAT_DEFAULT && side <= TKV_V; side++)
+        int some = 0;
+        for (int side = TKV_K; f != TKV_FORMAT_DEFAULT && side <= TKV_V; side++)
             if (tkvi_format_stores(&tkvi_formats[f], (tkv_side)side)) {
                 measure(word, f, (tkv_side)side, only, dim, n, runs, csv, x);
                 some = 1;

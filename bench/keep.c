@@ -1,6 +1,6 @@
 /*
- * keep.c - measures what eviction, anchors, offloaded blocks and promotion add to a decode step. One layer, one
- * thread, the default plan. Each row compares a cache with the feature and one without, in turns, token by token.
+ * keep.c - measures what eviction, anchors, offloaded blocks and promotion add to a decode step. One layer, one thread,
+ * the default plan. Each row compares a cache with the feature and one without, in turns, token by token.
  *
  * cc -O2 bench/keep.c -o keep -lm -pthread && ./keep
  *
@@ -13,12 +13,12 @@
  * evict, anchors: a cycle counts with the mean of its 64 appends and attentions, and the table has the medians of
  * cycles, in CPU time. `more` is the median of the differences between both caches. `share` is `more` of appends over
  * the attention without the feature. The cache evicts 64 tokens at once; `batch us` is the longest append of a cycle.
- * Attention scores are random, and half of all appended tokens are evicted. This is the worst case for eviction
- * and for attention: all blocks have holes, two half-full blocks are decoded and coded into one, and attention
- * reads half-full blocks. The cache without eviction holds as many tokens in full blocks.
+ * Attention scores are random, and half of all appended tokens are evicted. This is the worst case for eviction and for
+ * attention: all blocks have holes, two half-full blocks are decoded and coded into one, and attention reads half-full
+ * blocks. The cache without eviction holds as many tokens in full blocks.
  *
- * spill: attention after all blocks that can be offloaded are, to a store in memory. The time has the library's
- * copying and checking of K and V of all heads of a block. A file adds its own time.
+ * spill: attention after all blocks that can be offloaded are, to a store in memory. The time has the library's copying
+ * and checking of K and V of all heads of a block. A file adds its own time.
  *
  * promote: `scan us` is tkv_promote_important without a block above the threshold. `us per block` is a promotion from
  * the store in memory, in batches of eight.
@@ -74,11 +74,10 @@ typedef struct pair {
 /* Adds random attention scores to all tokens, so that evicted tokens are spread over all blocks. */
 static void add_random_scores(pair *p, tkv_cache *kv) {
     const int n = tkv_get_length(kv, 0, 0);
-    int i;
     if (!kv->token_scores.mode) return;
     p->scores = (float *)realloc(p->scores, (size_t)n * sizeof(float));
-    if (!p->scores) exit(1);
-    for (i = 0; i < n; i++) {
+    if (!p->scores) bench_fail("out of memory");
+    for (int i = 0; i < n; i++) {
         const float x = bench_gauss(&p->seed);
         p->scores[i] = x * x * .001f;
     }
@@ -86,8 +85,8 @@ static void add_random_scores(pair *p, tkv_cache *kv) {
 }
 
 static void fill(pair *p, int which, int tokens) {
-    int t, n;
-    for (t = 0; t < tokens; t += n) {
+    int n;
+    for (int t = 0; t < tokens; t += n) {
         n = tokens - t - 1 < BENCH_CHUNK ? tokens - t - 1 : BENCH_CHUNK;
         if (n < 1) n = 1;
         bench_append_at(p->kv[which], &p->cfg[which], 0, t, n, p->values);
@@ -97,7 +96,6 @@ static void fill(pair *p, int which, int tokens) {
 }
 
 static void pair_begin(pair *p, const tkv_config *with, const tkv_config *without, int tokens) {
-    int which;
     memset(p, 0, sizeof *p);
     p->seed = 1;
     p->tokens = tokens;
@@ -106,15 +104,14 @@ static void pair_begin(pair *p, const tkv_config *with, const tkv_config *withou
     p->values = bench_values(with, &p->seed);
     p->q = bench_queries(with, 1, &p->seed);
     p->out = (float *)bench_alloc((size_t)(with->model.n_heads * with->model.head_dim) * sizeof(float));
-    for (which = 0; which < 2; which++) {
+    for (int which = 0; which < 2; which++) {
         bench_must(tkv_create(&p->cfg[which], &p->kv[which]), "tkv_create");
         fill(p, which, p->cfg[which].evict.keep_tokens ? 2 * tokens : tokens);
     }
 }
 
 static void pair_end(pair *p) {
-    int which;
-    for (which = 0; which < 2; which++) {
+    for (int which = 0; which < 2; which++) {
         bench_must(tkv_check(p->kv[which], NULL, 0), "tkv_check");
         tkv_destroy(p->kv[which]);
     }
@@ -137,15 +134,14 @@ static double attend(pair *p, int which) {
 
 static void run(pair *p, int cycles, figures *f) {
     double append[3][CYCLES], attention[3][CYCLES], longest[CYCLES];
-    int c, i, which;
-    for (c = 0; c < cycles; c++) {
-        for (which = 0; which < 2; which++) {
+    for (int c = 0; c < cycles; c++) {
+        for (int which = 0; which < 2; which++) {
             append[which][c] = attention[which][c] = 0.0;
             add_random_scores(p, p->kv[which]);
         }
         longest[c] = 0.0;
-        for (i = 0; i < CYCLE; i++, p->t++)
-            for (which = 0; which < 2; which++) {
+        for (int i = 0; i < CYCLE; i++, p->t++)
+            for (int which = 0; which < 2; which++) {
                 double t = bench_seconds(1);
                 bench_append_at(p->kv[which], &p->cfg[which], 0, p->t, 1, p->values);
                 t = (bench_seconds(1) - t) * 1e6;
@@ -159,7 +155,7 @@ static void run(pair *p, int cycles, figures *f) {
     f->append_more = bench_median(append[2], cycles);
     f->attend_more = bench_median(attention[2], cycles);
     f->longest = bench_median(longest, cycles);
-    for (which = 0; which < 2; which++) {
+    for (int which = 0; which < 2; which++) {
         f->append[which] = bench_median(append[which], cycles);
         f->attend[which] = bench_median(attention[which], cycles);
     }
@@ -175,9 +171,9 @@ static void print_row(const char *what, int tokens, const figures *f, int csv) {
 
 static void measure(const char *what, const tkv_config *with, const tkv_config *without, int tokens,
                     int cycles, int csv) {
-    figures f;
     pair p;
     pair_begin(&p, with, without, tokens);
+    figures f;
     run(&p, cycles, &f);
     pair_end(&p);
     print_row(what, tokens, &f, csv);
@@ -186,18 +182,18 @@ static void measure(const char *what, const tkv_config *with, const tkv_config *
 /* >>offloading: attention after all blocks that can be offloaded are, and without any */
 static void measure_offload(const tkv_config *shape, int tokens, int cycles, int csv) {
     tkv_config with = *shape;
-    double attention[3][CYCLES];
     store s;
-    pair p;
-    int c, which, blocks = 0;
+    int blocks = 0;
     store_begin(&s, &with, tokens);
+    pair p;
     pair_begin(&p, &with, shape, tokens);
     bench_must(tkv_offload(p.kv[0], 0, 0, 1 << 20, &blocks), "tkv_offload");
-    for (c = 0; c < cycles; c++) {
-        for (which = 0; which < 2; which++) attention[which][c] = attend(&p, which);
+    double attention[3][CYCLES];
+    for (int c = 0; c < cycles; c++) {
+        for (int which = 0; which < 2; which++) attention[which][c] = attend(&p, which);
         attention[2][c] = attention[0][c] - attention[1][c];
     }
-    for (which = 0; which < 3; which++) attention[which][0] = bench_median(attention[which], cycles);
+    for (int which = 0; which < 3; which++) attention[which][0] = bench_median(attention[which], cycles);
     printf(csv ? "%s,%d,%d,%.2f,%.2f,%.3f\n" : "%-20s %7d %7d %10.1f %9.1f %13.2f\n", "spill", tokens, blocks,
            attention[0][0], attention[1][0], attention[2][0] / (blocks ? blocks : 1));
     fflush(stdout);
@@ -208,18 +204,20 @@ static void measure_offload(const tkv_config *shape, int tokens, int cycles, int
 /* >>promotion: the scan for important blocks, and the promotion of one */
 static void measure_promotion(const tkv_config *shape, int tokens, int cycles, int csv) {
     tkv_config cfg = *shape;
-    double scan[CYCLES], promote[CYCLES], t;
     tkv_promotion p;
-    store s;
-    pair two;
-    int c, which, n = 0, promoted = 0;
+    int n = 0, promoted = 0;
     cfg.importance.sample_every = 32;
     cfg.importance.strategy = TKV_IMPORTANCE_ACCUMULATION;
     cfg.offload.keep_exact = 1;
+    store s;
     store_begin(&s, &cfg, tokens);
+    pair two;
     pair_begin(&two, &cfg, shape, tokens);
-    for (c = 0; c < cycles; c++)
-        for (which = 0; which < 2; which++) {
+    double scan[CYCLES];
+    double promote[CYCLES];
+    double t;
+    for (int c = 0; c < cycles; c++)
+        for (int which = 0; which < 2; which++) {
             memset(&p, 0, sizeof p);
             p.by.cfg.threshold = which ? 1e-30f : 1e30f;
             p.by.cfg.cooldown = TKV_OFF;
@@ -241,8 +239,7 @@ static void measure_promotion(const tkv_config *shape, int tokens, int cycles, i
 /* >>tables */
 static void keeping_table(const tkv_config *plain, const char *tokens, const char *policies, int anchors,
                           int cycles, int csv) {
-    const char *some;
-    char n[32], policy[32];
+    char policy[32];
     tkv_config cfg;
     if (csv)
         printf("what,tokens,append_us,append_without_us,append_more_us,batch_us,attend_us,attend_without_us,"
@@ -250,8 +247,9 @@ static void keeping_table(const tkv_config *plain, const char *tokens, const cha
     else
         printf("%-20s %7s %9s %9s %8s %9s %10s %9s %8s %8s\n", "", "tokens", "append us", "without", "more",
                "batch us", "attend us", "without", "more", "share");
+    char n[32];
     while (bench_word(&tokens, n, sizeof n)) {
-        for (some = policies; bench_word(&some, policy, sizeof policy);) {
+        for (const char *some = policies; bench_word(&some, policy, sizeof policy);) {
             cfg = *plain;
             int kind;
             bench_must(tkv_find_name(TKV_NAME_EVICT_POLICY, policy, &kind), policy);
@@ -270,15 +268,15 @@ int main(int argc, char **argv) {
     const char *only = bench_option(argc, argv, "only"), *isa, *list;
     const int csv = bench_option(argc, argv, "csv") != NULL, cycles = bench_number(argc, argv, "cycles", 15);
     const int evict = !only || strcmp(only, "evict") == 0, anchors = !only || strcmp(only, "anchors") == 0;
-    char n[32];
     tkv_config plain;
     isa = bench_config(&plain, argc, argv);
     bench_must(tkv_validate_config(&plain, NULL, 0), "shape");
     if (!tokens) tokens = "4096,16384,32768";
     if (!policies) policies = "h2o,scissorhands";
-    if (cycles < 1 || cycles > CYCLES) fprintf(stderr, "--cycles: 1 to %d\n", CYCLES), exit(1);
+    if (cycles < 1 || cycles > CYCLES) bench_fail("--cycles: 1 to %d", CYCLES);
+    char n[32];
     for (list = tokens; bench_word(&list, n, sizeof n);)
-        if (atoi(n) < 1024) fprintf(stderr, "--tokens: from 1024\n"), exit(1);
+        if (atoi(n) < 1024) bench_fail("--tokens: from 1024");
     if (!csv)
         printf("keeping: head_dim %d, %d query and %d KV heads, 1 layer, 1 thread, %s kernels\n",
                plain.model.head_dim, plain.model.n_heads, plain.model.n_kv_heads, isa);

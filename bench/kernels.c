@@ -39,9 +39,8 @@ typedef struct block { /* a coded block, and queries that attend to it */
 
 static uint8_t *encode_random(tkvi_side *s, tkv_format f, tkv_side which, int dim, uint64_t *seed) {
     float *x = (float *)bench_alloc((size_t)(TKVI_BLOCK * dim) * sizeof(float));
-    uint8_t *bytes;
     tkvi_side_init(s, &tkvi_formats[f], which, dim, 64, TKVI_BLOCK, NULL);
-    bytes = (uint8_t *)bench_alloc(s->bytes);
+    uint8_t *bytes = (uint8_t *)bench_alloc(s->bytes);
     bench_fill(seed, x, (size_t)(TKVI_BLOCK * dim));
     tkvi_encode_side(s, &tkvi_simd_ops_scalar, x, (size_t)dim, TKVI_BLOCK, bytes);
     free(x);
@@ -50,10 +49,9 @@ static uint8_t *encode_random(tkvi_side *s, tkv_format f, tkv_side which, int di
 
 /* Attends to a block as attention does, without the update of an earlier maximum. */
 static void attend(const tkvi_kernels *kernels, block *b, int rows) {
-    int r;
     kernels->k[b->k.format->stored](&b->k, b->keys, NULL, b->q, b->ref, rows, TKVI_BLOCK,
                                     tkvi_n_limbs(&b->k, 0), b->scores);
-    for (r = 0; r < rows; r++) {
+    for (int r = 0; r < rows; r++) {
         float *s = b->scores + r * TKVI_BLOCK;
         kernels->exp64(s, kernels->max64(s), s);
     }
@@ -64,28 +62,24 @@ static void attend(const tkvi_kernels *kernels, block *b, int rows) {
 static void check(const tkvi_kernels *kernels, block *b, int rows) {
     static float want[TKVI_ROWS * TKV_MAX_HEAD_DIM];
     float most = 0.0f, error = 0.0f;
-    int i, n = rows * b->v.pad;
+    int n = rows * b->v.pad;
     memset(b->out, 0, sizeof b->out);
     attend(&tkvi_kernels_scalar, b, rows);
     memcpy(want, b->out, sizeof want);
     memset(b->out, 0, sizeof b->out);
     attend(kernels, b, rows);
-    for (i = 0; i < n; i++) {
+    for (int i = 0; i < n; i++) {
         most = fabsf(want[i]) > most ? fabsf(want[i]) : most;
         error = fabsf(want[i] - b->out[i]) > error ? fabsf(want[i] - b->out[i]) : error;
     }
-    if (!(error <= 1e-4f * most)) {
-        fprintf(stderr, "%s: results differ from the scalar code\n", kernels->name);
-        exit(1);
-    }
+    if (!(error <= 1e-4f * most)) bench_fail("%s: results differ from the scalar code", kernels->name);
 }
 
 static double measure(const tkvi_kernels *kernels, block *b, int rows, int runs) {
     double least = 1e30;
-    int i, j;
-    for (i = 0; i < runs; i++) {
+    for (int i = 0; i < runs; i++) {
         double start = bench_seconds(1), s;
-        for (j = 0; j < BLOCKS; j++) attend(kernels, b, rows);
+        for (int j = 0; j < BLOCKS; j++) attend(kernels, b, rows);
         s = bench_seconds(1) - start;
         least = s < least ? s : least;
     }
@@ -94,10 +88,8 @@ static double measure(const tkvi_kernels *kernels, block *b, int rows, int runs)
 
 static tkv_format format_of(char *name, const char *pair, tkv_side which) {
     tkv_format f = bench_format_named(name);
-    if (f == TKV_FORMAT_DEFAULT || !tkvi_format_stores(&tkvi_formats[f], which)) {
-        fprintf(stderr, "\"%s\" is not a pair of formats for K and V\n", pair);
-        exit(1);
-    }
+    if (f == TKV_FORMAT_DEFAULT || !tkvi_format_stores(&tkvi_formats[f], which))
+        bench_fail("\"%s\" is not a pair of formats for K and V", pair);
     return f;
 }
 
@@ -107,7 +99,6 @@ int main(int argc, char **argv) {
     int runs = bench_number(argc, argv, "runs", 400), blocks = bench_number(argc, argv, "blocks", 0);
     int csv = bench_option(argc, argv, "csv") != NULL, isa, i;
     static block b;
-    char pair[64];
     if (dim < 1 || dim > TKV_MAX_HEAD_DIM || rows < 1 || rows > TKVI_ROWS || runs < 1 || runs > MAX_RUNS) {
         fprintf(stderr, "--dim: 1 to %d; --rows: 1 to %d; --runs: 1 to %d\n", TKV_MAX_HEAD_DIM, TKVI_ROWS,
                 MAX_RUNS);
@@ -123,6 +114,7 @@ int main(int argc, char **argv) {
     if (!formats || !*formats)
         formats = "f32+f32,f16+f16,bf16+bf16,q8+q8,kivi4+kivi4,kivi3+kivi3,kivi2+kivi2,a40+r40,a30+r30,"
                   "a30+r20,a25+r20,a20+r15";
+    char pair[64];
     while (bench_word(&formats, pair, sizeof pair)) {
         uint64_t seed = 1;
         char *plus = strchr(pair, '+'), name[2][64];

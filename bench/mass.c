@@ -1,6 +1,6 @@
 /*
- * mass.c - measures what the collection of attention scores (cfg.importance.sample_every) adds to a decode step,
- * by the same calls with it and without.
+ * mass.c - measures what the collection of attention scores (cfg.importance.sample_every) adds to a decode step, by the
+ * same calls with it and without.
  *
  * cc -O2 bench/mass.c -o mass -lm -pthread && ./mass
  *
@@ -10,9 +10,9 @@
  *   --group mean                                         cfg.importance.heads: mean, max, sum
  *
  * A run appends 32 tokens and attends in every layer. tkv_seq_abort then removes the tokens. Columns:
- *   step us   tkv_attend per token and layer without collection: mean over tokens and layers of each call's least
- *   time more      time that collection adds to it, and the same as a share pairs     the same share as a median
- *   over runs, from all calls of a run with collection and without
+ *   step us   tkv_attend per token and layer without collection: mean over tokens and layers of each call's least time
+ *   more      time that collection adds to it, and the same as a share
+ *   pairs     the same share as a median over runs, from all calls of a run with collection and without
  * Times are CPU time. A step of a model also has matrix products, so the share there is smaller.
  */
 #ifndef _DEFAULT_SOURCE
@@ -36,17 +36,16 @@ typedef struct subject {
 static double run(subject *r, int every) {
     const size_t row = (size_t)(r->cfg.model.n_kv_heads * r->cfg.model.head_dim);
     double sum[2] = {0.0, 0.0};
-    int i, layer, k;
     bench_must(tkv_seq_begin(r->kv, 0), "tkv_seq_begin");
-    for (i = 0; i < STEPS; i++)
-        for (layer = 0; layer < r->cfg.model.n_layers; layer++) {
+    for (int i = 0; i < STEPS; i++)
+        for (int layer = 0; layer < r->cfg.model.n_layers; layer++) {
             bench_must(tkv_append(r->kv, 0, layer, r->values + (size_t)i * row,
                                   r->values + (size_t)(i + 9) * row, 1),
                        "tkv_append");
-            for (k = -1; k < 2; k++) { /* the first call warms up */
-                double t, *least = &r->least[k == 1][i][layer];
+            for (int k = -1; k < 2; k++) { /* the first call warms up */
+                double *least = &r->least[k == 1][i][layer];
                 r->kv->token_scores.every = k == 1 ? every : NEVER;
-                t = bench_seconds(1);
+                double t = bench_seconds(1);
                 bench_must(tkv_attend(r->kv, 0, layer, r->q, 1, r->out), "tkv_attend");
                 t = bench_seconds(1) - t;
                 if (k < 0) continue;
@@ -59,25 +58,27 @@ static double run(subject *r, int every) {
 }
 
 static void measure(const tkv_config *shape, const char *plan, int ctx, int every, double seconds, int csv) {
-    double mean[2] = {0.0, 0.0}, more[RUNS], start;
+    double mean[2] = {0.0, 0.0};
     uint64_t seed = 1;
     subject r;
-    int i, which, layer, runs = 0;
+    int runs = 0;
     memset(&r, 0, sizeof r);
     r.cfg = *shape;
     r.cfg.importance.sample_every = every;
-    if (!bench_plan(&r.cfg, plan))
-        fprintf(stderr, "unknown plan \"%s\", or not for this shape\n", plan), exit(1);
+    if (!bench_plan(&r.cfg, plan)) bench_fail("unknown plan \"%s\", or not for this shape", plan);
     r.values = bench_values(&r.cfg, &seed);
     r.q = bench_queries(&r.cfg, 1, &seed);
     r.out = (float *)bench_alloc((size_t)(r.cfg.model.n_heads * r.cfg.model.head_dim) * sizeof(float));
     bench_must(tkv_create(&r.cfg, &r.kv), "tkv_create");
-    for (layer = 0; layer < r.cfg.model.n_layers; layer++) bench_append(r.kv, &r.cfg, layer, ctx, r.values);
-    for (start = bench_seconds(0); runs < 3 || (runs < RUNS && bench_seconds(0) - start < seconds); runs++)
+    for (int layer = 0; layer < r.cfg.model.n_layers; layer++)
+        bench_append(r.kv, &r.cfg, layer, ctx, r.values);
+    double more[RUNS];
+    for (double start = bench_seconds(0); runs < 3 || (runs < RUNS && bench_seconds(0) - start < seconds);
+         runs++)
         more[runs] = run(&r, every);
-    for (which = 0; which < 2; which++)
-        for (i = 0; i < STEPS; i++)
-            for (layer = 0; layer < r.cfg.model.n_layers; layer++)
+    for (int which = 0; which < 2; which++)
+        for (int i = 0; i < STEPS; i++)
+            for (int layer = 0; layer < r.cfg.model.n_layers; layer++)
                 mean[which] += r.least[which][i][layer] * 1e6 / (double)(STEPS * r.cfg.model.n_layers);
     printf(csv ? "%s,%d,%d,%d,%.2f,%.2f,%.3f,%.3f,%d,%d,%d\n"
                : "%-8s %7d %6d %6d %10.2f %9.2f %7.2f%% %7.2f%%\n",
@@ -97,11 +98,9 @@ int main(int argc, char **argv) {
     const char *plan = bench_option(argc, argv, "format"), *group = bench_option(argc, argv, "group");
     const int csv = bench_option(argc, argv, "csv") != NULL;
     const int single = bench_option(argc, argv, "heads") || bench_option(argc, argv, "dim");
-    int shape;
     if (csv) printf("format,ctx,every,runs,step_us,more_us,more_percent,pairs_percent,heads,kv_heads,dim\n");
-    for (shape = 0; shape < (single ? 1 : 2); shape++) {
-        const char *list = ctxs ? ctxs : "8192,32768", *some;
-        char ctx[32], every[32];
+    for (int shape = 0; shape < (single ? 1 : 2); shape++) {
+        const char *list = ctxs ? ctxs : "          ";
         tkv_config cfg;
         const char *isa = bench_config(&cfg, argc, argv);
         if (!single) {
@@ -114,16 +113,17 @@ int main(int argc, char **argv) {
             cfg.importance.heads = group[0] == 's'   ? TKV_IMPORTANCE_SUM
                                    : group[1] == 'a' ? TKV_IMPORTANCE_MAX
                                                      : TKV_IMPORTANCE_MEAN;
-        if (cfg.model.n_layers < 1 || cfg.model.n_layers > LAYERS)
-            fprintf(stderr, "--layers: 1 to 8\n"), exit(1);
+        if (cfg.model.n_layers < 1 || cfg.model.n_layers > LAYERS) bench_fail("--layers: 1 to 8");
         if (!csv)
             printf("collecting attention scores: head_dim %d, %d query and %d KV heads, %d layers, 1 thread, "
                    "%s kernels\n"
                    "%-8s %7s %6s %6s %10s %9s %8s %8s\n",
                    cfg.model.head_dim, cfg.model.n_heads, cfg.model.n_kv_heads, cfg.model.n_layers, isa,
                    "format", "ctx", "every", "runs", "step us", "more us", "more", "pairs");
+        char ctx[32];
+        char every[32];
         while (bench_word(&list, ctx, sizeof ctx))
-            for (some = everies ? everies : "32,16,1"; bench_word(&some, every, sizeof every);)
+            for (const char *some = everies ? everies : "32,16,1"; bench_word(&some, every, sizeof every);)
                 measure(&cfg, plan ? plan : "tiers", atoi(ctx), atoi(every),
                         (double)bench_number(argc, argv, "seconds", 3), csv);
     }

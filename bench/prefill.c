@@ -39,18 +39,16 @@ static void check_last(tkv_cache *kv, const tkv_config *cfg, const options *o, c
                  skip = (size_t)(o->chunk - CHECKED_LAST) * row;
     float *want = (float *)bench_alloc(CHECKED_LAST * row * sizeof(float));
     tkv_attend_params p;
-    double d;
     memset(&p, 0, sizeof p);
     p.n = CHECKED_LAST;
     p.q = q + skip;
     p.out = want;
     bench_must(tkv_attend_reference(kv, &p), "tkv_attend_reference");
-    d = bench_distance(out + skip, want, CHECKED_LAST * row);
+    double d = bench_distance(out + skip, want, CHECKED_LAST * row);
     free(want);
     if (!(d <= 1e-6 || d <= 2.0 * error.arithmetic)) {
         bench_clear_line();
-        fprintf(stderr, "%s: wrong results, %.1e from the reference\n", plan, d);
-        exit(1);
+        bench_fail("%s: wrong results, %.1e from the reference", plan, d);
     }
 }
 
@@ -68,12 +66,11 @@ static void print_row(const tkv_config *cfg, const options *o, const char *plan,
 
 static void measure_chunk(const tkv_config *cfg, const options *o, const char *plan, const float *values,
                           const float *q, float *out, bench_error error) {
-    double run[MAX_RUNS];
     tkv_cache *kv;
-    int i;
     bench_must(tkv_create(cfg, &kv), "tkv_create");
     bench_append(kv, cfg, 0, o->tokens, values);
-    for (i = 0; i < o->runs; i++) {
+    double run[MAX_RUNS];
+    for (int i = 0; i < o->runs; i++) {
         fprintf(stderr, "\r%-10s chunk, run %d of %d   ", plan, i + 1, o->runs);
         run[i] = bench_seconds(1);
         bench_must(tkv_attend(kv, 0, 0, q, o->chunk, out), "tkv_attend");
@@ -87,12 +84,11 @@ static void measure_chunk(const tkv_config *cfg, const options *o, const char *p
 static void measure_prompt(const tkv_config *cfg, const options *o, const char *plan, const float *values,
                            const float *q, float *out, bench_error error) {
     double run[MAX_RUNS], append = 0.0, best = 0.0;
-    int i, t;
-    for (i = 0; i < o->runs; i++) {
-        tkv_cache *kv;
+    for (int i = 0; i < o->runs; i++) {
         double appends = 0.0, begin = bench_seconds(1);
+        tkv_cache *kv;
         bench_must(tkv_create(cfg, &kv), "tkv_create");
-        for (t = 0; t < o->tokens; t += o->chunk) {
+        for (int t = 0; t < o->tokens; t += o->chunk) {
             double s = bench_seconds(1);
             fprintf(stderr, "\r%-10s prompt, run %d of %d, %d tokens   ", plan, i + 1, o->runs, t);
             bench_append_at(kv, cfg, 0, t, o->chunk, values);
@@ -114,12 +110,10 @@ int main(int argc, char **argv) {
     const char *formats = bench_option(argc, argv, "formats"), *only = bench_option(argc, argv, "only"), *isa;
     char word[32];
     uint64_t seed = 1;
-    float *values, *q, *out;
     tkv_config shape;
-    options o;
-    int prompt;
     isa = bench_config(&shape, argc, argv);
     bench_must(tkv_validate_config(&shape, NULL, 0), "shape");
+    options o;
     o.tokens = bench_number(argc, argv, "tokens", 4096);
     o.chunk = bench_number(argc, argv, "chunk", BENCH_CHUNK);
     o.runs = bench_number(argc, argv, "runs", 3);
@@ -130,11 +124,12 @@ int main(int argc, char **argv) {
                 CHECKED, BENCH_CHUNK, MAX_RUNS);
         return 1;
     }
-    values = bench_values(&shape, &seed);
-    q = bench_queries(&shape, o.chunk, &seed);
+    float *values = bench_values(&shape, &seed);
+    float *q = bench_queries(&shape, o.chunk, &seed);
+    float *out;
     out =
         (float *)bench_alloc((size_t)(o.chunk * shape.model.n_heads * shape.model.head_dim) * sizeof(float));
-    for (prompt = 0; prompt < 2; prompt++) {
+    for (int prompt = 0; prompt < 2; prompt++) {
         const char *list = formats  ? formats
                            : prompt ? "f16,tiers"
                                     : "f16,q8,kivi4,kivi2,a40/r40,a30/r30,a25/r20,tiers";
@@ -148,9 +143,8 @@ int main(int argc, char **argv) {
                    "median", "append", "GFLOP/s", "error", "own");
         while (bench_word(&list, word, sizeof word)) {
             tkv_config cfg = shape;
-            bench_error error;
             fprintf(stderr, "\r%-10s check   ", word);
-            error = bench_check(&shape, word, CHECKED, values, q);
+            bench_error error = bench_check(&shape, word, CHECKED, values, q);
             if (!bench_plan(&cfg, word)) return 1;
             if (prompt) measure_prompt(&cfg, &o, word, values, q, out, error);
             else measure_chunk(&cfg, &o, word, values, q, out, error);

@@ -195,10 +195,11 @@ static const char *base_name(const char *path) {
 /* >>plans */
 static const char *parse_tables(const char *text, lesson **tables) { /* 4096, 8192:4096 */
     const char *colon = strchr(text, ':');
-    int from = -1, length, i;
+    int from = -1, length;
     if ((colon && !plan_count(text, (size_t)(colon - text), &from)) ||
         !plan_count(colon ? colon + 1 : text, strlen(colon ? colon + 1 : text), &length) || length < 1)
         return "tables= must be TOKENS or FROM:TOKENS";
+    int i;
     for (i = 0; i < all.n_lessons; i++)
         if (all.lessons[i].from == from && all.lessons[i].length == length) break;
     if (i == MAX_LESSONS) return "too many pieces of text for tables";
@@ -221,12 +222,12 @@ static const char *parse_budget(const char *text, plan *p) {
 /* Parses a plan. Returns NULL, or a text about the error. */
 static const char *parse_plan(const char *text, const llama_model *m, plan *p) {
     static char reason[200];
-    char words[MAX_NAME], *word, *next;
     const char *wrong = NULL;
     memset(p, 0, sizeof *p);
     if (strlen(text) >= MAX_NAME) return "it is too long";
     if (strpbrk(text, "\"\n")) return "it contains a quote";
     strcpy(p->name, text);
+    char words[MAX_NAME];
     strcpy(words, text);
     if (strncmp(text, "streaming:", 10) == 0) {
         p->budget = atoi(text + 10);
@@ -235,12 +236,12 @@ static const char *parse_plan(const char *text, const llama_model *m, plan *p) {
     }
     p->rival = rival_find(words);
     if (p->rival) return rival_refuses(p->rival, m);
-    for (word = words; *word && !wrong; word = next) {
+    char *next;
+    for (char *word = words; *word && !wrong; word = next) {
         const size_t n = strcspn(word, " ");
-        char *value;
         next = word + n + (word[n] != 0);
         word[n] = 0;
-        value = strchr(word, '=');
+        char *value = strchr(word, '=');
         if (value) *value++ = 0;
         if (n == 0) continue;
         if (!value) wrong = plan_three(&p->cfg, word);
@@ -257,9 +258,8 @@ static const char *parse_plan(const char *text, const llama_model *m, plan *p) {
 }
 
 static void add_plan(const char *text, int optional, int is_rival) {
-    const char *wrong;
     if (all.n_plans == MAX_PLANS) fail("more than %d plans", MAX_PLANS);
-    wrong = parse_plan(text, &all.model, &all.plans[all.n_plans]);
+    const char *wrong = parse_plan(text, &all.model, &all.plans[all.n_plans]);
     if (is_rival) all.plans[all.n_plans].is_rival = 1;
     if (!wrong) all.n_plans++;
     else if (optional) fprintf(stderr, "quality: left out: %s (%s)\n", text, wrong);
@@ -267,21 +267,20 @@ static void add_plan(const char *text, int optional, int is_rival) {
 }
 
 static void add_plans(const char *const *plans, size_t n, int is_rival) {
-    size_t i;
-    for (i = 0; i < n; i++) add_plan(plans[i], 1, is_rival);
+    for (size_t i = 0; i < n; i++) add_plan(plans[i], 1, is_rival);
 }
 
 static void add_plans_of_file(const char *path) {
-    size_t size, i;
+    size_t size;
     char *text = (char *)llama_read_file(path, &size), *line = text;
     if (!text) fail("cannot read %s", path);
     text[size] = 0;
-    for (i = 0; i <= size; i++) {
-        size_t n;
+    for (size_t i = 0; i <= size; i++) {
         if (text[i] != '\n' && text[i] != 0) continue;
         text[i] = 0;
         line[strcspn(line, "#\r")] = 0;
         line += strspn(line, " \t");
+        size_t n;
         for (n = strlen(line); n && (line[n - 1] == ' ' || line[n - 1] == '\t');) line[--n] = 0;
         if (n) add_plan(line, 1, 0);
         line = text + i + 1;
@@ -305,12 +304,11 @@ static uint64_t hash(uint64_t h, const void *data, size_t n) { /* FNV-1a over wo
 
 static uint64_t hash_model(const llama_model *m) {
     uint64_t h = hash(14695981039346656037u, &m->rope_theta, sizeof m->rope_theta);
-    int i, t;
     h = hash(h, &m->rope_halves, sizeof m->rope_halves);
     h = hash(h, m->embedding.data, (size_t)m->embedding.rows * m->embedding.row_bytes);
     h = hash(h, m->head.data, (size_t)m->head.rows * m->head.row_bytes);
-    for (i = 0; i < m->n_layers; i++)
-        for (t = 0; t < LLAMA_PARTS; t++)
+    for (int i = 0; i < m->n_layers; i++)
+        for (int t = 0; t < LLAMA_PARTS; t++)
             h = hash(h, m->layers[i].w[t].data, (size_t)m->layers[i].w[t].rows * m->layers[i].w[t].row_bytes);
     return h;
 }
@@ -320,26 +318,27 @@ static int *tokenize(const llama_model *m, const char *text, size_t size, int *c
     static const char mark[] = "<|endoftext|>";
     const size_t len = sizeof mark - 1;
     int *tokens = (int *)bench_alloc((size + 2) * sizeof *tokens);
-    size_t from = 0, at;
+    size_t from = 0;
     *count = 0;
-    for (at = 0; at <= size; at++) {
+    for (size_t at = 0; at <= size; at++) {
         const int marked = size - at >= len && memcmp(text + at, mark, len) == 0;
         if (at < size && !marked) continue;
         if (m->add_bos && from && from < at && m->bos >= 0) tokens[(*count)++] = m->bos;
         *count += llama_tokenize(m, text + from, at - from, 0, tokens + *count);
-        if (at < size) from = at + len, at += len - 1;
+        if (at == size) break;
+        from = at + len;
+        at += len - 1;
     }
     return tokens;
 }
 
 static void add_window(const char *text) {
     window *w = &all.windows[all.n_windows];
-    int i;
     if (all.n_windows == MAX_WINDOWS) fail("more than %d windows", MAX_WINDOWS);
     if (sscanf(text, "%d:%d", &w->from, &w->length) != 2 || w->from < 0 || w->from > MAX_POS ||
         w->length < 2 || w->length > MAX_POS)
         fail("--window %s: it must be FROM:TOKENS", text);
-    for (i = 0; i < all.n_windows; i++) /* counted twice, a window would make errors too small */
+    for (int i = 0; i < all.n_windows; i++) /* counted twice, a window would make errors too small */
         if (all.windows[i].from == w->from && all.windows[i].length == w->length)
             fail("--window %s is given twice", text);
     all.n_windows++;
@@ -353,7 +352,8 @@ static int tokenize_line(const char *text, const char *digits, const char *end, 
     while (*text && n < sizeof line - 8) {
         const size_t step = strncmp(text, "#####", 5) == 0 ? 5 : 1;
         memcpy(line + n, step == 5 ? digits : text, step);
-        text += step, n += step;
+        text += step;
+        n += step;
     }
     line[n] = 0;
     strcat(line, end);
@@ -364,13 +364,14 @@ static int tokenize_line(const char *text, const char *digits, const char *end, 
 /* Makes a prompt of `length` tokens: filler from the text with a number at this depth, and a question at the end. */
 static void fill_key(passkey *key, int depth, int length, const int *text) {
     uint64_t z = ((uint64_t)depth + 1) * 0x9e3779b97f4a7c15u;
-    int needle[512], question[512], n_needle, n_question, filler, before;
     z = (z ^ (z >> 29)) * 0xbf58476d1ce4e5b9u;
     snprintf(key->digits, sizeof key->digits, "%05d", (int)(10000 + (z >> 33) % 90000));
-    n_needle = tokenize_line(all.needle, key->digits, "\n", needle, 512);
-    n_question = tokenize_line(all.question, key->digits, "", question, 512);
-    filler = length - n_needle - n_question;
-    before = (int)((double)filler * depth / 100);
+    int needle[512];
+    int n_needle = tokenize_line(all.needle, key->digits, "\n", needle, 512);
+    int question[512];
+    int n_question = tokenize_line(all.question, key->digits, "", question, 512);
+    int filler = length - n_needle - n_question;
+    int before = (int)((double)filler * depth / 100);
     if (filler < 16) fail("the first window is too short for a passkey");
     key->depth = depth;
     key->n = length;
@@ -384,10 +385,9 @@ static void fill_key(passkey *key, int depth, int length, const int *text) {
 static int *read_tokens(const char *path, int *n) {
     size_t size;
     char *text = (char *)llama_read_file(path, &size);
-    int *tokens;
     if (!text) fail("cannot read %s; give a text with --text FILE", path);
     if (size > 1 << 28) fail("%s is longer than any context", path);
-    tokens = tokenize(&all.model, text, size, n);
+    int *tokens = tokenize(&all.model, text, size, n);
     free(text);
     return tokens;
 }
@@ -395,8 +395,7 @@ static int *read_tokens(const char *path, int *n) {
 /* Copies n tokens as a new sequence, with a BOS first if the model expects one; -1 after the end of the text. */
 static void copy_piece(const int *text, int n_text, int from, int n, int *out) {
     const int bos = all.model.add_bos && all.model.bos >= 0;
-    int i;
-    for (i = 0; i < n; i++) {
+    for (int i = 0; i < n; i++) {
         const int at = from + i - bos;
         out[i] = bos && i == 0 ? all.model.bos : at < n_text ? text[at] : -1;
     }
@@ -405,8 +404,7 @@ static void copy_piece(const int *text, int n_text, int from, int n, int *out) {
 static void default_windows(void) { /* at most 8,192 tokens and 8 windows */
     const int length = all.model.context < 4096 ? all.model.context : 4096;
     char buf[64];
-    int i;
-    for (i = 0; i < 8 && (i + 1) * length <= 8192 && (i + 1) * length <= all.n_text; i++) {
+    for (int i = 0; i < 8 && (i + 1) * length <= 8192 && (i + 1) * length <= all.n_text; i++) {
         snprintf(buf, sizeof buf, "%d:%d", i * length, length);
         add_window(buf);
     }
@@ -417,13 +415,12 @@ static void fill_windows(int passkeys) {
     const llama_model *m = &all.model;
     const int bos = m->add_bos && m->bos >= 0;
     const uint64_t model = hash_model(m);
-    int i;
     all.text = read_tokens(all.text_path, &all.n_text);
     if (all.n_windows == 0) default_windows();
-    for (i = 0; all.from < 0 && i < all.n_windows; i++)
+    for (int i = 0; all.from < 0 && i < all.n_windows; i++)
         if (all.windows[i].length < SHORT) all.from = all.windows[i].length / 2;
     if (all.from < 0) all.from = 512;
-    for (i = 0; i < all.n_windows; i++) {
+    for (int i = 0; i < all.n_windows; i++) {
         window *w = &all.windows[i];
         if (w->from + w->length - bos > all.n_text)
             fail("--window %d:%d: the text has %d tokens", w->from, w->length, all.n_text);
@@ -439,7 +436,7 @@ static void fill_windows(int passkeys) {
         snprintf(w->path, sizeof w->path, "%s/%08lx%08lx.logits", all.cache_dir,
                  (unsigned long)(w->key >> 32), (unsigned long)(w->key & 0xffffffffu));
     }
-    for (i = 0; passkeys && i < MAX_KEYS; i++)
+    for (int i = 0; passkeys && i < MAX_KEYS; i++)
         fill_key(&all.keys[all.n_keys++], 10 + 80 * i / (MAX_KEYS - 1), all.windows[0].length,
                  all.windows[0].tokens);
 }
@@ -447,11 +444,11 @@ static void fill_windows(int passkeys) {
 /* Gives StreamingLLM the bytes of the default plan for the first window. Returns 0 if they hold the whole window. */
 static int fill_budget(plan *p) {
     const int tokens = all.windows[0].length;
-    tkv_memory_info mem;
-    tkv_config cfg;
     if (!p->rival || p->rival->rule != RIVAL_STREAMING || p->budget) return 1;
+    tkv_config cfg;
     memset(&cfg, 0, sizeof cfg);
     llama_kv_config(&all.model, &cfg);
+    tkv_memory_info mem;
     if (tkv_estimate_memory(&cfg, tokens, 1, &mem) != TKV_OK) fail("%s: tkv_estimate_memory failed", p->name);
     p->budget = (int)((double)mem.total / (double)mem.fp16_bytes * tokens);
     snprintf(p->name, sizeof p->name, "streaming:%d", p->budget);
@@ -478,8 +475,8 @@ static exact_head exact_head_of(const window *w) {
 
 static FILE *exact_open(const window *w) { /* NULL: there is no file, or its header differs */
     const exact_head want = exact_head_of(w);
-    exact_head have;
     FILE *f = fopen(w->path, "rb");
+    exact_head have;
     if (f && (fread(&have, sizeof have, 1, f) != 1 || memcmp(&have, &want, sizeof want) != 0)) {
         fclose(f);
         f = NULL;
@@ -489,8 +486,7 @@ static FILE *exact_open(const window *w) { /* NULL: there is no file, or its hea
 
 static void make_directory(const char *path) { /* makes its parents, too */
     char part[1024];
-    size_t i;
-    for (i = 1; i <= strlen(path) && i < sizeof part; i++) {
+    for (size_t i = 1; i <= strlen(path) && i < sizeof part; i++) {
         if (path[i] != '/' && path[i] != 0) continue;
         memcpy(part, path, i);
         part[i] = 0;
@@ -529,18 +525,17 @@ static void progress_of_tokens(int n) { progress(n); }
 
 static void learn_tables(void) {
     const int context = all.model.context < 4096 ? all.model.context : 4096;
-    int *text = all.text, n_text = all.n_text, i, j, at;
+    int *text = all.text, n_text = all.n_text;
     if (all.tables_path && all.n_lessons) text = read_tokens(all.tables_path, &n_text);
-    for (i = 0; i < all.n_lessons; i++) {
+    for (int i = 0; i < all.n_lessons; i++) {
         lesson *p = &all.lessons[i];
         int *tokens = (int *)bench_alloc((size_t)p->length * sizeof *tokens),
             from = p->from > 0 ? p->from : 0;
-        tkv_status status;
-        for (j = 0; !all.tables_path && j < all.n_windows; j++) {
+        for (int j = 0; !all.tables_path && j < all.n_windows; j++) {
             const window *w = &all.windows[j];
             if (p->from < 0 && from < w->from + w->length) from = w->from + w->length;
         }
-        for (j = 0; !all.tables_path && j < all.n_windows; j++) {
+        for (int j = 0; !all.tables_path && j < all.n_windows; j++) {
             const window *w = &all.windows[j];
             if (from < w->from + w->length && w->from < from + p->length)
                 fail("tables=%d:%d overlaps window %d:%d; use another piece, or --tables-text FILE", from,
@@ -549,10 +544,11 @@ static void learn_tables(void) {
         if (p->length > n_text || from > n_text - p->length)
             fail("tables=%d:%d: the text has %d tokens; use another piece, or --tables-text FILE", from,
                  p->length, n_text);
-        for (at = 0; at < p->length; at += context)
+        for (int at = 0; at < p->length; at += context)
             copy_piece(text, n_text, from + at, p->length - at < context ? p->length - at : context,
                        tokens + at);
         progress_begin("tables", p->length);
+        tkv_status status;
         p->tables = calibrate(&all.model, tokens, p->length, context, progress_of_tokens, &p->bytes, &status);
         progress(0);
         if (!p->tables) fail("tables=%d:%d: %s", from, p->length, tkv_get_status_text(status));
@@ -567,12 +563,11 @@ static void learn_tables(void) {
 /* Compares one row of logits with the exact row, in double: a divergence of 1e-4 sums terms of both signs. */
 static void compare(const float *exact, const float *row, int n, double *kl, double *exact_lse, double *lse) {
     double a = (double)exact[0], b = (double)row[0], sum_a = 0, sum_b = 0, sum = 0;
-    int i;
-    for (i = 1; i < n; i++) {
+    for (int i = 1; i < n; i++) {
         if ((double)exact[i] > a) a = (double)exact[i];
         if ((double)row[i] > b) b = (double)row[i];
     }
-    for (i = 0; i < n; i++) {
+    for (int i = 0; i < n; i++) {
         const double x = (double)exact[i] - a, y = (double)row[i] - b, p = exp(x);
         sum_a += p;
         sum_b += exp(y);
@@ -642,8 +637,8 @@ static void subject_read(subject *s, const int *tokens, int n, float *logits, in
 
 static void subject_bytes(const subject *s, result *r) {
     const double heads = all.model.n_kv_heads, dims = all.model.head_dim + all.model.v_head_dim;
-    tkv_memory_info mem;
     r->fp16_bytes = 2 * heads * dims * all.model.n_layers * s->n;
+    tkv_memory_info mem;
     if (s->r) {
         r->archive_bits = rival_bits(s->p->rival, &all.model);
         r->bytes = rival_bytes(s->p->rival, &all.model, s->n, s->p->budget);
@@ -662,18 +657,18 @@ static void run_plan(const plan *p, const window *w, result *r, FILE *exact, FIL
     float *logits = (float *)bench_alloc(TKV_BLOCK_TOKENS * vocab * sizeof *logits);
     float *row = (float *)bench_alloc(vocab * sizeof *row);
     subject s = subject_create(p, w->length);
-    int pos, n, i, from;
     if (r) {
         r->kl = (double *)bench_alloc(3 * count * sizeof *r->kl);
         r->loss = r->kl + count;
         r->delta = r->loss + count;
     }
-    for (pos = 0; pos < w->length; pos += n) {
+    int n;
+    for (int pos = 0; pos < w->length; pos += n) {
         n = subject_chunk(&s, w->length - pos);
-        from = pos < all.from ? all.from : pos; /* the chunk's first position to score */
+        int from = pos < all.from ? all.from : pos; /* the chunk's first position to score */
         if (from > pos + n) from = pos + n;
         subject_read(&s, w->tokens + pos, n, logits, pos + n - from);
-        for (i = from; i < pos + n; i++) {
+        for (int i = from; i < pos + n; i++) {
             const float *mine = logits + (size_t)(i - from) * vocab;
             if (write && fwrite(mine, sizeof *mine, vocab, write) != vocab) fail("cannot write %s", w->path);
             if (!r) continue;
@@ -694,9 +689,8 @@ static int run_key(const plan *p, const passkey *key) { /* 1: the answer begins 
     const int vocab = all.model.vocab;
     float *logits = (float *)bench_alloc((size_t)vocab * sizeof *logits);
     subject s = subject_create(p, key->n + 16);
-    char answer[64];
     size_t size = 0;
-    int n, i, token, before, len;
+    int n, len;
     while (s.n < key->n) {
         n = subject_chunk(&s, key->n - s.n);
         subject_read(&s, key->tokens + s.n, n, logits, s.n + n == key->n);
@@ -704,11 +698,12 @@ static int run_key(const plan *p, const passkey *key) { /* 1: the answer begins 
         progress(work_of(s.n - n, n));
         pthread_mutex_unlock(&all.lock);
     }
-    before = key->tokens[key->n - 1];
-    for (i = 0; i < 8 && size < 5; i++, before = token) {
-        const char *piece;
+    int before = key->tokens[key->n - 1];
+    char answer[64];
+    int token;
+    for (int i = 0; i < 8 && size < 5; i++, before = token) {
         token = llama_argmax(logits, vocab);
-        piece = llama_piece(&all.model, before, token, &len);
+        const char *piece = llama_piece(&all.model, before, token, &len);
         for (n = 0; n < len && size < sizeof answer - 1; n++)
             if (size || piece[n] != ' ') answer[size++] = piece[n]; /* skips a space before the digits */
         subject_read(&s, &token, 1, logits, 1);
@@ -760,9 +755,8 @@ static void run_job(int job) {
 
 static void *worker(void *unused) {
     for (;;) {
-        int job;
         pthread_mutex_lock(&all.lock);
-        job = all.next < all.last ? all.next++ : -1;
+        int job = all.next < all.last ? all.next++ : -1;
         pthread_mutex_unlock(&all.lock);
         if (job < 0) return unused;
         run_job(job);
@@ -783,14 +777,14 @@ typedef struct estimate {
 static estimate estimate_of(const result *r, int n_results, size_t which) {
     estimate e = {0, 0};
     double sum = 0, squares = 0;
-    int batches = 0, n = 0, i, j, b;
-    for (i = 0; i < n_results; i++) {
+    int batches = 0, n = 0;
+    for (int i = 0; i < n_results; i++) {
         const double *x = which == 0 ? r[i].kl : which == 1 ? r[i].loss : r[i].delta;
         const int count = which == 0 ? r[i].n : r[i].predicted, size = count < BATCH ? count : BATCH;
-        for (b = 0; size && b < count / size; b++) {
+        for (int b = 0; size && b < count / size; b++) {
             const int to = (b + 1) == count / size ? count : (b + 1) * size;
             double s = 0;
-            for (j = b * size; j < to; j++) s += x[j];
+            for (int j = b * size; j < to; j++) s += x[j];
             e.mean += s;
             n += to - b * size;
             s /= to - b * size;
@@ -806,16 +800,15 @@ static estimate estimate_of(const result *r, int n_results, size_t which) {
 
 static double percentile(const result *r, int n_results,
                          double share) { /* percentile of the KL divergences */
-    double *x, at, y;
-    int n = 0, i, j;
+    int n = 0, i;
     for (i = 0; i < n_results; i++) n += r[i].n;
-    x = (double *)bench_alloc((size_t)n * sizeof *x);
+    double *x = (double *)bench_alloc((size_t)n * sizeof *x);
     for (i = n = 0; i < n_results; i++)
-        for (j = 0; j < r[i].n; j++) x[n++] = r[i].kl[j];
+        for (int j = 0; j < r[i].n; j++) x[n++] = r[i].kl[j];
     qsort(x, (size_t)n, sizeof *x, bench_order);
-    at = share * (n - 1);
+    double at = share * (n - 1);
     i = (int)at;
-    y = i + 1 < n ? x[i] + (at - i) * (x[i + 1] - x[i]) : x[i];
+    double y = i + 1 < n ? x[i] + (at - i) * (x[i + 1] - x[i]) : x[i];
     free(x);
     return y;
 }
@@ -828,13 +821,12 @@ typedef struct summary {
 static summary summarize(const result *r, const window *w, int n) { /* summary of n windows */
     summary s;
     double tokens = 0, bytes = 0, fp16 = 0, scored = 0;
-    int i;
     memset(&s, 0, sizeof s);
     s.kl = estimate_of(r, n, 0);
     s.loss = estimate_of(r, n, 1);
     s.delta = estimate_of(r, n, 2);
     s.kl_999 = percentile(r, n, 0.999);
-    for (i = 0; i < n; i++) {
+    for (int i = 0; i < n; i++) {
         s.same += r[i].same;
         scored += r[i].n;
         tokens += w[i].length;
@@ -849,8 +841,8 @@ static summary summarize(const result *r, const window *w, int n) { /* summary o
 }
 
 static void keep_known_keys(void) { /* leaves out passkeys that the exact cache does not find */
-    int i, n = 0;
-    for (i = 0; i < all.n_keys; i++) {
+    int n = 0;
+    for (int i = 0; i < all.n_keys; i++) {
         if (all.keys[i].known) all.keys[n++] = all.keys[i];
         else
             fprintf(stderr, "quality: left out: passkey at %d %% (the exact cache does not find it)\n",
@@ -860,11 +852,10 @@ static void keep_known_keys(void) { /* leaves out passkeys that the exact cache 
 }
 
 static void print_head(void) {
-    int i;
     printf("%s: %d layers, %d query and %d KV heads, head_dim %d; %s, windows", base_name(all.model_path),
            all.model.n_layers, all.model.n_heads, all.model.n_kv_heads, all.model.head_dim,
            base_name(all.text_path));
-    for (i = 0; i < all.n_windows; i++) printf(" %d:%d", all.windows[i].from, all.windows[i].length);
+    for (int i = 0; i < all.n_windows; i++) printf(" %d:%d", all.windows[i].from, all.windows[i].length);
     printf(", positions from %d on\n", all.from);
     printf("%-30s %5s %7s %6s %19s %8s %7s %8s %17s", "plan", "bits", "B/token", "ratio", "KL divergence",
            "99.9 %", "top-1 %", "ppl", "dPPL %");
@@ -874,15 +865,14 @@ static void print_head(void) {
 }
 
 static int count_right(const result *r) { /* right answers to passkeys */
-    int i, right = 0;
-    for (i = 0; i < all.n_keys; i++) right += r[all.n_windows + i].right;
+    int right = 0;
+    for (int i = 0; i < all.n_keys; i++) right += r[all.n_windows + i].right;
     return right;
 }
 
 static void write_csv(FILE *csv, const plan *p,
                       const result *r) { /* a line for each window, and one for all */
-    int i;
-    for (i = 0; i <= all.n_windows; i++) {
+    for (int i = 0; i <= all.n_windows; i++) {
         const int one = i < all.n_windows;
         const window *w = &all.windows[one ? i : 0];
         const summary s = summarize(&r[one ? i : 0], w, one ? 1 : all.n_windows);
@@ -902,7 +892,6 @@ static void print_row(const plan *p, const result *r) {
     const summary s = summarize(r, all.windows, all.n_windows);
     const double growth = exp(s.delta.mean);
     char bits[16] = "-";
-    int i;
     if (s.bits > 0) snprintf(bits, sizeof bits, "%.2f", s.bits);
     if (all.n_rows++ == 0) /* the first row is the exact cache */
         printf("%-30s %5s %7.0f %6.2f %9s   %7s %8s %7s %8.3f\n", "exact", "32.00",
@@ -912,42 +901,42 @@ static void print_row(const plan *p, const result *r) {
            100 * (growth - 1), 100 * growth * s.delta.error);
     if (all.n_keys) printf("   %2d/%-2d", count_right(r), all.n_keys);
     printf(" ");
-    for (i = 0; all.n_windows > 1 && i < all.n_windows; i++) printf(" %.5f", estimate_of(&r[i], 1, 0).mean);
+    for (int i = 0; all.n_windows > 1 && i < all.n_windows; i++)
+        printf(" %.5f", estimate_of(&r[i], 1, 0).mean);
     printf("\n");
     fflush(stdout);
 }
 
 /* Runs the jobs on several threads. Prints a plan's row, in the order of the plans, as soon as its jobs are done. */
 static void run_jobs(int jobs, int threads, FILE *csv) {
-    pthread_t thread[64];
-    int i, j;
     all.next = 0;
     all.last = jobs;
     memset(all.results, 0, (size_t)jobs * sizeof *all.results);
     if (threads > 64) threads = 64;
-    for (i = 0; i < threads; i++)
+    pthread_t thread[64];
+    for (int i = 0; i < threads; i++)
         if (pthread_create(&thread[i], NULL, worker, NULL) != 0) fail("cannot start a thread");
-    for (i = 0; !all.exact && i < all.n_plans; i++) {
+    for (int i = 0; !all.exact && i < all.n_plans; i++) {
         result *r = &all.results[i * all.per_plan];
         pthread_mutex_lock(&all.lock);
-        for (j = 0; j < all.per_plan; j++)
+        for (int j = 0; j < all.per_plan; j++)
             while (!r[j].done) pthread_cond_wait(&all.finished, &all.lock);
         progress(0);
         print_row(&all.plans[i], r);
         if (csv) write_csv(csv, &all.plans[i], r);
         pthread_mutex_unlock(&all.lock);
     }
-    for (i = 0; i < threads; i++) pthread_join(thread[i], NULL);
+    for (int i = 0; i < threads; i++) pthread_join(thread[i], NULL);
     progress(0);
 }
 
 /* >>options */
 static void help(int status) {
-    int i;
     fputs(usage, stdout);
     plan_print_names();
     printf("Rivals:");
-    for (i = 0; i < (int)(sizeof rival_kinds / sizeof *rival_kinds); i++) printf(" %s", rival_kinds[i].name);
+    for (int i = 0; i < (int)(sizeof rival_kinds / sizeof *rival_kinds); i++)
+        printf(" %s", rival_kinds[i].name);
     printf("\n");
     exit(status);
 }
@@ -961,8 +950,7 @@ static int option_number(const char *name, const char *value, int least) {
 
 int main(int argc, char **argv) {
     const char *csv_path = NULL, *data = getenv("TKV_DATA");
-    char err[256], text_path[1024];
-    int n_plans = 0, rivals = -1, passkeys = 0, threads = 1, halves = 0, i, exact_jobs = 0;
+    int n_plans = 0, rivals = -1, passkeys = 0, threads = 1, halves = 0, exact_jobs = 0;
     double work = 0;
     float theta = 0;
     FILE *csv = NULL;
@@ -970,6 +958,7 @@ int main(int argc, char **argv) {
     all.cache_dir = "build/quality";
     all.needle = "The pass key is #####. Remember it. ##### is the pass key.";
     all.question = "What is the pass key? The pass key is";
+    int i;
     for (i = 1; i < argc; i++) {
         const char *name = argv[i], *value = i + 1 < argc ? argv[i + 1] : NULL;
         if (strcmp(name, "-h") == 0 || strcmp(name, "--help") == 0) help(0);
@@ -994,10 +983,12 @@ int main(int argc, char **argv) {
         else fail("%s: unknown option (quality --help)", name);
     }
     if (!all.model_path) help(1);
+    char err[256];
     if (!llama_load(all.model_path, NULL, &all.model, err, sizeof err)) fail("%s: %s", all.model_path, err);
     if (all.model.note[0]) fprintf(stderr, "quality: %s\n", all.model.note);
     if (theta > 0) all.model.rope_theta = theta;
     all.model.rope_halves = halves;
+    char text_path[1024];
     snprintf(text_path, sizeof text_path, "%s/text/wiki.test.raw", data && *data ? data : "../shared/data");
     if (!all.text_path) all.text_path = text_path;
     fill_windows(passkeys);

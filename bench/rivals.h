@@ -30,28 +30,25 @@ static float rival_half(float x) { /* rounded to fp16 */
 
 static float rival_largest(const float *x, int n) { /* the value with the largest magnitude */
     float largest = 0;
-    int i;
-    for (i = 0; i < n; i++)
+    for (int i = 0; i < n; i++)
         if (fabsf(x[i]) > fabsf(largest)) largest = x[i];
     return largest;
 }
 
 static void rival_q8_0(float *x, int n) {
-    int i;
     for (; n > 0; n -= 32, x += 32) {
         const float d = fabsf(rival_largest(x, 32)) / 127.0f, id = d > 0 ? 1.0f / d : 0.0f;
         const float scale = rival_half(d);
-        for (i = 0; i < 32; i++) x[i] = scale * roundf(x[i] * id);
+        for (int i = 0; i < 32; i++) x[i] = scale * roundf(x[i] * id);
     }
 }
 
 /* q4_0 and q5_0: levels -half to half - 1; the value with the largest magnitude gets level -half. */
 static void rival_signed(float *x, int n, int half) {
-    int i;
     for (; n > 0; n -= 32, x += 32) {
         const float d = rival_largest(x, 32) / (float)-half, id = d > 0 || d < 0 ? 1.0f / d : 0.0f;
         const float scale = rival_half(d);
-        for (i = 0; i < 32; i++) {
+        for (int i = 0; i < 32; i++) {
             const int code = (int)(x[i] * id + (float)half + 0.5f);
             x[i] = scale * (float)((code > 2 * half - 1 ? 2 * half - 1 : code) - half);
         }
@@ -61,9 +58,8 @@ static void rival_q4_0(float *x, int n) { rival_signed(x, n, 8); }
 static void rival_q5_0(float *x, int n) { rival_signed(x, n, 16); }
 
 static void rival_range(const float *x, size_t stride, int n, float *least, float *most) {
-    int i;
     *least = *most = x[0];
-    for (i = 1; i < n; i++) {
+    for (int i = 1; i < n; i++) {
         const float y = x[(size_t)i * stride];
         if (y < *least) *least = y;
         if (y > *most) *most = y;
@@ -71,14 +67,16 @@ static void rival_range(const float *x, size_t stride, int n, float *least, floa
 }
 
 static void rival_q4_1(float *x, int n) {
-    int i;
     for (; n > 0; n -= 32, x += 32) {
-        float least, most, d, id, scale, zero;
+        float least, most;
         rival_range(x, 1, 32, &least, &most);
-        d = (most - least) / 15.0f;
-        id = d > 0 ? 1.0f / d : 0.0f;
-        scale = rival_half(d), zero = rival_half(least);
-        for (i = 0; i < 32; i++) {
+        float d = (most - least) / 15.0f;
+        float id = d > 0 ? 1.0f / d : 0.0f;
+        float scale;
+        float zero;
+        scale = rival_half(d);
+        zero = rival_half(least);
+        for (int i = 0; i < 32; i++) {
             const int code = (int)((x[i] - least) * id + 0.5f);
             x[i] = scale * (float)(code > 15 ? 15 : code) + zero;
         }
@@ -88,11 +86,13 @@ static void rival_q4_1(float *x, int n) {
 /* Codes one group with its minimum and a scale, both fp16 (KIVI, arXiv 2402.02750, section 3). */
 static void rival_min_max(float *x, size_t stride, int n, int bits) {
     const float top = (float)((1 << bits) - 1);
-    float least, most, scale, zero;
-    int i;
+    float least, most;
     rival_range(x, stride, n, &least, &most);
-    scale = rival_half((most - least) / top), zero = rival_half(least);
-    for (i = 0; i < n; i++, x += stride) {
+    float scale;
+    float zero;
+    scale = rival_half((most - least) / top);
+    zero = rival_half(least);
+    for (int i = 0; i < n; i++, x += stride) {
         float code = scale > 0 ? rintf((*x - zero) / scale) : 0;
         code = code < 0 ? 0 : code > top ? top : code;
         *x = scale * code + zero;
@@ -106,14 +106,14 @@ static void rival_int2(float *x, int n) { rival_groups(x, n, 2); }
 
 static void rival_hadamard(float *x, int n) { /* n: a power of two; the transform is its own inverse */
     const float norm = 1.0f / sqrtf((float)n);
-    int step, i, j;
-    for (step = 1; step < n; step *= 2)
-        for (i = 0; i < n; i += 2 * step)
-            for (j = i; j < i + step; j++) {
+    for (int step = 1; step < n; step *= 2)
+        for (int i = 0; i < n; i += 2 * step)
+            for (int j = i; j < i + step; j++) {
                 const float a = x[j], b = x[j + step];
-                x[j] = a + b, x[j + step] = a - b;
+                x[j] = a + b;
+                x[j + step] = a - b;
             }
-    for (i = 0; i < n; i++) x[i] *= norm;
+    for (int i = 0; i < n; i++) x[i] *= norm;
 }
 
 /* >>kinds */
@@ -145,8 +145,7 @@ static const rival_kind rival_kinds[] = {
 };
 
 static const rival_kind *rival_find(const char *name) { /* NULL: unknown */
-    size_t i;
-    for (i = 0; i < sizeof rival_kinds / sizeof *rival_kinds; i++)
+    for (size_t i = 0; i < sizeof rival_kinds / sizeof *rival_kinds; i++)
         if (strcmp(rival_kinds[i].name, name) == 0) return &rival_kinds[i];
     return NULL;
 }
@@ -189,10 +188,9 @@ static void rival_destroy(rival *r) {
 /* Creates a cache of at most max_tokens; NULL: out of memory. Only StreamingLLM uses `budget`. */
 static rival *rival_create(const rival_kind *kind, const llama_model *m, int max_tokens, int budget) {
     rival *r = (rival *)calloc(1, sizeof *r);
-    size_t heads, rows;
     if (!r) return NULL;
-    heads = (size_t)m->n_layers * (size_t)m->n_kv_heads;
-    rows = (size_t)(RIVAL_CHUNK * (m->n_heads / m->n_kv_heads));
+    size_t heads = (size_t)m->n_layers * (size_t)m->n_kv_heads;
+    size_t rows = (size_t)(RIVAL_CHUNK * (m->n_heads / m->n_kv_heads));
     r->kind = kind;
     r->m = m;
     r->max_tokens = max_tokens;
@@ -221,29 +219,27 @@ static rival_side rival_side_of(const rival *r, tkv_side side, int layer, int he
 /* Codes tokens from to `to` - 1 with the kind's row codec. */
 static void rival_code_rows(const rival *r, const rival_side *s, int from, int to) {
     float x[TKV_MAX_HEAD_DIM];
-    int t, c;
-    for (t = from; t < to; t++) {
+    for (int t = from; t < to; t++) {
         float *p = s->p + (size_t)t * s->token;
-        for (c = 0; c < s->dim; c++) x[c] = p[(size_t)c * s->channel];
-        for (c = 0; r->kind->hadamard && c < s->dim; c += s->rotated) rival_hadamard(x + c, s->rotated);
+        for (int c = 0; c < s->dim; c++) x[c] = p[(size_t)c * s->channel];
+        for (int c = 0; r->kind->hadamard && c < s->dim; c += s->rotated) rival_hadamard(x + c, s->rotated);
         r->kind->row(x, s->dim);
-        for (c = 0; r->kind->hadamard && c < s->dim; c += s->rotated) rival_hadamard(x + c, s->rotated);
-        for (c = 0; c < s->dim; c++) p[(size_t)c * s->channel] = x[c];
+        for (int c = 0; r->kind->hadamard && c < s->dim; c += s->rotated) rival_hadamard(x + c, s->rotated);
+        for (int c = 0; c < s->dim; c++) p[(size_t)c * s->channel] = x[c];
     }
 }
 
 /* Codes groups along tokens: `wide` bits for the n_wide channels with the largest mean magnitude, else `bits`. */
 static void rival_code_channels(const rival_side *s, int from, int to, int bits, int n_wide, int wide) {
     float size[TKV_MAX_HEAD_DIM];
-    int c, t, i;
-    for (c = 0; c < s->dim; c++) {
+    for (int c = 0; c < s->dim; c++) {
         const float *p = s->p + (size_t)from * s->token + (size_t)c * s->channel;
         size[c] = 0;
-        for (t = from; t < to; t++, p += s->token) size[c] += fabsf(*p);
+        for (int t = from; t < to; t++, p += s->token) size[c] += fabsf(*p);
     }
-    for (c = 0; c < s->dim; c++) {
+    for (int c = 0; c < s->dim; c++) {
         int larger = 0;
-        for (i = 0; i < s->dim; i++) larger += size[i] > size[c] || (!(size[i] < size[c]) && i < c);
+        for (int i = 0; i < s->dim; i++) larger += size[i] > size[c] || (!(size[i] < size[c]) && i < c);
         rival_min_max(s->p + (size_t)from * s->token + (size_t)c * s->channel, s->token, to - from,
                       larger < n_wide ? wide : bits);
     }
@@ -327,12 +323,11 @@ static double rival_bits(const rival_kind *kind, const llama_model *m) {
 /* Adds m <= 4 rows: y[i] += a[0] x[i] + a[1] x[stride + i] + ..., for i < n. */
 static void rival_add(float *y, const float *a, int m, const float *x, size_t stride, size_t n) {
     size_t i = 0;
-    int j;
     if (m == 4) {
-        llama_vec b[4];
         float same[4][LLAMA_LANES];
-        for (j = 0; j < 4; j++)
+        for (int j = 0; j < 4; j++)
             for (i = 0; i < LLAMA_LANES; i++) same[j][i] = a[j];
+        llama_vec b[4];
         memcpy(b, same, sizeof b);
         for (i = 0; i + LLAMA_LANES <= n; i += LLAMA_LANES) {
             const float *p = x + i;
@@ -342,7 +337,7 @@ static void rival_add(float *y, const float *a, int m, const float *x, size_t st
         }
     }
     for (; i < n; i++)
-        for (j = 0; j < m; j++) y[i] += a[j] * x[(size_t)j * stride + i];
+        for (int j = 0; j < m; j++) y[i] += a[j] * x[(size_t)j * stride + i];
 }
 
 /* Sets the rotation of the sinks for each row. StreamingLLM counts positions inside its cache, so the sinks move
@@ -351,11 +346,10 @@ static void rival_set_angles(const rival *r, int n) {
     const llama_model *m = r->m;
     const int pairs = m->rope_dim / 2;
     float *factors = r->angles + (size_t)(RIVAL_CHUNK * m->rope_dim);
-    int i, j;
     if (m->rope_factors.data) llama_row(&m->rope_factors, 0, factors);
-    for (i = 0; i < n; i++) {
+    for (int i = 0; i < n; i++) {
         const int shift = r->n + i + 1 > r->budget ? r->n + i + 1 - r->budget : 0;
-        for (j = 0; j < pairs; j++) {
+        for (int j = 0; j < pairs; j++) {
             double f = pow((double)m->rope_theta, -2.0 * j / m->rope_dim);
             if (m->rope_factors.data) f /= (double)factors[j];
             r->angles[2 * (i * pairs + j)] = (float)cos(f * shift);
@@ -382,9 +376,8 @@ static float rival_exp(float x) {
 /* Replaces p[i] by exp(p[i] - high) for i < n. Returns the sum. */
 static double rival_exps(float *p, int n, float high) {
     double sum = 0;
-    int i;
-    for (i = 0; i < n; i++) p[i] = rival_exp(p[i] - high);
-    for (i = 0; i < n; i++) sum += (double)p[i];
+    for (int i = 0; i < n; i++) p[i] = rival_exp(p[i] - high);
+    for (int i = 0; i < n; i++) sum += (double)p[i];
     return sum;
 }
 
@@ -396,13 +389,14 @@ static void rival_attend(const rival *r, const rival_side *k, const rival_side *
     const int group = m->n_heads / m->n_kv_heads, rows = n * group, end = r->n + n;
     const int first = streaming && end > r->budget ? (end - r->budget) / RIVAL_TILE * RIVAL_TILE : 0;
     const float scale = 1.0f / sqrtf((float)k->dim);
-    float x[TKV_MAX_HEAD_DIM];
-    int row, tile, c, t;
-    for (row = 0; row < rows; row++)
+    for (int row = 0; row < rows; row++)
         memset(r->scores + (size_t)row * (size_t)r->max_tokens, 0, (size_t)end * sizeof *r->scores);
-    for (tile = first; tile < end; tile += RIVAL_TILE) { /* keys of a tile stay in the processor's cache */
+    float x[TKV_MAX_HEAD_DIM];
+    int c;
+    for (int tile = first; tile < end;
+         tile += RIVAL_TILE) { /* keys of a tile stay in the processor's cache */
         const int count = end - tile < RIVAL_TILE ? end - tile : RIVAL_TILE;
-        for (row = 0; row < rows; row++) {
+        for (int row = 0; row < rows; row++) {
             const float *query = q + (row / group * m->n_heads + row % group) * k->dim;
             for (c = 0; c < k->dim; c++) x[c] = scale * query[c];
             for (c = 0; c < k->dim; c += 4)
@@ -411,12 +405,12 @@ static void rival_attend(const rival *r, const rival_side *k, const rival_side *
                           (size_t)count);
         }
     }
-    for (row = 0; row < rows; row++) { /* keys 0 to sinks - 1, and from to `to` - 1 */
+    int t;
+    for (int row = 0; row < rows; row++) { /* keys 0 to sinks - 1, and from to `to` - 1 */
         const int at = row / group * m->n_heads + row % group, to = r->n + row / group + 1;
         const int evicted = streaming && to > r->budget ? to - r->budget : 0,
                   from = sinks < to ? evicted + sinks : to;
         float *p = r->scores + (size_t)row * (size_t)r->max_tokens, *o = out + at * v->dim, high = -1e30f;
-        double sum;
         if (evicted) {
             for (c = 0; c < k->dim; c++) x[c] = scale * q[at * k->dim + c];
             llama_rope(m, x, 1, 1, r->angles + row / group * m->rope_dim);
@@ -426,14 +420,14 @@ static void rival_attend(const rival *r, const rival_side *k, const rival_side *
         }
         for (t = 0; t < to; t = t + 1 == sinks ? from : t + 1)
             if (p[t] > high) high = p[t];
-        sum = rival_exps(p, sinks < to ? sinks : to, high) + rival_exps(p + from, to - from, high);
+        double sum = rival_exps(p, sinks < to ? sinks : to, high) + rival_exps(p + from, to - from, high);
         for (t = 0; t < to; t++) p[t] = t < sinks || t >= from ? p[t] * (float)(1 / sum) : 0;
         for (; t < end; t++) p[t] = 0;
         for (c = 0; c < v->dim; c++) o[c] = 0;
         for (t = 0; first && t < sinks; t++) rival_add(o, p + t, 1, v->p + t * v->dim, 0, (size_t)v->dim);
     }
-    for (tile = first; tile < end; tile += RIVAL_TILE)
-        for (row = 0; row < rows; row++) {
+    for (int tile = first; tile < end; tile += RIVAL_TILE)
+        for (int row = 0; row < rows; row++) {
             const float *p = r->scores + (size_t)row * (size_t)r->max_tokens;
             const int to = end - tile < RIVAL_TILE ? end : tile + RIVAL_TILE;
             float *o = out + (row / group * m->n_heads + row % group) * v->dim;
@@ -449,26 +443,25 @@ static tkv_status rival_attention(void *ctx, int layer, const float *q, const fl
     rival *r = (rival *)ctx;
     const llama_model *m = r->m;
     const int group = m->n_heads / m->n_kv_heads, before = r->n;
-    int head, side, t, c;
     if (n > RIVAL_CHUNK || n > r->max_tokens - r->n) return TKV_ERR_CAPACITY;
     if (layer == 0 && r->kind->rule == RIVAL_STREAMING) rival_set_angles(r, n);
-    for (head = 0; head < m->n_kv_heads; head++) {
+    for (int head = 0; head < m->n_kv_heads; head++) {
         rival_side s[2];
-        for (side = 0; side < 2; side++) {
+        for (int side = 0; side < 2; side++) {
             const float *from = side == TKV_K ? k : v;
             s[side] = rival_side_of(r, (tkv_side)side, layer, head);
-            for (t = 0; t < n; t++)
-                for (c = 0; c < s[side].dim; c++)
+            for (int t = 0; t < n; t++)
+                for (int c = 0; c < s[side].dim; c++)
                     s[side].p[(size_t)(before + t) * s[side].token + (size_t)c * s[side].channel] =
                         from[(size_t)(t * m->n_kv_heads + head) * (size_t)s[side].dim + (size_t)c];
             if (r->kind->rule == RIVAL_APPEND) rival_code_rows(r, &s[side], before, before + n);
             if (r->kind->rule == RIVAL_AGE) /* the newest tokens have 8 bits */
-                for (t = before; t < before + n; t += 32)
+                for (int t = before; t < before + n; t += 32)
                     rival_code_channels(&s[side], t, t + 32 < before + n ? t + 32 : before + n, 8, 0, 0);
         }
         rival_attend(r, &s[TKV_K], &s[TKV_V], q + head * group * m->head_dim, n,
                      out + head * group * m->v_head_dim);
-        for (side = 0; side < 2; side++) rival_age(r, &s[side], (tkv_side)side, before, before + n);
+        for (int side = 0; side < 2; side++) rival_age(r, &s[side], (tkv_side)side, before, before + n);
     }
     if (layer == m->n_layers - 1) r->n += n;
     return TKV_OK;

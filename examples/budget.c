@@ -1,15 +1,14 @@
 /*
- * budget.c - a real model generates text under a byte budget that is too small for FP16, and the program shows
- * what the cache does to keep the budget.
+ * budget.c - a real model generates text under a byte budget that is too small for FP16. The program shows how the
+ * cache keeps the budget.
  *
  * cc -O2 examples/budget.c examples/tieredkv.c -o budget -lm && ./budget
  *
- * A progress line shows the tokens, the level of the ladder, the pressure, the bytes, and the share of each tier.
- * Each change of level prints a line. A table follows at the end: blocks that each level recoded, and the peak
- * against the budget. --compare adds the KL divergence from an unlimited cache with the same tokens. --csv writes
- * every step to a file for `bench/plot.py --budget`. --spill offloads old blocks to a temporary file
- * (spill_file.h) when the last level is not enough; attention reads them there. `./budget --help` lists the
- * options.
+ * A progress line shows the tokens, the level of the ladder, the pressure, the bytes, and the share of each tier. Each
+ * change of level prints a line. A table follows at the end: blocks that each level recoded, and the peak against the
+ * budget. --compare adds the KL divergence from an unlimited cache with the same tokens. --csv writes every step to a
+ * file for `bench/plot.py --budget`. --spill offloads old blocks to a temporary file (spill_file.h) when the last level
+ * is not enough; attention reads them there. `./budget --help` lists the options.
  *
  * program.h has the code that it shares with generate. In this order: options, progress, running, table, main.
  */
@@ -32,7 +31,7 @@ enum { DEFAULT_TOTAL = 2000 }; /* tokens of prompt and text without -n */
 
 static const char usage[] =
     "budget [MODEL] [options]\n"
-    "MODEL is " DEMO " by default. " PROGRAM_HELP
+    "Without MODEL, the model is " DEMO ".\n" PROGRAM_HELP
     "  -n N               tokens to generate (to 2000 with the prompt, at most the context)\n"
     "  --budget B         bytes, or percent of the bytes of FP16 (35%); none: FP16 without a budget\n"
     "  --policy NAME      profile of the pressure controller: default, aggressive or fp16_only\n"
@@ -41,7 +40,7 @@ static const char usage[] =
     "  --csv FILE         writes one line per step\n"
     "The program always sets --raw.\n"
     "\n"
-    "The plan of the ladder's last levels. Each line is an option, such as --archive FORMAT:\n" PLAN_HELP;
+    "The plan of level 3 of the ladder. Each line is an option, such as --archive FORMAT:\n" PLAN_HELP;
 
 typedef struct settings {
     tkv_config *cfg;
@@ -74,10 +73,16 @@ typedef struct session {
 /* >>options */
 static parsed parse_own_option(void *ctx, const char *name, const char *value) {
     settings *w = (settings *)ctx;
-    int profile;
-    if (strcmp(name, "--compare") == 0) return w->compare = 1, ALONE;
-    if (strcmp(name, "--spill") == 0) return w->spill = 1, ALONE;
+    if (strcmp(name, "--compare") == 0) {
+        w->compare = 1;
+        return ALONE;
+    }
+    if (strcmp(name, "--spill") == 0) {
+        w->spill = 1;
+        return ALONE;
+    }
     if (!value) return UNKNOWN;
+    int profile;
     if (strcmp(name, "--budget") == 0) w->budget = value;
     else if (strcmp(name, "--csv") == 0) w->csv = value;
     else if (strcmp(name, "--policy") != 0) return UNKNOWN;
@@ -114,7 +119,10 @@ static void set_budget(session *s, const char *text) {
         s->cfg.tiers.hot_tokens = TKV_UNLIMITED;
         return;
     }
-    if (*end == '%') bytes *= fp16_bytes(s, s->total) / 100, end++;
+    if (*end == '%') {
+        bytes *= fp16_bytes(s, s->total) / 100;
+        end++;
+    }
     if (*end || !(bytes >= 1 && bytes < 1e15))
         fail("--budget %s: it must be bytes (2000000), percent of FP16 (35%%) or none", text);
     s->cfg.budget.bytes = (size_t)bytes;
@@ -132,10 +140,11 @@ static const char *bar_of(const tkv_memory_info *mem) {
     enum { WIDTH = 16 }; /* the progress line fits into 80 columns */
     static char bar[WIDTH + 1];
     double all = 0, sum = 0;
-    int tier, from = 0, to;
+    int from = 0;
     memset(bar, ' ', WIDTH);
-    for (tier = 0; tier < TKV_TIER_COUNT; tier++) all += (double)mem->tier[tier].tokens;
-    for (tier = TKV_TIER_COUNT; all > 0 && tier--; from = to) {
+    for (int tier = 0; tier < TKV_TIER_COUNT; tier++) all += (double)mem->tier[tier].tokens;
+    int to;
+    for (int tier = TKV_TIER_COUNT; all > 0 && tier--; from = to) {
         sum += (double)mem->tier[tier].tokens;
         to = (int)((double)WIDTH * sum / all + 0.5);
         memset(bar + from, tier_marks[tier], (size_t)(to - from));
@@ -176,9 +185,9 @@ static void report_step(session *s) { /* progress line and CSV */
 static void enter_level(session *s, int level) {
     stage *x = &s->stages[level];
     char warm[40] = "", archive[40] = "";
-    tkv_layer_info layer;
     if (x->from >= 0) return;
     x->from = s->done;
+    tkv_layer_info layer;
     if (tkv_get_layer(s->kv, 0, 0, &layer) == TKV_OK) {
         pair_name(&layer.format[TKV_TIER_WARM], warm, sizeof warm);
         pair_name(&layer.format[TKV_TIER_ARCHIVE], archive, sizeof archive);
@@ -204,9 +213,8 @@ static void on_event(void *user, const tkv_event *e) {
 static void compare(session *s, int n) { /* compares the last n positions */
     const int vocab = s->model.vocab;
     tkv_budget_info b;
-    int i;
     if (tkv_get_budget(s->kv, &b) != TKV_OK) return;
-    for (i = 0; i < n; i++) {
+    for (int i = 0; i < n; i++) {
         const float *got = s->logits + (size_t)i * (size_t)vocab,
                     *want = s->exact_logits + (size_t)i * (size_t)vocab;
         const int next = s->done - n + i + 1;
@@ -254,11 +262,11 @@ static void run(session *s, const options *o) {
 
 /* >>table */
 static void print_text(const session *s) {
-    int i, len, first = s->done - 60;
+    int len, first = s->done - 60;
     if (first < s->n_prompt) first = s->n_prompt;
     if (s->done <= first) return;
     printf("The text ends:\n\n...");
-    for (i = first; i < s->done; i++) {
+    for (int i = first; i < s->done; i++) {
         const char *piece = llama_piece(&s->model, s->tokens[i - 1], s->tokens[i], &len);
         fwrite(piece, 1, (size_t)len, stdout);
     }
@@ -278,11 +286,10 @@ static void print_stage(const session *s, const tkv_budget_info *b, int level) {
 static void print_table(const session *s, double time) {
     tkv_budget_info b;
     tkv_memory_info mem;
-    int level;
     if (tkv_get_budget(s->kv, &b) != TKV_OK || tkv_get_memory(s->kv, &mem) != TKV_OK) return;
     printf("  level  formats of old tokens          from token  blocks recoded%s\n",
            s->exact ? "   KL to exact  same likeliest token" : "");
-    for (level = 0; level < b.n_levels; level++) print_stage(s, &b, level);
+    for (int level = 0; level < b.n_levels; level++) print_stage(s, &b, level);
     printf("\n  tokens       %s of %s, %s per second (one thread, %s)\n", commas(s->done), commas(s->total),
            commas(s->done / (time + 1e-9)), tkv_get_name(TKV_NAME_ISA, program_isa_of(s->kv)));
     printf("  peak         %s bytes", commas((double)b.peak));
@@ -312,13 +319,9 @@ static void open_spill(session *s, spill_file *file) {
 }
 
 int main(int argc, char **argv) {
-    spill_file file;
     options o;
     session s;
     settings w;
-    double start;
-    int context, i;
-
     memset(&o, 0, sizeof o);
     memset(&s, 0, sizeof s);
     memset(&w, 0, sizeof w);
@@ -328,15 +331,18 @@ int main(int argc, char **argv) {
     parse_options(argc, argv, usage, &o, &s.cfg, parse_own_option, &w);
     if (!o.model) o.model = DEMO;
     load(&o, &s.model, &s.cfg);
-    context = context_of(&o, &s.model);
-    i = !o.n ? 1 : o.n < context / 2 ? o.n : context / 2; /* tokens of the context kept for the text */
-    s.n_prompt = read_prompt(&s.model, &o, context - i, (o.n ? o.n : DEFAULT_TOTAL) + 1, 0, &s.tokens);
+    const int context = context_of(&o, &s.model);
+    const int n_text = !o.n                ? 1
+                       : o.n < context / 2 ? o.n
+                                           : context / 2; /* tokens of the context kept for the text */
+    s.n_prompt = read_prompt(&s.model, &o, context - n_text, (o.n ? o.n : DEFAULT_TOTAL) + 1, 0, &s.tokens);
     s.total = o.n ? s.n_prompt + o.n : s.n_prompt < DEFAULT_TOTAL ? DEFAULT_TOTAL : s.n_prompt + 1;
     if (s.total > context) s.total = context;
 
+    spill_file file;
     if (w.spill) open_spill(&s, &file);
     set_budget(&s, w.budget);
-    for (i = 0; i < TKV_MAX_LEVELS; i++) s.stages[i].from = -1;
+    for (int i = 0; i < TKV_MAX_LEVELS; i++) s.stages[i].from = -1;
     s.on_terminal = isatty(2);
     s.cfg.host.on_event = on_event;
     s.cfg.host.event_user = &s;
@@ -359,14 +365,14 @@ int main(int argc, char **argv) {
         fprintf(s.csv, "tokens,bytes,level,pressure,hot,warm,archive,budget,fp16,total\n");
     }
 
-    start = seconds();
+    const double start = seconds();
     run(&s, &o);
-    start = seconds() - start;
+    const double took = seconds() - start;
     if (s.shown && s.on_terminal) fprintf(stderr, "\n");
     if (s.csv && fclose(s.csv) != 0) fail("cannot write %s", w.csv);
     printf("\n");
     print_text(&s);
-    print_table(&s, start);
+    print_table(&s, took);
     if (s.refused) printf("\nThe budget is full. Use a larger budget or fewer tokens (-n): %s\n", advice(&s));
     tkv_destroy(s.kv);
     tkv_destroy(s.exact);

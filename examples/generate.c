@@ -63,11 +63,15 @@ typedef struct session {
 static parsed parse_own_option(void *ctx, const char *name, const char *value) {
     settings *w = (settings *)ctx;
     int ok = 1;
-    if (strcmp(name, "--no-compare") == 0) return w->compare = 0, ALONE;
+    if (strcmp(name, "--no-compare") == 0) {
+        w->compare = 0;
+        return ALONE;
+    }
     if (!value) return UNKNOWN;
-    if (strcmp(name, "--recall") == 0) ok = *(w->recall = value) != 0;
-    else if (strcmp(name, "--compare") == 0)
-        ok = (w->compare = atoi(value)) >= 0 && w->compare <= PROGRAM_MOST;
+    if (strcmp(name, "--recall") == 0) {
+        w->recall = value;
+        ok = *value != 0;
+    } else if (strcmp(name, "--compare") == 0) ok = read_int(value, 0, PROGRAM_MOST, &w->compare);
     else return UNKNOWN;
     return ok ? WITH_VALUE : BAD_VALUE;
 }
@@ -103,7 +107,6 @@ static void evaluate(session *s, int n, int n_logits) {
     const int pos = tkv_get_length(s->kv, 0, TKV_ALL_LAYERS), vocab = s->model.vocab;
     const double start = seconds();
     tkv_status status = tkv_seq_begin(s->kv, 0);
-    int i;
     s->pos = pos;
     s->appending += seconds() - start;
     if (status == TKV_OK)
@@ -111,7 +114,7 @@ static void evaluate(session *s, int n, int n_logits) {
             llama_forward_with(&s->model, s->tokens + pos, n, pos, timed_attention, s, s->logits, n_logits);
     if (status == TKV_OK) status = tkv_seq_commit(s->kv, 0);
     if (status != TKV_OK) fail("token %d: %s", pos, tkv_get_status_text(status));
-    for (i = 0; i < n_logits && s->n_kept > 0; i++)
+    for (int i = 0; i < n_logits && s->n_kept > 0; i++)
         memcpy(s->kept + (size_t)((pos + n - n_logits + i) % s->n_kept) * (size_t)vocab,
                s->logits + (size_t)i * (size_t)vocab, (size_t)vocab * sizeof *s->kept);
 }
@@ -120,15 +123,16 @@ static void evaluate(session *s, int n, int n_logits) {
 /* Returns a line feed and the text of the first n tokens; token i ends at ends[i]. The caller frees it. */
 static char *text_of(const session *s, int n, int *ends) {
     char *text = NULL;
-    int i, len, pass, at = 0;
-    for (pass = 0; pass < 2; pass++) {
+    int i, len, at = 0;
+    for (int pass = 0; pass < 2; pass++) {
         if (pass) text = (char *)allocate((size_t)at, 1);
         for (i = 0, at = 1; i < n; at += len, ends[i++] = at) {
             const char *piece = llama_piece(&s->model, i ? s->tokens[i - 1] : -1, s->tokens[i], &len);
             if (pass) memcpy(text + at, piece, (size_t)len);
         }
     }
-    text[0] = '\n', text[at] = 0;
+    text[0] = '\n';
+    text[at] = 0;
     return text;
 }
 
@@ -140,7 +144,7 @@ static void find_secrets(session *s, const char *start) {
     while ((from = strchr(from, '\n')) != NULL && from - text < ends[s->n_prompt - 1] &&
            s->n_secrets < SECRETS) {
         secret *x = &s->secrets[s->n_secrets];
-        const char *newest = from++, *copy;
+        const char *newest = from++;
         size_t size = 1 + strcspn(from, "\n");
         if (strncmp(from, start, strlen(start)) != 0 || size >= LINE) continue;
         if (from[size - 2] == '.') size--;
@@ -148,7 +152,7 @@ static void find_secrets(session *s, const char *start) {
         memcpy(x->line, from - 1, size);
         for (x->word = (int)size; x->word > 1 && x->line[x->word - 1] != ' ';) x->word--;
         if (x->word < 2 || x->word == (int)size || size - (size_t)x->word > ANSWER) continue;
-        for (copy = newest;
+        for (const char *copy = newest;
              (copy = strstr(copy + 1, x->line)) != NULL;) /* the model may have written copies */
             if (strchr(".\n", copy[size])) newest = copy;
         while (x->at + 1 < n && ends[x->at] < newest - text + (int)size) x->at++;
@@ -162,18 +166,18 @@ static void find_secrets(session *s, const char *start) {
  * one. */
 static void ask(session *s, int which) {
     const int before = tkv_get_length(s->kv, 0, TKV_ALL_LAYERS);
-    int tokens[LINE + 2 * ANSWER], i, k, j, n, len, used, want;
-    for (k = 0; k < s->n_secrets; k++) {
+    int tokens[LINE + 2 * ANSWER], len;
+    for (int k = 0; k < s->n_secrets; k++) {
         secret *x = &s->secrets[k];
         tkv_status status = TKV_OK;
-        n = llama_tokenize(&s->model, x->line, (size_t)x->word - 1, 0, tokens);
-        want = (int)strlen(x->line + x->word);
-        for (i = used = 0; status == TKV_OK && i < n + ANSWER; i++) {
+        int n = llama_tokenize(&s->model, x->line, (size_t)x->word - 1, 0, tokens);
+        int want = (int)strlen(x->line + x->word);
+        int used = 0;
+        for (int i = 0; status == TKV_OK && i < n + ANSWER; i++) {
             if (i >= n) { /* the question is complete: sample the answer */
-                const char *piece;
                 tokens[i] = llama_argmax(s->logits, s->model.vocab);
-                piece = llama_piece(&s->model, tokens[i - 1], tokens[i], &len);
-                for (j = 0; j < len && used < want; j++)
+                const char *piece = llama_piece(&s->model, tokens[i - 1], tokens[i], &len);
+                for (int j = 0; j < len && used < want; j++)
                     if (used > 0 || piece[j] != ' ')
                         x->answer[which][used++] = piece[j] < 32 || piece[j] > 126 ? '?' : piece[j];
                 if (used == want) break;
@@ -208,20 +212,19 @@ static void compare(session *s, comparison *c) {
     double *kl = (double *)allocate((size_t)count, sizeof *kl);
     const double start = seconds();
     session exact = *s;
-    int pos, i;
     memset(c, 0, sizeof *c);
     exact.cfg.tiers.hot.k = exact.cfg.tiers.hot.v = TKV_F32;
     exact.cfg.tiers.warm = exact.cfg.tiers.archive = exact.cfg.tiers.hot;
     exact.cfg.layers = NULL;
     exact.kv = create(&exact.cfg);
     exact.n_kept = 0;
-    for (pos = 0; pos < n;) {
+    for (int pos = 0; pos < n;) {
         const int chunk = llama_chunk(&s->cfg, pos, n - pos < 64 ? n - pos : 64);
         int from = pos < first ? first : pos; /* the chunk's first position to compare */
         if (from > pos + chunk) from = pos + chunk;
         show_progress("comparing", pos, n, start);
         evaluate(&exact, chunk, pos + chunk - from);
-        for (i = from; i < pos + chunk; i++) {
+        for (int i = from; i < pos + chunk; i++) {
             const float *a = s->kept + (size_t)(i % s->n_kept) * (size_t)vocab;
             const float *b = exact.logits + (size_t)(i - from) * (size_t)vocab;
             kl[i - first] = llama_divergence(b, a, vocab);
@@ -236,9 +239,11 @@ static void compare(session *s, comparison *c) {
     }
     show_progress("comparing", n, n, start);
     ask(&exact, EXACT);
-    for (i = 0; i < s->n_secrets; i++) s->secrets[i] = exact.secrets[i];
+    for (int i = 0; i < s->n_secrets; i++) s->secrets[i] = exact.secrets[i];
     qsort(kl, (size_t)count, sizeof *kl, by_size);
-    c->positions = count, c->high = kl[(int)(0.99 * (count - 1))], c->most = kl[count - 1];
+    c->positions = count;
+    c->high = kl[(int)(0.99 * (count - 1))];
+    c->most = kl[count - 1];
     tkv_destroy(exact.kv);
     free(kl);
 }
@@ -263,19 +268,20 @@ static double print_memory(const session *s) {
     const int n = tkv_get_length(s->kv, 0, TKV_ALL_LAYERS);
     tkv_layer_info tiers;
     tkv_memory_info mem;
-    double bytes, left, all = values * s->model.n_layers * n;
-    char map[65], buf[32];
-    int i;
+    double all = values * s->model.n_layers * n;
+    char buf[32];
     if (tkv_get_layer(s->kv, 0, 0, &tiers) != TKV_OK || tkv_get_memory(s->kv, &mem) != TKV_OK || n == 0)
         return 0;
+    char map[65];
+    int i;
     for (i = 0; i < 64; i++)
         map[i] = tier_marks[tier_of(s, (int)((double)i * n / 64))]; /* the first token of part i of 64 */
     map[i] = 0;
     printf("oldest %s newest\n\n", map);
     printf("  tier           tokens   format                      bytes   bits per value\n");
-    left = (double)mem.total;
+    double left = (double)mem.total;
     for (i = 0; i < TKV_TIER_COUNT; i++) {
-        bytes = (double)mem.tier[i].codes + (double)mem.tier[i].metadata;
+        double bytes = (double)mem.tier[i].codes + (double)mem.tier[i].metadata;
         left -= bytes;
         print_row(tier_marks[i], tier_names[i], tiers.tokens[i], pair_name(&tiers.format[i], buf, sizeof buf),
                   bytes, (double)mem.tier[i].tokens * values);
@@ -294,11 +300,10 @@ static void print_answer(const secret *x, int which) {
 }
 
 static void print_recall(const session *s, const char *start) {
-    int i;
     if (s->n_secrets == 0) return;
     printf("Questions after the text, \"%s ...\":\n\n", start);
     printf("  %-22s tokens back   tier      in the prompt   exact cache      tiers\n", "");
-    for (i = 0; i < s->n_secrets; i++) {
+    for (int i = 0; i < s->n_secrets; i++) {
         const secret *x = &s->secrets[i];
         const int skip = 1 + (int)strlen(start);
         printf(" %-23.*s %11s   %-7s   %-13s", x->word > skip ? x->word - skip - 1 : 0, x->line + skip,
@@ -312,9 +317,8 @@ static void print_recall(const session *s, const char *start) {
 }
 
 static void print_summary(const session *s, const comparison *c, double ratio) {
-    int i, right[CACHES] = {0, 0}, archived = 0, archived_right = 0;
-    tkv_layer_info tiers;
-    for (i = 0; i < s->n_secrets; i++) {
+    int right[CACHES] = {0, 0}, archived = 0, archived_right = 0;
+    for (int i = 0; i < s->n_secrets; i++) {
         const secret *x = &s->secrets[i];
         right[TIERED] += is_right(x, TIERED);
         right[EXACT] += is_right(x, EXACT);
@@ -333,6 +337,7 @@ static void print_summary(const session *s, const comparison *c, double ratio) {
     if (c->known)
         printf("              perplexity of the prompt %.3f, %.3f with the exact cache\n",
                exp(c->loss[TIERED] / c->known), exp(c->loss[EXACT] / c->known));
+    tkv_layer_info tiers;
     if (tkv_get_layer(s->kv, 0, 0, &tiers) == TKV_OK &&
         tiers.tokens[TKV_TIER_HOT] == tkv_get_length(s->kv, 0, TKV_ALL_LAYERS))
         printf("              (all tokens are still in the hot tail; a longer text shows more)\n");
@@ -347,12 +352,7 @@ int main(int argc, char **argv) {
     options o;
     settings w;
     session s;
-    choice *space;
     comparison c;
-    double start, prompt_time, text_time, attending, appending, ratio;
-    uint64_t rng;
-    int n_prompt, n_text = 0, context, n, logits = 1, before, token, len;
-
     memset(&o, 0, sizeof o);
     memset(&w, 0, sizeof w);
     memset(&s, 0, sizeof s);
@@ -360,51 +360,61 @@ int main(int argc, char **argv) {
     o.n = w.compare = 256;
     parse_options(argc, argv, usage, &o, &s.cfg, parse_own_option, &w);
     if (!o.model) help(usage, 1);
-    rng = rng_seed(&o);
+    uint64_t rng = rng_seed(&o);
     load(&o, &s.model, &s.cfg);
     s.kv = create(&s.cfg);
-    context = context_of(&o, &s.model);
+    int context = context_of(&o, &s.model);
     if (w.recall && context > 2 * LINE) context -= LINE / 2; /* space for a question */
-    n = context - (o.n < context / 2 ? o.n : context / 2);
-    n_prompt = s.n_prompt = s.n_tokens = read_prompt(&s.model, &o, n, o.n, 1, &s.tokens);
+    const int most = context - (o.n < context / 2 ? o.n : context / 2);
+    const int n_prompt = read_prompt(&s.model, &o, most, o.n, 1, &s.tokens);
+    s.n_prompt = n_prompt;
+    s.n_tokens = n_prompt;
     s.n_kept = w.compare < n_prompt + o.n ? w.compare : n_prompt + o.n;
     s.kept = (float *)allocate((size_t)s.n_kept * (size_t)s.model.vocab, sizeof *s.kept);
     s.logits = (float *)allocate((size_t)TKV_BLOCK_TOKENS * (size_t)s.model.vocab, sizeof *s.logits);
-    space = (choice *)allocate((size_t)s.model.vocab, sizeof *space);
+    choice *space = (choice *)allocate((size_t)s.model.vocab, sizeof *space);
 
-    start = seconds();
+    const double prompt_start = seconds();
+    int n_logits = 1;
     /* Reads the prompt in chunks whose results equal those of single tokens (llama_chunk). */
-    while ((before = tkv_get_length(s.kv, 0, TKV_ALL_LAYERS)) < n_prompt) {
-        n = n_prompt - before < TKV_BLOCK_TOKENS ? n_prompt - before : TKV_BLOCK_TOKENS;
-        n = llama_chunk(&s.cfg, before, n);
-        logits = before + n - (n_prompt - s.n_kept); /* positions that may be compared later */
-        if (logits > n) logits = n;
-        if (logits < 1) logits = before + n == n_prompt;
-        show_progress("reading the prompt", before, n_prompt, start);
-        evaluate(&s, n, logits);
+    for (int pos = 0; pos < n_prompt;) {
+        const int chunk =
+            llama_chunk(&s.cfg, pos, n_prompt - pos < TKV_BLOCK_TOKENS ? n_prompt - pos : TKV_BLOCK_TOKENS);
+        n_logits = pos + chunk - (n_prompt - s.n_kept); /* positions that may be compared later */
+        if (n_logits > chunk) n_logits = chunk;
+        if (n_logits < 1) n_logits = pos + chunk == n_prompt;
+        show_progress("reading the prompt", pos, n_prompt, prompt_start);
+        evaluate(&s, chunk, n_logits);
+        pos += chunk;
     }
-    show_progress("reading the prompt", n_prompt, n_prompt, start);
-    prompt_time = seconds() - start;
+    show_progress("reading the prompt", n_prompt, n_prompt, prompt_start);
+    const double prompt_time = seconds() - prompt_start;
 
-    s.appending = s.attending = 0;
-    start = seconds();
-    for (; n_text < o.n && s.n_tokens < context; n_text++, logits = 1) {
-        const float *last = s.logits + (size_t)(logits - 1) * (size_t)s.model.vocab;
-        const char *piece;
-        if (n_text > 0) evaluate(&s, 1, 1);
-        token = sample(last, s.model.vocab, &o, &rng, space);
+    s.appending = 0;
+    s.attending = 0;
+    const double text_start = seconds();
+    const float *last = s.logits + (size_t)(n_logits - 1) * (size_t)s.model.vocab;
+    int n_text = 0;
+    while (n_text < o.n && s.n_tokens < context) {
+        if (n_text > 0) {
+            evaluate(&s, 1, 1);
+            last = s.logits;
+        }
+        const int token = sample(last, s.model.vocab, &o, &rng, space);
         if (!o.raw && s.model.entries[token].kind == LLAMA_CONTROL) break; /* the model ended the text */
-        piece = llama_piece(&s.model, s.tokens[s.n_tokens - 1], token, &len);
+        int len = 0;
+        const char *piece = llama_piece(&s.model, s.tokens[s.n_tokens - 1], token, &len);
         fwrite(piece, 1, (size_t)len, stdout);
         fflush(stdout);
         s.tokens[s.n_tokens++] = token;
+        n_text++;
     }
-    text_time = seconds() - start;
-    attending = s.attending, appending = s.appending; /* the questions below would add to them */
+    const double text_time = seconds() - text_start;
+    const double attending = s.attending, appending = s.appending; /* the questions below would add to them */
     if (s.n_tokens >= context) printf(" [the context of %d tokens is full]", context);
 
     printf("\n\n");
-    ratio = print_memory(&s);
+    double ratio = print_memory(&s);
     if (w.recall) find_secrets(&s, w.recall);
     if (w.recall && s.n_secrets == 0) fail("no line of the prompt begins with \"%s\"", w.recall);
     ask(&s, TIERED);

@@ -188,30 +188,29 @@ static float llama_half(const unsigned char *p) {
 
 static void llama_row(const llama_tensor *t, int row, float *out) { /* decodes one row */
     const unsigned char *p = t->data + (size_t)row * t->row_bytes;
-    int i, j;
     if (t->type == LLAMA_F32 && llama_little_endian()) {
         memcpy(out, p, t->row_bytes);
     } else if (t->type == LLAMA_F32) {
-        for (i = 0; i < t->cols; i++, p += 4) out[i] = llama_bits(llama_le(p, 4));
+        for (int i = 0; i < t->cols; i++, p += 4) out[i] = llama_bits(llama_le(p, 4));
     } else if (t->type == LLAMA_F16) {
-        for (i = 0; i < t->cols; i++, p += 2) out[i] = llama_half(p);
+        for (int i = 0; i < t->cols; i++, p += 2) out[i] = llama_half(p);
     } else if (t->type == LLAMA_BF16) {
-        for (i = 0; i < t->cols; i++, p += 2) out[i] = llama_bits(llama_le(p, 2) << 16);
+        for (int i = 0; i < t->cols; i++, p += 2) out[i] = llama_bits(llama_le(p, 2) << 16);
     } else if (t->type == LLAMA_Q8_0) {
-        for (i = 0; i < t->cols; i += 32, p += 34) {
+        for (int i = 0; i < t->cols; i += 32, p += 34) {
             const float d = llama_half(p);
             unsigned char q[32]; /* a copy tells the compiler that out does not overlap */
             memcpy(q, p + 2, sizeof q);
-            for (j = 0; j < 32; j++) out[i + j] = d * (float)((q[j] ^ 128) - 128);
+            for (int j = 0; j < 32; j++) out[i + j] = d * (float)((q[j] ^ 128) - 128);
         }
     } else { /* Q4_0, Q4_1: byte j has value j in its low nibble and value j + 16 in its high nibble */
         const int head = t->type == LLAMA_Q4_1 ? 4 : 2;
-        for (i = 0; i < t->cols; i += 32, p += head + 16, out += 32) {
+        for (int i = 0; i < t->cols; i += 32, p += head + 16, out += 32) {
             const float d = llama_half(p), lowest = head == 4 ? llama_half(p + 2) : -8.0f * d;
             unsigned char q[16];
             memcpy(q, p + head, sizeof q);
-            for (j = 0; j < 16; j++) out[j] = d * (float)(q[j] & 15) + lowest;
-            for (j = 0; j < 16; j++) out[j + 16] = d * (float)(q[j] >> 4) + lowest;
+            for (int j = 0; j < 16; j++) out[j] = d * (float)(q[j] & 15) + lowest;
+            for (int j = 0; j < 16; j++) out[j + 16] = d * (float)(q[j] >> 4) + lowest;
         }
     }
 }
@@ -232,11 +231,10 @@ enum { LLAMA_LANES = sizeof(llama_vec) / sizeof(float) };
  * several products. Independent sums hide the latency of additions. */
 static void llama_dots(const float *w, size_t cols, const float *x, const float *y, float *out) {
     const float *w1 = w + cols, *w2 = w1 + cols, *w3 = w2 + cols;
-    llama_vec a0, a1, a2, a3, b0, b1, b2, b3;
-    float lanes[8 * LLAMA_LANES];
-    size_t i = 0, r, j;
-    memset(&a0, 0, sizeof a0);
-    a1 = a2 = a3 = b0 = b1 = b2 = b3 = a0;
+    llama_vec zero;
+    memset(&zero, 0, sizeof zero);
+    llama_vec a0 = zero, a1 = zero, a2 = zero, a3 = zero, b0 = zero, b1 = zero, b2 = zero, b3 = zero;
+    size_t i = 0;
     for (; !y && i + LLAMA_LANES <= cols; i += LLAMA_LANES) {
         const llama_vec u = LLAMA_VEC(x + i);
         a0 += LLAMA_VEC(w + i) * u;
@@ -257,14 +255,15 @@ static void llama_dots(const float *w, size_t cols, const float *x, const float 
         b2 += t2 * v;
         b3 += t3 * v;
     }
+    float lanes[8 * LLAMA_LANES];
     {
         const llama_vec sums[8] = {a0, a1, a2, a3, b0, b1, b2, b3};
         memcpy(lanes, sums, sizeof lanes);
     }
-    for (r = 0; r < (y ? 8u : 4u); r++) {
+    for (size_t r = 0; r < (y ? 8u : 4u); r++) {
         float sum = 0;
-        for (j = 0; j < LLAMA_LANES; j++) sum += lanes[r * LLAMA_LANES + j];
-        for (j = i; j < cols; j++) sum += w[r % 4 * cols + j] * (r < 4 ? x : y)[j];
+        for (size_t j = 0; j < LLAMA_LANES; j++) sum += lanes[r * LLAMA_LANES + j];
+        for (size_t j = i; j < cols; j++) sum += w[r % 4 * cols + j] * (r < 4 ? x : y)[j];
         out[r] = sum;
     }
 }
@@ -275,13 +274,13 @@ static void llama_matmul(const llama_tensor *w, const float *x, int n, float *ou
     const size_t cols = (size_t)w->cols, height = (size_t)w->rows;
     const int in_place =
         w->type == LLAMA_F32 && llama_little_endian() && (uintptr_t)w->data % sizeof(float) == 0;
-    int r, i, j;
-    for (r = 0; r < w->rows; r += 4) {
+    for (int r = 0; r < w->rows; r += 4) {
         const int m = w->rows - r < 4 ? w->rows - r : 4;
         const float *four = rows;
         if (in_place && m == 4) four = (const float *)(const void *)(w->data + (size_t)r * w->row_bytes);
-        for (j = 0; four == rows && j < 4; j++) llama_row(w, r + (j < m ? j : 0), rows + (size_t)j * cols);
-        for (i = 0; i < n; i += 2) {
+        for (int j = 0; four == rows && j < 4; j++)
+            llama_row(w, r + (j < m ? j : 0), rows + (size_t)j * cols);
+        for (int i = 0; i < n; i += 2) {
             const float *a = x + (size_t)i * cols, *b = i + 1 < n ? a + cols : NULL;
             float sums[8], *to = out + (size_t)i * height + (size_t)r;
             llama_dots(four, cols, a, b, sums);
@@ -295,13 +294,12 @@ static void llama_matmul(const llama_tensor *w, const float *x, int n, float *ou
 static void llama_rmsnorm(const llama_tensor *weight, float eps, const float *x, int n, float *out,
                           float *row) {
     const size_t dim = (size_t)weight->cols;
-    size_t i;
     llama_row(weight, 0, row);
     for (; n--; x += dim, out += dim) {
         float s = 0;
-        for (i = 0; i < dim; i++) s += x[i] * x[i];
+        for (size_t i = 0; i < dim; i++) s += x[i] * x[i];
         s = 1.0f / sqrtf(s / (float)dim + eps);
-        for (i = 0; i < dim; i++) out[i] = x[i] * s * row[i];
+        for (size_t i = 0; i < dim; i++) out[i] = x[i] * s * row[i];
     }
 }
 
@@ -333,9 +331,8 @@ static float llama_join_score(const llama_model *m, const char *s, int len, int 
 static int llama_utf8_len(const char *s, size_t n) { /* of the character at s; 1 for an invalid byte */
     const unsigned char c = (unsigned char)*s;
     const int len = c < 0xc2 ? 1 : c < 0xe0 ? 2 : c < 0xf0 ? 3 : c < 0xf5 ? 4 : 1;
-    int i;
     if ((size_t)len > n) return 1;
-    for (i = 1; i < len; i++)
+    for (int i = 1; i < len; i++)
         if (((unsigned char)s[i] & 0xc0) != 0x80) return 1;
     return len;
 }
@@ -344,15 +341,19 @@ static int llama_utf8_len(const char *s, size_t n) { /* of the character at s; 1
 static int llama_encode_word(const llama_model *m, const char *s, int len, int *out) {
     int start[LLAMA_MAX_WORD + 1]; /* first byte of each piece */
     float score[LLAMA_MAX_WORD];   /* score of joining a piece with the next one */
-    int n = 0, count = 0, at, i, best;
-    for (at = 0; at < len; at += m->bpe ? 1 : llama_utf8_len(s + at, (size_t)(len - at))) start[n++] = at;
+    int n = 0, count = 0, best;
+    for (int at = 0; at < len; at += m->bpe ? 1 : llama_utf8_len(s + at, (size_t)(len - at))) start[n++] = at;
     start[n] = len;
+    int i;
     for (i = 0; i + 1 < n; i++)
         score[i] = llama_join_score(m, s + start[i], start[i + 2] - start[i], start[i + 1] - start[i]);
     for (;;) {
         float high = LLAMA_NEVER;
         for (i = 0, best = -1; i + 1 < n; i++)
-            if (score[i] > high) best = i, high = score[i];
+            if (score[i] > high) {
+                best = i;
+                high = score[i];
+            }
         if (best < 0) break;
         memmove(start + best + 1, start + best + 2, (size_t)(n - best - 1) * sizeof *start);
         memmove(score + best, score + best + 1, (size_t)(n - best - 2) * sizeof *score);
@@ -363,7 +364,7 @@ static int llama_encode_word(const llama_model *m, const char *s, int len, int *
     for (i = 0; i < n; i++) {
         const int id = llama_find(m, s + start[i], start[i + 1] - start[i], 0);
         if (id >= 0) out[count++] = id;
-        for (at = start[i]; id < 0 && at < start[i + 1];
+        for (int at = start[i]; id < 0 && at < start[i + 1];
              at++) { /* not in the vocabulary: one token per byte */
             const int b = m->byte_token[(unsigned char)s[at]];
             if (b >= 0 || m->unknown >= 0) out[count++] = b >= 0 ? b : m->unknown;
@@ -401,7 +402,7 @@ static char llama_class(const char *s, size_t n, int *len) {
         {0xe0001, 'O'},
     };
     uint32_t c = (unsigned char)*s;
-    size_t low = 0, high = sizeof from / sizeof *from, i;
+    size_t low = 0, high = sizeof from / sizeof *from;
     *len = llama_utf8_len(s, n);
     if (c < 0x80) {
         if ((c | 32) >= 'a' && (c | 32) <= 'z') return 'L';
@@ -409,7 +410,7 @@ static char llama_class(const char *s, size_t n, int *len) {
     }
     if (*len == 1) return 'O'; /* an invalid byte */
     c &= 0xffu >> (*len + 1);
-    for (i = 1; i < (size_t)*len; i++) c = c << 6 | ((unsigned char)s[i] & 0x3f);
+    for (size_t i = 1; i < (size_t)*len; i++) c = c << 6 | ((unsigned char)s[i] & 0x3f);
     while (high - low > 1) {
         size_t mid = (low + high) / 2;
         if (from[mid].first <= c) low = mid;
@@ -423,16 +424,19 @@ static char llama_class(const char *s, size_t n, int *len) {
  * With `digits` (SmolLM) each digit is a word, and the rule applies to the text between digits. */
 static size_t llama_word_gpt2(const char *s, size_t n, int digits) {
     static const char *const endings[] = {"'s", "'t", "'re", "'ve", "'m", "'ll", "'d"};
-    size_t at = 0, last = 0, i;
+    size_t at = 0, last = 0;
     int len;
     char kind = llama_class(s, n, &len), k = kind;
     if (digits && kind == 'N') return (size_t)len;
-    for (i = 0; i < sizeof endings / sizeof *endings; i++)
+    for (size_t i = 0; i < sizeof endings / sizeof *endings; i++)
         if (n >= strlen(endings[i]) && memcmp(s, endings[i], strlen(endings[i])) == 0)
             return strlen(endings[i]);
     if (*s == ' ' && n > 1) { /* a single space belongs to the next word */
         k = llama_class(s + 1, n - 1, &len);
-        if (k != 'S' && !(digits && k == 'N')) kind = k, at = 1;
+        if (k != 'S' && !(digits && k == 'N')) {
+            kind = k;
+            at = 1;
+        }
     }
     for (k = kind; at < n; at += (size_t)len) {
         k = llama_class(s + at, n - at, &len);
@@ -484,7 +488,10 @@ static inline int llama_tokenize(const llama_model *m, const char *text, size_t 
         }
         if (at > from)
             count += llama_encode_text(m, text + from, at - from, m->add_space && from == 0, out + count);
-        if (i < n_special) out[count++] = m->control[i], at += (size_t)m->entries[m->control[i]].len;
+        if (i < n_special) {
+            out[count++] = m->control[i];
+            at += (size_t)m->entries[m->control[i]].len;
+        }
         from = at;
     }
     return count;
@@ -493,12 +500,10 @@ static inline int llama_tokenize(const llama_model *m, const char *text, size_t 
 /* Returns the bytes of a token, without a final zero; they may be part of a character. `before` is the previous
  * token, or -1. The function omits the space that SentencePiece puts before a text. */
 static inline const char *llama_piece(const llama_model *m, int before, int token, int *len) {
-    const llama_entry *p;
-    int skip;
     *len = 0;
     if (token < 0 || token >= m->vocab || m->entries[token].kind == LLAMA_CONTROL) return "";
-    p = &m->entries[token];
-    skip = m->add_space && (before < 0 || before == m->bos) && p->len > 0 && p->text[0] == ' ';
+    const llama_entry *p = &m->entries[token];
+    int skip = m->add_space && (before < 0 || before == m->bos) && p->len > 0 && p->text[0] == ' ';
     *len = p->len - skip;
     return p->text + skip;
 }
@@ -578,19 +583,18 @@ static int llama_size(const llama_model *m, int which) {
 
 static int llama_alloc_entries(llama_loader *l, size_t n, size_t bytes) {
     llama_model *m = l->m;
-    int i;
     m->entries = (llama_entry *)calloc(n + 1, sizeof *m->entries);
     m->control = (int *)malloc(((size_t)m->vocab + 1) * sizeof *m->control);
     m->texts = (char *)malloc(bytes + 1);
-    for (i = 0; i < 256; i++) m->byte_token[i] = -1;
+    for (int i = 0; i < 256; i++) m->byte_token[i] = -1;
     return m->entries && m->control && m->texts ? 1 : llama_fail(l, "out of memory for the tokenizer");
 }
 
 /* Returns the byte that character c stands for, or -1. GPT-2 writes each byte as a printable character: 33-126,
  * 161-172 and 174-255 as themselves, the others as 256, 257, ... */
 static int llama_unmapped(int c) {
-    int b, next = 256;
-    for (b = 0; b < 256; b++) {
+    int next = 256;
+    for (int b = 0; b < 256; b++) {
         const int printable = (b >= 33 && b <= 126) || (b >= 161 && b != 173);
         if (c == (printable ? b : next++)) return b;
     }
@@ -604,15 +608,16 @@ static void llama_add_entry(llama_loader *l, llama_span text, float score, int k
     static const char space[] = "\xe2\x96\x81"; /* U+2581, SentencePiece's space */
     char *s = m->texts + l->texts_used;
     const int n = (int)text.left, plain = kind == LLAMA_CONTROL || kind == LLAMA_USER;
-    int at, len, to = 0;
-    unsigned value;
+    int to = 0;
     memcpy(s, text.p, text.left);
     s[n] = 0;
+    unsigned value;
     if (kind == LLAMA_BYTE && n == 6 && sscanf(s, "<0x%2X>", &value) == 1) {
         m->byte_token[value & 255] = m->n_entries;
         s[to++] = (char)value;
     }
-    for (at = to > 0 ? n : 0; at < n; at += len) {
+    int len;
+    for (int at = to > 0 ? n : 0; at < n; at += len) {
         len = plain ? 1 : llama_utf8_len(s + at, (size_t)(n - at));
         if (m->bpe && !plain && len <= 2) {
             const int c = len == 1 ? (unsigned char)s[at] : (s[at] & 31) << 6 | (s[at + 1] & 63);
@@ -630,20 +635,21 @@ static void llama_add_entry(llama_loader *l, llama_span text, float score, int k
         to += len;
     }
     if (kind == LLAMA_CONTROL && to > 0) m->control[m->n_control++] = m->n_entries;
-    e->text = s, e->len = to, e->score = score, e->kind = kind;
+    e->text = s;
+    e->len = to;
+    e->score = score;
+    e->kind = kind;
     l->texts_used += (size_t)to;
     m->n_entries++;
 }
 
 static int llama_index_entries(llama_loader *l) {
     llama_model *m = l->m;
-    size_t mask;
-    int i;
     for (m->table_size = 16; m->table_size / 2 < (size_t)m->n_entries;) m->table_size *= 2;
     m->table = (int *)calloc(m->table_size, sizeof *m->table);
     if (!m->table) return llama_fail(l, "out of memory for the tokenizer");
-    mask = m->table_size - 1;
-    for (i = 0; i < m->n_entries; i++) {
+    size_t mask = m->table_size - 1;
+    for (int i = 0; i < m->n_entries; i++) {
         const llama_entry *e = &m->entries[i];
         size_t at = llama_hash(e->text, e->len, e->cut);
         /* plain text never means a control token; the first of two equal entries counts */
@@ -652,7 +658,7 @@ static int llama_index_entries(llama_loader *l) {
         while (m->table[at & mask]) at++;
         m->table[at & mask] = i + 1;
     }
-    for (i = 0; i < 256; i++) {
+    for (int i = 0; i < 256; i++) {
         const char c = (char)i;
         if (m->byte_token[i] < 0) m->byte_token[i] = llama_find(m, &c, 1, 0);
     }
@@ -666,9 +672,8 @@ static int llama_skip_value(llama_span *s, uint64_t type) {
         llama_string(s);
     } else if (type == 9) { /* an array; arrays of arrays are refused */
         const uint64_t of = llama_int(s, 4), n = llama_int(s, 8);
-        uint64_t i;
         if (of > 12 || of == 9 || n > s->left) s->ok = 0;
-        for (i = 0; of == 8 && s->ok && i < n; i++) llama_string(s);
+        for (uint64_t i = 0; of == 8 && s->ok && i < n; i++) llama_string(s);
         if (of != 8 && s->ok) llama_take(s, n * sizes[of]);
     } else if (type <= 12) {
         llama_take(s, sizes[type]);
@@ -680,11 +685,11 @@ static int llama_skip_value(llama_span *s, uint64_t type) {
 
 static int llama_index_gguf(llama_loader *l, llama_span s) { /* finds every key and tensor */
     const size_t total = s.left;
-    uint64_t version, n_items, n_keys, n_dims, align = 32, i, d;
+    uint64_t align = 32;
     llama_take(&s, 4); /* "GGUF" */
-    version = llama_int(&s, 4);
-    n_items = llama_int(&s, 8);
-    n_keys = llama_int(&s, 8);
+    uint64_t version = llama_int(&s, 4);
+    uint64_t n_items = llama_int(&s, 8);
+    uint64_t n_keys = llama_int(&s, 8);
     if (version != 2 && version != 3)
         return llama_fail(l, "GGUF version %lu; supported are versions 2 and 3, little-endian",
                           (unsigned long)version);
@@ -694,7 +699,7 @@ static int llama_index_gguf(llama_loader *l, llama_span s) { /* finds every key 
     l->keys = (llama_key *)calloc((size_t)n_keys + 1, sizeof *l->keys);
     l->items = (llama_item *)calloc((size_t)n_items + 1, sizeof *l->items);
     if (!l->keys || !l->items) return llama_fail(l, "out of memory for the index of the file");
-    for (i = 0; i < n_keys; i++) {
+    for (uint64_t i = 0; i < n_keys; i++) {
         llama_key *k = &l->keys[l->n_keys++];
         k->name = llama_string(&s);
         k->type = llama_int(&s, 4);
@@ -702,11 +707,11 @@ static int llama_index_gguf(llama_loader *l, llama_span s) { /* finds every key 
         if (!llama_skip_value(&s, k->type)) return llama_fail(l, "key %d is damaged or cut short", (int)i);
         if (llama_is(&k->name, "general.alignment") && k->type == 4) align = llama_le(k->value.p, 4);
     }
-    for (i = 0; i < n_items; i++) {
+    for (uint64_t i = 0; i < n_items; i++) {
         llama_item *t = &l->items[l->n_items++];
         t->name = llama_string(&s);
-        n_dims = llama_int(&s, 4);
-        for (d = 0; d < 4; d++) t->dims[d] = d < n_dims ? llama_int(&s, 8) : 1;
+        uint64_t n_dims = llama_int(&s, 4);
+        for (uint64_t d = 0; d < 4; d++) t->dims[d] = d < n_dims ? llama_int(&s, 8) : 1;
         t->type = llama_int(&s, 4);
         t->offset = llama_int(&s, 8);
         if (!s.ok || n_dims > 4) return llama_fail(l, "tensor %d is damaged or cut short", (int)i);
@@ -719,8 +724,7 @@ static int llama_index_gguf(llama_loader *l, llama_span s) { /* finds every key 
 }
 
 static const llama_key *llama_get(const llama_loader *l, const char *name) { /* NULL: not found */
-    size_t i;
-    for (i = 0; i < l->n_keys; i++)
+    for (size_t i = 0; i < l->n_keys; i++)
         if (llama_is(&l->keys[i].name, name)) return &l->keys[i];
     return NULL;
 }
@@ -730,12 +734,11 @@ static const llama_key *llama_get(const llama_loader *l, const char *name) { /* 
 static int llama_get_int(const llama_loader *l, const char *name, int absent, int *out) {
     const llama_key *k = llama_get(l, name);
     const uint64_t t = k ? k->type : 0;
-    uint64_t v;
     *out = absent;
     if (!k) return absent >= 0 ? 1 : llama_fail(l, "the file does not state %s", name);
     if (t != 0 && t != 2 && t != 4 && t != 5 && t != 7 && t != 10 && t != 11)
         return llama_fail(l, "%s has type %lu and should be a whole number", name, (unsigned long)t);
-    v = llama_le(k->value.p, t == 0 || t == 7 ? 1 : t == 2 ? 2 : t == 4 || t == 5 ? 4 : 8);
+    uint64_t v = llama_le(k->value.p, t == 0 || t == 7 ? 1 : t == 2 ? 2 : t == 4 || t == 5 ? 4 : 8);
     if (v > INT32_MAX) return llama_fail(l, "%s is out of range", name);
     *out = (int)v;
     return 1;
@@ -760,8 +763,9 @@ static int llama_get_float(const llama_loader *l, const char *name, float absent
 static llama_span llama_get_string(const llama_loader *l, const char *name) { /* empty: not found */
     const llama_key *k = llama_get(l, name);
     llama_span s = llama_span_of("", 0);
-    if (k && k->type == 8) s = k->value, s = llama_string(&s);
-    return s;
+    if (!k || k->type != 8) return s;
+    s = k->value;
+    return llama_string(&s);
 }
 
 /* Finds the elements of an array; without the key, *out is empty. If *n is 0, the function sets it; else the array
@@ -769,13 +773,12 @@ static llama_span llama_get_string(const llama_loader *l, const char *name) { /*
 static int llama_get_array(const llama_loader *l, const char *name, uint64_t type, uint64_t *n,
                            llama_span *out) {
     const llama_key *k = llama_get(l, name);
-    uint64_t count;
     *out = llama_span_of("", 0);
     if (!k) return 1;
     *out = k->value;
     if (k->type != 9 || llama_int(out, 4) != type)
         return llama_fail(l, "%s is not an array of the expected type", name);
-    count = llama_int(out, 8);
+    uint64_t count = llama_int(out, 8);
     if (*n && count != *n) return llama_fail(l, "%s does not have one value for each token", name);
     *n = count;
     return 1;
@@ -791,25 +794,26 @@ static const char *llama_printable(const llama_span *s, char *buf, size_t size) 
 }
 
 static llama_item *llama_find_item(const llama_loader *l, const char *name) {
-    size_t i;
-    for (i = 0; i < l->n_items; i++)
+    for (size_t i = 0; i < l->n_items; i++)
         if (llama_is(&l->items[i].name, name)) return &l->items[i];
     return NULL;
 }
 
 static int llama_get_tensor(const llama_loader *l, const char *name, int rows, int cols, llama_tensor *out) {
     llama_item *t = llama_find_item(l, name);
-    int values, bytes;
-    uint64_t size;
     if (!t) return llama_fail(l, "the file has no tensor %s", name);
     if (t->dims[0] != (uint64_t)cols || t->dims[1] != (uint64_t)rows || t->dims[2] != 1 || t->dims[3] != 1)
         return llama_fail(l, "tensor %s should have the size %d x %d", name, cols, rows);
+    int values;
+    int bytes;
     if (!llama_block(t->type, &values, &bytes) || cols % values)
         return llama_fail(l, "tensor %s has type %lu; supported are F32, F16, BF16, Q8_0, Q4_0 and Q4_1",
                           name, (unsigned long)t->type);
-    out->type = (int)t->type, out->rows = rows, out->cols = cols;
+    out->type = (int)t->type;
+    out->rows = rows;
+    out->cols = cols;
     out->row_bytes = (size_t)(cols / values) * (size_t)bytes;
-    size = (uint64_t)rows * out->row_bytes;
+    uint64_t size = (uint64_t)rows * out->row_bytes;
     if (t->offset > l->data.left || size > l->data.left - t->offset)
         return llama_fail(l, "tensor %s lies outside the file", name);
     out->data = l->data.p + t->offset;
@@ -827,9 +831,9 @@ static size_t llama_strings_size(llama_span s,
 static int llama_gguf_tokenizer(llama_loader *l) {
     llama_model *m = l->m;
     llama_span tokens, scores, kinds, merges, text = llama_get_string(l, "tokenizer.ggml.model");
-    uint64_t n = 0, n_merges = 0, i;
-    char shown[40];
+    uint64_t n = 0, n_merges = 0;
     m->bpe = llama_is(&text, "gpt2");
+    char shown[40];
     if (!m->bpe && !llama_is(&text, "llama"))
         return llama_fail(l, "tokenizer '%s'; supported are gpt2 and llama",
                           llama_printable(&text, shown, sizeof shown));
@@ -845,7 +849,7 @@ static int llama_gguf_tokenizer(llama_loader *l) {
     if (!llama_alloc_entries(l, (size_t)(n + n_merges),
                              llama_strings_size(tokens, n) + llama_strings_size(merges, n_merges)))
         return 0;
-    for (i = 0; i < n; i++) {
+    for (uint64_t i = 0; i < n; i++) {
         const float score = llama_bits(llama_int(&scores, 4));
         const int kind = kinds.left ? (int)llama_int(&kinds, 4) : LLAMA_NORMAL;
         text = llama_string(&tokens);
@@ -853,7 +857,7 @@ static int llama_gguf_tokenizer(llama_loader *l) {
             return llama_fail(l, "token %d is %lu bytes long", (int)i, (unsigned long)text.left);
         llama_add_entry(l, text, score, kind);
     }
-    for (i = 0; i < n_merges; i++) { /* "left right" */
+    for (uint64_t i = 0; i < n_merges; i++) { /* "left right" */
         llama_entry *e = &m->entries[m->n_entries];
         llama_span left = llama_string(&merges), right = left;
         const unsigned char *space = (const unsigned char *)memchr(left.p, ' ', left.left);
@@ -887,12 +891,9 @@ static int llama_gguf_tokenizer(llama_loader *l) {
 
 static int llama_load_gguf(llama_loader *l, llama_span file) {
     llama_model *m = l->m;
-    llama_span text;
-    char shown[64];
-    size_t i;
-    int layer, t;
     if (!llama_index_gguf(l, file)) return 0;
-    text = llama_get_string(l, "general.architecture");
+    llama_span text = llama_get_string(l, "general.architecture");
+    char shown[64];
     if (!llama_is(&text, "llama"))
         return llama_fail(l, "architecture '%s'; only llama is supported",
                           llama_printable(&text, shown, sizeof shown));
@@ -926,15 +927,15 @@ static int llama_load_gguf(llama_loader *l, llama_span file) {
         return 0;
     m->layers = (llama_layer *)calloc((size_t)m->n_layers, sizeof *m->layers);
     if (!m->layers) return llama_fail(l, "out of memory for %d layers", m->n_layers);
-    for (layer = 0; layer < m->n_layers; layer++) {
-        for (t = 0; t < LLAMA_PARTS; t++) {
+    for (int layer = 0; layer < m->n_layers; layer++) {
+        for (int t = 0; t < LLAMA_PARTS; t++) {
             snprintf(shown, sizeof shown, "blk.%d.%s.weight", layer, llama_parts[t].name);
             if (!llama_get_tensor(l, shown, llama_size(m, llama_parts[t].rows),
                                   llama_size(m, llama_parts[t].cols), &m->layers[layer].w[t]))
                 return 0;
         }
     }
-    for (i = 0; i < l->n_items; i++) /* a bias, for example; without it, results would be wrong */
+    for (size_t i = 0; i < l->n_items; i++) /* a bias, for example; without it, results would be wrong */
         if (!l->items[i].used)
             return llama_fail(l, "tensor %s has no place in a plain Llama",
                               llama_printable(&l->items[i].name, shown, sizeof shown));
@@ -953,14 +954,12 @@ static void llama_slice(llama_span *s, int rows, int cols, llama_tensor *out) {
 static int llama_load_llama2c(llama_loader *l, llama_span file, llama_span tok) {
     llama_model *m = l->m;
     const int separate_head = file.left > 23 && file.p[23] > 127; /* a negative vocabulary size */
-    uint64_t vocab;
-    int i, t;
     m->dim = (int)(int32_t)llama_int(&file, 4);
     m->ffn_dim = (int)(int32_t)llama_int(&file, 4);
     m->n_layers = (int)(int32_t)llama_int(&file, 4);
     m->n_heads = (int)(int32_t)llama_int(&file, 4);
     m->n_kv_heads = (int)(int32_t)llama_int(&file, 4);
-    vocab = llama_int(&file, 4);
+    uint64_t vocab = llama_int(&file, 4);
     m->vocab = (int)(int32_t)(separate_head ? 0 - vocab : vocab);
     m->context = (int)(int32_t)llama_int(&file, 4);
     m->head_dim = m->v_head_dim = m->rope_dim = m->n_heads > 0 ? m->dim / m->n_heads : 0;
@@ -971,8 +970,9 @@ static int llama_load_llama2c(llama_loader *l, llama_span file, llama_span tok) 
     m->layers = (llama_layer *)calloc((size_t)m->n_layers, sizeof *m->layers);
     if (!m->layers) return llama_fail(l, "out of memory for %d layers", m->n_layers);
     llama_slice(&file, m->vocab, m->dim, &m->embedding);
+    int t;
     for (t = 0; t < LLAMA_PARTS; t++)
-        for (i = 0; i < m->n_layers; i++)
+        for (int i = 0; i < m->n_layers; i++)
             llama_slice(&file, llama_size(m, llama_parts[t].rows), llama_size(m, llama_parts[t].cols),
                         &m->layers[i].w[t]);
     llama_slice(&file, 1, m->dim, &m->final_norm);
@@ -988,7 +988,7 @@ static int llama_load_llama2c(llama_loader *l, llama_span file, llama_span tok) 
     m->unknown = 0;
     llama_take(&tok, 4); /* length of the longest token */
     if (!llama_alloc_entries(l, (size_t)m->vocab, tok.left)) return 0;
-    for (i = 0; i < m->vocab; i++) {
+    for (int i = 0; i < m->vocab; i++) {
         const float score = llama_bits(llama_int(&tok, 4));
         const uint64_t n = llama_int(&tok, 4);
         const unsigned char *p = llama_take(&tok, n);
@@ -1016,12 +1016,14 @@ static inline void llama_free(llama_model *m) {
  * Returns 1; or 0 with a sentence in err, and then there is nothing to free. */
 static inline int llama_load_memory(const void *data, size_t size, const void *tok, size_t tok_size,
                                     llama_model *m, char *err, size_t err_size) {
-    llama_loader l;
-    int ok;
     memset(m, 0, sizeof *m);
+    llama_loader l;
     memset(&l, 0, sizeof l);
     m->bos = m->eos = m->unknown = -1;
-    l.m = m, l.err = err, l.err_size = err_size;
+    l.m = m;
+    l.err = err;
+    l.err_size = err_size;
+    int ok;
     if (size >= 4 && memcmp(data, "GGUF", 4) == 0) ok = llama_load_gguf(&l, llama_span_of(data, size));
     else ok = llama_load_llama2c(&l, llama_span_of(data, size), llama_span_of(tok, tok_size));
     free(l.keys);
@@ -1088,10 +1090,9 @@ typedef tkv_status (*llama_attention)(void *ctx, int layer, const float *q, cons
  * each token and pair. */
 static void llama_rope(const llama_model *m, float *x, int n, int n_heads, const float *angles) {
     const int pairs = m->rope_dim / 2, step = m->rope_halves ? 1 : 2, offset = m->rope_halves ? pairs : 1;
-    int i, h, j;
-    for (i = 0; i < n; i++, angles += 2 * pairs) {
-        for (h = 0; h < n_heads; h++, x += m->head_dim) {
-            for (j = 0; j < pairs; j++) {
+    for (int i = 0; i < n; i++, angles += 2 * pairs) {
+        for (int h = 0; h < n_heads; h++, x += m->head_dim) {
+            for (int j = 0; j < pairs; j++) {
                 float *a = x + j * step, *b = a + offset;
                 const float c = angles[2 * j], s = angles[2 * j + 1], t = *a * s + *b * c;
                 *a = *a * c - *b * s;
@@ -1112,37 +1113,35 @@ static inline tkv_status llama_forward_with(const llama_model *m, const int *tok
                  o_size = (size_t)(m->n_heads * m->v_head_dim);
     const size_t widest = dim + ffn + o_size + pairs; /* at least the length of any row */
     const size_t per_token = 2 * dim + q_size + k_size + v_size + o_size + 2 * ffn + 2 * pairs;
-    float *x, *norm, *q, *k, *v, *o, *gate, *up, *angles, *rows;
     tkv_status status = TKV_OK;
-    size_t i, j;
-    int layer;
     if (n < 1 || n_logits < 0 || n_logits > n || pos < 0 || (n_logits && !logits)) return TKV_ERR_ARG;
-    for (i = 0; i < count; i++)
+    for (size_t i = 0; i < count; i++)
         if (tokens[i] < 0 || tokens[i] >= m->vocab) return TKV_ERR_ARG;
+    float *x;
     if (count > (SIZE_MAX / sizeof *x - 4 * widest) / per_token) return TKV_ERR_NOMEM;
     x = (float *)malloc((count * per_token + 4 * widest) * sizeof *x);
     if (!x) return TKV_ERR_NOMEM;
-    norm = x + count * dim;
-    q = norm + count * dim;
-    k = q + count * q_size;
-    v = k + count * k_size;
-    o = v + count * v_size;
-    gate = o + count * o_size;
-    up = gate + count * ffn;
-    angles = up + count * ffn;
-    rows = angles + count * 2 * pairs;
+    float *norm = x + count * dim;
+    float *q = norm + count * dim;
+    float *k = q + count * q_size;
+    float *v = k + count * k_size;
+    float *o = v + count * v_size;
+    float *gate = o + count * o_size;
+    float *up = gate + count * ffn;
+    float *angles = up + count * ffn;
+    float *rows = angles + count * 2 * pairs;
 
     if (m->rope_factors.data) llama_row(&m->rope_factors, 0, rows);
-    for (j = 0; j < pairs; j++) {
+    for (size_t j = 0; j < pairs; j++) {
         double frequency = pow((double)m->rope_theta, -2.0 * (double)j / (double)m->rope_dim);
         if (m->rope_factors.data) frequency /= (double)rows[j];
-        for (i = 0; i < count; i++) {
+        for (size_t i = 0; i < count; i++) {
             angles[2 * (i * pairs + j)] = (float)cos(frequency * (double)((size_t)pos + i));
             angles[2 * (i * pairs + j) + 1] = (float)sin(frequency * (double)((size_t)pos + i));
         }
     }
-    for (i = 0; i < count; i++) llama_row(&m->embedding, tokens[i], x + i * dim);
-    for (layer = 0; layer < m->n_layers && status == TKV_OK; layer++) {
+    for (size_t i = 0; i < count; i++) llama_row(&m->embedding, tokens[i], x + i * dim);
+    for (int layer = 0; layer < m->n_layers && status == TKV_OK; layer++) {
         const llama_tensor *w = m->layers[layer].w;
         llama_rmsnorm(&w[LLAMA_NORM1], m->eps, x, n, norm, rows);
         llama_matmul(&w[LLAMA_Q], norm, n, q, rows);
@@ -1153,14 +1152,14 @@ static inline tkv_status llama_forward_with(const llama_model *m, const int *tok
         status = attention(ctx, layer, q, k, v, n, o);
         if (status != TKV_OK) break;
         llama_matmul(&w[LLAMA_O], o, n, norm, rows);
-        for (i = 0; i < count * dim; i++) x[i] += norm[i];
+        for (size_t i = 0; i < count * dim; i++) x[i] += norm[i];
 
         llama_rmsnorm(&w[LLAMA_NORM2], m->eps, x, n, norm, rows);
         llama_matmul(&w[LLAMA_GATE], norm, n, gate, rows);
         llama_matmul(&w[LLAMA_UP], norm, n, up, rows);
-        for (i = 0; i < count * ffn; i++) gate[i] *= up[i] / (1.0f + expf(-gate[i])); /* SwiGLU */
+        for (size_t i = 0; i < count * ffn; i++) gate[i] *= up[i] / (1.0f + expf(-gate[i])); /* SwiGLU */
         llama_matmul(&w[LLAMA_DOWN], gate, n, norm, rows);
-        for (i = 0; i < count * dim; i++) x[i] += norm[i];
+        for (size_t i = 0; i < count * dim; i++) x[i] += norm[i];
     }
     if (status == TKV_OK && n_logits) {
         llama_rmsnorm(&m->final_norm, m->eps, x + (count - (size_t)n_logits) * dim, n_logits, norm, rows);
@@ -1201,10 +1200,12 @@ static tkv_status llama_tiered(void *ctx, int layer, const float *q, const float
  * cfg.limits.max_append. After an error the sequence is as before. */
 static inline tkv_status llama_forward(const llama_model *m, tkv_cache *kv, int seq, const int *tokens, int n,
                                        float *logits, int n_logits) {
-    llama_cache cache;
     const int pos = tkv_get_length(kv, seq, TKV_ALL_LAYERS);
     tkv_status status = tkv_seq_begin(kv, seq);
-    cache.kv = kv, cache.seq = seq, cache.pos = pos;
+    llama_cache cache;
+    cache.kv = kv;
+    cache.seq = seq;
+    cache.pos = pos;
     if (status != TKV_OK) return status;
     status = llama_forward_with(m, tokens, n, pos, llama_tiered, &cache, logits, n_logits);
     if (status == TKV_OK) return tkv_seq_commit(kv, seq);
@@ -1242,10 +1243,9 @@ static inline int llama_chunk(const tkv_config *cfg, int pos, int left) {
 static double llama_log_sum_exp(const float *logits, int n) {
     float high = logits[0];
     double sum = 0;
-    int i;
-    for (i = 1; i < n; i++)
+    for (int i = 1; i < n; i++)
         if (logits[i] > high) high = logits[i];
-    for (i = 0; i < n; i++) sum += (double)expf(logits[i] - high);
+    for (int i = 0; i < n; i++) sum += (double)expf(logits[i] - high);
     return (double)high + log(sum);
 }
 
@@ -1256,8 +1256,7 @@ static inline double llama_loss(const float *logits, int n, int token) { /* -log
 static inline double llama_divergence(const float *exact, const float *other, int n) { /* KL, in nats */
     const double a = llama_log_sum_exp(exact, n), b = llama_log_sum_exp(other, n);
     double sum = 0;
-    int i;
-    for (i = 0; i < n; i++) {
+    for (int i = 0; i < n; i++) {
         const double p = (double)exact[i] - a, q = (double)other[i] - b;
         sum += (double)expf((float)p) * (p - q);
     }
@@ -1265,8 +1264,8 @@ static inline double llama_divergence(const float *exact, const float *other, in
 }
 
 static inline int llama_argmax(const float *logits, int n) {
-    int i, best = 0;
-    for (i = 1; i < n; i++)
+    int best = 0;
+    for (int i = 1; i < n; i++)
         if (logits[i] > logits[best]) best = i;
     return best;
 }

@@ -39,11 +39,10 @@
     "FORMAT is one format for K and V, or two, as in kivi2/kivi4.\n"
 
 static inline void plan_print_names(void) {
-    int i;
     printf("Presets:");
-    for (i = 0; tkv_get_name(TKV_NAME_PRESET, i); i++) printf(" %s", tkv_get_name(TKV_NAME_PRESET, i));
+    for (int i = 0; tkv_get_name(TKV_NAME_PRESET, i); i++) printf(" %s", tkv_get_name(TKV_NAME_PRESET, i));
     printf("\nFormats:");
-    for (i = 1; i < TKV_FORMAT_COUNT; i++) printf(" %s", tkv_get_name(TKV_NAME_FORMAT, (tkv_format)i));
+    for (int i = 1; i < TKV_FORMAT_COUNT; i++) printf(" %s", tkv_get_name(TKV_NAME_FORMAT, (tkv_format)i));
     printf("\n");
 }
 
@@ -78,11 +77,10 @@ static inline const char *plan_tier(const char *s, int *tokens, tkv_format_pair 
         s += n + 1;
     }
     for (i = 0; i < 2; i++) {
-        char name[32];
-        tkv_format f;
         n = strcspn(s, "/");
+        char name[32];
         snprintf(name, sizeof name, "%.*s", (int)(n < 31 ? n : 31), s);
-        f = plan_format_named(name);
+        tkv_format f = plan_format_named(name);
         if (f == TKV_FORMAT_DEFAULT) {
             snprintf(unknown, sizeof unknown, "unknown format \"%s\"", name);
             return unknown;
@@ -98,16 +96,15 @@ static inline const char *plan_tier(const char *s, int *tokens, tkv_format_pair 
 /* Parses N:FORMAT or N-M:FORMAT. */
 static inline const char *plan_layers(tkv_config *cfg, const char *s) {
     const size_t n = strcspn(s, "-:"), m = strcspn(s, ":");
-    tkv_layer_config *layers;
-    const char *wrong;
-    tkv_format_pair pair;
-    int first, last;
+    int first;
     if (s[m] != ':' || !plan_count(s, n, &first) || first > 4095) return "it must be N:FORMAT or N-M:FORMAT";
-    last = first;
+    int last = first;
     if (n < m && (!plan_count(s + n + 1, m - n - 1, &last) || last < first || last > 4095))
         return "it must be N:FORMAT or N-M:FORMAT";
-    wrong = plan_tier(s + m + 1, NULL, &pair);
+    tkv_format_pair pair;
+    const char *wrong = plan_tier(s + m + 1, NULL, &pair);
     if (wrong) return wrong;
+    tkv_layer_config *layers;
     memcpy(&layers, &cfg->layers, sizeof layers);
     if (!layers) layers = (tkv_layer_config *)calloc(4096, sizeof *layers); /* the most layers of a cache */
     if (!layers) return "out of memory";
@@ -118,8 +115,7 @@ static inline const char *plan_layers(tkv_config *cfg, const char *s) {
 
 /* Returns NULL, or a text if `layers` named a layer that the model does not have. */
 static inline const char *plan_too_far(const tkv_config *cfg) {
-    int i;
-    for (i = cfg->model.n_layers; cfg->layers && i < 4096; i++)
+    for (int i = cfg->model.n_layers; cfg->layers && i < 4096; i++)
         if (cfg->layers[i].archive.k != TKV_FORMAT_DEFAULT) return "layers: the model has fewer";
     return NULL;
 }
@@ -147,10 +143,10 @@ static inline int plan_bits(const char *s, const char *const *names, int *bits) 
 static inline const char *plan_evict(tkv_config *cfg, const char *s) { /* sliding:1024 */
     const size_t n = strcspn(s, ":");
     char name[32];
-    int value;
     if (n >= sizeof name || s[n] == 0) return "it must be HOW:N, such as sliding:1024";
     memcpy(name, s, n);
     name[n] = 0;
+    int value;
     if (tkv_find_name(TKV_NAME_EVICT_POLICY, name, &value) != TKV_OK) return "unknown policy";
     cfg->evict.policy = (tkv_evict_policy)value;
     return plan_count(s + n + 1, strlen(s + n + 1), &cfg->evict.keep_tokens) && cfg->evict.keep_tokens
@@ -175,10 +171,9 @@ static inline int *plan_number(
 static inline int plan_knows(const char *word) {
     static const char *const words[] = {"preset", "sinks", "hot",    "warm",    "archive",
                                         "layers", "fit",   "rotate", "kvquant", "evict"};
-    tkv_config cfg;
-    size_t i;
-    for (i = 0; i < sizeof words / sizeof *words; i++)
+    for (size_t i = 0; i < sizeof words / sizeof *words; i++)
         if (strcmp(word, words[i]) == 0) return 1;
+    tkv_config cfg;
     return plan_number(&cfg, word) != NULL;
 }
 
@@ -212,11 +207,11 @@ static inline const char *plan_word(tkv_config *cfg, const char *word, const cha
 static inline const char *plan_three(tkv_config *cfg, const char *text) {
     static const char *const tiers[] = {"hot", "warm", "archive"};
     const char *wrong = NULL;
-    size_t n, i;
-    for (i = 0; !wrong; i++, text += n + 1) {
-        char value[64];
+    size_t n;
+    for (size_t i = 0; !wrong; i++, text += n + 1) {
         n = strcspn(text, ",");
         if (i == 3) return "it has more than three parts";
+        char value[64];
         if (n >= sizeof value) return "a part is too long";
         memcpy(value, text, n);
         value[n] = 0;

@@ -13,6 +13,7 @@
 #include "llama.h"
 #include "plan.h"
 
+#include <float.h>
 #include <time.h>
 
 enum { PROGRAM_MOST = 1 << 24 }; /* most tokens; a sum of two such numbers fits into an int */
@@ -91,27 +92,44 @@ typedef struct options {
 typedef enum parsed { UNKNOWN, ALONE, WITH_VALUE, BAD_VALUE } parsed;
 typedef parsed (*parse_option)(void *ctx, const char *name, const char *value);
 
+/* Each reads a number into *out. Returns 0 if it is out of range. */
+static inline int read_int(const char *text, int least, int most, int *out) {
+    *out = atoi(text);
+    return *out >= least && *out <= most;
+}
+
+static inline int read_float(const char *text, float least, float *out) {
+    *out = (float)atof(text);
+    return *out >= least;
+}
+
 static inline parsed parse_common_option(options *o, tkv_config *cfg, const char *name, const char *value) {
     int ok = 1;
-    if (strcmp(name, "--raw") == 0) return o->raw = 1, ALONE;
-    if (strcmp(name, "--rope-halves") == 0) return o->rope_halves = 1, ALONE;
+    if (strcmp(name, "--raw") == 0) {
+        o->raw = 1;
+        return ALONE;
+    }
+    if (strcmp(name, "--rope-halves") == 0) {
+        o->rope_halves = 1;
+        return ALONE;
+    }
     if (!value) return UNKNOWN;
     if (strcmp(name, "-p") == 0) o->prompt = value;
     else if (strcmp(name, "-f") == 0) o->file = value;
     else if (strcmp(name, "-z") == 0) o->tokenizer = value;
-    else if (strcmp(name, "-n") == 0) ok = (o->n = atoi(value)) > 0 && o->n <= PROGRAM_MOST;
-    else if (strcmp(name, "-c") == 0) ok = (o->context = atoi(value)) > 1 && o->context <= PROGRAM_MOST;
-    else if (strcmp(name, "-t") == 0) ok = (o->temperature = (float)atof(value)) >= 0;
-    else if (strcmp(name, "--top-p") == 0) ok = (o->top_p = (float)atof(value)) > 0;
-    else if (strcmp(name, "--theta") == 0) ok = (o->theta = (float)atof(value)) > 0;
+    else if (strcmp(name, "-n") == 0) ok = read_int(value, 1, PROGRAM_MOST, &o->n);
+    else if (strcmp(name, "-c") == 0) ok = read_int(value, 2, PROGRAM_MOST, &o->context);
+    else if (strcmp(name, "-t") == 0) ok = read_float(value, 0, &o->temperature);
+    else if (strcmp(name, "--top-p") == 0) ok = read_float(value, FLT_MIN, &o->top_p);
+    else if (strcmp(name, "--theta") == 0) ok = read_float(value, FLT_MIN, &o->theta);
     else if (strcmp(name, "--seed") == 0) o->seed = strtoull(value, NULL, 10);
     else if (strncmp(name, "--", 2) == 0 && plan_knows(name + 2)) {
         const char *wrong = plan_word(cfg, name + 2, value);
         if (wrong) fail("%s %s: %s (" PROGRAM " --help)", name, value, wrong);
     } else if (strcmp(name, "--isa") == 0) {
-        for (ok = 0; ok < TKV_ISA_COUNT && strcmp(value, tkv_get_name(TKV_NAME_ISA, (tkv_isa)ok)) != 0;) ok++;
-        cfg->host.isa = (tkv_isa)ok;
-        ok = ok < TKV_ISA_COUNT;
+        int isa = TKV_ISA_AUTO;
+        ok = tkv_find_name(TKV_NAME_ISA, value, &isa) == TKV_OK;
+        cfg->host.isa = (tkv_isa)isa;
     } else return UNKNOWN;
     return ok ? WITH_VALUE : BAD_VALUE;
 }
@@ -125,20 +143,18 @@ static inline void help(const char *usage, int status) {
 /* Parses the command line. `own` parses the program's own options; it comes before parse_common_option. */
 static inline void parse_options(int argc, char **argv, const char *usage, options *o, tkv_config *cfg,
                                  parse_option own, void *ctx) {
-    int i;
     o->temperature = 0.8f;
     o->top_p = 0.95f;
     o->seed = 1;
-    for (i = 1; i < argc; i++) {
+    for (int i = 1; i < argc; i++) {
         const char *name = argv[i], *value = i + 1 < argc ? argv[i + 1] : NULL;
-        parsed t;
         if (strcmp(name, "-h") == 0 || strcmp(name, "--help") == 0) help(usage, 0);
         if (name[0] != '-' && o->model) fail("%s: there is already a model; write -p before a prompt", name);
         if (name[0] != '-') {
             o->model = name;
             continue;
         }
-        t = own(ctx, name, value);
+        parsed t = own(ctx, name, value);
         if (t == UNKNOWN) t = parse_common_option(o, cfg, name, value);
         if (t == UNKNOWN)
             fail("%s: unknown option%s (" PROGRAM " --help)", name, value ? "" : ", or its value is missing");
@@ -194,21 +210,25 @@ static inline int by_p(const void *a, const void *b) {
  * holds n choices. */
 static inline int sample(const float *logits, int n, const options *o, uint64_t *rng, choice *space) {
     const int best = llama_argmax(logits, n);
-    double sum = 0, left;
-    float least;
-    int i, m = 0;
+    double sum = 0;
+    int m = 0;
     if (o->temperature <= 0) return best;
+    int i;
     for (i = 0; i < n; i++) sum += (double)expf((logits[i] - logits[best]) / o->temperature);
-    least = o->top_p < 1 ? (1 - o->top_p) / (float)n : 0; /* tokens below this are never among them */
+    float least = o->top_p < 1 ? (1 - o->top_p) / (float)n : 0; /* tokens below this are never among them */
     for (i = 0; i < n; i++) {
         const float p = expf((logits[i] - logits[best]) / o->temperature) / (float)sum;
-        if (p >= least) space[m].p = p, space[m++].token = i;
+        if (p < least) continue;
+        space[m].p = p;
+        space[m++].token = i;
     }
     qsort(space, (size_t)m, sizeof *space, by_p);
     for (i = 0, sum = 0; i < m && sum < (double)o->top_p;) sum += (double)space[i++].p;
     m = i;
-    *rng ^= *rng << 13, *rng ^= *rng >> 7, *rng ^= *rng << 17; /* xorshift64, Marsaglia 2003 */
-    left = (double)(*rng >> 11) / 9007199254740992.0 * sum;
+    *rng ^= *rng << 13;
+    *rng ^= *rng >> 7;
+    *rng ^= *rng << 17; /* xorshift64, Marsaglia 2003 */
+    double left = (double)(*rng >> 11) / 9007199254740992.0 * sum;
     for (i = 0; i + 1 < m && left >= (double)space[i].p; i++) left -= (double)space[i].p;
     return m > 0 ? space[i].token : best;
 }
@@ -229,22 +249,20 @@ static inline int read_prompt(const llama_model *m, const options *o, int most, 
     const int chat = m->chat && !o->raw, tail = most < 64 ? most / 2 : 32;
     const char *prompt = o->prompt ? o->prompt : chat ? default_question : default_text;
     size_t size = strlen(prompt), shown;
-    const char *line;
-    char *file = NULL, *text;
-    int *out, n;
+    char *file = NULL;
     if (o->file) {
         file = (char *)llama_read_file(o->file, &size);
         if (!file) fail("cannot read %s", o->file);
         if (size > 1 << 30) fail("%s is longer than any context", o->file);
         prompt = file;
     }
-    text = (char *)allocate(size + 64, 1);
+    char *text = (char *)allocate(size + 64, 1);
     memcpy(text, "<|im_start|>user\n", 17);
     memcpy(text + 17, prompt, size);
     memcpy(text + 17 + size, "<|im_end|>\n<|im_start|>assistant\n", 33);
-    out = (int *)allocate(size + 64 + (size_t)more, sizeof *out);
-    n = chat ? llama_tokenize(m, text, size + 50, LLAMA_SPECIAL, out)
-             : llama_tokenize(m, prompt, size, m->add_bos ? LLAMA_BOS : 0, out);
+    int *out = (int *)allocate(size + 64 + (size_t)more, sizeof *out);
+    int n = chat ? llama_tokenize(m, text, size + 50, LLAMA_SPECIAL, out)
+                 : llama_tokenize(m, prompt, size, m->add_bos ? LLAMA_BOS : 0, out);
     if (n == 0 && m->bos >= 0) out[n++] = m->bos;
     if (n == 0) fail("the prompt is empty; give one with -p or -f");
     if (n > most) {
@@ -255,7 +273,7 @@ static inline int read_prompt(const llama_model *m, const options *o, int most, 
     }
     if (show) {
         shown = size > 400 ? size - 400 : 0;
-        line = shown ? (const char *)memchr(prompt + shown, '\n', 100) : NULL;
+        const char *line = shown ? (const char *)memchr(prompt + shown, '\n', 100) : NULL;
         if (line) shown = (size_t)(line + 1 - prompt);
         while (shown > 0 && shown < size && (prompt[shown] & 0xc0) == 0x80) shown++;
         if (shown) printf("[a prompt of %s tokens; it ends:]\n", commas(n));

@@ -46,8 +46,8 @@ int main(void) {
     }
 
     tkv_layer_info tiers;
-    tkv_memory_info mem;
     check(tkv_get_layer(kv, 0, 0, &tiers));
+    tkv_memory_info mem;
     check(tkv_get_memory(kv, &mem));
     printf("%d tokens: %d hot, %d warm, %d archive\n", tkv_get_length(kv, 0, TKV_ALL_LAYERS),
            tiers.tokens[TKV_TIER_HOT], tiers.tokens[TKV_TIER_WARM], tiers.tokens[TKV_TIER_ARCHIVE]);

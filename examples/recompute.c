@@ -24,7 +24,7 @@ enum { CONVERSATIONS = 2, CHUNK = 64 };
 
 static const char usage[] =
     "recompute [MODEL] [options]\n"
-    "MODEL is " DEMO " by default. " PROGRAM_HELP "  -n N               tokens per turn (64)\n"
+    "Without MODEL, the model is " DEMO ".\n" PROGRAM_HELP "  -n N               tokens per turn (64)\n"
     "  --turns N          turns of each conversation (2)\n"
     "  --budget PERCENT   budget, in percent of the bytes of both conversations (75)\n"
     "The program always sets --raw.\n"
@@ -46,7 +46,7 @@ typedef struct run_state {
     tkv_config cfg;
     tkv_config chunking; /* llama_chunk ends chunks by this config; compared runs share it */
     tkv_cache *kv;
-    conversation talks[CONVERSATIONS];
+    conversation conversations[CONVERSATIONS];
     float *logits;
     choice *space;
     tkv_remat remat;
@@ -57,10 +57,10 @@ typedef struct run_state {
 /* >>options */
 static parsed parse_own_option(void *ctx, const char *name, const char *value) {
     settings *w = (settings *)ctx;
-    int ok;
     if (!value) return UNKNOWN;
-    if (strcmp(name, "--turns") == 0) ok = (w->turns = atoi(value)) > 0 && w->turns <= 1000;
-    else if (strcmp(name, "--budget") == 0) ok = (w->percent = atoi(value)) > 0 && w->percent <= 100;
+    int ok;
+    if (strcmp(name, "--turns") == 0) ok = read_int(value, 1, 1000, &w->turns);
+    else if (strcmp(name, "--budget") == 0) ok = read_int(value, 1, 100, &w->percent);
     else return UNKNOWN;
     return ok ? WITH_VALUE : BAD_VALUE;
 }
@@ -68,7 +68,7 @@ static parsed parse_own_option(void *ctx, const char *name, const char *value) {
 /* >>evaluating */
 /* Evaluates the next n known tokens of a conversation, and adds the logits to its hash. */
 static void evaluate(run_state *w, int seq, int n) {
-    conversation *t = &w->talks[seq];
+    conversation *t = &w->conversations[seq];
     const int pos = tkv_get_length(w->kv, seq, TKV_ALL_LAYERS);
     const tkv_status st = llama_forward(w->model, w->kv, seq, t->tokens + pos, n, w->logits, 1);
     const unsigned char *bytes = (const unsigned char *)w->logits;
@@ -114,15 +114,14 @@ static double flops_of(const tkv_remat_config *c, int n) {
 static tkv_status recompute(void *user, tkv_cache *kv, int seq, int first_layer, int n_layers, int start,
                             int n) {
     run_state *w = (run_state *)user;
-    const conversation *t = &w->talks[seq];
+    const conversation *t = &w->conversations[seq];
     const int layers = w->model->n_layers;
     tkv_config cfg = w->cfg;
     tkv_status st = TKV_OK;
-    recorder r;
-    int i;
     if (cfg.budget.bytes) cfg.tiers.hot_tokens = TKV_UNLIMITED; /* the conversation was exact, too */
     cfg.budget.bytes = 0;
     cfg.limits.max_seqs = 1;
+    recorder r;
     memset(&r, 0, sizeof r);
     r.kv = create(&cfg);
     r.start = start;
@@ -131,14 +130,14 @@ static tkv_status recompute(void *user, tkv_cache *kv, int seq, int first_layer,
     r.v_row = (size_t)(w->model->n_kv_heads * w->model->v_head_dim);
     r.k = (float *)allocate((size_t)layers * (size_t)n * r.k_row, sizeof *r.k);
     r.v = (float *)allocate((size_t)layers * (size_t)n * r.v_row, sizeof *r.v);
-    for (i = 0; r.pos < start + n && !st; r.pos += t->chunk[i++]) {
+    for (int i = 0; r.pos < start + n && !st; r.pos += t->chunk[i++]) {
         st = tkv_seq_begin(r.kv, 0);
         if (!st)
             st = llama_forward_with(w->model, t->tokens + r.pos, t->chunk[i], r.pos, record_layer, &r, NULL,
                                     0);
         if (!st) st = tkv_seq_commit(r.kv, 0);
     }
-    for (i = first_layer; i < first_layer + n_layers && !st; i++)
+    for (int i = first_layer; i < first_layer + n_layers && !st; i++)
         st = tkv_restore(kv, seq, i, start, r.k + (size_t)(i * n) * r.k_row, r.v + (size_t)(i * n) * r.v_row,
                          n);
     w->flops += flops_of(&w->remat.cfg, start + n);
@@ -161,13 +160,13 @@ typedef enum discarding { DISCARD_NONE, DISCARD_BY_BUDGET, DISCARD_BY_HAND } dis
 /* Runs all turns of both conversations. */
 static void run(run_state *w, const settings *s, discarding how) {
     static const char *const names[CONVERSATIONS] = {"A", "B"};
-    int turn, seq, i, n, start;
+    int n, start;
     w->kv = create(&w->cfg);
-    for (turn = 0; turn < s->turns; turn++)
-        for (seq = 0; seq < CONVERSATIONS; seq++) {
-            conversation *t = &w->talks[seq];
-            tkv_layer_info tiers;
+    for (int turn = 0; turn < s->turns; turn++)
+        for (int seq = 0; seq < CONVERSATIONS; seq++) {
+            conversation *t = &w->conversations[seq];
             double begun = seconds();
+            tkv_layer_info tiers;
             if (tkv_get_layer(w->kv, seq, 0, &tiers) != TKV_OK ||
                 tkv_seq_find_discarded(w->kv, seq, &start, &n) != TKV_OK)
                 fail("no sequence %d", seq);
@@ -184,7 +183,7 @@ static void run(run_state *w, const settings *s, discarding how) {
                 const int pos = tkv_get_length(w->kv, seq, TKV_ALL_LAYERS), left = t->n - pos;
                 evaluate(w, seq, llama_chunk(&w->chunking, pos, left < CHUNK ? left : CHUNK));
             }
-            for (i = 0; i < w->o->n; i++) {
+            for (int i = 0; i < w->o->n; i++) {
                 t->tokens[t->n++] = sample(w->logits, w->model->vocab, w->o, &t->rng, w->space);
                 evaluate(w, seq, 1);
             }
@@ -203,9 +202,8 @@ static void run(run_state *w, const settings *s, discarding how) {
 
 static void begin(run_state *w, const settings *s, const int *prompt, int n) {
     const int most = n + s->turns * w->o->n;
-    int i;
-    for (i = 0; i < CONVERSATIONS; i++) {
-        conversation *t = &w->talks[i];
+    for (int i = 0; i < CONVERSATIONS; i++) {
+        conversation *t = &w->conversations[i];
         memset(t, 0, sizeof *t);
         t->tokens = (int *)allocate((size_t)most, sizeof *t->tokens);
         t->chunk = (int *)allocate((size_t)most, sizeof *t->chunk);
@@ -219,25 +217,23 @@ static void begin(run_state *w, const settings *s, const int *prompt, int n) {
 }
 
 static void end(run_state *w) {
-    int i;
-    for (i = 0; i < CONVERSATIONS; i++) free(w->talks[i].tokens), free(w->talks[i].chunk);
+    for (int i = 0; i < CONVERSATIONS; i++) free(w->conversations[i].tokens), free(w->conversations[i].chunk);
 }
 
 /* Compares a run that discards blocks with one that discards none. Returns 1 if texts and logits are equal. */
 static int compare(run_state *w, const settings *s, const int *prompt, int n, const tkv_config *discard,
                    const tkv_config *keep, discarding how) {
-    run_state other;
-    int i, same = 1;
+    int same = 1;
     w->cfg = *discard;
     w->chunking = *discard;
-    other = *w;
+    run_state other = *w;
     other.cfg = *keep;
     begin(w, s, prompt, n);
     begin(&other, s, prompt, n);
     run(w, s, how);
     run(&other, s, DISCARD_NONE);
-    for (i = 0; i < CONVERSATIONS; i++) {
-        const conversation *a = &w->talks[i], *b = &other.talks[i];
+    for (int i = 0; i < CONVERSATIONS; i++) {
+        const conversation *a = &w->conversations[i], *b = &other.conversations[i];
         same &= a->n == b->n && a->hash == b->hash &&
                 memcmp(a->tokens, b->tokens, (size_t)a->n * sizeof *a->tokens) == 0;
     }
@@ -260,15 +256,11 @@ static double layer_params(const llama_model *m) {
 
 int main(int argc, char **argv) {
     tkv_config cfg = tkv_default_config(), with_budget, unlimited;
-    tkv_remat_config remat;
-    tkv_memory_info m;
-    llama_model model;
     options o;
-    settings s;
-    run_state w;
-    int *prompt, n, same;
     memset(&o, 0, sizeof o);
+    run_state w;
     memset(&w, 0, sizeof w);
+    settings s;
     s.turns = 2;
     s.percent = 75;
     parse_options(argc, argv, usage, &o, &cfg, parse_own_option, &s);
@@ -278,15 +270,18 @@ int main(int argc, char **argv) {
         if (!o.prompt && !o.file) o.file = "examples/data/demo_prompt.txt";
     }
     if (!o.n) o.n = 64;
+    llama_model model;
     load(&o, &model, &cfg);
     cfg.limits.max_seqs = CONVERSATIONS;
-    n = context_of(&o, &model) - s.turns * o.n;
+    int n = context_of(&o, &model) - s.turns * o.n;
     if (n < 2) fail("%d turns of %d tokens exceed the context", s.turns, o.n);
+    int *prompt;
     n = read_prompt(&model, &o, n, 0, 0, &prompt);
     w.model = &model;
     w.o = &o;
     w.logits = (float *)allocate((size_t)model.vocab, sizeof *w.logits);
     w.space = (choice *)allocate((size_t)model.vocab, sizeof *w.space);
+    tkv_remat_config remat;
     memset(&remat, 0, sizeof remat);
     remat.n_layers = model.n_layers;
     remat.n_heads = model.n_heads;
@@ -296,6 +291,7 @@ int main(int argc, char **argv) {
 
     unlimited = cfg;
     unlimited.tiers.hot_tokens = TKV_UNLIMITED;
+    tkv_memory_info m;
     if (tkv_estimate_memory(&unlimited, n + s.turns * o.n, CONVERSATIONS, &m) != TKV_OK) fail("bad plan");
     with_budget = cfg;
     with_budget.budget.bytes = m.total / 100 * (size_t)s.percent;
@@ -303,7 +299,7 @@ int main(int argc, char **argv) {
     with_budget.budget.discard = 1;
     printf("Exact tokens, a budget of %s bytes; both conversations take %s.\n",
            commas((double)with_budget.budget.bytes), commas((double)m.total));
-    same = compare(&w, &s, prompt, n, &with_budget, &unlimited, DISCARD_BY_BUDGET);
+    int same = compare(&w, &s, prompt, n, &with_budget, &unlimited, DISCARD_BY_BUDGET);
 
     if (cfg.tiers.warm.k == TKV_FORMAT_DEFAULT)
         cfg.tiers.warm.k = cfg.tiers.warm.v = TKV_KIVI4; /* KIVI formats learn no tables */

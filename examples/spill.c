@@ -56,8 +56,9 @@ static double seconds(void) {
 static long parse_number(const char *name, const char *text, long least, long most) {
     char *end;
     long n = strtol(text, &end, 10), unit = 1;
-    if (*end == 'k' || *end == 'K') unit = 1024, end++;
-    else if (*end == 'm' || *end == 'M') unit = 1024 * 1024, end++;
+    if (*end == 'k' || *end == 'K') unit = 1024;
+    else if (*end == 'm' || *end == 'M') unit = 1024 * 1024;
+    if (unit > 1) end++;
     if (end == text || *end || n < least / unit || n > most / unit || n * unit < least)
         fail(name, "not a number, or out of range");
     return n * unit;
@@ -65,8 +66,7 @@ static long parse_number(const char *name, const char *text, long least, long mo
 
 static settings parse_options(int argc, char **argv) {
     settings w = {128 * 1024, 0, 2, 64, NULL};
-    int i;
-    for (i = 1; i < argc; i += 2) {
+    for (int i = 1; i < argc; i += 2) {
         const char *name = argv[i], *value = argv[i + 1];
         if (strcmp(name, "--help") == 0 || !value) {
             printf("spill [--tokens N] [--budget BYTES] [--heads N] [--dim N] [--file PATH]\n");
@@ -86,8 +86,7 @@ static settings parse_options(int argc, char **argv) {
 static uint64_t state;
 
 static void fill(float *x, int n, int dim) {
-    int i;
-    for (i = 0; i < n; i++) {
+    for (int i = 0; i < n; i++) {
         state = state * 6364136223846793005u + 1442695040888963407u;
         x[i] = ((float)(state >> 40) / 8388608.0f - 1.0f) * (i % dim % 16 == 0 ? 4.0f : 1.0f);
     }
@@ -120,21 +119,21 @@ static void append(tkv_cache *kv, const tkv_config *cfg, float *k, float *v, int
 static void compare(const settings *w, float *k, float *v, float *q, float *a, float *b) {
     tkv_config cfg = config_of(w);
     const int n_out = cfg.model.n_heads * cfg.model.head_dim;
-    spill_file file;
-    tkv_cache *kv;
     size_t bytes;
-    int i, done = 0, same = 1;
+    int done = 0, same = 1;
     check("config", tkv_get_required_bytes(&cfg, NULL, &bytes), NULL);
+    spill_file file;
     if (spill_file_open(&file, NULL, bytes)) fail("file", strerror(errno));
     cfg.offload = spill_file_config(&file);
+    tkv_cache *kv;
     check("create", tkv_create(&cfg, &kv), NULL);
     state = 1;
-    for (i = 0; i < 4096; i += CHUNK) append(kv, &cfg, k, v, CHUNK);
+    for (int i = 0; i < 4096; i += CHUNK) append(kv, &cfg, k, v, CHUNK);
     fill(q, n_out, cfg.model.head_dim);
     check("attend", tkv_attend(kv, 0, 0, q, 1, a), kv);
     check("offload", tkv_offload(kv, 0, TKV_ALL_LAYERS, 4096, &done), kv);
     check("attend", tkv_attend(kv, 0, 0, q, 1, b), kv);
-    for (i = 0; i < n_out; i++) same &= memcmp(&a[i], &b[i], sizeof *a) == 0;
+    for (int i = 0; i < n_out; i++) same &= memcmp(&a[i], &b[i], sizeof *a) == 0;
     printf("4096 tokens, %d of their blocks in the file: output %s\n", done,
            same ? "the same to the bit" : "DIFFERS"); /* .ci/run looks for this text */
     tkv_destroy(kv);
@@ -146,14 +145,14 @@ static void compare(const settings *w, float *k, float *v, float *q, float *a, f
 static void print_table(const tkv_cache *kv, const settings *w, const spill_file *file, double took,
                         double best, double worst) {
     tkv_memory_info m;
-    tkv_layer_info t;
     check("memory", tkv_get_memory(kv, &m), NULL);
+    tkv_layer_info t;
     check("tiers", tkv_get_layer(kv, 0, 0, &t), NULL);
     printf("\n%ld tokens, appended in %.1f s\n", w->tokens, took);
     printf("  as FP16                       %12.0f bytes\n", (double)m.fp16_bytes);
     printf("  in RAM, all memory counted    %12.0f bytes; peak %.0f, budget %.0f\n", (double)m.total,
            (double)m.peak, (double)w->budget);
-    printf("    of these, index and tables  %12.0f bytes\n", (double)(m.index + m.tables));
+    printf("    index and tables in RAM     %12.0f bytes\n", (double)(m.index + m.tables));
     printf("  offloaded                     %12.0f bytes, %d of %d blocks; the file takes %.0f\n",
            (double)(m.offloaded.codes + m.offloaded.metadata), t.offloaded,
            t.blocks[0] + t.blocks[1] + t.blocks[2], spill_file_size(file));
@@ -165,13 +164,8 @@ static void print_table(const tkv_cache *kv, const settings *w, const spill_file
 static void run(settings *w, float *k, float *v, float *q, float *out) {
     tkv_config cfg = config_of(w);
     const int on_terminal = isatty(1);
-    double begun, took = 0.0, best = 1e9, worst = 0.0;
-    spill_file file;
+    double took = 0.0, best = 1e9, worst = 0.0;
     tkv_memory_info m;
-    tkv_cache *kv;
-    size_t bytes;
-    long n;
-    int i;
     if (!w->budget) { /* a tenth of the bytes that the preset "extreme" would take in RAM */
         (void)tkv_apply_preset(&cfg, "extreme");
         check("estimate", tkv_estimate_memory(&cfg, (int)w->tokens, 1, &m), NULL);
@@ -179,11 +173,15 @@ static void run(settings *w, float *k, float *v, float *q, float *out) {
         cfg = config_of(w);
     }
     cfg.budget.bytes = (size_t)w->budget;
+    size_t bytes;
     check("config", tkv_get_required_bytes(&cfg, NULL, &bytes), NULL);
+    spill_file file;
     if (spill_file_open(&file, w->file, bytes)) fail(w->file ? w->file : "file", strerror(errno));
     cfg.offload = spill_file_config(&file);
+    tkv_cache *kv;
     check("create (try a larger --budget or more --tokens)", tkv_create(&cfg, &kv), NULL);
-    for (n = 0; n < w->tokens; n += CHUNK) {
+    double begun;
+    for (long n = 0; n < w->tokens; n += CHUNK) {
         begun = seconds();
         append(kv, &cfg, k, v, CHUNK);
         took += seconds() - begun;
@@ -198,7 +196,7 @@ static void run(settings *w, float *k, float *v, float *q, float *out) {
                on_terminal ? "" : "\n");
         fflush(stdout);
     }
-    for (i = 0; i < ROUNDS; i++) {
+    for (int i = 0; i < ROUNDS; i++) {
         fill(q, cfg.model.n_heads * cfg.model.head_dim, cfg.model.head_dim);
         begun = seconds();
         check("attend", tkv_attend(kv, 0, 0, q, 1, out), kv);

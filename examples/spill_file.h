@@ -139,7 +139,10 @@ static inline void spill_file_ahead(void *user, uint32_t key, size_t offset, siz
     const spill_file *f = (const spill_file *)user;
     (void)posix_fadvise(f->fd, (off_t)spill_file_at(f, key, offset), (off_t)size, POSIX_FADV_WILLNEED);
 #else
-    (void)user, (void)key, (void)offset, (void)size;
+    (void)user;
+    (void)key;
+    (void)offset;
+    (void)size;
 #endif
 }
 
@@ -173,8 +176,8 @@ static inline int spill_file_open_path(spill_file *f, const char *path) {
 }
 #else
 static inline int spill_file_open_temporary(spill_file *f) {
-    char name[1024];
     const char *dir = getenv("TMPDIR");
+    char name[1024];
     if (snprintf(name, sizeof name, "%s/tieredkv-XXXXXX", dir && *dir ? dir : "/tmp") >= (int)sizeof name) {
         errno = ENAMETOOLONG;
         return -1;

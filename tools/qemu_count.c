@@ -1,6 +1,6 @@
 /*
- * qemu_count.c - a plugin for qemu's user mode. It counts the instructions that a program executes, and prints the number
- * on stderr at the end. This file declares the parts of qemu's plugin interface (version 1) that it uses.
+ * qemu_count.c - a plugin for qemu's user mode. It counts the instructions that a program executes, and prints the
+ * number on stderr at the end. This file declares the parts of qemu's plugin interface (version 1) that it uses.
  *
  * cc -O2 -shared -fPIC tools/qemu_count.c -o qemu_count.so
  * qemu-aarch64 -plugin ./qemu_count.so program
