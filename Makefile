@@ -45,10 +45,11 @@ LINK_LIBRARY = $(filter-out examples/tieredkv.c, \
 $(patsubst tests/%.c,build/tests/%,$(patsubst examples/%.c,build/%, \
   $(patsubst bench/%.c,build/bench/%,$(LINK_LIBRARY)))): build/tieredkv.o
 
-# Compiling these takes longer than running them. Others that bring the library are compiled as the library is: bytes and
-# sums depend on the compiler's optimisation, or they run long.
-COMPILED_QUICKLY = base budget drop formats_other kvquant learn mass memory meter sequence spill text
-$(COMPILED_QUICKLY:%=build/tests/test_%): CFLAGS := $(CFLAGS:-O2=-O1)
+# These contain the library, and compile longer than they run. white_kernels and white_formats compare bytes and sums, so
+# they are optimised as the library is.
+COMPILED_AT_O1 = test_formats_other test_kvquant test_learn test_memory \
+                 white_attention white_cache white_core white_reclaim white_report white_rules white_step
+$(COMPILED_AT_O1:%=build/tests/%): private CFLAGS := $(CFLAGS:-O2=-O1)
 
 build/tieredkv.o: examples/tieredkv.c tieredkv.h
 	@mkdir -p $(@D)

@@ -23416,8 +23416,8 @@ static const tkvi_consumer tkvi_score_output_consumer = {
 /*
  * attention/reference.h - attention by its definition, slow, for tests.
  *
- * It decodes each key and value and computes in double. Pass 0 finds the maximum, pass 1 the sums, pass 2 p->scores
- * if requested. It shares with attention/attend.h the check of the call, and no arithmetic.
+ * It decodes each block for each row and head, and computes in double. Pass 0 finds the maximum, pass 1 the sums,
+ * pass 2 p->scores if requested. It shares with attention/attend.h the check of the call, and no arithmetic.
  */
 #ifndef TKVI_ATTENTION_REFERENCE_H
 #define TKVI_ATTENTION_REFERENCE_H
@@ -23464,7 +23464,9 @@ static tkv_status tkvi_ref_row(const tkvi_call *c, int item, int row, int query,
     const tkv_config *cfg = &kv->tables.cfg;
     const tkvi_list *list = tkvi_list_of(kv, c->rows[item].seq, c->plan->stored_layer);
     const uint32_t *ids = tkvi_ids(kv, c->rows[item].seq, c->plan->stored_layer);
-    double top = 0.0, sum = 0.0, out[TKV_MAX_HEAD_DIM];
+    float x[TKVI_BLOCK * TKV_MAX_HEAD_DIM]; /* keys of a block, then its values */
+    double s, top = 0.0, sum = 0.0, w[TKVI_BLOCK], out[TKV_MAX_HEAD_DIM];
+    int sees[TKVI_BLOCK];
     tkvi_fetch_buffer room[2];
     int finite = tkvi_ref_is_finite(c, row, head); /* 0: the row sees no key and no learned sink */
     int pass, i, j, t, any = 0;
@@ -23490,14 +23492,15 @@ static tkv_status tkvi_ref_row(const tkvi_call *c, int item, int row, int query,
             if (!st && pass == 1)
                 st = tkvi_side_bytes(kv, ids[i], head / c->heads_per_kv, TKV_V, &room[1], &v);
             if (st) return st;
+            if (!finite) continue;
+            tkvi_decode_side(&rec->k, k, 0, n, x, (size_t)cfg->model.head_dim);
             for (t = 0; t < n; t++) {
-                float x[TKV_MAX_HEAD_DIM];
-                int seen, ch;
-                double s, w;
+                int seen = 0;
+                sees[t] = 0;
                 if (!(there >> t & 1) || !finite) continue;
                 j = tkvi_slot_position(kv, ids[i], t);
-                tkvi_decode_side(&rec->k, k, t, 1, x, 0);
-                s = tkvi_ref_logit(c, item, row, query, head, x, j, list->len, &seen);
+                s = tkvi_ref_logit(c, item, row, query, head, x + t * cfg->model.head_dim, j, list->len,
+                                   &seen);
                 if (!seen) continue;
                 if (pass == 0) {
                     finite &= tkvi_is_finite((float)s); /* a logit beyond a float empties the row */
@@ -23505,14 +23508,18 @@ static tkv_status tkvi_ref_row(const tkvi_call *c, int item, int row, int query,
                     any = 1;
                     continue;
                 }
-                w = exp(s - top);
-                if (pass == 2) {
-                    c->p->scores[item * c->mass_stride + j] += (float)(w / sum);
-                    continue;
-                }
-                sum += w;
-                tkvi_decode_side(&rec->v, v, t, 1, x, 0);
-                for (ch = 0; ch < cfg->model.v_head_dim; ch++) out[ch] += w * (double)x[ch];
+                sees[t] = 1;
+                w[t] = exp(s - top);
+                if (pass == 2) c->p->scores[item * c->mass_stride + j] += (float)(w[t] / sum);
+            }
+            if (pass != 1) continue;
+            tkvi_decode_side(&rec->v, v, 0, n, x, (size_t)cfg->model.v_head_dim);
+            for (t = 0; t < n; t++) {
+                int ch;
+                if (!sees[t]) continue;
+                sum += w[t];
+                for (ch = 0; ch < cfg->model.v_head_dim; ch++)
+                    out[ch] += w[t] * (double)x[t * cfg->model.v_head_dim + ch];
             }
         }
         if (pass == 1 && !c->p->scores) break;
