@@ -88,10 +88,21 @@
  *   TKV_NO_SIMD              implementation     leaves out all kernels but the scalar ones
  *   TKV_NO_AVX512            implementation     leaves out the AVX-512 kernels
  *   TKV_NO_REPORTS           implementation     leaves out configs as text, and reports as JSON and Prometheus
+ *   TKV_NO_KVQUANT           implementation     leaves out the KVQUANT formats and the learning of their tables
+ *   TKV_NO_SQUAT             implementation     leaves out the SQUAT formats
+ *   TKV_NO_TOKEN_FORMATS     implementation     leaves out INT8, INT4, FP8 and FP4
+ *   TKV_NO_SUBSPACE          implementation     leaves out the SUBSPACE formats
+ *   TKV_NO_EVICT             implementation     leaves out eviction, importance, anchors and pins
+ *   TKV_NO_OFFLOAD           implementation     leaves out the store outside RAM, and promotion from it
+ *   TKV_NO_DISCARD           implementation     leaves out discarding and recomputation
+ *   TKV_NO_METER             implementation     leaves out quality meter, feedback and threshold store
+ *   TKV_CORE                 implementation     sets the eight from TKV_NO_KVQUANT to TKV_NO_METER
  *
- *   The TKV_NO_ macros shorten compiling and the object. Each switch saves this much:
+ *   Switches shorten compiling and the object. README.md has a table of the bytes and seconds that each saves.
  *
- * <<switches>>
+ *   Exact formats, Q8, KIVI, A and R, sequences, budgets, calibration and attention are in every build. A config or
+ *   a call that needs a missing part gets TKV_ERR_UNSUPPORTED. Its sentence names the switch, for example:
+ *   "tiers.archive.k is 31; TKV_NO_KVQUANT leaves this format out". Names of formats and policies stay known.
  *
  *   A build with TKV_NO_REPORTS has no tkv_parse_config, tkv_print_config and tkv_print_report. tkv_create_ex then
  *   answers a text with TKV_ERR_UNSUPPORTED.
