@@ -30,7 +30,7 @@ static inline tkv_config config(int layers, int seqs) {
     cfg.model.v_head_dim = V_DIM;
     cfg.limits.max_seqs = seqs;
     cfg.host.isa = tkv_test_isa();
-    cfg.tiers.warm.k = cfg.tiers.warm.v = TKV_KIVI4; /* no table to wait for: see test_learn.c */
+    cfg.tiers.warm.k = cfg.tiers.warm.v = TKV_KIVI4; /* no table to wait for: see white_learn.c */
     cfg.tiers.archive.k = cfg.tiers.archive.v = TKV_KIVI2;
     return cfg;
 }

@@ -68,7 +68,7 @@ static tkv_config shape_config(int heads, int kv_heads, int dk, int dv) {
     cfg.model.head_dim = dk;
     cfg.model.v_head_dim = dv;
     cfg.host.isa = tkv_test_isa();
-    cfg.tiers.warm.k = cfg.tiers.warm.v = TKV_KIVI4; /* no table to wait for: see test_learn.c */
+    cfg.tiers.warm.k = cfg.tiers.warm.v = TKV_KIVI4; /* no table to wait for: see white_learn.c */
     cfg.tiers.archive.k = cfg.tiers.archive.v = TKV_KIVI2;
     return cfg;
 }
