@@ -32,7 +32,7 @@ static tkv_codec codec(tkv_format format, int side, int dim, int group) {
 static const char *describe(const tkv_codec *c, int n) {
     static char text[128];
     snprintf(text, sizeof text, "%s %c, head_dim %d, group %d, fit %d, rotate %d, center %d, %d tokens",
-             tkv_get_name(TKV_NAME_FORMAT, c->format), c->side == TKV_K ? 'K' : 'V', c->head_dim,
+             tkv_get_name(TKV_NAME_FORMAT, (int)c->format), c->side == TKV_K ? 'K' : 'V', c->head_dim,
              c->options.group_size, c->options.fit, c->options.rotate, c->options.center_k, n);
     return text;
 }
@@ -572,7 +572,7 @@ static void check_attention(const tkv_config *base, stream *s, int tokens, const
         error = sqrt(squared_error(s->out, slow, rows));
         all = sqrt(squares(slow, rows));
         CHECK_MSG(error <= 2e-5 * all, "%s, head_dim %d and %d, %s: %g", what, s->dim, s->v_dim,
-                  tkv_get_name(TKV_NAME_ISA, isas[i]), error / all);
+                  tkv_get_name(TKV_NAME_ISA, (int)isas[i]), error / all);
         CHECK_MSG(tkv_check(kv, reason, sizeof reason) == TKV_OK, "%s", reason);
         tkv_destroy(kv);
     }
@@ -593,7 +593,7 @@ TEST(attention_decodes) {
             cfg.format.group_size = i % 3 ? 64 : 32;
             cfg.format.rotate = (i + f) % 4;
             cfg.format.center_k = i / 2 % 2;
-            check_attention(&cfg, s, 230 + 7 * i, tkv_get_name(TKV_NAME_FORMAT, generic[f]));
+            check_attention(&cfg, s, 230 + 7 * i, tkv_get_name(TKV_NAME_FORMAT, (int)generic[f]));
         }
 }
 

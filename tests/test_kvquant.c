@@ -25,7 +25,7 @@ static tkv_codec codec(tkv_format format, int side, int dim) {
 }
 
 static const char *name_of(tkv_format f) {
-    const char *name = tkv_get_name(TKV_NAME_FORMAT, f);
+    const char *name = tkv_get_name(TKV_NAME_FORMAT, (int)f);
     return name ? name : "";
 }
 
@@ -458,15 +458,15 @@ TEST(what_each_part_is_good_for) {
 TEST(rope_is_asked_for) {
     static const char *const presets[] = {"kvquant-3", "adr", "by-context", "extreme_context"};
     int i, j;
-    for (i = 0; tkv_get_name(TKV_NAME_PRESET, i); i++) {
+    for (i = 0; tkv_get_name(TKV_NAME_PRESET, (int)i); i++) {
         char reason[240];
         tkv_config cfg = tkv_default_config();
         int wants = 0;
         for (j = 0; j < COUNT(presets); j++)
-            wants |= strcmp(presets[j], tkv_get_name(TKV_NAME_PRESET, i)) == 0;
+            wants |= strcmp(presets[j], tkv_get_name(TKV_NAME_PRESET, (int)i)) == 0;
         cfg.model.n_layers = cfg.model.n_heads = 1;
         cfg.model.head_dim = 64;
-        CHECK_EQ(tkv_apply_preset(&cfg, tkv_get_name(TKV_NAME_PRESET, i)), TKV_OK);
+        CHECK_EQ(tkv_apply_preset(&cfg, tkv_get_name(TKV_NAME_PRESET, (int)i)), TKV_OK);
         CHECK_EQ(tkv_validate_config(&cfg, reason, sizeof reason), wants ? TKV_ERR_CONFIG : TKV_OK);
         if (wants) CHECK(strstr(reason, "rope.dim") && strstr(reason, "TKV_KVQUANT_POST_ROPE"));
         cfg.format.kvquant = TKV_KVQUANT_POST_ROPE;
@@ -1023,7 +1023,7 @@ TEST(attention) {
                 CHECK_EQ(tkv_attend_reference(kv, &p), TKV_OK);
                 error = sqrt(squared_error(answer, slow, rows) / squares(slow, rows));
                 CHECK_MSG(error <= 2e-5, "%s, head_dim %d and %d, %s: %g", name_of(formats[f]), dims[d][0],
-                          dims[d][1], tkv_get_name(TKV_NAME_ISA, isas[i]), error);
+                          dims[d][1], tkv_get_name(TKV_NAME_ISA, (int)isas[i]), error);
                 check_cache(kv);
                 tkv_destroy(kv);
             }
