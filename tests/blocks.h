@@ -36,7 +36,7 @@ static inline void poison(void *p, size_t n) { /* as floats: NaN */
 
 static inline const char *describe(const tkv_codec *c, int n) {
     static char text[96];
-    const char *name = tkv_get_name(TKV_NAME_FORMAT, c->format);
+    const char *name = tkv_get_name(TKV_NAME_FORMAT, (int)c->format);
     snprintf(text, sizeof text, "%s %c, head_dim %d, group %d, %d tokens", name ? name : "?",
              c->side == TKV_K ? 'K' : 'V', c->head_dim, c->options.group_size, n);
     return text;

@@ -14,7 +14,12 @@ enum { /* one enum: C++20 has doubts about sums of two */
        V_DIM = 5,
        MOST = 2048,
        K_ROW = KV_HEADS * DIM,
-       V_ROW = KV_HEADS * V_DIM
+       V_ROW = KV_HEADS * V_DIM,
+       N_WIDE = 150, /* tokens with gaps between heads and between tokens */
+       K_HEAD = DIM + 3,
+       V_HEAD = V_DIM + 2,
+       K_TOKEN = KV_HEADS * K_HEAD + 7,
+       V_TOKEN = KV_HEADS * V_HEAD + 1
 };
 
 static float k_in[MOST * K_ROW], v_in[MOST * V_ROW], k_out[MOST * K_ROW], v_out[MOST * V_ROW];
@@ -30,7 +35,7 @@ static inline tkv_config config(int layers, int seqs) {
     cfg.model.v_head_dim = V_DIM;
     cfg.limits.max_seqs = seqs;
     cfg.host.isa = tkv_test_isa();
-    cfg.tiers.warm.k = cfg.tiers.warm.v = TKV_KIVI4; /* no table to wait for: see test_learn.c */
+    cfg.tiers.warm.k = cfg.tiers.warm.v = TKV_KIVI4; /* no table to wait for: see white_learn.c */
     cfg.tiers.archive.k = cfg.tiers.archive.v = TKV_KIVI2;
     return cfg;
 }

@@ -68,7 +68,7 @@ static tkv_config shape_config(int heads, int kv_heads, int dk, int dv) {
     cfg.model.head_dim = dk;
     cfg.model.v_head_dim = dv;
     cfg.host.isa = tkv_test_isa();
-    cfg.tiers.warm.k = cfg.tiers.warm.v = TKV_KIVI4; /* no table to wait for: see test_learn.c */
+    cfg.tiers.warm.k = cfg.tiers.warm.v = TKV_KIVI4; /* no table to wait for: see white_learn.c */
     cfg.tiers.archive.k = cfg.tiers.archive.v = TKV_KIVI2;
     return cfg;
 }
@@ -836,11 +836,11 @@ static verdict cover_run(const int *x, tkv_isa isa, uint64_t seed) {
     cfg.format.group_size = x[BY_GROUP] ? 32 : 64;
     cfg.host.isa = isa;
     snprintf(label, sizeof label, "%s, hot %s, %s, dim %d/%d, heads %d/%d, %s, n %d, len %d%s, group %d, %s",
-             fmt->name, tkv_get_name(TKV_NAME_FORMAT, cfg.tiers.hot.k), mix->name, dim[0], dim[1], gqa[0],
-             gqa[1], data_name[data], n, len, cfg.host.precise ? ", precise" : "", cfg.format.group_size,
-             tkv_get_name(TKV_NAME_ISA, isa));
+             fmt->name, tkv_get_name(TKV_NAME_FORMAT, (int)cfg.tiers.hot.k), mix->name, dim[0], dim[1],
+             gqa[0], gqa[1], data_name[data], n, len, cfg.host.precise ? ", precise" : "",
+             cfg.format.group_size, tkv_get_name(TKV_NAME_ISA, (int)isa));
     if (fixture_open(&f, &cfg, seed)) {
-        int first = tkv_get_name(TKV_NAME_FORMAT, fmt->archive_k)[0] == 'a' && len >= 128
+        int first = tkv_get_name(TKV_NAME_FORMAT, (int)fmt->archive_k)[0] == 'a' && len >= 128
                         ? len / 2
                         : len; /* a block at least */
         make_data(data, &f.cfg, &f.rng, len, n, k, v, q);
@@ -916,7 +916,7 @@ TEST(cover) {
     printf("\n");
     for (i = 0; i < N_FORMATS; i++) cover_judge(cover_formats[i].name, &of_format[i]);
     for (i = 0; i < DATA_COUNT; i++) cover_judge(data_name[i], &of_data[i]);
-    for (i = 0; i < n_isas; i++) cover_judge(tkv_get_name(TKV_NAME_ISA, isas[i]), &of_isa[i]);
+    for (i = 0; i < n_isas; i++) cover_judge(tkv_get_name(TKV_NAME_ISA, (int)isas[i]), &of_isa[i]);
 }
 
 /* The rule that gives weights a second plane, over many seeds: one call fluctuates too much to tell. Keys with a few
@@ -955,7 +955,7 @@ TEST(second_planes) {
             rms = sqrt(w.squares / (w.coded ? w.coded : 1));
             CHECK_MSG(rms <= cases[i].most, "%s, %s, %s: arithmetic is %.3f of the own error",
                       cover_formats[cases[i].format].name, data_name[cases[i].data],
-                      tkv_get_name(TKV_NAME_ISA, isas[isa]), rms);
+                      tkv_get_name(TKV_NAME_ISA, (int)isas[isa]), rms);
         }
     }
 }
@@ -1865,8 +1865,8 @@ TEST(losses) {
     for (i = 0; i < (int)(sizeof losses / sizeof losses[0]); i++) {
         if (tkv_test_quick() && i % 6 && i != N_ALLOCATED) continue;
         for (data = 0; data < N_LOSSES; data++) error[data] = loss_of(&losses[i], (data_kind)data);
-        printf("      %-5s %-5s group %d:", tkv_get_name(TKV_NAME_FORMAT, losses[i].format),
-               losses[i].v ? tkv_get_name(TKV_NAME_FORMAT, losses[i].v) : "", losses[i].group);
+        printf("      %-5s %-5s group %d:", tkv_get_name(TKV_NAME_FORMAT, (int)losses[i].format),
+               losses[i].v ? tkv_get_name(TKV_NAME_FORMAT, (int)losses[i].v) : "", losses[i].group);
         for (data = 0; data < N_LOSSES; data++) printf(" %s %.3g", data_name[data], error[data]);
         printf("\n");
     }
@@ -2064,7 +2064,7 @@ TEST(mixing_tiers_is_fair) {
             if (tkv_test_quick() && i % 4 != 0) continue;
             e = hot_share_error(cases[i].k, cases[i].fit, sd ? 3.0 : 1.0);
             CHECK_MSG(e <= cases[i].most[sd] && e >= -cases[i].most[sd], "%s, sd %d: %.5f",
-                      tkv_get_name(TKV_NAME_FORMAT, cases[i].k), sd ? 3 : 1, e);
+                      tkv_get_name(TKV_NAME_FORMAT, (int)cases[i].k), sd ? 3 : 1, e);
         }
     plain = hot_share_error(TKV_KIVI2, 0, 3.0);
     CHECK_MSG(plain < -.025, "2 bits between minimum and maximum: %.5f", plain); /* the test can see it */

@@ -350,7 +350,7 @@ TEST(what_is_attended_to_stays) {
         if (kinds[n] != TKV_EVICT_PYRAMIDKV) CHECK_EQ(alive, 80);
         for (i = 0; i < 4; i++)
             CHECK_MSG(is_there(kv, 0, 1, heavy[i]) == (kinds[n] != TKV_EVICT_SLIDING), "%s: token %d",
-                      tkv_get_name(TKV_NAME_EVICT_POLICY, kinds[n]), heavy[i]);
+                      tkv_get_name(TKV_NAME_EVICT_POLICY, (int)kinds[n]), heavy[i]);
         sound(kv);
         tkv_destroy(kv);
     }

@@ -70,7 +70,7 @@ TEST(names) {
     static const char *const names[] = {"f32", "f16", "bf16", "q8", "kivi4", "kivi3", "kivi2"};
     int f;
     for (f = 1; f < TKV_FORMAT_COUNT; f++) {
-        const char *name = tkv_get_name(TKV_NAME_FORMAT, (tkv_format)f);
+        const char *name = tkv_get_name(TKV_NAME_FORMAT, f);
         REQUIRE(name);
         if (f <= COUNT(names)) CHECK_STR(name, names[f - 1]);
         CHECK_EQ(format_named(name), f);
@@ -629,8 +629,8 @@ TEST(fewer_bits_more_error) {
         for (f = TKV_A40; f <= TKV_A15; f++) {
             tkv_codec c = codec((tkv_format)f, 0, heads[i], 64);
             double e = mean_squared_error(&c, GAUSSIAN, &r, 4);
-            CHECK_MSG(e > before, "%s of %d: %g after %g", tkv_get_name(TKV_NAME_FORMAT, c.format), heads[i],
-                      e, before);
+            CHECK_MSG(e > before, "%s of %d: %g after %g", tkv_get_name(TKV_NAME_FORMAT, (int)c.format),
+                      heads[i], e, before);
             before = e;
         }
         CHECK_LE(before, 0.75);
@@ -638,7 +638,7 @@ TEST(fewer_bits_more_error) {
             tkv_codec c = codec((tkv_format)f, 1, heads[i], 64);
             double e = mean_squared_error(&c, GAUSSIAN, &r, 4);
             if (f == TKV_R15 && heads[i] == 16) continue; /* no pairs: the bits of R20 */
-            CHECK_MSG(e > 1.5 * before, "%s of %d: %g after %g", tkv_get_name(TKV_NAME_FORMAT, c.format),
+            CHECK_MSG(e > 1.5 * before, "%s of %d: %g after %g", tkv_get_name(TKV_NAME_FORMAT, (int)c.format),
                       heads[i], e, before);
             before = e;
         }

@@ -415,8 +415,8 @@ TEST(rates_mean_the_same) {
             }
             printf("\n      %-13s %d KV heads, one in 1, 8, 32: a third of the attention %.3f %.3f %.3f, "
                    "young %.3f %.3f %.3f",
-                   tkv_get_name(TKV_NAME_IMPORTANCE, strategy[s]), heads, famous[0], famous[1], famous[2],
-                   young[0], young[1], young[2]);
+                   tkv_get_name(TKV_NAME_IMPORTANCE, (int)strategy[s]), heads, famous[0], famous[1],
+                   famous[2], young[0], young[1], young[2]);
             for (i = 1; i < COUNT(every); i++) {
                 CHECK_NEAR(famous[i] - famous[0], 0.0, 0.1 * fabs(famous[0]));
                 CHECK_NEAR(young[i] - young[0], 0.0, 0.05 * fabs(famous[0]) + 0.02 * fabs(young[0]));
@@ -725,8 +725,7 @@ TEST(only_where_it_is_wanted) {
         memset(a_now, 0, sizeof a_now);
         CHECK_EQ(tkv_get_importance(kv, 0, LAYER, 0, 64, a_now, NULL), wants ? TKV_OK : TKV_ERR_CONFIG);
         for (j = 0; j < 64; j++) some |= a_now[j] > 0.0f || a_now[j] < 0.0f;
-        CHECK_MSG(some == wants, "%s gathers %d", tkv_get_name(TKV_NAME_EVICT_POLICY, (tkv_evict_policy)kind),
-                  some);
+        CHECK_MSG(some == wants, "%s gathers %d", tkv_get_name(TKV_NAME_EVICT_POLICY, kind), some);
         tkv_destroy(kv);
     }
     cfg.evict.policy = TKV_EVICT_SLIDING; /* but asked for it does */

@@ -176,7 +176,7 @@ static void go(const run_of *r, uint64_t seed, int appends, error_sums *sum) {
                 CHECK_MSG(
                     again == TKV_ERR_BUDGET || r->anchors,
                     "spill %d, remat %d, %s, chunk %d, hand %d, +%lu bytes: token %d, layer %d of %d: %s",
-                    r->spill, r->remat, tkv_get_name(TKV_NAME_EVICT_POLICY, r->kind), n, r->hand,
+                    r->spill, r->remat, tkv_get_name(TKV_NAME_EVICT_POLICY, (int)r->kind), n, r->hand,
                     (unsigned long)r->over, len, layer, seq, tkv_get_status_text(again));
             }
             refused++;
@@ -242,7 +242,7 @@ TEST(the_index_is_not_the_end) {
         rng = tkv_rng_seed(3);
         for (; !st && n < LONGEST; n++)
             for (layer = 0; layer < LAYERS && !st; layer++) st = append(kv, 0, layer, 1);
-        printf("\n    %s: %d tokens, %s", tkv_get_name(TKV_NAME_EVICT_POLICY, r.kind), n,
+        printf("\n    %s: %d tokens, %s", tkv_get_name(TKV_NAME_EVICT_POLICY, (int)r.kind), n,
                tkv_get_status_text(st));
         if (evict) {
             tkv_budget_info b;

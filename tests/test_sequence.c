@@ -6,14 +6,6 @@
  */
 #include "sequences.h"
 
-enum { /* tokens with gaps between heads and between tokens */
-       N_WIDE = 150,
-       K_HEAD = DIM + 3,
-       V_HEAD = V_DIM + 2,
-       K_TOKEN = KV_HEADS * K_HEAD + 7,
-       V_TOKEN = KV_HEADS * V_HEAD + 1
-};
-
 /* The call failed as it should, the sentence has `word` in it, and nothing changed. */
 static void refused(tkv_cache *kv, tkv_status got, tkv_status want, const char *word, snapshot *before) {
     const char *said = tkv_get_last_error(kv);

@@ -58,7 +58,7 @@ static tkv_status append_both(tkv_cache *a, tkv_cache *b, int seq, int n) {
 static uint32_t key_of(tkv_cache *kv, test_store *d, int layer, int token) {
     const int fetches = d->fetches;
     CHECK_EQ(tkv_read(kv, 0, layer, token, 1, k_a, v_a), TKV_OK);
-    return d->fetches > fetches ? d->last_key : DEPOT_KEYS;
+    return d->fetches > fetches ? d->last_key : (uint32_t)DEPOT_KEYS;
 }
 
 static int spill_all(tkv_cache *kv, int seq) {

@@ -1,7 +1,6 @@
 /*
  * tkv_test.h - the test frame: it runs tests, prints the values of failed checks, and gives seeded random numbers.
  *
- *     #define TIEREDKV_IMPLEMENTATION
  *     #include "../tieredkv.h"
  *     #include "tkv_test.h"
  *
@@ -15,10 +14,10 @@
  *         return tkv_test_end();
  *     }
  *
- * cc -O2 tests/test_x.c -o test_x -lm && ./test_x [filter | --list]     from the root of the project
+ * cc -O2 tests/test_x.c examples/tieredkv.c -o test_x -lm && ./test_x [filter | --list]     from the root of the project
  *
- * A test that uses the public interface only leaves out the first line. It is linked with the library, which is
- * then compiled once: cc -O2 tests/test_x.c examples/tieredkv.c -o test_x -lm
+ * Tests use the public interface and link the library, which is compiled once. White-box tests (tests/white_x.c, one
+ * for a folder of src) define TIEREDKV_IMPLEMENTATION and TKV_STATIC before the include, and link nothing.
  *
  * The filter (or TKV_TEST_FILTER) selects tests whose name contains it. The last line is `N passed, N failed` and
  * counts tests. `, N skipped` follows if tests were skipped. A test without any check fails. Only the thread that

@@ -298,8 +298,8 @@ TEST(figures_are_right) {
         cfg.tiers.hot = pair_of(hot[i % 3], hot[i % 3]);
         if (formats[i].k == TKV_BF16) cfg.tiers.hot.v = TKV_F32; /* and hot.k is coded although it is exact */
         kv = make(&cfg);
-        snprintf(what, sizeof what, "%s and %s", tkv_get_name(TKV_NAME_FORMAT, formats[i].k),
-                 tkv_get_name(TKV_NAME_FORMAT, formats[i].v));
+        snprintf(what, sizeof what, "%s and %s", tkv_get_name(TKV_NAME_FORMAT, (int)formats[i].k),
+                 tkv_get_name(TKV_NAME_FORMAT, (int)formats[i].v));
         f = run(kv, &plain, tkv_test_quick() ? 620 : 1000);
         compare(kv, &f, 0.02, what);
         CHECK_EQ(f.kept, f.keys);

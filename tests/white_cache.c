@@ -1,6 +1,6 @@
 /*
- * white_cache.c - white-box test of src/cache: damage to the fields of a cache, which tkv_check must find, and blocks
- * with several holders.
+ * white_cache.c - white-box test of src/cache: damage to the fields of a cache, which tkv_check must find, blocks with
+ * several holders, pages.
  *
  * This file compiles the library itself, scalar kernels only, because it reads and changes the fields of a cache.
  */
@@ -323,11 +323,156 @@ TEST(shared_tail_and_shared_demotion) {
     tkv_destroy(kv);
 }
 
+/* >>pages */
+typedef struct size_log {
+    counting_allocator p;
+    size_t sizes[64];
+    int n; /* of the allocations since it was set to 0 */
+} size_log;
+
+static void *log_alloc(void *user, size_t size, size_t align) {
+    size_log *log = (size_log *)user;
+    if (log->n < COUNT(log->sizes)) log->sizes[log->n++] = size;
+    return counting_alloc(&log->p, size, align);
+}
+
+static void log_release(void *user, void *ptr, size_t size, size_t align) {
+    counting_release(&((size_log *)user)->p, ptr, size, align);
+}
+
+static tkv_allocator size_log_of(size_log *log) {
+    tkv_allocator a;
+    memset(log, 0, sizeof *log);
+    a.user = log;
+    a.alloc = log_alloc;
+    a.release = log_release;
+    return a;
+}
+
+/* Allocations of a table that has grown to `cap` entries, by a quarter each time. */
+static int steps(uint32_t cap) {
+    uint32_t had = 16;
+    int n = 1;
+    for (; had < cap; had += had / 4) n++;
+    return n;
+}
+
+/* Appends ask for whole pages and, now and then, for bigger tables; for nothing else. */
+TEST(appends_allocate_pages_and_growths) {
+    int kind, i, n;
+    for (kind = 0; kind < 2; kind++) { /* with a window the cache stops growing */
+        tkv_config cfg = config(2, 1);
+        tkv_cache *kv;
+        size_log log;
+        size_t page;
+        int tables = 0;
+        long pages = 0;
+        if (kind) cfg.model.window = 100;
+        cfg.host.allocator = size_log_of(&log);
+        kv = make(&cfg);
+        page = kv->tables.page_bytes;
+        for (n = 0; n < 3000; n++) {
+            log.n = 0;
+            CHECK_EQ(feed_all(kv, 0, 0, 1, 1), TKV_OK);
+            for (i = 0; i < log.n; i++) {
+                if (log.sizes[i] == page) pages++;
+                else tables++;
+            }
+            CHECK(log.n <= 9);
+            if (kind && n > 1000) CHECK_LE(log.p.held, log.p.most);
+            if (kind && n > 1000 && tables) CHECK_EQ(tables, 3); /* first list, block table, page table */
+        }
+        CHECK(pages >= (long)kv->pool.n_pages);
+        if (kind) CHECK_EQ(tables, 3);
+        else CHECK_EQ(tables, steps(kv->pool.block_cap) + steps(kv->pool.page_cap) + steps(kv->seq[0].cap));
+        CHECK_LE(pages, 2 * (3000 / 64 + 1) * 3); /* at most one per block and move */
+        tkv_destroy(kv);
+        CHECK_EQ(log.p.held, 0);
+    }
+}
+
+/* Slack: one page of each size not filled up, what is left over at page ends, padding. */
+TEST(page_waste_is_bounded) {
+    static const int dims[] = {16, 64, 80, 96, 128, 256}, heads[] = {1, 2, 8};
+    static const tkv_format warm[] = {TKV_KIVI4, TKV_Q8, TKV_KIVI3},
+                            archive[] = {TKV_KIVI2, TKV_KIVI4, TKV_KIVI3};
+    int d, h, f, lengths[] = {5000, 20000}, l, group, n = 0;
+    double share, sum = 0;
+    for (d = 0; d < COUNT(dims); d++)
+        for (h = 0; h < COUNT(heads); h++)
+            for (f = 0; f < COUNT(warm); f++)
+                for (group = 32; group <= 64; group += 32)
+                    for (l = 0; l < COUNT(lengths); l++) {
+                        tkv_config cfg = tkv_default_config();
+                        tkv_memory_info m;
+                        tkvi_derived_config shape;
+                        size_t pages, waste = 0, c;
+                        cfg.model.n_layers = 24;
+                        cfg.model.n_heads = cfg.model.n_kv_heads = heads[h];
+                        cfg.model.head_dim = dims[d];
+                        cfg.tiers.warm.k = cfg.tiers.warm.v = warm[f];
+                        cfg.tiers.archive.k = cfg.tiers.archive.v = archive[f];
+                        cfg.format.group_size = group;
+                        if (tkv_estimate_memory(&cfg, lengths[l], 1, &m) != TKV_OK) {
+                            CHECK_EQ(sizeof(size_t), 4); /* gigabytes */
+                            continue;
+                        }
+                        CHECK_EQ(tkvi_derive_config(&cfg, &shape), TKV_OK);
+                        pages = (m.total - m.tables - m.index - m.scratch) / shape.page_bytes;
+                        for (c = 0; c < (size_t)shape.n_classes; c++) {
+                            size_t left = shape.page_bytes -
+                                          (size_t)shape.size_class[c].slots * shape.size_class[c].slot_bytes;
+                            if (shape.size_class[c].slots < 64 && left > waste) waste = left;
+                        }
+                        CHECK_LE(m.slack, (size_t)shape.n_classes * shape.page_bytes + pages * waste);
+                        share = (double)m.slack / (double)m.total;
+                        CHECK_LE(share, 0.06);
+                        sum += share;
+                        n++;
+                    }
+    CHECK_LE(sum / n, 0.015);
+}
+
+/* Whatever the history, pages in use are what the blocks need. */
+TEST(pages_do_not_fragment) {
+    static float k[200 * 40], v[200 * 8];
+    tkv_config cfg = config(2, 6);
+    tkv_rng rng = tkv_rng_seed(44);
+    tkv_cache *kv;
+    int step, layer, c, n_steps = tkv_test_quick() ? 100 : 1500;
+    cfg.model.n_kv_heads = cfg.model.n_heads = 1;
+    cfg.model.head_dim = 40;
+    cfg.model.v_head_dim = 8;
+    kv = make(&cfg);
+    for (step = 0; step < n_steps; step++) {
+        int seq = tkv_rng_below(&rng, 6);
+        int64_t pages = 0;
+        if (tkv_get_length(kv, seq, TKV_ALL_LAYERS) > 1500 || tkv_rng_below(&rng, 12) == 0)
+            CHECK_EQ(tkv_seq_reset(kv, seq), TKV_OK);
+        else {
+            const int n = 1 + tkv_rng_below(&rng, 200);
+            tkv_rng_fill(&rng, k, (size_t)(n * 40), 1.0);
+            tkv_rng_fill(&rng, v, (size_t)(n * 8), 1.0);
+            for (layer = 0; layer < 2; layer++) CHECK_EQ(tkv_append(kv, seq, layer, k, v, n), TKV_OK);
+        }
+        for (c = 0; c < kv->tables.n_classes; c++) {
+            int slots = kv->tables.size_class[c].slots;
+            pages += (kv->pool.used_slots[c] + slots - 1) / slots;
+        }
+        CHECK_EQ(kv->pool.n_pages, pages);
+        whole(kv, "fragments", step);
+    }
+    tkv_destroy(kv);
+}
+
 int main(int argc, char **argv) {
     tkv_test_begin(argc, argv);
     RUN(check_sees_damage);
     RUN(check_survives_wild_numbers);
     RUN(shared_blocks);
     RUN(shared_tail_and_shared_demotion);
+    RUN(appends_allocate_pages_and_growths);
+    RUN(page_waste_is_bounded);
+    RUN(pages_do_not_fragment);
     return tkv_test_end();
 }

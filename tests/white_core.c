@@ -1,5 +1,6 @@
 /*
- * white_core.c - white-box test of src/core: floats and fp16 by their bits, rounding, checked sizes, memory, text.
+ * white_core.c - white-box test of src/core: floats and fp16 by their bits, rounding, checked sizes, memory, text,
+ * code books, RoPE, k-means against the optimum.
  *
  * This file compiles the library itself, scalar kernels only, because it calls internal functions (tkvi_).
  */
@@ -9,7 +10,7 @@
 #define TIEREDKV_IMPLEMENTATION
 #define TKV_STATIC /* what is not used here is not compiled */
 #include "../tieredkv.h"
-#include "kit.h"
+#include "levels.h"
 
 /* >>references: exact in double, and by ldexp, so that flags which flush subnormals do not matter */
 static double float_value(uint32_t u) { /* of a finite pattern */
@@ -472,6 +473,335 @@ TEST(xxh64_finds_few_bits) {
     printf("\n      %ld changes\n", tried);
 }
 
+/* >>code books */
+TEST(code_books) {
+    static const int nans[] = {0x7f, 0xff};
+    int i;
+    for (i = 0; i < 256; i++) {
+        float e4 = tkvi_e4m3_level(i) * 64.0f, e5 = tkvi_e5m2_level(i) * 4096.0f;
+        CHECK_NEAR(e4, level_of(TKV_FP8_E4M3, i), 0);
+        CHECK_NEAR(e5, level_of(TKV_FP8_E5M2, i), 0);
+        if (i != 0x80 && i != nans[0] && i != nans[1]) CHECK_EQ(tkvi_e4m3_code(e4 / 64.0f), i);
+        if (i != 0x80 && (i & 0x7f) < 0x7c) CHECK_EQ(tkvi_e5m2_code(e5 / 4096.0f), i);
+    }
+    for (i = 0; i < 16; i++) {
+        CHECK_NEAR(tkvi_e2m1_level(i), level_of(TKV_FP4, i), 0);
+        if (i != 8) CHECK_EQ(tkvi_e2m1_code(tkvi_e2m1_level(i)), i);
+        if (i != 8) CHECK_EQ(tkvi_int4_code(tkvi_int4_level(i)), i);
+    }
+    for (i = 1; i < 256; i++)
+        if (i != 128) CHECK_EQ(tkvi_int8_code(tkvi_int8_level(i)), i);
+    CHECK_EQ(tkvi_e4m3_code(-0.0f) | tkvi_e5m2_code(-0.0f) | tkvi_e2m1_code(-0.0f), 0); /* one zero */
+    CHECK_EQ(tkvi_e4m3_code(-1e-9f) | tkvi_e2m1_code(-0.25f) | tkvi_int4_code(-0.5f), 0);
+    CHECK_NEAR(tkvi_e4m3_level(0x7e), 448.0 / 64, 0);
+    CHECK_NEAR(tkvi_e5m2_level(0x7b), 57344.0 / 4096, 0);
+    CHECK_NEAR(tkvi_e4m3_level(1) * 64.0f, 1.0 / 512, 0);
+    CHECK_NEAR(tkvi_e5m2_level(1) * 4096.0f, 1.0 / 65536, 0);
+}
+
+/* Halfway between neighbours the even code wins; a little off, the nearer one. */
+TEST(ties) {
+    struct {
+        const char *name;
+        int (*code)(float);
+        float (*level)(int);
+        int last;
+    } const grids[] = {{"e4m3", tkvi_e4m3_code, tkvi_e4m3_level, 0x7e},
+                       {"e5m2", tkvi_e5m2_code, tkvi_e5m2_level, 0x7b},
+                       {"e2m1", tkvi_e2m1_code, tkvi_e2m1_level, 7},
+                       {"int4", tkvi_int4_code, tkvi_int4_level, 7},
+                       {"int8", tkvi_int8_code, tkvi_int8_level, 127}};
+    int g, i;
+    for (g = 0; g < COUNT(grids); g++) {
+        float top = grids[g].level(grids[g].last);
+        for (i = 0; i < grids[g].last; i++) {
+            float a = grids[g].level(i), b = grids[g].level(i + 1), middle = 0.5f * (a + b);
+            CHECK_MSG(grids[g].code(middle) == (i % 2 ? i + 1 : i), "%s, after %d", grids[g].name, i);
+            CHECK_EQ(grids[g].code(middle * 0.99999f), i);
+            CHECK_EQ(grids[g].code(middle * 1.00001f), i + 1);
+            CHECK_NEAR(grids[g].level(grids[g].code(-middle)), -grids[g].level(grids[g].code(middle)), 0);
+        }
+        CHECK_EQ(grids[g].code(1.2f * top), grids[g].last); /* saturation */
+        CHECK_EQ(grids[g].code(1e6f * top), grids[g].last);
+        CHECK_EQ(grids[g].code(3e38f), grids[g].last);
+        CHECK_NEAR(grids[g].level(grids[g].code(-3e38f)), -top, 0);
+        CHECK_EQ(grids[g].code(1e-40f), 0);
+    }
+}
+
+/* >>RoPE in integers against double precision */
+TEST(rope_against_double) {
+    static const int64_t positions[] = {0, 1, 2, 63, 64, 1000, 4095, 65537, 131072, 1048575, 1000000};
+    static const float given[] = {1.0f, 0.3f, 0.017f, 1e-3f, 4e-6f, 0.0f};
+    static const double bases[] = {0, 10000, 500000, 1e6, 1e7, 2};
+    tkv_rng rng = tkv_rng_seed(1);
+    int b, p, d, i, k;
+    for (b = 0; b < COUNT(bases) + 1; b++)
+        for (d = 0; d < 12; d++) {
+            static const int dims[] = {2, 12, 64, 96, 128, 256};
+            int dim = dims[d % 6];
+            tkv_rope r = rope_of(dim, b < COUNT(bases) ? bases[b] : 0, d / 6,
+                                 d % 3 == 1 ? 0.25
+                                 : d % 4    ? 0
+                                            : 1.75);
+            tkvi_rope rope;
+            if (b == COUNT(bases)) {
+                if (dim != 12) continue;
+                r.frequencies = given;
+            }
+            CHECK(tkvi_rope_has_fault(&r, 256) == NULL);
+            tkvi_rope_make(&rope, &r);
+            for (p = 0; p < COUNT(positions); p++)
+                for (k = 0; k < 2; k++) {
+                    float x[256] = {0.0f}, y[256];
+                    double ref[256], worst = 0, size = 0;
+                    tkv_rng_fill(&rng, x, (size_t)dim, 1);
+                    memcpy(y, x, sizeof y);
+                    tkvi_rope_rotate(&rope, positions[p], k, y);
+                    naive_rope(&r, (double)positions[p], k ? -1 : 1, x, ref, dim);
+                    for (i = 0; i < dim; i++) {
+                        double e = fabs((double)y[i] - ref[i]);
+                        worst = e > worst ? e : worst;
+                        size = fabs(ref[i]) > size ? fabs(ref[i]) : size;
+                    }
+                    /* the scale is a float, as are given frequencies: no more is known */
+                    CHECK_MSG(worst <= 1e-6 * size, "dim %d, base %g, position %ld: %g of %g", dim,
+                              (double)r.base, (long)positions[p], worst, size);
+                    tkvi_rope_rotate(&rope, positions[p], !k, y);
+                    CHECK_LE(sqrt(squared_error(x, y, dim)), 3e-7 * sqrt(squares(x, dim)));
+                }
+        }
+}
+
+TEST(rope_refuses) {
+    static const float bad[] = {1.0f, 2.0f};
+    tkv_rope r = rope_of(64, 0, 0, 0);
+    tkv_config cfg = tkv_default_config();
+    char reason[200];
+    CHECK(tkvi_rope_has_fault(&r, 64) == NULL);
+    CHECK(tkvi_rope_has_fault(&r, 63) != NULL);
+    r = rope_of(63, 0, 0, 0);
+    CHECK(tkvi_rope_has_fault(&r, 64) != NULL);
+    r = rope_of(-2, 0, 0, 0);
+    CHECK(tkvi_rope_has_fault(&r, 64) != NULL);
+    r = rope_of(2, 1.5, 0, 0);
+    CHECK(tkvi_rope_has_fault(&r, 64) != NULL);
+    r = rope_of(2, 0, 2, 0);
+    CHECK(tkvi_rope_has_fault(&r, 64) != NULL);
+    r = rope_of(2, 0, 0, 4.5);
+    CHECK(tkvi_rope_has_fault(&r, 64) != NULL);
+    r = rope_of(2, 0, 0, -1);
+    CHECK(tkvi_rope_has_fault(&r, 64) != NULL);
+    r = rope_of(4, 0, 0, 0);
+    r.frequencies = bad;
+    CHECK(tkvi_rope_has_fault(&r, 64) != NULL);
+    cfg.model.n_layers = cfg.model.n_heads = 1;
+    cfg.model.head_dim = 32;
+    cfg.model.rope.dim = 34;
+    CHECK_EQ(tkv_validate_config(&cfg, reason, sizeof reason), TKV_ERR_CONFIG);
+    CHECK(strstr(reason, "rope.dim is 34") != NULL);
+    cfg.model.rope.dim = 32;
+    cfg.format.kvquant = 16;
+    CHECK_EQ(tkv_validate_config(&cfg, reason, sizeof reason), TKV_ERR_CONFIG);
+    CHECK(strstr(reason, "kvquant is 16") != NULL);
+    cfg.format.kvquant = 15;
+    CHECK_EQ(tkv_validate_config(&cfg, reason, sizeof reason), TKV_OK);
+}
+
+/* Bits of the turned values are those of every machine, under any flags. */
+TEST(rope_golden) {
+    tkv_rng rng = tkv_rng_seed(2);
+    uint64_t h = HASH_START;
+    float x[128], c, s;
+    int i;
+    for (i = 0; i < 64; i++) {
+        tkv_rope r = rope_of(128, i % 2 ? 500000 : 10000, i / 2 % 2, i % 5 ? 0 : 0.25);
+        tkvi_rope rope;
+        tkvi_rope_make(&rope, &r);
+        tkv_rng_fill(&rng, x, 128, 1);
+        tkvi_rope_rotate(&rope, (int64_t)tkv_rng_below(&rng, 1 << 30) >> i % 30, i / 4 % 2, x);
+        h = hash_of_floats(h, x, 128);
+    }
+    CHECK_MSG(h == 0xcaeaac5066f4fe89u, "%016llx", (unsigned long long)h);
+    for (i = 0; i < 5000; i++) {
+        uint64_t angle = tkv_rng_u64(&rng);
+        double turn = 6.283185307179586477 * ldexp((double)(angle >> 11), -53);
+        tkvi_cos_sin(angle, &c, &s);
+        if (fabs((double)c - cos(turn)) > 4e-8 || fabs((double)s - sin(turn)) > 4e-8) CHECK(0);
+    }
+    tkvi_cos_sin(0, &c, &s);
+    CHECK(c == 1.0f && s == 0.0f);
+    tkvi_cos_sin((uint64_t)1 << 62, &c, &s);
+    CHECK(c == 0.0f && s == 1.0f);
+    tkvi_cos_sin((uint64_t)1 << 63, &c, &s);
+    CHECK(c == -1.0f && s == 0.0f);
+    tkvi_cos_sin((uint64_t)3 << 62, &c, &s);
+    CHECK(c == 0.0f && s == -1.0f);
+}
+
+/* >>levels */
+static int64_t histogram[TKVI_BOOK_BINS];
+
+static double draw(tkv_rng *r, int kind) {
+    double g = tkv_rng_gauss(r), u = tkv_rng_uniform(r);
+    switch (kind) {
+    case 0: return 0.35 * g;
+    case 1:
+        return u < 0.5 ? 0.15 * log(1 - tkv_rng_uniform(r))
+                       : -0.15 * log(1 - tkv_rng_uniform(r)); /* Laplace */
+    case 2: return u < 0.4 ? -0.6 + 0.05 * g : 0.4 + 0.2 * g;
+    case 3: return -1 - 0.3 * log(1 - u);
+    case 4: return 2 * u - 1;
+    default: return 0.1 * g / (0.3 + fabs(tkv_rng_gauss(r))); /* heavy tails */
+    }
+}
+
+static void fill_histogram(tkv_rng *r, int kind, int n) {
+    memset(histogram, 0, sizeof histogram);
+    while (n) {
+        double x = draw(r, kind);
+        if (x < -1 || x > 1) continue;
+        histogram[tkvi_book_bin((float)x)] += 1 + kind * 1000;
+        n--;
+    }
+}
+
+static double bin_at(int i) { return (double)(2 * i + 1 - TKVI_BOOK_BINS) / TKVI_BOOK_BINS; }
+
+/* Mean square error of nearest levels. */
+static double book_error(const float *level, int n) {
+    double sum = 0, all = 0;
+    int i, j;
+    for (i = 0; i < TKVI_BOOK_BINS; i++) {
+        double best = 100;
+        for (j = 0; j < n; j++) {
+            double e = bin_at(i) - (double)level[j];
+            best = e * e < best ? e * e : best;
+        }
+        sum += best * (double)histogram[i];
+        all += (double)histogram[i];
+    }
+    return sum / all;
+}
+
+/* The least error that any n levels have: dynamic programming over the places where cells end. */
+static double best_error(int n) {
+    static double w[TKVI_BOOK_BINS + 1], x[TKVI_BOOK_BINS + 1], q[TKVI_BOOK_BINS + 1];
+    static double had[TKVI_BOOK_BINS + 1], now[TKVI_BOOK_BINS + 1];
+    int i, j, k;
+    for (i = 0; i < TKVI_BOOK_BINS; i++) {
+        double c = (double)histogram[i];
+        w[i + 1] = w[i] + c;
+        x[i + 1] = x[i] + c * bin_at(i);
+        q[i + 1] = q[i] + c * bin_at(i) * bin_at(i);
+        had[i + 1] = 1e300;
+    }
+    had[0] = 0;
+    for (k = 0; k < n; k++) {
+        for (i = 0; i <= TKVI_BOOK_BINS; i++) {
+            now[i] = had[i];
+            for (j = i - 1; j >= 0; j--) {
+                double d = w[i] - w[j], s = x[i] - x[j], cost = d > 0 ? q[i] - q[j] - s * s / d : 0;
+                if (cost > now[i]) break; /* longer cells cost more */
+                if (had[j] + cost < now[i]) now[i] = had[j] + cost;
+            }
+        }
+        memcpy(had, now, sizeof had);
+    }
+    return had[TKVI_BOOK_BINS] / w[TKVI_BOOK_BINS];
+}
+
+TEST(levels_are_nearly_the_best) {
+    tkv_rng r = tkv_rng_seed(3);
+    int kind, bits, j, i;
+    for (kind = 0; kind < 6; kind++) {
+        fill_histogram(&r, kind, 30000);
+        for (bits = 2; bits <= 4; bits++) {
+            tkvi_book book, uniform;
+            double error, best = best_error(1 << bits);
+            int n = 1 << bits;
+            tkvi_book_make(histogram, bits, 0, &book);
+            error = book_error(book.level, n);
+            if (getenv("TKV_TEST_SHOW"))
+                printf("\n    kind %d, %d bits: %.4f of the best", kind, bits, error / best);
+            CHECK_MSG(error <= 1.08 * best, "kind %d, %d bits: %g, the best %g", kind, bits, error, best);
+            tkvi_book_make(histogram, bits, 1, &uniform);
+            CHECK_LE(error, book_error(uniform.level, n) * 1.02);
+            for (j = 0; j < n;
+                 j++) { /* each is the mean of what it stands for; evenly spaced ones are that */
+                double sum = 0, all = 0;
+                for (i = 0; i < TKVI_BOOK_BINS; i++) {
+                    double x = bin_at(i),
+                           lo = j ? 0.5 * ((double)book.level[j - 1] + (double)book.level[j]) : -2,
+                           hi = j < n - 1 ? 0.5 * ((double)book.level[j] + (double)book.level[j + 1]) : 2;
+                    if (x <= lo || x > hi) continue;
+                    sum += x * (double)histogram[i];
+                    all += (double)histogram[i];
+                }
+                if (all > 0) CHECK_NEAR(book.level[j], sum / all, 5e-3);
+                CHECK_NEAR(uniform.level[j], -1 + 2.0 * j / (n - 1), 3e-4);
+            }
+        }
+    }
+}
+
+/* The mean and the variance of what is decoded are those of the values. */
+TEST(norm_restores_moments) {
+    tkv_rng r = tkv_rng_seed(4);
+    int kind, bits, uniform, i, j;
+    for (kind = 0; kind < 6; kind++) {
+        fill_histogram(&r, kind, 20000);
+        for (bits = 2; bits <= 4; bits++)
+            for (uniform = 0; uniform < 2; uniform++) {
+                tkvi_book b;
+                double m[2][3] = {{0}};
+                tkvi_book_make(histogram, bits, uniform, &b);
+                for (i = 0; i < TKVI_BOOK_BINS; i++) {
+                    double c = (double)histogram[i];
+                    int best = 0;
+                    for (j = 1; j < 1 << bits; j++)
+                        if (fabs(bin_at(i) - (double)b.level[j]) < fabs(bin_at(i) - (double)b.level[best]))
+                            best = j;
+                    m[0][0] += c, m[0][1] += c * bin_at(i), m[0][2] += c * bin_at(i) * bin_at(i);
+                    m[1][0] += c, m[1][1] += c * (double)b.normed[best];
+                    m[1][2] += c * (double)b.normed[best] * (double)b.normed[best];
+                }
+                for (i = 0; i < 2; i++) {
+                    m[i][1] /= m[i][0];
+                    m[i][2] = m[i][2] / m[i][0] - m[i][1] * m[i][1];
+                }
+                CHECK_NEAR(m[0][1], m[1][1], 2e-3);
+                CHECK_NEAR(m[1][2] / m[0][2], 1, 0.01);
+            }
+    }
+}
+
+TEST(odd_histograms) {
+    int k, bits, j;
+    for (k = 0; k < 7; k++)
+        for (bits = 2; bits <= 4; bits++) {
+            tkvi_book b;
+            memset(histogram, 0, sizeof histogram);
+            if (k == 1) histogram[0] = 1;
+            if (k == 2) histogram[TKVI_BOOK_BINS - 1] = (int64_t)1 << 62;
+            if (k == 3) histogram[0] = histogram[TKVI_BOOK_BINS - 1] = (int64_t)1 << 61;
+            if (k == 4) histogram[1000] = histogram[1001] = 1;
+            if (k == 5) histogram[3] = (int64_t)1 << 60, histogram[2000] = 1;
+            if (k == 6)
+                for (j = 0; j < TKVI_BOOK_BINS; j++) histogram[j] = (int64_t)1 << 50;
+            tkvi_book_make(histogram, bits, 0, &b);
+            for (j = 0; j < 1 << bits; j++) {
+                CHECK(b.level[j] >= -1 && b.level[j] <= 1);
+                CHECK(b.normed[j] >= -4 && b.normed[j] <= 4);
+                if (j) CHECK(b.level[j] >= b.level[j - 1] && b.normed[j] >= b.normed[j - 1]);
+            }
+            if (k == 1 || k == 2) /* one of them is there */
+                for (j = 0; j < 1 << bits; j++)
+                    if (fabs((double)b.level[j]) > 0.999) break;
+            if (k == 1 || k == 2) CHECK(j < 1 << bits);
+        }
+}
+
 int main(int argc, char **argv) {
     tkv_test_begin(argc, argv);
     RUN(halves_all);
@@ -492,5 +822,13 @@ int main(int argc, char **argv) {
     RUN(xxh64_vectors);
     RUN(xxh64_finds_few_bits);
     RUN(text_is_cut);
+    RUN(code_books);
+    RUN(ties);
+    RUN(rope_against_double);
+    RUN(rope_refuses);
+    RUN(rope_golden);
+    RUN(levels_are_nearly_the_best);
+    RUN(norm_restores_moments);
+    RUN(odd_histograms);
     return tkv_test_end();
 }

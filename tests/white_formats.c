@@ -1,6 +1,7 @@
 /*
  * white_formats.c - white-box test of src/formats and the tiles below them: tiles bit by bit, parts of a side, mixed
- * widths, scales, rotations, how heads share the bits of a layer, A and R formats as codecs.
+ * widths, scales, rotations, how heads share the bits of a layer, A and R formats as codecs,
+ * SQuat, golden hashes of the other formats.
  *
  * This file compiles the library itself, scalar kernels only, because it calls internal functions (tkvi_).
  */
@@ -11,6 +12,7 @@
 #define TKV_STATIC /* functions that the test does not call are not compiled */
 #include "../tieredkv.h"
 #include "blocks.h"
+#include "levels.h"
 
 static tkvi_tile_counts runs_of(const int *widths, int n) {
     tkvi_tile_counts runs;
@@ -910,6 +912,375 @@ TEST(centres) {
     CHECK_NEAR(tkvi_centre(&s, 2), 0, 0);
 }
 
+/* >>SQuat */
+enum { SAMPLE = 32, SAMPLE_DIM = 128 };
+static double sample_q[SAMPLE][SAMPLE_DIM], sample_k[SAMPLE][SAMPLE_DIM];
+
+static int load_sample(void) { /* tests/data/squat_qk.txt says what it is */
+    FILE *f = fopen("tests/data/squat_qk.bin", "rb");
+    int i, c;
+    if (!f) return 0;
+    for (i = 0; i < 2 * SAMPLE; i++)
+        for (c = 0; c < SAMPLE_DIM; c++) {
+            int low = fgetc(f), high = fgetc(f);
+            double x = (double)tkvi_bf16_to_f32((uint16_t)((high & 255) << 8 | (low & 255)));
+            if (high == EOF) {
+                fclose(f);
+                return 0;
+            }
+            if (i < SAMPLE) sample_q[i][c] = x;
+            else sample_k[i - SAMPLE][c] = x;
+        }
+    fclose(f);
+    return 1;
+}
+
+/* Eigenvalues and vectors of a symmetric matrix, by Jacobi's rotations; vectors in columns. */
+static void jacobi(double a[SAMPLE][SAMPLE], double v[SAMPLE][SAMPLE]) {
+    int sweep, p, q, i;
+    for (p = 0; p < SAMPLE; p++)
+        for (q = 0; q < SAMPLE; q++) v[p][q] = p == q;
+    for (sweep = 0; sweep < 30; sweep++)
+        for (p = 0; p < SAMPLE; p++)
+            for (q = p + 1; q < SAMPLE; q++) {
+                double theta, t, c, s;
+                if (fabs(a[p][q]) < 1e-300) continue;
+                theta = (a[q][q] - a[p][p]) / (2 * a[p][q]);
+                t = (theta < 0 ? -1 : 1) / (fabs(theta) + sqrt(theta * theta + 1));
+                c = 1 / sqrt(t * t + 1);
+                s = t * c;
+                for (i = 0; i < SAMPLE; i++) {
+                    double x = a[i][p], y = a[i][q];
+                    a[i][p] = c * x - s * y;
+                    a[i][q] = s * x + c * y;
+                }
+                for (i = 0; i < SAMPLE; i++) {
+                    double x = a[p][i], y = a[q][i];
+                    a[p][i] = c * x - s * y;
+                    a[q][i] = s * x + c * y;
+                    x = v[i][p], y = v[i][q];
+                    v[i][p] = c * x - s * y;
+                    v[i][q] = s * x + c * y;
+                }
+            }
+}
+
+/* I + lambda Q^T Q over the r largest directions of the sample's queries, packed. */
+static void sample_metric(int r, double lambda, float *p) {
+    static double gram[SAMPLE][SAMPLE], vector[SAMPLE][SAMPLE], big[SAMPLE_DIM][SAMPLE_DIM];
+    int i, j, k, c;
+    for (i = 0; i < SAMPLE; i++)
+        for (j = 0; j < SAMPLE; j++)
+            for (gram[i][j] = 0, c = 0; c < SAMPLE_DIM; c++) gram[i][j] += sample_q[i][c] * sample_q[j][c];
+    jacobi(gram, vector);
+    for (i = 0; i < SAMPLE_DIM; i++)
+        for (j = 0; j < SAMPLE_DIM; j++) big[i][j] = i == j;
+    for (k = 0; k < SAMPLE; k++) {
+        double direction[SAMPLE_DIM];
+        int larger = 0;
+        for (i = 0; i < SAMPLE; i++) larger += gram[i][i] > gram[k][k];
+        if (larger >= r) continue;
+        for (c = 0; c < SAMPLE_DIM; c++)
+            for (direction[c] = 0, i = 0; i < SAMPLE; i++) direction[c] += vector[i][k] * sample_q[i][c];
+        for (i = 0; i < SAMPLE_DIM; i++)
+            for (j = 0; j < SAMPLE_DIM; j++) big[i][j] += lambda * direction[i] * direction[j];
+    }
+    for (j = 0; j < SAMPLE_DIM; j++)
+        for (i = 0; i <= j; i++) p[tkvi_packed(i, j)] = (float)big[i][j];
+}
+
+/* Sum of |difference| of causal softmaxes: the authors' attention gap. */
+static double attention_gap(double k[SAMPLE][SAMPLE_DIM]) {
+    double gap = 0;
+    int i, j, c, which;
+    for (i = 0; i < SAMPLE; i++) {
+        double p[2][SAMPLE];
+        for (which = 0; which < 2; which++) {
+            double most = -1e300, sum = 0;
+            for (j = 0; j <= i; j++) {
+                double s = 0;
+                for (c = 0; c < SAMPLE_DIM; c++) s += sample_q[i][c] * (which ? k[j][c] : sample_k[j][c]);
+                p[which][j] = s / sqrt((double)SAMPLE_DIM);
+                most = p[which][j] > most ? p[which][j] : most;
+            }
+            for (j = 0; j <= i; j++) sum += p[which][j] = exp(p[which][j] - most);
+            for (j = 0; j <= i; j++) p[which][j] /= sum;
+        }
+        for (j = 0; j <= i; j++) gap += fabs(p[0][j] - p[1][j]);
+    }
+    return gap;
+}
+
+/* The authors' quantizer with our U: 2 bits, groups of 32 tokens, float scales. NULL: no feedback. */
+static void paper_quantizer(const float *u, int unit, double result[SAMPLE][SAMPLE_DIM]) {
+    static double x[SAMPLE][SAMPLE_DIM];
+    int from, c, f, t;
+    memcpy(x, sample_k, sizeof x);
+    for (from = 0; from < SAMPLE_DIM; from += unit) {
+        int end = from + unit < SAMPLE_DIM ? from + unit : SAMPLE_DIM;
+        for (c = from; c < end; c++) {
+            double low = x[0][c], high = x[0][c], step;
+            for (t = 1; t < SAMPLE; t++) {
+                low = x[t][c] < low ? x[t][c] : low;
+                high = x[t][c] > high ? x[t][c] : high;
+            }
+            step = (high - low) / 3;
+            for (t = 0; t < SAMPLE; t++) result[t][c] = nearest_even((x[t][c] - low) / step) * step + low;
+        }
+        for (c = from; u && c < end && end < SAMPLE_DIM; c++)
+            for (f = end; f < SAMPLE_DIM; f++)
+                for (t = 0; t < SAMPLE; t++)
+                    x[t][f] += (result[t][c] - x[t][c]) * (double)u[tkvi_packed(c, f)];
+    }
+}
+
+static float packed[TKV_MAX_HEAD_DIM * (TKV_MAX_HEAD_DIM + 1) / 2];
+static uint16_t factors[TKV_MAX_HEAD_DIM * TKV_MAX_HEAD_DIM / 2];
+
+TEST(squat_of_the_authors) {
+    static double coded[SAMPLE][SAMPLE_DIM];
+    double gap;
+    REQUIRE(load_sample());
+    paper_quantizer(NULL, SAMPLE_DIM, coded);
+    gap = attention_gap(coded);
+    CHECK_NEAR(gap, 5.1405296, 1e-5); /* their notebook's first number */
+    sample_metric(30, 0.1, packed);
+    tkvi_feedback_from(packed, SAMPLE_DIM, 2);
+    paper_quantizer(packed, 2, coded);
+    gap = attention_gap(coded);
+    CHECK_NEAR(gap, 1.5488429, 1e-4); /* and its second */
+}
+
+static double gap_of_block(int unit, int fit, double eta, int first) {
+    static double coded[SAMPLE][SAMPLE_DIM];
+    tkvi_options o;
+    tkvi_side s;
+    int t, c;
+    memset(&o, 0, sizeof o);
+    o.group = 32;
+    o.fit = fit;
+    o.feedback_unit = unit ? unit : 16;
+    tkvi_side_make(&s, &tkvi_formats[TKV_SQUAT2], TKV_K, SAMPLE_DIM, BLOCK, &o, NULL);
+    for (t = first; t < SAMPLE; t++)
+        for (c = 0; c < SAMPLE_DIM; c++) in[(t - first) * SAMPLE_DIM + c] = (float)sample_k[t][c];
+    if (unit) {
+        double trace = 0;
+        int i, q;
+        for (q = 0; q < SAMPLE; q++)
+            for (i = 0; i < SAMPLE_DIM; i++) trace += sample_q[q][i] * sample_q[q][i];
+        for (c = 0; c < SAMPLE_DIM; c++)
+            for (i = 0; i <= c; i++) {
+                double sum = 0;
+                for (q = 0; q < SAMPLE; q++) sum += sample_q[q][i] * sample_q[q][c];
+                packed[tkvi_packed(i, c)] = (float)((i == c) + eta * sum * SAMPLE_DIM / trace);
+            }
+        tkvi_feedback_from(packed, SAMPLE_DIM, unit);
+        tkvi_feedback_store(packed, SAMPLE_DIM, unit, factors);
+        s.feedback = factors;
+    }
+    tkvi_encode_side(&s, &tkvi_simd_ops_scalar, in, SAMPLE_DIM, SAMPLE - first, bytes);
+    tkvi_decode_side(&s, bytes, 0, SAMPLE - first, out, SAMPLE_DIM);
+    memcpy(coded, sample_k, sizeof coded);
+    for (t = first; t < SAMPLE; t++)
+        for (c = 0; c < SAMPLE_DIM; c++) coded[t][c] = (double)out[(t - first) * SAMPLE_DIM + c];
+    return attention_gap(coded);
+}
+
+/* The library's encoder on the same sample, all that it stores in fp16. */
+TEST(squat_helps) {
+    double plain, coarse, fine, kept, kept_plain;
+    REQUIRE(load_sample());
+    plain = gap_of_block(0, 0, 0, 0);
+    coarse = gap_of_block(64, 0, 5, 0);
+    fine = gap_of_block(16, 0, 5, 0);
+    CHECK_NEAR(plain, 5.14, 0.02); /* fp16 scales cost nothing */
+    CHECK_LE(coarse, 0.8 * plain);
+    CHECK_LE(fine, 0.6 * plain);
+    kept_plain = gap_of_block(0, 0, 0, 2); /* the first two tokens stay exact: they are sinks */
+    kept = gap_of_block(16, TKV_FIT_CLIP, 5, 2);
+    CHECK_LE(kept_plain, plain);
+    CHECK_LE(kept, 0.6 * kept_plain);
+    if (getenv("TKV_TEST_SHOW"))
+        printf("\n    plain %.4f, blocks of 64 %.4f, of 16 %.4f; sinks exact: plain %.4f, clip and 16 %.4f\n",
+               plain, coarse, fine, kept_plain, kept);
+}
+
+/* U against its definition: - P_ff^-1 P_fb by elimination. */
+static void naive_factors(const double *p, int dim, int from, int end, int c, double *u) {
+    static double a[64][65];
+    int n = dim - end, i, j, k;
+    for (i = 0; i < n; i++) {
+        for (j = 0; j < n; j++) a[i][j] = p[(end + i) * dim + end + j];
+        a[i][n] = -p[(end + i) * dim + c];
+    }
+    (void)from;
+    for (k = 0; k < n; k++) /* P is positive definite: no pivots */
+        for (i = 0; i < n; i++) {
+            double by = a[i][k] / a[k][k];
+            if (i == k) continue;
+            for (j = k; j <= n; j++) a[i][j] -= by * a[k][j];
+        }
+    for (i = 0; i < n; i++) u[i] = a[i][n] / a[i][i];
+}
+
+TEST(squat_factors) {
+    static const int sizes[] = {1, 2, 15, 16, 17, 33, 48, 64};
+    static double p[64 * 64];
+    tkv_rng r = tkv_rng_seed(22);
+    int k, unit, i, j, c, f, q;
+    for (k = 0; k < COUNT(sizes); k++)
+        for (unit = 1; unit <= 64; unit *= 4) {
+            int dim = sizes[k], from;
+            const uint16_t *u = factors;
+            memset(p, 0, sizeof p);
+            for (q = 0; q < 40; q++) {
+                double x[64];
+                for (i = 0; i < dim; i++) x[i] = tkv_rng_gauss(&r) * (i % 7 + 1) + (i % 5 == 2 ? 3 : 0);
+                for (i = 0; i < dim; i++)
+                    for (j = 0; j < dim; j++) p[i * dim + j] += x[i] * x[j] / 200;
+            }
+            for (i = 0; i < dim; i++) p[i * dim + i] += 1;
+            for (j = 0; j < dim; j++)
+                for (i = 0; i <= j; i++) packed[tkvi_packed(i, j)] = (float)p[i * dim + j];
+            tkvi_feedback_from(packed, dim, unit);
+            tkvi_feedback_store(packed, dim, unit, factors);
+            for (from = 0; from + unit < dim; from += unit)
+                for (c = from; c < from + unit; c++) {
+                    double exact[64];
+                    naive_factors(p, dim, from, from + unit, c, exact);
+                    for (f = from + unit; f < dim; f++, u++)
+                        CHECK_NEAR(tkvi_f16_to_f32(*u), exact[f - from - unit],
+                                   1e-3 * fabs(exact[f - from - unit]) + 1e-4);
+                }
+            CHECK_EQ(u - factors, tkvi_feedback_count(dim, unit));
+        }
+}
+
+/* The encoder against a plain loop over its definition, bit for bit. */
+TEST(squat_as_defined) {
+    static const int sizes[] = {1, 7, 16, 31, 64, 80, 128, 255, 256};
+    static float x[MOST];
+    tkv_rng r = tkv_rng_seed(23);
+    int k, i, t, c, g, f;
+    if (FAST_MATH) SKIP("sums are not ours to order");
+    for (k = 0; k < 2 * COUNT(sizes); k++) {
+        int dim = sizes[k / 2], n = k % 3 ? BLOCK : 1 + tkv_rng_below(&r, BLOCK), from, levels;
+        tkv_codec plain = codec(k % 2 ? TKV_KIVI4 : TKV_KIVI2, 0, dim, k % 4 < 2 ? 32 : 64);
+        tkvi_options o;
+        tkvi_side s;
+        memset(&o, 0, sizeof o);
+        o.group = plain.options.group_size;
+        o.feedback_unit = k % 5 ? 16 : 64;
+        levels = k % 2 ? 15 : 3;
+        tkvi_side_make(&s, &tkvi_formats[k % 2 ? TKV_SQUAT4 : TKV_SQUAT2], TKV_K, dim, BLOCK, &o, NULL);
+        fill_block(&r, k % 3, in, n, dim);
+        tkvi_encode_side(&s, &tkvi_simd_ops_scalar, in, (size_t)dim, n, bytes);
+        CHECK_EQ(tkv_encode_block(&plain, in, 0, n, other, sizeof other), TKV_OK);
+        CHECK_EQ(s.bytes, tkv_get_block_bytes(&plain));
+        CHECK_MEM(bytes, other, s.bytes); /* without queries it is KIVI */
+        for (i = 0; i < (int)tkvi_feedback_count(dim, o.feedback_unit); i++)
+            factors[i] = tkvi_f32_to_f16((float)(0.2 * tkv_rng_gauss(&r)));
+        s.feedback = factors;
+        tkvi_encode_side(&s, &tkvi_simd_ops_scalar, in, (size_t)dim, n, bytes);
+        tkvi_decode_side(&s, bytes, 0, n, out, (size_t)dim);
+        memcpy(x, in, (size_t)(n * dim) * sizeof *x);
+        for (g = 0; g < n; g += o.group) {
+            const uint16_t *u = factors;
+            int stop = g + o.group < n ? g + o.group : n;
+            for (from = 0; from < dim; from += o.feedback_unit) {
+                int end = from + o.feedback_unit < dim ? from + o.feedback_unit : dim;
+                for (c = from; c < end; c++) {
+                    double low = 1e30, high = -1e30, scale, zero;
+                    for (t = g; t < stop; t++) {
+                        low = (double)x[t * dim + c] < low ? (double)x[t * dim + c] : low;
+                        high = (double)x[t * dim + c] > high ? (double)x[t * dim + c] : high;
+                    }
+                    scale = half((double)as_float((double)as_float(high - low) / levels));
+                    zero = half(low);
+                    for (t = g; t < stop; t++) {
+                        double v = (double)as_float((double)x[t * dim + c] - zero);
+                        v = scale > 0 ? nearest_even((double)as_float(v / scale)) : 0;
+                        v = v < 0 ? 0 : v > levels ? levels : v;
+                        want[t * dim + c] = as_float(scale * v + zero);
+                        x[t * dim + c] = as_float((double)want[t * dim + c] - (double)x[t * dim + c]);
+                    }
+                }
+                for (c = from; c < end && end < dim; c++)
+                    for (t = g; t < stop; t++)
+                        for (f = end; f < dim; f++) {
+                            double by = (double)tkvi_f16_to_f32(u[(c - from) * (dim - end) + f - end]);
+                            by = (double)as_float((double)x[t * dim + c] * by);
+                            x[t * dim + f] = as_float((double)x[t * dim + f] + by);
+                        }
+                u += (end - from) * (dim - end);
+            }
+        }
+        for (i = 0, c = 0; i < n * dim; i++) c += tkvi_bits(out[i]) != tkvi_bits(want[i]);
+        CHECK_MSG(c == 0, "head_dim %d, %d tokens: %d values", dim, n, c);
+    }
+}
+
+/* >>the same bytes and values on every machine */
+static uint64_t hash_of_block(uint64_t h, const tkvi_side *s, int n) {
+    tkvi_encode_side(s, &tkvi_simd_ops_scalar, in, (size_t)s->dim, n, bytes);
+    tkvi_decode_side(s, bytes, 0, n, out, (size_t)s->dim);
+    return hash_of_floats(hash_of(h, bytes, s->bytes), out, n * s->dim);
+}
+
+TEST(golden) {
+    static const struct {
+        tkv_format format;
+        uint64_t hash;
+    } known[] = {{TKV_INT8, 0x569db05a008d5270u},     {TKV_INT4, 0xb1b0f22cbe956770u},
+                 {TKV_FP8_E4M3, 0x23e500ce146cc013u}, {TKV_FP8_E5M2, 0x304c9ea1cb8e2201u},
+                 {TKV_FP4, 0x0a503352a233339du},      {TKV_Q8, 0x8ac91b01595c58bbu},
+                 {TKV_KIVI4, 0x630c128741a20805u},    {TKV_KIVI3, 0x4503a7d2494cc6adu},
+                 {TKV_KIVI2, 0x1cd40a8eebb6bb2bu},    {TKV_SQUAT4, 0xe5edfcec2f49622eu},
+                 {TKV_SQUAT2, 0x4b7cf1a181dba730u},   {TKV_SUBSPACE4, 0x6dc2ae2a918aa249u},
+                 {TKV_SUBSPACE2, 0xa85dd7501f1f9f15u}};
+    static const int sizes[] = {1, 24, 80, 128};
+    int f, i, side, flags, q, a, b;
+    if (FAST_MATH) SKIP("encoders may round otherwise");
+    for (f = 0; f < COUNT(known); f++) {
+        const tkvi_format *format = &tkvi_formats[known[f].format];
+        tkv_rng r = tkv_rng_seed(99);
+        uint64_t h = HASH_START;
+        for (i = 0; i < COUNT(sizes); i++)
+            for (side = 0; side < 2; side++)
+                for (flags = 0; flags < 6; flags++) {
+                    tkvi_options o;
+                    tkvi_side s;
+                    if (!tkvi_format_stores(format, side ? TKV_V : TKV_K)) continue;
+                    memset(&o, 0, sizeof o);
+                    o.group = flags % 2 ? 64 : 32;
+                    o.fit = flags;
+                    o.rotate = flags % 4;
+                    o.center_k = flags / 3;
+                    o.feedback_unit = flags < 4 ? 16 : 64;
+                    o.parts = 1 + flags;
+                    tkvi_side_make(&s, format, side ? TKV_V : TKV_K, sizes[i], BLOCK, &o, NULL);
+                    if (tkvi_is_squat(known[f].format)) {
+                        memset(packed, 0, sizeof packed);
+                        for (q = 0; q < 20; q++) {
+                            float x[128];
+                            for (a = 0; a < sizes[i]; a++) x[a] = (float)(tkv_rng_below(&r, 15) - 7 + a % 3);
+                            for (b = 0; b < sizes[i]; b++)
+                                for (a = 0; a <= b; a++)
+                                    packed[tkvi_packed(a, b)] += x[a] * x[b]; /* integers */
+                        }
+                        for (a = 0; a < sizes[i]; a++) packed[tkvi_packed(a, a)] += 100;
+                        tkvi_feedback_from(packed, sizes[i], o.feedback_unit);
+                        tkvi_feedback_store(packed, sizes[i], o.feedback_unit, factors);
+                        s.feedback = factors;
+                    }
+                    fill_block(&r, flags, in, 50, sizes[i]);
+                    h = hash_of_block(h, &s, 50);
+                }
+        if (getenv("TKV_TEST_SHOW")) printf("\n    {%s, 0x%016llxu}", format->name, (unsigned long long)h);
+        CHECK_MSG(h == known[f].hash, "%s: %016llx", format->name, (unsigned long long)h);
+    }
+}
+
 int main(int argc, char **argv) {
     tkv_test_begin(argc, argv);
     RUN(tile_bits);
@@ -934,5 +1305,10 @@ int main(int argc, char **argv) {
     RUN(norms_of_values);
     RUN(large_values_stay_in_order);
     RUN(any_bytes_and_any_floats);
+    RUN(squat_of_the_authors);
+    RUN(squat_helps);
+    RUN(squat_factors);
+    RUN(squat_as_defined);
+    RUN(golden);
     return tkv_test_end();
 }

@@ -1,14 +1,17 @@
 /*
- * test_learn.c - formats whose heads share a layer's bytes: when a table is made, its contents, and blocks that
- * wait for it. Also calibrations of the caller: saved, loaded, frozen, learned anew, damaged.
+ * white_learn.c - white-box test of src/learn: formats whose heads share a layer's bytes: when a table is made, its
+ * contents, and blocks that wait for it. Also calibrations of the caller (saved, loaded, frozen, learned anew, damaged)
+ * and the queries that SQuat collects.
  *
- * Other files test these formats too: test_attend.c compares attention with the oracle, test_memory.c memory with
+ * This file compiles the library itself, with all kernels, because it reads the tables of a cache on every instruction
+ * set. Other files test these formats too: test_attend.c compares attention with the oracle, test_memory.c memory with
  * the allocator, white_step.c random calls with a model.
  */
 #define TIEREDKV_IMPLEMENTATION
 #define TKV_STATIC /* what is not used here is not compiled */
 #include "../tieredkv.h"
-#include "kit.h"
+#include "levels.h"
+#include "stream.h"
 
 #include <math.h>
 
@@ -1441,6 +1444,93 @@ TEST(tables_of_all_sequences) {
     CHECK_LE(loss[0][0], .5);
 }
 
+/* >>SQuat: queries make the factors */
+TEST(squat_learns) {
+    stream *s = stream_of(4, 2, 24, 24, 60);
+    tkv_config cfg = config_of(s, TKV_SQUAT4, TKV_Q8);
+    static int64_t sum[2][24 * 25 / 2];
+    static uint16_t expected[2][16 * 8];
+    float packed[24 * 25 / 2];
+    char reason[200];
+    tkv_cache *kv = NULL;
+    int at, h, i, j, t;
+    memset(sum, 0, sizeof sum);
+    cfg.model.n_layers = 2;
+    REQUIRE(tkv_create(&cfg, &kv) == TKV_OK);
+    for (at = 0; at < 700; at++) {
+        next_tokens(s, 1);
+        for (i = 0; i < 2; i++) CHECK_EQ(tkv_append(kv, 0, i, s->k, s->v, 1), TKV_OK);
+        next_query(s, 1);
+        CHECK_EQ(tkv_attend(kv, 0, 1, s->q, 1, s->out), TKV_OK); /* layer 0 is never asked */
+        for (h = 0; h < 4 && at % 4 == 0 && at < 512; h++) {
+            int x[24];
+            for (i = 0; i < 24; i++)
+                x[i] = (int)(as_float((double)s->q[h * 24 + i] * (double)cfg.model.scale) * 4096.0f);
+            if (at == 0) break;
+            for (j = 0; j < 24; j++)
+                for (i = 0; i <= j; i++) sum[h / 2][tkvi_packed(i, j)] += (int64_t)x[i] * x[j];
+        }
+        if (at == 0) { /* now the scale is known */
+            cfg.model.scale = (float)(1 / sqrt(24.0));
+            for (h = 0; h < 4; h++) {
+                int x[24];
+                for (i = 0; i < 24; i++)
+                    x[i] = (int)(as_float((double)s->q[h * 24 + i] * (double)cfg.model.scale) * 4096.0f);
+                for (j = 0; j < 24; j++)
+                    for (i = 0; i <= j; i++) sum[h / 2][tkvi_packed(i, j)] += (int64_t)x[i] * x[j];
+            }
+        }
+    }
+    CHECK_EQ(kv->query_stats[1].tokens, -1);
+    CHECK_EQ(kv->query_stats[1].used, 512);
+    CHECK_EQ(tkvi_feedback_count(24, 16), 16 * 8);
+#if defined(__GNUC__) || defined(__clang__)
+    for (h = 0; h < 2; h++) {
+        double trace = 0;
+        for (i = 0; i < 24; i++) trace += (double)sum[h][tkvi_packed(i, i)];
+        CHECK_MEM(sum[h], tkvi_query_stats_of(kv, 1, h), sizeof sum[h]);
+        for (i = 0; i < 24 * 25 / 2; i++) packed[i] = (float)((double)sum[h][i] * 24 * 5 / trace);
+        for (i = 0; i < 24; i++) packed[tkvi_packed(i, i)] += 1.0f;
+        tkvi_feedback_from(packed, 24, 16);
+        tkvi_feedback_store(packed, 24, 16, expected[h]);
+        for (i = 0; i < 16 * 8; i++)
+            CHECK_NEAR(tkvi_f16_to_f32(tkvi_feedback_of(kv, 1, h)[i]), tkvi_f16_to_f32(expected[h][i]), 1e-3);
+    }
+#endif
+    for (i = 0, t = 0; i < 16 * 8; i++) t |= tkvi_feedback_of(kv, 0, 1)[i];
+    CHECK_EQ(t, 0); /* KIVI */
+    CHECK_MSG(tkv_check(kv, reason, sizeof reason) == TKV_OK, "%s", reason);
+    CHECK_EQ(tkv_refresh_calibration(kv), TKV_OK);
+    CHECK_EQ(kv->query_stats[1].tokens, 0);
+    for (i = 0; i < 24 * 25 / 2; i++) CHECK_EQ(tkvi_query_stats_of(kv, 1, 1)[i], 0);
+    tkv_destroy(kv);
+}
+
+/* When factors are made, however the tokens come. */
+TEST(squat_makes_factors) {
+    static const struct {
+        int chunk, tokens, used[6]; /* after each append; the last one is what stays */
+    } cases[] = {{50, 300, {0, 0, 100, 100, 200, 200}},
+                 {324, 1944, {0, 324, 512, 512, 512, 512}},
+                 {64, 384, {0, 64, 128, 128, 256, 256}}};
+    int k, i;
+    for (k = 0; k < COUNT(cases); k++) {
+        stream *s = stream_of(2, 1, 16, 16, 65);
+        tkv_config cfg = config_of(s, TKV_SQUAT2, TKV_Q8);
+        tkv_cache *kv = NULL;
+        REQUIRE(tkv_create(&cfg, &kv) == TKV_OK);
+        for (i = 0; i < 6; i++) {
+            next_tokens(s, cases[k].chunk);
+            CHECK_EQ(tkv_append(kv, 0, 0, s->k, s->v, cases[k].chunk), TKV_OK);
+            next_query(s, 8);
+            CHECK_EQ(tkv_attend(kv, 0, 0, s->q, 8, s->out), TKV_OK);
+            CHECK_EQ(kv->query_stats[0].used, cases[k].used[i]);
+        }
+        CHECK_EQ(kv->query_stats[0].tokens, cases[k].used[5] == 512 ? -1 : cases[k].tokens);
+        tkv_destroy(kv);
+    }
+}
+
 int main(int argc, char **argv) {
     tkv_test_begin(argc, argv);
     RUN(nothing_is_coded_before_the_512th_token);
@@ -1477,5 +1567,7 @@ int main(int argc, char **argv) {
     RUN(zeros_come_first);
     RUN(few_tokens);
     RUN(tables_of_all_sequences);
+    RUN(squat_learns);
+    RUN(squat_makes_factors);
     return tkv_test_end();
 }
