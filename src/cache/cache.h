@@ -108,7 +108,7 @@ struct tkv_cache {
     int64_t *slot_request;
     tkvi_memory_request memory_request; /* valid during the call */
     int reclaim_stages; /* stages that the call needs: bits of tkvi_reclaim_stages (reclaim/budget.h) */
-    int kept_eighths;   /* eighths of the tokens above the floor that stay, with TKVI_FLOOR */
+    int kept_eighths;   /* eighths of the tokens above the floor that stay, with TKVI_EVICT_TO_FLOOR */
     /* Discarding and recomputation (reclaim/discard.h). */
     uint64_t clock; /* counts calls that need memory; sequences in use now are not discarded for them */
     uint64_t blocks_discarded, recomputed; /* blocks */

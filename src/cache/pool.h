@@ -68,7 +68,7 @@ typedef struct tkvi_pool {
     int keep_all;            /* 1 in place: pages never go back to the allocator */
     int recode_pages;        /* free pages that only recoding may use */
     int64_t kept_free_pages; /* free pages that do not go back to the allocator, as they are needed soon */
-    int64_t max_pages;       /* in place: most pages, spare ones included (tkv_set_budget); 0: no limit */
+    int64_t max_pages;       /* in place: most pages, recode_pages included (tkv_set_budget); 0: no limit */
     tkvi_page *page;
     uint32_t n_pages, page_cap;       /* entries in use are 0 .. n_pages-1, each with bytes */
     uint32_t free_page, n_free_pages; /* first of the list of free pages; its length */
@@ -201,7 +201,7 @@ static int64_t tkvi_reserved_pages(const tkvi_pool *pool) {
     return pages;
 }
 
-/* Gives free pages back to the allocator. Keeps the spare pages, `kept_free_pages`, and the pages of reservations.
+/* Gives free pages back to the allocator. Keeps recode_pages, `kept_free_pages`, and the pages of reservations.
  * The last entry of the page table moves into the hole. */
 static void tkvi_trim_to(tkvi_pool *pool, int64_t kept_free_pages) {
     const int64_t keep = pool->recode_pages + kept_free_pages + tkvi_reserved_pages(pool);
@@ -405,11 +405,11 @@ typedef struct tkvi_peak {
     const tkvi_tables *tables;
     int64_t *live;                   /* [n_classes] slots in use or reserved at this point of the series */
     int64_t most_pages, most_blocks; /* maxima so far; a block counts twice while it is recoded */
-    int64_t outside;                 /* offloaded and discarded blocks: they have no slot */
+    int64_t n_offloaded;             /* blocks without a slot: offloaded or discarded */
 } tkvi_peak;
 
 static void tkvi_peak_note(tkvi_peak *k) {
-    int64_t pages = 0, blocks = k->outside;
+    int64_t pages = 0, blocks = k->n_offloaded;
     int c;
     for (c = 0; c < k->tables->n_classes; c++) {
         pages += tkvi_pages_for(&k->tables->size_class[c], k->live[c]);
@@ -426,7 +426,7 @@ static void tkvi_peak_take(tkvi_peak *k, int layout) {
 
 static void tkvi_peak_give(tkvi_peak *k, int layout) { k->live[k->tables->layout[layout].size_class]--; }
 
-/* Allocates the pages and block entries of the peak, in addition to the spare pages. Returns 0 without memory or
+/* Allocates the pages and block entries of the peak, in addition to pool.recode_pages. Returns 0 without memory or
  * page allowance. Then nothing that a caller can see has changed. */
 static int tkvi_peak_ready(tkvi_pool *pool, const tkvi_peak *k) {
     if (k->most_blocks > (int64_t)0x7fffffff) return 0;

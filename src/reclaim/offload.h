@@ -120,7 +120,7 @@ static int tkvi_can_offload(const tkv_cache *kv, int seq, int layer, int i, cons
 }
 
 /* Index of the block of a list to offload next, the oldest that may be; -1: none. Also moves list->out on. */
-static int tkvi_next_to_offload(tkv_cache *kv, int seq, int layer) {
+static int tkvi_find_offloadable(tkv_cache *kv, int seq, int layer) {
     tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
     int i = list->sinks + list->n_offloaded;
@@ -131,10 +131,10 @@ static int tkvi_next_to_offload(tkv_cache *kv, int seq, int layer) {
     return i < list->n && tkvi_can_offload(kv, seq, layer, i, &kv->tables.plan[layer].now) ? i : -1;
 }
 
-/* Offloads the block that tkvi_next_to_offload finds. 0: there is none, or the store failed and the block stays in
+/* Offloads the block that tkvi_find_offloadable finds. 0: there is none, or the store failed and the block stays in
  * RAM. */
 static int tkvi_offload_next(tkv_cache *kv, int seq, int layer) {
-    const int i = tkvi_next_to_offload(kv, seq, layer);
+    const int i = tkvi_find_offloadable(kv, seq, layer);
     uint32_t id, page;
     tkvi_block *b;
     int slot;

@@ -77,7 +77,7 @@ TKV_API tkv_status tkv_get_tiers(const tkv_cache *kv, int seq, int layer, int st
     if (start > list->len || n > list->len - start) return TKV_ERR_RANGE;
     if (n == 0) return TKV_OK;
     memset(tiers, TKV_TOKEN_GONE, (size_t)n);
-    for (i = tkvi_first_at(kv, list, ids, start); i < list->n; i++) {
+    for (i = tkvi_first_block_to_search(kv, list, ids, start); i < list->n; i++) {
         const uint64_t live = tkvi_live_mask_in(kv, list, ids, i);
         const int discarded = tkvi_is_discarded(&kv->pool.block[ids[i]]);
         for (slot = 0; slot < TKVI_BLOCK; slot++) {
@@ -186,7 +186,7 @@ static void tkvi_add_list(const tkv_cache *kv, int seq, int layer, int once, tkv
         const tkvi_block *b = &kv->pool.block[ids[i]];
         if (!tkvi_is_discarded(b) && (!once || tkvi_first_holder(kv, seq, layer, ids[i])))
             tkvi_add_block(out, tkvi_tier_at(list, i), &kv->tables.layout[b->layout].bytes,
-                           (size_t)tkvi_bits_in(tkvi_live_mask_in(kv, list, ids, i)), tkvi_is_offloaded(b));
+                           (size_t)tkvi_n_bits(tkvi_live_mask_in(kv, list, ids, i)), tkvi_is_offloaded(b));
     }
 }
 
@@ -231,15 +231,15 @@ static void tkvi_count_layer(const tkv_cache *kv, int seq, int layer, tkv_layer_
     for (i = 0; i < list->n; i++) {
         tkv_tier tier = tkvi_tier_at(list, i);
         if (tkvi_is_discarded(&kv->pool.block[ids[i]])) {
-            out->discarded += tkvi_bits_in(tkvi_live_mask_in(kv, list, ids, i));
+            out->discarded += tkvi_n_bits(tkvi_live_mask_in(kv, list, ids, i));
             continue;
         }
-        out->tokens[tier] += tkvi_bits_in(tkvi_live_mask_in(kv, list, ids, i));
+        out->tokens[tier] += tkvi_n_bits(tkvi_live_mask_in(kv, list, ids, i));
         out->blocks[tier]++;
         out->offloaded += tkvi_is_offloaded(&kv->pool.block[ids[i]]);
     }
     out->expired = list->expired;
-    out->evicted = list->len - list->expired - tkvi_count(kv, seq, layer);
+    out->evicted = list->len - list->expired - tkvi_n_live(kv, seq, layer);
 }
 
 /* The formats of a tier's new blocks at the present level. */
@@ -811,7 +811,7 @@ TKV_API tkv_status tkv_check(const tkv_cache *kv, char *reason, size_t size) {
     if (kv->tables.level < 0 || kv->tables.level >= kv->tables.n_levels)
         return tkvi_report_broken(&k, "there is no level", kv->tables.level);
     if (tkvi_has_budget(kv) &&
-        (kv->pool.keep_all ? tkvi_in_use(kv) : kv->heap.held) > kv->tables.cfg.budget.bytes)
+        (kv->pool.keep_all ? tkvi_used_bytes(kv) : kv->heap.held) > kv->tables.cfg.budget.bytes)
         return tkvi_report_broken(&k, "more is held than the budget", (int64_t)kv->heap.held);
     if (refs != entries) return tkvi_report_broken(&k, "blocks count other holders than the lists have", 0);
     held = kv->fixed_bytes + tkvi_learning_held(kv) + kv->pool.n_pages * kv->tables.page_bytes +

@@ -39,7 +39,7 @@ static tkv_status tkvi_promote_ready(tkv_cache *kv, int layout) {
     tkvi_peak_take(&dry_run, layout);
     if (tkvi_has_budget(kv)) {
         tkvi_set_request(kv, &dry_run, NULL, 0, -1);
-        if (tkvi_bytes_now(kv) > kv->tables.cfg.budget.bytes)
+        if (tkvi_requested_bytes(kv) > kv->tables.cfg.budget.bytes)
             return tkvi_fail(kv, TKV_ERR_BUDGET, "the budget has no room for a block in a better format", 0,
                              NULL);
         tkvi_trim_to(&kv->pool, 0);

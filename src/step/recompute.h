@@ -64,7 +64,7 @@ TKV_API tkv_status tkv_seq_find_discarded(const tkv_cache *kv, int seq, int *sta
 /* Positions start .. end-1, all layers together, as tkv_decide_discard and tkvi_remat_restore take them.
  * quantized_bytes: the bytes that they would have at this level of the ladder. */
 static tkv_remat_block tkvi_remat_piece(const tkv_cache *kv, int seq, int start, int end, int level) {
-    const int tables = !tkvi_any_step(kv);
+    const int tables = !tkvi_has_open_step(kv);
     tkv_remat_block piece;
     int layer, i;
     memset(&piece, 0, sizeof piece);
@@ -81,7 +81,7 @@ static tkv_remat_block tkvi_remat_piece(const tkv_cache *kv, int seq, int start,
             if (tkvi_is_discarded(b)) piece.discarded = 1;
             if (tkvi_is_discarded(b)) piece.layers = layer + 1;
             if (tkvi_is_offloaded(b)) continue;
-            tight = kv->tables.layout[r->layout[tkvi_due(kv, seq, layer, i, r, tables)]].bytes.total;
+            tight = kv->tables.layout[r->layout[tkvi_due_tier(kv, seq, layer, i, r, tables)]].bytes.total;
             piece.bytes += bytes;
             piece.quantized_bytes +=
                 tkvi_has_budget(kv) && i >= list->sinks && b->refs == 1 && tight < bytes ? tight : bytes;
@@ -161,7 +161,7 @@ TKV_API tkv_status tkv_seq_free_bytes(tkv_cache *kv, int seq, tkv_remat *r, floa
     won = tkvi_discard_to(kv, seq, to, 1, &last);
     if (tighten) {
         tkvi_clear_request(kv);
-        tkvi_go_to_level(kv, tkvi_next_level(kv));
+        tkvi_change_level(kv, tkvi_next_level(kv));
         for (i = 0; i < tighten * kv->tables.cfg.model.n_layers && won < need; i++)
             won += tkvi_recode_oldest(kv, kv->tables.cfg.budget.bytes, 1);
     }
@@ -227,11 +227,11 @@ static void tkvi_restore_block(tkv_cache *kv, int seq, int layer, int i, const t
     r.kv = kv;
     r.layer = layer;
     r.start = b->start;
-    r.there = ~(uint64_t)0 >> (TKVI_BLOCK - n); /* evicted tokens keep their slots */
+    r.live_mask = ~(uint64_t)0 >> (TKVI_BLOCK - n); /* evicted tokens keep their slots */
     for (s = 1; s < steps; s++) {
         r.from = &kv->tables.layout[way[s - 1]];
         r.to = &kv->tables.layout[way[s]];
-        tkvi_recode_block(&kv->pool, id, way[s], tkvi_recode, &r);
+        tkvi_recode_block(&kv->pool, id, way[s], tkvi_recode_heads, &r);
     }
     b->previous_layout = (uint16_t)(steps > 2 ? way[steps - 2] + 1 : 0);
     list->n_offloaded = tkvi_max(0, tkvi_min(list->n_offloaded, i - list->sinks));
@@ -250,7 +250,7 @@ static tkvi_peak tkvi_dry_run_give(tkv_cache *kv, int seq, int layer, int first,
         int steps;
         if (!tkvi_is_discarded(&kv->pool.block[ids[i]])) continue;
         steps = tkvi_restore_layouts(kv, seq, layer, i, way);
-        dry_run.outside--;
+        dry_run.n_offloaded--;
         tkvi_peak_take(&dry_run, way[steps - 1]);
         if (steps > most) memcpy(longest, way, sizeof way), most = steps;
     }
@@ -309,8 +309,8 @@ TKV_API tkv_status tkv_restore(tkv_cache *kv, int seq, int layer, int start, con
         const size_t budget = kv->tables.cfg.budget.bytes;
         size_t takes;
         tkvi_set_request(kv, &dry_run, NULL, 0, layer);
-        if (!tkvi_fits_somewhere(kv, budget, &takes) || !tkvi_make_room(kv, budget))
-            return tkvi_over_budget(kv, takes);
+        if (!tkvi_plan_reclaim(kv, budget, &takes) || !tkvi_reclaim_bytes(kv, budget))
+            return tkvi_refuse_over_budget(kv, takes);
         dry_run = tkvi_dry_run_give(kv, seq, layer, first, last);
     }
     if (!tkvi_peak_ready(&kv->pool, &dry_run))

@@ -26,7 +26,7 @@ static void tkvi_dry_run_append(tkv_cache *kv, int seq, int layer, int n, tkvi_p
     const tkvi_plan *p = &kv->tables.plan[layer];
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
-    int sink, i, blocks = tkvi_new_blocks(kv, p, list, ids, n, &sink);
+    int sink, i, blocks = tkvi_n_new_blocks(kv, p, list, ids, n, &sink);
     if (tkvi_tail_free_slots(kv, p, list, ids) && kv->pool.block[ids[list->n - 1]].refs > 1)
         tkvi_peak_take(dry_run, kv->pool.block[ids[list->n - 1]].layout); /* a shared block is copied first */
     for (i = 0; i < blocks; i++)
@@ -68,7 +68,7 @@ static int tkvi_add_need(tkv_cache *kv, int seq, int layer, int sign, int64_t *l
     /* a step that reaches the length may still be aborted */
     if (p->stored_layer != layer || (kv->seq[seq].in_step ? list->step_len : list->len) >= len) return 0;
     memset(need, 0, sizeof need);
-    blocks = tkvi_new_blocks(kv, p, list, ids, tkvi_max(0, len - list->len), &sink);
+    blocks = tkvi_n_new_blocks(kv, p, list, ids, tkvi_max(0, len - list->len), &sink);
     need[TKV_TIER_HOT] = blocks - sink;
     if (tkvi_tail_free_slots(kv, p, list, ids) && kv->pool.block[ids[list->n - 1]].refs > 1)
         need[TKV_TIER_HOT]++;
@@ -78,8 +78,8 @@ static int tkvi_add_need(tkv_cache *kv, int seq, int layer, int sign, int64_t *l
         tkv_tier due;
         if (i == list->n && sink) at = tkvi_min(len, at + p->sink);
         if (i >= list->n) at = tkvi_min(len, at + TKVI_BLOCK);
-        due = tkvi_tier_due(&p->now, tkvi_hot_age(kv, layer),
-                            i + 1 < list->n ? tkvi_block_end(kv, list, ids, i) : at, len);
+        due = tkvi_tier_by_age(&p->now, tkvi_hot_age(kv, layer),
+                               i + 1 < list->n ? tkvi_block_end(kv, list, ids, i) : at, len);
         need[TKV_TIER_WARM] += due != TKV_TIER_HOT && (i >= list->n || tkvi_tier_at(list, i) == TKV_TIER_HOT);
         need[TKV_TIER_ARCHIVE] += due == TKV_TIER_ARCHIVE;
     }
@@ -117,7 +117,7 @@ static void tkvi_dry_run_row(tkv_cache *kv, int seq, int layer, int n, tkvi_peak
     int promised, len = tkvi_list_of(kv, seq, layer)->len + n;
     memcpy(before, dry_run->live, bytes);
     promised = tkvi_add_need(kv, seq, layer, -1, dry_run->live);
-    if (!s->in_step) tkvi_age(kv, seq, layer, tkvi_hot_age(kv, layer), 0, dry_run);
+    if (!s->in_step) tkvi_age_list(kv, seq, layer, tkvi_hot_age(kv, layer), 0, dry_run);
     tkvi_dry_run_append(kv, seq, layer, n, dry_run);
     if (promised && (len < s->reserved_len || (s->in_step && len == s->reserved_len)))
         memcpy(dry_run->live, before, bytes);
@@ -403,7 +403,7 @@ TKV_API tkv_status tkv_append_ex(tkv_cache *kv, const tkv_append_params *p) {
     if (tkvi_has_budget(kv))
         for (i = 0; i < n_rows; i++) /* expired blocks make room */
             if (rows[i].n && !kv->seq[rows[i].seq].in_step)
-                tkvi_age(kv, rows[i].seq, p->layer, TKVI_FOREVER, 0, NULL);
+                tkvi_age_list(kv, rows[i].seq, p->layer, TKVI_FOREVER, 0, NULL);
     dry_run = tkvi_dry_run_rows(kv, p->layer, rows, n_rows);
     tkvi_unprotect_last_append(kv, p->layer, rows, n_rows, 0);
     for (i = 0, kv->clock++; i < n_rows; i++) kv->seq[rows[i].seq].used = kv->clock;
@@ -415,20 +415,21 @@ TKV_API tkv_status tkv_append_ex(tkv_cache *kv, const tkv_append_params *p) {
         size_t takes;
         int fits;
         tkvi_set_request(kv, &dry_run, rows, n_rows, p->layer);
-        fits = tkvi_fits_somewhere(kv, budget, &takes);
+        fits = tkvi_plan_reclaim(kv, budget, &takes);
         tkvi_end_table(kv, p->layer, had, fits); /* the blocks recoded below may use the table */
-        if (fits && !(kv->reclaim_stages & TKVI_FIRST)) tkvi_keep_pace(kv, (size_t)total * token);
-        if (!fits || !tkvi_make_room(kv, budget)) {
+        if (fits && !(kv->reclaim_stages & TKVI_EVICT_FIRST))
+            tkvi_recode_for_append(kv, (size_t)total * token);
+        if (!fits || !tkvi_reclaim_bytes(kv, budget)) {
             tkvi_unprotect_last_append(kv, p->layer, rows, n_rows, 1);
-            return tkvi_over_budget(kv, takes);
+            return tkvi_refuse_over_budget(kv, takes);
         }
         had = kv->tables.current_version
-                  [p->layer]; /* tkvi_make_room may have made a table, and blocks use it: keep it */
+                  [p->layer]; /* tkvi_reclaim_bytes may have made a table, and blocks use it: keep it */
         dry_run = tkvi_dry_run_rows(kv, p->layer, rows, n_rows);
     }
     for (i = 0; i < n_rows; i++)
         if (rows[i].n &&
-            !tkvi_grow_lists(kv, rows[i].seq, tkvi_list_entries(kv, rows[i].seq, p->layer, rows[i].n)))
+            !tkvi_grow_lists(kv, rows[i].seq, tkvi_n_list_entries(kv, rows[i].seq, p->layer, rows[i].n)))
             goto no_memory;
     if (!tkvi_peak_ready(&kv->pool, &dry_run)) goto no_memory;
     tkvi_end_table(kv, p->layer, had, 1);
@@ -437,8 +438,8 @@ TKV_API tkv_status tkv_append_ex(tkv_cache *kv, const tkv_append_params *p) {
         if (rows[i].n == 0) continue;
         tkvi_start_metering(kv, rows[i].seq);
         if (!kv->seq[rows[i].seq].in_step) {
-            tkvi_age(kv, rows[i].seq, p->layer, tkvi_hot_age(kv, p->layer), 0, NULL);
-            tkvi_evict_due_in(kv, rows[i].seq, p->layer,
+            tkvi_age_list(kv, rows[i].seq, p->layer, tkvi_hot_age(kv, p->layer), 0, NULL);
+            tkvi_evict_excess(kv, rows[i].seq, p->layer,
                               rows[i].n); /* after ageing, so that the blocks of the dry run age */
         }
         tkvi_store(kv, rows[i].seq, p->layer, &k, &v, first, rows[i].n);
@@ -496,10 +497,10 @@ static tkv_status tkvi_age_all(tkv_cache *kv, int seq, int flush, int partial) {
     for (pass = 0; pass < 2 && ready; pass++) {
         for (layer = 0; layer < n && kv->seq[seq].block; layer++)
             if (kv->tables.plan[layer].stored_layer == layer)
-                tkvi_age(kv, seq, layer,
-                         flush && kv->tables.plan[layer].now.hot != TKVI_FOREVER ? 0
-                                                                                 : tkvi_hot_age(kv, layer),
-                         partial, pass ? NULL : &dry_run);
+                tkvi_age_list(
+                    kv, seq, layer,
+                    flush && kv->tables.plan[layer].now.hot != TKVI_FOREVER ? 0 : tkvi_hot_age(kv, layer),
+                    partial, pass ? NULL : &dry_run);
         if (pass) continue;
         ready = (tkvi_has_budget(kv) && !flush) ||
                 tkvi_peak_ready(&kv->pool, &dry_run); /* blocks only expire then: no memory needed */
@@ -543,12 +544,12 @@ TKV_API tkv_status tkv_seq_begin(tkv_cache *kv, int seq) {
     if (!tkvi_has_seq(kv, seq)) return tkvi_refuse_seq(kv, seq);
     if (kv->seq[seq].in_step)
         return tkvi_fail(kv, TKV_ERR_STATE, "a step is open already; commit or abort it first", 0, NULL);
-    tkvi_learn_early(kv);
+    tkvi_learn_missing_tables(kv);
     st = tkvi_age_all(kv, seq, 0, 0);
     if (st) return st;
     for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++) {
         tkvi_list *list = tkvi_list_of(kv, seq, layer);
-        if (list->n) tkvi_evict_due_in(kv, seq, layer, 1);
+        if (list->n) tkvi_evict_excess(kv, seq, layer, 1);
         list->step_len = list->chunk_start = list->len;
     }
     kv->seq[seq].in_step = 1;
@@ -645,9 +646,9 @@ TKV_API tkv_status tkv_seq_reserve(tkv_cache *kv, int seq, int n) {
         tkvi_reserve_slots(kv, seq,
                            had); /* until there is room: recoding needs pages that are not reserved */
         tkvi_set_request(kv, &dry_run, &row, 1, -1);
-        if (!tkvi_fits_somewhere(kv, budget, &takes) || !tkvi_make_room(kv, budget)) {
+        if (!tkvi_plan_reclaim(kv, budget, &takes) || !tkvi_reclaim_bytes(kv, budget)) {
             tkvi_trim(&kv->pool);
-            return tkvi_over_budget(kv, takes);
+            return tkvi_refuse_over_budget(kv, takes);
         }
         tkvi_reserve_slots(kv, seq, tkvi_max(had, len + n));
         dry_run = tkvi_begin_dry_run(kv);
@@ -656,7 +657,7 @@ TKV_API tkv_status tkv_seq_reserve(tkv_cache *kv, int seq, int n) {
          layer++) /* the first table may become due; later ones can wait */
         if (kv->tokens_seen && kv->tokens_seen[layer] >= 0 && kv->tables.current_version[layer] < 0)
             ready = tkvi_version_ready(kv, 0);
-    want = tkvi_row_entries(kv, &row, -1, 0);
+    want = tkvi_n_row_entries(kv, &row, -1, 0);
     if (ready && tkvi_grow_lists(kv, seq, want) && tkvi_peak_ready(&kv->pool, &dry_run)) return tkvi_ok(kv);
     tkvi_reserve_slots(kv, seq, had); /* the reservation from before */
     tkvi_trim(&kv->pool);
@@ -737,7 +738,7 @@ TKV_API tkv_status tkv_read(tkv_cache *kv, int seq, int layer, int start, int n,
     list = tkvi_list_of(kv, seq, layer);
     ids = tkvi_ids(kv, seq, layer);
     if (start < list->expired || start > list->len || n > list->len - start) return TKV_ERR_RANGE;
-    if (TKVI_HAS_EVICT && kv->pool.token_meta && tkvi_count_in(kv, list, ids, start, n) < n)
+    if (TKVI_HAS_EVICT && kv->pool.token_meta && tkvi_n_live_between(kv, list, ids, start, n) < n)
         return TKV_ERR_RANGE;
     for (i = start; i < start + n && tkvi_has_discarded(kv, seq, layer, i, start + n);
          i++) { /* anchors can be read: they are in the sinks' block */
