@@ -15887,12 +15887,12 @@ static int tkvi_keeps_token_meta(const tkv_config *cfg) {
 }
 
 /* Bytes of an entry of the block table, its token_meta included. */
-static size_t tkvi_block_entry(const tkv_config *cfg) {
+static size_t tkvi_block_entry_bytes(const tkv_config *cfg) {
     return sizeof(tkvi_block) + (tkvi_keeps_token_meta(cfg) ? sizeof(tkvi_token_meta) : 0);
 }
 
 static int tkvi_grow_blocks(tkvi_pool *pool, uint32_t want) {
-    const size_t entry = tkvi_block_entry(&pool->tables->cfg);
+    const size_t entry = tkvi_block_entry_bytes(&pool->tables->cfg);
     const uint32_t had = pool->block_cap, cap = tkvi_cap_for(want);
     uint32_t i;
     size_t bytes;
@@ -16002,7 +16002,7 @@ static uint8_t *tkvi_block_bytes(const tkvi_pool *pool, const tkvi_block *b) {
     return tkvi_slot_bytes(pool, b->page, b->slot);
 }
 
-/* Takes a slot of a class for block `owner`. There must be one (tkvi_peak_ready). */
+/* Takes a slot of a class for block `owner`. There must be one (tkvi_allocate_peak). */
 static void tkvi_take_slot(tkvi_pool *pool, int size_class, uint32_t owner, uint32_t *page, int *slot) {
     int slots = pool->tables->size_class[size_class].slots, s = 0;
     uint32_t i = pool->partial_pages[size_class];
@@ -16186,7 +16186,7 @@ static void tkvi_peak_give(tkvi_peak *k, int layout) { k->live[k->tables->layout
 
 /* Allocates the pages and block entries of the peak, in addition to pool.recode_pages. Returns 0 without memory or
  * page allowance. Then nothing that a caller can see has changed. */
-static int tkvi_peak_ready(tkvi_pool *pool, const tkvi_peak *k) {
+static int tkvi_allocate_peak(tkvi_pool *pool, const tkvi_peak *k) {
     if (k->most_blocks > (int64_t)0x7fffffff) return 0;
     if (pool->max_pages && k->most_pages + pool->recode_pages > pool->max_pages) return 0;
     if (!tkvi_grow_blocks(pool, (uint32_t)k->most_blocks)) return 0;
@@ -16521,7 +16521,7 @@ static int64_t *tkvi_far_attention_of(const tkv_cache *kv, int layer, int head) 
     return kv->far_attention + (size_t)layer * (size_t)kv->tables.cfg.model.n_kv_heads + (size_t)head;
 }
 
-static int64_t *tkvi_query_stats_of(const tkv_cache *kv, int layer, int head) {
+static int64_t *tkvi_q_products_of(const tkv_cache *kv, int layer, int head) {
     const tkv_config *cfg = &kv->tables.cfg;
     size_t dim = (size_t)cfg->model.head_dim;
     return kv->q_products +
@@ -16529,7 +16529,7 @@ static int64_t *tkvi_query_stats_of(const tkv_cache *kv, int layer, int head) {
 }
 
 /* NULL where no format is a SQUAT format. */
-static uint16_t *tkvi_feedback_of(const tkv_cache *kv, int layer, int head) {
+static uint16_t *tkvi_squat_factors_of(const tkv_cache *kv, int layer, int head) {
     const tkv_config *cfg = &kv->tables.cfg;
     size_t at = (size_t)layer * (size_t)cfg->model.n_kv_heads + (size_t)head;
     if (!TKVI_HAS_SQUAT || !kv->squat_factors) return NULL;
@@ -16561,8 +16561,8 @@ static uint64_t tkvi_live_mask(const tkvi_block *b, int slots) {
     return (TKVI_HAS_EVICT ? ~b->evicted_mask : ~(uint64_t)0) & ~(uint64_t)0 >> (TKVI_BLOCK - slots);
 }
 
-/* Can this block hold anchors? Only the sink block can: it alone has a capacity below 64. Its positions can be far
- * apart, so each takes two entries of `positions` (32 bits). */
+/* 1 if each position of this block takes two entries of `positions` (32 bits). That is so in a sinks' block with
+ * anchors, because their positions can be far apart. Such a block is known by its capacity below 64. */
 static int tkvi_has_long_positions(const tkv_cache *kv, const tkvi_block *b) {
     return TKVI_HAS_EVICT && kv->tables.cfg.tiers.n_anchors > 0 &&
            kv->tables.layout[b->layout].tokens < TKVI_BLOCK;
@@ -16588,72 +16588,78 @@ static void tkvi_set_slot_position(tkv_cache *kv, uint32_t id, int slot, int pos
 
 /* Records that block `id` changed its tier when the list had `len` tokens. Promotion then waits for the cool-down
  * (step/promotion.h). */
-static void tkvi_note_move(tkv_cache *kv, uint32_t id, int len) {
+static void tkvi_record_move(tkv_cache *kv, uint32_t id, int len) {
     if (TKVI_HAS_EVICT && kv->pool.token_meta) kv->pool.token_meta[id].moved_at = len + 1;
 }
 
-/* End (exclusive) of the positions that tokens of block i can have. Anchors can lie up to the end of the list. */
-static int tkvi_block_reach(const tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int i) {
+/* End (exclusive) of the positions that tokens of block i can have. An anchor can have any position of the list. */
+static int tkvi_block_position_end(const tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int i) {
     const tkvi_block *b = &kv->pool.block[ids[i]];
     return TKVI_HAS_EVICT && b->n_packed && tkvi_has_long_positions(kv, b) ? list->len
                                                                            : tkvi_block_end(kv, list, ids, i);
 }
 
-/* 1: tokens cannot move to other slots. Formats that undo RoPE need consecutive positions (KVQUANT). */
+/* 1 if tokens cannot move to other slots. Formats that undo RoPE (KVQUANT) need consecutive positions in a block. */
 static int tkvi_has_fixed_slots(const tkv_cache *kv) { return TKVI_HAS_KVQUANT && kv->tables.rope != NULL; }
 
-/* Copies token_meta of the tokens with a bit in `there` from block `from` to slots at, at + 1, ... of block `to`.
- * `start` is the first position of `to`. Returns the next free slot. The two may be one block. */
-static int tkvi_move_token_meta(tkv_cache *kv, uint32_t to, int at, uint32_t from, uint64_t there,
+/* Copies token_meta of the slots in moved_mask from block `from` to consecutive slots of block `to`, from `slot` on.
+ * start: first position of `to`. Both may be the same block. Returns the next free slot. */
+static int tkvi_move_token_meta(tkv_cache *kv, uint32_t to, int slot, uint32_t from, uint64_t moved_mask,
                                 int start) {
-    tkvi_token_meta *a = &kv->pool.token_meta[to], *b = &kv->pool.token_meta[from];
-    const uint64_t pinned = b->pinned_mask, temporary_pins = b->temporary_mask, anchored = b->anchored_mask;
+    tkvi_token_meta *dst = &kv->pool.token_meta[to], *src = &kv->pool.token_meta[from];
+    const uint64_t pinned = src->pinned_mask, temporary_pins = src->temporary_mask,
+                   anchored = src->anchored_mask;
     int t;
-    if (at == 0) a->pinned_mask = a->temporary_mask = a->anchored_mask = 0;
+    if (slot == 0) dst->pinned_mask = dst->temporary_mask = dst->anchored_mask = 0;
     for (t = 0; t < TKVI_BLOCK; t++) {
-        if (!(there >> t & 1)) continue;
-        a->positions[at] = (uint16_t)(tkvi_slot_position(kv, from, t) - start); /* at <= t if from == to */
-        a->scores[at] = b->scores[t];
-        a->pinned_mask |= (pinned >> t & 1) << at;
-        a->temporary_mask |= (temporary_pins >> t & 1) << at;
-        if (temporary_pins >> t & 1) a->temporary_until = tkvi_max(a->temporary_until, b->temporary_until);
-        a->anchored_mask |= (anchored >> t & 1) << at;
-        at++;
+        if (!(moved_mask >> t & 1)) continue;
+        dst->positions[slot] =
+            (uint16_t)(tkvi_slot_position(kv, from, t) - start); /* slot <= t if from == to */
+        dst->scores[slot] = src->scores[t];
+        dst->pinned_mask |= (pinned >> t & 1) << slot;
+        dst->temporary_mask |= (temporary_pins >> t & 1) << slot;
+        if (temporary_pins >> t & 1)
+            dst->temporary_until = tkvi_max(dst->temporary_until, src->temporary_until);
+        dst->anchored_mask |= (anchored >> t & 1) << slot;
+        slot++;
     }
-    return at;
+    return slot;
 }
 
-/* Is `layout` the format of the layer's hot tier? */
+/* 1 if `layout` has the format of the layer's hot tier. */
 static int tkvi_is_hot_layout(const tkv_cache *kv, int layer, int layout) {
     return kv->tables.layout[layout].key == kv->tables.plan[layer].now.key[TKV_TIER_HOT];
 }
 
-/* Tokens that left every window are kept for this many more tokens. A truncation of the hot tail needs them. */
+/* Number of further tokens after which a token that left every window expires. A truncation of the hot tail can bring
+ * it back into a window. */
 static int tkvi_expiry_margin(const tkvi_plan *p) {
     return p->now.hot == TKVI_FOREVER ? TKVI_BLOCK : p->now.hot;
 }
 
+/* The tier that block i of a list is counted in. Sinks count as hot. */
 static tkv_tier tkvi_tier_at(const tkvi_list *list, int i) {
     if (i < list->sinks) return TKV_TIER_HOT;
     if (i < list->sinks + list->archive) return TKV_TIER_ARCHIVE;
     return i < list->sinks + list->archive + list->warm ? TKV_TIER_WARM : TKV_TIER_HOT;
 }
 
-/* Calls `visit` for up to 16 hot or warm blocks of a head, whose values are the most accurate. Order: the newest
- * block of each sequence, then the second newest of each, ... Skips sinks and offloaded blocks. Returns the
- * number of calls. */
+/* Tables are learned from at most this many blocks of a head. */
 #define TKVI_LEARN_BLOCKS 16
 
 typedef void (*tkvi_visit)(void *ctx, const tkvi_record *r, const uint8_t *bytes, int start, int n);
 
-static int tkvi_each_block(const tkv_cache *kv, int layer, int head, tkvi_visit visit, void *ctx) {
-    int seq, age, had = -1, found = 0;
-    for (age = 1; had < found && found < TKVI_LEARN_BLOCKS; age++) {
-        had = found;
+/* Calls `visit` for the newest hot and warm blocks of a head, because their values are the most accurate. Order: the
+ * newest block of each sequence, then the second newest of each, and so on. Skips sinks and offloaded blocks.
+ * Returns the number of calls. */
+static int tkvi_visit_newest_blocks(const tkv_cache *kv, int layer, int head, tkvi_visit visit, void *ctx) {
+    int seq, from_end, found_before = -1, found = 0;
+    for (from_end = 1; found_before < found && found < TKVI_LEARN_BLOCKS; from_end++) {
+        found_before = found;
         for (seq = 0; seq < kv->tables.cfg.limits.max_seqs && found < TKVI_LEARN_BLOCKS; seq++) {
             const tkvi_list *list = tkvi_list_of(kv, seq, layer);
             const uint32_t *ids = tkvi_ids(kv, seq, layer);
-            const int i = list->n - age;
+            const int i = list->n - from_end;
             const tkvi_block *b;
             const tkvi_record *r;
             if (i < list->sinks + list->archive) continue;
@@ -16686,8 +16692,8 @@ static tkv_status tkvi_fail(tkv_cache *kv, tkv_status st, const char *what, int6
     return st;
 }
 
-/* The refusal of a call that this build leaves out. sentence: names the switch. kv may be NULL. */
-static tkv_status tkvi_left_out(tkv_cache *kv, const char *sentence) {
+/* Refuses a call that this build leaves out. sentence: names the switch. kv may be NULL. */
+static tkv_status tkvi_refuse_left_out(tkv_cache *kv, const char *sentence) {
     return kv ? tkvi_fail(kv, TKV_ERR_UNSUPPORTED, sentence, 0, NULL) : TKV_ERR_UNSUPPORTED;
 }
 
@@ -16747,8 +16753,9 @@ static size_t tkvi_stats_bytes(const tkv_config *cfg) {
            tkvi_align_up((size_t)cfg->model.n_layers * (size_t)cfg->model.n_kv_heads * sizeof(int64_t));
 }
 
-/* Allocates the statistics if a format needs them. Returns 0 without memory, and has then changed nothing. */
-static int tkvi_get_stats(tkv_cache *kv, tkvi_heap *heap) {
+/* Allocates the statistics if a format needs them. Under a limit it first gives free pages back, because they count.
+ * Returns 0 without memory. */
+static int tkvi_allocate_stats(tkv_cache *kv, tkvi_heap *heap) {
     size_t bytes = tkvi_stats_bytes(&kv->tables.cfg);
     if (!kv->tables.any_shared || kv->q_sq_sum) return 1;
     if (heap->limit) tkvi_trim_to(&kv->pool, 0);
@@ -16759,153 +16766,163 @@ static int tkvi_get_stats(tkv_cache *kv, tkvi_heap *heap) {
     return 1;
 }
 
-static void tkvi_put_stats(tkv_cache *kv) {
+static void tkvi_free_stats(tkv_cache *kv) {
     tkvi_put(&kv->heap, kv->q_sq_sum, tkvi_stats_bytes(&kv->tables.cfg));
     kv->q_sq_sum = kv->far_attention = NULL;
 }
 
 /* >>sizes of the fixed piece */
 typedef struct tkvi_sizes {
-    /* bytes, each rounded up to 64 */
-    size_t cache, tables, seqs, lists, counts, seen, query_stats, metric, feedback, meter;
-    size_t solve, recode, parts, shadow;
+    /* bytes of the parts in their order in memory, each rounded up to 64 */
+    size_t cache, tables, seqs, lists, counts, tokens_seen, query_stats, q_products, squat_factors, meter;
+    size_t solve, recode, split_sums, meter_copies; /* work space and copies: not zeroed */
     size_t total;
 } tkvi_sizes;
 
-static int tkvi_fixed_sizes(const tkvi_derived_config *h, tkvi_sizes *s) {
-    size_t seqs = (size_t)h->cfg.limits.max_seqs, n;
-    int k_pad = tkvi_round_up(h->cfg.model.head_dim, 16), v_pad = tkvi_round_up(h->cfg.model.v_head_dim, 16);
+static int tkvi_compute_fixed_sizes(const tkvi_derived_config *derived, tkvi_sizes *s) {
+    size_t seqs = (size_t)derived->cfg.limits.max_seqs, n;
+    int k_pad = tkvi_round_up(derived->cfg.model.head_dim, 16),
+        v_pad = tkvi_round_up(derived->cfg.model.v_head_dim, 16);
     memset(s, 0, sizeof *s);
     s->cache = tkvi_align_up(sizeof(tkv_cache));
-    s->tables = tkvi_align_up(tkvi_tables_bytes(h));
+    s->tables = tkvi_align_up(tkvi_tables_bytes(derived));
     if (!tkvi_mul(seqs, sizeof(tkvi_seq), &n)) return 0;
     s->seqs = tkvi_align_up(n);
-    if (!tkvi_mul(seqs, (size_t)h->cfg.model.n_layers, &n) || !tkvi_mul(n, sizeof(tkvi_list), &n)) return 0;
+    if (!tkvi_mul(seqs, (size_t)derived->cfg.model.n_layers, &n) || !tkvi_mul(n, sizeof(tkvi_list), &n))
+        return 0;
     s->lists = tkvi_align_up(n);
-    if (!tkvi_mul(seqs + 9, (size_t)h->n_classes * sizeof(int64_t), &n)) return 0;
+    /* per class: reserved_slots of each sequence, 2 of peak_live, 2 of the pool, 4 of slot_request, partial_pages */
+    if (!tkvi_mul(seqs + 9, (size_t)derived->n_classes * sizeof(int64_t), &n)) return 0;
     s->counts = tkvi_align_up(n);
     s->recode = tkvi_align_up((size_t)((k_pad + v_pad) * TKVI_BLOCK) * sizeof(float));
-    if (h->cfg.host.parallel_for)
-        s->parts = tkvi_align_up((size_t)(TKVI_MAX_SPLITS * TKVI_SUMS_FLOATS(v_pad)) * sizeof(float));
-    if (h->any_shared || h->any_kvquant) s->seen = tkvi_align_up((size_t)h->cfg.model.n_layers * sizeof(int));
-    if (TKVI_HAS_SQUAT && h->any_squat) {
-        size_t dim = (size_t)h->cfg.model.head_dim, packed = dim * (dim + 1) / 2;
-        n = (size_t)h->cfg.model.n_layers * (size_t)h->cfg.model.n_kv_heads;
-        s->query_stats = tkvi_align_up((size_t)h->cfg.model.n_layers * sizeof(tkvi_query_stats));
-        if (!tkvi_mul(n, packed * sizeof(int64_t), &s->metric)) return 0;
-        s->metric = tkvi_align_up(s->metric);
-        s->feedback =
-            n * tkvi_feedback_count(h->cfg.model.head_dim, h->cfg.format.squat_block) * sizeof(uint16_t);
-        s->feedback = tkvi_align_up(s->feedback);
+    if (derived->cfg.host.parallel_for)
+        s->split_sums = tkvi_align_up((size_t)(TKVI_MAX_SPLITS * TKVI_SUMS_FLOATS(v_pad)) * sizeof(float));
+    if (derived->any_shared || derived->any_kvquant)
+        s->tokens_seen = tkvi_align_up((size_t)derived->cfg.model.n_layers * sizeof(int));
+    if (TKVI_HAS_SQUAT && derived->any_squat) {
+        size_t dim = (size_t)derived->cfg.model.head_dim, packed = dim * (dim + 1) / 2;
+        n = (size_t)derived->cfg.model.n_layers * (size_t)derived->cfg.model.n_kv_heads;
+        s->query_stats = tkvi_align_up((size_t)derived->cfg.model.n_layers * sizeof(tkvi_query_stats));
+        if (!tkvi_mul(n, packed * sizeof(int64_t), &s->q_products)) return 0;
+        s->q_products = tkvi_align_up(s->q_products);
+        s->squat_factors = n *
+                           tkvi_feedback_count(derived->cfg.model.head_dim, derived->cfg.format.squat_block) *
+                           sizeof(uint16_t);
+        s->squat_factors = tkvi_align_up(s->squat_factors);
         s->solve = tkvi_align_up(packed * sizeof(float));
     }
-    if (!tkvi_meter_sizes(h, &s->meter, &s->shadow)) return 0;
-    s->total = s->cache + s->seen + s->query_stats + s->meter + s->solve;
-    if (!tkvi_add(s->total, s->shadow, &s->total)) return 0;
-    if (!tkvi_add(s->total, s->metric, &s->total) || !tkvi_add(s->total, s->feedback, &s->total)) return 0;
+    if (!tkvi_meter_sizes(derived, &s->meter, &s->meter_copies)) return 0;
+    s->total = s->cache + s->tokens_seen + s->query_stats + s->meter + s->solve;
+    if (!tkvi_add(s->total, s->meter_copies, &s->total)) return 0;
+    if (!tkvi_add(s->total, s->q_products, &s->total) || !tkvi_add(s->total, s->squat_factors, &s->total))
+        return 0;
     return tkvi_add(s->total, s->tables, &s->total) && tkvi_add(s->total, s->seqs, &s->total) &&
            tkvi_add(s->total, s->lists, &s->total) && tkvi_add(s->total, s->counts, &s->total) &&
-           tkvi_add(s->total, s->recode, &s->total) && tkvi_add(s->total, s->parts, &s->total);
+           tkvi_add(s->total, s->recode, &s->total) && tkvi_add(s->total, s->split_sums, &s->total);
 }
 
 /* Bytes that tkv_get_memory reports as tables. */
 static size_t tkvi_table_bytes(const tkvi_sizes *s) {
-    return s->tables + s->seen + s->query_stats + s->metric + s->feedback + s->meter;
+    return s->tables + s->tokens_seen + s->query_stats + s->q_products + s->squat_factors + s->meter;
 }
 
 /* The smallest budget: the fixed piece, statistics, one version of the tables, and pages for the first tokens. */
-static size_t tkvi_least_budget(const tkvi_derived_config *h, const tkvi_sizes *s) {
-    const size_t pages = (size_t)h->recode_pages + 2;
-    size_t n = 0, all = s->total;
-    if (h->any_shared && !tkvi_add(all, tkvi_stats_bytes(&h->cfg), &all)) return (size_t)-1;
-    if (!tkvi_add(all, tkvi_version_bytes(h), &all)) return (size_t)-1;
-    if (!tkvi_mul(pages, h->page_bytes + sizeof(tkvi_page), &n) || !tkvi_add(all, n, &all)) return (size_t)-1;
-    return all;
+static size_t tkvi_least_budget(const tkvi_derived_config *derived, const tkvi_sizes *s) {
+    const size_t pages = (size_t)derived->recode_pages + 2;
+    size_t n = 0, total = s->total;
+    if (derived->any_shared && !tkvi_add(total, tkvi_stats_bytes(&derived->cfg), &total)) return (size_t)-1;
+    if (!tkvi_add(total, tkvi_version_bytes(derived), &total)) return (size_t)-1;
+    if (!tkvi_mul(pages, derived->page_bytes + sizeof(tkvi_page), &n) || !tkvi_add(total, n, &total))
+        return (size_t)-1;
+    return total;
 }
 
-/* Free pages that a cache with a budget keeps. The next block of every layer will need them. */
+/* Number of free pages that a cache with a budget keeps, because the next block of every layer needs them. */
 static int64_t tkvi_free_pages_to_keep(const tkv_cache *kv) {
     return (int64_t)(kv->bytes_per_block / kv->tables.page_bytes) + 1;
 }
 
-/* Builds an empty cache in one fixed piece of memory from the heap. */
-static tkv_status tkvi_build(tkvi_derived_config *h, const tkvi_heap *from, tkv_cache **out) {
-    tkvi_heap heap = *from;
+/* Builds an empty cache in one fixed piece of memory. source: the heap of the memory; the cache gets a copy of it. */
+static tkv_status tkvi_build_cache(tkvi_derived_config *derived, const tkvi_heap *source, tkv_cache **out) {
+    tkvi_heap heap = *source;
     tkvi_sizes s;
-    uint8_t *at;
+    uint8_t *next;
     tkv_cache *kv;
     int c;
-    size_t classes = (size_t)h->n_classes;
-    const tkvi_kernels *kernels = tkvi_kernels_for(h->cfg.host.isa);
+    size_t classes = (size_t)derived->n_classes;
+    const tkvi_kernels *kernels = tkvi_kernels_for(derived->cfg.host.isa);
     if (!kernels) return TKV_ERR_ISA;
-    if (!tkvi_fixed_sizes(h, &s)) return TKV_ERR_CONFIG;
-    if (h->cfg.budget.bytes && h->cfg.budget.bytes < tkvi_least_budget(h, &s)) return TKV_ERR_BUDGET;
-    at = (uint8_t *)tkvi_get(&heap, s.total);
-    if (!at) return TKV_ERR_NOMEM;
-    memset(at, 0, s.total - s.solve - s.recode - s.parts - s.shadow);
-    kv = (tkv_cache *)(void *)at;
-    at += s.cache;
-    tkvi_tables_build(&kv->tables, h, at);
-    at += s.tables;
-    kv->seq = (tkvi_seq *)(void *)at;
-    at += s.seqs;
-    kv->list = (tkvi_list *)(void *)at;
-    at += s.lists;
-    kv->reserved_slots = (int64_t *)(void *)at;
-    kv->peak_live = kv->reserved_slots + (size_t)h->cfg.limits.max_seqs * classes;
+    if (!tkvi_compute_fixed_sizes(derived, &s)) return TKV_ERR_CONFIG;
+    if (derived->cfg.budget.bytes && derived->cfg.budget.bytes < tkvi_least_budget(derived, &s))
+        return TKV_ERR_BUDGET;
+    next = (uint8_t *)tkvi_get(&heap, s.total);
+    if (!next) return TKV_ERR_NOMEM;
+    memset(next, 0, s.total - s.solve - s.recode - s.split_sums - s.meter_copies);
+    kv = (tkv_cache *)(void *)next;
+    next += s.cache;
+    tkvi_tables_build(&kv->tables, derived, next);
+    next += s.tables;
+    kv->seq = (tkvi_seq *)(void *)next;
+    next += s.seqs;
+    kv->list = (tkvi_list *)(void *)next;
+    next += s.lists;
+    kv->reserved_slots = (int64_t *)(void *)next;
+    kv->peak_live = kv->reserved_slots + (size_t)derived->cfg.limits.max_seqs * classes;
     kv->pool.used_slots = kv->peak_live + 2 * classes;
     kv->pool.reserved_slots = kv->pool.used_slots + classes;
     kv->slot_request = kv->pool.reserved_slots + classes;
     kv->pool.partial_pages = (uint32_t *)(void *)(kv->slot_request + 4 * classes);
-    at += s.counts;
-    if (s.seen) {
-        kv->tokens_seen = (int *)(void *)at;
-        for (c = 0; c < h->cfg.model.n_layers; c++) /* layers that need no table collect nothing */
+    next += s.counts;
+    if (s.tokens_seen) {
+        kv->tokens_seen = (int *)(void *)next;
+        for (c = 0; c < derived->cfg.model.n_layers; c++) /* layers that need no table collect nothing */
             if (!tkvi_plan_learns(&kv->tables.plan[c])) kv->tokens_seen[c] = -1;
     }
-    at += s.seen;
-    if (TKVI_HAS_SQUAT && h->any_squat) {
-        kv->query_stats = (tkvi_query_stats *)(void *)at;
-        kv->q_products = (int64_t *)(void *)(at + s.query_stats);
-        kv->squat_factors = (uint16_t *)(void *)(at + s.query_stats + s.metric);
-        kv->solve = (float *)(void *)(at + s.query_stats + s.metric + s.feedback + s.meter);
+    next += s.tokens_seen;
+    if (TKVI_HAS_SQUAT && derived->any_squat) {
+        kv->query_stats = (tkvi_query_stats *)(void *)next;
+        kv->q_products = (int64_t *)(void *)(next + s.query_stats);
+        kv->squat_factors = (uint16_t *)(void *)(next + s.query_stats + s.q_products);
+        kv->solve = (float *)(void *)(next + s.query_stats + s.q_products + s.squat_factors + s.meter);
     }
-    at += s.query_stats + s.metric + s.feedback;
-    kv->meter = tkvi_meter_build(h, &kv->tables, at, at + s.meter + s.solve + s.recode + s.parts);
-    at += s.meter + s.solve;
-    kv->recode = (float *)(void *)at;
-    at += s.recode;
-    kv->split_sums = s.parts ? (float *)(void *)at : NULL;
+    next += s.query_stats + s.q_products + s.squat_factors;
+    kv->meter =
+        tkvi_meter_build(derived, &kv->tables, next, next + s.meter + s.solve + s.recode + s.split_sums);
+    next += s.meter + s.solve;
+    kv->recode = (float *)(void *)next;
+    next += s.recode;
+    kv->split_sums = s.split_sums ? (float *)(void *)next : NULL;
     kv->kernels = kernels;
     kv->fixed_bytes = s.total;
     kv->table_bytes = tkvi_table_bytes(&s);
-    kv->scratch_bytes = s.solve + s.recode + s.parts;
-    kv->copy_bytes = s.shadow;
+    kv->scratch_bytes = s.solve + s.recode + s.split_sums;
+    kv->copy_bytes = s.meter_copies;
     kv->pool.tables = &kv->tables;
-    if (!tkvi_get_stats(kv, &heap)) {
+    if (!tkvi_allocate_stats(kv, &heap)) {
         tkvi_put(&heap, kv, s.total);
         return TKV_ERR_NOMEM;
     }
     kv->heap = heap;
     kv->pool.heap = &kv->heap;
     kv->pool.free_page = kv->pool.free_block = TKVI_NIL;
-    for (c = 0; c < h->n_classes; c++) kv->pool.partial_pages[c] = TKVI_NIL;
+    for (c = 0; c < derived->n_classes; c++) kv->pool.partial_pages[c] = TKVI_NIL;
     tkvi_token_score_init(&kv->token_scores, &kv->tables.cfg);
-    (void)tkv_init_pressure(&kv->pressure, &h->cfg.budget.pressure, NULL, 0);
-    kv->pressure.cfg = h->cfg.budget.pressure; /* its defaults are filled in, so 0 means level 0 */
+    (void)tkv_init_pressure(&kv->pressure, &derived->cfg.budget.pressure, NULL, 0);
+    kv->pressure.cfg =
+        derived->cfg.budget.pressure; /* tkvi_validate filled in the defaults; here 0 means level 0 */
     kv->relax_at = (size_t)-1;
-    kv->pool.recode_pages = h->recode_pages;
-    for (c = 0; c < h->cfg.model.n_layers; c++)
+    kv->pool.recode_pages = derived->recode_pages;
+    for (c = 0; c < derived->cfg.model.n_layers; c++)
         if (kv->tables.plan[c].stored_layer == c)
             kv->bytes_per_block += kv->tables.layout[kv->tables.plan[c].now.layout[TKV_TIER_HOT]].bytes.total;
-    if (h->cfg.budget.bytes) kv->pool.kept_free_pages = tkvi_free_pages_to_keep(kv);
+    if (derived->cfg.budget.bytes) kv->pool.kept_free_pages = tkvi_free_pages_to_keep(kv);
     *out = kv;
     return TKV_OK;
 }
 
 /* >>tables */
 /* Allocates this version of the tables of all layers. Returns 0 without memory. */
-static int tkvi_version_ready(tkv_cache *kv, int version) {
+static int tkvi_allocate_version(tkv_cache *kv, int version) {
     tkvi_tables *t = &kv->tables;
     uint8_t *mem;
     if (t->version[version].bytes) return 1;
@@ -16918,7 +16935,7 @@ static int tkvi_version_ready(tkv_cache *kv, int version) {
 }
 
 /* Bytes held by table versions and statistics. */
-static size_t tkvi_learning_held(const tkv_cache *kv) {
+static size_t tkvi_learning_bytes(const tkv_cache *kv) {
     size_t n = kv->q_sq_sum ? tkvi_stats_bytes(&kv->tables.cfg) : 0;
     int v;
     for (v = 0; v < TKVI_VERSIONS; v++) n += kv->tables.version[v].bytes ? kv->tables.version_bytes : 0;
@@ -16926,15 +16943,15 @@ static size_t tkvi_learning_held(const tkv_cache *kv) {
 }
 
 /* >>work space of eviction (reclaim/evict_tokens.h): bytes for each block of the longest list */
-#define TKVI_CHOICE (TKVI_BLOCK * (sizeof(int) + 2 * sizeof(float) + 1) + 2 * sizeof(uint64_t))
+#define TKVI_CHOICE_BYTES (TKVI_BLOCK * (sizeof(int) + 2 * sizeof(float) + 1) + 2 * sizeof(uint64_t))
 
-static size_t tkvi_choice_entry(const tkv_config *cfg) {
-    return TKVI_HAS_EVICT && cfg->evict.policy ? TKVI_CHOICE : 0;
+static size_t tkvi_choice_entry_bytes(const tkv_config *cfg) {
+    return TKVI_HAS_EVICT && cfg->evict.policy ? TKVI_CHOICE_BYTES : 0;
 }
 
 /* >>creation and destruction */
-/* Sets up the heap with the config's allocator, or with malloc and free. */
-static tkv_status tkvi_heap_of(const tkv_config *cfg, tkvi_heap *heap, char *reason, size_t size) {
+/* Initialises the heap with the config's allocator, or with malloc and free. */
+static tkv_status tkvi_init_heap(const tkv_config *cfg, tkvi_heap *heap, char *reason, size_t size) {
     memset(heap, 0, sizeof *heap);
     heap->from = cfg->host.allocator;
 #ifndef TKV_NO_MALLOC
@@ -16947,21 +16964,21 @@ static tkv_status tkvi_heap_of(const tkv_config *cfg, tkvi_heap *heap, char *rea
     return tkvi_bad(reason, size, "host.allocator", 0, "it must be set, as TKV_NO_MALLOC leaves malloc out");
 }
 
-/* Writes the reason for an error of tkvi_build. */
-static tkv_status tkvi_append_unbuilt(tkv_status st, const tkvi_derived_config *h, char *reason,
-                                      size_t size) {
+/* Writes the reason for an error of tkvi_build_cache. */
+static tkv_status tkvi_write_reason(tkv_status st, const tkvi_derived_config *derived, char *reason,
+                                    size_t size) {
     tkvi_text t = tkvi_text_begin(reason, reason ? size : 0);
     tkvi_sizes s;
-    const int fits = tkvi_fixed_sizes(h, &s);
+    const int fits = tkvi_compute_fixed_sizes(derived, &s);
     if (st == TKV_ERR_ISA) {
         tkvi_append_text(&t, "host.isa is ");
-        tkvi_append_text(&t, tkvi_isa_name(h->cfg.host.isa));
+        tkvi_append_text(&t, tkvi_isa_name(derived->cfg.host.isa));
         tkvi_append_text(&t, "; these kernels are not in this program, or this machine cannot run them");
     } else if (st == TKV_ERR_BUDGET) {
         tkvi_append_text(&t, "budget.bytes is ");
-        tkvi_append_int(&t, (int64_t)h->cfg.budget.bytes);
+        tkvi_append_int(&t, (int64_t)derived->cfg.budget.bytes);
         tkvi_append_text(&t, "; it must be at least ");
-        tkvi_append_int(&t, (int64_t)tkvi_least_budget(h, &s));
+        tkvi_append_int(&t, (int64_t)tkvi_least_budget(derived, &s));
         tkvi_append_text(&t, " for an empty cache and its first tokens");
     } else if (st == TKV_ERR_NOMEM) {
         tkvi_append_text(&t, "the allocator gave no memory for an empty cache, which takes at least ");
@@ -16969,7 +16986,7 @@ static tkv_status tkvi_append_unbuilt(tkv_status st, const tkvi_derived_config *
         tkvi_append_text(&t, " bytes");
     } else {
         tkvi_append_text(&t, "limits.max_seqs is ");
-        tkvi_append_int(&t, h->cfg.limits.max_seqs);
+        tkvi_append_int(&t, derived->cfg.limits.max_seqs);
         tkvi_append_text(&t, "; that number of sequences takes more bytes than this machine can address");
     }
     return st;
@@ -16978,24 +16995,24 @@ static tkv_status tkvi_append_unbuilt(tkv_status st, const tkvi_derived_config *
 /* Creates a cache; `reason` gets a sentence about an error. */
 static tkv_status tkvi_create(const tkv_config *cfg, tkv_cache **out, char *reason, size_t size) {
     tkvi_heap heap;
-    tkvi_derived_config shape;
+    tkvi_derived_config derived;
     tkv_cache *kv;
-    tkv_status st = tkvi_validate(cfg, &shape, reason, size);
+    tkv_status st = tkvi_validate(cfg, &derived, reason, size);
     if (!cfg || !out) {
         tkvi_text t = tkvi_text_begin(reason, reason ? size : 0);
         tkvi_append_text(&t, cfg ? "out is missing" : "the config is missing");
         return TKV_ERR_ARG;
     }
-    if (!st) st = tkvi_heap_of(cfg, &heap, reason, size);
+    if (!st) st = tkvi_init_heap(cfg, &heap, reason, size);
     if (st) return st;
-    heap.limit = shape.cfg.budget.bytes;
-    st = tkvi_build(&shape, &heap, &kv);
-    if (!st && shape.cfg.budget.bytes && kv->tables.version_bytes &&
-        !tkvi_version_ready(kv, 0)) { /* reserved now: it must not fail later */
+    heap.limit = derived.cfg.budget.bytes;
+    st = tkvi_build_cache(&derived, &heap, &kv);
+    if (!st && derived.cfg.budget.bytes && kv->tables.version_bytes &&
+        !tkvi_allocate_version(kv, 0)) { /* allocated now, because learning must not fail later */
         tkv_destroy(kv);
         st = TKV_ERR_NOMEM;
     }
-    if (st) return tkvi_append_unbuilt(st, &shape, reason, size);
+    if (st) return tkvi_write_reason(st, &derived, reason, size);
     *out = kv;
     return TKV_OK;
 }
@@ -17016,36 +17033,37 @@ TKV_API void tkv_destroy(tkv_cache *kv) {
     }
     for (i = 0; i < kv->pool.n_pages; i++) tkvi_put(&kv->heap, kv->pool.page[i].bytes, kv->tables.page_bytes);
     tkvi_put(&kv->heap, kv->pool.page, kv->pool.page_cap * sizeof(tkvi_page));
-    tkvi_put(&kv->heap, kv->pool.block, kv->pool.block_cap * tkvi_block_entry(&kv->tables.cfg));
+    tkvi_put(&kv->heap, kv->pool.block, kv->pool.block_cap * tkvi_block_entry_bytes(&kv->tables.cfg));
     for (s = 0; s < kv->tables.cfg.limits.max_seqs; s++)
         tkvi_put(&kv->heap, kv->seq[s].block,
                  (size_t)kv->seq[s].cap * (size_t)kv->tables.cfg.model.n_layers * sizeof(uint32_t));
     for (s = 0; s < TKVI_VERSIONS; s++)
         tkvi_put(&kv->heap, kv->tables.version[s].bytes, kv->tables.version_bytes);
-    tkvi_put_stats(kv);
-    tkvi_put(&kv->heap, kv->choice_space, kv->choice_cap * TKVI_CHOICE);
-    heap = kv->heap; /* kv lies in the last piece that is freed */
+    tkvi_free_stats(kv);
+    tkvi_put(&kv->heap, kv->choice_space, kv->choice_cap * TKVI_CHOICE_BYTES);
+    heap = kv->heap; /* the last piece to free contains kv */
     if (!kv->pool.keep_all) tkvi_put(&heap, kv, kv->fixed_bytes);
 }
 
-/* >>growth of the eviction work space to `cap` blocks. Its contents are lost. Returns 0 without memory. */
+/* >>growth */
+/* Grows the eviction work space to `cap` blocks. Its contents are lost. Returns 0 without memory. */
 static int tkvi_grow_choice(tkv_cache *kv, uint32_t cap) {
     size_t bytes;
     uint8_t *bigger;
-    if (cap <= kv->choice_cap || !tkvi_choice_entry(&kv->tables.cfg)) return 1;
-    if (!tkvi_mul(cap, TKVI_CHOICE, &bytes)) return 0;
+    if (cap <= kv->choice_cap || !tkvi_choice_entry_bytes(&kv->tables.cfg)) return 1;
+    if (!tkvi_mul(cap, TKVI_CHOICE_BYTES, &bytes)) return 0;
     bigger = (uint8_t *)tkvi_get(&kv->heap, bytes);
     if (!bigger) return 0;
-    tkvi_put(&kv->heap, kv->choice_space, kv->choice_cap * TKVI_CHOICE);
+    tkvi_put(&kv->heap, kv->choice_space, kv->choice_cap * TKVI_CHOICE_BYTES);
     kv->choice_space = bigger;
     kv->choice_cap = cap;
     return 1;
 }
 
-/* >>growth of a sequence's block lists to `want` blocks per layer. Returns 0 without memory. */
-static int tkvi_grow_lists(tkv_cache *kv, int seq, int want) {
+/* Grows the block lists of a sequence to n_blocks per layer. Returns 0 without memory. */
+static int tkvi_grow_lists(tkv_cache *kv, int seq, int n_blocks) {
     tkvi_seq *s = &kv->seq[seq];
-    uint32_t cap = tkvi_cap_for(want), *bigger;
+    uint32_t cap = tkvi_cap_for(n_blocks), *bigger;
     size_t layers = (size_t)kv->tables.cfg.model.n_layers, bytes;
     size_t l;
     if (!tkvi_grow_choice(kv, cap)) return 0;
@@ -17065,7 +17083,7 @@ static int tkvi_grow_lists(tkv_cache *kv, int seq, int want) {
 /* >>in place: all memory at its largest size, at creation */
 /* most[tier]: the most blocks that one layer of one sequence can have at max_tokens, without sinks. Partial blocks
  * that a flush closes are not counted. */
-static void tkvi_most_blocks(const tkv_config *cfg, const tkvi_plan *p, int64_t *most) {
+static void tkvi_compute_most_blocks(const tkv_config *cfg, const tkvi_plan *p, int64_t *most) {
     int64_t tokens = cfg->limits.max_tokens - p->sink, all, tier;
     if (tokens < 0) tokens = 0;
     all = (tokens + TKVI_BLOCK - 1) / TKVI_BLOCK;
@@ -17082,130 +17100,143 @@ static void tkvi_most_blocks(const tkv_config *cfg, const tkvi_plan *p, int64_t 
     }
 }
 
-typedef struct tkvi_most {
+/* Largest sizes of a cache in place. */
+typedef struct tkvi_in_place_sizes {
     uint32_t page_cap, block_cap, list_cap;
     int64_t pages;
     size_t bytes; /* total, each piece at a multiple of 64 */
-} tkvi_most;
+} tkvi_in_place_sizes;
 
 /* Sizes under a budget: tables at their largest, and as many pages as the rest of the budget allows. */
-static tkv_status tkvi_most_within(const tkvi_derived_config *h, const tkvi_sizes *fixed, tkvi_most *m) {
-    const size_t budget = h->cfg.budget.bytes, layers = (size_t)h->cfg.model.n_layers;
-    const int64_t list = (int64_t)h->cfg.limits.max_tokens / TKVI_BLOCK + 4;
-    uint64_t blocks = (uint64_t)list * (uint64_t)h->n_stored * (uint64_t)h->cfg.limits.max_seqs;
-    size_t rest = 0, lists;
-    if (budget < tkvi_least_budget(h, fixed)) return TKV_ERR_BUDGET;
+static tkv_status tkvi_size_for_budget(const tkvi_derived_config *derived, const tkvi_sizes *fixed,
+                                       tkvi_in_place_sizes *sizes) {
+    const size_t budget = derived->cfg.budget.bytes, layers = (size_t)derived->cfg.model.n_layers;
+    const int64_t list_blocks = (int64_t)derived->cfg.limits.max_tokens / TKVI_BLOCK + 4;
+    uint64_t blocks =
+        (uint64_t)list_blocks * (uint64_t)derived->n_stored * (uint64_t)derived->cfg.limits.max_seqs;
+    size_t without_pages = 0, lists;
+    if (budget < tkvi_least_budget(derived, fixed)) return TKV_ERR_BUDGET;
     if (blocks > 0x3fffffff) return TKV_ERR_CONFIG;
-    m->list_cap = tkvi_cap_for(list);
-    if (!tkvi_mul((size_t)m->list_cap * sizeof(uint32_t), layers, &lists) ||
-        !tkvi_mul(tkvi_align_up(lists), (size_t)h->cfg.limits.max_seqs, &lists) ||
-        !tkvi_add(lists, fixed->total, &rest) ||
-        !tkvi_add(tkvi_align_up(m->list_cap * tkvi_choice_entry(&h->cfg)), rest, &rest) ||
-        !tkvi_add(TKVI_IN_PLACE_VERSIONS * tkvi_version_bytes(h), rest, &rest) ||
-        !tkvi_add(h->any_shared ? tkvi_stats_bytes(&h->cfg) : 0, rest, &rest))
+    sizes->list_cap = tkvi_cap_for(list_blocks);
+    if (!tkvi_mul((size_t)sizes->list_cap * sizeof(uint32_t), layers, &lists) ||
+        !tkvi_mul(tkvi_align_up(lists), (size_t)derived->cfg.limits.max_seqs, &lists) ||
+        !tkvi_add(lists, fixed->total, &without_pages) ||
+        !tkvi_add(tkvi_align_up(sizes->list_cap * tkvi_choice_entry_bytes(&derived->cfg)), without_pages,
+                  &without_pages) ||
+        !tkvi_add(TKVI_IN_PLACE_VERSIONS * tkvi_version_bytes(derived), without_pages, &without_pages) ||
+        !tkvi_add(derived->any_shared ? tkvi_stats_bytes(&derived->cfg) : 0, without_pages, &without_pages))
         return TKV_ERR_CONFIG;
-    m->pages = (int64_t)(budget / h->page_bytes);
-    if (m->pages > 0x3fffffff) m->pages = 0x3fffffff;
-    for (; m->pages > h->recode_pages; m->pages--) { /* the block and page tables need bytes, too */
-        size_t pages = (size_t)m->pages * h->page_bytes, n;
-        uint64_t fit = h->cfg.offload.write || h->cfg.budget.discard ? blocks : 64u * (uint64_t)m->pages;
-        m->block_cap = tkvi_cap_for((int64_t)(fit < blocks ? fit : blocks) + h->n_classes);
-        m->page_cap = tkvi_cap_for(m->pages);
-        n = tkvi_align_up(m->block_cap * tkvi_block_entry(&h->cfg)) +
-            tkvi_align_up(m->page_cap * sizeof(tkvi_page)) + TKVI_ALIGN;
-        if (tkvi_add(n, rest, &n) && tkvi_add(n, pages, &n) && n <= budget) {
-            m->bytes = budget;
+    sizes->pages = (int64_t)(budget / derived->page_bytes);
+    if (sizes->pages > 0x3fffffff) sizes->pages = 0x3fffffff;
+    for (; sizes->pages > derived->recode_pages;
+         sizes->pages--) { /* the block and page tables need bytes, too */
+        size_t pages = (size_t)sizes->pages * derived->page_bytes, n;
+        uint64_t fitting_blocks =
+            derived->cfg.offload.write || derived->cfg.budget.discard ? blocks : 64u * (uint64_t)sizes->pages;
+        sizes->block_cap =
+            tkvi_cap_for((int64_t)(fitting_blocks < blocks ? fitting_blocks : blocks) + derived->n_classes);
+        sizes->page_cap = tkvi_cap_for(sizes->pages);
+        n = tkvi_align_up(sizes->block_cap * tkvi_block_entry_bytes(&derived->cfg)) +
+            tkvi_align_up(sizes->page_cap * sizeof(tkvi_page)) + TKVI_ALIGN;
+        if (tkvi_add(n, without_pages, &n) && tkvi_add(n, pages, &n) && n <= budget) {
+            sizes->bytes = budget;
             return TKV_OK;
         }
     }
     return TKV_ERR_BUDGET;
 }
 
-static tkv_status tkvi_most_of(tkvi_derived_config *h, tkvi_most *m) {
-    tkvi_tier_spec rule[TKV_MAX_LEVELS];
-    int64_t live[TKVI_MAX_LAYOUTS], wait[TKVI_MAX_LAYOUTS], most[TKV_TIER_COUNT], blocks = 0;
+/* Computes the largest sizes that a cache in place can need. */
+static tkv_status tkvi_size_in_place(tkvi_derived_config *derived, tkvi_in_place_sizes *sizes) {
+    tkvi_tier_spec specs[TKV_MAX_LEVELS];
+    int64_t most_slots[TKVI_MAX_LAYOUTS], waiting_slots[TKVI_MAX_LAYOUTS], most[TKV_TIER_COUNT], blocks = 0;
     tkvi_sizes fixed;
     size_t pages, n;
     int i, c, tier;
-    memset(m, 0, sizeof *m);
-    memset(live, 0, sizeof live);
-    memset(wait, 0, sizeof wait);
-    if (!tkvi_fixed_sizes(h, &fixed)) return TKV_ERR_CONFIG;
-    if (h->cfg.budget.bytes) return tkvi_most_within(h, &fixed, m);
-    for (i = 0; i < h->cfg.model.n_layers; i++) {
+    memset(sizes, 0, sizeof *sizes);
+    memset(most_slots, 0, sizeof most_slots);
+    memset(waiting_slots, 0, sizeof waiting_slots);
+    if (!tkvi_compute_fixed_sizes(derived, &fixed)) return TKV_ERR_CONFIG;
+    if (derived->cfg.budget.bytes) return tkvi_size_for_budget(derived, &fixed, sizes);
+    for (i = 0; i < derived->cfg.model.n_layers; i++) {
         tkvi_plan p;
-        (void)tkvi_plan_of(h, i, &p, rule);
+        (void)tkvi_plan_of(derived, i, &p, specs);
         if (p.stored_layer != i) continue;
-        tkvi_most_blocks(&h->cfg, &p, most);
-        if (p.sink) live[h->class_of[p.sink_layout]]++;
+        tkvi_compute_most_blocks(&derived->cfg, &p, most);
+        if (p.sink) most_slots[derived->class_of[p.sink_layout]]++;
         for (tier = 0; tier < TKV_TIER_COUNT; tier++) {
-            live[h->class_of[p.now.key[tier]]] += most[tier];
-            /* blocks that wait for a table, in all sequences together */
+            most_slots[derived->class_of[p.now.key[tier]]] += most[tier];
+            /* blocks can wait for a table; all sequences share this number */
             if (tier != TKV_TIER_ARCHIVE && tkvi_plan_learns(&p))
-                wait[h->class_of[p.now.key[tier]]] += TKVI_FIRST_TABLE_TOKENS / TKVI_BLOCK;
+                waiting_slots[derived->class_of[p.now.key[tier]]] += TKVI_FIRST_TABLE_TOKENS / TKVI_BLOCK;
         }
     }
-    for (c = 0; c < h->n_classes; c++) {
-        live[c] = live[c] * h->cfg.limits.max_seqs + wait[c];
-        blocks += live[c];
-        m->pages += tkvi_pages_for(&h->size_class[c], live[c] + 1); /* + 1: recoding needs a second slot */
+    for (c = 0; c < derived->n_classes; c++) {
+        most_slots[c] = most_slots[c] * derived->cfg.limits.max_seqs + waiting_slots[c];
+        blocks += most_slots[c];
+        sizes->pages += tkvi_pages_for(&derived->size_class[c],
+                                       most_slots[c] + 1); /* + 1: recoding needs a slot for the new bytes */
     }
-    if (blocks > 0x3fffffff || m->pages > 0x3fffffff) return TKV_ERR_CONFIG;
-    m->page_cap = tkvi_cap_for(m->pages);
-    m->block_cap = tkvi_cap_for(blocks + h->n_classes);
-    m->list_cap = tkvi_cap_for(h->cfg.limits.max_tokens / TKVI_BLOCK + 4);
-    if (!tkvi_mul((size_t)m->list_cap * sizeof(uint32_t), (size_t)h->cfg.model.n_layers, &n) ||
-        !tkvi_mul(tkvi_align_up(n), (size_t)h->cfg.limits.max_seqs, &n) ||
-        !tkvi_mul((size_t)m->pages, h->page_bytes, &pages) || !tkvi_add(n, fixed.total, &m->bytes) ||
-        !tkvi_add(tkvi_align_up(m->list_cap * tkvi_choice_entry(&h->cfg)), m->bytes, &m->bytes) ||
-        !tkvi_add(pages, m->bytes, &m->bytes) ||
-        !tkvi_add(TKVI_IN_PLACE_VERSIONS * tkvi_version_bytes(h), m->bytes, &m->bytes) ||
-        !tkvi_add(h->any_shared ? tkvi_stats_bytes(&h->cfg) : 0, m->bytes, &m->bytes) ||
-        !tkvi_add(tkvi_align_up(m->page_cap * sizeof(tkvi_page)), m->bytes, &m->bytes) ||
-        !tkvi_add(tkvi_align_up(m->block_cap * tkvi_block_entry(&h->cfg)) + TKVI_ALIGN, m->bytes, &m->bytes))
+    if (blocks > 0x3fffffff || sizes->pages > 0x3fffffff) return TKV_ERR_CONFIG;
+    sizes->page_cap = tkvi_cap_for(sizes->pages);
+    sizes->block_cap = tkvi_cap_for(blocks + derived->n_classes);
+    sizes->list_cap = tkvi_cap_for(derived->cfg.limits.max_tokens / TKVI_BLOCK + 4);
+    if (!tkvi_mul((size_t)sizes->list_cap * sizeof(uint32_t), (size_t)derived->cfg.model.n_layers, &n) ||
+        !tkvi_mul(tkvi_align_up(n), (size_t)derived->cfg.limits.max_seqs, &n) ||
+        !tkvi_mul((size_t)sizes->pages, derived->page_bytes, &pages) ||
+        !tkvi_add(n, fixed.total, &sizes->bytes) ||
+        !tkvi_add(tkvi_align_up(sizes->list_cap * tkvi_choice_entry_bytes(&derived->cfg)), sizes->bytes,
+                  &sizes->bytes) ||
+        !tkvi_add(pages, sizes->bytes, &sizes->bytes) ||
+        !tkvi_add(TKVI_IN_PLACE_VERSIONS * tkvi_version_bytes(derived), sizes->bytes, &sizes->bytes) ||
+        !tkvi_add(derived->any_shared ? tkvi_stats_bytes(&derived->cfg) : 0, sizes->bytes, &sizes->bytes) ||
+        !tkvi_add(tkvi_align_up(sizes->page_cap * sizeof(tkvi_page)), sizes->bytes, &sizes->bytes) ||
+        !tkvi_add(tkvi_align_up(sizes->block_cap * tkvi_block_entry_bytes(&derived->cfg)) + TKVI_ALIGN,
+                  sizes->bytes, &sizes->bytes))
         return TKV_ERR_CONFIG;
     return TKV_OK;
 }
 
-static tkv_status tkvi_derive_in_place(const tkv_config *cfg, tkvi_derived_config *h, tkvi_most *m) {
-    tkv_status st = tkvi_validate(cfg, h, NULL, 0);
+static tkv_status tkvi_derive_in_place(const tkv_config *cfg, tkvi_derived_config *derived,
+                                       tkvi_in_place_sizes *sizes) {
+    tkv_status st = tkvi_validate(cfg, derived, NULL, 0);
     if (!st && cfg->limits.max_tokens == 0) st = TKV_ERR_CONFIG;
-    if (!st) st = tkvi_most_of(h, m);
+    if (!st) st = tkvi_size_in_place(derived, sizes);
     return st;
 }
 
 /* The most bytes that the cache stores under one key of cfg.offload: a block, and two checksums per KV head. */
-static size_t tkvi_offload_bytes(const tkvi_derived_config *h) {
+static size_t tkvi_offload_bytes(const tkvi_derived_config *derived) {
     size_t bytes = 0;
     int i;
-    for (i = 0; i < h->n_keys; i++)
-        if (h->bytes[i].total > bytes) bytes = h->bytes[i].total;
-    return bytes + 2u * TKVI_OFFLOAD_CHECKSUM * (size_t)h->cfg.model.n_kv_heads;
+    for (i = 0; i < derived->n_keys; i++)
+        if (derived->bytes[i].total > bytes) bytes = derived->bytes[i].total;
+    return bytes + 2u * TKVI_OFFLOAD_CHECKSUM * (size_t)derived->cfg.model.n_kv_heads;
 }
 
 TKV_API tkv_status tkv_get_required_bytes(const tkv_config *cfg, size_t *in_place, size_t *offload) {
-    tkvi_derived_config h;
-    tkvi_most m;
+    tkvi_derived_config derived;
+    tkvi_in_place_sizes sizes;
     tkv_status st;
     if (!in_place && !offload) return TKV_ERR_ARG;
-    st = in_place ? tkvi_derive_in_place(cfg, &h, &m) : tkvi_validate(cfg, &h, NULL, 0);
-    if (!st && in_place) *in_place = m.bytes;
-    if (!st && offload) *offload = tkvi_offload_bytes(&h);
+    st = in_place ? tkvi_derive_in_place(cfg, &derived, &sizes) : tkvi_validate(cfg, &derived, NULL, 0);
+    if (!st && in_place) *in_place = sizes.bytes;
+    if (!st && offload) *offload = tkvi_offload_bytes(&derived);
     return st;
 }
 
 TKV_API tkv_status tkv_create_in_place(const tkv_config *cfg, void *mem, size_t bytes, tkv_cache **out) {
-    tkvi_derived_config h;
-    tkvi_most m;
+    tkvi_derived_config derived;
+    tkvi_in_place_sizes sizes;
     tkvi_heap heap;
     tkvi_arena arena;
     tkv_cache *kv;
     size_t skip = (TKVI_ALIGN - (size_t)((uintptr_t)mem & (TKVI_ALIGN - 1u))) & (TKVI_ALIGN - 1u);
-    tkv_status st = tkvi_derive_in_place(cfg, &h, &m);
+    tkv_status st = tkvi_derive_in_place(cfg, &derived, &sizes);
     int i;
     if (!out || !mem) return TKV_ERR_ARG;
     if (st) return st;
-    if (bytes < m.bytes) return TKV_ERR_CAPACITY;
+    if (bytes < sizes.bytes) return TKV_ERR_CAPACITY;
     memset(&arena, 0, sizeof arena);
     arena.base = (uint8_t *)mem + skip;
     arena.size = bytes - skip;
@@ -17213,22 +17244,23 @@ TKV_API tkv_status tkv_create_in_place(const tkv_config *cfg, void *mem, size_t 
     heap.from.user = &arena;
     heap.from.alloc = tkvi_arena_alloc;
     heap.from.release = tkvi_arena_release;
-    st = tkvi_build(&h, &heap, &kv);
+    st = tkvi_build_cache(&derived, &heap, &kv);
     if (st) return st;
     kv->arena = arena;
     kv->heap.from.user = &kv->arena;
     kv->pool.keep_all = 1;
-    /* No call here can fail: tkvi_most_of added up the same pieces. */
+    /* No call here can fail: tkvi_size_in_place added up the same pieces. */
     for (i = 0; i < TKVI_IN_PLACE_VERSIONS && kv->tables.version_bytes; i++)
-        if (!tkvi_version_ready(kv, i)) return TKV_ERR_CAPACITY;
-    if (!tkvi_grow_blocks(&kv->pool, m.block_cap)) return TKV_ERR_CAPACITY;
-    for (i = 0; i < h.cfg.limits.max_seqs; i++)
-        if (!tkvi_grow_lists(kv, i, (int)m.list_cap)) return TKV_ERR_CAPACITY;
-    if (!tkvi_grow_pages(&kv->pool, m.page_cap)) return TKV_ERR_CAPACITY;
-    while ((int64_t)kv->pool.n_pages < m.pages)
+        if (!tkvi_allocate_version(kv, i)) return TKV_ERR_CAPACITY;
+    if (!tkvi_grow_blocks(&kv->pool, sizes.block_cap)) return TKV_ERR_CAPACITY;
+    for (i = 0; i < derived.cfg.limits.max_seqs; i++)
+        if (!tkvi_grow_lists(kv, i, (int)sizes.list_cap)) return TKV_ERR_CAPACITY;
+    if (!tkvi_grow_pages(&kv->pool, sizes.page_cap)) return TKV_ERR_CAPACITY;
+    while ((int64_t)kv->pool.n_pages < sizes.pages)
         if (!tkvi_add_page(&kv->pool)) return TKV_ERR_CAPACITY;
     kv->arena.closed = 1;
-    if (h.cfg.budget.bytes) kv->tables.cfg.budget.bytes = kv->heap.held; /* bytes really held: whole pages */
+    if (derived.cfg.budget.bytes)
+        kv->tables.cfg.budget.bytes = kv->heap.held; /* bytes really held: whole pages */
     *out = kv;
     return TKV_OK;
 }
@@ -18259,7 +18291,7 @@ static void tkvi_walk(const tkvi_tokens_of *from, tkv_side side, int head, tkvi_
     w.side = side;
     w.visit = visit;
     w.ctx = ctx;
-    if (!s) (void)tkvi_each_block(from->kv, from->layer, head, tkvi_walk_block, &w);
+    if (!s) (void)tkvi_visit_newest_blocks(from->kv, from->layer, head, tkvi_walk_block, &w);
     for (t = 0; s && t < s->n; t++) {
         size_t at = ((size_t)t * (size_t)cfg->model.n_kv_heads + (size_t)head) * dim;
         const float *weight = side == TKV_K ? s->k_weight : s->v_weight;
@@ -18515,7 +18547,7 @@ static int tkvi_kvquant_valid(const tkv_config *cfg, const uint8_t *at) {
  *   reach of a head          = sum of p^2 over keys more than TKVI_FAR tokens back * sum of |v|^2
  *
  * learn/sample_queries.h collects q^2 and p^2 for one query in eight. It adds integers, so results do not depend
- * on the order of threads. Keys and values are read from the newest hot and warm blocks (tkvi_each_block).
+ * on the order of threads. Keys and values are read from the newest hot and warm blocks (tkvi_visit_newest_blocks).
  *
  * When a layer has seen TKVI_FIRST_TABLE_TOKENS tokens, all sequences together, its next append makes the table.
  * Without a budget, blocks that are due earlier wait in the next better tier. At TKVI_SECOND_TABLE_TOKENS tokens
@@ -18643,10 +18675,10 @@ static void tkvi_learn_head(tkv_cache *kv, int layer, int head, int version) {
     tkvi_gather g;
     memset(&g, 0, sizeof g);
     g.kv = kv;
-    (void)tkvi_each_block(kv, layer, head, tkvi_gather_size, &g);
+    (void)tkvi_visit_newest_blocks(kv, layer, head, tkvi_gather_size, &g);
     g.down = (g.k_most > 0.0f ? (int)(tkvi_bits(g.k_most) >> 23) - 127 : 0) - 20;
-    (void)tkvi_each_block(kv, layer, head, tkvi_gather_sums, &g);
-    if (g.tokens) (void)tkvi_each_block(kv, layer, head, tkvi_gather_range, &g);
+    (void)tkvi_visit_newest_blocks(kv, layer, head, tkvi_gather_sums, &g);
+    if (g.tokens) (void)tkvi_visit_newest_blocks(kv, layer, head, tkvi_gather_range, &g);
     for (c = 0; c < cfg->model.head_dim; c++) any |= asked[c];
     for (c = 0; c < cfg->model.head_dim; c++) {
         rank[c] = tkvi_log8((float)g.channel[c].within) + (any ? tkvi_log8((float)asked[c]) : 0);
@@ -18734,13 +18766,13 @@ static void tkvi_learned(tkv_cache *kv, int layer, int again) {
     int any = kv->pool.keep_all, i;
     kv->tokens_seen[layer] = again ? 0 : -1;
     for (i = 0; i < kv->tables.cfg.model.n_layers; i++) any |= kv->tokens_seen[i] >= 0;
-    if (!any) tkvi_put_stats(kv);
+    if (!any) tkvi_free_stats(kv);
     if (!kv->q_sq_sum || !kv->tables.plan[layer].allocates) return;
     memset(tkvi_q_sq_sum_of(kv, layer, 0), 0, n * (size_t)kv->tables.cfg.model.head_dim * sizeof(int64_t));
     memset(tkvi_far_attention_of(kv, layer, 0), 0, n * sizeof(int64_t));
 }
 
-/* Returns the number of tokens whose K and V tkvi_each_block can read, without its limit of blocks. It may be
+/* Returns the number of tokens whose K and V tkvi_visit_newest_blocks can read, without its limit of blocks. It may be
  * smaller than kv->seen, because sequences end. */
 static int64_t tkvi_n_readable_tokens(const tkv_cache *kv, int layer) {
     int64_t n = 0;
@@ -18783,7 +18815,7 @@ static int tkvi_begin_table(tkv_cache *kv, int layer, int forced, int8_t *had) {
         kv->tokens_seen[layer] = TKVI_SECOND_TABLE_TOKENS - TKVI_BLOCK;
         return 1;
     }
-    if (!tkvi_version_ready(kv, version)) {
+    if (!tkvi_allocate_version(kv, version)) {
         if (*had >= 0 && kv->heap.limit)
             kv->tokens_seen[layer] = TKVI_SECOND_TABLE_TOKENS - TKVI_BLOCK; /* tries again 64 tokens later */
         return *had >= 0;
@@ -18838,7 +18870,7 @@ static int tkvi_must_wait_for_table(const tkv_cache *kv, int layer, tkv_tier tie
 
 /* Adds q q^T of one query [head_dim] that attention has scaled already. The caller holds kv->learning. */
 static void tkvi_query_stats_add(tkv_cache *kv, int layer, int head, const float *q) {
-    int64_t *sum = tkvi_query_stats_of(kv, layer, head);
+    int64_t *sum = tkvi_q_products_of(kv, layer, head);
     int x[TKV_MAX_HEAD_DIM], dim = kv->tables.cfg.model.head_dim, i, j;
     for (i = 0; i < dim; i++) x[i] = (int)tkvi_counted(q[i] * 4096.0f, 1e6f);
     for (j = 0; j < dim; j++)
@@ -18848,7 +18880,7 @@ static void tkvi_query_stats_add(tkv_cache *kv, int layer, int head, const float
 /* Computes one head's factors from its sums: P = I + eta C / (tr C / dim). Sums of 0 leave the factors as they
  * are. */
 static void tkvi_query_stats_use(tkv_cache *kv, int layer, int head) {
-    const int64_t *sum = tkvi_query_stats_of(kv, layer, head);
+    const int64_t *sum = tkvi_q_products_of(kv, layer, head);
     int dim = kv->tables.cfg.model.head_dim, i, j;
     double trace = 0.0;
     float *p = kv->solve;
@@ -18860,7 +18892,7 @@ static void tkvi_query_stats_use(tkv_cache *kv, int layer, int head) {
             p[tkvi_packed(i, j)] = (float)(i == j ? 1.0 + c : c);
         }
     tkvi_feedback_from(p, dim, kv->tables.cfg.format.squat_block);
-    tkvi_feedback_store(p, dim, kv->tables.cfg.format.squat_block, tkvi_feedback_of(kv, layer, head));
+    tkvi_feedback_store(p, dim, kv->tables.cfg.format.squat_block, tkvi_squat_factors_of(kv, layer, head));
 }
 
 /* Computes the factors of a layer when it is time. Runs between steps and allocates nothing. */
@@ -18887,7 +18919,7 @@ static void tkvi_query_stats_restart(tkv_cache *kv, int layer) {
     size_t heads = (size_t)kv->tables.cfg.model.n_kv_heads, dim = (size_t)kv->tables.cfg.model.head_dim;
     if (!TKVI_HAS_SQUAT || !kv->query_stats) return;
     kv->query_stats[layer].tokens = kv->query_stats[layer].used = 0;
-    memset(tkvi_query_stats_of(kv, layer, 0), 0, heads * (dim * (dim + 1) / 2) * sizeof(int64_t));
+    memset(tkvi_q_products_of(kv, layer, 0), 0, heads * (dim * (dim + 1) / 2) * sizeof(int64_t));
 }
 
 #endif /* TKVI_LEARN_SQUAT_QUERIES_H */
@@ -19186,7 +19218,7 @@ static tkv_status tkvi_version_for(tkv_cache *kv, int layer, int *version) {
     if (*version < 0)
         return tkvi_fail(kv, TKV_ERR_CAPACITY, "blocks use every version of the table of layer", layer,
                          "; reset the sequences that hold the oldest");
-    return tkvi_version_ready(kv, *version) ? TKV_OK : tkvi_no_table(kv);
+    return tkvi_allocate_version(kv, *version) ? TKV_OK : tkvi_no_table(kv);
 }
 
 TKV_API tkv_status tkv_load_calibration(tkv_cache *kv, const void *src, size_t size) {
@@ -19236,7 +19268,7 @@ TKV_API tkv_status tkv_fit_calibration(tkv_cache *kv, const tkv_samples *s) {
     tkv_status st;
     size_t rows;
     int version;
-    if (!TKVI_HAS_KVQUANT) return tkvi_left_out(kv, "TKV_NO_KVQUANT leaves this out");
+    if (!TKVI_HAS_KVQUANT) return tkvi_refuse_left_out(kv, "TKV_NO_KVQUANT leaves this out");
     if (!kv) return TKV_ERR_ARG;
     cfg = &kv->tables.cfg;
     if (!s || !s->k || !s->v) return tkvi_fail(kv, TKV_ERR_ARG, "the samples are missing", 0, NULL);
@@ -19281,7 +19313,7 @@ TKV_API tkv_status tkv_freeze_calibration(tkv_cache *kv) {
             if (tkvi_n_readable_tokens(kv, layer) < 1)
                 return tkvi_fail(kv, TKV_ERR_STATE, "no tokens to learn from are in layer", layer, "");
         }
-    if (none && !tkvi_version_ready(kv, 0)) return tkvi_no_table(kv);
+    if (none && !tkvi_allocate_version(kv, 0)) return tkvi_no_table(kv);
     for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++) {
         int8_t had;
         if (!tkvi_layer_learns(kv, layer)) continue;
@@ -19297,7 +19329,7 @@ TKV_API tkv_status tkv_refresh_calibration(tkv_cache *kv) {
     int layer;
     if (!kv) return TKV_ERR_ARG;
     st = tkvi_between_steps(kv);
-    if (!st && !tkvi_get_stats(kv, &kv->heap)) st = tkvi_no_table(kv);
+    if (!st && !tkvi_allocate_stats(kv, &kv->heap)) st = tkvi_no_table(kv);
     for (layer = 0; !st && layer < kv->tables.cfg.model.n_layers; layer++) {
         if (tkvi_layer_learns(kv, layer) && tkvi_has_table(kv, layer)) tkvi_learned(kv, layer, 1);
         tkvi_query_stats_restart(kv, layer);
@@ -19417,7 +19449,7 @@ static void tkvi_importance_of_block(const tkv_cache *kv, const int *position, f
     (void)tkv_update_importance(&kv->token_scores.importance, token, position, NULL, n, len - 1, a);
 }
 
-/* After a list was cut: no step of its blocks lies beyond its length. New tokens begin with 0 (tkvi_store). */
+/* After a list was cut: no step of its blocks lies beyond its length. New tokens begin with 0 (tkvi_store_tokens). */
 static void tkvi_token_score_cut(tkv_cache *kv, const tkvi_list *list, const uint32_t *ids) {
     const tkvi_token_score_mode *mode = kv->token_scores.mode;
     int i;
@@ -19590,42 +19622,44 @@ typedef struct tkvi_fetch_buffer {
 } tkvi_fetch_buffer;
 
 /* Number of pieces of a record: 1 or 2. */
-static int tkvi_pieces(const tkvi_record *r) { return 1 + (r->k.bytes + r->v.bytes > TKVI_OFFLOAD_SIDE); }
+static int tkvi_n_pieces(const tkvi_record *r) { return 1 + (r->k.bytes + r->v.bytes > TKVI_OFFLOAD_SIDE); }
 
-/* Describes a piece of a block. part: 0 is K, or K and V in one piece; 1 is V. */
-static tkvi_piece tkvi_piece_of(const tkv_cache *kv, uint32_t id, tkvi_stored_as what, int layout,
-                                uint64_t mark, int head, int part) {
+/* Describes a piece of a block. part: 0 for K, or for K and V in one piece; 1 for V. */
+static tkvi_piece tkvi_describe_piece(const tkv_cache *kv, uint32_t id, tkvi_stored_as what, int layout,
+                                      uint64_t mark, int head, int part) {
     const tkvi_record *r = &kv->tables.layout[layout].record[head];
-    uint8_t text[24];
-    tkvi_piece p;
-    p.key = tkvi_store_key(id, what);
-    p.from = r->at + (part ? r->v_at : 0);
-    p.at = p.from + TKVI_OFFLOAD_CHECKSUM * (2u * (size_t)head + (size_t)part);
-    p.bytes = part ? r->v.bytes : r->k.bytes + (tkvi_pieces(r) == 1 ? r->v.bytes : 0);
-    tkvi_store32(text, p.key);
-    tkvi_store32(text + 4, 2u * (uint32_t)head + (uint32_t)part);
-    tkvi_store32(text + 8, (uint32_t)kv->pool.block[id].start);
-    tkvi_store32(text + 12, (uint32_t)layout);
-    tkvi_store32(text + 16, (uint32_t)mark);
-    tkvi_store32(text + 20, (uint32_t)(mark >> 32));
-    p.seed = tkvi_xxh64(0, text, sizeof text);
-    return p;
+    uint8_t seed_bytes[24];
+    tkvi_piece piece;
+    piece.key = tkvi_store_key(id, what);
+    piece.from = r->at + (part ? r->v_at : 0);
+    piece.at = piece.from + TKVI_OFFLOAD_CHECKSUM * (2u * (size_t)head + (size_t)part);
+    piece.bytes = part ? r->v.bytes : r->k.bytes + (tkvi_n_pieces(r) == 1 ? r->v.bytes : 0);
+    tkvi_store32(seed_bytes, piece.key);
+    tkvi_store32(seed_bytes + 4, 2u * (uint32_t)head + (uint32_t)part);
+    tkvi_store32(seed_bytes + 8, (uint32_t)kv->pool.block[id].start);
+    tkvi_store32(seed_bytes + 12, (uint32_t)layout);
+    tkvi_store32(seed_bytes + 16, (uint32_t)mark);
+    tkvi_store32(seed_bytes + 20, (uint32_t)(mark >> 32));
+    piece.seed = tkvi_xxh64(0, seed_bytes, sizeof seed_bytes);
+    return piece;
 }
 
 /* >>writing */
 /* Writes a block that is in RAM to the store. 0: the store failed, and the key was erased. */
 static TKVI_NOINLINE int tkvi_store_block(tkv_cache *kv, uint32_t id, tkvi_stored_as what, uint64_t mark) {
-    TKVI_ALIGNED uint8_t room[TKVI_OFFLOAD_ROOM];
-    const tkv_offload_config *s = &kv->tables.cfg.offload;
+    TKVI_ALIGNED uint8_t buffer[TKVI_OFFLOAD_ROOM];
+    const tkv_offload_config *store = &kv->tables.cfg.offload;
     const tkvi_block *b = &kv->pool.block[id];
-    const tkvi_layout *c = &kv->tables.layout[b->layout];
+    const tkvi_layout *layout = &kv->tables.layout[b->layout];
     int head, part;
     for (head = 0; head < kv->tables.cfg.model.n_kv_heads; head++)
-        for (part = 0; part < tkvi_pieces(&c->record[head]); part++) {
-            const tkvi_piece p = tkvi_piece_of(kv, id, what, b->layout, mark, head, part);
-            memcpy(room, tkvi_block_bytes(&kv->pool, b) + p.from, p.bytes);
-            tkvi_store64(room + p.bytes, tkvi_xxh64(p.seed, room, p.bytes));
-            if (s->write(s->user, p.key, p.at, room, p.bytes + TKVI_OFFLOAD_CHECKSUM) == 0) continue;
+        for (part = 0; part < tkvi_n_pieces(&layout->record[head]); part++) {
+            const tkvi_piece piece = tkvi_describe_piece(kv, id, what, b->layout, mark, head, part);
+            memcpy(buffer, tkvi_block_bytes(&kv->pool, b) + piece.from, piece.bytes);
+            tkvi_store64(buffer + piece.bytes, tkvi_xxh64(piece.seed, buffer, piece.bytes));
+            if (store->write(store->user, piece.key, piece.at, buffer, piece.bytes + TKVI_OFFLOAD_CHECKSUM) ==
+                0)
+                continue;
             tkvi_erase_key(&kv->pool, id, what);
             kv->n_unwritten++;
             return 0;
@@ -19650,26 +19684,27 @@ static int tkvi_can_store(const tkv_cache *kv) {
     return TKVI_HAS_OFFLOAD && kv->tables.cfg.offload.write && !kv->store_failed;
 }
 
-/* 1 if blocks that end before position `end` may be offloaded by age. At least the hot tokens of rule r must follow
- * them, and the last append must not have added to them. If r keeps all tokens hot, cfg.tiers.hot_tokens counts as
- * it was given. Its special values (0, TKV_OFF, TKV_UNLIMITED) set no age. */
-static int tkvi_is_old(const tkv_cache *kv, int seq, int layer, int end, const tkvi_tier_spec *r) {
+/* 1 if blocks that end before position `end` are old enough to be offloaded. At least the hot tokens of the tier spec
+ * must follow them, and the last append must not have added to them. If the tier spec keeps all tokens hot,
+ * cfg.tiers.hot_tokens counts as it was given. Its special values (0, TKV_OFF, TKV_UNLIMITED) set no age. */
+static int tkvi_is_old(const tkv_cache *kv, int seq, int layer, int end, const tkvi_tier_spec *spec) {
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
-    int hot = r->hot != TKVI_FOREVER ? r->hot : kv->tables.cfg.tiers.hot_tokens;
-    if (hot == TKVI_FOREVER) hot = TKVI_BLOCK; /* given as 2^30 - 1: the newest 64 stay */
-    return end <= list->chunk_start && (kv->seq[seq].in_step ? list->step_len : list->len) - end >= hot;
+    int hot_tokens = spec->hot != TKVI_FOREVER ? spec->hot : kv->tables.cfg.tiers.hot_tokens;
+    if (hot_tokens == TKVI_FOREVER) hot_tokens = TKVI_BLOCK; /* given as 2^30 - 1: the newest 64 stay */
+    return end <= list->chunk_start &&
+           (kv->seq[seq].in_step ? list->step_len : list->len) - end >= hot_tokens;
 }
 
-/* 1 if block i of a list may be offloaded by rule r: it is old and has one holder. Sinks and the last two blocks
- * stay. From the last two blocks attention takes its reference key. */
-static int tkvi_can_offload(const tkv_cache *kv, int seq, int layer, int i, const tkvi_tier_spec *r) {
+/* 1 if block i of a list may be offloaded: it is old, and only this list holds it. Sinks stay in RAM. So do the last
+ * two blocks, because attention takes its reference key from them. */
+static int tkvi_can_offload(const tkv_cache *kv, int seq, int layer, int i, const tkvi_tier_spec *spec) {
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
     if (i < list->sinks || i + 2 >= list->n || kv->pool.block[ids[i]].refs > 1) return 0;
-    return tkvi_is_old(kv, seq, layer, tkvi_block_end(kv, list, ids, i), r);
+    return tkvi_is_old(kv, seq, layer, tkvi_block_end(kv, list, ids, i), spec);
 }
 
-/* Index of the block of a list to offload next, the oldest that may be; -1: none. Also moves list->out on. */
+/* Index of the oldest block of a list that may be offloaded; -1: none. Also updates list->n_offloaded. */
 static int tkvi_find_offloadable(tkv_cache *kv, int seq, int layer) {
     tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
@@ -19701,57 +19736,59 @@ static int tkvi_offload_next(tkv_cache *kv, int seq, int layer) {
     b->slot = (uint16_t)(kv->pool.marks & 0xffffu);
     kv->pool.n_offloaded++;
     kv->n_offloaded++;
-    tkvi_note_move(kv, id, tkvi_list_of(kv, seq, layer)->len);
+    tkvi_record_move(kv, id, tkvi_list_of(kv, seq, layer)->len);
     tkvi_give_slot(&kv->pool, page, slot);
     tkvi_emit_offloaded(kv, seq, layer, i);
     return 1;
 }
 
 /* >>reading */
-/* Reads one side of a head's record of an offloaded block, or of its exact copy, into `room`. *bytes points to it
- * until the next call with this buffer. Errors: TKV_ERR_NO_SOURCE (discarded), TKV_ERR_IO (the store failed),
+/* Reads one side of a head's record of an offloaded block, or of its exact copy, into `buffer`. *bytes points to
+ * it until the next call with this buffer. Errors: TKV_ERR_NO_SOURCE (discarded), TKV_ERR_IO (the store failed),
  * TKV_ERR_DATA (wrong checksum). */
 static TKVI_NOINLINE tkv_status tkvi_read_piece(const tkv_cache *kv, uint32_t id, tkvi_stored_as what,
-                                                int head, tkv_side side, tkvi_fetch_buffer *room,
+                                                int head, tkv_side side, tkvi_fetch_buffer *buffer,
                                                 const uint8_t **bytes) {
-    const tkv_offload_config *s = &kv->tables.cfg.offload;
+    const tkv_offload_config *store = &kv->tables.cfg.offload;
     const tkvi_block *b = &kv->pool.block[id];
     const int layout = what == TKVI_COPY ? b->copy_layout - 1 : b->layout;
-    const tkvi_record *r = &kv->tables.layout[layout].record[head];
-    const int part = side == TKV_V && tkvi_pieces(r) == 2;
-    const tkvi_piece p = tkvi_piece_of(kv, id, what, layout, tkvi_mark_of(b, what), head, part);
+    const tkvi_record *record = &kv->tables.layout[layout].record[head];
+    const int part = side == TKV_V && tkvi_n_pieces(record) == 2;
+    const tkvi_piece piece = tkvi_describe_piece(kv, id, what, layout, tkvi_mark_of(b, what), head, part);
     if (!TKVI_HAS_OFFLOAD || (what == TKVI_ITSELF && tkvi_is_discarded(b))) return TKV_ERR_NO_SOURCE;
-    *bytes = room->bytes + (side == TKV_V && !part ? r->v_at : 0);
-    if (room->key == p.key && room->head == head && room->part == part) return TKV_OK;
-    room->key = TKVI_NIL;
-    if (s->read(s->user, p.key, p.at, room->bytes, p.bytes + TKVI_OFFLOAD_CHECKSUM)) return TKV_ERR_IO;
-    if (tkvi_load64(room->bytes + p.bytes) != tkvi_xxh64(p.seed, room->bytes, p.bytes)) return TKV_ERR_DATA;
-    room->key = p.key;
-    room->head = head;
-    room->part = part;
+    *bytes = buffer->bytes + (side == TKV_V && !part ? record->v_at : 0);
+    if (buffer->key == piece.key && buffer->head == head && buffer->part == part) return TKV_OK;
+    buffer->key = TKVI_NIL;
+    if (store->read(store->user, piece.key, piece.at, buffer->bytes, piece.bytes + TKVI_OFFLOAD_CHECKSUM))
+        return TKV_ERR_IO;
+    if (tkvi_load64(buffer->bytes + piece.bytes) != tkvi_xxh64(piece.seed, buffer->bytes, piece.bytes))
+        return TKV_ERR_DATA;
+    buffer->key = piece.key;
+    buffer->head = head;
+    buffer->part = part;
     return TKV_OK;
 }
 
-/* One side of a head's record: in its slot, or read into `room` if the block is offloaded. *bytes is valid until
- * the next call with this buffer. Errors: those of tkvi_read_piece. */
-static tkv_status tkvi_side_bytes(const tkv_cache *kv, uint32_t id, int head, tkv_side side,
-                                  tkvi_fetch_buffer *room, const uint8_t **bytes) {
+/* Gets one side of a head's record: in its slot, or read into `buffer` if the block is offloaded. *bytes is valid
+ * until the next call with this buffer. Errors: those of tkvi_read_piece. */
+static tkv_status tkvi_get_side_bytes(const tkv_cache *kv, uint32_t id, int head, tkv_side side,
+                                      tkvi_fetch_buffer *buffer, const uint8_t **bytes) {
     const tkvi_block *b = &kv->pool.block[id];
-    const tkvi_record *r = &kv->tables.layout[b->layout].record[head];
-    if (tkvi_is_offloaded(b)) return tkvi_read_piece(kv, id, TKVI_ITSELF, head, side, room, bytes);
-    *bytes = tkvi_block_bytes(&kv->pool, b) + r->at + (side == TKV_K ? 0 : r->v_at);
+    const tkvi_record *record = &kv->tables.layout[b->layout].record[head];
+    if (tkvi_is_offloaded(b)) return tkvi_read_piece(kv, id, TKVI_ITSELF, head, side, buffer, bytes);
+    *bytes = tkvi_block_bytes(&kv->pool, b) + record->at + (side == TKV_K ? 0 : record->v_at);
     return TKV_OK;
 }
 
 /* Prefetch: announces to the store that a head's record of this offloaded block will be read soon. */
 static void tkvi_prefetch_record(const tkv_cache *kv, uint32_t id, int head) {
-    const tkv_offload_config *s = &kv->tables.cfg.offload;
+    const tkv_offload_config *store = &kv->tables.cfg.offload;
     const tkvi_block *b = &kv->pool.block[id];
-    if (s->prefetch) {
-        const tkvi_record *r = &kv->tables.layout[b->layout].record[head];
-        s->prefetch(s->user, tkvi_store_key(id, TKVI_ITSELF),
-                    r->at + TKVI_OFFLOAD_CHECKSUM * 2u * (size_t)head,
-                    r->v_at + r->v.bytes + 2u * TKVI_OFFLOAD_CHECKSUM);
+    if (store->prefetch) {
+        const tkvi_record *record = &kv->tables.layout[b->layout].record[head];
+        store->prefetch(store->user, tkvi_store_key(id, TKVI_ITSELF),
+                        record->at + TKVI_OFFLOAD_CHECKSUM * 2u * (size_t)head,
+                        record->v_at + record->v.bytes + 2u * TKVI_OFFLOAD_CHECKSUM);
     }
 }
 
@@ -20107,7 +20144,7 @@ static void tkvi_encode_record(const tkv_cache *kv, int layer, int head, const t
     const tkv_config *cfg = &kv->tables.cfg;
     const float *k = kv->recode, *v = k + tkvi_round_up(cfg->model.head_dim, 16) * TKVI_BLOCK;
     tkvi_side to_k = r->k;
-    to_k.feedback = tkvi_feedback_of(kv, layer, head);
+    to_k.feedback = tkvi_squat_factors_of(kv, layer, head);
     to_k.start = start;
     tkvi_encode_side(&to_k, kv->kernels->simd_ops, k, (size_t)cfg->model.head_dim, n, dst);
     tkvi_encode_side(&r->v, kv->kernels->simd_ops, v, (size_t)cfg->model.v_head_dim, n, dst + r->v_at);
@@ -20193,7 +20230,7 @@ static void tkvi_demote_block(tkv_cache *kv, int seq, int layer, int i, int layo
         tkvi_recode_block(&kv->pool, id, layout, tkvi_recode_heads, &r);
     }
     b = &kv->pool.block[ids[i]];
-    tkvi_note_move(kv, ids[i], list->len);
+    tkvi_record_move(kv, ids[i], list->len);
     b->previous_layout = previous_layout;
     if (is_packed) {
         b->n_packed = (int16_t)tkvi_move_token_meta(kv, ids[i], 0, ids[i], r.live_mask, b->start);
@@ -20533,7 +20570,7 @@ static void tkvi_decode_keys(const tkv_cache *kv, uint32_t id, int head, uint64_
     const uint8_t *bytes;
     tkvi_fetch_buffer buffer;
     buffer.key = TKVI_NIL;
-    if (tkvi_side_bytes(kv, id, head, TKV_K, &buffer, &bytes))
+    if (tkvi_get_side_bytes(kv, id, head, TKV_K, &buffer, &bytes))
         memset(out, 0, (size_t)tkvi_n_bits(mask) * dim * sizeof *out);
     else (void)tkvi_decode_tokens(&r->k, kv->kernels->simd_ops, bytes, mask, out, dim);
 }
@@ -20897,8 +20934,8 @@ static int tkvi_n_row_entries(const tkv_cache *kv, const tkv_rows *row, int laye
  * memory request is served. uses_n_left: as in tkvi_n_row_entries. */
 static size_t tkvi_index_growth_bytes(const tkv_cache *kv, int64_t blocks, int uses_n_left) {
     const tkvi_memory_request *request = &kv->memory_request;
-    size_t bytes =
-        tkvi_growth_bytes(kv->pool.block_cap, blocks + request->blocks, tkvi_block_entry(&kv->tables.cfg));
+    size_t bytes = tkvi_growth_bytes(kv->pool.block_cap, blocks + request->blocks,
+                                     tkvi_block_entry_bytes(&kv->tables.cfg));
     int i, most = 0;
     for (i = 0; i < request->n_rows; i++) {
         const int n_entries = tkvi_n_row_entries(kv, &request->rows[i], request->layer, uses_n_left);
@@ -20906,7 +20943,7 @@ static size_t tkvi_index_growth_bytes(const tkv_cache *kv, int64_t blocks, int u
                  (size_t)kv->tables.cfg.model.n_layers;
         most = tkvi_max(most, n_entries);
     }
-    return bytes + tkvi_growth_bytes(kv->choice_cap, most, tkvi_choice_entry(&kv->tables.cfg));
+    return bytes + tkvi_growth_bytes(kv->choice_cap, most, tkvi_choice_entry_bytes(&kv->tables.cfg));
 }
 
 /* Clears the memory request. */
@@ -21159,13 +21196,12 @@ static void tkvi_change_level(tkv_cache *kv, int level) {
 /* Bits of kv->reclaim_stages. Every forecast at a level recodes all stale blocks, or with TKVI_LOOSEN does the
  * opposite. The other bits add stages. tkvi_reclaim_bytes applies the bits with which the forecast did fit. */
 typedef enum tkvi_reclaim_stages {
-    TKVI_LOOSEN = 1,      /* forecast only: blocks smaller than the level demands grow to its layout */
-    TKVI_OFFLOAD_ALL = 2, /* offload and discard all blocks that can be */
-    TKVI_EVICT = 4,       /* evict tokens, except offloaded and discarded ones */
-    TKVI_EVICT_ALL = 8,   /* evict offloaded and discarded tokens as well */
-    TKVI_EVICT_TO_FLOOR =
-        16, /* evict each list to its floor in one go and merge it: a dry run knows the victims */
-    TKVI_EVICT_FIRST = 32 /* evict before all other stages */
+    TKVI_LOOSEN = 1,          /* forecast only: blocks smaller than the level demands grow to its layout */
+    TKVI_OFFLOAD_ALL = 2,     /* offload and discard all blocks that can be */
+    TKVI_EVICT = 4,           /* evict tokens, except offloaded and discarded ones */
+    TKVI_EVICT_ALL = 8,       /* evict offloaded and discarded tokens as well */
+    TKVI_EVICT_TO_FLOOR = 16, /* evict each list to its floor and merge it; a dry run knows the victims */
+    TKVI_EVICT_FIRST = 32     /* evict before all other stages */
 } tkvi_reclaim_stages;
 
 /* The tokens of a sequence that eviction spares in a forecast with these reclaim stages. spec: of the level. */
@@ -21510,7 +21546,7 @@ static int tkvi_try_stages(tkv_cache *kv, int reclaim_stages, int kept_eighths, 
 }
 
 /* 1 if the memory request fits with TKVI_EVICT_TO_FLOOR. Tries three orders: the other stages, then eviction;
- * eviction alone; eviction, then the other stages. It first spares offloaded tokens in all orders, then spares none. */
+ * eviction alone; eviction, then the other stages. It spares offloaded tokens in all orders first, then none. */
 static int tkvi_try_floor(tkv_cache *kv, int kept_eighths, size_t budget, size_t *bytes) {
     static const int orders[] = {TKVI_OFFLOAD_ALL, TKVI_EVICT_FIRST, TKVI_OFFLOAD_ALL | TKVI_EVICT_FIRST};
     const int n_orders = (int)(sizeof orders / sizeof *orders);
@@ -21658,8 +21694,7 @@ static int tkvi_can_relax(tkv_cache *kv) {
     if (bytes < budget * (double)tkvi_relax_below(p, level - 1) &&
         bytes + 3.0 * (double)kv->bytes_per_block < budget)
         return 1;
-    kv->relax_at =
-        tkvi_used_bytes(kv) - tkvi_used_bytes(kv) / 16; /* this check is slow: it reads all blocks */
+    kv->relax_at = tkvi_used_bytes(kv) - tkvi_used_bytes(kv) / 16; /* this check reads all blocks */
     return 0;
 }
 
@@ -21811,7 +21846,7 @@ TKV_API tkv_status tkv_set_budget(tkv_cache *kv, size_t bytes) {
     if (kv->pool.recode_pages == 0) { /* the budget had ended: recoding needs its pages again */
         tkvi_peak dry_run = tkvi_begin_dry_run(kv);
         kv->pool.recode_pages = kv->tables.recode_pages;
-        if (!tkvi_peak_ready(&kv->pool, &dry_run)) {
+        if (!tkvi_allocate_peak(&kv->pool, &dry_run)) {
             kv->pool.recode_pages = 0;
             return tkvi_fail(kv, TKV_ERR_NOMEM, "the allocator gave no memory for recoding", 0, NULL);
         }
@@ -21920,7 +21955,7 @@ TKV_API tkv_status tkv_adapt_plan(tkv_cache *kv, tkv_feedback *f, tkv_advice *ou
     tkv_advice a;
     int hot;
     tkv_status st;
-    if (!TKVI_HAS_METER) return tkvi_left_out(kv, "TKV_NO_METER leaves this out");
+    if (!TKVI_HAS_METER) return tkvi_refuse_left_out(kv, "TKV_NO_METER leaves this out");
     if (!kv) return TKV_ERR_ARG;
     hot = tkvi_hot_tokens(kv);
     st = tkv_get_advice(f, hot, kv->tables.level, &a);
@@ -22392,7 +22427,8 @@ static const uint8_t *tkvi_next_record(const tkvi_work_tile *u, int i) {
  * sure that no row needs it: its tokens were evicted, are anchors, or left the window. */
 static int tkvi_visible_end(const tkvi_work_tile *u, int i) {
     const tkv_cache *kv = u->call->kv;
-    return tkvi_is_discarded(&kv->pool.block[u->ids[i]]) ? 0 : tkvi_block_reach(kv, u->list, u->ids, i);
+    return tkvi_is_discarded(&kv->pool.block[u->ids[i]]) ? 0
+                                                         : tkvi_block_position_end(kv, u->list, u->ids, i);
 }
 
 /* scores: [rows][64] of block i. Returns 0 if no row sees any token of it, or a fetch failed. */
@@ -23533,9 +23569,9 @@ static tkv_status tkvi_ref_row(const tkvi_call *c, int item, int row, int query,
             const uint64_t there = tkvi_live_mask(b, n);
             tkv_status st;
             if (tkvi_is_discarded(b)) continue; /* no row sees it: tkvi_call_init */
-            st = tkvi_side_bytes(kv, ids[i], head / c->heads_per_kv, TKV_K, &room[0], &k);
+            st = tkvi_get_side_bytes(kv, ids[i], head / c->heads_per_kv, TKV_K, &room[0], &k);
             if (!st && pass == 1)
-                st = tkvi_side_bytes(kv, ids[i], head / c->heads_per_kv, TKV_V, &room[1], &v);
+                st = tkvi_get_side_bytes(kv, ids[i], head / c->heads_per_kv, TKV_V, &room[1], &v);
             if (st) return st;
             if (!finite) continue;
             tkvi_decode_side(&rec->k, k, 0, n, x, (size_t)cfg->model.head_dim);
@@ -23637,19 +23673,20 @@ TKV_API tkv_status tkv_attend(tkv_cache *kv, int seq, int layer, const float *q,
  * step/sequence.h - the calls that change a sequence: append, flush, begin, commit, abort, reserve, truncate and
  * reset; and tkv_read.
  *
- * A change runs in three stages:
- *     dry run    counts the slots that it takes and gives back, in order, and notes the peak (tkvi_peak)
- *     memory     gets the memory of that peak from the allocator, or fails
+ * A change runs in three steps:
+ *     dry run    counts the slots that it takes and gives back, in order, and computes the peak (tkvi_peak)
+ *     memory     allocates the memory of that peak, or fails
  *     change     cannot fail
- * So a call that fails stores and cuts no token. Under a budget it makes room between dry run and memory
- * (reclaim/budget.h). What it recoded or evicted for that, and the blocks that expired, stay so if it then fails.
+ * So a call that fails stores and removes no token. Under a budget, reclaim stages run between dry run and memory
+ * (reclaim/budget.h). If the call then fails, recoded blocks stay recoded. Evicted tokens and expired blocks stay
+ * removed.
  */
 #ifndef TKVI_STEP_SEQUENCE_H
 #define TKVI_STEP_SEQUENCE_H
 
 
-/* The number of slots of a size class that tkv_seq_reserve holds for a sequence. */
-static int64_t *tkvi_reserved_slots(tkv_cache *kv, int seq, int size_class) {
+/* Points to the number of slots of a size class that are reserved for a sequence. */
+static int64_t *tkvi_reserved_slots_of(tkv_cache *kv, int seq, int size_class) {
     return &kv->reserved_slots[(size_t)seq * (size_t)kv->tables.n_classes + (size_t)size_class];
 }
 
@@ -23666,99 +23703,98 @@ static void tkvi_dry_run_append(tkv_cache *kv, int seq, int layer, int n, tkvi_p
 }
 
 /* >>reservations */
-/* How many blocks of each tier a list may still gain: TKVI_FOREVER, without bound, under a budget or if tkv_seq_flush
- * coded a block that was not full. */
-static void tkvi_max_new_blocks(const tkv_cache *kv, const tkvi_plan *p, const tkvi_list *list,
-                                const uint32_t *ids, int64_t *room) {
-    int i, whole = 1;
-    tkvi_most_blocks(&kv->tables.cfg, p, room);
+/* most[tier]: the most blocks of a tier that a list can still gain. TKVI_FOREVER: no bound, under a budget or if a
+ * flush recoded a block that was not full. */
+static void tkvi_compute_most_new_blocks(const tkv_cache *kv, const tkvi_plan *p, const tkvi_list *list,
+                                         const uint32_t *ids, int64_t *most) {
+    int i, all_full = 1;
+    tkvi_compute_most_blocks(&kv->tables.cfg, p, most);
     if (tkvi_plan_learns(p)) { /* blocks may have waited for a table */
-        room[TKV_TIER_HOT] += TKVI_FIRST_TABLE_TOKENS / TKVI_BLOCK;
-        room[TKV_TIER_WARM] += TKVI_FIRST_TABLE_TOKENS / TKVI_BLOCK;
+        most[TKV_TIER_HOT] += TKVI_FIRST_TABLE_TOKENS / TKVI_BLOCK;
+        most[TKV_TIER_WARM] += TKVI_FIRST_TABLE_TOKENS / TKVI_BLOCK;
     }
     for (i = list->sinks; i < list->n; i++) {
         tkv_tier tier = tkvi_tier_at(list, i);
-        room[tier] -= kv->pool.block[ids[i]].refs == 1; /* slots of shared blocks are not given back */
+        most[tier] -= kv->pool.block[ids[i]].refs == 1; /* slots of shared blocks are not given back */
         if (tier != TKV_TIER_HOT)
-            whole &= tkvi_block_end(kv, list, ids, i) - tkvi_block_start(kv, ids, i) == TKVI_BLOCK;
+            all_full &= tkvi_block_end(kv, list, ids, i) - tkvi_block_start(kv, ids, i) == TKVI_BLOCK;
     }
-    for (i = 0; i < TKV_TIER_COUNT && (!whole || tkvi_has_budget(kv)); i++) room[i] = TKVI_FOREVER;
+    for (i = 0; i < TKV_TIER_COUNT && (!all_full || tkvi_has_budget(kv)); i++) most[i] = TKVI_FOREVER;
 }
 
-/* Adds to live[class], `sign` times, the slots that one layer of seq may still take until it has the reserved
- * length. It counts each new block and each block that ages, but no more blocks of a tier than the layer can ever
- * have. It does not count on slots that are freed meanwhile, so appends of any size fit. A block taken lowers the
- * need by one, a block given back raises it by one at most: live + need never grows. Returns 0 if nothing is
- * needed any more. */
-static int tkvi_add_need(tkv_cache *kv, int seq, int layer, int sign, int64_t *live) {
+/* Adds to live[class], `sign` times, the slots that a list may still take until it has the reserved length. It counts
+ * each new block and each block that ages, but no more blocks of a tier than the list can ever have. It does not
+ * subtract slots that are freed meanwhile, so appends of any size fit. A slot taken lowers the need by one, and a
+ * slot given back raises it by at most one. So live + need never grows. Returns 0 if no slot is needed any more. */
+static int tkvi_add_needed_slots(tkv_cache *kv, int seq, int layer, int sign, int64_t *live) {
     const tkvi_plan *p = &kv->tables.plan[layer];
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
     const tkvi_layout *layout = kv->tables.layout;
-    int len = kv->seq[seq].reserved_len, at, sink, blocks, i, tier;
-    int64_t need[TKV_TIER_COUNT], room[TKV_TIER_COUNT];
-    /* a step that reaches the length may still be aborted */
+    int len = kv->seq[seq].reserved_len, end, sink, blocks, i, tier;
+    int64_t need[TKV_TIER_COUNT], most[TKV_TIER_COUNT];
+    /* In a step the length before it counts, because the step may be aborted. */
     if (p->stored_layer != layer || (kv->seq[seq].in_step ? list->step_len : list->len) >= len) return 0;
     memset(need, 0, sizeof need);
     blocks = tkvi_n_new_blocks(kv, p, list, ids, tkvi_max(0, len - list->len), &sink);
     need[TKV_TIER_HOT] = blocks - sink;
     if (tkvi_tail_free_slots(kv, p, list, ids) && kv->pool.block[ids[list->n - 1]].refs > 1)
         need[TKV_TIER_HOT]++;
-    /* `at`: where the blocks end at that length. It does not depend on whether they are full now or cut later. */
-    at = tkvi_min(len, list->len + tkvi_tail_free_slots(kv, p, list, ids));
+    /* end: end position of block i at the reserved length, for the last block of now and the new blocks */
+    end = tkvi_min(len, list->len + tkvi_tail_free_slots(kv, p, list, ids));
     for (i = list->sinks + list->archive; i < list->n + blocks - sink; i++) {
         tkv_tier due;
-        if (i == list->n && sink) at = tkvi_min(len, at + p->sink);
-        if (i >= list->n) at = tkvi_min(len, at + TKVI_BLOCK);
+        if (i == list->n && sink) end = tkvi_min(len, end + p->sink);
+        if (i >= list->n) end = tkvi_min(len, end + TKVI_BLOCK);
         due = tkvi_tier_by_age(&p->now, tkvi_hot_age(kv, layer),
-                               i + 1 < list->n ? tkvi_block_end(kv, list, ids, i) : at, len);
+                               i + 1 < list->n ? tkvi_block_end(kv, list, ids, i) : end, len);
         need[TKV_TIER_WARM] += due != TKV_TIER_HOT && (i >= list->n || tkvi_tier_at(list, i) == TKV_TIER_HOT);
         need[TKV_TIER_ARCHIVE] += due == TKV_TIER_ARCHIVE;
     }
-    tkvi_max_new_blocks(kv, p, list, ids, room);
+    tkvi_compute_most_new_blocks(kv, p, list, ids, most);
     if (sink) live[layout[p->sink_layout].size_class] += sign;
     for (tier = 0; tier < TKV_TIER_COUNT; tier++) {
-        if (need[tier] > room[tier]) need[tier] = room[tier];
+        if (need[tier] > most[tier]) need[tier] = most[tier];
         if (need[tier] > 0) live[layout[p->now.layout[tier]].size_class] += sign * need[tier];
     }
     return 1;
 }
 
-/* Reserves for seq the slots that bring all its layers to length `len`. 0 gives the reservation up. */
+/* Reserves the slots that all layers of a sequence need up to length `len`. 0: ends the reservation. */
 static void tkvi_reserve_slots(tkv_cache *kv, int seq, int len) {
-    int layer, c, waiting = 0;
-    int64_t *mine = tkvi_reserved_slots(kv, seq, 0);
+    int layer, c, is_needed = 0;
+    int64_t *own = tkvi_reserved_slots_of(kv, seq, 0);
     for (c = 0; c < kv->tables.n_classes; c++) {
-        kv->pool.reserved_slots[c] -= mine[c];
-        mine[c] = 0;
+        kv->pool.reserved_slots[c] -= own[c];
+        own[c] = 0;
     }
     kv->seq[seq].reserved_len = len;
     for (layer = 0; layer < kv->tables.cfg.model.n_layers && len > 0; layer++)
-        waiting |= tkvi_add_need(kv, seq, layer, 1, mine);
-    for (c = 0; c < kv->tables.n_classes; c++) kv->pool.reserved_slots[c] += mine[c];
-    if (!waiting) kv->seq[seq].reserved_len = 0;
+        is_needed |= tkvi_add_needed_slots(kv, seq, layer, 1, own);
+    for (c = 0; c < kv->tables.n_classes; c++) kv->pool.reserved_slots[c] += own[c];
+    if (!is_needed) kv->seq[seq].reserved_len = 0;
 }
 
-/* Dry run of an append of n tokens to one layer, ageing included. The slots that are reserved for the layer pay for
- * it: below the reserved length, slots in use and reserved slots together do not grow. An open step that passes the
+/* Dry run of an append of n tokens to one layer, ageing included. It uses the slots that are reserved for the layer:
+ * below the reserved length, slots in use and reserved slots together do not grow. An open step that passes the
  * length keeps the reservation as well, because it may be aborted. */
 static void tkvi_dry_run_row(tkv_cache *kv, int seq, int layer, int n, tkvi_peak *dry_run) {
     const tkvi_seq *s = &kv->seq[seq];
-    int64_t *before = dry_run->live + kv->tables.n_classes;
-    size_t bytes = (size_t)kv->tables.n_classes * sizeof *before;
-    int promised, len = tkvi_list_of(kv, seq, layer)->len + n;
-    memcpy(before, dry_run->live, bytes);
-    promised = tkvi_add_need(kv, seq, layer, -1, dry_run->live);
+    int64_t *live_before = dry_run->live + kv->tables.n_classes;
+    size_t bytes = (size_t)kv->tables.n_classes * sizeof *live_before;
+    int is_reserved, len = tkvi_list_of(kv, seq, layer)->len + n;
+    memcpy(live_before, dry_run->live, bytes);
+    is_reserved = tkvi_add_needed_slots(kv, seq, layer, -1, dry_run->live);
     if (!s->in_step) tkvi_age_list(kv, seq, layer, tkvi_hot_age(kv, layer), 0, dry_run);
     tkvi_dry_run_append(kv, seq, layer, n, dry_run);
-    if (promised && (len < s->reserved_len || (s->in_step && len == s->reserved_len)))
-        memcpy(dry_run->live, before, bytes);
-    else if (promised && s->in_step) (void)tkvi_add_need(kv, seq, layer, 1, dry_run->live);
+    if (is_reserved && (len < s->reserved_len || (s->in_step && len == s->reserved_len)))
+        memcpy(dry_run->live, live_before, bytes);
+    else if (is_reserved && s->in_step) (void)tkvi_add_needed_slots(kv, seq, layer, 1, dry_run->live);
     tkvi_peak_note(dry_run);
 }
 
-/* Pages in use, and the pages that reservations will need. */
-static int64_t tkvi_pages_taken(const tkvi_pool *pool) {
+/* Number of pages in use, and of pages that reservations will need. */
+static int64_t tkvi_n_pages_taken(const tkvi_pool *pool) {
     return (int64_t)pool->n_pages - (int64_t)pool->n_free_pages + tkvi_reserved_pages(pool);
 }
 
@@ -23777,57 +23813,60 @@ typedef struct tkvi_source { /* K or V of an append, or of tkv_restore */
     int dim;
 } tkvi_source;
 
+/* Converts one token's row of a head to floats. */
 static void tkvi_load_row(const tkvi_source *s, int token, int head, float *row) {
-    ptrdiff_t at = token * s->token_stride + head * s->head_stride;
+    ptrdiff_t first = token * s->token_stride + head * s->head_stride;
     int c;
     if (s->type == TKV_TYPE_F32)
-        memcpy(row, (const char *)s->data + at * (ptrdiff_t)sizeof(float), (size_t)s->dim * sizeof(float));
+        memcpy(row, (const char *)s->data + first * (ptrdiff_t)sizeof(float), (size_t)s->dim * sizeof(float));
     else
-        for (c = 0; c < s->dim; c++) row[c] = tkvi_element(s->data, s->type, at + c);
+        for (c = 0; c < s->dim; c++) row[c] = tkvi_element(s->data, s->type, first + c);
 }
 
-/* Adding 1 to the exponent of a NaN or an infinity sets the sign bit; of other values it does not. Works on 16
+/* 1 if all n values are finite. Adding 1 to the exponent sets the sign bit only of a NaN or an infinity. Works on 16
  * values at a time, because compilers vectorise that. */
-static int tkvi_all_finite(const float *x, int n) {
-    uint32_t bits[16], some[16] = {0}, any = 0;
+static int tkvi_is_all_finite(const float *x, int n) {
+    uint32_t bits[16], signs[16] = {0}, sign = 0;
     int i, k;
     for (i = 0; i < n; i += 16) {
         memset(bits, 0, sizeof bits);
         memcpy(bits, x + i, (size_t)tkvi_min(16, n - i) * sizeof *x);
-        for (k = 0; k < 16; k++) some[k] |= (bits[k] & 0x7fffffffu) + 0x800000u;
+        for (k = 0; k < 16; k++) signs[k] |= (bits[k] & 0x7fffffffu) + 0x800000u;
     }
-    for (k = 0; k < 16; k++) any |= some[k];
-    return !(any >> 31);
+    for (k = 0; k < 16; k++) sign |= signs[k];
+    return !(sign >> 31);
 }
 
-static int tkvi_source_finite(const tkvi_source *s, int n, int heads) {
+static int tkvi_is_source_finite(const tkvi_source *s, int n, int heads) {
     float row[TKV_MAX_HEAD_DIM];
     int t, h, finite = 1;
     for (t = 0; t < n; t++)
         for (h = 0; h < heads; h++) {
             tkvi_load_row(s, t, h, row);
-            finite &= tkvi_all_finite(row, s->dim);
+            finite &= tkvi_is_all_finite(row, s->dim);
         }
     return finite;
 }
 
+/* The finite value that stands for x: 0 for NaN, the largest fp16 value for an infinity. */
 TKVI_FN float tkvi_saturate(float x) {
     if (tkvi_is_finite(x)) return x;
     if (tkvi_bits(x) & 0x7fffffu) return 0.0f; /* NaN */
     return tkvi_bits(x) >> 31 ? -TKVI_F16_MAX : TKVI_F16_MAX;
 }
 
-static void tkvi_store_row(const tkvi_side *side, const tkvi_simd_ops *help, const tkvi_source *s, int token,
-                           int head, int at, int saturate, uint8_t *dst) {
+/* Encodes one row of a source into a slot of an exact block. */
+static void tkvi_store_row(const tkvi_side *side, const tkvi_simd_ops *simd_ops, const tkvi_source *s,
+                           int token, int head, int slot, int saturate, uint8_t *dst) {
     float row[TKV_MAX_HEAD_DIM];
     int c;
     tkvi_load_row(s, token, head, row);
     for (c = 0; saturate && c < s->dim; c++) row[c] = tkvi_saturate(row[c]);
-    side->format->side[side->which].put(side, help, row, at, dst);
+    side->format->side[side->which].put(side, simd_ops, row, slot, dst);
 }
 
-/* The block that takes the next token: the last one if it has a free slot, else a new one. A last block that other
- * lists hold too is copied first, and this list then holds the copy. */
+/* Returns the block that takes the next token: the last one if it has a free slot, else a new one. If other lists
+ * hold the last block, this list gets a copy of it first. */
 static uint32_t tkvi_open_block(tkv_cache *kv, int seq, int layer) {
     const tkvi_plan *p = &kv->tables.plan[layer];
     tkvi_list *list = tkvi_list_of(kv, seq, layer);
@@ -23835,14 +23874,14 @@ static uint32_t tkvi_open_block(tkv_cache *kv, int seq, int layer) {
     if (tkvi_tail_free_slots(kv, p, list, ids)) {
         id = ids[list->n - 1];
         if (kv->pool.block[id].refs > 1) {
-            uint32_t mine = tkvi_new_block(&kv->pool, kv->pool.block[id].layout, kv->pool.block[id].start);
-            memcpy(tkvi_block_bytes(&kv->pool, &kv->pool.block[mine]),
+            uint32_t copy = tkvi_new_block(&kv->pool, kv->pool.block[id].layout, kv->pool.block[id].start);
+            memcpy(tkvi_block_bytes(&kv->pool, &kv->pool.block[copy]),
                    tkvi_block_bytes(&kv->pool, &kv->pool.block[id]),
                    kv->tables.layout[kv->pool.block[id].layout].bytes.total);
-            kv->pool.block[mine].evicted_mask = kv->pool.block[id].evicted_mask;
-            if (TKVI_HAS_EVICT && kv->pool.token_meta) kv->pool.token_meta[mine] = kv->pool.token_meta[id];
+            kv->pool.block[copy].evicted_mask = kv->pool.block[id].evicted_mask;
+            if (TKVI_HAS_EVICT && kv->pool.token_meta) kv->pool.token_meta[copy] = kv->pool.token_meta[id];
             kv->pool.block[id].refs--;
-            ids[list->n - 1] = id = mine;
+            ids[list->n - 1] = id = copy;
         }
         return id;
     }
@@ -23858,7 +23897,7 @@ static uint32_t tkvi_open_block(tkv_cache *kv, int seq, int layer) {
 }
 
 /* The norm of a token's key, averaged over the KV heads. */
-static float tkvi_norm_of(const tkvi_source *k, int token, int heads, int saturate) {
+static float tkvi_mean_key_norm(const tkvi_source *k, int token, int heads, int saturate) {
     float row[TKV_MAX_HEAD_DIM];
     double sum = 0.0;
     int h, c;
@@ -23871,30 +23910,31 @@ static float tkvi_norm_of(const tkvi_source *k, int token, int heads, int satura
 }
 
 /* Stores n tokens, from row `first` of k and v on, at the end of the list. Cannot fail. */
-static void tkvi_store(tkv_cache *kv, int seq, int layer, const tkvi_source *k, const tkvi_source *v,
-                       int first, int n) {
+static void tkvi_store_tokens(tkv_cache *kv, int seq, int layer, const tkvi_source *k, const tkvi_source *v,
+                              int first, int n) {
     tkvi_list *list = tkvi_list_of(kv, seq, layer);
     int t, h, saturate = kv->tables.cfg.host.nonfinite == TKV_NONFINITE_SATURATE;
     if (!kv->seq[seq].in_step) list->chunk_start = list->len;
     for (t = 0; t < n; t++) {
         const uint32_t id = tkvi_open_block(kv, seq, layer);
         tkvi_block *b = &kv->pool.block[id];
-        const tkvi_layout *c = &kv->tables.layout[b->layout];
+        const tkvi_layout *layout = &kv->tables.layout[b->layout];
         uint8_t *bytes = tkvi_block_bytes(&kv->pool, b);
-        const int at = list->len - b->start;
-        if (TKVI_HAS_EVICT && kv->pool.token_meta) { /* the slot may be one of a token that was cut off */
-            b->evicted_mask &= ~((uint64_t)1 << at);
-            kv->pool.token_meta[id].pinned_mask &= ~((uint64_t)1 << at);
-            kv->pool.token_meta[id].temporary_mask &= ~((uint64_t)1 << at);
-            kv->pool.token_meta[id].scores[at] =
+        const int slot = list->len - b->start;
+        if (TKVI_HAS_EVICT &&
+            kv->pool.token_meta) { /* the slot may have had a token that truncation removed */
+            b->evicted_mask &= ~((uint64_t)1 << slot);
+            kv->pool.token_meta[id].pinned_mask &= ~((uint64_t)1 << slot);
+            kv->pool.token_meta[id].temporary_mask &= ~((uint64_t)1 << slot);
+            kv->pool.token_meta[id].scores[slot] =
                 tkvi_keeps_norms(kv)
-                    ? tkvi_bits(tkvi_norm_of(k, first + t, kv->tables.cfg.model.n_kv_heads, saturate))
+                    ? tkvi_bits(tkvi_mean_key_norm(k, first + t, kv->tables.cfg.model.n_kv_heads, saturate))
                     : 0;
         }
         for (h = 0; h < kv->tables.cfg.model.n_kv_heads; h++) {
-            const tkvi_record *r = &c->record[h];
-            tkvi_store_row(&r->k, kv->kernels->simd_ops, k, first + t, h, at, saturate, bytes + r->at);
-            tkvi_store_row(&r->v, kv->kernels->simd_ops, v, first + t, h, at, saturate,
+            const tkvi_record *r = &layout->record[h];
+            tkvi_store_row(&r->k, kv->kernels->simd_ops, k, first + t, h, slot, saturate, bytes + r->at);
+            tkvi_store_row(&r->v, kv->kernels->simd_ops, v, first + t, h, slot, saturate,
                            bytes + r->at + r->v_at);
         }
         list->len++;
@@ -23912,7 +23952,7 @@ static void tkvi_start_metering(tkv_cache *kv, int seq) {
 
 /* Writes the error for an append at the wrong position. The check exists because a program that begins a new text
  * without tkv_seq_reset would attend to the old one. */
-static tkv_status tkvi_wrong_position(tkv_cache *kv, int seq, int layer, int position) {
+static tkv_status tkvi_refuse_position(tkv_cache *kv, int seq, int layer, int position) {
     const int len = tkvi_list_of(kv, seq, layer)->len;
     tkvi_text t = tkvi_text_begin(kv->error, sizeof kv->error);
     tkvi_append_text(&t, "sequence ");
@@ -23938,7 +23978,7 @@ static tkv_status tkvi_check_rows(tkv_cache *kv, int layer, const tkv_rows *rows
     *total = 0;
     for (i = 0; i < n_rows; i++) {
         const tkvi_list *list;
-        int room;
+        int n_free;
         if (!tkvi_has_seq(kv, rows[i].seq))
             return tkvi_fail(kv, TKV_ERR_ARG, "there is no sequence", rows[i].seq, "");
         if (rows[i].n < 0) return tkvi_fail(kv, TKV_ERR_ARG, "n is", rows[i].n, "; it must not be negative");
@@ -23947,10 +23987,10 @@ static tkv_status tkvi_check_rows(tkv_cache *kv, int layer, const tkv_rows *rows
                 return tkvi_fail(kv, TKV_ERR_ARG, "sequence", rows[i].seq, " is in the batch twice");
         list = tkvi_list_of(kv, rows[i].seq, layer);
         if (positions && positions[i] != list->len)
-            return tkvi_wrong_position(kv, rows[i].seq, layer, positions[i]);
-        room = cfg->limits.max_append - (kv->seq[rows[i].seq].in_step ? list->len - list->step_len : 0);
-        if (rows[i].n > room)
-            return tkvi_fail(kv, TKV_ERR_CAPACITY, "max_append leaves room for", room,
+            return tkvi_refuse_position(kv, rows[i].seq, layer, positions[i]);
+        n_free = cfg->limits.max_append - (kv->seq[rows[i].seq].in_step ? list->len - list->step_len : 0);
+        if (rows[i].n > n_free)
+            return tkvi_fail(kv, TKV_ERR_CAPACITY, "max_append leaves room for", n_free,
                              " more tokens here; append them in chunks");
         if (rows[i].n > cfg->limits.max_tokens - list->len)
             return tkvi_fail(kv, TKV_ERR_CAPACITY, "max_tokens leaves room for",
@@ -23971,7 +24011,7 @@ static tkvi_peak tkvi_dry_run_rows(tkv_cache *kv, int layer, const tkv_rows *row
     return dry_run;
 }
 
-/* Under a budget: from now on the tokens of the last append may be recoded. failed 1: takes that back. */
+/* Under a budget: lets reclaim recode the tokens of the previous append. failed: 1 undoes that. */
 static void tkvi_unprotect_last_append(tkv_cache *kv, int layer, const tkv_rows *rows, int n_rows,
                                        int failed) {
     int i;
@@ -23985,19 +24025,19 @@ static void tkvi_unprotect_last_append(tkv_cache *kv, int layer, const tkv_rows 
 
 TKV_API tkv_status tkv_append_ex(tkv_cache *kv, const tkv_append_params *p) {
     const tkv_config *cfg;
-    tkv_rows one;
+    tkv_rows single_row;
     const tkv_rows *rows;
     tkvi_source k, v;
     tkvi_peak dry_run;
-    int8_t had;
+    int8_t old_version;
     tkv_status st;
-    int n_rows, i, total, open, first = 0;
+    int n_rows, i, total, has_step, first = 0;
     if (!kv) return TKV_ERR_ARG;
     cfg = &kv->tables.cfg;
     if (!p) return tkvi_fail(kv, TKV_ERR_ARG, "the parameters are missing", 0, NULL);
-    one.seq = p->seq;
-    one.n = p->n;
-    rows = p->batch ? p->batch : &one;
+    single_row.seq = p->seq;
+    single_row.n = p->n;
+    rows = p->batch ? p->batch : &single_row;
     n_rows = p->batch ? p->n_batch : 1;
     if (n_rows < 0 || n_rows > cfg->limits.max_seqs)
         return tkvi_fail(kv, TKV_ERR_ARG, "n_batch is", n_rows, "; it must be at most max_seqs");
@@ -24025,15 +24065,15 @@ TKV_API tkv_status tkv_append_ex(tkv_cache *kv, const tkv_append_params *p) {
     v.token_stride =
         p->v_token_stride ? p->v_token_stride : (ptrdiff_t)cfg->model.n_kv_heads * cfg->model.v_head_dim;
     if (cfg->host.nonfinite == TKV_NONFINITE_REFUSE &&
-        (!tkvi_source_finite(&k, total, cfg->model.n_kv_heads) ||
-         !tkvi_source_finite(&v, total, cfg->model.n_kv_heads)))
+        (!tkvi_is_source_finite(&k, total, cfg->model.n_kv_heads) ||
+         !tkvi_is_source_finite(&v, total, cfg->model.n_kv_heads)))
         return tkvi_fail(kv, TKV_ERR_NONFINITE, "a NaN or an infinity is in k or v of layer", p->layer,
                          " (cfg.host.nonfinite can saturate them)");
-    for (i = 0, open = 0; i < n_rows; i++) open |= kv->seq[rows[i].seq].in_step;
-    had = kv->tables.current_version[p->layer];
-    if (!open && !tkvi_begin_table(kv, p->layer, 0, &had)) goto no_table;
+    for (i = 0, has_step = 0; i < n_rows; i++) has_step |= kv->seq[rows[i].seq].in_step;
+    old_version = kv->tables.current_version[p->layer];
+    if (!has_step && !tkvi_begin_table(kv, p->layer, 0, &old_version)) goto no_table;
     if (tkvi_has_budget(kv))
-        for (i = 0; i < n_rows; i++) /* expired blocks make room */
+        for (i = 0; i < n_rows; i++) /* frees the slots of expired blocks */
             if (rows[i].n && !kv->seq[rows[i].seq].in_step)
                 tkvi_age_list(kv, rows[i].seq, p->layer, TKVI_FOREVER, 0, NULL);
     dry_run = tkvi_dry_run_rows(kv, p->layer, rows, n_rows);
@@ -24041,40 +24081,41 @@ TKV_API tkv_status tkv_append_ex(tkv_cache *kv, const tkv_append_params *p) {
     for (i = 0, kv->clock++; i < n_rows; i++) kv->seq[rows[i].seq].used = kv->clock;
     if (tkvi_has_budget(kv)) {
         const size_t budget = cfg->budget.bytes,
-                     token =
+                     token_bytes =
                          kv->tables.layout[kv->tables.plan[p->layer].now.layout[TKV_TIER_HOT]].bytes.total /
                          TKVI_BLOCK;
-        size_t takes;
+        size_t needed;
         int fits;
         tkvi_set_request(kv, &dry_run, rows, n_rows, p->layer);
-        fits = tkvi_plan_reclaim(kv, budget, &takes);
-        tkvi_end_table(kv, p->layer, had, fits); /* the blocks recoded below may use the table */
+        fits = tkvi_plan_reclaim(kv, budget, &needed);
+        tkvi_end_table(kv, p->layer, old_version,
+                       fits); /* before blocks are recoded, because they may use the table */
         if (fits && !(kv->reclaim_stages & TKVI_EVICT_FIRST))
-            tkvi_recode_for_append(kv, (size_t)total * token);
+            tkvi_recode_for_append(kv, (size_t)total * token_bytes);
         if (!fits || !tkvi_reclaim_bytes(kv, budget)) {
             tkvi_unprotect_last_append(kv, p->layer, rows, n_rows, 1);
-            return tkvi_refuse_over_budget(kv, takes);
+            return tkvi_refuse_over_budget(kv, needed);
         }
-        had = kv->tables.current_version
-                  [p->layer]; /* tkvi_reclaim_bytes may have made a table, and blocks use it: keep it */
+        old_version =
+            kv->tables.current_version[p->layer]; /* blocks may use a table that reclaim learned: keep it */
         dry_run = tkvi_dry_run_rows(kv, p->layer, rows, n_rows);
     }
     for (i = 0; i < n_rows; i++)
         if (rows[i].n &&
             !tkvi_grow_lists(kv, rows[i].seq, tkvi_n_list_entries(kv, rows[i].seq, p->layer, rows[i].n)))
             goto no_memory;
-    if (!tkvi_peak_ready(&kv->pool, &dry_run)) goto no_memory;
-    tkvi_end_table(kv, p->layer, had, 1);
-    if (!open) tkvi_query_stats_learn(kv, p->layer);
+    if (!tkvi_allocate_peak(&kv->pool, &dry_run)) goto no_memory;
+    tkvi_end_table(kv, p->layer, old_version, 1);
+    if (!has_step) tkvi_query_stats_learn(kv, p->layer);
     for (i = 0; i < n_rows; i++) {
         if (rows[i].n == 0) continue;
         tkvi_start_metering(kv, rows[i].seq);
         if (!kv->seq[rows[i].seq].in_step) {
             tkvi_age_list(kv, rows[i].seq, p->layer, tkvi_hot_age(kv, p->layer), 0, NULL);
             tkvi_evict_excess(kv, rows[i].seq, p->layer,
-                              rows[i].n); /* after ageing, so that the blocks of the dry run age */
+                              rows[i].n); /* after ageing, because the dry run aged all blocks */
         }
-        tkvi_store(kv, rows[i].seq, p->layer, &k, &v, first, rows[i].n);
+        tkvi_store_tokens(kv, rows[i].seq, p->layer, &k, &v, first, rows[i].n);
         first += rows[i].n;
     }
     if (kv->tokens_seen && kv->tokens_seen[p->layer] >= 0)
@@ -24082,10 +24123,10 @@ TKV_API tkv_status tkv_append_ex(tkv_cache *kv, const tkv_append_params *p) {
             tkvi_min(TKVI_FOREVER, kv->tokens_seen[p->layer] + total); /* tkv_seq_abort subtracts its part */
     tkvi_query_stats_count(kv, p->layer, total);
     for (i = 0; i < n_rows; i++)
-        tkvi_release_unused(kv, rows[i].seq); /* after all rows: they share the pages */
+        tkvi_release_unused(kv, rows[i].seq); /* only after all rows, because rows share pages */
     return tkvi_ok(kv);
 no_memory:
-    tkvi_end_table(kv, p->layer, had, 0);
+    tkvi_end_table(kv, p->layer, old_version, 0);
     tkvi_unprotect_last_append(kv, p->layer, rows, n_rows, 1);
 no_table:
     if (kv->pool.keep_all)
@@ -24110,42 +24151,44 @@ TKV_API tkv_status tkv_append(tkv_cache *kv, int seq, int layer, const float *k,
     return tkvi_append(kv, seq, layer, NULL, k, v, n);
 }
 
-/* >>ageing: all layers of a sequence, or none */
+/* >>ageing */
+/* 1 if the layer stores K and V of its own and has a block. */
 static int tkvi_has_blocks_to_age(const tkv_cache *kv, int seq, int layer) {
     return kv->tables.plan[layer].stored_layer == layer && tkvi_list_of(kv, seq, layer)->n > 0;
 }
 
-static tkv_status tkvi_age_all(tkv_cache *kv, int seq, int flush, int partial) {
-    int8_t had[TKVI_MAX_LAYERS];
+/* Ages all layers of a sequence, or none. flush: 1 takes blocks of any age. partial_too: as in tkvi_age_list. */
+static tkv_status tkvi_age_seq(tkv_cache *kv, int seq, int flush, int partial_too) {
+    int8_t old_versions[TKVI_MAX_LAYERS];
     tkvi_peak dry_run;
     int layer, pass, n = kv->tables.cfg.model.n_layers, ready = 1;
     for (layer = 0; layer < n; layer++) {
-        had[layer] = kv->tables.current_version[layer];
+        old_versions[layer] = kv->tables.current_version[layer];
         if (ready && tkvi_has_blocks_to_age(kv, seq, layer))
-            ready = tkvi_begin_table(kv, layer, flush, &had[layer]);
+            ready = tkvi_begin_table(kv, layer, flush, &old_versions[layer]);
     }
     dry_run = tkvi_begin_dry_run(kv);
-    for (layer = 0; layer < n; layer++) tkvi_add_need(kv, seq, layer, -1, dry_run.live);
+    for (layer = 0; layer < n; layer++) tkvi_add_needed_slots(kv, seq, layer, -1, dry_run.live);
     for (pass = 0; pass < 2 && ready; pass++) {
         for (layer = 0; layer < n && kv->seq[seq].block; layer++)
             if (kv->tables.plan[layer].stored_layer == layer)
                 tkvi_age_list(
                     kv, seq, layer,
                     flush && kv->tables.plan[layer].now.hot != TKVI_FOREVER ? 0 : tkvi_hot_age(kv, layer),
-                    partial, pass ? NULL : &dry_run);
+                    partial_too, pass ? NULL : &dry_run);
         if (pass) continue;
         ready = (tkvi_has_budget(kv) && !flush) ||
-                tkvi_peak_ready(&kv->pool, &dry_run); /* blocks only expire then: no memory needed */
+                tkvi_allocate_peak(&kv->pool, &dry_run); /* under a budget blocks only expire: no memory */
         for (layer = 0; layer < n; layer++) {
-            tkvi_end_table(kv, layer, had[layer], ready);
+            tkvi_end_table(kv, layer, old_versions[layer], ready);
             if (ready && tkvi_has_blocks_to_age(kv, seq, layer)) tkvi_query_stats_learn(kv, layer);
         }
     }
-    for (layer = 0; layer < n && !pass; layer++) tkvi_end_table(kv, layer, had[layer], 0);
+    for (layer = 0; layer < n && !pass; layer++) tkvi_end_table(kv, layer, old_versions[layer], 0);
     if (!ready) {
-        const int budget = kv->pool.keep_all ? tkvi_has_budget(kv) : kv->heap.at_limit;
+        const int is_budget = kv->pool.keep_all ? tkvi_has_budget(kv) : kv->heap.at_limit;
         return tkvi_fail(kv,
-                         budget              ? TKV_ERR_BUDGET
+                         is_budget           ? TKV_ERR_BUDGET
                          : kv->pool.keep_all ? TKV_ERR_CAPACITY
                                              : TKV_ERR_NOMEM,
                          "no memory to recode blocks", 0, NULL);
@@ -24161,8 +24204,8 @@ TKV_API tkv_status tkv_seq_flush(tkv_cache *kv, int seq, tkv_flush_mode mode) {
         return tkvi_fail(kv, TKV_ERR_ARG, "mode must be a tkv_flush_mode", 0, NULL);
     if (kv->seq[seq].in_step)
         return tkvi_fail(kv, TKV_ERR_STATE, "a step is open; commit or abort it first", 0, NULL);
-    st = tkvi_age_all(kv, seq, mode != TKV_FLUSH_DUE, mode == TKV_FLUSH_ALL);
-    if (st == TKV_OK && mode != TKV_FLUSH_DUE) { /* it took other slots than those reserved */
+    st = tkvi_age_seq(kv, seq, mode != TKV_FLUSH_DUE, mode == TKV_FLUSH_ALL);
+    if (st == TKV_OK && mode != TKV_FLUSH_DUE) { /* reserved slots were counted for ageing without a flush */
         tkvi_reserve_slots(kv, seq, 0);
         tkvi_trim(&kv->pool);
     }
@@ -24177,7 +24220,7 @@ TKV_API tkv_status tkv_seq_begin(tkv_cache *kv, int seq) {
     if (kv->seq[seq].in_step)
         return tkvi_fail(kv, TKV_ERR_STATE, "a step is open already; commit or abort it first", 0, NULL);
     tkvi_learn_missing_tables(kv);
-    st = tkvi_age_all(kv, seq, 0, 0);
+    st = tkvi_age_seq(kv, seq, 0, 0);
     if (st) return st;
     for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++) {
         tkvi_list *list = tkvi_list_of(kv, seq, layer);
@@ -24205,9 +24248,9 @@ TKV_API tkv_status tkv_seq_commit(tkv_cache *kv, int seq) {
     return tkvi_ok(kv);
 }
 
-/* Cuts the positions from len on out of a packed block. Its last entries go; other entries that are cut stay and
- * are marked in the evicted mask. One entry always stays, because packed 0 means a block that is not packed. */
-static void tkvi_cut_packed(tkv_cache *kv, uint32_t id, int len) {
+/* Removes the positions from len on from a packed block. Last slots are removed. Other slots stay and are marked in
+ * evicted_mask. One slot always stays, because n_packed 0 means a block that is not packed. */
+static void tkvi_truncate_packed(tkv_cache *kv, uint32_t id, int len) {
     tkvi_block *b = &kv->pool.block[id];
     int t;
     while (b->n_packed > 1 && tkvi_slot_position(kv, id, b->n_packed - 1) >= len) b->n_packed--;
@@ -24218,7 +24261,7 @@ static void tkvi_cut_packed(tkv_cache *kv, uint32_t id, int len) {
     }
 }
 
-/* Keeps the first `len` tokens of a layer. The cut must be in the hot tail or in the sinks. */
+/* Truncates a list to its first `len` tokens. Position `len` must be in the hot tail or in the sinks. */
 static void tkvi_truncate_list(tkv_cache *kv, int seq, int layer, int len) {
     tkvi_list *list = tkvi_list_of(kv, seq, layer);
     uint32_t *ids = tkvi_ids(kv, seq, layer);
@@ -24231,9 +24274,9 @@ static void tkvi_truncate_list(tkv_cache *kv, int seq, int layer, int len) {
     list->len = len;
     list->chunk_start = tkvi_min(list->chunk_start, len);
     tkvi_token_score_cut(kv, list, ids);
-    if (TKVI_HAS_EVICT && list->n > 0) tkvi_cut_packed(kv, ids[list->n - 1], len);
+    if (TKVI_HAS_EVICT && list->n > 0) tkvi_truncate_packed(kv, ids[list->n - 1], len);
     if (TKVI_HAS_EVICT && list->n > 1 && list->sinks)
-        tkvi_cut_packed(kv, ids[0], len); /* anchors of the blocks cut off */
+        tkvi_truncate_packed(kv, ids[0], len); /* anchors of the removed blocks */
 }
 
 TKV_API tkv_status tkv_seq_abort(tkv_cache *kv, int seq) {
@@ -24258,7 +24301,7 @@ TKV_API tkv_status tkv_seq_abort(tkv_cache *kv, int seq) {
 TKV_API tkv_status tkv_seq_reserve(tkv_cache *kv, int seq, int n) {
     tkvi_peak dry_run;
     tkv_rows row;
-    int len, layer, had, want, ready = 1;
+    int len, layer, old_len, n_entries, ready = 1;
     if (!tkvi_has_seq(kv, seq)) return tkvi_refuse_seq(kv, seq);
     if (n < 1 || n > kv->tables.cfg.limits.max_append)
         return tkvi_fail(kv, TKV_ERR_ARG, "n is", n, "; it must be 1 to max_append");
@@ -24268,39 +24311,39 @@ TKV_API tkv_status tkv_seq_reserve(tkv_cache *kv, int seq, int n) {
                          kv->tables.cfg.limits.max_tokens - len, " more tokens");
     row.seq = seq;
     row.n = n;
-    had = kv->seq[seq].reserved_len;
+    old_len = kv->seq[seq].reserved_len;
     kv->seq[seq].used = ++kv->clock;
-    tkvi_reserve_slots(kv, seq, tkvi_max(had, len + n));
+    tkvi_reserve_slots(kv, seq, tkvi_max(old_len, len + n));
     dry_run = tkvi_begin_dry_run(kv);
     if (tkvi_has_budget(kv)) {
         const size_t budget = kv->tables.cfg.budget.bytes;
-        size_t takes;
-        tkvi_reserve_slots(kv, seq,
-                           had); /* until there is room: recoding needs pages that are not reserved */
+        size_t needed;
+        tkvi_reserve_slots(kv, seq, old_len); /* during reclaim: recoding needs pages that are not reserved */
         tkvi_set_request(kv, &dry_run, &row, 1, -1);
-        if (!tkvi_plan_reclaim(kv, budget, &takes) || !tkvi_reclaim_bytes(kv, budget)) {
+        if (!tkvi_plan_reclaim(kv, budget, &needed) || !tkvi_reclaim_bytes(kv, budget)) {
             tkvi_trim(&kv->pool);
-            return tkvi_refuse_over_budget(kv, takes);
+            return tkvi_refuse_over_budget(kv, needed);
         }
-        tkvi_reserve_slots(kv, seq, tkvi_max(had, len + n));
+        tkvi_reserve_slots(kv, seq, tkvi_max(old_len, len + n));
         dry_run = tkvi_begin_dry_run(kv);
     }
     for (layer = 0; layer < kv->tables.cfg.model.n_layers && ready;
-         layer++) /* the first table may become due; later ones can wait */
+         layer++) /* the first table may become due; later tables can wait */
         if (kv->tokens_seen && kv->tokens_seen[layer] >= 0 && kv->tables.current_version[layer] < 0)
-            ready = tkvi_version_ready(kv, 0);
-    want = tkvi_n_row_entries(kv, &row, -1, 0);
-    if (ready && tkvi_grow_lists(kv, seq, want) && tkvi_peak_ready(&kv->pool, &dry_run)) return tkvi_ok(kv);
-    tkvi_reserve_slots(kv, seq, had); /* the reservation from before */
+            ready = tkvi_allocate_version(kv, 0);
+    n_entries = tkvi_n_row_entries(kv, &row, -1, 0);
+    if (ready && tkvi_grow_lists(kv, seq, n_entries) && tkvi_allocate_peak(&kv->pool, &dry_run))
+        return tkvi_ok(kv);
+    tkvi_reserve_slots(kv, seq, old_len); /* restores the old reservation */
     tkvi_trim(&kv->pool);
     return tkvi_fail(kv, kv->pool.keep_all ? TKV_ERR_CAPACITY : TKV_ERR_NOMEM, "no memory to reserve", n,
                      " tokens");
 }
 
-/* >>cutting */
+/* >>truncation */
 TKV_API tkv_status tkv_seq_truncate(tkv_cache *kv, int seq, int n_tokens) {
     int layer, i;
-    int64_t taken;
+    int64_t pages_before;
     if (!tkvi_has_seq(kv, seq)) return tkvi_refuse_seq(kv, seq);
     if (n_tokens < 0) return tkvi_fail(kv, TKV_ERR_ARG, "n_tokens is", n_tokens, "; it must not be negative");
     if (kv->seq[seq].in_step)
@@ -24309,23 +24352,24 @@ TKV_API tkv_status tkv_seq_truncate(tkv_cache *kv, int seq, int n_tokens) {
         const tkvi_plan *p = &kv->tables.plan[layer];
         const tkvi_list *list = tkvi_list_of(kv, seq, layer);
         const uint32_t *ids = tkvi_ids(kv, seq, layer);
-        int coded = list->archive + list->warm, must = 0;
+        int n_recoded = list->archive + list->warm, fewest = 0;
         if (p->stored_layer != layer || list->len <= n_tokens) continue;
-        if (coded) must = tkvi_block_end(kv, list, ids, list->sinks + coded - 1);
-        if (list->expired && list->expired + p->kept_window > must) must = list->expired + p->kept_window;
-        for (i = list->n;
-             TKVI_HAS_NO_SLOT && kv->pool.n_offloaded && i-- > 0 && tkvi_block_end(kv, list, ids, i) > must;)
-            if (tkvi_is_offloaded(&kv->pool.block[ids[i]])) must = tkvi_block_end(kv, list, ids, i);
-        if (n_tokens < must)
+        if (n_recoded) fewest = tkvi_block_end(kv, list, ids, list->sinks + n_recoded - 1);
+        if (list->expired && list->expired + p->kept_window > fewest) fewest = list->expired + p->kept_window;
+        for (i = list->n; TKVI_HAS_NO_SLOT && kv->pool.n_offloaded && i-- > 0 &&
+                          tkvi_block_end(kv, list, ids, i) > fewest;)
+            if (tkvi_is_offloaded(&kv->pool.block[ids[i]])) fewest = tkvi_block_end(kv, list, ids, i);
+        if (n_tokens < fewest)
             return tkvi_fail(kv, TKV_ERR_INEXACT,
-                             "older tokens are compressed, offloaded, discarded or evicted; at least", must,
+                             "older tokens are compressed, offloaded, discarded or evicted; at least", fewest,
                              " must stay");
     }
-    taken = tkvi_pages_taken(&kv->pool);
+    pages_before = tkvi_n_pages_taken(&kv->pool);
     for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++)
         if (tkvi_list_of(kv, seq, layer)->len > n_tokens) tkvi_truncate_list(kv, seq, layer, n_tokens);
     tkvi_release_unused(kv, seq);
-    if (tkvi_pages_taken(&kv->pool) > taken) /* after evictions, tokens may need more blocks */
+    if (tkvi_n_pages_taken(&kv->pool) >
+        pages_before) /* after evictions the reserved tokens may need more blocks than before */
         tkvi_reserve_slots(kv, seq, 0);
     return tkvi_ok(kv);
 }
@@ -24357,16 +24401,16 @@ TKV_API tkv_status tkv_seq_reset(tkv_cache *kv, int seq) {
 /* >>reading */
 TKV_API tkv_status tkv_read(tkv_cache *kv, int seq, int layer, int start, int n, float *k, float *v) {
     const tkv_config *cfg;
-    const tkvi_simd_ops *help;
+    const tkvi_simd_ops *simd_ops;
     const tkvi_list *list;
     const uint32_t *ids;
-    tkvi_fetch_buffer room;
+    tkvi_fetch_buffer buffer;
     int i, h, from, to, slot;
-    room.key = TKVI_NIL;
+    buffer.key = TKVI_NIL;
     layer = tkvi_stored_layer(kv, seq, layer);
     if (layer < 0 || start < 0 || n < 0) return TKV_ERR_ARG;
     cfg = &kv->tables.cfg;
-    help = kv->kernels->simd_ops;
+    simd_ops = kv->kernels->simd_ops;
     list = tkvi_list_of(kv, seq, layer);
     ids = tkvi_ids(kv, seq, layer);
     if (start < list->expired || start > list->len || n > list->len - start) return TKV_ERR_RANGE;
@@ -24374,28 +24418,28 @@ TKV_API tkv_status tkv_read(tkv_cache *kv, int seq, int layer, int start, int n,
         return TKV_ERR_RANGE;
     for (i = start; i < start + n && tkvi_has_discarded(kv, seq, layer, i, start + n);
          i++) { /* anchors can be read: they are in the sinks' block */
-        const int at = tkvi_find_token(kv, list, ids, i, &slot);
-        if (at >= 0 && tkvi_is_discarded(&kv->pool.block[ids[at]])) return TKV_ERR_NO_SOURCE;
+        const int block = tkvi_find_token(kv, list, ids, i, &slot);
+        if (block >= 0 && tkvi_is_discarded(&kv->pool.block[ids[block]])) return TKV_ERR_NO_SOURCE;
     }
     for (from = start; from < start + n; from = to) {
         const size_t row = (size_t)(from - start) * (size_t)cfg->model.n_kv_heads;
-        const tkvi_layout *c;
+        const tkvi_layout *layout;
         i = tkvi_find_token(kv, list, ids, from, &slot);
         if (i < 0) return TKV_ERR_RANGE;
-        c = &kv->tables.layout[kv->pool.block[ids[i]].layout];
-        to = tkvi_min(start + n, tkvi_block_end(kv, list, ids, i)); /* no token in between is evicted */
-        if (TKVI_HAS_EVICT && cfg->tiers.n_anchors) to = from + 1;  /* unless one is an anchor */
+        layout = &kv->tables.layout[kv->pool.block[ids[i]].layout];
+        to = tkvi_min(start + n, tkvi_block_end(kv, list, ids, i)); /* none of these tokens is evicted */
+        if (TKVI_HAS_EVICT && cfg->tiers.n_anchors) to = from + 1;  /* an anchor is in another block */
         for (h = 0; h < cfg->model.n_kv_heads; h++) {
-            const tkvi_record *r = &c->record[h];
+            const tkvi_record *r = &layout->record[h];
             size_t dk = (size_t)cfg->model.head_dim, dv = (size_t)cfg->model.v_head_dim,
                    heads = (size_t)cfg->model.n_kv_heads;
             const uint8_t *bytes;
-            tkv_status st = k ? tkvi_side_bytes(kv, ids[i], h, TKV_K, &room, &bytes) : TKV_OK;
+            tkv_status st = k ? tkvi_get_side_bytes(kv, ids[i], h, TKV_K, &buffer, &bytes) : TKV_OK;
             if (k && !st)
-                tkvi_values(&r->k, help, bytes, slot, to - from, k + (row + (size_t)h) * dk, heads * dk);
-            if (v && !st) st = tkvi_side_bytes(kv, ids[i], h, TKV_V, &room, &bytes);
+                tkvi_values(&r->k, simd_ops, bytes, slot, to - from, k + (row + (size_t)h) * dk, heads * dk);
+            if (v && !st) st = tkvi_get_side_bytes(kv, ids[i], h, TKV_V, &buffer, &bytes);
             if (v && !st)
-                tkvi_values(&r->v, help, bytes, slot, to - from, v + (row + (size_t)h) * dv, heads * dv);
+                tkvi_values(&r->v, simd_ops, bytes, slot, to - from, v + (row + (size_t)h) * dv, heads * dv);
             if (st) return st;
         }
     }
@@ -24449,7 +24493,7 @@ TKV_API tkv_status tkv_evict(tkv_cache *kv, const tkv_evict_params *p) {
     tkvi_choice c;
     tkv_status st;
     int layer, pass, keep;
-    if (!TKVI_HAS_EVICT) return tkvi_left_out(kv, "TKV_NO_EVICT leaves this out");
+    if (!TKVI_HAS_EVICT) return tkvi_refuse_left_out(kv, "TKV_NO_EVICT leaves this out");
     if (!kv) return TKV_ERR_ARG;
     if (!p) return tkvi_fail(kv, TKV_ERR_ARG, "the parameters are missing", 0, NULL);
     st = tkvi_evictable(kv, p->seq, p->layer);
@@ -24487,7 +24531,7 @@ TKV_API tkv_status tkv_evict(tkv_cache *kv, const tkv_evict_params *p) {
 TKV_API tkv_status tkv_seq_pin(tkv_cache *kv, int seq, int start, int n, int until) {
     tkv_status st;
     int layer, i, t;
-    if (!TKVI_HAS_EVICT) return tkvi_left_out(kv, "TKV_NO_EVICT leaves this out");
+    if (!TKVI_HAS_EVICT) return tkvi_refuse_left_out(kv, "TKV_NO_EVICT leaves this out");
     st = tkvi_evictable(kv, seq, TKV_ALL_LAYERS);
     if (st) return st;
     if (start < 0 || n < 0 || n > TKVI_FOREVER - start)
@@ -24538,7 +24582,7 @@ TKV_API tkv_status tkv_seq_pin(tkv_cache *kv, int seq, int start, int n, int unt
 TKV_API tkv_status tkv_offload(tkv_cache *kv, int seq, int layer, int n_blocks, int *done) {
     int l, i, n = 0;
     if (done) *done = 0;
-    if (!TKVI_HAS_OFFLOAD) return tkvi_left_out(kv, "TKV_NO_OFFLOAD leaves this out");
+    if (!TKVI_HAS_OFFLOAD) return tkvi_refuse_left_out(kv, "TKV_NO_OFFLOAD leaves this out");
     if (!tkvi_has_seq(kv, seq)) return tkvi_refuse_seq(kv, seq);
     if (!kv->tables.cfg.offload.write)
         return tkvi_fail(kv, TKV_ERR_ARG, "the cache was created without cfg.offload", 0, NULL);
@@ -24570,7 +24614,7 @@ static tkv_status tkvi_promote_ready(tkv_cache *kv, int layout) {
                              NULL);
         tkvi_trim_to(&kv->pool, 0);
     }
-    if (tkvi_peak_ready(&kv->pool, &dry_run)) return TKV_OK;
+    if (tkvi_allocate_peak(&kv->pool, &dry_run)) return TKV_OK;
     return tkvi_fail(kv, kv->pool.keep_all ? TKV_ERR_CAPACITY : TKV_ERR_NOMEM,
                      "no memory for a block in a better format", 0, NULL);
 }
@@ -24640,7 +24684,7 @@ static tkv_status tkvi_promote_block(tkv_cache *kv, int seq, int layer, int i, i
         tkvi_max(0, tkvi_min(list->n_offloaded, i - list->sinks)); /* it may be offloaded again */
     list->n_recoded = tkvi_max(0, tkvi_min(list->n_recoded, i - list->sinks));
     list->n_tightest = tkvi_max(0, tkvi_min(list->n_tightest, i - list->sinks));
-    tkvi_note_move(kv, id, list->len);
+    tkvi_record_move(kv, id, list->len);
     kv->n_promoted++;
     tkvi_trim(&kv->pool);
     return tkvi_ok(kv);
@@ -24649,7 +24693,7 @@ static tkv_status tkvi_promote_block(tkv_cache *kv, int seq, int layer, int i, i
 TKV_API tkv_status tkv_promote(tkv_cache *kv, int seq, int layer, int position) {
     const tkvi_list *list;
     int i, place;
-    if (!TKVI_HAS_OFFLOAD) return tkvi_left_out(kv, "TKV_NO_OFFLOAD leaves this out");
+    if (!TKVI_HAS_OFFLOAD) return tkvi_refuse_left_out(kv, "TKV_NO_OFFLOAD leaves this out");
     if (!tkvi_has_seq(kv, seq)) return tkvi_refuse_seq(kv, seq);
     if (!tkvi_has_own_layer(kv, seq, layer)) return tkvi_refuse_layer(kv, layer);
     list = tkvi_list_of(kv, seq, layer);
@@ -24665,30 +24709,30 @@ TKV_API tkv_status tkv_promote(tkv_cache *kv, int seq, int layer, int position) 
 #endif /* TKVI_STEP_PROMOTE_H */
 /* ======== step/recompute.h ======== */
 /*
- * step/recompute.h - discards blocks (reclaim/discard.h) by hand or as tkv_decide_discard decides, and takes their
- * keys and values back when the caller's model has recomputed them.
+ * step/recompute.h - discards blocks (reclaim/discard.h) when the caller or tkv_decide_discard says so. Stores their
+ * keys and values again after the caller's model has recomputed them.
  *
  * Recomputed keys and values are stored as an append stores them: first in the hot format, then recoded as the
- * block was before. A block remembers its last two codings after the hot one. If it had no others, its bytes are
- * the same as before, unless tokens of it were evicted or the SQUAT factors have changed since. A block that a
- * budget recoded three times or more comes back through its last two codings only: fewer roundings, so no worse.
+ * block was before. A block stores its last two layouts after the hot one. If it had no others, its bytes are the
+ * same as before, unless tokens of it were evicted or the SQUAT factors have changed since. A block that a budget
+ * recoded three times or more is recoded only to its last two layouts. It then has fewer rounding errors.
  */
 #ifndef TKVI_STEP_RECOMPUTE_H
 #define TKVI_STEP_RECOMPUTE_H
 
 
 /* >>discarded positions */
-/* The first position above `at` where a run of positions can be cut: no block of any layer crosses it. absent 1:
- * only discarded blocks count. */
-static int tkvi_piece_end(const tkv_cache *kv, int seq, int at, int absent) {
-    int layer, i, end = at + 1, had = at;
-    while (had < end) {
-        had = end;
+/* The first position above `at` that no block of any layer crosses. discarded_only: 1 looks only at discarded
+ * blocks. */
+static int tkvi_next_cut(const tkv_cache *kv, int seq, int at, int discarded_only) {
+    int layer, i, end = at + 1, end_before = at;
+    while (end_before < end) {
+        end_before = end;
         for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++) {
             const tkvi_list *list = tkvi_list_of(kv, seq, layer);
             const uint32_t *ids = tkvi_ids(kv, seq, layer);
             i = list->n ? tkvi_block_at(kv, list, ids, tkvi_min(end - 1, list->len - 1)) : -1;
-            if (i < 0 || (absent && !tkvi_needs_recompute(kv, list, ids, i))) continue;
+            if (i < 0 || (discarded_only && !tkvi_needs_recompute(kv, list, ids, i))) continue;
             end = tkvi_max(end, tkvi_block_end(kv, list, ids, i));
         }
     }
@@ -24720,15 +24764,15 @@ TKV_API tkv_status tkv_seq_find_discarded(const tkv_cache *kv, int seq, int *sta
     at = tkvi_first_discarded(kv, seq, 0);
     if (at < 0) return TKV_OK;
     *start = at;
-    while (tkvi_first_discarded(kv, seq, at) == at) at = tkvi_piece_end(kv, seq, at, 1);
+    while (tkvi_first_discarded(kv, seq, at) == at) at = tkvi_next_cut(kv, seq, at, 1);
     *n = at - *start;
     return TKV_OK;
 }
 
-/* Positions start .. end-1, all layers together, as tkv_decide_discard and tkvi_remat_restore take them.
- * quantized_bytes: the bytes that they would have at this level of the ladder. */
-static tkv_remat_block tkvi_remat_piece(const tkv_cache *kv, int seq, int start, int end, int level) {
-    const int tables = !tkvi_has_open_step(kv);
+/* Describes the positions start .. end-1 of all layers for tkv_decide_discard and tkvi_remat_restore. quantized_bytes
+ * is the number of bytes that they would have at `level`. */
+static tkv_remat_block tkvi_describe_positions(const tkv_cache *kv, int seq, int start, int end, int level) {
+    const int can_learn = !tkvi_has_open_step(kv);
     tkv_remat_block piece;
     int layer, i;
     memset(&piece, 0, sizeof piece);
@@ -24739,16 +24783,19 @@ static tkv_remat_block tkvi_remat_piece(const tkv_cache *kv, int seq, int start,
         const uint32_t *ids = tkvi_ids(kv, seq, layer);
         for (i = 0; i < list->n && tkvi_block_start(kv, ids, i) < end; i++) {
             const tkvi_block *b = &kv->pool.block[ids[i]];
-            const tkvi_tier_spec *r = &tkvi_tier_specs_of(&kv->tables, layer)[level];
-            size_t bytes = kv->tables.layout[b->layout].bytes.total, tight;
+            const tkvi_tier_spec *spec = &tkvi_tier_specs_of(&kv->tables, layer)[level];
+            size_t bytes = kv->tables.layout[b->layout].bytes.total, recoded_bytes;
             if (tkvi_block_end(kv, list, ids, i) <= start) continue;
             if (tkvi_is_discarded(b)) piece.discarded = 1;
             if (tkvi_is_discarded(b)) piece.layers = layer + 1;
             if (tkvi_is_offloaded(b)) continue;
-            tight = kv->tables.layout[r->layout[tkvi_due_tier(kv, seq, layer, i, r, tables)]].bytes.total;
+            recoded_bytes = kv->tables.layout[spec->layout[tkvi_due_tier(kv, seq, layer, i, spec, can_learn)]]
+                                .bytes.total;
             piece.bytes += bytes;
             piece.quantized_bytes +=
-                tkvi_has_budget(kv) && i >= list->sinks && b->refs == 1 && tight < bytes ? tight : bytes;
+                tkvi_has_budget(kv) && i >= list->sinks && b->refs == 1 && recoded_bytes < bytes
+                    ? recoded_bytes
+                    : bytes;
         }
     }
     if (!piece.discarded) piece.layers = 0;
@@ -24756,7 +24803,7 @@ static tkv_remat_block tkvi_remat_piece(const tkv_cache *kv, int seq, int start,
 }
 
 /* The level that tkv_seq_free_bytes would recode to. */
-static int tkvi_next_level(const tkv_cache *kv) {
+static int tkvi_level_to_recode_to(const tkv_cache *kv) {
     return tkvi_has_budget(kv) ? tkvi_min(kv->tables.level + 1, kv->pressure.cfg.max_level)
                                : kv->tables.level;
 }
@@ -24771,17 +24818,18 @@ TKV_API tkv_status tkv_seq_list_blocks(const tkv_cache *kv, int seq, tkv_remat_b
         if (tkvi_list_of(kv, seq, layer)->n)
             at = tkvi_min(at, tkvi_block_start(kv, tkvi_ids(kv, seq, layer), 0));
     for (; at < len; at = end, count++) {
-        end = tkvi_min(tkvi_piece_end(kv, seq, at, 0), len);
-        if (count < capacity) out[count] = tkvi_remat_piece(kv, seq, at, end, tkvi_next_level(kv));
+        end = tkvi_min(tkvi_next_cut(kv, seq, at, 0), len);
+        if (count < capacity)
+            out[count] = tkvi_describe_positions(kv, seq, at, end, tkvi_level_to_recode_to(kv));
     }
     *n = count;
     return TKV_OK;
 }
 
 /* >>discarding */
-/* Can blocks of this sequence be discarded or given back now? Sets the error if not. */
-static tkv_status tkvi_remat_seq(tkv_cache *kv, int seq) {
-    if (!TKVI_HAS_DISCARD) return tkvi_left_out(kv, "TKV_NO_DISCARD leaves this out");
+/* Checks that blocks of a sequence can be discarded or restored now. Sets the error if not. */
+static tkv_status tkvi_check_seq_for_discard(tkv_cache *kv, int seq) {
+    if (!TKVI_HAS_DISCARD) return tkvi_refuse_left_out(kv, "TKV_NO_DISCARD leaves this out");
     if (!tkvi_has_seq(kv, seq)) return tkvi_refuse_seq(kv, seq);
     if (kv->seq[seq].in_step)
         return tkvi_fail(kv, TKV_ERR_STATE, "a step is open; commit or abort it first", 0, NULL);
@@ -24789,7 +24837,7 @@ static tkv_status tkvi_remat_seq(tkv_cache *kv, int seq) {
 }
 
 TKV_API tkv_status tkv_seq_discard(tkv_cache *kv, int seq, int n_tokens, int *dropped) {
-    tkv_status st = tkvi_remat_seq(kv, seq);
+    tkv_status st = tkvi_check_seq_for_discard(kv, seq);
     int first, last, end;
     if (dropped) *dropped = 0;
     if (!TKVI_HAS_DISCARD || st) return st;
@@ -24805,9 +24853,9 @@ TKV_API tkv_status tkv_seq_discard(tkv_cache *kv, int seq, int n_tokens, int *dr
 TKV_API tkv_status tkv_seq_free_bytes(tkv_cache *kv, int seq, tkv_remat *r, float pressure, size_t need,
                                       tkv_remat_block *blocks, tkv_remat_action *actions, int capacity,
                                       size_t *freed) {
-    tkv_status st = tkvi_remat_seq(kv, seq);
-    size_t won = 0;
-    int n = 0, i, to = 0, last = 0, tighten = 0;
+    tkv_status st = tkvi_check_seq_for_discard(kv, seq);
+    size_t freed_bytes = 0;
+    int n = 0, i, to = 0, last = 0, n_to_recode = 0;
     if (freed) *freed = 0;
     if (!TKVI_HAS_DISCARD || st) return st;
     if (!r) return tkvi_fail(kv, TKV_ERR_ARG, "r is missing", 0, NULL);
@@ -24819,112 +24867,114 @@ TKV_API tkv_status tkv_seq_free_bytes(tkv_cache *kv, int seq, tkv_remat *r, floa
     if (st) return tkvi_fail(kv, st, "pressure is not finite, or actions are missing", 0, NULL);
     for (i = 0; i < n; i++) {
         if (actions[i] == TKV_REMAT_DISCARD) to = blocks[i].end;
-        tighten += actions[i] == TKV_REMAT_QUANTIZE;
+        n_to_recode += actions[i] == TKV_REMAT_QUANTIZE;
     }
     to = tkvi_min(to, tkvi_discardable_to(kv, seq, kv->tables.level));
-    won = tkvi_discard_to(kv, seq, to, 1, &last);
-    if (tighten) {
+    freed_bytes = tkvi_discard_to(kv, seq, to, 1, &last);
+    if (n_to_recode) {
         tkvi_clear_request(kv);
-        tkvi_change_level(kv, tkvi_next_level(kv));
-        for (i = 0; i < tighten * kv->tables.cfg.model.n_layers && won < need; i++)
-            won += tkvi_recode_oldest(kv, kv->tables.cfg.budget.bytes, 1);
+        tkvi_change_level(kv, tkvi_level_to_recode_to(kv));
+        for (i = 0; i < n_to_recode * kv->tables.cfg.model.n_layers && freed_bytes < need; i++)
+            freed_bytes += tkvi_recode_oldest(kv, kv->tables.cfg.budget.bytes, 1);
     }
-    if (freed) *freed = won;
+    if (freed) *freed = freed_bytes;
     tkvi_release_unused(kv, seq);
     return tkvi_ok(kv);
 }
 
-/* >>giving recomputed tokens back */
-/* The codings that recomputed tokens of block i pass through, hot first, in `way`; returns how many. */
-static int tkvi_restore_layouts(const tkv_cache *kv, int seq, int layer, int i, int *way) {
+/* >>restoring recomputed tokens */
+/* Sets `layouts` to the layouts through which recomputed tokens of block i are recoded, hot first. Returns their
+ * number. */
+static int tkvi_restore_layouts(const tkv_cache *kv, int seq, int layer, int i, int *layouts) {
     const tkvi_tables *t = &kv->tables;
-    const tkvi_tier_spec *r = &t->plan[layer].now;
+    const tkvi_tier_spec *spec = &t->plan[layer].now;
     const tkvi_block *b = &kv->pool.block[tkvi_ids(kv, seq, layer)[i]];
     tkv_tier tier = tkvi_tier_at(tkvi_list_of(kv, seq, layer), i);
     int n = 0;
-    way[n++] = r->layout[TKV_TIER_HOT];
-    if (b->previous_layout) way[n++] = b->previous_layout - 1;
-    if (!tkvi_is_hot_layout(kv, layer, b->layout)) way[n++] = b->layout;
-    if (tier == TKV_TIER_ARCHIVE && r->warm == TKVI_FOREVER)
+    layouts[n++] = spec->layout[TKV_TIER_HOT];
+    if (b->previous_layout) layouts[n++] = b->previous_layout - 1;
+    if (!tkvi_is_hot_layout(kv, layer, b->layout)) layouts[n++] = b->layout;
+    if (tier == TKV_TIER_ARCHIVE && spec->warm == TKVI_FOREVER)
         tier = TKV_TIER_WARM; /* this level has no archive */
     /* In a cache created with a budget the block keeps its layout. Without one it may have aged meanwhile. */
-    if (t->recode_pages || tier == TKV_TIER_HOT || t->layout[b->layout].key == r->key[tier] ||
+    if (t->recode_pages || tier == TKV_TIER_HOT || t->layout[b->layout].key == spec->key[tier] ||
         tkvi_must_wait_for_table(kv, layer, tier))
         return n;
-    if (n == 1 && tier == TKV_TIER_ARCHIVE && r->key[TKV_TIER_WARM] != r->key[TKV_TIER_HOT] &&
+    if (n == 1 && tier == TKV_TIER_ARCHIVE && spec->key[TKV_TIER_WARM] != spec->key[TKV_TIER_HOT] &&
         !tkvi_must_wait_for_table(kv, layer, TKV_TIER_WARM))
-        way[n++] = tkvi_layout_of(t, layer, TKV_TIER_WARM);
-    if (t->layout[way[n - 1]].key != r->key[tier]) way[n++] = tkvi_layout_of(t, layer, tier);
+        layouts[n++] = tkvi_layout_of(t, layer, TKV_TIER_WARM);
+    if (t->layout[layouts[n - 1]].key != spec->key[tier]) layouts[n++] = tkvi_layout_of(t, layer, tier);
     return n;
 }
 
 /* Stores the tokens of the discarded block i and recodes them. Row 0 of k and v belongs to position `start`. Cannot
- * fail: tkvi_peak_ready has made room. */
+ * fail: tkvi_allocate_peak has allocated its slots. */
 static void tkvi_restore_block(tkv_cache *kv, int seq, int layer, int i, const tkvi_source *k,
                                const tkvi_source *v, int start) {
     tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const uint32_t id = tkvi_ids(kv, seq, layer)[i];
     const int n = tkvi_block_tokens(kv, list, tkvi_ids(kv, seq, layer), i);
     const int saturate = kv->tables.cfg.host.nonfinite == TKV_NONFINITE_SATURATE;
-    const tkvi_layout *c;
+    const tkvi_layout *hot;
     tkvi_block *b = &kv->pool.block[id];
-    tkvi_recoding r;
+    tkvi_recoding recoding;
     uint32_t page;
     uint8_t *bytes;
-    int way[TKV_TIER_COUNT + 1], steps = tkvi_restore_layouts(kv, seq, layer, i, way), s, h, t;
-    c = &kv->tables.layout[way[0]];
-    tkvi_take_slot(&kv->pool, c->size_class, id, &page, &s);
+    int layouts[TKV_TIER_COUNT + 1], n_layouts = tkvi_restore_layouts(kv, seq, layer, i, layouts), s, h, t;
+    hot = &kv->tables.layout[layouts[0]];
+    tkvi_take_slot(&kv->pool, hot->size_class, id, &page, &s);
     tkvi_forget_offloaded(&kv->pool, id);
     b->page = page;
     b->slot = (uint16_t)s;
-    b->layout = (uint16_t)way[0];
+    b->layout = (uint16_t)layouts[0];
     bytes = tkvi_block_bytes(&kv->pool, b);
-    memset(bytes, 0, c->bytes.total);
+    memset(bytes, 0, hot->bytes.total);
     for (t = 0; t < n; t++)
         for (h = 0; h < kv->tables.cfg.model.n_kv_heads; h++) {
-            const tkvi_record *rec = &c->record[h];
+            const tkvi_record *record = &hot->record[h];
             const int row = tkvi_slot_position(kv, id, t) - start;
-            tkvi_store_row(&rec->k, kv->kernels->simd_ops, k, row, h, t, saturate, bytes + rec->at);
-            tkvi_store_row(&rec->v, kv->kernels->simd_ops, v, row, h, t, saturate,
-                           bytes + rec->at + rec->v_at);
+            tkvi_store_row(&record->k, kv->kernels->simd_ops, k, row, h, t, saturate, bytes + record->at);
+            tkvi_store_row(&record->v, kv->kernels->simd_ops, v, row, h, t, saturate,
+                           bytes + record->at + record->v_at);
         }
-    r.kv = kv;
-    r.layer = layer;
-    r.start = b->start;
-    r.live_mask = ~(uint64_t)0 >> (TKVI_BLOCK - n); /* evicted tokens keep their slots */
-    for (s = 1; s < steps; s++) {
-        r.from = &kv->tables.layout[way[s - 1]];
-        r.to = &kv->tables.layout[way[s]];
-        tkvi_recode_block(&kv->pool, id, way[s], tkvi_recode_heads, &r);
+    recoding.kv = kv;
+    recoding.layer = layer;
+    recoding.start = b->start;
+    recoding.live_mask = ~(uint64_t)0 >> (TKVI_BLOCK - n); /* evicted tokens keep their slots */
+    for (s = 1; s < n_layouts; s++) {
+        recoding.from = &kv->tables.layout[layouts[s - 1]];
+        recoding.to = &kv->tables.layout[layouts[s]];
+        tkvi_recode_block(&kv->pool, id, layouts[s], tkvi_recode_heads, &recoding);
     }
-    b->previous_layout = (uint16_t)(steps > 2 ? way[steps - 2] + 1 : 0);
+    b->previous_layout = (uint16_t)(n_layouts > 2 ? layouts[n_layouts - 2] + 1 : 0);
     list->n_offloaded = tkvi_max(0, tkvi_min(list->n_offloaded, i - list->sinks));
     list->n_recoded = tkvi_max(0, tkvi_min(list->n_recoded, i - list->sinks));
     list->n_tightest = tkvi_max(0, tkvi_min(list->n_tightest, i - list->sinks));
     kv->recomputed++;
 }
 
-/* Dry run of giving back the discarded blocks first .. last-1 of a layer. Each block takes a slot of its last
- * layout. Blocks are recoded one after the other, so the other codings are counted once, for the longest way. */
-static tkvi_peak tkvi_dry_run_give(tkv_cache *kv, int seq, int layer, int first, int last) {
+/* Dry run of restoring the discarded blocks first .. last-1 of a layer. Each block takes a slot of its last layout.
+ * Blocks are recoded one after the other. So slots of the other layouts are counted once, for the block with the
+ * most layouts. */
+static tkvi_peak tkvi_dry_run_restore(tkv_cache *kv, int seq, int layer, int first, int last) {
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
     tkvi_peak dry_run = tkvi_begin_dry_run(kv);
-    int i, s, most = 0, way[TKV_TIER_COUNT + 1], longest[TKV_TIER_COUNT + 1];
+    int i, s, n_longest = 0, layouts[TKV_TIER_COUNT + 1], longest[TKV_TIER_COUNT + 1];
     for (i = first; i < last; i++) {
-        int steps;
+        int n_layouts;
         if (!tkvi_is_discarded(&kv->pool.block[ids[i]])) continue;
-        steps = tkvi_restore_layouts(kv, seq, layer, i, way);
+        n_layouts = tkvi_restore_layouts(kv, seq, layer, i, layouts);
         dry_run.n_offloaded--;
-        tkvi_peak_take(&dry_run, way[steps - 1]);
-        if (steps > most) memcpy(longest, way, sizeof way), most = steps;
+        tkvi_peak_take(&dry_run, layouts[n_layouts - 1]);
+        if (n_layouts > n_longest) memcpy(longest, layouts, sizeof layouts), n_longest = n_layouts;
     }
-    for (s = 0; s + 1 < most; s++) tkvi_peak_take(&dry_run, longest[s]);
+    for (s = 0; s + 1 < n_longest; s++) tkvi_peak_take(&dry_run, longest[s]);
     return dry_run;
 }
 
 TKV_API tkv_status tkv_restore(tkv_cache *kv, int seq, int layer, int start, const float *k, const float *v,
                                int n) {
-    tkv_status st = tkvi_remat_seq(kv, seq);
+    tkv_status st = tkvi_check_seq_for_discard(kv, seq);
     tkvi_list *list;
     const uint32_t *ids;
     tkvi_source from_k, from_v;
@@ -24939,13 +24989,13 @@ TKV_API tkv_status tkv_restore(tkv_cache *kv, int seq, int layer, int start, con
     if (start > list->len || n > list->len - start)
         return tkvi_fail(kv, TKV_ERR_RANGE, "the layer has fewer tokens than", (int64_t)start + n, "");
     for (i = 0; i < list->n; i++) {
-        const int at = tkvi_block_start(kv, ids, i), end = tkvi_block_end(kv, list, ids, i);
+        const int block_start = tkvi_block_start(kv, ids, i), end = tkvi_block_end(kv, list, ids, i);
         if (!tkvi_is_discarded(&kv->pool.block[ids[i]])) continue;
         if (first < 0 && end <= start)
-            return tkvi_fail(kv, TKV_ERR_STATE, "tokens are restored front to back; next are those from", at,
-                             " on");
-        if (at >= start + n) break;
-        if (at < start || end > start + n)
+            return tkvi_fail(kv, TKV_ERR_STATE, "tokens are restored front to back; next are those from",
+                             block_start, " on");
+        if (block_start >= start + n) break;
+        if (block_start < start || end > start + n)
             return tkvi_fail(kv, TKV_ERR_RANGE, "whole blocks are restored; this one ends at position", end,
                              " (tkv_seq_find_discarded)");
         if (first < 0) first = i;
@@ -24963,21 +25013,21 @@ TKV_API tkv_status tkv_restore(tkv_cache *kv, int seq, int layer, int start, con
     from_v.head_stride = from_v.dim;
     from_v.token_stride = (ptrdiff_t)kv->tables.cfg.model.n_kv_heads * from_v.dim;
     if (kv->tables.cfg.host.nonfinite == TKV_NONFINITE_REFUSE &&
-        (!tkvi_source_finite(&from_k, n, kv->tables.cfg.model.n_kv_heads) ||
-         !tkvi_source_finite(&from_v, n, kv->tables.cfg.model.n_kv_heads)))
+        (!tkvi_is_source_finite(&from_k, n, kv->tables.cfg.model.n_kv_heads) ||
+         !tkvi_is_source_finite(&from_v, n, kv->tables.cfg.model.n_kv_heads)))
         return tkvi_fail(kv, TKV_ERR_NONFINITE, "a NaN or an infinity is in k or v of layer", layer,
                          " (cfg.host.nonfinite can saturate them)");
     kv->seq[seq].used = ++kv->clock;
-    dry_run = tkvi_dry_run_give(kv, seq, layer, first, last);
+    dry_run = tkvi_dry_run_restore(kv, seq, layer, first, last);
     if (tkvi_has_budget(kv)) {
         const size_t budget = kv->tables.cfg.budget.bytes;
-        size_t takes;
+        size_t needed;
         tkvi_set_request(kv, &dry_run, NULL, 0, layer);
-        if (!tkvi_plan_reclaim(kv, budget, &takes) || !tkvi_reclaim_bytes(kv, budget))
-            return tkvi_refuse_over_budget(kv, takes);
-        dry_run = tkvi_dry_run_give(kv, seq, layer, first, last);
+        if (!tkvi_plan_reclaim(kv, budget, &needed) || !tkvi_reclaim_bytes(kv, budget))
+            return tkvi_refuse_over_budget(kv, needed);
+        dry_run = tkvi_dry_run_restore(kv, seq, layer, first, last);
     }
-    if (!tkvi_peak_ready(&kv->pool, &dry_run))
+    if (!tkvi_allocate_peak(&kv->pool, &dry_run))
         return tkvi_fail(kv, kv->pool.keep_all ? TKV_ERR_CAPACITY : TKV_ERR_NOMEM,
                          "no memory to restore tokens, in number", n, "");
     for (i = first; i < last; i++)
@@ -24989,7 +25039,7 @@ TKV_API tkv_status tkv_restore(tkv_cache *kv, int seq, int layer, int start, con
 
 TKV_API tkv_status tkv_seq_recompute(tkv_cache *kv, int seq, tkv_remat *r, int step, tkv_compute compute,
                                      void *user, int *missing) {
-    tkv_status st = tkvi_remat_seq(kv, seq);
+    tkv_status st = tkvi_check_seq_for_discard(kv, seq);
     int start = 0, n = 0, layers, at, may = 1;
     if (missing) *missing = 0;
     if (!TKVI_HAS_DISCARD || st) return st;
@@ -25000,8 +25050,8 @@ TKV_API tkv_status tkv_seq_recompute(tkv_cache *kv, int seq, tkv_remat *r, int s
         (void)tkv_seq_find_discarded(kv, seq, &start, &n);
         if (n == 0) break;
         for (at = start, layers = 0; at < start + n && may;) {
-            const int end = tkvi_piece_end(kv, seq, at, 1);
-            const tkv_remat_block piece = tkvi_remat_piece(kv, seq, at, end, kv->tables.level);
+            const int end = tkvi_next_cut(kv, seq, at, 1);
+            const tkv_remat_block piece = tkvi_describe_positions(kv, seq, at, end, kv->tables.level);
             int first;
             if (tkvi_remat_restore(r, &piece, 1, step, &first, &may))
                 return tkvi_fail(kv, TKV_ERR_ARG, "r is of a model with fewer layers than", piece.layers, "");
@@ -25010,14 +25060,14 @@ TKV_API tkv_status tkv_seq_recompute(tkv_cache *kv, int seq, tkv_remat *r, int s
             at = end;
         }
         if (at == start) break;
-        kv->error[0] = 0; /* so that a sentence there afterwards comes from compute */
+        kv->error[0] = 0; /* so that an error text found afterwards is from compute */
         st = compute(user, kv, seq, 0, layers, start, at - start);
         if (!st && tkvi_first_discarded(kv, seq, 0) >= 0 && tkvi_first_discarded(kv, seq, 0) < at)
             st = TKV_ERR_STATE;
     }
     if (missing)
         for (at = 0; (at = tkvi_first_discarded(kv, seq, at)) >= 0; at = n) {
-            n = tkvi_piece_end(kv, seq, at, 1);
+            n = tkvi_next_cut(kv, seq, at, 1);
             *missing += n - at;
         }
     if (!st) return tkvi_ok(kv);
@@ -25080,7 +25130,7 @@ TKV_API tkv_status tkv_get_importance(tkv_cache *kv, int seq, int layer, int sta
     tkvi_ranking r;
     tkv_status st;
     int i, t;
-    if (!TKVI_HAS_EVICT) return tkvi_left_out(kv, "TKV_NO_EVICT leaves this out");
+    if (!TKVI_HAS_EVICT) return tkvi_refuse_left_out(kv, "TKV_NO_EVICT leaves this out");
     st = tkvi_ranking_init(&r, kv, seq, layer);
     if (st) return st;
     if (n < 0 || (n > 0 && !out)) return TKV_ERR_ARG;
@@ -25093,7 +25143,7 @@ TKV_API tkv_status tkv_get_importance(tkv_cache *kv, int seq, int layer, int sta
     for (i = 0; i < r.list->n; i++) {
         float x[TKVI_BLOCK];
         int position[TKVI_BLOCK], found;
-        if (tkvi_block_reach(kv, r.list, r.ids, i) <= start) continue;
+        if (tkvi_block_position_end(kv, r.list, r.ids, i) <= start) continue;
         if (tkvi_block_start(kv, r.ids, i) - start >= n) break;
         found = tkvi_ranking_block(&r, i, position, x);
         for (t = 0; t < found; t++) {
@@ -25111,7 +25161,7 @@ TKV_API tkv_status tkv_add_scores(tkv_cache *kv, int seq, int layer, int start, 
     tkv_status st;
     float low;
     int i, t;
-    if (!TKVI_HAS_EVICT) return tkvi_left_out(kv, "TKV_NO_EVICT leaves this out");
+    if (!TKVI_HAS_EVICT) return tkvi_refuse_left_out(kv, "TKV_NO_EVICT leaves this out");
     if (!kv) return TKV_ERR_ARG;
     st = tkvi_ranking_init(&r, kv, seq, layer);
     if (st == TKV_ERR_ARG)
@@ -25158,7 +25208,7 @@ TKV_API tkv_status tkv_find_top_tokens(tkv_cache *kv, int seq, int layer, int k,
     tkv_evict_config evict;
     tkv_status st;
     int i, t, low, high, found = 0;
-    if (!TKVI_HAS_EVICT) return tkvi_left_out(kv, "TKV_NO_EVICT leaves this out");
+    if (!TKVI_HAS_EVICT) return tkvi_refuse_left_out(kv, "TKV_NO_EVICT leaves this out");
     st = tkvi_ranking_init(&r, kv, seq, layer);
     if (st) return st;
     if (k < 0 || (k > 0 && !out) || !count) return TKV_ERR_ARG;
@@ -25254,7 +25304,7 @@ static tkv_status tkvi_promote_candidates(const tkvi_ranking *r, int seq, int la
             st = tkv_seq_recompute(kv, seq, p->remat, tkvi_max(best->now, p->remat->step), p->compute,
                                    p->user, NULL);
         if (!asked || tkvi_is_discarded(&kv->pool.block[id])) continue;
-        tkvi_note_move(kv, id, r->list->len);
+        tkvi_record_move(kv, id, r->list->len);
         ++*done;
     }
     return st;
@@ -25265,8 +25315,8 @@ TKV_API tkv_status tkv_promote_important(tkv_cache *kv, int seq, int layer, tkv_
     tkvi_promoting best;
     tkv_status st;
     int done = 0;
-    if (!TKVI_HAS_EVICT) return tkvi_left_out(kv, "TKV_NO_EVICT leaves this out");
-    if (!TKVI_HAS_NO_SLOT) return tkvi_left_out(kv, "TKV_NO_OFFLOAD leaves this out");
+    if (!TKVI_HAS_EVICT) return tkvi_refuse_left_out(kv, "TKV_NO_EVICT leaves this out");
+    if (!TKVI_HAS_NO_SLOT) return tkvi_refuse_left_out(kv, "TKV_NO_OFFLOAD leaves this out");
     if (!tkvi_has_seq(kv, seq)) return tkvi_refuse_seq(kv, seq);
     if (!tkvi_has_own_layer(kv, seq, layer)) return tkvi_refuse_layer(kv, layer);
     if (!p || p->by.used < 0 || !p->compute != !p->remat)
@@ -25423,7 +25473,7 @@ TKV_API tkv_status tkv_get_quality(const tkv_cache *kv, int layer, tkv_quality_i
 
 TKV_API tkv_status tkv_reset_quality(tkv_cache *kv) {
     int i;
-    if (!TKVI_HAS_METER) return tkvi_left_out(kv, "TKV_NO_METER leaves this out");
+    if (!TKVI_HAS_METER) return tkvi_refuse_left_out(kv, "TKV_NO_METER leaves this out");
     if (!kv) return TKV_ERR_ARG;
     for (i = 0; kv->meter && i < kv->meter->n; i++)
         memset(&kv->meter->head_probe[i].sum, 0, sizeof kv->meter->head_probe[i].sum);
@@ -25493,7 +25543,7 @@ TKV_API tkv_status tkv_get_memory(const tkv_cache *kv, tkv_memory_info *out) {
         for (layer = 0; layer < cfg->model.n_layers; layer++) tkvi_add_list(kv, seq, layer, 1, out);
     out->total = kv->heap.held;
     out->peak = kv->heap.peak;
-    out->tables = kv->table_bytes + tkvi_learning_held(kv);
+    out->tables = kv->table_bytes + tkvi_learning_bytes(kv);
     out->scratch = kv->scratch_bytes;
     out->exact_copies = kv->copy_bytes;
     out->index = kv->heap.held - (size_t)kv->pool.n_pages * kv->tables.page_bytes - out->tables -
@@ -25681,7 +25731,7 @@ static tkv_status tkvi_estimate_at(tkvi_derived_config *h, int level, const tkvi
     missing.blocks = stretch->missing;
     outside.missing = 0;
     missing.missing = 1;
-    if (!tkvi_fixed_sizes(h, &fixed)) return TKV_ERR_CONFIG;
+    if (!tkvi_compute_fixed_sizes(h, &fixed)) return TKV_ERR_CONFIG;
     memset(&m, 0, sizeof m);
     memset(live, 0, sizeof live);
     for (i = 0; i < h->cfg.model.n_layers && n_tokens > 0 && n_seqs > 0; i++) {
@@ -25710,22 +25760,23 @@ static tkv_status tkvi_estimate_at(tkvi_derived_config *h, int level, const tkvi
         return TKV_ERR_CONFIG; /* more than this machine can address */
     page_bytes -= h->page_bytes;
     m.tables = tkvi_table_bytes(&fixed);
-    m.scratch = fixed.solve + fixed.recode + fixed.parts;
-    m.exact_copies = fixed.shadow;
+    m.scratch = fixed.solve + fixed.recode + fixed.split_sums;
+    m.exact_copies = fixed.meter_copies;
     m.index = fixed.total - m.tables - m.scratch - m.exact_copies;
     if (h->any_shared && learned <= TKVI_SECOND_TABLE_TOKENS) m.tables += tkvi_stats_bytes(&h->cfg);
     if (learned > TKVI_FIRST_TABLE_TOKENS || h->cfg.budget.bytes) m.tables += tkvi_version_bytes(h);
     if (learned > TKVI_SECOND_TABLE_TOKENS) m.tables += tkvi_version_bytes(h);
     if (all) {
-        m.index += tkvi_cap_for(all) * tkvi_block_entry(&h->cfg) + tkvi_cap_for(pages) * sizeof(tkvi_page);
-        m.index += (size_t)tkvi_cap_for(most + 1) * (list + tkvi_choice_entry(&h->cfg));
+        m.index +=
+            tkvi_cap_for(all) * tkvi_block_entry_bytes(&h->cfg) + tkvi_cap_for(pages) * sizeof(tkvi_page);
+        m.index += (size_t)tkvi_cap_for(most + 1) * (list + tkvi_choice_entry_bytes(&h->cfg));
     }
     m.total = m.index + m.tables + m.scratch + m.exact_copies + page_bytes;
     m.peak = m.total;
     if (h->cfg.budget.bytes && all) /* a growing array exists twice for a moment: count its old size too */
-        m.peak += tkvi_cap_before(all) * tkvi_block_entry(&h->cfg) +
+        m.peak += tkvi_cap_before(all) * tkvi_block_entry_bytes(&h->cfg) +
                   tkvi_cap_before(pages) * sizeof(tkvi_page) +
-                  tkvi_cap_before(most + 1) * (list + tkvi_choice_entry(&h->cfg));
+                  tkvi_cap_before(most + 1) * (list + tkvi_choice_entry_bytes(&h->cfg));
     tkvi_sum_up(&m, &h->cfg, page_bytes);
     *out = m;
     return TKV_OK;
@@ -26107,9 +26158,9 @@ TKV_API tkv_status tkv_check(const tkv_cache *kv, char *reason, size_t size) {
         (kv->pool.keep_all ? tkvi_used_bytes(kv) : kv->heap.held) > kv->tables.cfg.budget.bytes)
         return tkvi_report_broken(&k, "more is held than the budget", (int64_t)kv->heap.held);
     if (refs != entries) return tkvi_report_broken(&k, "blocks count other holders than the lists have", 0);
-    held = kv->fixed_bytes + tkvi_learning_held(kv) + kv->pool.n_pages * kv->tables.page_bytes +
-           kv->choice_cap * tkvi_choice_entry(&kv->tables.cfg) + kv->pool.page_cap * sizeof(tkvi_page) +
-           kv->pool.block_cap * tkvi_block_entry(&kv->tables.cfg);
+    held = kv->fixed_bytes + tkvi_learning_bytes(kv) + kv->pool.n_pages * kv->tables.page_bytes +
+           kv->choice_cap * tkvi_choice_entry_bytes(&kv->tables.cfg) + kv->pool.page_cap * sizeof(tkvi_page) +
+           kv->pool.block_cap * tkvi_block_entry_bytes(&kv->tables.cfg);
     for (seq = 0; seq < kv->tables.cfg.limits.max_seqs; seq++)
         held += (size_t)kv->seq[seq].cap * (size_t)kv->tables.cfg.model.n_layers * sizeof(uint32_t);
     if (held != kv->heap.held)
@@ -27575,7 +27626,7 @@ static tkv_status tkvi_create_from_text(const char *text, size_t size, const tkv
     size_t bytes;
     tkv_status st = tkvi_validate_host(&cfg, reason, reason_size);
     if (!out) return tkvi_give_reason(TKV_ERR_ARG, "out is missing", reason, reason_size);
-    if (!st) st = tkvi_heap_of(&cfg, &heap, reason, reason_size);
+    if (!st) st = tkvi_init_heap(&cfg, &heap, reason, reason_size);
     if (st) return st;
     memset(&room, 0, sizeof room);
     room.ladder = ladder;

@@ -129,12 +129,12 @@ static int tkvi_keeps_token_meta(const tkv_config *cfg) {
 }
 
 /* Bytes of an entry of the block table, its token_meta included. */
-static size_t tkvi_block_entry(const tkv_config *cfg) {
+static size_t tkvi_block_entry_bytes(const tkv_config *cfg) {
     return sizeof(tkvi_block) + (tkvi_keeps_token_meta(cfg) ? sizeof(tkvi_token_meta) : 0);
 }
 
 static int tkvi_grow_blocks(tkvi_pool *pool, uint32_t want) {
-    const size_t entry = tkvi_block_entry(&pool->tables->cfg);
+    const size_t entry = tkvi_block_entry_bytes(&pool->tables->cfg);
     const uint32_t had = pool->block_cap, cap = tkvi_cap_for(want);
     uint32_t i;
     size_t bytes;
@@ -244,7 +244,7 @@ static uint8_t *tkvi_block_bytes(const tkvi_pool *pool, const tkvi_block *b) {
     return tkvi_slot_bytes(pool, b->page, b->slot);
 }
 
-/* Takes a slot of a class for block `owner`. There must be one (tkvi_peak_ready). */
+/* Takes a slot of a class for block `owner`. There must be one (tkvi_allocate_peak). */
 static void tkvi_take_slot(tkvi_pool *pool, int size_class, uint32_t owner, uint32_t *page, int *slot) {
     int slots = pool->tables->size_class[size_class].slots, s = 0;
     uint32_t i = pool->partial_pages[size_class];
@@ -428,7 +428,7 @@ static void tkvi_peak_give(tkvi_peak *k, int layout) { k->live[k->tables->layout
 
 /* Allocates the pages and block entries of the peak, in addition to pool.recode_pages. Returns 0 without memory or
  * page allowance. Then nothing that a caller can see has changed. */
-static int tkvi_peak_ready(tkvi_pool *pool, const tkvi_peak *k) {
+static int tkvi_allocate_peak(tkvi_pool *pool, const tkvi_peak *k) {
     if (k->most_blocks > (int64_t)0x7fffffff) return 0;
     if (pool->max_pages && k->most_pages + pool->recode_pages > pool->max_pages) return 0;
     if (!tkvi_grow_blocks(pool, (uint32_t)k->most_blocks)) return 0;

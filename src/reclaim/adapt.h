@@ -37,7 +37,7 @@ TKV_API tkv_status tkv_adapt_plan(tkv_cache *kv, tkv_feedback *f, tkv_advice *ou
     tkv_advice a;
     int hot;
     tkv_status st;
-    if (!TKVI_HAS_METER) return tkvi_left_out(kv, "TKV_NO_METER leaves this out");
+    if (!TKVI_HAS_METER) return tkvi_refuse_left_out(kv, "TKV_NO_METER leaves this out");
     if (!kv) return TKV_ERR_ARG;
     hot = tkvi_hot_tokens(kv);
     st = tkv_get_advice(f, hot, kv->tables.level, &a);

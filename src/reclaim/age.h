@@ -67,7 +67,7 @@ static void tkvi_encode_record(const tkv_cache *kv, int layer, int head, const t
     const tkv_config *cfg = &kv->tables.cfg;
     const float *k = kv->recode, *v = k + tkvi_round_up(cfg->model.head_dim, 16) * TKVI_BLOCK;
     tkvi_side to_k = r->k;
-    to_k.feedback = tkvi_feedback_of(kv, layer, head);
+    to_k.feedback = tkvi_squat_factors_of(kv, layer, head);
     to_k.start = start;
     tkvi_encode_side(&to_k, kv->kernels->simd_ops, k, (size_t)cfg->model.head_dim, n, dst);
     tkvi_encode_side(&r->v, kv->kernels->simd_ops, v, (size_t)cfg->model.v_head_dim, n, dst + r->v_at);
@@ -153,7 +153,7 @@ static void tkvi_demote_block(tkv_cache *kv, int seq, int layer, int i, int layo
         tkvi_recode_block(&kv->pool, id, layout, tkvi_recode_heads, &r);
     }
     b = &kv->pool.block[ids[i]];
-    tkvi_note_move(kv, ids[i], list->len);
+    tkvi_record_move(kv, ids[i], list->len);
     b->previous_layout = previous_layout;
     if (is_packed) {
         b->n_packed = (int16_t)tkvi_move_token_meta(kv, ids[i], 0, ids[i], r.live_mask, b->start);

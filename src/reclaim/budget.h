@@ -100,8 +100,8 @@ static int tkvi_n_row_entries(const tkv_cache *kv, const tkv_rows *row, int laye
  * memory request is served. uses_n_left: as in tkvi_n_row_entries. */
 static size_t tkvi_index_growth_bytes(const tkv_cache *kv, int64_t blocks, int uses_n_left) {
     const tkvi_memory_request *request = &kv->memory_request;
-    size_t bytes =
-        tkvi_growth_bytes(kv->pool.block_cap, blocks + request->blocks, tkvi_block_entry(&kv->tables.cfg));
+    size_t bytes = tkvi_growth_bytes(kv->pool.block_cap, blocks + request->blocks,
+                                     tkvi_block_entry_bytes(&kv->tables.cfg));
     int i, most = 0;
     for (i = 0; i < request->n_rows; i++) {
         const int n_entries = tkvi_n_row_entries(kv, &request->rows[i], request->layer, uses_n_left);
@@ -109,7 +109,7 @@ static size_t tkvi_index_growth_bytes(const tkv_cache *kv, int64_t blocks, int u
                  (size_t)kv->tables.cfg.model.n_layers;
         most = tkvi_max(most, n_entries);
     }
-    return bytes + tkvi_growth_bytes(kv->choice_cap, most, tkvi_choice_entry(&kv->tables.cfg));
+    return bytes + tkvi_growth_bytes(kv->choice_cap, most, tkvi_choice_entry_bytes(&kv->tables.cfg));
 }
 
 /* Clears the memory request. */
@@ -362,13 +362,12 @@ static void tkvi_change_level(tkv_cache *kv, int level) {
 /* Bits of kv->reclaim_stages. Every forecast at a level recodes all stale blocks, or with TKVI_LOOSEN does the
  * opposite. The other bits add stages. tkvi_reclaim_bytes applies the bits with which the forecast did fit. */
 typedef enum tkvi_reclaim_stages {
-    TKVI_LOOSEN = 1,      /* forecast only: blocks smaller than the level demands grow to its layout */
-    TKVI_OFFLOAD_ALL = 2, /* offload and discard all blocks that can be */
-    TKVI_EVICT = 4,       /* evict tokens, except offloaded and discarded ones */
-    TKVI_EVICT_ALL = 8,   /* evict offloaded and discarded tokens as well */
-    TKVI_EVICT_TO_FLOOR =
-        16, /* evict each list to its floor in one go and merge it: a dry run knows the victims */
-    TKVI_EVICT_FIRST = 32 /* evict before all other stages */
+    TKVI_LOOSEN = 1,          /* forecast only: blocks smaller than the level demands grow to its layout */
+    TKVI_OFFLOAD_ALL = 2,     /* offload and discard all blocks that can be */
+    TKVI_EVICT = 4,           /* evict tokens, except offloaded and discarded ones */
+    TKVI_EVICT_ALL = 8,       /* evict offloaded and discarded tokens as well */
+    TKVI_EVICT_TO_FLOOR = 16, /* evict each list to its floor and merge it; a dry run knows the victims */
+    TKVI_EVICT_FIRST = 32     /* evict before all other stages */
 } tkvi_reclaim_stages;
 
 /* The tokens of a sequence that eviction spares in a forecast with these reclaim stages. spec: of the level. */
@@ -713,7 +712,7 @@ static int tkvi_try_stages(tkv_cache *kv, int reclaim_stages, int kept_eighths, 
 }
 
 /* 1 if the memory request fits with TKVI_EVICT_TO_FLOOR. Tries three orders: the other stages, then eviction;
- * eviction alone; eviction, then the other stages. It first spares offloaded tokens in all orders, then spares none. */
+ * eviction alone; eviction, then the other stages. It spares offloaded tokens in all orders first, then none. */
 static int tkvi_try_floor(tkv_cache *kv, int kept_eighths, size_t budget, size_t *bytes) {
     static const int orders[] = {TKVI_OFFLOAD_ALL, TKVI_EVICT_FIRST, TKVI_OFFLOAD_ALL | TKVI_EVICT_FIRST};
     const int n_orders = (int)(sizeof orders / sizeof *orders);
@@ -861,8 +860,7 @@ static int tkvi_can_relax(tkv_cache *kv) {
     if (bytes < budget * (double)tkvi_relax_below(p, level - 1) &&
         bytes + 3.0 * (double)kv->bytes_per_block < budget)
         return 1;
-    kv->relax_at =
-        tkvi_used_bytes(kv) - tkvi_used_bytes(kv) / 16; /* this check is slow: it reads all blocks */
+    kv->relax_at = tkvi_used_bytes(kv) - tkvi_used_bytes(kv) / 16; /* this check reads all blocks */
     return 0;
 }
 
@@ -1014,7 +1012,7 @@ TKV_API tkv_status tkv_set_budget(tkv_cache *kv, size_t bytes) {
     if (kv->pool.recode_pages == 0) { /* the budget had ended: recoding needs its pages again */
         tkvi_peak dry_run = tkvi_begin_dry_run(kv);
         kv->pool.recode_pages = kv->tables.recode_pages;
-        if (!tkvi_peak_ready(&kv->pool, &dry_run)) {
+        if (!tkvi_allocate_peak(&kv->pool, &dry_run)) {
             kv->pool.recode_pages = 0;
             return tkvi_fail(kv, TKV_ERR_NOMEM, "the allocator gave no memory for recoding", 0, NULL);
         }

@@ -254,7 +254,7 @@ static void tkvi_decode_keys(const tkv_cache *kv, uint32_t id, int head, uint64_
     const uint8_t *bytes;
     tkvi_fetch_buffer buffer;
     buffer.key = TKVI_NIL;
-    if (tkvi_side_bytes(kv, id, head, TKV_K, &buffer, &bytes))
+    if (tkvi_get_side_bytes(kv, id, head, TKV_K, &buffer, &bytes))
         memset(out, 0, (size_t)tkvi_n_bits(mask) * dim * sizeof *out);
     else (void)tkvi_decode_tokens(&r->k, kv->kernels->simd_ops, bytes, mask, out, dim);
 }

@@ -44,7 +44,7 @@ TKV_API tkv_status tkv_evict(tkv_cache *kv, const tkv_evict_params *p) {
     tkvi_choice c;
     tkv_status st;
     int layer, pass, keep;
-    if (!TKVI_HAS_EVICT) return tkvi_left_out(kv, "TKV_NO_EVICT leaves this out");
+    if (!TKVI_HAS_EVICT) return tkvi_refuse_left_out(kv, "TKV_NO_EVICT leaves this out");
     if (!kv) return TKV_ERR_ARG;
     if (!p) return tkvi_fail(kv, TKV_ERR_ARG, "the parameters are missing", 0, NULL);
     st = tkvi_evictable(kv, p->seq, p->layer);
@@ -82,7 +82,7 @@ TKV_API tkv_status tkv_evict(tkv_cache *kv, const tkv_evict_params *p) {
 TKV_API tkv_status tkv_seq_pin(tkv_cache *kv, int seq, int start, int n, int until) {
     tkv_status st;
     int layer, i, t;
-    if (!TKVI_HAS_EVICT) return tkvi_left_out(kv, "TKV_NO_EVICT leaves this out");
+    if (!TKVI_HAS_EVICT) return tkvi_refuse_left_out(kv, "TKV_NO_EVICT leaves this out");
     st = tkvi_evictable(kv, seq, TKV_ALL_LAYERS);
     if (st) return st;
     if (start < 0 || n < 0 || n > TKVI_FOREVER - start)
