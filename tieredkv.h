@@ -15874,10 +15874,10 @@ static void tkvi_free_page(tkvi_pool *pool, uint32_t i) {
 }
 
 /* >>growth. Each function allocates first and changes the pool only when it has the memory. 0: no memory. */
-/* Entries of a table that must hold `want`. The steps are a quarter, so that the table is never far from full. */
-static uint32_t tkvi_cap_for(int64_t want) {
+/* Capacity of a table that must hold n_entries. It grows in steps of a quarter, so that little of it is unused. */
+static uint32_t tkvi_cap_for(int64_t n_entries) {
     uint32_t cap = 16;
-    while ((int64_t)cap < want) cap += cap / 4;
+    while ((int64_t)cap < n_entries) cap += cap / 4;
     return cap;
 }
 
@@ -15891,38 +15891,38 @@ static size_t tkvi_block_entry_bytes(const tkv_config *cfg) {
     return sizeof(tkvi_block) + (tkvi_keeps_token_meta(cfg) ? sizeof(tkvi_token_meta) : 0);
 }
 
-static int tkvi_grow_blocks(tkvi_pool *pool, uint32_t want) {
+static int tkvi_grow_blocks(tkvi_pool *pool, uint32_t n_entries) {
     const size_t entry = tkvi_block_entry_bytes(&pool->tables->cfg);
-    const uint32_t had = pool->block_cap, cap = tkvi_cap_for(want);
+    const uint32_t old_cap = pool->block_cap, cap = tkvi_cap_for(n_entries);
     uint32_t i;
     size_t bytes;
     uint8_t *bigger;
-    if (want <= had) return 1;
+    if (n_entries <= old_cap) return 1;
     if (!tkvi_mul(cap, entry, &bytes)) return 0;
     bigger = (uint8_t *)tkvi_get(pool->heap, bytes);
     if (!bigger) return 0;
     memset(bigger, 0, bytes);
-    if (had) memcpy(bigger, pool->block, had * sizeof(tkvi_block));
-    if (TKVI_HAS_EVICT && had && pool->token_meta)
-        memcpy(bigger + cap * sizeof(tkvi_block), pool->token_meta, had * sizeof(tkvi_token_meta));
-    tkvi_put(pool->heap, pool->block, had * entry);
+    if (old_cap) memcpy(bigger, pool->block, old_cap * sizeof(tkvi_block));
+    if (TKVI_HAS_EVICT && old_cap && pool->token_meta)
+        memcpy(bigger + cap * sizeof(tkvi_block), pool->token_meta, old_cap * sizeof(tkvi_token_meta));
+    tkvi_put(pool->heap, pool->block, old_cap * entry);
     pool->block = (tkvi_block *)(void *)bigger;
     pool->token_meta = tkvi_keeps_token_meta(&pool->tables->cfg)
                            ? (tkvi_token_meta *)(void *)(bigger + cap * sizeof(tkvi_block))
                            : NULL;
     pool->block_cap = cap;
-    for (i = cap; i-- > had;) {
+    for (i = cap; i-- > old_cap;) {
         pool->block[i].page = pool->free_block;
         pool->free_block = i;
     }
     return 1;
 }
 
-static int tkvi_grow_pages(tkvi_pool *pool, uint32_t want) {
-    const uint32_t cap = tkvi_cap_for(want);
+static int tkvi_grow_pages(tkvi_pool *pool, uint32_t n_entries) {
+    const uint32_t cap = tkvi_cap_for(n_entries);
     tkvi_page *bigger;
     size_t bytes;
-    if (want <= pool->page_cap) return 1;
+    if (n_entries <= pool->page_cap) return 1;
     if (!tkvi_mul(cap, sizeof *bigger, &bytes)) return 0;
     bigger = (tkvi_page *)tkvi_get(pool->heap, bytes);
     if (!bigger) return 0;
@@ -16097,7 +16097,7 @@ static uint32_t tkvi_new_block(tkvi_pool *pool, int layout, int start) {
     return id;
 }
 
-/* Moves a block with one holder to a slot of another layout. `write` fills the new bytes from the old ones. */
+/* Moves a block that one list holds to a slot of another layout. `write` computes the new bytes from the old ones. */
 typedef void (*tkvi_rewrite)(void *ctx, const uint8_t *from, uint8_t *to);
 
 static void tkvi_recode_block(tkvi_pool *pool, uint32_t id, int layout, tkvi_rewrite write, void *ctx) {
@@ -16489,7 +16489,8 @@ struct tkv_cache {
     uint64_t demoted, recoded[TKV_MAX_LEVELS], refused; /* counts of tkv_budget_info */
     uint64_t n_offloaded, n_unwritten, n_promoted; /* blocks offloaded, refused by the store, brought back */
     int store_failed; /* 1: the store failed in this call; an error then names the store as the cause */
-    /* [4][n_classes] work space: slots requested, slots forecast, two of tkvi_subtract_smallest_blocks */
+    /* [4][n_classes] slots requested; then work space: slots of the present forecast (tkvi_forecast), n_in_class and
+     * mixed (tkvi_subtract_smallest_blocks) */
     int64_t *slot_request;
     tkvi_memory_request memory_request; /* valid during the call */
     int reclaim_stages; /* stages that the call needs: bits of tkvi_reclaim_stages (reclaim/budget.h) */
@@ -19819,11 +19820,11 @@ static int tkvi_needs_recompute(const tkv_cache *kv, const tkvi_list *list, cons
 static int tkvi_has_discarded(const tkv_cache *kv, int seq, int layer, int64_t from, int64_t to) {
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
-    int i, lacks = 0;
-    for (i = 0; TKVI_HAS_DISCARD && kv->pool.n_discarded && i < list->n && !lacks; i++)
-        lacks = tkvi_needs_recompute(kv, list, ids, i) && tkvi_block_start(kv, ids, i) < to &&
+    int i, found = 0;
+    for (i = 0; TKVI_HAS_DISCARD && kv->pool.n_discarded && i < list->n && !found; i++)
+        found = tkvi_needs_recompute(kv, list, ids, i) && tkvi_block_start(kv, ids, i) < to &&
                 tkvi_block_end(kv, list, ids, i) > from;
-    return lacks;
+    return found;
 }
 
 /* 1 if queries that see the positions from `oldest` on need a discarded block. The last two blocks always count,
@@ -19836,17 +19837,17 @@ static int tkvi_sees_discarded(const tkv_cache *kv, int seq, int layer, int64_t 
     return tkvi_has_discarded(kv, seq, layer, oldest < start ? oldest : start, list->len);
 }
 
-/* The position up to which the blocks behind the sinks may be discarded in all layers. level: its rules decide
- * which blocks are old enough. 0 in an open step; TKVI_FOREVER for an empty sequence. */
+/* The position up to which the blocks behind the sinks may be discarded in all layers. level: its tier specs
+ * decide which blocks are old enough. 0 in an open step; TKVI_FOREVER for an empty sequence. */
 static int tkvi_discardable_to(const tkv_cache *kv, int seq, int level) {
     int layer, i, to = TKVI_FOREVER;
     if (kv->seq[seq].in_step) return 0;
     for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++) {
         const tkvi_list *list = tkvi_list_of(kv, seq, layer);
         const uint32_t *ids = tkvi_ids(kv, seq, layer);
-        const tkvi_tier_spec *r = &tkvi_tier_specs_of(&kv->tables, layer)[level];
+        const tkvi_tier_spec *spec = &tkvi_tier_specs_of(&kv->tables, layer)[level];
         if (list->n == 0) continue;
-        for (i = list->sinks; i < list->n && tkvi_can_offload(kv, seq, layer, i, r);) i++;
+        for (i = list->sinks; i < list->n && tkvi_can_offload(kv, seq, layer, i, spec);) i++;
         to = tkvi_min(to, i < list->n ? tkvi_block_start(kv, ids, i) : list->len);
     }
     return to;
@@ -20972,6 +20973,7 @@ static void tkvi_set_request(tkv_cache *kv, const tkvi_peak *dry_run, const tkv_
 }
 
 /* >>forecast */
+/* All forecasts share one array of slots (kv->slot_request): a new forecast overwrites the slots of the last one. */
 typedef struct tkvi_forecast {
     int64_t *slots;      /* [n_classes] slots in use, reserved or requested */
     int64_t n_offloaded; /* blocks without a slot: offloaded or discarded */
@@ -21270,7 +21272,7 @@ static int tkvi_dry_run_join(const tkv_cache *kv, tkvi_planned_block *a, tkvi_pl
 
 /* Plans the blocks of a list after eviction to its floor and merging. Returns their number and points *out
  * to them. spec: all blocks are recoded by this tier spec before, and offloaded or discarded as `spared` says. NULL:
- * blocks are as they are now. */
+ * blocks are as they are now. *out is valid until the next choice of victims, because it lies in kv->choice_space. */
 static int tkvi_dry_run_floor(tkv_cache *kv, int seq, int layer, const tkvi_spared *spared,
                               const tkvi_tier_spec *spec, tkvi_planned_block **out) {
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);

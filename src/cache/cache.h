@@ -104,7 +104,8 @@ struct tkv_cache {
     uint64_t demoted, recoded[TKV_MAX_LEVELS], refused; /* counts of tkv_budget_info */
     uint64_t n_offloaded, n_unwritten, n_promoted; /* blocks offloaded, refused by the store, brought back */
     int store_failed; /* 1: the store failed in this call; an error then names the store as the cause */
-    /* [4][n_classes] work space: slots requested, slots forecast, two of tkvi_subtract_smallest_blocks */
+    /* [4][n_classes] slots requested; then work space: slots of the present forecast (tkvi_forecast), n_in_class and
+     * mixed (tkvi_subtract_smallest_blocks) */
     int64_t *slot_request;
     tkvi_memory_request memory_request; /* valid during the call */
     int reclaim_stages; /* stages that the call needs: bits of tkvi_reclaim_stages (reclaim/budget.h) */

@@ -116,10 +116,10 @@ static void tkvi_free_page(tkvi_pool *pool, uint32_t i) {
 }
 
 /* >>growth. Each function allocates first and changes the pool only when it has the memory. 0: no memory. */
-/* Entries of a table that must hold `want`. The steps are a quarter, so that the table is never far from full. */
-static uint32_t tkvi_cap_for(int64_t want) {
+/* Capacity of a table that must hold n_entries. It grows in steps of a quarter, so that little of it is unused. */
+static uint32_t tkvi_cap_for(int64_t n_entries) {
     uint32_t cap = 16;
-    while ((int64_t)cap < want) cap += cap / 4;
+    while ((int64_t)cap < n_entries) cap += cap / 4;
     return cap;
 }
 
@@ -133,38 +133,38 @@ static size_t tkvi_block_entry_bytes(const tkv_config *cfg) {
     return sizeof(tkvi_block) + (tkvi_keeps_token_meta(cfg) ? sizeof(tkvi_token_meta) : 0);
 }
 
-static int tkvi_grow_blocks(tkvi_pool *pool, uint32_t want) {
+static int tkvi_grow_blocks(tkvi_pool *pool, uint32_t n_entries) {
     const size_t entry = tkvi_block_entry_bytes(&pool->tables->cfg);
-    const uint32_t had = pool->block_cap, cap = tkvi_cap_for(want);
+    const uint32_t old_cap = pool->block_cap, cap = tkvi_cap_for(n_entries);
     uint32_t i;
     size_t bytes;
     uint8_t *bigger;
-    if (want <= had) return 1;
+    if (n_entries <= old_cap) return 1;
     if (!tkvi_mul(cap, entry, &bytes)) return 0;
     bigger = (uint8_t *)tkvi_get(pool->heap, bytes);
     if (!bigger) return 0;
     memset(bigger, 0, bytes);
-    if (had) memcpy(bigger, pool->block, had * sizeof(tkvi_block));
-    if (TKVI_HAS_EVICT && had && pool->token_meta)
-        memcpy(bigger + cap * sizeof(tkvi_block), pool->token_meta, had * sizeof(tkvi_token_meta));
-    tkvi_put(pool->heap, pool->block, had * entry);
+    if (old_cap) memcpy(bigger, pool->block, old_cap * sizeof(tkvi_block));
+    if (TKVI_HAS_EVICT && old_cap && pool->token_meta)
+        memcpy(bigger + cap * sizeof(tkvi_block), pool->token_meta, old_cap * sizeof(tkvi_token_meta));
+    tkvi_put(pool->heap, pool->block, old_cap * entry);
     pool->block = (tkvi_block *)(void *)bigger;
     pool->token_meta = tkvi_keeps_token_meta(&pool->tables->cfg)
                            ? (tkvi_token_meta *)(void *)(bigger + cap * sizeof(tkvi_block))
                            : NULL;
     pool->block_cap = cap;
-    for (i = cap; i-- > had;) {
+    for (i = cap; i-- > old_cap;) {
         pool->block[i].page = pool->free_block;
         pool->free_block = i;
     }
     return 1;
 }
 
-static int tkvi_grow_pages(tkvi_pool *pool, uint32_t want) {
-    const uint32_t cap = tkvi_cap_for(want);
+static int tkvi_grow_pages(tkvi_pool *pool, uint32_t n_entries) {
+    const uint32_t cap = tkvi_cap_for(n_entries);
     tkvi_page *bigger;
     size_t bytes;
-    if (want <= pool->page_cap) return 1;
+    if (n_entries <= pool->page_cap) return 1;
     if (!tkvi_mul(cap, sizeof *bigger, &bytes)) return 0;
     bigger = (tkvi_page *)tkvi_get(pool->heap, bytes);
     if (!bigger) return 0;
@@ -339,7 +339,7 @@ static uint32_t tkvi_new_block(tkvi_pool *pool, int layout, int start) {
     return id;
 }
 
-/* Moves a block with one holder to a slot of another layout. `write` fills the new bytes from the old ones. */
+/* Moves a block that one list holds to a slot of another layout. `write` computes the new bytes from the old ones. */
 typedef void (*tkvi_rewrite)(void *ctx, const uint8_t *from, uint8_t *to);
 
 static void tkvi_recode_block(tkvi_pool *pool, uint32_t id, int layout, tkvi_rewrite write, void *ctx) {

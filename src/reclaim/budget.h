@@ -138,6 +138,7 @@ static void tkvi_set_request(tkv_cache *kv, const tkvi_peak *dry_run, const tkv_
 }
 
 /* >>forecast */
+/* All forecasts share one array of slots (kv->slot_request): a new forecast overwrites the slots of the last one. */
 typedef struct tkvi_forecast {
     int64_t *slots;      /* [n_classes] slots in use, reserved or requested */
     int64_t n_offloaded; /* blocks without a slot: offloaded or discarded */
@@ -436,7 +437,7 @@ static int tkvi_dry_run_join(const tkv_cache *kv, tkvi_planned_block *a, tkvi_pl
 
 /* Plans the blocks of a list after eviction to its floor and merging. Returns their number and points *out
  * to them. spec: all blocks are recoded by this tier spec before, and offloaded or discarded as `spared` says. NULL:
- * blocks are as they are now. */
+ * blocks are as they are now. *out is valid until the next choice of victims, because it lies in kv->choice_space. */
 static int tkvi_dry_run_floor(tkv_cache *kv, int seq, int layer, const tkvi_spared *spared,
                               const tkvi_tier_spec *spec, tkvi_planned_block **out) {
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
